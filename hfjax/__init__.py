@@ -1,0 +1,44 @@
+"""hfjax: train a model on more than one device. A strategy is a table; the program follows it."""
+
+from hfjax.plan import Layout, State, layout
+from hfjax.parallel.execution import Execution, Precision
+from hfjax.parallel.fetch import gather_rows
+from hfjax.mean import Mean
+from hfjax.parallel.mesh import make_mesh
+from hfjax.parallel.strategy import (
+    DDP,
+    FSDP,
+    HSDP,
+    SEQUENCE,
+    TENSOR,
+    ZERO1,
+    ZERO2,
+    ZERO3,
+    Strategy,
+)
+from hfjax.train import eval_step, full, init, shard_batch, train_step
+
+__all__ = [
+    "DDP",
+    "FSDP",
+    "HSDP",
+    "SEQUENCE",
+    "TENSOR",
+    "ZERO1",
+    "ZERO2",
+    "ZERO3",
+    "Execution",
+    "Layout",
+    "Mean",
+    "Precision",
+    "State",
+    "Strategy",
+    "eval_step",
+    "full",
+    "gather_rows",
+    "init",
+    "layout",
+    "make_mesh",
+    "shard_batch",
+    "train_step",
+]

@@ -1,0 +1,51 @@
+"""The loss as a total and a weight: the only form in which a mean over devices is a true mean."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+@partial(
+    jax.tree_util.register_dataclass, data_fields=["total", "weight", "metrics"], meta_fields=[]
+)
+@dataclass(frozen=True)
+class Mean:
+    """A weighted mean as its two sums; `metrics` may carry further means or scalars by name.
+
+    The loss of a step is sum(total) / sum(weight) over all rows, devices and microbatches.
+    """
+
+    total: Any
+    weight: Any
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+
+
+def as_mean(value: Any, rows: int, what: str = "the loss") -> Mean:
+    """Return what a loss returned as a `Mean`; a scalar is the mean over this device's rows."""
+    if isinstance(value, Mean):
+        total, weight = _scalar(value.total, what), _scalar(value.weight, what)
+        inner = {n: as_mean(v, rows, f"metric {n!r}") for n, v in value.metrics.items()}
+        return Mean(total, jax.lax.stop_gradient(weight), inner)
+    if isinstance(value, tuple | list | dict):
+        raise ValueError(
+            f"{what} is a {type(value).__name__}, which could mean (loss, aux) or (total, weight). "
+            "Return a scalar (the mean over the rows), or hfjax.Mean(total, weight, "
+            "metrics={…}) for a weighted loss or for further metrics."
+        )
+    mean = _scalar(value, what)
+    return Mean(mean * rows, jnp.asarray(rows, mean.dtype))
+
+
+def _scalar(value: Any, what: str) -> jax.Array:
+    array = jnp.asarray(value)
+    if array.shape != () or not jnp.issubdtype(array.dtype, jnp.number):
+        raise ValueError(
+            f"{what} has shape {array.shape} and dtype {array.dtype}: a scalar is expected. "
+            "Take the mean over the rows, or return hfjax.Mean(sum of the losses, their number)."
+        )
+    wide = jnp.promote_types(array.dtype, jnp.float32)
+    return array.astype(wide)

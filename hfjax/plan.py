@@ -1,0 +1,267 @@
+"""Where everything lives: path, shape, PartitionSpec and bytes per device. Allocates nothing."""
+
+import difflib
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+
+from hfjax.parallel.blueprint import Blueprint, blueprint
+from hfjax.parallel.mesh import AXES, BATCH_AXES, TENSOR_AXES, describe_mesh
+from hfjax.parallel.placement import (
+    Array,
+    auto_part,
+    check_spec,
+    columns,
+    entries_of,
+    pieces,
+)
+from hfjax.parallel.reduction import Placed
+from hfjax.parallel.strategy import Strategy
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """Where parameters, gradients, moments and other variables live on a mesh."""
+
+    mesh: Mesh
+    strategy: Strategy
+    optimizer: optax.GradientTransformation
+    blueprint: Blueprint
+    arrays: Mapping[str, Array]
+    placed: Mapping[str, Placed]
+    forward: Callable | None = None
+    notes: tuple[str, ...] = field(default=())
+
+    @property
+    def specs(self) -> dict[str, P]:
+        """Path -> PartitionSpec of each parameter; edit it and hand it to `with_specs`."""
+        return {path: p.parameter for path, p in self.placed.items()}
+
+    def with_specs(self, specs: Mapping[str, P]) -> "Layout":
+        """Return the layout with these parameters placed so; gradients and moments follow."""
+        placed = dict(self.placed)
+        for path, spec in specs.items():
+            if path not in placed:
+                near = difflib.get_close_matches(path, placed, n=3)
+                raise ValueError(
+                    f"no parameter {path!r}. Nearest: {near or 'none'}. All: layout.specs."
+                )
+            check_spec(self.arrays[path], spec, self.mesh)
+            parts = columns(self.arrays[path], self.strategy, self.mesh, spec)
+            placed[path] = _placed(self.arrays[path], self.placed[path].dtype, parts)
+        return replace(self, placed=placed)
+
+    def shardings(self) -> Any:
+        """Return the sharding of every array of the state, in the state's own form."""
+        on = lambda spec: NamedSharding(self.mesh, spec)
+        return jax.tree.map(on, self._state_specs(), is_leaf=lambda x: isinstance(x, P))
+
+    def abstract_state(self) -> Any:
+        """Return the state as shapes, dtypes and shardings: enough to compile a step."""
+        shape = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)
+        return jax.tree.map(shape, self._state_shapes(), self.shardings())
+
+    def _state_shapes(self) -> "State":
+        parameters = {p.path: jax.ShapeDtypeStruct(p.shape, p.dtype) for p in self.placed.values()}
+        variables = {
+            path: jax.eval_shape(lambda v=v: v.get_raw_value())
+            for path, v in self.blueprint.variables.items()
+        }
+        params = nest(parameters)
+        moments = jax.eval_shape(self.optimizer.init, params)
+        step = jax.ShapeDtypeStruct((), jnp.int32)
+        return State(step, params, moments, nest(variables))
+
+    def _state_specs(self) -> "State":
+        shapes = self._state_shapes()
+        return State(
+            P(),
+            nest(self.specs),
+            jax.tree_util.tree_map_with_path(self._moment_spec, shapes.optimizer),
+            jax.tree.map(lambda _: P(), shapes.variables),
+        )
+
+    def _moment_spec(self, keys: tuple, leaf: Any) -> P:
+        """An array of the optimizer lies as the parameter's moments if path and shape are its."""
+        names = [str(getattr(key, "key", "")) for key in keys]
+        for start in range(len(names)):
+            placed = self.placed.get("/".join(names[start:]))
+            if placed is not None and placed.shape == leaf.shape:
+                return placed.moment
+        return P()
+
+    def bytes_per_device(self) -> dict[str, int]:
+        """Return bytes per device of parameters, gradients (accumulated) and optimizer state."""
+        wide = lambda p: jnp.promote_types(p.dtype, jnp.float32)
+        size = lambda p, spec, dtype: _bytes(p.shape, dtype, spec, self.mesh)
+        placed = self.placed.values()
+        state = self.abstract_state()
+        return {
+            "parameters": sum(size(p, p.parameter, p.dtype) for p in placed),
+            "gradients": sum(size(p, p.gradient, wide(p)) for p in placed),
+            "moments": sum(
+                _bytes(x.shape, x.dtype, x.sharding.spec, self.mesh)
+                for x in jax.tree.leaves(state.optimizer)
+            ),
+        }
+
+    def unused_axes(self) -> list[str]:
+        """Return mesh axes larger than 1 that split neither the batch nor any parameter."""
+        used = {a for p in self.placed.values() for e in entries_of(p.parameter, 0) for a in e}
+        return [
+            axis
+            for axis in AXES
+            if self.mesh.shape[axis] > 1 and axis not in used and axis not in BATCH_AXES
+        ]
+
+    def __str__(self) -> str:
+        return "\n".join(_table(self))
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class State:
+    """The state of a training run: plain arrays, sharded as the layout says."""
+
+    step: Any
+    params: Any
+    optimizer: Any
+    variables: Any  # what is not a parameter: statistics, random keys
+
+
+def layout(
+    model_init: Callable,
+    optimizer: optax.GradientTransformation,
+    mesh: Mesh,
+    strategy: Strategy,
+    *,
+    forward: Callable | None = None,
+    axes: Mapping[str, tuple[str | None, ...]] | None = None,
+) -> Layout:
+    """Return where everything of `model_init(rngs)` lives under a strategy.
+
+    `forward(model, batch)` says what the loss is given (default: `model(batch)`; a bare pytree
+    itself). `axes` names the dimensions of parameters whose module does not: {path: names}.
+    """
+    plan = blueprint(model_init, _activation_placer(mesh, strategy))
+    _check_paths(axes or {}, plan)
+    arrays = {
+        path: Array(path, tuple(template.shape), plan.axes(path, axes or {}))
+        for path, template in plan.parameters.items()
+    }
+    placed = {
+        path: _placed(array, plan.parameters[path].dtype, columns(array, strategy, mesh))
+        for path, array in arrays.items()
+    }
+    notes = tuple(_unmatched(strategy, mesh, arrays))
+    return Layout(mesh, strategy, optimizer, plan, arrays, placed, forward, notes)
+
+
+def _placed(array: Array, dtype: Any, parts: tuple[P, P, P]) -> Placed:
+    return Placed(array.path, array.shape, dtype, *parts)
+
+
+def _activation_placer(mesh: Mesh, strategy: Strategy) -> Callable:
+    """Return `place(x, *names)`: puts an activation where the strategy's rows say."""
+    if mesh.shape["tensor"] == 1:
+        return lambda x, *names: x
+
+    def place(x: jax.Array, *names: str | None) -> jax.Array:
+        rows = [strategy.activations.get(name or "", ()) for name in names]
+        return lax.with_sharding_constraint(x, auto_part(P(*rows)))
+
+    return place
+
+
+def _check_paths(axes: Mapping[str, tuple], plan: Blueprint) -> None:
+    for path in axes:
+        if path not in plan.parameters:
+            near = difflib.get_close_matches(path, plan.parameters, n=3)
+            raise ValueError(f"axes: no parameter {path!r}. Nearest: {near or 'none'}.")
+
+
+def _unmatched(strategy: Strategy, mesh: Mesh, arrays: Mapping[str, Array]) -> Iterator[str]:
+    """Report rows that match no parameter; refuse if a mesh axis is left without any."""
+    names = {name for array in arrays.values() for name in array.axes if name}
+    rows = {row: axes for row, axes in strategy.parameters.items() if row != "*"}
+    matched = {axis for row in rows.keys() & names for axis in rows[row]}
+    for row, axes in rows.items():
+        if row in names:
+            continue
+        idle = [axis for axis in axes if mesh.shape[axis] > 1 and axis not in matched]
+        if idle and axes and set(axes) <= set(TENSOR_AXES):
+            raise ValueError(
+                f"strategy {strategy.name}: no parameter has an axis named "
+                f"{', '.join(sorted(rows.keys() - names))}, so the mesh axis {idle[0]} "
+                f"({describe_mesh(mesh)}) would split nothing. The model's axes: "
+                f"{', '.join(sorted(names)) or 'none are named'}. Name them: nnx.Param(x, "
+                'axes=("embed", "mlp")), or layout(…, axes={path: names}).'
+            )
+        yield f"row {row} -> {'+'.join(axes)} of {strategy.name} matched no parameter"
+
+
+def nest(flat: Mapping[str, Any]) -> dict:
+    """Return {"a/b": x} as {"a": {"b": x}}."""
+    tree: dict = {}
+    for path, value in flat.items():
+        *parents, name = path.split("/")
+        node = tree
+        for key in parents:
+            node = node.setdefault(key, {})
+        node[name] = value
+    return tree
+
+
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return {"a": {"b": x}} as {"a/b": x}."""
+    flat: dict[str, Any] = {}
+    for name, value in tree.items():
+        nested = isinstance(value, Mapping)
+        flat |= flatten(value, f"{prefix}{name}/") if nested else {prefix + name: value}
+    return flat
+
+
+def _bytes(shape: tuple[int, ...], dtype: Any, spec: P, mesh: Mesh) -> int:
+    return math.prod(shape) * jnp.dtype(dtype).itemsize // pieces(spec, mesh)
+
+
+def human(n: float) -> str:
+    """Return a number of bytes as people write it.
+
+    >>> human(3 * 2**20)
+    '3.0 MiB'
+    """
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if n < 1024:
+            return f"{n:.0f} {unit}" if unit == "B" else f"{n:.1f} {unit}"
+        n /= 1024
+    return f"{n:.1f} TiB"
+
+
+def _table(layout: Layout) -> Iterator[str]:
+    yield f"{layout.strategy.name} on {describe_mesh(layout.mesh)}"
+    rows = [("parameter", "shape", "spec", "gradient", "moments", "bytes/device")]
+    for p in layout.placed.values():
+        same = lambda spec, p=p: "same" if spec == p.parameter else _show(spec)
+        size = human(_bytes(p.shape, p.dtype, p.parameter, layout.mesh))
+        shape = "x".join(map(str, p.shape))
+        rows.append((p.path, shape, _show(p.parameter), same(p.gradient), same(p.moment), size))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+        yield "  " + "  ".join(cells).rstrip()
+    total = layout.bytes_per_device()
+    yield "per device: " + ", ".join(f"{name} {human(size)}" for name, size in total.items())
+    yield from (f"note: {note}" for note in layout.notes)
+
+
+def _show(spec: P) -> str:
+    entries = entries_of(spec, len(spec))
+    return f"P({', '.join('+'.join(axes) if axes else '-' for axes in entries)})"

@@ -1,0 +1,233 @@
+"""Train: state born sharded, one jitted step, evaluation, and the batch on its devices."""
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+from hfjax.plan import Layout, State, flatten, nest
+from hfjax.parallel.execution import Execution
+from hfjax.parallel.gradients import DataPlane
+from hfjax.mean import Mean
+from hfjax.parallel.mesh import BATCH_AXES, describe_mesh
+from hfjax.parallel.placement import batch_devices
+
+Metrics = dict[str, jax.Array]
+
+
+def init(layout: Layout, seed: int = 0) -> State:
+    """Return a new state, born sharded: no device ever holds the whole model."""
+    return jax.jit(lambda seed: _create(layout, seed), out_shardings=layout.shardings())(seed)
+
+
+def _create(layout: Layout, seed: Any) -> State:
+    arrays = layout.blueprint.create(seed)
+    params = nest({path: arrays[path] for path in layout.placed})
+    variables = nest({path: arrays[path] for path in layout.blueprint.variables})
+    return State(jnp.zeros((), jnp.int32), params, layout.optimizer.init(params), variables)
+
+
+def train_step(layout: Layout, loss: Callable, **execution: Any) -> "TrainStep":
+    """Return the step: (state, batch) -> (state, metrics), one jitted function.
+
+    `loss(outputs, batch)` returns the mean over its rows or a `Mean`; the keywords are the
+    fields of `Execution`. The state given is donated.
+    """
+    return TrainStep(layout, loss, Execution(**execution))
+
+
+class TrainStep:
+    """A jitted training step. Call it; `lower(batch)` gives the program without running it."""
+
+    def __init__(self, layout: Layout, loss: Callable, execution: Execution):
+        _check_runs(layout, execution)
+        self.layout, self.execution = layout, execution
+        self._plane = _data_plane(layout, loss, execution)
+        self._shardings = layout.shardings()
+        self._batch = NamedSharding(layout.mesh, P(BATCH_AXES))
+        self._seen: deque[tuple[jax.Array, jax.Array]] = deque()
+        self._jitted = jax.jit(
+            self._step,
+            in_shardings=(self._shardings, self._batch),
+            out_shardings=(self._shardings, NamedSharding(layout.mesh, P())),
+            donate_argnums=0,
+            compiler_options=execution.compiler_options,
+        )
+
+    def __call__(self, state: State, batch: Any) -> tuple[State, Metrics]:
+        """Return the next state and the metrics of this step (on device: nothing is waited for)."""
+        self._report_nonfinite(state, wait=False)
+        if not _is_placed(batch, self._batch):
+            batch = shard_batch(self.layout, batch, self.execution.accumulate)
+        state, metrics = self._jitted(state, batch)
+        self._seen.append((metrics["finite"], state.step))
+        return state, metrics
+
+    def lower(self, batch: Any) -> jax.stages.Lowered:
+        """Return the lowered step for a batch of arrays or shapes; allocates nothing."""
+        _check_batch(self.layout, batch, self.execution.accumulate)
+        shape = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._batch)
+        return self._jitted.lower(self.layout.abstract_state(), jax.tree.map(shape, batch))
+
+    def check(self, state: State) -> None:
+        """Wait for the steps given so far; raise FloatingPointError if one was not finite."""
+        self._report_nonfinite(state, wait=True)
+
+    # -- the program ----------------------------------------------------------------------
+
+    def _step(self, state: State, batch: Any) -> tuple[State, Metrics]:
+        _check_batch(self.layout, batch, self.execution.accumulate)
+        params, variables = flatten(state.params), flatten(state.variables)
+        gradients, mean, statistics = self._plane.gradients(params, variables, batch, state.step)
+        gradients, norm = self._scale(gradients, mean.weight)
+        metrics = {"loss": mean.total / mean.weight, "grad_norm": norm} | _metrics(mean)
+        metrics["finite"] = finite = jnp.isfinite(metrics["loss"]) & jnp.isfinite(norm)
+        new = self._update(state, gradients, nest(variables | statistics))
+        if self.execution.skip_nonfinite:
+            new = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, state)
+        return new.__class__(state.step + 1, new.params, new.optimizer, new.variables), metrics
+
+    def _scale(self, gradients: dict, weight: jax.Array) -> tuple[dict, jax.Array]:
+        """Return gradients of the mean, clipped, and their global norm before clipping."""
+        norm = optax.global_norm(gradients) / weight
+        scale = 1 / weight
+        if self.execution.clip is not None:
+            scale *= self.execution.clip / jnp.maximum(norm, self.execution.clip)
+        return jax.tree.map(lambda g: g * scale.astype(g.dtype), gradients), norm
+
+    def _update(self, state: State, gradients: dict, variables: Any) -> State:
+        """Update each shard where its moments lie; parameters go back to their own place."""
+        where = {path: p.moment for path, p in self.layout.placed.items()}
+        params = self._place(flatten(state.params), where)
+        gradients = {p: g.astype(params[p].dtype) for p, g in gradients.items()}
+        updates, moments = self.layout.optimizer.update(
+            nest(self._place(gradients, where)), state.optimizer, nest(params)
+        )
+        params = flatten(optax.apply_updates(nest(params), updates))
+        return State(state.step, nest(self._place(params, where)), moments, variables)
+
+    def _place(self, arrays: dict, specs: dict[str, P]) -> dict:
+        on = lambda path: NamedSharding(self.layout.mesh, specs[path])
+        return {path: lax.with_sharding_constraint(x, on(path)) for path, x in arrays.items()}
+
+    # -- what a person is told ------------------------------------------------------------
+
+    def _report_nonfinite(self, state: State, wait: bool) -> None:
+        """Raise for a past step that was not finite; looks only at results that are there."""
+        while self._seen and (wait or self._seen[0][0].is_ready()):
+            finite, step = self._seen.popleft()
+            if not finite:
+                self._seen.clear()
+                raise FloatingPointError(self._explain(state, int(step) - 1))
+
+    def _explain(self, state: State, step: int) -> str:
+        kept = "The state was left as it was before that step"
+        bad = [path for path, x in flatten(state.params).items() if not bool(jnp.isfinite(x).all())]
+        told = f"loss or gradient of step {step} is not finite. "
+        if bad:
+            p = self.layout.placed[bad[0]]
+            return (
+                f"{told}{len(bad)} parameters are not finite either, the first is {p.path} "
+                f"{p.shape}: {p.parameter}. Restore an earlier checkpoint."
+            )
+        if self.execution.skip_nonfinite:
+            return f"{told}{kept}; all parameters are finite: look at the batch and the loss."
+        return f"{told}All parameters are finite: look at the batch and the loss."
+
+
+def eval_step(layout: Layout, loss: Callable, **execution: Any) -> Callable:
+    """Return (state, batch) -> metrics, jitted: no dropout, no gradient, nothing donated."""
+    run = Execution(**execution)
+    _check_runs(layout, run)
+    plane = _data_plane(layout, loss, run)
+    where = NamedSharding(layout.mesh, P(BATCH_AXES))
+
+    @jax.jit
+    def evaluate(params: Any, variables: Any, batch: Any) -> Metrics:
+        mean = plane.evaluate(flatten(params), flatten(variables), batch)
+        return {"loss": mean.total / mean.weight} | _metrics(mean)
+
+    def step(state: State, batch: Any) -> Metrics:
+        batch = batch if _is_placed(batch, where) else shard_batch(layout, batch)
+        return evaluate(state.params, state.variables, batch)
+
+    return step
+
+
+def _data_plane(layout: Layout, loss: Callable, execution: Execution) -> DataPlane:
+    return DataPlane(layout.blueprint, layout.placed, layout.mesh, execution, loss, layout.forward)
+
+
+def _metrics(mean: Mean) -> Metrics:
+    return {name: m.total / m.weight for name, m in mean.metrics.items()} | {"weight": mean.weight}
+
+
+def _check_runs(layout: Layout, execution: Execution) -> None:
+    if idle := layout.unused_axes():
+        raise ValueError(
+            f"mesh {describe_mesh(layout.mesh)}: {', '.join(idle)} splits neither the batch nor a "
+            f"parameter under {layout.strategy.name}: its devices would repeat each other's work. "
+            "Set it to 1, or add a strategy that uses it (hfjax.TENSOR uses tensor)."
+        )
+    platform = layout.mesh.devices.flat[0].platform
+    reduce = getattr(execution.precision, "reduce", None)
+    if platform == "cpu" and reduce == jnp.bfloat16 and layout.mesh.shape["tensor"] > 1:
+        raise ValueError(
+            "precision reduce=bfloat16 beside a tensor axis crashes XLA's CPU compiler. "
+            "Reduce in float32 on CPU."
+        )
+
+
+# -- batches ------------------------------------------------------------------------------
+
+
+def shard_batch(layout: Layout, batch: Any, accumulate: int = 1) -> Any:
+    """Return a batch on its devices: the global batch, or with several processes this one's rows."""
+    where = NamedSharding(layout.mesh, P(BATCH_AXES))
+    _check_batch(layout, batch, accumulate, jax.process_count())
+    if jax.process_count() == 1:
+        return jax.device_put(batch, where)
+    return jax.tree.map(
+        lambda x: jax.make_array_from_process_local_data(where, np.asarray(x)), batch
+    )
+
+
+def _check_batch(layout: Layout, batch: Any, accumulate: int, processes: int = 1) -> None:
+    sizes = [np.shape(x)[0] if np.ndim(x) else 0 for x in jax.tree.leaves(batch)]
+    if not sizes or len(set(sizes)) > 1 or not sizes[0]:
+        raise ValueError(
+            f"a batch is a pytree of arrays with the same number of rows, at least one; "
+            f"found rows {sizes}."
+        )
+    devices = batch_devices(layout.mesh)
+    rows, unit = sizes[0] * processes, accumulate * devices
+    if rows % unit:
+        raise ValueError(
+            f"batch of {rows} rows does not divide by accumulate={accumulate} x {devices} devices "
+            f"({describe_mesh(layout.mesh)}). Use {max(rows // unit, 1) * unit} or "
+            f"{(rows // unit + 1) * unit} rows, or change accumulate."
+        )
+
+
+def _is_placed(batch: Any, where: NamedSharding) -> bool:
+    leaves = jax.tree.leaves(batch)
+    return all(isinstance(x, jax.Array) and x.sharding == where for x in leaves)
+
+
+def full(params: Any) -> Any:
+    """Return the whole arrays in host memory, leaf by leaf (summon_full_params)."""
+    return jax.tree.map(_whole, params)
+
+
+def _whole(x: jax.Array) -> np.ndarray:
+    if x.is_fully_addressable:
+        return np.asarray(x)
+    from jax.experimental import multihost_utils
+
+    return np.asarray(multihost_utils.process_allgather(x, tiled=True))

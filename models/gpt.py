@@ -1,0 +1,181 @@
+"""GPT-2 in three parts: embed, layers, head. [B]atch, [S]equence, [D] embed, [H]eads, [V]ocabulary."""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+from hfjax.models.attention import causal_attention
+from hfjax.models.parts import Dropout, LayerNorm, Linear, anywhere, stacked
+from hfjax.mean import Mean
+
+
+@dataclass(frozen=True)
+class GPTConfig:
+    """The shape of a GPT. `pad_vocab_to` rounds the embedding's rows up; logits beyond are masked."""
+
+    vocab: int = 50257
+    length: int = 1024
+    layers: int = 12
+    heads: int = 12
+    embed: int = 768
+    dropout: float = 0.0
+    pad_vocab_to: int = 1
+    attention: Callable = causal_attention
+
+    def __post_init__(self):
+        if self.embed % self.heads:
+            raise ValueError(
+                f"GPTConfig: embed={self.embed} does not divide by heads={self.heads}. "
+                "Choose heads that divide embed."
+            )
+
+    @property
+    def padded_vocab(self) -> int:
+        """The number of rows of the embedding."""
+        return math.ceil(self.vocab / self.pad_vocab_to) * self.pad_vocab_to
+
+    @classmethod
+    def preset(cls, name: str, **changes) -> "GPTConfig":
+        """Return a named shape, some fields changed.
+
+        >>> GPTConfig.preset("medium", pad_vocab_to=128).padded_vocab
+        50304
+        """
+        if name not in PRESETS:
+            raise ValueError(f"GPT preset {name!r}: one of {', '.join(PRESETS)}.")
+        return replace(PRESETS[name], **changes)
+
+    @classmethod
+    def tiny(cls, **changes) -> "GPTConfig":
+        """Return the shape of a byte-level model that trains on a laptop."""
+        return cls.preset("tiny", **changes)
+
+
+PRESETS: Mapping[str, GPTConfig] = {
+    "tiny": GPTConfig(vocab=256, length=64, layers=4, heads=4, embed=128),
+    "small": GPTConfig(),
+    "medium": GPTConfig(layers=24, heads=16, embed=1024),
+    "large": GPTConfig(layers=36, heads=20, embed=1280),
+    "xl": GPTConfig(layers=48, heads=25, embed=1600),
+    "gpt3-175b": GPTConfig(length=2048, layers=96, heads=96, embed=12288),
+}
+
+
+class Attention(nnx.Module):
+    """Causal self-attention. Query, key and value share one kernel, heads first: [D, H, 3, d]."""
+
+    def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
+        width = config.embed // config.heads
+        heads = (config.heads, 3, width)
+        axes = ("embed", "heads", None, None)
+        self.qkv = Linear((config.embed, *heads), axes, 3, 0.02, rngs=rngs)
+        shape, scale = (config.heads, width, config.embed), _residual_scale(config)
+        self.out = Linear(shape, ("heads", None, "embed"), 1, scale, rngs=rngs)
+        self.attend = config.attention
+        self.place = anywhere
+
+    def __call__(self, x_BSD: jax.Array) -> jax.Array:
+        qkv = self.place(self.qkv(x_BSD), "batch", None, "heads", None, None)
+        q, k, v = (qkv[:, :, :, i] for i in range(3))
+        return self.out(self.place(self.attend(q, k, v), "batch", None, "heads", None))
+
+
+class MLP(nnx.Module):
+    """Two linear maps with a GELU between."""
+
+    def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
+        wide = (config.embed, 4 * config.embed)
+        self.up = Linear(wide, ("embed", "mlp"), 1, 0.02, rngs=rngs)
+        self.down = Linear(wide[::-1], ("mlp", "embed"), 1, _residual_scale(config), rngs=rngs)
+        self.place = anywhere
+
+    def __call__(self, x_BSD: jax.Array) -> jax.Array:
+        return self.down(jax.nn.gelu(self.place(self.up(x_BSD), "batch", None, "mlp")))
+
+
+class Block(nnx.Module):
+    """One layer: attention and MLP, each behind a norm and added to the residual stream."""
+
+    def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
+        self.norm1, self.norm2 = LayerNorm(config.embed), LayerNorm(config.embed)
+        self.attention = Attention(config, rngs=rngs)
+        self.mlp = MLP(config, rngs=rngs)
+        self.dropout1 = Dropout(config.dropout, rngs=rngs)
+        self.dropout2 = Dropout(config.dropout, rngs=rngs)
+        self.place = anywhere
+
+    def __call__(self, x_BSD: jax.Array) -> jax.Array:
+        x = self._add(x_BSD, self.attention, self.norm1, self.dropout1)
+        return self._add(x, self.mlp, self.norm2, self.dropout2)
+
+    def _add(self, x: jax.Array, part: nnx.Module, norm: LayerNorm, dropout: Dropout) -> jax.Array:
+        """The norm and the dropout work on the sequence as the residual stream is split."""
+        whole = self.place(norm(self.place(x, "batch", "seq", None)), "batch", None, None)
+        y = self.place(part(whole), "batch", "seq", None)
+        return x + dropout(y)
+
+
+class GPT(nnx.Module):
+    """GPT-2 with tied embeddings; `layers` is one module of stacked arrays."""
+
+    def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
+        self.config = config
+        normal = lambda scale, *shape: scale * jax.random.normal(rngs.params(), shape)
+        tokens = normal(0.02, config.padded_vocab, config.embed)
+        self.tokens = nnx.Param(tokens, axes=("vocab", "embed"))
+        self.positions = nnx.Param(
+            normal(0.01, config.length, config.embed), axes=("position", "embed")
+        )
+        self.dropout = Dropout(config.dropout, rngs=rngs)
+        self.layers = stacked(config.layers, lambda rngs: Block(config, rngs=rngs), rngs)
+        self.norm = LayerNorm(config.embed)
+        self.place = anywhere
+
+    def embed(self, batch: Mapping[str, jax.Array]) -> jax.Array:
+        """Return the residual stream of `batch["tokens"]` ([B, S + 1]; the last one is a target)."""
+        tokens = batch["tokens"][:, :-1]
+        length = tokens.shape[1]
+        if length > self.config.length:
+            raise ValueError(
+                f"{length} tokens a row, the model has {self.config.length} positions: shorten the "
+                "rows, or raise GPTConfig.length."
+            )
+        x = self.tokens[...][tokens] + self.positions[...][None, :length]
+        return self.dropout(self.place(x, "batch", "seq", None))
+
+    def head(self, x_BSD: jax.Array) -> jax.Array:
+        """Return the logits [B, S, V]."""
+        x = self.place(self.norm(x_BSD), "batch", None, None)
+        logits = x.reshape(-1, x.shape[-1]) @ self.tokens[...].T
+        logits = self.place(logits.reshape(*x.shape[:2], -1), "batch", None, "vocab")
+        if self.config.padded_vocab == self.config.vocab:
+            return logits
+        real = lax.broadcasted_iota("int32", (1, 1, logits.shape[-1]), 2) < self.config.vocab
+        return jnp.where(real, logits, jnp.finfo(logits.dtype).min)
+
+    def __call__(self, batch: Mapping[str, jax.Array]) -> jax.Array:
+        graph, layers = nnx.split(self.layers)
+        x, _ = lax.scan(
+            lambda x, layer: (nnx.merge(graph, layer)(x), None), self.embed(batch), layers
+        )
+        return self.head(x)
+
+
+def next_token_loss(logits_BSV: jax.Array, batch: Mapping[str, jax.Array]) -> Mean:
+    """Return the cross entropy of each next token; `batch["mask"]` ([B, S]) may weigh them."""
+    targets = batch["tokens"][:, 1:]
+    logits = logits_BSV.astype(jnp.promote_types(logits_BSV.dtype, jnp.float32))
+    columns = lax.broadcasted_iota(targets.dtype, (1, 1, logits.shape[-1]), 2)
+    picked = jnp.where(columns == targets[..., None], logits, 0).sum(-1)
+    losses = jax.nn.logsumexp(logits, axis=-1) - picked
+    mask = batch.get("mask", jnp.ones_like(losses)).astype(losses.dtype)
+    return Mean((losses * mask).sum(), mask.sum())
+
+
+def _residual_scale(config: GPTConfig) -> float:
+    return 0.02 / math.sqrt(2 * config.layers)

@@ -1,0 +1,1 @@
+"""The mechanisms: mesh, strategy, placement, fetch, layers, gradients. One idea a file."""

@@ -1,0 +1,127 @@
+"""A model without its arrays: how to take one apart into named arrays and put it together again."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from flax import nnx
+
+from hfjax.parallel.fetch import Stored, fetch_on_read
+from hfjax.parallel.layers import has_three_parts, is_list
+from hfjax.parallel.placement import STACK
+from hfjax.parallel.reduction import Flat
+
+LAYERS = "layers/"
+
+
+@dataclass(frozen=True)
+class Blueprint:
+    """The static part of a model, and one template variable for each of its arrays."""
+
+    create: Callable[[Any], Flat]  # seed -> {path: array}, parameters and other variables alike
+    parameters: Mapping[str, Any]  # path -> template; of an nnx model an nnx.Param with its names
+    variables: Mapping[str, Any]  # path -> template of what is not a parameter
+    graphs: Mapping[str, Any]  # "train" and "eval" -> graph definition, or a tree definition
+    three_parts: bool = False
+    stacked: bool = False  # the layers are one module of stacked arrays
+
+    def merge(self, parameters: Flat, variables: Flat, mode: str) -> Any:
+        """Return the model that holds these arrays (or `Stored` values)."""
+        if not isinstance(self.graphs[mode], nnx.GraphDef):
+            return jax.tree.unflatten(self.graphs[mode], [_read(v) for v in parameters.values()])
+        states = [
+            nnx.State.from_flat_path({_keys(p): like[p].replace(v) for p, v in values.items()})
+            for like, values in ((self.parameters, parameters), (self.variables, variables))
+        ]
+        return nnx.merge(self.graphs[mode], *states)
+
+    def variables_of(self, model: Any) -> Flat:
+        """Return the arrays of a model that are not parameters."""
+        return _raw(nnx.split(model, nnx.Param, ...)[2]) if self.variables else {}
+
+    def axes(self, path: str, given: Mapping[str, tuple]) -> tuple[str | None, ...]:
+        """Return the logical name of each dimension of a parameter."""
+        template = self.parameters[path]
+        if path in given:
+            return tuple(given[path])
+        axes = template.get_metadata("axes", None) if isinstance(template, nnx.Variable) else None
+        stack = (STACK,) if self.stacked and path.startswith(LAYERS) else ()
+        unnamed = (None,) * (len(template.shape) - len(stack))
+        return (*stack, *(unnamed if axes is None else axes))
+
+
+def _rngs(seed: Any) -> nnx.Rngs:
+    return nnx.Rngs(jax.random.key(seed))
+
+
+def _read(value: Any) -> Any:
+    return value.fetch() if isinstance(value, Stored) else value
+
+
+def _keys(path: str) -> tuple[str | int, ...]:
+    return tuple(int(k) if k.isdigit() else k for k in path.split("/"))
+
+
+def _flat(state: nnx.State) -> dict[str, nnx.Variable]:
+    return {"/".join(map(str, path)): leaf for path, leaf in nnx.to_flat_state(state)}
+
+
+def _raw(state: nnx.State) -> Flat:
+    return {path: variable.get_raw_value() for path, variable in _flat(state).items()}
+
+
+def blueprint(model_init: Callable, place: Callable) -> Blueprint:
+    """Return the blueprint of what `model_init(rngs)` makes; allocates nothing.
+
+    Modules with an attribute `place` are handed the function that places activations by name.
+    """
+    model = nnx.eval_shape(lambda: model_init(_rngs(0)))
+    if not isinstance(model, nnx.Module):
+        return _of_tree(model_init, model)
+    for _, module in nnx.iter_modules(model):
+        if hasattr(module, "place"):
+            setattr(module, "place", place)  # noqa: B010  (an attribute of any module)
+    graphs = {}
+    for mode, switch in (("eval", model.eval), ("train", model.train)):
+        switch()
+        graphs[mode], parameters, variables = nnx.split(model, nnx.Param, ...)
+    parts = has_three_parts(model)
+
+    def create(seed):
+        return _raw(nnx.split(model_init(_rngs(seed)), ...)[1])
+
+    return Blueprint(
+        create=create,
+        parameters={path: _hooked(v) for path, v in _flat(parameters).items()},
+        variables=_flat(variables),
+        graphs=graphs,
+        three_parts=parts,
+        stacked=parts and not is_list(model.layers),
+    )
+
+
+def _hooked(variable: nnx.Variable) -> nnx.Variable:
+    """Return the variable with the hook that moves it when it is read."""
+    own = variable.get_metadata("on_get_value", ())
+    own = own if isinstance(own, tuple) else (own,)
+    variable = variable.copy()
+    variable.set_metadata(on_get_value=(fetch_on_read, *own))
+    return variable
+
+
+def _of_tree(model_init: Callable, tree: Any) -> Blueprint:
+    """A bare pytree of arrays is a model too: its loss is given the tree."""
+    named, definition = jax.tree_util.tree_flatten_with_path(tree)
+    if not named:
+        raise ValueError(
+            f"model_init returned {type(tree).__name__}: an nnx.Module or a pytree of arrays is "
+            "expected. A Linen module: flax.nnx.bridge.ToNNX(module, rngs=rngs).lazy_init(batch)."
+        )
+    paths = [jax.tree_util.keystr(keys, simple=True, separator="/") for keys, _ in named]
+
+    def create(seed):
+        return dict(zip(paths, jax.tree.leaves(model_init(_rngs(seed))), strict=True))
+
+    leaves = {path: leaf for path, (_, leaf) in zip(paths, named, strict=True)}
+    return Blueprint(create, leaves, {}, {"train": definition, "eval": definition})

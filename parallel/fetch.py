@@ -1,0 +1,121 @@
+"""Reading a parameter is what moves it: cast, gather; backward, cast, reduce-scatter.
+
+Inside the data plane a model's variables hold `Stored` values: what this device stores, and the
+slot its gradient goes to. Whatever reads the variable gets the whole parameter in the compute
+dtype. No model has to know.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from hfjax.parallel.mesh import BATCH_AXES
+from hfjax.parallel.strategy import Axes
+
+GATHERED = "hfjax_gathered"  # the name of a gathered parameter, for checkpoint policies
+
+
+@dataclass(frozen=True)
+class Movement:
+    """How one parameter moves. Dimensions count from the end, so a scanned layer fits as well."""
+
+    path: str
+    shape: tuple[int, ...]
+    gather: tuple[tuple[int, Axes], ...]  # (dimension, mesh axes) to gather over when read
+    scatter: tuple[tuple[int, Axes], ...]  # (dimension, mesh axes) to scatter gradients over
+    compute: Any
+    wire: Any
+    reduce: Any
+    read: Callable[[str], None] = field(compare=False, hash=False, default=lambda path: None)
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["value", "slot"], meta_fields=["movement"])
+@dataclass
+class Stored:
+    """What a device stores of one parameter; `slot` takes its gradient (None: no gradient)."""
+
+    value: jax.Array
+    slot: jax.Array | None
+    movement: Movement
+
+    def fetch(self) -> jax.Array:
+        """Return the whole parameter in the compute dtype."""
+        move = self.movement
+        move.read(move.path)
+        _check_rank(move, self.value.ndim)
+        if self.slot is None:
+            return _gather(move, self.value)
+        return _fetch(move, self.value, self.slot)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self if index is ... else self.fetch()[index]
+
+    def __jax_array__(self) -> jax.Array:
+        return self.fetch()
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or name in ("value", "slot", "movement"):
+            raise AttributeError(name)
+        return getattr(self.fetch(), name)  # .T, .shape, .reshape … are those of the whole array
+
+
+def fetch_on_read(variable: Any, value: Any) -> Any:
+    """Return what a variable's reader sees: the `on_get_value` hook of every parameter."""
+    return value.fetch() if isinstance(value, Stored) else value
+
+
+def _check_rank(move: Movement, ndim: int) -> None:
+    for dim, axes in (*move.gather, *move.scatter):
+        if -dim > ndim:
+            raise ValueError(
+                f"{move.path} {move.shape} was sliced along dimension {len(move.shape) + dim}, "
+                f"which is split over {'+'.join(axes)}. If that dimension stacks layers, name it: "
+                f'axes={{"{move.path}": ("layers", …)}} in hfjax.layout.'
+            )
+
+
+def _gather(move: Movement, value: jax.Array) -> jax.Array:
+    whole = value.astype(move.wire)
+    for dim, axes in move.gather:
+        whole = lax.all_gather(whole, axes, axis=whole.ndim + dim, tiled=True)
+    return checkpoint_name(whole.astype(move.compute), GATHERED)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _fetch(move: Movement, value: jax.Array, slot: jax.Array) -> jax.Array:
+    return _gather(move, value)
+
+
+def _forward(move: Movement, value: jax.Array, slot: jax.Array):
+    return _gather(move, value), jnp.zeros((0,), slot.dtype)
+
+
+def _backward(move: Movement, like: jax.Array, cotangent: jax.Array):
+    gradient = cotangent.astype(move.reduce)
+    for dim, axes in move.scatter:
+        gradient = lax.psum_scatter(
+            gradient, axes, scatter_dimension=gradient.ndim + dim, tiled=True
+        )
+    return None, gradient.astype(like.dtype)
+
+
+_fetch.defvjp(_forward, _backward)
+
+
+def gather_rows(x: Any) -> Any:
+    """Return the rows of the whole batch, for a loss that mixes rows (contrastive, ranking).
+
+    In a training step a loss sees the rows of its own device. This is the one differentiable
+    call that gives it all of them, on every device; outside a step it returns `x` itself.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    axes = tuple(a for a in BATCH_AXES if a in getattr(mesh, "manual_axes", ()))
+    if not axes:
+        return x
+    return jax.tree.map(lambda rows: lax.all_gather(rows, axes, axis=0, tiled=True), x)

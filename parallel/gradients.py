@@ -1,0 +1,261 @@
+"""The data plane: loss and gradients of one step, every collective over data and fsdp written here.
+
+Inside, each device holds its own rows and its own shards. Microbatches run in a scan; what is
+scattered in every microbatch is scattered by `fetch`, the rest is reduced once, after the scan.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh, PartitionSpec as P
+
+from hfjax.parallel.blueprint import LAYERS, Blueprint
+from hfjax.parallel.execution import Execution, Precision
+from hfjax.parallel.fetch import Movement, Stored
+from hfjax.parallel.layers import run_model
+from hfjax.mean import Mean, as_mean
+from hfjax.parallel.mesh import BATCH_AXES, MANUAL_AXES
+from hfjax.parallel.placement import auto_part, entries_of, manual_part, size_of
+from hfjax.parallel.randomness import is_random, keys_for
+from hfjax.parallel.reduction import Flat, Placed, reduce_gradients
+from hfjax.parallel.strategy import Axes
+
+
+@dataclass(frozen=True)
+class DataPlane:
+    """What runs on each device between the parameters at rest and the reduced gradients."""
+
+    blueprint: Blueprint
+    placed: Mapping[str, Placed]
+    mesh: Mesh
+    execution: Execution
+    loss: Callable
+    forward: Callable | None
+
+    def gradients(self, parameters: Flat, variables: Flat, batch: Any, step: jax.Array):
+        """Return (gradients, Mean, statistics): gradients of the total, placed as the moments."""
+
+        def device(parameters, variables, batch, step):
+            unread = set(self.placed)
+            parameters = self._gather_once(_varying(parameters))
+            random, statistics = self._sort(_varying(variables))
+            microbatch = self._microbatch(parameters, random, _rows(batch), step, unread)
+            gradients, mean, statistics = self._accumulate(microbatch, statistics, batch)
+            self._check_all_read(unread)
+            gradients = reduce_gradients(
+                gradients,
+                self.placed,
+                self.mesh,
+                self._precision.reduce,
+                self.execution.reduction == "hierarchical",
+            )
+            return gradients, lax.psum(mean, BATCH_AXES), _average(statistics)
+
+        moments = {path: manual_part(p.moment) for path, p in self.placed.items()}
+        run = self._shard_map(device, (moments, P(), P()))
+        return run(parameters, variables, batch, step)
+
+    def evaluate(self, parameters: Flat, variables: Flat, batch: Any) -> Mean:
+        """Return the loss as a Mean; nothing is random, no statistic changes."""
+
+        def device(parameters, variables, batch):
+            model = self._model(_varying(parameters), None, _varying(variables), "eval", set())
+            return lax.psum(_varying(self._mean(model, batch)), BATCH_AXES)
+
+        parts = {path: manual_part(p.parameter) for path, p in self.placed.items()}
+        run = self._shard_map(device, P(), (parts, P(), P(BATCH_AXES)))
+        return run(parameters, variables, batch)
+
+    def _shard_map(self, device: Callable, out_specs: Any, in_specs: Any = None) -> Callable:
+        parts = {path: manual_part(p.parameter) for path, p in self.placed.items()}
+        return jax.shard_map(
+            device,
+            mesh=self.mesh,
+            in_specs=in_specs or (parts, P(), P(BATCH_AXES), P()),
+            out_specs=out_specs,
+            axis_names=set(MANUAL_AXES),
+        )
+
+    # -- microbatches -------------------------------------------------------------------------
+
+    def _accumulate(self, microbatch: Callable, statistics: Flat, batch: Any):
+        """Return gradients, Mean and statistics after all microbatches of this device."""
+        count = self.execution.accumulate
+        if count == 1:
+            return microbatch(statistics, batch, 0)
+
+        def body(carry, xs):
+            sums, statistics = carry
+            gradients, mean, statistics = microbatch(statistics, *xs)
+            return (jax.tree.map(jnp.add, sums, gradients), statistics), mean
+
+        split = jax.tree.map(lambda x: x.reshape(count, -1, *x.shape[1:]), batch)
+        xs = (split, lax.iota("int32", count))
+        (gradients, statistics), means = lax.scan(body, (self._slots(), statistics), xs)
+        return gradients, jax.tree.map(lambda x: x.sum(0), means), statistics
+
+    def _microbatch(
+        self, parameters: Flat, random: Flat, local_rows: int, step: Any, unread: set[str]
+    ) -> Callable:
+        """Return (statistics, batch, number) -> (gradients, Mean, statistics) of one microbatch."""
+
+        def total(slots, statistics, batch, number):
+            rows = _rows(batch)
+            first = lax.axis_index(BATCH_AXES) * local_rows + number * rows
+            keys = {
+                path: keys_for(self.blueprint.variables[path], key, step, first, rows)
+                for path, key in random.items()
+            }
+            model = self._model(parameters, slots, {**statistics, **keys}, "train", unread)
+            mean = self._mean(model, batch)
+            changed = self.blueprint.variables_of(model)
+            statistics = {path: changed[path] for path in statistics}
+            return _varying(mean.total), (_varying(mean), _varying(statistics))
+
+        def run(statistics, batch, number):
+            gradient = jax.grad(total, has_aux=True)
+            gradients, aux = gradient(self._slots(), statistics, batch, number)
+            return self._pin(gradients), *aux
+
+        return run
+
+    def _mean(self, model: Any, batch: Any) -> Mean:
+        inputs = _cast(batch, self._precision.compute)
+        if self.forward is not None:
+            outputs = self.forward(model, inputs)
+        elif self.blueprint.three_parts:
+            outputs = run_model(model, inputs, self.execution, self._gathers_layers())
+        else:
+            outputs = model(inputs) if callable(model) else model
+        return as_mean(self.loss(outputs, batch), _rows(batch))
+
+    def _model(self, parameters: Flat, slots: Flat | None, variables: Flat, mode: str, unread: set):
+        """Return the model on stored parameters; those outside the layers are gathered now."""
+        stored: Flat = {}
+        for path, value in parameters.items():
+            move = self._movement(self.placed[path], unread, slots is not None)
+            stored[path] = Stored(value, None if slots is None else slots[path], move)
+            if self.blueprint.three_parts and not path.startswith(LAYERS):
+                stored[path] = stored[path].fetch()
+        return self.blueprint.merge(stored, variables, mode)
+
+    def _sort(self, variables: Flat) -> tuple[Flat, Flat]:
+        """Return the variables that hold random keys, and the statistics."""
+        random = {p: v for p, v in variables.items() if is_random(self.blueprint.variables[p])}
+        return random, {p: v for p, v in variables.items() if p not in random}
+
+    def _check_all_read(self, unread: set[str]) -> None:
+        for path in sorted(unread):
+            p = self.placed[path]
+            if manual_part(p.parameter) != P():
+                raise ValueError(
+                    f"{path} {p.shape}: {p.parameter} is split, and the step never read it through "
+                    "its variable. Read it as `param[...]` (not through its raw value or "
+                    "nnx.state), or, if the loss does not depend on it, keep it whole: "
+                    f'layout.with_specs({{"{path}": P()}}).'
+                )
+
+    # -- moving -------------------------------------------------------------------------------
+
+    @property
+    def _precision(self) -> Precision:
+        assert isinstance(self.execution.precision, Precision)
+        return self.execution.precision
+
+    def _slots(self) -> Flat:
+        """Return zeros of the shape and place in which each gradient accumulates."""
+        zeros = {
+            path: jnp.zeros(_local(p, self.mesh), jnp.promote_types(p.dtype, jnp.float32))
+            for path, p in self.placed.items()
+        }
+        return self._pin(_varying(zeros))
+
+    def _pin(self, gradients: Flat) -> Flat:
+        """Keep the tensor axes of accumulated gradients where the parameters have them."""
+        if size_of(("tensor",), self.mesh) == 1:
+            return gradients
+        pin = lax.with_sharding_constraint
+        return {p: pin(g, auto_part(self.placed[p].gradient)) for p, g in gradients.items()}
+
+    def _movement(self, p: Placed, unread: set[str], training: bool = True) -> Movement:
+        precision = self._precision
+        gather = () if training and _accumulates_whole(p) else _split(p.parameter, p.shape)
+        return Movement(
+            path=p.path,
+            shape=p.shape,
+            gather=gather,
+            scatter=_split(p.gradient, p.shape),
+            compute=precision.compute,
+            wire=precision.gather if gather else precision.compute,
+            reduce=precision.reduce,
+            read=unread.discard,
+        )
+
+    def _gather_once(self, parameters: Flat) -> Flat:
+        """Return the parameters, those whose gradients accumulate whole gathered for the step."""
+        whole = {path for path, p in self.placed.items() if _accumulates_whole(p)}
+        moves = {path: self._movement(self.placed[path], set(), training=False) for path in whole}
+        return {
+            path: Stored(value, None, moves[path]).fetch() if path in whole else value
+            for path, value in parameters.items()
+        }
+
+    def _gathers_layers(self) -> bool:
+        return any(
+            _split(p.parameter, p.shape)
+            for path, p in self.placed.items()
+            if path.startswith(LAYERS)
+        )
+
+
+def _accumulates_whole(p: Placed) -> bool:
+    """Return whether the parameter is split although its gradient accumulates whole."""
+    return bool(_split(p.parameter, p.shape)) and not _split(p.gradient, p.shape)
+
+
+def _split(spec: P, shape: tuple[int, ...]) -> tuple[tuple[int, Axes], ...]:
+    """Return (dimension counted from the end, manual axes) of each dimension that is split."""
+    entries = entries_of(manual_part(spec), len(shape))
+    return tuple((dim - len(shape), axes) for dim, axes in enumerate(entries) if axes)
+
+
+def _local(p: Placed, mesh: Mesh) -> tuple[int, ...]:
+    entries = entries_of(manual_part(p.gradient), len(p.shape))
+    return tuple(n // size_of(axes, mesh) for n, axes in zip(p.shape, entries, strict=True))
+
+
+def _varying(tree: Any) -> Any:
+    """Mark every leaf as differing between devices, so that nothing is reduced unasked."""
+
+    def mark(x):
+        x = jnp.asarray(x)
+        missing = tuple(
+            axis for axis in BATCH_AXES if axis not in jax.typeof(x).manual_axis_type.varying
+        )
+        return lax.pcast(x, missing, to="varying") if missing else x
+
+    return jax.tree.map(mark, tree)
+
+
+def _average(statistics: Flat) -> Flat:
+    """Return statistics averaged over the devices; whole numbers agree already."""
+    return {
+        path: lax.pmean(x, BATCH_AXES)
+        if jnp.issubdtype(x.dtype, jnp.inexact)
+        else lax.pmax(x, BATCH_AXES)
+        for path, x in statistics.items()
+    }
+
+
+def _rows(batch: Any) -> int:
+    return jax.tree.leaves(batch)[0].shape[0]
+
+
+def _cast(batch: Any, dtype: Any) -> Any:
+    """Return the batch with floating-point inputs in the compute dtype."""
+    floating = lambda x: jnp.issubdtype(x.dtype, jnp.floating)
+    return jax.tree.map(lambda x: x.astype(dtype) if floating(x) else x, batch)

@@ -1,0 +1,88 @@
+"""Running a model's layers: the layer is the unit of gathering and of rematerialisation."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from flax import nnx
+from jax import lax
+
+from hfjax.parallel.execution import Execution
+
+# Cheap to redo, and the way by which a gathered parameter could be saved under another name.
+_MOVES = (
+    "all_gather",
+    "convert_element_type",
+    "reshape",
+    "transpose",
+    "broadcast_in_dim",
+    "squeeze",
+    "slice",
+    "name",
+)
+
+
+def _save_all_but_moves(prim, *_, **__) -> bool:
+    return prim.name not in _MOVES
+
+
+def _save_gathers(prim, *_, **__) -> bool:
+    return prim.name == "all_gather"
+
+
+def _policy(execution: Execution, gathers: bool) -> Callable | None:
+    """Return what may be saved: a policy for jax.checkpoint, or None to save everything."""
+    policies = jax.checkpoint_policies
+    keep = gathers and not execution.reshard_after_forward
+    if execution.remat == "none":
+        return None if keep or not gathers else _save_all_but_moves
+    named = {"full": policies.nothing_saveable, "dots": policies.dots_with_no_batch_dims_saveable}
+    policy = execution.remat if callable(execution.remat) else named[execution.remat]
+    return policies.save_from_both_policies(policy, _save_gathers) if keep else policy
+
+
+def is_list(layers: Any) -> bool:
+    """Return whether the layers are a list of modules (else: one module of stacked arrays)."""
+    return isinstance(layers, nnx.List | nnx.Sequential | list | tuple)
+
+
+def has_three_parts(model: Any) -> bool:
+    """Return whether a model has `embed`, `layers` and `head`."""
+    return all(hasattr(model, part) for part in ("embed", "layers", "head"))
+
+
+def run_model(model: Any, batch: Any, execution: Execution, gathers: bool) -> Any:
+    """Return the outputs of a three-part model, layer by layer."""
+    x = model.embed(batch)
+    run = _run_list if is_list(model.layers) else _run_stack
+    x = run(model.layers, x, _policy(execution, gathers), execution.unroll)
+    return model.head(x)
+
+
+def _layer(graph: nnx.GraphDef, policy: Callable | None) -> Callable:
+    """Return (parameters, variables, x) -> (x, variables) for one layer, rematerialised."""
+
+    def apply(parameters, variables, x):
+        layer = nnx.merge(graph, parameters, variables)
+        x = layer(x)
+        return x, nnx.split(layer, nnx.Param, ...)[2]
+
+    return apply if policy is None else jax.checkpoint(apply, policy=policy)
+
+
+def _run_stack(layers: nnx.Module, x: Any, policy: Callable | None, unroll: int | bool | None):
+    graph, parameters, variables = nnx.split(layers, nnx.Param, ...)
+    apply = _layer(graph, policy)
+    x, variables = lax.scan(
+        lambda x, layer: apply(*layer, x), x, (parameters, variables), unroll=unroll or 1
+    )
+    nnx.update(layers, variables)
+    return x
+
+
+def _run_list(layers: Any, x: Any, policy: Callable | None, unroll: int | bool | None):
+    for layer in layers.layers if isinstance(layers, nnx.Sequential) else layers:
+        graph, parameters, variables = nnx.split(layer, nnx.Param, ...)
+        x, variables = _layer(graph, policy)(parameters, variables, x)
+        nnx.update(layer, variables)
+    return x

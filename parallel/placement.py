@@ -1,0 +1,169 @@
+"""From rows to PartitionSpecs: where each dimension of one array lies, and every refusal."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from jax.sharding import Mesh, PartitionSpec as P
+
+from hfjax.parallel.mesh import AXES, BATCH_AXES, MANUAL_AXES, describe_mesh
+from hfjax.parallel.strategy import Axes, Rows, Strategy
+
+STACK = "layers"  # the dimension that stacks equal layers: a scan slices it, so it stays whole
+
+
+@dataclass(frozen=True)
+class Array:
+    """One array of the model: its path, its shape and the logical name of each dimension."""
+
+    path: str
+    shape: tuple[int, ...]
+    axes: tuple[str | None, ...]
+
+    def __post_init__(self):
+        if len(self.axes) != len(self.shape):
+            raise ValueError(
+                f"{self.path}: axes {self.axes} name {len(self.axes)} dimensions, "
+                f"the array has shape {self.shape}. Name each dimension, None where it has no name."
+            )
+
+    @property
+    def layer_size(self) -> int:
+        """The number of elements that one layer holds."""
+        return math.prod(n for n, name in zip(self.shape, self.axes, strict=True) if name != STACK)
+
+
+def place(array: Array, rows: Rows, mesh: Mesh, smallest: int = 0, base: P | None = None) -> P:
+    """Return the spec that `rows` give an array, on top of `base`."""
+    entries = entries_of(base or P(), len(array.shape))
+    for dim, name in enumerate(array.axes):
+        entries[dim] += tuple(a for a in rows.get(name or "", ()) if a not in entries[dim])
+    spec = _spec(entries)
+    check_spec(array, spec, mesh)
+    if "*" not in rows or array.layer_size < smallest:
+        return spec
+    used = {axis for entry in entries for axis in entry}
+    return _place_anywhere(array, entries, tuple(a for a in rows["*"] if a not in used), mesh)
+
+
+def _place_anywhere(array: Array, entries: list[Axes], axes: Axes, mesh: Mesh) -> P:
+    """Put `axes` on the first free dimension that divides; none: the array stays as it is."""
+    size = size_of(axes, mesh)
+    for dim, (length, name) in enumerate(zip(array.shape, array.axes, strict=True)):
+        if axes and not entries[dim] and name != STACK and length % size == 0:
+            entries[dim] = axes
+            break
+    return _spec(entries)
+
+
+def columns(array: Array, strategy: Strategy, mesh: Mesh, spec: P | None = None) -> tuple[P, P, P]:
+    """Return the specs of the parameter, its accumulated gradient and its moments."""
+    smallest = strategy.replicate_below
+    if spec is None:
+        spec = place(array, strategy.parameters, mesh, smallest)
+    if strategy.gradients.get("*") == ():  # asked for: accumulate whole, reduce once
+        gradient = auto_part(spec)
+    else:
+        gradient = place(array, strategy.gradients, mesh, smallest, spec)
+    return spec, gradient, place(array, strategy.moments, mesh, smallest, spec)
+
+
+def check_spec(array: Array, spec: P, mesh: Mesh) -> None:
+    """Refuse a spec that this array cannot have on this mesh, with what to do instead."""
+    given = f"{array.path} {array.shape}: {spec}"
+    if len(spec) > len(array.shape):
+        raise ValueError(f"{given} has {len(spec)} entries for {len(array.shape)} dimensions.")
+    seen: dict[str, int] = {}
+    for dim, axes in enumerate(entries_of(spec, len(array.shape))):
+        for axis in axes:
+            if axis not in AXES:
+                raise ValueError(f"{given}: unknown mesh axis {axis!r}. Axes: {', '.join(AXES)}.")
+            if axis in seen:
+                raise ValueError(
+                    f"{given} uses mesh axis {axis!r} twice (dimensions {seen[axis]} and {dim}). "
+                    "A mesh axis splits one dimension of an array: keep one of them."
+                )
+            seen[axis] = dim
+        _check_dim(array, dim, axes, mesh, given)
+
+
+def _check_dim(array: Array, dim: int, axes: Axes, mesh: Mesh, given: str) -> None:
+    manual = [a in MANUAL_AXES for a in axes]
+    if manual != sorted(manual, reverse=True):
+        legal = tuple(sorted(axes, key=lambda a: a not in MANUAL_AXES))
+        raise ValueError(
+            f"{given}: on one dimension, data and fsdp come before tensor (the other order adds "
+            f"permutes and gathers to every step). Write {legal}."
+        )
+    size = size_of(axes, mesh)
+    if size > 1 and array.axes[dim] == STACK and any(manual):
+        raise ValueError(
+            f"{given}: dimension {dim} stacks the layers and is sliced layer by layer, so it "
+            f"cannot be split over {axes}. Split another dimension."
+        )
+    if array.shape[dim] % size:
+        raise ValueError(
+            f"{given}: dimension {dim} ({array.axes[dim] or 'unnamed'}, {array.shape[dim]}) does "
+            f"not divide by {size} ({describe_mesh(mesh)}). {_advice(array, dim, size)}"
+        )
+
+
+def _advice(array: Array, dim: int, size: int) -> str:
+    name, length = array.axes[dim], array.shape[dim]
+    if name == "vocab":
+        padded = math.ceil(length / size) * size
+        return f"Pad the vocabulary in the model's config: vocab={padded} (or a multiple of 128)."
+    if name == "heads":
+        fits = [n for n in range(size, 1, -1) if length % n == 0]
+        return f"{length} heads need a tensor axis that divides them: {fits or 'only 1'} fit."
+    legal = [d for d, n in enumerate(array.shape) if n % size == 0 and array.axes[d] != STACK]
+    return f"Dimensions that do: {legal}." if legal else "None does: use P() or a smaller axis."
+
+
+def entries_of(spec: P, ndim: int) -> list[Axes]:
+    """Return one tuple of mesh axes per dimension.
+
+    >>> entries_of(P("fsdp", ("data", "tensor")), 3)
+    [('fsdp',), ('data', 'tensor'), ()]
+    """
+    entries: list[Axes] = [
+        () if e is None else (e,) if isinstance(e, str) else tuple(e) for e in spec
+    ]
+    return entries + [()] * (ndim - len(entries))
+
+
+def _spec(entries: Sequence[Axes]) -> P:
+    tidy = [None if not e else e[0] if len(e) == 1 else e for e in entries]
+    while tidy and tidy[-1] is None:
+        tidy.pop()
+    return P(*tidy)
+
+
+def _keep(spec: P, allowed: Sequence[str]) -> P:
+    return _spec([tuple(a for a in e if a in allowed) for e in entries_of(spec, len(spec))])
+
+
+def manual_part(spec: P) -> P:
+    """Return the part of a spec whose collectives our source writes."""
+    return _keep(spec, MANUAL_AXES)
+
+
+def auto_part(spec: P) -> P:
+    """Return the part of a spec whose collectives the partitioner derives."""
+    return _keep(spec, [axis for axis in AXES if axis not in MANUAL_AXES])
+
+
+def size_of(axes: Axes, mesh: Mesh | Mapping[str, int]) -> int:
+    """Return into how many pieces these axes split a dimension."""
+    shape = mesh.shape if isinstance(mesh, Mesh) else mesh
+    return math.prod(shape[axis] for axis in axes)
+
+
+def pieces(spec: P, mesh: Mesh) -> int:
+    """Return into how many pieces a spec splits an array."""
+    return math.prod(size_of(axes, mesh) for axes in entries_of(spec, len(spec)))
+
+
+def batch_devices(mesh: Mesh) -> int:
+    """Return over how many devices the rows of a batch are split."""
+    return size_of(BATCH_AXES, mesh)

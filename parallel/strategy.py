@@ -1,0 +1,115 @@
+"""A strategy is a table: logical axis -> mesh axes, for parameters, gradients, moments, activations.
+
+ZeRO stages are nothing but columns. Rows of `gradients` and `moments` come on top of the
+parameter's own placement. The row `*` means: the first free dimension that divides.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from types import MappingProxyType
+
+from hfjax.parallel.mesh import AXES, BATCH_AXES
+
+Axes = tuple[str, ...]  # mesh axes of one dimension, major to minor; () is "on no axis"
+Rows = Mapping[str, Axes]
+COLUMNS = ("parameters", "gradients", "moments", "activations")
+
+
+def _rows(rows: Mapping[str, str | Axes]) -> Rows:
+    tidy = {name: (axes,) if isinstance(axes, str) else tuple(axes) for name, axes in rows.items()}
+    for name, axes in tidy.items():
+        for axis in axes:
+            if axis not in AXES:
+                raise ValueError(
+                    f"row {name} -> {axes}: unknown mesh axis {axis!r}. Axes: {', '.join(AXES)}."
+                )
+    return MappingProxyType(tidy)
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """A placement: where each kind of tensor lies. Plain data: print it, edit it, combine with `|`.
+
+    >>> (FSDP | TENSOR).parameters["mlp"]
+    ('tensor',)
+    """
+
+    name: str
+    parameters: Rows = field(default_factory=dict)
+    gradients: Rows = field(default_factory=dict)
+    moments: Rows = field(default_factory=dict)
+    activations: Rows = field(default_factory=dict)
+    replicate_below: int = 2**14  # smaller arrays (norms, biases) stay whole over data and fsdp
+
+    def __post_init__(self):
+        for column in COLUMNS:
+            object.__setattr__(self, column, _rows(getattr(self, column)))
+
+    def __hash__(self) -> int:
+        return hash((self.name, self.replicate_below))
+
+    def __or__(self, other: "Strategy") -> "Strategy":
+        """Return both tables in one; a row that both set differently is refused."""
+        columns = {column: self._merge(other, column) for column in COLUMNS}
+        return Strategy(
+            f"{self.name}|{other.name}",
+            **columns,
+            replicate_below=max(self.replicate_below, other.replicate_below),
+        )
+
+    def _merge(self, other: "Strategy", column: str) -> dict[str, Axes]:
+        mine, theirs = getattr(self, column), getattr(other, column)
+        for row in mine.keys() & theirs.keys():
+            if mine[row] != theirs[row]:
+                raise ValueError(
+                    f"{self.name} | {other.name}: both place {column} row {row!r}: "
+                    f"{self.name} says {_show_axes(mine[row])}, "
+                    f"{other.name} says {_show_axes(theirs[row])}. "
+                    "Keep one of them, or build a Strategy with the row you mean."
+                )
+        return {**mine, **theirs}
+
+    def edit(self, **changes) -> "Strategy":
+        """Return a copy with some fields changed; rows given are added to the column's rows."""
+        allowed = {f.name for f in fields(self)}
+        if unknown := changes.keys() - allowed:
+            raise ValueError(
+                f"{sorted(unknown)}: not a field of Strategy. Fields: {sorted(allowed)}."
+            )
+        merged = {
+            name: {**getattr(self, name), **value} if name in COLUMNS else value
+            for name, value in changes.items()
+        }
+        return replace(self, **merged)
+
+    def __str__(self) -> str:
+        lines = [f"{self.name}  (arrays below {self.replicate_below} elements stay whole)"]
+        for column in COLUMNS:
+            rows = getattr(self, column)
+            shown = ", ".join(f"{name} -> {_show_axes(axes)}" for name, axes in rows.items())
+            lines.append(f"  {column:<12} {shown or '-'}")
+        return "\n".join(lines)
+
+
+def _show_axes(axes: Axes) -> str:
+    return "+".join(axes) or "whole"
+
+
+_ROWS_OF_BATCH = {"batch": BATCH_AXES}
+_ALL = ("fsdp", "data")  # fsdp first, so that a scatter can go node by node
+_MEGATRON = {"vocab": "tensor", "heads": "tensor", "mlp": "tensor"}
+
+DDP = Strategy("DDP", activations=_ROWS_OF_BATCH)
+ZERO1 = Strategy("ZERO1", moments={"*": _ALL}, activations=_ROWS_OF_BATCH)
+ZERO2 = Strategy(
+    "ZERO2",
+    gradients={"*": _ALL},
+    moments={"*": _ALL},
+    activations=_ROWS_OF_BATCH,
+)
+FSDP = ZERO3 = Strategy("FSDP", parameters={"*": "fsdp"}, activations=_ROWS_OF_BATCH)
+# Hybrid sharding is FSDP on a mesh with data > 1: gradients are scattered over fsdp (inside a
+# node), then shards are all-reduced over data (across nodes), once per step.
+HSDP = replace(FSDP, name="HSDP")
+TENSOR = Strategy("TENSOR", parameters=_MEGATRON, activations={**_MEGATRON, **_ROWS_OF_BATCH})
+SEQUENCE = Strategy("SEQUENCE", activations={"seq": "tensor", **_ROWS_OF_BATCH})
