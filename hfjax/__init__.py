@@ -1,9 +1,8 @@
 """hfjax: train a model on more than one device. A strategy is a table; the program follows it."""
 
-from hfjax.plan import Layout, State, layout
+from hfjax.mean import Mean
 from hfjax.parallel.execution import Execution, Precision
 from hfjax.parallel.fetch import gather_rows
-from hfjax.mean import Mean
 from hfjax.parallel.mesh import make_mesh
 from hfjax.parallel.strategy import (
     DDP,
@@ -16,6 +15,8 @@ from hfjax.parallel.strategy import (
     ZERO3,
     Strategy,
 )
+from hfjax.plan import Layout, State, layout
+from hfjax.traffic import Collectives, collectives
 from hfjax.train import eval_step, full, init, shard_batch, train_step
 
 __all__ = [
@@ -27,12 +28,14 @@ __all__ = [
     "ZERO1",
     "ZERO2",
     "ZERO3",
+    "Collectives",
     "Execution",
     "Layout",
     "Mean",
     "Precision",
     "State",
     "Strategy",
+    "collectives",
     "eval_step",
     "full",
     "gather_rows",

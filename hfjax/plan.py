@@ -4,6 +4,7 @@ import difflib
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -13,7 +14,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from hfjax.parallel.blueprint import Blueprint, blueprint
-from hfjax.parallel.mesh import AXES, BATCH_AXES, TENSOR_AXES, describe_mesh
+from hfjax.parallel.mesh import AXES, BATCH_AXES, TENSOR_AXES, describe_mesh, tensor_axes
 from hfjax.parallel.placement import (
     Array,
     auto_part,
@@ -169,14 +170,25 @@ def _placed(array: Array, dtype: Any, parts: tuple[P, P, P]) -> Placed:
 
 
 def _activation_placer(mesh: Mesh, strategy: Strategy) -> Callable:
-    """Return `place(x, *names)`: puts an activation where the strategy's rows say."""
-    if mesh.shape["tensor"] == 1:
-        return lambda x, *names: x
+    """Return `place(x, names, gradient)`: puts an activation where the strategy's rows say.
 
-    def place(x: jax.Array, *names: str | None) -> jax.Array:
+    `gradient` names where its gradient lies; without it, where the activation does.
+    """
+    if not tensor_axes(mesh):
+        return lambda x, names, gradient=None: x
+
+    def put(x: jax.Array, names: tuple[str | None, ...]) -> jax.Array:
         rows = [strategy.activations.get(name or "", ()) for name in names]
         return lax.with_sharding_constraint(x, auto_part(P(*rows)))
 
+    @partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+    def place(x, names, gradient=None):
+        return put(x, names)
+
+    place.defvjp(
+        lambda x, names, gradient: (put(x, names), None),
+        lambda names, gradient, _, dx: (put(dx, gradient or names),),
+    )
     return place
 
 

@@ -11,12 +11,12 @@ import optax
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec as P
 
-from hfjax.plan import Layout, State, flatten, nest
+from hfjax.mean import Mean
 from hfjax.parallel.execution import Execution
 from hfjax.parallel.gradients import DataPlane
-from hfjax.mean import Mean
 from hfjax.parallel.mesh import BATCH_AXES, describe_mesh
 from hfjax.parallel.placement import batch_devices
+from hfjax.plan import Layout, State, flatten, nest
 
 Metrics = dict[str, jax.Array]
 
@@ -188,7 +188,7 @@ def _check_runs(layout: Layout, execution: Execution) -> None:
 
 
 def shard_batch(layout: Layout, batch: Any, accumulate: int = 1) -> Any:
-    """Return a batch on its devices: the global batch, or with several processes this one's rows."""
+    """Return a batch on its devices; with several processes, each gives its own rows."""
     where = NamedSharding(layout.mesh, P(BATCH_AXES))
     _check_batch(layout, batch, accumulate, jax.process_count())
     if jax.process_count() == 1:

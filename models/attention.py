@@ -1,4 +1,4 @@
-"""Causal attention. [B]atch, [S]equence, [H]eads, head [D]imension; handed to a model as a function."""
+"""Causal attention, handed to a model as a function. [B]atch, [S]equence, [H]eads, head [D]im."""
 
 import jax
 import jax.numpy as jnp
@@ -7,7 +7,7 @@ BLOCKS = 4  # of queries: a later block attends to more keys, so 3/8 of the work
 
 
 def causal_attention(q_BSHD: jax.Array, k_BSHD: jax.Array, v_BSHD: jax.Array) -> jax.Array:
-    """Return causal attention by what is fastest here: cuDNN on a GPU, blocks of queries on a CPU."""
+    """Return causal attention by what is fastest here: cuDNN on a GPU, query blocks on a CPU."""
     if jax.default_backend() == "gpu":
         half = q_BSHD.dtype in (jnp.bfloat16, jnp.float16)
         return dot_product(q_BSHD, k_BSHD, v_BSHD, "cudnn" if half else "xla")

@@ -1,22 +1,26 @@
-"""GPT-2 in three parts: embed, layers, head. [B]atch, [S]equence, [D] embed, [H]eads, [V]ocabulary."""
+"""GPT-2 in three parts: embed, layers, head. [B]atch, [S]equence, [D] embed, [V]ocabulary."""
 
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from hfjax.models.attention import causal_attention
-from hfjax.models.parts import Dropout, LayerNorm, Linear, anywhere, stacked
 from hfjax.mean import Mean
+from hfjax.models.attention import causal_attention
+from hfjax.models.parts import Dropout, LayerNorm, Linear, anywhere, project, stacked
+
+STREAM = ("batch", "seq", None)  # the residual stream, norms and dropout: the sequence may be split
+WHOLE = ("batch", None, None)  # what enters a linear map
 
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """The shape of a GPT. `pad_vocab_to` rounds the embedding's rows up; logits beyond are masked."""
+    """The shape of a GPT. `pad_vocab_to` rounds the embedding up; logits beyond are masked."""
 
     vocab: int = 50257
     length: int = 1024
@@ -80,9 +84,9 @@ class Attention(nnx.Module):
         self.place = anywhere
 
     def __call__(self, x_BSD: jax.Array) -> jax.Array:
-        qkv = self.place(self.qkv(x_BSD), "batch", None, "heads", None, None)
+        qkv = self.place(self.qkv(x_BSD), ("batch", None, "heads", None, None))
         q, k, v = (qkv[:, :, :, i] for i in range(3))
-        return self.out(self.place(self.attend(q, k, v), "batch", None, "heads", None))
+        return self.out(self.place(self.attend(q, k, v), ("batch", None, "heads", None)))
 
 
 class MLP(nnx.Module):
@@ -95,7 +99,7 @@ class MLP(nnx.Module):
         self.place = anywhere
 
     def __call__(self, x_BSD: jax.Array) -> jax.Array:
-        return self.down(jax.nn.gelu(self.place(self.up(x_BSD), "batch", None, "mlp")))
+        return self.down(jax.nn.gelu(self.place(self.up(x_BSD), ("batch", None, "mlp"))))
 
 
 class Block(nnx.Module):
@@ -115,9 +119,8 @@ class Block(nnx.Module):
 
     def _add(self, x: jax.Array, part: nnx.Module, norm: LayerNorm, dropout: Dropout) -> jax.Array:
         """The norm and the dropout work on the sequence as the residual stream is split."""
-        whole = self.place(norm(self.place(x, "batch", "seq", None)), "batch", None, None)
-        y = self.place(part(whole), "batch", "seq", None)
-        return x + dropout(y)
+        normed = norm(self.place(x, STREAM))
+        return x + dropout(self.place(part(self.place(normed, WHOLE, STREAM)), STREAM))
 
 
 class GPT(nnx.Module):
@@ -137,7 +140,7 @@ class GPT(nnx.Module):
         self.place = anywhere
 
     def embed(self, batch: Mapping[str, jax.Array]) -> jax.Array:
-        """Return the residual stream of `batch["tokens"]` ([B, S + 1]; the last one is a target)."""
+        """Return the residual stream of `batch["tokens"]` [B, S + 1]; the last is only a target."""
         tokens = batch["tokens"][:, :-1]
         length = tokens.shape[1]
         if length > self.config.length:
@@ -145,14 +148,14 @@ class GPT(nnx.Module):
                 f"{length} tokens a row, the model has {self.config.length} positions: shorten the "
                 "rows, or raise GPTConfig.length."
             )
-        x = self.tokens[...][tokens] + self.positions[...][None, :length]
-        return self.dropout(self.place(x, "batch", "seq", None))
+        x = self.place(self.tokens[...][tokens], WHOLE) + self.positions[...][None, :length]
+        return self.dropout(self.place(x, STREAM))
 
     def head(self, x_BSD: jax.Array) -> jax.Array:
         """Return the logits [B, S, V]."""
-        x = self.place(self.norm(x_BSD), "batch", None, None)
-        logits = x.reshape(-1, x.shape[-1]) @ self.tokens[...].T
-        logits = self.place(logits.reshape(*x.shape[:2], -1), "batch", None, "vocab")
+        x = self.place(self.norm(x_BSD), WHOLE, STREAM)
+        place = partial(self.place, names=("batch", None, "vocab"))
+        logits = place(project(place, x, self.tokens[...].T))
         if self.config.padded_vocab == self.config.vocab:
             return logits
         real = lax.broadcasted_iota("int32", (1, 1, logits.shape[-1]), 2) < self.config.vocab

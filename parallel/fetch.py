@@ -13,12 +13,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec as P
 
 from hfjax.parallel.mesh import BATCH_AXES
 from hfjax.parallel.strategy import Axes
 
-GATHERED = "hfjax_gathered"  # the name of a gathered parameter, for checkpoint policies
+Dims = tuple[tuple[int, Axes], ...]  # (dimension, mesh axes); dimensions count from the end
 
 
 @dataclass(frozen=True)
@@ -27,8 +27,9 @@ class Movement:
 
     path: str
     shape: tuple[int, ...]
-    gather: tuple[tuple[int, Axes], ...]  # (dimension, mesh axes) to gather over when read
-    scatter: tuple[tuple[int, Axes], ...]  # (dimension, mesh axes) to scatter gradients over
+    gather: Dims  # to gather over when read
+    scatter: Dims  # to scatter gradients over
+    tensor: Dims  # what the partitioner keeps split
     compute: Any
     wire: Any
     reduce: Any
@@ -80,11 +81,30 @@ def _check_rank(move: Movement, ndim: int) -> None:
             )
 
 
+def on_tensor_shards(move: Callable, split: Dims, ndim: int) -> Callable:
+    """Return `move` run on each tensor shard by itself.
+
+    Left to the partitioner, a gather or scatter over data axes beside a tensor axis is preceded by
+    a gather over the tensor axis, and sends the whole array.
+    """
+    if not split:
+        return move
+    at = {ndim + dim: axes for dim, axes in split}
+    spec = P(*(at.get(dim) for dim in range(ndim)))
+    names = {axis for axes in at.values() for axis in axes}
+    return jax.shard_map(move, in_specs=spec, out_specs=spec, axis_names=names)
+
+
 def _gather(move: Movement, value: jax.Array) -> jax.Array:
+    def gather(whole):
+        for dim, axes in move.gather:
+            whole = lax.all_gather(whole, axes, axis=whole.ndim + dim, tiled=True)
+        return whole
+
     whole = value.astype(move.wire)
-    for dim, axes in move.gather:
-        whole = lax.all_gather(whole, axes, axis=whole.ndim + dim, tiled=True)
-    return checkpoint_name(whole.astype(move.compute), GATHERED)
+    if move.gather:
+        whole = on_tensor_shards(gather, move.tensor, value.ndim)(whole)
+    return whole.astype(move.compute)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -97,11 +117,15 @@ def _forward(move: Movement, value: jax.Array, slot: jax.Array):
 
 
 def _backward(move: Movement, like: jax.Array, cotangent: jax.Array):
+    def scatter(gradient):
+        for dim, axes in move.scatter:
+            dim += gradient.ndim
+            gradient = lax.psum_scatter(gradient, axes, scatter_dimension=dim, tiled=True)
+        return gradient
+
     gradient = cotangent.astype(move.reduce)
-    for dim, axes in move.scatter:
-        gradient = lax.psum_scatter(
-            gradient, axes, scatter_dimension=gradient.ndim + dim, tiled=True
-        )
+    if move.scatter:
+        gradient = on_tensor_shards(scatter, move.tensor, gradient.ndim)(gradient)
     return None, gradient.astype(like.dtype)
 
 

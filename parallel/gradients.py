@@ -13,16 +13,15 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec as P
 
+from hfjax.mean import Mean, as_mean
 from hfjax.parallel.blueprint import LAYERS, Blueprint
 from hfjax.parallel.execution import Execution, Precision
 from hfjax.parallel.fetch import Movement, Stored
 from hfjax.parallel.layers import run_model
-from hfjax.mean import Mean, as_mean
-from hfjax.parallel.mesh import BATCH_AXES, MANUAL_AXES
+from hfjax.parallel.mesh import BATCH_AXES, MANUAL_AXES, tensor_axes
 from hfjax.parallel.placement import auto_part, entries_of, manual_part, size_of
 from hfjax.parallel.randomness import is_random, keys_for
-from hfjax.parallel.reduction import Flat, Placed, reduce_gradients
-from hfjax.parallel.strategy import Axes
+from hfjax.parallel.reduction import Flat, Placed, Reduction
 
 
 @dataclass(frozen=True)
@@ -46,13 +45,10 @@ class DataPlane:
             microbatch = self._microbatch(parameters, random, _rows(batch), step, unread)
             gradients, mean, statistics = self._accumulate(microbatch, statistics, batch)
             self._check_all_read(unread)
-            gradients = reduce_gradients(
-                gradients,
-                self.placed,
-                self.mesh,
-                self._precision.reduce,
-                self.execution.reduction == "hierarchical",
+            reduce = Reduction(
+                self.mesh, self._precision.reduce, self.execution.reduction == "hierarchical"
             )
+            gradients = reduce(gradients, self.placed)
             return gradients, lax.psum(mean, BATCH_AXES), _average(statistics)
 
         moments = {path: manual_part(p.moment) for path, p in self.placed.items()}
@@ -183,12 +179,13 @@ class DataPlane:
 
     def _movement(self, p: Placed, unread: set[str], training: bool = True) -> Movement:
         precision = self._precision
-        gather = () if training and _accumulates_whole(p) else _split(p.parameter, p.shape)
+        gather = () if training and _accumulates_whole(p) else p.split("parameter", MANUAL_AXES)
         return Movement(
             path=p.path,
             shape=p.shape,
             gather=gather,
-            scatter=_split(p.gradient, p.shape),
+            scatter=p.split("gradient", MANUAL_AXES),
+            tensor=p.split("parameter", tensor_axes(self.mesh)),
             compute=precision.compute,
             wire=precision.gather if gather else precision.compute,
             reduce=precision.reduce,
@@ -206,7 +203,7 @@ class DataPlane:
 
     def _gathers_layers(self) -> bool:
         return any(
-            _split(p.parameter, p.shape)
+            p.split("parameter", MANUAL_AXES)
             for path, p in self.placed.items()
             if path.startswith(LAYERS)
         )
@@ -214,13 +211,7 @@ class DataPlane:
 
 def _accumulates_whole(p: Placed) -> bool:
     """Return whether the parameter is split although its gradient accumulates whole."""
-    return bool(_split(p.parameter, p.shape)) and not _split(p.gradient, p.shape)
-
-
-def _split(spec: P, shape: tuple[int, ...]) -> tuple[tuple[int, Axes], ...]:
-    """Return (dimension counted from the end, manual axes) of each dimension that is split."""
-    entries = entries_of(manual_part(spec), len(shape))
-    return tuple((dim - len(shape), axes) for dim, axes in enumerate(entries) if axes)
+    return bool(p.split("parameter", MANUAL_AXES)) and not p.split("gradient", MANUAL_AXES)
 
 
 def _local(p: Placed, mesh: Mesh) -> tuple[int, ...]:

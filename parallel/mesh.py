@@ -73,3 +73,8 @@ def describe_mesh(mesh: Mesh) -> str:
     """
     used = {axis: size for axis, size in mesh.shape.items() if size > 1}
     return _show(used) if used else "one device"
+
+
+def tensor_axes(mesh: Mesh) -> tuple[str, ...]:
+    """Return the tensor axes that are on."""
+    return tuple(axis for axis in TENSOR_AXES if mesh.shape[axis] > 1)

@@ -1,6 +1,6 @@
 """The one reduction after the last microbatch: what is not scattered yet is scattered or summed."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,8 +8,9 @@ import jax
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec as P
 
-from hfjax.parallel.mesh import BATCH_AXES
-from hfjax.parallel.placement import auto_part, entries_of, manual_part, size_of
+from hfjax.parallel.fetch import Dims, on_tensor_shards
+from hfjax.parallel.mesh import BATCH_AXES, MANUAL_AXES, tensor_axes
+from hfjax.parallel.placement import auto_part, entries_of, size_of
 from hfjax.parallel.strategy import Axes
 
 Flat = dict[str, Any]  # path -> array, for instance {"layers/mlp/up/kernel": …}
@@ -26,42 +27,74 @@ class Placed:
     gradient: P
     moment: P
 
-
-def reduce_gradients(
-    gradients: Flat, placed: Mapping[str, Placed], mesh: Mesh, dtype: Any, hierarchical: bool
-) -> Flat:
-    """Return the gradients summed over the batch axes, each placed as its moments."""
-    groups: dict[Axes, Flat] = {}
-    for path, gradient in gradients.items():
-        shard, axes = _scatter(placed[path], gradient.astype(dtype), hierarchical)
-        groups.setdefault(axes, {})[path] = shard
-    summed: Flat = {}
-    for axes, group in groups.items():
-        if hierarchical and set(axes) == set(BATCH_AXES):
-            summed |= {p: _sum_by_node(g, placed[p].gradient, mesh) for p, g in group.items()}
-        else:
-            summed |= lax.psum(group, axes) if axes else group
-    return {path: summed[path].astype(gradient.dtype) for path, gradient in gradients.items()}
+    def split(self, column: str, axes: Sequence[str]) -> Dims:
+        """Return the dimensions that a column splits over these axes, counted from the end."""
+        entries = enumerate(entries_of(getattr(self, column), len(self.shape)))
+        kept = ((dim, tuple(a for a in entry if a in axes)) for dim, entry in entries)
+        return tuple((dim - len(self.shape), entry) for dim, entry in kept if entry)
 
 
-def _scatter(p: Placed, gradient: jax.Array, hierarchical: bool) -> tuple[jax.Array, Axes]:
-    """Scatter what the moments are split by and the gradient is not; return the axes to sum."""
-    done = {axis for axes in entries_of(manual_part(p.gradient), len(p.shape)) for axis in axes}
-    for dim, axes in enumerate(entries_of(manual_part(p.moment), len(p.shape))):
-        axes = tuple(axis for axis in axes if axis not in done)
-        for level in [(axis,) for axis in axes] if hierarchical else [axes] if axes else []:
-            gradient = lax.psum_scatter(gradient, level, scatter_dimension=dim, tiled=True)
-        done |= set(axes)
-    return gradient, tuple(axis for axis in BATCH_AXES if axis not in done)
+@dataclass(frozen=True)
+class Reduction:
+    """How gradients are summed over the batch axes."""
 
+    mesh: Mesh
+    dtype: Any
+    hierarchical: bool
 
-def _sum_by_node(gradient: jax.Array, spec: P, mesh: Mesh) -> jax.Array:
-    """Scatter over fsdp (inside the node), add over data (across nodes), gather over fsdp."""
-    size = size_of(("fsdp",), mesh)
-    taken = entries_of(auto_part(spec), gradient.ndim)
-    for dim, length in enumerate(gradient.shape):
-        if not taken[dim] and length % size == 0:
-            shard = lax.psum_scatter(gradient, "fsdp", scatter_dimension=dim, tiled=True)
+    def __call__(self, gradients: Flat, placed: Mapping[str, Placed]) -> Flat:
+        """Return the gradients summed over all devices, each placed as its moments."""
+        groups: dict[Axes, Flat] = {}
+        for path, gradient in gradients.items():
+            shard, axes = self._scatter(placed[path], gradient.astype(self.dtype))
+            groups.setdefault(axes, {})[path] = shard
+        summed: Flat = {}
+        for axes, group in groups.items():
+            if self.hierarchical and set(axes) == set(BATCH_AXES):
+                summed |= {path: self._sum_by_node(placed[path], g) for path, g in group.items()}
+            else:
+                summed |= lax.psum(group, axes) if axes else group
+        return {path: summed[path].astype(gradient.dtype) for path, gradient in gradients.items()}
+
+    def _scatter(self, p: Placed, gradient: jax.Array) -> tuple[jax.Array, Axes]:
+        """Scatter what the moments are split by and the gradient is not; return axes to sum."""
+        done = {axis for _, axes in p.split("gradient", MANUAL_AXES) for axis in axes}
+        todo = [
+            (dim, tuple(axis for axis in axes if axis not in done))
+            for dim, axes in p.split("moment", MANUAL_AXES)
+        ]
+
+        def scatter(gradient):
+            for dim, axes in todo:
+                for level in self._levels(axes):
+                    at = gradient.ndim + dim
+                    gradient = lax.psum_scatter(gradient, level, scatter_dimension=at, tiled=True)
+            return gradient
+
+        if any(axes for _, axes in todo):
+            gradient = self._on_shards(scatter, p)(gradient)
+        done |= {axis for _, axes in todo for axis in axes}
+        return gradient, tuple(axis for axis in BATCH_AXES if axis not in done)
+
+    def _levels(self, axes: Axes) -> list[Axes]:
+        if not axes:
+            return []
+        return [(axis,) for axis in axes] if self.hierarchical else [axes]
+
+    def _on_shards(self, move: Callable, p: Placed) -> Callable:
+        return on_tensor_shards(move, p.split("parameter", tensor_axes(self.mesh)), len(p.shape))
+
+    def _sum_by_node(self, p: Placed, gradient: jax.Array) -> jax.Array:
+        """Scatter over fsdp (inside the node), add over data (across nodes), gather over fsdp."""
+        size = size_of(("fsdp",), self.mesh)
+        taken = entries_of(auto_part(p.parameter), len(p.shape))
+        free = [d for d, n in enumerate(p.shape) if not taken[d] and n % size == 0]
+        if not free:
+            return lax.psum(gradient, BATCH_AXES)
+
+        def add(gradient):
+            shard = lax.psum_scatter(gradient, "fsdp", scatter_dimension=free[0], tiled=True)
             shard = lax.psum(shard, "data")
-            return lax.all_gather(shard, "fsdp", axis=dim, tiled=True, to="invarying")
-    return lax.psum(gradient, BATCH_AXES)
+            return lax.all_gather(shard, "fsdp", axis=free[0], tiled=True, to="invarying")
+
+        return self._on_shards(add, p)(gradient)

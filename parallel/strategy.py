@@ -1,4 +1,4 @@
-"""A strategy is a table: logical axis -> mesh axes, for parameters, gradients, moments, activations.
+"""A strategy is a table: logical axis -> mesh axes, in four columns.
 
 ZeRO stages are nothing but columns. Rows of `gradients` and `moments` come on top of the
 parameter's own placement. The row `*` means: the first free dimension that divides.

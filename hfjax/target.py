@@ -1,0 +1,78 @@
+"""GPUs that are not here: devices to compile for, so that a plan is checked before it runs."""
+
+import importlib.util
+from dataclasses import dataclass
+
+import jax
+from jax.experimental import topologies
+
+PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """What the compiler needs to know of a GPU (public data sheets)."""
+
+    name: str
+    memory: int  # bytes
+    bandwidth: int  # bytes per second
+
+
+GPUS = {
+    "h100": Gpu("NVIDIA H100", 85_899_345_920, 3_350_000_000_000),
+    "h200": Gpu("NVIDIA H200", 151_397_597_184, 4_800_000_000_000),
+}
+GPUS_PER_HOST = 8
+
+
+def can_compile_for_gpus() -> bool:
+    """Return whether the wheels that compile for CUDA are installed (no GPU is needed)."""
+    return any(importlib.util.find_spec(name) for name in PLUGINS)
+
+
+def target_devices(gpu: str = "h200", count: int = 8) -> list[jax.Device]:
+    """Return devices to build a mesh of and compile for; nothing can run on them.
+
+    `make_mesh(devices=target_devices("h200", 512), fsdp=-1)`, then `layout`, `train_step` and
+    `step.lower(batch).compile()`: the real scheduled program, its memory and its collectives.
+    """
+    if gpu not in GPUS:
+        raise ValueError(f"gpu {gpu!r}: one of {', '.join(GPUS)}.")
+    if not can_compile_for_gpus():
+        raise ValueError(
+            f"compiling for a {gpu} needs the CUDA wheels (no GPU): `make test-cuda` installs "
+            "them, or: pip install --no-deps jax-cuda12-plugin jax-cuda12-pjrt "
+            "nvidia-cuda-nvcc-cu12, in the versions of your jax."
+        )
+    per_host = min(count, GPUS_PER_HOST)
+    if count < 1 or count % per_host:
+        raise ValueError(f"count={count}: up to 8, or a multiple of 8 (whole hosts).")
+    topology = topologies.get_topology_desc(
+        "",
+        platform="cuda",
+        topology=f"1x{count // per_host}x{per_host}",
+        target_config=_config(GPUS[gpu]),
+    )
+    return list(topology.devices)
+
+
+def _config(gpu: Gpu) -> str:
+    """Return the compiler's description of a Hopper SXM part (stream_executor, protocol text)."""
+    return f"""
+gpu_device_info {{
+  threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
+  shared_memory_per_block: 49152 shared_memory_per_core: 233472
+  shared_memory_per_block_optin: 232448 core_count: 132 fpus_per_core: 128 clock_rate_ghz: 1.98
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  thread_dim_limit_x: 1024 thread_dim_limit_y: 1024 thread_dim_limit_z: 64
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536
+  memory_bandwidth: {gpu.bandwidth} l2_cache_size: 52428800 device_memory_size: {gpu.memory}
+  cuda_compute_capability {{ major: 9 feature_extension: ACCELERATED_FEATURES }}
+  device_vendor: "NVIDIA Corporation" name: "{gpu.name}" device_address_bits: 64
+  driver_version: "13.0.0" runtime_version: "13.0.0" compile_time_toolkit_version: "13.0.0"
+  dnn_version: "9.10.0" device_interconnect_info {{ active_links: 18 }}
+}}
+platform_name: "CUDA"
+dnn_version_info {{ major: 9 minor: 10 patch: 0 }}
+device_description_str: "{gpu.name}"
+"""
