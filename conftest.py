@@ -1,6 +1,11 @@
-"""Eight fake CPU devices stand for a cluster in every test."""
+"""Eight fake CPU devices stand for a cluster in every test; compiling is quick, the code slow."""
 
-import jax
+import os
+
+FAST_COMPILES = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FAST_COMPILES}"
+
+import jax  # noqa: E402  (the flags come first)
 
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)

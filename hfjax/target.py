@@ -2,8 +2,8 @@
 
 import importlib.util
 from dataclasses import dataclass
+from typing import Any
 
-import jax
 from jax.experimental import topologies
 
 PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
@@ -30,7 +30,7 @@ def can_compile_for_gpus() -> bool:
     return any(importlib.util.find_spec(name) for name in PLUGINS)
 
 
-def target_devices(gpu: str = "h200", count: int = 8) -> list[jax.Device]:
+def target_devices(gpu: str = "h200", count: int = 8) -> list[Any]:
     """Return devices to build a mesh of and compile for; nothing can run on them.
 
     `make_mesh(devices=target_devices("h200", 512), fsdp=-1)`, then `layout`, `train_step` and

@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -51,7 +51,7 @@ class TrainStep:
         self._plane = _data_plane(layout, loss, execution)
         self._shardings = layout.shardings()
         self._batch = NamedSharding(layout.mesh, P(BATCH_AXES))
-        self._seen: deque[tuple[jax.Array, jax.Array]] = deque()
+        self._seen: deque[tuple[Any, Any]] = deque()  # (finite, step) of steps not looked at yet
         self._jitted = jax.jit(
             self._step,
             in_shardings=(self._shardings, self._batch),
@@ -95,7 +95,7 @@ class TrainStep:
 
     def _scale(self, gradients: dict, weight: jax.Array) -> tuple[dict, jax.Array]:
         """Return gradients of the mean, clipped, and their global norm before clipping."""
-        norm = optax.global_norm(gradients) / weight
+        norm = optax.tree.norm(gradients) / weight
         scale = 1 / weight
         if self.execution.clip is not None:
             scale *= self.execution.clip / jnp.maximum(norm, self.execution.clip)
@@ -109,7 +109,7 @@ class TrainStep:
         updates, moments = self.layout.optimizer.update(
             nest(self._place(gradients, where)), state.optimizer, nest(params)
         )
-        params = flatten(optax.apply_updates(nest(params), updates))
+        params = flatten(cast(dict, optax.apply_updates(nest(params), updates)))
         return State(state.step, nest(self._place(params, where)), moments, variables)
 
     def _place(self, arrays: dict, specs: dict[str, P]) -> dict:

@@ -1,5 +1,7 @@
 """Causal attention, handed to a model as a function. [B]atch, [S]equence, [H]eads, head [D]im."""
 
+from typing import Literal
+
 import jax
 import jax.numpy as jnp
 
@@ -15,12 +17,14 @@ def causal_attention(q_BSHD: jax.Array, k_BSHD: jax.Array, v_BSHD: jax.Array) ->
 
 
 def dot_product(
-    q_BSHD: jax.Array, k_BSHD: jax.Array, v_BSHD: jax.Array, implementation: str | None = None
+    q_BSHD: jax.Array,
+    k_BSHD: jax.Array,
+    v_BSHD: jax.Array,
+    implementation: Literal["xla", "cudnn"] | None = None,
 ) -> jax.Array:
     """Return `jax.nn.dot_product_attention`, causal."""
-    return jax.nn.dot_product_attention(
-        q_BSHD, k_BSHD, v_BSHD, is_causal=True, implementation=implementation
-    )
+    attend = jax.nn.dot_product_attention
+    return attend(q_BSHD, k_BSHD, v_BSHD, is_causal=True, implementation=implementation)
 
 
 def blocked(q_BSHD: jax.Array, k_BSHD: jax.Array, v_BSHD: jax.Array) -> jax.Array:

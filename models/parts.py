@@ -57,8 +57,8 @@ class Linear(nnx.Module):
         kernel, bias = self.kernel[...], self.bias[...]
         rows, inputs = x.shape[: -self.inputs], math.prod(kernel.shape[: self.inputs])
         whole = partial(self.place, names=("batch", None, self.output_axis))
-        y = project(whole, x.reshape(*rows, inputs), kernel.reshape(inputs, -1))
-        return y.reshape(*rows, *bias.shape) + bias.reshape((1,) * len(rows) + bias.shape)
+        y = project(whole, x.reshape(*rows, inputs), jnp.reshape(kernel, (inputs, -1)))
+        return y.reshape(*rows, *bias.shape) + jnp.expand_dims(bias, range(len(rows)))
 
 
 class LayerNorm(nnx.Module):

@@ -31,14 +31,14 @@ class Blueprint:
         if not isinstance(self.graphs[mode], nnx.GraphDef):
             return jax.tree.unflatten(self.graphs[mode], [_read(v) for v in parameters.values()])
         states = [
-            nnx.State.from_flat_path({_keys(p): like[p].replace(v) for p, v in values.items()})
+            nnx.from_flat_state({_keys(p): like[p].replace(v) for p, v in values.items()})
             for like, values in ((self.parameters, parameters), (self.variables, variables))
         ]
         return nnx.merge(self.graphs[mode], *states)
 
     def variables_of(self, model: Any) -> Flat:
         """Return the arrays of a model that are not parameters."""
-        return _raw(nnx.split(model, nnx.Param, ...)[2]) if self.variables else {}
+        return _raw(nnx.state(model, nnx.Not(nnx.Param))) if self.variables else {}
 
     def axes(self, path: str, given: Mapping[str, tuple]) -> tuple[str | None, ...]:
         """Return the logical name of each dimension of a parameter."""
@@ -97,7 +97,7 @@ def blueprint(model_init: Callable, place: Callable) -> Blueprint:
         variables=_flat(variables),
         graphs=graphs,
         three_parts=parts,
-        stacked=parts and not is_list(model.layers),
+        stacked=parts and not is_list(getattr(model, "layers", None)),
     )
 
 

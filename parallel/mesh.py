@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -14,7 +15,7 @@ MANUAL_AXES = ("pipe", "data", "fsdp", "expert", "context")  # collectives writt
 TENSOR_AXES = ("tensor",)  # collectives derived by the partitioner
 
 
-def make_mesh(*, devices: Sequence[jax.Device] | None = None, **sizes: int) -> Mesh:
+def make_mesh(*, devices: Sequence[Any] | None = None, **sizes: int) -> Mesh:
     """Return a mesh with every axis of `AXES`; axes not named have size 1, one may be -1.
 
     >>> make_mesh(data=2, fsdp=-1, tensor=2).shape["fsdp"]

@@ -7,6 +7,7 @@ parameter's own placement. The row `*` means: the first free dimension that divi
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
+from typing import Any
 
 from hfjax.parallel.mesh import AXES, BATCH_AXES
 
@@ -35,10 +36,10 @@ class Strategy:
     """
 
     name: str
-    parameters: Rows = field(default_factory=dict)
-    gradients: Rows = field(default_factory=dict)
-    moments: Rows = field(default_factory=dict)
-    activations: Rows = field(default_factory=dict)
+    parameters: Mapping[str, Any] = field(default_factory=dict)
+    gradients: Mapping[str, Any] = field(default_factory=dict)
+    moments: Mapping[str, Any] = field(default_factory=dict)
+    activations: Mapping[str, Any] = field(default_factory=dict)
     replicate_below: int = 2**14  # smaller arrays (norms, biases) stay whole over data and fsdp
 
     def __post_init__(self):

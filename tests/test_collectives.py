@@ -1,7 +1,5 @@
 """What a program sends: by hand, from what was written and from what was compiled."""
 
-import importlib.util
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,6 +8,7 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 from hfjax import read_hlo
+from hfjax.target import can_compile_for_gpus, target_devices
 from hfjax.traffic import Collective, Collectives, collectives
 
 NAMES = ("data", "fsdp", "tensor")
@@ -516,15 +515,9 @@ def test_a_text_that_is_no_module_is_refused():
 
 def h200s():
     """A 2x2x2 mesh of H200s that nobody has, from the compile-only wheels."""
-    plugins = ("jax_cuda12_plugin", "jax_cuda13_plugin")
-    if not any(importlib.util.find_spec(name) for name in plugins):
-        pytest.skip("no CUDA compile plugin: none of " + ", ".join(plugins) + " is installed")
-    from jax.experimental import topologies
-
-    topology = topologies.get_topology_desc(
-        "", platform="cuda", topology="1x1x8", target_config=HOPPER
-    )
-    devices = np.array(topology.devices).reshape(2, 2, 2)
+    if not can_compile_for_gpus():
+        pytest.skip("no CUDA compile plugin is installed: `make test-cuda` installs one")
+    devices = np.array(target_devices("h200", 8)).reshape(2, 2, 2)
     return jax.sharding.Mesh(devices, NAMES, axis_types=(AxisType.Auto,) * 3)
 
 

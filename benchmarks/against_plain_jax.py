@@ -1,0 +1,362 @@
+"""hfjax beside plain JAX (plain_jax.py) and, asked for, eager torch: same model, weights and batch.
+
+Both are compiled and warmed up, then take single steps in turn. Steps during which other processes
+used the cores are dropped, and the ratio is the median over the pairs that are left.
+
+    python benchmarks/against_plain_jax.py [--quick] [--torch]
+"""
+
+import argparse
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import date
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from plain_jax import SPLITS, Program
+
+import hfjax
+from hfjax.models.gpt import GPT, GPTConfig, next_token_loss
+from hfjax.plan import flatten
+
+RESULT = Path(__file__).parent / "results" / "against_plain_jax.md"
+FULL = GPTConfig(vocab=8192, length=256, layers=8, heads=8, embed=384)
+SMALL = GPTConfig(vocab=512, length=64, layers=2, heads=8, embed=64)
+OVERHEAD = GPTConfig.tiny(layers=2, embed=32, length=8)
+ROWS, RATE, DECAY, WARM = 8, 1e-3, 1e-4, 3
+SAME = 1e-4  # by how much the losses of two programs may differ, relative to the loss
+STRATEGIES = {
+    "one device": (hfjax.DDP, {}),
+    "DDP": (hfjax.DDP, {"data": 8}),
+    "FSDP": (hfjax.FSDP, {"fsdp": 8}),
+    "TENSOR": (hfjax.TENSOR, {"data": 2, "tensor": 4}),
+    "TENSOR|SEQUENCE": (hfjax.TENSOR | hfjax.SEQUENCE, {"data": 2, "tensor": 4}),
+}
+NAMES = {  # of a layer: hfjax's path, plain_jax's key
+    "attention/qkv/kernel": "qkv",
+    "attention/qkv/bias": "qkv_bias",
+    "attention/out/kernel": "out",
+    "attention/out/bias": "out_bias",
+    "mlp/up/kernel": "up",
+    "mlp/up/bias": "up_bias",
+    "mlp/down/kernel": "down",
+    "mlp/down/bias": "down_bias",
+}
+
+
+@dataclass
+class Runner:
+    """One program: its step, its state, and what was seen of it."""
+
+    name: str
+    step: Callable[[Any, Any], tuple[Any, Any]]  # (state, batch) -> (state, loss)
+    state: Any
+    batch: Any
+    compile_s: float = 0.0
+    temp_mib: float = 0.0
+    losses: list[float] = field(default_factory=list)
+
+    def run(self) -> None:
+        """Take one step and wait for it."""
+        self.state, loss = self.step(self.state, self.batch)
+        jax.block_until_ready(self.state)
+        self.losses.append(float(loss))
+
+    def measure(self, lower: Callable[[], jax.stages.Lowered]) -> "Runner":
+        """Compile, and keep the time from Python to program and the temporary bytes per device."""
+        start = time.perf_counter()
+        compiled = lower().compile()
+        self.compile_s = time.perf_counter() - start
+        memory = compiled.memory_analysis()
+        self.temp_mib = memory.temp_size_in_bytes / 2**20 if memory else float("nan")
+        return self
+
+
+@dataclass(frozen=True)
+class Timed:
+    """One step: seconds on the clock, of this process on all cores, of other processes."""
+
+    wall: float
+    own: float
+    others: float
+
+    @property
+    def quiet(self) -> bool:
+        """Whether others used less than 5 % of the cores (and a tick of the clock per core)."""
+        return self.others < (os.cpu_count() or 1) * (0.05 * self.wall + 0.01)
+
+
+def timed(run: Callable[[], None]) -> Timed:
+    """Return what one call took."""
+    busy, own, start = _busy_seconds(), time.process_time(), time.perf_counter()
+    run()
+    wall, own = time.perf_counter() - start, time.process_time() - own
+    return Timed(wall, own, _busy_seconds() - busy - own)
+
+
+def _busy_seconds() -> float:
+    """Return the seconds all cores have worked so far (where /proc tells, else our own)."""
+    stat = Path("/proc/stat")
+    if not stat.exists():
+        return time.process_time()
+    user, nice, system, _, _, *interrupts = map(int, stat.read_text().split()[1:9])
+    return (user + nice + system + sum(interrupts)) / os.sysconf("SC_CLK_TCK")
+
+
+def in_turn(runners: list[Runner], rounds: int) -> tuple[list[list[Timed]], list[list[Timed]]]:
+    """Return (all rounds, quiet rounds); a round is one step of each runner."""
+    for runner in runners:
+        for _ in range(WARM):
+            runner.run()
+    seen = [[timed(runner.run) for runner in runners] for _ in range(rounds)]
+    return seen, [times for times in seen if all(t.quiet for t in times)]
+
+
+# -- the programs -------------------------------------------------------------------------
+
+
+def batch_of(config: GPTConfig) -> dict[str, np.ndarray]:
+    """Return the one batch of every program."""
+    draw = np.random.default_rng(0)
+    return {"tokens": draw.integers(0, config.vocab, (ROWS, config.length + 1), np.int32)}
+
+
+def hfjax_runner(config: GPTConfig, name: str) -> Runner:
+    """Return hfjax's program, as a user writes it."""
+    strategy, sizes = STRATEGIES[name]
+    model, optimizer = lambda rngs: GPT(config, rngs=rngs), optax.adamw(RATE, weight_decay=DECAY)
+    layout = hfjax.layout(model, optimizer, hfjax.make_mesh(**sizes), strategy)
+    step = hfjax.train_step(layout, next_token_loss, clip=1.0)
+
+    def run(state, batch):
+        state, metrics = step(state, batch)
+        return state, metrics["loss"]
+
+    batch = hfjax.shard_batch(layout, batch_of(config))
+    return Runner("hfjax", run, hfjax.init(layout), batch).measure(lambda: step.lower(batch))
+
+
+def plain_runner(config: GPTConfig, name: str, weights: Any) -> Runner:
+    """Return plain JAX's program, started from these weights."""
+    program = Program(SPLITS[name], optax.adamw(RATE, weight_decay=DECAY))
+    tokens = jax.device_put(batch_of(config)["tokens"], program.batch)
+    state = program.place(weights)
+    step = program.step(state)
+    return Runner("plain", step, state, tokens).measure(lambda: step.lower(state, tokens))
+
+
+def plain_weights(params: Any, layers: int) -> dict[str, Any]:
+    """Return hfjax's parameters as plain_jax has them: a list of layers."""
+    flat = {path: np.asarray(x) for path, x in flatten(params).items()}
+
+    def norm(path: str, index: Any = ...) -> dict[str, np.ndarray]:
+        return {part: flat[f"{path}/{part}"][index] for part in ("scale", "bias")}
+
+    def layer(i: int) -> dict[str, Any]:
+        own = {name: flat[f"layers/{path}"][i] for path, name in NAMES.items()}
+        return own | {part: norm(f"layers/{part}", i) for part in ("norm1", "norm2")}
+
+    whole = {name: flat[name] for name in ("tokens", "positions")}
+    return whole | {"norm": norm("norm"), "layers": [layer(i) for i in range(layers)]}
+
+
+def torch_runner(config: GPTConfig, weights: Any) -> Runner:
+    """Return eager torch's program (fused AdamW and attention), started from these weights."""
+    import torch
+
+    leaf = lambda x: torch.tensor(x).requires_grad_()
+    params = jax.tree.map(leaf, weights)
+    leaves = jax.tree.leaves(params)
+    optimizer = torch.optim.AdamW(leaves, lr=RATE, weight_decay=DECAY, fused=True)
+    tokens = torch.tensor(batch_of(config)["tokens"], dtype=torch.long)
+
+    def step(state, tokens):
+        optimizer.zero_grad()
+        loss = _torch_loss(params, tokens)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(leaves, 1.0)
+        optimizer.step()
+        return state, loss.detach()
+
+    return Runner("torch", step, None, tokens)
+
+
+def _torch_loss(params: Any, tokens: Any) -> Any:
+    import torch
+
+    x = params["tokens"][tokens[:, :-1]] + params["positions"][: tokens.shape[1] - 1]
+    for layer in params["layers"]:
+        x = _torch_layer(layer, x)
+    logits = _torch_norm(params["norm"], x).flatten(0, 1) @ params["tokens"].T
+    return torch.nn.functional.cross_entropy(logits, tokens[:, 1:].flatten())
+
+
+def _torch_layer(p: Any, x: Any) -> Any:
+    import torch
+
+    F = torch.nn.functional
+    linear = lambda x, w, b: torch.addmm(b.flatten(), x, w.reshape(x.shape[-1], -1))
+    flat = lambda x: x.flatten(0, 1)
+    qkv = linear(flat(_torch_norm(p["norm1"], x)), p["qkv"], p["qkv_bias"])
+    qkv = qkv.reshape(*x.shape[:2], *p["qkv_bias"].shape).permute(3, 0, 2, 1, 4)
+    y = F.scaled_dot_product_attention(*qkv, is_causal=True).transpose(1, 2).reshape(x.shape)
+    x = x + linear(flat(y), p["out"], p["out_bias"]).reshape(x.shape)
+    wide = linear(flat(_torch_norm(p["norm2"], x)), p["up"], p["up_bias"])
+    wide = F.gelu(wide, approximate="tanh")
+    return x + linear(wide, p["down"], p["down_bias"]).reshape(x.shape)
+
+
+def _torch_norm(p: Any, x: Any) -> Any:
+    import torch
+
+    return torch.nn.functional.layer_norm(x, x.shape[-1:], p["scale"], p["bias"])
+
+
+# -- the table ----------------------------------------------------------------------------
+
+
+def compare(config: GPTConfig, name: str, rounds: int, torch: bool) -> list[str]:
+    """Return the row of one configuration, and torch's if it is asked for."""
+    hf = hfjax_runner(config, name)
+    weights = plain_weights(hf.state.params, config.layers)
+    runners = [plain_runner(config, name, weights), hf]
+    if torch:
+        runners.append(torch_runner(config, weights))
+    seen, quiet = in_turn(runners, rounds)
+    difference = _check_same(runners)
+    used = quiet or seen
+    ratio, cpu = _ratio(used, lambda t: t.wall, 1), _ratio(seen, lambda t: t.own, 1)
+    plain_ms, hf_ms, *torch_ms = (
+        1e3 * statistics.median(times[i].wall for times in used) for i in range(len(runners))
+    )
+    plain = runners[0]
+    row = (
+        f"| {name} | {plain_ms:.0f} | {hf_ms:.0f} | **{ratio:.3f}** | {cpu:.3f} "
+        f"| {plain.compile_s:.1f} | {hf.compile_s:.1f} | {hf.compile_s / plain.compile_s:.2f} "
+        f"| {plain.temp_mib:.0f} | {hf.temp_mib:.0f} | {difference:.0e} | {len(quiet)}/{rounds} |"
+    )
+    return [row] + [_torch_line(ms, used) for ms in torch_ms]
+
+
+def _ratio(rounds: list[list[Timed]], of: Callable[[Timed], float], which: int) -> float:
+    return statistics.median(of(times[which]) / of(times[0]) for times in rounds)
+
+
+def _torch_line(ms: float, rounds: list[list[Timed]]) -> str:
+    ratio = statistics.median(times[1].wall / times[2].wall for times in rounds)
+    return f"Eager torch, one device, same batch: {ms:.0f} ms; hfjax / torch {ratio:.3f}."
+
+
+def _check_same(runners: list[Runner]) -> float:
+    """Return by how much the losses differ, relative; refuse two models that are not the same."""
+    first, *others = (np.array(runner.losses) for runner in runners)
+    worst = max(float(np.max(np.abs(losses - first) / first)) for losses in others)
+    if worst > SAME:
+        raise RuntimeError(f"losses differ by {worst:.1e}: {[r.losses[:3] for r in runners]}")
+    return worst
+
+
+def overhead_us(calls: int = 2000) -> float:
+    """Return the microseconds of Python that `TrainStep.__call__` adds to the jitted function.
+
+    The jitted function is replaced by one that returns at once the result of a real step, so
+    what is left is the call's own work.
+    """
+    model = lambda rngs: GPT(OVERHEAD, rngs=rngs)
+    layout = hfjax.layout(model, optax.adamw(RATE), hfjax.make_mesh(), hfjax.DDP)
+    step = hfjax.train_step(layout, next_token_loss)
+    batch = hfjax.shard_batch(layout, batch_of(OVERHEAD))
+    result = jax.block_until_ready(step(hfjax.init(layout), batch))
+    step._jitted = lambda state, batch: result
+    call, bare = partial(step, result[0], batch), partial(step._jitted, result[0], batch)
+    return 1e6 * (_seconds(call, calls) - _seconds(bare, calls))
+
+
+def _seconds(call: Callable[[], Any], calls: int) -> float:
+    def once() -> float:
+        start = time.perf_counter()
+        call()
+        return time.perf_counter() - start
+
+    return statistics.median(once() for _ in range(calls))
+
+
+HEAD = """| configuration | plain ms | hfjax ms | hfjax/plain | CPU time | compile plain s | hfjax s | \
+ratio | temp plain MiB | hfjax MiB | losses differ | quiet |
+|---|---|---|---|---|---|---|---|---|---|---|---|"""
+NOTES = """Ratios are medians over pairs of steps taken in turn in one process; "quiet" counts the \
+pairs during which no other process used the cores: the times are theirs (all pairs, if none was \
+quiet). "CPU time" is the ratio of processor seconds over all pairs. Plain JAX is \
+benchmarks/plain_jax.py: no toolkit, layers unrolled, and no guard against a step that is not \
+finite (hfjax has one). Compile is from Python to program; temp is the compiler's count of \
+temporary bytes per device. Fake devices share the cores: they tell work, bytes and overhead, not \
+scaling. Below 3 % is noise."""
+
+
+def report(config: GPTConfig, rows: list[str], torch: list[str], overhead: float) -> str:
+    """Return the page of results."""
+    versions = ", ".join(f"{m} {sys.modules[m].__version__}" for m in _modules(bool(torch)))
+    size = sum(x.size for x in jax.tree.leaves(_shapes(config)))
+    return "\n".join(
+        [
+            "# hfjax against plain JAX\n",
+            f"{date.today()}, {os.cpu_count()}-core CPU, {jax.device_count()} fake devices, "
+            f"Python {platform.python_version()}, {versions}.",
+            f"`python benchmarks/against_plain_jax.py {' '.join(sys.argv[1:])}`".replace(" `", "`"),
+            f"\nGPT-2 of {size / 1e6:.1f}M parameters ({config.layers} layers, embed "
+            f"{config.embed}, {config.heads} heads, vocab {config.vocab}), {ROWS} rows of "
+            f"{config.length} tokens, float32, AdamW, clipped to norm 1.\n",
+            HEAD,
+            *rows,
+            "",
+            *torch,
+            f"hfjax's own Python per step: {overhead:.0f} us (goal: below 100).\n",
+            NOTES,
+            "",
+        ]
+    )
+
+
+def _modules(torch: bool) -> list[str]:
+    return ["jax", "optax", *(["torch"] if torch else [])]
+
+
+def _shapes(config: GPTConfig) -> Any:
+    layout = hfjax.layout(
+        lambda rngs: GPT(config, rngs=rngs), optax.sgd(RATE), hfjax.make_mesh(), hfjax.DDP
+    )
+    return layout.abstract_state().params
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="a small model; writes no result")
+    parser.add_argument("--torch", action="store_true", help="eager torch beside one device")
+    given = parser.parse_args()
+    config, rounds = (SMALL, 4) if given.quick else (FULL, 20)
+    overhead = overhead_us()
+    rows, torch = [], []
+    for name in STRATEGIES:
+        row, *line = compare(config, name, rounds, given.torch and name == "one device")
+        print(row, flush=True)
+        rows.append(row)
+        torch += line
+    page = report(config, rows, torch, overhead)
+    print(f"\n{page}")
+    if not given.quick:
+        RESULT.write_text(page)
+
+
+if __name__ == "__main__":
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", 8)
+    main()

@@ -1,0 +1,181 @@
+"""The equivalence kit: every strategy trains your model as one device does, or you learn where."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import NamedSharding
+
+from hfjax.parallel.mesh import describe_mesh, make_mesh
+from hfjax.parallel.strategy import (
+    DDP,
+    FSDP,
+    HSDP,
+    SEQUENCE,
+    TENSOR,
+    ZERO1,
+    ZERO2,
+    Strategy,
+)
+from hfjax.plan import Layout, flatten, layout
+from hfjax.train import full, init, train_step
+
+Sizes = Mapping[str, int]
+
+
+def strategies(devices: int, tensor: bool = True) -> dict[str, tuple[Strategy, Sizes]]:
+    """Return {name: (strategy, mesh sizes)}: each strategy and combination for so many devices.
+
+    >>> strategies(2)["FSDP"][1]
+    {'fsdp': 2}
+    """
+    half = devices // 2
+    cases: dict[str, tuple[Strategy, Sizes]] = {
+        "DDP": (DDP, {"data": devices}),
+        "ZERO1": (ZERO1, {"data": devices}),
+        "ZERO2": (ZERO2, {"data": devices}),
+        "FSDP": (FSDP, {"fsdp": devices}),
+    }
+    if devices > 1 and tensor:
+        cases["TENSOR"] = (TENSOR, {"data": half, "tensor": 2})
+        cases["TENSOR+SEQUENCE"] = (TENSOR | SEQUENCE, {"tensor": min(devices, 4), "data": -1})
+        cases["FSDP+TENSOR"] = (FSDP | TENSOR, {"fsdp": half, "tensor": 2})
+        cases["ZERO1+TENSOR+SEQUENCE"] = (ZERO1 | TENSOR | SEQUENCE, {"data": half, "tensor": 2})
+    if devices > 3:
+        cases["HSDP"] = (HSDP, {"data": 2, "fsdp": half})
+        cases["ZERO2 in two levels"] = (ZERO2, {"data": 2, "fsdp": half})
+    if devices > 7 and tensor:
+        three = {"data": 2, "fsdp": half // 2, "tensor": 2}
+        cases["HSDP+TENSOR+SEQUENCE"] = (HSDP | TENSOR | SEQUENCE, three)
+        cases["ZERO2+TENSOR"] = (ZERO2 | TENSOR, three)
+    return cases
+
+
+class Run(NamedTuple):
+    """What a few steps left behind, in host memory."""
+
+    losses: list[float]
+    gradients: dict[str, np.ndarray]  # of the first step
+    parameters: dict[str, np.ndarray]  # after the last step
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is trained, whatever the strategy."""
+
+    model_init: Callable
+    loss: Callable
+    batch: Any
+    optimizer: optax.GradientTransformation
+    steps: int
+    options: Mapping[str, Any]  # of layout
+    execution: Mapping[str, Any]
+
+    def run(self, strategy: Strategy, sizes: Sizes) -> Run:
+        """Return what training under a strategy leaves; checks where everything lies."""
+        count = int(np.prod([n for n in sizes.values() if n > 0]))
+        devices = None if -1 in sizes.values() else jax.devices()[:count]
+        mesh = make_mesh(devices=devices, **sizes)
+        recording = optax.chain(_record_gradients(), self.optimizer)
+        plan = layout(self.model_init, recording, mesh, strategy, **self.options)
+        step = train_step(plan, self.loss, **self.execution)
+        state = init(plan, seed=0)
+        losses, gradients = [], {}
+        for number in range(self.steps):
+            state, metrics = step(state, self.batch)
+            _check_placement(plan, state)
+            losses.append(float(metrics["loss"]))
+            if number == 0:
+                gradients = flatten(full(state.optimizer[0]))
+        return Run(losses, gradients, flatten(full(state.params)))
+
+
+def _record_gradients() -> optax.GradientTransformation:
+    """Return a transformation whose state is the last gradient: placed as any moment is."""
+    zeros = lambda params: jax.tree.map(jnp.zeros_like, params)
+    return optax.GradientTransformation(
+        zeros, lambda updates, state, params=None: (updates, updates)
+    )
+
+
+def _check_placement(plan: Layout, state: Any) -> None:
+    """Raise unless every array of the state lies where the layout says."""
+
+    def check(keys: tuple, x: jax.Array, wanted: NamedSharding) -> None:
+        if not x.sharding.is_equivalent_to(wanted, x.ndim):
+            raise AssertionError(
+                f"{plan.strategy.name} on {describe_mesh(plan.mesh)}: "
+                f"{jax.tree_util.keystr(keys)} {x.shape} lies as {x.sharding}, not {wanted.spec}."
+            )
+
+    jax.tree_util.tree_map_with_path(check, state, plan.shardings())
+
+
+def assert_strategies_agree(
+    model_init: Callable,
+    loss: Callable,
+    batch: Any,
+    strategies: Mapping[str, tuple[Strategy, Sizes]] | None = None,
+    *,
+    optimizer: optax.GradientTransformation | None = None,
+    steps: int = 3,
+    **options: Any,
+) -> dict[str, float]:
+    """Train under each strategy and on one device; raise AssertionError where they differ.
+
+    Compared are the losses, the gradients of the first step and the parameters after the last
+    (relative to the norm of the whole tree), and the place of every array. The default AdamW has
+    an eps of 1e-4: a smaller one amplifies rounding where a gradient is truly zero. Returns the greatest relative difference by strategy. `options` are `forward` and
+    `axes` of `layout`, and the fields of `Execution`. Float64 parameters must agree to 1e-9,
+    others to 1e-5.
+    """
+    cases = default_cases(model_init) if strategies is None else strategies
+    of_layout = {name: options.pop(name) for name in ("forward", "axes") if name in options}
+    chosen = optimizer or optax.adamw(1e-3, eps=1e-4)
+    case = Case(model_init, loss, batch, chosen, steps, of_layout, options)
+    wanted = case.run(DDP, {"data": 1})
+    wide = all(x.dtype == np.float64 for x in wanted.parameters.values())
+    tolerance = 1e-9 if wide else 1e-5
+    differences = {}
+    for name, (strategy, sizes) in cases.items():
+        found = dict(_differences(case.run(strategy, sizes), wanted))
+        differences[name] = max(found.values())
+        worst = max(found, key=lambda what: found[what])
+        if not differences[name] <= tolerance:
+            raise AssertionError(
+                f"{name} ({strategy.name} on {dict(sizes)}) differs from one device: {worst} by "
+                f"{found[worst]:.1e}, allowed {tolerance:.0e}. A loss that mixes rows needs "
+                "hfjax.gather_rows; random masks need a key per row (hfjax.models.parts.Dropout)."
+            )
+    return differences
+
+
+def default_cases(model_init: Callable) -> dict[str, tuple[Strategy, Sizes]]:
+    """Return the strategies that this model can have on the devices that are here."""
+    one = make_mesh(devices=jax.devices()[:1])
+    plan = layout(model_init, optax.identity(), one, DDP)
+    named = {name for array in plan.arrays.values() for name in array.axes}
+    count = 2 ** (len(jax.devices()).bit_length() - 1)
+    return strategies(count, tensor=bool(named & TENSOR.parameters.keys()))
+
+
+def _differences(run: Run, wanted: Run) -> Iterator[tuple[str, float]]:
+    for number, pair in enumerate(zip(run.losses, wanted.losses, strict=True)):
+        yield f"loss of step {number}", abs(pair[0] - pair[1]) / max(abs(pair[1]), 1e-30)
+    yield _tree_difference("gradient", run.gradients, wanted.gradients)
+    yield _tree_difference("parameter", run.parameters, wanted.parameters)
+
+
+def _tree_difference(what: str, run: dict, wanted: dict) -> tuple[str, float]:
+    """Return the most different leaf's name and the difference relative to the tree's norm."""
+    norm = lambda arrays: float(
+        np.sqrt(sum(np.sum(np.square(a, dtype=np.float64)) for a in arrays))
+    )
+    apart = {path: norm([run[path] - wanted[path]]) for path in wanted}
+    worst = max(apart, key=lambda path: apart[path])
+    total = norm(apart.values()) / max(norm(wanted.values()), 1e-30)
+    return f"{what} {worst} {wanted[worst].shape}", total

@@ -1,0 +1,202 @@
+"""A user's own model trains as it is: any NNX module, a list of layers, Linen, a bare pytree."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen, nnx
+from jax.sharding import PartitionSpec as P
+
+import hfjax
+from hfjax.parallel.strategy import DDP, FSDP, HSDP, ZERO2
+from hfjax.testing import assert_strategies_agree
+
+CASES = {
+    "DDP": (DDP, {"data": 8}),
+    "ZERO2": (ZERO2.edit(replicate_below=0), {"data": 2, "fsdp": 4}),
+    "FSDP": (FSDP.edit(replicate_below=0), {"fsdp": 4}),
+    "HSDP": (HSDP.edit(replicate_below=0), {"data": 2, "fsdp": 2}),
+}
+RNG = np.random.default_rng(0)
+BATCH = {
+    "x": RNG.normal(size=(16, 8)).astype(np.float32),
+    "y": RNG.normal(size=(16, 8)).astype(np.float32),
+}
+
+
+def on_x(model, batch):
+    return model(batch["x"])
+
+
+def squares(outputs, batch):
+    return jnp.mean((outputs - batch["y"]) ** 2)
+
+
+class Perceptron(nnx.Module):
+    """The MLP of the NNX tutorial: it knows nothing of hfjax."""
+
+    def __init__(self, *, rngs):
+        self.up = nnx.Linear(8, 16, rngs=rngs)
+        self.norm = nnx.LayerNorm(16, rngs=rngs)
+        self.down = nnx.Linear(16, 8, rngs=rngs)
+
+    def __call__(self, x):
+        return self.down(nnx.relu(self.norm(self.up(x))))
+
+
+def test_a_module_that_knows_nothing_of_hfjax():
+    init = lambda rngs: Perceptron(rngs=rngs)
+    assert_strategies_agree(init, squares, BATCH, CASES, forward=on_x)
+
+
+class Normed(nnx.Module):
+    """Batch statistics over all devices, as flax spells it."""
+
+    def __init__(self, *, rngs):
+        self.up = nnx.Linear(8, 16, rngs=rngs)
+        self.norm = nnx.BatchNorm(16, axis_name=("data", "fsdp"), momentum=0.5, rngs=rngs)
+        self.down = nnx.Linear(16, 8, rngs=rngs)
+
+    def __call__(self, x):
+        return self.down(self.norm(self.up(x)))
+
+
+def test_batch_statistics_over_all_devices_are_carried_in_the_state():
+    init = lambda rngs: Normed(rngs=rngs)
+    assert_strategies_agree(init, squares, BATCH, CASES, forward=on_x)
+    mesh = hfjax.make_mesh(data=4, fsdp=2)
+    layout = hfjax.layout(init, optax.sgd(0.1), mesh, hfjax.FSDP, forward=on_x)
+    state = hfjax.init(layout)
+    before = hfjax.full(state.variables)["norm"]["mean"]
+    state, _ = hfjax.train_step(layout, squares)(state, BATCH)
+    assert not np.allclose(before, hfjax.full(state.variables)["norm"]["mean"])
+    held = hfjax.full(state.variables)["norm"]["mean"]
+    hfjax.eval_step(layout, squares)(state, BATCH)
+    np.testing.assert_array_equal(held, hfjax.full(state.variables)["norm"]["mean"])
+
+
+class Residual(nnx.Module):
+    def __init__(self, width, *, rngs):
+        self.up, self.down = nnx.Linear(8, width, rngs=rngs), nnx.Linear(width, 8, rngs=rngs)
+
+    def __call__(self, x):
+        return x + self.down(nnx.relu(self.up(x)))
+
+
+class Unlike(nnx.Module):
+    """Three parts; the layers are a list of unlike modules."""
+
+    def __init__(self, *, rngs):
+        self.layers = nnx.List([Residual(width, rngs=rngs) for width in (16, 24, 32)])
+        self.out = nnx.Linear(8, 8, rngs=rngs)
+
+    def embed(self, batch):
+        return batch["x"]
+
+    def head(self, x):
+        return self.out(x)
+
+
+@pytest.mark.parametrize("remat", ["none", "full", "dots"])
+def test_a_list_of_unlike_layers_under_every_remat(remat):
+    init = lambda rngs: Unlike(rngs=rngs)
+    cases = {name: CASES[name] for name in ("ZERO2", "HSDP")}
+    assert_strategies_agree(init, squares, BATCH, cases, remat=remat)
+
+
+class Scanned(nnx.Module):
+    """A stack under the user's own nnx.scan and nnx.remat."""
+
+    def __init__(self, *, rngs):
+        make = nnx.vmap(lambda rngs: Residual(16, rngs=rngs), in_axes=(0,), out_axes=0)
+        self.blocks = nnx.split_rngs(splits=4)(make)(rngs)
+
+    def __call__(self, x):
+        @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+        @nnx.remat
+        def run(x, block):
+            return block(x)
+
+        return run(x, self.blocks)
+
+
+STACK_NAMES = {
+    f"blocks/{part}/{leaf}": ("layers", *names)
+    for part in ("up", "down")
+    for leaf, names in (("kernel", (None, None)), ("bias", (None,)))
+}
+
+
+def test_a_stack_under_the_users_own_scan_needs_the_name_of_the_stacked_dimension():
+    init = lambda rngs: Scanned(rngs=rngs)
+    assert_strategies_agree(init, squares, BATCH, CASES, forward=on_x, axes=STACK_NAMES)
+    mesh = hfjax.make_mesh(data=2, fsdp=4)
+    layout = hfjax.layout(init, optax.sgd(0.1), mesh, FSDP.edit(replicate_below=0), forward=on_x)
+    step = hfjax.train_step(layout, squares)
+    with pytest.raises(ValueError, match=r"blocks/.* was sliced along dimension 0, .*\"layers\""):
+        step(hfjax.init(layout), BATCH)
+
+
+class LinenPerceptron(linen.Module):
+    @linen.compact
+    def __call__(self, x):
+        return linen.Dense(8)(linen.relu(linen.Dense(16)(x)))
+
+
+def test_a_linen_module_through_flax_bridge():
+    def init(rngs):
+        return nnx.bridge.ToNNX(LinenPerceptron(), rngs=rngs).lazy_init(BATCH["x"])
+
+    assert_strategies_agree(init, squares, BATCH, CASES, forward=on_x)
+
+
+def test_a_bare_pytree_is_a_model_whose_loss_is_given_the_tree():
+    def init(rngs):
+        return {
+            "up": jax.random.normal(rngs.params(), (8, 16)),
+            "down": [jax.random.normal(rngs.params(), (16, 8)), jnp.zeros((8,))],
+        }
+
+    def loss(params, batch):
+        outputs = jax.nn.relu(batch["x"] @ params["up"]) @ params["down"][0]
+        return squares(outputs + params["down"][1][None], batch)
+
+    assert_strategies_agree(init, loss, BATCH, CASES)
+
+
+class Transposed(nnx.Module):
+    """Reads its parameter by every way there is."""
+
+    def __init__(self, *, rngs):
+        self.w = nnx.Param(jax.random.normal(rngs.params(), (8, 8)))
+
+    def __call__(self, x):
+        return (x @ self.w.T + x @ self.w[:, ::-1] + x * self.w.sum()) @ self.w.get_value()
+
+
+def test_a_parameter_is_whole_by_whatever_way_it_is_read():
+    assert_strategies_agree(lambda rngs: Transposed(rngs=rngs), squares, BATCH, CASES, forward=on_x)
+
+
+class Past(Perceptron):
+    """Reads a parameter past its variable."""
+
+    def __call__(self, x):
+        return super().__call__(x) + sum(
+            leaf.sum() for leaf in jax.tree.leaves(nnx.state(self.extra))
+        )
+
+    def __init__(self, *, rngs):
+        super().__init__(rngs=rngs)
+        self.extra = nnx.Linear(8, 8, rngs=rngs)
+
+
+def test_a_parameter_read_past_the_fetch_is_refused_by_name():
+    mesh = hfjax.make_mesh(fsdp=8)
+    sharded = FSDP.edit(replicate_below=64)
+    layout = hfjax.layout(lambda rngs: Past(rngs=rngs), optax.sgd(0.1), mesh, sharded, forward=on_x)
+    with pytest.raises(ValueError, match=r"extra/kernel \(8, 8\): .*never read it through"):
+        hfjax.train_step(layout, squares)(hfjax.init(layout), BATCH)
+    whole = layout.with_specs({"extra/kernel": P()})
+    hfjax.train_step(whole, squares)(hfjax.init(whole), BATCH)
