@@ -173,8 +173,7 @@ def torch_runner(config: GPTConfig, weights: Any) -> Runner:
     """Return eager torch's program (fused AdamW and attention), started from these weights."""
     import torch
 
-    leaf = lambda x: torch.tensor(x).requires_grad_()
-    params = jax.tree.map(leaf, weights)
+    params = jax.tree.map(lambda x: torch.tensor(x).requires_grad_(), weights)
     leaves = jax.tree.leaves(params)
     optimizer = torch.optim.AdamW(leaves, lr=RATE, weight_decay=DECAY, fused=True)
     tokens = torch.tensor(batch_of(config)["tokens"], dtype=torch.long)
@@ -208,7 +207,7 @@ def _torch_layer(p: Any, x: Any) -> Any:
     flat = lambda x: x.flatten(0, 1)
     qkv = linear(flat(_torch_norm(p["norm1"], x)), p["qkv"], p["qkv_bias"])
     qkv = qkv.reshape(*x.shape[:2], *p["qkv_bias"].shape).permute(3, 0, 2, 1, 4)
-    y = F.scaled_dot_product_attention(*qkv, is_causal=True).transpose(1, 2).reshape(x.shape)
+    y = F.scaled_dot_product_attention(*qkv, is_causal=True).transpose(1, 2).flatten(2)
     x = x + linear(flat(y), p["out"], p["out_bias"]).reshape(x.shape)
     wide = linear(flat(_torch_norm(p["norm2"], x)), p["up"], p["up_bias"])
     wide = F.gelu(wide, approximate="tanh")
@@ -225,7 +224,7 @@ def _torch_norm(p: Any, x: Any) -> Any:
 
 
 def compare(config: GPTConfig, name: str, rounds: int, torch: bool) -> list[str]:
-    """Return the row of one configuration, and torch's if it is asked for."""
+    """Return the row of one configuration, and torch's line if it is asked for."""
     hf = hfjax_runner(config, name)
     weights = plain_weights(hf.state.params, config.layers)
     runners = [plain_runner(config, name, weights), hf]
@@ -233,27 +232,38 @@ def compare(config: GPTConfig, name: str, rounds: int, torch: bool) -> list[str]
         runners.append(torch_runner(config, weights))
     seen, quiet = in_turn(runners, rounds)
     difference = _check_same(runners)
-    used = quiet or seen
-    ratio, cpu = _ratio(used, lambda t: t.wall, 1), _ratio(seen, lambda t: t.own, 1)
-    plain_ms, hf_ms, *torch_ms = (
-        1e3 * statistics.median(times[i].wall for times in used) for i in range(len(runners))
-    )
-    plain = runners[0]
-    row = (
-        f"| {name} | {plain_ms:.0f} | {hf_ms:.0f} | **{ratio:.3f}** | {cpu:.3f} "
-        f"| {plain.compile_s:.1f} | {hf.compile_s:.1f} | {hf.compile_s / plain.compile_s:.2f} "
-        f"| {plain.temp_mib:.0f} | {hf.temp_mib:.0f} | {difference:.0e} | {len(quiet)}/{rounds} |"
-    )
-    return [row] + [_torch_line(ms, used) for ms in torch_ms]
+    row = _row(name, runners, seen, quiet or seen)
+    return [f"{row} {difference:.0e} | {len(quiet)}/{rounds} |"] + [
+        _torch_line(quiet or seen)
+    ] * torch
 
 
-def _ratio(rounds: list[list[Timed]], of: Callable[[Timed], float], which: int) -> float:
-    return statistics.median(of(times[which]) / of(times[0]) for times in rounds)
+def _row(name: str, runners: list[Runner], seen: list, used: list) -> str:
+    plain, hf = runners[:2]
+    cells = [
+        name.replace("|", " + "),
+        *(f"{_milliseconds(used, i):.0f}" for i in range(2)),
+        f"**{_ratio(used, lambda t: t.wall, 1, 0):.3f}**",
+        f"{_ratio(seen, lambda t: t.own, 1, 0):.3f}",
+        *(f"{r.compile_s:.1f}" for r in (plain, hf)),
+        f"{hf.compile_s / plain.compile_s:.2f}",
+        *(f"{r.temp_mib:.0f}" for r in (plain, hf)),
+    ]
+    return f"| {' | '.join(cells)} |"
 
 
-def _torch_line(ms: float, rounds: list[list[Timed]]) -> str:
-    ratio = statistics.median(times[1].wall / times[2].wall for times in rounds)
-    return f"Eager torch, one device, same batch: {ms:.0f} ms; hfjax / torch {ratio:.3f}."
+def _torch_line(used: list[list[Timed]]) -> str:
+    ratio = _ratio(used, lambda t: t.wall, 1, 2)
+    took = _milliseconds(used, 2)
+    return f"Eager torch, one device, same batch: {took:.0f} ms; hfjax / torch {ratio:.3f}."
+
+
+def _milliseconds(rounds: list[list[Timed]], which: int) -> float:
+    return 1e3 * statistics.median(times[which].wall for times in rounds)
+
+
+def _ratio(rounds: list, of: Callable[[Timed], float], which: int, base: int) -> float:
+    return statistics.median(of(times[which]) / of(times[base]) for times in rounds)
 
 
 def _check_same(runners: list[Runner]) -> float:
@@ -265,20 +275,23 @@ def _check_same(runners: list[Runner]) -> float:
     return worst
 
 
-def overhead_us(calls: int = 2000) -> float:
+def overhead_us(calls: int = 1000) -> float:
     """Return the microseconds of Python that `TrainStep.__call__` adds to the jitted function.
 
-    The jitted function is replaced by one that returns at once the result of a real step, so
-    what is left is the call's own work.
+    The jitted function is replaced by one that returns at once what a real step returned, with
+    a flag `finite` that nobody has read yet: what is left is the call's own work.
     """
     model = lambda rngs: GPT(OVERHEAD, rngs=rngs)
-    layout = hfjax.layout(model, optax.adamw(RATE), hfjax.make_mesh(), hfjax.DDP)
+    layout = hfjax.layout(model, optax.adamw(RATE), hfjax.make_mesh(data=8), hfjax.DDP)
     step = hfjax.train_step(layout, next_token_loss)
     batch = hfjax.shard_batch(layout, batch_of(OVERHEAD))
-    result = jax.block_until_ready(step(hfjax.init(layout), batch))
-    step._jitted = lambda state, batch: result
-    call, bare = partial(step, result[0], batch), partial(step._jitted, result[0], batch)
-    return 1e6 * (_seconds(call, calls) - _seconds(bare, calls))
+    state, metrics = jax.block_until_ready(step(hfjax.init(layout), batch))
+    step.check(state)
+    flag = partial(jax.device_put, np.bool_(True), metrics["finite"].sharding)
+    unread = iter([(state, metrics | {"finite": flag()}) for _ in range(2 * calls)])
+    step._jitted = lambda state, batch: next(unread)
+    whole = _seconds(partial(step, state, batch), calls)
+    return 1e6 * (whole - _seconds(partial(step._jitted, state, batch), calls))
 
 
 def _seconds(call: Callable[[], Any], calls: int) -> float:
@@ -290,9 +303,21 @@ def _seconds(call: Callable[[], Any], calls: int) -> float:
     return statistics.median(once() for _ in range(calls))
 
 
-HEAD = """| configuration | plain ms | hfjax ms | hfjax/plain | CPU time | compile plain s | hfjax s | \
-ratio | temp plain MiB | hfjax MiB | losses differ | quiet |
-|---|---|---|---|---|---|---|---|---|---|---|---|"""
+COLUMNS = (
+    "configuration",
+    "plain ms",
+    "hfjax ms",
+    "hfjax/plain",
+    "CPU time",
+    "compile plain s",
+    "hfjax s",
+    "ratio",
+    "temp plain MiB",
+    "hfjax MiB",
+    "losses differ",
+    "quiet",
+)
+HEAD = f"| {' | '.join(COLUMNS)} |\n{'|---' * len(COLUMNS)}|"
 NOTES = """Ratios are medians over pairs of steps taken in turn in one process; "quiet" counts the \
 pairs during which no other process used the cores: the times are theirs (all pairs, if none was \
 quiet). "CPU time" is the ratio of processor seconds over all pairs. Plain JAX is \

@@ -4,7 +4,7 @@ import difflib
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -67,21 +67,21 @@ class Layout:
     def abstract_state(self) -> Any:
         """Return the state as shapes, dtypes and shardings: enough to compile a step."""
         shape = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)
-        return jax.tree.map(shape, self._state_shapes(), self.shardings())
+        return jax.tree.map(shape, self._state_shapes, self.shardings())
 
+    def create(self, seed: Any) -> "State":
+        """Return the first state; under jit with `shardings()` it is born sharded."""
+        arrays = self.blueprint.create(seed)
+        params = nest({path: arrays[path] for path in self.placed})
+        variables = nest({path: arrays[path] for path in self.blueprint.variables})
+        return State(jnp.zeros((), jnp.int32), params, self.optimizer.init(params), variables)
+
+    @cached_property
     def _state_shapes(self) -> "State":
-        parameters = {p.path: jax.ShapeDtypeStruct(p.shape, p.dtype) for p in self.placed.values()}
-        variables = {
-            path: jax.eval_shape(lambda v=v: v.get_raw_value())
-            for path, v in self.blueprint.variables.items()
-        }
-        params = nest(parameters)
-        moments = jax.eval_shape(self.optimizer.init, params)
-        step = jax.ShapeDtypeStruct((), jnp.int32)
-        return State(step, params, moments, nest(variables))
+        return jax.eval_shape(self.create, 0)
 
     def _state_specs(self) -> "State":
-        shapes = self._state_shapes()
+        shapes = self._state_shapes
         return State(
             P(),
             nest(self.specs),

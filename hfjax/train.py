@@ -23,14 +23,7 @@ Metrics = dict[str, jax.Array]
 
 def init(layout: Layout, seed: int = 0) -> State:
     """Return a new state, born sharded: no device ever holds the whole model."""
-    return jax.jit(lambda seed: _create(layout, seed), out_shardings=layout.shardings())(seed)
-
-
-def _create(layout: Layout, seed: Any) -> State:
-    arrays = layout.blueprint.create(seed)
-    params = nest({path: arrays[path] for path in layout.placed})
-    variables = nest({path: arrays[path] for path in layout.blueprint.variables})
-    return State(jnp.zeros((), jnp.int32), params, layout.optimizer.init(params), variables)
+    return jax.jit(layout.create, out_shardings=layout.shardings())(seed)
 
 
 def train_step(layout: Layout, loss: Callable, **execution: Any) -> "TrainStep":
@@ -88,10 +81,10 @@ class TrainStep:
         gradients, norm = self._scale(gradients, mean.weight)
         metrics = {"loss": mean.total / mean.weight, "grad_norm": norm} | _metrics(mean)
         metrics["finite"] = finite = jnp.isfinite(metrics["loss"]) & jnp.isfinite(norm)
-        new = self._update(state, gradients, nest(variables | statistics))
-        if self.execution.skip_nonfinite:
-            new = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, state)
-        return new.__class__(state.step + 1, new.params, new.optimizer, new.variables), metrics
+        keep = finite if self.execution.skip_nonfinite else None
+        new, moments = self._update(params, gradients, state.optimizer, keep)
+        variables |= _choose(keep, statistics, {path: variables[path] for path in statistics})
+        return State(state.step + 1, nest(new), moments, nest(variables)), metrics
 
     def _scale(self, gradients: dict, weight: jax.Array) -> tuple[dict, jax.Array]:
         """Return gradients of the mean, clipped, and their global norm before clipping."""
@@ -101,16 +94,15 @@ class TrainStep:
             scale *= self.execution.clip / jnp.maximum(norm, self.execution.clip)
         return jax.tree.map(lambda g: g * scale.astype(g.dtype), gradients), norm
 
-    def _update(self, state: State, gradients: dict, variables: Any) -> State:
-        """Update each shard where its moments lie; parameters go back to their own place."""
+    def _update(self, params: dict, gradients: dict, moments: Any, keep: Any) -> tuple[dict, Any]:
+        """Update each shard where its moments lie; what leaves the step is then gathered."""
         where = {path: p.moment for path, p in self.layout.placed.items()}
-        params = self._place(flatten(state.params), where)
+        params = self._place(params, where)
         gradients = {p: g.astype(params[p].dtype) for p, g in gradients.items()}
-        updates, moments = self.layout.optimizer.update(
-            nest(self._place(gradients, where)), state.optimizer, nest(params)
-        )
-        params = flatten(cast(dict, optax.apply_updates(nest(params), updates)))
-        return State(state.step, nest(self._place(params, where)), moments, variables)
+        gradients = self._place(gradients, where)
+        updates, new = self.layout.optimizer.update(nest(gradients), moments, nest(params))
+        updated = flatten(cast(dict, optax.apply_updates(nest(params), updates)))
+        return self._place(_choose(keep, updated, params), where), _choose(keep, new, moments)
 
     def _place(self, arrays: dict, specs: dict[str, P]) -> dict:
         on = lambda path: NamedSharding(self.layout.mesh, specs[path])
@@ -139,6 +131,11 @@ class TrainStep:
         if self.execution.skip_nonfinite:
             return f"{told}{kept}; all parameters are finite: look at the batch and the loss."
         return f"{told}All parameters are finite: look at the batch and the loss."
+
+
+def _choose(keep: jax.Array | None, new: Any, old: Any) -> Any:
+    """Return the new arrays if the step was finite (None: whatever it was), else the old ones."""
+    return new if keep is None else jax.tree.map(lambda a, b: jnp.where(keep, a, b), new, old)
 
 
 def eval_step(layout: Layout, loss: Callable, **execution: Any) -> Callable:

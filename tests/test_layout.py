@@ -1,0 +1,230 @@
+"""Where everything lives: derived from the table, editable entry by entry, checked before tracing."""
+
+import jax
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import hfjax
+from hfjax.parallel.placement import Array, check_spec, place
+from hfjax.parallel.strategy import DDP, FSDP, SEQUENCE, TENSOR, ZERO1, ZERO2, Strategy
+from hfjax.plan import flatten
+from tests.small_gpt import gpt, gpt_layout
+
+MESH = hfjax.make_mesh(data=2, fsdp=2, tensor=2)
+ALL = {"replicate_below": 0}
+UP = "layers/mlp/up/kernel"  # ("layers", "embed", "mlp"), 2 x 32 x 128
+
+
+def test_rows_name_dimensions_and_the_star_takes_the_first_free_one_that_divides():
+    three = FSDP.edit(**ALL) | TENSOR
+    layout = gpt_layout(three.edit(**ALL), MESH.shape)
+    assert layout.specs[UP] == P(None, "fsdp", "tensor")
+    assert layout.specs["layers/mlp/down/kernel"] == P(None, "tensor", "fsdp")
+    assert layout.specs["layers/attention/qkv/kernel"] == P(None, "fsdp", "tensor")
+    assert layout.specs["tokens"] == P("tensor", "fsdp")
+    assert layout.specs["norm/scale"] == P("fsdp")
+
+
+def test_arrays_below_the_threshold_stay_whole_layer_by_layer():
+    layout = gpt_layout(FSDP.edit(replicate_below=32 * 128), {"fsdp": 8})
+    assert layout.specs[UP] == P(None, "fsdp")
+    assert layout.specs["layers/attention/out/kernel"] == P()
+
+
+def test_an_array_that_no_dimension_divides_stays_whole():
+    array = Array("w", (3, 5), (None, None))
+    assert place(array, FSDP.parameters, MESH) == P()
+
+
+@pytest.mark.parametrize(
+    ("strategy", "sizes", "counts"),
+    [
+        (DDP, {"data": 8}, (1, 1, 1)),
+        (ZERO1, {"data": 8}, (1, 1, 8)),
+        (ZERO2, {"data": 2, "fsdp": 4}, (1, 8, 8)),
+        (FSDP, {"fsdp": 8}, (8, 8, 8)),
+        (FSDP, {"data": 2, "fsdp": 4}, (4, 4, 4)),
+        (FSDP.edit(gradients={"*": ()}), {"fsdp": 8}, (8, 1, 8)),
+        (FSDP | TENSOR, {"fsdp": 2, "tensor": 4}, (8, 8, 8)),
+        (ZERO2 | TENSOR, {"data": 2, "fsdp": 2, "tensor": 2}, (2, 8, 8)),
+    ],
+)
+def test_bytes_of_each_zero_stage_are_those_of_the_formula_and_of_the_arrays(
+    strategy, sizes, counts
+):
+    """A stage divides a column by its devices; in this GPT 2 x 2 x (bias) stay tensor-whole."""
+    layout = gpt_layout(strategy.edit(**ALL), sizes)
+    matrices = [p for p in layout.placed.values() if len(p.shape) > 2 or p.path == "tokens"]
+    elements = sum(int(np.prod(p.shape)) for p in matrices)
+    state = hfjax.init(layout)
+    held = lambda tree: sum(
+        x.addressable_shards[0].data.nbytes for path, x in flatten(tree).items() if path in paths
+    )
+    paths = {p.path for p in matrices}
+    parameters, gradients, moments = (4 * elements // count for count in counts)
+    assert held(state.params) == parameters
+    assert held(state.optimizer[0].mu) == held(state.optimizer[0].nu) == moments
+    sizes_of = {
+        p.path: int(np.prod(jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=None).shape))
+        for p in matrices
+    }
+    pieces = {
+        path: int(np.prod([MESH_SIZE(layout, axes) for axes in layout.placed[path].gradient]))
+        for path in paths
+    }
+    assert sum(4 * sizes_of[path] // pieces[path] for path in paths) == gradients
+
+
+def MESH_SIZE(layout, axes):  # noqa: N802
+    axes = () if axes is None else (axes,) if isinstance(axes, str) else axes
+    return int(np.prod([layout.mesh.shape[axis] for axis in axes]))
+
+
+def test_the_totals_printed_are_the_bytes_of_the_arrays():
+    layout = gpt_layout((FSDP | TENSOR).edit(**ALL), MESH.shape)
+    state = hfjax.init(layout)
+    held = lambda tree: sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(tree))
+    total = layout.bytes_per_device()
+    assert total["parameters"] == held(state.params)
+    assert total["moments"] == held(state.optimizer)
+    assert f"parameters {total['parameters'] / 1024:.1f} KiB" in str(layout)
+
+
+def test_no_device_ever_holds_the_whole_model_while_it_is_born():
+    layout = gpt_layout(FSDP.edit(**ALL), {"fsdp": 8}, vocab=512, embed=128)
+    lowered = jax.jit(layout.create, out_shardings=layout.shardings()).lower(0)
+    whole = sum(int(np.prod(p.shape)) * 4 for p in layout.placed.values())
+    memory = lowered.compile().memory_analysis()
+    assert memory.output_size_in_bytes < 3 * whole / 8 * 1.1
+    assert memory.temp_size_in_bytes < whole / 2
+
+
+def test_an_edited_spec_moves_the_parameter_and_its_moments_follow():
+    layout = gpt_layout(FSDP.edit(**ALL), MESH.shape)
+    edited = layout.with_specs({UP: P(None, "fsdp", "tensor")})
+    assert edited.placed[UP].moment == P(None, "fsdp", "tensor")
+    state = hfjax.init(edited)
+    up = state.optimizer[0].mu["layers"]["mlp"]["up"]["kernel"]
+    assert up.addressable_shards[0].data.shape == (2, 16, 64)
+    assert layout.specs[UP] == P(None, "fsdp")  # the layout given is left as it was
+
+
+def test_specs_can_be_taken_edited_and_handed_back_whole():
+    layout = gpt_layout(DDP, MESH.shape | {"tensor": 1, "fsdp": 4})
+    specs = layout.specs | {"tokens": P("fsdp")}
+    assert layout.with_specs(specs).specs == specs
+
+
+@pytest.mark.parametrize(
+    ("path", "spec", "message"),
+    [
+        ("layers/mlp/up/kernl", P(), r"no parameter 'layers/mlp/up/kernl'. Nearest: \['layers/mlp"),
+        (UP, P("model"), r"up/kernel \(2, 32, 128\): .*unknown mesh axis 'model'"),
+        (UP, P(None, "fsdp", "fsdp"), r"uses mesh axis 'fsdp' twice \(dimensions 1 and 2\)"),
+        (UP, P("fsdp"), "dimension 0 stacks the layers .* Split another dimension"),
+        (UP, P(None, ("tensor", "fsdp")), r"Write \('fsdp', 'tensor'\)"),
+        (UP, P(None, None, None, "fsdp"), "has 4 entries for 3 dimensions"),
+        ("norm/scale", P(("data", "fsdp")), None),
+    ],
+)
+def test_a_spec_that_cannot_be_is_refused_before_tracing(path, spec, message):
+    layout = gpt_layout(FSDP.edit(**ALL), MESH.shape)
+    if message is None:
+        assert layout.with_specs({path: spec}).specs[path] == spec
+        return
+    with pytest.raises(ValueError, match=message):
+        layout.with_specs({path: spec})
+
+
+def test_a_dimension_that_does_not_divide_names_those_that_do():
+    array = Array("w", (6, 8), (None, None))
+    message = (
+        r"w \(6, 8\): .*dimension 0 \(unnamed, 6\) does not divide by 4.*Dimensions that do: \[1\]"
+    )
+    with pytest.raises(ValueError, match=message):
+        check_spec(array, P(("data", "fsdp")), MESH)
+
+
+def test_a_vocabulary_that_does_not_divide_asks_for_padding():
+    with pytest.raises(ValueError, match=r"tokens \(50257, 32\).*vocab, 50257.*vocab=50258"):
+        gpt_layout(TENSOR, {"data": 4, "tensor": 2}, vocab=50257)
+    padded = gpt_layout(TENSOR, {"data": 4, "tensor": 2}, vocab=50257, pad_vocab_to=128)
+    assert padded.placed["tokens"].shape == (50304, 32)
+
+
+def test_heads_that_do_not_divide_are_refused_with_sizes_that_fit():
+    with pytest.raises(ValueError, match=r"25 heads need a tensor axis that divides them: .*fit"):
+        gpt_layout(TENSOR, {"data": 4, "tensor": 2}, heads=25, embed=50)
+
+
+def test_two_rows_on_one_axis_of_one_array_are_refused():
+    clash = Strategy("clash", parameters={"embed": "tensor", "mlp": "tensor"})
+    with pytest.raises(ValueError, match=r"uses mesh axis 'tensor' twice"):
+        gpt_layout(clash, {"data": 4, "tensor": 2})
+
+
+def test_a_strategy_whose_rows_match_nothing_is_refused_and_one_row_is_reported():
+    bare = lambda rngs: {"w": np.zeros((8, 8), np.float32)}
+    mesh = hfjax.make_mesh(data=4, tensor=2)
+    with pytest.raises(
+        ValueError, match="no parameter has an axis named heads, mlp, vocab.*nnx.Param"
+    ):
+        hfjax.layout(bare, optax.sgd(0.1), mesh, TENSOR)
+    named = hfjax.layout(bare, optax.sgd(0.1), mesh, TENSOR, axes={"w": ("embed", "mlp")})
+    assert named.specs["w"] == P(None, "tensor")
+    assert "note: row vocab -> tensor of TENSOR matched no parameter" in str(named)
+
+
+def test_names_for_an_unknown_path_or_of_the_wrong_length_are_refused():
+    one = hfjax.make_mesh(devices=jax.devices()[:1])
+    bare = lambda rngs: {"w": np.zeros((8, 8), np.float32)}
+    with pytest.raises(ValueError, match="axes: no parameter 'v'"):
+        hfjax.layout(bare, optax.sgd(0.1), one, DDP, axes={"v": ("embed",)})
+    with pytest.raises(
+        ValueError, match=r"w: axes .* name 1 dimensions, the array has shape \(8, 8\)"
+    ):
+        hfjax.layout(bare, optax.sgd(0.1), one, DDP, axes={"w": ("embed",)})
+
+
+def test_an_axis_that_splits_nothing_is_refused_when_the_step_is_built():
+    layout = gpt_layout(DDP, {"data": 2, "pipe": 4})
+    with pytest.raises(ValueError, match="pipe splits neither the batch nor a parameter under DDP"):
+        hfjax.train_step(layout, lambda outputs, batch: outputs.mean())
+
+
+def test_a_model_init_that_returns_no_model_is_refused():
+    one = hfjax.make_mesh(devices=jax.devices()[:1])
+    with pytest.raises(ValueError, match="model_init returned NoneType: an nnx.Module or a pytree"):
+        hfjax.layout(lambda rngs: None, optax.sgd(0.1), one, DDP)
+
+
+def test_the_layout_prints_path_shape_spec_and_bytes():
+    text = str(gpt_layout((ZERO2 | TENSOR | SEQUENCE).edit(**ALL), MESH.shape))
+    assert text.startswith("ZERO2|TENSOR|SEQUENCE on data=2 x fsdp=2 x tensor=2")
+    row = next(line for line in text.splitlines() if UP in line)
+    assert row.split() == [
+        *(UP, "2x32x128", "P(-,", "-,", "tensor)"),
+        *("P(-,", "fsdp+data,", "tensor)", "P(-,", "fsdp+data,", "tensor)", "16.0", "KiB"),
+    ]
+
+
+def test_optimizer_state_that_is_no_copy_of_a_parameter_stays_whole():
+    factored = gpt_layout(
+        FSDP.edit(**ALL), {"fsdp": 8}, optax.adafactor(1e-3, min_dim_size_to_factor=8)
+    )
+    specs = [s.spec for s in jax.tree.leaves(factored.shardings().optimizer)]
+    assert P() in specs
+    hfjax.init(factored)
+
+
+def test_gpt_presets():
+    assert gpt(vocab=64) is not None
+    from hfjax.models.gpt import PRESETS, GPTConfig
+
+    assert set(PRESETS) == {"tiny", "small", "medium", "large", "xl", "gpt3-175b"}
+    with pytest.raises(ValueError, match="GPT preset 'huge': one of tiny"):
+        GPTConfig.preset("huge")
+    with pytest.raises(ValueError, match="embed=100 does not divide by heads=12"):
+        GPTConfig(embed=100)

@@ -1,0 +1,176 @@
+"""Which collective bytes run under a matmul: a schedule by hand, and a step compiled for H200s."""
+
+import importlib.util
+import sys
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import hfjax
+from hfjax.models.attention import dot_product
+from hfjax.models.gpt import GPT, GPTConfig, next_token_loss
+from hfjax.parallel.compiler import PRESETS, compiler_options
+from hfjax.target import can_compile_for_gpus, target_devices
+
+
+def benchmark(name):
+    path = Path(__file__).parents[1] / "benchmarks" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    sys.modules[name] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+hidden_bytes = benchmark("hidden_bytes")
+
+MESH = {"data": 2, "tensor": 4}
+FLOP = 2 * 1024**3  # of one matmul below
+MIB = 2**20
+EIGHT = "replica_groups={{0,1,2,3,4,5,6,7}}, use_global_device_ids=true"
+FOUR = "replica_groups={{0,1,2,3},{4,5,6,7}}, use_global_device_ids=true"
+GATHER = (
+    "(bf16[1024,1024]{1,0}, bf16[4096,1024]{1,0}) all-gather-start(%x), dimensions={0}, " + FOUR
+)
+DONE = "bf16[4096,1024]{1,0} all-gather-done"
+MATMUL = "bf16[1024,1024]{1,0} fusion(%x, %x), kind=kCustom, calls=%gemm"
+CUBLAS = (
+    'bf16[1024,1024]{1,0} custom-call(%x, %x), custom_call_target="__cublas$gemm", '
+    'backend_config={"gemm_backend_config":{"dot_dimension_numbers":'
+    '{"lhs_contracting_dimensions":["1"],"lhs_batch_dimensions":[]}}}'
+)
+BATCHED = "f32[8,16,32] dot(%l, %r), lhs_batch_dims={0}, lhs_contracting_dims={2}"
+X = "bf16[1024,1024]{1,0} parameter(0)"
+
+
+def module(*entry, body=(), trips=3):
+    """A scheduled module whose entry holds `name = …` lines, with one loop body and one matmul."""
+    text = ["HloModule m, is_scheduled=true, num_partitions=8", ""]
+    text += ["%gemm (a: bf16[1024,1024], b: bf16[1024,1024]) -> bf16[1024,1024] {"]
+    text += ["  %a = bf16[1024,1024]{1,0} parameter(0)", "  %b = bf16[1024,1024]{1,0} parameter(1)"]
+    text += ["  ROOT %d = bf16[1024,1024]{1,0} dot(%a, %b), lhs_contracting_dims={1}", "}", ""]
+    text += ["%body (x: bf16[1024,1024]) -> bf16[1024,1024] {", f"  %x = {X}"]
+    text += [*(f"  %{line}" for line in body), "}", "", "%cond (c: s32[]) -> pred[] {", "}", ""]
+    text += ["ENTRY %main (x: bf16[1024,1024]) -> bf16[1024,1024] {", f"  %x = {X}"]
+    text += [*(f"  %{line.replace('TRIPS', str(trips))}" for line in entry), "}"]
+    return "\n".join(text)
+
+
+LOOP = (
+    "w = bf16[1024,1024] while(%x), condition=%cond, body=%body, "
+    'backend_config={"known_trip_count":{"n":"TRIPS"}}'
+)
+
+
+def flights(*entry, **more):
+    return hidden_bytes.read(module(*entry, **more), [MESH])
+
+
+def test_a_gather_with_a_matmul_before_its_done_is_hidden_and_covered_as_far_as_that_lasts():
+    (f,) = flights(f"s = {GATHER}", f"m = {MATMUL}", f"t = {DONE}(%s)")
+    assert (f.kind, f.axes, f.bytes, f.count) == ("all-gather", ("tensor",), 8 * MIB, 1)
+    assert f.flops == FLOP
+    assert f.hidden == f.total == 8 * MIB
+    assert f.seconds == 6 * MIB / hidden_bytes.LINK  # by a ring a device sends 3 of 4 parts
+    assert f.covered == pytest.approx(FLOP / hidden_bytes.FLOPS / f.seconds)
+    assert f.exposed == pytest.approx(f.seconds - FLOP / hidden_bytes.FLOPS)
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        (f"m = {MATMUL}", f"s = {GATHER}", f"t = {DONE}(%s)", f"n = {MATMUL}"),
+        (f's = {GATHER}, backend_config={{"is_sync":true}}', f"m = {MATMUL}", f"t = {DONE}(%s)"),
+        (f"s = bf16[4096,1024] all-gather(%x), dimensions={{0}}, {FOUR}", f"m = {MATMUL}"),
+        (f"s = {GATHER}", "c = bf16[1024,1024] copy(%x)", f"t = {DONE}(%s)"),
+    ],
+    ids=["matmuls only outside", "marked synchronous", "without a start", "a copy between"],
+)
+def test_exposed(entry):
+    (f,) = flights(*entry)
+    assert (f.total, f.hidden, f.covered) == (8 * MIB, 0, 0)
+
+
+def test_a_small_matmul_covers_a_little_but_hides_nothing():
+    small = "l = f32[8,16,64] parameter(1)", "r = f32[8,64,32] parameter(2)", f"m = {BATCHED}"
+    (f,) = flights(*small[:2], f"s = {GATHER}", small[2], f"t = {DONE}(%s)")
+    assert f.flops == 2 * 8 * 16 * 64 * 32
+    assert f.hidden == 0 < f.covered < 0.1
+
+
+def test_a_matmul_is_shared_out_in_the_order_of_the_starts():
+    between = [f"m{i} = {MATMUL}" for i in range(6)]
+    both = flights(f"s = {GATHER}", f"u = {GATHER}", *between, f"t = {DONE}(%s)", f"v = {DONE}(%u)")
+    seconds = 6 * FLOP / hidden_bytes.FLOPS
+    assert [f.hidden for f in both] == [8 * MIB, 8 * MIB]
+    assert both[0].covered == pytest.approx(1)
+    assert both[1].covered == pytest.approx(seconds / both[1].seconds - 1)
+
+
+def test_a_loop_multiplies_its_collectives_and_hides_those_around_it():
+    body = f"s = {GATHER}", f"m = {CUBLAS}", f"t = {DONE}(%s)"
+    outer = "r = f32[1024,1024] all-reduce-start(%x), " + EIGHT
+    inside, around = flights(outer, LOOP, "q = f32[1024,1024] all-reduce-done(%r)", body=body)
+    assert (inside.count, inside.hidden, inside.flops) == (3, 24 * MIB, FLOP)
+    assert (around.kind, around.axes, around.count) == ("all-reduce", ("data", "tensor"), 1)
+    assert around.flops == 3 * FLOP
+
+
+def test_a_program_without_a_schedule_is_refused():
+    text = module().replace("is_scheduled=true, ", "")
+    with pytest.raises(ValueError, match="not a scheduled module"):
+        hidden_bytes.read(text, [MESH])
+
+
+# --- compiler options ---------------------------------------------------------------------
+
+
+def test_a_preset_is_for_gpus_only():
+    assert compiler_options("overlap", "gpu") == dict(PRESETS["overlap"])
+    assert compiler_options("overlap", "cpu") == {}
+
+
+def test_own_options_are_kept_where_they_mean_something():
+    own = {"xla_gpu_enable_pipelined_all_gather": True, "xla_cpu_enable_fast_math": False}
+    assert compiler_options(own, "cuda") == own
+    assert compiler_options(own, "cpu") == {"xla_cpu_enable_fast_math": False}
+
+
+def test_an_unknown_preset_names_the_known_ones():
+    with pytest.raises(ValueError, match="'fast': one of default, overlap"):
+        compiler_options("fast", "gpu")
+
+
+# --- H200s, without one -------------------------------------------------------------------
+
+
+def step(options):
+    """A four-layer GPT's step under FSDP, compiled for 8 H200s."""
+    mesh = hfjax.make_mesh(devices=target_devices("h200", 8), fsdp=8)
+    attention = partial(dot_product, implementation="xla")
+    shape = {"vocab": 1024, "length": 512, "layers": 4, "heads": 8, "embed": 512}
+    config = GPTConfig(**shape, attention=attention)
+    plan = hfjax.layout(lambda rngs: GPT(config, rngs=rngs), optax.adam(1e-3), mesh, hfjax.FSDP)
+    options = compiler_options(options, "gpu")
+    train = hfjax.train_step(plan, next_token_loss, precision="bf16", compiler_options=options)
+    batch = {"tokens": jax.ShapeDtypeStruct((64, 513), jnp.int32)}
+    return hidden_bytes.flights(train.lower(batch).compile())
+
+
+@pytest.mark.cuda
+def test_the_overlap_preset_hides_all_layer_gathers_but_the_first():
+    if not can_compile_for_gpus():
+        pytest.skip("compiling for H200s needs the CUDA wheels: `make test-cuda` installs them")
+    before, after = step("default"), step("overlap")
+    total, hidden = (lambda fs: sum(f.total for f in fs)), (lambda fs: sum(f.hidden for f in fs))
+    assert total(before) == total(after)
+    assert hidden(before) < hidden(after)
+    layer = 12 * 512 * 512 * 2  # bytes of one layer's kernels in bfloat16, gathered twice
+    gathers = [f for f in after if f.kind == "all-gather" and f.bytes == layer]
+    assert sum(f.count for f in gathers) == 8
+    assert sum(f.count for f in gathers if not f.hidden) == 1

@@ -1,0 +1,68 @@
+"""A strategy is a table: it prints, combines, and refuses what it cannot mean."""
+
+import pytest
+
+import hfjax
+from hfjax.parallel.strategy import DDP, FSDP, SEQUENCE, TENSOR, ZERO1, ZERO2, ZERO3, Strategy
+
+
+def test_zero_stages_are_nothing_but_columns():
+    everywhere = {"*": ("fsdp", "data")}
+    assert (dict(DDP.parameters), dict(DDP.gradients), dict(DDP.moments)) == ({}, {}, {})
+    assert (dict(ZERO1.gradients), dict(ZERO1.moments)) == ({}, everywhere)
+    assert (dict(ZERO2.gradients), dict(ZERO2.moments)) == (everywhere, everywhere)
+    assert dict(FSDP.parameters) == {"*": ("fsdp",)}
+    assert ZERO3 is FSDP
+
+
+def test_a_row_that_only_one_side_sets_wins_and_equal_rows_agree():
+    both = FSDP | TENSOR
+    assert both.parameters == {**FSDP.parameters, **TENSOR.parameters}
+    assert both.activations["batch"] == ("data", "fsdp")
+    assert both.name == "FSDP|TENSOR"
+
+
+def test_a_row_that_both_sides_set_differently_is_refused_with_both():
+    with pytest.raises(
+        ValueError, match=r"moments row '\*': ZERO1 says fsdp\+data, mine says fsdp"
+    ):
+        ZERO1 | Strategy("mine", moments={"*": "fsdp"})
+
+
+def test_an_unknown_mesh_axis_in_a_row_is_refused():
+    with pytest.raises(
+        ValueError, match="row mlp -> .*unknown mesh axis 'model'. Axes: pipe, data"
+    ):
+        Strategy("mine", parameters={"mlp": "model"})
+
+
+def test_an_edit_adds_rows_and_an_unknown_field_is_refused():
+    edited = FSDP.edit(parameters={"mlp": "tensor"}, replicate_below=0)
+    assert dict(edited.parameters) == {"*": ("fsdp",), "mlp": ("tensor",)}
+    with pytest.raises(ValueError, match="'momenta'.*not a field of Strategy"):
+        FSDP.edit(momenta={})
+
+
+def test_a_strategy_prints_its_four_columns():
+    assert str(TENSOR | SEQUENCE) == (
+        "TENSOR|SEQUENCE  (arrays below 16384 elements stay whole)\n"
+        "  parameters   vocab -> tensor, heads -> tensor, mlp -> tensor\n"
+        "  gradients    -\n"
+        "  moments      -\n"
+        "  activations  vocab -> tensor, heads -> tensor, mlp -> tensor, batch -> data+fsdp, "
+        "seq -> tensor"
+    )
+
+
+def test_execution_refuses_what_it_does_not_know():
+    for field, value, message in (
+        ("accumulate", 0, "a positive number of microbatches"),
+        ("clip", 0.0, "a positive norm"),
+        ("precision", "fp8", "one of fp32, bf16, fp64"),
+        ("remat", "some", "one of none, dots, full"),
+        ("reduction", "tree", "one of flat, hierarchical"),
+    ):
+        with pytest.raises(ValueError, match=f"{field}=.*{message}"):
+            hfjax.Execution(**{field: value})
+    with pytest.raises(ValueError, match="float16 needs a loss scale"):
+        hfjax.Precision(compute="float16")
