@@ -52,7 +52,9 @@ class Blueprint:
 
 
 def _rngs(seed: Any) -> nnx.Rngs:
-    return nnx.Rngs(jax.random.key(seed))
+    """Return one stream for parameters and one for dropout, so that a rate changes no weight."""
+    key = jax.random.key(seed)
+    return nnx.Rngs(key, dropout=jax.random.fold_in(key, 1))
 
 
 def _read(value: Any) -> Any:

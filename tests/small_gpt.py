@@ -6,7 +6,7 @@ import optax
 import hfjax
 from hfjax.models.gpt import GPT, GPTConfig
 
-SHAPE = {"length": 32, "layers": 2, "embed": 32, "vocab": 64}
+SHAPE = {"length": 24, "layers": 2, "embed": 32, "vocab": 64}
 
 
 def gpt(**changes):
@@ -14,7 +14,7 @@ def gpt(**changes):
     return lambda rngs: GPT(config, rngs=rngs)
 
 
-def tokens(rows=16, length=32, **extra):
+def tokens(rows=16, length=24, **extra):
     rng = np.random.default_rng(0)
     return {"tokens": rng.integers(0, 64, (rows, length + 1)).astype(np.int32), **extra}
 

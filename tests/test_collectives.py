@@ -8,8 +8,8 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 from hfjax import read_hlo
-from hfjax.target import can_compile_for_gpus, target_devices
 from hfjax.traffic import Collective, Collectives, collectives
+from tests.h200 import OPTIMIZED, h200s
 
 NAMES = ("data", "fsdp", "tensor")
 
@@ -513,17 +513,10 @@ def test_a_text_that_is_no_module_is_refused():
 # --- H200s, without one ---------------------------------------------------------------------------
 
 
-def h200s():
-    """A 2x2x2 mesh of H200s that nobody has, from the compile-only wheels."""
-    if not can_compile_for_gpus():
-        pytest.skip("no CUDA compile plugin is installed: `make test-cuda` installs one")
-    devices = np.array(target_devices("h200", 8)).reshape(2, 2, 2)
-    return jax.sharding.Mesh(devices, NAMES, axis_types=(AxisType.Auto,) * 3)
-
-
 @pytest.mark.cuda
 def test_compiled_for_h200s_both_planes_show_and_bfloat16_stays():
-    mesh = h200s()
+    devices = np.array(h200s()).reshape(2, 2, 2)
+    mesh = jax.sharding.Mesh(devices, NAMES, axis_types=(AxisType.Auto,) * 3)
 
     def body(x, w):
         step = lambda h, w: (jnp.tanh(h @ gather(w.astype(jnp.bfloat16), "fsdp")), None)

@@ -132,7 +132,7 @@ def test_a_program_without_a_schedule_is_refused():
 
 def test_a_preset_is_for_gpus_only():
     assert compiler_options("overlap", "gpu") == dict(PRESETS["overlap"])
-    assert compiler_options("overlap", "cpu") == {}
+    assert compiler_options("overlap", "cpu") == compiler_options("overlap", "tpu") == {}
 
 
 def test_own_options_are_kept_where_they_mean_something():
@@ -142,7 +142,7 @@ def test_own_options_are_kept_where_they_mean_something():
 
 
 def test_an_unknown_preset_names_the_known_ones():
-    with pytest.raises(ValueError, match="'fast': one of default, overlap"):
+    with pytest.raises(ValueError, match="'fast': one of default, overlap, overlap_two"):
         compiler_options("fast", "gpu")
 
 

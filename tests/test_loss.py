@@ -1,0 +1,98 @@
+"""The loss is a true mean over all rows; what cannot be one is refused."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import hfjax
+from hfjax.models.gpt import next_token_loss
+from hfjax.parallel.strategy import DDP, FSDP
+from hfjax.testing import assert_strategies_agree
+from tests.small_gpt import gpt, tokens
+
+CASES = {"DDP": (DDP, {"data": 8}), "FSDP": (FSDP.edit(replicate_below=0), {"data": 2, "fsdp": 4})}
+RNG = np.random.default_rng(1)
+BATCH = {"x": RNG.normal(size=(16, 8)).astype(np.float32), "weight": np.arange(16.0, dtype="f4")}
+linear = lambda rngs: {"w": jax.random.normal(rngs.params(), (8, 4))}
+
+
+def test_masked_tokens_weigh_nothing_wherever_they_lie():
+    mask = (RNG.random((16, 24)) < np.linspace(0, 1, 16)[:, None]).astype(np.float32)
+    batch = tokens(mask=mask)
+    assert_strategies_agree(gpt(), next_token_loss, batch, CASES, accumulate=2, clip=0.5)
+
+
+def test_weights_unequal_between_devices_give_the_global_mean():
+    def loss(params, batch):
+        rows = ((batch["x"] @ params["w"]) ** 2).sum(-1)
+        return hfjax.Mean((rows * batch["weight"]).sum(), batch["weight"].sum())
+
+    assert_strategies_agree(linear, loss, BATCH, CASES, accumulate=2)
+
+
+def test_a_loss_that_mixes_rows_gathers_them_in_one_call():
+    def contrastive(params, batch):
+        mine = batch["x"] @ params["w"]
+        everyone = hfjax.gather_rows(mine)
+        return jax.nn.logsumexp(everyone @ everyone.T, axis=1).mean()
+
+    assert_strategies_agree(linear, contrastive, BATCH, CASES)
+    forgotten = lambda params, batch: jax.nn.logsumexp(
+        (batch["x"] @ params["w"]) @ (batch["x"] @ params["w"]).T, axis=1
+    ).mean()
+    with pytest.raises(
+        AssertionError, match=r"DDP \(DDP on .*differs from one device.*gather_rows"
+    ):
+        assert_strategies_agree(linear, forgotten, BATCH, CASES)
+
+
+def one_step(loss, **execution):
+    layout = hfjax.layout(linear, optax.sgd(0.1), hfjax.make_mesh(data=8), DDP)
+    return hfjax.train_step(layout, loss, **execution)(hfjax.init(layout), BATCH)
+
+
+def test_further_metrics_travel_by_name_and_are_means_too():
+    def loss(params, batch):
+        out = batch["x"] @ params["w"]
+        weighted = hfjax.Mean((out.sum(-1) * batch["weight"]).sum(), batch["weight"].sum())
+        return hfjax.Mean((out**2).sum(), out.size, metrics={"mean": out.mean(), "by": weighted})
+
+    _, metrics = one_step(loss)
+    out = BATCH["x"] @ np.asarray(linear_weights())
+    np.testing.assert_allclose(metrics["loss"], (out**2).mean(), rtol=1e-5)
+    np.testing.assert_allclose(metrics["mean"], out.mean(), rtol=1e-4)
+    by = (out.sum(-1) * BATCH["weight"]).sum() / BATCH["weight"].sum()
+    np.testing.assert_allclose(metrics["by"], by, rtol=1e-4)
+
+
+def linear_weights():
+    layout = hfjax.layout(linear, optax.sgd(0.1), hfjax.make_mesh(data=8), DDP)
+    return hfjax.full(hfjax.init(layout).params)["w"]
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        (lambda p, b: (p["w"].sum(), {}), "the loss is a tuple, which could mean .*hfjax.Mean"),
+        (lambda p, b: b["x"] @ p["w"], r"the loss has shape \(2, 4\) .*a scalar is expected"),
+        (lambda p, b: hfjax.Mean(p["w"], 1.0), r"the loss has shape \(8, 4\)"),
+        (
+            lambda p, b: hfjax.Mean(p["w"].sum(), 1.0, {"m": b["x"]}),
+            r"metric 'm' has shape \(2, 8\)",
+        ),
+    ],
+)
+def test_what_is_no_loss_is_refused(loss, message):
+    with pytest.raises(ValueError, match=message):
+        one_step(loss)
+
+
+def test_a_step_whose_weights_are_all_zero_is_reported_and_changes_nothing():
+    layout = hfjax.layout(linear, optax.sgd(0.1), hfjax.make_mesh(data=8), DDP)
+    nothing = lambda params, batch: hfjax.Mean((params["w"] ** 2).sum() * 0, jnp.zeros(()))
+    step = hfjax.train_step(layout, nothing)
+    state, metrics = step(hfjax.init(layout), BATCH)
+    assert not metrics["finite"]
+    np.testing.assert_array_equal(hfjax.full(state.params)["w"], linear_weights())
