@@ -233,9 +233,8 @@ def compare(config: GPTConfig, name: str, rounds: int, torch: bool) -> list[str]
     seen, quiet = in_turn(runners, rounds)
     difference = _check_same(runners)
     row = _row(name, runners, seen, quiet or seen)
-    return [f"{row} {difference:.0e} | {len(quiet)}/{rounds} |"] + [
-        _torch_line(quiet or seen)
-    ] * torch
+    row = f"{row} {difference:.0e} | {len(quiet)}/{rounds} |"
+    return [row, _torch_line(quiet or seen)] if torch else [row]
 
 
 def _row(name: str, runners: list[Runner], seen: list, used: list) -> str:

@@ -11,7 +11,8 @@ its `-start` to its `-done`; what stands between runs beside it. Here
   `LINK`, half to four fifths of an H200's data sheet. Transfers go one after another and a matmul
   covers one of them at a time. It is a model, good for comparing schedules, not a clock.
 
-Loops are multiplied out. Bytes are those of `hfjax.collectives`: the payload's larger side.
+Loops are multiplied out; one whose turns XLA did not count is taken to run once. Bytes are those
+of `hfjax.collectives`: the payload's larger side.
 """
 
 import json
@@ -135,7 +136,7 @@ class Schedule:
         axes, devices = traffic._name(kind == "permute", found[0].groups, self.meshes)
         size = sum(t.bytes for t in found)
         moved = Collective(kind, axes, "", (), size, 1, "", devices).moved
-        return Flight(kind, axes, size, moved / LINK, times)
+        return Flight(kind, axes, size, max(moved, 1) / LINK, times)
 
     # -- matmuls ------------------------------------------------------------------------------
 

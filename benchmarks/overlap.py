@@ -94,8 +94,10 @@ def measure(strategy: str, setting: str) -> tuple[str, ...]:
         program = compiled(strategy, options, **execution)
     except (jax.errors.JaxRuntimeError, ValueError) as error:
         return (*name, "failed", "", "", "", str(error).split("\n")[0][:80])
-    temporaries = program.memory_analysis().temp_size_in_bytes
-    return (*name, *cells(flights(program)), f"{temporaries / 2**20:.0f} MiB", by_kind(program))
+    memory = program.memory_analysis()
+    assert memory is not None  # XLA's GPU compiler always tells
+    found = flights(program)
+    return (*name, *cells(found), f"{memory.temp_size_in_bytes / 2**20:.0f} MiB", by_kind(found))
 
 
 def settings() -> dict[str, tuple[Mapping[str, Any], dict[str, Any]]]:
@@ -103,9 +105,8 @@ def settings() -> dict[str, tuple[Mapping[str, Any], dict[str, Any]]]:
     return {name: (options, {}) for name, options in PRESETS.items()} | dict(TRIED)
 
 
-def cells(found: Iterable[Flight]) -> tuple[str, str, str]:
+def cells(found: list[Flight]) -> tuple[str, str, str]:
     """Return hidden and covered shares, and the exposed part of the modelled transfer time."""
-    found = list(found)
     total = sum(f.total for f in found)
     seconds = sum(f.seconds * f.count for f in found)
     exposed = sum(f.exposed for f in found)
@@ -116,10 +117,10 @@ def cells(found: Iterable[Flight]) -> tuple[str, str, str]:
     )
 
 
-def by_kind(program: jax.stages.Compiled) -> str:
+def by_kind(found: list[Flight]) -> str:
     """Return bytes and hidden share for each kind and axis, most bytes first; none below 1 MiB."""
     groups: dict[str, list[int]] = {}
-    for f in flights(program):
+    for f in found:
         sums = groups.setdefault(f"{f.kind} {'+'.join(f.axes)}", [0, 0])
         sums[:] = sums[0] + f.total, sums[1] + f.hidden
     ordered = sorted(groups.items(), key=lambda item: -item[1][0])

@@ -14,7 +14,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from hfjax.parallel.blueprint import Blueprint, blueprint
-from hfjax.parallel.mesh import AXES, BATCH_AXES, TENSOR_AXES, describe_mesh, tensor_axes
+from hfjax.parallel.mesh import AXES, BATCH_AXES, TENSOR_AXES, describe_mesh, in_use
 from hfjax.parallel.placement import (
     Array,
     auto_part,
@@ -25,6 +25,8 @@ from hfjax.parallel.placement import (
 )
 from hfjax.parallel.reduction import Placed
 from hfjax.parallel.strategy import Strategy
+
+_PARTS = ("parameter", "gradient", "moment")
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,7 +58,7 @@ class Layout:
                 )
             check_spec(self.arrays[path], spec, self.mesh)
             parts = columns(self.arrays[path], self.strategy, self.mesh, spec)
-            placed[path] = _placed(self.arrays[path], self.placed[path].dtype, parts)
+            placed[path] = replace(placed[path], **dict(zip(_PARTS, parts, strict=True)))
         return replace(self, placed=placed)
 
     def shardings(self) -> Any:
@@ -158,15 +160,13 @@ def layout(
         for path, template in plan.parameters.items()
     }
     placed = {
-        path: _placed(array, plan.parameters[path].dtype, columns(array, strategy, mesh))
+        path: Placed(
+            mesh, path, array.shape, plan.parameters[path].dtype, *columns(array, strategy, mesh)
+        )
         for path, array in arrays.items()
     }
     notes = tuple(_unmatched(strategy, mesh, arrays))
     return Layout(mesh, strategy, optimizer, plan, arrays, placed, forward, notes)
-
-
-def _placed(array: Array, dtype: Any, parts: tuple[P, P, P]) -> Placed:
-    return Placed(array.path, array.shape, dtype, *parts)
 
 
 def _activation_placer(mesh: Mesh, strategy: Strategy) -> Callable:
@@ -174,7 +174,7 @@ def _activation_placer(mesh: Mesh, strategy: Strategy) -> Callable:
 
     `gradient` names where its gradient lies; without it, where the activation does.
     """
-    if not tensor_axes(mesh):
+    if not in_use(mesh, TENSOR_AXES):
         return lambda x, names, gradient=None: x
 
     def put(x: jax.Array, names: tuple[str | None, ...]) -> jax.Array:

@@ -129,9 +129,9 @@ def assert_strategies_agree(
 
     Compared are the losses, the gradients of the first step and the parameters after the last
     (relative to the norm of the whole tree), and the place of every array. The default AdamW has
-    an eps of 1e-4: a smaller one amplifies rounding where a gradient is truly zero. Returns the greatest relative difference by strategy. `options` are `forward` and
-    `axes` of `layout`, and the fields of `Execution`. Float64 parameters must agree to 1e-9,
-    others to 1e-5.
+    an eps of 1e-4: a smaller one amplifies rounding where a gradient is truly zero. `options` are
+    `forward` and `axes` of `layout`, and the fields of `Execution`. Float64 parameters must agree
+    to 1e-9, others to 1e-5. Returns the greatest relative difference by strategy.
     """
     cases = default_cases(model_init) if strategies is None else strategies
     of_layout = {name: options.pop(name) for name in ("forward", "axes") if name in options}

@@ -78,34 +78,55 @@ class TrainStep:
         _check_batch(self.layout, batch, self.execution.accumulate)
         params, variables = flatten(state.params), flatten(state.variables)
         gradients, mean, statistics = self._plane.gradients(params, variables, batch, state.step)
-        gradients, norm = self._scale(gradients, mean.weight)
+        norm = optax.tree.norm(gradients) / mean.weight
         metrics = {"loss": mean.total / mean.weight, "grad_norm": norm} | _metrics(mean)
-        metrics["finite"] = finite = jnp.isfinite(metrics["loss"]) & jnp.isfinite(norm)
-        keep = finite if self.execution.skip_nonfinite else None
-        new, moments = self._update(params, gradients, state.optimizer, keep)
-        variables |= _choose(keep, statistics, {path: variables[path] for path in statistics})
-        return State(state.step + 1, nest(new), moments, nest(variables)), metrics
+        metrics["finite"] = jnp.isfinite(metrics["loss"]) & jnp.isfinite(norm)
 
-    def _scale(self, gradients: dict, weight: jax.Array) -> tuple[dict, jax.Array]:
-        """Return gradients of the mean, clipped, and their global norm before clipping."""
-        norm = optax.tree.norm(gradients) / weight
+        def update(old):
+            params, moments, _ = old
+            scaled = self._scale(gradients, norm, mean.weight)
+            return *self._update(params, scaled, moments), statistics
+
+        old = {path: variables[path] for path in statistics}
+        held = (self._place(params), state.optimizer, old)
+        params, moments, new = self._unless_nonfinite(metrics["finite"], update, held)
+        return State(state.step + 1, nest(params), moments, nest(variables | new)), metrics
+
+    def _unless_nonfinite(self, finite: jax.Array, update: Callable, held: Any) -> Any:
+        """Return `update(held)`, or `held` as it is if the step is not finite.
+
+        A branch costs a CPU nothing, a selection one more copy; a branch costs a GPU a wait for
+        the host, a selection nothing.
+        """
+        if not self.execution.skip_nonfinite:
+            return update(held)
+        if self.layout.mesh.devices.flat[0].platform == "cpu":
+            return lax.cond(finite, update, lambda held: held, held)
+        choose = lambda new, old: jnp.where(finite, new, old)
+        return jax.tree.map(choose, update(held), held)
+
+    def _scale(self, gradients: dict, norm: jax.Array, weight: jax.Array) -> dict:
+        """Return gradients of the mean from those of the total, clipped."""
         scale = 1 / weight
         if self.execution.clip is not None:
             scale *= self.execution.clip / jnp.maximum(norm, self.execution.clip)
-        return jax.tree.map(lambda g: g * scale.astype(g.dtype), gradients), norm
+        return {
+            path: (g * scale.astype(g.dtype)).astype(self.layout.placed[path].dtype)
+            for path, g in gradients.items()
+        }
 
-    def _update(self, params: dict, gradients: dict, moments: Any, keep: Any) -> tuple[dict, Any]:
+    def _update(self, params: dict, gradients: dict, moments: Any) -> tuple[dict, Any]:
         """Update each shard where its moments lie; what leaves the step is then gathered."""
-        where = {path: p.moment for path, p in self.layout.placed.items()}
-        params = self._place(params, where)
-        gradients = {p: g.astype(params[p].dtype) for p, g in gradients.items()}
-        gradients = self._place(gradients, where)
-        updates, new = self.layout.optimizer.update(nest(gradients), moments, nest(params))
-        updated = flatten(cast(dict, optax.apply_updates(nest(params), updates)))
-        return self._place(_choose(keep, updated, params), where), _choose(keep, new, moments)
+        given = nest(params)
+        updates, moments = self.layout.optimizer.update(
+            nest(self._place(gradients)), moments, given
+        )
+        updated = flatten(cast(dict, optax.apply_updates(given, updates)))
+        return self._place(updated), moments
 
-    def _place(self, arrays: dict, specs: dict[str, P]) -> dict:
-        on = lambda path: NamedSharding(self.layout.mesh, specs[path])
+    def _place(self, arrays: dict) -> dict:
+        """Return arrays of parameters, each where its moments lie."""
+        on = lambda path: NamedSharding(self.layout.mesh, self.layout.placed[path].moment)
         return {path: lax.with_sharding_constraint(x, on(path)) for path, x in arrays.items()}
 
     # -- what a person is told ------------------------------------------------------------
@@ -131,11 +152,6 @@ class TrainStep:
         if self.execution.skip_nonfinite:
             return f"{told}{kept}; all parameters are finite: look at the batch and the loss."
         return f"{told}All parameters are finite: look at the batch and the loss."
-
-
-def _choose(keep: jax.Array | None, new: Any, old: Any) -> Any:
-    """Return the new arrays if the step was finite (None: whatever it was), else the old ones."""
-    return new if keep is None else jax.tree.map(lambda a, b: jnp.where(keep, a, b), new, old)
 
 
 def eval_step(layout: Layout, loss: Callable, **execution: Any) -> Callable:

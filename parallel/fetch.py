@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from hfjax.parallel.mesh import BATCH_AXES
+from hfjax.parallel.mesh import BATCH_AXES, in_use
 from hfjax.parallel.strategy import Axes
 
 Dims = tuple[tuple[int, Axes], ...]  # (dimension, mesh axes); dimensions count from the end
@@ -139,7 +139,8 @@ def gather_rows(x: Any) -> Any:
     call that gives it all of them, on every device; outside a step it returns `x` itself.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    axes = tuple(a for a in BATCH_AXES if a in getattr(mesh, "manual_axes", ()))
+    manual = tuple(a for a in BATCH_AXES if a in getattr(mesh, "manual_axes", ()))
+    axes = in_use(mesh, manual)
     if not axes:
         return x
     return jax.tree.map(lambda rows: lax.all_gather(rows, axes, axis=0, tiled=True), x)

@@ -18,8 +18,8 @@ from hfjax.parallel.blueprint import LAYERS, Blueprint
 from hfjax.parallel.execution import Execution, Precision
 from hfjax.parallel.fetch import Movement, Stored
 from hfjax.parallel.layers import run_model
-from hfjax.parallel.mesh import BATCH_AXES, MANUAL_AXES, tensor_axes
-from hfjax.parallel.placement import auto_part, entries_of, manual_part, size_of
+from hfjax.parallel.mesh import BATCH_AXES, MANUAL_AXES, TENSOR_AXES, in_use
+from hfjax.parallel.placement import auto_part
 from hfjax.parallel.randomness import is_random, keys_for
 from hfjax.parallel.reduction import Flat, Placed, Reduction
 
@@ -40,41 +40,37 @@ class DataPlane:
 
         def device(parameters, variables, batch, step):
             unread = set(self.placed)
-            parameters = self._gather_once(_varying(parameters))
-            random, statistics = self._sort(_varying(variables))
+            parameters = self._gather_once(self._varying(parameters))
+            random, statistics = self._sort(self._varying(variables))
             microbatch = self._microbatch(parameters, random, _rows(batch), step, unread)
             gradients, mean, statistics = self._accumulate(microbatch, statistics, batch)
             self._check_all_read(unread)
-            reduce = Reduction(
-                self.mesh, self._precision.reduce, self.execution.reduction == "hierarchical"
-            )
-            gradients = reduce(gradients, self.placed)
-            return gradients, lax.psum(mean, BATCH_AXES), _average(statistics)
+            hierarchical = self.execution.reduction == "hierarchical"
+            gradients = Reduction(self._precision.reduce, hierarchical)(gradients, self.placed)
+            return gradients, self._sum(mean), self._average(statistics)
 
-        moments = {path: manual_part(p.moment) for path, p in self.placed.items()}
-        run = self._shard_map(device, (moments, P(), P()))
-        return run(parameters, variables, batch, step)
+        out_specs = (self._specs("moment"), P(), P())
+        in_specs = (self._specs("parameter"), P(), P(self._axes), P())
+        return self._shard_map(device, in_specs, out_specs)(parameters, variables, batch, step)
 
     def evaluate(self, parameters: Flat, variables: Flat, batch: Any) -> Mean:
         """Return the loss as a Mean; nothing is random, no statistic changes."""
 
         def device(parameters, variables, batch):
-            model = self._model(_varying(parameters), None, _varying(variables), "eval", set())
-            return lax.psum(_varying(self._mean(model, batch)), BATCH_AXES)
+            stored, held = self._varying(parameters), self._varying(variables)
+            model = self._model(stored, None, held, "eval", set())
+            return self._sum(self._varying(self._mean(model, batch)))
 
-        parts = {path: manual_part(p.parameter) for path, p in self.placed.items()}
-        run = self._shard_map(device, P(), (parts, P(), P(BATCH_AXES)))
-        return run(parameters, variables, batch)
+        in_specs = (self._specs("parameter"), P(), P(self._axes))
+        return self._shard_map(device, in_specs, P())(parameters, variables, batch)
 
-    def _shard_map(self, device: Callable, out_specs: Any, in_specs: Any = None) -> Callable:
-        parts = {path: manual_part(p.parameter) for path, p in self.placed.items()}
-        return jax.shard_map(
-            device,
-            mesh=self.mesh,
-            in_specs=in_specs or (parts, P(), P(BATCH_AXES), P()),
-            out_specs=out_specs,
-            axis_names=set(MANUAL_AXES),
-        )
+    def _specs(self, column: str) -> dict[str, P]:
+        return {path: p.manual(column) for path, p in self.placed.items()}
+
+    def _shard_map(self, device: Callable, in_specs: Any, out_specs: Any) -> Callable:
+        names = set(MANUAL_AXES)
+        specs = {"in_specs": in_specs, "out_specs": out_specs}
+        return jax.shard_map(device, mesh=self.mesh, axis_names=names, **specs)
 
     # -- microbatches -------------------------------------------------------------------------
 
@@ -101,7 +97,8 @@ class DataPlane:
 
         def total(slots, statistics, batch, number):
             rows = _rows(batch)
-            first = lax.axis_index(BATCH_AXES) * local_rows + number * rows
+            device = lax.axis_index(self._axes) if self._axes else 0
+            first = device * local_rows + number * rows
             keys = {
                 path: keys_for(self.blueprint.variables[path], key, step, first, rows)
                 for path, key in random.items()
@@ -110,7 +107,8 @@ class DataPlane:
             mean = self._mean(model, batch)
             changed = self.blueprint.variables_of(model)
             statistics = {path: changed[path] for path in statistics}
-            return _varying(mean.total), (_varying(mean), _varying(statistics))
+            mark = self._varying
+            return mark(mean.total), (mark(mean), mark(statistics))
 
         def run(statistics, batch, number):
             gradient = jax.grad(total, has_aux=True)
@@ -124,7 +122,8 @@ class DataPlane:
         if self.forward is not None:
             outputs = self.forward(model, inputs)
         elif self.blueprint.three_parts:
-            outputs = run_model(model, inputs, self.execution, self._gathers_layers())
+            platform = self.mesh.devices.flat[0].platform
+            outputs = run_model(model, inputs, self.execution, self._gathers_layers(), platform)
         else:
             outputs = model(inputs) if callable(model) else model
         return as_mean(self.loss(outputs, batch), _rows(batch))
@@ -147,7 +146,7 @@ class DataPlane:
     def _check_all_read(self, unread: set[str]) -> None:
         for path in sorted(unread):
             p = self.placed[path]
-            if manual_part(p.parameter) != P():
+            if p.split("parameter"):
                 raise ValueError(
                     f"{path} {p.shape}: {p.parameter} is split, and the step never read it through "
                     "its variable. Read it as `param[...]` (not through its raw value or "
@@ -162,30 +161,57 @@ class DataPlane:
         assert isinstance(self.execution.precision, Precision)
         return self.execution.precision
 
+    @property
+    def _axes(self) -> tuple[str, ...]:
+        """The axes over which the rows of the batch are split."""
+        return in_use(self.mesh, BATCH_AXES)
+
+    def _varying(self, tree: Any) -> Any:
+        """Mark every leaf as differing between devices, so that nothing is reduced unasked."""
+
+        def mark(x):
+            x = jnp.asarray(x)
+            varying = jax.typeof(x).manual_axis_type.varying
+            missing = tuple(axis for axis in self._axes if axis not in varying)
+            return lax.pcast(x, missing, to="varying") if missing else x
+
+        return jax.tree.map(mark, tree)
+
+    def _sum(self, tree: Any) -> Any:
+        return lax.psum(tree, self._axes) if self._axes else tree
+
+    def _average(self, statistics: Flat) -> Flat:
+        """Return statistics averaged over the devices; whole numbers agree already."""
+        if not self._axes:
+            return statistics
+        inexact = lambda x: jnp.issubdtype(x.dtype, jnp.inexact)
+        average = lambda x: (lax.pmean if inexact(x) else lax.pmax)(x, self._axes)
+        return jax.tree.map(average, statistics)
+
     def _slots(self) -> Flat:
         """Return zeros of the shape and place in which each gradient accumulates."""
         zeros = {
-            path: jnp.zeros(_local(p, self.mesh), jnp.promote_types(p.dtype, jnp.float32))
+            path: jnp.zeros(p.local("gradient"), jnp.promote_types(p.dtype, jnp.float32))
             for path, p in self.placed.items()
         }
-        return self._pin(_varying(zeros))
+        return self._pin(self._varying(zeros))
 
     def _pin(self, gradients: Flat) -> Flat:
         """Keep the tensor axes of accumulated gradients where the parameters have them."""
-        if size_of(("tensor",), self.mesh) == 1:
+        if not in_use(self.mesh, TENSOR_AXES):
             return gradients
         pin = lax.with_sharding_constraint
         return {p: pin(g, auto_part(self.placed[p].gradient)) for p, g in gradients.items()}
 
     def _movement(self, p: Placed, unread: set[str], training: bool = True) -> Movement:
         precision = self._precision
-        gather = () if training and _accumulates_whole(p) else p.split("parameter", MANUAL_AXES)
+        gather = () if training and _accumulates_whole(p) else p.split("parameter")
         return Movement(
             path=p.path,
             shape=p.shape,
             gather=gather,
-            scatter=p.split("gradient", MANUAL_AXES),
-            tensor=p.split("parameter", tensor_axes(self.mesh)),
+            scatter=p.split("gradient"),
+            tensor=p.tensor,
             compute=precision.compute,
             wire=precision.gather if gather else precision.compute,
             reduce=precision.reduce,
@@ -203,43 +229,13 @@ class DataPlane:
 
     def _gathers_layers(self) -> bool:
         return any(
-            p.split("parameter", MANUAL_AXES)
-            for path, p in self.placed.items()
-            if path.startswith(LAYERS)
+            p.split("parameter") for path, p in self.placed.items() if path.startswith(LAYERS)
         )
 
 
 def _accumulates_whole(p: Placed) -> bool:
     """Return whether the parameter is split although its gradient accumulates whole."""
-    return bool(p.split("parameter", MANUAL_AXES)) and not p.split("gradient", MANUAL_AXES)
-
-
-def _local(p: Placed, mesh: Mesh) -> tuple[int, ...]:
-    entries = entries_of(manual_part(p.gradient), len(p.shape))
-    return tuple(n // size_of(axes, mesh) for n, axes in zip(p.shape, entries, strict=True))
-
-
-def _varying(tree: Any) -> Any:
-    """Mark every leaf as differing between devices, so that nothing is reduced unasked."""
-
-    def mark(x):
-        x = jnp.asarray(x)
-        missing = tuple(
-            axis for axis in BATCH_AXES if axis not in jax.typeof(x).manual_axis_type.varying
-        )
-        return lax.pcast(x, missing, to="varying") if missing else x
-
-    return jax.tree.map(mark, tree)
-
-
-def _average(statistics: Flat) -> Flat:
-    """Return statistics averaged over the devices; whole numbers agree already."""
-    return {
-        path: lax.pmean(x, BATCH_AXES)
-        if jnp.issubdtype(x.dtype, jnp.inexact)
-        else lax.pmax(x, BATCH_AXES)
-        for path, x in statistics.items()
-    }
+    return bool(p.split("parameter")) and not p.split("gradient")
 
 
 def _rows(batch: Any) -> int:

@@ -51,12 +51,22 @@ def has_three_parts(model: Any) -> bool:
     return all(hasattr(model, part) for part in ("embed", "layers", "head"))
 
 
-def run_model(model: Any, batch: Any, execution: Execution, gathers: bool) -> Any:
+def run_model(model: Any, batch: Any, execution: Execution, gathers: bool, platform: str) -> Any:
     """Return the outputs of a three-part model, layer by layer."""
-    x = model.embed(batch)
-    run = _run_list if is_list(model.layers) else _run_stack
-    x = run(model.layers, x, _policy(execution, gathers), execution.unroll)
-    return model.head(x)
+    x, policy = model.embed(batch), _policy(execution, gathers)
+    if is_list(model.layers):
+        return model.head(_run_list(model.layers, x, policy))
+    return model.head(_run_stack(model.layers, x, policy, _unroll(execution, policy, platform)))
+
+
+def _unroll(execution: Execution, policy: Callable | None, platform: str) -> int | bool:
+    """Return layers per turn of the scan: on a CPU all (10 % faster), if nothing is recomputed.
+
+    Outside of a loop XLA:CPU merges what is recomputed with what it was computed from.
+    """
+    if execution.unroll is not None:
+        return execution.unroll
+    return (platform == "cpu" and policy is None) or 1
 
 
 def _layer(graph: nnx.GraphDef, policy: Callable | None) -> Callable:
@@ -70,17 +80,17 @@ def _layer(graph: nnx.GraphDef, policy: Callable | None) -> Callable:
     return apply if policy is None else jax.checkpoint(apply, policy=policy)
 
 
-def _run_stack(layers: nnx.Module, x: Any, policy: Callable | None, unroll: int | bool | None):
+def _run_stack(layers: nnx.Module, x: Any, policy: Callable | None, unroll: int | bool):
     graph, parameters, variables = nnx.split(layers, nnx.Param, ...)
     apply = _layer(graph, policy)
     x, variables = lax.scan(
-        lambda x, layer: apply(*layer, x), x, (parameters, variables), unroll=unroll or 1
+        lambda x, layer: apply(*layer, x), x, (parameters, variables), unroll=unroll
     )
     nnx.update(layers, variables)
     return x
 
 
-def _run_list(layers: Any, x: Any, policy: Callable | None, unroll: int | bool | None):
+def _run_list(layers: Any, x: Any, policy: Callable | None) -> Any:
     for layer in layers.layers if isinstance(layers, nnx.Sequential) else layers:
         graph, parameters, variables = nnx.split(layer, nnx.Param, ...)
         x, variables = _layer(graph, policy)(parameters, variables, x)

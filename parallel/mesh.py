@@ -76,6 +76,10 @@ def describe_mesh(mesh: Mesh) -> str:
     return _show(used) if used else "one device"
 
 
-def tensor_axes(mesh: Mesh) -> tuple[str, ...]:
-    """Return the tensor axes that are on."""
-    return tuple(axis for axis in TENSOR_AXES if mesh.shape[axis] > 1)
+def in_use(mesh: Any, axes: Sequence[str]) -> tuple[str, ...]:
+    """Return those of the axes that are larger than 1: over others nothing is sent.
+
+    >>> in_use(make_mesh(data=2, tensor=4), BATCH_AXES)
+    ('data',)
+    """
+    return tuple(axis for axis in axes if mesh.shape[axis] > 1)

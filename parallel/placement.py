@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from jax.sharding import Mesh, PartitionSpec as P
 
-from hfjax.parallel.mesh import AXES, BATCH_AXES, MANUAL_AXES, describe_mesh
+from hfjax.parallel.mesh import AXES, BATCH_AXES, MANUAL_AXES, describe_mesh, in_use
 from hfjax.parallel.strategy import Axes, Rows, Strategy
 
 STACK = "layers"  # the dimension that stacks equal layers: a scan slices it, so it stays whole
@@ -143,9 +143,13 @@ def _keep(spec: P, allowed: Sequence[str]) -> P:
     return _spec([tuple(a for a in e if a in allowed) for e in entries_of(spec, len(spec))])
 
 
-def manual_part(spec: P) -> P:
-    """Return the part of a spec whose collectives our source writes."""
-    return _keep(spec, MANUAL_AXES)
+def manual_part(spec: P, mesh: Mesh) -> P:
+    """Return the part of a spec whose collectives our source writes, axes of size 1 left out.
+
+    A collective over devices that are alone is not always dropped by XLA (beside a tensor axis
+    its partitioner refuses one), so none is written.
+    """
+    return _keep(spec, in_use(mesh, MANUAL_AXES))
 
 
 def auto_part(spec: P) -> P:

@@ -1,6 +1,6 @@
 """The one reduction after the last microbatch: what is not scattered yet is scattered or summed."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,8 +9,8 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec as P
 
 from hfjax.parallel.fetch import Dims, on_tensor_shards
-from hfjax.parallel.mesh import BATCH_AXES, MANUAL_AXES, tensor_axes
-from hfjax.parallel.placement import auto_part, entries_of, size_of
+from hfjax.parallel.mesh import BATCH_AXES, TENSOR_AXES, in_use
+from hfjax.parallel.placement import auto_part, entries_of, manual_part, size_of
 from hfjax.parallel.strategy import Axes
 
 Flat = dict[str, Any]  # path -> array, for instance {"layers/mlp/up/kernel": â€¦}
@@ -20,6 +20,7 @@ Flat = dict[str, Any]  # path -> array, for instance {"layers/mlp/up/kernel": â€
 class Placed:
     """One parameter and where it, its accumulated gradient and its moments lie."""
 
+    mesh: Mesh
     path: str
     shape: tuple[int, ...]
     dtype: Any
@@ -27,18 +28,33 @@ class Placed:
     gradient: P
     moment: P
 
-    def split(self, column: str, axes: Sequence[str]) -> Dims:
-        """Return the dimensions that a column splits over these axes, counted from the end."""
-        entries = enumerate(entries_of(getattr(self, column), len(self.shape)))
-        kept = ((dim, tuple(a for a in entry if a in axes)) for dim, entry in entries)
-        return tuple((dim - len(self.shape), entry) for dim, entry in kept if entry)
+    def manual(self, column: str) -> P:
+        """Return the manual part of the spec in a column."""
+        return manual_part(getattr(self, column), self.mesh)
+
+    def split(self, column: str) -> Dims:
+        """Return the dimensions that a column splits over manual axes, counted from the end."""
+        return self._dims(self.manual(column))
+
+    @property
+    def tensor(self) -> Dims:
+        """The dimensions that the partitioner keeps split."""
+        return self._dims(auto_part(self.parameter)) if in_use(self.mesh, TENSOR_AXES) else ()
+
+    def local(self, column: str) -> tuple[int, ...]:
+        """Return the shape of what a device holds, tensor axes not divided."""
+        entries = zip(self.shape, entries_of(self.manual(column), len(self.shape)), strict=True)
+        return tuple(length // size_of(axes, self.mesh) for length, axes in entries)
+
+    def _dims(self, spec: P) -> Dims:
+        entries = enumerate(entries_of(spec, len(self.shape)))
+        return tuple((dim - len(self.shape), axes) for dim, axes in entries if axes)
 
 
 @dataclass(frozen=True)
 class Reduction:
     """How gradients are summed over the batch axes."""
 
-    mesh: Mesh
     dtype: Any
     hierarchical: bool
 
@@ -50,7 +66,7 @@ class Reduction:
             groups.setdefault(axes, {})[path] = shard
         summed: Flat = {}
         for axes, group in groups.items():
-            if self.hierarchical and set(axes) == set(BATCH_AXES):
+            if self.hierarchical and len(axes) > 1:
                 summed |= {path: self._sum_by_node(placed[path], g) for path, g in group.items()}
             else:
                 summed |= lax.psum(group, axes) if axes else group
@@ -58,10 +74,10 @@ class Reduction:
 
     def _scatter(self, p: Placed, gradient: jax.Array) -> tuple[jax.Array, Axes]:
         """Scatter what the moments are split by and the gradient is not; return axes to sum."""
-        done = {axis for _, axes in p.split("gradient", MANUAL_AXES) for axis in axes}
+        done = {axis for _, axes in p.split("gradient") for axis in axes}
         todo = [
             (dim, tuple(axis for axis in axes if axis not in done))
-            for dim, axes in p.split("moment", MANUAL_AXES)
+            for dim, axes in p.split("moment")
         ]
 
         def scatter(gradient):
@@ -74,7 +90,7 @@ class Reduction:
         if any(axes for _, axes in todo):
             gradient = self._on_shards(scatter, p)(gradient)
         done |= {axis for _, axes in todo for axis in axes}
-        return gradient, tuple(axis for axis in BATCH_AXES if axis not in done)
+        return gradient, tuple(axis for axis in in_use(p.mesh, BATCH_AXES) if axis not in done)
 
     def _levels(self, axes: Axes) -> list[Axes]:
         if not axes:
@@ -82,11 +98,11 @@ class Reduction:
         return [(axis,) for axis in axes] if self.hierarchical else [axes]
 
     def _on_shards(self, move: Callable, p: Placed) -> Callable:
-        return on_tensor_shards(move, p.split("parameter", tensor_axes(self.mesh)), len(p.shape))
+        return on_tensor_shards(move, p.tensor, len(p.shape))
 
     def _sum_by_node(self, p: Placed, gradient: jax.Array) -> jax.Array:
         """Scatter over fsdp (inside the node), add over data (across nodes), gather over fsdp."""
-        size = size_of(("fsdp",), self.mesh)
+        size = size_of(("fsdp",), p.mesh)
         taken = entries_of(auto_part(p.parameter), len(p.shape))
         free = [d for d, n in enumerate(p.shape) if not taken[d] and n % size == 0]
         if not free:

@@ -112,7 +112,7 @@ def test_hsdp_adds_only_shards_across_nodes_once_a_step():
 
 
 def test_bfloat16_arithmetic_gathers_bfloat16_and_reduces_float32():
-    layout, program = lowered(FSDP, {"fsdp": 4}, precision="bf16")
+    _, program = lowered(FSDP, {"fsdp": 4}, precision="bf16")
     rows = list(hfjax.collectives(program))
     assert {row.dtype for row in rows if row.kind == "all-gather"} == {"bfloat16"}
     assert {row.dtype for row in rows if row.kind != "all-gather"} == {"float32"}

@@ -9,7 +9,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 from hfjax import read_hlo
 from hfjax.traffic import Collective, Collectives, collectives
-from tests.h200 import OPTIMIZED, h200s
+from tests.h200 import h200s
 
 NAMES = ("data", "fsdp", "tensor")
 

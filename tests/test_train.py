@@ -59,13 +59,13 @@ def test_a_batch_that_does_not_split_is_refused(ddp, batch, message):
 def test_a_batch_must_divide_by_the_microbatches_too():
     layout = gpt_layout(DDP, {"data": 4})
     step = hfjax.train_step(layout, next_token_loss, accumulate=3)
-    with pytest.raises(ValueError, match="16 rows does not divide by accumulate=3 x 4 devices"):
+    with pytest.raises(ValueError, match=r"16 rows does not divide by accumulate=3 x 4 devices"):
         step.lower(tokens())
 
 
 def test_rows_longer_than_the_model_are_refused(ddp):
     _, step = ddp
-    with pytest.raises(ValueError, match="40 tokens a row, the model has 24 positions"):
+    with pytest.raises(ValueError, match=r"40 tokens a row, the model has 24 positions"):
         step.lower(tokens(length=40))
 
 
@@ -73,7 +73,7 @@ def test_shard_batch_splits_the_rows_over_data_and_fsdp():
     layout = gpt_layout(FSDP, {"data": 2, "fsdp": 2, "tensor": 1})
     batch = hfjax.shard_batch(layout, tokens())
     assert batch["tokens"].addressable_shards[0].data.shape == (4, 25)
-    with pytest.raises(ValueError, match="does not divide"):
+    with pytest.raises(ValueError, match=r"does not divide"):
         hfjax.shard_batch(layout, tokens(rows=6))
 
 
@@ -136,7 +136,7 @@ def test_a_loss_that_is_not_finite_is_told_by_step_and_loses_nothing():
     before = hfjax.full(state.params)
     state, metrics = step(state, tokens(poison=bad))
     assert not metrics["finite"]
-    with pytest.raises(FloatingPointError, match="step 1 is not finite.*look at the batch"):
+    with pytest.raises(FloatingPointError, match=r"step 1 is not finite.*look at the batch"):
         step.check(state)
     jax.tree.map(np.testing.assert_array_equal, before, hfjax.full(state.params))
     state, metrics = step(state, tokens(poison=good))
@@ -169,12 +169,12 @@ def test_a_float32_model_stays_float32_under_bfloat16_arithmetic():
 def test_bfloat16_reductions_beside_a_tensor_axis_are_refused_on_a_cpu():
     layout = gpt_layout(DDP | TENSOR, {"data": 2, "tensor": 2})
     narrow = hfjax.Precision(compute="bfloat16", reduce="bfloat16")
-    with pytest.raises(ValueError, match="crashes XLA's CPU compiler"):
+    with pytest.raises(ValueError, match=r"crashes XLA's CPU compiler"):
         hfjax.train_step(layout, next_token_loss, precision=narrow)
 
 
 def test_an_unknown_keyword_of_train_step_is_refused():
-    with pytest.raises(TypeError, match="microbatch"):
+    with pytest.raises(TypeError, match=r"microbatch"):
         hfjax.train_step(gpt_layout(DDP, {"data": 8}), next_token_loss, microbatch=2)
 
 
