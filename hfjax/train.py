@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, cast
 
 import jax
@@ -12,10 +13,12 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 from hfjax.mean import Mean
+from hfjax.parallel.compiler import compiler_options
 from hfjax.parallel.execution import Execution
 from hfjax.parallel.gradients import DataPlane
 from hfjax.parallel.mesh import BATCH_AXES, describe_mesh
 from hfjax.parallel.placement import batch_devices
+from hfjax.parallel.reduction import Placed
 from hfjax.plan import Layout, State, flatten, nest
 
 Metrics = dict[str, jax.Array]
@@ -50,7 +53,8 @@ class TrainStep:
             in_shardings=(self._shardings, self._batch),
             out_shardings=(self._shardings, NamedSharding(layout.mesh, P())),
             donate_argnums=0,
-            compiler_options=execution.compiler_options,
+            compiler_options=compiler_options(execution.compiler_options, _platform(layout))
+            or None,
         )
 
     def __call__(self, state: State, batch: Any) -> tuple[State, Metrics]:
@@ -100,7 +104,7 @@ class TrainStep:
         """
         if not self.execution.skip_nonfinite:
             return update(held)
-        if self.layout.mesh.devices.flat[0].platform == "cpu":
+        if _platform(self.layout) == "cpu":
             return lax.cond(finite, update, lambda held: held, held)
         choose = lambda new, old: jnp.where(finite, new, old)
         return jax.tree.map(choose, update(held), held)
@@ -174,7 +178,19 @@ def eval_step(layout: Layout, loss: Callable, **execution: Any) -> Callable:
 
 
 def _data_plane(layout: Layout, loss: Callable, execution: Execution) -> DataPlane:
-    return DataPlane(layout.blueprint, layout.placed, layout.mesh, execution, loss, layout.forward)
+    placed = layout.placed
+    if execution.accumulate == 1:
+        placed = {path: _straight(p) for path, p in placed.items()}
+    return DataPlane(layout.blueprint, placed, layout.mesh, execution, loss, layout.forward)
+
+
+def _straight(p: Placed) -> Placed:
+    """With one microbatch nothing accumulates: a gradient goes to its moments' place at once."""
+    return replace(p, gradient=p.moment) if p.gradient == p.parameter else p
+
+
+def _platform(layout: Layout) -> str:
+    return layout.mesh.devices.flat[0].platform
 
 
 def _metrics(mean: Mean) -> Metrics:
@@ -188,9 +204,8 @@ def _check_runs(layout: Layout, execution: Execution) -> None:
             f"parameter under {layout.strategy.name}: its devices would repeat each other's work. "
             "Set it to 1, or add a strategy that uses it (hfjax.TENSOR uses tensor)."
         )
-    platform = layout.mesh.devices.flat[0].platform
     reduce = getattr(execution.precision, "reduce", None)
-    if platform == "cpu" and reduce == jnp.bfloat16 and layout.mesh.shape["tensor"] > 1:
+    if _platform(layout) == "cpu" and reduce == jnp.bfloat16 and layout.mesh.shape["tensor"] > 1:
         raise ValueError(
             "precision reduce=bfloat16 beside a tensor axis crashes XLA's CPU compiler. "
             "Reduce in float32 on CPU."

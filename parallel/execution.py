@@ -53,7 +53,7 @@ class Execution:
     reduction: str = "flat"  # hierarchical: scatter over fsdp, add over data, gather over fsdp
     unroll: int | bool | None = None  # layers per turn of the scan; None: as measured per backend
     skip_nonfinite: bool = True  # leave the state as it is when loss or gradient is not finite
-    compiler_options: dict[str, Any] | None = field(default=None, hash=False)
+    compiler_options: Any = field(default="default", hash=False)  # a preset's name, or a dict
 
     def __post_init__(self):
         if not isinstance(self.accumulate, int) or self.accumulate < 1:

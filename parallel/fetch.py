@@ -1,4 +1,4 @@
-"""Reading a parameter is what moves it: cast, gather; backward, cast, reduce-scatter.
+"""Reading a parameter is what moves it: cast, gather; backward, cast, reduce-scatter, add.
 
 Inside the data plane a model's variables hold `Stored` values: what this device stores, and the
 slot its gradient goes to. Whatever reads the variable gets the whole parameter in the compute
@@ -29,6 +29,7 @@ class Movement:
     shape: tuple[int, ...]
     gather: Dims  # to gather over when read
     scatter: Dims  # to scatter gradients over
+    sum: Axes  # to add gradients over at once, layer by layer, under the rest of the backward pass
     tensor: Dims  # what the partitioner keeps split
     compute: Any
     wire: Any
@@ -126,6 +127,8 @@ def _backward(move: Movement, like: jax.Array, cotangent: jax.Array):
     gradient = cotangent.astype(move.reduce)
     if move.scatter:
         gradient = on_tensor_shards(scatter, move.tensor, gradient.ndim)(gradient)
+    if move.sum:
+        gradient = lax.psum(gradient, move.sum)
     return None, gradient.astype(like.dtype)
 
 

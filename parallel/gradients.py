@@ -22,6 +22,7 @@ from hfjax.parallel.mesh import BATCH_AXES, MANUAL_AXES, TENSOR_AXES, in_use
 from hfjax.parallel.placement import auto_part
 from hfjax.parallel.randomness import is_random, keys_for
 from hfjax.parallel.reduction import Flat, Placed, Reduction
+from hfjax.parallel.strategy import Axes
 
 
 @dataclass(frozen=True)
@@ -166,13 +167,14 @@ class DataPlane:
         """The axes over which the rows of the batch are split."""
         return in_use(self.mesh, BATCH_AXES)
 
-    def _varying(self, tree: Any) -> Any:
+    def _varying(self, tree: Any, but: Axes = ()) -> Any:
         """Mark every leaf as differing between devices, so that nothing is reduced unasked."""
+        axes = tuple(axis for axis in self._axes if axis not in but)
 
         def mark(x):
             x = jnp.asarray(x)
             varying = jax.typeof(x).manual_axis_type.varying
-            missing = tuple(axis for axis in self._axes if axis not in varying)
+            missing = tuple(axis for axis in axes if axis not in varying)
             return lax.pcast(x, missing, to="varying") if missing else x
 
         return jax.tree.map(mark, tree)
@@ -190,11 +192,24 @@ class DataPlane:
 
     def _slots(self) -> Flat:
         """Return zeros of the shape and place in which each gradient accumulates."""
-        zeros = {
-            path: jnp.zeros(p.local("gradient"), jnp.promote_types(p.dtype, jnp.float32))
-            for path, p in self.placed.items()
-        }
-        return self._pin(self._varying(zeros))
+
+        def zeros(p: Placed) -> jax.Array:
+            zeros = jnp.zeros(p.local("gradient"), jnp.promote_types(p.dtype, jnp.float32))
+            return self._varying(zeros, but=self._summed_at_once(p))
+
+        return self._pin({path: zeros(p) for path, p in self.placed.items()})
+
+    def _summed_at_once(self, p: Placed) -> Axes:
+        """Return the axes over which a gradient is summed as soon as its layer is done.
+
+        That is when there is no further microbatch to wait for, and each parameter is read once.
+        """
+        execution = self.execution
+        flat = execution.reduction == "flat"
+        if not (self.blueprint.three_parts and flat and execution.accumulate == 1):
+            return ()
+        split = {axis for _, axes in (*p.split("gradient"), *p.split("moment")) for axis in axes}
+        return tuple(axis for axis in self._axes if axis not in split)
 
     def _pin(self, gradients: Flat) -> Flat:
         """Keep the tensor axes of accumulated gradients where the parameters have them."""
@@ -211,6 +226,7 @@ class DataPlane:
             shape=p.shape,
             gather=gather,
             scatter=p.split("gradient"),
+            sum=self._summed_at_once(p),
             tensor=p.tensor,
             compute=precision.compute,
             wire=precision.gather if gather else precision.compute,

@@ -8,6 +8,7 @@ from flax import nnx
 from jax import lax
 
 from hfjax.parallel.execution import Execution
+from hfjax.parallel.fetch import Stored
 
 # Cheap to redo, and the way by which a gathered parameter could be saved under another name.
 _MOVES = (
@@ -69,20 +70,28 @@ def _unroll(execution: Execution, policy: Callable | None, platform: str) -> int
     return (platform == "cpu" and policy is None) or 1
 
 
-def _layer(graph: nnx.GraphDef, policy: Callable | None) -> Callable:
-    """Return (parameters, variables, x) -> (x, variables) for one layer, rematerialised."""
+def _layer(graph: nnx.GraphDef, policy: Callable | None, barrier: bool = True) -> Callable:
+    """Return (parameters, variables, x) -> (x, variables) for one layer, rematerialised.
+
+    The layer's parameters are fetched together, once, however often it reads them. Within a loop
+    nothing merges what is recomputed with what it was computed from: a barrier against that would
+    only keep the next layer's gathers from starting early.
+    """
 
     def apply(parameters, variables, x):
-        layer = nnx.merge(graph, parameters, variables)
+        stored = lambda leaf: isinstance(leaf, Stored)
+        fetch = lambda leaf: leaf.fetch() if stored(leaf) else leaf
+        whole = jax.tree.map(fetch, parameters, is_leaf=stored)
+        layer = nnx.merge(graph, whole, variables)
         x = layer(x)
         return x, nnx.split(layer, nnx.Param, ...)[2]
 
-    return apply if policy is None else jax.checkpoint(apply, policy=policy)
+    return apply if policy is None else jax.checkpoint(apply, policy=policy, prevent_cse=barrier)
 
 
 def _run_stack(layers: nnx.Module, x: Any, policy: Callable | None, unroll: int | bool):
     graph, parameters, variables = nnx.split(layers, nnx.Param, ...)
-    apply = _layer(graph, policy)
+    apply = _layer(graph, policy, barrier=unroll != 1)
     x, variables = lax.scan(
         lambda x, layer: apply(*layer, x), x, (parameters, variables), unroll=unroll
     )

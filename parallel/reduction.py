@@ -90,7 +90,8 @@ class Reduction:
         if any(axes for _, axes in todo):
             gradient = self._on_shards(scatter, p)(gradient)
         done |= {axis for _, axes in todo for axis in axes}
-        return gradient, tuple(axis for axis in in_use(p.mesh, BATCH_AXES) if axis not in done)
+        varying = jax.typeof(gradient).manual_axis_type.varying - done  # or summed already
+        return gradient, tuple(axis for axis in BATCH_AXES if axis in varying)
 
     def _levels(self, axes: Axes) -> list[Axes]:
         if not axes:

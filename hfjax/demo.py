@@ -1,0 +1,113 @@
+"""Train one small GPT on 8 fake CPU devices under every strategy, and compare with one device."""
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import optax
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+import hfjax
+from hfjax.models.gpt import GPT, GPTConfig, next_token_loss
+from hfjax.parallel.mesh import describe_mesh
+from hfjax.plan import human
+
+CONFIG = GPTConfig.tiny()
+ROWS, STEPS = 16, 10
+CASES = {
+    "one device": (hfjax.DDP, {"data": 1}),
+    "DDP": (hfjax.DDP, {"data": 8}),
+    "ZERO1": (hfjax.ZERO1, {"data": 8}),
+    "ZERO2": (hfjax.ZERO2, {"data": 8}),
+    "FSDP": (hfjax.FSDP, {"fsdp": 8}),
+    "HSDP": (hfjax.HSDP, {"data": 2, "fsdp": 4}),
+    "TENSOR+SEQUENCE": (hfjax.TENSOR | hfjax.SEQUENCE, {"data": 2, "tensor": 4}),
+    "FSDP+TENSOR": (hfjax.FSDP | hfjax.TENSOR, {"data": 2, "fsdp": 2, "tensor": 2}),
+}
+
+
+class Row(NamedTuple):
+    """What the table shows of one strategy."""
+
+    mesh: str
+    loss: float
+    memory: dict[str, int]
+    collectives: hfjax.Collectives
+    seconds: float
+
+
+def corpus() -> np.ndarray:
+    """Return the bytes of some of Python's own library: a text that every machine has."""
+    folder = Path(os.__file__).parent
+    text = b"".join(path.read_bytes() for path in sorted(folder.glob("*.py"))[:40])
+    return np.frombuffer(text, np.uint8)
+
+
+def batches(text: np.ndarray) -> Iterator[dict[str, np.ndarray]]:
+    """Yield the same random rows of bytes in every run."""
+    rng = np.random.default_rng(0)
+    while True:
+        starts = rng.integers(0, len(text) - CONFIG.length - 1, ROWS)
+        rows = text[starts[:, None] + np.arange(CONFIG.length + 1)]
+        yield {"tokens": rows.astype(np.int32)}
+
+
+def train(strategy: hfjax.Strategy, sizes: dict[str, int], text: np.ndarray, tick: Any) -> Row:
+    """Return what training under a strategy showed."""
+    devices = jax.devices()[: int(np.prod(list(sizes.values())))]
+    mesh = hfjax.make_mesh(devices=devices, **sizes)
+    layout = hfjax.layout(lambda rngs: GPT(CONFIG, rngs=rngs), optax.adamw(1e-3), mesh, strategy)
+    step = hfjax.train_step(layout, next_token_loss, accumulate=2, clip=1.0)
+    data = batches(text)
+    compiled = step.lower(next(data)).compile()
+    state, metrics, started = hfjax.init(layout), {}, time.perf_counter()
+    for _ in range(STEPS):
+        state, metrics = step(state, next(data))
+        tick()
+    step.check(state)
+    seconds = (time.perf_counter() - started) / STEPS
+    found = hfjax.collectives(compiled)
+    return Row(
+        describe_mesh(mesh), float(metrics["loss"]), layout.bytes_per_device(), found, seconds
+    )
+
+
+def main() -> int:
+    """Train under every strategy, print one table; return 1 if a loss differs."""
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", 8)
+    console, text, rows = Console(), corpus(), {}
+    console.print(
+        f"A GPT of {CONFIG.layers} layers reads Python's library, byte by byte: {STEPS} steps of "
+        f"{ROWS} rows in 2 microbatches on 8 fake CPU devices."
+    )
+    with Progress(console=console) as progress:
+        task = progress.add_task("", total=STEPS * len(CASES))
+        for name, (strategy, sizes) in CASES.items():
+            progress.update(task, description=f"{name:<16}")
+            rows[name] = train(strategy, sizes, text, lambda: progress.advance(task))
+    console.print(table(rows))
+    wanted = rows["one device"].loss
+    apart = max(abs(row.loss - wanted) for row in rows.values())
+    verdict = "equal to one device" if apart < 1e-4 else "NOT equal to one device"
+    console.print(f"losses after {STEPS} steps: {verdict} (greatest difference {apart:.1e})")
+    return 0 if apart < 1e-4 else 1
+
+
+def table(rows: dict[str, Row]) -> Table:
+    """Return the table of strategies: loss, bytes per device, what moves in a step."""
+    shown = Table(caption="bytes are per device; what moves is counted in the compiled program")
+    heads = ("strategy", "mesh", "loss", "parameters", "gradients", "moments", "collectives")
+    for head in (*heads, "bytes moved"):
+        shown.add_column(head, justify="left" if head in ("strategy", "mesh") else "right")
+    for name, row in rows.items():
+        memory = [human(size) for size in row.memory.values()]
+        moved = (str(row.collectives.count()), human(row.collectives.moved))
+        shown.add_row(name, row.mesh, f"{row.loss:.5f}", *memory, *moved)
+    return shown
