@@ -151,7 +151,7 @@ def plain_runner(config: GPTConfig, name: str, weights: Any) -> Runner:
     tokens = jax.device_put(batch_of(config)["tokens"], program.batch)
     state = program.place(weights)
     step = program.step(state)
-    return Runner("plain", step, state, tokens).measure(lambda: step.lower(state, tokens))
+    return Runner("plain", step, state, tokens).measure(lambda: step.lower(state, tokens))  # pyright: ignore
 
 
 def plain_weights(params: Any, layers: int) -> dict[str, Any]:
@@ -169,57 +169,6 @@ def plain_weights(params: Any, layers: int) -> dict[str, Any]:
     return whole | {"norm": norm("norm"), "layers": [layer(i) for i in range(layers)]}
 
 
-def torch_runner(config: GPTConfig, weights: Any) -> Runner:
-    """Return eager torch's program (fused AdamW and attention), started from these weights."""
-    import torch
-
-    params = jax.tree.map(lambda x: torch.tensor(x).requires_grad_(), weights)
-    leaves = jax.tree.leaves(params)
-    optimizer = torch.optim.AdamW(leaves, lr=RATE, weight_decay=DECAY, fused=True)
-    tokens = torch.tensor(batch_of(config)["tokens"], dtype=torch.long)
-
-    def step(state, tokens):
-        optimizer.zero_grad()
-        loss = _torch_loss(params, tokens)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(leaves, 1.0)
-        optimizer.step()
-        return state, loss.detach()
-
-    return Runner("torch", step, None, tokens)
-
-
-def _torch_loss(params: Any, tokens: Any) -> Any:
-    import torch
-
-    x = params["tokens"][tokens[:, :-1]] + params["positions"][: tokens.shape[1] - 1]
-    for layer in params["layers"]:
-        x = _torch_layer(layer, x)
-    logits = _torch_norm(params["norm"], x).flatten(0, 1) @ params["tokens"].T
-    return torch.nn.functional.cross_entropy(logits, tokens[:, 1:].flatten())
-
-
-def _torch_layer(p: Any, x: Any) -> Any:
-    import torch
-
-    F = torch.nn.functional
-    linear = lambda x, w, b: torch.addmm(b.flatten(), x, w.reshape(x.shape[-1], -1))
-    flat = lambda x: x.flatten(0, 1)
-    qkv = linear(flat(_torch_norm(p["norm1"], x)), p["qkv"], p["qkv_bias"])
-    qkv = qkv.reshape(*x.shape[:2], *p["qkv_bias"].shape).permute(3, 0, 2, 1, 4)
-    y = F.scaled_dot_product_attention(*qkv, is_causal=True).transpose(1, 2).flatten(2)
-    x = x + linear(flat(y), p["out"], p["out_bias"]).reshape(x.shape)
-    wide = linear(flat(_torch_norm(p["norm2"], x)), p["up"], p["up_bias"])
-    wide = F.gelu(wide, approximate="tanh")
-    return x + linear(wide, p["down"], p["down_bias"]).reshape(x.shape)
-
-
-def _torch_norm(p: Any, x: Any) -> Any:
-    import torch
-
-    return torch.nn.functional.layer_norm(x, x.shape[-1:], p["scale"], p["bias"])
-
-
 # -- the table ----------------------------------------------------------------------------
 
 
@@ -229,7 +178,10 @@ def compare(config: GPTConfig, name: str, rounds: int, torch: bool) -> list[str]
     weights = plain_weights(hf.state.params, config.layers)
     runners = [plain_runner(config, name, weights), hf]
     if torch:
-        runners.append(torch_runner(config, weights))
+        from torch_gpt import torch_step
+
+        step, tokens = torch_step(weights, batch_of(config)["tokens"], RATE, DECAY)
+        runners.append(Runner("torch", step, None, tokens))
     seen, quiet = in_turn(runners, rounds)
     difference = _check_same(runners)
     row = _row(name, runners, seen, quiet or seen)
@@ -288,7 +240,7 @@ def overhead_us(calls: int = 1000) -> float:
     step.check(state)
     flag = partial(jax.device_put, np.bool_(True), metrics["finite"].sharding)
     unread = iter([(state, metrics | {"finite": flag()}) for _ in range(2 * calls)])
-    step._jitted = lambda state, batch: next(unread)
+    step._jitted = lambda state, batch: next(unread)  # pyright: ignore
     whole = _seconds(partial(step, state, batch), calls)
     return 1e6 * (whole - _seconds(partial(step._jitted, state, batch), calls))
 
@@ -362,7 +314,7 @@ def _shapes(config: GPTConfig) -> Any:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description="hfjax beside plain JAX")
     parser.add_argument("--quick", action="store_true", help="a small model; writes no result")
     parser.add_argument("--torch", action="store_true", help="eager torch beside one device")
     given = parser.parse_args()

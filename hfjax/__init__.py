@@ -16,6 +16,7 @@ from hfjax.parallel.strategy import (
     Strategy,
 )
 from hfjax.plan import Layout, State, layout
+from hfjax.target import target_devices
 from hfjax.traffic import Collectives, collectives
 from hfjax.train import eval_step, full, init, shard_batch, train_step
 
@@ -43,5 +44,6 @@ __all__ = [
     "layout",
     "make_mesh",
     "shard_batch",
+    "target_devices",
     "train_step",
 ]

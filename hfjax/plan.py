@@ -161,7 +161,12 @@ def layout(
     }
     placed = {
         path: Placed(
-            mesh, path, array.shape, plan.parameters[path].dtype, *columns(array, strategy, mesh)
+            mesh,
+            path,
+            array.shape,
+            plan.parameters[path].dtype,
+            *columns(array, strategy, mesh),
+            small=array.layer_size < strategy.replicate_below,
         )
         for path, array in arrays.items()
     }

@@ -4,6 +4,7 @@ import importlib.util
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 from jax.experimental import topologies
 
 PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
@@ -25,6 +26,19 @@ GPUS = {
 GPUS_PER_HOST = 8
 
 
+def wheels() -> list[str]:
+    """Return what pip has to install, with --no-deps, to compile for CUDA beside this jax."""
+    version = jax.__version__
+    if jax.__version_info__ < (0, 11):
+        return [
+            f"jax-cuda12-plugin=={version}",
+            f"jax-cuda12-pjrt=={version}",
+            "nvidia-cuda-nvcc-cu12",
+        ]
+    plugin = [f"jax-cuda13-plugin=={version}", f"jax-cuda13-pjrt=={version}"]
+    return [*plugin, "nvidia-cuda-nvcc", "nvidia-nvvm"]
+
+
 def can_compile_for_gpus() -> bool:
     """Return whether the wheels that compile for CUDA are installed (no GPU is needed)."""
     return any(importlib.util.find_spec(name) for name in PLUGINS)
@@ -40,9 +54,8 @@ def target_devices(gpu: str = "h200", count: int = 8) -> list[Any]:
         raise ValueError(f"gpu {gpu!r}: one of {', '.join(GPUS)}.")
     if not can_compile_for_gpus():
         raise ValueError(
-            f"compiling for a {gpu} needs the CUDA wheels (no GPU): `make test-cuda` installs "
-            "them, or: pip install --no-deps jax-cuda12-plugin jax-cuda12-pjrt "
-            "nvidia-cuda-nvcc-cu12, in the versions of your jax."
+            f"compiling for a {gpu} needs the wheels that compile for CUDA (no GPU): "
+            f"pip install --no-deps {' '.join(wheels())}"
         )
     per_host = min(count, GPUS_PER_HOST)
     if count < 1 or count % per_host:

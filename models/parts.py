@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -54,10 +55,10 @@ class Linear(nnx.Module):
         self.place = anywhere
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        kernel, bias = self.kernel[...], self.bias[...]
+        kernel, bias = jnp.asarray(self.kernel[...]), jnp.asarray(self.bias[...])
         rows, inputs = x.shape[: -self.inputs], math.prod(kernel.shape[: self.inputs])
         whole = partial(self.place, names=("batch", None, self.output_axis))
-        y = project(whole, x.reshape(*rows, inputs), jnp.reshape(kernel, (inputs, -1)))
+        y: Any = project(whole, x.reshape(*rows, inputs), kernel.reshape(inputs, -1))
         return y.reshape(*rows, *bias.shape) + jnp.expand_dims(bias, range(len(rows)))
 
 

@@ -164,8 +164,12 @@ class DataPlane:
 
     @property
     def _axes(self) -> tuple[str, ...]:
-        """The axes over which the rows of the batch are split."""
-        return in_use(self.mesh, BATCH_AXES)
+        """The axes over which rows are split: all of them, so that a model may name them all.
+
+        None where there is one group of tensor devices: XLA's partitioner refuses a collective
+        over devices that are alone.
+        """
+        return BATCH_AXES if in_use(self.mesh, BATCH_AXES) else ()
 
     def _varying(self, tree: Any, but: Axes = ()) -> Any:
         """Mark every leaf as differing between devices, so that nothing is reduced unasked."""
@@ -202,11 +206,13 @@ class DataPlane:
     def _summed_at_once(self, p: Placed) -> Axes:
         """Return the axes over which a gradient is summed as soon as its layer is done.
 
-        That is when there is no further microbatch to wait for, and each parameter is read once.
+        That is when there is no further microbatch to wait for, each parameter is read once, and
+        it is large: small ones go together at the end.
         """
         execution = self.execution
         flat = execution.reduction == "flat"
-        if not (self.blueprint.three_parts and flat and execution.accumulate == 1):
+        once = self.blueprint.three_parts and execution.accumulate == 1
+        if p.small or not (once and flat):
             return ()
         split = {axis for _, axes in (*p.split("gradient"), *p.split("moment")) for axis in axes}
         return tuple(axis for axis in self._axes if axis not in split)

@@ -27,6 +27,7 @@ class Placed:
     parameter: P
     gradient: P
     moment: P
+    small: bool  # below the size from which the strategy splits arrays
 
     def manual(self, column: str) -> P:
         """Return the manual part of the spec in a column."""

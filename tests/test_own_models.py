@@ -1,5 +1,7 @@
 """A user's own model trains as it is: any NNX module, a list of layers, Linen, a bare pytree."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -23,6 +25,9 @@ BATCH = {
     "x": RNG.normal(size=(16, 8)).astype(np.float32),
     "y": RNG.normal(size=(16, 8)).astype(np.float32),
 }
+
+
+BATCH_AXES: Any = ("data", "fsdp")
 
 
 def on_x(model, batch):
@@ -55,7 +60,7 @@ class Normed(nnx.Module):
 
     def __init__(self, *, rngs):
         self.up = nnx.Linear(8, 16, rngs=rngs)
-        self.norm = nnx.BatchNorm(16, axis_name=("data", "fsdp"), momentum=0.5, rngs=rngs)
+        self.norm = nnx.BatchNorm(16, axis_name=BATCH_AXES, momentum=0.5, rngs=rngs)
         self.down = nnx.Linear(16, 8, rngs=rngs)
 
     def __call__(self, x):

@@ -1,5 +1,7 @@
 """A strategy is a table: it prints, combines, and refuses what it cannot mean."""
 
+from typing import Any
+
 import pytest
 
 import hfjax
@@ -26,7 +28,7 @@ def test_a_row_that_both_sides_set_differently_is_refused_with_both():
     with pytest.raises(
         ValueError, match=r"moments row '\*': ZERO1 says fsdp\+data, mine says fsdp"
     ):
-        ZERO1 | Strategy("mine", moments={"*": "fsdp"})
+        _ = ZERO1 | Strategy("mine", moments={"*": "fsdp"})
 
 
 def test_an_unknown_mesh_axis_in_a_row_is_refused():
@@ -55,7 +57,8 @@ def test_a_strategy_prints_its_four_columns():
 
 
 def test_execution_refuses_what_it_does_not_know():
-    for field, value, message in (
+    given: Any
+    for field, given, message in (
         ("accumulate", 0, "a positive number of microbatches"),
         ("clip", 0.0, "a positive norm"),
         ("precision", "fp8", "one of fp32, bf16, fp64"),
@@ -63,6 +66,6 @@ def test_execution_refuses_what_it_does_not_know():
         ("reduction", "tree", "one of flat, hierarchical"),
     ):
         with pytest.raises(ValueError, match=f"{field}=.*{message}"):
-            hfjax.Execution(**{field: value})
+            hfjax.Execution(**{field: given})
     with pytest.raises(ValueError, match=r"float16 needs a loss scale"):
         hfjax.Precision(compute="float16")
