@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 import optax
+from rich import box
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -20,6 +21,7 @@ from hfjax.plan import human
 
 CONFIG = GPTConfig.tiny()
 ROWS, STEPS = 16, 10
+WIDTH = 120  # of the table where no terminal says it
 CASES = {
     "one device": (hfjax.DDP, {"data": 1}),
     "DDP": (hfjax.DDP, {"data": 8}),
@@ -83,6 +85,8 @@ def main() -> int:
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 8)
     console, text, rows = Console(), corpus(), {}
+    if not console.is_terminal:
+        console.width = WIDTH
     console.print(
         f"A GPT of {CONFIG.layers} layers reads Python's library, byte by byte: {STEPS} steps of "
         f"{ROWS} rows in 2 microbatches on 8 fake CPU devices."
@@ -102,10 +106,15 @@ def main() -> int:
 
 def table(rows: dict[str, Row]) -> Table:
     """Return the table of strategies: loss, bytes per device, what moves in a step."""
-    shown = Table(caption="bytes are per device; what moves is counted in the compiled program")
+    shown = Table(
+        caption="bytes are per device; what moves in a step is counted in the compiled program",
+        box=box.SIMPLE,
+    )
     heads = ("strategy", "mesh", "loss", "parameters", "gradients", "moments", "collectives")
     for head in (*heads, "bytes moved"):
-        shown.add_column(head, justify="left" if head in ("strategy", "mesh") else "right")
+        shown.add_column(
+            head, justify="left" if head in ("strategy", "mesh") else "right", no_wrap=True
+        )
     for name, row in rows.items():
         memory = [human(size) for size in row.memory.values()]
         moved = (str(row.collectives.count()), human(row.collectives.moved))

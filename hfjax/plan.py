@@ -155,6 +155,7 @@ def layout(
     """
     plan = blueprint(model_init, _activation_placer(mesh, strategy))
     _check_paths(axes or {}, plan)
+    _check_dtypes(plan)
     arrays = {
         path: Array(path, tuple(template.shape), plan.axes(path, axes or {}))
         for path, template in plan.parameters.items()
@@ -202,6 +203,15 @@ def _check_paths(axes: Mapping[str, tuple], plan: Blueprint) -> None:
         if path not in plan.parameters:
             near = difflib.get_close_matches(path, plan.parameters, n=3)
             raise ValueError(f"axes: no parameter {path!r}. Nearest: {near or 'none'}.")
+
+
+def _check_dtypes(plan: Blueprint) -> None:
+    for path, template in plan.parameters.items():
+        if not jnp.issubdtype(template.dtype, jnp.floating):
+            raise ValueError(
+                f"{path} {tuple(template.shape)} is {template.dtype}: a parameter is a floating-"
+                "point array. Keep what is not trained in another nnx.Variable."
+            )
 
 
 def _unmatched(strategy: Strategy, mesh: Mesh, arrays: Mapping[str, Array]) -> Iterator[str]:

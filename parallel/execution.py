@@ -9,29 +9,38 @@ import jax.numpy as jnp
 
 @dataclass(frozen=True)
 class Precision:
-    """Dtypes of a step: of the arithmetic, of what a gather sends, of what a reduction adds."""
+    """Dtypes of a step: of the arithmetic, of what a gather sends, of what a reduction adds.
 
-    compute: Any = jnp.float32
-    gather: Any = None  # None: as compute
-    reduce: Any = jnp.float32
+    None: arithmetic as the parameters are stored, gathers as the arithmetic, reductions in
+    float32 or wider.
+    """
+
+    compute: Any = None
+    gather: Any = None
+    reduce: Any = None
 
     def __post_init__(self):
-        if self.gather is None:
-            object.__setattr__(self, "gather", self.compute)
         for name in ("compute", "gather", "reduce"):
-            dtype = jnp.dtype(getattr(self, name))
-            if dtype.name not in ("float32", "float64", "bfloat16"):
+            given = getattr(self, name)
+            dtype = None if given is None else jnp.dtype(given)
+            if dtype is not None and dtype.name not in ("float32", "float64", "bfloat16"):
                 raise ValueError(
                     f"precision {name}={dtype.name}: float32, bfloat16 or float64. float16 needs "
                     "a loss scale, which is not there yet: use bfloat16."
                 )
             object.__setattr__(self, name, dtype)
 
+    def of(self, stored: Any) -> tuple[Any, Any, Any]:
+        """Return the dtypes of arithmetic, gathers and reductions for a stored parameter."""
+        compute = self.compute or stored
+        return compute, self.gather or compute, self.reduce or jnp.promote_types(stored, "float32")
+
 
 PRECISIONS = {
-    "fp32": Precision(),
+    "stored": Precision(),
+    "fp32": Precision(compute=jnp.float32),
     "bf16": Precision(compute=jnp.bfloat16),
-    "fp64": Precision(compute=jnp.float64, reduce=jnp.float64),
+    "fp64": Precision(compute=jnp.float64),
 }
 REMAT = ("none", "dots", "full")
 REDUCTIONS = ("flat", "hierarchical")
@@ -41,13 +50,13 @@ REDUCTIONS = ("flat", "hierarchical")
 class Execution:
     """How a training step runs; `train_step` takes these fields as keywords.
 
-    >>> Execution(precision="bf16").precision.gather
+    >>> Execution(precision="bf16").precision.compute
     dtype(bfloat16)
     """
 
     accumulate: int = 1  # microbatches per step: gradients are reduced as the strategy says
     clip: float | None = None  # greatest global norm of the gradient
-    precision: Precision | str = "fp32"
+    precision: Precision | str = "stored"
     remat: str | Callable = "none"  # what a layer recomputes: none, dots, full, or a policy of jax
     reshard_after_forward: bool = True  # drop gathered parameters after use and gather again
     reduction: str = "flat"  # hierarchical: scatter over fsdp, add over data, gather over fsdp

@@ -47,7 +47,7 @@ class DataPlane:
             gradients, mean, statistics = self._accumulate(microbatch, statistics, batch)
             self._check_all_read(unread)
             hierarchical = self.execution.reduction == "hierarchical"
-            gradients = Reduction(self._precision.reduce, hierarchical)(gradients, self.placed)
+            gradients = Reduction(self._precision, hierarchical)(gradients, self.placed)
             return gradients, self._sum(mean), self._average(statistics)
 
         out_specs = (self._specs("moment"), P(), P())
@@ -225,7 +225,7 @@ class DataPlane:
         return {p: pin(g, auto_part(self.placed[p].gradient)) for p, g in gradients.items()}
 
     def _movement(self, p: Placed, unread: set[str], training: bool = True) -> Movement:
-        precision = self._precision
+        compute, wire, reduce = self._precision.of(p.dtype)
         gather = () if training and _accumulates_whole(p) else p.split("parameter")
         return Movement(
             path=p.path,
@@ -234,9 +234,9 @@ class DataPlane:
             scatter=p.split("gradient"),
             sum=self._summed_at_once(p),
             tensor=p.tensor,
-            compute=precision.compute,
-            wire=precision.gather if gather else precision.compute,
-            reduce=precision.reduce,
+            compute=compute,
+            wire=wire if gather else compute,
+            reduce=reduce,
             read=unread.discard,
         )
 
@@ -265,6 +265,6 @@ def _rows(batch: Any) -> int:
 
 
 def _cast(batch: Any, dtype: Any) -> Any:
-    """Return the batch with floating-point inputs in the compute dtype."""
-    floating = lambda x: jnp.issubdtype(x.dtype, jnp.floating)
-    return jax.tree.map(lambda x: x.astype(dtype) if floating(x) else x, batch)
+    """Return the batch with floating-point inputs in the compute dtype, if there is one."""
+    cast = lambda x: dtype is not None and jnp.issubdtype(x.dtype, jnp.floating)
+    return jax.tree.map(lambda x: x.astype(dtype) if cast(x) else x, batch)

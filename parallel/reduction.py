@@ -8,6 +8,7 @@ import jax
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec as P
 
+from hfjax.parallel.execution import Precision
 from hfjax.parallel.fetch import Dims, on_tensor_shards
 from hfjax.parallel.mesh import BATCH_AXES, TENSOR_AXES, in_use
 from hfjax.parallel.placement import auto_part, entries_of, manual_part, size_of
@@ -56,14 +57,15 @@ class Placed:
 class Reduction:
     """How gradients are summed over the batch axes."""
 
-    dtype: Any
+    precision: Precision
     hierarchical: bool
 
     def __call__(self, gradients: Flat, placed: Mapping[str, Placed]) -> Flat:
         """Return the gradients summed over all devices, each placed as its moments."""
         groups: dict[Axes, Flat] = {}
         for path, gradient in gradients.items():
-            shard, axes = self._scatter(placed[path], gradient.astype(self.dtype))
+            dtype = self.precision.of(placed[path].dtype)[2]
+            shard, axes = self._scatter(placed[path], gradient.astype(dtype))
             groups.setdefault(axes, {})[path] = shard
         summed: Flat = {}
         for axes, group in groups.items():

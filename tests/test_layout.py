@@ -212,6 +212,12 @@ def test_optimizer_state_that_is_no_copy_of_a_parameter_stays_whole():
     hfjax.init(factored)
 
 
+def test_a_parameter_that_is_not_floating_is_refused():
+    one = hfjax.make_mesh(devices=jax.devices()[:1])
+    with pytest.raises(ValueError, match=r"n \(3,\) is int32: a parameter is a floating-point"):
+        hfjax.layout(lambda rngs: {"n": np.zeros(3, np.int32)}, optax.sgd(0.1), one, DDP)
+
+
 def test_gpt_presets():
     assert gpt(vocab=64) is not None
     from hfjax.models.gpt import PRESETS, GPTConfig
