@@ -28,7 +28,7 @@ def as_mean(value: Any, rows: int, what: str = "the loss") -> Mean:
     """Return what a loss returned as a `Mean`; a scalar is the mean over this device's rows."""
     if isinstance(value, Mean):
         total, weight = _scalar(value.total, what), _scalar(value.weight, what)
-        inner = {n: as_mean(v, rows, f"metric {n!r}") for n, v in value.metrics.items()}
+        inner = {name: _metric(name, v, rows) for name, v in value.metrics.items()}
         return Mean(total, jax.lax.stop_gradient(weight), inner)
     if isinstance(value, tuple | list | dict):
         raise ValueError(
@@ -38,6 +38,18 @@ def as_mean(value: Any, rows: int, what: str = "the loss") -> Mean:
         )
     mean = _scalar(value, what)
     return Mean(mean * rows, jnp.asarray(rows, mean.dtype))
+
+
+RESERVED = ("loss", "grad_norm", "weight", "finite", "step")  # what a step tells by itself
+
+
+def _metric(name: str, value: Any, rows: int) -> Mean:
+    if name in RESERVED:
+        raise ValueError(f"metric {name!r}: the step tells this itself. Choose another name.")
+    mean = as_mean(value, rows, f"metric {name!r}")
+    if mean.metrics:
+        raise ValueError(f"metric {name!r} carries metrics of its own: put all in the loss's Mean.")
+    return mean
 
 
 def _scalar(value: Any, what: str) -> jax.Array:

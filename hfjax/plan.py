@@ -22,6 +22,7 @@ from hfjax.parallel.placement import (
     columns,
     entries_of,
     pieces,
+    size_of,
 )
 from hfjax.parallel.reduction import Placed
 from hfjax.parallel.strategy import Strategy
@@ -118,11 +119,8 @@ class Layout:
     def unused_axes(self) -> list[str]:
         """Return mesh axes larger than 1 that split neither the batch nor any parameter."""
         used = {a for p in self.placed.values() for e in entries_of(p.parameter, 0) for a in e}
-        return [
-            axis
-            for axis in AXES
-            if self.mesh.shape[axis] > 1 and axis not in used and axis not in BATCH_AXES
-        ]
+        working = {*BATCH_AXES, *(used & set(TENSOR_AXES))}
+        return [axis for axis in in_use(self.mesh, AXES) if axis not in working]
 
     def __str__(self) -> str:
         return "\n".join(_table(self))
@@ -167,11 +165,11 @@ def layout(
             array.shape,
             plan.parameters[path].dtype,
             *columns(array, strategy, mesh),
-            small=array.layer_size < strategy.replicate_below,
+            small=array.layer_size < strategy.smallest,
         )
         for path, array in arrays.items()
     }
-    notes = tuple(_unmatched(strategy, mesh, arrays))
+    notes = (*_unmatched(strategy, mesh, arrays), *_left_whole(strategy, placed))
     return Layout(mesh, strategy, optimizer, plan, arrays, placed, forward, notes)
 
 
@@ -232,6 +230,19 @@ def _unmatched(strategy: Strategy, mesh: Mesh, arrays: Mapping[str, Array]) -> I
                 'axes=("embed", "mlp")), or layout(…, axes={path: names}).'
             )
         yield f"row {row} -> {'+'.join(axes)} of {strategy.name} matched no parameter"
+
+
+def _left_whole(strategy: Strategy, placed: Mapping[str, Placed]) -> Iterator[str]:
+    """Report large arrays that the row `*` could not split."""
+    for column, rows in (("parameter", strategy.parameters), ("moment", strategy.moments)):
+        axes = rows.get("*", ())
+        for p in placed.values():
+            split = {a for entry in entries_of(getattr(p, column), 0) for a in entry}
+            if in_use(p.mesh, axes) and not p.small and not split & set(axes):
+                yield (
+                    f"{p.path} {p.shape}: no free dimension divides by {size_of(axes, p.mesh)} "
+                    f"({'+'.join(axes)}), its {column}s stay whole"
+                )
 
 
 def nest(flat: Mapping[str, Any]) -> dict:

@@ -1,8 +1,7 @@
 """Train: state born sharded, one jitted step, evaluation, and the batch on its devices."""
 
-from collections import deque
+import math
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, cast
 
 import jax
@@ -13,13 +12,13 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 from hfjax.mean import Mean
-from hfjax.parallel.compiler import compiler_options
-from hfjax.parallel.execution import Execution
+from hfjax.parallel.compiler import compiler_options as options_of
+from hfjax.parallel.execution import Execution, Precision
 from hfjax.parallel.gradients import DataPlane
 from hfjax.parallel.mesh import BATCH_AXES, describe_mesh
 from hfjax.parallel.placement import batch_devices
-from hfjax.parallel.reduction import Placed
 from hfjax.plan import Layout, State, flatten, nest
+from hfjax.watch import Watch
 
 Metrics = dict[str, jax.Array]
 
@@ -47,23 +46,22 @@ class TrainStep:
         self._plane = _data_plane(layout, loss, execution)
         self._shardings = layout.shardings()
         self._batch = NamedSharding(layout.mesh, P(BATCH_AXES))
-        self._seen: deque[tuple[Any, Any]] = deque()  # (finite, step) of steps not looked at yet
+        self._watch = Watch(layout, execution.skip_nonfinite)
         self._jitted = jax.jit(
             self._step,
             in_shardings=(self._shardings, self._batch),
             out_shardings=(self._shardings, NamedSharding(layout.mesh, P())),
             donate_argnums=0,
-            compiler_options=compiler_options(execution.compiler_options, _platform(layout))
-            or None,
+            compiler_options=_options(layout, execution),
         )
 
     def __call__(self, state: State, batch: Any) -> tuple[State, Metrics]:
         """Return the next state and the metrics of this step (on device: nothing is waited for)."""
-        self._report_nonfinite(state, wait=False)
+        self._watch.check(state)
         if not _is_placed(batch, self._batch):
             batch = shard_batch(self.layout, batch, self.execution.accumulate)
         state, metrics = self._jitted(state, batch)
-        self._seen.append((metrics["finite"], state.step))
+        self._watch.add(metrics["finite"], metrics["step"])
         return state, metrics
 
     def lower(self, batch: Any) -> jax.stages.Lowered:
@@ -74,7 +72,7 @@ class TrainStep:
 
     def check(self, state: State) -> None:
         """Wait for the steps given so far; raise FloatingPointError if one was not finite."""
-        self._report_nonfinite(state, wait=True)
+        self._watch.check(state, lag=0)
 
     # -- the program ----------------------------------------------------------------------
 
@@ -85,6 +83,7 @@ class TrainStep:
         norm = optax.tree.norm(gradients) / mean.weight
         metrics = {"loss": mean.total / mean.weight, "grad_norm": norm} | _metrics(mean)
         metrics["finite"] = jnp.isfinite(metrics["loss"]) & jnp.isfinite(norm)
+        metrics["step"] = state.step
 
         def update(old):
             params, moments, _ = old
@@ -133,60 +132,38 @@ class TrainStep:
         on = lambda path: NamedSharding(self.layout.mesh, self.layout.placed[path].moment)
         return {path: lax.with_sharding_constraint(x, on(path)) for path, x in arrays.items()}
 
-    # -- what a person is told ------------------------------------------------------------
 
-    def _report_nonfinite(self, state: State, wait: bool) -> None:
-        """Raise for a past step that was not finite; looks only at results that are there."""
-        while self._seen and (wait or self._seen[0][0].is_ready()):
-            finite, step = self._seen.popleft()
-            if not finite:
-                self._seen.clear()
-                raise FloatingPointError(self._explain(state, int(step) - 1))
-
-    def _explain(self, state: State, step: int) -> str:
-        kept = "The state was left as it was before that step"
-        bad = [path for path, x in flatten(state.params).items() if not bool(jnp.isfinite(x).all())]
-        told = f"loss or gradient of step {step} is not finite. "
-        if bad:
-            p = self.layout.placed[bad[0]]
-            return (
-                f"{told}{len(bad)} parameters are not finite either, the first is {p.path} "
-                f"{p.shape}: {p.parameter}. Restore an earlier checkpoint."
-            )
-        if self.execution.skip_nonfinite:
-            return f"{told}{kept}; all parameters are finite: look at the batch and the loss."
-        return f"{told}All parameters are finite: look at the batch and the loss."
-
-
-def eval_step(layout: Layout, loss: Callable, **execution: Any) -> Callable:
+def eval_step(
+    layout: Layout,
+    loss: Callable,
+    precision: Precision | str = "stored",
+    compiler_options: Any = "default",
+) -> Callable:
     """Return (state, batch) -> metrics, jitted: no dropout, no gradient, nothing donated."""
-    run = Execution(**execution)
+    run = Execution(precision=precision, compiler_options=compiler_options)
     _check_runs(layout, run)
     plane = _data_plane(layout, loss, run)
     where = NamedSharding(layout.mesh, P(BATCH_AXES))
 
-    @jax.jit
     def evaluate(params: Any, variables: Any, batch: Any) -> Metrics:
         mean = plane.evaluate(flatten(params), flatten(variables), batch)
         return {"loss": mean.total / mean.weight} | _metrics(mean)
 
+    jitted = jax.jit(evaluate, compiler_options=_options(layout, run))
+
     def step(state: State, batch: Any) -> Metrics:
         batch = batch if _is_placed(batch, where) else shard_batch(layout, batch)
-        return evaluate(state.params, state.variables, batch)
+        return jitted(state.params, state.variables, batch)
 
     return step
 
 
 def _data_plane(layout: Layout, loss: Callable, execution: Execution) -> DataPlane:
-    placed = layout.placed
-    if execution.accumulate == 1:
-        placed = {path: _straight(p) for path, p in placed.items()}
-    return DataPlane(layout.blueprint, placed, layout.mesh, execution, loss, layout.forward)
+    return DataPlane(layout.blueprint, layout.placed, layout.mesh, execution, loss, layout.forward)
 
 
-def _straight(p: Placed) -> Placed:
-    """With one microbatch nothing accumulates: a gradient goes to its moments' place at once."""
-    return replace(p, gradient=p.moment) if p.gradient == p.parameter else p
+def _options(layout: Layout, execution: Execution) -> dict[str, Any] | None:
+    return options_of(execution.compiler_options, _platform(layout)) or None
 
 
 def _platform(layout: Layout) -> str:
@@ -204,7 +181,8 @@ def _check_runs(layout: Layout, execution: Execution) -> None:
             f"parameter under {layout.strategy.name}: its devices would repeat each other's work. "
             "Set it to 1, or add a strategy that uses it (hfjax.TENSOR uses tensor)."
         )
-    reduce = getattr(execution.precision, "reduce", None)
+    assert isinstance(execution.precision, Precision)
+    reduce = execution.precision.reduce
     if _platform(layout) == "cpu" and reduce == jnp.bfloat16 and layout.mesh.shape["tensor"] > 1:
         raise ValueError(
             "precision reduce=bfloat16 beside a tensor axis crashes XLA's CPU compiler. "
@@ -221,6 +199,7 @@ def shard_batch(layout: Layout, batch: Any, accumulate: int = 1) -> Any:
     _check_batch(layout, batch, accumulate, jax.process_count())
     if jax.process_count() == 1:
         return jax.device_put(batch, where)
+    _check_processes(layout)
     return jax.tree.map(
         lambda x: jax.make_array_from_process_local_data(where, np.asarray(x)), batch
     )
@@ -243,9 +222,20 @@ def _check_batch(layout: Layout, batch: Any, accumulate: int, processes: int = 1
         )
 
 
+def _check_processes(layout: Layout) -> None:
+    groups = layout.mesh.devices.reshape(-1, math.prod(layout.mesh.devices.shape[3:]))
+    if any(len({device.process_index for device in group}) > 1 for group in groups):
+        raise ValueError(
+            f"{describe_mesh(layout.mesh)}: the devices that share rows of the batch belong to "
+            "several processes. Keep tensor within the devices of one process."
+        )
+
+
 def _is_placed(batch: Any, where: NamedSharding) -> bool:
     leaves = jax.tree.leaves(batch)
-    return all(isinstance(x, jax.Array) and x.sharding == where for x in leaves)
+    return all(
+        isinstance(x, jax.Array) and x.sharding.is_equivalent_to(where, x.ndim) for x in leaves
+    )
 
 
 def full(params: Any) -> Any:

@@ -12,9 +12,16 @@ from flax import nnx
 Axes = tuple[str | None, ...]
 
 
-def anywhere(x: jax.Array, names: Axes, gradient: Axes | None = None) -> jax.Array:
-    """Return x as it is: the `place` of a module that nobody has put on a mesh."""
-    return x
+class Anywhere:
+    """The `place` of a module that nobody has put on a mesh: leaves an activation as it is."""
+
+    places_activations = True  # a layout puts its own function in place of this one
+
+    def __call__(self, x: jax.Array, names: Axes, gradient: Axes | None = None) -> jax.Array:
+        return x
+
+
+anywhere = Anywhere()
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from hfjax.parallel.fetch import Stored, fetch_on_read
+from hfjax.parallel.fetch import fetch_on_read, whole
 from hfjax.parallel.layers import has_three_parts, is_list
 from hfjax.parallel.placement import STACK
 from hfjax.parallel.reduction import Flat
@@ -29,7 +29,8 @@ class Blueprint:
     def merge(self, parameters: Flat, variables: Flat, mode: str) -> Any:
         """Return the model that holds these arrays (or `Stored` values)."""
         if not isinstance(self.graphs[mode], nnx.GraphDef):
-            return jax.tree.unflatten(self.graphs[mode], [_read(v) for v in parameters.values()])
+            leaves = [whole(parameters[path]) for path in self.parameters]  # in the tree's order
+            return jax.tree.unflatten(self.graphs[mode], leaves)
         states = [
             nnx.from_flat_state({_keys(p): like[p].replace(v) for p, v in values.items()})
             for like, values in ((self.parameters, parameters), (self.variables, variables))
@@ -57,10 +58,6 @@ def _rngs(seed: Any) -> nnx.Rngs:
     return nnx.Rngs(key, dropout=jax.random.fold_in(key, 1))
 
 
-def _read(value: Any) -> Any:
-    return value.fetch() if isinstance(value, Stored) else value
-
-
 def _keys(path: str) -> tuple[str | int, ...]:
     return tuple(int(k) if k.isdigit() else k for k in path.split("/"))
 
@@ -76,13 +73,14 @@ def _raw(state: nnx.State) -> Flat:
 def blueprint(model_init: Callable, place: Callable) -> Blueprint:
     """Return the blueprint of what `model_init(rngs)` makes; allocates nothing.
 
-    Modules with an attribute `place` are handed the function that places activations by name.
+    Modules whose `place` is that of `hfjax.models.parts.anywhere` (marked `places_activations`)
+    are handed the function that places activations by name.
     """
     model = nnx.eval_shape(lambda: model_init(_rngs(0)))
     if not isinstance(model, nnx.Module):
         return _of_tree(model_init, model)
     for _, module in nnx.iter_modules(model):
-        if hasattr(module, "place"):
+        if getattr(getattr(module, "place", None), "places_activations", False):
             setattr(module, "place", place)  # noqa: B010  (an attribute of any module)
     graphs = {}
     for mode, switch in (("eval", model.eval), ("train", model.train)):

@@ -33,6 +33,11 @@ class Precision:
     def of(self, stored: Any) -> tuple[Any, Any, Any]:
         """Return the dtypes of arithmetic, gathers and reductions for a stored parameter."""
         compute = self.compute or stored
+        if compute == jnp.float16:
+            raise ValueError(
+                "a float16 parameter needs a loss scale, which is not there yet: store it in "
+                'bfloat16 or float32, or compute otherwise (precision="bf16").'
+            )
         return compute, self.gather or compute, self.reduce or jnp.promote_types(stored, "float32")
 
 

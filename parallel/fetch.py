@@ -6,7 +6,7 @@ dtype. No model has to know.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -34,7 +34,7 @@ class Movement:
     compute: Any
     wire: Any
     reduce: Any
-    read: Callable[[str], None] = field(compare=False, hash=False, default=lambda path: None)
+    read: Callable[[str], None]  # told the path; of one trace, so that none is taken for another
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["value", "slot"], meta_fields=["movement"])
@@ -67,9 +67,14 @@ class Stored:
         return getattr(self.fetch(), name)  # .T, .shape, .reshape … are those of the whole array
 
 
+def whole(value: Any) -> Any:
+    """Return the whole parameter, if the value is a stored one."""
+    return value.fetch() if isinstance(value, Stored) else value
+
+
 def fetch_on_read(variable: Any, value: Any) -> Any:
     """Return what a variable's reader sees: the `on_get_value` hook of every parameter."""
-    return value.fetch() if isinstance(value, Stored) else value
+    return whole(value)
 
 
 def _check_rank(move: Movement, ndim: int) -> None:
@@ -97,15 +102,15 @@ def on_tensor_shards(move: Callable, split: Dims, ndim: int) -> Callable:
 
 
 def _gather(move: Movement, value: jax.Array) -> jax.Array:
-    def gather(whole):
+    def gather(x):
         for dim, axes in move.gather:
-            whole = lax.all_gather(whole, axes, axis=whole.ndim + dim, tiled=True)
-        return whole
+            x = lax.all_gather(x, axes, axis=x.ndim + dim, tiled=True)
+        return x
 
-    whole = value.astype(move.wire)
+    sent = value.astype(move.wire)
     if move.gather:
-        whole = on_tensor_shards(gather, move.tensor, value.ndim)(whole)
-    return whole.astype(move.compute)
+        sent = on_tensor_shards(gather, move.tensor, value.ndim)(sent)
+    return sent.astype(move.compute)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -124,7 +129,8 @@ def _backward(move: Movement, like: jax.Array, cotangent: jax.Array):
             gradient = lax.psum_scatter(gradient, axes, scatter_dimension=dim, tiled=True)
         return gradient
 
-    gradient = cotangent.astype(move.reduce)
+    moved = move.scatter or move.sum
+    gradient = cotangent.astype(move.reduce if moved else like.dtype)
     if move.scatter:
         gradient = on_tensor_shards(scatter, move.tensor, gradient.ndim)(gradient)
     if move.sum:
@@ -136,10 +142,11 @@ _fetch.defvjp(_forward, _backward)
 
 
 def gather_rows(x: Any) -> Any:
-    """Return the rows of the whole batch, for a loss that mixes rows (contrastive, ranking).
+    """Return the rows of all devices, for a loss that mixes rows (contrastive, ranking).
 
     In a training step a loss sees the rows of its own device. This is the one differentiable
-    call that gives it all of them, on every device; outside a step it returns `x` itself.
+    call that gives it all of them, on every device; outside a step it returns `x` itself. With
+    accumulate=k these are the rows of one microbatch: which rows those are depends on the mesh.
     """
     mesh = jax.sharding.get_abstract_mesh()
     manual = tuple(a for a in BATCH_AXES if a in getattr(mesh, "manual_axes", ()))

@@ -5,7 +5,7 @@ scattered in every microbatch is scattered by `fetch`, the rest is reduced once,
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -16,7 +16,7 @@ from jax.sharding import Mesh, PartitionSpec as P
 from hfjax.mean import Mean, as_mean
 from hfjax.parallel.blueprint import LAYERS, Blueprint
 from hfjax.parallel.execution import Execution, Precision
-from hfjax.parallel.fetch import Movement, Stored
+from hfjax.parallel.fetch import Dims, Movement, Stored
 from hfjax.parallel.layers import run_model
 from hfjax.parallel.mesh import BATCH_AXES, MANUAL_AXES, TENSOR_AXES, in_use
 from hfjax.parallel.placement import auto_part
@@ -35,6 +35,11 @@ class DataPlane:
     execution: Execution
     loss: Callable
     forward: Callable | None
+
+    def __post_init__(self):
+        if self.execution.accumulate == 1:
+            placed = {path: _straight(p) for path, p in self.placed.items()}
+            object.__setattr__(self, "placed", placed)
 
     def gradients(self, parameters: Flat, variables: Flat, batch: Any, step: jax.Array):
         """Return (gradients, Mean, statistics): gradients of the total, placed as the moments."""
@@ -112,8 +117,10 @@ class DataPlane:
             return mark(mean.total), (mark(mean), mark(statistics))
 
         def run(statistics, batch, number):
+            """Nothing reads a slot: one that a model gets hold of makes its loss NaN."""
             gradient = jax.grad(total, has_aux=True)
-            gradients, aux = gradient(self._slots(), statistics, batch, number)
+            slots = self._pin(jax.tree.map(lambda zeros: zeros + jnp.nan, self._slots()))
+            gradients, aux = gradient(slots, statistics, batch, number)
             return self._pin(gradients), *aux
 
         return run
@@ -231,7 +238,7 @@ class DataPlane:
             path=p.path,
             shape=p.shape,
             gather=gather,
-            scatter=p.split("gradient"),
+            scatter=self._levels(p.split("gradient")),
             sum=self._summed_at_once(p),
             tensor=p.tensor,
             compute=compute,
@@ -239,6 +246,12 @@ class DataPlane:
             reduce=reduce,
             read=unread.discard,
         )
+
+    def _levels(self, dims: Dims) -> Dims:
+        """Return the same scatters, one axis (inside the node, across nodes) after the other."""
+        if self.execution.reduction == "flat":
+            return dims
+        return tuple((dim, (axis,)) for dim, axes in dims for axis in axes)
 
     def _gather_once(self, parameters: Flat) -> Flat:
         """Return the parameters, those whose gradients accumulate whole gathered for the step."""
@@ -253,6 +266,11 @@ class DataPlane:
         return any(
             p.split("parameter") for path, p in self.placed.items() if path.startswith(LAYERS)
         )
+
+
+def _straight(p: Placed) -> Placed:
+    """With one microbatch nothing accumulates: a gradient goes to its moments' place at once."""
+    return replace(p, gradient=p.moment) if p.gradient == p.parameter else p
 
 
 def _accumulates_whole(p: Placed) -> bool:

@@ -1,5 +1,6 @@
 """Running a model's layers: the layer is the unit of gathering and of rematerialisation."""
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -8,7 +9,7 @@ from flax import nnx
 from jax import lax
 
 from hfjax.parallel.execution import Execution
-from hfjax.parallel.fetch import Stored
+from hfjax.parallel.fetch import Stored, whole
 
 # Cheap to redo, and the way by which a gathered parameter could be saved under another name.
 _MOVES = (
@@ -48,8 +49,9 @@ def is_list(layers: Any) -> bool:
 
 
 def has_three_parts(model: Any) -> bool:
-    """Return whether a model has `embed`, `layers` and `head`."""
-    return all(hasattr(model, part) for part in ("embed", "layers", "head"))
+    """Return whether a model has `layers`, and methods `embed` and `head`."""
+    methods = [getattr(type(model), name, None) for name in ("embed", "head")]
+    return hasattr(model, "layers") and all(map(inspect.isfunction, methods))
 
 
 def run_model(model: Any, batch: Any, execution: Execution, gathers: bool, platform: str) -> Any:
@@ -79,10 +81,8 @@ def _layer(graph: nnx.GraphDef, policy: Callable | None, barrier: bool = True) -
     """
 
     def apply(parameters, variables, x):
-        stored = lambda leaf: isinstance(leaf, Stored)
-        fetch = lambda leaf: leaf.fetch() if stored(leaf) else leaf
-        whole = jax.tree.map(fetch, parameters, is_leaf=stored)
-        layer = nnx.merge(graph, whole, variables)
+        fetched = jax.tree.map(whole, parameters, is_leaf=lambda x: isinstance(x, Stored))
+        layer = nnx.merge(graph, fetched, variables)
         x = layer(x)
         return x, nnx.split(layer, nnx.Param, ...)[2]
 
@@ -91,7 +91,7 @@ def _layer(graph: nnx.GraphDef, policy: Callable | None, barrier: bool = True) -
 
 def _run_stack(layers: nnx.Module, x: Any, policy: Callable | None, unroll: int | bool):
     graph, parameters, variables = nnx.split(layers, nnx.Param, ...)
-    apply = _layer(graph, policy, barrier=unroll != 1)
+    apply = _layer(graph, policy, barrier=unroll is True or unroll != 1)
     x, variables = lax.scan(
         lambda x, layer: apply(*layer, x), x, (parameters, variables), unroll=unroll
     )
@@ -101,6 +101,9 @@ def _run_stack(layers: nnx.Module, x: Any, policy: Callable | None, unroll: int 
 
 def _run_list(layers: Any, x: Any, policy: Callable | None) -> Any:
     for layer in layers.layers if isinstance(layers, nnx.Sequential) else layers:
+        if not isinstance(layer, nnx.Module):  # a function, as nnx.Sequential may hold
+            x = layer(x)
+            continue
         graph, parameters, variables = nnx.split(layer, nnx.Param, ...)
         x, variables = _layer(graph, policy)(parameters, variables, x)
         nnx.update(layer, variables)

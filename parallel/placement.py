@@ -58,14 +58,13 @@ def _place_anywhere(array: Array, entries: list[Axes], axes: Axes, mesh: Mesh) -
 
 def columns(array: Array, strategy: Strategy, mesh: Mesh, spec: P | None = None) -> tuple[P, P, P]:
     """Return the specs of the parameter, its accumulated gradient and its moments."""
-    smallest = strategy.replicate_below
+    smallest = strategy.smallest
     if spec is None:
         spec = place(array, strategy.parameters, mesh, smallest)
     if strategy.gradients.get("*") == ():  # asked for: accumulate whole, reduce once
-        gradient = auto_part(spec)
-    else:
-        gradient = place(array, strategy.gradients, mesh, smallest, spec)
-    return spec, gradient, place(array, strategy.moments, mesh, smallest, spec)
+        return spec, auto_part(spec), place(array, strategy.moments, mesh, smallest, spec)
+    gradient = place(array, strategy.gradients, mesh, smallest, spec)
+    return spec, gradient, place(array, strategy.moments, mesh, smallest, gradient)
 
 
 def check_spec(array: Array, spec: P, mesh: Mesh) -> None:

@@ -69,7 +69,8 @@ class Reduction:
             groups.setdefault(axes, {})[path] = shard
         summed: Flat = {}
         for axes, group in groups.items():
-            if self.hierarchical and len(axes) > 1:
+            mesh = placed[next(iter(group))].mesh
+            if self.hierarchical and in_use(mesh, axes) == BATCH_AXES:
                 summed |= {path: self._sum_by_node(placed[path], g) for path, g in group.items()}
             else:
                 summed |= lax.psum(group, axes) if axes else group

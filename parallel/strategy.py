@@ -13,6 +13,7 @@ from hfjax.parallel.mesh import AXES, BATCH_AXES
 
 Axes = tuple[str, ...]  # mesh axes of one dimension, major to minor; () is "on no axis"
 Rows = Mapping[str, Axes]
+SMALL = 2**14  # norms and biases of most models are smaller, their matrices larger
 COLUMNS = ("parameters", "gradients", "moments", "activations")
 
 
@@ -40,11 +41,15 @@ class Strategy:
     gradients: Mapping[str, Any] = field(default_factory=dict)
     moments: Mapping[str, Any] = field(default_factory=dict)
     activations: Mapping[str, Any] = field(default_factory=dict)
-    replicate_below: int = 2**14  # smaller arrays (norms, biases) stay whole over data and fsdp
+    replicate_below: int | None = None  # smaller arrays ignore the row *; None: SMALL elements
 
     def __post_init__(self):
         for column in COLUMNS:
             object.__setattr__(self, column, _rows(getattr(self, column)))
+        if self.gradients.get("*") == () and len(self.gradients) > 1:
+            raise ValueError(
+                f"{self.name}: gradients row * -> whole stands alone, found {dict(self.gradients)}."
+            )
 
     def __hash__(self) -> int:
         return hash((self.name, self.replicate_below))
@@ -52,11 +57,16 @@ class Strategy:
     def __or__(self, other: "Strategy") -> "Strategy":
         """Return both tables in one; a row that both set differently is refused."""
         columns = {column: self._merge(other, column) for column in COLUMNS}
-        return Strategy(
-            f"{self.name}|{other.name}",
-            **columns,
-            replicate_below=max(self.replicate_below, other.replicate_below),
-        )
+        sizes = {s.replicate_below for s in (self, other) if s.replicate_below is not None}
+        if len(sizes) > 1:
+            raise ValueError(f"{self.name} | {other.name}: replicate_below is {sorted(sizes)}.")
+        size = next(iter(sizes), None)
+        return Strategy(f"{self.name}|{other.name}", **columns, replicate_below=size)
+
+    @property
+    def smallest(self) -> int:
+        """The number of elements of a layer from which an array obeys the row `*`."""
+        return SMALL if self.replicate_below is None else self.replicate_below
 
     def _merge(self, other: "Strategy", column: str) -> dict[str, Axes]:
         mine, theirs = getattr(self, column), getattr(other, column)
@@ -84,7 +94,7 @@ class Strategy:
         return replace(self, **merged)
 
     def __str__(self) -> str:
-        lines = [f"{self.name}  (arrays below {self.replicate_below} elements stay whole)"]
+        lines = [f"{self.name}  (arrays below {self.smallest} elements stay whole)"]
         for column in COLUMNS:
             rows = getattr(self, column)
             shown = ", ".join(f"{name} -> {_show_axes(axes)}" for name, axes in rows.items())

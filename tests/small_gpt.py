@@ -20,5 +20,8 @@ def tokens(rows=16, length=24, **extra):
 
 
 def gpt_layout(strategy, sizes, optimizer=None, devices=None, **changes):
+    """Everything is split, however small, unless the strategy says from which size on."""
+    if strategy.replicate_below is None:
+        strategy = strategy.edit(replicate_below=0)
     mesh = hfjax.make_mesh(devices=devices, **sizes)
     return hfjax.layout(gpt(**changes), optimizer or optax.adamw(1e-3), mesh, strategy)

@@ -9,10 +9,11 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import hfjax
+from hfjax.models.gpt import next_token_loss
 from hfjax.parallel.placement import Array, check_spec, pieces, place
 from hfjax.parallel.strategy import DDP, FSDP, SEQUENCE, TENSOR, ZERO1, ZERO2, Strategy
 from hfjax.plan import flatten
-from tests.small_gpt import gpt, gpt_layout
+from tests.small_gpt import gpt_layout, tokens
 
 MESH = hfjax.make_mesh(data=2, fsdp=2, tensor=2)
 ALL = {"replicate_below": 0}
@@ -177,6 +178,24 @@ def test_names_for_an_unknown_path_or_of_the_wrong_length_are_refused():
         hfjax.layout(bare, optax.sgd(0.1), one, DDP, axes={"w": ("embed",)})
 
 
+def test_moments_finer_than_gradients_come_on_top_of_them():
+    finer = Strategy("finer", gradients={"*": "fsdp"}, moments={"*": ("fsdp", "data")})
+    layout = gpt_layout(finer, {"data": 2, "fsdp": 4})
+    assert layout.placed[UP].gradient == P(None, "fsdp")
+    assert layout.placed[UP].moment == P(None, "fsdp", "data")
+    step = hfjax.train_step(layout, next_token_loss, accumulate=2)
+    step(hfjax.init(layout), tokens())
+
+
+def test_a_large_array_that_nothing_divides_is_reported():
+    odd = lambda rngs: {"w": np.zeros((7, 9), np.float32)}
+    strategy = FSDP.edit(replicate_below=0)
+    layout = hfjax.layout(odd, optax.sgd(0.1), hfjax.make_mesh(fsdp=8), strategy)
+    assert "note: w (7, 9): no free dimension divides by 8 (fsdp), its parameters stay" in str(
+        layout
+    )
+
+
 def test_an_axis_that_splits_nothing_is_refused_when_the_step_is_built():
     layout = gpt_layout(DDP, {"data": 2, "pipe": 4})
     with pytest.raises(
@@ -208,7 +227,7 @@ def test_optimizer_state_that_is_no_copy_of_a_parameter_stays_whole():
         FSDP.edit(**ALL), {"fsdp": 8}, optax.adafactor(1e-3, min_dim_size_to_factor=8)
     )
     specs = [s.spec for s in jax.tree.leaves(factored.shardings().optimizer)]
-    assert P() in specs
+    assert len(set(specs)) > 1
     hfjax.init(factored)
 
 
@@ -219,7 +238,6 @@ def test_a_parameter_that_is_not_floating_is_refused():
 
 
 def test_gpt_presets():
-    assert gpt(vocab=64) is not None
     from hfjax.models.gpt import PRESETS, GPTConfig
 
     assert set(PRESETS) == {"tiny", "small", "medium", "large", "xl", "gpt3-175b"}

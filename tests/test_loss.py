@@ -79,6 +79,10 @@ def linear_weights():
         (lambda p, b: b["x"] @ p["w"], r"the loss has shape \(2, 4\) .*a scalar is expected"),
         (lambda p, b: hfjax.Mean(p["w"], 1.0), r"the loss has shape \(8, 4\)"),
         (
+            lambda p, b: hfjax.Mean(p["w"].sum(), 1.0, {"loss": 1.0}),
+            r"metric 'loss': the step tells",
+        ),
+        (
             lambda p, b: hfjax.Mean(p["w"].sum(), 1.0, {"m": b["x"]}),
             r"metric 'm' has shape \(2, 8\)",
         ),

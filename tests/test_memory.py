@@ -21,6 +21,7 @@ def temporaries(layers, **execution):
     batch = {"tokens": jax.ShapeDtypeStruct((8, LENGTH + 1), "int32")}
     step = hfjax.train_step(layout, next_token_loss, **execution)
     memory = step.lower(batch).compile().memory_analysis()
+    assert memory is not None
     return memory.temp_size_in_bytes - layout.bytes_per_device()["gradients"]
 
 

@@ -1,6 +1,6 @@
 """A user's own model trains as it is: any NNX module, a list of layers, Linen, a bare pytree."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -102,6 +102,12 @@ class Unlike(nnx.Module):
     def head(self, x):
         return self.out(x)
 
+    def __call__(self, batch):
+        x = self.embed(batch)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
 
 @pytest.mark.parametrize("remat", ["none", "full", "dots"])
 def test_a_list_of_unlike_layers_under_every_remat(remat):
@@ -185,23 +191,104 @@ def test_a_parameter_is_whole_by_whatever_way_it_is_read():
 
 
 class Past(Perceptron):
-    """Reads a parameter past its variable."""
-
-    def __call__(self, x):
-        return super().__call__(x) + sum(
-            leaf.sum() for leaf in jax.tree.leaves(nnx.state(self.extra))
-        )
+    """Reads a parameter past its variable: a penalty on all raw arrays."""
 
     def __init__(self, *, rngs):
         super().__init__(rngs=rngs)
         self.extra = nnx.Linear(8, 8, rngs=rngs)
 
+    def __call__(self, x):
+        raw = jax.tree.leaves(nnx.state(self.extra))
+        return super().__call__(x) + sum(leaf.sum() for leaf in raw)
 
-def test_a_parameter_read_past_the_fetch_is_refused_by_name():
+
+def test_a_parameter_read_past_the_fetch_is_refused_by_name_and_never_trains_silently():
     mesh = hfjax.make_mesh(fsdp=8)
     sharded = FSDP.edit(replicate_below=64)
     layout = hfjax.layout(lambda rngs: Past(rngs=rngs), optax.sgd(0.1), mesh, sharded, forward=on_x)
     with pytest.raises(ValueError, match=r"extra/kernel \(8, 8\): .*never read it through"):
         hfjax.train_step(layout, squares)(hfjax.init(layout), BATCH)
     whole = layout.with_specs({"extra/kernel": P()})
-    hfjax.train_step(whole, squares)(hfjax.init(whole), BATCH)
+    step = hfjax.train_step(whole, squares)
+    state, _ = step(hfjax.init(whole), BATCH)
+    with pytest.raises(FloatingPointError, match="step 0 is not finite"):
+        step.check(state)
+
+
+class Pair(NamedTuple):
+    weight: Any
+    bias: Any
+
+
+def test_a_tree_keeps_the_order_of_its_own_leaves():
+    """Names sort otherwise than the leaves of a named tuple, or of a list of more than ten."""
+
+    def init(rngs):
+        many = [jnp.full((8, 8), float(i)) / 8 for i in range(12)]
+        return {"pair": Pair(jnp.ones((8, 8)), jnp.zeros((8,))), "many": many}
+
+    def loss(params, batch):
+        x = batch["x"] @ params["pair"].weight + params["pair"].bias[None]
+        return squares(x @ params["many"][2] + x @ params["many"][10] * 2, batch)
+
+    assert_strategies_agree(init, loss, BATCH, CASES)
+    layout = hfjax.layout(init, optax.sgd(0.1), hfjax.make_mesh(fsdp=8), CASES["FSDP"][0])
+    found = hfjax.train_step(layout, loss)(hfjax.init(layout), BATCH)[1]["loss"]
+    np.testing.assert_allclose(found, loss(init(None), BATCH), rtol=1e-5)
+
+
+class Lookalike(nnx.Module):
+    """Has embed, layers and head, but they are modules: its own call is what counts."""
+
+    def __init__(self, *, rngs):
+        self.embed, self.head = nnx.Linear(8, 8, rngs=rngs), nnx.Linear(8, 8, rngs=rngs)
+        self.layers = nnx.List([nnx.Linear(8, 8, rngs=rngs) for _ in range(2)])
+
+    def __call__(self, x):
+        x = self.embed(x)
+        for layer in self.layers:
+            x = x + nnx.relu(layer(x))
+        return self.head(x)
+
+
+def test_a_model_that_only_looks_like_three_parts_is_called_as_it_is():
+    init = lambda rngs: Lookalike(rngs=rngs)
+    assert_strategies_agree(init, squares, BATCH, CASES, forward=on_x)
+
+
+class Chain(nnx.Module):
+    """Three parts; the layers are an nnx.Sequential that holds a function."""
+
+    def __init__(self, *, rngs):
+        self.layers = nnx.Sequential(nnx.Linear(8, 8, rngs=rngs), nnx.relu, Residual(16, rngs=rngs))
+
+    def embed(self, batch):
+        return batch["x"]
+
+    def head(self, x):
+        return x
+
+    def __call__(self, batch):
+        return self.head(self.layers(self.embed(batch)))
+
+
+def test_a_sequential_with_functions_runs_layer_by_layer():
+    assert_strategies_agree(lambda rngs: Chain(rngs=rngs), squares, BATCH, CASES)
+
+
+class Rematted(Perceptron):
+    @nnx.remat
+    def __call__(self, x):
+        return super().__call__(x)
+
+
+def test_two_steps_of_one_model_with_cached_inner_traces():
+    layout = hfjax.layout(
+        lambda rngs: Rematted(rngs=rngs),
+        optax.sgd(0.1),
+        hfjax.make_mesh(fsdp=8),
+        FSDP,
+        forward=on_x,
+    )
+    for _ in range(2):
+        hfjax.train_step(layout, squares)(hfjax.init(layout), BATCH)

@@ -31,6 +31,17 @@ def test_a_row_that_both_sides_set_differently_is_refused_with_both():
         _ = ZERO1 | Strategy("mine", moments={"*": "fsdp"})
 
 
+def test_a_size_that_one_side_sets_is_kept_and_two_different_ones_are_refused():
+    assert (FSDP.edit(replicate_below=0) | TENSOR).smallest == 0
+    with pytest.raises(ValueError, match=r"replicate_below is \[0, 5\]"):
+        _ = FSDP.edit(replicate_below=0) | TENSOR.edit(replicate_below=5)
+
+
+def test_whole_gradients_stand_alone():
+    with pytest.raises(ValueError, match="gradients row .* -> whole stands alone"):
+        FSDP.edit(gradients={"*": (), "mlp": "data"})
+
+
 def test_an_unknown_mesh_axis_in_a_row_is_refused():
     with pytest.raises(
         ValueError, match=r"row mlp -> .*unknown mesh axis 'model'. Axes: pipe, data"
