@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from flax import nnx
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
@@ -53,10 +54,9 @@ class Layout:
         placed = dict(self.placed)
         for path, spec in specs.items():
             if path not in placed:
-                near = difflib.get_close_matches(path, placed, n=3)
-                raise ValueError(
-                    f"no parameter {path!r}. Nearest: {near or 'none'}. All: layout.specs."
-                )
+                raise ValueError(f"no parameter {path!r}. {_nearest(path, placed)}")
+            if not isinstance(spec, P):
+                raise ValueError(f"{path}: a PartitionSpec is expected, found {spec!r}.")
             check_spec(self.arrays[path], spec, self.mesh)
             parts = columns(self.arrays[path], self.strategy, self.mesh, spec)
             placed[path] = replace(placed[path], **dict(zip(_PARTS, parts, strict=True)))
@@ -125,6 +125,8 @@ class Layout:
     def __str__(self) -> str:
         return "\n".join(_table(self))
 
+    __repr__ = __str__
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
@@ -151,6 +153,7 @@ def layout(
     `forward(model, batch)` says what the loss is given (default: `model(batch)`; a bare pytree
     itself). `axes` names the dimensions of parameters whose module does not: {path: names}.
     """
+    _check_arguments(model_init, optimizer, mesh, strategy)
     plan = blueprint(model_init, _activation_placer(mesh, strategy))
     _check_paths(axes or {}, plan)
     _check_dtypes(plan)
@@ -199,8 +202,29 @@ def _activation_placer(mesh: Mesh, strategy: Strategy) -> Callable:
 def _check_paths(axes: Mapping[str, tuple], plan: Blueprint) -> None:
     for path in axes:
         if path not in plan.parameters:
-            near = difflib.get_close_matches(path, plan.parameters, n=3)
-            raise ValueError(f"axes: no parameter {path!r}. Nearest: {near or 'none'}.")
+            raise ValueError(f"axes: no parameter {path!r}. {_nearest(path, plan.parameters)}")
+
+
+def _nearest(path: str, known: Mapping[str, Any]) -> str:
+    near = difflib.get_close_matches(path, known, n=3)
+    near = near or [p for p in known if p.startswith(path)][:3]
+    return f"Nearest: {near or 'none'}. All: layout.specs."
+
+
+def _check_arguments(model_init: Any, optimizer: Any, mesh: Any, strategy: Any) -> None:
+    wanted = {
+        "model_init, a function of rngs": not callable(model_init)
+        or isinstance(model_init, nnx.Module),
+        "an optax optimizer": not hasattr(optimizer, "update"),
+        "a mesh of hfjax.make_mesh": not isinstance(mesh, Mesh) or mesh.axis_names != AXES,
+        "a hfjax.Strategy": not isinstance(strategy, Strategy),
+    }
+    given = [type(x).__name__ for x in (model_init, optimizer, mesh, strategy)]
+    for (what, wrong), found in zip(wanted.items(), given, strict=True):
+        if wrong:
+            raise ValueError(
+                f"layout(model_init, optimizer, mesh, strategy): {what} is expected, found {found}."
+            )
 
 
 def _check_dtypes(plan: Blueprint) -> None:
@@ -233,7 +257,14 @@ def _unmatched(strategy: Strategy, mesh: Mesh, arrays: Mapping[str, Array]) -> I
 
 
 def _left_whole(strategy: Strategy, placed: Mapping[str, Placed]) -> Iterator[str]:
-    """Report large arrays that the row `*` could not split."""
+    """Report large arrays that the row `*` could not split, or that there is none."""
+    stars = (*strategy.parameters.get("*", ()), *strategy.moments.get("*", ()))
+    small = all(p.small for p in placed.values())
+    if small and any(in_use(p.mesh, stars) for p in placed.values()):
+        yield (
+            f"no parameter has {strategy.smallest} elements a layer: nothing is split. Split all: "
+            f"{strategy.name}.edit(replicate_below=0)"
+        )
     for column, rows in (("parameter", strategy.parameters), ("moment", strategy.moments)):
         axes = rows.get("*", ())
         for p in placed.values():

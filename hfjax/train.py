@@ -41,7 +41,7 @@ class TrainStep:
     """A jitted training step. Call it; `lower(batch)` gives the program without running it."""
 
     def __init__(self, layout: Layout, loss: Callable, execution: Execution):
-        _check_runs(layout, execution)
+        _check_runs(layout, execution, loss)
         self.layout, self.execution = layout, execution
         self._plane = _data_plane(layout, loss, execution)
         self._shardings = layout.shardings()
@@ -57,6 +57,11 @@ class TrainStep:
 
     def __call__(self, state: State, batch: Any) -> tuple[State, Metrics]:
         """Return the next state and the metrics of this step (on device: nothing is waited for)."""
+        if getattr(state.step, "is_deleted", bool)():
+            raise ValueError(
+                "this state was given to an earlier step, which took its memory (donation). Go on "
+                "with the state that the step returned: state, metrics = step(state, batch)."
+            )
         self._watch.check(state)
         if not _is_placed(batch, self._batch):
             batch = shard_batch(self.layout, batch, self.execution.accumulate)
@@ -73,6 +78,10 @@ class TrainStep:
     def check(self, state: State) -> None:
         """Wait for the steps given so far; raise FloatingPointError if one was not finite."""
         self._watch.check(state, lag=0)
+
+    def __repr__(self) -> str:
+        where = f"{self.layout.strategy.name} on {describe_mesh(self.layout.mesh)}"
+        return f"TrainStep({where}, {self.execution})"
 
     # -- the program ----------------------------------------------------------------------
 
@@ -141,7 +150,7 @@ def eval_step(
 ) -> Callable:
     """Return (state, batch) -> metrics, jitted: no dropout, no gradient, nothing donated."""
     run = Execution(precision=precision, compiler_options=compiler_options)
-    _check_runs(layout, run)
+    _check_runs(layout, run, loss)
     plane = _data_plane(layout, loss, run)
     where = NamedSharding(layout.mesh, P(BATCH_AXES))
 
@@ -174,7 +183,12 @@ def _metrics(mean: Mean) -> Metrics:
     return {name: m.total / m.weight for name, m in mean.metrics.items()} | {"weight": mean.weight}
 
 
-def _check_runs(layout: Layout, execution: Execution) -> None:
+def _check_runs(layout: Layout, execution: Execution, loss: Callable) -> None:
+    if not isinstance(layout, Layout) or not callable(loss):
+        raise ValueError(
+            f"train_step and eval_step take a layout and a loss(outputs, batch), found "
+            f"{type(layout).__name__} and {type(loss).__name__}."
+        )
     if idle := layout.unused_axes():
         raise ValueError(
             f"mesh {describe_mesh(layout.mesh)}: {', '.join(idle)} splits neither the batch nor a "
@@ -206,7 +220,13 @@ def shard_batch(layout: Layout, batch: Any, accumulate: int = 1) -> Any:
 
 
 def _check_batch(layout: Layout, batch: Any, accumulate: int, processes: int = 1) -> None:
-    sizes = [np.shape(x)[0] if np.ndim(x) else 0 for x in jax.tree.leaves(batch)]
+    leaves = jax.tree.leaves(batch)
+    if not all(hasattr(x, "shape") for x in leaves):
+        raise ValueError(
+            "a batch is a pytree of arrays; found Python numbers in it. Convert lists first: "
+            "np.asarray(…)."
+        )
+    sizes = [x.shape[0] if x.shape else 0 for x in leaves]
     if not sizes or len(set(sizes)) > 1 or not sizes[0]:
         raise ValueError(
             f"a batch is a pytree of arrays with the same number of rows, at least one; "

@@ -52,7 +52,7 @@ class Blueprint:
         return (*stack, *(unnamed if axes is None else axes))
 
 
-def _rngs(seed: Any) -> nnx.Rngs:
+def rngs_of(seed: Any) -> nnx.Rngs:
     """Return one stream for parameters and one for dropout, so that a rate changes no weight."""
     key = jax.random.key(seed)
     return nnx.Rngs(key, dropout=jax.random.fold_in(key, 1))
@@ -76,7 +76,7 @@ def blueprint(model_init: Callable, place: Callable) -> Blueprint:
     Modules whose `place` is that of `hfjax.models.parts.anywhere` (marked `places_activations`)
     are handed the function that places activations by name.
     """
-    model = nnx.eval_shape(lambda: model_init(_rngs(0)))
+    model = nnx.eval_shape(lambda: model_init(rngs_of(0)))
     if not isinstance(model, nnx.Module):
         return _of_tree(model_init, model)
     for _, module in nnx.iter_modules(model):
@@ -89,7 +89,7 @@ def blueprint(model_init: Callable, place: Callable) -> Blueprint:
     parts = has_three_parts(model)
 
     def create(seed):
-        return _raw(nnx.split(model_init(_rngs(seed)), ...)[1])
+        return _raw(nnx.split(model_init(rngs_of(seed)), ...)[1])
 
     return Blueprint(
         create=create,
@@ -121,7 +121,7 @@ def _of_tree(model_init: Callable, tree: Any) -> Blueprint:
     paths = [jax.tree_util.keystr(keys, simple=True, separator="/") for keys, _ in named]
 
     def create(seed):
-        return dict(zip(paths, jax.tree.leaves(model_init(_rngs(seed))), strict=True))
+        return dict(zip(paths, jax.tree.leaves(model_init(rngs_of(seed))), strict=True))
 
     leaves = {path: leaf for path, (_, leaf) in zip(paths, named, strict=True)}
     return Blueprint(create, leaves, {}, {"train": definition, "eval": definition})

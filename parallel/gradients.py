@@ -42,18 +42,20 @@ class DataPlane:
             object.__setattr__(self, "placed", placed)
 
     def gradients(self, parameters: Flat, variables: Flat, batch: Any, step: jax.Array):
-        """Return (gradients, Mean, statistics): gradients of the total, placed as the moments."""
+        """Return (gradients of the total, placed as the moments; Mean; variables written to)."""
 
         def device(parameters, variables, batch, step):
-            unread = set(self.placed)
+            unread, written = set(self.placed), set[str]()
             parameters = self._gather_once(self._varying(parameters))
             random, statistics = self._sort(self._varying(variables))
-            microbatch = self._microbatch(parameters, random, _rows(batch), step, unread)
+            traced = (unread, written)
+            microbatch = self._microbatch(parameters, random, _rows(batch), step, traced)
             gradients, mean, statistics = self._accumulate(microbatch, statistics, batch)
             self._check_all_read(unread)
             hierarchical = self.execution.reduction == "hierarchical"
             gradients = Reduction(self._precision, hierarchical)(gradients, self.placed)
-            return gradients, self._sum(mean), self._average(statistics)
+            changed = {path: x for path, x in statistics.items() if path in written}
+            return gradients, self._sum(mean), self._average(changed)
 
         out_specs = (self._specs("moment"), P(), P())
         in_specs = (self._specs("parameter"), P(), P(self._axes), P())
@@ -97,9 +99,13 @@ class DataPlane:
         return gradients, jax.tree.map(lambda x: x.sum(0), means), statistics
 
     def _microbatch(
-        self, parameters: Flat, random: Flat, local_rows: int, step: Any, unread: set[str]
+        self, parameters: Flat, random: Flat, local_rows: int, step: Any, traced: tuple[set, set]
     ) -> Callable:
-        """Return (statistics, batch, number) -> (gradients, Mean, statistics) of one microbatch."""
+        """Return (statistics, batch, number) -> (gradients, Mean, statistics) of one microbatch.
+
+        `traced` holds the paths not read yet and those written to: tracing fills them in.
+        """
+        unread, written = traced
 
         def total(slots, statistics, batch, number):
             rows = _rows(batch)
@@ -112,6 +118,7 @@ class DataPlane:
             model = self._model(parameters, slots, {**statistics, **keys}, "train", unread)
             mean = self._mean(model, batch)
             changed = self.blueprint.variables_of(model)
+            written.update(p for p, old in statistics.items() if changed[p] is not old)
             statistics = {path: changed[path] for path in statistics}
             mark = self._varying
             return mark(mean.total), (mark(mean), mark(statistics))

@@ -84,9 +84,17 @@ def _layer(graph: nnx.GraphDef, policy: Callable | None, barrier: bool = True) -
         fetched = jax.tree.map(whole, parameters, is_leaf=lambda x: isinstance(x, Stored))
         layer = nnx.merge(graph, fetched, variables)
         x = layer(x)
-        return x, nnx.split(layer, nnx.Param, ...)[2]
+        return x, _written(layer, variables)
 
     return apply if policy is None else jax.checkpoint(apply, policy=policy, prevent_cse=barrier)
+
+
+def _written(layer: nnx.Module, before: nnx.State) -> nnx.State:
+    """Return the variables that the layer has written to."""
+    old = dict(nnx.to_flat_state(before))
+    new = nnx.to_flat_state(nnx.state(layer, nnx.Not(nnx.Param)))
+    raw = lambda variable: variable.get_raw_value()
+    return nnx.from_flat_state([(keys, v) for keys, v in new if raw(v) is not raw(old[keys])])
 
 
 def _run_stack(layers: nnx.Module, x: Any, policy: Callable | None, unroll: int | bool):

@@ -40,8 +40,17 @@ class Placed:
 
     @property
     def tensor(self) -> Dims:
-        """The dimensions that the partitioner keeps split."""
-        return self._dims(auto_part(self.parameter)) if in_use(self.mesh, TENSOR_AXES) else ()
+        """The dimensions that the partitioner keeps split while others are gathered or scattered.
+
+        None if one of them is split over manual axes too: the pieces of a tensor shard are not
+        next to each other then, and the partitioner has to put them in order.
+        """
+        if not in_use(self.mesh, TENSOR_AXES):
+            return ()
+        columns = ("parameter", "gradient", "moment")
+        moved = {dim for column in columns for dim, _ in self.split(column)}
+        dims = self._dims(auto_part(self.parameter))
+        return () if moved & {dim for dim, _ in dims} else dims
 
     def local(self, column: str) -> tuple[int, ...]:
         """Return the shape of what a device holds, tensor axes not divided."""

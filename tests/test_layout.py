@@ -187,6 +187,45 @@ def test_moments_finer_than_gradients_come_on_top_of_them():
     step(hfjax.init(layout), tokens())
 
 
+def test_one_dimension_over_fsdp_and_tensor_keeps_its_order():
+    layout = gpt_layout(FSDP | TENSOR, {"fsdp": 2, "tensor": 2}, optax.sgd(0.1))
+    both = {
+        UP: P(None, None, ("fsdp", "tensor")),
+        "layers/mlp/down/kernel": P(None, ("fsdp", "tensor")),
+        "tokens": P(("fsdp", "tensor")),
+    }
+    runs = []
+    for plan in (layout, layout.with_specs(both)):
+        step, state = hfjax.train_step(plan, next_token_loss), hfjax.init(plan)
+        state, _ = step(state, tokens())
+        state, metrics = step(state, tokens())
+        runs.append((float(metrics["loss"]), hfjax.full(state.params)))
+    np.testing.assert_allclose(runs[0][0], runs[1][0], rtol=1e-6)
+    close = lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5)
+    jax.tree.map(close, runs[0][1], runs[1][1])
+
+
+@pytest.mark.parametrize(
+    ("position", "given", "message"),
+    [
+        (0, None, "model_init, a function of rngs is expected, found NoneType"),
+        (1, "adam", "an optax optimizer is expected, found str"),
+        (2, jax.make_mesh((8,), ("data",)), r"a mesh of hfjax.make_mesh is expected, found Mesh"),
+        (3, "FSDP", r"a hfjax.Strategy is expected, found str"),
+    ],
+)
+def test_arguments_of_the_wrong_kind_are_named(position, given, message):
+    arguments: list = [lambda rngs: {"w": np.zeros(3)}, optax.sgd(0.1), MESH, FSDP]
+    arguments[position] = given
+    with pytest.raises(ValueError, match=message):
+        hfjax.layout(*arguments)
+
+
+def test_a_model_too_small_to_split_says_so():
+    layout = gpt_layout(FSDP.edit(replicate_below=10**6), {"fsdp": 8})
+    assert "note: no parameter has 1000000 elements a layer: nothing is split" in str(layout)
+
+
 def test_a_large_array_that_nothing_divides_is_reported():
     odd = lambda rngs: {"w": np.zeros((7, 9), np.float32)}
     strategy = FSDP.edit(replicate_below=0)

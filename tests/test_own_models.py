@@ -81,6 +81,29 @@ def test_batch_statistics_over_all_devices_are_carried_in_the_state():
     np.testing.assert_array_equal(held, hfjax.full(state.variables)["norm"]["mean"])
 
 
+class Frozen(Perceptron):
+    """Has a table that nothing writes to."""
+
+    def __init__(self, *, rngs):
+        super().__init__(rngs=rngs)
+        self.table = nnx.Variable(jax.random.normal(rngs.params(), (8, 3)))
+
+    def __call__(self, x):
+        return super().__call__(x * self.table[...].sum())
+
+
+def test_a_variable_that_nothing_writes_to_is_not_sent_and_stays_bit_by_bit():
+    mesh = hfjax.make_mesh(devices=jax.devices()[:6], data=6)
+    layout = hfjax.layout(lambda rngs: Frozen(rngs=rngs), optax.sgd(0.1), mesh, DDP, forward=on_x)
+    step, state = hfjax.train_step(layout, squares), hfjax.init(layout)
+    batch = jax.tree.map(lambda x: x[:12], BATCH)
+    before = hfjax.full(state.variables)["table"]
+    assert not [row for row in hfjax.collectives(step.lower(batch)) if row.shape == (8, 3)]
+    for _ in range(5):
+        state, _ = step(state, batch)
+    np.testing.assert_array_equal(before, hfjax.full(state.variables)["table"])
+
+
 class Residual(nnx.Module):
     def __init__(self, width, *, rngs):
         self.up, self.down = nnx.Linear(8, width, rngs=rngs), nnx.Linear(width, 8, rngs=rngs)

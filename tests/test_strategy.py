@@ -38,7 +38,7 @@ def test_a_size_that_one_side_sets_is_kept_and_two_different_ones_are_refused():
 
 
 def test_whole_gradients_stand_alone():
-    with pytest.raises(ValueError, match="gradients row .* -> whole stands alone"):
+    with pytest.raises(ValueError, match=r"gradients row .* -> whole stands alone"):
         FSDP.edit(gradients={"*": (), "mlp": "data"})
 
 

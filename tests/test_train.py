@@ -25,6 +25,8 @@ def test_the_state_given_is_donated_and_counts_its_steps(ddp):
     second, _ = step(first, tokens())
     assert int(second.step) == 1
     assert all(x.is_deleted() for x in jax.tree.leaves(first.params))
+    with pytest.raises(ValueError, match="this state was given to an earlier step"):
+        step(first, tokens())
 
 
 def test_a_seed_gives_the_same_parameters_on_every_mesh():
@@ -45,6 +47,7 @@ def test_a_seed_gives_the_same_parameters_on_every_mesh():
         (tokens(rows=6), r"batch of 6 rows does not divide by accumulate=1 x 4 devices .*4 or 8"),
         (tokens() | {"mask": np.ones((8, 24))}, r"same number of rows.*\[8, 16\]"),
         ({"tokens": np.zeros((0, 25), np.int32)}, r"at least one; found rows \[0\]"),
+        ({"tokens": [[1, 2]] * 4}, r"found Python numbers in it. Convert lists first"),
         ({}, r"at least one; found rows \[\]"),
     ],
 )
@@ -149,9 +152,9 @@ def test_a_parameter_that_is_not_finite_is_told_by_name_at_a_later_call():
     step = hfjax.train_step(layout, next_token_loss)
     state = hfjax.init(layout)
     state.params["norm"]["scale"] = state.params["norm"]["scale"] * np.nan
-    for _ in range(3):
+    for number in range(3):
         state, metrics = step(state, tokens())
-    assert int(metrics["step"]) == 2
+        assert int(metrics["step"]) == number
     with pytest.raises(FloatingPointError, match=r"step 0 .*the first is norm/scale \(32,\): "):
         step(state, tokens())
 
