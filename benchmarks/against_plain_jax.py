@@ -35,12 +35,14 @@ OVERHEAD = GPTConfig.tiny(layers=2, embed=32, length=8)
 ROWS, RATE, DECAY, WARM = 8, 1e-3, 1e-4, 3
 COMPARED = 5  # first losses; later ones drift apart by rounding
 SAME = 1e-4  # by how much the losses of two programs may differ, relative to the loss
-STRATEGIES = {
-    "one device": (hfjax.DDP, {}),
-    "DDP": (hfjax.DDP, {"data": 8}),
-    "FSDP": (hfjax.FSDP, {"fsdp": 8}),
-    "TENSOR": (hfjax.TENSOR, {"data": 2, "tensor": 4}),
-    "TENSOR|SEQUENCE": (hfjax.TENSOR | hfjax.SEQUENCE, {"data": 2, "tensor": 4}),
+KEPT = {"reshard_after_forward": False}  # as plain JAX does: gather once, keep
+STRATEGIES: dict[str, tuple[hfjax.Strategy, dict[str, int], dict[str, Any]]] = {
+    "one device": (hfjax.DDP, {}, {}),
+    "DDP": (hfjax.DDP, {"data": 8}, {}),
+    "FSDP": (hfjax.FSDP, {"fsdp": 8}, {}),
+    "FSDP, kept": (hfjax.FSDP, {"fsdp": 8}, KEPT),
+    "TENSOR": (hfjax.TENSOR, {"data": 2, "tensor": 4}, {}),
+    "TENSOR|SEQUENCE": (hfjax.TENSOR | hfjax.SEQUENCE, {"data": 2, "tensor": 4}, {}),
 }
 NAMES = {  # of a layer: hfjax's path, plain_jax's key
     "attention/qkv/kernel": "qkv",
@@ -133,10 +135,10 @@ def batch_of(config: GPTConfig) -> dict[str, np.ndarray]:
 
 def hfjax_runner(config: GPTConfig, name: str) -> Runner:
     """Return hfjax's program, as a user writes it."""
-    strategy, sizes = STRATEGIES[name]
+    strategy, sizes, execution = STRATEGIES[name]
     model, optimizer = lambda rngs: GPT(config, rngs=rngs), optax.adamw(RATE, weight_decay=DECAY)
     layout = hfjax.layout(model, optimizer, hfjax.make_mesh(**sizes), strategy)
-    step = hfjax.train_step(layout, next_token_loss, clip=1.0)
+    step = hfjax.train_step(layout, next_token_loss, clip=1.0, **execution)
 
     def run(state, batch):
         state, metrics = step(state, batch)
@@ -148,7 +150,7 @@ def hfjax_runner(config: GPTConfig, name: str) -> Runner:
 
 def plain_runner(config: GPTConfig, name: str, weights: Any) -> Runner:
     """Return plain JAX's program, started from these weights."""
-    program = Program(SPLITS[name], optax.adamw(RATE, weight_decay=DECAY))
+    program = Program(SPLITS[name.split(",")[0]], optax.adamw(RATE, weight_decay=DECAY))
     tokens = jax.device_put(batch_of(config)["tokens"], program.batch)
     state = program.place(weights)
     step = program.step(state)
@@ -178,16 +180,20 @@ def compare(config: GPTConfig, name: str, rounds: int, torch: bool) -> list[str]
     hf = hfjax_runner(config, name)
     weights = plain_weights(hf.state.params, config.layers)
     runners = [plain_runner(config, name, weights), hf]
-    if torch:
-        from torch_gpt import torch_step
-
-        step, tokens = torch_step(weights, batch_of(config)["tokens"], RATE, DECAY)
-        runners.append(Runner("torch", step, None, tokens))
     seen, quiet = in_turn(runners, rounds)
     difference = _check_same(runners)
     row = _row(name, runners, seen, quiet or seen)
     row = f"{row} {difference:.0e} | {len(quiet)}/{rounds} |"
-    return [row, _torch_line(quiet or seen)] if torch else [row]
+    return [row, _beside_torch(config, hf, weights, rounds)] if torch else [row]
+
+
+def _beside_torch(config: GPTConfig, hf: Runner, weights: Any, rounds: int) -> str:
+    """Return torch's line; apart from the others, for its threads go on spinning."""
+    from torch_gpt import torch_step
+
+    step, tokens = torch_step(weights, batch_of(config)["tokens"], RATE, DECAY)
+    seen, quiet = in_turn([hf, Runner("torch", step, None, tokens)], rounds)
+    return _torch_line(quiet or seen)
 
 
 def _row(name: str, runners: list[Runner], seen: list, used: list) -> str:
@@ -205,8 +211,8 @@ def _row(name: str, runners: list[Runner], seen: list, used: list) -> str:
 
 
 def _torch_line(used: list[list[Timed]]) -> str:
-    ratio = _ratio(used, lambda t: t.wall, 1, 2)
-    took = _milliseconds(used, 2)
+    ratio = _ratio(used, lambda t: t.wall, 0, 1)
+    took = _milliseconds(used, 1)
     return f"Eager torch, one device, same batch: {took:.0f} ms; hfjax / torch {ratio:.3f}."
 
 
@@ -319,7 +325,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="a small model; writes no result")
     parser.add_argument("--torch", action="store_true", help="eager torch beside one device")
     given = parser.parse_args()
-    config, rounds = (SMALL, 4) if given.quick else (FULL, 20)
+    config, rounds = (SMALL, 4) if given.quick else (FULL, 10)
     overhead = overhead_us()
     rows, torch = [], []
     for name in STRATEGIES:
