@@ -36,7 +36,7 @@ ROWS, RATE, DECAY, WARM = 8, 1e-3, 1e-4, 3
 COMPARED = 5  # first losses; later ones drift apart by rounding
 SAME = 1e-4  # by how much the losses of two programs may differ, relative to the loss
 KEPT = {"reshard_after_forward": False}  # as plain JAX does: gather once, keep
-STRATEGIES: dict[str, tuple[hfjax.Strategy, dict[str, int], dict[str, Any]]] = {
+STRATEGIES: dict[str, tuple[hfjax.Strategy, dict[str, Any], dict[str, Any]]] = {
     "one device": (hfjax.DDP, {}, {}),
     "DDP": (hfjax.DDP, {"data": 8}, {}),
     "FSDP": (hfjax.FSDP, {"fsdp": 8}, {}),
