@@ -28,9 +28,9 @@ def temporaries(layers, **execution):
 def test_with_remat_fsdp_holds_one_or_two_gathered_layers_and_a_carry_per_layer():
     short, deep = temporaries(4, remat="full"), temporaries(32, remat="full")
     per_layer = (deep - short) / 28
-    assert CARRY <= per_layer <= 4 * CARRY
+    assert 0.9 * CARRY <= per_layer <= 1.5 * CARRY
     assert short <= 3 * LAYER
-    assert deep <= 3 * LAYER + 4 * 32 * CARRY
+    assert deep <= 3 * LAYER + 1.5 * 32 * CARRY
 
 
 @pytest.mark.parametrize("remat", ["none", "dots"])
