@@ -8,7 +8,7 @@ demo: .venv/ok  ## train a GPT on 8 fake CPU devices under every strategy
 test: .venv/ok  ## the standard suite
 	$(PY) -m pytest -q -n 2 -m "not slow"
 
-test-all: .venv/ok  ## everything, the long matrix included
+test-all: .venv/ok  ## with the long matrix: every strategy in float64
 	$(PY) -m pytest -q -n 2
 
 test-cuda: .venv/ok  ## install the wheels that compile for CUDA (no GPU is needed), run what uses them

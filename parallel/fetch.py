@@ -122,17 +122,22 @@ def _forward(move: Movement, value: jax.Array, slot: jax.Array):
     return _gather(move, value), jnp.zeros((0,), slot.dtype)
 
 
-def _backward(move: Movement, like: jax.Array, cotangent: jax.Array):
-    def scatter(gradient):
-        for dim, axes in move.scatter:
+def scatter(gradient: jax.Array, dims: Dims, tensor: Dims) -> jax.Array:
+    """Return this device's shard of the sum of the gradients, one dimension after the other."""
+
+    def run(gradient):
+        for dim, axes in dims:
             dim += gradient.ndim
             gradient = lax.psum_scatter(gradient, axes, scatter_dimension=dim, tiled=True)
         return gradient
 
+    return on_tensor_shards(run, tensor, gradient.ndim)(gradient) if dims else gradient
+
+
+def _backward(move: Movement, like: jax.Array, cotangent: jax.Array):
     moved = move.scatter or move.sum
     gradient = cotangent.astype(move.reduce if moved else like.dtype)
-    if move.scatter:
-        gradient = on_tensor_shards(scatter, move.tensor, gradient.ndim)(gradient)
+    gradient = scatter(gradient, move.scatter, move.tensor)
     if move.sum:
         gradient = lax.psum(gradient, move.sum)
     return None, gradient.astype(like.dtype)

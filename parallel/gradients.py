@@ -16,12 +16,12 @@ from jax.sharding import Mesh, PartitionSpec as P
 from hfjax.mean import Mean, as_mean
 from hfjax.parallel.blueprint import LAYERS, Blueprint
 from hfjax.parallel.execution import Execution, Precision
-from hfjax.parallel.fetch import Dims, Movement, Stored
+from hfjax.parallel.fetch import Movement, Stored
 from hfjax.parallel.layers import run_model
 from hfjax.parallel.mesh import BATCH_AXES, MANUAL_AXES, TENSOR_AXES, in_use
 from hfjax.parallel.placement import auto_part
 from hfjax.parallel.randomness import is_random, keys_for
-from hfjax.parallel.reduction import Flat, Placed, Reduction
+from hfjax.parallel.reduction import Flat, Placed, Reduction, levels
 from hfjax.parallel.strategy import Axes
 
 
@@ -52,8 +52,7 @@ class DataPlane:
             microbatch = self._microbatch(parameters, random, _rows(batch), step, traced)
             gradients, mean, statistics = self._accumulate(microbatch, statistics, batch)
             self._check_all_read(unread)
-            hierarchical = self.execution.reduction == "hierarchical"
-            gradients = Reduction(self._precision, hierarchical)(gradients, self.placed)
+            gradients = Reduction(self._precision, self._hierarchical)(gradients, self.placed)
             changed = {path: x for path, x in statistics.items() if path in written}
             return gradients, self._sum(mean), self._average(changed)
 
@@ -223,10 +222,8 @@ class DataPlane:
         That is when there is no further microbatch to wait for, each parameter is read once, and
         it is large: small ones go together at the end.
         """
-        execution = self.execution
-        flat = execution.reduction == "flat"
-        once = self.blueprint.three_parts and execution.accumulate == 1
-        if p.small or not (once and flat):
+        once = self.blueprint.three_parts and self.execution.accumulate == 1
+        if p.small or self._hierarchical or not once:
             return ()
         split = {axis for _, axes in (*p.split("gradient"), *p.split("moment")) for axis in axes}
         return tuple(axis for axis in self._axes if axis not in split)
@@ -245,7 +242,7 @@ class DataPlane:
             path=p.path,
             shape=p.shape,
             gather=gather,
-            scatter=self._levels(p.split("gradient")),
+            scatter=levels(p.split("gradient"), self._hierarchical),
             sum=self._summed_at_once(p),
             tensor=p.tensor,
             compute=compute,
@@ -254,11 +251,9 @@ class DataPlane:
             read=unread.discard,
         )
 
-    def _levels(self, dims: Dims) -> Dims:
-        """Return the same scatters, one axis (inside the node, across nodes) after the other."""
-        if self.execution.reduction == "flat":
-            return dims
-        return tuple((dim, (axis,)) for dim, axes in dims for axis in axes)
+    @property
+    def _hierarchical(self) -> bool:
+        return self.execution.reduction == "hierarchical"
 
     def _gather_once(self, parameters: Flat) -> Flat:
         """Return the parameters, those whose gradients accumulate whole gathered for the step."""

@@ -1,6 +1,6 @@
 """The one reduction after the last microbatch: what is not scattered yet is scattered or summed."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +9,7 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec as P
 
 from hfjax.parallel.execution import Precision
-from hfjax.parallel.fetch import Dims, on_tensor_shards
+from hfjax.parallel.fetch import Dims, on_tensor_shards, scatter
 from hfjax.parallel.mesh import BATCH_AXES, TENSOR_AXES, in_use
 from hfjax.parallel.placement import auto_part, entries_of, manual_part, size_of
 from hfjax.parallel.strategy import Axes
@@ -62,6 +62,13 @@ class Placed:
         return tuple((dim - len(self.shape), axes) for dim, axes in entries if axes)
 
 
+def levels(dims: Dims, hierarchical: bool) -> Dims:
+    """Return the same scatters; hierarchical: one axis (in the node, across) after the other."""
+    if not hierarchical:
+        return dims
+    return tuple((dim, (axis,)) for dim, axes in dims for axis in axes)
+
+
 @dataclass(frozen=True)
 class Reduction:
     """How gradients are summed over the batch axes."""
@@ -88,31 +95,12 @@ class Reduction:
     def _scatter(self, p: Placed, gradient: jax.Array) -> tuple[jax.Array, Axes]:
         """Scatter what the moments are split by and the gradient is not; return axes to sum."""
         done = {axis for _, axes in p.split("gradient") for axis in axes}
-        todo = [
-            (dim, tuple(axis for axis in axes if axis not in done))
-            for dim, axes in p.split("moment")
-        ]
-
-        def scatter(gradient):
-            for dim, axes in todo:
-                for level in self._levels(axes):
-                    at = gradient.ndim + dim
-                    gradient = lax.psum_scatter(gradient, level, scatter_dimension=at, tiled=True)
-            return gradient
-
-        if any(axes for _, axes in todo):
-            gradient = self._on_shards(scatter, p)(gradient)
+        rest = [(dim, tuple(a for a in axes if a not in done)) for dim, axes in p.split("moment")]
+        todo = levels(tuple((dim, axes) for dim, axes in rest if axes), self.hierarchical)
+        gradient = scatter(gradient, todo, p.tensor)
         done |= {axis for _, axes in todo for axis in axes}
         varying = jax.typeof(gradient).manual_axis_type.varying - done  # or summed already
         return gradient, tuple(axis for axis in BATCH_AXES if axis in varying)
-
-    def _levels(self, axes: Axes) -> list[Axes]:
-        if not axes:
-            return []
-        return [(axis,) for axis in axes] if self.hierarchical else [axes]
-
-    def _on_shards(self, move: Callable, p: Placed) -> Callable:
-        return on_tensor_shards(move, p.tensor, len(p.shape))
 
     def _sum_by_node(self, p: Placed, gradient: jax.Array) -> jax.Array:
         """Scatter over fsdp (inside the node), add over data (across nodes), gather over fsdp."""
@@ -127,4 +115,4 @@ class Reduction:
             shard = lax.psum(shard, "data")
             return lax.all_gather(shard, "fsdp", axis=free[0], tiled=True, to="invarying")
 
-        return self._on_shards(add, p)(gradient)
+        return on_tensor_shards(add, p.tensor, len(p.shape))(gradient)

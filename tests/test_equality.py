@@ -36,7 +36,13 @@ def test_strategies_equal_one_device_with_dropout_masks_microbatches_and_clippin
     )
 
 
-@pytest.mark.parametrize("name", ["ZERO2 in two levels", "HSDP+TENSOR+SEQUENCE"])
+QUICK = ("ZERO2 in two levels", "HSDP+TENSOR+SEQUENCE")
+IN_FLOAT64 = [
+    pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in strategies(8)
+]
+
+
+@pytest.mark.parametrize("name", IN_FLOAT64)
 def test_in_float64_parameters_agree_to_the_last_digits(name):
     with jax.enable_x64(True):
         found = assert_strategies_agree(
