@@ -1,4 +1,8 @@
-"""Causal attention, handed to a model as a function. [B]atch, [S]equence, [H]eads, head [D]im."""
+"""Causal attention, handed to a model as a function, and rotary positions.
+
+[B]atch, [S]equence, [H]eads, head [D]im. Keys and values may have fewer heads, [G]: each serves
+H / G heads of queries that follow one another (grouped-query attention, Ainslie et al., 2023).
+"""
 
 from typing import Literal
 
@@ -8,28 +12,29 @@ import jax.numpy as jnp
 BLOCKS = 4  # of queries: a later block attends to more keys, so 3/8 of the work is skipped
 
 
-def causal_attention(q_BSHD: jax.Array, k_BSHD: jax.Array, v_BSHD: jax.Array) -> jax.Array:
+def causal_attention(q_BSHD: jax.Array, k_BSGD: jax.Array, v_BSGD: jax.Array) -> jax.Array:
     """Return causal attention by what is fastest here: cuDNN on a GPU, query blocks on a CPU."""
     if jax.default_backend() == "gpu":
         half = q_BSHD.dtype in (jnp.bfloat16, jnp.float16)
-        return dot_product(q_BSHD, k_BSHD, v_BSHD, "cudnn" if half else "xla")
-    return blocked(q_BSHD, k_BSHD, v_BSHD)
+        return dot_product(q_BSHD, k_BSGD, v_BSGD, "cudnn" if half else "xla")
+    return blocked(q_BSHD, k_BSGD, v_BSGD)
 
 
 def dot_product(
     q_BSHD: jax.Array,
-    k_BSHD: jax.Array,
-    v_BSHD: jax.Array,
+    k_BSGD: jax.Array,
+    v_BSGD: jax.Array,
     implementation: Literal["xla", "cudnn"] | None = None,
 ) -> jax.Array:
     """Return `jax.nn.dot_product_attention`, causal."""
     attend = jax.nn.dot_product_attention
-    return attend(q_BSHD, k_BSHD, v_BSHD, is_causal=True, implementation=implementation)
+    return attend(q_BSHD, k_BSGD, v_BSGD, is_causal=True, implementation=implementation)
 
 
-def blocked(q_BSHD: jax.Array, k_BSHD: jax.Array, v_BSHD: jax.Array) -> jax.Array:
+def blocked(q_BSHD: jax.Array, k_BSGD: jax.Array, v_BSGD: jax.Array) -> jax.Array:
     """Return causal attention computed per block of queries, without the keys after the block."""
-    length = q_BSHD.shape[1]
+    length, shared = q_BSHD.shape[1], q_BSHD.shape[2] // k_BSGD.shape[2]
+    k_BSHD, v_BSHD = (jnp.repeat(x, shared, axis=2) for x in (k_BSGD, v_BSGD))
     blocks = BLOCKS if length % BLOCKS == 0 else 1
     size = length // blocks
     parts = [
@@ -50,3 +55,19 @@ def _block(q_BQHD: jax.Array, k_BKHD: jax.Array, v_BKHD: jax.Array) -> jax.Array
     scores = jnp.where(visible[None, None], scores, jnp.finfo(wide).min)
     weights = jax.nn.softmax(scores, axis=-1).astype(v_BKHD.dtype)
     return jnp.einsum("bhqk,bkhd->bqhd", weights, v_BKHD)
+
+
+def rotate(x_BSHD: jax.Array, base: float) -> jax.Array:
+    """Return x, dimensions i and i + D/2 turned by position * base ** (-2i / D) radians.
+
+    Rotary positions (Su et al., 2021), halves paired as in the weights of Hugging Face's Llama.
+    Between S and D there may be any number of dimensions. Computed in float32 or wider.
+    """
+    length, half = x_BSHD.shape[1], x_BSHD.shape[-1] // 2
+    wide = jnp.promote_types(x_BSHD.dtype, jnp.float32)
+    speeds = base ** (-jnp.arange(half, dtype=wide) / half)
+    angles = jnp.outer(jnp.arange(length, dtype=wide), speeds)
+    angles = angles.reshape(1, length, *(1,) * (x_BSHD.ndim - 3), half)
+    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    x, y = jnp.split(x_BSHD.astype(wide), 2, axis=-1)
+    return jnp.concatenate([x * cos - y * sin, y * cos + x * sin], axis=-1).astype(x_BSHD.dtype)

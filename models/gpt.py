@@ -10,12 +10,22 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from hfjax.mean import Mean
 from hfjax.models.attention import causal_attention
-from hfjax.models.parts import Dropout, LayerNorm, Linear, anywhere, project, stacked
+from hfjax.models.loss import next_token_loss
+from hfjax.models.parts import (
+    STREAM,
+    WHOLE,
+    Dropout,
+    LayerNorm,
+    Linear,
+    anywhere,
+    project,
+    residual_scale,
+    run_stacked,
+    stacked,
+)
 
-STREAM = ("batch", "seq", None)  # the residual stream, norms and dropout: the sequence may be split
-WHOLE = ("batch", None, None)  # what enters a linear map
+__all__ = ["GPT", "PRESETS", "GPTConfig", "next_token_loss"]
 
 
 @dataclass(frozen=True)
@@ -78,7 +88,7 @@ class Attention(nnx.Module):
         heads = (config.heads, 3, width)
         axes = ("embed", "heads", None, None)
         self.qkv = Linear((config.embed, *heads), axes, 3, 0.02, rngs=rngs)
-        shape, scale = (config.heads, width, config.embed), _residual_scale(config)
+        shape, scale = (config.heads, width, config.embed), residual_scale(config.layers)
         self.out = Linear(shape, ("heads", None, "embed"), 1, scale, rngs=rngs)
         self.attend = config.attention
         self.place = anywhere
@@ -95,7 +105,9 @@ class MLP(nnx.Module):
     def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
         wide = (config.embed, 4 * config.embed)
         self.up = Linear(wide, ("embed", "mlp"), 1, 0.02, rngs=rngs)
-        self.down = Linear(wide[::-1], ("mlp", "embed"), 1, _residual_scale(config), rngs=rngs)
+        self.down = Linear(
+            wide[::-1], ("mlp", "embed"), 1, residual_scale(config.layers), rngs=rngs
+        )
         self.place = anywhere
 
     def __call__(self, x_BSD: jax.Array) -> jax.Array:
@@ -162,23 +174,4 @@ class GPT(nnx.Module):
         return jnp.where(real, logits, jnp.finfo(logits.dtype).min)
 
     def __call__(self, batch: Mapping[str, jax.Array]) -> jax.Array:
-        graph, layers = nnx.split(self.layers)
-        x, _ = lax.scan(
-            lambda x, layer: (nnx.merge(graph, layer)(x), None), self.embed(batch), layers
-        )
-        return self.head(x)
-
-
-def next_token_loss(logits_BSV: jax.Array, batch: Mapping[str, jax.Array]) -> Mean:
-    """Return the cross entropy of each next token; `batch["mask"]` ([B, S]) may weigh them."""
-    targets = batch["tokens"][:, 1:]
-    logits = logits_BSV.astype(jnp.promote_types(logits_BSV.dtype, jnp.float32))
-    columns = lax.broadcasted_iota(targets.dtype, (1, 1, logits.shape[-1]), 2)
-    picked = jnp.where(columns == targets[..., None], logits, 0).sum(-1)
-    losses = jax.nn.logsumexp(logits, axis=-1) - picked
-    mask = batch.get("mask", jnp.ones_like(losses)).astype(losses.dtype)
-    return Mean((losses * mask).sum(), mask.sum())
-
-
-def _residual_scale(config: GPTConfig) -> float:
-    return 0.02 / math.sqrt(2 * config.layers)
+        return self.head(run_stacked(self.layers, self.embed(batch)))

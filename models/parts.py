@@ -1,4 +1,4 @@
-"""Small parts of a transformer: linear, layer norm, dropout. Axes are named on every parameter."""
+"""Small parts of a transformer: linear, norms, dropout. Axes are named on every parameter."""
 
 import math
 from collections.abc import Callable
@@ -10,6 +10,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 Axes = tuple[str | None, ...]
+
+STREAM = ("batch", "seq", None)  # the residual stream, norms and dropout: the sequence may be split
+WHOLE = ("batch", None, None)  # what enters a linear map
 
 
 class Anywhere:
@@ -49,24 +52,35 @@ project.defvjp(_project_forward, _project_backward)
 
 
 class Linear(nnx.Module):
-    """x @ kernel + bias over the last `len(shape) - outputs` dimensions of x."""
+    """x @ kernel (+ bias) over the last `len(shape) - outputs` dimensions of x."""
 
     def __init__(
-        self, shape: tuple[int, ...], axes: Axes, outputs: int, scale: float, *, rngs: nnx.Rngs
+        self,
+        shape: tuple[int, ...],
+        axes: Axes,
+        outputs: int,
+        scale: float,
+        *,
+        bias: bool = True,
+        rngs: nnx.Rngs,
     ):
         self.inputs = len(shape) - outputs
         kernel = scale * jax.random.normal(rngs.params(), shape)
         self.kernel = nnx.Param(kernel, axes=axes)
-        self.bias = nnx.Param(jnp.zeros(shape[self.inputs :]), axes=axes[self.inputs :])
+        zeros = lambda: jnp.zeros(shape[self.inputs :])
+        self.bias = nnx.Param(zeros(), axes=axes[self.inputs :]) if bias else None
         self.output_axis = axes[self.inputs]  # the one that may be split: heads, mlp
         self.place = anywhere
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        kernel, bias = jnp.asarray(self.kernel[...]), jnp.asarray(self.bias[...])
+        kernel = jnp.asarray(self.kernel[...])
         rows, inputs = x.shape[: -self.inputs], math.prod(kernel.shape[: self.inputs])
         whole = partial(self.place, names=("batch", None, self.output_axis))
         y: Any = project(whole, x.reshape(*rows, inputs), kernel.reshape(inputs, -1))
-        return y.reshape(*rows, *bias.shape) + jnp.expand_dims(bias, range(len(rows)))
+        y = y.reshape(*rows, *kernel.shape[self.inputs :])
+        if self.bias is None:
+            return y
+        return y + jnp.expand_dims(jnp.asarray(self.bias[...]), range(len(rows)))
 
 
 class LayerNorm(nnx.Module):
@@ -82,6 +96,19 @@ class LayerNorm(nnx.Module):
         unit = centred * jax.lax.rsqrt((centred**2).mean(-1, keepdims=True) + 1e-5)
         like = lambda p: p[...].reshape((1,) * (x.ndim - 1) + (-1,))
         return (unit * like(self.scale) + like(self.bias)).astype(x.dtype)
+
+
+class RMSNorm(nnx.Module):
+    """x over its root mean square, scaled; along the last dimension, in float32 or wider."""
+
+    def __init__(self, size: int, epsilon: float = 1e-5, axis: str = "embed"):
+        self.epsilon = epsilon
+        self.scale = nnx.Param(jnp.ones((size,)), axes=(axis,))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        unit = wide * jax.lax.rsqrt((wide**2).mean(-1, keepdims=True) + self.epsilon)
+        return (unit * self.scale[...].reshape((1,) * (x.ndim - 1) + (-1,))).astype(x.dtype)
 
 
 class RowKey(nnx.Variable):
@@ -110,3 +137,14 @@ def stacked(count: int, create: Callable[[nnx.Rngs], nnx.Module], rngs: nnx.Rngs
     """Return one module whose arrays stack `count` layers along a new first dimension."""
     make = nnx.vmap(create, in_axes=(0,), out_axes=0)
     return nnx.split_rngs(splits=count)(make)(rngs)
+
+
+def run_stacked(layers: nnx.Module, x: jax.Array) -> jax.Array:
+    """Return x after each of the layers of a `stacked` module, as they are written."""
+    graph, arrays = nnx.split(layers)
+    return jax.lax.scan(lambda x, layer: (nnx.merge(graph, layer)(x), None), x, arrays)[0]
+
+
+def residual_scale(layers: int) -> float:
+    """Return the scale of kernels that write to the residual stream, twice a layer (GPT-2)."""
+    return 0.02 / math.sqrt(2 * layers)

@@ -1,0 +1,173 @@
+"""Llama in three parts: embed, layers, head. [B]atch, [S]equence, [D] embed, [V]ocabulary."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+
+import jax
+from flax import nnx
+
+from hfjax.models.attention import causal_attention, rotate
+from hfjax.models.parts import (
+    STREAM,
+    WHOLE,
+    Linear,
+    RMSNorm,
+    anywhere,
+    project,
+    residual_scale,
+    run_stacked,
+    stacked,
+)
+
+
+@dataclass(frozen=True)
+class LlamaConfig:
+    """The shape of a Llama. Each of `kv_heads` keys and values serves heads / kv_heads queries."""
+
+    vocab: int = 32000
+    length: int = 4096
+    layers: int = 32
+    heads: int = 32
+    kv_heads: int = 32
+    embed: int = 4096
+    mlp: int = 11008
+    rotary_base: float = 10000.0
+    epsilon: float = 1e-5  # of the norms
+    tied: bool = False  # the head is the embedding, transposed
+    attention: Callable = causal_attention
+
+    def __post_init__(self):
+        if self.embed % (2 * self.heads):
+            raise ValueError(
+                f"LlamaConfig: embed={self.embed} does not divide by 2 * heads={self.heads} "
+                "(rotary positions turn pairs of dimensions). Choose heads that do."
+            )
+        if self.heads % self.kv_heads:
+            raise ValueError(
+                f"LlamaConfig: heads={self.heads} does not divide by kv_heads={self.kv_heads}. "
+                "Choose kv_heads that divide heads."
+            )
+
+    @property
+    def width(self) -> int:
+        """The dimensions of one head."""
+        return self.embed // self.heads
+
+    @classmethod
+    def preset(cls, name: str, **changes) -> "LlamaConfig":
+        """Return a named shape, some fields changed.
+
+        >>> LlamaConfig.preset("llama3-8b", layers=16).kv_heads
+        8
+        """
+        if name not in PRESETS:
+            raise ValueError(f"Llama preset {name!r}: one of {', '.join(PRESETS)}.")
+        return replace(PRESETS[name], **changes)
+
+    @classmethod
+    def tiny(cls, **changes) -> "LlamaConfig":
+        """Return the shape of a byte-level model that trains on a laptop."""
+        return cls.preset("tiny", **changes)
+
+
+_LLAMA3 = LlamaConfig(vocab=128256, length=8192, kv_heads=8, mlp=14336, rotary_base=500000.0)
+PRESETS: Mapping[str, LlamaConfig] = {
+    "tiny": LlamaConfig(vocab=256, length=64, layers=4, heads=8, kv_heads=4, embed=128, mlp=352),
+    "llama2-7b": LlamaConfig(),
+    "llama3-8b": _LLAMA3,
+    "llama3-70b": replace(_LLAMA3, layers=80, heads=64, embed=8192, mlp=28672),
+}
+
+
+class Attention(nnx.Module):
+    """Causal self-attention with rotary positions, kv heads first.
+
+    A kv head holds its queries, then its key, then its value: [D, kv heads, queries + 2, d]. What
+    a tensor axis splits is never cut.
+    """
+
+    def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
+        groups, width = config.kv_heads, config.width
+        shape = (config.embed, groups, config.heads // groups + 2, width)
+        self.qkv = Linear(shape, ("embed", "heads", None, None), 3, 0.02, bias=False, rngs=rngs)
+        shape, scale = (config.heads, width, config.embed), residual_scale(config.layers)
+        self.out = Linear(shape, ("heads", None, "embed"), 1, scale, bias=False, rngs=rngs)
+        self.attend, self.base = config.attention, config.rotary_base
+        self.place = anywhere
+
+    def __call__(self, x_BSD: jax.Array) -> jax.Array:
+        qkv = self.place(self.qkv(x_BSD), ("batch", None, "heads", None, None))
+        qk, v = rotate(qkv[:, :, :, :-1], self.base), qkv[:, :, :, -1]
+        q, k = qk[:, :, :, :-1], qk[:, :, :, -1]
+        q = q.reshape(*q.shape[:2], -1, q.shape[-1])
+        return self.out(self.place(self.attend(q, k, v), ("batch", None, "heads", None)))
+
+
+class MLP(nnx.Module):
+    """SwiGLU (Shazeer, 2020). Gate and up share one kernel, mlp first: [D, mlp, 2]."""
+
+    def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
+        shape, scale = (config.embed, config.mlp, 2), residual_scale(config.layers)
+        self.gate_up = Linear(shape, ("embed", "mlp", None), 2, 0.02, bias=False, rngs=rngs)
+        shape = (config.mlp, config.embed)
+        self.down = Linear(shape, ("mlp", "embed"), 1, scale, bias=False, rngs=rngs)
+        self.place = anywhere
+
+    def __call__(self, x_BSD: jax.Array) -> jax.Array:
+        gate_up = self.place(self.gate_up(x_BSD), ("batch", None, "mlp", None))
+        return self.down(jax.nn.silu(gate_up[..., 0]) * gate_up[..., 1])
+
+
+class Block(nnx.Module):
+    """One layer: attention and MLP, each behind a norm and added to the residual stream."""
+
+    def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
+        self.norm1 = RMSNorm(config.embed, config.epsilon)
+        self.norm2 = RMSNorm(config.embed, config.epsilon)
+        self.attention = Attention(config, rngs=rngs)
+        self.mlp = MLP(config, rngs=rngs)
+        self.place = anywhere
+
+    def __call__(self, x_BSD: jax.Array) -> jax.Array:
+        return self._add(self._add(x_BSD, self.attention, self.norm1), self.mlp, self.norm2)
+
+    def _add(self, x: jax.Array, part: nnx.Module, norm: RMSNorm) -> jax.Array:
+        """The norm works on the sequence as the residual stream is split."""
+        normed = norm(self.place(x, STREAM))
+        return x + self.place(part(self.place(normed, WHOLE, STREAM)), STREAM)
+
+
+class Llama(nnx.Module):
+    """Llama 2 and 3; `layers` is one module of stacked arrays."""
+
+    def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
+        self.config = config
+        shape, axes = (config.vocab, config.embed), ("vocab", "embed")
+        self.tokens = nnx.Param(0.02 * jax.random.normal(rngs.params(), shape), axes=axes)
+        self.layers = stacked(config.layers, lambda rngs: Block(config, rngs=rngs), rngs)
+        self.norm = RMSNorm(config.embed, config.epsilon)
+        untied = lambda: Linear(shape[::-1], axes[::-1], 1, 0.02, bias=False, rngs=rngs)
+        self.unembed = None if config.tied else untied()
+        self.place = anywhere
+
+    def embed(self, batch: Mapping[str, jax.Array]) -> jax.Array:
+        """Return the residual stream of `batch["tokens"]` [B, S + 1]; the last is only a target."""
+        tokens = batch["tokens"][:, :-1]
+        if tokens.shape[1] > self.config.length:
+            raise ValueError(
+                f"{tokens.shape[1]} tokens a row, the model is made for {self.config.length}: "
+                "shorten the rows, or raise LlamaConfig.length."
+            )
+        return self.place(self.place(self.tokens[...][tokens], WHOLE), STREAM)
+
+    def head(self, x_BSD: jax.Array) -> jax.Array:
+        """Return the logits [B, S, V]."""
+        x = self.place(self.norm(x_BSD), WHOLE, STREAM)
+        place = partial(self.place, names=("batch", None, "vocab"))
+        if self.unembed is None:
+            return place(project(place, x, self.tokens[...].T))
+        return place(self.unembed(x))
+
+    def __call__(self, batch: Mapping[str, jax.Array]) -> jax.Array:
+        return self.head(run_stacked(self.layers, self.embed(batch)))
