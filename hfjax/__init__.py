@@ -4,10 +4,12 @@ from hfjax.mean import Mean
 from hfjax.parallel.execution import Execution, Precision
 from hfjax.parallel.fetch import gather_rows
 from hfjax.parallel.mesh import make_mesh
+from hfjax.parallel.schedules import Schedule
 from hfjax.parallel.strategy import (
     DDP,
     FSDP,
     HSDP,
+    PIPE,
     SEQUENCE,
     TENSOR,
     ZERO1,
@@ -16,6 +18,7 @@ from hfjax.parallel.strategy import (
     Strategy,
 )
 from hfjax.plan import Layout, State, layout
+from hfjax.rearrange import canonical
 from hfjax.target import target_devices
 from hfjax.traffic import Collectives, collectives
 from hfjax.train import eval_step, full, init, shard_batch, train_step
@@ -24,6 +27,7 @@ __all__ = [
     "DDP",
     "FSDP",
     "HSDP",
+    "PIPE",
     "SEQUENCE",
     "TENSOR",
     "ZERO1",
@@ -34,8 +38,10 @@ __all__ = [
     "Layout",
     "Mean",
     "Precision",
+    "Schedule",
     "State",
     "Strategy",
+    "canonical",
     "collectives",
     "eval_step",
     "full",

@@ -14,9 +14,11 @@ from flax import nnx
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
+from hfjax.parallel.arrangement import Arrangement, arrange, counts
 from hfjax.parallel.blueprint import Blueprint, blueprint
-from hfjax.parallel.mesh import AXES, BATCH_AXES, TENSOR_AXES, describe_mesh, in_use
+from hfjax.parallel.mesh import AXES, BATCH_AXES, PIPE_AXIS, TENSOR_AXES, describe_mesh, in_use
 from hfjax.parallel.placement import (
+    STACK,
     Array,
     auto_part,
     check_spec,
@@ -43,6 +45,7 @@ class Layout:
     placed: Mapping[str, Placed]
     forward: Callable | None = None
     notes: tuple[str, ...] = field(default=())
+    arrangement: Arrangement | None = None  # of layers on stages; None: the model's own order
 
     @property
     def specs(self) -> dict[str, P]:
@@ -62,6 +65,17 @@ class Layout:
             placed[path] = replace(placed[path], **dict(zip(_PARTS, parts, strict=True)))
         return replace(self, placed=placed)
 
+    def arranged(self, arrangement: Arrangement | None) -> "Layout":
+        """Return the layout that stores stacked layers so; None: as the model has them."""
+        return replace(self, arrangement=arrangement, placed=_stored(self, arrangement))
+
+    @property
+    def order(self) -> jax.Array | None:
+        """Which layer lies in each place of each stage, if not simply one after the other."""
+        if self.arrangement is None or self.arrangement.is_plain:
+            return None
+        return jnp.asarray(self.arrangement.order, jnp.int32)
+
     def shardings(self) -> Any:
         """Return the sharding of every array of the state, in the state's own form."""
         on = lambda spec: NamedSharding(self.mesh, spec)
@@ -75,9 +89,15 @@ class Layout:
     def create(self, seed: Any) -> "State":
         """Return the first state; under jit with `shardings()` it is born sharded."""
         arrays = self.blueprint.create(seed)
-        params = nest({path: arrays[path] for path in self.placed})
+        params = nest({path: self._store(path, arrays[path]) for path in self.placed})
         variables = nest({path: arrays[path] for path in self.blueprint.variables})
-        return State(jnp.zeros((), jnp.int32), params, self.optimizer.init(params), variables)
+        moments = self.optimizer.init(params)
+        return State(jnp.zeros((), jnp.int32), params, moments, variables, self.order)
+
+    def _store(self, path: str, array: jax.Array) -> jax.Array:
+        if self.arrangement is None or not self.placed[path].stacked:
+            return array
+        return self.arrangement.store(array)
 
     @cached_property
     def _state_shapes(self) -> "State":
@@ -90,6 +110,7 @@ class Layout:
             nest(self.specs),
             jax.tree_util.tree_map_with_path(self._moment_spec, shapes.optimizer),
             jax.tree.map(lambda _: P(), shapes.variables),
+            None if shapes.order is None else P(),
         )
 
     def _moment_spec(self, keys: tuple, leaf: Any) -> P:
@@ -119,7 +140,7 @@ class Layout:
     def unused_axes(self) -> list[str]:
         """Return mesh axes larger than 1 that split neither the batch nor any parameter."""
         used = {a for p in self.placed.values() for e in entries_of(p.parameter, 0) for a in e}
-        working = {*BATCH_AXES, *(used & set(TENSOR_AXES))}
+        working = {*BATCH_AXES, *(used & {PIPE_AXIS, *TENSOR_AXES})}
         return [axis for axis in in_use(self.mesh, AXES) if axis not in working]
 
     def __str__(self) -> str:
@@ -137,6 +158,7 @@ class State:
     params: Any
     optimizer: Any
     variables: Any  # what is not a parameter: statistics, random keys
+    order: Any = None  # which layer each stage stores where; None: as the model has them
 
 
 def layout(
@@ -169,11 +191,51 @@ def layout(
             plan.parameters[path].dtype,
             *columns(array, strategy, mesh),
             small=array.layer_size < strategy.smallest,
+            stacked=array.axes[:1] == (STACK,),
         )
         for path, array in arrays.items()
     }
     notes = (*_unmatched(strategy, mesh, arrays), *_left_whole(strategy, placed))
-    return Layout(mesh, strategy, optimizer, plan, arrays, placed, forward, notes)
+    made = Layout(mesh, strategy, optimizer, plan, arrays, placed, forward, notes)
+    return made.arranged(_one_chunk_each(made))
+
+
+def _one_chunk_each(layout: Layout) -> Arrangement | None:
+    """Return as many layers for each stage, one after the other, if layers lie on stages."""
+    piped = [p for p in layout.placed.values() if p.home]
+    if not piped:
+        return None
+    stages = layout.mesh.shape[PIPE_AXIS]
+    parts = counts(piped[0].shape[0], stages, "even")
+    return arrange(parts, [(stage, 0) for stage in range(stages)])
+
+
+def _stored(layout: Layout, arrangement: Arrangement | None) -> dict[str, Placed]:
+    """Return the placement of arrays whose first dimension has a row for each place."""
+    placed = dict(layout.placed)
+    for path, p in placed.items():
+        if not p.stacked:
+            continue
+        layers, *rest = layout.arrays[path].shape
+        rows = layers if arrangement is None else arrangement.rows.size
+        placed[path] = replace(p, shape=(rows, *rest))
+        if rows % pieces(P(*p.parameter[:1]), layout.mesh):  # only the model's own order
+            placed[path] = replace(placed[path], **_beside(layout, p))
+    return placed
+
+
+def _beside(layout: Layout, p: Placed) -> dict[str, P]:
+    """Return specs that split over the stages another dimension than the one of the layers."""
+    array = layout.arrays[p.path]
+    specs = {}
+    for part in _PARTS:
+        _, *rest = entries_of(getattr(p, part), len(array.shape))
+        size = layout.mesh.shape[PIPE_AXIS]
+        free = [i for i, axes in enumerate(rest) if not axes and array.shape[i + 1] % size == 0]
+        if free:
+            rest[free[0]] = (PIPE_AXIS,)
+        specs[part] = P(None, *rest)
+    return specs
 
 
 def _activation_placer(mesh: Mesh, strategy: Strategy) -> Callable:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, cast
 
 import jax
@@ -12,19 +13,28 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 from hfjax.mean import Mean
+from hfjax.parallel.arrangement import arrange, counts
 from hfjax.parallel.compiler import compiler_options as options_of
 from hfjax.parallel.execution import Execution, Precision
 from hfjax.parallel.gradients import DataPlane
-from hfjax.parallel.mesh import BATCH_AXES, describe_mesh
+from hfjax.parallel.mesh import BATCH_AXES, PIPE_AXIS, describe_mesh
 from hfjax.parallel.placement import batch_devices
+from hfjax.parallel.schedules import Schedule, forward_table
+from hfjax.parallel.ticks import compile_table
 from hfjax.plan import Layout, State, flatten, nest
+from hfjax.rearrange import rearrange
 from hfjax.watch import Watch
 
 Metrics = dict[str, jax.Array]
 
 
-def init(layout: Layout, seed: int = 0) -> State:
-    """Return a new state, born sharded: no device ever holds the whole model."""
+def init(layout: Layout, seed: int = 0, schedule: Schedule | None = None) -> State:
+    """Return a new state, born sharded: no device ever holds the whole model.
+
+    With the schedule of the step its layers are born where the stages want them; without it the
+    first step moves them there.
+    """
+    layout = _on_stages(layout, schedule)
     return jax.jit(layout.create, out_shardings=layout.shardings())(seed)
 
 
@@ -41,10 +51,13 @@ class TrainStep:
     """A jitted training step. Call it; `lower(batch)` gives the program without running it."""
 
     def __init__(self, layout: Layout, loss: Callable, execution: Execution):
-        _check_runs(layout, execution, loss)
+        layout = _on_stages(layout, execution.schedule)
+        _check_runs(layout, execution, loss, training=True)
         self.layout, self.execution = layout, execution
+        whole = NamedSharding(layout.mesh, P())
+        self._order = None if layout.order is None else jax.device_put(layout.order, whole)
         self._plane = _data_plane(layout, loss, execution)
-        self._shardings = layout.shardings()
+        self._shardings = replace(layout.shardings(), order=None)
         self._batch = NamedSharding(layout.mesh, P(BATCH_AXES))
         self._watch = Watch(layout, execution.skip_nonfinite)
         self._jitted = jax.jit(
@@ -64,16 +77,23 @@ class TrainStep:
             )
         self._watch.check(state)
         if not _is_placed(batch, self._batch):
-            batch = shard_batch(self.layout, batch, self.execution.accumulate)
-        state, metrics = self._jitted(state, batch)
+            batch = shard_batch(self.layout, batch, _microbatches(self.execution))
+        state, metrics = self._jitted(self._in_order(state), batch)
         self._watch.add(metrics["finite"], metrics["step"])
-        return state, metrics
+        return state if self._order is None else replace(state, order=self._order), metrics
+
+    def _in_order(self, state: State) -> State:
+        """Return the state as this step stores layers (rearranged if it came otherwise)."""
+        if state.order is not self._order:
+            state = rearrange(self.layout, state)
+        return state if self._order is None else replace(state, order=None)
 
     def lower(self, batch: Any) -> jax.stages.Lowered:
         """Return the lowered step for a batch of arrays or shapes; allocates nothing."""
-        _check_batch(self.layout, batch, self.execution.accumulate)
+        _check_batch(self.layout, batch, _microbatches(self.execution))
         shape = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._batch)
-        return self._jitted.lower(self.layout.abstract_state(), jax.tree.map(shape, batch))
+        state = replace(self.layout.abstract_state(), order=None)
+        return self._jitted.lower(state, jax.tree.map(shape, batch))
 
     def check(self, state: State) -> None:
         """Wait for the steps given so far; raise FloatingPointError if one was not finite."""
@@ -86,7 +106,7 @@ class TrainStep:
     # -- the program ----------------------------------------------------------------------
 
     def _step(self, state: State, batch: Any) -> tuple[State, Metrics]:
-        _check_batch(self.layout, batch, self.execution.accumulate)
+        _check_batch(self.layout, batch, _microbatches(self.execution))
         params, variables = flatten(state.params), flatten(state.variables)
         gradients, mean, statistics = self._plane.gradients(params, variables, batch, state.step)
         norm = optax.tree.norm(gradients) / mean.weight
@@ -146,15 +166,21 @@ def eval_step(
     layout: Layout,
     loss: Callable,
     precision: Precision | str = "stored",
+    schedule: Schedule | None = None,
     compiler_options: Any = "default",
 ) -> Callable:
-    """Return (state, batch) -> metrics, jitted: no dropout, no gradient, nothing donated."""
+    """Return (state, batch) -> metrics, jitted: no dropout, no gradient, nothing donated.
+
+    A pipeline runs forward only. Give the schedule of the training step: a state whose layers are
+    stored otherwise is rearranged in each call.
+    """
+    layout = _on_stages(layout, schedule)
     run = Execution(precision=precision, compiler_options=compiler_options)
     _check_runs(layout, run, loss)
-    plane = _data_plane(layout, loss, run)
     where = NamedSharding(layout.mesh, P(BATCH_AXES))
 
     def evaluate(params: Any, variables: Any, batch: Any) -> Metrics:
+        plane = _forward_plane(layout, loss, run, schedule, batch)
         mean = plane.evaluate(flatten(params), flatten(variables), batch)
         return {"loss": mean.total / mean.weight} | _metrics(mean)
 
@@ -162,13 +188,53 @@ def eval_step(
 
     def step(state: State, batch: Any) -> Metrics:
         batch = batch if _is_placed(batch, where) else shard_batch(layout, batch)
+        state = rearrange(layout, state)
         return jitted(state.params, state.variables, batch)
 
     return step
 
 
 def _data_plane(layout: Layout, loss: Callable, execution: Execution) -> DataPlane:
-    return DataPlane(layout.blueprint, layout.placed, layout.mesh, execution, loss, layout.forward)
+    plane = DataPlane(layout.blueprint, layout.placed, layout.mesh, execution, loss, layout.forward)
+    if execution.schedule is None:
+        return plane
+    table = execution.schedule.table(layout.mesh.shape[PIPE_AXIS])
+    return replace(plane, arrangement=layout.arrangement, ticks=compile_table(table))
+
+
+def _forward_plane(
+    layout: Layout, loss: Callable, run: Execution, schedule: Schedule | None, batch: Any
+) -> DataPlane:
+    """Return the plane that evaluates: over stages, as many microbatches as the rows allow."""
+    plane = _data_plane(layout, loss, run)
+    stages = layout.mesh.shape[PIPE_AXIS]
+    if stages == 1 and schedule is None:
+        return plane
+    assert layout.arrangement is not None
+    rows = jax.tree.leaves(batch)[0].shape[0] // batch_devices(layout.mesh)
+    wanted = 4 * stages if schedule is None else schedule.microbatches
+    count = max(n for n in range(1, wanted + 1) if rows % n == 0)
+    one_each = tuple((stage, 0) for stage in range(stages))
+    homes = one_each if schedule is None else schedule.table(stages).homes
+    ticks = compile_table(forward_table(homes, count))
+    return replace(plane, arrangement=layout.arrangement, ticks=ticks)
+
+
+def _on_stages(layout: Layout, schedule: Schedule | None) -> Layout:
+    """Return the layout with its layers where the schedule wants them."""
+    if schedule is None or not isinstance(layout, Layout):
+        return layout
+    _check_pipes(layout)
+    stages = layout.mesh.shape[PIPE_AXIS]
+    homes = schedule.table(stages).homes
+    layers = next(layout.arrays[p].shape[0] for p, at in layout.placed.items() if at.stacked)
+    return layout.arranged(arrange(counts(layers, len(homes), schedule.balance), homes))
+
+
+def _microbatches(execution: Execution) -> int:
+    """Return into how many microbatches a step splits the rows of each device."""
+    schedule = execution.schedule
+    return execution.accumulate * (1 if schedule is None else schedule.microbatches)
 
 
 def _options(layout: Layout, execution: Execution) -> dict[str, Any] | None:
@@ -183,7 +249,29 @@ def _metrics(mean: Mean) -> Metrics:
     return {name: m.total / m.weight for name, m in mean.metrics.items()} | {"weight": mean.weight}
 
 
-def _check_runs(layout: Layout, execution: Execution, loss: Callable) -> None:
+def _check_pipes(layout: Layout) -> None:
+    """Refuse a schedule for a model that cannot be cut into stages."""
+    if not layout.blueprint.three_parts or layout.forward is not None:
+        raise ValueError(
+            "a schedule needs a model in three parts: methods embed(batch) and head(x), and "
+            "`layers`; and no forward= in the layout. docs/own_model.md shows one."
+        )
+    if not layout.blueprint.stacked:
+        raise ValueError("a list of layers")
+    if layout.mesh.shape[PIPE_AXIS] == 1:
+        return
+    for path, p in layout.placed.items():
+        if p.stacked and not p.home:
+            raise ValueError(
+                f"{path} {p.shape}: {p.parameter} does not split the layers over {PIPE_AXIS}, and "
+                f"the mesh is {describe_mesh(layout.mesh)}. Add hfjax.PIPE to the strategy, or set "
+                f'its first entry to "{PIPE_AXIS}".'
+            )
+
+
+def _check_runs(
+    layout: Layout, execution: Execution, loss: Callable, training: bool = False
+) -> None:
     if not isinstance(layout, Layout) or not callable(loss):
         raise ValueError(
             f"train_step and eval_step take a layout and a loss(outputs, batch), found "
@@ -193,7 +281,14 @@ def _check_runs(layout: Layout, execution: Execution, loss: Callable) -> None:
         raise ValueError(
             f"mesh {describe_mesh(layout.mesh)}: {', '.join(idle)} splits neither the batch nor a "
             f"parameter under {layout.strategy.name}: its devices would repeat each other's work. "
-            "Set it to 1, or add a strategy that uses it (hfjax.TENSOR uses tensor)."
+            "Set it to 1, or add a strategy that uses it (hfjax.TENSOR uses tensor, hfjax.PIPE "
+            "uses pipe)."
+        )
+    stages = layout.mesh.shape[PIPE_AXIS]
+    if training and stages > 1 and execution.schedule is None:
+        raise ValueError(
+            f"{describe_mesh(layout.mesh)}: a pipe axis needs a schedule, for instance "
+            f'schedule=hfjax.Schedule("1f1b", microbatches={4 * stages}).'
         )
     assert isinstance(execution.precision, Precision)
     reduce = execution.precision.reduce

@@ -6,6 +6,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from hfjax.parallel.schedules import Schedule
+
 
 @dataclass(frozen=True)
 class Precision:
@@ -60,6 +62,7 @@ class Execution:
     """
 
     accumulate: int = 1  # microbatches per step: gradients are reduced as the strategy says
+    schedule: Schedule | None = None  # of a pipeline; it splits each microbatch again
     clip: float | None = None  # greatest global norm of the gradient
     precision: Precision | str = "stored"
     remat: str | Callable = "none"  # what a layer recomputes: none, dots, full, or a policy of jax
@@ -74,6 +77,11 @@ class Execution:
             raise ValueError(f"accumulate={self.accumulate!r}: a positive number of microbatches.")
         if self.clip is not None and not self.clip > 0:
             raise ValueError(f"clip={self.clip!r}: a positive norm, or None for no clipping.")
+        if self.schedule is not None and not isinstance(self.schedule, Schedule):
+            raise ValueError(
+                f"schedule={self.schedule!r}: a hfjax.Schedule is expected, for instance "
+                'hfjax.Schedule("1f1b", microbatches=8).'
+            )
         object.__setattr__(self, "precision", _precision(self.precision))
         if not callable(self.remat) and self.remat not in REMAT:
             raise ValueError(

@@ -14,15 +14,19 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec as P
 
 from hfjax.mean import Mean, as_mean
+from hfjax.parallel.arrangement import Arrangement
 from hfjax.parallel.blueprint import LAYERS, Blueprint
 from hfjax.parallel.execution import Execution, Precision
-from hfjax.parallel.fetch import Movement, Stored
-from hfjax.parallel.layers import run_model
-from hfjax.parallel.mesh import BATCH_AXES, MANUAL_AXES, TENSOR_AXES, in_use
+from hfjax.parallel.fetch import Movement, Stored, scatter
+from hfjax.parallel.layers import run_model, saving_policy
+from hfjax.parallel.mesh import BATCH_AXES, MANUAL_AXES, PIPE_AXIS, TENSOR_AXES, in_use
+from hfjax.parallel.pipeline import Pipeline
 from hfjax.parallel.placement import auto_part
 from hfjax.parallel.randomness import is_random, keys_for
 from hfjax.parallel.reduction import Flat, Placed, Reduction, levels
+from hfjax.parallel.staged import Staged
 from hfjax.parallel.strategy import Axes
+from hfjax.parallel.ticks import Ticks
 
 
 @dataclass(frozen=True)
@@ -35,9 +39,11 @@ class DataPlane:
     execution: Execution
     loss: Callable
     forward: Callable | None
+    arrangement: Arrangement | None = None  # of the layers on stages
+    ticks: Ticks | None = None  # the schedule, if the step runs as a pipeline
 
     def __post_init__(self):
-        if self.execution.accumulate == 1:
+        if self.execution.accumulate == 1 and self.ticks is None:
             placed = {path: _straight(p) for path, p in self.placed.items()}
             object.__setattr__(self, "placed", placed)
 
@@ -57,7 +63,7 @@ class DataPlane:
             return gradients, self._sum(mean), self._average(changed)
 
         out_specs = (self._specs("moment"), P(), P())
-        in_specs = (self._specs("parameter"), P(), P(self._axes), P())
+        in_specs = (self._specs("parameter"), P(), P(self._batch_axes), P())
         return self._shard_map(device, in_specs, out_specs)(parameters, variables, batch, step)
 
     def evaluate(self, parameters: Flat, variables: Flat, batch: Any) -> Mean:
@@ -65,10 +71,13 @@ class DataPlane:
 
         def device(parameters, variables, batch):
             stored, held = self._varying(parameters), self._varying(variables)
+            if self.ticks is not None:
+                staged = self._staged(stored, batch, lambda m, number: _of(held, number), "eval")
+                return self._sum(self._pipeline(staged)[2])
             model = self._model(stored, None, held, "eval", set())
             return self._sum(self._varying(self._mean(model, batch)))
 
-        in_specs = (self._specs("parameter"), P(), P(self._axes))
+        in_specs = (self._specs("parameter"), P(), P(self._batch_axes))
         return self._shard_map(device, in_specs, P())(parameters, variables, batch)
 
     def _specs(self, column: str) -> dict[str, P]:
@@ -106,15 +115,34 @@ class DataPlane:
         """
         unread, written = traced
 
-        def total(slots, statistics, batch, number):
-            rows = _rows(batch)
-            device = lax.axis_index(self._axes) if self._axes else 0
+        def keys(random, number, rows):
+            device = lax.axis_index(self._batch_axes) if self._batch_axes else 0
             first = device * local_rows + number * rows
-            keys = {
-                path: keys_for(self.blueprint.variables[path], key, step, first, rows)
-                for path, key in random.items()
-            }
-            model = self._model(parameters, slots, {**statistics, **keys}, "train", unread)
+            template = self.blueprint.variables
+            return {p: keys_for(template[p], key, step, first, rows) for p, key in random.items()}
+
+        def pipelined(statistics, batch, number):
+            """A microbatch of the step is a batch of the pipeline, split again."""
+            assert self.ticks is not None
+            count = self.ticks.table.microbatches
+            rows = _rows(batch) // count
+
+            def variables(m, layer):
+                of_layer = keys(_of(random, layer), number * count + m, rows)
+                return {**_of(statistics, layer), **of_layer}
+
+            staged = self._staged(parameters, batch, variables, "train", unread)
+            gradients, ends, mean = self._pipeline(staged)
+            ends = {path: self._give(self.placed[path], g) for path, g in ends.items()}
+            return (
+                self._pin({path: (gradients | ends)[path] for path in self.placed}),
+                mean,
+                statistics,
+            )
+
+        def total(slots, statistics, batch, number):
+            of_rows = keys(random, number, _rows(batch))
+            model = self._model(parameters, slots, {**statistics, **of_rows}, "train", unread)
             mean = self._mean(model, batch)
             changed = self.blueprint.variables_of(model)
             written.update(p for p, old in statistics.items() if changed[p] is not old)
@@ -129,15 +157,60 @@ class DataPlane:
             gradients, aux = gradient(slots, statistics, batch, number)
             return self._pin(gradients), *aux
 
-        return run
+        return run if self.ticks is None else pipelined
+
+    # -- pipelines ----------------------------------------------------------------------------
+
+    def _staged(self, parameters, batch, variables, mode, unread=None) -> Staged:
+        """Return the model in three parts for one pass over the microbatches of `batch`."""
+        assert self.ticks is not None
+        assert self.arrangement is not None
+        count = self.ticks.table.microbatches
+        split = jax.tree.map(lambda x: x.reshape(count, -1, *x.shape[1:]), batch)
+        at = lambda m: jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, m, 0, False), split)
+        moves = {
+            path: self._movement(p, set() if unread is None else unread, mode == "train")
+            for path, p in self.placed.items()
+        }
+        return Staged(
+            blueprint=self.blueprint,
+            arrangement=self.arrangement,
+            parameters=parameters,
+            movements=moves,
+            slots=jax.eval_shape(self._slots),
+            variables=variables,
+            inputs=lambda m: _cast(at(m), self._precision.compute),
+            mean=lambda outputs, m: as_mean(self.loss(outputs, at(m)), _rows(batch) // count),
+            mode=mode,
+            policy=saving_policy(self.execution, gathers=False),
+        )
+
+    def _pipeline(self, staged: Staged) -> tuple[Any, Any, Mean]:
+        """Return the gradients of the layers, those of the rest, and the mean."""
+        assert self.ticks is not None
+        unroll = self.execution.unroll
+        if unroll is None:
+            unroll = self._platform == "cpu" or 1
+        layers, ends, means = Pipeline(self.ticks, staged.model(), self._varying, unroll).run()
+        return layers, ends, jax.tree.map(lambda x: x.sum(0), means)
+
+    def _give(self, p: Placed, gradient: jax.Array) -> jax.Array:
+        """Return a gradient, summed over all microbatches, where it accumulates."""
+        move = self._movement(p, set())
+        wide = jnp.promote_types(p.dtype, jnp.float32)
+        return scatter(gradient.astype(move.reduce), move.scatter, move.tensor).astype(wide)
+
+    @property
+    def _platform(self) -> str:
+        return self.mesh.devices.flat[0].platform
 
     def _mean(self, model: Any, batch: Any) -> Mean:
         inputs = _cast(batch, self._precision.compute)
         if self.forward is not None:
             outputs = self.forward(model, inputs)
         elif self.blueprint.three_parts:
-            platform = self.mesh.devices.flat[0].platform
-            outputs = run_model(model, inputs, self.execution, self._gathers_layers(), platform)
+            gathers = self._gathers_layers()
+            outputs = run_model(model, inputs, self.execution, gathers, self._platform)
         else:
             outputs = model(inputs) if callable(model) else model
         return as_mean(self.loss(outputs, batch), _rows(batch))
@@ -176,13 +249,18 @@ class DataPlane:
         return self.execution.precision
 
     @property
-    def _axes(self) -> tuple[str, ...]:
+    def _batch_axes(self) -> tuple[str, ...]:
         """The axes over which rows are split: all of them, so that a model may name them all.
 
         None where there is one group of tensor devices: XLA's partitioner refuses a collective
         over devices that are alone.
         """
         return BATCH_AXES if in_use(self.mesh, BATCH_AXES) else ()
+
+    @property
+    def _axes(self) -> tuple[str, ...]:
+        """The axes over which what is computed differs: of rows, and of stages."""
+        return (*in_use(self.mesh, (PIPE_AXIS,)), *self._batch_axes)
 
     def _varying(self, tree: Any, but: Axes = ()) -> Any:
         """Mark every leaf as differing between devices, so that nothing is reduced unasked."""
@@ -222,7 +300,8 @@ class DataPlane:
         That is when there is no further microbatch to wait for, each parameter is read once, and
         it is large: small ones go together at the end.
         """
-        once = self.blueprint.three_parts and self.execution.accumulate == 1
+        one = self.execution.accumulate == 1 and self.ticks is None
+        once = self.blueprint.three_parts and one
         if p.small or self._hierarchical or not once:
             return ()
         split = {axis for _, axes in (*p.split("gradient"), *p.split("moment")) for axis in axes}
@@ -237,7 +316,7 @@ class DataPlane:
 
     def _movement(self, p: Placed, unread: set[str], training: bool = True) -> Movement:
         compute, wire, reduce = self._precision.of(p.dtype)
-        gather = () if training and _accumulates_whole(p) else p.split("parameter")
+        gather = () if training and self._gathered_once(p) else p.split("parameter")
         return Movement(
             path=p.path,
             shape=p.shape,
@@ -256,13 +335,21 @@ class DataPlane:
         return self.execution.reduction == "hierarchical"
 
     def _gather_once(self, parameters: Flat) -> Flat:
-        """Return the parameters, those whose gradients accumulate whole gathered for the step."""
-        whole = {path for path, p in self.placed.items() if _accumulates_whole(p)}
+        """Return the parameters, some of them gathered for the whole step."""
+        whole = {path for path, p in self.placed.items() if self._gathered_once(p)}
         moves = {path: self._movement(self.placed[path], set(), training=False) for path in whole}
         return {
             path: Stored(value, None, moves[path]).fetch() if path in whole else value
             for path, value in parameters.items()
         }
+
+    def _gathered_once(self, p: Placed) -> bool:
+        """Return whether a split parameter stays gathered from the first microbatch to the last.
+
+        That is when its gradient accumulates whole; in a pipeline, also when asked for.
+        """
+        kept = self.ticks is not None and not self.execution.reshard_after_forward
+        return bool(p.split("parameter")) and (kept or not p.split("gradient"))
 
     def _gathers_layers(self) -> bool:
         return any(
@@ -275,9 +362,12 @@ def _straight(p: Placed) -> Placed:
     return replace(p, gradient=p.moment) if p.gradient == p.parameter else p
 
 
-def _accumulates_whole(p: Placed) -> bool:
-    """Return whether the parameter is split although its gradient accumulates whole."""
-    return bool(p.split("parameter")) and not p.split("gradient")
+def _of(variables: Flat, layer: Any) -> Flat:
+    """Return the variables of one of the stacked layers (None: all as they are)."""
+    if layer is None:
+        return variables
+    pick = lambda x: lax.dynamic_index_in_dim(x, layer, 0, False)
+    return {path: pick(x) for path, x in variables.items() if path.startswith(LAYERS)}
 
 
 def _rows(batch: Any) -> int:

@@ -32,7 +32,7 @@ def _save_gathers(prim, *_, **__) -> bool:
     return prim.name == "all_gather"
 
 
-def _policy(execution: Execution, gathers: bool) -> Callable | None:
+def saving_policy(execution: Execution, gathers: bool) -> Callable | None:
     """Return what may be saved: a policy for jax.checkpoint, or None to save everything."""
     policies = jax.checkpoint_policies
     keep = gathers and not execution.reshard_after_forward
@@ -56,7 +56,7 @@ def has_three_parts(model: Any) -> bool:
 
 def run_model(model: Any, batch: Any, execution: Execution, gathers: bool, platform: str) -> Any:
     """Return the outputs of a three-part model, layer by layer."""
-    x, policy = model.embed(batch), _policy(execution, gathers)
+    x, policy = model.embed(batch), saving_policy(execution, gathers)
     if is_list(model.layers):
         return model.head(_run_list(model.layers, x, policy))
     return model.head(_run_stack(model.layers, x, policy, _unroll(execution, policy, platform)))
@@ -72,7 +72,7 @@ def _unroll(execution: Execution, policy: Callable | None, platform: str) -> int
     return (platform == "cpu" and policy is None) or 1
 
 
-def _layer(graph: nnx.GraphDef, policy: Callable | None, barrier: bool = True) -> Callable:
+def layer_function(graph: nnx.GraphDef, policy: Callable | None, barrier: bool = True) -> Callable:
     """Return (parameters, variables, x) -> (x, variables) for one layer, rematerialised.
 
     The layer's parameters are fetched together, once, however often it reads them. Within a loop
@@ -99,7 +99,7 @@ def _written(layer: nnx.Module, before: nnx.State) -> nnx.State:
 
 def _run_stack(layers: nnx.Module, x: Any, policy: Callable | None, unroll: int | bool):
     graph, parameters, variables = nnx.split(layers, nnx.Param, ...)
-    apply = _layer(graph, policy, barrier=unroll is True or unroll != 1)
+    apply = layer_function(graph, policy, barrier=unroll is True or unroll != 1)
     x, variables = lax.scan(
         lambda x, layer: apply(*layer, x), x, (parameters, variables), unroll=unroll
     )
@@ -113,6 +113,6 @@ def _run_list(layers: Any, x: Any, policy: Callable | None) -> Any:
             x = layer(x)
             continue
         graph, parameters, variables = nnx.split(layer, nnx.Param, ...)
-        x, variables = _layer(graph, policy)(parameters, variables, x)
+        x, variables = layer_function(graph, policy)(parameters, variables, x)
         nnx.update(layer, variables)
     return x

@@ -10,6 +10,7 @@ from jax.sharding import AxisType, Mesh
 
 # Outermost to innermost: the chattiest axis lies on the fastest links.
 AXES = ("pipe", "data", "fsdp", "expert", "context", "tensor")
+PIPE_AXIS = "pipe"  # layers are split over it
 BATCH_AXES = ("data", "fsdp")  # the rows of a batch are split over these
 MANUAL_AXES = ("pipe", "data", "fsdp", "expert", "context")  # collectives written in our source
 TENSOR_AXES = ("tensor",)  # collectives derived by the partitioner

@@ -6,10 +6,18 @@ from dataclasses import dataclass
 
 from jax.sharding import Mesh, PartitionSpec as P
 
-from hfjax.parallel.mesh import AXES, BATCH_AXES, MANUAL_AXES, describe_mesh, in_use
+from hfjax.parallel.mesh import (
+    AXES,
+    BATCH_AXES,
+    MANUAL_AXES,
+    PIPE_AXIS,
+    TENSOR_AXES,
+    describe_mesh,
+    in_use,
+)
 from hfjax.parallel.strategy import Axes, Rows, Strategy
 
-STACK = "layers"  # the dimension that stacks equal layers: a scan slices it, so it stays whole
+STACK = "layers"  # the dimension that stacks equal layers: sliced by a scan, split by stages only
 
 
 @dataclass(frozen=True)
@@ -62,7 +70,8 @@ def columns(array: Array, strategy: Strategy, mesh: Mesh, spec: P | None = None)
     if spec is None:
         spec = place(array, strategy.parameters, mesh, smallest)
     if strategy.gradients.get("*") == ():  # asked for: accumulate whole, reduce once
-        return spec, auto_part(spec), place(array, strategy.moments, mesh, smallest, spec)
+        whole = _keep(spec, (PIPE_AXIS, *TENSOR_AXES))
+        return spec, whole, place(array, strategy.moments, mesh, smallest, spec)
     gradient = place(array, strategy.gradients, mesh, smallest, spec)
     return spec, gradient, place(array, strategy.moments, mesh, smallest, gradient)
 
@@ -95,10 +104,18 @@ def _check_dim(array: Array, dim: int, axes: Axes, mesh: Mesh, given: str) -> No
             f"permutes and gathers to every step). Write {legal}."
         )
     size = size_of(axes, mesh)
-    if size > 1 and array.axes[dim] == STACK and any(manual):
+    if array.axes[dim] == STACK and any(manual):
+        if axes == (PIPE_AXIS,):  # storage is padded where the layers do not divide
+            return
+        if size > 1:
+            raise ValueError(
+                f"{given}: dimension {dim} stacks the layers and is sliced layer by layer, so it "
+                f"cannot be split over {axes}, only over {PIPE_AXIS}. Split another dimension."
+            )
+    if PIPE_AXIS in axes and STACK in array.axes:
         raise ValueError(
-            f"{given}: dimension {dim} stacks the layers and is sliced layer by layer, so it "
-            f"cannot be split over {axes}. Split another dimension."
+            f"{given}: {PIPE_AXIS} splits the layers, dimension {array.axes.index(STACK)}, and no "
+            "other dimension of theirs."
         )
     if array.shape[dim] % size:
         raise ValueError(

@@ -10,7 +10,7 @@ from jax.sharding import Mesh, PartitionSpec as P
 
 from hfjax.parallel.execution import Precision
 from hfjax.parallel.fetch import Dims, on_tensor_shards, scatter
-from hfjax.parallel.mesh import BATCH_AXES, TENSOR_AXES, in_use
+from hfjax.parallel.mesh import BATCH_AXES, MANUAL_AXES, TENSOR_AXES, in_use
 from hfjax.parallel.placement import auto_part, entries_of, manual_part, size_of
 from hfjax.parallel.strategy import Axes
 
@@ -29,14 +29,23 @@ class Placed:
     gradient: P
     moment: P
     small: bool  # below the size from which the strategy splits arrays
+    stacked: bool = False  # dimension 0 stacks layers: pipe may split it, nothing gathers it
 
     def manual(self, column: str) -> P:
         """Return the manual part of the spec in a column."""
         return manual_part(getattr(self, column), self.mesh)
 
     def split(self, column: str) -> Dims:
-        """Return the dimensions that a column splits over manual axes, counted from the end."""
-        return self._dims(self.manual(column))
+        """Return the dimensions that a column splits over manual axes, counted from the end.
+
+        The one that stacks layers is not among them: a stage's layers stay where they are.
+        """
+        return self._dims(self.manual(column))[bool(self.home) :]
+
+    @property
+    def home(self) -> Axes:
+        """The axes over which the layers are split: those of the stages, or none."""
+        return entries_of(self.manual("parameter"), 1)[0] if self.stacked else ()
 
     @property
     def tensor(self) -> Dims:
@@ -86,7 +95,8 @@ class Reduction:
         summed: Flat = {}
         for axes, group in groups.items():
             mesh = placed[next(iter(group))].mesh
-            if self.hierarchical and in_use(mesh, axes) == BATCH_AXES:
+            if self.hierarchical and in_use(mesh, BATCH_AXES) == BATCH_AXES == axes[-2:]:
+                group = lax.psum(group, axes[:-2]) if axes[:-2] else group
                 summed |= {path: self._sum_by_node(placed[path], g) for path, g in group.items()}
             else:
                 summed |= lax.psum(group, axes) if axes else group
@@ -98,15 +108,16 @@ class Reduction:
         rest = [(dim, tuple(a for a in axes if a not in done)) for dim, axes in p.split("moment")]
         todo = levels(tuple((dim, axes) for dim, axes in rest if axes), self.hierarchical)
         gradient = scatter(gradient, todo, p.tensor)
-        done |= {axis for _, axes in todo for axis in axes}
+        done |= {axis for _, axes in todo for axis in axes} | set(p.home)
         varying = jax.typeof(gradient).manual_axis_type.varying - done  # or summed already
-        return gradient, tuple(axis for axis in BATCH_AXES if axis in varying)
+        return gradient, tuple(axis for axis in MANUAL_AXES if axis in varying)
 
     def _sum_by_node(self, p: Placed, gradient: jax.Array) -> jax.Array:
         """Scatter over fsdp (inside the node), add over data (across nodes), gather over fsdp."""
         size = size_of(("fsdp",), p.mesh)
         taken = entries_of(auto_part(p.parameter), len(p.shape))
         free = [d for d, n in enumerate(p.shape) if not taken[d] and n % size == 0]
+        free = [d for d in free if d or not p.home]
         if not free:
             return lax.psum(gradient, BATCH_AXES)
 

@@ -124,3 +124,4 @@ FSDP = ZERO3 = Strategy("FSDP", parameters={"*": "fsdp"}, activations=_ROWS_OF_B
 HSDP = replace(FSDP, name="HSDP")
 TENSOR = Strategy("TENSOR", parameters=_MEGATRON, activations={**_MEGATRON, **_ROWS_OF_BATCH})
 SEQUENCE = Strategy("SEQUENCE", activations={"seq": "tensor", **_ROWS_OF_BATCH})
+PIPE = Strategy("PIPE", parameters={"layers": "pipe"}, activations=_ROWS_OF_BATCH)

@@ -1,0 +1,118 @@
+"""Which layers lie where: the order in which the stages of a pipeline store them."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+Homes = Sequence[tuple[int, int]]  # virtual stage -> (stage, chunk)
+
+
+@dataclass(frozen=True, eq=False)
+class Arrangement:
+    """The number of the layer in each place, [stages, chunks, units]; -1: an empty place.
+
+    Stored arrays have one row per place, stage by stage. With as many layers on each stage and
+    one chunk these are the model's own arrays.
+    """
+
+    order: np.ndarray
+
+    @cached_property
+    def rows(self) -> np.ndarray:
+        """The layer of each stored row."""
+        return self.order.reshape(-1)
+
+    @cached_property
+    def places(self) -> np.ndarray:
+        """The stored row of each layer."""
+        return np.argsort(np.where(self.rows < 0, self.rows.size, self.rows))[: self.layers]
+
+    @property
+    def layers(self) -> int:
+        """How many layers the model has."""
+        return int((self.rows >= 0).sum())
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether what is stored is the model's own array."""
+        return np.array_equal(self.rows, np.arange(self.rows.size))
+
+    def store(self, array: Any, dim: int = 0) -> Any:
+        """Return the rows as they are stored; empty places hold zeros."""
+        rows = jnp.take(array, np.maximum(self.rows, 0), axis=dim)
+        there = (self.rows >= 0).reshape(-1, *(1,) * (array.ndim - dim - 1))
+        return rows if there.all() else jnp.where(there, rows, jnp.zeros((), array.dtype))
+
+    def restore(self, array: Any, dim: int = 0) -> Any:
+        """Return the layers in the model's order."""
+        return jnp.take(array, self.places, axis=dim)
+
+
+def arrange(counts: Sequence[int], homes: Homes) -> Arrangement:
+    """Return where layers lie of which each virtual stage has so many, in the model's order.
+
+    >>> arrange([2, 1], [(0, 0), (1, 0)]).order.tolist()
+    [[[0, 1]], [[2, -1]]]
+    """
+    stages = 1 + max(stage for stage, _ in homes)
+    order = np.full((stages, len(homes) // stages, max(counts)), -1)
+    first = 0
+    for count, home in zip(counts, homes, strict=True):
+        order[home][:count] = range(first, first + count)
+        first += count
+    return Arrangement(order)
+
+
+def counts(layers: int, virtual: int, balance: str | Sequence[int]) -> list[int]:
+    """Return how many of equal layers each virtual stage has; the last ones have fewer.
+
+    >>> counts(30, 4, "even")
+    [8, 8, 7, 7]
+    """
+    if not isinstance(balance, str):
+        return check_balance(balance, layers, virtual)
+    if layers < virtual:
+        raise ValueError(
+            f"{layers} layers for {virtual} parts (stages x chunks): each needs at least one. "
+            "Use fewer stages (a smaller pipe axis) or fewer chunks."
+        )
+    return [layers // virtual + (g < layers % virtual) for g in range(virtual)]
+
+
+def check_balance(balance: Sequence[int], layers: int, virtual: int) -> list[int]:
+    """Return a balance given by hand, if it deals all layers to all parts."""
+    if len(balance) != virtual or sum(balance) != layers or min(balance) < 1:
+        raise ValueError(
+            f"balance={list(balance)} has {len(balance)} parts of {sum(balance)} layers, at least "
+            f"{min(balance)} each; the model has {layers} layers for {virtual} parts (stages x "
+            f"chunks), at least one each. For instance balance={counts(layers, virtual, 'even')}."
+        )
+    return list(balance)
+
+
+def balanced(costs: Sequence[float], virtual: int) -> list[int]:
+    """Return how many layers each part has so that the dearest part is as cheap as can be.
+
+    >>> balanced([1, 1, 1, 3, 3], 3)
+    [3, 1, 1]
+    """
+    if len(costs) < virtual:
+        counts(len(costs), virtual, "even")
+    sums = np.concatenate([[0.0], np.cumsum(costs)])
+    best = np.full((virtual + 1, len(costs) + 1), math.inf)
+    cut = np.zeros((virtual + 1, len(costs) + 1), int)
+    best[0, 0] = 0
+    for part in range(1, virtual + 1):
+        for end in range(part, len(costs) + 1):
+            dearest = [max(best[part - 1, at], sums[end] - sums[at]) for at in range(end)]
+            cut[part, end] = int(np.argmin(dearest))
+            best[part, end] = dearest[cut[part, end]]
+    ends = [len(costs)]
+    for part in range(virtual, 0, -1):
+        ends.append(int(cut[part, ends[-1]]))
+    return [int(n) for n in -np.diff(ends)[::-1]]

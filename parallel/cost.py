@@ -1,0 +1,139 @@
+"""What a table costs before anything runs: time, bubble, stored activations, messages.
+
+Times are in units of the caller; `forward` and `backward` are those of all the chunks of one stage
+for one microbatch, `weights` is the part of `backward` that the W slot runs in a split table.
+"""
+
+from collections import Counter
+
+import numpy as np
+
+from hfjax.parallel.schedule import KINDS, Table, Task, needs
+
+MODELS = ("lockstep", "neighbour", "free")
+
+
+def cost(
+    table: Table,
+    forward: float = 1,
+    backward: float = 2,
+    weights: float = 1,
+    model: str = "lockstep",
+) -> float:
+    """Return the time of a table.
+
+    `lockstep` is what the executor does: a tick ends for all stages at once, after every slot in
+    use where there are no branches, after the busiest stage where there are. `neighbour`: a stage
+    waits for itself and its two neighbours only. `free`: for its inputs only.
+
+    >>> from hfjax.parallel.schedules import Schedule
+    >>> cost(Schedule("1f1b", microbatches=16).table(stages=4))  # (16 + 4 - 1) * (1 + 2)
+    57.0
+    """
+    if model not in MODELS:
+        raise ValueError(f"model={model!r}: one of {', '.join(MODELS)}.")
+    each = _each(table, forward, backward, weights)
+    if model == "free":
+        return _free(table, dict(zip(KINDS, each.tolist(), strict=True)))
+    durations = _durations(table, each).sum(axis=2)
+    return _neighbour(durations) if model == "neighbour" else float(durations.max(axis=1).sum())
+
+
+def starts(
+    table: Table, forward: float = 1, backward: float = 2, weights: float = 1
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return when each slot starts and how long it takes, in lockstep: [ticks, stages, slots]."""
+    durations = _durations(table, _each(table, forward, backward, weights))
+    ticks = durations.sum(axis=2).max(axis=1)
+    begins = np.cumsum(ticks) - ticks
+    return begins[:, None, None] + durations.cumsum(axis=2) - durations, durations
+
+
+def _durations(table: Table, each: np.ndarray) -> np.ndarray:
+    """Return how long each slot of each stage takes, whether it has a task or is masked."""
+    busy = table.cells >= 0
+    if not table.branches:
+        busy = np.broadcast_to(busy.any(axis=1, keepdims=True), busy.shape)
+    return busy * each
+
+
+def _each(table: Table, forward: float, backward: float, weights: float) -> np.ndarray:
+    """Return the time of one task of each kind."""
+    if min(forward, backward, weights) < 0 or forward + backward <= 0:
+        raise ValueError(
+            f"forward={forward}, backward={backward}, weights={weights}: times are not negative."
+        )
+    if table.split and weights > backward:
+        raise ValueError(
+            f"weights={weights} is part of backward={backward}: give at most {backward}."
+        )
+    whole = (forward, backward - weights, weights) if table.split else (forward, backward, 0)
+    return np.array(whole, float) / table.chunks
+
+
+def _neighbour(durations: np.ndarray) -> float:
+    ends = np.zeros(durations.shape[1])
+    for duration in durations:
+        ends = np.maximum(ends, np.maximum(np.roll(ends, 1), np.roll(ends, -1))) + duration
+    return float(ends.max())
+
+
+def _free(table: Table, each: dict[str, float]) -> float:
+    ends: dict[Task, float] = {}
+    stages = [0.0] * table.stages
+    for task, _, stage in table.tasks():
+        inputs = [ends[need] for need, _ in needs(task, table.virtual)]
+        ends[task] = stages[stage] = max(stages[stage], *inputs, 0.0) + each[task.kind]
+    return max(stages)
+
+
+def bubble(
+    table: Table,
+    forward: float = 1,
+    backward: float = 2,
+    weights: float = 1,
+    model: str = "lockstep",
+) -> float:
+    """Return the part of the time in which a stage does nothing of use, 0 to 1.
+
+    >>> from hfjax.parallel.schedules import Schedule
+    >>> round(bubble(Schedule("1f1b", microbatches=16).table(stages=4)), 3)  # 3 of 19
+    0.158
+    """
+    work = table.microbatches * (forward + backward * table.trains)
+    return 1 - work / cost(table, forward, backward, weights, model)
+
+
+def stash(table: Table) -> tuple[float, ...]:
+    """Return how many microbatches each stage keeps activations of at most, in whole stages.
+
+    They are kept from F to the last task that reads them: B, or W in a split table.
+
+    >>> from hfjax.parallel.schedules import Schedule
+    >>> stash(Schedule("1f1b-half", microbatches=16).table(stages=4))
+    (4.0, 3.0, 2.0, 1.0)
+    """
+    if not table.trains:
+        return (0.0,) * table.stages
+    times, last = table.times(), "W" if table.split else "B"
+    kept = np.zeros((table.ticks + 1, table.stages), int)
+    for task, tick, stage in table.tasks():
+        if task.kind == "F":
+            kept[tick, stage] += 1
+            kept[times[task._replace(kind=last)] + 1, stage] -= 1
+    return tuple((kept.cumsum(axis=0).max(axis=0) / table.chunks).tolist())
+
+
+def messages(table: Table) -> dict[tuple[int, int], int]:
+    """Return how many messages go from one stage to another, in the order of the stages.
+
+    >>> from hfjax.parallel.schedules import Schedule
+    >>> messages(Schedule("1f1b", microbatches=16).table(stages=3))
+    {(0, 1): 16, (1, 0): 16, (1, 2): 16, (2, 1): 16}
+    """
+    sent = Counter()
+    for task, _, stage in table.tasks():
+        for need, _ in needs(task, table.virtual):
+            source = table.homes[need.virtual][0]
+            sent[source, stage] += source != stage
+    return {link: count for link, count in sorted(sent.items()) if count}

@@ -1,0 +1,337 @@
+"""One layer taken apart: its forward pass, its backward pass, and that in two halves.
+
+`jax.vjp` decides what a backward pass needs; here its program is read as data. What a backward
+pass keeps is only what depends on the layer's input: casts and gathers of parameters, masks from
+random keys are done again. The equations from which the input's gradient follows are B, the rest
+is W; values that cross from B to W are kept as well (zero bubble, arXiv:2401.10241).
+"""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.extend.core import Literal, Var
+
+# Calls whose body is put in their place, so that dataflow is seen through them.
+_CALLS = (
+    "pjit",
+    "jit",
+    "closed_call",
+    "core_call",
+    "remat2",
+    "checkpoint",
+    "custom_jvp_call",
+    "custom_vjp_call",
+    "custom_vjp_call_jaxpr",
+    "custom_lin",
+)
+# Equations that W does not do again when it could have their results from B.
+_DEAR = (
+    "dot_general",
+    "conv_general_dilated",
+    "scan",
+    "while",
+    "cond",
+    "shard_map",
+    "pallas_call",
+    "custom_call",
+    "ffi_call",
+    "sort",
+    "gather",
+    "scatter",
+    "scatter-add",
+    "cumsum",
+    "ragged_dot",
+    "all_gather",
+    "all_gather_invariant",
+    "all_to_all",
+    "psum",
+    "psum_invariant",
+    "ppermute",
+    "reduce_scatter",
+    "random_bits",
+    "threefry2x32",
+)
+
+
+@dataclass(frozen=True)
+class Dissected:
+    """A layer's passes as functions; what they hand on are lists of arrays.
+
+    forward(known, x) -> (y, stash, late); backward(known, stash, late, dy) -> (dx, gradients);
+    or in two halves: input_backward(known, stash, late, dy) -> (dx, cross) and
+    weight_backward(known, late, cross) -> gradients. `stash` waits for B, `late` for W too.
+    """
+
+    forward: Callable
+    backward: Callable
+    input_backward: Callable
+    weight_backward: Callable
+    stash: Sequence[Any]  # shapes and dtypes
+    late: Sequence[Any]
+    cross: Sequence[Any]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Some equations of a program with the inputs and outputs that they have by themselves."""
+
+    equations: Sequence[Any]
+    inputs: Sequence[Var]
+    outputs: Sequence[Any]
+    constants: dict[Var, Any]
+
+    def __call__(self, *values: Any) -> list[Any]:
+        known = {**self.constants, **dict(zip(self.inputs, values, strict=True))}
+        return _run(self.equations, known, self.outputs)
+
+    def part(self, targets: Sequence[Any], inputs: Sequence[Var] | None = None) -> "Piece":
+        """Return what computes these targets."""
+        equations = [self.equations[i] for i in sorted(_needed(self.equations, targets))]
+        return Piece(equations, inputs or self.inputs, list(targets), self.constants)
+
+
+def dissect(layer: Callable, known: Any, slots: Any, x: Any, split: bool) -> Dissected:
+    """Return the passes of `layer(known, slots, x) -> y` (y like x).
+
+    The gradients are those of `slots`, whose values the layer does not read.
+    """
+    flat_x, form_x = jax.tree.flatten(x)
+    flat_slots, form_slots = jax.tree.flatten(slots)
+    flat_known, form_known = jax.tree.flatten(known)
+    passes: dict[str, Any] = {}
+
+    def forward(*arrays):
+        known = form_known.unflatten(arrays[: len(flat_known)])
+        x = form_x.unflatten(arrays[len(flat_known) :])
+        y, pullback = jax.vjp(lambda slots, x: layer(known, slots, x), slots, x)
+        kept, passes["pullback"] = jax.tree.flatten(pullback)
+        _check_same(x, y)
+        return *jax.tree.leaves(y), *kept
+
+    whole = _piece(forward, *flat_known, *flat_x)
+    y, kept = whole.outputs[: len(flat_x)], whole.outputs[len(flat_x) :]
+    residuals = _Residuals(whole, kept, len(flat_known))
+    ahead = whole.part([*y, *residuals.stashed])
+
+    def backward(*arrays):
+        known, arrays = arrays[: len(flat_known)], arrays[len(flat_known) :]
+        stash, dy = arrays[: len(residuals.stashed)], arrays[len(residuals.stashed) :]
+        pullback = jax.tree.unflatten(passes["pullback"], residuals.all(known, stash))
+        gradients, dx = pullback(form_x.unflatten(dy))
+        return *jax.tree.leaves(gradients), *jax.tree.leaves(dx)
+
+    stashed = [v.aval for v in residuals.stashed]
+    behind = _piece(backward, *flat_known, *stashed, *(v.aval for v in y))
+    halves = _Halves(behind, len(flat_known), len(stashed), len(flat_slots))
+    late = halves.late if split else []
+    early = [i for i in range(len(stashed)) if i not in late]
+
+    def join(stash, late_values):
+        values: list[Any] = [None] * len(stashed)
+        for i, value in (*zip(early, stash, strict=True), *zip(late, late_values, strict=True)):
+            values[i] = value
+        return values
+
+    def run_forward(known, x):
+        out = ahead(*jax.tree.leaves(known), *jax.tree.leaves(x))
+        kept = out[len(flat_x) :]
+        return (
+            form_x.unflatten(out[: len(flat_x)]),
+            [kept[i] for i in early],
+            [kept[i] for i in late],
+        )
+
+    def run_backward(known, stash, late_values, dy):
+        given = (*jax.tree.leaves(known), *join(stash, late_values), *jax.tree.leaves(dy))
+        out = behind(*given)
+        return form_x.unflatten(out[len(flat_slots) :]), form_slots.unflatten(
+            out[: len(flat_slots)]
+        )
+
+    def run_input(known, stash, late_values, dy):
+        given = (*jax.tree.leaves(known), *join(stash, late_values), *jax.tree.leaves(dy))
+        out = halves.input(*given)
+        return form_x.unflatten(out[: len(flat_x)]), out[len(flat_x) :]
+
+    def run_weight(known, late_values, cross):
+        return form_slots.unflatten(halves.weight(*jax.tree.leaves(known), *late_values, *cross))
+
+    return Dissected(
+        forward=run_forward,
+        backward=run_backward,
+        input_backward=run_input,
+        weight_backward=run_weight,
+        stash=[stashed[i] for i in early],
+        late=[stashed[i] for i in late],
+        cross=[v.aval for v in halves.cross],
+    )
+
+
+class _Residuals:
+    """What a pullback keeps: known, a literal, made from what is known, or stashed."""
+
+    def __init__(self, whole: Piece, kept: Sequence[Any], n_known: int):
+        self.kept, self.known = kept, list(whole.inputs[:n_known])
+        depends = set(whole.inputs[n_known:])
+        for equation in whole.equations:
+            if any(v in depends for v in _variables(equation.invars)):
+                depends.update(equation.outvars)
+        self.stashed = list(dict.fromkeys(v for v in _variables(kept) if v in depends))
+        remade = [v for v in _variables(kept) if v not in depends and v not in self.known]
+        self.remade = list(dict.fromkeys(remade))
+        self.remake = whole.part(self.remade, self.known)
+
+    def all(self, known: Sequence[Any], stash: Sequence[Any]) -> list[Any]:
+        """Return every residual, from what is known and what was stashed."""
+        values = dict(zip(self.known, known, strict=True))
+        values |= zip(self.stashed, stash, strict=True)
+        values |= zip(self.remade, self.remake(*known), strict=True)
+        return [v.val if isinstance(v, Literal) else values[v] for v in self.kept]
+
+
+class _Halves:
+    """A backward pass in two: what the input's gradient needs, and the rest."""
+
+    def __init__(self, behind: Piece, n_known: int, n_stash: int, n_slots: int):
+        known, rest = behind.inputs[:n_known], behind.inputs[n_known:]
+        stash, dy = rest[:n_stash], rest[n_stash:]
+        gradients, dx = behind.outputs[:n_slots], behind.outputs[n_slots:]
+        first = _needed(behind.equations, dx)
+        second = _needed(behind.equations, behind.outputs) - first
+        self.cross, second = self._cut(behind, first, second, gradients, set(dy))
+        used = {v for i in second for v in _variables(behind.equations[i].invars)}
+        used |= set(_variables(gradients))
+        self.cross += [v for v in dy if v in used]
+        self.late = [i for i, v in enumerate(stash) if v in used]
+        self.input = behind.part([*dx, *self.cross])
+        inputs = [*known, *(stash[i] for i in self.late), *self.cross]
+        equations = [behind.equations[i] for i in sorted(second)]
+        self.weight = Piece(equations, inputs, gradients, behind.constants)
+
+    @staticmethod
+    def _cut(behind: Piece, first: set[int], second: set[int], gradients: Any, dy: set[Var]):
+        """Return the values that cross, and the second half with what is cheaper to redo."""
+        makes = {v: i for i, e in enumerate(behind.equations) for v in e.outvars}
+        redo = _Redo(behind.equations, makes, dy)
+        wanted = [v for i in second for v in behind.equations[i].invars] + list(gradients)
+        cross, todo = [], list(dict.fromkeys(_variables(wanted)))
+        again = set(second)
+        for v in todo:
+            if v not in makes or makes[v] in second:
+                continue
+            cheap = redo.equations(v)
+            if cheap is None:
+                cross.append(v)
+            else:
+                again |= cheap
+        return cross, again
+
+
+class _Redo:
+    """Which values elementwise work alone makes from what is known or stashed."""
+
+    def __init__(self, equations: Sequence[Any], makes: dict[Var, int], dy: set[Var]):
+        self.all, self.makes, self.dy = equations, makes, dy
+        self.seen: dict[Var, frozenset[int] | None] = {}
+
+    def equations(self, v: Any) -> frozenset[int] | None:
+        """Return the equations that make a value again; None if that is dear or needs dy."""
+        if isinstance(v, Literal) or (v not in self.makes and v not in self.dy):
+            return frozenset()
+        if v in self.dy:
+            return None
+        if v not in self.seen:
+            self.seen[v] = self._from(self.makes[v])
+        return self.seen[v]
+
+    def _from(self, i: int) -> frozenset[int] | None:
+        equation = self.all[i]
+        if equation.primitive.name in _DEAR or _body(equation) is not None:
+            return None
+        parts = [self.equations(u) for u in equation.invars]
+        if any(part is None for part in parts):
+            return None
+        return frozenset([i]).union(*(part for part in parts if part is not None))
+
+
+def _check_same(x: Any, y: Any) -> None:
+    shape = lambda tree: jax.tree.map(
+        lambda a: (jax.numpy.shape(a), jax.numpy.result_type(a)), tree
+    )
+    if jax.tree.structure(x) != jax.tree.structure(y) or shape(x) != shape(y):
+        show = lambda tree: ", ".join(str(jax.typeof(a)) for a in jax.tree.leaves(tree))
+        raise ValueError(
+            f"a layer is given {show(x)} and returns {show(y)}: stacked layers hand on what they "
+            "are given. Make the shapes and dtypes equal (a cast at the end of the layer), or give "
+            "a plain list of layers."
+        )
+
+
+# -- programs as data -------------------------------------------------------------------------
+
+
+def _piece(function: Callable, *arrays: Any) -> Piece:
+    """Return the program of a function of flat arrays, with the bodies of calls in their place."""
+    traced = jax.make_jaxpr(function)(*arrays)
+    run = lambda *values: _inline(traced.jaxpr, traced.consts, values)
+    flat = jax.make_jaxpr(run)(*arrays)
+    constants = dict(zip(flat.jaxpr.constvars, flat.consts, strict=True))
+    return Piece(flat.jaxpr.eqns, flat.jaxpr.invars, flat.jaxpr.outvars, constants)
+
+
+def _inline(jaxpr: Any, constants: Sequence[Any], values: Sequence[Any]) -> list[Any]:
+    known = dict(zip(jaxpr.constvars, constants, strict=True))
+    known |= zip(jaxpr.invars, values, strict=True)
+    return _run(jaxpr.eqns, known, jaxpr.outvars, inline=True)
+
+
+def _run(equations: Sequence[Any], known: dict, outputs: Sequence[Any], inline: bool = False):
+    read = lambda v: v.val if isinstance(v, Literal) else known[v]
+    for equation in equations:
+        values = [read(v) for v in equation.invars]
+        body = _body(equation) if inline and equation.primitive.name in _CALLS else None
+        fits = body is not None and len(body[0].invars) == len(values)
+        results = _inline(*body, values) if body and fits else _bind(equation, values)
+        known.update(zip(equation.outvars, results, strict=True))
+    return [read(v) for v in outputs]
+
+
+def _bind(equation: Any, values: Sequence[Any]) -> Sequence[Any]:
+    parameters = equation.primitive.get_bind_params(equation.params)
+    functions: Iterable[Any] = ()
+    if isinstance(parameters, tuple):  # (functions, parameters) before jax 0.11
+        functions, parameters = parameters
+    with equation.ctx.manager:
+        results = equation.primitive.bind(*functions, *values, **parameters)
+    return results if equation.primitive.multiple_results else [results]
+
+
+def _body(equation: Any) -> tuple[Any, Sequence[Any]] | None:
+    for name in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
+        if (body := equation.params.get(name)) is not None:
+            closed = hasattr(body, "jaxpr")
+            return (body.jaxpr, body.consts) if closed else (body, ())
+    return None
+
+
+def _needed(equations: Sequence[Any], targets: Iterable[Any]) -> set[int]:
+    """Return the numbers of the equations that the targets follow from, or that have effects."""
+    needed, chosen = set(_variables(targets)), set()
+    for i in reversed(range(len(equations))):
+        equation = equations[i]
+        if equation.effects or any(v in needed for v in equation.outvars):
+            chosen.add(i)
+            needed.update(_variables(equation.invars))
+    return chosen
+
+
+def _variables(values: Iterable[Any]) -> list[Var]:
+    return [v for v in values if isinstance(v, Var)]
+
+
+def bytes_of(avals: Iterable[Any]) -> int:
+    """Return how many bytes arrays of these shapes and dtypes take."""
+    return sum(math.prod(a.shape) * a.dtype.itemsize for a in avals)

@@ -1,0 +1,407 @@
+"""The executor: runs any table of tasks in one program, one scan over ticks per segment.
+
+In a tick a stage receives what its neighbours sent in the tick before, then runs its forward slot
+(and the head, on the last stage), its backward slot, its weight slot. What a backward pass needs
+waits in rings, whose slots the table's compiler has assigned. Neither the size of the program nor
+its memory depends on the number of microbatches.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from hfjax.parallel.dissect import Dissected, dissect
+from hfjax.parallel.store import Store
+from hfjax.parallel.ticks import Ticks
+
+PIPE = "pipe"
+State = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Model:
+    """What the stages run, each function for one microbatch `m`."""
+
+    first: Callable  # (ends, m) -> x, what enters the first layer
+    unit: Callable  # (known, slots, x) -> x, one layer; known is (its parameters, its number, m)
+    last: Callable  # (ends, x, m) -> (total, aux): what is differentiated, and what is told
+    values: Any  # parameters of this stage's units, [chunks * units, ...]
+    ends: Any  # parameters of first and last
+    slots: Any  # shapes and dtypes of one unit's gradients
+    order: np.ndarray  # [stages, chunks, units]: number of the layer, -1 where there is none
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """A table with the model that runs by it, inside shard_map over `pipe`."""
+
+    ticks: Ticks
+    model: Model
+    mark: Callable  # marks a tree as differing between devices
+    unroll: int | bool = 1
+
+    def run(self) -> tuple[Any, Any, Any]:
+        """Return the gradients of units [chunks * units, ...], those of ends, and aux [M, ...]."""
+        facts = _Facts(self.ticks, 0, self.ticks.table.ticks)
+        columns = {name: jnp.asarray(column) for name, column in self.ticks.columns.items()}
+        columns |= {name: jnp.asarray(facts.when[name]) for name in _ENDS}
+        state = self._start()
+        for start, end, kinds in self.ticks.segments:
+            tick = partial(self._tick, kinds, _Facts(self.ticks, start, end))
+            rows = {name: column[start:end] for name, column in columns.items()}
+            state, _ = lax.scan(tick, state, rows)
+        if not self._trains:
+            return None, None, state["aux"]
+        return self._chunks.stacked(state["gradients"]), state["ends"], state["aux"]
+
+    # -- what there is ----------------------------------------------------------------------
+
+    @property
+    def _trains(self) -> bool:
+        return self.ticks.table.trains
+
+    @property
+    def _split(self) -> bool:
+        return self.ticks.table.split
+
+    @property
+    def _branches(self) -> bool:
+        return self.ticks.table.branches
+
+    @property
+    def _stages(self) -> int:
+        return self.ticks.table.stages
+
+    @cached_property
+    def _stage(self) -> Any:
+        return lax.axis_index(PIPE) if self._stages > 1 else 0
+
+    @cached_property
+    def _x(self) -> Any:
+        """Zeros like what goes from layer to layer."""
+        shape = jax.eval_shape(self.model.first, self.model.ends, self.mark(jnp.int32(0)))
+        return jax.tree.map(lambda a: self.mark(jnp.zeros(a.shape, a.dtype)), shape)
+
+    @cached_property
+    def _chunks(self) -> Store:
+        return Store(self.model.order.shape[1], self.model.order.shape[2], self.unroll is True)
+
+    @cached_property
+    def _values(self) -> Any:
+        return self._chunks.of(self.model.values)
+
+    @cached_property
+    def _layers(self) -> jax.Array:
+        """The numbers of this stage's layers, [chunks, units]."""
+        return self.mark(jnp.asarray(self.model.order, jnp.int32))[self._stage]
+
+    @cached_property
+    def _padded(self) -> bool:
+        return bool((self.model.order < 0).any())
+
+    @cached_property
+    def _passes(self) -> Dissected:
+        zeros = lambda a: self.mark(jnp.zeros(a.shape, a.dtype))
+        slots, m = jax.tree.map(zeros, self.model.slots), self.mark(jnp.int32(0))
+        return dissect(self.model.unit, self._known(0, 0, m), slots, self._x, self._split)
+
+    def _known(self, unit: Any, chunk: Any, m: Any) -> Any:
+        number = jnp.maximum(self._layers[chunk, unit], 0)
+        return self._chunks.get(self._values, unit, chunk), number, m
+
+    def _ring(self, name: str) -> Store:
+        return Store(self.ticks.depth[name], self._chunks.units, self._chunks.apart)
+
+    def _queue(self, name: str) -> Store:
+        return Store(self.ticks.depth[name], 1, True)
+
+    def _start(self) -> State:
+        """Return the state before the first tick."""
+        shape = lambda tree: jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), tree)
+        m, table = self.mark(jnp.int32(0)), self.ticks.table
+        _, aux = jax.eval_shape(self.model.last, self.model.ends, self._x, m)
+        tell = lambda a: self.mark(jnp.zeros((table.microbatches, *a.shape), a.dtype))
+        state: State = {"aux": jax.tree.map(tell, aux)}
+        state["sent"] = {link: self._x for link in self.ticks.links["F"]}
+        if self.ticks.depth["x"]:
+            state["x"] = self._queue("x").full(self._x, self.mark)
+        if not self._trains:
+            return state
+        state |= {"dx": self._x, "dy": self._queue("dy").full(self._x, self.mark)}
+        wanted = {"stash": self._passes.stash, "late": self._passes.late}
+        for name, like in (wanted | {"cross": self._passes.cross if self._split else []}).items():
+            state[name] = self._ring(name).full(list(like), self.mark) if like else []
+        state["gradients"] = self._chunks.full(self.model.slots, self.mark)
+        wide = lambda a: self.mark(jnp.zeros(a.shape, jnp.promote_types(a.dtype, jnp.float32)))
+        state["ends"] = jax.tree.map(wide, shape(self.model.ends))
+        return state
+
+    # -- a tick -----------------------------------------------------------------------------
+
+    def _tick(self, kinds: str, facts: "_Facts", state: State, row: dict) -> tuple[State, None]:
+        at = _At({name: self.mark(column[self._stage]) for name, column in row.items()}, facts)
+        state = self._receive(dict(state), at, kinds)
+        if "F" in kinds:
+            state = self._forward(state, at)
+        if "B" in kinds:
+            state = self._backward(state, at)
+        if "W" in kinds:
+            state = self._weights(state, at)
+        return self.mark(state), None
+
+    def _receive(self, state: State, at: "_At", kinds: str) -> State:
+        """Put what neighbours sent in the last tick into its slots.
+
+        dx is sent here, so that it travels under the forward slot.
+        """
+        if self.ticks.depth["x"]:
+            sent = state["sent"]
+            if self._branches:
+                sent = {link: self._send(x, link) for link, x in sent.items()}
+            for link, x in sent.items():
+                state["x"] = self._queue("x").put(state["x"], 0, at[f"x_{_FROM[link]}"], x)
+        for link in self.ticks.links["B"] if self._trains else ():
+            dy, slot = self._send(state["dx"], link), at[f"dy_{_FROM[link]}"]
+            state["dy"] = self._queue("dy").put(state["dy"], 0, slot, dy)
+        return state
+
+    def _send(self, x: Any, link: int) -> Any:
+        """Return what arrives from the neighbour on this link."""
+        if link == 0:
+            return x
+        route = [(stage, (stage + link) % self._stages) for stage in range(self._stages)]
+        return jax.tree.map(lambda a: lax.ppermute(a, PIPE, route), x)
+
+    # -- forward ----------------------------------------------------------------------------
+
+    def _forward(self, state: State, at: "_At") -> State:
+        m, chunk = at.positive("F_microbatch"), at.positive("F_chunk")
+
+        def run(state):
+            y, state = self._layers_forward(state, self._entering(state, at, m), at, m, chunk)
+            return self._head(state, at, y, m), y
+
+        names = ("stash", "late", "dy", "aux", "ends", "x")
+        state, y = self._guarded("F", at, run, state, names, self._x)
+        state["sent"] = {
+            link: y if self._branches else self._send(y, link) for link in state["sent"]
+        }
+        return state
+
+    def _entering(self, state: State, at: "_At", m: Any) -> Any:
+        """Return what enters the chunk: from the neighbour, or from the batch."""
+        embed = lambda: self.mark(self.model.first(self.model.ends, m))
+        if not self.ticks.depth["x"]:
+            return embed()
+        x = self._queue("x").get(state["x"], 0, at.positive("F_x"))
+        return at.branch("first", embed, lambda: x)
+
+    def _layers_forward(self, state: State, x: Any, at: "_At", m: Any, chunk: Any):
+        def step(carry, unit):
+            x, stash, late = carry
+            y, kept, waiting = self._passes.forward(self._known(unit, chunk, m), x)
+            if self._trains:
+                stash = self._ring("stash").put(stash, unit, at["F_stash"], kept) if kept else stash
+            if self._trains and waiting:
+                late = self._ring("late").put(late, unit, at["F_late"], waiting)
+            return self.mark((self._if_there(unit, chunk, y, x), stash, late))
+
+        carry = (x, state.get("stash"), state.get("late"))
+        y, stash, late = self._chunks.loop(step, carry, unroll=int(self.unroll))
+        kept = {"stash": stash, "late": late} if self._trains else {}
+        return y, state | kept
+
+    def _if_there(self, unit: Any, chunk: Any, new: Any, old: Any) -> Any:
+        """Return `new` if there is a layer at this place, `old` where storage is only padded."""
+        if not self._padded:
+            return new
+        there = self._layers[chunk, unit] >= 0
+        return jax.tree.map(lambda a, b: jnp.where(there, a, b), new, old)
+
+    def _head(self, state: State, at: "_At", y: Any, m: Any) -> State:
+        """On the last stage: tell the loss of this microbatch, and begin its backward pass."""
+        tell = lambda aux, old: jax.tree.map(lambda a, x: a.at[m].set(x), old, aux)
+
+        def evaluate(aux):
+            return self.mark(tell(self.model.last(self.model.ends, y, m)[1], aux))
+
+        if not self._trains:
+            return state | {"aux": at.branch("last", evaluate, lambda aux: aux, state["aux"])}
+
+        def run(aux, ends):
+            last = lambda ends, y: self.model.last(ends, y, m)
+            total, pullback, told = jax.vjp(last, self.model.ends, y, has_aux=True)
+            gradients, dy = pullback(self.mark(jnp.ones_like(total)))
+            return self.mark((tell(told, aux), _add(ends, gradients), dy))
+
+        def skip(aux, ends):
+            return aux, ends, self._x
+
+        aux, ends, dy = at.branch("last", run, skip, state["aux"], state["ends"])
+        state |= {"aux": aux, "ends": ends}
+        if at.facts.never("last"):
+            return state
+        return state | {"dy": self._queue("dy").put(state["dy"], 0, at["H_dy"], dy)}
+
+    # -- backward ---------------------------------------------------------------------------
+
+    def _backward(self, state: State, at: "_At") -> State:
+        m, chunk = at.positive("B_microbatch"), at.positive("B_chunk")
+
+        def run(state):
+            dy = self._queue("dy").get(state["dy"], 0, at.positive("B_dy"))
+            half = self._input_half if self._split else self._both_halves
+            dx, state = half(state, dy, at, m, chunk)
+            return self._embedding(state, at, dx, m), dx
+
+        names = ("gradients", "cross", "ends")
+        state, state["dx"] = self._guarded("B", at, run, state, names, self._x)
+        return state
+
+    def _both_halves(self, state: State, dy: Any, at: "_At", m: Any, chunk: Any):
+        def step(carry, unit):
+            dy, gradients = carry
+            stash = self._take(state, "stash", unit, at.positive("B_stash"))
+            dx, new = self._passes.backward(self._known(unit, chunk, m), stash, [], dy)
+            gradients = self._accumulate(gradients, new, unit, chunk, at, "B")
+            return self.mark((self._if_there(unit, chunk, dx, dy), gradients))
+
+        dx, gradients = self._units(step, (dy, state["gradients"]))
+        return dx, state | {"gradients": gradients}
+
+    def _input_half(self, state: State, dy: Any, at: "_At", m: Any, chunk: Any):
+        def step(carry, unit):
+            dy, cross = carry
+            stash = self._take(state, "stash", unit, at.positive("B_stash"))
+            late = self._take(state, "late", unit, at.positive("B_late"))
+            known = self._known(unit, chunk, m)
+            dx, crossing = self._passes.input_backward(known, stash, late, dy)
+            cross = self._ring("cross").put(cross, unit, at["B_cross"], crossing)
+            return self.mark((self._if_there(unit, chunk, dx, dy), cross))
+
+        dx, cross = self._units(step, (dy, state["cross"]))
+        return dx, state | {"cross": cross}
+
+    def _weights(self, state: State, at: "_At") -> State:
+        m, chunk = at.positive("W_microbatch"), at.positive("W_chunk")
+
+        def run(state):
+            def step(gradients, unit):
+                late = self._take(state, "late", unit, at.positive("W_late"))
+                cross = self._take(state, "cross", unit, at.positive("W_cross"))
+                known = self._known(unit, chunk, m)
+                new = self._passes.weight_backward(known, late, cross)
+                return self.mark(self._accumulate(gradients, new, unit, chunk, at, "W"))
+
+            return state | {"gradients": self._units(step, state["gradients"])}, None
+
+        return self._guarded("W", at, run, state, ("gradients",), None)[0]
+
+    def _units(self, step: Callable, carry: Any) -> Any:
+        return self._chunks.loop(step, carry, reverse=True, unroll=int(self.unroll))
+
+    def _take(self, state: State, name: str, unit: Any, slot: Any) -> list:
+        return self._ring(name).get(state[name], unit, slot) if state[name] else []
+
+    def _accumulate(self, gradients: Any, new: Any, unit: Any, chunk: Any, at: "_At", kind: str):
+        """Add a layer's gradient, unless the slot is idle or there is no layer."""
+        real = None if self._branches or at.facts.always(kind) else at.active(kind)
+        if self._padded:
+            there = self._layers[chunk, unit] >= 0
+            real = there if real is None else real & there
+        if real is not None:
+            new = jax.tree.map(lambda a: jnp.where(real, a, jnp.zeros((), a.dtype)), new)
+        old = self._chunks.get(gradients, unit, chunk)
+        return self._chunks.put(gradients, unit, chunk, _add(old, new))
+
+    def _embedding(self, state: State, at: "_At", dx: Any, m: Any) -> State:
+        """On the first stage: the gradient of what came before the layers."""
+
+        def run(ends):
+            _, pullback = jax.vjp(lambda ends: self.model.first(ends, m), self.model.ends)
+            return self.mark(_add(ends, pullback(dx)[0]))
+
+        return state | {"ends": at.branch("first_backward", run, lambda ends: ends, state["ends"])}
+
+    def _guarded(
+        self, kind: str, at: "_At", run: Callable, state: State, names: tuple, idle: Any
+    ) -> tuple[State, Any]:
+        """Run a slot; in a table with branches only on the stages that have a task in it."""
+        if not self._branches or at.facts.always(kind):
+            return run(state)
+        held = {name: state[name] for name in names if name in state}
+
+        def active(held):
+            new, result = run(state | held)
+            return self.mark(({name: new[name] for name in held}, result))
+
+        held, result = lax.cond(at.active(kind), active, lambda held: (held, idle), held)
+        return state | held, result
+
+
+_ENDS = ("first", "last", "first_backward")  # tasks that touch the ends of the model
+_FROM = {0: "self", 1: "left", -1: "right"}  # link -> where its message comes from
+
+
+@dataclass(frozen=True)
+class _Facts:
+    """What is so in all ticks of a segment on all stages, or in none: no branch is needed then."""
+
+    ticks: Ticks
+    start: int
+    end: int
+
+    def always(self, what: str) -> bool:
+        return bool(self.when[what].all())
+
+    def never(self, what: str) -> bool:
+        return not self.when[what].any()
+
+    @cached_property
+    def when(self) -> dict[str, np.ndarray]:
+        """Whether it is so, by tick and stage."""
+        table = self.ticks.table
+        tasks = table.cells[self.start : self.end]
+        when = {kind: tasks[..., i] >= 0 for i, kind in enumerate("FBW")}
+        g = tasks % table.virtual
+        when["first"] = when["F"] & (g[..., 0] == 0)
+        when["last"] = when["F"] & (g[..., 0] == table.virtual - 1)
+        when["first_backward"] = when["B"] & (g[..., 1] == 0)
+        return when
+
+
+@dataclass(frozen=True)
+class _At:
+    """One row of the table for this stage."""
+
+    row: dict[str, Any]
+    facts: _Facts
+    cache: dict = field(default_factory=dict)
+
+    def __getitem__(self, name: str) -> Any:
+        return self.row[name]
+
+    def positive(self, name: str) -> Any:
+        """Return a number to index with, 0 where the slot is idle."""
+        return jnp.maximum(self.row[name], 0)
+
+    def active(self, kind: str) -> Any:
+        return self.row[f"{kind}_microbatch"] >= 0
+
+    def branch(self, what: str, yes: Callable, no: Callable, *operands: Any) -> Any:
+        """Return `yes(*operands)` where it is so, `no(*operands)` elsewhere."""
+        if self.facts.always(what):
+            return yes(*operands)
+        if self.facts.never(what):
+            return no(*operands)
+        return lax.cond(self.row[what], yes, no, *operands)
+
+
+def _add(sums: Any, new: Any) -> Any:
+    return jax.tree.map(lambda a, b: a + b.astype(a.dtype), sums, new)

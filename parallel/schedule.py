@@ -1,0 +1,204 @@
+"""A schedule is a table: which stage works on which microbatch, tick by tick.
+
+Within a tick: receive what the neighbours sent in the last tick; run the F slot (after the last
+virtual stage: head and loss, which give the dy of its B); run the B slot; run the W slot. A stage
+has one slot of each kind, so it sends at most one message of each kind per tick.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+
+KINDS = "FBW"  # forward; backward with respect to the input, or all of it; weights
+Homes = tuple[tuple[int, int], ...]
+
+
+class Task(NamedTuple):
+    """One piece of work: a kind, for one virtual stage and one microbatch."""
+
+    kind: str
+    virtual: int
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.virtual}{self.kind}{self.microbatch}"
+
+
+@dataclass(frozen=True, eq=False)
+class Table:
+    """Which stage runs which tasks in which tick; `str(table)` is its text form."""
+
+    name: str
+    stages: int  # devices along the pipe axis
+    microbatches: int
+    chunks: int  # pieces of the model on each stage
+    homes: Homes  # virtual stage, in model order -> (stage, chunk)
+    cells: np.ndarray  # int32 [ticks, stages, slots]: microbatch * virtual + virtual stage, or -1
+    branches: bool = False  # False: all stages run all slots that a tick uses, idle ones masked
+
+    @property
+    def virtual(self) -> int:
+        """The number of virtual stages: stages times chunks."""
+        return self.stages * self.chunks
+
+    @property
+    def ticks(self) -> int:
+        """The number of ticks."""
+        return len(self.cells)
+
+    @property
+    def split(self) -> bool:
+        """Whether the gradient of the weights is a task of its own."""
+        return bool((self.cells[:, :, 2] >= 0).any())
+
+    @property
+    def trains(self) -> bool:
+        """Whether there is any backward task."""
+        return bool((self.cells[:, :, 1] >= 0).any())
+
+    def tasks(self) -> Iterator[tuple[Task, int, int]]:
+        """Yield every task with its tick and stage, in the order of the ticks."""
+        for tick, stage, slot in np.argwhere(self.cells >= 0).tolist():
+            microbatch, virtual = divmod(int(self.cells[tick, stage, slot]), self.virtual)
+            yield Task(KINDS[slot], virtual, microbatch), tick, stage
+
+    def times(self) -> dict[Task, int]:
+        """Return the tick of each task."""
+        return {task: tick for task, tick, _ in self.tasks()}
+
+    def text(self, tick: int, stage: int) -> str:
+        """Return one cell in the notation of torch.distributed.pipelining: `1F3+1B0`, or `.`."""
+        forward, backward, weights = self.cells[tick, stage].tolist()
+        whole = backward >= 0 and (backward == weights or not self.split)
+        kinds = (("F", forward), ("B" if whole else "I", backward))
+        kinds = (*kinds, ("W", -1 if whole and backward == weights else weights))
+        shown = (f"{x % self.virtual}{kind}{x // self.virtual}" for kind, x in kinds if x >= 0)
+        return "+".join(shown) or "."
+
+    def __str__(self) -> str:
+        rows = [[self.text(t, s) for t in range(self.ticks)] for s in range(self.stages)]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = (" ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) for row in rows)
+        return "\n".join(line.rstrip() for line in lines)
+
+
+def needs(task: Task, virtual: int) -> list[tuple[Task, int]]:
+    """Return the tasks that one waits for, each with the ticks that must lie between: 1 or 0.
+
+    >>> [(str(task), wait) for task, wait in needs(Task("B", 1, 0), virtual=4)]
+    [('1F0', 0), ('2B0', 1)]
+    """
+    kind, g, m = task
+    if kind == "F":
+        return [(Task("F", g - 1, m), 1)] if g else []
+    if kind == "W":
+        return [(Task("B", g, m), 0)]
+    last = g == virtual - 1
+    return [(Task("F", g, m), 0)] + ([] if last else [(Task("B", g + 1, m), 1)])
+
+
+def check(table: Table) -> Table:
+    """Return the table; raise ValueError, with the faulty cell marked, if it cannot run.
+
+    Every task once and on its home, neighbours only, every input there in time. That no message
+    and no stored value is overwritten is the work of `hfjax.parallel.ticks`.
+    """
+    check_homes(table.homes, table.stages, table.name)
+    check_complete(table)
+    check_order(table)
+    return table
+
+
+def check_homes(homes: Sequence[tuple[int, int]], stages: int, name: str) -> None:
+    """Refuse a placement with unequal stages, or with model neighbours on distant stages."""
+    held = [sorted(chunk for at, chunk in homes if at == stage) for stage in range(stages)]
+    chunks = list(range(len(homes) // stages))
+    for stage, found in enumerate(held):
+        if found != chunks:
+            raise ValueError(
+                f"{name}: {len(homes)} virtual stages on {stages} stages are {len(chunks)} for "
+                f"each stage, found {len(found)} on stage {stage}. Give every stage as many."
+            )
+    for g, ((here, _), (there, _)) in enumerate(pairwise(homes)):
+        if (there - here) % stages not in (0, 1, stages - 1):
+            raise ValueError(
+                f"{name}: virtual stage {g} is on stage {here}, the next one on stage {there}: "
+                "messages go between neighbours only (the last stage and stage 0 are "
+                f"neighbours). Put {g + 1} on stage {here}, {(here + 1) % stages} or "
+                f"{(here - 1) % stages}."
+            )
+
+
+def check_complete(table: Table) -> None:
+    """Refuse a table in which a task is missing, is there twice, or is not on its home."""
+    seen: dict[Task, tuple[int, int]] = {}
+    for task, tick, stage in table.tasks():
+        home = table.homes[task.virtual][0] if task.microbatch < table.microbatches else None
+        if home is None:
+            says = f"{task} is of microbatch {task.microbatch}, of {table.microbatches}. Remove it."
+            raise fault(table, tick, stage, says)
+        if home != stage:
+            says = f"{task} is on stage {stage}, virtual stage {task.virtual} on {home}. Move it."
+            raise fault(table, tick, stage, says)
+        if task in seen:
+            says = f"{task} is here a second time, first in tick {seen[task][0]}. Remove one."
+            raise fault(table, tick, stage, says)
+        seen[task] = (tick, stage)
+    for task in _expected(table):
+        if task not in seen:
+            raise _missing(table, task, seen)
+
+
+def _expected(table: Table) -> Iterator[Task]:
+    kinds = "F" + "B" * table.trains + "W" * table.split
+    for m in range(table.microbatches):
+        for kind in kinds:
+            yield from (Task(kind, g, m) for g in range(table.virtual))
+
+
+def _missing(table: Table, task: Task, seen: dict[Task, tuple[int, int]]) -> ValueError:
+    before = [need for need, _ in needs(task, table.virtual) if need in seen]
+    says = f"{task} is missing. Add it to stage {table.homes[task.virtual][0]}"
+    if not before:
+        return ValueError(f"{table.name}: {says}.")
+    return fault(table, *seen[before[0]], f"{says}, after {before[0]} (marked).")
+
+
+def check_order(table: Table) -> None:
+    """Refuse a task whose input is not there yet, and a tick in which nobody works."""
+    times = table.times()
+    for task, tick, stage in table.tasks():
+        for need, wait in needs(task, table.virtual):
+            if times[need] > tick - wait:
+                raise fault(
+                    table,
+                    tick,
+                    stage,
+                    f"{task} in tick {tick} needs {need}, which runs in tick {times[need]}. "
+                    f"Move it to tick {times[need] + wait} or later.",
+                )
+    idle = np.flatnonzero((table.cells < 0).all(axis=(1, 2)))
+    if len(idle):
+        raise ValueError(f"{table.name}: nobody works in tick {idle[0]}. Remove the tick.")
+
+
+def fault(table: Table, tick: int, stage: int, says: str) -> ValueError:
+    """Return the error that says what is wrong over the part of the grid around, cell marked."""
+    ticks = range(max(0, tick - 4), min(table.ticks, tick + 4))
+    grid = [[""] + [str(t) for t in ticks]]
+    for s in range(table.stages):
+        cells = [table.text(t, s) for t in ticks]
+        if s == stage:
+            cells[ticks.index(tick)] = f">{cells[ticks.index(tick)]}<"
+        grid.append([f"stage {s}", *cells])
+    return ValueError(f"{table.name}: {says}\n{columns_of(grid)}")
+
+
+def columns_of(grid: Sequence[Sequence[str]]) -> str:
+    """Return rows of words as lines with every column centred under its head."""
+    widths = [max(map(len, column)) for column in zip(*grid, strict=True)]
+    lines = ("  ".join(word.center(w) for word, w in zip(row, widths, strict=True)) for row in grid)
+    return "\n".join(f"  {line.rstrip()}" for line in lines)

@@ -1,0 +1,208 @@
+"""`hfjax schedule`: the grid, its cost, files of it; faulty input is an error, not a traceback."""
+
+import json
+import subprocess
+import sys
+import zlib
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from hfjax import timetable
+from hfjax.__main__ import main
+from hfjax.parallel.notation import parse_table
+from hfjax.parallel.schedules import SCHEDULES
+
+COMMAND = (sys.executable, "-m", "hfjax", "schedule")
+
+
+@pytest.fixture(name="run")
+def fixture_run(monkeypatch, capsys):
+    """Return a function that runs the command: its exit status, output and errors."""
+
+    def run(*words: object, columns: int = 300) -> tuple[int, str, str]:
+        monkeypatch.setenv("COLUMNS", str(columns))
+        monkeypatch.setattr(sys, "argv", ["hfjax", "schedule", *map(str, words)])
+        return main(), *capsys.readouterr()
+
+    return run
+
+
+def test_alone_it_lists_every_schedule_in_a_line(run):
+    status, out, _ = run()
+    lines = out.splitlines()
+    assert status == 0
+    assert [line.split()[0] for line in lines[1 : 1 + len(SCHEDULES)]] == list(SCHEDULES)
+    assert lines[2].split()[:4] == ["1f1b", "1", "15.8%", "7"]
+    assert "with 4 stages, 16 microbatches, forward 1, backward 2" in out
+    assert "4.5%" in run("--stages", 2, "--microbatches", 21)[1]
+
+
+def test_it_prints_the_grid_and_what_it_costs(run):
+    status, out, _ = run("1f1b", "--stages", 3, "--microbatches", 4)
+    assert status == 0
+    assert out.splitlines() == [
+        "1f1b: 3 stages, 4 microbatches, 8 ticks without branches",
+        "",
+        "          0   1   2       3       4       5       6   7",
+        "stage 0   0F0 0F1 0F2     0F3     0B0     0B1     0B2 0B3",
+        "stage 1   .   1F0 1F1     1F2+1B0 1F3+1B1 1B2     1B3 .",
+        "stage 2   .   .   2F0+2B0 2F1+2B1 2F2+2B2 2F3+2B3 .   .",
+        "",
+        "time      18, with forward 1, backward 2 (weights 1 of it)",
+        "bubble    33.3%; if stages waited for their neighbours only 33.3%, for their inputs only "
+        "33.3%",
+        "stash     4 3 1: microbatches whose activations each stage keeps at most",
+        "messages  0->1 4, 1->0 4, 1->2 4, 2->1 4",
+    ]
+
+
+def test_times_are_those_given(run):
+    _, out, _ = run("zb", "--forward", 1, "--backward", 3, "--weights", 1)
+    assert "bubble    12.3%" in out  # (4 - 1) * (1 + 3 - 1) of 73
+
+
+def test_a_wide_grid_is_cut_into_blocks_of_ticks(run):
+    _, out, _ = run("interleaved", columns=80)
+    heads = [line for line in out.splitlines() if line.startswith("          ")]
+    assert " ".join(heads).split() == [str(tick) for tick in range(42)]
+    assert max(map(len, out.splitlines()[:40])) <= 80
+
+
+def test_a_terminal_gets_colours_and_only_the_ends_of_a_long_grid(capsys):
+    table = SCHEDULES["1f1b-half"](4, 64, 1)
+    given = timetable.argparse.Namespace(forward=1, backward=2, weights=1)
+    terminal = Console(force_terminal=True, width=80, color_system="standard", soft_wrap=True)
+    timetable._show(table, given, terminal)
+    out = capsys.readouterr().out
+    assert "\x1b[34m0F0" in out
+    assert "--csv or --plot has them all" in out
+    assert out.count("stage 0") == timetable.MOST
+    assert "0B63" in out
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_table_written_as_csv_reads_back_and_shows_the_same(run, tmp_path, name):
+    path = tmp_path / f"{name}.csv"
+    _, shown, _ = run(name, "--stages", 3, "--microbatches", 7, "--csv", path)
+    status, again, _ = run("--from", path)
+    assert (status, again) == (0, shown)
+
+
+def test_a_table_of_ones_own_is_checked_and_shown(run, tmp_path):
+    path = tmp_path / "mine.txt"
+    path.write_text("0F0 0F1 0B0 0B1\n1F0+1B0 1F1+1B1\n")
+    status, out, _ = run("--from", path)
+    assert (status, out.splitlines()[0]) == (
+        0,
+        "mine: 2 stages, 2 microbatches, 4 ticks without branches",
+    )
+    path.write_text("0F0 0F1 0B0 0B1\n1F0+1B0 1F1\n")
+    status, _, wrong = run("--from", path)
+    assert status == 1
+    assert "hfjax schedule: mine: 1B1 is missing" in wrong
+    assert ">1F1<" in wrong
+
+
+def test_an_svg_has_a_box_for_every_task_to_scale(run, tmp_path):
+    path = tmp_path / "x.svg"
+    run("1f1b-half", "--stages", 3, "--microbatches", 4, "--plot", path)
+    svg = "{http://www.w3.org/2000/svg}"
+    boxes = ElementTree.parse(path).findall(f"{svg}g")
+    tips = [box.findtext(f"{svg}title") for box in boxes]
+    table = SCHEDULES["1f1b-half"](3, 4, 1)
+    assert sorted(map(str, tips)) == sorted(f"{task}, tick {t}" for task, t, _ in table.tasks())
+    widths = {str(tip)[1]: box.find(f"{svg}rect") for tip, box in zip(tips, boxes, strict=True)}
+    wide = {kind: float(rect.attrib["width"]) for kind, rect in widths.items() if rect is not None}
+    assert wide["B"] == 2 * wide["F"]
+
+
+def test_a_png_has_the_colours_of_the_kinds(run, tmp_path):
+    path = tmp_path / "x.png"
+    run("zb", "--stages", 2, "--microbatches", 3, "--plot", path)
+    data = path.read_bytes()
+    width, height = (int.from_bytes(data[i : i + 4], "big") for i in (16, 20))
+    size = int.from_bytes(data[33:37], "big")
+    rows = np.frombuffer(zlib.decompress(data[41 : 41 + size]), np.uint8).reshape(height, -1)
+    found = {tuple(pixel) for pixel in rows[:, 1:].reshape(-1, 3).tolist()}
+    colours = {kind: timetable.picture.COLOURS[kind] for kind in "FIW"}
+    assert found >= set(colours.values())
+    assert rows.shape[1] == 1 + 3 * width
+
+
+def test_a_trace_has_the_tasks_of_each_stage_and_an_arrow_per_message(run, tmp_path):
+    path = tmp_path / "x.json"
+    run("zb-h1", "--stages", 2, "--microbatches", 3, "--trace", path)
+    events = json.loads(path.read_text())["traceEvents"]
+    by_kind = lambda kind: [event for event in events if event["ph"] == kind]
+    assert [event["args"]["name"] for event in by_kind("M")] == ["stage 0", "stage 1"]
+    assert len(by_kind("X")) == 2 * 3 * 3
+    assert len(by_kind("s")) == len(by_kind("f")) == 2 * 3
+    for sent, used in zip(by_kind("s"), by_kind("f"), strict=True):
+        assert (sent["id"], sent["tid"] + used["tid"]) == (used["id"], 1)
+        assert sent["ts"] <= used["ts"]
+
+
+def test_every_table_can_be_drawn(tmp_path):
+    for name, builder in SCHEDULES.items():
+        table = builder(2, 3, builder.chunks)
+        drawn = list(timetable.picture.boxes(table, 1, 2, 1))
+        assert {box.task for box in drawn if box.task} == set(table.times())
+        for ending in ("svg", "png"):
+            timetable.picture.write(table, tmp_path / f"{name}.{ending}", drawn)
+    alone = parse_table("0F0 0B0")
+    assert timetable.picture.svg(alone, list(timetable.picture.boxes(alone, 1, 2, 1)))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("1b1f",), "no schedule '1b1f'. Schedules: gpipe, 1f1b"),
+        (("zb-v", "--chunks", 3), "chunks=3: zb-v has 2 on each stage"),
+        (("1f1b", "--stages", 0), "stages=0: a positive number"),
+        (("1f1b", "--microbatches", -1), "microbatches=-1: a positive number"),
+        (("1f1b", "--backward", -2), "times are not negative"),
+        (("zb", "--weights", 3), "weights=3.0 is part of backward=2.0"),
+        (("1f1b", "--plot", "x.jpg"), "x.jpg: a picture is an .svg or a .png file"),
+        (("1f1b", "--plot", "/no/such/x.svg"), "No such file or directory: '/no/such/x.svg'"),
+        (("--from", "/no/such.csv"), "No such file or directory: '/no/such.csv'"),
+        (("--from", "/"), "Is a directory"),
+        (("1f1b", "--from", "x.csv"), "1f1b and --from x.csv: give a name or a file, not both"),
+        (("--csv", "x.csv"), "--csv is for one schedule: name one of gpipe"),
+    ],
+)
+def test_what_cannot_be_is_an_error_with_status_1(run, words, message):
+    status, out, wrong = run(*words)
+    assert (status, out) == (1, "")
+    assert message in wrong
+
+
+def test_a_file_that_is_no_text_and_one_for_other_sizes_are_refused(run, tmp_path):
+    path = tmp_path / "x.csv"
+    path.write_bytes(b"\xff\xfe\x00\x81")
+    assert "is no text: a line of cells per stage is expected" in run("--from", path)[2]
+    path.write_text("0F0 0B0\n1F0 1B0\n")
+    assert "x is a table for 2 stages, the mesh has 3" in run("--from", path, "--stages", 3)[2]
+    assert "microbatches=5, the table has 1" in run("--from", path, "--microbatches", 5)[2]
+    assert "chunks=2, the table has 1" in run("--from", path, "--chunks", 2)[2]
+
+
+def test_a_number_that_is_none_is_a_usage_error():
+    found = subprocess.run([*COMMAND, "1f1b", "--stages", "x"], capture_output=True, text=True)
+    assert found.returncode == 2
+    assert "invalid int value: 'x'" in found.stderr
+
+
+def test_a_reader_that_stops_early_is_no_error():
+    for words in ("zb-v --stages 8 --microbatches 256", "1f1b"):
+        with subprocess.Popen(
+            [*COMMAND, *words.split()], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        ) as process:
+            assert process.stdout is not None
+            assert process.stderr is not None
+            process.stdout.close()
+            assert b"Traceback" not in (wrong := process.stderr.read())
+            assert wrong == b""
+            assert process.wait() == 1
