@@ -3,7 +3,7 @@
 import argparse
 import sys
 
-from hfjax import demo
+from hfjax import demo, timetable
 
 
 def main() -> int:
@@ -12,6 +12,9 @@ def main() -> int:
     commands = parser.add_subparsers(required=True, metavar="command")
     shown = commands.add_parser("demo", help="train a GPT on 8 fake CPU devices, every strategy")
     shown.set_defaults(run=lambda _: demo.main())
+    shown = commands.add_parser("schedule", help="show a pipeline schedule and what it costs")
+    timetable.arguments(shown)
+    shown.set_defaults(run=timetable.main)
     given = parser.parse_args()
     try:
         return given.run(given)

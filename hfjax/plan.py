@@ -71,10 +71,11 @@ class Layout:
 
     @property
     def order(self) -> jax.Array | None:
-        """Which layer lies in each place of each stage, if not simply one after the other."""
-        if self.arrangement is None or self.arrangement.is_plain:
-            return None
-        return jnp.asarray(self.arrangement.order, jnp.int32)
+        """The number of the layer in each stored row, -1 where there is none."""
+        if self.arrangement is not None:
+            return jnp.asarray(self.arrangement.rows, jnp.int32)
+        layers = [self.arrays[p.path].shape[0] for p in self.placed.values() if p.stacked]
+        return jnp.arange(layers[0], dtype="int32") if layers else None
 
     def shardings(self) -> Any:
         """Return the sharding of every array of the state, in the state's own form."""
@@ -158,7 +159,7 @@ class State:
     params: Any
     optimizer: Any
     variables: Any  # what is not a parameter: statistics, random keys
-    order: Any = None  # which layer each stage stores where; None: as the model has them
+    order: Any = None  # the number of the layer in each row of what stacks layers
 
 
 def layout(

@@ -23,7 +23,7 @@ def rearrange(layout: Layout, state: State) -> State:
     """Return the state with its layers where the layout has them; itself if they are there."""
     if _same(layout.order, state.order):
         return state
-    old = None if state.order is None else Arrangement(np.asarray(state.order))
+    old = None if state.order is None else Arrangement(np.asarray(state.order)[None, None])
     move = partial(_move, layout.arrangement, old)
     dims = _layer_dims(layout)
 
@@ -35,10 +35,11 @@ def rearrange(layout: Layout, state: State) -> State:
     return jax.jit(run, out_shardings=layout.shardings())(state)
 
 
-def _same(order: Any, other: Any) -> bool:
-    if order is None or other is None:
-        return order is other
-    return order is other or np.array_equal(order, other)
+def _same(wanted: Any, found: Any) -> bool:
+    if wanted is None or wanted is found:
+        return True
+    rows = np.arange(len(wanted)) if found is None else np.asarray(found)
+    return np.array_equal(wanted, rows)
 
 
 def _move(new: Arrangement | None, old: Arrangement | None, array: jax.Array, dim: int) -> Any:

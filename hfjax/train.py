@@ -80,13 +80,13 @@ class TrainStep:
             batch = shard_batch(self.layout, batch, _microbatches(self.execution))
         state, metrics = self._jitted(self._in_order(state), batch)
         self._watch.add(metrics["finite"], metrics["step"])
-        return state if self._order is None else replace(state, order=self._order), metrics
+        return replace(state, order=self._order), metrics
 
     def _in_order(self, state: State) -> State:
         """Return the state as this step stores layers (rearranged if it came otherwise)."""
         if state.order is not self._order:
             state = rearrange(self.layout, state)
-        return state if self._order is None else replace(state, order=None)
+        return replace(state, order=None)
 
     def lower(self, batch: Any) -> jax.stages.Lowered:
         """Return the lowered step for a batch of arrays or shapes; allocates nothing."""

@@ -97,5 +97,5 @@ def with_weights(table: Table, name: str) -> Table:
     cells = np.full((max(table.ticks, ticks[-1] + 1), table.stages, len(KINDS)), -1, np.int32)
     cells[: table.ticks] = table.cells
     cells[ticks, :, 2] = np.stack([column[column >= 0] for column in columns], axis=1)
-    late = (cells[:, :, 2] != cells[:, :, 1]).any()
-    return replace(table, name=name, cells=cells if late else table.cells)
+    apart = (cells[:, :, 2] != cells[:, :, 1]).any()
+    return replace(table, name=name, cells=cells if apart else table.cells)

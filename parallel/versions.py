@@ -42,25 +42,31 @@ def weight_versions(table: Table, every: int = 1) -> Versions:
     (4, 2)
     """
     _check(table, every)
+    uses = _uses(table, every)
+    stages = range(table.stages)
+    slots = [_colour({kind: use[:, s] for kind, use in uses.items()}) for s in stages]
+    rings = [np.array([*slot, -1], np.int32) for slot in slots]  # version -1 -> slot -1
+    columns = {
+        f"{kind}_version": np.stack([rings[s][use[:, s]] for s in stages], axis=1)
+        for kind, use in uses.items()
+    }
+    stale = np.where(uses["B"] >= 0, uses["L"] - uses["B"], 0).max(axis=0)
+    final = tuple(slot[-1] for slot in slots)
+    return Versions(columns, 1 + max(map(max, slots)), final, tuple(stale.tolist()))
+
+
+def _uses(table: Table, every: int) -> dict[str, np.ndarray]:
+    """Return the columns as versions, 0, 1, 2 ..., not yet as slots."""
     forward, backward = (_microbatches(table.cells[:, :, slot], table) for slot in (0, 1))
     updates, latest = _updates(backward, every)
     by_forward = latest if every == 1 else np.maximum(forward // every - 1, 0)
-    by_backward = np.zeros_like(latest)
+    by_forward = np.where(forward < 0, -1, by_forward)
+    by_backward = np.full_like(by_forward, -1)
     for stage in range(table.stages):
-        of = dict(zip(forward[:, stage], by_forward[:, stage], strict=True))
+        of = dict(zip(forward[:, stage], by_forward[:, stage], strict=True)) | {-1: -1}
         by_backward[:, stage] = [of[m] for m in backward[:, stage]]
-    uses = {"F": np.where(forward < 0, -1, by_forward), "L": latest}
-    uses["B"] = np.where(backward < 0, -1, by_backward)
-    uses["U"] = np.where(updates, latest + 1, -1)
-    slots = [_colour({k: use[:, s] for k, use in uses.items()}) for s in range(table.stages)]
-    ring = [np.array([*slot, -1], np.int32) for slot in slots]  # version -1 -> slot -1
-    columns = {
-        f"{k}_version": np.stack([ring[s][use[:, s]] for s in range(table.stages)], axis=1)
-        for k, use in uses.items()
-    }
-    stale = np.where(backward >= 0, latest - by_backward, 0).max(axis=0)
-    final = tuple(slot[-1] for slot in slots)
-    return Versions(columns, 1 + max(map(max, slots)), final, tuple(stale.tolist()))
+    made = np.where(updates, latest + 1, -1)
+    return {"F": by_forward, "B": by_backward, "L": latest, "U": made}
 
 
 def _microbatches(cells: np.ndarray, table: Table) -> np.ndarray:

@@ -1,0 +1,109 @@
+"""What a pipeline stores: layers by stage, canonical when saved, any other layout when restored."""
+
+import jax
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+
+import hfjax
+from hfjax import DDP, FSDP, PIPE, Schedule
+from hfjax.models.gpt import next_token_loss
+from hfjax.plan import flatten
+from tests.small_gpt import gpt_layout, tokens
+
+STAGES = {"pipe": 4}
+FOUR = Schedule("1f1b", 4)
+
+
+def trained(layout, schedule, steps=2):
+    step = hfjax.train_step(layout, next_token_loss, schedule=schedule)
+    state, losses = hfjax.init(layout, schedule=schedule), []
+    for _ in range(steps):
+        state, metrics = step(state, tokens())
+        losses.append(float(metrics["loss"]))
+    return state, losses
+
+
+def continued(layout, state, schedule=None):
+    step = hfjax.train_step(layout, next_token_loss, schedule=schedule)
+    return float(step(state, tokens())[1]["loss"])
+
+
+def test_specs_and_saved_state_name_the_models_own_arrays_whatever_the_schedule():
+    layout = gpt_layout(PIPE, STAGES, layers=6)
+    path = "layers/mlp/up/kernel"
+    assert layout.specs[path] == jax.sharding.PartitionSpec("pipe")
+    assert layout.arrays[path].shape == (6, 32, 128)
+    state, _ = trained(layout, FOUR)
+    assert flatten(state.params)[path].shape == (8, 32, 128)  # two of eight places are empty
+    saved = flatten(hfjax.canonical(layout, state).params)
+    assert {p: x.shape for p, x in saved.items()} == {
+        p: array.shape for p, array in layout.arrays.items()
+    }
+
+
+def test_empty_places_stay_zero():
+    layout = gpt_layout(PIPE, STAGES, layers=6)
+    state, _ = trained(layout, FOUR)
+    for path, x in flatten(state.params).items():
+        if path.startswith("layers/"):
+            assert not np.asarray(x)[[5, 7]].any(), path
+
+
+@pytest.mark.parametrize("layers", [6, 8])
+def test_a_state_goes_from_one_schedule_to_another_and_to_no_pipeline(tmp_path, layers):
+    layout = gpt_layout(PIPE, {"pipe": 2}, layers=layers)
+    schedule = Schedule("interleaved", 4, 2)
+    _, losses = trained(layout, schedule, steps=3)
+    before, _ = trained(layout, schedule)
+    manager = ocp.StandardCheckpointer()
+    manager.save(tmp_path / "saved", hfjax.canonical(layout, before))
+    other = gpt_layout(FSDP, {"fsdp": 4}, layers=layers)
+    manager.wait_until_finished()
+    restored = manager.restore(tmp_path / "saved", other.abstract_state())
+    assert continued(other, restored) == pytest.approx(losses[2], rel=1e-5)
+    assert continued(layout, before, Schedule("v", 4, 2)) == pytest.approx(losses[2], rel=1e-5)
+    four = gpt_layout(PIPE, {"pipe": 4}, layers=layers)
+    back = manager.restore(tmp_path / "saved", four.arranged(None).abstract_state())
+    assert continued(four, back, FOUR) == pytest.approx(losses[2], rel=1e-5)
+
+
+def test_a_state_saved_in_stages_tells_the_order_of_its_layers(tmp_path):
+    layout = gpt_layout(PIPE, {"pipe": 2}, layers=4)
+    schedule = Schedule("interleaved", 4, 2)
+    state, _ = trained(layout, schedule)
+    checkpointer = ocp.StandardCheckpointer()
+    checkpointer.save(tmp_path / "saved", state)
+    checkpointer.wait_until_finished()
+    plain = gpt_layout(DDP, {"data": 2}, layers=4)
+    restored = checkpointer.restore(tmp_path / "saved", plain.abstract_state())
+    assert np.asarray(restored.order).tolist() == [0, 2, 1, 3]
+    wanted = trained(layout, schedule, steps=3)[1][2]
+    assert continued(plain, restored) == pytest.approx(wanted, rel=1e-5)
+
+
+@pytest.mark.parametrize("schedule", [None, Schedule("interleaved", 4, 2)])
+def test_evaluation_runs_forward_only_and_equals_one_device(schedule):
+    layout = gpt_layout(PIPE | DDP, {"pipe": 2, "data": 2}, layers=4, dropout=0.3)
+    state = hfjax.init(layout, schedule=schedule)
+    found = hfjax.eval_step(layout, next_token_loss, schedule=schedule)(state, tokens())
+    one = gpt_layout(DDP, {"data": 1}, layers=4, dropout=0.3)
+    wanted = hfjax.eval_step(one, next_token_loss)(hfjax.init(one), tokens())
+    assert float(found["loss"]) == pytest.approx(float(wanted["loss"]), rel=1e-6)
+
+
+def test_adafactors_factored_moments_follow_their_layers():
+    optimizer = optax.adafactor(1e-2, min_dim_size_to_factor=8)
+    layout = gpt_layout(PIPE, {"pipe": 2}, optimizer, layers=4)
+    _, losses = trained(layout, Schedule("interleaved", 4, 2), steps=3)
+    before, _ = trained(layout, Schedule("interleaved", 4, 2))
+    assert continued(layout, before, Schedule("1f1b", 4)) == pytest.approx(losses[2], rel=1e-5)
+
+
+def test_each_device_holds_its_stage_and_the_ends():
+    layout = gpt_layout(PIPE, STAGES, layers=8)
+    state = hfjax.init(layout)
+    for path, x in flatten(state.params).items():
+        piece = x.addressable_shards[0].data
+        assert piece.size == x.size // (4 if path.startswith("layers/") else 1), path
