@@ -15,7 +15,7 @@ from hfjax.parallel.schedule import KINDS, Table, Task, check
 
 RINGS = ("x", "dy", "stash", "late", "cross")
 SIDES = {0: "self", 1: "left", -1: "right"}
-# The column that writes -> its ring. Idle stages write too, wherever nothing lives.
+# The column that writes -> its ring.
 WRITES = {
     **{f"{ring}_{side}": ring for ring in ("x", "dy") for side in SIDES.values()},
     "F_stash": "stash",
@@ -33,8 +33,9 @@ Use = tuple[str, int]  # a column, and the tick in which it is used
 class Ticks:
     """What an executor follows: `columns[name][tick, stage]` is a microbatch, chunk or ring slot.
 
-    -1 means none, but never in a column of `WRITES` in a tick whose segment runs its slot: there
-    idle stages write into a slot where nothing lives, if need be one more than the values use.
+    -1 means none, but never in a column of `WRITES` where its slot runs (without branches: on all
+    stages, in the ticks of a segment that has it): what is written in vain goes into a slot where
+    nothing lives, if need be one more than the values use.
     """
 
     table: Table
@@ -59,7 +60,7 @@ def compile_table(table: Table) -> Ticks:
     for ring in RINGS:
         lives = [value for value in values if value.ring == ring]
         depth[ring] = _place(lives, columns, table)
-        _fill(ring, lives, columns, segments, depth)
+        _fill(ring, lives, columns, _runs(table, columns, segments), depth)
     links = {
         kind: tuple(hop for hop, side in SIDES.items() if (columns[f"{ring}_{side}"] >= 0).any())
         for kind, ring in (("F", "x"), ("B", "dy"))
@@ -166,7 +167,7 @@ def _fill(
     ring: str,
     values: list[_Value],
     columns: dict[str, np.ndarray],
-    segments: tuple[tuple[int, int, str], ...],
+    runs: dict[str, np.ndarray],
     depth: dict[str, int],
 ) -> None:
     """Let idle stages write where nothing lives, else into one slot more."""
@@ -181,13 +182,20 @@ def _fill(
         column = columns[name]
         if (column < 0).all():
             continue
-        free = (~busy[PHASES[name.partition("_")[0]] :: 5]).argmax(axis=2)
-        idle = (column < 0) & _runs(name, segments)[:, None]
+        phase = name.partition("_")[0]
+        free = (~busy[PHASES[phase] :: 5]).argmax(axis=2)
+        idle = (column < 0) & runs[phase]
         column[idle] = free[idle]
         depth[ring] = max(depth[ring], int(column.max()) + 1)
 
 
-def _runs(column: str, segments: tuple[tuple[int, int, str], ...]) -> np.ndarray:
-    """Return in which ticks the phase of a column runs: messages arrive in all of them."""
-    kind = {"F": "F", "H": "F", "B": "B"}.get(column[0], "")
-    return np.concatenate([np.full(end - first, kind in kinds) for first, end, kinds in segments])
+def _runs(
+    table: Table, columns: dict[str, np.ndarray], segments: tuple[tuple[int, int, str], ...]
+) -> dict[str, np.ndarray]:
+    """Return in which ticks each stage runs each phase: messages arrive in all of them."""
+    runs = {}
+    for kind in KINDS:
+        used = [np.full((end - first, 1), kind in kinds) for first, end, kinds in segments]
+        runs[kind] = columns[f"{kind}_microbatch"] >= 0 if table.branches else np.concatenate(used)
+    always = np.full((table.ticks, 1), True)
+    return runs | {"H": runs["F"], "x": always, "dy": always}

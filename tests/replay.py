@@ -86,5 +86,12 @@ class Replay:
 
     def write(self, column: str, ring: str, tick: int, stage: int, label: Label) -> None:
         slot = self.ticks.columns[column][tick, stage]
+        kind = {"H": "F", "x": "", "d": ""}.get(column[0], column[0])
+        if (
+            kind
+            and self.table.branches
+            and self.ticks.columns[f"{kind}_microbatch"][tick, stage] < 0
+        ):
+            return  # under a branch that this stage does not take
         assert 0 <= slot < self.ticks.depth[ring], (column, tick, stage, slot)
         self.rings[ring][stage][slot] = label
