@@ -19,6 +19,7 @@ from hfjax.parallel.execution import Execution, Precision
 from hfjax.parallel.gradients import DataPlane
 from hfjax.parallel.mesh import BATCH_AXES, PIPE_AXIS, describe_mesh
 from hfjax.parallel.placement import batch_devices
+from hfjax.parallel.schedule import Table
 from hfjax.parallel.schedules import Schedule, forward_table
 from hfjax.parallel.ticks import compile_table
 from hfjax.plan import Layout, State, flatten, nest
@@ -56,7 +57,9 @@ class TrainStep:
         self.layout, self.execution = layout, execution
         whole = NamedSharding(layout.mesh, P())
         self._order = None if layout.order is None else jax.device_put(layout.order, whole)
-        self._plane = _data_plane(layout, loss, execution)
+        schedule, stages = execution.schedule, layout.mesh.shape[PIPE_AXIS]
+        table = None if schedule is None else schedule.table(stages)
+        self._plane = _data_plane(layout, loss, execution, table)
         self._shardings = replace(layout.shardings(), order=None)
         self._batch = NamedSharding(layout.mesh, P(BATCH_AXES))
         self._watch = Watch(layout, execution.skip_nonfinite)
@@ -194,30 +197,34 @@ def eval_step(
     return step
 
 
-def _data_plane(layout: Layout, loss: Callable, execution: Execution) -> DataPlane:
-    plane = DataPlane(layout.blueprint, layout.placed, layout.mesh, execution, loss, layout.forward)
-    if execution.schedule is None:
-        return plane
-    table = execution.schedule.table(layout.mesh.shape[PIPE_AXIS])
-    return replace(plane, arrangement=layout.arrangement, ticks=compile_table(table))
+def _data_plane(
+    layout: Layout, loss: Callable, execution: Execution, table: Table | None = None
+) -> DataPlane:
+    return DataPlane(
+        blueprint=layout.blueprint,
+        placed=layout.placed,
+        mesh=layout.mesh,
+        execution=execution,
+        loss=loss,
+        forward=layout.forward,
+        arrangement=layout.arrangement,
+        ticks=None if table is None else compile_table(table),
+    )
 
 
 def _forward_plane(
     layout: Layout, loss: Callable, run: Execution, schedule: Schedule | None, batch: Any
 ) -> DataPlane:
     """Return the plane that evaluates: over stages, as many microbatches as the rows allow."""
-    plane = _data_plane(layout, loss, run)
     stages = layout.mesh.shape[PIPE_AXIS]
     if stages == 1 and schedule is None:
-        return plane
-    assert layout.arrangement is not None
+        return _data_plane(layout, loss, run)
     rows = jax.tree.leaves(batch)[0].shape[0] // batch_devices(layout.mesh)
     wanted = 4 * stages if schedule is None else schedule.microbatches
     count = max(n for n in range(1, wanted + 1) if rows % n == 0)
     one_each = tuple((stage, 0) for stage in range(stages))
     homes = one_each if schedule is None else schedule.table(stages).homes
-    ticks = compile_table(forward_table(homes, count))
-    return replace(plane, arrangement=layout.arrangement, ticks=ticks)
+    return _data_plane(layout, loss, run, forward_table(homes, count))
 
 
 def _on_stages(layout: Layout, schedule: Schedule | None) -> Layout:

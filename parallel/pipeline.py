@@ -6,6 +6,7 @@ waits in rings, whose slots the table's compiler has assigned. Neither the size 
 its memory depends on the number of microbatches.
 """
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -146,7 +147,7 @@ class Pipeline:
 
     def _tick(self, kinds: str, facts: "_Facts", state: State, row: dict) -> tuple[State, None]:
         at = _At({name: self.mark(column[self._stage]) for name, column in row.items()}, facts)
-        state = self._receive(dict(state), at, kinds)
+        state = self._receive(dict(state), at)
         if "F" in kinds:
             state = self._forward(state, at)
         if "B" in kinds:
@@ -155,28 +156,36 @@ class Pipeline:
             state = self._weights(state, at)
         return self.mark(state), None
 
-    def _receive(self, state: State, at: "_At", kinds: str) -> State:
+    def _receive(self, state: State, at: "_At") -> State:
         """Put what neighbours sent in the last tick into its slots.
 
         dx is sent here, so that it travels under the forward slot.
         """
-        if self.ticks.depth["x"]:
-            sent = state["sent"]
-            if self._branches:
-                sent = {link: self._send(x, link) for link, x in sent.items()}
-            for link, x in sent.items():
+        if at.facts.arriving("F"):
+            for link, x in state["sent"].items():
+                x = self._send(x, "F", link) if self._branches else x
                 state["x"] = self._queue("x").put(state["x"], 0, at[f"x_{_FROM[link]}"], x)
-        for link in self.ticks.links["B"] if self._trains else ():
-            dy, slot = self._send(state["dx"], link), at[f"dy_{_FROM[link]}"]
-            state["dy"] = self._queue("dy").put(state["dy"], 0, slot, dy)
+        if at.facts.arriving("B"):
+            for link in self.ticks.links["B"]:
+                dy, slot = self._send(state["dx"], "B", link), at[f"dy_{_FROM[link]}"]
+                state["dy"] = self._queue("dy").put(state["dy"], 0, slot, dy)
         return state
 
-    def _send(self, x: Any, link: int) -> Any:
-        """Return what arrives from the neighbour on this link."""
+    def _send(self, x: Any, kind: str, link: int) -> Any:
+        """Return what arrives on this link: nothing is sent where the table never sends."""
         if link == 0:
             return x
-        route = [(stage, (stage + link) % self._stages) for stage in range(self._stages)]
+        route = [
+            pair for pair in self._routes[kind] if (pair[1] - pair[0] - link) % self._stages == 0
+        ]
         return jax.tree.map(lambda a: lax.ppermute(a, PIPE, route), x)
+
+    @cached_property
+    def _routes(self) -> dict[str, list[tuple[int, int]]]:
+        """Which stage ever sends to which: activations up the model, their gradients down."""
+        stages = [stage for stage, _ in self.ticks.table.homes]
+        up = sorted({pair for pair in itertools.pairwise(stages) if pair[0] != pair[1]})
+        return {"F": up, "B": sorted((there, here) for here, there in up)}
 
     # -- forward ----------------------------------------------------------------------------
 
@@ -190,7 +199,7 @@ class Pipeline:
         names = ("stash", "late", "dy", "aux", "ends", "x")
         state, y = self._guarded("F", at, run, state, names, self._x)
         state["sent"] = {
-            link: y if self._branches else self._send(y, link) for link in state["sent"]
+            link: y if self._branches else self._send(y, "F", link) for link in state["sent"]
         }
         return state
 
@@ -362,6 +371,13 @@ class _Facts:
 
     def never(self, what: str) -> bool:
         return not self.when[what].any()
+
+    def arriving(self, kind: str) -> bool:
+        """Whether anything is sent in a tick whose messages arrive in this segment."""
+        table, slot = self.ticks.table, "FB".index(kind)
+        tasks = table.cells[max(self.start - 1, 0) : self.end - 1, :, slot]
+        last = table.virtual - 1 if kind == "F" else 0
+        return bool(((tasks >= 0) & (tasks % table.virtual != last)).any())
 
     @cached_property
     def when(self) -> dict[str, np.ndarray]:

@@ -1,0 +1,115 @@
+"""What a pipeline sends is what its table says: one message a tick, one reduction a step."""
+
+import math
+
+import pytest
+
+import hfjax
+from hfjax import DDP, FSDP, PIPE, SEQUENCE, TENSOR, ZERO1, Schedule
+from hfjax.models.gpt import next_token_loss
+from tests.h200 import OPTIMIZED, h200s
+from tests.small_gpt import gpt_layout, tokens
+
+LAYERS, ROWS, WIDTH = 4, 24, 32
+SUMS = 8  # total and weight of the loss
+
+
+def lowered(strategy, sizes, schedule, rows=16, layers=LAYERS, **execution):
+    layout = gpt_layout(strategy.edit(replicate_below=1024), sizes, layers=layers)
+    step = hfjax.train_step(layout, next_token_loss, schedule=schedule, **execution)
+    return layout, step.lower(tokens(rows))
+
+
+def bytes_of(layout, layers):
+    """Bytes of the parameters of all layers, or of what is outside of them."""
+    inside = lambda path: path.startswith("layers/")
+    placed = layout.placed.items()
+    return sum(4 * math.prod(p.shape) for path, p in placed if inside(path) == layers)
+
+
+def activation(rows):
+    return 4 * rows * ROWS * WIDTH
+
+
+@pytest.mark.parametrize("stages", [2, 4])
+@pytest.mark.parametrize("microbatches", [4, 8])
+def test_one_activation_goes_up_and_one_gradient_down_in_every_tick(stages, microbatches):
+    _, program = lowered(PIPE, {"pipe": stages}, Schedule("1f1b", microbatches))
+    found = hfjax.collectives(program)
+    ticks = microbatches + stages - 1
+    assert found.count("permute", "pipe") == 2 * ticks
+    assert found.total("permute", "pipe") == 2 * ticks * activation(16 // microbatches)
+
+
+def test_gradients_are_reduced_once_a_step_outside_of_every_tick():
+    layout, program = lowered(PIPE | DDP, {"pipe": 2, "data": 2}, Schedule("1f1b", 4))
+    found = hfjax.collectives(program)
+    assert found.total("all-reduce", "data") == bytes_of(layout, layers=True) // 2
+    assert found.total("all-reduce", ("pipe", "data")) == bytes_of(layout, layers=False) + SUMS
+    assert all(row.kind == "permute" for row in found if row.where)
+
+
+def test_zero1_scatters_once_a_step_whatever_the_number_of_microbatches():
+    sizes = {"pipe": 2, "data": 2}
+    few = hfjax.collectives(lowered(PIPE | ZERO1, sizes, Schedule("interleaved", 2, 2))[1])
+    many = hfjax.collectives(lowered(PIPE | ZERO1, sizes, Schedule("interleaved", 8, 2))[1])
+    assert few.total("reduce-scatter") == many.total("reduce-scatter") > 0
+    assert all(row.kind == "permute" for row in many if row.where)
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_zero3_gathers_a_layer_in_both_slots_of_a_tick_or_once_a_step_if_kept(keep):
+    fields = {"schedule": Schedule("1f1b", 4), "reshard_after_forward": not keep}
+    layout, program = lowered(PIPE | FSDP, {"pipe": 2, "fsdp": 2}, **fields)
+    found = hfjax.collectives(program)
+    layers = [p for path, p in layout.placed.items() if path.startswith("layers/")]
+    matrices = sum(4 * math.prod(p.shape) for p in layers if p.split("parameter"))
+    of_stage, ticks = matrices // 2, 4 + 1
+    ends = sum(
+        4 * math.prod(p.shape)
+        for path, p in layout.placed.items()
+        if not path.startswith("layers/") and p.split("parameter")
+    )
+    assert found.total("all-gather", "fsdp") == ends + of_stage * (1 if keep else 2 * ticks)
+    assert found.total("reduce-scatter", "fsdp") == ends + of_stage * ticks
+    assert {row.kind for row in found if row.where} <= {"permute", "all-gather", "reduce-scatter"}
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb"])
+def test_the_program_does_not_grow_with_the_number_of_microbatches(schedule):
+    step = lambda m: lowered(PIPE, {"pipe": 2}, Schedule(schedule, m), rows=2 * m)[1]
+    lines = [step(m).as_text().count("\n") for m in (4, 8, 32)]
+    assert len(set(lines)) == 1
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
+def test_no_message_of_a_compiled_program_lies_in_a_branch(name):
+    strategy, sizes = PIPE | TENSOR | SEQUENCE, {"pipe": 2, "data": 2, "tensor": 2}
+    _, program = lowered(strategy, sizes, Schedule(name, 4))
+    found = hfjax.collectives(program.compile())
+    messages = [row for row in found if row.kind == "permute"]
+    assert messages
+    assert all("branch" not in row.where for row in messages)
+    assert all("pipe" in row.axes for row in messages)
+
+
+def test_each_stage_holds_its_layers_gradients_and_moments():
+    layout = gpt_layout(PIPE, {"pipe": 4}, layers=8)
+    one = gpt_layout(DDP, {"data": 1}, layers=8)
+    ends = bytes_of(one, layers=False)
+    for name, whole in one.bytes_per_device().items():
+        share, times = layout.bytes_per_device()[name], {"moments": 2}.get(name, 1)
+        scalars = whole % 8 if name == "moments" else 0
+        assert share - scalars == times * ends + (whole - scalars - times * ends) // 4, name
+
+
+@pytest.mark.cuda
+def test_compiled_for_h200s_messages_are_those_of_the_table_and_in_no_branch():
+    sizes = {"pipe": 2, "data": 2, "tensor": 2}
+    strategy = PIPE | TENSOR | SEQUENCE
+    layout = gpt_layout(strategy, sizes, devices=h200s(), length=64, embed=128, layers=4)
+    step = hfjax.train_step(layout, next_token_loss, schedule=Schedule("1f1b", 4))
+    found = hfjax.collectives(step.lower(tokens(length=64)).compile(OPTIMIZED))
+    messages = [row for row in found if row.kind == "permute"]
+    assert sum(row.count for row in messages) == 2 * (4 + 1)
+    assert all("branch" not in row.where for row in messages)
