@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cached_property
 from typing import Any, cast
 
 import jax
@@ -55,8 +56,6 @@ class TrainStep:
         layout = _on_stages(layout, execution.schedule)
         _check_runs(layout, execution, loss, training=True)
         self.layout, self.execution = layout, execution
-        whole = NamedSharding(layout.mesh, P())
-        self._order = None if layout.order is None else jax.device_put(layout.order, whole)
         schedule, stages = execution.schedule, layout.mesh.shape[PIPE_AXIS]
         table = None if schedule is None else schedule.table(stages)
         self._plane = _data_plane(layout, loss, execution, table)
@@ -84,6 +83,16 @@ class TrainStep:
         state, metrics = self._jitted(self._in_order(state), batch)
         self._watch.add(metrics["finite"], metrics["step"])
         return replace(state, order=self._order), metrics
+
+    @cached_property
+    def _order(self) -> jax.Array | None:
+        """The order in which this step stores layers, on the devices that it runs on."""
+        order = self.layout.order
+        return (
+            jax.device_put(order, NamedSharding(self.layout.mesh, P()))
+            if order is not None
+            else None
+        )
 
     def _in_order(self, state: State) -> State:
         """Return the state as this step stores layers (rearranged if it came otherwise)."""
@@ -309,10 +318,13 @@ def _check_runs(
 # -- batches ------------------------------------------------------------------------------
 
 
-def shard_batch(layout: Layout, batch: Any, accumulate: int = 1) -> Any:
-    """Return a batch on its devices; with several processes, each gives its own rows."""
+def shard_batch(layout: Layout, batch: Any, microbatches: int = 1) -> Any:
+    """Return a batch on its devices; with several processes, each gives its own rows.
+
+    Processes that hold other stages of the same rows give the same rows.
+    """
     where = NamedSharding(layout.mesh, P(BATCH_AXES))
-    _check_batch(layout, batch, accumulate, jax.process_count())
+    _check_batch(layout, batch, microbatches, _shares(layout))
     if jax.process_count() == 1:
         return jax.device_put(batch, where)
     _check_processes(layout)
@@ -321,7 +333,16 @@ def shard_batch(layout: Layout, batch: Any, accumulate: int = 1) -> Any:
     )
 
 
-def _check_batch(layout: Layout, batch: Any, accumulate: int, processes: int = 1) -> None:
+def _shares(layout: Layout) -> int:
+    """Return into how many parts the processes split the rows of a batch."""
+    sizes = [layout.mesh.shape[axis] for axis in (PIPE_AXIS, *BATCH_AXES)]
+    groups = layout.mesh.devices.reshape(sizes[0], math.prod(sizes[1:]), -1)
+    me = jax.process_index()
+    mine = [any(d.process_index == me for d in groups[:, i].flat) for i in range(groups.shape[1])]
+    return len(mine) // max(sum(mine), 1)
+
+
+def _check_batch(layout: Layout, batch: Any, microbatches: int, shares: int = 1) -> None:
     leaves = jax.tree.leaves(batch)
     if not all(hasattr(x, "shape") for x in leaves):
         raise ValueError(
@@ -335,12 +356,13 @@ def _check_batch(layout: Layout, batch: Any, accumulate: int, processes: int = 1
             f"found rows {sizes}."
         )
     devices = batch_devices(layout.mesh)
-    rows, unit = sizes[0] * processes, accumulate * devices
+    rows, unit = sizes[0] * shares, microbatches * devices
     if rows % unit:
         raise ValueError(
-            f"batch of {rows} rows does not divide by accumulate={accumulate} x {devices} devices "
-            f"({describe_mesh(layout.mesh)}). Use {max(rows // unit, 1) * unit} or "
-            f"{(rows // unit + 1) * unit} rows, or change accumulate."
+            f"batch of {rows} rows does not divide by {microbatches} microbatches x {devices} "
+            f"devices ({describe_mesh(layout.mesh)}). Use {max(rows // unit, 1) * unit} or "
+            f"{(rows // unit + 1) * unit} rows, or change the number of microbatches (accumulate, "
+            "schedule)."
         )
 
 

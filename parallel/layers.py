@@ -81,20 +81,25 @@ def layer_function(graph: nnx.GraphDef, policy: Callable | None, barrier: bool =
     """
 
     def apply(parameters, variables, x):
+        before = _raw(variables)  # merged variables are those of the state: written in place
         fetched = jax.tree.map(whole, parameters, is_leaf=lambda x: isinstance(x, Stored))
         layer = nnx.merge(graph, fetched, variables)
         x = layer(x)
-        return x, _written(layer, variables)
+        return x, _written(layer, before)
 
     return apply if policy is None else jax.checkpoint(apply, policy=policy, prevent_cse=barrier)
 
 
-def _written(layer: nnx.Module, before: nnx.State) -> nnx.State:
+def _written(layer: nnx.Module, before: dict) -> nnx.State:
     """Return the variables that the layer has written to."""
-    old = dict(nnx.to_flat_state(before))
-    new = nnx.to_flat_state(nnx.state(layer, nnx.Not(nnx.Param)))
-    raw = lambda variable: variable.get_raw_value()
-    return nnx.from_flat_state([(keys, v) for keys, v in new if raw(v) is not raw(old[keys])])
+    now = nnx.state(layer, nnx.Not(nnx.Param))
+    values = _raw(now)
+    flat = nnx.to_flat_state(now)
+    return nnx.from_flat_state([(keys, v) for keys, v in flat if values[keys] is not before[keys]])
+
+
+def _raw(state: nnx.State) -> dict:
+    return {keys: variable.get_raw_value() for keys, variable in nnx.to_flat_state(state)}
 
 
 def _run_stack(layers: nnx.Module, x: Any, policy: Callable | None, unroll: int | bool):

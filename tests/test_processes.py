@@ -6,12 +6,16 @@ import subprocess
 import sys
 
 import numpy as np
+import pytest
 
 import hfjax
+from hfjax import DDP, PIPE, Schedule
 from hfjax.models.gpt import next_token_loss
 from hfjax.parallel.strategy import FSDP, TENSOR
 from tests.small_gpt import gpt_layout, tokens
 
+FSDP_TENSOR = ((FSDP | TENSOR).edit(replicate_below=0), {"fsdp": 2, "tensor": 2}, None)
+PIPELINE = (PIPE | DDP, {"pipe": 2, "data": 2}, Schedule("1f1b", 2))
 WORKER = """
 import sys
 import jax
@@ -20,15 +24,18 @@ jax.config.update("jax_num_cpu_devices", 2)
 jax.config.update("jax_cpu_collectives_implementation", "gloo")
 rank = int(sys.argv[2])
 jax.distributed.initialize(f"localhost:{sys.argv[1]}", num_processes=2, process_id=rank)
-from tests.test_processes import losses
-rows = slice(8 * rank, 8 * rank + 8)
-print("losses", *losses(rows))
+from tests.test_processes import FSDP_TENSOR, PIPELINE, losses
+if sys.argv[3] == "pipeline":  # each process is a stage: both give all rows
+    print("losses", *losses(slice(None), *PIPELINE))
+else:
+    print("losses", *losses(slice(8 * rank, 8 * rank + 8), *FSDP_TENSOR))
 """
 
 
-def losses(rows):
-    layout = gpt_layout((FSDP | TENSOR).edit(replicate_below=0), {"fsdp": 2, "tensor": 2})
-    step, state = hfjax.train_step(layout, next_token_loss, accumulate=2), hfjax.init(layout)
+def losses(rows, strategy, sizes, schedule):
+    layout = gpt_layout(strategy, sizes)
+    step = hfjax.train_step(layout, next_token_loss, accumulate=2, schedule=schedule)
+    state = hfjax.init(layout)
     mine = {"tokens": tokens()["tokens"][rows]}
     found = []
     for _ in range(3):
@@ -38,14 +45,15 @@ def losses(rows):
     return [*found, float(sum(np.abs(x).sum() for x in [whole["tokens"], whole["positions"]]))]
 
 
-def test_two_processes_with_their_own_rows_train_as_one():
+@pytest.mark.parametrize("case", ["rows", "pipeline"])
+def test_two_processes_with_their_own_rows_or_stages_train_as_one(case):
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = str(free.getsockname()[1])
     command = [sys.executable, "-W", "ignore", "-c", WORKER, port]
     path = f"{os.getcwd()}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
     run = lambda rank: subprocess.Popen(
-        [*command, str(rank)],
+        [*command, str(rank), case],
         env=os.environ | {"PYTHONPATH": path},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -57,4 +65,5 @@ def test_two_processes_with_their_own_rows_train_as_one():
     lines = [out.split("losses ")[1].split() for out, _ in told]
     found = [[float(x) for x in line] for line in lines]
     assert found[0] == found[1]
-    np.testing.assert_allclose(found[0], losses(slice(None)), rtol=1e-5)
+    wanted = losses(slice(None), *(PIPELINE if case == "pipeline" else FSDP_TENSOR))
+    np.testing.assert_allclose(found[0], wanted, rtol=1e-5)

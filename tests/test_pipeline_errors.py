@@ -1,0 +1,152 @@
+"""What a pipeline cannot do it refuses, with what was given, what is allowed, and what to do."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import hfjax
+from hfjax import DDP, FSDP, PIPE, Schedule
+from hfjax.models.gpt import next_token_loss
+from hfjax.models.parts import stacked
+from hfjax.testing import assert_strategies_agree
+from tests.small_gpt import gpt, gpt_layout, tokens
+
+FOUR = Schedule("1f1b", 4)
+
+
+class Wider(nnx.Module):
+    """A layer that hands on more than it is given."""
+
+    def __init__(self, rngs):
+        self.weight = nnx.Param(jnp.ones((4, 6)), axes=("embed", "mlp"))
+
+    def __call__(self, x):
+        return x @ self.weight[...]
+
+
+class Counting(nnx.Module):
+    """A layer that counts its calls."""
+
+    def __init__(self, rngs):
+        self.weight = nnx.Param(jnp.ones((4, 4)), axes=("embed", None))
+        self.calls = nnx.Variable(jnp.zeros(()))
+
+    def __call__(self, x):
+        self.calls[...] += 1.0
+        return x @ self.weight[...]
+
+
+class Stack(nnx.Module):
+    """Four layers between an identity and a mean."""
+
+    def __init__(self, layer, rngs):
+        self.layers = stacked(4, layer, rngs)
+
+    def embed(self, batch):
+        return batch["x"]
+
+    def head(self, x):
+        return x.mean(-1)
+
+    def __call__(self, batch):
+        raise NotImplementedError
+
+
+def step_of(layer, forward=None):
+    mesh = hfjax.make_mesh(pipe=4)
+    init = lambda rngs: Stack(layer, rngs)
+    layout = hfjax.layout(init, optax.sgd(0.1), mesh, PIPE, forward=forward)
+    step = hfjax.train_step(layout, lambda y, batch: y.mean(), schedule=FOUR)
+    return step, hfjax.init(layout)
+
+
+ROWS = {"x": np.ones((8, 4), np.float32)}
+
+
+def train(strategy, sizes, schedule, **changes):
+    layout = gpt_layout(strategy, sizes, **changes)
+    return hfjax.train_step(layout, next_token_loss, schedule=schedule)
+
+
+def test_a_pipe_axis_needs_a_schedule():
+    with pytest.raises(ValueError, match=r"pipe=2: a pipe axis needs a schedule.*Schedule\("):
+        train(PIPE, {"pipe": 2}, None)
+
+
+def test_a_schedule_is_a_schedule():
+    with pytest.raises(ValueError, match=r"schedule='1f1b': a hfjax.Schedule is expected"):
+        train(PIPE, {"pipe": 2}, "1f1b")
+
+
+def test_a_pipe_axis_needs_a_strategy_that_places_the_layers_on_it():
+    with pytest.raises(ValueError, match=r"does not split the layers over pipe.*Add hfjax.PIPE"):
+        train(DDP, {"pipe": 2, "data": 2}, FOUR)
+
+
+def test_more_stages_than_layers_are_refused():
+    with pytest.raises(ValueError, match=r"2 layers for 4 parts .*fewer stages.*or fewer chunks"):
+        gpt_layout(PIPE, {"pipe": 4}, layers=2)
+    with pytest.raises(ValueError, match="4 layers for 8 parts"):
+        train(PIPE, {"pipe": 2}, Schedule("interleaved", 4, 4), layers=4)
+
+
+@pytest.mark.parametrize("balance", [(3, 2), (2, 1, 1), (4, 0)])
+def test_a_balance_that_does_not_deal_all_layers_is_refused(balance):
+    with pytest.raises(ValueError, match=r"balance|positive"):
+        train(PIPE, {"pipe": 2}, Schedule("1f1b", 4, balance=balance), layers=4)
+
+
+def test_a_batch_that_does_not_split_into_microbatches_is_refused():
+    step = train(PIPE | DDP, {"pipe": 2, "data": 2}, FOUR)
+    with pytest.raises(ValueError, match=r"12 rows does not divide by 4 microbatches x 2 devices"):
+        step.lower(tokens(12))
+
+
+def test_layers_that_change_the_shape_of_what_they_are_given_are_refused():
+    step, _ = step_of(Wider)
+    with pytest.raises(ValueError, match=r"given float32\[2,4\].* returns float32\[2,6\].*cast"):
+        step.lower(ROWS)
+
+
+def test_layers_that_write_to_variables_are_refused_by_name():
+    step, _ = step_of(Counting)
+    with pytest.raises(ValueError, match=r"a layer writes to calls.*GroupNorm.*pytree"):
+        step.lower(ROWS)
+
+
+def test_a_model_in_one_part_cannot_be_cut():
+    init = lambda rngs: nnx.Linear(4, 4, rngs=rngs)
+    layout = hfjax.layout(init, optax.sgd(0.1), hfjax.make_mesh(data=8), DDP)
+    with pytest.raises(ValueError, match=r"three parts.*embed.*head.*layers"):
+        hfjax.train_step(layout, next_token_loss, schedule=FOUR)
+    with pytest.raises(ValueError, match=r"three parts.*no forward="):
+        step_of(Wider, forward=lambda model, batch: model(batch))
+
+
+def test_pipe_splits_layers_and_nothing_else_of_theirs():
+    layout = gpt_layout(PIPE | FSDP, {"pipe": 2, "fsdp": 2})
+    bad = jax.sharding.PartitionSpec(None, "pipe")
+    with pytest.raises(ValueError, match=r"pipe splits the layers, dimension 0"):
+        layout.with_specs({"layers/mlp/up/kernel": bad})
+    bad = jax.sharding.PartitionSpec("fsdp")
+    with pytest.raises(ValueError, match=r"stacks the layers.*only over pipe"):
+        layout.with_specs({"layers/mlp/up/kernel": bad})
+
+
+def test_a_users_table_is_for_its_own_number_of_stages_and_runs_there():
+    own = Schedule.from_text("0F0 0F1 0B0 0B1\n1F0 1B0 1F1 1B1")
+    with pytest.raises(ValueError, match=r"for 2 stages, the mesh has 4"):
+        train(PIPE, {"pipe": 4}, own, layers=4)
+    case = {"own": (PIPE, {"pipe": 2}, {"schedule": own})}
+
+    assert_strategies_agree(gpt(), next_token_loss, tokens(), case, steps=2)
+
+
+def test_the_ends_of_a_model_may_be_split_over_the_stages():
+    strategy = PIPE.edit(parameters={"vocab": "pipe"})
+    case = {"ends": (strategy, {"pipe": 2}, {"schedule": FOUR})}
+    assert gpt_layout(strategy, {"pipe": 2}).specs["tokens"] == jax.sharding.PartitionSpec("pipe")
+    assert_strategies_agree(gpt(), next_token_loss, tokens(), case, steps=2)
