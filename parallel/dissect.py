@@ -54,6 +54,7 @@ _DEAR = (
     "random_bits",
     "threefry2x32",
 )
+_VIEWS = ("reshape", "transpose", "squeeze", "expand_dims", "copy", "pvary", "pcast")
 
 
 @dataclass(frozen=True)
@@ -201,6 +202,7 @@ class _Halves:
         gradients, dx = behind.outputs[:n_slots], behind.outputs[n_slots:]
         first = _needed(behind.equations, dx)
         second = _needed(behind.equations, behind.outputs) - first
+        second -= _better_early(behind.equations, second)
         self.cross, second = self._cut(behind, first, second, gradients, set(dy))
         used = {v for i in second for v in _variables(behind.equations[i].invars)}
         used |= set(_variables(gradients))
@@ -219,15 +221,42 @@ class _Halves:
         wanted = [v for i in second for v in behind.equations[i].invars] + list(gradients)
         cross, todo = [], list(dict.fromkeys(_variables(wanted)))
         again = set(second)
-        for v in todo:
+        for v in todo:  # grows
             if v not in makes or makes[v] in second:
                 continue
             cheap = redo.equations(v)
-            if cheap is None:
-                cross.append(v)
-            else:
+            if cheap is not None:
                 again |= cheap
+            elif behind.equations[makes[v]].primitive.name in _VIEWS:
+                again.add(makes[v])
+                new = _variables(behind.equations[makes[v]].invars)
+                todo += [u for u in new if u not in todo]
+            else:
+                cross.append(v)
         return cross, again
+
+
+def _better_early(equations: Sequence[Any], second: set[int]) -> set[int]:
+    """Return the equations of W that B does, since their results are smaller than what they eat.
+
+    For instance attention's p @ v, of which W needs only the result: else p would cross. Not so
+    the products that are the gradients of weights themselves.
+    """
+    made_late = {v for i in second for v in equations[i].outvars}
+    feeds, wanted = set(), set()
+    for i in sorted(second, reverse=True):
+        if any(v in wanted for v in equations[i].outvars):
+            feeds.add(i)
+        if i in feeds or equations[i].primitive.name in _DEAR:
+            wanted.update(_variables(equations[i].invars))
+    early = set()
+    for i in sorted(feeds):
+        eaten = _variables(equations[i].invars)
+        smaller = bytes_of(v.aval for v in equations[i].outvars) < bytes_of(v.aval for v in eaten)
+        if smaller and not made_late.intersection(eaten):
+            early.add(i)
+            made_late.difference_update(equations[i].outvars)
+    return early
 
 
 class _Redo:
