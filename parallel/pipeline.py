@@ -110,7 +110,8 @@ class Pipeline:
     def _passes(self) -> Dissected:
         zeros = lambda a: self.mark(jnp.zeros(a.shape, a.dtype))
         slots, m = jax.tree.map(zeros, self.model.slots), self.mark(jnp.int32(0))
-        return dissect(self.model.unit, self._known(0, 0, m), slots, self._x, self._split)
+        unit = lambda *given: self.mark(self.model.unit(*given))
+        return dissect(unit, self._known(0, 0, m), slots, self._x, self._split)
 
     def _known(self, unit: Any, chunk: Any, m: Any) -> Any:
         number = jnp.maximum(self._layers[chunk, unit], 0)
@@ -244,7 +245,7 @@ class Pipeline:
             return state | {"aux": at.branch("last", evaluate, lambda aux: aux, state["aux"])}
 
         def run(aux, ends):
-            last = lambda ends, y: self.model.last(ends, y, m)
+            last = lambda ends, y: self.mark(self.model.last(ends, y, m))
             total, pullback, told = jax.vjp(last, self.model.ends, y, has_aux=True)
             gradients, dy = pullback(self.mark(jnp.ones_like(total)))
             return self.mark((tell(told, aux), _add(ends, gradients), dy))
@@ -333,7 +334,8 @@ class Pipeline:
         """On the first stage: the gradient of what came before the layers."""
 
         def run(ends):
-            _, pullback = jax.vjp(lambda ends: self.model.first(ends, m), self.model.ends)
+            first = lambda ends: self.mark(self.model.first(ends, m))
+            _, pullback = jax.vjp(first, self.model.ends)
             return self.mark(_add(ends, pullback(dx)[0]))
 
         return state | {"ends": at.branch("first_backward", run, lambda ends: ends, state["ends"])}

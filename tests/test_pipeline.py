@@ -1,11 +1,18 @@
 """Every schedule trains as one device does, alone and beside every other way to split."""
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
 import pytest
+from flax import nnx
 
-from hfjax import DDP, FSDP, PIPE, SEQUENCE, TENSOR, ZERO1, ZERO2, Schedule
+import hfjax
+from hfjax import DDP, FSDP, PIPE, SEQUENCE, TENSOR, ZERO1, ZERO2, Mean, Schedule
 from hfjax.models.gpt import next_token_loss
+from hfjax.models.parts import stacked
 from hfjax.testing import assert_strategies_agree
-from tests.small_gpt import gpt, tokens
+from tests.small_gpt import gpt, gpt_layout, tokens
 
 # name, stages, microbatches, chunks
 SCHEDULES = [
@@ -57,3 +64,98 @@ def test_a_pipeline_beside_other_axes_equals_one_device(name):
     fields = {"schedule": Schedule(schedule, 2), "accumulate": 2}
     case = {name: (strategy.edit(replicate_below=0), sizes, fields)}
     assert_strategies_agree(gpt(layers=4), next_token_loss, tokens(), case, steps=2)
+
+
+class Gated(nnx.Module):
+    """A layer with a gate whose balance is a loss: the stream is (activations, sum of losses)."""
+
+    def __init__(self, rngs):
+        normal = lambda *shape: 0.3 * jax.random.normal(rngs.params(), shape)
+        self.gate = nnx.Param(normal(8, 4), axes=("embed", None))
+        self.experts = nnx.Param(normal(4, 8, 8), axes=(None, "embed", "mlp"))
+
+    def __call__(self, stream):
+        x, auxiliary = stream
+        share = jax.nn.softmax(x @ self.gate[...])
+        y = jnp.einsum("...e,...d,edf->...f", share, x, self.experts[...])
+        balance = 4 * (share.mean((0, 1)) ** 2).sum()
+        return x + jnp.tanh(y), auxiliary + balance
+
+
+class Mixture(nnx.Module):
+    """Gated layers between two maps."""
+
+    def __init__(self, rngs):
+        self.inwards = nnx.Param(jax.random.normal(rngs.params(), (3, 8)), axes=(None, "embed"))
+        self.layers = stacked(4, Gated, rngs)
+        self.outwards = nnx.Param(jax.random.normal(rngs.params(), (8,)), axes=("embed",))
+
+    def embed(self, batch):
+        return batch["x"] @ self.inwards[...], jnp.zeros(())
+
+    def head(self, stream):
+        x, auxiliary = stream
+        return x @ self.outwards[...], auxiliary
+
+    def __call__(self, batch):
+        graph, layers = nnx.split(self.layers)
+        step = lambda stream, layer: (nnx.merge(graph, layer)(stream), None)
+        return self.head(jax.lax.scan(step, self.embed(batch), layers)[0])
+
+
+def with_balance(outputs, batch):
+    y, balance = outputs
+    errors = (y - batch["y"]) ** 2
+    rows = errors.shape[0]
+    return Mean(errors.mean(-1).sum() + 0.1 * rows * balance, rows, metrics={"balance": balance})
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb", "zb-h1"])
+def test_auxiliary_losses_travel_beside_the_activations(name):
+    rng = np.random.default_rng(0)
+    batch = {k: rng.normal(size=(8, 5, 3)[: 3 - i]).astype("f4") for i, k in enumerate("xy")}
+    fields = {"schedule": Schedule(name, 2)}
+    found = losses_of(Mixture, with_balance, batch, PIPE, {"pipe": 2}, fields)
+    # the balance is a mean over each microbatch: one device takes as many
+    wanted = losses_of(Mixture, with_balance, batch, DDP, {"data": 1}, {"accumulate": 2})
+    np.testing.assert_allclose(found, wanted, rtol=1e-6)
+
+
+def losses_of(model, loss, batch, strategy, sizes, fields):
+    layout = hfjax.layout(model, optax.adam(1e-2), hfjax.make_mesh(**sizes), strategy)
+    step, state, found = hfjax.train_step(layout, loss, **fields), hfjax.init(layout), []
+    for _ in range(4):
+        state, metrics = step(state, batch)
+        found.append([float(metrics["loss"]), float(metrics["balance"])])
+    return found
+
+
+def test_thirty_layers_on_four_stages_train_thirty_layers():
+    model = gpt(layers=30, embed=16, length=8)
+    schedule = Schedule("1f1b", 4)
+    case = {"30 on 4": (PIPE, {"pipe": 4}, {"schedule": schedule})}
+    batch = {"tokens": tokens(8, length=8)["tokens"]}
+    assert_strategies_agree(model, next_token_loss, batch, case, steps=2, unroll=1)
+
+
+def test_a_balance_by_hand_is_followed():
+    schedule = Schedule("1f1b", 4, balance=(3, 1))
+    case = {"3 and 1": (PIPE, {"pipe": 2}, {"schedule": schedule})}
+    assert_strategies_agree(gpt(layers=4), next_token_loss, tokens(), case, steps=2)
+
+
+@pytest.mark.parametrize("fields", [{"precision": "bf16"}, {"remat": "full"}, {"remat": "dots"}])
+def test_precision_and_remat_are_those_of_the_step_without_a_pipeline(fields):
+    if "remat" in fields:
+        case = {"remat": (PIPE, {"pipe": 2}, {"schedule": Schedule("zb", 4)})}
+        assert_strategies_agree(gpt(), next_token_loss, tokens(), case, steps=2, **fields)
+        return
+    layout = gpt_layout(PIPE | FSDP, {"pipe": 2, "fsdp": 2})
+    step = hfjax.train_step(layout, next_token_loss, schedule=Schedule("1f1b", 4), **fields)
+    one = gpt_layout(DDP, {"data": 1})
+    plain = hfjax.train_step(one, next_token_loss, accumulate=4, **fields)
+    state, reference = hfjax.init(layout), hfjax.init(one)
+    for _ in range(3):
+        state, found = step(state, tokens())
+        reference, wanted = plain(reference, tokens())
+        np.testing.assert_allclose(found["loss"], wanted["loss"], rtol=2e-3)
