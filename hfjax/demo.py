@@ -22,7 +22,9 @@ from hfjax.plan import human
 CONFIG = GPTConfig.tiny()
 ROWS, STEPS = 16, 10
 WIDTH = 120  # what the table needs
-CASES = {
+PIPED = {"accumulate": 1, "schedule": hfjax.Schedule("1f1b", microbatches=4)}
+TWICE = {"accumulate": 1, "schedule": hfjax.Schedule("interleaved", microbatches=4, chunks=2)}
+CASES: dict[str, tuple] = {
     "one device": (hfjax.DDP, {"data": 1}),
     "DDP": (hfjax.DDP, {"data": 8}),
     "ZERO1": (hfjax.ZERO1, {"data": 8}),
@@ -31,6 +33,12 @@ CASES = {
     "HSDP": (hfjax.HSDP, {"data": 2, "fsdp": 4}),
     "TENSOR+SEQUENCE": (hfjax.TENSOR | hfjax.SEQUENCE, {"data": 2, "tensor": 4}),
     "FSDP+TENSOR": (hfjax.FSDP | hfjax.TENSOR, {"data": 2, "fsdp": 2, "tensor": 2}),
+    "PIPE, 1F1B": (hfjax.PIPE, {"pipe": 4, "data": 2}, PIPED),
+    "PIPE+ZERO1+TENSOR": (
+        hfjax.PIPE | hfjax.ZERO1 | hfjax.TENSOR,
+        {"pipe": 2, "data": 2, "tensor": 2},
+        TWICE,
+    ),
 }
 
 
@@ -60,15 +68,18 @@ def batches(text: np.ndarray) -> Iterator[dict[str, np.ndarray]]:
         yield {"tokens": rows.astype(np.int32)}
 
 
-def train(strategy: hfjax.Strategy, sizes: dict[str, int], text: np.ndarray, tick: Any) -> Row:
+def train(case: tuple, text: np.ndarray, tick: Any) -> Row:
     """Return what training under a strategy showed."""
+    strategy, sizes, *own = case
+    fields = {"accumulate": 2, "clip": 1.0} | (own[0] if own else {})
     devices = jax.devices()[: int(np.prod(list(sizes.values())))]
     mesh = hfjax.make_mesh(devices=devices, **sizes)
     layout = hfjax.layout(lambda rngs: GPT(CONFIG, rngs=rngs), optax.adamw(1e-3), mesh, strategy)
-    step = hfjax.train_step(layout, next_token_loss, accumulate=2, clip=1.0)
+    step = hfjax.train_step(layout, next_token_loss, **fields)
     data = batches(text)
     compiled = step.lower(next(data)).compile()
-    state, metrics, started = hfjax.init(layout), {}, time.perf_counter()
+    state = hfjax.init(layout, schedule=fields.get("schedule"))
+    metrics, started = {}, time.perf_counter()
     for _ in range(STEPS):
         state, metrics = step(state, next(data))
         tick()
@@ -88,13 +99,13 @@ def main() -> int:
     console.width = max(console.width, WIDTH)
     console.print(
         f"A GPT of {CONFIG.layers} layers reads Python's library, byte by byte: {STEPS} steps of "
-        f"{ROWS} rows in 2 microbatches on 8 fake CPU devices."
+        f"{ROWS} rows in 2 to 4 microbatches on 8 fake CPU devices."
     )
     with Progress(console=console) as progress:
         task = progress.add_task("", total=STEPS * len(CASES))
-        for name, (strategy, sizes) in CASES.items():
-            progress.update(task, description=f"{name:<16}")
-            rows[name] = train(strategy, sizes, text, lambda: progress.advance(task))
+        for name, case in CASES.items():
+            progress.update(task, description=f"{name:<17}")
+            rows[name] = train(case, text, lambda: progress.advance(task))
     console.print(table(rows))
     wanted = rows["one device"].loss
     apart = max(abs(row.loss - wanted) for row in rows.values())

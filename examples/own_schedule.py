@@ -1,0 +1,45 @@
+"""Write a pipeline schedule in ten lines, look at it, and train with it on 4 fake CPU devices.
+
+python examples/own_schedule.py
+"""
+
+import jax
+import optax
+
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_num_cpu_devices", 4)
+
+import hfjax  # noqa: E402
+from hfjax.demo import batches, corpus  # noqa: E402
+from hfjax.models.gpt import GPT, GPTConfig, next_token_loss  # noqa: E402
+
+
+def early_backward(stages: int, microbatches: int) -> str:
+    """One line per stage: forwards until the first backward can come, then one of each."""
+    lines = []
+    for stage in range(stages):
+        ahead = min(stages - stage, microbatches)
+        line = [f"{stage}F{m}" for m in range(ahead)]
+        for m in range(microbatches):
+            line += [f"{stage}B{m}"]
+            line += [f"{stage}F{m + ahead}"] if m + ahead < microbatches else []
+        lines.append(" ".join(line))
+    return "\n".join(lines)
+
+
+def main() -> None:
+    schedule = hfjax.Schedule.from_text(early_backward(stages=4, microbatches=8))
+    print(schedule.table(4))
+    init = lambda rngs: GPT(GPTConfig.tiny(), rngs=rngs)
+    layout = hfjax.layout(init, optax.adamw(1e-3), hfjax.make_mesh(pipe=4), hfjax.PIPE)
+    step = hfjax.train_step(layout, next_token_loss, schedule=schedule)
+    state = hfjax.init(layout, seed=0, schedule=schedule)
+    for number, batch in zip(range(20), batches(corpus()), strict=False):
+        state, metrics = step(state, batch)
+        if number % 5 == 4:
+            print(f"step {number + 1}: loss {metrics['loss']:.3f}")
+    step.check(state)
+
+
+if __name__ == "__main__":
+    main()
