@@ -22,8 +22,9 @@ LAYERS = 4
 
 class Layer(nnx.Module):
     def __init__(self, rngs):
-        draw = lambda *shape: nnx.Param(0.3 * jax.random.normal(rngs.params(), shape))
-        self.up, self.down = draw(8, 16), draw(16, 8)
+        draw = lambda *shape: 0.3 * jax.random.normal(rngs.params(), shape)
+        self.up = nnx.Param(draw(8, 16), axes=("embed", "mlp"))
+        self.down = nnx.Param(draw(16, 8), axes=("mlp", "embed"))
 
     def __call__(self, x):
         return x + jnp.tanh(x @ self.up[...]) @ self.down[...]
@@ -40,6 +41,13 @@ class MLP(nnx.Module):
 
     def head(self, x):
         return x @ self.after[...]
+
+
+class Tied(MLP):
+    """The head reads what embed reads, beside its own."""
+
+    def head(self, x):
+        return (x @ self.before[...].T)[:, :2] + x @ self.after[...]
 
 
 def weighted(outputs, batch):
@@ -235,7 +243,13 @@ def test_a_call_is_what_the_simulator_does_event_by_event(name):
         assert_simulated(case, **execution)
 
 
-def test_tied_embeddings_are_updated_once_with_the_gradients_of_both_ends():
+def test_a_parameter_that_both_ends_read_is_updated_once_with_both_gradients():
+    with jax.enable_x64(True):
+        assert_simulated((Schedule("pipedream", 3), ADAM, 2, 1), Tied)
+
+
+@pytest.mark.slow
+def test_a_gpt_does_what_the_simulator_does():
     case = (Schedule("pipedream", 4), optax.sgd(0.1, momentum=0.9), 2, 1)
     batch = lambda n, seed: tokens(rows=n)
     assert_simulated(case, gpt(layers=LAYERS), next_token_loss, batch, tolerance=1e-5)
@@ -263,11 +277,11 @@ def test_one_group_is_the_step_that_waits():
 
 
 def test_with_a_tensor_axis_it_is_the_same_step():
-    model, results = gpt(layers=2), []
-    for strategy, sizes in ((PIPE, {}), (PIPE | TENSOR, {"tensor": 2})):
-        layout = plan(SGD, 2, 1, model, strategy.edit(replicate_below=0), **sizes)
-        step = hfjax.train_step(layout, next_token_loss, schedule=Schedule("pipedream", 2))
-        results.append(hfjax.full(taken(step, 2, tokens(rows=4)).params))
+    results = []
+    for strategy, sizes in ((PIPE | DDP, {}), (PIPE | DDP | TENSOR, {"tensor": 2})):
+        layout = plan(SGD, 2, 2, strategy=strategy.edit(replicate_below=0), **sizes)
+        step = hfjax.train_step(layout, weighted, schedule=Schedule("2bw", 4))
+        results.append(hfjax.full(taken(step, 2, rows(16)).params))
     assert_close(results[1], results[0], 1e-5)
 
 
