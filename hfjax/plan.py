@@ -115,13 +115,17 @@ class Layout:
         )
 
     def _moment_spec(self, keys: tuple, leaf: Any) -> P:
-        """An array of the optimizer lies as the parameter's moments if path and shape are its."""
+        placed = self.parameter_of(keys, leaf)
+        return P() if placed is None else placed.moment
+
+    def parameter_of(self, keys: tuple, leaf: Any) -> Placed | None:
+        """Return the parameter of which an array of the optimizer has the path and the shape."""
         names = [str(getattr(key, "key", "")) for key in keys]
         for start in range(len(names)):
             placed = self.placed.get("/".join(names[start:]))
             if placed is not None and placed.shape == leaf.shape:
-                return placed.moment
-        return P()
+                return placed
+        return None
 
     def bytes_per_device(self) -> dict[str, int]:
         """Return bytes per device of parameters, gradients (accumulated) and optimizer state."""

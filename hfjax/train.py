@@ -13,6 +13,7 @@ import optax
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec as P
 
+from hfjax.asynchronous import AsynchronousPass
 from hfjax.mean import Mean
 from hfjax.parallel.arrangement import arrange, counts
 from hfjax.parallel.compiler import compiler_options as options_of
@@ -59,6 +60,10 @@ class TrainStep:
         schedule, stages = execution.schedule, layout.mesh.shape[PIPE_AXIS]
         table = None if schedule is None else schedule.table(stages)
         self._plane = _data_plane(layout, loss, execution, table)
+        versions = None if schedule is None else schedule.versions(stages)
+        self._pass = self._synchronous
+        if versions is not None:
+            self._pass = AsynchronousPass.of(layout, self._plane, versions)
         self._shardings = replace(layout.shardings(), order=None)
         self._batch = NamedSharding(layout.mesh, P(BATCH_AXES))
         self._watch = Watch(layout, execution.skip_nonfinite)
@@ -120,21 +125,27 @@ class TrainStep:
     def _step(self, state: State, batch: Any) -> tuple[State, Metrics]:
         _check_batch(self.layout, batch, _microbatches(self.execution))
         params, variables = flatten(state.params), flatten(state.variables)
-        gradients, mean, statistics = self._plane.gradients(params, variables, batch, state.step)
-        norm = optax.tree.norm(gradients) / mean.weight
+        mean, norm, run, statistics = self._pass(state, batch)
         metrics = {"loss": mean.total / mean.weight, "grad_norm": norm} | _metrics(mean)
         metrics["finite"] = jnp.isfinite(metrics["loss"]) & jnp.isfinite(norm)
         metrics["step"] = state.step
 
         def update(old):
             params, moments, _ = old
-            scaled = self._scale(gradients, norm, mean.weight)
-            return *self._update(params, scaled, moments), statistics
+            return *run(params, moments), statistics
 
         old = {path: variables[path] for path in statistics}
         held = (self._place(params), state.optimizer, old)
         params, moments, new = self._unless_nonfinite(metrics["finite"], update, held)
         return State(state.step + 1, nest(params), moments, nest(variables | new)), metrics
+
+    def _synchronous(self, state: State, batch: Any) -> tuple[Mean, jax.Array, Callable, dict]:
+        """Return mean loss, norm of its gradient, (params, moments) -> new ones, and variables."""
+        params, variables = flatten(state.params), flatten(state.variables)
+        gradients, mean, statistics = self._plane.gradients(params, variables, batch, state.step)
+        norm = optax.tree.norm(gradients) / mean.weight
+        scaled = lambda: self._scale(gradients, norm, mean.weight)
+        return mean, norm, lambda *held: self._update(held[0], scaled(), held[1]), statistics
 
     def _unless_nonfinite(self, finite: jax.Array, update: Callable, held: Any) -> Any:
         """Return `update(held)`, or `held` as it is if the step is not finite.

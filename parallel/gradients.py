@@ -115,23 +115,11 @@ class DataPlane:
         """
         unread, written = traced
 
-        def keys(random, number, rows):
-            device = lax.axis_index(self._batch_axes) if self._batch_axes else 0
-            first = device * local_rows + number * rows
-            template = self.blueprint.variables
-            return {p: keys_for(template[p], key, step, first, rows) for p, key in random.items()}
+        keys = self._keys(random, local_rows, step)
 
         def pipelined(statistics, batch, number):
             """A microbatch of the step is a batch of the pipeline, split again."""
-            assert self.ticks is not None
-            count = self.ticks.table.microbatches
-            rows = _rows(batch) // count
-
-            def variables(m, layer):
-                of_layer = keys(_of(random, layer), number * count + m, rows)
-                return {**_of(statistics, layer), **of_layer}
-
-            staged = self._staged(parameters, batch, variables, "train", unread)
+            staged = self._training(parameters, statistics, batch, (keys, number), unread)
             gradients, ends, mean = self._pipeline(staged)
             ends = {path: self._give(self.placed[path], g) for path, g in ends.items()}
             return (
@@ -141,7 +129,7 @@ class DataPlane:
             )
 
         def total(slots, statistics, batch, number):
-            of_rows = keys(random, number, _rows(batch))
+            of_rows = keys(None, number, _rows(batch))
             model = self._model(parameters, slots, {**statistics, **of_rows}, "train", unread)
             mean = self._mean(model, batch)
             changed = self.blueprint.variables_of(model)
@@ -159,7 +147,30 @@ class DataPlane:
 
         return run if self.ticks is None else pipelined
 
+    def _keys(self, random: Flat, local_rows: int, step: Any) -> Callable:
+        """Return (layer or None, number of a microbatch, its rows) -> variables that hold keys."""
+        template = self.blueprint.variables
+
+        def keys(layer, number, rows):
+            device = lax.axis_index(self._batch_axes) if self._batch_axes else 0
+            first = device * local_rows + number * rows
+            of_layer = _of(random, layer).items()
+            return {p: keys_for(template[p], key, step, first, rows) for p, key in of_layer}
+
+        return keys
+
     # -- pipelines ----------------------------------------------------------------------------
+
+    def _training(self, parameters, statistics, batch, keys_of, unread) -> Staged:
+        """Return the model in three parts for a microbatch of the step, and its random keys."""
+        assert self.ticks is not None
+        count = self.ticks.table.microbatches
+        rows, (keys, number) = _rows(batch) // count, keys_of
+
+        def variables(m, layer):
+            return {**_of(statistics, layer), **keys(layer, number * count + m, rows)}
+
+        return self._staged(parameters, batch, variables, "train", unread)
 
     def _staged(self, parameters, batch, variables, mode, unread=None) -> Staged:
         """Return the model in three parts for one pass over the microbatches of `batch`."""
@@ -188,11 +199,15 @@ class DataPlane:
     def _pipeline(self, staged: Staged) -> tuple[Any, Any, Mean]:
         """Return the gradients of the layers, those of the rest, and the mean."""
         assert self.ticks is not None
-        unroll = self.execution.unroll
-        if unroll is None:
-            unroll = self._platform == "cpu" or 1
-        layers, ends, means = Pipeline(self.ticks, staged.model(), self._varying, unroll).run()
+        pipeline = Pipeline(self.ticks, staged.model(), self._varying, self._unroll)
+        layers, ends, means = pipeline.run()
         return layers, ends, jax.tree.map(lambda x: x.sum(0), means)
+
+    @property
+    def _unroll(self) -> int | bool:
+        """How many layers of a stage follow each other without a loop: on a CPU all."""
+        unroll = self.execution.unroll
+        return (self._platform == "cpu" or 1) if unroll is None else unroll
 
     def _give(self, p: Placed, gradient: jax.Array) -> jax.Array:
         """Return a gradient, summed over all microbatches, where it accumulates."""

@@ -87,6 +87,16 @@ def one_f_one_b_half(stages: int, microbatches: int, chunks: int) -> Table:
     return _alternating("1f1b-half", stages, microbatches, chunks)
 
 
+def pipedream(stages: int, microbatches: int, chunks: int) -> Table:
+    """1f1b-half, a stage updates after every backward: stale weights (Narayanan et al. 2019)."""
+    return _alternating("pipedream", stages, microbatches, chunks)
+
+
+def two_versions(stages: int, microbatches: int, chunks: int) -> Table:
+    """1f1b-half, updates by groups of microbatches, one group late (PipeDream-2BW, 2021)."""
+    return _alternating("2bw", stages, microbatches, chunks)
+
+
 def interleaved_half(stages: int, microbatches: int, chunks: int) -> Table:
     """A forward or a backward in a tick, interleaved as in Megatron-LM."""
     return _alternating("interleaved-half", stages, microbatches, chunks)

@@ -49,6 +49,13 @@ class Pipeline:
 
     def run(self) -> tuple[Any, Any, Any]:
         """Return the gradients of units [chunks * units, ...], those of ends, and aux [M, ...]."""
+        state = self._end()
+        if not self._trains:
+            return None, None, state["aux"]
+        return self._chunks.stacked(state["gradients"]), state["ends"], state["aux"]
+
+    def _end(self) -> State:
+        """Return the state after the last tick."""
         facts = _Facts(self.ticks, 0, self.ticks.table.ticks)
         columns = {name: jnp.asarray(column) for name, column in self.ticks.columns.items()}
         columns |= {name: jnp.asarray(facts.when[name]) for name in _ENDS}
@@ -57,9 +64,7 @@ class Pipeline:
             tick = partial(self._tick, kinds, _Facts(self.ticks, start, end))
             rows = {name: column[start:end] for name, column in columns.items()}
             state, _ = lax.scan(tick, state, rows)
-        if not self._trains:
-            return None, None, state["aux"]
-        return self._chunks.stacked(state["gradients"]), state["ends"], state["aux"]
+        return state
 
     # -- what there is ----------------------------------------------------------------------
 
@@ -111,12 +116,16 @@ class Pipeline:
     def _passes(self) -> Dissected:
         zeros = lambda a: self.mark(jnp.zeros(a.shape, a.dtype))
         slots, m = jax.tree.map(zeros, self.model.slots), self.mark(jnp.int32(0))
+        known = self._known(self._chunks.get(self._values, 0, 0), 0, 0, m)
         unit = lambda *given: self.mark(self.model.unit(*given))
-        return dissect(unit, self._known(0, 0, m), slots, self._x, self._split)
+        return dissect(unit, known, slots, self._x, self._split)
 
-    def _known(self, unit: Any, chunk: Any, m: Any) -> Any:
-        number = jnp.maximum(self._layers[chunk, unit], 0)
-        return self._chunks.get(self._values, unit, chunk), number, m
+    def _parameters(self, state: State, at: "_At", kind: str, unit: Any) -> Any:
+        """Return the parameters of a layer that a slot of this kind uses."""
+        return self._chunks.get(self._values, unit, at.positive(f"{kind}_chunk"))
+
+    def _known(self, parameters: Any, unit: Any, chunk: Any, m: Any) -> Any:
+        return parameters, jnp.maximum(self._layers[chunk, unit], 0), m
 
     def _ring(self, name: str) -> Store:
         return Store(self.ticks.depth[name], self._chunks.units, self._chunks.apart)
@@ -216,7 +225,8 @@ class Pipeline:
     def _layers_forward(self, state: State, x: Any, at: "_At", m: Any, chunk: Any):
         def step(carry, unit):
             x, stash, late = carry
-            y, kept, waiting = self._passes.forward(self._known(unit, chunk, m), x)
+            known = self._known(self._parameters(state, at, "F", unit), unit, chunk, m)
+            y, kept, waiting = self._passes.forward(known, x)
             if self._trains:
                 stash = self._ring("stash").put(stash, unit, at["F_stash"], kept) if kept else stash
             if self._trains and waiting:
@@ -279,7 +289,8 @@ class Pipeline:
         def step(carry, unit):
             dy, gradients = carry
             stash = self._take(state, "stash", unit, at.positive("B_stash"))
-            dx, new = self._passes.backward(self._known(unit, chunk, m), stash, [], dy)
+            known = self._known(self._parameters(state, at, "B", unit), unit, chunk, m)
+            dx, new = self._passes.backward(known, stash, [], dy)
             gradients = self._accumulate(gradients, new, unit, chunk, at, "B")
             return self.mark((self._if_there(unit, chunk, dx, dy), gradients))
 
@@ -291,7 +302,7 @@ class Pipeline:
             dy, cross = carry
             stash = self._take(state, "stash", unit, at.positive("B_stash"))
             late = self._take(state, "late", unit, at.positive("B_late"))
-            known = self._known(unit, chunk, m)
+            known = self._known(self._parameters(state, at, "B", unit), unit, chunk, m)
             dx, crossing = self._passes.input_backward(known, stash, late, dy)
             cross = self._ring("cross").put(cross, unit, at["B_cross"], crossing)
             return self.mark((self._if_there(unit, chunk, dx, dy), cross))
@@ -306,7 +317,7 @@ class Pipeline:
             def step(gradients, unit):
                 late = self._take(state, "late", unit, at.positive("W_late"))
                 cross = self._take(state, "cross", unit, at.positive("W_cross"))
-                known = self._known(unit, chunk, m)
+                known = self._known(self._parameters(state, at, "W", unit), unit, chunk, m)
                 new = self._passes.weight_backward(known, late, cross)
                 return self.mark(self._accumulate(gradients, new, unit, chunk, at, "W"))
 

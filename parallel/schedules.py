@@ -8,6 +8,7 @@ from hfjax.parallel import loops, vees
 from hfjax.parallel.lanes import lane_of, lay_out
 from hfjax.parallel.notation import parse_table
 from hfjax.parallel.schedule import Homes, Table, check, check_homes
+from hfjax.parallel.versions import Versions, weight_versions
 
 BALANCES = ("even", "parameters", "flops")
 
@@ -19,6 +20,7 @@ class Builder:
     build: Callable[[int, int, int], Table]
     chunks: int = 1  # how many it takes when none are named
     fixed: bool = True  # False: any number of chunks
+    every: Callable[[int], int] | None = None  # asynchronous: stages -> microbatches of an update
 
     def __call__(self, stages: int, microbatches: int, chunks: int) -> Table:
         return self.build(stages, microbatches, chunks)
@@ -58,6 +60,8 @@ SCHEDULES: dict[str, Builder] = {
     "v": Builder(vees.v_combined, chunks=2),
     "v-zb": Builder(vees.v_zero_bubble, chunks=2),
     "dualpipe-v": Builder(vees.dualpipe_v, chunks=2),
+    "pipedream": Builder(loops.pipedream, every=lambda stages: 1),
+    "2bw": Builder(loops.two_versions, every=lambda stages: max(stages, 2)),
     "forward": Builder(_forward, fixed=False),
 }
 
@@ -75,9 +79,11 @@ class Schedule:
     chunks: int | None = None  # pieces of the model on each stage; None: as the schedule has them
     balance: str | tuple[int, ...] = "even"  # layers of each virtual stage
     own: Table | None = None  # a table of the user's, instead of one by name
+    every: int | None = None  # 2bw: microbatches of one update; None: as many as stages
 
     def __post_init__(self):
         _check_balance(self.balance)
+        _check_every(self)
         if self.own is not None:
             self._take_own(self.own)
             return
@@ -115,6 +121,24 @@ class Schedule:
                 f"Use pipe={self.own.stages}, or write a table with {stages} lines."
             )
         return self.own
+
+    @property
+    def asynchronous(self) -> bool:
+        """Whether stages update their layers by themselves, while microbatches are on their way."""
+        return self.own is None and SCHEDULES[self.name].every is not None
+
+    def versions(self, stages: int) -> Versions | None:
+        """Return which version of the weights each task uses; None: there is only one.
+
+        >>> versions = Schedule("pipedream", microbatches=8).versions(stages=4)
+        >>> versions.slots, versions.staleness
+        (4, (3, 2, 1, 0))
+        """
+        table, builder = self.table(stages), SCHEDULES.get(self.name)
+        if not self.asynchronous or builder is None or builder.every is None:
+            return None
+        usual = min(builder.every(stages), self.microbatches)
+        return weight_versions(table, self.every or usual)
 
     @classmethod
     def from_text(
@@ -162,6 +186,23 @@ def _check_balance(balance: object) -> None:
         f"balance={balance!r}: one of {', '.join(BALANCES)}, or the number of layers of each "
         "virtual stage in model order, e.g. (3, 4, 4, 3)."
     )
+
+
+def _check_every(schedule: Schedule) -> None:
+    """2bw alone has groups of microbatches; of one microbatch each they would be pipedream's."""
+    if schedule.every is None:
+        return
+    given = f"every={schedule.every!r} of {schedule.name}"
+    if schedule.own is not None or schedule.name != "2bw":
+        raise ValueError(
+            f"{given}: only 2bw updates after a number of microbatches that you choose. Leave it "
+            'away, or use Schedule("2bw", …).'
+        )
+    if not _positive(schedule.every) or schedule.every < 2:
+        raise ValueError(
+            f"{given}: a number of microbatches, at least 2. To update after each of them: "
+            'Schedule("pipedream", …).'
+        )
 
 
 def _check_chunks(name: str, builder: Builder, chunks: object) -> None:

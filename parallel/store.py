@@ -76,4 +76,4 @@ class Store:
 
 
 def _at(array: jax.Array, slot: Any, unit: Any) -> tuple:
-    return (slot, unit, *(0,) * (array.ndim - 2))
+    return tuple(jnp.asarray(i, jnp.int32) for i in (slot, unit, *(0,) * (array.ndim - 2)))

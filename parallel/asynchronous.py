@@ -1,0 +1,226 @@
+"""Asynchronous pipelines: each stage updates its own layers and keeps the versions still in use.
+
+The columns F_version and B_version of a table say which weights a microbatch's passes use: both
+the same, those that its forward found (weight stashing, PipeDream, arXiv:1806.03377; two versions,
+PipeDream-2BW, arXiv:2006.09503). At the end of a tick whose U_version is a slot, the gradients
+gathered since the last update are averaged over the batch axes, applied to the latest version
+(L_version), and the new one goes to that slot. All stages run one program: each has as many slots
+as the stage that needs most.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from hfjax.mean import Mean
+from hfjax.parallel.blueprint import LAYERS
+from hfjax.parallel.gradients import DataPlane
+from hfjax.parallel.mesh import PIPE_AXIS, in_use
+from hfjax.parallel.pipeline import Model, Pipeline, State
+from hfjax.parallel.reduction import Flat, Reduction
+from hfjax.parallel.store import Store
+from hfjax.parallel.versions import Versions
+
+_OWN = ("versions", "optimizer", "squares")  # of a stage; the same on all devices that share it
+
+
+@dataclass(frozen=True)
+class Updates:
+    """How a stage updates its layers."""
+
+    versions: Versions
+    parameters: Flat  # of this stage's layers, [units, ...], as the call began
+    optimizer: Any  # what it keeps of them
+    reduce: Callable  # (gradients of a total, its weight) -> gradients of the mean, over all rows
+    apply: Callable  # (gradients, optimizer, parameters) -> (parameters, optimizer)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asynchronous(Pipeline):
+    """A pipeline whose stages update their layers while microbatches are on their way.
+
+    Its model is a `weighed` one, its ticks have the columns of the versions.
+    """
+
+    updates: Updates
+
+    def train(self) -> tuple[Flat, Any, Any, Any, Any]:
+        """Return parameters and optimizer of this stage's layers; squares, ends and aux.
+
+        `squares` adds up the squared norm of this stage's gradient in every update; the gradients
+        of `ends` and `aux` are those of a pipeline that waits.
+        """
+        state = self._end()
+        final = jnp.asarray(self.updates.versions.final)[self._stage]
+        parameters = self._version(state["versions"], final)
+        return parameters, state["optimizer"], state["squares"], state["ends"], state["aux"]
+
+    @cached_property
+    def _kept(self) -> Store:
+        """The versions of this stage's layers, [slots, units, ...]."""
+        return Store(self.updates.versions.slots, self._chunks.units, apart=False)
+
+    def _version(self, versions: Flat, slot: Any) -> Flat:
+        pick = lambda a: lax.dynamic_index_in_dim(a, slot, 0, keepdims=False)
+        return {path: pick(a) for path, a in versions.items()}
+
+    def _start(self) -> State:
+        updates, slots = self.updates, self.updates.versions.slots
+        all_same = lambda a: jnp.broadcast_to(a, (slots, *a.shape))
+        state = super()._start() | {"weight": self.mark(jnp.zeros(()))}
+        state["versions"] = {path: all_same(a) for path, a in updates.parameters.items()}
+        state["optimizer"] = updates.optimizer
+        state["squares"] = jnp.zeros(()) * self._stage  # differs between stages only
+        return state
+
+    def _parameters(self, state: State, at: Any, kind: str, unit: Any) -> Any:
+        return self._kept.get(state["versions"], unit, at.positive(f"{kind}_version"))
+
+    def _tick(self, kinds: str, facts: Any, state: State, row: dict) -> tuple[State, None]:
+        """Run the tick, then update: the stage's own state stays one for all its devices."""
+        new, _ = super()._tick(kinds, facts, self.mark(state), row)
+        new |= {name: state[name] for name in _OWN}
+        if "B" in kinds:
+            mine = {name: column[self._stage] for name, column in row.items()}
+            new = self._updated(self._weighed(new, mine), mine)
+        return new, None
+
+    def _weighed(self, state: State, mine: dict) -> State:
+        """Add the weight of the microbatch that came with its dy."""
+        slot = self.mark(jnp.maximum(mine["B_dy"], 0))
+        _, weight = self._queue("dy").get(state["dy"], 0, slot)
+        weight = jnp.where(self.mark(mine["B_microbatch"]) >= 0, weight, 0)
+        return state | {"weight": state["weight"] + weight}
+
+    def _updated(self, state: State, mine: dict) -> State:
+        names = ("gradients", "weight", *_OWN)
+
+        def update(held):
+            new = self._update(held, mine["L_version"], mine["U_version"])
+            zeros = self.mark(jax.tree.map(jnp.zeros_like, (held["gradients"], held["weight"])))
+            return new | dict(zip(names, zeros, strict=False))
+
+        held = {name: state[name] for name in names}
+        return state | lax.cond(mine["U_version"] >= 0, update, lambda held: held, held)
+
+    def _update(self, held: State, latest: Any, target: Any) -> State:
+        """Return the stage's own state with the weights after the latest in slot `target`."""
+        gradients = self.updates.reduce(self._chunks.stacked(held["gradients"]), held["weight"])
+        old = self._version(held["versions"], latest)
+        new, optimizer = self.updates.apply(gradients, held["optimizer"], old)
+        put = lambda a, x: lax.dynamic_update_index_in_dim(a, x, target, 0)
+        versions = {path: put(a, new[path]) for path, a in held["versions"].items()}
+        square = sum(jnp.sum(jnp.square(g), dtype=float) for g in gradients.values())
+        return dict(zip(_OWN, (versions, optimizer, held["squares"] + square), strict=True))
+
+
+def weighed(model: Model, mark: Callable) -> Model:
+    """Return the model with a number beside x whose gradient is the weight of the microbatch.
+
+    It is zero on its way forward. Its gradient comes with every dy, so that each stage can make a
+    mean of what it has the total of; what the weight is, only the head knows.
+    """
+
+    def first(ends, m):
+        return model.first(ends, m), mark(jnp.zeros(()))
+
+    def unit(known, slots, carried):
+        x, beside = carried
+        return model.unit(known, slots, x), beside
+
+    def last(ends, carried, m):
+        x, beside = carried
+        total, mean = model.last(ends, x, m)
+        return total + (beside * lax.stop_gradient(mean.weight)).astype(total.dtype), mean
+
+    return replace(model, first=first, unit=unit, last=last)
+
+
+class Held(NamedTuple):
+    """What a step is given: arrays by name, or where they are."""
+
+    parameters: Any
+    variables: Any
+    moments: Any  # what the optimizer keeps of the layers
+    counts: Any  # numbers of the optimizer that belong to no parameter
+
+
+@dataclass(frozen=True, kw_only=True)
+class AsynchronousPlane(DataPlane):
+    """The data plane of a step in which stages update their layers themselves."""
+
+    versions: Versions
+
+    def train(
+        self, held: Held, batch: Any, step: jax.Array, apply: Callable
+    ) -> tuple[Held, jax.Array, Flat, Mean]:
+        """Return what has changed; mean squared norm of layers' gradients; ends' gradients; Mean.
+
+        `apply(gradients, (moments, counts), parameters) -> (parameters, (moments, counts))` is
+        given the gradients of a mean; those of the ends are of a total, over all microbatches.
+        """
+        stages = in_use(self.mesh, (PIPE_AXIS,))
+
+        def device(held, batch, step):
+            layers, (moments, counts), squares, ends, means = self._stage(held, batch, step, apply)
+            ends = {path: self._give(self.placed[path], g) for path, g in ends.items()}
+            ends = Reduction(self._precision, hierarchical=False)(ends, self.placed)
+            agreed = lambda x: lax.pmax(x, stages) if stages else x  # all stages count alike
+            new = Held(layers, {}, moments, jax.tree.map(agreed, counts))
+            squares = lax.psum(squares, stages) if stages else squares
+            return new, squares, ends, self._sum(jax.tree.map(lambda x: x.sum(0), means))
+
+        at_home = Held(P(*stages), P(), P(*stages), P())
+        given = at_home._replace(parameters=self._specs("parameter"))
+        in_specs = (given, P(self._batch_axes), P())
+        out_specs = (at_home, P(), P(), P())
+        new, squares, *rest = self._shard_map(device, in_specs, out_specs)(held, batch, step)
+        return new, squares / self._updates_per_call, *rest
+
+    @property
+    def _updates_per_call(self) -> int:
+        return int((self.versions.columns["U_version"][:, 0] >= 0).sum())
+
+    def _stage(self, held: Held, batch: Any, step: Any, apply: Callable) -> tuple:
+        """Return what one stage has after the last tick."""
+        assert self.ticks is not None
+        alone = lambda tree: self._varying(tree, but=self._batch_axes)
+        layers = {p: a for p, a in held.parameters.items() if p.startswith(LAYERS)}
+        updates = Updates(
+            versions=self.versions,
+            parameters=alone(layers),
+            optimizer=alone((held.moments, held.counts)),
+            reduce=self._reduce,
+            apply=apply,
+        )
+        columns = self.ticks.columns | self.versions.columns
+        return Asynchronous(
+            ticks=replace(self.ticks, columns=columns),
+            model=weighed(self._model_of(held, batch, step), self._varying),
+            mark=self._varying,
+            unroll=self._unroll,
+            updates=updates,
+        ).train()
+
+    def _model_of(self, held: Held, batch: Any, step: Any) -> Model:
+        random, statistics = self._sort(self._varying(held.variables))
+        keys = self._keys(random, _rows(batch), step)
+        parameters, unread = self._varying(held.parameters), set(self.placed)
+        return self._training(parameters, statistics, batch, (keys, 0), unread).model()
+
+    def _reduce(self, gradients: Flat, weight: jax.Array) -> Flat:
+        """Return the gradients of the mean over the rows of all devices of a stage."""
+        summed = Reduction(self._precision, hierarchical=False)(gradients, self.placed)
+        scale = 1 / (lax.psum(weight, self._batch_axes) if self._batch_axes else weight)
+        mean = lambda path, g: (g * scale.astype(g.dtype)).astype(self.placed[path].dtype)
+        return {path: mean(path, g) for path, g in summed.items()}
+
+
+def _rows(batch: Any) -> int:
+    return jax.tree.leaves(batch)[0].shape[0]

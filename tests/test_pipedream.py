@@ -1,0 +1,448 @@
+"""Asynchronous pipelines train as PipeDream says: a simulator runs the table event by event."""
+
+from collections import defaultdict
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import hfjax
+from hfjax import DDP, FSDP, PIPE, TENSOR, ZERO1, ZERO2, Mean, Schedule
+from hfjax.leafwise import check_leafwise
+from hfjax.models.gpt import next_token_loss
+from hfjax.models.parts import stacked
+from tests.small_gpt import gpt, tokens
+
+LAYERS = 4
+
+
+class Layer(nnx.Module):
+    def __init__(self, rngs):
+        draw = lambda *shape: 0.3 * jax.random.normal(rngs.params(), shape)
+        self.up = nnx.Param(draw(8, 16), axes=("embed", "mlp"))
+        self.down = nnx.Param(draw(16, 8), axes=("mlp", "embed"))
+
+    def __call__(self, x):
+        return x + jnp.tanh(x @ self.up[...]) @ self.down[...]
+
+
+class MLP(nnx.Module):
+    def __init__(self, rngs):
+        self.before = nnx.Param(0.5 * jax.random.normal(rngs.params(), (4, 8)))
+        self.after = nnx.Param(0.5 * jax.random.normal(rngs.params(), (8, 2)))
+        self.layers = stacked(LAYERS, lambda rngs: Layer(rngs), rngs)
+
+    def embed(self, batch):
+        return batch["x"] @ self.before[...]
+
+    def head(self, x):
+        return x @ self.after[...]
+
+
+class Tied(MLP):
+    """The head reads what embed reads, beside its own."""
+
+    def head(self, x):
+        return (x @ self.before[...].T)[:, :2] + x @ self.after[...]
+
+
+def weighted(outputs, batch):
+    """Rows weigh unequally, and so do microbatches."""
+    apart = jnp.square(jnp.tanh(outputs) - batch["y"]).sum(axis=1) * batch["weight"]
+    metrics = {"first": Mean(outputs[:, 0].sum(), batch["weight"].sum())}
+    return Mean(apart.sum(), batch["weight"].sum(), metrics)
+
+
+def rows(n, seed=0):
+    rng = np.random.default_rng(seed)
+    weight = rng.integers(1, 5, n).astype(float)
+    return {"x": rng.normal(size=(n, 4)), "y": rng.normal(size=(n, 2)), "weight": weight}
+
+
+class Simulator:
+    """Stages as plain objects, each with an optimizer of its own; nothing of the executor."""
+
+    def __init__(self, model_init, loss, optimizer, stages, data=1):
+        model = model_init(nnx.Rngs(jax.random.key(0), dropout=jax.random.key(1)))
+        self.graph, state = nnx.split(model, nnx.Param)
+        params = nnx.to_pure_dict(state)
+        layers = params.pop("layers")
+        self.graph_layer = nnx.split(model.layers, nnx.Param)[0]
+        self.whole = layers
+        self.loss, self.optimizer, self.stages, self.data = loss, optimizer, stages, data
+        mine = np.array_split(np.arange(LAYERS), stages)  # the first stages have more
+        self.weights = [jax.tree.map(lambda a, i=i: a[i], layers) for i in mine]
+        self.kept = [optimizer.init(w) for w in self.weights]
+        self.ends, self.kept_ends = params, optimizer.init(params)
+        self.run_stage = jax.jit(self._stage)
+        self.pull_stage = jax.jit(lambda w, x, dy: jax.vjp(self._stage, w, x)[1](dy))
+        self.pull_first = jax.jit(lambda e, b, dx: jax.vjp(lambda e: self._first(e, b), e)[1](dx))
+        self.first, self.last = jax.jit(self._first), jax.jit(jax.grad(self._last, (0, 1), True))
+        self.update = jax.jit(self._update)
+
+    def _stage(self, weights, x):
+        for i in range(len(jax.tree.leaves(weights)[0])):
+            row = nnx.State(jax.tree.map(lambda a, i=i: a[i], weights))
+            x = nnx.merge(self.graph_layer, row)(x)
+        return x
+
+    def _model(self, ends):
+        return nnx.merge(self.graph, nnx.State({**ends, "layers": self.whole}))
+
+    def _first(self, ends, batch):
+        return self._model(ends).embed(batch)
+
+    def _last(self, ends, x, batch):
+        told = self.loss(self._model(ends).head(x), batch)
+        if not isinstance(told, Mean):
+            told = Mean(told * len(x), jnp.float32(len(x)))
+        return told.total, told
+
+    def _update(self, gradients, kept, weights):
+        updates, kept = self.optimizer.update(gradients, kept, weights)
+        return optax.apply_updates(weights, updates), kept
+
+    def call(self, batch, table, every):
+        """Run one call of the step; `every` None: PipeDream, else groups of 2BW."""
+        self.table, self.every, m = table, every, table.microbatches
+        # A device has neighbouring rows, and so does each microbatch of the device.
+        cut = lambda a: np.swapaxes(a.reshape(self.data, m, -1, *a.shape[1:]), 0, 1)
+        cut_all = jax.tree.map(lambda a: cut(a).reshape(m, -1, *a.shape[1:]), batch)
+        self.batches = [jax.tree.map(lambda a, i=i: a[i], cut_all) for i in range(m)]
+        self.versions = [[w] for w in self.weights]
+        self.used, self.x, self.dy, self.told = {}, {}, {}, {}
+        self.sums = [(0.0, 0.0)] * self.stages
+        self.sum_ends, self.squares, self.stale = 0.0, 0.0, defaultdict(int)
+        for (kind, stage, microbatch), _, _ in table.tasks():
+            (self._forward if kind == "F" else self._backward)(stage, microbatch)
+        return self._finish()
+
+    def _forward(self, s, m):
+        latest = len(self.versions[s]) - 1
+        self.used[s, m] = latest if self.every is None else max(0, m // self.every - 1)
+        if s == 0:
+            self.x[0, m] = self.first(self.ends, self.batches[m])
+        y = self.x[s + 1, m] = self.run_stage(self.versions[s][self.used[s, m]], self.x[s, m])
+        if s == self.stages - 1:
+            (d_ends, dy), self.told[m] = self.last(self.ends, y, self.batches[m])
+            self._add_ends(d_ends)
+            self.dy[s, m] = dy
+
+    def _backward(self, s, m):
+        own = self.versions[s][self.used[s, m]]
+        gradients, dx = self.pull_stage(own, self.x[s, m], self.dy[s, m])
+        self.stale[s] = max(self.stale[s], len(self.versions[s]) - 1 - self.used[s, m])
+        self.dy[s - 1, m] = dx
+        if s == 0:
+            self._add_ends(self.pull_first(self.ends, self.batches[m], dx)[0])
+        total, weight = self.sums[s]
+        add = lambda g: jax.tree.map(jnp.add, total, g) if weight else g
+        self.sums[s] = (add(gradients), weight + self.told[m].weight)
+        if self.every is None or (m + 1) % self.every == 0:
+            self._next_version(s)
+
+    def _next_version(self, s):
+        total, weight = self.sums[s]
+        gradients = jax.tree.map(lambda g: g / weight, total)
+        self.squares += optax.tree.norm(gradients, squared=True)
+        new, self.kept[s] = self.update(gradients, self.kept[s], self.versions[s][-1])
+        self.versions[s].append(new)
+        self.sums[s] = (0.0, 0.0)
+
+    def _add_ends(self, gradients):
+        old = self.sum_ends
+        self.sum_ends = jax.tree.map(jnp.add, old, gradients) if old else gradients
+
+    def _finish(self):
+        told = list(self.told.values())
+        total, weight = (sum(getattr(t, name) for t in told) for name in ("total", "weight"))
+        gradients = jax.tree.map(lambda g: g / weight, self.sum_ends)
+        self.ends, self.kept_ends = self.update(gradients, self.kept_ends, self.ends)
+        updates = len(self.versions[0]) - 1
+        self.weights = [versions[-1] for versions in self.versions]
+        square = self.squares / updates + optax.tree.norm(gradients, squared=True)
+        metrics = {"loss": total / weight, "grad_norm": jnp.sqrt(square), "weight": weight}
+        for name in told[0].metrics:
+            of = [t.metrics[name] for t in told]
+            metrics[name] = sum(m.total for m in of) / sum(m.weight for m in of)
+        return metrics
+
+    def params(self):
+        layers = jax.tree.map(lambda *rows: jnp.concatenate(rows), *self.weights)
+        return {**self.ends, "layers": layers}
+
+
+def plan(optimizer, stages, data=1, model: Any = MLP, strategy=None, **sizes):
+    count = stages * data * int(np.prod(list(sizes.values())))
+    mesh = hfjax.make_mesh(pipe=stages, data=data, devices=jax.devices()[:count], **sizes)
+    return hfjax.layout(model, optimizer, mesh, strategy or PIPE | DDP)
+
+
+def versions_of(schedule, stages):
+    versions = schedule.versions(stages)
+    assert versions is not None
+    return versions
+
+
+def assert_close(found, wanted, tolerance):
+    """Equal, relative to the norm of each array."""
+    for (path, a), b in zip(
+        jax.tree_util.tree_leaves_with_path(wanted), jax.tree.leaves(found), strict=True
+    ):
+        apart = np.linalg.norm(np.asarray(a) - np.asarray(b)) / max(np.linalg.norm(a), 1e-6)
+        assert apart < tolerance, f"{jax.tree_util.keystr(path)} differs by {apart:.1e}"
+
+
+def assert_simulated(
+    case, model: Any = MLP, loss=weighted, batch=rows, tolerance=1e-10, **execution
+):
+    """Two calls of the step leave the parameters and tell the metrics that the simulator does."""
+    schedule, optimizer, stages, data = case
+    layout = plan(optimizer, stages, data, model)
+    step = hfjax.train_step(layout, loss, schedule=schedule, **execution)
+    state, simulator = hfjax.init(layout, seed=0), Simulator(model, loss, optimizer, stages, data)
+    every = None if schedule.name == "pipedream" else schedule.every or stages
+    for seed in range(2):
+        given = batch(2 * schedule.microbatches * data, seed)
+        state, metrics = step(state, given)
+        wanted = simulator.call(given, schedule.table(stages), every)
+        assert {"finite", "step", *wanted} == set(metrics)
+        assert_close({name: metrics[name] for name in wanted}, wanted, tolerance)
+        params = hfjax.canonical(layout, state).params
+        assert_close(params, simulator.params(), tolerance)
+    found = tuple(simulator.stale[s] for s in range(stages))
+    assert found == versions_of(schedule, stages).staleness
+
+
+SGD, ADAM = optax.sgd(0.02, momentum=0.9), optax.adamw(1e-2)
+# schedule, optimizer, stages, data; how the step runs
+CASES = {
+    "pipedream on 4 stages": ((Schedule("pipedream", 8), SGD, 4, 1), {}),
+    "pipedream, fewer microbatches than stages": ((Schedule("pipedream", 2), ADAM, 4, 1), {}),
+    "pipedream beside data": ((Schedule("pipedream", 5), ADAM, 2, 2), {}),
+    "pipedream with layers that do not divide": ((Schedule("pipedream", 4), SGD, 3, 1), {}),
+    "pipedream on one stage": ((Schedule("pipedream", 3), SGD, 1, 2), {}),
+    "2bw on 4 stages": ((Schedule("2bw", 12), ADAM, 4, 1), {}),
+    "2bw, fewer microbatches than stages": ((Schedule("2bw", 3, every=3), SGD, 4, 1), {}),
+    "2bw beside data, in a loop": ((Schedule("2bw", 8), SGD, 2, 2), {"unroll": 1}),
+    "2bw in larger groups, recomputed": (
+        (Schedule("2bw", 12, every=4), ADAM, 2, 1),
+        {"remat": "full"},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_call_is_what_the_simulator_does_event_by_event(name):
+    case, execution = CASES[name]
+    with jax.enable_x64(True):
+        assert_simulated(case, **execution)
+
+
+def test_a_parameter_that_both_ends_read_is_updated_once_with_both_gradients():
+    with jax.enable_x64(True):
+        assert_simulated((Schedule("pipedream", 3), ADAM, 2, 1), Tied)
+
+
+@pytest.mark.slow
+def test_a_gpt_does_what_the_simulator_does():
+    case = (Schedule("pipedream", 4), optax.sgd(0.1, momentum=0.9), 2, 1)
+    batch = lambda n, seed: tokens(rows=n)
+    assert_simulated(case, gpt(layers=LAYERS), next_token_loss, batch, tolerance=1e-5)
+
+
+def taken(step, calls, batch):
+    """Return the state after some calls."""
+    state = hfjax.init(step.layout, seed=0)
+    for _ in range(calls):
+        state, _ = step(state, batch)
+    return state
+
+
+def test_one_group_is_the_step_that_waits():
+    """With every=microbatches, 2bw has one update in a call, as any other schedule."""
+    half = ("1f1b-half", "2bw")
+    schedules = [Schedule(name, 4, every=4 if name == "2bw" else None) for name in half]
+    layout = plan(optax.adam(1e-2), 2, 2)
+    with jax.enable_x64(True):
+        waits, alone = (
+            taken(hfjax.train_step(layout, weighted, schedule=s), 3, rows(16)) for s in schedules
+        )
+        assert_close(alone, waits, 1e-10)
+    assert jax.tree.structure(alone) == jax.tree.structure(waits)  # a checkpoint serves both
+
+
+def test_with_a_tensor_axis_it_is_the_same_step():
+    results = []
+    for strategy, sizes in ((PIPE | DDP, {}), (PIPE | DDP | TENSOR, {"tensor": 2})):
+        layout = plan(SGD, 2, 2, strategy=strategy.edit(replicate_below=0), **sizes)
+        step = hfjax.train_step(layout, weighted, schedule=Schedule("2bw", 4))
+        results.append(hfjax.full(taken(step, 2, rows(16)).params))
+    assert_close(results[1], results[0], 1e-5)
+
+
+def marking():
+    """Add to every parameter the number of updates so far, whatever its gradient."""
+
+    def update(updates, state, params=None):
+        return jax.tree.map(lambda g: jnp.full_like(g, state), updates), state + 1
+
+    return optax.GradientTransformation(lambda params: jnp.zeros((), jnp.int32), update)
+
+
+def test_a_count_advances_with_every_update_and_the_ends_take_it_as_the_call_began():
+    layout = plan(optax.chain(optax.scale(0.0), marking()), 2)
+    step = hfjax.train_step(layout, weighted, schedule=Schedule("pipedream", 3))
+    before, after = (hfjax.full(taken(step, calls, rows(6)).params) for calls in (0, 2))
+    moved = jax.tree.map(lambda a, b: np.unique(np.round(b - a)).tolist(), before, after)
+    assert moved == {
+        "before": [0 + 3],
+        "after": [0 + 3],
+        "layers": {"up": [sum(range(6))], "down": [sum(range(6))]},
+    }
+    assert int(taken(step, 2, rows(6)).optimizer[1]) == 6
+
+
+def test_a_call_that_is_not_finite_changes_nothing_on_any_stage():
+    step = hfjax.train_step(plan(ADAM, 2), weighted, schedule=Schedule("pipedream", 4))
+    bad = rows(8)
+    bad["x"][5] = np.nan  # the updates before it are undone as well
+    old, new = taken(step, 0, bad), taken(step, 1, bad)
+    assert_close((new.params, new.optimizer), (old.params, old.optimizer), 1e-9)
+
+
+def carried(jaxpr):
+    """Yield the shape of every array that some loop of the program carries."""
+    for equation in jaxpr.eqns:
+        for value in equation.params.values():
+            inner = getattr(value, "jaxpr", value)
+            if hasattr(inner, "eqns"):
+                yield from carried(inner)
+        if equation.primitive.name == "scan":
+            start = equation.params["num_consts"]
+            yield from equation.invars[start : start + equation.params["num_carry"]]
+
+
+@pytest.mark.parametrize(
+    ("name", "stages", "slots", "stale"),
+    [
+        ("pipedream", 2, 2, (1, 0)),
+        ("pipedream", 4, 4, (3, 2, 1, 0)),
+        ("2bw", 2, 2, (1, 1)),
+        ("2bw", 4, 2, (1, 1, 1, 1)),
+    ],
+)
+def test_a_stage_keeps_as_many_versions_of_its_layers_as_theory_says(name, stages, slots, stale):
+    schedule = Schedule(name, 4 * stages)
+    versions = versions_of(schedule, stages)
+    assert (versions.slots, versions.staleness) == (slots, stale)
+    step = hfjax.train_step(plan(SGD, stages), weighted, schedule=schedule)
+    batch, state = rows(8 * stages), step.layout.abstract_state()
+    jaxpr = jax.make_jaxpr(step._step)(state, batch).jaxpr
+    of_layers = [(slots, LAYERS // stages, *shape) for shape in ((8, 16), (16, 8))]
+    kept = [v.aval for v in carried(jaxpr) if v.aval.shape in of_layers]
+    layers = sum(x.nbytes for x in jax.tree.leaves(hfjax.init(step.layout).params["layers"]))
+    assert sum(4 * np.prod(a.shape) for a in kept) == slots * layers // stages
+
+
+def test_gradients_of_layers_are_averaged_over_data_at_every_update():
+    batch, count = rows(16), 4
+    schedule = Schedule("pipedream", count)
+    step = hfjax.train_step(plan(SGD, 2, 2), weighted, schedule=schedule)
+    program = hfjax.collectives(step.lower(batch))
+    over_data = [row for row in program if row.axes == ("data",)]
+    ticks = schedule.table(2).ticks  # at most one in a tick: in the branch of an update
+    assert {row.where for row in over_data} == {f"loop of {ticks} > heaviest of 2 branches"}
+    assert {row.count for row in over_data} == {ticks}
+    assert sorted(row.shape for row in over_data) == [(), (2, 8, 16), (2, 16, 8)]
+    updates = versions_of(schedule, 2).columns["U_version"] >= 0
+    assert updates.sum(axis=0).tolist() == [count] * 2
+    assert program.count("all-reduce", ("pipe", "data")) == 2 + 4  # ends; loss and metric: two each
+
+
+# -- what is refused ----------------------------------------------------------------------
+
+
+WAITS = r"Use a schedule that waits, for instance hfjax.Schedule\(\"1f1b\", …\), or"
+
+
+@pytest.mark.parametrize(
+    ("execution", "message"),
+    [
+        ({"clip": 1.0}, f"schedule pipedream, clip=1.0: .* {WAITS} clip element by element"),
+        ({"accumulate": 2}, f"schedule pipedream, accumulate=2: .* {WAITS} raise microbatches"),
+        ({"reduction": "hierarchical"}, f"reduction='hierarchical': .* {WAITS} reduction=\"flat\""),
+    ],
+)
+def test_what_needs_the_whole_gradient_is_refused_by_name(execution, message):
+    with pytest.raises(ValueError, match=message):
+        hfjax.train_step(plan(SGD, 2), weighted, schedule=Schedule("pipedream", 2), **execution)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "what"), [(ZERO1, "moment"), (ZERO2, "gradient"), (FSDP, "parameter")]
+)
+def test_a_strategy_that_splits_over_data_is_refused(strategy, what):
+    strategy = (PIPE | strategy).edit(replicate_below=0)
+    layout = plan(SGD, 2, 2, strategy=strategy, fsdp=2)
+    with pytest.raises(ValueError, match=rf"the {what} of .* is split: .* hfjax.PIPE | hfjax.DDP"):
+        hfjax.train_step(layout, weighted, schedule=Schedule("2bw", 2))
+
+
+OPTIMIZERS = {
+    "LAMB": (optax.lamb(1e-3), "updates .* otherwise if it is given a layer alone"),
+    "a clipped norm": (
+        optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1)),
+        "updates .* otherwise if it is given a layer alone",
+    ),
+    "adafactor": (optax.adafactor(1e-3), r"keeps .*v_row.*\[1\], neither like a parameter nor"),
+    "several steps in one": (optax.MultiSteps(SGD, 4), "keeps .mini_step, which is neither"),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_optimizer_that_mixes_layers_is_refused(name):
+    optimizer, why = OPTIMIZERS[name]
+    with pytest.raises(ValueError, match=f"this optimizer {why}.* asynchronous schedule"):
+        hfjax.train_step(plan(optimizer, 2), weighted, schedule=Schedule("2bw", 2))
+
+
+def only_kernels(params):
+    return jax.tree.map(lambda x: x.ndim > 2, params)
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        optax.adamw(optax.warmup_cosine_decay_schedule(0.0, 1e-3, 5, 50), mask=only_kernels),
+        optax.chain(optax.clip(1.0), optax.lion(1e-3)),
+        optax.inject_hyperparams(optax.rmsprop)(learning_rate=0.1),
+        optax.multi_transform(
+            {"fast": optax.sgd(0.1), "slow": optax.adam(1e-3)},
+            lambda params: {key: "fast" if key == "layers" else "slow" for key in params},
+        ),
+    ],
+    ids=["schedule and mask", "clip by element", "hyperparameters", "by label"],
+)
+def test_one_that_works_element_by_element_is_taken(optimizer):
+    check_leafwise(plan(optimizer, 2))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "message"),
+    [
+        (lambda: Schedule("pipedream", 4, every=2), "every=2 of pipedream: only 2bw updates"),
+        (lambda: Schedule("1f1b", 4, every=2), "every=2 of 1f1b: only 2bw updates"),
+        (lambda: Schedule("2bw", 4, every=1), r"every=1 of 2bw: .* at least 2.*\"pipedream\""),
+        (lambda: Schedule("2bw", 6).versions(4), r"every=4: .* divides 6: one of \[1, 2, 3, 6\]"),
+        (lambda: Schedule("2bw", 8, every=2).versions(4), "begins before the update that it wait"),
+        (lambda: Schedule("2bw", 4, chunks=2), "chunks=2: 2bw has 1 on each stage"),
+    ],
+)
+def test_updates_that_a_schedule_cannot_have_are_refused(schedule, message):
+    with pytest.raises(ValueError, match=message):
+        schedule()
