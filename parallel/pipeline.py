@@ -91,7 +91,8 @@ class Pipeline:
 
     @cached_property
     def _chunks(self) -> Store:
-        return Store(self.model.order.shape[1], self.model.order.shape[2], self.unroll is True)
+        _, chunks, units = self.model.order.shape
+        return Store(chunks, units, self.unroll is True or units == 1)
 
     @cached_property
     def _values(self) -> Any:
