@@ -3,7 +3,7 @@
 Both are compiled and warmed up, then take single steps in turn. Steps during which other processes
 used the cores are dropped, and the ratio is the median over the pairs that are left.
 
-    python benchmarks/against_plain_jax.py [--quick] [--torch]
+    python -m benchmarks.against_plain_jax [--quick] [--torch]
 """
 
 import argparse
@@ -22,9 +22,9 @@ from typing import Any
 import jax
 import numpy as np
 import optax
-from plain_jax import SPLITS, Program
 
 import hfjax
+from benchmarks.plain_jax import SPLITS, Program
 from hfjax.models.gpt import GPT, GPTConfig, next_token_loss
 from hfjax.plan import flatten
 
@@ -189,7 +189,7 @@ def compare(config: GPTConfig, name: str, rounds: int, torch: bool) -> list[str]
 
 def _beside_torch(config: GPTConfig, hf: Runner, weights: Any, rounds: int) -> str:
     """Return torch's line; apart from the others, for its threads go on spinning."""
-    from torch_gpt import torch_step
+    from benchmarks.torch_gpt import torch_step
 
     step, tokens = torch_step(weights, batch_of(config)["tokens"], RATE, DECAY)
     seen, quiet = in_turn([hf, Runner("torch", step, None, tokens)], rounds)
@@ -294,7 +294,7 @@ def report(config: GPTConfig, rows: list[str], torch: list[str], overhead: float
             "# hfjax against plain JAX\n",
             f"{date.today()}, {os.cpu_count()}-core CPU, {jax.device_count()} fake devices, "
             f"Python {platform.python_version()}, {versions}.",
-            f"`python benchmarks/against_plain_jax.py {' '.join(sys.argv[1:])}`".replace(" `", "`"),
+            f"`python -m benchmarks.against_plain_jax {' '.join(sys.argv[1:])}`".replace(" `", "`"),
             f"\nGPT-2 of {size / 1e6:.1f}M parameters ({config.layers} layers, embed "
             f"{config.embed}, {config.heads} heads, vocab {config.vocab}), {ROWS} rows of "
             f"{config.length} tokens, float32, AdamW, clipped to norm 1.\n",

@@ -45,6 +45,7 @@ class Flight:
     count: int
     flops: float = 0.0  # of matmuls between start and done
     covered: float = 0.0  # share of `seconds`
+    synchronous: bool = False  # nothing can run beside it
 
     @property
     def total(self) -> int:
@@ -100,7 +101,7 @@ class Schedule:
             yield from self._inside(op, times)
             if flight := self._started(op, lines, times):
                 if _is_synchronous(op):
-                    yield flight
+                    yield replace(flight, synchronous=True)
                 else:
                     airborne[instruction] = flight
                 continue

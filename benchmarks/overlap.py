@@ -4,10 +4,10 @@ Compiles GPT-2 medium's real step for 8 H200s (none is needed, only the CUDA whe
 strategy, reads the schedule (`hidden_bytes.py` says what counts), and writes one row for each
 strategy and setting to results/overlap.md, next to the rows that are there.
 
-    python benchmarks/overlap.py                           # every strategy and preset
-    python benchmarks/overlap.py --config fsdp             # one strategy
-    python benchmarks/overlap.py --preset overlap          # one preset of parallel/compiler.py
-    python benchmarks/overlap.py --all                     # every setting that was tried
+    python -m benchmarks.overlap                           # every strategy and preset
+    python -m benchmarks.overlap --config fsdp             # one strategy
+    python -m benchmarks.overlap --preset overlap          # one preset of parallel/compiler.py
+    python -m benchmarks.overlap --all                     # every setting that was tried
 """
 
 import argparse
@@ -24,9 +24,9 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")  # the devices to compile for are 
 import jax
 import jax.numpy as jnp
 import optax
-from hidden_bytes import Flight, flights
 
 import hfjax
+from benchmarks.hidden_bytes import Flight, flights
 from hfjax.models.attention import dot_product
 from hfjax.models.gpt import GPT, GPTConfig, next_token_loss
 from hfjax.parallel.compiler import PRESETS, compiler_options
@@ -150,7 +150,7 @@ def heading() -> str:
     """Return what stands above the table."""
     return f"""# Overlap, ahead of time
 
-`python benchmarks/overlap.py --all`, {datetime.date.today()}. GPT-2 medium compiled for 8 H200s;
+`python -m benchmarks.overlap --all`, {datetime.date.today()}. GPT-2 medium compiled for 8 H200s;
 nothing ran. {ROWS} rows of {LENGTH} tokens a device or tensor group, bfloat16, attention by XLA.
 ddp is data=8, fsdp is fsdp=8, tensor is TENSOR|SEQUENCE on data=2 x tensor=4, fsdp_tensor is
 FSDP|TENSOR|SEQUENCE on fsdp=2 x tensor=4. `default` is what XLA does unasked.

@@ -1,6 +1,6 @@
 """What XLA is told when it compiles a step for a GPU: named sets of options, each one measured.
 
-Measured by `python benchmarks/overlap.py` (its table: benchmarks/results/overlap.md), which
+Measured by `python -m benchmarks.overlap` (its table: benchmarks/results/overlap.md), which
 compiles GPT-2 medium for 8 H200s and counts the collective bytes that run under a matmul.
 """
 
