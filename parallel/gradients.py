@@ -24,7 +24,7 @@ from hfjax.parallel.pipeline import Pipeline
 from hfjax.parallel.placement import auto_part
 from hfjax.parallel.randomness import is_random, keys_for
 from hfjax.parallel.reduction import Flat, Placed, Reduction, levels
-from hfjax.parallel.staged import Staged
+from hfjax.parallel.staged import Staged, Told
 from hfjax.parallel.strategy import Axes
 from hfjax.parallel.ticks import Ticks
 
@@ -41,6 +41,7 @@ class DataPlane:
     forward: Callable | None
     arrangement: Arrangement | None = None  # of the layers on stages
     ticks: Ticks | None = None  # the schedule, if the step runs as a pipeline
+    tells: str | None = None  # "losses" or "outputs": a pipeline gives `Told` in place of its Mean
 
     def __post_init__(self):
         if self.execution.accumulate == 1 and self.ticks is None:
@@ -48,7 +49,10 @@ class DataPlane:
             object.__setattr__(self, "placed", placed)
 
     def gradients(self, parameters: Flat, variables: Flat, batch: Any, step: jax.Array):
-        """Return (gradients of the total, placed as the moments; Mean; variables written to)."""
+        """Return (gradients of the total, placed as the moments; Mean; variables written to).
+
+        With `tells` there is a `Told` in place of the Mean.
+        """
 
         def device(parameters, variables, batch, step):
             unread, written = set(self.placed), set[str]()
@@ -62,12 +66,12 @@ class DataPlane:
             changed = {path: x for path, x in statistics.items() if path in written}
             return gradients, self._sum(mean), self._average(changed)
 
-        out_specs = (self._specs("moment"), P(), P())
+        out_specs = (self._specs("moment"), self._told_specs, P())
         in_specs = (self._specs("parameter"), P(), P(self._batch_axes), P())
         return self._shard_map(device, in_specs, out_specs)(parameters, variables, batch, step)
 
-    def evaluate(self, parameters: Flat, variables: Flat, batch: Any) -> Mean:
-        """Return the loss as a Mean; nothing is random, no statistic changes."""
+    def evaluate(self, parameters: Flat, variables: Flat, batch: Any) -> Any:
+        """Return the loss as a Mean, or what `tells` says; nothing is random, nothing changes."""
 
         def device(parameters, variables, batch):
             stored, held = self._varying(parameters), self._varying(variables)
@@ -78,7 +82,12 @@ class DataPlane:
             return self._sum(self._varying(self._mean(model, batch)))
 
         in_specs = (self._specs("parameter"), P(), P(self._batch_axes))
-        return self._shard_map(device, in_specs, P())(parameters, variables, batch)
+        run = self._shard_map(device, in_specs, self._told_specs)
+        return run(parameters, variables, batch)
+
+    @property
+    def _told_specs(self) -> Any:
+        return P() if self.tells is None else Told(P(), P(self._batch_axes))
 
     def _specs(self, column: str) -> dict[str, P]:
         return {path: p.manual(column) for path, p in self.placed.items()}
@@ -194,14 +203,18 @@ class DataPlane:
             mean=lambda outputs, m: as_mean(self.loss(outputs, at(m)), _rows(batch) // count),
             mode=mode,
             policy=saving_policy(self.execution, gathers=False),
+            tells=self.tells,
         )
 
-    def _pipeline(self, staged: Staged) -> tuple[Any, Any, Mean]:
-        """Return the gradients of the layers, those of the rest, and the mean."""
+    def _pipeline(self, staged: Staged) -> tuple[Any, Any, Any]:
+        """Return the gradients of the layers, those of the rest, and the mean (or `Told`)."""
         assert self.ticks is not None
         pipeline = Pipeline(self.ticks, staged.model(), self._varying, self._unroll)
-        layers, ends, means = pipeline.run()
-        return layers, ends, jax.tree.map(lambda x: x.sum(0), means)
+        layers, ends, told = pipeline.run()
+        if self.tells is None:
+            return layers, ends, jax.tree.map(lambda x: x.sum(0), told)
+        by_row = lambda x: x.reshape(-1, *x.shape[2:])
+        return layers, ends, Told(told.means, jax.tree.map(by_row, told.outputs))
 
     @property
     def _unroll(self) -> int | bool:
@@ -290,7 +303,23 @@ class DataPlane:
         return jax.tree.map(mark, tree)
 
     def _sum(self, tree: Any) -> Any:
+        if isinstance(tree, Told):
+            return Told(self._sum(tree.means), self._from_last_stage(tree.outputs))
         return lax.psum(tree, self._axes) if self._axes else tree
+
+    def _from_last_stage(self, outputs: Any) -> Any:
+        """Return on every stage what is zero on all but the last.
+
+        In float32 on a CPU: its compiler aborts on a sum in bfloat16.
+        """
+        if not in_use(self.mesh, (PIPE_AXIS,)):
+            return outputs
+
+        def send(x):
+            narrow = self._platform == "cpu" and x.dtype == jnp.bfloat16
+            return lax.psum(x.astype(jnp.float32) if narrow else x, PIPE_AXIS).astype(x.dtype)
+
+        return jax.tree.map(send, outputs)
 
     def _average(self, statistics: Flat) -> Flat:
         """Return statistics averaged over the devices; whole numbers agree already."""

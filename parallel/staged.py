@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -16,6 +16,19 @@ from hfjax.parallel.fetch import Movement, Stored
 from hfjax.parallel.layers import layer_function
 from hfjax.parallel.pipeline import Model
 from hfjax.parallel.reduction import Flat
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["means", "outputs"], meta_fields=[])
+@dataclass(frozen=True)
+class Told:
+    """What a pipeline tells on request: the mean of each microbatch, [M], and the outputs.
+
+    Microbatch m of a step is the m-th microbatch of every device that holds rows. Outputs are in
+    the order of the rows, or None if only the losses are asked for.
+    """
+
+    means: Any  # a Mean
+    outputs: Any
 
 
 @dataclass(frozen=True)
@@ -32,6 +45,7 @@ class Staged:
     mean: Callable  # (outputs, m) -> Mean
     mode: str
     policy: Callable | None
+    tells: str | None = None  # "losses" or "outputs": see Told
 
     def model(self) -> Model:
         """Return what the executor runs."""
@@ -70,12 +84,17 @@ class Staged:
         self._check_unwritten(model, before, "embed")
         return x
 
-    def _last(self, ends: Flat, x: Any, m: Any) -> tuple[jax.Array, Mean]:
+    def _last(self, ends: Flat, x: Any, m: Any) -> tuple[jax.Array, Any]:
         model, before = self._holding(ends, m)
         outputs = model.head(x)
         self._check_unwritten(model, before, "head")
         mean = self.mean(outputs, m)
-        return mean.total, mean
+        return mean.total, self._told(mean, outputs)
+
+    def _told(self, mean: Mean, outputs: Any) -> "Mean | Told":
+        if self.tells is None:
+            return mean
+        return Told(mean, outputs if self.tells == "outputs" else None)
 
     def _holding(self, ends: Flat, m: Any) -> tuple[Any, Flat]:
         variables = self.variables(m, None)
