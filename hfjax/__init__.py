@@ -17,6 +17,8 @@ from hfjax.parallel.strategy import (
     ZERO3,
     Strategy,
 )
+from hfjax.partitions import Partition, partition
+from hfjax.pipes import GPipe, Interleaved1F1B, PipeDream
 from hfjax.plan import Layout, State, layout
 from hfjax.rearrange import canonical
 from hfjax.target import target_devices
@@ -35,8 +37,12 @@ __all__ = [
     "ZERO3",
     "Collectives",
     "Execution",
+    "GPipe",
+    "Interleaved1F1B",
     "Layout",
     "Mean",
+    "Partition",
+    "PipeDream",
     "Precision",
     "Schedule",
     "State",
@@ -49,6 +55,7 @@ __all__ = [
     "init",
     "layout",
     "make_mesh",
+    "partition",
     "shard_batch",
     "target_devices",
     "train_step",
