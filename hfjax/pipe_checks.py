@@ -9,7 +9,6 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from hfjax.parallel.mesh import AXES, PIPE_AXIS, describe_mesh
-from hfjax.parallel.placement import batch_devices
 from hfjax.partitions import Partition
 from hfjax.plan import flatten
 
@@ -90,8 +89,15 @@ def _forms(tree: Mapping[str, Any]) -> dict[str, str]:
     return {p: f"{jnp.dtype(x.dtype).name} {tuple(x.shape)}" for p, x in flatten(tree).items()}
 
 
-def check_labels(labels: Any) -> None:
-    """Refuse labels that are no tuple."""
+def check_batch(x: Any, labels: Any, criterion: Any) -> dict[str, Any]:
+    """Return x and labels as a batch of the engine, if they go with each other."""
+    _check_labels(labels)
+    _check_criterion(criterion, labels)
+    _check_rows(x, labels)
+    return {"x": x, "labels": tuple(labels)}
+
+
+def _check_labels(labels: Any) -> None:
     if not isinstance(labels, tuple | list):
         raise ValueError(
             f"labels is {type(labels).__name__}: a tuple is expected, what the criterion takes "
@@ -99,8 +105,7 @@ def check_labels(labels: Any) -> None:
         )
 
 
-def check_criterion(criterion: Any, labels: tuple) -> None:
-    """Refuse a criterion that does not take the outputs and so many labels."""
+def _check_criterion(criterion: Any, labels: tuple) -> None:
     if not callable(criterion):
         raise ValueError(
             f"criterion is {type(criterion).__name__}: a function (outputs, *labels) -> mean is "
@@ -120,21 +125,19 @@ def check_criterion(criterion: Any, labels: tuple) -> None:
         ) from None
 
 
-def check_rows(x: Any, labels: tuple) -> int:
-    """Return the number of rows, the same in x and in every label."""
-    counts = [
-        (f"labels[{i}]", rows) for i, y in enumerate(labels) for rows in _rows(y, f"labels[{i}]")
-    ]
+def _check_rows(x: Any, labels: tuple) -> None:
+    """Refuse labels that do not have a row for each row of x."""
     rows = _rows(x, "x")
     if not rows or not all(rows):
         raise ValueError("x has no rows: give an array with at least one.")
-    for name, count in [*(("x", n) for n in rows), *counts]:
+    counts = [("x", n) for n in rows]
+    counts += [(f"labels[{i}]", n) for i, y in enumerate(labels) for n in _rows(y, f"labels[{i}]")]
+    for name, count in counts:
         if count != rows[0]:
             raise ValueError(
                 f"{name} has {count} rows, x has {rows[0]}. Give one row of each label for each "
                 "row of x."
             )
-    return rows[0]
 
 
 def _rows(tree: Any, name: str) -> list[int]:
@@ -144,15 +147,3 @@ def _rows(tree: Any, name: str) -> list[int]:
                 f"{name} holds {leaf!r}: arrays with a row for each example are expected."
             )
     return [leaf.shape[0] for leaf in jax.tree.leaves(tree)]
-
-
-def check_split(rows: int, microbatches: int, mesh: Mesh) -> None:
-    """Refuse rows that are not as many for each microbatch of each device."""
-    devices = batch_devices(mesh)
-    unit = microbatches * devices
-    if rows % unit:
-        raise ValueError(
-            f"{rows} rows do not split into microbatches={microbatches} x {devices} devices with "
-            f"rows ({describe_mesh(mesh)}). Give {max(rows // unit, 1) * unit} or "
-            f"{(rows // unit + 1) * unit} rows, or change microbatches."
-        )

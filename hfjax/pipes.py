@@ -29,19 +29,24 @@ from hfjax.parallel.strategy import PIPE, Strategy
 from hfjax.partitions import Partition
 from hfjax.pipe_checks import (
     REMAT,
-    check_criterion,
-    check_labels,
+    check_batch,
     check_like,
     check_mesh,
     check_options,
     check_parts,
-    check_rows,
-    check_split,
 )
 from hfjax.plan import State, flatten, layout, nest
 from hfjax.rearrange import canonical, rearrange
 from hfjax.stack import emptied, model_init, refilled, stack
-from hfjax.train import _check_runs, _data_plane, _forward_plane, _on_stages, full, shard_batch
+from hfjax.train import (
+    _check_batch,
+    _check_runs,
+    _data_plane,
+    _forward_plane,
+    _on_stages,
+    full,
+    shard_batch,
+)
 
 Parameters = dict[str, Any]  # {"layers": {…}}, each array on its stages
 
@@ -168,6 +173,18 @@ class Pipe:
         self._calls += 1
         return losses, outputs
 
+    def lower(
+        self, x: Any, *, criterion: Callable, labels: tuple = (), return_outputs: bool = False
+    ) -> jax.stages.Lowered:
+        """Return the program of forward_backward for arrays or shapes, without running it."""
+        batch = check_batch(x, labels, criterion)
+        _check_batch(self.layout, batch, self.microbatches)
+        shape = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._rows)
+        batch = jax.tree.map(shape, batch)
+        tells = "outputs" if return_outputs else "losses"
+        run = self._program(criterion, tells, self._training)
+        return run.lower(self._parameters, self._variables, batch, np.int32(0))
+
     def forward(self, x: Any) -> Any:
         """Return the outputs, forward only: nothing is random, nothing is kept."""
         batch = self._batch(x, (), _no_loss, 1)
@@ -190,7 +207,7 @@ class Pipe:
 
     # -- programs -----------------------------------------------------------------------------
 
-    def _program(self, criterion: Callable, tells: str | None, build: Callable) -> Callable:
+    def _program(self, criterion: Callable, tells: str | None, build: Callable) -> Any:
         """Return the jitted function for a criterion; it compiles once for each shape."""
         name = criterion if isinstance(criterion, Hashable) else id(criterion)
         key = (build.__name__, name, tells)
@@ -243,11 +260,8 @@ class Pipe:
 
     def _batch(self, x: Any, labels: tuple, criterion: Callable, microbatches: int) -> Any:
         """Return x and labels on their devices, after checking that they fit."""
-        check_labels(labels)
-        check_criterion(criterion, labels)
-        rows = check_rows(x, labels) * jax.process_count()
-        check_split(rows, microbatches, self.mesh)
-        return shard_batch(self.layout, {"x": x, "labels": tuple(labels)})
+        batch = check_batch(x, labels, criterion)
+        return shard_batch(self.layout, batch, microbatches)
 
 
 class GPipe(Pipe):

@@ -49,7 +49,7 @@ PRECISIONS = {
     "bf16": Precision(compute=jnp.bfloat16),
     "fp64": Precision(compute=jnp.float64),
 }
-REMAT = ("none", "dots", "full")
+REMAT = ("none", "dots", "full", "except_last")
 REDUCTIONS = ("flat", "hierarchical")
 
 
@@ -65,7 +65,9 @@ class Execution:
     schedule: Schedule | None = None  # of a pipeline; it splits each microbatch again
     clip: float | None = None  # greatest global norm of the gradient
     precision: Precision | str = "stored"
-    remat: str | Callable = "none"  # what a layer recomputes: none, dots, full, or a policy of jax
+    # What a layer recomputes: none, dots, full, or a policy of jax; in a pipeline also except_last:
+    # all in every microbatch but the last, whose backward pass comes soon after.
+    remat: str | Callable = "none"
     reshard_after_forward: bool = True  # drop gathered parameters after use and gather again
     reduction: str = "flat"  # hierarchical: scatter over fsdp, add over data, gather over fsdp
     unroll: int | bool | None = None  # layers per turn of the scan; None: as measured per backend
@@ -86,6 +88,11 @@ class Execution:
         if not callable(self.remat) and self.remat not in REMAT:
             raise ValueError(
                 f"remat={self.remat!r}: one of {', '.join(REMAT)}, or a jax.checkpoint policy."
+            )
+        if self.remat == "except_last" and self.schedule is None:
+            raise ValueError(
+                'remat="except_last" speaks of the microbatches of a pipeline, and there is no '
+                'schedule. Use remat="full", or schedule=hfjax.Schedule("gpipe", microbatches=8).'
             )
         if self.reduction not in REDUCTIONS:
             raise ValueError(f"reduction={self.reduction!r}: one of {', '.join(REDUCTIONS)}.")

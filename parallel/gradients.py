@@ -24,6 +24,7 @@ from hfjax.parallel.pipeline import Pipeline
 from hfjax.parallel.placement import auto_part
 from hfjax.parallel.randomness import is_random, keys_for
 from hfjax.parallel.reduction import Flat, Placed, Reduction, levels
+from hfjax.parallel.remat import check_except_last
 from hfjax.parallel.staged import Staged, Told
 from hfjax.parallel.strategy import Axes
 from hfjax.parallel.ticks import Ticks
@@ -44,6 +45,8 @@ class DataPlane:
     tells: str | None = None  # "losses" or "outputs": a pipeline gives `Told` in place of its Mean
 
     def __post_init__(self):
+        if self.execution.remat == "except_last" and self.ticks is not None:
+            check_except_last(self.ticks.table, self.placed, self.mesh)
         if self.execution.accumulate == 1 and self.ticks is None:
             placed = {path: _straight(p) for path, p in self.placed.items()}
             object.__setattr__(self, "placed", placed)
@@ -204,6 +207,7 @@ class DataPlane:
             mode=mode,
             policy=saving_policy(self.execution, gathers=False),
             tells=self.tells,
+            keeps_last=self.execution.remat == "except_last",
         )
 
     def _pipeline(self, staged: Staged) -> tuple[Any, Any, Any]:

@@ -38,7 +38,11 @@ def saving_policy(execution: Execution, gathers: bool) -> Callable | None:
     keep = gathers and not execution.reshard_after_forward
     if execution.remat == "none":
         return None if keep or not gathers else _save_all_but_moves
-    named = {"full": policies.nothing_saveable, "dots": policies.dots_with_no_batch_dims_saveable}
+    named = {
+        "full": policies.nothing_saveable,
+        "except_last": policies.nothing_saveable,
+        "dots": policies.dots_with_no_batch_dims_saveable,
+    }
     policy = execution.remat if callable(execution.remat) else named[execution.remat]
     return policies.save_from_both_policies(policy, _save_gathers) if keep else policy
 

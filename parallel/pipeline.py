@@ -36,6 +36,7 @@ class Model:
     ends: Any  # parameters of first and last
     slots: Any  # shapes and dtypes of one unit's gradients
     order: np.ndarray  # [stages, chunks, units]: number of the layer, -1 where there is none
+    keep: Callable | None = None  # the unit of the last microbatch, if that recomputes less
 
 
 @dataclass(frozen=True)
@@ -114,11 +115,20 @@ class Pipeline:
 
     @cached_property
     def _passes(self) -> Dissected:
+        return self._dissected(self.model.unit)
+
+    @cached_property
+    def _keeping(self) -> Dissected | None:
+        """The passes of the last microbatch, if it keeps what others compute again."""
+        keeps = self.model.keep is not None and self._trains
+        return self._dissected(self.model.keep) if keeps else None
+
+    def _dissected(self, unit: Any) -> Dissected:
         zeros = lambda a: self.mark(jnp.zeros(a.shape, a.dtype))
         slots, m = jax.tree.map(zeros, self.model.slots), self.mark(jnp.int32(0))
         known = self._known(self._chunks.get(self._values, 0, 0), 0, 0, m)
-        unit = lambda *given: self.mark(self.model.unit(*given))
-        return dissect(unit, known, slots, self._x, self._split)
+        run = lambda *given: self.mark(unit(*given))
+        return dissect(run, known, slots, self._x, self._split)
 
     def _parameters(self, state: State, at: "_At", kind: str, unit: Any) -> Any:
         """Return the parameters of a layer that a slot of this kind uses."""
@@ -149,6 +159,8 @@ class Pipeline:
         wanted = {"stash": self._passes.stash, "late": self._passes.late}
         for name, like in (wanted | {"cross": self._passes.cross if self._split else []}).items():
             state[name] = self._ring(name).full(list(like), self.mark) if like else []
+        if self._keeping is not None:
+            state["kept"] = self._chunks.full(list(self._keeping.stash), self.mark)
         state["gradients"] = self._chunks.full(self.model.slots, self.mark)
         wide = lambda a: self.mark(jnp.zeros(a.shape, jnp.promote_types(a.dtype, jnp.float32)))
         state["ends"] = jax.tree.map(wide, shape(self.model.ends))
@@ -207,7 +219,7 @@ class Pipeline:
             y, state = self._layers_forward(state, self._entering(state, at, m), at, m, chunk)
             return self._head(state, at, y, m), y
 
-        names = ("stash", "late", "dy", "aux", "ends", "x")
+        names = ("stash", "late", "kept", "dy", "aux", "ends", "x")
         state, y = self._guarded("F", at, run, state, names, self._x)
         state["sent"] = {
             link: y if self._branches else self._send(y, "F", link) for link in state["sent"]
@@ -224,19 +236,37 @@ class Pipeline:
 
     def _layers_forward(self, state: State, x: Any, at: "_At", m: Any, chunk: Any):
         def step(carry, unit):
-            x, stash, late = carry
+            x, stash, late, kept = carry
             known = self._known(self._parameters(state, at, "F", unit), unit, chunk, m)
-            y, kept, waiting = self._passes.forward(known, x)
+            (y, saved, waiting), kept = self._unit_forward(known, x, kept, at, unit)
             if self._trains:
-                stash = self._ring("stash").put(stash, unit, at["F_stash"], kept) if kept else stash
+                ring = self._ring("stash")
+                stash = ring.put(stash, unit, at["F_stash"], saved) if saved else stash
             if self._trains and waiting:
                 late = self._ring("late").put(late, unit, at["F_late"], waiting)
-            return self.mark((self._if_there(unit, chunk, y, x), stash, late))
+            return self.mark((self._if_there(unit, chunk, y, x), stash, late, kept))
 
-        carry = (x, state.get("stash"), state.get("late"))
-        y, stash, late = self._chunks.loop(step, carry, unroll=int(self.unroll))
-        kept = {"stash": stash, "late": late} if self._trains else {}
-        return y, state | kept
+        names = ("stash", "late", "kept")
+        y, *held = self._chunks.loop(step, (x, *map(state.get, names)), unroll=int(self.unroll))
+        new = zip(names, held, strict=True)
+        return y, state | {name: value for name, value in new if name in state}
+
+    def _unit_forward(self, known: Any, x: Any, kept: Any, at: "_At", unit: Any):
+        """Return (y, stash, late) of a layer, and what the last microbatch keeps of all layers."""
+        again = lambda kept: self.mark((self._passes.forward(known, x), kept))
+        keeping, chunk = self._keeping, at.positive("F_chunk")
+        if keeping is None:
+            return again(kept)
+
+        def keep(kept):
+            y, values, _ = keeping.forward(known, x)
+            nothing = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), self._passes.stash)
+            return self.mark(((y, nothing, []), self._chunks.put(kept, unit, chunk, values)))
+
+        return lax.cond(self._is_last(at, "F"), keep, again, kept)
+
+    def _is_last(self, at: "_At", kind: str) -> Any:
+        return at[f"{kind}_microbatch"] == self.ticks.table.microbatches - 1
 
     def _if_there(self, unit: Any, chunk: Any, new: Any, old: Any) -> Any:
         """Return `new` if there is a layer at this place, `old` where storage is only padded."""
@@ -290,12 +320,22 @@ class Pipeline:
             dy, gradients = carry
             stash = self._take(state, "stash", unit, at.positive("B_stash"))
             known = self._known(self._parameters(state, at, "B", unit), unit, chunk, m)
-            dx, new = self._passes.backward(known, stash, [], dy)
+            dx, new = self._unit_backward(known, stash, dy, state, at, unit)
             gradients = self._accumulate(gradients, new, unit, chunk, at, "B")
             return self.mark((self._if_there(unit, chunk, dx, dy), gradients))
 
         dx, gradients = self._units(step, (dy, state["gradients"]))
         return dx, state | {"gradients": gradients}
+
+    def _unit_backward(self, known: Any, stash: Any, dy: Any, state: State, at: "_At", unit: Any):
+        """Return dx and the gradients of a layer."""
+        again = lambda: self.mark(self._passes.backward(known, stash, [], dy))
+        keeping, chunk = self._keeping, at.positive("B_chunk")
+        if keeping is None:
+            return again()
+        kept = self._chunks.get(state["kept"], unit, chunk)
+        keep = lambda: self.mark(keeping.backward(known, kept, [], dy))
+        return lax.cond(self._is_last(at, "B"), keep, again)
 
     def _input_half(self, state: State, dy: Any, at: "_At", m: Any, chunk: Any):
         def step(carry, unit):

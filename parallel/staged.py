@@ -1,7 +1,7 @@
 """A three-part model as a pipeline sees it: what is before, in, and after its layers."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -46,6 +46,7 @@ class Staged:
     mode: str
     policy: Callable | None
     tells: str | None = None  # "losses" or "outputs": see Told
+    keeps_last: bool = False  # in the last microbatch nothing is recomputed
 
     def model(self) -> Model:
         """Return what the executor runs."""
@@ -59,6 +60,7 @@ class Staged:
             ends=self._ends,
             slots={path: row(self.slots[path]) for path in layers},
             order=self.arrangement.order,
+            keep=replace(self, policy=None)._unit if self.keeps_last else None,
         )
 
     @cached_property

@@ -1,6 +1,7 @@
 """haiscale's shape of a pipeline: losses, outputs, gradients and training equal plain JAX."""
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -11,8 +12,9 @@ import pytest
 from flax import nnx
 
 import hfjax
-from hfjax import GPipe, Interleaved1F1B, PipeDream, partition
+from hfjax import PIPE, TENSOR, ZERO2, GPipe, Interleaved1F1B, PipeDream, partition
 from hfjax.models.parts import Dropout, stacked
+from hfjax.parallel.staged import Staged
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(16, 6)).astype(np.float32)
@@ -195,6 +197,56 @@ def test_parameters_live_on_their_stages_and_come_back_as_the_layers_given():
     assert_close(pipe(X), plain(stack_of(layers), X))
 
 
+@pytest.mark.parametrize(
+    ("kind", "remat"),
+    [(GPipe, "always"), (GPipe, "except_last"), (Interleaved1F1B, "except_last")],
+)
+def test_what_is_recomputed_changes_no_gradient(kind, remat):
+    parts = partition(blocks(5), 2, chunks=2 if kind.chunked else 1)
+    pipe = kind(parts, 3, mesh=mesh(pipe=2), remat=remat)
+    losses, _ = pipe.forward_backward(X[:12], criterion=squares, labels=(Y[:12],))
+    wanted = stack_of(blocks(5))
+    assert_close(losses.mean(), mean_of(wanted, squares, X[:12], (Y[:12],)))
+    gradients = jax.grad(mean_of)(wanted, squares, X[:12], (Y[:12],))
+    assert_close(pipe.canonical(pipe.gradients), gradients)
+
+
+def test_except_last_keeps_the_last_microbatch_and_no_other(monkeypatch):
+    """Give the layers of the microbatch that is kept another function: only its loss changes."""
+    model = Staged.model
+
+    def shifted(staged):
+        made: Any = model(staged)
+        return replace(made, keep=lambda *given: made.keep(*given) + 1)
+
+    monkeypatch.setattr(Staged, "model", shifted)
+    pipe = PipeDream(partition(blocks(1), 1), 4, mesh=mesh(pipe=1), remat="except_last")
+    losses, _ = pipe.forward_backward(X, criterion=squares, labels=(Y,))
+    wanted = stack_of(blocks(1))
+    shift = np.where(np.arange(16) < 12, 0, 1).astype(np.float32)[:, None]
+    mean = lambda parameters: squares(plain(parameters, X) + shift, Y)
+    value, gradients = jax.value_and_grad(mean)(wanted)
+    assert_close(losses.mean(), value)
+    assert_close(losses[:3].mean(), mean_of(wanted, squares, X[:12], (Y[:12],)))
+    assert_close(pipe.canonical(pipe.gradients), gradients)
+
+
+def test_what_is_kept_costs_memory():
+    rngs = nnx.Rngs(0)
+    parts = partition([Block(rngs=rngs, width=256) for _ in range(4)], 2)
+    x = jax.ShapeDtypeStruct((128, 6), jnp.float32)
+
+    def temporary(remat):
+        pipe = GPipe(parts, 8, mesh=mesh(pipe=2), remat=remat)
+        lowered = pipe.lower(x, criterion=squares, labels=(x,))
+        used: Any = lowered.compile().memory_analysis()
+        return used.temp_size_in_bytes
+
+    stash = 2 * 16 * 256 * 4  # the hidden activations of a microbatch on a stage of two layers
+    assert temporary("always") + stash <= temporary("except_last")
+    assert temporary("except_last") + 6 * stash <= temporary("never")
+
+
 def test_a_partition_balances_parameters_flops_or_what_is_given():
     rngs = nnx.Rngs(0)
     wide = [Block(rngs=rngs, width=w) for w in (8, 8, 8, 8, 32)]
@@ -222,6 +274,27 @@ def pipe_of(layer=Block):
 
 def run(x=X, criterion=squares, labels=(Y,), layer=Block):
     return pipe_of(layer).forward_backward(x, criterion=criterion, labels=labels)
+
+
+class ZeroBubble(PipeDream):
+    schedule = "zb"
+
+
+class Split(nnx.Module):
+    """Its hidden dimension may lie on several devices."""
+
+    def __init__(self, *, rngs):
+        self.up = nnx.Param(jax.random.normal(rngs.params(), (6, 8)), axes=(None, "mlp"))
+        self.down = nnx.Param(jax.random.normal(rngs.params(), (8, 6)), axes=("mlp", None))
+
+    def __call__(self, x):
+        return jnp.tanh(x @ self.up[...]) @ self.down[...]
+
+
+def run_on(sizes, kind=PipeDream, **options):
+    layers = [(Split if sizes.get("tensor") else Block)(rngs=nnx.Rngs(i)) for i in range(2)]
+    pipe = kind(partition(layers, 2), 4, mesh=mesh(pipe=2, **sizes), remat="except_last", **options)
+    return pipe.forward_backward(X, criterion=squares, labels=(Y,))
 
 
 def block():
@@ -266,7 +339,7 @@ WRONG_PIPES = {
     r"mesh is 4: a mesh of hfjax.make_mesh": lambda: PipeDream(two(), 2, mesh=wrong(4)),
 }
 WRONG_BATCHES = {
-    r"6 rows do not split into microbatches=4 x 2": lambda: run(X[:6], labels=(Y[:6],)),
+    r"batch of 6 rows does not divide by 4 microbatches x 2": lambda: run(X[:6], labels=(Y[:6],)),
     r"labels\[0\] has 8 rows, x has 16": lambda: run(labels=(Y[:8],)),
     r"labels\[0\] holds 3: arrays with a row": lambda: run(labels=(3,)),
     r"x has no rows": lambda: run(X[:0], labels=(Y[:0],)),
@@ -281,7 +354,14 @@ WRONG_BATCHES = {
     ),
     r"load: a dictionary is expected": lambda: pipe_of().load(wrong([])),
 }
-WRONG = WRONG_LAYERS | WRONG_PIPES | WRONG_BATCHES
+SCATTERS: Any = {"strategy": PIPE | ZERO2.edit(replicate_below=0)}
+EXCEPT_LAST = {
+    r"the gradient of layers/down/bias is scattered": lambda: run_on({"data": 2}, **SCATTERS),
+    r"zb splits backward passes in two": lambda: run_on({}, kind=ZeroBubble),
+    r"layers send over tensor": lambda: run_on({"tensor": 2}, strategy=PIPE | TENSOR),
+    r"and there is no schedule": lambda: hfjax.Execution(remat="except_last"),
+}
+WRONG = WRONG_LAYERS | WRONG_PIPES | WRONG_BATCHES | EXCEPT_LAST
 
 
 @pytest.mark.parametrize("message", WRONG)
