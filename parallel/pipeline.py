@@ -160,7 +160,7 @@ class Pipeline:
         for name, like in (wanted | {"cross": self._passes.cross if self._split else []}).items():
             state[name] = self._ring(name).full(list(like), self.mark) if like else []
         if self._keeping is not None:
-            state["kept"] = self._chunks.full(list(self._keeping.stash), self.mark)
+            state["kept"] = self._chunks.full(self._keeping.stash, self.mark)
         state["gradients"] = self._chunks.full(self.model.slots, self.mark)
         wide = lambda a: self.mark(jnp.zeros(a.shape, jnp.promote_types(a.dtype, jnp.float32)))
         state["ends"] = jax.tree.map(wide, shape(self.model.ends))

@@ -45,8 +45,8 @@ class Staged:
     mean: Callable  # (outputs, m) -> Mean
     mode: str
     policy: Callable | None
-    tells: str | None = None  # "losses" or "outputs": see Told
-    keeps_last: bool = False  # in the last microbatch nothing is recomputed
+    tells: str | None  # "losses" or "outputs": see Told
+    keeps_last: bool  # in the last microbatch nothing is recomputed
 
     def model(self) -> Model:
         """Return what the executor runs."""
