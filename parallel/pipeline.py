@@ -8,7 +8,7 @@ its memory depends on the number of microbatches.
 
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
 
@@ -19,7 +19,8 @@ from jax import lax
 
 from hfjax.parallel.dissect import Dissected, dissect
 from hfjax.parallel.store import Store
-from hfjax.parallel.ticks import Ticks
+from hfjax.parallel.tick import ENDS, Facts, Row
+from hfjax.parallel.ticks import SIDES, Ticks
 
 PIPE = "pipe"
 State = dict[str, Any]
@@ -57,12 +58,12 @@ class Pipeline:
 
     def _end(self) -> State:
         """Return the state after the last tick."""
-        facts = _Facts(self.ticks, 0, self.ticks.table.ticks)
+        facts = Facts(self.ticks, 0, self.ticks.table.ticks)
         columns = {name: jnp.asarray(column) for name, column in self.ticks.columns.items()}
-        columns |= {name: jnp.asarray(facts.when[name]) for name in _ENDS}
+        columns |= {name: jnp.asarray(facts.when[name]) for name in ENDS}
         state = self._start()
         for start, end, kinds in self.ticks.segments:
-            tick = partial(self._tick, kinds, _Facts(self.ticks, start, end))
+            tick = partial(self._tick, kinds, Facts(self.ticks, start, end))
             rows = {name: column[start:end] for name, column in columns.items()}
             state, _ = lax.scan(tick, state, rows)
         return state
@@ -130,7 +131,7 @@ class Pipeline:
         run = lambda *given: self.mark(unit(*given))
         return dissect(run, known, slots, self._x, self._split)
 
-    def _parameters(self, state: State, at: "_At", kind: str, unit: Any) -> Any:
+    def _parameters(self, state: State, at: Row, kind: str, unit: Any) -> Any:
         """Return the parameters of a layer that a slot of this kind uses."""
         return self._chunks.get(self._values, unit, at.positive(f"{kind}_chunk"))
 
@@ -168,8 +169,8 @@ class Pipeline:
 
     # -- a tick -----------------------------------------------------------------------------
 
-    def _tick(self, kinds: str, facts: "_Facts", state: State, row: dict) -> tuple[State, None]:
-        at = _At({name: self.mark(column[self._stage]) for name, column in row.items()}, facts)
+    def _tick(self, kinds: str, facts: Facts, state: State, row: dict) -> tuple[State, None]:
+        at = Row({name: self.mark(column[self._stage]) for name, column in row.items()}, facts)
         state = self._receive(dict(state), at)
         if "F" in kinds:
             state = self._forward(state, at)
@@ -179,7 +180,7 @@ class Pipeline:
             state = self._weights(state, at)
         return self.mark(state), None
 
-    def _receive(self, state: State, at: "_At") -> State:
+    def _receive(self, state: State, at: Row) -> State:
         """Put what neighbours sent in the last tick into its slots.
 
         dx is sent here, so that it travels under the forward slot.
@@ -187,10 +188,10 @@ class Pipeline:
         if at.facts.arriving("F"):
             for link, x in state["sent"].items():
                 x = self._send(x, "F", link) if self._branches else x
-                state["x"] = self._queue("x").put(state["x"], 0, at[f"x_{_FROM[link]}"], x)
+                state["x"] = self._queue("x").put(state["x"], 0, at[f"x_{SIDES[link]}"], x)
         if at.facts.arriving("B"):
             for link in self.ticks.links["B"]:
-                dy, slot = self._send(state["dx"], "B", link), at[f"dy_{_FROM[link]}"]
+                dy, slot = self._send(state["dx"], "B", link), at[f"dy_{SIDES[link]}"]
                 state["dy"] = self._queue("dy").put(state["dy"], 0, slot, dy)
         return state
 
@@ -212,7 +213,7 @@ class Pipeline:
 
     # -- forward ----------------------------------------------------------------------------
 
-    def _forward(self, state: State, at: "_At") -> State:
+    def _forward(self, state: State, at: Row) -> State:
         m, chunk = at.positive("F_microbatch"), at.positive("F_chunk")
 
         def run(state):
@@ -226,7 +227,7 @@ class Pipeline:
         }
         return state
 
-    def _entering(self, state: State, at: "_At", m: Any) -> Any:
+    def _entering(self, state: State, at: Row, m: Any) -> Any:
         """Return what enters the chunk: from the neighbour, or from the batch."""
         embed = lambda: self.mark(self.model.first(self.model.ends, m))
         if not self.ticks.depth["x"]:
@@ -234,7 +235,7 @@ class Pipeline:
         x = self._queue("x").get(state["x"], 0, at.positive("F_x"))
         return at.branch("first", embed, lambda: x)
 
-    def _layers_forward(self, state: State, x: Any, at: "_At", m: Any, chunk: Any):
+    def _layers_forward(self, state: State, x: Any, at: Row, m: Any, chunk: Any):
         def step(carry, unit):
             x, stash, late, kept = carry
             known = self._known(self._parameters(state, at, "F", unit), unit, chunk, m)
@@ -251,7 +252,7 @@ class Pipeline:
         new = zip(names, held, strict=True)
         return y, state | {name: value for name, value in new if name in state}
 
-    def _unit_forward(self, known: Any, x: Any, kept: Any, at: "_At", unit: Any):
+    def _unit_forward(self, known: Any, x: Any, kept: Any, at: Row, unit: Any):
         """Return (y, stash, late) of a layer, and what the last microbatch keeps of all layers."""
         again = lambda kept: self.mark((self._passes.forward(known, x), kept))
         keeping, chunk = self._keeping, at.positive("F_chunk")
@@ -265,7 +266,7 @@ class Pipeline:
 
         return lax.cond(self._is_last(at, "F"), keep, again, kept)
 
-    def _is_last(self, at: "_At", kind: str) -> Any:
+    def _is_last(self, at: Row, kind: str) -> Any:
         return at[f"{kind}_microbatch"] == self.ticks.table.microbatches - 1
 
     def _if_there(self, unit: Any, chunk: Any, new: Any, old: Any) -> Any:
@@ -275,7 +276,7 @@ class Pipeline:
         there = self._layers[chunk, unit] >= 0
         return jax.tree.map(lambda a, b: jnp.where(there, a, b), new, old)
 
-    def _head(self, state: State, at: "_At", y: Any, m: Any) -> State:
+    def _head(self, state: State, at: Row, y: Any, m: Any) -> State:
         """On the last stage: tell the loss of this microbatch, and begin its backward pass."""
         tell = lambda aux, old: jax.tree.map(lambda a, x: a.at[m].set(x), old, aux)
 
@@ -302,7 +303,7 @@ class Pipeline:
 
     # -- backward ---------------------------------------------------------------------------
 
-    def _backward(self, state: State, at: "_At") -> State:
+    def _backward(self, state: State, at: Row) -> State:
         m, chunk = at.positive("B_microbatch"), at.positive("B_chunk")
 
         def run(state):
@@ -315,7 +316,7 @@ class Pipeline:
         state, state["dx"] = self._guarded("B", at, run, state, names, self._x)
         return state
 
-    def _both_halves(self, state: State, dy: Any, at: "_At", m: Any, chunk: Any):
+    def _both_halves(self, state: State, dy: Any, at: Row, m: Any, chunk: Any):
         def step(carry, unit):
             dy, gradients = carry
             stash = self._take(state, "stash", unit, at.positive("B_stash"))
@@ -327,7 +328,7 @@ class Pipeline:
         dx, gradients = self._units(step, (dy, state["gradients"]))
         return dx, state | {"gradients": gradients}
 
-    def _unit_backward(self, known: Any, stash: Any, dy: Any, state: State, at: "_At", unit: Any):
+    def _unit_backward(self, known: Any, stash: Any, dy: Any, state: State, at: Row, unit: Any):
         """Return dx and the gradients of a layer."""
         again = lambda: self.mark(self._passes.backward(known, stash, [], dy))
         keeping, chunk = self._keeping, at.positive("B_chunk")
@@ -337,7 +338,7 @@ class Pipeline:
         keep = lambda: self.mark(keeping.backward(known, kept, [], dy))
         return lax.cond(self._is_last(at, "B"), keep, again)
 
-    def _input_half(self, state: State, dy: Any, at: "_At", m: Any, chunk: Any):
+    def _input_half(self, state: State, dy: Any, at: Row, m: Any, chunk: Any):
         def step(carry, unit):
             dy, cross = carry
             stash = self._take(state, "stash", unit, at.positive("B_stash"))
@@ -350,7 +351,7 @@ class Pipeline:
         dx, cross = self._units(step, (dy, state["cross"]))
         return dx, state | {"cross": cross}
 
-    def _weights(self, state: State, at: "_At") -> State:
+    def _weights(self, state: State, at: Row) -> State:
         m, chunk = at.positive("W_microbatch"), at.positive("W_chunk")
 
         def run(state):
@@ -371,7 +372,7 @@ class Pipeline:
     def _take(self, state: State, name: str, unit: Any, slot: Any) -> list:
         return self._ring(name).get(state[name], unit, slot) if state[name] else []
 
-    def _accumulate(self, gradients: Any, new: Any, unit: Any, chunk: Any, at: "_At", kind: str):
+    def _accumulate(self, gradients: Any, new: Any, unit: Any, chunk: Any, at: Row, kind: str):
         """Add a layer's gradient, unless the slot is idle or there is no layer."""
         real = None if self._branches or at.facts.always(kind) else at.active(kind)
         if self._padded:
@@ -382,7 +383,7 @@ class Pipeline:
         old = self._chunks.get(gradients, unit, chunk)
         return self._chunks.put(gradients, unit, chunk, _add(old, new))
 
-    def _embedding(self, state: State, at: "_At", dx: Any, m: Any) -> State:
+    def _embedding(self, state: State, at: Row, dx: Any, m: Any) -> State:
         """On the first stage: the gradient of what came before the layers."""
 
         def run(ends):
@@ -393,7 +394,7 @@ class Pipeline:
         return state | {"ends": at.branch("first_backward", run, lambda ends: ends, state["ends"])}
 
     def _guarded(
-        self, kind: str, at: "_At", run: Callable, state: State, names: tuple, idle: Any
+        self, kind: str, at: Row, run: Callable, state: State, names: tuple, idle: Any
     ) -> tuple[State, Any]:
         """Run a slot; in a table with branches only on the stages that have a task in it."""
         if not self._branches or at.facts.always(kind):
@@ -406,71 +407,6 @@ class Pipeline:
 
         held, result = lax.cond(at.active(kind), active, lambda held: (held, idle), held)
         return state | held, result
-
-
-_ENDS = ("first", "last", "first_backward")  # tasks that touch the ends of the model
-_FROM = {0: "self", 1: "left", -1: "right"}  # link -> where its message comes from
-
-
-@dataclass(frozen=True)
-class _Facts:
-    """What is so in all ticks of a segment on all stages, or in none: no branch is needed then."""
-
-    ticks: Ticks
-    start: int
-    end: int
-
-    def always(self, what: str) -> bool:
-        return bool(self.when[what].all())
-
-    def never(self, what: str) -> bool:
-        return not self.when[what].any()
-
-    def arriving(self, kind: str) -> bool:
-        """Whether anything is sent in a tick whose messages arrive in this segment."""
-        table, slot = self.ticks.table, "FB".index(kind)
-        tasks = table.cells[max(self.start - 1, 0) : self.end - 1, :, slot]
-        last = table.virtual - 1 if kind == "F" else 0
-        return bool(((tasks >= 0) & (tasks % table.virtual != last)).any())
-
-    @cached_property
-    def when(self) -> dict[str, np.ndarray]:
-        """Whether it is so, by tick and stage."""
-        table = self.ticks.table
-        tasks = table.cells[self.start : self.end]
-        when = {kind: tasks[..., i] >= 0 for i, kind in enumerate("FBW")}
-        g = tasks % table.virtual
-        when["first"] = when["F"] & (g[..., 0] == 0)
-        when["last"] = when["F"] & (g[..., 0] == table.virtual - 1)
-        when["first_backward"] = when["B"] & (g[..., 1] == 0)
-        return when
-
-
-@dataclass(frozen=True)
-class _At:
-    """One row of the table for this stage."""
-
-    row: dict[str, Any]
-    facts: _Facts
-    cache: dict = field(default_factory=dict)
-
-    def __getitem__(self, name: str) -> Any:
-        return self.row[name]
-
-    def positive(self, name: str) -> Any:
-        """Return a number to index with, 0 where the slot is idle."""
-        return jnp.maximum(self.row[name], 0)
-
-    def active(self, kind: str) -> Any:
-        return self.row[f"{kind}_microbatch"] >= 0
-
-    def branch(self, what: str, yes: Callable, no: Callable, *operands: Any) -> Any:
-        """Return `yes(*operands)` where it is so, `no(*operands)` elsewhere."""
-        if self.facts.always(what):
-            return yes(*operands)
-        if self.facts.never(what):
-            return no(*operands)
-        return lax.cond(self.row[what], yes, no, *operands)
 
 
 def _add(sums: Any, new: Any) -> Any:

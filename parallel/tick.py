@@ -1,0 +1,74 @@
+"""One row of a compiled table as a stage sees it, and what is so in all ticks of a segment."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from hfjax.parallel.ticks import Ticks
+
+ENDS = ("first", "last", "first_backward")  # tasks that touch the ends of the model
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is so in all ticks of a segment on all stages, or in none: no branch is needed then."""
+
+    ticks: Ticks
+    start: int
+    end: int
+
+    def always(self, what: str) -> bool:
+        return bool(self.when[what].all())
+
+    def never(self, what: str) -> bool:
+        return not self.when[what].any()
+
+    def arriving(self, kind: str) -> bool:
+        """Whether anything is sent in a tick whose messages arrive in this segment."""
+        table, slot = self.ticks.table, "FB".index(kind)
+        tasks = table.cells[max(self.start - 1, 0) : self.end - 1, :, slot]
+        last = table.virtual - 1 if kind == "F" else 0
+        return bool(((tasks >= 0) & (tasks % table.virtual != last)).any())
+
+    @cached_property
+    def when(self) -> dict[str, np.ndarray]:
+        """Whether it is so, by tick and stage."""
+        table = self.ticks.table
+        tasks = table.cells[self.start : self.end]
+        when = {kind: tasks[..., i] >= 0 for i, kind in enumerate("FBW")}
+        g = tasks % table.virtual
+        when["first"] = when["F"] & (g[..., 0] == 0)
+        when["last"] = when["F"] & (g[..., 0] == table.virtual - 1)
+        when["first_backward"] = when["B"] & (g[..., 1] == 0)
+        return when
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of the table for this stage."""
+
+    row: dict[str, Any]
+    facts: Facts
+
+    def __getitem__(self, name: str) -> Any:
+        return self.row[name]
+
+    def positive(self, name: str) -> Any:
+        """Return a number to index with, 0 where the slot is idle."""
+        return jnp.maximum(self.row[name], 0)
+
+    def active(self, kind: str) -> Any:
+        return self.row[f"{kind}_microbatch"] >= 0
+
+    def branch(self, what: str, yes: Callable, no: Callable, *operands: Any) -> Any:
+        """Return `yes(*operands)` where it is so, `no(*operands)` elsewhere."""
+        if self.facts.always(what):
+            return yes(*operands)
+        if self.facts.never(what):
+            return no(*operands)
+        return lax.cond(self.row[what], yes, no, *operands)
