@@ -9,6 +9,7 @@ updates, state = optimizer.update(pipe.gradients, state, pipe.parameters)
 pipe.parameters = optax.apply_updates(pipe.parameters, updates)
 """
 
+import warnings
 from collections.abc import Callable, Hashable
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -48,6 +49,12 @@ from hfjax.train import (
     shard_batch,
 )
 
+MANY = 8  # programs of one pipe, from which on it looks like a mistake
+NEW_CRITERIA = (
+    f"this pipe has compiled for {MANY} criteria already. A function that is made anew for every "
+    "call is compiled anew: define the criterion once, outside of the loop, and give it what "
+    "changes as labels."
+)
 Parameters = dict[str, Any]  # {"layers": {…}}, each array on its stages
 
 
@@ -212,6 +219,8 @@ class Pipe:
         name = criterion if isinstance(criterion, Hashable) else id(criterion)
         key = (build.__name__, name, tells)
         if key not in self._programs:
+            if len(self._programs) == MANY:
+                warnings.warn(NEW_CRITERIA, stacklevel=3)
             self._programs[key] = build(criterion, tells)
         return self._programs[key]
 
@@ -271,7 +280,10 @@ class GPipe(Pipe):
 
 
 class PipeDream(Pipe):
-    """One forward, one backward, with a flush at the end of each batch (1F1B)."""
+    """One forward, one backward, and a flush at the end of each batch (1F1B), as haiscale's.
+
+    The PipeDream whose stages update without a flush is the schedule "pipedream" of `train_step`.
+    """
 
     schedule = "1f1b"
 

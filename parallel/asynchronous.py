@@ -130,16 +130,20 @@ def weighed(model: Model, mark: Callable) -> Model:
     def first(ends, m):
         return model.first(ends, m), mark(jnp.zeros(()))
 
-    def unit(known, slots, carried):
-        x, beside = carried
-        return model.unit(known, slots, x), beside
+    def with_weight(unit):
+        def run(known, slots, carried):
+            x, beside = carried
+            return unit(known, slots, x), beside
+
+        return run
 
     def last(ends, carried, m):
         x, beside = carried
         total, mean = model.last(ends, x, m)
         return total + (beside * lax.stop_gradient(mean.weight)).astype(total.dtype), mean
 
-    return replace(model, first=first, unit=unit, last=last)
+    keep = model.keep and with_weight(model.keep)
+    return replace(model, first=first, unit=with_weight(model.unit), last=last, keep=keep)
 
 
 class Held(NamedTuple):

@@ -15,6 +15,7 @@ import hfjax
 from hfjax import PIPE, TENSOR, ZERO2, GPipe, Interleaved1F1B, PipeDream, partition
 from hfjax.models.parts import Dropout, stacked
 from hfjax.parallel.staged import Staged
+from hfjax.stack import Chain
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(16, 6)).astype(np.float32)
@@ -184,6 +185,15 @@ def test_a_program_compiles_once_for_a_shape_and_gradients_add_up_if_asked():
     assert len(traced) > times
 
 
+def test_a_criterion_made_anew_for_every_call_is_warned_of():
+    pipe = PipeDream(partition(blocks(1), 1), 1, mesh=mesh(pipe=1))
+    lower = lambda: pipe.lower(X, criterion=lambda outputs: jnp.mean(outputs))
+    for _ in range(8):
+        lower()
+    with pytest.warns(UserWarning, match="define the criterion once"):
+        lower()
+
+
 def test_parameters_live_on_their_stages_and_come_back_as_the_layers_given():
     layers = blocks(5)
     pipe = Interleaved1F1B(partition(layers, 2, chunks=2), 2, mesh=mesh(pipe=2))
@@ -229,6 +239,18 @@ def test_except_last_keeps_the_last_microbatch_and_no_other(monkeypatch):
     assert_close(losses.mean(), value)
     assert_close(losses[:3].mean(), mean_of(wanted, squares, X[:12], (Y[:12],)))
     assert_close(pipe.canonical(pipe.gradients), gradients)
+
+
+def test_stages_that_update_by_themselves_keep_the_last_microbatch_too():
+    model = lambda rngs: Chain(stacked(4, lambda rngs: Block(rngs=rngs), rngs))
+    layout = hfjax.layout(model, optax.sgd(0.1), mesh(pipe=2), PIPE)
+    loss, schedule = lambda outputs, batch: squares(outputs, batch["y"]), hfjax.Schedule("2bw", 4)
+    after = []
+    for remat in ("none", "except_last"):
+        step = hfjax.train_step(layout, loss, schedule=schedule, remat=remat)
+        state, _ = step(hfjax.init(layout, 0, schedule), {"x": X, "y": Y})
+        after.append(hfjax.full(state.params))
+    assert_close(*after)
 
 
 def test_what_is_kept_costs_memory():
