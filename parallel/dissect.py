@@ -291,8 +291,9 @@ def _check_same(x: Any, y: Any) -> None:
         lambda a: (jax.numpy.shape(a), jax.numpy.result_type(a)), tree
     )
     if jax.tree.structure(x) != jax.tree.structure(y) or shape(x) != shape(y):
+        size = lambda a: ",".join(map(str, jax.numpy.shape(a)))
         show = lambda tree: ", ".join(
-            f"{jax.numpy.result_type(a)}{list(jax.numpy.shape(a))}" for a in jax.tree.leaves(tree)
+            f"{jax.numpy.result_type(a)}[{size(a)}]" for a in jax.tree.leaves(tree)
         )
         raise ValueError(
             f"a layer is given {show(x)} and returns {show(y)}: stacked layers hand on what they "

@@ -370,7 +370,7 @@ WRONG_BATCHES = {
     r"with 1 labels: missing a required argument: 'weight'": lambda: run(criterion=weighted),
     r"the criterion returns has shape \(2, 6\)": lambda: run(criterion=lambda o, y: o - y),
     r"the criterion returns is a tuple": lambda: run(criterion=lambda *given: given),
-    r"given float32\[2, 6\] and returns float32\[2, 12\]: stacked": lambda: run(layer=Wider),
+    r"given float32\[2,6\] and returns float32\[2,12\]: stacked": lambda: run(layer=Wider),
     r"layers/down/bias is nothing, expected is float32 \(2, 6\)": lambda: setattr(
         pipe_of(), "parameters", {"layers": {"up": {"bias": np.zeros((2, 8), np.float32)}}}
     ),
