@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
@@ -91,27 +92,30 @@ class Asynchronous(Pipeline):
             new = self._updated(self._weighed(new, mine), mine)
         return new, None
 
+    def _sums(self, gradients: Any, unit: Any, chunk: Any, at: Any) -> Any:
+        """Begin at zero after an update: the update itself needs not write zeros."""
+        first = lambda a: jnp.where(at["B_first"] > 0, jnp.zeros((), a.dtype), a)
+        return jax.tree.map(first, super()._sums(gradients, unit, chunk, at))
+
     def _weighed(self, state: State, mine: dict) -> State:
         """Add the weight of the microbatch that came with its dy."""
         slot = self.mark(jnp.maximum(mine["B_dy"], 0))
         _, weight = self._queue("dy").get(state["dy"], 0, slot)
         weight = jnp.where(self.mark(mine["B_microbatch"]) >= 0, weight, 0)
-        return state | {"weight": state["weight"] + weight}
+        before = jnp.where(self.mark(mine["B_first"]) > 0, 0, state["weight"])
+        return state | {"weight": before + weight}
 
     def _updated(self, state: State, mine: dict) -> State:
-        names = ("gradients", "weight", *_OWN)
+        def update(own):
+            sums = self._chunks.stacked(state["gradients"])
+            gradients = self.updates.reduce(sums, state["weight"])
+            return self._update(own, gradients, mine["L_version"], mine["U_version"])
 
-        def update(held):
-            new = self._update(held, mine["L_version"], mine["U_version"])
-            zeros = self.mark(jax.tree.map(jnp.zeros_like, (held["gradients"], held["weight"])))
-            return new | dict(zip(names, zeros, strict=False))
+        own = {name: state[name] for name in _OWN}
+        return state | lax.cond(mine["U_version"] >= 0, update, lambda own: own, own)
 
-        held = {name: state[name] for name in names}
-        return state | lax.cond(mine["U_version"] >= 0, update, lambda held: held, held)
-
-    def _update(self, held: State, latest: Any, target: Any) -> State:
+    def _update(self, held: State, gradients: Flat, latest: Any, target: Any) -> State:
         """Return the stage's own state with the weights after the latest in slot `target`."""
-        gradients = self.updates.reduce(self._chunks.stacked(held["gradients"]), held["weight"])
         old = self._version(held["versions"], latest)
         new, optimizer = self.updates.apply(gradients, held["optimizer"], old)
         put = lambda a, x: lax.dynamic_update_index_in_dim(a, x, target, 0)
@@ -204,6 +208,7 @@ class AsynchronousPlane(DataPlane):
             apply=apply,
         )
         columns = self.ticks.columns | self.versions.columns
+        columns["B_first"] = _first_of_group(columns["B_microbatch"], columns["U_version"])
         return Asynchronous(
             ticks=replace(self.ticks, columns=columns),
             model=weighed(self._model_of(held, batch, step), self._varying),
@@ -224,6 +229,19 @@ class AsynchronousPlane(DataPlane):
         scale = 1 / (lax.psum(weight, self._batch_axes) if self._batch_axes else weight)
         mean = lambda path, g: (g * scale.astype(g.dtype)).astype(self.placed[path].dtype)
         return {path: mean(path, g) for path, g in summed.items()}
+
+
+def _first_of_group(backward: np.ndarray, updates: np.ndarray) -> np.ndarray:
+    """Return 1 where a backward is the first since the last update of its stage.
+
+    >>> backward, updates = np.array([[0, 1, -1, 2, 3]]).T, np.array([[-1, 0, -1, -1, 1]]).T
+    >>> _first_of_group(backward, updates).T
+    array([[1, 0, 0, 1, 0]], dtype=int32)
+    """
+    count = np.cumsum(backward >= 0, axis=0)
+    done = np.maximum.accumulate(np.where(updates >= 0, count, 0), axis=0)
+    before = np.concatenate([np.zeros_like(done[:1]), done[:-1]])
+    return ((backward >= 0) & (count == before + 1)).astype(np.int32)
 
 
 def _rows(batch: Any) -> int:

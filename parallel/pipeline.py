@@ -380,8 +380,12 @@ class Pipeline:
             real = there if real is None else real & there
         if real is not None:
             new = jax.tree.map(lambda a: jnp.where(real, a, jnp.zeros((), a.dtype)), new)
-        old = self._chunks.get(gradients, unit, chunk)
+        old = self._sums(gradients, unit, chunk, at)
         return self._chunks.put(gradients, unit, chunk, _add(old, new))
+
+    def _sums(self, gradients: Any, unit: Any, chunk: Any, at: Row) -> Any:
+        """Return the sum to which a layer's gradient is added."""
+        return self._chunks.get(gradients, unit, chunk)
 
     def _embedding(self, state: State, at: Row, dx: Any, m: Any) -> State:
         """On the first stage: the gradient of what came before the layers."""

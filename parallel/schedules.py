@@ -70,6 +70,9 @@ SCHEDULES: dict[str, Builder] = {
 class Schedule:
     """How the microbatches of a step go through the pipeline.
 
+    Under pipedream and 2bw stages update their layers on the way, and the rest of the model once
+    at the end: `hfjax.asynchronous` says when, and from which gradients.
+
     >>> Schedule("interleaved", microbatches=8).table(stages=4).virtual
     8
     """
