@@ -113,6 +113,10 @@ CASES = {
     "pipedream beside data": ((Schedule("pipedream", 5), ADAM, 2, 2), {}),
     "pipedream with layers that do not divide": ((Schedule("pipedream", 4), SGD, 3, 1), {}),
     "pipedream on one stage": ((Schedule("pipedream", 3), SGD, 1, 2), {}),
+    "pipedream that keeps the last microbatch": (
+        (Schedule("pipedream", 4), SGD, 2, 1),
+        {"remat": "except_last"},
+    ),
     "2bw on 4 stages": ((Schedule("2bw", 12), ADAM, 4, 1), {}),
     "2bw, fewer microbatches than stages": ((Schedule("2bw", 3, every=3), SGD, 4, 1), {}),
     "2bw beside data, in a loop": ((Schedule("2bw", 8), SGD, 2, 2), {"unroll": 1}),
