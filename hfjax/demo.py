@@ -16,8 +16,8 @@ from rich.table import Table
 
 import hfjax
 from hfjax.models.gpt import GPT, GPTConfig, next_token_loss
+from hfjax.notes import human
 from hfjax.parallel.mesh import describe_mesh
-from hfjax.plan import human
 
 CONFIG = GPTConfig.tiny()
 ROWS, STEPS = 16, 10

@@ -39,12 +39,12 @@ from hfjax.pipe_checks import (
 from hfjax.plan import State, flatten, layout, nest
 from hfjax.rearrange import canonical, rearrange
 from hfjax.stack import emptied, model_init, refilled, stack
+from hfjax.stages import on_stages
 from hfjax.train import (
     _check_batch,
     _check_runs,
     _data_plane,
     _forward_plane,
-    _on_stages,
     full,
     shard_batch,
 )
@@ -88,8 +88,8 @@ class Pipe:
         plan = layout(model_init(given), optax.identity(), mesh, strategy)
         self._schedule = schedule
         self._execution = Execution(schedule=schedule, remat=REMAT[remat], **options)
-        self.mesh, self.microbatches, self.layout = mesh, microbatches, _on_stages(plan, schedule)
-        _check_runs(self.layout, self._execution, _no_loss, training=True)
+        self.mesh, self.microbatches, self.layout = mesh, microbatches, on_stages(plan, schedule)
+        _check_runs(self.layout, self._execution, training=True)
         self._shardings = self.layout.shardings()
         self._variables = jax.device_put(_nested(given, nnx.Not(nnx.Param)), self._on(P()))
         self._shapes = _nested(emptied(given), nnx.Param)

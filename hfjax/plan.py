@@ -3,7 +3,7 @@
 import difflib
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -14,7 +14,10 @@ from flax import nnx
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
-from hfjax.parallel.arrangement import Arrangement, arrange, counts
+from hfjax.moments import parameter_of
+from hfjax.notes import check_rows, human, notes_of, table_of_stages
+from hfjax.packed import OnStages, packed_layers
+from hfjax.parallel.arrangement import Arrangement
 from hfjax.parallel.blueprint import Blueprint, blueprint
 from hfjax.parallel.mesh import AXES, BATCH_AXES, PIPE_AXIS, TENSOR_AXES, describe_mesh, in_use
 from hfjax.parallel.placement import (
@@ -25,12 +28,15 @@ from hfjax.parallel.placement import (
     columns,
     entries_of,
     pieces,
-    size_of,
 )
-from hfjax.parallel.reduction import Placed
+from hfjax.parallel.reduction import Flat, Placed
 from hfjax.parallel.strategy import Strategy
-
-_PARTS = ("parameter", "gradient", "moment")
+from hfjax.storage import (
+    COLUMNS,
+    on_each_stage,
+    place_array,
+    stored,
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,8 +50,8 @@ class Layout:
     arrays: Mapping[str, Array]
     placed: Mapping[str, Placed]
     forward: Callable | None = None
-    notes: tuple[str, ...] = field(default=())
     arrangement: Arrangement | None = None  # of layers on stages; None: the model's own order
+    example: Any = None  # a batch, or its shapes: what layers are weighed on
 
     @property
     def specs(self) -> dict[str, P]:
@@ -60,18 +66,46 @@ class Layout:
                 raise ValueError(f"no parameter {path!r}. {_nearest(path, placed)}")
             if not isinstance(spec, P):
                 raise ValueError(f"{path}: a PartitionSpec is expected, found {spec!r}.")
-            check_spec(self.arrays[path], spec, self.mesh)
-            parts = columns(self.arrays[path], self.strategy, self.mesh, spec)
-            placed[path] = replace(placed[path], **dict(zip(_PARTS, parts, strict=True)))
+            array = self._array(path)
+            check_spec(array, spec, self.mesh)
+            parts = columns(array, self.strategy, self.mesh, spec)
+            placed[path] = replace(placed[path], **dict(zip(COLUMNS, parts, strict=True)))
         return replace(self, placed=placed)
 
     def arranged(self, arrangement: Arrangement | None) -> "Layout":
-        """Return the layout that stores stacked layers so; None: as the model has them."""
-        return replace(self, arrangement=arrangement, placed=_stored(self, arrangement))
+        """Return the layout that stores layers so; None: as the model has them."""
+        return replace(self, arrangement=arrangement, placed=stored(self, arrangement))
+
+    @cached_property
+    def as_the_model(self) -> "Layout":
+        """The layout that stores layers as the model has them."""
+        return self.arranged(None)
+
+    def _array(self, path: str) -> Array:
+        """Return the array that is stored there."""
+        return self.arrays.get(path) or Array(path, self.placed[path].shape, (STACK, None))
+
+    @cached_property
+    def packed(self) -> OnStages | None:
+        """How the layers of a list are stored on stages; None: they are not packed."""
+        if self.arrangement is None or not self.blueprint.listed:
+            return None
+        return packed_layers(self.blueprint, self.mesh, self.arrangement)
+
+    @cached_property
+    def notes(self) -> tuple[str, ...]:
+        """What a strategy could not do, and what padding costs."""
+        return tuple(notes_of(self))
 
     @property
     def order(self) -> jax.Array | None:
-        """The number of the layer in each stored row, -1 where there is none."""
+        """The number of the layer in each stored row, -1 where there is none.
+
+        A packed row has several: [rows, most layers].
+        """
+        if self.packed is not None:
+            order = self.packed.arrangement.order
+            return jnp.asarray(order.reshape(-1, order.shape[-1]), jnp.int32)
         if self.arrangement is not None:
             return jnp.asarray(self.arrangement.rows, jnp.int32)
         layers = [self.arrays[p.path].shape[0] for p in self.placed.values() if p.stacked]
@@ -90,15 +124,20 @@ class Layout:
     def create(self, seed: Any) -> "State":
         """Return the first state; under jit with `shardings()` it is born sharded."""
         arrays = self.blueprint.create(seed)
-        params = nest({path: self._store(path, arrays[path]) for path in self.placed})
+        params = nest(self._store(arrays, seed))
         variables = nest({path: arrays[path] for path in self.blueprint.variables})
         moments = self.optimizer.init(params)
         return State(jnp.zeros((), jnp.int32), params, moments, variables, self.order)
 
-    def _store(self, path: str, array: jax.Array) -> jax.Array:
-        if self.arrangement is None or not self.placed[path].stacked:
-            return array
-        return self.arrangement.store(array)
+    def _store(self, arrays: Flat, seed: Any) -> Flat:
+        """Return the parameters as they are stored."""
+        if self.packed is not None:
+            arrays |= self.packed.create(self.blueprint.create, seed)
+        kept = {path: arrays[path] for path in self.placed}
+        if self.arrangement is None or self.packed is not None:
+            return kept
+        rows = {path: x for path, x in kept.items() if self.placed[path].stacked}
+        return kept | {path: self.arrangement.store(x) for path, x in rows.items()}
 
     @cached_property
     def _state_shapes(self) -> "State":
@@ -120,12 +159,9 @@ class Layout:
 
     def parameter_of(self, keys: tuple, leaf: Any) -> Placed | None:
         """Return the parameter of which an array of the optimizer has the path and the shape."""
-        names = [str(getattr(key, "key", "")) for key in keys]
-        for start in range(len(names)):
-            placed = self.placed.get("/".join(names[start:]))
-            if placed is not None and placed.shape == leaf.shape:
-                return placed
-        return None
+        shapes = {path: p.shape for path, p in self.placed.items()}
+        found = parameter_of(keys, leaf.shape, shapes)
+        return None if found is None else self.placed[found[1]]
 
     def bytes_per_device(self) -> dict[str, int]:
         """Return bytes per device of parameters, gradients (accumulated) and optimizer state."""
@@ -174,11 +210,13 @@ def layout(
     *,
     forward: Callable | None = None,
     axes: Mapping[str, tuple[str | None, ...]] | None = None,
+    example: Any = None,
 ) -> Layout:
     """Return where everything of `model_init(rngs)` lives under a strategy.
 
     `forward(model, batch)` says what the loss is given (default: `model(batch)`; a bare pytree
     itself). `axes` names the dimensions of parameters whose module does not: {path: names}.
+    `example` is a batch, or its shapes: what a pipeline weighs unlike layers on.
     """
     _check_arguments(model_init, optimizer, mesh, strategy)
     plan = blueprint(model_init, _activation_placer(mesh, strategy))
@@ -189,58 +227,13 @@ def layout(
         for path, template in plan.parameters.items()
     }
     placed = {
-        path: Placed(
-            mesh,
-            path,
-            array.shape,
-            plan.parameters[path].dtype,
-            *columns(array, strategy, mesh),
-            small=array.layer_size < strategy.smallest,
-            stacked=array.axes[:1] == (STACK,),
-        )
+        path: place_array(array, plan.parameters[path].dtype, strategy, mesh)
         for path, array in arrays.items()
     }
-    notes = (*_unmatched(strategy, mesh, arrays), *_left_whole(strategy, placed))
-    made = Layout(mesh, strategy, optimizer, plan, arrays, placed, forward, notes)
-    return made.arranged(_one_chunk_each(made))
-
-
-def _one_chunk_each(layout: Layout) -> Arrangement | None:
-    """Return as many layers for each stage, one after the other, if layers lie on stages."""
-    piped = [p for p in layout.placed.values() if p.home]
-    if not piped:
-        return None
-    stages = layout.mesh.shape[PIPE_AXIS]
-    parts = counts(piped[0].shape[0], stages, "even")
-    return arrange(parts, [(stage, 0) for stage in range(stages)])
-
-
-def _stored(layout: Layout, arrangement: Arrangement | None) -> dict[str, Placed]:
-    """Return the placement of arrays whose first dimension has a row for each place."""
-    placed = dict(layout.placed)
-    for path, p in placed.items():
-        if not p.stacked:
-            continue
-        layers, *rest = layout.arrays[path].shape
-        rows = layers if arrangement is None else arrangement.rows.size
-        placed[path] = replace(p, shape=(rows, *rest))
-        if rows % pieces(P(*p.parameter[:1]), layout.mesh):  # only the model's own order
-            placed[path] = replace(placed[path], **_beside(layout, p))
-    return placed
-
-
-def _beside(layout: Layout, p: Placed) -> dict[str, P]:
-    """Return specs that split over the stages another dimension than the one of the layers."""
-    array = layout.arrays[p.path]
-    specs = {}
-    for part in _PARTS:
-        _, *rest = entries_of(getattr(p, part), len(array.shape))
-        size = layout.mesh.shape[PIPE_AXIS]
-        free = [i for i, axes in enumerate(rest) if not axes and array.shape[i + 1] % size == 0]
-        if free:
-            rest[free[0]] = (PIPE_AXIS,)
-        specs[part] = P(None, *rest)
-    return specs
+    made = Layout(mesh, strategy, optimizer, plan, arrays, placed, forward, example=example)
+    made = made.arranged(on_each_stage(made))
+    check_rows(made)
+    return made
 
 
 def _activation_placer(mesh: Mesh, strategy: Strategy) -> Callable:
@@ -303,46 +296,6 @@ def _check_dtypes(plan: Blueprint) -> None:
             )
 
 
-def _unmatched(strategy: Strategy, mesh: Mesh, arrays: Mapping[str, Array]) -> Iterator[str]:
-    """Report rows that match no parameter; refuse if a mesh axis is left without any."""
-    names = {name for array in arrays.values() for name in array.axes if name}
-    rows = {row: axes for row, axes in strategy.parameters.items() if row != "*"}
-    matched = {axis for row in rows.keys() & names for axis in rows[row]}
-    for row, axes in rows.items():
-        if row in names:
-            continue
-        idle = [axis for axis in axes if mesh.shape[axis] > 1 and axis not in matched]
-        if idle and axes and set(axes) <= set(TENSOR_AXES):
-            raise ValueError(
-                f"strategy {strategy.name}: no parameter has an axis named "
-                f"{', '.join(sorted(rows.keys() - names))}, so the mesh axis {idle[0]} "
-                f"({describe_mesh(mesh)}) would split nothing. The model's axes: "
-                f"{', '.join(sorted(names)) or 'none are named'}. Name them: nnx.Param(x, "
-                'axes=("embed", "mlp")), or layout(…, axes={path: names}).'
-            )
-        yield f"row {row} -> {'+'.join(axes)} of {strategy.name} matched no parameter"
-
-
-def _left_whole(strategy: Strategy, placed: Mapping[str, Placed]) -> Iterator[str]:
-    """Report large arrays that the row `*` could not split, or that there is none."""
-    stars = (*strategy.parameters.get("*", ()), *strategy.moments.get("*", ()))
-    small = all(p.small for p in placed.values())
-    if small and any(in_use(p.mesh, stars) for p in placed.values()):
-        yield (
-            f"no parameter has {strategy.smallest} elements a layer: nothing is split. Split all: "
-            f"{strategy.name}.edit(replicate_below=0)"
-        )
-    for column, rows in (("parameter", strategy.parameters), ("moment", strategy.moments)):
-        axes = rows.get("*", ())
-        for p in placed.values():
-            split = {a for entry in entries_of(getattr(p, column), 0) for a in entry}
-            if in_use(p.mesh, axes) and not p.small and not split & set(axes):
-                yield (
-                    f"{p.path} {p.shape}: no free dimension divides by {size_of(axes, p.mesh)} "
-                    f"({'+'.join(axes)}), its {column}s stay whole"
-                )
-
-
 def nest(flat: Mapping[str, Any]) -> dict:
     """Return {"a/b": x} as {"a": {"b": x}}."""
     tree: dict = {}
@@ -368,19 +321,6 @@ def _bytes(shape: tuple[int, ...], dtype: Any, spec: P, mesh: Mesh) -> int:
     return math.prod(shape) * jnp.dtype(dtype).itemsize // pieces(spec, mesh)
 
 
-def human(n: float) -> str:
-    """Return a number of bytes as people write it.
-
-    >>> human(3 * 2**20)
-    '3.0 MiB'
-    """
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if n < 1024:
-            return f"{n:.0f} {unit}" if unit == "B" else f"{n:.1f} {unit}"
-        n /= 1024
-    return f"{n:.1f} TiB"
-
-
 def _table(layout: Layout) -> Iterator[str]:
     yield f"{layout.strategy.name} on {describe_mesh(layout.mesh)}"
     rows = [("parameter", "shape", "spec", "gradient", "moments", "bytes/device")]
@@ -393,6 +333,7 @@ def _table(layout: Layout) -> Iterator[str]:
     for row in rows:
         cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
         yield "  " + "  ".join(cells).rstrip()
+    yield from table_of_stages(layout)
     total = layout.bytes_per_device()
     yield "per device: " + ", ".join(f"{name} {human(size)}" for name, size in total.items())
     yield from (f"note: {note}" for note in layout.notes)

@@ -1,14 +1,20 @@
 """The layers of a state in another order: as another schedule stores them, or as the model does."""
 
+from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding
 
+from hfjax.moments import converted, reformed
+from hfjax.packed import Mover, packed_layers
 from hfjax.parallel.arrangement import Arrangement
-from hfjax.plan import Layout, State, nest
+from hfjax.parallel.packing import PackedLayers
+from hfjax.parallel.reduction import Flat
+from hfjax.plan import Layout, State, flatten, nest
 
 
 def canonical(layout: Layout, state: State) -> State:
@@ -16,30 +22,66 @@ def canonical(layout: Layout, state: State) -> State:
 
     Any layout of the same model can restore it, whatever its mesh, strategy or schedule.
     """
-    return rearrange(layout.arranged(None), state)
+    return rearrange(layout.as_the_model, state)
 
 
 def rearrange(layout: Layout, state: State) -> State:
     """Return the state with its layers where the layout has them; itself if they are there."""
-    if _same(layout.order, state.order):
+    if _same(layout, state.order):
         return state
-    old = None if state.order is None else Arrangement(np.asarray(state.order)[None, None])
-    move = partial(_move, layout.arrangement, old)
-    dims = _layer_dims(layout)
+    order = None if state.order is None else np.asarray(state.order, np.int32)
+    if layout.blueprint.listed:
+        return _repacked(layout, None if order is None else Arrangement(order[None]), state)
+    return _rearranger(layout, None if order is None else order.tobytes())(state)
+
+
+def _same(layout: Layout, found: Any) -> bool:
+    """Return whether layers that are stored in an order lie as the layout has them."""
+    wanted = layout.order
+    if wanted is None or found is None:
+        plain = wanted is None or np.array_equal(wanted, np.arange(len(wanted)))
+        return wanted is found or (plain and not layout.blueprint.listed)
+    return wanted is found or np.array_equal(wanted, found)
+
+
+def _repacked(layout: Layout, old: Arrangement | None, state: State) -> State:
+    """Return the state of a model whose layers are a list in the form that the layout has."""
+    was = None if old is None else packed_layers(layout.blueprint, layout.mesh, old)
+
+    def convert(column: str, flat: Flat) -> Flat:
+        def mover(packed: PackedLayers | None, to: Layout) -> Mover | None:
+            spec = lambda p: NamedSharding(layout.mesh, getattr(p, column))
+            shardings = {path: spec(p) for path, p in to.placed.items()}
+            return packed and Mover(packed, layout.mesh, shardings)
+
+        return converted(mover(was, layout.as_the_model), mover(layout.packed, layout), flat)
+
+    params = flatten(state.params)
+    before = {path: x.shape for path, x in params.items()}
+    after = {path: p.shape for path, p in layout.placed.items()}
+    like = layout.abstract_state().optimizer
+    moments = reformed(state.optimizer, before, like, after, partial(convert, "moment"))
+    params = nest(convert("parameter", params))
+    new = replace(state, params=params, optimizer=moments, order=layout.order)
+    given = {
+        id(x) for x in jax.tree.leaves(state)
+    }  # it may be donated: what did not move is copied
+    own = lambda x, on: jax.device_put(x, on, may_alias=False if id(x) in given else None)
+    return jax.tree.map(own, new, layout.shardings())
+
+
+@lru_cache(maxsize=32)
+def _rearranger(layout: Layout, order: bytes | None) -> Callable:
+    """Return the compiled function of states whose stacked layers are in an order."""
+    old = None if order is None else Arrangement(np.frombuffer(order, np.int32)[None, None])
+    move, dims = partial(_move, layout.arrangement, old), _layer_dims(layout)
 
     def run(state: State) -> State:
         params = jax.tree.map(move, state.params, dims.params)
         moments = jax.tree.map(move, state.optimizer, dims.optimizer)
         return replace(state, params=params, optimizer=moments, order=layout.order)
 
-    return jax.jit(run, out_shardings=layout.shardings())(state)
-
-
-def _same(wanted: Any, found: Any) -> bool:
-    if wanted is None or wanted is found:
-        return True
-    rows = np.arange(len(wanted)) if found is None else np.asarray(found)
-    return np.array_equal(wanted, rows)
+    return jax.jit(run, out_shardings=layout.shardings())
 
 
 def _move(new: Arrangement | None, old: Arrangement | None, array: jax.Array, dim: int) -> Any:

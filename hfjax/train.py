@@ -14,8 +14,8 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 from hfjax.asynchronous import AsynchronousPass
+from hfjax.elementwise import check_elementwise
 from hfjax.mean import Mean
-from hfjax.parallel.arrangement import arrange, counts
 from hfjax.parallel.compiler import compiler_options as options_of
 from hfjax.parallel.execution import Execution, Precision
 from hfjax.parallel.gradients import DataPlane
@@ -26,6 +26,7 @@ from hfjax.parallel.schedules import Schedule, forward_table
 from hfjax.parallel.ticks import compile_table
 from hfjax.plan import Layout, State, flatten, nest
 from hfjax.rearrange import rearrange
+from hfjax.stages import on_stages
 from hfjax.watch import Watch
 
 Metrics = dict[str, jax.Array]
@@ -37,7 +38,7 @@ def init(layout: Layout, seed: int = 0, schedule: Schedule | None = None) -> Sta
     With the schedule of the step its layers are born where the stages want them; without it the
     first step moves them there.
     """
-    layout = _on_stages(layout, schedule)
+    layout = on_stages(layout, schedule)
     return jax.jit(layout.create, out_shardings=layout.shardings())(seed)
 
 
@@ -54,8 +55,10 @@ class TrainStep:
     """A jitted training step. Call it; `lower(batch)` gives the program without running it."""
 
     def __init__(self, layout: Layout, loss: Callable, execution: Execution):
-        layout = _on_stages(layout, execution.schedule)
-        _check_runs(layout, execution, loss, training=True)
+        _check_given(layout, loss)
+        layout = on_stages(layout, execution.schedule)
+        _check_runs(layout, execution, training=True)
+        check_elementwise(layout)
         self.layout, self.execution = layout, execution
         schedule, stages = execution.schedule, layout.mesh.shape[PIPE_AXIS]
         table = None if schedule is None else schedule.table(stages)
@@ -197,9 +200,10 @@ def eval_step(
     A pipeline runs forward only. Give the schedule of the training step: a state whose layers are
     stored otherwise is rearranged in each call.
     """
-    layout = _on_stages(layout, schedule)
+    _check_given(layout, loss)
+    layout = on_stages(layout, schedule)
     run = Execution(precision=precision, compiler_options=compiler_options)
-    _check_runs(layout, run, loss)
+    _check_runs(layout, run)
     where = NamedSharding(layout.mesh, P(BATCH_AXES))
 
     def evaluate(params: Any, variables: Any, batch: Any) -> Metrics:
@@ -228,6 +232,7 @@ def _data_plane(
         loss=loss,
         forward=layout.forward,
         arrangement=layout.arrangement,
+        packed=layout.packed,
         ticks=None if table is None else compile_table(table),
     )
 
@@ -242,20 +247,8 @@ def _forward_plane(
     rows = jax.tree.leaves(batch)[0].shape[0] // batch_devices(layout.mesh)
     wanted = 4 * stages if schedule is None else schedule.microbatches
     count = max(n for n in range(1, wanted + 1) if rows % n == 0)
-    one_each = tuple((stage, 0) for stage in range(stages))
-    homes = one_each if schedule is None else schedule.table(stages).homes
-    return _data_plane(layout, loss, run, forward_table(homes, count))
-
-
-def _on_stages(layout: Layout, schedule: Schedule | None) -> Layout:
-    """Return the layout with its layers where the schedule wants them."""
-    if schedule is None or not isinstance(layout, Layout):
-        return layout
-    _check_pipes(layout)
-    stages = layout.mesh.shape[PIPE_AXIS]
-    homes = schedule.table(stages).homes
-    layers = next(layout.arrays[p].shape[0] for p, at in layout.placed.items() if at.stacked)
-    return layout.arranged(arrange(counts(layers, len(homes), schedule.balance), homes))
+    assert layout.arrangement is not None
+    return _data_plane(layout, loss, run, forward_table(layout.arrangement.homes, count))
 
 
 def _microbatches(execution: Execution) -> int:
@@ -276,34 +269,15 @@ def _metrics(mean: Mean) -> Metrics:
     return {name: m.total / m.weight for name, m in mean.metrics.items()} | {"weight": mean.weight}
 
 
-def _check_pipes(layout: Layout) -> None:
-    """Refuse a schedule for a model that cannot be cut into stages."""
-    if not layout.blueprint.three_parts or layout.forward is not None:
-        raise ValueError(
-            "a schedule needs a model in three parts: methods embed(batch) and head(x), and "
-            "`layers`; and no forward= in the layout. docs/own_model.md shows one."
-        )
-    if not layout.blueprint.stacked:
-        raise ValueError("a list of layers")
-    if layout.mesh.shape[PIPE_AXIS] == 1:
-        return
-    for path, p in layout.placed.items():
-        if p.stacked and not p.home:
-            raise ValueError(
-                f"{path} {p.shape}: {p.parameter} does not split the layers over {PIPE_AXIS}, and "
-                f"the mesh is {describe_mesh(layout.mesh)}. Add hfjax.PIPE to the strategy, or set "
-                f'its first entry to "{PIPE_AXIS}".'
-            )
-
-
-def _check_runs(
-    layout: Layout, execution: Execution, loss: Callable, training: bool = False
-) -> None:
+def _check_given(layout: Any, loss: Any) -> None:
     if not isinstance(layout, Layout) or not callable(loss):
         raise ValueError(
             f"train_step and eval_step take a layout and a loss(outputs, batch), found "
             f"{type(layout).__name__} and {type(loss).__name__}."
         )
+
+
+def _check_runs(layout: Layout, execution: Execution, training: bool = False) -> None:
     if idle := layout.unused_axes():
         raise ValueError(
             f"mesh {describe_mesh(layout.mesh)}: {', '.join(idle)} splits neither the batch nor a "

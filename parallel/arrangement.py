@@ -37,6 +37,27 @@ class Arrangement:
         """How many layers the model has."""
         return int((self.rows >= 0).sum())
 
+    @cached_property
+    def virtual(self) -> np.ndarray:
+        """The virtual stage in each place, [stages, chunks], counted in the model's order."""
+        first = self.order[:, :, 0]
+        return np.argsort(np.argsort(first, axis=None)).reshape(first.shape)
+
+    @property
+    def homes(self) -> tuple[tuple[int, int], ...]:
+        """The stage and chunk of each virtual stage."""
+        places = np.argsort(self.virtual, axis=None)
+        return tuple(divmod(int(place), self.order.shape[1]) for place in places)
+
+    @property
+    def parts(self) -> list[list[int]]:
+        """The numbers of the layers of each virtual stage.
+
+        >>> arrange([2, 1], [(0, 0), (1, 0)]).parts
+        [[0, 1], [2]]
+        """
+        return [[int(n) for n in self.order[home] if n >= 0] for home in self.homes]
+
     @property
     def is_plain(self) -> bool:
         """Whether what is stored is the model's own array."""

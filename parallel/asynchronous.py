@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec as P
 
 from hfjax.mean import Mean
 from hfjax.parallel.blueprint import LAYERS
+from hfjax.parallel.dissect import Dissected
 from hfjax.parallel.gradients import DataPlane
 from hfjax.parallel.mesh import PIPE_AXIS, in_use
 from hfjax.parallel.pipeline import Model, Pipeline, State
@@ -134,12 +135,8 @@ def weighed(model: Model, mark: Callable) -> Model:
     def first(ends, m):
         return model.first(ends, m), mark(jnp.zeros(()))
 
-    def with_weight(unit):
-        def run(known, slots, carried):
-            x, beside = carried
-            return unit(known, slots, x), beside
-
-        return run
+    def with_weight(passes):
+        return lambda known, slots, carried, split: _beside(passes(known, slots, carried[0], split))
 
     def last(ends, carried, m):
         x, beside = carried
@@ -147,7 +144,22 @@ def weighed(model: Model, mark: Callable) -> Model:
         return total + (beside * lax.stop_gradient(mean.weight)).astype(total.dtype), mean
 
     keep = model.keep and with_weight(model.keep)
-    return replace(model, first=first, unit=with_weight(model.unit), last=last, keep=keep)
+    passes = with_weight(model.passes)
+    return replace(model, first=first, passes=passes, last=last, keep=keep)
+
+
+def _beside(own: Dissected) -> Dissected:
+    """Return the passes of layers that hand on a number beside x."""
+
+    def forward(known, carried):
+        y, *kept = own.forward(known, carried[0])
+        return (y, carried[1]), *kept
+
+    def backward(known, stash, late, dy):
+        dx, gradients = own.backward(known, stash, late, dy[0])
+        return (dx, dy[1]), gradients
+
+    return replace(own, forward=forward, backward=backward)
 
 
 class Held(NamedTuple):

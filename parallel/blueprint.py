@@ -1,18 +1,41 @@
 """A model without its arrays: how to take one apart into named arrays and put it together again."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 from flax import nnx
 
-from hfjax.parallel.fetch import fetch_on_read, whole
-from hfjax.parallel.layers import has_three_parts, is_list
+from hfjax.parallel.fetch import Elsewhere, fetch_on_read, whole
+from hfjax.parallel.layers import has_three_parts, is_list, items_of
 from hfjax.parallel.placement import STACK
 from hfjax.parallel.reduction import Flat
 
 LAYERS = "layers/"
+
+
+Flattened = Sequence[tuple[tuple, Any]]  # keys inside a layer, variable
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer without its arrays: the variables hold where each lies in the model."""
+
+    graph: Any  # a graph definition, or the function that the layer is
+    parameters: Flattened = ()
+    variables: Flattened = ()
+
+    @property
+    def paths(self) -> list[str]:
+        """The paths of the parameters."""
+        return [variable.get_raw_value().path for _, variable in self.parameters]
+
+
+def fill(variables: Flattened, array_of: Callable[[str], Any]) -> nnx.State:
+    """Return variables of a layer that hold the arrays of their paths."""
+    held = [(keys, v.replace(array_of(v.get_raw_value().path))) for keys, v in variables]
+    return nnx.from_flat_state(held)
 
 
 @dataclass(frozen=True)
@@ -37,6 +60,22 @@ class Blueprint:
         ]
         return nnx.merge(self.graphs[mode], *states)
 
+    @property
+    def listed(self) -> bool:
+        """Whether the model is in three parts and its layers are a list."""
+        return self.three_parts and not self.stacked
+
+    def layers(self, mode: str) -> list[Layer]:
+        """Return the layers of a list, or the one layer that all stacked ones are."""
+        away = lambda flat: {path: Elsewhere(path) for path in flat}
+        layers = self.merge(away(self.parameters), away(self.variables), mode).layers
+        return [_layer(layer) for layer in (items_of(layers) if self.listed else [layers])]
+
+    def abstract(self, mode: str) -> Any:
+        """Return the model on shapes and dtypes."""
+        shapes = lambda templates: {path: v.get_raw_value() for path, v in templates.items()}
+        return self.merge(shapes(self.parameters), shapes(self.variables), mode)
+
     def variables_of(self, model: Any) -> Flat:
         """Return the arrays of a model that are not parameters."""
         return _raw(nnx.state(model, nnx.Not(nnx.Param))) if self.variables else {}
@@ -50,6 +89,13 @@ class Blueprint:
         stack = (STACK,) if self.stacked and path.startswith(LAYERS) else ()
         unnamed = (None,) * (len(template.shape) - len(stack))
         return (*stack, *(unnamed if axes is None else axes))
+
+
+def _layer(layer: Any) -> Layer:
+    if not isinstance(layer, nnx.Module):  # a function, as nnx.Sequential may hold
+        return Layer(layer)
+    graph, parameters, variables = nnx.split(layer, nnx.Param, ...)
+    return Layer(graph, nnx.to_flat_state(parameters), nnx.to_flat_state(variables))
 
 
 def rngs_of(seed: Any) -> nnx.Rngs:

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import Literal, Var
 
 # Calls whose body is put in their place, so that dataflow is seen through them.
@@ -59,7 +61,7 @@ _VIEWS = ("reshape", "transpose", "squeeze", "expand_dims", "copy", "pvary", "pc
 
 @dataclass(frozen=True)
 class Dissected:
-    """A layer's passes as functions; what they hand on are lists of arrays.
+    """A layer's passes as functions; what they hand on are lists (or dicts) of arrays.
 
     forward(known, x) -> (y, stash, late); backward(known, stash, late, dy) -> (dx, gradients);
     or in two halves: input_backward(known, stash, late, dy) -> (dx, cross) and
@@ -70,9 +72,9 @@ class Dissected:
     backward: Callable
     input_backward: Callable
     weight_backward: Callable
-    stash: Sequence[Any]  # shapes and dtypes
-    late: Sequence[Any]
-    cross: Sequence[Any]
+    stash: Any  # shapes and dtypes
+    late: Any
+    cross: Any
 
 
 @dataclass(frozen=True)
@@ -112,7 +114,7 @@ def dissect(layer: Callable, known: Any, slots: Any, x: Any, split: bool) -> Dis
         _check_same(x, y)
         return *jax.tree.leaves(y), *kept
 
-    whole = _piece(forward, *flat_known, *flat_x)
+    whole = piece(forward, *flat_known, *flat_x)
     y, kept = whole.outputs[: len(flat_x)], whole.outputs[len(flat_x) :]
     residuals = _Residuals(whole, kept, len(flat_known))
     ahead = whole.part([*y, *residuals.stashed])
@@ -121,11 +123,11 @@ def dissect(layer: Callable, known: Any, slots: Any, x: Any, split: bool) -> Dis
         known, arrays = arrays[: len(flat_known)], arrays[len(flat_known) :]
         stash, dy = arrays[: len(residuals.stashed)], arrays[len(residuals.stashed) :]
         pullback = jax.tree.unflatten(passes["pullback"], residuals.all(known, stash))
-        gradients, dx = pullback(form_x.unflatten(dy))
-        return *jax.tree.leaves(gradients), *jax.tree.leaves(dx)
+        gradients, dx = pullback(cotangents(form_x.unflatten(dy)))
+        return *jax.tree.leaves(gradients), *jax.tree.leaves(arrays_of(dx, x))
 
     stashed = [v.aval for v in residuals.stashed]
-    behind = _piece(backward, *flat_known, *stashed, *(v.aval for v in y))
+    behind = piece(backward, *flat_known, *stashed, *(v.aval for v in y))
     halves = _Halves(behind, len(flat_known), len(stashed), len(flat_slots))
     late = halves.late if split else []
     early = [i for i in range(len(stashed)) if i not in late]
@@ -286,10 +288,21 @@ class _Redo:
         return frozenset([i]).union(*(part for part in parts if part is not None))
 
 
+def cotangents(dy: Any) -> Any:
+    """Return gradients as a pullback takes them: those of whole numbers and masks are none."""
+    inexact = lambda a: jnp.issubdtype(a.dtype, jnp.inexact)
+    return jax.tree.map(lambda a: a if inexact(a) else np.zeros(a.shape, jax.dtypes.float0), dy)
+
+
+def arrays_of(gradients: Any, like: Any) -> Any:
+    """Return gradients as arrays like these: zeros where a pullback gave none."""
+    none = lambda g: g.dtype == jax.dtypes.float0
+    zeros = lambda g, a: jnp.zeros(a.shape, a.dtype) if none(g) else g
+    return jax.tree.map(zeros, gradients, like)
+
+
 def _check_same(x: Any, y: Any) -> None:
-    shape = lambda tree: jax.tree.map(
-        lambda a: (jax.numpy.shape(a), jax.numpy.result_type(a)), tree
-    )
+    shape = lambda tree: jax.tree.map(lambda a: (jnp.shape(a), jnp.result_type(a)), tree)
     if jax.tree.structure(x) != jax.tree.structure(y) or shape(x) != shape(y):
         size = lambda a: ",".join(map(str, jax.numpy.shape(a)))
         show = lambda tree: ", ".join(
@@ -305,7 +318,7 @@ def _check_same(x: Any, y: Any) -> None:
 # -- programs as data -------------------------------------------------------------------------
 
 
-def _piece(function: Callable, *arrays: Any) -> Piece:
+def piece(function: Callable, *arrays: Any) -> Piece:
     """Return the program of a function of flat arrays, with the bodies of calls in their place."""
     traced = jax.make_jaxpr(function)(*arrays)
     run = lambda *values: _inline(traced.jaxpr, traced.consts, values)

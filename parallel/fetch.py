@@ -67,8 +67,31 @@ class Stored:
         return getattr(self.fetch(), name)  # .T, .shape, .reshape … are those of the whole array
 
 
+def at_hand(path: str, value: jax.Array, slot: jax.Array | None = None) -> Stored:
+    """Return a whole parameter as a stored one: reading it moves nothing."""
+    dtype, ignore = value.dtype, lambda path: None
+    still = Movement(path, value.shape, (), (), (), (), dtype, dtype, dtype, ignore)
+    return Stored(value, slot, still)
+
+
+@dataclass(frozen=True)
+class Elsewhere:
+    """Stands for an array of a layer where that layer does not run; reading it is refused."""
+
+    path: str
+
+    def __getitem__(self, index: Any) -> "Elsewhere":
+        return self
+
+
 def whole(value: Any) -> Any:
     """Return the whole parameter, if the value is a stored one."""
+    if isinstance(value, Elsewhere):
+        raise ValueError(
+            f"{value.path} is read outside of its layer, on a stage that may not have it. In a "
+            "pipeline each layer's parameters are its own; what embed and head share lies outside "
+            "of `layers`."
+        )
     return value.fetch() if isinstance(value, Stored) else value
 
 

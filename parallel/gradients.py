@@ -6,6 +6,7 @@ scattered in every microbatch is scattered by `fetch`, the rest is reduced once,
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -20,6 +21,7 @@ from hfjax.parallel.execution import Execution, Precision
 from hfjax.parallel.fetch import Movement, Stored, scatter
 from hfjax.parallel.layers import run_model, saving_policy
 from hfjax.parallel.mesh import BATCH_AXES, MANUAL_AXES, PIPE_AXIS, TENSOR_AXES, in_use
+from hfjax.parallel.packing import PackedLayers
 from hfjax.parallel.pipeline import Pipeline
 from hfjax.parallel.placement import auto_part
 from hfjax.parallel.randomness import is_random, keys_for
@@ -28,6 +30,7 @@ from hfjax.parallel.remat import check_except_last
 from hfjax.parallel.staged import Staged, Told
 from hfjax.parallel.strategy import Axes
 from hfjax.parallel.ticks import Ticks
+from hfjax.parallel.unlike import Unlike
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,7 @@ class DataPlane:
     loss: Callable
     forward: Callable | None
     arrangement: Arrangement | None = None  # of the layers on stages
+    packed: PackedLayers | None = None  # how a list of layers is stored on them
     ticks: Ticks | None = None  # the schedule, if the step runs as a pipeline
     tells: str | None = None  # "losses" or "outputs": a pipeline gives `Told` in place of its Mean
 
@@ -195,7 +199,8 @@ class DataPlane:
             path: self._movement(p, set() if unread is None else unread, mode == "train")
             for path, p in self.placed.items()
         }
-        return Staged(
+        kind = Staged if self.packed is None else partial(Unlike, packed=self.packed)
+        return kind(
             blueprint=self.blueprint,
             arrangement=self.arrangement,
             parameters=parameters,
@@ -208,6 +213,7 @@ class DataPlane:
             policy=saving_policy(self.execution, gathers=False),
             tells=self.tells,
             keeps_last=self.execution.remat == "except_last",
+            mark=self._varying,
         )
 
     def _pipeline(self, staged: Staged) -> tuple[Any, Any, Any]:

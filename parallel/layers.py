@@ -1,7 +1,7 @@
 """Running a model's layers: the layer is the unit of gathering and of rematerialisation."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -50,6 +50,11 @@ def saving_policy(execution: Execution, gathers: bool) -> Callable | None:
 def is_list(layers: Any) -> bool:
     """Return whether the layers are a list of modules (else: one module of stacked arrays)."""
     return isinstance(layers, nnx.List | nnx.Sequential | list | tuple)
+
+
+def items_of(layers: Any) -> Iterable[Any]:
+    """Return the modules and functions of a list of layers."""
+    return layers.layers if isinstance(layers, nnx.Sequential) else layers
 
 
 def has_three_parts(model: Any) -> bool:
@@ -117,7 +122,7 @@ def _run_stack(layers: nnx.Module, x: Any, policy: Callable | None, unroll: int 
 
 
 def _run_list(layers: Any, x: Any, policy: Callable | None) -> Any:
-    for layer in layers.layers if isinstance(layers, nnx.Sequential) else layers:
+    for layer in items_of(layers):
         if not isinstance(layer, nnx.Module):  # a function, as nnx.Sequential may hold
             x = layer(x)
             continue

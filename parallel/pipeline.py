@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from hfjax.parallel.dissect import Dissected, dissect
+from hfjax.parallel.dissect import Dissected, arrays_of, cotangents
 from hfjax.parallel.store import Store
 from hfjax.parallel.tick import ENDS, Facts, Row
 from hfjax.parallel.ticks import SIDES, Ticks
@@ -31,13 +31,13 @@ class Model:
     """What the stages run, each function for one microbatch `m`."""
 
     first: Callable  # (ends, m) -> x, what enters the first layer
-    unit: Callable  # (known, slots, x) -> x, one layer; known is (its parameters, its number, m)
+    passes: Callable  # (known, slots, x, split) -> Dissected; known: (values of a unit, number, m)
     last: Callable  # (ends, x, m) -> (total, aux): what is differentiated, and what is told
     values: Any  # parameters of this stage's units, [chunks * units, ...]
     ends: Any  # parameters of first and last
     slots: Any  # shapes and dtypes of one unit's gradients
-    order: np.ndarray  # [stages, chunks, units]: number of the layer, -1 where there is none
-    keep: Callable | None = None  # the unit of the last microbatch, if that recomputes less
+    order: np.ndarray  # [stages, chunks, units]: number of the unit, -1 where there is none
+    keep: Callable | None = None  # the passes of the last microbatch, if that recomputes less
 
 
 @dataclass(frozen=True)
@@ -116,20 +116,19 @@ class Pipeline:
 
     @cached_property
     def _passes(self) -> Dissected:
-        return self._dissected(self.model.unit)
+        return self._dissected(self.model.passes)
 
     @cached_property
     def _keeping(self) -> Dissected | None:
         """The passes of the last microbatch, if it keeps what others compute again."""
-        keeps = self.model.keep is not None and self._trains
-        return self._dissected(self.model.keep) if keeps else None
+        keep = self.model.keep
+        return self._dissected(keep) if keep is not None and self._trains else None
 
-    def _dissected(self, unit: Any) -> Dissected:
+    def _dissected(self, passes: Callable) -> Dissected:
         zeros = lambda a: self.mark(jnp.zeros(a.shape, a.dtype))
         slots, m = jax.tree.map(zeros, self.model.slots), self.mark(jnp.int32(0))
         known = self._known(self._chunks.get(self._values, 0, 0), 0, 0, m)
-        run = lambda *given: self.mark(unit(*given))
-        return dissect(run, known, slots, self._x, self._split)
+        return passes(known, slots, self._x, self._split)
 
     def _parameters(self, state: State, at: Row, kind: str, unit: Any) -> Any:
         """Return the parameters of a layer that a slot of this kind uses."""
@@ -159,7 +158,7 @@ class Pipeline:
         state |= {"dx": self._x, "dy": self._queue("dy").full(self._x, self.mark)}
         wanted = {"stash": self._passes.stash, "late": self._passes.late}
         for name, like in (wanted | {"cross": self._passes.cross if self._split else []}).items():
-            state[name] = self._ring(name).full(list(like), self.mark) if like else []
+            state[name] = self._ring(name).full(like, self.mark) if like else []
         if self._keeping is not None:
             state["kept"] = self._chunks.full(self._keeping.stash, self.mark)
         state["gradients"] = self._chunks.full(self.model.slots, self.mark)
@@ -290,7 +289,7 @@ class Pipeline:
             last = lambda ends, y: self.mark(self.model.last(ends, y, m))
             total, pullback, told = jax.vjp(last, self.model.ends, y, has_aux=True)
             gradients, dy = pullback(self.mark(jnp.ones_like(total)))
-            return self.mark((tell(told, aux), _add(ends, gradients), dy))
+            return self.mark((tell(told, aux), _add(ends, gradients), arrays_of(dy, y)))
 
         def skip(aux, ends):
             return aux, ends, self._x
@@ -393,7 +392,7 @@ class Pipeline:
         def run(ends):
             first = lambda ends: self.mark(self.model.first(ends, m))
             _, pullback = jax.vjp(first, self.model.ends)
-            return self.mark(_add(ends, pullback(dx)[0]))
+            return self.mark(_add(ends, pullback(cotangents(dx))[0]))
 
         return state | {"ends": at.branch("first_backward", run, lambda ends: ends, state["ends"])}
 

@@ -6,13 +6,13 @@ from functools import cached_property, partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 
 from hfjax.mean import Mean
 from hfjax.parallel.arrangement import Arrangement
-from hfjax.parallel.blueprint import LAYERS, Blueprint
-from hfjax.parallel.fetch import Movement, Stored
+from hfjax.parallel.blueprint import LAYERS, Blueprint, Layer, fill
+from hfjax.parallel.dissect import Dissected, dissect
+from hfjax.parallel.fetch import Elsewhere, Movement, Stored
 from hfjax.parallel.layers import layer_function
 from hfjax.parallel.pipeline import Model
 from hfjax.parallel.reduction import Flat
@@ -47,6 +47,7 @@ class Staged:
     policy: Callable | None
     tells: str | None  # "losses" or "outputs": see Told
     keeps_last: bool  # in the last microbatch nothing is recomputed
+    mark: Callable  # marks a tree as differing between devices
 
     def model(self) -> Model:
         """Return what the executor runs."""
@@ -54,13 +55,13 @@ class Staged:
         row = lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype)
         return Model(
             first=self._first,
-            unit=self._unit,
             last=self._last,
+            passes=self._passes,
             values={path: self.parameters[path] for path in layers},
             ends=self._ends,
             slots={path: row(self.slots[path]) for path in layers},
             order=self.arrangement.order,
-            keep=replace(self, policy=None)._unit if self.keeps_last else None,
+            keep=replace(self, policy=None)._passes if self.keeps_last else None,
         )
 
     @cached_property
@@ -73,12 +74,9 @@ class Staged:
         return Stored(value, slot, self.movements[path])
 
     def _merge(self, ends: Flat, variables: Flat) -> Any:
-        layers = {
-            path: self._stored(path, value, None)
-            for path, value in self.parameters.items()
-            if path.startswith(LAYERS)
-        }
-        return self.blueprint.merge(ends | layers, variables, self.mode)
+        layers = [path for path in self.blueprint.parameters if path.startswith(LAYERS)]
+        parameters = ends | {path: Elsewhere(path) for path in layers}
+        return self.blueprint.merge(parameters, variables, self.mode)
 
     def _first(self, ends: Flat, m: Any) -> Any:
         model, before = self._holding(ends, m)
@@ -103,23 +101,29 @@ class Staged:
         return self._merge(ends, variables), variables
 
     @cached_property
-    def _layers(self) -> tuple[Callable, Any, Any]:
-        """The function of one layer, and the variables it wants: parameters and others."""
-        layers = self._merge(self._ends, self.variables(jnp.int32(0), None)).layers
-        graph, parameters, variables = nnx.split(layers, nnx.Param, ...)
-        function = layer_function(graph, self.policy)
-        return function, nnx.to_flat_state(parameters), nnx.to_flat_state(variables)
+    def _layers(self) -> list[Layer]:
+        return self.blueprint.layers(self.mode)
+
+    def _passes(self, known: Any, slots: Flat, x: Any, split: bool) -> Dissected:
+        """Return the passes of a unit: of one layer."""
+        return dissect(self._unit, known, slots, x, split)
 
     def _unit(self, known: Any, slots: Flat, x: Any) -> Any:
         values, number, m = known
-        function, parameters, variables = self._layers
-        held = self.variables(m, number) if variables else {}
-        fill = lambda flat, of: nnx.from_flat_state(
-            [(keys, variable.replace(of(_path(keys)))) for keys, variable in flat]
-        )
+        layer = self._layers[0]
+        held = self.variables(m, number) if layer.variables else {}
         stored = lambda path: self._stored(path, values[path], slots[path])
-        y, written = function(fill(parameters, stored), fill(variables, held.__getitem__), x)
-        if names := ["/".join(map(str, keys)) for keys, _ in nnx.to_flat_state(written)]:
+        return self.mark(self._apply(layer, stored, held, x))
+
+    def _apply(self, layer: Layer, parameter: Callable, variables: Flat, x: Any) -> Any:
+        """Return what a layer makes of `x`."""
+        if not isinstance(layer.graph, nnx.GraphDef):
+            return layer.graph(x)
+        function = layer_function(layer.graph, self.policy)
+        held = fill(layer.variables, variables.__getitem__)
+        y, written = function(fill(layer.parameters, parameter), held, x)
+        path = {keys: variable.get_raw_value().path for keys, variable in layer.variables}
+        if names := [path[keys] for keys, _ in nnx.to_flat_state(written)]:
             raise _written("a layer", names)
         return y
 
@@ -127,10 +131,6 @@ class Staged:
         after = self.blueprint.variables_of(model)
         if names := [path for path, value in after.items() if value is not before[path]]:
             raise _written(part, names)
-
-
-def _path(keys: tuple) -> str:
-    return LAYERS + "/".join(map(str, keys))
 
 
 def _written(part: str, names: list[str]) -> ValueError:

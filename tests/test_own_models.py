@@ -139,6 +139,26 @@ def test_a_list_of_unlike_layers_under_every_remat(remat):
     assert_strategies_agree(init, squares, BATCH, cases, remat=remat)
 
 
+class Tracked(Unlike):
+    """A list in which a layer keeps running statistics."""
+
+    def __init__(self, *, rngs):
+        normed = nnx.BatchNorm(8, axis_name=BATCH_AXES, rngs=rngs)
+        self.layers = nnx.List([Residual(16, rngs=rngs), normed])
+        self.out = nnx.Linear(8, 8, rngs=rngs)
+
+
+def test_a_listed_layer_writes_its_statistics_under_remat():
+    mesh, init = hfjax.make_mesh(data=8), lambda rngs: Tracked(rngs=rngs)
+    layout = hfjax.layout(init, optax.sgd(0.1), mesh, DDP)
+    found = {}
+    for remat in ("none", "full"):
+        state, _ = hfjax.train_step(layout, squares, remat=remat)(hfjax.init(layout), BATCH)
+        found[remat] = hfjax.full(state.variables)["layers"]["1"]["mean"]
+        assert found[remat].any()
+    np.testing.assert_allclose(found["full"], found["none"], rtol=1e-5)
+
+
 class Scanned(nnx.Module):
     """A stack under the user's own nnx.scan and nnx.remat."""
 

@@ -392,7 +392,6 @@ def test_what_does_not_fit_is_refused(message):
         WRONG[message]()
 
 
-@pytest.mark.skip(reason="unlike layers do not run in the engine yet: see _check_pipes in train.py")
 def test_unlike_layers_go_through_the_same_entry():
     rngs = nnx.Rngs(0)
     layers = [Block(rngs=rngs), nnx.Linear(6, 9, rngs=rngs), jnp.tanh, nnx.Linear(9, 6, rngs=rngs)]
