@@ -1,5 +1,6 @@
 """hfjax: train a model on more than one device. A strategy is a table; the program follows it."""
 
+from hfjax.batches import full, shard_batch
 from hfjax.mean import Mean
 from hfjax.parallel.execution import Execution, Precision
 from hfjax.parallel.fetch import gather_rows
@@ -23,7 +24,7 @@ from hfjax.plan import Layout, State, layout
 from hfjax.rearrange import canonical
 from hfjax.target import target_devices
 from hfjax.traffic import Collectives, collectives
-from hfjax.train import eval_step, full, init, shard_batch, train_step
+from hfjax.train import eval_step, init, train_step
 
 __all__ = [
     "DDP",

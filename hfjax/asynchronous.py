@@ -12,9 +12,9 @@ from hfjax.leafwise import check_leafwise
 from hfjax.mean import Mean
 from hfjax.parallel.asynchronous import AsynchronousPlane, Held
 from hfjax.parallel.execution import Execution
-from hfjax.parallel.gradients import DataPlane
 from hfjax.parallel.mesh import describe_mesh
 from hfjax.parallel.reduction import Flat
+from hfjax.parallel.stages import PipelinePlane
 from hfjax.parallel.versions import Versions
 from hfjax.plan import Layout, State, flatten
 from hfjax.stagewise import COUNT, ENDS, LAYERS, NUMBER, Parts
@@ -42,7 +42,7 @@ class AsynchronousPass:
     parts: Parts
 
     @classmethod
-    def of(cls, layout: Layout, plane: DataPlane, versions: Versions) -> "AsynchronousPass":
+    def of(cls, layout: Layout, plane: PipelinePlane, versions: Versions) -> "AsynchronousPass":
         """Return the pass of a plane whose stages keep these versions of their layers."""
         _check(layout, plane.execution)
         same = {field.name: getattr(plane, field.name) for field in fields(plane)}

@@ -21,6 +21,7 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
+from hfjax.batches import check_batch as check_rows, full, shard_batch
 from hfjax.mean import Mean, as_mean
 from hfjax.parallel.compiler import compiler_options
 from hfjax.parallel.execution import Execution
@@ -37,17 +38,11 @@ from hfjax.pipe_checks import (
     check_parts,
 )
 from hfjax.plan import State, flatten, layout, nest
+from hfjax.planes import data_plane, forward_plane
 from hfjax.rearrange import canonical, rearrange
 from hfjax.stack import emptied, model_init, refilled, stack
 from hfjax.stages import on_stages
-from hfjax.train import (
-    _check_batch,
-    _check_runs,
-    _data_plane,
-    _forward_plane,
-    full,
-    shard_batch,
-)
+from hfjax.train import check_runs
 
 MANY = 8  # programs of one pipe, from which on it looks like a mistake
 NEW_CRITERIA = (
@@ -89,7 +84,7 @@ class Pipe:
         self._schedule = schedule
         self._execution = Execution(schedule=schedule, remat=REMAT[remat], **options)
         self.mesh, self.microbatches, self.layout = mesh, microbatches, on_stages(plan, schedule)
-        _check_runs(self.layout, self._execution, training=True)
+        check_runs(self.layout, self._execution, training=True)
         self._shardings = self.layout.shardings()
         self._variables = jax.device_put(_nested(given, nnx.Not(nnx.Param)), self._on(P()))
         self._shapes = _nested(emptied(given), nnx.Param)
@@ -185,7 +180,7 @@ class Pipe:
     ) -> jax.stages.Lowered:
         """Return the program of forward_backward for arrays or shapes, without running it."""
         batch = check_batch(x, labels, criterion)
-        _check_batch(self.layout, batch, self.microbatches)
+        check_rows(self.layout, batch, self.microbatches)
         shape = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._rows)
         batch = jax.tree.map(shape, batch)
         tells = "outputs" if return_outputs else "losses"
@@ -226,7 +221,7 @@ class Pipe:
 
     def _training(self, criterion: Callable, tells: str) -> Callable:
         table = self._schedule.table(self.parts.stages)
-        plane = _data_plane(self.layout, _loss(criterion), self._execution, table)
+        plane = data_plane(self.layout, _loss(criterion), self._execution, table)
         plane = replace(plane, tells=tells)
 
         def run(parameters, variables, batch, step):
@@ -246,7 +241,7 @@ class Pipe:
 
         def run(parameters, variables, batch):
             loss = _loss(criterion)
-            plane = _forward_plane(self.layout, loss, plain, self._schedule, batch)
+            plane = forward_plane(self.layout, loss, plain, self._schedule, batch)
             plane = replace(plane, tells=tells)
             told = plane.evaluate(flatten(parameters), flatten(variables), batch)
             return _metrics(told) if tells is None else told.outputs

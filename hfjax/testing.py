@@ -12,6 +12,7 @@ import optax
 from flax import nnx
 from jax.sharding import NamedSharding
 
+from hfjax.batches import full
 from hfjax.mean import as_mean
 from hfjax.parallel.blueprint import rngs_of
 from hfjax.parallel.mesh import describe_mesh, make_mesh
@@ -27,7 +28,7 @@ from hfjax.parallel.strategy import (
 )
 from hfjax.plan import Layout, flatten, layout
 from hfjax.rearrange import canonical
-from hfjax.train import full, init, train_step
+from hfjax.train import init, train_step
 
 Sizes = Mapping[str, int]
 

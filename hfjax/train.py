@@ -1,6 +1,5 @@
-"""Train: state born sharded, one jitted step, evaluation, and the batch on its devices."""
+"""Train: state born sharded, one jitted step, evaluation."""
 
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
@@ -8,23 +7,21 @@ from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 from hfjax.asynchronous import AsynchronousPass
+from hfjax.batches import check_batch, is_placed, microbatches_of, shard_batch
 from hfjax.elementwise import check_elementwise
 from hfjax.mean import Mean
 from hfjax.parallel.compiler import compiler_options as options_of
 from hfjax.parallel.execution import Execution, Precision
-from hfjax.parallel.gradients import DataPlane
 from hfjax.parallel.mesh import BATCH_AXES, PIPE_AXIS, describe_mesh
-from hfjax.parallel.placement import batch_devices
-from hfjax.parallel.schedule import Table
-from hfjax.parallel.schedules import Schedule, forward_table
-from hfjax.parallel.ticks import compile_table
+from hfjax.parallel.schedules import Schedule
+from hfjax.parallel.stages import PipelinePlane
 from hfjax.plan import Layout, State, flatten, nest
+from hfjax.planes import data_plane, forward_plane
 from hfjax.rearrange import rearrange
 from hfjax.stages import on_stages
 from hfjax.watch import Watch
@@ -57,15 +54,15 @@ class TrainStep:
     def __init__(self, layout: Layout, loss: Callable, execution: Execution):
         _check_given(layout, loss)
         layout = on_stages(layout, execution.schedule)
-        _check_runs(layout, execution, training=True)
+        check_runs(layout, execution, training=True)
         check_elementwise(layout)
         self.layout, self.execution = layout, execution
         schedule, stages = execution.schedule, layout.mesh.shape[PIPE_AXIS]
         table = None if schedule is None else schedule.table(stages)
-        self._plane = _data_plane(layout, loss, execution, table)
+        self._plane = data_plane(layout, loss, execution, table)
         versions = None if schedule is None else schedule.versions(stages)
         self._pass = self._synchronous
-        if versions is not None:
+        if versions is not None and isinstance(self._plane, PipelinePlane):
             self._pass = AsynchronousPass.of(layout, self._plane, versions)
         self._shardings = replace(layout.shardings(), order=None)
         self._batch = NamedSharding(layout.mesh, P(BATCH_AXES))
@@ -86,8 +83,8 @@ class TrainStep:
                 "with the state that the step returned: state, metrics = step(state, batch)."
             )
         self._watch.check(state)
-        if not _is_placed(batch, self._batch):
-            batch = shard_batch(self.layout, batch, _microbatches(self.execution))
+        if not is_placed(batch, self._batch):
+            batch = shard_batch(self.layout, batch, microbatches_of(self.execution))
         state, metrics = self._jitted(self._in_order(state), batch)
         self._watch.add(metrics["finite"], metrics["step"])
         return replace(state, order=self._order), metrics
@@ -110,7 +107,7 @@ class TrainStep:
 
     def lower(self, batch: Any) -> jax.stages.Lowered:
         """Return the lowered step for a batch of arrays or shapes; allocates nothing."""
-        _check_batch(self.layout, batch, _microbatches(self.execution))
+        check_batch(self.layout, batch, microbatches_of(self.execution))
         shape = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._batch)
         state = replace(self.layout.abstract_state(), order=None)
         return self._jitted.lower(state, jax.tree.map(shape, batch))
@@ -126,7 +123,7 @@ class TrainStep:
     # -- the program ----------------------------------------------------------------------
 
     def _step(self, state: State, batch: Any) -> tuple[State, Metrics]:
-        _check_batch(self.layout, batch, _microbatches(self.execution))
+        check_batch(self.layout, batch, microbatches_of(self.execution))
         params, variables = flatten(state.params), flatten(state.variables)
         mean, norm, run, statistics = self._pass(state, batch)
         metrics = {"loss": mean.total / mean.weight, "grad_norm": norm} | _metrics(mean)
@@ -203,58 +200,22 @@ def eval_step(
     _check_given(layout, loss)
     layout = on_stages(layout, schedule)
     run = Execution(precision=precision, compiler_options=compiler_options)
-    _check_runs(layout, run)
+    check_runs(layout, run)
     where = NamedSharding(layout.mesh, P(BATCH_AXES))
 
     def evaluate(params: Any, variables: Any, batch: Any) -> Metrics:
-        plane = _forward_plane(layout, loss, run, schedule, batch)
+        plane = forward_plane(layout, loss, run, schedule, batch)
         mean = plane.evaluate(flatten(params), flatten(variables), batch)
         return {"loss": mean.total / mean.weight} | _metrics(mean)
 
     jitted = jax.jit(evaluate, compiler_options=_options(layout, run))
 
     def step(state: State, batch: Any) -> Metrics:
-        batch = batch if _is_placed(batch, where) else shard_batch(layout, batch)
+        batch = batch if is_placed(batch, where) else shard_batch(layout, batch)
         state = rearrange(layout, state)
         return jitted(state.params, state.variables, batch)
 
     return step
-
-
-def _data_plane(
-    layout: Layout, loss: Callable, execution: Execution, table: Table | None = None
-) -> DataPlane:
-    return DataPlane(
-        blueprint=layout.blueprint,
-        placed=layout.placed,
-        mesh=layout.mesh,
-        execution=execution,
-        loss=loss,
-        forward=layout.forward,
-        arrangement=layout.arrangement,
-        packed=layout.packed,
-        ticks=None if table is None else compile_table(table),
-    )
-
-
-def _forward_plane(
-    layout: Layout, loss: Callable, run: Execution, schedule: Schedule | None, batch: Any
-) -> DataPlane:
-    """Return the plane that evaluates: over stages, as many microbatches as the rows allow."""
-    stages = layout.mesh.shape[PIPE_AXIS]
-    if stages == 1 and schedule is None:
-        return _data_plane(layout, loss, run)
-    rows = jax.tree.leaves(batch)[0].shape[0] // batch_devices(layout.mesh)
-    wanted = 4 * stages if schedule is None else schedule.microbatches
-    count = max(n for n in range(1, wanted + 1) if rows % n == 0)
-    assert layout.arrangement is not None
-    return _data_plane(layout, loss, run, forward_table(layout.arrangement.homes, count))
-
-
-def _microbatches(execution: Execution) -> int:
-    """Return into how many microbatches a step splits the rows of each device."""
-    schedule = execution.schedule
-    return execution.accumulate * (1 if schedule is None else schedule.microbatches)
 
 
 def _options(layout: Layout, execution: Execution) -> dict[str, Any] | None:
@@ -277,7 +238,8 @@ def _check_given(layout: Any, loss: Any) -> None:
         )
 
 
-def _check_runs(layout: Layout, execution: Execution, training: bool = False) -> None:
+def check_runs(layout: Layout, execution: Execution, training: bool = False) -> None:
+    """Refuse what cannot run, or would run in vain."""
     if idle := layout.unused_axes():
         raise ValueError(
             f"mesh {describe_mesh(layout.mesh)}: {', '.join(idle)} splits neither the batch nor a "
@@ -298,83 +260,3 @@ def _check_runs(layout: Layout, execution: Execution, training: bool = False) ->
             "precision reduce=bfloat16 beside a tensor axis crashes XLA's CPU compiler. "
             "Reduce in float32 on CPU."
         )
-
-
-# -- batches ------------------------------------------------------------------------------
-
-
-def shard_batch(layout: Layout, batch: Any, microbatches: int = 1) -> Any:
-    """Return a batch on its devices; with several processes, each gives its own rows.
-
-    Processes that hold other stages of the same rows give the same rows.
-    """
-    where = NamedSharding(layout.mesh, P(BATCH_AXES))
-    _check_batch(layout, batch, microbatches, _shares(layout))
-    if jax.process_count() == 1:
-        return jax.device_put(batch, where)
-    _check_processes(layout)
-    return jax.tree.map(
-        lambda x: jax.make_array_from_process_local_data(where, np.asarray(x)), batch
-    )
-
-
-def _shares(layout: Layout) -> int:
-    """Return into how many parts the processes split the rows of a batch."""
-    sizes = [layout.mesh.shape[axis] for axis in (PIPE_AXIS, *BATCH_AXES)]
-    groups = layout.mesh.devices.reshape(sizes[0], math.prod(sizes[1:]), -1)
-    me = jax.process_index()
-    mine = [any(d.process_index == me for d in groups[:, i].flat) for i in range(groups.shape[1])]
-    return len(mine) // max(sum(mine), 1)
-
-
-def _check_batch(layout: Layout, batch: Any, microbatches: int, shares: int = 1) -> None:
-    leaves = jax.tree.leaves(batch)
-    if not all(hasattr(x, "shape") for x in leaves):
-        raise ValueError(
-            "a batch is a pytree of arrays; found Python numbers in it. Convert lists first: "
-            "np.asarray(…)."
-        )
-    sizes = [x.shape[0] if x.shape else 0 for x in leaves]
-    if not sizes or len(set(sizes)) > 1 or not sizes[0]:
-        raise ValueError(
-            f"a batch is a pytree of arrays with the same number of rows, at least one; "
-            f"found rows {sizes}."
-        )
-    devices = batch_devices(layout.mesh)
-    rows, unit = sizes[0] * shares, microbatches * devices
-    if rows % unit:
-        raise ValueError(
-            f"batch of {rows} rows does not divide by {microbatches} microbatches x {devices} "
-            f"devices ({describe_mesh(layout.mesh)}). Use {max(rows // unit, 1) * unit} or "
-            f"{(rows // unit + 1) * unit} rows, or change the number of microbatches (accumulate, "
-            "schedule)."
-        )
-
-
-def _check_processes(layout: Layout) -> None:
-    groups = layout.mesh.devices.reshape(-1, math.prod(layout.mesh.devices.shape[3:]))
-    if any(len({device.process_index for device in group}) > 1 for group in groups):
-        raise ValueError(
-            f"{describe_mesh(layout.mesh)}: the devices that share rows of the batch belong to "
-            "several processes. Keep tensor within the devices of one process."
-        )
-
-
-def _is_placed(batch: Any, where: NamedSharding) -> bool:
-    leaves = jax.tree.leaves(batch)
-    return all(
-        isinstance(x, jax.Array) and x.sharding.is_equivalent_to(where, x.ndim) for x in leaves
-    )
-
-
-def full(params: Any) -> Any:
-    """Return the whole arrays in host memory, leaf by leaf (summon_full_params)."""
-    return jax.tree.map(_whole, params)
-
-
-def _whole(x: jax.Array) -> np.ndarray:
-    if x.is_fully_addressable:
-        return np.asarray(x)
-    from jax.experimental import multihost_utils
-
-    return np.asarray(multihost_utils.process_allgather(x, tiled=True))

@@ -22,10 +22,10 @@ from jax.sharding import PartitionSpec as P
 from hfjax.mean import Mean
 from hfjax.parallel.blueprint import LAYERS
 from hfjax.parallel.dissect import Dissected
-from hfjax.parallel.gradients import DataPlane
 from hfjax.parallel.mesh import PIPE_AXIS, in_use
 from hfjax.parallel.pipeline import Model, Pipeline, State
 from hfjax.parallel.reduction import Flat, Reduction
+from hfjax.parallel.stages import PipelinePlane
 from hfjax.parallel.store import Store
 from hfjax.parallel.versions import Versions
 
@@ -172,7 +172,7 @@ class Held(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class AsynchronousPlane(DataPlane):
+class AsynchronousPlane(PipelinePlane):
     """The data plane of a step in which stages update their layers themselves."""
 
     versions: Versions

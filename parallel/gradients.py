@@ -6,7 +6,6 @@ scattered in every microbatch is scattered by `fetch`, the rest is reduced once,
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import jax
@@ -15,22 +14,15 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec as P
 
 from hfjax.mean import Mean, as_mean
-from hfjax.parallel.arrangement import Arrangement
 from hfjax.parallel.blueprint import LAYERS, Blueprint
 from hfjax.parallel.execution import Execution, Precision
-from hfjax.parallel.fetch import Movement, Stored, scatter
-from hfjax.parallel.layers import run_model, saving_policy
+from hfjax.parallel.fetch import Movement, Stored
+from hfjax.parallel.layers import run_model
 from hfjax.parallel.mesh import BATCH_AXES, MANUAL_AXES, PIPE_AXIS, TENSOR_AXES, in_use
-from hfjax.parallel.packing import PackedLayers
-from hfjax.parallel.pipeline import Pipeline
 from hfjax.parallel.placement import auto_part
 from hfjax.parallel.randomness import is_random, keys_for
 from hfjax.parallel.reduction import Flat, Placed, Reduction, levels
-from hfjax.parallel.remat import check_except_last
-from hfjax.parallel.staged import Staged, Told
 from hfjax.parallel.strategy import Axes
-from hfjax.parallel.ticks import Ticks
-from hfjax.parallel.unlike import Unlike
 
 
 @dataclass(frozen=True)
@@ -43,15 +35,9 @@ class DataPlane:
     execution: Execution
     loss: Callable
     forward: Callable | None
-    arrangement: Arrangement | None = None  # of the layers on stages
-    packed: PackedLayers | None = None  # how a list of layers is stored on them
-    ticks: Ticks | None = None  # the schedule, if the step runs as a pipeline
-    tells: str | None = None  # "losses" or "outputs": a pipeline gives `Told` in place of its Mean
 
     def __post_init__(self):
-        if self.execution.remat == "except_last" and self.ticks is not None:
-            check_except_last(self.ticks.table, self.placed, self.mesh)
-        if self.execution.accumulate == 1 and self.ticks is None:
+        if self._reads_once:
             placed = {path: _straight(p) for path, p in self.placed.items()}
             object.__setattr__(self, "placed", placed)
 
@@ -66,7 +52,7 @@ class DataPlane:
             parameters = self._gather_once(self._varying(parameters))
             random, statistics = self._sort(self._varying(variables))
             traced = (unread, written)
-            microbatch = self._microbatch(parameters, random, _rows(batch), step, traced)
+            microbatch = self._microbatch(parameters, random, rows_of(batch), step, traced)
             gradients, mean, statistics = self._accumulate(microbatch, statistics, batch)
             self._check_all_read(unread)
             gradients = Reduction(self._precision, self._hierarchical)(gradients, self.placed)
@@ -82,19 +68,24 @@ class DataPlane:
 
         def device(parameters, variables, batch):
             stored, held = self._varying(parameters), self._varying(variables)
-            if self.ticks is not None:
-                staged = self._staged(stored, batch, lambda m, number: _of(held, number), "eval")
-                return self._sum(self._pipeline(staged)[2])
-            model = self._model(stored, None, held, "eval", set())
-            return self._sum(self._varying(self._mean(model, batch)))
+            return self._sum(self._evaluated(stored, held, batch))
 
         in_specs = (self._specs("parameter"), P(), P(self._batch_axes))
         run = self._shard_map(device, in_specs, self._told_specs)
         return run(parameters, variables, batch)
 
+    def _evaluated(self, stored: Flat, held: Flat, batch: Any) -> Any:
+        model = self._model(stored, None, held, "eval", set())
+        return self._varying(self._mean(model, batch))
+
     @property
     def _told_specs(self) -> Any:
-        return P() if self.tells is None else Told(P(), P(self._batch_axes))
+        return P()
+
+    @property
+    def _reads_once(self) -> bool:
+        """Whether a step reads each parameter for one microbatch only."""
+        return self.execution.accumulate == 1
 
     def _specs(self, column: str) -> dict[str, P]:
         return {path: p.manual(column) for path, p in self.placed.items()}
@@ -130,22 +121,10 @@ class DataPlane:
         `traced` holds the paths not read yet and those written to: tracing fills them in.
         """
         unread, written = traced
-
         keys = self._keys(random, local_rows, step)
 
-        def pipelined(statistics, batch, number):
-            """A microbatch of the step is a batch of the pipeline, split again."""
-            staged = self._training(parameters, statistics, batch, (keys, number), unread)
-            gradients, ends, mean = self._pipeline(staged)
-            ends = {path: self._give(self.placed[path], g) for path, g in ends.items()}
-            return (
-                self._pin({path: (gradients | ends)[path] for path in self.placed}),
-                mean,
-                statistics,
-            )
-
         def total(slots, statistics, batch, number):
-            of_rows = keys(None, number, _rows(batch))
+            of_rows = keys(None, number, rows_of(batch))
             model = self._model(parameters, slots, {**statistics, **of_rows}, "train", unread)
             mean = self._mean(model, batch)
             changed = self.blueprint.variables_of(model)
@@ -161,7 +140,7 @@ class DataPlane:
             gradients, aux = gradient(slots, statistics, batch, number)
             return self._pin(gradients), *aux
 
-        return run if self.ticks is None else pipelined
+        return run
 
     def _keys(self, random: Flat, local_rows: int, step: Any) -> Callable:
         """Return (layer or None, number of a microbatch, its rows) -> variables that hold keys."""
@@ -170,80 +149,17 @@ class DataPlane:
         def keys(layer, number, rows):
             device = lax.axis_index(self._batch_axes) if self._batch_axes else 0
             first = device * local_rows + number * rows
-            of_layer = _of(random, layer).items()
+            of_layer = variables_of(random, layer).items()
             return {p: keys_for(template[p], key, step, first, rows) for p, key in of_layer}
 
         return keys
-
-    # -- pipelines ----------------------------------------------------------------------------
-
-    def _training(self, parameters, statistics, batch, keys_of, unread) -> Staged:
-        """Return the model in three parts for a microbatch of the step, and its random keys."""
-        assert self.ticks is not None
-        count = self.ticks.table.microbatches
-        rows, (keys, number) = _rows(batch) // count, keys_of
-
-        def variables(m, layer):
-            return {**_of(statistics, layer), **keys(layer, number * count + m, rows)}
-
-        return self._staged(parameters, batch, variables, "train", unread)
-
-    def _staged(self, parameters, batch, variables, mode, unread=None) -> Staged:
-        """Return the model in three parts for one pass over the microbatches of `batch`."""
-        assert self.ticks is not None
-        assert self.arrangement is not None
-        count = self.ticks.table.microbatches
-        split = jax.tree.map(lambda x: x.reshape(count, -1, *x.shape[1:]), batch)
-        at = lambda m: jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, m, 0, False), split)
-        moves = {
-            path: self._movement(p, set() if unread is None else unread, mode == "train")
-            for path, p in self.placed.items()
-        }
-        kind = Staged if self.packed is None else partial(Unlike, packed=self.packed)
-        return kind(
-            blueprint=self.blueprint,
-            arrangement=self.arrangement,
-            parameters=parameters,
-            movements=moves,
-            slots=jax.eval_shape(self._slots),
-            variables=variables,
-            inputs=lambda m: _cast(at(m), self._precision.compute),
-            mean=lambda outputs, m: as_mean(self.loss(outputs, at(m)), _rows(batch) // count),
-            mode=mode,
-            policy=saving_policy(self.execution, gathers=False),
-            tells=self.tells,
-            keeps_last=self.execution.remat == "except_last",
-            mark=self._varying,
-        )
-
-    def _pipeline(self, staged: Staged) -> tuple[Any, Any, Any]:
-        """Return the gradients of the layers, those of the rest, and the mean (or `Told`)."""
-        assert self.ticks is not None
-        pipeline = Pipeline(self.ticks, staged.model(), self._varying, self._unroll)
-        layers, ends, told = pipeline.run()
-        if self.tells is None:
-            return layers, ends, jax.tree.map(lambda x: x.sum(0), told)
-        by_row = lambda x: x.reshape(-1, *x.shape[2:])
-        return layers, ends, Told(told.means, jax.tree.map(by_row, told.outputs))
-
-    @property
-    def _unroll(self) -> int | bool:
-        """How many layers of a stage follow each other without a loop: on a CPU all."""
-        unroll = self.execution.unroll
-        return (self._platform == "cpu" or 1) if unroll is None else unroll
-
-    def _give(self, p: Placed, gradient: jax.Array) -> jax.Array:
-        """Return a gradient, summed over all microbatches, where it accumulates."""
-        move = self._movement(p, set())
-        wide = jnp.promote_types(p.dtype, jnp.float32)
-        return scatter(gradient.astype(move.reduce), move.scatter, move.tensor).astype(wide)
 
     @property
     def _platform(self) -> str:
         return self.mesh.devices.flat[0].platform
 
     def _mean(self, model: Any, batch: Any) -> Mean:
-        inputs = _cast(batch, self._precision.compute)
+        inputs = cast_inputs(batch, self._precision.compute)
         if self.forward is not None:
             outputs = self.forward(model, inputs)
         elif self.blueprint.three_parts:
@@ -251,7 +167,7 @@ class DataPlane:
             outputs = run_model(model, inputs, self.execution, gathers, self._platform)
         else:
             outputs = model(inputs) if callable(model) else model
-        return as_mean(self.loss(outputs, batch), _rows(batch))
+        return as_mean(self.loss(outputs, batch), rows_of(batch))
 
     def _model(self, parameters: Flat, slots: Flat | None, variables: Flat, mode: str, unread: set):
         """Return the model on stored parameters; those outside the layers are gathered now."""
@@ -313,23 +229,7 @@ class DataPlane:
         return jax.tree.map(mark, tree)
 
     def _sum(self, tree: Any) -> Any:
-        if isinstance(tree, Told):
-            return Told(self._sum(tree.means), self._from_last_stage(tree.outputs))
         return lax.psum(tree, self._axes) if self._axes else tree
-
-    def _from_last_stage(self, outputs: Any) -> Any:
-        """Return on every stage what is zero on all but the last.
-
-        In float32 on a CPU: its compiler aborts on a sum in bfloat16.
-        """
-        if not in_use(self.mesh, (PIPE_AXIS,)):
-            return outputs
-
-        def send(x):
-            narrow = self._platform == "cpu" and x.dtype == jnp.bfloat16
-            return lax.psum(x.astype(jnp.float32) if narrow else x, PIPE_AXIS).astype(x.dtype)
-
-        return jax.tree.map(send, outputs)
 
     def _average(self, statistics: Flat) -> Flat:
         """Return statistics averaged over the devices; whole numbers agree already."""
@@ -354,8 +254,7 @@ class DataPlane:
         That is when there is no further microbatch to wait for, each parameter is read once, and
         it is large: small ones go together at the end.
         """
-        one = self.execution.accumulate == 1 and self.ticks is None
-        once = self.blueprint.three_parts and one
+        once = self.blueprint.three_parts and self._reads_once
         if p.small or self._hierarchical or not once:
             return ()
         split = {axis for _, axes in (*p.split("gradient"), *p.split("moment")) for axis in axes}
@@ -398,12 +297,8 @@ class DataPlane:
         }
 
     def _gathered_once(self, p: Placed) -> bool:
-        """Return whether a split parameter stays gathered from the first microbatch to the last.
-
-        That is when its gradient accumulates whole; in a pipeline, also when asked for.
-        """
-        kept = self.ticks is not None and not self.execution.reshard_after_forward
-        return bool(p.split("parameter")) and (kept or not p.split("gradient"))
+        """Return whether a split parameter stays gathered, since its gradient accumulates whole."""
+        return bool(p.split("parameter")) and not p.split("gradient")
 
     def _gathers_layers(self) -> bool:
         return any(
@@ -416,7 +311,7 @@ def _straight(p: Placed) -> Placed:
     return replace(p, gradient=p.moment) if p.gradient == p.parameter else p
 
 
-def _of(variables: Flat, layer: Any) -> Flat:
+def variables_of(variables: Flat, layer: Any) -> Flat:
     """Return the variables of one of the stacked layers (None: all as they are)."""
     if layer is None:
         return variables
@@ -424,11 +319,12 @@ def _of(variables: Flat, layer: Any) -> Flat:
     return {path: pick(x) for path, x in variables.items() if path.startswith(LAYERS)}
 
 
-def _rows(batch: Any) -> int:
+def rows_of(batch: Any) -> int:
+    """Return the number of rows of a batch."""
     return jax.tree.leaves(batch)[0].shape[0]
 
 
-def _cast(batch: Any, dtype: Any) -> Any:
+def cast_inputs(batch: Any, dtype: Any) -> Any:
     """Return the batch with floating-point inputs in the compute dtype, if there is one."""
     cast = lambda x: dtype is not None and jnp.issubdtype(x.dtype, jnp.floating)
     return jax.tree.map(lambda x: x.astype(dtype) if cast(x) else x, batch)

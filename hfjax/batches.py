@@ -1,0 +1,98 @@
+"""Batches: split over devices and processes, checked before anything is traced."""
+
+import math
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+from hfjax.parallel.execution import Execution
+from hfjax.parallel.mesh import BATCH_AXES, PIPE_AXIS, describe_mesh
+from hfjax.parallel.placement import batch_devices
+from hfjax.plan import Layout
+
+
+def microbatches_of(execution: Execution) -> int:
+    """Return into how many microbatches a step splits the rows of each device."""
+    schedule = execution.schedule
+    return execution.accumulate * (1 if schedule is None else schedule.microbatches)
+
+
+def shard_batch(layout: Layout, batch: Any, microbatches: int = 1) -> Any:
+    """Return a batch on its devices; with several processes, each gives its own rows.
+
+    Processes that hold other stages of the same rows give the same rows.
+    """
+    where = NamedSharding(layout.mesh, P(BATCH_AXES))
+    check_batch(layout, batch, microbatches, _shares(layout))
+    if jax.process_count() == 1:
+        return jax.device_put(batch, where)
+    _check_processes(layout)
+    return jax.tree.map(
+        lambda x: jax.make_array_from_process_local_data(where, np.asarray(x)), batch
+    )
+
+
+def _shares(layout: Layout) -> int:
+    """Return into how many parts the processes split the rows of a batch."""
+    sizes = [layout.mesh.shape[axis] for axis in (PIPE_AXIS, *BATCH_AXES)]
+    groups = layout.mesh.devices.reshape(sizes[0], math.prod(sizes[1:]), -1)
+    me = jax.process_index()
+    mine = [any(d.process_index == me for d in groups[:, i].flat) for i in range(groups.shape[1])]
+    return len(mine) // max(sum(mine), 1)
+
+
+def check_batch(layout: Layout, batch: Any, microbatches: int, shares: int = 1) -> None:
+    """Refuse a batch that is none, or whose rows do not split into microbatches and devices."""
+    leaves = jax.tree.leaves(batch)
+    if not all(hasattr(x, "shape") for x in leaves):
+        raise ValueError(
+            "a batch is a pytree of arrays; found Python numbers in it. Convert lists first: "
+            "np.asarray(…)."
+        )
+    sizes = [x.shape[0] if x.shape else 0 for x in leaves]
+    if not sizes or len(set(sizes)) > 1 or not sizes[0]:
+        raise ValueError(
+            f"a batch is a pytree of arrays with the same number of rows, at least one; "
+            f"found rows {sizes}."
+        )
+    devices = batch_devices(layout.mesh)
+    rows, unit = sizes[0] * shares, microbatches * devices
+    if rows % unit:
+        raise ValueError(
+            f"batch of {rows} rows does not divide by {microbatches} microbatches x {devices} "
+            f"devices ({describe_mesh(layout.mesh)}). Use {max(rows // unit, 1) * unit} or "
+            f"{(rows // unit + 1) * unit} rows, or change the number of microbatches (accumulate, "
+            "schedule)."
+        )
+
+
+def _check_processes(layout: Layout) -> None:
+    groups = layout.mesh.devices.reshape(-1, math.prod(layout.mesh.devices.shape[3:]))
+    if any(len({device.process_index for device in group}) > 1 for group in groups):
+        raise ValueError(
+            f"{describe_mesh(layout.mesh)}: the devices that share rows of the batch belong to "
+            "several processes. Keep tensor within the devices of one process."
+        )
+
+
+def is_placed(batch: Any, where: NamedSharding) -> bool:
+    """Return whether a batch already lies where it is wanted."""
+    leaves = jax.tree.leaves(batch)
+    return all(
+        isinstance(x, jax.Array) and x.sharding.is_equivalent_to(where, x.ndim) for x in leaves
+    )
+
+
+def full(params: Any) -> Any:
+    """Return the whole arrays in host memory, leaf by leaf (summon_full_params)."""
+    return jax.tree.map(_whole, params)
+
+
+def _whole(x: jax.Array) -> np.ndarray:
+    if x.is_fully_addressable:
+        return np.asarray(x)
+    from jax.experimental import multihost_utils
+
+    return np.asarray(multihost_utils.process_allgather(x, tiled=True))

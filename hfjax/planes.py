@@ -1,0 +1,41 @@
+"""Which data plane a step or an evaluation runs on: with a table, that of a pipeline."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from hfjax.parallel.execution import Execution
+from hfjax.parallel.gradients import DataPlane
+from hfjax.parallel.mesh import PIPE_AXIS
+from hfjax.parallel.placement import batch_devices
+from hfjax.parallel.schedule import Table
+from hfjax.parallel.schedules import Schedule, forward_table
+from hfjax.parallel.stages import PipelinePlane
+from hfjax.parallel.ticks import compile_table
+from hfjax.plan import Layout
+
+
+def data_plane(
+    layout: Layout, loss: Callable, execution: Execution, table: Table | None = None
+) -> DataPlane:
+    """Return the data plane of a layout, one that follows a table if there is one."""
+    basic = (layout.blueprint, layout.placed, layout.mesh, execution, loss, layout.forward)
+    if table is None:
+        return DataPlane(*basic)
+    assert layout.arrangement is not None
+    return PipelinePlane(*basic, layout.arrangement, compile_table(table), layout.packed)
+
+
+def forward_plane(
+    layout: Layout, loss: Callable, run: Execution, schedule: Schedule | None, batch: Any
+) -> DataPlane:
+    """Return the plane that evaluates: over stages, as many microbatches as the rows allow."""
+    stages = layout.mesh.shape[PIPE_AXIS]
+    if stages == 1 and schedule is None:
+        return data_plane(layout, loss, run)
+    rows = jax.tree.leaves(batch)[0].shape[0] // batch_devices(layout.mesh)
+    wanted = 4 * stages if schedule is None else schedule.microbatches
+    count = max(n for n in range(1, wanted + 1) if rows % n == 0)
+    assert layout.arrangement is not None
+    return data_plane(layout, loss, run, forward_table(layout.arrangement.homes, count))

@@ -1,0 +1,148 @@
+"""The data plane of a pipeline: its microbatches go through the stages of the pipe axis."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from hfjax.mean import as_mean
+from hfjax.parallel.arrangement import Arrangement
+from hfjax.parallel.fetch import scatter
+from hfjax.parallel.gradients import DataPlane, cast_inputs, rows_of, variables_of
+from hfjax.parallel.layers import saving_policy
+from hfjax.parallel.mesh import PIPE_AXIS, in_use
+from hfjax.parallel.packing import PackedLayers
+from hfjax.parallel.pipeline import Pipeline
+from hfjax.parallel.reduction import Flat, Placed
+from hfjax.parallel.remat import check_except_last
+from hfjax.parallel.staged import Staged, Told
+from hfjax.parallel.ticks import Ticks
+from hfjax.parallel.unlike import Unlike
+
+
+@dataclass(frozen=True)
+class PipelinePlane(DataPlane):
+    """A data plane that runs by a table; a microbatch of the step is split again."""
+
+    arrangement: Arrangement  # of the layers on stages
+    ticks: Ticks
+    packed: PackedLayers | None = None  # how a list of layers is stored on them
+    tells: str | None = None  # "losses" or "outputs": gives `Told` in place of a Mean
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.execution.remat == "except_last":
+            check_except_last(self.ticks.table, self.placed, self.mesh)
+
+    @property
+    def _reads_once(self) -> bool:
+        return False
+
+    @property
+    def _told_specs(self) -> Any:
+        return P() if self.tells is None else Told(P(), P(self._batch_axes))
+
+    def _evaluated(self, stored: Flat, held: Flat, batch: Any) -> Any:
+        variables = lambda m, layer: variables_of(held, layer)
+        return self._pipeline(self._staged(stored, batch, variables, "eval"))[2]
+
+    def _microbatch(
+        self, parameters: Flat, random: Flat, local_rows: int, step: Any, traced: tuple[set, set]
+    ) -> Callable:
+        """Return (statistics, batch, number) -> (gradients, what is told, statistics)."""
+        unread, _ = traced
+        keys = self._keys(random, local_rows, step)
+
+        def run(statistics, batch, number):
+            staged = self._training(parameters, statistics, batch, (keys, number), unread)
+            gradients, ends, told = self._pipeline(staged)
+            gradients |= {path: self._give(self.placed[path], g) for path, g in ends.items()}
+            return self._pin({path: gradients[path] for path in self.placed}), told, statistics
+
+        return run
+
+    def _gathered_once(self, p: Placed) -> bool:
+        """Return whether a split parameter stays gathered: also when that is asked for."""
+        kept = p.split("parameter") and not self.execution.reshard_after_forward
+        return bool(kept) or super()._gathered_once(p)
+
+    def _training(self, parameters, statistics, batch, keys_of, unread) -> Staged:
+        """Return the model in three parts for a microbatch of the step, and its random keys."""
+        count = self.ticks.table.microbatches
+        rows, (keys, number) = rows_of(batch) // count, keys_of
+
+        def variables(m, layer):
+            return {**variables_of(statistics, layer), **keys(layer, number * count + m, rows)}
+
+        return self._staged(parameters, batch, variables, "train", unread)
+
+    def _staged(self, parameters, batch, variables, mode, unread=None) -> Staged:
+        """Return the model in three parts for one pass over the microbatches of `batch`."""
+        count = self.ticks.table.microbatches
+        split = jax.tree.map(lambda x: x.reshape(count, -1, *x.shape[1:]), batch)
+        at = lambda m: jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, m, 0, False), split)
+        moves = {
+            path: self._movement(p, set() if unread is None else unread, mode == "train")
+            for path, p in self.placed.items()
+        }
+        kind = Staged if self.packed is None else partial(Unlike, packed=self.packed)
+        return kind(
+            blueprint=self.blueprint,
+            arrangement=self.arrangement,
+            parameters=parameters,
+            movements=moves,
+            slots=jax.eval_shape(self._slots),
+            variables=variables,
+            inputs=lambda m: cast_inputs(at(m), self._precision.compute),
+            mean=lambda outputs, m: as_mean(self.loss(outputs, at(m)), rows_of(batch) // count),
+            mode=mode,
+            policy=saving_policy(self.execution, gathers=False),
+            tells=self.tells,
+            keeps_last=self.execution.remat == "except_last",
+            mark=self._varying,
+        )
+
+    def _pipeline(self, staged: Staged) -> tuple[Any, Any, Any]:
+        """Return the gradients of the layers, those of the rest, and the mean (or `Told`)."""
+        pipeline = Pipeline(self.ticks, staged.model(), self._varying, self._unroll)
+        layers, ends, told = pipeline.run()
+        if self.tells is None:
+            return layers, ends, jax.tree.map(lambda x: x.sum(0), told)
+        by_row = lambda x: x.reshape(-1, *x.shape[2:])
+        return layers, ends, Told(told.means, jax.tree.map(by_row, told.outputs))
+
+    @property
+    def _unroll(self) -> int | bool:
+        """How many layers of a stage follow each other without a loop: on a CPU all."""
+        unroll = self.execution.unroll
+        return (self._platform == "cpu" or 1) if unroll is None else unroll
+
+    def _give(self, p: Placed, gradient: jax.Array) -> jax.Array:
+        """Return a gradient, summed over all microbatches, where it accumulates."""
+        move = self._movement(p, set())
+        wide = jnp.promote_types(p.dtype, jnp.float32)
+        return scatter(gradient.astype(move.reduce), move.scatter, move.tensor).astype(wide)
+
+    def _sum(self, tree: Any) -> Any:
+        if isinstance(tree, Told):
+            return Told(self._sum(tree.means), self._from_last_stage(tree.outputs))
+        return super()._sum(tree)
+
+    def _from_last_stage(self, outputs: Any) -> Any:
+        """Return on every stage what is zero on all but the last.
+
+        In float32 on a CPU: its compiler aborts on a sum in bfloat16.
+        """
+        if not in_use(self.mesh, (PIPE_AXIS,)):
+            return outputs
+
+        def send(x):
+            narrow = self._platform == "cpu" and x.dtype == jnp.bfloat16
+            return lax.psum(x.astype(jnp.float32) if narrow else x, PIPE_AXIS).astype(x.dtype)
+
+        return jax.tree.map(send, outputs)
