@@ -181,7 +181,7 @@ def compare(config: GPTConfig, name: str, rounds: int, torch: bool) -> list[str]
     weights = plain_weights(hf.state.params, config.layers)
     runners = [plain_runner(config, name, weights), hf]
     seen, quiet = in_turn(runners, rounds)
-    difference = _check_same(runners)
+    difference = check_same(runners)
     row = _row(name, runners, seen, quiet or seen)
     row = f"{row} {difference:.0e} | {len(quiet)}/{rounds} |"
     return [row, _beside_torch(config, hf, weights, rounds)] if torch else [row]
@@ -200,9 +200,9 @@ def _row(name: str, runners: list[Runner], seen: list, used: list) -> str:
     plain, hf = runners[:2]
     cells = [
         name.replace("|", " + "),
-        *(f"{_milliseconds(used, i):.0f}" for i in range(2)),
-        f"**{_ratio(used, lambda t: t.wall, 1, 0):.3f}**",
-        f"{_ratio(seen, lambda t: t.own, 1, 0):.3f}",
+        *(f"{milliseconds(used, i):.0f}" for i in range(2)),
+        f"**{ratio(used, lambda t: t.wall, 1, 0):.3f}**",
+        f"{ratio(seen, lambda t: t.own, 1, 0):.3f}",
         *(f"{r.compile_s:.1f}" for r in (plain, hf)),
         f"{hf.compile_s / plain.compile_s:.2f}",
         *(f"{r.temp_mib:.0f}" for r in (plain, hf)),
@@ -211,20 +211,20 @@ def _row(name: str, runners: list[Runner], seen: list, used: list) -> str:
 
 
 def _torch_line(used: list[list[Timed]]) -> str:
-    ratio = _ratio(used, lambda t: t.wall, 0, 1)
-    took = _milliseconds(used, 1)
-    return f"Eager torch, one device, same batch: {took:.0f} ms; hfjax / torch {ratio:.3f}."
+    times = ratio(used, lambda t: t.wall, 0, 1)
+    took = milliseconds(used, 1)
+    return f"Eager torch, one device, same batch: {took:.0f} ms; hfjax / torch {times:.3f}."
 
 
-def _milliseconds(rounds: list[list[Timed]], which: int) -> float:
+def milliseconds(rounds: list[list[Timed]], which: int) -> float:
     return 1e3 * statistics.median(times[which].wall for times in rounds)
 
 
-def _ratio(rounds: list, of: Callable[[Timed], float], which: int, base: int) -> float:
+def ratio(rounds: list, of: Callable[[Timed], float], which: int, base: int) -> float:
     return statistics.median(of(times[which]) / of(times[base]) for times in rounds)
 
 
-def _check_same(runners: list[Runner]) -> float:
+def check_same(runners: list[Runner]) -> float:
     """Return by how much the losses differ, relative; refuse two models that are not the same."""
     first, *others = (np.array(runner.losses[:COMPARED]) for runner in runners)
     worst = max(float(np.max(np.abs(losses - first) / first)) for losses in others)

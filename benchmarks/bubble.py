@@ -32,9 +32,9 @@ from hfjax.parallel.mesh import TENSOR_AXES
 from hfjax.parallel.schedules import SCHEDULES
 
 RESULT = Path(__file__).parent / "results" / "bubble.md"
-UNIT = 0.060  # seconds that each pass of one stage takes for one microbatch
+PASS = 0.060  # seconds that each pass of one chunk takes for one microbatch
 CASES = ((4, 16), (8, 8), (8, 16))  # stages, microbatches
-STEPS = 4
+STEPS = 3
 GOAL = 0.08  # how far a schedule may be from its table
 WIDTH = 4
 
@@ -102,8 +102,7 @@ def timed(name: str, stages: int, microbatches: int) -> Timed:
     """Return what one step took and should have taken."""
     schedule = hfjax.Schedule(name, microbatches)
     table = schedule.table(stages)
-    seconds = UNIT / table.chunks
-    model = lambda rngs: Model(table.virtual, seconds, rngs=rngs)
+    model = lambda rngs: Model(table.virtual, PASS, rngs=rngs)
     mesh = hfjax.make_mesh(devices=jax.devices()[:stages], pipe=stages)
     plan = hfjax.layout(model, optax.sgd(0.0), mesh, hfjax.PIPE)
     step = hfjax.train_step(plan, lambda y, batch: y.mean(), schedule=schedule)
@@ -114,7 +113,8 @@ def timed(name: str, stages: int, microbatches: int) -> Timed:
         state, metrics = step(state, batch)
         jax.block_until_ready((state, metrics))
         took.append(time.perf_counter() - start)
-    return Timed(min(took[1:]) / UNIT, cost(table, forward=1, backward=2, weights=1))
+    unit = PASS * table.chunks
+    return Timed(min(took[1:]) / unit, cost(table, forward=1, backward=2, weights=1))
 
 
 COLUMNS = ("schedule", "predicted", "measured", "differs by", "bubble", "predicted", "stash")
@@ -148,9 +148,9 @@ def table(names: list[str], stages: int, microbatches: int) -> str:
 
 
 NOTES = f"""\
-- A unit is the time of one forward pass of one stage for one microbatch: {UNIT * 1e3:.0f} ms of
-  sleep. The input's half of a backward pass takes one unit, the weights' half another; with chunks
-  all are divided by them. The model is a layer for each chunk of each stage. The step is that of
+- A unit is the time of one forward pass of one stage for one microbatch: {PASS * 1e3:.0f} ms of
+  sleep for each of its chunks. The input's half of a backward pass takes one unit, the weights'
+  half another. The model is a layer for each chunk of each stage. The step is that of
   `hfjax.train_step`; the quickest of {STEPS}, since others use the cores as well.
 - *Predicted* is `hfjax.parallel.cost.cost` (lockstep): a tick ends for all stages at once. *Bubble*
   is the share of the time in which a stage does nothing of use.

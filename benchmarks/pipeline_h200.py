@@ -5,10 +5,12 @@ tensor=2, and counts memory per device and what the stages send each other. Writ
 to results/pipeline_h200.md, next to the rows that are there.
 
     python -m benchmarks.pipeline_h200 [--model NAME] [--mesh NAME] [--schedule NAME]
+        [--preset NAME]
 """
 
 import argparse
 import datetime
+import itertools
 import os
 import re
 import time
@@ -62,12 +64,15 @@ MESHES: Mapping[str, tuple[hfjax.Strategy, dict[str, int]]] = {
     ),
 }
 SCHEDULES = ("1f1b", "interleaved", "zb")
+CHOSEN = ("default", "overlap_two")  # presets of parallel/compiler.py
+ALL = {"model": MODELS, "mesh": MESHES, "schedule": SCHEDULES, "preset": CHOSEN}
 RESULTS = Path(__file__).parent / "results" / "pipeline_h200.md"
 COLUMNS = (
     "jax",
     "model",
     "mesh",
     "schedule",
+    "preset",
     "state",
     "temporaries",
     "peak",
@@ -79,11 +84,11 @@ COLUMNS = (
     "sends in branches",
     "compile",
 )
-KEYS = 4  # columns that name a row
+KEYS = 5  # columns that name a row
 NOTES = "## Notes"
 
 
-def lowered(model: str, mesh: str, schedule: str) -> jax.stages.Lowered:
+def lowered(model: str, mesh: str, schedule: str, preset: str) -> jax.stages.Lowered:
     """Return the train step for 8 H200s."""
     trained, (strategy, sizes) = MODELS[model], MESHES[mesh]
     grid = hfjax.make_mesh(devices=target_devices("h200", 8), **sizes)
@@ -96,15 +101,16 @@ def lowered(model: str, mesh: str, schedule: str) -> jax.stages.Lowered:
         precision="bf16",
         remat=trained.remat,
         clip=1.0,
+        compiler_options=preset,
     )
     rows = trained.rows * trained.microbatches
     return step.lower({"tokens": jax.ShapeDtypeStruct((rows, trained.length + 1), jnp.int32)})
 
 
-def measure(model: str, mesh: str, schedule: str) -> tuple[str, ...]:
-    """Return the cells of one row."""
+def measure(*names: str) -> tuple[str, ...]:
+    """Return the cells of one row: of a model, a mesh, a schedule and a preset."""
     start = time.perf_counter()
-    program = lowered(model, mesh, schedule).compile()
+    program = lowered(*names).compile()
     seconds = time.perf_counter() - start
     memory = program.memory_analysis()
     assert memory is not None  # XLA's GPU compiler always tells
@@ -113,7 +119,7 @@ def measure(model: str, mesh: str, schedule: str) -> tuple[str, ...]:
     peak = memory.argument_size_in_bytes + memory.temp_size_in_bytes + fresh
     sends = [f for f in flights(program) if f.kind == "permute"]
     return (
-        *(jax.__version__, model, mesh, schedule),
+        *(jax.__version__, *names),
         *map(gib, (memory.argument_size_in_bytes, memory.temp_size_in_bytes, peak)),
         *sent(sends),
         others(program),
@@ -212,18 +218,17 @@ Llama, the others one.
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Pipelined train steps, compiled for 8 H200s.")
-    for name, choices in (("model", MODELS), ("mesh", MESHES), ("schedule", SCHEDULES)):
+    for name, choices in ALL.items():
         parser.add_argument(f"--{name}", choices=[*choices], help="default: all")
-    given = parser.parse_args()
+    given = vars(parser.parse_args())
     if not can_compile_for_gpus():
         print("skipped: compiling for H200s needs the CUDA wheels (hfjax.target says which).")
         return
-    for model in [given.model] if given.model else MODELS:
-        for mesh in [given.mesh] if given.mesh else MESHES:
-            for schedule in [given.schedule] if given.schedule else SCHEDULES:
-                row = measure(model, mesh, schedule)
-                print("  ".join(row), flush=True)
-                write([row])
+    chosen = ([given[name]] if given[name] else choices for name, choices in ALL.items())
+    for names in itertools.product(*chosen):
+        row = measure(*names)
+        print("  ".join(row), flush=True)
+        write([row])
 
 
 if __name__ == "__main__":
