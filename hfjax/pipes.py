@@ -102,7 +102,8 @@ class Pipe:
         """The parameters, each on its stage: an optax optimizer takes them and gives them back.
 
         Arrays have a row for each layer, in the order in which the stages store them (`canonical`
-        has the model's order).
+        has the model's order). Unlike layers are packed, a row for each part: their optimizer has
+        to work element by element (adam, sgd …; not LAMB, nor a mask by path).
         """
         return self._parameters
 

@@ -63,9 +63,7 @@ def _repacked(layout: Layout, old: Arrangement | None, state: State) -> State:
     moments = reformed(state.optimizer, before, like, after, partial(convert, "moment"))
     params = nest(convert("parameter", params))
     new = replace(state, params=params, optimizer=moments, order=layout.order)
-    given = {
-        id(x) for x in jax.tree.leaves(state)
-    }  # it may be donated: what did not move is copied
+    given = set(map(id, jax.tree.leaves(state)))  # may be donated: what did not move is copied
     own = lambda x, on: jax.device_put(x, on, may_alias=False if id(x) in given else None)
     return jax.tree.map(own, new, layout.shardings())
 

@@ -10,7 +10,7 @@ from hfjax.parallel.balance import flop_costs, parameter_costs
 from hfjax.parallel.layers import items_of
 from hfjax.parallel.mesh import PIPE_AXIS, TENSOR_AXES, describe_mesh, in_use
 from hfjax.parallel.schedules import Schedule
-from hfjax.storage import layers_of
+from hfjax.storage import number_of_layers
 
 if TYPE_CHECKING:
     from hfjax.plan import Layout
@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 def on_stages(layout: "Layout", schedule: Schedule | None) -> "Layout":
     """Return the layout with its layers where the schedule wants them."""
     if schedule is None:
-        return layout.arranged(None) if layout.mesh.shape[PIPE_AXIS] == 1 else layout
+        alone = layout.mesh.shape[PIPE_AXIS] == 1
+        return layout.as_the_model if alone and layout.arrangement is not None else layout
     _check_parts(layout)
     homes = schedule.table(layout.mesh.shape[PIPE_AXIS]).homes
     arranged = layout.arranged(arrange(shares(layout, len(homes), schedule.balance), homes))
@@ -30,7 +31,7 @@ def on_stages(layout: "Layout", schedule: Schedule | None) -> "Layout":
 def shares(layout: "Layout", virtual: int, balance: str | Sequence[int]) -> list[int]:
     """Return how many layers each virtual stage gets."""
     if not layout.blueprint.listed or balance == "even" or not isinstance(balance, str):
-        return counts(layers_of(layout), virtual, balance)
+        return counts(number_of_layers(layout), virtual, balance)
     return balanced(_costs(layout, balance), virtual)
 
 
@@ -52,9 +53,10 @@ def embedded(layout: "Layout") -> Any:
     plan = layout.blueprint
     shape = lambda v: jax.ShapeDtypeStruct(v.shape, v.dtype)
     arrays = [{p: shape(v) for p, v in of.items()} for of in (plan.parameters, plan.variables)]
-    embed = lambda parameters, variables, batch: plan.merge(parameters, variables, "eval").embed(
-        batch
-    )
+
+    def embed(parameters: Any, variables: Any, batch: Any) -> Any:
+        return plan.merge(parameters, variables, "eval").embed(batch)
+
     return jax.eval_shape(embed, *arrays, layout.example)
 
 

@@ -39,11 +39,11 @@ def on_each_stage(layout: "Layout") -> Arrangement | None:
         over_stages = any(p.home for p in layout.placed.values())
     if not over_stages:
         return None
-    parts = counts(layers_of(layout), stages, "even")
+    parts = counts(number_of_layers(layout), stages, "even")
     return arrange(parts, [(stage, 0) for stage in range(stages)])
 
 
-def layers_of(layout: "Layout") -> int:
+def number_of_layers(layout: "Layout") -> int:
     """Return how many layers a model has that can be cut into stages."""
     if layout.blueprint.listed:
         return len(layout.blueprint.layers("train"))

@@ -131,7 +131,7 @@ class PackedLayers:
 
     @cached_property
     def places(self) -> dict[str, Place]:
-        """Where each parameter lies, by path in the model's order."""
+        """Where each parameter lies, by path, part after part."""
         places, row_of = {}, self.arrangement.virtual.reshape(-1).argsort()
         for g, held in enumerate(self.packing.trees):
             starts = zip(jax.tree.leaves(held), self.packing.starts(g), strict=True)

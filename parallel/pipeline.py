@@ -260,8 +260,9 @@ class Pipeline:
 
         def keep(kept):
             y, values, _ = keeping.forward(known, x)
-            nothing = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), self._passes.stash)
-            return self.mark(((y, nothing, []), self._chunks.put(kept, unit, chunk, values)))
+            zeros = lambda like: jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), like)
+            nothing = zeros(self._passes.stash), zeros(self._passes.late)
+            return self.mark(((y, *nothing), self._chunks.put(kept, unit, chunk, values)))
 
         return lax.cond(self._is_last(at, "F"), keep, again, kept)
 

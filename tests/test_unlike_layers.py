@@ -1,5 +1,7 @@
 """A list of unlike layers runs as a pipeline, as one device runs it; what it costs is stated."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -118,6 +120,32 @@ def test_masks_and_whole_numbers_go_from_stage_to_stage():
 
     case = {"1F1B": (PIPE, {"pipe": 2}, pipe())}
     assert_strategies_agree(init, squares, ROWS, case, steps=1)
+
+
+def equal(stack):
+    """Return a model of four equal layers, in a list or stacked."""
+
+    def init(rngs):
+        linear = lambda outputs: nnx.Linear(8, outputs, rngs=rngs)
+        model: Any = Listed([linear(8) for _ in range(4)], linear(8), linear(5))
+        if stack:
+            graphs, states = zip(*map(nnx.split, model.layers), strict=True)
+            model.layers = nnx.merge(graphs[0], jax.tree.map(lambda *x: jnp.stack(x), *states))
+        return model
+
+    return init
+
+
+@pytest.mark.parametrize(("name", "remat"), [("pipedream", "except_last"), ("2bw", "none")])
+def test_stages_of_a_list_update_by_themselves_as_those_of_a_stack(name, remat):
+    losses = []
+    for stack in (False, True):
+        plan = layout({"pipe": 2}, init=equal(stack))
+        step, state = hfjax.train_step(plan, squares, **pipe(name, 4), remat=remat), None
+        for _ in range(3):
+            state, metrics = step(state or hfjax.init(plan), ROWS)
+            losses.append(float(metrics["loss"]))
+    np.testing.assert_allclose(losses[:3], losses[3:], rtol=1e-6)
 
 
 # -- what is stored -----------------------------------------------------------------------
