@@ -43,6 +43,47 @@ def check_elementwise(layout: Layout) -> None:
         raise _refused(f"it moves {worst} otherwise than by itself")
 
 
+def check_padding(layout: Layout) -> None:
+    """Refuse an optimizer for which the empty places of stacked layers make a difference."""
+    if layout.arrangement is None or layout.packed or (layout.arrangement.rows >= 0).all():
+        return
+    stacked = {path for path, p in layout.placed.items() if p.stacked}
+    rng, shapes = np.random.default_rng(0), layout.blueprint.parameters
+    small = {path: tuple(min(n, 2) for n in x.shape) for path, x in shapes.items()}
+    draw = lambda: {
+        path: jnp.asarray(rng.normal(size=shape), shapes[path].dtype)
+        for path, shape in small.items()
+    }
+    pad = lambda flat: {
+        path: jnp.concatenate([x, jnp.zeros_like(x[:1])]) if path in stacked else x
+        for path, x in flat.items()
+    }
+    own, gradients = draw(), draw()
+    moved = _first_updates(layout.optimizer, own, gradients)
+    padded = _first_updates(layout.optimizer, pad(own), pad(gradients))
+    for path, update in moved.items():
+        if _distance(padded[path][: len(update)] if path in stacked else padded[path], update) > 10:
+            raise ValueError(
+                f"the optimizer moves {path} otherwise if empty places are stored beside its "
+                f"layers: {layout.arrangement.layers} layers are padded to "
+                f"{layout.arrangement.rows.size} rows here, and it takes means over all of them "
+                "(adafactor, block RMS). Choose stages and chunks that divide the layers, or an "
+                "optimizer that works element by element (sgd, adam, adamw, lion, …)."
+            )
+
+
+def _first_updates(optimizer: Any, own: Flat, gradients: Flat) -> Flat:
+    """Return what the optimizer adds in three steps with the same gradients."""
+    state, total = optimizer.init(nest(own)), None
+    for size in GRADIENTS:
+        scaled = {path: size * g for path, g in gradients.items()}
+        updates, state = optimizer.update(nest(scaled), state, nest(own))
+        flat = flatten(cast(dict, updates))
+        total = flat if total is None else {path: total[path] + u for path, u in flat.items()}
+    assert total is not None
+    return total
+
+
 def _refused(why: str) -> ValueError:
     return ValueError(
         f"the optimizer does not work element by element: {why}. In a pipeline of unlike layers "

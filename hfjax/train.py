@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 from hfjax.asynchronous import AsynchronousPass
 from hfjax.batches import check_batch, is_placed, microbatches_of, shard_batch
-from hfjax.elementwise import check_elementwise
+from hfjax.elementwise import check_elementwise, check_padding
 from hfjax.mean import Mean
 from hfjax.parallel.compiler import compiler_options as options_of
 from hfjax.parallel.execution import Execution, Precision
@@ -56,9 +56,15 @@ class TrainStep:
         layout = on_stages(layout, execution.schedule)
         check_runs(layout, execution, training=True)
         check_elementwise(layout)
+        check_padding(layout)
         self.layout, self.execution = layout, execution
         schedule, stages = execution.schedule, layout.mesh.shape[PIPE_AXIS]
         table = None if schedule is None else schedule.table(stages)
+        if table is not None and not table.trains:
+            raise ValueError(
+                f"schedule {table.name} has no backward passes: it evaluates. Give train_step one "
+                'that trains, for instance hfjax.Schedule("1f1b", …).'
+            )
         self._plane = data_plane(layout, loss, execution, table)
         versions = None if schedule is None else schedule.versions(stages)
         self._pass = self._synchronous

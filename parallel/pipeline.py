@@ -149,10 +149,11 @@ class Pipeline:
         m, table = self.mark(jnp.int32(0)), self.ticks.table
         _, aux = jax.eval_shape(self.model.last, self.model.ends, self._x, m)
         tell = lambda a: self.mark(jnp.zeros((table.microbatches, *a.shape), a.dtype))
-        state: State = {"aux": jax.tree.map(tell, aux)}
-        state["sent"] = {link: self._x for link in self.ticks.links["F"]}
-        if self.ticks.depth["x"]:
-            state["x"] = self._queue("x").full(self._x, self.mark)
+        state: State = {"aux": jax.tree.map(tell, aux), "sent": {}}
+        if self.ticks.depth["x"]:  # idle slots run layers too: on what layers are used to
+            x = self.mark(self.model.first(self.model.ends, m))
+            state["x"] = self._queue("x").filled(x)
+            state["sent"] = dict.fromkeys(self.ticks.links["F"], x)
         if not self._trains:
             return state
         state |= {"dx": self._x, "dy": self._queue("dy").full(self._x, self.mark)}
@@ -187,7 +188,9 @@ class Pipeline:
         if at.facts.arriving("F"):
             for link, x in state["sent"].items():
                 x = self._send(x, "F", link) if self._branches else x
-                state["x"] = self._queue("x").put(state["x"], 0, at[f"x_{SIDES[link]}"], x)
+                slot = at[f"x_{SIDES[link]}"]
+                x = self._if_sent(link, x, self._queue("x").get(state["x"], 0, slot))
+                state["x"] = self._queue("x").put(state["x"], 0, slot, x)
         if at.facts.arriving("B"):
             for link in self.ticks.links["B"]:
                 dy, slot = self._send(state["dx"], "B", link), at[f"dy_{SIDES[link]}"]
@@ -198,10 +201,20 @@ class Pipeline:
         """Return what arrives on this link: nothing is sent where the table never sends."""
         if link == 0:
             return x
-        route = [
-            pair for pair in self._routes[kind] if (pair[1] - pair[0] - link) % self._stages == 0
-        ]
+        route = [pair for pair in self._routes[kind] if self._is_on(link, *pair)]
         return jax.tree.map(lambda a: lax.ppermute(a, PIPE, route), x)
+
+    def _if_sent(self, link: int, x: Any, old: Any) -> Any:
+        """Return what arrived, `old` on a stage to which the table never sends (zeros arrive)."""
+        if self._branches or link == 0:
+            return x
+        pairs = [there for here, there in self._routes["F"] if self._is_on(link, here, there)]
+        reached = jnp.asarray(np.isin(np.arange(self._stages), pairs))
+        here = self.mark(reached)[self._stage]
+        return jax.tree.map(lambda a, b: jnp.where(here, a, b), x, old)
+
+    def _is_on(self, link: int, here: int, there: int) -> bool:
+        return (there - here - link) % self._stages == 0
 
     @cached_property
     def _routes(self) -> dict[str, list[tuple[int, int]]]:
@@ -222,7 +235,8 @@ class Pipeline:
         names = ("stash", "late", "kept", "dy", "aux", "ends", "x")
         state, y = self._guarded("F", at, run, state, names, self._x)
         state["sent"] = {
-            link: y if self._branches else self._send(y, "F", link) for link in state["sent"]
+            link: y if self._branches else self._send(y, "F", link)
+            for link in self.ticks.links["F"]
         }
         return state
 
@@ -345,7 +359,8 @@ class Pipeline:
             late = self._take(state, "late", unit, at.positive("B_late"))
             known = self._known(self._parameters(state, at, "B", unit), unit, chunk, m)
             dx, crossing = self._passes.input_backward(known, stash, late, dy)
-            cross = self._ring("cross").put(cross, unit, at["B_cross"], crossing)
+            if crossing:
+                cross = self._ring("cross").put(cross, unit, at["B_cross"], crossing)
             return self.mark((self._if_there(unit, chunk, dx, dy), cross))
 
         dx, cross = self._units(step, (dy, state["cross"]))

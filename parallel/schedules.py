@@ -87,9 +87,13 @@ class Schedule:
     def __post_init__(self):
         _check_balance(self.balance)
         _check_every(self)
+        if self.own is not None and not isinstance(self.own, Table):
+            raise ValueError(f"own={self.own!r}: a Table is expected; text: Schedule.from_text(…).")
         if self.own is not None:
             self._take_own(self.own)
             return
+        if not isinstance(self.name, str):
+            raise ValueError(f"name={self.name!r}: one of {', '.join(SCHEDULES)}.")
         if self.name not in SCHEDULES:
             raise ValueError(
                 f"no schedule {self.name!r}. Schedules: {', '.join(SCHEDULES)}; "

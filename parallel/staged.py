@@ -134,6 +134,12 @@ class Staged:
 
 
 def _written(part: str, names: list[str]) -> ValueError:
+    if all(name.endswith("count") for name in names):
+        return ValueError(
+            f"{part} counts in {', '.join(names)} how often it drew random numbers: in a pipeline "
+            "nothing is written, since microbatches are in different layers at the same time. Use "
+            "hfjax.models.parts.Dropout, which has a key for each row, instead of nnx.Dropout."
+        )
     return ValueError(
         f"{part} writes to {', '.join(names)}: in a pipeline nothing is written, since "
         "microbatches are in different layers at the same time. Normalise without running "

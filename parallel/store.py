@@ -29,6 +29,12 @@ class Store:
         make = lambda: jax.tree.map(fill, like)
         return [make() for _ in range(self.units)] if self.apart else make()
 
+    def filled(self, value: Any) -> Any:
+        """Return a store of one unit whose slots all hold this value."""
+        assert self.apart
+        repeat = lambda a: jnp.broadcast_to(a, (self.slots, *a.shape)) if self.slots > 1 else a
+        return [jax.tree.map(repeat, value)]
+
     def of(self, stacked: Any) -> Any:
         """Return the store of arrays [slots * units, ...]."""
         split = lambda a: a.reshape(self.slots, self.units, *a.shape[1:])

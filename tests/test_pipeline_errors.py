@@ -150,3 +150,53 @@ def test_the_ends_of_a_model_may_be_split_over_the_stages():
     case = {"ends": (strategy, {"pipe": 2}, {"schedule": FOUR})}
     assert gpt_layout(strategy, {"pipe": 2}).specs["tokens"] == jax.sharding.PartitionSpec("pipe")
     assert_strategies_agree(gpt(), next_token_loss, tokens(), case, steps=2)
+
+
+def test_an_optimizer_that_takes_means_over_padded_layers_is_refused():
+    layout = gpt_layout(PIPE, {"pipe": 2}, optax.adafactor(1e-2), layers=3)
+    with pytest.raises(ValueError, match=r"3 layers are padded to 4 rows.*adamw"):
+        hfjax.train_step(layout, next_token_loss, schedule=FOUR)
+    for optimizer in (optax.lamb(1e-3), optax.adamw(1e-3), optax.sgd(0.1, momentum=0.9)):
+        hfjax.train_step(
+            gpt_layout(PIPE, {"pipe": 2}, optimizer, layers=3), next_token_loss, schedule=FOUR
+        )
+
+
+def test_a_table_that_only_evaluates_does_not_train():
+    with pytest.raises(ValueError, match=r"schedule forward has no backward passes"):
+        train(PIPE, {"pipe": 2}, Schedule("forward", 4))
+
+
+class Looping(nnx.Module):
+    """A layer whose loop ends on what embed makes, but would never end on zeros."""
+
+    def __init__(self, rngs):
+        self.weight = nnx.Param(jnp.ones((4, 4)), axes=("embed", None))
+
+    def __call__(self, x):
+        start = jax.lax.stop_gradient(x)
+        more = lambda z: jnp.abs(z).max() < 1
+        return x @ self.weight[...] + jax.lax.while_loop(more, lambda z: 2 * z, start)
+
+
+def test_idle_slots_run_layers_on_what_embed_makes_not_on_zeros():
+    step, state = step_of(Looping)
+    assert np.isfinite(step(state, ROWS)[1]["loss"])
+
+
+class Unread(nnx.Module):
+    """A layer that has a parameter and does not use it."""
+
+    def __init__(self, rngs):
+        self.weight = nnx.Param(jnp.ones((4, 4)), axes=("embed", None))
+
+    def __call__(self, x):
+        return jnp.sin(x) + x
+
+
+def test_a_layer_without_a_gradient_of_its_own_comes_apart_too():
+    mesh = hfjax.make_mesh(pipe=2)
+    layout = hfjax.layout(lambda rngs: Stack(Unread, rngs), optax.sgd(0.1), mesh, PIPE)
+    schedule = Schedule("zb-h1", 2)
+    step = hfjax.train_step(layout, lambda y, batch: y.mean(), schedule=schedule)
+    assert np.isfinite(step(hfjax.init(layout), ROWS)[1]["loss"])
