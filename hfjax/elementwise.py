@@ -38,9 +38,8 @@ def check_elementwise(layout: Layout) -> None:
         apart = _try_out(layout, packed, plan)
     except (ValueError, TypeError, KeyError) as error:
         raise _refused(f"its state cannot be packed ({error})") from error
-    worst = max(apart, key=lambda path: apart[path])
-    if not apart[worst] <= 1:
-        raise _refused(f"it moves {worst} otherwise than by itself")
+    if otherwise := [path for path, by in apart.items() if not by <= 1]:
+        raise _refused(f"it moves {otherwise[0]} otherwise than by itself")
 
 
 def check_padding(layout: Layout) -> None:
@@ -113,9 +112,8 @@ def _try_out(layout: Layout, packed: PackedLayers, plan: Flat) -> dict[str, floa
         path: jnp.asarray(rng.normal(size=x.shape, scale=scale), x.dtype)
         for path, x in small.items()
     }
-    with jax.default_device(jax.local_devices(backend="cpu")[0]):
-        tries = [follow.apart(draw(size), [draw(g) for g in GRADIENTS]) for size in PARAMETERS]
-    return {path: max(apart[path] for apart in tries) for path in small}
+    tries = [follow.apart(draw(size), [draw(g) for g in GRADIENTS]) for size in PARAMETERS]
+    return {path: float(np.max([apart[path] for apart in tries])) for path in small}
 
 
 @dataclass(frozen=True)
@@ -131,7 +129,8 @@ class _Both:
         rows = _packed_state(self.optimizer, self.packed, own, state)
         for gradients in steps:
             state, rows, wanted, found = self._update(own, state, rows, gradients)
-            apart = {p: max(most, _distance(found[p], wanted[p])) for p, most in apart.items()}
+            new = {path: _distance(found[path], wanted[path]) for path in own}
+            apart = {path: float(np.maximum(apart[path], new[path])) for path in own}  # keeps NaN
         return apart
 
     @cached_property
