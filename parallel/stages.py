@@ -118,9 +118,15 @@ class PipelinePlane(DataPlane):
 
     @property
     def _unroll(self) -> int | bool:
-        """How many layers of a stage follow each other without a loop: on a CPU all."""
+        """How many layers of a stage follow each other without a loop.
+
+        On a CPU all, if nothing is recomputed: with one stage XLA would merge what is recomputed
+        with what it was computed from, and apart they are a copy of the stage's parameters more.
+        """
         unroll = self.execution.unroll
-        return (self._platform == "cpu" or 1) if unroll is None else unroll
+        if unroll is not None:
+            return unroll
+        return (self._platform == "cpu" and self.execution.remat == "none") or 1
 
     def _give(self, p: Placed, gradient: jax.Array) -> jax.Array:
         """Return a gradient, summed over all microbatches, where it accumulates."""
