@@ -114,8 +114,9 @@ NOTES = f"""\
   other process used the cores, and the times are theirs (all pairs, if none was quiet); "CPU time"
   is the ratio of processor seconds over all pairs. Below 3 % is noise. The goal is {GOAL}.
 - GFLOP and GB accessed are the compiler's counts, MB copied those of `copy` instructions: what lies
-  in a loop is counted once. Both programs have the same loop over microbatches; with remat that of
-  accumulation has loops over layers in it, which a pipeline on a CPU has not."""
+  in a loop is counted once. Both programs have the same loops, over microbatches and, with remat,
+  over layers; accumulation has a loop of its own over layers for the forward and the backward
+  pass, as the pipeline has."""
 
 
 def main() -> None:
