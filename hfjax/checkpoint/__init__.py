@@ -1,0 +1,1 @@
+"""Checkpoints: Orbax directories with a manifest, restored under any strategy."""
