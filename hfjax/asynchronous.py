@@ -1,6 +1,5 @@
 """A step whose stages update their layers by themselves, as PipeDream and PipeDream-2BW do."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -9,7 +8,6 @@ import jax.numpy as jnp
 import optax
 
 from hfjax.leafwise import check_leafwise
-from hfjax.mean import Mean
 from hfjax.parallel.asynchronous import AsynchronousPlane, Held
 from hfjax.parallel.execution import Execution
 from hfjax.parallel.mesh import describe_mesh
@@ -17,6 +15,7 @@ from hfjax.parallel.reduction import Flat
 from hfjax.parallel.stages import PipelinePlane
 from hfjax.parallel.versions import Versions
 from hfjax.plan import Layout, State, flatten
+from hfjax.planes import Passed
 from hfjax.stagewise import COUNT, ENDS, LAYERS, NUMBER, Parts
 
 
@@ -48,8 +47,8 @@ class AsynchronousPass:
         same = {field.name: getattr(plane, field.name) for field in fields(plane)}
         return cls(AsynchronousPlane(**same, versions=versions), Parts(layout))
 
-    def __call__(self, state: State, batch: Any) -> tuple[Mean, jax.Array, Callable, Flat]:
-        """Return the mean loss, the norm, (params, moments) -> new ones, and no variables."""
+    def __call__(self, state: State, batch: Any) -> Passed:
+        """Return what a call of the step finds, its layers being updated already."""
         kept = (self.parts.of(state.optimizer, *roles) for roles in ((LAYERS,), (COUNT, NUMBER)))
         held = Held(flatten(state.params), flatten(state.variables), *kept)
         new, squares, ends, mean = self.plane.train(held, batch, state.step, self._apply)
@@ -61,7 +60,7 @@ class AsynchronousPass:
             optimizer = self.parts.join(optimizer, kept, new.moments, new.counts)
             return params | ends | new.parameters, optimizer
 
-        return mean, norm, update, {}
+        return Passed(mean, norm, update, {}, {})
 
     def _apply(self, gradients: Flat, kept: tuple[Flat, Flat], parameters: Flat) -> Any:
         """Update layers, inside the data plane."""

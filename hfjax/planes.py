@@ -1,10 +1,11 @@
 """Which data plane a step or an evaluation runs on: with a table, that of a pipeline."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
+from hfjax.mean import Mean
 from hfjax.parallel.execution import Execution
 from hfjax.parallel.gradients import DataPlane
 from hfjax.parallel.mesh import PIPE_AXIS
@@ -13,7 +14,18 @@ from hfjax.parallel.schedule import Table
 from hfjax.parallel.schedules import Schedule, forward_table
 from hfjax.parallel.stages import PipelinePlane
 from hfjax.parallel.ticks import compile_table
+from hfjax.parallel.reduction import Flat
 from hfjax.plan import Layout
+
+
+class Passed(NamedTuple):
+    """What a pass over a batch has found: nothing is updated yet."""
+
+    mean: Mean
+    norm: jax.Array  # of the gradient of the mean
+    update: Callable  # (params, moments) -> new ones
+    variables: Flat  # what the model wrote to
+    squares: Flat  # path -> sum of the squares of a gradient; empty where nobody knows them all
 
 
 def data_plane(

@@ -21,7 +21,7 @@ from hfjax.parallel.mesh import BATCH_AXES, PIPE_AXIS, describe_mesh
 from hfjax.parallel.schedules import Schedule
 from hfjax.parallel.stages import PipelinePlane
 from hfjax.plan import Layout, State, flatten, nest
-from hfjax.planes import data_plane, forward_plane
+from hfjax.planes import Passed, data_plane, forward_plane
 from hfjax.rearrange import rearrange
 from hfjax.stages import on_stages
 from hfjax.watch import Watch
@@ -72,7 +72,7 @@ class TrainStep:
             self._pass = AsynchronousPass.of(layout, self._plane, versions)
         self._shardings = replace(layout.shardings(), order=None)
         self._batch = NamedSharding(layout.mesh, P(BATCH_AXES))
-        self._watch = Watch(layout, execution.skip_nonfinite)
+        self._watch = Watch(layout, execution.nonfinite, execution.patience)
         self._jitted = jax.jit(
             self._step,
             in_shardings=(self._shardings, self._batch),
@@ -92,7 +92,7 @@ class TrainStep:
         if not is_placed(batch, self._batch):
             batch = shard_batch(self.layout, batch, microbatches_of(self.execution))
         state, metrics = self._jitted(self._in_order(state), batch)
-        self._watch.add(metrics["finite"], metrics["step"])
+        self._watch.add(metrics, metrics.pop("squares"))
         return replace(state, order=self._order), metrics
 
     @cached_property
@@ -131,27 +131,31 @@ class TrainStep:
     def _step(self, state: State, batch: Any) -> tuple[State, Metrics]:
         check_batch(self.layout, batch, microbatches_of(self.execution))
         params, variables = flatten(state.params), flatten(state.variables)
-        mean, norm, run, statistics = self._pass(state, batch)
-        metrics = {"loss": mean.total / mean.weight, "grad_norm": norm} | _metrics(mean)
-        metrics["finite"] = jnp.isfinite(metrics["loss"]) & jnp.isfinite(norm)
+        done = self._pass(state, batch)
+        metrics = {"loss": done.mean.total / done.mean.weight, "grad_norm": done.norm}
+        metrics |= _metrics(done.mean)
+        metrics["finite"] = jnp.isfinite(metrics["loss"]) & jnp.isfinite(done.norm)
         metrics["step"] = state.step
+        metrics["squares"] = done.squares
 
         def update(old):
             params, moments, _ = old
-            return *run(params, moments), statistics
+            return *done.update(params, moments), done.variables
 
-        old = {path: variables[path] for path in statistics}
+        old = {path: variables[path] for path in done.variables}
         held = (self._place(params), state.optimizer, old)
         params, moments, new = self._unless_nonfinite(metrics["finite"], update, held)
         return State(state.step + 1, nest(params), moments, nest(variables | new)), metrics
 
-    def _synchronous(self, state: State, batch: Any) -> tuple[Mean, jax.Array, Callable, dict]:
-        """Return mean loss, norm of its gradient, (params, moments) -> new ones, and variables."""
+    def _synchronous(self, state: State, batch: Any) -> Passed:
+        """Return what a pass finds whose gradients all devices have before any of them is used."""
         params, variables = flatten(state.params), flatten(state.variables)
         gradients, mean, statistics = self._plane.gradients(params, variables, batch, state.step)
-        norm = optax.tree.norm(gradients) / mean.weight
+        squares = {path: (g * g).sum() for path, g in gradients.items()}
+        norm = jnp.sqrt(jnp.stack(list(squares.values())).sum()) / mean.weight
         scaled = lambda: self._scale(gradients, norm, mean.weight)
-        return mean, norm, lambda *held: self._update(held[0], scaled(), held[1]), statistics
+        update = lambda *held: self._update(held[0], scaled(), held[1])
+        return Passed(mean, norm, update, statistics, squares)
 
     def _unless_nonfinite(self, finite: jax.Array, update: Callable, held: Any) -> Any:
         """Return `update(held)`, or `held` as it is if the step is not finite.
@@ -159,7 +163,7 @@ class TrainStep:
         A branch costs a CPU nothing, a selection one more copy; a branch costs a GPU a wait for
         the host, a selection nothing.
         """
-        if not self.execution.skip_nonfinite:
+        if self.execution.nonfinite == "apply":
             return update(held)
         if _platform(self.layout) == "cpu":
             return lax.cond(finite, update, lambda held: held, held)

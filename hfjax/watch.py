@@ -1,44 +1,84 @@
 """Tells of a step that was not finite, by number and name, without waiting for the device."""
 
+import warnings
 from collections import deque
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from hfjax.plan import Layout, State, flatten
 
 LAG = 2  # steps; the same in every process, so that all stop at the same call
 
 
+class Seen(NamedTuple):
+    """What a step left to look at: arrays that may not be computed yet."""
+
+    step: Any
+    loss: Any
+    finite: Any
+    squares: Mapping[str, Any]  # of the gradients, by path
+
+
 class Watch:
     """The steps that nobody has looked at yet."""
 
-    def __init__(self, layout: Layout, skips: bool):
-        self.layout, self.skips = layout, skips
-        self._unseen: deque[tuple[Any, Any]] = deque()  # (finite, number) of each step
+    def __init__(self, layout: Layout, policy: str, patience: int):
+        self.layout, self.policy, self.patience = layout, policy, patience
+        self.skipped = 0  # steps in all
+        self._in_a_row = 0
+        self._unseen: deque[Seen] = deque()
 
-    def add(self, finite: Any, number: Any) -> None:
-        """Take note of a step, by arrays that may not be computed yet."""
-        self._unseen.append((finite, number))
+    def add(self, metrics: Mapping[str, Any], squares: Mapping[str, Any]) -> None:
+        """Take note of a step."""
+        step, loss, finite = (metrics[name] for name in ("step", "loss", "finite"))
+        self._unseen.append(Seen(step, loss, finite, squares))
 
     def check(self, state: State, lag: int = LAG) -> None:
-        """Raise FloatingPointError for a step, at least `lag` steps ago, that was not finite."""
-        while len(self._unseen) > lag:
-            finite, number = self._unseen.popleft()
-            if not finite:
-                self._unseen.clear()
-                raise FloatingPointError(self._explain(state, int(number)))
+        """Raise FloatingPointError for a step, at least `lag` steps ago, that was not finite.
 
-    def _explain(self, state: State, number: int) -> str:
-        told = f"loss or gradient of step {number} is not finite. "
-        finite = jax.jit(lambda tree: {path: jnp.isfinite(x).all() for path, x in tree.items()})
-        bad = [path for path, ok in finite(flatten(state.params)).items() if not ok]
-        if bad:
+        Under the policy "skip" warn instead, unless it was one too many in a row.
+        """
+        while len(self._unseen) > lag:
+            seen = self._unseen.popleft()
+            if seen.finite:
+                self._in_a_row = 0
+                continue
+            self.skipped, self._in_a_row = self.skipped + 1, self._in_a_row + 1
+            told = self._explain(state, seen)
+            if self.policy == "skip" and self._in_a_row < self.patience:
+                warnings.warn(f"{told} It was skipped.", RuntimeWarning, stacklevel=3)
+                continue
+            self._unseen.clear()
+            many = f"This is the {self._in_a_row}th in a row (patience). "
+            raise FloatingPointError((many if self.policy == "skip" else "") + told)
+
+    def _explain(self, state: State, seen: Seen) -> str:
+        told = f"loss or gradient of step {int(seen.step)} is not finite. "
+        if bad := self._parameters_that_are_not_finite(state):
             p = self.layout.placed[bad[0]]
             return (
                 f"{told}{len(bad)} parameters are not finite either, the first is {p.path} "
                 f"{p.shape}: {p.parameter}. Restore an earlier checkpoint."
             )
-        kept = "That step changed no parameter; all " if self.skips else "All parameters "
-        return f"{told}{kept}are finite: look at the batch and the loss."
+        kept = "All" if self.policy == "apply" else "That step changed no parameter; all"
+        return f"{told}{kept} parameters are finite: {self._gradients_of(seen)}"
+
+    def _parameters_that_are_not_finite(self, state: State) -> list[str]:
+        finite = jax.jit(lambda tree: {path: jnp.isfinite(x).all() for path, x in tree.items()})
+        return [path for path, ok in finite(flatten(state.params)).items() if not ok]
+
+    def _gradients_of(self, seen: Seen) -> str:
+        """Return what the gradients of the step tell about its cause."""
+        loss = float(seen.loss)
+        bad = [path for path, x in seen.squares.items() if not np.isfinite(float(x))]
+        if not np.isfinite(loss) or not bad:
+            return f"look at the batch and the loss (it was {loss})."
+        p = self.layout.placed[bad[0]]
+        return (
+            f"the loss was {loss:g}, the gradients of {len(bad)} of {len(seen.squares)} parameters "
+            f"are not finite, the first is that of {p.path} {p.shape}. Look at what it is used in."
+        )

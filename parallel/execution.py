@@ -51,6 +51,7 @@ PRECISIONS = {
 }
 REMAT = ("none", "dots", "full", "except_last")
 REDUCTIONS = ("flat", "hierarchical")
+NONFINITE = ("stop", "skip", "apply")
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,10 @@ class Execution:
     reshard_after_forward: bool = True  # drop gathered parameters after use and gather again
     reduction: str = "flat"  # hierarchical: scatter over fsdp, add over data, gather over fsdp
     unroll: int | bool | None = None  # layers per turn of the scan; None: as measured per backend
-    skip_nonfinite: bool = True  # leave the state as it is when loss or gradient is not finite
+    # A step whose loss or gradient is not finite: stop (leave the state as it was and raise two calls
+    # later), skip (leave it, warn, go on; raise after `patience` in a row), apply (update, raise).
+    nonfinite: str = "stop"
+    patience: int = 10
     compiler_options: Any = field(default="default", hash=False)  # a preset's name, or a dict
 
     def __post_init__(self):
@@ -96,6 +100,10 @@ class Execution:
             )
         if self.reduction not in REDUCTIONS:
             raise ValueError(f"reduction={self.reduction!r}: one of {', '.join(REDUCTIONS)}.")
+        if self.nonfinite not in NONFINITE:
+            raise ValueError(f"nonfinite={self.nonfinite!r}: one of {', '.join(NONFINITE)}.")
+        if not isinstance(self.patience, int) or self.patience < 1:
+            raise ValueError(f"patience={self.patience!r}: a positive number of steps in a row.")
 
 
 def _precision(given: Precision | str) -> Precision:
