@@ -25,7 +25,7 @@ import hfjax
 from benchmarks import gpipe_autodiff
 from benchmarks.gpipe_autodiff import Shape
 from hfjax.models.parts import stacked
-from hfjax.plan import flatten
+from hfjax.paths import flatten
 
 RESULT = Path(__file__).parent / "results" / "pipeline_memory.md"
 SHAPE, STAGES, MICROBATCHES = Shape(), 4, 16

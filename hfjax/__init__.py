@@ -2,6 +2,7 @@
 
 from hfjax.batches import full, shard_batch
 from hfjax.mean import Mean
+from hfjax.optimizers import averaged, by_path, ema, matching
 from hfjax.parallel.execution import Execution, Precision
 from hfjax.parallel.fetch import gather_rows
 from hfjax.parallel.mesh import make_mesh
@@ -21,6 +22,7 @@ from hfjax.parallel.strategy import (
 from hfjax.partitions import Partition, partition
 from hfjax.pipes import GPipe, Interleaved1F1B, PipeDream
 from hfjax.plan import Layout, State, layout
+from hfjax.rates import rate
 from hfjax.rearrange import canonical
 from hfjax.target import target_devices
 from hfjax.traffic import Collectives, collectives
@@ -48,15 +50,20 @@ __all__ = [
     "Schedule",
     "State",
     "Strategy",
+    "averaged",
+    "by_path",
     "canonical",
     "collectives",
+    "ema",
     "eval_step",
     "full",
     "gather_rows",
     "init",
     "layout",
     "make_mesh",
+    "matching",
     "partition",
+    "rate",
     "shard_batch",
     "target_devices",
     "train_step",

@@ -14,7 +14,8 @@ from hfjax.parallel.mesh import describe_mesh
 from hfjax.parallel.reduction import Flat
 from hfjax.parallel.stages import PipelinePlane
 from hfjax.parallel.versions import Versions
-from hfjax.plan import Layout, State, flatten
+from hfjax.paths import flatten
+from hfjax.plan import Layout, State
 from hfjax.planes import Passed
 from hfjax.stagewise import COUNT, ENDS, LAYERS, NUMBER, Parts
 
@@ -89,6 +90,10 @@ def _check(layout: Layout, execution: Execution) -> None:
     refused = {
         f"clip={execution.clip}: no stage knows the norm of the whole gradient. {waits} clip "
         "element by element: optax.chain(optax.clip(…), …).": execution.clip is not None,
+        f"frozen {next((p.path for p in layout.placed.values() if p.frozen), '')}: stages keep "
+        f"versions of all their parameters. {waits} freeze nothing.": any(
+            p.frozen for p in layout.placed.values()
+        ),
         f"accumulate={execution.accumulate}: it accumulates by itself, by microbatch or by group. "
         f"{waits} raise microbatches.": execution.accumulate > 1,
         f"reduction={execution.reduction!r}: gradients are reduced at every update, in one level. "

@@ -13,7 +13,8 @@ import optax
 from hfjax.moments import converted, reformed
 from hfjax.parallel.packing import PackedLayers
 from hfjax.parallel.reduction import Flat
-from hfjax.plan import Layout, flatten, nest
+from hfjax.paths import flatten, nest
+from hfjax.plan import Layout
 
 # Sizes of parameters and gradients to try: decay shows where parameters are large beside updates,
 # clipping where gradients are large beside parameters.

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from hfjax.parallel.reduction import Flat
-from hfjax.plan import Layout, nest
+from hfjax.paths import nest
+from hfjax.plan import Layout
 from hfjax.stagewise import COUNT, ENDS, LAYERS, NUMBER, Parts
 
 SIZES = (1e-3, 1.0, 1e3)  # of the gradients, step by step: enough for what clips to be seen

@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 
 from hfjax.parallel.mesh import AXES, PIPE_AXIS, describe_mesh
 from hfjax.partitions import Partition
-from hfjax.plan import flatten
+from hfjax.paths import flatten
 
 REMAT = {"never": "none", "except_last": "except_last", "always": "full"}
 OPTIONS = ("precision", "reduction", "reshard_after_forward", "unroll", "compiler_options")

@@ -29,6 +29,7 @@ from hfjax.parallel.mesh import BATCH_AXES, describe_mesh, make_mesh
 from hfjax.parallel.schedules import Schedule
 from hfjax.parallel.strategy import PIPE, Strategy
 from hfjax.partitions import Partition
+from hfjax.paths import flatten, nest
 from hfjax.pipe_checks import (
     REMAT,
     check_batch,
@@ -37,7 +38,7 @@ from hfjax.pipe_checks import (
     check_options,
     check_parts,
 )
-from hfjax.plan import State, flatten, layout, nest
+from hfjax.plan import State, layout
 from hfjax.planes import data_plane, forward_plane
 from hfjax.rearrange import canonical, rearrange
 from hfjax.stack import emptied, model_init, refilled, stack

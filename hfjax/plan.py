@@ -1,6 +1,5 @@
 """Where everything lives: path, shape, PartitionSpec and bytes per device. Allocates nothing."""
 
-import difflib
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -16,9 +15,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from hfjax.moments import parameter_of
 from hfjax.notes import check_rows, human, notes_of, table_of_stages
+from hfjax.optimizers import without
 from hfjax.packed import OnStages, packed_layers
 from hfjax.parallel.arrangement import Arrangement
-from hfjax.parallel.blueprint import Blueprint, blueprint
+from hfjax.parallel.blueprint import LAYERS, Blueprint, blueprint
 from hfjax.parallel.mesh import AXES, BATCH_AXES, PIPE_AXIS, TENSOR_AXES, describe_mesh, in_use
 from hfjax.parallel.placement import (
     STACK,
@@ -31,6 +31,7 @@ from hfjax.parallel.placement import (
 )
 from hfjax.parallel.reduction import Flat, Placed
 from hfjax.parallel.strategy import Strategy
+from hfjax.paths import matches, nearest, nest
 from hfjax.storage import (
     COLUMNS,
     on_each_stage,
@@ -63,7 +64,7 @@ class Layout:
         placed = dict(self.placed)
         for path, spec in specs.items():
             if path not in placed:
-                raise ValueError(f"no parameter {path!r}. {_nearest(path, placed)}")
+                raise ValueError(f"no parameter {path!r}. {nearest(path, placed)}")
             if not isinstance(spec, P):
                 raise ValueError(f"{path}: a PartitionSpec is expected, found {spec!r}.")
             array = self._array(path)
@@ -71,6 +72,16 @@ class Layout:
             parts = columns(array, self.strategy, self.mesh, spec)
             placed[path] = replace(placed[path], **dict(zip(COLUMNS, parts, strict=True)))
         return replace(self, placed=placed)
+
+    def freeze(self, *patterns: str) -> "Layout":
+        """Return the layout in which the parameters of these paths stay as they are.
+
+        They have neither gradient nor moments; `*` stands for anything: `"layers/*"`.
+        """
+        frozen = set(matches(patterns, self.arrays))
+        _check_frozen(frozen, self.blueprint)
+        placed = {path: replace(p, frozen=path in frozen) for path, p in self.placed.items()}
+        return replace(self, placed=placed, optimizer=without(self.optimizer, frozen))
 
     def arranged(self, arrangement: Arrangement | None) -> "Layout":
         """Return the layout that stores layers so; None: as the model has them."""
@@ -171,7 +182,7 @@ class Layout:
         state = self.abstract_state()
         return {
             "parameters": sum(size(p, p.parameter, p.dtype) for p in placed),
-            "gradients": sum(size(p, p.gradient, wide(p)) for p in placed),
+            "gradients": sum(size(p, p.gradient, wide(p)) for p in placed if not p.frozen),
             "moments": sum(
                 _bytes(x.shape, x.dtype, x.sharding.spec, self.mesh)
                 for x in jax.tree.leaves(state.optimizer)
@@ -259,16 +270,20 @@ def _activation_placer(mesh: Mesh, strategy: Strategy) -> Callable:
     return place
 
 
+def _check_frozen(frozen: set[str], plan: Blueprint) -> None:
+    if len(frozen) == len(plan.parameters):
+        raise ValueError("freeze: all parameters are, and nothing would train. Use eval_step.")
+    if plan.listed and (layers := sorted(path for path in frozen if path.startswith(LAYERS))):
+        raise ValueError(
+            f"freeze: {layers[0]} is in a list of layers, which a pipeline packs into one row. "
+            "Freeze what lies outside the layers, or use no pipe axis."
+        )
+
+
 def _check_paths(axes: Mapping[str, tuple], plan: Blueprint) -> None:
     for path in axes:
         if path not in plan.parameters:
-            raise ValueError(f"axes: no parameter {path!r}. {_nearest(path, plan.parameters)}")
-
-
-def _nearest(path: str, known: Mapping[str, Any]) -> str:
-    near = difflib.get_close_matches(path, known, n=3)
-    near = near or [p for p in known if p.startswith(path)][:3]
-    return f"Nearest: {near or 'none'}. All: layout.specs."
+            raise ValueError(f"axes: no parameter {path!r}. {nearest(path, plan.parameters)}")
 
 
 def _check_arguments(model_init: Any, optimizer: Any, mesh: Any, strategy: Any) -> None:
@@ -296,27 +311,6 @@ def _check_dtypes(plan: Blueprint) -> None:
             )
 
 
-def nest(flat: Mapping[str, Any]) -> dict:
-    """Return {"a/b": x} as {"a": {"b": x}}."""
-    tree: dict = {}
-    for path, value in flat.items():
-        *parents, name = path.split("/")
-        node = tree
-        for key in parents:
-            node = node.setdefault(key, {})
-        node[name] = value
-    return tree
-
-
-def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return {"a": {"b": x}} as {"a/b": x}."""
-    flat: dict[str, Any] = {}
-    for name, value in tree.items():
-        nested = isinstance(value, Mapping)
-        flat |= flatten(value, f"{prefix}{name}/") if nested else {prefix + name: value}
-    return flat
-
-
 def _bytes(shape: tuple[int, ...], dtype: Any, spec: P, mesh: Mesh) -> int:
     return math.prod(shape) * jnp.dtype(dtype).itemsize // pieces(spec, mesh)
 
@@ -325,7 +319,9 @@ def _table(layout: Layout) -> Iterator[str]:
     yield f"{layout.strategy.name} on {describe_mesh(layout.mesh)}"
     rows = [("parameter", "shape", "spec", "gradient", "moments", "bytes/device")]
     for p in layout.placed.values():
-        same = lambda spec, p=p: "same" if spec == p.parameter else _show(spec)
+        same = lambda spec, p=p: (
+            "none" if p.frozen else "same" if spec == p.parameter else _show(spec)
+        )
         size = human(_bytes(p.shape, p.dtype, p.parameter, layout.mesh))
         shape = "x".join(map(str, p.shape))
         rows.append((p.path, shape, _show(p.parameter), same(p.gradient), same(p.moment), size))

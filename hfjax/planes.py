@@ -10,11 +10,11 @@ from hfjax.parallel.execution import Execution
 from hfjax.parallel.gradients import DataPlane
 from hfjax.parallel.mesh import PIPE_AXIS
 from hfjax.parallel.placement import batch_devices
+from hfjax.parallel.reduction import Flat
 from hfjax.parallel.schedule import Table
 from hfjax.parallel.schedules import Schedule, forward_table
 from hfjax.parallel.stages import PipelinePlane
 from hfjax.parallel.ticks import compile_table
-from hfjax.parallel.reduction import Flat
 from hfjax.plan import Layout
 
 

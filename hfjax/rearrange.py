@@ -14,7 +14,8 @@ from hfjax.packed import Mover, packed_layers
 from hfjax.parallel.arrangement import Arrangement
 from hfjax.parallel.packing import PackedLayers
 from hfjax.parallel.reduction import Flat
-from hfjax.plan import Layout, State, flatten, nest
+from hfjax.paths import flatten, nest
+from hfjax.plan import Layout, State
 
 
 def canonical(layout: Layout, state: State) -> State:

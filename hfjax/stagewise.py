@@ -14,7 +14,8 @@ import jax.numpy as jnp
 import optax
 
 from hfjax.parallel.reduction import Flat
-from hfjax.plan import Layout, flatten, nest
+from hfjax.paths import flatten, nest
+from hfjax.plan import Layout
 
 LAYERS, ENDS = "layers", "ends"
 COUNT, NUMBER = "count beside moments", "number"

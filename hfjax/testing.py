@@ -26,7 +26,8 @@ from hfjax.parallel.strategy import (
     ZERO2,
     Strategy,
 )
-from hfjax.plan import Layout, flatten, layout
+from hfjax.paths import flatten
+from hfjax.plan import Layout, layout
 from hfjax.rearrange import canonical
 from hfjax.train import init, train_step
 

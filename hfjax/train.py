@@ -20,7 +20,8 @@ from hfjax.parallel.execution import Execution, Precision
 from hfjax.parallel.mesh import BATCH_AXES, PIPE_AXIS, describe_mesh
 from hfjax.parallel.schedules import Schedule
 from hfjax.parallel.stages import PipelinePlane
-from hfjax.plan import Layout, State, flatten, nest
+from hfjax.paths import flatten, nest
+from hfjax.plan import Layout, State
 from hfjax.planes import Passed, data_plane, forward_plane
 from hfjax.rearrange import rearrange
 from hfjax.stages import on_stages
@@ -183,6 +184,7 @@ class TrainStep:
     def _update(self, params: dict, gradients: dict, moments: Any) -> tuple[dict, Any]:
         """Update each shard where its moments lie; what leaves the step is then gathered."""
         given = nest(params)
+        gradients = {path: jnp.zeros_like(x) for path, x in params.items()} | gradients
         updates, moments = self.layout.optimizer.update(
             nest(self._place(gradients)), moments, given
         )

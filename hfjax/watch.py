@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hfjax.plan import Layout, State, flatten
+from hfjax.paths import flatten
+from hfjax.plan import Layout, State
 
 LAG = 2  # steps; the same in every process, so that all stop at the same call
 
@@ -53,7 +54,7 @@ class Watch:
                 warnings.warn(f"{told} It was skipped.", RuntimeWarning, stacklevel=3)
                 continue
             self._unseen.clear()
-            many = f"This is the {self._in_a_row}th in a row (patience). "
+            many = f"{self._in_a_row} in a row (patience={self.patience}): "
             raise FloatingPointError((many if self.policy == "skip" else "") + told)
 
     def _explain(self, state: State, seen: Seen) -> str:

@@ -72,7 +72,7 @@ class Execution:
     reshard_after_forward: bool = True  # drop gathered parameters after use and gather again
     reduction: str = "flat"  # hierarchical: scatter over fsdp, add over data, gather over fsdp
     unroll: int | bool | None = None  # layers per turn of the scan; None: as measured per backend
-    # A step whose loss or gradient is not finite: stop (leave the state as it was and raise two calls
+    # A step whose loss or gradient is not finite: stop (leave the state as it was, raise two calls
     # later), skip (leave it, warn, go on; raise after `patience` in a row), apply (update, raise).
     nonfinite: str = "stop"
     patience: int = 10

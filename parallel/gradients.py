@@ -59,7 +59,9 @@ class DataPlane:
             changed = {path: x for path, x in statistics.items() if path in written}
             return gradients, self._sum(mean), self._average(changed)
 
-        out_specs = (self._specs("moment"), self._told_specs, P())
+        moments = self._specs("moment")
+        gradients = {path: moments[path] for path in self._trained}
+        out_specs = (gradients, self._told_specs, P())
         in_specs = (self._specs("parameter"), P(), P(self._batch_axes), P())
         return self._shard_map(device, in_specs, out_specs)(parameters, variables, batch, step)
 
@@ -174,7 +176,7 @@ class DataPlane:
         stored: Flat = {}
         for path, value in parameters.items():
             move = self._movement(self.placed[path], unread, slots is not None)
-            stored[path] = Stored(value, None if slots is None else slots[path], move)
+            stored[path] = Stored(value, (slots or {}).get(path), move)
             if self.blueprint.three_parts and not path.startswith(LAYERS):
                 stored[path] = stored[path].fetch()
         return self.blueprint.merge(stored, variables, mode)
@@ -246,7 +248,12 @@ class DataPlane:
             zeros = jnp.zeros(p.local("gradient"), jnp.promote_types(p.dtype, jnp.float32))
             return self._varying(zeros, but=self._summed_at_once(p))
 
-        return self._pin({path: zeros(p) for path, p in self.placed.items()})
+        return self._pin({path: zeros(self.placed[path]) for path in self._trained})
+
+    @property
+    def _trained(self) -> list[str]:
+        """The parameters that have a gradient."""
+        return [path for path, p in self.placed.items() if not p.frozen]
 
     def _summed_at_once(self, p: Placed) -> Axes:
         """Return the axes over which a gradient is summed as soon as its layer is done.

@@ -30,6 +30,7 @@ class Placed:
     moment: P
     small: bool  # below the size from which the strategy splits arrays
     stacked: bool = False  # dimension 0 stacks layers: pipe may split it, nothing gathers it
+    frozen: bool = False  # no gradient, no moments
 
     def manual(self, column: str) -> P:
         """Return the manual part of the spec in a column."""

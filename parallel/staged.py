@@ -39,7 +39,7 @@ class Staged:
     arrangement: Arrangement
     parameters: Flat  # as stored: of the layers, this stage's rows
     movements: Mapping[str, Movement]
-    slots: Mapping[str, Any]  # shape and dtype of the gradient of each parameter
+    slots: Mapping[str, Any]  # shape and dtype of the gradient of each parameter that has one
     variables: Callable  # (m, number of a layer or None) -> variables for this microbatch
     inputs: Callable  # m -> what the model is given
     mean: Callable  # (outputs, m) -> Mean
@@ -59,7 +59,7 @@ class Staged:
             passes=self._passes,
             values={path: self.parameters[path] for path in layers},
             ends=self._ends,
-            slots={path: row(self.slots[path]) for path in layers},
+            slots={path: row(self.slots[path]) for path in layers if path in self.slots},
             order=self.arrangement.order,
             keep=replace(self, policy=None)._passes if self.keeps_last else None,
         )
@@ -112,7 +112,7 @@ class Staged:
         values, number, m = known
         layer = self._layers[0]
         held = self.variables(m, number) if layer.variables else {}
-        stored = lambda path: self._stored(path, values[path], slots[path])
+        stored = lambda path: self._stored(path, values[path], slots.get(path))
         return self.mark(self._apply(layer, stored, held, x))
 
     def _apply(self, layer: Layer, parameter: Callable, variables: Flat, x: Any) -> Any:

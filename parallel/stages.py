@@ -61,8 +61,9 @@ class PipelinePlane(DataPlane):
         def run(statistics, batch, number):
             staged = self._training(parameters, statistics, batch, (keys, number), unread)
             gradients, ends, told = self._pipeline(staged)
-            gradients |= {path: self._give(self.placed[path], g) for path, g in ends.items()}
-            return self._pin({path: gradients[path] for path in self.placed}), told, statistics
+            trained = {path: g for path, g in ends.items() if not self.placed[path].frozen}
+            gradients |= {path: self._give(self.placed[path], g) for path, g in trained.items()}
+            return self._pin({path: gradients[path] for path in self._trained}), told, statistics
 
         return run
 

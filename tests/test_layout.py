@@ -12,7 +12,7 @@ import hfjax
 from hfjax.models.gpt import next_token_loss
 from hfjax.parallel.placement import Array, check_spec, pieces, place
 from hfjax.parallel.strategy import DDP, FSDP, SEQUENCE, TENSOR, ZERO1, ZERO2, Strategy
-from hfjax.plan import flatten
+from hfjax.paths import flatten
 from tests.small_gpt import gpt_layout, tokens
 
 MESH = hfjax.make_mesh(data=2, fsdp=2, tensor=2)

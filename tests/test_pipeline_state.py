@@ -9,7 +9,7 @@ import pytest
 import hfjax
 from hfjax import DDP, FSDP, PIPE, Schedule
 from hfjax.models.gpt import next_token_loss
-from hfjax.plan import flatten
+from hfjax.paths import flatten
 from tests.small_gpt import gpt_layout, tokens
 
 STAGES = {"pipe": 4}

@@ -1,0 +1,64 @@
+"""Learning rates: functions of the number of updates done, as optax takes them."""
+
+import math
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax.numpy as jnp
+import optax
+
+Rate = Callable[[Any], Any]
+DECAYS = ("cosine", "linear", "constant")
+
+
+def rate(
+    peak: float,
+    *,
+    warmup: int = 0,
+    steps: int | None = None,
+    end: float = 0.0,
+    decay: Literal["cosine", "linear", "constant"] = "cosine",
+    hold: int = 0,
+    shape: Literal["linear", "log"] = "linear",
+) -> Rate:
+    """Return a learning rate: up to `peak` in `warmup` updates, held, then down to `end` * peak.
+
+    The way down ends after `steps` updates in all; after it the rate stays. `decay="constant"` is
+    DeepSpeed's WarmupLR (`shape="log"` too), "linear" its WarmupDecayLR, "cosine" its
+    WarmupCosineLR; with `hold` it is warm-up, stable, decay (WSD).
+
+    >>> [round(float(rate(1.0, warmup=2, steps=6)(n)), 3) for n in range(7)]
+    [0.5, 1.0, 1.0, 0.854, 0.5, 0.146, 0.0]
+    """
+    _check(peak, warmup, steps, end, decay, hold)
+    first = warmup + hold
+    length = 1 if steps is None else max(steps - first, 1)
+    ways = {"cosine": optax.cosine_decay_schedule(peak, length, end)}
+    ways["linear"] = optax.linear_schedule(peak, end * peak, length)
+    down = ways.get(decay, optax.constant_schedule(peak))
+
+    def at(count):
+        """The first update already moves: its rate is peak / warmup, not zero."""
+        part = jnp.minimum((count + 1) / max(warmup, 1), 1.0)
+        if shape == "log" and warmup > 1:
+            part = jnp.minimum(jnp.log(count + 1.0) / math.log(warmup), 1.0)
+        return jnp.where(count < warmup, peak * part, down(jnp.maximum(count - first, 0)))
+
+    return at
+
+
+def _check(peak, warmup, steps, end, decay, hold) -> None:
+    if not peak > 0:
+        raise ValueError(f"rate: peak={peak!r}; a positive learning rate.")
+    if warmup < 0 or hold < 0 or not 0 <= end <= 1:
+        raise ValueError(
+            f"rate: warmup={warmup}, hold={hold}, end={end}; numbers of updates, and a fraction of "
+            "the peak between 0 and 1."
+        )
+    if decay not in DECAYS:
+        raise ValueError(f"rate: decay={decay!r}; one of {', '.join(DECAYS)}.")
+    if decay != "constant" and (steps is None or steps <= warmup + hold):
+        raise ValueError(
+            f"rate: steps={steps} leave nothing to decay after warmup={warmup} and hold={hold}. "
+            'Give more steps, or decay="constant".'
+        )

@@ -1,0 +1,207 @@
+"""Parameter groups, frozen parameters, averages, learning rates; what was not finite, by name."""
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+import hfjax
+from hfjax.models.gpt import next_token_loss
+from hfjax.models.parts import run_stacked
+from hfjax.parallel.strategy import DDP, FSDP, PIPE, SEQUENCE, TENSOR, ZERO1, ZERO2
+from hfjax.paths import flatten
+from tests.small_gpt import gpt, gpt_layout, tokens
+
+ONE = {"data": 1}
+MESHES = [
+    (DDP, {"data": 8}, {}),
+    (ZERO1, {"data": 8}, {"accumulate": 2}),
+    (ZERO2 | TENSOR, {"data": 4, "tensor": 2}, {}),
+    (FSDP | TENSOR | SEQUENCE, {"data": 2, "fsdp": 2, "tensor": 2}, {"accumulate": 2}),
+    (
+        PIPE | ZERO1,
+        {"pipe": 2, "data": 2},
+        {"schedule": hfjax.Schedule("interleaved", 4, chunks=1)},
+    ),
+]
+
+
+def grouped():
+    rate = hfjax.rate(1e-2, warmup=2, steps=8)
+    return hfjax.by_path(
+        {
+            "*/bias": optax.sgd(rate),
+            "*norm*": optax.adamw(0.1 * 1e-2, weight_decay=0.0),
+            "*": optax.chain(optax.clip(1.0), optax.adamw(rate, weight_decay=0.1)),
+        }
+    )
+
+
+def after(layout, steps=4, batch=None, **execution):
+    step = hfjax.train_step(layout, next_token_loss, clip=0.5, **execution)
+    state, losses = hfjax.init(layout, schedule=execution.get("schedule")), []
+    for _ in range(steps):
+        state, metrics = step(state, batch or tokens())
+        losses.append((float(metrics["loss"]), float(metrics["grad_norm"])))
+    return hfjax.canonical(layout, state) if layout.order is not None else state, losses
+
+
+def alone(optimizer=None):
+    return gpt_layout(DDP, ONE, optimizer, devices=jax.devices()[:1])
+
+
+@pytest.mark.parametrize(("strategy", "mesh", "execution"), MESHES)
+def test_groups_frozen_parameters_and_an_average_are_those_of_one_device(strategy, mesh, execution):
+    devices = jax.devices()[: int(np.prod(list(mesh.values())))]
+    frozen = ("positions", "layers/mlp/up/*")
+    wanted, losses = after(alone(hfjax.ema(grouped(), 0.5)).freeze(*frozen))
+    layout = gpt_layout(strategy, mesh, hfjax.ema(grouped(), 0.5), devices).freeze(*frozen)
+    state, found = after(layout, **execution)
+    np.testing.assert_allclose(found, losses, rtol=2e-5)
+    for tree in (lambda s: s.params, lambda s: hfjax.averaged(s).params):
+        old, new = flatten(hfjax.full(tree(wanted))), flatten(hfjax.full(tree(state)))
+        for path, x in old.items():
+            np.testing.assert_allclose(new[path], x, atol=2e-5, err_msg=path)
+    first = flatten(hfjax.full(hfjax.init(layout).params))
+    np.testing.assert_array_equal(
+        flatten(hfjax.full(state.params))["positions"], first["positions"]
+    )
+
+
+def test_a_frozen_parameter_has_no_gradient_no_moments_and_no_part_in_the_norm():
+    frozen = ("layers/*", "positions")
+    still = gpt_layout(DDP, {"data": 8}).freeze(*frozen)
+    whole = gpt_layout(DDP, {"data": 8})
+    frozen, trained = 0, 0
+    for p in still.placed.values():
+        size = 4 * int(np.prod(p.shape))
+        frozen, trained = frozen + size * p.frozen, trained + size * (not p.frozen)
+    memory = still.bytes_per_device()
+    assert memory["gradients"] == trained
+    assert memory["moments"] == 2 * trained + 4
+    moved = [
+        hfjax.collectives(hfjax.train_step(x, next_token_loss).lower(tokens())).moved
+        for x in (whole, still)
+    ]
+    assert moved[0] - moved[1] == 2 * 7 * frozen // 8  # an all-reduce among 8
+    assert "none" in str(still)
+
+
+@pytest.mark.parametrize(
+    ("act", "message"),
+    [
+        (lambda x: x.freeze("layer/*"), r"pattern 'layer/\*' matches no parameter. Nearest"),
+        (lambda x: x.freeze("*"), r"all parameters are, and nothing would train"),
+        (
+            lambda x: hfjax.init(alone(hfjax.by_path({"layers/*": optax.sgd(1.0)}))),
+            r"by_path: norm/bias \(and 3 more\) matches none of \['layers/\*'\]. Add a last",
+        ),
+        (
+            lambda x: hfjax.init(alone(hfjax.by_path({"x*": optax.sgd(1), "*": optax.sgd(1)}))),
+            r"pattern 'x\*' matches no parameter",
+        ),
+        (lambda x: hfjax.ema(optax.sgd(1), 1.0), r"ema: decay=1.0; a number between 0 and 1"),
+        (lambda x: hfjax.averaged(hfjax.init(x)), r"its optimizer keeps no average"),
+        (lambda x: hfjax.rate(0.0), r"peak=0.0; a positive learning rate"),
+        (lambda x: hfjax.rate(1.0, warmup=5, steps=5), r"steps=5 leave nothing to decay"),
+        (lambda x: hfjax.rate(1.0, steps=5, end=2), r"end=2; numbers of updates, and a fraction"),
+        (
+            lambda x: hfjax.rate(1.0, steps=5, **{"decay": "cos"}),
+            r"decay='cos'; one of cosine, linear",
+        ),
+        (
+            lambda x: hfjax.train_step(x, next_token_loss, nonfinite="ignore"),
+            r"nonfinite='ignore': one of stop, skip, apply",
+        ),
+        (
+            lambda x: hfjax.train_step(x, next_token_loss, patience=0),
+            r"patience=0: a positive number of steps",
+        ),
+    ],
+)
+def test_what_makes_no_sense_is_refused(act, message):
+    with pytest.raises(ValueError, match=message):
+        act(alone())
+
+
+def test_an_average_follows_the_parameters_by_its_decay():
+    layout = alone(hfjax.ema(optax.sgd(0.1), 0.9))
+    step, state = hfjax.train_step(layout, next_token_loss), hfjax.init(layout)
+    wanted = flatten(hfjax.full(state.params))
+    for _ in range(3):
+        state, _ = step(state, tokens())
+        new = flatten(hfjax.full(state.params))
+        wanted = {path: 0.9 * x + 0.1 * new[path] for path, x in wanted.items()}
+    for path, x in flatten(hfjax.full(hfjax.averaged(state).params)).items():
+        np.testing.assert_allclose(x, wanted[path], rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("fields", "wanted"),
+    [
+        ({"warmup": 4, "decay": "constant"}, [0.25, 0.5, 0.75, 1, 1, 1, 1, 1]),
+        ({"steps": 4, "decay": "linear", "end": 0.5}, [1, 0.875, 0.75, 0.625, 0.5, 0.5]),
+        ({"warmup": 1, "hold": 2, "steps": 5, "decay": "linear"}, [1, 1, 1, 1, 0.5, 0, 0]),
+        ({"warmup": 4, "shape": "log", "decay": "constant"}, [0, 0.5, 0.79248, 1, 1]),
+    ],
+)
+def test_a_rate_goes_up_stays_and_goes_down(fields, wanted):
+    found = [float(hfjax.rate(1.0, **fields)(n)) for n in range(len(wanted))]
+    np.testing.assert_allclose(found, wanted, atol=1e-5)
+
+
+def poisoned(outputs, batch):
+    """The loss stays finite; the gradient of what `poison` multiplies does not."""
+    mean = next_token_loss(outputs, batch)
+    return mean.total * 1.0 + 0 * (batch["poison"].sum() * outputs.sum())
+
+
+def run(step, state, batches):
+    for batch in batches:
+        state, _ = step(state, batch)
+    return state
+
+
+BAD = tokens(poison=np.full(16, np.inf, np.float32))
+GOOD = tokens(poison=np.zeros(16, np.float32))
+
+
+def test_steps_that_are_not_finite_are_skipped_told_and_not_counted_by_the_optimizer():
+    layout = gpt_layout(ZERO1, {"data": 4}, optax.adam(1e-3))
+    step = hfjax.train_step(layout, poisoned, nonfinite="skip")
+    plain = hfjax.train_step(layout, poisoned)
+    state, wanted = hfjax.init(layout), hfjax.init(layout)
+    with pytest.warns(RuntimeWarning, match=r"step 1 is not finite.*look at the batch.*skipped"):
+        state = run(step, state, (GOOD, BAD, GOOD, GOOD, GOOD))
+    wanted = run(plain, wanted, [GOOD] * 4)
+    jax.tree.map(np.testing.assert_array_equal, hfjax.full(state.params), hfjax.full(wanted.params))
+    assert int(state.step) == 5
+
+
+def test_too_many_steps_in_a_row_that_are_not_finite_stop_the_run():
+    layout = gpt_layout(DDP, {"data": 4}, optax.sgd(0.1))
+    step = hfjax.train_step(layout, poisoned, nonfinite="skip", patience=3)
+    state, told = hfjax.init(layout), pytest.warns(RuntimeWarning, match="skipped")
+    with told, pytest.raises(FloatingPointError, match=r"3 in a row \(patience=3\).*step 4"):
+        run(step, state, (BAD, GOOD, BAD, BAD, BAD, GOOD, GOOD, GOOD))
+
+
+@jax.custom_vjp
+def breaks(x):
+    return x
+
+
+breaks.defvjp(lambda x: (x, None), lambda _, dx: (dx * np.inf,))
+
+
+def test_the_parameter_whose_gradient_broke_is_named_and_the_loss_given():
+    def forward(model, batch):
+        return model.head(run_stacked(model.layers, breaks(model.embed(batch))))
+
+    mesh = hfjax.make_mesh(data=4, devices=jax.devices()[:4])
+    layout = hfjax.layout(gpt(), optax.sgd(0.1), mesh, DDP, forward=forward)
+    step = hfjax.train_step(layout, next_token_loss)
+    state, _ = step(hfjax.init(layout), tokens())
+    told = r"loss was 4\.\d+, the gradients of 2 of 16 .* the first is that of positions \(24, 32\)"
+    with pytest.raises(FloatingPointError, match=told):
+        step.check(state)
