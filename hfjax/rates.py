@@ -2,13 +2,14 @@
 
 import math
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import jax.numpy as jnp
 import optax
 
 Rate = Callable[[Any], Any]
 DECAYS = ("cosine", "linear", "constant")
+SHAPES = ("linear", "log")
 
 
 def rate(
@@ -17,20 +18,22 @@ def rate(
     warmup: int = 0,
     steps: int | None = None,
     end: float = 0.0,
-    decay: Literal["cosine", "linear", "constant"] = "cosine",
+    decay: str = "cosine",
     hold: int = 0,
-    shape: Literal["linear", "log"] = "linear",
+    shape: str = "linear",
 ) -> Rate:
     """Return a learning rate: up to `peak` in `warmup` updates, held, then down to `end` * peak.
 
-    The way down ends after `steps` updates in all; after it the rate stays. `decay="constant"` is
-    DeepSpeed's WarmupLR (`shape="log"` too), "linear" its WarmupDecayLR, "cosine" its
-    WarmupCosineLR; with `hold` it is warm-up, stable, decay (WSD).
+    The way down (cosine, linear or constant) ends after `steps` updates in all; after it the rate
+    stays. `shape`, of the way up, is linear or log. `decay="constant"` is DeepSpeed's WarmupLR,
+    "linear" its WarmupDecayLR, "cosine" its WarmupCosineLR; with `hold` it is warm-up, stable,
+    decay (WSD).
 
     >>> [round(float(rate(1.0, warmup=2, steps=6)(n)), 3) for n in range(7)]
     [0.5, 1.0, 1.0, 0.854, 0.5, 0.146, 0.0]
     """
-    _check(peak, warmup, steps, end, decay, hold)
+    _check_numbers(peak, warmup, end, hold)
+    _check_way(warmup + hold, steps, decay, shape)
     first = warmup + hold
     length = 1 if steps is None else max(steps - first, 1)
     ways = {"cosine": optax.cosine_decay_schedule(peak, length, end)}
@@ -47,7 +50,7 @@ def rate(
     return at
 
 
-def _check(peak, warmup, steps, end, decay, hold) -> None:
+def _check_numbers(peak: float, warmup: int, end: float, hold: int) -> None:
     if not peak > 0:
         raise ValueError(f"rate: peak={peak!r}; a positive learning rate.")
     if warmup < 0 or hold < 0 or not 0 <= end <= 1:
@@ -55,10 +58,16 @@ def _check(peak, warmup, steps, end, decay, hold) -> None:
             f"rate: warmup={warmup}, hold={hold}, end={end}; numbers of updates, and a fraction of "
             "the peak between 0 and 1."
         )
-    if decay not in DECAYS:
-        raise ValueError(f"rate: decay={decay!r}; one of {', '.join(DECAYS)}.")
-    if decay != "constant" and (steps is None or steps <= warmup + hold):
+
+
+def _check_way(first: int, steps: int | None, decay: str, shape: str) -> None:
+    if decay not in DECAYS or shape not in SHAPES:
         raise ValueError(
-            f"rate: steps={steps} leave nothing to decay after warmup={warmup} and hold={hold}. "
+            f"rate: decay={decay!r}, shape={shape!r}; decay is one of {', '.join(DECAYS)}, shape "
+            f"one of {', '.join(SHAPES)}."
+        )
+    if decay != "constant" and (steps is None or steps <= first):
+        raise ValueError(
+            f"rate: steps={steps} leave nothing to decay after warmup + hold = {first}. "
             'Give more steps, or decay="constant".'
         )

@@ -4,7 +4,8 @@
 H / G heads of queries that follow one another (grouped-query attention, Ainslie et al., 2023).
 """
 
-from typing import Literal
+from functools import partial
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -12,47 +13,72 @@ import jax.numpy as jnp
 BLOCKS = 4  # of queries: a later block attends to more keys, so 3/8 of the work is skipped
 
 
-def causal_attention(q_BSHD: jax.Array, k_BSGD: jax.Array, v_BSGD: jax.Array) -> jax.Array:
-    """Return causal attention by what is fastest here: cuDNN on a GPU, query blocks on a CPU."""
+def causal_attention(
+    q_BSHD: jax.Array,
+    k_BSGD: jax.Array,
+    v_BSGD: jax.Array,
+    documents_BS: jax.Array | None = None,
+) -> jax.Array:
+    """Return causal attention by what is fastest here: cuDNN on a GPU, query blocks on a CPU.
+
+    With the number of each token's document, it stays inside documents.
+    """
     if jax.default_backend() == "gpu":
         half = q_BSHD.dtype in (jnp.bfloat16, jnp.float16)
-        return dot_product(q_BSHD, k_BSGD, v_BSGD, "cudnn" if half else "xla")
-    return blocked(q_BSHD, k_BSGD, v_BSGD)
+        return dot_product(q_BSHD, k_BSGD, v_BSGD, documents_BS, "cudnn" if half else "xla")
+    return blocked(q_BSHD, k_BSGD, v_BSGD, documents_BS)
 
 
 def dot_product(
     q_BSHD: jax.Array,
     k_BSGD: jax.Array,
     v_BSGD: jax.Array,
+    documents_BS: jax.Array | None = None,
     implementation: Literal["xla", "cudnn"] | None = None,
 ) -> jax.Array:
     """Return `jax.nn.dot_product_attention`, causal."""
-    attend = jax.nn.dot_product_attention
-    return attend(q_BSHD, k_BSGD, v_BSGD, is_causal=True, implementation=implementation)
+    same = None
+    if documents_BS is not None:
+        same = (documents_BS[:, :, None] == documents_BS[:, None, :])[:, None]
+    attend = partial(jax.nn.dot_product_attention, implementation=implementation)
+    return attend(q_BSHD, k_BSGD, v_BSGD, mask=same, is_causal=True)
 
 
-def blocked(q_BSHD: jax.Array, k_BSGD: jax.Array, v_BSGD: jax.Array) -> jax.Array:
+def blocked(
+    q_BSHD: jax.Array,
+    k_BSGD: jax.Array,
+    v_BSGD: jax.Array,
+    documents_BS: jax.Array | None = None,
+) -> jax.Array:
     """Return causal attention computed per block of queries, without the keys after the block."""
     length, shared = q_BSHD.shape[1], q_BSHD.shape[2] // k_BSGD.shape[2]
     k_BSHD, v_BSHD = (jnp.repeat(x, shared, axis=2) for x in (k_BSGD, v_BSGD))
     blocks = BLOCKS if length % BLOCKS == 0 else 1
     size = length // blocks
-    parts = [
-        _block(q_BSHD[:, i * size : (i + 1) * size], k_BSHD[:, :end], v_BSHD[:, :end])
-        for i in range(blocks)
-        for end in [(i + 1) * size]
-    ]
+    parts = []
+    for end in range(size, length + 1, size):
+        same = _same(documents_BS, size, end)
+        queries = q_BSHD[:, end - size : end]
+        parts.append(_block(queries, k_BSHD[:, :end], v_BSHD[:, :end], same))
     return jnp.concatenate(parts, axis=1) if blocks > 1 else parts[0]
 
 
-def _block(q_BQHD: jax.Array, k_BKHD: jax.Array, v_BKHD: jax.Array) -> jax.Array:
+def _same(documents_BS: jax.Array | None, size: int, end: int) -> Any:
+    """Return whether each of the last `size` queries and a key share a document: [B, 1, Q, K]."""
+    if documents_BS is None:
+        return True
+    queries, keys = documents_BS[:, end - size : end], documents_BS[:, :end]
+    return (queries[:, :, None] == keys[:, None, :])[:, None]
+
+
+def _block(q_BQHD: jax.Array, k_BKHD: jax.Array, v_BKHD: jax.Array, same: Any) -> jax.Array:
     """The queries are the last ones: query i may see the keys up to K - Q + i."""
     queries, keys = q_BQHD.shape[1], k_BKHD.shape[1]
     wide = jnp.promote_types(q_BQHD.dtype, jnp.float32)
     scale = jnp.asarray(q_BQHD.shape[-1] ** -0.5, q_BQHD.dtype)
     scores = jnp.einsum("bqhd,bkhd->bhqk", q_BQHD * scale, k_BKHD, preferred_element_type=wide)
     visible = jnp.arange(keys)[None] <= jnp.arange(queries)[:, None] + keys - queries
-    scores = jnp.where(visible[None, None], scores, jnp.finfo(wide).min)
+    scores = jnp.where(visible[None, None] & same, scores, jnp.finfo(wide).min)
     weights = jax.nn.softmax(scores, axis=-1).astype(v_BKHD.dtype)
     return jnp.einsum("bhqk,bkhd->bqhd", weights, v_BKHD)
 

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,10 +20,13 @@ from hfjax.models.parts import (
     LayerNorm,
     Linear,
     anywhere,
+    position_in_document,
     project,
     residual_scale,
     run_stacked,
     stacked,
+    with_documents,
+    without_documents,
 )
 
 __all__ = ["GPT", "PRESETS", "GPTConfig", "next_token_loss"]
@@ -93,10 +97,12 @@ class Attention(nnx.Module):
         self.attend = config.attention
         self.place = anywhere
 
-    def __call__(self, x_BSD: jax.Array) -> jax.Array:
+    def __call__(self, x_BSD: jax.Array, documents_BS: jax.Array | None = None) -> jax.Array:
         qkv = self.place(self.qkv(x_BSD), ("batch", None, "heads", None, None))
         q, k, v = (qkv[:, :, :, i] for i in range(3))
-        return self.out(self.place(self.attend(q, k, v), ("batch", None, "heads", None)))
+        inside = () if documents_BS is None else (documents_BS,)
+        attended = self.attend(q, k, v, *inside)
+        return self.out(self.place(attended, ("batch", None, "heads", None)))
 
 
 class MLP(nnx.Module):
@@ -125,11 +131,13 @@ class Block(nnx.Module):
         self.dropout2 = Dropout(config.dropout, rngs=rngs)
         self.place = anywhere
 
-    def __call__(self, x_BSD: jax.Array) -> jax.Array:
-        x = self._add(x_BSD, self.attention, self.norm1, self.dropout1)
-        return self._add(x, self.mlp, self.norm2, self.dropout2)
+    def __call__(self, stream: Any) -> Any:
+        x_BSD, documents = without_documents(stream)
+        attention = partial(self.attention, documents_BS=documents)
+        x = self._add(x_BSD, attention, self.norm1, self.dropout1)
+        return with_documents(self._add(x, self.mlp, self.norm2, self.dropout2), documents)
 
-    def _add(self, x: jax.Array, part: nnx.Module, norm: LayerNorm, dropout: Dropout) -> jax.Array:
+    def _add(self, x: jax.Array, part: Callable, norm: LayerNorm, dropout: Dropout) -> jax.Array:
         """The norm and the dropout work on the sequence as the residual stream is split."""
         normed = norm(self.place(x, STREAM))
         return x + dropout(self.place(part(self.place(normed, WHOLE, STREAM)), STREAM))
@@ -151,8 +159,12 @@ class GPT(nnx.Module):
         self.norm = LayerNorm(config.embed)
         self.place = anywhere
 
-    def embed(self, batch: Mapping[str, jax.Array]) -> jax.Array:
-        """Return the residual stream of `batch["tokens"]` [B, S + 1]; the last is only a target."""
+    def embed(self, batch: Mapping[str, jax.Array]) -> Any:
+        """Return the residual stream of `batch["tokens"]` [B, S + 1]; the last is only a target.
+
+        With `batch["documents"]` [B, S + 1] tokens attend inside their document, and its positions
+        begin at 0.
+        """
         tokens = batch["tokens"][:, :-1]
         length = tokens.shape[1]
         if length > self.config.length:
@@ -160,11 +172,19 @@ class GPT(nnx.Module):
                 f"{length} tokens a row, the model has {self.config.length} positions: shorten the "
                 "rows, or raise GPTConfig.length."
             )
-        x = self.place(self.tokens[...][tokens], WHOLE) + self.positions[...][None, :length]
-        return self.dropout(self.place(x, STREAM))
+        documents = batch["documents"][:, :-1] if "documents" in batch else None
+        x = self.place(self.tokens[...][tokens], WHOLE) + self._positions(length, documents)
+        return with_documents(self.dropout(self.place(x, STREAM)), documents)
 
-    def head(self, x_BSD: jax.Array) -> jax.Array:
+    def _positions(self, length: int, documents_BS: jax.Array | None) -> jax.Array:
+        """Return the embedding of each token's position."""
+        if documents_BS is None:
+            return self.positions[...][None, :length]
+        return self.place(self.positions[...][position_in_document(documents_BS)], WHOLE)
+
+    def head(self, stream: Any) -> jax.Array:
         """Return the logits [B, S, V]."""
+        x_BSD, _ = without_documents(stream)
         x = self.place(self.norm(x_BSD), WHOLE, STREAM)
         place = partial(self.place, names=("batch", None, "vocab"))
         logits = place(project(place, x, self.tokens[...].T))

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import jax
 from flax import nnx
@@ -18,6 +19,8 @@ from hfjax.models.parts import (
     residual_scale,
     run_stacked,
     stacked,
+    with_documents,
+    without_documents,
 )
 
 
@@ -96,12 +99,14 @@ class Attention(nnx.Module):
         self.attend, self.base = config.attention, config.rotary_base
         self.place = anywhere
 
-    def __call__(self, x_BSD: jax.Array) -> jax.Array:
+    def __call__(self, x_BSD: jax.Array, documents_BS: jax.Array | None = None) -> jax.Array:
         qkv = self.place(self.qkv(x_BSD), ("batch", None, "heads", None, None))
         qk, v = rotate(qkv[:, :, :, :-1], self.base), qkv[:, :, :, -1]
         q, k = qk[:, :, :, :-1], qk[:, :, :, -1]
         q = q.reshape(*q.shape[:2], -1, q.shape[-1])
-        return self.out(self.place(self.attend(q, k, v), ("batch", None, "heads", None)))
+        inside = () if documents_BS is None else (documents_BS,)
+        attended = self.attend(q, k, v, *inside)
+        return self.out(self.place(attended, ("batch", None, "heads", None)))
 
 
 class MLP(nnx.Module):
@@ -129,10 +134,12 @@ class Block(nnx.Module):
         self.mlp = MLP(config, rngs=rngs)
         self.place = anywhere
 
-    def __call__(self, x_BSD: jax.Array) -> jax.Array:
-        return self._add(self._add(x_BSD, self.attention, self.norm1), self.mlp, self.norm2)
+    def __call__(self, stream: Any) -> Any:
+        x_BSD, documents = without_documents(stream)
+        x = self._add(x_BSD, partial(self.attention, documents_BS=documents), self.norm1)
+        return with_documents(self._add(x, self.mlp, self.norm2), documents)
 
-    def _add(self, x: jax.Array, part: nnx.Module, norm: RMSNorm) -> jax.Array:
+    def _add(self, x: jax.Array, part: Callable, norm: RMSNorm) -> jax.Array:
         """The norm works on the sequence as the residual stream is split."""
         normed = norm(self.place(x, STREAM))
         return x + self.place(part(self.place(normed, WHOLE, STREAM)), STREAM)
@@ -151,18 +158,24 @@ class Llama(nnx.Module):
         self.unembed = None if config.tied else untied()
         self.place = anywhere
 
-    def embed(self, batch: Mapping[str, jax.Array]) -> jax.Array:
-        """Return the residual stream of `batch["tokens"]` [B, S + 1]; the last is only a target."""
+    def embed(self, batch: Mapping[str, jax.Array]) -> Any:
+        """Return the residual stream of `batch["tokens"]` [B, S + 1]; the last is only a target.
+
+        With `batch["documents"]` [B, S + 1] tokens attend inside their document. (Rotary positions
+        need not begin at 0: attention depends on distances alone.)
+        """
         tokens = batch["tokens"][:, :-1]
         if tokens.shape[1] > self.config.length:
             raise ValueError(
                 f"{tokens.shape[1]} tokens a row, the model is made for {self.config.length}: "
                 "shorten the rows, or raise LlamaConfig.length."
             )
-        return self.place(self.place(self.tokens[...][tokens], WHOLE), STREAM)
+        x = self.place(self.place(self.tokens[...][tokens], WHOLE), STREAM)
+        return with_documents(x, batch["documents"][:, :-1] if "documents" in batch else None)
 
-    def head(self, x_BSD: jax.Array) -> jax.Array:
+    def head(self, stream: Any) -> jax.Array:
         """Return the logits [B, S, V]."""
+        x_BSD, _ = without_documents(stream)
         x = self.place(self.norm(x_BSD), WHOLE, STREAM)
         place = partial(self.place, names=("batch", None, "vocab"))
         if self.unembed is None:

@@ -15,6 +15,27 @@ STREAM = ("batch", "seq", None)  # the residual stream, norms and dropout: the s
 WHOLE = ("batch", None, None)  # what enters a linear map
 
 
+def with_documents(x_BSD: jax.Array, documents_BS: jax.Array | None) -> Any:
+    """Return what goes from layer to layer: the residual stream, and documents if there are any."""
+    return x_BSD if documents_BS is None else (x_BSD, documents_BS)
+
+
+def without_documents(stream: Any) -> tuple[jax.Array, jax.Array | None]:
+    """Return the residual stream, and the number of each token's document or None."""
+    return stream if isinstance(stream, tuple) else (stream, None)
+
+
+def position_in_document(documents_BS: jax.Array) -> jax.Array:
+    """Return how far each token is from the first of its document.
+
+    >>> position_in_document(jnp.array([[1, 1, 1, 2, 2, 0]])).tolist()
+    [[0, 1, 2, 0, 1, 0]]
+    """
+    at = jnp.broadcast_to(jnp.arange(documents_BS.shape[1])[None], documents_BS.shape)
+    begins = jnp.pad(documents_BS[:, 1:] != documents_BS[:, :-1], ((0, 0), (1, 0)))
+    return at - jax.lax.cummax(jnp.where(begins, at, 0), axis=1)
+
+
 class Anywhere:
     """The `place` of a module that nobody has put on a mesh: leaves an activation as it is."""
 
