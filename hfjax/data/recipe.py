@@ -80,13 +80,22 @@ def prepare(
 def make(recipe: Recipe, progress: Progress | None = None) -> Prepared:
     """Make the data set of a recipe."""
     check_free(recipe.out, recipe.overwrite)
-    files, passed_over = find(recipe.inputs, recipe.pattern)
+    return make_of(recipe, *find(recipe.inputs, recipe.pattern), progress=progress)
+
+
+def make_of(
+    recipe: Recipe,
+    files: tuple[Path, ...],
+    passed_over: int = 0,
+    progress: Progress | None = None,
+) -> Prepared:
+    """Make the data set of a recipe of these files."""
     sources = Sources(files, recipe.field, recipe.errors)
     tell = progress or (lambda what, read, total: None)
     tokenizer = _tokenizer(recipe, _told(sources, "training the tokenizer", tell))
     end = _end(recipe, tokenizer)
+    documents = _Counted(_told(sources, "writing tokens", tell))
     with unfinished(recipe.out, recipe.overwrite) as folder:
-        documents = _Counted(_told(sources, "writing tokens", tell))
         parts = _write(recipe, folder, tokenizer, end, documents)
     asked = recipe.vocab if recipe.tokenizer == "bpe" else None
     return Prepared(recipe.out, parts, len(files), passed_over, documents.empty, asked)
