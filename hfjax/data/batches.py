@@ -1,6 +1,7 @@
 """Global batches cut from the stream of rows, of which a process reads its own rows."""
 
 from collections.abc import Sequence
+from typing import Any, cast
 
 import grain
 import numpy as np
@@ -29,7 +30,7 @@ class Batches(grain.MapDataset):
         left = max(len(self._stream) - self._start, 0)
         return -(-left // self._rows) if self._pad_last else left // self._rows
 
-    def __getitem__(self, index):
+    def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return self.slice(index)
         places = self._start + index * self._rows + self._mine
@@ -40,7 +41,7 @@ class Batches(grain.MapDataset):
         """Return a row of the stream; beyond its end one of zeros."""
         if place >= len(self._stream):
             return {name: np.zeros_like(x) for name, x in self._row(0).items()}
-        number = int(self._stream[place])
+        number = cast(int, self._stream[place])
         of = int(np.searchsorted(self._first, number, "right")) - 1
         row = self._sets[of][number - int(self._first[of])]
         if not self._pad_last or "mask" in row:

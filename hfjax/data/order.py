@@ -3,6 +3,7 @@
 import zlib
 from collections.abc import Sequence
 from itertools import accumulate
+from typing import cast
 
 import grain
 import numpy as np
@@ -33,5 +34,5 @@ def order(
 
 def fingerprint(stream: grain.MapDataset[int]) -> int:
     """Return a CRC32 of the beginning of a stream: another grain may shuffle otherwise."""
-    numbers = [int(stream[i]) for i in range(min(64, len(stream)))]
+    numbers = [cast(int, stream[i]) for i in range(min(64, len(stream)))]
     return zlib.crc32(np.array(numbers, "<i8").tobytes())

@@ -131,7 +131,7 @@ def _tokenizer(recipe: Recipe, documents: Iterable[Document]) -> ByteTokenizer |
 def _end(recipe: Recipe, tokenizer: ByteTokenizer | TrainedTokenizer) -> int | None:
     if recipe.append_end and tokenizer.end is None:
         raise ValueError(
-            f"tokenizer {recipe.tokenizer}: none of {', '.join(KNOWN_ENDS)} is in it, so the end of "
+            f"{recipe.tokenizer}: none of {', '.join(KNOWN_ENDS)} is in it, so the end of "
             "a document has no token. Name it with --end-token, or give --no-append-end."
         )
     return tokenizer.end if recipe.append_end else None

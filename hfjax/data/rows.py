@@ -1,9 +1,8 @@
-"""Row = f(index): which tokens of a data set are row i. Two ways: one stream, or whole documents."""
+"""Row = f(index): which tokens of a data set are row i. As one stream, or whole documents."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
 
 import numpy as np
 
@@ -11,18 +10,6 @@ from hfjax.data.packing import Packed, pack, pieces
 from hfjax.data.tokens import TokenSet
 
 Row = Mapping[str, np.ndarray]
-
-
-class Rows(Protocol):
-    """Rows of `length` + 1 tokens; `length` of them are targets."""
-
-    data: TokenSet
-    length: int
-    dropped: int  # tokens that are a target of no row, first tokens of documents apart
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int) -> Row: ...
 
 
 @dataclass(frozen=True)
@@ -117,6 +104,9 @@ class DocumentRows:
             tokens[at : at + size], numbers[at : at + size] = found, number
             at += size
         return {"tokens": tokens, "documents": numbers, "mask": mask_of(numbers)}
+
+
+Rows = StreamRows | DocumentRows
 
 
 def mask_of(documents: np.ndarray) -> np.ndarray:

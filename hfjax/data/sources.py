@@ -3,16 +3,18 @@
 import gzip
 import json
 import zlib
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, cast
+from typing import Any, BinaryIO, cast
 
 from hfjax.data.tokenizer import optional
 
 TEXT, LINES, TABLES = (".txt", ".md"), (".jsonl", ".ndjson"), (".parquet",)
 KNOWN = TEXT + LINES + TABLES
+REFUSED = (".json", ".csv", ".tsv", ".arrow", ".feather")  # tables, but not read as such
 
 
 @dataclass(frozen=True)
@@ -73,18 +75,18 @@ class Sources:
         except pyarrow.ArrowException as wrong:
             raise ValueError(f"{path} is no whole Parquet file: {wrong}") from None
 
-    def _column(self, path: Path, table: "object") -> Iterator[Document]:
+    def _column(self, path: Path, table: Any) -> Iterator[Document]:
         size, row = path.stat().st_size, 0
-        total = max(table.metadata.num_rows, 1)  # pyright: ignore[reportAttributeAccessIssue]
-        batches = table.iter_batches(1024, columns=[self.field])  # pyright: ignore[reportAttributeAccessIssue]
+        total = max(table.metadata.num_rows, 1)
+        batches = table.iter_batches(1024, columns=[self.field])
         for batch in batches:
             for text in batch.column(0).to_pylist():
                 row += 1
                 where = f"{path}: row {row}"
                 yield Document(_string(text, self.field, where), where, size * row // total)
 
-    def _check_column(self, path: Path, schema: "object") -> None:
-        names = list(schema.names)  # pyright: ignore[reportAttributeAccessIssue]
+    def _check_column(self, path: Path, schema: Any) -> None:
+        names = list(schema.names)
         if self.field not in names:
             raise ValueError(
                 f"{path} has no column {self.field!r}: it has {', '.join(names)}. Name the one "
@@ -130,6 +132,7 @@ def find(inputs: tuple[str, ...], pattern: str | None = None) -> tuple[tuple[Pat
             files, passed = files + wanted, passed + len(inside) - len(wanted)
         else:
             files.append(path)
+    _check_kinds(files)
     if not files:
         kinds = pattern or ", ".join(KNOWN)
         raise ValueError(
@@ -137,6 +140,18 @@ def find(inputs: tuple[str, ...], pattern: str | None = None) -> tuple[tuple[Pat
             "folders with --pattern '**/*.py'."
         )
     return tuple(files), passed
+
+
+def _check_kinds(files: list[Path]) -> None:
+    for path in files:
+        if suffix(path) in REFUSED:
+            raise ValueError(
+                f"{path}: {suffix(path)} is not read. Convert it to .jsonl (one object a line) or "
+                ".parquet; if it is meant as plain text, copy it to a .txt file."
+            )
+    twice = [path for path, times in Counter(files).items() if times > 1]
+    if twice:
+        raise ValueError(f"{twice[0]} is named twice: its documents would be in the data twice.")
 
 
 def _visible(folder: Path, pattern: str) -> list[Path]:

@@ -121,6 +121,7 @@ def load_tokenizer(
         return ByteTokenizer()
     path = Path(source)
     if path.is_dir():
+        path = path / "train" if (path / "train").is_dir() else path
         kind = _kind_of(path)
         if kind == "bytes":
             return ByteTokenizer()
@@ -176,9 +177,7 @@ def optional(module: str, what: str) -> Any:
         return import_module(module)
     except ImportError:
         package = module.split(".")[0]
-        raise ValueError(
-            f"{what} needs the package {package}: pip install 'hfjax[text]'"
-        ) from None
+        raise ValueError(f"{what} needs the package {package}: pip install 'hfjax[text]'") from None
 
 
 def _kind_of(directory: Path) -> str:

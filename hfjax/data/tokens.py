@@ -44,7 +44,9 @@ class Meta:
         try:
             found = json.loads(path.read_text())
             if found["format"] == FORMAT:
-                return cls(**found)
+                meta = cls(**found)
+                _check_dtype(meta)
+                return meta
         except (ValueError, KeyError, TypeError) as wrong:
             names = ", ".join(f.name for f in fields(cls))
             raise ValueError(
@@ -64,7 +66,8 @@ class TokenSet:
         self.directory = Path(directory)
         self.meta = Meta.load(self.directory)
         self._check_size()
-        self.tokens = np.memmap(self.directory / TOKENS, np.dtype(self.meta.dtype), mode="r")
+        dtype = dtype_for(self.vocab)
+        self.tokens = np.memmap(self.directory / TOKENS, dtype, mode="r").view(np.ndarray)
         self.documents = self._offsets()
 
     @property
@@ -157,6 +160,12 @@ def dtype_for(vocab: int) -> np.dtype:
     if not 1 <= vocab <= 1 << 32:
         raise ValueError(f"a vocabulary of {vocab}: 1 to {1 << 32} tokens are possible.")
     return np.dtype("<u1" if vocab <= 1 << 8 else "<u2" if vocab <= 1 << 16 else "<u4")
+
+
+def _check_dtype(meta: Meta) -> None:
+    expected = dtype_for(meta.vocab).name
+    if meta.dtype != expected:
+        raise ValueError(f"dtype {meta.dtype}, a vocabulary of {meta.vocab} has {expected}")
 
 
 def _no_data_set(directory: Path) -> str:

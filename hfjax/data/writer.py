@@ -98,11 +98,12 @@ def write_tokens(
 def unfinished(directory: Path, overwrite: bool = False) -> Iterator[Path]:
     """Give a folder to write to, which becomes `directory` at the end, or nothing at a fault."""
     check_free(directory, overwrite)
-    beside = directory.absolute().parent / f".{directory.name}.unfinished-{secrets.token_hex(4)}"
+    place = directory.resolve()
+    beside = place.with_name(f".{place.name}.unfinished-{secrets.token_hex(4)}")
     beside.mkdir(parents=True)
     try:
         yield beside
-        _replace(beside, directory, overwrite)
+        _replace(beside, place, overwrite)
     except OSError as wrong:
         if wrong.filename is not None or wrong.errno is None:
             raise
@@ -144,7 +145,7 @@ def _replace(new: Path, place: Path, overwrite: bool) -> None:
             what = "somebody else wrote here meanwhile"
             raise FileExistsError(wrong.errno, what, str(place)) from None
         raise
-    _to_disk(place.absolute().parent)
+    _to_disk(place.parent)
     shutil.rmtree(old, ignore_errors=True)
 
 
