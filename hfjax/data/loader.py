@@ -148,12 +148,12 @@ class Loader:
     def _identity(self) -> dict[str, Any]:
         """What the stream is a function of; `order` tells the shuffle of another grain."""
         return {
-            "data": [_identity_of(rows) for rows in self._sets],
             "length": self.length,
             "packing": self.packing,
             "shuffle": self.shuffle,
-            "weights": self._weights,
             "seed": self.seed,
+            "weights": self._weights,
+            "data": [_identity_of(rows) for rows in self._sets],
             "order": fingerprint(self._order(None)),
         }
 
