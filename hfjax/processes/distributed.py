@@ -80,8 +80,6 @@ def _join(found: Settings, timeout: float, heartbeat: int, say: Callable[[str], 
 
 def _start_jax(found: Settings, timeout: float, heartbeat: int) -> None:
     """Start JAX's own service; give SIGTERM back, which that would take and not end by."""
-    if jax.config.read("jax_cpu_collectives_implementation") is None:  # gloo is the default
-        jax.config.update("jax_cpu_collectives_implementation", "gloo")
     before = signal.getsignal(signal.SIGTERM)
     jax.distributed.initialize(
         found.coordinator,

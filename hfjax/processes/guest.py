@@ -11,7 +11,6 @@ from hfjax.processes.settings import Settings
 
 TELL_EVERY = 5.0  # seconds
 SILENCE = 2.0  # seconds; the meeting speaks four times a second
-GO = {"go": True}
 
 
 class Guest:
@@ -41,7 +40,9 @@ class Guest:
             try:
                 end = self._visit()
             except OSError as error:
-                self.reason, end = error.strerror or str(error), None
+                end = None
+                if not self.late:
+                    self.reason = error.strerror or str(error)
             if end is not None:
                 return self._obey(end)
             self._tell()
@@ -58,7 +59,7 @@ class Guest:
                 self.missing, self.reason = word["missing"], None
                 self._tell()
                 if self.late:
-                    return {"late": self.missing}
+                    return {"late": self.missing, "seconds": self.timeout}
         self.reason = "whoever answered has left, or is another program"
         return None
 
@@ -68,16 +69,20 @@ class Guest:
             raise ValueError(end["refused"])
         if "late" in end:
             self.missing, self.reason = end["late"], None
+            self.timeout = end["seconds"]
             raise TimeoutError(self._too_late())
-        self._await_jax()
+        if self.settings.process:
+            self._await_jax()
 
     def _await_jax(self) -> None:
         """Wait for process 0's JAX to listen: a connection refused costs JAX a second."""
-        while self.settings.process and not self.late:
+        while not self.late:
             try:
                 return connection(self.settings, min(SILENCE, self.left)).close()
-            except OSError:
+            except OSError as error:
+                self.reason = error.strerror or str(error)
                 time.sleep(0.02)
+        raise TimeoutError(self._too_late())
 
     def _tell(self) -> None:
         """Say every few seconds what is waited for."""
@@ -93,11 +98,11 @@ class Guest:
     def _too_late(self) -> str:
         if self.reason is None:
             return (
-                f"{self._absent} did not come within {self.timeout:g} s. Look at what is printed "
+                f"{self._absent} did not come within {self.timeout:.0f} s. Look at what is printed "
                 f"there, and whether {self.settings.coordinator} can be reached from there."
             )
         return (
-            f"{self._me} could not reach {self._there} within {self.timeout:g} s: {self.reason}. "
+            f"{self._me} could not reach {self._there} within {self.timeout:.0f} s: {self.reason}. "
             f"Is process 0 running, is the address right ({self.settings.named[0]}), and is the "
             "port open between the machines?"
         )

@@ -87,6 +87,7 @@ class Meeting:
 
     def __init__(self, listener: socket.socket, processes: int, deadline: float):
         self.listener, self.processes, self.deadline = listener, processes, deadline
+        self.seconds = deadline - time.monotonic()
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ)
         self._heard: dict[socket.socket, bytearray] = {}
@@ -157,7 +158,8 @@ class Meeting:
         self._selector.unregister(self.listener)
         self.listener.close()
         left = self._missing()
-        self._tell(self._verdict or ({"late": left} if left else {"go": True}))
+        late = {"late": [number for number in left if number] or left, "seconds": self.seconds}
+        self._tell(self._verdict or (late if left else {"go": True}))
         for guest in list(self._heard):
             self._forget(guest)
         self._selector.close()
