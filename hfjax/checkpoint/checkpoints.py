@@ -151,7 +151,7 @@ class Checkpoints:
 def _metrics(step: Path) -> Metrics:
     """Return the metrics of a step; a damaged one has none."""
     try:
-        return read_record(step)["metrics"]
+        return read_record(step).get("metrics", {})
     except ValueError:
         return {}
 

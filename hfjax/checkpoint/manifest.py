@@ -26,7 +26,7 @@ def damage(step: Path) -> list[str]:
     """Return what is wrong with the files of a step, each named; nothing if it is whole."""
     try:
         found = json.loads((step / NAME).read_text())
-        number, wanted = found["format"], {k: _parsed(v) for k, v in found["files"].items()}
+        number, wanted = int(found["format"]), {k: _parsed(v) for k, v in found["files"].items()}
     except FileNotFoundError:
         return [f"{NAME} is missing"]
     except (ValueError, KeyError, TypeError, AttributeError):
