@@ -139,7 +139,7 @@ class Checkpoints:
         try:
             self.close()
         except OSError as failure:
-            if error is None:
+            if not isinstance(error, Exception):  # none, or an exit that would not show it
                 raise
             error.add_note(str(failure))
 
