@@ -1,6 +1,7 @@
 """hfjax: train a model on more than one device. A strategy is a table; the program follows it."""
 
 from hfjax.batches import full, shard_batch
+from hfjax.checkpoint import Checkpoints, Keep, Restored, latest, restore, save
 from hfjax.mean import Mean
 from hfjax.optimizers import averaged, by_path, ema, matching
 from hfjax.parallel.execution import Execution, Precision
@@ -38,15 +39,18 @@ __all__ = [
     "ZERO1",
     "ZERO2",
     "ZERO3",
+    "Checkpoints",
     "Collectives",
     "Execution",
     "GPipe",
     "Interleaved1F1B",
+    "Keep",
     "Layout",
     "Mean",
     "Partition",
     "PipeDream",
     "Precision",
+    "Restored",
     "Schedule",
     "State",
     "Strategy",
@@ -59,11 +63,14 @@ __all__ = [
     "full",
     "gather_rows",
     "init",
+    "latest",
     "layout",
     "make_mesh",
     "matching",
     "partition",
     "rate",
+    "restore",
+    "save",
     "shard_batch",
     "target_devices",
     "train_step",

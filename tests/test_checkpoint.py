@@ -1,29 +1,167 @@
-"""The state is plain data: Orbax saves it under one strategy and restores it under another."""
+"""Saved while training goes on; restored under any strategy, mesh and dtype, or in part."""
+
+import json
+from dataclasses import replace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-import orbax.checkpoint as ocp
+import optax
+import pytest
+import tensorstore
+from flax import nnx
 
 import hfjax
+from hfjax import DDP, FSDP, PIPE, Schedule
 from hfjax.models.gpt import next_token_loss
-from hfjax.parallel.strategy import FSDP, TENSOR, ZERO1
+from hfjax.parallel.strategy import TENSOR, ZERO1
+from hfjax.plan import flatten
+from tests.small_checkpoint import EVERYTHING, Two, same, saved, small_layout, state_at
 from tests.small_gpt import gpt_layout, tokens
 
 
-def test_a_state_saved_under_one_strategy_goes_on_under_another(tmp_path):
-    first = gpt_layout(FSDP.edit(replicate_below=0), {"fsdp": 8}, dropout=0.1)
-    second = gpt_layout(
-        (ZERO1 | TENSOR).edit(replicate_below=0), {"data": 2, "tensor": 2}, dropout=0.1
+def test_a_run_goes_on_under_any_other_strategy_and_number_of_devices(tmp_path):
+    runs = [
+        (gpt_layout(FSDP, {"fsdp": 8}, layers=2), None),
+        (gpt_layout(ZERO1 | TENSOR, {"data": 2, "tensor": 2}, layers=2), None),
+        (gpt_layout(PIPE, {"pipe": 2}, layers=2), Schedule("1f1b", 2)),
+    ]
+    step = hfjax.train_step(runs[0][0], next_token_loss)
+    state, wanted = hfjax.init(runs[0][0]), []
+    for _ in runs:
+        state, metrics = step(state, tokens())
+        wanted.append(float(metrics["loss"]))
+    found = []
+    for layout, schedule in runs:  # each goes on where the one before it stopped
+        begun = hfjax.latest(tmp_path) is not None
+        state = hfjax.restore(tmp_path, layout).state if begun else hfjax.init(layout)
+        step = hfjax.train_step(layout, next_token_loss, schedule=schedule)
+        state, metrics = step(state, tokens())
+        hfjax.save(tmp_path, layout, state)
+        found.append(float(metrics["loss"]))
+    np.testing.assert_allclose(found, wanted, rtol=1e-5)
+    assert hfjax.latest(tmp_path) == 3
+
+
+def test_what_is_restored_lies_where_the_layout_says(tmp_path):
+    layout = saved(tmp_path, 3)
+    other = small_layout(DDP, sizes={"data": 4})
+    restored = hfjax.restore(tmp_path, other)
+    leaves = [jax.tree.leaves(x) for x in (restored.state, other.shardings())]
+    assert all(x.sharding.is_equivalent_to(s, x.ndim) for x, s in zip(*leaves, strict=True))
+    assert same(restored.state, state_at(layout, 3, 3))
+
+
+def test_the_state_may_be_donated_as_soon_as_save_returns(tmp_path):
+    layout = gpt_layout(FSDP, {"fsdp": 2}, layers=1)
+    step = hfjax.train_step(layout, next_token_loss)
+    state, wanted = hfjax.init(layout), {}
+    with hfjax.Checkpoints(tmp_path, layout, keep=hfjax.Keep(latest=None)) as checkpoints:
+        for number in range(1, 6):
+            state, _ = step(state, tokens(8))
+            wanted[number] = jax.tree.map(np.array, state.params)  # a copy
+            checkpoints.save(state)
+    for number, params in wanted.items():
+        assert same(hfjax.restore(tmp_path, layout, number).state.params, params)
+
+
+def test_beside_the_state_are_config_data_metrics_versions_and_origin(tmp_path):
+    config = {"model": {"embed": 32}, "rates": [1e-3, 1e-4], "none": None}
+    layout = saved(tmp_path, 5, config=config, data={"rows": 640}, metrics={"loss": 2.5})
+    found = hfjax.restore(tmp_path, layout)
+    assert (found.config, found.data, found.step) == (config, {"rows": 640}, 5)
+    assert found.metrics == {"loss": 2.5}
+    assert found.versions["jax"] == jax.__version__
+    assert sorted(found.versions) == sorted(
+        ["python", "hfjax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy"]
     )
-    steps = [hfjax.train_step(layout, next_token_loss) for layout in (first, second)]
-    state, _ = steps[0](hfjax.init(first), tokens())
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(tmp_path / "state", state)
-        checkpointer.wait_until_finished()
-        restored = checkpointer.restore(tmp_path / "state", second.abstract_state())
-    for x, wanted in zip(
-        jax.tree.leaves(restored), jax.tree.leaves(second.shardings()), strict=True
-    ):
-        assert x.sharding.is_equivalent_to(wanted, x.ndim)
-    here, there = steps[0](state, tokens()), steps[1](restored, tokens())
-    np.testing.assert_allclose(here[1]["loss"], there[1]["loss"], rtol=1e-6)
+    assert found.origin == "FSDP on fsdp=2, processes: 1"
+    arrays = json.loads((tmp_path / "5/meta/metadata").read_text())["arrays"]
+    assert arrays["params/first/kernel"] == ["float32", [8, 16]]
+
+
+def test_steps_that_are_durable_are_listed_and_the_latest_needs_no_layout(tmp_path):
+    assert hfjax.latest(tmp_path / "nowhere") is None
+    layout = small_layout()
+    with hfjax.Checkpoints(tmp_path / "run", layout) as checkpoints:
+        assert (checkpoints.steps(), checkpoints.latest()) == ([], None)
+        for step in (9, 10, 11):
+            checkpoints.save(state_at(layout, step))
+        checkpoints.wait()
+        assert (checkpoints.steps(), checkpoints.latest()) == ([9, 10, 11], 11)
+    assert hfjax.latest(tmp_path / "run") == 11
+
+
+def test_parameters_only_begins_a_new_run_with_another_optimizer(tmp_path):
+    layout = saved(tmp_path, 7)
+    other = small_layout(optimizer=optax.sgd(0.1, momentum=0.9))
+    restored = hfjax.restore(tmp_path, other, parameters_only=True)
+    assert same(restored.state.params, state_at(layout, 7, 7).params)
+    fresh = replace(hfjax.init(other), params=restored.state.params)
+    assert same(restored.state, fresh)
+    assert (int(restored.state.step), restored.step) == (0, 7)
+
+
+def test_parameters_only_reads_no_moments_from_the_disk(tmp_path):
+    layout = saved(tmp_path, 1, layout=small_layout(wide=4096))
+    size = sum(x.size * 4 for x in layout.arrays.values() for x in [np.empty(x.shape)])
+
+    def bytes_read(**wish):
+        name = "/tensorstore/kvstore/file/bytes_read"
+        told = lambda: tensorstore.experimental_collect_matching_metrics(name)[0]["values"][0]
+        before = told()["value"]
+        hfjax.restore(tmp_path, layout, verify=False, **wish)
+        return told()["value"] - before
+
+    read, everything = bytes_read(parameters_only=True), bytes_read()
+    assert size <= read < 1.3 * size
+    assert 3 * size <= everything
+
+
+def test_random_keys_go_on_and_are_new_where_only_parameters_are_wanted(tmp_path):
+    layout = gpt_layout(FSDP, {"fsdp": 2}, layers=1, dropout=0.1)
+    hfjax.save(tmp_path, layout, state := hfjax.init(layout, seed=4))
+    assert same(hfjax.restore(tmp_path, layout).state.variables, state.variables)
+    restored = hfjax.restore(tmp_path, layout, parameters_only=True).state
+    assert same(restored.variables, hfjax.init(layout, seed=0).variables)
+    still = gpt_layout(FSDP, {"fsdp": 2}, layers=1)
+    assert not hfjax.restore(tmp_path, still, parameters_only=True).state.variables
+
+
+class Counting(Two):
+    def __init__(self, rngs):
+        super().__init__(rngs)
+        self.mean = nnx.BatchStat(jnp.full(4, 2.5))
+
+
+def test_statistics_of_the_model_come_with_its_parameters(tmp_path):
+    layout = saved(tmp_path, 1, layout=small_layout(model=Counting))
+    found = hfjax.restore(tmp_path, layout, parameters_only=True).state
+    assert np.asarray(flatten(found.variables)["mean"]).tolist() == [2.5] * 4
+    with pytest.raises(ValueError, match=r"variables/mean float32\[4\] is saved, not wanted"):
+        hfjax.restore(tmp_path, small_layout(), parameters_only=True)
+
+
+@pytest.mark.parametrize("parameters_only", [False, True])
+def test_another_dtype_is_cast_where_it_is_asked_for(tmp_path, parameters_only):
+    layout = saved(tmp_path, 2)
+    half = small_layout(dtype=jnp.bfloat16)
+    wish = {"dtype": "bfloat16", "parameters_only": parameters_only}
+    found = hfjax.restore(tmp_path, half, **wish).state
+    wanted = jax.tree.map(lambda x: x.astype(jnp.bfloat16), state_at(layout, 2, 2).params)
+    assert same(found.params, wanted)
+    assert {str(x.dtype) for x in jax.tree.leaves(found.optimizer)} == {"bfloat16", "int32"}
+    hfjax.save(tmp_path / "half", half, state_at(half, 4))
+    back = hfjax.restore(tmp_path / "half", layout, dtype=np.float32).state
+    assert {str(x.dtype) for x in jax.tree.leaves(back.params)} == {"float32"}
+
+
+def test_a_pipelines_state_is_saved_in_the_models_order(tmp_path):
+    layout, schedule = gpt_layout(PIPE, {"pipe": 4}, layers=6), Schedule("1f1b", 4)
+    state = hfjax.init(layout, schedule=schedule)
+    hfjax.save(tmp_path, layout, state)
+    arrays = json.loads((tmp_path / "0/meta/metadata").read_text())["arrays"]
+    assert arrays["params/layers/mlp/up/kernel"] == ["float32", [6, 32, 128]]
+    plain = gpt_layout(EVERYTHING, {"fsdp": 2}, layers=6)
+    restored = hfjax.restore(tmp_path, plain).state
+    assert same(restored.params, hfjax.canonical(layout, state).params)

@@ -1,1 +1,39 @@
 """Token files on disk and the rows that a run reads from them. Knows no mesh and no model."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hfjax.data.library import standard_library
+    from hfjax.data.loader import Loader, share
+    from hfjax.data.recipe import prepare
+    from hfjax.data.tokenizer import load_tokenizer
+    from hfjax.data.tokens import TokenSet
+    from hfjax.data.writer import write_tokens
+
+__all__ = [
+    "Loader",
+    "TokenSet",
+    "load_tokenizer",
+    "prepare",
+    "share",
+    "standard_library",
+    "write_tokens",
+]
+
+_MODULES = {
+    "Loader": "loader",
+    "TokenSet": "tokens",
+    "load_tokenizer": "tokenizer",
+    "prepare": "recipe",
+    "share": "loader",
+    "standard_library": "library",
+    "write_tokens": "writer",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Return a public name, its module imported only now: grain takes half a second."""
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)

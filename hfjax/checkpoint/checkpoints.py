@@ -1,0 +1,195 @@
+"""Checkpoints of a run: saved while it goes on, kept by a rule, restored under any layout."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from hfjax.checkpoint.agree import agreed
+from hfjax.checkpoint.arrays import describe
+from hfjax.checkpoint.directory import discard, make_directory, set_aside, steps_in, sweep
+from hfjax.checkpoint.given import arrays_to_save, step_of
+from hfjax.checkpoint.keep import Keep, Metrics
+from hfjax.checkpoint.lock import WriterLock
+from hfjax.checkpoint.reading import Restored, Wish, read
+from hfjax.checkpoint.record import plain, read_record, record
+from hfjax.checkpoint.writer import Writer
+from hfjax.plan import Layout, State
+
+
+class Checkpoints:
+    """The checkpoints of a directory, which it alone writes; use it in a `with` statement.
+
+    With several processes all of them call every method, and all see the directory.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike,
+        layout: Layout,
+        *,
+        keep: Keep | None = None,
+        config: Any = None,
+        timeout: int = 1200,
+    ):
+        self.directory, self._layout = Path(os.path.abspath(directory)), layout
+        self._keep, self._config = keep or Keep(), plain("config", config)
+        self._lock: WriterLock | None = None
+        found = agreed(self._take)
+        metrics = {int(step): given for step, given in found.items()}
+        self._writer = Writer(self.directory, self._keep, metrics, timeout)
+        self._open = True
+
+    def _take(self) -> dict[str, Metrics]:
+        """Take the directory; return the metrics of the steps in it."""
+        make_directory(self.directory)
+        self._lock = WriterLock(self.directory)
+        sweep(self.directory)
+        return {str(step): _metrics(self.directory / str(step)) for step in self._steps()}
+
+    def _steps(self) -> list[int]:
+        return steps_in(self.directory)
+
+    def save(
+        self,
+        state: State,
+        *,
+        data: Any = None,
+        metrics: Mapping[str, Any] | None = None,
+        force: bool = False,
+    ) -> None:
+        """Begin to save a state under the number of its step; return when it may be donated.
+
+        What is not yet written of the save before is waited for, and its error raised here.
+        `force` deletes the same and later steps first: those of a run that is given up.
+        """
+        self._check_open()
+        step = step_of(state)
+        self._keep.check(metrics or {})
+        arrays = arrays_to_save(self._layout, state)
+        told = record(self._layout, describe(arrays), self._config, data, metrics or {})
+        self.wait()
+        self._check_new(step, force)
+        self._writer.start(step, arrays, told)
+
+    def _check_new(self, step: int, force: bool) -> None:
+        later = [s for s in self.steps() if s >= step]
+        if later and not force:
+            what = "is already saved" if step in later else f"comes before step {later[-1]}"
+            raise ValueError(
+                f"step {step} {what} in {self.directory}. Go on from the latest step, save to "
+                "another directory, or save with force=True: it deletes the same and later steps "
+                f"first ({', '.join(map(str, later))})."
+            )
+        if later:
+            agreed(lambda: discard(self.directory, later))
+            self._writer.forget(later)
+
+    def wait(self) -> None:
+        """Return when everything is durable; OSError tells what could not be written."""
+        self._check_open()
+        self._writer.wait()
+
+    def steps(self) -> list[int]:
+        """Return the steps that are durable, in ascending order."""
+        return agreed(self._steps)
+
+    def latest(self) -> int | None:
+        """Return the last durable step; None if there is none."""
+        return max(self.steps(), default=None)
+
+    def restore(
+        self,
+        step: int | None = None,
+        *,
+        dtype: Any = None,
+        parameters_only: bool = False,
+        verify: bool = True,
+        on_damage: str = "refuse",
+    ) -> Restored:
+        """Return the state of a step (default: the latest); see `hfjax.restore`.
+
+        With on_damage="previous" damaged steps are passed over, and renamed, so that the run can
+        save these steps again.
+        """
+        self.wait()
+        wish = Wish(dtype, parameters_only, verify, on_damage)
+        restored = read(self.directory, self._layout, step, wish)
+        if restored.damaged:
+            agreed(lambda: [set_aside(self.directory, s) for s in restored.damaged])
+            self._writer.forget(list(restored.damaged))
+        return restored
+
+    def close(self) -> None:
+        """Wait for what is being written and free the directory; a second time does nothing."""
+        if not self._open:
+            return
+        try:
+            self.wait()
+        finally:
+            self._open = False
+            self._writer.close()
+            if self._lock is not None:
+                self._lock.release()
+
+    def __enter__(self) -> "Checkpoints":
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        try:
+            self.close()
+        except OSError as failure:
+            if not isinstance(error, Exception):  # none, or an exit that would not show it
+                raise
+            error.add_note(str(failure))
+
+    def _check_open(self) -> None:
+        if not self._open:
+            raise ValueError(f"the checkpoints of {self.directory} are closed. Open them again.")
+
+
+def _metrics(step: Path) -> Metrics:
+    """Return the metrics of a step; a damaged one has none."""
+    try:
+        return read_record(step).get("metrics", {})
+    except ValueError:
+        return {}
+
+
+def save(
+    directory: str | os.PathLike,
+    layout: Layout,
+    state: State,
+    *,
+    data: Any = None,
+    config: Any = None,
+    metrics: Mapping[str, Any] | None = None,
+) -> None:
+    """Save a state under the number of its step; return when it is durable. Nothing is deleted."""
+    with Checkpoints(directory, layout, keep=Keep(latest=None), config=config) as checkpoints:
+        checkpoints.save(state, data=data, metrics=metrics)
+
+
+def restore(
+    directory: str | os.PathLike,
+    layout: Layout,
+    step: int | None = None,
+    *,
+    dtype: Any = None,
+    parameters_only: bool = False,
+    verify: bool = True,
+    on_damage: str = "refuse",
+) -> Restored:
+    """Return the state of a step (default: the latest) as the layout has it; takes no lock.
+
+    `dtype`: arrays saved in another floating dtype may be cast to this one, where the layout has
+    it. `parameters_only`: parameters and other variables, a fresh optimizer, step 0. `verify`:
+    every file against its checksum. `on_damage`: "previous" passes over damaged steps, and warns.
+    """
+    wish = Wish(dtype, parameters_only, verify, on_damage)
+    return read(Path(os.path.abspath(directory)), layout, step, wish)
+
+
+def latest(directory: str | os.PathLike) -> int | None:
+    """Return the last step that is saved in a directory; None if there is none, or no directory."""
+    return max(steps_in(Path(directory)), default=None)

@@ -1,0 +1,98 @@
+"""What is saved beside what is wanted, path by path, before anything is read."""
+
+import difflib
+from collections.abc import Iterator
+from typing import Any
+
+import jax.numpy as jnp
+
+from hfjax.checkpoint.arrays import KEY, Described
+
+SHOWN = 8  # differences in a message
+
+
+def check_same(saved: Described, wanted: Described, dtype: Any, where: str) -> None:
+    """Refuse to read arrays that are not the ones that are wanted; every difference has a path.
+
+    Floating-point arrays of another dtype are read where `dtype` says what is wanted.
+    """
+    cast = _dtype_name(dtype, wanted)
+    if lines := differences(saved, wanted, cast, "saved"):
+        told = "\n".join(f"  {line}" for line in lines)
+        advice = _advice(saved, wanted, cast)
+        raise ValueError(f"{where} does not hold what this layout wants:\n{told}\n{advice}")
+
+
+def differences(found: Described, wanted: Described, cast: str | None, there: str) -> list[str]:
+    """Return what is missing, too much, or of another shape or dtype; the first ones of many."""
+    lines = [
+        *_missing(found, wanted, there),
+        *_unlike(found, wanted, cast, there),
+        *_extra(found, wanted, there),
+    ]
+    return lines[:SHOWN] + ([f"… and {len(lines) - SHOWN} more"] if len(lines) > SHOWN else [])
+
+
+def _dtype_name(dtype: Any, wanted: Described) -> str | None:
+    """Return the name of the dtype that is asked for; refuse one that the layout has not."""
+    if dtype is None:
+        return None
+    name = str(jnp.dtype(dtype))
+    floating = {d for path, (d, _) in wanted.items() if path.startswith("params/")}
+    if name not in floating:
+        raise ValueError(
+            f"dtype={name!r}: the parameters of this layout are {', '.join(sorted(floating))}. "
+            "dtype says that arrays saved otherwise may be cast to what the layout has; to have "
+            f"them in {name}, make the layout of a model whose parameters are {name}."
+        )
+    return name
+
+
+def _missing(found: Described, wanted: Described, there: str) -> Iterator[str]:
+    for path in wanted:
+        if path not in found:
+            yield f"{path}{_show(wanted[path])} is not {there}{_nearest(path, found)}"
+
+
+def _extra(found: Described, wanted: Described, there: str) -> Iterator[str]:
+    for path in found:
+        if path not in wanted:
+            yield f"{path}{_show(found[path])} is {there}, not wanted{_nearest(path, wanted)}"
+
+
+def _unlike(found: Described, wanted: Described, cast: str | None, there: str) -> Iterator[str]:
+    for path, (dtype, shape) in wanted.items():
+        if path not in found or found[path] == [dtype, shape]:
+            continue
+        if found[path][1] != shape or not (dtype == cast and _floating(found[path][0])):
+            yield f"{path} is{_show(found[path])} {there}, wanted as{_show(wanted[path])}"
+
+
+def _advice(saved: Described, wanted: Described, cast: str | None) -> str:
+    """Return what to do, by what differs."""
+    wrong = [p for p in {**saved, **wanted} if saved.get(p) != wanted.get(p)]
+    both = all(p in saved and p in wanted for p in wrong)
+    if cast is None and both and all(saved[p][1] == wanted[p][1] for p in wrong):
+        dtypes = sorted({wanted[p][0] for p in wrong})
+        return f'To cast them on purpose, restore with dtype="{dtypes[0]}".'
+    if all(p.startswith("optimizer/") for p in wrong):
+        return (
+            "Only the optimizer's state differs. Give the layout the optimizer it was saved with, "
+            "or restore with parameters_only=True: the parameters, and a fresh optimizer."
+        )
+    return "Make the layout of the model that was saved (its config is beside the arrays)."
+
+
+def _show(described: list) -> str:
+    dtype, shape = described
+    return f" {dtype}[{','.join(map(str, shape))}]" if dtype else ""
+
+
+def _nearest(path: str, known: Described) -> str:
+    root = path.split("/")[0]
+    near = difflib.get_close_matches(path, [p for p in known if p.startswith(root)], n=1)
+    return f" (nearest: {near[0]})" if near else ""
+
+
+def _floating(dtype: str) -> bool:
+    return not dtype.startswith(KEY) and jnp.issubdtype(jnp.dtype(dtype), jnp.floating)

@@ -1,0 +1,76 @@
+"""Which steps are kept: the latest, one now and then, the best."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+Metrics = Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Keep:
+    """The steps to keep; a step is deleted when none of these wants it.
+
+    `latest`: that many of the last ones (None: all). `every`: the first step at or after each
+    multiple of it. `best`: the name of a metric; the `bests` steps where it is lowest
+    (`highest=True`: highest).
+
+    >>> Keep(latest=2, every=100).kept({90: {}, 100: {}, 180: {}, 210: {}, 220: {}, 230: {}})
+    [100, 210, 220, 230]
+    """
+
+    latest: int | None = 3
+    every: int | None = None
+    best: str | None = None
+    bests: int = 1
+    highest: bool = False
+
+    def __post_init__(self):
+        for name in ("latest", "every", "bests"):
+            value = getattr(self, name)
+            missing = value is None and name != "bests"
+            if not missing and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+                raise ValueError(f"Keep({name}={value!r}): a positive whole number is expected.")
+
+    def kept(self, metrics: Mapping[int, Metrics]) -> list[int]:
+        """Return those of the saved steps, given with their metrics, that are kept."""
+        steps = sorted(metrics)
+        latest = steps if self.latest is None else steps[-self.latest :]
+        return sorted({*latest, *self._spaced(steps), *self._best(metrics)})
+
+    def check(self, metrics: Metrics) -> None:
+        """Refuse metrics that lack the one by which steps are judged."""
+        if self.best is not None and self.best not in metrics:
+            raise ValueError(
+                f"Keep(best={self.best!r}) judges steps by a metric that was not given, found "
+                f"{sorted(metrics) or 'none'}. Give save(…, metrics={{{self.best!r}: …}})."
+            )
+
+    def _spaced(self, steps: list[int]) -> list[int]:
+        if self.every is None:
+            return []
+        numbers = [step // self.every for step in steps]
+        before = [0, *numbers]
+        return [step for step, n, last in zip(steps, numbers, before, strict=False) if n > last]
+
+    def _best(self, metrics: Mapping[int, Metrics]) -> list[int]:
+        if self.best is None:
+            return []
+        sign = -1 if self.highest else 1
+        found = {step: sign * m.get(self.best, math.nan) for step, m in metrics.items()}
+        ranked = sorted((value, step) for step, value in found.items() if not math.isnan(value))
+        return [step for _, step in ranked[: self.bests]]
+
+
+class Kept:
+    """Orbax's preservation policy that asks a `Keep`."""
+
+    def __init__(self, keep: Keep, metrics: Mapping[int, Metrics]):
+        self._keep, self._metrics = keep, metrics
+
+    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> Sequence[bool]:
+        """Return, step by step, whether it is kept."""
+        steps = [info.step for info in checkpoints]
+        kept = self._keep.kept({step: self._metrics.get(step, {}) for step in steps})
+        return [step in kept for step in steps]

@@ -1,0 +1,71 @@
+"""The checksum of every file of a step: what Orbax reads back without noticing is noticed here."""
+
+import json
+import os
+import zlib
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from hfjax.checkpoint.record import FORMAT, check_format
+
+NAME = "manifest.json"
+LATER = {NAME, "_CHECKPOINT_METADATA", "commit_success.txt"}  # written after it; never read
+CHUNK = 1 << 22
+
+
+def write_manifest(step: Path) -> None:
+    """Write the size and CRC32 of every file below a directory into its manifest."""
+    files = {name: f"{crc:08x} {size}" for name, (size, crc) in _sums(step, _files(step)).items()}
+    with open(step / NAME, "w") as file:
+        json.dump({"format": FORMAT, "files": files}, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def damage(step: Path) -> list[str]:
+    """Return what is wrong with the files of a step, each named; nothing if it is whole."""
+    try:
+        found = json.loads((step / NAME).read_text())
+        number, wanted = int(found["format"]), {k: _parsed(v) for k, v in found["files"].items()}
+    except FileNotFoundError:
+        return [f"{NAME} is missing"]
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return [f"{NAME} does not parse"]
+    check_format(step, number)
+    here = _sums(step, [name for name in wanted if (step / name).is_file()])
+    told = [_compared(name, wanted[name], here.get(name)) for name in sorted(wanted)]
+    return [line for line in told if line is not None]
+
+
+def _parsed(told: str) -> tuple[int, int]:
+    crc, size = told.split()
+    return int(size), int(crc, 16)
+
+
+def _compared(name: str, wanted: tuple, found: tuple | None) -> str | None:
+    if found is None:
+        return f"{name} is missing"
+    if found[0] != wanted[0]:
+        return f"{name} has {found[0]} bytes, {wanted[0]} were written"
+    if found[1] != wanted[1]:
+        return f"{name} has CRC32 {found[1]:08x}, {wanted[1]:08x} was written"
+    return None
+
+
+def _files(step: Path) -> list[str]:
+    found = sorted(str(p.relative_to(step)) for p in step.rglob("*") if p.is_file())
+    return [name for name in found if name not in LATER]
+
+
+def _sums(step: Path, names: list[str]) -> dict[str, tuple[int, int]]:
+    """Return {name: (bytes, CRC32)}."""
+    with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
+        return dict(zip(names, pool.map(lambda name: _sum(step / name), names), strict=True))
+
+
+def _sum(path: Path) -> tuple[int, int]:
+    size = crc = 0
+    with open(path, "rb") as file:
+        while chunk := file.read(CHUNK):
+            size, crc = size + len(chunk), zlib.crc32(chunk, crc)
+    return size, crc

@@ -1,0 +1,158 @@
+"""Restore: a step is chosen, verified and compared by one process, then read by all."""
+
+import warnings
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import orbax.checkpoint as ocp
+
+from hfjax.checkpoint.agree import agreed
+from hfjax.checkpoint.arrays import (
+    arrays_of,
+    describe,
+    of_the_model,
+    raw,
+    unraw,
+    with_arrays,
+)
+from hfjax.checkpoint.compare import check_same
+from hfjax.checkpoint.directory import check_step, steps_in
+from hfjax.checkpoint.manifest import damage
+from hfjax.checkpoint.record import read_record
+from hfjax.plan import Layout, State, flatten, nest
+
+ON_DAMAGE = ("refuse", "previous")
+
+
+@dataclass(frozen=True)
+class Restored:
+    """A state and what was written beside it."""
+
+    state: State
+    step: int  # of the checkpoint; with parameters_only the state itself begins at step 0
+    data: Any
+    config: Any
+    metrics: dict[str, float]
+    versions: dict[str, str]
+    origin: str  # strategy, mesh and processes that wrote it
+    damaged: tuple[int, ...] = ()  # later steps that were passed over
+
+
+@dataclass(frozen=True)
+class Wish:
+    """How a step is to be read."""
+
+    dtype: Any = None
+    parameters_only: bool = False
+    verify: bool = True
+    on_damage: str = "refuse"
+
+    def __post_init__(self):
+        if self.on_damage not in ON_DAMAGE:
+            raise ValueError(f"on_damage={self.on_damage!r}: one of {', '.join(ON_DAMAGE)}.")
+
+
+def read(directory: Path, layout: Layout, step: int | None, wish: Wish) -> Restored:
+    """Return the state of a step, as the layout has it, and what was written beside it."""
+    chosen = agreed(lambda: _choose(directory, step, wish))
+    for number, lines in chosen["damaged"]:
+        warnings.warn(
+            f"{_damaged(directory, number, lines)} Restored step {chosen['step']} instead.",
+            RuntimeWarning,
+            stacklevel=4,
+        )
+    path, found = directory / str(chosen["step"]), chosen["record"]
+    return Restored(
+        state=_state(path, layout, found["arrays"], wish),
+        step=chosen["step"],
+        origin=_origin(found),
+        damaged=tuple(number for number, _ in chosen["damaged"]),
+        **{name: found[name] for name in ("data", "config", "metrics", "versions")},
+    )
+
+
+def _origin(found: dict) -> str:
+    return f"{found['strategy']} on {found['mesh']}, processes: {found['processes']}"
+
+
+def _choose(directory: Path, step: int | None, wish: Wish) -> dict:
+    """Return which step is read, its record, and the damaged ones that are passed over."""
+    step = check_step(directory, step)
+    damaged: list[tuple[int, list[str]]] = []
+    while wish.verify and (lines := damage(directory / str(step))):
+        damaged.append((step, lines))
+        before = [s for s in steps_in(directory) if s < step]
+        if wish.on_damage == "refuse" or not before:
+            raise ValueError(_refusal(directory, damaged[0], before, wish))
+        step = before[-1]
+    return {"step": step, "record": read_record(directory / str(step)), "damaged": damaged}
+
+
+def _damaged(directory: Path, step: int, lines: list[str]) -> str:
+    more = f" (and {len(lines) - 1} more files)" if len(lines) > 1 else ""
+    return f"step {step} of {directory} is damaged: {lines[0]}{more}."
+
+
+def _refusal(directory: Path, found: tuple[int, list[str]], before: list[int], wish: Wish) -> str:
+    good = next((s for s in reversed(before) if not damage(directory / str(s))), None)
+    offer = (
+        "No earlier step is whole."
+        if good is None
+        else f"Step {good} is whole: hfjax.restore(directory, layout, step={good}), or "
+        'on_damage="previous" to pass over what is damaged.'
+    )
+    return f"{_damaged(directory, *found)} {offer}"
+
+
+def _state(path: Path, layout: Layout, saved: dict, wish: Wish) -> State:
+    """Return the state that is read from the directory of a step."""
+    like = layout.as_the_model.abstract_state()
+    arrays = arrays_of(like)
+    wanted = describe(arrays)
+    if wish.parameters_only:
+        saved, wanted = of_the_model(saved), of_the_model(wanted)
+    where = f"step {path.name} of {path.parent}"
+    check_same(saved, wanted, wish.dtype, where)
+    found = _load(path / "state", {path: arrays[path] for path in wanted}, where)
+    state = with_arrays(replace(like, order=_order(layout)), found)
+    return _begun(layout, state) if wish.parameters_only else state
+
+
+def _load(path: Path, wanted: dict[str, Any], where: str) -> dict[str, Any]:
+    """Return the wanted arrays by path; only they are read."""
+    item = nest({path: raw(x) for path, x in wanted.items()})
+    arguments = ocp.args.PyTreeRestore(
+        item=item,
+        restore_args=ocp.checkpoint_utils.construct_restore_args(item),
+        partial_restore=True,
+    )
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+        try:
+            found = flatten(checkpointer.restore(path, args=arguments))
+        except Exception as error:
+            raise ValueError(
+                f"{where} cannot be read: {str(error).splitlines()[0]} With verify=True a damaged "
+                "file is named."
+            ) from error
+    return {path: unraw(found[path], like) for path, like in wanted.items()}
+
+
+def _order(layout: Layout) -> Any:
+    """Return the order of the layers as they are saved, on the devices of the layout."""
+    plain = layout.as_the_model
+    return None if plain.order is None else jax.device_put(plain.order, plain.shardings().order)
+
+
+def _begun(layout: Layout, state: State) -> State:
+    """Return the state of a run that begins with these parameters; random keys are new ones."""
+    plain = layout.as_the_model
+    shardings = plain.shardings()
+    variables = jax.jit(lambda: plain.create(0).variables, out_shardings=shardings.variables)()
+    is_new = lambda x: isinstance(x, jax.ShapeDtypeStruct)
+    variables = jax.tree.map(lambda x, new: new if is_new(x) else x, state.variables, variables)
+    moments = jax.jit(layout.optimizer.init, out_shardings=shardings.optimizer)(state.params)
+    step = jax.jit(lambda: jnp.zeros((), jnp.int32), out_shardings=shardings.step)()
+    return replace(state, step=step, optimizer=moments, variables=variables)

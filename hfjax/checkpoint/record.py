@@ -1,0 +1,97 @@
+"""What is written beside the arrays: versions, origin, the config, the position in the data."""
+
+import json
+import platform
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from hfjax.parallel.mesh import describe_mesh
+from hfjax.plan import Layout
+
+FORMAT = 1
+FILE = "meta/metadata"
+PACKAGES = ("hfjax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of Python and of the packages that wrote a step."""
+    return {"python": platform.python_version()} | {name: _version(name) for name in PACKAGES}
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def record(layout: Layout, arrays: Mapping, config: Any, data: Any, metrics: Mapping) -> dict:
+    """Return all that is written beside the arrays, which are given as {path: [dtype, shape]}."""
+    return {
+        "format": FORMAT,
+        "versions": versions(),
+        "strategy": layout.strategy.name,
+        "mesh": describe_mesh(layout.mesh),
+        "processes": jax.process_count(),
+        "arrays": dict(arrays),
+        "config": plain("config", config),
+        "data": plain("data", data),
+        "metrics": {name: float(value) for name, value in metrics.items()},
+    }
+
+
+def plain(name: str, value: Any) -> Any:
+    """Return a value if JSON gives it back as it is; refuse it otherwise."""
+    try:
+        text = json.dumps(value)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"{name} is written as JSON, which {error}. Give it dicts, lists, strings, numbers, "
+            "True, False and None."
+        ) from error
+    if (changed := _unlike(value, json.loads(text), name)) is not None:
+        where, given, back = changed
+        raise ValueError(
+            f"{where}: {given!r} would come back from JSON as {back!r}. Use lists for tuples and "
+            "strings for the keys of dicts."
+        )
+    return value
+
+
+def _unlike(value: Any, back: Any, name: str) -> tuple[str, Any, Any] | None:
+    """Return the first place where what JSON gives back is of another kind."""
+    if isinstance(value, Mapping) and isinstance(back, dict):
+        if sorted(map(repr, value)) != sorted(map(repr, back)):
+            return name, value, back
+        pairs = [(f"{name}[{key!r}]", value[key], back[key]) for key in back]
+    elif isinstance(value, list):
+        pairs = [(f"{name}[{i}]", *both) for i, both in enumerate(zip(value, back, strict=True))]
+    else:
+        return None if isinstance(value, type(back)) else (name, value, back)
+    return next((found for pair in pairs if (found := _unlike(pair[1], pair[2], pair[0]))), None)
+
+
+def read_record(step: Path) -> dict:
+    """Return what was written beside the arrays of a step."""
+    try:
+        found = json.loads((step / FILE).read_text())
+        number = found["format"]
+    except OSError as error:
+        raise ValueError(f"step {step.name}: {step / FILE}: {error.strerror}.") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"step {step.name}: {step / FILE} does not parse: {error}.") from error
+    check_format(step, number)
+    return found
+
+
+def check_format(step: Path, number: int) -> None:
+    """Refuse a step that a later hfjax wrote in a way that this one does not know."""
+    if number > FORMAT:
+        raise ValueError(
+            f"step {step.name} of {step.parent} is written in format {number}; this hfjax "
+            f"({_version('hfjax')}) reads up to {FORMAT}. Update hfjax: pip install -U hfjax."
+        )

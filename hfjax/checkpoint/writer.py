@@ -1,0 +1,97 @@
+"""Orbax's manager of one directory: each step gets its manifest before it counts as a step."""
+
+import contextlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+
+from hfjax.checkpoint.arrays import raw
+from hfjax.checkpoint.directory import TEMPORARY, TRASH, empty_trash, sweep
+from hfjax.checkpoint.failure import failed
+from hfjax.checkpoint.keep import Keep, Kept, Metrics
+from hfjax.checkpoint.manifest import write_manifest
+from hfjax.plan import nest
+
+
+class Writer:
+    """Writes steps in the background, one at a time; an error is raised by the next call."""
+
+    def __init__(self, directory: Path, keep: Keep, metrics: dict[int, Metrics], timeout: int):
+        self._directory, self._keep, self._timeout = directory, keep, timeout
+        self._metrics = metrics  # of the steps that are there
+        self._saving: tuple[int, int] | None = None  # step, bytes
+        self._manager = self._open()
+
+    def _open(self) -> ocp.CheckpointManager:
+        background = ocp.AsyncOptions(
+            timeout_secs=self._timeout,
+            create_directories_asynchronously=False,  # else a failure hangs the exit
+            post_finalization_callback=self._seal,
+        )
+        options = ocp.CheckpointManagerOptions(
+            create=False,
+            save_root_metadata=False,
+            lightweight_initialize=True,  # metadata of a damaged step would stop it
+            todelete_subdir=TRASH,
+            preservation_policy=Kept(self._keep, self._metrics),
+            async_options=background,
+        )
+        handlers = {
+            "state": ocp.PyTreeCheckpointHandler(use_zarr3=True, use_compression=False),
+            "meta": ocp.JsonCheckpointHandler(),
+        }
+        return ocp.CheckpointManager(self._directory, options=options, item_handlers=handlers)
+
+    def _seal(self) -> None:
+        """Write the manifest: all files are there, the directory is not yet renamed to a step."""
+        assert self._saving is not None
+        write_manifest(self._directory / f"{self._saving[0]}{TEMPORARY}")
+
+    def start(self, step: int, arrays: Mapping[str, Any], record: dict) -> None:
+        """Copy the arrays and begin to write them; return when they may change."""
+        stored = {path: raw(x) for path, x in arrays.items()}
+        self._saving = (step, sum(x.nbytes for x in stored.values()))
+        self._metrics[step] = record["metrics"]
+        items = ocp.args.Composite(
+            state=ocp.args.PyTreeSave(nest(stored)), meta=ocp.args.JsonSave(record)
+        )
+        try:
+            self._manager.save(step, args=items, force=True)
+        except Exception as error:
+            raise self._failure(error) from error
+
+    def wait(self) -> None:
+        """Return when what was started is durable; raise OSError if it is not."""
+        if self._saving is None:
+            return
+        try:
+            self._manager.wait_until_finished()
+        except Exception as error:
+            raise self._failure(error) from error
+        self._saving = None
+        if jax.process_index() == 0:
+            empty_trash(self._directory)
+
+    def _failure(self, error: Exception) -> OSError:
+        """Return what to raise, after the leftovers are swept and the next save can begin."""
+        assert self._saving is not None
+        (step, needed), self._saving = self._saving, None
+        self.forget([step])
+        if jax.process_index() == 0:
+            sweep(self._directory)
+        return failed(self._directory, step, needed, error)
+
+    def forget(self, steps: list[int]) -> None:
+        """Begin anew with the steps that are in the directory; these are not."""
+        for step in steps:
+            self._metrics.pop(step, None)
+        self.close()
+        self._manager = self._open()
+
+    def close(self) -> None:
+        """Stop Orbax's threads; what failed has been raised by `wait`."""
+        with contextlib.suppress(Exception):
+            self._manager.close()

@@ -1,0 +1,49 @@
+"""The text that every machine has: the source of Python's own standard library."""
+
+import os
+import platform
+import sysconfig
+from pathlib import Path
+
+from hfjax.data.recipe import Recipe, make_of
+from hfjax.data.writer import is_data_set
+
+# Tests, what is not of the library, and tables of codes.
+SKIPPED = {"test", "tests", "idle_test", "lib2to3", "encodings", "__pycache__"}
+SKIPPED |= {"site-packages", "dist-packages"}
+VALID = 0.05
+
+
+def standard_library(directory: str | Path | None = None) -> Path:
+    """Return a data set of this Python's standard library, in bytes: made once, in a second.
+
+    It has two parts, `train` and `valid`. Without a directory it lies in the user's cache.
+    """
+    name = f"standard-library-{platform.python_version()}"
+    place = _cache() / name if directory is None else Path(directory)
+    if is_data_set(place):
+        return place
+    recipe = Recipe((f"Python {platform.python_version()} standard library",), place, valid=VALID)
+    place.absolute().parent.mkdir(parents=True, exist_ok=True)
+    try:
+        make_of(recipe, library_files(Path(sysconfig.get_path("stdlib"))))
+    except (FileExistsError, ValueError):  # another process of this run was first
+        if not is_data_set(place):
+            raise
+    return place
+
+
+def library_files(root: Path) -> tuple[Path, ...]:
+    """Return the sources below the folder of a standard library, in order."""
+    kept = lambda path: not SKIPPED & set(path.relative_to(root).parts)
+    files = tuple(path for path in sorted(root.rglob("*.py")) if kept(path))
+    if not files:
+        raise ValueError(
+            f"{root} has no .py files: this Python comes without its sources. Make a data set of "
+            "text of your own: hfjax data … --out DIR"
+        )
+    return files
+
+
+def _cache() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hfjax"

@@ -1,0 +1,186 @@
+"""Documents of text, JSONL and Parquet files, also gzipped; every fault names its file and line."""
+
+import gzip
+import json
+import zlib
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+from hfjax.data.tokenizer import optional
+
+TEXT, LINES, TABLES = (".txt", ".md"), (".jsonl", ".ndjson"), (".parquet",)
+KNOWN = TEXT + LINES + TABLES
+REFUSED = (".json", ".csv", ".tsv", ".arrow", ".feather")  # tables, but not read as such
+
+
+@dataclass(frozen=True)
+class Document:
+    """A text, where it is from, and how many bytes of its file are read."""
+
+    text: str
+    where: str
+    read: int
+
+
+@dataclass(frozen=True)
+class Sources:
+    """Files to read. `field` is that of JSONL lines, the column of Parquet; `errors` for UTF-8."""
+
+    files: tuple[Path, ...]
+    field: str = "text"
+    errors: str = "strict"
+
+    @property
+    def size(self) -> int:
+        """The bytes of all files."""
+        return sum(path.stat().st_size for path in self.files)
+
+    def __iter__(self) -> Iterator[Document]:
+        before = 0
+        for path in self.files:
+            for document in self._documents(path):
+                yield Document(document.text, document.where, before + document.read)
+            before += path.stat().st_size
+
+    def _documents(self, path: Path) -> Iterator[Document]:
+        kind = suffix(path)
+        if kind in LINES:
+            return self._lines(path)
+        return self._rows(path) if kind in TABLES else self._whole(path)
+
+    def _whole(self, path: Path) -> Iterator[Document]:
+        with opened(path) as (file, raw):
+            data = file.read()
+            yield Document(self._decode(data, str(path)), str(path), raw.tell())
+
+    def _lines(self, path: Path) -> Iterator[Document]:
+        with opened(path) as (file, raw):
+            for number, line in enumerate(file, 1):
+                where = f"{path}:{number}"
+                if line.strip():
+                    text = self._decode(line, where)
+                    yield Document(self._text_of(text, where), where, raw.tell())
+
+    def _rows(self, path: Path) -> Iterator[Document]:
+        parquet = optional("pyarrow.parquet", f"{path}: reading Parquet")
+        pyarrow = optional("pyarrow", f"{path}: reading Parquet")
+        try:
+            with parquet.ParquetFile(path) as table:
+                self._check_column(path, table.schema_arrow)
+                yield from self._column(path, table)
+        except pyarrow.ArrowException as wrong:
+            raise ValueError(f"{path} is no whole Parquet file: {wrong}") from None
+
+    def _column(self, path: Path, table: Any) -> Iterator[Document]:
+        size, row = path.stat().st_size, 0
+        total = max(table.metadata.num_rows, 1)
+        batches = table.iter_batches(1024, columns=[self.field])
+        for batch in batches:
+            for text in batch.column(0).to_pylist():
+                row += 1
+                where = f"{path}: row {row}"
+                yield Document(_string(text, self.field, where), where, size * row // total)
+
+    def _check_column(self, path: Path, schema: Any) -> None:
+        names = list(schema.names)
+        if self.field not in names:
+            raise ValueError(
+                f"{path} has no column {self.field!r}: it has {', '.join(names)}. Name the one "
+                "with the text: --field NAME"
+            )
+
+    def _decode(self, data: bytes, where: str) -> str:
+        try:
+            return data.decode("utf-8", self.errors)
+        except UnicodeDecodeError as wrong:
+            raise ValueError(
+                f"{where} is not UTF-8: byte {wrong.start} is 0x{data[wrong.start]:02x}. Convert "
+                "it (iconv -f latin1 -t utf-8), or give --errors replace."
+            ) from None
+
+    def _text_of(self, line: str, where: str) -> str:
+        try:
+            found = json.loads(line)
+        except json.JSONDecodeError as wrong:
+            raise ValueError(f"{where}: no JSON: {wrong.msg} at character {wrong.pos}.") from None
+        if not isinstance(found, dict) or self.field not in found:
+            has = ", ".join(found) if isinstance(found, dict) else type(found).__name__
+            raise ValueError(
+                f"{where} has no field {self.field!r}: it has {has}. Name the one with the text: "
+                "--field NAME"
+            )
+        return _string(found[self.field], self.field, where)
+
+
+def find(inputs: tuple[str, ...], pattern: str | None = None) -> tuple[tuple[Path, ...], int]:
+    """Return the files that inputs name, folders searched, in order; and how many were passed over.
+
+    In a folder: the files that match the pattern, or those of a known kind; none that is hidden.
+    """
+    files, passed = [], 0
+    for name in inputs:
+        path = Path(name)
+        if not path.exists():
+            raise ValueError(f"{name}: no such file or folder.")
+        if path.is_dir():
+            inside = _visible(path, pattern or "**/*")
+            wanted = [f for f in inside if pattern or suffix(f) in KNOWN]
+            files, passed = files + wanted, passed + len(inside) - len(wanted)
+        else:
+            files.append(path)
+    _check_kinds(files)
+    if not files:
+        kinds = pattern or ", ".join(KNOWN)
+        raise ValueError(
+            f"no file to read in {', '.join(inputs) or 'no inputs'} ({kinds}). Name files, or "
+            "folders with --pattern '**/*.py'."
+        )
+    return tuple(files), passed
+
+
+def _check_kinds(files: list[Path]) -> None:
+    for path in files:
+        if suffix(path) in REFUSED:
+            raise ValueError(
+                f"{path}: {suffix(path)} is not read. Convert it to .jsonl (one object a line) or "
+                ".parquet; if it is meant as plain text, copy it to a .txt file."
+            )
+    twice = [path for path, times in Counter(files).items() if times > 1]
+    if twice:
+        raise ValueError(f"{twice[0]} is named twice: its documents would be in the data twice.")
+
+
+def _visible(folder: Path, pattern: str) -> list[Path]:
+    hidden = lambda path: any(part.startswith(".") for part in path.relative_to(folder).parts)
+    return sorted(path for path in folder.glob(pattern) if path.is_file() and not hidden(path))
+
+
+def suffix(path: Path) -> str:
+    """Return what kind of file it is, gzipped or not.
+
+    >>> suffix(Path("a/b.JSONL.gz"))
+    '.jsonl'
+    """
+    name = path.name.lower().removesuffix(".gz")
+    return Path(name).suffix
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[tuple[BinaryIO, BinaryIO]]:
+    """Give the file to read, decompressed, and the raw one, whose position shows the progress."""
+    with path.open("rb") as raw:
+        try:
+            zipped = path.name.lower().endswith(".gz")
+            yield (cast(BinaryIO, gzip.GzipFile(fileobj=raw)) if zipped else raw), raw
+        except (EOFError, zlib.error, gzip.BadGzipFile) as wrong:
+            raise ValueError(f"{path} is no whole gzip file: {wrong}") from None
+
+
+def _string(value: object, field: str, where: str) -> str:
+    if isinstance(value, str):
+        return value
+    raise ValueError(f"{where}: {field!r} is {type(value).__name__}, text is expected.")

@@ -1,0 +1,188 @@
+"""Tokenizers: bytes (nothing to train, 256 tokens), or one of the `tokenizers` library."""
+
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator
+from functools import cached_property
+from importlib import import_module
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+END = "<|endoftext|>"  # of the tokenizers trained here
+KNOWN_ENDS = (END, "</s>", "<|end_of_text|>", "<eos>", "<|im_end|>", "[SEP]")
+FILE = "tokenizer.json"
+PIECE = 1 << 20  # characters: where a long document may be cut to be encoded
+GROUP = 1 << 23  # characters that are encoded together
+LINE = re.compile(r"[\w.,;:!?)}\]]\n(?=\w)")  # the end of a line whose break is a token of its own
+
+T = TypeVar("T")
+
+
+class ByteTokenizer:
+    """Text as its UTF-8 bytes; byte 0, which text does not contain, ends a document."""
+
+    kind, vocab, end = "bytes", 256, 0
+
+    def encode(self, texts: list[str]) -> list[np.ndarray]:
+        """Return the tokens of each text."""
+        return [np.frombuffer(text.encode(), np.uint8) for text in texts]
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        """Return the text of tokens; bytes that are no UTF-8 become U+FFFD."""
+        array = np.asarray(tokens)
+        if array.size and (array.min() < 0 or array.max() > 255):
+            raise ValueError(f"token {array.max()}: the byte tokenizer has tokens 0 … 255.")
+        return array.astype(np.uint8).tobytes().decode(errors="replace")
+
+    def save(self, directory: Path) -> None:
+        """Write nothing: the name says it all."""
+
+
+class TrainedTokenizer:
+    """A tokenizer of the `tokenizers` library. `end` is its end of a document, if it has one."""
+
+    kind = FILE
+
+    def __init__(self, inner: Any, end: str | None = None):
+        self.inner = inner
+        inner.encode_special_tokens = True  # "<|endoftext|>" in a text is text
+        tokens = inner.get_vocab(with_added_tokens=True)
+        self.vocab = max(tokens.values()) + 1  # ids may have gaps
+        names = KNOWN_ENDS if end is None else (end,)
+        self.end: int | None = next((tokens[name] for name in names if name in tokens), None)
+        if end is not None and self.end is None:
+            raise ValueError(
+                f"the tokenizer has no token {end!r} for the end of a document. Name one of its "
+                "own with --end-token, or give --no-append-end."
+            )
+
+    def encode(self, texts: list[str]) -> list[np.ndarray]:
+        """Return the tokens of each text, without any that a template would add."""
+        parts: list[list[np.ndarray]] = [[] for _ in texts]
+        pieces = ((i, piece) for i, text in enumerate(texts) for piece in self._pieces(text))
+        for group in in_groups(pieces, GROUP, lambda pair: len(pair[1])):
+            found = self.inner.encode_batch_fast([x for _, x in group], add_special_tokens=False)
+            for (i, _), coded in zip(group, found, strict=True):
+                parts[i].append(np.array(coded.ids, np.int64))
+        return [np.concatenate(part) for part in parts]
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        """Return the text of tokens."""
+        return self.inner.decode(list(map(int, tokens)), skip_special_tokens=False)
+
+    def save(self, directory: Path) -> None:
+        """Write `tokenizer.json` to a directory."""
+        self.inner.save(str(directory / FILE))
+
+    def _pieces(self, text: str) -> Iterator[str]:
+        """Yield a long text in pieces, cut where no token can lie across, else whole."""
+        start = 0
+        while len(text) - start > PIECE and self._cuts_at_lines:
+            cut = LINE.search(text, start + PIECE)
+            if cut is None:
+                break
+            yield text[start : cut.end()]
+            start = cut.end()
+        yield text[start:]
+
+    @cached_property
+    def _cuts_at_lines(self) -> bool:
+        """Whether no token lies across such a line break, as with GPT-2's."""
+        found = json.loads(self.inner.to_str())
+        before = found["pre_tokenizer"] or {}
+        plain = {"add_prefix_space": False, "use_regex": True, "type": "ByteLevel"}
+        return found["normalizer"] is None and plain.items() <= before.items()
+
+
+def in_groups(items: Iterable[T], most: int, size: Callable[[T], int]) -> Iterator[list[T]]:
+    """Yield items in lists of at most `most` together (or of one larger item).
+
+    >>> list(in_groups([2, 2, 3, 9, 1], 4, int))
+    [[2, 2], [3], [9], [1]]
+    """
+    group, total = [], 0
+    for item in items:
+        if group and total + size(item) > most:
+            yield group
+            group, total = [], 0
+        group.append(item)
+        total += size(item)
+    if group:
+        yield group
+
+
+def load_tokenizer(
+    source: str | Path, end: str | None = None
+) -> "ByteTokenizer | TrainedTokenizer":
+    """Return the tokenizer named: "bytes", a `tokenizer.json`, or that of a data set."""
+    if source == "bytes":
+        return ByteTokenizer()
+    path = Path(source)
+    if path.is_dir():
+        path = path / "train" if (path / "train").is_dir() else path
+        kind = _kind_of(path)
+        if kind == "bytes":
+            return ByteTokenizer()
+        if kind == "none":
+            raise ValueError(f"{path} was written from tokens: it has no tokenizer.")
+        path = path / FILE
+    if not path.is_file():
+        raise ValueError(
+            f"tokenizer {str(source)!r}: no such file. Give bytes, bpe (trained on the text), the "
+            f"path of a {FILE}, or a data set's directory."
+        )
+    library = tokenizers_library()
+    try:
+        return TrainedTokenizer(library.Tokenizer.from_file(str(path)), end)
+    except ValueError:
+        raise
+    except Exception as wrong:  # the library raises bare Exceptions
+        raise ValueError(
+            f"{path} is no tokenizer of the `tokenizers` library ({wrong}). It is written by "
+            "tokenizer.save(…), or by hfjax data --tokenizer bpe."
+        ) from None
+
+
+def train_bpe(texts: Iterable[str], vocab: int) -> TrainedTokenizer:
+    """Return a byte-level BPE tokenizer (as GPT-2's) trained on texts; its end is token 0."""
+    library = tokenizers_library()
+    if vocab <= 257:
+        raise ValueError(
+            f"--vocab {vocab}: a BPE tokenizer has 256 bytes, the end of a document, and merges: "
+            "at least 258. Use --tokenizer bytes for 256."
+        )
+    inner = library.Tokenizer(library.models.BPE())
+    inner.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = library.decoders.ByteLevel()
+    trainer = library.trainers.BpeTrainer(
+        vocab_size=vocab,
+        special_tokens=[END],
+        initial_alphabet=sorted(library.pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    inner.train_from_iterator(texts, trainer)
+    return TrainedTokenizer(inner, END)
+
+
+def tokenizers_library() -> Any:
+    """Return the `tokenizers` library, or say how to get it."""
+    return optional("tokenizers", "a trained tokenizer")
+
+
+def optional(module: str, what: str) -> Any:
+    """Return a module of the `text` extra, or say how to get it."""
+    try:
+        return import_module(module)
+    except ImportError:
+        package = module.split(".")[0]
+        raise ValueError(f"{what} needs the package {package}: pip install 'hfjax[text]'") from None
+
+
+def _kind_of(directory: Path) -> str:
+    """Return which tokenizer made a data set, from its description."""
+    path = directory / "meta.json"
+    if not path.is_file():
+        return FILE
+    return json.loads(path.read_text()).get("tokenizer", FILE)

@@ -1,0 +1,181 @@
+"""A data set on disk: `tokens.bin`, `documents.npy` and `meta.json` in a directory."""
+
+import json
+import zlib
+from dataclasses import asdict, dataclass, field, fields
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+
+from hfjax.data.tokenizer import ByteTokenizer, TrainedTokenizer, load_tokenizer
+
+FORMAT = 1
+TOKENS, DOCUMENTS, META = "tokens.bin", "documents.npy", "meta.json"
+SPLITS = ("train", "valid")
+CHUNK = 1 << 24  # bytes or tokens looked at together
+
+
+@dataclass(frozen=True)
+class Meta:
+    """What a data set holds. `end` is the token after each document; `text` counts bytes."""
+
+    vocab: int
+    dtype: str
+    tokens: int
+    documents: int
+    text: int
+    end: int | None
+    tokenizer: str
+    sources: list[str] = field(default_factory=list)
+    crc32: dict[str, int] = field(default_factory=dict)
+    format: int = FORMAT
+
+    def save(self, directory: Path) -> None:
+        """Write it to a directory: the last file of a data set."""
+        (directory / META).write_text(json.dumps(asdict(self), indent=1) + "\n")
+
+    @classmethod
+    def load(cls, directory: Path) -> "Meta":
+        """Return that of a directory, or say what the directory is instead."""
+        path = directory / META
+        if not path.is_file():
+            raise ValueError(_no_data_set(directory))
+        try:
+            found = json.loads(path.read_text())
+            if found["format"] == FORMAT:
+                meta = cls(**found)
+                _check_dtype(meta)
+                return meta
+        except (ValueError, KeyError, TypeError) as wrong:
+            names = ", ".join(f.name for f in fields(cls))
+            raise ValueError(
+                f"{path} is damaged ({wrong}): a JSON object of {names} is expected. Make the data "
+                "set again: hfjax data … --overwrite"
+            ) from None
+        raise ValueError(
+            f"{path}: format {found['format']}, this hfjax reads format {FORMAT}. Make the data "
+            "set again with this hfjax, or read it with the one that made it."
+        )
+
+
+class TokenSet:
+    """A data set opened: `tokens` and `documents` (offsets) are memory-mapped, nothing is read."""
+
+    def __init__(self, directory: str | Path):
+        self.directory = Path(directory)
+        self.meta = Meta.load(self.directory)
+        self._check_size()
+        dtype = dtype_for(self.vocab)
+        self.tokens = np.memmap(self.directory / TOKENS, dtype, mode="r").view(np.ndarray)
+        self.documents = self._offsets()
+
+    @property
+    def vocab(self) -> int:
+        """The number of different tokens that may occur."""
+        return self.meta.vocab
+
+    @cached_property
+    def tokenizer(self) -> "ByteTokenizer | TrainedTokenizer":
+        """The tokenizer that made it."""
+        return load_tokenizer(self.directory)
+
+    def __len__(self) -> int:
+        return self.meta.tokens
+
+    def __repr__(self) -> str:
+        meta = self.meta
+        return (
+            f"TokenSet({str(self.directory)!r}: {meta.tokens} tokens, {meta.documents} documents, "
+            f"vocabulary {meta.vocab})"
+        )
+
+    def verify(self) -> None:
+        """Read all files; refuse one whose CRC32 is not that written, and tokens beyond vocab."""
+        for name, expected in self.meta.crc32.items():
+            found = crc32(self.directory / name)
+            if found != expected:
+                raise ValueError(
+                    f"{self.directory / name}: CRC32 {found:08x}, written was {expected:08x}: the "
+                    "file changed. Copy it again, or make the data set again."
+                )
+        for start in range(0, len(self), CHUNK):
+            self.check_vocab(self.tokens[start : start + CHUNK], start)
+        if (np.diff(self.documents) <= 0).any():
+            raise ValueError(f"{self.directory / DOCUMENTS}: documents do not follow one another.")
+
+    def check_vocab(self, tokens: np.ndarray, start: int) -> None:
+        """Refuse tokens (those from `start` on) of which one lies beyond the vocabulary."""
+        if len(tokens) and tokens.max() >= self.vocab:
+            where = int(tokens.argmax())
+            raise ValueError(
+                f"{self.directory / TOKENS}: token {start + where} is {tokens[where]}, the "
+                f"vocabulary has {self.vocab} (0 … {self.vocab - 1}). The file changed after it "
+                "was written: make the data set again."
+            )
+
+    def _check_size(self) -> None:
+        path, dtype = self.directory / TOKENS, np.dtype(self.meta.dtype)
+        found = path.stat().st_size if path.is_file() else 0
+        expected = self.meta.tokens * dtype.itemsize
+        if found != expected:
+            how = "truncated" if found < expected else "longer than it was"
+            raise ValueError(
+                f"{path} is {how}: {found} bytes, {META} says {expected} ({self.meta.tokens} "
+                f"tokens of {dtype.name}). Copy it again, or make the data set again."
+            )
+
+    def _offsets(self) -> np.ndarray:
+        path, count = self.directory / DOCUMENTS, self.meta.documents + 1
+        try:
+            offsets = np.load(path, mmap_mode="r", allow_pickle=False)
+        except (OSError, ValueError) as wrong:
+            raise ValueError(
+                f"{path} is missing or truncated ({wrong}). Copy it again, or make the data set "
+                "again."
+            ) from None
+        if offsets.shape != (count,) or offsets[0] != 0 or offsets[-1] != len(self):
+            raise ValueError(
+                f"{path} has shape {offsets.shape}, {META} says {count} offsets from 0 to "
+                f"{len(self)}: it belongs to another data set. Copy the directory as a whole."
+            )
+        return offsets
+
+
+def crc32(path: Path) -> int:
+    """Return the CRC32 of a file."""
+    value = 0
+    with path.open("rb") as file:
+        while chunk := file.read(CHUNK):
+            value = zlib.crc32(chunk, value)
+    return value
+
+
+def dtype_for(vocab: int) -> np.dtype:
+    """Return the smallest dtype that holds every token of a vocabulary, little-endian.
+
+    >>> [dtype_for(vocab).name for vocab in (256, 257, 65536, 65537)]
+    ['uint8', 'uint16', 'uint16', 'uint32']
+    """
+    if not 1 <= vocab <= 1 << 32:
+        raise ValueError(f"a vocabulary of {vocab}: 1 to {1 << 32} tokens are possible.")
+    return np.dtype("<u1" if vocab <= 1 << 8 else "<u2" if vocab <= 1 << 16 else "<u4")
+
+
+def _check_dtype(meta: Meta) -> None:
+    expected = dtype_for(meta.vocab).name
+    if meta.dtype != expected:
+        raise ValueError(f"dtype {meta.dtype}, a vocabulary of {meta.vocab} has {expected}")
+
+
+def _no_data_set(directory: Path) -> str:
+    if not directory.exists():
+        return f"{directory}: no such directory. Make a data set there: hfjax data … --out …"
+    splits = [name for name in SPLITS if (directory / name / META).is_file()]
+    if splits:
+        inside = " and ".join(str(directory / name) for name in splits)
+        return f"{directory} holds several data sets: open {inside}, one at a time."
+    return (
+        f"{directory} is not a data set: it has no {META}. Make one: hfjax data … --out DIR; if "
+        "one was being made here, it was not finished."
+    )

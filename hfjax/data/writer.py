@@ -1,0 +1,157 @@
+"""Write a data set: beside its place, and moved there when it is whole."""
+
+import errno
+import os
+import secrets
+import shutil
+from array import array
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+
+from hfjax.data.tokenizer import ByteTokenizer, TrainedTokenizer
+from hfjax.data.tokens import DOCUMENTS, META, SPLITS, TOKENS, Meta, TokenSet, crc32, dtype_for
+
+
+class TokenWriter:
+    """Appends documents to a new directory; `finish` writes what describes them."""
+
+    def __init__(self, directory: Path, vocab: int):
+        directory.mkdir(parents=True, exist_ok=True)
+        self.directory, self.vocab, self.dtype = directory, vocab, dtype_for(vocab)
+        self._file = (directory / TOKENS).open("wb")
+        self._offsets = array("q", [0])
+        self.text = 0
+
+    @property
+    def documents(self) -> int:
+        """The number of documents written so far."""
+        return len(self._offsets) - 1
+
+    def add(self, tokens: np.ndarray, where: str = "", text: int = 0) -> None:
+        """Append a document; `text` is how many bytes it was."""
+        where = where or f"document {self.documents}"
+        if tokens.ndim != 1 or not len(tokens) or not np.issubdtype(tokens.dtype, np.integer):
+            raise ValueError(
+                f"{where} has shape {tokens.shape} and dtype {tokens.dtype}: a document is a flat "
+                "array of integers, at least one."
+            )
+        if tokens.min() < 0 or tokens.max() >= self.vocab:
+            bad = int(np.argmax((tokens < 0) | (tokens >= self.vocab)))
+            raise ValueError(
+                f"{where}: token {bad} is {tokens[bad]}, the vocabulary has {self.vocab} "
+                f"(0 … {self.vocab - 1}). Give the vocabulary of the tokenizer that made it."
+            )
+        self._file.write(tokens.astype(self.dtype).tobytes())
+        self._offsets.append(self._offsets[-1] + len(tokens))
+        self.text += text
+
+    def finish(
+        self, tokenizer: ByteTokenizer | TrainedTokenizer | None, end: int | None, sources: list
+    ) -> Meta:
+        """Write offsets, tokenizer and, as the last file, the description; return that."""
+        self.close()
+        np.save(self.directory / DOCUMENTS, np.frombuffer(self._offsets, np.int64))
+        if tokenizer is not None:
+            tokenizer.save(self.directory)
+        meta = Meta(
+            vocab=self.vocab,
+            dtype=self.dtype.name,
+            tokens=self._offsets[-1],
+            documents=self.documents,
+            text=self.text,
+            end=end,
+            tokenizer="none" if tokenizer is None else tokenizer.kind,
+            sources=sources,
+            crc32={path.name: crc32(path) for path in sorted(self.directory.iterdir())},
+        )
+        meta.save(self.directory)
+        for path in self.directory.iterdir():
+            _to_disk(path)
+        return meta
+
+    def close(self) -> None:
+        """Close the file of tokens."""
+        self._file.close()
+
+
+def write_tokens(
+    directory: str | Path, documents: Iterable[np.ndarray], vocab: int, overwrite: bool = False
+) -> TokenSet:
+    """Return a data set made of documents that are tokens already (of nanoGPT, of Megatron, …)."""
+    with unfinished(Path(directory), overwrite) as folder:
+        writer = TokenWriter(folder, vocab)
+        try:
+            for document in documents:
+                writer.add(np.asarray(document))
+        finally:
+            writer.close()
+        if not writer.documents:
+            raise ValueError(f"no documents for {directory}: at least one is needed.")
+        writer.finish(None, None, [])
+    return TokenSet(directory)
+
+
+@contextmanager
+def unfinished(directory: Path, overwrite: bool = False) -> Iterator[Path]:
+    """Give a folder to write to, which becomes `directory` at the end, or nothing at a fault."""
+    check_free(directory, overwrite)
+    place = directory.resolve()
+    beside = place.with_name(f".{place.name}.unfinished-{secrets.token_hex(4)}")
+    beside.mkdir(parents=True)
+    try:
+        yield beside
+        _replace(beside, place, overwrite)
+    except OSError as wrong:
+        if wrong.filename is not None or wrong.errno is None:
+            raise
+        what = f"{os.strerror(wrong.errno)}; nothing is left of what was written"
+        raise OSError(wrong.errno, what, str(directory)) from None
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
+
+
+def check_free(directory: Path, overwrite: bool) -> None:
+    """Refuse to write where something is; a data set may be written over if that is wanted."""
+    if not directory.exists() or (directory.is_dir() and not any(directory.iterdir())):
+        return
+    if not is_data_set(directory):
+        raise ValueError(f"{directory} exists and is not a data set: choose another --out.")
+    if not overwrite:
+        raise ValueError(
+            f"{directory} holds a data set already. Give --overwrite to replace it, or another "
+            "--out."
+        )
+
+
+def is_data_set(directory: Path) -> bool:
+    """Return whether a directory is a data set, or one split in train and valid."""
+    return any((directory / name / META).is_file() for name in ("", *SPLITS))
+
+
+def _replace(new: Path, place: Path, overwrite: bool) -> None:
+    """Move a folder to its place; what is there goes away after it, if that is wanted."""
+    old = new.with_name(f"{new.name}-old")
+    if overwrite and place.exists():
+        place.rename(old)
+    try:
+        new.rename(place)
+    except OSError as wrong:
+        if old.exists():
+            old.rename(place)
+        if wrong.errno in (errno.ENOTEMPTY, errno.EEXIST):
+            what = "somebody else wrote here meanwhile"
+            raise FileExistsError(wrong.errno, what, str(place)) from None
+        raise
+    _to_disk(place.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _to_disk(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

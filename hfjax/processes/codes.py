@@ -1,0 +1,25 @@
+"""Exit codes: what a process tells the launcher, SLURM or Kubernetes about how it ended."""
+
+FINISHED = 0
+FAILED = 1  # an exception, told on standard error
+ASKED = 75  # stopped and resumable, asked for by the program (a time limit); sysexits' "try again"
+HUNG = 124  # the watchdog ended it; `timeout` uses the same
+INTERRUPTED = 130  # stopped and resumable, by Ctrl-C: 128 + SIGINT
+TERMINATED = 143  # stopped and resumable, by SIGTERM: 128 + SIGTERM
+
+RESUMABLE = (ASKED, INTERRUPTED, TERMINATED)
+_OF_REASON = {None: FINISHED, "SIGTERM": TERMINATED, "SIGINT": INTERRUPTED}
+
+
+def exit_code(reason: str | None) -> int:
+    """Return the exit code of a run that saved and stopped for a reason (`Stop.reason`).
+
+    >>> exit_code("SIGTERM"), exit_code("time limit"), exit_code(None)
+    (143, 75, 0)
+    """
+    return _OF_REASON.get(reason, ASKED)
+
+
+def resumable(code: int) -> bool:
+    """Return whether a process with this exit code has saved and asks to be started again."""
+    return code in RESUMABLE

@@ -1,0 +1,68 @@
+"""`hfjax launch -n 4 -- command`: several processes on one machine from the command line."""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated
+
+import tyro
+
+from hfjax.processes.job import Limits
+from hfjax.processes.launch import launch
+
+
+@dataclass(frozen=True)
+class LaunchCommand:
+    """Run a command as several processes of this machine: hfjax launch -n 4 -- command.
+
+    They find each other by hfjax.init_distributed(). When one fails the others are ended.
+    """
+
+    processes: Annotated[int, tyro.conf.arg(aliases=["-n"])]
+    """How many processes."""
+    max_restarts: int = 0
+    """How often to start all again after one has failed."""
+    devices_per_process: int | None = None
+    """Fake CPU devices of each process, to try things out."""
+    gpus_per_process: int | None = None
+    """GPUs of each process; by default the visible ones are dealt evenly."""
+    grace: float = 5.0
+    """Seconds from the failure of one process to the killing of the others."""
+    stop_timeout: float = 60.0
+    """Seconds that all may take to save and end after SIGTERM or Ctrl-C."""
+    command: tyro.conf.Suppress[tuple[str, ...]] = ()
+    """What to run, given after --."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run `hfjax launch` with the arguments after the word launch; return its exit code."""
+    own, command = split(argv)
+    parsed = tyro.cli(LaunchCommand, args=own, prog="hfjax launch")
+    try:
+        return run(replace(parsed, command=command))
+    except ValueError as error:
+        print(f"hfjax launch: {error}", file=sys.stderr)
+        return 2
+
+
+def split(argv: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
+    """Return the launcher's own arguments and the command, which stands after the first --.
+
+    >>> split(["-n", "2", "--", "train", "--", "x"])
+    (['-n', '2'], ('train', '--', 'x'))
+    """
+    given = list(argv)
+    where = given.index("--") if "--" in given else len(given)
+    return given[:where], tuple(given[where + 1 :])
+
+
+def run(given: LaunchCommand) -> int:
+    """Run the command given; return its exit code."""
+    return launch(
+        given.command,
+        given.processes,
+        given.max_restarts,
+        devices=given.devices_per_process,
+        gpus=given.gpus_per_process,
+        limits=Limits(given.grace, given.stop_timeout),
+    )

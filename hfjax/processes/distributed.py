@@ -1,0 +1,94 @@
+"""Join the processes of a run: found, counted, then handed to JAX."""
+
+import signal
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax._src import distributed, xla_bridge
+
+from hfjax.processes.preflight import preflight
+from hfjax.processes.settings import Settings, settings
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """The processes of this run, and which of them this is."""
+
+    process: int
+    processes: int
+    coordinator: str | None
+    source: str  # where this was read, for a person
+
+
+def _print(words: str) -> None:
+    print(words, flush=True)
+
+
+_joined: Cluster | None = None
+
+
+def init_distributed(
+    coordinator: str | None = None,
+    processes: int | None = None,
+    process: int | None = None,
+    *,
+    timeout: float = 60,
+    heartbeat: int = 10,
+    say: Callable[[str], Any] = _print,
+) -> Cluster:
+    """Return the processes of this run, joined. Call it first, before any JAX computation.
+
+    Who they are is read from the arguments, HFJAX_COORDINATOR, HFJAX_PROCESSES and HFJAX_PROCESS,
+    torchrun's variables, or SLURM, Open MPI and whatever else JAX detects; else it is one process.
+    All have to come within `timeout` seconds; a process that gives no sign of life for `heartbeat`
+    seconds ends the run. A second call returns what the first one did.
+    """
+    global _joined
+    if _joined is None:
+        _joined = _by_the_program() or _join(
+            settings((coordinator, processes, process)), timeout, heartbeat, say
+        )
+    return _joined
+
+
+def _by_the_program() -> Cluster | None:
+    """Return the run that the program joined itself, by jax.distributed.initialize."""
+    if not jax.distributed.is_initialized():
+        return None
+    state = distributed.global_state
+    count, where = state.num_processes, state.coordinator_address
+    return Cluster(state.process_id, count, where, "jax.distributed.initialize")
+
+
+def _join(found: Settings, timeout: float, heartbeat: int, say: Callable[[str], Any]) -> Cluster:
+    cluster = Cluster(found.process, found.processes, found.coordinator, found.source)
+    if found.processes == 1:
+        return cluster
+    if xla_bridge.backends_are_initialized():
+        raise ValueError(
+            f"{found.source} say that this is process {found.process} of {found.processes}, but "
+            "JAX has already started its devices in this process alone. Call init_distributed() "
+            "first, before any computation and jax.devices()."
+        )
+    left = preflight(found, timeout, say)
+    _start_jax(found, max(left, 10), heartbeat)
+    return cluster
+
+
+def _start_jax(found: Settings, timeout: float, heartbeat: int) -> None:
+    """Start JAX's own service; give SIGTERM back, which that would take and not end by."""
+    before = signal.getsignal(signal.SIGTERM)
+    jax.distributed.initialize(
+        found.coordinator,
+        found.processes,
+        found.process,
+        local_device_ids=found.gpu,
+        cluster_detection_method=None if found.detected else "deactivate",
+        initialization_timeout=int(timeout),
+        heartbeat_timeout_seconds=heartbeat,
+    )
+    if threading.current_thread() is threading.main_thread() and before is not None:
+        signal.signal(signal.SIGTERM, before)

@@ -1,0 +1,127 @@
+"""One attempt at a job: from the start of its processes to the end of the last."""
+
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+from typing import Any
+
+from hfjax.processes.children import Child, Ended
+from hfjax.processes.codes import HUNG, resumable
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How long a job waits, in seconds."""
+
+    grace: float = 5.0  # from the failure of a process to the end of the others
+    stop: float = 60.0  # for all to save and end after SIGTERM or Ctrl-C
+    backoff: float = 1.0  # before the first restart; doubles each time, up to 30
+
+
+class Job:
+    """The processes of an attempt, which live and end together."""
+
+    def __init__(
+        self, children: list[Child], events: SimpleQueue, limits: Limits, say: Callable[[str], Any]
+    ):
+        self.children, self.events, self.limits, self.say = children, events, limits, say
+        self.running = set(children)
+        self.failed = self.stopping = self.killed = False
+        self._code = 0
+        self._deadline: float | None = None
+
+    @property
+    def may_restart(self) -> bool:
+        """Whether a process failed, nobody asked to stop, and all have ended."""
+        return self.failed and not self.stopping and not self.running
+
+    def run(self) -> int:
+        """Wait for the processes; return the exit code of the first that did not finish."""
+        while self.running:
+            try:
+                event = self.events.get(timeout=self._left())
+            except Empty:
+                if self.killed:
+                    self.say(f"{self._names} cannot be killed (it waits for a disk?): left behind")
+                    break
+                self._too_late()
+                continue
+            if isinstance(event, Ended):
+                self._on_end(event.child, event.status)
+            else:
+                self._on_signal(event)
+        for child in self.children:
+            child.drain()
+        return self._code
+
+    def _left(self) -> float | None:
+        if self._deadline is None:
+            return None
+        return max(self._deadline - time.monotonic(), 0)
+
+    def _limit(self, seconds: float) -> None:
+        self._deadline = time.monotonic() + seconds
+
+    def _on_end(self, child: Child, status: int) -> None:
+        self.running.discard(child)
+        code = status if status >= 0 else 128 - status
+        if code == 0 or self.failed:
+            return
+        if resumable(status) or (self.stopping and resumable(code)):
+            self._code = self._code or code
+            if self._deadline is None:
+                self._limit(self.limits.stop)
+        else:
+            self._on_failure(child, status, code)
+
+    def _on_failure(self, child: Child, status: int, code: int) -> None:
+        self.failed, self._code = True, code
+        child.drain()
+        others = f"; ending {self._names}" if self.running else ""
+        self.say(f"process {child.process} {_how(status)}{others}")
+        self._send(signal.SIGTERM)
+        self._limit(self.limits.grace)
+
+    def _on_signal(self, number: int) -> None:
+        """Hand a signal on once and wait for all to save; a second Ctrl-C ends them at once."""
+        if self.stopping and number == signal.SIGINT:
+            self._code, self.failed = 128 + number, True
+            self._kill("SIGINT again")
+        elif not self.stopping:
+            self.stopping = True
+            name, limit = signal.Signals(number).name, self.limits.stop
+            self.say(f"{name}: {self._names} may take {limit:g} s to save and end")
+            self._send(signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
+            if not self.failed:
+                self._limit(limit)
+
+    def _too_late(self) -> None:
+        if not self.failed:
+            self._code, self.failed = HUNG, True
+            self._kill(f"not ended after {self.limits.stop:g} s")
+        else:
+            self._kill(f"not ended {self.limits.grace:g} s after the failure")
+
+    def _kill(self, why: str) -> None:
+        self.say(f"{why}: killing {self._names}")
+        self.killed = True
+        for child in self.running:
+            child.kill()
+        self._limit(self.limits.grace)
+
+    def _send(self, number: int) -> None:
+        for child in self.running:
+            child.send(number)
+
+    @property
+    def _names(self) -> str:
+        numbers = ", ".join(map(str, sorted(child.process for child in self.running)))
+        return f"process{'es' if len(self.running) > 1 else ''} {numbers}"
+
+
+def _how(status: int) -> str:
+    if status < 0:
+        return f"was ended by {signal.Signals(-status).name}"
+    return f"failed with exit code {status}"

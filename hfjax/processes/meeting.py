@@ -1,0 +1,178 @@
+"""Where the processes of a run meet before JAX starts: a listener in process 0, one JSON a line."""
+
+import json
+import os
+import secrets
+import selectors
+import socket
+import time
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from typing import Any
+
+import jax
+
+LINGER = 3.0  # seconds in which those who come late are still told why the others left
+TELL = 0.25  # seconds between two messages that say who is missing
+LONGEST = 4096  # bytes of a hello; whoever sends more is somebody else
+
+
+@dataclass(frozen=True)
+class Hello:
+    """What a process says of itself."""
+
+    process: int
+    processes: int
+    host: str
+    pid: int
+    jax: str
+    hfjax: str
+    token: str  # of this attempt: who comes again is no second process of that number
+
+    @property
+    def who(self) -> str:
+        """The process for a person: number, host and pid."""
+        return f"process {self.process} ({self.host}, pid {self.pid})"
+
+
+def hello(process: int, processes: int) -> Hello:
+    """Return what this process says of itself."""
+    try:
+        version = metadata.version("hfjax")
+    except metadata.PackageNotFoundError:
+        version = "not installed"
+    place = (socket.gethostname(), os.getpid())
+    return Hello(process, processes, *place, jax.__version__, version, secrets.token_hex(8))
+
+
+def problem(hellos: list[Hello]) -> str | None:
+    """Return why these processes cannot be one run, or None."""
+    seen: dict[int, Hello] = {}
+    for one in hellos:
+        first = seen.setdefault(one.process, one)
+        if first.token != one.token:
+            return (
+                f"two processes say that they are number {one.process} of {one.processes}: "
+                f"pid {first.pid} on {first.host} and pid {one.pid} on {one.host}. Give each its "
+                "own number, and start no second run at this address."
+            )
+    for field in ("processes", "jax", "hfjax"):
+        first = hellos[0] if hellos else None
+        other = next((o for o in hellos if getattr(o, field) != getattr(first, field)), None)
+        if first is not None and other is not None:
+            return _differ(field, first, other)
+    return None
+
+
+def _differ(field: str, first: Hello, other: Hello) -> str:
+    one, two = getattr(first, field), getattr(other, field)
+    if field == "processes":
+        return (
+            f"{first.who} was told of {one} processes, {other.who} of {two}. Start all with the "
+            "same number."
+        )
+    return (
+        f"{first.who} has {field} {one}, {other.who} has {two}. All need the same: they run one "
+        "program."
+    )
+
+
+def missing(hellos: list[Hello], processes: int) -> list[int]:
+    """Return the numbers that nobody has said yet."""
+    return sorted(set(range(processes)) - {one.process for one in hellos})
+
+
+class Meeting:
+    """Process 0's side: takes hellos until all are here, one refuses, or it is too late."""
+
+    def __init__(self, listener: socket.socket, processes: int, deadline: float):
+        self.listener, self.processes, self.deadline = listener, processes, deadline
+        self.seconds = deadline - time.monotonic()
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(listener, selectors.EVENT_READ)
+        self._heard: dict[socket.socket, bytearray] = {}
+        self._hellos: dict[socket.socket, Hello] = {}
+        self._verdict: dict[str, Any] | None = None
+
+    def run(self) -> None:
+        """Hold the meeting; its end is told to all who came. Every socket is closed then."""
+        end = self.deadline
+        while time.monotonic() < end and not self._all_told():
+            self._listen()
+            if self._verdict is None and (why := problem(list(self._hellos.values()))):
+                self._verdict, end = {"refused": why}, time.monotonic() + LINGER
+            self._tell(self._verdict or {"missing": self._missing()})
+        self._close()
+
+    def _all_told(self) -> bool:
+        return not self._missing()
+
+    def _missing(self) -> list[int]:
+        return missing(list(self._hellos.values()), self.processes)
+
+    def _listen(self) -> None:
+        for key, _ in self._selector.select(TELL):
+            if key.fileobj is self.listener:
+                self._accept()
+            else:
+                self._hear(key.fileobj)  # type: ignore[arg-type]
+
+    def _accept(self) -> None:
+        guest, _ = self.listener.accept()
+        guest.settimeout(1.0)
+        self._heard[guest] = bytearray()
+        self._selector.register(guest, selectors.EVENT_READ)
+
+    def _hear(self, guest: socket.socket) -> None:
+        """Take what a guest says; forget guests that leave or say something else."""
+        try:
+            said = guest.recv(LONGEST)
+        except OSError:
+            said = b""
+        self._heard[guest] += said
+        if not said or len(self._heard[guest]) > LONGEST:
+            self._forget(guest)
+        elif self._heard[guest].endswith(b"\n"):
+            one = parsed(bytes(self._heard[guest]))
+            if one is None:
+                self._forget(guest)
+            else:
+                self._hellos[guest] = one
+
+    def _forget(self, guest: socket.socket) -> None:
+        self._selector.unregister(guest)
+        self._heard.pop(guest, None)
+        self._hellos.pop(guest, None)
+        guest.close()
+
+    def _tell(self, message: dict[str, Any]) -> None:
+        line = json.dumps(message).encode() + b"\n"
+        for guest in list(self._hellos):
+            try:
+                guest.sendall(line)
+            except OSError:
+                self._forget(guest)
+
+    def _close(self) -> None:
+        """Free the port, then tell the end: whoever hears "go" finds JAX here, or nobody yet."""
+        self._selector.unregister(self.listener)
+        self.listener.close()
+        left = self._missing()
+        late = {"late": [number for number in left if number] or left, "seconds": self.seconds}
+        self._tell(self._verdict or (late if left else {"go": True}))
+        for guest in list(self._heard):
+            self._forget(guest)
+        self._selector.close()
+
+
+def parsed(line: bytes) -> Hello | None:
+    """Return the hello in a line, or None if it is something else."""
+    try:
+        return Hello(**json.loads(line)["hfjax"])
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+def spoken(one: Hello) -> bytes:
+    """Return a hello as a line."""
+    return json.dumps({"hfjax": asdict(one)}).encode() + b"\n"

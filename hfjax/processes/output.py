@@ -1,0 +1,74 @@
+"""Output of many processes in one place: whole lines, each tagged with its process."""
+
+import os
+import threading
+import time
+from typing import IO, BinaryIO
+
+REDRAW = 1.0  # seconds between two states of a progress bar that are shown
+ONE_LINE = threading.Lock()  # at a time, of all processes
+COLOURS = (36, 33, 35, 32, 34, 31)
+
+
+def tag(process: int, colour: bool) -> bytes:
+    """Return what stands before each line of a process.
+
+    >>> tag(3, colour=False)
+    b'[3] '
+    """
+    if not colour:
+        return f"[{process}] ".encode()
+    return f"\x1b[{COLOURS[process % len(COLOURS)]}m[{process}]\x1b[0m ".encode()
+
+
+def visible(line: bytes) -> bytes:
+    r"""Return what a terminal would show of a line that was drawn several times.
+
+    >>> visible(b" 10%\r 50%\r100%\r")
+    b'100%'
+    """
+    return next((drawn for drawn in reversed(line.split(b"\r")) if drawn), b"")
+
+
+class Lines(threading.Thread):
+    """Copies a process's stream to ours, line by line; of a progress bar one state a second."""
+
+    def __init__(self, source: IO[bytes], target: BinaryIO, tag: bytes):
+        super().__init__(name="hfjax output", daemon=True)
+        self.source, self.target, self.tag = source, target, tag
+        self._drawn = 0.0
+        self._shown = False  # all of the line that is being drawn
+
+    def run(self) -> None:
+        """Copy until the stream ends."""
+        rest = b""
+        while chunk := os.read(self.source.fileno(), 65536):
+            *lines, rest = (rest + chunk).split(b"\n")
+            for line in lines:
+                if visible(line) or not self._shown:
+                    self._write(visible(line))
+                self._shown = False
+            rest = self._redraw(rest)
+        if visible(rest):
+            self._write(visible(rest))
+        self.source.close()
+
+    def _redraw(self, rest: bytes) -> bytes:
+        """Show a line that is being drawn over, if it is time; return what is not drawn yet."""
+        drawn, mark, latest = rest.rpartition(b"\r")
+        if not visible(drawn):
+            return rest
+        if time.monotonic() - self._drawn < REDRAW:
+            return visible(drawn) + mark + latest
+        self._drawn, self._shown = time.monotonic(), True
+        self._write(visible(drawn))
+        return latest
+
+    def _write(self, line: bytes) -> None:
+        """Write a line at once; go on reading when nobody reads ours any more."""
+        with ONE_LINE:
+            try:
+                self.target.write(self.tag + line + b"\n")
+                self.target.flush()
+            except (OSError, ValueError):
+                self.target = open(os.devnull, "wb")

@@ -1,0 +1,28 @@
+"""Ports: one to listen on, as JAX's coordinator will, and a free one."""
+
+import os
+import socket
+
+
+def listener(port: int) -> socket.socket:
+    """Return a socket that listens where JAX's coordinator will (by default on all addresses)."""
+    where = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS", f"[::]:{port}").rpartition(":")
+    host, port = where[0].strip("[]"), int(where[2])
+    if host != "::":
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        return socket.create_server((host, port), family=family, backlog=1024)
+    return _everywhere(port)
+
+
+def _everywhere(port: int) -> socket.socket:
+    if not socket.has_dualstack_ipv6():
+        return socket.create_server(("", port), backlog=1024)
+    return socket.create_server(
+        ("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024
+    )
+
+
+def free_port() -> int:
+    """Return a port of this machine that nobody listens on."""
+    with _everywhere(0) as free:
+        return free.getsockname()[1]

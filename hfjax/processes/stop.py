@@ -1,0 +1,90 @@
+"""Agree to stop: a signal to any process ends the loops of all at the same step."""
+
+import os
+import signal
+import threading
+from collections import deque
+from functools import partial
+from types import FrameType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+
+LAG = 2  # calls; the same in every process, so that all stop at the same one
+ASKED = "asked"
+REASONS = (None, ASKED, "SIGINT", "SIGTERM")  # the last wins where processes differ
+
+
+class Stop:
+    """Whether to stop, agreed on: `with Stop() as stop: for …: if stop.agreed(): save, break`.
+
+    SIGTERM, Ctrl-C and `request()` ask for it. A second Ctrl-C raises KeyboardInterrupt.
+    """
+
+    def __init__(self, mesh: Mesh | None = None):
+        self.reason: str | None = None
+        self._asked = 0  # index into REASONS, of this process
+        self._interrupted = False
+        self._before: dict[int, Any] = {}
+        self._unread: deque[jax.Array] = deque()
+        self._vote = _Vote(mesh) if jax.process_count() > 1 else None
+
+    def __enter__(self) -> "Stop":
+        if threading.current_thread() is not threading.main_thread():
+            raise ValueError("Stop takes signals, which Python gives to the main thread only.")
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._before[number] = signal.signal(number, self._on_signal)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, before in self._before.items():
+            signal.signal(number, signal.SIG_DFL if before is None else before)
+
+    def request(self) -> None:
+        """Ask to stop from the program (a time limit, say); one process suffices."""
+        self._asked = max(self._asked, REASONS.index(ASKED))
+
+    def agreed(self) -> bool:
+        """Return whether to stop now: the same answer in the same call of every process.
+
+        With several processes it answers what was asked two calls ago, and so waits for no step
+        but one that is two steps old.
+        """
+        if self.reason is None:
+            self.reason = REASONS[self._asked if self._vote is None else self._together()]
+        return self.reason is not None
+
+    def _together(self) -> int:
+        assert self._vote is not None
+        self._unread.append(self._vote(self._asked))
+        return int(self._unread.popleft()) if len(self._unread) > LAG else 0
+
+    def _on_signal(self, number: int, _: FrameType | None) -> None:
+        name = signal.Signals(number).name
+        if name == "SIGINT" and self._interrupted:
+            raise KeyboardInterrupt
+        self._interrupted |= name == "SIGINT"
+        self._asked = max(self._asked, REASONS.index(name))
+        again = "; again to stop at once" if name == "SIGINT" else ""
+        os.write(2, f"{name}: stopping after this step{again}\n".encode())
+
+
+class _Vote:
+    """The largest of all processes' numbers, computed on their devices without being waited for."""
+
+    def __init__(self, mesh: Mesh | None):
+        devices = np.array(jax.devices()) if mesh is None else mesh.devices.reshape(-1)
+        every = Mesh(devices, ("every",))
+        split, whole = NamedSharding(every, P("every")), NamedSharding(every, P())
+        give = lambda value, _: np.full(1, value, np.int32)
+        self._ballots = [
+            jax.make_array_from_callback((devices.size,), split, partial(give, value))
+            for value in range(len(REASONS))
+        ]
+        self._largest = jax.jit(jnp.max, out_shardings=whole)
+
+    def __call__(self, mine: int) -> jax.Array:
+        return self._largest(self._ballots[mine])

@@ -1,0 +1,208 @@
+"""What cannot be saved or restored is refused with the path, both values and what to do."""
+
+import os
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import hfjax
+from hfjax.parallel.strategy import ZERO1
+from tests.small_checkpoint import saved, small_layout, state_at
+from tests.test_checkpoint import Counting
+
+
+def refused(path, match, layout=None, *args, **wish):
+    with pytest.raises(ValueError, match=match):
+        hfjax.restore(path, layout or small_layout(), *args, **wish)
+
+
+def test_where_there_is_no_checkpoint_it_says_what_is_there(tmp_path):
+    refused(tmp_path / "no", r"no checkpoint in \S+/no: there is no such directory\.")
+    refused(tmp_path, r"no checkpoint in \S+: it is empty\.")
+    for name in "abcdefg":
+        (tmp_path / name).touch()
+    refused(tmp_path, r"no checkpoint in \S+: found a, b, c, d, e and 2 more\.")
+    saved(tmp_path / "run", 3)
+    refused(tmp_path, r"/run holds steps \[3\]\.")
+    refused(tmp_path / "run/3", r"/run holds steps \[3\]\.")
+
+
+def test_a_step_that_is_not_there_is_told_with_those_that_are(tmp_path):
+    layout = saved(tmp_path, 1, 2)
+    refused(tmp_path, r"step 7 is not in \S+\. Saved: 1, 2\.", layout, 7)
+
+
+def test_a_file_is_no_directory(tmp_path):
+    (tmp_path / "file").touch()
+    match = "file is a file: checkpoints are saved in a directory"
+    refused(tmp_path / "file", match)
+    with pytest.raises(ValueError, match=match):
+        hfjax.Checkpoints(tmp_path / "file", small_layout())
+    with pytest.raises(ValueError, match=match):
+        hfjax.latest(tmp_path / "file")
+
+
+def test_a_directory_that_cannot_be_made_or_written_is_told_at_once(tmp_path):
+    (tmp_path / "file").touch()
+    for place, match in {
+        tmp_path / "file/run": "file/run cannot be made: Not a directory. Save to a directory",
+        "/proc": "/proc cannot be written: .*Save to a directory in which you may make files",
+    }.items():
+        with pytest.raises(ValueError, match=match):
+            hfjax.Checkpoints(place, small_layout())
+
+
+def test_another_model_is_refused_before_any_read_by_path_and_shape(tmp_path):
+    saved(tmp_path, 4)
+    refused(
+        tmp_path,
+        r"step 4 of \S+ does not hold what this layout wants:\n"
+        r"  params/first/bias is float32\[16\] saved, wanted as float32\[32\]\n"
+        r"(?s:.*)… and 1 more\nMake the layout of the model that was saved",
+        small_layout(wide=32),
+    )
+
+
+def test_names_that_are_missing_are_told_with_the_nearest_that_is_saved(tmp_path):
+    saved(tmp_path, 1, layout=small_layout(model=Counting))
+    refused(tmp_path, r"  variables/mean float32\[4\] is saved, not wanted\n")
+
+    class Renamed(Counting):
+        def __init__(self, rngs):
+            super().__init__(rngs)
+            self.means = self.mean
+            del self.mean
+
+    refused(
+        tmp_path,
+        r"  variables/means float32\[4\] is not saved \(nearest: variables/mean\)\n",
+        small_layout(model=Renamed),
+    )
+
+
+def test_another_optimizer_is_refused_and_parameters_only_offered(tmp_path):
+    saved(tmp_path, 1)
+    refused(
+        tmp_path,
+        r"optimizer/0/trace/first/bias float32\[16\] is not saved(?s:.*)Only the optimizer's state "
+        "differs. .*restore with parameters_only=True",
+        small_layout(optimizer=optax.sgd(0.1, momentum=0.9)),
+    )
+
+
+def test_another_dtype_is_never_cast_silently(tmp_path):
+    saved(tmp_path, 1)
+    half = small_layout(dtype=jnp.bfloat16)
+    refused(
+        tmp_path,
+        r"params/first/bias is float32\[16\] saved, wanted as bfloat16\[16\](?s:.*)"
+        'To cast them on purpose, restore with dtype="bfloat16"',
+        half,
+    )
+    refused(
+        tmp_path,
+        "dtype='float16': the parameters of this layout are bfloat16",
+        half,
+        dtype=np.float16,
+    )
+    refused(tmp_path, r"wanted as float32\[32\]", small_layout(wide=32), dtype="float32")
+
+
+def test_a_second_writer_is_refused_and_told_who_writes(tmp_path):
+    layout = small_layout()
+    with hfjax.Checkpoints(tmp_path, layout) as checkpoints:
+        with pytest.raises(ValueError, match="is being written by this process itself"):
+            hfjax.Checkpoints(tmp_path / "." / "", layout)
+        code = "from hfjax.checkpoint.lock import WriterLock; from pathlib import Path\n"
+        code += f"WriterLock(Path({str(tmp_path)!r}))"
+        told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        assert f"is being written by process {os.getpid()} on " in told.stderr, told.stderr
+        assert "a directory has one writer. Close that one first" in told.stderr
+        checkpoints.save(state_at(layout, 1))
+        checkpoints.wait()
+        assert hfjax.restore(tmp_path, layout).step == 1  # a reader needs no lock
+    hfjax.Checkpoints(tmp_path, layout).close()
+
+
+def test_a_step_that_is_there_is_replaced_only_by_force(tmp_path):
+    layout = saved(tmp_path, 3, 5)
+    with hfjax.Checkpoints(tmp_path, layout) as checkpoints:
+        with pytest.raises(ValueError, match="step 5 is already saved in .* force=True: it delete"):
+            checkpoints.save(state_at(layout, 5))
+        with pytest.raises(ValueError, match=r"step 4 comes before step 5 in .* first \(5\)"):
+            checkpoints.save(state_at(layout, 4))
+        checkpoints.save(state_at(layout, 4), force=True)
+        checkpoints.wait()
+        assert checkpoints.steps() == [3, 4]
+        checkpoints.save(state_at(layout, 4, seed=9), force=True)
+    found = hfjax.restore(tmp_path, layout).state.params
+    wanted = state_at(layout, 4, 9).params
+    assert jax.tree.all(jax.tree.map(lambda a, b: (a == b).all(), found, wanted))
+
+
+def test_a_state_that_was_donated_is_refused(tmp_path):
+    layout = small_layout()
+    state = state_at(layout, 1)
+    jax.jit(lambda s: s, donate_argnums=0)(state)
+    with pytest.raises(ValueError, match=r"given to a later step, which took its memory \(donat"):
+        hfjax.save(tmp_path, layout, state)
+
+
+def test_a_state_of_another_layout_is_refused_by_path(tmp_path):
+    layout = small_layout()
+    with pytest.raises(ValueError, match=r"a hfjax.State is expected, found dict"):
+        hfjax.save(tmp_path, layout, {})  # pyright: ignore
+    wide = state_at(small_layout(wide=32), 1)
+    match = r"first/bias is float32\[32\] in this state, wanted as float32\[16\](?s:.*)Save it with"
+    with pytest.raises(ValueError, match=match):
+        hfjax.save(tmp_path, layout, wide)
+    other = state_at(small_layout(optimizer=optax.sgd(0.1)), 1)
+    with pytest.raises(ValueError, match=r"optimizer/0/count int32\[\] is not in this state"):
+        hfjax.save(tmp_path, layout, other)
+    with pytest.raises(ValueError, match="params/kernel is in this state, not wanted"):
+        hfjax.save(tmp_path, layout, state_at(small_layout(model=Renamed), 1))
+
+
+class Renamed(Counting):
+    def __init__(self, rngs):
+        super().__init__(rngs)
+        self.kernel = self.first.kernel
+        del self.first
+
+
+@pytest.mark.parametrize(
+    ("data", "match"),
+    [
+        ({"at": {1: 2}}, r"data\['at'\]: \{1: 2\} would come back from JSON as \{'1': 2\}"),
+        ({"at": [(1, 2)]}, r"data\['at'\]\[0\]: \(1, 2\) would come back from JSON as \[1, 2\]"),
+        ({"at": object()}, "data is written as JSON, which Object of type object is not"),
+        (1j, "data is written as JSON, which Object of type complex is not"),
+    ],
+)
+def test_what_json_would_change_is_not_written(tmp_path, data, match):
+    layout = small_layout()
+    with pytest.raises(ValueError, match=match):
+        hfjax.save(tmp_path, layout, state_at(layout, 1), data=data)
+    assert hfjax.latest(tmp_path) is None
+    with pytest.raises(ValueError, match=match.replace("data", "config")):
+        hfjax.Checkpoints(tmp_path, layout, config=data)
+    hfjax.Checkpoints(tmp_path, layout).close()
+
+
+def test_closed_checkpoints_say_so(tmp_path):
+    layout = small_layout()
+    with hfjax.Checkpoints(tmp_path, layout) as checkpoints:
+        pass
+    checkpoints.close()
+    with pytest.raises(ValueError, match="the checkpoints of .* are closed. Open them again"):
+        checkpoints.save(state_at(layout, 1))
+
+
+def test_steps_of_another_strategy_are_no_mistake(tmp_path):
+    saved(tmp_path, 1)
+    assert hfjax.restore(tmp_path, small_layout(ZERO1, sizes={"data": 8})).step == 1

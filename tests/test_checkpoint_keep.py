@@ -1,0 +1,66 @@
+"""Which steps are kept: a rule that never deletes the latest, and its work on real directories."""
+
+import math
+
+import pytest
+
+import hfjax
+from hfjax import Keep
+from tests.small_checkpoint import small_layout, state_at
+
+LOSSES = {10: 5.0, 20: 1.0, 30: 4.0, 40: 2.0, 50: 3.0, 60: math.nan}
+
+
+def kept(keep):
+    return keep.kept({step: {"loss": loss} for step, loss in LOSSES.items()})
+
+
+@pytest.mark.parametrize(
+    ("keep", "steps"),
+    [
+        (Keep(), [40, 50, 60]),
+        (Keep(latest=1), [60]),
+        (Keep(latest=None), [10, 20, 30, 40, 50, 60]),
+        (Keep(latest=1, every=20), [20, 40, 60]),
+        (Keep(latest=1, every=25), [30, 50, 60]),
+        (Keep(latest=1, every=1000), [60]),
+        (Keep(latest=1, best="loss"), [20, 60]),
+        (Keep(latest=1, best="loss", bests=2), [20, 40, 60]),
+        (Keep(latest=1, best="loss", highest=True), [10, 60]),
+        (Keep(latest=2, every=30, best="loss"), [20, 30, 50, 60]),
+    ],
+)
+def test_a_step_stays_while_any_part_of_the_rule_wants_it(keep, steps):
+    assert kept(keep) == steps
+
+
+def test_deleting_step_by_step_keeps_what_the_rule_keeps_of_all():
+    keep, there = Keep(latest=2, every=25, best="loss"), {}
+    for step, loss in LOSSES.items():
+        there[step] = {"loss": loss}
+        there = {step: there[step] for step in keep.kept(there)}
+    assert list(there) == kept(keep)
+
+
+def test_steps_are_deleted_on_disk_also_by_a_run_that_goes_on(tmp_path):
+    layout, keep = small_layout(), Keep(latest=1, best="loss")
+    for steps in ([1, 2, 3], [4, 5]):
+        with hfjax.Checkpoints(tmp_path, layout, keep=keep) as checkpoints:
+            for step in steps:
+                loss = {2: 0.5}.get(step, 1.0 + step)
+                checkpoints.save(state_at(layout, step), metrics={"loss": loss})
+    assert sorted(p.name for p in tmp_path.iterdir()) == [".deleted", "2", "5", "writer.lock"]
+    assert not list((tmp_path / ".deleted").iterdir())
+
+
+@pytest.mark.parametrize("wrong", [{"latest": 0}, {"every": -1}, {"bests": None}, {"latest": True}])
+def test_a_rule_counts_in_positive_whole_numbers(wrong):
+    with pytest.raises(ValueError, match="a positive whole number is expected"):
+        Keep(**wrong)
+
+
+def test_the_best_needs_its_metric(tmp_path):
+    layout = small_layout()
+    with hfjax.Checkpoints(tmp_path, layout, keep=Keep(best="loss")) as checkpoints:
+        with pytest.raises(ValueError, match="judges steps by a metric that was not given, found"):
+            checkpoints.save(state_at(layout, 1), metrics={"accuracy": 1.0})
