@@ -1,26 +1,45 @@
-"""`python -m hfjax demo`: what the command line can do."""
+"""`hfjax COMMAND`: what the command line can do."""
 
-import argparse
 import sys
+from collections.abc import Callable, Sequence
+from importlib import import_module
 
-from hfjax import demo, timetable
+COMMANDS = {  # name: what it does, and the function that takes its arguments
+    "train": ("train a model; --help lists every setting", "hfjax.run.commands:train_command"),
+    "eval": ("the loss of a trained model", "hfjax.run.commands:evaluate_command"),
+    "generate": ("text from a trained model", "hfjax.run.commands:generate_command"),
+    "data": ("make token files of text, JSONL or Parquet", "hfjax.data.command:main"),
+    "launch": ("start several processes on this machine", "hfjax.processes.command:main"),
+    "schedule": ("show a pipeline schedule and what it costs", "hfjax.timetable:command"),
+    "demo": ("train a GPT on 8 fake devices, every strategy", "hfjax.demo:command"),
+}
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Run the command given; return its exit status."""
-    parser = argparse.ArgumentParser(prog="hfjax", description="Parallel training for JAX.")
-    commands = parser.add_subparsers(required=True, metavar="command")
-    shown = commands.add_parser("demo", help="train a GPT on 8 fake CPU devices, every strategy")
-    shown.set_defaults(run=lambda _: demo.main())
-    shown = commands.add_parser("schedule", help="show a pipeline schedule and what it costs")
-    timetable.arguments(shown)
-    shown.set_defaults(run=timetable.main)
-    given = parser.parse_args()
+    name, *rest = sys.argv[1:] if argv is None else argv or ["--help"]
+    if name in ("-h", "--help"):
+        print(_help())
+        return 0
+    if name not in COMMANDS:
+        print(f"hfjax {name}: no such command.\n\n{_help()}", file=sys.stderr)
+        return 2
     try:
-        return given.run(given)
+        return _function(name)(rest)
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
         return 130
+
+
+def _function(name: str) -> Callable[[Sequence[str]], int]:
+    module, _, attribute = COMMANDS[name][1].partition(":")
+    return getattr(import_module(module), attribute)
+
+
+def _help() -> str:
+    lines = [f"  {name:<10} {what}" for name, (what, _) in COMMANDS.items()]
+    usage = "usage: hfjax COMMAND …; hfjax COMMAND --help tells more"
+    return "\n".join(["hfjax: parallel training for JAX", "", usage, "", *lines])
 
 
 if __name__ == "__main__":

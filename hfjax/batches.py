@@ -34,6 +34,14 @@ def shard_batch(layout: Layout, batch: Any, microbatches: int = 1) -> Any:
     )
 
 
+def rows_of_process(layout: Layout, rows: int) -> np.ndarray:
+    """Return which rows of a global batch this process gives to `shard_batch`, in order."""
+    check_batch(layout, jax.ShapeDtypeStruct((rows,), "int32"), 1)
+    split = NamedSharding(layout.mesh, P(BATCH_AXES)).addressable_devices_indices_map((rows,))
+    numbers = np.arange(rows)
+    return np.unique(np.concatenate([numbers[index] for index in split.values() if index]))
+
+
 def _shares(layout: Layout) -> int:
     """Return into how many parts the processes split the rows of a batch."""
     sizes = [layout.mesh.shape[axis] for axis in (PIPE_AXIS, *BATCH_AXES)]

@@ -1,8 +1,9 @@
 """Train one small GPT on 8 fake CPU devices under every strategy, and compare with one device."""
 
+import argparse
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -89,6 +90,12 @@ def train(case: tuple, text: np.ndarray, tick: Any) -> Row:
     return Row(
         describe_mesh(mesh), float(metrics["loss"]), layout.bytes_per_device(), found, seconds
     )
+
+
+def command(argv: Sequence[str]) -> int:
+    """Run `hfjax demo` with these arguments; return the exit status."""
+    argparse.ArgumentParser("hfjax demo", description=__doc__).parse_args(argv)
+    return main()
 
 
 def main() -> int:

@@ -50,6 +50,26 @@ def matching(*patterns: str) -> Callable[[Any], Any]:
     return mask
 
 
+def scaled(
+    optimizer: optax.GradientTransformation, factors: Mapping[str, float]
+) -> optax.GradientTransformation:
+    """Return the optimizer with other learning rates for some paths, as factors.
+
+    >>> optimizer = scaled(optax.adamw(1e-3), {"tokens": 0.1, "layers/*": 0.5})
+    """
+    if not factors:
+        return optimizer
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple:
+        flat = flatten(updates)
+        found = matches(list(factors), flat)
+        scale = lambda path, x: x * factors[found[path]] if path in found else x
+        return nest({path: scale(path, x) for path, x in flat.items()}), state
+
+    init = lambda params: optax.EmptyState()
+    return optax.chain(optimizer, optax.GradientTransformation(init, update))
+
+
 def without(
     optimizer: optax.GradientTransformation, frozen: Collection[str]
 ) -> optax.GradientTransformation:

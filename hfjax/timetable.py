@@ -3,7 +3,7 @@
 import argparse
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -37,6 +37,13 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add("--plot", **path, help="draw it to scale: x.svg or x.png")
     add("--trace", **path, help="write a trace for ui.perfetto.dev")
     add("--csv", **path, help="write the table, to edit and read again with --from")
+
+
+def command(argv: Sequence[str]) -> int:
+    """Run `hfjax schedule` with these arguments; return the exit status."""
+    parser = argparse.ArgumentParser("hfjax schedule", description="Show a schedule and its cost.")
+    arguments(parser)
+    return main(parser.parse_args(argv))
 
 
 def main(given: argparse.Namespace) -> int:

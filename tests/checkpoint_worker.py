@@ -1,6 +1,5 @@
 """A run that trains a small GPT and saves every step, in a process of its own: to be killed."""
 
-import os
 import sys
 from pathlib import Path
 

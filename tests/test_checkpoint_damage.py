@@ -41,9 +41,7 @@ def test_a_bit_that_is_flipped_in_any_file_is_found_in_that_file(tmp_path):
         if path.name == "manifest.json":  # of a name, a size or a checksum in it
             assert len(lines) == 1
         else:
-            assert [line.split(" has CRC32 ")[0] for line in lines] == [
-                str(path.relative_to(step))
-            ]
+            assert [line.split(" has CRC32 ")[0] for line in lines] == [str(path.relative_to(step))]
         path.write_bytes(content)
     assert damage(step) == []
 

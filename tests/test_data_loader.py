@@ -8,9 +8,9 @@ from itertools import islice
 
 import numpy as np
 import pytest
-from tests.token_sets import numbered, targets
 
 from hfjax.data import Loader, TokenSet, share
+from tests.token_sets import numbered, targets
 
 SIZES = [5, 40, 2, 90, 13, 60, 31, 22, 1, 50]  # 314 tokens: 39 rows of 8
 PACKINGS = pytest.mark.parametrize("packing", ["stream", "documents"])

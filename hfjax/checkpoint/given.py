@@ -7,7 +7,8 @@ import jax
 
 from hfjax.checkpoint.arrays import arrays_of, describe
 from hfjax.checkpoint.compare import differences
-from hfjax.plan import Layout, State, flatten
+from hfjax.paths import flatten
+from hfjax.plan import Layout, State
 from hfjax.rearrange import canonical
 
 

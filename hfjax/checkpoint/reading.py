@@ -22,7 +22,8 @@ from hfjax.checkpoint.compare import check_same
 from hfjax.checkpoint.directory import check_step, steps_in
 from hfjax.checkpoint.manifest import damage
 from hfjax.checkpoint.record import read_record
-from hfjax.plan import Layout, State, flatten, nest
+from hfjax.paths import flatten, nest
+from hfjax.plan import Layout, State
 
 ON_DAMAGE = ("refuse", "previous")
 

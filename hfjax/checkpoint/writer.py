@@ -13,7 +13,7 @@ from hfjax.checkpoint.directory import TEMPORARY, TRASH, empty_trash, sweep
 from hfjax.checkpoint.failure import failed
 from hfjax.checkpoint.keep import Keep, Kept, Metrics
 from hfjax.checkpoint.manifest import write_manifest
-from hfjax.plan import nest
+from hfjax.paths import nest
 
 
 class Writer:

@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -60,6 +60,11 @@ class DataCommand:
 
     verify: bool = False
     """With --show: read all of it and compare CRC32s."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run `hfjax data` with these arguments; return the exit status."""
+    return run(tyro.cli(DataCommand, args=list(argv), prog="hfjax data"))
 
 
 def run(command: DataCommand) -> int:

@@ -1,1 +1,30 @@
 """A training run: configuration, loop, metrics, evaluation, text."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hfjax.run.build import Parts
+    from hfjax.run.config import Train
+    from hfjax.run.evaluate import evaluate
+    from hfjax.run.files import load
+    from hfjax.run.generate import generate
+    from hfjax.run.loop import Result, train
+
+_MODULES = {
+    "Parts": "build",
+    "Result": "loop",
+    "Train": "config",
+    "evaluate": "evaluate",
+    "generate": "generate",
+    "load": "files",
+    "train": "loop",
+}
+__all__ = ["Parts", "Result", "Train", "evaluate", "generate", "load", "train"]
+
+
+def __getattr__(name: str) -> Any:
+    """Return a public name, its module imported only now."""
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)

@@ -1,0 +1,165 @@
+"""`hfjax train`, `hfjax eval` and `hfjax generate`."""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import tyro
+
+import hfjax
+from hfjax.checkpoint import Restored
+from hfjax.data import TokenSet
+from hfjax.optimizers import averaged
+from hfjax.processes.codes import exit_code
+from hfjax.processes.leave import leaving
+from hfjax.processes.speech import say
+from hfjax.run import files
+from hfjax.run.build import Parts
+from hfjax.run.config import Mesh, Train
+from hfjax.run.evaluate import evaluate
+from hfjax.run.generate import Sampling, generate
+from hfjax.run.loop import CHECKPOINTS, CONFIG, train
+from hfjax.run.screen import validation
+from hfjax.run.start import start
+
+MISTAKES = (ValueError, FloatingPointError, TimeoutError, OSError)
+
+
+def train_command(argv: Sequence[str]) -> int:
+    """Train; return the exit status."""
+    default, rest = _config_of(argv)
+    config = tyro.cli(Train, args=rest, default=default, prog="hfjax train")
+    with leaving():
+        start(config)
+        try:
+            return exit_code(train(config).reason)
+        except MISTAKES as mistake:
+            return _tell(mistake)
+
+
+def _tell(mistake: Exception) -> int:
+    """Say what is wrong, in every process: the other ones may know of nothing."""
+    print(f"error: {mistake}", file=sys.stderr, flush=True)
+    raise SystemExit(1)
+
+
+def _config_of(argv: Sequence[str]) -> tuple[Train, list[str]]:
+    """Return what --config says, and the other arguments: they have the last word."""
+    rest = list(argv)
+    for at, word in enumerate(rest):
+        name, equals, value = word.partition("=")
+        if name == "--config":
+            if not equals and at + 1 == len(rest):
+                raise SystemExit("error: --config: the name of a file is expected.")
+            path = value if equals else rest[at + 1]
+            try:
+                return files.load(path), rest[:at] + rest[at + (1 if equals else 2) :]
+            except ValueError as mistake:
+                raise SystemExit(f"error: {mistake}") from None
+    return Train(), rest
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A run of `hfjax train`, on the devices at hand."""
+
+    run: tyro.conf.Positional[Path]
+    """The directory of the run."""
+    step: int | None = None
+    """Of which checkpoint; None: the latest."""
+    average: bool = False
+    """With the average of the parameters (trained with --optimizer.ema)."""
+    strategy: str = "ddp"
+    """How to lay the parameters: as of `hfjax train`."""
+    mesh: Mesh = Mesh()
+    """On which devices."""
+    cpu_devices: int | None = None
+    """Run on so many fake CPU devices."""
+
+
+@dataclass(frozen=True)
+class Evaluate(Saved):
+    """The mean loss of a trained model over a whole data set, each row once."""
+
+    data: Path | None = None
+    """The data set; None: what the run validates on."""
+    batch: int | None = None
+    """Rows in a batch; None: as in training."""
+    batches: int | None = None
+    """At most so many batches; None: all."""
+
+
+@dataclass(frozen=True)
+class Generate(Saved):
+    """Text from a trained model."""
+
+    prompt: str = "\n"
+    tokens: int = 200
+    """How many to write."""
+    sampling: tyro.conf.OmitArgPrefixes[Sampling] = Sampling()
+
+
+def evaluate_command(argv: Sequence[str]) -> int:
+    """Evaluate a run; return the exit status."""
+    given = tyro.cli(Evaluate, args=list(argv), prog="hfjax eval")
+    with leaving():
+        try:
+            return _evaluate(given)
+        except MISTAKES as mistake:
+            return _tell(mistake)
+
+
+def _evaluate(given: Evaluate) -> int:
+    config = _config(given)
+    data = replace(config.data, valid=str(given.data)) if given.data else config.data
+    parts, restored = _restored(
+        given, replace(config, data=data, batch=given.batch or config.batch)
+    )
+    if parts.valid is None:
+        raise ValueError(f"{given.run} has no validation set. Give one: --data DIR.")
+    found = evaluate(parts.evaluate, restored.state, parts.valid, given.batches)
+    say(validation(restored.step, *found))
+    return 0
+
+
+def generate_command(argv: Sequence[str]) -> int:
+    """Write text; return the exit status."""
+    given = tyro.cli(Generate, args=list(argv), prog="hfjax generate")
+    with leaving():
+        try:
+            return _generate(given)
+        except MISTAKES as mistake:
+            return _tell(mistake)
+
+
+def _generate(given: Generate) -> int:
+    parts, restored = _restored(given, _config(given))
+    tokens: TokenSet = parts.tokens[0]
+    prompt = tokens.tokenizer.encode([given.prompt])[0].tolist()
+    fields: Any = {"length": parts.model.length, "vocab": tokens.vocab}
+    new = generate(
+        parts.layout, restored.state, prompt, given.tokens, **fields, sampling=given.sampling
+    )
+    say(tokens.tokenizer.decode([*prompt, *new]))
+    return 0
+
+
+def _config(given: Saved) -> Train:
+    """Return the configuration of a saved run on the devices at hand."""
+    path = given.run / CONFIG
+    if not path.is_file():
+        raise ValueError(f"{given.run} is no run of hfjax train: it has no {CONFIG}.")
+    here = {"mesh": given.mesh, "strategy": given.strategy, "cpu_devices": given.cpu_devices}
+    return replace(files.load(path), **here)
+
+
+def _restored(given: Saved, config: Train) -> tuple[Parts, Restored]:
+    """Return the parts of a run and its state; without an average only parameters are read."""
+    start(config)
+    parts, place = Parts(config), given.run / CHECKPOINTS
+    if not given.average:
+        return parts, hfjax.restore(place, parts.layout, given.step, parameters_only=True)
+    restored = hfjax.restore(place, parts.layout, given.step)
+    return parts, replace(restored, state=averaged(restored.state))

@@ -1,0 +1,174 @@
+"""The configuration of a run: every field is a flag of `hfjax train`, and a line of its YAML."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+Names = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Model:
+    """What is trained."""
+
+    preset: str = "gpt-tiny"
+    """gpt-tiny, gpt-small (124M), gpt-medium, gpt-large, gpt-xl, llama-tiny, llama2-7b, llama3-8b
+    and others."""
+    own: str | None = None
+    """Your own model in place of a preset: file.py:function, a function of (vocab, length) that
+    returns model_init(rngs)."""
+    loss: str | None = None
+    """Your own loss(outputs, batch): file.py:function; without it, that of the next token."""
+    length: int | None = None
+    """Tokens in a row; None: what the preset has."""
+    layers: int | None = None
+    heads: int | None = None
+    embed: int | None = None
+    dropout: float = 0.0
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """How many devices on each axis; -1: those that are left."""
+
+    data: int | None = None
+    fsdp: int | None = None
+    tensor: int = 1
+    pipe: int = 1
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """The schedule of a pipeline, where --mesh.pipe is above 1."""
+
+    name: str = "1f1b"
+    microbatches: int | None = None
+    """None: four for each stage."""
+    chunks: int | None = None
+
+
+@dataclass(frozen=True)
+class Data:
+    """What is read."""
+
+    train: Names = ()
+    """Directories that `hfjax data` made (with a part `train`, or whole); none: the source of
+    Python's own standard library, in bytes."""
+    valid: str | None = None
+    """The directory to validate on; None: the part `valid` of the first, if there is one."""
+    weights: tuple[float, ...] | None = None
+    """How often to draw from each of several."""
+    packing: Literal["stream", "documents"] = "stream"
+    """stream: rows cut from the text as it follows; documents: whole ones, packed and masked."""
+    epochs: int | None = None
+    """Stop after going over the data so often, if --steps has not come first."""
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """How parameters are updated."""
+
+    name: str = "adamw"
+    """Any of optax that takes a learning rate: adamw, lion, sgd, adafactor, muon …"""
+    own: str | None = None
+    """Your own: file.py:function, a function of the learning rate (a schedule) that returns any
+    optax transformation."""
+    rate: float = 3e-3
+    """The highest learning rate."""
+    warmup: int = 20
+    decay: Literal["cosine", "linear", "constant"] = "cosine"
+    end: float = 0.1
+    """The last learning rate, as a part of the highest."""
+    hold: int = 0
+    """Steps at the highest rate before it decays."""
+    weight_decay: float | None = None
+    """None: 0.1 where the optimizer has it."""
+    no_decay: Names | None = None
+    """Patterns of paths that do not decay; None: biases and norms."""
+    frozen: Names = ()
+    """Patterns of paths that stay as they are."""
+    scale: Names = ()
+    """Learning rates of some paths, as a factor: tokens=0.1 'layers/*=0.5'."""
+    clip: float | None = 1.0
+    """Greatest global norm of the gradient."""
+    ema: float | None = None
+    """Decay of an average of the parameters, for instance 0.999; it is what is validated."""
+
+
+@dataclass(frozen=True)
+class Checkpoints:
+    """What is saved, and when."""
+
+    every: int | None = None
+    """Steps between checkpoints; None: ten in a run. The last step is always saved."""
+    keep: int = 3
+    """How many of the latest are kept."""
+    keep_every: int | None = None
+    """And the first one at or after each multiple of this."""
+    keep_best: bool = False
+    """And the one with the lowest validation loss."""
+    resume: Literal["auto", "never"] = "auto"
+    """auto: go on from the latest in the directory of the run, if there is one."""
+    start: str | None = None
+    """Begin with the parameters of another run's directory (fine-tuning)."""
+
+
+@dataclass(frozen=True)
+class Log:
+    """What is told, and where."""
+
+    every: int = 10
+    """Steps between log lines; metrics.jsonl has every step."""
+    valid_every: int | None = None
+    """Steps between validations; None: four in a run; 0: none."""
+    valid_batches: int = 20
+    """At most so many batches for each validation."""
+    tensorboard: bool = False
+    wandb: str | None = None
+    """The name of a Weights & Biases project."""
+    profile: str | None = None
+    """Steps to trace, FIRST:END; for instance 5:8 traces steps 5, 6 and 7."""
+    sample: int = 200
+    """Tokens of text to show at the end; 0: none."""
+
+
+@dataclass(frozen=True)
+class Train:
+    """Train a model: on this machine, or in several processes started by `hfjax launch`, SLURM,
+    Open MPI or torchrun. Without any flag: a byte-level GPT on Python's own library."""
+
+    out: Path | None = None
+    """The directory of the run; None: runs/PRESET."""
+    steps: int = 300
+    batch: int = 32
+    """Rows in a step, on all devices together."""
+    accumulate: int = 1
+    """Microbatches in a step."""
+    strategy: str = "ddp"
+    """ddp, zero1, zero2, fsdp, hsdp, tensor, sequence, pipe, joined by +: fsdp+tensor."""
+    precision: Literal["stored", "fp32", "bf16"] = "stored"
+    remat: Literal["none", "dots", "full", "except_last"] = "none"
+    nonfinite: Literal["stop", "skip"] = "stop"
+    """What to do where loss or gradient is not finite."""
+    seed: int = 0
+    model: Model = field(default_factory=Model)
+    mesh: Mesh = field(default_factory=Mesh)
+    pipeline: Pipeline = field(default_factory=Pipeline)
+    data: Data = field(default_factory=Data)
+    optimizer: Optimizer = field(default_factory=Optimizer)
+    checkpoints: Checkpoints = field(default_factory=Checkpoints)
+    log: Log = field(default_factory=Log)
+    cpu_devices: int | None = None
+    """Run on so many fake CPU devices."""
+    timeout: float = 600.0
+    """A process that makes no progress for so many seconds is ended."""
+    minutes: float | None = None
+    """Save and stop after so many minutes; started again, the run goes on."""
+    cache: Path | None = None
+    """Where compiled programs are kept; None: in the user's cache."""
+
+    @property
+    def directory(self) -> Path:
+        """The directory of the run."""
+        own = "own" if self.model.own else self.model.preset
+        return self.out if self.out is not None else Path("runs") / own

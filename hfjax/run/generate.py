@@ -1,0 +1,96 @@
+"""Text from a trained model: one token after the other, the whole row computed for each."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+from hfjax.paths import flatten
+from hfjax.plan import Layout, State
+from hfjax.rearrange import canonical
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is chosen."""
+
+    temperature: float = 0.8
+    """0: always the likeliest token."""
+    top_k: int | None = 40
+    """Only among so many of the likeliest; None: among all."""
+    seed: int = 0
+
+    def __post_init__(self):
+        if self.temperature < 0 or (self.top_k is not None and self.top_k < 1):
+            raise ValueError(
+                f"temperature={self.temperature}, top_k={self.top_k}: a temperature of at least 0, "
+                "and at least one token to choose from."
+            )
+
+    def choose(self, logits_V: jax.Array, key: jax.Array) -> jax.Array:
+        """Return the next token."""
+        if self.temperature == 0:
+            return logits_V.argmax()
+        if self.top_k is not None:
+            least = lax.top_k(logits_V, min(self.top_k, len(logits_V)))[0][-1]
+            logits_V = jnp.where(logits_V < least, -jnp.inf, logits_V)
+        return jax.random.categorical(key, logits_V / self.temperature)
+
+
+def generate(
+    layout: Layout,
+    state: State,
+    prompt: Sequence[int],
+    count: int,
+    *,
+    length: int,
+    vocab: int,
+    sampling: Sampling = Sampling(),
+) -> list[int]:
+    """Return `count` tokens that follow the prompt; the model sees the last `length` of them."""
+    known = [token for token in prompt if token < vocab][-length:]
+    if not known:
+        raise ValueError("generate: the prompt has no token. Give some text.")
+    row = np.zeros(length, np.int32)
+    row[: len(known)] = known
+    state = canonical(layout, state)
+    follow = _Follow(layout, sampling, count, vocab)
+    run = jax.jit(follow, out_shardings=NamedSharding(layout.mesh, P()))
+    with jax.set_mesh(layout.mesh):
+        found = run(state.params, state.variables, row, len(known))
+    return np.asarray(found.addressable_data(0)).tolist()
+
+
+@dataclass(frozen=True)
+class _Follow:
+    """The program that writes `count` tokens."""
+
+    layout: Layout
+    sampling: Sampling
+    count: int
+    vocab: int
+
+    def __call__(self, params: Any, variables: Any, row_S: jax.Array, known: Any) -> jax.Array:
+        """Return the tokens that follow the first `known` of a row."""
+        blueprint = self.layout.blueprint
+        model = blueprint.merge(flatten(params), flatten(variables), "eval")
+        key, length = jax.random.key(self.sampling.seed), row_S.shape[0]
+
+        def body(i, carry):
+            row, known, new = carry
+            logits = model({"tokens": jnp.pad(row, (0, 1))[None]})[0, known - 1, : self.vocab]
+            token = self.sampling.choose(
+                logits.astype(jnp.float32), jax.random.fold_in(key, i)
+            ).astype(row.dtype)
+            full = known == length
+            row = jnp.where(full, jnp.roll(row, -1), row)
+            row = row.at[jnp.where(full, length - 1, known)].set(token)
+            return row, jnp.minimum(known + 1, length), new.at[i].set(token)
+
+        first = (jnp.asarray(row_S), jnp.asarray(known), jnp.zeros(self.count, row_S.dtype))
+        return lax.fori_loop(0, self.count, body, first)[2]

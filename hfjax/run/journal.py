@@ -1,0 +1,130 @@
+"""What a run leaves behind: metrics.jsonl, a plot of them, and what other tools read."""
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from hfjax.run.config import Log
+
+METRICS, PLOT = "metrics.jsonl", "loss.png"
+
+
+class Journal:
+    """A line of JSON for each step and each validation; steps are those of the state."""
+
+    def __init__(self, directory: Path, log: Log, config: Mapping[str, Any], start: int):
+        self.directory = directory
+        _drop(directory / METRICS, start)
+        self._file = open(directory / METRICS, "a", encoding="utf-8")
+        self._sinks = _sinks(directory, log, config)
+
+    def write(self, step: int, **values: float) -> None:
+        """Add a line; it is on disk when the call returns, as far as this process is concerned."""
+        self._file.write(json.dumps({"step": step, **values}) + "\n")
+        self._file.flush()
+        for sink in self._sinks:
+            sink.write(step, values)
+
+    def close(self) -> None:
+        """Close the files, and draw the plot."""
+        self._file.close()
+        for sink in self._sinks:
+            sink.close()
+        plot(self.directory)
+
+    def __enter__(self) -> "Journal":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """Return the lines of a metrics file; a last line that a kill cut short is left out."""
+    lines = []
+    for text in path.read_text(encoding="utf-8").splitlines() if path.is_file() else []:
+        try:
+            lines.append(json.loads(text))
+        except ValueError:
+            continue
+    return lines
+
+
+def _drop(path: Path, start: int) -> None:
+    """Take out the steps that are done again: from the checkpoint on that the run goes on from."""
+    lines = read(path)
+    kept = [line for line in lines if line["step"] < start or "loss" not in line]
+    kept = [line for line in kept if line["step"] <= start]
+    if path.is_file():
+        new = path.with_suffix(".new")
+        new.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
+        os.replace(new, path)
+
+
+def plot(directory: Path) -> None:
+    """Draw the losses by step to loss.png."""
+    lines = read(directory / METRICS)
+    curves = {
+        name: [(line["step"], line[name]) for line in lines if name in line]
+        for name in ("loss", "valid_loss")
+    }
+    if not curves["loss"]:
+        return
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
+    for name, points in curves.items():
+        if points:
+            style = "o-" if name == "valid_loss" else "-"
+            axes.plot(*zip(*points, strict=True), style, label=name.replace("_", " "))
+    axes.set(xlabel="step", ylabel="loss", title=directory.name)
+    axes.legend()
+    axes.grid(alpha=0.3)
+    figure.savefig(directory / PLOT, dpi=120)
+    pyplot.close(figure)
+
+
+# -- other tools --------------------------------------------------------------------------
+
+
+class _TensorBoard:
+    def __init__(self, directory: Path):
+        from tensorboardX import SummaryWriter
+
+        self._writer = SummaryWriter(str(directory / "tensorboard"))
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class _Wandb:
+    def __init__(self, directory: Path, project: str, config: Mapping[str, Any]):
+        import wandb  # pyright: ignore[reportMissingImports]
+
+        run = {"project": project, "config": dict(config), "name": directory.name}
+        self._run = wandb.init(dir=str(directory), id=directory.name, resume="allow", **run)
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        self._run.log(dict(values), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def _sinks(directory: Path, log: Log, config: Mapping[str, Any]) -> list[Any]:
+    try:
+        found: list[Any] = [_TensorBoard(directory)] if log.tensorboard else []
+        return found + ([_Wandb(directory, log.wandb, config)] if log.wandb else [])
+    except ImportError as missing:
+        raise ValueError(
+            f"--log.tensorboard and --log.wandb need more: pip install 'hfjax[logs]' ({missing})."
+        ) from None

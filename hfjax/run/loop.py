@@ -1,0 +1,242 @@
+"""The loop of a run: steps, log lines, validations, checkpoints, until it ends or is stopped."""
+
+import time
+from collections import deque
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import hfjax
+from hfjax.checkpoint import Checkpoints, Keep
+from hfjax.optimizers import averaged
+from hfjax.processes.speech import speaks
+from hfjax.processes.stop import Stop
+from hfjax.processes.watchdog import Watchdog
+from hfjax.run import files
+from hfjax.run.build import Parts
+from hfjax.run.config import Train
+from hfjax.run.evaluate import Evaluated, evaluate
+from hfjax.run.generate import Sampling, generate
+from hfjax.run.journal import Journal
+from hfjax.run.profile import Profile
+from hfjax.run.screen import Screen, line, validation
+from hfjax.run.speed import Speed
+
+LAG = 2  # steps behind which metrics are read: nothing waits for the device
+CONFIG, CHECKPOINTS = "config.yaml", "checkpoints"
+PROMPT = "\ndef "
+
+
+class Result(NamedTuple):
+    """How a run ended."""
+
+    state: hfjax.State
+    step: int
+    loss: float | None  # of the last step that this call did
+    valid_loss: float | None
+    reason: str | None  # why it stopped early: SIGTERM, SIGINT, asked
+
+
+def train(config: Train) -> Result:
+    """Train, from the beginning or from the directory's latest checkpoint; return how it ended."""
+    with ExitStack() as stack:
+        enter = stack.enter_context
+        watchdog = enter(Watchdog(config.timeout))
+        watchdog.beat("preparing")
+        run = Run(config, Parts(config), watchdog)
+        run.prepare(enter)
+        return run.go(enter(Stop()))
+
+
+@dataclass
+class Run:
+    """One call of `train`."""
+
+    config: Train
+    parts: Parts
+    watchdog: Watchdog
+    state: Any = None
+    first: int = 0  # the step that this call begins with
+    last: dict[str, Any] = field(default_factory=dict)  # what was told of the last step read
+    valid_loss: float | None = None
+
+    # -- before the first step ------------------------------------------------------------
+
+    def prepare(self, enter: Any) -> None:
+        """Make or restore the state, and open what the run writes to."""
+        config, directory = self.config, self.config.directory
+        self.screen = Screen(config.steps)
+        self.screen.say(str(self.parts))
+        for name, value in files.changed(config).items():
+            self.screen.say(f"  {name}: {value}")
+        keep = config.checkpoints
+        best = "valid_loss" if keep.keep_best else None
+        self.checkpoints = enter(
+            Checkpoints(
+                directory / CHECKPOINTS,
+                self.parts.layout,
+                keep=Keep(latest=keep.keep, every=keep.keep_every, best=best),
+                config=files.plain(config),
+            )
+        )
+        self._begin()
+        self.speed, self.profile = Speed(self.parts), enter(Profile(config.log.profile, directory))
+        self.screen = enter(Screen(config.steps, self.first))
+        self.journal = None
+        if speaks():
+            files.save(config, directory / CONFIG)
+            self.journal = enter(Journal(directory, config.log, files.plain(config), self.first))
+
+    def _begin(self) -> None:
+        latest = self.checkpoints.latest()
+        if latest is not None and self.config.checkpoints.resume == "never":
+            raise ValueError(
+                f"--checkpoints.resume never: {self.config.directory} has checkpoints, the latest "
+                f"of step {latest}. Give another --out, or remove them."
+            )
+        if latest is None:
+            self.state = self._fresh()
+            return
+        with self.watchdog.allow(self.config.timeout, "restoring"):
+            found = self.checkpoints.restore(on_damage="previous")
+        self.state, self.first = found.state, int(found.step)
+        self.parts.data.restore(found.data)
+        self.screen.say(f"going on after step {self.first} of {self.config.directory}")
+
+    def _fresh(self) -> hfjax.State:
+        other = self.config.checkpoints.start
+        if other is None:
+            return hfjax.init(self.parts.layout, self.config.seed, self.parts.schedule)
+        found = hfjax.restore(Path(other) / CHECKPOINTS, self.parts.layout, parameters_only=True)
+        self.screen.say(f"starting with the parameters of {other}, step {found.step}")
+        return found.state
+
+    # -- steps ----------------------------------------------------------------------------
+
+    def go(self, stop: Stop) -> Result:
+        """Run the steps that are left."""
+        began, unread, done = time.monotonic(), deque[Any](), self.first
+        limit = None if self.config.minutes is None else 60 * self.config.minutes
+        self.watchdog.beat("compiling the first step")
+        for number in range(self.first, self.config.steps):
+            batch = next(self.parts.data, None)
+            if batch is None:
+                self.screen.say(f"the data ends after {self.config.data.epochs} epochs")
+                break
+            self.profile.before(number)
+            self.state, metrics = self.parts.step(self.state, batch)
+            unread.append(metrics)
+            while len(unread) > LAG:
+                self._tell(unread.popleft())
+            done = number + 1
+            if limit is not None and time.monotonic() - began > limit:
+                stop.request()
+            if self._due(done, self._valid_every) and done < self.config.steps:
+                self._tell_all(unread)
+                self.validate(done)
+            if self._due(done, self._save_every) and done < self.config.steps:
+                self.save()
+            if stop.agreed():
+                break
+        self._tell_all(unread)
+        return self._end(done, stop.reason)
+
+    def _due(self, done: int, every: int) -> bool:
+        return every > 0 and done % every == 0
+
+    @cached_property
+    def _valid_every(self) -> int:
+        every = self.config.log.valid_every
+        return max(self.config.steps // 4, 1) if every is None else every
+
+    @cached_property
+    def _save_every(self) -> int:
+        every = self.config.checkpoints.every
+        return max(self.config.steps // 10, 1) if every is None else every
+
+    def _tell_all(self, unread: deque) -> None:
+        while unread:
+            self._tell(unread.popleft())
+        self.parts.step.check(self.state)
+
+    def _tell(self, metrics: Any) -> None:
+        """Read the metrics of a step, which is done then, and tell them."""
+        read = {name: float(x) for name, x in metrics.items() if name not in ("step", "finite")}
+        step = int(metrics["step"])
+        self.watchdog.beat(f"step {step + 2}")
+        self.profile.after(step)
+        self.speed.count()
+        self.screen.advance()
+        self.last = {"step": step, **read, "lr": float(self.parts.rate(step))}
+        if self._due(step + 1, self.config.log.every):
+            self.last |= self.speed.look()
+            self.screen.say(line(self.last, self.config.steps))
+        if self.journal is not None:
+            self.journal.write(**self.last)
+
+    # -- between steps --------------------------------------------------------------------
+
+    def validate(self, done: int) -> None:
+        """Tell the loss on the validation set."""
+        if self.parts.valid is None or not self.config.log.valid_batches:
+            return
+        self.speed.pause()
+        state = self.state if self.config.optimizer.ema is None else averaged(self.state)
+        with self.watchdog.allow(self.config.timeout, "validating"):
+            found = self._evaluated(state)
+        self.valid_loss = found.loss
+        self.screen.say(validation(done, *found))
+        if self.journal is not None:
+            self.journal.write(done, valid_loss=found.loss)
+
+    def _evaluated(self, state: hfjax.State) -> Evaluated:
+        assert self.parts.valid is not None
+        batches = self.parts.valid.rewind()
+        return evaluate(self.parts.evaluate, state, batches, self.config.log.valid_batches)
+
+    def save(self) -> None:
+        """Begin to save a checkpoint."""
+        self.speed.pause()
+        metrics = {} if self.valid_loss is None else {"valid_loss": self.valid_loss}
+        with self.watchdog.allow(self.config.timeout, "saving a checkpoint"):
+            self.checkpoints.save(self.state, data=self.parts.data.state(), metrics=metrics)
+
+    # -- at the end -----------------------------------------------------------------------
+
+    def _end(self, done: int, reason: str | None) -> Result:
+        if done > self.first and reason is None and self._valid_every:
+            self.validate(done)
+        if done > self.first and self.checkpoints.latest() != done:
+            self.save()
+        with self.watchdog.allow(self.config.timeout, "writing the last checkpoint"):
+            self.checkpoints.wait()
+        if reason is None:
+            self._sample()
+        self._say_end(done, reason)
+        return Result(self.state, done, self.last.get("loss"), self.valid_loss, reason)
+
+    def _sample(self) -> None:
+        """Show what the model writes."""
+        tokens, count = self.parts.tokens[0], self.config.log.sample
+        if not count:
+            return
+        state = self.state if self.config.optimizer.ema is None else averaged(self.state)
+        prompt = tokens.tokenizer.encode([PROMPT])[0].tolist()
+        fields = {"length": self.parts.model.length, "vocab": tokens.vocab}
+        with self.watchdog.allow(self.config.timeout, "writing a sample"):
+            new = generate(
+                self.parts.layout, state, prompt, count, **fields, sampling=Sampling(seed=0)
+            )
+        self.screen.say(f"what it writes after {PROMPT!r}:")
+        self.screen.say(tokens.tokenizer.decode([*prompt, *new]))
+
+    def _say_end(self, done: int, reason: str | None) -> None:
+        directory = self.config.directory
+        if reason is not None:
+            self.screen.say(f"stopped after step {done} ({reason}); start again to go on")
+        elif done == self.first:
+            self.screen.say(f"{directory} is complete: {done} steps. More: --steps; anew: --out")
+        else:
+            self.screen.say(f"done: {done} steps; {directory} has the checkpoints and metrics")
