@@ -6,17 +6,17 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from hfjax.run.build import Parts
     from hfjax.run.config import Train
-    from hfjax.run.evaluate import evaluate
+    from hfjax.run.evaluation import evaluate
     from hfjax.run.files import load
-    from hfjax.run.generate import generate
     from hfjax.run.loop import Result, train
+    from hfjax.run.sampling import generate
 
 _MODULES = {
     "Parts": "build",
     "Result": "loop",
     "Train": "config",
-    "evaluate": "evaluate",
-    "generate": "generate",
+    "evaluate": "evaluation",
+    "generate": "sampling",
     "load": "files",
     "train": "loop",
 }

@@ -18,9 +18,9 @@ from hfjax.processes.speech import say
 from hfjax.run import files
 from hfjax.run.build import Parts
 from hfjax.run.config import Mesh, Train
-from hfjax.run.evaluate import evaluate
-from hfjax.run.generate import Sampling, generate
+from hfjax.run.evaluation import evaluate
 from hfjax.run.loop import CHECKPOINTS, CONFIG, train
+from hfjax.run.sampling import Sampling, generate
 from hfjax.run.screen import validation
 from hfjax.run.start import start
 

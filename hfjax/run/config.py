@@ -100,7 +100,7 @@ class Checkpoints:
     """What is saved, and when."""
 
     every: int | None = None
-    """Steps between checkpoints; None: ten in a run. The last step is always saved."""
+    """Steps between checkpoints; None: ten in a run, at least 25 apart; 0: only the last step."""
     keep: int = 3
     """How many of the latest are kept."""
     keep_every: int | None = None
@@ -135,7 +135,11 @@ class Log:
 @dataclass(frozen=True)
 class Train:
     """Train a model: on this machine, or in several processes started by `hfjax launch`, SLURM,
-    Open MPI or torchrun. Without any flag: a byte-level GPT on Python's own library."""
+    Open MPI or torchrun. Without any flag: a byte-level GPT on Python's own library.
+
+    --config FILE takes other defaults from a .yaml file, or from `config` of a .py file; flags have
+    the last word.
+    """
 
     out: Path | None = None
     """The directory of the run; None: runs/PRESET."""
@@ -166,6 +170,14 @@ class Train:
     """Save and stop after so many minutes; started again, the run goes on."""
     cache: Path | None = None
     """Where compiled programs are kept; None: in the user's cache."""
+
+    def __post_init__(self):
+        least = {"steps": 1, "batch": 1, "accumulate": 1, "cpu_devices": 1, "timeout": 1}
+        for name, bound in least.items():
+            value = getattr(self, name)
+            if value is not None and value < bound:
+                flag = name.replace("_", "-")
+                raise ValueError(f"--{flag} {value}: at least {bound} is needed.")
 
     @property
     def directory(self) -> Path:

@@ -17,10 +17,10 @@ from hfjax.processes.watchdog import Watchdog
 from hfjax.run import files
 from hfjax.run.build import Parts
 from hfjax.run.config import Train
-from hfjax.run.evaluate import Evaluated, evaluate
-from hfjax.run.generate import Sampling, generate
+from hfjax.run.evaluation import Evaluated, evaluate
 from hfjax.run.journal import Journal
 from hfjax.run.profile import Profile
+from hfjax.run.sampling import Sampling, generate
 from hfjax.run.screen import Screen, line, validation
 from hfjax.run.speed import Speed
 
@@ -154,7 +154,7 @@ class Run:
     @cached_property
     def _save_every(self) -> int:
         every = self.config.checkpoints.every
-        return max(self.config.steps // 10, 1) if every is None else every
+        return max(self.config.steps // 10, 25) if every is None else every
 
     def _tell_all(self, unread: deque) -> None:
         while unread:

@@ -1,0 +1,340 @@
+"""A run: it trains, writes what it did, stops and goes on, on other devices too."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import hfjax
+from hfjax.run import Parts, Train, evaluate, generate, load, train
+from hfjax.run.config import Checkpoints, Data, Log, Mesh, Model, Optimizer, Pipeline
+from hfjax.run.journal import Journal
+from hfjax.run.sampling import Sampling
+from hfjax.run.screen import line
+from tests.small_run import MODEL, QUIET, corpus, small, told
+
+ROOT = Path(__file__).parents[1]
+ONE = Mesh(data=1)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return corpus(tmp_path_factory.mktemp("corpus"))
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory, data):
+    """A run that nobody disturbed, on one device."""
+    directory = tmp_path_factory.mktemp("runs") / "whole"
+    return directory, train(small(directory, data, mesh=ONE))
+
+
+def test_a_run_learns_and_leaves_metrics_configuration_plot_and_checkpoints(whole, data):
+    directory, result = whole
+    losses = told(directory)
+    assert list(losses) == list(range(12))
+    assert result.step == 12
+    assert result.loss == losses[11] < losses[0] - 0.5
+    assert list(told(directory, "valid_loss")) == [6, 12]
+    assert result.valid_loss == told(directory, "valid_loss")[12]
+    assert load(directory / "config.yaml") == small(directory, data, mesh=ONE)
+    assert (directory / "loss.png").read_bytes()[:4] == b"\x89PNG"
+    assert hfjax.latest(directory / "checkpoints") == 12
+    assert result.reason is None
+
+
+def test_a_run_that_is_complete_does_nothing_more(whole, data, capsys):
+    directory, result = whole
+    again = train(small(directory, data, mesh=ONE))
+    assert "is complete: 12 steps" in capsys.readouterr().out
+    assert (again.step, again.loss) == (12, None)
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        hfjax.full(again.state.params),
+        hfjax.full(result.state.params),
+    )
+
+
+def test_a_run_that_was_stopped_goes_on_bit_for_bit(whole, data, tmp_path):
+    config = small(tmp_path, data, mesh=ONE)
+    stopped = train(replace(config, minutes=0.0))
+    assert (stopped.step, stopped.reason) == (1, "asked")
+    assert train(config).step == 12
+    assert told(tmp_path) == told(whole[0])
+    assert told(tmp_path, "valid_loss") == told(whole[0], "valid_loss")
+
+
+@pytest.mark.parametrize(
+    ("strategy", "changes"),
+    [
+        ("fsdp+tensor", {"mesh": Mesh(fsdp=2, tensor=2, data=2), "accumulate": 2}),
+        ("zero1", {"mesh": Mesh(data=8)}),
+        ("pipe", {"mesh": Mesh(pipe=1, data=4)}),
+    ],
+)
+def test_a_run_goes_on_under_another_strategy(whole, data, tmp_path, strategy, changes):
+    train(replace(small(tmp_path, data, mesh=ONE), minutes=0.0))
+    train(small(tmp_path, data, strategy=strategy, **changes))
+    found, wanted = told(tmp_path), told(whole[0])
+    np.testing.assert_allclose(list(found.values()), list(wanted.values()), rtol=1e-4)
+
+
+def test_a_run_starts_in_a_pipeline_and_goes_on_without_one(data, tmp_path):
+    deep = replace(MODEL, layers=4)
+    alone = small(tmp_path / "alone", data, model=deep, mesh=ONE, steps=6)
+    train(alone)
+    pipeline = {"mesh": Mesh(pipe=2, data=2), "pipeline": Pipeline("interleaved", 4, 2)}
+    piped = small(tmp_path / "piped", data, model=deep, steps=6, strategy="pipe", **pipeline)
+    train(replace(piped, minutes=0.0))
+    train(replace(piped, strategy="fsdp", mesh=Mesh()))
+    found, wanted = told(tmp_path / "piped"), told(tmp_path / "alone")
+    np.testing.assert_allclose(list(found.values()), list(wanted.values()), rtol=1e-4)
+
+
+def test_documents_an_average_and_the_best_checkpoint(data, tmp_path):
+    config = small(
+        tmp_path,
+        data,
+        data=Data(train=(str(data),), packing="documents"),
+        optimizer=Optimizer(
+            rate=1e-2, warmup=3, ema=0.5, frozen=("positions",), scale=("tokens=2",)
+        ),
+        checkpoints=Checkpoints(every=6, keep=1, keep_best=True),
+    )
+    result = train(config)
+    parts = Parts(config)
+    assert parts.valid is not None
+    found = evaluate(parts.evaluate, hfjax.averaged(result.state), parts.valid, 3)
+    assert found.loss == pytest.approx(result.valid_loss, rel=1e-6)
+    plain = evaluate(parts.evaluate, result.state, parts.valid.rewind(), 3)
+    assert plain.loss != found.loss
+    saved = hfjax.restore(tmp_path / "checkpoints", parts.layout)
+    assert saved.metrics == {"valid_loss": result.valid_loss}
+
+
+def test_a_run_of_ones_own_model_loss_and_optimizer(data, tmp_path):
+    name = f"{ROOT / 'examples' / 'my_model.py'}:"
+    config = small(
+        tmp_path,
+        data,
+        model=Model(own=f"{name}make", loss=f"{name}loss", length=16),
+        optimizer=Optimizer(own=f"{name}optimizer", rate=0.1, warmup=1),
+    )
+    result = train(config)
+    assert told(tmp_path)[11] < told(tmp_path)[0] - 0.5
+    assert result.state.params["table"].shape == (256, 256)
+
+
+def test_a_llama_is_a_preset_too(data, tmp_path):
+    config = small(tmp_path, data, steps=1, model=replace(MODEL, preset="llama-tiny"))
+    assert Parts(config).model.shape.kv_heads == 1
+    assert train(config).step == 1
+
+
+def test_a_run_begins_with_the_parameters_of_another(whole, data, tmp_path):
+    directory, result = whole
+    config = small(tmp_path, data, mesh=ONE, checkpoints=Checkpoints(start=str(directory)))
+    first = train(replace(config, steps=1))
+    assert told(tmp_path)[0] < told(directory)[4]
+    assert first.step == 1
+    assert result.step == 12
+
+
+def test_the_data_ends_and_so_does_the_run(data, tmp_path, capsys):
+    config = small(tmp_path, data, steps=500, data=Data(train=(str(data),), epochs=1))
+    result = train(config)
+    assert result.step == Parts(config).data.rows_per_epoch // 16
+    assert "the data ends after 1 epochs" in capsys.readouterr().out
+
+
+def test_a_profile_is_written(data, tmp_path, capsys):
+    train(small(tmp_path, data, steps=4, log=replace(QUIET, profile="1:3"), mesh=ONE))
+    assert list((tmp_path / "profile").rglob("*.xplane.pb"))
+    assert "trace of steps 1 to 2" in capsys.readouterr().out
+
+
+def test_tensorboard_gets_the_same_numbers(data, tmp_path):
+    train(small(tmp_path, data, steps=2, log=replace(QUIET, tensorboard=True)))
+    assert list((tmp_path / "tensorboard").glob("events.out.tfevents.*"))
+
+
+def test_a_journal_drops_the_steps_that_are_done_again(tmp_path):
+    with Journal(tmp_path, Log(), {}, 0) as journal:
+        for step in range(6):
+            journal.write(step, loss=float(step))
+        journal.write(4, valid_loss=0.5)
+        journal.write(6, valid_loss=0.25)
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 6, "lo')  # killed
+    with Journal(tmp_path, Log(), {}, 4):
+        pass
+    assert told(tmp_path) == {0: 0.0, 1: 1.0, 2: 2.0, 3: 3.0}
+    assert told(tmp_path, "valid_loss") == {4: 0.5}
+
+
+def test_a_log_line_tells_what_there_is_to_tell():
+    values = {"step": 99, "loss": 1.25, "lr": 3e-4, "grad_norm": 0.5, "memory": 5 * 2**30}
+    speed = {"tokens_per_second": 43210.0, "tflops": 387.4, "mfu": 0.4123}
+    assert line(values | speed, 1000) == (
+        "step  100/1000  loss 1.2500  lr 3.00e-04  grad norm 0.500  43.2k tokens/s/device  "
+        "387 TFLOP/s/device  MFU 41.2%  memory 5.0 GiB"
+    )
+
+
+# -- evaluation and text ------------------------------------------------------------------
+
+
+def test_an_evaluation_is_the_mean_over_every_row_whatever_the_batch(whole, data):
+    directory, _ = whole
+    losses = []
+    for batch in (8, 24, 40):
+        parts = Parts(small(directory, data, batch=batch, mesh=Mesh(data=8)))
+        assert parts.valid is not None
+        state = hfjax.restore(directory / "checkpoints", parts.layout, parameters_only=True).state
+        found = evaluate(parts.evaluate, state, parts.valid)
+        assert found.tokens == parts.valid.rows_per_epoch * 16
+        losses.append(found.loss)
+    assert parts.valid.rows_per_epoch % 40  # the last batch is not full
+    np.testing.assert_allclose(losses, losses[0], rtol=1e-6)
+
+
+def greedy(parts, state, prompt, count):
+    """Write by the likeliest token, plainly."""
+    module = parts.model.init(nnx.Rngs(0))
+    nnx.update(module, jax.tree.map(jnp.asarray, hfjax.full(state.params)))
+    tokens = list(prompt)
+    for _ in range(count):
+        seen = tokens[-16:]
+        row = np.array([*seen, 0], np.int32)[None]
+        tokens.append(int(module({"tokens": row})[0, -1].argmax()))
+    return tokens[len(prompt) :]
+
+
+@pytest.mark.parametrize("length", [3, 16, 40])
+def test_the_likeliest_text_is_the_same_on_one_device_and_on_many(whole, data, length):
+    directory, _ = whole
+    prompt = list(b"the mesh of the tensor axis is a row of data")[:length]
+    config = small(directory, data, strategy="fsdp+tensor", mesh=Mesh(fsdp=2, tensor=2))
+    fields = {"length": 16, "vocab": 256, "sampling": Sampling(temperature=0)}
+    found = []
+    for parts in (Parts(small(directory, data, mesh=ONE)), Parts(config)):
+        state = hfjax.restore(directory / "checkpoints", parts.layout, parameters_only=True).state
+        found.append(generate(parts.layout, state, prompt, 12, **fields))
+        wanted = greedy(parts, state, prompt, 12)
+        assert found[-1] == wanted
+
+
+def test_sampled_text_is_the_same_for_the_same_seed_and_another_for_another(whole, data):
+    directory, result = whole
+    layout = Parts(small(directory, data, mesh=ONE)).layout
+    write = lambda **sampling: generate(
+        layout, result.state, [100], 24, length=16, vocab=200, sampling=Sampling(**sampling)
+    )
+    assert write(seed=1) == write(seed=1) != write(seed=2)
+    assert max(write(temperature=5.0, top_k=None)) < 200
+    assert write(top_k=1) == write(temperature=0)
+
+
+# -- what is refused ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"strategy": "fsdp+tp"},
+            r"--strategy fsdp\+tp: no strategy 'tp'. Join some of ddp",
+        ),
+        ({"model": Model(preset="gpt-huge")}, r"--model.preset gpt-huge: one of gpt-tiny, "),
+        ({"model": Model(own="x.py:make")}, r"--model.own x.py:make: there is no file x.py"),
+        ({"model": Model(own="make")}, r"--model.own make: file.py:function or package"),
+        ({"model": Model(own="hfjax:mak")}, r"hfjax has no function mak. There: \["),
+        ({"model": Model(own="hfjax:init")}, r"a function of \(vocab, length\) is expected"),
+        ({"mesh": Mesh(data=3, tensor=4)}, r"mesh data=3 x tensor=4 needs 12 devices, found 8"),
+        ({"batch": 12, "mesh": Mesh(data=8)}, r"batch of 12 rows does not divide by 1 microb"),
+        ({"optimizer": Optimizer(name="adamx")}, r"name adamx: optax has no optimizer"),
+        ({"optimizer": Optimizer(name="sgd", weight_decay=0.1)}, r"sgd has none. Use adamw"),
+        ({"optimizer": Optimizer(scale=("tokens",))}, r"scale tokens: PATTERN=FACTOR"),
+        ({"optimizer": Optimizer(scale=("x=2",))}, r"pattern 'x' matches no parameter"),
+        ({"optimizer": Optimizer(no_decay=("biases",))}, r"'biases' matches no parameter"),
+        ({"log": Log(profile="5")}, r"--log.profile 5: FIRST:END is expected, for instance 5:8"),
+        ({"data": Data(train=("nowhere",))}, r"nowhere"),
+        ({"mesh": Mesh(tensor=2)}, r"tensor splits neither the batch nor a parameter under DDP"),
+        ({"mesh": Mesh(pipe=2)}, r"1 layers for 2 parts \(stages x chunks\)"),
+    ],
+)
+def test_a_setting_that_makes_no_sense_is_refused(data, tmp_path, changes, message):
+    with pytest.raises(ValueError, match=message):
+        train(small(tmp_path, data, **changes))
+
+
+def test_a_model_that_is_too_short_for_the_rows_is_refused(data, tmp_path):
+    parts = Parts(small(tmp_path, data))
+    with pytest.raises(ValueError, match=r"rows of 16 tokens, the model has 8 positions"):
+        parts.data.check(256, 8)
+
+
+def test_another_seed_or_model_does_not_go_on(data, tmp_path):
+    config = small(tmp_path, data, steps=1, mesh=ONE)
+    train(config)
+    with pytest.raises(ValueError, match=r"its seed is 0, here it is 1"):
+        train(replace(config, seed=1, steps=2))
+    with pytest.raises(ValueError, match=r"layers/attention/out/bias"):
+        train(replace(config, steps=2, model=replace(MODEL, embed=64)))
+    with pytest.raises(ValueError, match=r"--checkpoints.resume never: .* the latest of step 1"):
+        train(replace(config, checkpoints=Checkpoints(resume="never")))
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("a.yaml", "stepps: 3", r"a.yaml: no field 'stepps'. Nearest: \['steps'"),
+        ("a.yaml", "steps: many", r"a.yaml: steps='many': int is expected"),
+        ("a.yaml", "mesh: 3", r"a.yaml: mesh: fields with values are expected, found 3"),
+        ("a.yaml", "mesh:\n  data: [1]", r"a.yaml: mesh: data=\[1\]: int is expected"),
+        ("a.yaml", "precision: fp8", r"precision='fp8': .*Literal.* is expected"),
+        ("a.yaml", "data:\n  train: x", r"data: train='x': tuple"),
+        ("a.yaml", "steps: 0", r"--steps 0: at least 1 is needed"),
+        ("a.yaml", "{", r"a.yaml is no YAML"),
+        ("a.yaml", "- 1", r"fields with values are expected, found \[1\]"),
+        ("a.py", "x = 1", r"a.py: it must define `config`, a hfjax.run.Train; found None"),
+        (None, "", r"b.yaml: there is no such file"),
+    ],
+)
+def test_a_configuration_file_that_says_nonsense_is_refused(tmp_path, name, text, message):
+    if name:
+        (tmp_path / name).write_text(text)
+    with pytest.raises(ValueError, match=message):
+        load(tmp_path / (name or "b.yaml"))
+
+
+def test_a_configuration_comes_from_yaml_or_python(tmp_path):
+    (tmp_path / "a.yaml").write_text("steps: 7\noptimizer:\n  rate: 3e-4\n  frozen: [tokens]\n")
+    (tmp_path / "a.py").write_text(
+        "from hfjax.run import Train\nfrom hfjax.run.config import Optimizer\n"
+        "config = Train(steps=7, optimizer=Optimizer(rate=3e-4, frozen=('tokens',)))\n"
+    )
+    wanted = Train(steps=7, optimizer=Optimizer(rate=3e-4, frozen=("tokens",)))
+    assert load(tmp_path / "a.yaml") == load(tmp_path / "a.py") == wanted
+    (tmp_path / "empty.yaml").write_text("")
+    assert load(tmp_path / "empty.yaml") == Train()
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [({"temperature": -1}, r"temperature=-1"), ({"top_k": 0}, r"top_k=0: .*at least one token")],
+)
+def test_sampling_that_makes_no_sense_is_refused(fields, message):
+    with pytest.raises(ValueError, match=message):
+        Sampling(**fields)
+
+
+def test_a_prompt_without_a_token_is_refused(whole, data):
+    directory, result = whole
+    layout = Parts(small(directory, data, mesh=ONE)).layout
+    with pytest.raises(ValueError, match=r"the prompt has no token. Give some text"):
+        generate(layout, result.state, [], 4, length=16, vocab=256)
