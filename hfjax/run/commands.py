@@ -32,8 +32,8 @@ def train_command(argv: Sequence[str]) -> int:
     default, rest = _config_of(argv)
     config = tyro.cli(Train, args=rest, default=default, prog="hfjax train")
     with leaving():
-        start(config)
         try:
+            start(config)
             return exit_code(train(config).reason)
         except MISTAKES as mistake:
             return _tell(mistake)

@@ -26,7 +26,7 @@ class Screen:
         self._console = Console(highlight=False, soft_wrap=True, quiet=not speaks())
         self._bar = None
         if self._console.is_terminal and speaks():
-            columns = (BarColumn(None), MofNCompleteColumn(), TimeElapsedColumn())
+            columns = (BarColumn(40), MofNCompleteColumn(), TimeElapsedColumn())
             self._bar = Progress(
                 TextColumn("{task.description}"),
                 *columns,

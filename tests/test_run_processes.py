@@ -1,0 +1,170 @@
+"""Runs in real processes: as many as you like, killed, stopped, started again; the same losses."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import hfjax
+from hfjax.run import files
+from hfjax.run.config import Checkpoints, Log, Mesh
+from tests.small_run import corpus, small, told
+
+STEPS, LONG = 6, 300
+QUIET = Log(every=50, valid_every=0, sample=0)
+HFJAX = [sys.executable, "-W", "ignore", "-m", "hfjax"]
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory):
+    """A directory with a data set; programs compiled by one test serve the others."""
+    directory = tmp_path_factory.mktemp("shared")
+    return directory, corpus(directory)
+
+
+def written(shared, name, **changes):
+    """Return the file of a configuration, and the directory of its run."""
+    directory, data = shared
+    fields = {"strategy": "fsdp", "log": QUIET, "cache": directory / "programs", "timeout": 120.0}
+    config = small(directory / name, data, **(fields | changes))
+    files.save(config, directory / f"{name}.yaml")
+    return directory / f"{name}.yaml", directory / name
+
+
+def started(*words):
+    path = f"{os.getcwd()}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    return subprocess.Popen(
+        [*HFJAX, *map(str, words)],
+        env=os.environ | {"PYTHONPATH": path, "JAX_PLATFORMS": "cpu"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def ended(process, code=0, timeout=240):
+    out, _ = process.communicate(timeout=timeout)
+    assert process.returncode == code, out
+    return out
+
+
+def launched(file, processes, devices, *words):
+    own = ["launch", "-n", processes, "--devices-per-process", devices, *words]
+    return started(*own, "--", *HFJAX, "train", "--config", file)
+
+
+def reached(process, directory, steps):
+    """Wait until a run has done so many steps."""
+    metrics, deadline = directory / "metrics.jsonl", time.monotonic() + 120
+    while not metrics.is_file() or metrics.read_text().count("\n") < steps:
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def workers(process):
+    """Return the processes that a launcher has started and that train."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            words = (entry / "cmdline").read_bytes().split(b"\0") if entry.name.isdigit() else []
+            parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1]) if words else 0
+        except OSError:
+            continue
+        if parent == process.pid and b"train" in words:
+            found.append(int(entry.name))
+    return sorted(found)
+
+
+def test_1_2_and_4_processes_have_the_same_losses(shared):
+    losses = []
+    for processes in (1, 2, 4):
+        mesh = Mesh(data=2, fsdp=2)
+        file, directory = written(shared, f"of{processes}", steps=STEPS, mesh=mesh)
+        ended(launched(file, processes, 4 // processes))
+        losses.append(list(told(directory).values()))
+    np.testing.assert_allclose(losses, [losses[0]] * 3, rtol=1e-6)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(shared):
+    file, directory = written(shared, "undisturbed", steps=LONG, checkpoints=Checkpoints(every=40))
+    ended(launched(file, 2, 1))
+    return told(directory)
+
+
+def test_a_process_is_killed_and_the_job_starts_again_with_the_same_losses(shared, undisturbed):
+    file, directory = written(shared, "killed", steps=LONG, checkpoints=Checkpoints(every=40))
+    job = launched(file, 2, 1, "--max-restarts", "1")
+    reached(job, directory, 60)
+    os.kill(workers(job)[1], signal.SIGKILL)
+    out = ended(job)
+    assert "going on after step" in out
+    assert told(directory) == undisturbed
+
+
+def test_a_job_is_told_to_stop_saves_at_one_step_and_goes_on_bit_for_bit(shared, undisturbed):
+    file, directory = written(shared, "stopped", steps=LONG, checkpoints=Checkpoints(every=0))
+    job = launched(file, 2, 1)
+    reached(job, directory, 30)
+    job.terminate()
+    out = ended(job, 143)
+    step = hfjax.latest(directory / "checkpoints")
+    assert step is not None
+    assert f"stopped after step {step} (SIGTERM)" in out
+    assert 30 <= step < LONG
+    programs = set((shared[0] / "programs").iterdir())
+    assert f"going on after step {step}" in ended(launched(file, 2, 1))
+    assert set((shared[0] / "programs").iterdir()) == programs  # nothing was compiled again
+    assert told(directory) == undisturbed
+
+
+def test_ctrl_c_saves_and_one_process_goes_on_where_two_began(shared, undisturbed):
+    file, directory = written(shared, "moved", steps=LONG, checkpoints=Checkpoints(every=0))
+    job = launched(file, 2, 1)
+    reached(job, directory, 20)
+    job.send_signal(signal.SIGINT)
+    ended(job, 130)
+    ended(started("train", "--config", file, "--cpu-devices", "2"))
+    found = told(directory)
+    assert found.keys() == undisturbed.keys()
+    np.testing.assert_allclose(list(found.values()), list(undisturbed.values()), rtol=1e-3)
+
+
+def test_a_stopped_process_ends_the_job_by_the_watchdog(shared):
+    checkpoints = Checkpoints(every=0)
+    changes = {"steps": 10_000, "timeout": 6.0, "checkpoints": checkpoints}
+    file, directory = written(shared, "hung", **changes)
+    job = launched(file, 2, 1, "--grace", "1")
+    reached(job, directory, 20)
+    os.kill(workers(job)[1], signal.SIGSTOP)
+    out = ended(job, 124, timeout=60)
+    assert "no progress for 6 s, while doing: step" in out
+
+
+@pytest.mark.slow
+def test_thirty_kills_lose_nothing(shared):
+    """The run is killed at random moments, 30 times, also while it starts and saves."""
+    changes = {"steps": 600, "checkpoints": Checkpoints(every=3), "cpu_devices": 2}
+    file, whole = written(shared, "alone", **changes)
+    ended(started("train", "--config", file))
+    file, directory = written(shared, "thirty", **changes)
+    rng, latest = np.random.default_rng(0), 0
+    for _ in range(30):
+        job = started("train", "--config", file)
+        begun = time.monotonic()
+        wanted = rng.uniform(3.0, 8.0)
+        while job.poll() is None and time.monotonic() - begun < wanted:
+            time.sleep(0.01)
+        job.kill()
+        job.communicate()
+        found = hfjax.latest(directory / "checkpoints") or 0
+        assert found >= latest
+        latest = found
+    ended(started("train", "--config", file))
+    assert told(directory) == told(whole)
