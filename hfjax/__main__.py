@@ -1,5 +1,6 @@
 """`hfjax COMMAND`: what the command line can do."""
 
+import os
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
@@ -29,6 +30,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
         return 130
+    except BrokenPipeError:  # the reader has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
 
 
 def _function(name: str) -> Callable[[Sequence[str]], int]:

@@ -30,13 +30,21 @@ MISTAKES = (ValueError, FloatingPointError, TimeoutError, OSError)
 def train_command(argv: Sequence[str]) -> int:
     """Train; return the exit status."""
     default, rest = _config_of(argv)
-    config = tyro.cli(Train, args=rest, default=default, prog="hfjax train")
+    config = _parsed(Train, rest, "train", default)
     with leaving():
         try:
             start(config)
             return exit_code(train(config).reason)
         except MISTAKES as mistake:
             return _tell(mistake)
+
+
+def _parsed(kind: type, argv: Sequence[str], command: str, default: Any = None) -> Any:
+    fields = {} if default is None else {"default": default}
+    try:
+        return tyro.cli(kind, args=list(argv), prog=f"hfjax {command}", **fields)
+    except ValueError as mistake:  # a value that its flag does not allow
+        raise SystemExit(f"error: {mistake}") from None
 
 
 def _tell(mistake: Exception) -> int:
@@ -103,7 +111,7 @@ class Generate(Saved):
 
 def evaluate_command(argv: Sequence[str]) -> int:
     """Evaluate a run; return the exit status."""
-    given = tyro.cli(Evaluate, args=list(argv), prog="hfjax eval")
+    given = _parsed(Evaluate, argv, "eval")
     with leaving():
         try:
             return _evaluate(given)
@@ -126,7 +134,7 @@ def _evaluate(given: Evaluate) -> int:
 
 def generate_command(argv: Sequence[str]) -> int:
     """Write text; return the exit status."""
-    given = tyro.cli(Generate, args=list(argv), prog="hfjax generate")
+    given = _parsed(Generate, argv, "generate")
     with leaving():
         try:
             return _generate(given)
