@@ -5,12 +5,13 @@ import subprocess
 import sys
 from collections import Counter
 from itertools import islice
+from typing import Any
 
 import numpy as np
 import pytest
-from tests.token_sets import numbered, targets
 
 from hfjax.data import Loader, TokenSet, share
+from tests.token_sets import numbered, targets
 
 SIZES = [5, 40, 2, 90, 13, 60, 31, 22, 1, 50]  # 314 tokens: 39 rows of 8
 PACKINGS = pytest.mark.parametrize("packing", ["stream", "documents"])
@@ -209,7 +210,7 @@ DIFFERENCES = {
 
 @pytest.mark.parametrize("name", DIFFERENCES)
 def test_a_state_of_another_stream_is_refused_by_name(data, name):
-    given = {"rows": 4, "length": 8}
+    given: dict[str, Any] = {"rows": 4, "length": 8}
     state = Loader(data, **given).state()
     other = Loader(data, **given | DIFFERENCES[name])
     with pytest.raises(ValueError, match=f"another stream of rows: its {name} is .*, here it is"):

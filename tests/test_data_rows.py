@@ -4,10 +4,10 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from tests.token_sets import numbered
 
 from hfjax.data.packing import best_fit, pack, pieces
 from hfjax.data.rows import DocumentRows, StreamRows
+from tests.token_sets import numbered
 
 SIZES = [1, 2, 9, 30, 4, 8, 1, 17, 3, 25]  # 100 tokens
 
@@ -31,7 +31,7 @@ def test_a_stream_can_tell_which_tokens_are_of_one_document(tmp_path, length):
         np.testing.assert_array_equal(row["documents"], document[at] - document[at[0]] + 1)
         same = document[at[1:]] == document[at[:-1]]
         np.testing.assert_array_equal(row["mask"], same.astype(np.float32))
-    assert (row["documents"].dtype, row["mask"].dtype) == (np.int32, np.float32)
+        assert (row["documents"].dtype, row["mask"].dtype) == (np.int32, np.float32)
 
 
 @pytest.mark.parametrize("length", [1, 2, 7, 8, 29, 64])

@@ -92,7 +92,7 @@ def make_of(
     """Make the data set of a recipe of these files."""
     sources = Sources(files, recipe.field, recipe.errors)
     tell = progress or (lambda what, read, total: None)
-    tokenizer = _tokenizer(recipe, _told(sources, "training the tokenizer", tell))
+    tokenizer = _tokenizer(recipe, sources, tell)
     end = _end(recipe, tokenizer)
     documents = _Counted(_told(sources, "writing tokens", tell))
     with unfinished(recipe.out, recipe.overwrite) as folder:
@@ -122,9 +122,18 @@ def _told(sources: Sources, what: str, tell: Progress) -> Iterator[Document]:
         yield document
 
 
-def _tokenizer(recipe: Recipe, documents: Iterable[Document]) -> ByteTokenizer | TrainedTokenizer:
+def _tokenizer(
+    recipe: Recipe, sources: Sources, tell: Progress
+) -> ByteTokenizer | TrainedTokenizer:
     if recipe.tokenizer == "bpe":
-        return train_bpe((document.text for document in documents), recipe.vocab)
+        pipes = [path for path in sources.files if not path.is_file()]
+        if pipes:
+            raise ValueError(
+                f"{pipes[0]} is a pipe, but bpe reads the text twice: give a file, or a tokenizer "
+                "that is trained."
+            )
+        texts = (document.text for document in _told(sources, "training the tokenizer", tell))
+        return train_bpe(texts, recipe.vocab)
     return load_tokenizer(recipe.tokenizer, recipe.end_token)
 
 
