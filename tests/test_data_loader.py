@@ -118,6 +118,7 @@ def test_resume_is_exact_on_other_processes_and_with_other_batches(data):
             found = joined([next(part) for part in parts])["tokens"]
             at = 30 + step * rows
             np.testing.assert_array_equal(found, stream[at : at + rows])
+            assert all(part.state() == state | {"rows": at + rows} for part in parts)
 
 
 def test_batches_that_wait_are_not_counted_as_consumed(data):
@@ -187,6 +188,11 @@ def test_a_mixture_keeps_its_weights_and_goes_through_each_set(data, tmp_path):
     assert of_other.sum() == 50
     assert set(tokens[of_other][:12, 0]) == set(range(1000, 1096, 8))  # its first epoch
     assert set(tokens[~of_other][:39, 0]) == set(range(0, 312, 8))
+
+
+def test_the_sets_of_a_mixture_are_shuffled_apart(data):
+    tokens = Loader([data, data], rows=78, length=8).at(0)["tokens"]
+    assert tokens[::2, 0].tolist() != tokens[1::2, 0].tolist()
 
 
 def test_a_mixture_resumes_exactly_and_splits_among_processes(data, tmp_path):

@@ -13,6 +13,7 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
+import tokenizers
 
 from hfjax.data import TokenSet, load_tokenizer, prepare, standard_library, tokenizer, write_tokens
 from hfjax.data.command import DataCommand, run
@@ -119,6 +120,18 @@ def test_a_tokenizer_is_trained_to_the_same_bits_and_serves_again(corpus, tmp_pa
     of_set = prepare(corpus, tmp_path / "d", tokenizer=str(tmp_path / "a"))
     crcs = [made.parts[""].crc32 for made in (first, again, saved, of_set)]
     assert crcs[0] == crcs[1] == crcs[2] == crcs[3]
+
+
+def test_what_a_tokenizer_would_add_to_a_sentence_is_not_added(corpus, tmp_path):
+    prepare(corpus, tmp_path / "a", tokenizer="bpe", vocab=300)
+    path = tmp_path / "a" / "tokenizer.json"
+    inner = tokenizers.Tokenizer.from_file(str(path))
+    plain = load_tokenizer(path).encode(["text"])[0].tolist()
+    ends = [("<|endoftext|>", 0)]
+    inner.post_processor = tokenizers.processors.TemplateProcessing("<|endoftext|> $A", None, ends)
+    inner.save(str(path))
+    assert inner.encode("text").ids == [0, *plain]
+    assert load_tokenizer(path).encode(["text"])[0].tolist() == plain
 
 
 def test_a_text_with_fewer_pairs_than_asked_for_gives_a_smaller_vocabulary(tmp_path, capsys):
@@ -301,16 +314,14 @@ def test_tokens_of_other_programs_are_shown_without_text(tmp_path, capsys):
         _ = TokenSet(tmp_path / "out").tokenizer
 
 
-def test_progress_is_told_from_nothing_to_all_bytes(tmp_path):
+def test_progress_is_told_in_bytes_of_all_files(tmp_path):
     told = []
-    path = files_with("jsonl", tmp_path)
-    prepare(path, tmp_path / "out", tokenizer="bpe", vocab=300, progress=lambda *x: told.append(x))
-    size = path.stat().st_size
-    for what in ("training the tokenizer", "writing tokens"):
-        read = [entry[1] for entry in told if entry[0] == what]
-        assert len(read) == 3
-        assert read[-1] == size
-    assert {entry[2] for entry in told} == {size}
+    folder = files_with("text", tmp_path)
+    tell = lambda *said: told.append(said)
+    prepare(folder, tmp_path / "out", tokenizer="bpe", vocab=300, progress=tell)
+    read = np.cumsum([len(text.encode()) for text in TEXTS]).tolist()
+    tasks = ("training the tokenizer", "writing tokens")
+    assert told == [(task, done, read[-1]) for task in tasks for done in read]
 
 
 def test_what_is_not_used_is_not_imported(tmp_path):

@@ -211,6 +211,8 @@ def is_valid(number: int, valid: float) -> bool:
 
     >>> [sum(is_valid(number, 0.1) for number in range(n)) for n in (10, 20, 1000)]
     [1, 2, 100]
+    >>> sum(is_valid(number, 0.3) for number in range(1000))
+    299
     """
     stratum = math.floor(number * valid)
     drawn = (math.floor((s + _chance(s)) / valid) for s in (stratum, stratum + 1))
