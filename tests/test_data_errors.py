@@ -99,6 +99,7 @@ def test_options_that_mean_nothing(refused):
     refused("in.txt", b"a", r"--valid 0\.6: a part of the documents, from 0 to 0\.5", valid=0.6)
     refused("in.txt", b"a", "--errors ignore: strict or replace", errors="ignore")
     refused("in.txt", b"a", "--end-token <e>: for a tokenizer.json; bytes has its", end_token="<e>")
+    refused("in.txt", b"a", "--vocab 300: for --tokenizer bpe; bytes has a vocab", vocab=300)
     refused("in.txt", b"a", "--vocab 257: .* at least 258", tokenizer="bpe", vocab=257)
 
 

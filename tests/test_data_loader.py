@@ -128,6 +128,14 @@ def test_batches_that_wait_are_not_counted_as_consumed(data):
     assert loader.epoch == 4 / 39
 
 
+def test_a_loader_tells_what_it_packs_and_drops(data):
+    stream, packed = Loader(data, 4, 8), Loader(data, 4, 8, packing="documents")
+    assert (stream.rows_per_epoch, stream.dropped, stream.density) == (39, 1, 1.0)
+    assert (packed.rows_per_epoch, packed.dropped) == (39, 1)
+    whole = Loader(data, 39, 8, packing="documents").at(0)
+    assert packed.density == (whole["documents"] > 0).mean() == 347 / (39 * 9)
+
+
 def test_a_batch_at_random_is_that_of_the_iteration(data):
     loader = Loader(data, 5, 8, epochs=2, documents=True)
     assert all(same(batch, loader.at(i)) for i, batch in enumerate(loader))

@@ -31,8 +31,8 @@ class DataCommand:
     tokenizer: str = "bytes"
     """bytes, bpe (trained on the text), the path of a tokenizer.json, or another data set."""
 
-    vocab: int = 8192
-    """The size of a bpe vocabulary."""
+    vocab: int | None = None
+    """The size of a bpe vocabulary (8192)."""
 
     valid: float = 0.0
     """The part of the documents that goes to validation: makes DIR/train and DIR/valid."""

@@ -31,7 +31,7 @@ class Recipe:
     inputs: tuple[str, ...]
     out: Path
     tokenizer: str = "bytes"  # or bpe, or the path of a tokenizer.json
-    vocab: int = 8192  # of bpe
+    vocab: int | None = None  # of bpe: 8192
     valid: float = 0.0  # the part of the documents that is for validation
     field: str = "text"  # of JSONL, or the column of Parquet
     pattern: str | None = None  # the files of a folder that are read
@@ -45,10 +45,19 @@ class Recipe:
             raise ValueError(f"--valid {self.valid:g}: a part of the documents, from 0 to 0.5.")
         if self.errors not in ("strict", "replace"):
             raise ValueError(f"--errors {self.errors}: strict or replace.")
+        if self.vocab is not None and self.tokenizer != "bpe":
+            raise ValueError(
+                f"--vocab {self.vocab}: for --tokenizer bpe; {self.tokenizer} has a vocabulary."
+            )
         if self.end_token is not None and (self.tokenizer in ("bytes", "bpe")):
             raise ValueError(
                 f"--end-token {self.end_token}: for a tokenizer.json; {self.tokenizer} has its own."
             )
+
+    @property
+    def asked_vocab(self) -> int:
+        """The size of a trained vocabulary."""
+        return 8192 if self.vocab is None else self.vocab
 
 
 @dataclass(frozen=True)
@@ -97,7 +106,7 @@ def make_of(
     documents = _Counted(_told(sources, "writing tokens", tell))
     with unfinished(recipe.out, recipe.overwrite) as folder:
         parts = _write(recipe, folder, tokenizer, end, documents)
-    asked = recipe.vocab if recipe.tokenizer == "bpe" else None
+    asked = recipe.asked_vocab if recipe.tokenizer == "bpe" else None
     return Prepared(recipe.out, parts, len(files), passed_over, documents.empty, asked)
 
 
@@ -133,7 +142,7 @@ def _tokenizer(
                 "that is trained."
             )
         texts = (document.text for document in _told(sources, "training the tokenizer", tell))
-        return train_bpe(texts, recipe.vocab)
+        return train_bpe(texts, recipe.asked_vocab)
     return load_tokenizer(recipe.tokenizer, recipe.end_token)
 
 

@@ -35,6 +35,11 @@ class StreamRows:
         """The tokens after the last whole row."""
         return len(self.data) - 1 - len(self) * self.length
 
+    @property
+    def density(self) -> float:
+        """The part of all places that holds a token: there is no padding."""
+        return 1.0
+
     def __len__(self) -> int:
         return (len(self.data) - 1) // self.length
 
