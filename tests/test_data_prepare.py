@@ -65,7 +65,7 @@ def test_every_kind_of_file_gives_the_same_tokens(tmp_path, kind):
     data.verify()
 
 
-def test_a_folder_is_searched_in_order_and_what_is_passed_over_is_counted(tmp_path, capsys):
+def test_a_folder_is_searched_in_order_and_what_is_passed_over_is_counted(tmp_path):
     for name in ("b/2.md", "a.txt", "b/1.txt", "c.py", ".git/x.txt", "b/.hidden.txt"):
         write(tmp_path / "in" / name, name)
     made = prepare(tmp_path / "in", tmp_path / "out")
@@ -74,6 +74,18 @@ def test_a_folder_is_searched_in_order_and_what_is_passed_over_is_counted(tmp_pa
     made = prepare(tmp_path / "in", tmp_path / "python", pattern="**/*.py")
     assert texts_of(TokenSet(made.out)) == ["c.py"]
     assert made.passed_over == 0
+
+
+def test_the_command_tells_what_it_left_out(tmp_path, capsys):
+    for name, text in {"a.txt": "text", "b.txt": "", "c.py": "code"}.items():
+        write(tmp_path / "in" / name, text)
+    assert run(DataCommand((str(tmp_path / "in"),), tmp_path / "out")) == 0
+    lines = capsys.readouterr().out.splitlines()[-3:]
+    assert lines == [
+        f"files read: 2; {tmp_path / 'out'} is whole.",
+        "files of another kind, not read: 1 (--pattern '**/*' reads all).",
+        "documents without text, left out: 1.",
+    ]
 
 
 def test_documents_without_text_are_left_out_and_counted(tmp_path):
@@ -294,12 +306,12 @@ def test_the_command_makes_and_shows_a_data_set(tmp_path):
         ["train", "27", "747", "256", "1.038"],
         ["valid", "3", "73", "256", "1.043"],
     ]
-    assert made.stdout.endswith(f"\n30 files read; {out} is whole.\n")
+    assert made.stdout.endswith(f"\nfiles read: 30; {out} is whole.\n")
     shown = run("--show", out, "--verify")
     assert shown.returncode == 0
     about = f"uint8, tokenizer bytes, end of a document: token 0\nmade from {folder}\n"
     assert f"train: {about}" in shown.stdout
-    assert "  | Als Gregor Samsa" in shown.stdout
+    assert "  | Als Gregor Samsa\n" in shown.stdout
     assert "valid: every CRC32 is right (documents.npy, tokens.bin)" in shown.stdout
     failed = run(folder, "--out", out)
     assert (failed.returncode, failed.stdout) == (1, "")
