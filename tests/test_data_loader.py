@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections import Counter
 from itertools import islice
+from typing import Any
 
 import numpy as np
 import pytest
@@ -117,6 +118,7 @@ def test_resume_is_exact_on_other_processes_and_with_other_batches(data):
             found = joined([next(part) for part in parts])["tokens"]
             at = 30 + step * rows
             np.testing.assert_array_equal(found, stream[at : at + rows])
+            assert all(part.state() == state | {"rows": at + rows} for part in parts)
 
 
 def test_batches_that_wait_are_not_counted_as_consumed(data):
@@ -124,6 +126,15 @@ def test_batches_that_wait_are_not_counted_as_consumed(data):
     next(loader)
     assert loader.state()["rows"] == 4
     assert loader.epoch == 4 / 39
+
+
+def test_a_loader_tells_what_it_packs_and_drops(data):
+    stream, packed = Loader(data, 4, 8), Loader(data, 4, 8, packing="documents")
+    assert (stream.rows_per_epoch, stream.dropped, stream.density) == (39, 1, 1.0)
+    assert (packed.rows_per_epoch, packed.dropped) == (39, 1)
+    whole = Loader(data, 39, 8, packing="documents").at(0)
+    assert (whole["documents"] > 0).sum() == 347
+    assert round(packed.density * 39 * 9, 6) == 347
 
 
 def test_a_batch_at_random_is_that_of_the_iteration(data):
@@ -188,6 +199,11 @@ def test_a_mixture_keeps_its_weights_and_goes_through_each_set(data, tmp_path):
     assert set(tokens[~of_other][:39, 0]) == set(range(0, 312, 8))
 
 
+def test_the_sets_of_a_mixture_are_shuffled_apart(data):
+    tokens = Loader([data, data], rows=78, length=8).at(0)["tokens"]
+    assert tokens[::2, 0].tolist() != tokens[1::2, 0].tolist()
+
+
 def test_a_mixture_resumes_exactly_and_splits_among_processes(data, tmp_path):
     sets = [data, numbered(tmp_path / "other", [100], first=1000)]
     whole = Loader(sets, 6, 8, weights=[0.7, 0.3])
@@ -209,7 +225,7 @@ DIFFERENCES = {
 
 @pytest.mark.parametrize("name", DIFFERENCES)
 def test_a_state_of_another_stream_is_refused_by_name(data, name):
-    given = {"rows": 4, "length": 8}
+    given: dict[str, Any] = {"rows": 4, "length": 8}
     state = Loader(data, **given).state()
     other = Loader(data, **given | DIFFERENCES[name])
     with pytest.raises(ValueError, match=f"another stream of rows: its {name} is .*, here it is"):

@@ -31,7 +31,7 @@ def test_a_stream_can_tell_which_tokens_are_of_one_document(tmp_path, length):
         np.testing.assert_array_equal(row["documents"], document[at] - document[at[0]] + 1)
         same = document[at[1:]] == document[at[:-1]]
         np.testing.assert_array_equal(row["mask"], same.astype(np.float32))
-    assert (row["documents"].dtype, row["mask"].dtype) == (np.int32, np.float32)
+        assert (row["documents"].dtype, row["mask"].dtype) == (np.int32, np.float32)
 
 
 @pytest.mark.parametrize("length", [1, 2, 7, 8, 29, 64])

@@ -31,8 +31,8 @@ class DataCommand:
     tokenizer: str = "bytes"
     """bytes, bpe (trained on the text), the path of a tokenizer.json, or another data set."""
 
-    vocab: int = 8192
-    """The size of a bpe vocabulary."""
+    vocab: int | None = None
+    """The size of a bpe vocabulary (8192)."""
 
     valid: float = 0.0
     """The part of the documents that goes to validation: makes DIR/train and DIR/valid."""
@@ -101,13 +101,13 @@ def _make(command: DataCommand, console: Console) -> None:
 
 def _summary(made: Prepared, console: Console) -> None:
     console.print(_table(made.out, made.parts))
-    console.print(f"\n{made.files} files read; {made.out} is whole.")
+    console.print(f"\nfiles read: {made.files}; {made.out} is whole.")
     if made.passed_over:
         console.print(
-            f"{made.passed_over} files of another kind were not read (--pattern names some)."
+            f"files of another kind, not read: {made.passed_over} (--pattern '**/*' reads all)."
         )
     if made.empty:
-        console.print(f"{made.empty} documents without text were left out.")
+        console.print(f"documents without text, left out: {made.empty}.")
     found = next(iter(made.parts.values())).vocab
     if made.asked_vocab not in (None, found):
         console.print(
@@ -152,7 +152,8 @@ def _show(command: DataCommand, console: Console) -> None:
 
 def _begin(data: TokenSet, console: Console) -> None:
     """Print the first lines, or the first tokens where there is no tokenizer."""
-    first = data.tokens[: min(SHOWN, int(data.documents[1]))]
+    stop = int(data.documents[1]) - (data.meta.end is not None)
+    first = data.tokens[: min(SHOWN, stop)]
     if data.meta.tokenizer == "none":
         text = " ".join(map(str, first[:20]))
     else:

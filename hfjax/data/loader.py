@@ -98,6 +98,11 @@ class Loader:
         """The tokens that are in no row."""
         return sum(rows.dropped for rows in self._sets)
 
+    @property
+    def density(self) -> float:
+        """The part of all places in rows that holds a token, not padding."""
+        return sum(rows.density * len(rows) for rows in self._sets) / self.rows_per_epoch
+
     def check(self, vocab: int | None = None, length: int | None = None) -> None:
         """Refuse a model with fewer tokens than the data, or fewer positions than a row."""
         for data in (rows.data for rows in self._sets):
@@ -116,11 +121,11 @@ class Loader:
 
     def state(self) -> dict[str, Any]:
         """Return the position as JSON: rows consumed of the stream, and which stream it is."""
-        return {"rows": self._position, **self._identity}
+        return {"rows": self._position, **self.identity}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on at a position. Batch size and processes may be others, the stream not."""
-        for name, here in self._identity.items():
+        for name, here in self.identity.items():
             if state.get(name) != here:
                 raise ValueError(
                     f"this state is of another stream of rows: its {name} is {state.get(name)}, "
@@ -145,8 +150,8 @@ class Loader:
         self._iterator, self._position = None, position
 
     @cached_property
-    def _identity(self) -> dict[str, Any]:
-        """What the stream is a function of; `order` tells the shuffle of another grain."""
+    def identity(self) -> dict[str, Any]:
+        """What the stream of rows is a function of; `order` tells the shuffle of another grain."""
         return {
             "length": self.length,
             "packing": self.packing,

@@ -1,6 +1,5 @@
 """From documents to a data set: tokenizer, split, and tokens written as they come."""
 
-import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -9,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from hfjax.data.sources import Document, Sources, find
+from hfjax.data.split import split
 from hfjax.data.tokenizer import (
     GROUP,
     KNOWN_ENDS,
@@ -21,6 +21,8 @@ from hfjax.data.tokenizer import (
 from hfjax.data.tokens import Meta
 from hfjax.data.writer import TokenWriter, check_free, unfinished
 
+OBJECT = 256  # characters that the memory of an empty document would hold
+
 Progress = Callable[[str, int, int], None]  # what is done, bytes read, bytes in all
 
 
@@ -31,7 +33,7 @@ class Recipe:
     inputs: tuple[str, ...]
     out: Path
     tokenizer: str = "bytes"  # or bpe, or the path of a tokenizer.json
-    vocab: int = 8192  # of bpe
+    vocab: int | None = None  # of bpe: 8192
     valid: float = 0.0  # the part of the documents that is for validation
     field: str = "text"  # of JSONL, or the column of Parquet
     pattern: str | None = None  # the files of a folder that are read
@@ -45,10 +47,19 @@ class Recipe:
             raise ValueError(f"--valid {self.valid:g}: a part of the documents, from 0 to 0.5.")
         if self.errors not in ("strict", "replace"):
             raise ValueError(f"--errors {self.errors}: strict or replace.")
+        if self.vocab is not None and self.tokenizer != "bpe":
+            raise ValueError(
+                f"--vocab {self.vocab}: for --tokenizer bpe; {self.tokenizer} has a vocabulary."
+            )
         if self.end_token is not None and (self.tokenizer in ("bytes", "bpe")):
             raise ValueError(
                 f"--end-token {self.end_token}: for a tokenizer.json; {self.tokenizer} has its own."
             )
+
+    @property
+    def asked_vocab(self) -> int:
+        """The size of a trained vocabulary."""
+        return 8192 if self.vocab is None else self.vocab
 
 
 @dataclass(frozen=True)
@@ -92,12 +103,12 @@ def make_of(
     """Make the data set of a recipe of these files."""
     sources = Sources(files, recipe.field, recipe.errors)
     tell = progress or (lambda what, read, total: None)
-    tokenizer = _tokenizer(recipe, _told(sources, "training the tokenizer", tell))
+    tokenizer = _tokenizer(recipe, sources, tell)
     end = _end(recipe, tokenizer)
     documents = _Counted(_told(sources, "writing tokens", tell))
     with unfinished(recipe.out, recipe.overwrite) as folder:
         parts = _write(recipe, folder, tokenizer, end, documents)
-    asked = recipe.vocab if recipe.tokenizer == "bpe" else None
+    asked = recipe.asked_vocab if recipe.tokenizer == "bpe" else None
     return Prepared(recipe.out, parts, len(files), passed_over, documents.empty, asked)
 
 
@@ -122,9 +133,18 @@ def _told(sources: Sources, what: str, tell: Progress) -> Iterator[Document]:
         yield document
 
 
-def _tokenizer(recipe: Recipe, documents: Iterable[Document]) -> ByteTokenizer | TrainedTokenizer:
+def _tokenizer(
+    recipe: Recipe, sources: Sources, tell: Progress
+) -> ByteTokenizer | TrainedTokenizer:
     if recipe.tokenizer == "bpe":
-        return train_bpe((document.text for document in documents), recipe.vocab)
+        pipes = [path for path in sources.files if not path.is_file()]
+        if pipes:
+            raise ValueError(
+                f"{pipes[0]} is a pipe, but bpe reads the text twice: give a file, or a tokenizer "
+                "that is trained."
+            )
+        texts = (document.text for document in _told(sources, "training the tokenizer", tell))
+        return train_bpe(texts, recipe.asked_vocab)
     return load_tokenizer(recipe.tokenizer, recipe.end_token)
 
 
@@ -150,8 +170,8 @@ def _write(
         writers = [TokenWriter(folder / name, tokenizer.vocab) for name in names]
         for writer in writers:
             stack.callback(writer.close)
-        split = _split(documents, recipe.valid) if recipe.valid else ((d, 0) for d in documents)
-        for group in in_groups(split, GROUP, lambda pair: len(pair[0].text)):
+        parts = split(documents, recipe.valid) if recipe.valid else ((d, 0) for d in documents)
+        for group in in_groups(parts, GROUP, lambda pair: len(pair[0].text) + OBJECT):
             coded = tokenizer.encode([document.text for document, _ in group])
             for (document, part), tokens in zip(group, coded, strict=True):
                 ended = _ended(tokens, tokenizer, end, document.where)
@@ -172,45 +192,6 @@ def _ended(tokens: np.ndarray, tokenizer: object, end: int | None, where: str) -
             "text? Give --no-append-end to take it as it is."
         )
     return np.append(tokens, np.asarray(end, tokens.dtype))
-
-
-def _split(documents: Iterable[Document], valid: float) -> Iterator[tuple[Document, int]]:
-    """Yield each document with 1 if it is for validation: one of every 1 / valid, drawn by number.
-
-    Of a single document the last part is.
-    """
-    waiting = iter(documents)
-    first, second = next(waiting, None), next(waiting, None)
-    if first is not None and second is None:
-        yield from _halves(first, valid)
-        return
-    for number, document in enumerate(d for d in (first, second) if d is not None):
-        yield document, is_valid(number, valid)
-    for number, document in enumerate(waiting, 2):
-        yield document, is_valid(number, valid)
-
-
-def _halves(document: Document, valid: float) -> Iterator[tuple[Document, int]]:
-    cut = math.ceil(len(document.text) * (1 - valid))
-    for part, text in enumerate((document.text[:cut], document.text[cut:])):
-        if text:
-            yield Document(text, document.where, document.read), part
-
-
-def is_valid(number: int, valid: float) -> bool:
-    """Return whether a document is for validation: of each 1 / valid in a row, one drawn by chance.
-
-    >>> [sum(is_valid(number, 0.1) for number in range(n)) for n in (10, 20, 1000)]
-    [1, 2, 100]
-    """
-    stratum = math.floor(number * valid)
-    drawn = (math.floor((s + _chance(s)) / valid) for s in (stratum, stratum + 1))
-    return number in drawn
-
-
-def _chance(number: int) -> float:
-    """Return a number in [0, 1) that is the same on every machine."""
-    return float(np.random.SeedSequence(number).generate_state(1)[0]) / 2**32
 
 
 def _check_parts(recipe: Recipe, names: tuple[str, ...], writers: list[TokenWriter]) -> None:

@@ -1,6 +1,5 @@
 """Row = f(index): which tokens of a data set are row i. As one stream, or whole documents."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -9,7 +8,7 @@ import numpy as np
 from hfjax.data.packing import Packed, pack, pieces
 from hfjax.data.tokens import TokenSet
 
-Row = Mapping[str, np.ndarray]
+Row = dict[str, np.ndarray]
 
 
 @dataclass(frozen=True)
@@ -35,6 +34,11 @@ class StreamRows:
     def dropped(self) -> int:
         """The tokens after the last whole row."""
         return len(self.data) - 1 - len(self) * self.length
+
+    @property
+    def density(self) -> float:
+        """The part of all places that holds a token: there is no padding."""
+        return 1.0
 
     def __len__(self) -> int:
         return (len(self.data) - 1) // self.length

@@ -55,7 +55,7 @@ class Sources:
     def _whole(self, path: Path) -> Iterator[Document]:
         with opened(path) as (file, raw):
             data = file.read()
-            yield Document(self._decode(data, str(path)), str(path), raw.tell())
+            yield Document(self._decode(data, str(path)), str(path), _read(raw))
 
     def _lines(self, path: Path) -> Iterator[Document]:
         with opened(path) as (file, raw):
@@ -63,7 +63,7 @@ class Sources:
                 where = f"{path}:{number}"
                 if line.strip():
                     text = self._decode(line, where)
-                    yield Document(self._text_of(text, where), where, raw.tell())
+                    yield Document(self._text_of(text, where), where, _read(raw))
 
     def _rows(self, path: Path) -> Iterator[Document]:
         parquet = optional("pyarrow.parquet", f"{path}: reading Parquet")
@@ -178,6 +178,10 @@ def opened(path: Path) -> Iterator[tuple[BinaryIO, BinaryIO]]:
             yield (cast(BinaryIO, gzip.GzipFile(fileobj=raw)) if zipped else raw), raw
         except (EOFError, zlib.error, gzip.BadGzipFile) as wrong:
             raise ValueError(f"{path} is no whole gzip file: {wrong}") from None
+
+
+def _read(raw: BinaryIO) -> int:
+    return raw.tell() if raw.seekable() else 0  # a pipe does not tell
 
 
 def _string(value: object, field: str, where: str) -> str:

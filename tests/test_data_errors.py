@@ -1,0 +1,266 @@
+"""What is wrong with files, tokenizers and data sets on disk is told: where, and what to do."""
+
+import gzip
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from hfjax.data import TokenSet, library, load_tokenizer, prepare, write_tokens
+from hfjax.data.command import DataCommand, run
+
+
+@pytest.fixture(name="refused")
+def fixture_refused(tmp_path):
+    """Return a function that sees a file of these bytes refused, and nothing left behind."""
+
+    def refused(name: str, data: bytes, message: str, **options) -> None:
+        (tmp_path / name).write_bytes(data)
+        before = sorted(tmp_path.iterdir())
+        with pytest.raises(ValueError, match=message):
+            prepare(tmp_path / name, tmp_path / "out", **options)
+        assert sorted(tmp_path.iterdir()) == before
+
+    return refused
+
+
+# -- what is read -------------------------------------------------------------------------
+
+
+def test_files_that_are_not_there_or_hold_nothing(tmp_path, refused):
+    with pytest.raises(ValueError, match=r"missing\.txt: no such file or folder"):
+        prepare(tmp_path / "missing.txt", tmp_path / "out")
+    with pytest.raises(ValueError, match=r"no file to read in .* \(\.txt, \.md, \.jsonl"):
+        prepare(tmp_path, tmp_path / "out")
+    with pytest.raises(ValueError, match=r"no file to read in .* \(\*\*/\*\.py\)"):
+        prepare(tmp_path, tmp_path / "out", pattern="**/*.py")
+    refused("in.txt", b"", r"in\.txt: no text in it\. Nothing was written")
+    refused("in.jsonl", b"\n\n", r"in\.jsonl: no text in it")
+
+
+def test_a_table_that_is_not_read_as_one_and_a_file_named_twice(tmp_path, refused):
+    (tmp_path / "in.txt").write_text("a")
+    with pytest.raises(ValueError, match=r"in\.txt is named twice"):
+        prepare([tmp_path, tmp_path / "in.txt"], tmp_path / "out")
+    refused("in.json", b"[]", r"in\.json: \.json is not read\. Convert it to \.jsonl")
+
+
+def test_text_that_is_not_utf8(tmp_path, refused):
+    refused("in.txt", b"abc\xe4", r"in\.txt is not UTF-8: byte 3 is 0xe4\. .* --errors replace")
+    prepare(tmp_path / "in.txt", tmp_path / "out", errors="replace")
+    data = TokenSet(tmp_path / "out")
+    assert data.tokenizer.decode(data.tokens[:-1]) == "abc\N{REPLACEMENT CHARACTER}"
+
+
+def test_a_fault_while_a_tokenizer_is_trained_is_told_too(refused):
+    refused("in.txt", b"abc\xe4", r"in\.txt is not UTF-8: byte 3", tokenizer="bpe")
+
+
+def test_lines_that_are_not_utf8_no_json_or_without_the_field(tmp_path, refused):
+    good = b'{"text": "a"}\n'
+    faults = {
+        b'{"text": "\xff"}': r"in\.jsonl:2 is not UTF-8: byte 10 is 0xff",
+        b'{"text": "b"': r"in\.jsonl:2: no JSON: .* at character 12",
+        b'{"txt": "b", "id": 1}': r"in\.jsonl:2 has no field 'text': it has txt, id\. .* --field",
+        b"[1]": r"in\.jsonl:2 has no field 'text': it has list",
+        b'{"text": null}': r"in\.jsonl:2: 'text' is NoneType, text is expected",
+    }
+    for line, message in faults.items():
+        refused("in.jsonl", good + line, message)
+
+
+def test_parquet_files_without_the_column_of_other_things_or_truncated(tmp_path, refused):
+    path = tmp_path / "in.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"id": [1], "body": ["a"]}), path)
+    whole = path.read_bytes()
+    refused(path.name, whole, r"in\.parquet has no column 'text': it has id, body\. .* --field")
+    refused(path.name, whole, r"in\.parquet: row 1: 'id' is int, text is expected", field="id")
+    refused(path.name, whole[:-9], r"in\.parquet is no whole Parquet file")
+
+
+def test_gzip_files_that_are_truncated_or_none(refused):
+    whole = gzip.compress(b"text" * 1000)
+    refused("in.txt.gz", whole[:-9], r"in\.txt\.gz is no whole gzip file")
+    refused("in.txt.gz", b"text", r"in\.txt\.gz is no whole gzip file")
+
+
+def test_byte_0_is_no_text_for_the_byte_tokenizer(refused):
+    refused("in.txt", b"ab\0", r"in\.txt contains byte 0 \(at 2\), .* --no-append-end")
+
+
+# -- how it is made -----------------------------------------------------------------------
+
+
+def test_options_that_mean_nothing(refused):
+    refused("in.txt", b"a", r"--valid 0\.6: a part of the documents, from 0 to 0\.5", valid=0.6)
+    refused("in.txt", b"a", "--errors ignore: strict or replace", errors="ignore")
+    refused("in.txt", b"a", "--end-token <e>: for a tokenizer.json; bytes has its", end_token="<e>")
+    refused("in.txt", b"a", "--vocab 300: for --tokenizer bpe; bytes has a vocab", vocab=300)
+    refused("in.txt", b"a", "--vocab 257: .* at least 258", tokenizer="bpe", vocab=257)
+
+
+def test_a_part_for_validation_that_no_document_falls_into(refused):
+    two = b'{"text": "a"}\n{"text": "b"}\n'
+    refused("in.jsonl", two, r"--valid 0\.01 of 2 documents leaves none to valid", valid=0.01)
+    refused("in.txt", b"a", r"--valid 0\.01 of 1 documents leaves none to valid", valid=0.01)
+
+
+def test_tokenizers_that_are_not_there_or_none(tmp_path, refused):
+    refused("in.txt", b"a", "tokenizer 'bite': no such file. Give bytes, bpe", tokenizer="bite")
+    refused("in.txt", b"a", "in.txt is no tokenizer of", tokenizer=str(tmp_path / "in.txt"))
+
+
+def test_a_tokenizer_without_an_end_of_documents(tmp_path):
+    prepare(_text(tmp_path), tmp_path / "a", tokenizer="bpe", vocab=300)
+    path = tmp_path / "a" / "tokenizer.json"
+    path.write_text(path.read_text().replace("<|endoftext|>", "<stop>"))
+    make = lambda name, **more: prepare(
+        _text(tmp_path), tmp_path / name, tokenizer=str(path), **more
+    )
+    with pytest.raises(ValueError, match=r"so the end of a document has no token\. Name it with"):
+        make("b")
+    with pytest.raises(ValueError, match="the tokenizer has no token '<halt>' for the end"):
+        make("b", end_token="<halt>")
+    assert make("b", end_token="<stop>").parts[""].end == 0
+    assert make("c", append_end=False).parts[""].end is None
+
+
+def test_a_package_that_is_missing(tmp_path, monkeypatch, refused):
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
+    message = r"a trained tokenizer needs the package tokenizers: pip install 'hfjax\[text\]'"
+    refused("in.txt", b"a", message, tokenizer="bpe")
+    refused("in.parquet", b"", r"reading Parquet needs the package pyarrow: pip install 'hfjax\[te")
+
+
+def test_a_pipe_is_not_read_twice():
+    command = DataCommand(("/dev/null",), Path("never"), tokenizer="bpe")
+    with pytest.raises(ValueError, match="/dev/null is a pipe, but bpe reads the text twice"):
+        prepare(command.inputs, "never", tokenizer="bpe")
+
+
+def test_tokens_that_are_none(tmp_path):
+    write = lambda *documents: write_tokens(tmp_path / "out", list(documents), vocab=10)
+    with pytest.raises(ValueError, match=r"document 1: token 2 is 10, the vocabulary has 10 \(0"):
+        write(np.array([1]), np.array([0, 9, 10]))
+    with pytest.raises(ValueError, match="document 0: token 0 is -1, the vocabulary has 10"):
+        write(np.array([-1]))
+    with pytest.raises(ValueError, match=r"shape \(1, 2\) and dtype int64: a document is a flat"):
+        write(np.zeros((1, 2), np.int64))
+    with pytest.raises(ValueError, match=r"shape \(2,\) and dtype float64: a document is a flat"):
+        write(np.zeros(2))
+    with pytest.raises(ValueError, match=r"shape \(0,\) and dtype int64: .* at least one"):
+        write(np.zeros(0, np.int64))
+    with pytest.raises(ValueError, match=r"no documents for .*out: at least one"):
+        write()
+    with pytest.raises(ValueError, match="a vocabulary of 0: 1 to 4294967296 tokens"):
+        write_tokens(tmp_path / "out", [np.array([0])], vocab=0)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_tokens_that_a_byte_tokenizer_does_not_have():
+    with pytest.raises(ValueError, match=r"token 256: the byte tokenizer has tokens 0 … 255"):
+        load_tokenizer("bytes").decode([65, 256])
+
+
+def test_a_python_without_its_sources(tmp_path):
+    with pytest.raises(ValueError, match=r"has no \.py files: this Python comes without"):
+        library.library_files(tmp_path)
+
+
+# -- data sets on disk --------------------------------------------------------------------
+
+
+def _text(folder: Path) -> Path:
+    (folder / "in.txt").write_text("some text, some more text")
+    return folder / "in.txt"
+
+
+@pytest.fixture(name="made")
+def fixture_made(tmp_path) -> Path:
+    return write_tokens(tmp_path / "made", [np.arange(300), np.arange(50)], vocab=300).directory
+
+
+def test_a_directory_that_is_no_data_set(tmp_path, made):
+    with pytest.raises(ValueError, match=r"nowhere: no such directory\. Make a data set there"):
+        TokenSet(tmp_path / "nowhere")
+    with pytest.raises(ValueError, match=r"is not a data set: it has no meta\.json\. Make"):
+        TokenSet(tmp_path)
+    made.rename(tmp_path / "train")
+    with pytest.raises(ValueError, match=r"holds several data sets: open .*train, one at a time"):
+        TokenSet(tmp_path)
+
+
+def test_tokens_that_are_truncated_or_too_many(made):
+    path = made / "tokens.bin"
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-2])
+    message = r"tokens\.bin is truncated: 698 bytes, meta.json says 700 \(350 tokens of uint16\)"
+    with pytest.raises(ValueError, match=message):
+        TokenSet(made)
+    path.write_bytes(whole + b"\0")
+    with pytest.raises(ValueError, match="is longer than it was: 701 bytes"):
+        TokenSet(made)
+    path.unlink()
+    with pytest.raises(ValueError, match="is truncated: 0 bytes"):
+        TokenSet(made)
+
+
+def test_documents_that_are_truncated_or_of_another_data_set(made):
+    path = made / "documents.npy"
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(ValueError, match=r"documents\.npy is missing or truncated"):
+        TokenSet(made)
+    np.save(path, np.array([0, 350]))
+    with pytest.raises(ValueError, match=r"has shape \(2,\), meta.json says 3 offsets from 0"):
+        TokenSet(made)
+
+
+def test_a_description_that_is_damaged_or_of_another_format(made):
+    path = made / "meta.json"
+    whole = json.loads(path.read_text())
+    for change, message in {
+        "{": r"meta\.json is damaged \(.*\): a JSON object of vocab, dtype",
+        json.dumps(whole | {"more": 1}): "is damaged .*more",
+        json.dumps(whole | {"dtype": "uint8"}): "dtype uint8, a vocabulary of 300 has uint16",
+        json.dumps(whole | {"format": 2}): "format 2, this hfjax reads format 1",
+    }.items():
+        path.write_text(change)
+        with pytest.raises(ValueError, match=message):
+            TokenSet(made)
+
+
+def test_a_flipped_bit_is_found_when_it_is_looked_for(made, capsys):
+    data = bytearray((made / "tokens.bin").read_bytes())
+    data[100] ^= 1
+    (made / "tokens.bin").write_bytes(data)
+    with pytest.raises(ValueError, match=r"tokens\.bin: CRC32 \w{8}, written was \w{8}: the file"):
+        TokenSet(made).verify()
+    assert run(DataCommand(show=made)) == 0
+    assert run(DataCommand(show=made, verify=True)) == 1
+    assert "hfjax data: " in capsys.readouterr().err
+
+
+def test_a_token_beyond_the_vocabulary_is_found_when_it_is_read(made):
+    tokens = np.fromfile(made / "tokens.bin", "<u2")
+    tokens[7] = 300
+    tokens.tofile(made / "tokens.bin")
+    with pytest.raises(ValueError, match="token 7 is 300, the vocabulary has 300"):
+        TokenSet(made).check_vocab(TokenSet(made).tokens[5:9], 5)
+
+
+def test_words_of_the_command_that_do_not_go_together(tmp_path, capsys):
+    some = ("in.txt",)
+    for command, message in {
+        DataCommand(): "name what to read and where to write",
+        DataCommand(some): "name what to read and where to write",
+        DataCommand(some, tmp_path, verify=True): "--verify goes with --show DIR",
+        DataCommand(some, show=tmp_path): "--show DIR goes without inputs and without --out",
+        DataCommand(some, tmp_path / "out"): "in.txt: no such file or folder",
+    }.items():
+        assert run(command) == 1
+        assert message in capsys.readouterr().err

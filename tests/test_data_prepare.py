@@ -1,0 +1,346 @@
+"""From text, JSONL and Parquet to token files; the command; what a killed run leaves."""
+
+import gzip
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+import tokenizers
+
+from hfjax.data import TokenSet, load_tokenizer, prepare, standard_library, tokenizer, write_tokens
+from hfjax.data.command import DataCommand, run
+
+TEXTS = ["Als Gregor Samsa", "eines Morgens\naus unruhigen Träumen", "erwachte, 🪲 fand er sich"]
+COMMAND = (
+    "import sys, tyro; from hfjax.data.command import DataCommand, run\n"
+    "sys.exit(run(tyro.cli(DataCommand, prog='hfjax data')))"
+)
+
+
+def write(path: Path, data: str | bytes) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    opened = gzip.open if path.suffix == ".gz" else open
+    with opened(path, "wb") as file:
+        file.write(data.encode() if isinstance(data, str) else data)
+    return path
+
+
+def texts_of(data: TokenSet) -> list[str]:
+    """Return the documents of a data set as text, the ends cut off."""
+    ends = 0 if data.meta.end is None else 1
+    places = zip(data.documents[:-1], data.documents[1:] - ends, strict=True)
+    return [data.tokenizer.decode(data.tokens[start:stop]) for start, stop in places]
+
+
+def files_with(kind: str, folder: Path) -> Path:
+    """Return the input of a kind that holds TEXTS, named so that they come in order."""
+    lines = "".join(json.dumps({"id": i, "text": text}) + "\n" for i, text in enumerate(TEXTS))
+    if kind in ("text", "text.gz"):
+        for i, text in enumerate(TEXTS):
+            write(folder / "in" / f"{i}.txt{kind[4:]}", text)
+        return folder / "in"
+    if kind in ("jsonl", "jsonl.gz"):
+        return write(folder / f"in.{kind}", lines)
+    table = pyarrow.table({"id": list(range(3)), "text": TEXTS})
+    pyarrow.parquet.write_table(table, folder / "in.parquet", row_group_size=2)
+    return folder / "in.parquet"
+
+
+@pytest.mark.parametrize("kind", ["text", "text.gz", "jsonl", "jsonl.gz", "parquet"])
+def test_every_kind_of_file_gives_the_same_tokens(tmp_path, kind):
+    made = prepare(files_with(kind, tmp_path), tmp_path / "out")
+    data = TokenSet(tmp_path / "out")
+    assert bytes(data.tokens) == b"".join(text.encode() + b"\0" for text in TEXTS)
+    assert (texts_of(data), data.vocab, data.tokens.dtype) == (TEXTS, 256, np.uint8)
+    assert made.parts[""] == data.meta
+    assert data.meta.text == sum(len(text.encode()) for text in TEXTS) == len(data) - 3
+    data.verify()
+
+
+def test_a_folder_is_searched_in_order_and_what_is_passed_over_is_counted(tmp_path):
+    for name in ("b/2.md", "a.txt", "b/1.txt", "c.py", ".git/x.txt", "b/.hidden.txt"):
+        write(tmp_path / "in" / name, name)
+    made = prepare(tmp_path / "in", tmp_path / "out")
+    assert texts_of(TokenSet(made.out)) == ["a.txt", "b/1.txt", "b/2.md"]
+    assert (made.files, made.passed_over) == (3, 1)
+    made = prepare(tmp_path / "in", tmp_path / "python", pattern="**/*.py")
+    assert texts_of(TokenSet(made.out)) == ["c.py"]
+    assert made.passed_over == 0
+
+
+def test_the_command_tells_what_it_left_out(tmp_path, capsys):
+    for name, text in {"a.txt": "text", "b.txt": "", "c.py": "code"}.items():
+        write(tmp_path / "in" / name, text)
+    assert run(DataCommand((str(tmp_path / "in"),), tmp_path / "out")) == 0
+    lines = capsys.readouterr().out.splitlines()[-3:]
+    assert lines == [
+        f"files read: 2; {tmp_path / 'out'} is whole.",
+        "files of another kind, not read: 1 (--pattern '**/*' reads all).",
+        "documents without text, left out: 1.",
+    ]
+
+
+def test_documents_without_text_are_left_out_and_counted(tmp_path):
+    write(tmp_path / "in.jsonl", '{"text": "a"}\n\n{"text": ""}\n{"text": "b"}\n')
+    made = prepare(tmp_path / "in.jsonl", tmp_path / "out")
+    assert (texts_of(TokenSet(made.out)), made.empty) == (["a", "b"], 1)
+
+
+def test_another_field_and_no_ends(tmp_path):
+    write(tmp_path / "in.jsonl", '{"code": "a\\u0000"}\n{"code": "b"}\n')
+    prepare(tmp_path / "in.jsonl", tmp_path / "out", field="code", append_end=False)
+    data = TokenSet(tmp_path / "out")
+    assert (bytes(data.tokens), data.documents.tolist(), data.meta.end) == (
+        b"a\0b",
+        [0, 2, 3],
+        None,
+    )
+
+
+@pytest.fixture(name="corpus", scope="module")
+def fixture_corpus(tmp_path_factory) -> Path:
+    """Documents with much white space and signs: the source of the json package."""
+    path = tmp_path_factory.mktemp("corpus") / "in.jsonl"
+    files = sorted(Path(json.__file__).parent.glob("*.py"))
+    texts = [file.read_text() for file in files] + ["  <|endoftext|>\n\n\tin a text  "]
+    return write(path, "".join(json.dumps({"text": text}) + "\n" for text in texts))
+
+
+def test_a_trained_tokenizer_gives_the_text_back(corpus, tmp_path):
+    made = prepare(corpus, tmp_path / "a", tokenizer="bpe", vocab=600)
+    data = TokenSet(tmp_path / "a")
+    documents = [json.loads(line)["text"] for line in corpus.read_text().splitlines()]
+    assert texts_of(data) == documents
+    assert (data.vocab, data.tokens.dtype, data.meta.end) == (600, np.uint16, 0)
+    ends = np.flatnonzero(np.asarray(data.tokens) == 0)  # <|endoftext|> in a text is text
+    np.testing.assert_array_equal(ends, data.documents[1:] - 1)
+    assert len(data) < made.parts[""].text / 2
+
+
+def test_a_tokenizer_is_trained_to_the_same_bits_and_serves_again(corpus, tmp_path):
+    first = prepare(corpus, tmp_path / "a", tokenizer="bpe", vocab=600)
+    again = prepare(corpus, tmp_path / "b", tokenizer="bpe", vocab=600)
+    saved = prepare(corpus, tmp_path / "c", tokenizer=str(tmp_path / "a" / "tokenizer.json"))
+    of_set = prepare(corpus, tmp_path / "d", tokenizer=str(tmp_path / "a"))
+    crcs = [made.parts[""].crc32 for made in (first, again, saved, of_set)]
+    assert crcs[0] == crcs[1] == crcs[2] == crcs[3]
+
+
+def test_what_a_tokenizer_would_add_to_a_sentence_is_not_added(corpus, tmp_path):
+    prepare(corpus, tmp_path / "a", tokenizer="bpe", vocab=300)
+    path = tmp_path / "a" / "tokenizer.json"
+    inner = tokenizers.Tokenizer.from_file(str(path))
+    plain = load_tokenizer(path).encode(["text"])[0].tolist()
+    ends = [("<|endoftext|>", 0)]
+    inner.post_processor = tokenizers.processors.TemplateProcessing("<|endoftext|> $A", None, ends)
+    inner.save(str(path))
+    assert inner.encode("text").ids == [0, *plain]
+    assert load_tokenizer(path).encode(["text"])[0].tolist() == plain
+
+
+def test_a_text_with_fewer_pairs_than_asked_for_gives_a_smaller_vocabulary(tmp_path, capsys):
+    write(tmp_path / "in.txt", "abcabc")
+    command = DataCommand((str(tmp_path / "in.txt"),), tmp_path / "out", tokenizer="bpe")
+    assert run(command) == 0
+    assert "a vocabulary of 260 only; --vocab asked for 8192" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("piece", [1, 7, 50, 1000])
+def test_a_long_document_is_encoded_in_pieces_as_if_whole(corpus, tmp_path, monkeypatch, piece):
+    prepare(corpus, tmp_path / "a", tokenizer="bpe", vocab=600)
+    text = "".join(json.loads(line)["text"] for line in corpus.read_text().splitlines())
+    trained = load_tokenizer(tmp_path / "a")
+    whole = trained.encode([text])[0]
+    monkeypatch.setattr(tokenizer, "PIECE", piece)
+    monkeypatch.setattr(tokenizer, "GROUP", 100)
+    short, pieces = trained.encode(["x", text])
+    np.testing.assert_array_equal(pieces, whole)
+    assert len(short) == 1
+
+
+def test_the_smallest_dtype_holds_the_vocabulary(tmp_path):
+    for i, (vocab, dtype) in enumerate([(256, "u1"), (257, "u2"), (65536, "u2"), (65537, "u4")]):
+        data = write_tokens(tmp_path / str(i), [np.array([0, vocab - 1])], vocab)
+        assert (data.tokens.dtype, data.tokens.tolist()) == (np.dtype(dtype), [0, vocab - 1])
+
+
+def test_one_of_every_so_many_documents_is_for_validation(tmp_path):
+    write(tmp_path / "in.jsonl", "".join(f'{{"text": "{i}"}}\n' for i in range(200)))
+    made = prepare(tmp_path / "in.jsonl", tmp_path / "out", valid=0.1)
+    parts = [texts_of(TokenSet(tmp_path / "out" / name)) for name in ("train", "valid")]
+    assert list(map(len, parts)) == [180, 20]
+    assert sorted(map(int, parts[0] + parts[1])) == list(range(200))
+    assert all(i <= int(text) / 10 < i + 1 for i, text in enumerate(parts[1]))
+    again = prepare(tmp_path / "in.jsonl", tmp_path / "again", valid=0.1)
+    assert made.parts == again.parts
+
+
+def test_of_a_single_document_the_end_is_for_validation(tmp_path):
+    write(tmp_path / "in.txt", "0123456789")
+    prepare(tmp_path / "in.txt", tmp_path / "out", valid=0.2)
+    assert texts_of(TokenSet(tmp_path / "out" / "train")) == ["01234567"]
+    assert texts_of(TokenSet(tmp_path / "out" / "valid")) == ["89"]
+
+
+def test_a_data_set_is_replaced_only_if_that_is_wanted(tmp_path):
+    write(tmp_path / "in.txt", "new")
+    prepare(write(tmp_path / "old.txt", "old"), tmp_path / "out")
+    with pytest.raises(ValueError, match=r"out holds a data set already\. Give --over"):
+        prepare(tmp_path / "in.txt", tmp_path / "out")
+    assert texts_of(TokenSet(tmp_path / "out")) == ["old"]
+    prepare(tmp_path / "in.txt", tmp_path / "out", overwrite=True)
+    assert texts_of(TokenSet(tmp_path / "out")) == ["new"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.txt", "old.txt", "out"]
+
+
+def test_a_folder_of_something_else_is_never_replaced(tmp_path):
+    write(tmp_path / "out" / "thesis.txt", "text")
+    with pytest.raises(ValueError, match="out exists and is not a data set: choose another"):
+        prepare(tmp_path / "out", tmp_path / "out", overwrite=True)
+    assert (tmp_path / "out" / "thesis.txt").read_text() == "text"
+
+
+# -- a run that is stopped ----------------------------------------------------------------
+
+
+@pytest.fixture(name="waiting")
+def fixture_waiting(tmp_path):
+    """A run that has written some documents and waits for more from a pipe."""
+    os.mkfifo(tmp_path / "in.jsonl")
+    started = subprocess.Popen(
+        [sys.executable, "-c", COMMAND, tmp_path / "in.jsonl", "--out", tmp_path / "out"],
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    with (tmp_path / "in.jsonl").open("w") as pipe:
+        pipe.write('{"text": "a"}\n')
+        pipe.flush()
+        until = time.monotonic() + 60
+        while not list(tmp_path.glob(".out.*/tokens.bin")) and time.monotonic() < until:
+            time.sleep(0.02)
+        assert list(tmp_path.glob(".out.*/tokens.bin"))
+        yield started
+        if started.poll() is None:
+            started.kill()
+        started.communicate(timeout=60)
+
+
+def test_a_killed_run_leaves_nothing_that_looks_like_a_data_set(waiting, tmp_path):
+    waiting.kill()
+    waiting.wait(60)
+    assert not (tmp_path / "out").exists()
+    (left,) = tmp_path.glob(".out.unfinished-*")
+    with pytest.raises(ValueError, match=r"is not a data set: it has no meta\.json"):
+        TokenSet(left)
+
+
+def test_an_interrupted_run_leaves_nothing(waiting, tmp_path):
+    waiting.send_signal(signal.SIGINT)
+    assert waiting.wait(60) != 0
+    assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
+
+
+def test_a_full_disk_is_told_and_leaves_nothing(tmp_path):
+    write(tmp_path / "in.txt", "text" * 100_000)
+    limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, 1 << 16))\n"
+    done = subprocess.run(
+        [sys.executable, "-c", limit + COMMAND, tmp_path / "in.txt", "--out", tmp_path / "out"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 1
+    assert "File too large; nothing is left of what was written" in done.stderr
+    assert f"'{tmp_path / 'out'}'" in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["in.txt"]
+
+
+# -- the standard library, and the command ------------------------------------------------
+
+
+def test_the_standard_library_is_made_once_also_by_several_processes(tmp_path, monkeypatch):
+    code = "import sys; from hfjax.data import standard_library; print(standard_library())"
+    here = os.environ | {"XDG_CACHE_HOME": str(tmp_path)}
+    start = lambda: subprocess.Popen([sys.executable, "-c", code], stdout=-1, env=here, text=True)
+    processes = [start() for _ in range(2)]
+    found = {process.communicate(timeout=120)[0].strip() for process in processes}
+    assert [process.returncode for process in processes] == [0, 0]
+    (place,) = map(Path, found)
+    assert [path.name for path in (tmp_path / "hfjax").iterdir()] == [place.name]
+    before = (place / "train" / "meta.json").stat().st_mtime_ns
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert standard_library() == place
+    assert (place / "train" / "meta.json").stat().st_mtime_ns == before
+
+
+def test_the_standard_library_is_enough_to_train_on(tmp_path):
+    place = standard_library(tmp_path / "library")
+    train, valid = TokenSet(place / "train"), TokenSet(place / "valid")
+    assert len(train) > 3_000_000
+    assert 0.01 < len(valid) / len(train) < 0.2
+    assert any("class JSONEncoder" in text for text in texts_of(train) + texts_of(valid))
+    train.verify()
+
+
+def test_the_command_makes_and_shows_a_data_set(tmp_path):
+    for i, text in enumerate(TEXTS * 10):
+        write(tmp_path / "in" / f"{i:02}.txt", text)
+    command = [sys.executable, "-c", COMMAND]
+    run = lambda *words: subprocess.run(
+        [*command, *words], capture_output=True, text=True, timeout=60
+    )
+    folder, out = tmp_path / "in", tmp_path / "out"
+    made = run(folder, "--out", out, "--valid", "0.1")
+    assert (made.returncode, made.stderr) == (0, "")
+    head, *parts = (line.split() for line in made.stdout.splitlines()[:3])
+    assert " ".join(head) == "data set documents tokens vocabulary on disk tokens per byte"
+    assert [[*part[:4], part[-1]] for part in parts] == [
+        ["train", "27", "747", "256", "1.038"],
+        ["valid", "3", "73", "256", "1.043"],
+    ]
+    assert made.stdout.endswith(f"\nfiles read: 30; {out} is whole.\n")
+    shown = run("--show", out, "--verify")
+    assert shown.returncode == 0
+    about = f"uint8, tokenizer bytes, end of a document: token 0\nmade from {folder}\n"
+    assert f"train: {about}" in shown.stdout
+    assert "  | Als Gregor Samsa\n" in shown.stdout
+    assert "valid: every CRC32 is right (documents.npy, tokens.bin)" in shown.stdout
+    failed = run(folder, "--out", out)
+    assert (failed.returncode, failed.stdout) == (1, "")
+    assert failed.stderr.startswith(f"hfjax data: {out} holds a data set already.")
+
+
+def test_tokens_of_other_programs_are_shown_without_text(tmp_path, capsys):
+    write_tokens(tmp_path / "out", [np.array([7, 50256])], vocab=50257)
+    assert run(DataCommand(show=tmp_path / "out")) == 0
+    assert "  | 7 50256" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="was written from tokens: it has no tokenizer"):
+        _ = TokenSet(tmp_path / "out").tokenizer
+
+
+def test_progress_is_told_in_bytes_of_all_files(tmp_path):
+    told = []
+    folder = files_with("text", tmp_path)
+    tell = lambda *said: told.append(said)
+    prepare(folder, tmp_path / "out", tokenizer="bpe", vocab=300, progress=tell)
+    read = np.cumsum([len(text.encode()) for text in TEXTS]).tolist()
+    tasks = ("training the tokenizer", "writing tokens")
+    assert told == [(task, done, read[-1]) for task in tasks for done in read]
+
+
+def test_what_is_not_used_is_not_imported(tmp_path):
+    code = (
+        "import sys, hfjax.data as d; d.prepare(*sys.argv[1:]); d.TokenSet(sys.argv[2])\n"
+        "print([m for m in ('grain', 'tokenizers', 'pyarrow', 'tyro') if m in sys.modules])"
+    )
+    write(tmp_path / "in.txt", "text")
+    command = [sys.executable, "-c", code, tmp_path / "in.txt", tmp_path / "out"]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "[]\n"
