@@ -1,6 +1,6 @@
 """hfjax: train a model on more than one device. A strategy is a table; the program follows it."""
 
-from hfjax.batches import full, shard_batch
+from hfjax.batches import full, rows_of_process, shard_batch
 from hfjax.checkpoint import Checkpoints, Keep, Restored, latest, restore, save
 from hfjax.mean import Mean
 from hfjax.optimizers import averaged, by_path, ema, matching
@@ -23,6 +23,7 @@ from hfjax.parallel.strategy import (
 from hfjax.partitions import Partition, partition
 from hfjax.pipes import GPipe, Interleaved1F1B, PipeDream
 from hfjax.plan import Layout, State, layout
+from hfjax.processes.distributed import init_distributed
 from hfjax.rates import rate
 from hfjax.rearrange import canonical
 from hfjax.target import target_devices
@@ -63,6 +64,7 @@ __all__ = [
     "full",
     "gather_rows",
     "init",
+    "init_distributed",
     "latest",
     "layout",
     "make_mesh",
@@ -70,6 +72,7 @@ __all__ = [
     "partition",
     "rate",
     "restore",
+    "rows_of_process",
     "save",
     "shard_batch",
     "target_devices",

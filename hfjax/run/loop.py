@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import hfjax
 from hfjax.checkpoint import Checkpoints, Keep
 from hfjax.optimizers import averaged
+from hfjax.processes.same import check_same
 from hfjax.processes.speech import speaks
 from hfjax.processes.stop import Stop
 from hfjax.processes.watchdog import Watchdog
@@ -67,6 +68,8 @@ class Run:
     def prepare(self, enter: Any) -> None:
         """Make or restore the state, and open what the run writes to."""
         config, directory = self.config, self.config.directory
+        check_same("configuration", files.plain(config))
+        check_same("data", self.parts.data.identity)
         self.screen = Screen(config.steps)
         self.screen.say(str(self.parts))
         for name, value in files.changed(config).items():
