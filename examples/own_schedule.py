@@ -10,7 +10,7 @@ jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 4)
 
 import hfjax  # noqa: E402
-from hfjax.demo import batches, corpus  # noqa: E402
+from hfjax.data import Loader, standard_library  # noqa: E402
 from hfjax.models.gpt import GPT, GPTConfig, next_token_loss  # noqa: E402
 
 
@@ -34,7 +34,8 @@ def main() -> None:
     layout = hfjax.layout(init, optax.adamw(1e-3), hfjax.make_mesh(pipe=4), hfjax.PIPE)
     step = hfjax.train_step(layout, next_token_loss, schedule=schedule)
     state = hfjax.init(layout, seed=0, schedule=schedule)
-    for number, batch in zip(range(20), batches(corpus()), strict=False):
+    data = Loader(standard_library() / "train", rows=16, length=64)
+    for number, batch in zip(range(20), data, strict=False):
         state, metrics = step(state, batch)
         if number % 5 == 4:
             print(f"step {number + 1}: loss {metrics['loss']:.3f}")

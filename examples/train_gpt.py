@@ -14,7 +14,7 @@ jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 
 import hfjax  # noqa: E402
-from hfjax.demo import batches, corpus  # noqa: E402
+from hfjax.data import Loader, standard_library  # noqa: E402
 from hfjax.models.gpt import GPT, GPTConfig, next_token_loss  # noqa: E402
 
 
@@ -27,9 +27,10 @@ def main(names: str = "FSDP|TENSOR") -> None:
     print(layout)
     step = hfjax.train_step(layout, next_token_loss, accumulate=2, clip=1.0)
     evaluate = hfjax.eval_step(layout, next_token_loss)
-    state, data = hfjax.init(layout, seed=0), batches(corpus())
-    for number, batch in zip(range(30), data, strict=False):
-        state, metrics = step(state, batch)
+    state = hfjax.init(layout, seed=0)
+    data = Loader(standard_library() / "train", rows=16, length=64)
+    for number in range(30):
+        state, metrics = step(state, next(data))
         if number % 10 == 9:
             print(f"step {number + 1}: loss {metrics['loss']:.3f}, norm {metrics['grad_norm']:.2f}")
     step.check(state)

@@ -1,9 +1,8 @@
 """Train one small GPT on 8 fake CPU devices under every strategy, and compare with one device."""
 
 import argparse
-import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,6 +15,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 import hfjax
+from hfjax.data import Loader, standard_library
 from hfjax.models.gpt import GPT, GPTConfig, next_token_loss
 from hfjax.notes import human
 from hfjax.parallel.mesh import describe_mesh
@@ -53,23 +53,7 @@ class Row(NamedTuple):
     seconds: float
 
 
-def corpus() -> np.ndarray:
-    """Return the bytes of some of Python's own library: a text that every machine has."""
-    folder = Path(os.__file__).parent
-    text = b"".join(path.read_bytes() for path in sorted(folder.glob("*.py"))[:40])
-    return np.frombuffer(text, np.uint8)
-
-
-def batches(text: np.ndarray) -> Iterator[dict[str, np.ndarray]]:
-    """Yield the same random rows of bytes in every run."""
-    rng = np.random.default_rng(0)
-    while True:
-        starts = rng.integers(0, len(text) - CONFIG.length - 1, ROWS)
-        rows = text[starts[:, None] + np.arange(CONFIG.length + 1)]
-        yield {"tokens": rows.astype(np.int32)}
-
-
-def train(case: tuple, text: np.ndarray, tick: Any) -> Row:
+def train(case: tuple, text: Path, tick: Any) -> Row:
     """Return what training under a strategy showed."""
     strategy, sizes, *own = case
     fields = {"accumulate": 2, "clip": 1.0} | (own[0] if own else {})
@@ -77,8 +61,8 @@ def train(case: tuple, text: np.ndarray, tick: Any) -> Row:
     mesh = hfjax.make_mesh(devices=devices, **sizes)
     layout = hfjax.layout(lambda rngs: GPT(CONFIG, rngs=rngs), optax.adamw(1e-3), mesh, strategy)
     step = hfjax.train_step(layout, next_token_loss, **fields)
-    data = batches(text)
-    compiled = step.lower(next(data)).compile()
+    data = Loader(text, ROWS, CONFIG.length)
+    compiled = step.lower(data.at(0)).compile()
     state = hfjax.init(layout, schedule=fields.get("schedule"))
     metrics, started = {}, time.perf_counter()
     for _ in range(STEPS):
@@ -102,7 +86,7 @@ def main() -> int:
     """Train under every strategy, print one table; return 1 if a loss differs."""
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 8)
-    console, text, rows = Console(), corpus(), {}
+    console, text, rows = Console(), standard_library() / "train", {}
     console.width = max(console.width, WIDTH)
     console.print(
         f"A GPT of {CONFIG.layers} layers reads Python's library, byte by byte: {STEPS} steps of "

@@ -152,7 +152,7 @@ def test_the_data_ends_and_so_does_the_run(data, tmp_path, capsys):
 
 
 def test_a_profile_is_written(data, tmp_path, capsys):
-    train(small(tmp_path, data, steps=4, log=replace(QUIET, profile="1:3"), mesh=ONE))
+    train(small(tmp_path, data, steps=4, profile="1:3", mesh=ONE))
     assert list((tmp_path / "profile").rglob("*.xplane.pb"))
     assert "trace of steps 1 to 2" in capsys.readouterr().out
 
@@ -261,7 +261,7 @@ def test_sampled_text_is_the_same_for_the_same_seed_and_another_for_another(whol
         ({"optimizer": Optimizer(scale=("tokens",))}, r"scale tokens: PATTERN=FACTOR"),
         ({"optimizer": Optimizer(scale=("x=2",))}, r"pattern 'x' matches no parameter"),
         ({"optimizer": Optimizer(no_decay=("biases",))}, r"'biases' matches no parameter"),
-        ({"log": Log(profile="5")}, r"--log.profile 5: FIRST:END is expected, for instance 5:8"),
+        ({"profile": "5"}, r"--profile 5: FIRST:END is expected, for instance 5:8"),
         ({"data": Data(train=("nowhere",))}, r"nowhere"),
         ({"mesh": Mesh(tensor=2)}, r"tensor splits neither the batch nor a parameter under DDP"),
         ({"mesh": Mesh(pipe=2)}, r"1 layers for 2 parts \(stages x chunks\)"),

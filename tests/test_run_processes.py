@@ -1,6 +1,7 @@
 """Runs in real processes: as many as you like, killed, stopped, started again; the same losses."""
 
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -145,6 +146,14 @@ def test_a_stopped_process_ends_the_job_by_the_watchdog(shared):
     os.kill(workers(job)[1], signal.SIGSTOP)
     out = ended(job, 124, timeout=60)
     assert "no progress for 6 s, while doing: step" in out
+
+
+def test_processes_with_other_settings_are_told_apart(shared):
+    file, _ = written(shared, "differs")
+    train = " ".join(map(shlex.quote, [*HFJAX, "train", "--config", str(file)]))
+    words = ["sh", "-c", f"exec {train} --seed $HFJAX_PROCESS"]
+    out = ended(started("launch", "-n", 2, "--devices-per-process", 1, "--", *words), 1)
+    assert "error: the configuration of process 1 differs from that of process 0" in out
 
 
 @pytest.mark.slow

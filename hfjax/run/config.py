@@ -126,8 +126,6 @@ class Log:
     tensorboard: bool = False
     wandb: str | None = None
     """The name of a Weights & Biases project."""
-    profile: str | None = None
-    """Steps to trace, FIRST:END; for instance 5:8 traces steps 5, 6 and 7."""
     sample: int = 200
     """Tokens of text to show at the end; 0: none."""
 
@@ -164,6 +162,8 @@ class Train:
     log: Log = field(default_factory=Log)
     cpu_devices: int | None = None
     """Run on so many fake CPU devices."""
+    profile: str | None = None
+    """Steps to trace, FIRST:END; for instance 5:8 traces steps 5, 6 and 7."""
     timeout: float = 600.0
     """A process that makes no progress for so many seconds is ended."""
     minutes: float | None = None

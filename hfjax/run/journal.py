@@ -2,6 +2,7 @@
 
 import json
 import os
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -111,7 +112,9 @@ class _Wandb:
         import wandb  # pyright: ignore[reportMissingImports]
 
         run = {"project": project, "config": dict(config), "name": directory.name}
-        self._run = wandb.init(dir=str(directory), id=directory.name, resume="allow", **run)
+        place = str(directory.absolute()).encode()
+        identity = f"{directory.name}-{zlib.crc32(place):08x}"  # the same when the run goes on
+        self._run = wandb.init(dir=str(directory), id=identity, resume="allow", **run)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         self._run.log(dict(values), step=step)

@@ -85,7 +85,7 @@ class Run:
             )
         )
         self._begin()
-        self.speed, self.profile = Speed(self.parts), enter(Profile(config.log.profile, directory))
+        self.speed, self.profile = Speed(self.parts), enter(Profile(config.profile, directory))
         self.screen = enter(Screen(config.steps, self.first))
         self.journal = None
         if speaks():

@@ -43,5 +43,5 @@ class Profile:
 def _range(steps: str) -> tuple[int, int]:
     first, _, end = steps.partition(":")
     if not (first.isdigit() and end.isdigit() and int(first) < int(end)):
-        raise ValueError(f"--log.profile {steps}: FIRST:END is expected, for instance 5:8.")
+        raise ValueError(f"--profile {steps}: FIRST:END is expected, for instance 5:8.")
     return int(first), int(end)

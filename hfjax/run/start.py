@@ -1,11 +1,13 @@
 """What comes before the first use of JAX: devices, processes, the cache of compiled programs."""
 
 import os
+import warnings
 from pathlib import Path
 
 import jax
 
 from hfjax.processes.distributed import Cluster, init_distributed
+from hfjax.processes.speech import speaks
 from hfjax.run.config import Train
 
 
@@ -15,7 +17,10 @@ def start(config: Train) -> Cluster:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", config.cpu_devices)
     keep_programs(config.cache)
-    return init_distributed(timeout=config.timeout)
+    cluster = init_distributed(timeout=config.timeout)
+    if not speaks():  # the first process tells of skipped steps
+        warnings.simplefilter("ignore", RuntimeWarning)
+    return cluster
 
 
 def keep_programs(place: Path | None = None) -> None:
