@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 import hfjax
+from hfjax.__main__ import main
 from hfjax.run import files
-from hfjax.run.config import Checkpoints, Log, Mesh
+from hfjax.run.config import Checkpoints, Log, Mesh, Optimizer
 from tests.small_run import corpus, small, told
 
 STEPS, LONG = 6, 300
@@ -177,3 +178,37 @@ def test_thirty_kills_lose_nothing(shared):
         latest = found
     ended(started("train", "--config", file))
     assert told(directory) == told(whole)
+
+
+def test_the_commands_train_evaluate_and_write(shared):
+    file, directory = written(shared, "commands", strategy="ddp", optimizer=Optimizer(ema=0.5))
+    assert "done: 12 steps" in ended(started("train", "--config", file, "--log.sample", "8"))
+    out = ended(started("eval", directory, "--batch", "24"))
+    assert "validated after step 12: loss" in out
+    averaged = ended(started("eval", directory, "--average", "--strategy", "fsdp"))
+    assert averaged != out
+    write = ["generate", directory, "--prompt", "mesh", "--tokens", "12", "--temperature", "0"]
+    text = ended(started(*write))
+    assert text.startswith("mesh")
+    assert text == ended(started(*write, "--cpu-devices", "2", "--strategy", "fsdp"))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["train", "--config", "nowhere.yaml"], r"--config nowhere.yaml: there is no such file"),
+        (["train", "--config"], r"--config: the name of a file is expected"),
+        (["train", "--steps", "0"], r"2"),
+        (["eval", "nowhere"], r"1"),
+    ],
+)
+def test_a_command_that_makes_no_sense_ends_with_words(words, message):
+    with pytest.raises(SystemExit, match=message):
+        main(words)
+
+
+def test_a_command_that_is_none_is_told_with_those_there_are(capsys):
+    assert main(["trian"]) == 2
+    assert "hfjax trian: no such command" in (told := capsys.readouterr().err)
+    assert "launch     start several processes" in told
+    assert main([]) == 0

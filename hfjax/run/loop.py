@@ -2,7 +2,7 @@
 
 import time
 from collections import deque
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -26,6 +26,7 @@ from hfjax.run.screen import Screen, line, validation
 from hfjax.run.speed import Speed
 
 LAG = 2  # steps behind which metrics are read: nothing waits for the device
+COMPILING = 3600.0  # seconds that the first step may take, at least
 CONFIG, CHECKPOINTS = "config.yaml", "checkpoints"
 PROMPT = "\ndef "
 
@@ -122,14 +123,13 @@ class Run:
         """Run the steps that are left."""
         began, unread, done = time.monotonic(), deque[Any](), self.first
         limit = None if self.config.minutes is None else 60 * self.config.minutes
-        self.watchdog.beat("compiling the first step")
         for number in range(self.first, self.config.steps):
             batch = next(self.parts.data, None)
             if batch is None:
                 self.screen.say(f"the data ends after {self.config.data.epochs} epochs")
                 break
             self.profile.before(number)
-            self.state, metrics = self.parts.step(self.state, batch)
+            metrics = self._step(batch, compiles=number == self.first)
             unread.append(metrics)
             while len(unread) > LAG:
                 self._tell(unread.popleft())
@@ -145,6 +145,13 @@ class Run:
                 break
         self._tell_all(unread)
         return self._end(done, stop.reason)
+
+    def _step(self, batch: Any, compiles: bool) -> Any:
+        """Do a step, and return its metrics, which may not be computed yet."""
+        slow = self.watchdog.allow(COMPILING, "compiling the first step")
+        with slow if compiles else nullcontext():
+            self.state, metrics = self.parts.step(self.state, batch)
+        return metrics
 
     def _due(self, done: int, every: int) -> bool:
         return every > 0 and done % every == 0
