@@ -1,12 +1,9 @@
 """A run that trains a small GPT and saves every step, in a process of its own: to be killed."""
 
-import os
 import sys
 from pathlib import Path
 
 import jax
-
-STEPS = "REPEAT"
 
 
 def main(directory, losses, steps, cache, devices=2):

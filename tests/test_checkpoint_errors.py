@@ -132,7 +132,9 @@ def test_a_second_writer_is_refused_and_told_who_writes(tmp_path):
 def test_a_step_that_is_there_is_replaced_only_by_force(tmp_path):
     layout = saved(tmp_path, 3, 5)
     with hfjax.Checkpoints(tmp_path, layout) as checkpoints:
-        with pytest.raises(ValueError, match="step 5 is already saved in .* force=True: it delete"):
+        with pytest.raises(
+            ValueError, match=r"step 5 is already saved in .* force=True: it delete"
+        ):
             checkpoints.save(state_at(layout, 5))
         with pytest.raises(ValueError, match=r"step 4 comes before step 5 in .* first \(5\)"):
             checkpoints.save(state_at(layout, 4))
@@ -199,7 +201,7 @@ def test_closed_checkpoints_say_so(tmp_path):
     with hfjax.Checkpoints(tmp_path, layout) as checkpoints:
         pass
     checkpoints.close()
-    with pytest.raises(ValueError, match="the checkpoints of .* are closed. Open them again"):
+    with pytest.raises(ValueError, match=r"the checkpoints of .* are closed. Open them again"):
         checkpoints.save(state_at(layout, 1))
 
 

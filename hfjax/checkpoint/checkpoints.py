@@ -10,6 +10,7 @@ from hfjax.checkpoint.arrays import describe
 from hfjax.checkpoint.directory import discard, make_directory, set_aside, steps_in, sweep
 from hfjax.checkpoint.given import arrays_to_save, step_of
 from hfjax.checkpoint.keep import Keep, Metrics
+from hfjax.checkpoint.leaving import finish_at_exit, finished
 from hfjax.checkpoint.lock import WriterLock
 from hfjax.checkpoint.reading import Restored, Wish, read
 from hfjax.checkpoint.record import plain, read_record, record
@@ -39,6 +40,7 @@ class Checkpoints:
         metrics = {int(step): given for step, given in found.items()}
         self._writer = Writer(self.directory, self._keep, metrics, timeout)
         self._open = True
+        finish_at_exit(self)
 
     def _take(self) -> dict[str, Metrics]:
         """Take the directory; return the metrics of the steps in it."""
@@ -128,6 +130,7 @@ class Checkpoints:
             self.wait()
         finally:
             self._open = False
+            finished(self)
             self._writer.close()
             if self._lock is not None:
                 self._lock.release()
