@@ -1,7 +1,7 @@
 """hfjax: train a model on more than one device. A strategy is a table; the program follows it."""
 
 from hfjax.batches import full, shard_batch
-from hfjax.checkpoint import Checkpoints, Keep, Restored, latest, restore, save
+from hfjax.checkpoint import Checkpoints, Keep, Restored, latest, recorded, restore, save
 from hfjax.mean import Mean
 from hfjax.parallel.execution import Execution, Precision
 from hfjax.parallel.fetch import gather_rows
@@ -62,6 +62,7 @@ __all__ = [
     "layout",
     "make_mesh",
     "partition",
+    "recorded",
     "restore",
     "save",
     "shard_batch",

@@ -1,6 +1,5 @@
 """Saved while training goes on; restored under any strategy, mesh and dtype, or in part."""
 
-import json
 from dataclasses import replace
 
 import jax
@@ -76,8 +75,9 @@ def test_beside_the_state_are_config_data_metrics_versions_and_origin(tmp_path):
         ["python", "hfjax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy"]
     )
     assert found.origin == "FSDP on fsdp=2, processes: 1"
-    arrays = json.loads((tmp_path / "5/meta/metadata").read_text())["arrays"]
-    assert arrays["params/first/kernel"] == ["float32", [8, 16]]
+    told = hfjax.recorded(tmp_path)  # needs no layout
+    assert (told["config"], told["data"], told["format"]) == (config, {"rows": 640}, 1)
+    assert told["arrays"]["params/first/kernel"] == ["float32", [8, 16]]
 
 
 def test_steps_that_are_durable_are_listed_and_the_latest_needs_no_layout(tmp_path):
@@ -160,7 +160,7 @@ def test_a_pipelines_state_is_saved_in_the_models_order(tmp_path):
     layout, schedule = gpt_layout(PIPE, {"pipe": 4}, layers=6), Schedule("1f1b", 4)
     state = hfjax.init(layout, schedule=schedule)
     hfjax.save(tmp_path, layout, state)
-    arrays = json.loads((tmp_path / "0/meta/metadata").read_text())["arrays"]
+    arrays = hfjax.recorded(tmp_path)["arrays"]
     assert arrays["params/layers/mlp/up/kernel"] == ["float32", [6, 32, 128]]
     plain = gpt_layout(EVERYTHING, {"fsdp": 2}, layers=6)
     restored = hfjax.restore(tmp_path, plain).state

@@ -63,7 +63,7 @@ def test_another_model_is_refused_before_any_read_by_path_and_shape(tmp_path):
         tmp_path,
         r"step 4 of \S+ does not hold what this layout wants:\n"
         r"  params/first/bias is float32\[16\] saved, wanted as float32\[32\]\n"
-        r"(?s:.*)… and 1 more\nMake the layout of the model that was saved",
+        r"(?s:.*)… and 1 more\nMake the layout of the model that was saved: hfjax",
         small_layout(wide=32),
     )
 

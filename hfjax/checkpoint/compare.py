@@ -51,13 +51,14 @@ def _dtype_name(dtype: Any, wanted: Described) -> str | None:
 def _missing(found: Described, wanted: Described, there: str) -> Iterator[str]:
     for path in wanted:
         if path not in found:
-            yield f"{path}{_show(wanted[path])} is not {there}{_nearest(path, found)}"
+            yield f"{path}{_show(wanted[path])} is not {there}{_nearest(path, found, wanted)}"
 
 
 def _extra(found: Described, wanted: Described, there: str) -> Iterator[str]:
     for path in found:
         if path not in wanted:
-            yield f"{path}{_show(found[path])} is {there}, not wanted{_nearest(path, wanted)}"
+            near = _nearest(path, wanted, found)
+            yield f"{path}{_show(found[path])} is {there}, not wanted{near}"
 
 
 def _unlike(found: Described, wanted: Described, cast: str | None, there: str) -> Iterator[str]:
@@ -80,7 +81,7 @@ def _advice(saved: Described, wanted: Described, cast: str | None) -> str:
             "Only the optimizer's state differs. Give the layout the optimizer it was saved with, "
             "or restore with parameters_only=True: the parameters, and a fresh optimizer."
         )
-    return "Make the layout of the model that was saved (its config is beside the arrays)."
+    return "Make the layout of the model that was saved: hfjax.recorded(directory) has its config."
 
 
 def _show(described: list) -> str:
@@ -88,9 +89,11 @@ def _show(described: list) -> str:
     return f" {dtype}[{','.join(map(str, shape))}]" if dtype else ""
 
 
-def _nearest(path: str, known: Described) -> str:
-    root = path.split("/")[0]
-    near = difflib.get_close_matches(path, [p for p in known if p.startswith(root)], n=1)
+def _nearest(path: str, known: Described, others: Described) -> str:
+    """Return the path that may have been meant: of the same part, and without a partner."""
+    part = path.split("/")[0]
+    single = [p for p in known if p.startswith(part) and p not in others]
+    near = difflib.get_close_matches(path, single, n=1)
     return f" (nearest: {near[0]})" if near else ""
 
 
