@@ -17,6 +17,7 @@ from hfjax.parallel.strategy import TENSOR, ZERO1
 from hfjax.plan import flatten
 from tests.small_checkpoint import EVERYTHING, Two, same, saved, small_layout, state_at
 from tests.small_gpt import gpt_layout, tokens
+from tests.test_unlike_layers import ROWS, mlp, squares
 
 
 def test_a_run_goes_on_under_any_other_strategy_and_number_of_devices(tmp_path):
@@ -165,3 +166,20 @@ def test_a_pipelines_state_is_saved_in_the_models_order(tmp_path):
     plain = gpt_layout(EVERYTHING, {"fsdp": 2}, layers=6)
     restored = hfjax.restore(tmp_path, plain).state
     assert same(restored.params, hfjax.canonical(layout, state).params)
+
+
+def test_packed_rows_of_unlike_layers_are_saved_as_the_models_own_arrays(tmp_path):
+    two = hfjax.layout(mlp, optax.adam(1e-3), hfjax.make_mesh(pipe=2), PIPE)
+    schedule = Schedule("1f1b", 2)
+    state, _ = hfjax.train_step(two, squares, schedule=schedule)(
+        hfjax.init(two, schedule=schedule), ROWS
+    )
+    hfjax.save(tmp_path, two, state)
+    one = hfjax.layout(mlp, optax.adam(1e-3), hfjax.make_mesh(data=1), DDP)
+    restored = [hfjax.restore(tmp_path, layout).state for layout in (one, two)]
+    assert same(replace(restored[0], order=None), replace(restored[1], order=None))
+    found = hfjax.train_step(one, squares)(restored[0], ROWS)[1]["loss"]
+    wanted = hfjax.train_step(two, squares, schedule=schedule)(restored[1], ROWS)[1]["loss"]
+    assert float(found) == pytest.approx(float(wanted), rel=1e-5)
+    fresh = hfjax.restore(tmp_path, two, parameters_only=True).state
+    assert same(fresh.params, hfjax.restore(tmp_path, two).state.params)

@@ -31,7 +31,7 @@ class Checkpoints:
         *,
         keep: Keep | None = None,
         config: Any = None,
-        timeout: int = 1200,
+        timeout: int = 600,
     ):
         self.directory, self._layout = Path(os.path.abspath(directory)), layout
         self._keep, self._config = keep or Keep(), plain("config", config)
