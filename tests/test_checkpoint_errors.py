@@ -37,6 +37,11 @@ def test_a_step_that_is_not_there_is_told_with_those_that_are(tmp_path):
     refused(tmp_path, r"step 7 is not in \S+\. Saved: 1, 2\.", layout, 7)
 
 
+def test_what_something_else_has_written_is_no_checkpoint(tmp_path):
+    (tmp_path / "7/default").mkdir(parents=True)
+    refused(tmp_path, r"step 7 of \S+ was not written by hfjax: no manifest.* found default\.")
+
+
 def test_a_file_is_no_directory(tmp_path):
     (tmp_path / "file").touch()
     match = "file is a file: checkpoints are saved in a directory"

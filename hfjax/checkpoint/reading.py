@@ -21,7 +21,7 @@ from hfjax.checkpoint.arrays import (
 from hfjax.checkpoint.compare import check_same
 from hfjax.checkpoint.directory import check_step, steps_in
 from hfjax.checkpoint.manifest import damage
-from hfjax.checkpoint.record import read_record
+from hfjax.checkpoint.record import check_written, read_record
 from hfjax.plan import Layout, State, flatten, nest
 
 ON_DAMAGE = ("refuse", "previous")
@@ -81,6 +81,7 @@ def _origin(found: dict) -> str:
 def _choose(directory: Path, step: int | None, wish: Wish) -> dict:
     """Return which step is read, its record, and the damaged ones that are passed over."""
     step = check_step(directory, step)
+    check_written(directory / str(step))
     damaged: list[tuple[int, list[str]]] = []
     while wish.verify and (lines := damage(directory / str(step))):
         damaged.append((step, lines))
