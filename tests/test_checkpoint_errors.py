@@ -111,11 +111,15 @@ def test_another_dtype_is_never_cast_silently(tmp_path):
     )
     refused(
         tmp_path,
-        "dtype='float16': the parameters of this layout are bfloat16",
+        "dtype='float16': the arrays of this layout are bfloat16",
         half,
         dtype=np.float16,
     )
+    refused(tmp_path, "dtype='half-ish': the arrays of this layout are", half, dtype="half-ish")
     refused(tmp_path, r"wanted as float32\[32\]", small_layout(wide=32), dtype="float32")
+    small = small_layout(optimizer=optax.adam(1e-3, mu_dtype=jnp.bfloat16))
+    refused(tmp_path, r"mu/first/bias is .*(?s:.*)restore with dtype=\"bfloat16\"", small)
+    assert hfjax.restore(tmp_path, small, dtype=jnp.bfloat16).step == 1
 
 
 def test_a_second_writer_is_refused_and_told_who_writes(tmp_path):

@@ -13,7 +13,8 @@ LATE = ("DEADLINE_EXCEEDED", "Timed out while waiting")  # for others: what is b
 def failed(directory: Path, step: int, needed: int, error: BaseException) -> OSError:
     """Return the error that tells why a step is not saved, and that the others are."""
     steps = ", ".join(map(str, steps_in(directory))) or "none"
-    free = shutil.disk_usage(directory).free
+    there = next(path for path in (directory, *directory.parents) if path.exists())
+    free = shutil.disk_usage(there).free
     no_room, reason = _reason(list(_chain(error)))
     advice = " Make room (Keep(latest=…) with fewer steps) and save again." if no_room else ""
     return OSError(

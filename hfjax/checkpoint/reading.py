@@ -62,7 +62,7 @@ def read(directory: Path, layout: Layout, step: int | None, wish: Wish) -> Resto
         warnings.warn(
             f"{_damaged(directory, number, lines)} Restored step {chosen['step']} instead.",
             RuntimeWarning,
-            stacklevel=4,
+            stacklevel=3,
         )
     path, found = directory / str(chosen["step"]), chosen["record"]
     return Restored(
