@@ -1,7 +1,8 @@
-"""What is still being written when a program ends without closing it is finished first."""
+"""A program that ends while a step is written: finished first, or told that it is lost."""
 
 import atexit
 import concurrent.futures.thread  # noqa: F401  (its own exit is registered first: it runs last)
+import sys
 import threading
 from typing import Protocol
 
@@ -16,7 +17,10 @@ _OPEN: dict[int, Closes] = {}
 
 
 def finish_at_exit(one: Closes) -> None:
-    """Close it when the program ends, unless `finished` says that it is done."""
+    """Close it when the program ends, unless `finished` says that it is done.
+
+    From Python 3.12 on no thread starts by then: what is not nearly written cannot be finished.
+    """
     _OPEN[id(one)] = one
 
 
@@ -27,7 +31,11 @@ def finished(one: Closes) -> None:
 
 def _finish() -> None:
     for one in list(_OPEN.values()):
-        one.close()
+        try:
+            one.close()
+        except Exception as error:
+            advice = "The program ended without close(): use `with hfjax.Checkpoints(…)`."
+            print(f"hfjax: {error} {advice}", file=sys.stderr)
 
 
 # A plain `atexit` comes too late: executors, with which Orbax writes, take no work by then.
