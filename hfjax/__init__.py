@@ -1,7 +1,7 @@
 """hfjax: train a model on more than one device. A strategy is a table; the program follows it."""
 
 from hfjax.batches import full, rows_of_process, shard_batch
-from hfjax.checkpoint import Checkpoints, Keep, Restored, latest, restore, save
+from hfjax.checkpoint import Checkpoints, Keep, Restored, latest, recorded, restore, save
 from hfjax.mean import Mean
 from hfjax.optimizers import averaged, by_path, ema, matching
 from hfjax.parallel.execution import Execution, Precision
@@ -71,6 +71,7 @@ __all__ = [
     "matching",
     "partition",
     "rate",
+    "recorded",
     "restore",
     "rows_of_process",
     "save",

@@ -5,8 +5,6 @@ from pathlib import Path
 
 import jax
 
-STEPS = "REPEAT"
-
 
 def main(directory, losses, steps, cache, devices=2):
     jax.config.update("jax_platforms", "cpu")

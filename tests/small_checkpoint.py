@@ -20,7 +20,7 @@ class Two(nnx.Module):
 
 
 def small_layout(strategy=EVERYTHING, optimizer=None, model=Two, sizes=None, **changes):
-    mesh = hfjax.make_mesh(**(sizes or {"fsdp": 2}))
+    mesh = hfjax.make_mesh(devices=None, **(sizes or {"fsdp": 2}))
     init = lambda rngs: model(rngs, **changes)
     return hfjax.layout(init, optimizer or optax.adam(1e-3), mesh, strategy)
 

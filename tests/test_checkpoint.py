@@ -1,6 +1,5 @@
 """Saved while training goes on; restored under any strategy, mesh and dtype, or in part."""
 
-import json
 from dataclasses import replace
 
 import jax
@@ -18,6 +17,7 @@ from hfjax.parallel.strategy import TENSOR, ZERO1
 from hfjax.paths import flatten
 from tests.small_checkpoint import EVERYTHING, Two, same, saved, small_layout, state_at
 from tests.small_gpt import gpt_layout, tokens
+from tests.test_unlike_layers import ROWS, mlp, squares
 
 
 def test_a_run_goes_on_under_any_other_strategy_and_number_of_devices(tmp_path):
@@ -31,12 +31,12 @@ def test_a_run_goes_on_under_any_other_strategy_and_number_of_devices(tmp_path):
     for _ in runs:
         state, metrics = step(state, tokens())
         wanted.append(float(metrics["loss"]))
-    found = []
-    for layout, schedule in runs:  # each goes on where the one before it stopped
-        begun = hfjax.latest(tmp_path) is not None
-        state = hfjax.restore(tmp_path, layout).state if begun else hfjax.init(layout)
+    state, metrics = step(hfjax.init(runs[0][0]), tokens())
+    hfjax.save(tmp_path, runs[0][0], state)
+    found = [float(metrics["loss"])]
+    for layout, schedule in runs[1:]:  # each goes on where the one before it stopped
         step = hfjax.train_step(layout, next_token_loss, schedule=schedule)
-        state, metrics = step(state, tokens())
+        state, metrics = step(hfjax.restore(tmp_path, layout).state, tokens())
         hfjax.save(tmp_path, layout, state)
         found.append(float(metrics["loss"]))
     np.testing.assert_allclose(found, wanted, rtol=1e-5)
@@ -76,8 +76,9 @@ def test_beside_the_state_are_config_data_metrics_versions_and_origin(tmp_path):
         ["python", "hfjax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy"]
     )
     assert found.origin == "FSDP on fsdp=2, processes: 1"
-    arrays = json.loads((tmp_path / "5/meta/metadata").read_text())["arrays"]
-    assert arrays["params/first/kernel"] == ["float32", [8, 16]]
+    told = hfjax.recorded(tmp_path)  # needs no layout
+    assert (told["config"], told["data"], told["format"]) == (config, {"rows": 640}, 1)
+    assert told["arrays"]["params/first/kernel"] == ["float32", [8, 16]]
 
 
 def test_steps_that_are_durable_are_listed_and_the_latest_needs_no_layout(tmp_path):
@@ -160,8 +161,23 @@ def test_a_pipelines_state_is_saved_in_the_models_order(tmp_path):
     layout, schedule = gpt_layout(PIPE, {"pipe": 4}, layers=6), Schedule("1f1b", 4)
     state = hfjax.init(layout, schedule=schedule)
     hfjax.save(tmp_path, layout, state)
-    arrays = json.loads((tmp_path / "0/meta/metadata").read_text())["arrays"]
+    arrays = hfjax.recorded(tmp_path)["arrays"]
     assert arrays["params/layers/mlp/up/kernel"] == ["float32", [6, 32, 128]]
     plain = gpt_layout(EVERYTHING, {"fsdp": 2}, layers=6)
     restored = hfjax.restore(tmp_path, plain).state
     assert same(restored.params, hfjax.canonical(layout, state).params)
+
+
+def test_packed_rows_of_unlike_layers_are_saved_as_the_models_own_arrays(tmp_path):
+    two = hfjax.layout(mlp, optax.adam(1e-3), hfjax.make_mesh(pipe=2), PIPE)
+    state = hfjax.init(two, schedule=Schedule("1f1b", 2))
+    hfjax.save(tmp_path, two, state)
+    one = hfjax.layout(mlp, optax.adam(1e-3), hfjax.make_mesh(data=1), DDP)
+    wanted = replace(hfjax.canonical(two, state), order=None)
+    for layout in (one, two):
+        restored = hfjax.restore(tmp_path, layout).state
+        assert same(replace(restored, order=None), wanted)
+    fresh = hfjax.restore(tmp_path, two, parameters_only=True).state
+    assert same(fresh.params, wanted.params)
+    metrics = hfjax.train_step(two, squares, schedule=Schedule("1f1b", 2))(restored, ROWS)[1]
+    assert np.isfinite(metrics["loss"])

@@ -65,7 +65,7 @@ def test_a_step_that_is_offered_is_whole(tmp_path):
     layout = saved(tmp_path, 1, 2, 3)
     for step in ("2", "3"):
         flip(arrays(tmp_path / step))
-    with pytest.raises(ValueError, match="step 3 of .* Step 1 is whole"):
+    with pytest.raises(ValueError, match=r"step 3 of .* Step 1 is whole"):
         hfjax.restore(tmp_path, layout)
     flip(arrays(tmp_path / "1"))
     with pytest.raises(ValueError, match="No earlier step is whole"):
@@ -90,10 +90,10 @@ def test_truncated_and_missing_files_are_damage_too(tmp_path, change, told):
 def test_without_a_manifest_that_can_be_read_nothing_is_verified(tmp_path):
     layout = saved(tmp_path, 1)
     (tmp_path / "1/manifest.json").write_text("{")
-    with pytest.raises(ValueError, match="step 1 .* is damaged: manifest.json does not parse"):
+    with pytest.raises(ValueError, match=r"step 1 .* is damaged: manifest.json does not parse"):
         hfjax.restore(tmp_path, layout)
     (tmp_path / "1/manifest.json").unlink()
-    with pytest.raises(ValueError, match="step 1 .* is damaged: manifest.json is missing"):
+    with pytest.raises(ValueError, match=r"step 1 .* is damaged: manifest.json is missing"):
         hfjax.restore(tmp_path, layout)
     assert same(hfjax.restore(tmp_path, layout, verify=False).state, state_at(layout, 1, 1))
 
@@ -135,16 +135,16 @@ def test_damage_to_what_orbax_alone_reads_does_not_stop_a_run(tmp_path):
 def test_a_record_that_does_not_parse_is_named(tmp_path, content):
     layout = saved(tmp_path, 1)
     (tmp_path / "1/meta/metadata").write_text(content)
-    with pytest.raises(ValueError, match="step 1 .* is damaged: meta/metadata has"):
+    with pytest.raises(ValueError, match=r"step 1 .* is damaged: meta/metadata has"):
         hfjax.restore(tmp_path, layout)
-    with pytest.raises(ValueError, match="step 1: .*meta/metadata does not parse"):
+    with pytest.raises(ValueError, match=r"step 1: .*meta/metadata does not parse"):
         hfjax.restore(tmp_path, layout, verify=False)
 
 
 def test_unverified_arrays_that_cannot_be_read_say_so(tmp_path):
     layout = saved(tmp_path, 1, layout=small_layout(wide=4096))
     shutil.rmtree(arrays(tmp_path / "1").parent)
-    with pytest.raises(ValueError, match="step 1 of .* cannot be read: .* With verify=True"):
+    with pytest.raises(ValueError, match=r"step 1 of .* cannot be read: .* With verify=True"):
         hfjax.restore(tmp_path, layout, verify=False)
 
 

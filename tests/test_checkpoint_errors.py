@@ -37,6 +37,11 @@ def test_a_step_that_is_not_there_is_told_with_those_that_are(tmp_path):
     refused(tmp_path, r"step 7 is not in \S+\. Saved: 1, 2\.", layout, 7)
 
 
+def test_what_something_else_has_written_is_no_checkpoint(tmp_path):
+    (tmp_path / "7/default").mkdir(parents=True)
+    refused(tmp_path, r"step 7 of \S+ was not written by hfjax: no manifest.* found default\.")
+
+
 def test_a_file_is_no_directory(tmp_path):
     (tmp_path / "file").touch()
     match = "file is a file: checkpoints are saved in a directory"
@@ -63,7 +68,7 @@ def test_another_model_is_refused_before_any_read_by_path_and_shape(tmp_path):
         tmp_path,
         r"step 4 of \S+ does not hold what this layout wants:\n"
         r"  params/first/bias is float32\[16\] saved, wanted as float32\[32\]\n"
-        r"(?s:.*)… and 1 more\nMake the layout of the model that was saved",
+        r"(?s:.*)… and 1 more\nMake the layout of the model that was saved: hfjax",
         small_layout(wide=32),
     )
 
@@ -106,11 +111,15 @@ def test_another_dtype_is_never_cast_silently(tmp_path):
     )
     refused(
         tmp_path,
-        "dtype='float16': the parameters of this layout are bfloat16",
+        "dtype='float16': the arrays of this layout are bfloat16",
         half,
         dtype=np.float16,
     )
+    refused(tmp_path, "dtype='half-ish': the arrays of this layout are", half, dtype="half-ish")
     refused(tmp_path, r"wanted as float32\[32\]", small_layout(wide=32), dtype="float32")
+    small = small_layout(optimizer=optax.adam(1e-3, mu_dtype=jnp.bfloat16))
+    refused(tmp_path, r"mu/first/bias is .*(?s:.*)restore with dtype=\"bfloat16\"", small)
+    assert hfjax.restore(tmp_path, small, dtype=jnp.bfloat16).step == 1
 
 
 def test_a_second_writer_is_refused_and_told_who_writes(tmp_path):
@@ -132,7 +141,9 @@ def test_a_second_writer_is_refused_and_told_who_writes(tmp_path):
 def test_a_step_that_is_there_is_replaced_only_by_force(tmp_path):
     layout = saved(tmp_path, 3, 5)
     with hfjax.Checkpoints(tmp_path, layout) as checkpoints:
-        with pytest.raises(ValueError, match="step 5 is already saved in .* force=True: it delete"):
+        with pytest.raises(
+            ValueError, match=r"step 5 is already saved in .* force=True: it delete"
+        ):
             checkpoints.save(state_at(layout, 5))
         with pytest.raises(ValueError, match=r"step 4 comes before step 5 in .* first \(5\)"):
             checkpoints.save(state_at(layout, 4))
@@ -199,7 +210,7 @@ def test_closed_checkpoints_say_so(tmp_path):
     with hfjax.Checkpoints(tmp_path, layout) as checkpoints:
         pass
     checkpoints.close()
-    with pytest.raises(ValueError, match="the checkpoints of .* are closed. Open them again"):
+    with pytest.raises(ValueError, match=r"the checkpoints of .* are closed. Open them again"):
         checkpoints.save(state_at(layout, 1))
 
 

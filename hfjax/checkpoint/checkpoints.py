@@ -10,6 +10,7 @@ from hfjax.checkpoint.arrays import describe
 from hfjax.checkpoint.directory import discard, make_directory, set_aside, steps_in, sweep
 from hfjax.checkpoint.given import arrays_to_save, step_of
 from hfjax.checkpoint.keep import Keep, Metrics
+from hfjax.checkpoint.leaving import finish_at_exit, finished
 from hfjax.checkpoint.lock import WriterLock
 from hfjax.checkpoint.reading import Restored, Wish, read
 from hfjax.checkpoint.record import plain, read_record, record
@@ -30,7 +31,7 @@ class Checkpoints:
         *,
         keep: Keep | None = None,
         config: Any = None,
-        timeout: int = 1200,
+        timeout: int = 600,
     ):
         self.directory, self._layout = Path(os.path.abspath(directory)), layout
         self._keep, self._config = keep or Keep(), plain("config", config)
@@ -39,6 +40,7 @@ class Checkpoints:
         metrics = {int(step): given for step, given in found.items()}
         self._writer = Writer(self.directory, self._keep, metrics, timeout)
         self._open = True
+        finish_at_exit(self)
 
     def _take(self) -> dict[str, Metrics]:
         """Take the directory; return the metrics of the steps in it."""
@@ -128,6 +130,7 @@ class Checkpoints:
             self.wait()
         finally:
             self._open = False
+            finished(self)
             self._writer.close()
             if self._lock is not None:
                 self._lock.release()
@@ -154,42 +157,3 @@ def _metrics(step: Path) -> Metrics:
         return read_record(step).get("metrics", {})
     except ValueError:
         return {}
-
-
-def save(
-    directory: str | os.PathLike,
-    layout: Layout,
-    state: State,
-    *,
-    data: Any = None,
-    config: Any = None,
-    metrics: Mapping[str, Any] | None = None,
-) -> None:
-    """Save a state under the number of its step; return when it is durable. Nothing is deleted."""
-    with Checkpoints(directory, layout, keep=Keep(latest=None), config=config) as checkpoints:
-        checkpoints.save(state, data=data, metrics=metrics)
-
-
-def restore(
-    directory: str | os.PathLike,
-    layout: Layout,
-    step: int | None = None,
-    *,
-    dtype: Any = None,
-    parameters_only: bool = False,
-    verify: bool = True,
-    on_damage: str = "refuse",
-) -> Restored:
-    """Return the state of a step (default: the latest) as the layout has it; takes no lock.
-
-    `dtype`: arrays saved in another floating dtype may be cast to this one, where the layout has
-    it. `parameters_only`: parameters and other variables, a fresh optimizer, step 0. `verify`:
-    every file against its checksum. `on_damage`: "previous" passes over damaged steps, and warns.
-    """
-    wish = Wish(dtype, parameters_only, verify, on_damage)
-    return read(Path(os.path.abspath(directory)), layout, step, wish)
-
-
-def latest(directory: str | os.PathLike) -> int | None:
-    """Return the last step that is saved in a directory; None if there is none, or no directory."""
-    return max(steps_in(Path(directory)), default=None)

@@ -37,13 +37,16 @@ def _dtype_name(dtype: Any, wanted: Described) -> str | None:
     """Return the name of the dtype that is asked for; refuse one that the layout has not."""
     if dtype is None:
         return None
-    name = str(jnp.dtype(dtype))
-    floating = {d for path, (d, _) in wanted.items() if path.startswith("params/")}
+    try:
+        name = str(jnp.dtype(dtype))
+    except TypeError:
+        name = str(dtype)
+    floating = sorted({d for d, _ in wanted.values() if _floating(d)})
     if name not in floating:
         raise ValueError(
-            f"dtype={name!r}: the parameters of this layout are {', '.join(sorted(floating))}. "
-            "dtype says that arrays saved otherwise may be cast to what the layout has; to have "
-            f"them in {name}, make the layout of a model whose parameters are {name}."
+            f"dtype={name!r}: the arrays of this layout are {', '.join(floating)}. dtype says that "
+            "arrays saved otherwise may be cast to what the layout has; to have them in another "
+            "dtype, make the layout of a model whose parameters have it."
         )
     return name
 
@@ -51,13 +54,14 @@ def _dtype_name(dtype: Any, wanted: Described) -> str | None:
 def _missing(found: Described, wanted: Described, there: str) -> Iterator[str]:
     for path in wanted:
         if path not in found:
-            yield f"{path}{_show(wanted[path])} is not {there}{_nearest(path, found)}"
+            yield f"{path}{_show(wanted[path])} is not {there}{_nearest(path, found, wanted)}"
 
 
 def _extra(found: Described, wanted: Described, there: str) -> Iterator[str]:
     for path in found:
         if path not in wanted:
-            yield f"{path}{_show(found[path])} is {there}, not wanted{_nearest(path, wanted)}"
+            near = _nearest(path, wanted, found)
+            yield f"{path}{_show(found[path])} is {there}, not wanted{near}"
 
 
 def _unlike(found: Described, wanted: Described, cast: str | None, there: str) -> Iterator[str]:
@@ -71,8 +75,7 @@ def _unlike(found: Described, wanted: Described, cast: str | None, there: str) -
 def _advice(saved: Described, wanted: Described, cast: str | None) -> str:
     """Return what to do, by what differs."""
     wrong = [p for p in {**saved, **wanted} if saved.get(p) != wanted.get(p)]
-    both = all(p in saved and p in wanted for p in wrong)
-    if cast is None and both and all(saved[p][1] == wanted[p][1] for p in wrong):
+    if cast is None and all(_castable(saved.get(p), wanted.get(p)) for p in wrong):
         dtypes = sorted({wanted[p][0] for p in wrong})
         return f'To cast them on purpose, restore with dtype="{dtypes[0]}".'
     if all(p.startswith("optimizer/") for p in wrong):
@@ -80,7 +83,7 @@ def _advice(saved: Described, wanted: Described, cast: str | None) -> str:
             "Only the optimizer's state differs. Give the layout the optimizer it was saved with, "
             "or restore with parameters_only=True: the parameters, and a fresh optimizer."
         )
-    return "Make the layout of the model that was saved (its config is beside the arrays)."
+    return "Make the layout of the model that was saved: hfjax.recorded(directory) has its config."
 
 
 def _show(described: list) -> str:
@@ -88,10 +91,19 @@ def _show(described: list) -> str:
     return f" {dtype}[{','.join(map(str, shape))}]" if dtype else ""
 
 
-def _nearest(path: str, known: Described) -> str:
-    root = path.split("/")[0]
-    near = difflib.get_close_matches(path, [p for p in known if p.startswith(root)], n=1)
+def _nearest(path: str, known: Described, others: Described) -> str:
+    """Return the path that may have been meant: of the same part, and without a partner."""
+    part = path.split("/")[0]
+    single = [p for p in known if p.startswith(part) and p not in others]
+    near = difflib.get_close_matches(path, single, n=1)
     return f" (nearest: {near[0]})" if near else ""
+
+
+def _castable(found: list | None, wanted: list | None) -> bool:
+    """Return whether two arrays differ only in a floating dtype."""
+    if found is None or wanted is None or found[1] != wanted[1]:
+        return False
+    return _floating(found[0]) and _floating(wanted[0])
 
 
 def _floating(dtype: str) -> bool:

@@ -21,7 +21,7 @@ from hfjax.checkpoint.arrays import (
 from hfjax.checkpoint.compare import check_same
 from hfjax.checkpoint.directory import check_step, steps_in
 from hfjax.checkpoint.manifest import damage
-from hfjax.checkpoint.record import read_record
+from hfjax.checkpoint.record import check_written, read_record
 from hfjax.paths import flatten, nest
 from hfjax.plan import Layout, State
 
@@ -63,7 +63,7 @@ def read(directory: Path, layout: Layout, step: int | None, wish: Wish) -> Resto
         warnings.warn(
             f"{_damaged(directory, number, lines)} Restored step {chosen['step']} instead.",
             RuntimeWarning,
-            stacklevel=4,
+            stacklevel=3,
         )
     path, found = directory / str(chosen["step"]), chosen["record"]
     return Restored(
@@ -82,6 +82,7 @@ def _origin(found: dict) -> str:
 def _choose(directory: Path, step: int | None, wish: Wish) -> dict:
     """Return which step is read, its record, and the damaged ones that are passed over."""
     step = check_step(directory, step)
+    check_written(directory / str(step))
     damaged: list[tuple[int, list[str]]] = []
     while wish.verify and (lines := damage(directory / str(step))):
         damaged.append((step, lines))

@@ -88,6 +88,16 @@ def read_record(step: Path) -> dict:
     return found
 
 
+def check_written(step: Path) -> None:
+    """Refuse a directory that something else has written."""
+    if not (step / "manifest.json").exists() and not (step / "meta").exists():
+        names = ", ".join(sorted(path.name for path in step.iterdir())) or "nothing"
+        raise ValueError(
+            f"step {step.name} of {step.parent} was not written by hfjax: no manifest.json and no "
+            f"meta in it, found {names}. Restore it with what wrote it, then hfjax.save it."
+        )
+
+
 def check_format(step: Path, number: int) -> None:
     """Refuse a step that a later hfjax wrote in a way that this one does not know."""
     if number > FORMAT:

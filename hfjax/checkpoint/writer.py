@@ -23,7 +23,7 @@ class Writer:
         self._directory, self._keep, self._timeout = directory, keep, timeout
         self._metrics = metrics  # of the steps that are there
         self._saving: tuple[int, int] | None = None  # step, bytes
-        self._manager = self._open()
+        self._manager: ocp.CheckpointManager | None = None  # opened by the first step
 
     def _open(self) -> ocp.CheckpointManager:
         background = ocp.AsyncOptions(
@@ -58,6 +58,7 @@ class Writer:
         items = ocp.args.Composite(
             state=ocp.args.PyTreeSave(nest(stored)), meta=ocp.args.JsonSave(record)
         )
+        self._manager = self._manager or self._open()
         try:
             self._manager.save(step, args=items, force=True)
         except Exception as error:
@@ -65,7 +66,7 @@ class Writer:
 
     def wait(self) -> None:
         """Return when what was started is durable; raise OSError if it is not."""
-        if self._saving is None:
+        if self._saving is None or self._manager is None:
             return
         try:
             self._manager.wait_until_finished()
@@ -89,9 +90,10 @@ class Writer:
         for step in steps:
             self._metrics.pop(step, None)
         self.close()
-        self._manager = self._open()
 
     def close(self) -> None:
         """Stop Orbax's threads; what failed has been raised by `wait`."""
+        manager, self._manager = self._manager, None
         with contextlib.suppress(Exception):
-            self._manager.close()
+            if manager is not None:
+                manager.close()
