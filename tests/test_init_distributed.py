@@ -15,7 +15,7 @@ from hfjax.processes.meeting import hello, problem
 from hfjax.processes.ports import free_port, listener
 from hfjax.processes.preflight import preflight
 from hfjax.processes.settings import ALONE, Settings, settings
-from tests.workers import finished, start
+from tests.workers import finished, line, start
 
 TORCHRUN = {"MASTER_ADDR": "node1", "MASTER_PORT": "29500", "RANK": "1", "WORLD_SIZE": "4"}
 OURS = {"HFJAX_COORDINATOR": "node1:29500", "HFJAX_PROCESSES": "4", "HFJAX_PROCESS": "1"}
@@ -307,7 +307,7 @@ def test_sigterm_still_ends_a_process_that_has_joined():
     wait = f"{JOIN}time.sleep(60)"
     both = [start(wait, **own(process, port)) for process in (0, 1)]
     for process in both:
-        while "joined" not in process.stdout.readline():
+        while "joined" not in line(process):
             assert process.poll() is None
     for process in both:
         process.send_signal(signal.SIGTERM)

@@ -7,7 +7,7 @@ import pytest
 
 from hfjax.processes.codes import FAILED, HUNG, TERMINATED
 from hfjax.processes.watchdog import Watchdog
-from tests.workers import finished, launched, python, start
+from tests.workers import finished, launched, line, python, start
 
 WATCH = """
 import time
@@ -37,7 +37,7 @@ with leaving(), Watchdog(WATCHDOG) as watchdog:
 """
 
 
-def peers(watchdog=60, heartbeat=60, signal="SIGSTOP"):
+def peers(watchdog: float | None = 60, heartbeat=60, signal="SIGSTOP"):
     source = PEERS.replace("HEARTBEAT", str(heartbeat)).replace("WATCHDOG", str(watchdog))
     return python(source.replace("SIGNAL", signal))
 
@@ -82,7 +82,7 @@ with Watchdog(1) as w:
 print("through")
 """
     process = start(source)
-    assert process.stdout.readline() == "ready\n"
+    assert line(process) == "ready"
     process.send_signal(signal.SIGSTOP)
     time.sleep(1.5)
     process.send_signal(signal.SIGCONT)

@@ -1,6 +1,7 @@
 """Real processes for tests: Python sources that join each other on ports of their own."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -36,6 +37,12 @@ def finished(*processes):
         for process in processes:
             process.kill()
     return [(p.returncode, *streams) for p, streams in zip(processes, told, strict=True)]
+
+
+def line(process, stream="stdout"):
+    """Return the next line that a process writes, without a tag."""
+    text = getattr(process, stream).readline()
+    return re.sub(r"^\[\d\] ", "", text).rstrip("\n")
 
 
 def launched(options, *command):

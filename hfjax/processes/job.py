@@ -10,6 +10,8 @@ from typing import Any
 from hfjax.processes.children import Child, Ended
 from hfjax.processes.codes import HUNG, resumable
 
+WAIT = 0.25  # seconds
+
 
 @dataclass(frozen=True)
 class Limits:
@@ -40,26 +42,19 @@ class Job:
     def run(self) -> int:
         """Wait for the processes; return the exit code of the first that did not finish."""
         while self.running:
-            try:
-                event = self.events.get(timeout=self._left())
-            except Empty:
-                if self.killed:
-                    self.say(f"{self._names} cannot be killed (it waits for a disk?): left behind")
-                    break
-                self._too_late()
-                continue
+            event = next_event(self.events, self._deadline)
             if isinstance(event, Ended):
                 self._on_end(event.child, event.status)
-            else:
+            elif event is not None:
                 self._on_signal(event)
+            elif not self.killed:
+                self._too_late()
+            else:
+                self.say(f"{self._names} cannot be killed (it waits for a disk?): left behind")
+                break
         for child in self.children:
             child.drain()
         return self._code
-
-    def _left(self) -> float | None:
-        if self._deadline is None:
-            return None
-        return max(self._deadline - time.monotonic(), 0)
 
     def _limit(self, seconds: float) -> None:
         self._deadline = time.monotonic() + seconds
@@ -119,6 +114,19 @@ class Job:
     def _names(self) -> str:
         numbers = ", ".join(map(str, sorted(child.process for child in self.running)))
         return f"process{'es' if len(self.running) > 1 else ''} {numbers}"
+
+
+def next_event(events: SimpleQueue, deadline: float | None) -> Ended | int | None:
+    """Return the next end of a child or signal; None if the deadline comes first.
+
+    A signal that comes just before `get` starts to wait does not wake it: hence in short waits.
+    """
+    while deadline is None or time.monotonic() < deadline:
+        try:
+            return events.get(timeout=WAIT)
+        except Empty:
+            continue
+    return None
 
 
 def _how(status: int) -> str:
