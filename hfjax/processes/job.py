@@ -11,6 +11,7 @@ from hfjax.processes.children import Child, Ended
 from hfjax.processes.codes import HUNG, resumable
 
 WAIT = 0.25  # seconds
+OWN_WORDS = 1.0  # seconds, of the grace: who fails because a peer did may say so itself
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,11 @@ class Limits:
     stop: float = 60.0  # for all to save and end after SIGTERM or Ctrl-C
     backoff: float = 1.0  # before the first restart; doubles each time, up to 30
 
+    def __post_init__(self):
+        for name, seconds in (("grace", self.grace), ("stop timeout", self.stop)):
+            if seconds < 0:
+                raise ValueError(f"{name} {seconds:g}: give 0 seconds or more.")
+
 
 class Job:
     """The processes of an attempt, which live and end together."""
@@ -30,7 +36,7 @@ class Job:
     ):
         self.children, self.events, self.limits, self.say = children, events, limits, say
         self.running = set(children)
-        self.failed = self.stopping = self.killed = False
+        self.failed = self.stopping = self.ending = self.killed = False
         self._code = 0
         self._deadline: float | None = None
 
@@ -76,8 +82,7 @@ class Job:
         child.drain()
         others = f"; ending {self._names}" if self.running else ""
         self.say(f"process {child.process} {_how(status)}{others}")
-        self._send(signal.SIGTERM)
-        self._limit(self.limits.grace)
+        self._limit(min(OWN_WORDS, self.limits.grace / 2))
 
     def _on_signal(self, number: int) -> None:
         """Hand a signal on once and wait for all to save; a second Ctrl-C ends them at once."""
@@ -93,7 +98,11 @@ class Job:
                 self._limit(limit)
 
     def _too_late(self) -> None:
-        if not self.failed:
+        if self.failed and not self.ending:
+            self.ending = True
+            self._send(signal.SIGTERM)
+            self._limit(self.limits.grace - min(OWN_WORDS, self.limits.grace / 2))
+        elif not self.failed:
             self._code, self.failed = HUNG, True
             self._kill(f"not ended after {self.limits.stop:g} s")
         else:
