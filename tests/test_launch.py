@@ -1,7 +1,6 @@
 """`hfjax launch`: processes of one machine that live and end together."""
 
 import io
-import os
 import signal
 import sys
 import time
@@ -119,7 +118,8 @@ def test_a_run_that_stopped_to_be_resumed_is_no_failure():
 
 
 def test_who_does_not_stop_with_the_others_is_killed():
-    code, said = go("test $HFJAX_PROCESS = 0 && exit 75; exec sleep 60", limits=Limits(stop=0.5))
+    script = "test $HFJAX_PROCESS = 0 && exit 75; exec sleep 60"
+    code, said = go(script, restarts=1, limits=Limits(stop=0.5))
     assert code == 124
     assert said == ["not ended after 0.5 s: killing process 1"]
 

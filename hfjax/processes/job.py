@@ -37,13 +37,15 @@ class Job:
         self.children, self.events, self.limits, self.say = children, events, limits, say
         self.running = set(children)
         self.failed = self.stopping = self.ending = self.killed = False
+        self._saved = False  # a process stopped to be resumed
         self._code = 0
         self._deadline: float | None = None
 
     @property
     def may_restart(self) -> bool:
         """Whether a process failed, nobody asked to stop, and all have ended."""
-        return self.failed and not self.stopping and not self.running
+        asked = self.stopping or self._saved
+        return self.failed and not asked and not self.running
 
     def run(self) -> int:
         """Wait for the processes; return the exit code of the first that did not finish."""
@@ -71,7 +73,7 @@ class Job:
         if code == 0 or self.failed:
             return
         if resumable(status) or (self.stopping and resumable(code)):
-            self._code = self._code or code
+            self._saved, self._code = True, self._code or code
             if self._deadline is None:
                 self._limit(self.limits.stop)
         else:
