@@ -89,6 +89,7 @@ class Meeting:
     def __init__(self, listener: socket.socket, processes: int, timeout: float):
         self.listener, self.processes, self.timeout = listener, processes, timeout
         self._end = time.monotonic() + timeout - AHEAD
+        self._told = float("-inf")
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ)
         self._heard: dict[socket.socket, bytearray] = {}
@@ -101,7 +102,9 @@ class Meeting:
             self._listen()
             if self._verdict is None and (why := problem(list(self._hellos.values()))):
                 self._verdict, self._end = {"refused": why}, time.monotonic() + LINGER
-            self._tell(self._verdict or {"missing": self._missing()})
+            if self._verdict is not None or time.monotonic() - self._told > TELL:
+                self._told = time.monotonic()
+                self._tell(self._verdict or {"missing": self._missing()})
         self._close()
 
     def _missing(self) -> list[int]:
