@@ -89,3 +89,39 @@ def test_asked_in_one_process_both_stop_at_the_same_step(what, reason, code):
 def test_exit_codes_say_how_a_run_ended():
     assert [exit_code(reason) for reason in (None, "asked")] == [0, 75]
     assert [resumable(code) for code in (0, 1, 75, 124, 130, 143)] == [0, 0, 1, 0, 1, 1]
+
+
+STEPS = """
+import sys
+from hfjax.processes.distributed import init_distributed
+from hfjax.processes.stop import Stop
+me = init_distributed().process
+import jax, jax.numpy as jnp, numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+mesh = Mesh(np.array(jax.devices()), ("all",))
+rows = jax.make_array_from_callback(
+    (jax.device_count(), 64, 64), NamedSharding(mesh, P("all")), lambda _: np.ones((1, 64, 64))
+)
+step = jax.jit(lambda w, rows: w + 1e-3 * jnp.mean(jnp.tanh(rows @ w), (0, 1)))
+w = jax.device_put(jnp.ones(64), NamedSharding(mesh, P()))
+with Stop() as stop:
+    for number in range(300):
+        w = step(w, rows)
+        if number == 200 and me == jax.process_count() - 1:
+            stop.request()
+        if stop.agreed():
+            break
+print("stopped at step", number, float(w[0]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("processes", "devices"), [(2, 2), (4, 1)])
+def test_votes_go_along_with_the_collectives_of_the_steps(processes, devices):
+    options = ["-n", processes, "--devices-per-process", devices]
+    [(status, out, err)] = finished(launched(options, *python(STEPS)))
+    assert status == 0, err
+    found = re.findall(r"stopped at step (\d+) (\S+)", out)
+    assert [number for number, _ in found] == ["202"] * processes
+    [value] = {float(value) for _, value in found}
+    assert value == pytest.approx(1 + 203e-3)  # each step adds tanh(64) / 1000
