@@ -124,4 +124,4 @@ def test_votes_go_along_with_the_collectives_of_the_steps(processes, devices):
     found = re.findall(r"stopped at step (\d+) (\S+)", out)
     assert [number for number, _ in found] == ["202"] * processes
     [value] = {float(value) for _, value in found}
-    assert value == pytest.approx(1 + 203e-3)  # each step adds tanh(64) / 1000
+    assert value == pytest.approx(1 + 203e-3, rel=1e-4)  # each step adds tanh(64) / 1000
