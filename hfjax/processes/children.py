@@ -26,15 +26,14 @@ class Guardian:
             [sys.executable, "-I", "-S", str(Path(guardian.__file__))],
             stdin=subprocess.PIPE,
             start_new_session=True,
-            text=True,
+            bufsize=0,  # each note is one write, from whichever thread
         )
 
     def note(self, sign: str, pid: int) -> None:
         """Tell that a group has begun (+) or ended (-)."""
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.write(f"{sign} {pid}\n")
-            self._process.stdin.flush()
+            self._process.stdin.write(f"{sign} {pid}\n".encode())
 
     def __enter__(self) -> "Guardian":
         return self

@@ -16,6 +16,9 @@ def device_variables(
 
     Visible GPUs are dealt evenly, or `gpus` to each.
     """
+    for given, kind in ((fake, "fake devices"), (gpus, "GPUs")):
+        if given is not None and given < 1:
+            raise ValueError(f"{given} {kind} for each process: give at least 1.")
     if fake is not None:
         return [{"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(fake)}] * processes
     visible = visible_gpus(environment) if processes > 1 or gpus is not None else []

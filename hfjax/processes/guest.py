@@ -98,11 +98,11 @@ class Guest:
     def _too_late(self) -> str:
         if self.reason is None:
             return (
-                f"{self._absent} did not come within {self.timeout:.0f} s. Look at what is printed "
+                f"{self._absent} did not come within {self.timeout:g} s. Look at what is printed "
                 f"there, and whether {self.settings.coordinator} can be reached from there."
             )
         return (
-            f"{self._me} could not reach {self._there} within {self.timeout:.0f} s: {self.reason}. "
+            f"{self._me} could not reach {self._there} within {self.timeout:g} s: {self.reason}. "
             f"Is process 0 running, is the address right ({self.settings.named[0]}), and is the "
             "port open between the machines?"
         )

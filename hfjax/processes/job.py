@@ -10,6 +10,9 @@ from typing import Any
 from hfjax.processes.children import Child, Ended
 from hfjax.processes.codes import HUNG, resumable
 
+WAIT = 0.25  # seconds
+OWN_WORDS = 1.0  # seconds, of the grace: who fails because a peer did may say so itself
+
 
 @dataclass(frozen=True)
 class Limits:
@@ -18,6 +21,11 @@ class Limits:
     grace: float = 5.0  # from the failure of a process to the end of the others
     stop: float = 60.0  # for all to save and end after SIGTERM or Ctrl-C
     backoff: float = 1.0  # before the first restart; doubles each time, up to 30
+
+    def __post_init__(self):
+        for name, seconds in (("grace", self.grace), ("stop timeout", self.stop)):
+            if seconds < 0:
+                raise ValueError(f"{name} {seconds:g}: give 0 seconds or more.")
 
 
 class Job:
@@ -28,38 +36,33 @@ class Job:
     ):
         self.children, self.events, self.limits, self.say = children, events, limits, say
         self.running = set(children)
-        self.failed = self.stopping = self.killed = False
+        self.failed = self.stopping = self.ending = self.killed = False
+        self._saved = False  # a process stopped to be resumed
         self._code = 0
         self._deadline: float | None = None
 
     @property
     def may_restart(self) -> bool:
         """Whether a process failed, nobody asked to stop, and all have ended."""
-        return self.failed and not self.stopping and not self.running
+        asked = self.stopping or self._saved
+        return self.failed and not asked and not self.running
 
     def run(self) -> int:
         """Wait for the processes; return the exit code of the first that did not finish."""
         while self.running:
-            try:
-                event = self.events.get(timeout=self._left())
-            except Empty:
-                if self.killed:
-                    self.say(f"{self._names} cannot be killed (it waits for a disk?): left behind")
-                    break
-                self._too_late()
-                continue
+            event = next_event(self.events, self._deadline)
             if isinstance(event, Ended):
                 self._on_end(event.child, event.status)
-            else:
+            elif event is not None:
                 self._on_signal(event)
+            elif not self.killed:
+                self._too_late()
+            else:
+                self.say(f"{self._names} cannot be killed (it waits for a disk?): left behind")
+                break
         for child in self.children:
             child.drain()
         return self._code
-
-    def _left(self) -> float | None:
-        if self._deadline is None:
-            return None
-        return max(self._deadline - time.monotonic(), 0)
 
     def _limit(self, seconds: float) -> None:
         self._deadline = time.monotonic() + seconds
@@ -70,7 +73,7 @@ class Job:
         if code == 0 or self.failed:
             return
         if resumable(status) or (self.stopping and resumable(code)):
-            self._code = self._code or code
+            self._saved, self._code = True, self._code or code
             if self._deadline is None:
                 self._limit(self.limits.stop)
         else:
@@ -81,8 +84,7 @@ class Job:
         child.drain()
         others = f"; ending {self._names}" if self.running else ""
         self.say(f"process {child.process} {_how(status)}{others}")
-        self._send(signal.SIGTERM)
-        self._limit(self.limits.grace)
+        self._limit(min(OWN_WORDS, self.limits.grace / 2))
 
     def _on_signal(self, number: int) -> None:
         """Hand a signal on once and wait for all to save; a second Ctrl-C ends them at once."""
@@ -98,7 +100,11 @@ class Job:
                 self._limit(limit)
 
     def _too_late(self) -> None:
-        if not self.failed:
+        if self.failed and not self.ending:
+            self.ending = True
+            self._send(signal.SIGTERM)
+            self._limit(self.limits.grace - min(OWN_WORDS, self.limits.grace / 2))
+        elif not self.failed:
             self._code, self.failed = HUNG, True
             self._kill(f"not ended after {self.limits.stop:g} s")
         else:
@@ -119,6 +125,19 @@ class Job:
     def _names(self) -> str:
         numbers = ", ".join(map(str, sorted(child.process for child in self.running)))
         return f"process{'es' if len(self.running) > 1 else ''} {numbers}"
+
+
+def next_event(events: SimpleQueue, deadline: float | None) -> Ended | int | None:
+    """Return the next end of a child or signal; None if the deadline comes first.
+
+    A signal that comes just before `get` starts to wait does not wake it: hence in short waits.
+    """
+    while deadline is None or time.monotonic() < deadline:
+        try:
+            return events.get(timeout=WAIT)
+        except Empty:
+            continue
+    return None
 
 
 def _how(status: int) -> str:

@@ -4,14 +4,15 @@ import os
 import shutil
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from typing import Any
 
 from hfjax.processes.children import Child, Guardian
 from hfjax.processes.devices import device_variables
-from hfjax.processes.job import Job, Limits
+from hfjax.processes.job import Job, Limits, next_event
 from hfjax.processes.ports import free_port
 
 DEFAULT = Limits()
@@ -50,7 +51,7 @@ def launch(
             pause = min(limits.backoff * 2**restart, 30)
             restart += 1
             say(f"restart {restart} of {max_restarts} in {pause:g} s")
-            if _signalled(events, pause):
+            if next_event(events, time.monotonic() + pause) is not None:
                 return code
 
 
@@ -80,15 +81,6 @@ def _signals_to(events: SimpleQueue) -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _signalled(events: SimpleQueue, seconds: float) -> bool:
-    """Return whether a signal came within some seconds."""
-    try:
-        events.get(timeout=seconds)
-    except Empty:
-        return False
-    return True
 
 
 def _start(

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 
 LINGER = 3.0  # seconds in which those who come late are still told why the others left
+AHEAD = 0.2  # seconds before process 0 is late itself, the meeting tells that it is
 TELL = 0.25  # seconds between two messages that say who is missing
 LONGEST = 4096  # bytes of a hello; whoever sends more is somebody else
 
@@ -85,9 +86,10 @@ def missing(hellos: list[Hello], processes: int) -> list[int]:
 class Meeting:
     """Process 0's side: takes hellos until all are here, one refuses, or it is too late."""
 
-    def __init__(self, listener: socket.socket, processes: int, deadline: float):
-        self.listener, self.processes, self.deadline = listener, processes, deadline
-        self.seconds = deadline - time.monotonic()
+    def __init__(self, listener: socket.socket, processes: int, timeout: float):
+        self.listener, self.processes, self.timeout = listener, processes, timeout
+        self._end = time.monotonic() + timeout - AHEAD
+        self._told = float("-inf")
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ)
         self._heard: dict[socket.socket, bytearray] = {}
@@ -96,22 +98,20 @@ class Meeting:
 
     def run(self) -> None:
         """Hold the meeting; its end is told to all who came. Every socket is closed then."""
-        end = self.deadline
-        while time.monotonic() < end and not self._all_told():
+        while time.monotonic() < self._end and self._missing():
             self._listen()
             if self._verdict is None and (why := problem(list(self._hellos.values()))):
-                self._verdict, end = {"refused": why}, time.monotonic() + LINGER
-            self._tell(self._verdict or {"missing": self._missing()})
+                self._verdict, self._end = {"refused": why}, time.monotonic() + LINGER
+            if self._verdict is not None or time.monotonic() - self._told > TELL:
+                self._told = time.monotonic()
+                self._tell(self._verdict or {"missing": self._missing()})
         self._close()
-
-    def _all_told(self) -> bool:
-        return not self._missing()
 
     def _missing(self) -> list[int]:
         return missing(list(self._hellos.values()), self.processes)
 
     def _listen(self) -> None:
-        for key, _ in self._selector.select(TELL):
+        for key, _ in self._selector.select(min(TELL, max(self._end - time.monotonic(), 0))):
             if key.fileobj is self.listener:
                 self._accept()
             else:
@@ -158,7 +158,7 @@ class Meeting:
         self._selector.unregister(self.listener)
         self.listener.close()
         left = self._missing()
-        late = {"late": [number for number in left if number] or left, "seconds": self.seconds}
+        late = {"late": [number for number in left if number] or left, "seconds": self.timeout}
         self._tell(self._verdict or (late if left else {"go": True}))
         for guest in list(self._heard):
             self._forget(guest)

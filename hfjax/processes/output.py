@@ -36,33 +36,40 @@ class Lines(threading.Thread):
     def __init__(self, source: IO[bytes], target: BinaryIO, tag: bytes):
         super().__init__(name="hfjax output", daemon=True)
         self.source, self.target, self.tag = source, target, tag
-        self._drawn = 0.0
+        self._rest = b""
+        self._drawn = float("-inf")
         self._shown = False  # all of the line that is being drawn
 
     def run(self) -> None:
         """Copy until the stream ends."""
-        rest = b""
         while chunk := os.read(self.source.fileno(), 65536):
-            *lines, rest = (rest + chunk).split(b"\n")
-            for line in lines:
-                if visible(line) or not self._shown:
-                    self._write(visible(line))
-                self._shown = False
-            rest = self._redraw(rest)
-        if visible(rest):
-            self._write(visible(rest))
+            self.take(chunk)
+        self.end()
         self.source.close()
 
-    def _redraw(self, rest: bytes) -> bytes:
-        """Show a line that is being drawn over, if it is time; return what is not drawn yet."""
-        drawn, mark, latest = rest.rpartition(b"\r")
-        if not visible(drawn):
-            return rest
+    def take(self, chunk: bytes) -> None:
+        """Write the lines that are whole now, or the state of one that is being drawn."""
+        *lines, self._rest = (self._rest + chunk).split(b"\n")
+        for line in lines:
+            if visible(line) or not self._shown:
+                self._write(visible(line))
+            self._shown = False
+        drawn, mark, latest = self._rest.rpartition(b"\r")
+        if visible(drawn):
+            self._rest = self._redraw(visible(drawn)) + mark + latest
+
+    def end(self) -> None:
+        """Write what was left without an end of line."""
+        if visible(self._rest):
+            self._write(visible(self._rest))
+
+    def _redraw(self, drawn: bytes) -> bytes:
+        """Show a state of a line, if it is time, and forget it; else return it."""
         if time.monotonic() - self._drawn < REDRAW:
-            return visible(drawn) + mark + latest
+            return drawn
         self._drawn, self._shown = time.monotonic(), True
-        self._write(visible(drawn))
-        return latest
+        self._write(drawn)
+        return b""
 
     def _write(self, line: bytes) -> None:
         """Write a line at once; go on reading when nobody reads ours any more."""

@@ -17,7 +17,7 @@ def preflight(settings: Settings, timeout: float, say: Callable[[str], Any] = pr
     uses the coordinator's port, which JAX takes right after: nothing else has to be open.
     """
     guest = Guest(settings, timeout, say)
-    host = _host(settings, guest.deadline) if settings.process == 0 else None
+    host = _host(settings, timeout) if settings.process == 0 else None
     try:
         guest.attend()
     finally:
@@ -26,13 +26,13 @@ def preflight(settings: Settings, timeout: float, say: Callable[[str], Any] = pr
     return guest.left
 
 
-def _host(settings: Settings, deadline: float) -> threading.Thread:
+def _host(settings: Settings, timeout: float) -> threading.Thread:
     """Start the meeting in process 0; refuse a port that somebody else has."""
     try:
         port = listener(settings.address[1])
     except OSError as error:
         raise ValueError(_who_has_the_port(settings, error)) from None
-    meeting = Meeting(port, settings.processes, deadline)
+    meeting = Meeting(port, settings.processes, timeout)
     thread = threading.Thread(target=meeting.run, name="hfjax preflight", daemon=True)
     thread.start()
     return thread

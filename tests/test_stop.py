@@ -1,0 +1,127 @@
+"""Asked to stop, all processes stop at the same step; the second Ctrl-C does not wait."""
+
+import os
+import re
+import signal
+import threading
+
+import pytest
+
+from hfjax.processes.codes import exit_code, resumable
+from hfjax.processes.stop import Stop
+from tests.workers import finished, launched, python
+
+LOOP = """
+import os, signal, sys, time
+from hfjax.processes.codes import exit_code
+from hfjax.processes.distributed import init_distributed
+from hfjax.processes.stop import Stop
+me = init_distributed().process
+step, what = 0, WHAT
+with Stop() as stop:
+    for step in range(1000):
+        if me == 1 and step == 5:
+            stop.request() if what == "request" else os.kill(os.getpid(), int(what))
+        if stop.agreed():
+            break
+print("stopped at step", step, stop.reason)
+sys.exit(exit_code(stop.reason))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_is_agreed_on_at_once_in_one_process_and_handlers_come_back(number):
+    before = signal.getsignal(number)
+    with Stop() as stop:
+        assert not stop.agreed()
+        os.kill(os.getpid(), number)
+        assert stop.agreed()
+        assert stop.agreed()
+    assert stop.reason == signal.Signals(number).name
+    assert signal.getsignal(number) is before
+
+
+def test_a_program_may_ask_to_stop_itself():
+    with Stop() as stop:
+        stop.request()
+        assert stop.agreed()
+    assert stop.reason == "asked"
+
+
+def test_a_second_ctrl_c_raises_at_once_but_a_second_sigterm_does_not():
+    with Stop() as stop:
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+        assert stop.agreed()
+
+
+def test_outside_of_the_main_thread_it_is_refused():
+    told = []
+
+    def use():
+        try:
+            Stop().__enter__()
+        except ValueError as error:
+            told.append(str(error))
+
+    thread = threading.Thread(target=use)
+    thread.start()
+    thread.join()
+    assert told == ["Stop takes signals, which Python gives to the main thread only."]
+
+
+@pytest.mark.parametrize(
+    ("what", "reason", "code"),
+    [("15", "SIGTERM", 143), ("2", "SIGINT", 130), ("request", "asked", 75)],
+)
+def test_asked_in_one_process_both_stop_at_the_same_step(what, reason, code):
+    source = LOOP.replace("WHAT", repr(what))
+    [(status, out, err)] = finished(launched(["-n", 2], *python(source)))
+    assert status == code == exit_code(reason), err
+    assert resumable(status)
+    steps = re.findall(rf"\[(.)\] stopped at step (\d+) {reason}", out)
+    assert sorted(steps) == [("0", "7"), ("1", "7")]  # asked in step 5, seen two calls later
+
+
+def test_exit_codes_say_how_a_run_ended():
+    assert [exit_code(reason) for reason in (None, "asked")] == [0, 75]
+    assert [resumable(code) for code in (0, 1, 75, 124, 130, 143)] == [0, 0, 1, 0, 1, 1]
+
+
+STEPS = """
+import sys
+from hfjax.processes.distributed import init_distributed
+from hfjax.processes.stop import Stop
+me = init_distributed().process
+import jax, jax.numpy as jnp, numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+mesh = Mesh(np.array(jax.devices()), ("all",))
+rows = jax.make_array_from_callback(
+    (jax.device_count(), 64, 64), NamedSharding(mesh, P("all")), lambda _: np.ones((1, 64, 64))
+)
+step = jax.jit(lambda w, rows: w + 1e-3 * jnp.mean(jnp.tanh(rows @ w), (0, 1)))
+w = jax.device_put(jnp.ones(64), NamedSharding(mesh, P()))
+with Stop() as stop:
+    for number in range(300):
+        w = step(w, rows)
+        if number == 200 and me == jax.process_count() - 1:
+            stop.request()
+        if stop.agreed():
+            break
+print("stopped at step", number, float(w[0]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("processes", "devices"), [(2, 2), (4, 1)])
+def test_votes_go_along_with_the_collectives_of_the_steps(processes, devices):
+    options = ["-n", processes, "--devices-per-process", devices]
+    [(status, out, err)] = finished(launched(options, *python(STEPS)))
+    assert status == 0, err
+    found = re.findall(r"stopped at step (\d+) (\S+)", out)
+    assert [number for number, _ in found] == ["202"] * processes
+    [value] = {float(value) for _, value in found}
+    assert value == pytest.approx(1 + 203e-3, rel=1e-4)  # each step adds tanh(64) / 1000
