@@ -329,3 +329,8 @@ def test_the_launcher_starts_no_device():
         "from jax._src import xla_bridge; print(xla_bridge.backends_are_initialized())"
     )
     assert finished(start(source))[0][:2] == (0, "False\n")
+
+
+def test_the_greetings_of_a_cpus_collectives_are_left_out(capfd):
+    assert go("echo '[Gloo] Rank 0 is connected to 1 peer ranks.'; echo seen", 1)[0] == 0
+    assert capfd.readouterr().out == "seen\n"

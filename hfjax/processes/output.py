@@ -7,6 +7,7 @@ from typing import IO, BinaryIO
 
 REDRAW = 1.0  # seconds between two states of a progress bar that are shown
 ONE_LINE = threading.Lock()  # at a time, of all processes
+GREETING = b"[Gloo] Rank "  # of each process, at each meeting of a CPU's collectives
 COLOURS = (36, 33, 35, 32, 34, 31)
 
 
@@ -73,6 +74,8 @@ class Lines(threading.Thread):
 
     def _write(self, line: bytes) -> None:
         """Write a line at once; go on reading when nobody reads ours any more."""
+        if line.startswith(GREETING):
+            return
         with ONE_LINE:
             try:
                 self.target.write(self.tag + line + b"\n")

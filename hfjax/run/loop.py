@@ -83,6 +83,7 @@ class Run:
                 self.parts.layout,
                 keep=Keep(latest=keep.keep, every=keep.keep_every, best=best),
                 config=files.plain(config),
+                timeout=int(config.timeout),
             )
         )
         self._begin()
