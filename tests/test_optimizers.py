@@ -107,7 +107,7 @@ def test_a_frozen_parameter_has_no_gradient_no_moments_and_no_part_in_the_norm()
         (lambda x: hfjax.rate(1.0, steps=5, end=2), r"end=2; numbers of updates, and a fraction"),
         (
             lambda x: hfjax.rate(1.0, steps=5, decay="cos"),
-            r"decay='cos'; one of cosine, linear",
+            r"decay='cos', shape='linear'; decay is one of",
         ),
         (
             lambda x: hfjax.train_step(x, next_token_loss, nonfinite="ignore"),

@@ -84,10 +84,10 @@ def test_a_run_goes_on_under_another_strategy(whole, data, tmp_path, strategy, c
 
 
 def test_a_run_starts_in_a_pipeline_and_goes_on_without_one(data, tmp_path):
-    deep = replace(MODEL, layers=4)
+    deep = replace(MODEL, layers=2)
     alone = small(tmp_path / "alone", data, model=deep, mesh=ONE, steps=6)
     train(alone)
-    pipeline = {"mesh": Mesh(pipe=2, data=2), "pipeline": Pipeline("interleaved", 4, 2)}
+    pipeline = {"mesh": Mesh(pipe=2, data=2), "pipeline": Pipeline("1f1b", 2)}
     piped = small(tmp_path / "piped", data, model=deep, steps=6, strategy="pipe", **pipeline)
     train(replace(piped, minutes=0.0))
     train(replace(piped, strategy="fsdp", mesh=Mesh()))
@@ -206,15 +206,18 @@ def greedy(parts, state, prompt, count):
     """Write by the likeliest token, plainly."""
     module = parts.model.init(nnx.Rngs(0))
     nnx.update(module, jax.tree.map(jnp.asarray, hfjax.full(state.params)))
+    graph, arrays = nnx.split(module)
+    run = jax.jit(lambda row: nnx.merge(graph, arrays)({"tokens": row}))
     tokens = list(prompt)
     for _ in range(count):
         seen = tokens[-16:]
-        row = np.array([*seen, 0], np.int32)[None]
-        tokens.append(int(module({"tokens": row})[0, -1].argmax()))
+        row = np.zeros((1, 17), np.int32)
+        row[0, : len(seen)] = seen
+        tokens.append(int(run(row)[0, len(seen) - 1].argmax()))
     return tokens[len(prompt) :]
 
 
-@pytest.mark.parametrize("length", [3, 16, 40])
+@pytest.mark.parametrize("length", [3, 40])
 def test_the_likeliest_text_is_the_same_on_one_device_and_on_many(whole, data, length):
     directory, _ = whole
     prompt = list(b"the mesh of the tensor axis is a row of data")[:length]
