@@ -28,8 +28,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _function(name)(rest)
     except KeyboardInterrupt:
-        print("stopped", file=sys.stderr)
-        return 130
+        print("stopped", file=sys.stderr, flush=True)
+        sys.stdout.flush()
+        os._exit(130)  # a compilation that is under way would crash the ordinary exit
     except BrokenPipeError:  # the reader has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1

@@ -1,5 +1,6 @@
 """Optimizers put together from any of optax: by path of parameters, and with their average."""
 
+import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -31,6 +32,11 @@ def by_path(
                 f"by_path: {without[0]} (and {len(without) - 1} more) matches none of {patterns}. "
                 'Add a last pattern "*".'
             )
+        if idle := [pattern for pattern in patterns if pattern not in found.values()]:
+            raise ValueError(
+                f"by_path: {idle[0]!r} never counts, since patterns before it match the same "
+                f"paths: {patterns}. The first that matches counts: put it before them."
+            )
         return nest(found)
 
     return optax.partition({**optimizers}, labels)
@@ -57,13 +63,17 @@ def scaled(
 
     >>> optimizer = scaled(optax.adamw(1e-3), {"tokens": 0.1, "layers/*": 0.5})
     """
+    for pattern, factor in factors.items():
+        if not isinstance(factor, int | float) or not 0 <= factor < math.inf:
+            raise ValueError(f"scaled: {pattern}={factor!r}; a finite factor of at least 0.")
     if not factors:
         return optimizer
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple:
         flat = flatten(updates)
         found = matches(list(factors), flat)
-        scale = lambda path, x: x * factors[found[path]] if path in found else x
+        moves = lambda path, x: path in found and hasattr(x, "dtype")  # not of a frozen one
+        scale = lambda path, x: x * factors[found[path]] if moves(path, x) else x
         return nest({path: scale(path, x) for path, x in flat.items()}), state
 
     init = lambda params: optax.EmptyState()
@@ -74,11 +84,18 @@ def without(
     optimizer: optax.GradientTransformation, frozen: Collection[str]
 ) -> optax.GradientTransformation:
     """Return an optimizer that neither moves the parameters of these paths nor keeps moments."""
-    if not frozen:
-        return optimizer
+    whole = optimizer.optimizer if isinstance(optimizer, Without) else optimizer
     label = lambda path: "frozen" if path in frozen else "trained"
     labels = lambda params: nest({path: label(path) for path in flatten(params)})
-    return optax.partition({"trained": optimizer, "frozen": optax.set_to_zero()}, labels)
+    made = Without(*optax.partition({"trained": whole, "frozen": optax.set_to_zero()}, labels))
+    made.optimizer = whole
+    return made
+
+
+class Without(optax.GradientTransformationExtraArgs):
+    """An optimizer without some parameters, which knows the one that has them all."""
+
+    optimizer: Any
 
 
 class Averaged(NamedTuple):
@@ -92,9 +109,10 @@ def ema(optimizer: optax.GradientTransformation, decay: float) -> optax.Gradient
     """Return the optimizer, which also keeps an exponential moving average of the parameters.
 
     It starts from the first parameters, lies where moments lie, and is saved with them. A step
-    that is skipped leaves it alone. `averaged(state)` is the state to evaluate.
+    that is skipped leaves it alone. `averaged(state)` is the state to evaluate. In a chain put it
+    outermost: the average is of what this optimizer alone makes of the parameters.
     """
-    if not 0 < decay < 1:
+    if not isinstance(decay, float) or not 0 < decay < 1:
         raise ValueError(f"ema: decay={decay!r}; a number between 0 and 1, for instance 0.999.")
     inner = optax.with_extra_args_support(optimizer)
     wide = lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float32))
@@ -117,6 +135,8 @@ def averaged(state: Any) -> Any:
 
     The layout's optimizer is `hfjax.ema(…)`, or has one in it.
     """
+    if not hasattr(state, "optimizer"):
+        raise ValueError(f"averaged(state): a hfjax.State is expected, found {state!r}.")
     is_average = lambda x: isinstance(x, Averaged)
     found = [x for x in jax.tree.leaves(state.optimizer, is_leaf=is_average) if is_average(x)]
     if not found:
@@ -124,14 +144,12 @@ def averaged(state: Any) -> Any:
             "averaged(state): its optimizer keeps no average. Train with hfjax.ema(optimizer, "
             "decay=0.999)."
         )
-    average = flatten(found[0].average)
-    params = {
-        path: average[path].astype(x.dtype) if _there(average.get(path)) else x
-        for path, x in flatten(state.params).items()
-    }
+    average: dict[str, Any] = {}
+    for kept in found:  # of a frozen parameter, or one of another group, there is none
+        mine = {path: x for path, x in flatten(kept.average).items() if hasattr(x, "astype")}
+        if twice := mine.keys() & average.keys():
+            raise ValueError(f"averaged(state): two averages are kept of {min(twice)}.")
+        average |= mine
+    params = flatten(state.params)
+    params |= {path: x.astype(params[path].dtype) for path, x in average.items()}
     return replace(state, params=nest(params))
-
-
-def _there(x: Any) -> bool:
-    """Return whether an array is kept of a parameter: of a frozen one there is none."""
-    return hasattr(x, "astype")

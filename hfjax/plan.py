@@ -76,9 +76,16 @@ class Layout:
     def freeze(self, *patterns: str) -> "Layout":
         """Return the layout in which the parameters of these paths stay as they are.
 
-        They have neither gradient nor moments; `*` stands for anything: `"layers/*"`.
+        They have neither gradient nor moments; `*` stands for anything: `"layers/*"`. What was
+        frozen before stays so.
         """
-        frozen = set(matches(patterns, self.arrays))
+        if not patterns or not all(isinstance(pattern, str) for pattern in patterns):
+            raise ValueError(
+                f"freeze{patterns}: patterns of paths are expected, at least one, for instance "
+                'layout.freeze("tokens", "layers/*").'
+            )
+        before = {path for path, p in self.placed.items() if p.frozen}
+        frozen = before | set(matches(patterns, self.arrays))
         _check_frozen(frozen, self.blueprint)
         placed = {path: replace(p, frozen=path in frozen) for path, p in self.placed.items()}
         return replace(self, placed=placed, optimizer=without(self.optimizer, frozen))

@@ -25,9 +25,9 @@ def rate(
     """Return a learning rate: up to `peak` in `warmup` updates, held, then down to `end` * peak.
 
     The way down (cosine, linear or constant) ends after `steps` updates in all; after it the rate
-    stays. `shape`, of the way up, is linear or log. `decay="constant"` is DeepSpeed's WarmupLR,
-    "linear" its WarmupDecayLR, "cosine" its WarmupCosineLR; with `hold` it is warm-up, stable,
-    decay (WSD).
+    stays. `shape`, of the way up, is linear or log (which begins at zero). `decay="constant"` is
+    DeepSpeed's WarmupLR, "linear" its WarmupDecayLR, "cosine" its WarmupCosineLR; with `hold` it is
+    warm-up, stable, decay (WSD).
 
     >>> [round(float(rate(1.0, warmup=2, steps=6)(n)), 3) for n in range(7)]
     [0.5, 1.0, 1.0, 0.854, 0.5, 0.146, 0.0]
@@ -41,7 +41,7 @@ def rate(
     down = ways.get(decay, optax.constant_schedule(peak))
 
     def at(count):
-        """The first update already moves: its rate is peak / warmup, not zero."""
+        """The first update of a linear warm-up already moves: its rate is peak / warmup."""
         part = jnp.minimum((count + 1) / max(warmup, 1), 1.0)
         if shape == "log" and warmup > 1:
             part = jnp.minimum(jnp.log(count + 1.0) / math.log(warmup), 1.0)
@@ -51,8 +51,12 @@ def rate(
 
 
 def _check_numbers(peak: float, warmup: int, end: float, hold: int) -> None:
-    if not peak > 0:
-        raise ValueError(f"rate: peak={peak!r}; a positive learning rate.")
+    numbers = (peak, warmup, end, hold)
+    if not all(isinstance(x, int | float) for x in numbers) or not 0 < peak < math.inf:
+        raise ValueError(
+            f"rate: peak={peak!r}, warmup={warmup!r}, end={end!r}, hold={hold!r}; numbers are "
+            "expected, peak a positive learning rate."
+        )
     if warmup < 0 or hold < 0 or not 0 <= end <= 1:
         raise ValueError(
             f"rate: warmup={warmup}, hold={hold}, end={end}; numbers of updates, and a fraction of "
@@ -66,7 +70,7 @@ def _check_way(first: int, steps: int | None, decay: str, shape: str) -> None:
             f"rate: decay={decay!r}, shape={shape!r}; decay is one of {', '.join(DECAYS)}, shape "
             f"one of {', '.join(SHAPES)}."
         )
-    if decay != "constant" and (steps is None or steps <= first):
+    if decay != "constant" and (not isinstance(steps, int) or steps <= first):
         raise ValueError(
             f"rate: steps={steps} leave nothing to decay after warmup + hold = {first}. "
             'Give more steps, or decay="constant".'

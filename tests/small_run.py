@@ -33,7 +33,7 @@ def small(directory: Path, text: Path, **changes: Any) -> Train:
         "batch": 16,
         "model": MODEL,
         "data": Data(train=(str(text),)),
-        "optimizer": Optimizer(rate=1e-2, warmup=3),
+        "optimizer": Optimizer(rate=1e-2),
         "checkpoints": Checkpoints(every=5),
         "log": QUIET,
     }

@@ -334,3 +334,9 @@ def test_the_launcher_starts_no_device():
 def test_the_greetings_of_a_cpus_collectives_are_left_out(capfd):
     assert go("echo '[Gloo] Rank 0 is connected to 1 peer ranks.'; echo seen")[0] == 0
     assert sorted(capfd.readouterr().out.splitlines()) == ["[0] seen", "[1] seen"]
+
+
+def test_a_mistake_that_no_restart_cures_is_not_tried_again():
+    code, said = go("exit 2", restarts=3)
+    assert code == 2
+    assert not any("restart" in words for words in said)

@@ -1,5 +1,7 @@
 """Parameter groups, frozen parameters, averages, learning rates; what was not finite, by name."""
 
+from typing import Any
+
 import jax
 import numpy as np
 import optax
@@ -8,11 +10,13 @@ import pytest
 import hfjax
 from hfjax.models.gpt import next_token_loss
 from hfjax.models.parts import run_stacked
+from hfjax.optimizers import scaled
 from hfjax.parallel.strategy import DDP, FSDP, PIPE, SEQUENCE, TENSOR, ZERO1, ZERO2
 from hfjax.paths import flatten
 from tests.small_gpt import gpt, gpt_layout, tokens
 
 ONE = {"data": 1}
+NO_NUMBER: Any = "0.001"
 MESHES = [
     (DDP, {"data": 8}, {}),
     (ZERO1, {"data": 8}, {"accumulate": 2}),
@@ -87,6 +91,35 @@ def test_a_frozen_parameter_has_no_gradient_no_moments_and_no_part_in_the_norm()
     assert "none" in str(still)
 
 
+def test_what_is_frozen_step_by_step_is_frozen_together():
+    def norm(layout):
+        return after(layout, steps=1)[1][0][1]
+
+    wanted = norm(alone().freeze("tokens", "layers/*"))
+    assert norm(alone().freeze("tokens").freeze("layers/*")) == wanted
+    assert norm(alone().freeze("layers/*").freeze("tokens")) == wanted
+    assert norm(alone()) > wanted
+
+
+def test_averages_of_groups_are_put_together():
+    groups = {"tokens": hfjax.ema(optax.sgd(0.1), 0.5), "*": hfjax.ema(optax.sgd(0.1), 0.5)}
+    several, _ = after(alone(hfjax.by_path(groups)))
+    one, _ = after(alone(hfjax.ema(optax.sgd(0.1), 0.5)))
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        hfjax.full(hfjax.averaged(several).params),
+        hfjax.full(hfjax.averaged(one).params),
+    )
+
+
+def test_a_frozen_parameter_may_be_scaled_too():
+    layout = alone(scaled(optax.sgd(0.1), {"*": 0.5})).freeze("tokens")
+    half, _ = after(layout, steps=1)
+    wanted, _ = after(alone(optax.sgd(0.05)).freeze("tokens"), steps=1)
+    for path, x in flatten(hfjax.full(wanted.params)).items():
+        np.testing.assert_allclose(flatten(hfjax.full(half.params))[path], x, rtol=1e-6)
+
+
 @pytest.mark.parametrize(
     ("act", "message"),
     [
@@ -100,9 +133,21 @@ def test_a_frozen_parameter_has_no_gradient_no_moments_and_no_part_in_the_norm()
             lambda x: hfjax.init(alone(hfjax.by_path({"x*": optax.sgd(1), "*": optax.sgd(1)}))),
             r"pattern 'x\*' matches no parameter",
         ),
+        (lambda x: x.freeze(), r"freeze\(\): patterns of paths are expected, at least one"),
+        (lambda x: x.freeze(["tokens"]), r"freeze\(\['tokens'\],\): patterns of paths"),
+        (
+            lambda x: hfjax.init(alone(hfjax.by_path({"*": optax.sgd(1), "norm/*": optax.sgd(1)}))),
+            r"by_path: 'norm/\*' never counts, since patterns before it match the same paths",
+        ),
+        (lambda x: hfjax.ema(optax.sgd(1), NO_NUMBER), r"ema: decay=.0.001.; a number between"),
+        (
+            lambda x: hfjax.rate(NO_NUMBER),
+            r"rate: peak=.0.001., warmup=0, .*; numbers are expected",
+        ),
+        (lambda x: hfjax.averaged(5), r"averaged\(state\): a hfjax.State is expected, found 5"),
         (lambda x: hfjax.ema(optax.sgd(1), 1.0), r"ema: decay=1.0; a number between 0 and 1"),
         (lambda x: hfjax.averaged(hfjax.init(x)), r"its optimizer keeps no average"),
-        (lambda x: hfjax.rate(0.0), r"peak=0.0; a positive learning rate"),
+        (lambda x: hfjax.rate(0.0), r"peak=0.0, .*, peak a positive learning rate"),
         (lambda x: hfjax.rate(1.0, warmup=5, steps=5), r"steps=5 leave nothing to decay"),
         (lambda x: hfjax.rate(1.0, steps=5, end=2), r"end=2; numbers of updates, and a fraction"),
         (

@@ -10,6 +10,7 @@ import pytest
 from flax import nnx
 
 import hfjax
+from hfjax.data import prepare
 from hfjax.run import Parts, Train, evaluate, generate, load, train
 from hfjax.run.config import Checkpoints, Data, Log, Mesh, Model, Optimizer, Pipeline
 from hfjax.run.journal import Journal
@@ -260,7 +261,18 @@ def test_sampled_text_is_the_same_for_the_same_seed_and_another_for_another(whol
         ({"mesh": Mesh(data=3, tensor=4)}, r"mesh data=3 x tensor=4 needs 12 devices, found 8"),
         ({"batch": 12, "mesh": Mesh(data=8)}, r"batch of 12 rows does not divide by 1 microb"),
         ({"optimizer": Optimizer(name="adamx")}, r"name adamx: optax has no optimizer"),
-        ({"optimizer": Optimizer(name="sgd", weight_decay=0.1)}, r"sgd has none. Use adamw"),
+        ({"optimizer": Optimizer(name="sgd", weight_decay=0.1)}, r"optax's sgd cannot be told"),
+        ({"optimizer": Optimizer(name="sgd", no_decay=("tokens",))}, r"no-decay: optax's sgd"),
+        ({"optimizer": Optimizer(name="lbfgs")}, r"lbfgs cannot be used here: it needs more"),
+        ({"optimizer": Optimizer(name="scale_by_learning_rate")}, r"optax has no optimizer"),
+        ({"optimizer": Optimizer(own="hfjax:save")}, r"a function of the learning rate is exp"),
+        ({"optimizer": Optimizer(own="a:b", no_decay=("x",))}, r"no-decay beside --optimizer.own"),
+        ({"optimizer": Optimizer(scale=("tokens=nan",))}, r"scaled: tokens=nan; a finite factor"),
+        ({"optimizer": Optimizer(warmup=12)}, r"steps=12 leave nothing to decay"),
+        ({"model": Model(preset="bert-tiny")}, r"--model.preset bert-tiny: one of gpt-tiny"),
+        ({"model": Model(preset="llama-tiny", dropout=0.1)}, r"a Llama has no dropout"),
+        ({"model": Model(own="hfjax:init", layers=2)}, r"--model.layers is of presets"),
+        ({"data": Data(valid="nowhere")}, r"nowhere"),
         ({"optimizer": Optimizer(scale=("tokens",))}, r"scale tokens: PATTERN=FACTOR"),
         ({"optimizer": Optimizer(scale=("x=2",))}, r"pattern 'x' matches no parameter"),
         ({"optimizer": Optimizer(no_decay=("biases",))}, r"'biases' matches no parameter"),
@@ -296,14 +308,15 @@ def test_another_seed_or_model_does_not_go_on(data, tmp_path):
     ("name", "text", "message"),
     [
         ("a.yaml", "stepps: 3", r"a.yaml: no field 'stepps'. Nearest: \['steps'"),
-        ("a.yaml", "steps: many", r"a.yaml: steps='many': int is expected"),
+        ("a.yaml", "steps: many", r"a.yaml: steps='many': a whole number is expected"),
         ("a.yaml", "mesh: 3", r"a.yaml: mesh: fields with values are expected, found 3"),
-        ("a.yaml", "mesh:\n  data: [1]", r"a.yaml: mesh: data=\[1\]: int is expected"),
-        ("a.yaml", "precision: fp8", r"precision='fp8': .*Literal.* is expected"),
-        ("a.yaml", "data:\n  train: x", r"data: train='x': tuple"),
-        ("a.yaml", "steps: 0", r"--steps 0: at least 1 is needed"),
+        ("a.yaml", "mesh:\n  data: [1]", r"a.yaml: mesh: data=\[1\]: a whole number is"),
+        ("a.yaml", "precision: fp8", r"precision='fp8': one of stored, fp32, bf16 is"),
+        ("a.yaml", "data:\n  train: {}", r"data: train={}: a list is expected"),
+        ("a.yaml", "steps: 0", r"--steps 0: a number from 1 on is needed"),
         ("a.yaml", "{", r"a.yaml is no YAML"),
         ("a.yaml", "- 1", r"fields with values are expected, found \[1\]"),
+        ("a.py", "from hfjax.run import Train\nconfig = Train(stepz=3)", r"a.py: .*stepz"),
         ("a.py", "x = 1", r"a.py: it must define `config`, a hfjax.run.Train; found None"),
         (None, "", r"b.yaml: there is no such file"),
     ],
@@ -316,7 +329,7 @@ def test_a_configuration_file_that_says_nonsense_is_refused(tmp_path, name, text
 
 
 def test_a_configuration_comes_from_yaml_or_python(tmp_path):
-    (tmp_path / "a.yaml").write_text("steps: 7\noptimizer:\n  rate: 3e-4\n  frozen: [tokens]\n")
+    (tmp_path / "a.yaml").write_text("steps: 7.0\noptimizer:\n  rate: 3e-4\n  frozen: tokens\n")
     (tmp_path / "a.py").write_text(
         "from hfjax.run import Train\nfrom hfjax.run.config import Optimizer\n"
         "config = Train(steps=7, optimizer=Optimizer(rate=3e-4, frozen=('tokens',)))\n"
@@ -325,6 +338,111 @@ def test_a_configuration_comes_from_yaml_or_python(tmp_path):
     assert load(tmp_path / "a.yaml") == load(tmp_path / "a.py") == wanted
     (tmp_path / "empty.yaml").write_text("")
     assert load(tmp_path / "empty.yaml") == Train()
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Train(steps=0), r"--steps 0: a number from 1 on"),
+        (lambda: Train(seed=2**32), r"--seed 4294967296: a number below"),
+        (lambda: Train(minutes=float("nan")), r"--minutes nan: a number from 0"),
+        (lambda: Model(layers=0), r"--model.layers 0: a number from 1 on"),
+        (lambda: Model(dropout=2), r"--model.dropout 2: a part below 1"),
+        (lambda: Checkpoints(every=-5), r"--checkpoints.every -5"),
+        (lambda: Log(valid_batches=0), r"--log.valid-batches 0: a number from 1"),
+        (lambda: Optimizer(rate=-1.0), r"--optimizer.rate -1.0"),
+        (lambda: Pipeline(chunks=0), r"--pipeline.chunks 0"),
+    ],
+)
+def test_a_number_out_of_bounds_is_refused_with_its_flag(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_steps_that_are_not_finite_are_never_saved_over(data, tmp_path):
+    """However often it is started again, the run ends at the same step."""
+    config = small(
+        tmp_path,
+        data,
+        mesh=ONE,
+        optimizer=Optimizer(rate=1e30, warmup=0, clip=None),
+        checkpoints=Checkpoints(every=2),
+    )
+    for _ in range(2):
+        with pytest.raises(FloatingPointError, match=r"step 1 is not finite"):
+            train(config)
+    assert hfjax.latest(tmp_path / "checkpoints") is None
+    assert set(told(tmp_path)) <= {0, 1}
+
+
+def test_skipped_steps_are_no_updates_for_the_learning_rate(data, tmp_path):
+    (tmp_path / "own.py").write_text(
+        "import jax.numpy as jnp, hfjax\n"
+        "from hfjax.models.gpt import next_token_loss\n"
+        "def loss(outputs, batch):\n"
+        "    mean = next_token_loss(outputs, batch)\n"
+        "    bad = (batch['tokens'][:, 0] == ord('t')).any()\n"
+        "    return hfjax.Mean(jnp.where(bad, jnp.nan, mean.total), mean.weight)\n"
+    )
+    model = replace(MODEL, loss=f"{tmp_path}/own.py:loss")
+    config = small(tmp_path, data, mesh=ONE, batch=4, model=model, nonfinite="skip")
+    with pytest.warns(RuntimeWarning, match="was skipped"):
+        train(config)
+    losses, rates = told(tmp_path), told(tmp_path, "lr")
+    skipped, rate = 0, Parts(config).rate
+    for step, loss in losses.items():
+        assert rates[step] == pytest.approx(float(rate(step - skipped)))
+        skipped += loss is None
+    assert 0 < skipped < 12
+
+
+def test_the_best_checkpoint_is_judged_by_its_own_validation(data, tmp_path):
+    log = replace(QUIET, valid_every=4)
+    keep = Checkpoints(every=5, keep=1, keep_best=True)
+    train(small(tmp_path, data, mesh=ONE, log=log, checkpoints=keep))
+    found = told(tmp_path, "valid_loss")
+    assert list(found) == [4, 5, 8, 10, 12]
+    recorded = hfjax.recorded(tmp_path / "checkpoints", 12)
+    assert recorded["metrics"] == {"valid_loss": found[12]}
+
+
+def test_keeping_the_best_without_a_validation_set_is_refused(data, tmp_path):
+    alone = Data(train=(str(data / "train"),))
+    keep = Checkpoints(keep_best=True)
+    with pytest.raises(ValueError, match=r"keep-best needs a validation set"):
+        train(small(tmp_path, data, data=alone, checkpoints=keep))
+
+
+def test_a_loss_that_counts_empty_rows_is_refused_where_it_would_matter(data, tmp_path):
+    (tmp_path / "own.py").write_text(
+        "from hfjax.models.gpt import next_token_loss\n"
+        "def loss(outputs, batch):\n"
+        "    mean = next_token_loss(outputs, {'tokens': batch['tokens']})\n"
+        "    return mean.total / mean.weight\n"
+    )
+    model = replace(MODEL, loss=f"{tmp_path}/own.py:loss")
+    every = replace(QUIET, valid_batches=1000)
+    with pytest.raises(ValueError, match=r"mask is 0 everywhere by 16: the rows that fill up"):
+        train(small(tmp_path, data, mesh=ONE, model=model, log=every))
+    assert train(small(tmp_path / "a", data, mesh=ONE, model=model)).valid_loss is not None
+
+
+def test_other_tokenizers_are_not_mixed(data, tmp_path):
+    texts = str(data.parent / "texts")
+    for name, part in (("a", "1*.txt"), ("b", "2*.txt")):
+        prepare(texts, tmp_path / name, tokenizer="bpe", vocab=270, pattern=part)
+    both = Data(train=(str(tmp_path / "a"), str(tmp_path / "b")))
+    with pytest.raises(ValueError, match=r"were made by different tokenizers"):
+        train(small(tmp_path / "run", data, data=both))
+    other = Data(train=(str(tmp_path / "a"),), valid=str(tmp_path / "b"))
+    with pytest.raises(ValueError, match=r"were made by different tokenizers"):
+        train(small(tmp_path / "run", data, data=other))
+
+
+def test_a_configuration_is_saved_to_be_read_from_any_folder(data, tmp_path, monkeypatch):
+    monkeypatch.chdir(data.parent)
+    train(small(tmp_path, Path("data"), steps=1, mesh=ONE))
+    assert load(tmp_path / "config.yaml").data.train == (str(data),)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import numpy as np
 from hfjax.data.batches import Batches
 from hfjax.data.order import fingerprint, order
 from hfjax.data.rows import DocumentRows, Row, Rows, StreamRows
-from hfjax.data.tokens import DOCUMENTS, TOKENS, TokenSet
+from hfjax.data.tokens import DOCUMENTS, TOKENS, TokenSet, check_same_tokenizer
 
 PACKINGS = ("stream", "documents")
 Sets = TokenSet | str | Path | Sequence[TokenSet | str | Path]
@@ -125,19 +125,21 @@ class Loader:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on at a position. Batch size and processes may be others, the stream not."""
+        rows = state.get("rows") if isinstance(state, Mapping) else None
+        if not isinstance(rows, int) or isinstance(rows, bool) or rows < 0:
+            raise ValueError(f"restore({state!r}): what `loader.state()` returned is expected.")
         for name, here in self.identity.items():
             if state.get(name) != here:
                 raise ValueError(
                     f"this state is of another stream of rows: its {name} is {state.get(name)}, "
                     f"here it is {here}. Go on with what the run began with, or begin anew."
                 )
-        position, end = state.get("rows"), len(self._stream)
-        if not isinstance(position, int) or not 0 <= position < end + self.rows:
+        if rows >= len(self._stream) + self.rows:
             raise ValueError(
-                f"this state is at row {position}, the data ends at row {end} (epochs="
+                f"this state is at row {rows}, the data ends at row {len(self._stream)} (epochs="
                 f"{self.epochs}). Give more epochs."
             )
-        self._go_to(position)
+        self._go_to(rows)
 
     def rewind(self) -> "Loader":
         """Go back to the beginning and return the loader: `for batch in loader.rewind(): …`."""
@@ -168,6 +170,7 @@ class Loader:
     def _sets(self) -> list[Rows]:
         given = [self.data] if isinstance(self.data, TokenSet | str | Path) else self.data
         opened = [data if isinstance(data, TokenSet) else TokenSet(data) for data in given]
+        check_same_tokenizer(opened)
         if self.packing == "documents":
             return [DocumentRows(data, self.length) for data in opened]
         return [StreamRows(data, self.length, self.documents) for data in opened]
@@ -232,8 +235,8 @@ def _check_sizes(loader: Loader) -> None:
 def _check_ends(loader: Loader) -> None:
     if loader.packing not in PACKINGS:
         raise ValueError(f"packing={loader.packing!r}: one of {', '.join(PACKINGS)}.")
-    if loader.epochs is not None and loader.epochs < 1:
-        raise ValueError(f"epochs={loader.epochs}: at least 1, or None for no end.")
+    if loader.epochs is not None and (not isinstance(loader.epochs, int) or loader.epochs < 1):
+        raise ValueError(f"epochs={loader.epochs!r}: a whole number from 1 on, or None: no end.")
     if loader.pad_last and loader.epochs is None:
         raise ValueError("pad_last=True: without epochs there is no last batch. Give epochs=1.")
 
@@ -242,7 +245,7 @@ def _check_weights(loader: Loader) -> None:
     count = len(loader._sets)
     if not count:
         raise ValueError("no data set given: at least one is needed.")
-    if len(loader._weights) != count or min(loader._weights) <= 0:
+    if len(loader._weights) != count or not all(0 < w < float("inf") for w in loader._weights):
         raise ValueError(
             f"weights={loader.weights} for {count} data sets: give one for each, above 0."
         )

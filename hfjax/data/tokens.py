@@ -2,13 +2,14 @@
 
 import json
 import zlib
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 
-from hfjax.data.tokenizer import ByteTokenizer, TrainedTokenizer, load_tokenizer
+from hfjax.data.tokenizer import FILE as TOKENIZER, ByteTokenizer, TrainedTokenizer, load_tokenizer
 
 FORMAT = 1
 TOKENS, DOCUMENTS, META = "tokens.bin", "documents.npy", "meta.json"
@@ -140,6 +141,20 @@ class TokenSet:
                 f"{len(self)}: it belongs to another data set. Copy the directory as a whole."
             )
         return offsets
+
+
+def check_same_tokenizer(sets: Sequence[TokenSet]) -> None:
+    """Refuse data sets whose numbers do not mean the same tokens."""
+    known = [data for data in sets if data.meta.tokenizer != "none"]
+    told = lambda data: (data.meta.tokenizer, data.meta.crc32.get(TOKENIZER), data.vocab)
+    for data in known[1:]:
+        if told(data) != told(known[0]):
+            raise ValueError(
+                f"{known[0].directory} and {data.directory} were made by different tokenizers: "
+                f"{known[0].meta.tokenizer} with a vocabulary of {known[0].vocab}, "
+                f"{data.meta.tokenizer} with one of {data.vocab}. Make one with the tokenizer of "
+                f"the other: hfjax data … --tokenizer {known[0].directory}"
+            )
 
 
 def crc32(path: Path) -> int:

@@ -8,7 +8,7 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from hfjax.processes.children import Child, Ended
-from hfjax.processes.codes import HUNG, resumable
+from hfjax.processes.codes import HUNG, MISTAKE, resumable
 
 WAIT = 0.25  # seconds
 OWN_WORDS = 1.0  # seconds, of the grace: who fails because a peer did may say so itself
@@ -43,9 +43,9 @@ class Job:
 
     @property
     def may_restart(self) -> bool:
-        """Whether a process failed, nobody asked to stop, and all have ended."""
+        """Whether a process failed in a way that may pass, nobody asked to stop, and all ended."""
         asked = self.stopping or self._saved
-        return self.failed and not asked and not self.running
+        return self.failed and not asked and not self.running and self._code != MISTAKE
 
     def run(self) -> int:
         """Wait for the processes; return the exit code of the first that did not finish."""

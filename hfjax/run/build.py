@@ -1,32 +1,25 @@
 """From a configuration to what runs: model, optimizer, mesh, strategy, layout, step, data."""
 
-import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from functools import cached_property, reduce
 from pathlib import Path
 from typing import Any
 
 import jax
-import optax
 
 import hfjax
 from hfjax.batches import rows_of_process
 from hfjax.data import Loader, TokenSet, standard_library
-from hfjax.data.tokens import SPLITS
-from hfjax.models import gpt, llama
-from hfjax.optimizers import scaled
+from hfjax.data.tokens import SPLITS, check_same_tokenizer
 from hfjax.parallel.mesh import describe_mesh
-from hfjax.paths import flatten, matches, nest
+from hfjax.run.chosen import Chosen, choose
 from hfjax.run.config import Train
-from hfjax.run.files import function
+from hfjax.run.evaluation import Evaluated, check_weighs_by_mask, evaluate
+from hfjax.run.updates import optimizer_of, rate_of
 
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp", "tensor", "sequence", "pipe")
-NO_DECAY = ("*/bias", "*norm*", "norm*")
-ROUND_TO = 128  # a vocabulary that divides over the devices, and fits their matmuls
-SHAPE = ("length", "layers", "heads", "embed")
 
 
 @dataclass(frozen=True)
@@ -36,9 +29,9 @@ class Parts:
     config: Train
 
     @cached_property
-    def model(self) -> "Chosen":
+    def model(self) -> Chosen:
         """The model, for the vocabulary of the data."""
-        return choose(self.config, self.tokens[0].vocab)
+        return choose(self.config, max(tokens.vocab for tokens in self.tokens))
 
     @cached_property
     def mesh(self) -> jax.sharding.Mesh:
@@ -56,11 +49,7 @@ class Parts:
     @cached_property
     def rate(self) -> Callable:
         """The learning rate, by the number of updates."""
-        given, steps = self.config.optimizer, self.config.steps
-        fields = {"warmup": given.warmup, "end": given.end, "hold": given.hold}
-        if fields["warmup"] + fields["hold"] >= steps:  # a run of a few steps
-            fields["warmup"], fields["hold"] = min(given.warmup, steps // 4), 0
-        return hfjax.rate(given.rate, steps=steps, decay=given.decay, **fields)
+        return rate_of(self.config)
 
     @cached_property
     def schedule(self) -> hfjax.Schedule | None:
@@ -108,15 +97,28 @@ class Parts:
     @cached_property
     def valid(self) -> Loader | None:
         """The batches to validate on: each row once, in order; None: there are none."""
-        given = self.config.data.valid
-        found = given if given is not None else self._valid_part()
-        if found is None:
+        c = self.config.data
+        given = c.valid or (c.train[0] if c.train else standard_library())
+        place = part(Path(given), SPLITS[1])
+        if place is None and c.valid is None:
             return None
-        return self._loader(TokenSet(found), shuffle=False, epochs=1, pad_last=True)
+        tokens = TokenSet(place or Path(given))
+        check_same_tokenizer([self.tokens[0], tokens])
+        return self._loader(tokens, shuffle=False, epochs=1, pad_last=True)
 
-    def _valid_part(self) -> Path | None:
-        given = self.config.data.train
-        return part(Path(given[0]) if given else standard_library(), SPLITS[1])
+    def check_validation(self, state: hfjax.State, most: int | None = None) -> None:
+        """Refuse one's own loss if it would count the rows that fill up the last batch."""
+        if self.valid is None or not self.model.own_loss:
+            return
+        count = len(self.valid)
+        padded = count * self.config.batch > self.valid.rows_per_epoch
+        if padded and (most is None or most >= count):
+            check_weighs_by_mask(self.evaluate, state, self.valid.at(0))
+
+    def validated(self, state: hfjax.State, most: int | None = None) -> Evaluated:
+        """Return the loss on the validation set, or on its first `most` batches."""
+        assert self.valid is not None
+        return evaluate(self.evaluate, state, self.valid.rewind(), most)
 
     def _loader(self, data: Any, **fields: Any) -> Loader:
         batch, packing = self.config.batch, self.config.data.packing
@@ -155,72 +157,6 @@ def part(place: Path, name: str) -> Path | None:
     return place / name if (place / name).is_dir() else None
 
 
-# -- the model ----------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Chosen:
-    """A model to train, and what is known of it."""
-
-    name: str
-    init: Callable
-    loss: Callable
-    vocab: int
-    length: int  # of the rows
-    most: int | None = None  # the longest row that the model takes, if it has a limit
-    shape: Any = None  # the configuration of a preset
-
-
-def choose(config: Train, vocab: int) -> Chosen:
-    """Return the model of a configuration for a vocabulary."""
-    given = config.model
-    loss = gpt.next_token_loss if given.loss is None else function(given.loss, "--model.loss")
-    if given.own is not None:
-        return _own(config, vocab, loss)
-    kind, _, name = given.preset.partition("-")
-    name = given.preset if given.preset in llama.PRESETS else name
-    changes: dict[str, Any] = {n: getattr(given, n) for n in SHAPE if getattr(given, n) is not None}
-    if kind == "gpt" and name in gpt.PRESETS:
-        changes |= {"dropout": given.dropout, "pad_vocab_to": ROUND_TO}
-        shape = gpt.GPTConfig.preset(name, vocab=vocab, **changes)
-        init = lambda rngs: gpt.GPT(shape, rngs=rngs)
-    elif name in llama.PRESETS:
-        changes |= _heads_of_keys(name, changes)
-        rounded = math.ceil(vocab / ROUND_TO) * ROUND_TO
-        shape = llama.LlamaConfig.preset(name, vocab=rounded, **changes)
-        init = lambda rngs: llama.Llama(shape, rngs=rngs)
-    else:
-        raise ValueError(f"--model.preset {given.preset}: one of {', '.join(presets())}.")
-    return Chosen(given.preset, init, loss, shape.vocab, shape.length, shape.length, shape)
-
-
-def presets() -> list[str]:
-    """Return the names of all presets."""
-    of_llama = ["llama-tiny" if name == "tiny" else name for name in llama.PRESETS]
-    return [*(f"gpt-{name}" for name in gpt.PRESETS), *of_llama]
-
-
-def _heads_of_keys(name: str, changes: dict[str, Any]) -> dict[str, int]:
-    """Return how many heads of keys a Llama has whose number of heads is changed."""
-    was = llama.PRESETS[name]
-    heads = changes.get("heads", was.heads)
-    return {"kv_heads": max(heads * was.kv_heads // was.heads, 1)}
-
-
-def _own(config: Train, vocab: int, loss: Callable) -> Chosen:
-    name, length = str(config.model.own), config.model.length or 128
-    make = function(name, "--model.own")
-    if len(inspect.signature(make).parameters) != 2:
-        raise ValueError(
-            f"--model.own {name}: a function of (vocab, length) is expected, which returns "
-            f"model_init(rngs); found {inspect.signature(make)}."
-        )
-    return Chosen(name, make(vocab, length), loss, vocab, length)
-
-
-# -- mesh, strategy, optimizer ------------------------------------------------------------
-
-
 def strategy_of(names: str) -> hfjax.Strategy:
     """Return the strategy named so: fsdp+tensor."""
     given = [name.strip().lower() for name in names.replace("|", "+").split("+")]
@@ -243,59 +179,3 @@ def mesh_of(config: Train) -> jax.sharding.Mesh:
     if sizes[free] is None and -1 not in sizes.values():
         sizes[free] = -1
     return hfjax.make_mesh(**{axis: size for axis, size in sizes.items() if size is not None})
-
-
-def optimizer_of(config: Train, rate: Callable) -> Any:
-    """Return the optimizer of a configuration."""
-    given = config.optimizer
-    if given.own is not None:
-        optimizer = function(given.own, "--optimizer.own")(rate)
-    else:
-        optimizer = _named(config, rate)
-    optimizer = scaled(optimizer, dict(map(_factor, given.scale)))
-    return optimizer if given.ema is None else hfjax.ema(optimizer, given.ema)
-
-
-def _named(config: Train, rate: Callable) -> Any:
-    given = config.optimizer
-    make: Any = getattr(optax, given.name, None)
-    names = inspect.signature(make).parameters if callable(make) else {}
-    if make is None or "learning_rate" not in names:
-        raise ValueError(
-            f"--optimizer.name {given.name}: optax has no optimizer of a learning rate by this "
-            "name. For instance adamw, lion, sgd, adafactor; or --optimizer.own file.py:function."
-        )
-    fields: dict[str, Any] = {}
-    decays = {"weight_decay", "mask"} <= set(names)
-    if given.weight_decay is not None and not decays:
-        raise ValueError(
-            f"--optimizer.weight-decay: {given.name} has none. Use adamw or lion, or leave it out."
-        )
-    if decays:
-        decay = 0.1 if given.weight_decay is None else given.weight_decay
-        fields = {"weight_decay": decay, "mask": _decayed(given.no_decay)}
-    return make(learning_rate=rate, **fields)
-
-
-def _decayed(no_decay: tuple[str, ...] | None) -> Callable:
-    """Return the mask of what decays: all but these patterns; None: but biases and norms."""
-
-    def mask(params: Any) -> Any:
-        paths = flatten(params)
-        patterns = list(NO_DECAY if no_decay is None else no_decay)
-        if no_decay is None:
-            patterns = [p for p in patterns if any(fnmatchcase(path, p) for path in paths)]
-        kept = matches(patterns, paths)
-        return nest({path: path not in kept for path in paths})
-
-    return mask
-
-
-def _factor(given: str) -> tuple[str, float]:
-    pattern, _, factor = given.rpartition("=")
-    try:
-        if pattern:
-            return pattern, float(factor)
-    except ValueError:
-        pass
-    raise ValueError(f"--optimizer.scale {given}: PATTERN=FACTOR is expected, as in tokens=0.1.")

@@ -12,13 +12,12 @@ import hfjax
 from hfjax.checkpoint import Restored
 from hfjax.data import TokenSet
 from hfjax.optimizers import averaged
-from hfjax.processes.codes import exit_code
+from hfjax.processes.codes import FAILED, MISTAKE, exit_code
 from hfjax.processes.leave import leaving
 from hfjax.processes.speech import say
 from hfjax.run import files
 from hfjax.run.build import Parts
-from hfjax.run.config import Mesh, Train
-from hfjax.run.evaluation import evaluate
+from hfjax.run.config import Mesh, Train, at_least
 from hfjax.run.loop import CHECKPOINTS, CONFIG, train
 from hfjax.run.sampling import Sampling, generate
 from hfjax.run.screen import validation
@@ -49,8 +48,8 @@ def _parsed(kind: type, argv: Sequence[str], command: str, default: Any = None) 
 
 def _tell(mistake: Exception) -> int:
     """Say what is wrong, in every process: the other ones may know of nothing."""
-    print(f"error: {mistake}", file=sys.stderr, flush=True)
-    raise SystemExit(1)
+    print("\n".join([f"error: {mistake}", *getattr(mistake, "__notes__", [])]), file=sys.stderr)
+    raise SystemExit(MISTAKE if isinstance(mistake, ValueError) else FAILED)
 
 
 def _config_of(argv: Sequence[str]) -> tuple[Train, list[str]]:
@@ -77,8 +76,8 @@ class Saved:
     """The directory of the run."""
     step: int | None = None
     """Of which checkpoint; None: the latest."""
-    average: bool = False
-    """With the average of the parameters (trained with --optimizer.ema)."""
+    average: bool = True
+    """With the average of the parameters, if the run keeps one (--optimizer.ema)."""
     strategy: str = "ddp"
     """How to lay the parameters: as of `hfjax train`."""
     mesh: Mesh = Mesh()
@@ -97,6 +96,9 @@ class Evaluate(Saved):
     """Rows in a batch; None: as in training."""
     batches: int | None = None
     """At most so many batches; None: all."""
+
+    def __post_init__(self):
+        at_least(self, "", batch=1, batches=1)
 
 
 @dataclass(frozen=True)
@@ -127,7 +129,8 @@ def _evaluate(given: Evaluate) -> int:
     )
     if parts.valid is None:
         raise ValueError(f"{given.run} has no validation set. Give one: --data DIR.")
-    found = evaluate(parts.evaluate, restored.state, parts.valid, given.batches)
+    parts.check_validation(restored.state, given.batches)
+    found = parts.validated(restored.state, given.batches)
     say(validation(restored.step, *found))
     return 0
 
@@ -167,7 +170,7 @@ def _restored(given: Saved, config: Train) -> tuple[Parts, Restored]:
     """Return the parts of a run and its state; without an average only parameters are read."""
     start(config)
     parts, place = Parts(config), given.run / CHECKPOINTS
-    if not given.average:
+    if not given.average or config.optimizer.ema is None:
         return parts, hfjax.restore(place, parts.layout, given.step, parameters_only=True)
     restored = hfjax.restore(place, parts.layout, given.step)
     return parts, replace(restored, state=averaged(restored.state))

@@ -1,10 +1,23 @@
 """The configuration of a run: every field is a flag of `hfjax train`, and a line of its YAML."""
 
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 Names = tuple[str, ...]
+
+
+def at_least(settings: Any, prefix: str, **least: float) -> None:
+    """Refuse settings below a bound, and numbers that are none; None is not looked at."""
+    for name, bound in least.items():
+        value = getattr(settings, name)
+        if value is None:
+            continue
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not number or not bound <= value < math.inf:
+            flag = f"{prefix}{name.replace('_', '-')}"
+            raise ValueError(f"--{flag} {value}: a number from {bound} on is needed.")
 
 
 @dataclass(frozen=True)
@@ -26,6 +39,11 @@ class Model:
     embed: int | None = None
     dropout: float = 0.0
 
+    def __post_init__(self):
+        at_least(self, "model.", length=1, layers=1, heads=1, embed=1, dropout=0)
+        if self.dropout >= 1:
+            raise ValueError(f"--model.dropout {self.dropout}: a part below 1 is needed.")
+
 
 @dataclass(frozen=True)
 class Mesh:
@@ -46,6 +64,9 @@ class Pipeline:
     """None: four for each stage."""
     chunks: int | None = None
 
+    def __post_init__(self):
+        at_least(self, "pipeline.", microbatches=1, chunks=1)
+
 
 @dataclass(frozen=True)
 class Data:
@@ -63,19 +84,23 @@ class Data:
     epochs: int | None = None
     """Stop after going over the data so often, if --steps has not come first."""
 
+    def __post_init__(self):
+        at_least(self, "data.", epochs=1)
+
 
 @dataclass(frozen=True)
 class Optimizer:
     """How parameters are updated."""
 
     name: str = "adamw"
-    """Any of optax that takes a learning rate: adamw, lion, sgd, adafactor, muon …"""
+    """Any of optax that takes a schedule of learning rates: adamw, lion, sgd, adafactor, muon …"""
     own: str | None = None
     """Your own: file.py:function, a function of the learning rate (a schedule) that returns any
     optax transformation."""
     rate: float = 3e-3
     """The highest learning rate."""
-    warmup: int = 20
+    warmup: int | None = None
+    """Steps to go up to it; None: 20, or a quarter of a short run."""
     decay: Literal["cosine", "linear", "constant"] = "cosine"
     end: float = 0.1
     """The last learning rate, as a part of the highest."""
@@ -93,6 +118,9 @@ class Optimizer:
     """Greatest global norm of the gradient."""
     ema: float | None = None
     """Decay of an average of the parameters, for instance 0.999; it is what is validated."""
+
+    def __post_init__(self):
+        at_least(self, "optimizer.", rate=0, warmup=0, hold=0, weight_decay=0, clip=0)
 
 
 @dataclass(frozen=True)
@@ -112,6 +140,9 @@ class Checkpoints:
     start: str | None = None
     """Begin with the parameters of another run's directory (fine-tuning)."""
 
+    def __post_init__(self):
+        at_least(self, "checkpoints.", every=0, keep=1, keep_every=1)
+
 
 @dataclass(frozen=True)
 class Log:
@@ -128,6 +159,9 @@ class Log:
     """The name of a Weights & Biases project."""
     sample: int = 200
     """Tokens of text to show at the end; 0: none."""
+
+    def __post_init__(self):
+        at_least(self, "log.", every=0, valid_every=0, valid_batches=1, sample=0)
 
 
 @dataclass(frozen=True)
@@ -172,12 +206,10 @@ class Train:
     """Where compiled programs are kept; None: in the user's cache."""
 
     def __post_init__(self):
-        least = {"steps": 1, "batch": 1, "accumulate": 1, "cpu_devices": 1, "timeout": 1}
-        for name, bound in least.items():
-            value = getattr(self, name)
-            if value is not None and value < bound:
-                flag = name.replace("_", "-")
-                raise ValueError(f"--{flag} {value}: at least {bound} is needed.")
+        at_least(self, "", steps=1, batch=1, accumulate=1, cpu_devices=1)
+        at_least(self, "", timeout=1, minutes=0, seed=0)
+        if self.seed >= 2**32:
+            raise ValueError(f"--seed {self.seed}: a number below 2**32 is needed.")
 
     @property
     def directory(self) -> Path:

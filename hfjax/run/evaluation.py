@@ -1,10 +1,23 @@
 """The loss over a data set: each of its rows once."""
 
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from hfjax.plan import State
+
+
+def check_weighs_by_mask(step: Callable, state: State, batch: Mapping[str, Any]) -> None:
+    """Refuse a loss that counts rows of mask 0, as they fill up the last batch."""
+    empty = dict(batch, mask=np.zeros_like(batch["tokens"][:, 1:], np.float32))
+    if weight := float(step(state, empty)["weight"]):
+        raise ValueError(
+            f"the loss weighs a batch whose mask is 0 everywhere by {weight:g}: the rows that fill "
+            'up the last batch would count. Let it use batch["mask"] and return hfjax.Mean(total, '
+            "mask.sum()), or validate with a --batch that divides the rows."
+        )
 
 
 class Evaluated(NamedTuple):

@@ -3,10 +3,11 @@
 import difflib
 import importlib
 import importlib.util
+import os
 import sys
 import types
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, fields, is_dataclass
+from dataclasses import asdict, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -32,7 +33,10 @@ def load(path: str | Path) -> Train:
 
 
 def _from_python(path: Path) -> Train:
-    found = getattr(_module(path), "config", None)
+    try:
+        found = getattr(_module(path), "config", None)
+    except (TypeError, ValueError) as wrong:
+        raise ValueError(f"--config {path}: {wrong}") from wrong
     if not isinstance(found, Train):
         raise ValueError(
             f"--config {path}: it must define `config`, a hfjax.run.Train; found {found!r}."
@@ -65,26 +69,37 @@ def _value(hint: Any, given: Any, where: str) -> Any:
     if get_origin(hint) is Literal:
         fits, value = given in get_args(hint), given
     elif get_origin(hint) is tuple:
+        given = [given] if isinstance(given, str | int | float) else given  # one is a list of one
         fits = isinstance(given, list | tuple)
         value = tuple(_value(get_args(hint)[0], x, where) for x in given) if fits else given
     else:
         fits, value = _plain(hint, given)
     if not fits:
-        allowed = getattr(hint, "__name__", hint) if get_origin(hint) is None else hint
-        raise ValueError(f"{where}={given!r}: {allowed} is expected.")
+        raise ValueError(f"{where}={given!r}: {_allowed(hint)} is expected.")
     return value
+
+
+def _allowed(hint: Any) -> str:
+    """Return in words what a field may be."""
+    if get_origin(hint) is Literal:
+        return f"one of {', '.join(map(str, get_args(hint)))}"
+    words = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
+    words[Path] = "a path"
+    return words.get(hint, "a list")
 
 
 def _plain(hint: Any, given: Any) -> tuple[bool, Any]:
     """Return whether a value is of a plain type, and the value as that type."""
     number = isinstance(given, int | float) and not isinstance(given, bool)
-    if hint is float and isinstance(given, str):  # YAML reads 3e-4 as text
+    if hint in (int, float) and isinstance(given, str):  # YAML reads 3e-4 as text
         try:
-            return True, float(given)
+            given, number = float(given), True
         except ValueError:
             return False, given
     if hint is float:
         return number, float(given) if number else given
+    if hint is int and number and given == int(given):
+        return True, int(given)
     if hint is Path:
         return isinstance(given, str | Path), Path(given) if isinstance(given, str) else given
     return isinstance(given, hint) and (hint is bool or not isinstance(given, bool)), given
@@ -103,9 +118,24 @@ def plain(config: Any) -> Any:
     return value(asdict(config))
 
 
-def save(config: Any, path: Path) -> None:
-    """Write a configuration that `load` reads."""
-    path.write_text(yaml.safe_dump(plain(config), sort_keys=False), encoding="utf-8")
+def save(config: Train, path: Path) -> None:
+    """Write a configuration that `load` reads, from any folder."""
+    path.write_text(yaml.safe_dump(plain(anywhere(config)), sort_keys=False), encoding="utf-8")
+
+
+def anywhere(config: Train) -> Train:
+    """Return the configuration with whole paths in place of relative ones."""
+    whole = lambda place: None if place is None else os.path.abspath(place)
+    code = lambda name: whole(name) if name is not None and ".py:" in name else name
+    data = replace(
+        config.data,
+        train=tuple(os.path.abspath(place) for place in config.data.train),
+        valid=whole(config.data.valid),
+    )
+    model = replace(config.model, own=code(config.model.own), loss=code(config.model.loss))
+    optimizer = replace(config.optimizer, own=code(config.optimizer.own))
+    start = replace(config.checkpoints, start=whole(config.checkpoints.start))
+    return replace(config, data=data, model=model, optimizer=optimizer, checkpoints=start)
 
 
 def function(name: str, flag: str) -> Callable:

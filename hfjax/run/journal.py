@@ -1,6 +1,7 @@
 """What a run leaves behind: metrics.jsonl, a plot of them, and what other tools read."""
 
 import json
+import math
 import os
 import zlib
 from collections.abc import Mapping
@@ -13,7 +14,7 @@ METRICS, PLOT = "metrics.jsonl", "loss.png"
 
 
 class Journal:
-    """A line of JSON for each step and each validation; steps are those of the state."""
+    """A line of JSON for each step and each validation; what is not finite is null."""
 
     def __init__(self, directory: Path, log: Log, config: Mapping[str, Any], start: int):
         self.directory = directory
@@ -23,8 +24,15 @@ class Journal:
 
     def write(self, step: int, **values: float) -> None:
         """Add a line; it is on disk when the call returns, as far as this process is concerned."""
-        self._file.write(json.dumps({"step": step, **values}) + "\n")
-        self._file.flush()
+        finite = {name: x if math.isfinite(x) else None for name, x in values.items()}
+        try:
+            self._file.write(json.dumps({"step": step, **finite}) + "\n")
+            self._file.flush()
+        except OSError as full:
+            raise OSError(
+                f"{self.directory / METRICS} cannot be written: {full.strerror}. The latest "
+                "checkpoint is whole: make room, and start again."
+            ) from full
         for sink in self._sinks:
             sink.write(step, values)
 
@@ -68,7 +76,7 @@ def plot(directory: Path) -> None:
     """Draw the losses by step to loss.png."""
     lines = read(directory / METRICS)
     curves = {
-        name: [(line["step"], line[name]) for line in lines if name in line]
+        name: [(line["step"], line[name]) for line in lines if line.get(name) is not None]
         for name in ("loss", "valid_loss")
     }
     if not curves["loss"]:

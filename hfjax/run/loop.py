@@ -18,7 +18,6 @@ from hfjax.processes.watchdog import Watchdog
 from hfjax.run import files
 from hfjax.run.build import Parts
 from hfjax.run.config import Train
-from hfjax.run.evaluation import Evaluated, evaluate
 from hfjax.run.journal import Journal
 from hfjax.run.profile import Profile
 from hfjax.run.sampling import Sampling, generate
@@ -47,9 +46,10 @@ def train(config: Train) -> Result:
         enter = stack.enter_context
         watchdog = enter(Watchdog(config.timeout))
         watchdog.beat("preparing")
+        stop = enter(Stop())  # from now on a signal is answered after the step
         run = Run(config, Parts(config), watchdog)
         run.prepare(enter)
-        return run.go(enter(Stop()))
+        return run.go(stop)
 
 
 @dataclass
@@ -63,6 +63,8 @@ class Run:
     first: int = 0  # the step that this call begins with
     last: dict[str, Any] = field(default_factory=dict)  # what was told of the last step read
     valid_loss: float | None = None
+    validated: int = -1  # after which step
+    skipped: int = 0  # steps that were not finite: no updates
 
     # -- before the first step ------------------------------------------------------------
 
@@ -71,12 +73,15 @@ class Run:
         config, directory = self.config, self.config.directory
         check_same("configuration", files.plain(config))
         check_same("data", self.parts.data.identity)
+        self._look_ahead()
         self.screen = Screen(config.steps)
         self.screen.say(str(self.parts))
         for name, value in files.changed(config).items():
             self.screen.say(f"  {name}: {value}")
         keep = config.checkpoints
         best = "valid_loss" if keep.keep_best else None
+        if best and self.parts.valid is None:
+            raise ValueError("--checkpoints.keep-best needs a validation set: --data.valid DIR.")
         self.checkpoints = enter(
             Checkpoints(
                 directory / CHECKPOINTS,
@@ -87,12 +92,18 @@ class Run:
             )
         )
         self._begin()
+        self.parts.check_validation(self.state, config.log.valid_batches)
         self.speed, self.profile = Speed(self.parts), enter(Profile(config.profile, directory))
         self.screen = enter(Screen(config.steps, self.first))
         self.journal = None
         if speaks():
             files.save(config, directory / CONFIG)
             self.journal = enter(Journal(directory, config.log, files.plain(config), self.first))
+
+    def _look_ahead(self) -> None:
+        """Make what is needed later, so that a mistake is told now."""
+        self.watchdog.beat("preparing")
+        _ = self.parts.step, self.parts.evaluate, self.parts.valid
 
     def _begin(self) -> None:
         latest = self.checkpoints.latest()
@@ -105,10 +116,21 @@ class Run:
             self.state = self._fresh()
             return
         with self.watchdog.allow(self.config.timeout, "restoring"):
-            found = self.checkpoints.restore(on_damage="previous")
+            found = self._restored()
         self.state, self.first = found.state, int(found.step)
-        self.parts.data.restore(found.data)
+        position = found.data if isinstance(found.data, dict) else {}
+        self.parts.data.restore(position.get("data", {}))
+        self.skipped = position.get("skipped", 0)
         self.screen.say(f"going on after step {self.first} of {self.config.directory}")
+
+    def _restored(self) -> hfjax.Restored:
+        try:
+            return self.checkpoints.restore(on_damage="previous")
+        except ValueError as mistake:
+            if "parameters_only" in str(mistake):
+                flags = f"--checkpoints.start {self.config.directory} --out ANOTHER"
+                mistake.add_note(f"That is: hfjax train {flags}")
+            raise
 
     def _fresh(self) -> hfjax.State:
         other = self.config.checkpoints.start
@@ -125,6 +147,8 @@ class Run:
         began, unread, done = time.monotonic(), deque[Any](), self.first
         limit = None if self.config.minutes is None else 60 * self.config.minutes
         for number in range(self.first, self.config.steps):
+            if stop.agreed():
+                break
             batch = next(self.parts.data, None)
             if batch is None:
                 self.screen.say(f"the data ends after {self.config.data.epochs} epochs")
@@ -141,9 +165,8 @@ class Run:
                 self._tell_all(unread)
                 self.validate(done)
             if self._due(done, self._save_every) and done < self.config.steps:
-                self.save()
-            if stop.agreed():
-                break
+                self._tell_all(unread)  # a step that was not finite is no step to save
+                self.save(done)
         self._tell_all(unread)
         return self._end(done, stop.reason)
 
@@ -175,12 +198,13 @@ class Run:
     def _tell(self, metrics: Any) -> None:
         """Read the metrics of a step, which is done then, and tell them."""
         read = {name: float(x) for name, x in metrics.items() if name not in ("step", "finite")}
-        step = int(metrics["step"])
+        step, skips = int(metrics["step"]), not bool(metrics["finite"])
         self.watchdog.beat(f"step {step + 2}")
         self.profile.after(step)
         self.speed.count()
         self.screen.advance()
-        self.last = {"step": step, **read, "lr": float(self.parts.rate(step))}
+        self.last = {"step": step, **read, "lr": float(self.parts.rate(step - self.skipped))}
+        self.skipped += skips
         if self._due(step + 1, self.config.log.every):
             self.last |= self.speed.look()
             self.screen.say(line(self.last, self.config.steps))
@@ -191,28 +215,26 @@ class Run:
 
     def validate(self, done: int) -> None:
         """Tell the loss on the validation set."""
-        if self.parts.valid is None or not self.config.log.valid_batches:
+        if self.parts.valid is None or self.validated == done:
             return
         self.speed.pause()
         state = self.state if self.config.optimizer.ema is None else averaged(self.state)
         with self.watchdog.allow(self.config.timeout, "validating"):
-            found = self._evaluated(state)
-        self.valid_loss = found.loss
+            found = self.parts.validated(state, self.config.log.valid_batches)
+        self.valid_loss, self.validated = found.loss, done
         self.screen.say(validation(done, *found))
         if self.journal is not None:
             self.journal.write(done, valid_loss=found.loss)
 
-    def _evaluated(self, state: hfjax.State) -> Evaluated:
-        assert self.parts.valid is not None
-        batches = self.parts.valid.rewind()
-        return evaluate(self.parts.evaluate, state, batches, self.config.log.valid_batches)
-
-    def save(self) -> None:
-        """Begin to save a checkpoint."""
+    def save(self, done: int) -> None:
+        """Begin to save a checkpoint, with the loss of its own validation."""
+        if self.config.checkpoints.keep_best:
+            self.validate(done)
         self.speed.pause()
-        metrics = {} if self.valid_loss is None else {"valid_loss": self.valid_loss}
+        metrics = {"valid_loss": self.valid_loss} if self.validated == done else {}
+        position = {"data": self.parts.data.state(), "skipped": self.skipped}
         with self.watchdog.allow(self.config.timeout, "saving a checkpoint"):
-            self.checkpoints.save(self.state, data=self.parts.data.state(), metrics=metrics)
+            self.checkpoints.save(self.state, data=position, metrics=metrics)
 
     # -- at the end -----------------------------------------------------------------------
 
@@ -220,7 +242,7 @@ class Run:
         if done > self.first and reason is None and self._valid_every:
             self.validate(done)
         if done > self.first and self.checkpoints.latest() != done:
-            self.save()
+            self.save(done)
         with self.watchdog.allow(self.config.timeout, "writing the last checkpoint"):
             self.checkpoints.wait()
         if reason is None:

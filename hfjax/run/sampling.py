@@ -53,6 +53,8 @@ def generate(
     sampling: Sampling = Sampling(),
 ) -> list[int]:
     """Return `count` tokens that follow the prompt; the model sees the last `length` of them."""
+    if count < 1:
+        raise ValueError(f"generate: {count} tokens are asked for, at least 1 is needed.")
     known = [token for token in prompt if token < vocab][-length:]
     if not known:
         raise ValueError("generate: the prompt has no token. Give some text.")
