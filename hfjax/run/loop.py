@@ -218,13 +218,17 @@ class Run:
         if self.parts.valid is None or self.validated == done:
             return
         self.speed.pause()
-        state = self.state if self.config.optimizer.ema is None else averaged(self.state)
         with self.watchdog.allow(self.config.timeout, "validating"):
-            found = self.parts.validated(state, self.config.log.valid_batches)
+            found = self.parts.validated(self._judged, self.config.log.valid_batches)
         self.valid_loss, self.validated = found.loss, done
         self.screen.say(validation(done, *found))
         if self.journal is not None:
             self.journal.write(done, valid_loss=found.loss)
+
+    @property
+    def _judged(self) -> hfjax.State:
+        """The state to validate: with the average of the parameters, if there is one."""
+        return self.state if self.config.optimizer.ema is None else averaged(self.state)
 
     def save(self, done: int) -> None:
         """Begin to save a checkpoint, with the loss of its own validation."""
@@ -255,12 +259,11 @@ class Run:
         tokens, count = self.parts.tokens[0], self.config.log.sample
         if not count:
             return
-        state = self.state if self.config.optimizer.ema is None else averaged(self.state)
         prompt = tokens.tokenizer.encode([PROMPT])[0].tolist()
         fields = {"length": self.parts.model.length, "vocab": tokens.vocab}
         with self.watchdog.allow(self.config.timeout, "writing a sample"):
             new = generate(
-                self.parts.layout, state, prompt, count, **fields, sampling=Sampling(seed=0)
+                self.parts.layout, self._judged, prompt, count, **fields, sampling=Sampling(seed=0)
             )
         self.screen.say(f"what it writes after {PROMPT!r}:")
         self.screen.say(tokens.tokenizer.decode([*prompt, *new]))
