@@ -3,7 +3,7 @@
 from hfjax.batches import full, rows_of_process, shard_batch
 from hfjax.checkpoint import Checkpoints, Keep, Restored, latest, recorded, restore, save
 from hfjax.mean import Mean
-from hfjax.optimizers import averaged, by_path, ema, matching
+from hfjax.optimizers import averaged, by_path, ema, matching, scaled
 from hfjax.parallel.execution import Execution, Precision
 from hfjax.parallel.fetch import gather_rows
 from hfjax.parallel.mesh import make_mesh
@@ -75,6 +75,7 @@ __all__ = [
     "restore",
     "rows_of_process",
     "save",
+    "scaled",
     "shard_batch",
     "target_devices",
     "train_step",

@@ -5,6 +5,8 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
 
+from hfjax.ending import nobody_reads
+
 COMMANDS = {  # name: what it does, and the function that takes its arguments
     "train": ("train a model; --help lists every setting", "hfjax.run.commands:train_command"),
     "eval": ("the loss of a trained model", "hfjax.run.commands:evaluate_command"),
@@ -31,9 +33,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("stopped", file=sys.stderr, flush=True)
         sys.stdout.flush()
         os._exit(130)  # a compilation that is under way would crash the ordinary exit
-    except BrokenPipeError:  # the reader has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+    except BrokenPipeError:
+        return nobody_reads()
 
 
 def _function(name: str) -> Callable[[Sequence[str]], int]:

@@ -282,8 +282,8 @@ def _check_frozen(frozen: set[str], plan: Blueprint) -> None:
         raise ValueError("freeze: all parameters are, and nothing would train. Use eval_step.")
     if plan.listed and (layers := sorted(path for path in frozen if path.startswith(LAYERS))):
         raise ValueError(
-            f"freeze: {layers[0]} is in a list of layers, which a pipeline packs into one row. "
-            "Freeze what lies outside the layers, or use no pipe axis."
+            f"freeze: {layers[0]} is in a list of layers, which a pipeline would pack into one "
+            "row. Freeze what lies outside the layers, or stack them (hfjax.models.parts.stacked)."
         )
 
 

@@ -1,8 +1,6 @@
 """`hfjax schedule`: a schedule in the terminal, what it costs, and files of it."""
 
 import argparse
-import os
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -11,6 +9,7 @@ from rich.table import Table as Rows
 from rich.text import Text
 
 from hfjax import picture
+from hfjax.ending import carried_out
 from hfjax.parallel.cost import MODELS, bubble, cost, messages, stash
 from hfjax.parallel.schedule import Table
 from hfjax.parallel.schedules import SCHEDULES, Schedule
@@ -49,21 +48,15 @@ def command(argv: Sequence[str]) -> int:
 def main(given: argparse.Namespace) -> int:
     """Show what was asked for; return the exit status."""
     console = Console(highlight=False, soft_wrap=True)
-    try:
-        if given.name is None and given.own is None:
-            _list(given, console)
-        else:
-            table = _table(given)
-            _write(table, given)
-            _show(table, given, console)
-        sys.stdout.flush()
-    except BrokenPipeError:  # the reader has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
-    except (ValueError, OSError) as wrong:
-        print(f"hfjax schedule: {wrong}", file=sys.stderr)
-        return 1
-    return 0
+    listed = given.name is None and given.own is None
+    act = _list if listed else _draw
+    return carried_out("schedule", lambda: act(given, console))
+
+
+def _draw(given: argparse.Namespace, console: Console) -> None:
+    table = _table(given)
+    _write(table, given)
+    _show(table, given, console)
 
 
 def _times(given: argparse.Namespace) -> tuple[float, float, float]:

@@ -6,11 +6,11 @@ import jax
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 import hfjax
 from hfjax.models.gpt import next_token_loss
 from hfjax.models.parts import run_stacked
-from hfjax.optimizers import scaled
 from hfjax.parallel.strategy import DDP, FSDP, PIPE, SEQUENCE, TENSOR, ZERO1, ZERO2
 from hfjax.paths import flatten
 from tests.small_gpt import gpt, gpt_layout, tokens
@@ -112,8 +112,31 @@ def test_averages_of_groups_are_put_together():
     )
 
 
+def test_frozen_layers_of_a_list_are_refused():
+    class Listed(nnx.Module):
+        def __init__(self, rngs):
+            self.layers = nnx.List([nnx.Linear(4, 4, rngs=rngs) for _ in range(2)])
+
+        def embed(self, batch):
+            return batch["x"]
+
+        def head(self, x):
+            return x
+
+        def __call__(self, batch):
+            x = self.embed(batch)
+            for layer in self.layers:
+                x = layer(x)
+            return self.head(x)
+
+    mesh = hfjax.make_mesh(data=1, devices=jax.devices()[:1])
+    layout = hfjax.layout(lambda rngs: Listed(rngs), optax.sgd(0.1), mesh, DDP)
+    with pytest.raises(ValueError, match=r"layers/0/bias is in a list of layers.*or stack them"):
+        layout.freeze("layers/0/*")
+
+
 def test_a_frozen_parameter_may_be_scaled_too():
-    layout = alone(scaled(optax.sgd(0.1), {"*": 0.5})).freeze("tokens")
+    layout = alone(hfjax.scaled(optax.sgd(0.1), {"*": 0.5})).freeze("tokens")
     half, _ = after(layout, steps=1)
     wanted, _ = after(alone(optax.sgd(0.05)).freeze("tokens"), steps=1)
     for path, x in flatten(hfjax.full(wanted.params)).items():

@@ -10,7 +10,7 @@ from flax import nnx
 import hfjax
 from hfjax import DDP, FSDP, PIPE, Schedule
 from hfjax.models.gpt import next_token_loss
-from hfjax.models.parts import stacked
+from hfjax.models.parts import run_stacked, stacked
 from hfjax.testing import assert_strategies_agree
 from tests.small_gpt import gpt, gpt_layout, tokens
 
@@ -52,7 +52,7 @@ class Stack(nnx.Module):
         return x.mean(-1)
 
     def __call__(self, batch):
-        raise NotImplementedError
+        return self.head(run_stacked(self.layers, self.embed(batch)))
 
 
 def step_of(layer, forward=None):

@@ -1,6 +1,5 @@
 """`hfjax data`: make a data set, or show what one holds."""
 
-import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -14,6 +13,7 @@ from rich.table import Table
 
 from hfjax.data.recipe import Prepared, Progress as Tell, Recipe, make
 from hfjax.data.tokens import META, SPLITS, Meta, TokenSet
+from hfjax.ending import carried_out
 
 SHOWN = 400  # tokens that are decoded
 
@@ -70,19 +70,8 @@ def main(argv: Sequence[str]) -> int:
 def run(command: DataCommand) -> int:
     """Make or show a data set; return the exit status."""
     console = Console(highlight=False, soft_wrap=True)
-    try:
-        if command.show is not None:
-            _show(command, console)
-        else:
-            _make(command, console)
-        sys.stdout.flush()
-    except BrokenPipeError:  # the reader has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
-    except (ValueError, OSError) as wrong:
-        print(f"hfjax data: {wrong}", file=sys.stderr)
-        return 1
-    return 0
+    act = _make if command.show is None else _show
+    return carried_out("data", lambda: act(command, console))
 
 
 def _make(command: DataCommand, console: Console) -> None:

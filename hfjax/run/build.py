@@ -17,6 +17,7 @@ from hfjax.parallel.mesh import describe_mesh
 from hfjax.run.chosen import Chosen, choose
 from hfjax.run.config import Train
 from hfjax.run.evaluation import Evaluated, check_weighs_by_mask, evaluate
+from hfjax.run.sampling import Sampling, generate
 from hfjax.run.updates import optimizer_of, rate_of
 
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp", "tensor", "sequence", "pipe")
@@ -120,6 +121,14 @@ class Parts:
         assert self.valid is not None
         return evaluate(self.evaluate, state, self.valid.rewind(), most)
 
+    def written(self, state: hfjax.State, prompt: str, count: int, sampling: Sampling) -> str:
+        """Return a prompt and the text of `count` tokens that the model writes after it."""
+        tokens = self.tokens[0]
+        known = tokens.tokenizer.encode([prompt])[0].tolist()
+        fields: Any = {"length": self.model.length, "vocab": tokens.vocab, "sampling": sampling}
+        new = generate(self.layout, state, known, count, **fields)
+        return tokens.tokenizer.decode([*known, *new])
+
     def _loader(self, data: Any, **fields: Any) -> Loader:
         batch, packing = self.config.batch, self.config.data.packing
         mine = rows_of_process(self.layout, batch)
@@ -131,7 +140,7 @@ class Parts:
         count = sum(math.prod(a.shape) for a in self.layout.arrays.values())
         devices = f"{self.mesh.size} of {jax.device_count()} devices, " * self._idle
         return (
-            f"{self.model.name}: {human(count)} parameters, {self.layout.strategy.name} on "
+            f"{self.model.name}: {short(count)} parameters, {self.layout.strategy.name} on "
             f"{describe_mesh(self.mesh)} ({devices}{self.mesh.devices.flat[0].device_kind})"
         )
 
@@ -140,10 +149,10 @@ class Parts:
         return self.mesh.size < jax.device_count()
 
 
-def human(count: float) -> str:
+def short(count: float) -> str:
     """Return a large number in few characters.
 
-    >>> human(124_439_808), human(812)
+    >>> short(124_439_808), short(812)
     ('124.4M', '812')
     """
     for size, letter in ((1e9, "B"), (1e6, "M"), (1e3, "k")):

@@ -1,7 +1,8 @@
 """`hfjax train`, `hfjax eval` and `hfjax generate`."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,6 @@ import tyro
 
 import hfjax
 from hfjax.checkpoint import Restored
-from hfjax.data import TokenSet
 from hfjax.optimizers import averaged
 from hfjax.processes.codes import FAILED, MISTAKE, exit_code
 from hfjax.processes.leave import leaving
@@ -19,7 +19,7 @@ from hfjax.run import files
 from hfjax.run.build import Parts
 from hfjax.run.config import Mesh, Train, at_least
 from hfjax.run.loop import CHECKPOINTS, CONFIG, train
-from hfjax.run.sampling import Sampling, generate
+from hfjax.run.sampling import Sampling
 from hfjax.run.screen import validation
 from hfjax.run.start import start
 
@@ -30,12 +30,9 @@ def train_command(argv: Sequence[str]) -> int:
     """Train; return the exit status."""
     default, rest = _config_of(argv)
     config = _parsed(Train, rest, "train", default)
-    with leaving():
-        try:
-            start(config)
-            return exit_code(train(config).reason)
-        except MISTAKES as mistake:
-            return _tell(mistake)
+    with _ending_in_words():
+        start(config)
+        return exit_code(train(config).reason)
 
 
 def _parsed(kind: type, argv: Sequence[str], command: str, default: Any = None) -> Any:
@@ -46,10 +43,16 @@ def _parsed(kind: type, argv: Sequence[str], command: str, default: Any = None) 
         raise SystemExit(f"error: {mistake}") from None
 
 
-def _tell(mistake: Exception) -> int:
+@contextmanager
+def _ending_in_words() -> Iterator[None]:
     """Say what is wrong, in every process: the other ones may know of nothing."""
-    print("\n".join([f"error: {mistake}", *getattr(mistake, "__notes__", [])]), file=sys.stderr)
-    raise SystemExit(MISTAKE if isinstance(mistake, ValueError) else FAILED)
+    with leaving():
+        try:
+            yield
+        except MISTAKES as mistake:
+            told = [f"error: {mistake}", *getattr(mistake, "__notes__", [])]
+            print("\n".join(told), file=sys.stderr)
+            raise SystemExit(MISTAKE if isinstance(mistake, ValueError) else FAILED) from None
 
 
 def _config_of(argv: Sequence[str]) -> tuple[Train, list[str]]:
@@ -114,14 +117,12 @@ class Generate(Saved):
 def evaluate_command(argv: Sequence[str]) -> int:
     """Evaluate a run; return the exit status."""
     given = _parsed(Evaluate, argv, "eval")
-    with leaving():
-        try:
-            return _evaluate(given)
-        except MISTAKES as mistake:
-            return _tell(mistake)
+    with _ending_in_words():
+        _evaluate(given)
+    return 0
 
 
-def _evaluate(given: Evaluate) -> int:
+def _evaluate(given: Evaluate) -> None:
     config = _config(given)
     data = replace(config.data, valid=str(given.data)) if given.data else config.data
     parts, restored = _restored(
@@ -132,28 +133,14 @@ def _evaluate(given: Evaluate) -> int:
     parts.check_validation(restored.state, given.batches)
     found = parts.validated(restored.state, given.batches)
     say(validation(restored.step, *found))
-    return 0
 
 
 def generate_command(argv: Sequence[str]) -> int:
     """Write text; return the exit status."""
     given = _parsed(Generate, argv, "generate")
-    with leaving():
-        try:
-            return _generate(given)
-        except MISTAKES as mistake:
-            return _tell(mistake)
-
-
-def _generate(given: Generate) -> int:
-    parts, restored = _restored(given, _config(given))
-    tokens: TokenSet = parts.tokens[0]
-    prompt = tokens.tokenizer.encode([given.prompt])[0].tolist()
-    fields: Any = {"length": parts.model.length, "vocab": tokens.vocab}
-    new = generate(
-        parts.layout, restored.state, prompt, given.tokens, **fields, sampling=given.sampling
-    )
-    say(tokens.tokenizer.decode([*prompt, *new]))
+    with _ending_in_words():
+        parts, restored = _restored(given, _config(given))
+        say(parts.written(restored.state, given.prompt, given.tokens, given.sampling))
     return 0
 
 

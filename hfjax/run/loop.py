@@ -20,7 +20,7 @@ from hfjax.run.build import Parts
 from hfjax.run.config import Train
 from hfjax.run.journal import Journal
 from hfjax.run.profile import Profile
-from hfjax.run.sampling import Sampling, generate
+from hfjax.run.sampling import Sampling
 from hfjax.run.screen import Screen, line, validation
 from hfjax.run.speed import Speed
 
@@ -256,17 +256,12 @@ class Run:
 
     def _sample(self) -> None:
         """Show what the model writes."""
-        tokens, count = self.parts.tokens[0], self.config.log.sample
-        if not count:
+        if not (count := self.config.log.sample):
             return
-        prompt = tokens.tokenizer.encode([PROMPT])[0].tolist()
-        fields = {"length": self.parts.model.length, "vocab": tokens.vocab}
         with self.watchdog.allow(self.config.timeout, "writing a sample"):
-            new = generate(
-                self.parts.layout, self._judged, prompt, count, **fields, sampling=Sampling(seed=0)
-            )
+            text = self.parts.written(self._judged, PROMPT, count, Sampling())
         self.screen.say(f"what it writes after {PROMPT!r}:")
-        self.screen.say(tokens.tokenizer.decode([*prompt, *new]))
+        self.screen.say(text)
 
     def _say_end(self, done: int, reason: str | None) -> None:
         directory = self.config.directory

@@ -14,9 +14,9 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from hfjax.notes import human as size
+from hfjax.notes import human
 from hfjax.processes.speech import speaks
-from hfjax.run.build import human
+from hfjax.run.build import short
 
 
 class Screen:
@@ -64,11 +64,11 @@ def line(values: Mapping[str, Any], steps: int) -> str:
     told = [f"step {number}/{steps}", f"loss {values['loss']:.4f}", f"lr {values['lr']:.2e}"]
     told.append(f"grad norm {values['grad_norm']:.3f}")
     if "tokens_per_second" in values:
-        told.append(f"{human(values['tokens_per_second'])} tokens/s/device")
+        told.append(f"{short(values['tokens_per_second'])} tokens/s/device")
         told.append(f"{values['tflops']:.3g} TFLOP/s/device")
     if "mfu" in values:
         told.append(f"MFU {values['mfu']:.1%}")
-    return "  ".join([*told, f"memory {size(values['memory'])}"])
+    return "  ".join([*told, f"memory {human(values['memory'])}"])
 
 
 def validation(step: int, loss: float, tokens: int) -> str:

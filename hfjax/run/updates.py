@@ -67,9 +67,10 @@ def _named(given: Optimizer, rate: Callable) -> Any:
         jax.eval_shape(lambda x: plain.update(x, plain.init(x), x), matrix)
         return make(learning_rate=rate, **fields)
     except Exception as wrong:
+        why = next(iter(str(wrong).splitlines()), type(wrong).__name__)
         raise ValueError(
             f"--optimizer.name {given.name} cannot be used here: it needs more than gradients and "
-            f"a schedule of learning rates ({str(wrong).splitlines()[0]}). Use another, or give "
+            f"a schedule of learning rates ({why}). Use another, or give "
             "it what it needs: --optimizer.own file.py:function."
         ) from wrong
 
