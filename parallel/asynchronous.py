@@ -193,6 +193,7 @@ class AsynchronousPlane(PipelinePlane):
             ends = Reduction(self._precision, hierarchical=False)(ends, self.placed)
             agreed = lambda x: lax.pmax(x, stages) if stages else x  # all stages count alike
             new = Held(layers, {}, moments, jax.tree.map(agreed, counts))
+            self.offloaded.check()
             squares = lax.psum(squares, stages) if stages else squares
             return new, squares, ends, self._sum(jax.tree.map(lambda x: x.sum(0), means))
 
@@ -226,6 +227,7 @@ class AsynchronousPlane(PipelinePlane):
             model=weighed(self._model_of(held, batch, step), self._varying),
             mark=self._varying,
             unroll=self._unroll,
+            choose=self._offloading,
             updates=updates,
         ).train()
 

@@ -112,13 +112,18 @@ class PipelinePlane(DataPlane):
 
     def _pipeline(self, staged: Staged) -> tuple[Any, Any, Any]:
         """Return the gradients of the layers, those of the rest, and the mean (or `Told`)."""
-        choose = None if self._run.keeps_all else self._choose
-        pipeline = Pipeline(self.ticks, staged.model(), self._varying, self._unroll, choose)
+        pipeline = Pipeline(
+            self.ticks, staged.model(), self._varying, self._unroll, self._offloading
+        )
         layers, ends, told = pipeline.run()
         if self.tells is None:
             return layers, ends, jax.tree.map(lambda x: x.sum(0), told)
         by_row = lambda x: x.reshape(-1, *x.shape[2:])
         return layers, ends, Told(told.means, jax.tree.map(by_row, told.outputs))
+
+    @property
+    def _offloading(self) -> Callable | None:
+        return None if self._run.keeps_all else self._choose
 
     def _choose(self, tensors: Sequence[Tensor], stage: int, layers: tuple[int, int]) -> Share:
         """Return which tensors of a layer go to the host on a stage, and tell it."""
