@@ -8,6 +8,7 @@ from hfjax.parallel.execution import Execution, Precision
 from hfjax.parallel.fetch import gather_rows
 from hfjax.parallel.mesh import make_mesh
 from hfjax.parallel.offload import Offload
+from hfjax.parallel.offloading import offload
 from hfjax.parallel.remat import Remat
 from hfjax.parallel.schedules import Schedule
 from hfjax.parallel.strategy import (
@@ -73,6 +74,7 @@ __all__ = [
     "layout",
     "make_mesh",
     "matching",
+    "offload",
     "partition",
     "rate",
     "recorded",

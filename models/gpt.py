@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 from hfjax.models.attention import causal_attention
 from hfjax.models.loss import next_token_loss
@@ -99,9 +100,10 @@ class Attention(nnx.Module):
 
     def __call__(self, x_BSD: jax.Array, documents_BS: jax.Array | None = None) -> jax.Array:
         qkv = self.place(self.qkv(x_BSD), ("batch", None, "heads", None, None))
+        qkv = checkpoint_name(qkv, "qkv")
         q, k, v = (qkv[:, :, :, i] for i in range(3))
         inside = () if documents_BS is None else (documents_BS,)
-        attended = self.attend(q, k, v, *inside)
+        attended = checkpoint_name(self.attend(q, k, v, *inside), "attended")
         return self.out(self.place(attended, ("batch", None, "heads", None)))
 
 
@@ -117,7 +119,8 @@ class MLP(nnx.Module):
         self.place = anywhere
 
     def __call__(self, x_BSD: jax.Array) -> jax.Array:
-        return self.down(jax.nn.gelu(self.place(self.up(x_BSD), ("batch", None, "mlp"))))
+        up = checkpoint_name(self.place(self.up(x_BSD), ("batch", None, "mlp")), "mlp_up")
+        return self.down(jax.nn.gelu(up))
 
 
 class Block(nnx.Module):
@@ -144,7 +147,10 @@ class Block(nnx.Module):
 
 
 class GPT(nnx.Module):
-    """GPT-2 with tied embeddings; `layers` is one module of stacked arrays."""
+    """GPT-2 with tied embeddings; `layers` is one module of stacked arrays.
+
+    Named in each layer, for remat and offload: qkv, attended, mlp_up.
+    """
 
     def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
         self.config = config

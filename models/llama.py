@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
 from hfjax.models.attention import causal_attention, rotate
 from hfjax.models.parts import (
@@ -101,11 +102,12 @@ class Attention(nnx.Module):
 
     def __call__(self, x_BSD: jax.Array, documents_BS: jax.Array | None = None) -> jax.Array:
         qkv = self.place(self.qkv(x_BSD), ("batch", None, "heads", None, None))
+        qkv = checkpoint_name(qkv, "qkv")
         qk, v = rotate(qkv[:, :, :, :-1], self.base), qkv[:, :, :, -1]
         q, k = qk[:, :, :, :-1], qk[:, :, :, -1]
         q = q.reshape(*q.shape[:2], -1, q.shape[-1])
         inside = () if documents_BS is None else (documents_BS,)
-        attended = self.attend(q, k, v, *inside)
+        attended = checkpoint_name(self.attend(q, k, v, *inside), "attended")
         return self.out(self.place(attended, ("batch", None, "heads", None)))
 
 
@@ -121,6 +123,7 @@ class MLP(nnx.Module):
 
     def __call__(self, x_BSD: jax.Array) -> jax.Array:
         gate_up = self.place(self.gate_up(x_BSD), ("batch", None, "mlp", None))
+        gate_up = checkpoint_name(gate_up, "mlp_up")
         return self.down(jax.nn.silu(gate_up[..., 0]) * gate_up[..., 1])
 
 
@@ -146,7 +149,10 @@ class Block(nnx.Module):
 
 
 class Llama(nnx.Module):
-    """Llama 2 and 3; `layers` is one module of stacked arrays."""
+    """Llama 2 and 3; `layers` is one module of stacked arrays.
+
+    Named in each layer, for remat and offload: qkv, attended, mlp_up.
+    """
 
     def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
         self.config = config

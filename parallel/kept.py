@@ -51,24 +51,25 @@ def kept(function: Callable, choose: Choose, barrier: bool = True) -> Callable:
     return run
 
 
-def kept_by_slots(function: Callable, choose: Choose, barrier: bool) -> Callable:
+def kept_by_slots(function: Callable, choose: Choose, barrier: bool = True) -> Callable:
     """Return `function(parameters, variables, x) -> (y, aux)`, parts of what it keeps on the host.
 
-    The gradients are those of the slots of stored parameters; their values are known.
+    The gradients of stored parameters are those of their slots; their values are known.
     """
 
     def apply(parameters, variables, x):
         is_stored = lambda leaf: isinstance(leaf, Stored)
-        stored, form = jax.tree.flatten(parameters, is_leaf=is_stored)
-        slots = [p.slot for p in stored]
-        values = [replace(p, slot=None) for p in stored]
+        leaves, form = jax.tree.flatten(parameters, is_leaf=is_stored)
+        weights = [p.slot if is_stored(p) else p for p in leaves]
+        values = [replace(p, slot=None) if is_stored(p) else None for p in leaves]
 
-        def run(known, slots, x):
+        def run(known, weights, x):
             values, variables = known
-            joined = [replace(p, slot=slot) for p, slot in zip(values, slots, strict=True)]
+            pairs = zip(values, weights, strict=True)
+            joined = [w if v is None else replace(v, slot=w) for v, w in pairs]
             return function(form.unflatten(joined), variables, x)
 
-        return kept(run, choose, barrier)((values, variables), slots, x)
+        return kept(run, choose, barrier)((values, variables), weights, x)
 
     return apply
 

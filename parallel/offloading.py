@@ -1,0 +1,121 @@
+"""Any block, wrapped: parts of what it keeps for the backward pass wait in host memory."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from flax import nnx
+
+from hfjax.parallel.kept import kept, kept_by_slots, may_cut
+from hfjax.parallel.offload import Offload, Share, Tensor, share
+from hfjax.parallel.offloaded import Offloaded
+
+
+def offload(
+    block: Callable,
+    ratio: float | None = None,
+    tag: str = "layers",
+    *,
+    names: Sequence[str] = (),
+    dots: bool = False,
+    weights: int | Sequence[int] = 0,
+) -> Any:
+    """Return a module, or a function, that keeps part of its activations in host memory.
+
+    Of a function the arguments numbered `weights` (the first, unless told otherwise; () for none)
+    are never moved, nor is what follows from them alone; of a module its parameters. `offloaded` of
+    what is returned is the report of its last gradient.
+
+    >>> mlp = offload(lambda w, x: jax.numpy.tanh(x @ w) @ w.T, ratio=0.5)
+    """
+    wanted = Offload(ratio=ratio, names=tuple(names), dots=dots, tag=tag)
+    if len(wanted.ratios) > 1:
+        raise ValueError(f"offload(block, ratio={ratio}): one ratio is expected for one block.")
+    if isinstance(block, nnx.Module):
+        return OffloadedModule(block, wanted)
+    if not callable(block):
+        raise ValueError(f"offload(block): a module or a function is expected, found {block!r}.")
+    numbers = (weights,) if isinstance(weights, int) else tuple(weights)
+    return _OffloadedFunction(block, wanted, numbers)
+
+
+class _Choice:
+    """Chooses for one block, and keeps the report; equal to itself only."""
+
+    def __init__(self, wanted: Offload):
+        self.wanted, self.report = wanted, Offloaded(wanted)
+
+    def __call__(self, tensors: Sequence[Tensor]) -> Share:
+        ratio = self.wanted.ratios[0] if self.wanted.ratios else 0
+        chosen = share(self.wanted, tensors, may_cut(), ratio)
+        self.report.rows.clear()
+        self.report.add(self.wanted.tag, 1, tensors, chosen)
+        self.report.check()
+        return chosen
+
+
+class _OffloadedFunction:
+    """A function of arrays that keeps part of its activations in host memory."""
+
+    def __init__(self, function: Callable, wanted: Offload, weights: Sequence[int]):
+        self.function, self.weights, self._choice = function, weights, _Choice(wanted)
+
+    @property
+    def offloaded(self) -> Offloaded:
+        """What is kept and what of it goes to the host, once a gradient was traced."""
+        return self._choice.report
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._choice.wanted.idle:
+            return self.function(*args, **kwargs)
+        held = [args[i] for i in self.weights if i < len(args)]
+        rest, join = _apart(([x for i, x in enumerate(args) if i not in self.weights], kwargs))
+
+        def run(known, held, rest):
+            others, kwargs = join(rest)
+            left = {True: iter(held), False: iter(others)}
+            both = [next(left[i in self.weights]) for i in range(len(args))]
+            return self.function(*both, **kwargs), ()
+
+        return kept(run, self._choice)((), held, rest)[0]
+
+
+class OffloadedModule(nnx.Module):
+    """A module that keeps part of the activations of `block` in host memory."""
+
+    def __init__(self, block: nnx.Module, wanted: Offload):
+        self.block = block
+        self._choice = _Choice(wanted)
+
+    @property
+    def offloaded(self) -> Offloaded:
+        """What is kept and what of it goes to the host, once a gradient was traced."""
+        return self._choice.report
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._choice.wanted.idle:
+            return self.block(*args, **kwargs)
+        graph, parameters, variables = nnx.split(self.block, nnx.Param, ...)
+        given, join = _apart((args, kwargs))
+
+        def run(parameters, variables, given):
+            args, kwargs = join(given)
+            block = nnx.merge(graph, parameters, variables)
+            return block(*args, **kwargs), nnx.state(block, nnx.Not(nnx.Param))
+
+        y, variables = kept_by_slots(run, self._choice)(parameters, variables, given)
+        nnx.update(self.block, variables)
+        return y
+
+
+def _apart(tree: Any) -> tuple[list, Callable]:
+    """Return the arrays of a tree, and what puts others in their place beside the rest."""
+    leaves, form = jax.tree.flatten(tree)
+    are = [hasattr(leaf, "dtype") for leaf in leaves]
+
+    def join(arrays: list) -> Any:
+        arrays_left = iter(arrays)
+        both = [next(arrays_left) if a else leaf for a, leaf in zip(are, leaves, strict=True)]
+        return form.unflatten(both)
+
+    return [leaf for a, leaf in zip(are, leaves, strict=True) if a], join

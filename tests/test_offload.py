@@ -1,0 +1,289 @@
+"""Activations on the host: the bytes asked for, the same gradients, and no silence."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+
+import hfjax
+from hfjax.models.gpt import next_token_loss
+from hfjax.parallel.offload import Tensor, share
+from hfjax.parallel.strategy import DDP, FSDP, PIPE, SEQUENCE, TENSOR
+from tests.small_gpt import gpt_layout, tokens
+
+Offload, Schedule = hfjax.Offload, hfjax.Schedule
+
+
+def trained(strategy, sizes, offload=None, layers=2, **options):
+    """Parameters and losses after two steps, and the step."""
+    layout = gpt_layout(strategy, sizes, optax.adam(1e-3), dropout=0.1, layers=layers)
+    step = hfjax.train_step(layout, next_token_loss, offload=offload, **options)
+    state, losses = hfjax.init(layout, schedule=options.get("schedule")), []
+    for _ in range(2):
+        state, metrics = step(state, tokens())
+        losses.append(float(metrics["loss"]))
+    return jax.tree.map(np.asarray, state.params), losses, step
+
+
+def assert_bit_equal(found, wanted):
+    jax.tree.map(np.testing.assert_array_equal, found, wanted)
+
+
+CASES = {
+    "one device, unrolled": (DDP, {"data": 1}, {}),
+    "one device, in a scan": (DDP, {"data": 1}, {"unroll": 1}),
+    "FSDP in bfloat16": (FSDP, {"fsdp": 4}, {"precision": "bf16"}),
+    "FSDP, two microbatches": (FSDP, {"fsdp": 2}, {"accumulate": 2}),
+    "FSDP, full remat": (FSDP, {"fsdp": 2}, {"remat": "full"}),
+    "DDP, dots": (DDP, {"data": 2}, {"remat": "dots"}),
+    "every other layer": (DDP, {"data": 2}, {"remat": "every:2", "layers": 3}),
+    "tensor": (FSDP | TENSOR | SEQUENCE, {"fsdp": 2, "tensor": 2}, {}),
+    "1F1B": (PIPE, {"pipe": 2, "data": 2}, {"schedule": Schedule("1f1b", 4)}),
+    "ZB-H1, which branches": (PIPE, {"pipe": 2}, {"schedule": Schedule("zb-h1", 4)}),
+    "zero bubble in a scan": (
+        PIPE | FSDP,
+        {"pipe": 2, "fsdp": 2},
+        {"schedule": Schedule("zb", 4), "unroll": 1, "layers": 4},
+    ),
+    "PipeDream": (PIPE, {"pipe": 2}, {"schedule": Schedule("pipedream", 4)}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_training_is_bit_equal_to_no_offload(case):
+    strategy, sizes, options = CASES[case]
+    wanted = trained(strategy, sizes, **options)
+    found = trained(strategy, sizes, Offload(ratio=0.4), **options)
+    assert found[2].offloaded.moved > 0
+    assert found[1] == wanted[1]
+    assert_bit_equal(found[0], wanted[0])
+
+
+# -- how much -----------------------------------------------------------------------------------
+
+
+def step_of(strategy=FSDP, sizes=None, **options):
+    layout = gpt_layout(strategy, sizes or {"fsdp": 2}, optax.sgd(1e-3))
+    return hfjax.train_step(layout, next_token_loss, **options)
+
+
+@pytest.mark.parametrize("ratio", [0.05, 0.3, 0.5, 0.9, 1.0])
+def test_the_ratio_is_reached_within_a_slice_and_what_is_reported_is_what_is_copied(ratio):
+    step = step_of(offload=Offload(ratio=ratio))
+    copied = hfjax.transfers(step.trace(tokens()))
+    report = step.offloaded
+    largest = max(row.tensor.bytes / max(row.tensor.shape) for row in report.rows.values())
+    assert abs(report.moved - ratio * report.total) <= largest * 2
+    assert copied.to_host == copied.to_device == report.moved
+    assert f"on the host: {report.ratio:.1%}" in str(report)
+
+
+def test_the_program_lowered_for_a_gpu_copies_what_the_report_says():
+    step = step_of(offload=Offload(ratio=0.5), accumulate=2)
+    lowered = step.trace(tokens()).lower(lowering_platforms=("cuda",))
+    copied = hfjax.transfers(lowered)
+    assert copied.to_host == copied.to_device == 2 * step.offloaded.moved > 0
+
+
+def test_beside_a_tensor_axis_only_whole_tensors_go():
+    step = step_of(FSDP | TENSOR, {"fsdp": 2, "tensor": 2}, offload=Offload(ratio=0.3))
+    step.trace(tokens())
+    report = step.offloaded
+    assert {row.moved for row in report.rows.values()} <= {
+        0,
+        *(row.tensor.bytes for row in report.rows.values()),
+    }
+    largest = max(row.tensor.bytes * row.times for row in report.rows.values())
+    assert abs(report.moved - 0.3 * report.total) <= largest
+
+
+def test_weights_are_never_kept_for_the_backward_pass_whatever_their_form():
+    """Not the stored ones, nor gathered, cast, reshaped or transposed ones."""
+    layout = gpt_layout(FSDP, {"fsdp": 2}, optax.sgd(1e-3), embed=48, length=20)
+    step = hfjax.train_step(
+        layout, next_token_loss, offload=Offload(ratio=1.0), precision="bf16", remat="none"
+    )
+    step.trace(tokens(rows=2, length=20))
+    of_layers = [p.shape[1:] for path, p in layout.placed.items() if path.startswith("layers/")]
+    sizes = {int(np.prod(shape)) for shape in of_layers if len(shape) > 1}
+    kept = {int(np.prod(row.tensor.shape)) for row in step.offloaded.rows.values()}
+    assert not sizes & kept
+
+
+def test_a_pipeline_may_have_a_ratio_for_each_stage():
+    schedule, sizes = Schedule("1f1b", 8), {"pipe": 4}
+    options = {"schedule": schedule, "layers": 4}
+    wanted = trained(PIPE, sizes, **options)
+    found = trained(PIPE, sizes, Offload(ratio=(0.9, 0.6, 0.3, 0.0)), **options)
+    assert_bit_equal(found[0], wanted[0])
+    report = found[2].offloaded
+    by_stage = [
+        sum(row.moved for row in report.rows.values() if row.layer == f"stage {stage}")
+        for stage in range(4)
+    ]
+    assert by_stage == sorted(by_stage, reverse=True) and by_stage[0] > by_stage[3] == 0
+
+
+@pytest.mark.parametrize(("ratio", "cut"), [(0.5, True), (0.5, False), (1.0, False), (0.0, True)])
+def test_whole_tensors_go_first_and_at_most_one_is_cut(ratio, cut):
+    kept = [Tensor("a", (n, 10), "float32", n * 40) for n in (7, 5, 3, 3)]
+    chosen = share(Offload(ratio=ratio), kept, cut, ratio)
+    assert sum(c.dim is not None for c in chosen.values()) <= cut
+    moved = sum(c.bytes_of(kept[i]) for i, c in chosen.items())
+    assert abs(moved - ratio * 18 * 40) <= (20 if cut else 3 * 40)
+
+
+# -- by name, by kind ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_named_tensors_go_and_are_kept_even_if_all_else_is_computed_again(remat):
+    wanted = trained(FSDP, {"fsdp": 2}, remat=remat)
+    found = trained(FSDP, {"fsdp": 2}, Offload(names=("mlp_up", "qkv")), remat=remat)
+    assert_bit_equal(found[0], wanted[0])
+    gone = [row for row in found[2].offloaded.rows.values() if row.moved]
+    assert {name for row in gone for name in row.tensor.names} == {"mlp_up", "qkv"}
+
+
+def test_matrix_products_go_alone():
+    step = step_of(offload=Offload(dots=True), remat="dots")
+    step.trace(tokens())
+    rows = step.offloaded.rows.values()
+    assert {row.tensor.what for row in rows if row.moved} == {"dot_general"}
+    assert not any(row.moved for row in rows if row.tensor.what != "dot_general")
+
+
+# -- around any block ---------------------------------------------------------------------------
+
+
+def mlp(w, x):
+    return jnp.tanh(checkpoint_name(x @ w["up"], "up")) @ w["down"]
+
+
+def weights():
+    rng = np.random.default_rng(0)
+    return {"up": rng.normal(size=(16, 64)), "down": rng.normal(size=(64, 16))}
+
+
+@pytest.mark.parametrize("asked", [{"ratio": 0.5}, {"ratio": 1.0}, {"names": "up"}, {"dots": True}])
+def test_a_function_keeps_its_gradients(asked):
+    w = jax.tree.map(jnp.float32, weights())
+    x = jnp.ones((8, 16))
+    block = hfjax.offload(mlp, **asked)
+    gradient = lambda f: jax.jit(jax.grad(lambda w, x: (f(w, x) ** 2).sum(), argnums=(0, 1)))(w, x)
+    assert_bit_equal(gradient(block), gradient(mlp))
+    assert block.offloaded.moved > 0
+
+
+def test_a_module_keeps_its_gradients_statistics_and_flags():
+    class Block(nnx.Module):
+        def __init__(self, rngs):
+            self.linear, self.norm = nnx.Linear(8, 8, rngs=rngs), nnx.BatchNorm(8, rngs=rngs)
+
+        def __call__(self, x, flip=False):
+            y = jnp.tanh(self.norm(self.linear(x)))
+            return -y if flip else y
+
+    def after(wrap):
+        block = wrap(Block(nnx.Rngs(0)))
+        loss = lambda block: (block(jnp.arange(32.0).reshape(4, 8), flip=True) ** 2).sum()
+        gradient = nnx.jit(nnx.grad(loss))(block)
+        found = [nnx.to_flat_state(nnx.state(m)) for m in (gradient, block)]
+        return [np.asarray(v[...]) for flat in found for _, v in flat], block
+
+    found, block = after(lambda b: hfjax.offload(b, 0.8, "mine"))
+    wanted, _ = after(lambda b: b)
+    assert_bit_equal(found, wanted)
+    assert {row.tag for row in block.offloaded.rows.values()} == {"mine"}
+
+
+def test_a_wrapped_block_inside_a_model_trains_as_without():
+    from hfjax.models.parts import LayerNorm
+
+    class Model(nnx.Module):
+        def __init__(self, wrap, rngs):
+            self.inner = wrap(nnx.Linear(8, 8, rngs=rngs))
+            self.norm = LayerNorm(8)
+
+        def __call__(self, batch):
+            return self.norm(jnp.tanh(self.inner(jnp.tanh(batch))))
+
+    def losses(wrap):
+        mesh = hfjax.make_mesh(devices=jax.devices()[:2], fsdp=2)
+        strategy = FSDP.edit(replicate_below=0)
+        layout = hfjax.layout(lambda rngs: Model(wrap, rngs), optax.adam(1e-2), mesh, strategy)
+        step = hfjax.train_step(layout, lambda y, batch: ((y - 1) ** 2).mean())
+        state, batch, told = hfjax.init(layout), jnp.arange(32.0).reshape(4, 8), []
+        for _ in range(3):
+            state, metrics = step(state, batch)
+            told.append(float(metrics["loss"]))
+        return told
+
+    assert losses(lambda b: hfjax.offload(b, 1.0)) == losses(lambda b: b)
+
+
+# -- what is refused, and warned of --------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({}, "give one of ratio"),
+        ({"ratio": 0.5, "dots": True}, "give one of ratio"),
+        ({"ratio": 1.5}, "from 0 to 1"),
+        ({"ratio": "half"}, "from 0 to 1"),
+        ({"ratio": (0.5, -1)}, "from 0 to 1"),
+    ],
+)
+def test_what_is_no_offload_is_refused(asked, message):
+    with pytest.raises(ValueError, match=message):
+        Offload(**asked)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"offload": 0.3}, r"a hfjax.Offload is expected"),
+        ({"offload": Offload(ratio=(0.1, 0.2))}, "2 ratios for 1 stages"),
+        (
+            {"offload": Offload(ratio=0.5), "reshard_after_forward": False},
+            "reshard_after_forward=False",
+        ),
+    ],
+)
+def test_what_does_not_go_together_is_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        step_of(**options)
+
+
+def test_a_name_that_nothing_has_is_refused_with_those_there_are():
+    with pytest.raises(ValueError, match="'mlp_uq'.*attended, mlp_up, qkv"):
+        step_of(offload=Offload(names=("mlp_uq",))).trace(tokens())
+
+
+def test_an_offload_that_moves_nothing_warns():
+    with pytest.warns(UserWarning, match="moves nothing"):
+        step_of(FSDP | TENSOR, {"tensor": 2}, offload=Offload(ratio=1e-9)).trace(tokens())
+
+
+def test_a_model_without_layers_is_told_to_wrap_its_blocks():
+    layout = hfjax.layout(
+        lambda rngs: nnx.Linear(4, 4, rngs=rngs), optax.sgd(1), hfjax.make_mesh(data=-1), DDP
+    )
+    with pytest.raises(ValueError, match=r"hfjax.offload\(block"):
+        hfjax.train_step(layout, next_token_loss, offload=Offload(ratio=0.5))
+
+
+def test_a_block_that_keeps_nothing_is_refused():
+    double = hfjax.offload(lambda w, x: w * 2 + x, ratio=0.5)
+    with pytest.raises(ValueError, match="keep nothing"):
+        jax.grad(lambda x: double(1.0, x))(1.0)
+
+
+def test_devices_without_host_memory_are_refused(monkeypatch):
+    monkeypatch.setattr("hfjax.parallel.memory._kinds", lambda mesh: ["device"])
+    with pytest.raises(ValueError, match="no pinned_host memory"):
+        step_of(offload=Offload(ratio=0.5))
