@@ -29,6 +29,7 @@ from hfjax.rearrange import canonical
 from hfjax.target import target_devices
 from hfjax.traffic import Collectives, collectives
 from hfjax.train import eval_step, init, train_step
+from hfjax.transfers import Transfers, transfers
 
 __all__ = [
     "DDP",
@@ -55,6 +56,7 @@ __all__ = [
     "Schedule",
     "State",
     "Strategy",
+    "Transfers",
     "averaged",
     "by_path",
     "canonical",
@@ -79,4 +81,5 @@ __all__ = [
     "shard_batch",
     "target_devices",
     "train_step",
+    "transfers",
 ]
