@@ -57,7 +57,7 @@ def _visit(equation: Any, given: list[Shape | None], local: bool) -> Seen:
         return [], [tuple(a // b for a, b in zip(shape, local_shape, strict=True))]
     if name == "optimization_barrier":
         return [], given
-    bodies = list(_bodies(equation))
+    bodies = list(bodies_of(equation))
     if len(bodies) == 1 and len(bodies[0].invars) == len(given):
         return _region(bodies[0], given, local)
     found = [c for body in bodies for c in _region(body, [None] * len(body.invars), local)[0]]
@@ -66,7 +66,7 @@ def _visit(equation: Any, given: list[Shape | None], local: bool) -> Seen:
     return found, [follow(operands, v.aval.shape).split for v in results]
 
 
-def _bodies(equation: Any) -> Iterator[Any]:
+def bodies_of(equation: Any) -> Iterator[Any]:
     """Yield the programs that an equation calls: once each, whatever it hands them."""
     if equation.primitive.name == "pallas_call":
         return
@@ -82,12 +82,13 @@ def _placed(equation: Any, given: list[Shape | None], local: bool) -> list[Copy]
     found = []
     for old, new, split in zip(equation.invars, equation.outvars, given, strict=True):
         shape = tuple(new.aval.shape)
-        lies = Lies(_on_host(old), (1,) * len(shape) if local else split)
-        found += lies.copied(_on_host(new), new.aval.dtype.name, shape)[1]
+        lies = Lies(lies_on_host(old), (1,) * len(shape) if local else split)
+        found += lies.copied(lies_on_host(new), new.aval.dtype.name, shape)[1]
     return found
 
 
-def _on_host(value: Any) -> bool:
+def lies_on_host(value: Any) -> bool:
+    """Return whether a variable of a program lies in host memory."""
     return getattr(value.aval, "memory_space", None) == HOST
 
 

@@ -114,10 +114,14 @@ class TrainStep:
 
     def lower(self, batch: Any) -> jax.stages.Lowered:
         """Return the lowered step for a batch of arrays or shapes; allocates nothing."""
+        return self.trace(batch).lower()
+
+    def trace(self, batch: Any) -> jax.stages.Traced:
+        """Return the traced step for a batch of arrays or shapes; allocates nothing."""
         check_batch(self.layout, batch, microbatches_of(self.execution))
         shape = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._batch)
         state = replace(self.layout.abstract_state(), order=None)
-        return self._jitted.lower(state, jax.tree.map(shape, batch))
+        return self._jitted.trace(state, jax.tree.map(shape, batch))
 
     def check(self, state: State) -> None:
         """Wait for the steps given so far; raise FloatingPointError if one was not finite."""
