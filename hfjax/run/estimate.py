@@ -111,7 +111,9 @@ def _waiting(step: Any, traced: jax.stages.Traced, batch: Any) -> dict[str, int 
 def _in_rings(step: Any, batch: Any) -> dict[str, int | None]:
     schedule = step.execution.schedule
     if schedule.versions(step._plane.ticks.table.stages) is not None:
-        return dict.fromkeys(("layers", "messages", "host_stashes"))  # it has an executor of its own
+        return dict.fromkeys(
+            ("layers", "messages", "host_stashes")
+        )  # it has an executor of its own
     state = step.layout.abstract_state()
     given = flatten(state.params), flatten(state.variables)
     told = rings(step._plane, *given, batch, state.step)
