@@ -68,7 +68,7 @@ class Report:
     estimates: tuple[Estimate, ...]
     refused: dict[str, str]  # alternative -> why it cannot be
     memory: int | None  # of a device
-    device: str
+    device: str  # whose memory that is
     notes: tuple[str, ...]
 
 
@@ -122,11 +122,13 @@ def report(given: Memory, tell: Any = lambda name: None) -> Report:
             if not found:
                 raise
             refused[name] = str(wrong)
-    memory, kind = _memory(given, parts.mesh.devices.flat[0])
+    device = parts.mesh.devices.flat[0]
+    memory, of = _memory(given, device)
+    kind = "CPU" if device.platform == "cpu" else device.device_kind
     rows = f"{given.batch} rows of {parts.model.length} tokens, precision {given.precision}"
     mesh = describe_mesh(parts.mesh)
     title = f"{parts.model.name}, {parts.layout.strategy.name} on {mesh} ({kind}), {rows}"
-    return Report(title, tuple(found), refused, memory, kind, tuple(_notes(given, parts)))
+    return Report(title, tuple(found), refused, memory, of, tuple(_notes(given, parts)))
 
 
 def _devices(given: Memory) -> Sequence[Any] | None:
@@ -146,14 +148,13 @@ def _planned(given: Memory, devices: Sequence[Any] | None) -> Planned:
 
 
 def _memory(given: Memory, device: Any) -> tuple[int | None, str]:
-    """Return the memory of a device and its name."""
-    kind = device.device_kind if device.platform != "cpu" else "CPU"
+    """Return the memory of a device, and of what it is."""
     if given.device_memory is not None:
-        return bytes_of(given.device_memory), kind
+        return bytes_of(given.device_memory), "device memory"
     if given.gpu != "here":
-        return GPUS[given.gpu].memory, kind
+        return GPUS[given.gpu].memory, GPUS[given.gpu].name
     stats = device.memory_stats() if device.platform != "cpu" else None
-    return (stats or {}).get("bytes_limit"), kind
+    return (stats or {}).get("bytes_limit"), device.device_kind
 
 
 def alternatives(given: Memory) -> Iterator[tuple[str, Memory]]:

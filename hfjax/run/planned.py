@@ -52,7 +52,20 @@ class Planned(Parts):
         return batch
 
 
-@jax.checkpoint
+@jax.custom_vjp
 def recomputed(q_BSHD: Any, k_BSGD: Any, v_BSGD: Any, documents_BS: Any = None) -> jax.Array:
     """Return causal attention that keeps no scores for the backward pass, as cuDNN's keeps none."""
     return dot_product(q_BSHD, k_BSGD, v_BSGD, documents_BS, "xla")
+
+
+def _forward(*given: Any) -> tuple[jax.Array, Any]:
+    return recomputed(*given), given
+
+
+def _backward(given: Any, cotangent: jax.Array) -> tuple[Any, ...]:
+    *arrays, documents = given
+    attend = lambda *arrays: dot_product(*arrays, documents, "xla")
+    return *jax.vjp(attend, *arrays)[1](cotangent), None
+
+
+recomputed.defvjp(_forward, _backward)
