@@ -6,7 +6,7 @@ alone has to be kept; casts and gathers of parameters, masks from random keys ar
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -123,13 +123,21 @@ class Residuals:
             if any(v in depends for v in variables(equation.invars)):
                 depends.update(equation.outvars)
         self.stashed = list(dict.fromkeys(v for v in variables(kept) if v in depends))
-        remade = [v for v in variables(kept) if v not in depends and v not in self.known]
+        at_hand = depends.union(self.known, whole.constants)
+        remade = [v for v in variables(kept) if v not in at_hand]
         self.remade = list(dict.fromkeys(remade))
         self.remake = whole.part(self.remade, self.known)
 
-    def all(self, known: Sequence[Any], stash: Sequence[Any]) -> list[Any]:
-        """Return every residual, from what is known and what was stashed."""
-        values = dict(zip(self.known, known, strict=True))
+    def all(self, known: Sequence[Any], stash: Sequence[Any], constants: Any = None) -> list[Any]:
+        """Return every residual, from what is known and what was stashed.
+
+        `constants` stand for those that the program closes over, which may be of another trace.
+        """
+        remake = self.remake
+        if constants is not None:
+            held = dict(zip(remake.constants, constants, strict=True))
+            remake = replace(remake, constants=held)
+        values = dict(zip(self.known, known, strict=True)) | remake.constants
         values |= zip(self.stashed, stash, strict=True)
-        values |= zip(self.remade, self.remake(*known), strict=True)
+        values |= zip(self.remade, remake(*known), strict=True)
         return [v.val if isinstance(v, Literal) else values[v] for v in self.kept]
