@@ -2,6 +2,7 @@
 
 from hfjax.batches import full, rows_of_process, shard_batch
 from hfjax.checkpoint import Checkpoints, Keep, Restored, latest, recorded, restore, save
+from hfjax.least import least_offload
 from hfjax.mean import Mean
 from hfjax.optimizers import averaged, by_path, ema, matching, scaled
 from hfjax.parallel.execution import Execution, Precision
@@ -73,6 +74,7 @@ __all__ = [
     "init_distributed",
     "latest",
     "layout",
+    "least_offload",
     "make_mesh",
     "matching",
     "partition",

@@ -12,7 +12,7 @@ PARTS = {
     "master weights": ("master", "#e6a5cf"),
     "gradients": ("gradients", "#86c98f"),
     "kept by layers": ("layers", "#f2bc6b"),
-    "kept before and after them": ("ends", "#f6dba6"),
+    "kept around the layers": ("ends", "#f6dba6"),
     "messages between stages": ("messages", "#79cfc0"),
 }
 REST, INK, LIMIT = "#e4e4e4", "#333333", "#c0392b"

@@ -108,17 +108,29 @@ def _line(cells: tuple[str, ...], widths: list[int]) -> str:
 def transfers(program: Any) -> Transfers:
     """Return the copies between device and host of one call of a traced or lowered program.
 
-    `program` is `jax.jit(f).trace(…)`, that with `.lower()`, or a jaxpr.
+    `program` is `jax.jit(f).trace(…)`, that with `.lower(lowering_platforms=("cuda",))`, or a
+    jaxpr; of a step, `step.trace(batch)`.
     """
     if isinstance(program, jax.stages.Lowered):
+        _check_tells(program)
         return Transfers(_rows(Copies(program.compiler_ir("stablehlo")).found()), "stablehlo")
     jaxpr = program.jaxpr if isinstance(program, jax.stages.Traced) else program
     if isinstance(jaxpr, ClosedJaxpr):
         return Transfers(_rows(copies_in_jaxpr.copies(jaxpr)), "jaxpr")
     raise ValueError(
         f"program is a {type(program).__name__}; allowed are jax.stages.Traced, jax.stages.Lowered "
-        "and a jaxpr: pass jax.jit(f).trace(*args), that with .lower(), or jax.make_jaxpr(f)(*args)"
+        "and a jaxpr: pass jax.jit(f).trace(*args), or jax.make_jaxpr(f)(*args)"
     )
+
+
+def _check_tells(program: jax.stages.Lowered) -> None:
+    """Refuse a program lowered for CPUs: their memory is the host's, and it copies nothing."""
+    if "cpu" in (getattr(program._lowering, "_platforms", None) or ()):
+        raise ValueError(
+            "this program is lowered for CPUs, where nothing is copied between device and host. "
+            'Lower it for a GPU, jax.jit(f).trace(…).lower(lowering_platforms=("cuda",)) (none is '
+            "needed), or pass the trace."
+        )
 
 
 def _rows(found: list[Copy]) -> tuple[HostTransfer, ...]:

@@ -184,3 +184,8 @@ def test_a_direction_that_is_none_is_refused():
 def test_only_traced_and_lowered_programs_are_read():
     with pytest.raises(ValueError, match="program is a function; allowed are"):
         transfers(to_host)
+
+
+def test_a_program_lowered_for_cpus_is_refused_since_it_copies_nothing():
+    with pytest.raises(ValueError, match="lowered for CPUs, where nothing is copied"):
+        transfers(jax.jit(to_host).lower(X))

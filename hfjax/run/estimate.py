@@ -65,8 +65,7 @@ def estimate(name: str, parts: Planned) -> Estimate:
     """Return what a step takes: it is traced and compiled, nothing is allocated."""
     step = parts.step
     traced = step.trace(parts.batch)
-    lowered = traced.lower()
-    moved = transfers(lowered)
+    moved = transfers(traced.lower(lowering_platforms=("cuda",)))
     return Estimate(
         name,
         gradients=step.layout.bytes_per_device()["gradients"],
@@ -75,7 +74,7 @@ def estimate(name: str, parts: Planned) -> Estimate:
         to_host=moved.to_host,
         to_device=moved.to_device,
         platform=step.layout.mesh.devices.flat[0].platform,
-        **_compiled(lowered.compile()),
+        **compiled(traced.lower().compile()),
     )
 
 
@@ -125,7 +124,8 @@ def _in_rings(step: Any, batch: Any) -> dict[str, int | None]:
     }
 
 
-def _compiled(program: jax.stages.Compiled) -> dict[str, int]:
+def compiled(program: jax.stages.Compiled) -> dict[str, int]:
+    """Return what a program takes, as its compiler tells."""
     memory: Any = program.memory_analysis()
     fresh = memory.output_size_in_bytes - memory.alias_size_in_bytes
     arguments, temporaries = memory.argument_size_in_bytes, memory.temp_size_in_bytes

@@ -13,17 +13,21 @@ from rich.console import Console
 
 from hfjax import memory_picture
 from hfjax.ending import carried_out
+from hfjax.least import Least, least_offload
+from hfjax.notes import human
 from hfjax.parallel.mesh import describe_mesh
 from hfjax.run import files
 from hfjax.run.commands import config_of, parsed
 from hfjax.run.config import Train, at_least
-from hfjax.run.estimate import Estimate, estimate
+from hfjax.run.estimate import Estimate, compiled, estimate
 from hfjax.run.memory_table import table
 from hfjax.run.planned import Planned
 from hfjax.sizes import bytes_of
 from hfjax.target import GPUS, can_compile_for_gpus, target_devices, wheels
 
 REMATS = ("none", "dots", "full")
+RATIOS = (0.5, 1.0)
+WIDTH, COLUMN = 26, 14  # what the table needs
 
 
 @dataclass(frozen=True)
@@ -47,13 +51,17 @@ class Memory(Train):
     """The memory of a device, for instance 24GiB; None: what the GPU has."""
     compare: tuple[str, ...] | None = None
     """Settings to put beside, each as FLAG=VALUE,…: remat=full accumulate=4,remat=dots; None: each
-    kind of remat; none: only what is given."""
+    kind of remat, and offload by half and whole; none: only what is given."""
     vocab: int | None = None
     """Tokens in the vocabulary; None: those of the data."""
+    offload: float | Literal["auto"] | None = None
+    """The part of what layers keep that waits on the host, 0 to 1; auto: the least that fits."""
 
     def __post_init__(self):
         super().__post_init__()
         at_least(self, "", count=1, vocab=1)
+        if self.offload != "auto":
+            at_least(self, "", offload=0)
         if self.device_memory is not None:
             bytes_of(self.device_memory, "--device-memory")
         if self.out is not None and self.out.suffix != ".png":
@@ -70,6 +78,7 @@ class Report:
     memory: int | None  # of a device
     device: str  # whose memory that is
     notes: tuple[str, ...]
+    missed: str | None = None  # what was asked for and cannot be: no offload fits
 
 
 def command(argv: Sequence[str]) -> int:
@@ -90,6 +99,7 @@ def _tell(given: Memory, console: Console) -> None:
     _prepare(given)
     with console.status("compiling") as status:
         found = report(given, lambda name: status.update(f"compiling {name}"))
+    console.width = max(console.width, WIDTH + COLUMN * len(found.estimates))
     console.print(table(found))
     for note in found.notes:
         console.print(f"* {note}", style="dim")
@@ -98,6 +108,8 @@ def _tell(given: Memory, console: Console) -> None:
     if given.out is not None:
         memory_picture.draw(found, given.out)
         console.print(f"{given.out} is drawn.")
+    if found.missed is not None:
+        raise ValueError(found.missed)
 
 
 def _prepare(given: Memory) -> None:
@@ -113,7 +125,14 @@ def _prepare(given: Memory) -> None:
 def report(given: Memory, tell: Any = lambda name: None) -> Report:
     """Return what the settings take, and their alternatives."""
     devices = _devices(given)
-    found, refused, parts = [], {}, _planned(given, devices)
+    parts, notes, missed = _planned(given, devices), [], None
+    device = parts.mesh.devices.flat[0]
+    memory, of = _memory(given, device)
+    if given.offload == "auto":
+        least = _least(given, devices, memory, tell)
+        given = replace(given, offload=1.0 if least.ratio is None else least.ratio)
+        notes, missed = [_said(least)], _missed(least)
+    found, refused = [], {}
     for name, config in alternatives(given):
         tell(name)
         try:
@@ -122,13 +141,61 @@ def report(given: Memory, tell: Any = lambda name: None) -> Report:
             if not found:
                 raise
             refused[name] = str(wrong)
-    device = parts.mesh.devices.flat[0]
-    memory, of = _memory(given, device)
     kind = "CPU" if device.platform == "cpu" else device.device_kind
     rows = f"{given.batch} rows of {parts.model.length} tokens, precision {given.precision}"
-    mesh = describe_mesh(parts.mesh)
-    title = f"{parts.model.name}, {parts.layout.strategy.name} on {mesh} ({kind}), {rows}"
-    return Report(title, tuple(found), refused, memory, of, tuple(_notes(given, parts)))
+    where = f"{parts.layout.strategy.name} on {describe_mesh(parts.mesh)} ({kind})"
+    title = f"{parts.model.name}, {where}, {rows}"
+    notes = (*notes, *_notes(given, parts))
+    return Report(title, tuple(found), refused, memory, of, notes, missed)
+
+
+# -- the least offload --------------------------------------------------------------------
+
+
+def _least(given: Memory, devices: Any, memory: int | None, tell: Any) -> Least:
+    """Return the least offload that fits the memory of a device, by programs compiled for it."""
+    if not _for_gpu(given):
+        raise ValueError(
+            "--offload auto compares programs compiled for the GPU: the compiler for CPUs counts "
+            f"no offload. Install what compiles: pip install --no-deps {' '.join(wheels())}"
+        )
+    if memory is None:
+        raise ValueError("--offload auto: which memory is to be kept to? --device-memory 24GiB")
+
+    def peak(ratio: float) -> int:
+        tell(f"offload={ratio:g}")
+        parts = _planned(replace(given, offload=ratio), devices)
+        return compiled(parts.step.lower(parts.batch).compile())["peak"]
+
+    return least_offload(peak, memory)
+
+
+def _said(least: Least) -> str:
+    peaks = ", ".join(f"{ratio:g}: {human(least.peaks[ratio])}" for ratio in sorted(least.peaks))
+    found = "no ratio fits" if least.ratio is None else f"{least.ratio:g} is the least that fits"
+    text = f"offload auto: {found} {human(least.memory)}. Peaks as compiled: {peaks}"
+    return text + ("" if least.monotone else ". Here and there more offload takes more memory.")
+
+
+def _missed(least: Least) -> str | None:
+    if least.ratio is not None:
+        return None
+    return (
+        f"even with all that layers keep on the host a step takes {human(least.peaks[1.0])}, more "
+        f"than {human(least.memory)}. The table shows what takes it. Else try --remat full, "
+        "--accumulate N (fewer rows at a time), the optimizer on the host, --strategy fsdp or "
+        "--count with more devices, or a smaller --model.length."
+    )
+
+
+# -- devices ------------------------------------------------------------------------------
+
+
+def _for_gpu(given: Memory) -> bool:
+    """Return whether the step is compiled for a GPU."""
+    if given.gpu == "here":
+        return jax.default_backend() == "gpu"
+    return can_compile_for_gpus()
 
 
 def _devices(given: Memory) -> Sequence[Any] | None:
@@ -144,7 +211,8 @@ def _devices(given: Memory) -> Sequence[Any] | None:
 
 def _planned(given: Memory, devices: Sequence[Any] | None) -> Planned:
     elsewhere = devices is not None and devices[0].platform != "cpu"
-    return Planned(given, devices, given.vocab, flash=elsewhere)
+    ratio = None if given.offload == "auto" else given.offload
+    return Planned(given, devices, given.vocab, flash=elsewhere, offload=ratio)
 
 
 def _memory(given: Memory, device: Any) -> tuple[int | None, str]:
@@ -157,15 +225,28 @@ def _memory(given: Memory, device: Any) -> tuple[int | None, str]:
     return (stats or {}).get("bytes_limit"), device.device_kind
 
 
+# -- alternatives -------------------------------------------------------------------------
+
+
 def alternatives(given: Memory) -> Iterator[tuple[str, Memory]]:
     """Yield the settings given and what to put beside them, each by its name."""
-    yield f"remat={given.remat}" if given.compare is None else "given", given
+    yield _name(given), given
     if given.compare is None:
-        others = [f"remat={remat}" for remat in REMATS if remat != given.remat]
+        plain = replace(given, offload=None) if given.offload else given
+        remats = [f"remat={remat}" for remat in REMATS if remat != given.remat or given.offload]
+        yield from ((words, changed(plain, words)) for words in remats)
+        ratios = [ratio for ratio in RATIOS if ratio != given.offload]
+        for ratio in ratios:
+            beside = replace(given, offload=ratio)
+            yield _name(beside), beside
     else:
-        others = [words for words in given.compare if words != "none"]
-    for words in others:
-        yield words, changed(given, words)
+        for words in given.compare:
+            if words != "none":
+                yield words, changed(given, words)
+
+
+def _name(given: Memory) -> str:
+    return f"remat={given.remat}" + (f",offload={given.offload:g}" if given.offload else "")
 
 
 def changed(given: Memory, words: str) -> Memory:
@@ -192,7 +273,7 @@ def changed(given: Memory, words: str) -> Memory:
 
 def _notes(given: Memory, parts: Planned) -> Iterator[str]:
     """Yield what to bear in mind."""
-    if given.gpu != "here" and not can_compile_for_gpus():
+    if not _for_gpu(given) and given.gpu != "here":
         yield (
             "temporaries and peak are those of a program compiled for CPUs, which lays memory out "
             f"otherwise than a {given.gpu.upper()} and counts no offload. To compile for the GPU, "

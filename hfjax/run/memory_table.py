@@ -23,7 +23,7 @@ ROWS: dict[str, dict[str, str]] = {
     },
     "from the trace": {
         "kept by layers": "layers",
-        "kept before and after them": "ends",
+        "kept around the layers": "ends",
         "messages between stages": "messages*",
     },
     "from the compiler": {
@@ -48,7 +48,7 @@ def table(report: "Report") -> Group:
     shown.add_column("bytes per device", no_wrap=True)
     for number, found in enumerate(report.estimates):
         style = "bold" if number == 0 else ""
-        shown.add_column(found.name, justify="right", style=style)
+        shown.add_column(found.name.replace(",", "\n"), justify="right", style=style, no_wrap=True)
     for section, rows in ROWS.items():
         _add_section(shown, section, rows, report)
     if report.memory is not None:

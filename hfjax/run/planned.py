@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+import hfjax
 from hfjax.models.attention import dot_product
 from hfjax.models.gpt import GPT, GPTConfig
 from hfjax.models.llama import Llama
@@ -22,6 +23,7 @@ class Planned(Parts):
     devices: Sequence[Any] | None = None  # None: those at hand
     vocab: int | None = None  # None: that of the data
     flash: bool = False  # attention that keeps what cuDNN's keeps
+    offload: float | None = None  # a ratio
 
     @cached_property
     def mesh(self) -> jax.sharding.Mesh:
@@ -42,6 +44,12 @@ class Planned(Parts):
         return replace(chosen, shape=shape, init=lambda rngs: kind(shape, rngs=rngs))
 
     @property
+    def execution(self) -> dict[str, Any]:
+        """How the training step runs: fields of `Execution`."""
+        offload = hfjax.Offload(ratio=self.offload) if self.offload else None
+        return super().execution | {"offload": offload}
+
+    @property
     def batch(self) -> dict[str, jax.ShapeDtypeStruct]:
         """The shapes of a batch of token rows."""
         rows, length = self.config.batch, self.model.length
@@ -58,13 +66,16 @@ def recomputed(q_BSHD: Any, k_BSGD: Any, v_BSGD: Any, documents_BS: Any = None) 
     return dot_product(q_BSHD, k_BSGD, v_BSGD, documents_BS, "xla")
 
 
-def _forward(*given: Any) -> tuple[jax.Array, Any]:
-    return recomputed(*given), given
+def _forward(
+    q_BSHD: Any, k_BSGD: Any, v_BSGD: Any, documents_BS: Any = None
+) -> tuple[jax.Array, Any]:
+    out = dot_product(q_BSHD, k_BSGD, v_BSGD, documents_BS, "xla")
+    return out, (q_BSHD, k_BSGD, v_BSGD, documents_BS)
 
 
 def _backward(given: Any, cotangent: jax.Array) -> tuple[Any, ...]:
     *arrays, documents = given
-    attend = lambda *arrays: dot_product(*arrays, documents, "xla")
+    attend = lambda q, k, v: dot_product(q, k, v, documents, "xla")
     return *jax.vjp(attend, *arrays)[1](cotangent), None
 
 
