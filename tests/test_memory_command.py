@@ -1,5 +1,6 @@
 """`hfjax memory`: what a step takes is told before anything runs, beside alternatives."""
 
+import importlib
 import io
 import json
 import subprocess
@@ -25,6 +26,7 @@ from hfjax.stashes import stashes
 from hfjax.target import can_compile_for_gpus
 from tests.h200 import h200s
 
+ROOT = Path(__file__).parents[1]
 LAYERS, LENGTH, EMBED, ROWS = 3, 16, 32, 2  # rows on each device
 MODEL = Model(preset="gpt-tiny", length=LENGTH, layers=LAYERS, heads=2, embed=EMBED)
 GIVEN = Memory(model=MODEL, batch=8 * ROWS, strategy="fsdp", vocab=64, gpu="here", compare=())
@@ -172,8 +174,7 @@ def test_the_command_prints_a_table_and_writes_all_numbers(tmp_path):
     )
     words = [*flags.split(), "--compare", "remat=full", "--json", str(tmp_path / "memory.json")]
     ran = [sys.executable, "-m", "hfjax", "memory", *words, "--out", str(tmp_path / "memory.png")]
-    root = Path(__file__).parents[1]
-    done = subprocess.run(ran, cwd=root, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(ran, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert "gpt-tiny, DDP on data=2 (CPU), 32 rows of 64 tokens" in done.stdout
     told = json.loads((tmp_path / "memory.json").read_text())
@@ -270,3 +271,17 @@ def test_for_an_h200_the_least_offload_that_fits_is_found_by_compiling():
     missed = report(replace(given, offload="auto", device_memory="1MiB")).missed
     assert missed is not None
     assert "even with all that layers keep on the host" in missed
+
+
+# --- the benchmark --------------------------------------------------------------------------------
+
+
+def test_the_benchmark_of_offload_runs_and_judges_its_goals(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT))
+    offload = importlib.import_module("benchmarks.offload")
+    cases = {name: offload.CASES[name] for name in ("remat full", "offload 1")}
+    monkeypatch.setattr(offload, "CASES", cases)
+    text = offload.smoke()
+    assert [line.split(" | ")[0] for line in text.splitlines()[2:4]] == [f"| {n}" for n in cases]
+    assert "x remat full (goal 1.05 x)" in text
+    assert "GB/s there and back over a step (goal 45)" in text
