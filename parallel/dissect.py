@@ -15,7 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal, Var
 
+from hfjax.parallel.offload import Tensor
 from hfjax.parallel.program import Piece, Residuals, body_of, bytes_of, needed, piece, variables
+from hfjax.parallel.tensors import tensors_of
 
 # Equations that W does not do again when it could have their results from B.
 _DEAR = (
@@ -63,6 +65,7 @@ class Dissected:
     stash: Any  # shapes and dtypes
     late: Any
     cross: Any
+    tensors: Sequence[Tensor] = ()  # what is in stash, then in late, if that is known
 
 
 def dissect(layer: Callable, known: Any, slots: Any, x: Any, split: bool) -> Dissected:
@@ -139,6 +142,7 @@ def dissect(layer: Callable, known: Any, slots: Any, x: Any, split: bool) -> Dis
         stash=[stashed[i] for i in early],
         late=[stashed[i] for i in late],
         cross=[v.aval for v in halves.cross],
+        tensors=tensors_of(whole, [residuals.stashed[i] for i in (*early, *late)]),
     )
 
 

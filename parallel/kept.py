@@ -5,36 +5,19 @@ are made again; of the others some go to the host as soon as they are made, and 
 gradient of the function's result is there.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import Var
 
 from hfjax.parallel.fetch import Stored
 from hfjax.parallel.memory import to_device, to_host
 from hfjax.parallel.offload import Cut, Share, Tensor
-from hfjax.parallel.program import Piece, Residuals, bytes_of, piece
-
-# What hands a tensor on in another form: the one that made it is further back.
-_SAME = (
-    "reshape",
-    "transpose",
-    "squeeze",
-    "expand_dims",
-    "copy",
-    "convert_element_type",
-    "pvary",
-    "pcast",
-    "name",
-    "sharding_constraint",
-    "reduce_precision",
-    "optimization_barrier",
-)
+from hfjax.parallel.program import Residuals, piece
+from hfjax.parallel.tensors import tensors_of
 
 Choose = Callable[[Sequence[Tensor]], Share]
 
@@ -106,7 +89,7 @@ def may_cut() -> bool:
 class _Waiting:
     """What waits for the backward pass."""
 
-    stash: list[tuple]  # (whole,) or (first part, rest) of each tensor
+    stash: list[list]  # [whole] or [first part, rest] of each tensor
     constants: list
     known: Any
     weights: Any
@@ -136,7 +119,7 @@ class _Passes:
         self.residuals = Residuals(program, kept, count)
         self.ahead = program.part([*self.outputs, *self.residuals.stashed])
         self.constants = list(program.constants.values())
-        self.tensors = _tensors(program, self.residuals.stashed)
+        self.tensors = tensors_of(program, self.residuals.stashed)
         self.share = choose(self.tensors)
 
     def forward(self) -> tuple[Any, list]:
@@ -144,63 +127,25 @@ class _Passes:
         found = self.ahead(*self.arrays)
         return self.out.unflatten(found[: len(self.outputs)]), found[len(self.outputs) :]
 
-    def sent(self, stash: list, barrier: bool) -> list[tuple]:
+    def sent(self, stash: list, barrier: bool) -> list[list]:
         """Return what is kept, parts of it on the host."""
-        return [_send(x, self.share.get(i), barrier) for i, x in enumerate(stash)]
+        return [_sent(x, self.share.get(i), barrier) for i, x in enumerate(stash)]
 
     def backward(self, stash: list, constants: list, known: Any, weights: Any, dy: Any) -> Any:
         """Return the gradients of weights and x."""
         arrays = jax.tree.leaves((known, weights))
-        values = [_fetch(parts, self.share.get(i)) for i, parts in enumerate(stash)]
+        values = [_fetched(parts, self.share.get(i)) for i, parts in enumerate(stash)]
         pullback = self.pullback.unflatten(self.residuals.all(arrays, values, constants))
         return pullback(dy)
 
 
-def _send(x: jax.Array, cut: Cut | None, barrier: bool) -> tuple:
+def _sent(x: jax.Array, cut: Cut | None, barrier: bool) -> list:
     if cut is None:
-        return (x,)
-    if cut.dim is None:
-        return (_held(to_host(x), barrier),)
-    first = lax.slice_in_dim(x, 0, cut.count, axis=cut.dim)
-    return _held(to_host(first), barrier), lax.slice_in_dim(x, cut.count, None, axis=cut.dim)
+        return [x]
+    first, *rest = cut.split(x)
+    host = to_host(first)
+    return [lax.optimization_barrier(host) if barrier else host, *rest]
 
 
-def _held(x: jax.Array, barrier: bool) -> jax.Array:
-    return lax.optimization_barrier(x) if barrier else x
-
-
-def _fetch(parts: tuple, cut: Cut | None) -> jax.Array:
-    """Return the tensor on the device; XLA would fuse the halves of one into reads of the host."""
-    whole = to_device(parts)
-    if len(whole) == 1:
-        return whole[0]
-    assert cut is not None
-    return lax.optimization_barrier(jnp.concatenate(whole, axis=cut.dim))
-
-
-def _tensors(program: Piece, stashed: Sequence[Var]) -> list[Tensor]:
-    """Return a description of each tensor that is kept."""
-    makes = {v: e for e in program.equations for v in e.outvars}
-    names = _names(program)
-    return [_tensor(v, makes, names) for v in stashed]
-
-
-def _tensor(v: Var, makes: Mapping, names: Mapping[Var, set[str]]) -> Tensor:
-    back, named = v, set(names.get(v, ()))
-    while back in makes and makes[back].primitive.name in _SAME:
-        back = makes[back].invars[0]
-        named |= names.get(back, set())
-    what = makes[back].primitive.name if back in makes else "input"
-    aval: Any = v.aval
-    return Tensor(what, aval.shape, str(aval.dtype), bytes_of([aval]), frozenset(named))
-
-
-def _names(program: Piece) -> dict[Var, set[str]]:
-    """Return the names that tensors were given by `checkpoint_name`, before and after it."""
-    names: dict[Var, set[str]] = {}
-    for equation in program.equations:
-        if equation.primitive.name == "name":
-            for v in (*equation.invars, *equation.outvars):
-                if isinstance(v, Var):
-                    names.setdefault(v, set()).add(equation.params["name"])
-    return names
+def _fetched(parts: list, cut: Cut | None) -> jax.Array:
+    return to_device(parts[0]) if cut is None else cut.join(to_device(parts))

@@ -1,7 +1,7 @@
 """Running a model's layers: the layer is the unit of gathering and of rematerialisation."""
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ from jax import lax
 from hfjax.parallel.execution import Execution
 from hfjax.parallel.fetch import Stored, whole
 from hfjax.parallel.kept import kept_by_slots, may_cut
-from hfjax.parallel.offload import share
+from hfjax.parallel.offload import Share, Tensor, share
 from hfjax.parallel.offloaded import Offloaded
 from hfjax.parallel.remat import Remat
 
@@ -71,16 +71,26 @@ class Run:
 
     def offloading(self, function: Callable, name: str, times: int, barrier: bool) -> Callable:
         """Return (parameters, variables, x) -> (x, variables) that keeps a part on the host."""
-        offload = self.execution.offload
-        if offload is None or offload.idle:
+        if self.keeps_all:
             return function
-
-        def choose(tensors):
-            chosen = share(offload, tensors, may_cut(), offload.ratios[0] if offload.ratios else 0)
-            self.offloaded.add(name, times, tensors, chosen)
-            return chosen
-
+        choose = lambda tensors: self.choose(tensors, name, times, 0, may_cut())
         return kept_by_slots(function, choose, barrier)
+
+    @property
+    def keeps_all(self) -> bool:
+        """Whether everything that layers keep stays on the device."""
+        return self.execution.offload is None or self.execution.offload.idle
+
+    def choose(
+        self, tensors: Sequence[Tensor], name: str, times: int, stage: int, cut: bool
+    ) -> Share:
+        """Return which tensors of layers go to the host, and tell it; there are `times` of them."""
+        offload = self.execution.offload
+        assert offload is not None
+        ratio = offload.ratios[stage % len(offload.ratios)] if offload.ratios else 0
+        chosen = share(offload, tensors, cut, ratio)
+        self.offloaded.add(name, times, tensors, chosen)
+        return chosen
 
 
 def run_model(model: Any, batch: Any, run: Run) -> Any:

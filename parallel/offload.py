@@ -6,6 +6,11 @@ haiscale's `CPUOffload` does); names and products say which tensors go.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
 
 Shape = tuple[int, ...]
 
@@ -83,8 +88,27 @@ class Cut:
             return tensor.bytes
         return tensor.bytes // tensor.shape[self.dim] * self.count
 
+    def split(self, x: jax.Array) -> list[jax.Array]:
+        """Return what goes, and what stays if the tensor is cut."""
+        if self.dim is None:
+            return [x]
+        part = partial(lax.slice_in_dim, x, axis=self.dim)
+        return [part(0, self.count), part(self.count, None)]
+
+    def join(self, parts: list[jax.Array]) -> jax.Array:
+        """Return the tensor again. XLA would read one half of a fused sum of both on the host."""
+        if self.dim is None:
+            return parts[0]
+        return lax.optimization_barrier(jnp.concatenate(parts, axis=self.dim))
+
 
 Share = dict[int, Cut]  # number of a tensor -> how much of it goes
+
+
+def of_part(share: Share, first: int, last: int | None) -> Share:
+    """Return what goes of some of the tensors, numbered from 0."""
+    end = max(share, default=0) + 1 if last is None else last
+    return {i - first: cut for i, cut in share.items() if first <= i < end}
 
 
 def share(offload: Offload, tensors: Sequence[Tensor], may_cut: bool, ratio: float) -> Share:

@@ -18,7 +18,10 @@ import numpy as np
 from jax import lax
 
 from hfjax.parallel.dissect import Dissected, arrays_of, cotangents
+from hfjax.parallel.offload import Share, of_part
+from hfjax.parallel.rings import Ring
 from hfjax.parallel.store import Store
+from hfjax.parallel.tensors import packed
 from hfjax.parallel.tick import ENDS, Facts, Row
 from hfjax.parallel.ticks import SIDES, Ticks
 
@@ -48,6 +51,7 @@ class Pipeline:
     model: Model
     mark: Callable  # marks a tree as differing between devices
     unroll: int | bool = 1
+    choose: Callable | None = None  # (tensors, stage) -> which of them go to the host
 
     def run(self) -> tuple[Any, Any, Any]:
         """Return the gradients of units [chunks * units, ...], those of ends, and aux [M, ...]."""
@@ -137,8 +141,33 @@ class Pipeline:
     def _known(self, parameters: Any, unit: Any, chunk: Any, m: Any) -> Any:
         return parameters, jnp.maximum(self._layers[chunk, unit], 0), m
 
-    def _ring(self, name: str) -> Store:
-        return Store(self.ticks.depth[name], self._chunks.units, self._chunks.apart)
+    def _ring(self, name: str) -> Ring:
+        return self._rings[name]
+
+    @cached_property
+    def _rings(self) -> dict[str, Ring]:
+        """What waits for backward passes: `late` also for the second half, `cross` only for it."""
+        passes, chunks = self._passes, self._chunks
+        number = len(passes.stash)
+        shares = self._shares
+        parts = {
+            "stash": (passes.stash, [of_part(share, 0, number) for share in shares]),
+            "late": (passes.late, [of_part(share, number, None) for share in shares]),
+            "cross": (passes.cross if self._split else [], [{}] * self._stages),
+        }
+        ring = lambda name, like, shares: Ring(
+            like, self.ticks.used(name), chunks.units, chunks.apart, shares, self._stage, self.mark
+        )
+        return {name: ring(name, *part) for name, part in parts.items()}
+
+    @cached_property
+    def _shares(self) -> list[Share]:
+        """What of stash and late goes to the host, by stage."""
+        passes, stages = self._passes, range(self._stages)
+        if self.choose is None:
+            return [{} for _ in stages]
+        tensors = passes.tensors or packed([*passes.stash, *passes.late])
+        return [self.choose(tensors, stage, self.model.order.shape[1:]) for stage in stages]
 
     def _queue(self, name: str) -> Store:
         return Store(self.ticks.depth[name], 1, True)
@@ -157,9 +186,8 @@ class Pipeline:
         if not self._trains:
             return state
         state |= {"dx": self._x, "dy": self._queue("dy").full(self._x, self.mark)}
-        wanted = {"stash": self._passes.stash, "late": self._passes.late}
-        for name, like in (wanted | {"cross": self._passes.cross if self._split else []}).items():
-            state[name] = self._ring(name).full(like, self.mark) if like else []
+        for name, ring in self._rings.items():
+            state[name] = ring.empty()
         if self._keeping is not None:
             state["kept"] = self._chunks.full(self._keeping.stash, self.mark)
         state["gradients"] = self._chunks.full(self.model.slots, self.mark)

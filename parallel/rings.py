@@ -1,47 +1,119 @@
-"""What the rings of a pipeline take: where values wait from the tick that makes them on."""
+"""A ring of what waits for backward passes, parts of it in host memory, on all stages or on some.
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+What goes to the host on some stages only has a ring in both memories, each as deep as the stages
+that use it need: the last stages of 1F1B have few microbatches under way, and may keep on the
+device what the first ones send away.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax import lax
 
-from hfjax.parallel.pipeline import Pipeline
-from hfjax.parallel.program import bytes_of
-from hfjax.parallel.reduction import Flat
-from hfjax.parallel.staged import Staged
-from hfjax.parallel.stages import PipelinePlane
-
-# what waits -> the rings (and queues) that it lies in
-WAITING = {
-    "activations": ("stash", "late", "cross", "kept"),
-    "messages": ("x", "dy", "sent", "dx"),
-}
+from hfjax.parallel.memory import to_device, to_host
+from hfjax.parallel.offload import Share
+from hfjax.parallel.store import Store
 
 
 @dataclass(frozen=True)
-class _Telling(PipelinePlane):
-    """A plane that notes what its executor begins with."""
+class Ring:
+    """A ring of lists of arrays, an entry for each unit of a stage and slot."""
 
-    told: dict[str, Any] = field(default_factory=dict)
+    like: Sequence[Any]  # shapes and dtypes of an entry
+    slots: Sequence[int]  # how many each stage uses
+    units: int
+    apart: bool
+    shares: Sequence[Share]  # what goes to the host, by stage
+    stage: Any  # the number of this one
+    mark: Callable  # marks a tree as differing between devices
 
-    def _pipeline(self, staged: Staged) -> tuple[Any, Any, Any]:
-        pipeline = Pipeline(self.ticks, staged.model(), self._varying, self._unroll)
-        self.told.update(jax.eval_shape(pipeline._start))
-        return super()._pipeline(staged)
+    def empty(self) -> list[tuple]:
+        """Return the ring before anything was put: of each group what is on host and device."""
+        pieces = jax.eval_shape(self._cut, list(self.like))
+        made = []
+        for numbers, on_host in self._groups.items():
+            stores, like = self._stores(on_host), [pieces[i] for i in numbers]
+            host, device = (s.full(like, self.mark) if s.slots else [] for s in stores)
+            made.append((to_host(host), device))
+        return made
 
+    def put(self, ring: list[tuple], unit: Any, slot: Any, values: Sequence[Any]) -> list[tuple]:
+        """Return the ring with one entry changed."""
+        pieces = self._cut(values)
+        put = []
+        for (numbers, on_host), held in zip(self._groups.items(), ring, strict=True):
+            host, device = self._stores(on_host)
+            mine = [pieces[i] for i in numbers]
+            keep = lambda h, d, s=device, x=mine: (h, s.put(d, unit, slot, x))
+            send = lambda h, d, s=host, x=mine: (s.put(h, unit, slot, to_host(x)), d)
+            put.append(self._on(on_host, send, keep, *held))
+        return put
 
-def rings(
-    plane: PipelinePlane, parameters: Flat, variables: Flat, batch: Any, step: Any
-) -> Mapping[str, tuple[int, int]]:
-    """Return what waits on a stage: {"activations": (bytes on the device, on the host), …}."""
-    telling = _Telling(**{f.name: getattr(plane, f.name) for f in fields(PipelinePlane)})
-    jax.eval_shape(telling.gradients, parameters, variables, batch, step)
-    return {what: _bytes([telling.told.get(n) for n in names]) for what, names in WAITING.items()}
+    def get(self, ring: list[tuple], unit: Any, slot: Any) -> list[Any]:
+        """Return one entry, on the device."""
+        pieces: list[Any] = [None] * self._count
+        for (numbers, on_host), held in zip(self._groups.items(), ring, strict=True):
+            host, device = self._stores(on_host)
+            kept = lambda h, d, s=device: s.get(d, unit, slot)
+            back = lambda h, d, s=host: to_device(s.get(h, unit, slot))
+            for i, x in zip(numbers, self._on(on_host, back, kept, *held), strict=True):
+                pieces[i] = x
+        return self._join(pieces)
 
+    # -- which memory -------------------------------------------------------------------------
 
-def _bytes(tree: Any) -> tuple[int, int]:
-    leaves = jax.tree.leaves(tree)
-    on_host = [getattr(x, "memory_space", None) == jax.memory.Space.Host for x in leaves]
-    host = [x for x, there in zip(leaves, on_host, strict=True) if there]
-    return bytes_of(leaves) - bytes_of(host), bytes_of(host)
+    def _on(self, on_host: tuple[bool, ...], send: Callable, keep: Callable, *held: Any) -> Any:
+        """Return what this stage does with a group, on the host or on the device."""
+        if all(on_host):
+            return send(*held)
+        if not any(on_host):
+            return keep(*held)
+        here = self.mark(jnp.asarray(on_host))[self.stage]
+        return lax.cond(here, lambda *h: self.mark(send(*h)), lambda *h: self.mark(keep(*h)), *held)
+
+    def _stores(self, on_host: tuple[bool, ...]) -> tuple[Store, Store]:
+        """Return the stores of a group in both memories, each as deep as its stages need."""
+        deep = lambda there: max(
+            (n for n, on in zip(self.slots, on_host, strict=True) if on == there), default=0
+        )
+        store = lambda n: Store(n, self.units, self.apart)
+        return store(deep(True)), store(deep(False))
+
+    @cached_property
+    def _groups(self) -> dict[tuple[int, ...], tuple[bool, ...]]:
+        """Numbers of pieces -> on which stages they go to the host."""
+        found: dict[tuple[bool, ...], list[int]] = {}
+        number = 0
+        for i in range(len(self.like)):
+            on = tuple(i in share for share in self.shares)
+            found.setdefault(on, []).append(number)
+            number += 1
+            if self._is_cut(i):
+                found.setdefault((False,) * len(self.shares), []).append(number)
+                number += 1
+        return {tuple(numbers): on for on, numbers in found.items()}
+
+    @property
+    def _count(self) -> int:
+        return sum(map(len, self._groups))
+
+    def _is_cut(self, i: int) -> bool:
+        return i in self.shares[0] and self.shares[0][i].dim is not None
+
+    def _cut(self, values: Sequence[Any]) -> list[Any]:
+        """Return the arrays in pieces: of one that is cut, what goes to the host and the rest."""
+        pieces = []
+        for i, x in enumerate(values):
+            pieces += self.shares[0][i].split(x) if self._is_cut(i) else [x]
+        return pieces
+
+    def _join(self, pieces: Sequence[Any]) -> list[Any]:
+        rest, values = iter(pieces), []
+        for i in range(len(self.like)):
+            cut = self._is_cut(i)
+            values.append(self.shares[0][i].join([next(rest), next(rest)]) if cut else next(rest))
+        return values

@@ -1,6 +1,7 @@
 """The data plane of a pipeline: its microbatches go through the stages of the pipe axis."""
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,7 +16,9 @@ from hfjax.parallel.arrangement import Arrangement
 from hfjax.parallel.except_last import check_except_last
 from hfjax.parallel.fetch import scatter
 from hfjax.parallel.gradients import DataPlane, cast_inputs, rows_of, variables_of
+from hfjax.parallel.kept import may_cut
 from hfjax.parallel.mesh import PIPE_AXIS, in_use
+from hfjax.parallel.offload import Share, Tensor
 from hfjax.parallel.packing import PackedLayers
 from hfjax.parallel.pipeline import Pipeline
 from hfjax.parallel.reduction import Flat, Placed
@@ -109,12 +112,22 @@ class PipelinePlane(DataPlane):
 
     def _pipeline(self, staged: Staged) -> tuple[Any, Any, Any]:
         """Return the gradients of the layers, those of the rest, and the mean (or `Told`)."""
-        pipeline = Pipeline(self.ticks, staged.model(), self._varying, self._unroll)
-        layers, ends, told = pipeline.run()
+        layers, ends, told = self._executor(staged).run()
         if self.tells is None:
             return layers, ends, jax.tree.map(lambda x: x.sum(0), told)
         by_row = lambda x: x.reshape(-1, *x.shape[2:])
         return layers, ends, Told(told.means, jax.tree.map(by_row, told.outputs))
+
+    def _executor(self, staged: Staged) -> Pipeline:
+        choose = None if self._run.keeps_all else self._choose
+        return Pipeline(self.ticks, staged.model(), self._varying, self._unroll, choose)
+
+    def _choose(self, tensors: Sequence[Tensor], stage: int, layers: tuple[int, int]) -> Share:
+        """Return which tensors of a layer go to the host on a stage, and tell it."""
+        offload = self.execution.offload
+        apart = offload is not None and len(offload.ratios) > 1
+        name = f"stage {stage}" if apart else "layers"
+        return self._run.choose(tensors, name, math.prod(layers), stage, may_cut() and not apart)
 
     @property
     def _unroll(self) -> int | bool:

@@ -44,6 +44,11 @@ class Ticks:
     segments: tuple[tuple[int, int, str], ...]  # first tick, end, kinds in use
     links: dict[str, tuple[int, ...]]  # "F", "B" -> 0 from itself, 1 from stage - 1, -1 from + 1
 
+    def used(self, ring: str) -> list[int]:
+        """Return how many slots of a ring each stage uses."""
+        columns = [self.columns[name] for name, into in WRITES.items() if into == ring]
+        return (np.stack(columns).max(axis=(0, 1)) + 1).tolist()
+
 
 def compile_table(table: Table) -> Ticks:
     """Return the table with its slots, links and segments; a faulty table is refused.

@@ -116,6 +116,15 @@ def test_the_stages_of_a_pipeline_keep_all_slots_of_their_rings():
     assert e.messages >= 3 * CARRY
 
 
+def test_in_a_pipeline_the_rings_lie_on_the_host_as_far_as_they_are_offloaded():
+    piped = replace(GIVEN, strategy="pipe", mesh=Mesh(pipe=2), model=replace(MODEL, layers=2))
+    given = replace(piped, batch=4 * 4 * ROWS, pipeline=Pipeline("1f1b", microbatches=4))
+    here, there = estimates(replace(given, compare=("offload=1",))).values()
+    assert (here.host_stashes, there.layers) == (0, 0)
+    assert there.host_stashes == here.layers
+    assert there.to_host % (there.host_stashes // 3) == 0  # slots of three microbatches
+
+
 def test_frozen_parameters_have_no_gradients():
     frozen = replace(GIVEN, optimizer=Optimizer(frozen=("layers/*",)))
     (e,) = estimates(frozen).values()

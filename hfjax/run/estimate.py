@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from hfjax.parallel.memory import KIND
-from hfjax.parallel.rings import rings
+from hfjax.parallel.waiting import waiting
 from hfjax.parallel.stages import PipelinePlane
 from hfjax.paths import flatten
 from hfjax.run.planned import Planned
@@ -115,7 +115,7 @@ def _in_rings(step: Any, batch: Any) -> dict[str, int | None]:
         )  # it has an executor of its own
     state = step.layout.abstract_state()
     given = flatten(state.params), flatten(state.variables)
-    told = rings(step._plane, *given, batch, state.step)
+    told = waiting(step._plane, *given, batch, state.step)
     activations, messages = told["activations"], told["messages"]
     return {
         "layers": activations[0],
