@@ -7,8 +7,8 @@ from typing import Any
 import jax
 
 from hfjax.parallel.memory import KIND
-from hfjax.parallel.waiting import waiting
 from hfjax.parallel.stages import PipelinePlane
+from hfjax.parallel.waiting import waiting
 from hfjax.paths import flatten
 from hfjax.run.planned import Planned
 from hfjax.stashes import stashes
