@@ -17,6 +17,7 @@ from hfjax.least import Least, least_offload
 from hfjax.notes import human
 from hfjax.parallel.mesh import describe_mesh
 from hfjax.run import files
+from hfjax.run.build import STRATEGIES
 from hfjax.run.commands import config_of, parsed
 from hfjax.run.config import Train, at_least
 from hfjax.run.estimate import Estimate, compiled, estimate
@@ -27,6 +28,7 @@ from hfjax.target import GPUS, can_compile_for_gpus, target_devices, wheels
 
 REMATS = ("none", "dots", "full")
 RATIOS = (0.5, 1.0)
+ON_HOST = "host_optimizer"
 WIDTH, COLUMN = 26, 14  # what the table needs
 
 
@@ -51,7 +53,8 @@ class Memory(Train):
     """The memory of a device, for instance 24GiB; None: what the GPU has."""
     compare: tuple[str, ...] | None = None
     """Settings to put beside, each as FLAG=VALUE,…: remat=full accumulate=4,remat=dots; None: each
-    kind of remat, and offload by half and whole; none: only what is given."""
+    kind of remat, offload by half and whole, the optimizer on the host; none: only what is given.
+    """
     vocab: int | None = None
     """Tokens in the vocabulary; None: those of the data."""
     offload: float | Literal["auto"] | None = None
@@ -239,6 +242,9 @@ def alternatives(given: Memory) -> Iterator[tuple[str, Memory]]:
         for ratio in ratios:
             beside = replace(given, offload=ratio)
             yield _name(beside), beside
+        if ON_HOST in STRATEGIES and ON_HOST not in given.strategy:
+            words = f"strategy={given.strategy}+{ON_HOST}"
+            yield words, changed(given, words)
     else:
         for words in given.compare:
             if words != "none":
