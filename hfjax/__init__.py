@@ -2,6 +2,7 @@
 
 from hfjax.batches import full, rows_of_process, shard_batch
 from hfjax.checkpoint import Checkpoints, Keep, Restored, latest, recorded, restore, save
+from hfjax.least import least_offload
 from hfjax.mean import Mean
 from hfjax.optimizers import averaged, by_path, ema, matching, scaled
 from hfjax.parallel.execution import Execution, Precision
@@ -32,6 +33,7 @@ from hfjax.rearrange import canonical
 from hfjax.target import target_devices
 from hfjax.traffic import Collectives, collectives
 from hfjax.train import eval_step, init, train_step
+from hfjax.transfers import Transfers, transfers
 
 __all__ = [
     "DDP",
@@ -60,6 +62,7 @@ __all__ = [
     "Schedule",
     "State",
     "Strategy",
+    "Transfers",
     "averaged",
     "by_path",
     "canonical",
@@ -72,6 +75,7 @@ __all__ = [
     "init_distributed",
     "latest",
     "layout",
+    "least_offload",
     "make_mesh",
     "matching",
     "offload",
@@ -85,4 +89,5 @@ __all__ = [
     "shard_batch",
     "target_devices",
     "train_step",
+    "transfers",
 ]

@@ -13,6 +13,7 @@ COMMANDS = {  # name: what it does, and the function that takes its arguments
     "generate": ("text from a trained model", "hfjax.run.commands:generate_command"),
     "data": ("make token files of text, JSONL or Parquet", "hfjax.data.command:main"),
     "launch": ("start several processes on this machine", "hfjax.processes.command:main"),
+    "memory": ("what a training step would take, before it runs", "hfjax.run.memory:command"),
     "schedule": ("show a pipeline schedule and what it costs", "hfjax.timetable:command"),
     "demo": ("train a GPT on 8 fake devices, every strategy", "hfjax.demo:command"),
 }

@@ -10,6 +10,7 @@ import json
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeVar
 
 import numpy as np
 
@@ -45,7 +46,10 @@ class Transfer:
         return -(-math.prod(self.shape) * (int(bits[0]) if bits else 8) // 8)
 
 
-def inside(found: Iterable[Transfer], label: str, times: int = 1) -> list[Transfer]:
+Found = TypeVar("Found", bound=Transfer)
+
+
+def inside(found: Iterable[Found], label: str, times: int = 1) -> list[Found]:
     """Returns the transfers of a region that runs `times` times, `label` put before their place."""
     place = lambda where: f"{label} > {where}" if where else label
     return [
@@ -54,8 +58,8 @@ def inside(found: Iterable[Transfer], label: str, times: int = 1) -> list[Transf
 
 
 def loop(
-    trips: int | None, body: list[Transfer], condition: list[Transfer], note: str = ""
-) -> list[Transfer]:
+    trips: int | None, body: list[Found], condition: list[Found], note: str = ""
+) -> list[Found]:
     """Returns the transfers of a loop: its body `trips` times, its condition once more."""
     if trips is None:
         return inside([*condition, *body], "loop of unknown length")
@@ -63,8 +67,8 @@ def loop(
     return inside(body, label, trips) + inside(condition, label, trips + 1)
 
 
-def heaviest(branches: Sequence[list[Transfer]]) -> list[Transfer]:
-    """Returns the transfers of the branch with the most collective bytes."""
+def heaviest(branches: Sequence[list[Found]]) -> list[Found]:
+    """Returns the transfers of the branch with the most bytes."""
     branch = max(branches, key=lambda found: sum(t.bytes * t.count for t in found), default=[])
     return inside(branch, f"heaviest of {len(branches)} branches")
 

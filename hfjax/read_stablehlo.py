@@ -48,10 +48,10 @@ class Module:
             return self.collective(op)
         if op.name in _CALLEES:
             callee = ir.FlatSymbolRefAttr(op.attributes[_CALLEES[op.name]]).value
-            return self.call(callee, tuple(_integer(value, bound) for value in op.operands))
+            return self.call(callee, tuple(integer(value, bound) for value in op.operands))
         inner = [self.region(region, bound) for region in op.regions]
         if op.name == "stablehlo.while":
-            return read_hlo.loop(_trips(op, bound), inner[1], inner[0])
+            return read_hlo.loop(trips(op, bound), inner[1], inner[0])
         if op.name in ("stablehlo.case", "stablehlo.if"):
             return read_hlo.heaviest(inner)
         return [t for found in inner for t in found]
@@ -62,7 +62,7 @@ class Module:
         groups = read_hlo.communicating(kind, self.groups(op))
         larger = op.results if kind == "all-gather" else op.operands
         types = [ir.RankedTensorType(value.type) for value in larger]
-        payloads = [(_dtype(t.element_type), tuple(t.shape)) for t in types]
+        payloads = [(dtype_of(t.element_type), tuple(t.shape)) for t in types]
         return [Transfer(kind, groups, *payload) for payload in payloads if groups]
 
     def groups(self, op: ir.Operation) -> Iterable[Iterable[int]]:
@@ -88,7 +88,7 @@ def _part(info: Any, size: int) -> tuple[int, int]:
     return (1, size) if info is None else (info.pre_size, info.size)
 
 
-def _dtype(element: ir.Type) -> str:
+def dtype_of(element: ir.Type) -> str:
     """Returns jax's name of an MLIR element type: float32 for f32, int8 for i8, bool for i1."""
     text = str(element).lower()
     hlo = {"i1": "pred", "complex<f32>": "c64", "complex<f64>": "c128"}
@@ -100,17 +100,17 @@ def _dtype(element: ir.Type) -> str:
 # constants may stand anywhere outside, or come in as loop arguments or function arguments.
 
 
-def _trips(loop: ir.Operation, bound: Bound) -> int | None:
+def trips(loop: ir.Operation, bound: Bound) -> int | None:
     """Returns how often a while runs its body, None if that cannot be read from its constants."""
     condition, body = (region.blocks[0].operations[-1].operands for region in loop.regions)
-    compare = _maker(condition[0])
+    compare = maker(condition[0])
     if compare is None or compare.name != "stablehlo.compare":
         return None
-    counter, last = _same(compare.operands[0]), _integer(compare.operands[1], bound)
-    if _maker(counter) or ir.BlockArgument(counter).owner.owner.operation != loop:
+    counter, last = _same(compare.operands[0]), integer(compare.operands[1], bound)
+    if maker(counter) or ir.BlockArgument(counter).owner.owner.operation != loop:
         return None
     index = ir.BlockArgument(counter).arg_number
-    first, step = _integer(loop.operands[index], bound), _step(body[index], index, bound)
+    first, step = integer(loop.operands[index], bound), _step(body[index], index, bound)
     if first is None or last is None or step is None:
         return None
     direction = stablehlo.ComparisonDirectionAttr(compare.attributes["comparison_direction"]).value
@@ -121,11 +121,11 @@ def _trips(loop: ir.Operation, bound: Bound) -> int | None:
 
 def _step(after: ir.Value, index: int, bound: Bound) -> int | None:
     """Returns the constant added to loop argument `index` in one run of the body."""
-    op = _maker(after)
+    op = maker(after)
     if op is None or op.name not in ("stablehlo.add", "stablehlo.subtract"):
         return None
-    before, step = _same(op.operands[0]), _integer(op.operands[1], bound)
-    if step is None or _maker(before) or ir.BlockArgument(before).arg_number != index:
+    before, step = _same(op.operands[0]), integer(op.operands[1], bound)
+    if step is None or maker(before) or ir.BlockArgument(before).arg_number != index:
         return None
     return step if op.name == "stablehlo.add" else -step
 
@@ -137,15 +137,15 @@ def _same(value: ir.Value) -> ir.Value:
     return value
 
 
-def _maker(value: ir.Value) -> ir.Operation | None:
+def maker(value: ir.Value) -> ir.Operation | None:
     """Returns the operation that computes a value, None for the argument of a block."""
     owner = _same(value).owner
     return None if isinstance(owner, ir.Block) else owner.operation
 
 
-def _integer(value: ir.Value, bound: Bound) -> int | None:
+def integer(value: ir.Value, bound: Bound) -> int | None:
     """Returns the integer that a scalar always is, None if it is none or cannot be told."""
-    value, op = _same(value), _maker(value)
+    value, op = _same(value), maker(value)
     type_ = ir.RankedTensorType(value.type) if isinstance(value.type, ir.RankedTensorType) else None
     if type_ is None or type_.rank or not isinstance(type_.element_type, ir.IntegerType):
         return None
@@ -161,9 +161,9 @@ def _argument(argument: ir.BlockArgument, bound: Bound) -> int | None:
     if op.name == "func.func":
         return bound[index]
     if op.name == "sdy.manual_computation":
-        return _integer(op.operands[index], bound)
+        return integer(op.operands[index], bound)
     if op.name != "stablehlo.while":
         return None
     body = op.regions[1].blocks[0]
     unchanged = _same(body.operations[-1].operands[index]) == body.arguments[index]
-    return _integer(op.operands[index], bound) if unchanged else None
+    return integer(op.operands[index], bound) if unchanged else None

@@ -112,10 +112,7 @@ class PipelinePlane(DataPlane):
 
     def _pipeline(self, staged: Staged) -> tuple[Any, Any, Any]:
         """Return the gradients of the layers, those of the rest, and the mean (or `Told`)."""
-        pipeline = Pipeline(
-            self.ticks, staged.model(), self._varying, self._unroll, self._offloading
-        )
-        layers, ends, told = pipeline.run()
+        layers, ends, told = self._executor(staged).run()
         if self.tells is None:
             return layers, ends, jax.tree.map(lambda x: x.sum(0), told)
         by_row = lambda x: x.reshape(-1, *x.shape[2:])
@@ -124,6 +121,10 @@ class PipelinePlane(DataPlane):
     @property
     def _offloading(self) -> Callable | None:
         return None if self._run.keeps_all else self._choose
+
+    def _executor(self, staged: Staged) -> Pipeline:
+        chosen = self._offloading
+        return Pipeline(self.ticks, staged.model(), self._varying, self._unroll, chosen)
 
     def _choose(self, tensors: Sequence[Tensor], stage: int, layers: tuple[int, int]) -> Share:
         """Return which tensors of a layer go to the host on a stage, and tell it."""

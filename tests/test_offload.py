@@ -124,7 +124,8 @@ def test_a_pipeline_may_have_a_ratio_for_each_stage():
         sum(row.moved for row in report.rows.values() if row.layer == f"stage {stage}")
         for stage in range(4)
     ]
-    assert by_stage == sorted(by_stage, reverse=True) and by_stage[0] > by_stage[3] == 0
+    assert by_stage == sorted(by_stage, reverse=True)
+    assert by_stage[0] > by_stage[3] == 0
 
 
 @pytest.mark.parametrize(("ratio", "cut"), [(0.5, True), (0.5, False), (1.0, False), (0.0, True)])
@@ -260,7 +261,7 @@ def test_what_does_not_go_together_is_refused(options, message):
 
 
 def test_a_name_that_nothing_has_is_refused_with_those_there_are():
-    with pytest.raises(ValueError, match="'mlp_uq'.*attended, mlp_up, qkv"):
+    with pytest.raises(ValueError, match=r"'mlp_uq'.*attended, mlp_up, qkv"):
         step_of(offload=Offload(names=("mlp_uq",))).trace(tokens())
 
 

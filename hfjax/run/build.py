@@ -1,7 +1,7 @@
 """From a configuration to what runs: model, optimizer, mesh, strategy, layout, step, data."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, reduce
 from pathlib import Path
@@ -61,20 +61,23 @@ class Parts:
         chunks: dict[str, Any] = {} if given.chunks is None else {"chunks": given.chunks}
         return hfjax.Schedule(given.name, given.microbatches or 4 * stages, **chunks)
 
+    @property
+    def execution(self) -> dict[str, Any]:
+        """How the training step runs: fields of `Execution`."""
+        c = self.config
+        return {
+            "accumulate": c.accumulate,
+            "schedule": self.schedule,
+            "clip": c.optimizer.clip,
+            "precision": c.precision,
+            "remat": c.remat,
+            "nonfinite": c.nonfinite,
+        }
+
     @cached_property
     def step(self) -> Any:
         """The training step."""
-        c = self.config
-        return hfjax.train_step(
-            self.layout,
-            self.model.loss,
-            accumulate=c.accumulate,
-            schedule=self.schedule,
-            clip=c.optimizer.clip,
-            precision=c.precision,
-            remat=c.remat,
-            nonfinite=c.nonfinite,
-        )
+        return hfjax.train_step(self.layout, self.model.loss, **self.execution)
 
     @cached_property
     def evaluate(self) -> Callable:
@@ -178,7 +181,7 @@ def strategy_of(names: str) -> hfjax.Strategy:
     return reduce(lambda a, b: a | b, (getattr(hfjax, name.upper()) for name in given))
 
 
-def mesh_of(config: Train) -> jax.sharding.Mesh:
+def mesh_of(config: Train, devices: Sequence[Any] | None = None) -> jax.sharding.Mesh:
     """Return the mesh; devices that are left go to fsdp if the strategy uses it, else to data."""
     given = config.mesh
     strategy = strategy_of(config.strategy)
@@ -187,4 +190,5 @@ def mesh_of(config: Train) -> jax.sharding.Mesh:
     sizes = {"data": given.data, "fsdp": given.fsdp, "tensor": given.tensor, "pipe": given.pipe}
     if sizes[free] is None and -1 not in sizes.values():
         sizes[free] = -1
-    return hfjax.make_mesh(**{axis: size for axis, size in sizes.items() if size is not None})
+    given = {axis: size for axis, size in sizes.items() if size is not None}
+    return hfjax.make_mesh(devices=devices, **given)

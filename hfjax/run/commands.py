@@ -28,14 +28,15 @@ MISTAKES = (ValueError, FloatingPointError, TimeoutError, OSError)
 
 def train_command(argv: Sequence[str]) -> int:
     """Train; return the exit status."""
-    default, rest = _config_of(argv)
-    config = _parsed(Train, rest, "train", default)
+    default, rest = config_of(argv)
+    config = parsed(Train, rest, "train", default)
     with _ending_in_words():
         start(config)
         return exit_code(train(config).reason)
 
 
-def _parsed(kind: type, argv: Sequence[str], command: str, default: Any = None) -> Any:
+def parsed(kind: type, argv: Sequence[str], command: str, default: Any = None) -> Any:
+    """Return what the arguments of a command say; a value that is not allowed ends it."""
     fields = {} if default is None else {"default": default}
     try:
         return tyro.cli(kind, args=list(argv), prog=f"hfjax {command}", **fields)
@@ -55,7 +56,7 @@ def _ending_in_words() -> Iterator[None]:
             raise SystemExit(MISTAKE if isinstance(mistake, ValueError) else FAILED) from None
 
 
-def _config_of(argv: Sequence[str]) -> tuple[Train, list[str]]:
+def config_of(argv: Sequence[str]) -> tuple[Train, list[str]]:
     """Return what --config says, and the other arguments: they have the last word."""
     rest = list(argv)
     for at, word in enumerate(rest):
@@ -116,7 +117,7 @@ class Generate(Saved):
 
 def evaluate_command(argv: Sequence[str]) -> int:
     """Evaluate a run; return the exit status."""
-    given = _parsed(Evaluate, argv, "eval")
+    given = parsed(Evaluate, argv, "eval")
     with _ending_in_words():
         _evaluate(given)
     return 0
@@ -137,7 +138,7 @@ def _evaluate(given: Evaluate) -> None:
 
 def generate_command(argv: Sequence[str]) -> int:
     """Write text; return the exit status."""
-    given = _parsed(Generate, argv, "generate")
+    given = parsed(Generate, argv, "generate")
     with _ending_in_words():
         parts, restored = _restored(given, _config(given))
         say(parts.written(restored.state, given.prompt, given.tokens, given.sampling))

@@ -1,0 +1,57 @@
+"""The least offload that fits a memory: bisection over compiled programs."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+STEPS = 16  # the ratios that are tried are 0/16, 1/16, …, 16/16
+
+
+@dataclass(frozen=True)
+class Least:
+    """What was found: the ratio, None if none fits, and the peak of every ratio that was built."""
+
+    ratio: float | None
+    memory: int
+    peaks: Mapping[float, int]
+
+    @property
+    def monotone(self) -> bool:
+        """Whether more offload never took more memory, as far as was looked."""
+        peaks = [self.peaks[ratio] for ratio in sorted(self.peaks)]
+        return peaks == sorted(peaks, reverse=True)
+
+
+def least_offload(build: Callable[[float], int], memory: int, steps: int = STEPS) -> Least:
+    """Return the least ratio on the grid of 1/steps whose peak fits, a neighbour below not.
+
+    `build(ratio)` returns the peak bytes of the program compiled with it; it is called once for a
+    ratio. That more offload takes less memory is not taken for granted: the next ratio but one
+    below is built as well, and where that fits the search goes on below it.
+
+    >>> least_offload(lambda ratio: round(100 - 60 * ratio), memory=70).ratio
+    0.5
+    """
+    peaks: dict[float, int] = {}
+
+    def fits(step: int) -> bool:
+        ratio = step / steps
+        if ratio not in peaks:
+            peaks[ratio] = build(ratio)
+        return peaks[ratio] <= memory
+
+    if fits(0):
+        return Least(0.0, memory, peaks)
+    if not fits(steps):
+        return Least(None, memory, peaks)
+    found = _least(fits, 0, steps)
+    while found > 2 and fits(found - 2):
+        found = _least(fits, 0, found - 2)
+    return Least(found / steps, memory, peaks)
+
+
+def _least(fits: Callable[[int], bool], low: int, high: int) -> int:
+    """Return a step that fits, the one below it not; `low` does not fit, `high` does."""
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if fits(middle) else (middle, high)
+    return high

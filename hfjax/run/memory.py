@@ -1,0 +1,302 @@
+"""`hfjax memory`: what a training step would take of each device, before anything runs."""
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import yaml
+from rich.console import Console
+
+from hfjax import memory_picture
+from hfjax.ending import carried_out
+from hfjax.least import Least, least_offload
+from hfjax.notes import human
+from hfjax.parallel.mesh import describe_mesh
+from hfjax.run import files
+from hfjax.run.build import STRATEGIES
+from hfjax.run.commands import config_of, parsed
+from hfjax.run.config import Train, at_least
+from hfjax.run.estimate import Estimate, compiled, estimate
+from hfjax.run.memory_table import table
+from hfjax.run.planned import Planned
+from hfjax.sizes import bytes_of
+from hfjax.target import GPUS, can_compile_for_gpus, target_devices, wheels
+
+REMATS = ("none", "dots", "full")
+RATIOS = (0.5, 1.0)
+ON_HOST = "host_optimizer"
+WIDTH, COLUMN = 26, 14  # what the table needs
+
+
+@dataclass(frozen=True)
+class Memory(Train):
+    """What a training step would take of each device, before anything runs: the settings given
+    beside alternatives. Takes every flag of `hfjax train`.
+
+    Without a GPU it compiles for one that is not here (--gpu, --count), if the wheels that compile
+    for CUDA are installed.
+    """
+
+    out: Path | None = None
+    """The picture to draw, a .png file."""
+    json: Path | None = None
+    """The file to write all numbers to."""
+    gpu: Literal["h200", "h100", "here"] = "h200"
+    """Compile for such GPUs; here: for the devices at hand."""
+    count: int = 8
+    """How many of them."""
+    device_memory: str | None = None
+    """The memory of a device, for instance 24GiB; None: what the GPU has."""
+    compare: tuple[str, ...] | None = None
+    """Settings to put beside, each as FLAG=VALUE,…: remat=full accumulate=4,remat=dots; None: each
+    kind of remat, offload by half and whole, the optimizer on the host; none: only what is given.
+    """
+    vocab: int | None = None
+    """Tokens in the vocabulary; None: those of the data."""
+    offload: float | Literal["auto"] | None = None
+    """The part of what layers keep that waits on the host, 0 to 1; auto: the least that fits."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        at_least(self, "", count=1, vocab=1)
+        if self.offload != "auto":
+            at_least(self, "", offload=0)
+        if self.device_memory is not None:
+            bytes_of(self.device_memory, "--device-memory")
+        if self.out is not None and self.out.suffix != ".png":
+            raise ValueError(f"--out {self.out}: the picture is a .png file.")
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `hfjax memory` tells: an estimate for each alternative, the one chosen first."""
+
+    title: str
+    estimates: tuple[Estimate, ...]
+    refused: dict[str, str]  # alternative -> why it cannot be
+    memory: int | None  # of a device
+    device: str  # whose memory that is
+    notes: tuple[str, ...]
+    missed: str | None = None  # what was asked for and cannot be: no offload fits
+
+
+def command(argv: Sequence[str]) -> int:
+    """Run `hfjax memory` with these arguments; return the exit status."""
+    default, rest = config_of(argv)
+    given: Memory = parsed(Memory, rest, "memory", of_run(default))
+    console = Console(highlight=False)
+    return carried_out("memory", lambda: _tell(given, console))
+
+
+def of_run(config: Train, **changes: Any) -> Memory:
+    """Return the configuration of a run as one that is only planned."""
+    taken = {f.name: getattr(config, f.name) for f in fields(Train)}
+    return Memory(**{**taken, "out": None, **changes})
+
+
+def _tell(given: Memory, console: Console) -> None:
+    _prepare(given)
+    with console.status("compiling") as status:
+        found = report(given, lambda name: status.update(f"compiling {name}"))
+    console.width = max(console.width, WIDTH + COLUMN * len(found.estimates))
+    console.print(table(found))
+    for note in found.notes:
+        console.print(f"* {note}", style="dim")
+    if given.json is not None:
+        given.json.write_text(json.dumps(asdict(found), indent=1), encoding="utf-8")
+    if given.out is not None:
+        memory_picture.draw(found, given.out)
+        console.print(f"{given.out} is drawn.")
+    if found.missed is not None:
+        raise ValueError(found.missed)
+
+
+def _prepare(given: Memory) -> None:
+    """Set JAX up before its first use."""
+    if given.gpu == "here" and given.cpu_devices is None:
+        return
+    jax.config.update("jax_platforms", "cpu")
+    here = given.cpu_devices if given.gpu == "here" else given.count
+    jax.config.update("jax_num_cpu_devices", here)
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # of drivers that are not needed
+
+
+def report(given: Memory, tell: Any = lambda name: None) -> Report:
+    """Return what the settings take, and their alternatives."""
+    devices = _devices(given)
+    parts, notes, missed = _planned(given, devices), [], None
+    device = parts.mesh.devices.flat[0]
+    memory, of = _memory(given, device)
+    if given.offload == "auto":
+        least = _least(given, devices, memory, tell)
+        given = replace(given, offload=1.0 if least.ratio is None else least.ratio)
+        notes, missed = [_said(least)], _missed(least)
+    found, refused = [], {}
+    for name, config in alternatives(given):
+        tell(name)
+        try:
+            found.append(estimate(name, _planned(config, devices)))
+        except ValueError as wrong:
+            if not found:
+                raise
+            refused[name] = str(wrong)
+    kind = "CPU" if device.platform == "cpu" else device.device_kind
+    rows = f"{given.batch} rows of {parts.model.length} tokens, precision {given.precision}"
+    where = f"{parts.layout.strategy.name} on {describe_mesh(parts.mesh)} ({kind})"
+    title = f"{parts.model.name}, {where}, {rows}"
+    notes = (*notes, *_notes(given, parts))
+    return Report(title, tuple(found), refused, memory, of, notes, missed)
+
+
+# -- the least offload --------------------------------------------------------------------
+
+
+def _least(given: Memory, devices: Any, memory: int | None, tell: Any) -> Least:
+    """Return the least offload that fits the memory of a device, by programs compiled for it."""
+    if not _for_gpu(given):
+        raise ValueError(
+            "--offload auto compares programs compiled for the GPU: the compiler for CPUs counts "
+            f"no offload. Install what compiles: pip install --no-deps {' '.join(wheels())}"
+        )
+    if memory is None:
+        raise ValueError("--offload auto: which memory is to be kept to? --device-memory 24GiB")
+
+    def peak(ratio: float) -> int:
+        tell(f"offload={ratio:g}")
+        parts = _planned(replace(given, offload=ratio), devices)
+        return compiled(parts.step.lower(parts.batch).compile())["peak"]
+
+    return least_offload(peak, memory)
+
+
+def _said(least: Least) -> str:
+    peaks = ", ".join(f"{ratio:g}: {human(least.peaks[ratio])}" for ratio in sorted(least.peaks))
+    found = "no ratio fits" if least.ratio is None else f"{least.ratio:g} is the least that fits"
+    text = f"offload auto: {found} {human(least.memory)}. Peaks as compiled: {peaks}"
+    return text + ("" if least.monotone else ". Here and there more offload takes more memory.")
+
+
+def _missed(least: Least) -> str | None:
+    if least.ratio is not None:
+        return None
+    return (
+        f"even with all that layers keep on the host a step takes {human(least.peaks[1.0])}, more "
+        f"than {human(least.memory)}. The table shows what takes it. Else try --remat full, "
+        "--accumulate N (fewer rows at a time), the optimizer on the host, --strategy fsdp or "
+        "--count with more devices, or a smaller --model.length."
+    )
+
+
+# -- devices ------------------------------------------------------------------------------
+
+
+def _for_gpu(given: Memory) -> bool:
+    """Return whether the step is compiled for a GPU."""
+    if given.gpu == "here":
+        return jax.default_backend() == "gpu"
+    return can_compile_for_gpus()
+
+
+def _devices(given: Memory) -> Sequence[Any] | None:
+    if given.gpu == "here":
+        return None
+    if can_compile_for_gpus():
+        return target_devices(given.gpu, given.count)
+    devices = jax.devices()
+    if len(devices) < given.count:
+        raise ValueError(f"--count {given.count}: there are {len(devices)} devices to stand in.")
+    return devices[: given.count]
+
+
+def _planned(given: Memory, devices: Sequence[Any] | None) -> Planned:
+    elsewhere = devices is not None and devices[0].platform != "cpu"
+    ratio = None if given.offload == "auto" else given.offload
+    return Planned(given, devices, given.vocab, flash=elsewhere, offload=ratio)
+
+
+def _memory(given: Memory, device: Any) -> tuple[int | None, str]:
+    """Return the memory of a device, and of what it is."""
+    if given.device_memory is not None:
+        return bytes_of(given.device_memory), "device memory"
+    if given.gpu != "here":
+        return GPUS[given.gpu].memory, GPUS[given.gpu].name
+    stats = device.memory_stats() if device.platform != "cpu" else None
+    return (stats or {}).get("bytes_limit"), device.device_kind
+
+
+# -- alternatives -------------------------------------------------------------------------
+
+
+def alternatives(given: Memory) -> Iterator[tuple[str, Memory]]:
+    """Yield the settings given and what to put beside them, each by its name."""
+    yield _name(given), given
+    if given.compare is None:
+        plain = replace(given, offload=None) if given.offload else given
+        remats = [f"remat={remat}" for remat in REMATS if remat != given.remat or given.offload]
+        yield from ((words, changed(plain, words)) for words in remats)
+        ratios = [ratio for ratio in RATIOS if ratio != given.offload]
+        for ratio in ratios:
+            beside = replace(given, offload=ratio)
+            yield _name(beside), beside
+        if ON_HOST in STRATEGIES and ON_HOST not in given.strategy:
+            words = f"strategy={given.strategy}+{ON_HOST}"
+            yield words, changed(given, words)
+    else:
+        for words in given.compare:
+            if words != "none":
+                yield words, changed(given, words)
+
+
+def _name(given: Memory) -> str:
+    return f"remat={given.remat}" + (f",offload={given.offload:g}" if given.offload else "")
+
+
+def changed(given: Memory, words: str) -> Memory:
+    """Return the settings with those of `FLAG=VALUE,…` in place of their own.
+
+    >>> changed(Memory(), "remat=full,model.length=64").model.length
+    64
+    """
+    plain = files.plain(given)
+    for word in words.split(","):
+        flag, equals, value = word.strip().removeprefix("--").partition("=")
+        *outer, last = flag.replace("-", "_").split(".")
+        place = plain
+        for name in outer:
+            place = place.get(name) if isinstance(place, dict) else None
+        if not equals or not isinstance(place, dict) or last not in place:
+            raise ValueError(
+                f"--compare {words}: FLAG=VALUE is expected, of a flag of hfjax train: remat=full, "
+                "or several joined by commas: remat=full,accumulate=4."
+            )
+        place[last] = yaml.safe_load(value)
+    return replace(files.read(Memory, plain, "--compare"), compare=given.compare)
+
+
+def _notes(given: Memory, parts: Planned) -> Iterator[str]:
+    """Yield what to bear in mind."""
+    if not _for_gpu(given) and given.gpu != "here":
+        yield (
+            "temporaries and peak are those of a program compiled for CPUs, which lays memory out "
+            f"otherwise than a {given.gpu.upper()} and counts no offload. To compile for the GPU, "
+            f"which need not be here: pip install --no-deps {' '.join(wheels())}"
+        )
+    if parts.flash and parts.model.shape is not None:
+        yield (
+            "attention keeps queries, keys and values and computes its scores again, which is what "
+            "cuDNN's keeps; cuDNN's own working memory is less than what is compiled here."
+        )
+    if parts.mesh.shape["tensor"] > 1:
+        yield (
+            "kept for the backward pass: as the trace says, whole along tensor; the compiled "
+            "program splits some of it."
+        )
+    if parts.mesh.shape["pipe"] > 1:
+        yield (
+            "kept by layers: all slots of the rings that microbatches in flight share, on each "
+            "stage. First and last stage are alike: in one program."
+        )

@@ -1,0 +1,296 @@
+"""`hfjax memory`: what a step takes is told before anything runs, beside alternatives."""
+
+import importlib
+import io
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+from rich.console import Console
+
+from hfjax import memory_picture
+from hfjax.least import least_offload
+from hfjax.run.config import Mesh, Model, Optimizer, Pipeline
+from hfjax.run.memory import Memory, alternatives, changed, command, report
+from hfjax.run.memory_table import table
+from hfjax.run.planned import Planned
+from hfjax.sizes import bytes_of
+from hfjax.stashes import stashes
+from hfjax.target import can_compile_for_gpus
+from tests.h200 import h200s
+
+ROOT = Path(__file__).parents[1]
+LAYERS, LENGTH, EMBED, ROWS = 3, 16, 32, 2  # rows on each device
+MODEL = Model(preset="gpt-tiny", length=LENGTH, layers=LAYERS, heads=2, embed=EMBED)
+GIVEN = Memory(model=MODEL, batch=8 * ROWS, strategy="fsdp", vocab=64, gpu="here", compare=())
+CARRY = ROWS * LENGTH * EMBED * 4  # what enters a layer
+
+
+def stashed(loss):
+    found = stashes(jax.jit(jax.grad(loss)).trace(jnp.zeros((8, 4))))
+    assert found is not None
+    return found
+
+
+def estimates(given) -> dict[str, Any]:
+    return {e.name: e for e in report(given).estimates}
+
+
+# --- what waits for the backward pass -------------------------------------------------------------
+
+
+def test_a_layer_keeps_what_its_pullback_reads_and_a_scan_stacks_it():
+    layer = lambda c, _: (jnp.sin(c), None)
+    loss = lambda x: lax.scan(layer, x, None, length=5)[0].sum()
+    (kept,) = stashed(loss)
+    assert (kept.dtype, kept.shape, kept.bytes, kept.count) == ("float32", (8, 4), 128, 5)
+    assert (kept.layers, kept.host, kept.total) == (True, False, 640)
+
+
+def test_what_does_not_depend_on_an_input_is_not_kept():
+    loss = lambda x: (jnp.sin(x) * jnp.full((8, 4), 3.0)).sum()
+    assert [(kept.shape, kept.layers) for kept in stashed(loss)] == [((8, 4), False)]  # cos(x)
+
+
+def test_a_program_without_a_backward_pass_keeps_nothing_that_is_known():
+    assert stashes(jax.jit(jnp.sin).trace(jnp.zeros(3))) is None
+
+
+# --- the numbers ----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def compared():
+    return report(replace(GIVEN, remat="full", compare=("remat=none", "remat=none,offload=1")))
+
+
+def test_the_state_is_told_as_the_layout_has_it(compared):
+    told = Planned(GIVEN, vocab=64).layout.bytes_per_device()
+    for e in compared.estimates:
+        assert {name: getattr(e, name) for name in told} == told
+        assert (e.master, e.host_parameters, e.host_moments, e.host_master) == (0, 0, 0, 0)
+
+
+def test_recomputed_layers_keep_what_enters_them(compared):
+    assert compared.estimates[0].layers == LAYERS * CARRY
+
+
+def test_what_is_offloaded_waits_on_the_host_and_is_sent_there_and_back(compared):
+    _, none, offloaded = compared.estimates
+    assert none.layers > 10 * LAYERS * CARRY
+    assert (none.host_stashes, none.to_host, none.to_device) == (0, 0, 0)
+    planned = Planned(GIVEN, vocab=64, offload=1.0)
+    planned.step.trace(planned.batch)
+    moved = planned.step.offloaded.moved
+    assert moved > 0.9 * none.layers  # casts and views of weights are not among it
+    assert offloaded.layers == 0
+    assert offloaded.host_stashes == offloaded.to_host == offloaded.to_device == moved
+
+
+def test_peak_is_arguments_and_temporaries(compared):
+    for e in compared.estimates:
+        assert 0 <= e.peak - e.arguments - e.temporaries < 1024  # metrics, and a table of pointers
+        assert e.platform == "cpu"
+
+
+def test_microbatches_keep_as_much_as_one_of_them():
+    whole, split = estimates(replace(GIVEN, remat="full", compare=("accumulate=2",))).values()
+    assert whole.layers == 2 * split.layers
+
+
+def test_the_stages_of_a_pipeline_keep_all_slots_of_their_rings():
+    """1F1B on two stages keeps three microbatches; each has one layer's input for two layers."""
+    model = replace(MODEL, layers=4)
+    piped = replace(GIVEN, model=model, strategy="pipe", mesh=Mesh(pipe=2), remat="full")
+    given = replace(piped, batch=4 * 8 * ROWS, pipeline=Pipeline("1f1b", microbatches=8))
+    (e,) = estimates(given).values()
+    assert e.layers == 3 * 2 * CARRY
+    assert e.messages % CARRY == 0
+    assert e.messages >= 3 * CARRY
+
+
+def test_in_a_pipeline_the_rings_lie_on_the_host_as_far_as_they_are_offloaded():
+    piped = replace(GIVEN, strategy="pipe", mesh=Mesh(pipe=2), model=replace(MODEL, layers=2))
+    given = replace(piped, batch=4 * 4 * ROWS, pipeline=Pipeline("1f1b", microbatches=4))
+    here, there = estimates(replace(given, compare=("offload=1",))).values()
+    assert (here.host_stashes, there.layers) == (0, 0)
+    assert there.host_stashes == here.layers
+    assert there.to_host % (there.host_stashes // 3) == 0  # slots of three microbatches
+
+
+def test_frozen_parameters_have_no_gradients():
+    frozen = replace(GIVEN, optimizer=Optimizer(frozen=("layers/*",)))
+    (e,) = estimates(frozen).values()
+    assert e.gradients < e.parameters / 4
+
+
+# --- alternatives ---------------------------------------------------------------------------------
+
+
+def test_without_compare_every_remat_and_two_ratios_stand_beside():
+    names = [name for name, _ in alternatives(replace(GIVEN, compare=None))]
+    offloads = ["remat=none,offload=0.5", "remat=none,offload=1"]
+    assert names == ["remat=none", "remat=dots", "remat=full", *offloads]
+
+
+def test_compare_changes_any_flag_and_keeps_the_rest():
+    other = changed(GIVEN, "remat=full,model.layers=5,--optimizer.weight-decay=0.5")
+    assert (other.remat, other.model.layers, other.optimizer.weight_decay) == ("full", 5, 0.5)
+    assert replace(other, remat="none", model=MODEL, optimizer=GIVEN.optimizer) == GIVEN
+
+
+@pytest.mark.parametrize("words", ["remat", "model.colour=red", "remat.full=1"])
+def test_compare_refuses_what_is_no_flag(words):
+    with pytest.raises(ValueError, match=f"--compare {words}: FLAG=VALUE is expected"):
+        changed(GIVEN, words)
+
+
+def test_an_alternative_that_cannot_be_is_told_with_its_reason():
+    found = report(replace(GIVEN, compare=("accumulate=3",)))
+    assert len(found.estimates) == 1
+    assert "batch of 16 rows does not divide by 3 microbatches" in found.refused["accumulate=3"]
+
+
+# --- what is shown --------------------------------------------------------------------------------
+
+
+def test_the_table_tells_numbers_by_where_they_come_from(compared):
+    console = Console(width=100, record=True, file=io.StringIO())
+    console.print(table(replace(compared, memory=2**30)))
+    text = console.export_text()
+    for words in ("from the layout", "from the trace", "from the compiler", "sent in a step"):
+        assert words in text
+    (line,) = (line for line in text.splitlines() if "kept by layers" in line)
+    assert line.split()[3:] == ["12.0", "KiB", *line.split()[5:7], "0", "B"]
+    assert "peak of 1.0 GiB" in text
+
+
+def test_the_picture_is_a_png_also_with_a_part_on_the_host(compared, tmp_path):
+    memory_picture.draw(replace(compared, memory=2**20), tmp_path / "memory.png")
+    assert (tmp_path / "memory.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_the_command_prints_a_table_and_writes_all_numbers(tmp_path):
+    flags = (
+        "--model.layers 2 --model.embed 32 --model.heads 2 --vocab 64 --cpu-devices 2 --gpu here"
+    )
+    words = [*flags.split(), "--compare", "remat=full", "--json", str(tmp_path / "memory.json")]
+    ran = [sys.executable, "-m", "hfjax", "memory", *words, "--out", str(tmp_path / "memory.png")]
+    done = subprocess.run(ran, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert "gpt-tiny, DDP on data=2 (CPU), 32 rows of 64 tokens" in done.stdout
+    told = json.loads((tmp_path / "memory.json").read_text())
+    assert [e["name"] for e in told["estimates"]] == ["remat=none", "remat=full"]
+    assert (tmp_path / "memory.png").exists()
+
+
+def test_a_mistake_ends_the_command_in_words(capsys, monkeypatch):
+    monkeypatch.setattr("hfjax.run.memory._prepare", lambda given: None)
+    flags = "--gpu here --vocab 64 --model.layers 2 --batch 9"
+    assert command(flags.split()) == 1
+    assert "hfjax memory: batch of 9 rows does not divide" in capsys.readouterr().err
+
+
+def test_the_picture_has_to_be_a_png():
+    with pytest.raises(ValueError, match=r"--out memory.svg: the picture is a .png file"):
+        replace(GIVEN, out=Path("memory.svg"))
+
+
+# --- sizes, and the least offload that fits -------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("24GiB", 24 * 2**30), ("80 GB", 80 * 10**9), ("1.5mib", 3 * 2**19), ("512", 512)],
+)
+def test_sizes_are_read_as_people_write_them(text, size):
+    assert bytes_of(text) == size
+
+
+@pytest.mark.parametrize("text", ["24 gigs", "much", "-3GiB"])
+def test_what_is_no_size_is_refused(text):
+    with pytest.raises(ValueError, match=f"--device-memory {text}: a size is expected"):
+        replace(GIVEN, device_memory=text)
+
+
+@pytest.mark.parametrize("wanted", range(17))
+def test_bisection_finds_every_ratio_and_builds_each_once(wanted):
+    built = []
+
+    def build(ratio):
+        built.append(ratio)
+        return 1000 - round(16 * ratio)
+
+    found = least_offload(build, memory=1000 - wanted)
+    assert found.ratio == wanted / 16
+    assert len(built) == len(set(built)) <= 7
+    assert found.monotone
+    assert wanted == 0 or found.peaks[(wanted - 1) / 16] > found.memory
+
+
+def test_where_more_offload_takes_more_memory_a_lesser_one_is_found_and_told():
+    peaks = [100] * 7 + [50, 100] + [40] * 8  # 7/16 fits, 8/16 does not
+    found = least_offload(lambda ratio: peaks[round(16 * ratio)], memory=60)
+    assert found.ratio == 7 / 16
+    assert not found.monotone
+
+
+def test_where_nothing_fits_there_is_no_ratio():
+    found = least_offload(lambda ratio: 100, memory=60)
+    assert (found.ratio, dict(found.peaks)) == (None, {0.0: 100, 1.0: 100})
+
+
+def test_auto_needs_a_compiler_that_counts_offload():
+    with pytest.raises(ValueError, match="the compiler for CPUs counts no offload"):
+        report(replace(GIVEN, offload="auto"))
+
+
+def test_a_ratio_above_one_is_refused():
+    with pytest.raises(ValueError, match="a fraction of the bytes from 0 to 1"):
+        report(replace(GIVEN, offload=1.5))
+
+
+@pytest.mark.skipif(can_compile_for_gpus(), reason="the wheels are here")
+def test_without_the_wheels_the_report_says_whose_numbers_these_are():
+    found = report(replace(GIVEN, gpu="h200"))
+    assert "those of a program compiled for CPUs" in found.notes[0]
+    assert "pip install --no-deps jax-cuda" in found.notes[0]
+    assert found.device == "NVIDIA H200"
+
+
+@pytest.mark.cuda
+def test_for_an_h200_the_least_offload_that_fits_is_found_by_compiling():
+    h200s(1)
+    model = Model(preset="gpt-tiny", length=128, layers=4, heads=2, embed=128)
+    given = replace(GIVEN, model=model, gpu="h200", count=1, mesh=Mesh(fsdp=1), batch=32)
+    none, whole = report(replace(given, compare=("offload=1",))).estimates
+    assert whole.peak < none.peak
+    assert whole.host_compiled == whole.host_stashes == whole.to_host == whole.to_device
+    half = (none.peak + whole.peak) // 2
+    found = report(replace(given, offload="auto", device_memory=str(half)))
+    assert found.estimates[0].peak <= half < none.peak
+    assert "is the least that fits" in found.notes[0]
+    missed = report(replace(given, offload="auto", device_memory="1MiB")).missed
+    assert missed is not None
+    assert "even with all that layers keep on the host" in missed
+
+
+# --- the benchmark --------------------------------------------------------------------------------
+
+
+def test_the_benchmark_of_offload_runs_and_judges_its_goals(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT))
+    offload = importlib.import_module("benchmarks.offload")
+    cases = {name: offload.CASES[name] for name in ("remat full", "offload 1")}
+    monkeypatch.setattr(offload, "CASES", cases)
+    text = offload.smoke()
+    assert [line.split(" | ")[0] for line in text.splitlines()[2:4]] == [f"| {n}" for n in cases]
+    assert "x remat full (goal 1.05 x)" in text
+    assert "GB/s there and back over a step (goal 45)" in text

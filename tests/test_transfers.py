@@ -1,0 +1,191 @@
+"""Copies between device and host: in the jaxpr and in the program lowered for CUDA, the same."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+
+from hfjax.copies import TO_DEVICE, TO_HOST
+from hfjax.parallel.memory import on_host
+from hfjax.transfers import HostTransfer, Transfers, transfers
+
+HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
+X = jax.ShapeDtypeStruct((8, 4), jnp.float32)  # 128 bytes
+
+
+def to_host(x):
+    return jax.device_put(x, HOST)
+
+
+def to_device(x):
+    return jax.device_put(x, DEVICE)
+
+
+def mesh():
+    return jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+
+
+def both(f, *arrays):
+    """What the trace shows, and the program lowered for CUDA."""
+    traced = jax.jit(f).trace(*arrays)
+    return transfers(traced), transfers(traced.lower(lowering_platforms=("cuda",)))
+
+
+def sums(found):
+    return {d: (found.count(d), found.total(d)) for d in (TO_HOST, TO_DEVICE)}
+
+
+def test_a_copy_to_the_host_is_one_row():
+    for found in both(to_host, X):
+        (row,) = found
+        assert row == HostTransfer("to host", "float32", (8, 4), 128, 1, "", row.whole)
+
+
+def test_there_and_back_is_a_row_for_each_direction():
+    for found in both(lambda x: to_device(to_host(x * 2)) + 1, X):
+        assert sums(found) == {TO_HOST: (1, 128), TO_DEVICE: (1, 128)}
+
+
+def test_what_is_already_there_is_not_copied():
+    for found in both(lambda x: to_device(to_device(x) * 2), X):
+        assert len(found) == 0
+    for found in both(lambda x: to_host(to_host(x)), X):
+        assert sums(found)[TO_HOST] == (1, 128)
+
+
+def stashed(x):
+    """A scan that sends its carry to the host, and one that fetches it again, last row first."""
+    forward = lambda c, _: (jnp.sin(c), to_host(c))
+    backward = lambda c, y: (c + jnp.cos(to_device(y)), None)
+    last, ys = lax.scan(forward, x, None, length=5)
+    return lax.scan(backward, last, ys, reverse=True)[0]
+
+
+def test_a_scan_multiplies_by_its_length():
+    for found in both(stashed, X):
+        assert sums(found) == {TO_HOST: (5, 640), TO_DEVICE: (5, 640)}
+        assert {row.where for row in found} == {"loop of 5"}
+
+
+def test_nested_scans_multiply():
+    run = lambda x: lax.scan(lambda c, _: (stashed(c), None), x, None, length=3)[0]
+    for found in both(run, X):
+        assert sums(found) == {TO_HOST: (15, 1920), TO_DEVICE: (15, 1920)}
+        assert {row.where for row in found} == {"loop of 3 > loop of 5"}
+
+
+def test_an_unrolled_scan_copies_as_much():
+    run = lambda x: lax.scan(lambda c, _: (c + to_device(to_host(c)), 0), x, None, 6, unroll=3)[0]
+    for found in both(run, X):
+        assert sums(found) == {TO_HOST: (6, 768), TO_DEVICE: (6, 768)}
+
+
+def test_a_stack_on_the_host_is_fetched_row_by_row():
+    """An argument on the host, read and written in a loop."""
+    stack = jax.ShapeDtypeStruct((6, 8, 4), jnp.bfloat16, sharding=on_host(mesh(), P()))
+
+    def run(stack):
+        def body(i, stack):
+            row = to_host(to_device(lax.dynamic_index_in_dim(stack, i, 0, False)) * 2)
+            return lax.dynamic_update_slice(stack, row[None], (i, 0, 0))
+
+        return lax.fori_loop(0, 6, body, stack)
+
+    for found in both(run, stack):
+        assert sums(found) == {TO_HOST: (6, 384), TO_DEVICE: (6, 384)}
+        assert {row.shape for row in found} == {(8, 4)}
+
+
+def test_a_loop_of_unknown_length_counts_once_and_says_so():
+    go = lambda x: lax.while_loop(lambda c: c.sum() < 9, lambda c: to_device(to_host(c)) + 1, x)
+    for found in both(go, X):
+        assert sums(found) == {TO_HOST: (1, 128), TO_DEVICE: (1, 128)}
+        assert {row.where for row in found} == {"loop of unknown length"}
+
+
+def test_of_two_branches_the_heavier_counts():
+    def run(x):
+        y = to_host(x)
+        fetch = lambda y: to_device(y) * 2 + to_device(to_host(x + 1))
+        return lax.cond(x.sum() > 0, fetch, lambda y: to_device(y), y)
+
+    for found in both(run, X):
+        assert sums(found) == {TO_HOST: (2, 256), TO_DEVICE: (2, 256)}
+        assert {row.where for row in found} == {"", "heaviest of 2 branches"}
+
+
+def test_within_a_shard_map_shapes_are_of_one_device():
+    run = jax.shard_map(stashed, mesh=mesh(), in_specs=P("data"), out_specs=P("data"))
+    for found in both(run, X):
+        assert sums(found) == {TO_HOST: (5, 160), TO_DEVICE: (5, 160)}
+        assert {(row.shape, row.whole) for row in found} == {((2, 4), False)}
+
+
+def test_outside_a_shape_is_divided_as_a_constraint_says():
+    split = NamedSharding(mesh(), P(None, "data"))
+    for found in both(lambda x: to_host(lax.with_sharding_constraint(x, split)), X):
+        assert [(row.shape, row.bytes, row.whole) for row in found] == [((8, 1), 32, False)]
+
+
+def test_outside_an_argument_is_divided_as_the_lowered_program_says():
+    stack = jax.ShapeDtypeStruct((6, 8, 4), jnp.float32, sharding=on_host(mesh(), P(None, "data")))
+    run = lambda x: lax.map(lambda row: to_host(to_device(row) * 2), x)
+    traced, lowered = both(run, stack)
+    assert {(row.shape, row.count, row.whole) for row in lowered} == {((2, 4), 6, False)}
+    assert {(row.shape, row.count, row.whole) for row in traced} == {((8, 4), 6, True)}
+    assert "* of the whole array: the program does not say how it is split" in str(traced)
+
+
+def test_a_program_for_one_device_is_in_one_piece():
+    lowered = jax.jit(to_host).trace(X).lower(lowering_platforms=("cuda",))
+    assert [row.whole for row in transfers(lowered)] == [False]
+
+
+def test_gradients_through_a_checkpoint_count_forward_and_backward():
+    policy = jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=["kept"],
+        offload_src="device",
+        offload_dst="pinned_host",
+    )
+    layer = jax.checkpoint(lambda x: jnp.sin(checkpoint_name(jnp.sin(x), "kept")), policy=policy)
+    loss = lambda x: lax.scan(lambda c, _: (layer(c), None), x, None, length=7)[0].sum()
+    for found in both(jax.grad(loss), X):
+        assert sums(found) == {TO_HOST: (7, 896), TO_DEVICE: (7, 896)}
+
+
+def test_what_nothing_reads_is_not_counted():
+    for found in both(lambda x: (to_host(x), x + 1)[1], X):
+        assert len(found) == 0
+
+
+def test_the_table_shows_rows_and_sums():
+    rows = (
+        HostTransfer("to host", "bfloat16", (8, 1024), 16384, 24, "loop of 24"),
+        HostTransfer("to device", "float32", (4,), 16, 1, ""),
+    )
+    assert str(Transfers(rows, "jaxpr")).splitlines() == [
+        "copies between device and host of one call, per device (jaxpr)",
+        "direction  array                bytes  count      total  where",
+        "to host    bfloat16[8,1024]  16.0 KiB     24  384.0 KiB  loop of 24",
+        "to device  float32[4]            16 B      1       16 B",
+        "to host 24 x, 384.0 KiB; to device 1 x, 16 B",
+    ]
+    assert str(Transfers((), "jaxpr")).endswith("(jaxpr): none")
+
+
+def test_a_direction_that_is_none_is_refused():
+    with pytest.raises(ValueError, match="direction is 'up'; allowed are to host, to device"):
+        Transfers((), "jaxpr").total("up")
+
+
+def test_only_traced_and_lowered_programs_are_read():
+    with pytest.raises(ValueError, match="program is a function; allowed are"):
+        transfers(to_host)
+
+
+def test_a_program_lowered_for_cpus_is_refused_since_it_copies_nothing():
+    with pytest.raises(ValueError, match="lowered for CPUs, where nothing is copied"):
+        transfers(jax.jit(to_host).lower(X))
