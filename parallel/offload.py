@@ -28,7 +28,7 @@ class Offload:
     """
 
     ratio: float | tuple[float, ...] | None = None
-    names: tuple[str, ...] = ()
+    names: str | tuple[str, ...] = ()
     dots: bool = False
     tag: str = "layers"
 

@@ -16,7 +16,7 @@ def offload(
     ratio: float | None = None,
     tag: str = "layers",
     *,
-    names: Sequence[str] = (),
+    names: str | tuple[str, ...] = (),
     dots: bool = False,
     weights: int | Sequence[int] = 0,
 ) -> Any:
@@ -28,7 +28,7 @@ def offload(
 
     >>> mlp = offload(lambda w, x: jax.numpy.tanh(x @ w) @ w.T, ratio=0.5)
     """
-    wanted = Offload(ratio=ratio, names=tuple(names), dots=dots, tag=tag)
+    wanted = Offload(ratio=ratio, names=names, dots=dots, tag=tag)
     if len(wanted.ratios) > 1:
         raise ValueError(f"offload(block, ratio={ratio}): one ratio is expected for one block.")
     if isinstance(block, nnx.Module):
