@@ -20,7 +20,8 @@ class Copy(Transfer):
 class Lies:
     """In which memory a value lies, and in how many pieces each dimension is split.
 
-    `split` is None where the program does not say. Within a shard_map nothing is split further.
+    `split` is None where the program does not say. Within a shard_map over all axes nothing is
+    split further.
     """
 
     host: bool = False
@@ -41,6 +42,40 @@ def _local(shape: Shape, split: Shape | None) -> Shape | None:
     if split is None or len(split) != len(shape):
         return None
     return tuple(-(-size // pieces) for size, pieces in zip(shape, split, strict=True))
+
+
+def entered(split: Shape | None, outer: Shape, inner: Shape) -> Shape | None:
+    """Return how what enters a shard_map is split further in there, along its other axes.
+
+    >>> entered((2, 4), (8, 8), (4, 8)), entered(None, (8,), (4,))
+    ((1, 4), None)
+    """
+    if split is None or 0 in inner:
+        return None
+    manual = (a // b for a, b in zip(outer, inner, strict=True))
+    return tuple(max(pieces // own, 1) for pieces, own in zip(split, manual, strict=True))
+
+
+def left(split: Shape | None, inner: Shape, outer: Shape) -> Shape | None:
+    """Return how what leaves a shard_map is split, along all axes.
+
+    >>> left((1, 4), (4, 8), (8, 8))
+    (2, 4)
+    """
+    if split is None or 0 in inner:
+        return None
+    return tuple(p * (b // a) for p, a, b in zip(split, inner, outer, strict=True))
+
+
+def constrained(new: Sequence[int | None], old: Shape | None) -> Shape | None:
+    """Return the split of a constraint; what it leaves open (None) stays as it was.
+
+    >>> constrained((2, None), (1, 4)), constrained((2, None), None)
+    ((2, 4), None)
+    """
+    pairs = zip(new, old or (None,) * len(new), strict=True)
+    split = [old if pieces is None else pieces for pieces, old in pairs]
+    return None if None in split else tuple(pieces for pieces in split if pieces is not None)
 
 
 def follow(operands: Sequence[tuple[Lies, Shape]], shape: Shape) -> Lies:

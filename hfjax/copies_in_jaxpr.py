@@ -1,6 +1,7 @@
 """Reads the copies between device and host out of a jaxpr, where each value says where it lies."""
 
 from collections.abc import Iterator, Sequence
+from math import prod
 from typing import Any
 
 import jax
@@ -8,7 +9,7 @@ from jax.extend.core import Literal, Var
 from jax.interpreters import partial_eval
 
 from hfjax import read_hlo
-from hfjax.copies import Copy, Lies, Shape, follow
+from hfjax.copies import Copy, Lies, Shape, constrained, entered, follow, left
 
 HOST = jax.memory.Space.Host
 Known = dict[Var, Shape | None]  # how what lies outside of a shard_map is split
@@ -49,12 +50,9 @@ def _visit(equation: Any, given: list[Shape | None], local: bool) -> Seen:
         seen = [_region(branch.jaxpr, given[1:], local) for branch in equation.params["branches"]]
         return read_hlo.heaviest([found for found, _ in seen]), seen[0][1]
     if name == "shard_map":
-        body = equation.params["jaxpr"]
-        return _region(body, [None] * len(body.invars), True)[0], [None] * len(results)
+        return _shard_map(equation, given, local)
     if name == "sharding_constraint" and not local:
-        sharding, shape = equation.params["sharding"], results[0].aval.shape
-        local_shape = sharding.shard_shape(shape)
-        return [], [tuple(a // b for a, b in zip(shape, local_shape, strict=True))]
+        return [], [_constrained(equation, given[0])]
     if name == "optimization_barrier":
         return [], given
     bodies = list(bodies_of(equation))
@@ -64,6 +62,33 @@ def _visit(equation: Any, given: list[Shape | None], local: bool) -> Seen:
     shapes = [v.aval.shape for v in equation.invars]
     operands = [(Lies(split=s), shape) for s, shape in zip(given, shapes, strict=True)]
     return found, [follow(operands, v.aval.shape).split for v in results]
+
+
+def _constrained(equation: Any, old: Shape | None) -> Shape | None:
+    """Return how a constraint splits; other shardings than those of a mesh leave it as it was."""
+    sharding, free = equation.params["sharding"], equation.params["unconstrained_dims"]
+    if not isinstance(sharding, jax.sharding.NamedSharding):
+        return old
+    sizes = sharding.mesh.shape
+    count = lambda entry: prod(sizes[a] for a in (entry if isinstance(entry, tuple) else (entry,)))
+    ndim = equation.outvars[0].aval.ndim
+    entries = [*sharding.spec, *(None,) * (ndim - len(sharding.spec))]
+    known = enumerate(1 if entry is None else entry for entry in entries)
+    pieces = [None if i in free else e if e == 1 else count(e) for i, e in known]
+    return constrained(pieces, old)
+
+
+def _shard_map(equation: Any, given: list[Shape | None], local: bool) -> Seen:
+    """Return the copies of a shard_map; over all axes its shapes are those of one device."""
+    params = equation.params
+    body, mesh = params["jaxpr"], params["mesh"]
+    manual = params.get("newly_manual_axes", params.get("manual_axes", mesh.axis_names))
+    local = local or all(n == 1 for axis, n in mesh.shape.items() if axis not in manual)
+    shapes = lambda values: [tuple(v.aval.shape) for v in values]
+    pairs = zip(given, shapes(equation.invars), shapes(body.invars), strict=True)
+    found, results = _region(body, [entered(*x) for x in pairs], local)
+    pairs = zip(results, shapes(body.outvars), shapes(equation.outvars), strict=True)
+    return found, [left(*x) for x in pairs]
 
 
 def bodies_of(equation: Any) -> Iterator[Any]:

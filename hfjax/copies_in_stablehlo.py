@@ -11,7 +11,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import sdy
 
 from hfjax import read_hlo
-from hfjax.copies import Copy, Lies, Shape, follow
+from hfjax.copies import Copy, Lies, Shape, constrained, entered, follow, left
 from hfjax.read_stablehlo import Bound, Module, dtype_of, integer, trips
 
 PLACEMENT = "annotate_device_placement"
@@ -44,21 +44,22 @@ class Copies:
         kind = attributes["mhlo.memory_kind"] if "mhlo.memory_kind" in attributes else None
         split = None
         if "sdy.sharding" in attributes:
-            split = self._split(attributes["sdy.sharding"])
+            split = self._split(attributes["sdy.sharding"], None)
         return Lies(kind is not None and ir.StringAttr(kind).value in HOST, split)
 
-    def _split(self, sharding: Any) -> Shape | None:
-        """Return in how many pieces each dimension is split."""
+    def _split(self, sharding: Any, old: Shape | None) -> Shape | None:
+        """Return in how many pieces each dimension is split; open ones stay as they were."""
         sharding = sdy.TensorShardingAttr(sharding)
         mesh = self.module.meshes.get(ir.FlatSymbolRefAttr(sharding.mesh_or_ref).value, {})
-        pieces = []
+        pieces: list[int | None] = []
         for dimension in map(sdy.DimensionShardingAttr, sharding.dimension_shardings):
             count = 1
             for axis in map(sdy.AxisRefAttr, dimension.axes):
                 part: Any = axis.sub_axis_info
                 count *= mesh.get(axis.name, 1) if part is None else part.size
-            pieces.append(count)
-        return tuple(pieces)
+            named = len(dimension.axes) > 0 or dimension.is_closed
+            pieces.append(count if named else None)
+        return constrained(pieces, old)
 
     def _call(self, name: str, bound: Bound, lies: tuple[Lies, ...], local: bool) -> Seen:
         key = (name, bound, lies, local)
@@ -90,9 +91,7 @@ class Copies:
             callee = ir.FlatSymbolRefAttr(op.attributes["callee"]).value
             return self._call(callee, tuple(integer(v, bound) for v in op.operands), given, local)
         if op.name == _MANUAL:
-            inside = [Lies(lies.host) for lies in given]
-            found, results = self._region(op.regions[0], bound, inside, known, True)
-            return found, [Lies(lies.host) for lies in results]
+            return self._manual(op, bound, given, known, local)
         if op.name == "stablehlo.while":
             return self._loop(op, bound, given, known, local)
         if op.name in ("stablehlo.case", "stablehlo.if"):
@@ -100,9 +99,30 @@ class Copies:
         if op.name == "stablehlo.optimization_barrier":
             return [], list(given)
         if op.name == "sdy.sharding_constraint" and not local:
-            return [], [Lies(given[0].host, self._split(op.attributes["sharding"]))]
+            split = self._split(op.attributes["sharding"], given[0].split)
+            return [], [Lies(given[0].host, split)]
         operands = list(zip(given, map(_shape, op.operands), strict=True))
         return [], [follow(operands, _shape(result)) for result in op.results]
+
+    def _manual(
+        self, op: ir.Operation, bound: Bound, given: Sequence[Lies], known: Known, local: bool
+    ) -> Seen:
+        """Return the copies of a shard_map; over all axes its shapes are those of one device."""
+        named: Any = sdy.ManualAxesAttr(op.attributes["manual_axes"])
+        manual = {str(axis) for axis in named}
+        free = [
+            n for mesh in self.module.meshes.values() for a, n in mesh.items() if a not in manual
+        ]
+        local = local or max(free, default=1) == 1
+        (block,) = op.regions[0].blocks
+        inner = [_shape(v) for v in block.arguments]
+        pairs = zip(given, map(_shape, op.operands), inner, strict=True)
+        inside = [Lies(x.host, entered(x.split, a, b)) for x, a, b in pairs]
+        found, results = self._region(op.regions[0], bound, inside, known, local)
+        *_, last = block.operations
+        inner = [_shape(v) for v in last.operands]
+        pairs = zip(results, inner, map(_shape, op.results), strict=True)
+        return found, [Lies(x.host, left(x.split, a, b)) for x, a, b in pairs]
 
     def _placed(self, op: ir.Operation, lies: Lies, local: bool) -> Seen:
         attributes = ir.DictAttr(op.attributes["mhlo.frontend_attributes"])

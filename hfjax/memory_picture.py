@@ -38,7 +38,7 @@ def draw(report: Any, path: Path) -> None:
     figure, panels = pyplot.subplots(
         len(heights), 1, figsize=size, height_ratios=heights, layout="constrained", squeeze=False
     )
-    names = [e.name.replace(",", "\n") for e in report.estimates]
+    names = _names(report)
     _device(panels[0][0], report)
     if host:
         _stack(panels[1][0], report.estimates, HOST)
@@ -46,6 +46,10 @@ def draw(report: Any, path: Path) -> None:
     panels[0][0].set_title(_wrapped(report.title), fontsize=10, loc="left", color=INK)
     figure.savefig(path, dpi=140)
     pyplot.close(figure)
+
+
+def _names(report: Any) -> list[str]:
+    return [e.name.replace(",", "\n").replace("+", "\n+") for e in report.estimates]
 
 
 def _wrapped(title: str) -> str:
@@ -79,7 +83,7 @@ def _device(axes: Any, report: Any) -> None:
         top = max(top, limit)
     elif limit is not None:
         axes.plot([], [], color=LIMIT, linestyle="--", label=f"{report.device}: {human(limit)}")
-    _finish(axes, [e.name.replace(",", "\n") for e in estimates], "device", top)
+    _finish(axes, _names(report), "device", top)
     axes.legend(
         *_from_above(axes), fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0)
     )

@@ -2,10 +2,10 @@
 
 What the numbers mean:
 
-- Bytes are of one device. Within a shard_map the program is that of one device, and its shapes
-  are taken as they are (over axes that are not manual there, such as tensor, they are still whole).
-  Outside of it shapes are of whole arrays: they are divided as the program says that the array is
-  split (a constraint; in a lowered program also the sharding of an argument). Where it does not
+- Bytes are of one device. Within a shard_map over all axes the program is that of one device, and
+  its shapes are taken as they are. Outside of it, and along axes that it leaves to the partitioner
+  (such as tensor), shapes are of whole arrays: they are divided as the program says that the array
+  is split (a constraint; in a lowered program also the sharding of an argument). Where it does not
   say, the row is marked `whole`, with a * in the table.
 - Of branches, the one that copies most is counted. A loop whose length is not known counts once.
 - It is what the program says, before it is compiled: XLA may move a copy out of a loop, or drop
@@ -89,7 +89,9 @@ class Transfers:
         both = (f"{d} {self.count(d)} x, {human(self.total(d))}" for d in DIRECTIONS)
         table = [title, *(_line(cells, widths) for cells in lines), "; ".join(both)]
         if any(row.whole for row in self.rows):
-            table.append("* of the whole array: the program does not say how it is split")
+            table.append(
+                "* whole, along some axis at least: the program does not say how it is split"
+            )
         return "\n".join(table)
 
 

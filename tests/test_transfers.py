@@ -123,6 +123,28 @@ def test_within_a_shard_map_shapes_are_of_one_device():
         assert {(row.shape, row.whole) for row in found} == {((2, 4), False)}
 
 
+def test_along_axes_that_a_shard_map_leaves_shapes_are_divided_as_far_as_is_said():
+    grid = jax.make_mesh((2, 2), ("pipe", "fsdp"), axis_types=(AxisType.Auto,) * 2)
+    spec = P("pipe", None, "fsdp")
+    stack = jax.ShapeDtypeStruct((6, 8, 4), jnp.float32, sharding=on_host(grid, spec))
+
+    def device(stack):
+        def body(i, stack):
+            row = to_device(lax.dynamic_slice_in_dim(stack, i, 1)) * 2
+            row = to_host(lax.with_sharding_constraint(row, P(None, None, "fsdp")))
+            return lax.dynamic_update_slice(stack, row, (i, 0, 0))
+
+        return lax.fori_loop(0, 3, body, stack)
+
+    home = P("pipe")
+    places = {"in_specs": home, "out_specs": home, "axis_names": {"pipe"}, "check_vma": False}
+    traced, lowered = both(jax.shard_map(device, mesh=grid, **places), stack)
+    rows = {(row.direction, row.shape, row.count, row.whole) for row in lowered}
+    assert rows == {(TO_HOST, (1, 8, 2), 3, False), (TO_DEVICE, (1, 8, 2), 3, False)}
+    rows = {(row.direction, row.shape, row.count, row.whole) for row in traced}
+    assert rows == {(TO_HOST, (1, 8, 2), 3, False), (TO_DEVICE, (1, 8, 4), 3, True)}
+
+
 def test_outside_a_shape_is_divided_as_a_constraint_says():
     split = NamedSharding(mesh(), P(None, "data"))
     for found in both(lambda x: to_host(lax.with_sharding_constraint(x, split)), X):
@@ -135,7 +157,7 @@ def test_outside_an_argument_is_divided_as_the_lowered_program_says():
     traced, lowered = both(run, stack)
     assert {(row.shape, row.count, row.whole) for row in lowered} == {((2, 4), 6, False)}
     assert {(row.shape, row.count, row.whole) for row in traced} == {((8, 4), 6, True)}
-    assert "* of the whole array: the program does not say how it is split" in str(traced)
+    assert "* whole, along some axis at least: the program does not say" in str(traced)
 
 
 def test_a_program_for_one_device_is_in_one_piece():

@@ -37,6 +37,7 @@ class Estimate:
     host_stashes: int | None
     to_host: int  # sent in a step
     to_device: int
+    sent_whole: bool  # of some arrays that are sent the program does not say how they are split
     # from the compiler
     platform: str
     arguments: int
@@ -73,6 +74,7 @@ def estimate(name: str, parts: Planned) -> Estimate:
         **_waiting(step, traced, parts.batch),
         to_host=moved.to_host,
         to_device=moved.to_device,
+        sent_whole=any(row.whole for row in moved),
         platform=step.layout.mesh.devices.flat[0].platform,
         **compiled(traced.lower().compile()),
     )

@@ -148,6 +148,8 @@ def report(given: Memory, tell: Any = lambda name: None) -> Report:
     rows = f"{given.batch} rows of {parts.model.length} tokens, precision {given.precision}"
     where = f"{parts.layout.strategy.name} on {describe_mesh(parts.mesh)} ({kind})"
     title = f"{parts.model.name}, {where}, {rows}"
+    if any(e.sent_whole for e in found):
+        notes.append("sent in a step: some of it is counted whole along tensor, more than is sent.")
     notes = (*notes, *_notes(given, parts))
     return Report(title, tuple(found), refused, memory, of, notes, missed)
 

@@ -48,7 +48,12 @@ def table(report: "Report") -> Group:
     shown.add_column("bytes per device", no_wrap=True)
     for number, found in enumerate(report.estimates):
         style = "bold" if number == 0 else ""
-        shown.add_column(found.name.replace(",", "\n"), justify="right", style=style, no_wrap=True)
+        shown.add_column(
+            found.name.replace(",", "\n").replace("+", "\n+"),
+            justify="right",
+            style=style,
+            no_wrap=True,
+        )
     for section, rows in ROWS.items():
         _add_section(shown, section, rows, report)
     if report.memory is not None:
