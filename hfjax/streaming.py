@@ -47,6 +47,9 @@ class Streamed:
 
     layout: Layout
 
+    def __post_init__(self):
+        assert self._parts, "tried out here, since no number is known inside of a trace"
+
     def __call__(self, held: Held, scale: Callable, keep: jax.Array | None) -> tuple[Flat, Any]:
         """Return new parameters and moments, each where the layout has it.
 
@@ -232,7 +235,6 @@ class _Run:
 
     def part(self, part: _Part, old: Arrays) -> Arrays:
         """Return what a part becomes."""
-        old = {key: x for key, x in old.items() if key in part.reads or key in part.keys}
         if part.rows is None:
             return self._new(part, old, part.keys)
         return self._row_by_row(part, old, part.rows)
@@ -252,8 +254,9 @@ class _Run:
             return lax.fori_loop(0, here, body, carried)
 
         mesh = self.streamed.layout.mesh
+        # The program was traced elsewhere, without marks of what differs between stages.
         places = {"in_specs": (*specs, *(P() for _ in keep)), "out_specs": specs[0]}
-        run = jax.shard_map(device, mesh=mesh, axis_names={PIPE_AXIS}, **places)
+        run = jax.shard_map(device, mesh=mesh, axis_names={PIPE_AXIS}, check_vma=False, **places)
         return run(carried, fixed, *keep)
 
     def _home(self, key: Key) -> tuple:
@@ -304,10 +307,11 @@ def _named(kind: str, flat: Flat) -> Arrays:
 
 
 def _after(old: Arrays, part: _Part, done: Arrays) -> Arrays:
-    """Return the arrays; those on the host that this part fetches wait for what was done before."""
-    mine = {key: old[key] for key in part.keys if is_on_host(old[key])}
+    """Return what a part reads, to be had when what was done before is back on the host.
+
+    How gradients come about does not join the update of a part either: it is the same arithmetic
+    to the last bit wherever moments lie.
+    """
+    mine = {key: x for key, x in old.items() if key in part.reads or key in part.keys}
     before = {key: x for key, x in done.items() if is_on_host(x)}
-    if not mine or not before:
-        return old
-    waiting, _ = lax.optimization_barrier((mine, before))
-    return old | waiting
+    return lax.optimization_barrier((mine, before))[0]
