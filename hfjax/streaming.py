@@ -235,6 +235,7 @@ class _Run:
 
     def part(self, part: _Part, old: Arrays) -> Arrays:
         """Return what a part becomes."""
+        old = {key: x for key, x in old.items() if key in part.reads or key in part.keys}
         if part.rows is None:
             return self._new(part, old, part.keys)
         return self._row_by_row(part, old, part.rows)
@@ -307,11 +308,12 @@ def _named(kind: str, flat: Flat) -> Arrays:
 
 
 def _after(old: Arrays, part: _Part, done: Arrays) -> Arrays:
-    """Return what a part reads, to be had when what was done before is back on the host.
+    """Return the arrays; those of a part that the host has come when what was done is back there.
 
-    How gradients come about does not join the update of a part either: it is the same arithmetic
-    to the last bit wherever moments lie.
+    Without that order everything would come to the device at once.
     """
-    mine = {key: x for key, x in old.items() if key in part.reads or key in part.keys}
+    mine = {key: old[key] for key in part.keys if is_on_host(old[key])}
     before = {key: x for key, x in done.items() if is_on_host(x)}
-    return lax.optimization_barrier((mine, before))[0]
+    if not mine or not before:
+        return old
+    return old | lax.optimization_barrier((mine, before))[0]

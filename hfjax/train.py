@@ -187,7 +187,7 @@ class TrainStep:
 
     def _scale(self, gradients: dict, norm: jax.Array, weight: jax.Array) -> dict:
         """Return gradients of the mean from those of the total, clipped."""
-        scale = lax.optimization_barrier(1 / weight)  # else a known weight joins other factors
+        scale = 1 / weight
         if self.execution.clip is not None:
             scale *= self.execution.clip / jnp.maximum(norm, self.execution.clip)
         return {
