@@ -19,8 +19,8 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 from hfjax.leafwise import check_leafwise
 from hfjax.optimizers import from_master
-from hfjax.parallel.mesh import PIPE_AXIS
 from hfjax.parallel.memory import is_on_host, to_device, to_host
+from hfjax.parallel.mesh import PIPE_AXIS
 from hfjax.parallel.placement import entries_of
 from hfjax.parallel.program import Piece, piece, variables
 from hfjax.parallel.reduction import Flat, Placed

@@ -15,14 +15,14 @@ from hfjax.asynchronous import AsynchronousPass
 from hfjax.batches import check_batch, is_placed, microbatches_of, shard_batch
 from hfjax.elementwise import check_elementwise, check_padding
 from hfjax.mean import Mean
-from hfjax.parallel.compiler import compiler_options as options_of
 from hfjax.optimizers import from_master
+from hfjax.parallel.compiler import compiler_options as options_of
 from hfjax.parallel.execution import Execution, Precision
 from hfjax.parallel.memory import of_results
 from hfjax.parallel.mesh import BATCH_AXES, PIPE_AXIS, describe_mesh
+from hfjax.parallel.reduction import Flat
 from hfjax.parallel.schedules import Schedule
 from hfjax.parallel.stages import PipelinePlane
-from hfjax.parallel.reduction import Flat
 from hfjax.paths import flatten, nest
 from hfjax.plan import Layout, State
 from hfjax.planes import Passed, data_plane, forward_plane
