@@ -34,7 +34,9 @@ def compiled_memory(strategy, sizes, layers):
     layout = hfjax.layout(lambda rngs: GPT(config, rngs=rngs), optimizer, mesh, strategy)
     step = hfjax.train_step(layout, next_token_loss, precision="bf16", remat="full")
     batch = {"tokens": jax.ShapeDtypeStruct((count, config.length + 1), "int32")}
-    return layout, step.lower(batch).compile().memory_analysis()
+    memory = step.lower(batch).compile().memory_analysis()
+    assert memory is not None
+    return layout, memory
 
 
 def show(strategy, sizes, layers):
@@ -54,7 +56,7 @@ def show(strategy, sizes, layers):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description="Compile 13 billion parameters.")
     parser.add_argument("--layers", type=int, default=40)
     layers = parser.parse_args().layers
     for strategy, sizes in CASES:

@@ -37,7 +37,7 @@ def _memory_of(row: str, where: Any) -> str | float:
         return where
     number = isinstance(where, int | float) and not isinstance(where, bool)
     if row == "moments" and number and 0 <= where <= 1:
-        return {0: "device", 1: "host"}.get(where, float(where))
+        return "device" if where == 0 else "host" if where == 1 else float(where)
     if number:
         raise ValueError(
             f"memory row {row} -> {where!r}: "

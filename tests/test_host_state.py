@@ -1,4 +1,4 @@
-"""State in the memory of the host: where it lies, that it is updated as on the device, to the bit."""
+"""State in host memory: where it lies, and that it is updated as on the device, to the bit."""
 
 from typing import Any
 
@@ -42,9 +42,9 @@ def layout_of(strategy, sizes, optimizer=None, **changes):
 
 def steps(layout, count=3, batch=None, **execution):
     """The state and the losses after some steps; everything lies where the layout says."""
-    execution = {"compiler_options": AS_WRITTEN} | execution
-    step = hfjax.train_step(layout, next_token_loss, **execution)
-    state, losses = hfjax.init(layout, schedule=execution.get("schedule")), []
+    given: dict[str, Any] = {"compiler_options": AS_WRITTEN, **execution}
+    step = hfjax.train_step(layout, next_token_loss, **given)
+    state, losses = hfjax.init(layout, schedule=given.get("schedule")), []
     for _ in range(count):
         state, metrics = step(state, batch or tokens())
         _check_placement(step.layout, state)
@@ -82,7 +82,7 @@ def test_rows_that_say_different_things_are_refused_by_name():
         "host, SHARE0.5 says 50% host"
     )
     with pytest.raises(ValueError, match=message):
-        HOST | share(0.5)
+        _ = HOST | share(0.5)
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,8 @@ def test_a_state_is_born_where_the_layout_says_and_its_bytes_are_counted_apart()
     assert told["moments"] == 4  # the count
     assert told["host moments"] == whole["moments"] - 4
     assert "host moments" not in whole
-    assert "same on host" in str(layout) and "host moments 27.6 KiB" in str(layout)
+    assert "same on host" in str(layout)
+    assert "host moments 27.6 KiB" in str(layout)
     assert same(state, hfjax.init(plain))
 
 
@@ -135,7 +136,7 @@ def test_a_share_of_the_moments_is_met_within_one_array(asked):
 
 
 def test_a_column_that_would_keep_nothing_on_the_host_is_refused():
-    with pytest.raises(ValueError, match="moments -> host, .*keeps no array like a parameter and"):
+    with pytest.raises(ValueError, match=r"moments -> host, .*keeps no array like a parameter and"):
         layout_of(DDP | HOST, ONE, optax.sgd(1e-3))
     with pytest.raises(ValueError, match=r"master -> host: .*keeps no master weights \(hfjax.mast"):
         layout_of(Strategy("MASTER", memory={"master": "host"}), ONE)
@@ -152,7 +153,8 @@ def test_parameters_on_the_host_are_stored_there_and_not_yet_fetched_by_a_step()
     state = hfjax.init(layout)
     assert kinds(state.params) == {"pinned_host"}
     told = layout.bytes_per_device()
-    assert told["parameters"] == 0 and told["host parameters"] > 0
+    assert told["parameters"] == 0
+    assert told["host parameters"] > 0
     assert "P(-, fsdp) on host" in str(layout)
     with pytest.raises(ValueError, match="memory parameters -> host: no step fetches"):
         hfjax.train_step(layout, next_token_loss)
@@ -304,12 +306,12 @@ def test_master_weights_of_frozen_parameters_are_not_kept():
 
 
 def test_master_weights_inside_another_optimizer_are_refused():
-    with pytest.raises(ValueError, match="hfjax.master is inside another optimizer.* outermost"):
+    with pytest.raises(ValueError, match=r"hfjax.master is inside another optimizer.* outermost"):
         layout_of(DDP, ONE, hfjax.ema(hfjax.master(optax.sgd(1e-3)), 0.9))
 
 
 def test_a_dtype_that_needs_no_master_weights_is_refused():
-    with pytest.raises(ValueError, match="stored=float32: .* narrower than float32"):
+    with pytest.raises(ValueError, match=r"stored=float32: .* narrower than float32"):
         hfjax.master(optax.sgd(1e-3), "float32")
 
 
@@ -358,7 +360,9 @@ def compiled(strategy, sizes, layers):
     batch = {"tokens": jax.ShapeDtypeStruct((count, LENGTH + 1), "int32")}
     options = {"remat": "full", "compiler_options": OPTIMIZED}
     lowered = hfjax.train_step(layout, next_token_loss, **options).lower(batch)
-    return layout.bytes_per_device(), lowered.compile().memory_analysis()
+    memory = lowered.compile().memory_analysis()
+    assert memory is not None
+    return layout.bytes_per_device(), memory
 
 
 @pytest.mark.cuda
