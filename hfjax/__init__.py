@@ -4,7 +4,7 @@ from hfjax.batches import full, rows_of_process, shard_batch
 from hfjax.checkpoint import Checkpoints, Keep, Restored, latest, recorded, restore, save
 from hfjax.least import least_offload
 from hfjax.mean import Mean
-from hfjax.optimizers import averaged, by_path, ema, matching, scaled
+from hfjax.optimizers import averaged, by_path, ema, master, matching, scaled
 from hfjax.parallel.execution import Execution, Precision
 from hfjax.parallel.fetch import gather_rows
 from hfjax.parallel.mesh import make_mesh
@@ -15,6 +15,8 @@ from hfjax.parallel.schedules import Schedule
 from hfjax.parallel.strategy import (
     DDP,
     FSDP,
+    HOST_OPTIMIZER,
+    HOST_PARAMETERS,
     HSDP,
     PIPE,
     SEQUENCE,
@@ -38,6 +40,8 @@ from hfjax.transfers import Transfers, transfers
 __all__ = [
     "DDP",
     "FSDP",
+    "HOST_OPTIMIZER",
+    "HOST_PARAMETERS",
     "HSDP",
     "PIPE",
     "SEQUENCE",
@@ -77,6 +81,7 @@ __all__ = [
     "layout",
     "least_offload",
     "make_mesh",
+    "master",
     "matching",
     "offload",
     "partition",

@@ -23,7 +23,7 @@ class Passed(NamedTuple):
 
     mean: Mean
     norm: jax.Array  # of the gradient of the mean
-    update: Callable  # (params, moments) -> new ones
+    update: Callable  # (params, moments) -> new ones; streamed: also whether to change them
     variables: Flat  # what the model wrote to
     squares: Flat  # path -> sum of the squares of a gradient; empty where nobody knows them all
 
