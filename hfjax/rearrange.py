@@ -87,7 +87,7 @@ def _rearranger(layout: Layout, order: bytes | None) -> Callable:
 
 def _on_device(x: Any) -> Any:
     """Return an array of the host on the device; others as they are."""
-    on_host = is_host_sharding(x.sharding)
+    on_host = isinstance(x, jax.Array) and is_host_sharding(x.sharding)
     return jax.device_put(x, x.sharding.with_memory_kind("device")) if on_host else x
 
 

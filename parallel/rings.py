@@ -15,15 +15,16 @@ import jax.numpy as jnp
 from jax import lax
 
 from hfjax.parallel.memory import to_device, to_host
-from hfjax.parallel.offload import Share
+from hfjax.parallel.offload import Offload, Share
+from hfjax.parallel.schedule import Table
 from hfjax.parallel.store import Store
 
 
 @dataclass(frozen=True)
 class Ring:
-    """A ring of lists of arrays, an entry for each unit of a stage and slot."""
+    """A ring of trees of arrays, an entry for each unit of a stage and slot."""
 
-    like: Sequence[Any]  # shapes and dtypes of an entry
+    like: Any  # shapes and dtypes of an entry
     slots: Sequence[int]  # how many each stage uses
     units: int
     apart: bool
@@ -33,15 +34,15 @@ class Ring:
 
     def empty(self) -> list[tuple]:
         """Return the ring before anything was put: of each group what is on host and device."""
-        pieces = jax.eval_shape(self._cut, list(self.like))
+        pieces = jax.eval_shape(self._cut, self.like)
         made = []
         for numbers, on_host in self._groups.items():
             stores, like = self._stores(on_host), [pieces[i] for i in numbers]
             host, device = (s.full(like, self.mark) if s.slots else [] for s in stores)
-            made.append((to_host(host), device))
+            made.append((jax.tree.map(self._on_host, host), device))
         return made
 
-    def put(self, ring: list[tuple], unit: Any, slot: Any, values: Sequence[Any]) -> list[tuple]:
+    def put(self, ring: list[tuple], unit: Any, slot: Any, values: Any) -> list[tuple]:
         """Return the ring with one entry changed."""
         pieces = self._cut(values)
         put = []
@@ -53,7 +54,7 @@ class Ring:
             put.append(self._on(on_host, send, keep, *held))
         return put
 
-    def get(self, ring: list[tuple], unit: Any, slot: Any) -> list[Any]:
+    def get(self, ring: list[tuple], unit: Any, slot: Any) -> Any:
         """Return one entry, on the device."""
         pieces: list[Any] = [None] * self._count
         for (numbers, on_host), held in zip(self._groups.items(), ring, strict=True):
@@ -63,6 +64,11 @@ class Ring:
             for i, x in zip(numbers, self._on(on_host, back, kept, *held), strict=True):
                 pieces[i] = x
         return self._join(pieces)
+
+    def _on_host(self, zeros: jax.Array) -> jax.Array:
+        """Return zeros in host memory, filled row by row: the device never holds them all."""
+        row = lambda _, __: (None, to_host(self.mark(jnp.zeros(zeros.shape[1:], zeros.dtype))))
+        return lax.scan(row, None, length=zeros.shape[0])[1] if zeros.ndim else to_host(zeros)
 
     # -- which memory -------------------------------------------------------------------------
 
@@ -88,7 +94,7 @@ class Ring:
         """Numbers of pieces -> on which stages they go to the host."""
         found: dict[tuple[bool, ...], list[int]] = {}
         number = 0
-        for i in range(len(self.like)):
+        for i in range(self._leaves.num_leaves):
             on = tuple(i in share for share in self.shares)
             found.setdefault(on, []).append(number)
             number += 1
@@ -104,16 +110,42 @@ class Ring:
     def _is_cut(self, i: int) -> bool:
         return i in self.shares[0] and self.shares[0][i].dim is not None
 
-    def _cut(self, values: Sequence[Any]) -> list[Any]:
+    @property
+    def _leaves(self) -> Any:
+        return jax.tree.structure(self.like)
+
+    def _cut(self, values: Any) -> list[Any]:
         """Return the arrays in pieces: of one that is cut, what goes to the host and the rest."""
         pieces = []
-        for i, x in enumerate(values):
+        for i, x in enumerate(jax.tree.leaves(values)):
             pieces += self.shares[0][i].split(x) if self._is_cut(i) else [x]
         return pieces
 
-    def _join(self, pieces: Sequence[Any]) -> list[Any]:
+    def _join(self, pieces: Sequence[Any]) -> Any:
         rest, values = iter(pieces), []
-        for i in range(len(self.like)):
+        for i in range(self._leaves.num_leaves):
             cut = self._is_cut(i)
             values.append(self.shares[0][i].join([next(rest), next(rest)]) if cut else next(rest))
-        return values
+        return jax.tree.unflatten(self._leaves, values)
+
+
+def check_rings(table: Table, offload: Offload, platform: str) -> None:
+    """Refuse rings on the host that stages would use in different branches of a GPU's program.
+
+    XLA copies them whole, from host to host, wherever a branch hands them on (jax 0.10), or does
+    not compile them (jax 0.12).
+    """
+    if platform == "cpu":
+        return
+    if len(set(offload.ratios)) > 1:
+        raise ValueError(
+            f"{offload}: on {platform} devices all stages have the same ratio, since XLA copies "
+            f"what lies on the host wherever stages go different ways. Give one, for instance "
+            f"ratio={max(offload.ratios)}."
+        )
+    if table.branches:
+        raise ValueError(
+            f"{offload} under {table.name}: on {platform} devices XLA copies all that lies on the "
+            "host in each tick in which stages go different ways. Use a schedule that does not "
+            "branch (1f1b, interleaved, gpipe, zb, v), or remat instead of offload."
+        )

@@ -22,6 +22,7 @@ from hfjax.parallel.offload import Share, Tensor
 from hfjax.parallel.packing import PackedLayers
 from hfjax.parallel.pipeline import Pipeline
 from hfjax.parallel.reduction import Flat, Placed
+from hfjax.parallel.rings import check_rings
 from hfjax.parallel.staged import Staged, Told
 from hfjax.parallel.ticks import Ticks
 from hfjax.parallel.unlike import Unlike
@@ -40,6 +41,13 @@ class PipelinePlane(DataPlane):
         super().__post_init__()
         if self._run.remat.what == "except_last":
             check_except_last(self.ticks.table, self.placed, self.mesh)
+        if self.execution.offload is not None:
+            check_rings(self.ticks.table, self.execution.offload, self._platform)
+        if self._run.remat.unit > 1:
+            raise ValueError(
+                f"{self._run.remat}: in a pipeline each layer is computed again by itself. Use "
+                'remat="full", "dots", "none", "except_last" or names.'
+            )
 
     @property
     def _reads_once(self) -> bool:

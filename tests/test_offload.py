@@ -11,7 +11,9 @@ from jax.ad_checkpoint import checkpoint_name
 import hfjax
 from hfjax.models.gpt import next_token_loss
 from hfjax.parallel.offload import Tensor, share
+from hfjax.parallel.rings import check_rings
 from hfjax.parallel.strategy import DDP, FSDP, PIPE, SEQUENCE, TENSOR
+from tests.h200 import OPTIMIZED, h200s
 from tests.small_gpt import gpt_layout, tokens
 
 Offload, Schedule = hfjax.Offload, hfjax.Schedule
@@ -161,7 +163,8 @@ def test_matrix_products_go_alone():
 
 
 def mlp(w, x):
-    return jnp.tanh(checkpoint_name(x @ w["up"], "up")) @ w["down"]
+    hidden = checkpoint_name(x @ w["up"], "up")
+    return (hidden * hidden) @ w["down"]
 
 
 def weights():
@@ -288,3 +291,57 @@ def test_devices_without_host_memory_are_refused(monkeypatch):
     monkeypatch.setattr("hfjax.parallel.memory._kinds", lambda mesh: ["device"])
     with pytest.raises(ValueError, match="no pinned_host memory"):
         step_of(offload=Offload(ratio=0.5))
+
+
+@pytest.mark.parametrize(
+    ("name", "ratio", "message"),
+    [("1f1b", (0.9, 0.1), "all stages have the same ratio"), ("zb-h1", 0.5, "does not branch")],
+)
+def test_what_a_gpu_would_copy_from_host_to_host_is_refused(name, ratio, message):
+    table = Schedule(name, 4).table(2)
+    with pytest.raises(ValueError, match=message):
+        check_rings(table, Offload(ratio=ratio), "gpu")
+    check_rings(Schedule("1f1b", 4).table(2), Offload(ratio=0.5), "gpu")
+
+
+def test_remat_of_several_layers_together_is_refused_in_a_pipeline():
+    with pytest.raises(ValueError, match="in a pipeline each layer"):
+        step_of(PIPE, {"pipe": 2}, remat="group:2", schedule=Schedule("1f1b", 4))
+
+
+# -- compiled for GPUs that are not here -----------------------------------------------------------
+
+
+def compiled(strategy, sizes, rows, **options):
+    """The memory of a step compiled for H200s, and the step."""
+    devices = h200s(int(np.prod(list(sizes.values()))))
+    layout = gpt_layout(
+        strategy, sizes, optax.sgd(1e-3), devices, embed=128, length=256, vocab=256, layers=4
+    )
+    step = hfjax.train_step(
+        layout, next_token_loss, precision="bf16", compiler_options=OPTIMIZED, **options
+    )
+    batch = {"tokens": jax.ShapeDtypeStruct((rows, 257), "int32")}
+    return step.lower(batch).compile().memory_analysis(), step.offloaded
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("unroll", [1, True])
+def test_compiled_for_an_h200_the_host_holds_what_the_report_says_and_the_device_less(unroll):
+    plain, _ = compiled(DDP, {"data": 1}, 16, unroll=unroll)
+    found, report = compiled(DDP, {"data": 1}, 16, unroll=unroll, offload=Offload(ratio=1.0))
+    if unroll == 1:
+        assert found.host_temp_size_in_bytes == report.moved == report.total
+    else:  # equal tensors of one layer may be one
+        assert 0.9 * report.moved <= found.host_temp_size_in_bytes <= report.moved
+    assert found.temp_size_in_bytes < plain.temp_size_in_bytes - 0.5 * report.moved
+
+
+@pytest.mark.cuda
+def test_compiled_for_four_h200s_the_rings_of_a_pipeline_lie_on_the_host():
+    options = {"schedule": Schedule("1f1b", 8), "unroll": 1}
+    plain, _ = compiled(PIPE, {"pipe": 4}, 32, **options)
+    found, report = compiled(PIPE, {"pipe": 4}, 32, offload=Offload(ratio=1.0), **options)
+    in_flight = 7  # microbatches of 1F1B on the first of four stages
+    assert found.host_temp_size_in_bytes == in_flight * report.moved
+    assert found.temp_size_in_bytes < plain.temp_size_in_bytes - 0.8 * in_flight * report.moved
