@@ -14,9 +14,11 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 from hfjax.asynchronous import AsynchronousPass
 from hfjax.batches import check_batch, is_placed, microbatches_of, shard_batch
 from hfjax.elementwise import check_elementwise, check_padding
+from hfjax.in_backward import InBackward, check_in_backward
 from hfjax.mean import Mean
 from hfjax.parallel.compiler import compiler_options as options_of
 from hfjax.parallel.execution import Execution, Precision
+from hfjax.parallel.layer_updates import LayerUpdatePlane
 from hfjax.parallel.mesh import BATCH_AXES, PIPE_AXIS, describe_mesh
 from hfjax.parallel.schedules import Schedule
 from hfjax.parallel.stages import PipelinePlane
@@ -58,6 +60,8 @@ class TrainStep:
         check_runs(layout, execution, training=True)
         check_elementwise(layout)
         check_padding(layout)
+        if execution.optimizer_in_backward:
+            check_in_backward(layout, execution)
         self.layout, self.execution = layout, execution
         schedule, stages = execution.schedule, layout.mesh.shape[PIPE_AXIS]
         table = None if schedule is None else schedule.table(stages)
@@ -71,6 +75,8 @@ class TrainStep:
         self._pass = self._synchronous
         if versions is not None and isinstance(self._plane, PipelinePlane):
             self._pass = AsynchronousPass.of(layout, self._plane, versions)
+        if isinstance(self._plane, LayerUpdatePlane):
+            self._pass = InBackward.of(layout, self._plane)
         self._shardings = replace(layout.shardings(), order=None)
         self._batch = NamedSharding(layout.mesh, P(BATCH_AXES))
         self._watch = Watch(layout, execution.nonfinite, execution.patience)
@@ -145,7 +151,10 @@ class TrainStep:
 
         old = {path: variables[path] for path in done.variables}
         held = (self._place(params), state.optimizer, old)
-        params, moments, new = self._unless_nonfinite(metrics["finite"], update, held)
+        if done.settled:
+            params, moments, new = update(held)
+        else:
+            params, moments, new = self._unless_nonfinite(metrics["finite"], update, held)
         return State(state.step + 1, nest(params), moments, nest(variables | new)), metrics
 
     def _synchronous(self, state: State, batch: Any) -> Passed:

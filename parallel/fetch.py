@@ -157,13 +157,18 @@ def scatter(gradient: jax.Array, dims: Dims, tensor: Dims) -> jax.Array:
     return on_tensor_shards(run, tensor, gradient.ndim)(gradient) if dims else gradient
 
 
-def _backward(move: Movement, like: jax.Array, cotangent: jax.Array):
+def give(move: Movement, cotangent: jax.Array, dtype: Any) -> jax.Array:
+    """Return the gradient of what was fetched where it accumulates: scattered, added up."""
     moved = move.scatter or move.sum
-    gradient = cotangent.astype(move.reduce if moved else like.dtype)
+    gradient = cotangent.astype(move.reduce if moved else dtype)
     gradient = scatter(gradient, move.scatter, move.tensor)
     if move.sum:
         gradient = lax.psum(gradient, move.sum)
-    return None, gradient.astype(like.dtype)
+    return gradient.astype(dtype)
+
+
+def _backward(move: Movement, like: jax.Array, cotangent: jax.Array):
+    return None, give(move, cotangent, like.dtype)
 
 
 _fetch.defvjp(_forward, _backward)
