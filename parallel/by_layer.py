@@ -10,6 +10,7 @@ from functools import cached_property
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 from hfjax.parallel.dissect import Dissected, arrays_of, cotangents
@@ -34,22 +35,22 @@ class ByLayer:
 
         `aux` is what the head tells, known before the first backward pass.
         """
-        number = self.mark(jax.numpy.int32(0))
+        number = self.mark(jnp.int32(0))
         enter = lambda ends: self.mark(self.model.first(ends, number))
         x, leave = jax.vjp(enter, self.model.ends)
         y, stashes = self._forward(own, x)
-        dy, of_head, aux = self._head(y, number)
+        dy, of_head, aux = heads_pass(self.model, y, number, self.mark)
         aux = told(aux)
         dx, own = self._backward(own, stashes, dy, aux)
         (of_embed,) = leave(cotangents(dx))
-        return own, jax.tree.map(jax.numpy.add, of_head, of_embed), aux
+        return own, jax.tree.map(jnp.add, of_head, of_embed), aux
 
     @cached_property
     def _numbers(self) -> jax.Array:
         return lax.iota("int32", self.layers)
 
     def _known(self, own: Own, i: Any) -> Any:
-        return self.mark((self.values(own, i), i, jax.numpy.int32(0)))
+        return self.mark((self.values(own, i), i, jnp.int32(0)))
 
     def _passes(self, own: Own, x: Any) -> Dissected:
         return self.model.passes(self._known(own, 0), self.model.slots, x, False)
@@ -64,12 +65,6 @@ class ByLayer:
         passes = self._passes(own, x)
         return lax.scan(step, x, self._numbers, unroll=self.unroll)
 
-    def _head(self, y: Any, number: Any) -> tuple[Any, Any, Any]:
-        last = lambda ends, y: self.mark(self.model.last(ends, y, number))
-        total, pullback, aux = jax.vjp(last, self.model.ends, y, has_aux=True)
-        gradients, dy = pullback(self.mark(jax.numpy.ones_like(total)))
-        return arrays_of(dy, y), gradients, aux
-
     def _backward(self, own: Own, stashes: Any, dy: Any, told: Any) -> tuple[Any, Own]:
         def step(carry, layer):
             dy, own = carry
@@ -80,3 +75,11 @@ class ByLayer:
         passes = self._passes(own, dy)
         layers = (self._numbers, stashes)
         return lax.scan(step, (dy, own), layers, reverse=True, unroll=self.unroll)[0]
+
+
+def heads_pass(model: Model, y: Any, number: Any, mark: Callable) -> tuple[Any, Any, Any]:
+    """Return the gradient of what enters the head, those of the ends, and what the head tells."""
+    last = lambda ends, y: mark(model.last(ends, y, number))
+    total, pullback, aux = jax.vjp(last, model.ends, y, has_aux=True)
+    gradients, dy = pullback(mark(jnp.ones_like(total)))
+    return arrays_of(dy, y), gradients, aux

@@ -9,7 +9,7 @@ specs and masks fit.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,24 +19,15 @@ from jax.sharding import PartitionSpec as P
 from hfjax.mean import Mean, as_mean
 from hfjax.parallel.arrangement import arrange
 from hfjax.parallel.asynchronous import Held
-from hfjax.parallel.blueprint import LAYERS
+from hfjax.parallel.blueprint import LAYERS, Layer
+from hfjax.parallel.by_item import ByItem
 from hfjax.parallel.by_layer import ByLayer
-from hfjax.parallel.fetch import Dims, give, on_tensor_shards
+from hfjax.parallel.fetch import give
 from hfjax.parallel.gradients import DataPlane, cast_inputs, rows_of, variables_of
 from hfjax.parallel.layers import saving_policy
-from hfjax.parallel.mesh import TENSOR_AXES, in_use
-from hfjax.parallel.placement import auto_part, size_of
 from hfjax.parallel.reduction import Flat, Placed, Reduction
 from hfjax.parallel.staged import Staged
-
-
-class Own(NamedTuple):
-    """What the backward pass updates, layer by layer."""
-
-    parameters: Flat  # stacks [L, ...]
-    moments: Flat
-    squares: Flat  # path -> [L], of the gradient of the total
-    finite: jax.Array  # loss, and the gradients of the layers that are done
+from hfjax.parallel.update_layer import ItemUpdate, LayerUpdate, Own
 
 
 @dataclass(frozen=True)
@@ -61,10 +52,11 @@ class LayerUpdatePlane(DataPlane):
         def device(held, batch, step):
             unread = set(self.placed)
             staged = self._staged(held, batch, step, unread)
-            run = _Updates(self, staged, held, apply, belongs)
-            own, ends, mean = run.by_layer().run(run.own(), run.told)
+            update = self._update(held, apply, belongs)
+            run = (self._by_item if self.blueprint.listed else self._by_layer)(staged, update)
+            own, ends, mean = run.run(self._own(held), self._sum)
             self._check_all_read(unread)
-            gradients = self._reduced(self._given(ends, staged), self.placed)
+            gradients = update.reduction(self._given(ends, staged), self.placed)
             new = Held(own.parameters, {}, own.moments, {})
             return new, own.squares, own.finite, gradients, mean
 
@@ -83,6 +75,8 @@ class LayerUpdatePlane(DataPlane):
 
     @property
     def _layers(self) -> int:
+        if self.blueprint.listed:
+            return len(self.blueprint.layers("train"))
         return next(p.shape[0] for path, p in self.placed.items() if path.startswith(LAYERS))
 
     @property
@@ -111,11 +105,17 @@ class LayerUpdatePlane(DataPlane):
             inputs=lambda m: inputs,
             mean=lambda outputs, m: as_mean(self.loss(outputs, batch), rows),
             mode="train",
-            policy=saving_policy(self.execution, gathers=False),
+            policy=saving_policy(self.execution, gathers=self._saves_gathers),
             tells=None,
             keeps_last=False,
             mark=self._varying,
+            unwritten="layers are updated in a backward pass by itself, which writes nothing else",
         )
+
+    @property
+    def _saves_gathers(self) -> bool:
+        """Whether gathered parameters would be saved unasked: not where a loop is written out."""
+        return self.blueprint.listed and self._gathers_layers()
 
     def _given(self, ends: Flat, staged: Staged) -> Flat:
         """Return the gradients of the ends where they accumulate."""
@@ -125,161 +125,70 @@ class LayerUpdatePlane(DataPlane):
             {p: give(staged.movements[p], g, wide(self.placed[p])) for p, g in trained.items()}
         )
 
-    def _reduced(self, gradients: Flat, placed: Mapping[str, Placed]) -> Flat:
-        return Reduction(self._precision, self._hierarchical)(gradients, placed)
+    # -- layer by layer -----------------------------------------------------------------------
 
-
-@dataclass(frozen=True)
-class _Updates:
-    """The updates of one step, on one device."""
-
-    plane: LayerUpdatePlane
-    staged: Staged
-    held: Held
-    apply: Callable
-    belongs: Mapping[str, str]
-
-    def by_layer(self) -> ByLayer:
-        """Return the pass that makes them."""
-        plane = self.plane
-        return ByLayer(
-            model=self._model,
-            layers=plane._layers,
-            values=self._values,
-            update=self._update,
-            mark=plane._varying,
-            unroll=plane.execution.unroll or 1,
+    def _update(self, held: Held, apply: Callable, belongs: Mapping[str, str]) -> LayerUpdate:
+        kind = ItemUpdate if self.blueprint.listed else LayerUpdate
+        return kind(
+            placed={path: self.placed[path] for path in self._of_layers},
+            reduction=Reduction(self._precision, self._hierarchical),
+            apply=lambda gradients, moments, old: apply(gradients, moments, held.counts, old),
+            belongs=belongs,
+            guards=self.guards,
         )
 
-    @property
-    def _model(self) -> Any:
-        model = self.staged.model()
-        row = lambda path: lax.index_in_dim(self.staged.slots[path], 0, 0, keepdims=False)
-        return replace(model, slots={path: row(path) for path in model.slots})
-
-    def own(self) -> Own:
+    def _own(self, held: Held) -> Own:
         """Return what is to be updated, as it is before."""
-        zeros = jnp.zeros(self.plane._layers, jnp.promote_types(float, jnp.float32))
+        zeros = jnp.zeros(1 if self.blueprint.listed else self._layers, jnp.float32)
+        wide = lambda path: zeros.astype(jnp.promote_types(self.placed[path].dtype, zeros.dtype))
         return Own(
-            {path: self.held.parameters[path] for path in self.plane._of_layers},
-            self.held.moments,
-            dict.fromkeys(self.plane._of_layers, zeros),
+            {path: held.parameters[path] for path in self._of_layers},
+            held.moments,
+            {path: wide(path) for path in self._of_layers},
             jnp.array(True),
         )
 
-    def told(self, mean: Mean) -> Mean:
-        """Return what the head tells, of all devices."""
-        return self.plane._sum(mean)
+    def _by_layer(self, staged: Staged, update: LayerUpdate) -> ByLayer:
+        """Return the pass through a stack of layers."""
+        model = staged.model()
+        row = lambda x: lax.index_in_dim(x, 0, 0, keepdims=False)
 
-    def _values(self, own: Own, i: Any) -> Flat:
-        """Return a layer's parameters as they are stored, or as they stay gathered."""
-        constant = {
-            path: x
-            for path, x in self.staged.parameters.items()
-            if path.startswith(LAYERS)
-            and (path not in own.parameters or self.plane._gathered_once(self.plane.placed[path]))
-        }
-        stacks = self.plane._varying(own.parameters | constant)
-        return {path: lax.dynamic_index_in_dim(x, i, 0, False) for path, x in stacks.items()}
+        def values(own: Own, i: Any) -> Flat:
+            pick = lambda x: lax.dynamic_index_in_dim(x, i, 0, False)
+            return jax.tree.map(pick, self._values(own, staged))
 
-    # -- one layer ----------------------------------------------------------------------------
-
-    def _update(self, own: Own, i: Any, gradients: Flat, mean: Mean) -> Own:
-        """Return what is updated after the backward pass of layer i."""
-        rows = self.plane._pin({path: g[None] for path, g in gradients.items()})
-        total = self.plane._reduced(rows, self._placed)
-        squares = self._squares(total)
-        finite = own.finite & jnp.isfinite(mean.total) & jnp.isfinite(sum(squares.values()))
-        take = lambda tree: jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, i, 1), tree)
-        before = self._mine(take(own.parameters)), take(own.moments)
-        after = self.apply(self._scaled(total, mean.weight), before[1], self.held.counts, before[0])
-        if self.plane.guards:
-            after = jax.tree.map(lambda new, old: jnp.where(finite, new, old), after, before)
-        put = lambda x, row: lax.dynamic_update_slice_in_dim(x, row, i, 0)
-        tell = lambda x, square: x.at[i].set(square)
-        return Own(
-            jax.tree.map(put, own.parameters, self._all(after[0])),
-            jax.tree.map(put, own.moments, self._pinned(after[1])),
-            jax.tree.map(tell, own.squares, squares),
-            finite,
+        return ByLayer(
+            model=replace(model, slots={path: row(staged.slots[path]) for path in model.slots}),
+            layers=self._layers,
+            values=values,
+            update=update,
+            mark=self._varying,
+            unroll=self.execution.unroll or 1,
         )
 
-    @property
-    def _placed(self) -> dict[str, Placed]:
-        """Where a row of each of the layers' stacks lies."""
-        placed = self.plane.placed
-        return {p: replace(placed[p], shape=(1, *placed[p].shape[1:])) for p in self.plane._of_layers}
+    def _by_item(self, staged: Staged, update: LayerUpdate) -> ByItem:
+        """Return the pass through a list of layers."""
+        layers = self.blueprint.layers("train")
 
-    def _squares(self, gradients: Flat) -> Flat:
-        """Return the sum of the squares of each gradient, of all its pieces."""
-        squares = {path: jnp.square(g).sum(dtype=_wide(g)) for path, g in gradients.items()}
-        groups: dict[tuple, Flat] = {}
-        for path, square in squares.items():
-            varying = jax.typeof(square).manual_axis_type.varying
-            axes = tuple(axis for axis in self.plane._axes if axis in varying)
-            groups.setdefault(axes, {})[path] = square
-        for axes, group in groups.items():
-            if axes:
-                sums = lax.psum(jnp.stack([*group.values()]), axes)
-                squares |= dict(zip(group, sums, strict=True))
-        return squares
+        def function(layer: Layer) -> Callable:
+            def run(own: Own, slots: Flat, x: Any) -> Any:
+                held = self._values(own, staged)
+                return staged.run(layer, {path: held[path] for path in layer.paths}, slots, x)
 
-    def _scaled(self, gradients: Flat, weight: jax.Array) -> Flat:
-        """Return gradients of the mean from those of the total."""
-        scale = 1 / weight
-        mean = lambda path, g: (g * scale.astype(g.dtype)).astype(self.plane.placed[path].dtype)
-        return {path: mean(path, g) for path, g in gradients.items()}
+            return run
 
-    def _mine(self, rows: Flat) -> Flat:
-        """Return of each row the piece that this device updates: where its moments lie."""
-        return {path: _piece(self._placed[path], x) for path, x in rows.items()}
+        slots = [{p: staged.slots[p] for p in x.paths if p in staged.slots} for x in layers]
+        return ByItem(
+            model=staged.model(),
+            layers=[function(layer) for layer in layers],
+            slots=slots,
+            update=update,
+            mark=self._varying,
+        )
 
-    def _all(self, rows: Flat) -> Flat:
-        """Return the rows as they are stored, from the pieces that devices have updated."""
-        whole = {path: _together(self._placed[path], x) for path, x in rows.items()}
-        return self._pin_as("parameter", whole, {path: path for path in whole})
-
-    def _pinned(self, moments: Flat) -> Flat:
-        return self._pin_as("moment", moments, self.belongs)
-
-    def _pin_as(self, column: str, arrays: Flat, belongs: Mapping[str, str]) -> Flat:
-        """Keep tensor axes where the column has them."""
-        if not in_use(self.plane.mesh, TENSOR_AXES):
-            return arrays
-        spec = lambda name: auto_part(getattr(self._placed[belongs[name]], column))
-        return {n: lax.with_sharding_constraint(x, spec(n)) for n, x in arrays.items()}
-
-
-def _wide(x: jax.Array) -> Any:
-    return jnp.promote_types(x.dtype, jnp.float32)
-
-
-def _further(p: Placed) -> Dims:
-    """Return the dimensions that moments split and parameters do not, from the end."""
-    done = {axis for _, axes in p.split("parameter") for axis in axes}
-    rest = [(dim, tuple(a for a in axes if a not in done)) for dim, axes in p.split("moment")]
-    return tuple((dim, axes) for dim, axes in rest if axes)
-
-
-def _piece(p: Placed, x: jax.Array) -> jax.Array:
-    """Return this device's piece of a parameter, as its moments are split."""
-
-    def cut(x):
-        for dim, axes in _further(p):
-            length = x.shape[dim] // size_of(axes, p.mesh)
-            start = lax.axis_index(axes) * length
-            x = lax.dynamic_slice_in_dim(x, start, length, x.ndim + dim)
-        return x
-
-    return on_tensor_shards(cut, p.tensor, x.ndim)(x) if _further(p) else x
-
-
-def _together(p: Placed, x: jax.Array) -> jax.Array:
-    """Return the parameter as it is stored, from the pieces of all devices."""
-
-    def gather(x):
-        for dim, axes in reversed(_further(p)):
-            x = lax.all_gather(x, axes, axis=x.ndim + dim, tiled=True, to="invarying")
-        return x
-
-    return on_tensor_shards(gather, p.tensor, x.ndim)(x) if _further(p) else x
+    def _values(self, own: Own, staged: Staged) -> Flat:
+        """Return the layers' parameters as they are stored, or as they stay gathered."""
+        gathered = lambda path: self._gathered_once(self.placed[path])
+        mine = {path: x for path, x in own.parameters.items() if not gathered(path)}
+        all_of_them = {p: x for p, x in staged.parameters.items() if p.startswith(LAYERS)}
+        return all_of_them | self._varying(mine)
