@@ -7,6 +7,8 @@ from hfjax.optimizers import averaged, by_path, ema, matching, scaled
 from hfjax.parallel.execution import Execution, Precision
 from hfjax.parallel.fetch import gather_rows
 from hfjax.parallel.mesh import make_mesh
+from hfjax.parallel.offload import Offload
+from hfjax.parallel.remat import Remat
 from hfjax.parallel.schedules import Schedule
 from hfjax.parallel.strategy import (
     DDP,
@@ -48,9 +50,11 @@ __all__ = [
     "Keep",
     "Layout",
     "Mean",
+    "Offload",
     "Partition",
     "PipeDream",
     "Precision",
+    "Remat",
     "Restored",
     "Schedule",
     "State",

@@ -13,10 +13,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from hfjax.parallel.arrangement import Arrangement
 from hfjax.parallel.blueprint import LAYERS, Blueprint
-from hfjax.parallel.dissect import piece
 from hfjax.parallel.mesh import PIPE_AXIS
 from hfjax.parallel.packing import PackedLayers, Place
 from hfjax.parallel.placement import batch_devices
+from hfjax.parallel.program import piece
 from hfjax.parallel.reduction import Flat
 
 ROW = 1024  # the length of a row is a multiple of it: most numbers of devices divide it

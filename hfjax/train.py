@@ -19,7 +19,9 @@ from hfjax.mean import Mean
 from hfjax.parallel.compiler import compiler_options as options_of
 from hfjax.parallel.execution import Execution, Precision
 from hfjax.parallel.layer_updates import LayerUpdatePlane
+from hfjax.parallel.memory import check_has_host_memory
 from hfjax.parallel.mesh import BATCH_AXES, PIPE_AXIS, describe_mesh
+from hfjax.parallel.offloaded import Offloaded
 from hfjax.parallel.schedules import Schedule
 from hfjax.parallel.stages import PipelinePlane
 from hfjax.paths import flatten, nest
@@ -120,10 +122,22 @@ class TrainStep:
 
     def lower(self, batch: Any) -> jax.stages.Lowered:
         """Return the lowered step for a batch of arrays or shapes; allocates nothing."""
+        return self.trace(batch).lower()
+
+    def trace(self, batch: Any) -> jax.stages.Traced:
+        """Return the traced step for a batch of arrays or shapes: its `jaxpr` is the program."""
         check_batch(self.layout, batch, microbatches_of(self.execution))
         shape = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._batch)
         state = replace(self.layout.abstract_state(), order=None)
-        return self._jitted.lower(state, jax.tree.map(shape, batch))
+        return self._jitted.trace(state, jax.tree.map(shape, batch))
+
+    @property
+    def offloaded(self) -> Offloaded:
+        """What layers keep for the backward pass and what of it goes to the host: print it.
+
+        Known once the step is traced: after `trace`, `lower` or the first call.
+        """
+        return self._plane.offloaded
 
     def check(self, state: State) -> None:
         """Wait for the steps given so far; raise FloatingPointError if one was not finite."""
@@ -274,10 +288,30 @@ def check_runs(layout: Layout, execution: Execution, training: bool = False) -> 
             f"{describe_mesh(layout.mesh)}: a pipe axis needs a schedule, for instance "
             f'schedule=hfjax.Schedule("1f1b", microbatches={4 * stages}).'
         )
+    _check_offload(layout, execution)
     assert isinstance(execution.precision, Precision)
     reduce = execution.precision.reduce
     if _platform(layout) == "cpu" and reduce == jnp.bfloat16 and layout.mesh.shape["tensor"] > 1:
         raise ValueError(
             "precision reduce=bfloat16 beside a tensor axis crashes XLA's CPU compiler. "
             "Reduce in float32 on CPU."
+        )
+
+
+def _check_offload(layout: Layout, execution: Execution) -> None:
+    """Refuse an offload that this model, these devices or no pipeline can have."""
+    offload = execution.offload
+    if offload is None:
+        return
+    check_has_host_memory(layout.mesh)
+    if layout.forward is not None or not layout.blueprint.three_parts:
+        raise ValueError(
+            f"{offload} is of what layers keep, and this model does not run in three parts (embed, "
+            "layers, head). Give it these, or wrap its blocks: hfjax.offload(block, ratio=0.3)."
+        )
+    stages = layout.mesh.shape[PIPE_AXIS] if execution.schedule else 1
+    if len(offload.ratios) > 1 and len(offload.ratios) != stages:
+        raise ValueError(
+            f"{offload}: {len(offload.ratios)} ratios for {stages} stages "
+            f"({describe_mesh(layout.mesh)}). Give one ratio, or one for each stage of a pipeline."
         )

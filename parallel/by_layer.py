@@ -53,7 +53,7 @@ class ByLayer:
         return self.mark((self.values(own, i), i, jnp.int32(0)))
 
     def _passes(self, own: Own, x: Any) -> Dissected:
-        return self.model.passes(self._known(own, 0), self.model.slots, x, False)
+        return self.model.passes(self._known(own, jnp.int32(0)), self.model.slots, x, False)
 
     def _forward(self, own: Own, x: Any) -> tuple[Any, Any]:
         """Return what leaves the last layer, and what waits for the backward passes."""

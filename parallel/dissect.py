@@ -6,8 +6,7 @@ random keys are done again. The equations from which the input's gradient follow
 is W; values that cross from B to W are kept as well (zero bubble, arXiv:2401.10241).
 """
 
-import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,19 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal, Var
 
-# Calls whose body is put in their place, so that dataflow is seen through them.
-_CALLS = (
-    "pjit",
-    "jit",
-    "closed_call",
-    "core_call",
-    "remat2",
-    "checkpoint",
-    "custom_jvp_call",
-    "custom_vjp_call",
-    "custom_vjp_call_jaxpr",
-    "custom_lin",
-)
+from hfjax.parallel.program import Piece, Residuals, body_of, bytes_of, needed, piece, variables
+
 # Equations that W does not do again when it could have their results from B.
 _DEAR = (
     "dot_general",
@@ -77,25 +65,6 @@ class Dissected:
     cross: Any
 
 
-@dataclass(frozen=True)
-class Piece:
-    """Some equations of a program with the inputs and outputs that they have by themselves."""
-
-    equations: Sequence[Any]
-    inputs: Sequence[Var]
-    outputs: Sequence[Any]
-    constants: dict[Var, Any]
-
-    def __call__(self, *values: Any) -> list[Any]:
-        known = {**self.constants, **dict(zip(self.inputs, values, strict=True))}
-        return _run(self.equations, known, self.outputs)
-
-    def part(self, targets: Sequence[Any], inputs: Sequence[Var] | None = None) -> "Piece":
-        """Return what computes these targets."""
-        equations = [self.equations[i] for i in sorted(_needed(self.equations, targets))]
-        return Piece(equations, inputs or self.inputs, list(targets), self.constants)
-
-
 def dissect(layer: Callable, known: Any, slots: Any, x: Any, split: bool) -> Dissected:
     """Return the passes of `layer(known, slots, x) -> y` (y like x).
 
@@ -116,7 +85,7 @@ def dissect(layer: Callable, known: Any, slots: Any, x: Any, split: bool) -> Dis
 
     whole = piece(forward, *flat_known, *flat_x)
     y, kept = whole.outputs[: len(flat_x)], whole.outputs[len(flat_x) :]
-    residuals = _Residuals(whole, kept, len(flat_known))
+    residuals = Residuals(whole, kept, len(flat_known))
     ahead = whole.part([*y, *residuals.stashed])
 
     def backward(*arrays):
@@ -173,28 +142,6 @@ def dissect(layer: Callable, known: Any, slots: Any, x: Any, split: bool) -> Dis
     )
 
 
-class _Residuals:
-    """What a pullback keeps: known, a literal, made from what is known, or stashed."""
-
-    def __init__(self, whole: Piece, kept: Sequence[Any], n_known: int):
-        self.kept, self.known = kept, list(whole.inputs[:n_known])
-        depends = set(whole.inputs[n_known:])
-        for equation in whole.equations:
-            if any(v in depends for v in _variables(equation.invars)):
-                depends.update(equation.outvars)
-        self.stashed = list(dict.fromkeys(v for v in _variables(kept) if v in depends))
-        remade = [v for v in _variables(kept) if v not in depends and v not in self.known]
-        self.remade = list(dict.fromkeys(remade))
-        self.remake = whole.part(self.remade, self.known)
-
-    def all(self, known: Sequence[Any], stash: Sequence[Any]) -> list[Any]:
-        """Return every residual, from what is known and what was stashed."""
-        values = dict(zip(self.known, known, strict=True))
-        values |= zip(self.stashed, stash, strict=True)
-        values |= zip(self.remade, self.remake(*known), strict=True)
-        return [v.val if isinstance(v, Literal) else values[v] for v in self.kept]
-
-
 class _Halves:
     """A backward pass in two: what the input's gradient needs, and the rest."""
 
@@ -202,12 +149,12 @@ class _Halves:
         known, rest = behind.inputs[:n_known], behind.inputs[n_known:]
         stash, dy = rest[:n_stash], rest[n_stash:]
         gradients, dx = behind.outputs[:n_slots], behind.outputs[n_slots:]
-        first = _needed(behind.equations, dx)
-        second = _needed(behind.equations, behind.outputs) - first
+        first = needed(behind.equations, dx)
+        second = needed(behind.equations, behind.outputs) - first
         second -= _better_early(behind.equations, second)
         self.cross, second = self._cut(behind, first, second, gradients, set(dy))
-        used = {v for i in second for v in _variables(behind.equations[i].invars)}
-        used |= set(_variables(gradients))
+        used = {v for i in second for v in variables(behind.equations[i].invars)}
+        used |= set(variables(gradients))
         self.cross += [v for v in dy if v in used]
         self.late = [i for i, v in enumerate(stash) if v in used]
         self.input = behind.part([*dx, *self.cross])
@@ -221,7 +168,7 @@ class _Halves:
         makes = {v: i for i, e in enumerate(behind.equations) for v in e.outvars}
         redo = _Redo(behind.equations, makes, dy)
         wanted = [v for i in second for v in behind.equations[i].invars] + list(gradients)
-        cross, todo = [], list(dict.fromkeys(_variables(wanted)))
+        cross, todo = [], list(dict.fromkeys(variables(wanted)))
         again = set(second)
         for v in todo:  # grows
             if v not in makes or makes[v] in second:
@@ -231,7 +178,7 @@ class _Halves:
                 again |= cheap
             elif behind.equations[makes[v]].primitive.name in _VIEWS:
                 again.add(makes[v])
-                new = _variables(behind.equations[makes[v]].invars)
+                new = variables(behind.equations[makes[v]].invars)
                 todo += [u for u in new if u not in todo]
             else:
                 cross.append(v)
@@ -250,10 +197,10 @@ def _better_early(equations: Sequence[Any], second: set[int]) -> set[int]:
         if any(v in wanted for v in equations[i].outvars):
             feeds.add(i)
         if i in feeds or equations[i].primitive.name in _DEAR:
-            wanted.update(_variables(equations[i].invars))
+            wanted.update(variables(equations[i].invars))
     early = set()
     for i in sorted(feeds):
-        eaten = _variables(equations[i].invars)
+        eaten = variables(equations[i].invars)
         smaller = bytes_of(v.aval for v in equations[i].outvars) < bytes_of(v.aval for v in eaten)
         if smaller and not made_late.intersection(eaten):
             early.add(i)
@@ -280,7 +227,7 @@ class _Redo:
 
     def _from(self, i: int) -> frozenset[int] | None:
         equation = self.all[i]
-        if equation.primitive.name in _DEAR or _body(equation) is not None:
+        if equation.primitive.name in _DEAR or body_of(equation) is not None:
             return None
         parts = [self.equations(u) for u in equation.invars]
         if any(part is None for part in parts):
@@ -313,70 +260,3 @@ def _check_same(x: Any, y: Any) -> None:
             "are given. Make the shapes and dtypes equal (a cast at the end of the layer), or give "
             "a plain list of layers."
         )
-
-
-# -- programs as data -------------------------------------------------------------------------
-
-
-def piece(function: Callable, *arrays: Any) -> Piece:
-    """Return the program of a function of flat arrays, with the bodies of calls in their place."""
-    traced = jax.make_jaxpr(function)(*arrays)
-    run = lambda *values: _inline(traced.jaxpr, traced.consts, values)
-    flat = jax.make_jaxpr(run)(*arrays)
-    constants = dict(zip(flat.jaxpr.constvars, flat.consts, strict=True))
-    return Piece(flat.jaxpr.eqns, flat.jaxpr.invars, flat.jaxpr.outvars, constants)
-
-
-def _inline(jaxpr: Any, constants: Sequence[Any], values: Sequence[Any]) -> list[Any]:
-    known = dict(zip(jaxpr.constvars, constants, strict=True))
-    known |= zip(jaxpr.invars, values, strict=True)
-    return _run(jaxpr.eqns, known, jaxpr.outvars, inline=True)
-
-
-def _run(equations: Sequence[Any], known: dict, outputs: Sequence[Any], inline: bool = False):
-    read = lambda v: v.val if isinstance(v, Literal) else known[v]
-    for equation in equations:
-        values = [read(v) for v in equation.invars]
-        body = _body(equation) if inline and equation.primitive.name in _CALLS else None
-        fits = body is not None and len(body[0].invars) == len(values)
-        results = _inline(*body, values) if body and fits else _bind(equation, values)
-        known.update(zip(equation.outvars, results, strict=True))
-    return [read(v) for v in outputs]
-
-
-def _bind(equation: Any, values: Sequence[Any]) -> Sequence[Any]:
-    parameters = equation.primitive.get_bind_params(equation.params)
-    functions: Iterable[Any] = ()
-    if isinstance(parameters, tuple):  # (functions, parameters) before jax 0.11
-        functions, parameters = parameters
-    with equation.ctx.manager:
-        results = equation.primitive.bind(*functions, *values, **parameters)
-    return results if equation.primitive.multiple_results else [results]
-
-
-def _body(equation: Any) -> tuple[Any, Sequence[Any]] | None:
-    for name in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
-        if (body := equation.params.get(name)) is not None:
-            closed = hasattr(body, "jaxpr")
-            return (body.jaxpr, body.consts) if closed else (body, ())
-    return None
-
-
-def _needed(equations: Sequence[Any], targets: Iterable[Any]) -> set[int]:
-    """Return the numbers of the equations that the targets follow from, or that have effects."""
-    needed, chosen = set(_variables(targets)), set()
-    for i in reversed(range(len(equations))):
-        equation = equations[i]
-        if equation.effects or any(v in needed for v in equation.outvars):
-            chosen.add(i)
-            needed.update(_variables(equation.invars))
-    return chosen
-
-
-def _variables(values: Iterable[Any]) -> list[Var]:
-    return [v for v in values if isinstance(v, Var)]
-
-
-def bytes_of(avals: Iterable[Any]) -> int:
-    """Return how many bytes arrays of these shapes and dtypes take."""
-    return sum(math.prod(a.shape) * a.dtype.itemsize for a in avals)

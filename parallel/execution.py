@@ -6,6 +6,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from hfjax.parallel.offload import Offload
+from hfjax.parallel.remat import Remat
 from hfjax.parallel.schedules import Schedule
 
 
@@ -49,7 +51,6 @@ PRECISIONS = {
     "bf16": Precision(compute=jnp.bfloat16),
     "fp64": Precision(compute=jnp.float64),
 }
-REMAT = ("none", "dots", "full", "except_last")
 REDUCTIONS = ("flat", "hierarchical")
 NONFINITE = ("stop", "skip", "apply")
 
@@ -66,9 +67,8 @@ class Execution:
     schedule: Schedule | None = None  # of a pipeline; it splits each microbatch again
     clip: float | None = None  # greatest global norm of the gradient
     precision: Precision | str = "stored"
-    # What a layer recomputes: none, dots, full, or a policy of jax; in a pipeline also except_last:
-    # all in every microbatch but the last, whose backward pass comes soon after.
-    remat: str | Callable = "none"
+    remat: "Remat | str | Callable" = "none"  # what layers compute again: see Remat
+    offload: Offload | None = None  # what of the tensors that layers keep waits on the host
     reshard_after_forward: bool = True  # drop gathered parameters after use and gather again
     reduction: str = "flat"  # hierarchical: scatter over fsdp, add over data, gather over fsdp
     # Update each layer as soon as its gradient is there, so that only about one is ever alive.
@@ -91,21 +91,35 @@ class Execution:
                 'hfjax.Schedule("1f1b", microbatches=8).'
             )
         object.__setattr__(self, "precision", _precision(self.precision))
-        if not callable(self.remat) and self.remat not in REMAT:
-            raise ValueError(
-                f"remat={self.remat!r}: one of {', '.join(REMAT)}, or a jax.checkpoint policy."
-            )
-        if self.remat == "except_last" and self.schedule is None:
+        remat = Remat.of(self.remat)
+        object.__setattr__(self, "remat", remat)
+        if remat.what == "except_last" and self.schedule is None:
             raise ValueError(
                 'remat="except_last" speaks of the microbatches of a pipeline, and there is no '
                 'schedule. Use remat="full", or schedule=hfjax.Schedule("gpipe", microbatches=8).'
             )
+        _check_offload(self.offload, self.reshard_after_forward)
         if self.reduction not in REDUCTIONS:
             raise ValueError(f"reduction={self.reduction!r}: one of {', '.join(REDUCTIONS)}.")
         if self.nonfinite not in NONFINITE:
             raise ValueError(f"nonfinite={self.nonfinite!r}: one of {', '.join(NONFINITE)}.")
         if not isinstance(self.patience, int) or self.patience < 1:
             raise ValueError(f"patience={self.patience!r}: a positive number of steps in a row.")
+
+
+def _check_offload(offload: Any, reshard: bool) -> None:
+    if offload is None:
+        return
+    if not isinstance(offload, Offload):
+        raise ValueError(
+            f"offload={offload!r}: a hfjax.Offload is expected, for instance "
+            "offload=hfjax.Offload(ratio=0.3)."
+        )
+    if not reshard:
+        raise ValueError(
+            f"{offload} with reshard_after_forward=False: the first frees device memory, the other "
+            "fills it with gathered weights, which are never offloaded. Leave one of them out."
+        )
 
 
 def _precision(given: Precision | str) -> Precision:

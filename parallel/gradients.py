@@ -5,7 +5,7 @@ scattered in every microbatch is scattered by `fetch`, the rest is reduced once,
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -17,8 +17,9 @@ from hfjax.mean import Mean, as_mean
 from hfjax.parallel.blueprint import LAYERS, Blueprint
 from hfjax.parallel.execution import Execution, Precision
 from hfjax.parallel.fetch import Movement, Stored
-from hfjax.parallel.layers import run_model
+from hfjax.parallel.layers import Run, run_model
 from hfjax.parallel.mesh import BATCH_AXES, MANUAL_AXES, PIPE_AXIS, TENSOR_AXES, in_use
+from hfjax.parallel.offloaded import Offloaded
 from hfjax.parallel.placement import auto_part
 from hfjax.parallel.randomness import is_random, keys_for
 from hfjax.parallel.reduction import Flat, Placed, Reduction, levels
@@ -35,8 +36,10 @@ class DataPlane:
     execution: Execution
     loss: Callable
     forward: Callable | None
+    offloaded: Offloaded = field(default_factory=Offloaded, kw_only=True)  # told while tracing
 
     def __post_init__(self):
+        self.offloaded.offload = self.execution.offload
         if self._reads_once:
             placed = {path: _straight(p) for path, p in self.placed.items()}
             object.__setattr__(self, "placed", placed)
@@ -55,6 +58,7 @@ class DataPlane:
             microbatch = self._microbatch(parameters, random, rows_of(batch), step, traced)
             gradients, mean, statistics = self._accumulate(microbatch, statistics, batch)
             self._check_all_read(unread)
+            self.offloaded.check()
             gradients = Reduction(self._precision, self._hierarchical)(gradients, self.placed)
             changed = {path: x for path, x in statistics.items() if path in written}
             return gradients, self._sum(mean), self._average(changed)
@@ -165,11 +169,15 @@ class DataPlane:
         if self.forward is not None:
             outputs = self.forward(model, inputs)
         elif self.blueprint.three_parts:
-            gathers = self._gathers_layers()
-            outputs = run_model(model, inputs, self.execution, gathers, self._platform)
+            outputs = run_model(model, inputs, self._run)
         else:
             outputs = model(inputs) if callable(model) else model
         return as_mean(self.loss(outputs, batch), rows_of(batch))
+
+    @property
+    def _run(self) -> Run:
+        gathers = self._gathers_layers()
+        return Run(self.execution, gathers, self._platform, self.offloaded)
 
     def _model(self, parameters: Flat, slots: Flat | None, variables: Flat, mode: str, unread: set):
         """Return the model on stored parameters; those outside the layers are gathered now."""

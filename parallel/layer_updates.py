@@ -24,7 +24,6 @@ from hfjax.parallel.by_item import ByItem
 from hfjax.parallel.by_layer import ByLayer
 from hfjax.parallel.fetch import give
 from hfjax.parallel.gradients import DataPlane, cast_inputs, rows_of, variables_of
-from hfjax.parallel.layers import saving_policy
 from hfjax.parallel.reduction import Flat, Placed, Reduction
 from hfjax.parallel.staged import Staged
 from hfjax.parallel.update_layer import ItemUpdate, LayerUpdate, Own
@@ -36,6 +35,7 @@ class LayerUpdatePlane(DataPlane):
 
     def __post_init__(self):
         """Nothing accumulates: every gradient goes to its moments' place at once."""
+        super().__post_init__()
         placed = {path: replace(p, gradient=p.moment) for path, p in self.placed.items()}
         object.__setattr__(self, "placed", placed)
 
@@ -105,7 +105,7 @@ class LayerUpdatePlane(DataPlane):
             inputs=lambda m: inputs,
             mean=lambda outputs, m: as_mean(self.loss(outputs, batch), rows),
             mode="train",
-            policy=saving_policy(self.execution, gathers=self._saves_gathers),
+            policy=self._run.remat.policy(0, gathers=self._saves_gathers, keep=False),
             tells=None,
             keeps_last=False,
             mark=self._varying,

@@ -2,49 +2,20 @@
 
 import inspect
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
 from hfjax.parallel.execution import Execution
 from hfjax.parallel.fetch import Stored, whole
-
-# Cheap to redo, and the way by which a gathered parameter could be saved under another name.
-_MOVES = (
-    "all_gather",
-    "convert_element_type",
-    "reshape",
-    "transpose",
-    "broadcast_in_dim",
-    "squeeze",
-    "slice",
-    "name",
-)
-
-
-def _save_all_but_moves(prim, *_, **__) -> bool:
-    return prim.name not in _MOVES
-
-
-def _save_gathers(prim, *_, **__) -> bool:
-    return prim.name == "all_gather"
-
-
-def saving_policy(execution: Execution, gathers: bool) -> Callable | None:
-    """Return what may be saved: a policy for jax.checkpoint, or None to save everything."""
-    policies = jax.checkpoint_policies
-    keep = gathers and not execution.reshard_after_forward
-    if execution.remat == "none":
-        return None if keep or not gathers else _save_all_but_moves
-    named = {
-        "full": policies.nothing_saveable,
-        "except_last": policies.nothing_saveable,
-        "dots": policies.dots_with_no_batch_dims_saveable,
-    }
-    policy = execution.remat if callable(execution.remat) else named[execution.remat]
-    return policies.save_from_both_policies(policy, _save_gathers) if keep else policy
+from hfjax.parallel.kept import kept_by_slots, may_cut
+from hfjax.parallel.offload import share
+from hfjax.parallel.offloaded import Offloaded
+from hfjax.parallel.remat import Remat
 
 
 def is_list(layers: Any) -> bool:
@@ -63,22 +34,59 @@ def has_three_parts(model: Any) -> bool:
     return hasattr(model, "layers") and all(map(inspect.isfunction, methods))
 
 
-def run_model(model: Any, batch: Any, execution: Execution, gathers: bool, platform: str) -> Any:
+@dataclass(frozen=True)
+class Run:
+    """How the layers of a model run in a training step, or in an evaluation."""
+
+    execution: Execution
+    gathers: bool  # parameters of layers are split: each layer gathers its own
+    platform: str
+    offloaded: Offloaded  # is told what layers keep, and what of it goes to the host
+
+    @property
+    def remat(self) -> Remat:
+        """What layers compute again; what is named for the host is kept."""
+        assert isinstance(self.execution.remat, Remat)
+        offload = self.execution.offload
+        return self.execution.remat.keeping(*(offload.names if offload else ()))
+
+    def policy(self, number: int = 0) -> Callable | None:
+        """Return what layer `number` may save."""
+        keep = self.gathers and not self.execution.reshard_after_forward
+        return self.remat.policy(number, self.gathers, keep)
+
+    def unroll(self) -> int | bool:
+        """Return layers per turn of the scan: on a CPU all (10 % faster), if none is recomputed.
+
+        Outside of a loop XLA:CPU merges what is recomputed with what it was computed from.
+        """
+        if self.execution.unroll is not None:
+            return self.execution.unroll
+        as_is = self.policy() is None and self.remat.group == 1 and self.execution.offload is None
+        return (self.platform == "cpu" and as_is) or 1
+
+    def layer(self, graph: nnx.GraphDef, number: int, barrier: bool) -> Callable:
+        """Return the function of a layer (`layer_function`), by its number in the unit."""
+        return layer_function(graph, self.policy(number), barrier)
+
+    def offloading(self, function: Callable, name: str, times: int, barrier: bool) -> Callable:
+        """Return (parameters, variables, x) -> (x, variables) that keeps a part on the host."""
+        offload = self.execution.offload
+        if offload is None or offload.idle:
+            return function
+
+        def choose(tensors):
+            chosen = share(offload, tensors, may_cut(), offload.ratios[0] if offload.ratios else 0)
+            self.offloaded.add(name, times, tensors, chosen)
+            return chosen
+
+        return kept_by_slots(function, choose, barrier)
+
+
+def run_model(model: Any, batch: Any, run: Run) -> Any:
     """Return the outputs of a three-part model, layer by layer."""
-    x, policy = model.embed(batch), saving_policy(execution, gathers)
-    if is_list(model.layers):
-        return model.head(_run_list(model.layers, x, policy))
-    return model.head(_run_stack(model.layers, x, policy, _unroll(execution, policy, platform)))
-
-
-def _unroll(execution: Execution, policy: Callable | None, platform: str) -> int | bool:
-    """Return layers per turn of the scan: on a CPU all (10 % faster), if nothing is recomputed.
-
-    Outside of a loop XLA:CPU merges what is recomputed with what it was computed from.
-    """
-    if execution.unroll is not None:
-        return execution.unroll
-    return (platform == "cpu" and policy is None) or 1
+    layers = _run_list if is_list(model.layers) else _run_stack
+    return model.head(layers(model.layers, model.embed(batch), run))
 
 
 def layer_function(graph: nnx.GraphDef, policy: Callable | None, barrier: bool = True) -> Callable:
@@ -111,22 +119,92 @@ def _raw(state: nnx.State) -> dict:
     return {keys: variable.get_raw_value() for keys, variable in nnx.to_flat_state(state)}
 
 
-def _run_stack(layers: nnx.Module, x: Any, policy: Callable | None, unroll: int | bool):
-    graph, parameters, variables = nnx.split(layers, nnx.Param, ...)
-    apply = layer_function(graph, policy, barrier=unroll is True or unroll != 1)
-    x, variables = lax.scan(
-        lambda x, layer: apply(*layer, x), x, (parameters, variables), unroll=unroll
-    )
-    nnx.update(layers, variables)
+def _run_stack(layers: nnx.Module, x: Any, run: Run) -> Any:
+    """Return x after all layers: a scan over units of them, and those that are left over."""
+    graph, *arrays = nnx.split(layers, nnx.Param, ...)
+    unroll, size = run.unroll(), run.remat.unit
+    barrier = unroll is True or unroll != 1
+    count = jax.tree.leaves(arrays)[0].shape[0]
+    units, rest = divmod(count, size)
+    apply = run.offloading(_unit(graph, size, run, barrier), "layers", units, barrier)
+    many = _rows(arrays, 0, units, size)
+    x, written = lax.scan(lambda x, unit: apply(*unit, x), x, tuple(many), unroll=unroll)
+    if size > 1:
+        written = jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), written)
+    if rest:
+        last = run.offloading(_unit(graph, rest, run, True), "last layers", 1, True)
+        few = jax.tree.map(lambda a: a[0], _rows(arrays, units * size, 1, rest))
+        x, more = last(*few, x)
+        more = jax.tree.map(lambda a: a.reshape(rest, *a.shape[rest > 1 :]), more)
+        written = jax.tree.map(lambda *parts: jnp.concatenate(parts), written, more)
+    nnx.update(layers, written)
     return x
 
 
-def _run_list(layers: Any, x: Any, policy: Callable | None) -> Any:
-    for layer in items_of(layers):
-        if not isinstance(layer, nnx.Module):  # a function, as nnx.Sequential may hold
-            x = layer(x)
-            continue
-        graph, parameters, variables = nnx.split(layer, nnx.Param, ...)
-        x, variables = layer_function(graph, policy)(parameters, variables, x)
-        nnx.update(layer, variables)
+def _rows(arrays: Any, first: int, units: int, size: int) -> Any:
+    """Return [units, size, ...] of stacked layers, from the first on; [units, ...] if size is 1."""
+
+    def split(a):
+        part = a if units * size == len(a) else a[first : first + units * size]
+        return part if size == 1 else part.reshape(units, size, *a.shape[1:])
+
+    return jax.tree.map(split, arrays)
+
+
+def _unit(graph: nnx.GraphDef, size: int, run: Run, barrier: bool) -> Callable:
+    """Return (parameters, variables, x) -> (x, variables) for so many stacked layers in a row."""
+    if size == 1:
+        return _together(run.layer(graph, 0, barrier), run, barrier)
+    functions = [run.layer(graph, number, barrier) for number in range(size)]
+
+    def apply(parameters, variables, x):
+        written = []
+        for number, function in enumerate(functions):
+            mine = jax.tree.map(lambda a, n=number: a[n], (parameters, variables))
+            x, new = function(*mine, x)
+            written.append(new)
+        return x, jax.tree.map(lambda *layers: jnp.stack(layers), *written)
+
+    return _together(apply, run, barrier)
+
+
+def _together(apply: Callable, run: Run, barrier: bool) -> Callable:
+    """Return the function of a group of layers, of which only what enters it is kept."""
+    if run.remat.group == 1:
+        return apply
+    nothing = jax.checkpoint_policies.nothing_saveable
+    return jax.checkpoint(apply, policy=nothing, prevent_cse=barrier)
+
+
+def _run_list(layers: Any, x: Any, run: Run) -> Any:
+    modules = list(items_of(layers))
+    group = run.remat.group
+    for first in range(0, len(modules), group):
+        part = modules[first : first + group]
+        apply = _together(_chain(part, first, run), run, barrier=True)
+        apply = run.offloading(apply, f"layers/{first}", 1, barrier=True)
+        split = [nnx.split(m, nnx.Param, ...) for m in part if isinstance(m, nnx.Module)]
+        parameters, variables = [s[1] for s in split], [s[2] for s in split]
+        x, written = apply(parameters, variables, x)
+        for module, new in zip(
+            (m for m in part if isinstance(m, nnx.Module)), written, strict=True
+        ):
+            nnx.update(module, new)
     return x
+
+
+def _chain(part: list, first: int, run: Run) -> Callable:
+    """Return (parameters, variables, x) -> (x, variables) of modules and functions in a row."""
+    graphs = [nnx.graphdef(m) if isinstance(m, nnx.Module) else m for m in part]
+
+    def apply(parameters, variables, x):
+        held, written = iter(zip(parameters, variables, strict=True)), []
+        for number, graph in enumerate(graphs):
+            if not isinstance(graph, nnx.GraphDef):  # a function, as nnx.Sequential may hold
+                x = graph(x)
+                continue
+            x, new = run.layer(graph, (first + number) % run.remat.every, True)(*next(held), x)
+            written.append(new)
+        return x, written
+
+    return apply

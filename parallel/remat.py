@@ -1,35 +1,120 @@
-"""What stands against recomputing in all microbatches but the last (torchgpipe's except_last).
+"""What layers compute again in the backward pass instead of keeping it."""
 
-In one tick some stages recompute and others do not. No collective is put where stages go different
-ways, and a backward pass in two halves would recompute for the first one only.
-"""
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
-from collections.abc import Mapping
+import jax
 
-from jax.sharding import Mesh
+WHAT = ("none", "dots", "full", "except_last")
 
-from hfjax.parallel.blueprint import LAYERS
-from hfjax.parallel.mesh import TENSOR_AXES, describe_mesh, in_use
-from hfjax.parallel.reduction import Placed
-from hfjax.parallel.schedule import Table
+# Cheap to redo, and the way by which a gathered parameter could be saved under another name.
+_MOVES = (
+    "all_gather",
+    "convert_element_type",
+    "reshape",
+    "transpose",
+    "broadcast_in_dim",
+    "squeeze",
+    "slice",
+    "name",
+)
 
 
-def check_except_last(table: Table, placed: Mapping[str, Placed], mesh: Mesh) -> None:
-    """Refuse a table, or a placement, that does not go with remat="except_last"."""
-    if table.split:
-        raise ValueError(
-            f'remat="except_last": {table.name} splits backward passes in two (B and W). Use a '
-            'schedule that does not (gpipe, 1f1b, interleaved), or remat="full" or "none".'
-        )
-    if axes := in_use(mesh, TENSOR_AXES):
-        raise ValueError(
-            f'remat="except_last" on {describe_mesh(mesh)}: layers send over {axes[0]}, and in a '
-            'tick some stages recompute, others do not. Use remat="full" or "none".'
-        )
-    for path, p in placed.items():
-        if path.startswith(LAYERS) and p.split("gradient"):
+@dataclass(frozen=True)
+class Remat:
+    """What is computed again, and in which layers.
+
+    `what`: none; dots (all but matrix products); full; except_last (in a pipeline: full in every
+    microbatch but the last, whose backward pass comes soon after); or a policy of jax. `names`: all
+    but what `jax.ad_checkpoint.checkpoint_name` named so. `every=k`: in one layer of k, the first;
+    the others keep all. `group=k`: k layers together: only what enters the first of them is kept.
+    As words: "full", "names:qkv,mlp_up", "every:2", "group:4".
+
+    >>> Remat.of("every:2")
+    Remat(what='full', names=(), every=2, group=1)
+    """
+
+    what: str | Callable = "full"
+    names: tuple[str, ...] = ()
+    every: int = 1
+    group: int = 1
+
+    def __post_init__(self):
+        names = (self.names,) if isinstance(self.names, str) else tuple(self.names)
+        object.__setattr__(self, "names", names)
+        if not callable(self.what) and self.what not in WHAT:
+            raise _unknown(self.what)
+        for field in ("every", "group"):
+            value = getattr(self, field)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"remat {field}={value!r}: a positive number of layers.")
+        if self.unit > 1 and (self.what != "full" or min(self.every, self.group) > 1):
             raise ValueError(
-                f'remat="except_last": the gradient of {path} is scattered layer by layer '
-                f"({p.gradient}), and in a tick some stages recompute, others do not. Use "
-                'hfjax.ZERO1, which scatters at the end, or remat="full" or "none".'
+                f'{self}: every and group go with what="full", and not with each other.'
             )
+        if self.names and (self.what != "full" or self.group > 1):
+            raise ValueError(f'{self}: names are what "full" keeps, layer by layer.')
+
+    @classmethod
+    def of(cls, given: Any) -> "Remat":
+        """Return what is meant by a word, a policy, or a Remat."""
+        if isinstance(given, Remat):
+            return given
+        word, _, detail = given.partition(":") if isinstance(given, str) else (given, "", "")
+        if word == "names" and detail:
+            return cls(names=tuple(name.strip() for name in detail.split(",")))
+        if word == "every" and detail.isdecimal():
+            return cls(every=int(detail))
+        if word == "group" and detail.isdecimal():
+            return cls(group=int(detail))
+        if detail or not (callable(given) or isinstance(given, str)):
+            raise _unknown(given)
+        return cls(what=given)
+
+    @property
+    def unit(self) -> int:
+        """The number of layers that the pattern spans."""
+        return max(self.every, self.group)
+
+    def keeping(self, *names: str) -> "Remat":
+        """Return the same, which also keeps what is named so (if it would be computed again)."""
+        if self.what != "full" or self.group > 1 or not names:
+            return self
+        return Remat(self.what, tuple(dict.fromkeys((*self.names, *names))), self.every)
+
+    def policy(self, number: int, gathers: bool, keep: bool) -> Callable | None:
+        """Return what layer `number` of the unit may save: a policy for jax.checkpoint, or None.
+
+        `gathers`: its parameters are gathered; `keep`: and stay so until the backward pass.
+        """
+        policies = jax.checkpoint_policies
+        if self.what == "none" or number % self.every or self.group > 1:
+            return None if keep or not gathers else _save_all_but_moves
+        policy = self._policy()
+        return policies.save_from_both_policies(policy, _save_gathers) if keep else policy
+
+    def _policy(self) -> Callable:
+        policies = jax.checkpoint_policies
+        if callable(self.what):
+            return self.what
+        if self.names:
+            return policies.save_only_these_names(*self.names)
+        return {"dots": policies.dots_with_no_batch_dims_saveable}.get(
+            self.what, policies.nothing_saveable
+        )
+
+
+def _save_all_but_moves(prim, *_, **__) -> bool:
+    return prim.name not in _MOVES
+
+
+def _save_gathers(prim, *_, **__) -> bool:
+    return prim.name == "all_gather"
+
+
+def _unknown(given: Any) -> ValueError:
+    return ValueError(
+        f"remat={given!r}: one of {', '.join(WHAT)}, names:a,b, every:2, group:4, a hfjax.Remat, "
+        "or a jax.checkpoint policy."
+    )

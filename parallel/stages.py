@@ -12,14 +12,13 @@ from jax.sharding import PartitionSpec as P
 
 from hfjax.mean import as_mean
 from hfjax.parallel.arrangement import Arrangement
+from hfjax.parallel.except_last import check_except_last
 from hfjax.parallel.fetch import scatter
 from hfjax.parallel.gradients import DataPlane, cast_inputs, rows_of, variables_of
-from hfjax.parallel.layers import saving_policy
 from hfjax.parallel.mesh import PIPE_AXIS, in_use
 from hfjax.parallel.packing import PackedLayers
 from hfjax.parallel.pipeline import Pipeline
 from hfjax.parallel.reduction import Flat, Placed
-from hfjax.parallel.remat import check_except_last
 from hfjax.parallel.staged import Staged, Told
 from hfjax.parallel.ticks import Ticks
 from hfjax.parallel.unlike import Unlike
@@ -36,7 +35,7 @@ class PipelinePlane(DataPlane):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.execution.remat == "except_last":
+        if self._run.remat.what == "except_last":
             check_except_last(self.ticks.table, self.placed, self.mesh)
 
     @property
@@ -102,9 +101,9 @@ class PipelinePlane(DataPlane):
             inputs=lambda m: cast_inputs(at(m), self._precision.compute),
             mean=lambda outputs, m: as_mean(self.loss(outputs, at(m)), rows_of(batch) // count),
             mode=mode,
-            policy=saving_policy(self.execution, gathers=False),
+            policy=self._run.remat.policy(0, gathers=False, keep=False),
             tells=self.tells,
-            keeps_last=self.execution.remat == "except_last",
+            keeps_last=self._run.remat.what == "except_last",
             mark=self._varying,
         )
 
@@ -127,7 +126,7 @@ class PipelinePlane(DataPlane):
         unroll = self.execution.unroll
         if unroll is not None:
             return unroll
-        return (self._platform == "cpu" and self.execution.remat == "none") or 1
+        return (self._platform == "cpu" and self._run.remat.what == "none") or 1
 
     def _give(self, p: Placed, gradient: jax.Array) -> jax.Array:
         """Return a gradient, summed over all microbatches, where it accumulates."""

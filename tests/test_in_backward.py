@@ -5,6 +5,7 @@ What it leaves is equal to rounding: to 1e-12 in float64.
 
 import math
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -298,7 +299,7 @@ def broken(layout, layer):
     return state
 
 
-def small_layout(model=Fragile, optimizer=ADAMW, **sizes):
+def small_layout(model: Any = Fragile, optimizer: Any = ADAMW, **sizes: int):
     sizes = sizes or {"fsdp": 2}
     mesh = hfjax.make_mesh(devices=jax.devices()[: math.prod(sizes.values())], **sizes)
     return hfjax.layout(model, optimizer, mesh, FSDP.edit(replicate_below=0))
@@ -357,6 +358,8 @@ def test_apply_updates_whatever_comes():
         ({"clip": 1.0}, r"optimizer_in_backward.*clip=1.0 needs the norm .*optax.clip"),
         ({"accumulate": 2}, r"accumulate=2 keeps the gradients of all layers.*accumulate=1"),
         ({"schedule": Schedule("gpipe", 2)}, r"a schedule runs backward passes of several"),
+        ({"remat": "every:2"}, r"every=2.* is of several layers at a time"),
+        ({"offload": hfjax.Offload(ratio=0.5)}, r"Offload.* goes with layers whose backward pass"),
     ],
 )
 def test_what_needs_all_gradients_at_once_is_refused(execution, message):

@@ -1,0 +1,127 @@
+"""What of the tensors that layers keep for the backward pass is to wait on the host.
+
+A byte ratio takes whole tensors, the largest first, and cuts one more where that is free (as
+haiscale's `CPUOffload` does); names and products say which tensors go.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Offload:
+    """Which of the tensors that layers keep for the backward pass wait in host memory.
+
+    One of: `ratio`, a fraction of the bytes (of a pipeline also one for each stage); `names`, those
+    that `jax.ad_checkpoint.checkpoint_name` named; `dots`, the results of matrix products. Weights
+    are never among them. `tag` names them in the report.
+
+    >>> Offload(ratio=0.3).ratio
+    0.3
+    """
+
+    ratio: float | tuple[float, ...] | None = None
+    names: tuple[str, ...] = ()
+    dots: bool = False
+    tag: str = "layers"
+
+    def __post_init__(self):
+        names = (self.names,) if isinstance(self.names, str) else tuple(self.names)
+        object.__setattr__(self, "names", names)
+        if isinstance(self.ratio, list):
+            object.__setattr__(self, "ratio", tuple(self.ratio))
+        given = [self.ratio is not None, bool(names), self.dots]
+        if sum(given) != 1:
+            raise ValueError(
+                f"{self}: give one of ratio (a fraction of the bytes, for instance 0.3), names "
+                "(of jax.ad_checkpoint.checkpoint_name) and dots=True."
+            )
+        for ratio in self.ratios:
+            number = isinstance(ratio, int | float) and not isinstance(ratio, bool)
+            if not number or not 0 <= ratio <= 1:
+                raise ValueError(
+                    f"offload ratio={self.ratio!r}: a fraction of the bytes from 0 to 1 is expected"
+                    " (for the least that fits a memory: `hfjax memory --offload auto`)."
+                )
+
+    @property
+    def ratios(self) -> tuple[float, ...]:
+        """The ratio, or that of each stage; empty if names or products say what goes."""
+        if self.ratio is None:
+            return ()
+        return self.ratio if isinstance(self.ratio, tuple) else (self.ratio,)
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is asked for."""
+        return bool(self.ratios) and not any(self.ratios)
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """One tensor that is kept for a backward pass: `what` made it, and how it was named."""
+
+    what: str
+    shape: Shape
+    dtype: str
+    bytes: int
+    names: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How much of a tensor goes: the first `count` along `dim` (all of it, if `dim` is None)."""
+
+    dim: int | None = None
+    count: int = 0
+
+    def bytes_of(self, tensor: Tensor) -> int:
+        """Return how many bytes of the tensor go."""
+        if self.dim is None:
+            return tensor.bytes
+        return tensor.bytes // tensor.shape[self.dim] * self.count
+
+
+Share = dict[int, Cut]  # number of a tensor -> how much of it goes
+
+
+def share(offload: Offload, tensors: Sequence[Tensor], may_cut: bool, ratio: float) -> Share:
+    """Return which tensors go to the host; `ratio` counts where neither names nor products do."""
+    if offload.names:
+        wanted = set(offload.names)
+        return {i: Cut() for i, t in enumerate(tensors) if t.names & wanted}
+    if offload.dots:
+        return {i: Cut() for i, t in enumerate(tensors) if t.what == "dot_general"}
+    return _by_ratio(ratio, tensors, may_cut)
+
+
+def _by_ratio(ratio: float, tensors: Sequence[Tensor], may_cut: bool) -> Share:
+    left = ratio * sum(t.bytes for t in tensors)
+    chosen: Share = {}
+    by_size = sorted(range(len(tensors)), key=lambda i: (-tensors[i].bytes, i))
+    for i in by_size:
+        if 0 < tensors[i].bytes <= left + 0.5:
+            chosen[i] = Cut()
+            left -= tensors[i].bytes
+    rest = [i for i in by_size if i not in chosen]
+    if rest and may_cut:
+        chosen |= _cut_one(left, rest, tensors)
+    elif rest and left > tensors[rest[-1]].bytes / 2:
+        chosen[rest[-1]] = Cut()
+    return chosen
+
+
+def _cut_one(left: float, rest: Sequence[int], tensors: Sequence[Tensor]) -> Share:
+    """Return a part of one more tensor: of the one where it comes nearest, then the largest."""
+    best, apart = {}, left
+    for i in rest:
+        shape = tensors[i].shape
+        dim = max(range(len(shape)), key=lambda d: (shape[d], -d)) if shape else 0
+        slices = shape[dim] if shape else 1
+        count = min(round(left / tensors[i].bytes * slices), slices)
+        reached = abs(left - count * tensors[i].bytes / slices)
+        if count and reached < apart - 0.5:
+            best, apart = {i: Cut(dim, count) if count < slices else Cut()}, reached
+    return best
