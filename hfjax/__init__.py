@@ -3,7 +3,7 @@
 from hfjax.batches import full, rows_of_process, shard_batch
 from hfjax.checkpoint import Checkpoints, Keep, Restored, latest, recorded, restore, save
 from hfjax.mean import Mean
-from hfjax.optimizers import averaged, by_path, ema, matching, scaled
+from hfjax.optimizers import averaged, by_path, ema, master, matching, scaled
 from hfjax.parallel.execution import Execution, Precision
 from hfjax.parallel.fetch import gather_rows
 from hfjax.parallel.mesh import make_mesh
@@ -13,6 +13,8 @@ from hfjax.parallel.schedules import Schedule
 from hfjax.parallel.strategy import (
     DDP,
     FSDP,
+    HOST_OPTIMIZER,
+    HOST_PARAMETERS,
     HSDP,
     PIPE,
     SEQUENCE,
@@ -35,6 +37,8 @@ from hfjax.train import eval_step, init, train_step
 __all__ = [
     "DDP",
     "FSDP",
+    "HOST_OPTIMIZER",
+    "HOST_PARAMETERS",
     "HSDP",
     "PIPE",
     "SEQUENCE",
@@ -72,6 +76,7 @@ __all__ = [
     "latest",
     "layout",
     "make_mesh",
+    "master",
     "matching",
     "partition",
     "rate",

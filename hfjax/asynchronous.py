@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from hfjax.leafwise import check_leafwise
+from hfjax.optimizers import stored_dtype
 from hfjax.parallel.asynchronous import AsynchronousPlane, Held
 from hfjax.parallel.execution import Execution
 from hfjax.parallel.mesh import describe_mesh
@@ -96,6 +97,10 @@ def _check(layout: Layout, execution: Execution) -> None:
         ),
         f"accumulate={execution.accumulate}: it accumulates by itself, by microbatch or by group. "
         f"{waits} raise microbatches.": execution.accumulate > 1,
+        f"strategy {layout.strategy.name} keeps a part of the state on the host, and stages update "
+        f"their layers where they lie. {waits} leave the column `memory` out.": bool(layout.hosted),
+        "hfjax.master: stages keep versions of the parameters, not of their master weights. "
+        f"{waits} the optimizer without it.": stored_dtype(layout.optimizer, None) is not None,
         f"reduction={execution.reduction!r}: gradients are reduced at every update, in one level. "
         f'{waits} reduction="flat".': execution.reduction != "flat",
     }

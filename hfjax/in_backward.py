@@ -10,10 +10,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding
 
+from hfjax.hosted import MASTER
 from hfjax.leafwise import Asker, check_leafwise
 from hfjax.parallel.asynchronous import Held
 from hfjax.parallel.execution import Execution
 from hfjax.parallel.layer_updates import LayerUpdatePlane
+from hfjax.parallel.memory import is_on_host, to_device, to_host
 from hfjax.parallel.mesh import describe_mesh
 from hfjax.parallel.reduction import Flat
 from hfjax.parallel.remat import Remat
@@ -52,11 +54,11 @@ class InBackward:
         kept = (self.parts.of(state.optimizer, *roles) for roles in ((LAYERS,), (COUNT, NUMBER)))
         held = Held(params, flatten(state.variables), *kept)
         new, squares, finite, ends, mean = self.plane.train(
-            held, batch, state.step, self._apply, self._belongs
+            held, batch, state.step, self._apply, {n: self._belongs[n] for n in held.moments}
         )
         squares |= {path: (g * g).sum() for path, g in ends.items()}
         norm = jnp.sqrt(sum(x.sum() for x in squares.values())) / mean.weight
-        gradients = {path: self._mean(path, g, mean.weight) for path, g in ends.items()}
+        gradients = {path: self._mean(g, mean.weight) for path, g in ends.items()}
 
         def update(params: Flat, optimizer: Any) -> tuple[Flat, Any]:
             ends, kept = self._ends(gradients, params, optimizer, finite & jnp.isfinite(norm))
@@ -66,34 +68,58 @@ class InBackward:
 
     @cached_property
     def _belongs(self) -> Mapping[str, str]:
-        """Name of what the optimizer keeps of layers -> the path of the parameter."""
-        names = [name for name, role in self.parts.roles.items() if role == LAYERS]
-        found = {name: self.parts.layout.parameter_of(*self.parts.leaves[name]) for name in names}
+        """Name of what the optimizer keeps of a parameter -> its path."""
+        leaves = self.parts.leaves.items()
+        found = {name: self.parts.layout.parameter_of(*leaf) for name, leaf in leaves}
         return {name: p.path for name, p in found.items() if p is not None}
 
     def _apply(self, gradients: Flat, moments: Flat, counts: Flat, parameters: Flat) -> Any:
         """Update a layer, inside the data plane."""
-        parameters, new = self.parts.apply(gradients, moments | counts, parameters)
+        parameters, new = self._updated(gradients, moments | counts, parameters)
         return parameters, {name: new[name] for name in moments}
+
+    def _updated(self, gradients: Flat, kept: Flat, parameters: Flat) -> tuple[Flat, Flat]:
+        """Return parameters and what the optimizer keeps; of master weights they are copies."""
+        wanted = self.parts.layout.working_dtype
+        given = {path: g.astype(wanted(path)) for path, g in gradients.items()}
+        parameters, kept = self.parts.apply(given, kept, parameters)
+        masters = {self._belongs[n]: x for n, x in kept.items() if n in self._masters}
+        own = {path: x for path, x in masters.items() if path in parameters}
+        return parameters | {p: x.astype(parameters[p].dtype) for p, x in own.items()}, kept
+
+    @cached_property
+    def _masters(self) -> set[str]:
+        """The names of master weights among what the optimizer keeps."""
+        is_master = lambda keys: any(getattr(key, "name", None) == MASTER for key in keys)
+        return {name for name, (keys, _) in self.parts.leaves.items() if is_master(keys)}
 
     def _ends(self, gradients: Flat, params: Flat, optimizer: Any, finite: Any) -> tuple:
         """Return the ends and what the optimizer keeps of them, and counts, after their update."""
-        kept = self.parts.of(optimizer, ENDS, COUNT, NUMBER)
-        before = self._place({path: params[path] for path in gradients}), kept
-        after = self.parts.apply(self._place(gradients), kept, before[0])
+        stored = self.parts.of(optimizer, ENDS, COUNT, NUMBER)
+        held = {path: params[path] for path in gradients}
+        before = self._place(to_device(held)), to_device(stored)
+        after = self._updated(self._place(gradients), before[1], before[0])
         if self.plane.guards:
             after = jax.tree.map(lambda new, old: jnp.where(finite, new, old), after, before)
-        return self._place(after[0]), after[1]
+        new = self._place(after[0], "parameter" if self._far else "moment")
+        back = lambda old, x: to_host(x) if is_on_host(old) else x
+        return {n: back(held[n], x) for n, x in new.items()}, {
+            n: back(stored[n], x) for n, x in after[1].items()
+        }
 
-    def _place(self, arrays: Flat) -> Flat:
+    @property
+    def _far(self) -> bool:
+        """Whether parameters lie on the host."""
+        return self.parts.layout.hosted.parameters
+
+    def _place(self, arrays: Flat, column: str = "moment") -> Flat:
         """Return arrays of the ends' parameters, each where its moments lie."""
         layout = self.parts.layout
-        on = lambda path: NamedSharding(layout.mesh, layout.placed[path].moment)
+        on = lambda path: NamedSharding(layout.mesh, getattr(layout.placed[path], column))
         return {path: lax.with_sharding_constraint(x, on(path)) for path, x in arrays.items()}
 
-    def _mean(self, path: str, gradient: jax.Array, weight: jax.Array) -> jax.Array:
-        scaled = gradient * (1 / weight).astype(gradient.dtype)
-        return scaled.astype(self.parts.layout.placed[path].dtype)
+    def _mean(self, gradient: jax.Array, weight: jax.Array) -> jax.Array:
+        return gradient * (1 / weight).astype(gradient.dtype)
 
 
 def check_in_backward(layout: Layout, execution: Execution) -> None:

@@ -25,6 +25,7 @@ def notes_of(layout: "Layout") -> Iterator[str]:
     """Yield what the strategy could not do, and what is only padding."""
     yield from _unmatched(layout)
     yield from _left_whole(layout.strategy, layout.placed)
+    yield from layout.hosted.notes()
     if layout.packed is not None:
         yield from _cost_of_padding(layout, layout.packed)
 

@@ -98,6 +98,85 @@ class Without(optax.GradientTransformationExtraArgs):
     optimizer: Any
 
 
+class Mastered(NamedTuple):
+    """What an optimizer with master weights keeps."""
+
+    optimizer: Any
+    master: Any  # the parameters, in float32 or wider
+
+
+class Master(optax.GradientTransformationExtraArgs):
+    """An optimizer of master weights, which knows how the parameters of the state are stored."""
+
+    stored: Any
+
+
+def master(optimizer: optax.GradientTransformation, stored: Any = "bfloat16") -> Master:
+    """Return the optimizer of a float32 copy of the parameters; the state's are stored in bfloat16.
+
+    After each step a parameter is its master weight, rounded. The optimizer sees master weights
+    and float32 gradients. Put it outermost: `master(ema(by_path({…}), 0.999))`.
+
+    >>> optimizer = master(optax.adamw(1e-3))
+    """
+    dtype = jnp.dtype(stored)
+    if not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize >= 4:
+        raise ValueError(
+            f"master: stored={dtype.name}: a floating-point type that is narrower than float32 "
+            'is expected, for instance "bfloat16". Without one leave hfjax.master out.'
+        )
+    inner = optax.with_extra_args_support(optimizer)
+    wide = lambda x: jnp.array(x, jnp.promote_types(x.dtype, jnp.float32), copy=True)
+
+    def init(params: Any) -> Mastered:
+        copies = jax.tree.map(wide, params)
+        return Mastered(inner.init(copies), copies)
+
+    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple:
+        gradients = jax.tree.map(lambda g, m: g.astype(m.dtype), updates, state.master)
+        moved, kept = inner.update(gradients, state.optimizer, state.master, **extra)
+        new = optax.apply_updates(state.master, moved)
+        apart = jax.tree.map(lambda m, p: m - p.astype(m.dtype), new, params)
+        return apart, Mastered(kept, new)
+
+    made = Master(init, update)
+    made.stored = dtype
+    return made
+
+
+def stored_dtype(optimizer: Any, dtype: Any) -> Any:
+    """Return the dtype in which the parameters of a state are stored, of the model's own."""
+    whole = optimizer.optimizer if isinstance(optimizer, Without) else optimizer
+    return whole.stored if isinstance(whole, Master) else dtype
+
+
+def check_master(optimizer: Any, params: Any) -> None:
+    """Refuse master weights that are not those of the outermost optimizer."""
+    whole = optimizer.optimizer if isinstance(optimizer, Without) else optimizer
+    inner = jax.eval_shape(whole.init, params)
+    kept = inner.optimizer if isinstance(whole, Master) else inner
+    if _mastered(kept):
+        raise ValueError(
+            "hfjax.master is inside another optimizer, and what that one does would not reach the "
+            "master weights. Put it outermost: hfjax.master(optax.chain(…)), "
+            "hfjax.master(hfjax.ema(…)); clip with train_step(…, clip=1.0)."
+        )
+
+
+def from_master(params: Mapping[str, Any], state: Any) -> dict[str, Any]:
+    """Return parameters by path, those of which the optimizer keeps master weights being these."""
+    new = dict(params)
+    for kept in _mastered(state):
+        mine = {path: x for path, x in flatten(kept.master).items() if hasattr(x, "astype")}
+        new |= {path: x.astype(params[path].dtype) for path, x in mine.items()}
+    return new
+
+
+def _mastered(state: Any) -> list[Mastered]:
+    is_master = lambda x: isinstance(x, Mastered)
+    return [x for x in jax.tree.leaves(state, is_leaf=is_master) if is_master(x)]
+
+
 class Averaged(NamedTuple):
     """What an averaging optimizer keeps."""
 

@@ -13,12 +13,14 @@ from flax import nnx
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
+from hfjax.hosted import Hosted
 from hfjax.moments import parameter_of
 from hfjax.notes import check_rows, human, notes_of, table_of_stages
-from hfjax.optimizers import without
+from hfjax.optimizers import check_master, stored_dtype, without
 from hfjax.packed import OnStages, packed_layers
 from hfjax.parallel.arrangement import Arrangement
 from hfjax.parallel.blueprint import LAYERS, Blueprint, blueprint
+from hfjax.parallel.memory import check_has_host_memory, is_host_sharding, on_host
 from hfjax.parallel.mesh import AXES, BATCH_AXES, PIPE_AXIS, TENSOR_AXES, describe_mesh, in_use
 from hfjax.parallel.placement import (
     STACK,
@@ -88,11 +90,15 @@ class Layout:
         frozen = before | set(matches(patterns, self.arrays))
         _check_frozen(frozen, self.blueprint)
         placed = {path: replace(p, frozen=path in frozen) for path, p in self.placed.items()}
-        return replace(self, placed=placed, optimizer=without(self.optimizer, frozen))
+        made = replace(self, placed=placed, optimizer=without(self.optimizer, frozen))
+        made.hosted.check()
+        return made
 
     def arranged(self, arrangement: Arrangement | None) -> "Layout":
         """Return the layout that stores layers so; None: as the model has them."""
-        return replace(self, arrangement=arrangement, placed=stored(self, arrangement))
+        dtype = lambda p: stored_dtype(self.optimizer, p.dtype)
+        placed = {path: replace(p, dtype=dtype(p)) for path, p in stored(self, arrangement).items()}
+        return replace(self, arrangement=arrangement, placed=placed)
 
     @cached_property
     def as_the_model(self) -> "Layout":
@@ -109,6 +115,16 @@ class Layout:
         if self.arrangement is None or not self.blueprint.listed:
             return None
         return packed_layers(self.blueprint, self.mesh, self.arrangement)
+
+    @cached_property
+    def hosted(self) -> Hosted:
+        """What of the state lies on the host."""
+        return Hosted(self)
+
+    def working_dtype(self, path: str) -> Any:
+        """Return the dtype in which a parameter is updated: its own, or that of master weights."""
+        stored = self.placed[path].dtype
+        return stored if stored_dtype(self.optimizer, None) is None else _wide(stored)
 
     @cached_property
     def notes(self) -> tuple[str, ...]:
@@ -131,20 +147,29 @@ class Layout:
 
     def shardings(self) -> Any:
         """Return the sharding of every array of the state, in the state's own form."""
-        on = lambda spec: NamedSharding(self.mesh, spec)
-        return jax.tree.map(on, self._state_specs(), is_leaf=lambda x: isinstance(x, P))
+        specs, host = self._state_specs(), self.hosted
+        on = lambda spec, hosted: (on_host if hosted else NamedSharding)(self.mesh, spec)
+        by_name = lambda keys, spec: on(spec, jax.tree_util.keystr(keys) in host.optimizer)
+        is_spec = lambda x: isinstance(x, P)
+        device = jax.tree.map(lambda spec: on(spec, False), specs, is_leaf=is_spec)
+        return replace(
+            device,
+            params=jax.tree.map(lambda s: on(s, host.parameters), specs.params, is_leaf=is_spec),
+            optimizer=jax.tree_util.tree_map_with_path(by_name, specs.optimizer, is_leaf=is_spec),
+        )
 
     def abstract_state(self) -> Any:
         """Return the state as shapes, dtypes and shardings: enough to compile a step."""
         shape = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)
-        return jax.tree.map(shape, self._state_shapes, self.shardings())
+        return jax.tree.map(shape, self.state_shapes, self.shardings())
 
     def create(self, seed: Any) -> "State":
         """Return the first state; under jit with `shardings()` it is born sharded."""
         arrays = self.blueprint.create(seed)
-        params = nest(self._store(arrays, seed))
+        params = self._store(arrays, seed)
         variables = nest({path: arrays[path] for path in self.blueprint.variables})
-        moments = self.optimizer.init(params)
+        moments = self.optimizer.init(nest(params))  # master weights: before anything is rounded
+        params = nest({path: x.astype(self.placed[path].dtype) for path, x in params.items()})
         return State(jnp.zeros((), jnp.int32), params, moments, variables, self.order)
 
     def _store(self, arrays: Flat, seed: Any) -> Flat:
@@ -158,11 +183,11 @@ class Layout:
         return kept | {path: self.arrangement.store(x) for path, x in rows.items()}
 
     @cached_property
-    def _state_shapes(self) -> "State":
+    def state_shapes(self) -> "State":
         return jax.eval_shape(self.create, 0)
 
     def _state_specs(self) -> "State":
-        shapes = self._state_shapes
+        shapes = self.state_shapes
         return State(
             P(),
             nest(self.specs),
@@ -182,19 +207,24 @@ class Layout:
         return None if found is None else self.placed[found[1]]
 
     def bytes_per_device(self) -> dict[str, int]:
-        """Return bytes per device of parameters, gradients (accumulated) and optimizer state."""
-        wide = lambda p: jnp.promote_types(p.dtype, jnp.float32)
+        """Return bytes per device of parameters, gradients (accumulated) and optimizer state.
+
+        What lies on the host counts apart, as "host parameters" and "host moments".
+        """
         size = lambda p, spec, dtype: _bytes(p.shape, dtype, spec, self.mesh)
         placed = self.placed.values()
-        state = self.abstract_state()
-        return {
-            "parameters": sum(size(p, p.parameter, p.dtype) for p in placed),
-            "gradients": sum(size(p, p.gradient, wide(p)) for p in placed if not p.frozen),
-            "moments": sum(
-                _bytes(x.shape, x.dtype, x.sharding.spec, self.mesh)
-                for x in jax.tree.leaves(state.optimizer)
-            ),
+        moments = {False: 0, True: 0}  # on the host?
+        for x in jax.tree.leaves(self.abstract_state().optimizer):
+            size_of_it = _bytes(x.shape, x.dtype, x.sharding.spec, self.mesh)
+            moments[is_host_sharding(x.sharding)] += size_of_it
+        parameters = sum(size(p, p.parameter, p.dtype) for p in placed)
+        found = {
+            "parameters": 0 if self.hosted.parameters else parameters,
+            "gradients": sum(size(p, p.gradient, _wide(p.dtype)) for p in placed if not p.frozen),
+            "moments": moments[False],
         }
+        host = {"parameters": parameters if self.hosted.parameters else 0, "moments": moments[True]}
+        return found | {f"host {name}": n for name, n in host.items() if n}
 
     def unused_axes(self) -> list[str]:
         """Return mesh axes larger than 1 that split neither the batch nor any parameter."""
@@ -251,6 +281,10 @@ def layout(
     made = Layout(mesh, strategy, optimizer, plan, arrays, placed, forward, example=example)
     made = made.arranged(on_each_stage(made))
     check_rows(made)
+    check_master(optimizer, nest(plan.parameters))
+    made.hosted.check()
+    if made.hosted:
+        check_has_host_memory(mesh)
     return made
 
 
@@ -318,6 +352,10 @@ def _check_dtypes(plan: Blueprint) -> None:
             )
 
 
+def _wide(dtype: Any) -> Any:
+    return jnp.promote_types(dtype, jnp.float32)
+
+
 def _bytes(shape: tuple[int, ...], dtype: Any, spec: P, mesh: Mesh) -> int:
     return math.prod(shape) * jnp.dtype(dtype).itemsize // pieces(spec, mesh)
 
@@ -331,7 +369,9 @@ def _table(layout: Layout) -> Iterator[str]:
         )
         size = human(_bytes(p.shape, p.dtype, p.parameter, layout.mesh))
         shape = "x".join(map(str, p.shape))
-        rows.append((p.path, shape, _show(p.parameter), same(p.gradient), same(p.moment), size))
+        where = _show(p.parameter) + " on host" * layout.hosted.parameters
+        moments = same(p.moment) + _on_host(*layout.hosted.of(p.path))
+        rows.append((p.path, shape, where, same(p.gradient), moments, size))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
@@ -340,6 +380,10 @@ def _table(layout: Layout) -> Iterator[str]:
     total = layout.bytes_per_device()
     yield "per device: " + ", ".join(f"{name} {human(size)}" for name, size in total.items())
     yield from (f"note: {note}" for note in layout.notes)
+
+
+def _on_host(there: int, of: int) -> str:
+    return "" if not there else " on host" if there == of else f", {there} of {of} on host"
 
 
 def _show(spec: P) -> str:

@@ -9,6 +9,7 @@ from hfjax.mean import Mean
 from hfjax.parallel.execution import Execution
 from hfjax.parallel.gradients import DataPlane
 from hfjax.parallel.layer_updates import LayerUpdatePlane
+from hfjax.parallel.layerwise import LayerwisePlane
 from hfjax.parallel.mesh import PIPE_AXIS
 from hfjax.parallel.placement import batch_devices
 from hfjax.parallel.reduction import Flat
@@ -24,7 +25,7 @@ class Passed(NamedTuple):
 
     mean: Mean
     norm: jax.Array  # of the gradient of the mean
-    update: Callable  # (params, moments) -> new ones
+    update: Callable  # (params, moments) -> new ones; streamed: also whether to change them
     variables: Flat  # what the model wrote to
     # Path -> sum of the squares of a gradient, of each layer of a stack where they are updated one
     # by one; empty where nobody knows them all.
@@ -40,7 +41,8 @@ def data_plane(
     if execution.optimizer_in_backward:
         return LayerUpdatePlane(*basic)
     if table is None:
-        return DataPlane(*basic)
+        far = layout.hosted.parameters and layout.blueprint.three_parts and not layout.forward
+        return LayerwisePlane(*basic) if far else DataPlane(*basic)
     assert layout.arrangement is not None
     return PipelinePlane(*basic, layout.arrangement, compile_table(table), layout.packed)
 

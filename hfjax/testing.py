@@ -136,10 +136,12 @@ def _check_placement(plan: Layout, state: Any) -> None:
     """Raise unless every array of the state lies where the layout says."""
 
     def check(keys: tuple, x: jax.Array, wanted: NamedSharding) -> None:
-        if not x.sharding.is_equivalent_to(wanted, x.ndim):
+        there, memory = x.sharding.memory_kind, wanted.memory_kind
+        if not x.sharding.is_equivalent_to(wanted, x.ndim) or there != memory:
             raise AssertionError(
                 f"{plan.strategy.name} on {describe_mesh(plan.mesh)}: "
-                f"{jax.tree_util.keystr(keys)} {x.shape} lies as {x.sharding}, not {wanted.spec}."
+                f"{jax.tree_util.keystr(keys)} {x.shape} lies as {x.sharding}, not {wanted.spec} "
+                f"in {memory} memory."
             )
 
     jax.tree_util.tree_map_with_path(check, state, plan.shardings())

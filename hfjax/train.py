@@ -16,12 +16,15 @@ from hfjax.batches import check_batch, is_placed, microbatches_of, shard_batch
 from hfjax.elementwise import check_elementwise, check_padding
 from hfjax.in_backward import InBackward, check_in_backward
 from hfjax.mean import Mean
+from hfjax.optimizers import from_master
 from hfjax.parallel.compiler import compiler_options as options_of
 from hfjax.parallel.execution import Execution, Precision
 from hfjax.parallel.layer_updates import LayerUpdatePlane
-from hfjax.parallel.memory import check_has_host_memory
+from hfjax.parallel.memory import check_has_host_memory, of_results
 from hfjax.parallel.mesh import BATCH_AXES, PIPE_AXIS, describe_mesh
 from hfjax.parallel.offloaded import Offloaded
+from hfjax.parallel.reduction import Flat
+from hfjax.parallel.remat import Remat
 from hfjax.parallel.schedules import Schedule
 from hfjax.parallel.stages import PipelinePlane
 from hfjax.paths import flatten, nest
@@ -29,6 +32,7 @@ from hfjax.plan import Layout, State
 from hfjax.planes import Passed, data_plane, forward_plane
 from hfjax.rearrange import rearrange
 from hfjax.stages import on_stages
+from hfjax.streaming import Held, Streamed
 from hfjax.watch import Watch
 
 Metrics = dict[str, jax.Array]
@@ -41,7 +45,7 @@ def init(layout: Layout, seed: int = 0, schedule: Schedule | None = None) -> Sta
     first step moves them there.
     """
     layout = on_stages(layout, schedule)
-    return jax.jit(layout.create, out_shardings=layout.shardings())(seed)
+    return jax.jit(layout.create, out_shardings=of_results(layout.shardings()))(seed)
 
 
 def train_step(layout: Layout, loss: Callable, **execution: Any) -> "TrainStep":
@@ -81,11 +85,12 @@ class TrainStep:
             self._pass = InBackward.of(layout, self._plane)
         self._shardings = replace(layout.shardings(), order=None)
         self._batch = NamedSharding(layout.mesh, P(BATCH_AXES))
+        self._streamed = Streamed(layout) if layout.hosted else None
         self._watch = Watch(layout, execution.nonfinite, execution.patience)
         self._jitted = jax.jit(
             self._step,
             in_shardings=(self._shardings, self._batch),
-            out_shardings=(self._shardings, NamedSharding(layout.mesh, P())),
+            out_shardings=(of_results(self._shardings), NamedSharding(layout.mesh, P())),
             donate_argnums=0,
             compiler_options=_options(layout, execution),
         )
@@ -159,9 +164,9 @@ class TrainStep:
         metrics["step"] = state.step
         metrics["squares"] = done.squares
 
-        def update(old):
+        def update(old, *keep):
             params, moments, _ = old
-            return *done.update(params, moments), done.variables
+            return *done.update(params, moments, *keep), done.variables
 
         old = {path: variables[path] for path in done.variables}
         held = (self._place(params), state.optimizer, old)
@@ -177,18 +182,27 @@ class TrainStep:
         gradients, mean, statistics = self._plane.gradients(params, variables, batch, state.step)
         squares = {path: (g * g).sum() for path, g in gradients.items()}
         norm = jnp.sqrt(jnp.stack(list(squares.values())).sum()) / mean.weight
-        scaled = lambda: self._scale(gradients, norm, mean.weight)
-        update = lambda *held: self._update(held[0], scaled(), held[1])
+        scaled = lambda gradients: self._scale(gradients, norm, mean.weight)
+
+        def update(params: Flat, moments: Any, keep: jax.Array | None = None) -> tuple:
+            if self._streamed is not None:
+                return self._streamed(Held(gradients, params, moments), scaled, keep)
+            return self._update(params, scaled(gradients), moments)
+
         return Passed(mean, norm, update, statistics, squares)
 
     def _unless_nonfinite(self, finite: jax.Array, update: Callable, held: Any) -> Any:
         """Return `update(held)`, or `held` as it is if the step is not finite.
 
         A branch costs a CPU nothing, a selection one more copy; a branch costs a GPU a wait for
-        the host, a selection nothing.
+        the host, a selection nothing. What is streamed is selected part by part: no branch holds
+        the state twice, and on the host nothing can be selected.
         """
         if self.execution.nonfinite == "apply":
             return update(held)
+        if self._streamed is not None:
+            *updated, new = update(held, finite)
+            return *updated, jax.tree.map(lambda x, old: jnp.where(finite, x, old), new, held[2])
         if _platform(self.layout) == "cpu":
             return lax.cond(finite, update, lambda held: held, held)
         choose = lambda new, old: jnp.where(finite, new, old)
@@ -200,7 +214,7 @@ class TrainStep:
         if self.execution.clip is not None:
             scale *= self.execution.clip / jnp.maximum(norm, self.execution.clip)
         return {
-            path: (g * scale.astype(g.dtype)).astype(self.layout.placed[path].dtype)
+            path: (g * scale.astype(g.dtype)).astype(self.layout.working_dtype(path))
             for path, g in gradients.items()
         }
 
@@ -212,10 +226,12 @@ class TrainStep:
             nest(self._place(gradients)), moments, given
         )
         updated = flatten(cast(dict, optax.apply_updates(given, updates)))
-        return self._place(updated), moments
+        return self._place(from_master(updated, moments)), moments
 
     def _place(self, arrays: dict) -> dict:
-        """Return arrays of parameters, each where its moments lie."""
+        """Return arrays of parameters, each where its moments lie; on the host they stay."""
+        if self.layout.hosted.parameters:
+            return arrays
         on = lambda path: NamedSharding(self.layout.mesh, self.layout.placed[path].moment)
         return {path: lax.with_sharding_constraint(x, on(path)) for path, x in arrays.items()}
 
@@ -282,6 +298,7 @@ def check_runs(layout: Layout, execution: Execution, training: bool = False) -> 
             "Set it to 1, or add a strategy that uses it (hfjax.TENSOR uses tensor, hfjax.PIPE "
             "uses pipe)."
         )
+    _check_hosted(layout, execution, training)
     stages = layout.mesh.shape[PIPE_AXIS]
     if training and stages > 1 and execution.schedule is None:
         raise ValueError(
@@ -296,6 +313,30 @@ def check_runs(layout: Layout, execution: Execution, training: bool = False) -> 
             "precision reduce=bfloat16 beside a tensor axis crashes XLA's CPU compiler. "
             "Reduce in float32 on CPU."
         )
+
+
+def _check_hosted(layout: Layout, execution: Execution, training: bool) -> None:
+    """Refuse what no step can do with parameters on the host."""
+    if not layout.hosted.parameters:
+        return
+    refused = {
+        "a pipeline keeps its stages' layers on the device": layout.mesh.shape[PIPE_AXIS] > 1
+        or execution.schedule is not None,
+        f"{execution.offload} goes with layers whose backward pass is derived": training
+        and execution.offload is not None,
+        f"{execution.remat} is of several layers at a time, and each is fetched by itself": training
+        and cast(Remat, execution.remat).unit > 1,
+        "reshard_after_forward=False keeps all layers on the device": not (
+            execution.reshard_after_forward
+        ),
+    }
+    for why, wrong in refused.items():
+        if wrong:
+            raise ValueError(
+                f"strategy {layout.strategy.name}, memory parameters -> host: {why}. Leave that "
+                "out, or keep parameters on the device: hfjax.HOST_OPTIMIZER takes most of what a "
+                "state needs off it."
+            )
 
 
 def _check_offload(layout: Layout, execution: Execution) -> None:

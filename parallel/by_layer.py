@@ -1,7 +1,8 @@
-"""A pass over a batch written out, layer by layer: forward, the head, backward with updates.
+"""A pass over a batch written out, layer by layer: forward, the head, backward.
 
-Nothing here is the derivative of a loop: what is done after each layer's backward pass is up to
-the caller, so that no more than one layer's gradient has to wait for it.
+Nothing here is the derivative of a loop. What is done after each layer's backward pass is up to
+the caller, so that no more than one layer's gradient has to wait for it. Layers that lie on the
+host are fetched one ahead of the one that runs, forward and backward.
 """
 
 from collections.abc import Callable
@@ -15,66 +16,90 @@ from jax import lax
 
 from hfjax.parallel.dissect import Dissected, arrays_of, cotangents
 from hfjax.parallel.pipeline import Model
+from hfjax.parallel.reduction import Flat
 
-Own = Any  # what is updated layer by layer
+Own = Any  # what changes layer by layer
 
 
 @dataclass(frozen=True)
 class ByLayer:
-    """One pass over the rows of a device. `model.values` are not used: `values` gives them."""
+    """One pass over the rows of a device. `model.values` are not used: `near` and `far` give them.
+
+    A layer that is fetched L times forward and L + 1 times backward in all, is one of L + 1: the
+    last is fetched once more while it runs, and stays for its backward pass; the first while its
+    backward pass runs, for nothing.
+    """
 
     model: Model
     layers: int
-    values: Callable  # (own, i) -> the stored parameters of a layer
-    update: Callable  # (own, i, gradients, told) -> own, after the backward pass of a layer
+    near: Callable  # (own, i) -> the stored parameters of a layer that are on the device
+    far: Callable  # (own, i) -> those on the host, copied to the device
+    after: Callable  # (own, i, stored parameters, gradients, told) -> own, after a backward pass
     mark: Callable  # marks a tree as differing between devices
     unroll: int | bool = 1
 
     def run(self, own: Own, told: Callable) -> tuple[Own, Any, Any]:
-        """Return what was updated, the gradients of the ends, and what `told(aux)` returns.
+        """Return what has changed, the gradients of the ends, and what `told(aux)` returns.
 
         `aux` is what the head tells, known before the first backward pass.
         """
-        number = self.mark(jnp.int32(0))
-        enter = lambda ends: self.mark(self.model.first(ends, number))
+        enter = lambda ends: self.mark(self.model.first(ends, self._zero))
         x, leave = jax.vjp(enter, self.model.ends)
-        y, stashes = self._forward(own, x)
-        dy, of_head, aux = heads_pass(self.model, y, number, self.mark)
+        (y, fetched), stashes = self._forward(own, x)
+        dy, of_head, aux = heads_pass(self.model, y, self._zero, self.mark)
         aux = told(aux)
-        dx, own = self._backward(own, stashes, dy, aux)
+        dx, own = self._backward(own, stashes, (dy, fetched), aux)
         (of_embed,) = leave(cotangents(dx))
         return own, jax.tree.map(jnp.add, of_head, of_embed), aux
+
+    def evaluate(self, own: Own) -> Any:
+        """Return what the head tells, without a backward pass."""
+        x = self.mark(self.model.first(self.model.ends, self._zero))
+        (y, _), _ = self._forward(own, x, keeps=False)
+        return self.mark(self.model.last(self.model.ends, y, self._zero)[1])
+
+    @cached_property
+    def _zero(self) -> jax.Array:
+        return self.mark(jnp.int32(0))
 
     @cached_property
     def _numbers(self) -> jax.Array:
         return lax.iota("int32", self.layers)
 
-    def _known(self, own: Own, i: Any) -> Any:
-        return self.mark((self.values(own, i), i, jnp.int32(0)))
+    def _known(self, own: Own, fetched: Flat, i: Any) -> Any:
+        return self.mark((self.near(own, i) | fetched, i, jnp.int32(0)))
 
-    def _passes(self, own: Own, x: Any) -> Dissected:
-        return self.model.passes(self._known(own, jnp.int32(0)), self.model.slots, x, False)
+    def _passes(self, own: Own, fetched: Flat, x: Any) -> Dissected:
+        known = self._known(own, fetched, jnp.int32(0))
+        return self.model.passes(known, self.model.slots, x, False)
 
-    def _forward(self, own: Own, x: Any) -> tuple[Any, Any]:
-        """Return what leaves the last layer, and what waits for the backward passes."""
+    def _forward(self, own: Own, x: Any, keeps: bool = True) -> tuple[Any, Any]:
+        """Return what leaves the last layer with that layer, and what waits for backward passes."""
 
-        def step(x, i):
-            y, stash, _ = passes.forward(self._known(own, i), x)
-            return self.mark(y), stash
+        def step(carry, i):
+            x, fetched = carry
+            coming = self.far(own, jnp.minimum(i + 1, self.layers - 1))
+            y, stash, _ = passes.forward(self._known(own, fetched, i), x)
+            return (self.mark(y), coming), stash if keeps else None
 
-        passes = self._passes(own, x)
-        return lax.scan(step, x, self._numbers, unroll=self.unroll)
+        first = self.far(own, jnp.int32(0))
+        passes = self._passes(own, first, x)
+        return lax.scan(step, (x, first), self._numbers, unroll=self.unroll)
 
-    def _backward(self, own: Own, stashes: Any, dy: Any, told: Any) -> tuple[Any, Own]:
+    def _backward(self, own: Own, stashes: Any, last: Any, told: Any) -> tuple[Any, Own]:
         def step(carry, layer):
-            dy, own = carry
+            (dy, fetched), own = carry
             i, stash = layer
-            dx, gradients = passes.backward(self._known(own, i), stash, [], dy)
-            return (self.mark(dx), self.update(own, i, gradients, told)), None
+            coming = self.far(own, jnp.maximum(i - 1, 0))
+            known = self._known(own, fetched, i)
+            dx, gradients = passes.backward(known, stash, [], dy)
+            stored = self.near(own, i) | fetched
+            return ((self.mark(dx), coming), self.after(own, i, stored, gradients, told)), None
 
-        passes = self._passes(own, dy)
+        passes = self._passes(own, last[1], last[0])
         layers = (self._numbers, stashes)
-        return lax.scan(step, (dy, own), layers, reverse=True, unroll=self.unroll)[0]
+        (last, own), _ = lax.scan(step, (last, own), layers, reverse=True, unroll=self.unroll)
+        return last[0], own
 
 
 def heads_pass(model: Model, y: Any, number: Any, mark: Callable) -> tuple[Any, Any, Any]:

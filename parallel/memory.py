@@ -4,6 +4,8 @@ An array on the host is an array like any other, of another memory kind: no arit
 it before it is on the device.
 """
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -12,6 +14,49 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from hfjax.parallel.mesh import describe_mesh
 
 KIND = "pinned_host"
+ROWS = ("moments", "master", "parameters")  # what of a state may lie on the host
+
+
+def memory_rows(rows: Mapping[str, Any]) -> Mapping[str, str | float]:
+    """Return the rows of a strategy's column `memory`, checked.
+
+    >>> dict(memory_rows({"moments": 1.0, "master": "host"}))
+    {'moments': 'host', 'master': 'host'}
+    """
+    tidy: dict[str, str | float] = {}
+    for row, where in rows.items():
+        if row not in ROWS:
+            raise ValueError(f"memory row {row!r}: one of {', '.join(ROWS)}.")
+        tidy[row] = _memory_of(row, where)
+    return MappingProxyType(tidy)
+
+
+def _memory_of(row: str, where: Any) -> str | float:
+    if where in ("host", "device"):
+        return where
+    number = isinstance(where, int | float) and not isinstance(where, bool)
+    if row == "moments" and number and 0 <= where <= 1:
+        return {0: "device", 1: "host"}.get(where, float(where))
+    if number:
+        raise ValueError(
+            f"memory row {row} -> {where!r}: "
+            + (
+                "the share of the moments' bytes that lies on the host is from 0 to 1."
+                if row == "moments"
+                else f'only moments can be shared out; {row} are on the "host" or the "device".'
+            )
+        )
+    share = ", or a share of the bytes from 0 (device) to 1 (host)" if row == "moments" else ""
+    raise ValueError(f'memory row {row} -> {where!r}: "host" or "device"{share}.')
+
+
+def show_memory(where: str | float) -> str:
+    """Return a row of the column `memory` as people read it.
+
+    >>> show_memory(0.25)
+    '25% host'
+    """
+    return where if isinstance(where, str) else f"{100 * where:.4g}% host"
 
 
 def to_host(tree: Any) -> Any:
@@ -36,6 +81,21 @@ def on_host(mesh: Mesh, spec: P) -> NamedSharding:
     if _is_target(mesh):
         return _OnTargetHost(mesh, spec)
     return NamedSharding(mesh, spec, memory_kind=KIND)
+
+
+def is_host_sharding(sharding: Any) -> bool:
+    """Return whether what is placed so lies in host memory."""
+    return sharding.memory_kind == KIND
+
+
+def of_results(shardings: Any) -> Any:
+    """Return the shardings to give for what a program returns, of those of its arguments.
+
+    On devices that are there to compile for only, jax knows no memory kinds: that of a result
+    follows from the program.
+    """
+    plain = lambda s: NamedSharding(s.mesh, s.spec) if isinstance(s, _OnTargetHost) else s
+    return jax.tree.map(plain, shardings)
 
 
 def check_has_host_memory(mesh: Mesh) -> None:

@@ -1,7 +1,8 @@
-"""A strategy is a table: logical axis -> mesh axes, in four columns.
+"""A strategy is a table: logical axis -> mesh axes, in four columns, and a fifth for the memory.
 
 ZeRO stages are nothing but columns. Rows of `gradients` and `moments` come on top of the
-parameter's own placement. The row `*` means: the first free dimension that divides.
+parameter's own placement. The row `*` means: the first free dimension that divides. The column
+`memory` says of which part of the state the host keeps what: `moments -> host`.
 """
 
 from collections.abc import Mapping
@@ -9,12 +10,14 @@ from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
 from typing import Any
 
+from hfjax.parallel.memory import memory_rows, show_memory
 from hfjax.parallel.mesh import AXES, BATCH_AXES
 
 Axes = tuple[str, ...]  # mesh axes of one dimension, major to minor; () is "on no axis"
 Rows = Mapping[str, Axes]
 SMALL = 2**14  # norms and biases of most models are smaller, their matrices larger
 COLUMNS = ("parameters", "gradients", "moments", "activations")
+TABLE = (*COLUMNS, "memory")
 
 
 def _rows(rows: Mapping[str, str | Axes]) -> Rows:
@@ -41,11 +44,13 @@ class Strategy:
     gradients: Mapping[str, Any] = field(default_factory=dict)
     moments: Mapping[str, Any] = field(default_factory=dict)
     activations: Mapping[str, Any] = field(default_factory=dict)
+    memory: Mapping[str, Any] = field(default_factory=dict)  # moments, master, parameters -> host
     replicate_below: int | None = None  # smaller arrays ignore the row *; None: SMALL elements
 
     def __post_init__(self):
         for column in COLUMNS:
             object.__setattr__(self, column, _rows(getattr(self, column)))
+        object.__setattr__(self, "memory", memory_rows(self.memory))
         if self.gradients.get("*") == () and len(self.gradients) > 1:
             raise ValueError(
                 f"{self.name}: gradients row * -> whole stands alone, found {dict(self.gradients)}."
@@ -56,7 +61,7 @@ class Strategy:
 
     def __or__(self, other: "Strategy") -> "Strategy":
         """Return both tables in one; a row that both set differently is refused."""
-        columns = {column: self._merge(other, column) for column in COLUMNS}
+        columns = {column: self._merge(other, column) for column in TABLE}
         sizes = {s.replicate_below for s in (self, other) if s.replicate_below is not None}
         if len(sizes) > 1:
             raise ValueError(f"{self.name} | {other.name}: replicate_below is {sorted(sizes)}.")
@@ -68,14 +73,15 @@ class Strategy:
         """The number of elements of a layer from which an array obeys the row `*`."""
         return SMALL if self.replicate_below is None else self.replicate_below
 
-    def _merge(self, other: "Strategy", column: str) -> dict[str, Axes]:
+    def _merge(self, other: "Strategy", column: str) -> dict[str, Any]:
+        show = show_memory if column == "memory" else _show_axes
         mine, theirs = getattr(self, column), getattr(other, column)
         for row in mine.keys() & theirs.keys():
             if mine[row] != theirs[row]:
                 raise ValueError(
                     f"{self.name} | {other.name}: both place {column} row {row!r}: "
-                    f"{self.name} says {_show_axes(mine[row])}, "
-                    f"{other.name} says {_show_axes(theirs[row])}. "
+                    f"{self.name} says {show(mine[row])}, "
+                    f"{other.name} says {show(theirs[row])}. "
                     "Keep one of them, or build a Strategy with the row you mean."
                 )
         return {**mine, **theirs}
@@ -88,7 +94,7 @@ class Strategy:
                 f"{sorted(unknown)}: not a field of Strategy. Fields: {sorted(allowed)}."
             )
         merged = {
-            name: {**getattr(self, name), **value} if name in COLUMNS else value
+            name: {**getattr(self, name), **value} if name in TABLE else value
             for name, value in changes.items()
         }
         return replace(self, **merged)
@@ -99,6 +105,9 @@ class Strategy:
             rows = getattr(self, column)
             shown = ", ".join(f"{name} -> {_show_axes(axes)}" for name, axes in rows.items())
             lines.append(f"  {column:<12} {shown or '-'}")
+        if self.memory:
+            shown = ", ".join(f"{name} -> {show_memory(at)}" for name, at in self.memory.items())
+            lines.append(f"  {'memory':<12} {shown}")
         return "\n".join(lines)
 
 
@@ -125,3 +134,6 @@ HSDP = replace(FSDP, name="HSDP")
 TENSOR = Strategy("TENSOR", parameters=_MEGATRON, activations={**_MEGATRON, **_ROWS_OF_BATCH})
 SEQUENCE = Strategy("SEQUENCE", activations={"seq": "tensor", **_ROWS_OF_BATCH})
 PIPE = Strategy("PIPE", parameters={"layers": "pipe"}, activations=_ROWS_OF_BATCH)
+# What the state needs most of: two moments and, if there are any, master weights of each parameter.
+HOST_OPTIMIZER = Strategy("HOST_OPTIMIZER", memory={"moments": "host", "master": "host"})
+HOST_PARAMETERS = Strategy("HOST_PARAMETERS", memory={"parameters": "host"})

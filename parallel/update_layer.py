@@ -10,6 +10,7 @@ from jax import lax
 
 from hfjax.mean import Mean
 from hfjax.parallel.fetch import Dims, on_tensor_shards
+from hfjax.parallel.memory import is_on_host, to_device, to_host
 from hfjax.parallel.mesh import TENSOR_AXES, in_use
 from hfjax.parallel.placement import auto_part, size_of
 from hfjax.parallel.reduction import Flat, Placed, Reduction
@@ -34,12 +35,15 @@ class LayerUpdate:
     belongs: Mapping[str, str]  # name of what the optimizer keeps -> path
     guards: bool  # a layer stays as it is if its gradient is not finite, or one before was not
 
-    def __call__(self, own: Own, i: Any, gradients: Flat, mean: Mean) -> Own:
-        """Return what is updated after the backward pass of layer i."""
+    def __call__(self, own: Own, i: Any, stored: Flat, gradients: Flat, mean: Mean) -> Own:
+        """Return what is updated after the backward pass of layer i.
+
+        `stored` are its parameters on the device; what lies on the host passes through it.
+        """
         total = self.reduction(self._pinned("gradient", self._rows(gradients)), self._of_row)
         squares = _squares(total)
         finite = own.finite & jnp.isfinite(mean.total) & jnp.isfinite(sum(squares.values()))
-        parameters, moments = self._take(own, i, list(total))
+        parameters, moments = self._take(own, i, list(total), stored)
         before = {path: _piece(self._of_row[path], x) for path, x in parameters.items()}, moments
         after = self.apply(self._scaled(total, mean.weight), moments, before[0])
         if self.guards:
@@ -58,14 +62,16 @@ class LayerUpdate:
     def _rows(self, gradients: Flat) -> Flat:
         return {path: g[None] for path, g in gradients.items()}
 
-    def _take(self, own: Own, i: Any, paths: list[str]) -> tuple[Flat, Flat]:
-        """Return parameters and moments of layer i."""
-        row = lambda x: lax.dynamic_slice_in_dim(x, i, 1)
-        return jax.tree.map(row, (own.parameters, own.moments))
+    def _take(self, own: Own, i: Any, paths: list[str], stored: Flat) -> tuple[Flat, Flat]:
+        """Return parameters and moments of layer i; stored ones are here if they come from afar."""
+        row = lambda x: to_device(lax.dynamic_slice_in_dim(x, i, 1))
+        far = {path: stored[path][None] for path, x in own.parameters.items() if is_on_host(x)}
+        near = {path: row(x) for path, x in own.parameters.items() if path not in far}
+        return near | far, jax.tree.map(row, own.moments)
 
     def _put(self, own: Own, i: Any, parameters: Flat, moments: Flat, squares: Flat, ok: Any):
         """Return what is updated with those of layer i in their place."""
-        put = lambda x, row: lax.dynamic_update_slice_in_dim(x, row, i, 0)
+        put = lambda x, row: lax.dynamic_update_slice_in_dim(x, _beside(x, row), i, 0)
         told = {path: x[None] for path, x in squares.items()}
         new = Own(parameters, moments, told, None)
         stacks = jax.tree.map(put, own._replace(finite=None), new)
@@ -76,8 +82,7 @@ class LayerUpdate:
     def _scaled(self, gradients: Flat, weight: jax.Array) -> Flat:
         """Return gradients of the mean from those of the total."""
         scale = 1 / weight
-        mean = lambda path, g: (g * scale.astype(g.dtype)).astype(self.placed[path].dtype)
-        return {path: mean(path, g) for path, g in gradients.items()}
+        return {path: g * scale.astype(g.dtype) for path, g in gradients.items()}
 
     def _pinned(self, column: str, arrays: Flat) -> Flat:
         """Keep tensor axes where a column has them."""
@@ -98,14 +103,21 @@ class ItemUpdate(LayerUpdate):
     def _rows(self, gradients: Flat) -> Flat:
         return gradients
 
-    def _take(self, own: Own, i: Any, paths: list[str]) -> tuple[Flat, Flat]:
+    def _take(self, own: Own, i: Any, paths: list[str], stored: Flat) -> tuple[Flat, Flat]:
         kept = {name: x for name, x in own.moments.items() if self.belongs[name] in paths}
-        return {path: own.parameters[path] for path in paths}, kept
+        return to_device(({path: own.parameters[path] for path in paths}, kept))
 
     def _put(self, own: Own, i: Any, parameters: Flat, moments: Flat, squares: Flat, ok: Any):
         told = {path: x[None] for path, x in squares.items()}
+        there = lambda old, new: {name: _beside(old[name], x) for name, x in new.items()}
+        parameters, moments = there(own.parameters, parameters), there(own.moments, moments)
         new = own.parameters | parameters, own.moments | moments, own.squares | told
         return Own(*new, ok)
+
+
+def _beside(old: jax.Array, new: jax.Array) -> jax.Array:
+    """Return the new array in the memory where the old one is."""
+    return to_host(new) if is_on_host(old) else new
 
 
 def _squares(gradients: Flat) -> Flat:
