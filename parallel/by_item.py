@@ -10,6 +10,7 @@ from jax import lax
 
 from hfjax.parallel.by_layer import Own, heads_pass
 from hfjax.parallel.dissect import arrays_of, cotangents
+from hfjax.parallel.memory import is_on_host
 from hfjax.parallel.pipeline import Model
 
 
@@ -51,4 +52,9 @@ class ByItem:
         return self.mark(self.model.last(self.model.ends, x, number)[1])
 
     def _layer(self, i: int, own: Own, slots: Any, x: Any) -> Any:
-        return self.mark(self.layers[i](self.stored(own, i), slots, x))
+        """Return what a layer makes of x; from the host nothing comes before x is there."""
+        stored = self.mark(self.stored(own, i))
+        far = {path: value for path, value in stored.items() if is_on_host(value)}
+        if far:
+            far, _ = lax.optimization_barrier((far, self.mark(lax.stop_gradient(x))))
+        return self.mark(self.layers[i](stored | far, slots, x))

@@ -52,8 +52,9 @@ class Staged:
     tells: str | None  # "losses" or "outputs": see Told
     keeps_last: bool  # in the last microbatch nothing is recomputed
     mark: Callable  # marks a tree as differing between devices
-    # Why no variable is written to.
-    unwritten: str = field(default=IN_A_PIPELINE, kw_only=True)
+    unwritten: str = field(default=IN_A_PIPELINE, kw_only=True)  # why no variable is written to
+    # Makes of a layer's function one that keeps something else for its backward pass.
+    keeping: Callable = field(default=lambda function: function, kw_only=True)
 
     def model(self) -> Model:
         """Return what the executor runs."""
@@ -131,7 +132,7 @@ class Staged:
         """Return what a layer makes of `x`."""
         if not isinstance(layer.graph, nnx.GraphDef):
             return layer.graph(x)
-        function = layer_function(layer.graph, self.policy)
+        function = self.keeping(layer_function(layer.graph, self.policy))
         held = fill(layer.variables, variables.__getitem__)
         y, written = function(fill(layer.parameters, parameter), held, x)
         path = {keys: variable.get_raw_value().path for keys, variable in layer.variables}
