@@ -17,7 +17,7 @@ from hfjax.elementwise import check_elementwise, check_padding
 from hfjax.in_backward import InBackward, check_in_backward
 from hfjax.mean import Mean
 from hfjax.optimizers import from_master
-from hfjax.parallel.compiler import compiler_options as options_of
+from hfjax.parallel.compiler import FROM_HOST, compiler_options as options_of
 from hfjax.parallel.execution import Execution, Precision
 from hfjax.parallel.layer_updates import LayerUpdatePlane
 from hfjax.parallel.memory import check_has_host_memory, of_results
@@ -270,7 +270,9 @@ def eval_step(
 
 
 def _options(layout: Layout, execution: Execution) -> dict[str, Any] | None:
-    return options_of(execution.compiler_options, _platform(layout)) or None
+    platform = _platform(layout)
+    unasked = options_of(FROM_HOST if layout.hosted.parameters else {}, platform)
+    return unasked | options_of(execution.compiler_options, platform) or None
 
 
 def _platform(layout: Layout) -> str:

@@ -93,6 +93,7 @@ class ByLayer:
             coming = self.far(own, jnp.maximum(i - 1, 0))
             known = self._known(own, fetched, i)
             dx, gradients = passes.backward(known, stash, [], dy)
+            fetched, coming = _arrived(fetched, coming)
             stored = self.near(own, i) | fetched
             return ((self.mark(dx), coming), self.after(own, i, stored, gradients, told)), None
 
@@ -108,3 +109,15 @@ def heads_pass(model: Model, y: Any, number: Any, mark: Callable) -> tuple[Any, 
     total, pullback, aux = jax.vjp(last, model.ends, y, has_aux=True)
     gradients, dy = pullback(mark(jnp.ones_like(total)))
     return arrays_of(dy, y), gradients, aux
+
+
+def _arrived(here: Flat, coming: Flat) -> tuple[Flat, Flat]:
+    """Return both; what uses the first waits for the second, or XLA would fetch that last."""
+    groups: dict[frozenset, list[str]] = {}
+    for path, x in coming.items():
+        groups.setdefault(frozenset(jax.typeof(x).manual_axis_type.varying), []).append(path)
+    for paths in groups.values():  # together they would all differ between the same devices
+        pick = lambda flat, paths=paths: {path: flat[path] for path in paths}
+        mine, next_ones = lax.optimization_barrier((pick(here), pick(coming)))
+        here, coming = here | mine, coming | next_ones
+    return here, coming

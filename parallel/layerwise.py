@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -22,8 +21,6 @@ from hfjax.parallel.kept import kept_by_slots
 from hfjax.parallel.memory import is_on_host, to_device
 from hfjax.parallel.reduction import Flat, Placed
 from hfjax.parallel.staged import Staged
-
-IN_FLIGHT = 2  # copies from the host at once
 
 
 @dataclass(frozen=True)
@@ -130,7 +127,7 @@ class LayerwisePlane(DataPlane):
             model=replace(model, slots={path: first(staged.slots[path]) for path in model.slots}),
             layers=self._layers,
             near=lambda own, i: rows(own, i, on_host=False),
-            far=lambda own, i: _fetched(rows(own, i, on_host=True)),
+            far=lambda own, i: to_device(rows(own, i, on_host=True)),
             after=after,
             mark=self._varying,
             unroll=self.execution.unroll or 1,
@@ -150,21 +147,3 @@ class LayerwisePlane(DataPlane):
             after=after,
             mark=self._varying,
         )
-
-
-def _fetched(rows: Flat) -> Flat:
-    """Return arrays of the host, copied to the device: the largest ones after all others.
-
-    XLA lets so few copies fly at once that only those which start last fly under a layer's work.
-    """
-    by_size = sorted(rows, key=lambda path: rows[path].size)
-    small = to_device({path: rows[path] for path in by_size[:-IN_FLIGHT]})
-    wait = lambda x: lax.optimization_barrier((x, _alike(x, small)))[0]
-    large = {path: wait(rows[path]) for path in by_size[-IN_FLIGHT:]}
-    return small | to_device(large)
-
-
-def _alike(x: jax.Array, others: Flat) -> list[jax.Array]:
-    """Return the arrays beside which `x` still differs between the same devices only."""
-    varying = lambda a: jax.typeof(a).manual_axis_type.varying
-    return [other for other in others.values() if varying(other) <= varying(x)]

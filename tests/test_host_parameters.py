@@ -1,6 +1,7 @@
 """Layers that lie on the host are fetched one ahead of the one that runs; nothing else changes."""
 
 import math
+import re
 from functools import partial
 
 import jax
@@ -11,7 +12,9 @@ import pytest
 
 import hfjax
 from hfjax import DDP, FSDP, HOST_OPTIMIZER, HOST_PARAMETERS, ZERO1
-from hfjax.models.gpt import next_token_loss
+from hfjax.models.attention import dot_product
+from hfjax.models.gpt import GPT, GPTConfig, next_token_loss
+from tests.h200 import OPTIMIZED, h200s
 from tests.small_gpt import gpt_layout, tokens
 from tests.test_in_backward import Listed, rows, squared
 
@@ -142,7 +145,58 @@ def test_each_layer_comes_twice_in_a_step_and_one_more(strategy, remat):
 # --- what is held ---------------------------------------------------------------------------
 
 
+EMBED, LENGTH = 512, 128
+LAYER = 12 * EMBED * EMBED * 4  # bytes of one layer's kernels
+CARRY = LENGTH * EMBED * 2  # bytes of one row's residual stream, in bfloat16
+
+
+def compiled(layers, in_backward):
+    """A step in bfloat16 compiled for one H200."""
+    mesh = hfjax.make_mesh(devices=h200s(1))
+    shape = {"vocab": 1024, "length": LENGTH, "layers": layers, "heads": 8, "embed": EMBED}
+    config = GPTConfig(**shape, attention=partial(dot_product, implementation="xla"))
+    init = lambda rngs: GPT(config, rngs=rngs)
+    layout = hfjax.layout(init, optax.adamw(1e-3), mesh, DDP | HOST_PARAMETERS)
+    options = {"remat": "full", "precision": "bf16", "optimizer_in_backward": in_backward}
+    step = hfjax.train_step(layout, next_token_loss, compiler_options=OPTIMIZED, **options)
+    return step.lower({"tokens": jax.ShapeDtypeStruct((1, LENGTH + 1), jnp.int32)}).compile()
+
+
+DONE = r".*-done[\w.]* = f32\[([\d,]+)\].*\(%?(dynamic-slice-start[\w.]*)\)"
+
+
+def under_matmuls(text):
+    """Of each loop the share of the bytes from the host that have a matmul before they arrive."""
+    shares = []
+    for body in re.split(r"\n}\n", text):
+        name = re.search(r"^(ENTRY )?%?[\w.\-]+ \(", body, re.MULTILINE)
+        flying, hidden, total = {}, 0, 0
+        for line in body.split("\n"):
+            if re.match(r"\s+%?gemm_fusion|.*__cublas", line):
+                flying = dict.fromkeys(flying, True)
+            elif start := re.match(r"\s+%?(dynamic-slice-start[\w.]*) = .*S\(5\)", line):
+                flying[start[1]] = False
+            elif end := re.match(DONE, line):
+                size = 4 * math.prod(map(int, end[1].split(",")))
+                total, hidden = total + size, hidden + size * flying.pop(end[2], False)
+        if name and not name[1] and total > LAYER / 2:
+            shares.append(hidden / total)
+    return shares
+
+
 @pytest.mark.cuda
 @pytest.mark.parametrize("in_backward", [False, True], ids=["ordinary", "in backward"])
-def test_a_device_holds_two_layers_however_many_there_are(in_backward):
-    pass
+def test_a_device_holds_two_layers_and_fetches_under_matmuls(in_backward):
+    """The ordinary step holds the gradients of all layers beside; the host's stacks stay whole."""
+    four, eight = (compiled(n, in_backward) for n in (4, 8))
+    small, large = four.memory_analysis(), eight.memory_analysis()
+    assert small is not None
+    assert large is not None
+    growth = (large.temp_size_in_bytes - small.temp_size_in_bytes) / 4
+    gradients = 0 if in_backward else LAYER
+    assert CARRY <= growth - gradients <= 0.25 * LAYER
+    assert small.temp_size_in_bytes - 4 * gradients <= 5 * LAYER
+    assert small.host_temp_size_in_bytes == 0
+    assert small.host_alias_size_in_bytes == small.host_argument_size_in_bytes >= 4 * LAYER
+    forward, backward = under_matmuls(eight.as_text())
+    assert min(forward, backward) > 0.99
