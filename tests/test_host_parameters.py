@@ -187,7 +187,7 @@ def under_matmuls(text):
 @pytest.mark.cuda
 @pytest.mark.parametrize("in_backward", [False, True], ids=["ordinary", "in backward"])
 def test_a_device_holds_two_layers_and_fetches_under_matmuls(in_backward):
-    """The ordinary step holds the gradients of all layers beside; the host's stacks stay whole."""
+    """Beside them a gradient and its update; the ordinary step holds the gradients of all layers."""
     four, eight = (compiled(n, in_backward) for n in (4, 8))
     small, large = four.memory_analysis(), eight.memory_analysis()
     assert small is not None
@@ -195,7 +195,7 @@ def test_a_device_holds_two_layers_and_fetches_under_matmuls(in_backward):
     growth = (large.temp_size_in_bytes - small.temp_size_in_bytes) / 4
     gradients = 0 if in_backward else LAYER
     assert CARRY <= growth - gradients <= 0.25 * LAYER
-    assert small.temp_size_in_bytes - 4 * gradients <= 5 * LAYER
+    assert small.temp_size_in_bytes - 4 * gradients <= 6 * LAYER
     assert small.host_temp_size_in_bytes == 0
     assert small.host_alias_size_in_bytes == small.host_argument_size_in_bytes >= 4 * LAYER
     forward, backward = under_matmuls(eight.as_text())

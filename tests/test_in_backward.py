@@ -425,5 +425,5 @@ class Written(Fragile):
 def test_layers_that_write_to_variables_are_refused():
     layout = small_layout(Written)
     step = hfjax.train_step(layout, plain, **IN_BACKWARD)
-    with pytest.raises(ValueError, match=r"a layer writes to layers/seen: layers are updated in"):
+    with pytest.raises(ValueError, match=r"a layer writes to layers/seen: layers run in a loop"):
         step.lower(rows())
