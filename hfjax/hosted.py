@@ -82,7 +82,7 @@ class Hosted:
     def _moments(self) -> list[str]:
         """The moments that lie on the host: whole arrays, as many as fit, the largest first."""
         sizes, wanted = self._sizes["moments"], self._wanted("moments")
-        share = {"host": 1.0, "device": 0.0}.get(wanted, wanted)
+        share = wanted if isinstance(wanted, float) else float(wanted == "host")
         budget, chosen = share * sum(sizes.values()), []
         for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
             if sizes[name] <= budget:

@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding
 from hfjax.moments import converted, reformed
 from hfjax.packed import Mover, packed_layers
 from hfjax.parallel.arrangement import Arrangement
+from hfjax.parallel.memory import is_host_sharding, one_by_one
 from hfjax.parallel.packing import PackedLayers
 from hfjax.parallel.reduction import Flat
 from hfjax.paths import flatten, nest
@@ -57,11 +58,12 @@ def _repacked(layout: Layout, old: Arrangement | None, state: State) -> State:
 
         return converted(mover(was, layout.as_the_model), mover(layout.packed, layout), flat)
 
-    params = flatten(state.params)
+    params, kept = (jax.tree.map(_on_device, x) for x in (state.params, state.optimizer))
+    params = flatten(params)
     before = {path: x.shape for path, x in params.items()}
     after = {path: p.shape for path, p in layout.placed.items()}
     like = layout.abstract_state().optimizer
-    moments = reformed(state.optimizer, before, like, after, partial(convert, "moment"))
+    moments = reformed(kept, before, like, after, partial(convert, "moment"))
     params = nest(convert("parameter", params))
     new = replace(state, params=params, optimizer=moments, order=layout.order)
     given = set(map(id, jax.tree.leaves(state)))  # may be donated: what did not move is copied
@@ -76,11 +78,17 @@ def _rearranger(layout: Layout, order: bytes | None) -> Callable:
     move, dims = partial(_move, layout.arrangement, old), _layer_dims(layout)
 
     def run(state: State) -> State:
-        params = jax.tree.map(move, state.params, dims.params)
-        moments = jax.tree.map(move, state.optimizer, dims.optimizer)
+        params = one_by_one(move, state.params, dims.params)
+        moments = one_by_one(move, state.optimizer, dims.optimizer)
         return replace(state, params=params, optimizer=moments, order=layout.order)
 
     return jax.jit(run, out_shardings=layout.shardings())
+
+
+def _on_device(x: Any) -> Any:
+    """Return an array of the host on the device; others as they are."""
+    on_host = is_host_sharding(x.sharding)
+    return jax.device_put(x, x.sharding.with_memory_kind("device")) if on_host else x
 
 
 def _move(new: Arrangement | None, old: Arrangement | None, array: jax.Array, dim: int) -> Any:

@@ -47,6 +47,9 @@ class Streamed:
 
     layout: Layout
 
+    def __post_init__(self):
+        assert self._parts, "tried out here, since no number is known inside of a trace"
+
     def __call__(self, held: Held, scale: Callable, keep: jax.Array | None) -> tuple[Flat, Any]:
         """Return new parameters and moments, each where the layout has it.
 
@@ -252,8 +255,9 @@ class _Run:
             return lax.fori_loop(0, here, body, carried)
 
         mesh = self.streamed.layout.mesh
+        # The program was traced elsewhere, without marks of what differs between stages.
         places = {"in_specs": (*specs, *(P() for _ in keep)), "out_specs": specs[0]}
-        run = jax.shard_map(device, mesh=mesh, axis_names={PIPE_AXIS}, **places)
+        run = jax.shard_map(device, mesh=mesh, axis_names={PIPE_AXIS}, check_vma=False, **places)
         return run(carried, fixed, *keep)
 
     def _home(self, key: Key) -> tuple:
@@ -304,10 +308,12 @@ def _named(kind: str, flat: Flat) -> Arrays:
 
 
 def _after(old: Arrays, part: _Part, done: Arrays) -> Arrays:
-    """Return the arrays; those on the host that this part fetches wait for what was done before."""
+    """Return the arrays; those of a part that the host has come when what was done is back there.
+
+    Without that order everything would come to the device at once.
+    """
     mine = {key: old[key] for key in part.keys if is_on_host(old[key])}
     before = {key: x for key, x in done.items() if is_on_host(x)}
     if not mine or not before:
         return old
-    waiting, _ = lax.optimization_barrier((mine, before))
-    return old | waiting
+    return old | lax.optimization_barrier((mine, before))[0]

@@ -4,11 +4,12 @@ An array on the host is an array like any other, of another memory kind: no arit
 it before it is on the device.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
 import jax
+from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from hfjax.parallel.mesh import describe_mesh
@@ -36,7 +37,7 @@ def _memory_of(row: str, where: Any) -> str | float:
         return where
     number = isinstance(where, int | float) and not isinstance(where, bool)
     if row == "moments" and number and 0 <= where <= 1:
-        return {0: "device", 1: "host"}.get(where, float(where))
+        return "device" if where == 0 else "host" if where == 1 else float(where)
     if number:
         raise ValueError(
             f"memory row {row} -> {where!r}: "
@@ -68,6 +69,22 @@ def to_device(tree: Any) -> Any:
     """Return the arrays, copied into device memory where they are not there."""
     fetch = lambda x: jax.device_put(x, jax.memory.Space.Device) if is_on_host(x) else x
     return jax.tree.map(fetch, tree)
+
+
+def one_by_one(change: Callable, tree: Any, *rest: Any) -> Any:
+    """Return what becomes of the arrays of a tree; those on the host take turns on the device."""
+    leaves, form = jax.tree.flatten(tree)
+    others = [jax.tree.leaves(of) for of in rest]
+    new, last = [], None
+    for x, *more in zip(leaves, *others, strict=True):
+        if not is_on_host(x):
+            new.append(change(x, *more))
+            continue
+        if last is not None:
+            x, last = lax.optimization_barrier((x, last))
+        last = to_host(change(to_device(x), *more))
+        new.append(last)
+    return form.unflatten(new)
 
 
 def is_on_host(x: Any) -> bool:

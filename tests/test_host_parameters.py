@@ -187,7 +187,7 @@ def under_matmuls(text):
 @pytest.mark.cuda
 @pytest.mark.parametrize("in_backward", [False, True], ids=["ordinary", "in backward"])
 def test_a_device_holds_two_layers_and_fetches_under_matmuls(in_backward):
-    """Beside them a gradient and its update; the ordinary step holds the gradients of all layers."""
+    """Beside them a gradient and its update; the ordinary step holds all layers' gradients."""
     four, eight = (compiled(n, in_backward) for n in (4, 8))
     small, large = four.memory_analysis(), eight.memory_analysis()
     assert small is not None

@@ -22,6 +22,7 @@ from hfjax.checkpoint.compare import check_same
 from hfjax.checkpoint.directory import check_step, steps_in
 from hfjax.checkpoint.manifest import damage
 from hfjax.checkpoint.record import check_written, read_record
+from hfjax.parallel.memory import to_device
 from hfjax.paths import flatten, nest
 from hfjax.plan import Layout, State
 
@@ -155,6 +156,7 @@ def _begun(layout: Layout, state: State) -> State:
     variables = jax.jit(lambda: plain.create(0).variables, out_shardings=shardings.variables)()
     is_new = lambda x: isinstance(x, jax.ShapeDtypeStruct)
     variables = jax.tree.map(lambda x, new: new if is_new(x) else x, state.variables, variables)
-    moments = jax.jit(layout.optimizer.init, out_shardings=shardings.optimizer)(state.params)
+    begin = lambda params: layout.optimizer.init(to_device(params))
+    moments = jax.jit(begin, out_shardings=shardings.optimizer)(state.params)
     step = jax.jit(lambda: jnp.zeros((), jnp.int32), out_shardings=shardings.step)()
     return replace(state, step=step, optimizer=moments, variables=variables)

@@ -1,0 +1,383 @@
+"""State in host memory: where it lies, and that it is updated as on the device, to the bit."""
+
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+import hfjax
+from hfjax.models.gpt import next_token_loss
+from hfjax.parallel.strategy import Strategy
+from hfjax.paths import flatten
+from hfjax.testing import _check_placement
+from tests.h200 import OPTIMIZED, h200s
+from tests.small_checkpoint import EVERYTHING, same, small_layout, state_at
+from tests.small_gpt import gpt_layout, tokens
+
+DDP, FSDP, PIPE, TENSOR, ZERO1, ZERO2 = (
+    hfjax.DDP,
+    hfjax.FSDP,
+    hfjax.PIPE,
+    hfjax.TENSOR,
+    hfjax.ZERO1,
+    hfjax.ZERO2,
+)
+HOST = hfjax.HOST_OPTIMIZER
+ONE = {"data": 1}
+# XLA writes x / (1 - b ** t) now so and now otherwise, by what is near it; as it is written here,
+# every update is the same to the last bit.
+AS_WRITTEN = {"xla_disable_hlo_passes": "algsimp"}
+
+
+def share(of):
+    return Strategy(f"SHARE{of}", memory={"moments": of})
+
+
+def layout_of(strategy, sizes, optimizer=None, **changes):
+    devices = jax.devices()[: int(np.prod(list(sizes.values())))]
+    return gpt_layout(strategy, sizes, optimizer, devices, **changes)
+
+
+def steps(layout, count=3, batch=None, **execution):
+    """The state and the losses after some steps; everything lies where the layout says."""
+    given: dict[str, Any] = {"compiler_options": AS_WRITTEN, **execution}
+    step = hfjax.train_step(layout, next_token_loss, **given)
+    state, losses = hfjax.init(layout, schedule=given.get("schedule")), []
+    for _ in range(count):
+        state, metrics = step(state, batch or tokens())
+        _check_placement(step.layout, state)
+        losses.append(float(metrics["loss"]))
+    return state, losses
+
+
+def kinds(tree):
+    return {x.sharding.memory_kind for x in jax.tree.leaves(tree)}
+
+
+def moments(state):
+    return {x.sharding.memory_kind for x in jax.tree.leaves(state.optimizer) if x.ndim}
+
+
+# -- the column ---------------------------------------------------------------------------
+
+
+def test_the_column_is_merged_edited_and_shown_as_the_others_are():
+    both = FSDP | HOST
+    assert dict(both.memory) == {"moments": "host", "master": "host"}
+    assert dict((both | HOST).memory) == dict(both.memory)
+    assert "memory       moments -> host, master -> host" in str(both)
+    assert "memory" not in str(FSDP)
+    edited = both.edit(memory={"moments": 0.25})
+    assert dict(edited.memory) == {"moments": 0.25, "master": "host"}
+    assert "moments -> 25% host" in str(edited)
+    assert dict(share(1).memory) == {"moments": "host"}
+    assert dict(share(0.0).memory) == {"moments": "device"}
+
+
+def test_rows_that_say_different_things_are_refused_by_name():
+    message = (
+        r"HOST_OPTIMIZER \| SHARE0.5: both place memory row 'moments': HOST_OPTIMIZER says "
+        "host, SHARE0.5 says 50% host"
+    )
+    with pytest.raises(ValueError, match=message):
+        _ = HOST | share(0.5)
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ({"gradients": "host"}, "memory row 'gradients': one of moments, master, parameters"),
+        ({"moments": "disk"}, 'moments -> \'disk\': "host" or "device", or a share'),
+        ({"moments": 1.5}, "moments -> 1.5: the share of the moments' bytes .* from 0 to 1"),
+        ({"moments": True}, 'moments -> True: "host" or "device"'),
+        ({"master": 0.5}, "master -> 0.5: only moments can be shared out"),
+    ],
+)
+def test_rows_that_mean_nothing_are_refused(rows: Any, message):
+    with pytest.raises(ValueError, match=message):
+        Strategy("MINE", memory=rows)
+
+
+# -- where things lie ---------------------------------------------------------------------
+
+
+def test_a_state_is_born_where_the_layout_says_and_its_bytes_are_counted_apart():
+    layout = layout_of(FSDP | HOST, {"fsdp": 8})
+    state, plain = hfjax.init(layout), layout_of(FSDP, {"fsdp": 8})
+    _check_placement(layout, state)
+    assert moments(state) == {"pinned_host"}
+    assert kinds((state.params, state.step, state.optimizer[0].count)) == {"device"}
+    told, whole = layout.bytes_per_device(), plain.bytes_per_device()
+    assert told["parameters"] == whole["parameters"]
+    assert told["moments"] == 4  # the count
+    assert told["host moments"] == whole["moments"] - 4
+    assert "host moments" not in whole
+    assert "same on host" in str(layout)
+    assert "host moments 27.6 KiB" in str(layout)
+    assert same(state, hfjax.init(plain))
+
+
+@pytest.mark.parametrize("asked", [0.1, 0.37, 0.8])
+def test_a_share_of_the_moments_is_met_within_one_array(asked):
+    layout = layout_of(FSDP | share(asked), {"fsdp": 8})
+    told = layout.bytes_per_device()
+    whole = told["host moments"] + told["moments"] - 4
+    left = [
+        x.size * x.dtype.itemsize // 8
+        for x in jax.tree.leaves(layout.abstract_state().optimizer)
+        if x.ndim and x.sharding.memory_kind != "pinned_host"
+    ]
+    assert 0 <= asked * whole - told["host moments"] < min(left)
+    assert f"{told['host moments'] / whole:.1%} of the moments' bytes lie on the host" in str(
+        layout
+    )
+
+
+def test_a_column_that_would_keep_nothing_on_the_host_is_refused():
+    with pytest.raises(ValueError, match=r"moments -> host, .*keeps no array like a parameter and"):
+        layout_of(DDP | HOST, ONE, optax.sgd(1e-3))
+    with pytest.raises(ValueError, match=r"master -> host: .*keeps no master weights \(hfjax.mast"):
+        layout_of(Strategy("MASTER", memory={"master": "host"}), ONE)
+
+
+def test_devices_without_memory_of_the_host_are_refused(monkeypatch):
+    monkeypatch.setattr("hfjax.parallel.memory._kinds", lambda mesh: ["device"])
+    with pytest.raises(ValueError, match="these devices have no pinned_host memory"):
+        layout_of(DDP | HOST, ONE)
+
+
+def test_parameters_on_the_host_are_stored_there_and_not_yet_fetched_by_a_step():
+    layout = layout_of(FSDP | hfjax.HOST_PARAMETERS, {"fsdp": 8})
+    state = hfjax.init(layout)
+    assert kinds(state.params) == {"pinned_host"}
+    told = layout.bytes_per_device()
+    assert told["parameters"] == 0
+    assert told["host parameters"] > 0
+    assert "P(-, fsdp) on host" in str(layout)
+    with pytest.raises(ValueError, match="memory parameters -> host: no step fetches"):
+        hfjax.train_step(layout, next_token_loss)
+
+
+# -- the update ---------------------------------------------------------------------------
+
+MESHES = [
+    (DDP, ONE, {}),
+    (ZERO1, {"data": 4}, {"accumulate": 2, "clip": 0.5}),
+    (ZERO2 | TENSOR, {"data": 2, "tensor": 2}, {"nonfinite": "skip"}),
+    (hfjax.HSDP, {"data": 2, "fsdp": 2}, {"nonfinite": "apply"}),
+    (PIPE | FSDP, {"pipe": 2, "fsdp": 2}, {"schedule": hfjax.Schedule("1f1b", 4)}),
+]
+
+
+@pytest.mark.parametrize(("strategy", "sizes", "execution"), MESHES)
+def test_moments_on_the_host_are_updated_as_on_the_device_to_the_bit(strategy, sizes, execution):
+    host = share(0.5) if strategy == DDP else HOST
+    wanted, losses = steps(layout_of(strategy, sizes), **execution)
+    state, found = steps(layout_of(strategy | host, sizes), **execution)
+    assert found == losses
+    assert same(wanted, state)
+
+
+def grouped():
+    rate = hfjax.rate(1e-2, warmup=2, steps=8)
+    return hfjax.by_path({"*norm*": optax.lion(1e-3), "*": optax.adamw(rate, weight_decay=0.1)})
+
+
+OPTIMIZERS = {
+    "groups, factors and an average": hfjax.ema(hfjax.scaled(grouped(), {"tokens": 0.1}), 0.5),
+    "lamb, whole arrays": optax.lamb(1e-3),
+    "a norm of all gradients": optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-3)),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizers_put_together_are_streamed_too(name):
+    frozen = ("positions", "layers/mlp/up/*")
+    of = lambda strategy: layout_of(strategy, {"fsdp": 2}, OPTIMIZERS[name]).freeze(*frozen)
+    (wanted, _), (state, _) = steps(of(FSDP), clip=0.5), steps(of(FSDP | HOST), clip=0.5)
+    assert moments(state) == {"pinned_host"}
+    assert same(wanted, state)
+
+
+def test_an_optimizer_that_needs_all_moments_at_once_is_right_and_says_what_it_costs():
+    optimizer = optax.chain(optax.adamw(1e-3), optax.clip_by_global_norm(0.01))
+    wanted, _ = steps(layout_of(FSDP, {"fsdp": 2}, optimizer), 2)
+    with pytest.warns(RuntimeWarning, match="all that lies on the host is on the device at once"):
+        state, _ = steps(layout_of(FSDP | HOST, {"fsdp": 2}, optimizer), 2)
+    assert same(wanted, state)
+
+
+def test_a_step_that_is_not_finite_changes_nothing_on_the_host():
+    layout = layout_of(FSDP | HOST, {"fsdp": 2})
+
+    def bad(outputs, batch):
+        mean = next_token_loss(outputs, batch)
+        return hfjax.Mean(mean.total * np.float32("nan"), mean.weight)
+
+    state = hfjax.init(layout)
+    before = hfjax.full(state)
+    step = hfjax.train_step(layout, bad, nonfinite="skip")
+    state, metrics = step(state, tokens())
+    assert not metrics["finite"]
+    _check_placement(layout, state)
+    assert same(before.params, hfjax.full(state.params))
+    assert same(before.optimizer, hfjax.full(state.optimizer))
+    assert state.step == 1
+
+
+def test_stages_that_update_by_themselves_refuse_the_column():
+    layout = layout_of(PIPE | HOST, {"pipe": 2})
+    with pytest.raises(ValueError, match="HOST_OPTIMIZER keeps a part of the state on the host"):
+        hfjax.train_step(layout, next_token_loss, schedule=hfjax.Schedule("2bw", 4))
+
+
+def test_evaluation_and_another_order_of_layers_leave_moments_where_they_are():
+    layout = layout_of(PIPE | HOST, {"pipe": 2}, layers=4)
+    schedule = hfjax.Schedule("interleaved", 4, chunks=2)
+    state, _ = steps(layout, 1, schedule=schedule)
+    loss = hfjax.eval_step(layout, next_token_loss)(state, tokens())["loss"]
+    plain = hfjax.canonical(layout, state)
+    _check_placement(layout.as_the_model, plain)
+    alone = layout_of(DDP, ONE, layers=4)
+    state, _ = steps(alone, 1)
+    wanted = hfjax.eval_step(alone, next_token_loss)(state, tokens())["loss"]
+    np.testing.assert_allclose(loss, wanted, rtol=1e-5)
+
+
+# -- master weights -----------------------------------------------------------------------
+
+
+def rounded(state, masters):
+    """Whether every parameter is its master weight, rounded."""
+    params = flatten(hfjax.full(state.params))
+    of = {path: x.astype("bfloat16") for path, x in flatten(hfjax.full(masters)).items()}
+    return all(x.tobytes() == params[path].tobytes() for path, x in of.items())
+
+
+@pytest.mark.parametrize("strategy", [ZERO1, ZERO1 | HOST])
+def test_parameters_are_their_master_weights_rounded_after_every_step(strategy):
+    optimizer = hfjax.master(hfjax.ema(grouped(), 0.5))
+    layout = layout_of(strategy, {"data": 4}, optimizer)
+    state = hfjax.init(layout)
+    born = hfjax.init(layout_of(DDP, ONE))
+    assert {str(x.dtype) for x in jax.tree.leaves(state.params)} == {"bfloat16"}
+    assert same(born.params, state.optimizer.master)  # not what is rounded
+    step = hfjax.train_step(layout, next_token_loss, clip=0.5, precision="bf16")
+    for _ in range(3):
+        state, _ = step(state, tokens())
+        assert rounded(state, state.optimizer.master)
+        _check_placement(layout, state)
+    assert moments(state) == {"pinned_host" if strategy.memory else "device"}
+    assert not same(state.optimizer.master, born.params)
+    average = hfjax.averaged(state).params
+    assert {str(x.dtype) for x in jax.tree.leaves(average)} == {"bfloat16"}
+
+
+def test_the_optimizer_sees_master_weights_and_gradients_in_float32():
+    seen = []
+
+    def update(updates, state, params=None):
+        seen.extend(str(x.dtype) for x in jax.tree.leaves((updates, params)))
+        return updates, state
+
+    spy = optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+    steps(layout_of(DDP, ONE, hfjax.master(optax.chain(spy, optax.sgd(1e-3)))), 1)
+    assert set(seen) == {"float32"}
+
+
+def test_small_updates_that_bfloat16_would_lose_add_up_in_the_master_weights():
+    layout = layout_of(DDP, ONE, hfjax.master(optax.sgd(1e-6)))
+    state, _ = steps(layout, 2)
+    born = hfjax.init(layout)
+    moved = lambda a, b: not same(a, b)
+    assert moved(born.optimizer.master, state.optimizer.master)
+
+
+def test_master_weights_of_frozen_parameters_are_not_kept():
+    layout = layout_of(FSDP | HOST, {"fsdp": 2}, hfjax.master(optax.adamw(1e-3))).freeze("tokens")
+    state, _ = steps(layout, 2)
+    first = hfjax.init(layout)
+    assert same(flatten(first.params)["tokens"], flatten(state.params)["tokens"])
+    paths = [jax.tree_util.keystr(k) for k, _ in jax.tree.leaves_with_path(state.optimizer)]
+    assert any("master" in path for path in paths)
+    assert not any("'tokens'" in path for path in paths)
+
+
+def test_master_weights_inside_another_optimizer_are_refused():
+    with pytest.raises(ValueError, match=r"hfjax.master is inside another optimizer.* outermost"):
+        layout_of(DDP, ONE, hfjax.ema(hfjax.master(optax.sgd(1e-3)), 0.9))
+
+
+def test_a_dtype_that_needs_no_master_weights_is_refused():
+    with pytest.raises(ValueError, match=r"stored=float32: .* narrower than float32"):
+        hfjax.master(optax.sgd(1e-3), "float32")
+
+
+# -- checkpoints --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("saved", "restored"),
+    [(HOST, HOST), (HOST, None), (None, HOST), (share(0.5) | hfjax.HOST_PARAMETERS, HOST)],
+)
+def test_a_state_is_restored_into_the_memory_that_the_layout_says(tmp_path, saved, restored):
+    of = lambda host, devices: small_layout(
+        EVERYTHING if host is None else EVERYTHING | host, sizes={"fsdp": devices}
+    )
+    old, new = of(saved, 2), of(restored, 4)
+    state = state_at(old, 3)
+    _check_placement(old, state)
+    hfjax.save(tmp_path, old, state)
+    found = hfjax.restore(tmp_path, new).state
+    _check_placement(new, found)
+    assert same(state, found)
+
+
+def test_a_run_goes_on_from_a_checkpoint_as_if_nothing_had_been(tmp_path):
+    layout = layout_of(FSDP | HOST, {"fsdp": 2}, hfjax.master(optax.adamw(1e-3)))
+    step = hfjax.train_step(layout, next_token_loss)
+    state, _ = step(hfjax.init(layout), tokens())
+    hfjax.save(tmp_path, layout, state)
+    state, _ = step(state, tokens())
+    again, _ = step(hfjax.restore(tmp_path, layout).state, tokens())
+    assert same(state, again)
+    begun = hfjax.restore(tmp_path, layout, parameters_only=True).state
+    _check_placement(layout, begun)
+
+
+# -- compiled for GPUs --------------------------------------------------------------------
+
+EMBED, LENGTH = 256, 64
+LAYER = 12 * EMBED * EMBED * 4  # bytes of one layer's kernels
+
+
+def compiled(strategy, sizes, layers):
+    count = int(np.prod(list(sizes.values())))
+    shape = {"layers": layers, "embed": EMBED, "length": LENGTH, "heads": 4}
+    layout = gpt_layout(strategy, sizes, devices=h200s(count), **shape)
+    batch = {"tokens": jax.ShapeDtypeStruct((count, LENGTH + 1), "int32")}
+    options = {"remat": "full", "compiler_options": OPTIMIZED}
+    lowered = hfjax.train_step(layout, next_token_loss, **options).lower(batch)
+    memory = lowered.compile().memory_analysis()
+    assert memory is not None
+    return layout.bytes_per_device(), memory
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize(("strategy", "sizes"), [(DDP, ONE), (FSDP, {"fsdp": 8})])
+def test_the_device_needs_moments_of_one_layer_more_however_many_there_are(strategy, sizes):
+    of = lambda tree: tree["parameters"] + tree["moments"]
+    more = {}
+    for layers in (2, 8):
+        _, plain = compiled(strategy, sizes, layers)
+        told, host = compiled(strategy | HOST, sizes, layers)
+        batch = (LENGTH + 1) * 4
+        assert host.host_argument_size_in_bytes == told["host moments"]
+        assert 0 <= host.argument_size_in_bytes - of(told) - batch < 1024  # the step, padding
+        assert host.host_temp_size_in_bytes == 0
+        more[layers] = host.temp_size_in_bytes - plain.temp_size_in_bytes
+    moments = 2 * LAYER // sizes.get("fsdp", 1)
+    assert more[2] <= 1.2 * moments
+    assert more[8] <= 1.2 * moments
