@@ -94,6 +94,21 @@ def test_master_weights_are_what_parameters_are_rounded_from():
         np.testing.assert_array_equal(param, master.astype(param.dtype))
 
 
+@pytest.mark.parametrize(
+    ("execution", "message"),
+    [
+        ({"remat": "every:2"}, r"parameters -> host: .*every=2.* is of several layers at a time"),
+        ({"offload": hfjax.Offload(ratio=0.5)}, r"parameters -> host: Offload.* backward pass is"),
+        ({"reshard_after_forward": False}, r"reshard_after_forward=False keeps all layers on the"),
+        ({"schedule": hfjax.Schedule("gpipe", 2)}, r"parameters -> host: a pipeline keeps its"),
+    ],
+)
+def test_what_keeps_layers_on_the_device_is_refused(execution, message):
+    layout = gpt_layout(FSDP | HOST_PARAMETERS, {"fsdp": 2}, ADAMW, jax.devices()[:2])
+    with pytest.raises(ValueError, match=message):
+        hfjax.train_step(layout, next_token_loss, **execution)
+
+
 # --- what is transferred --------------------------------------------------------------------
 
 

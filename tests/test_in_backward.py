@@ -73,9 +73,11 @@ def ordinary():
         return run(one_device(dropout=0.1), precision="fp64")
 
 
-@pytest.mark.parametrize(
-    "name", ["DDP", "ZERO1", "ZERO2 in two levels", "FSDP", "HSDP+TENSOR+SEQUENCE", "ZERO2+TENSOR"]
-)
+SLOW = ("DDP", "ZERO2 in two levels", "ZERO2+TENSOR")
+QUICK = ("ZERO1", "FSDP", "HSDP+TENSOR+SEQUENCE")
+
+
+@pytest.mark.parametrize("name", [*QUICK, *(pytest.param(n, marks=pytest.mark.slow) for n in SLOW)])
 def test_every_strategy_trains_as_the_ordinary_step_does_on_one_device(ordinary, name):
     with jax.enable_x64(True):
         layout = gpt_layout(*on(name), ADAMW, layers=LAYERS, dropout=0.1)
