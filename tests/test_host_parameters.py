@@ -181,20 +181,20 @@ DONE = r".*-done[\w.]* = f32\[([\d,]+)\].*\(%?(dynamic-slice-start[\w.]*)\)"
 
 
 def under_matmuls(text):
-    """Of each loop the share of the bytes from the host that have a matmul before they arrive."""
+    """Of each loop with matmuls the share of bytes from the host that arrive after one."""
     shares = []
     for body in re.split(r"\n}\n", text):
         name = re.search(r"^(ENTRY )?%?[\w.\-]+ \(", body, re.MULTILINE)
-        flying, hidden, total = {}, 0, 0
+        flying, hidden, total, matmuls = {}, 0, 0, 0
         for line in body.split("\n"):
             if re.match(r"\s+%?gemm_fusion|.*__cublas", line):
-                flying = dict.fromkeys(flying, True)
+                flying, matmuls = dict.fromkeys(flying, True), matmuls + 1
             elif start := re.match(r"\s+%?(dynamic-slice-start[\w.]*) = .*S\(5\)", line):
                 flying[start[1]] = False
             elif end := re.match(DONE, line):
                 size = 4 * math.prod(map(int, end[1].split(",")))
                 total, hidden = total + size, hidden + size * flying.pop(end[2], False)
-        if name and not name[1] and total > LAYER / 2:
+        if name and not name[1] and total > LAYER / 2 and matmuls:
             shares.append(hidden / total)
     return shares
 
@@ -209,7 +209,7 @@ def test_a_device_holds_two_layers_and_fetches_under_matmuls(in_backward):
     assert large is not None
     growth = (large.temp_size_in_bytes - small.temp_size_in_bytes) / 4
     gradients = 0 if in_backward else LAYER
-    assert CARRY <= growth - gradients <= 0.25 * LAYER
+    assert 0.9 * CARRY <= growth - gradients <= 0.25 * LAYER
     assert small.temp_size_in_bytes - 4 * gradients <= 6 * LAYER
     assert small.host_temp_size_in_bytes == 0
     assert small.host_alias_size_in_bytes == small.host_argument_size_in_bytes >= 4 * LAYER
