@@ -1,13 +1,14 @@
 """Whether an optimizer can run by parts: tried on small arrays, whole and part by part."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from hfjax.parallel.blueprint import LAYERS as OF_LAYERS
 from hfjax.parallel.reduction import Flat
 from hfjax.paths import nest
 from hfjax.plan import Layout
@@ -16,31 +17,64 @@ from hfjax.stagewise import COUNT, ENDS, LAYERS, NUMBER, Parts
 SIZES = (1e-3, 1.0, 1e3)  # of the gradients, step by step: enough for what clips to be seen
 
 
-def check_leafwise(layout: Layout) -> None:
+class Asker(NamedTuple):
+    """What runs an optimizer by parts: what it does, and what there is instead."""
+
+    updates: str
+    instead: str
+
+
+ASYNCHRONOUS = Asker(
+    "Under an asynchronous schedule each stage updates its layers by itself",
+    'a schedule that waits, for instance hfjax.Schedule("1f1b", …)',
+)
+
+
+def check_leafwise(layout: Layout, asker: Asker = ASYNCHRONOUS, split: bool = False) -> None:
     """Refuse an optimizer whose update of a part is not that part of its update of all.
 
-    It may keep arrays like the parameters, and numbers that do not depend on gradients.
+    It may keep arrays like the parameters, and numbers that do not depend on gradients. `split`:
+    parts are pieces of a layer's arrays as well, as they lie on devices.
     """
-    parts = Parts(layout)
+    layers = _PIECES if layout.blueprint.listed else _PARTS | _PIECES if split else _PARTS
+    try:
+        _check(Parts(layout), layers | _ENDS)
+    except _DependsError as error:
+        raise ValueError(
+            f"this optimizer {error}. {asker.updates}: use an optimizer that works element by "
+            f"element (optax.sgd, adam, adamw, lion …), or {asker.instead}."
+        ) from error
+
+
+class _DependsError(Exception):
+    """What an update of a part depends on that is no part of it."""
+
+
+def _check(parts: Parts, shares: Mapping[str, Callable]) -> None:
     for name, (_, leaf) in parts.leaves.items():
         number = leaf.shape == () and jnp.issubdtype(leaf.dtype, jnp.number)
         if parts.roles[name] in (COUNT, NUMBER) and not number:
             what = f"{leaf.dtype}{list(leaf.shape)}"
-            raise _refused(f"keeps {name} {what}, neither like a parameter nor a number")
+            raise _DependsError(f"keeps {name} {what}, neither like a parameter nor a number")
     trial = _trial(parts)
     try:
         whole = trial.run(lambda role, x: x)
-        for what, part in _PARTS.items():
+        for what, part in shares.items():
             _compare(what, trial.pick(part, whole), trial.run(part))
     except (TypeError, KeyError, IndexError, AttributeError) as error:
-        raise _refused("cannot be given a part of the parameters") from error
+        raise _DependsError("cannot be given a part of the parameters") from error
     _check_counts(trial, whole[1])
 
 
 # What a part takes of an array: (whose it is, array) -> its share, or None.
 _PARTS: dict[str, Callable[[str, Any], Any]] = {
     "a layer": lambda role, x: x if role in (COUNT, NUMBER) else x[:1] if role == LAYERS else None,
+}
+_ENDS: dict[str, Callable[[str, Any], Any]] = {
     "the ends": lambda role, x: None if role == LAYERS else x,
+}
+_PIECES: dict[str, Callable[[str, Any], Any]] = {
+    "a piece of a layer": lambda role, x: None if role == ENDS else x[(slice(1),) * x.ndim],
 }
 Result = tuple[Flat, Flat]  # what is added to the parameters in all steps; the state afterwards
 
@@ -66,7 +100,7 @@ class _Trial:
 
     def pick(self, part: Callable, of: Result) -> Result:
         """Return a part of parameters (or what is like them) and state."""
-        role = lambda path: LAYERS if self.parts.layout.placed[path].stacked else ENDS
+        role = lambda path: LAYERS if path.startswith(OF_LAYERS) else ENDS
         shares = {path: part(role(path), x) for path, x in of[0].items()}
         kept = {name: part(self.parts.roles[name], x) for name, x in of[1].items()}
         there = lambda flat: {name: x for name, x in flat.items() if x is not None}
@@ -89,10 +123,10 @@ def _compare(what: str, wanted: Result, found: Result) -> None:
     for path, update in wanted[0].items():
         apart = float(jnp.abs(update - found[0][path]).max())
         if not apart <= 1e-3 * float(jnp.abs(update).max()):
-            raise _refused(f"updates {path} otherwise if it is given {what} alone")
+            raise _DependsError(f"updates {path} otherwise if it is given {what} alone")
     for name, number in wanted[1].items():
         if not number.shape and not jnp.array_equal(number, found[1][name]):
-            raise _refused(f"keeps {name}, a number that depends on the gradients")
+            raise _DependsError(f"keeps {name}, a number that depends on the gradients")
 
 
 def _check_counts(trial: _Trial, after: Flat) -> None:
@@ -106,12 +140,4 @@ def _check_counts(trial: _Trial, after: Flat) -> None:
     _, then = replace(trial, state=late).run(lambda role, x: x)
     for name, by in moved.items():
         if by not in (0, len(SIZES)) or then[name] - late[name] != by:
-            raise _refused(f"keeps {name}, which is neither constant nor a count of updates")
-
-
-def _refused(why: str) -> ValueError:
-    return ValueError(
-        f"this optimizer {why}. Under an asynchronous schedule each stage updates its layers by "
-        "itself: use an optimizer that works element by element (optax.sgd, adam, adamw, lion …), "
-        'or a schedule that waits, for instance hfjax.Schedule("1f1b", …).'
-    )
+            raise _DependsError(f"keeps {name}, which is neither constant nor a count of updates")

@@ -8,6 +8,8 @@ import jax
 from hfjax.mean import Mean
 from hfjax.parallel.execution import Execution
 from hfjax.parallel.gradients import DataPlane
+from hfjax.parallel.layer_updates import LayerUpdatePlane
+from hfjax.parallel.layerwise import LayerwisePlane
 from hfjax.parallel.mesh import PIPE_AXIS
 from hfjax.parallel.placement import batch_devices
 from hfjax.parallel.reduction import Flat
@@ -25,7 +27,10 @@ class Passed(NamedTuple):
     norm: jax.Array  # of the gradient of the mean
     update: Callable  # (params, moments) -> new ones; streamed: also whether to change them
     variables: Flat  # what the model wrote to
-    squares: Flat  # path -> sum of the squares of a gradient; empty where nobody knows them all
+    # Path -> sum of the squares of a gradient, of each layer of a stack where they are updated one
+    # by one; empty where nobody knows them all.
+    squares: Flat
+    settled: bool = False  # the update itself leaves alone what is not finite
 
 
 def data_plane(
@@ -33,8 +38,11 @@ def data_plane(
 ) -> DataPlane:
     """Return the data plane of a layout, one that follows a table if there is one."""
     basic = (layout.blueprint, layout.placed, layout.mesh, execution, loss, layout.forward)
+    if execution.optimizer_in_backward:
+        return LayerUpdatePlane(*basic)
     if table is None:
-        return DataPlane(*basic)
+        far = layout.hosted.parameters and layout.blueprint.three_parts and not layout.forward
+        return LayerwisePlane(*basic) if far else DataPlane(*basic)
     assert layout.arrangement is not None
     return PipelinePlane(*basic, layout.arrangement, compile_table(table), layout.packed)
 

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from hfjax.parallel.blueprint import LAYERS as OF_LAYERS
 from hfjax.parallel.reduction import Flat
 from hfjax.paths import flatten, nest
 from hfjax.plan import Layout
@@ -39,7 +40,7 @@ class Parts:
         roles, beside = {}, set()
         for name, (keys, leaf) in self.leaves.items():
             if (p := self.layout.parameter_of(keys, leaf)) is not None:
-                roles[name] = LAYERS if p.stacked else ENDS
+                roles[name] = LAYERS if p.path.startswith(OF_LAYERS) else ENDS
                 beside.add(keys[: -len(p.path.split("/")) - 1])
         for name, (keys, _) in self.leaves.items():
             if name not in roles:

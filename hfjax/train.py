@@ -14,14 +14,17 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 from hfjax.asynchronous import AsynchronousPass
 from hfjax.batches import check_batch, is_placed, microbatches_of, shard_batch
 from hfjax.elementwise import check_elementwise, check_padding
+from hfjax.in_backward import InBackward, check_in_backward
 from hfjax.mean import Mean
 from hfjax.optimizers import from_master
-from hfjax.parallel.compiler import compiler_options as options_of
+from hfjax.parallel.compiler import FROM_HOST, compiler_options as options_of
 from hfjax.parallel.execution import Execution, Precision
+from hfjax.parallel.layer_updates import LayerUpdatePlane
 from hfjax.parallel.memory import check_has_host_memory, of_results
 from hfjax.parallel.mesh import BATCH_AXES, PIPE_AXIS, describe_mesh
 from hfjax.parallel.offloaded import Offloaded
 from hfjax.parallel.reduction import Flat
+from hfjax.parallel.remat import Remat
 from hfjax.parallel.schedules import Schedule
 from hfjax.parallel.stages import PipelinePlane
 from hfjax.paths import flatten, nest
@@ -63,6 +66,8 @@ class TrainStep:
         check_runs(layout, execution, training=True)
         check_elementwise(layout)
         check_padding(layout)
+        if execution.optimizer_in_backward:
+            check_in_backward(layout, execution)
         self.layout, self.execution = layout, execution
         schedule, stages = execution.schedule, layout.mesh.shape[PIPE_AXIS]
         table = None if schedule is None else schedule.table(stages)
@@ -76,6 +81,8 @@ class TrainStep:
         self._pass = self._synchronous
         if versions is not None and isinstance(self._plane, PipelinePlane):
             self._pass = AsynchronousPass.of(layout, self._plane, versions)
+        if isinstance(self._plane, LayerUpdatePlane):
+            self._pass = InBackward.of(layout, self._plane)
         self._shardings = replace(layout.shardings(), order=None)
         self._batch = NamedSharding(layout.mesh, P(BATCH_AXES))
         self._streamed = Streamed(layout) if layout.hosted else None
@@ -163,7 +170,10 @@ class TrainStep:
 
         old = {path: variables[path] for path in done.variables}
         held = (self._place(params), state.optimizer, old)
-        params, moments, new = self._unless_nonfinite(metrics["finite"], update, held)
+        if done.settled:
+            params, moments, new = update(held)
+        else:
+            params, moments, new = self._unless_nonfinite(metrics["finite"], update, held)
         return State(state.step + 1, nest(params), moments, nest(variables | new)), metrics
 
     def _synchronous(self, state: State, batch: Any) -> Passed:
@@ -260,7 +270,9 @@ def eval_step(
 
 
 def _options(layout: Layout, execution: Execution) -> dict[str, Any] | None:
-    return options_of(execution.compiler_options, _platform(layout)) or None
+    platform = _platform(layout)
+    unasked = options_of(FROM_HOST if layout.hosted.parameters else {}, platform)
+    return unasked | options_of(execution.compiler_options, platform) or None
 
 
 def _platform(layout: Layout) -> str:
@@ -288,12 +300,7 @@ def check_runs(layout: Layout, execution: Execution, training: bool = False) -> 
             "Set it to 1, or add a strategy that uses it (hfjax.TENSOR uses tensor, hfjax.PIPE "
             "uses pipe)."
         )
-    if layout.hosted.parameters:
-        raise ValueError(
-            f"strategy {layout.strategy.name}, memory parameters -> host: no step fetches "
-            "parameters from the host yet. Keep them on the device: leave hfjax.HOST_PARAMETERS "
-            "out; hfjax.HOST_OPTIMIZER takes most of what a state needs off the device."
-        )
+    _check_hosted(layout, execution, training)
     stages = layout.mesh.shape[PIPE_AXIS]
     if training and stages > 1 and execution.schedule is None:
         raise ValueError(
@@ -308,6 +315,30 @@ def check_runs(layout: Layout, execution: Execution, training: bool = False) -> 
             "precision reduce=bfloat16 beside a tensor axis crashes XLA's CPU compiler. "
             "Reduce in float32 on CPU."
         )
+
+
+def _check_hosted(layout: Layout, execution: Execution, training: bool) -> None:
+    """Refuse what no step can do with parameters on the host."""
+    if not layout.hosted.parameters:
+        return
+    refused = {
+        "a pipeline keeps its stages' layers on the device": layout.mesh.shape[PIPE_AXIS] > 1
+        or execution.schedule is not None,
+        f"{execution.offload} goes with layers whose backward pass is derived": training
+        and execution.offload is not None,
+        f"{execution.remat} is of several layers at a time, and each is fetched by itself": training
+        and cast(Remat, execution.remat).unit > 1,
+        "reshard_after_forward=False keeps all layers on the device": not (
+            execution.reshard_after_forward
+        ),
+    }
+    for why, wrong in refused.items():
+        if wrong:
+            raise ValueError(
+                f"strategy {layout.strategy.name}, memory parameters -> host: {why}. Leave that "
+                "out, or keep parameters on the device: hfjax.HOST_OPTIMIZER takes most of what a "
+                "state needs off it."
+            )
 
 
 def _check_offload(layout: Layout, execution: Execution) -> None:

@@ -21,7 +21,7 @@ class Seen(NamedTuple):
     step: Any
     loss: Any
     finite: Any
-    squares: Mapping[str, Any]  # of the gradients, by path
+    squares: Mapping[str, Any]  # of the gradients, by path; by layer if each is updated by itself
 
 
 class Watch:
@@ -65,8 +65,19 @@ class Watch:
                 f"{told}{len(bad)} parameters are not finite either, the first is {p.path} "
                 f"{p.shape}: {p.parameter}. Restore an earlier checkpoint."
             )
-        kept = "All" if self.policy == "apply" else "That step changed no parameter; all"
-        return f"{told}{kept} parameters are finite: {self._gradients_of(seen)}"
+        return f"{told}{self._kept(seen)} parameters are finite: {self._gradients_of(seen)}"
+
+    def _kept(self, seen: Seen) -> str:
+        """Return what that step changed."""
+        if self.policy == "apply":
+            return "All"
+        by_layer = any(np.ndim(x) for x in seen.squares.values())
+        if not by_layer or not np.isfinite(float(seen.loss)):
+            return "That step changed no parameter; all"
+        return (
+            "With optimizer_in_backward the layers behind the first gradient that is not finite "
+            "took that step, counting from the last one; nothing else did. All"
+        )
 
     def _parameters_that_are_not_finite(self, state: State) -> list[str]:
         finite = jax.jit(lambda tree: {path: jnp.isfinite(x).all() for path, x in tree.items()})
@@ -75,11 +86,27 @@ class Watch:
     def _gradients_of(self, seen: Seen) -> str:
         """Return what the gradients of the step tell about its cause."""
         loss = float(seen.loss)
-        bad = [path for path, x in seen.squares.items() if not np.isfinite(float(x))]
+        bad = [path for path, x in seen.squares.items() if not np.isfinite(x).all()]
         if not np.isfinite(loss) or not bad:
             return f"look at the batch and the loss (it was {loss})."
-        p = self.layout.placed[bad[0]]
+        layer, first = self._first(bad, seen)
+        p, of = self.layout.placed[first], f" of layer {layer}" if layer >= 0 else ""
         return (
             f"the loss was {loss:g}, the gradients of {len(bad)} of {len(seen.squares)} parameters "
-            f"are not finite, the first is that of {p.path} {p.shape}. Look at what it is used in."
+            f"are not finite, the first is that of {p.path} {p.shape}{of}. Look at what it is used "
+            "in."
         )
+
+    def _first(self, bad: list[str], seen: Seen) -> tuple[int, str]:
+        """Return the layer whose gradient was the first that is not finite, and its path."""
+        layers = {path: self._layer_of(path, seen) for path in bad}
+        path = max(bad, key=lambda path: layers[path])
+        return layers[path], path
+
+    def _layer_of(self, path: str, seen: Seen) -> int:
+        """Return the last layer in which a gradient is not finite; -1 if it is not told."""
+        layers = np.asarray(seen.squares[path])
+        if not layers.ndim:
+            return -1
+        in_stack = self.layout.placed[path].stacked
+        return np.flatnonzero(~np.isfinite(layers))[-1] if in_stack else int(path.split("/")[1])

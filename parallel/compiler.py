@@ -35,6 +35,10 @@ PRESETS: dict[str, dict[str, Any]] = {
     "overlap_two": _overlap() | {"xla_gpu_experimental_parallel_collective_overlap_limit": 2},
 }
 
+# Parameters that come from the host: as many copies at once as a layer has arrays. XLA's own limit
+# is two, so that all but two have arrived before the layer's first matmul begins.
+FROM_HOST = {"xla_gpu_experimental_parallel_async_compute_limit": 32}
+
 
 def compiler_options(options: str | Mapping[str, Any], platform: str) -> dict[str, Any]:
     """Return the options to compile with on this platform: of a preset, {} where it is no GPU.

@@ -71,6 +71,8 @@ class Execution:
     offload: Offload | None = None  # what of the tensors that layers keep waits on the host
     reshard_after_forward: bool = True  # drop gathered parameters after use and gather again
     reduction: str = "flat"  # hierarchical: scatter over fsdp, add over data, gather over fsdp
+    # Update each layer as soon as its gradient is there, so that only about one is ever alive.
+    optimizer_in_backward: bool = False
     unroll: int | bool | None = None  # layers per turn of the scan; None: as measured per backend
     # A step whose loss or gradient is not finite: stop (leave the state as it was, raise two calls
     # later), skip (leave it, warn, go on; raise after `patience` in a row), apply (update, raise).

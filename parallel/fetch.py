@@ -1,4 +1,4 @@
-"""Reading a parameter is what moves it: cast, gather; backward, cast, reduce-scatter, add.
+"""Reading a parameter moves it: to the device, cast, gather; backward, cast, reduce-scatter, add.
 
 Inside the data plane a model's variables hold `Stored` values: what this device stores, and the
 slot its gradient goes to. Whatever reads the variable gets the whole parameter in the compute
@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from hfjax.parallel.memory import to_device
 from hfjax.parallel.mesh import BATCH_AXES, in_use
 from hfjax.parallel.strategy import Axes
 
@@ -130,7 +131,7 @@ def _gather(move: Movement, value: jax.Array) -> jax.Array:
             x = lax.all_gather(x, axes, axis=x.ndim + dim, tiled=True)
         return x
 
-    sent = value.astype(move.wire)
+    sent = to_device(value).astype(move.wire)
     if move.gather:
         sent = on_tensor_shards(gather, move.tensor, value.ndim)(sent)
     return sent.astype(move.compute)
@@ -157,13 +158,18 @@ def scatter(gradient: jax.Array, dims: Dims, tensor: Dims) -> jax.Array:
     return on_tensor_shards(run, tensor, gradient.ndim)(gradient) if dims else gradient
 
 
-def _backward(move: Movement, like: jax.Array, cotangent: jax.Array):
+def give(move: Movement, cotangent: jax.Array, dtype: Any) -> jax.Array:
+    """Return the gradient of what was fetched where it accumulates: scattered, added up."""
     moved = move.scatter or move.sum
-    gradient = cotangent.astype(move.reduce if moved else like.dtype)
+    gradient = cotangent.astype(move.reduce if moved else dtype)
     gradient = scatter(gradient, move.scatter, move.tensor)
     if move.sum:
         gradient = lax.psum(gradient, move.sum)
-    return None, gradient.astype(like.dtype)
+    return gradient.astype(dtype)
+
+
+def _backward(move: Movement, like: jax.Array, cotangent: jax.Array):
+    return None, give(move, cotangent, like.dtype)
 
 
 _fetch.defvjp(_forward, _backward)

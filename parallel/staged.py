@@ -1,7 +1,7 @@
 """A three-part model as a pipeline sees it: what is before, in, and after its layers."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -16,6 +16,10 @@ from hfjax.parallel.fetch import Elsewhere, Movement, Stored
 from hfjax.parallel.layers import layer_function
 from hfjax.parallel.pipeline import Model
 from hfjax.parallel.reduction import Flat
+
+IN_A_PIPELINE = (
+    "in a pipeline nothing is written, since microbatches are in different layers at the same time"
+)
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["means", "outputs"], meta_fields=[])
@@ -48,6 +52,9 @@ class Staged:
     tells: str | None  # "losses" or "outputs": see Told
     keeps_last: bool  # in the last microbatch nothing is recomputed
     mark: Callable  # marks a tree as differing between devices
+    unwritten: str = field(default=IN_A_PIPELINE, kw_only=True)  # why no variable is written to
+    # Makes of a layer's function one that keeps something else for its backward pass.
+    keeping: Callable = field(default=lambda function: function, kw_only=True)
 
     def model(self) -> Model:
         """Return what the executor runs."""
@@ -115,34 +122,38 @@ class Staged:
         stored = lambda path: self._stored(path, values[path], slots.get(path))
         return self.mark(self._apply(layer, stored, held, x))
 
+    def run(self, layer: Layer, values: Flat, slots: Flat, x: Any) -> Any:
+        """Return what a layer of a list makes of `x`, its parameters being stored ones."""
+        stored = lambda path: self._stored(path, values[path], slots.get(path))
+        held = self.variables(0, None) if layer.variables else {}
+        return self._apply(layer, stored, held, x)
+
     def _apply(self, layer: Layer, parameter: Callable, variables: Flat, x: Any) -> Any:
         """Return what a layer makes of `x`."""
         if not isinstance(layer.graph, nnx.GraphDef):
             return layer.graph(x)
-        function = layer_function(layer.graph, self.policy)
+        function = self.keeping(layer_function(layer.graph, self.policy))
         held = fill(layer.variables, variables.__getitem__)
         y, written = function(fill(layer.parameters, parameter), held, x)
         path = {keys: variable.get_raw_value().path for keys, variable in layer.variables}
         if names := [path[keys] for keys, _ in nnx.to_flat_state(written)]:
-            raise _written("a layer", names)
+            raise _written("a layer", names, self.unwritten)
         return y
 
     def _check_unwritten(self, model: Any, before: Flat, part: str) -> None:
         after = self.blueprint.variables_of(model)
         if names := [path for path, value in after.items() if value is not before[path]]:
-            raise _written(part, names)
+            raise _written(part, names, self.unwritten)
 
 
-def _written(part: str, names: list[str]) -> ValueError:
+def _written(part: str, names: list[str], why: str) -> ValueError:
     if all(name.endswith("count") for name in names):
         return ValueError(
-            f"{part} counts in {', '.join(names)} how often it drew random numbers: in a pipeline "
-            "nothing is written, since microbatches are in different layers at the same time. Use "
+            f"{part} counts in {', '.join(names)} how often it drew random numbers: {why}. Use "
             "hfjax.models.parts.Dropout, which has a key for each row, instead of nnx.Dropout."
         )
     return ValueError(
-        f"{part} writes to {', '.join(names)}: in a pipeline nothing is written, since "
-        "microbatches are in different layers at the same time. Normalise without running "
-        "statistics (LayerNorm, GroupNorm, RMSNorm), and hand auxiliary losses on beside the "
-        "activations: a layer may take and return a pytree."
+        f"{part} writes to {', '.join(names)}: {why}. Normalise without running statistics "
+        "(LayerNorm, GroupNorm, RMSNorm), and hand auxiliary losses on beside the activations: a "
+        "layer may take and return a pytree."
     )

@@ -322,7 +322,9 @@ def compiled(strategy, sizes, rows, **options):
         layout, next_token_loss, precision="bf16", compiler_options=OPTIMIZED, **options
     )
     batch = {"tokens": jax.ShapeDtypeStruct((rows, 257), "int32")}
-    return step.lower(batch).compile().memory_analysis(), step.offloaded
+    found = step.lower(batch).compile().memory_analysis()
+    assert found is not None
+    return found, step.offloaded
 
 
 @pytest.mark.cuda

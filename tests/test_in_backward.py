@@ -1,0 +1,431 @@
+"""A step that updates layers in its backward pass equals the ordinary one and holds one gradient.
+
+What it leaves is equal to rounding: to 1e-12 in float64.
+"""
+
+import math
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import hfjax
+from hfjax import DDP, FSDP, HSDP, ZERO1, ZERO2, Mean, Schedule
+from hfjax.models.attention import dot_product
+from hfjax.models.gpt import GPT, GPTConfig, next_token_loss
+from hfjax.models.parts import stacked
+from hfjax.testing import strategies
+from tests.h200 import OPTIMIZED, h200s
+from tests.small_gpt import gpt_layout, tokens
+
+LAYERS = 3
+SUMS = 8  # total and weight of the loss, two float32 scalars
+ADAMW = optax.adamw(optax.linear_schedule(1e-3, 1e-2, 3), eps=1e-4)
+IN_BACKWARD = {"optimizer_in_backward": True}
+
+
+def run(layout, loss=next_token_loss, batch=None, steps=3, **execution):
+    """What the metrics told, and the state at the end, in host memory."""
+    state, step = hfjax.init(layout), hfjax.train_step(layout, loss, **execution)
+    told = []
+    for _ in range(steps):
+        state, metrics = step(state, tokens() if batch is None else batch)
+        told.append({name: float(x) for name, x in metrics.items()})
+    wanted = layout.shardings()
+    for x, where in zip(jax.tree.leaves(state), jax.tree.leaves(wanted), strict=True):
+        assert x.sharding.is_equivalent_to(where, x.ndim)
+    return told, hfjax.full((state.params, state.optimizer))
+
+
+def norm(tree):
+    return math.sqrt(sum(float(np.sum(np.square(x, dtype=float))) for x in jax.tree.leaves(tree)))
+
+
+def assert_same(found, wanted, tolerance):
+    """Equal metrics in every step; parameters, and moments, relative to the norm of the tree."""
+    for mine, theirs in zip(found[0], wanted[0], strict=True):
+        assert mine == pytest.approx(theirs, rel=tolerance, abs=tolerance)
+    for mine, theirs in zip(found[1], wanted[1], strict=True):
+        apart = jax.tree.map(lambda a, b: np.asarray(a, float) - np.asarray(b, float), mine, theirs)
+        assert norm(apart) <= tolerance * norm(theirs)
+
+
+def on(name):
+    strategy, sizes = strategies(8)[name]
+    return strategy, sizes
+
+
+def one_device(optimizer=ADAMW, **changes):
+    return gpt_layout(DDP, {"data": 1}, optimizer, jax.devices()[:1], layers=LAYERS, **changes)
+
+
+# --- the same result ------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def ordinary():
+    with jax.enable_x64(True):
+        return run(one_device(dropout=0.1), precision="fp64")
+
+
+SLOW = ("DDP", "ZERO2 in two levels", "ZERO2+TENSOR")
+QUICK = ("ZERO1", "FSDP", "HSDP+TENSOR+SEQUENCE")
+
+
+@pytest.mark.parametrize("name", [*QUICK, *(pytest.param(n, marks=pytest.mark.slow) for n in SLOW)])
+def test_every_strategy_trains_as_the_ordinary_step_does_on_one_device(ordinary, name):
+    with jax.enable_x64(True):
+        layout = gpt_layout(*on(name), ADAMW, layers=LAYERS, dropout=0.1)
+        found = run(layout, precision="fp64", **IN_BACKWARD)
+    assert_same(found, ordinary, 1e-12)
+
+
+GROUPS = hfjax.by_path({"layers/*": optax.adamw(1e-2), "*norm*": optax.sgd(0.1), "*": ADAMW})
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "frozen", "sizes", "execution"),
+    [
+        (ADAMW, (), {"data": 2, "fsdp": 2}, {"precision": "bf16", "remat": "full"}),
+        (ADAMW, (), {"fsdp": 4}, {"reshard_after_forward": False, "nonfinite": "apply"}),
+        (hfjax.ema(GROUPS, 0.9), (), {"fsdp": 2}, {"remat": "dots"}),
+        (ADAMW, ("tokens", "layers/mlp/*"), {"fsdp": 2}, {"unroll": True}),
+    ],
+    ids=["bf16, remat", "kept gathered", "an average, by path", "frozen, unrolled"],
+)
+def test_options_and_optimizers_go_with_it(optimizer, frozen, sizes, execution):
+    layout = gpt_layout(HSDP, sizes, optimizer, layers=LAYERS)
+    layout = layout.freeze(*frozen) if frozen else layout
+    found, wanted = (run(layout, **execution, **more) for more in (IN_BACKWARD, {}))
+    assert_same(found, wanted, 2e-3 if "precision" in execution else 1e-5)
+
+
+def test_a_reduction_in_two_levels_goes_layer_by_layer():
+    layout = gpt_layout(DDP, {"data": 2, "fsdp": 2}, ADAMW, layers=2)
+    step = hfjax.train_step(layout, next_token_loss, reduction="hierarchical", **IN_BACKWARD)
+    found = hfjax.collectives(step.lower(tokens()))
+    whole = sum(math.prod(p.shape) for p in layout.placed.values())
+    assert found.total("reduce-scatter", "fsdp") == 4 * whole == found.total("all-gather", "fsdp")
+    assert found.total("all-reduce", "data") == 4 * whole // 2
+    wanted = run(one_device())
+    assert_same(
+        run(
+            gpt_layout(DDP, {"data": 2, "fsdp": 2}, ADAMW, layers=LAYERS),
+            reduction="hierarchical",
+            **IN_BACKWARD,
+        ),
+        wanted,
+        1e-5,
+    )
+
+
+class Listed(nnx.Module):
+    """Unlike layers, one of them a function; the head reads what embed reads."""
+
+    def __init__(self, rngs):
+        self.before = nnx.Param(0.5 * jax.random.normal(rngs.params(), (4, 8)))
+        wide, narrow = nnx.Linear(8, 16, rngs=rngs), nnx.Linear(16, 8, rngs=rngs)
+        self.layers = nnx.Sequential(wide, jnp.tanh, narrow, nnx.Linear(8, 8, rngs=rngs))
+
+    def embed(self, batch):
+        return batch["x"] @ self.before[...]
+
+    def head(self, x):
+        return x @ self.before[...].T
+
+
+def squared(outputs, batch):
+    """Rows weigh unequally."""
+    apart = jnp.square(outputs - batch["y"]).sum(axis=1) * batch["weight"]
+    return Mean(apart.sum(), batch["weight"].sum(), {"first": outputs[:, 0].mean()})
+
+
+def rows(n=8):
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(2, n, 4)).astype(np.float32)
+    return {"x": x, "y": y, "weight": rng.integers(1, 5, n).astype(np.float32)}
+
+
+@pytest.mark.parametrize("strategy", [DDP, ZERO1, FSDP], ids=["DDP", "ZERO1", "FSDP"])
+def test_a_list_of_unlike_layers_is_updated_one_by_one(strategy):
+    mesh = hfjax.make_mesh(devices=jax.devices()[:4], data=2, fsdp=2)
+    layout = hfjax.layout(Listed, ADAMW, mesh, strategy.edit(replicate_below=0))
+    found, wanted = (run(layout, squared, rows(), **more) for more in (IN_BACKWARD, {}))
+    assert_same(found, wanted, 1e-6)
+
+
+# --- what is sent ---------------------------------------------------------------------------
+
+
+def lowered(strategy, sizes, **execution):
+    layout = gpt_layout(strategy.edit(replicate_below=1024), sizes, layers=LAYERS)
+    return layout, hfjax.train_step(layout, next_token_loss, **IN_BACKWARD, **execution).lower(
+        tokens()
+    )
+
+
+def elements(layout, *, split, layers=None):
+    """Elements of the matrices (split) or of the small arrays (whole), of layers or others."""
+    size = lambda p: math.prod(p.shape) // (LAYERS if p.stacked else 1)
+    return sum(
+        math.prod(p.shape)
+        for p in layout.placed.values()
+        if (size(p) >= 1024) == split and layers in (None, p.stacked)
+    )
+
+
+def squares(layout):
+    """Bytes that tell all devices whether the gradients of a layer are finite: one number each."""
+    return 4 * LAYERS * sum(p.stacked and bool(p.split("moment")) for p in layout.placed.values())
+
+
+def test_ddp_reduces_each_gradient_once_and_those_of_a_layer_in_its_turn():
+    layout, program = lowered(DDP, {"data": 4})
+    found = hfjax.collectives(program)
+    whole = lambda layers: sum(elements(layout, split=s, layers=layers) for s in (True, False))
+    in_loop = sum(row.bytes * row.count for row in found if "loop" in row.where)
+    assert in_loop == 4 * whole(True)
+    assert found.total("all-reduce", "data") == 4 * whole(None) + SUMS == found.total()
+
+
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_fsdp_gathers_each_layer_twice_and_scatters_it_once(remat):
+    layout, program = lowered(FSDP, {"fsdp": 4}, remat=remat)
+    found = hfjax.collectives(program)
+    in_layers = elements(layout, split=True, layers=True)
+    outside = elements(layout, split=True, layers=False)
+    small = elements(layout, split=False)
+    assert found.total("all-gather", "fsdp") == 4 * (2 * in_layers + outside)
+    assert found.total("reduce-scatter", "fsdp") == 4 * (in_layers + outside)
+    assert found.total("all-reduce", "fsdp") == 4 * small + SUMS + squares(layout)
+
+
+def test_a_step_that_applies_whatever_comes_tells_squares_too():
+    layout, program = lowered(FSDP, {"fsdp": 4}, nonfinite="apply")
+    small = elements(layout, split=False)
+    found = hfjax.collectives(program)
+    assert found.total("all-reduce", "fsdp") == 4 * small + SUMS + squares(layout)
+
+
+@pytest.mark.parametrize("strategy", [ZERO1, ZERO2], ids=["ZERO1", "ZERO2"])
+def test_zero_scatters_gradients_and_gathers_the_new_parameters_of_each_layer(strategy):
+    layout, program = lowered(strategy, {"data": 2, "fsdp": 2})
+    found, both = hfjax.collectives(program), ("data", "fsdp")
+    large, small = elements(layout, split=True), elements(layout, split=False)
+    in_layers = elements(layout, split=True, layers=True)
+    assert found.total("reduce-scatter", both) == 4 * large
+    assert found.total("all-gather") == 4 * in_layers
+    assert found.total("all-reduce", both) == 4 * small + SUMS + squares(layout)
+    assert hfjax.collectives(program.compile()).total("all-gather") == 4 * large
+
+
+# --- what is held ---------------------------------------------------------------------------
+
+EMBED, LENGTH = 512, 128
+LAYER = 12 * EMBED * EMBED * 4  # bytes of one layer's kernels, and of their gradients
+CARRY = LENGTH * EMBED * 4  # bytes of one row's residual stream
+
+
+def temporaries(strategy, sizes, layers, **execution):
+    """Bytes beside the state that a step compiled for H200s needs, one row on each."""
+    count = math.prod(sizes.values())
+    mesh = hfjax.make_mesh(devices=h200s(count), **sizes)
+    shape = {"vocab": 1024, "length": LENGTH, "layers": layers, "heads": 8, "embed": EMBED}
+    config = GPTConfig(**shape, attention=partial(dot_product, implementation="xla"))
+    layout = hfjax.layout(lambda rngs: GPT(config, rngs=rngs), optax.adamw(1e-3), mesh, strategy)
+    options = {"remat": "full", "compiler_options": OPTIMIZED, **execution}
+    step = hfjax.train_step(layout, next_token_loss, **options)
+    batch = {"tokens": jax.ShapeDtypeStruct((count, LENGTH + 1), jnp.int32)}
+    memory = step.lower(batch).compile().memory_analysis()
+    assert memory is not None
+    return memory.temp_size_in_bytes
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize(
+    ("strategy", "sizes"), [(DDP, {"data": 1}), (FSDP, {"fsdp": 8}), (ZERO1, {"data": 8})]
+)
+def test_no_layer_adds_its_gradient_to_what_a_step_holds(strategy, sizes):
+    four, sixteen = (temporaries(strategy, sizes, n, **IN_BACKWARD) for n in (4, 16))
+    assert CARRY <= (sixteen - four) / 12 <= 2.5 * CARRY < 0.06 * LAYER
+    assert four <= 3.5 * LAYER
+    if strategy is not FSDP:  # whose gradients are an eighth
+        four, sixteen = (temporaries(strategy, sizes, n) for n in (4, 16))
+        assert (sixteen - four) / 12 >= LAYER + CARRY
+
+
+# --- a step that is not finite --------------------------------------------------------------
+
+
+class Fragile(nnx.Module):
+    """Layer `at` divides by what may be zero: only its gradients, and those below, feel it."""
+
+    def __init__(self, rngs):
+        self.before = nnx.Param(jnp.ones((4, 4)))
+        self.layers = stacked(LAYERS, lambda rngs: Root(rngs), rngs)
+
+    def embed(self, batch):
+        return batch["x"] @ self.before[...], batch["x"][:, 0]
+
+    def head(self, stream):
+        return stream[0]
+
+
+class Root(nnx.Module):
+    """Adds the root of its own number, whose derivative is infinite at zero."""
+
+    def __init__(self, rngs):
+        self.own = nnx.Param(jnp.ones((4,)))
+        self.kernel = nnx.Param(0.3 * jax.random.normal(rngs.params(), (4, 4)))
+
+    def __call__(self, stream):
+        x, beside = stream
+        root = jnp.sqrt(jnp.abs(self.own[...]))[None]
+        return x @ self.kernel[...] + root, beside
+
+
+def plain(outputs, batch):
+    return jnp.square(outputs - batch["y"]).sum(axis=1).mean()
+
+
+def broken(layout, layer):
+    """A state in which the gradient of one layer is not finite, but its loss is."""
+    state = hfjax.init(layout)
+    own = state.params["layers"]["own"]
+    state.params["layers"]["own"] = jax.device_put(own.at[layer].set(0.0), own.sharding)
+    return state
+
+
+def small_layout(model: Any = Fragile, optimizer: Any = ADAMW, **sizes: int):
+    sizes = sizes or {"fsdp": 2}
+    mesh = hfjax.make_mesh(devices=jax.devices()[: math.prod(sizes.values())], **sizes)
+    return hfjax.layout(model, optimizer, mesh, FSDP.edit(replicate_below=0))
+
+
+def changed(before, after):
+    """Which layers have other parameters, and whether the ends have."""
+    apart = jax.tree.map(lambda a, b: np.asarray(a) != np.asarray(b), before, after)
+    kernel = apart["layers"]["kernel"]
+    return [i for i in range(LAYERS) if kernel[i].any()], bool(apart["before"].any())
+
+
+def test_a_layer_whose_gradient_is_not_finite_and_all_below_stay_as_they_are():
+    layout = small_layout()
+    step = hfjax.train_step(layout, plain, **IN_BACKWARD)
+    state = broken(layout, 1)
+    before = hfjax.full((state.params, state.optimizer))
+    state, metrics = step(state, rows())
+    after = hfjax.full((state.params, state.optimizer))
+    assert np.isfinite(float(metrics["loss"]))
+    assert not metrics["finite"]
+    assert changed(before[0], after[0]) == ([2], False)
+    count = lambda kept: [int(x) for x in jax.tree.leaves(kept) if x.dtype == np.int32]
+    assert count(after[1]) == count(before[1])
+    with pytest.raises(FloatingPointError, match=r"took that step.*layers/own \(3, 4\) of layer 1"):
+        step.check(state)
+
+
+def test_a_loss_that_is_not_finite_changes_nothing():
+    layout = small_layout()
+    step = hfjax.train_step(layout, plain, nonfinite="skip", **IN_BACKWARD)
+    state, batch = hfjax.init(layout), rows()
+    before = hfjax.full(state.params)
+    batch["y"][0, 0] = np.inf
+    state, _ = step(state, batch)
+    assert changed(before, hfjax.full(state.params)) == ([], False)
+    with pytest.warns(RuntimeWarning, match=r"changed no parameter.*It was skipped"):
+        step.check(state)
+
+
+def test_apply_updates_whatever_comes():
+    layout = small_layout()
+    step = hfjax.train_step(layout, plain, nonfinite="apply", **IN_BACKWARD)
+    state = broken(layout, 1)
+    before = hfjax.full(state.params)
+    state, _ = step(state, rows())
+    assert changed(before, hfjax.full(state.params)) == ([0, 1, 2], True)
+
+
+# --- refusals -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("execution", "message"),
+    [
+        ({"clip": 1.0}, r"optimizer_in_backward.*clip=1.0 needs the norm .*optax.clip"),
+        ({"accumulate": 2}, r"accumulate=2 keeps the gradients of all layers.*accumulate=1"),
+        ({"schedule": Schedule("gpipe", 2)}, r"a schedule runs backward passes of several"),
+        ({"remat": "every:2"}, r"every=2.* is of several layers at a time"),
+        ({"offload": hfjax.Offload(ratio=0.5)}, r"Offload.* goes with layers whose backward pass"),
+    ],
+)
+def test_what_needs_all_gradients_at_once_is_refused(execution, message):
+    layout = gpt_layout(DDP, {"data": 1}, devices=jax.devices()[:1])
+    with pytest.raises(ValueError, match=message):
+        hfjax.train_step(layout, next_token_loss, **IN_BACKWARD, **execution)
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)),
+        optax.lamb(1e-3),
+        optax.adafactor(1e-3),
+        optax.contrib.muon(1e-3),
+    ],
+    ids=["clip_by_global_norm", "LAMB", "Adafactor", "Muon"],
+)
+def test_an_optimizer_that_does_not_work_element_by_element_is_refused(optimizer):
+    layout = gpt_layout(FSDP, {"fsdp": 2}, optimizer, jax.devices()[:2])
+    with pytest.raises(ValueError, match=r"this optimizer .*With optimizer_in_backward each layer"):
+        hfjax.train_step(layout, next_token_loss, **IN_BACKWARD)
+
+
+def test_a_norm_of_each_row_is_refused_only_where_rows_are_split():
+    def update(updates, state, params=None):
+        unit = lambda g: g / (1e-6 + jnp.linalg.norm(g, axis=-1, keepdims=True)) if g.size else g
+        return jax.tree.map(unit, updates), state
+
+    by_row = optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+    whole, split = (small_layout(optimizer=by_row, **sizes) for sizes in ({"data": 2}, {"fsdp": 2}))
+    hfjax.train_step(whole, plain, **IN_BACKWARD)
+    with pytest.raises(ValueError, match=r"updates .* otherwise if it is given a piece of a layer"):
+        hfjax.train_step(split, plain, **IN_BACKWARD)
+
+
+def test_a_model_in_one_piece_is_refused():
+    layout = hfjax.layout(
+        lambda rngs: nnx.Linear(4, 4, rngs=rngs), ADAMW, hfjax.make_mesh(data=1), DDP
+    )
+    with pytest.raises(ValueError, match=r"not in three parts: methods embed"):
+        hfjax.train_step(layout, plain, **IN_BACKWARD)
+
+
+class Counting(Root):
+    """Writes to a variable."""
+
+    def __init__(self, rngs):
+        super().__init__(rngs)
+        self.seen = nnx.BatchStat(jnp.zeros(()))
+
+    def __call__(self, stream):
+        self.seen[...] = self.seen[...] + 1
+        return super().__call__(stream)
+
+
+class Written(Fragile):
+    def __init__(self, rngs):
+        super().__init__(rngs)
+        self.layers = stacked(LAYERS, lambda rngs: Counting(rngs), rngs)
+
+
+def test_layers_that_write_to_variables_are_refused():
+    layout = small_layout(Written)
+    step = hfjax.train_step(layout, plain, **IN_BACKWARD)
+    with pytest.raises(ValueError, match=r"a layer writes to layers/seen: layers run in a loop"):
+        step.lower(rows())
