@@ -18,7 +18,6 @@ from hfjax.parallel.layer_updates import LayerUpdatePlane
 from hfjax.parallel.memory import is_on_host, to_device, to_host
 from hfjax.parallel.mesh import describe_mesh
 from hfjax.parallel.reduction import Flat
-from hfjax.parallel.remat import Remat
 from hfjax.paths import flatten
 from hfjax.plan import Layout, State
 from hfjax.planes import Passed
@@ -133,7 +132,7 @@ def check_in_backward(layout: Layout, execution: Execution) -> None:
             execution.accumulate > 1
         ),
         f"{execution.remat} is of several layers at a time, and here each is run by itself. Use "
-        f'remat="full", "dots" or names, {instead}.': _remat(execution).unit > 1,
+        f'remat="full", "dots" or names, {instead}.': execution.remat.unit > 1,
         f"{execution.offload} goes with layers whose backward pass is derived. Leave it out, "
         f"{instead}.": execution.offload is not None,
         "a schedule runs backward passes of several microbatches, on stages. Leave the schedule "
@@ -147,8 +146,3 @@ def check_in_backward(layout: Layout, execution: Execution) -> None:
         if wrong:
             raise ValueError(f"optimizer_in_backward on {describe_mesh(layout.mesh)}: {why}")
     check_leafwise(layout, _ASKER, split=any(p.split("moment") for p in layout.placed.values()))
-
-
-def _remat(execution: Execution) -> Remat:
-    assert isinstance(execution.remat, Remat)
-    return execution.remat

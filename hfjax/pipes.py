@@ -22,10 +22,12 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from hfjax.batches import check_batch as check_rows, full, shard_batch
+from hfjax.check_step import check_runs
 from hfjax.mean import Mean, as_mean
 from hfjax.parallel.compiler import compiler_options
 from hfjax.parallel.execution import Execution
-from hfjax.parallel.mesh import BATCH_AXES, describe_mesh, make_mesh
+from hfjax.parallel.mesh import BATCH_AXES, describe_mesh, make_mesh, platform_of
+from hfjax.parallel.remat import Remat
 from hfjax.parallel.schedules import Schedule
 from hfjax.parallel.strategy import PIPE, Strategy
 from hfjax.partitions import Partition
@@ -43,7 +45,6 @@ from hfjax.planes import data_plane, forward_plane
 from hfjax.rearrange import canonical, rearrange
 from hfjax.stack import emptied, model_init, refilled, stack
 from hfjax.stages import on_stages
-from hfjax.train import check_runs
 
 MANY = 8  # programs of one pipe, from which on it looks like a mistake
 NEW_CRITERIA = (
@@ -83,7 +84,7 @@ class Pipe:
         given = stack(parts.layers) if isinstance(parts.layers, tuple) else parts.layers
         plan = layout(model_init(given), optax.identity(), mesh, strategy)
         self._schedule = schedule
-        self._execution = Execution(schedule=schedule, remat=REMAT[remat], **options)
+        self._execution = Execution(schedule=schedule, remat=Remat(REMAT[remat]), **options)
         self.mesh, self.microbatches, self.layout = mesh, microbatches, on_stages(plan, schedule)
         check_runs(self.layout, self._execution, training=True)
         self._shardings = self.layout.shardings()
@@ -251,7 +252,7 @@ class Pipe:
         return self._jit(run, self._on(P()) if tells is None else self._rows)
 
     def _jit(self, run: Callable, out_shardings: Any) -> Callable:
-        platform = self.mesh.devices.flat[0].platform
+        platform = platform_of(self.mesh)
         options = compiler_options(self._execution.compiler_options, platform) or None
         return jax.jit(run, out_shardings=out_shardings, compiler_options=options)
 

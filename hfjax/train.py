@@ -13,18 +13,19 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 from hfjax.asynchronous import AsynchronousPass
 from hfjax.batches import check_batch, is_placed, microbatches_of, shard_batch
+from hfjax.check_step import check_given, check_runs
 from hfjax.elementwise import check_elementwise, check_padding
 from hfjax.in_backward import InBackward, check_in_backward
 from hfjax.mean import Mean
 from hfjax.optimizers import from_master
-from hfjax.parallel.compiler import FROM_HOST, compiler_options as options_of
+from hfjax.parallel.compiler import compiler_options as options_of, joined, options_of_host
 from hfjax.parallel.execution import Execution, Precision
 from hfjax.parallel.layer_updates import LayerUpdatePlane
-from hfjax.parallel.memory import check_has_host_memory, of_results
-from hfjax.parallel.mesh import BATCH_AXES, PIPE_AXIS, describe_mesh
+from hfjax.parallel.memory import of_results
+from hfjax.parallel.mesh import BATCH_AXES, PIPE_AXIS, describe_mesh, platform_of
 from hfjax.parallel.offloaded import Offloaded
+from hfjax.parallel.probe import check_host_loops
 from hfjax.parallel.reduction import Flat
-from hfjax.parallel.remat import Remat
 from hfjax.parallel.schedules import Schedule
 from hfjax.parallel.stages import PipelinePlane
 from hfjax.paths import flatten, nest
@@ -61,7 +62,7 @@ class TrainStep:
     """A jitted training step. Call it; `lower(batch)` gives the program without running it."""
 
     def __init__(self, layout: Layout, loss: Callable, execution: Execution):
-        _check_given(layout, loss)
+        check_given(layout, loss)
         layout = on_stages(layout, execution.schedule)
         check_runs(layout, execution, training=True)
         check_elementwise(layout)
@@ -87,12 +88,15 @@ class TrainStep:
         self._batch = NamedSharding(layout.mesh, P(BATCH_AXES))
         self._streamed = Streamed(layout) if layout.hosted else None
         self._watch = Watch(layout, execution.nonfinite, execution.patience)
+        options = _options(layout, execution)
+        if layout.hosted or execution.offload:
+            check_host_loops(layout.mesh, options)
         self._jitted = jax.jit(
             self._step,
             in_shardings=(self._shardings, self._batch),
             out_shardings=(of_results(self._shardings), NamedSharding(layout.mesh, P())),
             donate_argnums=0,
-            compiler_options=_options(layout, execution),
+            compiler_options=options,
         )
 
     def __call__(self, state: State, batch: Any) -> tuple[State, Metrics]:
@@ -203,7 +207,7 @@ class TrainStep:
         if self._streamed is not None:
             *updated, new = update(held, finite)
             return *updated, jax.tree.map(lambda x, old: jnp.where(finite, x, old), new, held[2])
-        if _platform(self.layout) == "cpu":
+        if platform_of(self.layout.mesh) == "cpu":
             return lax.cond(finite, update, lambda held: held, held)
         choose = lambda new, old: jnp.where(finite, new, old)
         return jax.tree.map(choose, update(held), held)
@@ -248,9 +252,10 @@ def eval_step(
     A pipeline runs forward only. Give the schedule of the training step: a state whose layers are
     stored otherwise is rearranged in each call.
     """
-    _check_given(layout, loss)
+    check_given(layout, loss)
     layout = on_stages(layout, schedule)
-    run = Execution(precision=precision, compiler_options=compiler_options)
+    given: Any = {"precision": precision, "compiler_options": compiler_options}
+    run = Execution(**given)
     check_runs(layout, run)
     where = NamedSharding(layout.mesh, P(BATCH_AXES))
 
@@ -270,91 +275,12 @@ def eval_step(
 
 
 def _options(layout: Layout, execution: Execution) -> dict[str, Any] | None:
-    platform = _platform(layout)
-    unasked = options_of(FROM_HOST if layout.hosted.parameters else {}, platform)
-    return unasked | options_of(execution.compiler_options, platform) or None
-
-
-def _platform(layout: Layout) -> str:
-    return layout.mesh.devices.flat[0].platform
+    platform = platform_of(layout.mesh)
+    asked = options_of(execution.compiler_options, platform)
+    if layout.hosted or execution.offload:
+        asked = joined(options_of_host(platform, layout.hosted.parameters), asked)
+    return asked or None
 
 
 def _metrics(mean: Mean) -> Metrics:
     return {name: m.total / m.weight for name, m in mean.metrics.items()} | {"weight": mean.weight}
-
-
-def _check_given(layout: Any, loss: Any) -> None:
-    if not isinstance(layout, Layout) or not callable(loss):
-        raise ValueError(
-            f"train_step and eval_step take a layout and a loss(outputs, batch), found "
-            f"{type(layout).__name__} and {type(loss).__name__}."
-        )
-
-
-def check_runs(layout: Layout, execution: Execution, training: bool = False) -> None:
-    """Refuse what cannot run, or would run in vain."""
-    if idle := layout.unused_axes():
-        raise ValueError(
-            f"mesh {describe_mesh(layout.mesh)}: {', '.join(idle)} splits neither the batch nor a "
-            f"parameter under {layout.strategy.name}: its devices would repeat each other's work. "
-            "Set it to 1, or add a strategy that uses it (hfjax.TENSOR uses tensor, hfjax.PIPE "
-            "uses pipe)."
-        )
-    _check_hosted(layout, execution, training)
-    stages = layout.mesh.shape[PIPE_AXIS]
-    if training and stages > 1 and execution.schedule is None:
-        raise ValueError(
-            f"{describe_mesh(layout.mesh)}: a pipe axis needs a schedule, for instance "
-            f'schedule=hfjax.Schedule("1f1b", microbatches={4 * stages}).'
-        )
-    _check_offload(layout, execution)
-    assert isinstance(execution.precision, Precision)
-    reduce = execution.precision.reduce
-    if _platform(layout) == "cpu" and reduce == jnp.bfloat16 and layout.mesh.shape["tensor"] > 1:
-        raise ValueError(
-            "precision reduce=bfloat16 beside a tensor axis crashes XLA's CPU compiler. "
-            "Reduce in float32 on CPU."
-        )
-
-
-def _check_hosted(layout: Layout, execution: Execution, training: bool) -> None:
-    """Refuse what no step can do with parameters on the host."""
-    if not layout.hosted.parameters:
-        return
-    refused = {
-        "a pipeline keeps its stages' layers on the device": layout.mesh.shape[PIPE_AXIS] > 1
-        or execution.schedule is not None,
-        f"{execution.offload} goes with layers whose backward pass is derived": training
-        and execution.offload is not None,
-        f"{execution.remat} is of several layers at a time, and each is fetched by itself": training
-        and cast(Remat, execution.remat).unit > 1,
-        "reshard_after_forward=False keeps all layers on the device": not (
-            execution.reshard_after_forward
-        ),
-    }
-    for why, wrong in refused.items():
-        if wrong:
-            raise ValueError(
-                f"strategy {layout.strategy.name}, memory parameters -> host: {why}. Leave that "
-                "out, or keep parameters on the device: hfjax.HOST_OPTIMIZER takes most of what a "
-                "state needs off it."
-            )
-
-
-def _check_offload(layout: Layout, execution: Execution) -> None:
-    """Refuse an offload that this model, these devices or no pipeline can have."""
-    offload = execution.offload
-    if offload is None:
-        return
-    check_has_host_memory(layout.mesh)
-    if layout.forward is not None or not layout.blueprint.three_parts:
-        raise ValueError(
-            f"{offload} is of what layers keep, and this model does not run in three parts (embed, "
-            "layers, head). Give it these, or wrap its blocks: hfjax.offload(block, ratio=0.3)."
-        )
-    stages = layout.mesh.shape[PIPE_AXIS] if execution.schedule else 1
-    if len(offload.ratios) > 1 and len(offload.ratios) != stages:
-        raise ValueError(
-            f"{offload}: {len(offload.ratios)} ratios for {stages} stages "
-            f"({describe_mesh(layout.mesh)}). Give one ratio, or one for each stage of a pipeline."
-        )

@@ -35,9 +35,37 @@ PRESETS: dict[str, dict[str, Any]] = {
     "overlap_two": _overlap() | {"xla_gpu_experimental_parallel_collective_overlap_limit": 2},
 }
 
+DISABLED = "xla_disable_hlo_passes"
+
 # Parameters that come from the host: as many copies at once as a layer has arrays. XLA's own limit
 # is two, so that all but two have arrived before the layer's first matmul begins.
-FROM_HOST = {"xla_gpu_experimental_parallel_async_compute_limit": 32}
+_PARAMETERS = {"xla_gpu_experimental_parallel_async_compute_limit": 32}
+
+# Before this jax a loop that counts down reads what lies on the host in the wrong order, and its
+# gradients are wrong: openxla/xla #46231, seen in programs compiled for an H200. Without
+# this pass rows are read by a kernel, which is told the right number.
+COUNTS_DOWN = (0, 11, 1)
+_COUNTING = {} if jax.__version_info__ >= COUNTS_DOWN else {DISABLED: "dynamic-slice-annotator"}
+
+
+def options_of_host(platform: str, parameters: bool = False) -> dict[str, Any]:
+    """Return what a program needs that keeps arrays on the host, also parameters or not."""
+    if platform not in GPU:
+        return {}
+    return _COUNTING | (_PARAMETERS if parameters else {})
+
+
+def joined(*given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options of which the last has the last word; passes that any disables are disabled.
+
+    >>> joined({DISABLED: "a"}, {DISABLED: "b"}, {"xla_gpu_autotune_level": 0})
+    {'xla_disable_hlo_passes': 'a,b', 'xla_gpu_autotune_level': 0}
+    """
+    found: dict[str, Any] = {}
+    for options in given:
+        passes = [x[DISABLED] for x in (found, options) if x.get(DISABLED)]
+        found = {**found, **options} | ({DISABLED: ",".join(passes)} if passes else {})
+    return found
 
 
 def compiler_options(options: str | Mapping[str, Any], platform: str) -> dict[str, Any]:

@@ -1,6 +1,5 @@
 """How a step runs. Nothing here says where a tensor lives: that is the strategy's."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -57,7 +56,7 @@ NONFINITE = ("stop", "skip", "apply")
 
 @dataclass(frozen=True)
 class Execution:
-    """How a training step runs; `train_step` takes these fields as keywords.
+    """How a training step runs; `train_step` takes these fields as keywords, also as words.
 
     >>> Execution(precision="bf16").precision.compute
     dtype(bfloat16)
@@ -66,9 +65,9 @@ class Execution:
     accumulate: int = 1  # microbatches per step: gradients are reduced as the strategy says
     schedule: Schedule | None = None  # of a pipeline; it splits each microbatch again
     clip: float | None = None  # greatest global norm of the gradient
-    precision: Precision | str = "stored"
-    remat: "Remat | str | Callable" = "none"  # what layers compute again: see Remat
-    offload: Offload | None = None  # what of the tensors that layers keep waits on the host
+    precision: Precision = Precision()  # or a word: stored, fp32, bf16, fp64
+    remat: Remat = Remat("none")  # what layers compute again; or a word, or a policy of jax
+    offload: Offload | None = None  # what of that waits on the host; or a fraction, or words
     reshard_after_forward: bool = True  # drop gathered parameters after use and gather again
     reduction: str = "flat"  # hierarchical: scatter over fsdp, add over data, gather over fsdp
     # Update each layer as soon as its gradient is there, so that only about one is ever alive.
@@ -98,7 +97,9 @@ class Execution:
                 'remat="except_last" speaks of the microbatches of a pipeline, and there is no '
                 'schedule. Use remat="full", or schedule=hfjax.Schedule("gpipe", microbatches=8).'
             )
-        _check_offload(self.offload, self.reshard_after_forward)
+        if self.offload is not None:
+            object.__setattr__(self, "offload", Offload.of(self.offload))
+            self._check_offload()
         if self.reduction not in REDUCTIONS:
             raise ValueError(f"reduction={self.reduction!r}: one of {', '.join(REDUCTIONS)}.")
         if self.nonfinite not in NONFINITE:
@@ -106,20 +107,13 @@ class Execution:
         if not isinstance(self.patience, int) or self.patience < 1:
             raise ValueError(f"patience={self.patience!r}: a positive number of steps in a row.")
 
-
-def _check_offload(offload: Any, reshard: bool) -> None:
-    if offload is None:
-        return
-    if not isinstance(offload, Offload):
-        raise ValueError(
-            f"offload={offload!r}: a hfjax.Offload is expected, for instance "
-            "offload=hfjax.Offload(ratio=0.3)."
-        )
-    if not reshard:
-        raise ValueError(
-            f"{offload} with reshard_after_forward=False: the first frees device memory, the other "
-            "fills it with gathered weights, which are never offloaded. Leave one of them out."
-        )
+    def _check_offload(self) -> None:
+        if not self.reshard_after_forward:
+            raise ValueError(
+                f"{self.offload} with reshard_after_forward=False: the first frees device memory, "
+                "the other fills it with gathered weights, which are never offloaded. Leave one "
+                "of them out."
+            )
 
 
 def _precision(given: Precision | str) -> Precision:

@@ -18,7 +18,7 @@ from hfjax.parallel.blueprint import LAYERS, Blueprint
 from hfjax.parallel.execution import Execution, Precision
 from hfjax.parallel.fetch import Movement, Stored
 from hfjax.parallel.layers import Run, run_model
-from hfjax.parallel.mesh import BATCH_AXES, MANUAL_AXES, PIPE_AXIS, TENSOR_AXES, in_use
+from hfjax.parallel.mesh import BATCH_AXES, MANUAL_AXES, PIPE_AXIS, TENSOR_AXES, in_use, platform_of
 from hfjax.parallel.offloaded import Offloaded
 from hfjax.parallel.placement import auto_part
 from hfjax.parallel.randomness import is_random, keys_for
@@ -162,7 +162,7 @@ class DataPlane:
 
     @property
     def _platform(self) -> str:
-        return self.mesh.devices.flat[0].platform
+        return platform_of(self.mesh)
 
     def _mean(self, model: Any, batch: Any) -> Mean:
         inputs = cast_inputs(batch, self._precision.compute)
@@ -209,7 +209,6 @@ class DataPlane:
 
     @property
     def _precision(self) -> Precision:
-        assert isinstance(self.execution.precision, Precision)
         return self.execution.precision
 
     @property

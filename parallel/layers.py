@@ -46,7 +46,6 @@ class Run:
     @property
     def remat(self) -> Remat:
         """What layers compute again; what is named for the host is kept."""
-        assert isinstance(self.execution.remat, Remat)
         offload = self.execution.offload
         return self.execution.remat.keeping(*(offload.names if offload else ()))
 

@@ -95,7 +95,7 @@ def is_on_host(x: Any) -> bool:
 def on_host(mesh: Mesh, spec: P) -> NamedSharding:
     """Return the sharding that splits an array like `spec` does, in host memory."""
     check_has_host_memory(mesh)
-    if _is_target(mesh):
+    if is_target(mesh):
         return _OnTargetHost(mesh, spec)
     return NamedSharding(mesh, spec, memory_kind=KIND)
 
@@ -126,7 +126,7 @@ def check_has_host_memory(mesh: Mesh) -> None:
         )
 
 
-def _is_target(mesh: Mesh) -> bool:
+def is_target(mesh: Mesh) -> bool:
     """Return whether the devices are there to compile for only."""
     return not _kinds(mesh)
 

@@ -67,6 +67,11 @@ def _show(shape: dict[str, int]) -> str:
     return " x ".join(f"{axis}={size}" for axis, size in shown.items())
 
 
+def platform_of(mesh: Mesh) -> str:
+    """Return what its devices are: cpu, gpu, tpu."""
+    return mesh.devices.flat[0].platform
+
+
 def describe_mesh(mesh: Mesh) -> str:
     """Return the axes in use, e.g. `data=2 x tensor=4` (`one device` if none is).
 

@@ -7,6 +7,7 @@ haiscale's `CPUOffload` does); names and products say which tensors go.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,10 +22,11 @@ class Offload:
 
     One of: `ratio`, a fraction of the bytes (of a pipeline also one for each stage); `names`, those
     that `jax.ad_checkpoint.checkpoint_name` named; `dots`, the results of matrix products. Weights
-    are never among them. `tag` names them in the report.
+    are never among them. `tag` names them in the report. As words: "0.3", "0.5,0.1" (two stages),
+    "names:qkv,mlp_up", "dots".
 
-    >>> Offload(ratio=0.3).ratio
-    0.3
+    >>> Offload.of("names:qkv,mlp_up").names
+    ('qkv', 'mlp_up')
     """
 
     ratio: float | tuple[float, ...] | None = None
@@ -46,10 +48,25 @@ class Offload:
         for ratio in self.ratios:
             number = isinstance(ratio, int | float) and not isinstance(ratio, bool)
             if not number or not 0 <= ratio <= 1:
-                raise ValueError(
-                    f"offload ratio={self.ratio!r}: a fraction of the bytes from 0 to 1 is expected"
-                    " (for the least that fits a memory: `hfjax memory --offload auto`)."
-                )
+                raise _unknown(self.ratio)
+
+    @classmethod
+    def of(cls, given: Any) -> "Offload":
+        """Return what is meant by a fraction, by words, or by an Offload."""
+        if isinstance(given, Offload):
+            return given
+        if not isinstance(given, str):
+            return cls(ratio=given)
+        word, _, detail = given.partition(":")
+        if word == "names" and detail:
+            return cls(names=tuple(name.strip() for name in detail.split(",")))
+        if given == "dots":
+            return cls(dots=True)
+        try:
+            first, *others = (float(ratio) for ratio in given.split(","))
+        except ValueError:
+            raise _unknown(given) from None
+        return cls(ratio=(first, *others) if others else first)
 
     @property
     def ratios(self) -> tuple[float, ...]:
@@ -100,6 +117,14 @@ class Cut:
         if self.dim is None:
             return parts[0]
         return lax.optimization_barrier(jnp.concatenate(parts, axis=self.dim))
+
+
+def _unknown(given: Any) -> ValueError:
+    return ValueError(
+        f"offload={given!r}: a fraction of the bytes from 0 to 1 (of a pipeline also one for each "
+        "stage, 0.5,0.1), names:a,b, dots, or a hfjax.Offload. For the least that fits a memory "
+        "ask `hfjax memory --offload auto`."
+    )
 
 
 Share = dict[int, Cut]  # number of a tensor -> how much of it goes

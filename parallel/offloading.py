@@ -5,10 +5,12 @@ from typing import Any
 
 import jax
 from flax import nnx
+from jax.sharding import Mesh
 
 from hfjax.parallel.kept import kept, kept_by_slots, may_cut
 from hfjax.parallel.offload import Offload, Share, Tensor, share
 from hfjax.parallel.offloaded import Offloaded
+from hfjax.parallel.probe import check_host_loops
 
 
 def offload(
@@ -43,6 +45,7 @@ class _Choice:
     """Chooses for one block, and keeps the report; equal to itself only."""
 
     def __init__(self, wanted: Offload):
+        check_host_loops(Mesh(jax.local_devices()[:1], "data"))
         self.wanted, self.report = wanted, Offloaded(wanted)
 
     def __call__(self, tensors: Sequence[Tensor]) -> Share:

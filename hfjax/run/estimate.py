@@ -7,6 +7,7 @@ from typing import Any
 import jax
 
 from hfjax.parallel.memory import KIND
+from hfjax.parallel.mesh import platform_of
 from hfjax.parallel.stages import PipelinePlane
 from hfjax.parallel.waiting import waiting
 from hfjax.paths import flatten
@@ -75,7 +76,7 @@ def estimate(name: str, parts: Planned) -> Estimate:
         to_host=moved.to_host,
         to_device=moved.to_device,
         sent_whole=any(row.whole for row in moved),
-        platform=step.layout.mesh.devices.flat[0].platform,
+        platform=platform_of(step.layout.mesh),
         **compiled(traced.lower().compile()),
     )
 

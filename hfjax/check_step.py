@@ -1,0 +1,91 @@
+"""What a step refuses before it is traced: what cannot run, or would run in vain."""
+
+from typing import Any
+
+import jax.numpy as jnp
+
+from hfjax.parallel.execution import Execution
+from hfjax.parallel.memory import check_has_host_memory
+from hfjax.parallel.mesh import PIPE_AXIS, describe_mesh, platform_of
+from hfjax.plan import Layout
+
+
+def check_given(layout: Any, loss: Any) -> None:
+    """Refuse what is no layout, or no loss."""
+    if not isinstance(layout, Layout) or not callable(loss):
+        raise ValueError(
+            f"train_step and eval_step take a layout and a loss(outputs, batch), found "
+            f"{type(layout).__name__} and {type(loss).__name__}."
+        )
+
+
+def check_runs(layout: Layout, execution: Execution, training: bool = False) -> None:
+    """Refuse what cannot run, or would run in vain."""
+    if idle := layout.unused_axes():
+        raise ValueError(
+            f"mesh {describe_mesh(layout.mesh)}: {', '.join(idle)} splits neither the batch nor a "
+            f"parameter under {layout.strategy.name}: its devices would repeat each other's work. "
+            "Set it to 1, or add a strategy that uses it (hfjax.TENSOR uses tensor, hfjax.PIPE "
+            "uses pipe)."
+        )
+    _check_hosted(layout, execution, training)
+    stages = layout.mesh.shape[PIPE_AXIS]
+    if training and stages > 1 and execution.schedule is None:
+        raise ValueError(
+            f"{describe_mesh(layout.mesh)}: a pipe axis needs a schedule, for instance "
+            f'schedule=hfjax.Schedule("1f1b", microbatches={4 * stages}).'
+        )
+    _check_offload(layout, execution)
+    reduce = execution.precision.reduce
+    if (
+        platform_of(layout.mesh) == "cpu"
+        and reduce == jnp.bfloat16
+        and layout.mesh.shape["tensor"] > 1
+    ):
+        raise ValueError(
+            "precision reduce=bfloat16 beside a tensor axis crashes XLA's CPU compiler. "
+            "Reduce in float32 on CPU."
+        )
+
+
+def _check_hosted(layout: Layout, execution: Execution, training: bool) -> None:
+    """Refuse what no step can do with parameters on the host."""
+    if not layout.hosted.parameters:
+        return
+    refused = {
+        "a pipeline keeps its stages' layers on the device": layout.mesh.shape[PIPE_AXIS] > 1
+        or execution.schedule is not None,
+        f"{execution.offload} goes with layers whose backward pass is derived": training
+        and execution.offload is not None,
+        f"{execution.remat} is of several layers at a time, and each is fetched by itself": training
+        and execution.remat.unit > 1,
+        "reshard_after_forward=False keeps all layers on the device": not (
+            execution.reshard_after_forward
+        ),
+    }
+    for why, wrong in refused.items():
+        if wrong:
+            raise ValueError(
+                f"strategy {layout.strategy.name}, memory parameters -> host: {why}. Leave that "
+                "out, or keep parameters on the device: hfjax.HOST_OPTIMIZER takes most of what a "
+                "state needs off it."
+            )
+
+
+def _check_offload(layout: Layout, execution: Execution) -> None:
+    """Refuse an offload that this model, these devices or no pipeline can have."""
+    offload = execution.offload
+    if offload is None:
+        return
+    check_has_host_memory(layout.mesh)
+    if layout.forward is not None or not layout.blueprint.three_parts:
+        raise ValueError(
+            f"{offload} is of what layers keep, and this model does not run in three parts (embed, "
+            "layers, head). Give it these, or wrap its blocks: hfjax.offload(block, ratio=0.3)."
+        )
+    stages = layout.mesh.shape[PIPE_AXIS] if execution.schedule else 1
+    if len(offload.ratios) > 1 and len(offload.ratios) != stages:
+        raise ValueError(
+            f"{offload}: {len(offload.ratios)} ratios for {stages} stages "
+            f"({describe_mesh(layout.mesh)}). Give one ratio, or one for each stage of a pipeline."
+        )
