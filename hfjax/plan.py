@@ -220,11 +220,17 @@ class Layout:
         parameters = sum(size(p, p.parameter, p.dtype) for p in placed)
         found = {
             "parameters": 0 if self.hosted.parameters else parameters,
-            "gradients": sum(size(p, p.gradient, _wide(p.dtype)) for p in placed if not p.frozen),
+            "gradients": sum(self.gradient_bytes.values()),
             "moments": moments[False],
         }
         host = {"parameters": parameters if self.hosted.parameters else 0, "moments": moments[True]}
         return found | {f"host {name}": n for name, n in host.items() if n}
+
+    @property
+    def gradient_bytes(self) -> dict[str, int]:
+        """Bytes per device of the gradient of each parameter that has one, as it accumulates."""
+        size = lambda p: _bytes(p.shape, _wide(p.dtype), p.gradient, self.mesh)
+        return {path: size(p) for path, p in self.placed.items() if not p.frozen}
 
     def unused_axes(self) -> list[str]:
         """Return mesh axes larger than 1 that split neither the batch nor any parameter."""

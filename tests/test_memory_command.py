@@ -18,7 +18,8 @@ from rich.console import Console
 from hfjax import memory_picture
 from hfjax.least import least_offload
 from hfjax.run.config import Mesh, Model, Optimizer, Pipeline
-from hfjax.run.memory import Memory, alternatives, changed, command, report
+from hfjax.run.memory import command, report
+from hfjax.run.memory_settings import Memory, alternatives, changed
 from hfjax.run.memory_table import table
 from hfjax.run.planned import Planned
 from hfjax.sizes import bytes_of
@@ -86,12 +87,29 @@ def test_what_is_offloaded_waits_on_the_host_and_is_sent_there_and_back(compared
     _, none, offloaded = compared.estimates
     assert none.layers > 10 * LAYERS * CARRY
     assert (none.host_stashes, none.to_host, none.to_device) == (0, 0, 0)
-    planned = Planned(GIVEN, vocab=64, offload=1.0)
+    planned = Planned(replace(GIVEN, offload="1"), vocab=64)
     planned.step.trace(planned.batch)
     moved = planned.step.offloaded.moved
     assert moved > 0.9 * none.layers  # casts and views of weights are not among it
     assert offloaded.layers == 0
     assert offloaded.host_stashes == offloaded.to_host == offloaded.to_device == moved
+
+
+def test_updated_in_the_backward_pass_a_layer_and_the_ends_have_gradients_at_once():
+    beside = ("optimizer.clip=null,optimizer.in_backward=true",)
+    whole, small = estimates(replace(GIVEN, compare=beside)).values()
+    sizes = Planned(GIVEN, vocab=64).layout.gradient_bytes
+    layers = sum(size for path, size in sizes.items() if path.startswith("layers/"))
+    assert whole.gradients - small.gradients == layers - layers // LAYERS
+
+
+def test_the_state_on_the_host_is_told_apart():
+    beside = ("strategy=fsdp+host_optimizer+host_parameters,optimizer.master=true",)
+    here, there = estimates(replace(GIVEN, compare=beside)).values()
+    counts = 8  # of updates; they stay on the device
+    assert (there.parameters, there.moments, there.master) == (0, counts, 0)
+    assert there.host_parameters == here.parameters // 2  # bfloat16
+    assert (there.host_moments, there.host_master) == (here.moments - counts, here.parameters)
 
 
 def test_peak_is_arguments_and_temporaries(compared):
@@ -137,7 +155,8 @@ def test_frozen_parameters_have_no_gradients():
 def test_without_compare_every_remat_and_two_ratios_stand_beside():
     names = [name for name, _ in alternatives(replace(GIVEN, compare=None))]
     offloads = ["remat=none,offload=0.5", "remat=none,offload=1"]
-    assert names == ["remat=none", "remat=dots", "remat=full", *offloads]
+    on_host = "strategy=fsdp+host_optimizer"
+    assert names == ["remat=none", "remat=dots", "remat=full", *offloads, on_host]
 
 
 def test_compare_changes_any_flag_and_keeps_the_rest():
@@ -254,7 +273,7 @@ def test_auto_needs_a_compiler_that_counts_offload():
 
 def test_a_ratio_above_one_is_refused():
     with pytest.raises(ValueError, match="a fraction of the bytes from 0 to 1"):
-        report(replace(GIVEN, offload=1.5))
+        report(replace(GIVEN, offload="1.5"))
 
 
 @pytest.mark.skipif(can_compile_for_gpus(), reason="the wheels are here")

@@ -75,6 +75,7 @@ def test_a_run_that_was_stopped_goes_on_bit_for_bit(whole, data, tmp_path):
         ("fsdp+tensor", {"mesh": Mesh(fsdp=2, tensor=2, data=2), "accumulate": 2}),
         ("zero1", {"mesh": Mesh(data=8)}),
         ("pipe", {"mesh": Mesh(pipe=1, data=4)}),
+        ("fsdp+host_optimizer", {"offload": "0.5", "remat": "dots"}),
     ],
 )
 def test_a_run_goes_on_under_another_strategy(whole, data, tmp_path, strategy, changes):
@@ -82,6 +83,16 @@ def test_a_run_goes_on_under_another_strategy(whole, data, tmp_path, strategy, c
     train(small(tmp_path, data, strategy=strategy, **changes))
     found, wanted = told(tmp_path), told(whole[0])
     np.testing.assert_allclose(list(found.values()), list(wanted.values()), rtol=1e-4)
+
+
+def test_a_run_whose_whole_state_lies_on_the_host_updates_layer_by_layer(data, tmp_path):
+    given = {"optimizer": Optimizer(rate=1e-2, clip=None), "steps": 3}
+    train(small(tmp_path / "here", data, **given))
+    given["optimizer"] = replace(given["optimizer"], in_backward=True)
+    given |= {"strategy": "fsdp+host_optimizer+host_parameters", "remat": "full"}
+    train(small(tmp_path / "there", data, **given))
+    found, wanted = told(tmp_path / "there"), told(tmp_path / "here")
+    np.testing.assert_allclose(list(found.values()), list(wanted.values()), rtol=1e-5)
 
 
 def test_a_run_starts_in_a_pipeline_and_goes_on_without_one(data, tmp_path):

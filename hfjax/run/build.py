@@ -20,7 +20,10 @@ from hfjax.run.evaluation import Evaluated, check_weighs_by_mask, evaluate
 from hfjax.run.sampling import Sampling, generate
 from hfjax.run.updates import optimizer_of, rate_of
 
-STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp", "tensor", "sequence", "pipe")
+STRATEGIES = (
+    *("ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp", "tensor", "sequence", "pipe"),
+    *("host_optimizer", "host_parameters"),
+)
 
 
 @dataclass(frozen=True)
@@ -71,6 +74,8 @@ class Parts:
             "clip": c.optimizer.clip,
             "precision": c.precision,
             "remat": c.remat,
+            "offload": c.offload,
+            "optimizer_in_backward": c.optimizer.in_backward,
             "nonfinite": c.nonfinite,
         }
 

@@ -5,6 +5,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from hfjax.parallel.offload import Offload
+from hfjax.parallel.remat import Remat
+
 Names = tuple[str, ...]
 
 
@@ -118,6 +121,10 @@ class Optimizer:
     """Greatest global norm of the gradient."""
     ema: float | None = None
     """Decay of an average of the parameters, for instance 0.999; it is what is validated."""
+    master: bool = False
+    """Store parameters in bfloat16, and update a float32 copy of them."""
+    in_backward: bool = False
+    """Update each layer as soon as its gradient is there; goes with --optimizer.clip None."""
 
     def __post_init__(self):
         at_least(self, "optimizer.", rate=0, warmup=0, hold=0, weight_decay=0, clip=0)
@@ -181,9 +188,15 @@ class Train:
     accumulate: int = 1
     """Microbatches in a step."""
     strategy: str = "ddp"
-    """ddp, zero1, zero2, fsdp, hsdp, tensor, sequence, pipe, joined by +: fsdp+tensor."""
+    """ddp, zero1, zero2, fsdp, hsdp, tensor, sequence, pipe, host_optimizer, host_parameters,
+    joined by +: fsdp+tensor."""
     precision: Literal["stored", "fp32", "bf16"] = "stored"
-    remat: Literal["none", "dots", "full", "except_last"] = "none"
+    remat: str = "none"
+    """What layers compute again in the backward pass: none, dots (all but matrix products), full,
+    except_last (in a pipeline), every:2, group:4, names:qkv,mlp_up (all but these)."""
+    offload: str | None = None
+    """What of the tensors that layers keep waits in host memory: a part of the bytes (0.3; in a
+    pipeline also one for each stage: 0.5,0.1), names:qkv,mlp_up, dots."""
     nonfinite: Literal["stop", "skip"] = "stop"
     """What to do where loss or gradient is not finite."""
     seed: int = 0
@@ -210,6 +223,12 @@ class Train:
         at_least(self, "", timeout=1, minutes=0, seed=0)
         if self.seed >= 2**32:
             raise ValueError(f"--seed {self.seed}: a number below 2**32 is needed.")
+        Remat.of(self.remat)
+        self._check_offload()
+
+    def _check_offload(self) -> None:
+        if self.offload is not None:
+            Offload.of(self.offload)
 
     @property
     def directory(self) -> Path:

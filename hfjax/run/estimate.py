@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 
+from hfjax.parallel.blueprint import LAYERS
 from hfjax.parallel.memory import KIND
 from hfjax.parallel.mesh import platform_of
 from hfjax.parallel.stages import PipelinePlane
@@ -70,7 +71,7 @@ def estimate(name: str, parts: Planned) -> Estimate:
     moved = transfers(traced.lower(lowering_platforms=("cuda",)))
     return Estimate(
         name,
-        gradients=step.layout.bytes_per_device()["gradients"],
+        gradients=_gradients(step),
         **_state(step.layout),
         **_waiting(step, traced, parts.batch),
         to_host=moved.to_host,
@@ -79,6 +80,19 @@ def estimate(name: str, parts: Planned) -> Estimate:
         platform=platform_of(step.layout.mesh),
         **compiled(traced.lower().compile()),
     )
+
+
+def _gradients(step: Any) -> int:
+    """Return the bytes of the gradients that are there at once: all, or the ends' and a layer's."""
+    sizes = step.layout.gradient_bytes
+    if not step.execution.optimizer_in_backward:
+        return sum(sizes.values())
+    layers: dict[str, int] = {}
+    for path in [path for path in sizes if path.startswith(LAYERS)]:
+        number = path.split("/")[1] if step.layout.blueprint.listed else "each"
+        rows = 1 if number != "each" else step.layout.placed[path].shape[0]
+        layers[number] = layers.get(number, 0) + sizes.pop(path) // rows
+    return sum(sizes.values()) + max(layers.values())
 
 
 def _state(layout: Any) -> dict[str, int]:

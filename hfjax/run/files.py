@@ -100,6 +100,8 @@ def _plain(hint: Any, given: Any) -> tuple[bool, Any]:
         return number, float(given) if number else given
     if hint is int and number and given == int(given):
         return True, int(given)
+    if hint is str and number:  # YAML reads 0.5 as a number
+        return True, str(given)
     if hint is Path:
         return isinstance(given, str | Path), Path(given) if isinstance(given, str) else given
     return isinstance(given, hint) and (hint is bool or not isinstance(given, bool)), given

@@ -3,12 +3,10 @@
 import json
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, fields, replace
-from pathlib import Path
-from typing import Any, Literal
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import jax
-import yaml
 from rich.console import Console
 
 from hfjax import memory_picture
@@ -16,59 +14,15 @@ from hfjax.ending import carried_out
 from hfjax.least import Least, least_offload
 from hfjax.notes import human
 from hfjax.parallel.mesh import describe_mesh
-from hfjax.run import files
-from hfjax.run.build import STRATEGIES
 from hfjax.run.commands import config_of, parsed
-from hfjax.run.config import Train, at_least
 from hfjax.run.estimate import Estimate, compiled, estimate
+from hfjax.run.memory_settings import AUTO, Memory, alternatives, of_run
 from hfjax.run.memory_table import table
 from hfjax.run.planned import Planned
 from hfjax.sizes import bytes_of
 from hfjax.target import GPUS, can_compile_for_gpus, target_devices, wheels
 
-REMATS = ("none", "dots", "full")
-RATIOS = (0.5, 1.0)
-ON_HOST = "host_optimizer"
 WIDTH, COLUMN = 26, 14  # what the table needs
-
-
-@dataclass(frozen=True)
-class Memory(Train):
-    """What a training step would take of each device, before anything runs: the settings given
-    beside alternatives. Takes every flag of `hfjax train`.
-
-    Without a GPU it compiles for one that is not here (--gpu, --count), if the wheels that compile
-    for CUDA are installed.
-    """
-
-    out: Path | None = None
-    """The picture to draw, a .png file."""
-    json: Path | None = None
-    """The file to write all numbers to."""
-    gpu: Literal["h200", "h100", "here"] = "h200"
-    """Compile for such GPUs; here: for the devices at hand."""
-    count: int = 8
-    """How many of them."""
-    device_memory: str | None = None
-    """The memory of a device, for instance 24GiB; None: what the GPU has."""
-    compare: tuple[str, ...] | None = None
-    """Settings to put beside, each as FLAG=VALUE,…: remat=full accumulate=4,remat=dots; None: each
-    kind of remat, offload by half and whole, the optimizer on the host; none: only what is given.
-    """
-    vocab: int | None = None
-    """Tokens in the vocabulary; None: those of the data."""
-    offload: float | Literal["auto"] | None = None
-    """The part of what layers keep that waits on the host, 0 to 1; auto: the least that fits."""
-
-    def __post_init__(self):
-        super().__post_init__()
-        at_least(self, "", count=1, vocab=1)
-        if self.offload != "auto":
-            at_least(self, "", offload=0)
-        if self.device_memory is not None:
-            bytes_of(self.device_memory, "--device-memory")
-        if self.out is not None and self.out.suffix != ".png":
-            raise ValueError(f"--out {self.out}: the picture is a .png file.")
 
 
 @dataclass(frozen=True)
@@ -90,12 +44,6 @@ def command(argv: Sequence[str]) -> int:
     given: Memory = parsed(Memory, rest, "memory", of_run(default))
     console = Console(highlight=False)
     return carried_out("memory", lambda: _tell(given, console))
-
-
-def of_run(config: Train, **changes: Any) -> Memory:
-    """Return the configuration of a run as one that is only planned."""
-    taken = {f.name: getattr(config, f.name) for f in fields(Train)}
-    return Memory(**{**taken, "out": None, **changes})
 
 
 def _tell(given: Memory, console: Console) -> None:
@@ -131,9 +79,9 @@ def report(given: Memory, tell: Any = lambda name: None) -> Report:
     parts, notes, missed = _planned(given, devices), [], None
     device = parts.mesh.devices.flat[0]
     memory, of = _memory(given, device)
-    if given.offload == "auto":
+    if given.offload == AUTO:
         least = _least(given, devices, memory, tell)
-        given = replace(given, offload=1.0 if least.ratio is None else least.ratio)
+        given = replace(given, offload=f"{1 if least.ratio is None else least.ratio:g}")
         notes, missed = [_said(least)], _missed(least)
     found, refused = [], {}
     for name, config in alternatives(given):
@@ -169,7 +117,7 @@ def _least(given: Memory, devices: Any, memory: int | None, tell: Any) -> Least:
 
     def peak(ratio: float) -> int:
         tell(f"offload={ratio:g}")
-        parts = _planned(replace(given, offload=ratio), devices)
+        parts = _planned(replace(given, offload=f"{ratio:g}"), devices)
         return compiled(parts.step.lower(parts.batch).compile())["peak"]
 
     return least_offload(peak, memory)
@@ -216,8 +164,8 @@ def _devices(given: Memory) -> Sequence[Any] | None:
 
 def _planned(given: Memory, devices: Sequence[Any] | None) -> Planned:
     elsewhere = devices is not None and devices[0].platform != "cpu"
-    ratio = None if given.offload == "auto" else given.offload
-    return Planned(given, devices, given.vocab, flash=elsewhere, offload=ratio)
+    known = replace(given, offload=None) if given.offload == AUTO else given
+    return Planned(known, devices, given.vocab, flash=elsewhere)
 
 
 def _memory(given: Memory, device: Any) -> tuple[int | None, str]:
@@ -228,55 +176,6 @@ def _memory(given: Memory, device: Any) -> tuple[int | None, str]:
         return GPUS[given.gpu].memory, GPUS[given.gpu].name
     stats = device.memory_stats() if device.platform != "cpu" else None
     return (stats or {}).get("bytes_limit"), device.device_kind
-
-
-# -- alternatives -------------------------------------------------------------------------
-
-
-def alternatives(given: Memory) -> Iterator[tuple[str, Memory]]:
-    """Yield the settings given and what to put beside them, each by its name."""
-    yield _name(given), given
-    if given.compare is None:
-        plain = replace(given, offload=None) if given.offload else given
-        remats = [f"remat={remat}" for remat in REMATS if remat != given.remat or given.offload]
-        yield from ((words, changed(plain, words)) for words in remats)
-        ratios = [ratio for ratio in RATIOS if ratio != given.offload]
-        for ratio in ratios:
-            beside = replace(given, offload=ratio)
-            yield _name(beside), beside
-        if ON_HOST in STRATEGIES and ON_HOST not in given.strategy:
-            words = f"strategy={given.strategy}+{ON_HOST}"
-            yield words, changed(given, words)
-    else:
-        for words in given.compare:
-            if words != "none":
-                yield words, changed(given, words)
-
-
-def _name(given: Memory) -> str:
-    return f"remat={given.remat}" + (f",offload={given.offload:g}" if given.offload else "")
-
-
-def changed(given: Memory, words: str) -> Memory:
-    """Return the settings with those of `FLAG=VALUE,…` in place of their own.
-
-    >>> changed(Memory(), "remat=full,model.length=64").model.length
-    64
-    """
-    plain = files.plain(given)
-    for word in words.split(","):
-        flag, equals, value = word.strip().removeprefix("--").partition("=")
-        *outer, last = flag.replace("-", "_").split(".")
-        place = plain
-        for name in outer:
-            place = place.get(name) if isinstance(place, dict) else None
-        if not equals or not isinstance(place, dict) or last not in place:
-            raise ValueError(
-                f"--compare {words}: FLAG=VALUE is expected, of a flag of hfjax train: remat=full, "
-                "or several joined by commas: remat=full,accumulate=4."
-            )
-        place[last] = yaml.safe_load(value)
-    return replace(files.read(Memory, plain, "--compare"), compare=given.compare)
 
 
 def _notes(given: Memory, parts: Planned) -> Iterator[str]:

@@ -8,7 +8,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-import hfjax
 from hfjax.models.attention import dot_product
 from hfjax.models.gpt import GPT, GPTConfig
 from hfjax.models.llama import Llama
@@ -23,7 +22,6 @@ class Planned(Parts):
     devices: Sequence[Any] | None = None  # None: those at hand
     vocab: int | None = None  # None: that of the data
     flash: bool = False  # attention that keeps what cuDNN's keeps
-    offload: float | None = None  # a ratio
 
     @cached_property
     def mesh(self) -> jax.sharding.Mesh:
@@ -42,12 +40,6 @@ class Planned(Parts):
         shape = replace(chosen.shape, attention=recomputed)
         kind: Any = GPT if isinstance(shape, GPTConfig) else Llama
         return replace(chosen, shape=shape, init=lambda rngs: kind(shape, rngs=rngs))
-
-    @property
-    def execution(self) -> dict[str, Any]:
-        """How the training step runs: fields of `Execution`."""
-        offload = hfjax.Offload(ratio=self.offload) if self.offload else None
-        return super().execution | {"offload": offload}
 
     @property
     def batch(self) -> dict[str, jax.ShapeDtypeStruct]:
