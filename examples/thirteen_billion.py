@@ -19,29 +19,36 @@ import hfjax
 from hfjax.models.gpt import GPT, GPTConfig, next_token_loss
 
 GPU, GIGABYTE = "h100", 1e9
-CASES = [  # strategy without the host, sizes of the mesh
-    (hfjax.DDP, {"data": 1}),
-    (hfjax.FSDP, {"fsdp": 8}),
+ON_HOST = hfjax.HOST_OPTIMIZER, hfjax.HOST_OPTIMIZER | hfjax.HOST_PARAMETERS
+IN_BACKWARD = {"optimizer_in_backward": True}
+CASES = [  # strategy, sizes of the mesh, how the step runs
+    (hfjax.DDP, {"data": 1}, {}),
+    (hfjax.DDP | ON_HOST[0], {"data": 1}, {}),
+    (hfjax.DDP | ON_HOST[0], {"data": 1}, IN_BACKWARD),
+    (hfjax.DDP | ON_HOST[1], {"data": 1}, IN_BACKWARD),
+    (hfjax.FSDP, {"fsdp": 8}, {}),
+    (hfjax.FSDP | ON_HOST[0], {"fsdp": 8}, {}),
+    (hfjax.FSDP | ON_HOST[1], {"fsdp": 8}, IN_BACKWARD),
 ]
 
 
-def compiled_memory(strategy, sizes, layers):
+def compiled_memory(strategy, sizes, layers, options):
     """Return the layout and what the compiler says that a step needs on a device."""
     config = GPTConfig(vocab=50304, length=2048, layers=layers, embed=5120, heads=40)
     count = max(sizes.values())
     mesh = hfjax.make_mesh(devices=hfjax.target_devices(GPU, count), **sizes)
     optimizer = hfjax.master(optax.adamw(1e-4))
     layout = hfjax.layout(lambda rngs: GPT(config, rngs=rngs), optimizer, mesh, strategy)
-    step = hfjax.train_step(layout, next_token_loss, precision="bf16", remat="full")
+    step = hfjax.train_step(layout, next_token_loss, precision="bf16", remat="full", **options)
     batch = {"tokens": jax.ShapeDtypeStruct((count, config.length + 1), "int32")}
     memory = step.lower(batch).compile().memory_analysis()
     assert memory is not None
     return layout, memory
 
 
-def show(strategy, sizes, layers):
+def show(strategy, sizes, layers, options):
     """Print a line for a strategy."""
-    layout, memory = compiled_memory(strategy, sizes, layers)
+    layout, memory = compiled_memory(strategy, sizes, layers, options)
     device = memory.argument_size_in_bytes + memory.temp_size_in_bytes
     host = memory.host_argument_size_in_bytes + memory.host_temp_size_in_bytes
     numbers = {
@@ -52,16 +59,16 @@ def show(strategy, sizes, layers):
     }
     told = ", ".join(f"{name} {size / GIGABYTE:.1f}" for name, size in numbers.items())
     where = f"{max(sizes.values())} x {GPU}"
-    print(f"{where}, {layout.strategy.name}: {told} GB per device", flush=True)
+    how = ", ".join([layout.strategy.name, *options])
+    print(f"{where}, {how}: {told} GB per device", flush=True)
 
 
 def main():
     parser = argparse.ArgumentParser(description="Compile 13 billion parameters.")
     parser.add_argument("--layers", type=int, default=40)
     layers = parser.parse_args().layers
-    for strategy, sizes in CASES:
-        show(strategy, sizes, layers)
-        show(strategy | hfjax.HOST_OPTIMIZER, sizes, layers)
+    for strategy, sizes, options in CASES:
+        show(strategy, sizes, layers, options)
 
 
 if __name__ == "__main__":

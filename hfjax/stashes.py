@@ -71,11 +71,19 @@ def _kept(jaxpr: Any, backward: list[bool]) -> tuple[Kept, ...]:
 
 
 def _made_of_inputs(jaxpr: Any, first: int) -> dict[Var, Any]:
-    """Return variable -> its equation for what the first equations make; constants wait nowhere."""
-    known, made = set(jaxpr.invars), {}
+    """Return variable -> its equation for what the first equations make.
+
+    Constants wait nowhere, and an input in another shape is that input.
+    """
+    known, views, made = set(jaxpr.invars), set(jaxpr.invars), {}
     for equation in jaxpr.eqns[:first]:
-        if known.intersection(variables(equation.invars)):
-            known.update(equation.outvars)
+        used = variables(equation.invars)
+        if not known.intersection(used):
+            continue
+        known.update(equation.outvars)
+        if equation.primitive.name == "reshape" and views.issuperset(used):
+            views.update(equation.outvars)
+        else:
             made |= dict.fromkeys(equation.outvars, equation)
     return made
 

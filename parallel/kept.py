@@ -67,7 +67,8 @@ def kept_by_slots(function: Callable, choose: Choose, barrier: bool = True) -> C
             values, variables = known
             pairs = zip(values, weights, strict=True)
             joined = [w if v is None else replace(v, slot=w) for v, w in pairs]
-            return function(form.unflatten(joined), variables, x)
+            here = jax.tree.map(lambda x: x, variables)  # Variables that may change in this trace
+            return function(form.unflatten(joined), here, x)
 
         return kept(run, choose, barrier)((values, variables), weights, x)
 

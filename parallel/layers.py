@@ -64,10 +64,6 @@ class Run:
         as_is = self.policy() is None and self.remat.group == 1 and self.execution.offload is None
         return (self.platform == "cpu" and as_is) or 1
 
-    def layer(self, graph: nnx.GraphDef, number: int, barrier: bool) -> Callable:
-        """Return the function of a layer (`layer_function`), by its number in the unit."""
-        return layer_function(graph, self.policy(number), barrier)
-
     def offloading(self, function: Callable, name: str, times: int, barrier: bool) -> Callable:
         """Return (parameters, variables, x) -> (x, variables) that keeps a part on the host."""
         if self.keeps_all:
@@ -98,15 +94,20 @@ def run_model(model: Any, batch: Any, run: Run) -> Any:
     return model.head(layers(model.layers, model.embed(batch), run))
 
 
-def layer_function(graph: nnx.GraphDef, policy: Callable | None, barrier: bool = True) -> Callable:
+def layer_function(
+    graph: nnx.GraphDef, policy: Callable | None, barrier: bool = True, row: int | None = None
+) -> Callable:
     """Return (parameters, variables, x) -> (x, variables) for one layer, rematerialised.
 
-    The layer's parameters are fetched together, once, however often it reads them. Within a loop
-    nothing merges what is recomputed with what it was computed from: a barrier against that would
-    only keep the next layer's gathers from starting early.
+    The layer's parameters are fetched together, once, however often it reads them; given those of
+    several layers it takes its row. Within a loop nothing merges what is recomputed with what it
+    was computed from: a barrier against that would only keep the next layer's gathers from
+    starting early.
     """
 
     def apply(parameters, variables, x):
+        if row is not None:
+            parameters, variables = jax.tree.map(lambda a: a[row], (parameters, variables))
         before = _raw(variables)  # merged variables are those of the state: written in place
         fetched = jax.tree.map(whole, parameters, is_leaf=lambda x: isinstance(x, Stored))
         layer = nnx.merge(graph, fetched, variables)
@@ -163,14 +164,15 @@ def _rows(arrays: Any, first: int, units: int, size: int) -> Any:
 def _unit(graph: nnx.GraphDef, size: int, run: Run, barrier: bool) -> Callable:
     """Return (parameters, variables, x) -> (x, variables) for so many stacked layers in a row."""
     if size == 1:
-        return _together(run.layer(graph, 0, barrier), run, barrier)
-    functions = [run.layer(graph, number, barrier) for number in range(size)]
+        return _together(layer_function(graph, run.policy(), barrier), run, barrier)
+    functions = [
+        layer_function(graph, run.policy(number), barrier, number) for number in range(size)
+    ]
 
     def apply(parameters, variables, x):
         written = []
-        for number, function in enumerate(functions):
-            mine = jax.tree.map(lambda a, n=number: a[n], (parameters, variables))
-            x, new = function(*mine, x)
+        for function in functions:
+            x, new = function(parameters, variables, x)
             written.append(new)
         return x, jax.tree.map(lambda *layers: jnp.stack(layers), *written)
 
@@ -212,7 +214,8 @@ def _chain(part: list, first: int, run: Run) -> Callable:
             if not isinstance(graph, nnx.GraphDef):  # a function, as nnx.Sequential may hold
                 x = graph(x)
                 continue
-            x, new = run.layer(graph, (first + number) % run.remat.every, True)(*next(held), x)
+            function = layer_function(graph, run.policy((first + number) % run.remat.every))
+            x, new = function(*next(held), x)
             written.append(new)
         return x, written
 

@@ -103,8 +103,7 @@ class OffloadedModule(nnx.Module):
 
         def run(parameters, variables, given):
             args, kwargs = join(given)
-            here = jax.tree.map(lambda x: x, variables)  # Variables that may change in this trace
-            block = nnx.merge(graph, parameters, here)
+            block = nnx.merge(graph, parameters, variables)
             return block(*args, **kwargs), nnx.state(block, nnx.Not(nnx.Param))
 
         y, variables = kept_by_slots(run, self._choice)(parameters, variables, given)

@@ -90,7 +90,9 @@ class Remat:
         """
         policies = jax.checkpoint_policies
         if self.what == "none" or number % self.every or self.group > 1:
-            return None if keep or not gathers else _save_all_but_moves
+            sliced = self.every > 1  # out of the unit: a row that is kept would be a copy
+            plain = not gathers and not sliced
+            return None if plain or keep else _save_all_but_moves
         policy = self._policy()
         return policies.save_from_both_policies(policy, _save_gathers) if keep else policy
 

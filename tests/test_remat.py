@@ -1,0 +1,152 @@
+"""Remat: by words, by name, in one layer of k, in groups; what is kept is counted."""
+
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import hfjax
+from hfjax.models.gpt import next_token_loss
+from hfjax.parallel.strategy import DDP, FSDP
+from hfjax.stashes import stashes
+from tests.small_gpt import gpt_layout, tokens
+
+Remat = hfjax.Remat
+LAYERS, ROWS, LENGTH, EMBED = 6, 8, 32, 32
+CARRY = ROWS * LENGTH * EMBED * 4  # bytes of what enters a layer
+
+
+def gpt_step(remat, strategy=DDP, sizes=None, **options):
+    layout = gpt_layout(
+        strategy, sizes or {"data": 1}, optax.sgd(0.1), layers=LAYERS, length=LENGTH, embed=EMBED
+    )
+    return hfjax.train_step(layout, next_token_loss, remat=remat, unroll=1, **options)
+
+
+def waiting(remat):
+    """What layers keep until the backward pass."""
+    found = stashes(gpt_step(remat).trace(tokens(ROWS, LENGTH)))
+    assert found is not None
+    return [k for k in found if k.layers]
+
+
+def kept(remat):
+    return sum(k.total for k in waiting(remat))
+
+
+def test_words_say_what_fields_do():
+    assert Remat.of("full") == Remat()
+    assert Remat.of("names:qkv, mlp_up") == Remat(names=("qkv", "mlp_up"))
+    assert Remat.of("every:2") == Remat(every=2)
+    assert Remat.of("group:4") == Remat(group=4)
+    assert Remat.of(Remat("dots")) == Remat("dots")
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("thin", r"remat='thin': one of none, dots, full"),
+        ("every:some", r"remat='every:some': one of"),
+        ("names:", r"remat='names:': one of"),
+        (7, r"remat=7: one of"),
+        ({"every": 0}, r"remat every=0: a positive number"),
+        ({"every": 2, "group": 2}, "not with each other"),
+        ({"what": "dots", "group": 2}, 'go with what="full"'),
+        ({"what": "dots", "names": ("qkv",)}, "names are what"),
+    ],
+)
+def test_what_is_no_remat_is_refused(given, message):
+    with pytest.raises(ValueError, match=message):
+        Remat(**given) if isinstance(given, dict) else Remat.of(given)
+
+
+def test_full_keeps_what_enters_each_layer():
+    assert kept("full") == LAYERS * CARRY
+
+
+def test_by_name_it_also_keeps_what_is_named():
+    wide = 4 * CARRY  # an MLP is four times as wide
+    assert kept("names:mlp_up") == LAYERS * (CARRY + wide)
+    assert kept("names:qkv,mlp_up") == LAYERS * (CARRY + 3 * CARRY + wide)
+
+
+def test_of_two_layers_one_keeps_all_and_the_other_what_enters_it():
+    """It also keeps nothing of its weights; the layer that keeps all makes its views again."""
+    assert 3 * CARRY < kept("every:2") <= (kept("full") + kept("none")) / 2
+    assert not any(k.shape[0] != ROWS for k in waiting("every:2"))
+
+
+def test_of_a_group_only_what_enters_it_is_kept():
+    assert kept("group:2") == 3 * CARRY
+    assert kept("group:3") == 2 * CARRY
+
+
+@cache
+def trained(remat, strategy, sizes):
+    step = gpt_step(remat, strategy, dict([sizes]))
+    state, _ = step(hfjax.init(step.layout), tokens(ROWS, LENGTH))
+    return hfjax.full(state.params)
+
+
+@pytest.mark.parametrize("remat", ["every:4", "group:4", "names:qkv"])
+@pytest.mark.parametrize(("strategy", "sizes"), [(DDP, ("data", 2)), (FSDP, ("fsdp", 4))])
+def test_gradients_are_those_of_no_remat(remat, strategy, sizes):
+    close = lambda a, b: np.testing.assert_allclose(a, b, atol=2e-6)
+    plain = trained("none", DDP, ("data", 2))
+    jax.tree.map(close, trained(remat, strategy, sizes), plain)
+
+
+class Unlike(nnx.Module):
+    """Three layers in a list, two of which write to a variable."""
+
+    def __init__(self, rngs):
+        widths = ((8, 12), (12, 6), (6, 8))
+        self.layers = nnx.List([Counting(*width, rngs) for width in widths])
+
+    def embed(self, batch):
+        return batch["x"]
+
+    def head(self, x):
+        return x
+
+    def __call__(self, batch):
+        x = self.embed(batch)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+class Counting(nnx.Module):
+    """A layer that knows the mean of what it was given."""
+
+    def __init__(self, inside, outside, rngs):
+        self.linear = nnx.Linear(inside, outside, rngs=rngs)
+        self.mean = nnx.BatchStat(jnp.zeros(inside))
+
+    def __call__(self, x):
+        self.mean[...] = x.mean(axis=0)
+        return jnp.tanh(self.linear(x))
+
+
+@pytest.mark.parametrize("remat", ["every:2", "group:2"])
+def test_layers_of_a_list_go_together_and_keep_their_statistics(remat):
+    mesh, batch = (
+        hfjax.make_mesh(data=1),
+        {"x": np.linspace(-1, 1, 32, dtype="float32").reshape(4, 8)},
+    )
+    layout = hfjax.layout(Unlike, optax.sgd(0.1), mesh, DDP)
+
+    def trained(remat, **options):
+        loss = lambda y, batch: (y**2).mean()
+        step = hfjax.train_step(layout, loss, remat=remat, **options)
+        state, _ = step(hfjax.init(layout), batch)
+        return hfjax.full(state.params), hfjax.full(state.variables)
+
+    close = lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6)
+    jax.tree.map(close, trained(remat), trained("none"))
+    same = lambda a, b: np.testing.assert_array_equal(a, b)
+    jax.tree.map(same, trained(remat, offload=0.5), trained(remat))
