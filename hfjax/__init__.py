@@ -92,6 +92,7 @@ __all__ = [
     "save",
     "scaled",
     "shard_batch",
+    "stashes",
     "target_devices",
     "train_step",
     "transfers",

@@ -81,7 +81,8 @@ def report(given: Memory, tell: Any = lambda name: None) -> Report:
     memory, of = _memory(given, device)
     if given.offload == AUTO:
         least = _least(given, devices, memory, tell)
-        given = replace(given, offload=f"{1 if least.ratio is None else least.ratio:g}")
+        ratio = 1 if least.ratio is None else least.ratio
+        given = replace(given, offload=f"{ratio:g}" if ratio else None)
         notes, missed = [_said(least)], _missed(least)
     found, refused = [], {}
     for name, config in alternatives(given):

@@ -32,8 +32,8 @@ def optimizer_of(config: Train, rate: Callable) -> Any:
     given = config.optimizer
     optimizer = _named(given, rate) if given.own is None else _own(given, rate)
     optimizer = scaled(optimizer, dict(map(_factor, given.scale)))
-    optimizer = hfjax.master(optimizer) if given.master else optimizer
-    return optimizer if given.ema is None else hfjax.ema(optimizer, given.ema)
+    optimizer = optimizer if given.ema is None else hfjax.ema(optimizer, given.ema)
+    return hfjax.master(optimizer) if given.master else optimizer
 
 
 def _own(given: Optimizer, rate: Callable) -> Any:
