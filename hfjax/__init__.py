@@ -32,6 +32,7 @@ from hfjax.plan import Layout, State, layout
 from hfjax.processes.distributed import init_distributed
 from hfjax.rates import rate
 from hfjax.rearrange import canonical
+from hfjax.stashes import stashes
 from hfjax.target import target_devices
 from hfjax.traffic import Collectives, collectives
 from hfjax.train import eval_step, init, train_step
