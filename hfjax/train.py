@@ -21,7 +21,7 @@ from hfjax.optimizers import from_master
 from hfjax.parallel.compiler import compiler_options as options_of, joined, options_of_host
 from hfjax.parallel.execution import Execution, Precision
 from hfjax.parallel.layer_updates import LayerUpdatePlane
-from hfjax.parallel.memory import of_results
+from hfjax.parallel.memory import is_host_sharding, of_results, to_host
 from hfjax.parallel.mesh import BATCH_AXES, PIPE_AXIS, describe_mesh, platform_of
 from hfjax.parallel.offloaded import Offloaded
 from hfjax.parallel.probe import check_host_loops
@@ -45,8 +45,18 @@ def init(layout: Layout, seed: int = 0, schedule: Schedule | None = None) -> Sta
     With the schedule of the step its layers are born where the stages want them; without it the
     first step moves them there.
     """
-    layout = on_stages(layout, schedule)
-    return jax.jit(layout.create, out_shardings=of_results(layout.shardings()))(seed)
+    return creation(on_stages(layout, schedule))(seed)
+
+
+def creation(layout: Layout) -> Any:
+    """Return the jitted program that makes a new state from a seed."""
+    shardings = layout.shardings()
+
+    def born(seed: Any) -> State:
+        go = lambda x, where: to_host(x) if is_host_sharding(where) else x
+        return jax.tree.map(go, layout.create(seed), shardings)
+
+    return jax.jit(born, out_shardings=of_results(shardings))
 
 
 def train_step(layout: Layout, loss: Callable, **execution: Any) -> "TrainStep":

@@ -12,6 +12,7 @@ from hfjax.models.gpt import next_token_loss
 from hfjax.parallel.strategy import Strategy
 from hfjax.paths import flatten
 from hfjax.testing import _check_placement
+from hfjax.train import creation
 from tests.h200 import OPTIMIZED, h200s
 from tests.small_checkpoint import EVERYTHING, same, small_layout, state_at
 from tests.small_gpt import gpt_layout, tokens
@@ -379,3 +380,16 @@ def test_the_device_needs_moments_of_one_layer_more_however_many_there_are(strat
     moments = 2 * LAYER // sizes.get("fsdp", 1)
     assert more[2] <= 1.2 * moments
     assert more[8] <= 1.2 * moments
+
+
+@pytest.mark.cuda
+def test_a_state_is_born_on_the_host_one_array_after_another():
+    """The device holds some arrays of one parameter, never the state."""
+    whole = DDP | HOST | hfjax.HOST_PARAMETERS
+    layout = gpt_layout(whole, ONE, devices=h200s(1), embed=EMBED, layers=8, heads=4)
+    program = creation(layout).lower(0).compile(OPTIMIZED)
+    memory = program.memory_analysis()
+    assert memory is not None
+    state = layout.bytes_per_device()
+    assert memory.host_output_size_in_bytes == state["host parameters"] + state["host moments"]
+    assert memory.temp_size_in_bytes < 0.5 * memory.host_output_size_in_bytes

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -22,7 +23,7 @@ from hfjax.run.planned import Planned
 from hfjax.sizes import bytes_of
 from hfjax.target import GPUS, can_compile_for_gpus, target_devices, wheels
 
-WIDTH, COLUMN = 26, 14  # what the table needs
+WIDTH, COLUMN = 26, 11  # of the table: what is told, and the least for a number
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,9 @@ def _tell(given: Memory, console: Console) -> None:
     _prepare(given)
     with console.status("compiling") as status:
         found = report(given, lambda name: status.update(f"compiling {name}"))
-    console.width = max(console.width, WIDTH + COLUMN * len(found.estimates))
+    parts = [re.split("[,+]", estimate.name) for estimate in found.estimates]
+    columns = sum(3 + max(COLUMN, *map(len, part)) for part in parts)
+    console.width = max(console.width, WIDTH + columns)
     console.print(table(found))
     for note in found.notes:
         console.print(f"* {note}", style="dim")
