@@ -165,7 +165,9 @@ MESHES = [
     (DDP, ONE, {}),
     (ZERO1, {"data": 4}, {"accumulate": 2, "clip": 0.5}),
     (ZERO2 | TENSOR, {"data": 2, "tensor": 2}, {"nonfinite": "skip"}),
-    (hfjax.HSDP, {"data": 2, "fsdp": 2}, {"nonfinite": "apply"}),
+    pytest.param(
+        *(hfjax.HSDP, {"data": 2, "fsdp": 2}, {"nonfinite": "apply"}), marks=pytest.mark.slow
+    ),
     (PIPE | FSDP, {"pipe": 2, "fsdp": 2}, {"schedule": hfjax.Schedule("1f1b", 4)}),
 ]
 

@@ -54,7 +54,12 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+LONG = ("one device, unrolled", "DDP, dots", "ZB-H1, which branches", "zero bubble in a scan")
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, marks=pytest.mark.slow) if c in LONG else c for c in CASES]
+)
 def test_training_is_bit_equal_to_no_offload(case):
     strategy, sizes, options = CASES[case]
     wanted = trained(strategy, sizes, **options)

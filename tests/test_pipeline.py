@@ -58,7 +58,12 @@ MESHES = {
 }
 
 
-@pytest.mark.parametrize("name", MESHES)
+LONG = ("ZeRO-1", "ZeRO-3 and tensor")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(m, marks=pytest.mark.slow) if m in LONG else m for m in MESHES]
+)
 def test_a_pipeline_beside_other_axes_equals_one_device(name):
     strategy, sizes, schedule = MESHES[name]
     fields = {"schedule": Schedule(schedule, 2), "accumulate": 2}
