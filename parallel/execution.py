@@ -100,6 +100,10 @@ class Execution:
         if self.offload is not None:
             object.__setattr__(self, "offload", Offload.of(self.offload))
             self._check_offload()
+        if not isinstance(self.optimizer_in_backward, bool):
+            raise ValueError(
+                f"optimizer_in_backward={self.optimizer_in_backward!r}: true or false."
+            )
         if self.reduction not in REDUCTIONS:
             raise ValueError(f"reduction={self.reduction!r}: one of {', '.join(REDUCTIONS)}.")
         if self.nonfinite not in NONFINITE:

@@ -7,11 +7,14 @@ haiscale's `CPUOffload` does); names and products say which tensors go.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from numbers import Real
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+
+from hfjax.parallel.remat import names_of
 
 Shape = tuple[int, ...]
 
@@ -35,18 +38,19 @@ class Offload:
     tag: str = "layers"
 
     def __post_init__(self):
-        names = (self.names,) if isinstance(self.names, str) else tuple(self.names)
-        object.__setattr__(self, "names", names)
+        object.__setattr__(self, "names", names_of(self.names, "offload"))
+        if not isinstance(self.dots, bool) or not (isinstance(self.tag, str) and self.tag):
+            raise ValueError(f"{self}: dots is true or false, and the tag a word.")
         if isinstance(self.ratio, list):
             object.__setattr__(self, "ratio", tuple(self.ratio))
-        given = [self.ratio is not None, bool(names), self.dots]
+        given = [self.ratio is not None, bool(self.names), self.dots]
         if sum(given) != 1:
             raise ValueError(
                 f"{self}: give one of ratio (a fraction of the bytes, for instance 0.3), names "
                 "(of jax.ad_checkpoint.checkpoint_name) and dots=True."
             )
         for ratio in self.ratios:
-            number = isinstance(ratio, int | float) and not isinstance(ratio, bool)
+            number = isinstance(ratio, Real) and not isinstance(ratio, bool)
             if not number or not 0 <= ratio <= 1:
                 raise _unknown(self.ratio)
 
@@ -59,7 +63,7 @@ class Offload:
             return cls(ratio=given)
         word, _, detail = given.partition(":")
         if word == "names" and detail:
-            return cls(names=tuple(name.strip() for name in detail.split(",")))
+            return cls(names=detail)
         if given == "dots":
             return cls(dots=True)
         try:

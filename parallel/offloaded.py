@@ -71,15 +71,18 @@ class Offloaded:
             )
         if not self.moved:
             least = min(row.tensor.bytes for row in self.rows.values())
+            small = f"the smallest tensor has {least}. Raise the ratio, or name tensors."
+            none = "none of them is a matrix product as it was made. Use a ratio, or names."
             warnings.warn(
-                f"{offload} moves nothing: {self.total} bytes are kept, the smallest tensor has "
-                f"{least}. Raise the ratio"
-                + (", or name tensors." if not offload.dots else ": no product is kept."),
+                f"{offload} moves nothing: {self.total} bytes are kept, "
+                + (none if offload.dots else small),
                 stacklevel=2,
             )
 
     def __str__(self) -> str:
-        size = lambda n: f"{n / 2**20:.2f} MiB"
+        if not self.rows:
+            return f"{self.offload}: what layers keep is known once a gradient was traced."
+        size = lambda n: f"{n / 2**20:.2f} MiB" if n >= 2**20 else f"{n / 2**10:.2f} KiB"
         rows = [("layer", "times", "tensor", "made by", "kept", "on the host")]
         for row in sorted(self.rows.values(), key=lambda row: -row.tensor.bytes * row.times):
             t = row.tensor

@@ -1,6 +1,7 @@
 """Any block, wrapped: parts of what it keeps for the backward pass wait in host memory."""
 
 from collections.abc import Callable, Sequence
+from functools import update_wrapper
 from typing import Any
 
 import jax
@@ -25,20 +26,37 @@ def offload(
     """Return a module, or a function, that keeps part of its activations in host memory.
 
     Of a function the arguments numbered `weights` (the first, unless told otherwise; () for none)
-    are never moved, nor is what follows from them alone; of a module its parameters. `offloaded` of
-    what is returned is the report of its last gradient.
+    are never moved, nor is what follows from them alone, nor what the function closes over; of a
+    module its parameters. `offloaded` of what is returned is the report of its last gradient, of
+    one call (and of one turn, in a loop).
 
     >>> mlp = offload(lambda w, x: jax.numpy.tanh(x @ w) @ w.T, ratio=0.5)
     """
+    if isinstance(ratio, str):
+        raise ValueError(f"offload(block, ratio={ratio!r}): a number from 0 to 1 is expected.")
     wanted = Offload(ratio=ratio, names=names, dots=dots, tag=tag)
     if len(wanted.ratios) > 1:
         raise ValueError(f"offload(block, ratio={ratio}): one ratio is expected for one block.")
     if isinstance(block, nnx.Module):
+        if weights != 0:
+            raise ValueError("offload(block, weights=…) is for functions: a module knows its own.")
         return OffloadedModule(block, wanted)
     if not callable(block):
         raise ValueError(f"offload(block): a module or a function is expected, found {block!r}.")
-    numbers = (weights,) if isinstance(weights, int) else tuple(weights)
-    return _OffloadedFunction(block, wanted, numbers)
+    return _OffloadedFunction(block, wanted, _numbers(weights))
+
+
+def _numbers(weights: Any) -> tuple[int, ...]:
+    numbers = (weights,) if isinstance(weights, int) else weights
+    good = isinstance(numbers, list | tuple) and all(
+        isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in numbers
+    )
+    if not good:
+        raise ValueError(
+            f"offload(block, weights={weights!r}): numbers of arguments from 0 on are expected, "
+            "for instance 0, (0, 2), or () where there are no weights."
+        )
+    return tuple(numbers)
 
 
 class _Choice:
@@ -62,6 +80,7 @@ class _OffloadedFunction:
 
     def __init__(self, function: Callable, wanted: Offload, weights: Sequence[int]):
         self.function, self.weights, self._choice = function, weights, _Choice(wanted)
+        update_wrapper(self, function)
 
     @property
     def offloaded(self) -> Offloaded:
@@ -71,16 +90,24 @@ class _OffloadedFunction:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._choice.wanted.idle:
             return self.function(*args, **kwargs)
-        held = [args[i] for i in self.weights if i < len(args)]
+        if missing := [i for i in self.weights if i >= len(args)]:
+            raise ValueError(
+                f"offload: weights are argument {missing[0]} of {self.function}, which was given "
+                f"{len(args)} by position (and {', '.join(kwargs) or 'none'} by name). Give weights "
+                "by position, or say which they are: offload(block, weights=0)."
+            )
+        held = [args[i] for i in self.weights]
         rest, join = _apart(([x for i, x in enumerate(args) if i not in self.weights], kwargs))
 
-        def run(known, held, rest):
+        def run(held, rest):
             others, kwargs = join(rest)
             left = {True: iter(held), False: iter(others)}
             both = [next(left[i in self.weights]) for i in range(len(args))]
-            return self.function(*both, **kwargs), ()
+            return self.function(*both, **kwargs)
 
-        return kept(run, self._choice)((), held, rest)[0]
+        pure, closed = jax.closure_convert(run, held, rest)
+        apply = lambda known, weights, rest: (pure(weights[0], rest, *weights[1]), ())
+        return kept(apply, self._choice)((), (held, closed), rest)[0]
 
 
 class OffloadedModule(nnx.Module):

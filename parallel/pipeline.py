@@ -148,7 +148,7 @@ class Pipeline:
     def _rings(self) -> dict[str, Ring]:
         """What waits for backward passes: `late` also for the second half, `cross` only for it."""
         passes, chunks = self._passes, self._chunks
-        number = len(passes.stash)
+        number = len(jax.tree.leaves(passes.stash))
         shares = self._shares
         parts = {
             "stash": (passes.stash, [of_part(share, 0, number) for share in shares]),
@@ -166,7 +166,7 @@ class Pipeline:
         passes, stages = self._passes, range(self._stages)
         if self.choose is None:
             return [{} for _ in stages]
-        tensors = passes.tensors or packed([*passes.stash, *passes.late])
+        tensors = passes.tensors or packed(jax.tree.leaves((passes.stash, passes.late)))
         return [self.choose(tensors, stage, self.model.order.shape[1:]) for stage in stages]
 
     def _queue(self, name: str) -> Store:

@@ -41,8 +41,7 @@ class Remat:
     group: int = 1
 
     def __post_init__(self):
-        names = (self.names,) if isinstance(self.names, str) else tuple(self.names)
-        object.__setattr__(self, "names", names)
+        object.__setattr__(self, "names", names_of(self.names, "remat"))
         if not callable(self.what) and self.what not in WHAT:
             raise _unknown(self.what)
         for field in ("every", "group"):
@@ -63,7 +62,7 @@ class Remat:
             return given
         word, _, detail = given.partition(":") if isinstance(given, str) else (given, "", "")
         if word == "names" and detail:
-            return cls(names=tuple(name.strip() for name in detail.split(",")))
+            return cls(names=names_of(detail, "remat"))
         if word == "every" and detail.isdecimal():
             return cls(every=int(detail))
         if word == "group" and detail.isdecimal():
@@ -86,7 +85,8 @@ class Remat:
     def policy(self, number: int, gathers: bool, keep: bool) -> Callable | None:
         """Return what layer `number` of the unit may save: a policy for jax.checkpoint, or None.
 
-        `gathers`: its parameters are gathered; `keep`: and stay so until the backward pass.
+        `gathers`: its parameters are gathered (or parts of what is kept go to the host): views are
+        made again; `keep`: gathered parameters stay until the backward pass.
         """
         policies = jax.checkpoint_policies
         if self.what == "none" or number % self.every or self.group > 1:
@@ -105,6 +105,22 @@ class Remat:
         return {"dots": policies.dots_with_no_batch_dims_saveable}.get(
             self.what, policies.nothing_saveable
         )
+
+
+def names_of(given: Any, what: str) -> tuple[str, ...]:
+    """Return names, given as several or as one text with commas.
+
+    >>> names_of("qkv, mlp_up", "remat")
+    ('qkv', 'mlp_up')
+    """
+    if isinstance(given, str):
+        return tuple(name.strip() for name in given.split(","))
+    if not isinstance(given, list | tuple) or not all(isinstance(name, str) for name in given):
+        raise ValueError(
+            f"{what} names={given!r}: names of jax.ad_checkpoint.checkpoint_name are expected, for "
+            'instance ("qkv", "mlp_up").'
+        )
+    return tuple(given)
 
 
 def _save_all_but_moves(prim, *_, **__) -> bool:
