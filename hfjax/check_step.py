@@ -36,6 +36,12 @@ def check_runs(layout: Layout, execution: Execution, training: bool = False) -> 
             f'schedule=hfjax.Schedule("1f1b", microbatches={4 * stages}).'
         )
     _check_offload(layout, execution)
+    three_parts = layout.forward is None and layout.blueprint.three_parts
+    if training and execution.remat.what != "none" and not three_parts:
+        raise ValueError(
+            f"{execution.remat} is of layers, and this model does not run in three parts (embed, "
+            "layers, head). Give it these (docs/own_model.md), or use nnx.remat in the model."
+        )
     reduce = execution.precision.reduce
     if (
         platform_of(layout.mesh) == "cpu"

@@ -1,5 +1,6 @@
 """Which arrays of a state the host keeps: what the column `memory` of a strategy comes to."""
 
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -50,7 +51,14 @@ class Hosted:
         return sum(sizes[name] for name in self._moments) / max(sum(sizes.values()), 1)
 
     def check(self) -> None:
-        """Refuse rows that find nothing to keep on the host."""
+        """Refuse rows that find nothing to keep on the host; warn where a share is too small."""
+        if self.reached == 0:
+            warnings.warn(
+                f"strategy {self.layout.strategy.name}, memory moments -> "
+                f"{self._wanted('moments')}: no array is as small as that, so that the host keeps "
+                "nothing. Raise the share.",
+                stacklevel=2,
+            )
         asked = [row for row in ("moments", MASTER) if self._wanted(row) != "device"]
         if not asked or any(self._sizes[row] for row in asked):
             return

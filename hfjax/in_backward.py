@@ -126,7 +126,8 @@ def check_in_backward(layout: Layout, execution: Execution) -> None:
     instead = "or leave optimizer_in_backward out"
     refused = {
         f"clip={execution.clip} needs the norm of the whole gradient. Clip element by element "
-        f"(optax.chain(optax.clip(…), …)), {instead}.": execution.clip is not None,
+        "(optax.chain(optax.clip(…), …)) with clip=None (hfjax train: --optimizer.clip None), "
+        f"{instead}.": execution.clip is not None,
         f"accumulate={execution.accumulate} keeps the gradients of all layers until the last "
         f"microbatch. Use accumulate=1 (remat saves memory too), {instead}.": (
             execution.accumulate > 1

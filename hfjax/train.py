@@ -119,9 +119,25 @@ class TrainStep:
         self._watch.check(state)
         if not is_placed(batch, self._batch):
             batch = shard_batch(self.layout, batch, microbatches_of(self.execution))
-        state, metrics = self._jitted(self._in_order(state), batch)
+        try:
+            state, metrics = self._jitted(self._in_order(state), batch)
+        except ValueError:
+            self._check_memory(state)
+            raise
         self._watch.add(metrics, metrics.pop("squares"))
         return replace(state, order=self._order), metrics
+
+    def _check_memory(self, state: State) -> None:
+        """Refuse a state that lies in other memory than the layout says."""
+        shardings = jax.tree.leaves((self._shardings.params, self._shardings.optimizer))
+        held = jax.tree.leaves((state.params, state.optimizer))
+        for x, where in zip(held, shardings, strict=True):
+            if is_host_sharding(x.sharding) != is_host_sharding(where):
+                raise ValueError(
+                    f"this state lies in {x.sharding.memory_kind} memory where the layout "
+                    f"({self.layout.strategy.name}) has {where.memory_kind}. Move it: "
+                    "jax.device_put(state, layout.shardings()), or restore it with this layout."
+                )
 
     @cached_property
     def _order(self) -> jax.Array | None:

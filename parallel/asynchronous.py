@@ -193,7 +193,7 @@ class AsynchronousPlane(PipelinePlane):
             ends = Reduction(self._precision, hierarchical=False)(ends, self.placed)
             agreed = lambda x: lax.pmax(x, stages) if stages else x  # all stages count alike
             new = Held(layers, {}, moments, jax.tree.map(agreed, counts))
-            self.offloaded.check()
+            self._check_kept()
             squares = lax.psum(squares, stages) if stages else squares
             return new, squares, ends, self._sum(jax.tree.map(lambda x: x.sum(0), means))
 

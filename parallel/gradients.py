@@ -58,7 +58,7 @@ class DataPlane:
             microbatch = self._microbatch(parameters, random, rows_of(batch), step, traced)
             gradients, mean, statistics = self._accumulate(microbatch, statistics, batch)
             self._check_all_read(unread)
-            self.offloaded.check()
+            self._check_kept()
             gradients = Reduction(self._precision, self._hierarchical)(gradients, self.placed)
             changed = {path: x for path, x in statistics.items() if path in written}
             return gradients, self._sum(mean), self._average(changed)
@@ -178,6 +178,15 @@ class DataPlane:
     def _run(self) -> Run:
         gathers = self._gathers_layers()
         return Run(self.execution, gathers, self._platform, self.offloaded)
+
+    def _policy(self, views: bool = False) -> Callable | None:
+        """Return what a layer may save whose parameters are fetched outside of it."""
+        return self._run.remat.policy(0, views, keep=False, seen=self.offloaded.seen)
+
+    def _check_kept(self) -> None:
+        """Refuse an offload, or names, that the layers which were traced have no use for."""
+        self.offloaded.check()
+        self._run.remat.check(self.offloaded.seen)
 
     def _model(self, parameters: Flat, slots: Flat | None, variables: Flat, mode: str, unread: set):
         """Return the model on stored parameters; those outside the layers are gathered now."""

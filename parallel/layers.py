@@ -52,7 +52,8 @@ class Run:
     def policy(self, number: int = 0) -> Callable | None:
         """Return what layer `number` may save."""
         keep = self.gathers and not self.execution.reshard_after_forward
-        return self.remat.policy(number, self.gathers or not self.keeps_all, keep)
+        views = self.gathers or not self.keeps_all
+        return self.remat.policy(number, views, keep, self.offloaded.seen)
 
     def unroll(self) -> int | bool:
         """Return layers per turn of the scan: on a CPU all (10 % faster), if none is recomputed.

@@ -85,7 +85,7 @@ class LayerwisePlane(DataPlane):
             inputs=lambda m: inputs,
             mean=lambda outputs, m: as_mean(self.loss(outputs, batch), rows_of(batch)),
             mode=mode,
-            policy=self._run.remat.policy(0, gathers=False, keep=False),
+            policy=self._policy(),
             tells=None,
             keeps_last=False,
             mark=self._varying,

@@ -93,7 +93,7 @@ class _OffloadedFunction:
         if missing := [i for i in self.weights if i >= len(args)]:
             raise ValueError(
                 f"offload: weights are argument {missing[0]} of {self.function}, which was given "
-                f"{len(args)} by position (and {', '.join(kwargs) or 'none'} by name). Give weights "
+                f"{len(args)} by position (by name: {', '.join(kwargs) or 'none'}). Give weights "
                 "by position, or say which they are: offload(block, weights=0)."
             )
         held = [args[i] for i in self.weights]

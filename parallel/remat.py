@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -82,7 +83,7 @@ class Remat:
             return self
         return Remat(self.what, tuple(dict.fromkeys((*self.names, *names))), self.every)
 
-    def policy(self, number: int, gathers: bool, keep: bool) -> Callable | None:
+    def policy(self, number: int, gathers: bool, keep: bool, seen: set[str]) -> Callable | None:
         """Return what layer `number` of the unit may save: a policy for jax.checkpoint, or None.
 
         `gathers`: its parameters are gathered (or parts of what is kept go to the host): views are
@@ -93,15 +94,24 @@ class Remat:
             sliced = self.every > 1  # out of the unit: a row that is kept would be a copy
             plain = not gathers and not sliced
             return None if plain or keep else _save_all_but_moves
-        policy = self._policy()
+        policy = self._policy(seen)
         return policies.save_from_both_policies(policy, _save_gathers) if keep else policy
 
-    def _policy(self) -> Callable:
+    def check(self, seen: set[str]) -> None:
+        """Refuse names that no layer gave; `seen` are those that layers gave."""
+        if missing := sorted(set(self.names) - seen):
+            raise ValueError(
+                f"remat names={self.names}: no tensor of a layer is named {missing[0]!r}; named "
+                f"are {', '.join(sorted(seen)) or 'none'}. Name it in the layer, "
+                'x = jax.ad_checkpoint.checkpoint_name(x, "…").'
+            )
+
+    def _policy(self, seen: set[str]) -> Callable:
         policies = jax.checkpoint_policies
         if callable(self.what):
             return self.what
         if self.names:
-            return policies.save_only_these_names(*self.names)
+            return partial(_save_named, self.names, seen)
         return {"dots": policies.dots_with_no_batch_dims_saveable}.get(
             self.what, policies.nothing_saveable
         )
@@ -125,6 +135,13 @@ def names_of(given: Any, what: str) -> tuple[str, ...]:
 
 def _save_all_but_moves(prim, *_, **__) -> bool:
     return prim.name not in _MOVES
+
+
+def _save_named(names: tuple[str, ...], seen: set[str], prim: Any, *_: Any, **params: Any) -> bool:
+    if prim.name != "name":
+        return False
+    seen.add(params["name"])
+    return params["name"] in names
 
 
 def _save_gathers(prim, *_, **__) -> bool:

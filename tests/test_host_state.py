@@ -228,6 +228,19 @@ def test_a_step_that_is_not_finite_changes_nothing_on_the_host():
     assert state.step == 1
 
 
+def test_a_state_that_lies_elsewhere_is_refused_and_says_how_to_move_it():
+    near, far = layout_of(FSDP, {"fsdp": 2}), layout_of(FSDP | HOST, {"fsdp": 2})
+    for has, wants in ((near, far), (far, near)):
+        step = hfjax.train_step(wants, next_token_loss)
+        with pytest.raises(ValueError, match=r"this state lies in .* memory where the layout"):
+            step(hfjax.init(has), tokens())
+
+
+def test_a_share_too_small_for_any_array_is_told():
+    with pytest.warns(UserWarning, match="the host keeps nothing. Raise the share"):
+        layout_of(DDP | share(1e-9), ONE)
+
+
 def test_stages_that_update_by_themselves_refuse_the_column():
     layout = layout_of(PIPE | HOST, {"pipe": 2})
     with pytest.raises(ValueError, match="HOST_OPTIMIZER keeps a part of the state on the host"):

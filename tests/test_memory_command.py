@@ -90,7 +90,7 @@ def test_what_is_offloaded_waits_on_the_host_and_is_sent_there_and_back(compared
     planned = Planned(replace(GIVEN, offload="1"), vocab=64)
     planned.step.trace(planned.batch)
     moved = planned.step.offloaded.moved
-    assert moved > 0.9 * none.layers  # casts and views of weights are not among it
+    assert moved > 0.8 * none.layers  # views are made again
     assert offloaded.layers == 0
     assert offloaded.host_stashes == offloaded.to_host == offloaded.to_device == moved
 
@@ -101,6 +101,12 @@ def test_updated_in_the_backward_pass_a_layer_and_the_ends_have_gradients_at_onc
     sizes = Planned(GIVEN, vocab=64).layout.gradient_bytes
     layers = sum(size for path, size in sizes.items() if path.startswith("layers/"))
     assert whole.gradients - small.gradients == layers - layers // LAYERS
+
+
+def test_a_loop_that_is_written_out_does_not_tell_what_it_keeps():
+    beside = ("optimizer.clip=None,optimizer.in_backward=true",)
+    _, small = estimates(replace(GIVEN, compare=beside)).values()
+    assert small.layers is None
 
 
 def test_the_state_on_the_host_is_told_apart():
@@ -139,7 +145,7 @@ def test_in_a_pipeline_the_rings_lie_on_the_host_as_far_as_they_are_offloaded():
     given = replace(piped, batch=4 * 4 * ROWS, pipeline=Pipeline("1f1b", microbatches=4))
     here, there = estimates(replace(given, compare=("offload=1",))).values()
     assert (here.host_stashes, there.layers) == (0, 0)
-    assert there.host_stashes == here.layers
+    assert 0.9 * here.layers < there.host_stashes <= here.layers  # views are made again
     assert there.to_host % (there.host_stashes // 3) == 0  # slots of three microbatches
 
 

@@ -187,6 +187,30 @@ def test_a_function_keeps_its_gradients(asked):
     assert block.offloaded.moved > 0
 
 
+@pytest.mark.parametrize(
+    ("given", "called", "message"),
+    [
+        ({"ratio": "0.3"}, None, r"ratio='0.3'.*a number from 0 to 1"),
+        ({"ratio": 0.5, "weights": -1}, None, "numbers of arguments from 0 on"),
+        ({"ratio": 0.5, "weights": 1}, {"w": 1, "x": 2}, "given 0 by position .by name: w, x"),
+    ],
+)
+def test_weights_that_are_not_there_are_refused(given, called, message):
+    with pytest.raises(ValueError, match=message):
+        hfjax.offload(mlp, **given)(**called)
+
+
+def test_what_a_function_closes_over_is_a_weight_of_it():
+    w, x = jax.tree.map(jnp.float32, weights()), jnp.ones((8, 16))
+
+    def gradient(wrap):
+        block = lambda w, x: wrap(lambda x: mlp(w, x))(x)
+        return jax.jit(jax.grad(lambda w: (block(w, x) ** 2).sum()))(w)
+
+    wrap = lambda f: hfjax.offload(f, ratio=1.0, weights=())
+    assert_bit_equal(gradient(wrap), gradient(lambda f: f))
+
+
 def test_a_module_keeps_its_gradients_statistics_and_flags():
     class Block(nnx.Module):
         def __init__(self, rngs):

@@ -150,3 +150,21 @@ def test_layers_of_a_list_go_together_and_keep_their_statistics(remat):
     jax.tree.map(close, trained(remat), trained("none"))
     same = lambda a, b: np.testing.assert_array_equal(a, b)
     jax.tree.map(same, trained(remat, offload=0.5), trained(remat))
+
+
+def test_names_that_no_layer_gives_are_refused():
+    with pytest.raises(ValueError, match=r"no tensor of a layer is named 'nope'; named are .*qkv"):
+        gpt_step("names:qkv,nope").trace(tokens(ROWS, LENGTH))
+
+
+def test_a_model_without_layers_has_none_to_compute_again():
+    class Whole(nnx.Module):
+        def __init__(self, rngs):
+            self.linear = nnx.Linear(8, 8, rngs=rngs)
+
+        def __call__(self, batch):
+            return self.linear(batch["x"])
+
+    layout = hfjax.layout(Whole, optax.sgd(0.1), hfjax.make_mesh(data=1), DDP)
+    with pytest.raises(ValueError, match="does not run in three parts"):
+        hfjax.train_step(layout, lambda y, batch: (y**2).mean(), remat="full")

@@ -157,6 +157,18 @@ def layout(sizes, strategy=PIPE, init=mlp, optimizer=None, **options):
     return hfjax.layout(init, optimizer or optax.adamw(1e-2), mesh, strategy, **options)
 
 
+def test_what_packed_layers_keep_may_wait_on_the_host():
+    def trained(offload):
+        plan = layout({"pipe": 2})
+        step = hfjax.train_step(plan, squares, offload=offload, **pipe())
+        state, metrics = step(hfjax.init(plan, schedule=pipe()["schedule"]), ROWS)
+        return hfjax.full(state.params), metrics["loss"], step
+
+    found, wanted = trained(0.5), trained(None)
+    jax.tree.map(np.testing.assert_array_equal, found[:2], wanted[:2])
+    assert 0.4 < found[2].offloaded.ratio < 0.6
+
+
 def test_a_device_holds_its_row_padded_to_the_largest_and_nothing_more():
     plan = layout({"pipe": 2, "fsdp": 2}, PIPE | ZERO1)
     step = hfjax.train_step(plan, squares, **pipe("interleaved", balance=(1, 2, 2, 1)))

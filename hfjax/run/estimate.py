@@ -7,6 +7,7 @@ from typing import Any
 import jax
 
 from hfjax.parallel.blueprint import LAYERS
+from hfjax.parallel.layerwise import LayerwisePlane
 from hfjax.parallel.memory import KIND
 from hfjax.parallel.mesh import platform_of
 from hfjax.parallel.stages import PipelinePlane
@@ -108,8 +109,11 @@ def _state(layout: Any) -> dict[str, int]:
 
 
 def _waiting(step: Any, traced: jax.stages.Traced, batch: Any) -> dict[str, int | None]:
-    """Return what waits for the backward pass: of a pipeline its rings, else by the trace."""
-    kept = stashes(traced)
+    """Return what waits for the backward pass: of a pipeline its rings, else by the trace.
+
+    A loop that is written out, forward and backward, does not tell.
+    """
+    kept = None if isinstance(step._plane, LayerwisePlane) else stashes(traced)
     if kept is None:
         return dict.fromkeys(("layers", "ends", "messages", "host_stashes"))
     here = lambda layers: sum(k.total for k in kept if k.layers == layers and not k.host)

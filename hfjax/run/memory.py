@@ -82,6 +82,7 @@ def report(given: Memory, tell: Any = lambda name: None) -> Report:
     parts, notes, missed = _planned(given, devices), [], None
     device = parts.mesh.devices.flat[0]
     memory, of = _memory(given, device)
+    list(alternatives(given))  # what is wrong with them is said before anything is compiled
     if given.offload == AUTO:
         least = _least(given, devices, memory, tell)
         ratio = 1 if least.ratio is None else least.ratio

@@ -50,6 +50,11 @@ class Memory(Train):
     def __post_init__(self):
         super().__post_init__()
         at_least(self, "", count=1, vocab=1)
+        if self.cpu_devices is not None and self.gpu != "here":
+            raise ValueError(
+                f"--cpu-devices {self.cpu_devices} goes with --gpu here: how many GPUs to compile "
+                "for is said by --count."
+            )
         if self.device_memory is not None:
             bytes_of(self.device_memory, "--device-memory")
         if self.out is not None and self.out.suffix != ".png":
@@ -63,7 +68,7 @@ class Memory(Train):
 def of_run(config: Train, **changes: Any) -> Memory:
     """Return the configuration of a run as one that is only planned."""
     taken = {f.name: getattr(config, f.name) for f in fields(Train)}
-    return Memory(**{**taken, "out": None, **changes})
+    return Memory(**{**taken, "out": None, "cpu_devices": None, **changes})
 
 
 def alternatives(given: Memory) -> Iterator[tuple[str, Memory]]:
@@ -112,5 +117,5 @@ def changed(given: Memory, words: str) -> Memory:
                 f"--compare {words}: FLAG=VALUE is expected, of a flag of hfjax train: remat=full, "
                 "or several joined by commas: remat=full,accumulate=4."
             )
-        place[last] = yaml.safe_load(value)
+        place[last] = None if value == "None" else yaml.safe_load(value)
     return replace(files.read(Memory, plain, "--compare"), compare=given.compare)
