@@ -74,15 +74,11 @@ def _device(axes: Any, report: Any) -> None:
         )  # fmt: skip
     axes.plot([], [], color=INK, linewidth=2, label="peak as compiled")
     limit, top = report.memory, max(tops)
-    if limit is not None and limit < 4 * top:
-        axes.axhline(limit, color=LIMIT, linestyle="--", linewidth=1.3)
-        axes.annotate(
-            f"{report.device}: {human(limit)}", (1, limit), (-4, 3), ha="right", va="bottom",
-            xycoords=("axes fraction", "data"), textcoords="offset points", fontsize=8, color=LIMIT,
-        )  # fmt: skip
-        top = max(top, limit)
-    elif limit is not None:
+    if limit is not None:
         axes.plot([], [], color=LIMIT, linestyle="--", label=f"{report.device}: {human(limit)}")
+        if limit < 4 * top:
+            axes.axhline(limit, color=LIMIT, linestyle="--", linewidth=1.3)
+            top = max(top, limit)
     _finish(axes, _names(report), "device", top)
     axes.legend(
         *_from_above(axes), fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0)

@@ -6,7 +6,6 @@ waits in rings, whose slots the table's compiler has assigned. Neither the size 
 its memory depends on the number of microbatches.
 """
 
-import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -18,6 +17,8 @@ import numpy as np
 from jax import lax
 
 from hfjax.parallel.dissect import Dissected, arrays_of, cotangents
+from hfjax.parallel.links import Links
+from hfjax.parallel.mesh import PIPE_AXIS
 from hfjax.parallel.offload import Share, of_part
 from hfjax.parallel.rings import Ring
 from hfjax.parallel.store import Store
@@ -25,7 +26,6 @@ from hfjax.parallel.tensors import packed
 from hfjax.parallel.tick import ENDS, Facts, Row
 from hfjax.parallel.ticks import SIDES, Ticks
 
-PIPE = "pipe"
 State = dict[str, Any]
 
 
@@ -92,7 +92,11 @@ class Pipeline:
 
     @cached_property
     def _stage(self) -> Any:
-        return lax.axis_index(PIPE) if self._stages > 1 else 0
+        return lax.axis_index(PIPE_AXIS) if self._stages > 1 else 0
+
+    @cached_property
+    def _links(self) -> Links:
+        return Links(self.ticks, self._stage, self.mark)
 
     @cached_property
     def _x(self) -> Any:
@@ -215,41 +219,15 @@ class Pipeline:
         """
         if at.facts.arriving("F"):
             for link, x in state["sent"].items():
-                x = self._send(x, "F", link) if self._branches else x
+                x = self._links.send(x, "F", link) if self._branches else x
                 slot = at[f"x_{SIDES[link]}"]
-                x = self._if_sent(link, x, self._queue("x").get(state["x"], 0, slot))
+                x = self._links.arrived(x, self._queue("x").get(state["x"], 0, slot), link)
                 state["x"] = self._queue("x").put(state["x"], 0, slot, x)
         if at.facts.arriving("B"):
             for link in self.ticks.links["B"]:
-                dy, slot = self._send(state["dx"], "B", link), at[f"dy_{SIDES[link]}"]
+                dy, slot = self._links.send(state["dx"], "B", link), at[f"dy_{SIDES[link]}"]
                 state["dy"] = self._queue("dy").put(state["dy"], 0, slot, dy)
         return state
-
-    def _send(self, x: Any, kind: str, link: int) -> Any:
-        """Return what arrives on this link: nothing is sent where the table never sends."""
-        if link == 0:
-            return x
-        route = [pair for pair in self._routes[kind] if self._is_on(link, *pair)]
-        return jax.tree.map(lambda a: lax.ppermute(a, PIPE, route), x)
-
-    def _if_sent(self, link: int, x: Any, old: Any) -> Any:
-        """Return what arrived, `old` on a stage to which the table never sends (zeros arrive)."""
-        if self._branches or link == 0:
-            return x
-        pairs = [there for here, there in self._routes["F"] if self._is_on(link, here, there)]
-        reached = jnp.asarray(np.isin(np.arange(self._stages), pairs))
-        here = self.mark(reached)[self._stage]
-        return jax.tree.map(lambda a, b: jnp.where(here, a, b), x, old)
-
-    def _is_on(self, link: int, here: int, there: int) -> bool:
-        return (there - here - link) % self._stages == 0
-
-    @cached_property
-    def _routes(self) -> dict[str, list[tuple[int, int]]]:
-        """Which stage ever sends to which: activations up the model, their gradients down."""
-        stages = [stage for stage, _ in self.ticks.table.homes]
-        up = sorted({pair for pair in itertools.pairwise(stages) if pair[0] != pair[1]})
-        return {"F": up, "B": sorted((there, here) for here, there in up)}
 
     # -- forward ----------------------------------------------------------------------------
 
@@ -263,7 +241,7 @@ class Pipeline:
         names = ("stash", "late", "kept", "dy", "aux", "ends", "x")
         state, y = self._guarded("F", at, run, state, names, self._x)
         state["sent"] = {
-            link: y if self._branches else self._send(y, "F", link)
+            link: y if self._branches else self._links.send(y, "F", link)
             for link in self.ticks.links["F"]
         }
         return state
