@@ -52,8 +52,9 @@ class Run:
     def policy(self, number: int = 0) -> Callable | None:
         """Return what layer `number` may save."""
         keep = self.gathers and not self.execution.reshard_after_forward
-        views = self.gathers or not self.keeps_all
-        return self.remat.policy(number, views, keep, self.offloaded.seen)
+        return self.remat.policy(
+            number, self.gathers or self.tells_names, keep, self.offloaded.seen
+        )
 
     def unroll(self) -> int | bool:
         """Return layers per turn of the scan: on a CPU all (10 % faster), if none is recomputed.
@@ -71,6 +72,12 @@ class Run:
             return function
         choose = lambda tensors: self.choose(tensors, name, times, 0, may_cut())
         return kept_by_slots(function, choose, barrier)
+
+    @property
+    def tells_names(self) -> bool:
+        """Whether tensors are kept as layers name and make them, not in some view of them."""
+        offload = self.execution.offload
+        return offload is not None and not offload.ratios
 
     @property
     def keeps_all(self) -> bool:

@@ -86,8 +86,8 @@ class Remat:
     def policy(self, number: int, gathers: bool, keep: bool, seen: set[str]) -> Callable | None:
         """Return what layer `number` of the unit may save: a policy for jax.checkpoint, or None.
 
-        `gathers`: its parameters are gathered (or parts of what is kept go to the host): views are
-        made again; `keep`: gathered parameters stay until the backward pass.
+        `gathers`: its parameters are gathered (or names are asked for): views are made again;
+        `keep`: gathered parameters stay until the backward pass.
         """
         policies = jax.checkpoint_policies
         if self.what == "none" or number % self.every or self.group > 1:

@@ -112,7 +112,7 @@ class PipelinePlane(DataPlane):
             inputs=lambda m: cast_inputs(at(m), self._precision.compute),
             mean=lambda outputs, m: as_mean(self.loss(outputs, at(m)), rows_of(batch) // count),
             mode=mode,
-            policy=self._policy(views=not self._run.keeps_all),
+            policy=self._policy(views=self._run.tells_names),
             tells=self.tells,
             keeps_last=self._run.remat.what == "except_last",
             mark=self._varying,
