@@ -51,8 +51,9 @@ def _ending_in_words() -> Iterator[None]:
         try:
             yield
         except MISTAKES as mistake:
-            told = [f"error: {mistake}", *getattr(mistake, "__notes__", [])]
-            print("\n".join(told), file=sys.stderr)
+            notes = getattr(mistake, "__notes__", [])
+            told = [note for note in notes if not note.startswith("-----")]  # jax on its traceback
+            print("\n".join([f"error: {mistake}", *told]), file=sys.stderr)
             raise SystemExit(MISTAKE if isinstance(mistake, ValueError) else FAILED) from None
 
 
