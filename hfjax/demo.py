@@ -17,8 +17,8 @@ from rich.table import Table
 import hfjax
 from hfjax.data import Loader, standard_library
 from hfjax.models.gpt import GPT, GPTConfig, next_token_loss
-from hfjax.notes import human
 from hfjax.parallel.mesh import describe_mesh
+from hfjax.sizes import human
 
 CONFIG = GPTConfig.tiny()
 ROWS, STEPS = 16, 10

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from hfjax.notes import human
+from hfjax.sizes import human
 
 # what a bar is stacked of, from below -> the field of an estimate, and its colour
 PARTS = {

@@ -15,6 +15,7 @@ from hfjax.parallel.packing import PackedLayers
 from hfjax.parallel.placement import STACK, entries_of, size_of
 from hfjax.parallel.reduction import Placed
 from hfjax.parallel.strategy import Strategy
+from hfjax.sizes import human
 from hfjax.stages import embedded, shares
 
 if TYPE_CHECKING:
@@ -120,16 +121,3 @@ def _cost_of_sending(layout: "Layout", packed: PackedLayers) -> str:
 
 def _bytes(tree: Any) -> int:
     return sum(a.size * jnp.dtype(a.dtype).itemsize for a in jax.tree.leaves(tree))
-
-
-def human(n: float) -> str:
-    """Return a number of bytes as people write it.
-
-    >>> human(3 * 2**20)
-    '3.0 MiB'
-    """
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if n < 1024:
-            return f"{n:.0f} {unit}" if unit == "B" else f"{n:.1f} {unit}"
-        n /= 1024
-    return f"{n:.1f} TiB"

@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from hfjax.hosted import Hosted
 from hfjax.moments import parameter_of
-from hfjax.notes import check_rows, human, notes_of, table_of_stages
+from hfjax.notes import check_rows, notes_of, table_of_stages
 from hfjax.optimizers import check_master, stored_dtype, without
 from hfjax.packed import OnStages, packed_layers
 from hfjax.parallel.arrangement import Arrangement
@@ -34,6 +34,7 @@ from hfjax.parallel.placement import (
 from hfjax.parallel.reduction import Flat, Placed
 from hfjax.parallel.strategy import Strategy
 from hfjax.paths import matches, nearest, nest
+from hfjax.sizes import human
 from hfjax.storage import (
     COLUMNS,
     on_each_stage,

@@ -20,3 +20,16 @@ def bytes_of(text: str, name: str = "size") -> int:
             f"{name} {text}: a size is expected, for instance 24GiB (of 1024) or 24GB (of 1000)."
         )
     return round(float(found[1]) * UNITS[found[2].lower() or "b"])
+
+
+def human(n: float) -> str:
+    """Return a number of bytes as people write it.
+
+    >>> human(3 * 2**20)
+    '3.0 MiB'
+    """
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if n < 1024:
+            return f"{n:.0f} {unit}" if unit == "B" else f"{n:.1f} {unit}"
+        n /= 1024
+    return f"{n:.1f} TiB"

@@ -23,13 +23,15 @@ What the numbers mean, and where they mislead:
 import dataclasses
 import functools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import jax
 import numpy as np
 
 from hfjax import read_hlo, read_stablehlo
 from hfjax.read_hlo import KINDS, Groups, Transfer
+from hfjax.rows import Rows, aligned, merged
+from hfjax.sizes import human
 
 Sizes = Mapping[str, int]  # of a mesh's axes
 
@@ -63,21 +65,8 @@ class Collective:
         return -(-self.bytes * self.count * rounds // self.devices)
 
 
-@dataclasses.dataclass(frozen=True)
-class Collectives:
+class Collectives(Rows[Collective]):
     """The collectives of one call of a program, most bytes first; `print` shows a table."""
-
-    rows: tuple[Collective, ...]
-    source: str
-
-    def __iter__(self) -> Iterator[Collective]:
-        return iter(self.rows)
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index: int) -> Collective:
-        return self.rows[index]
 
     def total(self, kind: str | None = None, axes: str | Sequence[str] | None = None) -> int:
         """Returns the payload bytes of one device, of all rows or of one kind, along these axes."""
@@ -103,29 +92,15 @@ class Collectives:
         if not self.rows:
             return f"{title}: none"
         head = ("kind", "axes", "payload", "bytes", "count", "total", "where")
-        lines = [head, *map(_cells, self.rows)]
-        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        sums = f"{self.count()} calls, payload {_size(self.total())}, moved {_size(self.moved)}"
-        return "\n".join([title, *(_line(cells, widths) for cells in lines), sums])
+        lines = aligned([head, *map(_cells, self.rows)], numbers=(3, 4, 5))
+        sums = f"{self.count()} calls, payload {human(self.total())}, moved {human(self.moved)}"
+        return "\n".join([title, *lines, sums])
 
 
 def _cells(row: Collective) -> tuple[str, ...]:
     payload = f"{row.dtype}[{','.join(map(str, row.shape))}]"
-    sizes = _size(row.bytes), str(row.count), _size(row.bytes * row.count)
+    sizes = human(row.bytes), str(row.count), human(row.bytes * row.count)
     return (row.kind, ",".join(row.axes), payload, *sizes, row.where)
-
-
-def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
-    numbers = (3, 4, 5)  # bytes, count, total stand to the right
-    pairs = enumerate(zip(cells, widths, strict=True))
-    return "  ".join(c.rjust(w) if i in numbers else c.ljust(w) for i, (c, w) in pairs).rstrip()
-
-
-def _size(count: int) -> str:
-    for power, unit in ((3, "GiB"), (2, "MiB"), (1, "KiB")):
-        if count >= 1024**power:
-            return f"{count / 1024**power:.1f} {unit}"
-    return f"{count} B"
 
 
 def collectives(program: jax.stages.Lowered | jax.stages.Compiled) -> Collectives:
@@ -161,15 +136,14 @@ def _compiled_for(program: jax.stages.Compiled) -> tuple[list[Sizes], str]:
 
 def _rows(found: Iterable[Transfer], meshes: Iterable[Sizes]) -> tuple[Collective, ...]:
     """Returns rows with equal ones merged, most bytes first."""
-    counts: dict[Collective, int] = {}
     meshes = list(meshes)
     name = functools.cache(lambda permute, groups: _name(permute, groups, meshes))
-    for t in found:
+
+    def row(t: Transfer) -> Collective:
         axes, devices = name(t.kind == "permute", t.groups)
-        row = Collective(t.kind, axes, t.dtype, t.shape, t.bytes, 0, t.where, devices)
-        counts[row] = counts.get(row, 0) + t.count
-    rows = [dataclasses.replace(row, count=n) for row, n in counts.items()]
-    return tuple(sorted(rows, key=lambda row: -row.bytes * row.count))
+        return Collective(t.kind, axes, t.dtype, t.shape, t.bytes, t.count, t.where, devices)
+
+    return merged(map(row, found))
 
 
 def _name(permute: bool, groups: Groups, meshes: list[Sizes]) -> tuple[tuple[str, ...], int]:

@@ -13,7 +13,6 @@ What the numbers mean:
 """
 
 import dataclasses
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -22,7 +21,8 @@ from jax.extend.core import ClosedJaxpr
 from hfjax import copies_in_jaxpr
 from hfjax.copies import TO_DEVICE, TO_HOST, Copy
 from hfjax.copies_in_stablehlo import Copies
-from hfjax.notes import human
+from hfjax.rows import Rows, aligned, merged
+from hfjax.sizes import human
 
 DIRECTIONS = (TO_HOST, TO_DEVICE)
 HEAD = ("direction", "array", "bytes", "count", "total", "where")
@@ -41,21 +41,8 @@ class HostTransfer:
     whole: bool = False  # shape and bytes are of the whole array: how it is split is not said
 
 
-@dataclasses.dataclass(frozen=True)
-class Transfers:
+class Transfers(Rows[HostTransfer]):
     """The copies of one call of a program, most bytes first; `print` shows a table."""
-
-    rows: tuple[HostTransfer, ...]
-    source: str
-
-    def __iter__(self) -> Iterator[HostTransfer]:
-        return iter(self.rows)
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index: int) -> HostTransfer:
-        return self.rows[index]
 
     @property
     def to_host(self) -> int:
@@ -84,10 +71,9 @@ class Transfers:
         title = f"copies between device and host of one call, per device ({self.source})"
         if not self.rows:
             return f"{title}: none"
-        lines = [HEAD, *map(_cells, self.rows)]
-        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        lines = aligned([HEAD, *map(_cells, self.rows)], numbers=(2, 3, 4))
         both = (f"{d} {self.count(d)} x, {human(self.total(d))}" for d in DIRECTIONS)
-        table = [title, *(_line(cells, widths) for cells in lines), "; ".join(both)]
+        table = [title, *lines, "; ".join(both)]
         if any(row.whole for row in self.rows):
             table.append(
                 "* whole, along some axis at least: the program does not say how it is split"
@@ -99,12 +85,6 @@ def _cells(row: HostTransfer) -> tuple[str, ...]:
     array = f"{row.dtype}[{','.join(map(str, row.shape))}]" + "*" * row.whole
     sizes = human(row.bytes), str(row.count), human(row.bytes * row.count)
     return (row.direction, array, *sizes, row.where)
-
-
-def _line(cells: tuple[str, ...], widths: list[int]) -> str:
-    numbers = (2, 3, 4)  # bytes, count, total stand to the right
-    pairs = enumerate(zip(cells, widths, strict=True))
-    return "  ".join(c.rjust(w) if i in numbers else c.ljust(w) for i, (c, w) in pairs).rstrip()
 
 
 def transfers(program: Any) -> Transfers:
@@ -136,10 +116,6 @@ def _check_tells(program: jax.stages.Lowered) -> None:
 
 
 def _rows(found: list[Copy]) -> tuple[HostTransfer, ...]:
-    """Return rows with equal ones merged, most bytes first."""
-    counts: dict[HostTransfer, int] = {}
-    for c in found:
-        row = HostTransfer(c.kind, c.dtype, c.shape, c.bytes, 0, c.where, c.whole)
-        counts[row] = counts.get(row, 0) + c.count
-    rows = [dataclasses.replace(row, count=n) for row, n in counts.items()]
-    return tuple(sorted(rows, key=lambda row: -row.bytes * row.count))
+    return merged(
+        HostTransfer(c.kind, c.dtype, c.shape, c.bytes, c.count, c.where, c.whole) for c in found
+    )

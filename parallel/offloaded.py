@@ -5,6 +5,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from hfjax.parallel.offload import Offload, Share, Tensor
+from hfjax.rows import aligned
+from hfjax.sizes import human
 
 
 @dataclass(frozen=True)
@@ -83,18 +85,13 @@ class Offloaded:
     def __str__(self) -> str:
         if not self.rows:
             return f"{self.offload}: what layers keep is known once a gradient was traced."
-        size = lambda n: f"{n / 2**20:.2f} MiB" if n >= 2**20 else f"{n / 2**10:.2f} KiB"
         rows = [("layer", "times", "tensor", "made by", "kept", "on the host")]
         for row in sorted(self.rows.values(), key=lambda row: -row.tensor.bytes * row.times):
             t = row.tensor
             made = t.what + "".join(f" {name!r}" for name in sorted(t.names))
             shape = f"{t.dtype}[{','.join(map(str, t.shape))}]"
-            rows.append((row.layer, str(row.times), shape, made, size(t.bytes), size(row.moved)))
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = [
-            "  ".join(c.ljust(w) for c, w in zip(r, widths, strict=True)).rstrip() for r in rows
-        ]
+            rows.append((row.layer, str(row.times), shape, made, human(t.bytes), human(row.moved)))
         asked = self.offload.ratio if self.offload else None
         of = "" if asked is None else f" (asked: {asked})"
-        total = f"{size(self.moved)} of {size(self.total)} on the host: {self.ratio:.1%}{of}"
-        return "\n".join([*lines, total])
+        total = f"{human(self.moved)} of {human(self.total)} on the host: {self.ratio:.1%}{of}"
+        return "\n".join([*aligned(rows, numbers=(1, 4, 5)), total])

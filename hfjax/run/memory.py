@@ -13,14 +13,13 @@ from rich.console import Console
 from hfjax import memory_picture
 from hfjax.ending import carried_out
 from hfjax.least import Least, least_offload
-from hfjax.notes import human
 from hfjax.parallel.mesh import describe_mesh
 from hfjax.run.commands import config_of, parsed
 from hfjax.run.estimate import Estimate, compiled, estimate
 from hfjax.run.memory_settings import AUTO, Memory, alternatives, of_run
 from hfjax.run.memory_table import table
 from hfjax.run.planned import Planned
-from hfjax.sizes import bytes_of
+from hfjax.sizes import bytes_of, human
 from hfjax.target import GPUS, can_compile_for_gpus, target_devices, wheels
 
 WIDTH, COLUMN = 26, 11  # of the table: what is told, and the least for a number

@@ -7,8 +7,8 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from hfjax.notes import human
 from hfjax.run.estimate import Estimate
+from hfjax.sizes import human
 
 if TYPE_CHECKING:
     from hfjax.run.memory import Report

@@ -14,9 +14,9 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from hfjax.notes import human
 from hfjax.processes.speech import speaks
 from hfjax.run.build import short
+from hfjax.sizes import human
 
 
 class Screen:
