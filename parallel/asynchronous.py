@@ -22,8 +22,10 @@ from jax.sharding import PartitionSpec as P
 from hfjax.mean import Mean
 from hfjax.parallel.blueprint import LAYERS
 from hfjax.parallel.dissect import Dissected
+from hfjax.parallel.held import State
 from hfjax.parallel.mesh import PIPE_AXIS, in_use
-from hfjax.parallel.pipeline import Model, Pipeline, State
+from hfjax.parallel.model import Model
+from hfjax.parallel.pipeline import Pipeline
 from hfjax.parallel.reduction import Flat, Reduction
 from hfjax.parallel.stages import PipelinePlane
 from hfjax.parallel.store import Store

@@ -11,7 +11,7 @@ from jax import lax
 from hfjax.parallel.by_layer import Own, heads_pass
 from hfjax.parallel.dissect import arrays_of, cotangents
 from hfjax.parallel.memory import is_on_host
-from hfjax.parallel.pipeline import Model
+from hfjax.parallel.model import Model
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from hfjax.parallel.dissect import Dissected, arrays_of, cotangents
-from hfjax.parallel.pipeline import Model
+from hfjax.parallel.model import Model
 from hfjax.parallel.reduction import Flat
 
 Own = Any  # what changes layer by layer

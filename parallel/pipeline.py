@@ -8,50 +8,22 @@ its memory depends on the number of microbatches.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
-from hfjax.parallel.dissect import Dissected, arrays_of, cotangents
-from hfjax.parallel.links import Links
-from hfjax.parallel.mesh import PIPE_AXIS
-from hfjax.parallel.offload import Share, of_part
-from hfjax.parallel.rings import Ring
-from hfjax.parallel.store import Store
-from hfjax.parallel.tensors import packed
+from hfjax.parallel.dissect import arrays_of, cotangents
+from hfjax.parallel.held import StageHolds, State
 from hfjax.parallel.tick import ENDS, Facts, Row
-from hfjax.parallel.ticks import SIDES, Ticks
-
-State = dict[str, Any]
+from hfjax.parallel.ticks import SIDES
 
 
 @dataclass(frozen=True)
-class Model:
-    """What the stages run, each function for one microbatch `m`."""
-
-    first: Callable  # (ends, m) -> x, what enters the first layer
-    passes: Callable  # (known, slots, x, split) -> Dissected; known: (values of a unit, number, m)
-    last: Callable  # (ends, x, m) -> (total, aux): what is differentiated, and what is told
-    values: Any  # parameters of this stage's units, [chunks * units, ...]
-    ends: Any  # parameters of first and last
-    slots: Any  # shapes and dtypes of one unit's gradients
-    order: np.ndarray  # [stages, chunks, units]: number of the unit, -1 where there is none
-    keep: Callable | None = None  # the passes of the last microbatch, if that recomputes less
-
-
-@dataclass(frozen=True)
-class Pipeline:
+class Pipeline(StageHolds):
     """A table with the model that runs by it, inside shard_map over `pipe`."""
-
-    ticks: Ticks
-    model: Model
-    mark: Callable  # marks a tree as differing between devices
-    unroll: int | bool = 1
-    choose: Callable | None = None  # (tensors, stage) -> which of them go to the host
 
     def run(self) -> tuple[Any, Any, Any]:
         """Return the gradients of units [chunks * units, ...], those of ends, and aux [M, ...]."""
@@ -70,133 +42,6 @@ class Pipeline:
             tick = partial(self._tick, kinds, Facts(self.ticks, start, end))
             rows = {name: column[start:end] for name, column in columns.items()}
             state, _ = lax.scan(tick, state, rows)
-        return state
-
-    # -- what there is ----------------------------------------------------------------------
-
-    @property
-    def _trains(self) -> bool:
-        return self.ticks.table.trains
-
-    @property
-    def _split(self) -> bool:
-        return self.ticks.table.split
-
-    @property
-    def _branches(self) -> bool:
-        return self.ticks.table.branches
-
-    @property
-    def _stages(self) -> int:
-        return self.ticks.table.stages
-
-    @cached_property
-    def _stage(self) -> Any:
-        return lax.axis_index(PIPE_AXIS) if self._stages > 1 else 0
-
-    @cached_property
-    def _links(self) -> Links:
-        return Links(self.ticks, self._stage, self.mark)
-
-    @cached_property
-    def _x(self) -> Any:
-        """Zeros like what goes from layer to layer."""
-        shape = jax.eval_shape(self.model.first, self.model.ends, self.mark(jnp.int32(0)))
-        return jax.tree.map(lambda a: self.mark(jnp.zeros(a.shape, a.dtype)), shape)
-
-    @cached_property
-    def _chunks(self) -> Store:
-        _, chunks, units = self.model.order.shape
-        return Store(chunks, units, apart=self.unroll is True or units == 1)
-
-    @cached_property
-    def _values(self) -> Any:
-        return self._chunks.of(self.model.values)
-
-    @cached_property
-    def _layers(self) -> jax.Array:
-        """The numbers of this stage's layers, [chunks, units]."""
-        return self.mark(jnp.asarray(self.model.order, jnp.int32))[self._stage]
-
-    @cached_property
-    def _padded(self) -> bool:
-        return bool((self.model.order < 0).any())
-
-    @cached_property
-    def _passes(self) -> Dissected:
-        return self._dissected(self.model.passes)
-
-    @cached_property
-    def _keeping(self) -> Dissected | None:
-        """The passes of the last microbatch, if it keeps what others compute again."""
-        keep = self.model.keep
-        return self._dissected(keep) if keep is not None and self._trains else None
-
-    def _dissected(self, passes: Callable) -> Dissected:
-        zeros = lambda a: self.mark(jnp.zeros(a.shape, a.dtype))
-        slots, m = jax.tree.map(zeros, self.model.slots), self.mark(jnp.int32(0))
-        known = self._known(self._chunks.get(self._values, 0, 0), 0, 0, m)
-        return passes(known, slots, self._x, self._split)
-
-    def _parameters(self, state: State, at: Row, kind: str, unit: Any) -> Any:
-        """Return the parameters of a layer that a slot of this kind uses."""
-        return self._chunks.get(self._values, unit, at.positive(f"{kind}_chunk"))
-
-    def _known(self, parameters: Any, unit: Any, chunk: Any, m: Any) -> Any:
-        return parameters, jnp.maximum(self._layers[chunk, unit], 0), m
-
-    def _ring(self, name: str) -> Ring:
-        return self._rings[name]
-
-    @cached_property
-    def _rings(self) -> dict[str, Ring]:
-        """What waits for backward passes: `late` also for the second half, `cross` only for it."""
-        passes, chunks = self._passes, self._chunks
-        number = len(jax.tree.leaves(passes.stash))
-        shares = self._shares
-        parts = {
-            "stash": (passes.stash, [of_part(share, 0, number) for share in shares]),
-            "late": (passes.late, [of_part(share, number, None) for share in shares]),
-            "cross": (passes.cross if self._split else [], [{}] * self._stages),
-        }
-        ring = lambda name, like, shares: Ring(
-            like, self.ticks.used(name), chunks.units, chunks.apart, shares, self._stage, self.mark
-        )
-        return {name: ring(name, *part) for name, part in parts.items()}
-
-    @cached_property
-    def _shares(self) -> list[Share]:
-        """What of stash and late goes to the host, by stage."""
-        passes, stages = self._passes, range(self._stages)
-        if self.choose is None:
-            return [{} for _ in stages]
-        tensors = passes.tensors or packed(jax.tree.leaves((passes.stash, passes.late)))
-        return [self.choose(tensors, stage, self.model.order.shape[1:]) for stage in stages]
-
-    def _queue(self, name: str) -> Store:
-        return Store(self.ticks.depth[name], 1, True)
-
-    def _start(self) -> State:
-        """Return the state before the first tick."""
-        shape = lambda tree: jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), tree)
-        m, table = self.mark(jnp.int32(0)), self.ticks.table
-        _, aux = jax.eval_shape(self.model.last, self.model.ends, self._x, m)
-        tell = lambda a: self.mark(jnp.zeros((table.microbatches, *a.shape), a.dtype))
-        state: State = {"aux": jax.tree.map(tell, aux), "sent": {}}
-        if self.ticks.depth["x"]:  # idle slots run layers too: on what layers are used to
-            x = self.mark(self.model.first(self.model.ends, m))
-            state["x"] = self._queue("x").filled(x)
-            state["sent"] = dict.fromkeys(self.ticks.links["F"], x)
-        if not self._trains:
-            return state
-        state |= {"dx": self._x, "dy": self._queue("dy").full(self._x, self.mark)}
-        for name, ring in self._rings.items():
-            state[name] = ring.empty()
-        if self._keeping is not None:
-            state["kept"] = self._chunks.full(self._keeping.stash, self.mark)
-        state["gradients"] = self._chunks.full(self.model.slots, self.mark)
-        wide = lambda a: self.mark(jnp.zeros(a.shape, jnp.promote_types(a.dtype, jnp.float32)))
-        state["ends"] = jax.tree.map(wide, shape(self.model.ends))
         return state
 
     # -- a tick -----------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from hfjax.parallel.blueprint import LAYERS, Blueprint, Layer, fill
 from hfjax.parallel.dissect import Dissected, dissect
 from hfjax.parallel.fetch import Elsewhere, Movement, Stored
 from hfjax.parallel.layers import layer_function
-from hfjax.parallel.pipeline import Model
+from hfjax.parallel.model import Model
 from hfjax.parallel.reduction import Flat
 
 IN_A_PIPELINE = (

@@ -16,8 +16,8 @@ from hfjax.mean import Mean
 from hfjax.parallel.blueprint import Layer
 from hfjax.parallel.dissect import Dissected, dissect
 from hfjax.parallel.fetch import at_hand
+from hfjax.parallel.model import Model
 from hfjax.parallel.packing import PACKED, PackedLayers, Packing
-from hfjax.parallel.pipeline import Model
 from hfjax.parallel.reduction import Flat
 from hfjax.parallel.staged import Staged
 from hfjax.parallel.switch import Switch
