@@ -1,0 +1,26 @@
+"""Kernels of Mosaic GPU (Pallas for Hopper), spelled in one way: `kernel` launches a body."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+WARPGROUP = 128  # threads that issue one matrix instruction together
+SWIZZLE = 128  # bytes of a row of a tile in shared memory, as the matrix units want it
+
+interpreter: Any = None  # tests put an interpreter here: kernels then run without a GPU
+
+
+def kernel(body: Callable, out: Any, scratch: Any = (), **launch: Any) -> Callable:
+    """Return a function that runs `body(*inputs, *outputs, *scratch)` on refs.
+
+    `out` and `scratch` are trees of shapes; `launch` has the grid, its axes' names, threads.
+    """
+    return plgpu.kernel(body, out_type=out, scratch_types=scratch, interpret=interpreter, **launch)
+
+
+def tiled(dtype: Any) -> tuple:
+    """Return how a matrix lies in shared memory for the matrix units: tiled and swizzled."""
+    columns = SWIZZLE // jnp.dtype(dtype).itemsize
+    return (plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(SWIZZLE))
