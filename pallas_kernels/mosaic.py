@@ -3,7 +3,9 @@
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 WARPGROUP = 128  # threads that issue one matrix instruction together
@@ -17,7 +19,26 @@ def kernel(body: Callable, out: Any, scratch: Any = (), **launch: Any) -> Callab
 
     `out` and `scratch` are trees of shapes; `launch` has the grid, its axes' names, threads.
     """
-    return plgpu.kernel(body, out_type=out, scratch_types=scratch, interpret=interpreter, **launch)
+    launched = plgpu.kernel(
+        body, out_type=out, scratch_types=scratch, interpret=interpreter, **launch
+    )
+
+    def run(*operands: Any) -> Any:
+        # jax loses along which mesh axes a kernel's results vary: along those of its operands.
+        axes = frozenset().union(*(varying(x) for x in operands))
+        return jax.tree.map(lambda x: vary(x, axes), launched(*operands))
+
+    return run
+
+
+def varying(x: Any) -> frozenset:
+    """Return the mesh axes along which x differs, as far as `jax.shard_map` was asked to know."""
+    return jax.typeof(x).manual_axis_type.varying
+
+
+def vary(x: Any, axes: frozenset) -> Any:
+    missing = tuple(sorted(axes - varying(x)))
+    return lax.pcast(x, missing, to="varying") if missing else x
 
 
 def tiled(dtype: Any, columns: int | None = None) -> tuple:

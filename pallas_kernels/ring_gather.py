@@ -97,8 +97,8 @@ class _Gather:
         def all_read():
             when_passing(lambda: plgpu.wait_smem_to_gmem(0, wait_read_only=True))
 
-        value = multiply(self.stages, self.depths, begin, pass_on, all_read)
-        self._store(value, step, row, column)
+        chunks = multiply(self.stages, self.depths, begin, pass_on, all_read)
+        self._store(chunks, step, row, column)
 
         @when_passing
         def _():
@@ -107,7 +107,7 @@ class _Gather:
 
         return begin + self.depths
 
-    def _store(self, value: Any, step: Any, row: Any, column: Any) -> None:
+    def _store(self, chunks: tuple, step: Any, row: Any, column: Any) -> None:
         rows, columns = place_of(row, column, self.stages.tuning)
         shard = ahead(self.ring, step)
         first = rows.start + lax.axis_index("warpgroup") * HALF
@@ -116,4 +116,4 @@ class _Gather:
             there = pl.ds(first, HALF), pl.ds(columns.start + within, chunk.shape[1])
             plgpu.copy_smem_to_gmem(chunk, self.out.at[shard, *there])
 
-        write_back(self.stages, value, store)
+        write_back(self.stages, chunks, store)

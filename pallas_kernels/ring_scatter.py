@@ -18,6 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from hfjax.pallas_kernels.ring import Ring, ahead
 from hfjax.pallas_kernels.ring_tiles import (
+    CHUNK,
     CONSUMERS,
     DEPTH,
     HALF,
@@ -107,13 +108,13 @@ class _Scatter:
 
     def _consume(self, tile: Any, begin: Any) -> Any:
         step, row, column = self.tiles.at(tile)
-        value = multiply(self.stages, self.depths, begin)
+        chunks = multiply(self.stages, self.depths, begin)
         end = begin + self.depths
         if self.last:
             self._tell_of(tile - self.tiles.blocks)
             landed = jnp.where(step == self.last, self.last, 0)
-            value, end = lax.fori_loop(0, landed, self._add_landed, (value, end))
-        self._store(value, step, row, column)
+            chunks, end = lax.fori_loop(0, landed, self._add_landed, (chunks, end))
+        self._store(chunks, step, row, column)
         return end
 
     def _tell_of(self, tile: Any) -> None:
@@ -128,17 +129,23 @@ class _Scatter:
 
     def _add_landed(self, _: Any, carry: tuple) -> tuple:
         """Add this consumer's half of a tile, and give back both."""
-        value, number = carry
+        chunks, number = carry
         places = [self.stages.filled(number + half) for half in range(CONSUMERS)]
         place = lax.select(lax.axis_index("warpgroup") == 0, *places)
-        landed = plgpu.layout_cast(self.stages.b[place], plgpu.Layout.WGMMA)
-        value += landed.astype(jnp.float32)
+        chunks = tuple(
+            chunk + self._landed(place, c * CHUNK).astype(jnp.float32)
+            for c, chunk in enumerate(chunks)
+        )
         plgpu.commit_smem()  # read, before a copy may write there
         for half in range(CONSUMERS):
             self.stages.free(number + half)
-        return value, number + CONSUMERS
+        return chunks, number + CONSUMERS
 
-    def _store(self, value: Any, step: Any, row: Any, column: Any) -> None:
+    def _landed(self, place: Any, column: int) -> Any:
+        chunk = self.stages.b.at[place, :, pl.ds(column, CHUNK)]
+        return plgpu.layout_cast(chunk[...], plgpu.Layout.WGMMA)
+
+    def _store(self, chunks: tuple, step: Any, row: Any, column: Any) -> None:
         rows, columns = place_of(row, column, self.stages.tuning)
         first = rows.start + lax.axis_index("warpgroup") * HALF
 
@@ -151,4 +158,4 @@ class _Scatter:
             which = lax.rem(step + 1, jnp.int32(self.ring.size))
             lax.switch(which, [partial(plgpu.copy_smem_to_gmem, chunk, ref) for ref in refs])
 
-        write_back(self.stages, value, store)
+        write_back(self.stages, chunks, store)

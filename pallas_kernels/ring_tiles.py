@@ -174,7 +174,7 @@ def multiply(
     also: Callable = _nothing,
     last: Callable = _nothing,
 ) -> Any:
-    """Return this warpgroup's half of a tile in fp32.
+    """Return this warpgroup's half of a tile in fp32, a chunk of columns after the other.
 
     `also(k, place)` is done with each place while it is multiplied; a place is given back one step
     later, and the last one after `last()`.
@@ -198,20 +198,20 @@ def multiply(
         plgpu.wgmma_wait(0)
         last()
         stages.free(end - 1)
-        return acc[...]
+        value = acc[...]
+        return tuple(value[:, c : c + CHUNK] for c in range(0, stages.tuning.columns, CHUNK))
 
     return pl.run_scoped(accumulated, plgpu.ACC((HALF, stages.tuning.columns), jnp.float32))
 
 
-def write_back(stages: Stages, value: Any, store: Callable) -> None:
-    """Call `store(chunk, column)` with each chunk of columns of this warpgroup's half, cast."""
-    for number in range(stages.tuning.columns // CHUNK):
-        column = number * CHUNK
+def write_back(stages: Stages, chunks: tuple, store: Callable) -> None:
+    """Call `store(chunk, column)` with each chunk of this warpgroup's half, cast."""
+    for number, chunk in enumerate(chunks):
         staged = stages.staged.at[lax.axis_index("warpgroup"), number % 2]
         plgpu.wait_smem_to_gmem(1, wait_read_only=True)  # the store before the last has left it
-        staged[...] = value[:, column : column + CHUNK].astype(staged.dtype)
+        staged[...] = chunk.astype(staged.dtype)
         plgpu.commit_smem()
-        store(staged, column)
+        store(staged, number * CHUNK)
 
 
 def launch(body: Callable, ring: Ring, out: Any, x: Any, w: Any, tuning: Tuning) -> list:
