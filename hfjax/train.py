@@ -20,6 +20,7 @@ from hfjax.mean import Mean
 from hfjax.optimizers import from_master
 from hfjax.parallel.compiler import compiler_options as options_of, joined, options_of_host
 from hfjax.parallel.execution import Execution, Precision
+from hfjax.parallel.kernels import Kernels
 from hfjax.parallel.layer_updates import LayerUpdatePlane
 from hfjax.parallel.memory import is_host_sharding, of_results, to_host
 from hfjax.parallel.mesh import BATCH_AXES, PIPE_AXIS, describe_mesh, platform_of
@@ -173,6 +174,11 @@ class TrainStep:
         Known once the step is traced: after `trace`, `lower` or the first call.
         """
         return self._plane.offloaded
+
+    @property
+    def kernels(self) -> Kernels:
+        """Which form each kernel of the step takes, and why: print it. Known once it is traced."""
+        return self._plane.kernels
 
     def check(self, state: State) -> None:
         """Wait for the steps given so far; raise FloatingPointError if one was not finite."""
