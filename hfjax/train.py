@@ -278,6 +278,7 @@ def eval_step(
     precision: Precision | str = "stored",
     schedule: Schedule | None = None,
     compiler_options: Any = "default",
+    kernels: Any = "auto",
 ) -> Callable:
     """Return (state, batch) -> metrics, jitted: no dropout, no gradient, nothing donated.
 
@@ -287,7 +288,7 @@ def eval_step(
     check_given(layout, loss)
     layout = on_stages(layout, schedule)
     given: Any = {"precision": precision, "compiler_options": compiler_options}
-    run = Execution(**given)
+    run = Execution(**given, kernels=kernels)
     check_runs(layout, run)
     where = NamedSharding(layout.mesh, P(BATCH_AXES))
 
