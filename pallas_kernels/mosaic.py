@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -24,3 +25,9 @@ def tiled(dtype: Any) -> tuple:
     """Return how a matrix lies in shared memory for the matrix units: tiled and swizzled."""
     columns = SWIZZLE // jnp.dtype(dtype).itemsize
     return (plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(SWIZZLE))
+
+
+def load(ref: Any, layout: Any) -> Any:
+    """Return what a ref (of device memory, too) holds, laid out over registers as told."""
+    index = ((),) if jax.__version_info__ < (0, 11) else ()
+    return plgpu.load(ref, *index, layout=layout, optimized=False)
