@@ -5,10 +5,9 @@ warpgroup copies x and w to shared memory (TMA, a ring of stages, running ahead 
 multiply (64 rows each, float32 accumulators) and make of each tile what the launch is for:
 `statistics` (max and sum of exponentials of each row) or `probabilities` (softmax - onehot).
 
-[N] rows, [D] width, [V] vocabulary, [L]anes, [C]olumns of a chunk.
+[N] rows, [D] width, [L]anes; w is [C, P, D]: column c of part p of the vocabulary.
 """
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -20,54 +19,23 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from hfjax.pallas_kernels.logits import (
+    EVEN,
+    LOG2E,
+    LOWEST,
+    Columns,
+    Tuning,
+    alike,
+    in_parts,
+    varying,
+)
 from hfjax.pallas_kernels.mosaic import kernel, load, tiled
 
 ROWS = 64  # of one warpgroup: what one wgmma takes
 WORKERS = 2  # warpgroups that multiply; one more copies
 TILE = WORKERS * ROWS
 STORE = 64  # columns that are stored at once: 128 bytes
-LOWEST = -1e30  # the maximum of nothing: finite, so that no inf - inf appears
-LOG2E = math.log2(math.e)
 ROW = plgpu.Layout.WGMMA.reduce(1)
-
-
-@dataclass(frozen=True)
-class Tuning:
-    """Sizes: of a tile in shared memory, of the ring, of the order of tiles, of the chunk.
-
-    `parts`: backward, the vocabulary goes through memory in so many parts; none is narrower than
-    `least` columns, below which matrix products are inefficient.
-    """
-
-    columns: int = 256
-    depth: int = 64
-    stages: int = 4
-    group: int = 16  # tiles of rows that run side by side: their x stays in the L2 cache
-    blocks: int = 132  # multiprocessors of an H100 or H200
-    parts: int = 8
-    least: int = 2048
-
-    def __post_init__(self):
-        if self.columns not in (64, 128, 192, 256) or self.depth != 64:
-            raise ValueError(
-                f"Tuning(columns={self.columns}, depth={self.depth}): columns are 64, 128, 192 or "
-                "256 (one matrix instruction), depth is 64 (128 bytes, the swizzle)."
-            )
-        if min(self.stages - 1, self.group, self.blocks, self.parts, self.least) < 1:
-            raise ValueError(f"{self}: at least 2 stages, and 1 of all others.")
-
-    def chunk(self, vocab: int) -> int:
-        """Return the columns of a part of a vocabulary.
-
-        >>> Tuning().chunk(50304), Tuning().chunk(6288), Tuning(parts=3, least=64).chunk(640)
-        (6400, 2048, 256)
-        """
-        columns = max(self.least, -(-vocab // self.parts))
-        return min(_up(columns, self.columns), _up(vocab, self.columns))
-
-
-def _up(size: int, multiple: int) -> int:
-    return -(-size // multiple) * multiple
 
 
 @dataclass(frozen=True)
@@ -132,7 +100,7 @@ class Work:
 def _launch(work: Callable, out: Any, scratch: Any, walk: Walk, tuning: Tuning) -> Callable:
     """Return a function of (numbers, x, w, *more); `work(refs, worker)` says what to make.
 
-    numbers: [first column of w, columns that are there after it].
+    numbers: [part of w, its columns that are real].
     """
 
     def body(numbers, x, w, *refs):
@@ -153,12 +121,16 @@ def _launch(work: Callable, out: Any, scratch: Any, walk: Walk, tuning: Tuning) 
 
     def run(numbers, x, w, *more):
         ring = [
-            plgpu.SMEM((tuning.stages, WORKERS, ROWS, tuning.depth), x.dtype, transforms=tiled(x.dtype)),
-            plgpu.SMEM((tuning.stages, tuning.columns, tuning.depth), w.dtype, transforms=tiled(w.dtype)),
+            plgpu.SMEM(
+                (tuning.stages, WORKERS, ROWS, tuning.depth), x.dtype, transforms=tiled(x.dtype)
+            ),
+            plgpu.SMEM(
+                (tuning.stages, tuning.columns, tuning.depth), w.dtype, transforms=tiled(w.dtype)
+            ),
             plgpu.Barrier(num_arrivals=WORKERS + 1, num_barriers=tuning.stages),
             plgpu.Barrier(num_arrivals=WORKERS, num_barriers=tuning.stages),
         ]
-        return kernel(
+        launch = kernel(
             body,
             out,
             [*scratch, *ring],
@@ -167,9 +139,22 @@ def _launch(work: Callable, out: Any, scratch: Any, walk: Walk, tuning: Tuning) 
             num_threads=WORKERS + 1,
             thread_name="warpgroup",
             compiler_params=plgpu.CompilerParams(approx_math=True),
-        )(numbers, x, w, *more)
+        )
+        found = launch(numbers, _padded(x, EVEN), w, *more)
+        axes = varying(x) | varying(w)
+        return jax.tree.map(lambda a: alike(a, axes), found)
 
     return run
+
+
+def _up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
+
+
+def _padded(rows: jax.Array, multiple: int) -> jax.Array:
+    """Return an array with rows of zeros behind, up to a multiple."""
+    beyond = -rows.shape[0] % multiple
+    return jnp.pad(rows, ((0, beyond), *[(0, 0)] * (rows.ndim - 1))) if beyond else rows
 
 
 @dataclass(frozen=True)
@@ -211,19 +196,21 @@ class Ring:
         lax.fori_loop(0, self.walk.mine(block), unit, jnp.int32(0))
 
     def column(self, lane: Any, number: Any) -> Any:
-        return (number * self.walk.lanes + lane) * self.tuning.columns
+        column = (number * self.walk.lanes + lane) * self.tuning.columns
+        return pl.multiple_of(column, self.tuning.columns)
 
-    def fill(self, first: Any) -> None:
+    def fill(self, part: Any) -> None:
         """Copy the operands of all tiles, as far ahead as there are stages."""
         nothing = lambda *_: None
 
         def tile(_, row, lane, number, step):
-            column = first + self.column(lane, number)
-            lax.fori_loop(0, self.steps, partial(self._fetch, row * TILE, column, step), None)
+            columns = pl.ds(self.column(lane, number), self.tuning.columns)
+            w = self.w.at[columns, part]
+            lax.fori_loop(0, self.steps, partial(self._fetch, row * TILE, w, step), None)
 
         self.each_tile(nothing, tile, nothing)
 
-    def _fetch(self, row: Any, column: Any, step: Any, k: Any, _: None) -> None:
+    def _fetch(self, row: Any, w: Any, step: Any, k: Any, _: None) -> None:
         slot = self.slot(step + k)
         depth = pl.ds(pl.multiple_of(k * self.tuning.depth, self.tuning.depth), self.tuning.depth)
 
@@ -236,8 +223,7 @@ class Ring:
             mine = pl.multiple_of(row + worker * ROWS, ROWS)
             rows = self.x.at[pl.ds(mine, ROWS), depth]
             plgpu.copy_gmem_to_smem(rows, self.x_ring.at[slot, worker], full)
-        columns = self.w.at[pl.ds(pl.multiple_of(column, STORE), self.tuning.columns), depth]
-        plgpu.copy_gmem_to_smem(columns, self.w_ring.at[slot], full)
+        plgpu.copy_gmem_to_smem(w.at[:, depth], self.w_ring.at[slot], full)
 
     def multiply(self, work: Work, worker: Any) -> None:
         """Hand the logits of each tile, [64, columns] in registers, to the work."""
@@ -276,19 +262,30 @@ def _within(logits: Any, limit: Any, otherwise: float) -> Any:
 
 
 def statistics(
-    numbers: jax.Array, x_ND: jax.Array, w_VD: jax.Array, tuning: Tuning
-) -> tuple[jax.Array, jax.Array]:
-    """Return the maximum and the sum of exponentials (relative to it) of each row of logits.
+    x_ND: jax.Array, w_VD: jax.Array, labels_N: jax.Array, columns: Columns, tuning: Tuning
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return max, sum of exponentials relative to it, and the label's logit, of each row.
 
-    numbers: [0, columns of w that are there]. In units of log 2. [L, N]: the lanes are to be
-    combined; rows of the last tile that x has not are in it.
+    The label's logit is a product of two gathered rows: cheaper than a search in every tile.
     """
-    rows, columns = -(-x_ND.shape[0] // TILE), -(-w_VD.shape[0] // tuning.columns)
+    most_LN, total_LN = _per_lane(jnp.stack([0, columns.real]), x_ND, in_parts(w_VD, 1), tuning)
+    most = most_LN.max(0)
+    total = (total_LN * jnp.exp2(most_LN - most)).sum(0)
+    labels = columns.labels(labels_N)
+    rows = w_VD[jnp.maximum(labels, 0)].astype(jnp.float32)
+    picked = jnp.where(labels < 0, 0, (x_ND.astype(jnp.float32) * rows).sum(1))
+    count = x_ND.shape[0]
+    return most[:count] / LOG2E, total[:count], picked
+
+
+def _per_lane(numbers: jax.Array, x_ND: jax.Array, w_CPD: jax.Array, tuning: Tuning) -> Any:
+    """Return each row's maximum, in units of log 2, and sum of exponentials: [L, N] each."""
+    rows, columns = -(-x_ND.shape[0] // TILE), -(-w_CPD.shape[0] // tuning.columns)
     lanes = best_lanes(rows, columns, tuning.blocks)
     walk = Walk(rows, columns, lanes, tuning.group, min(tuning.blocks, rows * lanes))
     out = [jax.ShapeDtypeStruct((lanes, rows * TILE), jnp.float32)] * 2
     scratch = [plgpu.SMEM((WORKERS, ROWS), jnp.float32)] * 2
-    return _launch(_statistics, out, scratch, walk, tuning)(numbers, x_ND, w_VD)
+    return _launch(_statistics, out, scratch, walk, tuning)(numbers, x_ND, w_CPD)
 
 
 def _statistics(numbers: Any, refs: Any, worker: Any) -> Work:
@@ -319,24 +316,24 @@ def _statistics(numbers: Any, refs: Any, worker: Any) -> Work:
 
 
 def probabilities(
-    numbers: jax.Array,
+    numbers: tuple[Any, Any],
     operands: tuple[jax.Array, jax.Array],
     rows_N: tuple[jax.Array, jax.Array],
-    columns: int,
     tuning: Tuning,
 ) -> jax.Array:
-    """Return softmax - onehot of `columns` columns of the logits, [N, C] in x's dtype.
+    """Return softmax - onehot of a part of the vocabulary, [N, C] in x's dtype.
 
-    numbers: [first of the columns, how many after it are there]; operands: x_ND and w_VD;
-    rows_N: logsumexp (in units of log 2) and label (less the first column) of each row, of the
-    last tile too.
+    numbers: [part, how many columns of it are real]; operands: x_ND and w_CPD; rows_N: logsumexp
+    and the label's column in the part.
     """
-    x_ND, w_VD = operands
-    rows, tiles = -(-x_ND.shape[0] // TILE), -(-columns // tuning.columns)
+    (x_ND, w_CPD), (logsumexp, labels) = operands, rows_N
+    rows, tiles = -(-x_ND.shape[0] // TILE), -(-w_CPD.shape[0] // tuning.columns)
     walk = Walk(rows, tiles, tiles, tuning.group, min(tuning.blocks, rows * tiles))
-    out = jax.ShapeDtypeStruct((x_ND.shape[0], columns), x_ND.dtype)
+    out = jax.ShapeDtypeStruct((_up(x_ND.shape[0], EVEN), w_CPD.shape[0]), x_ND.dtype)
     staged = plgpu.SMEM((WORKERS, 2, ROWS, STORE), x_ND.dtype, transforms=tiled(x_ND.dtype))
-    return _launch(_probabilities, out, [staged], walk, tuning)(numbers, x_ND, w_VD, *rows_N)
+    run = _launch(_probabilities, out, [staged], walk, tuning)
+    more = [_padded(row, TILE) for row in (logsumexp * LOG2E, labels)]
+    return run(jnp.stack(numbers), x_ND, w_CPD, *more)[: x_ND.shape[0]]
 
 
 def _probabilities(numbers: Any, refs: Any, worker: Any) -> Work:
