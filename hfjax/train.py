@@ -20,6 +20,7 @@ from hfjax.mean import Mean
 from hfjax.optimizers import from_master
 from hfjax.parallel.compiler import compiler_options as options_of, joined, options_of_host
 from hfjax.parallel.execution import Execution, Precision
+from hfjax.parallel.kernels import Kernels
 from hfjax.parallel.layer_updates import LayerUpdatePlane
 from hfjax.parallel.memory import is_host_sharding, of_results, to_host
 from hfjax.parallel.mesh import BATCH_AXES, PIPE_AXIS, describe_mesh, platform_of
@@ -174,6 +175,11 @@ class TrainStep:
         """
         return self._plane.offloaded
 
+    @property
+    def kernels(self) -> Kernels:
+        """Which form each kernel of the step takes, and why: print it. Known once it is traced."""
+        return self._plane.kernels
+
     def check(self, state: State) -> None:
         """Wait for the steps given so far; raise FloatingPointError if one was not finite."""
         self._watch.check(state, lag=0)
@@ -272,6 +278,7 @@ def eval_step(
     precision: Precision | str = "stored",
     schedule: Schedule | None = None,
     compiler_options: Any = "default",
+    kernels: Any = "auto",
 ) -> Callable:
     """Return (state, batch) -> metrics, jitted: no dropout, no gradient, nothing donated.
 
@@ -281,7 +288,7 @@ def eval_step(
     check_given(layout, loss)
     layout = on_stages(layout, schedule)
     given: Any = {"precision": precision, "compiler_options": compiler_options}
-    run = Execution(**given)
+    run = Execution(**given, kernels=kernels)
     check_runs(layout, run)
     where = NamedSharding(layout.mesh, P(BATCH_AXES))
 

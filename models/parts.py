@@ -48,6 +48,23 @@ class Anywhere:
 anywhere = Anywhere()
 
 
+class Plain:
+    """The `kernels` of a module that no step has equipped: everything is plain JAX."""
+
+    chooses_kernels = True  # a step puts its own object in place of this one
+
+    def attention(self, attend: Callable) -> Callable:
+        return attend
+
+    def outputs(
+        self, x_BSD: jax.Array, kernel_VD: Any, vocab: int, logits: Callable[[], jax.Array]
+    ) -> Any:
+        return logits()
+
+
+plain = Plain()
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def project(place: Callable, x_BSI: jax.Array, kernel_IO: jax.Array) -> jax.Array:
     """Return x @ kernel; the gradient of the kernel contracts rows flattened to one dimension.

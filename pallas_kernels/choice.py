@@ -70,6 +70,11 @@ class Wanted:
         """Return the word for one capability."""
         return dict(self.named).get(kernel, self.rest)
 
+    def check(self, device: Any) -> None:
+        """Refuse kernels that were asked for where none can run."""
+        if "pallas" in (self.rest, *dict(self.named).values()) and (why := cannot_run(device)):
+            raise ValueError(f'kernels="pallas": {why}. Use kernels="auto", or "xla".')
+
     def choose(self, kernel: str, device: Any, refusal: str | None = None) -> Choice:
         """Return the form to take on a device; `refusal` says why the operands do not fit.
 

@@ -1,6 +1,8 @@
 """The kernels of a step: handed to the modules and to the optimizer that have use for them."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from jax.sharding import Mesh
 
@@ -17,13 +19,27 @@ class Kernels:
 
     wanted: Wanted
     mesh: Mesh
+    without_logits: bool = False  # the loss takes a Projection in place of logits
     choices: dict[str, Choice] = field(default_factory=dict, compare=False)
+
+    @classmethod
+    def of(cls, wanted: Wanted, mesh: Mesh, loss: Callable) -> "Kernels":
+        """Return the kernels of a step with this loss."""
+        return cls(wanted, mesh, getattr(loss, "takes_projection", False))
 
     def form(self, kernel: str, refusal: str | None = None) -> str:
         """Return the form to take: pallas, xla or reference."""
         choice = self.wanted.choose(kernel, self.mesh.devices.flat[0], refusal)
         self.choices[kernel] = choice
         return choice.form
+
+    def attention(self, attend: Callable) -> Callable:
+        """Return the attention that a layer runs."""
+        return attend
+
+    def outputs(self, x_BSD: Any, kernel_VD: Any, vocab: int, logits: Callable) -> Any:
+        """Return what the loss is given."""
+        return logits()
 
     def __str__(self) -> str:
         rows = [[c.kernel, c.form, c.why] for c in self.choices.values()]

@@ -8,9 +8,11 @@ import pytest
 import hfjax
 from hfjax import kernels
 from hfjax.__main__ import main
+from hfjax.models.gpt import next_token_loss
 from hfjax.pallas_kernels import choice
 from hfjax.pallas_kernels.choice import KERNELS, Wanted
 from hfjax.target import GPUS
+from tests.small_gpt import gpt_layout
 
 H200 = GPUS["h200"]
 
@@ -80,6 +82,15 @@ def test_each_kernel_may_have_its_own_word():
 def test_asking_for_kernels_where_none_can_run_is_an_error(device, why):
     with pytest.raises(ValueError, match=f'kernels="pallas": adamw_shard cannot run here: {why}'):
         Wanted.of("pallas").choose("adamw_shard", device)
+
+
+def test_a_step_or_an_evaluation_refuses_kernels_that_cannot_run():
+    layout = gpt_layout(hfjax.DDP, {"data": 1}, devices=jax.devices()[:1])
+    for make in (hfjax.train_step, hfjax.eval_step):
+        with pytest.raises(
+            ValueError, match=r'kernels="pallas": a cpu device runs no kernel.*auto'
+        ):
+            make(layout, next_token_loss, kernels="pallas")
 
 
 def test_asking_for_a_kernel_that_cannot_take_its_operands_is_an_error():
