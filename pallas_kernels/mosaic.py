@@ -55,3 +55,9 @@ def root(x: jax.Array) -> jax.Array:
     # Mosaic GPU has no square root on jax 0.10.2, but its inverse; zero and infinity have none.
     inverse = lax.rsqrt(x)
     return jnp.where((x > 0) & (x < jnp.inf), x * inverse, x)
+
+
+def load(ref: Any, layout: Any) -> Any:
+    """Return what a ref (of device memory, too) holds, laid out over registers as told."""
+    index = ((),) if jax.__version_info__ < (0, 11) else ()
+    return plgpu.load(ref, *index, layout=layout, optimized=False)
