@@ -99,7 +99,6 @@ class TrainStep:
         self._shardings = replace(layout.shardings(), order=None)
         self._batch = NamedSharding(layout.mesh, P(BATCH_AXES))
         self._streamed = Streamed(layout) if layout.hosted else None
-        self.kernels = Kernels(execution.kernels, layout.mesh)
         alone = isinstance(self._pass, AsynchronousPass | InBackward)
         obstacle = "each layer is updated by itself in this step" if alone else None
         self._one_pass = OnePass.of(layout, self.kernels, obstacle)

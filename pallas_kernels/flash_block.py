@@ -189,7 +189,7 @@ def attend(
 ) -> tuple[jax.Array, jax.Array]:
     """Return (attention in the dtype of the queries, lse in float32); both have gradients."""
     _check(q_BSHD, k_BTGD, v_BTGD, places, tuning)
-    return _attend(_How(mask, tuning, True), q_BSHD, k_BTGD, v_BTGD, places)
+    return _attend(Form(mask, tuning, True), q_BSHD, k_BTGD, v_BTGD, places)
 
 
 def reference_attend(
@@ -201,7 +201,7 @@ def reference_attend(
     tuning: Tuning = TUNING,
 ) -> tuple[jax.Array, jax.Array]:
     """Return what `attend` does, in plain JAX; lse in float32 or wider. No score is kept."""
-    return _attend(_How(mask, tuning, False), q_BSHD, k_BTGD, v_BTGD, places)
+    return _attend(Form(mask, tuning, False), q_BSHD, k_BTGD, v_BTGD, places)
 
 
 def _check(q: jax.Array, k: jax.Array, v: jax.Array, places: Places, tuning: Tuning) -> None:
@@ -210,18 +210,22 @@ def _check(q: jax.Array, k: jax.Array, v: jax.Array, places: Places, tuning: Tun
 
 
 @dataclass(frozen=True)
-class _How:
+class Form:
+    """Attention by kernels or in plain JAX: its forward pass, and its backward pass by hand."""
+
     mask: Mask
     tuning: Tuning
     kernels: bool
 
     def forward(self, operands: tuple, places: Places) -> tuple[jax.Array, jax.Array]:
+        """Return (attention, lse)."""
         if self.kernels:
             return flash_launch.whole(operands, self.mask, places, self.tuning)
         out, lse = finish(flash_reference.block(*operands, None, self.mask, places))
         return out.astype(operands[0].dtype), lse
 
     def backward(self, operands: tuple, final: Final, places: Places) -> tuple:
+        """Return the gradients of the operands."""
         dtype = operands[0].dtype
         if self.kernels:
             options = (self.mask, places, self.tuning, dtype)
@@ -232,17 +236,17 @@ class _How:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(
-    how: _How, q: jax.Array, k: jax.Array, v: jax.Array, places: Places
+    how: Form, q: jax.Array, k: jax.Array, v: jax.Array, places: Places
 ) -> tuple[jax.Array, jax.Array]:
     return how.forward((q, k, v), places)
 
 
-def _attend_forward(how: _How, q: jax.Array, k: jax.Array, v: jax.Array, places: Places):
+def _attend_forward(how: Form, q: jax.Array, k: jax.Array, v: jax.Array, places: Places):
     out, lse = how.forward((q, k, v), places)
     return (out, lse), (q, k, v, places, out, lse)
 
 
-def _attend_backward(how: _How, kept: tuple, cotangents: tuple):
+def _attend_backward(how: Form, kept: tuple, cotangents: tuple):
     q, k, v, places, out, lse = kept
     do, dlse = cotangents
     return (*how.backward((q, k, v), final(out, lse, do, dlse), places), None)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from hfjax.pallas_kernels.flash_mask import Mask, Places, Tiles, padded, tiles_seen, visible
+from hfjax.pallas_kernels.varying import together, zeros
 
 BLOCK = 512  # queries and keys
 
@@ -113,8 +114,8 @@ def nothing_seen(q_BSHD: jax.Array) -> State:
     """Return the state of queries before their first key."""
     batch, length, heads, _ = q_BSHD.shape
     rows, wide = (batch, heads, length), _wide(q_BSHD)
-    o = jnp.zeros(q_BSHD.shape, wide)
-    return State(o, jnp.full(rows, -jnp.inf, wide), jnp.zeros(rows, wide))
+    none = zeros(rows, q_BSHD, wide)
+    return State(zeros(q_BSHD.shape, q_BSHD, wide), none - jnp.inf, none)
 
 
 def block(
@@ -127,6 +128,7 @@ def block(
 ) -> State:
     """Return the state after one more block of keys."""
     queries, keys, groups = q_BSHD.shape[1], *k_BTGD.shape[1:3]
+    q_BSHD, k_BTGD, v_BTGD, state, places = together((q_BSHD, k_BTGD, v_BTGD, state, places))
     sight = _Sight.of(mask, places, queries, keys)
     o, m, l = nothing_seen(q_BSHD) if state is None else state
     q = _in_blocks(
@@ -176,6 +178,7 @@ def block_backward(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return what one block of keys adds to dq, and its dk and dv: float32 or wider."""
     queries, keys, groups = q_BSHD.shape[1], *k_BTGD.shape[1:3]
+    q_BSHD, k_BTGD, v_BTGD, final, places = together((q_BSHD, k_BTGD, v_BTGD, final, places))
     sight = _Sight.of(mask, places, queries, keys)
     lse, delta = (_rows_last(x, groups) for x in (final.lse_BHS, final.delta_BHS))
     do = _grouped(final.do_BSHD, groups)
@@ -185,13 +188,13 @@ def block_backward(
 
     def rows(sums, block):
         operands, query, some = block
-        start = jnp.zeros(operands[0].shape, wide)
+        start = zeros(operands[0].shape, q_BSHD, wide)
         step = lambda dq, other: _pulled(sight, operands, query, dq, other)
         dq, more = lax.scan(step, start, (k.arrays, k.number, some))
         return jax.tree.map(jnp.add, sums, more), dq
 
-    zeros = tuple(jnp.zeros(x.shape, wide) for x in k.arrays)
-    (dk, dv), dq = lax.scan(rows, zeros, (q.arrays, q.number, sight.some))
+    none = tuple(zeros(x.shape, x, wide) for x in k.arrays)
+    (dk, dv), dq = lax.scan(rows, none, (q.arrays, q.number, sight.some))
     return _whole(dq, queries).reshape(q_BSHD.shape), _whole(dk, keys), _whole(dv, keys)
 
 
@@ -211,5 +214,5 @@ def _pulled(sight: _Sight, operands: tuple, query: jax.Array, dq: jax.Array, oth
         dv = jnp.einsum("bgrst,bsgrd->btgd", p.astype(do.dtype), do, preferred_element_type=wide)
         return dq + more, (dk, dv)
 
-    nothing = tuple(jnp.zeros(x.shape, wide) for x in (k, v))
+    nothing = tuple(zeros(x.shape, x, wide) for x in (k, v))
     return lax.cond(some, visit, lambda dq: (dq, nothing), dq)
