@@ -4,7 +4,10 @@ from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
+from jax.experimental.mosaic.gpu.fragmented_array import Tiling
 from jax.experimental.pallas import mosaic_gpu as plgpu
+
+__all__ = ["Tiling", "kernel", "tiled"]
 
 WARPGROUP = 128  # threads that issue one matrix instruction together
 SWIZZLE = 128  # bytes of a row of a tile in shared memory, as the matrix units want it
