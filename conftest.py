@@ -6,6 +6,9 @@ import signal
 FAST_COMPILES = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FAST_COMPILES}"
 
+# As many interpreted warpgroups of fake devices may wait for each other, however few the cores.
+os.environ.setdefault("PJRT_NPROC", "64")
+
 # Tests that run in the background may ignore signals; what they start is not to.
 for number, usual in (
     (signal.SIGINT, signal.default_int_handler),
