@@ -82,18 +82,10 @@ def _pull(move: Callable, axis: Axis, wire: Any, like: jax.Array, cotangent: jax
     return (cotangent.astype(like.dtype),)
 
 
-def transposes(gather: Callable, scatter: Callable) -> tuple[Callable, Callable]:
-    """Return both, differentiable: the cotangent of each goes through the other."""
-
-    def differentiable(move: Callable, back: Callable) -> Callable:
-        function = jax.custom_vjp(move, nondiff_argnums=(1, 2))
-        function.defvjp(lambda x, *how: (move(x, *how), _like(x)), partial(_pull, back))
-        return lambda x, axis, wire=jnp.bfloat16: function(varying(x, axis), axis, wire)
-
-    return differentiable(gather, scatter), differentiable(scatter, gather)
-
-
-all_gather, reduce_scatter = transposes(_gather, _scatter)
+def _is_tracked(x: jax.Array, axis: Axis) -> bool:
+    """Return whether shard_map knows that `x` is equal on all devices of the axis."""
+    tracked = jax.typeof(lax.axis_index(axis)).mat.varying
+    return bool(tracked - jax.typeof(x).mat.varying)
 
 
 def flat(x: jax.Array, axis: Axis) -> jax.Array:
@@ -107,10 +99,58 @@ def flat(x: jax.Array, axis: Axis) -> jax.Array:
     return x.reshape(-1)
 
 
-def _reduce(x: jax.Array, axis: Axis, wire: Any) -> jax.Array:
-    if lax.axis_size(axis) == 1:
-        return x
-    shard = _scatter(flat(x, axis), axis, wire).astype(wire)
+def _reduces(scatter: Callable, whole: Callable) -> Callable:
+    """Return the sum as a differentiable function: as with psum, a cotangent is summed in turn."""
+
+    @partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+    def reduce(x, axis, wire):
+        if lax.axis_size(axis) == 1:
+            return x
+        total = scatter(flat(x, axis), axis, wire)
+        return whole(total, axis, wire).astype(x.dtype).reshape(x.shape)
+
+    def backward(axis, wire, _, cotangent):
+        equal = _is_tracked(cotangent, axis)
+        return (varying(cotangent, axis) if equal else reduce(cotangent, axis, wire),)
+
+    reduce.defvjp(lambda x, axis, wire: (reduce(x, axis, wire), None), backward)
+    return reduce
+
+
+def _whole(x: jax.Array, axis: Axis, wire: Any) -> jax.Array:
     # Said to be equal on all devices, as the result of psum is.
-    whole = lax.all_gather(shard, axis, axis=0, tiled=True, to="invarying")
-    return whole.astype(x.dtype).reshape(x.shape)
+    return lax.all_gather(x.astype(wire), axis, axis=0, tiled=True, to="invarying")
+
+
+def family(gather: Callable, scatter: Callable, whole: Callable) -> tuple[Callable, ...]:
+    """Return `all_gather`, `reduce_scatter` and `all_reduce`, differentiable, of (x, axis, wire).
+
+    The cotangent of a gather goes through the scatter and the other way round.
+    """
+
+    def differentiable(move: Callable, back: Callable) -> Callable:
+        function = jax.custom_vjp(move, nondiff_argnums=(1, 2))
+        function.defvjp(lambda x, *how: (move(x, *how), _like(x)), partial(_pull, back))
+        return function
+
+    functions = differentiable(gather, scatter), differentiable(scatter, gather)
+    functions = (*functions, _reduces(scatter, whole))
+    return tuple(lambda x, axis, wire, f=f: f(varying(x, axis), axis, wire) for f in functions)
+
+
+_family = family(_gather, _scatter, _whole)
+
+
+def all_gather(x: jax.Array, axis: Axis, wire: Any = jnp.bfloat16) -> jax.Array:
+    """Return the rows of all devices along the axis, in `wire` (inside `jax.shard_map`)."""
+    return _family[0](x, axis, wire)
+
+
+def reduce_scatter(x: jax.Array, axis: Axis, wire: Any = jnp.bfloat16) -> jax.Array:
+    """Return this device's rows of the sum over the axis, in float32 (inside `jax.shard_map`)."""
+    return _family[1](x, axis, wire)
+
+
+def all_reduce(x: jax.Array, axis: Axis, wire: Any = jnp.bfloat16) -> jax.Array:
+    """Return the sum over the axis in the dtype of `x`, the same bits on all its devices."""
+    return _family[2](x, axis, wire)

@@ -7,10 +7,13 @@ import jax.numpy as jnp
 from jax.experimental.mosaic.gpu.fragmented_array import Tiling
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-__all__ = ["Tiling", "kernel", "tiled"]
+__all__ = ["BY_HAND", "Tiling", "kernel", "tiled"]
 
 WARPGROUP = 128  # threads that issue one matrix instruction together
 SWIZZLE = 128  # bytes of a row of a tile in shared memory, as the matrix units want it
+
+# Layouts in registers are ours to say, and what is in shared memory stays as it is written.
+BY_HAND = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane)
 
 interpreter: Any = None  # tests put an interpreter here: kernels then run without a GPU
 

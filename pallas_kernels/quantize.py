@@ -47,7 +47,7 @@ CODES = {"int8": Code(jnp.int8, 127.0), "fp8": Code(jnp.float8_e4m3fn, 448.0)}
 class Tuning:
     """Rows of blocks to a tile, tiles in flight, and blocks of threads: one to a processor."""
 
-    tile: int = 32
+    tile: int = 16
     stages: int = 3
     blocks: int = 132
 
@@ -171,6 +171,7 @@ def _run(operands: list[jax.Array], how: str, block: int, tuning: Tuning) -> tup
         [plgpu.SMEM((stream.SLOTS, tiles.tile, *s[1:]), dtype) for s, dtype in out],
         grid=(tiles.blocks,),
         grid_names=("block",),
+        compiler_params=mosaic.BY_HAND,
     )(*operands)
     values, scales, *lost = found
     scales = scales.reshape(*shape[:-1], shape[-1] // block)

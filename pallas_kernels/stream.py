@@ -18,6 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 COLUMNS = 256  # the most elements of a side of one copy
 SLOTS = 2  # tiles on their way out
 ALIGNED = 16  # bytes: rows of a copy start at multiples of it
+SHARED = 200 * 1024  # bytes of shared memory that tiles may take
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,13 @@ def folded(n: int) -> tuple[int, int]:
     """
     columns = gcd(n, COLUMNS)
     return n // columns, columns
+
+
+def fitting(elements: int, bytes_each: int) -> int:
+    """Return how many elements a tile has, at most, that takes `bytes_each` of shared memory."""
+    while elements * bytes_each > SHARED:
+        elements //= 2
+    return elements
 
 
 def tiles(rows: int, tile: int, blocks: int) -> Tiles:
