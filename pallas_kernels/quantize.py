@@ -121,6 +121,11 @@ def load(ref: Any) -> jax.Array:
     return plgpu.layout_cast(ref[...], rows_in_warps()).astype(jnp.float32)
 
 
+def load_scales(ref: Any) -> jax.Array:
+    """Return the scales of a tile's rows, to the threads that hold the rows."""
+    return plgpu.layout_cast(ref[...], rows_in_warps().reduce(1))
+
+
 def encode(meant: jax.Array, kind: Code) -> tuple[jax.Array, jax.Array]:
     """Return a tile's values and scales, a row to a block (in a kernel)."""
     peak = jnp.max(jnp.abs(meant), axis=1)
@@ -191,8 +196,15 @@ def refuses(x: Any, how: str, block: int = BLOCK) -> str | None:
     return None
 
 
-def _check(*given: Any) -> None:
-    if reason := refuses(*given):
+def refuses_error(x: Any, error: Any) -> str | None:
+    """Return why `error` cannot be the error of `x`, or None."""
+    if error.shape != x.shape or error.dtype != jnp.float32:
+        return f"error {error.shape} {error.dtype}: float32 {x.shape} is needed, as x. Cast it."
+    return None
+
+
+def _check(reason: str | None) -> None:
+    if reason:
         raise ValueError(reason)
 
 
@@ -200,7 +212,7 @@ def quantize(
     x: jax.Array, how: str, block: int = BLOCK, tuning: Tuning = Tuning()
 ) -> tuple[jax.Array, jax.Array]:
     """Return `x` (…, n) in 8 bits, and float32 scales (…, n / block)."""
-    _check(x, how, block)
+    _check(refuses(x, how, block))
     values, scales = _run([x], how, block, tuning)
     return values, scales
 
@@ -209,8 +221,7 @@ def compress(
     x: jax.Array, error: jax.Array, how: str, block: int = BLOCK, tuning: Tuning = Tuning()
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return `x + error` in 8 bits, its scales, and what was lost: the next error."""
-    _check(x, how, block)
-    if error.shape != x.shape or error.dtype != jnp.float32:
-        raise ValueError(f"error {error.shape} {error.dtype}: float32 {x.shape} is needed, as x.")
+    _check(refuses(x, how, block))
+    _check(refuses_error(x, error))
     values, scales, lost = _run([x, error], how, block, tuning)
     return values, scales, lost
