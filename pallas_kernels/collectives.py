@@ -79,17 +79,20 @@ def _ring(what: str, x: jax.Array, axis: Axis, wire: Any) -> MeshRing:
 def tuned(tuning: Tuning) -> tuple:
     """Return `all_gather`, `reduce_scatter` and `all_reduce` with a tuning."""
 
-    def gather(x, axis, wire):
+    def whole(x, axis, wire):
         ring = _ring("all_gather", x, axis, wire)
-        whole = collectives_kernel.gather(ring, x.reshape(-1), wire, tuning)
-        return plain.varying(whole, axis).reshape(ring.size * x.shape[0], *x.shape[1:])
+        found = collectives_kernel.gather(ring, x.reshape(-1), wire, tuning)
+        return found.reshape(ring.size * x.shape[0], *x.shape[1:])
+
+    def gather(x, axis, wire):
+        return plain.varying(whole(x, axis, wire), axis)
 
     def scatter(x, axis, wire):
         ring = _ring("reduce_scatter", x, axis, wire)
         total = collectives_kernel.scatter(ring, x.reshape(ring.size, -1), wire, tuning)
-        return plain.varying(total, axis).reshape(x.shape[0] // ring.size, *x.shape[1:])
+        return total.reshape(x.shape[0] // ring.size, *x.shape[1:])
 
-    return plain.family(gather, scatter, gather)
+    return plain.family(gather, scatter, whole)
 
 
 _tuned = tuned(Tuning())

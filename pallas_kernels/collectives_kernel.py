@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from hfjax.pallas_kernels import mosaic, stream
-from hfjax.pallas_kernels.ring import Ring, ahead
+from hfjax.pallas_kernels.ring import MeshRing, Ring, ahead
 from hfjax.pallas_kernels.stream import SLOTS, Tiles
 
 
@@ -44,12 +44,20 @@ def tell(ring: Ring, arrived: Any) -> None:
         ring.wait(arrived, block, ring.size - 1)
 
 
-def launch(body: Callable, ring: Ring, tiles: Tiles, out: list, scratch: list) -> Callable:
+def axes(ring: Ring) -> tuple[str, ...]:
+    """Return the axis of the mesh that the ring goes along."""
+    return (ring.axis,) if isinstance(ring, MeshRing) else ()
+
+
+def launch(
+    body: Callable, ring: Ring, tiles: Tiles, out: list, scratch: list, equal_along: tuple = ()
+) -> Callable:
     """Return a function of the arrays that runs `body` on every rank and block of the ring."""
     return mosaic.kernel(
         body,
         [jax.ShapeDtypeStruct((*ring.ranks, *shape), dtype) for shape, dtype in out],
         [plgpu.SMEM((SLOTS, *shape), dtype) for shape, dtype in scratch],
+        equal_along,
         grid=(*ring.ranks, tiles.blocks),
         grid_names=(*ring.rank_names, "block"),
         compiler_params=mosaic.BY_HAND,
@@ -83,7 +91,8 @@ def gather(ring: Ring, x: jax.Array, wire: Any, tuning: Any) -> jax.Array:
     body = partial(_send_to_all, ring=ring, tiles=tiles, stages=tuning.stages)
     out = [((ring.size, rows, columns), wire)]
     scratch = [((tiles.tile, columns), wire)]
-    (whole,) = launch(body, ring, tiles, out, scratch)(x.reshape(*ring.ranks, rows, columns))
+    run = launch(body, ring, tiles, out, scratch, axes(ring))
+    (whole,) = run(x.reshape(*ring.ranks, rows, columns))
     return whole.reshape(*ring.ranks, ring.size, x.shape[-1])
 
 

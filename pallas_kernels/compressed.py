@@ -94,8 +94,8 @@ def compressed_reduce_scatter(
     The own rows are not sent, so they lose nothing and their error is zero.
     """
     ring = _ring("compressed_reduce_scatter", x, error, axis, how, block)
-    given = (one.reshape(ring.size, -1, block) for one in (x, error))
-    total, lost = varying_both(compressed_kernel.scatter(ring, *given, how, tuning), axis)
+    given = [varying(one, axis).reshape(ring.size, -1, block) for one in (x, error)]
+    total, lost = compressed_kernel.scatter(ring, *given, how, tuning)
     return total.reshape(x.shape[0] // ring.size, *x.shape[1:]), lost.reshape(x.shape)
 
 
@@ -111,9 +111,10 @@ def compressed_all_gather(
     ring = _ring("compressed_all_gather", x, error, axis, how, block)
     if ring.size == 1:
         return x.astype(jnp.float32) + error, jnp.zeros_like(error)
-    given = (one.reshape(-1, block) for one in (x, error))
-    whole, lost = varying_both(compressed_kernel.gather(ring, *given, how, tuning), axis)
-    return whole.reshape(ring.size * x.shape[0], *x.shape[1:]), lost.reshape(x.shape)
+    given = [varying(one, axis).reshape(-1, block) for one in (x, error)]
+    whole, lost = compressed_kernel.gather(ring, *given, how, tuning)
+    lost = varying(lost, axis).reshape(x.shape)
+    return whole.reshape(ring.size * x.shape[0], *x.shape[1:]), lost
 
 
 def compressed_all_reduce(
@@ -130,6 +131,3 @@ def compressed_all_reduce(
         lambda x, error: compressed_all_gather(x, error, axis, how, block, tuning),
     )(x, errors, axis)
 
-
-def varying_both(found: tuple, axis: Axis) -> tuple:
-    return tuple(varying(x, axis) for x in found)

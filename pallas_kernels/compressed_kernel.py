@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from hfjax.pallas_kernels import stream
-from hfjax.pallas_kernels.collectives_kernel import launch, slot_of, tell
+from hfjax.pallas_kernels.collectives_kernel import axes, launch, slot_of, tell
 from hfjax.pallas_kernels.quantize import Code, code, decode, encode, load, load_scales
 from hfjax.pallas_kernels.ring import Ring, ahead
 from hfjax.pallas_kernels.stream import SLOTS, Tiles
@@ -157,9 +157,8 @@ def scatter(ring: Ring, x: jax.Array, error: jax.Array, how: str, tuning: Any) -
     parts = [((others, rows, block), kind), _scales(others, rows)]
     out = [((rows, block), float32), ((size, rows, block), float32), *parts]
     scratch = [(wide, kind), (wide[:1], float32), (wide, float32), (wide, float32)]
-    total, lost, *_ = launch(partial(_send_and_add, run=run), ring, run.tiles, out, scratch)(
-        x, error
-    )
+    body = partial(_send_and_add, run=run)
+    total, lost, *_ = launch(body, ring, run.tiles, out, scratch)(x, error)
     return total, lost
 
 
@@ -215,7 +214,6 @@ def gather(ring: Ring, x: jax.Array, error: jax.Array, how: str, tuning: Any) ->
     parts = [((size, rows, block), kind), _scales(size, rows)]
     out = [((size, rows, block), float32), ((rows, block), float32), *parts]
     scratch = [(wide, kind), (wide[:1], float32), (wide, float32)]
-    whole, lost, *_ = launch(partial(_send_and_decode, run=run), ring, run.tiles, out, scratch)(
-        x, error
-    )
+    body = partial(_send_and_decode, run=run)
+    whole, lost, *_ = launch(body, ring, run.tiles, out, scratch, axes(ring))(x, error)
     return whole, lost
