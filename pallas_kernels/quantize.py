@@ -58,6 +58,12 @@ def code(how: str) -> Code:
     return CODES[how]
 
 
+def largest_of(x: jax.Array, axis: int) -> jax.Array:
+    """Return the largest magnitude along an axis, infinity where something is NaN."""
+    # A maximum does not always keep a NaN: XLA's of a CPU can lose it.
+    return jnp.max(jnp.where(x != x, jnp.inf, jnp.abs(x)), axis=axis)
+
+
 def in_blocks(x: jax.Array, block: int) -> jax.Array:
     """Return `x` (…, n) as (…, ceil(n / block), block), zeros after the end."""
     if rest := -x.shape[-1] % block:
@@ -79,7 +85,7 @@ def reference(x: jax.Array, how: str, block: int = BLOCK) -> tuple[jax.Array, ja
     """
     kind = code(how)
     blocks = in_blocks(x, block).astype(jnp.float32)
-    peak = jnp.max(jnp.abs(blocks), axis=-1)
+    peak = largest_of(blocks, axis=-1)
     inverse = jnp.where(peak > TINY, kind.largest / peak, 0.0)
     values = blocks * inverse[..., None]
     if kind.dtype == jnp.int8:
@@ -128,7 +134,7 @@ def load_scales(ref: Any) -> jax.Array:
 
 def encode(meant: jax.Array, kind: Code) -> tuple[jax.Array, jax.Array]:
     """Return a tile's values and scales, a row to a block (in a kernel)."""
-    peak = jnp.max(jnp.abs(meant), axis=1)
+    peak = largest_of(meant, axis=1)
     inverse = jnp.where(peak > TINY, kind.largest / peak, 0.0)
     values = meant * spread(inverse, meant)
     if kind.dtype == jnp.int8:
