@@ -48,10 +48,9 @@ def test_the_references_train_as_plain_jax_does():
 
 def test_gradients_sent_in_bfloat16_are_added_in_float32():
     layout = gpt_layout(hfjax.FSDP, {"fsdp": 8})
-    exact = trained(layout, tokens(), kernels="xla")[1][1]
-    halved = {"precision": hfjax.Precision(reduce="bfloat16")}
-    by_xla = trained(layout, tokens(), kernels="xla", **halved)[1][1]
+    _, (_, exact) = trained(layout, tokens(), kernels="xla")
+    halved = hfjax.Precision(reduce="bfloat16")
     sums = {"reduce_scatter": "reference", "*": "xla"}
-    step, (_, found) = trained(layout, tokens(), kernels=sums, **halved)
+    step, (_, found) = trained(layout, tokens(), kernels=sums, precision=halved)
     assert step.kernels.choices["reduce_scatter"].form == "reference"
-    assert abs(found - exact) < abs(by_xla - exact)
+    assert 0 < abs(found - exact) < 1e-4 * exact
