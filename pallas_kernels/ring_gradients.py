@@ -14,7 +14,7 @@ from typing import Any
 import jax
 from jax import lax
 
-from hfjax.pallas_kernels.mosaic import varying
+from hfjax.pallas_kernels.varying import varying
 from hfjax.pallas_kernels.ring_reference import gathered_gradient
 
 

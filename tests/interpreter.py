@@ -16,13 +16,11 @@ import threading
 
 import jax
 import jax.numpy as jnp
-from jax._src import callback
-from jax._src import core as jax_core
+from jax._src import callback, core as jax_core
 from jax._src.pallas import primitives
 from jax._src.pallas.mosaic.interpret import thread_map
 from jax._src.pallas.mosaic_gpu import primitives as gpu_primitives
-from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks as callbacks
-from jax._src.pallas.mosaic_gpu.interpret import jaxpr_interpret
+from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks as callbacks, jaxpr_interpret
 from jax._src.pallas.mosaic_gpu.interpret.race_detection_state import GPURaceDetectionState
 from jax._src.state import indexing
 from jax.experimental.pallas import mosaic_gpu as plgpu
