@@ -70,22 +70,27 @@ class Walk:
 
 
 def divmod_(number: Any, by: Any) -> tuple[Any, Any]:
+    """Return quotient and remainder of what is not negative."""
     by = jnp.asarray(by, jnp.int32)
     return lax.div(number, by), lax.rem(number, by)
 
 
-def best_lanes(rows: int, columns: int, blocks: int) -> int:
+def best_lanes(rows: int, columns: int, tuning: Tuning) -> int:
     """Return into how many units a row of tiles is split so that no block waits for long.
 
-    >>> best_lanes(128, 197, 132), best_lanes(1, 197, 132), best_lanes(128, 25, 132)
-    (33, 99, 25)
+    At least so many that the blocks are busy with one group of rows, whose x the L2 cache holds.
+
+    >>> [best_lanes(rows, 197, Tuning()) for rows in (128, 16, 1)]
+    [33, 33, 99]
     """
-    start = 0.2  # tiles' time that a unit costs by itself
+    start = 0.1  # tiles' time that a unit costs by itself
+    blocks = tuning.blocks
+    least = min(columns, -(-blocks // tuning.group))
 
     def time(lanes):
         return -(-rows * lanes // blocks) * (-(-columns // lanes) + start)
 
-    return min(range(1, min(columns, blocks) + 1), key=time)
+    return min(range(least, min(columns, blocks) + 1), key=time)
 
 
 @dataclass(frozen=True)
@@ -227,7 +232,7 @@ class Ring:
 
     def multiply(self, work: Work, worker: Any) -> None:
         """Hand the logits of each tile, [64, columns] in registers, to the work."""
-        shape = plgpu.ACC((ROWS, self.tuning.columns), jnp.float32)
+        shape = plgpu.WGMMAAccumulatorRef((ROWS, self.tuning.columns), jnp.float32)
         mine = lambda row: pl.multiple_of(row * TILE + worker * ROWS, ROWS)
 
         def tile(carry, row, lane, number, step):
@@ -257,8 +262,12 @@ class Ring:
 
 def _within(logits: Any, limit: Any, otherwise: float) -> Any:
     """Return the logits, `otherwise` in columns from `limit` on; most tiles have none of these."""
-    columns = plgpu.broadcasted_iota(jnp.int32, logits.shape, 1, layout=plgpu.Layout.WGMMA)
-    return jnp.where(columns < limit, logits, otherwise)
+
+    def masked(logits):
+        columns = plgpu.broadcasted_iota(jnp.int32, logits.shape, 1, layout=plgpu.Layout.WGMMA)
+        return jnp.where(columns < limit, logits, otherwise)
+
+    return lax.cond(limit < logits.shape[1], masked, lambda logits: logits, logits)
 
 
 def statistics(
@@ -281,7 +290,7 @@ def statistics(
 def _per_lane(numbers: jax.Array, x_ND: jax.Array, w_CPD: jax.Array, tuning: Tuning) -> Any:
     """Return each row's maximum, in units of log 2, and sum of exponentials: [L, N] each."""
     rows, columns = -(-x_ND.shape[0] // TILE), -(-w_CPD.shape[0] // tuning.columns)
-    lanes = best_lanes(rows, columns, tuning.blocks)
+    lanes = best_lanes(rows, columns, tuning)
     walk = Walk(rows, columns, lanes, tuning.group, min(tuning.blocks, rows * lanes))
     out = [jax.ShapeDtypeStruct((lanes, rows * TILE), jnp.float32)] * 2
     scratch = [plgpu.SMEM((WORKERS, ROWS), jnp.float32)] * 2
@@ -324,12 +333,13 @@ def probabilities(
     """Return softmax - onehot of a part of the vocabulary, [N, C] in x's dtype.
 
     numbers: [part, how many columns of it are real]; operands: x_ND and w_CPD; rows_N: logsumexp
-    and the label's column in the part.
+    and the label's column in the part. Columns of zeros are behind, up to a multiple of 64.
     """
     (x_ND, w_CPD), (logsumexp, labels) = operands, rows_N
     rows, tiles = -(-x_ND.shape[0] // TILE), -(-w_CPD.shape[0] // tuning.columns)
     walk = Walk(rows, tiles, tiles, tuning.group, min(tuning.blocks, rows * tiles))
-    out = jax.ShapeDtypeStruct((_up(x_ND.shape[0], EVEN), w_CPD.shape[0]), x_ND.dtype)
+    shape = (_up(x_ND.shape[0], EVEN), _up(w_CPD.shape[0], STORE))
+    out = jax.ShapeDtypeStruct(shape, x_ND.dtype)
     staged = plgpu.SMEM((WORKERS, 2, ROWS, STORE), x_ND.dtype, transforms=tiled(x_ND.dtype))
     run = _launch(_probabilities, out, [staged], walk, tuning)
     more = [_padded(row, TILE) for row in (logsumexp * LOG2E, labels)]
