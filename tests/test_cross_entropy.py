@@ -6,8 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 from hfjax.pallas_kernels import cross_entropy as forms
 from hfjax.pallas_kernels.logits import Columns, Tuning
@@ -179,7 +178,7 @@ MESHES = {
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.parametrize("sizes, axis", MESHES.values(), ids=MESHES)
+@pytest.mark.parametrize(("sizes", "axis"), MESHES.values(), ids=MESHES)
 def test_a_vocabulary_split_over_devices_is_one_vocabulary(sizes, axis, check_vma):
     case = Case.of(64, 96, 8, vocab=75)  # the last of 8 devices has only padding
     fields = {"vocab": 75, "tuning": Tuning(parts=2, least=4), "check_vma": check_vma}
@@ -225,7 +224,7 @@ def test_operands_that_fit_are_not_refused():
 
 
 @pytest.mark.parametrize(
-    "x, w, labels, why",
+    ("x", "w", "labels", "why"),
     [
         (HALF, SHAPE((9, 32), jnp.bfloat16), LABELS, r"w \(9, 32\).*Reshape them, or transpose w"),
         (SHAPE((2, 4, 64), jnp.bfloat16), HALF, LABELS, r"x \(2, 4, 64\).*x is \[N, D\]"),
@@ -236,9 +235,9 @@ def test_operands_that_fit_are_not_refused():
     ],
 )
 def test_what_the_kernel_cannot_take_is_refused(x, w, labels, why):
-    zeros = [jnp.zeros(a.shape, a.dtype) for a in (x, w, labels)]
+    x, w, labels = (jnp.zeros(a.shape, a.dtype) for a in (x, w, labels))
     with pytest.raises(ValueError, match=why):
-        forms.cross_entropy(*zeros)
+        forms.cross_entropy(x, w, labels)
 
 
 def test_the_plain_form_takes_any_width_and_refuses_what_does_not_fit():
