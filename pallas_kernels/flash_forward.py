@@ -23,6 +23,7 @@ from hfjax.pallas_kernels.flash_parts import (
     Plan,
     across,
     added,
+    again,
     by_roles,
     filled,
     launch,
@@ -128,7 +129,7 @@ def _scores(mine: Rows, shared: Shared, slot: Any) -> Any:
     """Return q @ k.T; the other warpgroup goes on as soon as this product is issued."""
 
     def multiply(s_ref):
-        plgpu.wgmma(s_ref, shared.q.at[mine.thread], shared.keys.k.at[slot].transpose((1, 0)))
+        plgpu.wgmma(s_ref, shared.q.at[again(mine.thread)], shared.keys.k.at[slot].transpose((1, 0)))
         if mine.plan.cut.consumers == 2:
             _take_turns(shared)
         return s_ref[...]

@@ -97,7 +97,7 @@ class Rows(NamedTuple):
 
     def masked(self, s: Any, step: Any, keys: Keys) -> Any:
         """Return scores, -inf where the query does not see the key."""
-        key = numbers(s.shape, 1, self.visit.tile(step) * self.plan.cut.tile)
+        key = numbers(s.shape, 1, self.visit.part(step) * self.plan.cut.tile)
         same = None
         if self.plan.documents:
             of_keys = loaded(keys.documents.at[slot_of(step, self.plan.cut.stages)], BY_COLUMN)

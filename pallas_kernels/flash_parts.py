@@ -108,9 +108,12 @@ class Visit(NamedTuple):
 
     def tile(self, step: Any) -> Any:
         """Return the number of the tile visited in a step."""
+        return jnp.where(step < self.whole, self.full + step, self.part(step))
+
+    def part(self, step: Any) -> Any:
+        """Return the number of a tile that is seen in part: those before and after the whole."""
         rest, before = step - self.whole, self.full - self.start
-        partly = jnp.where(rest < before, self.start + rest, self.full_end + rest - before)
-        return jnp.where(step < self.whole, self.full + step, partly)
+        return jnp.where(rest < before, self.start + rest, self.full_end + rest - before)
 
 
 def read_visit(visits_ref: Any, batch: Any, tile: Any) -> Visit:
@@ -208,6 +211,14 @@ def _interpreted(a: Any, b: Any) -> Any:
     return pl.run_scoped(multiply, plgpu.ACC((a.shape[0], b.shape[1]), jnp.float32))
 
 
+def again(x: Any) -> Any:
+    """Return a number that the compiler takes for a new one in every step.
+
+    It would keep every address made of it in registers during the whole loop, and spill sums.
+    """
+    return lax.optimization_barrier(x)
+
+
 def filled(shape: tuple[int, ...], value: float, layout: Any = MATRIX) -> Any:
     """Return a constant array that lies in registers like a sum of the matrix units."""
     return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
@@ -237,14 +248,14 @@ def numbers(shape: tuple[int, int], axis: int, first: Any) -> Any:
 def seen(plan: Plan, visit: Visit, query: Any, key: Any, same: Any) -> Any:
     """Return where a query sees a key, from their numbers and whether their documents agree.
 
-    Only what the mask needs is compared.
+    Only what the mask needs is compared, and nothing subtracted: what is the same in every tile
+    takes one register per row or column then.
     """
-    apart = key - query
     parts = [] if same is None else [same]
     if not plan.mask.everything:
-        parts.append(apart <= visit.high)
+        parts.append(key <= query + visit.high)
     if plan.mask.window is not None:
-        parts.append(apart >= visit.low)
+        parts.append(key >= query + visit.low)
     if plan.ragged:
         parts.append(key < plan.keys)
     result = parts[0]
