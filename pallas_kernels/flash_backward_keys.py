@@ -59,7 +59,7 @@ def keys(plan: Plan, inputs: Inputs, dtype: Any) -> tuple[jax.Array, jax.Array]:
     """Return (dk, dv)."""
     shape = plan.shape
     grid = {"batch": shape.batch, "group": shape.groups, "tile": inputs.visits.shape[1]}
-    outputs = (jax.ShapeDtypeStruct(inputs.k_BTGD.shape, dtype),) * 2
+    outputs = (jax.ShapeDtypeStruct(inputs.k.shape, dtype),) * 2
 
     def body(inputs, outputs, shared):
         _body(plan, inputs, outputs, shared)
@@ -91,7 +91,7 @@ def _body(plan: Plan, inputs: Inputs, outputs: tuple, shared: Shared) -> None:
         rows = (batch, pl.ds(first, ROWS))
         documents = None
         if plan.documents:
-            documents = loaded(inputs.key_documents_BT.at[rows], BY_ROW)
+            documents = loaded(inputs.key_documents.at[rows], BY_ROW)
         mine = _Mine(plan, visit, shared, thread, first, documents)
         _multiply(mine, inputs, outputs, (*rows, group))
 
@@ -101,7 +101,7 @@ def _body(plan: Plan, inputs: Inputs, outputs: tuple, shared: Shared) -> None:
 def _feed(plan: Plan, inputs: Inputs, shared: Shared, visit: Visit, place: tuple) -> None:
     """Bring the tiles of a visit, head after head of those that share these keys."""
     batch, group = place
-    count, stages, heads = visit.count, plan.cut.stages, plan.shape.shared
+    count, stages, heads = visit.steps, plan.cut.stages, plan.shape.shared
 
     @pl.loop(0, heads)
     def _head(among):
@@ -113,12 +113,12 @@ def _feed(plan: Plan, inputs: Inputs, shared: Shared, visit: Visit, place: tuple
             free, here = shared.free.at[slot], shared.here.at[slot]
             pl.when(turn >= stages)(lambda: plgpu.barrier_wait(free))
             bring = lambda source, target: plgpu.copy_gmem_to_smem(source, target.at[slot], here)
-            bring(inputs.q_BSHD.at[batch, rows, head], shared.q)
-            bring(inputs.do_BSHD.at[batch, rows, head], shared.do)
-            bring(inputs.lse_BHS.at[batch, head, rows], shared.lse)
-            bring(inputs.delta_BHS.at[batch, head, rows], shared.delta)
+            bring(inputs.q.at[batch, rows, head], shared.q)
+            bring(inputs.do.at[batch, rows, head], shared.do)
+            bring(inputs.lse.at[batch, head, rows], shared.lse)
+            bring(inputs.delta.at[batch, head, rows], shared.delta)
             if plan.documents:
-                bring(inputs.query_documents_BS.at[batch, rows], shared.documents)
+                bring(inputs.query_documents.at[batch, rows], shared.documents)
 
     drain(count * heads, stages, shared.free)
 
@@ -145,7 +145,7 @@ class _Mine(NamedTuple):
 
     def visited(self, sums: tuple) -> tuple:
         """Return (dk, dv) after all heads' tiles; only those seen in part are masked."""
-        whole, count = self.visit.whole, self.visit.count
+        whole, count = self.visit.whole, self.visit.steps
 
         def head(among, sums):
             once = lambda partly: lambda i, x: _step(self, (among * count + i, i), x, partly)
@@ -160,8 +160,8 @@ def _multiply(mine: _Mine, inputs: Inputs, outputs: tuple, rows: tuple) -> None:
     plan, shared, thread = mine.plan, mine.shared, mine.thread
     here = shared.rows_here.at[thread]
     k, v = shared.k.at[thread], shared.v.at[thread]
-    plgpu.copy_gmem_to_smem(inputs.k_BTGD.at[rows], k, here)
-    plgpu.copy_gmem_to_smem(inputs.v_BTGD.at[rows], v, here)
+    plgpu.copy_gmem_to_smem(inputs.k.at[rows], k, here)
+    plgpu.copy_gmem_to_smem(inputs.v.at[rows], v, here)
     plgpu.barrier_wait(here)
     zeros = filled((ROWS, plan.shape.width), 0.0)
     dk, dv = mine.visited((zeros, zeros))

@@ -28,7 +28,7 @@ import jax
 import jax.numpy as jnp
 
 from hfjax.pallas_kernels import flash_launch, flash_reference
-from hfjax.pallas_kernels.flash_launch import Tuning, refuses
+from hfjax.pallas_kernels.flash_launch import HERE, TUNING, Tuning, refuses
 from hfjax.pallas_kernels.flash_mask import Mask, Places
 from hfjax.pallas_kernels.flash_reference import Final, State
 
@@ -52,7 +52,7 @@ __all__ = [
     "refuses",
 ]
 
-CAUSAL, TUNING, HERE = Mask(), Tuning(), Places()
+CAUSAL = Mask()
 
 
 def flash_block(
@@ -91,22 +91,22 @@ def reference(
 
 def merge(one: State, other: State) -> State:
     """Return the state of queries that saw the keys of both, which have none in common."""
-    m = jax.lax.stop_gradient(jnp.maximum(one.m_BHS, other.m_BHS))
+    m = jax.lax.stop_gradient(jnp.maximum(one.m, other.m))
     base = jnp.where(m > -jnp.inf, m, 0.0)
-    o, l = jnp.zeros_like(one.o_BSHD), jnp.zeros_like(one.l_BHS)
+    o, l = jnp.zeros_like(one.o), jnp.zeros_like(one.l)
     for part in (one, other):
-        weight = jnp.exp(jax.lax.stop_gradient(part.m_BHS) - base)
-        o += part.o_BSHD * weight.swapaxes(1, 2)[..., None]
-        l += part.l_BHS * weight
+        weight = jnp.exp(jax.lax.stop_gradient(part.m) - base)
+        o += part.o * weight.swapaxes(1, 2)[..., None]
+        l += part.l * weight
     return State(o, m, l)
 
 
 def finish(state: State) -> tuple[jax.Array, jax.Array]:
     """Return (what is attended to, [B, S, H, D]; lse, [B, H, S]): 0 and -inf if nothing is seen."""
-    some = state.l_BHS > 0
-    l = jnp.where(some, state.l_BHS, 1.0)
-    lse = jnp.where(some, state.m_BHS + jnp.log(l), -jnp.inf)
-    return state.o_BSHD / l.swapaxes(1, 2)[..., None], lse
+    some = state.l > 0
+    l = jnp.where(some, state.l, 1.0)
+    lse = jnp.where(some, state.m + jnp.log(l), -jnp.inf)
+    return state.o / l.swapaxes(1, 2)[..., None], lse
 
 
 def final(
@@ -218,15 +218,17 @@ class _How:
     def forward(self, operands: tuple, places: Places) -> tuple[jax.Array, jax.Array]:
         if self.kernels:
             return flash_launch.whole(operands, self.mask, places, self.tuning)
-        out, lse = finish(flash_reference.block(*operands, None, self.mask, places))
-        return out.astype(operands[0].dtype), lse
+        q, k, v = operands
+        out, lse = finish(flash_reference.block(q, k, v, None, self.mask, places))
+        return out.astype(q.dtype), lse
 
     def backward(self, operands: tuple, final: Final, places: Places) -> tuple:
         dtype = operands[0].dtype
         if self.kernels:
-            options = (self.mask, places, self.tuning, dtype)
-            return flash_launch.block_backward(operands, final, *options)
-        pulled = flash_reference.block_backward(*operands, final, self.mask, places)
+            how = (self.mask, places, self.tuning, dtype)
+            return flash_launch.block_backward(operands, final, *how)
+        q, k, v = operands
+        pulled = flash_reference.block_backward(q, k, v, final, self.mask, places)
         return tuple(x.astype(dtype) for x in pulled)
 
 

@@ -39,8 +39,8 @@ class Places(NamedTuple):
 
     query_start: jax.Array | int = 0
     key_start: jax.Array | int = 0
-    query_documents_BS: jax.Array | None = None
-    key_documents_BT: jax.Array | None = None
+    query_documents: jax.Array | None = None
+    key_documents: jax.Array | None = None
 
 
 class Tiles(NamedTuple):
@@ -71,9 +71,9 @@ def visible(
     low, high = bounds(mask, places)
     apart = key[None, :] - query[:, None]
     near = (apart >= low) & (apart <= high)
-    if places.query_documents_BS is None or places.key_documents_BT is None:
+    if places.query_documents is None or places.key_documents is None:
         return near, None
-    of_query, of_key = places.query_documents_BS[:, query], places.key_documents_BT[:, key]
+    of_query, of_key = places.query_documents[:, query], places.key_documents[:, key]
     return near, of_query[:, :, None] == of_key[:, None, :]
 
 
@@ -101,10 +101,10 @@ def tiles_seen(mask: Mask, places: Places, tiles: Tiles) -> tuple[jax.Array, jax
     some = ((right - first >= low) & (left - last <= high))[None]
     every = ((left - last >= low) & (right - first <= high))[None]
     every &= (left + tiles.key_tile <= tiles.keys)[None]
-    if places.query_documents_BS is None or places.key_documents_BT is None:
+    if places.query_documents is None or places.key_documents is None:
         return some, every
-    of_queries = _ends(places.query_documents_BS, tiles.query_tile)
-    of_keys = _ends(places.key_documents_BT, tiles.key_tile)
+    of_queries = _ends(places.query_documents, tiles.query_tile)
+    of_keys = _ends(places.key_documents, tiles.key_tile)
     q_low, q_high = (x[:, :, None] for x in of_queries)
     k_low, k_high = (x[:, None, :] for x in of_keys)
     some &= (q_low <= k_high) & (k_low <= q_high)

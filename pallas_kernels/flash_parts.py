@@ -103,7 +103,7 @@ class Visit(NamedTuple):
         return self.full_end - self.full
 
     @property
-    def count(self) -> Any:
+    def steps(self) -> Any:
         return self.end - self.start
 
     def tile(self, step: Any) -> Any:
@@ -180,21 +180,27 @@ def drain(count: Any, stages: int, *free: Any) -> None:
             plgpu.barrier_wait(barrier.at[slot_of(step, stages)])
 
 
+def sums(shape: tuple[int, int], start: Any = None) -> Any:
+    """Return registers in which the matrix units sum, in float32, from `start` where given."""
+    kind: Any = getattr(plgpu, "ACC")  # noqa: B009  (not declared as exported)
+    return kind(shape, jnp.float32) if start is None else kind.init(start)
+
+
 def added(total: Any, a: Any, b: Any) -> Any:
     """Return total + a @ b: a in registers or shared memory, b in shared memory."""
     return both_added((total, a, b))[0]
 
 
-def both_added(*sums: tuple[Any, Any, Any]) -> tuple[Any, ...]:
+def both_added(*parts: tuple[Any, Any, Any]) -> tuple[Any, ...]:
     """Return total + a @ b of each (total, a, b), issued together."""
     if mosaic.interpreter is not None:
-        return tuple(total + _interpreted(a, b) for total, a, b in sums)
+        return tuple(total + _interpreted(a, b) for total, a, b in parts)
 
     def accumulate(refs):
-        for ref, (_, a, b) in zip(refs, sums, strict=True):
+        for ref, (_, a, b) in zip(refs, parts, strict=True):
             plgpu.wgmma(ref, a, b)
 
-    return pl.run_state(accumulate)(tuple(plgpu.ACC.init(total) for total, _, _ in sums))
+    return pl.run_state(accumulate)(tuple(sums(x.shape, x) for x, _, _ in parts))
 
 
 def _interpreted(a: Any, b: Any) -> Any:
@@ -208,7 +214,7 @@ def _interpreted(a: Any, b: Any) -> Any:
         plgpu.wgmma(sum_ref, a, b)
         return sum_ref[...]
 
-    return pl.run_scoped(multiply, plgpu.ACC((a.shape[0], b.shape[1]), jnp.float32))
+    return pl.run_scoped(multiply, sums((a.shape[0], b.shape[1])))
 
 
 def again(x: Any) -> Any:
