@@ -189,7 +189,7 @@ def attend(
 ) -> tuple[jax.Array, jax.Array]:
     """Return (attention in the dtype of the queries, lse in float32); both have gradients."""
     _check(q_BSHD, k_BTGD, v_BTGD, places, tuning)
-    return _attend(_How(mask, tuning, True), q_BSHD, k_BTGD, v_BTGD, places)
+    return _attend(_How(mask, tuning, places.starts, True), q_BSHD, k_BTGD, v_BTGD, places)
 
 
 def reference_attend(
@@ -201,7 +201,7 @@ def reference_attend(
     tuning: Tuning = TUNING,
 ) -> tuple[jax.Array, jax.Array]:
     """Return what `attend` does, in plain JAX; lse in float32 or wider. No score is kept."""
-    return _attend(_How(mask, tuning, False), q_BSHD, k_BTGD, v_BTGD, places)
+    return _attend(_How(mask, tuning, places.starts, False), q_BSHD, k_BTGD, v_BTGD, places)
 
 
 def _check(q: jax.Array, k: jax.Array, v: jax.Array, places: Places, tuning: Tuning) -> None:
@@ -213,7 +213,14 @@ def _check(q: jax.Array, k: jax.Array, v: jax.Array, places: Places, tuning: Tun
 class _How:
     mask: Mask
     tuning: Tuning
+    starts: tuple[int, int] | None
     kernels: bool
+
+    def known(self, places: Places) -> Places:
+        """Return places whose starts are numbers, where they were when it was called."""
+        if self.starts is None:
+            return places
+        return places._replace(query_start=self.starts[0], key_start=self.starts[1])
 
     def forward(self, operands: tuple, places: Places) -> tuple[jax.Array, jax.Array]:
         if self.kernels:
@@ -236,18 +243,18 @@ class _How:
 def _attend(
     how: _How, q: jax.Array, k: jax.Array, v: jax.Array, places: Places
 ) -> tuple[jax.Array, jax.Array]:
-    return how.forward((q, k, v), places)
+    return how.forward((q, k, v), how.known(places))
 
 
 def _attend_forward(how: _How, q: jax.Array, k: jax.Array, v: jax.Array, places: Places):
-    out, lse = how.forward((q, k, v), places)
+    out, lse = how.forward((q, k, v), how.known(places))
     return (out, lse), (q, k, v, places, out, lse)
 
 
 def _attend_backward(how: _How, kept: tuple, cotangents: tuple):
     q, k, v, places, out, lse = kept
     do, dlse = cotangents
-    return (*how.backward((q, k, v), final(out, lse, do, dlse), places), None)
+    return (*how.backward((q, k, v), final(out, lse, do, dlse), how.known(places)), None)
 
 
 _attend.defvjp(_attend_forward, _attend_backward)

@@ -268,7 +268,7 @@ def shapes(dtype=jnp.bfloat16, length=128, width=64, heads=2, groups=1, keys=Non
 def test_what_the_kernels_cannot_take_is_refused(given, places, message):
     assert flash.refuses(*shapes()) is None
     with pytest.raises(ValueError, match=message):
-        jax.eval_shape(lambda *x: flash.attend(*x, CAUSAL, places), *given)
+        jax.eval_shape(lambda q, k, v: flash.attend(q, k, v, CAUSAL, places), *given)
 
 
 def test_what_no_kernel_is_cut_like_is_refused():
