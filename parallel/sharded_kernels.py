@@ -20,11 +20,11 @@ SPLIT = TENSOR_AXES  # of one dimension
 
 def attention(mesh: Mesh, form: str, documents: bool) -> Callable:
     """Return causal attention of (q_BSHD, k_BSGD, v_BSGD[, documents_BS]), heads split."""
-    how = flash_block.Form(flash_block.CAUSAL, flash_block.TUNING, form == "pallas")
+    how = flash_block.Form(flash_block.CAUSAL, flash_block.TUNING, (0, 0), form == "pallas")
 
     def places(documents):
         one = documents[0] if documents else None
-        return flash_block.Places(query_documents_BS=one, key_documents_BT=one)
+        return flash_block.Places(query_documents=one, key_documents=one)
 
     def forward(q, k, v, *documents):
         out, lse = how.forward((q, k, v), places(documents))
