@@ -14,8 +14,8 @@ from typing import Any
 import jax
 from jax import lax
 
-from hfjax.pallas_kernels.varying import varying
 from hfjax.pallas_kernels.ring_reference import gathered_gradient
+from hfjax.pallas_kernels.varying import varying
 
 
 def pair(gather: Callable, scatter: Callable) -> tuple[Callable, Callable]:
