@@ -15,7 +15,7 @@ of queries that follow one another; head [D]im, 64 or 128.
 
 The floor, with P pairs of a query and a key that see each other, n bytes a number:
 - forward: 4 B H P D flops; reads n B D (S H + 2 T G), writes n B S H D + 4 B H S bytes; a state
-  in place of them is 8 B S H (D + 2), read and written in float32. Causal with S = T: P = S (S + 1) / 2.
+  in place of them is 8 B S H (D + 2), read and written. Causal with S = T: P = S (S + 1) / 2.
 - backward: 14 B H P D flops (10 where sums are kept in device memory); reads n B D (2 S H + 2 T G)
   twice and 2 n B S H D for delta, writes what it returns: dq, dk and dv.
 Tiles of keys that no query of the tile sees are neither read nor multiplied.
