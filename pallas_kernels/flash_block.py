@@ -15,9 +15,9 @@ of queries that follow one another; head [D]im, 64 or 128.
 
 The floor, with P pairs of a query and a key that see each other, n bytes a number:
 - forward: 4 B H P D flops; reads n B D (S H + 2 T G), writes n B S H D + 4 B H S bytes; a state
-  adds 8 B S H (D + 2) (read and written in float32). Causal with S = T: P = S (S + 1) / 2.
-- backward: 14 B H P D flops (10 where sums are kept in device memory); reads n B D (3 S H + 2 T G)
-  twice over, writes what it returns: dq, dk and dv.
+  in place of them is 8 B S H (D + 2), read and written. Causal with S = T: P = S (S + 1) / 2.
+- backward: 14 B H P D flops (10 where sums are kept in device memory); reads n B D (2 S H + 2 T G)
+  twice and 2 n B S H D for delta, writes what it returns: dq, dk and dv.
 Tiles of keys that no query of the tile sees are neither read nor multiplied.
 """
 
@@ -69,6 +69,11 @@ def flash_block(
     It has no gradient of its own: `attend` has, and `flash_block_backward` is one block's.
     """
     _check(q_BSHD, k_BTGD, v_BTGD, places, tuning)
+    if state is not None and state.o.shape != q_BSHD.shape:
+        raise ValueError(
+            f"state.o {list(state.o.shape)} is not of q_BSHD {list(q_BSHD.shape)}: "
+            "a state goes on with the queries that it began with."
+        )
     return flash_launch.block((q_BSHD, k_BTGD, v_BTGD), state, mask, places, tuning)
 
 
