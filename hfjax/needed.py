@@ -1,4 +1,4 @@
-"""Modules that need a package which may not be there: training alone needs neither grain nor tyro."""
+"""Modules that need a package which may not be there: training needs neither grain nor tyro."""
 
 from importlib import import_module
 from typing import Any
