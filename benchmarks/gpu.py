@@ -55,7 +55,10 @@ class Section:
 SECTIONS: Mapping[str, Section] = {
     "ceilings": Section("ceilings", 40, 15),
     "tests": Section("gpu_tests", 150, 80),
+    "flash_block": Section("attention", 75, 45),
+    "cross_entropy": Section("loss", 50, 30),
     "adamw_shard": Section("adamw", 45, 20),
+    "casts": Section("wires", 45, 25),
     "124M-16": Section("training:small 16", 110, 60),
     "medium-16": Section("training:medium 16", 120, 65),
     "124M-32": Section("training:small 32", 180, 110),
@@ -94,7 +97,7 @@ class Found:
 
 
 def run_section(command: Sequence[str], limit: float, keep: Callable[[dict], None]) -> str:
-    """Run a section's process, give its rows to `keep`, end it at its limit; return how it ended."""
+    """Run a section, give its rows to `keep`, end it at its limit; return how it ended."""
     with tempfile.TemporaryFile() as errors:
         process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=errors, start_new_session=True
