@@ -133,7 +133,9 @@ def _ms(ms: float | None) -> str:
 
 
 def _size(count: float | None) -> str:
-    return "" if not count else f"{count / 2**30:.2f} GiB"
+    if not count:
+        return ""
+    return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"
 
 
 def _training(rows: Sequence[Row], rates: _Rates) -> list[str]:
