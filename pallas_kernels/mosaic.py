@@ -1,9 +1,13 @@
 """Kernels of Mosaic GPU (Pallas for Hopper), spelled in one way: `kernel` launches a body."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 WARPGROUP = 128  # threads that issue one matrix instruction together
@@ -24,3 +28,36 @@ def tiled(dtype: Any) -> tuple:
     """Return how a matrix lies in shared memory for the matrix units: tiled and swizzled."""
     columns = SWIZZLE // jnp.dtype(dtype).itemsize
     return (plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(SWIZZLE))
+
+
+def in_place(body: Callable, out: Any, scratch: Mapping[str, Any], **launch: Any) -> Callable:
+    """Return a function that runs `body(*inputs, *outputs, **scratch)` on refs.
+
+    An input that is a `jax.new_ref` is updated in place: XLA is told that it is an output too.
+    Within a `jax.shard_map` that takes check_vma=False. `plgpu.kernel` cannot do that on jax
+    0.10.2.
+    """
+    name = getattr(body, "__name__", None) or body.func.__name__  # pyright: ignore
+    # A body that never reads what another thread wrote needs no barrier around its stores.
+    params = plgpu.CompilerParams(unsafe_no_auto_barriers=launch.pop("without_barriers", False))
+
+    def scoped(*refs: Any) -> None:
+        pl.run_scoped(partial(body, *refs), **scratch)
+
+    how = {"mesh": plgpu.Mesh(**launch), "compiler_params": params, "name": name}
+    return pl.kernel(scoped, out_type=out, interpret=interpreter or False, **how)
+
+
+def root(x: jax.Array) -> jax.Array:
+    """Return the square root of what is not negative."""
+    if jax.__version_info__ >= (0, 11):
+        return jnp.sqrt(x)
+    # Mosaic GPU has no square root on jax 0.10.2, but its inverse; zero and infinity have none.
+    inverse = lax.rsqrt(x)
+    return jnp.where((x > 0) & (x < jnp.inf), x * inverse, x)
+
+
+def load(ref: Any, layout: Any) -> Any:
+    """Return what a ref (of device memory, too) holds, laid out over registers as told."""
+    index = ((),) if jax.__version_info__ < (0, 11) else ()
+    return plgpu.load(ref, *index, layout=layout, optimized=False)

@@ -17,6 +17,7 @@ from hfjax.mean import Mean, as_mean
 from hfjax.parallel.blueprint import LAYERS, Blueprint
 from hfjax.parallel.execution import Execution, Precision
 from hfjax.parallel.fetch import Movement, Stored
+from hfjax.parallel.kernels import Kernels
 from hfjax.parallel.layers import Run, run_model
 from hfjax.parallel.mesh import BATCH_AXES, MANUAL_AXES, PIPE_AXIS, TENSOR_AXES, in_use, platform_of
 from hfjax.parallel.offloaded import Offloaded
@@ -37,8 +38,12 @@ class DataPlane:
     loss: Callable
     forward: Callable | None
     offloaded: Offloaded = field(default_factory=Offloaded, kw_only=True)  # told while tracing
+    kernels: Kernels = field(init=False)  # likewise
 
     def __post_init__(self):
+        kernels = Kernels.of(self.execution.kernels, self.mesh, self.loss)
+        object.__setattr__(self, "kernels", kernels)
+        object.__setattr__(self, "blueprint", self.blueprint.equipped(kernels))
         self.offloaded.offload = self.execution.offload
         if self._reads_once:
             placed = {path: _straight(p) for path, p in self.placed.items()}

@@ -15,6 +15,7 @@ from hfjax.pallas_kernels import mosaic
 from tests.h200 import OPTIMIZED
 
 SHARED_MEMORY = 227 * 1024  # bytes that a block of a Hopper GPU may take
+TMA_THREADS = 5  # copies that may be under way at a time, as far as the search for races can tell
 WITHOUT_INTERPRETER = jax.__version_info__ < (0, 11, 2)
 needs_interpreter = pytest.mark.skipif(
     WITHOUT_INTERPRETER, reason="kernels are interpreted from jax 0.11.2 on (Python 3.12)"
@@ -27,6 +28,18 @@ def interpreted(monkeypatch):
     if WITHOUT_INTERPRETER:
         pytest.skip("kernels are interpreted from jax 0.11.2 on (Python 3.12)")
     monkeypatch.setattr(mosaic, "interpreter", plgpu.InterpretGPUParams(detect_races=True))
+
+
+@pytest.fixture
+def interpreted_ring(monkeypatch):
+    """As `interpreted`, on several fake devices: semaphores, peers' refs, deadlocks that raise."""
+    if WITHOUT_INTERPRETER:
+        pytest.skip("kernels are interpreted from jax 0.11.2 on (Python 3.12)")
+    from tests import interpreter  # needs what older versions lack
+
+    interpreter.install(monkeypatch)
+    params = plgpu.InterpretGPUParams(detect_races=True, num_tma_threads_per_device=TMA_THREADS)
+    monkeypatch.setattr(mosaic, "interpreter", params)
 
 
 def relative(found, expected):
