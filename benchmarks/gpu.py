@@ -59,9 +59,10 @@ SECTIONS: Mapping[str, Section] = {
     "cross_entropy": Section("loss", 50, 30),
     "adamw_shard": Section("adamw", 45, 20),
     "casts": Section("wires", 45, 25),
+    "products": Section("products", 50, 30),
     "124M-16": Section("training:small 16", 110, 60),
     "medium-16": Section("training:medium 16", 120, 65),
-    "124M-32": Section("training:small 32", 180, 110),
+    "124M-32": Section("training:small 32", 190, 120),
     "medium-32": Section("training:medium 32", 140, 75),
     "offload": Section("training:offload", 130, 65),
 }

@@ -16,9 +16,9 @@ SHAPES = ((1024, 64), (1024, 128), (2048, 64), (4096, 64), (4096, 128), (8192, 1
 TINY = ((64, 64),)
 FORWARD, BOTH = 4, 14  # operations for a pair that sees each other and a dimension of a head
 TILES: Mapping[str, tuple] = {  # consumers, rows of a tile, stages
-    "forward": ((3, 128, 2), (2, 64, 4), (2, 128, 3), (3, 64, 4), (2, 192, 2)),
-    "queries": ((2, 128, 2), (1, 64, 4), (2, 64, 3), (3, 64, 2)),
-    "keys": ((2, 64, 3), (1, 64, 4), (1, 64, 2), (2, 128, 2)),
+    "forward": ((2, 64, 4), (2, 128, 3), (1, 128, 2), (3, 64, 4)),
+    "queries": ((2, 128, 2), (1, 64, 4), (2, 64, 3)),
+    "keys": ((2, 64, 3), (1, 64, 4), (1, 64, 2)),
 }
 
 

@@ -47,6 +47,7 @@ class _Rates:
     def __init__(self, promised: tuple[float, float], measured: Mapping[str, float]):
         self.promised = promised
         self.measured = measured.get("product", 0.0), measured.get("copy", 0.0)
+        self.launches = measured.get("launch", 0.0)
 
 
 def _is_kernel(row: Row) -> bool:
@@ -75,6 +76,7 @@ def _ceilings(rates: _Rates) -> list[str]:
             f"{flops / 1e12:.0f} TFLOP/s",
             _part(product, flops),
         ],
+        ["launch", f"{rates.launches:,.0f} small programs a second", "", ""],
     ]
     return ["## Ceilings\n", *table(["", "measured", "data sheet", "part"], lines)]
 

@@ -16,7 +16,7 @@ class Reporter:
     section: str
     seconds: float
     smoke: bool = False
-    to: TextIO = sys.stdout
+    to: TextIO | None = None  # standard output
 
     def __post_init__(self):
         self.end = time.monotonic() + self.seconds

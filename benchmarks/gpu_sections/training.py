@@ -30,14 +30,17 @@ SHAPES = {"small": (12, 768), "medium": (24, 1024)}  # layers, embed
 SAME = 0.01  # by how much first losses may differ, relative
 TORCH = "torch.compile"
 Programs = Mapping[str, Mapping[str, Any]]  # fields of the execution, by name
-MAIN: Programs = {"hfjax": {}, TORCH: {}}
+MAIN: Programs = {"hfjax": {}, TORCH: {}, "hfjax, all kernels": {"kernels": "pallas"}}
 DOTS: Programs = {"hfjax, remat dots": {"remat": "dots"}}
+ONE_KERNEL: Programs = {
+    f"hfjax, {name}": {"kernels": {name: "pallas", "*": "xla"}}
+    for name in ("flash_block", "cross_entropy", "adamw_shard")
+}
 VARIANTS: Programs = {
     "hfjax, unrolled": {"unroll": True},
     "hfjax, remat full": {"remat": "full"},
     "hfjax, XLA's attention": {"attention": "xla"},
-    "hfjax, kernels pallas": {"kernels": "pallas"},
-    "hfjax, kernels xla": {"kernels": "xla"},
+    "hfjax, plain loss in parts": {"kernels": {"cross_entropy": "reference", "*": "xla"}},
 }
 OFFLOAD: Programs = {
     "offload 0": {},
@@ -80,7 +83,7 @@ class Setting:
 SETTINGS = {
     "small 16": Setting("small", 16, MAIN),
     "medium 16": Setting("medium", 16, MAIN),
-    "small 32": Setting("small", 32, {**MAIN, **DOTS, **VARIANTS}),
+    "small 32": Setting("small", 32, {**MAIN, **ONE_KERNEL, **DOTS, **VARIANTS}),
     "medium 32": Setting("medium", 32, {**MAIN, **DOTS}),
     "offload": Setting("medium", 4, OFFLOAD, length=4096),
 }
@@ -104,7 +107,7 @@ class Worker:
         command = [sys.executable, "-u", "-m", "benchmarks.gpu_sections.train_worker", words]
         pipe = subprocess.PIPE
         settings = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "JAX_COMPILATION_CACHE_DIR": tuned}
-        settings["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+        settings["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "1"
         self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, env=os.environ | settings)
         self.chooser = selectors.DefaultSelector()
         self.chooser.register(self.process.stdout, selectors.EVENT_READ)

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, PartitionSpec as P
 
 from benchmarks.gpu_sections.cases import FP32, Case, Goal, run_cases, there, tunings
@@ -27,11 +28,11 @@ def run(reporter: Reporter) -> None:
     run_cases(reporter, "quantize", quantised)
 
 
-def alone(function: Callable) -> Callable:
+def alone(function: Callable, inputs: int = 1) -> Callable:
     """Return a function of a ring, run on a ring of this one device."""
-    mesh = Mesh(jax.devices()[:1], (AXIS,))
-    given = {"mesh": mesh, "in_specs": P(AXIS), "out_specs": P(AXIS), "check_vma": False}
-    return jax.shard_map(function, **given)
+    mesh = Mesh(np.array(jax.devices()[:1]), (AXIS,))
+    specs = {"in_specs": (P(AXIS),) * inputs, "out_specs": P(AXIS)}
+    return jax.shard_map(function, mesh=mesh, check_vma=False, **specs)
 
 
 def collectives(smoke: bool) -> Iterator[Case]:
