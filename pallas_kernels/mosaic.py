@@ -8,20 +8,36 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.mosaic.gpu.fragmented_array import Tiling as Tiling
 from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from hfjax.pallas_kernels.varying import alike, varying
 
 WARPGROUP = 128  # threads that issue one matrix instruction together
 SWIZZLE = 128  # bytes of a row of a tile in shared memory, as the matrix units want it
 
+# Layouts in registers are ours to say, and what is in shared memory stays as it is written.
+BY_HAND = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane)
+
 interpreter: Any = None  # tests put an interpreter here: kernels then run without a GPU
 
 
-def kernel(body: Callable, out: Any, scratch: Any = (), **launch: Any) -> Callable:
+def kernel(
+    body: Callable, out: Any, scratch: Any = (), equal_along: tuple[str, ...] = (), **launch: Any
+) -> Callable:
     """Return a function that runs `body(*inputs, *outputs, *scratch)` on refs.
 
-    `out` and `scratch` are trees of shapes; `launch` has the grid, its axes' names, threads.
+    `out` and `scratch` are trees of shapes; `launch` has the grid, its axes' names, threads. Where
+    the inputs differ between devices, so do the outputs, but `equal_along` some axes of the mesh.
     """
-    return plgpu.kernel(body, out_type=out, scratch_types=scratch, interpret=interpreter, **launch)
+    run = plgpu.kernel(body, out_type=out, scratch_types=scratch, interpret=interpreter, **launch)
+
+    def marked(*inputs):
+        # shard_map takes what a kernel returns for equal on all devices.
+        axes = frozenset[str]().union(*map(varying, inputs)) - set(equal_along)
+        return jax.tree.map(partial(alike, axes=axes), run(*inputs))
+
+    return marked
 
 
 def tiled(dtype: Any) -> tuple:
