@@ -4,6 +4,7 @@ First every candidate's result is compared with an oracle in float32; one that i
 drops out. The others are timed briefly, the best of them in turn with its rivals.
 """
 
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from importlib import import_module
@@ -106,6 +107,7 @@ def run_cases(reporter: Reporter, kernel: str, cases: Callable[[bool], Iterable[
             if reporter.left < LEAST_S and not reporter.smoke:
                 reporter.row(kernel=case.kernel, case=case.name, status="no time left")
                 continue
+            print(f"measuring {case.kernel}, {case.name}", file=sys.stderr, flush=True)
             try:
                 reporter.row(**measured(case, reporter.smoke))
             except Exception as wrong:
