@@ -16,7 +16,6 @@ TUNINGS = (
     {"columns": 128},
     {"columns": 192},
     {"stages": 3},
-    {"stages": 5},
     {"group": 8},
     {"group": 32},
 )

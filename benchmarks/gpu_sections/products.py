@@ -6,6 +6,7 @@ the whole ring on one GPU (ranks as a grid axis): the same events, all links bei
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from math import prod
 from typing import Any
 
 import jax
@@ -90,7 +91,7 @@ def _virtual(kernel: str, smoke: bool) -> Iterator[Case]:
         rivals={"XLA": product},
         oracle=_wide(product),
         flops=2.0 * RANKS * RANKS * ROWS * w[1] * WIDE,
-        bytes=2.0 * RANKS * (ROWS * WIDE + w[1] * WIDE + ROWS * WIDE),
+        bytes=2.0 * (prod(x) + prod(w) + RANKS * ROWS * WIDE * (RANKS if gather else 1)),
         notes={"virtual": RANKS},
     )
 

@@ -19,7 +19,7 @@ ROWS, TINY, WIDTH = 2**15, 8, 4096
 AXIS = "tensor"
 GOALS = (Goal("of_ceiling", 0.85),)
 TUNINGS = ({"elements": 2048}, {"elements": 8192}, {"stages": 2}, {"stages": 4}, {"blocks": 264})
-TILES = ({"tile": 8}, {"tile": 32}, {"stages": 2}, {"stages": 4}, {"tile": 32, "stages": 4})
+TILES = ({"tile": 8}, {"stages": 2}, {"stages": 4}, {"tile": 8, "stages": 4})
 
 
 def run(reporter: Reporter) -> None:
