@@ -60,11 +60,12 @@ SECTIONS: Mapping[str, Section] = {
     "adamw_shard": Section("adamw", 45, 20),
     "casts": Section("wires", 45, 25),
     "products": Section("products", 50, 30),
-    "124M-16": Section("training:small 16", 110, 60),
-    "medium-16": Section("training:medium 16", 120, 65),
-    "124M-32": Section("training:small 32", 190, 120),
+    "124M-16": Section("training:small 16", 120, 60),
+    "medium-16": Section("training:medium 16", 130, 65),
+    "124M-32": Section("training:small 32", 130, 65),
     "medium-32": Section("training:medium 32", 140, 75),
     "offload": Section("training:offload", 130, 65),
+    "variants": Section("training:variants", 180, 100),  # with --more: the others fill the time
 }
 
 

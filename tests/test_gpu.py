@@ -23,7 +23,13 @@ from hfjax.paths import flatten
 pytestmark = pytest.mark.gpu
 
 ROOT = Path(__file__).parents[1]
-SHAPE = {"vocab": 256, "length": 64, "layers": 2, "heads": 2, "embed": 128}  # heads of 64
+SHAPE: dict[str, Any] = {
+    "vocab": 256,
+    "length": 64,
+    "layers": 2,
+    "heads": 2,
+    "embed": 128,
+}  # heads of 64
 ROWS, STEPS = 2, 4
 # Products as XLA chooses them without trying: two programs choose alike. And updates as written.
 ALIKE = {"xla_gpu_autotune_level": 0, "xla_disable_hlo_passes": "algsimp"}

@@ -177,6 +177,7 @@ def test_a_case_that_fails_and_a_kernel_that_is_not_there_are_rows(capsys):
 
 def measured_row(**changes):
     row = {"section": "s", "kernel": "adamw_shard", "case": "one", "status": "ok", "ms": 2.0}
+    row["default_ms"] = 2.0
     return row | {"rival": "optax", "rival_ms": 3.0, "flops": 0, "bytes": 3e9} | changes
 
 
@@ -186,6 +187,9 @@ def test_what_is_recorded_is_the_worst_ratio_of_kernels_that_were_right():
     assert found["ratio"] == 0.5
     assert (found["rival"], found["jax"]) == ("optax", "0.11.2")
     assert found["cases"] == {"one": 1.5, "two": 0.5}
+    tuned = record.recorded([measured_row(default_ms=4.0, tuning="rows=2")], "0.11.2")
+    assert tuned["adamw_shard"]["ratio"] == 0.75
+    assert tuned["adamw_shard"]["best"] == {"tuning": "rows=2", "ratio": 1.5}
     spoilt = measured_row(case="three", status="WRONG", rival_ms=None)
     assert record.recorded([*rows, spoilt], "0.11.2") == {}
 

@@ -35,6 +35,7 @@ def cases(smoke: bool) -> Iterator[Case]:
         yield _forward(module, length, head, smoke)
     for length, head in shapes:
         yield _both(module, length, head, smoke)
+    yield _of_a_ring(module, *shapes[-1], smoke)
 
 
 def _forward(module: Any, length: int, head: int, smoke: bool) -> Case:
@@ -66,6 +67,35 @@ def _both(module: Any, length: int, head: int, smoke: bool) -> Case:
         bytes=12 * 2 * _numbers(size),
         part=lambda result: jax.tree.map(_first, result),
     )
+
+
+def _of_a_ring(module: Any, length: int, head: int, smoke: bool) -> Case:
+    """Return a case of one block of a ring: all keys are seen, the state comes in and goes out."""
+    size, mask = _size(length, head, smoke), module.Mask(causal=False)
+    rows, length, heads, head = size
+    block = lambda visit: (
+        lambda q, k, v, o, m, l: tuple(visit(q, k, v, module.State(o, m, l), mask=mask))
+    )
+    plain = block(module.reference)
+    return Case(
+        f"{KERNEL}, state in and out",
+        f"all seen, S={length} D={head}",
+        operands=partial(_with_state, size),
+        candidates={"reference": plain} if smoke else {"default": block(module.flash_block)},
+        rivals={"plain JAX": plain},
+        oracle=lambda *operands: plain(*(x.astype(jnp.float32) for x in operands)),
+        flops=FORWARD * 2 * _pairs(size) * length / (length + 1),
+        bytes=3 * 2 * _numbers(size) + 8 * rows * length * heads * (head + 2),
+    )
+
+
+def _with_state(size: tuple, seed: int) -> tuple:
+    rows, length, heads, _ = size
+    keys = jax.random.split(jax.random.key(seed), 6)
+    o = jax.random.normal(keys[3], size)
+    m = jax.random.normal(keys[4], (rows, heads, length))
+    l = 1 + jax.random.uniform(keys[5], (rows, heads, length))
+    return *_operands(size, 3, seed), o, m, l
 
 
 def _size(length: int, head: int, smoke: bool) -> tuple[int, int, int, int]:
@@ -110,7 +140,7 @@ def _with_gradients(attend: Callable) -> Callable:
 
 def _rivals(smoke: bool, of: Callable[[Callable], Callable]) -> dict[str, Callable]:
     how = {"XLA": "xla"} if smoke else {"cuDNN": "cudnn"}
-    attend = partial(jax.nn.dot_product_attention, is_causal=True)
+    attend: Any = partial(jax.nn.dot_product_attention, is_causal=True)
     return {name: of(partial(attend, implementation=word)) for name, word in how.items()}
 
 

@@ -102,7 +102,13 @@ def _kernel(row: Row, rates: _Rates) -> list[str]:
     cells += [row.get("rival") or "", _ms(row.get("rival_ms")), f"{times:.2f}" if times else ""]
     cells += [_size(row.get("memory")), _size(row.get("rival_memory"))]
     cells += [f"{row['error']:.0e}" if row.get("error") is not None else ""]
-    return [*cells, row.get("tuning") or "", "; ".join(goals(row, rates.measured))]
+    return [*cells, _tuning(row), "; ".join(goals(row, rates.measured))]
+
+
+def _tuning(row: Row) -> str:
+    """Return the tuning that was best, and what the default takes if that is another one."""
+    best, usual = row.get("tuning") or "", row.get("default_ms")
+    return best if usual in (None, row["ms"]) else f"{best} (default {_ms(usual)})"
 
 
 def goals(row: Row, measured: tuple[float, float]) -> list[str]:

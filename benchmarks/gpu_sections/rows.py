@@ -1,7 +1,6 @@
 """What was measured: rows that a section prints as it goes, and the verdict on a kernel's."""
 
 import json
-import sys
 import time
 from dataclasses import dataclass
 from typing import Any, TextIO
