@@ -21,7 +21,6 @@ from hfjax.pallas_kernels.quantize import Code, code, decode, encode, load, load
 from hfjax.pallas_kernels.ring import Ring, ahead
 from hfjax.pallas_kernels.stream import SLOTS, Tiles
 
-
 GROUP = 32  # rows whose scales are loaded by one copy: 128 bytes are the least of one
 
 

@@ -40,10 +40,14 @@ def kernel(
     return marked
 
 
-def tiled(dtype: Any) -> tuple:
-    """Return how a matrix lies in shared memory for the matrix units: tiled and swizzled."""
-    columns = SWIZZLE // jnp.dtype(dtype).itemsize
-    return (plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(SWIZZLE))
+def tiled(dtype: Any, columns: int | None = None) -> tuple:
+    """Return how a matrix lies in shared memory for the matrix units: tiled and swizzled.
+
+    `columns` that go together are 128, 64 or 32 bytes: 128 unless an array's width asks for less.
+    """
+    size = jnp.dtype(dtype).itemsize
+    columns = columns or SWIZZLE // size
+    return (plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(columns * size))
 
 
 def in_place(body: Callable, out: Any, scratch: Mapping[str, Any], **launch: Any) -> Callable:

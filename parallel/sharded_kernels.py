@@ -21,7 +21,10 @@ SPLIT = TENSOR_AXES  # of one dimension
 def attention(mesh: Mesh, form: str, documents: bool) -> Callable:
     """Return causal attention of (q_BSHD, k_BSGD, v_BSGD[, documents_BS]), heads split."""
     how = flash_block.Form(flash_block.CAUSAL, flash_block.TUNING, form == "pallas")
-    places = lambda documents: flash_block.Places(0, 0, *documents * 2)
+
+    def places(documents):
+        one = documents[0] if documents else None
+        return flash_block.Places(query_documents_BS=one, key_documents_BT=one)
 
     def forward(q, k, v, *documents):
         out, lse = how.forward((q, k, v), places(documents))
@@ -29,7 +32,8 @@ def attention(mesh: Mesh, form: str, documents: bool) -> Callable:
 
     def backward(operands, kept, do):
         q, k, v, *documents = operands
-        final = flash_block.final(*kept, do)
+        out, lse = kept
+        final = flash_block.final(out, lse, do)
         return *how.backward((q, k, v), final, places(documents)), *(None for _ in documents)
 
     heads, rows = P(None, None, SPLIT), P(None, SPLIT)

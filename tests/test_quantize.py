@@ -7,8 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from hfjax.pallas_kernels import quantize as room
 from hfjax.pallas_kernels.quantize import Tuning, compress, dequantize, quantize, reference
