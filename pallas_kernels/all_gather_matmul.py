@@ -28,12 +28,12 @@ def all_gather_matmul(
 ) -> jax.Array:
     """Return (all ranks' x along `axis`, one below the other) @ w; inside `jax.shard_map`."""
     check(refuses(x_MK, w_KN, lax.axis_size(axis), tuning))
-    return by_kernel.gathered(x_MK, w_KN, axis, tuning)
+    return by_kernel[0](x_MK, w_KN, axis, tuning)
 
 
 def reference(x_MK: jax.Array, w_KN: jax.Array, axis: str, tuning: Tuning = Tuning()) -> jax.Array:
     """Return the same in plain JAX; sums of partial gradients cross the links in float32."""
-    return by_jax.gathered(x_MK, w_KN, axis, tuning)
+    return by_jax[0](x_MK, w_KN, axis, tuning)
 
 
 def refuses(x_MK: Any, w_KN: Any, size: int, tuning: Tuning = Tuning()) -> str | None:

@@ -39,7 +39,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from hfjax.pallas_kernels import logit_tiles, logits
-from hfjax.pallas_kernels.logits import Columns, Tuning, product, take, wide
+from hfjax.pallas_kernels.logits import Columns, Tuning, product, wide
 from hfjax.pallas_kernels.varying import alike, varying, zeros
 
 __all__ = ["Tuning", "cross_entropy", "reference", "refuses"]
@@ -53,7 +53,7 @@ def cross_entropy(
     labels_N: jax.Array,
     axis: Axis = None,
     vocab: int | None = None,
-    tuning: Tuning = logits.KERNEL,
+    tuning: Tuning = Tuning(),
 ) -> jax.Array:
     """Return the loss of each row, [N] in float32: the kernel, for a Hopper GPU.
 
@@ -70,7 +70,7 @@ def reference(
     labels_N: jax.Array,
     axis: Axis = None,
     vocab: int | None = None,
-    tuning: Tuning = logits.PLAIN,
+    tuning: Tuning = Tuning(),
 ) -> jax.Array:
     """Return what `cross_entropy` does, in plain JAX: the same parts, for any device and dtype.
 
@@ -202,11 +202,9 @@ def _gradients(problem: Problem, saved: tuple, weights_N: jax.Array, scale: jax.
         labels, real = columns.part(labels_N, part, parts)
         numbers, rows = (part, real), (logsumexp, labels)
         found = problem.probabilities(numbers, (x_ND, w_CPD), rows, problem.tuning)
-        beyond = found.shape[1] - w_CPD.shape[0]  # columns of zeros, for the kernel's tiles
-        w_CD = jnp.pad(take(w_CPD, part), ((0, beyond), (0, 0)))
-        dw = (product(found, weighed_ND, (0, 0)) * scale)[: w_CPD.shape[0]].astype(w_VD.dtype)
-        dw_CPD = lax.dynamic_update_index_in_dim(dw_CPD, dw, part, 1)
-        return dx + product(found, w_CD, (1, 0)), dw_CPD
+        dx = dx + product(found, w_CPD[:, part], (1, 0))
+        dw = product(found, weighed_ND, (0, 0)) * scale
+        return dx, dw_CPD.at[:, part].set(dw.astype(w_VD.dtype))
 
     start = zeros(x_ND.shape, x_ND, wide(x_ND.dtype)), zeros(w_CPD.shape, w_VD, w_VD.dtype)
     dx, dw_CPD = lax.fori_loop(0, parts, one, start)

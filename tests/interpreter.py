@@ -177,9 +177,7 @@ def compile_once(patch):
     def run(jaxpr, consts, *values):
         with lock:
             if id(jaxpr) not in programs:
-                program = jax.jit(
-                    lambda consts, *values: jax_core.eval_jaxpr(jaxpr, consts, *values)
-                )
+                program = jax.jit(lambda consts, *values: jax_core.eval_jaxpr(jaxpr, consts, *values))
                 programs[id(jaxpr)] = program.lower(consts, *values).compile(), jaxpr
         programs[id(jaxpr)][0](consts, *values)
 

@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from hfjax.pallas_kernels import all_gather_matmul, matmul_reduce_scatter
 from hfjax.pallas_kernels.ring import VirtualRing
