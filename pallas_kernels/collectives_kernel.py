@@ -78,9 +78,7 @@ def _send_to_all(
             plgpu.copy_smem_to_gmem(sent.at[slot], there.at[rank, tiles.rows_of(each)])
 
     tile = (tiles.tile, x_RC.shape[-1])
-    stream.stream(
-        step, tiles, [(ring.mine(x_RC), tile, lambda at, turn: (at, 0))], 1, stages
-    )
+    stream.stream(step, tiles, [(ring.mine(x_RC), tile, lambda at, turn: (at, 0))], 1, stages)
     tell(ring, arrived)
 
 

@@ -130,4 +130,3 @@ def compressed_all_reduce(
         lambda x, error: compressed_reduce_scatter(x, error, axis, how, block, tuning),
         lambda x, error: compressed_all_gather(x, error, axis, how, block, tuning),
     )(x, errors, axis)
-
