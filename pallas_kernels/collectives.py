@@ -26,8 +26,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from hfjax.pallas_kernels import collectives_kernel
-from hfjax.pallas_kernels import collectives_reference as plain
+from hfjax.pallas_kernels import collectives_kernel, collectives_reference as plain
 from hfjax.pallas_kernels.collectives_reference import Axis
 from hfjax.pallas_kernels.ring import MeshRing
 

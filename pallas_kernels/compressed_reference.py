@@ -6,7 +6,7 @@ owners; a last block may be short.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,8 +27,8 @@ from hfjax.pallas_kernels.quantize import BLOCK, dequantize, reference_compress
 class Errors(NamedTuple):
     """What a device still owes: of what it sent (as x), and of the sum that it owns (n / S)."""
 
-    sent: jax.Array
-    owned: jax.Array
+    sent: Any  # a jax.Array, or where it lies
+    owned: Any
 
 
 def no_errors(x: jax.Array, size: int) -> Errors:

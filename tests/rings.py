@@ -4,8 +4,7 @@ import re
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 from tests.h200 import h200s
 
@@ -44,7 +43,7 @@ SIZES = {"bf16": 2, "f16": 2, "f32": 4, "i8": 1, "ui8": 1}
 
 
 def bytes_sent(text, size):
-    """Return the bytes that each device sends to others in a lowered program, for rings of `size`."""
+    """Return the bytes that a device sends to the others of its ring in a lowered program."""
     assert not re.search(r"stablehlo\.(all_reduce|reduce_scatter|collective_)", text)
     total = 0
     for what, shape, dtype in SENT.findall(text):
