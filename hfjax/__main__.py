@@ -15,6 +15,7 @@ COMMANDS = {  # name: what it does, and the function that takes its arguments
     "launch": ("start several processes on this machine", "hfjax.processes.command:main"),
     "memory": ("what a training step would take, before it runs", "hfjax.run.memory:command"),
     "schedule": ("show a pipeline schedule and what it costs", "hfjax.timetable:command"),
+    "kernels": ("which form each fused kernel takes here, and why", "hfjax.kernels:command"),
     "demo": ("train a GPT on 8 fake devices, every strategy", "hfjax.demo:command"),
 }
 

@@ -29,6 +29,7 @@ def check_runs(layout: Layout, execution: Execution, training: bool = False) -> 
             "uses pipe)."
         )
     _check_hosted(layout, execution, training)
+    execution.kernels.check(layout.mesh.devices.flat[0])
     stages = layout.mesh.shape[PIPE_AXIS]
     if training and stages > 1 and execution.schedule is None:
         raise ValueError(

@@ -3,14 +3,13 @@
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
-from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from hfjax.hosted import Hosted
@@ -25,12 +24,12 @@ from hfjax.parallel.mesh import AXES, BATCH_AXES, PIPE_AXIS, TENSOR_AXES, descri
 from hfjax.parallel.placement import (
     STACK,
     Array,
-    auto_part,
     check_spec,
     columns,
     entries_of,
     pieces,
 )
+from hfjax.parallel.placing import Placer
 from hfjax.parallel.reduction import Flat, Placed
 from hfjax.parallel.strategy import Strategy
 from hfjax.paths import matches, nearest, nest
@@ -274,7 +273,7 @@ def layout(
     `example` is a batch, or its shapes: what a pipeline weighs unlike layers on.
     """
     _check_arguments(model_init, optimizer, mesh, strategy)
-    plan = blueprint(model_init, _activation_placer(mesh, strategy))
+    plan = blueprint(model_init, Placer(mesh, strategy))
     _check_paths(axes or {}, plan)
     _check_dtypes(plan)
     arrays = {
@@ -293,29 +292,6 @@ def layout(
     if made.hosted:
         check_has_host_memory(mesh)
     return made
-
-
-def _activation_placer(mesh: Mesh, strategy: Strategy) -> Callable:
-    """Return `place(x, names, gradient)`: puts an activation where the strategy's rows say.
-
-    `gradient` names where its gradient lies; without it, where the activation does.
-    """
-    if not in_use(mesh, TENSOR_AXES):
-        return lambda x, names, gradient=None: x
-
-    def put(x: jax.Array, names: tuple[str | None, ...]) -> jax.Array:
-        rows = [strategy.activations.get(name or "", ()) for name in names]
-        return lax.with_sharding_constraint(x, auto_part(P(*rows)))
-
-    @partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-    def place(x, names, gradient=None):
-        return put(x, names)
-
-    place.defvjp(
-        lambda x, names, gradient: (put(x, names), None),
-        lambda names, gradient, _, dx: (put(dx, gradient or names),),
-    )
-    return place
 
 
 def _check_frozen(frozen: set[str], plan: Blueprint) -> None:

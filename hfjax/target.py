@@ -17,6 +17,13 @@ class Gpu:
     name: str
     memory: int  # bytes
     bandwidth: int  # bytes per second
+    compute_capability: str = "9.0"
+    platform: str = "gpu"
+
+    @property
+    def device_kind(self) -> str:
+        """The name, as a device itself tells it."""
+        return self.name
 
 
 GPUS = {

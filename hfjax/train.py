@@ -17,9 +17,11 @@ from hfjax.check_step import check_given, check_runs
 from hfjax.elementwise import check_elementwise, check_padding
 from hfjax.in_backward import InBackward, check_in_backward
 from hfjax.mean import Mean
+from hfjax.one_pass import OnePass
 from hfjax.optimizers import from_master
 from hfjax.parallel.compiler import compiler_options as options_of, joined, options_of_host
 from hfjax.parallel.execution import Execution, Precision
+from hfjax.parallel.kernels import Kernels
 from hfjax.parallel.layer_updates import LayerUpdatePlane
 from hfjax.parallel.memory import is_host_sharding, of_results, to_host
 from hfjax.parallel.mesh import BATCH_AXES, PIPE_AXIS, describe_mesh, platform_of
@@ -97,6 +99,9 @@ class TrainStep:
         self._shardings = replace(layout.shardings(), order=None)
         self._batch = NamedSharding(layout.mesh, P(BATCH_AXES))
         self._streamed = Streamed(layout) if layout.hosted else None
+        alone = isinstance(self._pass, AsynchronousPass | InBackward)
+        obstacle = "each layer is updated by itself in this step" if alone else None
+        self._one_pass = OnePass.of(layout, self.kernels, obstacle)
         self._watch = Watch(layout, execution.nonfinite, execution.patience)
         options = _options(layout, execution)
         if layout.hosted or execution.offload:
@@ -174,6 +179,11 @@ class TrainStep:
         """
         return self._plane.offloaded
 
+    @property
+    def kernels(self) -> Kernels:
+        """Which form each kernel of the step takes, and why: print it. Known once it is traced."""
+        return self._plane.kernels
+
     def check(self, state: State) -> None:
         """Wait for the steps given so far; raise FloatingPointError if one was not finite."""
         self._watch.check(state, lag=0)
@@ -212,11 +222,14 @@ class TrainStep:
         gradients, mean, statistics = self._plane.gradients(params, variables, batch, state.step)
         squares = {path: (g * g).sum() for path, g in gradients.items()}
         norm = jnp.sqrt(jnp.stack(list(squares.values())).sum()) / mean.weight
-        scaled = lambda gradients: self._scale(gradients, norm, mean.weight)
+        scale = lambda: self._scale(norm, mean.weight)
+        scaled = lambda gradients: self._scaled(gradients, scale())
 
         def update(params: Flat, moments: Any, keep: jax.Array | None = None) -> tuple:
             if self._streamed is not None:
                 return self._streamed(Held(gradients, params, moments), scaled, keep)
+            if self._one_pass is not None:
+                return self._one_pass(gradients, params, moments, scale(), keep)
             return self._update(params, scaled(gradients), moments)
 
         return Passed(mean, norm, update, statistics, squares)
@@ -226,11 +239,12 @@ class TrainStep:
 
         A branch costs a CPU nothing, a selection one more copy; a branch costs a GPU a wait for
         the host, a selection nothing. What is streamed is selected part by part: no branch holds
-        the state twice, and on the host nothing can be selected.
+        the state twice, and on the host nothing can be selected. An update in one pass selects by
+        itself.
         """
         if self.execution.nonfinite == "apply":
             return update(held)
-        if self._streamed is not None:
+        if self._streamed is not None or self._one_pass is not None:
             *updated, new = update(held, finite)
             return *updated, jax.tree.map(lambda x, old: jnp.where(finite, x, old), new, held[2])
         if platform_of(self.layout.mesh) == "cpu":
@@ -238,11 +252,14 @@ class TrainStep:
         choose = lambda new, old: jnp.where(finite, new, old)
         return jax.tree.map(choose, update(held), held)
 
-    def _scale(self, gradients: dict, norm: jax.Array, weight: jax.Array) -> dict:
-        """Return gradients of the mean from those of the total, clipped."""
+    def _scale(self, norm: jax.Array, weight: jax.Array) -> jax.Array:
+        """Return the factor that makes of gradients of the total those of the mean, clipped."""
         scale = 1 / weight
         if self.execution.clip is not None:
             scale *= self.execution.clip / jnp.maximum(norm, self.execution.clip)
+        return scale
+
+    def _scaled(self, gradients: dict, scale: jax.Array) -> dict:
         return {
             path: (g * scale.astype(g.dtype)).astype(self.layout.working_dtype(path))
             for path, g in gradients.items()
@@ -272,6 +289,7 @@ def eval_step(
     precision: Precision | str = "stored",
     schedule: Schedule | None = None,
     compiler_options: Any = "default",
+    kernels: Any = "auto",
 ) -> Callable:
     """Return (state, batch) -> metrics, jitted: no dropout, no gradient, nothing donated.
 
@@ -281,7 +299,7 @@ def eval_step(
     check_given(layout, loss)
     layout = on_stages(layout, schedule)
     given: Any = {"precision": precision, "compiler_options": compiler_options}
-    run = Execution(**given)
+    run = Execution(**given, kernels=kernels)
     check_runs(layout, run)
     where = NamedSharding(layout.mesh, P(BATCH_AXES))
 

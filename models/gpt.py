@@ -21,6 +21,7 @@ from hfjax.models.parts import (
     LayerNorm,
     Linear,
     anywhere,
+    plain,
     position_in_document,
     project,
     residual_scale,
@@ -96,14 +97,15 @@ class Attention(nnx.Module):
         shape, scale = (config.heads, width, config.embed), residual_scale(config.layers)
         self.out = Linear(shape, ("heads", None, "embed"), 1, scale, rngs=rngs)
         self.attend = config.attention
-        self.place = anywhere
+        self.place, self.kernels = anywhere, plain
 
     def __call__(self, x_BSD: jax.Array, documents_BS: jax.Array | None = None) -> jax.Array:
         qkv = self.place(self.qkv(x_BSD), ("batch", None, "heads", None, None))
         qkv = checkpoint_name(qkv, "qkv")
         q, k, v = (qkv[:, :, :, i] for i in range(3))
         inside = () if documents_BS is None else (documents_BS,)
-        attended = checkpoint_name(self.attend(q, k, v, *inside), "attended")
+        attend = self.kernels.attention(self.attend)
+        attended = checkpoint_name(attend(q, k, v, *inside), "attended")
         return self.out(self.place(attended, ("batch", None, "heads", None)))
 
 
@@ -143,7 +145,7 @@ class Block(nnx.Module):
     def _add(self, x: jax.Array, part: Callable, norm: LayerNorm, dropout: Dropout) -> jax.Array:
         """The norm and the dropout work on the sequence as the residual stream is split."""
         normed = norm(self.place(x, STREAM))
-        return x + dropout(self.place(part(self.place(normed, WHOLE, STREAM)), STREAM))
+        return x + dropout(self.place(part(normed), STREAM))
 
 
 class GPT(nnx.Module):
@@ -163,7 +165,7 @@ class GPT(nnx.Module):
         self.dropout = Dropout(config.dropout, rngs=rngs)
         self.layers = stacked(config.layers, lambda rngs: Block(config, rngs=rngs), rngs)
         self.norm = LayerNorm(config.embed)
-        self.place = anywhere
+        self.place, self.kernels = anywhere, plain
 
     def embed(self, batch: Mapping[str, jax.Array]) -> Any:
         """Return the residual stream of `batch["tokens"]` [B, S + 1]; the last is only a target.
@@ -188,12 +190,17 @@ class GPT(nnx.Module):
             return self.positions[...][None, :length]
         return self.place(self.positions[...][position_in_document(documents_BS)], WHOLE)
 
-    def head(self, stream: Any) -> jax.Array:
-        """Return the logits [B, S, V]."""
+    def head(self, stream: Any) -> Any:
+        """Return the logits [B, S, V], or a step's stand-in for them."""
         x_BSD, _ = without_documents(stream)
         x = self.place(self.norm(x_BSD), WHOLE, STREAM)
+        tokens = self.tokens[...]
+        logits = partial(self._logits, x, tokens)
+        return self.kernels.outputs(x, tokens, self.config.vocab, logits)
+
+    def _logits(self, x_BSD: jax.Array, tokens_VD: jax.Array) -> jax.Array:
         place = partial(self.place, names=("batch", None, "vocab"))
-        logits = place(project(place, x, self.tokens[...].T))
+        logits = place(project(place, x_BSD, tokens_VD.T))
         if self.config.padded_vocab == self.config.vocab:
             return logits
         real = lax.broadcasted_iota("int32", (1, 1, logits.shape[-1]), 2) < self.config.vocab

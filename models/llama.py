@@ -16,6 +16,7 @@ from hfjax.models.parts import (
     Linear,
     RMSNorm,
     anywhere,
+    plain,
     project,
     residual_scale,
     run_stacked,
@@ -98,7 +99,7 @@ class Attention(nnx.Module):
         shape, scale = (config.heads, width, config.embed), residual_scale(config.layers)
         self.out = Linear(shape, ("heads", None, "embed"), 1, scale, bias=False, rngs=rngs)
         self.attend, self.base = config.attention, config.rotary_base
-        self.place = anywhere
+        self.place, self.kernels = anywhere, plain
 
     def __call__(self, x_BSD: jax.Array, documents_BS: jax.Array | None = None) -> jax.Array:
         qkv = self.place(self.qkv(x_BSD), ("batch", None, "heads", None, None))
@@ -107,7 +108,8 @@ class Attention(nnx.Module):
         q, k = qk[:, :, :, :-1], qk[:, :, :, -1]
         q = q.reshape(*q.shape[:2], -1, q.shape[-1])
         inside = () if documents_BS is None else (documents_BS,)
-        attended = checkpoint_name(self.attend(q, k, v, *inside), "attended")
+        attend = self.kernels.attention(self.attend)
+        attended = checkpoint_name(attend(q, k, v, *inside), "attended")
         return self.out(self.place(attended, ("batch", None, "heads", None)))
 
 
@@ -145,7 +147,7 @@ class Block(nnx.Module):
     def _add(self, x: jax.Array, part: Callable, norm: RMSNorm) -> jax.Array:
         """The norm works on the sequence as the residual stream is split."""
         normed = norm(self.place(x, STREAM))
-        return x + self.place(part(self.place(normed, WHOLE, STREAM)), STREAM)
+        return x + self.place(part(normed), STREAM)
 
 
 class Llama(nnx.Module):
@@ -162,7 +164,7 @@ class Llama(nnx.Module):
         self.norm = RMSNorm(config.embed, config.epsilon)
         untied = lambda: Linear(shape[::-1], axes[::-1], 1, 0.02, bias=False, rngs=rngs)
         self.unembed = None if config.tied else untied()
-        self.place = anywhere
+        self.place, self.kernels = anywhere, plain
 
     def embed(self, batch: Mapping[str, jax.Array]) -> Any:
         """Return the residual stream of `batch["tokens"]` [B, S + 1]; the last is only a target.
@@ -179,14 +181,17 @@ class Llama(nnx.Module):
         x = self.place(self.place(self.tokens[...][tokens], WHOLE), STREAM)
         return with_documents(x, batch["documents"][:, :-1] if "documents" in batch else None)
 
-    def head(self, stream: Any) -> jax.Array:
-        """Return the logits [B, S, V]."""
+    def head(self, stream: Any) -> Any:
+        """Return the logits [B, S, V], or a step's stand-in for them."""
         x_BSD, _ = without_documents(stream)
         x = self.place(self.norm(x_BSD), WHOLE, STREAM)
+        kernel_VD = self.tokens[...] if self.unembed is None else self.unembed.kernel[...].T
+        logits = partial(self._logits, x, kernel_VD)
+        return self.kernels.outputs(x, kernel_VD, self.config.vocab, logits)
+
+    def _logits(self, x_BSD: jax.Array, kernel_VD: jax.Array) -> jax.Array:
         place = partial(self.place, names=("batch", None, "vocab"))
-        if self.unembed is None:
-            return place(project(place, x, self.tokens[...].T))
-        return place(self.unembed(x))
+        return place(project(place, x_BSD, kernel_VD.T))
 
     def __call__(self, batch: Mapping[str, jax.Array]) -> jax.Array:
         return self.head(run_stacked(self.layers, self.embed(batch)))

@@ -24,10 +24,13 @@ What a body may rely on, and what it owes:
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+
+MOST_GPUS = 32  # of a mesh: so many the runtime's barrier before a launch takes
 
 
 @dataclass(frozen=True)
@@ -112,3 +115,25 @@ def meet(ring: Ring, semaphores: Any, index: Any, blocks: int) -> None:
     for rank in range(ring.size):
         ring.signal(semaphores, index, jnp.int32(rank))
     ring.wait(semaphores, index, ring.size * blocks)
+
+
+def unreachable(size: int, blocks: int) -> str | None:
+    """Return why a ring of `size` ranks with so many blocks each cannot run here, or None."""
+    processors = getattr(jax.devices()[0], "core_count", None)
+    if processors and blocks > processors:
+        return (
+            f"{blocks} blocks on a GPU of {processors} processors: a block that waits for another "
+            f"needs it to run at the same time. Take Tuning(blocks={processors})"
+        )
+    if size > 1 and jax.process_count() > 1:
+        return (
+            f"a ring of {size} GPUs in {jax.process_count()} processes: the kernels reach only "
+            "GPUs of their own process. Start one process per host, or use `reference`"
+        )
+    mesh = jax.sharding.get_abstract_mesh().size
+    if size > 1 and mesh > MOST_GPUS:
+        return (
+            f"a mesh of {mesh} GPUs: the runtime aligns the start of at most {MOST_GPUS}. "
+            "Use `reference`"
+        )
+    return None

@@ -1,7 +1,7 @@
 """A model without its arrays: how to take one apart into named arrays and put it together again."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -71,6 +71,22 @@ class Blueprint:
         layers = self.merge(away(self.parameters), away(self.variables), mode).layers
         return [_layer(layer) for layer in (items_of(layers) if self.listed else [layers])]
 
+    def equipped(self, kernels: Any) -> "Blueprint":
+        """Return the blueprint whose modules choose kernels by `kernels`.
+
+        They are those whose `kernels` is that of `hfjax.models.parts.plain` (marked
+        `chooses_kernels`).
+        """
+        return replace(self, graphs={mode: self._equipped(mode, kernels) for mode in self.graphs})
+
+    def _equipped(self, mode: str, kernels: Any) -> Any:
+        graph = self.graphs[mode]
+        if not isinstance(graph, nnx.GraphDef):
+            return graph
+        model = self.abstract(mode)
+        hand(model, "kernels", "chooses_kernels", kernels)
+        return nnx.split(model, nnx.Param, ...)[0]
+
     def abstract(self, mode: str) -> Any:
         """Return the model on shapes and dtypes."""
         shapes = lambda templates: {path: v.get_raw_value() for path, v in templates.items()}
@@ -125,9 +141,7 @@ def blueprint(model_init: Callable, place: Callable) -> Blueprint:
     model = nnx.eval_shape(lambda: model_init(rngs_of(0)))
     if not isinstance(model, nnx.Module):
         return _of_tree(model_init, model)
-    for _, module in nnx.iter_modules(model):
-        if getattr(getattr(module, "place", None), "places_activations", False):
-            setattr(module, "place", place)  # noqa: B010  (an attribute of any module)
+    hand(model, "place", "places_activations", place)
     graphs = {}
     for mode, switch in (("eval", model.eval), ("train", model.train)):
         switch()
@@ -145,6 +159,13 @@ def blueprint(model_init: Callable, place: Callable) -> Blueprint:
         three_parts=parts,
         stacked=parts and not is_list(getattr(model, "layers", None)),
     )
+
+
+def hand(model: nnx.Module, name: str, mark: str, given: Any) -> None:
+    """Put `given` in the attribute `name` of all modules whose own one there is marked."""
+    for _, module in nnx.iter_modules(model):
+        if getattr(getattr(module, name, None), mark, False):
+            setattr(module, name, given)
 
 
 def _hooked(variable: nnx.Variable) -> nnx.Variable:

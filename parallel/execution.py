@@ -5,6 +5,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from hfjax.pallas_kernels.choice import Wanted
 from hfjax.parallel.offload import Offload
 from hfjax.parallel.remat import Remat
 from hfjax.parallel.schedules import Schedule
@@ -72,6 +73,7 @@ class Execution:
     reduction: str = "flat"  # hierarchical: scatter over fsdp, add over data, gather over fsdp
     # Update each layer as soon as its gradient is there, so that only about one is ever alive.
     optimizer_in_backward: bool = False
+    kernels: Wanted = Wanted()  # auto, pallas, xla, reference; or a word for each kernel
     unroll: int | bool | None = None  # layers per turn of the scan; None: as measured per backend
     # A step whose loss or gradient is not finite: stop (leave the state as it was, raise two calls
     # later), skip (leave it, warn, go on; raise after `patience` in a row), apply (update, raise).
@@ -100,6 +102,7 @@ class Execution:
         if self.offload is not None:
             object.__setattr__(self, "offload", Offload.of(self.offload))
             self._check_offload()
+        object.__setattr__(self, "kernels", Wanted.of(self.kernels))
         if not isinstance(self.optimizer_in_backward, bool):
             raise ValueError(
                 f"optimizer_in_backward={self.optimizer_in_backward!r}: true or false."

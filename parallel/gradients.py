@@ -17,12 +17,14 @@ from hfjax.mean import Mean, as_mean
 from hfjax.parallel.blueprint import LAYERS, Blueprint
 from hfjax.parallel.execution import Execution, Precision
 from hfjax.parallel.fetch import Movement, Stored
+from hfjax.parallel.kernels import Kernels
 from hfjax.parallel.layers import Run, run_model
 from hfjax.parallel.mesh import BATCH_AXES, MANUAL_AXES, PIPE_AXIS, TENSOR_AXES, in_use, platform_of
 from hfjax.parallel.offloaded import Offloaded
 from hfjax.parallel.placement import auto_part
 from hfjax.parallel.randomness import is_random, keys_for
 from hfjax.parallel.reduction import Flat, Placed, Reduction, levels
+from hfjax.parallel.sending import AsChosen, Sending
 from hfjax.parallel.strategy import Axes
 
 
@@ -37,8 +39,12 @@ class DataPlane:
     loss: Callable
     forward: Callable | None
     offloaded: Offloaded = field(default_factory=Offloaded, kw_only=True)  # told while tracing
+    kernels: Kernels = field(init=False)  # likewise
 
     def __post_init__(self):
+        kernels = Kernels.of(self.execution.kernels, self.mesh, self.loss)
+        object.__setattr__(self, "kernels", kernels)
+        object.__setattr__(self, "blueprint", self.blueprint.equipped(kernels))
         self.offloaded.offload = self.execution.offload
         if self._reads_once:
             placed = {path: _straight(p) for path, p in self.placed.items()}
@@ -59,7 +65,9 @@ class DataPlane:
             gradients, mean, statistics = self._accumulate(microbatch, statistics, batch)
             self._check_all_read(unread)
             self._check_kept()
-            gradients = Reduction(self._precision, self._hierarchical)(gradients, self.placed)
+            gradients = Reduction(self._precision, self._hierarchical, self._sending)(
+                gradients, self.placed
+            )
             changed = {path: x for path, x in statistics.items() if path in written}
             return gradients, self._sum(mean), self._average(changed)
 
@@ -304,7 +312,12 @@ class DataPlane:
             wire=wire if gather else compute,
             reduce=reduce,
             read=unread.discard,
+            sending=self._sending,
         )
+
+    @property
+    def _sending(self) -> Sending:
+        return AsChosen(self.kernels.form)
 
     @property
     def _hierarchical(self) -> bool:

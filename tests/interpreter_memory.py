@@ -16,6 +16,7 @@ import numpy as np
 from jax._src.pallas.mosaic_gpu import core
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks as callbacks
 
+AT_ONCE = 31  # jax runs 32 programs on a CPU device at a time; each warpgroup is one
 PATIENCE = 120.0  # seconds without any signal, after which a waiting thread calls it a deadlock
 
 
@@ -114,6 +115,12 @@ def fabric():
 @callbacks.fail_on_exception
 def begin(*, token, axes, patience):
     memory = callbacks._get_shared_memory()
+    blocks, warpgroups = memory.num_blocks_per_cluster, memory.num_pallas_threads_per_block
+    if memory.num_devices * blocks * warpgroups > AT_ONCE:
+        raise ValueError(
+            f"{memory.num_devices} devices x {blocks} blocks x {warpgroups} warpgroups: the "
+            f"interpreter runs at most {AT_ONCE} at the same time. Test with fewer blocks"
+        )
     with memory.lock:
         if not hasattr(memory, "fabric"):
             memory.fabric = Fabric(axes, patience)

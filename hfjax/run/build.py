@@ -77,6 +77,7 @@ class Parts:
             "offload": c.offload,
             "optimizer_in_backward": c.optimizer.in_backward,
             "nonfinite": c.nonfinite,
+            "kernels": c.kernels,
         }
 
     @cached_property
@@ -88,7 +89,8 @@ class Parts:
     def evaluate(self) -> Callable:
         """The evaluation: (state, batch) -> metrics."""
         c = self.config
-        return hfjax.eval_step(self.layout, self.model.loss, c.precision, self.schedule)
+        shared: Any = {"precision": c.precision, "schedule": self.schedule, "kernels": c.kernels}
+        return hfjax.eval_step(self.layout, self.model.loss, **shared)
 
     @cached_property
     def tokens(self) -> list[TokenSet]:

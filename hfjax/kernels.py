@@ -1,0 +1,38 @@
+"""`hfjax kernels`: which form each kernel takes on a device, and why."""
+
+import argparse
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from hfjax.ending import carried_out
+from hfjax.pallas_kernels.choice import KERNELS, WORDS, Wanted
+from hfjax.rows import aligned
+from hfjax.target import GPUS
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command to its parser."""
+    add = parser.add_argument
+    add("--gpu", choices=GPUS, help="ask for this GPU (default: the first device here)")
+    add("--kernels", choices=WORDS, default="auto", help="what a step would be given (auto)")
+
+
+def command(argv: Sequence[str]) -> int:
+    """Run `hfjax kernels` with these arguments; return the exit status."""
+    about = "Show which form each kernel takes on a device, and why."
+    parser = argparse.ArgumentParser("hfjax kernels", description=about)
+    arguments(parser)
+    given = parser.parse_args(argv)
+    return carried_out("kernels", lambda: print(table(given.kernels, given.gpu)))
+
+
+def table(kernels: Any = "auto", gpu: str | None = None) -> str:
+    """Return a line for each kernel: what it does in a step, the form taken, why."""
+    device = GPUS[gpu] if gpu else jax.devices()[0]
+    wanted = Wanted.of(kernels)
+    chosen = [wanted.choose(kernel, device) for kernel in KERNELS]
+    rows = [[c.kernel, KERNELS[c.kernel], c.form, c.why] for c in chosen]
+    head = ["kernel", "what it does", "form", "why"]
+    return "\n".join([device.device_kind, *aligned([head, *rows])])

@@ -1,0 +1,129 @@
+"""Which of its two forms each capability takes: the kernel or what XLA makes of plain JAX.
+
+`measured.json` has what `benchmarks/gpu.py --record` found: {device: {kernel: {"ratio": time of
+the rival / time of the kernel, "rival": …, "jax": …, "date": …}}}. Where nothing was measured,
+XLA is taken: a kernel that was never seen to win is not the default.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+WORDS = ("auto", "pallas", "xla", "reference")
+HOPPER = "9.0"  # compute capability of what the kernels are written for
+
+KERNELS: Mapping[str, str] = {  # what each does in a training step
+    "flash_block": "attention, block by block",
+    "cross_entropy": "the loss of a vocabulary, without logits",
+    "adamw_shard": "the update of hfjax.adamw, in one pass",
+    "all_gather_matmul": "the way into a tensor-parallel layer",
+    "matmul_reduce_scatter": "the way out of a tensor-parallel layer",
+    "all_gather": "parameters, cast while they are sent",
+    "reduce_scatter": "gradients, cast while they are sent",
+}
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The form that was taken of a capability, and why."""
+
+    kernel: str
+    form: str  # pallas, xla, or reference: the plain JAX beside the kernel
+    why: str
+
+    def __str__(self) -> str:
+        return f"{self.kernel}: {self.form} ({self.why})"
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What was asked for: a word for all capabilities, or a word for each that is named.
+
+    >>> Wanted.of("auto").word("flash_block"), Wanted.of({"flash_block": "xla"}).rest
+    ('auto', 'auto')
+    """
+
+    named: tuple[tuple[str, str], ...] = ()
+    rest: str = "auto"
+
+    @classmethod
+    def of(cls, given: Any) -> "Wanted":
+        """Return what a word, or words by name, ask for."""
+        if isinstance(given, Wanted):
+            return given
+        words = dict(given) if isinstance(given, Mapping) else {"*": given}
+        for name, word in words.items():
+            if name != "*" and name not in KERNELS:
+                raise ValueError(f"kernels: {name!r} is none of them: {', '.join(KERNELS)}, or *.")
+            if word not in WORDS:
+                raise ValueError(
+                    f"kernels={word!r}: one of {', '.join(WORDS)}, or one of them for each kernel, "
+                    'for instance {"flash_block": "pallas", "*": "auto"}.'
+                )
+        rest = words.pop("*", "auto")
+        return cls(tuple(sorted(words.items())), rest)
+
+    def word(self, kernel: str) -> str:
+        """Return the word for one capability."""
+        return dict(self.named).get(kernel, self.rest)
+
+    def check(self, device: Any) -> None:
+        """Refuse kernels that were asked for where none can run."""
+        if "pallas" in (self.rest, *dict(self.named).values()) and (why := cannot_run(device)):
+            raise ValueError(f'kernels="pallas": {why}. Use kernels="auto", or "xla".')
+
+    def choose(self, kernel: str, device: Any, refusal: str | None = None) -> Choice:
+        """Return the form to take on a device; `refusal` says why the operands do not fit.
+
+        A kernel that was asked for by name and cannot run is an error.
+        """
+        word = self.word(kernel)
+        if word in ("xla", "reference"):
+            return Choice(kernel, word, "asked for")
+        obstacle = cannot_run(device) or refusal
+        if word == "pallas":
+            if obstacle:
+                raise ValueError(
+                    f'kernels="pallas": {kernel} cannot run here: {obstacle}. Use kernels="auto", '
+                    f'or {{"{kernel}": "xla", "*": "pallas"}}.'
+                )
+            return Choice(kernel, "pallas", "asked for")
+        return Choice(kernel, "xla", obstacle) if obstacle else _as_measured(kernel, device)
+
+
+def cannot_run(device: Any) -> str | None:
+    """Return why no kernel can run on a device, or None."""
+    if device.platform not in ("gpu", "cuda"):
+        return f"a {device.platform} device runs no kernel; they are written for Hopper GPUs"
+    capability = getattr(device, "compute_capability", None)
+    if capability != HOPPER:
+        return (
+            f"{device.device_kind} has compute capability {capability}; the kernels are written "
+            f"for Hopper GPUs ({HOPPER}: H100, H200)"
+        )
+    return None
+
+
+def _as_measured(kernel: str, device: Any) -> Choice:
+    found = measured(device.device_kind).get(kernel)
+    if found is None:
+        return Choice(
+            kernel, "xla", f"not measured on {device.device_kind} yet: `make gpu` measures"
+        )
+    wins = found["ratio"] > 1
+    told = f"measured {found['ratio']:.2f}x {found['rival']} on {device.device_kind}"
+    return Choice(kernel, "pallas" if wins else "xla", f"{told}, jax {found['jax']}")
+
+
+def measured(device_kind: str) -> Mapping[str, Mapping[str, Any]]:
+    """Return what was measured on devices of a kind ("NVIDIA H100 80GB HBM3" is an NVIDIA H100)."""
+    names = [name for name in _table() if device_kind.startswith(name)]
+    return _table()[max(names, key=len)] if names else {}
+
+
+@cache
+def _table() -> Mapping[str, Mapping[str, Any]]:
+    return json.loads((Path(__file__).parent / "measured.json").read_text())

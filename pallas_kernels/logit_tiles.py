@@ -1,0 +1,361 @@
+"""Tiles of logits on the matrix units of a Hopper GPU: what is made of a tile stays in registers.
+
+One launch: each block takes units in turn (a tile of rows, every `lanes`-th tile of columns); one
+warpgroup copies x and w to shared memory (TMA, a ring of stages, running ahead over units), two
+multiply (64 rows each, float32 accumulators) and make of each tile what the launch is for:
+`statistics` (max and sum of exponentials of each row) or `probabilities` (softmax - onehot).
+
+[N] rows, [D] width, [L]anes; w is [C, P, D]: column c of part p of the vocabulary.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from hfjax.pallas_kernels.logits import (
+    EVEN,
+    LOG2E,
+    LOWEST,
+    Columns,
+    Tuning,
+    in_parts,
+)
+from hfjax.pallas_kernels.mosaic import kernel, load, tiled
+from hfjax.pallas_kernels.varying import alike, varying
+
+ROWS = 64  # of one warpgroup: what one wgmma takes
+WORKERS = 2  # warpgroups that multiply; one more copies
+TILE = WORKERS * ROWS
+STORE = 64  # columns that are stored at once: 128 bytes
+ROW = plgpu.Layout.WGMMA.reduce(1)
+
+
+@dataclass(frozen=True)
+class Walk:
+    """How tiles (rows x columns of them) are dealt to the blocks of a launch, in units."""
+
+    rows: int
+    columns: int
+    lanes: int
+    group: int
+    blocks: int
+
+    @property
+    def units(self) -> int:
+        return self.rows * self.lanes
+
+    def unit(self, number: Any) -> tuple[Any, Any]:
+        """Return (row of tiles, lane): rows of a group change first, then lanes, then groups."""
+        number = jnp.asarray(number, jnp.int32)
+        band, within = divmod_(number, self.group * self.lanes)
+        height = jnp.minimum(self.group, self.rows - band * self.group)
+        lane, row = divmod_(within, height)
+        return band * self.group + row, lane
+
+    def mine(self, block: Any) -> Any:
+        """Return how many units a block takes: numbers block, block + blocks, …"""
+        return lax.div(self.units - block + self.blocks - 1, jnp.int32(self.blocks))
+
+    def tiles(self, lane: Any) -> Any:
+        """Return how many tiles of columns a lane has."""
+        return lax.div(self.columns - lane + self.lanes - 1, jnp.int32(self.lanes))
+
+
+def divmod_(number: Any, by: Any) -> tuple[Any, Any]:
+    by = jnp.asarray(by, jnp.int32)
+    return lax.div(number, by), lax.rem(number, by)
+
+
+def best_lanes(rows: int, columns: int, blocks: int) -> int:
+    """Return into how many units a row of tiles is split so that no block waits for long.
+
+    >>> best_lanes(128, 197, 132), best_lanes(1, 197, 132), best_lanes(128, 25, 132)
+    (33, 99, 25)
+    """
+    start = 0.2  # tiles' time that a unit costs by itself
+
+    def time(lanes):
+        return -(-rows * lanes // blocks) * (-(-columns // lanes) + start)
+
+    return min(range(1, min(columns, blocks) + 1), key=time)
+
+
+@dataclass(frozen=True)
+class Work:
+    """What is made of the logits of a unit: of its start, each tile, its end."""
+
+    start: Callable  # (row) -> carry
+    tile: Callable  # (carry, logits, row, column) -> carry
+    end: Callable  # (carry, row, lane) -> None
+
+
+def _launch(work: Callable, out: Any, scratch: Any, walk: Walk, tuning: Tuning) -> Callable:
+    """Return a function of (numbers, x, w, *more); `work(refs, worker)` says what to make.
+
+    numbers: [part of w, its columns that are real].
+    """
+
+    def body(numbers, x, w, *refs):
+        *refs, x_ring, w_ring, full, free = refs
+        ring = Ring(x, w, x_ring, w_ring, full, free, walk, tuning)
+        warpgroup = lax.axis_index("warpgroup")
+
+        @pl.when(warpgroup < WORKERS)
+        def _multiply():
+            plgpu.set_max_registers(232, action="increase")
+            ring.multiply(work(numbers, refs, warpgroup), warpgroup)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+        @pl.when(warpgroup == WORKERS)
+        def _copy():
+            plgpu.set_max_registers(40, action="decrease")
+            ring.fill(numbers[0])
+
+    def run(numbers, x, w, *more):
+        ring = [
+            plgpu.SMEM(
+                (tuning.stages, WORKERS, ROWS, tuning.depth), x.dtype, transforms=tiled(x.dtype)
+            ),
+            plgpu.SMEM(
+                (tuning.stages, tuning.columns, tuning.depth), w.dtype, transforms=tiled(w.dtype)
+            ),
+            plgpu.Barrier(num_arrivals=WORKERS + 1, num_barriers=tuning.stages),
+            plgpu.Barrier(num_arrivals=WORKERS, num_barriers=tuning.stages),
+        ]
+        launch = kernel(
+            body,
+            out,
+            [*scratch, *ring],
+            grid=(walk.blocks,),
+            grid_names=("block",),
+            num_threads=WORKERS + 1,
+            thread_name="warpgroup",
+            compiler_params=plgpu.CompilerParams(approx_math=True),
+        )
+        found = launch(numbers, _padded(x, EVEN), w, *more)
+        axes = varying(x) | varying(w)
+        return jax.tree.map(lambda a: alike(a, axes), found)
+
+    return run
+
+
+def _up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
+
+
+def _padded(rows: jax.Array, multiple: int) -> jax.Array:
+    """Return an array with rows of zeros behind, up to a multiple."""
+    beyond = -rows.shape[0] % multiple
+    return jnp.pad(rows, ((0, beyond), *[(0, 0)] * (rows.ndim - 1))) if beyond else rows
+
+
+@dataclass(frozen=True)
+class Ring:
+    """The stages in shared memory between the warpgroup that copies and those that multiply."""
+
+    x: Any
+    w: Any
+    x_ring: Any
+    w_ring: Any
+    full: Any
+    free: Any
+    walk: Walk
+    tuning: Tuning
+
+    @property
+    def steps(self) -> int:
+        """The stages that one tile takes."""
+        return self.x.shape[1] // self.tuning.depth
+
+    def slot(self, step: Any) -> Any:
+        return lax.rem(step, jnp.int32(self.tuning.stages))
+
+    def each_tile(self, start: Callable, tile: Callable, end: Callable) -> None:
+        """Go over this block's tiles; `tile(carry, row, lane, number, step)`, step the first."""
+        block = lax.axis_index("block")
+
+        def unit(i, step):
+            row, lane = self.walk.unit(block + i * self.walk.blocks)
+
+            def one(number, state):
+                carry, step = state
+                return tile(carry, row, lane, number, step), step + self.steps
+
+            carry, step = lax.fori_loop(0, self.walk.tiles(lane), one, (start(row), step))
+            end(carry, row, lane)
+            return step
+
+        lax.fori_loop(0, self.walk.mine(block), unit, jnp.int32(0))
+
+    def column(self, lane: Any, number: Any) -> Any:
+        column = (number * self.walk.lanes + lane) * self.tuning.columns
+        return pl.multiple_of(column, self.tuning.columns)
+
+    def fill(self, part: Any) -> None:
+        """Copy the operands of all tiles, as far ahead as there are stages."""
+        nothing = lambda *_: None
+
+        def tile(_, row, lane, number, step):
+            columns = pl.ds(self.column(lane, number), self.tuning.columns)
+            w = self.w.at[columns, part]
+            lax.fori_loop(0, self.steps, partial(self._fetch, row * TILE, w, step), None)
+
+        self.each_tile(nothing, tile, nothing)
+
+    def _fetch(self, row: Any, w: Any, step: Any, k: Any, _: None) -> None:
+        slot = self.slot(step + k)
+        depth = pl.ds(pl.multiple_of(k * self.tuning.depth, self.tuning.depth), self.tuning.depth)
+
+        @pl.when(step + k >= self.tuning.stages)
+        def _until_read():
+            plgpu.barrier_wait(self.free.at[slot])
+
+        full = self.full.at[slot]
+        for worker in range(WORKERS):
+            mine = pl.multiple_of(row + worker * ROWS, ROWS)
+            rows = self.x.at[pl.ds(mine, ROWS), depth]
+            plgpu.copy_gmem_to_smem(rows, self.x_ring.at[slot, worker], full)
+        plgpu.copy_gmem_to_smem(w.at[:, depth], self.w_ring.at[slot], full)
+
+    def multiply(self, work: Work, worker: Any) -> None:
+        """Hand the logits of each tile, [64, columns] in registers, to the work."""
+        shape = plgpu.ACC((ROWS, self.tuning.columns), jnp.float32)
+        mine = lambda row: pl.multiple_of(row * TILE + worker * ROWS, ROWS)
+
+        def tile(carry, row, lane, number, step):
+            logits = pl.run_scoped(partial(self._product, worker, step), shape)
+            return work.tile(carry, logits, mine(row), self.column(lane, number))
+
+        end = lambda carry, row, lane: work.end(carry, mine(row), lane)
+        self.each_tile(lambda row: work.start(mine(row)), tile, end)
+
+    def _product(self, worker: Any, step: Any, logits: Any) -> Any:
+        def one(k, _):
+            slot = self.slot(step + k)
+            plgpu.barrier_wait(self.full.at[slot])
+            columns = self.w_ring.at[slot].transpose((1, 0))
+            plgpu.wgmma(logits, self.x_ring.at[slot, worker], columns)
+            plgpu.wgmma_wait(1)
+
+            @pl.when(k > 0)
+            def _stage_before_was_read():
+                plgpu.barrier_arrive(self.free.at[self.slot(step + k - 1)])
+
+        lax.fori_loop(0, self.steps, one, None)
+        plgpu.wgmma_wait(0)
+        plgpu.barrier_arrive(self.free.at[self.slot(step + self.steps - 1)])
+        return logits[...]
+
+
+def _within(logits: Any, limit: Any, otherwise: float) -> Any:
+    """Return the logits, `otherwise` in columns from `limit` on; most tiles have none of these."""
+    columns = plgpu.broadcasted_iota(jnp.int32, logits.shape, 1, layout=plgpu.Layout.WGMMA)
+    return jnp.where(columns < limit, logits, otherwise)
+
+
+def statistics(
+    x_ND: jax.Array, w_VD: jax.Array, labels_N: jax.Array, columns: Columns, tuning: Tuning
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return max, sum of exponentials relative to it, and the label's logit, of each row.
+
+    The label's logit is a product of two gathered rows: cheaper than a search in every tile.
+    """
+    most_LN, total_LN = _per_lane(jnp.stack([0, columns.real]), x_ND, in_parts(w_VD, 1), tuning)
+    most = most_LN.max(0)
+    total = (total_LN * jnp.exp2(most_LN - most)).sum(0)
+    labels = columns.labels(labels_N)
+    rows = w_VD[jnp.maximum(labels, 0)].astype(jnp.float32)
+    picked = jnp.where(labels < 0, 0, (x_ND.astype(jnp.float32) * rows).sum(1))
+    count = x_ND.shape[0]
+    return most[:count] / LOG2E, total[:count], picked
+
+
+def _per_lane(numbers: jax.Array, x_ND: jax.Array, w_CPD: jax.Array, tuning: Tuning) -> Any:
+    """Return each row's maximum, in units of log 2, and sum of exponentials: [L, N] each."""
+    rows, columns = -(-x_ND.shape[0] // TILE), -(-w_CPD.shape[0] // tuning.columns)
+    lanes = best_lanes(rows, columns, tuning.blocks)
+    walk = Walk(rows, columns, lanes, tuning.group, min(tuning.blocks, rows * lanes))
+    out = [jax.ShapeDtypeStruct((lanes, rows * TILE), jnp.float32)] * 2
+    scratch = [plgpu.SMEM((WORKERS, ROWS), jnp.float32)] * 2
+    return _launch(_statistics, out, scratch, walk, tuning)(numbers, x_ND, w_CPD)
+
+
+def _statistics(numbers: Any, refs: Any, worker: Any) -> Work:
+    *out, most_smem, total_smem = refs
+    staged = (most_smem.at[worker], total_smem.at[worker])
+    limit = numbers[1]
+
+    def start(row):
+        constant = lambda value: plgpu.layout_cast(jnp.full((ROWS,), value, jnp.float32), ROW)
+        return constant(LOWEST), constant(0.0)
+
+    def tile(carry, logits, row, column):
+        most, total = carry
+        scaled = _within(logits, limit - column, -jnp.inf) * LOG2E
+        new = jnp.maximum(most, scaled.max(axis=1))
+        exponentials = jnp.exp2(scaled - lax.broadcast_in_dim(new, scaled.shape, [0]))
+        return new, total * jnp.exp2(most - new) + exponentials.sum(axis=1)
+
+    def end(carry, row, lane):
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        for smem, value in zip(staged, carry, strict=True):
+            smem[...] = value
+        plgpu.commit_smem()
+        for smem, gmem in zip(staged, out, strict=True):
+            plgpu.copy_smem_to_gmem(smem, gmem.at[lane, pl.ds(row, ROWS)])
+
+    return Work(start, tile, end)
+
+
+def probabilities(
+    numbers: tuple[Any, Any],
+    operands: tuple[jax.Array, jax.Array],
+    rows_N: tuple[jax.Array, jax.Array],
+    tuning: Tuning,
+) -> jax.Array:
+    """Return softmax - onehot of a part of the vocabulary, [N, C] in x's dtype.
+
+    numbers: [part, how many columns of it are real]; operands: x_ND and w_CPD; rows_N: logsumexp
+    and the label's column in the part.
+    """
+    (x_ND, w_CPD), (logsumexp, labels) = operands, rows_N
+    rows, tiles = -(-x_ND.shape[0] // TILE), -(-w_CPD.shape[0] // tuning.columns)
+    walk = Walk(rows, tiles, tiles, tuning.group, min(tuning.blocks, rows * tiles))
+    out = jax.ShapeDtypeStruct((_up(x_ND.shape[0], EVEN), w_CPD.shape[0]), x_ND.dtype)
+    staged = plgpu.SMEM((WORKERS, 2, ROWS, STORE), x_ND.dtype, transforms=tiled(x_ND.dtype))
+    run = _launch(_probabilities, out, [staged], walk, tuning)
+    more = [_padded(row, TILE) for row in (logsumexp * LOG2E, labels)]
+    return run(jnp.stack(numbers), x_ND, w_CPD, *more)[: x_ND.shape[0]]
+
+
+def _probabilities(numbers: Any, refs: Any, worker: Any) -> Work:
+    logsumexp, labels, out, staged = refs
+    limit = numbers[1]
+
+    def start(row):
+        rows = pl.ds(row, ROWS)
+        return tuple(load(ref.at[rows], ROW) for ref in (logsumexp, labels))
+
+    def tile(carry, logits, row, column):
+        lse, label = (lax.broadcast_in_dim(c, logits.shape, [0]) for c in carry)
+        scaled = _within(logits, limit - column, -jnp.inf) * LOG2E
+        found = jnp.exp2(scaled - lse)
+        ids = plgpu.broadcasted_iota(jnp.int32, found.shape, 1, layout=plgpu.Layout.WGMMA)
+        found = jnp.where(ids + column == label, found - 1.0, found).astype(out.dtype)
+        for i in range(found.shape[1] // STORE):
+            smem = staged.at[worker, i % 2]
+            plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+            smem[...] = found[:, i * STORE : (i + 1) * STORE]
+            plgpu.commit_smem()
+            columns = pl.ds(pl.multiple_of(column + i * STORE, STORE), STORE)
+            plgpu.copy_smem_to_gmem(smem, out.at[pl.ds(row, ROWS), columns])
+        return carry
+
+    return Work(start, tile, lambda *_: None)

@@ -1,0 +1,136 @@
+"""Logits that are never all there: a vocabulary in parts, the labels and columns of each part.
+
+[N] rows, [D] width, [V] vocabulary; in [P] parts of [C] columns: column c of part p is c * P + p,
+so that a part of a matrix that is split over devices lies evenly on all of them.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from hfjax.pallas_kernels.varying import zeros
+
+LOG2E = math.log2(math.e)
+LOWEST = -1e30  # the maximum of nothing: finite, so that no inf - inf appears
+EVEN = 8  # rows of a matrix as the copies of a GPU take them
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """Sizes: of a tile in shared memory, of the ring, of the order of tiles, of the parts.
+
+    `parts`: backward, the vocabulary goes through memory in so many parts (what is there of the
+    logits at once is 1 / parts of them), fewer where one would be narrower than `least` columns,
+    below which matrix products are inefficient.
+    """
+
+    columns: int = 256
+    depth: int = 64
+    stages: int = 4
+    group: int = 16  # tiles of rows that run side by side: their x stays in the L2 cache
+    blocks: int = 132  # multiprocessors of an H100 or H200
+    parts: int = 8
+    least: int = 2048
+
+    def __post_init__(self):
+        if self.columns not in (64, 128, 192, 256) or self.depth != 64:
+            raise ValueError(
+                f"Tuning(columns={self.columns}, depth={self.depth}): columns are 64, 128, 192 or "
+                "256 (one matrix instruction), depth is 64 (128 bytes, the swizzle)."
+            )
+        if self.stages < 2 or min(self.group, self.blocks, self.parts, self.least) < 1:
+            raise ValueError(f"{self}: give at least 2 stages, and 1 of all others.")
+
+    def parts_of(self, vocab: int) -> int:
+        """Return into how many parts a vocabulary is split.
+
+        >>> Tuning().parts_of(50304), Tuning().parts_of(6288), Tuning().parts_of(256)
+        (8, 3, 1)
+        """
+        return min(self.parts, max(1, vocab // self.least))
+
+
+@dataclass(frozen=True)
+class Columns:
+    """The columns of the vocabulary that are here: where they begin, how many of them are real."""
+
+    first: Any
+    real: Any
+
+    def labels(self, labels_N: jax.Array) -> jax.Array:
+        """Return each label as a column here; no column of ours where it is none of them."""
+        here = labels_N - self.first
+        return jnp.where((labels_N >= 0) & (here >= 0) & (here < self.real), here, -1)
+
+    def part(self, labels_N: jax.Array, part: Any, parts: int) -> tuple[jax.Array, jax.Array]:
+        """Return (the labels' columns in a part, how many columns of it are real)."""
+        here = self.labels(labels_N)
+        ours = (here >= 0) & (lax.rem(here, jnp.int32(parts)) == part)
+        real = lax.div(jnp.int32(self.real) - part + parts - 1, jnp.int32(parts))
+        return jnp.where(ours, lax.div(here, jnp.int32(parts)), -1), real
+
+
+def in_parts(w_VD: jax.Array, parts: int) -> jax.Array:
+    """Return w as [C, P, D], padded with zeros where it does not split evenly."""
+    beyond = -w_VD.shape[0] % (parts * EVEN)
+    w = jnp.pad(w_VD, ((0, beyond), (0, 0))) if beyond else w_VD
+    return w.reshape(-1, parts, w.shape[1])
+
+
+def wide(dtype: Any) -> Any:
+    """Return the dtype in which sums are taken: float32, or wider."""
+    return jnp.promote_types(dtype, jnp.float32)
+
+
+def product(a: jax.Array, b: jax.Array, dims: tuple[int, int]) -> jax.Array:
+    """Return a matrix product over dimension dims[0] of a and dims[1] of b, summed in `wide`."""
+    contracted = (((dims[0],), (dims[1],)), ((), ()))
+    return lax.dot_general(a, b, contracted, preferred_element_type=wide(a.dtype))
+
+
+def statistics(
+    x_ND: jax.Array, w_VD: jax.Array, labels_N: jax.Array, columns: Columns, tuning: Tuning
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return max, sum of exponentials relative to it, and the label's logit, of each row."""
+    parts = tuning.parts_of(w_VD.shape[0])
+    w_CPD = in_parts(w_VD, parts)
+
+    def one(part, carry):
+        most, total, picked = carry
+        part = jnp.int32(part)
+        labels, real = columns.part(labels_N, part, parts)
+        logits, ids = _logits(x_ND, w_CPD, part, real)
+        new = jnp.maximum(most, logits.max(1))
+        total = total * jnp.exp(most - new) + jnp.exp(logits - new[:, None]).sum(1)
+        return new, total, picked + jnp.where(ids == labels[:, None], logits, 0).sum(1)
+
+    zero = zeros(x_ND.shape[:1], x_ND, wide(x_ND.dtype))
+    return lax.fori_loop(0, parts, one, (zero + LOWEST, zero, zero))
+
+
+def _logits(x_ND: jax.Array, w_CPD: jax.Array, part: Any, real: Any) -> tuple[jax.Array, jax.Array]:
+    """Return (the logits of a part [N, C], -inf where no column is real; the columns' numbers)."""
+    logits = product(x_ND, w_CPD[:, part], (1, 1))
+    ids = lax.broadcasted_iota(jnp.int32, (1, logits.shape[1]), 1)
+    return jnp.where(ids < real, logits, -jnp.inf), ids
+
+
+def probabilities(
+    numbers: tuple[Any, Any],
+    operands: tuple[jax.Array, jax.Array],
+    rows_N: tuple[jax.Array, jax.Array],
+    tuning: Tuning,
+) -> jax.Array:
+    """Return softmax - onehot of a part of the vocabulary, [N, C] in x's dtype.
+
+    numbers: [part, how many columns of it are real]; operands: x_ND and w_CPD; rows_N: logsumexp
+    and the label's column in the part.
+    """
+    (x_ND, w_CPD), (logsumexp, labels) = operands, rows_N
+    logits, ids = _logits(x_ND, w_CPD, numbers[0], numbers[1])
+    found = jnp.exp(logits - logsumexp[:, None])
+    return jnp.where(ids == labels[:, None], found - 1, found).astype(x_ND.dtype)

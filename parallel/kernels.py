@@ -1,0 +1,94 @@
+"""The kernels of a step: handed to the modules and to the optimizer that have use for them."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from hfjax.pallas_kernels import cross_entropy, flash_block
+from hfjax.pallas_kernels.choice import Choice, Wanted
+from hfjax.pallas_kernels.handing import Projection
+from hfjax.parallel import sharded_kernels
+from hfjax.rows import aligned
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """Chooses the form of each capability on a mesh, and remembers what was chosen: print it.
+
+    Known once the step is traced: what nothing in the step asked for is not in it.
+    """
+
+    wanted: Wanted
+    mesh: Mesh
+    without_logits: bool = False  # the loss takes a Projection in place of logits
+    choices: dict[str, Choice] = field(default_factory=dict, compare=False)
+
+    @classmethod
+    def of(cls, wanted: Wanted, mesh: Mesh, loss: Callable) -> "Kernels":
+        """Return the kernels of a step with this loss."""
+        return cls(wanted, mesh, getattr(loss, "takes_projection", False))
+
+    def form(self, kernel: str, refusal: str | None = None) -> str:
+        """Return the form to take: pallas, xla or reference."""
+        choice = self.wanted.choose(kernel, self.mesh.devices.flat[0], refusal)
+        self.choices[kernel] = choice
+        return choice.form
+
+    # -- what modules ask for: see hfjax.models.parts.Plain ---------------------------------------
+
+    def attention(self, attend: Callable) -> Callable:
+        """Return the attention that a layer runs; one of the user's own stays as it is."""
+        replaceable = getattr(attend, "is_causal_attention", False)
+        return partial(self._attend, attend) if replaceable else attend
+
+    def matmul(self, place: Any, between: tuple, multiply: Callable) -> Callable:
+        """Return the product of a linear map between two named dimensions."""
+        return multiply
+
+    def outputs(
+        self, x_BSD: jax.Array, kernel_VD: jax.Array, vocab: int, logits: Callable[[], jax.Array]
+    ) -> Any:
+        """Return what the loss is given: logits, or a projection that they are never made of."""
+        form = self.form("cross_entropy", self._refuses_projection(x_BSD, kernel_VD))
+        if form not in sharded_kernels.FORMS or not self.without_logits:
+            return logits()
+        return Projection(x_BSD, kernel_VD, sharded_kernels.losses(self.mesh, form, vocab))
+
+    # -- each in the form that was chosen ---------------------------------------------------------
+
+    def _attend(self, plain: Callable, *operands: jax.Array) -> jax.Array:
+        """The operands: q_BSHD, k_BSGD, v_BSGD, and documents_BS if there are any."""
+        form = self.form("flash_block", self._refuses_attention(*operands[:3]))
+        if form not in sharded_kernels.FORMS:
+            return plain(*operands)
+        return sharded_kernels.attention(self.mesh, form, len(operands) == 4)(*operands)
+
+    # -- what none of them can take ---------------------------------------------------------------
+
+    @property
+    def _shards(self) -> int:
+        return self.mesh.shape["tensor"]
+
+    def _refuses_attention(self, q: jax.Array, k: jax.Array, v: jax.Array) -> str | None:
+        if k.shape[2] % self._shards:
+            return f"{k.shape[2]} heads of keys do not divide by a tensor axis of {self._shards}"
+        return flash_block.refuses(q, k, v)
+
+    def _refuses_projection(self, x_BSD: jax.Array, kernel_VD: jax.Array) -> str | None:
+        if not self.without_logits:
+            return (
+                "the loss takes logits; mark one that takes a projection with "
+                "hfjax.pallas_kernels.handing.takes_projection"
+            )
+        if kernel_VD.shape[0] % self._shards:
+            return f"{kernel_VD.shape[0]} rows of the vocabulary do not divide by {self._shards}"
+        rows = jax.ShapeDtypeStruct((x_BSD[..., 0].size, x_BSD.shape[-1]), x_BSD.dtype)
+        return cross_entropy.refuses(rows, kernel_VD, jax.ShapeDtypeStruct(rows.shape[:1], "int32"))
+
+    def __str__(self) -> str:
+        rows = [[c.kernel, c.form, c.why] for c in self.choices.values()]
+        return "\n".join(aligned(rows)) if rows else "no kernel has a part in this step"

@@ -1,0 +1,52 @@
+"""Where activations lie: the `place` that a layout hands to every module that asks for it."""
+
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+from jax import lax
+from jax.sharding import Mesh, PartitionSpec as P
+
+from hfjax.parallel.mesh import TENSOR_AXES, in_use
+from hfjax.parallel.placement import auto_part
+from hfjax.parallel.strategy import Axes, Strategy
+
+Names = tuple[str | None, ...]  # of an activation's dimensions
+
+
+@dataclass(frozen=True, eq=False)
+class Placer:
+    """Puts an activation where the strategy's rows say; one on each mesh and strategy."""
+
+    mesh: Mesh
+    strategy: Strategy
+
+    def __call__(self, x: jax.Array, names: Names, gradient: Names | None = None) -> jax.Array:
+        """Return x, placed; `gradient` names where its gradient lies (None: where x does)."""
+        return _place(self, names, gradient, x) if in_use(self.mesh, TENSOR_AXES) else x
+
+    def axes(self, name: str | None) -> Axes:
+        """Return the tensor axes that split a named dimension of activations."""
+        rows = self.strategy.activations.get(name or "", ())
+        return in_use(self.mesh, [axis for axis in rows if axis in TENSOR_AXES])
+
+    def put(self, x: jax.Array, names: Names) -> jax.Array:
+        """Return x, constrained."""
+        rows = [self.strategy.activations.get(name or "", ()) for name in names]
+        return lax.with_sharding_constraint(x, auto_part(P(*rows)))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _place(placer: Placer, names: Names, gradient: Names | None, x: jax.Array) -> jax.Array:
+    return placer.put(x, names)
+
+
+def _forward(placer: Placer, names: Names, gradient: Names | None, x: jax.Array):
+    return placer.put(x, names), None
+
+
+def _backward(placer: Placer, names: Names, gradient: Names | None, _: None, dx: jax.Array):
+    return (placer.put(dx, gradient or names),)
+
+
+_place.defvjp(_forward, _backward)

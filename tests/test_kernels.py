@@ -1,0 +1,130 @@
+"""Which form a kernel takes: what was asked for, what the device can run, what was measured."""
+
+from dataclasses import dataclass
+
+import jax
+import pytest
+
+import hfjax
+from hfjax import kernels
+from hfjax.__main__ import main
+from hfjax.models.gpt import next_token_loss
+from hfjax.pallas_kernels import choice
+from hfjax.pallas_kernels.choice import KERNELS, Wanted
+from hfjax.target import GPUS
+from tests.small_gpt import gpt_layout
+
+H200 = GPUS["h200"]
+
+
+@dataclass(frozen=True)
+class Ampere:
+    platform: str = "gpu"
+    device_kind: str = "NVIDIA A100"
+    compute_capability: str = "8.0"
+
+
+@pytest.fixture
+def measured(monkeypatch):
+    rows = {
+        "flash_block": {"ratio": 1.07, "rival": "cuDNN", "jax": "0.11.2", "date": "2026-11-21"},
+        "cross_entropy": {"ratio": 0.9, "rival": "XLA", "jax": "0.11.2", "date": "2026-11-21"},
+    }
+    monkeypatch.setattr(choice, "_table", lambda: {"NVIDIA H200": rows})
+
+
+def test_a_kernel_that_was_measured_to_win_is_taken(measured):
+    taken = Wanted.of("auto").choose("flash_block", H200)
+    assert str(taken) == ("flash_block: pallas (measured 1.07x cuDNN on NVIDIA H200, jax 0.11.2)")
+
+
+def test_a_kernel_that_loses_is_not(measured):
+    taken = Wanted.of("auto").choose("cross_entropy", H200)
+    assert taken.form == "xla"
+    assert "measured 0.90x XLA" in taken.why
+
+
+def test_a_kernel_that_nobody_measured_is_not_taken(measured):
+    taken = Wanted.of("auto").choose("adamw_shard", H200)
+    assert (taken.form, taken.why) == (
+        "xla",
+        "not measured on NVIDIA H200 yet: `make gpu` measures",
+    )
+
+
+def test_what_was_measured_on_one_device_does_not_count_on_another(measured):
+    assert Wanted.of("auto").choose("flash_block", GPUS["h100"]).form == "xla"
+
+
+def test_operands_that_a_kernel_cannot_take_go_to_xla(measured):
+    taken = Wanted.of("auto").choose("flash_block", H200, "head dim 80 is none of 64, 128")
+    assert (taken.form, taken.why) == ("xla", "head dim 80 is none of 64, 128")
+
+
+def test_a_kernel_that_was_asked_for_is_taken_unmeasured():
+    assert Wanted.of("pallas").choose("adamw_shard", H200).form == "pallas"
+
+
+def test_each_kernel_may_have_its_own_word():
+    wanted = Wanted.of({"adamw_shard": "xla", "*": "pallas"})
+    forms = {kernel: wanted.choose(kernel, H200).form for kernel in KERNELS}
+    assert forms == {kernel: "pallas" for kernel in KERNELS} | {"adamw_shard": "xla"}
+
+
+@pytest.mark.parametrize(
+    ("device", "why"),
+    [
+        (jax.devices()[0], "a cpu device runs no kernel; they are written for Hopper"),
+        (Ampere(), r"NVIDIA A100 has compute capability 8.0; .* \(9.0: H100, H200\)"),
+    ],
+    ids=["cpu", "A100"],
+)
+def test_asking_for_kernels_where_none_can_run_is_an_error(device, why):
+    with pytest.raises(ValueError, match=f'kernels="pallas": adamw_shard cannot run here: {why}'):
+        Wanted.of("pallas").choose("adamw_shard", device)
+
+
+def test_a_step_or_an_evaluation_refuses_kernels_that_cannot_run():
+    layout = gpt_layout(hfjax.DDP, {"data": 1}, devices=jax.devices()[:1])
+    for make in (hfjax.train_step, hfjax.eval_step):
+        with pytest.raises(
+            ValueError, match=r'kernels="pallas": a cpu device runs no kernel.*auto'
+        ):
+            make(layout, next_token_loss, kernels="pallas")
+
+
+def test_asking_for_a_kernel_that_cannot_take_its_operands_is_an_error():
+    with pytest.raises(ValueError, match=r"flash_block cannot run here: head dim 80.*auto"):
+        Wanted.of("pallas").choose("flash_block", H200, "head dim 80 is none of 64, 128")
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ("triton", "kernels='triton': one of auto, pallas, xla, reference"),
+        ({"flash": "xla"}, "'flash' is none of them: flash_block"),
+        ({"flash_block": "no"}, "kernels='no': one of auto"),
+    ],
+    ids=["word", "kernel", "word of a kernel"],
+)
+def test_a_wrong_word_or_kernel_is_refused(given, told):
+    with pytest.raises(ValueError, match=told):
+        hfjax.Execution(kernels=given)
+
+
+def test_the_command_shows_every_kernel_with_its_reason(capsys, monkeypatch):
+    monkeypatch.setattr(choice, "_table", dict)
+    assert main(["kernels", "--gpu", "h200"]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[0] == "NVIDIA H200"
+    assert [line.split()[0] for line in shown[2:]] == list(KERNELS)
+    assert all("xla" in line and "not measured" in line for line in shown[2:])
+
+
+def test_the_command_refuses_kernels_where_none_can_run(capsys):
+    assert main(["kernels", "--kernels", "pallas"]) == 1
+    assert "a cpu device runs no kernel" in capsys.readouterr().err
+
+
+def test_the_table_is_of_the_device_here():
+    assert kernels.table().splitlines()[0] == jax.devices()[0].device_kind
