@@ -98,12 +98,15 @@ def descended(how, feedback, size=4, steps=400):
     steep = jnp.zeros((size, 256)).at[:, 0].set(jnp.array([400.0, -400.0, 800.0, -800.0]))
     targets = normal(0, (size, 256)) * 4 + steep
     reduce = reduced_over(mesh, how)
-    at, errors = jnp.zeros(256), Errors(jnp.zeros((size, 256)), jnp.zeros(256))
-    for _ in range(steps):
+
+    def step(_, held):
+        at, errors = held
         total, new = reduce(at[None] - targets, errors)
-        at = at - 0.02 * total[0]
-        errors = new if feedback else errors
-    return float(jnp.abs(at - targets.mean(axis=0)).max())
+        return at - 0.02 * total[0], new if feedback else errors
+
+    none = Errors(jnp.zeros((size, 256)), jnp.zeros(256))
+    run = jax.jit(lambda: lax.fori_loop(0, steps, step, (jnp.zeros(256), none)))
+    return float(jnp.abs(run()[0] - targets.mean(axis=0)).max())
 
 
 @pytest.mark.parametrize("how", HOW)
@@ -178,13 +181,13 @@ def equal_on(sizes, axis, how="int8", block=128, rows=5, dtype=F32, tuning=SMALL
         close(*(on_devices(f, mesh, x, error) for f in (kernel, form)))
 
 
-@pytest.mark.parametrize(("sizes", "axis"), RINGS, ids=str)
+@pytest.mark.parametrize(("sizes", "axis"), RINGS[:4], ids=str)
 def test_the_kernels_equal_the_plain_forms(interpreted_ring, sizes, axis):  # noqa: F811
     equal_on(sizes, axis)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("sizes", "axis"), LONG, ids=str)
+@pytest.mark.parametrize(("sizes", "axis"), LONG + RINGS[4:], ids=str)
 def test_the_kernels_are_equal_on_longer_rings(
     interpreted_ring,  # noqa: F811
     sizes,
@@ -248,7 +251,7 @@ def test_virtual_ranks_on_one_device_give_the_same(interpreted_ring, how):  # no
     [
         ("compressed_all_gather", (8, 256), F32, ("a", "b"), 2, "int8", "one axis is needed"),
         ("compressed_all_gather", (8, 256), F32, "a", 9, "int8", "at most 8 GPUs"),
-        ("compressed_reduce_scatter", (9, 256), F32, "a", 2, "int8", "rows must be a multiple of 2"),
+        ("compressed_reduce_scatter", (9, 256), F32, "a", 2, "int8", "rows must be a multiple"),
         ("compressed_reduce_scatter", (8, 96), F32, "a", 2, "int8", "so x one of 512. Pad x"),
         ("compressed_all_reduce", (2, 128), F32, "a", 2, "fp8", "a multiple of block=256"),
         ("compressed_all_reduce", (8, 256), jnp.int32, "a", 2, "fp8", "float32, bfloat16 or"),
@@ -274,12 +277,10 @@ def test_what_is_refused_raises():
 
 @pytest.mark.parametrize("how", HOW)
 def test_the_kernels_lower_for_cuda(how):
-    for sizes, axis in (((8,), "first"), ((2, 4), "first")):
+    for sizes, axis, check in (((8,), "first", True), ((2, 4), "first", False)):
         mesh, (x, error) = mesh_of(*sizes), pair((512, 256))
         for f in (room.compressed_reduce_scatter, room.compressed_all_gather):
-            run = partial(f, axis=axis, how=how)
-            for check in (True, False):
-                lowered(mapped(run, mesh, check), x, error)
+            lowered(mapped(partial(f, axis=axis, how=how), mesh, check), x, error)
     for size in (1, 4):
         scatter = partial(compressed_kernel.scatter, VirtualRing(size), how=how)
         lowered(partial(scatter, tuning=room.Tuning(blocks=32)), *pair((size, size, 8, 256)))
