@@ -1,29 +1,38 @@
 # Needs only python3 (3.11 or newer), pip, make and git.
-PY := .venv/bin/python
+# Another Python: make test-cuda PYTHON=python3.12 VENV=.venv312
+# More of the GPU: make gpu GPU="--out DIR --only ceilings 124M-16 --record"; make gpu GPU=--help
+PYTHON := python3
+VENV := .venv
+PY := $(VENV)/bin/python
 
-.PHONY: demo test test-all test-cuda lint
-demo: .venv/ok  ## train a GPT on 8 fake CPU devices under every strategy
+.PHONY: demo test test-all wheels test-cuda gpu lint
+demo: $(VENV)/ok  ## train a GPT on 8 fake CPU devices under every strategy
 	$(PY) -m hfjax demo
 
-test: .venv/ok  ## the standard suite
+test: $(VENV)/ok  ## the standard suite
 	$(PY) -m pytest -q -n 2 -m "not slow"
 
-test-all: .venv/ok  ## with the long matrix: every strategy in float64
+test-all: $(VENV)/ok  ## with the long matrix: every strategy in float64
 	$(PY) -m pytest -q -n 2
 
-test-cuda: .venv/ok  ## install the wheels that compile for CUDA (no GPU is needed), run what uses them
-	python3 -m pip --python .venv install --quiet --no-deps \
+wheels: $(VENV)/ok  ## install the wheels that compile for CUDA (no GPU is needed)
+	python3 -m pip --python $(VENV) install --quiet --no-deps \
 	  $$($(PY) -c "from hfjax.target import wheels; print(*wheels())")
+
+test-cuda: wheels  ## run what reads programs compiled for GPUs
 	$(PY) -m pytest -q -m cuda
 
-lint: .venv/ok
-	.venv/bin/ruff format --check .
-	.venv/bin/ruff check .
-	.venv/bin/pyright
-	.venv/bin/lint-imports
+gpu:  ## on a machine with a GPU, in ten minutes: its tests and benchmarks; installs nothing
+	PYTHONPATH=. $(PYTHON) -m benchmarks.gpu $(GPU)
 
-# --without-pip: Debian's python3 has no ensurepip; the outer pip fills the venv.
-.venv/ok: pyproject.toml
-	python3 -m venv --without-pip .venv
-	python3 -m pip --python .venv install --quiet --editable '.[dev]'
+lint: $(VENV)/ok
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/pyright
+	$(VENV)/bin/lint-imports
+
+# --without-pip: Debian's python3 has no ensurepip; the outer pip fills the environment.
+$(VENV)/ok: pyproject.toml
+	$(PYTHON) -m venv --without-pip $(VENV)
+	python3 -m pip --python $(VENV) install --quiet --editable '.[dev]'
 	touch $@

@@ -1,5 +1,6 @@
 """hfjax: train a model on more than one device. A strategy is a table; the program follows it."""
 
+from hfjax.adamw import adamw
 from hfjax.batches import full, rows_of_process, shard_batch
 from hfjax.checkpoint import Checkpoints, Keep, Restored, latest, recorded, restore, save
 from hfjax.least import least_offload
@@ -68,6 +69,7 @@ __all__ = [
     "State",
     "Strategy",
     "Transfers",
+    "adamw",
     "averaged",
     "by_path",
     "canonical",

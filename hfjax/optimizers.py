@@ -109,6 +109,7 @@ class Master(optax.GradientTransformationExtraArgs):
     """An optimizer of master weights, which knows how the parameters of the state are stored."""
 
     stored: Any
+    inner: Any  # the optimizer that it was made of
 
 
 def master(optimizer: optax.GradientTransformation, stored: Any = "bfloat16") -> Master:
@@ -140,7 +141,7 @@ def master(optimizer: optax.GradientTransformation, stored: Any = "bfloat16") ->
         return apart, Mastered(kept, new)
 
     made = Master(init, update)
-    made.stored = dtype
+    made.stored, made.inner = dtype, optimizer
     return made
 
 

@@ -17,6 +17,7 @@ from hfjax.check_step import check_given, check_runs
 from hfjax.elementwise import check_elementwise, check_padding
 from hfjax.in_backward import InBackward, check_in_backward
 from hfjax.mean import Mean
+from hfjax.one_pass import OnePass
 from hfjax.optimizers import from_master
 from hfjax.parallel.compiler import compiler_options as options_of, joined, options_of_host
 from hfjax.parallel.execution import Execution, Precision
@@ -98,6 +99,9 @@ class TrainStep:
         self._shardings = replace(layout.shardings(), order=None)
         self._batch = NamedSharding(layout.mesh, P(BATCH_AXES))
         self._streamed = Streamed(layout) if layout.hosted else None
+        alone = isinstance(self._pass, AsynchronousPass | InBackward)
+        obstacle = "each layer is updated by itself in this step" if alone else None
+        self._one_pass = OnePass.of(layout, self.kernels, obstacle)
         self._watch = Watch(layout, execution.nonfinite, execution.patience)
         options = _options(layout, execution)
         if layout.hosted or execution.offload:
@@ -218,11 +222,14 @@ class TrainStep:
         gradients, mean, statistics = self._plane.gradients(params, variables, batch, state.step)
         squares = {path: (g * g).sum() for path, g in gradients.items()}
         norm = jnp.sqrt(jnp.stack(list(squares.values())).sum()) / mean.weight
-        scaled = lambda gradients: self._scale(gradients, norm, mean.weight)
+        scale = lambda: self._scale(norm, mean.weight)
+        scaled = lambda gradients: self._scaled(gradients, scale())
 
         def update(params: Flat, moments: Any, keep: jax.Array | None = None) -> tuple:
             if self._streamed is not None:
                 return self._streamed(Held(gradients, params, moments), scaled, keep)
+            if self._one_pass is not None:
+                return self._one_pass(gradients, params, moments, scale(), keep)
             return self._update(params, scaled(gradients), moments)
 
         return Passed(mean, norm, update, statistics, squares)
@@ -232,11 +239,12 @@ class TrainStep:
 
         A branch costs a CPU nothing, a selection one more copy; a branch costs a GPU a wait for
         the host, a selection nothing. What is streamed is selected part by part: no branch holds
-        the state twice, and on the host nothing can be selected.
+        the state twice, and on the host nothing can be selected. An update in one pass selects by
+        itself.
         """
         if self.execution.nonfinite == "apply":
             return update(held)
-        if self._streamed is not None:
+        if self._streamed is not None or self._one_pass is not None:
             *updated, new = update(held, finite)
             return *updated, jax.tree.map(lambda x, old: jnp.where(finite, x, old), new, held[2])
         if platform_of(self.layout.mesh) == "cpu":
@@ -244,11 +252,14 @@ class TrainStep:
         choose = lambda new, old: jnp.where(finite, new, old)
         return jax.tree.map(choose, update(held), held)
 
-    def _scale(self, gradients: dict, norm: jax.Array, weight: jax.Array) -> dict:
-        """Return gradients of the mean from those of the total, clipped."""
+    def _scale(self, norm: jax.Array, weight: jax.Array) -> jax.Array:
+        """Return the factor that makes of gradients of the total those of the mean, clipped."""
         scale = 1 / weight
         if self.execution.clip is not None:
             scale *= self.execution.clip / jnp.maximum(norm, self.execution.clip)
+        return scale
+
+    def _scaled(self, gradients: dict, scale: jax.Array) -> dict:
         return {
             path: (g * scale.astype(g.dtype)).astype(self.layout.working_dtype(path))
             for path, g in gradients.items()

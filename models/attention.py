@@ -10,9 +10,12 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
+from hfjax.pallas_kernels.handing import is_causal_attention
+
 BLOCKS = 4  # of queries: a later block attends to more keys, so 3/8 of the work is skipped
 
 
+@is_causal_attention
 def causal_attention(
     q_BSHD: jax.Array,
     k_BSGD: jax.Array,

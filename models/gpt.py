@@ -145,7 +145,7 @@ class Block(nnx.Module):
     def _add(self, x: jax.Array, part: Callable, norm: LayerNorm, dropout: Dropout) -> jax.Array:
         """The norm and the dropout work on the sequence as the residual stream is split."""
         normed = norm(self.place(x, STREAM))
-        return x + dropout(self.place(part(self.place(normed, WHOLE, STREAM)), STREAM))
+        return x + dropout(self.place(part(normed), STREAM))
 
 
 class GPT(nnx.Module):

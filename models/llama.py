@@ -147,7 +147,7 @@ class Block(nnx.Module):
     def _add(self, x: jax.Array, part: Callable, norm: RMSNorm) -> jax.Array:
         """The norm works on the sequence as the residual stream is split."""
         normed = norm(self.place(x, STREAM))
-        return x + self.place(part(self.place(normed, WHOLE, STREAM)), STREAM)
+        return x + self.place(part(normed), STREAM)
 
 
 class Llama(nnx.Module):

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from hfjax.mean import Mean
-from hfjax.pallas_kernels.projection import Projection, takes_projection
+from hfjax.pallas_kernels.handing import Projection, takes_projection
 
 
 @takes_projection

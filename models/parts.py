@@ -44,6 +44,9 @@ class Anywhere:
     def __call__(self, x: jax.Array, names: Axes, gradient: Axes | None = None) -> jax.Array:
         return x
 
+    def axes(self, name: str | None) -> tuple[str, ...]:
+        return ()
+
 
 anywhere = Anywhere()
 
@@ -55,6 +58,9 @@ class Plain:
 
     def attention(self, attend: Callable) -> Callable:
         return attend
+
+    def matmul(self, place: Callable, between: Axes, multiply: Callable) -> Callable:
+        return multiply
 
     def outputs(
         self, x_BSD: jax.Array, kernel_VD: Any, vocab: int, logits: Callable[[], jax.Array]
@@ -107,18 +113,26 @@ class Linear(nnx.Module):
         self.kernel = nnx.Param(kernel, axes=axes)
         zeros = lambda: jnp.zeros(shape[self.inputs :])
         self.bias = nnx.Param(zeros(), axes=axes[self.inputs :]) if bias else None
-        self.output_axis = axes[self.inputs]  # the one that may be split: heads, mlp
-        self.place = anywhere
+        self.between = (axes[0], axes[self.inputs])  # embed, and what may be split: heads, mlp
+        self.place, self.kernels = anywhere, plain
 
     def __call__(self, x: jax.Array) -> jax.Array:
         kernel = jnp.asarray(self.kernel[...])
         rows, inputs = x.shape[: -self.inputs], math.prod(kernel.shape[: self.inputs])
-        whole = partial(self.place, names=("batch", None, self.output_axis))
-        y: Any = project(whole, x.reshape(*rows, inputs), kernel.reshape(inputs, -1))
+        multiply = self.kernels.matmul(self.place, self.between, self._multiply)
+        y: Any = multiply(x.reshape(*rows, inputs), kernel.reshape(inputs, -1))
         y = y.reshape(*rows, *kernel.shape[self.inputs :])
         if self.bias is None:
             return y
         return y + jnp.expand_dims(jnp.asarray(self.bias[...]), range(len(rows)))
+
+    def _multiply(self, x_BSI: jax.Array, kernel_IO: jax.Array) -> jax.Array:
+        """Return x @ kernel; of a sequence that is split, the whole enters a layer."""
+        if self.between[0] == "embed":
+            x_BSI = self.place(x_BSI, WHOLE, STREAM)
+        return project(
+            partial(self.place, names=("batch", None, self.between[1])), x_BSI, kernel_IO
+        )
 
 
 class LayerNorm(nnx.Module):

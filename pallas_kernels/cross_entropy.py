@@ -40,7 +40,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from hfjax.pallas_kernels import logit_tiles, logits
-from hfjax.pallas_kernels.logits import Columns, Tuning, alike, product, take, varying, zeros
+from hfjax.pallas_kernels.logits import Columns, Tuning, product, take, wide
+from hfjax.pallas_kernels.varying import alike, varying, zeros
 
 __all__ = ["Tuning", "cross_entropy", "reference", "refuses"]
 
@@ -61,7 +62,7 @@ def cross_entropy(
     """
     if why := refuses(x_ND, w_VD, labels_N):
         raise ValueError(why)
-    return _each_row(x_ND, w_VD, labels_N, Problem(axis, vocab, tuning, *KERNEL))
+    return _each_row(x_ND, w_VD, labels_N, Problem.of(True, axis, vocab, tuning))
 
 
 def reference(
@@ -82,7 +83,7 @@ def reference(
         raise ValueError(why)
     dtype = jnp.promote_types(x_ND.dtype, w_VD.dtype)
     operands = (x_ND.astype(dtype), w_VD.astype(dtype))
-    return _each_row(*operands, labels_N, Problem(axis, vocab, tuning, *PLAIN))
+    return _each_row(*operands, labels_N, Problem.of(False, axis, vocab, tuning))
 
 
 def refuses(x_ND: Any, w_VD: Any, labels_N: Any) -> str | None:
@@ -122,6 +123,11 @@ class Problem:
     statistics: Callable
     probabilities: Callable
 
+    @classmethod
+    def of(cls, kernel: bool, axis: Axis, vocab: int | None, tuning: Tuning) -> "Problem":
+        """Return the problem, for the kernel or for plain JAX."""
+        return cls(axis, vocab, tuning, *(KERNEL if kernel else PLAIN))
+
     @property
     def axes(self) -> tuple[str, ...]:
         return (self.axis,) if isinstance(self.axis, str) else tuple(self.axis or ())
@@ -150,10 +156,11 @@ def _each_row(x: jax.Array, w: jax.Array, labels: jax.Array, problem: Problem) -
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _losses(problem: Problem, x_ND: jax.Array, w_VD: jax.Array, labels_N: jax.Array) -> jax.Array:
-    return _forward(problem, x_ND, w_VD, labels_N)[0]
+    return forward(problem, x_ND, w_VD, labels_N)[0]
 
 
-def _forward(problem: Problem, x_ND: jax.Array, w_VD: jax.Array, labels_N: jax.Array):
+def forward(problem: Problem, x_ND: jax.Array, w_VD: jax.Array, labels_N: jax.Array):
+    """Return (the loss of each row, what `backward` needs: the operands and logsumexp)."""
     found = problem.statistics(x_ND, w_VD, labels_N, problem.columns(w_VD), problem.tuning)
     logsumexp, picked = _over(problem.axes, *found)
     losses = jnp.where(labels_N < problem.size(w_VD), logsumexp - picked, jnp.nan)
@@ -170,10 +177,9 @@ def _over(axes: tuple[str, ...], most: jax.Array, total: jax.Array, picked: jax.
     return highest + jnp.log(total), picked
 
 
-def _backward(problem: Problem, saved: tuple, g_N: jax.Array):
+def backward(problem: Problem, saved: tuple, g_N: jax.Array):
+    """Return (dx, this device's share of it; dw; nothing for the labels)."""
     x_ND, w_VD, labels_N, _ = saved
-    if not problem.tracked and problem.axes:
-        g_N = lax.psum(g_N, problem.axes)  # as the transpose of a sum does without check_vma
     g_N = jnp.where(labels_N < problem.size(w_VD), g_N, jnp.nan)
     g_N = jnp.where(labels_N < 0, 0, g_N)
     most = jnp.abs(g_N).max()
@@ -204,12 +210,18 @@ def _gradients(problem: Problem, saved: tuple, weights_N: jax.Array, scale: jax.
         dw_CPD = lax.dynamic_update_index_in_dim(dw_CPD, dw, part, 1)
         return dx + product(found, w_CD, (1, 0)), dw_CPD
 
-    start = zeros(x_ND.shape, x_ND), zeros(w_CPD.shape, w_VD, w_VD.dtype)
+    start = zeros(x_ND.shape, x_ND, wide(x_ND.dtype)), zeros(w_CPD.shape, w_VD, w_VD.dtype)
     dx, dw_CPD = lax.fori_loop(0, parts, one, start)
     return dx, dw_CPD.reshape(-1, w_VD.shape[1])[: w_VD.shape[0]]
 
 
-_losses.defvjp(_forward, _backward)
+def _transposed(problem: Problem, saved: tuple, g_N: jax.Array):
+    if not problem.tracked and problem.axes:
+        g_N = lax.psum(g_N, problem.axes)  # as the transpose of a sum does without check_vma
+    return backward(problem, saved, g_N)
+
+
+_losses.defvjp(forward, _transposed)
 
 PLAIN = (logits.statistics, logits.probabilities)
 KERNEL = (logit_tiles.statistics, logit_tiles.probabilities)

@@ -25,11 +25,10 @@ from hfjax.pallas_kernels.logits import (
     LOWEST,
     Columns,
     Tuning,
-    alike,
     in_parts,
-    varying,
 )
 from hfjax.pallas_kernels.mosaic import kernel, load, tiled
+from hfjax.pallas_kernels.varying import alike, varying
 
 ROWS = 64  # of one warpgroup: what one wgmma takes
 WORKERS = 2  # warpgroups that multiply; one more copies

@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from hfjax.pallas_kernels.varying import zeros
+
 LOG2E = math.log2(math.e)
 LOWEST = -1e30  # the maximum of nothing: finite, so that no inf - inf appears
 EVEN = 8  # rows of a matrix as the copies of a GPU take them
@@ -95,22 +97,6 @@ def wide(dtype: Any) -> Any:
     return jnp.promote_types(dtype, jnp.float32)
 
 
-def varying(x: Any) -> frozenset[str]:
-    """Return the axes of a mesh over which a value is known to differ between devices."""
-    return frozenset(jax.typeof(x).manual_axis_type.varying)
-
-
-def alike(x: Any, axes: frozenset[str]) -> Any:
-    """Return x, marked as differing over these axes (and those over which it does already)."""
-    missing = tuple(sorted(axes - varying(x)))
-    return lax.pcast(x, missing, to="varying") if missing else x
-
-
-def zeros(shape: tuple[int, ...], like: jax.Array, dtype: Any = None) -> jax.Array:
-    """Return zeros to sum into, which differ between devices as `like` does."""
-    return alike(jnp.zeros(shape, dtype or wide(like.dtype)), varying(like))
-
-
 def product(a: jax.Array, b: jax.Array, dims: tuple[int, int]) -> jax.Array:
     """Return a matrix product over dimension dims[0] of a and dims[1] of b, summed in `wide`."""
     contracted = (((dims[0],), (dims[1],)), ((), ()))
@@ -133,7 +119,7 @@ def statistics(
         total = total * jnp.exp(most - new) + jnp.exp(logits - new[:, None]).sum(1)
         return new, total, picked + jnp.where(ids == labels[:, None], logits, 0).sum(1)
 
-    zero = zeros(x_ND.shape[:1], x_ND)
+    zero = zeros(x_ND.shape[:1], x_ND, wide(x_ND.dtype))
     return lax.fori_loop(0, parts, one, (zero + LOWEST, zero, zero))
 
 

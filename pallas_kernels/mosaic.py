@@ -1,30 +1,80 @@
 """Kernels of Mosaic GPU (Pallas for Hopper), spelled in one way: `kernel` launches a body."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic.gpu.fragmented_array import Tiling as Tiling
 from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from hfjax.pallas_kernels.varying import alike, varying
 
 WARPGROUP = 128  # threads that issue one matrix instruction together
 SWIZZLE = 128  # bytes of a row of a tile in shared memory, as the matrix units want it
 
+# Layouts in registers are ours to say, and what is in shared memory stays as it is written.
+BY_HAND = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane)
+
 interpreter: Any = None  # tests put an interpreter here: kernels then run without a GPU
 
 
-def kernel(body: Callable, out: Any, scratch: Any = (), **launch: Any) -> Callable:
+def kernel(
+    body: Callable, out: Any, scratch: Any = (), equal_along: tuple[str, ...] = (), **launch: Any
+) -> Callable:
     """Return a function that runs `body(*inputs, *outputs, *scratch)` on refs.
 
-    `out` and `scratch` are trees of shapes; `launch` has the grid, its axes' names, threads.
+    `out` and `scratch` are trees of shapes; `launch` has the grid, its axes' names, threads. Where
+    the inputs differ between devices, so do the outputs, but `equal_along` some axes of the mesh.
     """
-    return plgpu.kernel(body, out_type=out, scratch_types=scratch, interpret=interpreter, **launch)
+    run = plgpu.kernel(body, out_type=out, scratch_types=scratch, interpret=interpreter, **launch)
+
+    def marked(*inputs):
+        # shard_map takes what a kernel returns for equal on all devices.
+        axes = frozenset[str]().union(*map(varying, inputs)) - set(equal_along)
+        return jax.tree.map(partial(alike, axes=axes), run(*inputs))
+
+    return marked
 
 
-def tiled(dtype: Any) -> tuple:
-    """Return how a matrix lies in shared memory for the matrix units: tiled and swizzled."""
-    columns = SWIZZLE // jnp.dtype(dtype).itemsize
-    return (plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(SWIZZLE))
+def tiled(dtype: Any, columns: int | None = None) -> tuple:
+    """Return how a matrix lies in shared memory for the matrix units: tiled and swizzled.
+
+    `columns` that go together are 128, 64 or 32 bytes: 128 unless an array's width asks for less.
+    """
+    size = jnp.dtype(dtype).itemsize
+    columns = columns or SWIZZLE // size
+    return (plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(columns * size))
+
+
+def in_place(body: Callable, out: Any, scratch: Mapping[str, Any], **launch: Any) -> Callable:
+    """Return a function that runs `body(*inputs, *outputs, **scratch)` on refs.
+
+    An input that is a `jax.new_ref` is updated in place: XLA is told that it is an output too.
+    Within a `jax.shard_map` that takes check_vma=False. `plgpu.kernel` cannot do that on jax
+    0.10.2.
+    """
+    name = getattr(body, "__name__", None) or body.func.__name__  # pyright: ignore
+    # A body that never reads what another thread wrote needs no barrier around its stores.
+    params = plgpu.CompilerParams(unsafe_no_auto_barriers=launch.pop("without_barriers", False))
+
+    def scoped(*refs: Any) -> None:
+        pl.run_scoped(partial(body, *refs), **scratch)
+
+    how = {"mesh": plgpu.Mesh(**launch), "compiler_params": params, "name": name}
+    return pl.kernel(scoped, out_type=out, interpret=interpreter or False, **how)
+
+
+def root(x: jax.Array) -> jax.Array:
+    """Return the square root of what is not negative."""
+    if jax.__version_info__ >= (0, 11):
+        return jnp.sqrt(x)
+    # Mosaic GPU has no square root on jax 0.10.2, but its inverse; zero and infinity have none.
+    inverse = lax.rsqrt(x)
+    return jnp.where((x > 0) & (x < jnp.inf), x * inverse, x)
 
 
 def load(ref: Any, layout: Any) -> Any:

@@ -18,16 +18,21 @@ What a body may rely on, and what it owes:
   next operation uses. A body whose peers READ its buffers ends with `meet`.
 - **All blocks at once.** A block that waits for another needs it to be running: a grid has at most
   as many blocks as the GPU holds at once (132 on an H100 or H200, times the ranks of a virtual
-  ring); `kernel` starts one block per processor where each takes most of the shared memory.
+  ring). Anything else that holds processors until another GPU answers may not start in between: a
+  collective of NCCL on a second stream, running here and waiting there for the processors that
+  these blocks hold, would never end. Beside such collectives leave NCCL's blocks free.
 """
 
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+
+MOST_GPUS = 32  # of a mesh: so many the runtime's barrier before a launch takes
 
 
 @dataclass(frozen=True)
@@ -50,7 +55,8 @@ class MeshRing:
 
     def peer(self, ref: Any, rank: Any) -> Any:
         """Return the same buffer on another rank, to store to or to load from."""
-        return ref if self.size == 1 else plgpu.remote_ref(ref, {self.axis: rank})
+        there: Any = {self.axis: rank}
+        return ref if self.size == 1 else plgpu.remote_ref(ref, there)
 
     def semaphores(self, count: int) -> Any:
         """Return `count` semaphores on each rank, which are zero."""
@@ -112,3 +118,25 @@ def meet(ring: Ring, semaphores: Any, index: Any, blocks: int) -> None:
     for rank in range(ring.size):
         ring.signal(semaphores, index, jnp.int32(rank))
     ring.wait(semaphores, index, ring.size * blocks)
+
+
+def unreachable(size: int, blocks: int) -> str | None:
+    """Return why a ring of `size` ranks with so many blocks each cannot run here, or None."""
+    processors = getattr(jax.devices()[0], "core_count", None)
+    if processors and blocks > processors:
+        return (
+            f"{blocks} blocks on a GPU of {processors} processors: a block that waits for another "
+            f"needs it to run at the same time. Take Tuning(blocks={processors})"
+        )
+    if size > 1 and jax.process_count() > 1:
+        return (
+            f"a ring of {size} GPUs in {jax.process_count()} processes: the kernels reach only "
+            "GPUs of their own process. Start one process per host, or use `reference`"
+        )
+    mesh = jax.sharding.get_abstract_mesh().size
+    if size > 1 and mesh > MOST_GPUS:
+        return (
+            f"a mesh of {mesh} GPUs: the runtime aligns the start of at most {MOST_GPUS}. "
+            "Use `reference`"
+        )
+    return None

@@ -192,7 +192,7 @@ class AsynchronousPlane(PipelinePlane):
         def device(held, batch, step):
             layers, (moments, counts), squares, ends, means = self._stage(held, batch, step, apply)
             ends = {path: self._give(self.placed[path], g) for path, g in ends.items()}
-            ends = Reduction(self._precision, hierarchical=False)(ends, self.placed)
+            ends = Reduction(self._precision, False, self._sending)(ends, self.placed)
             agreed = lambda x: lax.pmax(x, stages) if stages else x  # all stages count alike
             new = Held(layers, {}, moments, jax.tree.map(agreed, counts))
             self._check_kept()
@@ -241,7 +241,7 @@ class AsynchronousPlane(PipelinePlane):
 
     def _reduce(self, gradients: Flat, weight: jax.Array) -> Flat:
         """Return the gradients of the mean over the rows of all devices of a stage."""
-        summed = Reduction(self._precision, hierarchical=False)(gradients, self.placed)
+        summed = Reduction(self._precision, False, self._sending)(gradients, self.placed)
         scale = 1 / (lax.psum(weight, self._batch_axes) if self._batch_axes else weight)
         mean = lambda path, g: (g * scale.astype(g.dtype)).astype(self.placed[path].dtype)
         return {path: mean(path, g) for path, g in summed.items()}

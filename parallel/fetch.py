@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from hfjax.parallel.memory import to_device
 from hfjax.parallel.mesh import BATCH_AXES, in_use
+from hfjax.parallel.sending import BY_XLA, Sending
 from hfjax.parallel.strategy import Axes
 
 Dims = tuple[tuple[int, Axes], ...]  # (dimension, mesh axes); dimensions count from the end
@@ -36,6 +37,7 @@ class Movement:
     wire: Any
     reduce: Any
     read: Callable[[str], None]  # told the path; of one trace, so that none is taken for another
+    sending: Sending = BY_XLA
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["value", "slot"], meta_fields=["movement"])
@@ -126,15 +128,17 @@ def on_tensor_shards(move: Callable, split: Dims, ndim: int) -> Callable:
 
 
 def _gather(move: Movement, value: jax.Array) -> jax.Array:
+    sending = BY_XLA if move.tensor else move.sending  # what remat would keep has no place there
+
     def gather(x):
         for dim, axes in move.gather:
-            x = lax.all_gather(x, axes, axis=x.ndim + dim, tiled=True)
+            x = sending.gather(x, axes, x.ndim + dim, move.wire)
         return x
 
-    sent = to_device(value).astype(move.wire)
+    stored = to_device(value)
     if move.gather:
-        sent = on_tensor_shards(gather, move.tensor, value.ndim)(sent)
-    return sent.astype(move.compute)
+        stored = on_tensor_shards(gather, move.tensor, value.ndim)(stored)
+    return stored.astype(move.compute)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -146,13 +150,13 @@ def _forward(move: Movement, value: jax.Array, slot: jax.Array):
     return _gather(move, value), jnp.zeros((0,), slot.dtype)
 
 
-def scatter(gradient: jax.Array, dims: Dims, tensor: Dims) -> jax.Array:
+def scatter(gradient: jax.Array, dims: Dims, tensor: Dims, sending: Sending) -> jax.Array:
     """Return this device's shard of the sum of the gradients, one dimension after the other."""
+    wire, send = gradient.dtype, BY_XLA if tensor else sending
 
     def run(gradient):
         for dim, axes in dims:
-            dim += gradient.ndim
-            gradient = lax.psum_scatter(gradient, axes, scatter_dimension=dim, tiled=True)
+            gradient = send.scatter(gradient, axes, gradient.ndim + dim, wire)
         return gradient
 
     return on_tensor_shards(run, tensor, gradient.ndim)(gradient) if dims else gradient
@@ -162,7 +166,7 @@ def give(move: Movement, cotangent: jax.Array, dtype: Any) -> jax.Array:
     """Return the gradient of what was fetched where it accumulates: scattered, added up."""
     moved = move.scatter or move.sum
     gradient = cotangent.astype(move.reduce if moved else dtype)
-    gradient = scatter(gradient, move.scatter, move.tensor)
+    gradient = scatter(gradient, move.scatter, move.tensor, move.sending)
     if move.sum:
         gradient = lax.psum(gradient, move.sum)
     return gradient.astype(dtype)

@@ -24,6 +24,7 @@ from hfjax.parallel.offloaded import Offloaded
 from hfjax.parallel.placement import auto_part
 from hfjax.parallel.randomness import is_random, keys_for
 from hfjax.parallel.reduction import Flat, Placed, Reduction, levels
+from hfjax.parallel.sending import AsChosen, Sending
 from hfjax.parallel.strategy import Axes
 
 
@@ -64,7 +65,9 @@ class DataPlane:
             gradients, mean, statistics = self._accumulate(microbatch, statistics, batch)
             self._check_all_read(unread)
             self._check_kept()
-            gradients = Reduction(self._precision, self._hierarchical)(gradients, self.placed)
+            gradients = Reduction(self._precision, self._hierarchical, self._sending)(
+                gradients, self.placed
+            )
             changed = {path: x for path, x in statistics.items() if path in written}
             return gradients, self._sum(mean), self._average(changed)
 
@@ -309,7 +312,12 @@ class DataPlane:
             wire=wire if gather else compute,
             reduce=reduce,
             read=unread.discard,
+            sending=self._sending,
         )
+
+    @property
+    def _sending(self) -> Sending:
+        return AsChosen(self.kernels.form)
 
     @property
     def _hierarchical(self) -> bool:

@@ -2,11 +2,17 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
+import jax
 from jax.sharding import Mesh
 
+from hfjax.pallas_kernels import cross_entropy, flash_block
 from hfjax.pallas_kernels.choice import Choice, Wanted
+from hfjax.pallas_kernels.handing import Projection
+from hfjax.parallel import sharded_kernels, tensor_ring
+from hfjax.parallel.mesh import PIPE_AXIS
 from hfjax.rows import aligned
 
 
@@ -33,13 +39,75 @@ class Kernels:
         self.choices[kernel] = choice
         return choice.form
 
-    def attention(self, attend: Callable) -> Callable:
-        """Return the attention that a layer runs."""
-        return attend
+    # -- what modules ask for: see hfjax.models.parts.Plain ---------------------------------------
 
-    def outputs(self, x_BSD: Any, kernel_VD: Any, vocab: int, logits: Callable) -> Any:
-        """Return what the loss is given."""
-        return logits()
+    def attention(self, attend: Callable) -> Callable:
+        """Return the attention that a layer runs; one of the user's own stays as it is."""
+        replaceable = getattr(attend, "is_causal_attention", False)
+        return partial(self._attend, attend) if replaceable else attend
+
+    def matmul(self, place: Any, between: tuple, multiply: Callable) -> Callable:
+        """Return the product of a linear map between two named dimensions.
+
+        Where a tensor axis splits the sequence, and one of the two, it may go around the ring.
+        """
+        kind = ("all_gather_matmul", "matmul_reduce_scatter")[between[0] != "embed"]
+        if not place.axes("seq") or not any(map(place.axes, between)):
+            return multiply
+        return partial(self._multiply, kind, multiply)
+
+    def outputs(
+        self, x_BSD: jax.Array, kernel_VD: jax.Array, vocab: int, logits: Callable[[], jax.Array]
+    ) -> Any:
+        """Return what the loss is given: logits, or a projection that they are never made of."""
+        form = self.form("cross_entropy", self._refuses_projection(x_BSD, kernel_VD))
+        if form not in sharded_kernels.FORMS or not self.without_logits:
+            return logits()
+        return Projection(x_BSD, kernel_VD, sharded_kernels.losses(self.mesh, form, vocab))
+
+    # -- each in the form that was chosen ---------------------------------------------------------
+
+    def _attend(self, plain: Callable, *operands: jax.Array) -> jax.Array:
+        """The operands: q_BSHD, k_BSGD, v_BSGD, and documents_BS if there are any."""
+        form = self.form("flash_block", self._refuses_attention(*operands[:3]))
+        if form not in sharded_kernels.FORMS:
+            return plain(*operands)
+        return sharded_kernels.attention(self.mesh, form, len(operands) == 4)(*operands)
+
+    def _multiply(self, kind: str, plain: Callable, x_BSI: jax.Array, kernel_IO: Any) -> jax.Array:
+        form = self.form(kind, self._refuses_ring(kind, x_BSI, kernel_IO))
+        if form not in sharded_kernels.FORMS:
+            return plain(x_BSI, kernel_IO)
+        return tensor_ring.ring(self.mesh, form, kind)(x_BSI, kernel_IO)
+
+    # -- what none of them can take ---------------------------------------------------------------
+
+    @property
+    def _shards(self) -> int:
+        return self.mesh.shape["tensor"]
+
+    def _refuses_attention(self, q: jax.Array, k: jax.Array, v: jax.Array) -> str | None:
+        if k.shape[2] % self._shards:
+            return f"{k.shape[2]} heads of keys do not divide by a tensor axis of {self._shards}"
+        return flash_block.refuses(q, k, v)
+
+    def _refuses_projection(self, x_BSD: jax.Array, kernel_VD: jax.Array) -> str | None:
+        if not self.without_logits:
+            return (
+                "the loss takes logits; mark one that takes a projection with "
+                "hfjax.pallas_kernels.handing.takes_projection"
+            )
+        if kernel_VD.shape[0] % self._shards:
+            return f"{kernel_VD.shape[0]} rows of the vocabulary do not divide by {self._shards}"
+        rows = jax.ShapeDtypeStruct((x_BSD[..., 0].size, x_BSD.shape[-1]), x_BSD.dtype)
+        return cross_entropy.refuses(rows, kernel_VD, jax.ShapeDtypeStruct(rows.shape[:1], "int32"))
+
+    def _refuses_ring(self, kind: str, x_BSI: jax.Array, kernel_IO: jax.Array) -> str | None:
+        if self.mesh.shape[PIPE_AXIS] > 1:
+            return "no ring in a pipeline: not all stages would take part in it"
+        if x_BSI.shape[1] % self._shards:
+            return f"a sequence of {x_BSI.shape[1]} does not divide by {self._shards}"
+        return tensor_ring.refuses(self.mesh, kind, x_BSI, kernel_IO)
 
     def __str__(self) -> str:
         rows = [[c.kernel, c.form, c.why] for c in self.choices.values()]

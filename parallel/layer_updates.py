@@ -87,7 +87,7 @@ class LayerUpdatePlane(LayerwisePlane):
         kind = ItemUpdate if self.blueprint.listed else LayerUpdate
         return kind(
             placed={path: self.placed[path] for path in self._of_layers},
-            reduction=Reduction(self._precision, self._hierarchical),
+            reduction=Reduction(self._precision, self._hierarchical, self._sending),
             apply=lambda gradients, moments, old: apply(gradients, moments, held.counts, old),
             belongs=belongs,
             guards=self.guards,

@@ -12,6 +12,7 @@ from hfjax.parallel.execution import Precision
 from hfjax.parallel.fetch import Dims, on_tensor_shards, scatter
 from hfjax.parallel.mesh import BATCH_AXES, MANUAL_AXES, TENSOR_AXES, in_use
 from hfjax.parallel.placement import auto_part, entries_of, manual_part, size_of
+from hfjax.parallel.sending import Sending
 from hfjax.parallel.strategy import Axes
 
 Flat = dict[str, Any]  # path -> array, for instance {"layers/mlp/up/kernel": …}
@@ -85,6 +86,7 @@ class Reduction:
 
     precision: Precision
     hierarchical: bool
+    sending: Sending
 
     def __call__(self, gradients: Flat, placed: Mapping[str, Placed]) -> Flat:
         """Return the gradients summed over all devices, each placed as its moments."""
@@ -108,7 +110,7 @@ class Reduction:
         done = {axis for _, axes in p.split("gradient") for axis in axes}
         rest = [(dim, tuple(a for a in axes if a not in done)) for dim, axes in p.split("moment")]
         todo = levels(tuple((dim, axes) for dim, axes in rest if axes), self.hierarchical)
-        gradient = scatter(gradient, todo, p.tensor)
+        gradient = scatter(gradient, todo, p.tensor, self.sending)
         done |= {axis for _, axes in todo for axis in axes} | set(p.home)
         varying = jax.typeof(gradient).manual_axis_type.varying - done  # or summed already
         return gradient, tuple(axis for axis in MANUAL_AXES if axis in varying)

@@ -157,7 +157,8 @@ class PipelinePlane(DataPlane):
         """Return a gradient, summed over all microbatches, where it accumulates."""
         move = self._movement(p, set())
         wide = jnp.promote_types(p.dtype, jnp.float32)
-        return scatter(gradient.astype(move.reduce), move.scatter, move.tensor).astype(wide)
+        gradient = gradient.astype(move.reduce)
+        return scatter(gradient, move.scatter, move.tensor, move.sending).astype(wide)
 
     def _sum(self, tree: Any) -> Any:
         if isinstance(tree, Told):

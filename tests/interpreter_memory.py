@@ -4,6 +4,7 @@ Every fake device runs in one process and jax keeps all their buffers in one pla
 Two things are missing there and are here: counters that any device may raise and wait for, with the
 vector clocks by which races are found, and the way from "this ref on that device" to its buffer.
 """
+# pyright: reportAttributeAccessIssue=false, reportArgumentType=false
 
 import dataclasses
 import functools
@@ -11,26 +12,28 @@ import inspect
 import threading
 import time
 from collections import defaultdict
+from typing import Any
 
 import numpy as np
 from jax._src.pallas.mosaic_gpu import core
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks as callbacks
 
+AT_ONCE = 31  # jax runs 32 programs on a CPU device at a time; each warpgroup is one
 PATIENCE = 120.0  # seconds without any signal, after which a waiting thread calls it a deadlock
 
 
 @dataclasses.dataclass
 class Count:
-    """One semaphore of one device, all it ever got, how much was awaited; the signallers' clocks."""
+    """One semaphore of one device; all it ever got and was awaited for; its signallers' clocks."""
 
     value: int = 0
     signalled: int = 0
     awaited: int = 0
-    clock: object = None
+    clock: Any = None
 
 
 class Fabric:
-    """The semaphores of one launch on all devices of a mesh; each is zero when the launch begins."""
+    """The semaphores of one launch on all devices of a mesh; all are zero when it begins."""
 
     def __init__(self, axes, patience):
         self.axes = dict(axes)
@@ -114,6 +117,12 @@ def fabric():
 @callbacks.fail_on_exception
 def begin(*, token, axes, patience):
     memory = callbacks._get_shared_memory()
+    blocks, warpgroups = memory.num_blocks_per_cluster, memory.num_pallas_threads_per_block
+    if memory.num_devices * blocks * warpgroups > AT_ONCE:
+        raise ValueError(
+            f"{memory.num_devices} devices x {blocks} blocks x {warpgroups} warpgroups: the "
+            f"interpreter runs at most {AT_ONCE} at the same time. Test with fewer blocks"
+        )
     with memory.lock:
         if not hasattr(memory, "fabric"):
             memory.fabric = Fabric(axes, patience)

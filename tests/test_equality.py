@@ -20,8 +20,15 @@ def cases(devices, names):
     return {name: (known[name][0].edit(replicate_below=0), known[name][1]) for name in names}
 
 
+def marks(devices, names):
+    """All strategies on 8 devices are for every day, and those of tensor axes on 2."""
+    return [] if devices == 8 or names[-1] == "TENSOR+SEQUENCE" else pytest.mark.slow
+
+
 GROUPS = [
-    pytest.param(devices, names, id=f"{devices} devices: {' '.join(names)}")
+    pytest.param(
+        devices, names, id=f"{devices} devices: {' '.join(names)}", marks=marks(devices, names)
+    )
     for devices in (2, 4, 8)
     for names in groups(devices)
 ]
@@ -54,7 +61,7 @@ def test_in_float64_parameters_agree_to_the_last_digits(name):
 @pytest.mark.parametrize(
     "options",
     [
-        {"remat": "full"},
+        pytest.param({"remat": "full"}, marks=pytest.mark.slow),
         {"remat": "dots", "unroll": True},
         {"reshard_after_forward": False},
         {"remat": jax.checkpoint_policies.everything_saveable},

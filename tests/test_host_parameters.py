@@ -49,10 +49,19 @@ CASES = {
     "FSDP, remat": (FSDP, {"fsdp": 2}, {"remat": "full"}),
     "ZERO1, bf16": (ZERO1, {"data": 2}, {"precision": "bf16"}),
 }
+LONG = (("DDP", True), ("ZERO1, bf16", False))
+TRAINED = [
+    pytest.param(
+        *(case, in_backward),
+        id=f"{case}, {'in backward' if in_backward else 'ordinary'}",
+        marks=pytest.mark.slow if (case, in_backward) in LONG else [],
+    )
+    for case in CASES
+    for in_backward in (False, True)
+]
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("in_backward", [False, True], ids=["ordinary", "in backward"])
+@pytest.mark.parametrize(("case", "in_backward"), TRAINED)
 def test_parameters_on_the_host_train_and_evaluate(case, in_backward):
     strategy, sizes, execution = CASES[case]
     devices = jax.devices()[:2]

@@ -54,7 +54,14 @@ CASES = {
 }
 
 
-LONG = ("one device, unrolled", "DDP, dots", "ZB-H1, which branches", "zero bubble in a scan")
+LONG = (
+    "one device, unrolled",
+    "FSDP, two microbatches",
+    "DDP, dots",
+    "1F1B",
+    "ZB-H1, which branches",
+    "zero bubble in a scan",
+)
 
 
 @pytest.mark.parametrize(
@@ -147,7 +154,7 @@ def test_whole_tensors_go_first_and_at_most_one_is_cut(ratio, cut):
 # -- by name, by kind ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("remat", ["none", "full"])
+@pytest.mark.parametrize("remat", [pytest.param("none", marks=pytest.mark.slow), "full"])
 def test_named_tensors_go_and_are_kept_even_if_all_else_is_computed_again(remat):
     wanted = trained(FSDP, {"fsdp": 2}, remat=remat)
     found = trained(FSDP, {"fsdp": 2}, Offload(names=("mlp_up", "qkv")), remat=remat)

@@ -18,9 +18,9 @@ from tests.small_gpt import gpt, gpt_layout, tokens
 ONE = {"data": 1}
 NO_NUMBER: Any = "0.001"
 MESHES = [
-    (DDP, {"data": 8}, {}),
+    pytest.param(DDP, {"data": 8}, {}, marks=pytest.mark.slow),
     (ZERO1, {"data": 8}, {"accumulate": 2}),
-    (ZERO2 | TENSOR, {"data": 4, "tensor": 2}, {}),
+    pytest.param(ZERO2 | TENSOR, {"data": 4, "tensor": 2}, {}, marks=pytest.mark.slow),
     (FSDP | TENSOR | SEQUENCE, {"data": 2, "fsdp": 2, "tensor": 2}, {"accumulate": 2}),
     (
         PIPE | ZERO1,

@@ -127,7 +127,12 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+LONG = ("pipedream on one stage", "2bw, fewer microbatches than stages")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(c, marks=pytest.mark.slow) if c in LONG else c for c in CASES]
+)
 def test_a_call_is_what_the_simulator_does_event_by_event(name):
     case, execution = CASES[name]
     with jax.enable_x64(True):

@@ -53,7 +53,7 @@ def test_empty_places_stay_zero():
             assert not np.asarray(x)[[5, 7]].any(), path
 
 
-@pytest.mark.parametrize("layers", [6, 8])
+@pytest.mark.parametrize("layers", [6, pytest.param(8, marks=pytest.mark.slow)])
 def test_a_state_goes_from_one_schedule_to_another_and_to_no_pipeline(tmp_path, layers):
     layout = gpt_layout(PIPE, {"pipe": 2}, layers=layers)
     schedule = Schedule("interleaved", 4, 2)

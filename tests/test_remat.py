@@ -92,8 +92,17 @@ def trained(remat, strategy, sizes):
     return hfjax.full(state.params)
 
 
-@pytest.mark.parametrize("remat", ["every:4", "group:4", "names:qkv"])
-@pytest.mark.parametrize(("strategy", "sizes"), [(DDP, ("data", 2)), (FSDP, ("fsdp", 4))])
+@pytest.mark.parametrize(
+    ("remat", "strategy", "sizes"),
+    [
+        ("every:4", FSDP, ("fsdp", 4)),
+        ("group:4", DDP, ("data", 2)),
+        ("names:qkv", FSDP, ("fsdp", 4)),
+        pytest.param("every:4", DDP, ("data", 2), marks=pytest.mark.slow),
+        pytest.param("group:4", FSDP, ("fsdp", 4), marks=pytest.mark.slow),
+        pytest.param("names:qkv", DDP, ("data", 2), marks=pytest.mark.slow),
+    ],
+)
 def test_gradients_are_those_of_no_remat(remat, strategy, sizes):
     close = lambda a, b: np.testing.assert_allclose(a, b, atol=2e-6)
     plain = trained("none", DDP, ("data", 2))

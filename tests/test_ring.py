@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.sharding import AxisType
-from jax.sharding import PartitionSpec as P
+from jax.sharding import AxisType, PartitionSpec as P
 
 from hfjax.pallas_kernels.mosaic import kernel
 from hfjax.pallas_kernels.ring import MeshRing, VirtualRing, ahead, meet

@@ -1,0 +1,156 @@
+"""The collectives of `collectives.py` in plain JAX: the same wire, the same order of additions.
+
+XLA sends what it is given: each piece is cast and then sent with `all_gather` or `all_to_all`,
+never with `psum_scatter`, which would add up in the dtype of the wire. The bytes that leave a
+device are those of the kernels; what the kernels save is the cast copy in memory.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+Axis = str | tuple[str, ...]
+
+
+def varying(x: jax.Array, axis: Axis) -> jax.Array:
+    """Return `x`, marked as differing along the axis where shard_map keeps account of that."""
+    names = (axis,) if isinstance(axis, str) else axis
+    tracked = jax.typeof(lax.axis_index(axis)).mat.varying
+    missing = tuple(a for a in names if a in tracked and a not in jax.typeof(x).mat.varying)
+    return lax.pcast(x, missing, to="varying") if missing else x
+
+
+def sum_dtype(dtype: Any) -> Any:
+    """Return the dtype in which contributions are added: float32, or wider where they are."""
+    return jnp.promote_types(dtype, jnp.float32)
+
+
+def split_rows(x: jax.Array, axis: Axis) -> jax.Array:
+    """Return `x` with its rows grouped by the device along the axis that owns them."""
+    size = lax.axis_size(axis)
+    if x.ndim == 0 or x.shape[0] % size:
+        raise ValueError(
+            f"x {x.shape} over {axis!r} of size {size}: the rows must be a multiple of that size. "
+            "Pad the rows, or reduce over another axis."
+        )
+    return x.reshape(size, x.shape[0] // size, *x.shape[1:])
+
+
+def own_piece(pieces: jax.Array, axis: Axis) -> jax.Array:
+    """Return the piece that this device owns."""
+    return lax.dynamic_index_in_dim(pieces, lax.axis_index(axis), keepdims=False)
+
+
+def exchange(pieces: jax.Array, axis: Axis) -> jax.Array:
+    """Return what every device held for this one, in the order of their ranks."""
+    return lax.all_to_all(pieces, axis, split_axis=0, concat_axis=0)
+
+
+def add_others(own: jax.Array, received: Callable[[int], jax.Array], axis: Axis) -> jax.Array:
+    """Return `own` plus `received(rank)` of every other rank, the lowest rank first."""
+    rank = lax.axis_index(axis)
+    for other in range(lax.axis_size(axis)):
+        # A select, not a product: what stands in the own place is not read, it may be NaN.
+        own = own + jnp.where(other == rank, 0, received(other).astype(own.dtype))
+    return own
+
+
+def _gather(x: jax.Array, axis: Axis, wire: Any) -> jax.Array:
+    return lax.all_gather(x.astype(wire), axis, axis=0, tiled=True)
+
+
+def _scatter(x: jax.Array, axis: Axis, wire: Any) -> jax.Array:
+    pieces = split_rows(x, axis)
+    own = own_piece(pieces, axis).astype(sum_dtype(x.dtype))
+    if lax.axis_size(axis) == 1:
+        return own
+    received = exchange(pieces.astype(wire), axis)
+    return add_others(own, lambda rank: received[rank], axis)
+
+
+def _like(x: jax.Array) -> jax.Array:
+    return jnp.zeros((0,), x.dtype)
+
+
+def _pull(move: Callable, axis: Axis, wire: Any, like: jax.Array, cotangent: jax.Array):
+    if lax.axis_size(axis) > 1:  # else nothing is sent, so nothing is rounded
+        cotangent = move(cotangent, axis, wire)
+    return (cotangent.astype(like.dtype),)
+
+
+def _is_tracked(x: jax.Array, axis: Axis) -> bool:
+    """Return whether shard_map knows that `x` is equal on all devices of the axis."""
+    tracked = jax.typeof(lax.axis_index(axis)).mat.varying
+    return bool(tracked - jax.typeof(x).mat.varying)
+
+
+def flat(x: jax.Array, axis: Axis) -> jax.Array:
+    """Return all of `x` as one row of elements, which the devices of the axis share evenly."""
+    size = lax.axis_size(axis)
+    if x.size % size:
+        raise ValueError(
+            f"x {x.shape} has {x.size} elements, which {size} devices along {axis!r} cannot share "
+            "evenly. Reduce it with lax.psum, or pad it."
+        )
+    return x.reshape(-1)
+
+
+def _reduces(scatter: Callable, whole: Callable) -> Callable:
+    """Return the sum as a differentiable function: as with psum, a cotangent is summed in turn."""
+
+    @partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+    def reduce(x, axis, wire):
+        if lax.axis_size(axis) == 1:
+            return x
+        total = scatter(flat(x, axis), axis, wire)
+        return whole(total, axis, wire).astype(x.dtype).reshape(x.shape)
+
+    def backward(axis, wire, _, cotangent):
+        equal = _is_tracked(cotangent, axis)
+        return (varying(cotangent, axis) if equal else reduce(cotangent, axis, wire),)
+
+    reduce.defvjp(lambda x, axis, wire: (reduce(x, axis, wire), None), backward)
+    return reduce
+
+
+def _whole(x: jax.Array, axis: Axis, wire: Any) -> jax.Array:
+    # Said to be equal on all devices, as the result of psum is.
+    return lax.all_gather(x.astype(wire), axis, axis=0, tiled=True, to="invarying")
+
+
+def family(gather: Callable, scatter: Callable, whole: Callable) -> tuple[Callable, ...]:
+    """Return `all_gather`, `reduce_scatter` and `all_reduce`, differentiable, of (x, axis, wire).
+
+    The cotangent of a gather goes through the scatter and the other way round.
+    """
+
+    def differentiable(move: Callable, back: Callable) -> Callable:
+        function = jax.custom_vjp(move, nondiff_argnums=(1, 2))
+        function.defvjp(lambda x, *how: (move(x, *how), _like(x)), partial(_pull, back))
+        return function
+
+    functions = differentiable(gather, scatter), differentiable(scatter, gather)
+    functions = (*functions, _reduces(scatter, whole))
+    return tuple(lambda x, axis, wire, f=f: f(varying(x, axis), axis, wire) for f in functions)
+
+
+_family = family(_gather, _scatter, _whole)
+
+
+def all_gather(x: jax.Array, axis: Axis, wire: Any = jnp.bfloat16) -> jax.Array:
+    """Return the rows of all devices along the axis, in `wire` (inside `jax.shard_map`)."""
+    return _family[0](x, axis, wire)
+
+
+def reduce_scatter(x: jax.Array, axis: Axis, wire: Any = jnp.bfloat16) -> jax.Array:
+    """Return this device's rows of the sum over the axis, in float32 (inside `jax.shard_map`)."""
+    return _family[1](x, axis, wire)
+
+
+def all_reduce(x: jax.Array, axis: Axis, wire: Any = jnp.bfloat16) -> jax.Array:
+    """Return the sum over the axis in the dtype of `x`, the same bits on all its devices."""
+    return _family[2](x, axis, wire)

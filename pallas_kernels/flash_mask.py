@@ -1,0 +1,159 @@
+"""Which keys a query sees, and which tiles of keys a tile of queries has to visit.
+
+Position of query i: `query_start + i`; of key j: `key_start + j`. With d = key's position less
+the query's, everything but documents is `low <= d <= high`. [B]atch, [S] queries, [T] keys.
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+FAR = 2**29  # farther apart than any two positions
+
+
+@dataclass(frozen=True)
+class Mask:
+    """What every query sees: not what follows it (`causal`), nothing `window` or more away."""
+
+    causal: bool = True
+    window: int | None = None
+
+    def __post_init__(self):
+        if self.window is not None and self.window < 1:
+            raise ValueError(f"window={self.window}: at least 1 (a query sees itself), or None.")
+
+    @property
+    def everything(self) -> bool:
+        """Whether no position is masked."""
+        return not self.causal and self.window is None
+
+
+class Places(NamedTuple):
+    """Where queries and keys stand: their first positions, and the documents that they are of.
+
+    Starts may be traced. Documents are given for both sides or for none: attention stays inside.
+    """
+
+    query_start: jax.Array | int = 0
+    key_start: jax.Array | int = 0
+    query_documents: jax.Array | None = None
+    key_documents: jax.Array | None = None
+
+    @property
+    def starts(self) -> tuple[int, int] | None:
+        """The first positions if they are known now; None if only when it runs."""
+        if isinstance(self.query_start, int) and isinstance(self.key_start, int):
+            return self.query_start, self.key_start
+        return None
+
+
+class Tiles(NamedTuple):
+    """Lengths of queries and keys, and of their tiles."""
+
+    queries: int
+    keys: int
+    query_tile: int
+    key_tile: int
+
+
+def bounds(mask: Mask, places: Places) -> tuple[Any, Any]:
+    """Return (low, high) of key number - query number: what lies outside is not seen."""
+    if places.starts is None:
+        shift = jnp.int32(places.query_start) - jnp.int32(places.key_start)
+    else:
+        shift = np.int32(places.starts[0] - places.starts[1])
+    low = np.int32(-FAR) if mask.window is None else shift - (mask.window - 1)
+    high = np.int32(FAR) if mask.window is None else shift + (mask.window - 1)
+    return low, shift if mask.causal else high
+
+
+def visible(
+    mask: Mask, places: Places, query: jax.Array, key: jax.Array
+) -> tuple[jax.Array, jax.Array | None]:
+    """Return which of the keys (numbers) each query (numbers) sees, by position and by document.
+
+    The first is [Q, K]; the second [B, Q, K], or None without documents.
+    """
+    low, high = bounds(mask, places)
+    apart = key[None, :] - query[:, None]
+    near = (apart >= low) & (apart <= high)
+    if places.query_documents is None or places.key_documents is None:
+        return near, None
+    of_query, of_key = places.query_documents[:, query], places.key_documents[:, key]
+    return near, of_query[:, :, None] == of_key[:, None, :]
+
+
+def padded(x: jax.Array, axis: int, multiple: int, **how) -> jax.Array:
+    """Return x with an axis grown to a multiple (x itself where it is one)."""
+    more = -x.shape[axis] % multiple
+    if not more:
+        return x
+    return jnp.pad(x, [(0, more if i == axis else 0) for i in range(x.ndim)], **how)
+
+
+def _ends(documents: jax.Array, tile: int) -> tuple[jax.Array, jax.Array]:
+    """Return the least and the greatest document of each tile: [B, tiles] each."""
+    tiles = padded(documents, 1, tile, mode="edge").reshape(documents.shape[0], -1, tile)
+    return tiles.min(-1), tiles.max(-1)
+
+
+def tiles_seen(mask: Mask, places: Places, tiles: Tiles) -> tuple[Any, Any]:
+    """Return whether query tiles may see anything, and see everything, of key tiles: [B, n, m].
+
+    Where all is known now, they are numpy's: constants of the program that runs.
+    """
+    low, high = bounds(mask, places)
+    first = np.arange(0, tiles.queries, tiles.query_tile, dtype=np.int32)[:, None]
+    last = np.minimum(first + tiles.query_tile, tiles.queries) - 1
+    left = np.arange(0, tiles.keys, tiles.key_tile, dtype=np.int32)[None, :]
+    right = np.minimum(left + tiles.key_tile, tiles.keys) - 1
+    some = ((right - first >= low) & (left - last <= high))[None]
+    every = ((left - last >= low) & (right - first <= high))[None]
+    every = every & (left + tiles.key_tile <= tiles.keys)[None]
+    if places.query_documents is None or places.key_documents is None:
+        return some, every
+    of_queries = _ends(places.query_documents, tiles.query_tile)
+    of_keys = _ends(places.key_documents, tiles.key_tile)
+    q_low, q_high = (x[:, :, None] for x in of_queries)
+    k_low, k_high = (x[:, None, :] for x in of_keys)
+    some = some & (q_low <= k_high) & (k_low <= q_high)
+    return some, every & (q_low == q_high) & (k_low == k_high) & (q_low == k_low)
+
+
+def _spans(some: Any, every: Any) -> list[Any]:
+    """Return, along the last axis: start, start of a full run, its end, end: [B, n] each."""
+    xp = np if isinstance(some, np.ndarray) else jnp
+    count = some.shape[-1]
+    number = xp.broadcast_to(np.arange(count, dtype=np.int32), some.shape)
+    start = xp.min(xp.where(some, number, count), axis=-1)
+    end = xp.max(xp.where(some, number + 1, 0), axis=-1)
+    start = xp.minimum(start, end)
+    full = xp.min(xp.where(every, number, count), axis=-1)
+    full = xp.where(full < count, full, start)
+    broken = ~every & (number >= full[..., None])
+    full_end = xp.min(xp.where(broken, number, count), axis=-1)
+    return [start, full, xp.maximum(full_end, full), end]
+
+
+def _table(mask: Mask, places: Places, spans: list[Any]) -> jax.Array:
+    xp = np if isinstance(spans[0], np.ndarray) else jnp
+    limits = [xp.broadcast_to(x, spans[0].shape) for x in bounds(mask, places)]
+    return jnp.asarray(xp.stack([x.astype(np.int32) for x in (*spans, *limits)], axis=-1))
+
+
+def visits_of_queries(mask: Mask, places: Places, tiles: Tiles) -> jax.Array:
+    """Return what each tile of queries visits, [B or 1, query tiles, 6].
+
+    Tiles of keys from the first to the second number and from the third to the fourth are seen
+    in part; those between are seen whole; none else is seen. Then low and high.
+    """
+    return _table(mask, places, _spans(*tiles_seen(mask, places, tiles)))
+
+
+def visits_of_keys(mask: Mask, places: Places, tiles: Tiles) -> jax.Array:
+    """Return what each tile of keys is visited by, [B or 1, key tiles, 6], in tiles of queries."""
+    some, every = (x.swapaxes(1, 2) for x in tiles_seen(mask, places, tiles))
+    return _table(mask, places, _spans(some, every))

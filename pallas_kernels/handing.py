@@ -1,0 +1,46 @@
+"""What models, losses and steps tell each other where a kernel takes the place of plain JAX.
+
+[B]atch, [S]equence, [D] embed, [V]ocabulary.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
+
+import jax
+
+Function = TypeVar("Function", bound=Callable)
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["x", "kernel"],
+    meta_fields=["losses_of"],
+)
+@dataclass(frozen=True)
+class Projection:
+    """What a model gives a loss in place of logits: their factors, and who makes losses of them."""
+
+    x: jax.Array  # [B, S, D]
+    kernel: jax.Array  # [V, D]
+    losses_of: Callable
+
+    def losses(self, targets_BS: jax.Array) -> jax.Array:
+        """Return the cross entropy of each target."""
+        return self.losses_of(self.x, self.kernel, targets_BS)
+
+
+def takes_projection(loss: Function) -> Function:
+    """Mark a loss(outputs, batch) that takes a `Projection` as well as logits."""
+    return _marked(loss, "takes_projection")
+
+
+def is_causal_attention(attend: Function) -> Function:
+    """Mark attend(q, k, v, documents) as causal attention and no more: a kernel may replace it."""
+    return _marked(attend, "is_causal_attention")
+
+
+def _marked(function: Function, mark: str) -> Function:
+    setattr(function, mark, True)
+    return function

@@ -1,0 +1,74 @@
+"""The products over a ring in plain JAX: shards travel by `ppermute`, both ways round at once.
+
+Each step's transfer needs nothing of that step's product, so XLA can hide the one under the other.
+Shapes: M rows of one shard, R = S M rows of all, K contracted, N columns; S ranks along `axis`.
+"""
+
+from collections.abc import Iterator
+from functools import reduce
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+
+def shards(x: jax.Array, axis: str) -> Iterator[tuple]:
+    """Yield (rank, its x) for every rank, the nearest ones first."""
+    size, me = lax.axis_size(axis), lax.axis_index(axis)
+    onward = backward = x
+    yield me, x
+    for step in range(1, size // 2 + 1):
+        onward = lax.ppermute(onward, axis, _by(size, 1))
+        yield (me - step) % size, onward
+        if 2 * step < size:
+            backward = lax.ppermute(backward, axis, _by(size, -1))
+            yield (me + step) % size, backward
+
+
+def _by(size: int, places: int) -> list:
+    return [(rank, (rank + places) % size) for rank in range(size)]
+
+
+def _product(a: Any, b: Any) -> jax.Array:
+    """Return a @ b, added up in (at least) float32."""
+    wide = jnp.promote_types(a.dtype, jnp.float32)
+    return jnp.matmul(a, b, preferred_element_type=wide)
+
+
+def _rows(x: Any, rank: Any, count: int) -> jax.Array:
+    return lax.dynamic_slice_in_dim(x, rank * count, count, 0)
+
+
+def gather_matmul(x_MK: jax.Array, w_KN: jax.Array, axis: str) -> jax.Array:
+    """Return all ranks' x, one below the other, times w: [R, N]."""
+    rows = x_MK.shape[0]
+    out = jnp.zeros((lax.axis_size(axis) * rows, w_KN.shape[1]), x_MK.dtype)
+    for rank, shard in shards(x_MK, axis):
+        block = _product(shard, w_KN).astype(x_MK.dtype)
+        out = lax.dynamic_update_slice_in_dim(out, block, rank * rows, 0)
+    return out
+
+
+def matmul_scatter(x_RK: jax.Array, w_KN: jax.Array, axis: str) -> jax.Array:
+    """Return this rank's rows of the sum over ranks of x times w: [M, N].
+
+    Two sums of half the columns go round in opposite directions, in float32 (on the links too).
+    """
+    size, me = lax.axis_size(axis), lax.axis_index(axis)
+    rows, middle = x_RK.shape[0] // size, w_KN.shape[1] // 2
+    halves = []
+    for part, way in ((w_KN[:, :middle], 1), (w_KN[:, middle:], -1)):
+        total = _product(_rows(x_RK, (me - way) % size, rows), part)
+        for step in range(2, size + 1):
+            total = lax.ppermute(total, axis, _by(size, way))
+            total += _product(_rows(x_RK, (me - way * step) % size, rows), part)
+        halves.append(total.astype(x_RK.dtype))
+    return jnp.concatenate(halves, 1)
+
+
+def gathered_gradient(x_MK: jax.Array, y_RN: jax.Array, axis: str) -> jax.Array:
+    """Return (all ranks' x, one below the other)^T times y, [K, N], and never hold all of x."""
+    rows = x_MK.shape[0]
+    parts = (_product(x.T, _rows(y_RN, rank, rows)) for rank, x in shards(x_MK, axis))
+    return reduce(jnp.add, parts)

@@ -1,0 +1,90 @@
+"""Arrays that stream through shared memory tile by tile: what elementwise kernels share.
+
+An array of n elements is seen as `columns` (up to 256, the most that one copy of the TMA takes)
+by as many rows; a tile is some rows. The blocks of the grid's axis "block" take tiles in turn, and
+each keeps several copies in flight. A last tile that reaches over the end is cut by the copies.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import gcd
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+COLUMNS = 256  # the most elements of a side of one copy
+SLOTS = 2  # tiles on their way out
+ALIGNED = 16  # bytes: rows of a copy start at multiples of it
+SHARED = 200 * 1024  # bytes of shared memory that tiles may take
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """The tiles of `rows` rows, `tile` to each, that `blocks` blocks take in turn."""
+
+    rows: int
+    tile: int
+    blocks: int
+
+    @property
+    def count(self) -> int:
+        return pl.cdiv(self.rows, self.tile)
+
+    def steps(self) -> Any:
+        """Return how many tiles this block takes."""
+        return lax.div(self.count - lax.axis_index("block") + self.blocks - 1, self.blocks)
+
+    def at(self, step: Any) -> Any:
+        """Return the number of the tile that this block takes in a step."""
+        return lax.axis_index("block") + step * self.blocks
+
+    def rows_of(self, step: Any) -> Any:
+        return pl.ds(self.at(step) * self.tile, self.tile)
+
+
+def folded(n: int) -> tuple[int, int]:
+    """Return rows and columns that n elements are seen as.
+
+    >>> folded(1024), folded(24)
+    ((4, 256), (3, 8))
+    """
+    columns = gcd(n, COLUMNS)
+    return n // columns, columns
+
+
+def fitting(elements: int, bytes_each: int) -> int:
+    """Return how many elements a tile has, at most, that takes `bytes_each` of shared memory."""
+    while elements * bytes_each > SHARED:
+        elements //= 2
+    return elements
+
+
+def tiles(rows: int, tile: int, blocks: int) -> Tiles:
+    """Return tiles of at most `tile` rows for at most `blocks` blocks, none of them idle."""
+    tile = min(tile, COLUMNS)
+    return Tiles(rows, tile, min(blocks, pl.cdiv(rows, tile)))
+
+
+def stream(step: Callable, tiles: Tiles, inputs: Sequence[tuple], rounds: int, stages: int) -> None:
+    """Run `step(step, round, slot, *tiles in shared memory)` for each tile, `rounds` times each.
+
+    An input is a ref, the shape of a tile of it, and where that tile is, in tiles: a function of
+    the tile's number and the round. Of `SLOTS` slots for what leaves, the one given is written
+    next: wait for what left it before.
+    """
+
+    def run(index, *shared):
+        each, turn = index
+        step(each, turn, lax.rem(each * rounds + turn, jnp.int32(SLOTS)), *shared)
+
+    specs = [
+        plgpu.BlockSpec(shape, lambda each, turn, place=place: place(tiles.at(each), turn))
+        for _, shape, place in inputs
+    ]
+    grid = (tiles.steps(), rounds)
+    plgpu.emit_pipeline(run, grid=grid, in_specs=specs, max_concurrent_steps=stages)(
+        *(ref for ref, _, _ in inputs)
+    )

@@ -1,0 +1,72 @@
+"""A function with a gradient of its own, run on each tensor shard by itself.
+
+No partitioner can split a kernel. What its forward pass keeps leaves the shards and enters them
+again, each array placed by name: JAX itself would place it over the axes of the shard_map around
+as well, and XLA refuses that.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from hfjax.pallas_kernels.varying import alike, varying
+from hfjax.parallel.mesh import TENSOR_AXES, in_use
+
+
+@dataclass(frozen=True, eq=False)
+class OnShards:
+    """`forward(*operands) -> (result, kept)`, `backward(operands, kept, gradient) -> gradients`.
+
+    The specs say how operands, the result and what is kept lie over the tensor axes.
+    """
+
+    mesh: Mesh
+    forward: Callable
+    backward: Callable
+    operands: tuple
+    result: Any
+    kept: Any
+
+    def __call__(self, *operands: Any) -> Any:
+        """Return the result."""
+        return _run(self, operands)
+
+    def map(self, function: Callable, in_specs: Any, out_specs: Any) -> Callable:
+        """Return the function, run on each shard; its results differ where its operands do.
+
+        Inside nothing is checked for that, and what is kept by remat has no axes around in it.
+        """
+        axes = set(in_use(self.mesh, TENSOR_AXES))
+        if not axes:
+            return function
+        specs: dict[str, Any] = {"in_specs": in_specs, "out_specs": out_specs}
+        run = jax.shard_map(function, axis_names=axes, check_vma=False, **specs)
+
+        def marked(*operands):
+            around = frozenset[str]().union(*map(varying, jax.tree.leaves(operands)))
+            return jax.tree.map(lambda x: alike(x, around), run(*operands))
+
+        return marked
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _run(shards: OnShards, operands: tuple) -> Any:
+    return _forward(shards, operands)[0]
+
+
+def _forward(shards: OnShards, operands: tuple) -> tuple[Any, tuple]:
+    run = shards.map(shards.forward, shards.operands, (shards.result, shards.kept))
+    result, kept = run(*operands)
+    return result, (operands, kept)
+
+
+def _backward(shards: OnShards, saved: tuple, gradient: Any) -> tuple:
+    in_specs = (shards.operands, shards.kept, shards.result)
+    return (shards.map(shards.backward, in_specs, shards.operands)(*saved, gradient),)
+
+
+_run.defvjp(_forward, _backward)
