@@ -232,7 +232,7 @@ def test_hfjax_train_makes_it():
 @pytest.mark.parametrize("strategy", [DDP, ZERO1], ids=["DDP", "ZERO1"])
 def test_on_h200s_no_part_of_the_state_is_copied(strategy):
     layout = layout_of(hfjax.master(ADAMW), strategy, {"data": 2}, h200s(2))
-    step = hfjax.train_step(layout, squares, clip=1.0, kernels="pallas")
+    step = hfjax.train_step(layout, squares, clip=1.0, kernels={"adamw_shard": "pallas"})
     given = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch())
     compiled: Any = step.lower(given).compile(compiler_options=OPTIMIZED)
     text = compiled.as_text()
