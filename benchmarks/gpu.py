@@ -101,9 +101,7 @@ class Found:
 def run_section(command: Sequence[str], limit: float, keep: Callable[[dict], None]) -> str:
     """Run a section, give its rows to `keep`, end it at its limit; return how it ended."""
     with tempfile.TemporaryFile() as errors:
-        process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=errors, start_new_session=True
-        )
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, process_group=0)
         assert process.stdout is not None
         try:
             in_time = _read(process.stdout, time.monotonic() + limit, keep)

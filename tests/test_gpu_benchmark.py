@@ -7,6 +7,8 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
 from pathlib import Path
 
 import jax
@@ -18,6 +20,7 @@ from benchmarks.gpu_sections import record, report, training
 from benchmarks.gpu_sections.cases import Case, measured, run_cases, there, tunings
 from benchmarks.gpu_sections.rows import Reporter, ratio, row_in
 from hfjax.parallel.execution import Execution
+from tests.kernels import lowered
 
 ROOT = Path(__file__).parents[1]
 QUICK = ["ceilings", "adamw_shard"]
@@ -170,6 +173,17 @@ def test_a_case_that_fails_and_a_kernel_that_is_not_there_are_rows(capsys):
     run_cases(Reporter("one", 60, smoke=True), "adamw_shard", cases)
     statuses = [row["status"] for row in rows_of(capsys)]
     assert statuses == ["failed: ZeroDivisionError: division by zero", "ok", "not there"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("module", ["adamw", "attention", "loss", "products", "wires"])
+def test_every_candidate_of_a_kernel_lowers_for_cuda(module):
+    found = import_module(f"benchmarks.gpu_sections.{module}")
+    for one in found.cases(smoke=False):
+        shapes = jax.eval_shape(partial(one.operands, 0))
+        for name, function in one.candidates.items():
+            print(one.kernel, one.name, name)
+            lowered(function, *shapes)
 
 
 # -- what is made of it -------------------------------------------------------------------

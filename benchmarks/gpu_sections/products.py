@@ -62,7 +62,7 @@ def _alone(kernel: str, smoke: bool) -> Iterator[Case]:
         f"ring of 1, {side}^3",
         operands=partial(_operands, ((side, side), (side, side))),
         candidates=candidates,
-        rivals={"cuBLAS": jnp.dot},
+        rivals={"cuBLAS (XLA)": jnp.dot},
         oracle=_wide(jnp.dot),
         flops=2.0 * side**3,
         bytes=6.0 * side**2,

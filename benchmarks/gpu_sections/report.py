@@ -162,7 +162,9 @@ def _trained(row: Row, torch: float | None, flops: float) -> list[str]:
     if row["status"] != "ok":
         return [row["kernel"], row["case"], f"**{row['status']}**", *[""] * 5]
     used = 1e3 * row["flops"] / row["ms"] / flops if flops else None
-    cells = [row["kernel"], row["case"], f"{row['ms']:.1f} ms", f"{row['tokens_s']:,.0f}"]
+    moved = (row.get("kept") or {}).get("moved")
+    name = f"{row['case']} ({_size(moved)} on the host)" if moved else row["case"]
+    cells = [row["kernel"], name, f"{row['ms']:.1f} ms", f"{row['tokens_s']:,.0f}"]
     cells += [f"{row['tokens_s'] / torch:.2f}" if torch else "", f"{used:.1%}" if used else ""]
     return [*cells, _size(row.get("memory")), f"{row.get('ready_s', 0):.0f} s"]
 

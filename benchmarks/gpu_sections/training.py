@@ -58,6 +58,7 @@ class Setting:
     rows: int
     programs: Programs
     length: int = 1024
+    dry: int = 1  # programs of a dry run
 
     @property
     def name(self) -> str:
@@ -68,6 +69,8 @@ class Setting:
     def asked(self, program: str, tiny: bool) -> Asked:
         """Return what a worker is asked for."""
         execution = dict(self.programs[program])
+        if tiny and "kernels" in execution:
+            execution["kernels"] = "reference"  # no kernel runs on a CPU
         attention = execution.pop("attention", "cudnn")
         which = "torch" if program == TORCH else "hfjax"
         rows, length = (2, 32) if tiny else (self.rows, self.length)
@@ -81,11 +84,11 @@ class Setting:
 
 
 SETTINGS = {
-    "small 16": Setting("small", 16, MAIN),
+    "small 16": Setting("small", 16, MAIN, dry=2),
     "medium 16": Setting("medium", 16, MAIN),
     "small 32": Setting("small", 32, {**MAIN, **DOTS}),
     "medium 32": Setting("medium", 32, {**MAIN, **DOTS}),
-    "offload": Setting("medium", 4, OFFLOAD, length=4096),
+    "offload": Setting("medium", 4, OFFLOAD, length=4096, dry=2),
     "variants": Setting("small", 32, {"hfjax again": {}, **ONE_KERNEL, **VARIANTS}),
 }
 
@@ -169,7 +172,7 @@ def section(which: str) -> Callable[[Reporter], None]:
 
 def run(reporter: Reporter, setting: Setting) -> None:
     """Train with every program and print their rows."""
-    names = able(setting)[: 2 if reporter.smoke else None]
+    names = able(setting)[: setting.dry if reporter.smoke else None]
     workers = [Worker(name, setting.asked(name, reporter.smoke)) for name in names]
     for name in setting.programs.keys() - set(able(setting)):
         reporter.row(kernel=setting.name, case=name, status="not there")

@@ -35,6 +35,12 @@ def alone(function: Callable, inputs: int = 1) -> Callable:
     return jax.shard_map(function, mesh=mesh, check_vma=False, **specs)
 
 
+def cases(smoke: bool) -> Iterator[Case]:
+    """Yield all cases."""
+    yield from collectives(smoke)
+    yield from quantised(smoke)
+
+
 def collectives(smoke: bool) -> Iterator[Case]:
     """Yield a case for each collective."""
     module = there("collectives", "all_gather", "reduce_scatter", "Tuning", "tuned")
