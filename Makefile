@@ -1,10 +1,11 @@
 # Needs only python3 (3.11 or newer), pip, make and git.
 # Another Python: make test-cuda PYTHON=python3.12 VENV=.venv312
+# More of the GPU: make gpu GPU="--out DIR --only ceilings 124M-16 --record"; make gpu GPU=--help
 PYTHON := python3
 VENV := .venv
 PY := $(VENV)/bin/python
 
-.PHONY: demo test test-all wheels test-cuda lint
+.PHONY: demo test test-all wheels test-cuda gpu lint
 demo: $(VENV)/ok  ## train a GPT on 8 fake CPU devices under every strategy
 	$(PY) -m hfjax demo
 
@@ -20,6 +21,9 @@ wheels: $(VENV)/ok  ## install the wheels that compile for CUDA (no GPU is neede
 
 test-cuda: wheels  ## run what reads programs compiled for GPUs
 	$(PY) -m pytest -q -m cuda
+
+gpu:  ## on a machine with a GPU, in ten minutes: its tests and benchmarks; installs nothing
+	PYTHONPATH=. $(PYTHON) -m benchmarks.gpu $(GPU)
 
 lint: $(VENV)/ok
 	$(VENV)/bin/ruff format --check .

@@ -1,4 +1,7 @@
-"""Eight fake CPU devices stand for a cluster in every test; compiling is quick, the code slow."""
+"""Eight fake CPU devices stand for a cluster in every test; compiling is quick, the code slow.
+
+HFJAX_TEST_GPU=1 leaves the platform and the compiler alone: for tests marked gpu (`make gpu`).
+"""
 
 import gc
 import os
@@ -6,6 +9,7 @@ import signal
 import tempfile
 from importlib.metadata import version
 
+ON_GPU = os.environ.get("HFJAX_TEST_GPU") == "1"
 FAST_COMPILES = [
     "--xla_backend_optimization_level=0",
     "--xla_llvm_disable_expensive_passes=true",
@@ -13,7 +17,8 @@ FAST_COMPILES = [
 ]
 if version("jaxlib").startswith("0.10."):  # half the time; later versions know no other emitters
     FAST_COMPILES.append("--xla_cpu_use_fusion_emitters=false")
-os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *FAST_COMPILES])
+if not ON_GPU:
+    os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *FAST_COMPILES])
 
 # What one test has compiled no later one compiles again; each worker has a folder of its own,
 # since programs are not written to it in one piece.
@@ -41,7 +46,15 @@ for number, usual in (
         signal.signal(number, usual)
 
 import jax  # noqa: E402  (the flags come first)
+import pytest  # noqa: E402
 
-jax.config.update("jax_platforms", "cpu")
+if not ON_GPU:
+    jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Tests marked gpu are skipped where no GPU is."""
+    if item.get_closest_marker("gpu") and jax.default_backend() != "gpu":
+        pytest.skip("needs a GPU: `make gpu` where one is")

@@ -3,9 +3,9 @@
 import os
 import sys
 from collections.abc import Callable, Sequence
-from importlib import import_module
 
 from hfjax.ending import nobody_reads
+from hfjax.needed import imported
 
 COMMANDS = {  # name: what it does, and the function that takes its arguments
     "train": ("train a model; --help lists every setting", "hfjax.run.commands:train_command"),
@@ -30,7 +30,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"hfjax {name}: no such command.\n\n{_help()}", file=sys.stderr)
         return 2
     try:
-        return _function(name)(rest)
+        function = _function(name)
+    except ModuleNotFoundError as missing:
+        print(missing, file=sys.stderr)
+        return 2
+    try:
+        return function(rest)
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr, flush=True)
         sys.stdout.flush()
@@ -41,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _function(name: str) -> Callable[[Sequence[str]], int]:
     module, _, attribute = COMMANDS[name][1].partition(":")
-    return getattr(import_module(module), attribute)
+    return getattr(imported(module, f"hfjax {name}"), attribute)
 
 
 def _help() -> str:

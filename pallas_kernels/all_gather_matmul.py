@@ -20,22 +20,22 @@ import jax
 from jax import lax
 
 from hfjax.pallas_kernels.ring_products import by_jax, by_kernel, check, refusal
-from hfjax.pallas_kernels.ring_tiles import Tuning
+from hfjax.pallas_kernels.ring_tiles import USUAL, Tuning
 
 
 def all_gather_matmul(
-    x_MK: jax.Array, w_KN: jax.Array, axis: str, tuning: Tuning = Tuning()
+    x_MK: jax.Array, w_KN: jax.Array, axis: str, tuning: Tuning = USUAL
 ) -> jax.Array:
     """Return (all ranks' x along `axis`, one below the other) @ w; inside `jax.shard_map`."""
     check(refuses(x_MK, w_KN, lax.axis_size(axis), tuning))
-    return by_kernel[0](x_MK, w_KN, axis, tuning)
+    return by_kernel.gathered(x_MK, w_KN, axis, tuning)
 
 
-def reference(x_MK: jax.Array, w_KN: jax.Array, axis: str, tuning: Tuning = Tuning()) -> jax.Array:
+def reference(x_MK: jax.Array, w_KN: jax.Array, axis: str, tuning: Tuning = USUAL) -> jax.Array:
     """Return the same in plain JAX; sums of partial gradients cross the links in float32."""
-    return by_jax[0](x_MK, w_KN, axis, tuning)
+    return by_jax.gathered(x_MK, w_KN, axis, tuning)
 
 
-def refuses(x_MK: Any, w_KN: Any, size: int, tuning: Tuning = Tuning()) -> str | None:
+def refuses(x_MK: Any, w_KN: Any, size: int, tuning: Tuning = USUAL) -> str | None:
     """Return why the kernel (or its gradient) cannot take these on a ring of `size`, or None."""
     return refusal(x_MK, w_KN, x_MK.shape[0], size, tuning)

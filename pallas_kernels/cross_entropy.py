@@ -21,12 +21,13 @@ transpose of the cast is the sum), without it the transpose of the shard_map aro
 The floor, for N rows, width D, V columns here, S devices of the axis, 2-byte operands:
   flops    forward 2NVD; backward 6NVD (the logits again, dx, dw): 8NVD, where saved logits
            take 6NVD. Exponentials: NV forward, NV backward.
-  memory   kept: 4N bytes. At once: 2NV / P of probabilities, 4ND of dx.
-  traffic  forward (N + V)D * 2 (x again for each group of 2048 rows, from the L2 cache);
+  memory   kept: 4N bytes. At once: 2NV / P of probabilities, 4ND of dx, 2ND of weighed x.
+  traffic  forward 2ND + 2VD * N / 2048 (a group of 2048 rows shares what it reads of w);
            backward 6NV of probabilities (written, read twice), 8NDP of dx.
   links    12N bytes all-reduced over the axis (maximum, then sum and picked logit), and dx once.
-At 700 TFLOP/s, N=16384, V=50304, D=768: forward 1.8 ms, backward 5.4 ms and 5 GB of traffic of
-which the products hide a part. Nothing of this was timed yet.
+At 700 TFLOP/s, N=16384, V=50304, D=768: forward 1.8 ms, backward 5.4 ms, and 6 GB of traffic of
+which the products hide a part. Compiled for an H200: 265 MiB at once, where saved logits take
+1572 MiB. Nothing of this was timed yet.
 """
 
 from collections.abc import Callable
@@ -39,7 +40,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from hfjax.pallas_kernels import logit_tiles, logits
-from hfjax.pallas_kernels.logits import Columns, Tuning, product, wide
+from hfjax.pallas_kernels.logits import Columns, Tuning, product, take, wide
 from hfjax.pallas_kernels.varying import alike, varying, zeros
 
 __all__ = ["Tuning", "cross_entropy", "reference", "refuses"]
@@ -53,7 +54,7 @@ def cross_entropy(
     labels_N: jax.Array,
     axis: Axis = None,
     vocab: int | None = None,
-    tuning: Tuning = Tuning(),
+    tuning: Tuning = logits.KERNEL,
 ) -> jax.Array:
     """Return the loss of each row, [N] in float32: the kernel, for a Hopper GPU.
 
@@ -70,12 +71,13 @@ def reference(
     labels_N: jax.Array,
     axis: Axis = None,
     vocab: int | None = None,
-    tuning: Tuning = Tuning(),
+    tuning: Tuning = logits.PLAIN,
 ) -> jax.Array:
     """Return what `cross_entropy` does, in plain JAX: the same parts, for any device and dtype.
 
-    Under jit with shardings chosen by the compiler, rows may be split over devices at no cost; a
-    w that is split over the vocabulary has its sums over devices taken once for each part.
+    It may be split by the compiler, too (axis=None under jit): compiled for 8 H200s, rows over
+    devices cost dw's sum, one part at a time; columns over devices cost dx's sum, once and in
+    float32, and three sums of [N] for each part.
     """
     if why := _misshapen(x_ND, w_VD, labels_N):
         raise ValueError(why)
@@ -202,9 +204,11 @@ def _gradients(problem: Problem, saved: tuple, weights_N: jax.Array, scale: jax.
         labels, real = columns.part(labels_N, part, parts)
         numbers, rows = (part, real), (logsumexp, labels)
         found = problem.probabilities(numbers, (x_ND, w_CPD), rows, problem.tuning)
-        dx = dx + product(found, w_CPD[:, part], (1, 0))
-        dw = product(found, weighed_ND, (0, 0)) * scale
-        return dx, dw_CPD.at[:, part].set(dw.astype(w_VD.dtype))
+        beyond = found.shape[1] - w_CPD.shape[0]  # columns of zeros, for the kernel's tiles
+        w_CD = jnp.pad(take(w_CPD, part), ((0, beyond), (0, 0)))
+        dw = (product(found, weighed_ND, (0, 0)) * scale)[: w_CPD.shape[0]].astype(w_VD.dtype)
+        dw_CPD = lax.dynamic_update_index_in_dim(dw_CPD, dw, part, 1)
+        return dx + product(found, w_CD, (1, 0)), dw_CPD
 
     start = zeros(x_ND.shape, x_ND, wide(x_ND.dtype)), zeros(w_CPD.shape, w_VD, w_VD.dtype)
     dx, dw_CPD = lax.fori_loop(0, parts, one, start)

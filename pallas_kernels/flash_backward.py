@@ -27,6 +27,7 @@ from hfjax.pallas_kernels.flash_parts import (
     loaded,
     read_visit,
     slot_of,
+    sums,
     write,
 )
 
@@ -34,15 +35,15 @@ from hfjax.pallas_kernels.flash_parts import (
 class Inputs(NamedTuple):
     """Operands in device memory. lse in powers of two; +inf for rows that see nothing."""
 
-    q_BSHD: Any
-    k_BTGD: Any
-    v_BTGD: Any
-    do_BSHD: Any
-    lse_BHS: Any
-    delta_BHS: Any
+    q: Any
+    k: Any
+    v: Any
+    do: Any
+    lse: Any
+    delta: Any
     visits: Any
-    query_documents_BS: Any = None
-    key_documents_BT: Any = None
+    query_documents: Any = None
+    key_documents: Any = None
 
 
 class Shared(NamedTuple):
@@ -60,7 +61,7 @@ def queries(plan: Plan, inputs: Inputs, dtype: Any) -> jax.Array:
     grid = {"batch": shape.batch, "head": shape.heads, "tile": inputs.visits.shape[1]}
     rows, rows_here = shared_rows(plan), plgpu.Barrier(num_arrivals=2, num_barriers=cut.consumers)
     scratch = Shared(shared_keys(plan), rows, rows, rows_here)
-    dq = jax.ShapeDtypeStruct(inputs.q_BSHD.shape, dtype)
+    dq = jax.ShapeDtypeStruct(inputs.q.shape, dtype)
 
     def body(inputs, outputs, shared):
         _body(plan, inputs, outputs[0], shared)
@@ -78,7 +79,7 @@ def _body(plan: Plan, inputs: Inputs, dq_ref: Any, shared: Shared) -> None:
         first = tile * plan.cut.rows + thread * ROWS
         documents = None
         if plan.documents:
-            of_rows = inputs.query_documents_BS.at[batch, pl.ds(first, ROWS)]
+            of_rows = inputs.query_documents.at[batch, pl.ds(first, ROWS)]
             documents = loaded(of_rows, BY_ROW)
         mine = Rows(plan, visit, thread, first, batch, head, documents)
         _multiply(mine, inputs, dq_ref, shared)
@@ -90,9 +91,9 @@ def _body(plan: Plan, inputs: Inputs, dq_ref: Any, shared: Shared) -> None:
 def _multiply(mine: Rows, inputs: Inputs, dq_ref: Any, shared: Shared) -> None:
     thread = mine.thread
     here = shared.rows_here.at[thread]
-    plgpu.copy_gmem_to_smem(mine.of(inputs.q_BSHD), shared.q.at[thread], here)
-    plgpu.copy_gmem_to_smem(mine.of(inputs.do_BSHD), shared.do.at[thread], here)
-    lse, delta = (loaded(mine.per_row(x), BY_ROW) for x in (inputs.lse_BHS, inputs.delta_BHS))
+    plgpu.copy_gmem_to_smem(mine.of(inputs.q), shared.q.at[thread], here)
+    plgpu.copy_gmem_to_smem(mine.of(inputs.do), shared.do.at[thread], here)
+    lse, delta = (loaded(mine.per_row(x), BY_ROW) for x in (inputs.lse, inputs.delta))
     plgpu.barrier_wait(here)
     step = lambda i, dq, partly: _step(mine, shared, (lse, delta), i, dq, partly)
     dq = mine.visited(step, filled((ROWS, mine.plan.shape.width), 0.0))
@@ -115,7 +116,7 @@ def _step(
         plgpu.wgmma(dp_ref, shared.do.at[thread], v.transpose((1, 0)))
         return s_ref[...], dp_ref[...]
 
-    tile = plgpu.ACC((ROWS, plan.cut.tile), jnp.float32)
+    tile = sums((ROWS, plan.cut.tile))
     s, dp = pl.run_scoped(multiply, tile, tile)
     plgpu.barrier_arrive(keys.v_free.at[slot])
     if partly:

@@ -24,6 +24,7 @@ from hfjax.pallas_kernels.flash_parts import (
     Plan,
     Visit,
     across,
+    again,
     both_added,
     by_roles,
     down,
@@ -54,36 +55,11 @@ class Shared(NamedTuple):
     free: Any
 
 
-class Turns(NamedTuple):
-    """The order in which tiles of queries come: whole ones of all heads, then the others."""
-
-    visit: Visit
-    heads: int
-
-    @property
-    def whole(self) -> Any:
-        return self.visit.whole * self.heads
-
-    @property
-    def count(self) -> Any:
-        return self.visit.count * self.heads
-
-    def at(self, turn: Any) -> tuple[Any, Any]:
-        """Return (head among those that share these keys, number of the tile)."""
-        whole, rest = self.visit.whole, self.visit.count - self.visit.whole
-        late = turn - self.whole
-        among, base, size = (
-            jnp.where(turn < self.whole, a, b) for a, b in ((turn, late), (0, whole), (whole, rest))
-        )
-        size = jnp.maximum(size, 1)
-        return lax.div(among, size), self.visit.tile(base + lax.rem(among, size))
-
-
 def keys(plan: Plan, inputs: Inputs, dtype: Any) -> tuple[jax.Array, jax.Array]:
     """Return (dk, dv)."""
     shape = plan.shape
     grid = {"batch": shape.batch, "group": shape.groups, "tile": inputs.visits.shape[1]}
-    outputs = (jax.ShapeDtypeStruct(inputs.k_BTGD.shape, dtype),) * 2
+    outputs = (jax.ShapeDtypeStruct(inputs.k.shape, dtype),) * 2
 
     def body(inputs, outputs, shared):
         _body(plan, inputs, outputs, shared)
@@ -108,96 +84,107 @@ def _shared(plan: Plan) -> Shared:
 
 def _body(plan: Plan, inputs: Inputs, outputs: tuple, shared: Shared) -> None:
     batch, group, tile = (lax.axis_index(x) for x in ("batch", "group", "tile"))
-    turns = Turns(read_visit(inputs.visits, batch, tile), plan.shape.shared)
+    visit = read_visit(inputs.visits, batch, tile)
 
     def multiply(thread):
         first = tile * plan.cut.rows + thread * ROWS
         rows = (batch, pl.ds(first, ROWS))
         documents = None
         if plan.documents:
-            documents = loaded(inputs.key_documents_BT.at[rows], BY_ROW)
-        mine = _Mine(plan, turns, shared, thread, first, documents)
+            documents = loaded(inputs.key_documents.at[rows], BY_ROW)
+        mine = _Mine(plan, visit, shared, thread, first, documents)
         _multiply(mine, inputs, outputs, (*rows, group))
 
-    by_roles(plan, multiply, lambda: _feed(plan, inputs, shared, turns, (batch, group)))
+    by_roles(plan, multiply, lambda: _feed(plan, inputs, shared, visit, (batch, group)))
 
 
-def _feed(plan: Plan, inputs: Inputs, shared: Shared, turns: Turns, place: tuple) -> None:
+def _feed(plan: Plan, inputs: Inputs, shared: Shared, visit: Visit, place: tuple) -> None:
+    """Bring the tiles of a visit, head after head of those that share these keys."""
     batch, group = place
+    count, stages, heads = visit.steps, plan.cut.stages, plan.shape.shared
 
-    @pl.loop(0, turns.count)
-    def _tile(turn):
-        slot = slot_of(turn, plan.cut.stages)
-        among, tile = turns.at(turn)
-        head = group * plan.shape.shared + among
-        rows = pl.ds(tile * plan.cut.tile, plan.cut.tile)
-        free, here = shared.free.at[slot], shared.here.at[slot]
-        pl.when(turn >= plan.cut.stages)(lambda: plgpu.barrier_wait(free))
-        bring = lambda source, target: plgpu.copy_gmem_to_smem(source, target.at[slot], here)
-        bring(inputs.q_BSHD.at[batch, rows, head], shared.q)
-        bring(inputs.do_BSHD.at[batch, rows, head], shared.do)
-        bring(inputs.lse_BHS.at[batch, head, rows], shared.lse)
-        bring(inputs.delta_BHS.at[batch, head, rows], shared.delta)
-        if plan.documents:
-            bring(inputs.query_documents_BS.at[batch, rows], shared.documents)
+    @pl.loop(0, heads)
+    def _head(among):
+        @pl.loop(0, count)
+        def _tile(step):
+            turn = among * count + step
+            slot, head = slot_of(turn, stages), group * heads + among
+            rows = pl.ds(visit.tile(step) * plan.cut.tile, plan.cut.tile)
+            free, here = shared.free.at[slot], shared.here.at[slot]
+            pl.when(turn >= stages)(lambda: plgpu.barrier_wait(free))
+            bring = lambda source, target: plgpu.copy_gmem_to_smem(source, target.at[slot], here)
+            bring(inputs.q.at[batch, rows, head], shared.q)
+            bring(inputs.do.at[batch, rows, head], shared.do)
+            bring(inputs.lse.at[batch, head, rows], shared.lse)
+            bring(inputs.delta.at[batch, head, rows], shared.delta)
+            if plan.documents:
+                bring(inputs.query_documents.at[batch, rows], shared.documents)
 
-    drain(turns.count, plan.cut.stages, shared.free)
+    drain(count * heads, stages, shared.free)
 
 
 class _Mine(NamedTuple):
-    """One warpgroup's rows of keys."""
+    """One warpgroup's rows of keys, and what visits them."""
 
     plan: Plan
-    turns: Turns
+    visit: Visit
     shared: Shared
     thread: Any
     first: Any
     documents: Any
 
-    def masked(self, s: Any, turn: Any, slot: Any) -> Any:
-        """Return scores, -inf where the query (column) does not see the key (row)."""
-        query = numbers(s.shape, 1, self.turns.at(turn)[1] * self.plan.cut.tile)
+    def masked(self, s: Any, step: Any, slot: Any) -> Any:
+        """Return what scores begin with, -inf where the query (column) does not see the key."""
+        query = numbers(s.shape, 1, self.visit.part(step) * self.plan.cut.tile)
         same = None
         if self.plan.documents:
             of_queries = loaded(self.shared.documents.at[slot], BY_COLUMN)
             same = across(self.documents, s.shape) == down(of_queries, s.shape)
         key = numbers(s.shape, 0, self.first)
-        return jnp.where(seen(self.plan, self.turns.visit, query, key, same), s, -jnp.inf)
+        return jnp.where(seen(self.plan, self.visit, query, key, same), s, -jnp.inf)
+
+    def visited(self, sums: tuple) -> tuple:
+        """Return (dk, dv) after all heads' tiles; only those seen in part are masked."""
+        whole, count = self.visit.whole, self.visit.steps
+
+        def head(among, sums):
+            once = lambda partly: lambda i, x: _step(self, (among * count + i, i), x, partly)
+            sums = lax.fori_loop(0, whole, once(False), sums)
+            return lax.fori_loop(whole, count, once(True), sums) if self.plan.partly else sums
+
+        heads = self.plan.shape.shared
+        return head(0, sums) if heads == 1 else lax.fori_loop(0, heads, head, sums)
 
 
 def _multiply(mine: _Mine, inputs: Inputs, outputs: tuple, rows: tuple) -> None:
     plan, shared, thread = mine.plan, mine.shared, mine.thread
     here = shared.rows_here.at[thread]
     k, v = shared.k.at[thread], shared.v.at[thread]
-    plgpu.copy_gmem_to_smem(inputs.k_BTGD.at[rows], k, here)
-    plgpu.copy_gmem_to_smem(inputs.v_BTGD.at[rows], v, here)
+    plgpu.copy_gmem_to_smem(inputs.k.at[rows], k, here)
+    plgpu.copy_gmem_to_smem(inputs.v.at[rows], v, here)
     plgpu.barrier_wait(here)
     zeros = filled((ROWS, plan.shape.width), 0.0)
-    once = lambda partly: lambda i, x: _step(mine, i, x, partly)
-    sums = lax.fori_loop(0, mine.turns.whole, once(False), (zeros, zeros))
-    if plan.partly:
-        sums = lax.fori_loop(mine.turns.whole, mine.turns.count, once(True), sums)
-    write(outputs[0].at[rows], sums[0] * plan.scale, k)
-    write(outputs[1].at[rows], sums[1], v)
+    dk, dv = mine.visited((zeros, zeros))
+    write(outputs[0].at[rows], dk * plan.scale, k)
+    write(outputs[1].at[rows], dv, v)
     plgpu.wait_smem_to_gmem(0)
 
 
-def _step(mine: _Mine, turn: Any, sums: tuple, partly: bool) -> tuple:
-    """Return (dk, dv) after one more tile of queries."""
-    plan, shared, thread = mine.plan, mine.shared, mine.thread
-    slot = slot_of(turn, plan.cut.stages)
+def _step(mine: _Mine, turn: tuple[Any, Any], sums: tuple, partly: bool) -> tuple:
+    """Return (dk, dv) after one more tile of queries; a turn counts all, and this head's."""
+    plan, shared, thread = mine.plan, mine.shared, again(mine.thread)
+    slot = slot_of(turn[0], plan.cut.stages)
     q, do = shared.q.at[slot], shared.do.at[slot]
     plgpu.barrier_wait(shared.here.at[slot])
-
     shape, unit = (ROWS, plan.cut.tile), plan.scale * LOG2E
     lse = down(loaded(shared.lse.at[slot], BY_COLUMN) * (-1 / unit), shape)
+    if partly:
+        lse = mine.masked(lse, turn[1], slot)
     delta = down(-loaded(shared.delta.at[slot], BY_COLUMN), shape)
     s, dp = both_added(  # sums begin with what would be subtracted: no registers for it later
         (lse, shared.k.at[thread], q.transpose((1, 0))),
         (delta, shared.v.at[thread], do.transpose((1, 0))),
     )
-    if partly:
-        s = mine.masked(s, turn, slot)
     p = jnp.exp2(s * unit)
     ds = p * dp
     dk, dv = sums

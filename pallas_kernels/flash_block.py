@@ -15,9 +15,9 @@ of queries that follow one another; head [D]im, 64 or 128.
 
 The floor, with P pairs of a query and a key that see each other, n bytes a number:
 - forward: 4 B H P D flops; reads n B D (S H + 2 T G), writes n B S H D + 4 B H S bytes; a state
-  adds 8 B S H (D + 2) (read and written in float32). Causal with S = T: P = S (S + 1) / 2.
-- backward: 14 B H P D flops (10 where sums are kept in device memory); reads n B D (3 S H + 2 T G)
-  twice over, writes what it returns: dq, dk and dv.
+  in place of them is 8 B S H (D + 2), read and written. Causal with S = T: P = S (S + 1) / 2.
+- backward: 14 B H P D flops (10 where sums are kept in device memory); reads n B D (2 S H + 2 T G)
+  twice and 2 n B S H D for delta, writes what it returns: dq, dk and dv.
 Tiles of keys that no query of the tile sees are neither read nor multiplied.
 """
 
@@ -28,7 +28,7 @@ import jax
 import jax.numpy as jnp
 
 from hfjax.pallas_kernels import flash_launch, flash_reference
-from hfjax.pallas_kernels.flash_launch import Tuning, refuses
+from hfjax.pallas_kernels.flash_launch import HERE, TUNING, Tuning, refuses
 from hfjax.pallas_kernels.flash_mask import Mask, Places
 from hfjax.pallas_kernels.flash_reference import Final, State
 
@@ -52,7 +52,7 @@ __all__ = [
     "refuses",
 ]
 
-CAUSAL, TUNING, HERE = Mask(), Tuning(), Places()
+CAUSAL = Mask()
 
 
 def flash_block(
@@ -69,6 +69,11 @@ def flash_block(
     It has no gradient of its own: `attend` has, and `flash_block_backward` is one block's.
     """
     _check(q_BSHD, k_BTGD, v_BTGD, places, tuning)
+    if state is not None and state.o.shape != q_BSHD.shape:
+        raise ValueError(
+            f"state.o {list(state.o.shape)} is not of q_BSHD {list(q_BSHD.shape)}: "
+            "a state goes on with the queries that it began with."
+        )
     return flash_launch.block((q_BSHD, k_BTGD, v_BTGD), state, mask, places, tuning)
 
 
@@ -91,22 +96,22 @@ def reference(
 
 def merge(one: State, other: State) -> State:
     """Return the state of queries that saw the keys of both, which have none in common."""
-    m = jax.lax.stop_gradient(jnp.maximum(one.m_BHS, other.m_BHS))
+    m = jax.lax.stop_gradient(jnp.maximum(one.m, other.m))
     base = jnp.where(m > -jnp.inf, m, 0.0)
-    o, l = jnp.zeros_like(one.o_BSHD), jnp.zeros_like(one.l_BHS)
+    o, l = jnp.zeros_like(one.o), jnp.zeros_like(one.l)
     for part in (one, other):
-        weight = jnp.exp(jax.lax.stop_gradient(part.m_BHS) - base)
-        o += part.o_BSHD * weight.swapaxes(1, 2)[..., None]
-        l += part.l_BHS * weight
+        weight = jnp.exp(jax.lax.stop_gradient(part.m) - base)
+        o += part.o * weight.swapaxes(1, 2)[..., None]
+        l += part.l * weight
     return State(o, m, l)
 
 
 def finish(state: State) -> tuple[jax.Array, jax.Array]:
     """Return (what is attended to, [B, S, H, D]; lse, [B, H, S]): 0 and -inf if nothing is seen."""
-    some = state.l_BHS > 0
-    l = jnp.where(some, state.l_BHS, 1.0)
-    lse = jnp.where(some, state.m_BHS + jnp.log(l), -jnp.inf)
-    return state.o_BSHD / l.swapaxes(1, 2)[..., None], lse
+    some = state.l > 0
+    l = jnp.where(some, state.l, 1.0)
+    lse = jnp.where(some, state.m + jnp.log(l), -jnp.inf)
+    return state.o / l.swapaxes(1, 2)[..., None], lse
 
 
 def final(
@@ -189,7 +194,7 @@ def attend(
 ) -> tuple[jax.Array, jax.Array]:
     """Return (attention in the dtype of the queries, lse in float32); both have gradients."""
     _check(q_BSHD, k_BTGD, v_BTGD, places, tuning)
-    return _attend(Form(mask, tuning, True), q_BSHD, k_BTGD, v_BTGD, places)
+    return _attend(Form(mask, tuning, places.starts, True), q_BSHD, k_BTGD, v_BTGD, places)
 
 
 def reference_attend(
@@ -201,7 +206,7 @@ def reference_attend(
     tuning: Tuning = TUNING,
 ) -> tuple[jax.Array, jax.Array]:
     """Return what `attend` does, in plain JAX; lse in float32 or wider. No score is kept."""
-    return _attend(Form(mask, tuning, False), q_BSHD, k_BTGD, v_BTGD, places)
+    return _attend(Form(mask, tuning, places.starts, False), q_BSHD, k_BTGD, v_BTGD, places)
 
 
 def _check(q: jax.Array, k: jax.Array, v: jax.Array, places: Places, tuning: Tuning) -> None:
@@ -215,22 +220,31 @@ class Form:
 
     mask: Mask
     tuning: Tuning
+    starts: tuple[int, int] | None
     kernels: bool
+
+    def known(self, places: Places) -> Places:
+        """Return places whose starts are numbers, where they were when it was called."""
+        if self.starts is None:
+            return places
+        return places._replace(query_start=self.starts[0], key_start=self.starts[1])
 
     def forward(self, operands: tuple, places: Places) -> tuple[jax.Array, jax.Array]:
         """Return (attention, lse)."""
         if self.kernels:
             return flash_launch.whole(operands, self.mask, places, self.tuning)
-        out, lse = finish(flash_reference.block(*operands, None, self.mask, places))
-        return out.astype(operands[0].dtype), lse
+        q, k, v = operands
+        out, lse = finish(flash_reference.block(q, k, v, None, self.mask, places))
+        return out.astype(q.dtype), lse
 
     def backward(self, operands: tuple, final: Final, places: Places) -> tuple:
         """Return the gradients of the operands."""
         dtype = operands[0].dtype
         if self.kernels:
-            options = (self.mask, places, self.tuning, dtype)
-            return flash_launch.block_backward(operands, final, *options)
-        pulled = flash_reference.block_backward(*operands, final, self.mask, places)
+            how = (self.mask, places, self.tuning, dtype)
+            return flash_launch.block_backward(operands, final, *how)
+        q, k, v = operands
+        pulled = flash_reference.block_backward(q, k, v, final, self.mask, places)
         return tuple(x.astype(dtype) for x in pulled)
 
 
@@ -238,18 +252,18 @@ class Form:
 def _attend(
     how: Form, q: jax.Array, k: jax.Array, v: jax.Array, places: Places
 ) -> tuple[jax.Array, jax.Array]:
-    return how.forward((q, k, v), places)
+    return how.forward((q, k, v), how.known(places))
 
 
 def _attend_forward(how: Form, q: jax.Array, k: jax.Array, v: jax.Array, places: Places):
-    out, lse = how.forward((q, k, v), places)
+    out, lse = how.forward((q, k, v), how.known(places))
     return (out, lse), (q, k, v, places, out, lse)
 
 
 def _attend_backward(how: Form, kept: tuple, cotangents: tuple):
     q, k, v, places, out, lse = kept
     do, dlse = cotangents
-    return (*how.backward((q, k, v), final(out, lse, do, dlse), places), None)
+    return (*how.backward((q, k, v), final(out, lse, do, dlse), how.known(places)), None)
 
 
 _attend.defvjp(_attend_forward, _attend_backward)

@@ -23,12 +23,14 @@ from hfjax.pallas_kernels.flash_parts import (
     Plan,
     across,
     added,
+    again,
     by_roles,
     filled,
     launch,
     loaded,
     read_visit,
     slot_of,
+    sums,
     write,
 )
 
@@ -38,15 +40,15 @@ FLOOR = -1e30  # a maximum below every score: exponentials of what is masked are
 class Inputs(NamedTuple):
     """Operands in device memory; a state is there for later blocks, documents where given."""
 
-    q_BSHD: Any
-    k_BTGD: Any
-    v_BTGD: Any
+    q: Any
+    k: Any
+    v: Any
     visits: Any
-    query_documents_BS: Any = None
-    key_documents_BT: Any = None
-    o_BSHD: Any = None
-    m_BHS: Any = None
-    l_BHS: Any = None
+    query_documents: Any = None
+    key_documents: Any = None
+    o: Any = None
+    m: Any = None
+    l: Any = None
 
 
 class Shared(NamedTuple):
@@ -82,7 +84,7 @@ def _body(plan: Plan, inputs: Inputs, outputs: tuple, shared: Shared) -> None:
         first = tile * plan.cut.rows + thread * ROWS
         documents = None
         if plan.documents:
-            of_rows = inputs.query_documents_BS.at[batch, pl.ds(first, ROWS)]
+            of_rows = inputs.query_documents.at[batch, pl.ds(first, ROWS)]
             documents = loaded(of_rows, BY_ROW)
         mine = Rows(plan, visit, thread, first, batch, head, documents)
         _multiply(mine, inputs, outputs, shared)
@@ -94,7 +96,7 @@ def _body(plan: Plan, inputs: Inputs, outputs: tuple, shared: Shared) -> None:
 def _multiply(mine: Rows, inputs: Inputs, outputs: tuple, shared: Shared) -> None:
     thread = mine.thread
     here = shared.q_here.at[thread]
-    plgpu.copy_gmem_to_smem(mine.of(inputs.q_BSHD), shared.q.at[thread], here)
+    plgpu.copy_gmem_to_smem(mine.of(inputs.q), shared.q.at[thread], here)
     state = _initial(mine, inputs)
     plgpu.barrier_wait(here)
     turns = mine.plan.cut.consumers == 2
@@ -111,11 +113,11 @@ def _multiply(mine: Rows, inputs: Inputs, outputs: tuple, shared: Shared) -> Non
 
 def _initial(mine: Rows, inputs: Inputs) -> tuple:
     """Return (o, m, l) before the first key: m counts powers of two."""
-    if inputs.o_BSHD is None:
+    if inputs.o is None:
         o = filled((ROWS, mine.plan.shape.width), 0.0)
         return o, filled((ROWS,), FLOOR, BY_ROW), filled((ROWS,), 0.0, BY_ROW)
-    o = loaded(mine.of(inputs.o_BSHD), MATRIX)
-    m, l = (loaded(mine.per_row(x), BY_ROW) for x in (inputs.m_BHS, inputs.l_BHS))
+    o = loaded(mine.of(inputs.o), MATRIX)
+    m, l = (loaded(mine.per_row(x), BY_ROW) for x in (inputs.m, inputs.l))
     return o, jnp.maximum(m * LOG2E, FLOOR), l
 
 
@@ -128,12 +130,14 @@ def _scores(mine: Rows, shared: Shared, slot: Any) -> Any:
     """Return q @ k.T; the other warpgroup goes on as soon as this product is issued."""
 
     def multiply(s_ref):
-        plgpu.wgmma(s_ref, shared.q.at[mine.thread], shared.keys.k.at[slot].transpose((1, 0)))
+        plgpu.wgmma(
+            s_ref, shared.q.at[again(mine.thread)], shared.keys.k.at[slot].transpose((1, 0))
+        )
         if mine.plan.cut.consumers == 2:
             _take_turns(shared)
         return s_ref[...]
 
-    return pl.run_scoped(multiply, plgpu.ACC((ROWS, mine.plan.cut.tile), jnp.float32))
+    return pl.run_scoped(multiply, sums((ROWS, mine.plan.cut.tile)))
 
 
 def _step(mine: Rows, shared: Shared, step: Any, state: tuple, partly: bool) -> tuple:
@@ -172,7 +176,7 @@ def _write_state(mine: Rows, outputs: tuple, o: Any, m: Any, l: Any) -> None:
 
 
 def _write_attention(mine: Rows, outputs: tuple, shared_rows: Any, state: tuple) -> None:
-    """Write what is attended to and the log of the weights' sum: 0 and -inf for who sees nothing."""
+    """Write what is attended to and its lse: 0 and -inf for rows that see nothing."""
     o, m, l = state
     some = l > 0.0
     lse = jnp.where(some, m * LN2 + jnp.log(l), -jnp.inf)

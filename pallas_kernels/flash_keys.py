@@ -58,22 +58,22 @@ def feed_keys(plan: Plan, inputs: Any, keys: Keys, visit: Visit, place: tuple[An
     """Bring the tiles of a visit; `place` is (batch, head of keys)."""
     batch, group = place
 
-    @pl.loop(0, visit.count)
+    @pl.loop(0, visit.steps)
     def _tile(step):
         slot = slot_of(step, plan.cut.stages)
         rows = pl.ds(visit.tile(step) * plan.cut.tile, plan.cut.tile)
         again = step >= plan.cut.stages
         pl.when(again)(lambda: plgpu.barrier_wait(keys.k_free.at[slot]))
         here = keys.k_here.at[slot]
-        plgpu.copy_gmem_to_smem(inputs.k_BTGD.at[batch, rows, group], keys.k.at[slot], here)
+        plgpu.copy_gmem_to_smem(inputs.k.at[batch, rows, group], keys.k.at[slot], here)
         if plan.documents:
-            documents = inputs.key_documents_BT.at[batch, rows]
+            documents = inputs.key_documents.at[batch, rows]
             plgpu.copy_gmem_to_smem(documents, keys.documents.at[slot], here)
         pl.when(again)(lambda: plgpu.barrier_wait(keys.v_free.at[slot]))
         here = keys.v_here.at[slot]
-        plgpu.copy_gmem_to_smem(inputs.v_BTGD.at[batch, rows, group], keys.v.at[slot], here)
+        plgpu.copy_gmem_to_smem(inputs.v.at[batch, rows, group], keys.v.at[slot], here)
 
-    drain(visit.count, plan.cut.stages, keys.k_free, keys.v_free)
+    drain(visit.steps, plan.cut.stages, keys.k_free, keys.v_free)
 
 
 class Rows(NamedTuple):
@@ -97,7 +97,7 @@ class Rows(NamedTuple):
 
     def masked(self, s: Any, step: Any, keys: Keys) -> Any:
         """Return scores, -inf where the query does not see the key."""
-        key = numbers(s.shape, 1, self.visit.tile(step) * self.plan.cut.tile)
+        key = numbers(s.shape, 1, self.visit.part(step) * self.plan.cut.tile)
         same = None
         if self.plan.documents:
             of_keys = loaded(keys.documents.at[slot_of(step, self.plan.cut.stages)], BY_COLUMN)
@@ -113,5 +113,5 @@ class Rows(NamedTuple):
         once = lambda partly: lambda i, x: step(i, x, partly)
         state = lax.fori_loop(0, self.visit.whole, once(False), state)
         if self.plan.partly:
-            state = lax.fori_loop(self.visit.whole, self.visit.count, once(True), state)
+            state = lax.fori_loop(self.visit.whole, self.visit.steps, once(True), state)
         return state

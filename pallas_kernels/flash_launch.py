@@ -36,8 +36,11 @@ class Tuning:
     keys: Tile = field(default_factory=lambda: Tile(2, 64, 2))  # makes dk and dv
 
 
+TUNING, HERE = Tuning(), Places()
+
+
 def refuses(
-    q_BSHD: Any, k_BTGD: Any, v_BTGD: Any, places: Places = Places(), tuning: Tuning = Tuning()
+    q_BSHD: Any, k_BTGD: Any, v_BTGD: Any, places: Places = HERE, tuning: Tuning = TUNING
 ) -> str | None:
     """Return why the kernels cannot take these operands; None where they can."""
     named = {"q_BSHD": q_BSHD, "k_BTGD": k_BTGD, "v_BTGD": v_BTGD}
@@ -66,7 +69,7 @@ def _shapes(q: Any, k: Any, v: Any) -> str | None:
 
 
 def _documents(q: Any, k: Any, places: Places) -> str | None:
-    of_queries, of_keys = places.query_documents_BS, places.key_documents_BT
+    of_queries, of_keys = places.query_documents, places.key_documents
     if of_queries is None and of_keys is None:
         return None
     if of_queries is None or of_keys is None:
@@ -92,7 +95,7 @@ def whole(
     """Return (attention in the dtype of the queries, lse) over one block of keys."""
     plan, inputs, queries = _forward(operands, None, mask, places, tuning.forward)
     rows = _rows(plan)
-    out = jax.ShapeDtypeStruct(inputs.q_BSHD.shape, plan.dtype)
+    out = jax.ShapeDtypeStruct(inputs.q.shape, plan.dtype)
     out, lse = flash_forward.run(plan, inputs, (out, rows))
     return out[:, :queries], lse[:, :, :queries]
 
@@ -103,7 +106,7 @@ def block(
     """Return the state after one more block of keys."""
     plan, inputs, queries = _forward(operands, state, mask, places, tuning.forward)
     rows = _rows(plan)
-    o = jax.ShapeDtypeStruct(inputs.q_BSHD.shape, jnp.float32)
+    o = jax.ShapeDtypeStruct(inputs.q.shape, jnp.float32)
     o, m, l = flash_forward.run(plan, inputs, (o, rows, rows))
     return State(o[:, :queries], m[:, :, :queries], l[:, :, :queries])
 
@@ -130,17 +133,17 @@ def _forward(operands: tuple, state: State | None, mask: Mask, places: Places, c
 
 
 def _padded_documents(places: Places, queries: int, keys: int) -> tuple[Any, Any]:
-    if places.query_documents_BS is None or places.key_documents_BT is None:
+    if places.query_documents is None or places.key_documents is None:
         return None, None
-    of_queries = padded(places.query_documents_BS, 1, queries, mode="edge")
-    return of_queries, padded(places.key_documents_BT, 1, keys, mode="edge")
+    of_queries = padded(places.query_documents, 1, queries, mode="edge")
+    return of_queries, padded(places.key_documents, 1, keys, mode="edge")
 
 
 def _plan(mask: Mask, operands: tuple, inputs: Any, cut: Tile) -> Plan:
-    batch, queries, heads, width = inputs.q_BSHD.shape
-    shape = Shape(batch, queries, inputs.k_BTGD.shape[1], heads, inputs.k_BTGD.shape[2], width)
-    documents = inputs.query_documents_BS is not None
-    return Plan(mask, shape, operands[1].shape[1], cut, documents, inputs.q_BSHD.dtype)
+    batch, queries, heads, width = inputs.q.shape
+    shape = Shape(batch, queries, inputs.k.shape[1], heads, inputs.k.shape[2], width)
+    documents = inputs.query_documents is not None
+    return Plan(mask, shape, operands[1].shape[1], cut, documents, inputs.q.dtype)
 
 
 def block_backward(
@@ -151,14 +154,14 @@ def block_backward(
     of_queries, of_keys = tuning.queries, tuning.keys
     queries = math.lcm(of_queries.rows, of_keys.tile)
     keys = math.lcm(of_keys.rows, of_queries.tile)
-    lse = jnp.where(final.lse_BHS > -jnp.inf, final.lse_BHS * LOG2E, jnp.inf)
+    lse = jnp.where(final.lse > -jnp.inf, final.lse * LOG2E, jnp.inf)
     inputs = flash_backward.Inputs(
         padded(q, 1, queries),
         padded(k, 1, keys),
         padded(v, 1, keys),
-        padded(final.do_BSHD.astype(q.dtype), 1, queries),
+        padded(final.do.astype(q.dtype), 1, queries),
         padded(lse.astype(jnp.float32), 2, queries, constant_values=jnp.inf),
-        padded(final.delta_BHS.astype(jnp.float32), 2, queries),
+        padded(final.delta.astype(jnp.float32), 2, queries),
         None,
         *_padded_documents(places, queries, keys),
     )

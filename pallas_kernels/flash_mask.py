@@ -5,13 +5,13 @@ the query's, everything but documents is `low <= d <= high`. [B]atch, [S] querie
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 FAR = 2**29  # farther apart than any two positions
-COLUMNS = 6  # of the table of visits: four tile numbers, low and high
 
 
 @dataclass(frozen=True)
@@ -39,8 +39,15 @@ class Places(NamedTuple):
 
     query_start: jax.Array | int = 0
     key_start: jax.Array | int = 0
-    query_documents_BS: jax.Array | None = None
-    key_documents_BT: jax.Array | None = None
+    query_documents: jax.Array | None = None
+    key_documents: jax.Array | None = None
+
+    @property
+    def starts(self) -> tuple[int, int] | None:
+        """The first positions if they are known now; None if only when it runs."""
+        if isinstance(self.query_start, int) and isinstance(self.key_start, int):
+            return self.query_start, self.key_start
+        return None
 
 
 class Tiles(NamedTuple):
@@ -52,12 +59,14 @@ class Tiles(NamedTuple):
     key_tile: int
 
 
-def bounds(mask: Mask, places: Places) -> tuple[jax.Array, jax.Array]:
+def bounds(mask: Mask, places: Places) -> tuple[Any, Any]:
     """Return (low, high) of key number - query number: what lies outside is not seen."""
-    shift = jnp.asarray(places.query_start, jnp.int32) - jnp.asarray(places.key_start, jnp.int32)
-    far = jnp.int32(FAR)
-    low = -far if mask.window is None else shift - (mask.window - 1)
-    high = far if mask.window is None else shift + (mask.window - 1)
+    if places.starts is None:
+        shift = jnp.int32(places.query_start) - jnp.int32(places.key_start)
+    else:
+        shift = np.int32(places.starts[0] - places.starts[1])
+    low = np.int32(-FAR) if mask.window is None else shift - (mask.window - 1)
+    high = np.int32(FAR) if mask.window is None else shift + (mask.window - 1)
     return low, shift if mask.causal else high
 
 
@@ -71,9 +80,9 @@ def visible(
     low, high = bounds(mask, places)
     apart = key[None, :] - query[:, None]
     near = (apart >= low) & (apart <= high)
-    if places.query_documents_BS is None or places.key_documents_BT is None:
+    if places.query_documents is None or places.key_documents is None:
         return near, None
-    of_query, of_key = places.query_documents_BS[:, query], places.key_documents_BT[:, key]
+    of_query, of_key = places.query_documents[:, query], places.key_documents[:, key]
     return near, of_query[:, :, None] == of_key[:, None, :]
 
 
@@ -91,43 +100,48 @@ def _ends(documents: jax.Array, tile: int) -> tuple[jax.Array, jax.Array]:
     return tiles.min(-1), tiles.max(-1)
 
 
-def tiles_seen(mask: Mask, places: Places, tiles: Tiles) -> tuple[jax.Array, jax.Array]:
-    """Return whether query tiles may see anything, and see everything, of key tiles: [B, n, m]."""
+def tiles_seen(mask: Mask, places: Places, tiles: Tiles) -> tuple[Any, Any]:
+    """Return whether query tiles may see anything, and see everything, of key tiles: [B, n, m].
+
+    Where all is known now, they are numpy's: constants of the program that runs.
+    """
     low, high = bounds(mask, places)
-    first = jnp.arange(0, tiles.queries, tiles.query_tile, dtype=jnp.int32)[:, None]
-    last = jnp.minimum(first + tiles.query_tile, tiles.queries) - 1
-    left = jnp.arange(0, tiles.keys, tiles.key_tile, dtype=jnp.int32)[None, :]
-    right = jnp.minimum(left + tiles.key_tile, tiles.keys) - 1
+    first = np.arange(0, tiles.queries, tiles.query_tile, dtype=np.int32)[:, None]
+    last = np.minimum(first + tiles.query_tile, tiles.queries) - 1
+    left = np.arange(0, tiles.keys, tiles.key_tile, dtype=np.int32)[None, :]
+    right = np.minimum(left + tiles.key_tile, tiles.keys) - 1
     some = ((right - first >= low) & (left - last <= high))[None]
     every = ((left - last >= low) & (right - first <= high))[None]
-    every &= (left + tiles.key_tile <= tiles.keys)[None]
-    if places.query_documents_BS is None or places.key_documents_BT is None:
+    every = every & (left + tiles.key_tile <= tiles.keys)[None]
+    if places.query_documents is None or places.key_documents is None:
         return some, every
-    of_queries = _ends(places.query_documents_BS, tiles.query_tile)
-    of_keys = _ends(places.key_documents_BT, tiles.key_tile)
+    of_queries = _ends(places.query_documents, tiles.query_tile)
+    of_keys = _ends(places.key_documents, tiles.key_tile)
     q_low, q_high = (x[:, :, None] for x in of_queries)
     k_low, k_high = (x[:, None, :] for x in of_keys)
-    some &= (q_low <= k_high) & (k_low <= q_high)
+    some = some & (q_low <= k_high) & (k_low <= q_high)
     return some, every & (q_low == q_high) & (k_low == k_high) & (q_low == k_low)
 
 
-def _spans(some: jax.Array, every: jax.Array) -> list[jax.Array]:
+def _spans(some: Any, every: Any) -> list[Any]:
     """Return, along the last axis: start, start of a full run, its end, end: [B, n] each."""
+    xp = np if isinstance(some, np.ndarray) else jnp
     count = some.shape[-1]
-    number = jnp.broadcast_to(jnp.arange(count, dtype=jnp.int32), some.shape)
-    start = jnp.min(jnp.where(some, number, count), axis=-1)
-    end = jnp.max(jnp.where(some, number + 1, 0), axis=-1)
-    start = jnp.minimum(start, end)
-    full = jnp.min(jnp.where(every, number, count), axis=-1)
-    full = jnp.where(full < count, full, start)
+    number = xp.broadcast_to(np.arange(count, dtype=np.int32), some.shape)
+    start = xp.min(xp.where(some, number, count), axis=-1)
+    end = xp.max(xp.where(some, number + 1, 0), axis=-1)
+    start = xp.minimum(start, end)
+    full = xp.min(xp.where(every, number, count), axis=-1)
+    full = xp.where(full < count, full, start)
     broken = ~every & (number >= full[..., None])
-    full_end = jnp.min(jnp.where(broken, number, count), axis=-1)
-    return [start, full, jnp.maximum(full_end, full), end]
+    full_end = xp.min(xp.where(broken, number, count), axis=-1)
+    return [start, full, xp.maximum(full_end, full), end]
 
 
-def _table(mask: Mask, places: Places, spans: list[jax.Array]) -> jax.Array:
-    limits = [jnp.broadcast_to(x, spans[0].shape) for x in bounds(mask, places)]
-    return jnp.stack([x.astype(jnp.int32) for x in (*spans, *limits)], axis=-1)
+def _table(mask: Mask, places: Places, spans: list[Any]) -> jax.Array:
+    xp = np if isinstance(spans[0], np.ndarray) else jnp
+    limits = [xp.broadcast_to(x, spans[0].shape) for x in bounds(mask, places)]
+    return jnp.asarray(xp.stack([x.astype(np.int32) for x in (*spans, *limits)], axis=-1))
 
 
 def visits_of_queries(mask: Mask, places: Places, tiles: Tiles) -> jax.Array:

@@ -103,14 +103,17 @@ class Visit(NamedTuple):
         return self.full_end - self.full
 
     @property
-    def count(self) -> Any:
+    def steps(self) -> Any:
         return self.end - self.start
 
     def tile(self, step: Any) -> Any:
         """Return the number of the tile visited in a step."""
+        return jnp.where(step < self.whole, self.full + step, self.part(step))
+
+    def part(self, step: Any) -> Any:
+        """Return the number of a tile that is seen in part: those before and after the whole."""
         rest, before = step - self.whole, self.full - self.start
-        partly = jnp.where(rest < before, self.start + rest, self.full_end + rest - before)
-        return jnp.where(step < self.whole, self.full + step, partly)
+        return jnp.where(rest < before, self.start + rest, self.full_end + rest - before)
 
 
 def read_visit(visits_ref: Any, batch: Any, tile: Any) -> Visit:
@@ -177,21 +180,27 @@ def drain(count: Any, stages: int, *free: Any) -> None:
             plgpu.barrier_wait(barrier.at[slot_of(step, stages)])
 
 
+def sums(shape: tuple[int, int], start: Any = None) -> Any:
+    """Return registers in which the matrix units sum, in float32, from `start` where given."""
+    kind: Any = getattr(plgpu, "ACC")  # noqa: B009  (not declared as exported)
+    return kind(shape, jnp.float32) if start is None else kind.init(start)
+
+
 def added(total: Any, a: Any, b: Any) -> Any:
     """Return total + a @ b: a in registers or shared memory, b in shared memory."""
     return both_added((total, a, b))[0]
 
 
-def both_added(*sums: tuple[Any, Any, Any]) -> tuple[Any, ...]:
+def both_added(*parts: tuple[Any, Any, Any]) -> tuple[Any, ...]:
     """Return total + a @ b of each (total, a, b), issued together."""
     if mosaic.interpreter is not None:
-        return tuple(total + _interpreted(a, b) for total, a, b in sums)
+        return tuple(total + _interpreted(a, b) for total, a, b in parts)
 
     def accumulate(refs):
-        for ref, (_, a, b) in zip(refs, sums, strict=True):
+        for ref, (_, a, b) in zip(refs, parts, strict=True):
             plgpu.wgmma(ref, a, b)
 
-    return pl.run_state(accumulate)(tuple(plgpu.ACC.init(total) for total, _, _ in sums))
+    return pl.run_state(accumulate)(tuple(sums(x.shape, x) for x, _, _ in parts))
 
 
 def _interpreted(a: Any, b: Any) -> Any:
@@ -205,7 +214,15 @@ def _interpreted(a: Any, b: Any) -> Any:
         plgpu.wgmma(sum_ref, a, b)
         return sum_ref[...]
 
-    return pl.run_scoped(multiply, plgpu.ACC((a.shape[0], b.shape[1]), jnp.float32))
+    return pl.run_scoped(multiply, sums((a.shape[0], b.shape[1])))
+
+
+def again(x: Any) -> Any:
+    """Return a number that the compiler takes for a new one in every step.
+
+    It would keep every address made of it in registers during the whole loop, and spill sums.
+    """
+    return lax.optimization_barrier(x)
 
 
 def filled(shape: tuple[int, ...], value: float, layout: Any = MATRIX) -> Any:
@@ -237,14 +254,14 @@ def numbers(shape: tuple[int, int], axis: int, first: Any) -> Any:
 def seen(plan: Plan, visit: Visit, query: Any, key: Any, same: Any) -> Any:
     """Return where a query sees a key, from their numbers and whether their documents agree.
 
-    Only what the mask needs is compared.
+    Only what the mask needs is compared, and nothing subtracted: what is the same in every tile
+    takes one register per row or column then.
     """
-    apart = key - query
     parts = [] if same is None else [same]
     if not plan.mask.everything:
-        parts.append(apart <= visit.high)
+        parts.append(key <= query + visit.high)
     if plan.mask.window is not None:
-        parts.append(apart >= visit.low)
+        parts.append(key >= query + visit.low)
     if plan.ragged:
         parts.append(key < plan.keys)
     result = parts[0]

@@ -23,9 +23,9 @@ class State(NamedTuple):
     where nothing was seen. As constants, m's gradients are zero: they cancel in what is finished.
     """
 
-    o_BSHD: jax.Array
-    m_BHS: jax.Array
-    l_BHS: jax.Array
+    o: jax.Array
+    m: jax.Array
+    l: jax.Array
 
 
 class Final(NamedTuple):
@@ -35,9 +35,9 @@ class Final(NamedTuple):
     `delta`: sum(out * do) over D, less the gradient of lse where there is one.
     """
 
-    do_BSHD: jax.Array
-    lse_BHS: jax.Array
-    delta_BHS: jax.Array
+    do: jax.Array
+    lse: jax.Array
+    delta: jax.Array
 
 
 class _Blocks(NamedTuple):
@@ -180,8 +180,8 @@ def block_backward(
     queries, keys, groups = q_BSHD.shape[1], *k_BTGD.shape[1:3]
     q_BSHD, k_BTGD, v_BTGD, final, places = together((q_BSHD, k_BTGD, v_BTGD, final, places))
     sight = _Sight.of(mask, places, queries, keys)
-    lse, delta = (_rows_last(x, groups) for x in (final.lse_BHS, final.delta_BHS))
-    do = _grouped(final.do_BSHD, groups)
+    lse, delta = (_rows_last(x, groups) for x in (final.lse, final.delta))
+    do = _grouped(final.do, groups)
     q = _in_blocks(queries, _grouped(q_BSHD, groups), do, lse, delta)
     k = _in_blocks(keys, k_BTGD, v_BTGD)
     wide = _wide(q_BSHD)

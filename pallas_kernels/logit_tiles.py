@@ -69,22 +69,27 @@ class Walk:
 
 
 def divmod_(number: Any, by: Any) -> tuple[Any, Any]:
+    """Return quotient and remainder of what is not negative."""
     by = jnp.asarray(by, jnp.int32)
     return lax.div(number, by), lax.rem(number, by)
 
 
-def best_lanes(rows: int, columns: int, blocks: int) -> int:
+def best_lanes(rows: int, columns: int, tuning: Tuning) -> int:
     """Return into how many units a row of tiles is split so that no block waits for long.
 
-    >>> best_lanes(128, 197, 132), best_lanes(1, 197, 132), best_lanes(128, 25, 132)
-    (33, 99, 25)
+    At least so many that the blocks are busy with one group of rows, whose x the L2 cache holds.
+
+    >>> [best_lanes(rows, 197, Tuning()) for rows in (128, 16, 1)]
+    [33, 33, 99]
     """
-    start = 0.2  # tiles' time that a unit costs by itself
+    start = 0.1  # tiles' time that a unit costs by itself
+    blocks = tuning.blocks
+    least = min(columns, -(-blocks // tuning.group))
 
     def time(lanes):
         return -(-rows * lanes // blocks) * (-(-columns // lanes) + start)
 
-    return min(range(1, min(columns, blocks) + 1), key=time)
+    return min(range(least, min(columns, blocks) + 1), key=time)
 
 
 @dataclass(frozen=True)
@@ -177,8 +182,11 @@ class Ring:
     def slot(self, step: Any) -> Any:
         return lax.rem(step, jnp.int32(self.tuning.stages))
 
-    def each_tile(self, start: Callable, tile: Callable, end: Callable) -> None:
-        """Go over this block's tiles; `tile(carry, row, lane, number, step)`, step the first."""
+    def each_tile(self, start: Callable, tile: Callable, end: Callable) -> Any:
+        """Go over this block's tiles; return how many steps they took.
+
+        `tile(carry, row, lane, number, step)`: step is its first.
+        """
         block = lax.axis_index("block")
 
         def unit(i, step):
@@ -192,7 +200,7 @@ class Ring:
             end(carry, row, lane)
             return step
 
-        lax.fori_loop(0, self.walk.mine(block), unit, jnp.int32(0))
+        return lax.fori_loop(0, self.walk.mine(block), unit, jnp.int32(0))
 
     def column(self, lane: Any, number: Any) -> Any:
         column = (number * self.walk.lanes + lane) * self.tuning.columns
@@ -207,17 +215,20 @@ class Ring:
             w = self.w.at[columns, part]
             lax.fori_loop(0, self.steps, partial(self._fetch, row * TILE, w, step), None)
 
-        self.each_tile(nothing, tile, nothing)
+        steps = self.each_tile(nothing, tile, nothing)
+        for behind in range(self.tuning.stages, 0, -1):
+            self._until_read(steps - behind)
+
+    def _until_read(self, step: Any) -> None:
+        @pl.when(step >= 0)
+        def _wait():
+            plgpu.barrier_wait(self.free.at[self.slot(step)])
 
     def _fetch(self, row: Any, w: Any, step: Any, k: Any, _: None) -> None:
+        self._until_read(step + k - self.tuning.stages)
         slot = self.slot(step + k)
-        depth = pl.ds(pl.multiple_of(k * self.tuning.depth, self.tuning.depth), self.tuning.depth)
-
-        @pl.when(step + k >= self.tuning.stages)
-        def _until_read():
-            plgpu.barrier_wait(self.free.at[slot])
-
         full = self.full.at[slot]
+        depth = pl.ds(pl.multiple_of(k * self.tuning.depth, self.tuning.depth), self.tuning.depth)
         for worker in range(WORKERS):
             mine = pl.multiple_of(row + worker * ROWS, ROWS)
             rows = self.x.at[pl.ds(mine, ROWS), depth]
@@ -226,7 +237,7 @@ class Ring:
 
     def multiply(self, work: Work, worker: Any) -> None:
         """Hand the logits of each tile, [64, columns] in registers, to the work."""
-        shape = plgpu.ACC((ROWS, self.tuning.columns), jnp.float32)
+        shape = plgpu.WGMMAAccumulatorRef((ROWS, self.tuning.columns), jnp.float32)
         mine = lambda row: pl.multiple_of(row * TILE + worker * ROWS, ROWS)
 
         def tile(carry, row, lane, number, step):
@@ -256,8 +267,12 @@ class Ring:
 
 def _within(logits: Any, limit: Any, otherwise: float) -> Any:
     """Return the logits, `otherwise` in columns from `limit` on; most tiles have none of these."""
-    columns = plgpu.broadcasted_iota(jnp.int32, logits.shape, 1, layout=plgpu.Layout.WGMMA)
-    return jnp.where(columns < limit, logits, otherwise)
+
+    def masked(logits):
+        columns = plgpu.broadcasted_iota(jnp.int32, logits.shape, 1, layout=plgpu.Layout.WGMMA)
+        return jnp.where(columns < limit, logits, otherwise)
+
+    return lax.cond(limit < logits.shape[1], masked, lambda logits: logits, logits)
 
 
 def statistics(
@@ -268,19 +283,19 @@ def statistics(
     The label's logit is a product of two gathered rows: cheaper than a search in every tile.
     """
     most_LN, total_LN = _per_lane(jnp.stack([0, columns.real]), x_ND, in_parts(w_VD, 1), tuning)
-    most = most_LN.max(0)
-    total = (total_LN * jnp.exp2(most_LN - most)).sum(0)
+    most_1N = most_LN.max(0, keepdims=True)
+    total = (total_LN * jnp.exp2(most_LN - most_1N)).sum(0)
     labels = columns.labels(labels_N)
     rows = w_VD[jnp.maximum(labels, 0)].astype(jnp.float32)
     picked = jnp.where(labels < 0, 0, (x_ND.astype(jnp.float32) * rows).sum(1))
     count = x_ND.shape[0]
-    return most[:count] / LOG2E, total[:count], picked
+    return most_1N[0, :count] / LOG2E, total[:count], picked
 
 
 def _per_lane(numbers: jax.Array, x_ND: jax.Array, w_CPD: jax.Array, tuning: Tuning) -> Any:
     """Return each row's maximum, in units of log 2, and sum of exponentials: [L, N] each."""
     rows, columns = -(-x_ND.shape[0] // TILE), -(-w_CPD.shape[0] // tuning.columns)
-    lanes = best_lanes(rows, columns, tuning.blocks)
+    lanes = best_lanes(rows, columns, tuning)
     walk = Walk(rows, columns, lanes, tuning.group, min(tuning.blocks, rows * lanes))
     out = [jax.ShapeDtypeStruct((lanes, rows * TILE), jnp.float32)] * 2
     scratch = [plgpu.SMEM((WORKERS, ROWS), jnp.float32)] * 2
@@ -323,13 +338,15 @@ def probabilities(
     """Return softmax - onehot of a part of the vocabulary, [N, C] in x's dtype.
 
     numbers: [part, how many columns of it are real]; operands: x_ND and w_CPD; rows_N: logsumexp
-    and the label's column in the part.
+    and the label's column in the part. Columns of zeros are behind, up to a multiple of 64.
     """
     (x_ND, w_CPD), (logsumexp, labels) = operands, rows_N
     rows, tiles = -(-x_ND.shape[0] // TILE), -(-w_CPD.shape[0] // tuning.columns)
     walk = Walk(rows, tiles, tiles, tuning.group, min(tuning.blocks, rows * tiles))
-    out = jax.ShapeDtypeStruct((_up(x_ND.shape[0], EVEN), w_CPD.shape[0]), x_ND.dtype)
-    staged = plgpu.SMEM((WORKERS, 2, ROWS, STORE), x_ND.dtype, transforms=tiled(x_ND.dtype))
+    shape = (_up(x_ND.shape[0], EVEN), _up(w_CPD.shape[0], STORE))
+    out = jax.ShapeDtypeStruct(shape, x_ND.dtype)
+    places = 2 - tuning.columns // STORE % 2  # two in turn, where a tile ends on the second
+    staged = plgpu.SMEM((WORKERS, places, ROWS, STORE), x_ND.dtype, transforms=tiled(x_ND.dtype))
     run = _launch(_probabilities, out, [staged], walk, tuning)
     more = [_padded(row, TILE) for row in (logsumexp * LOG2E, labels)]
     return run(jnp.stack(numbers), x_ND, w_CPD, *more)[: x_ND.shape[0]]
@@ -349,9 +366,10 @@ def _probabilities(numbers: Any, refs: Any, worker: Any) -> Work:
         found = jnp.exp2(scaled - lse)
         ids = plgpu.broadcasted_iota(jnp.int32, found.shape, 1, layout=plgpu.Layout.WGMMA)
         found = jnp.where(ids + column == label, found - 1.0, found).astype(out.dtype)
+        places = staged.shape[1]
         for i in range(found.shape[1] // STORE):
-            smem = staged.at[worker, i % 2]
-            plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+            smem = staged.at[worker, i % places]
+            plgpu.wait_smem_to_gmem(places - 1, wait_read_only=True)
             smem[...] = found[:, i * STORE : (i + 1) * STORE]
             plgpu.commit_smem()
             columns = pl.ds(pl.multiple_of(column + i * STORE, STORE), STORE)

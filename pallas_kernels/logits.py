@@ -46,12 +46,18 @@ class Tuning:
             raise ValueError(f"{self}: give at least 2 stages, and 1 of all others.")
 
     def parts_of(self, vocab: int) -> int:
-        """Return into how many parts a vocabulary is split.
+        """Return into how many parts a vocabulary is split: rather a few more, if that is even.
 
-        >>> Tuning().parts_of(50304), Tuning().parts_of(6288), Tuning().parts_of(256)
-        (8, 3, 1)
+        >>> Tuning().parts_of(50304), Tuning(parts=20).parts_of(50304), Tuning().parts_of(6288)
+        (8, 24, 3)
         """
-        return min(self.parts, max(1, vocab // self.least))
+        count = min(self.parts, max(1, vocab // self.least))
+        even = (n for n in range(count, count * 3 // 2) if vocab % (n * EVEN) == 0)
+        return next(even, count)
+
+
+KERNEL = Tuning()
+PLAIN = Tuning(parts=20, least=512)  # its logits are float32, and caches of CPUs are small
 
 
 @dataclass(frozen=True)
@@ -79,6 +85,11 @@ def in_parts(w_VD: jax.Array, parts: int) -> jax.Array:
     beyond = -w_VD.shape[0] % (parts * EVEN)
     w = jnp.pad(w_VD, ((0, beyond), (0, 0))) if beyond else w_VD
     return w.reshape(-1, parts, w.shape[1])
+
+
+def take(a_CPD: jax.Array, part: Any) -> jax.Array:
+    """Return a part of a matrix, [C, D]."""
+    return lax.dynamic_index_in_dim(a_CPD, part, 1, keepdims=False)
 
 
 def wide(dtype: Any) -> Any:
@@ -114,7 +125,7 @@ def statistics(
 
 def _logits(x_ND: jax.Array, w_CPD: jax.Array, part: Any, real: Any) -> tuple[jax.Array, jax.Array]:
     """Return (the logits of a part [N, C], -inf where no column is real; the columns' numbers)."""
-    logits = product(x_ND, w_CPD[:, part], (1, 1))
+    logits = product(x_ND, take(w_CPD, part), (1, 1))
     ids = lax.broadcasted_iota(jnp.int32, (1, logits.shape[1]), 1)
     return jnp.where(ids < real, logits, -jnp.inf), ids
 

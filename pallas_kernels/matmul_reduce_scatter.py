@@ -21,24 +21,24 @@ import jax
 from jax import lax
 
 from hfjax.pallas_kernels.ring_products import by_jax, by_kernel, check, refusal
-from hfjax.pallas_kernels.ring_tiles import Tuning
+from hfjax.pallas_kernels.ring_tiles import USUAL, Tuning
 
 
 def matmul_reduce_scatter(
-    x_RK: jax.Array, w_KN: jax.Array, axis: str, tuning: Tuning = Tuning()
+    x_RK: jax.Array, w_KN: jax.Array, axis: str, tuning: Tuning = USUAL
 ) -> jax.Array:
     """Return this rank's rows of the sum along `axis` of x @ w; inside `jax.shard_map`."""
     check(refuses(x_RK, w_KN, lax.axis_size(axis), tuning))
-    return by_kernel[1](x_RK, w_KN, axis, tuning)
+    return by_kernel.scattered(x_RK, w_KN, axis, tuning)
 
 
-def reference(x_RK: jax.Array, w_KN: jax.Array, axis: str, tuning: Tuning = Tuning()) -> jax.Array:
+def reference(x_RK: jax.Array, w_KN: jax.Array, axis: str, tuning: Tuning = USUAL) -> jax.Array:
     """Return the same in plain JAX; partial sums cross the links in float32."""
     check(_uneven(x_RK, lax.axis_size(axis)))
-    return by_jax[1](x_RK, w_KN, axis, tuning)
+    return by_jax.scattered(x_RK, w_KN, axis, tuning)
 
 
-def refuses(x_RK: Any, w_KN: Any, size: int, tuning: Tuning = Tuning()) -> str | None:
+def refuses(x_RK: Any, w_KN: Any, size: int, tuning: Tuning = USUAL) -> str | None:
     """Return why the kernel (or its gradient) cannot take these on a ring of `size`, or None."""
     return _uneven(x_RK, size) or refusal(x_RK, w_KN, x_RK.shape[0] // size, size, tuning)
 

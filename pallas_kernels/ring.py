@@ -18,7 +18,9 @@ What a body may rely on, and what it owes:
   next operation uses. A body whose peers READ its buffers ends with `meet`.
 - **All blocks at once.** A block that waits for another needs it to be running: a grid has at most
   as many blocks as the GPU holds at once (132 on an H100 or H200, times the ranks of a virtual
-  ring); `kernel` starts one block per processor where each takes most of the shared memory.
+  ring). Anything else that holds processors until another GPU answers may not start in between: a
+  collective of NCCL on a second stream, running here and waiting there for the processors that
+  these blocks hold, would never end. Beside such collectives leave NCCL's blocks free.
 """
 
 from dataclasses import dataclass
@@ -53,7 +55,8 @@ class MeshRing:
 
     def peer(self, ref: Any, rank: Any) -> Any:
         """Return the same buffer on another rank, to store to or to load from."""
-        return ref if self.size == 1 else plgpu.remote_ref(ref, {self.axis: rank})
+        there: Any = {self.axis: rank}
+        return ref if self.size == 1 else plgpu.remote_ref(ref, there)
 
     def semaphores(self, count: int) -> Any:
         """Return `count` semaphores on each rank, which are zero."""

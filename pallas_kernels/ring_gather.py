@@ -40,7 +40,8 @@ def gather_matmul(ring: Ring, x: Any, w: Any, tuning: Tuning) -> Any:
     out = [jax.ShapeDtypeStruct((*ring.ranks, *shape), x.dtype) for shape in shapes]
 
     def all_gather_matmul(stages, *refs):
-        work = _Gather(ring, stages, *map(ring.mine, refs[:3]), refs[3:])
+        x, w, out, *landed = refs
+        work = _Gather(ring, stages, ring.mine(x), ring.mine(w), ring.mine(out), landed)
         return work.copies, work.consumes
 
     return launch(all_gather_matmul, ring, out, x, w, tuning)[0]

@@ -9,17 +9,29 @@ traffic beside the product's 2 R K N flops.
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax import lax
 
-from hfjax.pallas_kernels.varying import varying
 from hfjax.pallas_kernels.ring_reference import gathered_gradient
+from hfjax.pallas_kernels.varying import varying
 
 
-def pair(gather: Callable, scatter: Callable) -> tuple[Callable, Callable]:
-    """Return (gather, scatter), each `(x, w, axis, tuning)`, with the gradient by the other."""
+class Pair(NamedTuple):
+    """Two products, each `(x, w, axis, tuning)`, and each one's gradient by the other.
+
+    A gradient is `(axis, tuning, (x, w), dy) -> (dx, dw)`.
+    """
+
+    gathered: Callable
+    scattered: Callable
+    of_gathered: Callable
+    of_scattered: Callable
+
+
+def pair(gather: Callable, scatter: Callable) -> Pair:
+    """Return differentiable products of two implementations."""
 
     @partial(jax.custom_vjp, nondiff_argnums=(2, 3))
     def gathered(x, w, axis, tuning):
@@ -41,7 +53,7 @@ def pair(gather: Callable, scatter: Callable) -> tuple[Callable, Callable]:
 
     gathered.defvjp(lambda x, w, axis, tuning: (gather(x, w, axis, tuning), (x, w)), of_gathered)
     scattered.defvjp(lambda x, w, axis, tuning: (scatter(x, w, axis, tuning), (x, w)), of_scattered)
-    return gathered, scattered
+    return Pair(gathered, scattered, of_gathered, of_scattered)
 
 
 def _like(primal: Any, gradient: Any) -> jax.Array:

@@ -51,5 +51,6 @@ def refusal(x: Any, w: Any, rows: int, size: int, tuning: Tuning) -> str | None:
 
 
 def check(refused: str | None) -> None:
+    """Raise what was refused."""
     if refused:
         raise ValueError(refused)

@@ -5,6 +5,7 @@ Shapes: M rows of one shard, R = S M rows of all, K contracted, N columns; S ran
 """
 
 from collections.abc import Iterator
+from functools import reduce
 from typing import Any
 
 import jax
@@ -69,4 +70,5 @@ def matmul_scatter(x_RK: jax.Array, w_KN: jax.Array, axis: str) -> jax.Array:
 def gathered_gradient(x_MK: jax.Array, y_RN: jax.Array, axis: str) -> jax.Array:
     """Return (all ranks' x, one below the other)^T times y, [K, N], and never hold all of x."""
     rows = x_MK.shape[0]
-    return sum(_product(x.T, _rows(y_RN, rank, rows)) for rank, x in shards(x_MK, axis))
+    parts = (_product(x.T, _rows(y_RN, rank, rows)) for rank, x in shards(x_MK, axis))
+    return reduce(jnp.add, parts)

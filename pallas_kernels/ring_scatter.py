@@ -1,10 +1,11 @@
 """The kernel of `matmul_reduce_scatter`: partial sums go to their owners while others are computed.
 
-At step s a rank multiplies the rows of the rank s + 1 places ahead, so that no two ranks send to the
-same one at a time, and its own rows last. What belongs to another rank is cast and stored straight
-into a place of that rank's memory which only this rank writes; a semaphore of each tile counts the
-halves that have arrived. For its own tiles a block copies what arrived, through the same stages as
-operands, and adds it in fp32: each partial sum is rounded once, however many ranks there are.
+At step s a rank multiplies the rows of the rank s + 1 places ahead, so that no two ranks send to
+the same one at a time, and its own rows last. What belongs to another rank is cast and stored
+straight into a place of that rank's memory which only this rank writes; a semaphore of each tile
+counts the halves that have arrived. For its own tiles a block copies what arrived, through the same
+stages as operands, and adds it in fp32: each partial sum is rounded once, however many ranks there
+are.
 """
 
 from functools import partial
@@ -44,7 +45,8 @@ def matmul_scatter(ring: Ring, x: Any, w: Any, tuning: Tuning) -> Any:
     out = [jax.ShapeDtypeStruct((*ring.ranks, *shape), x.dtype) for shape in shapes]
 
     def matmul_reduce_scatter(stages, *refs):
-        work = _Scatter(ring, stages, *map(ring.mine, refs[:3]), refs[3:])
+        x, w, out, *landed = refs
+        work = _Scatter(ring, stages, ring.mine(x), ring.mine(w), ring.mine(out), landed)
         return work.copies, work.consumes
 
     return launch(matmul_reduce_scatter, ring, out, x, w, tuning)[0]

@@ -49,6 +49,9 @@ class Tuning:
             )
 
 
+USUAL = Tuning()
+
+
 @dataclass(frozen=True)
 class Tiles:
     """The order in which all blocks walk the tiles of `steps` products of the same shape."""
@@ -152,7 +155,8 @@ def scratch(tuning: Tuning, w: Any) -> list:
 
 def copy_operands(stages: Stages, a: Any, b: Any, tile: tuple, begin: Any) -> Any:
     """Copy the operands of a (row, column), depth by depth; return the number of the next copy."""
-    rows, columns = place_of(*tile, stages.tuning)
+    row, column = tile
+    rows, columns = place_of(row, column, stages.tuning)
 
     def copy(k, number):
         place, depths = stages.claim(number), pl.ds(k * DEPTH, DEPTH)
@@ -201,7 +205,8 @@ def multiply(
         value = acc[...]
         return tuple(value[:, c : c + CHUNK] for c in range(0, stages.tuning.columns, CHUNK))
 
-    return pl.run_scoped(accumulated, plgpu.ACC((HALF, stages.tuning.columns), jnp.float32))
+    shape = (HALF, stages.tuning.columns)
+    return pl.run_scoped(accumulated, plgpu.ACC(shape, jnp.float32))  # pyright: ignore
 
 
 def write_back(stages: Stages, chunks: tuple, store: Callable) -> None:

@@ -11,7 +11,8 @@ from jax.sharding import Mesh
 from hfjax.pallas_kernels import cross_entropy, flash_block
 from hfjax.pallas_kernels.choice import Choice, Wanted
 from hfjax.pallas_kernels.handing import Projection
-from hfjax.parallel import sharded_kernels
+from hfjax.parallel import sharded_kernels, tensor_ring
+from hfjax.parallel.mesh import PIPE_AXIS
 from hfjax.rows import aligned
 
 
@@ -46,8 +47,14 @@ class Kernels:
         return partial(self._attend, attend) if replaceable else attend
 
     def matmul(self, place: Any, between: tuple, multiply: Callable) -> Callable:
-        """Return the product of a linear map between two named dimensions."""
-        return multiply
+        """Return the product of a linear map between two named dimensions.
+
+        Where a tensor axis splits the sequence, and one of the two, it may go around the ring.
+        """
+        kind = ("all_gather_matmul", "matmul_reduce_scatter")[between[0] != "embed"]
+        if not place.axes("seq") or not any(map(place.axes, between)):
+            return multiply
+        return partial(self._multiply, kind, multiply)
 
     def outputs(
         self, x_BSD: jax.Array, kernel_VD: jax.Array, vocab: int, logits: Callable[[], jax.Array]
@@ -66,6 +73,12 @@ class Kernels:
         if form not in sharded_kernels.FORMS:
             return plain(*operands)
         return sharded_kernels.attention(self.mesh, form, len(operands) == 4)(*operands)
+
+    def _multiply(self, kind: str, plain: Callable, x_BSI: jax.Array, kernel_IO: Any) -> jax.Array:
+        form = self.form(kind, self._refuses_ring(kind, x_BSI, kernel_IO))
+        if form not in sharded_kernels.FORMS:
+            return plain(x_BSI, kernel_IO)
+        return tensor_ring.ring(self.mesh, form, kind)(x_BSI, kernel_IO)
 
     # -- what none of them can take ---------------------------------------------------------------
 
@@ -88,6 +101,13 @@ class Kernels:
             return f"{kernel_VD.shape[0]} rows of the vocabulary do not divide by {self._shards}"
         rows = jax.ShapeDtypeStruct((x_BSD[..., 0].size, x_BSD.shape[-1]), x_BSD.dtype)
         return cross_entropy.refuses(rows, kernel_VD, jax.ShapeDtypeStruct(rows.shape[:1], "int32"))
+
+    def _refuses_ring(self, kind: str, x_BSI: jax.Array, kernel_IO: jax.Array) -> str | None:
+        if self.mesh.shape[PIPE_AXIS] > 1:
+            return "no ring in a pipeline: not all stages would take part in it"
+        if x_BSI.shape[1] % self._shards:
+            return f"a sequence of {x_BSI.shape[1]} does not divide by {self._shards}"
+        return tensor_ring.refuses(self.mesh, kind, x_BSI, kernel_IO)
 
     def __str__(self) -> str:
         rows = [[c.kernel, c.form, c.why] for c in self.choices.values()]

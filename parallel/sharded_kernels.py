@@ -8,7 +8,7 @@ from collections.abc import Callable
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec as P
 
-from hfjax.pallas_kernels import cross_entropy, flash_block
+from hfjax.pallas_kernels import cross_entropy, flash_block, logits
 from hfjax.pallas_kernels.varying import together
 from hfjax.parallel.mesh import TENSOR_AXES, in_use
 from hfjax.parallel.on_shards import OnShards
@@ -20,11 +20,11 @@ SPLIT = TENSOR_AXES  # of one dimension
 
 def attention(mesh: Mesh, form: str, documents: bool) -> Callable:
     """Return causal attention of (q_BSHD, k_BSGD, v_BSGD[, documents_BS]), heads split."""
-    how = flash_block.Form(flash_block.CAUSAL, flash_block.TUNING, form == "pallas")
+    how = flash_block.Form(flash_block.CAUSAL, flash_block.TUNING, (0, 0), form == "pallas")
 
     def places(documents):
         one = documents[0] if documents else None
-        return flash_block.Places(query_documents_BS=one, key_documents_BT=one)
+        return flash_block.Places(query_documents=one, key_documents=one)
 
     def forward(q, k, v, *documents):
         out, lse = how.forward((q, k, v), places(documents))
@@ -44,8 +44,9 @@ def attention(mesh: Mesh, form: str, documents: bool) -> Callable:
 def losses(mesh: Mesh, form: str, vocab: int) -> Callable:
     """Return (x_BSD, kernel_VD, targets_BS) -> the loss of each, the vocabulary split."""
     axis = in_use(mesh, TENSOR_AXES)
-    tuning = cross_entropy.Tuning()
-    problem = cross_entropy.Problem.of(form == "pallas", axis or None, vocab, tuning)
+    kernel = form == "pallas"
+    tuning = logits.KERNEL if kernel else logits.PLAIN
+    problem = cross_entropy.Problem.of(kernel, axis or None, vocab, tuning)
 
     def forward(x, kernel, targets):
         x, kernel = together((x, kernel))

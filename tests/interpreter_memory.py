@@ -4,6 +4,7 @@ Every fake device runs in one process and jax keeps all their buffers in one pla
 Two things are missing there and are here: counters that any device may raise and wait for, with the
 vector clocks by which races are found, and the way from "this ref on that device" to its buffer.
 """
+# pyright: reportAttributeAccessIssue=false, reportArgumentType=false
 
 import dataclasses
 import functools
@@ -11,6 +12,7 @@ import inspect
 import threading
 import time
 from collections import defaultdict
+from typing import Any
 
 import numpy as np
 from jax._src.pallas.mosaic_gpu import core
@@ -22,16 +24,16 @@ PATIENCE = 120.0  # seconds without any signal, after which a waiting thread cal
 
 @dataclasses.dataclass
 class Count:
-    """One semaphore of one device, all it ever got, how much was awaited; the signallers' clocks."""
+    """One semaphore of one device; all it ever got and was awaited for; its signallers' clocks."""
 
     value: int = 0
     signalled: int = 0
     awaited: int = 0
-    clock: object = None
+    clock: Any = None
 
 
 class Fabric:
-    """The semaphores of one launch on all devices of a mesh; each is zero when the launch begins."""
+    """The semaphores of one launch on all devices of a mesh; all are zero when it begins."""
 
     def __init__(self, axes, patience):
         self.axes = dict(axes)

@@ -4,6 +4,7 @@ import os
 import re
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,6 @@ from hfjax.pallas_kernels import mosaic
 from tests.h200 import OPTIMIZED
 
 SHARED_MEMORY = 227 * 1024  # bytes that a block of a Hopper GPU may take
-TMA_THREADS = 5  # copies that may be under way at a time, as far as the search for races can tell
 WITHOUT_INTERPRETER = jax.__version_info__ < (0, 11, 2)
 needs_interpreter = pytest.mark.skipif(
     WITHOUT_INTERPRETER, reason="kernels are interpreted from jax 0.11.2 on (Python 3.12)"
@@ -25,21 +25,23 @@ needs_interpreter = pytest.mark.skipif(
 @pytest.fixture
 def interpreted(monkeypatch):
     """Every kernel runs in the interpreter, which looks for races and poisons what nobody wrote."""
-    if WITHOUT_INTERPRETER:
-        pytest.skip("kernels are interpreted from jax 0.11.2 on (Python 3.12)")
-    monkeypatch.setattr(mosaic, "interpreter", plgpu.InterpretGPUParams(detect_races=True))
+    _interpret(monkeypatch, "races_raise")
 
 
 @pytest.fixture
 def interpreted_ring(monkeypatch):
     """As `interpreted`, on several fake devices: semaphores, peers' refs, deadlocks that raise."""
+    _interpret(monkeypatch, "install")
+
+
+def _interpret(monkeypatch, prepare):
     if WITHOUT_INTERPRETER:
         pytest.skip("kernels are interpreted from jax 0.11.2 on (Python 3.12)")
     from tests import interpreter  # needs what older versions lack
 
-    interpreter.install(monkeypatch)
-    params = plgpu.InterpretGPUParams(detect_races=True, num_tma_threads_per_device=TMA_THREADS)
-    monkeypatch.setattr(mosaic, "interpreter", params)
+    getattr(interpreter, prepare)(monkeypatch)
+    races: Any = getattr(plgpu, "InterpretGPUParams")(detect_races=True)  # noqa: B009
+    monkeypatch.setattr(mosaic, "interpreter", races)
 
 
 def relative(found, expected):

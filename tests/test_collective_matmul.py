@@ -1,6 +1,8 @@
 """all_gather_matmul and matmul_reduce_scatter: kernel, plain JAX and the plain product agree."""
 
 import re
+import subprocess
+import sys
 from dataclasses import replace
 from functools import partial
 
@@ -8,8 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 from hfjax.pallas_kernels import all_gather_matmul, matmul_reduce_scatter
 from hfjax.pallas_kernels.ring import VirtualRing
@@ -22,6 +23,7 @@ from tests.kernels import (  # noqa: F401
     figures,
     interpreted_ring,
     lowered,
+    needs_interpreter,
     normal,
     relative,
 )
@@ -104,7 +106,13 @@ def test_weights_that_another_axis_shares_get_its_summed_gradient(kind):
 
 
 # ranks, rows and the share of the axis that is split, of one rank: beyond and below a tile's size
-RINGS = [(1, 136, 208), (2, 136, 80), (3, 72, 144), (4, 8, 48), (8, 8, 16)]
+RINGS = [
+    (1, 136, 208),
+    (2, 136, 80),
+    pytest.param(3, 72, 144, marks=pytest.mark.slow),
+    pytest.param(4, 8, 48, marks=pytest.mark.slow),
+    (8, 8, 16),
+]
 
 
 def global_shape(kind, size, rows, split):
@@ -126,8 +134,15 @@ def test_the_kernel_is_the_product_on_any_ring(interpreted_ring, kind, size, row
     assert relative(found, exact(x, w)) < 4e-3
 
 
-@pytest.mark.parametrize("axis", ["other", "tensor"])
-@pytest.mark.parametrize("kind", KINDS)
+MESHED = [
+    ("gather", "other"),
+    ("scatter", "tensor"),
+    pytest.param("gather", "tensor", marks=pytest.mark.slow),
+    pytest.param("scatter", "other", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("kind", "axis"), MESHED)
 def test_the_ring_is_any_axis_of_a_larger_mesh(interpreted_ring, kind, axis):  # noqa: F811
     mesh = mesh_of(2, 4)
     x, w = operands(global_shape(kind, mesh.shape[axis], 16, 32), jnp.float16)
@@ -144,7 +159,7 @@ def test_gradients_of_the_kernel_are_those_of_the_product(interpreted_ring, kind
         assert relative(found, expected) < 1e-2
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_virtual_ranks_compute_what_ranks_of_a_mesh_do(interpreted_ring, size):  # noqa: F811
     x, w = normal(0, (size, 16, 80), jnp.bfloat16), normal(1, (size, 80, 144), jnp.bfloat16)
     found = gather_matmul(VirtualRing(size), x, w, SMALL).reshape(size, size * 16, 144)
@@ -157,6 +172,53 @@ def test_virtual_ranks_compute_what_ranks_of_a_mesh_do(interpreted_ring, size): 
     meshed = on_mesh(KERNELS["scatter"], "scatter", mesh_of(size))
     expected = jax.jit(meshed)(jnp.concatenate(x.reshape(size, -1, 80), 1), jnp.concatenate(w, 0))
     np.testing.assert_array_equal(found, expected)
+
+
+PLANTED = """
+import conftest
+import jax, jax.numpy as jnp, pytest
+import tests.test_collective_matmul as t
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from hfjax.pallas_kernels import mosaic, ring
+from tests import interpreter
+
+patch = pytest.MonkeyPatch()
+interpreter.install(patch, patience=10)
+mosaic.interpreter = plgpu.InterpretGPUParams(detect_races=True)
+{bug}
+x, w = t.operands(t.global_shape("{kind}", 2, 16, 144), jnp.bfloat16)
+jax.block_until_ready(jax.jit(t.on_mesh(t.KERNELS["{kind}"], "{kind}", t.mesh_of(2)))(x, w))
+"""
+NO_WAIT = 'patch.setattr(ring.MeshRing, "wait", lambda *_: None)'
+LOST_SIGNAL = 'patch.setattr(ring.MeshRing, "signal", lambda *_: None)'
+TOLD_TOO_EARLY = """
+wait = plgpu.wait_smem_to_gmem
+patch.setattr(plgpu, "wait_smem_to_gmem", lambda n, wait_read_only: wait(n, wait_read_only=True))
+"""
+FREED_TOO_EARLY = """
+from hfjax.pallas_kernels.ring_tiles import Stages
+patch.setattr(Stages, "claim", lambda stages, number: stages.place(number))
+"""
+
+
+@needs_interpreter
+@pytest.mark.parametrize(
+    ("kind", "bug", "said"),
+    [
+        ("gather", NO_WAIT, "RACE DETECTED"),
+        ("scatter", TOLD_TOO_EARLY, "RACE DETECTED"),
+        ("gather", FREED_TOO_EARLY, "RACE DETECTED"),
+        pytest.param("scatter", NO_WAIT, "RACE DETECTED", marks=pytest.mark.slow),
+        pytest.param("gather", TOLD_TOO_EARLY, "RACE DETECTED", marks=pytest.mark.slow),
+        pytest.param("gather", LOST_SIGNAL, "DEADLOCK", marks=pytest.mark.slow),
+        pytest.param("scatter", LOST_SIGNAL, "DEADLOCK", marks=pytest.mark.slow),
+    ],
+)
+def test_a_bug_planted_in_a_kernel_is_seen(kind, bug, said):
+    program = PLANTED.format(kind=kind, bug=bug)
+    found = subprocess.run([sys.executable, "-W", "ignore", "-c", program], capture_output=True)
+    assert found.returncode != 0, "the planted bug was not seen"
+    assert said in (found.stdout + found.stderr).decode()
 
 
 @pytest.mark.parametrize("checked", [True, False])
@@ -226,3 +288,39 @@ def test_kernels_fit_a_hopper(capfd, kind, sizes, axis, shape):
     found = figures(capfd, mapped(KERNELS[kind], kind, mesh, axis), *placed)
     with capfd.disabled():
         assert_fits(found)
+
+
+# -- on a GPU -------------------------------------------------------------------------------
+
+on_a_gpu = pytest.mark.skipif(jax.default_backend() != "gpu", reason="no GPU is here")
+REALISTIC = [(8192, 8192, 8192), (1000, 1008, 1040), (4096, 768, 3072)]
+
+
+@pytest.mark.gpu
+@on_a_gpu
+@pytest.mark.parametrize("shape", REALISTIC, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_on_a_gpu_a_ring_of_one_is_the_product(kind, shape):
+    x, w = operands(shape, jnp.bfloat16)
+    found = jax.jit(mapped(KERNELS[kind], kind, mesh_of(1)))(x, w)
+    expected = jnp.matmul(x, w, preferred_element_type=jnp.float32)
+    assert relative(found, expected) < 4e-3
+
+
+@pytest.mark.gpu
+@on_a_gpu
+@pytest.mark.parametrize("size", [2, 3, 4, 8])
+@pytest.mark.parametrize("shape", [(1024, 1024, 1024), (1000, 1008, 1040), (8, 64, 256)], ids=str)
+def test_on_a_gpu_virtual_ranks_gather_and_scatter(size, shape):
+    rows, depth, columns = shape
+    tuning = Tuning(blocks=132 // size)
+    w = normal(1, (size, depth, columns), jnp.bfloat16) / depth**0.5
+    for seed in range(3):  # in another order of events each time
+        x = normal(seed, (size, rows, depth), jnp.bfloat16)
+        found = gather_matmul(VirtualRing(size), x, w, tuning)
+        expected = jnp.einsum("smk,rkn->rsmn", x, w, preferred_element_type=jnp.float32)
+        assert relative(found, expected) < 4e-3
+        x = normal(seed, (size, size, rows, depth), jnp.bfloat16)
+        found = matmul_scatter(VirtualRing(size), x, w, tuning)
+        expected = jnp.einsum("rsmk,rkn->smn", x, w, preferred_element_type=jnp.float32)
+        assert relative(found, expected) < 6e-3

@@ -1,5 +1,6 @@
 """State in host memory: where it lies, and that it is updated as on the device, to the bit."""
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -43,14 +44,16 @@ def layout_of(strategy, sizes, optimizer=None, **changes):
 
 def steps(layout, count=3, batch=None, **execution):
     """The state and the losses after some steps; everything lies where the layout says."""
-    given: dict[str, Any] = {"compiler_options": AS_WRITTEN, **execution}
-    step = hfjax.train_step(layout, next_token_loss, **given)
-    state, losses = hfjax.init(layout, schedule=given.get("schedule")), []
+    step = hfjax.train_step(layout, next_token_loss, **execution)
+    state, losses = hfjax.init(layout, schedule=execution.get("schedule")), []
     for _ in range(count):
         state, metrics = step(state, batch or tokens())
         _check_placement(step.layout, state)
         losses.append(float(metrics["loss"]))
     return state, losses
+
+
+steps_as_written = partial(steps, compiler_options=AS_WRITTEN)
 
 
 def kinds(tree):
@@ -175,8 +178,8 @@ MESHES = [
 @pytest.mark.parametrize(("strategy", "sizes", "execution"), MESHES)
 def test_moments_on_the_host_are_updated_as_on_the_device_to_the_bit(strategy, sizes, execution):
     host = share(0.5) if strategy == DDP else HOST
-    wanted, losses = steps(layout_of(strategy, sizes), **execution)
-    state, found = steps(layout_of(strategy | host, sizes), **execution)
+    wanted, losses = steps_as_written(layout_of(strategy, sizes), **execution)
+    state, found = steps_as_written(layout_of(strategy | host, sizes), **execution)
     assert found == losses
     assert same(wanted, state)
 
@@ -197,16 +200,16 @@ OPTIMIZERS = {
 def test_optimizers_put_together_are_streamed_too(name):
     frozen = ("positions", "layers/mlp/up/*")
     of = lambda strategy: layout_of(strategy, {"fsdp": 2}, OPTIMIZERS[name]).freeze(*frozen)
-    (wanted, _), (state, _) = steps(of(FSDP), clip=0.5), steps(of(FSDP | HOST), clip=0.5)
+    (wanted, _), (state, _) = (steps_as_written(of(s), clip=0.5) for s in (FSDP, FSDP | HOST))
     assert moments(state) == {"pinned_host"}
     assert same(wanted, state)
 
 
 def test_an_optimizer_that_needs_all_moments_at_once_is_right_and_says_what_it_costs():
     optimizer = optax.chain(optax.adamw(1e-3), optax.clip_by_global_norm(0.01))
-    wanted, _ = steps(layout_of(FSDP, {"fsdp": 2}, optimizer), 2)
+    wanted, _ = steps_as_written(layout_of(FSDP, {"fsdp": 2}, optimizer), 2)
     with pytest.warns(RuntimeWarning, match="all that lies on the host is on the device at once"):
-        state, _ = steps(layout_of(FSDP | HOST, {"fsdp": 2}, optimizer), 2)
+        state, _ = steps_as_written(layout_of(FSDP | HOST, {"fsdp": 2}, optimizer), 2)
     assert same(wanted, state)
 
 
@@ -297,7 +300,8 @@ def test_the_optimizer_sees_master_weights_and_gradients_in_float32():
         return updates, state
 
     spy = optax.GradientTransformation(lambda params: optax.EmptyState(), update)
-    steps(layout_of(DDP, ONE, hfjax.master(optax.chain(spy, optax.sgd(1e-3)))), 1)
+    layout = layout_of(DDP, ONE, hfjax.master(optax.chain(spy, optax.sgd(1e-3))))
+    hfjax.train_step(layout, next_token_loss).trace(tokens())
     assert set(seen) == {"float32"}
 
 

@@ -7,7 +7,6 @@ from hfjax.models.gpt import next_token_loss
 from hfjax.testing import assert_strategies_agree, strategies
 from tests.small_gpt import gpt, gpt_layout, tokens
 
-
 KERNELS_HERE = ("flash_block", "cross_entropy", "all_gather", "reduce_scatter")
 
 

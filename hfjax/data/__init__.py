@@ -1,7 +1,8 @@
 """Token files on disk and the rows that a run reads from them. Knows no mesh and no model."""
 
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+from hfjax.needed import imported
 
 if TYPE_CHECKING:
     from hfjax.data.library import standard_library
@@ -36,4 +37,4 @@ def __getattr__(name: str) -> Any:
     """Return a public name, its module imported only now: grain takes half a second."""
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+    return getattr(imported(f"{__name__}.{_MODULES[name]}", f"{__name__}.{name}"), name)

@@ -1,7 +1,8 @@
 """A training run: configuration, loop, metrics, evaluation, text."""
 
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+from hfjax.needed import imported
 
 if TYPE_CHECKING:
     from hfjax.run.build import Parts
@@ -27,4 +28,4 @@ def __getattr__(name: str) -> Any:
     """Return a public name, its module imported only now."""
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+    return getattr(imported(f"{__name__}.{_MODULES[name]}", f"{__name__}.{name}"), name)

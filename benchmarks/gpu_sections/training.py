@@ -1,0 +1,259 @@
+"""GPT-2 trained by hfjax and by torch in the same run: tokens a second, MFU, peak memory.
+
+Each program is a process of its own (train_worker.py). The first of hfjax compiles beside torch;
+when it is ready, the others compile, which find what was tuned for it. Then blocks of steps are
+taken one program at a time, torch's between hfjax's; a program of hfjax is ended before the next
+one begins, so that each has the whole device. The MFU counts 6 (P - positions) + 12 layers embed
+length operations for a token (P parameters; attention in full, as nanoGPT and PaLM count it; what
+is computed again not), over the data sheet's rate.
+"""
+
+import dataclasses
+import json
+import os
+import selectors
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from typing import Any
+
+from benchmarks.gpu_sections.rows import Reporter
+from benchmarks.gpu_sections.train_worker import Asked
+
+BLOCKS, BLOCK_S = 4, 0.8  # blocks of steps at each visit, seconds of a block
+READY_S, STEPS_S = 150.0, 30.0  # the longest wait for a compiler, for a block
+SHAPES = {"small": (12, 768), "medium": (24, 1024)}  # layers, embed
+SAME = 0.01  # by how much first losses may differ, relative
+TORCH = "torch.compile"
+Programs = Mapping[str, Mapping[str, Any]]  # fields of the execution, by name
+MAIN: Programs = {"hfjax": {}, TORCH: {}, "hfjax, all kernels": {"kernels": "pallas"}}
+DOTS: Programs = {"hfjax, remat dots": {"remat": "dots"}}
+ONE_KERNEL: Programs = {
+    f"hfjax, {name}": {"kernels": {name: "pallas", "*": "xla"}}
+    for name in ("flash_block", "cross_entropy", "adamw_shard")
+}
+VARIANTS: Programs = {
+    "hfjax, unrolled": {"unroll": True},
+    "hfjax, remat full": {"remat": "full"},
+    "hfjax, XLA's attention": {"attention": "xla"},
+    "hfjax, plain loss in parts": {"kernels": {"cross_entropy": "reference", "*": "xla"}},
+}
+OFFLOAD: Programs = {
+    "offload 0": {},
+    "offload 0.5": {"offload": 0.5},
+    "offload 1": {"offload": 1.0},
+    "remat full": {"remat": "full"},
+}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A model, its rows, and the programs that train it, by name with fields of the execution."""
+
+    preset: str
+    rows: int
+    programs: Programs
+    length: int = 1024
+
+    @property
+    def name(self) -> str:
+        """What the table calls it."""
+        size = {"small": "124M"}.get(self.preset, self.preset)
+        return f"GPT-2 {size}, {self.rows} x {self.length}"
+
+    def asked(self, program: str, tiny: bool) -> Asked:
+        """Return what a worker is asked for."""
+        execution = dict(self.programs[program])
+        attention = execution.pop("attention", "cudnn")
+        which = "torch" if program == TORCH else "hfjax"
+        rows, length = (2, 32) if tiny else (self.rows, self.length)
+        return Asked(which, self.preset, rows, length, execution, attention, tiny)
+
+    def flops(self, parameters: int) -> float:
+        """Return the operations of a step that count."""
+        layers, embed = SHAPES[self.preset]
+        per_token = 6 * (parameters - self.length * embed) + 12 * layers * embed * self.length
+        return float(self.rows * self.length * per_token)
+
+
+SETTINGS = {
+    "small 16": Setting("small", 16, MAIN),
+    "medium 16": Setting("medium", 16, MAIN),
+    "small 32": Setting("small", 32, {**MAIN, **DOTS}),
+    "medium 32": Setting("medium", 32, {**MAIN, **DOTS}),
+    "offload": Setting("medium", 4, OFFLOAD, length=4096),
+    "variants": Setting("small", 32, {"hfjax again": {}, **ONE_KERNEL, **VARIANTS}),
+}
+
+
+@dataclass(eq=False)
+class Worker:
+    """A training program that runs beside this process."""
+
+    name: str
+    asked: Asked
+    failure: str | None = None
+    told: dict[str, Any] = field(default_factory=dict)
+    ms: list[float] = field(default_factory=list)
+    peak: int | None = None
+    process: Any = None  # subprocess.Popen
+
+    def start(self, tuned: str) -> None:
+        """Start it; it goes on to compile. `tuned` is a folder of what XLA found out by trying."""
+        words = json.dumps(dataclasses.asdict(self.asked))
+        command = [sys.executable, "-u", "-m", "benchmarks.gpu_sections.train_worker", words]
+        pipe = subprocess.PIPE
+        settings = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "JAX_COMPILATION_CACHE_DIR": tuned}
+        settings["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "1"
+        self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, env=os.environ | settings)
+        self.chooser = selectors.DefaultSelector()
+        self.chooser.register(self.process.stdout, selectors.EVENT_READ)
+
+    def answer(self, seconds: float) -> dict[str, Any] | None:
+        """Return what it says next; if it says nothing in time, or fails, it is ended."""
+        if not self.chooser.select(max(seconds, 0.1)):
+            return self.fail(f"no answer in {seconds:.0f} s")
+        line = self.process.stdout.readline()
+        if not line:
+            return self.fail(f"ended with {self.process.wait()}")
+        said = json.loads(line)
+        return self.fail(said["failure"]) if "failure" in said else said
+
+    def hear(self, seconds: float) -> None:
+        """Wait until it is ready, and keep what it says then."""
+        self.told |= self.answer(seconds) or {}
+
+    def steps(self, count: int, seconds: float) -> float | None:
+        """Take steps; return the milliseconds of one."""
+        if self.failure:
+            return None
+        self._tell(f"steps {count}")
+        said = self.answer(seconds)
+        if said is None:
+            return None
+        self.peak = said["peak"]
+        self.told["losses"] = said["losses"]
+        return said["ms"]
+
+    def _tell(self, line: str) -> None:
+        try:
+            self.process.stdin.write(f"{line}\n".encode())
+            self.process.stdin.flush()
+        except BrokenPipeError:
+            self.fail("ended on its own")
+
+    def fail(self, why: str) -> None:
+        """Note why it failed, and end it."""
+        self.failure = self.failure or why
+        self.end()
+
+    def end(self) -> None:
+        """End it, and wait until its memory is free."""
+        if self.process is None:
+            return
+        self.process.kill()
+        self.process.wait()
+        for pipe in (self.process.stdin, self.process.stdout):
+            if pipe is not None:
+                pipe.close()
+
+
+def section(which: str) -> Callable[[Reporter], None]:
+    """Return the section that trains one setting."""
+    return lambda reporter: run(reporter, SETTINGS[which])
+
+
+def run(reporter: Reporter, setting: Setting) -> None:
+    """Train with every program and print their rows."""
+    names = able(setting)[: 2 if reporter.smoke else None]
+    workers = [Worker(name, setting.asked(name, reporter.smoke)) for name in names]
+    for name in setting.programs.keys() - set(able(setting)):
+        reporter.row(kernel=setting.name, case=name, status="not there")
+    try:
+        _compile(reporter, workers)
+        for worker in _visited(reporter, workers):
+            worker.end()
+            reporter.row(**row_of(setting, worker))
+    finally:
+        for worker in workers:
+            worker.end()
+
+
+def able(setting: Setting) -> list[str]:
+    """Return the programs that can run here: torch may not be there, nor a field."""
+    from hfjax.parallel.execution import Execution
+
+    known = {f.name for f in dataclasses.fields(Execution)} | {"attention"}
+    torch = find_spec("torch") is not None
+    can = lambda name, given: torch if name == TORCH else given.keys() <= known
+    return [name for name, given in setting.programs.items() if can(name, given)]
+
+
+def _compile(reporter: Reporter, workers: Sequence[Worker]) -> None:
+    """Start all; the first of hfjax and torch at once, the others when that one is ready."""
+    with tempfile.TemporaryDirectory() as alone:
+        tuned = os.environ.get("BENCHMARK_TUNED", alone)
+        first = next(w for w in workers if w.name != TORCH)
+        early = [w for w in workers if w is first or w.name == TORCH]
+        for worker in early:
+            worker.start(tuned)
+        first.hear(min(READY_S, reporter.left))
+        others = [w for w in workers if w not in early]
+        for worker in others:
+            worker.start(tuned)
+        for worker in (w for w in workers if w is not first):
+            worker.hear(min(READY_S, reporter.left))
+
+
+def _visited(reporter: Reporter, workers: Sequence[Worker]) -> Iterator[Worker]:
+    """Yield programs of hfjax when they are measured, torch between them; torch at last."""
+    torch = [w for w in workers if w.name == TORCH]
+    for worker in (w for w in workers if w.name != TORCH):
+        for beside in torch:
+            _visit(reporter, beside)
+        _visit(reporter, worker)
+        yield worker
+    for beside in torch:
+        _visit(reporter, beside)
+        yield beside
+
+
+def _visit(reporter: Reporter, worker: Worker) -> None:
+    """Take blocks of steps; the first tells how many a block has."""
+    ms = worker.steps(2, min(STEPS_S, reporter.left))
+    for _ in range(1 if reporter.smoke else BLOCKS):
+        if ms is not None:
+            count = 1 if reporter.smoke else max(2, round(1e3 * BLOCK_S / ms))
+            ms = worker.steps(count, min(STEPS_S, reporter.left))
+            worker.ms += [] if ms is None else [ms]
+
+
+def row_of(setting: Setting, worker: Worker) -> dict[str, Any]:
+    """Return the row of a program; a program that failed says why."""
+    row: dict[str, Any] = {"kernel": setting.name, "case": worker.name}
+    if not worker.ms:
+        return row | {"status": f"failed: {worker.failure or 'no time left'}"}
+    ms, asked = statistics.median(worker.ms), worker.asked
+    row |= {"status": "ok", "ms": ms, "blocks_ms": worker.ms, "memory": worker.peak}
+    row |= {"tokens_s": 1e3 * asked.rows * asked.length / ms}
+    row |= {"flops": setting.flops(worker.told["parameters"])}
+    return row | worker.told
+
+
+def agree(rows: Iterable[Mapping[str, Any]]) -> str | None:
+    """Return what is wrong with the first losses of programs that train one model; None: nothing.
+
+    >>> agree([{"case": "a", "losses": [2.0]}, {"case": "b", "losses": [2.1]}])
+    'b: first losses [2.1], a has [2.0]'
+    """
+    first, *others = [row for row in rows if row.get("losses")] or [{}]
+    for row in others:
+        pairs = zip(row["losses"], first["losses"], strict=False)
+        if any(abs(x - y) > SAME * abs(y) for x, y in pairs):
+            had = f"{first['case']} has {first['losses']}"
+            return f"{row['case']}: first losses {row['losses']}, {had}"
+    return None

@@ -1,0 +1,108 @@
+"""Collectives with the cast fused, on a ring of one GPU, and quantisation: the memory's part.
+
+On one GPU nothing travels: what is seen is that the cast runs at the speed of a copy.
+"""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, PartitionSpec as P
+
+from benchmarks.gpu_sections.cases import FP32, Case, Goal, run_cases, there, tunings
+from benchmarks.gpu_sections.rows import Reporter
+
+ROWS, TINY, WIDTH = 2**15, 8, 4096
+AXIS = "tensor"
+GOALS = (Goal("of_ceiling", 0.85),)
+TUNINGS = ({"elements": 2048}, {"elements": 8192}, {"stages": 2}, {"stages": 4}, {"blocks": 264})
+TILES = ({"tile": 8}, {"stages": 2}, {"stages": 4}, {"tile": 8, "stages": 4})
+
+
+def run(reporter: Reporter) -> None:
+    """Measure the collectives, then the quantisation."""
+    run_cases(reporter, "all_gather", collectives)
+    run_cases(reporter, "quantize", quantised)
+
+
+def alone(function: Callable, inputs: int = 1) -> Callable:
+    """Return a function of a ring, run on a ring of this one device."""
+    mesh = Mesh(np.array(jax.devices()[:1]), (AXIS,))
+    specs = {"in_specs": (P(AXIS),) * inputs, "out_specs": P(AXIS)}
+    return jax.shard_map(function, mesh=mesh, check_vma=False, **specs)
+
+
+def collectives(smoke: bool) -> Iterator[Case]:
+    """Yield a case for each collective."""
+    module = there("collectives", "all_gather", "reduce_scatter", "Tuning", "tuned")
+    plain = there("collectives_reference")
+    size = _elements(smoke)
+    for i, (name, left) in enumerate({"all_gather": 2, "reduce_scatter": 4}.items()):
+        reference = _of(getattr(plain, name))
+        candidates = {"reference": reference}
+        if not smoke:
+            found = tunings(module.Tuning(), *TUNINGS)
+            candidates = {text: _of(module.tuned(t)[i]) for text, t in found.items()}
+        yield Case(
+            name,
+            f"ring of 1, float32, {jnp.bfloat16.__name__} on the wire, {size / 2**20:g}Mi",
+            operands=partial(_operands, smoke, 1),
+            candidates=candidates,
+            rivals={"XLA": reference},
+            oracle=reference,
+            flops=0.0,
+            bytes=(4 + left) * size,
+            allowed=FP32,
+            goals=GOALS,
+            notes={"ring": 1},
+        )
+
+
+def _of(collective: Callable) -> Callable:
+    return alone(lambda x: collective(x, AXIS, jnp.bfloat16))
+
+
+def quantised(smoke: bool) -> Iterator[Case]:
+    """Yield a case for each code, without and with the error of earlier rounds."""
+    module = there("quantize", "quantize", "compress", "reference", "reference_compress", "Tuning")
+    for how in ("int8", "fp8"):
+        yield _coded(module, how, "quantize", 1, smoke)
+        yield _coded(module, how, "compress", 2, smoke)
+
+
+def _coded(module: Any, how: str, name: str, count: int, smoke: bool) -> Case:
+    size = _elements(smoke)
+    plain = module.reference if count == 1 else module.reference_compress
+    reference = lambda *operands: plain(*operands, how)
+    candidates: dict[str, Callable] = {"reference": reference}
+    if not smoke:
+        make = lambda t: lambda *x: getattr(module, name)(*x, how, tuning=t)
+        found = tunings(module.Tuning(), *TILES)
+        candidates = {text: make(tuning) for text, tuning in found.items()}
+    return Case(
+        name,
+        f"{how}, float32, {size / 2**20:g}Mi",
+        operands=partial(_operands, smoke, count),
+        candidates=candidates,
+        rivals={"XLA": reference},
+        oracle=reference,
+        flops=0.0,
+        bytes=(4 + 1 + 4 / 256 + 8 * (count - 1)) * size,
+        allowed=1e-2,  # a value may be rounded to its other neighbour
+        goals=GOALS,
+    )
+
+
+def _elements(smoke: bool) -> int:
+    return (TINY if smoke else ROWS) * WIDTH
+
+
+def _operands(smoke: bool, count: int, seed: int) -> tuple:
+    keys = jax.random.split(jax.random.key(seed), count)
+    shape = (TINY if smoke else ROWS, WIDTH)
+    scales = (1.0, 0.01)
+    pairs = zip(keys, scales, strict=False)
+    return tuple(scale * jax.random.normal(key, shape) for key, scale in pairs)

@@ -1,0 +1,67 @@
+"""Training needs jax, flax, optax, orbax and numpy: grain and tyro are asked for when used."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+BARE = """
+import sys
+
+class Refused:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("grain", "tyro", "tokenizers", "pyarrow"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Refused())
+"""
+TRAINS = """
+import jax
+jax.config.update("jax_platforms", "cpu")
+import numpy as np, optax, hfjax
+import benchmarks.offload
+import hfjax.models.llama, hfjax.optimizers, hfjax.testing
+from hfjax.models.gpt import GPT, GPTConfig, next_token_loss
+
+config = GPTConfig.tiny(layers=1, embed=16, length=8, heads=2)
+mesh = hfjax.make_mesh(devices=jax.devices()[:1], data=1)
+layout = hfjax.layout(lambda rngs: GPT(config, rngs=rngs), optax.adamw(1e-3), mesh, hfjax.DDP)
+step = hfjax.train_step(layout, next_token_loss)
+state, metrics = step(hfjax.init(layout), {"tokens": np.zeros((2, 9), np.int32)})
+step.check(state)
+print("trained")
+"""
+
+
+def bare(code):
+    """Run code where grain, tyro, tokenizers and pyarrow are not installed."""
+    given = [sys.executable, "-W", "ignore", "-c", BARE + code]
+    return subprocess.run(given, cwd=ROOT, capture_output=True, text=True, timeout=300)
+
+
+def test_a_model_trains_without_grain_tyro_tokenizers_and_pyarrow():
+    done = bare(TRAINS)
+    assert done.stdout.split() == ["trained"], done.stderr
+
+
+@pytest.mark.parametrize(
+    ("code", "told"),
+    [
+        ("from hfjax.data import Loader", "hfjax.data.Loader needs the package grain"),
+        ("from hfjax.run import train", "hfjax.run.train needs the package grain"),
+    ],
+)
+def test_what_needs_a_package_names_it(code, told):
+    done = bare(code)
+    assert done.returncode == 1
+    assert f"{told}, which is not installed: pip install grain" in done.stderr
+
+
+def test_a_command_that_needs_a_package_ends_with_its_name():
+    done = bare("from hfjax.__main__ import main; sys.exit(main(['train']))")
+    assert done.returncode == 2
+    assert done.stderr.splitlines() == [
+        "hfjax train needs the package tyro, which is not installed: pip install tyro"
+    ]

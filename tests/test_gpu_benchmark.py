@@ -1,0 +1,246 @@
+"""`make gpu` without a GPU: its sections run, fail alone, and what they found is written."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from benchmarks import gpu
+from benchmarks.gpu_sections import record, report, training
+from benchmarks.gpu_sections.cases import Case, measured, run_cases, there, tunings
+from benchmarks.gpu_sections.rows import Reporter, ratio, row_in
+from hfjax.parallel.execution import Execution
+
+ROOT = Path(__file__).parents[1]
+QUICK = ["ceilings", "adamw_shard"]
+
+
+def rows_of(capsys):
+    return [row for line in capsys.readouterr().out.splitlines() if (row := row_in(line))]
+
+
+def case(**changes):
+    """A kernel that doubles, beside a rival that adds."""
+    given = {
+        "kernel": "adamw_shard",
+        "name": "small",
+        "operands": lambda seed: (jnp.arange(8.0) + seed,),
+        "candidates": {"default": lambda x: 2 * x},
+        "rivals": {"XLA": lambda x: x + x},
+        "oracle": lambda x: 2 * x,
+        "flops": 8.0,
+        "bytes": 64.0,
+    }
+    return Case(**(given | changes))
+
+
+def smoke(out, *more):
+    command = [sys.executable, "-m", "benchmarks.gpu", "--smoke", "--out", str(out), *more]
+    settings = {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(
+        command, cwd=ROOT, env=os.environ | settings, capture_output=True, text=True, timeout=900
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads((out / "gpu.json").read_text()), (out / "gpu.md").read_text()
+
+
+def assert_complete(found, page, names):
+    assert [(s["name"], s["ended"]) for s in found["sections"]] == [(n, "ok") for n in names]
+    for row in found["rows"]:
+        assert row["status"] in ("ok", "not there"), row
+        assert row.get("kernel", "") in page
+    assert found["versions"]["jax"] == jax.__version__
+    assert "--smoke" in found["command"]
+
+
+# -- the whole command --------------------------------------------------------------------
+
+
+def test_a_dry_run_on_a_cpu_writes_what_its_sections_found(tmp_path):
+    found, page = smoke(tmp_path, "--only", *QUICK)
+    assert_complete(found, page, QUICK)
+    kernels = {row["kernel"] for row in found["rows"]}
+    assert {"device", "copy", "product", "launch", "adamw_shard"} <= kernels
+    more, _ = smoke(tmp_path, "--only", *QUICK, "--more")
+    assert more["rows"] == found["rows"]
+
+
+@pytest.mark.slow
+def test_all_sections_run_dry_on_a_cpu(tmp_path):
+    found, page = smoke(tmp_path)
+    assert_complete(found, page, list(gpu.SECTIONS))
+
+
+def test_a_time_is_thought_of_for_each_section_and_each_has_a_limit():
+    for name, section in gpu.SECTIONS.items():
+        assert 0 < section.thought < section.limit < gpu.SECONDS, name
+        assert callable(section.function())
+
+
+def test_what_does_not_fit_into_the_time_is_told(tmp_path):
+    given = gpu.arguments(["--seconds", "1", "--out", str(tmp_path), "--only", "ceilings"])
+    found = gpu.Found(tmp_path, {"command": "gpu", "date": "today", "versions": {}})
+    gpu.run_all(given, found)
+    assert found.sections[0]["ended"] == "no time left: not run"
+
+
+# -- one section --------------------------------------------------------------------------
+
+PRINTS = """
+import sys, time
+from benchmarks.gpu_sections.rows import Reporter
+Reporter("one", 5).row(kernel="first", status="ok")
+print("what a library says")
+"""
+
+
+@pytest.mark.parametrize(
+    ("then", "ended"),
+    [
+        ("", "ok"),
+        ("raise RuntimeError('out of memory')", "ended with 1: .*out of memory"),
+        ("import os; os.abort()", "ended with -6"),
+        ("time.sleep(60)", "cut off after 4 s"),
+    ],
+)
+def test_a_section_that_fails_or_hangs_keeps_its_rows_and_says_how_it_ended(
+    then, ended, monkeypatch
+):
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    rows, start = [], time.monotonic()
+    command = [sys.executable, "-c", f"{PRINTS}\nsys.stdout.flush()\n{then}"]
+    told = gpu.run_section(command, 4, rows.append)
+    assert rows == [{"section": "one", "kernel": "first", "status": "ok"}]
+    assert time.monotonic() - start < 30
+    assert re.match(ended, told), told
+
+
+# -- a kernel's case ----------------------------------------------------------------------
+
+
+def test_a_right_kernel_has_a_time_a_ratio_and_an_error():
+    row = measured(case(), smoke=True)
+    assert row["status"] == "ok"
+    assert row["error"] == 0
+    assert ratio(row) == row["rival_ms"] / row["ms"]
+    assert row["candidates"].keys() == {"default"}
+
+
+def test_a_wrong_kernel_is_told_and_wins_nothing():
+    wrong = case(candidates={"default": lambda x: 2 * x + 1, "other": lambda x: x * jnp.nan})
+    row = measured(wrong, smoke=True)
+    assert row["status"] == "WRONG"
+    assert ratio(row) is None
+    assert "ms" not in row
+    assert row["candidates"]["other"].startswith("wrong: 1")
+    assert "**WRONG**" in "\n".join(report._kernels([row], report._Rates((0, 0), {})))
+    assert record.recorded([row], "0") == {}
+
+
+def test_a_candidate_that_is_wrong_or_fails_leaves_the_others():
+    def fails(x):
+        raise ValueError("too much shared memory")
+
+    row = measured(case(candidates={"a": lambda x: x, "b": fails, "c": lambda x: 2 * x}), True)
+    assert row["status"] == "ok"
+    assert row["tuning"] == "c"
+    assert row["candidates"]["a"].startswith("wrong")
+    assert "too much shared memory" in row["candidates"]["b"]
+
+
+def test_operands_that_are_kept_are_updated_in_place():
+    row = measured(case(kept=1, operands=lambda seed: (jnp.ones(8),)), smoke=True)
+    assert row["status"] == "ok"
+
+
+def test_a_case_that_fails_and_a_kernel_that_is_not_there_are_rows(capsys):
+    def cases(smoke):
+        yield case(operands=lambda seed: 1 / 0)
+        yield case()
+        there("no_such_kernel")
+
+    run_cases(Reporter("one", 60, smoke=True), "adamw_shard", cases)
+    statuses = [row["status"] for row in rows_of(capsys)]
+    assert statuses == ["failed: ZeroDivisionError: division by zero", "ok", "not there"]
+
+
+# -- what is made of it -------------------------------------------------------------------
+
+
+def measured_row(**changes):
+    row = {"section": "s", "kernel": "adamw_shard", "case": "one", "status": "ok", "ms": 2.0}
+    row["default_ms"] = 2.0
+    return row | {"rival": "optax", "rival_ms": 3.0, "flops": 0, "bytes": 3e9} | changes
+
+
+def test_what_is_recorded_is_the_worst_ratio_of_kernels_that_were_right():
+    rows = [measured_row(), measured_row(case="two", rival_ms=1.0)]
+    found = record.recorded(rows, "0.11.2")["adamw_shard"]
+    assert found["ratio"] == 0.5
+    assert (found["rival"], found["jax"]) == ("optax", "0.11.2")
+    assert found["cases"] == {"one": 1.5, "two": 0.5}
+    tuned = record.recorded([measured_row(default_ms=4.0, tuning="rows=2")], "0.11.2")
+    assert tuned["adamw_shard"]["ratio"] == 0.75
+    assert tuned["adamw_shard"]["best"] == {"tuning": "rows=2", "ratio": 1.5}
+    spoilt = measured_row(case="three", status="WRONG", rival_ms=None)
+    assert record.recorded([*rows, spoilt], "0.11.2") == {}
+
+
+def test_the_record_replaces_what_was_measured_again(tmp_path, monkeypatch):
+    table = tmp_path / "kernels" / "measured.json"
+    table.parent.mkdir()
+    old = {"adamw_shard": {"ratio": 9}, "flash_block": {"ratio": 2}}
+    table.write_text(json.dumps({"NVIDIA H100": old, "NVIDIA H200": {"x": {}}}))
+    monkeypatch.setattr(record, "MEASURED", table)
+    record.write("NVIDIA H100 80GB HBM3", [measured_row()], "0.11.2", tmp_path)
+    written = json.loads((tmp_path / "measured.json").read_text())
+    assert written == json.loads(table.read_text())
+    assert written["NVIDIA H100"]["adamw_shard"]["ratio"] == 1.5
+    assert written["NVIDIA H100"]["flash_block"] == {"ratio": 2}
+    assert written["NVIDIA H200"] == {"x": {}}
+
+
+def test_the_page_tells_goals_that_are_reached_and_missed():
+    goals = [{"what": "of_ceiling", "bound": 0.85}, {"what": "ratio", "bound": 2.0}]
+    row = measured_row(goals=goals)
+    assert report.goals(row, (1e15, 1.5e12)) == [
+        "of ceiling 0.85: reached",
+        "ratio 2: **missed**",
+    ]
+
+
+def test_every_program_of_the_training_is_one_that_hfjax_knows():
+    for setting in training.SETTINGS.values():
+        for name in training.able(setting):
+            asked = setting.asked(name, tiny=True)
+            if asked.program == "hfjax":
+                Execution(**asked.execution)
+        assert set(setting.programs) - set(training.able(setting)) <= {training.TORCH}
+
+
+def test_operations_of_a_step_are_those_of_the_parameters_and_of_attention():
+    setting = training.SETTINGS["small 16"]
+    per_token = 6 * (124_475_904 - 1024 * 768) + 12 * 12 * 768 * 1024
+    assert setting.flops(124_475_904) == 16 * 1024 * per_token
+
+
+@dataclass(frozen=True)
+class Tuning:
+    rows: int = 1
+
+    def __post_init__(self):
+        if self.rows > 4:
+            raise ValueError("too many rows")
+
+
+def test_tunings_that_a_kernel_refuses_or_does_not_know_are_left_out():
+    found = tunings(Tuning(), {"rows": 2}, {"rows": 8}, {"stages": 2}, {"rows": 1})
+    assert found == {"default": Tuning(), "rows=2": Tuning(2)}
