@@ -305,6 +305,13 @@ def test_refusals_say_what_is_allowed(what, shape, dtype, axis, size, wire, said
     assert room.refuses(what, jax.ShapeDtypeStruct((8, 8), F32), "a", 2) is None
 
 
+def test_gpus_of_another_process_are_not_reached(monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    x = jax.ShapeDtypeStruct((8, 8), F32)
+    assert "of their own process" in str(room.refuses("all_reduce", x, "a", 2))
+    assert room.refuses("all_reduce", x, "a", 1) is None
+
+
 def test_what_is_refused_raises():
     with pytest.raises(ValueError, match="Pad x, or use the reference"):
         on_devices(lambda x: room.all_gather(x, "first"), mesh_of(2), jnp.zeros((2, 3)))
