@@ -317,7 +317,7 @@ class DataPlane:
 
     @property
     def _sending(self) -> Sending:
-        return AsChosen(self.kernels.form)
+        return AsChosen(self.kernels.form_of_one)
 
     @property
     def _hierarchical(self) -> bool:

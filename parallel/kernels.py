@@ -39,6 +39,12 @@ class Kernels:
         self.choices[kernel] = choice
         return choice.form
 
+    def form_of_one(self, kernel: str, refusal: str | None) -> str:
+        """Return the form to take for one of many arrays; one that does not fit goes by XLA."""
+        if refusal and self.wanted.word(kernel) != "reference":
+            return "xla"
+        return self.form(kernel)
+
     # -- what modules ask for: see hfjax.models.parts.Plain ---------------------------------------
 
     def attention(self, attend: Callable) -> Callable:

@@ -5,7 +5,7 @@ again, each array placed by name: JAX itself would place it over the axes of the
 as well, and XLA refuses that.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -36,21 +36,25 @@ class OnShards:
         return _run(self, operands)
 
     def map(self, function: Callable, in_specs: Any, out_specs: Any) -> Callable:
-        """Return the function, run on each shard; its results differ where its operands do.
+        """Return the function, run on each shard."""
+        axes = in_use(self.mesh, TENSOR_AXES)
+        return mapped(function, axes, in_specs, out_specs) if axes else function
 
-        Inside nothing is checked for that, and what is kept by remat has no axes around in it.
-        """
-        axes = set(in_use(self.mesh, TENSOR_AXES))
-        if not axes:
-            return function
-        specs: dict[str, Any] = {"in_specs": in_specs, "out_specs": out_specs}
-        run = jax.shard_map(function, axis_names=axes, check_vma=False, **specs)
 
-        def marked(*operands):
-            around = frozenset[str]().union(*map(varying, jax.tree.leaves(operands)))
-            return jax.tree.map(lambda x: alike(x, around), run(*operands))
+def mapped(function: Callable, axes: Iterable[str], in_specs: Any, out_specs: Any) -> Callable:
+    """Return the function, run by itself along axes that nothing around is manual over.
 
-        return marked
+    Its results differ where its operands do. Inside nothing is checked for that, so that what remat
+    keeps of it has no axes around in it.
+    """
+    specs: dict[str, Any] = {"in_specs": in_specs, "out_specs": out_specs}
+    run = jax.shard_map(function, axis_names=set(axes), check_vma=False, **specs)
+
+    def marked(*operands):
+        around = frozenset[str]().union(*map(varying, jax.tree.leaves(operands)))
+        return jax.tree.map(lambda x: alike(x, around), run(*operands))
+
+    return marked
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

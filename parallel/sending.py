@@ -7,8 +7,11 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import PartitionSpec as P
 
 from hfjax.pallas_kernels import collectives, collectives_reference
+from hfjax.parallel.mesh import TENSOR_AXES
+from hfjax.parallel.on_shards import mapped
 from hfjax.parallel.strategy import Axes
 
 FORMS: dict[str, Any] = {"pallas": collectives, "reference": collectives_reference}
@@ -49,17 +52,24 @@ class AsChosen:
         form = self.form("all_gather", _refuses("all_gather", x, axes, dim, wire))
         if form not in FORMS:
             return BY_XLA.gather(x, axes, dim, wire)
-        return _along(dim, x, lambda rows: FORMS[form].all_gather(rows, _axis(axes), wire))
+        send = lambda rows: FORMS[form].all_gather(rows, _axis(axes), wire)
+        return _along(dim, x, _alone(send) if form == "pallas" else send)
 
     def scatter(self, x: jax.Array, axes: Axes, dim: int, wire: Any) -> jax.Array:
         form = self.form("reduce_scatter", _refuses("reduce_scatter", x, axes, dim, wire))
         if form not in FORMS:
             return BY_XLA.scatter(x, axes, dim, wire)
-        return _along(dim, x, lambda rows: FORMS[form].reduce_scatter(rows, _axis(axes), wire))
+        send = lambda rows: FORMS[form].reduce_scatter(rows, _axis(axes), wire)
+        return _along(dim, x, _alone(send) if form == "pallas" else send)
 
 
 def _axis(axes: Axes) -> str | Axes:
     return axes[0] if len(axes) == 1 else axes
+
+
+def _alone(send: Callable) -> Callable:
+    """Return `send` where a kernel can name its peers: manual over all axes of the mesh."""
+    return mapped(send, TENSOR_AXES, P(), P())
 
 
 def _along(dim: int, x: jax.Array, move: Callable) -> jax.Array:
