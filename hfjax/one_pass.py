@@ -31,14 +31,12 @@ class OnePass:
     step: Callable  # of one shard: the kernel, or its plain form
 
     @classmethod
-    def of(cls, layout: Layout, kernels: Kernels, obstacle: str | None) -> "OnePass | None":
+    def of(cls, layout: Layout, kernels: Kernels) -> "OnePass | None":
         """Return the update in the form that was chosen; None: the optimizer's own is to run."""
         fields = recognised(layout.optimizer)
-        if fields is None:
+        if fields is None or layout.hosted:
             return None
-        if layout.hosted:
-            obstacle = "a part of the state lies on the host"
-        form = kernels.form("adamw_shard", obstacle or _refusal(layout))
+        form = kernels.form("adamw_shard", _refusal(layout))
         return cls(layout, fields, FORMS[form]) if form in FORMS else None
 
     def __call__(

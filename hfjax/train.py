@@ -99,9 +99,8 @@ class TrainStep:
         self._shardings = replace(layout.shardings(), order=None)
         self._batch = NamedSharding(layout.mesh, P(BATCH_AXES))
         self._streamed = Streamed(layout) if layout.hosted else None
-        alone = isinstance(self._pass, AsynchronousPass | InBackward)
-        obstacle = "each layer is updated by itself in this step" if alone else None
-        self._one_pass = OnePass.of(layout, self.kernels, obstacle)
+        at_once = self._pass == self._synchronous
+        self._one_pass = OnePass.of(layout, self.kernels) if at_once else None
         self._watch = Watch(layout, execution.nonfinite, execution.patience)
         options = _options(layout, execution)
         if layout.hosted or execution.offload:

@@ -117,6 +117,8 @@ def reference(
     settings: AdamW = AdamW(),
 ) -> Updated:
     """Return the step in plain JAX; one fusion of XLA."""
+    if why := refuses(parameter, mean, variance, gradient):
+        raise ValueError(f"adamw_shard: {why}")
     return _step((parameter, mean, variance, gradient), tuple(numbers), settings)
 
 

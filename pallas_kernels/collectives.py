@@ -28,7 +28,7 @@ from jax import lax
 
 from hfjax.pallas_kernels import collectives_kernel, collectives_reference as plain
 from hfjax.pallas_kernels.collectives_reference import Axis
-from hfjax.pallas_kernels.ring import MeshRing
+from hfjax.pallas_kernels.ring import MeshRing, unreachable
 
 DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 LARGEST = 8  # GPUs of a host that reach each other's memory
@@ -53,6 +53,8 @@ def refuses(what: str, x: Any, axis: Axis, size: int, wire: Any = jnp.bfloat16) 
         return f"{given}: one axis is needed. Use the reference for several."
     if not 1 <= size <= LARGEST:
         return f"{given}: at most {LARGEST} GPUs reach each other. Use the reference."
+    if reason := unreachable(size, Tuning().blocks):
+        return f"{given}: {reason}"
     if x.dtype not in DTYPES or jnp.dtype(wire) not in map(jnp.dtype, DTYPES):
         return f"{given}: float32, bfloat16 or float16 is needed for both. Cast x."
     if what == "reduce_scatter" and (x.ndim == 0 or x.shape[0] % size):
@@ -84,7 +86,7 @@ def tuned(tuning: Tuning) -> tuple:
         return found.reshape(ring.size * x.shape[0], *x.shape[1:])
 
     def gather(x, axis, wire):
-        return plain.varying(whole(x, axis, wire), axis)
+        return plain.differing(whole(x, axis, wire), axis)
 
     def scatter(x, axis, wire):
         ring = _ring("reduce_scatter", x, axis, wire)

@@ -99,16 +99,16 @@ def _send_to_owners(
 ) -> None:
     rank = ring.rank()
 
+    def give(owner, slot, each):
+        there = ring.peer(parts, owner).at[slot_of(rank, owner), tiles.rows_of(each)]
+        plgpu.copy_smem_to_gmem(sent.at[slot], there)
+
     def step(each, turn, slot, x_1TC):
         plgpu.wait_smem_to_gmem(SLOTS - 1, wait_read_only=True)
         sent[slot] = load(x_1TC.at[0], sent.dtype)
         plgpu.commit_smem()
         for steps in range(1, ring.size):
-
-            @pl.when(turn == steps - 1)
-            def _(owner=ahead(ring, steps)):
-                there = ring.peer(parts, owner).at[slot_of(rank, owner), tiles.rows_of(each)]
-                plgpu.copy_smem_to_gmem(sent.at[slot], there)
+            pl.when(turn == steps - 1)(partial(give, ahead(ring, steps), slot, each))
 
     tile = (1, tiles.tile, x_SRC.shape[-1])
     place = lambda at, turn: (ahead(ring, turn + 1), at, 0)

@@ -13,15 +13,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from hfjax.pallas_kernels.varying import alike, varying
+
 Axis = str | tuple[str, ...]
 
 
-def varying(x: jax.Array, axis: Axis) -> jax.Array:
+def differing(x: jax.Array, axis: Axis) -> jax.Array:
     """Return `x`, marked as differing along the axis where shard_map keeps account of that."""
-    names = (axis,) if isinstance(axis, str) else axis
-    tracked = jax.typeof(lax.axis_index(axis)).mat.varying
-    missing = tuple(a for a in names if a in tracked and a not in jax.typeof(x).mat.varying)
-    return lax.pcast(x, missing, to="varying") if missing else x
+    return alike(x, varying(lax.axis_index(axis)))
 
 
 def sum_dtype(dtype: Any) -> Any:
@@ -82,10 +81,9 @@ def _pull(move: Callable, axis: Axis, wire: Any, like: jax.Array, cotangent: jax
     return (cotangent.astype(like.dtype),)
 
 
-def _is_tracked(x: jax.Array, axis: Axis) -> bool:
+def _is_equal(x: jax.Array, axis: Axis) -> bool:
     """Return whether shard_map knows that `x` is equal on all devices of the axis."""
-    tracked = jax.typeof(lax.axis_index(axis)).mat.varying
-    return bool(tracked - jax.typeof(x).mat.varying)
+    return bool(varying(lax.axis_index(axis)) - varying(x))
 
 
 def flat(x: jax.Array, axis: Axis) -> jax.Array:
@@ -110,8 +108,8 @@ def _reduces(scatter: Callable, whole: Callable) -> Callable:
         return whole(total, axis, wire).astype(x.dtype).reshape(x.shape)
 
     def backward(axis, wire, _, cotangent):
-        equal = _is_tracked(cotangent, axis)
-        return (varying(cotangent, axis) if equal else reduce(cotangent, axis, wire),)
+        equal = _is_equal(cotangent, axis)
+        return (differing(cotangent, axis) if equal else reduce(cotangent, axis, wire),)
 
     reduce.defvjp(lambda x, axis, wire: (reduce(x, axis, wire), None), backward)
     return reduce
@@ -135,7 +133,7 @@ def family(gather: Callable, scatter: Callable, whole: Callable) -> tuple[Callab
 
     functions = differentiable(gather, scatter), differentiable(scatter, gather)
     functions = (*functions, _reduces(scatter, whole))
-    return tuple(lambda x, axis, wire, f=f: f(varying(x, axis), axis, wire) for f in functions)
+    return tuple(lambda x, axis, wire, f=f: f(differing(x, axis), axis, wire) for f in functions)
 
 
 _family = family(_gather, _scatter, _whole)

@@ -16,9 +16,9 @@ infinity anywhere in a block makes the block of the result non-finite, and of th
 Nothing of this is differentiable: it is for gradients, not under a gradient.
 
 The floor on S ranks, x of n elements of b bytes, blocks of B:
-                      a link carries, each way            the memory of a device moves
-    reduce_scatter    (S - 1) / S * n * (1 + 4 / B)       n * (b + 8) + 2 * (S - 1) / S * n + 4 * n / S
-    all_gather        (S - 1) * n * (1 + 4 / B)           n * (b + 8) + 6 * S * n  (x: one of S pieces)
+                      a link carries, each way         the memory of a device moves
+    reduce_scatter    (S - 1) / S * n * (1 + 4 / B)    n * (b + 8) + (2 * (S - 1) + 4) * n / S
+    all_gather        (S - 1) * n * (1 + 4 / B)        n * (b + 8) + 6 * S * n  (x: one of S pieces)
 A quarter of float32 on the wire and half of bfloat16; within a host NVLink is rarely so scarce,
 across hosts it is `compressed_reference`, with the kernel of `quantize.compress`.
 """
@@ -32,10 +32,10 @@ from jax import lax
 
 from hfjax.pallas_kernels import compressed_kernel, quantize
 from hfjax.pallas_kernels.collectives import LARGEST
-from hfjax.pallas_kernels.collectives_reference import Axis, varying
+from hfjax.pallas_kernels.collectives_reference import Axis, differing
 from hfjax.pallas_kernels.compressed_reference import Errors, in_two_halves
 from hfjax.pallas_kernels.quantize import BLOCK
-from hfjax.pallas_kernels.ring import MeshRing
+from hfjax.pallas_kernels.ring import MeshRing, unreachable
 
 
 @dataclass(frozen=True)
@@ -59,6 +59,8 @@ def refuses(
         return f"{given}: one axis is needed. Use the reference for several."
     if not 1 <= size <= LARGEST:
         return f"{given}: at most {LARGEST} GPUs reach each other. Use the reference."
+    if reason := unreachable(size, Tuning().blocks):
+        return f"{given}: {reason}"
     if what == "compressed_reduce_scatter" and (x.ndim == 0 or x.shape[0] % size):
         return f"{given}: the rows must be a multiple of {size}. Pad them."
     pieces = 1 if what == "compressed_all_gather" else size
@@ -94,8 +96,8 @@ def compressed_reduce_scatter(
     The own rows are not sent, so they lose nothing and their error is zero.
     """
     ring = _ring("compressed_reduce_scatter", x, error, axis, how, block)
-    given = [varying(one, axis).reshape(ring.size, -1, block) for one in (x, error)]
-    total, lost = compressed_kernel.scatter(ring, *given, how, tuning)
+    pieces, errors = (differing(one, axis).reshape(ring.size, -1, block) for one in (x, error))
+    total, lost = compressed_kernel.scatter(ring, pieces, errors, how, tuning)
     return total.reshape(x.shape[0] // ring.size, *x.shape[1:]), lost.reshape(x.shape)
 
 
@@ -111,9 +113,9 @@ def compressed_all_gather(
     ring = _ring("compressed_all_gather", x, error, axis, how, block)
     if ring.size == 1:
         return x.astype(jnp.float32) + error, jnp.zeros_like(error)
-    given = [varying(one, axis).reshape(-1, block) for one in (x, error)]
-    whole, lost = compressed_kernel.gather(ring, *given, how, tuning)
-    lost = varying(lost, axis).reshape(x.shape)
+    blocks, errors = (differing(one, axis).reshape(-1, block) for one in (x, error))
+    whole, lost = compressed_kernel.gather(ring, blocks, errors, how, tuning)
+    lost = differing(lost, axis).reshape(x.shape)
     return whole.reshape(ring.size * x.shape[0], *x.shape[1:]), lost
 
 

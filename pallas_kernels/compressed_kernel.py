@@ -86,18 +86,18 @@ def _send_to_owners(run: Run, given: tuple, lost: Any, parts: tuple, slots: tupl
     ring, rank = run.ring, run.ring.rank()
     owner_of = lambda turn: ahead(ring, run.rank_of(turn) + 1)
 
+    def give(owner, slot, rows):
+        at = slot_of(rank, owner)
+        _copy(slot, slots[:2], tuple(ring.peer(ref, owner).at[at, rows] for ref in parts))
+
     def step(each, turn, slot, x, error):
         found = _lossy(load(x.at[0]) + load(error.at[0]), run.kind)
         run.leave(slot, slots, found, 3 * (SLOTS - 1))
         rows = run.rows(each, turn)
         _copy(slot, slots[2:], (ring.mine(lost).at[owner_of(turn), rows],))
         for steps in range(1, ring.size):
-
-            @pl.when(run.rank_of(turn) == steps - 1)
-            def _(owner=ahead(ring, steps)):
-                at = slot_of(rank, owner)
-                there = tuple(ring.peer(ref, owner).at[at, rows] for ref in parts)
-                _copy(slot, slots[:2], there)
+            to_this = run.rank_of(turn) == steps - 1
+            pl.when(to_this)(partial(give, ahead(ring, steps), slot, rows))
 
     run.stream(step, _pieces(run, given, owner_of), ring.size - 1)
 

@@ -6,7 +6,7 @@ owners; a last block may be short.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,11 +15,11 @@ from jax import lax
 from hfjax.pallas_kernels.collectives_reference import (
     Axis,
     add_others,
+    differing,
     exchange,
     flat,
     own_piece,
     split_rows,
-    varying,
 )
 from hfjax.pallas_kernels.quantize import BLOCK, dequantize, reference_compress
 
@@ -27,8 +27,8 @@ from hfjax.pallas_kernels.quantize import BLOCK, dequantize, reference_compress
 class Errors(NamedTuple):
     """What a device still owes: of what it sent (as x), and of the sum that it owns (n / S)."""
 
-    sent: jax.Array
-    owned: jax.Array
+    sent: Any  # a jax.Array, or where it lies
+    owned: Any
 
 
 def no_errors(x: jax.Array, size: int) -> Errors:
@@ -52,7 +52,7 @@ def compressed_reduce_scatter(
 
     The own rows are not sent, so they lose nothing and their error is zero.
     """
-    x, error = varying(x, axis), varying(error, axis)
+    x, error = differing(x, axis), differing(error, axis)
     size, rank = lax.axis_size(axis), lax.axis_index(axis)
     pieces, errors = (split_rows(one, axis).reshape(size, -1) for one in (x, error))
     total = own_piece(pieces, axis).astype(jnp.float32) + own_piece(errors, axis)
@@ -75,7 +75,7 @@ def compressed_all_gather(
     compress: Callable = reference_compress,
 ) -> tuple[jax.Array, jax.Array]:
     """Return the rows of all devices in float32, the same bits on each, and the new error."""
-    x, error = varying(x, axis), varying(error, axis)
+    x, error = differing(x, axis), differing(error, axis)
     size = lax.axis_size(axis)
     if size == 1:
         return x.astype(jnp.float32) + error, jnp.zeros_like(error)

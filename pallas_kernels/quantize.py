@@ -53,6 +53,7 @@ class Tuning:
 
 
 def code(how: str) -> Code:
+    """Return the code of that name."""
     if how not in CODES:
         raise ValueError(f"how={how!r}: one of {', '.join(map(repr, CODES))} is needed.")
     return CODES[how]
@@ -143,6 +144,7 @@ def encode(meant: jax.Array, kind: Code) -> tuple[jax.Array, jax.Array]:
 
 
 def decode(values: jax.Array, scales: jax.Array) -> jax.Array:
+    """Return a tile as float32 of its values and scales (in a kernel)."""
     return values.astype(jnp.float32) * spread(scales, values)
 
 

@@ -3,8 +3,9 @@
 At step s a rank multiplies the rows of the rank s + 1 places ahead, so that no two ranks send to
 the same one at a time, and its own rows last. What belongs to another rank is cast and stored
 straight into a place of that rank's memory which only this rank writes; a semaphore of each tile
-counts the halves that have arrived. For its own tiles a block copies what arrived, through the same stages as
-operands, and adds it in fp32: each partial sum is rounded once, however many ranks there are.
+counts the halves that have arrived. For its own tiles a block copies what arrived, through the same
+stages as operands, and adds it in fp32: each partial sum is rounded once, however many ranks there
+are.
 """
 
 from functools import partial

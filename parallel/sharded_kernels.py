@@ -8,7 +8,7 @@ from collections.abc import Callable
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec as P
 
-from hfjax.pallas_kernels import cross_entropy, flash_block
+from hfjax.pallas_kernels import cross_entropy, flash_block, logits
 from hfjax.pallas_kernels.varying import together
 from hfjax.parallel.mesh import TENSOR_AXES, in_use
 from hfjax.parallel.on_shards import OnShards
@@ -44,8 +44,9 @@ def attention(mesh: Mesh, form: str, documents: bool) -> Callable:
 def losses(mesh: Mesh, form: str, vocab: int) -> Callable:
     """Return (x_BSD, kernel_VD, targets_BS) -> the loss of each, the vocabulary split."""
     axis = in_use(mesh, TENSOR_AXES)
-    tuning = cross_entropy.Tuning()
-    problem = cross_entropy.Problem.of(form == "pallas", axis or None, vocab, tuning)
+    kernel = form == "pallas"
+    tuning = logits.KERNEL if kernel else logits.PLAIN
+    problem = cross_entropy.Problem.of(kernel, axis or None, vocab, tuning)
 
     def forward(x, kernel, targets):
         x, kernel = together((x, kernel))

@@ -1,4 +1,4 @@
-"""A linear map whose operand or result goes around the ring of the tensor axis while it is computed.
+"""A linear map whose operand, or result, goes around the ring of the tensor axis meanwhile.
 
 [B]atch, [S]equence; [I]nputs and [O]utputs of a linear map.
 """

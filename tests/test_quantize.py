@@ -25,7 +25,9 @@ def round_trip(x, how, block=256):
 def test_half_a_step_of_the_block_is_the_most_that_int8_loses():
     x = normal(0, (3, 1000)) * jnp.array([[1e-6], [1.0], [1e6]])
     values, scales = reference(x, "int8")
-    assert values.dtype == jnp.int8 and values.shape == x.shape and scales.shape == (3, 4)
+    assert values.dtype == jnp.int8
+    assert values.shape == x.shape
+    assert scales.shape == (3, 4)
     step = jnp.repeat(scales, 256, axis=1)[:, :1000]
     assert (jnp.abs(round_trip(x, "int8") - x) <= 0.5001 * step).all()
 
@@ -93,7 +95,8 @@ def test_the_kernel_gives_the_bits_of_the_plain_form(interpreted, how, shape, bl
     plain = partial(room.reference_compress, how=how, block=block)
     kernel = partial(compress, how=how, block=block, tuning=SMALL)
     for found, expected in zip(kernel(x, error), plain(x, error), strict=True):
-        assert found.shape == expected.shape and found.dtype == expected.dtype
+        assert found.shape == expected.shape
+        assert found.dtype == expected.dtype
         np.testing.assert_array_equal(bits(found), bits(expected))
     alone = quantize(x, how, block, SMALL)
     for found, expected in zip(alone, reference(x, how, block), strict=True):
@@ -105,7 +108,8 @@ def test_the_kernel_hides_no_broken_value(interpreted, how):  # noqa: F811
     for bad in (np.nan, np.inf):
         values, scales, lost = compress(broken(bad), jnp.zeros((16, 256)), how, tuning=SMALL)
         finite = np.isfinite(dequantize(values, scales))
-        assert not finite[3].any() and finite[np.arange(16) != 3].all()
+        assert not finite[3].any()
+        assert finite[np.arange(16) != 3].all()
         assert not np.isfinite(lost[3]).any()
 
 

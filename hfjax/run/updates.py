@@ -17,6 +17,7 @@ from hfjax.run.files import function
 
 NO_DECAY = ("*/bias", "*norm*", "norm*")
 MASKS = ("mask", "weight_decay_mask")  # optax's names of one thing
+OURS = {"adamw": hfjax.adamw}  # optax's own, which a step may run in one pass
 
 
 def rate_of(config: Train) -> Callable:
@@ -54,7 +55,8 @@ def _own(given: Optimizer, rate: Callable) -> Any:
 
 def _named(given: Optimizer, rate: Callable) -> Any:
     """Return an optimizer of optax, tried out on one small matrix."""
-    make: Any = getattr(optax, given.name, None) or getattr(optax.contrib, given.name, None)
+    known = OURS.get(given.name) or getattr(optax, given.name, None)
+    make: Any = known or getattr(optax.contrib, given.name, None)
     names = list(inspect.signature(make).parameters) if callable(make) else []
     if names[:1] != ["learning_rate"] or given.name.startswith("scale"):
         raise ValueError(
