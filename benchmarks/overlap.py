@@ -53,6 +53,12 @@ WINDOWED = {
     XLA + "threshold_for_windowed_einsum_mib": 0,
     XLA + "multi_streamed_windowed_einsum": True,
 }
+RINGS = {  # products whose transfers run under products (docs/kernels.md)
+    "all_gather_matmul": "reference",
+    "matmul_reduce_scatter": "reference",
+    "*": "xla",
+}
+IN_PARTS = {"cross_entropy": "reference", "*": "xla"}  # the loss, without its logits
 # setting -> (compiler options, other fields of Execution)
 TRIED: Mapping[str, tuple[Mapping[str, Any], dict[str, Any]]] = {
     "scheduler on": ({XLA + "enable_latency_hiding_scheduler": True}, {}),
@@ -65,6 +71,9 @@ TRIED: Mapping[str, tuple[Mapping[str, Any], dict[str, Any]]] = {
     "overlap, remat=dots": (OVERLAP, {"remat": "dots"}),
     "remat=full": ({}, {"remat": "full"}),
     "overlap, remat=full": (OVERLAP, {"remat": "full"}),
+    "rings": ({}, {"kernels": RINGS}),
+    "overlap, rings": (OVERLAP, {"kernels": RINGS}),
+    "loss in parts": ({}, {"kernels": IN_PARTS}),
     "overlap_two, remat=full": (PRESETS["overlap_two"], {"remat": "full"}),
 }
 RESULTS = Path(__file__).parent / "results" / "overlap.md"
@@ -133,7 +142,7 @@ def by_kind(found: list[Flight]) -> str:
 
 def write(rows: Iterable[tuple[str, ...]]) -> None:
     """Put these rows into the results, in place of those of the same jax, strategy and setting."""
-    old = RESULTS.read_text() if RESULTS.exists() else NOTES
+    old, notes = _sections()
     kept = (tuple(re.split(r" \| ", line[2:-2])) for line in old.splitlines() if "| " in line)
     table = {row[:3]: row for row in kept if row[0] not in (COLUMNS[0], "---")}
     table |= {row[:3]: row for row in rows}
@@ -142,15 +151,20 @@ def write(rows: Iterable[tuple[str, ...]]) -> None:
     key = lambda r: (strategies.index(r[1]), r[0], order.get(r[2], len(order)))
     lines = [COLUMNS, ("---",) * len(COLUMNS), *sorted(table.values(), key=key)]
     text = "\n".join(f"| {' | '.join(row)} |" for row in lines)
-    notes = old[old.index(NOTES) :]
     RESULTS.write_text(f"{heading()}\n\n{text}\n\n{notes.rstrip()}\n")
+
+
+def _sections() -> tuple[str, str]:
+    """Return what stands in the results before the notes, and the notes."""
+    old = RESULTS.read_text() if RESULTS.exists() else NOTES
+    return old[: old.index(NOTES)], old[old.index(NOTES) :]
 
 
 def heading() -> str:
     """Return what stands above the table."""
     return f"""# Overlap, ahead of time
 
-`python -m benchmarks.overlap --all`, {datetime.date.today()}. GPT-2 medium compiled for 8 H200s;
+`python -m benchmarks.overlap --all` (last rows: {datetime.date.today()}). GPT-2 medium compiled for 8 H200s;
 nothing ran. {ROWS} rows of {LENGTH} tokens a device or tensor group, bfloat16, attention by XLA.
 ddp is data=8, fsdp is fsdp=8, tensor is TENSOR|SEQUENCE on data=2 x tensor=4, fsdp_tensor is
 FSDP|TENSOR|SEQUENCE on fsdp=2 x tensor=4. `default` is what XLA does unasked.
