@@ -165,7 +165,8 @@ def heading() -> str:
     return f"""# Overlap, ahead of time
 
 `python -m benchmarks.overlap --all` (last rows: {datetime.date.today()}). GPT-2 medium compiled
-for 8 H200s; nothing ran. {ROWS} rows of {LENGTH} tokens a device or tensor group, bfloat16, attention by XLA.
+for 8 H200s; nothing ran. {ROWS} rows of {LENGTH} tokens a device or tensor group, bfloat16,
+attention by XLA.
 ddp is data=8, fsdp is fsdp=8, tensor is TENSOR|SEQUENCE on data=2 x tensor=4, fsdp_tensor is
 FSDP|TENSOR|SEQUENCE on fsdp=2 x tensor=4. `default` is what XLA does unasked.
 
