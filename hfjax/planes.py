@@ -8,6 +8,7 @@ import jax
 from hfjax.mean import Mean
 from hfjax.parallel.execution import Execution
 from hfjax.parallel.gradients import DataPlane
+from hfjax.parallel.kernels import Kernels
 from hfjax.parallel.layer_updates import LayerUpdatePlane
 from hfjax.parallel.layerwise import LayerwisePlane
 from hfjax.parallel.mesh import PIPE_AXIS
@@ -37,14 +38,17 @@ def data_plane(
     layout: Layout, loss: Callable, execution: Execution, table: Table | None = None
 ) -> DataPlane:
     """Return the data plane of a layout, one that follows a table if there is one."""
-    basic = (layout.blueprint, layout.placed, layout.mesh, execution, loss, layout.forward)
+    kernels = Kernels.of(execution.kernels, layout.mesh, loss)
+    equipped = layout.blueprint.equipped(kernels)
+    basic = (equipped, layout.placed, layout.mesh, execution, loss, layout.forward)
     if execution.optimizer_in_backward:
-        return LayerUpdatePlane(*basic)
+        return LayerUpdatePlane(*basic, kernels=kernels)
     if table is None:
         far = layout.hosted.parameters and layout.blueprint.three_parts and not layout.forward
-        return LayerwisePlane(*basic) if far else DataPlane(*basic)
+        return (LayerwisePlane if far else DataPlane)(*basic, kernels=kernels)
     assert layout.arrangement is not None
-    return PipelinePlane(*basic, layout.arrangement, compile_table(table), layout.packed)
+    stages = (layout.arrangement, compile_table(table), layout.packed)
+    return PipelinePlane(*basic, *stages, kernels=kernels)
 
 
 def forward_plane(

@@ -39,12 +39,9 @@ class DataPlane:
     loss: Callable
     forward: Callable | None
     offloaded: Offloaded = field(default_factory=Offloaded, kw_only=True)  # told while tracing
-    kernels: Kernels = field(init=False)  # likewise
+    kernels: Kernels = field(kw_only=True)  # likewise
 
     def __post_init__(self):
-        kernels = Kernels.of(self.execution.kernels, self.mesh, self.loss)
-        object.__setattr__(self, "kernels", kernels)
-        object.__setattr__(self, "blueprint", self.blueprint.equipped(kernels))
         self.offloaded.offload = self.execution.offload
         if self._reads_once:
             placed = {path: _straight(p) for path, p in self.placed.items()}

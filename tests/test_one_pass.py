@@ -123,7 +123,7 @@ def test_a_step_in_one_pass_is_the_ordinary_step(name):
     layout = layout_of(ADAMW, strategy, mesh)
     plain, _ = after(layout, **execution)
     state, step = after(layout, **execution, **ONE_PASS)
-    assert "adamw_shard  reference" in str(step.kernels)
+    assert step.kernels.choices["adamw_shard"].form == "reference"
     assert_same(state, plain)
 
 
@@ -133,7 +133,7 @@ def test_with_master_weights_the_parameters_are_these_rounded(name):
     layout = layout_of(hfjax.master(ADAMW), strategy, mesh)
     plain, _ = after(layout, **execution)
     state, step = after(layout, **execution, **ONE_PASS)
-    assert "adamw_shard  reference" in str(step.kernels)
+    assert step.kernels.choices["adamw_shard"].form == "reference"
     assert_same(state.optimizer, plain.optimizer, atol=1e-4)  # a parameter may round otherwise
     master = flatten(state.optimizer.master)
     for path, x in flatten(state.params).items():
@@ -182,7 +182,7 @@ def test_the_kernel_itself_updates_a_state(interpreted, monkeypatch, optimizer):
     layout = layout_of(optimizer)
     plain, _ = after(layout, steps=2, **ONE_PASS)
     state, step = after(layout, steps=2, kernels="pallas")
-    assert "adamw_shard  pallas" in str(step.kernels)
+    assert step.kernels.choices["adamw_shard"].form == "pallas"
     assert_same(state, plain, atol=1e-4 if optimizer is not ADAMW else 2e-6)
 
 
