@@ -37,12 +37,12 @@ def run(layout, loss=next_token_loss, batch=None, steps=2, **execution):
     return told, hfjax.full((state.params, state.optimizer)), evaluated
 
 
-def assert_equal(found, wanted):
-    """The losses to the bit; what two programs make of a moment, to its last digit."""
+def assert_equal(found, wanted, rounding=0.0):
+    """The losses to the bit; parameters and moments too, where two programs round alike."""
     assert found[0] == wanted[0]
     assert found[2] == wanted[2]
     for a, b in zip(jax.tree.leaves(found[1]), jax.tree.leaves(wanted[1]), strict=True):
-        np.testing.assert_allclose(a, b, rtol=2e-7)
+        np.testing.assert_allclose(a, b, rtol=rounding, atol=1e-4 * rounding)
 
 
 CASES = {
@@ -70,7 +70,7 @@ def test_parameters_on_the_host_train_and_evaluate(case, in_backward):
     execution = execution | {"optimizer_in_backward": in_backward}
     found = run(layout(strategy | HOST_PARAMETERS), **execution)
     wanted = run(layout(strategy), **execution)
-    assert_equal(found, wanted)
+    assert_equal(found, wanted, rounding=1e-5 if "precision" in execution else 0.0)
 
 
 @pytest.mark.parametrize("in_backward", [False, True], ids=["ordinary", "in backward"])
