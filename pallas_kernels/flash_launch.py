@@ -34,6 +34,13 @@ class Tuning:
     forward: Tile = field(default_factory=lambda: Tile(2, 128, 2))
     queries: Tile = field(default_factory=lambda: Tile(2, 64, 4))  # makes dq
     keys: Tile = field(default_factory=lambda: Tile(2, 64, 2))  # makes dk and dv
+    # Forward, where heads of 128 and the documents of a tile's keys want the same registers.
+    documents: Tile = field(default_factory=lambda: Tile(2, 64, 3))
+
+    def forward_of(self, q: Any, places: Places) -> Tile:
+        """Return the cut of a forward kernel."""
+        crowded = q.shape[-1] == max(WIDTHS) and places.query_documents is not None
+        return self.documents if crowded else self.forward
 
 
 TUNING, HERE = Tuning(), Places()
@@ -83,7 +90,7 @@ def _documents(q: Any, k: Any, places: Places) -> str | None:
 
 
 def _cut(tuning: Tuning) -> str | None:
-    for cut in (tuning.forward, tuning.queries, tuning.keys):
+    for cut in (tuning.forward, tuning.queries, tuning.keys, tuning.documents):
         if cut.consumers not in (1, 2, 3) or cut.tile not in (64, 128, 192, 256) or cut.stages < 1:
             return f"{cut}: 1 to 3 consumers, tiles of 64, 128, 192 or 256, at least one stage."
     return None
@@ -93,7 +100,8 @@ def whole(
     operands: tuple, mask: Mask, places: Places, tuning: Tuning
 ) -> tuple[jax.Array, jax.Array]:
     """Return (attention in the dtype of the queries, lse) over one block of keys."""
-    plan, inputs, queries = _forward(operands, None, mask, places, tuning.forward)
+    cut = tuning.forward_of(operands[0], places)
+    plan, inputs, queries = _forward(operands, None, mask, places, cut)
     rows = _rows(plan)
     out = jax.ShapeDtypeStruct(inputs.q.shape, plan.dtype)
     out, lse = flash_forward.run(plan, inputs, (out, rows))
@@ -104,7 +112,8 @@ def block(
     operands: tuple, state: State | None, mask: Mask, places: Places, tuning: Tuning
 ) -> State:
     """Return the state after one more block of keys."""
-    plan, inputs, queries = _forward(operands, state, mask, places, tuning.forward)
+    cut = tuning.forward_of(operands[0], places)
+    plan, inputs, queries = _forward(operands, state, mask, places, cut)
     rows = _rows(plan)
     o = jax.ShapeDtypeStruct(inputs.q.shape, jnp.float32)
     o, m, l = flash_forward.run(plan, inputs, (o, rows, rows))
