@@ -15,7 +15,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from hfjax.pallas_kernels import mosaic
 from tests.h200 import OPTIMIZED
 
-ONE_BY_ONE = {"xla_gpu_force_compilation_parallelism": 1}  # else what is said of two kernels mixes
+# One program after another: else what is said of two kernels mixes.
+ALONE = {**OPTIMIZED, "xla_gpu_force_compilation_parallelism": "1"}
 SHARED_MEMORY = 227 * 1024  # bytes that a block of a Hopper GPU may take
 WITHOUT_INTERPRETER = jax.__version_info__ < (0, 11, 2)
 needs_interpreter = pytest.mark.skipif(
@@ -91,7 +92,7 @@ def figures(capfd, function, *arguments):
     """
     capfd.readouterr()
     with _asking_the_assembler():
-        jax.jit(function).lower(*arguments).compile(compiler_options=OPTIMIZED | ONE_BY_ONE)
+        jax.jit(function).lower(*arguments).compile(compiler_options=ALONE)
     text = capfd.readouterr().out
     registers = [int(n) for n in re.findall(r"Used (\d+) registers", text)]
     spilled = re.findall(r"frame, (\d+) bytes spill stores, (\d+) bytes spill loads", text)
