@@ -43,7 +43,7 @@ class Fields:
 class AdamW(optax.GradientTransformationExtraArgs):
     """An AdamW that knows what it was made of."""
 
-    fields: Fields
+    fields: Fields | None  # None: nothing else computes what it does
 
 
 def adamw(
@@ -71,7 +71,7 @@ def adamw(
             )
     whole = optax.adamw(learning_rate, b1, b2, eps, 0.0, mu_dtype, weight_decay, mask)
     made = AdamW(*whole)
-    made.fields = fields
+    made.fields = fields if mu_dtype is None else None  # optax rounds such moments otherwise
     return made
 
 

@@ -16,6 +16,7 @@ from hfjax.parallel.kernels import Kernels
 from hfjax.parallel.reduction import Flat
 from hfjax.plan import Layout
 
+NOT_OURS = "the optimizer is not hfjax.adamw, or hfjax.master of it, alone"
 FORMS: Mapping[str, Callable] = {"pallas": room.adamw_shard, "reference": room.reference}
 
 
@@ -35,8 +36,9 @@ class OnePass:
         """Return the update in the form that was chosen; None: the optimizer's own is to run."""
         fields = recognised(layout.optimizer)
         if fields is None or layout.hosted:
+            _check_not_named(kernels, "the host keeps a part of the state" if fields else NOT_OURS)
             return None
-        form = kernels.form("adamw_shard", _refusal(layout))
+        form = kernels.form("adamw_shard", impossible=_refusal(layout))
         return cls(layout, fields, FORMS[form]) if form in FORMS else None
 
     def __call__(
@@ -75,6 +77,12 @@ class OnePass:
         f = self.fields
         cast = stored_dtype(self.layout.optimizer, None)
         return room.AdamW(f.b1, f.b2, f.eps, f.weight_decay if decays else 0.0, cast)
+
+
+def _check_not_named(kernels: Kernels, impossible: str) -> None:
+    """Refuse the kernel where it was asked for by its name and has no part in the step."""
+    if "adamw_shard" in dict(kernels.wanted.named):
+        kernels.form("adamw_shard", impossible=impossible)
 
 
 def _refusal(layout: Layout) -> str | None:

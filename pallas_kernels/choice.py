@@ -70,25 +70,38 @@ class Wanted:
         """Return the word for one capability."""
         return dict(self.named).get(kernel, self.rest)
 
+    def _without(self, kernel: str) -> str:
+        words = {**dict(self.named), kernel: "xla", "*": self.rest}
+        return json.dumps(words)
+
     def check(self, device: Any) -> None:
         """Refuse kernels that were asked for where none can run."""
         if "pallas" in (self.rest, *dict(self.named).values()) and (why := cannot_run(device)):
             raise ValueError(f'kernels="pallas": {why}. Use kernels="auto", or "xla".')
 
-    def choose(self, kernel: str, device: Any, refusal: str | None = None) -> Choice:
-        """Return the form to take on a device; `refusal` says why the operands do not fit.
+    def choose(
+        self,
+        kernel: str,
+        device: Any,
+        refusal: str | None = None,
+        impossible: str | None = None,
+    ) -> Choice:
+        """Return the form to take on a device.
 
-        A kernel that was asked for by name and cannot run is an error.
+        `refusal` says why the kernel cannot take the operands, `impossible` why no form but XLA's
+        fits the step. A kernel that was asked for and cannot run is an error.
         """
         word = self.word(kernel)
-        if word in ("xla", "reference"):
+        if word == "xla":
             return Choice(kernel, word, "asked for")
-        obstacle = cannot_run(device) or refusal
+        if word == "reference":
+            return Choice(kernel, "xla" if impossible else word, impossible or "asked for")
+        obstacle = cannot_run(device) or impossible or refusal
         if word == "pallas":
             if obstacle:
                 raise ValueError(
-                    f'kernels="pallas": {kernel} cannot run here: {obstacle}. Use kernels="auto", '
-                    f'or {{"{kernel}": "xla", "*": "pallas"}}.'
+                    f'kernels="pallas": {kernel} cannot run here: {obstacle.rstrip(".")}. Use '
+                    f'kernels="auto", or {self._without(kernel)}.'
                 )
             return Choice(kernel, "pallas", "asked for")
         return Choice(kernel, "xla", obstacle) if obstacle else _as_measured(kernel, device)

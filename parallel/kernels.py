@@ -9,7 +9,7 @@ import jax
 from jax.sharding import Mesh
 
 from hfjax.pallas_kernels import cross_entropy, flash_block
-from hfjax.pallas_kernels.choice import Choice, Wanted
+from hfjax.pallas_kernels.choice import KERNELS, Choice, Wanted
 from hfjax.pallas_kernels.handing import Projection
 from hfjax.parallel import sharded_kernels, tensor_ring
 from hfjax.parallel.mesh import PIPE_AXIS
@@ -33,9 +33,9 @@ class Kernels:
         """Return the kernels of a step with this loss."""
         return cls(wanted, mesh, getattr(loss, "takes_projection", False))
 
-    def form(self, kernel: str, refusal: str | None = None) -> str:
-        """Return the form to take: pallas, xla or reference."""
-        choice = self.wanted.choose(kernel, self.mesh.devices.flat[0], refusal)
+    def form(self, kernel: str, refusal: str | None = None, impossible: str | None = None) -> str:
+        """Return the form to take: pallas, xla or reference. See `Wanted.choose`."""
+        choice = self.wanted.choose(kernel, self.mesh.devices.flat[0], refusal, impossible)
         self.choices[kernel] = choice
         return choice.form
 
@@ -66,8 +66,11 @@ class Kernels:
         self, x_BSD: jax.Array, kernel_VD: jax.Array, vocab: int, logits: Callable[[], jax.Array]
     ) -> Any:
         """Return what the loss is given: logits, or a projection that they are never made of."""
-        form = self.form("cross_entropy", self._refuses_projection(x_BSD, kernel_VD))
-        if form not in sharded_kernels.FORMS or not self.without_logits:
+        rows = jax.ShapeDtypeStruct((x_BSD[..., 0].size, x_BSD.shape[-1]), x_BSD.dtype)
+        labels = jax.ShapeDtypeStruct(rows.shape[:1], "int32")
+        refusal = cross_entropy.refuses(rows, kernel_VD, labels)
+        form = self.form("cross_entropy", refusal, self._no_projection(kernel_VD))
+        if form not in sharded_kernels.FORMS:
             return logits()
         return Projection(x_BSD, kernel_VD, sharded_kernels.losses(self.mesh, form, vocab))
 
@@ -75,46 +78,43 @@ class Kernels:
 
     def _attend(self, plain: Callable, *operands: jax.Array) -> jax.Array:
         """The operands: q_BSHD, k_BSGD, v_BSGD, and documents_BS if there are any."""
-        form = self.form("flash_block", self._refuses_attention(*operands[:3]))
+        q, k, v, *_ = operands
+        impossible = self._uneven("heads of keys", k.shape[2])
+        form = self.form("flash_block", flash_block.refuses(q, k, v), impossible)
         if form not in sharded_kernels.FORMS:
             return plain(*operands)
         return sharded_kernels.attention(self.mesh, form, len(operands) == 4)(*operands)
 
     def _multiply(self, kind: str, plain: Callable, x_BSI: jax.Array, kernel_IO: Any) -> jax.Array:
-        form = self.form(kind, self._refuses_ring(kind, x_BSI, kernel_IO))
+        impossible = self._no_ring(x_BSI)
+        refusal = impossible or tensor_ring.refuses(self.mesh, kind, x_BSI, kernel_IO)
+        form = self.form(kind, refusal, impossible)
         if form not in sharded_kernels.FORMS:
             return plain(x_BSI, kernel_IO)
         return tensor_ring.ring(self.mesh, form, kind)(x_BSI, kernel_IO)
 
-    # -- what none of them can take ---------------------------------------------------------------
+    # -- what only XLA's form can do --------------------------------------------------------------
 
-    @property
-    def _shards(self) -> int:
-        return self.mesh.shape["tensor"]
+    def _uneven(self, what: str, count: int) -> str | None:
+        shards = self.mesh.shape["tensor"]
+        if count % shards == 0:
+            return None
+        return f"{count} {what} do not divide by a tensor axis of {shards}"
 
-    def _refuses_attention(self, q: jax.Array, k: jax.Array, v: jax.Array) -> str | None:
-        if k.shape[2] % self._shards:
-            return f"{k.shape[2]} heads of keys do not divide by a tensor axis of {self._shards}"
-        return flash_block.refuses(q, k, v)
+    def _no_projection(self, kernel_VD: jax.Array) -> str | None:
+        if self.without_logits:
+            return self._uneven("rows of the vocabulary", kernel_VD.shape[0])
+        return (
+            "the loss takes logits; mark one that takes a projection with "
+            "hfjax.pallas_kernels.handing.takes_projection"
+        )
 
-    def _refuses_projection(self, x_BSD: jax.Array, kernel_VD: jax.Array) -> str | None:
-        if not self.without_logits:
-            return (
-                "the loss takes logits; mark one that takes a projection with "
-                "hfjax.pallas_kernels.handing.takes_projection"
-            )
-        if kernel_VD.shape[0] % self._shards:
-            return f"{kernel_VD.shape[0]} rows of the vocabulary do not divide by {self._shards}"
-        rows = jax.ShapeDtypeStruct((x_BSD[..., 0].size, x_BSD.shape[-1]), x_BSD.dtype)
-        return cross_entropy.refuses(rows, kernel_VD, jax.ShapeDtypeStruct(rows.shape[:1], "int32"))
-
-    def _refuses_ring(self, kind: str, x_BSI: jax.Array, kernel_IO: jax.Array) -> str | None:
+    def _no_ring(self, x_BSI: jax.Array) -> str | None:
         if self.mesh.shape[PIPE_AXIS] > 1:
             return "no ring in a pipeline: not all stages would take part in it"
-        if x_BSI.shape[1] % self._shards:
-            return f"a sequence of {x_BSI.shape[1]} does not divide by {self._shards}"
-        return tensor_ring.refuses(self.mesh, kind, x_BSI, kernel_IO)
+        return self._uneven("positions", x_BSI.shape[1])
 
     def __str__(self) -> str:
-        rows = [[c.kernel, c.form, c.why] for c in self.choices.values()]
-        return "\n".join(aligned(rows)) if rows else "no kernel has a part in this step"
+        idle = lambda name: Choice(name, "-", "nothing in this step has use for it")
+        choices = [self.choices.get(name, idle(name)) for name in KERNELS]
+        return "\n".join(aligned([[c.kernel, c.form, c.why] for c in choices]))

@@ -5,6 +5,7 @@
 
 from collections.abc import Callable
 
+import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec as P
 
@@ -63,6 +64,7 @@ def losses(mesh: Mesh, form: str, vocab: int) -> Callable:
 
     def run(x_BSD, kernel_VD, targets_BS):
         rows = x_BSD.reshape(-1, x_BSD.shape[-1])
-        return of_rows(rows, kernel_VD, targets_BS.reshape(-1)).reshape(targets_BS.shape)
+        labels = targets_BS.reshape(-1).astype(jnp.int32)
+        return of_rows(rows, kernel_VD, labels).reshape(targets_BS.shape)
 
     return run

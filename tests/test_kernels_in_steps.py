@@ -1,5 +1,8 @@
 """The forms of the kernels change no result: the plain JAX beside each, under every strategy."""
 
+import math
+
+import jax
 import numpy as np
 import pytest
 
@@ -85,3 +88,53 @@ def test_a_step_made_of_kernels_compiles_for_eight_h200s(strategy, sizes, moving
         row for row in hfjax.collectives(program) if row.kind in ("all-gather", "reduce-scatter")
     ]
     assert not [row for row in left if "tensor" in row.axes and "loop" in row.where]
+
+
+RINGS = {"all_gather_matmul": "reference", "matmul_reduce_scatter": "reference", "*": "xla"}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "schedule", "why"),
+    [
+        ({"pipe": 2, "tensor": 2}, hfjax.Schedule("1f1b-half", microbatches=4), "in a pipeline"),
+        ({"tensor": 2}, None, "23 positions do not divide by a tensor axis of 2"),
+    ],
+    ids=["in branches", "length"],
+)
+def test_where_no_ring_can_go_round_a_product_is_xlas(sizes, schedule, why):
+    strategy = hfjax.TENSOR | hfjax.SEQUENCE
+    strategy = strategy | hfjax.PIPE if schedule else strategy
+    devices = jax.devices()[: math.prod(sizes.values())]
+    layout = gpt_layout(strategy, sizes, devices=devices)
+    step = hfjax.train_step(layout, next_token_loss, kernels=RINGS, schedule=schedule)
+    batch = {"tokens": tokens()["tokens"][:, : 25 if schedule else 24]}
+    step.lower(batch)
+    for name in ("all_gather_matmul", "matmul_reduce_scatter"):
+        assert step.kernels.choices[name].form == "xla"
+        assert why in step.kernels.choices[name].why
+
+
+@pytest.mark.parametrize("form", ["xla", "reference"])
+def test_tokens_of_any_integer_type_and_negative_ones_that_are_no_targets(form):
+    layout = gpt_layout(hfjax.DDP, {"data": 1}, devices=jax.devices()[:1])
+    batch = tokens()
+    evaluate = hfjax.eval_step(layout, next_token_loss, kernels={"cross_entropy": form})
+    state = hfjax.init(layout)
+    small = evaluate(state, {"tokens": batch["tokens"].astype(np.uint16)})
+    assert float(small["loss"]) == float(evaluate(state, batch)["loss"])
+    masked = np.ones((16, 24), np.float32)
+    masked[:, -1] = 0
+    without = {"tokens": batch["tokens"].copy()}
+    without["tokens"][:, -1] = -1
+    wanted = evaluate(state, {**batch, "mask": masked})
+    np.testing.assert_allclose(evaluate(state, without)["loss"], wanted["loss"], rtol=1e-6)
+    without["tokens"][0, -1] = 64
+    assert np.isnan(evaluate(state, without)["loss"])
+
+
+def test_a_loss_that_takes_logits_is_told_of():
+    layout = gpt_layout(hfjax.DDP, {"data": 1}, devices=jax.devices()[:1])
+    loss = lambda logits, batch: logits.mean()
+    step = hfjax.train_step(layout, loss, kernels="reference")
+    step.lower(tokens())
+    assert "the loss takes logits" in step.kernels.choices["cross_entropy"].why

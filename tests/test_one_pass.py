@@ -15,6 +15,7 @@ import hfjax
 from hfjax.adamw import recognised
 from hfjax.models.gpt import next_token_loss
 from hfjax.pallas_kernels import choice
+from hfjax.pallas_kernels.choice import cannot_run
 from hfjax.parallel.strategy import DDP, FSDP, HOST_OPTIMIZER, PIPE, TENSOR, ZERO1, ZERO2
 from hfjax.paths import flatten
 from hfjax.run.config import Optimizer, Train
@@ -197,19 +198,37 @@ def test_the_ordinary_program_is_that_of_optax_to_the_letter():
     assert texts[0] == texts[1]
 
 
+IDLE = "adamw_shard - nothing in this step has use for it"
+
+
 @pytest.mark.parametrize(
     ("make", "told"),
     [
-        (lambda: layout_of(optax.adamw(1e-3)), "no kernel has a part"),
-        (lambda: layout_of(hfjax.ema(hfjax.adamw(1e-3), 0.9)), "no kernel has a part"),
-        (lambda: layout_of(strategy=DDP | HOST_OPTIMIZER), "no kernel has a part"),
-        (lambda: layout_of(), "adamw_shard  xla  a cpu device runs no kernel"),
+        (lambda: layout_of(optax.adamw(1e-3)), IDLE),
+        (lambda: layout_of(hfjax.ema(hfjax.adamw(1e-3), 0.9)), IDLE),
+        (lambda: layout_of(hfjax.adamw(1e-3, mu_dtype=jnp.bfloat16)), IDLE),
+        (lambda: layout_of(strategy=DDP | HOST_OPTIMIZER), IDLE),
+        (lambda: layout_of(), f"adamw_shard xla {cannot_run(jax.devices()[0])}"),
     ],
-    ids=["optax", "in another", "on the host", "on CPU"],
+    ids=["optax", "in another", "moments in bfloat16", "on the host", "on CPU"],
 )
 def test_other_steps_run_the_optimizer_itself(make, told):
     step = hfjax.train_step(make(), squares)
-    assert told in str(step.kernels)
+    (line,) = [line for line in str(step.kernels).splitlines() if line.startswith("adamw_shard")]
+    assert line.split() == told.split()
+
+
+def test_the_kernel_asked_for_by_name_for_another_optimizer_is_refused(monkeypatch):
+    monkeypatch.setattr(choice, "cannot_run", lambda device: None)
+    with pytest.raises(ValueError, match=r"adamw_shard cannot run here: the optimizer is not hfj"):
+        hfjax.train_step(layout_of(optax.adamw(1e-3)), squares, kernels={"adamw_shard": "pallas"})
+
+
+def test_what_neither_form_can_update_goes_by_the_optimizer():
+    bf16 = lambda rngs: MLP(rngs=rngs, param_dtype=jnp.bfloat16)
+    layout = hfjax.layout(bf16, ADAMW, hfjax.make_mesh(data=8), DDP)
+    step = hfjax.train_step(layout, squares, kernels="reference")
+    assert step.kernels.choices["adamw_shard"].form == "xla"
 
 
 def test_what_the_kernel_cannot_take_is_told(monkeypatch):

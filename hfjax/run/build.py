@@ -89,7 +89,8 @@ class Parts:
     def evaluate(self) -> Callable:
         """The evaluation: (state, batch) -> metrics."""
         c = self.config
-        shared: Any = {"precision": c.precision, "schedule": self.schedule, "kernels": c.kernels}
+        kernels = "auto" if c.kernels == "pallas" else c.kernels  # also where no kernel runs
+        shared: Any = {"precision": c.precision, "schedule": self.schedule, "kernels": kernels}
         return hfjax.eval_step(self.layout, self.model.loss, **shared)
 
     @cached_property
