@@ -25,7 +25,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import IO, Any
 
-from benchmarks.gpu_sections.device import versions
+from benchmarks.gpu_sections.device import is_there, versions
 from benchmarks.gpu_sections.rows import Reporter, row_in
 
 RESULTS = Path(__file__).parent / "results"
@@ -181,7 +181,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main() -> int:
-    """Run one section, or all of them; 1 if nothing was measured."""
+    """Run one section, or all of them; 1 if nothing was measured, 2 if nothing can be."""
     given = arguments()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what was started ends with it
     if given.smoke:
@@ -189,12 +189,20 @@ def main() -> int:
     if given.section:
         SECTIONS[given.section].function()(Reporter(given.section, given.seconds, given.smoke))
         return 0
+    if not given.smoke and not is_there():
+        print("no GPU is here: nothing would be measured. --smoke is the dry run.", file=sys.stderr)
+        return 2
     given.out.mkdir(parents=True, exist_ok=True)
     found = started(given)
     print(found.head["command"], found.head["versions"], sep="\n", flush=True)
     with tempfile.TemporaryDirectory() as tuned:
         os.environ |= {"BENCHMARK_TUNED": tuned, **MEMORY}
-        run_all(given, found)
+        try:
+            run_all(given, found)
+        except KeyboardInterrupt:
+            found.write()
+            print(f"stopped: what was measured is in {given.out}; --more goes on", file=sys.stderr)
+            return 130
     found.write()
     print((given.out / "gpu.md").read_text())
     if given.record:

@@ -108,7 +108,7 @@ def heads_pass(model: Model, y: Any, number: Any, mark: Callable) -> tuple[Any, 
     last = lambda ends, y: mark(model.last(ends, y, number))
     total, pullback, aux = jax.vjp(last, model.ends, y, has_aux=True)
     gradients, dy = pullback(mark(jnp.ones_like(total)))
-    return arrays_of(dy, y), gradients, aux
+    return mark(arrays_of(dy, y)), gradients, aux
 
 
 def _arrived(here: Flat, coming: Flat) -> tuple[Flat, Flat]:

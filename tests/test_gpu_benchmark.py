@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import pytest
 
 from benchmarks import gpu
-from benchmarks.gpu_sections import record, report, training
+from benchmarks.gpu_sections import device, record, report, training
 from benchmarks.gpu_sections.cases import Case, measured, run_cases, there, tunings
 from benchmarks.gpu_sections.rows import Reporter, ratio, row_in
 from hfjax.parallel.execution import Execution
@@ -80,6 +80,16 @@ def test_a_dry_run_on_a_cpu_writes_what_its_sections_found(tmp_path):
 def test_all_sections_run_dry_on_a_cpu(tmp_path):
     found, page = smoke(tmp_path)
     assert_complete(found, page, list(gpu.SECTIONS))
+
+
+@pytest.mark.skipif(device.is_there(), reason="a GPU is here")
+def test_without_a_gpu_it_says_so_and_writes_nothing(tmp_path):
+    command = [sys.executable, "-m", "benchmarks.gpu", "--out", str(tmp_path / "out")]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 2
+    assert "no GPU is here" in done.stderr
+    assert "--smoke" in done.stderr
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_time_is_thought_of_for_each_section_and_each_has_a_limit():

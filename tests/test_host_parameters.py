@@ -224,3 +224,19 @@ def test_a_device_holds_two_layers_and_fetches_under_matmuls(in_backward):
     assert small.host_alias_size_in_bytes == small.host_argument_size_in_bytes >= 4 * LAYER
     forward, backward = under_matmuls(eight.as_text())
     assert min(forward, backward) > 0.99
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options"),
+    [(FSDP | HOST_PARAMETERS, {}), (FSDP, {"optimizer_in_backward": True})],
+    ids=["on the host", "in backward"],
+)
+def test_documents_travel_beside_the_activations_of_layers(strategy, options):
+    documents = np.repeat(np.arange(5), 5)[None].repeat(16, 0).astype(np.int32)
+    batch, losses = tokens() | {"documents": documents}, []
+    for chosen, execution in ((FSDP, {}), (strategy, options)):
+        layout = gpt_layout(chosen, {"fsdp": 2}, devices=jax.devices()[:2])
+        step = hfjax.train_step(layout, next_token_loss, **execution)
+        state, _ = step(hfjax.init(layout), batch)
+        losses.append(float(step(state, batch)[1]["loss"]))
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)

@@ -2,8 +2,10 @@
 
 import os
 import platform
+import shutil
 import subprocess
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "torch", "triton")
@@ -31,6 +33,11 @@ def sheet(kind: str) -> tuple[float, float]:
     (989000000000000.0, 4800000000000.0)
     """
     return next((rates for name, rates in SHEETS.items() if name in kind), UNKNOWN)
+
+
+def is_there() -> bool:
+    """Return whether this machine seems to have an NVIDIA GPU; starts nothing."""
+    return shutil.which("nvidia-smi") is not None or Path("/dev/nvidiactl").exists()
 
 
 def described() -> dict[str, Any]:
