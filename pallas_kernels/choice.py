@@ -58,7 +58,7 @@ class Wanted:
         for name, word in words.items():
             if name != "*" and name not in KERNELS:
                 raise ValueError(f"kernels: {name!r} is none of them: {', '.join(KERNELS)}, or *.")
-            if word not in WORDS:
+            if not isinstance(word, str) or word not in WORDS:
                 raise ValueError(
                     f"kernels={word!r}: one of {', '.join(WORDS)}, or one of them for each kernel, "
                     'for instance {"flash_block": "pallas", "*": "auto"}.'

@@ -104,8 +104,10 @@ def test_asking_for_a_kernel_that_cannot_take_its_operands_is_an_error():
         ("triton", "kernels='triton': one of auto, pallas, xla, reference"),
         ({"flash": "xla"}, "'flash' is none of them: flash_block"),
         ({"flash_block": "no"}, "kernels='no': one of auto"),
+        (["xla"], r"kernels=\['xla'\]: one of auto"),
+        (None, "kernels=None: one of auto"),
     ],
-    ids=["word", "kernel", "word of a kernel"],
+    ids=["word", "kernel", "word of a kernel", "list", "nothing"],
 )
 def test_a_wrong_word_or_kernel_is_refused(given, told):
     with pytest.raises(ValueError, match=told):
