@@ -9,11 +9,16 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from hfjax.pallas_kernels.flash_keys import Keys, Rows, feed_keys, shared_keys, shared_rows
+from hfjax.pallas_kernels.flash_keys import (
+    Keys,
+    Rows,
+    each_tile_of_queries,
+    shared_keys,
+    shared_rows,
+)
 from hfjax.pallas_kernels.flash_parts import (
     BY_ROW,
     LOG2E,
@@ -21,15 +26,13 @@ from hfjax.pallas_kernels.flash_parts import (
     Plan,
     across,
     added,
-    by_roles,
     filled,
     launch,
-    loaded,
-    read_visit,
     slot_of,
     sums,
     write,
 )
+from hfjax.pallas_kernels.mosaic import load
 
 
 class Inputs(NamedTuple):
@@ -64,28 +67,10 @@ def queries(plan: Plan, inputs: Inputs, dtype: Any) -> jax.Array:
     dq = jax.ShapeDtypeStruct(inputs.q.shape, dtype)
 
     def body(inputs, outputs, shared):
-        _body(plan, inputs, outputs[0], shared)
+        multiply = lambda mine: _multiply(mine, inputs, outputs[0], shared)
+        each_tile_of_queries(plan, inputs, shared, multiply)
 
     return launch(plan, "flash_backward_queries", body, grid, inputs, (dq,), scratch)[0]
-
-
-def _body(plan: Plan, inputs: Inputs, dq_ref: Any, shared: Shared) -> None:
-    batch, head, tile = (lax.axis_index(x) for x in ("batch", "head", "tile"))
-    if plan.mask.causal:  # the longest first
-        tile = inputs.visits.shape[1] - 1 - tile
-    visit = read_visit(inputs.visits, batch, tile)
-
-    def multiply(thread):
-        first = tile * plan.cut.rows + thread * ROWS
-        documents = None
-        if plan.documents:
-            of_rows = inputs.query_documents.at[batch, pl.ds(first, ROWS)]
-            documents = loaded(of_rows, BY_ROW)
-        mine = Rows(plan, visit, thread, first, batch, head, documents)
-        _multiply(mine, inputs, dq_ref, shared)
-
-    group = lax.div(head, jnp.int32(plan.shape.shared))
-    by_roles(plan, multiply, lambda: feed_keys(plan, inputs, shared.keys, visit, (batch, group)))
 
 
 def _multiply(mine: Rows, inputs: Inputs, dq_ref: Any, shared: Shared) -> None:
@@ -93,7 +78,7 @@ def _multiply(mine: Rows, inputs: Inputs, dq_ref: Any, shared: Shared) -> None:
     here = shared.rows_here.at[thread]
     plgpu.copy_gmem_to_smem(mine.of(inputs.q), shared.q.at[thread], here)
     plgpu.copy_gmem_to_smem(mine.of(inputs.do), shared.do.at[thread], here)
-    lse, delta = (loaded(mine.per_row(x), BY_ROW) for x in (inputs.lse, inputs.delta))
+    lse, delta = (load(mine.per_row(x), BY_ROW) for x in (inputs.lse, inputs.delta))
     plgpu.barrier_wait(here)
     step = lambda i, dq, partly: _step(mine, shared, (lse, delta), i, dq, partly)
     dq = mine.visited(step, filled((ROWS, mine.plan.shape.width), 0.0))

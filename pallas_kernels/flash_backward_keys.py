@@ -31,13 +31,13 @@ from hfjax.pallas_kernels.flash_parts import (
     drain,
     filled,
     launch,
-    loaded,
     numbers,
     read_visit,
     seen,
     slot_of,
     write,
 )
+from hfjax.pallas_kernels.mosaic import load
 
 
 class Shared(NamedTuple):
@@ -91,7 +91,7 @@ def _body(plan: Plan, inputs: Inputs, outputs: tuple, shared: Shared) -> None:
         rows = (batch, pl.ds(first, ROWS))
         documents = None
         if plan.documents:
-            documents = loaded(inputs.key_documents.at[rows], BY_ROW)
+            documents = load(inputs.key_documents.at[rows], BY_ROW)
         mine = _Mine(plan, visit, shared, thread, first, documents)
         _multiply(mine, inputs, outputs, (*rows, group))
 
@@ -138,7 +138,7 @@ class _Mine(NamedTuple):
         query = numbers(s.shape, 1, self.visit.part(step) * self.plan.cut.tile)
         same = None
         if self.plan.documents:
-            of_queries = loaded(self.shared.documents.at[slot], BY_COLUMN)
+            of_queries = load(self.shared.documents.at[slot], BY_COLUMN)
             same = across(self.documents, s.shape) == down(of_queries, s.shape)
         key = numbers(s.shape, 0, self.first)
         return jnp.where(seen(self.plan, self.visit, query, key, same), s, -jnp.inf)
@@ -177,10 +177,10 @@ def _step(mine: _Mine, turn: tuple[Any, Any], sums: tuple, partly: bool) -> tupl
     q, do = shared.q.at[slot], shared.do.at[slot]
     plgpu.barrier_wait(shared.here.at[slot])
     shape, unit = (ROWS, plan.cut.tile), plan.scale * LOG2E
-    lse = down(loaded(shared.lse.at[slot], BY_COLUMN) * (-1 / unit), shape)
+    lse = down(load(shared.lse.at[slot], BY_COLUMN) * (-1 / unit), shape)
     if partly:
         lse = mine.masked(lse, turn[1], slot)
-    delta = down(-loaded(shared.delta.at[slot], BY_COLUMN), shape)
+    delta = down(-load(shared.delta.at[slot], BY_COLUMN), shape)
     s, dp = both_added(  # sums begin with what would be subtracted: no registers for it later
         (lse, shared.k.at[thread], q.transpose((1, 0))),
         (delta, shared.v.at[thread], do.transpose((1, 0))),

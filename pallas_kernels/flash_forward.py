@@ -13,7 +13,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from hfjax.pallas_kernels.flash_keys import Keys, Rows, feed_keys, shared_keys, shared_rows
+from hfjax.pallas_kernels.flash_keys import (
+    Keys,
+    Rows,
+    each_tile_of_queries,
+    shared_keys,
+    shared_rows,
+)
 from hfjax.pallas_kernels.flash_parts import (
     BY_ROW,
     LN2,
@@ -24,15 +30,13 @@ from hfjax.pallas_kernels.flash_parts import (
     across,
     added,
     again,
-    by_roles,
     filled,
     launch,
-    loaded,
-    read_visit,
     slot_of,
     sums,
     write,
 )
+from hfjax.pallas_kernels.mosaic import load
 
 FLOOR = -1e30  # a maximum below every score: exponentials of what is masked are then plain zeros
 
@@ -69,28 +73,10 @@ def run(plan: Plan, inputs: Inputs, outputs: tuple) -> tuple[jax.Array, ...]:
     scratch = Shared(shared_keys(plan), shared_rows(plan), q_here, turn)
 
     def body(inputs, outputs, shared):
-        _body(plan, inputs, outputs, shared)
+        multiply = lambda mine: _multiply(mine, inputs, outputs, shared)
+        each_tile_of_queries(plan, inputs, shared, multiply)
 
     return launch(plan, "flash_forward", body, grid, inputs, outputs, scratch)
-
-
-def _body(plan: Plan, inputs: Inputs, outputs: tuple, shared: Shared) -> None:
-    batch, head, tile = (lax.axis_index(x) for x in ("batch", "head", "tile"))
-    if plan.mask.causal:  # the longest first: what is left at the end is short
-        tile = inputs.visits.shape[1] - 1 - tile
-    visit = read_visit(inputs.visits, batch, tile)
-
-    def multiply(thread):
-        first = tile * plan.cut.rows + thread * ROWS
-        documents = None
-        if plan.documents:
-            of_rows = inputs.query_documents.at[batch, pl.ds(first, ROWS)]
-            documents = loaded(of_rows, BY_ROW)
-        mine = Rows(plan, visit, thread, first, batch, head, documents)
-        _multiply(mine, inputs, outputs, shared)
-
-    group = lax.div(head, jnp.int32(plan.shape.shared))
-    by_roles(plan, multiply, lambda: feed_keys(plan, inputs, shared.keys, visit, (batch, group)))
 
 
 def _multiply(mine: Rows, inputs: Inputs, outputs: tuple, shared: Shared) -> None:
@@ -116,8 +102,8 @@ def _initial(mine: Rows, inputs: Inputs) -> tuple:
     if inputs.o is None:
         o = filled((ROWS, mine.plan.shape.width), 0.0)
         return o, filled((ROWS,), FLOOR, BY_ROW), filled((ROWS,), 0.0, BY_ROW)
-    o = loaded(mine.of(inputs.o), MATRIX)
-    m, l = (loaded(mine.per_row(x), BY_ROW) for x in (inputs.m, inputs.l))
+    o = load(mine.of(inputs.o), MATRIX)
+    m, l = (load(mine.per_row(x), BY_ROW) for x in (inputs.m, inputs.l))
     return o, jnp.maximum(m * LOG2E, FLOOR), l
 
 

@@ -1,5 +1,6 @@
 """Tiles of keys and values on their way to the warpgroups that multiply them with queries."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -10,17 +11,20 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from hfjax.pallas_kernels import mosaic
 from hfjax.pallas_kernels.flash_parts import (
     BY_COLUMN,
+    BY_ROW,
     ROWS,
     Plan,
     Visit,
     across,
+    by_roles,
     down,
     drain,
-    loaded,
     numbers,
+    read_visit,
     seen,
     slot_of,
 )
+from hfjax.pallas_kernels.mosaic import load
 
 
 class Keys(NamedTuple):
@@ -100,7 +104,7 @@ class Rows(NamedTuple):
         key = numbers(s.shape, 1, self.visit.part(step) * self.plan.cut.tile)
         same = None
         if self.plan.documents:
-            of_keys = loaded(keys.documents.at[slot_of(step, self.plan.cut.stages)], BY_COLUMN)
+            of_keys = load(keys.documents.at[slot_of(step, self.plan.cut.stages)], BY_COLUMN)
             same = across(self.documents, s.shape) == down(of_keys, s.shape)
         query = numbers(s.shape, 0, self.first)
         return jnp.where(seen(self.plan, self.visit, query, key, same), s, -jnp.inf)
@@ -115,3 +119,22 @@ class Rows(NamedTuple):
         if self.plan.partly:
             state = lax.fori_loop(self.visit.whole, self.visit.steps, once(True), state)
         return state
+
+
+def each_tile_of_queries(plan: Plan, inputs: Any, shared: Any, multiply: Callable) -> None:
+    """Run `multiply(rows)` on each consumer's rows of this block's tile, and feed it keys."""
+    batch, head, tile = (lax.axis_index(x) for x in ("batch", "head", "tile"))
+    if plan.mask.causal:  # the longest first: what is left at the end is short
+        tile = inputs.visits.shape[1] - 1 - tile
+    visit = read_visit(inputs.visits, batch, tile)
+
+    def consume(thread):
+        first = tile * plan.cut.rows + thread * ROWS
+        documents = None
+        if plan.documents:
+            of_rows = inputs.query_documents.at[batch, pl.ds(first, ROWS)]
+            documents = load(of_rows, BY_ROW)
+        multiply(Rows(plan, visit, thread, first, batch, head, documents))
+
+    group = lax.div(head, jnp.int32(plan.shape.shared))
+    by_roles(plan, consume, lambda: feed_keys(plan, inputs, shared.keys, visit, (batch, group)))

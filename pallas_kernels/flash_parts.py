@@ -5,7 +5,6 @@ threads has `consumers` warpgroups that multiply, each with 64 rows of its own, 
 that feeds them: it brings tile after tile to shared memory, `stages` of them ahead.
 """
 
-import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,10 +25,6 @@ LN2 = math.log(2.0)
 FEEDER_REGISTERS = 32
 MATRIX = plgpu.Layout.WGMMA  # as the matrix units leave their sums in registers
 BY_ROW, BY_COLUMN = MATRIX.reduce(1), MATRIX.reduce(0)
-_LOAD_NEEDS_INDEX = (  # until jax 0.10
-    getattr(inspect.signature(plgpu.load).parameters.get("idx"), "default", None)
-    is inspect.Parameter.empty
-)
 
 
 @dataclass(frozen=True)
@@ -228,12 +223,6 @@ def again(x: Any) -> Any:
 def filled(shape: tuple[int, ...], value: float, layout: Any = MATRIX) -> Any:
     """Return a constant array that lies in registers like a sum of the matrix units."""
     return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
-
-
-def loaded(ref: Any, layout: Any) -> Any:
-    """Return what a ref holds in registers, laid out as asked."""
-    index = ((),) if _LOAD_NEEDS_INDEX else ()
-    return plgpu.load(ref, *index, layout=layout, optimized=False)
 
 
 def across(x: Any, shape: tuple[int, int]) -> Any:
