@@ -27,6 +27,7 @@ def notes_of(layout: "Layout") -> Iterator[str]:
     yield from _unmatched(layout)
     yield from _left_whole(layout.strategy, layout.placed)
     yield from layout.hosted.notes()
+    yield from layout.blueprint.notes
     if layout.packed is not None:
         yield from _cost_of_padding(layout, layout.packed)
 

@@ -256,7 +256,7 @@ class State:
     order: Any = None  # the number of the layer in each row of what stacks layers
 
 
-def layout(
+def layout(  # noqa: PLR0913  options of one call
     model_init: Callable,
     optimizer: optax.GradientTransformation,
     mesh: Mesh,
@@ -265,6 +265,7 @@ def layout(
     forward: Callable | None = None,
     axes: Mapping[str, tuple[str | None, ...]] | None = None,
     example: Any = None,
+    sync_batch_norm: bool = True,
 ) -> Layout:
     """Return where everything of `model_init(rngs)` lives under a strategy.
 
@@ -273,7 +274,13 @@ def layout(
     `example` is a batch, or its shapes: what a pipeline weighs unlike layers on.
     """
     _check_arguments(model_init, optimizer, mesh, strategy)
-    plan = blueprint(model_init, Placer(mesh, strategy))
+    plan = blueprint(model_init, Placer(mesh, strategy), forward, sync_batch_norm)
+    if not plan.parameters:
+        raise ValueError(
+            f"the model has no parameters ({len(plan.variables)} other variables): there is "
+            "nothing to train. What is trained is an nnx.Param, or a floating-point array of a "
+            "bare tree."
+        )
     _check_paths(axes or {}, plan)
     _check_dtypes(plan)
     arrays = {

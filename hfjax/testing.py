@@ -106,10 +106,10 @@ class Case:
 
         None for a model with variables that are no parameters: a step gives those their meaning.
         """
-        model = self.model_init(rngs_of(0))
+        with nnx.use_eager_sharding(False):
+            model = self.model_init(rngs_of(0))
         if not isinstance(model, nnx.Module) or nnx.state(model, nnx.Not(nnx.Param)):
             return None
-        model.train()
         graph, parameters = nnx.split(model)
         forward = self.options.get("forward") or (lambda model, batch: model(batch))
         rows = jax.tree.leaves(self.batch)[0].shape[0]

@@ -26,7 +26,7 @@ from hfjax.parallel.held import State
 from hfjax.parallel.mesh import PIPE_AXIS, in_use
 from hfjax.parallel.model import Model
 from hfjax.parallel.pipeline import Pipeline
-from hfjax.parallel.reduction import Flat, Reduction
+from hfjax.parallel.reduction import Flat
 from hfjax.parallel.stages import PipelinePlane
 from hfjax.parallel.store import Store
 from hfjax.parallel.versions import Versions
@@ -77,7 +77,7 @@ class Asynchronous(Pipeline):
     def _start(self) -> State:
         updates, slots = self.updates, self.updates.versions.slots
         all_same = lambda a: jnp.broadcast_to(a, (slots, *a.shape))
-        state = super()._start() | {"weight": self.mark(jnp.zeros(()))}
+        state = super()._start() | {"weight": jnp.zeros(())}
         state["versions"] = {path: all_same(a) for path, a in updates.parameters.items()}
         state["optimizer"] = updates.optimizer
         state["squares"] = jnp.zeros(()) * self._stage  # differs between stages only
@@ -88,7 +88,7 @@ class Asynchronous(Pipeline):
 
     def _tick(self, kinds: str, facts: Any, state: State, row: dict) -> tuple[State, None]:
         """Run the tick, then update: the stage's own state stays one for all its devices."""
-        new, _ = super()._tick(kinds, facts, self.mark(state), row)
+        new, _ = super()._tick(kinds, facts, state, row)
         new |= {name: state[name] for name in _OWN}
         if "B" in kinds:
             mine = {name: column[self._stage] for name, column in row.items()}
@@ -102,10 +102,10 @@ class Asynchronous(Pipeline):
 
     def _weighed(self, state: State, mine: dict) -> State:
         """Add the weight of the microbatch that came with its dy."""
-        slot = self.mark(jnp.maximum(mine["B_dy"], 0))
+        slot = jnp.maximum(mine["B_dy"], 0)
         _, weight = self._queue("dy").get(state["dy"], 0, slot)
-        weight = jnp.where(self.mark(mine["B_microbatch"]) >= 0, weight, 0)
-        before = jnp.where(self.mark(mine["B_first"]) > 0, 0, state["weight"])
+        weight = jnp.where(mine["B_microbatch"] >= 0, weight, 0)
+        before = jnp.where(mine["B_first"] > 0, 0, state["weight"])
         return state | {"weight": before + weight}
 
     def _updated(self, state: State, mine: dict) -> State:
@@ -127,7 +127,7 @@ class Asynchronous(Pipeline):
         return dict(zip(_OWN, (versions, optimizer, held["squares"] + square), strict=True))
 
 
-def weighed(model: Model, mark: Callable) -> Model:
+def weighed(model: Model) -> Model:
     """Return the model with a number beside x whose gradient is the weight of the microbatch.
 
     It is zero on its way forward. Its gradient comes with every dy, so that each stage can make a
@@ -135,7 +135,7 @@ def weighed(model: Model, mark: Callable) -> Model:
     """
 
     def first(ends, m):
-        return model.first(ends, m), mark(jnp.zeros(()))
+        return model.first(ends, m), jnp.zeros(())
 
     def with_weight(passes):
         return lambda known, slots, carried, split: _beside(passes(known, slots, carried[0], split))
@@ -192,7 +192,7 @@ class AsynchronousPlane(PipelinePlane):
         def device(held, batch, step):
             layers, (moments, counts), squares, ends, means = self._stage(held, batch, step, apply)
             ends = {path: self._give(self.placed[path], g) for path, g in ends.items()}
-            ends = Reduction(self._precision, False, self._sending)(ends, self.placed)
+            ends = self._reduction(ends, self.placed)
             agreed = lambda x: lax.pmax(x, stages) if stages else x  # all stages count alike
             new = Held(layers, {}, moments, jax.tree.map(agreed, counts))
             self._check_kept()
@@ -213,12 +213,11 @@ class AsynchronousPlane(PipelinePlane):
     def _stage(self, held: Held, batch: Any, step: Any, apply: Callable) -> tuple:
         """Return what one stage has after the last tick."""
         assert self.ticks is not None
-        alone = lambda tree: self._varying(tree, but=self._batch_axes)
         layers = {p: a for p, a in held.parameters.items() if p.startswith(LAYERS)}
         updates = Updates(
             versions=self.versions,
-            parameters=alone(layers),
-            optimizer=alone((held.moments, held.counts)),
+            parameters=layers,
+            optimizer=(held.moments, held.counts),
             reduce=self._reduce,
             apply=apply,
         )
@@ -226,22 +225,21 @@ class AsynchronousPlane(PipelinePlane):
         columns["B_first"] = _first_of_group(columns["B_microbatch"], columns["U_version"])
         return Asynchronous(
             ticks=replace(self.ticks, columns=columns),
-            model=weighed(self._model_of(held, batch, step), self._varying),
-            mark=self._varying,
+            model=weighed(self._model_of(held, batch, step)),
             unroll=self._unroll,
             choose=self._offloading,
             updates=updates,
         ).train()
 
     def _model_of(self, held: Held, batch: Any, step: Any) -> Model:
-        random, statistics = self._sort(self._varying(held.variables))
+        random, statistics = self._sort(held.variables)
         keys = self._keys(random, _rows(batch), step)
-        parameters, unread = self._varying(held.parameters), set(self.placed)
+        parameters, unread = held.parameters, set(self.placed)
         return self._training(parameters, statistics, batch, (keys, 0), unread).model()
 
     def _reduce(self, gradients: Flat, weight: jax.Array) -> Flat:
         """Return the gradients of the mean over the rows of all devices of a stage."""
-        summed = Reduction(self._precision, False, self._sending)(gradients, self.placed)
+        summed = self._reduction(gradients, self.placed)
         scale = 1 / (lax.psum(weight, self._batch_axes) if self._batch_axes else weight)
         mean = lambda path, g: (g * scale.astype(g.dtype)).astype(self.placed[path].dtype)
         return {path: mean(path, g) for path, g in summed.items()}

@@ -23,18 +23,17 @@ class ByItem:
     stored: Callable  # (own, i) -> the stored parameters of a layer
     slots: Sequence[Any]  # of each layer
     after: Callable  # (own, i, stored parameters, gradients, told) -> own, after a backward pass
-    mark: Callable  # marks a tree as differing between devices
 
     def run(self, own: Own, told: Callable) -> tuple[Own, Any, Any]:
         """Return what has changed, the gradients of the ends, and what `told(aux)` returns."""
-        number = self.mark(jnp.int32(0))
-        x, leave = jax.vjp(lambda ends: self.mark(self.model.first(ends, number)), self.model.ends)
+        number = jnp.int32(0)
+        x, leave = jax.vjp(lambda ends: self.model.first(ends, number), self.model.ends)
         pullbacks = []
         for i, slots in enumerate(self.slots):
             inside, run = x, lambda slots, x, i=i: self._layer(i, own, slots, x)
             x, pullback = jax.vjp(run, slots, x)
             pullbacks.append((pullback, inside))
-        dx, of_head, aux = heads_pass(self.model, x, number, self.mark)
+        dx, of_head, aux = heads_pass(self.model, x, number)
         aux = told(aux)
         for i, (pullback, inside) in reversed(list(enumerate(pullbacks))):
             gradients, dx = pullback(cotangents(dx))
@@ -45,16 +44,16 @@ class ByItem:
 
     def evaluate(self, own: Own) -> Any:
         """Return what the head tells, without a backward pass."""
-        number = self.mark(jnp.int32(0))
-        x = self.mark(self.model.first(self.model.ends, number))
+        number = jnp.int32(0)
+        x = self.model.first(self.model.ends, number)
         for i in range(len(self.layers)):
             x = self._layer(i, own, {}, x)
-        return self.mark(self.model.last(self.model.ends, x, number)[1])
+        return self.model.last(self.model.ends, x, number)[1]
 
     def _layer(self, i: int, own: Own, slots: Any, x: Any) -> Any:
         """Return what a layer makes of x; from the host nothing comes before x is there."""
-        stored = self.mark(self.stored(own, i))
+        stored = self.stored(own, i)
         far = {path: value for path, value in stored.items() if is_on_host(value)}
         if far:
-            far, _ = lax.optimization_barrier((far, self.mark(lax.stop_gradient(x))))
-        return self.mark(self.layers[i](stored | far, slots, x))
+            far, _ = lax.optimization_barrier((far, lax.stop_gradient(x)))
+        return self.layers[i](stored | far, slots, x)

@@ -35,7 +35,6 @@ class ByLayer:
     near: Callable  # (own, i) -> the stored parameters of a layer that are on the device
     far: Callable  # (own, i) -> those on the host, copied to the device
     after: Callable  # (own, i, stored parameters, gradients, told) -> own, after a backward pass
-    mark: Callable  # marks a tree as differing between devices
     unroll: int | bool = 1
 
     def run(self, own: Own, told: Callable) -> tuple[Own, Any, Any]:
@@ -43,10 +42,10 @@ class ByLayer:
 
         `aux` is what the head tells, known before the first backward pass.
         """
-        enter = lambda ends: self.mark(self.model.first(ends, self._zero))
+        enter = lambda ends: self.model.first(ends, self._zero)
         x, leave = jax.vjp(enter, self.model.ends)
         (y, fetched), stashes = self._forward(own, x)
-        dy, of_head, aux = heads_pass(self.model, y, self._zero, self.mark)
+        dy, of_head, aux = heads_pass(self.model, y, self._zero)
         aux = told(aux)
         dx, own = self._backward(own, stashes, (dy, fetched), aux)
         (of_embed,) = leave(cotangents(dx))
@@ -54,20 +53,20 @@ class ByLayer:
 
     def evaluate(self, own: Own) -> Any:
         """Return what the head tells, without a backward pass."""
-        x = self.mark(self.model.first(self.model.ends, self._zero))
+        x = self.model.first(self.model.ends, self._zero)
         (y, _), _ = self._forward(own, x, keeps=False)
-        return self.mark(self.model.last(self.model.ends, y, self._zero)[1])
+        return self.model.last(self.model.ends, y, self._zero)[1]
 
     @cached_property
     def _zero(self) -> jax.Array:
-        return self.mark(jnp.int32(0))
+        return jnp.int32(0)
 
     @cached_property
     def _numbers(self) -> jax.Array:
         return lax.iota("int32", self.layers)
 
     def _known(self, own: Own, fetched: Flat, i: Any) -> Any:
-        return self.mark((self.near(own, i) | fetched, i, jnp.int32(0)))
+        return (self.near(own, i) | fetched, i, jnp.int32(0))
 
     def _passes(self, own: Own, fetched: Flat, x: Any) -> Dissected:
         known = self._known(own, fetched, jnp.int32(0))
@@ -80,7 +79,7 @@ class ByLayer:
             x, fetched = carry
             coming = self.far(own, jnp.minimum(i + 1, self.layers - 1))
             y, stash, _ = passes.forward(self._known(own, fetched, i), x)
-            return (self.mark(y), coming), stash if keeps else None
+            return (y, coming), stash if keeps else None
 
         first = self.far(own, jnp.int32(0))
         passes = self._passes(own, first, x)
@@ -95,7 +94,7 @@ class ByLayer:
             dx, gradients = passes.backward(known, stash, [], dy)
             fetched, coming = _arrived(fetched, coming)
             stored = self.near(own, i) | fetched
-            return ((self.mark(dx), coming), self.after(own, i, stored, gradients, told)), None
+            return ((dx, coming), self.after(own, i, stored, gradients, told)), None
 
         passes = self._passes(own, last[1], last[0])
         layers = (self._numbers, stashes)
@@ -103,21 +102,15 @@ class ByLayer:
         return last[0], own
 
 
-def heads_pass(model: Model, y: Any, number: Any, mark: Callable) -> tuple[Any, Any, Any]:
+def heads_pass(model: Model, y: Any, number: Any) -> tuple[Any, Any, Any]:
     """Return the gradient of what enters the head, those of the ends, and what the head tells."""
-    last = lambda ends, y: mark(model.last(ends, y, number))
+    last = lambda ends, y: model.last(ends, y, number)
     total, pullback, aux = jax.vjp(last, model.ends, y, has_aux=True)
-    gradients, dy = pullback(mark(jnp.ones_like(total)))
-    return mark(arrays_of(dy, y)), gradients, aux
+    gradients, dy = pullback(jnp.ones_like(total))
+    return arrays_of(dy, y), gradients, aux
 
 
 def _arrived(here: Flat, coming: Flat) -> tuple[Flat, Flat]:
     """Return both; what uses the first waits for the second, or XLA would fetch that last."""
-    groups: dict[frozenset, list[str]] = {}
-    for path, x in coming.items():
-        groups.setdefault(frozenset(jax.typeof(x).manual_axis_type.varying), []).append(path)
-    for paths in groups.values():  # together they would all differ between the same devices
-        pick = lambda flat, paths=paths: {path: flat[path] for path in paths}
-        mine, next_ones = lax.optimization_barrier((pick(here), pick(coming)))
-        here, coming = here | mine, coming | next_ones
-    return here, coming
+    mine, coming = lax.optimization_barrier(({path: here[path] for path in coming}, coming))
+    return here | mine, coming

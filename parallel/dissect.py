@@ -46,7 +46,7 @@ _DEAR = (
     "random_bits",
     "threefry2x32",
 )
-_VIEWS = ("reshape", "transpose", "squeeze", "expand_dims", "copy", "pvary", "pcast")
+_VIEWS = ("reshape", "transpose", "squeeze", "expand_dims", "copy")
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,7 @@
-"""Reading a parameter moves it: to the device, cast, gather; backward, cast, reduce-scatter, add.
+"""Fetching a parameter moves it: to the device, cast, gather; backward, cast, reduce-scatter, add.
 
-Inside the data plane a model's variables hold `Stored` values: what this device stores, and the
-slot its gradient goes to. Whatever reads the variable gets the whole parameter in the compute
-dtype. No model has to know.
+Inside the data plane a parameter is `Stored`: what this device stores of it, and the slot its
+gradient goes to. The model is given the whole parameter in the compute dtype.
 """
 
 from collections.abc import Callable
@@ -49,68 +48,68 @@ class Stored:
     slot: jax.Array | None
     movement: Movement
 
+    @property
+    def whole(self) -> jax.ShapeDtypeStruct:
+        """Shape and dtype of the whole parameter, as it is fetched."""
+        return jax.ShapeDtypeStruct(self.movement.shape, self.movement.compute)
+
     def fetch(self) -> jax.Array:
         """Return the whole parameter in the compute dtype."""
         move = self.movement
         move.read(move.path)
-        _check_rank(move, self.value.ndim)
         if self.slot is None:
             return _gather(move, self.value)
         return _fetch(move, self.value, self.slot)
 
-    def __getitem__(self, index: Any) -> Any:
-        return self if index is ... else self.fetch()[index]
-
-    def __jax_array__(self) -> jax.Array:
-        return self.fetch()
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_") or name in ("value", "slot", "movement"):
-            raise AttributeError(name)
-        return getattr(self.fetch(), name)  # .T, .shape, .reshape … are those of the whole array
-
 
 def at_hand(path: str, value: jax.Array, slot: jax.Array | None = None) -> Stored:
-    """Return a whole parameter as a stored one: reading it moves nothing."""
+    """Return a whole parameter as a stored one: fetching it moves nothing."""
     dtype, ignore = value.dtype, lambda path: None
     still = Movement(path, value.shape, (), (), (), (), dtype, dtype, dtype, ignore)
     return Stored(value, slot, still)
 
 
-@dataclass(frozen=True)
-class Elsewhere:
-    """Stands for an array of a layer where that layer does not run; reading it is refused."""
+def fetched(tree: Any) -> Any:
+    """Return a tree with whole parameters in place of stored ones."""
+    is_stored = lambda x: isinstance(x, Stored)
+    return jax.tree.map(lambda x: x.fetch() if is_stored(x) else x, tree, is_leaf=is_stored)
 
-    path: str
+
+class Elsewhere:
+    """Stands for an array of a layer where that layer does not run; using it is refused."""
+
+    def __init__(self, path: str):
+        self.path = path
 
     def __getitem__(self, index: Any) -> "Elsewhere":
-        return self
+        return self if index is ... else self._refuse()
 
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") and name != "__jax_array__":
+            raise AttributeError(name)
+        return self._refuse()
 
-def whole(value: Any) -> Any:
-    """Return the whole parameter, if the value is a stored one."""
-    if isinstance(value, Elsewhere):
+    def _refuse(self, *_: Any) -> Any:
         raise ValueError(
-            f"{value.path} is read outside of its layer, on a stage that may not have it. In a "
-            "pipeline each layer's parameters are its own; what embed and head share lies outside "
-            "of `layers`."
+            f"{self.path} is used outside of its layer. A model in three parts (embed, layers, "
+            "head) is run layer by layer, and what embed and head share with a layer lies outside "
+            "of `layers`. Without stages there is a way around: hfjax.layout(…, forward=lambda "
+            "model, batch: model(batch)) runs the model as it is written."
         )
-    return value.fetch() if isinstance(value, Stored) else value
+
+    def __repr__(self) -> str:
+        return f"<{self.path}, which is in a layer that does not run here>"
 
 
-def fetch_on_read(variable: Any, value: Any) -> Any:
-    """Return what a variable's reader sees: the `on_get_value` hook of every parameter."""
-    return whole(value)
+_OPERATORS = "add sub mul truediv floordiv mod pow matmul neg abs len iter lt le gt ge float array"
+for _name in _OPERATORS.split():
+    for _side in ("", "r"):
+        setattr(Elsewhere, f"__{_side}{_name}__", Elsewhere._refuse)
 
 
-def _check_rank(move: Movement, ndim: int) -> None:
-    for dim, axes in (*move.gather, *move.scatter):
-        if -dim > ndim:
-            raise ValueError(
-                f"{move.path} {move.shape} was sliced along dimension {len(move.shape) + dim}, "
-                f"which is split over {'+'.join(axes)}. If that dimension stacks layers, name it: "
-                f'axes={{"{move.path}": ("layers", …)}} in hfjax.layout.'
-            )
+def refuse_elsewhere(variable: Any, value: Any) -> Any:
+    """Return what a variable holds, unless that is elsewhere: a hook of every parameter."""
+    return value._refuse() if isinstance(value, Elsewhere) else value
 
 
 def on_tensor_shards(move: Callable, split: Dims, ndim: int) -> Callable:
@@ -124,7 +123,8 @@ def on_tensor_shards(move: Callable, split: Dims, ndim: int) -> Callable:
     at = {ndim + dim: axes for dim, axes in split}
     spec = P(*(at.get(dim) for dim in range(ndim)))
     names = {axis for axes in at.values() for axis in axes}
-    return jax.shard_map(move, in_specs=spec, out_specs=spec, axis_names=names)
+    specs: dict[str, Any] = {"in_specs": spec, "out_specs": spec}
+    return jax.shard_map(move, axis_names=names, check_vma=False, **specs)
 
 
 def _gather(move: Movement, value: jax.Array) -> jax.Array:

@@ -4,6 +4,7 @@ Inside, each device holds its own rows and its own shards. Microbatches run in a
 scattered in every microbatch is scattered by `fetch`, the rest is reduced once, after the scan.
 """
 
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -14,9 +15,11 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec as P
 
 from hfjax.mean import Mean, as_mean
-from hfjax.parallel.blueprint import LAYERS, Blueprint
+from hfjax.parallel.blueprint import LAYERS, TRAIN, Blueprint, asked_by, variable_of
 from hfjax.parallel.execution import Execution, Precision
-from hfjax.parallel.fetch import Movement, Stored
+from hfjax.parallel.fetch import Elsewhere, Movement, Stored, fetched
+from hfjax.parallel.gather_on_use import gather_on_use
+from hfjax.parallel.in_words import in_words
 from hfjax.parallel.kernels import Kernels
 from hfjax.parallel.layers import Run, run_model
 from hfjax.parallel.mesh import BATCH_AXES, MANUAL_AXES, PIPE_AXIS, TENSOR_AXES, in_use, platform_of
@@ -55,39 +58,41 @@ class DataPlane:
 
         def device(parameters, variables, batch, step):
             unread, written = set(self.placed), set[str]()
-            parameters = self._gather_once(self._varying(parameters))
-            random, statistics = self._sort(self._varying(variables))
+            parameters = self._gather_once(parameters)
+            random, statistics = self._sort(variables)
             traced = (unread, written)
             microbatch = self._microbatch(parameters, random, rows_of(batch), step, traced)
             gradients, mean, statistics = self._accumulate(microbatch, statistics, batch)
-            self._check_all_read(unread)
+            self._tell_unread(unread)
             self._check_kept()
-            gradients = Reduction(self._precision, self._hierarchical, self._sending)(
-                gradients, self.placed
-            )
+            gradients = self._reduction(gradients, self.placed)
             changed = {path: x for path, x in statistics.items() if path in written}
-            return gradients, self._sum(mean), self._average(changed)
+            return gradients, self._sum(mean), self._average(changed), self._of_rows(changed)
 
-        moments = self._specs("moment")
+        moments, rows = self._specs("moment"), P(self._batch_axes)
         gradients = {path: moments[path] for path in self._trained}
-        out_specs = (gradients, self._told_specs, P())
-        in_specs = (self._specs("parameter"), P(), P(self._batch_axes), P())
-        return self._shard_map(device, in_specs, out_specs)(parameters, variables, batch, step)
+        out_specs = (gradients, self._told_specs, P(), rows)
+        in_specs = (self._specs("parameter"), self._variable_specs(variables), rows, P())
+        run = self._shard_map(device, in_specs, out_specs)
+        gradients, mean, changed, of_rows = run(parameters, variables, batch, step)
+        return gradients, mean, changed | of_rows
 
     def evaluate(self, parameters: Flat, variables: Flat, batch: Any) -> Any:
         """Return the loss as a Mean, or what `tells` says; nothing is random, nothing changes."""
 
         def device(parameters, variables, batch):
-            stored, held = self._varying(parameters), self._varying(variables)
-            return self._sum(self._evaluated(stored, held, batch))
+            return self._sum(self._evaluated(parameters, variables, batch))
 
-        in_specs = (self._specs("parameter"), P(), P(self._batch_axes))
+        in_specs = (
+            self._specs("parameter"),
+            self._variable_specs(variables),
+            P(self._batch_axes),
+        )
         run = self._shard_map(device, in_specs, self._told_specs)
         return run(parameters, variables, batch)
 
     def _evaluated(self, stored: Flat, held: Flat, batch: Any) -> Any:
-        model = self._model(stored, None, held, "eval", set())
-        return self._varying(self._mean(model, batch))
+        return self._loss_of(self._as_stored(stored, None, set()), held, batch, "eval")[0]
 
     @property
     def _told_specs(self) -> Any:
@@ -102,9 +107,14 @@ class DataPlane:
         return {path: p.manual(column) for path, p in self.placed.items()}
 
     def _shard_map(self, device: Callable, in_specs: Any, out_specs: Any) -> Callable:
+        """Map over the manual axes.
+
+        Every collective is written out and nothing is derived from what differs between devices,
+        so JAX need not track that (check_vma): a model is free to begin a loop with a constant.
+        """
         names = set(MANUAL_AXES)
-        specs = {"in_specs": in_specs, "out_specs": out_specs}
-        return jax.shard_map(device, mesh=self.mesh, axis_names=names, **specs)
+        specs: dict[str, Any] = {"in_specs": in_specs, "out_specs": out_specs}
+        return jax.shard_map(device, mesh=self.mesh, axis_names=names, check_vma=False, **specs)
 
     # -- microbatches -------------------------------------------------------------------------
 
@@ -116,13 +126,18 @@ class DataPlane:
 
         def body(carry, xs):
             sums, statistics = carry
-            gradients, mean, statistics = microbatch(statistics, *xs)
-            return (jax.tree.map(jnp.add, sums, gradients), statistics), mean
+            of_rows, batch, number = xs
+            gradients, mean, held = microbatch(statistics | of_rows, batch, number)
+            held, of_rows = ({path: held[path] for path in of} for of in (statistics, of_rows))
+            return (jax.tree.map(jnp.add, sums, gradients), held), (mean, of_rows)
 
-        split = jax.tree.map(lambda x: x.reshape(count, -1, *x.shape[1:]), batch)
-        xs = (split, lax.iota("int32", count))
-        (gradients, statistics), means = lax.scan(body, (self._slots(), statistics), xs)
-        return gradients, jax.tree.map(lambda x: x.sum(0), means), statistics
+        split = lambda tree: jax.tree.map(lambda x: x.reshape(count, -1, *x.shape[1:]), tree)
+        of_rows = self._of_rows(statistics)
+        held = {path: x for path, x in statistics.items() if path not in of_rows}
+        xs = (split(of_rows), split(batch), lax.iota("int32", count))
+        (gradients, held), (means, of_rows) = lax.scan(body, (self._slots(), held), xs)
+        of_rows = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), of_rows)
+        return gradients, jax.tree.map(lambda x: x.sum(0), means), held | of_rows
 
     def _microbatch(
         self, parameters: Flat, random: Flat, local_rows: int, step: Any, traced: tuple[set, set]
@@ -135,20 +150,15 @@ class DataPlane:
         keys = self._keys(random, local_rows, step)
 
         def total(slots, statistics, batch, number):
-            of_rows = keys(None, number, rows_of(batch))
-            model = self._model(parameters, slots, {**statistics, **of_rows}, "train", unread)
-            mean = self._mean(model, batch)
-            changed = self.blueprint.variables_of(model)
+            variables = {**statistics, **keys(None, number, rows_of(batch))}
+            stored = self._as_stored(parameters, slots, unread)
+            mean, changed = self._loss_of(stored, variables, batch, "train")
             written.update(p for p, old in statistics.items() if changed[p] is not old)
-            statistics = {path: changed[path] for path in statistics}
-            mark = self._varying
-            return mark(mean.total), (mark(mean), mark(statistics))
+            return mean.total, (mean, {path: changed[path] for path in statistics})
 
         def run(statistics, batch, number):
-            """Nothing reads a slot: one that a model gets hold of makes its loss NaN."""
             gradient = jax.grad(total, has_aux=True)
-            slots = self._pin(jax.tree.map(lambda zeros: zeros + jnp.nan, self._slots()))
-            gradients, aux = gradient(slots, statistics, batch, number)
+            gradients, aux = gradient(self._slots(), statistics, batch, number)
             return self._pin(gradients), *aux
 
         return run
@@ -169,15 +179,42 @@ class DataPlane:
     def _platform(self) -> str:
         return platform_of(self.mesh)
 
-    def _mean(self, model: Any, batch: Any) -> Mean:
+    def _loss_of(
+        self, stored: dict[str, Stored], variables: Flat, batch: Any, mode: str
+    ) -> tuple[Mean, Flat]:
+        """Return the loss of a batch, and the variables after it."""
+        in_layers = {p: x for p, x in stored.items() if self._in_parts and p.startswith(LAYERS)}
+        outside = {path: x for path, x in stored.items() if path not in in_layers}
+
+        def run(parameters: Flat, variables: Flat, batch: Any) -> tuple[Mean, Flat]:
+            away = {path: Elsewhere(path) for path in in_layers}
+            model = self.blueprint.merge(parameters | away, variables, mode)
+            with in_words(batch), self.blueprint.around():
+                outputs = self._outputs(model, in_layers, variables, batch, mode)
+                mean = as_mean(self.loss(outputs, batch), rows_of(batch))
+            return mean, variables | self.blueprint.variables_of(model)
+
+        if self._in_parts:
+            return run(fetched(outside), variables, batch)
+        return gather_on_use(run, stored, variables, batch)
+
+    def _outputs(
+        self, model: Any, layers: dict[str, Stored], variables: Flat, batch: Any, mode: str
+    ) -> Any:
         inputs = cast_inputs(batch, self._precision.compute)
-        if self.forward is not None:
-            outputs = self.forward(model, inputs)
-        elif self.blueprint.three_parts:
-            outputs = run_model(model, inputs, self._run)
-        else:
-            outputs = model(inputs) if callable(model) else model
-        return as_mean(self.loss(outputs, batch), rows_of(batch))
+        if self._in_parts:
+            return run_model(model, layers, inputs, self._run)
+        if self.forward is None:
+            return model(inputs) if callable(model) else model
+        training = mode == "train"
+        key = lambda name: variables[variable_of(name)] if training else None
+        asked = {n: training if n == TRAIN else key(n) for n in asked_by(self.forward)}
+        return self.forward(model, inputs, **asked)
+
+    @property
+    def _in_parts(self) -> bool:
+        """Whether the model is run in three parts (else it is called as it is)."""
+        return self.forward is None and self.blueprint.three_parts
 
     @property
     def _run(self) -> Run:
@@ -193,31 +230,36 @@ class DataPlane:
         self.offloaded.check()
         self._run.remat.check(self.offloaded.seen)
 
-    def _model(self, parameters: Flat, slots: Flat | None, variables: Flat, mode: str, unread: set):
-        """Return the model on stored parameters; those outside the layers are gathered now."""
-        stored: Flat = {}
-        for path, value in parameters.items():
-            move = self._movement(self.placed[path], unread, slots is not None)
-            stored[path] = Stored(value, (slots or {}).get(path), move)
-            if self.blueprint.three_parts and not path.startswith(LAYERS):
-                stored[path] = stored[path].fetch()
-        return self.blueprint.merge(stored, variables, mode)
+    def _as_stored(self, parameters: Flat, slots: Flat | None, unread: set) -> dict[str, Stored]:
+        """Return what this device stores of each parameter, with the slot of its gradient."""
+        move = lambda path: self._movement(self.placed[path], unread, slots is not None)
+        slot = lambda path: (slots or {}).get(path)
+        return {path: Stored(x, slot(path), move(path)) for path, x in parameters.items()}
+
+    def _variable_specs(self, variables: Flat) -> dict[str, P]:
+        rows = self._of_rows(variables)
+        return {path: P(self._batch_axes) if path in rows else P() for path in variables}
+
+    def _of_rows(self, variables: Flat) -> Flat:
+        """Return those variables that have a row for each row of the batch."""
+        return {path: x for path, x in variables.items() if self.blueprint.of_rows(path)}
 
     def _sort(self, variables: Flat) -> tuple[Flat, Flat]:
         """Return the variables that hold random keys, and the statistics."""
         random = {p: v for p, v in variables.items() if is_random(self.blueprint.variables[p])}
         return random, {p: v for p, v in variables.items() if p not in random}
 
-    def _check_all_read(self, unread: set[str]) -> None:
-        for path in sorted(unread):
-            p = self.placed[path]
-            if p.split("parameter"):
-                raise ValueError(
-                    f"{path} {p.shape}: {p.parameter} is split, and the step never read it through "
-                    "its variable. Read it as `param[...]` (not through its raw value or "
-                    "nnx.state), or, if the loss does not depend on it, keep it whole: "
-                    f'layout.with_specs({{"{path}": P()}}).'
-                )
+    def _tell_unread(self, unread: set[str]) -> None:
+        """Warn of parameters that the loss does not depend on: their gradients are zero."""
+        if idle := sorted(path for path in unread if not self.placed[path].frozen):
+            names = ", ".join(f'"{path}"' for path in idle)
+            warnings.warn(
+                f"the loss reads {len(idle)} of {len(self.placed)} parameters nowhere: {names}. "
+                "Their gradients are zero, and an optimizer may still change them (weight decay). "
+                f"To leave them as they are: layout.freeze({names}).",
+                UserWarning,
+                stacklevel=2,
+            )
 
     # -- moving -------------------------------------------------------------------------------
 
@@ -239,35 +281,27 @@ class DataPlane:
         """The axes over which what is computed differs: of rows, and of stages."""
         return (*in_use(self.mesh, (PIPE_AXIS,)), *self._batch_axes)
 
-    def _varying(self, tree: Any, but: Axes = ()) -> Any:
-        """Mark every leaf as differing between devices, so that nothing is reduced unasked."""
-        axes = tuple(axis for axis in self._axes if axis not in but)
-
-        def mark(x):
-            x = jnp.asarray(x)
-            varying = jax.typeof(x).manual_axis_type.varying
-            missing = tuple(axis for axis in axes if axis not in varying)
-            return lax.pcast(x, missing, to="varying") if missing else x
-
-        return jax.tree.map(mark, tree)
+    @property
+    def _reduction(self) -> Reduction:
+        summed = {path: self._summed_at_once(p) for path, p in self.placed.items()}
+        return Reduction(self._precision, self._hierarchical, self._sending, self._axes, summed)
 
     def _sum(self, tree: Any) -> Any:
         return lax.psum(tree, self._axes) if self._axes else tree
 
     def _average(self, statistics: Flat) -> Flat:
         """Return statistics averaged over the devices; whole numbers agree already."""
-        if not self._axes:
-            return statistics
         inexact = lambda x: jnp.issubdtype(x.dtype, jnp.inexact)
-        average = lambda x: (lax.pmean if inexact(x) else lax.pmax)(x, self._axes)
-        return jax.tree.map(average, statistics)
+        mean = lambda x: (lax.pmean if inexact(x) else lax.pmax)(x, self._axes)
+        average = lambda x: mean(x) if self._axes else x
+        rows = self._of_rows(statistics)
+        return {path: average(x) for path, x in statistics.items() if path not in rows}
 
     def _slots(self) -> Flat:
         """Return zeros of the shape and place in which each gradient accumulates."""
 
         def zeros(p: Placed) -> jax.Array:
-            zeros = jnp.zeros(p.local("gradient"), jnp.promote_types(p.dtype, jnp.float32))
-            return self._varying(zeros, but=self._summed_at_once(p))
+            return jnp.zeros(p.local("gradient"), jnp.promote_types(p.dtype, jnp.float32))
 
         return self._pin({path: zeros(self.placed[path]) for path in self._trained})
 
@@ -282,7 +316,7 @@ class DataPlane:
         That is when there is no further microbatch to wait for, each parameter is read once, and
         it is large: small ones go together at the end.
         """
-        once = self.blueprint.three_parts and self._reads_once
+        once = self._in_parts and self._reads_once
         if p.small or self._hierarchical or not once:
             return ()
         split = {axis for _, axes in (*p.split("gradient"), *p.split("moment")) for axis in axes}

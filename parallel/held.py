@@ -33,7 +33,6 @@ class StageHolds:
 
     ticks: Ticks
     model: Model
-    mark: Callable  # marks a tree as differing between devices
     unroll: int | bool = 1
     choose: Callable | None = None  # (tensors, stage) -> which of them go to the host
 
@@ -59,13 +58,13 @@ class StageHolds:
 
     @cached_property
     def _links(self) -> Links:
-        return Links(self.ticks, self._stage, self.mark)
+        return Links(self.ticks, self._stage)
 
     @cached_property
     def _x(self) -> Any:
         """Zeros like what goes from layer to layer."""
-        shape = jax.eval_shape(self.model.first, self.model.ends, self.mark(jnp.int32(0)))
-        return jax.tree.map(lambda a: self.mark(jnp.zeros(a.shape, a.dtype)), shape)
+        shape = jax.eval_shape(self.model.first, self.model.ends, jnp.int32(0))
+        return jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shape)
 
     @cached_property
     def _chunks(self) -> Store:
@@ -79,7 +78,7 @@ class StageHolds:
     @cached_property
     def _layers(self) -> jax.Array:
         """The numbers of this stage's layers, [chunks, units]."""
-        return self.mark(jnp.asarray(self.model.order, jnp.int32))[self._stage]
+        return jnp.asarray(self.model.order, jnp.int32)[self._stage]
 
     @cached_property
     def _padded(self) -> bool:
@@ -96,8 +95,8 @@ class StageHolds:
         return self._dissected(keep) if keep is not None and self._trains else None
 
     def _dissected(self, passes: Callable) -> Dissected:
-        zeros = lambda a: self.mark(jnp.zeros(a.shape, a.dtype))
-        slots, m = jax.tree.map(zeros, self.model.slots), self.mark(jnp.int32(0))
+        zeros = lambda a: jnp.zeros(a.shape, a.dtype)
+        slots, m = jax.tree.map(zeros, self.model.slots), jnp.int32(0)
         known = self._known(self._chunks.get(self._values, 0, 0), 0, 0, m)
         return passes(known, slots, self._x, self._split)
 
@@ -123,7 +122,7 @@ class StageHolds:
             "cross": (passes.cross if self._split else [], [{}] * self._stages),
         }
         ring = lambda name, like, shares: Ring(
-            like, self.ticks.used(name), chunks.units, chunks.apart, shares, self._stage, self.mark
+            like, self.ticks.used(name), chunks.units, chunks.apart, shares, self._stage
         )
         return {name: ring(name, *part) for name, part in parts.items()}
 
@@ -142,22 +141,22 @@ class StageHolds:
     def _start(self) -> State:
         """Return the state before the first tick."""
         shape = lambda tree: jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), tree)
-        m, table = self.mark(jnp.int32(0)), self.ticks.table
+        m, table = jnp.int32(0), self.ticks.table
         _, aux = jax.eval_shape(self.model.last, self.model.ends, self._x, m)
-        tell = lambda a: self.mark(jnp.zeros((table.microbatches, *a.shape), a.dtype))
+        tell = lambda a: jnp.zeros((table.microbatches, *a.shape), a.dtype)
         state: State = {"aux": jax.tree.map(tell, aux), "sent": {}}
         if self.ticks.depth["x"]:  # idle slots run layers too: on what layers are used to
-            x = self.mark(self.model.first(self.model.ends, m))
+            x = self.model.first(self.model.ends, m)
             state["x"] = self._queue("x").filled(x)
             state["sent"] = dict.fromkeys(self.ticks.links["F"], x)
         if not self._trains:
             return state
-        state |= {"dx": self._x, "dy": self._queue("dy").full(self._x, self.mark)}
+        state |= {"dx": self._x, "dy": self._queue("dy").full(self._x)}
         for name, ring in self._rings.items():
             state[name] = ring.empty()
         if self._keeping is not None:
-            state["kept"] = self._chunks.full(self._keeping.stash, self.mark)
-        state["gradients"] = self._chunks.full(self.model.slots, self.mark)
-        wide = lambda a: self.mark(jnp.zeros(a.shape, jnp.promote_types(a.dtype, jnp.float32)))
+            state["kept"] = self._chunks.full(self._keeping.stash)
+        state["gradients"] = self._chunks.full(self.model.slots)
+        wide = lambda a: jnp.zeros(a.shape, jnp.promote_types(a.dtype, jnp.float32))
         state["ends"] = jax.tree.map(wide, shape(self.model.ends))
         return state

@@ -20,7 +20,7 @@ from hfjax.parallel.asynchronous import Held
 from hfjax.parallel.blueprint import LAYERS
 from hfjax.parallel.gradients import rows_of, variables_of
 from hfjax.parallel.layerwise import LayerwisePlane
-from hfjax.parallel.reduction import Flat, Reduction
+from hfjax.parallel.reduction import Flat
 from hfjax.parallel.staged import Staged
 from hfjax.parallel.update_layer import ItemUpdate, LayerUpdate, Own
 
@@ -51,7 +51,7 @@ class LayerUpdatePlane(LayerwisePlane):
             update = self._update(held, apply, belongs)
             stored = lambda own: self._stored(own, staged)
             own, ends, mean = self._pass(staged, stored, update).run(self._own(held), self._sum)
-            self._check_all_read(unread)
+            self._tell_unread(unread)
             gradients = update.reduction(self._given(ends, staged), self.placed)
             new = Held(own.parameters, {}, own.moments, {})
             return new, own.squares, own.finite, gradients, mean
@@ -76,10 +76,10 @@ class LayerUpdatePlane(LayerwisePlane):
 
     def _of_step(self, held: Held, batch: Any, step: Any, unread: set[str]) -> Staged:
         """Return the model in three parts, on the rows of this device."""
-        random, statistics = self._sort(self._varying(held.variables))
+        random, statistics = self._sort(held.variables)
         rows = rows_of(batch)
         keys = self._keys(random, rows, step)
-        parameters = self._gather_once(self._varying(held.parameters))
+        parameters = self._gather_once(held.parameters)
         variables = lambda m, i: {**variables_of(statistics, i), **keys(i, m, rows)}
         return self._staged(parameters, variables, batch, "train", unread)
 
@@ -87,7 +87,7 @@ class LayerUpdatePlane(LayerwisePlane):
         kind = ItemUpdate if self.blueprint.listed else LayerUpdate
         return kind(
             placed={path: self.placed[path] for path in self._of_layers},
-            reduction=Reduction(self._precision, self._hierarchical, self._sending),
+            reduction=self._reduction,
             apply=lambda gradients, moments, old: apply(gradients, moments, held.counts, old),
             belongs=belongs,
             guards=self.guards,

@@ -1,7 +1,7 @@
 """Running a model's layers: the layer is the unit of gathering and of rematerialisation."""
 
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ from flax import nnx
 from jax import lax
 
 from hfjax.parallel.execution import Execution
-from hfjax.parallel.fetch import Stored, whole
+from hfjax.parallel.fetch import Elsewhere, Stored, fetched
 from hfjax.parallel.kept import kept_by_slots, may_cut
 from hfjax.parallel.offload import Share, Tensor, share
 from hfjax.parallel.offloaded import Offloaded
@@ -96,10 +96,21 @@ class Run:
         return chosen
 
 
-def run_model(model: Any, batch: Any, run: Run) -> Any:
-    """Return the outputs of a three-part model, layer by layer."""
+def run_model(model: Any, stored: Mapping[str, Stored], batch: Any, run: Run) -> Any:
+    """Return the outputs of a three-part model, layer by layer.
+
+    `stored` are the layers' parameters, by path; in the model each is `Elsewhere`.
+    """
     layers = _run_list if is_list(model.layers) else _run_stack
-    return model.head(layers(model.layers, model.embed(batch), run))
+    return model.head(layers(model.layers, stored, model.embed(batch), run))
+
+
+def _split(layer: nnx.Module, stored: Mapping[str, Stored]) -> tuple[Any, Any, Any]:
+    """Return a layer's graph, its parameters, which are stored ones, and its variables."""
+    graph, parameters, variables = nnx.split(layer, nnx.Param, ...)
+    is_away = lambda x: isinstance(x, Elsewhere)
+    parameters = jax.tree.map(lambda x: stored[x.path], parameters, is_leaf=is_away)
+    return graph, parameters, variables
 
 
 def layer_function(
@@ -117,8 +128,7 @@ def layer_function(
         if row is not None:
             parameters, variables = jax.tree.map(lambda a: a[row], (parameters, variables))
         before = _raw(variables)  # merged variables are those of the state: written in place
-        fetched = jax.tree.map(whole, parameters, is_leaf=lambda x: isinstance(x, Stored))
-        layer = nnx.merge(graph, fetched, variables)
+        layer = nnx.merge(graph, fetched(parameters), variables)
         x = layer(x)
         return x, _written(layer, before)
 
@@ -134,12 +144,13 @@ def _written(layer: nnx.Module, before: dict) -> nnx.State:
 
 
 def _raw(state: nnx.State) -> dict:
-    return {keys: variable.get_raw_value() for keys, variable in nnx.to_flat_state(state)}
+    raw = lambda x: x.get_raw_value() if isinstance(x, nnx.Variable) else x
+    return {keys: raw(variable) for keys, variable in nnx.to_flat_state(state)}
 
 
-def _run_stack(layers: nnx.Module, x: Any, run: Run) -> Any:
+def _run_stack(layers: nnx.Module, stored: Mapping[str, Stored], x: Any, run: Run) -> Any:
     """Return x after all layers: a scan over units of them, and those that are left over."""
-    graph, *arrays = nnx.split(layers, nnx.Param, ...)
+    graph, *arrays = _split(layers, stored)
     unroll, size = run.unroll(), run.remat.unit
     barrier = unroll is True or unroll != 1
     count = jax.tree.leaves(arrays)[0].shape[0]
@@ -195,14 +206,14 @@ def _together(apply: Callable, run: Run, barrier: bool) -> Callable:
     return jax.checkpoint(apply, policy=nothing, prevent_cse=barrier)
 
 
-def _run_list(layers: Any, x: Any, run: Run) -> Any:
+def _run_list(layers: Any, stored: Mapping[str, Stored], x: Any, run: Run) -> Any:
     modules = list(items_of(layers))
     group = run.remat.group
     for first in range(0, len(modules), group):
         part = modules[first : first + group]
         apply = _together(_chain(part, first, run), run, barrier=True)
         apply = run.offloading(apply, f"layers/{first}", 1, barrier=True)
-        split = [nnx.split(m, nnx.Param, ...) for m in part if isinstance(m, nnx.Module)]
+        split = [_split(m, stored) for m in part if isinstance(m, nnx.Module)]
         parameters, variables = [s[1] for s in split], [s[2] for s in split]
         x, written = apply(parameters, variables, x)
         for module, new in zip(

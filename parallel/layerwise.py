@@ -88,7 +88,6 @@ class LayerwisePlane(DataPlane):
             policy=self._policy(),
             tells=None,
             keeps_last=False,
-            mark=self._varying,
             unwritten="layers run in a loop that is written out, which writes to no variable",
             keeping=self._keeping,
         )
@@ -129,7 +128,6 @@ class LayerwisePlane(DataPlane):
             near=lambda own, i: rows(own, i, on_host=False),
             far=lambda own, i: to_device(rows(own, i, on_host=True)),
             after=after,
-            mark=self._varying,
             unroll=self.execution.unroll or 1,
         )
 
@@ -145,5 +143,4 @@ class LayerwisePlane(DataPlane):
             stored=lambda own, i: {path: stored(own)[path] for path in layers[i].paths},
             slots=[{p: staged.slots[p] for p in x.paths if p in staged.slots} for x in layers],
             after=after,
-            mark=self._varying,
         )

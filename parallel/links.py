@@ -1,7 +1,6 @@
 """What the stages of a pipeline send each other: along which links, from which to which."""
 
 import itertools
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -21,7 +20,6 @@ class Links:
 
     ticks: Ticks
     stage: Any  # the number of this one
-    mark: Callable  # marks a tree as differing between devices
 
     def send(self, x: Any, kind: str, link: int) -> Any:
         """Return what arrives on this link: nothing is sent where the table never sends."""
@@ -36,7 +34,7 @@ class Links:
             return x
         pairs = [there for here, there in self._routes["F"] if self._is_on(link, here, there)]
         reached = jnp.asarray(np.isin(np.arange(self.ticks.table.stages), pairs))
-        here = self.mark(reached)[self.stage]
+        here = reached[self.stage]
         return jax.tree.map(lambda a, b: jnp.where(here, a, b), x, old)
 
     def _is_on(self, link: int, here: int, there: int) -> bool:

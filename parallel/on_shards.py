@@ -13,7 +13,6 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from hfjax.pallas_kernels.varying import alike, varying
 from hfjax.parallel.mesh import TENSOR_AXES, in_use
 
 
@@ -42,19 +41,9 @@ class OnShards:
 
 
 def mapped(function: Callable, axes: Iterable[str], in_specs: Any, out_specs: Any) -> Callable:
-    """Return the function, run by itself along axes that nothing around is manual over.
-
-    Its results differ where its operands do. Inside nothing is checked for that, so that what remat
-    keeps of it has no axes around in it.
-    """
+    """Return the function, run by itself along axes that nothing around is manual over."""
     specs: dict[str, Any] = {"in_specs": in_specs, "out_specs": out_specs}
-    run = jax.shard_map(function, axis_names=set(axes), check_vma=False, **specs)
-
-    def marked(*operands):
-        around = frozenset[str]().union(*map(varying, jax.tree.leaves(operands)))
-        return jax.tree.map(lambda x: alike(x, around), run(*operands))
-
-    return marked
+    return jax.shard_map(function, axis_names=set(axes), check_vma=False, **specs)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

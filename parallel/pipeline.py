@@ -47,7 +47,7 @@ class Pipeline(StageHolds):
     # -- a tick -----------------------------------------------------------------------------
 
     def _tick(self, kinds: str, facts: Facts, state: State, row: dict) -> tuple[State, None]:
-        at = Row({name: self.mark(column[self._stage]) for name, column in row.items()}, facts)
+        at = Row({name: column[self._stage] for name, column in row.items()}, facts)
         state = self._receive(dict(state), at)
         if "F" in kinds:
             state = self._forward(state, at)
@@ -55,7 +55,7 @@ class Pipeline(StageHolds):
             state = self._backward(state, at)
         if "W" in kinds:
             state = self._weights(state, at)
-        return self.mark(state), None
+        return state, None
 
     def _receive(self, state: State, at: Row) -> State:
         """Put what neighbours sent in the last tick into its slots.
@@ -93,7 +93,7 @@ class Pipeline(StageHolds):
 
     def _entering(self, state: State, at: Row, m: Any) -> Any:
         """Return what enters the chunk: from the neighbour, or from the batch."""
-        embed = lambda: self.mark(self.model.first(self.model.ends, m))
+        embed = lambda: self.model.first(self.model.ends, m)
         if not self.ticks.depth["x"]:
             return embed()
         x = self._queue("x").get(state["x"], 0, at.positive("F_x"))
@@ -109,7 +109,7 @@ class Pipeline(StageHolds):
                 stash = ring.put(stash, unit, at["F_stash"], saved) if saved else stash
             if self._trains and waiting:
                 late = self._ring("late").put(late, unit, at["F_late"], waiting)
-            return self.mark((self._if_there(unit, chunk, y, x), stash, late, kept))
+            return (self._if_there(unit, chunk, y, x), stash, late, kept)
 
         names = ("stash", "late", "kept")
         y, *held = self._chunks.loop(step, (x, *map(state.get, names)), unroll=int(self.unroll))
@@ -118,7 +118,7 @@ class Pipeline(StageHolds):
 
     def _unit_forward(self, known: Any, x: Any, kept: Any, at: Row, unit: Any):
         """Return (y, stash, late) of a layer, and what the last microbatch keeps of all layers."""
-        again = lambda kept: self.mark((self._passes.forward(known, x), kept))
+        again = lambda kept: (self._passes.forward(known, x), kept)
         keeping, chunk = self._keeping, at.positive("F_chunk")
         if keeping is None:
             return again(kept)
@@ -127,7 +127,7 @@ class Pipeline(StageHolds):
             y, values, _ = keeping.forward(known, x)
             zeros = lambda like: jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), like)
             nothing = zeros(self._passes.stash), zeros(self._passes.late)
-            return self.mark(((y, *nothing), self._chunks.put(kept, unit, chunk, values)))
+            return ((y, *nothing), self._chunks.put(kept, unit, chunk, values))
 
         return lax.cond(self._is_last(at, "F"), keep, again, kept)
 
@@ -146,16 +146,16 @@ class Pipeline(StageHolds):
         tell = lambda aux, old: jax.tree.map(lambda a, x: a.at[m].set(x), old, aux)
 
         def evaluate(aux):
-            return self.mark(tell(self.model.last(self.model.ends, y, m)[1], aux))
+            return tell(self.model.last(self.model.ends, y, m)[1], aux)
 
         if not self._trains:
             return state | {"aux": at.branch("last", evaluate, lambda aux: aux, state["aux"])}
 
         def run(aux, ends):
-            last = lambda ends, y: self.mark(self.model.last(ends, y, m))
+            last = lambda ends, y: self.model.last(ends, y, m)
             total, pullback, told = jax.vjp(last, self.model.ends, y, has_aux=True)
-            gradients, dy = pullback(self.mark(jnp.ones_like(total)))
-            return self.mark((tell(told, aux), _add(ends, gradients), arrays_of(dy, y)))
+            gradients, dy = pullback(jnp.ones_like(total))
+            return (tell(told, aux), _add(ends, gradients), arrays_of(dy, y))
 
         def skip(aux, ends):
             return aux, ends, self._x
@@ -188,19 +188,19 @@ class Pipeline(StageHolds):
             known = self._known(self._parameters(state, at, "B", unit), unit, chunk, m)
             dx, new = self._unit_backward(known, stash, dy, state, at, unit)
             gradients = self._accumulate(gradients, new, unit, chunk, at, "B")
-            return self.mark((self._if_there(unit, chunk, dx, dy), gradients))
+            return (self._if_there(unit, chunk, dx, dy), gradients)
 
         dx, gradients = self._units(step, (dy, state["gradients"]))
         return dx, state | {"gradients": gradients}
 
     def _unit_backward(self, known: Any, stash: Any, dy: Any, state: State, at: Row, unit: Any):
         """Return dx and the gradients of a layer."""
-        again = lambda: self.mark(self._passes.backward(known, stash, [], dy))
+        again = lambda: self._passes.backward(known, stash, [], dy)
         keeping, chunk = self._keeping, at.positive("B_chunk")
         if keeping is None:
             return again()
         kept = self._chunks.get(state["kept"], unit, chunk)
-        keep = lambda: self.mark(keeping.backward(known, kept, [], dy))
+        keep = lambda: keeping.backward(known, kept, [], dy)
         return lax.cond(self._is_last(at, "B"), keep, again)
 
     def _input_half(self, state: State, dy: Any, at: Row, m: Any, chunk: Any):
@@ -212,7 +212,7 @@ class Pipeline(StageHolds):
             dx, crossing = self._passes.input_backward(known, stash, late, dy)
             if crossing:
                 cross = self._ring("cross").put(cross, unit, at["B_cross"], crossing)
-            return self.mark((self._if_there(unit, chunk, dx, dy), cross))
+            return (self._if_there(unit, chunk, dx, dy), cross)
 
         dx, cross = self._units(step, (dy, state["cross"]))
         return dx, state | {"cross": cross}
@@ -226,7 +226,7 @@ class Pipeline(StageHolds):
                 cross = self._take(state, "cross", unit, at.positive("W_cross"))
                 known = self._known(self._parameters(state, at, "W", unit), unit, chunk, m)
                 new = self._passes.weight_backward(known, late, cross)
-                return self.mark(self._accumulate(gradients, new, unit, chunk, at, "W"))
+                return self._accumulate(gradients, new, unit, chunk, at, "W")
 
             return state | {"gradients": self._units(step, state["gradients"])}, None
 
@@ -257,9 +257,9 @@ class Pipeline(StageHolds):
         """On the first stage: the gradient of what came before the layers."""
 
         def run(ends):
-            first = lambda ends: self.mark(self.model.first(ends, m))
+            first = lambda ends: self.model.first(ends, m)
             _, pullback = jax.vjp(first, self.model.ends)
-            return self.mark(_add(ends, pullback(cotangents(dx))[0]))
+            return _add(ends, pullback(cotangents(dx))[0])
 
         return state | {"ends": at.branch("first_backward", run, lambda ends: ends, state["ends"])}
 
@@ -273,7 +273,7 @@ class Pipeline(StageHolds):
 
         def active(held):
             new, result = run(state | held)
-            return self.mark(({name: new[name] for name in held}, result))
+            return ({name: new[name] for name in held}, result)
 
         held, result = lax.cond(at.active(kind), active, lambda held: (held, idle), held)
         return state | held, result

@@ -68,12 +68,13 @@ def _run(equations: Sequence[Any], known: dict, outputs: Sequence[Any], inline: 
         values = [read(v) for v in equation.invars]
         body = body_of(equation) if inline and equation.primitive.name in _CALLS else None
         fits = body is not None and len(body[0].invars) == len(values)
-        results = _inline(*body, values) if body and fits else _bind(equation, values)
+        results = _inline(*body, values) if body and fits else bind(equation, values)
         known.update(zip(equation.outvars, results, strict=True))
     return [read(v) for v in outputs]
 
 
-def _bind(equation: Any, values: Sequence[Any]) -> Sequence[Any]:
+def bind(equation: Any, values: Sequence[Any]) -> Sequence[Any]:
+    """Return what an equation gives for these values."""
     parameters = equation.primitive.get_bind_params(equation.params)
     functions: Iterable[Any] = ()
     if isinstance(parameters, tuple):  # (functions, parameters) before jax 0.11

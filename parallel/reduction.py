@@ -10,7 +10,7 @@ from jax.sharding import Mesh, PartitionSpec as P
 
 from hfjax.parallel.execution import Precision
 from hfjax.parallel.fetch import Dims, on_tensor_shards, scatter
-from hfjax.parallel.mesh import BATCH_AXES, MANUAL_AXES, TENSOR_AXES, in_use
+from hfjax.parallel.mesh import BATCH_AXES, TENSOR_AXES, in_use
 from hfjax.parallel.placement import auto_part, entries_of, manual_part, size_of
 from hfjax.parallel.sending import Sending
 from hfjax.parallel.strategy import Axes
@@ -87,6 +87,8 @@ class Reduction:
     precision: Precision
     hierarchical: bool
     sending: Sending
+    axes: Axes  # over which devices compute gradients of their own
+    summed: Mapping[str, Axes]  # those over which gradients are summed already, by path
 
     def __call__(self, gradients: Flat, placed: Mapping[str, Placed]) -> Flat:
         """Return the gradients summed over all devices, each placed as its moments."""
@@ -112,8 +114,8 @@ class Reduction:
         todo = levels(tuple((dim, axes) for dim, axes in rest if axes), self.hierarchical)
         gradient = scatter(gradient, todo, p.tensor, self.sending)
         done |= {axis for _, axes in todo for axis in axes} | set(p.home)
-        varying = jax.typeof(gradient).manual_axis_type.varying - done  # or summed already
-        return gradient, tuple(axis for axis in MANUAL_AXES if axis in varying)
+        done |= set(self.summed.get(p.path, ()))
+        return gradient, tuple(axis for axis in self.axes if axis not in done)
 
     def _sum_by_node(self, p: Placed, gradient: jax.Array) -> jax.Array:
         """Scatter over fsdp (inside the node), add over data (across nodes), gather over fsdp."""

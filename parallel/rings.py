@@ -30,7 +30,6 @@ class Ring:
     apart: bool
     shares: Sequence[Share]  # what goes to the host, by stage
     stage: Any  # the number of this one
-    mark: Callable  # marks a tree as differing between devices
 
     def empty(self) -> list[tuple]:
         """Return the ring before anything was put: of each group what is on host and device."""
@@ -38,7 +37,7 @@ class Ring:
         made = []
         for numbers, on_host in self._groups.items():
             stores, like = self._stores(on_host), [pieces[i] for i in numbers]
-            host, device = (s.full(like, self.mark) if s.slots else [] for s in stores)
+            host, device = (s.full(like) if s.slots else [] for s in stores)
             made.append((jax.tree.map(self._on_host, host), device))
         return made
 
@@ -67,7 +66,7 @@ class Ring:
 
     def _on_host(self, zeros: jax.Array) -> jax.Array:
         """Return zeros in host memory, filled row by row: the device never holds them all."""
-        row = lambda _, __: (None, to_host(self.mark(jnp.zeros(zeros.shape[1:], zeros.dtype))))
+        row = lambda _, __: (None, to_host(jnp.zeros(zeros.shape[1:], zeros.dtype)))
         return lax.scan(row, None, length=zeros.shape[0])[1] if zeros.ndim else to_host(zeros)
 
     # -- which memory -------------------------------------------------------------------------
@@ -78,8 +77,8 @@ class Ring:
             return send(*held)
         if not any(on_host):
             return keep(*held)
-        here = self.mark(jnp.asarray(on_host))[self.stage]
-        return lax.cond(here, lambda *h: self.mark(send(*h)), lambda *h: self.mark(keep(*h)), *held)
+        here = jnp.asarray(on_host)[self.stage]
+        return lax.cond(here, send, keep, *held)
 
     def _stores(self, on_host: tuple[bool, ...]) -> tuple[Store, Store]:
         """Return the stores of a group in both memories, each as deep as its stages need."""

@@ -10,7 +10,7 @@ from flax import nnx
 
 from hfjax.mean import Mean
 from hfjax.parallel.arrangement import Arrangement
-from hfjax.parallel.blueprint import LAYERS, Blueprint, Layer, fill
+from hfjax.parallel.blueprint import LAYERS, Blueprint, Layer, fill, raw
 from hfjax.parallel.dissect import Dissected, dissect
 from hfjax.parallel.fetch import Elsewhere, Movement, Stored
 from hfjax.parallel.layers import layer_function
@@ -51,7 +51,6 @@ class Staged:
     policy: Callable | None
     tells: str | None  # "losses" or "outputs": see Told
     keeps_last: bool  # in the last microbatch nothing is recomputed
-    mark: Callable  # marks a tree as differing between devices
     unwritten: str = field(default=IN_A_PIPELINE, kw_only=True)  # why no variable is written to
     # Makes of a layer's function one that keeps something else for its backward pass.
     keeping: Callable = field(default=lambda function: function, kw_only=True)
@@ -120,7 +119,7 @@ class Staged:
         layer = self._layers[0]
         held = self.variables(m, number) if layer.variables else {}
         stored = lambda path: self._stored(path, values[path], slots.get(path))
-        return self.mark(self._apply(layer, stored, held, x))
+        return self._apply(layer, stored, held, x)
 
     def run(self, layer: Layer, values: Flat, slots: Flat, x: Any) -> Any:
         """Return what a layer of a list makes of `x`, its parameters being stored ones."""
@@ -135,7 +134,7 @@ class Staged:
         function = self.keeping(layer_function(layer.graph, self.policy))
         held = fill(layer.variables, variables.__getitem__)
         y, written = function(fill(layer.parameters, parameter), held, x)
-        path = {keys: variable.get_raw_value().path for keys, variable in layer.variables}
+        path = {keys: raw(variable).path for keys, variable in layer.variables}
         if names := [path[keys] for keys, _ in nnx.to_flat_state(written)]:
             raise _written("a layer", names, self.unwritten)
         return y

@@ -115,7 +115,6 @@ class PipelinePlane(DataPlane):
             policy=self._policy(views=self._run.tells_names),
             tells=self.tells,
             keeps_last=self._run.remat.what == "except_last",
-            mark=self._varying,
         )
 
     def _pipeline(self, staged: Staged) -> tuple[Any, Any, Any]:
@@ -132,7 +131,7 @@ class PipelinePlane(DataPlane):
 
     def _executor(self, staged: Staged) -> Pipeline:
         chosen = self._offloading
-        return Pipeline(self.ticks, staged.model(), self._varying, self._unroll, chosen)
+        return Pipeline(self.ticks, staged.model(), self._unroll, chosen)
 
     def _choose(self, tensors: Sequence[Tensor], stage: int, layers: tuple[int, int]) -> Share:
         """Return which tensors of a layer go to the host on a stage, and tell it."""

@@ -21,11 +21,11 @@ class Store:
     units: int
     apart: bool
 
-    def full(self, like: Any, mark: Callable, value: float = 0) -> Any:
+    def full(self, like: Any, value: float = 0) -> Any:
         """Return a store whose entries have these shapes and dtypes, all of one value."""
         ahead = () if not self.apart else ((self.slots,) if self.slots > 1 else ())
         shape = ahead if self.apart else (self.slots, self.units)
-        fill = lambda a: mark(jnp.full((*shape, *a.shape), value, a.dtype))
+        fill = lambda a: jnp.full((*shape, *a.shape), value, a.dtype)
         make = lambda: jax.tree.map(fill, like)
         return [make() for _ in range(self.units)] if self.apart else make()
 

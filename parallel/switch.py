@@ -6,7 +6,7 @@ between devices moves outside of the switch.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -24,7 +24,6 @@ class Switch:
     parameters: Packing  # of each virtual stage, by path
     whole: Callable  # (stored row, slots) -> its buffers whole, in the dtype of arithmetic
     slots: Any  # what takes the gradients of a stored row
-    mark: Callable  # marks a tree as differing between devices
 
     def dissected(self) -> Dissected:
         """Return the passes of whichever virtual stage `known` names: (stored row, number, m)."""
@@ -93,8 +92,7 @@ class Switch:
         return scatter(self._choose(g, run, rows, m, late, cross))
 
     def _choose(self, g: Any, run: Callable, *operands: Any) -> Any:
-        branch = lambda i: lambda *operands: self.mark(run(i, *operands))
-        return lax.switch(g, [branch(i) for i in range(len(self.parts))], *operands)
+        return lax.switch(g, [partial(run, i) for i in range(len(self.parts))], *operands)
 
     def _known(self, i: int, rows: Any, m: Any) -> Any:
         return self.parameters.unpack(i, rows), m

@@ -16,8 +16,6 @@ _SAME = (
     "expand_dims",
     "copy",
     "convert_element_type",
-    "pvary",
-    "pcast",
     "name",
     "sharding_constraint",
     "reduce_precision",

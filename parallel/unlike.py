@@ -41,7 +41,7 @@ class Unlike(Staged):
     @cached_property
     def _between(self) -> Packing:
         """What leaves embed and each virtual stage."""
-        m = self.mark(jnp.int32(0))
+        m = jnp.int32(0)
         shapes = [jax.eval_shape(super()._first, self._ends, m)]
         for g in range(len(self._parts)):
             parameters, x = self._zeros(self._compute(g)), self._zeros(shapes[-1])
@@ -49,21 +49,21 @@ class Unlike(Staged):
         return Packing(shapes)
 
     def _first(self, ends: Flat, m: Any) -> Any:
-        return self.mark(self._between.pack(0, super()._first(ends, m)))
+        return self._between.pack(0, super()._first(ends, m))
 
     def _last(self, ends: Flat, x: Any, m: Any) -> tuple[jax.Array, Mean]:
         return super()._last(ends, self._between.unpack(len(self._parts), x), m)
 
     def _passes(self, known: Any, slots: Flat, x: Any, split: bool) -> Dissected:
         parts = [self._part(g, known[2], x, split) for g in range(len(self._parts))]
-        return Switch(parts, self.packed.packing, self._whole, slots, self.mark).dissected()
+        return Switch(parts, self.packed.packing, self._whole, slots).dissected()
 
     def _part(self, g: int, m: Any, x: Any, split: bool) -> Dissected:
         """Return the passes of one virtual stage, from packed x to packed y."""
 
         def run(known, slots, x):
             y = self._run(g, known, slots, self._between.unpack(g, x))
-            return self.mark(self._between.pack(g + 1, y))
+            return self._between.pack(g + 1, y)
 
         parameters = self._zeros(self._compute(g))
         return dissect(run, (parameters, m), parameters, x, split)
@@ -94,4 +94,4 @@ class Unlike(Staged):
         }
 
     def _zeros(self, tree: Any) -> Any:
-        return jax.tree.map(lambda a: self.mark(jnp.zeros(a.shape, a.dtype)), tree)
+        return jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), tree)

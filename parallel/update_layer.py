@@ -41,7 +41,7 @@ class LayerUpdate:
         `stored` are its parameters on the device; what lies on the host passes through it.
         """
         total = self.reduction(self._pinned("gradient", self._rows(gradients)), self._of_row)
-        squares = _squares(total)
+        squares = _squares(total, self._of_row)
         finite = own.finite & jnp.isfinite(mean.total) & jnp.isfinite(sum(squares.values()))
         parameters, moments = self._take(own, i, list(total), stored)
         before = {path: _piece(self._of_row[path], x) for path, x in parameters.items()}, moments
@@ -120,13 +120,13 @@ def _beside(old: jax.Array, new: jax.Array) -> jax.Array:
     return to_host(new) if is_on_host(old) else new
 
 
-def _squares(gradients: Flat) -> Flat:
+def _squares(gradients: Flat, placed: Mapping[str, Placed]) -> Flat:
     """Return the sum of the squares of each gradient, of all its pieces."""
     wide = lambda g: jnp.promote_types(g.dtype, jnp.float32)
     squares = {path: jnp.square(g).sum(dtype=wide(g)) for path, g in gradients.items()}
     groups: dict[tuple, Flat] = {}
     for path, square in squares.items():
-        axes = tuple(sorted(jax.typeof(square).manual_axis_type.varying))
+        axes = tuple(sorted(axis for _, axes in placed[path].split("moment") for axis in axes))
         groups.setdefault(axes, {})[path] = square
     for axes, group in groups.items():
         if axes:
