@@ -36,7 +36,7 @@ from hfjax.rearrange import canonical
 from hfjax.stashes import stashes
 from hfjax.target import target_devices
 from hfjax.traffic import Collectives, collectives
-from hfjax.train import eval_step, init, train_step
+from hfjax.train import eval_step, init, module, train_step
 from hfjax.transfers import Transfers, transfers
 
 __all__ = [
@@ -86,6 +86,7 @@ __all__ = [
     "make_mesh",
     "master",
     "matching",
+    "module",
     "offload",
     "partition",
     "rate",

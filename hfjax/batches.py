@@ -4,6 +4,7 @@ import math
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
 
@@ -65,6 +66,7 @@ def check_batch(layout: Layout, batch: Any, microbatches: int, shares: int = 1) 
             f"a batch is a pytree of arrays with the same number of rows, at least one; "
             f"found rows {sizes}."
         )
+    _check_rows_of_state(layout, sizes[0] * shares)
     devices = batch_devices(layout.mesh)
     rows, unit = sizes[0] * shares, microbatches * devices
     if rows % unit:
@@ -74,6 +76,16 @@ def check_batch(layout: Layout, batch: Any, microbatches: int, shares: int = 1) 
             f"{(rows // unit + 1) * unit} rows, or change the number of microbatches (accumulate, "
             "schedule)."
         )
+
+
+def _check_rows_of_state(layout: Layout, rows: int) -> None:
+    """Refuse a batch with other rows than the variables that have a row for each of them."""
+    for path, template in layout.blueprint.variables.items():
+        if layout.blueprint.of_rows(path) and template.shape[0] != rows:
+            raise ValueError(
+                f"{path} {tuple(template.shape)} has a row for each row of the batch, and this one "
+                f"has {rows}. Give {template.shape[0]} rows, or make the model for {rows}."
+            )
 
 
 def _check_processes(layout: Layout) -> None:
@@ -98,7 +110,10 @@ def full(params: Any) -> Any:
     return jax.tree.map(_whole, params)
 
 
-def _whole(x: jax.Array) -> np.ndarray:
+def _whole(x: jax.Array) -> Any:
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):  # NumPy has no such type
+        data = _whole(jax.random.key_data(x))
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
     if x.is_fully_addressable:
         return np.asarray(x)
     from jax.experimental import multihost_utils

@@ -32,7 +32,7 @@ from hfjax.parallel.placement import (
 from hfjax.parallel.placing import Placer
 from hfjax.parallel.reduction import Flat, Placed
 from hfjax.parallel.strategy import Strategy
-from hfjax.paths import matches, nearest, nest
+from hfjax.paths import flatten, matches, nearest, nest
 from hfjax.sizes import human
 from hfjax.storage import (
     COLUMNS,
@@ -192,9 +192,12 @@ class Layout:
             P(),
             nest(self.specs),
             jax.tree_util.tree_map_with_path(self._moment_spec, shapes.optimizer),
-            jax.tree.map(lambda _: P(), shapes.variables),
+            nest({path: self._variable_spec(path) for path in flatten(shapes.variables)}),
             None if shapes.order is None else P(),
         )
+
+    def _variable_spec(self, path: str) -> P:
+        return P(BATCH_AXES) if self.blueprint.of_rows(path) else P()
 
     def _moment_spec(self, keys: tuple, leaf: Any) -> P:
         placed = self.parameter_of(keys, leaf)

@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding
 
 from hfjax.batches import full
 from hfjax.mean import as_mean
-from hfjax.parallel.blueprint import rngs_of
+from hfjax.parallel.blueprint import asked_by, rngs_of
 from hfjax.parallel.mesh import describe_mesh, make_mesh
 from hfjax.parallel.strategy import (
     DDP,
@@ -104,8 +104,11 @@ class Case:
     def plain(self) -> Run | None:
         """Return what plain `jax.grad` gives for the first step, no engine involved.
 
-        None for a model with variables that are no parameters: a step gives those their meaning.
+        None for a model with variables that are no parameters, or a forward that asks for keys: a
+        step gives those their meaning.
         """
+        if asked_by(self.options.get("forward")):
+            return None
         with nnx.use_eager_sharding(False):
             model = self.model_init(rngs_of(0))
         if not isinstance(model, nnx.Module) or nnx.state(model, nnx.Not(nnx.Param)):

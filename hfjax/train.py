@@ -12,8 +12,8 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 from hfjax.asynchronous import AsynchronousPass
-from hfjax.batches import check_batch, is_placed, microbatches_of, shard_batch
-from hfjax.check_step import check_given, check_runs
+from hfjax.batches import check_batch, full, is_placed, microbatches_of, shard_batch
+from hfjax.check_step import check_alive, check_form, check_given, check_runs, is_traced
 from hfjax.elementwise import check_elementwise, check_padding
 from hfjax.in_backward import InBackward, check_in_backward
 from hfjax.mean import Mean
@@ -33,7 +33,8 @@ from hfjax.parallel.stages import PipelinePlane
 from hfjax.paths import flatten, nest
 from hfjax.plan import Layout, State
 from hfjax.planes import Passed, data_plane, forward_plane
-from hfjax.rearrange import rearrange
+from hfjax.rearrange import canonical, rearrange
+from hfjax.replaced import Follow
 from hfjax.stages import on_stages
 from hfjax.streaming import Held, Streamed
 from hfjax.watch import Watch
@@ -102,34 +103,65 @@ class TrainStep:
         at_once = self._pass == self._synchronous
         self._one_pass = OnePass.of(layout, self.kernels) if at_once else None
         self._watch = Watch(layout, execution.nonfinite, execution.patience)
+        self._follow = Follow(layout.state_shapes.optimizer)
         options = _options(layout, execution)
         if layout.hosted or execution.offload:
             check_host_loops(layout.mesh, options)
-        self._jitted = jax.jit(
+        self._jitted = self._program(donate_argnums=0, compiler_options=options)
+
+    def _program(self, **options: Any) -> Any:
+        here = NamedSharding(self.layout.mesh, P())
+        return jax.jit(
             self._step,
             in_shardings=(self._shardings, self._batch),
-            out_shardings=(of_results(self._shardings), NamedSharding(layout.mesh, P())),
-            donate_argnums=0,
-            compiler_options=options,
+            out_shardings=(of_results(self._shardings), here, here),
+            **options,
         )
 
     def __call__(self, state: State, batch: Any) -> tuple[State, Metrics]:
-        """Return the next state and the metrics of this step (on device: nothing is waited for)."""
-        if getattr(state.step, "is_deleted", bool)():
-            raise ValueError(
-                "this state was given to an earlier step, which took its memory (donation). Go on "
-                "with the state that the step returned: state, metrics = step(state, batch)."
-            )
+        """Return the next state and the metrics of this step (on device: nothing is waited for).
+
+        Inside a program of your own (jax.jit, lax.scan) it is a pure function: nothing is donated,
+        and a step that is not finite is told by metrics["finite"] alone.
+        """
+        if is_traced((state, batch)):
+            return self._within(state, batch)
+        check_alive(state)
         self._watch.check(state)
         if not is_placed(batch, self._batch):
             batch = shard_batch(self.layout, batch, microbatches_of(self.execution))
         try:
-            state, metrics = self._jitted(self._in_order(state), batch)
-        except ValueError:
+            state, metrics, squares = self._jitted(self._follow(self._in_order(state)), batch)
+        except (TypeError, ValueError):
+            check_form(self.layout, state)
             self._check_memory(state)
             raise
-        self._watch.add(metrics, metrics.pop("squares"))
-        return replace(state, order=self._order), metrics
+        self._watch.add(metrics, squares)
+        return self._follow.made(replace(state, order=self._order)), metrics
+
+    def _within(self, state: State, batch: Any) -> tuple[State, Metrics]:
+        """Return what a step returns, within a program that is being traced."""
+        check_alive(state)
+        check_form(self.layout, state)
+        check_batch(self.layout, batch, microbatches_of(self.execution))
+        new, metrics, _ = self._nested(replace(state, order=None), batch, state.order)
+        return replace(new, order=state.order), metrics
+
+    @cached_property
+    def _nested(self) -> Any:
+        """The program that runs within others: it is given the order in which layers are stored.
+
+        It cannot be looked at while it is traced. A state that another schedule has arranged counts
+        as one that is not finite: its loss is NaN, and it stays as it is.
+        """
+        wanted, here = self.layout.order, NamedSharding(self.layout.mesh, P())
+
+        def step(state: State, batch: Any, order: Any) -> tuple:
+            same = True if wanted is None else (order == wanted).all()
+            return self._step(state, batch, same)
+
+        places = {"in_shardings": (self._shardings, self._batch, here)}
+        return jax.jit(step, out_shardings=(of_results(self._shardings), here, here), **places)
 
     def _check_memory(self, state: State) -> None:
         """Refuse a state that lies in other memory than the layout says."""
@@ -193,15 +225,17 @@ class TrainStep:
 
     # -- the program ----------------------------------------------------------------------
 
-    def _step(self, state: State, batch: Any) -> tuple[State, Metrics]:
+    def _step(self, state: State, batch: Any, fits: Any = True) -> tuple[State, Metrics, Flat]:
+        """Return the next state, metrics and the squares of gradients; none if it does not fit."""
         check_batch(self.layout, batch, microbatches_of(self.execution))
         params, variables = flatten(state.params), flatten(state.variables)
         done = self._pass(state, batch)
         metrics = {"loss": done.mean.total / done.mean.weight, "grad_norm": done.norm}
         metrics |= _metrics(done.mean)
+        if fits is not True:
+            metrics["loss"] = jnp.where(fits, metrics["loss"], jnp.nan)
         metrics["finite"] = jnp.isfinite(metrics["loss"]) & jnp.isfinite(done.norm)
         metrics["step"] = state.step
-        metrics["squares"] = done.squares
 
         def update(old, *keep):
             params, moments, _ = old
@@ -213,7 +247,8 @@ class TrainStep:
             params, moments, new = update(held)
         else:
             params, moments, new = self._unless_nonfinite(metrics["finite"], update, held)
-        return State(state.step + 1, nest(params), moments, nest(variables | new)), metrics
+        new = State(state.step + 1, nest(params), moments, nest(variables | new))
+        return new, metrics, done.squares
 
     def _synchronous(self, state: State, batch: Any) -> Passed:
         """Return what a pass finds whose gradients all devices have before any of them is used."""
@@ -282,6 +317,17 @@ class TrainStep:
         return {path: lax.with_sharding_constraint(x, on(path)) for path, x in arrays.items()}
 
 
+def module(layout: Layout, state: State) -> Any:
+    """Return the model as `model_init` makes it, with the parameters and variables of a state.
+
+    It is whole, on one device, and knows nothing of the mesh: call it, save it, hand it on. A bare
+    pytree comes back as its own tree.
+    """
+    state = canonical(layout, state)
+    whole = lambda tree: {path: jnp.asarray(x) for path, x in flatten(full(tree)).items()}
+    return layout.blueprint.merge(whole(state.params), whole(state.variables), "model")
+
+
 def eval_step(
     layout: Layout,
     loss: Callable,
@@ -310,9 +356,17 @@ def eval_step(
     jitted = jax.jit(evaluate, compiler_options=_options(layout, run))
 
     def step(state: State, batch: Any) -> Metrics:
+        if is_traced((state, batch)):
+            check_batch(layout, batch, 1)
+            return jitted(state.params, state.variables, batch)
+        check_alive(state)
         batch = batch if is_placed(batch, where) else shard_batch(layout, batch)
         state = rearrange(layout, state)
-        return jitted(state.params, state.variables, batch)
+        try:
+            return jitted(state.params, state.variables, batch)
+        except (TypeError, ValueError):
+            check_form(layout, state, optimizer=False)
+            raise
 
     return step
 

@@ -68,7 +68,7 @@ class Blueprint:
     create: Callable[[Any], Flat]  # seed -> {path: array}, parameters and other variables alike
     parameters: Mapping[str, Any]  # path -> template; of an nnx model an nnx.Param with its names
     variables: Mapping[str, Any]  # path -> template of what is not a parameter
-    graphs: Mapping[str, Any]  # "train" and "eval" -> graph definition, or a Tree
+    graphs: Mapping[str, Any]  # "train", "eval", "model" (as made) -> graph definition, or a Tree
     keys: Mapping[str, tuple]  # path -> where an array lies in the graph
     three_parts: bool = False
     stacked: bool = False  # the layers are one module of stacked arrays
@@ -239,12 +239,14 @@ def blueprint(
         model = make(0)
         if not isinstance(model, nnx.Module):
             return None
+        as_made = nnx.split(model, nnx.Param, ...)[0]
         hand(model, "place", "places_activations", place)
         found["notes"] = tuple(_synchronised(model) if sync_batch_norm else ())
         _settle(model)
         graph, *states = nnx.split(model, nnx.Param, ...)
         model.eval()
-        found["graphs"] = {"train": graph, "eval": nnx.split(model, nnx.Param, ...)[0]}
+        evaluating = nnx.split(model, nnx.Param, ...)[0]
+        found["graphs"] = {"model": as_made, "train": graph, "eval": evaluating}
         found["three_parts"] = parts = has_three_parts(model)
         found["stacked"] = parts and not is_list(getattr(model, "layers", None))
         return states
@@ -448,7 +450,7 @@ def _of_tree(make: Callable[[Any], Any]) -> Blueprint:
         create=create,
         parameters={paths[i]: x for i, x in shapes.items() if trained(x)},
         variables={paths[i]: x for i, x in shapes.items() if not trained(x)},
-        graphs={"train": tree, "eval": tree},
+        graphs=dict.fromkeys(("model", "train", "eval"), tree),
         keys={paths[i]: () for i in shapes},
         notes=tuple(_numbers_left(rest, paths)),
     )

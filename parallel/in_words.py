@@ -23,8 +23,11 @@ _MEANINGS = (
 
 
 @contextmanager
-def in_words(batch: Any) -> Iterator[None]:
-    """Raise what is known of errors of a model or a loss as a ValueError that says what to do."""
+def in_words(batch: Any, whole: Mapping[str, tuple[int, ...]]) -> Iterator[None]:
+    """Raise what is known of errors of a model or a loss as a ValueError that says what to do.
+
+    `whole` are the shapes of variables that have as many rows as the batch of all devices.
+    """
     try:
         yield
     except KeyError as error:
@@ -40,4 +43,11 @@ def in_words(batch: Any) -> Iterator[None]:
                 raise ValueError(
                     f"{meaning.format(**found.groupdict())} JAX says: {str(error)[:300]}"
                 ) from error
+        if whole and "incompatible shapes" in str(error):
+            path, shape = next(iter(whole.items()))
+            raise ValueError(
+                f"{path} {shape} has as many rows as the whole batch, and each device has some of "
+                'them. Let them be split as the batch is: nnx.Variable(x, axes=("batch", '
+                f"{', '.join(['None'] * (len(shape) - 1))})). JAX says: {str(error)[:300]}"
+            ) from error
         raise

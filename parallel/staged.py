@@ -15,6 +15,7 @@ from hfjax.parallel.dissect import Dissected, dissect
 from hfjax.parallel.fetch import Elsewhere, Movement, Stored
 from hfjax.parallel.layers import layer_function
 from hfjax.parallel.model import Model
+from hfjax.parallel.randomness import is_random
 from hfjax.parallel.reduction import Flat
 
 IN_A_PIPELINE = (
@@ -87,13 +88,13 @@ class Staged:
     def _first(self, ends: Flat, m: Any) -> Any:
         model, before = self._holding(ends, m)
         x = model.embed(self.inputs(m))
-        self._check_unwritten(model, before, "embed")
+        self._check_ends(model, before, "embed")
         return x
 
     def _last(self, ends: Flat, x: Any, m: Any) -> tuple[jax.Array, Any]:
         model, before = self._holding(ends, m)
         outputs = model.head(x)
-        self._check_unwritten(model, before, "head")
+        self._check_ends(model, before, "head")
         mean = self.mean(outputs, m)
         return mean.total, self._told(mean, outputs)
 
@@ -135,24 +136,19 @@ class Staged:
         held = fill(layer.variables, variables.__getitem__)
         y, written = function(fill(layer.parameters, parameter), held, x)
         path = {keys: raw(variable).path for keys, variable in layer.variables}
-        if names := [path[keys] for keys, _ in nnx.to_flat_state(written)]:
-            raise _written("a layer", names, self.unwritten)
+        self._check_unwritten("a layer", [path[keys] for keys, _ in nnx.to_flat_state(written)])
         return y
 
-    def _check_unwritten(self, model: Any, before: Flat, part: str) -> None:
+    def _check_ends(self, model: Any, before: Flat, part: str) -> None:
         after = self.blueprint.variables_of(model)
-        if names := [path for path, value in after.items() if value is not before[path]]:
-            raise _written(part, names, self.unwritten)
+        self._check_unwritten(part, [p for p, value in after.items() if value is not before[p]])
 
-
-def _written(part: str, names: list[str], why: str) -> ValueError:
-    if all(name.endswith("count") for name in names):
-        return ValueError(
-            f"{part} counts in {', '.join(names)} how often it drew random numbers: {why}. Use "
-            "hfjax.models.parts.Dropout, which has a key for each row, instead of nnx.Dropout."
-        )
-    return ValueError(
-        f"{part} writes to {', '.join(names)}: {why}. Normalise without running statistics "
-        "(LayerNorm, GroupNorm, RMSNorm), and hand auxiliary losses on beside the activations: a "
-        "layer may take and return a pytree."
-    )
+    def _check_unwritten(self, part: str, written: list[str]) -> None:
+        """Refuse to lose what is written; random generators have other keys in each microbatch."""
+        names = [path for path in written if not is_random(self.blueprint.variables[path])]
+        if names:
+            raise ValueError(
+                f"{part} writes to {', '.join(names)}: {self.unwritten}. Normalise without running "
+                "statistics (LayerNorm, GroupNorm, RMSNorm), and hand auxiliary losses on beside "
+                "the activations: a layer may take and return a pytree."
+            )

@@ -1,0 +1,526 @@
+"""What a model is made of: modes, statistics, constants, names, keys, rows of state, bare trees."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen, nnx
+from jax.sharding import PartitionSpec as P
+
+import hfjax
+from hfjax.parallel.strategy import DDP, FSDP, TENSOR
+from hfjax.testing import assert_strategies_agree
+from tests.test_parameters_as_data import BATCH, CASES, on_x, squares
+
+ONE = {"devices": jax.devices()[:1]}
+FOUR = {"devices": jax.devices()[:4], "data": 2, "fsdp": 2}
+SPLIT = FSDP.edit(replicate_below=0)
+
+
+def linear(rngs):
+    return nnx.Linear(8, 8, rngs=rngs)
+
+
+def agree(init, loss=squares, forward: Any = on_x, **options):
+    return assert_strategies_agree(init, loss, BATCH, CASES, steps=2, forward=forward, **options)
+
+
+def plan(init, mesh: Any = FOUR, forward: Any = on_x, **options):
+    layout = hfjax.layout(
+        init, optax.sgd(0.1), hfjax.make_mesh(**mesh), SPLIT, forward=forward, **options
+    )
+    return layout, hfjax.init(layout)
+
+
+def losses(init, mesh=FOUR, batch=BATCH, steps=2, loss=squares, **options):
+    """Return the losses of some steps, and that of an evaluation after them."""
+    layout, state = plan(init, mesh, **options)
+    step, found = hfjax.train_step(layout, loss), []
+    for _ in range(steps):
+        state, metrics = step(state, batch)
+        found.append(float(metrics["loss"]))
+    return [*found, float(hfjax.eval_step(layout, loss)(state, batch)["loss"])]
+
+
+# -- modes ----------------------------
+
+
+class Backbone(nnx.Module):
+    """Has a frozen part (statistics as they are, no dropout) and one that trains."""
+
+    def __init__(self, *, rngs):
+        self.up = linear(rngs)
+        self.frozen = nnx.BatchNorm(8, use_running_average=True, rngs=rngs)
+        self.still = nnx.Dropout(0.9, deterministic=True, rngs=rngs)
+        self.free = nnx.BatchNorm(8, rngs=rngs)
+
+    def __call__(self, x):
+        return self.free(self.still(self.frozen(self.up(x))))
+
+
+def test_a_step_keeps_the_mode_in_which_each_part_was_built_and_evaluation_switches_all():
+    init = lambda rngs: Backbone(rngs=rngs)
+    agree(init)
+    layout, state = plan(init)
+    plain = float(squares(hfjax.module(layout, state)(BATCH["x"]), BATCH))
+    model = hfjax.module(layout, state)
+    model.eval()
+    evaluated = float(squares(model(BATCH["x"]), BATCH))
+    got = float(hfjax.eval_step(layout, squares)(state, BATCH)["loss"])
+    np.testing.assert_allclose(got, evaluated, rtol=1e-5)
+    state, metrics = hfjax.train_step(layout, squares)(state, BATCH)
+    np.testing.assert_allclose(float(metrics["loss"]), plain, rtol=1e-5)
+    changed = hfjax.full(state.variables)
+    assert not changed["frozen"]["mean"].any()
+    assert changed["free"]["mean"].any()
+
+
+# -- BatchNorm ----------------------------
+
+
+class Normed(nnx.Module):
+    def __init__(self, axis_name=None, *, rngs):
+        self.up, self.norm = linear(rngs), nnx.BatchNorm(8, axis_name=axis_name, rngs=rngs)
+
+    def __call__(self, x):
+        return self.norm(self.up(x))
+
+
+class LinenNormed(linen.Module):
+    axis_name: Any = None
+
+    @linen.compact
+    def __call__(self, x, train):
+        x = linen.Dense(8)(x)
+        return linen.BatchNorm(use_running_average=not train, axis_name=self.axis_name)(x)
+
+
+def linen_normed(axis_name):
+    module = LinenNormed(axis_name)
+    return lambda rngs: nnx.bridge.ToNNX(module, rngs=rngs).lazy_init(BATCH["x"], train=False)
+
+
+def with_mode(model, batch, train):
+    return model(batch["x"], train=train, mutable=["batch_stats"] if train else False)
+
+
+@pytest.mark.parametrize("axis_name", [None, "batch"])
+def test_batch_norm_is_over_the_rows_of_all_devices_as_on_one_whatever_its_axis_is_called(
+    axis_name,
+):
+    agree(lambda rngs: Normed(axis_name, rngs=rngs))
+    agree(linen_normed(axis_name), forward=with_mode)
+    assert losses(linen_normed(axis_name), forward=with_mode) == pytest.approx(
+        losses(linen_normed(axis_name), ONE, forward=with_mode), rel=1e-5
+    )
+
+
+def test_batch_norm_over_the_rows_of_each_device_on_request_and_the_layout_tells():
+    init = lambda rngs: Normed(rngs=rngs)
+    one, own = losses(init, ONE), losses(init, sync_batch_norm=False)
+    assert losses(init) == pytest.approx(one, rel=1e-5)
+    assert own != pytest.approx(one, rel=1e-2)
+    assert losses(linen_normed(None), forward=with_mode, sync_batch_norm=False) != pytest.approx(
+        losses(linen_normed(None), ONE, forward=with_mode), rel=1e-2
+    )
+    assert "BatchNorm (1): normalises over the rows of all devices" in str(plan(init)[0])
+
+
+# -- arrays that are no variables ----------------------------
+
+
+class Tables(nnx.Module):
+    """Holds arrays in every way but a Variable, and a list of one."""
+
+    def __init__(self, *, rngs):
+        self.up = linear(rngs)
+        self.jax = jnp.arange(8.0)
+        self.numpy = np.arange(8, dtype=np.float32)
+        self.data = nnx.data(np.arange(8))
+        self.tree = nnx.data({"a": [jnp.ones(8)]})
+
+    def __call__(self, x):
+        held = self.jax + self.numpy + self.data + self.tree["a"][0]
+        return self.up(x) + held[None]
+
+
+def test_arrays_that_are_no_variables_are_constants_of_the_state():
+    init = lambda rngs: Tables(rngs=rngs)
+    agree(init)
+    layout, state = plan(init)
+    assert set(state.variables) == {"jax", "numpy", "data", "tree"}
+    before = hfjax.full(state.variables)
+    state, _ = hfjax.train_step(layout, squares)(state, BATCH)
+    jax.tree.map(np.testing.assert_array_equal, before, hfjax.full(state.variables))
+    np.testing.assert_array_equal(hfjax.module(layout, state).jax, np.arange(8.0))
+
+
+# -- names of axes that models of flax have ----------------------------
+
+
+def named(rngs):
+    init = nnx.with_partitioning(nnx.initializers.lecun_normal(), ("embed", "mlp"))
+    back = nnx.with_partitioning(nnx.initializers.lecun_normal(), ("mlp", "embed"))
+    return nnx.Sequential(
+        nnx.Linear(8, 16, kernel_init=init, use_bias=False, rngs=rngs),
+        nnx.tanh,
+        nnx.Linear(16, 8, kernel_init=back, use_bias=False, rngs=rngs),
+    )
+
+
+class LinenNamed(linen.Module):
+    @linen.compact
+    def __call__(self, x):
+        lecun = linen.initializers.lecun_normal()
+        up = linen.with_logical_partitioning(lecun, ("embed", "mlp"))
+        down = linen.with_logical_partitioning(lecun, ("mlp", "embed"))
+        x = jnp.tanh(linen.Dense(16, kernel_init=up, use_bias=False)(x))
+        return linen.Dense(8, kernel_init=down, use_bias=False)(x)
+
+
+def linen_named(rngs):
+    return nnx.bridge.ToNNX(LinenNamed(), rngs=rngs).lazy_init(BATCH["x"])
+
+
+@pytest.mark.parametrize("init", [named, linen_named])
+def test_names_that_a_model_has_for_its_axes_are_the_logical_axes_of_strategies(init):
+    layout = hfjax.layout(
+        init, optax.sgd(0.1), hfjax.make_mesh(data=4, tensor=2), TENSOR, forward=on_x
+    )
+    assert list(layout.specs.values()) == [P(None, "tensor"), P("tensor")]
+    cases = {"TENSOR": (TENSOR, {"data": 2, "tensor": 2}), "FSDP": CASES["FSDP"]}
+    assert_strategies_agree(init, squares, BATCH, cases, steps=2, forward=on_x)
+
+
+class Placing(nnx.Module):
+    def __init__(self, *, rngs):
+        self.up = linear(rngs)
+
+    def __call__(self, x):
+        return jnp.dot(x, self.up.kernel[...], out_sharding=P("data", None))
+
+
+def test_a_model_that_places_its_arrays_itself_is_refused_with_words():
+    with pytest.raises(ValueError, match=r"out_sharding=.*Leave it out of the\s+model"):
+        losses(lambda rngs: Placing(rngs=rngs))
+
+
+# -- recurrent nets ----------------------------
+
+
+def by_scan(rngs):
+    """A cell whose first carry is a constant, in the user's own scan, on a bare tree."""
+    return {"w": jax.random.normal(rngs.params(), (16, 8)) / 4, "b": jnp.zeros(8)}
+
+
+def run_scan(params, batch):
+    def cell(h, x):
+        h = jnp.tanh(jnp.concatenate([h, x], -1) @ params["w"] + params["b"][None])
+        return h, None
+
+    steps = jnp.stack([batch["x"]] * 3)
+    return jax.lax.scan(cell, jnp.zeros_like(batch["x"]), steps)[0]
+
+
+class Until(nnx.Module):
+    """A while loop that begins with constants."""
+
+    def __init__(self, *, rngs):
+        self.up = linear(rngs)
+
+    def __call__(self, x):
+        step = lambda carry: (carry[0] + 1, jnp.tanh(self.up(x)) + carry[1])
+        return jax.lax.fori_loop(0, 3, lambda _, carry: step(carry), (0, jnp.zeros((1, 8))[0]))[1]
+
+
+class LinenRecurrent(linen.Module):
+    @linen.compact
+    def __call__(self, x):
+        x = x.reshape(len(x), 2, 4)
+        return linen.RNN(linen.GRUCell(8))(linen.RNN(linen.LSTMCell(8))(x))[:, -1]
+
+
+class Layered(nnx.Module):
+    """Three parts, whose layers are recurrent."""
+
+    def __init__(self, *, rngs):
+        cells = [nnx.RNN(nnx.LSTMCell(8, 8, rngs=rngs)) for _ in range(2)]
+        self.layers = nnx.List(cells)
+
+    def embed(self, batch):
+        return jnp.stack([batch["x"]] * 3, 1)
+
+    def head(self, x):
+        return x[:, -1]
+
+
+def test_loops_that_begin_with_constants_need_no_edit():
+    agree(by_scan, lambda outputs, batch: squares(outputs, batch), forward=run_scan)
+    agree(lambda rngs: nnx.bridge.ToNNX(LinenRecurrent(), rngs=rngs).lazy_init(BATCH["x"]))
+
+
+def test_recurrent_layers_of_a_model_in_three_parts_also_in_a_pipeline():
+    init = lambda rngs: Layered(rngs=rngs)
+    pipe = {"schedule": hfjax.Schedule("1f1b", 2)}
+    cases = {
+        "HSDP": (SPLIT, {"data": 2, "fsdp": 2}),
+        "1F1B": (hfjax.PIPE | hfjax.DDP, {"pipe": 2, "data": 2}, pipe),
+    }
+    assert_strategies_agree(init, squares, BATCH, cases, steps=2)
+
+
+class Dropped(nnx.Module):
+    """Three parts, whose layers drop by nnx's own generator, which counts in a variable."""
+
+    def __init__(self, rate, *, rngs):
+        layer = lambda: nnx.Sequential(linear(rngs), nnx.Dropout(rate, rngs=rngs))
+        self.layers = nnx.List([layer(), layer()])
+
+    def embed(self, batch):
+        return batch["x"]
+
+    def head(self, x):
+        return x
+
+
+def test_dropout_of_flax_works_in_the_layers_of_a_pipeline():
+    found = {}
+    for rate in (0.0, 0.5):
+        mesh = hfjax.make_mesh(devices=jax.devices()[:4], pipe=2, data=2)
+        init = lambda rngs, rate=rate: Dropped(rate, rngs=rngs)
+        layout = hfjax.layout(init, optax.sgd(0.0), mesh, hfjax.PIPE | hfjax.DDP)
+        step = hfjax.train_step(layout, squares, schedule=hfjax.Schedule("1f1b", 2))
+        state, found[rate] = hfjax.init(layout), []
+        for _ in range(2):
+            state, metrics = step(state, BATCH)
+            found[rate].append(float(metrics["loss"]))
+    assert found[0.0][0] == found[0.0][1]
+    assert len({*found[0.5], found[0.0][0]}) == 3
+
+
+# -- random keys ----------------------------
+
+
+def with_row_keys(model, batch, row_keys):
+    """Noise by row, which no mesh changes."""
+    if row_keys is None:
+        return model(batch["x"])
+    noise = jax.vmap(lambda key: jax.random.normal(key, (8,)))(row_keys)
+    return model(batch["x"]) + noise
+
+
+def with_key(model, batch, key):
+    noise = 0 if key is None else jax.random.normal(key, batch["x"].shape)
+    return model(batch["x"]) * 0 + noise
+
+
+def test_forward_may_ask_for_a_key_of_each_row_and_every_mesh_draws_the_same():
+    agree(linear, forward=with_row_keys)
+    agree(linear, forward=with_row_keys, accumulate=2)
+
+
+def test_forward_may_ask_for_a_key_which_differs_by_step_and_device_and_is_none_in_evaluation():
+    layout, state = plan(linear, forward=with_key)
+    rows = lambda outputs, batch: hfjax.Mean(
+        jnp.float32(0), len(outputs), {"first": outputs[0, 0], "square": outputs[0, 0] ** 2}
+    )
+    step, found = hfjax.train_step(layout, rows), []
+    for _ in range(2):
+        state, metrics = step(state, BATCH)
+        found.append((float(metrics["first"]), float(metrics["square"])))
+    assert found[0] != found[1]
+    assert all(square - first**2 > 1e-4 for first, square in found)  # not one number on all
+    assert float(hfjax.eval_step(layout, squares)(state, BATCH)["loss"]) == pytest.approx(
+        float(np.mean(BATCH["y"] ** 2)), rel=1e-5
+    )
+    assert set(state.variables) == {"forward.key"}
+    assert hfjax.full(state.variables)["forward.key"].shape == ()
+
+
+def test_forward_that_asks_for_what_is_not_known_is_refused():
+    with pytest.raises(ValueError, match=r"'rng' is not known.*`key`.*`row_keys`.*`train`"):
+        plan(linear, forward=lambda model, batch, rng: model(batch["x"]))
+
+
+class Keyed(nnx.Module):
+    """Keeps a typed key in a Variable of its own and splits it."""
+
+    def __init__(self, *, rngs):
+        self.up, self.key = linear(rngs), nnx.Variable(jax.random.key(3))
+
+    def __call__(self, x):
+        self.key[...], now = jax.random.split(self.key[...])
+        return self.up(x) * 0 + jax.random.normal(now, x.shape)
+
+
+def test_a_typed_key_in_a_variable_is_another_one_in_each_step():
+    found = losses(lambda rngs: Keyed(rngs=rngs), steps=3)
+    assert len(set(found[:3])) == 3
+
+
+# -- rows of state ----------------------------
+
+
+class Remembers(nnx.Module):
+    """Has a row of state for each row of the batch."""
+
+    def __init__(self, *, rngs, **names):
+        self.up, self.memory = linear(rngs), nnx.Variable(jnp.zeros((16, 8)), **names)
+
+    def __call__(self, x):
+        self.memory[...] = 0.5 * self.memory[...] + x
+        return self.up(x) + self.memory[...]
+
+
+@pytest.mark.parametrize("options", [{}, {"accumulate": 2}], ids=["once", "accumulated"])
+def test_a_variable_with_a_row_for_each_row_of_the_batch_is_split_as_the_batch_is(options):
+    init = lambda rngs: Remembers(rngs=rngs, axes=("batch", None))
+    agree(init, **options)
+    layout, state = plan(init)
+    state, _ = hfjax.train_step(layout, squares, **options)(state, BATCH)
+    assert state.variables["memory"].sharding.spec == P(("data", "fsdp"))
+    np.testing.assert_allclose(hfjax.full(state.variables)["memory"], BATCH["x"], rtol=1e-6)
+
+
+def test_rows_of_state_that_do_not_say_so_are_told_from_the_shapes():
+    with pytest.raises(
+        ValueError, match=r"memory \(16, 8\) has as many rows as .*axes=\(\"batch\""
+    ):
+        losses(lambda rngs: Remembers(rngs=rngs))
+
+
+# -- bare trees ----------------------------
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class Tree:
+    """As equinox makes them: a tree with functions and numbers among its leaves, and called."""
+
+    def __init__(self, *leaves):
+        self.leaves = leaves
+
+    def tree_flatten_with_keys(self):
+        names = ("kernel", "act", "scale", "depth", "table")
+        key = jax.tree_util.GetAttrKey
+        return [(key(n), x) for n, x in zip(names, self.leaves, strict=True)], None
+
+    @classmethod
+    def tree_unflatten(cls, _, leaves):
+        return cls(*leaves)
+
+    def __call__(self, x):
+        kernel, act, scale, depth, table = self.leaves
+        for _ in range(depth):
+            x = act(x @ kernel) * scale + table[None]
+        return x
+
+
+def test_a_tree_with_functions_and_numbers_among_its_leaves_trains_its_arrays():
+    def init(rngs):
+        kernel = jax.random.normal(rngs.params(), (8, 8))
+        return Tree(kernel, jax.nn.relu, 0.5, 2, jnp.arange(8))
+
+    agree(init)
+    layout, state = plan(init)
+    assert list(layout.specs) == ["kernel"]
+    assert "Python numbers stay as they are and are not trained: scale" in str(layout)
+    model = hfjax.module(layout, state)
+    assert isinstance(model, Tree)
+    np.testing.assert_allclose(
+        float(squares(model(BATCH["x"]), BATCH)),
+        float(hfjax.eval_step(layout, squares)(state, BATCH)["loss"]),
+        rtol=1e-5,
+    )
+
+
+def test_a_list_comes_back_as_a_list():
+    init = lambda rngs: [jnp.ones((8, 8)), {"b": jnp.zeros(8)}]
+    layout, state = plan(init, forward=lambda p, batch: batch["x"] @ p[0] + p[1]["b"][None])
+    first, second = hfjax.module(layout, state)
+    assert (first.shape, second["b"].shape) == ((8, 8), (8,))
+
+
+REFUSED = {
+    "two arrays of one path": (
+        lambda rngs: {"a/b": jnp.ones(8), "a": {"b": jnp.ones(8)}},
+        r"two arrays have the path 'a/b'.*Rename it",
+    ),
+    "an array inside of another": (
+        lambda rngs: {"a": jnp.ones(8), "a/b": jnp.ones(8)},
+        r"two arrays have the path 'a/b', or a part of it",
+    ),
+    "a number that may be a parameter": (
+        lambda rngs: {"w": jnp.ones(8), "b": 0.0},
+        r"b is the Python number 0.0.*jnp.asarray\(0.0\)",
+    ),
+    "nothing": (lambda rngs: {}, "model_init returned nothing: an nnx.Module or a pytree"),
+    "no array": (lambda rngs: {"a": jax.nn.relu}, r"returned no array, but \w+"),
+    "a Linen module": (lambda rngs: linen.Dense(8), r"the Linen module Dense, .*ToNNX"),
+    "no parameter": (lambda rngs: nnx.Dropout(0.5, rngs=rngs), "no parameters .*nnx.Param"),
+    "whole numbers": (lambda rngs: {"ids": jnp.arange(8)}, r"no parameters \(1 other variables\)"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_is_no_model_is_refused_with_what_to_do(what):
+    init, words = REFUSED[what]
+    with pytest.raises(ValueError, match=words):
+        plan(init)
+
+
+def test_an_axis_that_no_mesh_has_is_refused_with_the_ones_that_it_has():
+    loss = lambda outputs, batch: jax.lax.pmean(squares(outputs, batch), "batch")
+    with pytest.raises(ValueError, match=r"names the axis 'batch'.*\"data\", \"fsdp\""):
+        losses(linear, loss=loss)
+
+
+def test_a_batch_without_a_field_is_refused_with_the_fields_that_it_has():
+    with pytest.raises(ValueError, match=r"asks for 'y', which this batch does not have.*: x\."):
+        losses(linear, batch={"x": BATCH["x"]})
+
+
+class Shared(nnx.Module):
+    """Its head reads a parameter of a layer."""
+
+    def __init__(self, raw, *, rngs):
+        self.layers, self.raw = nnx.List([linear(rngs), linear(rngs)]), raw
+
+    def embed(self, batch):
+        return batch["x"]
+
+    def head(self, x):
+        if self.raw:
+            return x * sum(leaf.sum() for leaf in jax.tree.leaves(nnx.state(self, nnx.Param)))
+        return x @ self.layers[0].kernel
+
+    def __call__(self, batch):
+        x = self.embed(batch)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+@pytest.mark.parametrize("raw", [False, True])
+def test_a_head_that_reads_a_layer_is_refused_and_the_way_around_is_right(raw):
+    init = lambda rngs: Shared(raw, rngs=rngs)
+    with pytest.raises(ValueError, match=r"layers/\d/\w+ is used outside of its layer.*forward="):
+        losses(init, forward=None)
+    agree(init, forward=lambda model, batch: model(batch))
+
+
+def test_ddp_on_one_device_is_plain_jax_for_a_module_that_is_merged_and_split():
+    """A bare step of optax on nnx's own gradient, no engine involved."""
+    layout = hfjax.layout(linear, optax.adam(1e-2), hfjax.make_mesh(**ONE), DDP, forward=on_x)
+    state = hfjax.init(layout)
+    model = hfjax.module(layout, state)
+    optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
+    step = hfjax.train_step(layout, squares)
+    for _ in range(3):
+        optimizer.update(model, nnx.grad(lambda m: squares(on_x(m, BATCH), BATCH))(model))
+        state, _ = step(state, BATCH)
+    np.testing.assert_allclose(
+        hfjax.full(state.params)["kernel"], model.kernel[...], rtol=1e-5, atol=1e-6
+    )
