@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from hfjax.parallel.execution import Execution
 from hfjax.parallel.memory import check_has_host_memory
@@ -23,7 +24,7 @@ def check_given(layout: Any, loss: Any) -> None:
 
 def is_traced(tree: Any) -> bool:
     """Return whether a step is called within a program that is being traced."""
-    return any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(tree))
+    return any(isinstance(x, Tracer) for x in jax.tree.leaves(tree))
 
 
 def check_alive(state: Any) -> None:
@@ -40,7 +41,8 @@ def check_alive(state: Any) -> None:
 def check_form(layout: Layout, state: State, optimizer: bool = True) -> None:
     """Refuse a state of another model, or of another optimizer."""
     order, ours = state.order, layout.order
-    if order is not None and not is_traced(order) and not np.array_equal(order, ours):
+    other = ours is not None and not is_traced(order) and not np.array_equal(order, ours)
+    if order is not None and other:
         return  # stored for another schedule
     wanted = layout.state_shapes
     for what in ("params", "variables", "optimizer")[: 3 if optimizer else 2]:

@@ -160,8 +160,11 @@ class TrainStep:
             same = True if wanted is None else (order == wanted).all()
             return self._step(state, batch, same)
 
-        places = {"in_shardings": (self._shardings, self._batch, here)}
-        return jax.jit(step, out_shardings=(of_results(self._shardings), here, here), **places)
+        return jax.jit(
+            step,
+            in_shardings=(self._shardings, self._batch, here),
+            out_shardings=(of_results(self._shardings), here, here),
+        )
 
     def _check_memory(self, state: State) -> None:
         """Refuse a state that lies in other memory than the layout says."""

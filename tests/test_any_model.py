@@ -15,7 +15,7 @@ from hfjax.parallel.strategy import DDP, FSDP, TENSOR
 from hfjax.testing import assert_strategies_agree
 from tests.test_parameters_as_data import BATCH, CASES, on_x, squares
 
-ONE = {"devices": jax.devices()[:1]}
+ONE: Any = {"devices": jax.devices()[:1]}
 FOUR = {"devices": jax.devices()[:4], "data": 2, "fsdp": 2}
 SPLIT = FSDP.edit(replicate_below=0)
 
@@ -239,8 +239,10 @@ class Until(nnx.Module):
 class LinenRecurrent(linen.Module):
     @linen.compact
     def __call__(self, x):
-        x = x.reshape(len(x), 2, 4)
-        return linen.RNN(linen.GRUCell(8))(linen.RNN(linen.LSTMCell(8))(x))[:, -1]
+        h: Any = x.reshape(len(x), 2, 4)
+        for cell in (linen.LSTMCell(8), linen.GRUCell(8)):
+            h = linen.RNN(cell)(h)
+        return h[:, -1]
 
 
 class Layered(nnx.Module):

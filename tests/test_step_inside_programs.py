@@ -43,7 +43,7 @@ def test_steps_in_a_scan_of_ones_own_are_those_of_a_loop(name):
         hfjax.eval_step(layout, squares),
         batches(3),
     )
-    one, loop = hfjax.init(layout), []
+    one, loop = hfjax.init(layout), list[float]()
     for i in range(3):
         one, metrics = step(one, jax.tree.map(lambda x, i=i: x[i], many))
         loop.append(float(metrics["loss"]))
@@ -54,7 +54,7 @@ def test_steps_in_a_scan_of_ones_own_are_those_of_a_loop(name):
         return state, metrics, evaluate(state, BATCH)
 
     state, metrics, after = run(state, many)
-    np.testing.assert_array_equal(metrics["loss"], np.float32(loop))
+    np.testing.assert_array_equal(metrics["loss"], np.asarray(loop, np.float32))
     assert metrics["finite"].all()
     same = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6)
     jax.tree.map(same, hfjax.full(state.params), hfjax.full(one.params))
