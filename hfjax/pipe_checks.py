@@ -1,7 +1,8 @@
 """What a pipe refuses before anything runs: each with what was given and what to do."""
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import jax
@@ -95,6 +96,20 @@ def check_batch(x: Any, labels: Any, criterion: Any) -> dict[str, Any]:
     _check_criterion(criterion, labels)
     _check_rows(x, labels)
     return {"x": x, "labels": tuple(labels)}
+
+
+@contextmanager
+def fitting(batch: Any) -> Iterator[None]:
+    """Run what calls layers and criterion: where shapes do not fit, tell what they were given."""
+    try:
+        yield
+    except TypeError as error:
+        shapes = jax.tree.map(lambda x: f"{x.dtype}{list(x.shape)}", batch)
+        raise ValueError(
+            f"the layers or the criterion cannot take x {shapes['x']} with labels "
+            f"{shapes['labels']}: x is what enters the first layer, and the criterion is given the "
+            f"outputs and the labels. JAX says: {str(error)[:300]}"
+        ) from error
 
 
 def _check_labels(labels: Any) -> None:

@@ -39,6 +39,7 @@ from hfjax.pipe_checks import (
     check_mesh,
     check_options,
     check_parts,
+    fitting,
 )
 from hfjax.plan import State, layout
 from hfjax.planes import data_plane, forward_plane
@@ -229,7 +230,8 @@ class Pipe:
 
         def run(parameters, variables, batch, step):
             flat = (flatten(parameters), flatten(variables))
-            gradients, told, _ = plane.gradients(*flat, batch, step)
+            with fitting(batch):
+                gradients, told, _ = plane.gradients(*flat, batch, step)
             mean = jax.tree.map(lambda x: x.sum(0), told.means)
             scale = lambda path, g: (g / mean.weight).astype(self.layout.placed[path].dtype)
             scaled = nest({path: scale(path, g) for path, g in gradients.items()})
@@ -246,7 +248,8 @@ class Pipe:
             loss = _loss(criterion)
             plane = forward_plane(self.layout, loss, plain, self._schedule, batch)
             plane = replace(plane, tells=tells)
-            told = plane.evaluate(flatten(parameters), flatten(variables), batch)
+            with fitting(batch):
+                told = plane.evaluate(flatten(parameters), flatten(variables), batch)
             return _metrics(told) if tells is None else told.outputs
 
         return self._jit(run, self._on(P()) if tells is None else self._rows)

@@ -65,6 +65,12 @@ class Layout:
         """Return the layout with these parameters placed so; gradients and moments follow."""
         placed = dict(self.placed)
         for path, spec in specs.items():
+            if path in self.blueprint.parameters and path not in placed:
+                packed = ", ".join(path for path in placed if path.startswith(LAYERS))
+                raise ValueError(
+                    f"{path} is in a list of layers, which stages hold packed into rows: edit "
+                    f"{packed}, or stack the layers (hfjax.models.parts.stacked)."
+                )
             if path not in placed:
                 raise ValueError(f"no parameter {path!r}. {nearest(path, placed)}")
             if not isinstance(spec, P):

@@ -21,6 +21,7 @@ from hfjax.one_pass import OnePass
 from hfjax.optimizers import from_master
 from hfjax.parallel.compiler import compiler_options as options_of, joined, options_of_host
 from hfjax.parallel.execution import Execution, Precision
+from hfjax.parallel.in_words import calling
 from hfjax.parallel.kernels import Kernels
 from hfjax.parallel.layer_updates import LayerUpdatePlane
 from hfjax.parallel.memory import is_host_sharding, of_results, to_host
@@ -232,7 +233,8 @@ class TrainStep:
         """Return the next state, metrics and the squares of gradients; none if it does not fit."""
         check_batch(self.layout, batch, microbatches_of(self.execution))
         params, variables = flatten(state.params), flatten(state.variables)
-        done = self._pass(state, batch)
+        with calling(self.layout.blueprint, batch):
+            done = self._pass(state, batch)
         metrics = {"loss": done.mean.total / done.mean.weight, "grad_norm": done.norm}
         metrics |= _metrics(done.mean)
         if fits is not True:
@@ -353,7 +355,8 @@ def eval_step(
 
     def evaluate(params: Any, variables: Any, batch: Any) -> Metrics:
         plane = forward_plane(layout, loss, run, schedule, batch)
-        mean = plane.evaluate(flatten(params), flatten(variables), batch)
+        with calling(layout.blueprint, batch):
+            mean = plane.evaluate(flatten(params), flatten(variables), batch)
         return {"loss": mean.total / mean.weight} | _metrics(mean)
 
     jitted = jax.jit(evaluate, compiler_options=_options(layout, run))

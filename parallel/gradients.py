@@ -19,12 +19,11 @@ from hfjax.parallel.blueprint import LAYERS, TRAIN, Blueprint, asked_by, variabl
 from hfjax.parallel.execution import Execution, Precision
 from hfjax.parallel.fetch import Elsewhere, Movement, Stored, fetched
 from hfjax.parallel.gather_on_use import gather_on_use
-from hfjax.parallel.in_words import in_words
 from hfjax.parallel.kernels import Kernels
 from hfjax.parallel.layers import Run, run_model
 from hfjax.parallel.mesh import BATCH_AXES, MANUAL_AXES, PIPE_AXIS, TENSOR_AXES, in_use, platform_of
 from hfjax.parallel.offloaded import Offloaded
-from hfjax.parallel.placement import auto_part, size_of
+from hfjax.parallel.placement import auto_part
 from hfjax.parallel.randomness import is_random, keys_for
 from hfjax.parallel.reduction import Flat, Placed, Reduction, levels
 from hfjax.parallel.sending import AsChosen, Sending
@@ -189,23 +188,13 @@ class DataPlane:
         def run(parameters: Flat, variables: Flat, batch: Any) -> tuple[Mean, Flat]:
             away = {path: Elsewhere(path) for path in in_layers}
             model = self.blueprint.merge(parameters | away, variables, mode)
-            with in_words(batch, self._as_many_rows(variables, batch)), self.blueprint.around():
-                outputs = self._outputs(model, in_layers, variables, batch, mode)
-                mean = as_mean(self.loss(outputs, batch), rows_of(batch))
+            outputs = self._outputs(model, in_layers, variables, batch, mode)
+            mean = as_mean(self.loss(outputs, batch), rows_of(batch))
             return mean, variables | self.blueprint.variables_of(model)
 
         if self._in_parts:
             return run(fetched(outside), variables, batch)
         return gather_on_use(run, stored, variables, batch)
-
-    def _as_many_rows(self, variables: Flat, batch: Any) -> dict[str, tuple[int, ...]]:
-        """Return shapes of variables with a row for each of the batch that are not split so."""
-        devices = size_of(self._batch_axes, self.mesh)
-        rows = rows_of(batch) * devices * self.execution.accumulate
-        known = {path: x for path, x in variables.items() if not self.blueprint.of_rows(path)}
-        return {
-            path: x.shape for path, x in known.items() if devices > 1 and x.shape[:1] == (rows,)
-        }
 
     def _outputs(
         self, model: Any, layers: dict[str, Stored], variables: Flat, batch: Any, mode: str

@@ -5,6 +5,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+from hfjax.parallel.blueprint import Blueprint
+from hfjax.parallel.gradients import rows_of
+
 # What an error of JAX says -> what it means here.
 _MEANINGS = (
     (
@@ -23,13 +26,11 @@ _MEANINGS = (
 
 
 @contextmanager
-def in_words(batch: Any, whole: Mapping[str, tuple[int, ...]]) -> Iterator[None]:
-    """Raise what is known of errors of a model or a loss as a ValueError that says what to do.
-
-    `whole` are the shapes of variables that have as many rows as the batch of all devices.
-    """
+def calling(blueprint: Blueprint, batch: Any) -> Iterator[None]:
+    """Run what calls a model and a loss: what is known of their errors is told in words."""
     try:
-        yield
+        with blueprint.around():
+            yield
     except KeyError as error:
         if isinstance(batch, Mapping) and error.args and error.args[0] not in batch:
             raise ValueError(
@@ -43,11 +44,18 @@ def in_words(batch: Any, whole: Mapping[str, tuple[int, ...]]) -> Iterator[None]
                 raise ValueError(
                     f"{meaning.format(**found.groupdict())} JAX says: {str(error)[:300]}"
                 ) from error
-        if whole and "incompatible shapes" in str(error):
-            path, shape = next(iter(whole.items()))
+        if "incompatible shapes" in str(error) and (rows := _as_many_rows(blueprint, batch)):
+            path, shape = next(iter(rows.items()))
             raise ValueError(
                 f"{path} {shape} has as many rows as the whole batch, and each device has some of "
                 'them. Let them be split as the batch is: nnx.Variable(x, axes=("batch", '
                 f"{', '.join(['None'] * (len(shape) - 1))})). JAX says: {str(error)[:300]}"
             ) from error
         raise
+
+
+def _as_many_rows(blueprint: Blueprint, batch: Any) -> dict[str, tuple[int, ...]]:
+    """Return shapes of variables with a row for each of the whole batch that are not split so."""
+    rows = rows_of(batch)
+    known = {path: x for path, x in blueprint.variables.items() if not blueprint.of_rows(path)}
+    return {path: tuple(x.shape) for path, x in known.items() if x.shape[:1] == (rows,)}

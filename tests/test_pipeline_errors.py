@@ -6,6 +6,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 
 import hfjax
 from hfjax import DDP, FSDP, PIPE, Schedule
@@ -200,3 +201,36 @@ def test_a_layer_without_a_gradient_of_its_own_comes_apart_too():
     schedule = Schedule("zb-h1", 2)
     step = hfjax.train_step(layout, lambda y, batch: y.mean(), schedule=schedule)
     assert np.isfinite(step(hfjax.init(layout), ROWS)[1]["loss"])
+
+
+def test_rows_that_layers_or_criterion_cannot_take_are_told_with_their_shapes():
+    layers = [nnx.Linear(8, 8, rngs=nnx.Rngs(i)) for i in range(4)]
+    pipe = hfjax.GPipe(hfjax.partition(layers, stages=2), microbatches=2)
+    x, wide = np.ones((8, 8), np.float32), np.ones((8, 9), np.float32)
+    criterion = lambda outputs, y: jnp.mean((outputs - y) ** 2)
+    with pytest.raises(ValueError, match=r"cannot take x float32\[8, 9\] with labels"):
+        pipe.forward_backward(wide, criterion=criterion, labels=(x,))
+    with pytest.raises(ValueError, match=r"with labels \('float32\[8, 9\]',\)"):
+        pipe.forward_backward(x, criterion=criterion, labels=(wide,))
+    with pytest.raises(ValueError, match=r"cannot take x float32\[8, 9\]"):
+        pipe.forward(wide)
+
+
+def test_specs_of_a_listed_layer_that_is_packed_on_stages_are_refused_with_what_to_edit():
+    mesh = hfjax.make_mesh(pipe=2, devices=jax.devices()[:2])
+    layout = hfjax.layout(
+        lambda rngs: Listed(rngs=rngs), optax.sgd(0.1), mesh, hfjax.PIPE | hfjax.DDP
+    )
+    with pytest.raises(ValueError, match=r"packed into rows: edit layers/packed_float32, or stack"):
+        layout.with_specs({"layers/0/kernel": P()})
+
+
+class Listed(nnx.Module):
+    def __init__(self, *, rngs):
+        self.layers = nnx.List([nnx.Linear(8, 8, rngs=rngs) for _ in range(4)])
+
+    def embed(self, batch):
+        return batch["x"]
+
+    def head(self, x):
+        return x
