@@ -18,10 +18,17 @@ from jax.extend.core import Literal
 
 from hfjax.parallel.fetch import Stored
 from hfjax.parallel.program import bind, body_of
+from hfjax.parallel.same_noise import warn_of_same_noise
 
 
-def gather_on_use(function: Callable, parameters: Mapping[str, Stored], *arguments: Any) -> Any:
-    """Return `function({path: whole parameter}, *arguments)`, given stored parameters."""
+def gather_on_use(
+    function: Callable, parameters: Mapping[str, Stored], *arguments: Any, differs: Any = None
+) -> Any:
+    """Return `function({path: whole parameter}, *arguments)`, given stored parameters.
+
+    `differs` says of each of the arguments' arrays whether it is another one on each device, to
+    warn of random numbers that are the same on all (None: do not warn).
+    """
     whole = {path: stored.whole for path, stored in parameters.items()}
     leaves, form = jax.tree.flatten((whole, arguments))
     result: Any = None
@@ -32,6 +39,8 @@ def gather_on_use(function: Callable, parameters: Mapping[str, Stored], *argumen
         return found
 
     traced = jax.make_jaxpr(run)(*leaves)
+    if differs is not None:
+        warn_of_same_noise(traced.jaxpr, [False] * len(whole) + jax.tree.leaves(differs))
     pending = {path: _Parameter(stored) for path, stored in parameters.items()}
     values = jax.tree.leaves((pending, arguments))
     return result.unflatten(map(_array, _run(traced.jaxpr, traced.consts, values)))

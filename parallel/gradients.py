@@ -194,7 +194,12 @@ class DataPlane:
 
         if self._in_parts:
             return run(fetched(outside), variables, batch)
-        return gather_on_use(run, stored, variables, batch)
+        differs = None
+        if mode == "train":
+            kinds = self.blueprint.variables
+            random = {path: is_random(kinds[path]) for path in variables}
+            differs = (random, jax.tree.map(lambda _: True, batch))
+        return gather_on_use(run, stored, variables, batch, differs=differs)
 
     def _outputs(
         self, model: Any, layers: dict[str, Stored], variables: Flat, batch: Any, mode: str

@@ -526,3 +526,37 @@ def test_ddp_on_one_device_is_plain_jax_for_a_module_that_is_merged_and_split():
     np.testing.assert_allclose(
         hfjax.full(state.params)["kernel"], model.kernel[...], rtol=1e-5, atol=1e-6
     )
+
+
+class RawKey(nnx.Module):
+    """Keeps a raw key, which nothing tells from other numbers."""
+
+    def __init__(self, *, rngs):
+        self.up, self.key = linear(rngs), nnx.Variable(jax.random.PRNGKey(0))
+
+    def __call__(self, x):
+        draw = lambda row: jnp.where(jax.random.bernoulli(self.key[...], 0.5, (8,)), row, 0)
+        return jax.lax.map(draw, self.up(x))
+
+
+def closes_over(model, batch):
+    return model(batch["x"]) * jax.random.bernoulli(jax.random.key(0), 0.5, (1, 8))
+
+
+@pytest.mark.parametrize("what", ["a raw key", "a constant"])
+def test_random_numbers_that_are_the_same_everywhere_are_told_with_their_line(what):
+    raw = what == "a raw key"
+    init = (lambda rngs: RawKey(rngs=rngs)) if raw else linear
+    line = r"same on every device.*test_any_model\.py:\d+.*forward\(model, batch, key\)"
+    with pytest.warns(UserWarning, match=line):
+        losses(init, forward=on_x if raw else closes_over)
+
+
+@pytest.mark.filterwarnings("error:random numbers")
+def test_random_numbers_that_differ_are_not_told():
+    losses(linear, forward=with_key)
+    losses(linear, forward=with_row_keys)
+    losses(lambda rngs: nnx.Sequential(linear(rngs), nnx.Dropout(0.5, rngs=rngs)))
+    losses(lambda rngs: Keyed(rngs=rngs))
+    by_row = lambda row: row * jax.random.normal(jax.random.key(row[0].astype(int)), (8,))
+    losses(linear, forward=lambda model, batch: jax.vmap(by_row)(model(batch["x"])))
