@@ -86,7 +86,7 @@ def check_runs(layout: Layout, execution: Execution, training: bool = False) -> 
     if training and execution.remat.what != "none" and not three_parts:
         raise ValueError(
             f"{execution.remat} is of layers, and this model does not run in three parts (embed, "
-            "layers, head). Give it these (docs/own_model.md), or use nnx.remat in the model."
+            "layers, head). Give it these (docs/any_model.md), or use nnx.remat in the model."
         )
     reduce = execution.precision.reduce
     if (

@@ -139,7 +139,7 @@ def check_in_backward(layout: Layout, execution: Execution) -> None:
         "a schedule runs backward passes of several microbatches, on stages. Leave the schedule "
         f"out, {instead}.": execution.schedule is not None,
         "the model is not in three parts: methods embed(batch) and head(x), and `layers`, no "
-        f"forward= in the layout (docs/own_model.md). Write it so, {instead}.": (
+        f"forward= in the layout (docs/any_model.md). Write it so, {instead}.": (
             not layout.blueprint.three_parts or layout.forward is not None
         ),
     }

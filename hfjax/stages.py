@@ -65,7 +65,7 @@ def _check_parts(layout: "Layout") -> None:
     if not layout.blueprint.three_parts or layout.forward is not None:
         raise ValueError(
             "a schedule needs a model in three parts: methods embed(batch) and head(x), and "
-            "`layers`; and no forward= in the layout. docs/own_model.md shows one."
+            "`layers`; and no forward= in the layout. docs/any_model.md shows one."
         )
     if layout.blueprint.listed and (axes := in_use(layout.mesh, TENSOR_AXES)):
         raise ValueError(
