@@ -10,6 +10,8 @@ a rematerialised function it is gathered there, again for each layer and each pa
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
+from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -30,25 +32,18 @@ def gather_on_use(
     warn of random numbers that are the same on all (None: do not warn).
     """
     whole = {path: stored.whole for path, stored in parameters.items()}
-    leaves, form = jax.tree.flatten((whole, arguments))
-    result: Any = None
-
-    def run(*leaves: Any) -> list[Any]:
-        nonlocal result
-        found, result = jax.tree.flatten(function(*_call(form, leaves)))
-        return found
-
-    traced = jax.make_jaxpr(run)(*leaves)
+    wrapped: dict[str, _Wrapped] = {}
+    before = _WRAPPED.set(wrapped)
+    try:
+        traced, result = jax.make_jaxpr(function, return_shape=True)(whole, *arguments)
+    finally:
+        _WRAPPED.reset(before)
     if differs is not None:
         warn_of_same_noise(traced.jaxpr, [False] * len(whole) + jax.tree.leaves(differs))
     pending = {path: _Parameter(stored) for path, stored in parameters.items()}
     values = jax.tree.leaves((pending, arguments))
-    return result.unflatten(map(_array, _run(traced.jaxpr, traced.consts, values)))
-
-
-def _call(form: Any, leaves: Sequence[Any]) -> tuple:
-    whole, arguments = form.unflatten(leaves)
-    return whole, *arguments
+    found = _Runner(wrapped).arrays(traced.jaxpr, traced.consts, values)
+    return jax.tree.unflatten(jax.tree.structure(result), found)
 
 
 class _Parameter:
@@ -73,16 +68,97 @@ def _array(value: Any) -> Any:
     return value.whole() if isinstance(value, _Parameter) else value
 
 
-def _run(jaxpr: Any, constants: Sequence[Any], values: Sequence[Any]) -> list[Any]:
-    """Return the outputs of a program; some of the values may be parameters yet to be gathered."""
-    known = dict(zip(jaxpr.constvars, constants, strict=True))
-    known |= zip(jaxpr.invars, values, strict=True)
-    read = lambda v: v.val if isinstance(v, Literal) else known[v]
-    for equation in jaxpr.eqns:
-        given = [read(v) for v in equation.invars]
-        with _named_as(equation):
-            known.update(zip(equation.outvars, _results(equation, given), strict=True))
-    return [read(v) for v in jaxpr.outvars]
+def _pending(value: Any) -> Any:
+    return _Parameter(value) if isinstance(value, Stored) else value
+
+
+def _stored(value: Any) -> Any:
+    return value.stored if isinstance(value, _Parameter) else value
+
+
+@dataclass(frozen=True)
+class _Runner:
+    """Runs programs some of whose values are parameters yet to be gathered."""
+
+    wrapped: "Mapping[str, _Wrapped]"
+
+    def arrays(self, jaxpr: Any, constants: Sequence[Any], values: Sequence[Any]) -> list[Any]:
+        """Return the outputs of a program, given arrays and `Stored` or pending parameters."""
+        return list(map(_array, self.run(jaxpr, constants, list(map(_pending, values)))))
+
+    def run(self, jaxpr: Any, constants: Sequence[Any], values: Sequence[Any]) -> list[Any]:
+        """Return the outputs of a program, which may be pending parameters as its inputs may."""
+        known = dict(zip(jaxpr.constvars, constants, strict=True))
+        known |= zip(jaxpr.invars, values, strict=True)
+        read = lambda v: v.val if isinstance(v, Literal) else known[v]
+        for equation in jaxpr.eqns:
+            given = [read(v) for v in equation.invars]
+            with _named_as(equation):
+                known.update(zip(equation.outvars, self._results(equation, given), strict=True))
+        return [read(v) for v in jaxpr.outvars]
+
+    def _results(self, equation: Any, given: Sequence[Any]) -> Sequence[Any]:
+        kind = equation.primitive.name
+        if kind in _CALLS and equation.params.get("name") in self.wrapped:
+            return self._wrap(equation, given)
+        if any(isinstance(value, _Parameter) for value in given):
+            if kind in _CALLS:
+                return self.run(*_body(equation), given)
+            if kind in _REMATS:
+                return self._remat(equation, given)
+            if kind == "scan":
+                return self._scan(equation, given)
+        return bind(equation, list(map(_array, given)))
+
+    def _wrap(self, equation: Any, given: Sequence[Any]) -> Sequence[Any]:
+        """Return what a wrapped call returns: it gathers by itself, as what wraps it wants."""
+        call = self.wrapped[equation.params["name"]]
+        if len(given) != call.arguments.num_leaves:  # that of its derivative
+            return self.run(*_body(equation), given)
+        is_stored = lambda x: isinstance(x, Stored)
+
+        def run(*arguments: Any) -> Any:
+            leaves = jax.tree.leaves(arguments, is_leaf=is_stored)
+            return call.results.unflatten(self.arrays(*_body(equation), leaves))
+
+        found = call.wrap(run)(*call.arguments.unflatten(map(_stored, given)))
+        return jax.tree.leaves(found)
+
+    def _remat(self, equation: Any, given: Sequence[Any]) -> Sequence[Any]:
+        """Gather inside: the backward pass then gathers again, and nothing whole is kept."""
+        run = lambda *values: self.arrays(*_body(equation), values)
+        options = {name: equation.params[name] for name in ("policy", "prevent_cse")}
+        return jax.checkpoint(run, **options)(*map(_stored, given))
+
+    def _scan(self, equation: Any, given: Sequence[Any]) -> Sequence[Any]:
+        """Gather what the scan slices layer by layer; what it only reads, once and before."""
+        params = equation.params
+        n_consts, n_carry = params["num_consts"], params["num_carry"]
+        consts = list(map(_array, given[:n_consts]))
+        first = list(map(_array, given[n_consts : n_consts + n_carry]))
+        sliced = given[n_consts + n_carry :]
+        _tell_split(value for value in sliced if isinstance(value, _Parameter))
+        is_kept = lambda value: isinstance(value, _Parameter) and value.slices
+        slices = [value.stored if is_kept(value) else _array(value) for value in sliced]
+
+        def step(carry: list, slices: list) -> tuple[list, list]:
+            out = self.arrays(*_body(equation), [*consts, *carry, *slices])
+            return out[:n_carry], out[n_carry:]
+
+        options = {name: params[name] for name in ("length", "reverse", "unroll")}
+        last, rows = lax.scan(step, first, slices, **options)
+        return [*last, *rows]
+
+
+# Equations whose body may use a parameter, beside scans; before any other it is gathered.
+_CALLS = ("jit", "pjit", "closed_call", "core_call")
+_REMATS = ("checkpoint", "remat", "remat2")
+
+
+def _body(equation: Any) -> tuple[Any, Sequence[Any]]:
+    body = body_of(equation)
+    assert body is not None
+    return body
 
 
 def _named_as(equation: Any) -> Any:
@@ -91,57 +167,12 @@ def _named_as(equation: Any) -> Any:
     return jax.named_scope(name) if name and "(" not in name else nullcontext()
 
 
-def _results(equation: Any, given: Sequence[Any]) -> Sequence[Any]:
-    if any(isinstance(value, _Parameter) for value in given):
-        enter = _ENTERED.get(equation.primitive.name)
-        if enter is not None:
-            return enter(equation, given)
-    return bind(equation, [_array(value) for value in given])
-
-
-def _enter_call(equation: Any, given: Sequence[Any]) -> Sequence[Any]:
-    body = body_of(equation)
-    assert body is not None
-    return _run(*body, given)
-
-
-def _enter_remat(equation: Any, given: Sequence[Any]) -> Sequence[Any]:
-    """Gather inside: the backward pass then gathers again, and nothing whole is kept."""
-    body = body_of(equation)
-    assert body is not None
-    run = lambda *values: list(map(_array, _run(*body, list(map(_pending, values)))))
-    options = {name: equation.params[name] for name in ("policy", "prevent_cse")}
-    return jax.checkpoint(run, **options)(*map(_stored, given))
-
-
-def _enter_scan(equation: Any, given: Sequence[Any]) -> Sequence[Any]:
-    """Gather what the scan slices layer by layer; what it only reads, once and before."""
-    params = equation.params
-    n_consts, n_carry = params["num_consts"], params["num_carry"]
-    consts = list(map(_array, given[:n_consts]))
-    first = list(map(_array, given[n_consts : n_consts + n_carry]))
-    is_sliced = lambda value: isinstance(value, _Parameter) and value.slices
-    slices = [v.stored if is_sliced(v) else _array(v) for v in given[n_consts + n_carry :]]
-    _tell_split(v for v in given[n_consts + n_carry :] if isinstance(v, _Parameter))
-    body = params["jaxpr"]
-
-    def step(carry: list, slices: list) -> tuple[list, list]:
-        values = [*consts, *carry, *map(_pending, slices)]
-        out = list(map(_array, _run(body.jaxpr, body.consts, values)))
-        return out[:n_carry], out[n_carry:]
-
-    options = {name: params[name] for name in ("length", "reverse", "unroll")}
-    last, rows = lax.scan(step, first, slices, **options)
-    return [*last, *rows]
-
-
 def _tell_split(scanned: Iterable[_Parameter]) -> None:
     """Warn of stacks that have to be whole in a scan, since the layers themselves are split."""
     split = [p.stored.movement for p in scanned if not p.slices]
     if split:
-        names = ", ".join(
-            f'"{m.path}": ("layers", {", ".join(["None"] * (len(m.shape) - 1))})' for m in split
-        )
+        rest = lambda move: ", ".join(["None"] * (len(move.shape) - 1))
+        names = ", ".join(f'"{move.path}": ("layers", {rest(move)})' for move in split)
         warnings.warn(
             f"{len(split)} stacked parameters are split along the dimension over which the model "
             "scans, so all layers are gathered before the scan. To gather them one by one, name "
@@ -151,17 +182,43 @@ def _tell_split(scanned: Iterable[_Parameter]) -> None:
         )
 
 
-def _pending(value: Any) -> Any:
-    return _Parameter(value) if isinstance(value, Stored) else value
+# -- calls that are wrapped when the program runs -----------------------------------------------
 
 
-def _stored(value: Any) -> Any:
-    return value.stored if isinstance(value, _Parameter) else value
+@dataclass(frozen=True)
+class _Wrapped:
+    """A call that something else is to be made of; forms of its arguments and results."""
+
+    wrap: Callable
+    arguments: Any
+    results: Any
 
 
-# Equations whose body may use a parameter; before any other it is gathered.
-_ENTERED = {
-    **dict.fromkeys(("jit", "pjit", "closed_call", "core_call"), _enter_call),
-    **dict.fromkeys(("checkpoint", "remat", "remat2"), _enter_remat),
-    "scan": _enter_scan,
-}
+_WRAPPED: ContextVar[dict[str, _Wrapped] | None] = ContextVar("wrapped", default=None)
+
+
+def wrapping(wrap: Callable, function: Callable) -> Callable:
+    """Return `wrap(function)`, of a function of trees of arrays.
+
+    In a model that is being traced it is wrapped only when the program runs: it is then given
+    stored parameters, and gathers them when and as often as it wants.
+    """
+    calls = _WRAPPED.get()
+    if calls is None:
+        return wrap(function)
+
+    def run(*arguments: Any) -> Any:
+        leaves, form = jax.tree.flatten(arguments)
+        results: Any = None
+
+        def flat(*leaves: Any) -> list[Any]:
+            nonlocal results
+            found, results = jax.tree.flatten(function(*form.unflatten(leaves)))
+            return found
+
+        flat.__name__ = f"wrapped_{len(calls)}"
+        found = jax.jit(flat)(*leaves)
+        calls[flat.__name__] = _Wrapped(wrap, form, results)
+        return results.unflatten(found)
+
+    return run

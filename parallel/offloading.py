@@ -8,6 +8,7 @@ import jax
 from flax import nnx
 from jax.sharding import Mesh
 
+from hfjax.parallel.gather_on_use import wrapping
 from hfjax.parallel.kept import kept, kept_by_slots, may_cut
 from hfjax.parallel.offload import Offload, Share, Tensor, share
 from hfjax.parallel.offloaded import Offloaded
@@ -133,7 +134,8 @@ class OffloadedModule(nnx.Module):
             block = nnx.merge(graph, parameters, variables)
             return block(*args, **kwargs), nnx.state(block, nnx.Not(nnx.Param))
 
-        y, variables = kept_by_slots(run, self._choice)(parameters, variables, given)
+        keeping = lambda run: kept_by_slots(run, self._choice)
+        y, variables = wrapping(keeping, run)(parameters, variables, given)
         nnx.update(self.block, variables)
         return y
 

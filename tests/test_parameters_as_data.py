@@ -211,3 +211,33 @@ def test_parameters_that_the_loss_reads_nowhere_are_named_all_at_once():
     frozen = layout.freeze("other/bias", "other/kernel")
     _, metrics = hfjax.train_step(frozen, squares)(hfjax.init(frozen), BATCH)
     assert bool(metrics["finite"])
+
+
+class Plain(Learner):
+    """The same without an inner problem."""
+
+    def __call__(self, x):
+        return self.answer(x)
+
+
+class Wrapped(nnx.Module):
+    """Blocks that keep half of their activations on the host."""
+
+    def __init__(self, *, rngs):
+        blocks = [hfjax.offload(Plain(rngs=rngs), ratio=0.5) for _ in range(3)]
+        self.blocks = nnx.List(blocks)
+
+    def __call__(self, x):
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+def test_a_block_that_keeps_activations_on_the_host_gathers_again_in_its_backward_pass():
+    init = lambda rngs: Wrapped(rngs=rngs)
+    assert_strategies_agree(init, squares, BATCH, CASES, forward=on_x, steps=2)
+    mesh = hfjax.make_mesh(devices=jax.devices()[:4], fsdp=4)
+    layout = hfjax.layout(init, optax.sgd(0.1), mesh, FSDP.edit(replicate_below=0), forward=on_x)
+    found = hfjax.collectives(hfjax.train_step(layout, squares).lower(BATCH))
+    kernels = [row for row in found if row.kind == "all-gather" and len(row.shape) == 2]
+    assert sum(row.count for row in kernels) == 2 * 3 + 2 * 3 - 1  # the first input has no gradient
