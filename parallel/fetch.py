@@ -15,7 +15,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from hfjax.parallel.memory import to_device
-from hfjax.parallel.mesh import BATCH_AXES, in_use
+from hfjax.parallel.mesh import BATCH_AXES
 from hfjax.parallel.sending import BY_XLA, Sending
 from hfjax.parallel.strategy import Axes
 
@@ -186,9 +186,15 @@ def gather_rows(x: Any) -> Any:
     call that gives it all of them, on every device; outside a step it returns `x` itself. With
     accumulate=k these are the rows of one microbatch: which rows those are depends on the mesh.
     """
-    mesh = jax.sharding.get_abstract_mesh()
-    manual = tuple(a for a in BATCH_AXES if a in getattr(mesh, "manual_axes", ()))
-    axes = in_use(mesh, manual)
+    axes = tuple(axis for axis in BATCH_AXES if _size(axis) > 1)
     if not axes:
         return x
     return jax.tree.map(lambda rows: lax.all_gather(rows, axes, axis=0, tiled=True), x)
+
+
+def _size(axis: str) -> int:
+    """Return over how many devices a collective along a mesh axis goes: 1 outside of a step."""
+    try:
+        return lax.axis_size(axis)
+    except NameError:  # it is not bound here
+        return 1

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import Literal
 
@@ -35,7 +36,8 @@ def gather_on_use(
     wrapped: dict[str, _Wrapped] = {}
     before = _WRAPPED.set(wrapped)
     try:
-        traced, result = jax.make_jaxpr(function, return_shape=True)(whole, *arguments)
+        with _alone():
+            traced, result = jax.make_jaxpr(function, return_shape=True)(whole, *_like(arguments))
     finally:
         _WRAPPED.reset(before)
     if differs is not None:
@@ -44,6 +46,26 @@ def gather_on_use(
     values = jax.tree.leaves((pending, arguments))
     found = _Runner(wrapped).arrays(traced.jaxpr, traced.consts, values)
     return jax.tree.unflatten(jax.tree.structure(result), found)
+
+
+def _like(arrays: Any) -> Any:
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arrays)
+
+
+def _alone() -> Any:
+    """Return the context in which a model sees no mesh, unless the partitioner has part of it.
+
+    Collectives over named axes work all the same.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if set(getattr(mesh, "manual_axes", ())) != set(mesh.axis_names):
+        return nullcontext()
+    return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ()))
+
+
+def in_a_model() -> bool:
+    """Return whether a model is being traced by `gather_on_use`."""
+    return _WRAPPED.get() is not None
 
 
 class _Parameter:
@@ -84,7 +106,8 @@ class _Runner:
 
     def arrays(self, jaxpr: Any, constants: Sequence[Any], values: Sequence[Any]) -> list[Any]:
         """Return the outputs of a program, given arrays and `Stored` or pending parameters."""
-        return list(map(_array, self.run(jaxpr, constants, list(map(_pending, values)))))
+        outputs = self.run(jaxpr, constants, list(map(_pending, values)))
+        return [jnp.asarray(_array(x)) for x in outputs]  # some may be Python numbers
 
     def run(self, jaxpr: Any, constants: Sequence[Any], values: Sequence[Any]) -> list[Any]:
         """Return the outputs of a program, which may be pending parameters as its inputs may."""

@@ -17,7 +17,8 @@ _MEANINGS = (
         '"fsdp")).',
     ),
     (
-        r"(Manual|Auto|Explicit).{0,80}(Auto|Explicit|Manual)|auto_axes|explicit_axes|reshard",
+        r"(Manual|Auto|Explicit).{0,80}(Auto|Explicit|Manual)|auto_axes|explicit_axes|reshard"
+        r"|non-empty mesh|mesh context",
         "the model places its arrays on a mesh of its own (out_sharding=, jax.sharding.reshard, "
         "auto_axes, jax.shard_map), and inside a step the layout does that. Leave it out of the "
         "model: names of axes in parameters' metadata are read (docs/any_model.md).",

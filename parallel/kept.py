@@ -14,6 +14,7 @@ import jax
 from jax import lax
 
 from hfjax.parallel.fetch import Stored
+from hfjax.parallel.gather_on_use import in_a_model
 from hfjax.parallel.memory import to_device, to_host
 from hfjax.parallel.offload import Cut, Share, Tensor
 from hfjax.parallel.program import Residuals, piece
@@ -78,6 +79,8 @@ def kept_by_slots(function: Callable, choose: Choose, barrier: bool = True) -> C
 def may_cut() -> bool:
     """Return whether a tensor can be cut without communication: on a device by itself."""
     mesh = jax.sharding.get_abstract_mesh()
+    if in_a_model() and not mesh.axis_names:  # which sees no mesh, and is on each device by itself
+        return True
     manual = set(getattr(mesh, "manual_axes", ()))
     return bool(manual) and all(n == 1 for axis, n in mesh.shape.items() if axis not in manual)
 
