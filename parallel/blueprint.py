@@ -252,7 +252,7 @@ def blueprint(
         return states
 
     with nnx.use_eager_sharding(False):  # names of axes are ours to read, on our own mesh
-        states = jax.eval_shape(take_apart)
+        states = jax.eval_shape(_on_one_device(take_apart))
     if states is None:
         return _with_keys(replace(_of_tree(make), sync_batch_norm=sync_batch_norm), asks)
     where = [keys for state in states for keys, _ in nnx.to_flat_state(state)]
@@ -261,7 +261,7 @@ def blueprint(
 
     def create(seed):
         with nnx.use_eager_sharding(False):
-            return _raw(nnx.split(make(seed), ...)[1])
+            return _on_one_device(lambda: _raw(nnx.split(make(seed), ...)[1]))()
 
     made = Blueprint(
         sync_batch_norm=sync_batch_norm,
@@ -272,6 +272,13 @@ def blueprint(
         **found,
     )
     return _with_keys(made, asks)
+
+
+def _on_one_device(function: Callable[[], Any]) -> Callable[[], Any]:
+    """Return a function in which the axes of rows have names: models may sum over them at once."""
+    for axis in BATCH_AXES:
+        function = jax.vmap(function, out_axes=None, axis_name=axis, axis_size=1)
+    return function
 
 
 def _made(model_init: Callable, seed: Any) -> Any:
@@ -429,7 +436,7 @@ def _of_tree(make: Callable[[Any], Any]) -> Blueprint:
         found[:], form = jax.tree_util.tree_flatten_with_path(tree)
         return {i: leaf for i, (_, leaf) in enumerate(found) if _is_array(leaf)}
 
-    shapes = jax.eval_shape(arrays, 0)
+    shapes = jax.eval_shape(_on_one_device(lambda: arrays(0)))
     if not shapes:
         raise ValueError(
             f"model_init returned {_what(found)}: an nnx.Module or a pytree of arrays is expected."
@@ -443,7 +450,7 @@ def _of_tree(make: Callable[[Any], Any]) -> Blueprint:
     trained = lambda x: jnp.issubdtype(x.dtype, jnp.inexact)
 
     def create(seed):
-        made = arrays(seed)
+        made = _on_one_device(lambda: arrays(seed))()
         return {paths[i]: x if trained(x) else jnp.asarray(x) for i, x in made.items()}
 
     return Blueprint(

@@ -11,6 +11,7 @@ from flax import linen, nnx
 from jax.sharding import PartitionSpec as P
 
 import hfjax
+from hfjax.models.stateful import Stateful
 from hfjax.parallel.strategy import DDP, FSDP, TENSOR
 from hfjax.testing import assert_strategies_agree
 from tests.test_parameters_as_data import BATCH, CASES, on_x, squares
@@ -436,6 +437,33 @@ def test_a_tree_with_functions_and_numbers_among_its_leaves_trains_its_arrays():
         float(hfjax.eval_step(layout, squares)(state, BATCH)["loss"]),
         rtol=1e-5,
     )
+
+
+def running(parameters, state, x, train):
+    """As Haiku's transform_with_state makes them: (parameters, state, x) -> (y, new state)."""
+    mean = jax.lax.pmean(x.mean(0), ("data", "fsdp")) if train else state["mean"]
+    y = (x - mean[None]) @ parameters["w"] * parameters["depth"]
+    return y, {"mean": 0.9 * state["mean"] + 0.1 * mean, "steps": state["steps"] + 1}
+
+
+def with_state(model, batch, train):
+    return model(lambda parameters, state: running(parameters, state, batch["x"], train))
+
+
+def test_a_function_of_parameters_and_state_is_a_module_in_one_line():
+    def init(rngs):
+        parameters = {"w": jax.random.normal(rngs.params(), (8, 8)), "depth": 2}
+        return Stateful(parameters, {"mean": jnp.zeros(8), "steps": jnp.int32(0)})
+
+    agree(init, forward=with_state)
+    layout, state = plan(init, forward=with_state)
+    step = hfjax.train_step(layout, squares)
+    for _ in range(2):
+        state, _ = step(state, BATCH)
+    assert list(layout.specs) == ["parameters/w"]
+    held = hfjax.full(state.variables)["state"]
+    np.testing.assert_allclose(held["mean"], 0.19 * BATCH["x"].mean(0), rtol=1e-5, atol=1e-7)
+    assert held["steps"] == 2
 
 
 def test_a_list_comes_back_as_a_list():

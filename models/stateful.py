@@ -1,0 +1,37 @@
+"""Models that are functions of parameters and state, as a module."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+
+class Stateful(nnx.Module):
+    """A model that is a function of (parameters, state), as Haiku and equinox have them.
+
+    Floating-point arrays of the first tree are trained, its other arrays are constants. Call it
+    with what is to run: `model(lambda parameters, state: (outputs, new state))`.
+    """
+
+    def __init__(self, parameters: Any, state: Any):
+        self.parameters = nnx.data(jax.tree.map(_held, parameters))
+        self.state = nnx.data(jax.tree.map(nnx.BatchStat, state))
+
+    def __call__(self, run: Callable[[Any, Any], tuple[Any, Any]]) -> Any:
+        """Return the outputs, and keep the new state."""
+        is_held = lambda x: isinstance(x, nnx.Variable)
+        read = lambda x: x[...] if is_held(x) else x
+        trees = (jax.tree.map(read, t, is_leaf=is_held) for t in (self.parameters, self.state))
+        outputs, new = run(*trees)
+        jax.tree.map(lambda held, x: held.set_value(x), self.state, new, is_leaf=is_held)
+        return outputs
+
+
+def _held(leaf: Any) -> Any:
+    """Return the variable that holds a leaf; what is no array is none."""
+    if not isinstance(leaf, jax.Array | np.ndarray):
+        return leaf
+    return (nnx.Param if jnp.issubdtype(leaf.dtype, jnp.inexact) else nnx.Variable)(leaf)
