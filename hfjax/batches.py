@@ -1,6 +1,7 @@
 """Batches: split over devices and processes, checked before anything is traced."""
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -57,7 +58,8 @@ def check_batch(layout: Layout, batch: Any, microbatches: int, shares: int = 1) 
     leaves = jax.tree.leaves(batch)
     if not all(hasattr(x, "shape") for x in leaves):
         raise ValueError(
-            "a batch is a pytree of arrays; found Python numbers in it. Convert lists first: "
+            "a batch is a pytree of arrays; found "
+            f"{_kinds(x for x in leaves if not hasattr(x, 'shape'))} in it. Convert lists first: "
             "np.asarray(…)."
         )
     sizes = [x.shape[0] if x.shape else 0 for x in leaves]
@@ -76,6 +78,11 @@ def check_batch(layout: Layout, batch: Any, microbatches: int, shares: int = 1) 
             f"{(rows // unit + 1) * unit} rows, or change the number of microbatches (accumulate, "
             "schedule)."
         )
+
+
+def _kinds(leaves: Iterable[Any]) -> str:
+    kinds = sorted({type(leaf).__name__ for leaf in leaves})
+    return "Python numbers" if set(kinds) <= {"int", "float", "bool"} else ", ".join(kinds)
 
 
 def _check_rows_of_state(layout: Layout, rows: int) -> None:

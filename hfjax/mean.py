@@ -27,7 +27,7 @@ class Mean:
 def as_mean(value: Any, rows: int, what: str = "the loss") -> Mean:
     """Return what a loss returned as a `Mean`; a scalar is the mean over this device's rows."""
     if isinstance(value, Mean):
-        total, weight = _scalar(value.total, what), _scalar(value.weight, what)
+        total, weight = _scalar(value.total, what), _scalar(value.weight, "its weight")
         inner = {name: _metric(name, v, rows) for name, v in value.metrics.items()}
         return Mean(total, jax.lax.stop_gradient(weight), inner)
     if isinstance(value, tuple | list | dict):
@@ -59,5 +59,7 @@ def _scalar(value: Any, what: str) -> jax.Array:
             f"{what} has shape {array.shape} and dtype {array.dtype}: a scalar is expected. "
             "Take the mean over the rows, or return hfjax.Mean(sum of the losses, their number)."
         )
+    if what == "the loss" and not jnp.issubdtype(array.dtype, jnp.floating):
+        raise ValueError(f"the loss is {array.dtype}: a real floating-point number is expected.")
     wide = jnp.promote_types(array.dtype, jnp.float32)
     return array.astype(wide)

@@ -24,6 +24,7 @@ from hfjax.parallel.mesh import AXES, BATCH_AXES, PIPE_AXIS, TENSOR_AXES, descri
 from hfjax.parallel.placement import (
     STACK,
     Array,
+    batch_devices,
     check_spec,
     columns,
     entries_of,
@@ -290,6 +291,7 @@ def layout(  # noqa: PLR0913  options of one call
             "nothing to train. What is trained is an nnx.Param, or a floating-point array of a "
             "bare tree."
         )
+    _check_rows(plan, mesh)
     _check_paths(axes or {}, plan)
     _check_dtypes(plan)
     arrays = {
@@ -320,6 +322,18 @@ def _check_frozen(frozen: set[str], plan: Blueprint) -> None:
         )
 
 
+def _check_rows(plan: Blueprint, mesh: Mesh) -> None:
+    """Refuse variables with a row for each row of a batch that does not split over the devices."""
+    devices = batch_devices(mesh)
+    for path, template in plan.variables.items():
+        if plan.of_rows(path) and template.shape[0] % devices:
+            raise ValueError(
+                f"{path} {tuple(template.shape)} has a row for each row of the batch, and "
+                f"{template.shape[0]} rows do not split over {devices} devices "
+                f"({describe_mesh(mesh)}). Make the model for a multiple of {devices}."
+            )
+
+
 def _check_paths(axes: Mapping[str, tuple], plan: Blueprint) -> None:
     for path in axes:
         if path not in plan.parameters:
@@ -346,8 +360,9 @@ def _check_dtypes(plan: Blueprint) -> None:
     for path, template in plan.parameters.items():
         if not jnp.issubdtype(template.dtype, jnp.floating):
             raise ValueError(
-                f"{path} {tuple(template.shape)} is {template.dtype}: a parameter is a floating-"
-                "point array. Keep what is not trained in another nnx.Variable."
+                f"{path} {tuple(template.shape)} is {template.dtype}: a parameter is a real "
+                "floating-point array. Keep what is not trained in another nnx.Variable, and a "
+                "complex one as its real and imaginary part."
             )
 
 

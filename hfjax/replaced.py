@@ -1,6 +1,7 @@
 """Parameters that were put into a state by hand: master weights and averages follow them."""
 
 import weakref
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -8,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from hfjax.optimizers import Averaged, Mastered
-from hfjax.parallel.memory import is_host_sharding, to_device
+from hfjax.parallel.memory import is_host_sharding, is_on_host, to_device, to_host
 from hfjax.paths import flatten, nest
 from hfjax.plan import State
 
@@ -26,6 +27,14 @@ class Follow:
         self.idle = not _copies(optimizer_state)
         self._made: list[weakref.ref] = []
 
+    def within(self, state: State) -> State:
+        """Return the state with copies that fit its parameters, in a program that is traced."""
+        if self.idle:
+            return state
+        params, first = flatten(state.params), state.step == 0
+        follow = lambda kept: _following(kept, params, first, _traced)
+        return replace(state, optimizer=_mapped(follow, state.optimizer, _is_copy))
+
     def made(self, state: State) -> State:
         """Take note of parameters that a step has made, and return their state."""
         if not self.idle:
@@ -42,9 +51,8 @@ class Follow:
         ):
             return state
         params, first = flatten(state.params), int(state.step) == 0
-        follow = lambda kept: _following(kept, params, first) if type(kept) in COPIES else kept
-        is_copy = lambda x: type(x) in COPIES
-        return replace(state, optimizer=_mapped(follow, state.optimizer, is_copy))
+        follow = lambda kept: _following(kept, params, first, _follows)
+        return replace(state, optimizer=_mapped(follow, state.optimizer, _is_copy))
 
 
 def _mapped(function: Any, tree: Any, stop: Any) -> Any:
@@ -55,28 +63,41 @@ def _mapped(function: Any, tree: Any, stop: Any) -> Any:
     return jax.tree.map(lambda x: _mapped(function, x, stop) if stop(x) else x, tree, is_leaf=stop)
 
 
+def _is_copy(x: Any) -> bool:
+    return type(x) in COPIES
+
+
 def _copies(optimizer_state: Any) -> bool:
-    is_copy = lambda x: type(x) in COPIES
-    return any(map(is_copy, jax.tree.leaves(optimizer_state, is_leaf=is_copy)))
+    return any(map(_is_copy, jax.tree.leaves(optimizer_state, is_leaf=_is_copy)))
 
 
-def _following(kept: Any, params: dict[str, Any], first: bool) -> Any:
-    if isinstance(kept, Averaged) and not first:
-        return kept
+def _following(kept: Any, params: dict[str, Any], first: Any, follows: Callable) -> Any:
+    """Return what an optimizer keeps; an average begins with parameters, and is then its own."""
     name = COPIES[type(kept)]
+    when = first if isinstance(kept, Averaged) else True
+    if when is False:
+        return kept
     copies = flatten(getattr(kept, name))
-    follows = lambda path, x: path in params and hasattr(x, "sharding")
-    new = {p: _follows(x, params[p]) if follows(p, x) else x for p, x in copies.items()}
+    new = {
+        path: follows(x, params[path], when) if path in params and hasattr(x, "dtype") else x
+        for path, x in copies.items()
+    }
     return kept._replace(**{name: nest(new)})
 
 
-def _follows(copy: jax.Array, parameter: jax.Array) -> jax.Array:
+def _follows(copy: jax.Array, parameter: jax.Array, _: bool) -> jax.Array:
     """Return the copy; where it is not the parameter to rounding, the parameter."""
     own = copy.sharding
     place = own.with_memory_kind("device") if is_host_sharding(own) else own
     nearer = jax.jit(_nearer, out_shardings=(place, None))
     made, apart = nearer(to_device(copy), to_device(parameter))
     return jax.device_put(made, own) if apart else copy
+
+
+def _traced(copy: jax.Array, parameter: jax.Array, when: Any) -> jax.Array:
+    here = to_device(copy)
+    made = jnp.where(when, _nearer(here, to_device(parameter))[0], here)
+    return to_host(made) if is_on_host(copy) else made
 
 
 def _nearer(copy: jax.Array, parameter: jax.Array) -> tuple[jax.Array, jax.Array]:

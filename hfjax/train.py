@@ -159,7 +159,7 @@ class TrainStep:
 
         def step(state: State, batch: Any, order: Any) -> tuple:
             same = True if wanted is None else (order == wanted).all()
-            return self._step(state, batch, same)
+            return self._step(self._follow.within(state), batch, same)
 
         return jax.jit(
             step,

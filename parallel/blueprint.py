@@ -1,6 +1,8 @@
 """A model without its arrays: how to take one apart into named arrays and put it together again."""
 
+import functools
 import inspect
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -11,9 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen, nnx
 
-from hfjax.parallel.fetch import Elsewhere, refuse_elsewhere
+from hfjax.parallel.fetch import Elsewhere, devices_along, refuse_elsewhere
 from hfjax.parallel.layers import has_three_parts, is_list, items_of
-from hfjax.parallel.mesh import AXES, BATCH_AXES
+from hfjax.parallel.mesh import BATCH_AXES
 from hfjax.parallel.placement import STACK
 from hfjax.parallel.reduction import Flat
 
@@ -305,27 +307,46 @@ def _synchronised(model: nnx.Module) -> list[str]:
     """Let BatchNorm normalise over the rows of all devices, as one device does."""
     count = 0
     for _, module in nnx.iter_modules(model):
-        if isinstance(module, nnx.BatchNorm) and not _of_mesh(module.axis_name):
+        if isinstance(module, nnx.BatchNorm):
+            if type(module) is nnx.BatchNorm:
+                module.__class__ = SyncBatchNorm
             setattr(module, "axis_name", BATCH_AXES)  # noqa: B010  flax declares one name
             count += 1
     if not count:
         return []
     return [
         f"BatchNorm ({count}): normalises over the rows of all devices, as one device does "
-        "(sync_batch_norm=False: each device over its own)"
+        "(sync_batch_norm=False: as the model is written)"
     ]
 
 
-def _of_mesh(name: Any) -> bool:
-    names = name if isinstance(name, tuple | list) else (name,)
-    return all(name in AXES for name in names)
+def check_mask(module: Any, mask: Any) -> None:
+    """Refuse a mask where flax would average the means of devices, however many rows each has."""
+    if mask is not None and math.prod(map(devices_along, BATCH_AXES)) > 1:
+        raise ValueError(
+            f"{type(module).__name__} with mask=: flax averages the statistics of devices whatever "
+            "number of rows of each counts, which is not what one device computes. Mask before "
+            "and after, or let each device normalise by itself: hfjax.layout(…, "
+            "sync_batch_norm=False)."
+        )
+
+
+class SyncBatchNorm(nnx.BatchNorm):
+    """BatchNorm over the rows of all devices."""
+
+    def __call__(self, x: Any, use_running_average: Any = None, *, mask: Any = None) -> Any:
+        """Normalise, over the rows of all devices unless by running averages."""
+        first = self.use_running_average if use_running_average is None else use_running_average
+        check_mask(self, None if first else mask)
+        return super().__call__(x, use_running_average, mask=mask)
 
 
 def _synchronise_linen(call: Callable, args: tuple, kwargs: dict, context: Any) -> Any:
     """Let Linen's BatchNorm normalise over the rows of all devices: an interceptor of methods."""
     module = context.module
-    if isinstance(module, linen.BatchNorm) and not _of_mesh(module.axis_name):
+    if isinstance(module, linen.BatchNorm) and context.method_name == "__call__":
         object.__setattr__(module, "axis_name", BATCH_AXES)  # of this call's own instance
+        check_mask(module, kwargs.get("mask"))
     return call(*args, **kwargs)
 
 
@@ -371,7 +392,15 @@ def asked_by(forward: Callable | None) -> tuple[str, ...]:
         parameters = inspect.signature(forward).parameters
     except (TypeError, ValueError):  # it has none to look at
         return ()
-    names = tuple(name for name in (KEY, ROW_KEYS, TRAIN) if name in list(parameters)[2:])
+    bound = forward.keywords if isinstance(forward, functools.partial) else {}
+    asked = [name for name in list(parameters)[2:] if name not in bound]
+    names = tuple(name for name in (KEY, ROW_KEYS, TRAIN) if name in asked)
+    try:
+        inspect.signature(forward).bind_partial("model", "batch")
+    except TypeError as error:
+        raise ValueError(
+            f"forward{inspect.signature(forward)}: it is called with (model, batch)."
+        ) from error
     needed = [
         p.name
         for p in list(parameters.values())[2:]
@@ -439,7 +468,8 @@ def _of_tree(make: Callable[[Any], Any]) -> Blueprint:
     shapes = jax.eval_shape(_on_one_device(lambda: arrays(0)))
     if not shapes:
         raise ValueError(
-            f"model_init returned {_what(found)}: an nnx.Module or a pytree of arrays is expected."
+            f"model_init returned {_what(found, form)}: an nnx.Module or a pytree of arrays is "
+            "expected."
         )
     paths = [jax.tree_util.keystr(keys, simple=True, separator="/") or "array" for keys, _ in found]
     _check_paths([paths[i] for i in shapes])
@@ -463,9 +493,9 @@ def _of_tree(make: Callable[[Any], Any]) -> Blueprint:
     )
 
 
-def _what(found: Sequence[tuple[Any, Any]]) -> str:
+def _what(found: Sequence[tuple[Any, Any]], form: Any) -> str:
     kinds = sorted({type(leaf).__name__ for _, leaf in found})
-    return f"no array, but {', '.join(kinds)}" if kinds else "nothing"
+    return f"no array, but {', '.join(kinds)}" if kinds else type(form.unflatten([])).__name__
 
 
 def _is_array(leaf: Any) -> bool:

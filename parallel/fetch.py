@@ -186,13 +186,13 @@ def gather_rows(x: Any) -> Any:
     call that gives it all of them, on every device; outside a step it returns `x` itself. With
     accumulate=k these are the rows of one microbatch: which rows those are depends on the mesh.
     """
-    axes = tuple(axis for axis in BATCH_AXES if _size(axis) > 1)
+    axes = tuple(axis for axis in BATCH_AXES if devices_along(axis) > 1)
     if not axes:
         return x
     return jax.tree.map(lambda rows: lax.all_gather(rows, axes, axis=0, tiled=True), x)
 
 
-def _size(axis: str) -> int:
+def devices_along(axis: str) -> int:
     """Return over how many devices a collective along a mesh axis goes: 1 outside of a step."""
     try:
         return lax.axis_size(axis)

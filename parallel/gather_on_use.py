@@ -20,17 +20,18 @@ from jax import lax
 from jax.extend.core import Literal
 
 from hfjax.parallel.fetch import Stored
-from hfjax.parallel.program import bind, body_of
-from hfjax.parallel.same_noise import warn_of_same_noise
+from hfjax.parallel.program import bind, body_of, needed
 
 
 def gather_on_use(
-    function: Callable, parameters: Mapping[str, Stored], *arguments: Any, differs: Any = None
+    function: Callable,
+    parameters: Mapping[str, Stored],
+    *arguments: Any,
+    look: Callable[[Any, Any], None] | None = None,
 ) -> Any:
     """Return `function({path: whole parameter}, *arguments)`, given stored parameters.
 
-    `differs` says of each of the arguments' arrays whether it is another one on each device, to
-    warn of random numbers that are the same on all (None: do not warn).
+    `look` is shown the program, and the shapes of its result.
     """
     whole = {path: stored.whole for path, stored in parameters.items()}
     wrapped: dict[str, _Wrapped] = {}
@@ -40,8 +41,8 @@ def gather_on_use(
             traced, result = jax.make_jaxpr(function, return_shape=True)(whole, *_like(arguments))
     finally:
         _WRAPPED.reset(before)
-    if differs is not None:
-        warn_of_same_noise(traced.jaxpr, [False] * len(whole) + jax.tree.leaves(differs))
+    if look is not None:
+        look(traced.jaxpr, result)
     pending = {path: _Parameter(stored) for path, stored in parameters.items()}
     values = jax.tree.leaves((pending, arguments))
     found = _Runner(wrapped).arrays(traced.jaxpr, traced.consts, values)
@@ -114,7 +115,8 @@ class _Runner:
         known = dict(zip(jaxpr.constvars, constants, strict=True))
         known |= zip(jaxpr.invars, values, strict=True)
         read = lambda v: v.val if isinstance(v, Literal) else known[v]
-        for equation in jaxpr.eqns:
+        for number in sorted(needed(jaxpr.eqns, jaxpr.outvars)):
+            equation = jaxpr.eqns[number]
             given = [read(v) for v in equation.invars]
             with _named_as(equation):
                 known.update(zip(equation.outvars, self._results(equation, given), strict=True))

@@ -7,6 +7,7 @@ scattered in every microbatch is scattered by `fetch`, the rest is reduced once,
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -28,6 +29,7 @@ from hfjax.parallel.randomness import is_random, keys_for
 from hfjax.parallel.reduction import Flat, Placed, Reduction, levels
 from hfjax.parallel.sending import AsChosen, Sending
 from hfjax.parallel.strategy import Axes
+from hfjax.parallel.what_differs import differing, warn_of_same_noise, warn_of_whole_numbers
 
 
 @dataclass(frozen=True)
@@ -195,12 +197,32 @@ class DataPlane:
 
         if self._in_parts:
             return run(fetched(outside), variables, batch)
-        differs = None
-        if mode == "train":
-            kinds = self.blueprint.variables
-            random = {path: is_random(kinds[path]) for path in variables}
-            differs = (random, jax.tree.map(lambda _: True, batch))
-        return gather_on_use(run, stored, variables, batch, differs=differs)
+        look = partial(self._look, variables, batch) if mode == "train" else None
+        mean, changed = gather_on_use(run, stored, variables, batch, look=look)
+        for path, old in variables.items():
+            new = changed[path]
+            if new is not old and (new.shape, new.dtype) != (old.shape, old.dtype):
+                raise ValueError(
+                    f"{path} {old.shape} {old.dtype}: the model writes {new.shape} {new.dtype} to "
+                    "it. What a variable holds keeps its shape and dtype from step to step."
+                )
+        return mean, changed
+
+    def _look(self, variables: Flat, batch: Any, jaxpr: Any, result: Any) -> None:
+        """Warn of what is the same on all devices and should differ, and the other way round."""
+        own = {path: self._is_own(path) for path in variables}  # of each device
+        given = jax.tree.leaves((own, jax.tree.map(lambda _: True, batch)))
+        found = differing(jaxpr, [False] * (len(jaxpr.invars) - len(given)) + given)
+        warn_of_same_noise(found.lines)
+        _, apart = jax.tree.unflatten(jax.tree.structure(result), found.outputs)
+        whole = lambda x: not jnp.issubdtype(x.dtype, jnp.inexact)
+        if in_use(self.mesh, BATCH_AXES):
+            mixed = [p for p, x in variables.items() if apart[p] and not own[p] and whole(x)]
+            warn_of_whole_numbers(mixed)
+
+    def _is_own(self, path: str) -> bool:
+        """Whether each device has a variable of its own: a key, or some rows."""
+        return is_random(self.blueprint.variables[path]) or self.blueprint.of_rows(path)
 
     def _outputs(
         self, model: Any, layers: dict[str, Stored], variables: Flat, batch: Any, mode: str
@@ -295,9 +317,15 @@ class DataPlane:
 
     def _average(self, statistics: Flat) -> Flat:
         """Return statistics averaged over the devices; whole numbers agree already."""
-        inexact = lambda x: jnp.issubdtype(x.dtype, jnp.inexact)
-        mean = lambda x: (lax.pmean if inexact(x) else lax.pmax)(x, self._axes)
-        average = lambda x: mean(x) if self._axes else x
+
+        def average(x: jax.Array) -> jax.Array:
+            if not self._axes:
+                return x
+            if not jnp.issubdtype(x.dtype, jnp.inexact):
+                return lax.pmax(x, self._axes)
+            wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+            return lax.pmean(wide, self._axes).astype(x.dtype)
+
         rows = self._of_rows(statistics)
         return {path: average(x) for path, x in statistics.items() if path not in rows}
 

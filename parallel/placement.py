@@ -58,7 +58,7 @@ def _place_anywhere(array: Array, entries: list[Axes], axes: Axes, mesh: Mesh) -
     """Put `axes` on the first free dimension that divides; none: the array stays as it is."""
     size = size_of(axes, mesh)
     for dim, (length, name) in enumerate(zip(array.shape, array.axes, strict=True)):
-        if axes and not entries[dim] and name != STACK and length % size == 0:
+        if axes and not entries[dim] and name != STACK and length and length % size == 0:
             entries[dim] = axes
             break
     return _spec(entries)

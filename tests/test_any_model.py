@@ -1,5 +1,7 @@
 """What a model is made of: modes, statistics, constants, names, keys, rows of state, bare trees."""
 
+import functools
+import warnings
 from typing import Any
 
 import jax
@@ -108,7 +110,7 @@ def with_mode(model, batch, train):
     return model(batch["x"], train=train, mutable=["batch_stats"] if train else False)
 
 
-@pytest.mark.parametrize("axis_name", [None, "batch"])
+@pytest.mark.parametrize("axis_name", [None, "batch", "data"])
 def test_batch_norm_is_over_the_rows_of_all_devices_as_on_one_whatever_its_axis_is_called(
     axis_name,
 ):
@@ -128,6 +130,76 @@ def test_batch_norm_over_the_rows_of_each_device_on_request_and_the_layout_tells
         losses(linen_normed(None), ONE, forward=with_mode), rel=1e-2
     )
     assert "BatchNorm (1): normalises over the rows of all devices" in str(plan(init)[0])
+
+
+class Masked(nnx.Module):
+    def __init__(self, kind, *, rngs):
+        self.norm, self.up = kind(rngs), linear(rngs)
+
+    def __call__(self, batch):
+        return self.up(self.norm(batch["x"], mask=batch["x"][:, :1] > 0))
+
+
+LINEN = linen.BatchNorm(use_running_average=False)
+MASKED = {
+    "nnx": lambda rngs: nnx.BatchNorm(8, rngs=rngs),
+    "linen": lambda rngs: nnx.bridge.ToNNX(LINEN, rngs=rngs).lazy_init(BATCH["x"]),
+}
+
+
+@pytest.mark.parametrize("kind", MASKED)
+def test_batch_norm_with_a_mask_is_refused_on_more_than_one_device(kind):
+    def forward(model, batch):
+        more = {"mutable": ["batch_stats"]} if kind == "linen" else {}
+        return model.up(model.norm(batch["x"], mask=batch["x"][:, :1] > 0, **more))
+
+    init = lambda rngs: Masked(MASKED[kind], rngs=rngs)
+    assert np.isfinite(losses(init, ONE, steps=1, forward=forward)[0])
+    with pytest.raises(ValueError, match=r"BatchNorm with mask=: .*sync_batch_norm=False"):
+        losses(init, forward=forward)
+
+
+# -- variables that a step writes to ----------------------------
+
+
+class Writes(nnx.Module):
+    """Writes what `change(old, x)` says to a variable."""
+
+    def __init__(self, value, change, *, rngs):
+        self.up, self.held, self.change = linear(rngs), nnx.Variable(value), change
+
+    def __call__(self, x):
+        self.held.set_value(self.change(self.held[...], x))
+        return self.up(x)
+
+
+def written(value, change):
+    layout, state = plan(lambda rngs: Writes(value, change, rngs=rngs))
+    state, _ = hfjax.train_step(layout, squares)(state, BATCH)
+    return hfjax.full(state.variables)["held"]
+
+
+def test_narrow_variables_are_averaged_in_float32():
+    half = written(jnp.ones(3, jnp.bfloat16), lambda old, x: old * jnp.bfloat16(0.5))
+    assert (half.dtype, float(half[0])) == (jnp.bfloat16, 0.5)
+    assert written(jnp.float16(60000), lambda old, x: old + 0) == 60000
+
+
+def test_whole_numbers_that_follow_from_rows_are_told_and_those_that_agree_are_not():
+    positive = lambda x: (x[:, 0] > 0).sum()
+    with pytest.warns(UserWarning, match=r"held: whole numbers or flags .*psum"):
+        written(jnp.int32(0), lambda old, x: old + positive(x))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        summed = lambda old, x: old + jax.lax.psum(positive(x), ("data", "fsdp"))
+        assert written(jnp.int32(0), summed) == (BATCH["x"][:, 0] > 0).sum()
+        assert written(jnp.int32(0), lambda old, x: old + 1) == 1
+        assert written(jnp.array(False), lambda old, x: True)
+
+
+def test_a_variable_keeps_its_shape_and_dtype():
+    with pytest.raises(ValueError, match=r"held \(3,\) float32: the model writes \(3,\) int32"):
+        written(jnp.ones(3), lambda old, x: old.astype(jnp.int32))
 
 
 # -- arrays that are no variables ----------------------------
@@ -348,6 +420,14 @@ def test_forward_that_asks_for_what_is_not_known_is_refused():
         plan(linear, forward=lambda model, batch, rng: model(batch["x"]))
 
 
+def test_forward_that_takes_no_batch_is_refused_and_what_is_bound_stays():
+    with pytest.raises(ValueError, match=r"it is called with \(model, batch\)"):
+        plan(linear, forward=lambda model: model)
+    twice = lambda model, batch, train: model(batch["x"]) * (2.0 if train else 1.0)
+    bound = functools.partial(twice, train=False)
+    assert losses(linear, forward=bound) == pytest.approx(losses(linear), rel=1e-6)
+
+
 class Keyed(nnx.Module):
     """Keeps a typed key in a Variable of its own and splits it."""
 
@@ -370,8 +450,8 @@ def test_a_typed_key_in_a_variable_is_another_one_in_each_step():
 class Remembers(nnx.Module):
     """Has a row of state for each row of the batch."""
 
-    def __init__(self, *, rngs, **names):
-        self.up, self.memory = linear(rngs), nnx.Variable(jnp.zeros((16, 8)), **names)
+    def __init__(self, rows=16, *, rngs, **names):
+        self.up, self.memory = linear(rngs), nnx.Variable(jnp.zeros((rows, 8)), **names)
 
     def __call__(self, x):
         self.memory[...] = 0.5 * self.memory[...] + x
@@ -486,7 +566,12 @@ REFUSED = {
         lambda rngs: {"w": jnp.ones(8), "b": 0.0},
         r"b is the Python number 0.0.*jnp.asarray\(0.0\)",
     ),
-    "nothing": (lambda rngs: {}, "model_init returned nothing: an nnx.Module or a pytree"),
+    "nothing": (lambda rngs: {}, "model_init returned dict: an nnx.Module or a pytree"),
+    "rows that do not split": (
+        lambda rngs: Remembers(15, rngs=rngs, axes=("batch", None)),
+        r"memory \(15, 8\) .* 15 rows do not split over 4 devices",
+    ),
+    "complex numbers": (lambda rngs: {"w": jnp.ones(8, complex)}, "w .*complex64: .*imaginary"),
     "no array": (lambda rngs: {"a": jax.nn.relu}, r"returned no array, but \w+"),
     "a Linen module": (lambda rngs: linen.Dense(8), r"the Linen module Dense, .*ToNNX"),
     "no parameter": (lambda rngs: nnx.Dropout(0.5, rngs=rngs), "no parameters .*nnx.Param"),
@@ -499,6 +584,22 @@ def test_what_is_no_model_is_refused_with_what_to_do(what):
     init, words = REFUSED[what]
     with pytest.raises(ValueError, match=words):
         plan(init)
+
+
+@pytest.mark.parametrize("loss", [lambda o, b: jnp.int32(3), lambda o, b: (o + 0j).sum()])
+def test_a_loss_that_is_no_real_number_is_refused(loss):
+    with pytest.raises(ValueError, match=r"the loss is \w+: a real floating-point number"):
+        losses(linear, loss=loss)
+
+
+def test_a_loss_that_depends_on_no_parameter_is_told():
+    with pytest.warns(UserWarning, match=r"reads 2 of 2 parameters nowhere"):
+        losses(linear, loss=lambda outputs, batch: 2.0, steps=1)
+
+
+def test_an_array_without_elements_stays_whole():
+    init = lambda rngs: {"w": jnp.ones((8, 8)), "none": jnp.zeros((0, 3))}
+    agree(init, forward=lambda p, batch: batch["x"] @ p["w"] + p["none"].sum())
 
 
 def test_an_axis_that_no_mesh_has_is_refused_with_the_ones_that_it_has():

@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 import hfjax
@@ -272,8 +273,15 @@ def test_optimizer_state_that_is_no_copy_of_a_parameter_stays_whole():
 
 def test_a_parameter_that_is_not_floating_is_refused():
     one = hfjax.make_mesh(devices=jax.devices()[:1])
-    with pytest.raises(ValueError, match=r"n \(3,\) is int32: a parameter is a floating-point"):
-        hfjax.layout(lambda rngs: {"n": np.zeros(3, np.int32)}, optax.sgd(0.1), one, DDP)
+
+    class Whole(nnx.Module):
+        def __init__(self):
+            self.n = nnx.Param(np.zeros(3, np.int32))
+
+    with pytest.raises(
+        ValueError, match=r"n \(3,\) is int32: a parameter is a real floating-point"
+    ):
+        hfjax.layout(lambda rngs: Whole(), optax.sgd(0.1), one, DDP)
 
 
 def test_gpt_presets():

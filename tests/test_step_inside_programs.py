@@ -155,6 +155,17 @@ def test_parameters_put_into_a_state_are_those_that_train_also_with_master_weigh
     np.testing.assert_allclose(master["kernel"], GIVEN["kernel"], rtol=2**-8)
 
 
+@pytest.mark.parametrize("strategy", [FSDP, FSDP | hfjax.HOST_OPTIMIZER], ids=["device", "host"])
+def test_parameters_put_into_a_state_are_those_that_train_in_a_program_too(strategy):
+    optimizer = hfjax.master(hfjax.ema(optax.sgd(0.0), 0.9))
+    layout, state = plan(strategy.edit(replicate_below=0), {"fsdp": 4}, optimizer)
+    step = hfjax.train_step(layout, squares)
+    state, _ = jax.jit(lambda s, many: jax.lax.scan(step, s, many))(put(state, layout), batches(2))
+    for found in (state.params, hfjax.averaged(state).params):
+        kernel = np.float32(hfjax.full(found)["kernel"])
+        np.testing.assert_allclose(kernel, GIVEN["kernel"], rtol=2**-7)
+
+
 def test_master_weights_that_agree_to_rounding_stay_as_they_are():
     layout, state = plan(optimizer=hfjax.master(optax.sgd(0.0)))
     before = hfjax.full(state.optimizer.master)
