@@ -20,7 +20,7 @@ from jax import lax
 from jax.extend.core import Literal
 
 from hfjax.parallel.fetch import Stored
-from hfjax.parallel.program import bind, body_of, needed
+from hfjax.parallel.program import bind, body_of, needed, parts_of_scan
 
 
 def gather_on_use(
@@ -157,8 +157,7 @@ class _Runner:
 
     def _scan(self, equation: Any, given: Sequence[Any]) -> Sequence[Any]:
         """Gather what the scan slices layer by layer; what it only reads, once and before."""
-        params = equation.params
-        n_consts, n_carry = params["num_consts"], params["num_carry"]
+        n_consts, n_carry = parts_of_scan(equation)
         consts = list(map(_array, given[:n_consts]))
         first = list(map(_array, given[n_consts : n_consts + n_carry]))
         sliced = given[n_consts + n_carry :]
@@ -170,7 +169,7 @@ class _Runner:
             out = self.arrays(*_body(equation), [*consts, *carry, *slices])
             return out[:n_carry], out[n_carry:]
 
-        options = {name: params[name] for name in ("length", "reverse", "unroll")}
+        options = {name: equation.params[name] for name in ("length", "reverse", "unroll")}
         last, rows = lax.scan(step, first, slices, **options)
         return [*last, *rows]
 

@@ -33,7 +33,8 @@ def calling(blueprint: Blueprint, batch: Any) -> Iterator[None]:
         with blueprint.around():
             yield
     except KeyError as error:
-        if isinstance(batch, Mapping) and error.args and error.args[0] not in batch:
+        asked = error.args[0] if error.args else None
+        if isinstance(batch, Mapping) and asked not in batch and _of_a_model(error):
             raise ValueError(
                 f"the model or the loss asks for {error.args[0]!r}, which this batch does not "
                 f"have. It has: {', '.join(map(str, batch))}."
@@ -53,6 +54,15 @@ def calling(blueprint: Blueprint, batch: Any) -> Iterator[None]:
                 f"{', '.join(['None'] * (len(shape) - 1))})). JAX says: {str(error)[:300]}"
             ) from error
         raise
+
+
+def _of_a_model(error: Exception) -> bool:
+    """Return whether an error was raised by a model or a loss, and not by what calls them."""
+    at = error.__traceback__
+    while at is not None and at.tb_next is not None:
+        at = at.tb_next
+    name = "" if at is None else str(at.tb_frame.f_globals.get("__name__", ""))
+    return not name.startswith("hfjax.") or name.startswith("hfjax.models")
 
 
 def _as_many_rows(blueprint: Blueprint, batch: Any) -> dict[str, tuple[int, ...]]:

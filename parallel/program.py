@@ -93,6 +93,21 @@ def body_of(equation: Any) -> tuple[Any, Sequence[Any]] | None:
     return None
 
 
+def parts_of_scan(equation: Any) -> tuple[int, int]:
+    """Return how many inputs of a scan are constants, and how many are carried.
+
+    Told from the shapes: what is sliced has a dimension more than in the body. (The parameters of
+    the equation are others from one version of jax to the next.)
+    """
+    body = equation.params["jaxpr"].jaxpr
+    more = lambda out, within: sum(
+        o.aval.ndim > i.aval.ndim for o, i in zip(out, within, strict=True)
+    )
+    carried = len(equation.outvars) - more(equation.outvars, body.outvars)
+    sliced = more(equation.invars, body.invars)
+    return len(equation.invars) - carried - sliced, carried
+
+
 def needed(equations: Sequence[Any], targets: Iterable[Any]) -> set[int]:
     """Return the numbers of the equations that the targets follow from, or that have effects."""
     wanted, chosen = set(variables(targets)), set()

@@ -12,6 +12,7 @@ from jax.extend import source_info_util
 from jax.extend.core import Literal
 
 from hfjax.parallel.mesh import BATCH_AXES
+from hfjax.parallel.program import parts_of_scan
 
 DRAWS = "random_bits"
 AGREES = ("psum", "psum_invariant", "pmax", "pmin", "all_gather", "all_gather_invariant")
@@ -108,7 +109,7 @@ def _axes(equation: Any) -> set[Any]:
 
 def _settled(equation: Any, given: list[bool], body: Any) -> list[bool]:
     """Return which inputs of a scan differ in some turn of it."""
-    first, carry = equation.params["num_consts"], equation.params["num_carry"]
+    first, carry = parts_of_scan(equation)
     while True:
         outputs = _follow(body, given, "", set())[:carry]
         now = [a or b for a, b in zip(given[first : first + carry], outputs, strict=True)]
