@@ -22,7 +22,15 @@ from hfjax.parallel.fetch import Elsewhere, Movement, Stored, fetched
 from hfjax.parallel.gather_on_use import gather_on_use
 from hfjax.parallel.kernels import Kernels
 from hfjax.parallel.layers import Run, run_model
-from hfjax.parallel.mesh import AXES, BATCH_AXES, PIPE_AXIS, TENSOR_AXES, in_use, platform_of
+from hfjax.parallel.mesh import (
+    AXES,
+    BATCH_AXES,
+    MANUAL_AXES,
+    PIPE_AXIS,
+    TENSOR_AXES,
+    in_use,
+    platform_of,
+)
 from hfjax.parallel.offloaded import Offloaded
 from hfjax.parallel.placement import auto_part
 from hfjax.parallel.randomness import is_random, keys_for
@@ -108,13 +116,15 @@ class DataPlane:
         return {path: p.manual(column) for path, p in self.placed.items()}
 
     def _shard_map(self, device: Callable, in_specs: Any, out_specs: Any) -> Callable:
-        """Map over the manual axes, and over those of the partitioner that are not in use.
+        """Map over the manual axes.
 
         Every collective is written out and nothing is derived from what differs between devices,
         so JAX need not track that (check_vma): a model is free to begin a loop with a constant.
-        Callbacks run only where all axes are manual.
+        A model that is called as it is may have callbacks, which run where all axes are manual: so
+        are those that the partitioner has no use for.
         """
-        names = set(AXES).difference(in_use(self.mesh, TENSOR_AXES))
+        alone = not self._in_parts and not in_use(self.mesh, TENSOR_AXES)
+        names = set(AXES if alone else MANUAL_AXES)
         specs: dict[str, Any] = {"in_specs": in_specs, "out_specs": out_specs}
         return jax.shard_map(device, mesh=self.mesh, axis_names=names, check_vma=False, **specs)
 

@@ -390,7 +390,7 @@ def test_a_head_that_reads_a_layer_is_refused():
         [nnx.Linear(8, 8, rngs=rngs), jnp.tanh], lambda x: x, nnx.Linear(8, 5, rngs=rngs)
     )
     step = hfjax.train_step(layout({"pipe": 2}, init=tied), squares, **pipe())
-    with pytest.raises(ValueError, match="layers/0/bias is read outside of its layer"):
+    with pytest.raises(ValueError, match="layers/0/bias is used outside of its layer"):
         step.lower(ROWS)
 
 
