@@ -40,6 +40,7 @@ def calling(blueprint: Blueprint, batch: Any) -> Iterator[None]:
                 f"have. It has: {', '.join(map(str, batch))}."
             ) from error
         raise
+    # All that JAX raises for these: which of them differs from one version to the next.
     except (NameError, ValueError, TypeError, AssertionError, NotImplementedError) as error:
         for pattern, meaning in _MEANINGS:
             if found := re.search(pattern, str(error)):
