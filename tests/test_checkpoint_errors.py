@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from contextlib import contextmanager
 
 import jax
 import jax.numpy as jnp
@@ -136,6 +137,54 @@ def test_a_second_writer_is_refused_and_told_who_writes(tmp_path):
         checkpoints.wait()
         assert hfjax.restore(tmp_path, layout).step == 1  # a reader needs no lock
     hfjax.Checkpoints(tmp_path, layout).close()
+
+
+def test_a_directory_that_is_moved_away_is_taken_again(tmp_path):
+    layout, place, away = small_layout(), tmp_path / "run", tmp_path / "away"
+    with hfjax.Checkpoints(place, layout, keep=hfjax.Keep(latest=1)) as checkpoints:
+        checkpoints.save(state_at(layout, 1))
+        checkpoints.wait()
+        place.rename(away)
+        with pytest.warns(RuntimeWarning, match="/run was moved or deleted .* made anew"):
+            checkpoints.save(state_at(layout, 2))
+        with pytest.raises(ValueError, match="is being written by this process itself"):
+            hfjax.Checkpoints(place, layout)
+        checkpoints.save(state_at(layout, 3))
+    assert (hfjax.latest(away), hfjax.latest(place)) == (1, 3)
+    with hfjax.Checkpoints(place, layout) as checkpoints:
+        place.rename(tmp_path / "again")
+        with other_writer(place), pytest.raises(ValueError, match="written by process"):
+            with pytest.warns(RuntimeWarning, match="moved or deleted"):
+                checkpoints.save(state_at(layout, 4))
+    assert hfjax.latest(place) is None
+
+
+@contextmanager
+def other_writer(place):
+    """Let another process have a directory."""
+    code = "import sys; from hfjax.checkpoint.directory import make_directory\n"
+    code += "from hfjax.checkpoint.lock import WriterLock; from pathlib import Path\n"
+    code += f"make_directory(Path({str(place)!r})); lock = WriterLock(Path({str(place)!r}))\n"
+    code += "print('taken', flush=True); sys.stdin.read()"
+    both = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", code], text=True, **both) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "taken\n"
+        yield
+        process.communicate("")
+
+
+def test_a_folder_that_bears_the_name_of_another_step_is_refused(tmp_path):
+    layout = saved(tmp_path, 3, 5)
+    (tmp_path / "5").rename(tmp_path / "7")
+    match = r"step 7 of \S+ is step 5: its folder was renamed.*: mv \S+/7 \S+/5$"
+    for wish in ({}, {"on_damage": "previous"}, {"parameters_only": True}, {"verify": False}):
+        refused(tmp_path, match, layout, **wish)
+    with pytest.raises(ValueError, match=match):
+        hfjax.recorded(tmp_path)
+    with hfjax.Checkpoints(tmp_path, layout) as checkpoints, pytest.raises(ValueError, match=match):
+        checkpoints.restore()
+    assert hfjax.restore(tmp_path, layout, 3).step == 3
 
 
 def test_a_step_that_is_there_is_replaced_only_by_force(tmp_path):

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -10,10 +11,12 @@ import pytest
 from flax import nnx
 
 import hfjax
-from hfjax.data import prepare
+from hfjax.data import Loader, prepare
+from hfjax.processes.watchdog import Watchdog
 from hfjax.run import Parts, Train, evaluate, generate, load, train
 from hfjax.run.config import Checkpoints, Data, Log, Mesh, Model, Optimizer, Pipeline
 from hfjax.run.journal import Journal
+from hfjax.run.loop import Run
 from hfjax.run.sampling import Sampling
 from hfjax.run.screen import line
 from tests.small_run import MODEL, QUIET, corpus, small, told
@@ -32,6 +35,32 @@ def whole(tmp_path_factory, data):
     """A run that nobody disturbed, on one device."""
     directory = tmp_path_factory.mktemp("runs") / "whole"
     return directory, train(small(directory, data, mesh=ONE))
+
+
+class Heard(Watchdog):
+    """A watchdog that ends nothing, and writes down what it hears beside what else happens."""
+
+    events: ClassVar[list[str]] = []
+
+    def __init__(self, timeout):
+        super().__init__(None)
+
+    def beat(self, doing):
+        self.events.append("beat")
+
+
+def test_a_run_gives_a_sign_of_life_for_each_batch(data, tmp_path, monkeypatch):
+    monkeypatch.setattr(Heard, "events", [])
+    monkeypatch.setattr("hfjax.run.loop.Watchdog", Heard)
+    read = Loader.__next__
+    monkeypatch.setattr(Loader, "__next__", lambda me: Heard.events.append("batch") or read(me))
+    tell = Run._tell
+    monkeypatch.setattr(Run, "_tell", lambda me, x: Heard.events.append("waits") or tell(me, x))
+    train(small(tmp_path, data, mesh=ONE, steps=9, checkpoints=Checkpoints(every=4)))
+    told = " ".join(Heard.events)
+    assert told.count("batch") == 9 + 2 * 3  # steps, and two validations
+    for silence in ("batch batch", "batch waits", "waits waits"):
+        assert silence not in told
 
 
 def test_a_run_learns_and_leaves_metrics_configuration_plot_and_checkpoints(whole, data):

@@ -1,6 +1,7 @@
 """Checkpoints of a run: saved while it goes on, kept by a rule, restored under any layout."""
 
 import os
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -36,11 +37,15 @@ class Checkpoints:
         self.directory, self._layout = Path(os.path.abspath(directory)), layout
         self._keep, self._config = keep or Keep(), plain("config", config)
         self._lock: WriterLock | None = None
-        found = agreed(self._take)
-        metrics = {int(step): given for step, given in found.items()}
-        self._writer = Writer(self.directory, self._keep, metrics, timeout)
+        self._timeout = timeout
+        self._writer = self._begun()
         self._open = True
         finish_at_exit(self)
+
+    def _begun(self) -> Writer:
+        """Take the directory; return what writes to it."""
+        metrics = {int(step): given for step, given in agreed(self._take).items()}
+        return Writer(self.directory, self._keep, metrics, self._timeout)
 
     def _take(self) -> dict[str, Metrics]:
         """Take the directory; return the metrics of the steps in it."""
@@ -69,10 +74,29 @@ class Checkpoints:
         step = step_of(state)
         self._keep.check(metrics or {})
         arrays = arrays_to_save(self._layout, state)
-        told = record(self._layout, describe(arrays), self._config, data, metrics or {})
+        told = record(self._layout, step, describe(arrays), self._config, data, metrics or {})
         self.wait()
+        self._keep_directory()
         self._check_new(step, force)
         self._writer.start(step, arrays, told)
+
+    def _keep_directory(self) -> None:
+        """Take the directory again where it was moved away: another one would have no lock."""
+        if agreed(lambda: self._lock is not None and self._lock.holds()):
+            return
+        warnings.warn(
+            f"{self.directory} was moved or deleted while it is written to: it is made anew. The "
+            "steps saved before are where it was moved to.",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+        self._writer.close()
+        self._release()
+        self._writer = self._begun()
+
+    def _release(self) -> None:
+        if self._lock is not None:
+            self._lock.release()
 
     def _check_new(self, step: int, force: bool) -> None:
         later = [s for s in self.steps() if s >= step]
@@ -132,8 +156,7 @@ class Checkpoints:
             self._open = False
             finished(self)
             self._writer.close()
-            if self._lock is not None:
-                self._lock.release()
+            self._release()
 
     def __enter__(self) -> "Checkpoints":
         return self

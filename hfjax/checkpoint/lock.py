@@ -29,6 +29,15 @@ class WriterLock:
         os.ftruncate(descriptor, 0)
         os.write(descriptor, json.dumps(_me()).encode())
 
+    def holds(self) -> bool:
+        """Return whether the file is still where it was: its directory may have been moved."""
+        descriptor = _HELD.get(self._file)
+        try:
+            there = os.stat(self._file)
+        except OSError:
+            return False
+        return descriptor is not None and os.path.samestat(there, os.fstat(descriptor))
+
     def release(self) -> None:
         """Give it back; a second time does nothing."""
         if (descriptor := _HELD.pop(self._file, None)) is not None:

@@ -29,10 +29,13 @@ def _version(package: str) -> str:
         return "not installed"
 
 
-def record(layout: Layout, arrays: Mapping, config: Any, data: Any, metrics: Mapping) -> dict:
+def record(
+    layout: Layout, step: int, arrays: Mapping, config: Any, data: Any, metrics: Mapping
+) -> dict:
     """Return all that is written beside the arrays, which are given as {path: [dtype, shape]}."""
     return {
         "format": FORMAT,
+        "step": step,
         "versions": versions(),
         "strategy": layout.strategy.name,
         "mesh": describe_mesh(layout.mesh),
@@ -85,7 +88,17 @@ def read_record(step: Path) -> dict:
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"step {step.name}: {step / FILE} does not parse: {error}.") from error
     check_format(step, number)
+    _check_number(step, found)
     return found
+
+
+def _check_number(step: Path, found: dict) -> None:
+    """Refuse a folder that bears the name of another step than the one that lies in it."""
+    if str(written := found.get("step", step.name)) != step.name:
+        raise ValueError(
+            f"step {step.name} of {step.parent} is step {written}: its folder was renamed. Give "
+            f"it its name again: mv {step} {step.parent / str(written)}"
+        )
 
 
 def check_written(step: Path) -> None:

@@ -127,10 +127,15 @@ class Parts:
         if padded and (most is None or most >= count):
             check_weighs_by_mask(self.evaluate, state, self.valid.at(0))
 
-    def validated(self, state: hfjax.State, most: int | None = None) -> Evaluated:
+    def validated(
+        self,
+        state: hfjax.State,
+        most: int | None = None,
+        beat: Callable[[], Any] = lambda: None,
+    ) -> Evaluated:
         """Return the loss on the validation set, or on its first `most` batches."""
         assert self.valid is not None
-        return evaluate(self.evaluate, state, self.valid.rewind(), most)
+        return evaluate(self.evaluate, state, self.valid.rewind(), most, beat)
 
     def written(self, state: hfjax.State, prompt: str, count: int, sampling: Sampling) -> str:
         """Return a prompt and the text of `count` tokens that the model writes after it."""

@@ -1,12 +1,15 @@
 """The loss over a data set: each of its rows once."""
 
 import itertools
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from hfjax.plan import State
+
+LAG = 2  # batches behind which results are read: nothing waits for the device
 
 
 def check_weighs_by_mask(step: Callable, state: State, batch: Mapping[str, Any]) -> None:
@@ -28,13 +31,32 @@ class Evaluated(NamedTuple):
 
 
 def evaluate(
-    step: Callable, state: State, batches: Iterable[Any], most: int | None = None
+    step: Callable,
+    state: State,
+    batches: Iterable[Any],
+    most: int | None = None,
+    beat: Callable[[], Any] = lambda: None,
 ) -> Evaluated:
-    """Return the mean loss by `hfjax.eval_step` over all batches, or the first `most` of them."""
-    found = [step(state, batch) for batch in itertools.islice(batches, most)]
-    if not found:
+    """Return the mean loss by `hfjax.eval_step` over all batches, or the first `most` of them.
+
+    `beat` is called for each batch: evaluating gets on.
+    """
+    read: list[tuple[float, float]] = []
+    unread = deque[Any]()
+    for batch in itertools.islice(batches, most):
+        beat()
+        unread.append(step(state, batch))
+        while len(unread) > LAG:
+            read.append(_read(unread.popleft()))
+            beat()
+    read += map(_read, unread)
+    if not read:
         raise ValueError("evaluate: there is no batch. Give a data set with at least one row.")
-    weights = [float(metrics["weight"]) for metrics in found]
-    losses = [float(metrics["loss"]) for metrics in found]
-    total = sum(w * loss for w, loss in zip(weights, losses, strict=True) if w)
-    return Evaluated(total / sum(weights), round(sum(weights)))
+    total = sum(weight * loss for weight, loss in read if weight)
+    tokens = sum(weight for weight, _ in read)
+    return Evaluated(total / tokens, round(tokens))
+
+
+def _read(metrics: Mapping[str, Any]) -> tuple[float, float]:
+    """Return weight and loss of a batch."""
+    return float(metrics["weight"]), float(metrics["loss"])

@@ -2,9 +2,9 @@
 
 import time
 from collections import deque
-from contextlib import ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,7 +25,7 @@ from hfjax.run.screen import Screen, line, validation
 from hfjax.run.speed import Speed
 
 LAG = 2  # steps behind which metrics are read: nothing waits for the device
-COMPILING = 3600.0  # seconds that the first step may take, at least
+COMPILING = 3600.0  # seconds that what compiles may take, at least
 CONFIG, CHECKPOINTS = "config.yaml", "checkpoints"
 PROMPT = "\ndef "
 
@@ -45,10 +45,10 @@ def train(config: Train) -> Result:
     with ExitStack() as stack:
         enter = stack.enter_context
         watchdog = enter(Watchdog(config.timeout))
-        watchdog.beat("preparing")
         stop = enter(Stop())  # from now on a signal is answered after the step
         run = Run(config, Parts(config), watchdog)
-        run.prepare(enter)
+        with watchdog.allow(COMPILING, "preparing"):
+            run.prepare(enter)
         return run.go(stop)
 
 
@@ -65,6 +65,7 @@ class Run:
     valid_loss: float | None = None
     validated: int = -1  # after which step
     skipped: int = 0  # steps that were not finite: no updates
+    begun: set[str] = field(default_factory=set)  # phases that have compiled
 
     # -- before the first step ------------------------------------------------------------
 
@@ -73,7 +74,7 @@ class Run:
         config, directory = self.config, self.config.directory
         check_same("configuration", files.plain(config))
         check_same("data", self.parts.data.identity)
-        self._look_ahead()
+        _ = self.parts.step, self.parts.evaluate, self.parts.valid  # a mistake is told now
         self.screen = Screen(config.steps)
         self.screen.say(str(self.parts))
         for name, value in files.changed(config).items():
@@ -100,11 +101,6 @@ class Run:
             files.save(config, directory / CONFIG)
             self.journal = enter(Journal(directory, config.log, files.plain(config), self.first))
 
-    def _look_ahead(self) -> None:
-        """Make what is needed later, so that a mistake is told now."""
-        self.watchdog.beat("preparing")
-        _ = self.parts.step, self.parts.evaluate, self.parts.valid
-
     def _begin(self) -> None:
         latest = self.checkpoints.latest()
         if latest is not None and self.config.checkpoints.resume == "never":
@@ -115,8 +111,7 @@ class Run:
         if latest is None:
             self.state = self._fresh()
             return
-        with self.watchdog.allow(self.config.timeout, "restoring"):
-            found = self._restored()
+        found = self._restored()
         self.state, self.first = found.state, int(found.step)
         position = found.data if isinstance(found.data, dict) else {}
         self.parts.data.restore(position.get("data", {}))
@@ -149,13 +144,14 @@ class Run:
         for number in range(self.first, self.config.steps):
             if stop.agreed():
                 break
+            self.watchdog.beat(f"reading the batch of step {number}")
             batch = next(self.parts.data, None)
             if batch is None:
                 self.screen.say(f"the data ends after {self.config.data.epochs} epochs")
                 break
             self.profile.before(number)
-            metrics = self._step(batch, compiles=number == self.first)
-            unread.append(metrics)
+            self.watchdog.beat(f"step {number}")
+            unread.append(self._step(batch))
             while len(unread) > LAG:
                 self._tell(unread.popleft())
             done = number + 1
@@ -170,12 +166,17 @@ class Run:
         self._tell_all(unread)
         return self._end(done, stop.reason)
 
-    def _step(self, batch: Any, compiles: bool) -> Any:
+    def _step(self, batch: Any) -> Any:
         """Do a step, and return its metrics, which may not be computed yet."""
-        slow = self.watchdog.allow(COMPILING, "compiling the first step")
-        with slow if compiles else nullcontext():
+        with nullcontext() if "step" in self.begun else self._phase("step"):
             self.state, metrics = self.parts.step(self.state, batch)
         return metrics
+
+    def _phase(self, doing: str) -> AbstractContextManager[None]:
+        """Let the watchdog wait for what is long; the first time it compiles."""
+        limit = self.config.timeout if doing in self.begun else COMPILING
+        self.begun.add(doing)
+        return self.watchdog.allow(limit, doing)
 
     def _due(self, done: int, every: int) -> bool:
         return every > 0 and done % every == 0
@@ -199,7 +200,7 @@ class Run:
         """Read the metrics of a step, which is done then, and tell them."""
         read = {name: float(x) for name, x in metrics.items() if name not in ("step", "finite")}
         step, skips = int(metrics["step"]), not bool(metrics["finite"])
-        self.watchdog.beat(f"step {step + 2}")
+        self.watchdog.beat(f"after step {step}")
         self.profile.after(step)
         self.speed.count()
         self.screen.advance()
@@ -218,8 +219,9 @@ class Run:
         if self.parts.valid is None or self.validated == done:
             return
         self.speed.pause()
-        with self.watchdog.allow(self.config.timeout, "validating"):
-            found = self.parts.validated(self._judged, self.config.log.valid_batches)
+        with self._phase("validating"):
+            beat = partial(self.watchdog.beat, "validating")
+            found = self.parts.validated(self._judged, self.config.log.valid_batches, beat)
         self.valid_loss, self.validated = found.loss, done
         self.screen.say(validation(done, *found))
         if self.journal is not None:
@@ -237,7 +239,7 @@ class Run:
         self.speed.pause()
         metrics = {"valid_loss": self.valid_loss} if self.validated == done else {}
         position = {"data": self.parts.data.state(), "skipped": self.skipped}
-        with self.watchdog.allow(self.config.timeout, "saving a checkpoint"):
+        with self._phase("saving a checkpoint"):
             self.checkpoints.save(self.state, data=position, metrics=metrics)
 
     # -- at the end -----------------------------------------------------------------------
@@ -247,7 +249,7 @@ class Run:
             self.validate(done)
         if done > self.first and self.checkpoints.latest() != done:
             self.save(done)
-        with self.watchdog.allow(self.config.timeout, "writing the last checkpoint"):
+        with self._phase("writing the last checkpoint"):
             self.checkpoints.wait()
         if reason is None:
             self._sample()
@@ -258,7 +260,7 @@ class Run:
         """Show what the model writes."""
         if not (count := self.config.log.sample):
             return
-        with self.watchdog.allow(self.config.timeout, "writing a sample"):
+        with self._phase("writing a sample"):
             text = self.parts.written(self._judged, PROMPT, count, Sampling())
         self.screen.say(f"what it writes after {PROMPT!r}:")
         self.screen.say(text)
