@@ -1,5 +1,7 @@
 """Processes find each other, or it is said in time who is missing or does not fit."""
 
+import contextlib
+import json
 import signal
 import socket
 import threading
@@ -11,10 +13,11 @@ import pytest
 
 from hfjax.processes import distributed
 from hfjax.processes.distributed import Cluster, init_distributed
-from hfjax.processes.meeting import hello, problem
+from hfjax.processes.meeting import Meeting, problem
 from hfjax.processes.ports import free_port, listener
 from hfjax.processes.preflight import preflight
 from hfjax.processes.settings import ALONE, Settings, settings
+from hfjax.processes.spoken import hello, hello_in, spoken, word_in
 from tests.workers import finished, line, start
 
 TORCHRUN = {"MASTER_ADDR": "node1", "MASTER_PORT": "29500", "RANK": "1", "WORLD_SIZE": "4"}
@@ -237,6 +240,78 @@ def test_another_program_at_the_coordinators_address_is_no_meeting():
         [end], _ = meet(0.12, 1, of=2, port=taken.getsockname()[1])
     assert isinstance(end, TimeoutError)
     assert "whoever answered has left, or is another program" in str(end)
+
+
+SAID = {"process": 1, "processes": 2, "host": "a", "pid": 3, "jax": "1", "hfjax": "1"}
+SAID |= {"run": "", "token": "x"}
+NONSENSE = [
+    *(b"[" * 4000, b"", b"\xff\xfe", b"1", b"[]", b"null", b"NaN", b'{"hfjax": 1}', b'"' * 4000),
+    b'{"hfjax": ' * 400,
+    *(
+        json.dumps({"hfjax": SAID | change}).encode()
+        for change in (
+            *({"process": wrong} for wrong in ([], {}, -1, 2, True, 0.5, "0", None, 1 << 40)),
+            *({"host": wrong} for wrong in ([], None, 1, "\x1b[2J", "a" * 5000, "\n")),
+            *({"processes": []}, {"pid": -1}, {"token": {}}, {"run": None}, {"more": 1}),
+        )
+    ),
+]
+
+
+def test_what_is_no_hello_is_nothing():
+    assert hello_in(json.dumps({"hfjax": SAID}).encode()) is not None
+    for said in NONSENSE:
+        assert hello_in(said) is None, said
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        {"missing": "12"},
+        {"late": [1]},
+        {"late": [1], "seconds": "2"},
+        {"refused": 1},
+        {"go": 1},
+        {},
+    ],
+)
+def test_what_the_meeting_does_not_say_is_nothing(word):
+    assert word_in(json.dumps(word).encode()) is None
+    assert word_in(b'{"missing": ' * 5000) is None
+
+
+def test_a_meeting_outlives_whatever_is_sent_to_it(monkeypatch):
+    monkeypatch.setattr("hfjax.processes.meeting.STRANGERS", 8)
+    port, ends = free_port(), []
+    held = Meeting(listener(port), 2, 20, "ours")
+    thread = threading.Thread(target=held.run)
+    thread.start()
+    strangers = [socket.create_connection(("localhost", port)) for _ in range(40)]
+    for guest, said in zip(strangers, NONSENSE, strict=False):
+        with contextlib.suppress(OSError):
+            guest.sendall(said + b"\n")
+    for name in ("theirs", "ours"):
+        given = [Settings(n, 2, f"localhost:{port}", "the test", run=name) for n in (0, 1)]
+        ends.append([socket.create_connection(("localhost", port)) for _ in given])
+        for one, guest in zip(given, ends[-1], strict=True):
+            guest.sendall(spoken(hello(one.process, 2, one.run)))
+    thread.join(10)
+    assert not thread.is_alive()
+    answers = [[guest.makefile().readlines()[-1] for guest in pair] for pair in ends]
+    assert all("another launcher or SLURM job" in answer for answer in answers[0])
+    assert answers[1] == ['{"go": true}\n'] * 2
+    for guest in (*strangers, *ends[0], *ends[1]):
+        guest.close()
+
+
+def test_the_run_is_known_by_its_launcher_or_slurm_job(variables, monkeypatch):
+    monkeypatch.delenv("HFJAX_RUN", raising=False)
+    variables(SLURM)
+    assert settings().run == "7"
+    variables(OURS)
+    assert settings().run == ""
+    variables({"HFJAX_RUN": "secret"})
+    assert settings().run == "secret"
 
 
 # -- with JAX --------------------------------------------------------------------------------

@@ -51,6 +51,14 @@ def test_each_process_is_told_who_it_is(capfd):
     assert lines == [f"[{i}] {i} of 3 at localhost:{min(ports)}, restart 0" for i in range(3)]
 
 
+def test_a_job_on_one_machine_listens_to_that_machine_only(capfd):
+    assert go("echo $JAX_COORDINATOR_BIND_ADDRESS $HFJAX_COORDINATOR $HFJAX_RUN")[0] == 0
+    one, two = (line[4:].split() for line in capfd.readouterr().out.splitlines())
+    assert one == two
+    assert one[0] == one[1].replace("localhost", "127.0.0.1")
+    assert len(one[2]) == 16
+
+
 def test_output_and_errors_stay_apart_and_are_tagged_line_by_line(capfd):
     assert go("echo a; echo b >&2; printf c")[0] == 0
     out, err = capfd.readouterr()

@@ -14,7 +14,8 @@ import pytest
 import hfjax
 from hfjax.__main__ import main
 from hfjax.run import files
-from hfjax.run.config import Checkpoints, Log, Mesh, Optimizer
+from hfjax.run.config import Checkpoints, Log, Mesh, Optimizer, Train
+from hfjax.run.start import start
 from tests.small_run import corpus, small, told
 
 STEPS, LONG = 6, 150
@@ -161,7 +162,18 @@ def test_processes_with_other_settings_are_told_apart(shared):
     train = " ".join(map(shlex.quote, [*HFJAX, "train", "--config", str(file)]))
     words = ["sh", "-c", f"exec {train} --seed $HFJAX_PROCESS"]
     out = ended(started("launch", "-n", 2, "--devices-per-process", 1, "--", *words), 2)
-    assert "error: the configuration of process 1 differs from that of process 0" in out
+    assert "error: the configuration of process 1 differs from that of process 0: seed 0, " in out
+    assert "seed 0, there 1. Give all processes the same" in out
+
+
+def test_a_peer_that_does_not_come_is_not_waited_for_as_long_as_a_step(monkeypatch):
+    asked = {}
+    monkeypatch.setattr("hfjax.run.start.keep_programs", lambda place: None)
+    monkeypatch.setattr("hfjax.run.start.init_distributed", lambda **given: asked.update(given))
+    start(Train(timeout=600.0))
+    assert asked == {"timeout": 60.0}
+    start(Train(init_timeout=5.0))
+    assert asked == {"timeout": 5.0}
 
 
 @pytest.mark.slow

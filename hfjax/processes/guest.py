@@ -1,13 +1,12 @@
 """How a process attends the meeting (process 0 too: its own address must lead to it)."""
 
-import json
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from hfjax.processes.meeting import hello, spoken
 from hfjax.processes.settings import Settings
+from hfjax.processes.spoken import LONGEST, hello, spoken, word_in
 
 TELL_EVERY = 5.0  # seconds
 SILENCE = 2.0  # seconds; the meeting speaks four times a second
@@ -21,7 +20,7 @@ class Guest:
         self.deadline = time.monotonic() + timeout
         self.missing: list[int] = []
         self.reason: str | None = "no answer"  # why the coordinator cannot be reached
-        self._hello = spoken(hello(settings.process, settings.processes))
+        self._hello = spoken(hello(settings.process, settings.processes, settings.run))
         self._told = time.monotonic()
 
     @property
@@ -127,19 +126,15 @@ def connection(settings: Settings, timeout: float) -> socket.socket:
     return socket.create_connection(settings.address, timeout=timeout)
 
 
-def words(met: socket.socket, patience: Callable[[], float]):
+def words(met: socket.socket, patience: Callable[[], float]) -> Iterator[dict[str, Any]]:
     """Yield what the meeting says, until it ends or turns out to be something else."""
     heard = b""
-    while True:
+    while len(heard) < LONGEST * LONGEST:  # the longest names all who are missing
         met.settimeout(patience())
-        said = met.recv(4096)
+        said = met.recv(LONGEST)
         *lines, heard = (heard + said).split(b"\n")
         for line in lines:
-            try:
-                word = json.loads(line)
-            except ValueError:
-                return
-            if not isinstance(word, dict) or not word.keys() & {"missing", "refused", "late", "go"}:
+            if (word := word_in(line)) is None:
                 return
             yield word
         if not said:

@@ -1,6 +1,7 @@
 """Run a command as several processes of one machine, which live and end together."""
 
 import os
+import secrets
 import shutil
 import signal
 import sys
@@ -90,9 +91,12 @@ def _start(
     events: SimpleQueue,
     guardian: Guardian,
 ) -> list[Child]:
-    """Start all processes of one attempt, with a port of its own."""
+    """Start all processes of one attempt, with a port of its own that only this machine sees."""
+    port = free_port()
     told = {
-        "HFJAX_COORDINATOR": f"localhost:{free_port()}",
+        "HFJAX_COORDINATOR": f"localhost:{port}",
+        "JAX_COORDINATOR_BIND_ADDRESS": f"127.0.0.1:{port}",
+        "HFJAX_RUN": secrets.token_hex(8),
         "HFJAX_PROCESSES": str(len(shares)),
         "HFJAX_RESTART": str(restart),
         "PYTHONUNBUFFERED": "1",

@@ -1,49 +1,17 @@
-"""Where the processes of a run meet before JAX starts: a listener in process 0, one JSON a line."""
+"""Where the processes of a run meet before JAX starts: a listener in process 0."""
 
 import json
-import os
-import secrets
 import selectors
 import socket
 import time
-from dataclasses import asdict, dataclass
-from importlib import metadata
 from typing import Any
 
-import jax
+from hfjax.processes.spoken import LONGEST, Hello, hello_in
 
 LINGER = 3.0  # seconds in which those who come late are still told why the others left
 AHEAD = 0.2  # seconds before process 0 is late itself, the meeting tells that it is
 TELL = 0.25  # seconds between two messages that say who is missing
-LONGEST = 4096  # bytes of a hello; whoever sends more is somebody else
-
-
-@dataclass(frozen=True)
-class Hello:
-    """What a process says of itself."""
-
-    process: int
-    processes: int
-    host: str
-    pid: int
-    jax: str
-    hfjax: str
-    token: str  # of this attempt: who comes again is no second process of that number
-
-    @property
-    def who(self) -> str:
-        """The process for a person: number, host and pid."""
-        return f"process {self.process} ({self.host}, pid {self.pid})"
-
-
-def hello(process: int, processes: int) -> Hello:
-    """Return what this process says of itself."""
-    try:
-        version = metadata.version("hfjax")
-    except metadata.PackageNotFoundError:
-        version = "not installed"
-    place = (socket.gethostname(), os.getpid())
-    return Hello(process, processes, *place, jax.__version__, version, secrets.token_hex(8))
+STRANGERS = 64  # connections that have not said who they are; then the first of them has to go
 
 
 def problem(hellos: list[Hello]) -> str | None:
@@ -86,8 +54,9 @@ def missing(hellos: list[Hello], processes: int) -> list[int]:
 class Meeting:
     """Process 0's side: takes hellos until all are here, one refuses, or it is too late."""
 
-    def __init__(self, listener: socket.socket, processes: int, timeout: float):
+    def __init__(self, listener: socket.socket, processes: int, timeout: float, run: str = ""):
         self.listener, self.processes, self.timeout = listener, processes, timeout
+        self._run = run
         self._end = time.monotonic() + timeout - AHEAD
         self._told = float("-inf")
         self._selector = selectors.DefaultSelector()
@@ -118,26 +87,36 @@ class Meeting:
                 self._hear(key.fileobj)  # type: ignore[arg-type]
 
     def _accept(self) -> None:
-        guest, _ = self.listener.accept()
+        silent = [guest for guest in self._heard if guest not in self._hellos]
+        if len(silent) >= self.processes + STRANGERS:
+            self._forget(silent[0])
+        try:
+            guest, _ = self.listener.accept()
+        except OSError:  # it has left, or too many files are open
+            return
         guest.settimeout(1.0)
         self._heard[guest] = bytearray()
         self._selector.register(guest, selectors.EVENT_READ)
 
     def _hear(self, guest: socket.socket) -> None:
         """Take what a guest says; forget guests that leave or say something else."""
+        if guest not in self._heard:
+            return  # it had to go a moment ago
         try:
             said = guest.recv(LONGEST)
         except OSError:
             said = b""
-        self._heard[guest] += said
-        if not said or len(self._heard[guest]) > LONGEST:
-            self._forget(guest)
-        elif self._heard[guest].endswith(b"\n"):
-            one = parsed(bytes(self._heard[guest]))
-            if one is None:
-                self._forget(guest)
-            else:
-                self._hellos[guest] = one
+        heard = self._heard[guest]
+        heard += said
+        if said and len(heard) <= LONGEST and not heard.endswith(b"\n"):
+            return  # the rest is to come
+        one = hello_in(bytes(heard)) if said else None
+        if one is not None and one.run == self._run:
+            self._hellos[guest] = one
+            return
+        if one is not None:
+            self._say(guest, {"refused": _stranger(one)})
+        self._forget(guest)
 
     def _forget(self, guest: socket.socket) -> None:
         self._selector.unregister(guest)
@@ -146,12 +125,17 @@ class Meeting:
         guest.close()
 
     def _tell(self, message: dict[str, Any]) -> None:
-        line = json.dumps(message).encode() + b"\n"
         for guest in list(self._hellos):
-            try:
-                guest.sendall(line)
-            except OSError:
+            if not self._say(guest, message):
                 self._forget(guest)
+
+    def _say(self, guest: socket.socket, message: dict[str, Any]) -> bool:
+        """Tell one guest, and return whether it can be reached."""
+        try:
+            guest.sendall(json.dumps(message).encode() + b"\n")
+        except OSError:
+            return False
+        return True
 
     def _close(self) -> None:
         """Free the port, then tell the end: whoever hears "go" finds JAX here, or nobody yet."""
@@ -165,14 +149,9 @@ class Meeting:
         self._selector.close()
 
 
-def parsed(line: bytes) -> Hello | None:
-    """Return the hello in a line, or None if it is something else."""
-    try:
-        return Hello(**json.loads(line)["hfjax"])
-    except (ValueError, KeyError, TypeError):
-        return None
-
-
-def spoken(one: Hello) -> bytes:
-    """Return a hello as a line."""
-    return json.dumps({"hfjax": asdict(one)}).encode() + b"\n"
+def _stranger(one: Hello) -> str:
+    """Return why a process is not let in."""
+    return (
+        f"{one.who} was started by another launcher or SLURM job than process 0 at this address "
+        "(HFJAX_RUN differs). Give each run an address of its own, and its processes one HFJAX_RUN."
+    )

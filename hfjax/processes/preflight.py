@@ -5,9 +5,10 @@ from collections.abc import Callable
 from typing import Any
 
 from hfjax.processes.guest import Guest, connection, words
-from hfjax.processes.meeting import LINGER, Meeting, hello, spoken
+from hfjax.processes.meeting import LINGER, Meeting
 from hfjax.processes.ports import listener
 from hfjax.processes.settings import Settings
+from hfjax.processes.spoken import hello, spoken
 
 
 def preflight(settings: Settings, timeout: float, say: Callable[[str], Any] = print) -> float:
@@ -32,7 +33,7 @@ def _host(settings: Settings, timeout: float) -> threading.Thread:
         port = listener(settings.address[1])
     except OSError as error:
         raise ValueError(_who_has_the_port(settings, error)) from None
-    meeting = Meeting(port, settings.processes, timeout)
+    meeting = Meeting(port, settings.processes, timeout, settings.run)
     thread = threading.Thread(target=meeting.run, name="hfjax preflight", daemon=True)
     thread.start()
     return thread
@@ -42,7 +43,7 @@ def _who_has_the_port(settings: Settings, error: OSError) -> str:
     """Return why process 0 cannot listen: there is another process 0, or another program."""
     try:
         with connection(settings, 1.0) as met:
-            met.sendall(spoken(hello(0, settings.processes)))
+            met.sendall(spoken(hello(0, settings.processes, settings.run)))
             told = next((word for word in words(met, lambda: 1.0) if "refused" in word), {})
     except OSError:
         told = {}

@@ -22,6 +22,7 @@ class Settings:
     source: str
     detected: bool = False  # by JAX, which then chooses this process's GPUs too
     named: tuple[str, str, str] = OURS  # what a person would change: coordinator, count, number
+    run: str = ""  # what the processes of this run alone know: HFJAX_RUN, or SLURM's job
     gpu: int | None = None  # the one GPU of this machine that is this process's; None: all visible
 
     @property
@@ -41,6 +42,14 @@ def settings(
 
     `given` are coordinator, processes and process as a program names them.
     """
+    found = _settings(given, environment)
+    if found.processes == 1:
+        return found
+    job = environment.get("SLURM_JOB_ID", "") if found.source == "SLURM" else ""
+    return replace(found, run=environment.get("HFJAX_RUN", job))
+
+
+def _settings(given: Sequence[Any], environment: Mapping[str, str]) -> Settings:
     if any(value is not None for value in given):
         return checked("the arguments", ("coordinator", "processes", "process"), given)
     if any(name in environment for name in OURS):

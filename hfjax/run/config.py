@@ -215,7 +215,10 @@ class Train:
     profile: str | None = None
     """Steps to trace, FIRST:END; for instance 5:8 traces steps 5, 6 and 7."""
     timeout: float = 600.0
-    """A process that makes no progress for so many seconds is ended."""
+    """A process that makes no progress for so many seconds is ended: reads no batch, ends no step.
+    What compiles may take an hour, and a checkpoint ten minutes, at least."""
+    init_timeout: float = 60.0
+    """Seconds within which all processes of a run have to come."""
     minutes: float | None = None
     """Save and stop after so many minutes; started again, the run goes on."""
     cache: Path | None = None
@@ -223,7 +226,7 @@ class Train:
 
     def __post_init__(self):
         at_least(self, "", steps=1, batch=1, accumulate=1, cpu_devices=1)
-        at_least(self, "", timeout=1, minutes=0, seed=0)
+        at_least(self, "", timeout=1, init_timeout=1, minutes=0, seed=0)
         if self.seed >= 2**32:
             raise ValueError(f"--seed {self.seed}: a number below 2**32 is needed.")
         Remat.of(self.remat)

@@ -26,6 +26,7 @@ from hfjax.run.speed import Speed
 
 LAG = 2  # steps behind which metrics are read: nothing waits for the device
 COMPILING = 3600.0  # seconds that what compiles may take, at least
+WRITING = 600.0  # and a checkpoint
 CONFIG, CHECKPOINTS = "config.yaml", "checkpoints"
 PROMPT = "\ndef "
 
@@ -89,7 +90,7 @@ class Run:
                 self.parts.layout,
                 keep=Keep(latest=keep.keep, every=keep.keep_every, best=best),
                 config=files.plain(config),
-                timeout=int(config.timeout),
+                timeout=int(max(config.timeout, WRITING)),
             )
         )
         self._begin()
@@ -174,7 +175,7 @@ class Run:
 
     def _phase(self, doing: str) -> AbstractContextManager[None]:
         """Let the watchdog wait for what is long; the first time it compiles."""
-        limit = self.config.timeout if doing in self.begun else COMPILING
+        limit = WRITING if doing in self.begun else COMPILING
         self.begun.add(doing)
         return self.watchdog.allow(limit, doing)
 
@@ -200,7 +201,7 @@ class Run:
         """Read the metrics of a step, which is done then, and tell them."""
         read = {name: float(x) for name, x in metrics.items() if name not in ("step", "finite")}
         step, skips = int(metrics["step"]), not bool(metrics["finite"])
-        self.watchdog.beat(f"after step {step}")
+        self.watchdog.beat(f"step {step + 1}")
         self.profile.after(step)
         self.speed.count()
         self.screen.advance()

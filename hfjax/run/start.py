@@ -17,7 +17,7 @@ def start(config: Train) -> Cluster:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", config.cpu_devices)
     keep_programs(config.cache)
-    cluster = init_distributed(timeout=config.timeout)
+    cluster = init_distributed(timeout=config.init_timeout)
     if not speaks():  # the first process tells of skipped steps
         warnings.simplefilter("ignore", RuntimeWarning)
     return cluster
