@@ -14,7 +14,7 @@ import pytest
 import hfjax
 from hfjax.__main__ import main
 from hfjax.run import files
-from hfjax.run.config import Checkpoints, Log, Mesh, Optimizer, Train
+from hfjax.run.config import Checkpoints, Log, Mesh, Model, Optimizer, Train
 from hfjax.run.start import start
 from tests.small_run import corpus, small, told
 
@@ -202,14 +202,41 @@ def test_thirty_kills_lose_nothing(shared):
 def test_the_commands_train_evaluate_and_write(shared):
     file, directory = written(shared, "commands", strategy="ddp", optimizer=Optimizer(ema=0.5))
     assert "done: 12 steps" in ended(started("train", "--config", file, "--log.sample", "8"))
-    out = ended(started("eval", directory, "--batch", "24"))
+    saved = [directory, "--cache", shared[0] / "programs"]
+    out = ended(started("eval", *saved, "--batch", "24"))
     assert "validated after step 12: loss" in out
-    latest = ended(started("eval", directory, "--no-average", "--strategy", "fsdp"))
+    latest = ended(started("eval", *saved, "--no-average", "--strategy", "fsdp"))
     assert latest != out
-    write = ["generate", directory, "--prompt", "mesh", "--tokens", "12", "--temperature", "0"]
+    write = ["generate", *saved, "--prompt", "mesh", "--tokens", "12", "--temperature", "0"]
     text = ended(started(*write))
     assert text.startswith("mesh")
     assert text == ended(started(*write, "--cpu-devices", "2", "--strategy", "fsdp"))
+
+
+@pytest.mark.parametrize("command", ["eval", "generate"])
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"model": Model(own="stranger.py:make")}, "--model.own "),
+        ({"model": Model(loss="stranger.py:make")}, "--model.loss "),
+        ({"optimizer": Optimizer(own="stranger.py:make")}, "--optimizer.own "),
+    ],
+)
+def test_code_that_a_run_names_is_run_only_on_trust(
+    command, fields, named, tmp_path, monkeypatch, capfd
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("hfjax.run.commands.start", lambda config: None)
+    Path("stranger.py").write_text("raise SystemExit('it ran')")
+    Path("run").mkdir()
+    files.save(Train(cpu_devices=1, **fields), Path("run/config.yaml"))
+    with pytest.raises(SystemExit, match="2"):
+        main([command, "run"])
+    told = capfd.readouterr().err
+    assert f"run/config.yaml names Python code, {named}{tmp_path}/stranger.py:make, " in told
+    assert "give --trust" in told
+    with pytest.raises(SystemExit, match="it ran"):
+        main([command, "run", "--trust"])
 
 
 @pytest.mark.parametrize(

@@ -89,6 +89,10 @@ class Saved:
     """On which devices."""
     cpu_devices: int | None = None
     """Run on so many fake CPU devices."""
+    cache: Path | None = None
+    """Where compiled programs are kept; None: in the user's cache."""
+    trust: bool = False
+    """Run the Python code that the configuration of the run names, if it names any."""
 
 
 @dataclass(frozen=True)
@@ -151,8 +155,14 @@ def _config(given: Saved) -> Train:
     path = given.run / CONFIG
     if not path.is_file():
         raise ValueError(f"{given.run} is no run of hfjax train: it has no {CONFIG}.")
-    here = {"mesh": given.mesh, "strategy": given.strategy, "cpu_devices": given.cpu_devices}
-    return replace(files.load(path), **here)
+    config = files.load(path)
+    if (code := files.code_of(config)) and not given.trust:
+        raise ValueError(
+            f"{path} names Python code, {' and '.join(code)}, which would run as you. If you wrote "
+            "it or have read it, give --trust."
+        )
+    here = {name: getattr(given, name) for name in ("mesh", "strategy", "cpu_devices", "cache")}
+    return replace(config, **here)
 
 
 def _restored(given: Saved, config: Train) -> tuple[Parts, Restored]:

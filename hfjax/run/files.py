@@ -140,6 +140,13 @@ def anywhere(config: Train) -> Train:
     return replace(config, data=data, model=model, optimizer=optimizer, checkpoints=start)
 
 
+def code_of(config: Train) -> list[str]:
+    """Return the flags by which a configuration names Python code."""
+    model, optimizer = config.model, config.optimizer
+    named = {"model.own": model.own, "model.loss": model.loss, "optimizer.own": optimizer.own}
+    return [f"--{flag} {name}" for flag, name in named.items() if name is not None]
+
+
 def function(name: str, flag: str) -> Callable:
     """Return the function named as file.py:function, or as package.module:function."""
     place, _, attribute = name.rpartition(":")
