@@ -24,9 +24,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from hfjax.batches import check_batch as check_rows, full, shard_batch
 from hfjax.check_step import check_runs
 from hfjax.mean import Mean, as_mean
-from hfjax.parallel.compiler import compiler_options
 from hfjax.parallel.execution import Execution
-from hfjax.parallel.mesh import BATCH_AXES, describe_mesh, make_mesh, platform_of
+from hfjax.parallel.mesh import BATCH_AXES, describe_mesh, make_mesh
 from hfjax.parallel.remat import Remat
 from hfjax.parallel.schedules import Schedule
 from hfjax.parallel.strategy import PIPE, Strategy
@@ -42,7 +41,7 @@ from hfjax.pipe_checks import (
     fitting,
 )
 from hfjax.plan import State, layout
-from hfjax.planes import data_plane, forward_plane
+from hfjax.planes import data_plane, forward_plane, options_of
 from hfjax.rearrange import canonical, rearrange
 from hfjax.stack import emptied, model_init, refilled, stack
 from hfjax.stages import on_stages
@@ -255,8 +254,7 @@ class Pipe:
         return self._jit(run, self._on(P()) if tells is None else self._rows)
 
     def _jit(self, run: Callable, out_shardings: Any) -> Callable:
-        platform = platform_of(self.mesh)
-        options = compiler_options(self._execution.compiler_options, platform) or None
+        options = options_of(self.layout, self._execution)
         return jax.jit(run, out_shardings=out_shardings, compiler_options=options)
 
     def _on(self, spec: P) -> NamedSharding:

@@ -6,13 +6,19 @@ from typing import Any, NamedTuple
 import jax
 
 from hfjax.mean import Mean
+from hfjax.parallel.compiler import (
+    best_preset,
+    compiler_options,
+    joined,
+    options_of_host,
+)
 from hfjax.parallel.execution import Execution
 from hfjax.parallel.gradients import DataPlane
 from hfjax.parallel.kernels import Kernels
 from hfjax.parallel.layer_updates import LayerUpdatePlane
 from hfjax.parallel.layerwise import LayerwisePlane
-from hfjax.parallel.mesh import PIPE_AXIS
-from hfjax.parallel.placement import batch_devices
+from hfjax.parallel.mesh import PIPE_AXIS, platform_of
+from hfjax.parallel.placement import batch_devices, entries_of
 from hfjax.parallel.reduction import Flat
 from hfjax.parallel.schedule import Table
 from hfjax.parallel.schedules import Schedule, forward_table
@@ -63,3 +69,20 @@ def forward_plane(
     count = max(n for n in range(1, wanted + 1) if rows % n == 0)
     assert layout.arrangement is not None
     return data_plane(layout, loss, run, forward_table(layout.arrangement.homes, count))
+
+
+def options_of(layout: Layout, execution: Execution) -> dict[str, Any] | None:
+    """Return what XLA is told when it compiles for a layout, if anything."""
+    platform, asked = platform_of(layout.mesh), execution.compiler_options
+    if asked == "auto":
+        asked = best_preset(*(_splits(layout, axis) for axis in ("fsdp", "tensor")))
+    options = compiler_options(asked, platform)
+    if layout.hosted or execution.offload:
+        options = joined(options_of_host(platform, layout.hosted.parameters), options)
+    return options or None
+
+
+def _splits(layout: Layout, axis: str) -> bool:
+    """Return whether an axis splits any parameter."""
+    specs = (entries_of(p.parameter, len(p.shape)) for p in layout.placed.values())
+    return layout.mesh.shape[axis] > 1 and any(axis in axes for spec in specs for axes in spec)

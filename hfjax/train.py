@@ -19,7 +19,6 @@ from hfjax.in_backward import InBackward, check_in_backward
 from hfjax.mean import Mean
 from hfjax.one_pass import OnePass
 from hfjax.optimizers import from_master
-from hfjax.parallel.compiler import compiler_options as options_of, joined, options_of_host
 from hfjax.parallel.execution import Execution, Precision
 from hfjax.parallel.in_words import calling
 from hfjax.parallel.kernels import Kernels
@@ -33,7 +32,7 @@ from hfjax.parallel.schedules import Schedule
 from hfjax.parallel.stages import PipelinePlane
 from hfjax.paths import flatten, nest
 from hfjax.plan import Layout, State
-from hfjax.planes import Passed, data_plane, forward_plane
+from hfjax.planes import Passed, data_plane, forward_plane, options_of
 from hfjax.rearrange import canonical, rearrange
 from hfjax.replaced import Follow
 from hfjax.stages import on_stages
@@ -105,7 +104,7 @@ class TrainStep:
         self._one_pass = OnePass.of(layout, self.kernels) if at_once else None
         self._watch = Watch(layout, execution.nonfinite, execution.patience)
         self._follow = Follow(layout.state_shapes.optimizer)
-        options = _options(layout, execution)
+        options = options_of(layout, execution)
         if layout.hosted or execution.offload:
             check_host_loops(layout.mesh, options)
         self._jitted = self._program(donate_argnums=0, compiler_options=options)
@@ -338,7 +337,7 @@ def eval_step(
     loss: Callable,
     precision: Precision | str = "stored",
     schedule: Schedule | None = None,
-    compiler_options: Any = "default",
+    compiler_options: Any = "auto",
     kernels: Any = "auto",
 ) -> Callable:
     """Return (state, batch) -> metrics, jitted: no dropout, no gradient, nothing donated.
@@ -359,7 +358,7 @@ def eval_step(
             mean = plane.evaluate(flatten(params), flatten(variables), batch)
         return {"loss": mean.total / mean.weight} | _metrics(mean)
 
-    jitted = jax.jit(evaluate, compiler_options=_options(layout, run))
+    jitted = jax.jit(evaluate, compiler_options=options_of(layout, run))
 
     def step(state: State, batch: Any) -> Metrics:
         if is_traced((state, batch)):
@@ -375,14 +374,6 @@ def eval_step(
             raise
 
     return step
-
-
-def _options(layout: Layout, execution: Execution) -> dict[str, Any] | None:
-    platform = platform_of(layout.mesh)
-    asked = options_of(execution.compiler_options, platform)
-    if layout.hosted or execution.offload:
-        asked = joined(options_of_host(platform, layout.hosted.parameters), asked)
-    return asked or None
 
 
 def _metrics(mean: Mean) -> Metrics:

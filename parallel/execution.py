@@ -75,11 +75,13 @@ class Execution:
     optimizer_in_backward: bool = False
     kernels: Wanted = Wanted()  # auto, pallas, xla, reference; or a word for each kernel
     unroll: int | bool | None = None  # layers per turn of the scan; None: as measured per backend
-    # A step whose loss or gradient is not finite: stop (leave the state as it was, raise two calls
-    # later), skip (leave it, warn, go on; raise after `patience` in a row), apply (update, raise).
+    # A step whose loss or gradient is not finite: stop (leave the state as it was, raise three
+    # calls later), skip (leave it, warn, go on; raise after `patience` in a row), apply (update,
+    # raise).
     nonfinite: str = "stop"
     patience: int = 10
-    compiler_options: Any = field(default="default", hash=False)  # a preset's name, or a dict
+    # A preset's name, or a dict; auto: on a GPU the preset that was measured best.
+    compiler_options: Any = field(default="auto", hash=False)
 
     def __post_init__(self):
         if not isinstance(self.accumulate, int) or self.accumulate < 1:

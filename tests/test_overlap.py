@@ -11,10 +11,14 @@ import optax
 import pytest
 
 import hfjax
+from hfjax import planes
 from hfjax.models.attention import dot_product
 from hfjax.models.gpt import GPT, GPTConfig, next_token_loss
 from hfjax.parallel.compiler import PRESETS, compiler_options
+from hfjax.parallel.execution import Execution
+from hfjax.planes import options_of
 from tests.h200 import OPTIMIZED, h200s
+from tests.small_gpt import gpt_layout
 
 
 def benchmark(name):
@@ -135,6 +139,32 @@ def test_a_preset_is_for_gpus_only():
     assert compiler_options("overlap", "cpu") == compiler_options("overlap", "tpu") == {}
 
 
+@pytest.mark.parametrize(
+    ("strategy", "sizes", "preset"),
+    [
+        (hfjax.DDP, {"data": 8}, "default"),
+        (hfjax.ZERO1, {"fsdp": 8}, "default"),  # parameters are whole
+        (hfjax.FSDP, {"fsdp": 8}, "overlap_two"),
+        (hfjax.FSDP, {"data": 8}, "default"),  # an axis of one device splits nothing
+        (hfjax.HSDP, {"data": 2, "fsdp": 4}, "overlap_two"),
+        (hfjax.TENSOR | hfjax.SEQUENCE, {"data": 2, "tensor": 4}, "overlap_two"),
+        (hfjax.FSDP | hfjax.TENSOR, {"fsdp": 2, "tensor": 4}, "overlap"),
+        (hfjax.PIPE, {"pipe": 8}, "default"),
+        (hfjax.PIPE | hfjax.TENSOR, {"pipe": 4, "tensor": 2}, "overlap_two"),
+    ],
+)
+def test_a_step_on_gpus_takes_the_preset_that_was_measured_best(
+    strategy, sizes, preset, monkeypatch
+):
+    layout = gpt_layout(strategy.edit(replicate_below=0), sizes, layers=8)
+    assert options_of(layout, Execution()) is None
+    monkeypatch.setattr(planes, "platform_of", lambda mesh: "gpu")
+    assert options_of(layout, Execution()) == (PRESETS[preset] or None)
+    assert options_of(layout, Execution(compiler_options="default")) is None
+    monkeypatch.setattr(jax, "__version_info__", (0, 13, 0))
+    assert options_of(layout, Execution()) is None
+
+
 def test_own_options_are_kept_where_they_mean_something():
     own = {"xla_gpu_enable_pipelined_all_gather": True, "xla_cpu_enable_fast_math": False}
     assert compiler_options(own, "cuda") == own
@@ -142,7 +172,7 @@ def test_own_options_are_kept_where_they_mean_something():
 
 
 def test_an_unknown_preset_names_the_known_ones():
-    with pytest.raises(ValueError, match="'fast': one of default, overlap, overlap_two"):
+    with pytest.raises(ValueError, match="'fast': one of auto, default, overlap, overlap_two"):
         compiler_options("fast", "gpu")
 
 

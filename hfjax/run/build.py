@@ -174,7 +174,7 @@ def short(count: float) -> str:
     for size, letter in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
         if count >= size:
             return f"{count / size:.1f}{letter}"
-    return f"{count:g}"
+    return f"{count:.4g}"
 
 
 def part(place: Path, name: str) -> Path | None:

@@ -96,7 +96,7 @@ def _name(given: Memory) -> str:
 
 
 def _offload(words: str | None) -> Offload | None:
-    return None if words is None else Offload.of(words)
+    return None if words in (None, AUTO) else Offload.of(str(words))
 
 
 def changed(given: Memory, words: str) -> Memory:

@@ -1,0 +1,151 @@
+"""Pages of documentation as programs: their Python blocks and commands run, in order.
+
+- ```python: run with the names that blocks before it have made; examples after >>> are compared.
+- $ command, or a line that begins with a known program: run; the lines below are compared.
+- ```yaml with `# name` in its first line: a file. Other blocks show what cannot be run again.
+
+Compared is what is stable: numbers count as one another, and … stands for any lines.
+"""
+
+import contextlib
+import doctest
+import io
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from hfjax.__main__ import main
+from hfjax.processes.command import split
+from tests.workers import environment
+
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
+PROGRAMS = ("hfjax", "make", "srun", "mpirun", "torchrun", "#SBATCH")
+NOT_HERE = ("make", "srun", "mpirun", "torchrun", "#SBATCH")  # their grammar is looked at
+NUMBER = re.compile(
+    r"\b(?=\w*\d)[0-9a-f]{8,}\b|[-+]?\b[\d.,]*\d(e[-+]?\d+)?( ?([KMGT]i)?B\b|[kMG]\b)?"
+)
+
+
+class Block(NamedTuple):
+    """A fenced block of a page."""
+
+    line: int  # of the page: where its text begins
+    language: str
+    text: str
+
+
+def blocks(text: str) -> Iterator[Block]:
+    """Yield the fenced blocks of a page."""
+    for found in FENCE.finditer(text):
+        yield Block(text.count("\n", 0, found.start(2)) + 1, found[1], found[2])
+
+
+def commands(block: Block) -> Iterator[tuple[str, list[str]]]:
+    """Yield the commands of a block, each with the lines that are printed."""
+    lines = block.text.replace("\\\n", " ").splitlines()
+    starts = [n for n, line in enumerate(lines) if line.startswith("$ ")]
+    starts = starts or [n for n, line in enumerate(lines) if line.split(" ")[0] in PROGRAMS]
+    for start, end in zip(starts, [*starts, len(lines)][1:], strict=True):
+        yield lines[start].removeprefix("$ "), lines[start + 1 : end]
+
+
+class Page:
+    """A page, run in a folder with the names that its text takes for granted."""
+
+    def __init__(self, path: Path, small: dict[str, str], names: dict[str, Any]):
+        text = path.read_text(encoding="utf-8")
+        for long, short in small.items():
+            assert long in text, f"{path.name} does not say {long!r} any more"
+            text = text.replace(long, short)
+        self.path, self.blocks, self.names = path, list(blocks(text)), names
+
+    def run(self, wanted: Callable[[str], bool] = lambda command: True) -> None:
+        """Run all blocks, and those of the commands that are wanted."""
+        for block in self.blocks:
+            if block.language == "yaml":
+                name = block.text.splitlines()[0].removeprefix("# ")
+                Path(name).write_text(block.text, encoding="utf-8")
+            elif ">>> " in block.text:
+                self._examples(block)
+            elif block.language == "python":
+                self._execute(block)
+            else:
+                for command, printed in commands(block):
+                    if wanted(command):
+                        compare(printed, output_of(command), f"{self.path.name}: $ {command}")
+
+    def _execute(self, block: Block) -> None:
+        source = "\n" * (block.line - 1) + block.text
+        try:
+            exec(compile(source, self.path, "exec"), self.names)
+        except SystemExit as end:
+            if end.code != 0:
+                raise AssertionError(f"{self.path.name}: exit code {end.code}") from end
+
+    def _examples(self, block: Block) -> None:
+        for example in doctest.DocTestParser().get_examples(block.text):
+            where = f"{self.path.name}:{block.line + example.lineno}: {example.source.strip()}"
+            compare(example.want.splitlines(), self._shown(example.source), where)
+
+    def _shown(self, source: str) -> str:
+        """Return what a session shows of a statement: what it prints, or its error."""
+        with contextlib.redirect_stdout(io.StringIO()) as told:
+            try:
+                exec(compile(source, self.path, "single"), self.names)
+            except Exception as error:
+                return f"{type(error).__name__}: {error}"
+        return told.getvalue()
+
+
+def output_of(command: str) -> str:
+    """Return what a command prints; those of hfjax run in this process."""
+    words = shlex.split(command, comments=True)
+    if words[0] in NOT_HERE:
+        subprocess.run(["bash", "-n", "-c", command], check=True)
+        return ""
+    if words[:2] == ["hfjax", "launch"] and (inner := split(words)[1])[0] == "hfjax":
+        words = list(inner)
+    if words[0] != "hfjax" or words[1] == "launch":
+        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+        return subprocess.run(
+            ["bash", "-c", command],
+            env=environment(PATH=path),
+            check=True,
+            text=True,
+            stdout=subprocess.PIPE,
+            timeout=120,
+        ).stdout
+    told = io.StringIO()
+    with contextlib.redirect_stdout(told), contextlib.redirect_stderr(told):
+        status = _status(words[1:])
+    assert status == 0 or "error: " in told.getvalue(), f"{command}: {status}: {told.getvalue()}"
+    return told.getvalue()
+
+
+def _status(words: list[str]) -> Any:
+    try:
+        return main(words)
+    except SystemExit as end:
+        if isinstance(end.code, str):
+            print(end.code)
+        return end.code
+
+
+def compare(printed: list[str], found: str, where: str) -> None:
+    """Refuse an output that lacks a line of those printed, in their order."""
+    lines = iter([_stable(line) for line in found.splitlines()])
+    for line in printed:
+        wanted = _stable(line)
+        if wanted not in ("", "…") and not any(wanted == each for each in lines):
+            raise AssertionError(f"{where}\n  does not print: {line}\n  but:\n{found}")
+
+
+def _stable(line: str) -> str:
+    """Return a line with its numbers and spaces evened out, and without a path to a folder."""
+    line = re.sub(r"(?<![\w.])/[\w./-]*/(?=\w)", "/data/", line)
+    return " ".join(NUMBER.sub("#", re.sub("─+", "─", line)).split())

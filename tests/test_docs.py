@@ -1,0 +1,206 @@
+"""The README and docs/ do what they say: every command and every Python block of them is run."""
+
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+import hfjax
+from hfjax.models.gpt import GPT, GPTConfig, next_token_loss
+from tests.h200 import h200s
+from tests.pages import Page, blocks
+from tests.small_checkpoint import EVERYTHING, Two
+from tests.small_run import MODEL
+from tests.test_checkpoint_damage import flip
+from tests.workers import environment
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted(["README.md", *(str(p.relative_to(ROOT)) for p in (ROOT / "docs").glob("*.md"))])
+SMALL_GPT = "--model.length 16 --model.layers 2 --model.heads 2 --model.embed 32"
+SMALL = {  # what is too long for a test, and what stands for it
+    "README.md": {
+        "hfjax train     ": f"hfjax train --steps 2 --log.sample 4 {SMALL_GPT}     ",
+        "--out runs/books\n": f"--out runs/books --steps 2 --log.sample 4 {SMALL_GPT}\n",
+        "--valid 0.01": "--valid 0.1",
+        '--prompt "Once "': '--prompt "Once " --tokens 4',
+        "--gpu h200 --count 8": "--gpu here --compare none",
+    },
+    "docs/ahead_of_time.md": {'"h200", 512), data=64': '"h200", 16), data=2'},
+    "docs/data.md": {
+        "/usr/lib/python3.11": "texts",
+        "--vocab 4096": "--vocab 300",
+        "--valid 0.05": "--valid 0.2",
+        "seed=0)": "seed=0, epochs=1)",
+        "rows=32, length=256": "rows=8, length=16",
+        "share(32": "share(8",
+    },
+    "docs/memory.md": {
+        "gpt-medium --model.length 4096 --vocab 50304": f"gpt-tiny {SMALL_GPT} --vocab 512",
+        "16GiB": "1MiB",
+    },
+    "docs/processes.md": {"-n 8 -- python": "-n 1 -- python"},
+    "docs/training.md": {
+        "hfjax train\n": f"hfjax train --steps 30 --log.sample 4 {SMALL_GPT}\n",
+        "DDP on one device (cpu)": "DDP on data=8 (cpu)",
+        "def iled_mactiond)\ndef _file_par.pode_seyt__ycoptEror(seques=": "…",
+        "       None:\n                         indeff condiss:\n": "",
+        "steps: 2000": "steps: 2",
+        "preset: gpt-small, length: 512": "preset: gpt-tiny, length: 16, layers: 1",
+        "warmup: 100": "warmup: 1",
+        "--tokens 60": "--tokens 6",
+        "class is demaction and self, velil.pode_seyp_syceptEror(')": "…",
+        "-- hfjax train --strategy fsdp": f"-- hfjax train --strategy fsdp --steps 2 {SMALL_GPT}",
+        "steps=200, strategy": "steps=2, model=SMALL_MODEL, strategy",
+        "int(state.step), 200)": "int(state.step), 4)",
+    },
+}
+
+ELSEWHERE = {  # commands that are not run here, and where they are
+    "--offload auto": "below: it needs what compiles for GPUs",
+    "train.py trouble": "a process is killed: tests/test_run_processes.py",
+    "--max-restarts 3 -- python train.py": "Ctrl-C: tests/test_run_processes.py",
+}
+
+
+def names_of(page: str) -> dict[str, Any]:
+    """Return what a page takes for granted: the names that its blocks use and do not make."""
+    config = GPTConfig.tiny(layers=8, embed=32, heads=4, vocab=512, length=64)
+    init = lambda rngs: GPT(config, rngs=rngs)
+    names: dict[str, Any] = {"hfjax": hfjax, "jax": jax, "np": np, "optax": optax, "P": P}
+    names |= {"GPT": GPT, "config": config, "init": init, "model_init": init, "rate": 1e-3}
+    names |= {"next_token_loss": next_token_loss, "loss": next_token_loss}
+    names["batch"] = {"tokens": np.ones((32, 65), np.int32)}
+    return names | MAKES.get(page, lambda names: {})(names)
+
+
+def trained(names: dict[str, Any]) -> dict[str, Any]:
+    mesh = hfjax.make_mesh(fsdp=8)
+    layout = hfjax.layout(names["init"], optax.adamw(1e-3), mesh, hfjax.FSDP)
+    step = hfjax.train_step(layout, names["loss"])
+    return {"mesh": mesh, "layout": layout, "step": step, "state": hfjax.init(layout)}
+
+
+def for_checkpoints(names: dict[str, Any]) -> dict[str, Any]:
+    mesh = hfjax.make_mesh(fsdp=8)
+    model = lambda dtype: lambda rngs: Two(rngs, dtype=dtype)
+    forward = {"forward": lambda model, batch: model.second(model.first(batch["x"]))}
+    adam = optax.adam(1e-3)
+    layout = hfjax.layout(model(jnp.float32), adam, mesh, EVERYTHING, **forward)
+    half = hfjax.layout(model(jnp.bfloat16), adam, mesh, EVERYTHING, **forward)
+    sgd = hfjax.layout(model(jnp.float32), optax.sgd(1e-3, 0.9), mesh, EVERYTHING, **forward)
+
+    def turn_a_bit_of(step: str) -> None:
+        flip(max(Path(step).glob("state/ocdbt.process_0/d/*"), key=lambda p: p.stat().st_size))
+
+    return {
+        "turn_a_bit_of": turn_a_bit_of,
+        **{"layout": layout, "in_bfloat16": half, "with_sgd": sgd, "state": hfjax.init(layout)},
+        "step": hfjax.train_step(layout, lambda outputs, _: jnp.mean(outputs**2)),
+        "batch": lambda number: {"x": np.full((8, 8), number, np.float32)},
+    }
+
+
+def for_data(names: dict[str, Any]) -> dict[str, Any]:
+    Path("texts").mkdir()
+    library = Path(sysconfig.get_path("stdlib"))
+    for name in ("__future__", "abc", "bisect", "code", "glob", "heapq", "queue", "shelve"):
+        shutil.copy(library / f"{name}.py", "texts")
+    names["init"] = lambda rngs: GPT(names["config"], rngs=rngs)
+    return trained(names)
+
+
+def for_memory(names: dict[str, Any]) -> dict[str, Any]:
+    block, schedule = nnx.Linear(8, 8, rngs=nnx.Rngs(0)), hfjax.Schedule("1f1b", 8)
+    mesh = hfjax.make_mesh(pipe=4, data=2)
+    staged = hfjax.layout(names["init"], optax.adamw(1e-3), mesh, hfjax.PIPE)
+    return trained(names) | {"block": block, "schedule": schedule, "staged": staged}
+
+
+def for_optimizers(names: dict[str, Any]) -> dict[str, Any]:
+    root = lambda outputs, batch: jnp.sqrt(0 * outputs).mean()
+    return trained(names) | {"with_a_square_root_of_zero": root}
+
+
+def for_pipelines(names: dict[str, Any]) -> dict[str, Any]:
+    width, rngs = 8, nnx.Rngs(0)
+    other = trained(names)["layout"]
+    return {
+        "other_layout": other,
+        "layers": [nnx.Linear(width, width, rngs=rngs) for _ in range(8)],
+        "optimizer": optax.adam(1e-3),
+        **{"x": np.ones((64, width), np.float32), "y": np.ones((64, width), np.float32)},
+        "criterion": lambda outputs, y: jnp.mean((outputs - y) ** 2),
+    }
+
+
+def for_processes(names: dict[str, Any]) -> dict[str, Any]:
+    program = next(blocks((ROOT / "docs/processes.md").read_text(encoding="utf-8"))).text
+    Path("train.py").write_text(program)
+    return {}
+
+
+def for_readme(names: dict[str, Any]) -> dict[str, Any]:
+    Path("books").mkdir()
+    for number in range(40):
+        Path(f"books/{number}.txt").write_text(f"Once upon a time there were {number} of them. ")
+    return {}
+
+
+MAKES = {
+    "README.md": for_readme,
+    "docs/checkpoints.md": for_checkpoints,
+    "docs/data.md": for_data,
+    "docs/kernels.md": trained,
+    "docs/memory.md": for_memory,
+    "docs/optimizers.md": for_optimizers,
+    "docs/pipelines.md": for_pipelines,
+    "docs/processes.md": for_processes,
+    "docs/strategies.md": trained,
+    "docs/training.md": lambda names: {"SMALL_MODEL": MODEL},
+}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_what_a_page_says_can_be_done(page, tmp_path, monkeypatch):
+    if page == "docs/ahead_of_time.md":
+        h200s()
+    monkeypatch.chdir(tmp_path)
+    made = Page(ROOT / page, SMALL.get(page, {}), names_of(page))
+    made.run(wanted=lambda command: not any(words in command for words in ELSEWHERE))
+
+
+@pytest.mark.slow
+def test_the_demo_ends_with_the_table_of_the_readme():
+    """Collectives, bytes and losses, number for number."""
+    told = subprocess.run(
+        [sys.executable, "-m", "hfjax", "demo"],
+        env=environment(XLA_FLAGS=""),
+        check=True,
+        text=True,
+        capture_output=True,
+    ).stdout
+    even = lambda text: [" ".join(line.split()) for line in text.splitlines()]
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    [table] = [block.text for block in blocks(text) if "TENSOR+SEQUENCE  " in block.text]
+    rows = [line for line in even(table) if "MiB" in line or "KiB" in line]
+    assert len(rows) == 10
+    assert not [row for row in rows if row not in even(told)], told
+
+
+@pytest.mark.cuda
+def test_the_least_offload_is_found_as_the_page_says(tmp_path, monkeypatch):
+    h200s()
+    monkeypatch.chdir(tmp_path)
+    page = Page(ROOT / "docs/memory.md", SMALL["docs/memory.md"], {})
+    page.blocks = [block for block in page.blocks if "hfjax memory" in block.text]
+    page.run()
