@@ -1,7 +1,8 @@
 """Pages of documentation as programs: their Python blocks and commands run, in order.
 
 - ```python: run with the names that blocks before it have made; examples after >>> are compared.
-- $ command, or a line that begins with a known program: run; the lines below are compared.
+- $ command, or a line that begins with hfjax: run; the lines below are compared.
+- ```bash: the grammar is looked at, and the lines that begin with hfjax are run.
 - ```yaml with `# name` in its first line: a file. Other blocks show what cannot be run again.
 
 Compared is what is stable: numbers count as one another, and … stands for any lines.
@@ -24,8 +25,6 @@ from hfjax.processes.command import split
 from tests.workers import environment
 
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
-PROGRAMS = ("hfjax", "make", "srun", "mpirun", "torchrun", "#SBATCH")
-NOT_HERE = ("make", "srun", "mpirun", "torchrun", "#SBATCH")  # their grammar is looked at
 NUMBER = re.compile(
     r"\b(?=\w*\d)[0-9a-f]{8,}\b|[-+]?\b[\d.,]*\d(e[-+]?\d+)?( ?([KMGT]i)?B\b|[kMG]\b)?"
 )
@@ -49,7 +48,7 @@ def commands(block: Block) -> Iterator[tuple[str, list[str]]]:
     """Yield the commands of a block, each with the lines that are printed."""
     lines = block.text.replace("\\\n", " ").splitlines()
     starts = [n for n, line in enumerate(lines) if line.startswith("$ ")]
-    starts = starts or [n for n, line in enumerate(lines) if line.split(" ")[0] in PROGRAMS]
+    starts = starts or [n for n, line in enumerate(lines) if line.startswith("hfjax ")]
     for start, end in zip(starts, [*starts, len(lines)][1:], strict=True):
         yield lines[start].removeprefix("$ "), lines[start + 1 : end]
 
@@ -75,9 +74,14 @@ class Page:
             elif block.language == "python":
                 self._execute(block)
             else:
-                for command, printed in commands(block):
-                    if wanted(command):
-                        compare(printed, output_of(command), f"{self.path.name}: $ {command}")
+                self._commands(block, wanted)
+
+    def _commands(self, block: Block, wanted: Callable[[str], bool]) -> None:
+        if block.language == "bash":
+            subprocess.run(["bash", "-n", "-c", block.text], check=True)
+        for command, printed in commands(block):
+            if wanted(command):
+                compare(printed, output_of(command), f"{self.path.name}: $ {command}")
 
     def _execute(self, block: Block) -> None:
         source = "\n" * (block.line - 1) + block.text
@@ -105,9 +109,6 @@ class Page:
 def output_of(command: str) -> str:
     """Return what a command prints; those of hfjax run in this process."""
     words = shlex.split(command, comments=True)
-    if words[0] in NOT_HERE:
-        subprocess.run(["bash", "-n", "-c", command], check=True)
-        return ""
     if words[:2] == ["hfjax", "launch"] and (inner := split(words)[1])[0] == "hfjax":
         words = list(inner)
     if words[0] != "hfjax" or words[1] == "launch":

@@ -4,6 +4,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,11 @@ SMALL = {  # what is too long for a test, and what stands for it
         "gpt-medium --model.length 4096 --vocab 50304": f"gpt-tiny {SMALL_GPT} --vocab 512",
         "16GiB": "1MiB",
     },
-    "docs/processes.md": {"-n 8 -- python": "-n 1 -- python"},
+    "docs/processes.md": {
+        "-n 8 -- python": "-n 1 -- python",
+        "range(40)": "range(3)",
+        "GPTConfig.tiny()": "GPTConfig.tiny(layers=1, embed=32)",
+    },
     "docs/training.md": {
         "hfjax train\n": f"hfjax train --steps 30 --log.sample 4 {SMALL_GPT}\n",
         "DDP on one device (cpu)": "DDP on data=8 (cpu)",
@@ -74,7 +79,7 @@ ELSEWHERE = {  # commands that are not run here, and where they are
 
 def names_of(page: str) -> dict[str, Any]:
     """Return what a page takes for granted: the names that its blocks use and do not make."""
-    config = GPTConfig.tiny(layers=8, embed=32, heads=4, vocab=512, length=64)
+    config = GPTConfig.tiny(layers=2, embed=32, heads=4, vocab=512, length=64)
     init = lambda rngs: GPT(config, rngs=rngs)
     names: dict[str, Any] = {"hfjax": hfjax, "jax": jax, "np": np, "optax": optax, "P": P}
     names |= {"GPT": GPT, "config": config, "init": init, "model_init": init, "rate": 1e-3}
@@ -122,7 +127,8 @@ def for_data(names: dict[str, Any]) -> dict[str, Any]:
 def for_memory(names: dict[str, Any]) -> dict[str, Any]:
     block, schedule = nnx.Linear(8, 8, rngs=nnx.Rngs(0)), hfjax.Schedule("1f1b", 8)
     mesh = hfjax.make_mesh(pipe=4, data=2)
-    staged = hfjax.layout(names["init"], optax.adamw(1e-3), mesh, hfjax.PIPE)
+    config = replace(names["config"], layers=4)
+    staged = hfjax.layout(lambda rngs: GPT(config, rngs=rngs), optax.adamw(1e-3), mesh, hfjax.PIPE)
     return trained(names) | {"block": block, "schedule": schedule, "staged": staged}
 
 
@@ -133,9 +139,10 @@ def for_optimizers(names: dict[str, Any]) -> dict[str, Any]:
 
 def for_pipelines(names: dict[str, Any]) -> dict[str, Any]:
     width, rngs = 8, nnx.Rngs(0)
-    other = trained(names)["layout"]
+    config = replace(names["config"], layers=8)
+    init = lambda rngs: GPT(config, rngs=rngs)
     return {
-        "other_layout": other,
+        **{"other_layout": trained({**names, "init": init})["layout"], "init": init},
         "layers": [nnx.Linear(width, width, rngs=rngs) for _ in range(8)],
         "optimizer": optax.adam(1e-3),
         **{"x": np.ones((64, width), np.float32), "y": np.ones((64, width), np.float32)},
@@ -144,8 +151,8 @@ def for_pipelines(names: dict[str, Any]) -> dict[str, Any]:
 
 
 def for_processes(names: dict[str, Any]) -> dict[str, Any]:
-    program = next(blocks((ROOT / "docs/processes.md").read_text(encoding="utf-8"))).text
-    Path("train.py").write_text(program)
+    page = Page(ROOT / "docs/processes.md", SMALL["docs/processes.md"], names)
+    Path("train.py").write_text(page.blocks[0].text)
     return {}
 
 
