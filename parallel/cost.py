@@ -9,6 +9,7 @@ from collections import Counter
 import numpy as np
 
 from hfjax.parallel.schedule import KINDS, Table, Task, needs
+from hfjax.parallel.ticks import compile_table
 
 MODELS = ("lockstep", "neighbour", "free")
 
@@ -125,7 +126,7 @@ def stash(table: Table) -> tuple[float, ...]:
 
 
 def messages(table: Table) -> dict[tuple[int, int], int]:
-    """Return how many messages go from one stage to another, in the order of the stages.
+    """Return how many messages one stage needs of another, in the order of the stages.
 
     >>> from hfjax.parallel.schedules import Schedule
     >>> messages(Schedule("1f1b", microbatches=16).table(stages=3))
@@ -137,3 +138,24 @@ def messages(table: Table) -> dict[tuple[int, int], int]:
             source = table.homes[need.virtual][0]
             sent[source, stage] += source != stage
     return {link: count for link, count in sorted(sent.items()) if count}
+
+
+def permutes(table: Table) -> int:
+    """Return how many collective-permutes the program has, for each array that layers hand on.
+
+    Each tick of a segment sends on every link in use, whether or not a task needs it.
+
+    >>> from hfjax.parallel.schedules import Schedule
+    >>> permutes(Schedule("1f1b", microbatches=16).table(stages=4))  # 2 (16 + 4 - 1)
+    38
+    """
+    return sum(count for _, _, count in compile_table(table).permutes())
+
+
+def sent(table: Table) -> dict[tuple[int, int], int]:
+    """Return how many messages one stage sends another, needed or not, in their order."""
+    ticks, found = compile_table(table), Counter()
+    for kind, link, count in ticks.permutes():
+        for pair in ticks.route(kind, link):
+            found[pair] += count
+    return dict(sorted(found.items()))
