@@ -1,16 +1,18 @@
-"""What a table costs before anything runs: time, bubble, stored activations, messages.
+"""What a table costs before anything runs: time, bubble, what is stored, what is sent.
 
 Times are in units of the caller; `forward` and `backward` are those of all the chunks of one stage
 for one microbatch, `weights` is the part of `backward` that the W slot runs in a split table.
 """
 
 from collections import Counter
+from functools import lru_cache
 
 import numpy as np
 
 from hfjax.parallel.schedule import KINDS, Table, Task, needs
 from hfjax.parallel.ticks import compile_table
 
+_compiled = lru_cache(maxsize=1)(compile_table)
 MODELS = ("lockstep", "neighbour", "free")
 
 
@@ -125,6 +127,18 @@ def stash(table: Table) -> tuple[float, ...]:
     return tuple((kept.cumsum(axis=0).max(axis=0) / table.chunks).tolist())
 
 
+def crossing(table: Table) -> tuple[float, ...]:
+    """Return of how many microbatches each stage has room for what W needs of B, in whole stages.
+
+    These are slots of the executor's ring `cross`; only a split table has any.
+
+    >>> from hfjax.parallel.schedules import Schedule
+    >>> crossing(Schedule("zb-h1", microbatches=16).table(stages=4))
+    (1.0, 2.0, 3.0, 4.0)
+    """
+    return tuple(slots / table.chunks for slots in _compiled(table).used("cross"))
+
+
 def messages(table: Table) -> dict[tuple[int, int], int]:
     """Return how many messages one stage needs of another, in the order of the stages.
 
@@ -149,12 +163,12 @@ def permutes(table: Table) -> int:
     >>> permutes(Schedule("1f1b", microbatches=16).table(stages=4))  # 2 (16 + 4 - 1)
     38
     """
-    return sum(count for _, _, count in compile_table(table).permutes())
+    return sum(count for _, _, count in _compiled(table).permutes())
 
 
 def sent(table: Table) -> dict[tuple[int, int], int]:
     """Return how many messages one stage sends another, needed or not, in their order."""
-    ticks, found = compile_table(table), Counter()
+    ticks, found = _compiled(table), Counter()
     for kind, link, count in ticks.permutes():
         for pair in ticks.route(kind, link):
             found[pair] += count

@@ -35,7 +35,9 @@ def test_alone_it_lists_every_schedule_in_a_line(run):
     lines = out.splitlines()
     assert status == 0
     assert [line.split()[0] for line in lines[1 : 1 + len(SCHEDULES)]] == list(SCHEDULES)
-    assert lines[2].split()[:4] == ["1f1b", "1", "15.8%", "7"]
+    assert lines[0].split() == ["schedule", "chunks", "bubble", "stash", "B-W", "sent"]
+    assert lines[2].split()[:6] == ["1f1b", "1", "15.8%", "7", "0", "38"]
+    assert lines[8].split()[:6] == ["zb-h1", "1", "5.9%", "4", "4", "102"]
     assert "with 4 stages, 16 microbatches, forward 1, backward 2" in out
     assert "4.5%" in run("--stages", 2, "--microbatches", 21)[1]
 
@@ -54,8 +56,21 @@ def test_it_prints_the_grid_and_what_it_costs(run):
         "time      18, with forward 1, backward 2 (weights 1 of it)",
         "bubble    33.3%; waiting for neighbours only: 33.3%, for inputs only: 33.3%",
         "stash     4 3 1: microbatches whose activations each stage keeps",
-        "messages  0->1 4, 1->0 4, 1->2 4, 2->1 4",
+        "permutes  12 in each stage's program; a stage has at most 8 messages to send",
+        "messages  0->1 6 for 4, 1->0 6 for 4, 1->2 6 for 4, 2->1 6 for 4: sent, for those needed",
     ]
+
+
+def test_it_tells_what_is_sent_and_what_crosses_from_b_to_w(run):
+    for name, sent, needed in (("zb-v", 1548, 256), ("zb-h1", 390, 128), ("v", 536, 256)):
+        _, out, _ = run(name, "--microbatches", 64)
+        assert f"permutes  {sent} in each stage's program; a stage has at most {needed} " in out
+    _, out, _ = run("zb-h1", "--microbatches", 64)
+    assert "B to W    1 2 3 4: microbatches" in out
+    assert "1->2 195 for 64" in out
+    _, out, _ = run("1f1b", "--stages", 1)
+    assert "messages  none" in out
+    assert "B to W" not in out
 
 
 def test_times_are_those_given(run):

@@ -5,8 +5,9 @@ from itertools import product
 import numpy as np
 import pytest
 
-from hfjax.parallel.cost import bubble, cost, messages, stash
+from hfjax.parallel.cost import bubble, cost, crossing, messages, permutes, sent, stash
 from hfjax.parallel.schedules import SCHEDULES, Schedule
+from hfjax.parallel.ticks import compile_table
 from hfjax.parallel.versions import weight_versions
 
 SIZES = list(product(range(1, 9), (1, 2, 3, 5, 7, 8, 12, 16, 17)))
@@ -116,6 +117,13 @@ def test_on_a_v_no_stage_keeps_more_than_1f1b_does(name):
         assert max(stash(table(name, stages, microbatches))) <= min(stages, microbatches)
 
 
+def test_a_split_backward_keeps_what_crosses_in_the_slots_of_the_executor():
+    for name, kept in (("zb-h1", (1, 2, 3, 4)), ("zb-v", (0.5, 1.5, 2.5, 3.5)), ("1f1b", (0,) * 4)):
+        assert crossing(table(name)) == kept
+        ring = compile_table(table(name)).used("cross")
+        assert tuple(slots / table(name).chunks for slots in ring) == kept
+
+
 def test_to_wait_for_less_is_never_slower():
     for name in SCHEDULES:
         schedule = table(name)
@@ -133,6 +141,17 @@ def test_messages_are_counted_per_link():
     assert looped == {(0, 1): 12, (0, 2): 6, (1, 0): 12, (1, 2): 12, (2, 0): 6, (2, 1): 12}
     assert messages(table("zb-v", 3, 6)) == {link: 12 for link in ((0, 1), (1, 0), (1, 2), (2, 1))}
     assert messages(table("interleaved", 1, 6, 2)) == {}
+    assert (sent(table("interleaved", 1, 6, 2)), permutes(table("interleaved", 1, 6, 2))) == ({}, 0)
+
+
+def test_sent_is_every_tick_of_a_link_needed_or_not():
+    assert sent(table("1f1b", 3, 5)) == dict.fromkeys(((0, 1), (1, 0), (1, 2), (2, 1)), 7)
+    for name in SCHEDULES:
+        needed, all_sent = messages(table(name)), sent(table(name))
+        assert needed.keys() == all_sent.keys()
+        assert all(all_sent[link] >= count for link, count in needed.items())
+        of_middle = sum(count for (here, _), count in all_sent.items() if here == 1)
+        assert of_middle == permutes(table(name)), name  # it has neighbours on both sides
 
 
 def test_times_that_cannot_be_are_refused():
