@@ -14,6 +14,8 @@ from hfjax.models.gpt import next_token_loss
 from hfjax.models.parts import stacked
 from hfjax.parallel.cost import messages, permutes
 from hfjax.parallel.schedules import SCHEDULES
+from hfjax.parallel.waiting import waiting
+from hfjax.paths import flatten
 from tests.h200 import OPTIMIZED, h200s
 from tests.small_gpt import gpt_layout, tokens
 
@@ -145,6 +147,23 @@ def test_each_stage_holds_its_layers_gradients_and_moments():
         share, times = layout.bytes_per_device()[name], {"moments": 2}.get(name, 1)
         scalars = whole % 8 if name == "moments" else 0
         assert share - scalars == times * ends + (whole - scalars - times * ends) // 4, name
+
+
+def test_the_rings_of_a_split_backward_take_what_is_told_of_them():
+    """zb-h1 has the stash of 1f1b-half, and what W needs of B besides."""
+    rows, mesh = 64, hfjax.make_mesh(pipe=4, devices=jax.devices()[:4])
+    layout = hfjax.layout(Tiny, optax.sgd(0.1), mesh, PIPE)
+    told, compiled = [], []
+    for name in ("1f1b-half", "zb-h1"):
+        schedule, batch = Schedule(name, 4), np.ones((4 * rows, 2), np.float32)
+        step = hfjax.train_step(layout, lambda y, _: y.mean(), schedule=schedule, unroll=1)
+        state = step.layout.abstract_state()
+        given = flatten(state.params), flatten(state.variables)
+        told.append(waiting(step._plane, *given, batch, state.step)["activations"][0])
+        compiled.append(step.lower(batch).compile().memory_analysis().temp_size_in_bytes)
+    layers, x = 2, 4 * rows * 2
+    assert told == [4 * layers * x, (4 + 4) * layers * x]  # a Linear keeps x, and dy crosses
+    assert 0.9 < (compiled[1] - compiled[0]) / (told[1] - told[0]) < 1.1
 
 
 @pytest.mark.cuda
