@@ -27,7 +27,7 @@ def cost(
 
     `lockstep` is what the executor does: a tick ends for all stages at once, after every slot in
     use where there are no branches, after the busiest stage where there are. `neighbour`: a stage
-    waits for itself and its two neighbours only. `free`: for its inputs only.
+    waits for itself and its two neighbours only. `free`: for the inputs of its next tick only.
 
     >>> from hfjax.parallel.schedules import Schedule
     >>> cost(Schedule("1f1b", microbatches=16).table(stages=4))  # (16 + 4 - 1) * (1 + 2)
@@ -35,11 +35,11 @@ def cost(
     """
     if model not in MODELS:
         raise ValueError(f"model={model!r}: one of {', '.join(MODELS)}.")
-    each = _each(table, forward, backward, weights)
+    durations = _durations(table, _each(table, forward, backward, weights))
     if model == "free":
-        return _free(table, dict(zip(KINDS, each.tolist(), strict=True)))
-    durations = _durations(table, each).sum(axis=2)
-    return _neighbour(durations) if model == "neighbour" else float(durations.max(axis=1).sum())
+        return _free(table, durations)
+    ticks = durations.sum(axis=2)
+    return _neighbour(ticks) if model == "neighbour" else float(ticks.max(axis=1).sum())
 
 
 def starts(
@@ -81,13 +81,24 @@ def _neighbour(durations: np.ndarray) -> float:
     return float(ends.max())
 
 
-def _free(table: Table, each: dict[str, float]) -> float:
-    ends: dict[Task, float] = {}
-    stages = [0.0] * table.stages
-    for task, _, stage in table.tasks():
-        inputs = [ends[need] for need, _ in needs(task, table.virtual)]
-        ends[task] = stages[stage] = max(stages[stage], *inputs, 0.0) + each[task.kind]
-    return max(stages)
+def _free(table: Table, durations: np.ndarray) -> float:
+    """Return the time if a stage begins a tick as soon as all that its tasks need is there.
+
+    As in the executor its slots run one after another and their messages leave at the end: no F
+    overlaps a B. (Only without branches a forward's message leaves after its slot.)
+    """
+    cells: dict[tuple[int, int], list[Task]] = {}
+    for task, tick, stage in table.tasks():
+        cells.setdefault((tick, stage), []).append(task)
+    ends, there = np.zeros(table.stages), dict[Task, float]()
+    for tick, stage in np.ndindex(durations.shape[:2]):
+        tasks = cells.get((tick, stage), [])
+        inputs = {need for task in tasks for need, _ in needs(task, table.virtual)}
+        begin = max([ends[stage], *(there[need] for need in inputs.difference(tasks))])
+        ends[stage] = begin + durations[tick, stage].sum()
+        first = ends[stage] if table.branches else begin + durations[tick, stage, 0]
+        there |= {task: first if task.kind == "F" else ends[stage] for task in tasks}
+    return float(ends.max())
 
 
 def bubble(
