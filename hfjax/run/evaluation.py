@@ -36,5 +36,10 @@ def evaluate(
         raise ValueError("evaluate: there is no batch. Give a data set with at least one row.")
     weights = [float(metrics["weight"]) for metrics in found]
     losses = [float(metrics["loss"]) for metrics in found]
+    if not any(weights):
+        raise ValueError(
+            f"evaluate: no token of {len(found)} batches has a weight, so that there is no mean. "
+            "Look at the data set and its masks."
+        )
     total = sum(w * loss for w, loss in zip(weights, losses, strict=True) if w)
     return Evaluated(total / sum(weights), round(sum(weights)))
