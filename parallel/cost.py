@@ -9,7 +9,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from hfjax.parallel.schedule import KINDS, Table, Task, needs
+from hfjax.parallel.schedule import Table, Task, needs
 from hfjax.parallel.ticks import compile_table
 
 _compiled = lru_cache(maxsize=1)(compile_table)

@@ -58,9 +58,10 @@ class Ticks:
     def route(self, kind: str, link: int) -> list[tuple[int, int]]:
         """Return which stage sends to which on a link: activations up, their gradients down."""
         homes = [stage for stage, _ in self.table.homes]
-        ever = {pair if kind == "F" else pair[::-1] for pair in pairwise(homes)}
-        on = lambda here, there: here != there and (there - here - link) % self.table.stages == 0
-        return sorted(pair for pair in ever if on(*pair))
+        up = [(here, there) for here, there in pairwise(homes) if here != there]
+        ever = up if kind == "F" else [(there, here) for here, there in up]
+        on = lambda here, there: (there - here - link) % self.table.stages == 0
+        return sorted({pair for pair in ever if on(*pair)})
 
     def permutes(self) -> Iterator[tuple[str, int, int]]:
         """Yield kind, link and number of the permutes of a program, segment by segment.

@@ -1,6 +1,7 @@
 """What a pipeline sends is what its table says: one message a tick, one reduction a step."""
 
 import math
+from typing import Any
 
 import jax
 import numpy as np
@@ -156,7 +157,7 @@ def test_the_rings_of_a_split_backward_take_what_is_told_of_them():
     told, compiled = [], []
     for name in ("1f1b-half", "zb-h1"):
         schedule, batch = Schedule(name, 4), np.ones((4 * rows, 2), np.float32)
-        step = hfjax.train_step(layout, lambda y, _: y.mean(), schedule=schedule, unroll=1)
+        step: Any = hfjax.train_step(layout, lambda y, _: y.mean(), schedule=schedule, unroll=1)
         state = step.layout.abstract_state()
         given = flatten(state.params), flatten(state.variables)
         told.append(waiting(step._plane, *given, batch, state.step)["activations"][0])

@@ -118,6 +118,10 @@ def test_a_table_of_ones_own_is_checked_and_shown(run, tmp_path):
     assert status == 1
     assert "hfjax schedule: mine: 1B1 is missing" in wrong
     assert ">1F1<" in wrong
+    path.write_text("0F0 0F1 0B0 0B1\n1F0+1B0 1F1+1B1 1F2\n")
+    wrong = run("--from", path)[2]
+    assert "mine: 1F2 is of microbatch 2, which lacks 0F2, 0B2, 1B2. Remove it" in wrong
+    assert "stage 1  1F0+1B0  1F1+1B1  >1F2<" in wrong
 
 
 def test_an_svg_has_a_box_for_every_task_to_scale(run, tmp_path):
@@ -131,6 +135,14 @@ def test_an_svg_has_a_box_for_every_task_to_scale(run, tmp_path):
     widths = {str(tip)[1]: box.find(f"{svg}rect") for tip, box in zip(tips, boxes, strict=True)}
     wide = {kind: float(rect.attrib["width"]) for kind, rect in widths.items() if rect is not None}
     assert wide["B"] == 2 * wide["F"]
+
+
+def test_the_halves_of_a_backward_are_drawn_by_their_names(run, tmp_path):
+    svg, trace = tmp_path / "x.svg", tmp_path / "x.json"
+    run("zb-h1", "--stages", 2, "--microbatches", 2, "--plot", svg, "--trace", trace)
+    tips = [tip.split(",")[0] for tip in svg.read_text().split("<title>")[1:]]
+    names = {e["name"] for e in json.loads(trace.read_text())["traceEvents"] if e["ph"] == "X"}
+    assert set(tips) == names == {f"{g}{kind}{m}" for g in "01" for kind in "FIW" for m in "01"}
 
 
 def test_a_png_has_the_colours_of_the_kinds(run, tmp_path):
