@@ -191,9 +191,9 @@ def _print_messages(table: Table, console: Console) -> None:
         console.print("messages  none")
         return
     most = max(sum(n for link, n in needed.items() if link[0] == s) for s in range(table.stages))
+    count = permutes(table)
     console.print(
-        f"permutes  {permutes(table)} in each stage's program; a stage has at most {most} messages "
-        "to send"
+        f"permutes  {count} in each stage's program; no stage has more than {most} to send"
     )
     links = (f"{a}->{b} {count} for {needed[a, b]}" for (a, b), count in sent(table).items())
     console.print(f"messages  {', '.join(links)}: sent, for those needed")

@@ -62,9 +62,11 @@ def _durations(table: Table, each: np.ndarray) -> np.ndarray:
 
 def _each(table: Table, forward: float, backward: float, weights: float) -> np.ndarray:
     """Return the time of one task of each kind."""
-    if min(forward, backward, weights) < 0 or forward + backward <= 0:
+    times = np.array((forward, backward, weights), float)
+    if not np.isfinite(times).all() or times.min() < 0 or forward + backward <= 0:
         raise ValueError(
-            f"forward={forward}, backward={backward}, weights={weights}: times are not negative."
+            f"forward={forward}, backward={backward}, weights={weights}: times are finite numbers, "
+            "none negative, and those of forward and backward not both zero."
         )
     if table.split and weights > backward:
         raise ValueError(

@@ -169,8 +169,11 @@ def test_sent_is_every_tick_of_a_link_needed_or_not():
 def test_times_that_cannot_be_are_refused():
     with pytest.raises(ValueError, match="weights=3 is part of backward=2: give at most 2"):
         cost(table("zb"), 1, 2, 3)
-    with pytest.raises(ValueError, match="times are not negative"):
+    with pytest.raises(ValueError, match=r"forward=-1, .* none negative"):
         cost(table("1f1b"), -1, 2)
+    for time in (float("nan"), float("inf")):
+        with pytest.raises(ValueError, match=f"forward={time}, .*: times are finite numbers"):
+            cost(table("1f1b"), time, 2)
     with pytest.raises(ValueError, match="model='fast': one of lockstep, neighbour, free"):
         cost(table("1f1b"), model="fast")
 
