@@ -154,7 +154,8 @@ NOTES = f"""\
   `hfjax.train_step`; the quickest of {STEPS}, since others use the cores as well.
 - *Predicted* is `hfjax.parallel.cost.cost` (lockstep): a tick ends for all stages at once. *Bubble*
   is the share of the time in which a stage does nothing of use.
-- *Stash* is the most microbatches that a stage keeps activations of, in whole stages.
+- *Stash* is the most microbatches that a stage keeps activations of, in whole stages; what W needs
+  of B in a split table comes besides (`hfjax schedule` tells of how many).
 - Bold: more than {GOAL:.0%} away from the table."""
 
 

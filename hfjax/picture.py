@@ -52,6 +52,11 @@ class Box:
         return str(self.task.microbatch) if self.task else ""
 
     @property
+    def name(self) -> str:
+        """The task as the grid has it (a backward whose weights are apart is an I), or `masked`."""
+        return str(self.task._replace(kind=self.kind)) if self.task else "masked"
+
+    @property
     def colour(self) -> tuple[int, ...]:
         """The colour of the kind, paler for later chunks."""
         return tuple(round(c + (255 - c) * 0.6 * self.depth) for c in COLOURS[self.kind])
@@ -103,7 +108,7 @@ def svg(table: Table, drawn: list[Box]) -> str:
         lines.append(_svg_text(10, TOP + ROW * stage, str(stage)))
     for box in drawn:
         x, y, wide = LEFT + scale * box.start, TOP + ROW * box.stage, scale * box.width
-        lines.append(f"<g><title>{box.task or 'masked'}, tick {box.tick}</title>")
+        lines.append(f"<g><title>{box.name}, tick {box.tick}</title>")
         lines.append(_svg_box(x, y, wide, box.colour))
         lines.append(_svg_text(x + wide / 2, y, box.label) + "</g>")
     for place, kind in enumerate(_kinds(drawn)):
@@ -180,7 +185,7 @@ def trace(table: Table, drawn: list[Box]) -> str:
     ]
     for box in drawn:
         says = {
-            "name": str(box.task or "masked"),
+            "name": box.name,
             "cat": NAMES[box.kind],
             "args": {"tick": box.tick},
         }

@@ -164,7 +164,8 @@ class Pipe:
 
         `criterion(outputs, *labels)` returns the mean over its rows, or `hfjax.Mean`. Gradients of
         the mean over all rows are in `gradients` afterwards, added to those that are there if
-        `accumulate`. Microbatch m is the m-th one of all devices that hold rows.
+        `accumulate`. Microbatch m is the m-th one of all devices that hold rows; the loss of one
+        that weighs nothing is NaN, and it adds nothing to the gradients.
         """
         batch = self._batch(x, labels, criterion, self.microbatches)
         tells = "outputs" if return_outputs else "losses"

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from hfjax import picture
 from hfjax.ending import carried_out
-from hfjax.parallel.cost import MODELS, bubble, cost, messages, stash
+from hfjax.parallel.cost import MODELS, bubble, cost, crossing, messages, permutes, sent, stash
 from hfjax.parallel.schedule import Table
 from hfjax.parallel.schedules import SCHEDULES, Schedule
 
@@ -75,17 +75,19 @@ def _list(given: argparse.Namespace, console: Console) -> None:
             raise ValueError(f"--{option} is for one schedule: name one of {', '.join(SCHEDULES)}.")
     stages, microbatches = _sizes(given)
     rows = Rows(box=None, pad_edge=False)
-    for head in ("schedule", "chunks", "bubble", "stash", ""):
+    for head in ("schedule", "chunks", "bubble", "stash", "B-W", "sent", ""):
         rows.add_column(head, justify="left" if head in ("schedule", "") else "right")
     for name, builder in SCHEDULES.items():
         table = Schedule(name, microbatches).table(stages)
-        waste, kept = bubble(table, *_times(given)), max(stash(table))
+        waste, kept, late = bubble(table, *_times(given)), max(stash(table)), max(crossing(table))
         chunks = f"{builder.chunks}" if builder.fixed else f"any ({builder.chunks})"
-        rows.add_row(name, chunks, f"{waste:.1%}", f"{kept:g}", builder.about)
+        numbers = f"{waste:.1%}", f"{kept:g}", f"{late:g}", f"{permutes(table)}"
+        rows.add_row(name, chunks, *numbers, builder.about)
     console.print(rows)
     console.print(
         f"\nwith {stages} stages, {microbatches} microbatches, {_say(given)}; stash: microbatches "
-        "whose\nactivations a stage keeps. One of them: hfjax schedule interleaved --chunks 4"
+        "whose\nactivations a stage keeps; B-W: those of which it keeps what W needs of B; sent: "
+        "permutes of its\nprogram. One of them: hfjax schedule interleaved --chunks 4"
     )
 
 
@@ -174,10 +176,27 @@ def _print_costs(table: Table, given: argparse.Namespace, console: Console) -> N
         f"bubble    {waste:.1%}; waiting for neighbours only: {others[0]:.1%}, for inputs only: "
         f"{others[1]:.1%}"
     )
-    kept = " ".join(f"{count:g}" for count in stash(table))
-    console.print(f"stash     {kept}: microbatches whose activations each stage keeps")
-    sent = ", ".join(f"{a}->{b} {count}" for (a, b), count in messages(table).items())
-    console.print(f"messages  {sent or 'none'}")
+    say = lambda counts: " ".join(f"{count:g}" for count in counts)
+    console.print(f"stash     {say(stash(table))}: microbatches whose activations each stage keeps")
+    if table.split:
+        kept = say(crossing(table))
+        console.print(f"B to W    {kept}: microbatches of which each keeps what W needs of B")
+    _print_messages(table, console)
+
+
+def _print_messages(table: Table, console: Console) -> None:
+    """Print what the program sends, and what tasks need of it."""
+    needed = messages(table)
+    if not needed:
+        console.print("messages  none")
+        return
+    most = max(sum(n for link, n in needed.items() if link[0] == s) for s in range(table.stages))
+    count = permutes(table)
+    console.print(
+        f"permutes  {count} in each stage's program; no stage has more than {most} to send"
+    )
+    links = (f"{a}->{b} {count} for {needed[a, b]}" for (a, b), count in sent(table).items())
+    console.print(f"messages  {', '.join(links)}: sent, for those needed")
 
 
 def _write(table: Table, given: argparse.Namespace) -> None:

@@ -238,9 +238,13 @@ class AsynchronousPlane(PipelinePlane):
         return self._training(parameters, statistics, batch, (keys, 0), unread).model()
 
     def _reduce(self, gradients: Flat, weight: jax.Array) -> Flat:
-        """Return the gradients of the mean over the rows of all devices of a stage."""
+        """Return the gradients of the mean over the rows of all devices of a stage.
+
+        A microbatch without weight has no mean, and no gradient.
+        """
         summed = self._reduction(gradients, self.placed)
-        scale = 1 / (lax.psum(weight, self._batch_axes) if self._batch_axes else weight)
+        weight = lax.psum(weight, self._batch_axes) if self._batch_axes else weight
+        scale = jnp.where(weight == 0, 0, 1 / weight)
         mean = lambda path, g: (g * scale.astype(g.dtype)).astype(self.placed[path].dtype)
         return {path: mean(path, g) for path, g in summed.items()}
 

@@ -1,15 +1,18 @@
-"""What a table costs before anything runs: time, bubble, stored activations, messages.
+"""What a table costs before anything runs: time, bubble, what is stored, what is sent.
 
 Times are in units of the caller; `forward` and `backward` are those of all the chunks of one stage
 for one microbatch, `weights` is the part of `backward` that the W slot runs in a split table.
 """
 
 from collections import Counter
+from functools import lru_cache
 
 import numpy as np
 
-from hfjax.parallel.schedule import KINDS, Table, Task, needs
+from hfjax.parallel.schedule import Table, Task, needs
+from hfjax.parallel.ticks import compile_table
 
+_compiled = lru_cache(maxsize=1)(compile_table)
 MODELS = ("lockstep", "neighbour", "free")
 
 
@@ -24,7 +27,7 @@ def cost(
 
     `lockstep` is what the executor does: a tick ends for all stages at once, after every slot in
     use where there are no branches, after the busiest stage where there are. `neighbour`: a stage
-    waits for itself and its two neighbours only. `free`: for its inputs only.
+    waits for itself and its two neighbours only. `free`: for the inputs of its next tick only.
 
     >>> from hfjax.parallel.schedules import Schedule
     >>> cost(Schedule("1f1b", microbatches=16).table(stages=4))  # (16 + 4 - 1) * (1 + 2)
@@ -32,11 +35,11 @@ def cost(
     """
     if model not in MODELS:
         raise ValueError(f"model={model!r}: one of {', '.join(MODELS)}.")
-    each = _each(table, forward, backward, weights)
+    durations = _durations(table, _each(table, forward, backward, weights))
     if model == "free":
-        return _free(table, dict(zip(KINDS, each.tolist(), strict=True)))
-    durations = _durations(table, each).sum(axis=2)
-    return _neighbour(durations) if model == "neighbour" else float(durations.max(axis=1).sum())
+        return _free(table, durations)
+    ticks = durations.sum(axis=2)
+    return _neighbour(ticks) if model == "neighbour" else float(ticks.max(axis=1).sum())
 
 
 def starts(
@@ -59,9 +62,11 @@ def _durations(table: Table, each: np.ndarray) -> np.ndarray:
 
 def _each(table: Table, forward: float, backward: float, weights: float) -> np.ndarray:
     """Return the time of one task of each kind."""
-    if min(forward, backward, weights) < 0 or forward + backward <= 0:
+    times = np.array((forward, backward, weights), float)
+    if not np.isfinite(times).all() or times.min() < 0 or forward + backward <= 0:
         raise ValueError(
-            f"forward={forward}, backward={backward}, weights={weights}: times are not negative."
+            f"forward={forward}, backward={backward}, weights={weights}: times are finite numbers, "
+            "none negative, and those of forward and backward not both zero."
         )
     if table.split and weights > backward:
         raise ValueError(
@@ -78,13 +83,24 @@ def _neighbour(durations: np.ndarray) -> float:
     return float(ends.max())
 
 
-def _free(table: Table, each: dict[str, float]) -> float:
-    ends: dict[Task, float] = {}
-    stages = [0.0] * table.stages
-    for task, _, stage in table.tasks():
-        inputs = [ends[need] for need, _ in needs(task, table.virtual)]
-        ends[task] = stages[stage] = max(stages[stage], *inputs, 0.0) + each[task.kind]
-    return max(stages)
+def _free(table: Table, durations: np.ndarray) -> float:
+    """Return the time if a stage begins a tick as soon as all that its tasks need is there.
+
+    As in the executor its slots run one after another and their messages leave at the end: no F
+    overlaps a B. (Only without branches a forward's message leaves after its slot.)
+    """
+    cells: dict[tuple[int, int], list[Task]] = {}
+    for task, tick, stage in table.tasks():
+        cells.setdefault((tick, stage), []).append(task)
+    ends, there = np.zeros(table.stages), dict[Task, float]()
+    for tick, stage in np.ndindex(durations.shape[:2]):
+        tasks = cells.get((tick, stage), [])
+        inputs = {need for task in tasks for need, _ in needs(task, table.virtual)}
+        begin = max([ends[stage], *(there[need] for need in inputs.difference(tasks))])
+        ends[stage] = begin + durations[tick, stage].sum()
+        first = ends[stage] if table.branches else begin + durations[tick, stage, 0]
+        there |= {task: first if task.kind == "F" else ends[stage] for task in tasks}
+    return float(ends.max())
 
 
 def bubble(
@@ -124,8 +140,20 @@ def stash(table: Table) -> tuple[float, ...]:
     return tuple((kept.cumsum(axis=0).max(axis=0) / table.chunks).tolist())
 
 
+def crossing(table: Table) -> tuple[float, ...]:
+    """Return of how many microbatches each stage has room for what W needs of B, in whole stages.
+
+    These are slots of the executor's ring `cross`; only a split table has any.
+
+    >>> from hfjax.parallel.schedules import Schedule
+    >>> crossing(Schedule("zb-h1", microbatches=16).table(stages=4))
+    (1.0, 2.0, 3.0, 4.0)
+    """
+    return tuple(slots / table.chunks for slots in _compiled(table).used("cross"))
+
+
 def messages(table: Table) -> dict[tuple[int, int], int]:
-    """Return how many messages go from one stage to another, in the order of the stages.
+    """Return how many messages one stage needs of another, in the order of the stages.
 
     >>> from hfjax.parallel.schedules import Schedule
     >>> messages(Schedule("1f1b", microbatches=16).table(stages=3))
@@ -137,3 +165,24 @@ def messages(table: Table) -> dict[tuple[int, int], int]:
             source = table.homes[need.virtual][0]
             sent[source, stage] += source != stage
     return {link: count for link, count in sorted(sent.items()) if count}
+
+
+def permutes(table: Table) -> int:
+    """Return how many collective-permutes the program has, for each array that layers hand on.
+
+    Each tick of a segment sends on every link in use, whether or not a task needs it.
+
+    >>> from hfjax.parallel.schedules import Schedule
+    >>> permutes(Schedule("1f1b", microbatches=16).table(stages=4))  # 2 (16 + 4 - 1)
+    38
+    """
+    return sum(count for _, _, count in _compiled(table).permutes())
+
+
+def sent(table: Table) -> dict[tuple[int, int], int]:
+    """Return how many messages one stage sends another, needed or not, in their order."""
+    ticks, found = _compiled(table), Counter()
+    for kind, link, count in ticks.permutes():
+        for pair in ticks.route(kind, link):
+            found[pair] += count
+    return dict(sorted(found.items()))

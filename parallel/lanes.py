@@ -68,16 +68,20 @@ def _awaited(cell: Cell, tick: int, done: dict[Task, int], virtual: int) -> list
     ]
 
 
-def _deadlock(name: str, queues, tick: int, done: dict[Task, int], virtual: int) -> ValueError:
-    lines = []
-    for stage, lanes in enumerate(queues):
-        for cell in (lane[-1] for lane in lanes if lane):
-            awaited = " and ".join(map(str, _awaited(cell, tick, done, virtual)))
-            lines.append(f"  stage {stage}  >{'+'.join(map(str, cell))}<  waits for {awaited}")
-    return ValueError(
-        f"{name}: deadlock in tick {tick}, no stage can run its next cell. Reorder a line so that "
-        "what is waited for comes first:\n" + "\n".join(lines)
-    )
+class DeadlockError(ValueError):
+    """No stage can run its next cell; `waits`: these cells, each with what it waits for."""
+
+    def __init__(self, says: str, waits: Sequence[tuple[Cell, list[Task]]]):
+        super().__init__(says)
+        self.waits = waits
+
+
+def _deadlock(name: str, queues, tick: int, done: dict[Task, int], virtual: int) -> DeadlockError:
+    nexts = [lane[-1] for lanes in queues for lane in lanes if lane]
+    waits = [(cell, _awaited(cell, tick, done, virtual)) for cell in nexts]
+    word = lambda tasks, join: join.join(map(str, tasks))
+    lines = (f"{word(cell, '+')} waits for {word(tasks, ' and ')}" for cell, tasks in waits)
+    return DeadlockError(f"{name}: deadlock in tick {tick}: {'; '.join(lines)}.", waits)
 
 
 def with_weights(table: Table, name: str) -> Table:

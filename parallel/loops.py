@@ -123,13 +123,13 @@ def _alternate(forward: Lane, backward: Lane, ahead: int) -> Lane:
 
 
 def zb_h1(stages: int, microbatches: int, chunks: int) -> Table:
-    """Zero bubble with the memory of 1F1B: the weights wait (Qi et al. 2023)."""
+    """Zero bubble, the stash of 1F1B; what W needs of B is kept besides (Qi et al. 2023)."""
     lanes = [[_delayed_weights(s, microbatches, stages - 1 - s, s)] for s in range(stages)]
     return lay_out("zb-h1", loop(stages, chunks), lanes, branches=True)
 
 
 def zb_h2(stages: int, microbatches: int, chunks: int) -> Table:
-    """Zero bubble with twice that memory: no stage rests once it has begun."""
+    """zb-h1 with twice that stash: no stage rests once it has begun."""
     lanes = [
         [_delayed_weights(s, microbatches, 2 * (stages - 1 - s), 2 * s)] for s in range(stages)
     ]

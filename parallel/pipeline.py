@@ -64,7 +64,7 @@ class Pipeline(StageHolds):
         """
         if at.facts.arriving("F"):
             for link, x in state["sent"].items():
-                x = self._links.send(x, "F", link) if self._branches else x
+                x = x if self.ticks.sends_at_once else self._links.send(x, "F", link)
                 slot = at[f"x_{SIDES[link]}"]
                 x = self._links.arrived(x, self._queue("x").get(state["x"], 0, slot), link)
                 state["x"] = self._queue("x").put(state["x"], 0, slot, x)
@@ -86,7 +86,7 @@ class Pipeline(StageHolds):
         names = ("stash", "late", "kept", "dy", "aux", "ends", "x")
         state, y = self._guarded("F", at, run, state, names, self._x)
         state["sent"] = {
-            link: y if self._branches else self._links.send(y, "F", link)
+            link: self._links.send(y, "F", link) if self.ticks.sends_at_once else y
             for link in self.ticks.links["F"]
         }
         return state

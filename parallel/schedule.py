@@ -69,6 +69,14 @@ class Table:
         """Return the tick of each task."""
         return {task: tick for task, tick, _ in self.tasks()}
 
+    def called(self, task: Task) -> str:
+        """Return a task as the grid names it: a B whose W is in another cell is an I."""
+        for other, tick, stage in self.tasks() if self.split and task.kind == "B" else ():
+            _, backward, weights = self.cells[tick, stage].tolist()
+            if other == task and backward != weights:
+                return str(task._replace(kind="I"))
+        return str(task)
+
     def text(self, tick: int, stage: int) -> str:
         """Return one cell in the notation of torch.distributed.pipelining: `1F3+1B0`, or `.`."""
         forward, backward, weights = self.cells[tick, stage].tolist()
@@ -106,50 +114,65 @@ def check(table: Table) -> Table:
     Every task once and on its home, neighbours only, every input there in time. That no message
     and no stored value is overwritten is the work of `hfjax.parallel.ticks`.
     """
-    check_homes(table.homes, table.stages, table.name)
+    if wrong := homes_fault(table.homes, table.stages):
+        says, virtual = wrong
+        at = [(tick, stage) for task, tick, stage in table.tasks() if task.virtual == virtual]
+        raise fault(table, *at[0], says) if at else ValueError(f"{table.name}: {says}")
     check_complete(table)
     check_order(table)
     return table
 
 
-def check_homes(homes: Sequence[tuple[int, int]], stages: int, name: str) -> None:
+def check_homes(homes: Homes, stages: int, name: str) -> None:
     """Refuse a placement with unequal stages, or with model neighbours on distant stages."""
-    held = [sorted(chunk for at, chunk in homes if at == stage) for stage in range(stages)]
+    if wrong := homes_fault(homes, stages):
+        raise ValueError(f"{name}: {wrong[0]}")
+
+
+def homes_fault(homes: Homes, stages: int) -> tuple[str, int] | None:
+    """Return what is wrong with a placement, and a virtual stage that shows it; None: nothing."""
+    lie = [[g for g, (at, _) in enumerate(homes) if at == stage] for stage in range(stages)]
     chunks = list(range(len(homes) // stages))
-    for stage, found in enumerate(held):
-        if found != chunks:
-            raise ValueError(
-                f"{name}: {len(homes)} virtual stages on {stages} stages are {len(chunks)} for "
-                f"each stage, found {len(found)} on stage {stage}. Give every stage as many."
+    for stage, mine in enumerate(lie):
+        if sorted(homes[g][1] for g in mine) != chunks:
+            says = (
+                f"{len(homes)} virtual stages on {stages} stages are {len(chunks)} for "
+                f"each stage, found {len(mine)} on stage {stage}. Give every stage as many."
             )
+            return says, (mine or [0])[-1]
     for g, ((here, _), (there, _)) in enumerate(pairwise(homes)):
         if (there - here) % stages not in (0, 1, stages - 1):
-            raise ValueError(
-                f"{name}: virtual stage {g} is on stage {here}, the next one on stage {there}: "
+            says = (
+                f"virtual stage {g} is on stage {here}, the next one on stage {there}: "
                 "messages go between neighbours only (the last stage and stage 0 are "
                 f"neighbours). Put {g + 1} on stage {here}, {(here + 1) % stages} or "
                 f"{(here - 1) % stages}."
             )
+            return says, g + 1
+    return None
 
 
 def check_complete(table: Table) -> None:
     """Refuse a table in which a task is missing, is there twice, or is not on its home."""
     seen: dict[Task, tuple[int, int]] = {}
     for task, tick, stage in table.tasks():
-        home = table.homes[task.virtual][0] if task.microbatch < table.microbatches else None
-        if home is None:
-            says = f"{task} is of microbatch {task.microbatch}, of {table.microbatches}. Remove it."
-            raise fault(table, tick, stage, says)
-        if home != stage:
-            says = f"{task} is on stage {stage}, virtual stage {task.virtual} on {home}. Move it."
-            raise fault(table, tick, stage, says)
-        if task in seen:
-            says = f"{task} is here a second time, first in tick {seen[task][0]}. Remove one."
-            raise fault(table, tick, stage, says)
+        if wrong := _misplaced(table, task, stage, seen):
+            raise fault(table, tick, stage, f"{table.called(task)} {wrong}")
         seen[task] = (tick, stage)
     for task in _expected(table):
         if task not in seen:
             raise _missing(table, task, seen)
+
+
+def _misplaced(table: Table, task: Task, stage: int, seen: dict[Task, tuple[int, int]]) -> str:
+    """Return why a task cannot be where it is; nothing if it can."""
+    if task.microbatch >= table.microbatches:
+        return f"is of microbatch {task.microbatch}, of {table.microbatches}. Remove it."
+    if (home := table.homes[task.virtual][0]) != stage:
+        return f"is on stage {stage}, virtual stage {task.virtual} on {home}. Move it."
+    if task in seen:
+        return f"is here a second time, first in tick {seen[task][0]}. Remove one."
+    return ""
 
 
 def _expected(table: Table) -> Iterator[Task]:
@@ -160,11 +183,17 @@ def _expected(table: Table) -> Iterator[Task]:
 
 
 def _missing(table: Table, task: Task, seen: dict[Task, tuple[int, int]]) -> ValueError:
+    """Return the refusal over a task that comes before or after the missing one, or over any."""
+    waits = lambda other: any(need == task for need, _ in needs(other, table.virtual))
     before = [need for need, _ in needs(task, table.virtual) if need in seen]
-    says = f"{task} is missing. Add it to stage {table.homes[task.virtual][0]}"
-    if not before:
-        return ValueError(f"{table.name}: {says}.")
-    return fault(table, *seen[before[0]], f"{says}, after {before[0]} (marked).")
+    after = [other for other in seen if waits(other)]
+    where = f", after {table.called(before[0])} (marked)" if before else ""
+    if after and not before:
+        where = f", before {table.called(after[0])} (marked)"
+    says = (
+        f"{table.called(task)} is missing. Add it to stage {table.homes[task.virtual][0]}{where}."
+    )
+    return fault(table, *seen[[*before, *after, *seen][0]], says)
 
 
 def check_order(table: Table) -> None:
@@ -173,16 +202,15 @@ def check_order(table: Table) -> None:
     for task, tick, stage in table.tasks():
         for need, wait in needs(task, table.virtual):
             if times[need] > tick - wait:
-                raise fault(
-                    table,
-                    tick,
-                    stage,
-                    f"{task} in tick {tick} needs {need}, which runs in tick {times[need]}. "
-                    f"Move it to tick {times[need] + wait} or later.",
+                says = (
+                    f"{table.called(task)} in tick {tick} needs {table.called(need)}, which runs "
+                    f"in tick {times[need]}. Move it to tick {times[need] + wait} or later."
                 )
+                raise fault(table, tick, stage, says)
     idle = np.flatnonzero((table.cells < 0).all(axis=(1, 2)))
     if len(idle):
-        raise ValueError(f"{table.name}: nobody works in tick {idle[0]}. Remove the tick.")
+        says = f"nobody works in tick {idle[0]}. Remove the tick."
+        raise fault(table, int(idle[0]), 0, says)
 
 
 def fault(table: Table, tick: int, stage: int, says: str) -> ValueError:

@@ -30,10 +30,7 @@ class Facts:
 
     def arriving(self, kind: str) -> bool:
         """Whether anything is sent in a tick whose messages arrive in this segment."""
-        table, slot = self.ticks.table, "FB".index(kind)
-        tasks = table.cells[max(self.start - 1, 0) : self.end - 1, :, slot]
-        last = table.virtual - 1 if kind == "F" else 0
-        return bool(((tasks >= 0) & (tasks % table.virtual != last)).any())
+        return self.ticks.arriving(kind, self.start, self.end)
 
     @cached_property
     def when(self) -> dict[str, np.ndarray]:

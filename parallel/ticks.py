@@ -7,7 +7,7 @@ meet (interval colouring), so a ring has no more slots than values that live at 
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, pairwise
 
 import numpy as np
 
@@ -43,6 +43,36 @@ class Ticks:
     depth: dict[str, int]  # slots of each ring; 0: the ring is not used
     segments: tuple[tuple[int, int, str], ...]  # first tick, end, kinds in use
     links: dict[str, tuple[int, ...]]  # "F", "B" -> 0 from itself, 1 from stage - 1, -1 from + 1
+
+    @property
+    def sends_at_once(self) -> bool:
+        """Whether a forward's message leaves in its own slot, not in the tick after, as a B's."""
+        return not self.table.branches  # a permute in a branch would wait for ever
+
+    def arriving(self, kind: str, start: int, end: int) -> bool:
+        """Whether anything that a task of this kind makes arrives in these ticks."""
+        tasks = self.table.cells[max(start - 1, 0) : end - 1, :, KINDS.index(kind)]
+        last = self.table.virtual - 1 if kind == "F" else 0
+        return bool(((tasks >= 0) & (tasks % self.table.virtual != last)).any())
+
+    def route(self, kind: str, link: int) -> list[tuple[int, int]]:
+        """Return which stage sends to which on a link: activations up, their gradients down."""
+        homes = [stage for stage, _ in self.table.homes]
+        up = [(here, there) for here, there in pairwise(homes) if here != there]
+        ever = up if kind == "F" else [(there, here) for here, there in up]
+        on = lambda here, there: (there - here - link) % self.table.stages == 0
+        return sorted({pair for pair in ever if on(*pair)})
+
+    def permutes(self) -> Iterator[tuple[str, int, int]]:
+        """Yield kind, link and number of the permutes of a program, segment by segment.
+
+        Every tick of a segment sends on all links of a kind, or none of its ticks does.
+        """
+        for start, end, kinds in self.segments:
+            for kind, links in self.links.items():
+                at_once = kind == "F" and self.sends_at_once
+                if kind in kinds if at_once else self.arriving(kind, start, end):
+                    yield from ((kind, link, end - start) for link in links if link)
 
     def used(self, ring: str) -> list[int]:
         """Return how many slots of a ring each stage uses."""

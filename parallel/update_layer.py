@@ -42,7 +42,8 @@ class LayerUpdate:
         """
         total = self.reduction(self._pinned("gradient", self._rows(gradients)), self._of_row)
         squares = _squares(total, self._of_row)
-        finite = own.finite & jnp.isfinite(mean.total) & jnp.isfinite(sum(squares.values()))
+        loss = mean.total / mean.weight
+        finite = own.finite & jnp.isfinite(loss) & jnp.isfinite(sum(squares.values()))
         parameters, moments = self._take(own, i, list(total), stored)
         before = {path: _piece(self._of_row[path], x) for path, x in parameters.items()}, moments
         after = self.apply(self._scaled(total, mean.weight), moments, before[0])

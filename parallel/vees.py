@@ -71,7 +71,7 @@ class _Line:
 
 
 def zb_v(stages: int, microbatches: int, chunks: int = 2) -> Table:
-    """Zero bubble on a V, with the memory of 1F1B (Qi et al. 2024)."""
+    """Zero bubble on a V; what W needs of B is kept besides (Qi et al. 2024)."""
     lanes = [[_zb_v(stage, stages, microbatches)] for stage in range(stages)]
     return lay_out("zb-v", vee(stages), lanes, branches=True)
 
@@ -101,7 +101,7 @@ def _zb_v(stage: int, stages: int, microbatches: int) -> Lane:
 
 
 def dualpipe_v(stages: int, microbatches: int, chunks: int = 2) -> Table:
-    """Forward and backward of two microbatches overlap (DeepSeek's DualPipeV)."""
+    """Forward and backward of two microbatches in one tick (DeepSeek's DualPipeV)."""
     lanes = [[_dualpipe_v(stage, stages, microbatches)] for stage in range(stages)]
     return lay_out("dualpipe-v", vee(stages), lanes, branches=True)
 

@@ -96,7 +96,7 @@ class Simulator:
 
     def _next_version(self, s):
         total, weight = self.sums[s]
-        gradients = jax.tree.map(lambda g: g / weight, total)
+        gradients = jax.tree.map(lambda g: g / weight if weight else 0 * g, total)
         self.squares += optax.tree.norm(gradients, squared=True)
         new, self.kept[s] = self.update(gradients, self.kept[s], self.versions[s][-1])
         self.versions[s].append(new)

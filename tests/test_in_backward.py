@@ -330,16 +330,23 @@ def test_a_layer_whose_gradient_is_not_finite_and_all_below_stay_as_they_are():
         step.check(state)
 
 
+def by_weight(outputs, batch):
+    apart = jnp.square(outputs - batch["y"]).sum(axis=1)
+    return Mean((batch["weight"] * apart).sum(), batch["weight"].sum())
+
+
 def test_a_loss_that_is_not_finite_changes_nothing():
-    layout = small_layout()
-    step = hfjax.train_step(layout, plain, nonfinite="skip", **IN_BACKWARD)
-    state, batch = hfjax.init(layout), rows()
+    """Neither if it is infinite, nor if no row weighs anything, whose total is finite."""
+    step = hfjax.train_step(small_layout(), by_weight, nonfinite="skip", **IN_BACKWARD)
+    state = hfjax.init(step.layout)
     before = hfjax.full(state.params)
-    batch["y"][0, 0] = np.inf
-    state, _ = step(state, batch)
-    assert changed(before, hfjax.full(state.params)) == ([], False)
-    with pytest.warns(RuntimeWarning, match=r"changed no parameter.*It was skipped"):
-        step.check(state)
+    for y, weight in ((np.inf, 1.0), (0.0, 0.0)):
+        batch = rows()
+        batch["y"][0, 0] = y
+        state, _ = step(state, batch | {"weight": np.full(len(batch["y"]), weight, np.float32)})
+        assert changed(before, hfjax.full(state.params)) == ([], False)
+        with pytest.warns(RuntimeWarning, match=r"changed no parameter.*It was skipped"):
+            step.check(state)
 
 
 def test_apply_updates_whatever_comes():

@@ -63,6 +63,14 @@ def rows(n, seed=0):
     return {"x": rng.normal(size=(n, 4)), "y": rng.normal(size=(n, 2)), "weight": weight}
 
 
+def partly_weightless(n, seed):
+    """Microbatch 1 weighs nothing on both devices that have rows, microbatch 2 on one of them."""
+    batch = rows(n, seed)
+    by_microbatch = batch["weight"].reshape(2, n // 4, 2)
+    by_microbatch[:, 1] = by_microbatch[0, 2] = 0
+    return batch
+
+
 def plan(optimizer, stages, data=1, model: Any = MLP, strategy=None, **sizes):
     count = stages * data * int(np.prod(list(sizes.values())))
     mesh = hfjax.make_mesh(pipe=stages, data=data, devices=jax.devices()[:count], **sizes)
@@ -110,7 +118,10 @@ SGD, ADAM = optax.sgd(0.02, momentum=0.9), optax.adamw(1e-2)
 CASES = {
     "pipedream on 4 stages": ((Schedule("pipedream", 8), SGD, 4, 1), {}),
     "pipedream, fewer microbatches than stages": ((Schedule("pipedream", 2), ADAM, 4, 1), {}),
-    "pipedream beside data": ((Schedule("pipedream", 5), ADAM, 2, 2), {}),
+    "pipedream beside data, one microbatch without weight": (
+        (Schedule("pipedream", 5), ADAM, 2, 2),
+        {"batch": partly_weightless},
+    ),
     "pipedream with layers that do not divide": ((Schedule("pipedream", 4), SGD, 3, 1), {}),
     "pipedream on one stage": ((Schedule("pipedream", 3), SGD, 1, 2), {}),
     "pipedream that keeps the last microbatch": (

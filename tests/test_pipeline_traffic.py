@@ -1,12 +1,22 @@
 """What a pipeline sends is what its table says: one message a tick, one reduction a step."""
 
 import math
+from typing import Any
 
+import jax
+import numpy as np
+import optax
 import pytest
+from flax import nnx
 
 import hfjax
 from hfjax import DDP, FSDP, PIPE, SEQUENCE, TENSOR, ZERO1, Schedule
 from hfjax.models.gpt import next_token_loss
+from hfjax.models.parts import stacked
+from hfjax.parallel.cost import messages, permutes
+from hfjax.parallel.schedules import SCHEDULES
+from hfjax.parallel.waiting import waiting
+from hfjax.paths import flatten
 from tests.h200 import OPTIMIZED, h200s
 from tests.small_gpt import gpt_layout, tokens
 
@@ -39,6 +49,43 @@ def test_one_activation_goes_up_and_one_gradient_down_in_every_tick(stages, micr
     ticks = microbatches + stages - 1
     assert found.count("permute", "pipe") == 2 * ticks
     assert found.total("permute", "pipe") == 2 * ticks * activation(16 // microbatches)
+
+
+class Tiny(nnx.Module):
+    """Layers that cost nothing to trace: one array goes from each to the next."""
+
+    def __init__(self, rngs):
+        self.layers = stacked(8, lambda rngs: nnx.Linear(2, 2, use_bias=False, rngs=rngs), rngs)
+
+    def embed(self, batch):
+        return batch
+
+    def head(self, x):
+        return x
+
+
+OWN = Schedule.from_text("0F0 0F1 0F2 0B0 0B1 0B2 \n 1F0 1B0 1F1 1F2 1B1 1B2")
+
+
+@pytest.mark.parametrize("name", ["own", *SCHEDULES])
+def test_a_schedule_reports_the_permutes_that_its_program_has(name):
+    """Loops multiplied out; those needed are fewer, since a tick sends whatever it has to say."""
+    schedule = OWN if name == "own" else Schedule(name, 8)
+    stages = 2 if name == "own" else 4
+    mesh = hfjax.make_mesh(pipe=stages, devices=jax.devices()[:stages])
+    layout = hfjax.layout(Tiny, optax.sgd(0.1), mesh, PIPE)
+    batch, loss = np.ones((24, 2), np.float32), lambda outputs, batch: outputs.mean()
+    if name == "forward":
+        step = hfjax.eval_step(layout, loss, schedule=schedule)
+        state = hfjax.init(layout, schedule=schedule)
+        program = jax.jit(step).lower(state, batch)
+    else:
+        program = hfjax.train_step(layout, loss, schedule=schedule).lower(batch)
+    found = [row for row in hfjax.collectives(program) if row.kind == "permute"]
+    table = schedule.table(stages)
+    assert sum(row.count for row in found if row.shape) == permutes(table)
+    needed = max(sum(n for (a, _), n in messages(table).items() if a == s) for s in range(stages))
+    assert permutes(table) >= needed > 0
 
 
 def test_gradients_are_reduced_once_a_step_outside_of_every_tick():
@@ -88,7 +135,7 @@ def test_no_message_of_a_compiled_program_lies_in_a_branch(name):
     _, program = lowered(strategy, sizes, Schedule(name, 4))
     found = hfjax.collectives(program.compile())
     messages = [row for row in found if row.kind == "permute"]
-    assert messages
+    assert sum(row.count for row in messages) == permutes(Schedule(name, 4).table(2))
     assert all("branch" not in row.where for row in messages)
     assert all("pipe" in row.axes for row in messages)
 
@@ -101,6 +148,23 @@ def test_each_stage_holds_its_layers_gradients_and_moments():
         share, times = layout.bytes_per_device()[name], {"moments": 2}.get(name, 1)
         scalars = whole % 8 if name == "moments" else 0
         assert share - scalars == times * ends + (whole - scalars - times * ends) // 4, name
+
+
+def test_the_rings_of_a_split_backward_take_what_is_told_of_them():
+    """zb-h1 has the stash of 1f1b-half, and what W needs of B besides."""
+    rows, mesh = 64, hfjax.make_mesh(pipe=4, devices=jax.devices()[:4])
+    layout = hfjax.layout(Tiny, optax.sgd(0.1), mesh, PIPE)
+    told, compiled = [], []
+    for name in ("1f1b-half", "zb-h1"):
+        schedule, batch = Schedule(name, 4), np.ones((4 * rows, 2), np.float32)
+        step: Any = hfjax.train_step(layout, lambda y, _: y.mean(), schedule=schedule, unroll=1)
+        state = step.layout.abstract_state()
+        given = flatten(state.params), flatten(state.variables)
+        told.append(waiting(step._plane, *given, batch, state.step)["activations"][0])
+        compiled.append(step.lower(batch).compile().memory_analysis().temp_size_in_bytes)
+    layers, x = 2, 4 * rows * 2
+    assert told == [4 * layers * x, (4 + 4) * layers * x]  # a Linear keeps x, and dy crosses
+    assert 0.9 < (compiled[1] - compiled[0]) / (told[1] - told[0]) < 1.1
 
 
 @pytest.mark.cuda

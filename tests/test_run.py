@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -241,6 +241,13 @@ def test_an_evaluation_is_the_mean_over_every_row_whatever_the_batch(whole, data
         losses.append(found.loss)
     assert parts.valid.rows_per_epoch % 40  # the last batch is not full
     np.testing.assert_allclose(losses, losses[0], rtol=1e-6)
+
+
+def test_an_evaluation_in_which_nothing_weighs_is_refused_in_words():
+    step: Any = lambda state, batch: {"loss": 2.5 if batch else np.nan, "weight": batch}
+    assert evaluate(step, cast(Any, None), [4.0, 0.0]) == (2.5, 4)
+    with pytest.raises(ValueError, match="evaluate: no token of 2 batches has a weight"):
+        evaluate(step, cast(Any, None), [0.0, 0.0])
 
 
 def greedy(parts, state, prompt, count):

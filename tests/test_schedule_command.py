@@ -35,7 +35,9 @@ def test_alone_it_lists_every_schedule_in_a_line(run):
     lines = out.splitlines()
     assert status == 0
     assert [line.split()[0] for line in lines[1 : 1 + len(SCHEDULES)]] == list(SCHEDULES)
-    assert lines[2].split()[:4] == ["1f1b", "1", "15.8%", "7"]
+    assert lines[0].split() == ["schedule", "chunks", "bubble", "stash", "B-W", "sent"]
+    assert lines[2].split()[:6] == ["1f1b", "1", "15.8%", "7", "0", "38"]
+    assert lines[8].split()[:6] == ["zb-h1", "1", "5.9%", "4", "4", "102"]
     assert "with 4 stages, 16 microbatches, forward 1, backward 2" in out
     assert "4.5%" in run("--stages", 2, "--microbatches", 21)[1]
 
@@ -54,8 +56,23 @@ def test_it_prints_the_grid_and_what_it_costs(run):
         "time      18, with forward 1, backward 2 (weights 1 of it)",
         "bubble    33.3%; waiting for neighbours only: 33.3%, for inputs only: 33.3%",
         "stash     4 3 1: microbatches whose activations each stage keeps",
-        "messages  0->1 4, 1->0 4, 1->2 4, 2->1 4",
+        "permutes  12 in each stage's program; no stage has more than 8 to send",
+        "messages  0->1 6 for 4, 1->0 6 for 4, 1->2 6 for 4, 2->1 6 for 4: sent, for those needed",
     ]
+
+
+def test_it_tells_what_is_sent_and_what_crosses_from_b_to_w(run):
+    for name, sent, needed in (("zb-v", 1548, 256), ("zb-h1", 390, 128), ("v", 536, 256)):
+        _, out, _ = run(name, "--microbatches", 64)
+        assert (
+            f"permutes  {sent} in each stage's program; no stage has more than {needed} to" in out
+        )
+    _, out, _ = run("zb-h1", "--microbatches", 64)
+    assert "B to W    1 2 3 4: microbatches" in out
+    assert "1->2 195 for 64" in out
+    _, out, _ = run("1f1b", "--stages", 1)
+    assert "messages  none" in out
+    assert "B to W" not in out
 
 
 def test_times_are_those_given(run):
@@ -103,6 +120,10 @@ def test_a_table_of_ones_own_is_checked_and_shown(run, tmp_path):
     assert status == 1
     assert "hfjax schedule: mine: 1B1 is missing" in wrong
     assert ">1F1<" in wrong
+    path.write_text("0F0 0F1 0B0 0B1\n1F0+1B0 1F1+1B1 1F2\n")
+    wrong = run("--from", path)[2]
+    assert "mine: 1F2 is of microbatch 2, which lacks 0F2, 0B2, 1B2. Remove it" in wrong
+    assert "stage 1  1F0+1B0  1F1+1B1  >1F2<" in wrong
 
 
 def test_an_svg_has_a_box_for_every_task_to_scale(run, tmp_path):
@@ -116,6 +137,14 @@ def test_an_svg_has_a_box_for_every_task_to_scale(run, tmp_path):
     widths = {str(tip)[1]: box.find(f"{svg}rect") for tip, box in zip(tips, boxes, strict=True)}
     wide = {kind: float(rect.attrib["width"]) for kind, rect in widths.items() if rect is not None}
     assert wide["B"] == 2 * wide["F"]
+
+
+def test_the_halves_of_a_backward_are_drawn_by_their_names(run, tmp_path):
+    svg, trace = tmp_path / "x.svg", tmp_path / "x.json"
+    run("zb-h1", "--stages", 2, "--microbatches", 2, "--plot", svg, "--trace", trace)
+    tips = [tip.split(",")[0] for tip in svg.read_text().split("<title>")[1:]]
+    names = {e["name"] for e in json.loads(trace.read_text())["traceEvents"] if e["ph"] == "X"}
+    assert set(tips) == names == {f"{g}{kind}{m}" for g in "01" for kind in "FIW" for m in "01"}
 
 
 def test_a_png_has_the_colours_of_the_kinds(run, tmp_path):
@@ -162,7 +191,7 @@ def test_every_table_can_be_drawn(tmp_path):
         (("zb-v", "--chunks", 3), "chunks=3: zb-v has 2 on each stage"),
         (("1f1b", "--stages", 0), "stages=0: a positive number"),
         (("1f1b", "--microbatches", -1), "microbatches=-1: a positive number"),
-        (("1f1b", "--backward", -2), "times are not negative"),
+        (("1f1b", "--backward", -2), "times are finite numbers, none negative"),
         (("zb", "--weights", 3), "weights=3.0 is part of backward=2.0"),
         (("1f1b", "--plot", "x.jpg"), "x.jpg: a picture is an .svg or a .png file"),
         (("1f1b", "--plot", "/no/such/x.svg"), "No such file or directory: '/no/such/x.svg'"),

@@ -73,40 +73,115 @@ def test_a_text_runs_with_branches_only_if_they_save_time(name):
     assert not Schedule.from_text(str(table), branches=False).table(3).branches
 
 
+NO_CELL = r"is no cell. Write tasks .* or . for idle\.\n"
+WHOLE, HALVES = (str(SCHEDULES[name](3, 4, 1)) for name in ("1f1b-half", "zb-h1"))
+
+
+def changed(text: str, *words: str) -> str:
+    """Return a text in which the first of two words, or of each two, is the second."""
+    for old, new in zip(words[::2], words[1::2], strict=True):
+        assert old in text
+        text = text.replace(old, new, 1)
+    return text
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("", "no task found. Write a line per stage"),
-        ("0F0 0X0", "line 1, cell 2: >0X0< is no cell. Write tasks .* or . for idle"),
-        ("0F0 0B0\n1F0 -1B0", "line 2, cell 2: >-1B0< is no cell"),
-        ("0F0+0F1 0B0 0B1", "line 1, cell 1: >0F0.0F1< has two tasks for the F slot"),
-        ("0F0 0B0\n0F1 0B1", "virtual stage 0 is on stage 0 and 1. .*all tasks of one on the same"),
-        ("0F0 0B0\n2F0 2B0", "virtual stage 1 is on stage none. .*numbered 0 to 2"),
-        ("0F0 1F0 1B0 0B0\n2F0 2B0", "3 virtual stages on 2 stages .*found 2 on stage 0"),
+        (". . \n .", "no task found"),
+        ("0F0 0X0", rf">0X0< {NO_CELL}  stage 0  0F0  >0X0<$"),
+        ("0F0 0B0\n1F0 -1B0", rf">-1B0< {NO_CELL}(.*\n)+  stage 1  1F0  >-1B0<$"),
+        ("0F0 0F1.0", f">0F1.0< {NO_CELL}"),
+        ("0f0 0B0", f">0f0< {NO_CELL}"),
+        ("0F0++0B0", rf">0F0\+\+0B0< {NO_CELL}"),
+        ("0F0 0F1,0B0,0B1", f">0F0 0F1< {NO_CELL}"),
         (
-            "0F0\n2F0\n1F0\n3F0",
-            "virtual stage 0 is on stage 0, the next one on stage 2: .*Put 1 on",
+            "0F0 0B0\n" * 40 + "0F0 x",
+            r">x< (.|\n)*\n  stage 36 +0F0 +0B0\n(.|\n)*stage 40 +0F0 +>x<",
         ),
+        ("0F0+0F1 0B0 0B1", ">0F0.0F1< has two tasks for the F slot(.|\n)*stage 0  >0F0.0F1<  0B0"),
+        ("0F0+0B0+0W1 0F1 0I1", ">0F0.0B0.0W1< has two tasks for the W slot"),
+        ("0F0,0B0,\n,,", r"stage 1 has no task\. Write .*\n.*\n  stage 1  >\.<"),
+        # on the wrong line, or none
+        ("0F0 0B0\n0F1 0B1", r"0F1 is on the line of stage 1, other .* same line\.\n.*\n.*>0F1<"),
+        (
+            "0F0 1B0 0B0\n1F0",
+            "1B0 is on the line of stage 0, .* 1 are on that of stage 1.*\n.*>1B0<",
+        ),
+        (
+            changed(WHOLE, "0B2", ".", "1B2", "0B2 1B2"),
+            r"0B2 is on the line of stage 1(.|\n)*>0B2<",
+        ),
+        ("0F0 0B0\n2F0 2B0", r"virtual stage 1 has no task, and there is 2F0(.|\n)*>2F0<  2B0"),
+        ("0F0 1F0 1B0 0B0\n2F0 2B0", r"3 virtual stages on 2 .*found 2 on stage 0(.|\n)*>1F0<"),
+        ("0F0\n2F0\n1F0\n3F0", r"virtual stage 0 is on stage 0, .*: .*Put 1 on(.|\n)*>1F0<"),
+        # one too many, one too few
+        (
+            "0F0 0B0 0F0\n1F0 1B0",
+            r"0F0 is here a second time, first .* cell 1 of stage 0.*\n.*>0F0<",
+        ),
+        ("0F0 0B0 0I0 0W0", r"0I0 is here a second time, first as 0B0 in cell 2 .*\n.*>0I0<"),
+        ("0F0 0I0", r">0I0< is without 0W0. Add that, or write 0B0 for .*\n  stage 0  0F0  >0I0<"),
+        ("0F0 0W0", r">0W0< is without 0I0.*\n.*>0W0<"),
+        (changed(HALVES, "1I1", "."), r">1W1< is without 1I1(.|\n)*>1W1<"),
+        (changed(HALVES, "1I1", "1B1"), r"1W1 is here a second time, first as 1B1(.|\n)*>1W1<"),
         ("0F0 0B0\n1F0", r"1B0 is missing. Add it to stage 1, after 1F0 \(marked\)(.|\n)*>1F0<"),
-        ("0F0 0I0", ">0I0< is without 0W0. Add that, or write 0B0 for the whole backward"),
-        ("0F0 0W0", ">0W0< is without 0I0"),
-        ("0F0 0F1 0B1\n1F1+1B1", "1F0 is missing. Add it to stage 1, after 0F0"),
-        ("0F1 0B1", "0F0 is missing. Add it to stage 0"),
-        ("0F0 0B0 0F0\n1F0 1B0", r"0F0 is here a second time, first in tick 0(.|\n)*>0F0<"),
-        ("0B0 0F0\n1F0 1B0", "deadlock in tick 0, .*(.|\n)*stage 0  >0B0<  waits for 0F0 and 1B0"),
-        ("0F0 0F1 0B0 0B1\n1F1+1B1 1F0+1B0", None),
+        ("0F0 0F1 0B1\n1F1+1B1", r"1F0 is missing. .*stage 1, after 0F0(.|\n)*>0F0<"),
+        (
+            changed(WHOLE, "0F0", "."),
+            r"0F0 is missing. .*stage 0, before 0B0 \(marked\)(.|\n)*>0B0<",
+        ),
+        (changed(HALVES, "1I1", ".", "1W1", "."), r"1B1 is missing. .* after 1F1(.|\n)*>1F1<"),
+        (
+            changed(WHOLE, "1B3", "1B3 1F4"),
+            r"1F4 is of microbatch 4, which lacks 0F4, (.|\n)*>1F4<",
+        ),
+        (
+            "0F0 0B0\n1F0 1B0 1F1",
+            r"1F1 is of microbatch 1, which lacks 0F1, 0B1, 1B1\.(.|\n)*>1F1<",
+        ),
+        ("0F1 0B1", r"microbatch 0 has no task, and there is 0F1 (.|\n)*>0F1<"),
+        ("0F0 0B0 0F2 0B2", r"microbatch 1 has no task, and there is 0F2 (.|\n)*>0F2<"),
+        # in an order that cannot be
+        (
+            "0B0 0F0\n1F0 1B0",
+            r"deadlock, .*:\n  stage 0  >0B0<  0F0   waits for 0F0 and 1B0\n  stage 1  >1F0< ",
+        ),
         (
             "0F0 0B0 0F1 0B1\n1F1+1B1 1F0+1B0",
-            "deadlock in tick 1(.|\n)*>0B0<  waits for 1B0(.|\n)*>1F1",
+            r"deadlock, .*:\n.*>0B0<.* waits for 1B0\n.*>1F1\+1B1<.* waits for 0F1$",
+        ),
+        (
+            changed(HALVES, "1I0", "here", "1W0", "1I0", "here", "1W0"),
+            r"deadlock, (.|\n)*>1W0<.* waits for 1I0",
         ),
     ],
 )
-def test_a_text_that_cannot_run_is_refused(text, message):
-    if message is None:
-        assert check(parse_table(text))
-        return
-    with pytest.raises(ValueError, match=message):
+def test_a_text_that_cannot_run_is_refused_with_the_cell_marked(text, message):
+    with pytest.raises(ValueError, match=f"^mine: {message}"):
         parse_table(text, "mine")
+
+
+@pytest.mark.parametrize("digit", "１٣²₀①Ⅳ߁")
+def test_digits_are_those_of_ascii(digit):
+    with pytest.raises(ValueError, match=rf">{digit}F0< \('\\.*'\) {NO_CELL}(.|\n)*>{digit}F0<"):
+        parse_table(f"0F0 0B0\n{digit}F0 1B0")
+
+
+def test_an_order_that_lines_alone_allow_runs():
+    assert check(parse_table("0F0 0F1 0B0 0B1\n1F1+1B1 1F0+1B0"))
+
+
+def test_of_a_large_grid_what_is_around_the_cell_is_shown():
+    large = changed(str(SCHEDULES["1f1b-half"](12, 64, 1)), "5B40", "5X40")
+    with pytest.raises(ValueError, match=">5X40< is no cell") as caught:
+        parse_table(large)
+    lines = str(caught.value).splitlines()[1:]
+    assert len(lines) == 12
+    assert " ".join(lines[5].split()) == (
+        "stage 5 … 5B38 5F45 5B39 5F46 >5X40< 5F47 5B41 5F48 5B42 …"
+    )
 
 
 def moved(table: Table, task: tuple[int, int, int], tick: int) -> Table:
@@ -135,15 +210,34 @@ def test_a_faulty_cell_is_marked_in_the_grid_around_it():
 def test_tables_made_by_hand_are_checked():
     table = SCHEDULES["1f1b"](2, 2, 1)
     edit: Any
-    for edit, message in (
-        (lambda cells: cells[:, ::-1], "0F0 is on stage 1, virtual stage 0 on 0. Move it"),
-        (lambda cells: np.concatenate([cells, cells[:1] * 0 - 1]), "nobody works in tick 4"),
-        (lambda cells: np.where(cells == 3, 5, cells), "1F2 is of microbatch 2, of 2. Remove it"),
-        (lambda cells: cells[:-1], "0B1 is missing"),
+    for edit, message, cell in (
+        (lambda cells: cells[:, ::-1], "0F0 is on stage 1, virtual stage 0 on 0. Move it", "0F0"),
+        (lambda cells: np.concatenate([cells, cells[:1] * 0 - 1]), "nobody works in tick 4", r"\."),
+        (lambda cells: np.where(cells == 3, 5, cells), "1F2 is of microbatch 2, of 2", "1F2.*"),
+        (lambda cells: cells[:-1], "0B1 is missing", "0F1"),
+        (lambda cells: np.where(cells == 0, -1, cells), "0F0 is missing.*before 1F0", "1F0.*"),
     ):
         cells = edit(table.cells)
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(ValueError, match=rf"{message}(.|\n)*>{cell}<"):
             check(Table("mine", 2, 2, 1, table.homes, cells))
+    with pytest.raises(ValueError, match=r"1 for each stage, found 2 on stage 0(.|\n)*>1F0"):
+        check(Table("mine", 2, 2, 1, ((0, 0), (0, 1)), table.cells))
+
+
+def test_a_backward_whose_weights_wait_is_called_by_the_name_that_the_grid_has():
+    table = SCHEDULES["zb-h1"](3, 4, 1)
+    wrong = moved(table, (1, 1, 1), 3)  # B of microbatch 0
+    with pytest.raises(ValueError, match=r"1I0 in tick 3 needs 2I0, which (.|\n)*>1I0<"):
+        check(wrong)
+    whole = parse_table("0F0 0B0 0F1 0I1 0W1")
+    assert [whole.called(task) for task in whole.times()] == [
+        "0F0",
+        "0B0",
+        "0W0",
+        "0F1",
+        "0I1",
+        "0W1",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -52,8 +52,13 @@ def evaluate(
     read += map(_read, unread)
     if not read:
         raise ValueError("evaluate: there is no batch. Give a data set with at least one row.")
-    total = sum(weight * loss for weight, loss in read if weight)
     tokens = sum(weight for weight, _ in read)
+    if not tokens:
+        raise ValueError(
+            f"evaluate: no token of {len(read)} batches has a weight, so that there is no mean. "
+            "Look at the data set and its masks."
+        )
+    total = sum(weight * loss for weight, loss in read if weight)
     return Evaluated(total / tokens, round(tokens))
 
 
