@@ -4,10 +4,14 @@ import math
 
 import jax
 import numpy as np
+import optax
 import pytest
 
 import hfjax
+from hfjax.models import attention
 from hfjax.models.gpt import next_token_loss
+from hfjax.run.sampling import generate
+from hfjax.target import GPUS
 from hfjax.testing import assert_strategies_agree, strategies
 from tests.h200 import OPTIMIZED, h200s
 from tests.small_gpt import gpt, gpt_layout, tokens
@@ -138,3 +142,46 @@ def test_a_loss_that_takes_logits_is_told_of():
     step = hfjax.train_step(layout, loss, kernels="reference")
     step.lower(tokens())
     assert "the loss takes logits" in step.kernels.choices["cross_entropy"].why
+
+
+# -- attention, by the devices of the mesh ------------------------------------------------
+
+
+def test_on_a_mesh_of_cpus_attention_is_the_cpus_whatever_jax_runs_on(monkeypatch):
+    monkeypatch.setattr(attention, "_of_gpus", lambda *x: pytest.fail("attention of GPUs"))
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    mesh = hfjax.make_mesh(devices=jax.devices()[:2], data=2)
+    for forward in (None, lambda model, batch: model(batch)):  # in three parts, and as it is
+        layout = hfjax.layout(gpt(), optax.sgd(1e-3), mesh, hfjax.DDP, forward=forward)
+        hfjax.train_step(layout, next_token_loss, precision="bf16").lower(tokens())
+    generate(layout, hfjax.init(layout), [1], 1, length=24, vocab=64)
+
+
+def test_around_a_mesh_of_gpus_attention_is_cudnns_or_says_what_is_missing(monkeypatch):
+    asked = []
+
+    def dot_product(q, k, v, documents, implementation):
+        asked.append(implementation)
+        if implementation == "cudnn":
+            raise RuntimeError("cuDNN not found.")
+        return q
+
+    monkeypatch.setattr(attention, "dot_product", dot_product)
+    gpu = jax.sharding.AbstractMesh((1,), ("data",), abstract_device=GPUS["h200"])
+    q = jax.ShapeDtypeStruct((1, 8, 2, 64), "bfloat16")
+    with jax.sharding.use_abstract_mesh(gpu):
+        with pytest.warns(UserWarning, match=r"cuDNN not found. This program .* holds XLA's"):
+            jax.eval_shape(attention.causal_attention, q, q, q)
+        jax.eval_shape(attention.causal_attention, *[q.update(dtype="float32")] * 3)
+    assert asked == ["cudnn", "xla", "xla"]
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_program_for_h200s_holds_the_attention_of_gpus(monkeypatch, recwarn, precision):
+    monkeypatch.setattr(attention, "blocked", lambda *x: pytest.fail("attention of CPUs"))
+    layout = gpt_layout(hfjax.DDP, {"data": 1}, devices=h200s(1))
+    step = hfjax.train_step(layout, next_token_loss, precision=precision)
+    program = step.lower(tokens()).as_text()
+    missing = any("cuDNN's: it keeps" in str(warning.message) for warning in recwarn)
+    assert ("__cudnn$fmha" in program) == (precision == "bf16" and not missing)

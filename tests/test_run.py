@@ -230,7 +230,7 @@ def greedy(parts, state, prompt, count):
 
 
 @pytest.mark.parametrize("length", [3, 40])
-def test_the_likeliest_text_is_the_same_on_one_device_on_many_and_from_the_host(whole, data, length):
+def test_the_likeliest_text_is_the_same_on_many_devices_and_from_the_host(whole, data, length):
     directory, _ = whole
     prompt = list(b"the mesh of the tensor axis is a row of data")[:length]
     many = {"strategy": "fsdp+tensor", "mesh": Mesh(fsdp=2, tensor=2)}
