@@ -1,8 +1,8 @@
 """Overlap, ahead of time: how much of what a train step sends runs under its matmuls.
 
 Compiles GPT-2 medium's real step for 8 H200s, or two nodes of them (none is needed, only the CUDA
-wheels), under each strategy, reads the schedule (`hidden_bytes.py` says what counts), and writes one row for each
-strategy and setting to results/overlap.md, next to the rows that are there.
+wheels), under each strategy, reads the schedule (`hidden_bytes.py` says what counts), and writes
+one row for each strategy and setting to results/overlap.md, next to the rows that are there.
 
     python -m benchmarks.overlap                           # every strategy and preset
     python -m benchmarks.overlap --config fsdp             # one strategy
@@ -177,9 +177,9 @@ fsdp={NODE}, fsdp_two_nodes is fsdp={2 * NODE}: two nodes. `default` is what XLA
 
 - **hidden**: share of collective bytes with at least 1 GFLOP of matmuls between start and done.
 - **covered**: share of their modelled transfer time for which those matmuls last; **exposed**: the
-  rest of it, per step. {FLOPS / 1e12:.0f} TFLOP/s; a device sends {INSIDE / 1e9:.0f} GB/s where the groups of a collective lie
-  inside of nodes (NVLink), {BETWEEN / 1e9:.0f} where they cross nodes (InfiniBand); one transfer at a time. A
-  model, not a clock.
+  rest of it, per step. {FLOPS / 1e12:.0f} TFLOP/s; a device sends {INSIDE / 1e9:.0f} GB/s (NVLink),
+  {BETWEEN / 1e9:.0f} GB/s where the groups of a collective cross nodes (InfiniBand); one transfer
+  at a time. A model, not a clock.
 - **temporaries**: `memory_analysis().temp_size_in_bytes` of one device."""
 
 

@@ -358,7 +358,7 @@ def test_a_configuration_comes_from_yaml_or_python(tmp_path):
         (lambda: Train(seed=2**32), r"--seed 4294967296: a number below"),
         (lambda: Train(minutes=float("nan")), r"--minutes nan: a number from 0"),
         (lambda: Model(layers=0), r"--model.layers 0: a number from 1 on"),
-        (lambda: Model(dropout=2), r"--model.dropout 2: a part below 1"),
+        (lambda: Model(dropout=2), r"--model.dropout 2: a part from 0 to 1"),
         (lambda: Checkpoints(every=-5), r"--checkpoints.every -5"),
         (lambda: Log(valid_batches=0), r"--log.valid-batches 0: a number from 1"),
         (lambda: Optimizer(rate=-1.0), r"--optimizer.rate -1.0"),
