@@ -7,6 +7,7 @@ used the cores are dropped, and the ratio is the median over the pairs that are 
 """
 
 import argparse
+import math
 import os
 import platform
 import statistics
@@ -137,7 +138,8 @@ def hfjax_runner(config: GPTConfig, name: str) -> Runner:
     """Return hfjax's program, as a user writes it."""
     strategy, sizes, execution = STRATEGIES[name]
     model, optimizer = lambda rngs: GPT(config, rngs=rngs), optax.adamw(RATE, weight_decay=DECAY)
-    layout = hfjax.layout(model, optimizer, hfjax.make_mesh(**sizes), strategy)
+    devices = jax.devices()[: math.prod(sizes.values())]
+    layout = hfjax.layout(model, optimizer, hfjax.make_mesh(devices=devices, **sizes), strategy)
     step = hfjax.train_step(layout, next_token_loss, clip=1.0, **execution)
 
     def run(state, batch):
@@ -314,9 +316,8 @@ def _modules(torch: bool) -> list[str]:
 
 
 def _shapes(config: GPTConfig) -> Any:
-    layout = hfjax.layout(
-        lambda rngs: GPT(config, rngs=rngs), optax.sgd(RATE), hfjax.make_mesh(), hfjax.DDP
-    )
+    one = hfjax.make_mesh(devices=jax.devices()[:1])
+    layout = hfjax.layout(lambda rngs: GPT(config, rngs=rngs), optax.sgd(RATE), one, hfjax.DDP)
     return layout.abstract_state().params
 
 

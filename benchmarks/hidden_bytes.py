@@ -8,8 +8,10 @@ its `-start` to its `-done`; what stands between runs beside it. Here
 - a collective is HIDDEN if at least `SUBSTANTIAL` FLOP of matmuls stand between start and done. One
   that XLA made synchronous, or left without a start, is exposed.
 - COVERED is stricter: the share of its transfer time for which those matmuls last, at `FLOPS` and
-  `LINK`, half to four fifths of an H200's data sheet. Transfers go one after another and a matmul
-  covers one of them at a time. It is a model, good for comparing schedules, not a clock.
+  the speed of a link: `INSIDE` if each group of devices lies in one node, `BETWEEN` if one crosses
+  nodes. These are half to four fifths of what data sheets promise. Transfers go one after another
+  and a matmul covers one of them at a time. It is a model, good for comparing schedules, not a
+  clock.
 
 Loops are multiplied out; one whose turns XLA did not count is taken to run once. Bytes are those
 of `hfjax.collectives`: the payload's larger side.
@@ -28,7 +30,9 @@ from hfjax.traffic import Collective
 
 SUBSTANTIAL = 1e9  # FLOP between start and done: about 2 microseconds
 FLOPS = 500e12  # per second, of bfloat16 matmuls as they are reached
-LINK = 360e9  # bytes per second that one GPU sends over NVLink
+INSIDE = 360e9  # bytes per second that one GPU sends over NVLink
+BETWEEN = 40e9  # … over InfiniBand: a port of 400 Gbit/s for each GPU
+NODE = 8  # GPUs, which follow one another in the mesh
 _CALLS = ("calls", "to_apply", "called_computations")
 _READ = re.compile(r" (?:while|call|conditional|fusion|custom-call|dot)\(|-start\(|-done\(")
 _READ_SYNC = re.compile(rf" (?:{'|'.join(read_hlo.KINDS)})\(")
@@ -137,7 +141,7 @@ class Schedule:
         axes, devices = traffic._name(kind == "permute", found[0].groups, self.meshes)
         size = sum(t.bytes for t in found)
         moved = Collective(kind, axes, "", (), size, 1, "", devices).moved
-        return Flight(kind, axes, size, max(moved, 1) / LINK, times)
+        return Flight(kind, axes, size, max(moved, 1) / link(found[0].groups), times)
 
     # -- matmuls ------------------------------------------------------------------------------
 
@@ -158,6 +162,12 @@ class Schedule:
         if op.opcode == "conditional":
             return max(map(self._flops, op.calls(read_hlo._BRANCHES)), default=0.0)
         return sum(map(self._flops, op.calls(_CALLS)))
+
+
+def link(groups: read_hlo.Groups) -> float:
+    """Return the bytes per second that a device of these groups sends: by the slowest link."""
+    inside = all(len({device // NODE for device in group}) == 1 for group in groups)
+    return INSIDE if inside else BETWEEN
 
 
 def _cover(airborne: dict[str, Flight], flops: float) -> None:

@@ -1,8 +1,8 @@
 """Overlap, ahead of time: how much of what a train step sends runs under its matmuls.
 
-Compiles GPT-2 medium's real step for 8 H200s (none is needed, only the CUDA wheels) under each
-strategy, reads the schedule (`hidden_bytes.py` says what counts), and writes one row for each
-strategy and setting to results/overlap.md, next to the rows that are there.
+Compiles GPT-2 medium's real step for 8 H200s, or two nodes of them (none is needed, only the CUDA
+wheels), under each strategy, reads the schedule (`hidden_bytes.py` says what counts), and writes
+one row for each strategy and setting to results/overlap.md, next to the rows that are there.
 
     python -m benchmarks.overlap                           # every strategy and preset
     python -m benchmarks.overlap --config fsdp             # one strategy
@@ -12,6 +12,7 @@ strategy and setting to results/overlap.md, next to the rows that are there.
 
 import argparse
 import datetime
+import math
 import os
 import re
 from collections.abc import Iterable, Mapping
@@ -26,7 +27,7 @@ import jax.numpy as jnp
 import optax
 
 import hfjax
-from benchmarks.hidden_bytes import Flight, flights
+from benchmarks.hidden_bytes import BETWEEN, FLOPS, INSIDE, NODE, Flight, flights
 from hfjax.models.attention import dot_product
 from hfjax.models.gpt import GPT, GPTConfig, next_token_loss
 from hfjax.parallel.compiler import PRESETS, compiler_options
@@ -38,6 +39,8 @@ STRATEGIES: Mapping[str, tuple[hfjax.Strategy, dict[str, int]]] = {
     "fsdp": (hfjax.FSDP, {"fsdp": 8}),
     "tensor": (hfjax.TENSOR | hfjax.SEQUENCE, {"data": 2, "tensor": 4}),
     "fsdp_tensor": (hfjax.FSDP | hfjax.TENSOR | hfjax.SEQUENCE, {"fsdp": 2, "tensor": 4}),
+    "hsdp": (hfjax.HSDP, {"data": 2, "fsdp": NODE}),
+    "fsdp_two_nodes": (hfjax.FSDP, {"fsdp": 2 * NODE}),
 }
 ROWS, LENGTH = 8, 1024  # rows on each group of devices that shares them, tokens in a row
 OVERLAP = PRESETS["overlap"]
@@ -82,9 +85,10 @@ NOTES = "## Notes"
 
 
 def compiled(strategy: str, options: Mapping[str, Any], **execution: Any) -> jax.stages.Compiled:
-    """Return the train step of GPT-2 medium, compiled for 8 H200s."""
+    """Return the train step of GPT-2 medium, compiled for as many H200s as the mesh has."""
     table, sizes = STRATEGIES[strategy]
-    mesh = hfjax.make_mesh(devices=target_devices("h200", 8), **sizes)
+    devices = target_devices("h200", math.prod(sizes.values()))
+    mesh = hfjax.make_mesh(devices=devices, **sizes)
     attention = partial(dot_product, implementation="xla")  # cuDNN's needs cuDNN to compile
     config = GPTConfig.preset("medium", pad_vocab_to=128, attention=attention)
     plan = hfjax.layout(lambda rngs: GPT(config, rngs=rngs), optax.adamw(1e-3), mesh, table)
@@ -165,14 +169,17 @@ def heading() -> str:
     return f"""# Overlap, ahead of time
 
 `python -m benchmarks.overlap --all` (last rows: {datetime.date.today()}). GPT-2 medium compiled
-for 8 H200s; nothing ran. {ROWS} rows of {LENGTH} tokens a device or tensor group, bfloat16,
+for H200s; nothing ran. {ROWS} rows of {LENGTH} tokens a device or tensor group, bfloat16,
 attention by XLA.
 ddp is data=8, fsdp is fsdp=8, tensor is TENSOR|SEQUENCE on data=2 x tensor=4, fsdp_tensor is
-FSDP|TENSOR|SEQUENCE on fsdp=2 x tensor=4. `default` is what XLA does unasked.
+FSDP|TENSOR|SEQUENCE on fsdp=2 x tensor=4, all on one node of {NODE}; hsdp is HSDP on data=2 x
+fsdp={NODE}, fsdp_two_nodes is fsdp={2 * NODE}: two nodes. `default` is what XLA does unasked.
 
 - **hidden**: share of collective bytes with at least 1 GFLOP of matmuls between start and done.
-- **covered**: share of their modelled transfer time for which those matmuls last (500 TFLOP/s,
-  360 GB/s; one transfer at a time); **exposed**: the rest of it, per step. A model, not a clock.
+- **covered**: share of their modelled transfer time for which those matmuls last; **exposed**: the
+  rest of it, per step. {FLOPS / 1e12:.0f} TFLOP/s; a device sends {INSIDE / 1e9:.0f} GB/s (NVLink),
+  {BETWEEN / 1e9:.0f} GB/s where the groups of a collective cross nodes (InfiniBand); one transfer
+  at a time. A model, not a clock.
 - **temporaries**: `memory_analysis().temp_size_in_bytes` of one device."""
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from hfjax.ending import carried_out
-from hfjax.pallas_kernels.choice import KERNELS, WORDS, Wanted
+from hfjax.pallas_kernels.choice import KERNELS, WORDS, Wanted, measured
 from hfjax.rows import aligned
 from hfjax.target import GPUS
 
@@ -29,10 +29,16 @@ def command(argv: Sequence[str]) -> int:
 
 
 def table(kernels: Any = "auto", gpu: str | None = None) -> str:
-    """Return a line for each kernel: what it does in a step, the form taken, why."""
+    """Return a line for each kernel, and for each shape of it that was measured.
+
+    What it does in a step, the form taken, why.
+    """
     device = GPUS[gpu] if gpu else jax.devices()[0]
-    wanted = Wanted.of(kernels)
-    chosen = [wanted.choose(kernel, device) for kernel in KERNELS]
+    wanted, known = Wanted.of(kernels), measured(device.device_kind)
+    shapes = lambda kernel: [one["shape"] for one in known.get(kernel, ())]
+    by_shape = lambda kernel: shapes(kernel) if wanted.word(kernel) == "auto" else ()
+    asked = [(kernel, shape) for kernel in KERNELS for shape in by_shape(kernel) or (None,)]
+    chosen = [wanted.choose(kernel, device, shape=shape) for kernel, shape in asked]
     rows = [[c.kernel, KERNELS[c.kernel], c.form, c.why] for c in chosen]
     head = ["kernel", "what it does", "form", "why"]
     return "\n".join([device.device_kind, *aligned([head, *rows])])

@@ -29,7 +29,7 @@ class OnePass:
 
     layout: Layout
     fields: Fields
-    step: Callable  # of one shard: the kernel, or its plain form
+    steps: Mapping[str, Callable]  # of the shard of each path: the kernel, or its plain form
 
     @classmethod
     def of(cls, layout: Layout, kernels: Kernels) -> "OnePass | None":
@@ -38,8 +38,11 @@ class OnePass:
         if fields is None or layout.hosted:
             _check_not_named(kernels, "the host keeps a part of the state" if fields else NOT_OURS)
             return None
-        form = kernels.form("adamw_shard", impossible=_refusal(layout))
-        return cls(layout, fields, FORMS[form]) if form in FORMS else None
+        forms = _forms(layout, kernels)
+        if FORMS.keys().isdisjoint(forms.values()):
+            return None
+        steps = {path: FORMS.get(form, room.reference) for path, form in forms.items()}
+        return cls(layout, fields, steps)
 
     def __call__(
         self, gradients: Flat, params: Flat, state: Any, scale: jax.Array, keep: jax.Array | None
@@ -64,7 +67,7 @@ class OnePass:
         def device(held: Any, gradients: Flat, known: jax.Array) -> dict:
             of = lambda path: self._settings(bool(decays[path]))
             return {
-                path: self.step(*held[path], gradient, known, of(path))
+                path: self.steps[path](*held[path], gradient, known, of(path))
                 for path, gradient in gradients.items()
             }
 
@@ -85,14 +88,26 @@ def _check_not_named(kernels: Kernels, impossible: str) -> None:
         kernels.form("adamw_shard", impossible=impossible)
 
 
-def _refusal(layout: Layout) -> str | None:
-    """Return why the kernel cannot update some parameter of a layout."""
+def _forms(layout: Layout, kernels: Kernels) -> dict[str, str]:
+    """Return the form to take for each shard; where one fits neither form, XLA's for all."""
+    shards = _shards(layout)
+    unlike = [f"{path}: {why}" for path, x in shards.items() if (why := room.unlike(*x))]
+    if unlike:
+        return {"": kernels.form("adamw_shard", impossible=unlike[0])}
+    refusal = lambda path, x: f"{path}: {why}" if (why := room.refuses(*x)) else None
+    return {
+        path: kernels.form("adamw_shard", refusal(path, x), shape={"N": x[0].size})
+        for path, x in shards.items()
+    }
+
+
+def _shards(layout: Layout) -> dict[str, list[jax.ShapeDtypeStruct]]:
+    """Return what is updated of each path: parameter, mean, variance and gradient of a shard."""
     kept, _ = opened(layout.optimizer, layout.state_shapes.optimizer)
+    found = {}
     for path in kept.mean:
         p = layout.placed[path]
         shard = NamedSharding(p.mesh, p.moment).shard_shape(p.shape)
         dtypes = (layout.working_dtype(path), kept.mean[path].dtype, kept.variance[path].dtype)
-        given = [jax.ShapeDtypeStruct(shard, dtype) for dtype in (*dtypes, jnp.float32)]
-        if why := room.refuses(*given):
-            return f"{path}: {why}"
-    return None
+        found[path] = [jax.ShapeDtypeStruct(shard, dtype) for dtype in (*dtypes, jnp.float32)]
+    return found

@@ -1,6 +1,7 @@
 """Where everything lives: path, shape, PartitionSpec and bytes per device. Allocates nothing."""
 
 import math
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -8,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
@@ -138,19 +140,29 @@ class Layout:
         """What a strategy could not do, and what padding costs."""
         return tuple(notes_of(self))
 
-    @property
-    def order(self) -> jax.Array | None:
+    @cached_property
+    def order(self) -> np.ndarray | None:
         """The number of the layer in each stored row, -1 where there is none.
 
         A packed row has several: [rows, most layers].
         """
         if self.packed is not None:
             order = self.packed.arrangement.order
-            return jnp.asarray(order.reshape(-1, order.shape[-1]), jnp.int32)
+            return np.asarray(order.reshape(-1, order.shape[-1]), np.int32)
         if self.arrangement is not None:
-            return jnp.asarray(self.arrangement.rows, jnp.int32)
+            return np.asarray(self.arrangement.rows, np.int32)
         layers = [self.arrays[p.path].shape[0] for p in self.placed.values() if p.stacked]
-        return jnp.arange(layers[0], dtype="int32") if layers else None
+        return np.arange(layers[0], dtype=np.int32) if layers else None
+
+    @cached_property
+    def orders_seen(self) -> list[weakref.ref]:
+        """The array of a state that was last found to be `order`: its value is not asked again."""
+        return []
+
+    @cached_property
+    def rearranging(self) -> dict[bytes | None, Callable]:
+        """The programs that bring layers into `order`, by the order that they come in."""
+        return {}
 
     def shardings(self) -> Any:
         """Return the sharding of every array of the state, in the state's own form."""

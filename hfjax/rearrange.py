@@ -1,8 +1,9 @@
 """The layers of a state in another order: as another schedule stores them, or as the model does."""
 
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import jax
@@ -34,15 +35,29 @@ def rearrange(layout: Layout, state: State) -> State:
     order = None if state.order is None else np.asarray(state.order, np.int32)
     if layout.blueprint.listed:
         return _repacked(layout, None if order is None else Arrangement(order[None]), state)
-    return _rearranger(layout, None if order is None else order.tobytes())(state)
+    come = None if order is None else order.tobytes()
+    if come not in layout.rearranging:
+        layout.rearranging[come] = _rearranger(layout, come)
+    return layout.rearranging[come](state)
 
 
 def _same(layout: Layout, found: Any) -> bool:
-    """Return whether layers that are stored in an order lie as the layout has them."""
-    wanted = layout.order
+    """Return whether layers that are stored in an order lie as the layout has them.
+
+    To look at an array is to wait for the device: what was found to be so is known again.
+    """
+    if found is not None and any(seen() is found for seen in layout.orders_seen):
+        return True
+    same = _equal(layout.order, found, layout.blueprint.listed)
+    if same and isinstance(found, jax.Array):
+        layout.orders_seen[:] = [weakref.ref(found)]
+    return same
+
+
+def _equal(wanted: np.ndarray | None, found: Any, listed: bool) -> bool:
     if wanted is None or found is None:
         plain = wanted is None or np.array_equal(wanted, np.arange(len(wanted)))
-        return wanted is found or (plain and not layout.blueprint.listed)
+        return wanted is found or (plain and not listed)
     return wanted is found or np.array_equal(wanted, found)
 
 
@@ -71,7 +86,6 @@ def _repacked(layout: Layout, old: Arrangement | None, state: State) -> State:
     return jax.tree.map(own, new, layout.shardings())
 
 
-@lru_cache(maxsize=32)
 def _rearranger(layout: Layout, order: bytes | None) -> Callable:
     """Return the compiled function of states whose stacked layers are in an order."""
     old = None if order is None else Arrangement(np.frombuffer(order, np.int32)[None, None])

@@ -4,15 +4,23 @@
 H / G heads of queries that follow one another (grouped-query attention, Ainslie et al., 2023).
 """
 
+import warnings
 from functools import partial
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 
+from hfjax.pallas_kernels import around
 from hfjax.pallas_kernels.handing import is_causal_attention
 
 BLOCKS = 4  # of queries: a later block attends to more keys, so 3/8 of the work is skipped
+MISSING = (
+    "This program for GPUs holds XLA's attention in place of cuDNN's: it keeps the scores of all "
+    "pairs of tokens for the backward pass. Install cuDNN (pip install --no-deps "
+    "nvidia-cudnn-cu13, or -cu12; no GPU is needed), or choose XLA's yourself: "
+    'attention=functools.partial(hfjax.models.attention.dot_product, implementation="xla").'
+)
 
 
 @is_causal_attention
@@ -22,14 +30,26 @@ def causal_attention(
     v_BSGD: jax.Array,
     documents_BS: jax.Array | None = None,
 ) -> jax.Array:
-    """Return causal attention by what is fastest here: cuDNN on a GPU, query blocks on a CPU.
+    """Return causal attention by what is fastest on the devices of the mesh around.
 
-    With the number of each token's document, it stays inside documents.
+    That is cuDNN's on a GPU, blocks of queries on a CPU. With the number of each token's document,
+    it stays inside documents.
     """
-    if jax.default_backend() == "gpu":
-        half = q_BSHD.dtype in (jnp.bfloat16, jnp.float16)
-        return dot_product(q_BSHD, k_BSGD, v_BSGD, documents_BS, "cudnn" if half else "xla")
-    return blocked(q_BSHD, k_BSGD, v_BSGD, documents_BS)
+    attend = _of_gpus if around.platform() in ("gpu", "cuda") else blocked
+    return attend(q_BSHD, k_BSGD, v_BSGD, documents_BS)
+
+
+def _of_gpus(q_BSHD: jax.Array, *others: Any) -> jax.Array:
+    """Return cuDNN's attention in half precision, XLA's in others and where cuDNN is missing."""
+    if q_BSHD.dtype not in (jnp.bfloat16, jnp.float16):
+        return dot_product(q_BSHD, *others, implementation="xla")
+    try:
+        return dot_product(q_BSHD, *others, implementation="cudnn")
+    except RuntimeError as error:
+        if "cuDNN" not in str(error):
+            raise
+        warnings.warn(f"{error} {MISSING}", UserWarning, stacklevel=2)
+    return dot_product(q_BSHD, *others, implementation="xla")
 
 
 def dot_product(

@@ -171,13 +171,17 @@ class Dropout(nnx.Module):
     """Dropout whose mask depends on a row's place in the global batch, never on the device."""
 
     def __init__(self, rate: float, *, rngs: nnx.Rngs):
+        if not 0 <= rate <= 1:
+            raise ValueError(f"Dropout(rate={rate}): the part that is dropped is from 0 to 1.")
         self.rate = rate
         self.deterministic = False
-        self.key = RowKey(rngs.dropout(), per_row=True) if rate else None
+        self.key = RowKey(rngs.dropout(), per_row=True) if 0 < rate < 1 else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        if self.deterministic or self.key is None:
+        if self.deterministic or self.rate == 0:
             return x
+        if self.key is None:
+            return jnp.zeros_like(x)
         keys = self.key[...]
         if keys.ndim == 0:  # outside a training step: the rows are those of x
             keys = jax.vmap(jax.random.fold_in, (None, 0))(keys, jnp.arange(x.shape[0]))

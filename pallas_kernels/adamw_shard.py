@@ -86,6 +86,16 @@ def numbers(scale: Any, rate: Any, corrections: tuple[Any, Any], counts: Any = T
 
 def refuses(parameter: Any, mean: Any, variance: Any, gradient: Any) -> str | None:
     """Return why the kernel cannot update these arrays (or shapes with dtypes); None: it can."""
+    if not 0 < parameter.size <= MOST:
+        return (
+            f"parameter has shape {list(parameter.shape)}: from 1 to {MOST} elements are updated "
+            "at once. Split it over more devices, or use kernels='xla'."
+        )
+    return unlike(parameter, mean, variance, gradient)
+
+
+def unlike(parameter: Any, mean: Any, variance: Any, gradient: Any) -> str | None:
+    """Return why neither the kernel nor the reference can update these arrays; None: one can."""
     given = {"parameter": parameter, "mean": mean, "variance": variance, "gradient": gradient}
     narrow = {"mean", "gradient"}
     for name, x in given.items():
@@ -100,11 +110,6 @@ def refuses(parameter: Any, mean: Any, variance: Any, gradient: Any) -> str | No
                 f"{name} has shape {list(x.shape)}, parameter {list(parameter.shape)}: shards of "
                 "one shape are expected. Place them alike."
             )
-    if not 0 < parameter.size <= MOST:
-        return (
-            f"parameter has shape {list(parameter.shape)}: from 1 to {MOST} elements are updated "
-            "at once. Split it over more devices, or use kernels='xla'."
-        )
     return None
 
 
@@ -117,7 +122,7 @@ def reference(
     settings: AdamW = AdamW(),
 ) -> Updated:
     """Return the step in plain JAX; one fusion of XLA."""
-    if why := refuses(parameter, mean, variance, gradient):
+    if why := unlike(parameter, mean, variance, gradient):
         raise ValueError(f"adamw_shard: {why}")
     return _step((parameter, mean, variance, gradient), tuple(numbers), settings)
 

@@ -1,12 +1,14 @@
 """Which of its two forms each capability takes: the kernel or what XLA makes of plain JAX.
 
-`measured.json` has what `benchmarks/gpu.py --record` found: {device: {kernel: {"ratio": time of
-the rival / time of the kernel, "rival": …, "jax": …, "date": …}}}. Where nothing was measured,
-XLA is taken: a kernel that was never seen to win is not the default.
+`measured.json` has what `benchmarks/gpu.py --record` found: {device: {kernel: [{"shape": {"S": …},
+"ratio": time of the rival / time of the kernel, "rival": …, "jax": …, "date": …}]}}. Operands go as
+the measured shape does that is nearest to theirs. Where nothing was measured, XLA is taken: a
+kernel that was never seen to win is not the default.
 """
 
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -26,6 +28,18 @@ KERNELS: Mapping[str, str] = {  # what each does in a training step
 }
 
 
+Shape = Mapping[str, int]  # sizes of operands by their letters: S, D; how many numbers is N
+
+
+def show(shape: Shape | None) -> str:
+    """Return a shape as people read it.
+
+    >>> show({"S": 1024, "D": 64})
+    'S=1024 D=64'
+    """
+    return " ".join(f"{letter}={size}" for letter, size in (shape or {}).items())
+
+
 @dataclass(frozen=True)
 class Choice:
     """The form that was taken of a capability, and why."""
@@ -33,6 +47,7 @@ class Choice:
     kernel: str
     form: str  # pallas, xla, or reference: the plain JAX beside the kernel
     why: str
+    of: str = ""  # the operands for which it was taken
 
     def __str__(self) -> str:
         return f"{self.kernel}: {self.form} ({self.why})"
@@ -85,8 +100,9 @@ class Wanted:
         device: Any,
         refusal: str | None = None,
         impossible: str | None = None,
+        shape: Shape | None = None,
     ) -> Choice:
-        """Return the form to take on a device.
+        """Return the form to take on a device, for operands of a shape.
 
         `refusal` says why the kernel cannot take the operands, `impossible` why no form but XLA's
         fits the step. A kernel that was asked for and cannot run is an error.
@@ -104,7 +120,7 @@ class Wanted:
                     f'kernels="auto", or {self._without(kernel)}.'
                 )
             return Choice(kernel, "pallas", "asked for")
-        return Choice(kernel, "xla", obstacle) if obstacle else _as_measured(kernel, device)
+        return Choice(kernel, "xla", obstacle) if obstacle else _as_measured(kernel, device, shape)
 
 
 def cannot_run(device: Any) -> str | None:
@@ -120,23 +136,37 @@ def cannot_run(device: Any) -> str | None:
     return None
 
 
-def _as_measured(kernel: str, device: Any) -> Choice:
-    found = measured(device.device_kind).get(kernel)
-    if found is None:
+def _as_measured(kernel: str, device: Any, shape: Shape | None) -> Choice:
+    known = measured(device.device_kind).get(kernel)
+    if not known:
         return Choice(
             kernel, "xla", f"not measured on {device.device_kind} yet: `make gpu` measures"
         )
-    wins = found["ratio"] > 1
-    told = f"measured {found['ratio']:.2f}x {found['rival']} on {device.device_kind}"
-    return Choice(kernel, "pallas" if wins else "xla", f"{told}, jax {found['jax']}")
+    found = min(known, key=lambda one: (_apart(one["shape"], shape or {}), one["ratio"]))
+    at = f"at {where} " if (where := show(found["shape"])) else ""
+    told = f"measured {found['ratio']:.2f}x {found['rival']} {at}on {device.device_kind}"
+    form = "pallas" if found["ratio"] > 1 else "xla"
+    return Choice(kernel, form, f"{told}, jax {found['jax']}")
 
 
-def measured(device_kind: str) -> Mapping[str, Mapping[str, Any]]:
-    """Return what was measured on devices of a kind ("NVIDIA H100 80GB HBM3" is an NVIDIA H100)."""
+def _apart(one: Shape, other: Shape) -> float:
+    """Return how far two shapes are from each other, in doublings of their sizes.
+
+    >>> _apart({"S": 1024, "D": 64}, {"S": 4096, "D": 128})
+    3.0
+    """
+    return sum(abs(math.log2(one[letter] / other[letter])) for letter in one.keys() & other.keys())
+
+
+def measured(device_kind: str) -> Mapping[str, Sequence[Mapping[str, Any]]]:
+    """Return what was measured on devices of a kind ("NVIDIA H100 80GB HBM3" is an NVIDIA H100).
+
+    That is a list of each kernel's shapes.
+    """
     names = [name for name in _table() if device_kind.startswith(name)]
     return _table()[max(names, key=len)] if names else {}
 
 
 @cache
-def _table() -> Mapping[str, Mapping[str, Any]]:
+def _table() -> Mapping[str, Mapping[str, Sequence[Mapping[str, Any]]]]:
     return json.loads((Path(__file__).parent / "measured.json").read_text())

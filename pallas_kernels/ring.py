@@ -32,6 +32,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from hfjax.pallas_kernels import around
+
 MOST_GPUS = 32  # of a mesh: so many the runtime's barrier before a launch takes
 
 
@@ -122,7 +124,7 @@ def meet(ring: Ring, semaphores: Any, index: Any, blocks: int) -> None:
 
 def unreachable(size: int, blocks: int) -> str | None:
     """Return why a ring of `size` ranks with so many blocks each cannot run here, or None."""
-    processors = getattr(jax.devices()[0], "core_count", None)
+    processors = around.processors()
     if processors and blocks > processors:
         return (
             f"{blocks} blocks on a GPU of {processors} processors: a block that waits for another "

@@ -56,12 +56,13 @@ def _like(arrays: Any) -> Any:
 def _alone() -> Any:
     """Return the context in which a model sees no mesh, unless the partitioner has part of it.
 
-    Collectives over named axes work all the same.
+    Collectives over named axes work all the same, and the kind of device stays known.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if set(getattr(mesh, "manual_axes", ())) != set(mesh.axis_names):
         return nullcontext()
-    return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ()))
+    device = getattr(mesh, "abstract_device", None)
+    return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device))
 
 
 def in_a_model() -> bool:

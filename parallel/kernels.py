@@ -1,7 +1,7 @@
 """The kernels of a step: handed to the modules and to the optimizer that have use for them."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -9,7 +9,7 @@ import jax
 from jax.sharding import Mesh
 
 from hfjax.pallas_kernels import cross_entropy, flash_block
-from hfjax.pallas_kernels.choice import KERNELS, Choice, Wanted
+from hfjax.pallas_kernels.choice import KERNELS, Choice, Shape, Wanted, show
 from hfjax.pallas_kernels.handing import Projection
 from hfjax.parallel import sharded_kernels, tensor_ring
 from hfjax.parallel.mesh import PIPE_AXIS
@@ -26,24 +26,41 @@ class Kernels:
     wanted: Wanted
     mesh: Mesh
     without_logits: bool = False  # the loss takes a Projection in place of logits
-    choices: dict[str, Choice] = field(default_factory=dict, compare=False)
+    choices: dict[str, list[Choice]] = field(default_factory=dict, compare=False)  # by kernel
 
     @classmethod
     def of(cls, wanted: Wanted, mesh: Mesh, loss: Callable) -> "Kernels":
         """Return the kernels of a step with this loss."""
         return cls(wanted, mesh, getattr(loss, "takes_projection", False))
 
-    def form(self, kernel: str, refusal: str | None = None, impossible: str | None = None) -> str:
+    def form(
+        self,
+        kernel: str,
+        refusal: str | None = None,
+        impossible: str | None = None,
+        shape: Shape | None = None,
+    ) -> str:
         """Return the form to take: pallas, xla or reference. See `Wanted.choose`."""
-        choice = self.wanted.choose(kernel, self.mesh.devices.flat[0], refusal, impossible)
-        self.choices[kernel] = choice
-        return choice.form
+        device = self.mesh.devices.flat[0]
+        return self._keep(self.wanted.choose(kernel, device, refusal, impossible, shape), shape)
 
-    def form_of_one(self, kernel: str, refusal: str | None) -> str:
+    def form_of_one(self, kernel: str, refusal: str | None, shape: Shape) -> str:
         """Return the form to take for one of many arrays; one that does not fit goes by XLA."""
-        if refusal and self.wanted.word(kernel) != "reference":
-            return "xla"
-        return self.form(kernel)
+        if refusal and self.wanted.word(kernel) == "pallas":
+            return self._keep(Choice(kernel, "xla", refusal), shape)
+        return self.form(kernel, refusal, shape=shape)
+
+    def forms(self, kernel: str) -> set[str]:
+        """Return the forms that were taken of a kernel, over all operands."""
+        return {choice.form for choice in self.choices.get(kernel, ())}
+
+    def _keep(self, choice: Choice, shape: Shape | None) -> str:
+        """Return the form of a choice, which is remembered with what it was made for."""
+        known = self.choices.setdefault(choice.kernel, [])
+        choice = replace(choice, of=show(shape))
+        if choice not in known:
+            known.append(choice)
+        return choice.form
 
     # -- what modules ask for: see hfjax.models.parts.Plain ---------------------------------------
 
@@ -69,7 +86,8 @@ class Kernels:
         rows = jax.ShapeDtypeStruct((x_BSD[..., 0].size, x_BSD.shape[-1]), x_BSD.dtype)
         labels = jax.ShapeDtypeStruct(rows.shape[:1], "int32")
         refusal = cross_entropy.refuses(rows, kernel_VD, labels)
-        form = self.form("cross_entropy", refusal, self._no_projection(kernel_VD))
+        shape = {"N": rows.shape[0], "V": self._share(kernel_VD.shape[0]), "D": rows.shape[1]}
+        form = self.form("cross_entropy", refusal, self._no_projection(kernel_VD), shape)
         if form not in sharded_kernels.FORMS:
             return logits()
         return Projection(x_BSD, kernel_VD, sharded_kernels.losses(self.mesh, form, vocab))
@@ -80,7 +98,8 @@ class Kernels:
         """The operands: q_BSHD, k_BSGD, v_BSGD, and documents_BS if there are any."""
         q, k, v, *_ = operands
         impossible = self._uneven("heads of keys", k.shape[2])
-        form = self.form("flash_block", flash_block.refuses(q, k, v), impossible)
+        shape = {"S": q.shape[1], "D": q.shape[3]}
+        form = self.form("flash_block", flash_block.refuses(q, k, v), impossible, shape)
         if form not in sharded_kernels.FORMS:
             return plain(*operands)
         return sharded_kernels.attention(self.mesh, form, len(operands) == 4)(*operands)
@@ -88,12 +107,16 @@ class Kernels:
     def _multiply(self, kind: str, plain: Callable, x_BSI: jax.Array, kernel_IO: Any) -> jax.Array:
         impossible = self._no_ring(x_BSI)
         refusal = impossible or tensor_ring.refuses(self.mesh, kind, x_BSI, kernel_IO)
-        form = self.form(kind, refusal, impossible)
+        rows, (inputs, outputs) = x_BSI[..., 0].size, kernel_IO.shape
+        form = self.form(kind, refusal, impossible, {"M": rows, "K": inputs, "N": outputs})
         if form not in sharded_kernels.FORMS:
             return plain(x_BSI, kernel_IO)
         return tensor_ring.ring(self.mesh, form, kind)(x_BSI, kernel_IO)
 
     # -- what only XLA's form can do --------------------------------------------------------------
+
+    def _share(self, count: int) -> int:
+        return -(-count // self.mesh.shape["tensor"])
 
     def _uneven(self, what: str, count: int) -> str | None:
         shards = self.mesh.shape["tensor"]
@@ -115,6 +138,14 @@ class Kernels:
         return self._uneven("positions", x_BSI.shape[1])
 
     def __str__(self) -> str:
-        idle = lambda name: Choice(name, "-", "nothing in this step has use for it")
-        choices = [self.choices.get(name, idle(name)) for name in KERNELS]
-        return "\n".join(aligned([[c.kernel, c.form, c.why] for c in choices]))
+        lines = [line for kernel in KERNELS for line in self._lines(kernel)]
+        return "\n".join(aligned(lines))
+
+    def _lines(self, kernel: str) -> list[tuple[str, ...]]:
+        """Return a line for each form and reason: the kernel, both, and the operands that go so."""
+        together: dict[tuple[str, str], list[str]] = {}
+        for choice in self.choices.get(kernel, ()):
+            together.setdefault((choice.form, choice.why), []).append(choice.of)
+        if not together:
+            return [(kernel, "-", "nothing in this step has use for it", "")]
+        return [(kernel, *key, "; ".join(filter(None, of))) for key, of in together.items()]

@@ -1,6 +1,7 @@
 """The mesh: always the same named axes, outermost to innermost; size 1 means off."""
 
 import math
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,6 +20,8 @@ TENSOR_AXES = ("tensor",)  # collectives derived by the partitioner
 def make_mesh(*, devices: Sequence[Any] | None = None, **sizes: int) -> Mesh:
     """Return a mesh with every axis of `AXES`; axes not named have size 1, one may be -1.
 
+    It is of the first devices; where some are left over, a warning says so.
+
     >>> make_mesh(data=2, fsdp=-1, tensor=2).shape["fsdp"]
     2
     """
@@ -33,8 +36,20 @@ def make_mesh(*, devices: Sequence[Any] | None = None, **sizes: int) -> Mesh:
             "Lower one axis, let one be inferred with -1, or run on more devices (on a CPU: "
             f'jax.config.update("jax_num_cpu_devices", {needed}) before the first use of JAX).'
         )
+    if needed < len(devices):
+        _warn_of_idle(shape, needed, len(devices))
     grid = np.array(devices[:needed]).reshape(tuple(shape.values()))
     return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def _warn_of_idle(shape: dict[str, int], needed: int, found: int) -> None:
+    warnings.warn(
+        f"mesh {_show(shape)} takes {needed} of {found} devices: {found - needed} stay idle. Let "
+        "an axis take what is left with -1 (data=-1), or, if it is meant, give the mesh its "
+        f"devices: make_mesh(devices=jax.devices()[:{needed}], …).",
+        UserWarning,
+        stacklevel=3,
+    )
 
 
 def _check_sizes(sizes: dict[str, int]) -> None:

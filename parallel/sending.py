@@ -10,6 +10,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from hfjax.pallas_kernels import collectives, collectives_reference
+from hfjax.pallas_kernels.choice import Shape
 from hfjax.parallel.mesh import TENSOR_AXES
 from hfjax.parallel.on_shards import mapped
 from hfjax.parallel.strategy import Axes
@@ -44,23 +45,26 @@ BY_XLA = ByXla()
 
 @dataclass(frozen=True)
 class AsChosen:
-    """In the form that `form(kernel, refusal)` names; kernels add in float32 what they send."""
+    """In the form that `form(kernel, refusal, shape)` names; kernels add in float32."""
 
-    form: Callable[[str, str | None], str]
+    form: Callable[[str, str | None, Shape], str]
 
     def gather(self, x: jax.Array, axes: Axes, dim: int, wire: Any) -> jax.Array:
-        form = self.form("all_gather", _refuses("all_gather", x, axes, dim, wire))
+        form = self._form("all_gather", x, axes, dim, wire)
         if form not in FORMS:
             return BY_XLA.gather(x, axes, dim, wire)
         send = lambda rows: FORMS[form].all_gather(rows, _axis(axes), wire)
         return _along(dim, x, _alone(send) if form == "pallas" else send)
 
     def scatter(self, x: jax.Array, axes: Axes, dim: int, wire: Any) -> jax.Array:
-        form = self.form("reduce_scatter", _refuses("reduce_scatter", x, axes, dim, wire))
+        form = self._form("reduce_scatter", x, axes, dim, wire)
         if form not in FORMS:
             return BY_XLA.scatter(x, axes, dim, wire)
         send = lambda rows: FORMS[form].reduce_scatter(rows, _axis(axes), wire)
         return _along(dim, x, _alone(send) if form == "pallas" else send)
+
+    def _form(self, kernel: str, x: jax.Array, axes: Axes, dim: int, wire: Any) -> str:
+        return self.form(kernel, _refuses(kernel, x, axes, dim, wire), {"N": x.size})
 
 
 def _axis(axes: Axes) -> str | Axes:

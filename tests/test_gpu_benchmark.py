@@ -205,30 +205,41 @@ def measured_row(**changes):
     return row | {"rival": "optax", "rival_ms": 3.0, "flops": 0, "bytes": 3e9} | changes
 
 
-def test_what_is_recorded_is_the_worst_ratio_of_kernels_that_were_right():
-    rows = [measured_row(), measured_row(case="two", rival_ms=1.0)]
-    found = record.recorded(rows, "0.11.2")["adamw_shard"]
-    assert found["ratio"] == 0.5
+def test_what_is_recorded_of_each_shape_is_the_worst_ratio_of_kernels_that_were_right():
+    small, large = {"shape": {"N": 8}}, {"shape": {"N": 64}, "case": "three"}
+    rows = [measured_row(**small), measured_row(case="two", rival_ms=1.0, **small)]
+    (found,) = record.recorded(rows, "0.11.2")["adamw_shard"]
+    assert (found["shape"], found["ratio"]) == ({"N": 8}, 0.5)
     assert (found["rival"], found["jax"]) == ("optax", "0.11.2")
     assert found["cases"] == {"one": 1.5, "two": 0.5}
+    ratios = lambda *more: [
+        one["ratio"] for one in record.recorded([*rows, *more], "0.11.2").get("adamw_shard", [])
+    ]
+    assert ratios(measured_row(**large)) == [0.5, 1.5]
+    assert ratios(measured_row(status="failed: too much memory", **large)) == [0.5, 0]
+    assert ratios(measured_row(default_ms=None, **large)) == [0.5, 0]
+    assert ratios(measured_row(rival_ms=None, **large)) == [0.5]  # the rival failed
+    assert ratios(measured_row(status="WRONG", rival_ms=None, **large)) == []
+    assert ratios(measured_row(candidates={"default": "wrong: 1.0e+00"}, **large)) == []
+
+
+def test_what_is_recorded_counts_with_the_tuning_that_users_get():
     tuned = record.recorded([measured_row(default_ms=4.0, tuning="rows=2")], "0.11.2")
-    assert tuned["adamw_shard"]["ratio"] == 0.75
-    assert tuned["adamw_shard"]["best"] == {"tuning": "rows=2", "ratio": 1.5}
-    spoilt = measured_row(case="three", status="WRONG", rival_ms=None)
-    assert record.recorded([*rows, spoilt], "0.11.2") == {}
+    assert tuned["adamw_shard"][0]["ratio"] == 0.75
+    assert tuned["adamw_shard"][0]["best"] == {"tuning": "rows=2", "ratio": 1.5}
 
 
 def test_the_record_replaces_what_was_measured_again(tmp_path, monkeypatch):
     table = tmp_path / "kernels" / "measured.json"
     table.parent.mkdir()
-    old = {"adamw_shard": {"ratio": 9}, "flash_block": {"ratio": 2}}
+    old = {"adamw_shard": [{"ratio": 9}], "flash_block": [{"ratio": 2}]}
     table.write_text(json.dumps({"NVIDIA H100": old, "NVIDIA H200": {"x": {}}}))
     monkeypatch.setattr(record, "MEASURED", table)
     record.write("NVIDIA H100 80GB HBM3", [measured_row()], "0.11.2", tmp_path)
     written = json.loads((tmp_path / "measured.json").read_text())
     assert written == json.loads(table.read_text())
-    assert written["NVIDIA H100"]["adamw_shard"]["ratio"] == 1.5
-    assert written["NVIDIA H100"]["flash_block"] == {"ratio": 2}
+    assert [one["ratio"] for one in written["NVIDIA H100"]["adamw_shard"]] == [1.5]
+    assert written["NVIDIA H100"]["flash_block"] == [{"ratio": 2}]
     assert written["NVIDIA H200"] == {"x": {}}
 
 

@@ -11,6 +11,7 @@ from hfjax.__main__ import main
 from hfjax.models.gpt import next_token_loss
 from hfjax.pallas_kernels import choice
 from hfjax.pallas_kernels.choice import KERNELS, Wanted
+from hfjax.parallel.kernels import Kernels
 from hfjax.target import GPUS
 from tests.small_gpt import gpt_layout
 
@@ -26,22 +27,39 @@ class Ampere:
 
 @pytest.fixture
 def measured(monkeypatch):
+    when = {"jax": "0.11.2", "date": "2026-11-21"}
+    of = lambda ratio, **shape: {"shape": shape, "ratio": ratio, "rival": "cuDNN", **when}
     rows = {
-        "flash_block": {"ratio": 1.07, "rival": "cuDNN", "jax": "0.11.2", "date": "2026-11-21"},
-        "cross_entropy": {"ratio": 0.9, "rival": "XLA", "jax": "0.11.2", "date": "2026-11-21"},
+        "flash_block": [of(1.07, S=1024, D=64), of(1.2, S=4096, D=64), of(0.8, S=1024, D=128)],
+        "cross_entropy": [of(0.9, N=16384, V=50304, D=768) | {"rival": "XLA"}],
     }
     monkeypatch.setattr(choice, "_table", lambda: {"NVIDIA H200": rows})
 
 
 def test_a_kernel_that_was_measured_to_win_is_taken(measured):
-    taken = Wanted.of("auto").choose("flash_block", H200)
-    assert str(taken) == ("flash_block: pallas (measured 1.07x cuDNN on NVIDIA H200, jax 0.11.2)")
+    taken = Wanted.of("auto").choose("flash_block", H200, shape={"S": 1024, "D": 64})
+    why = "measured 1.07x cuDNN at S=1024 D=64 on NVIDIA H200, jax 0.11.2"
+    assert str(taken) == f"flash_block: pallas ({why})"
+
+
+@pytest.mark.parametrize(
+    ("shape", "form", "told"),
+    [
+        ({"S": 8192, "D": 64}, "pallas", "1.20x cuDNN at S=4096 D=64"),
+        ({"S": 512, "D": 128}, "xla", "0.80x cuDNN at S=1024 D=128"),
+        (None, "xla", "0.80x cuDNN at S=1024 D=128"),  # nothing is known of the operands
+    ],
+)
+def test_operands_go_as_the_measured_shape_does_that_is_nearest(measured, shape, form, told):
+    taken = Wanted.of("auto").choose("flash_block", H200, shape=shape)
+    assert taken.form == form
+    assert told in taken.why
 
 
 def test_a_kernel_that_loses_is_not(measured):
     taken = Wanted.of("auto").choose("cross_entropy", H200)
     assert taken.form == "xla"
-    assert "measured 0.90x XLA" in taken.why
+    assert "measured 0.90x XLA at N=16384 V=50304 D=768 on" in taken.why
 
 
 def test_a_kernel_that_nobody_measured_is_not_taken(measured):
@@ -93,6 +111,18 @@ def test_a_step_or_an_evaluation_refuses_kernels_that_cannot_run():
             make(layout, next_token_loss, kernels="pallas")
 
 
+def test_what_was_chosen_is_told_of_all_arrays(monkeypatch):
+    monkeypatch.setattr(choice, "cannot_run", lambda device: None)
+    chosen = Kernels.of(Wanted.of("pallas"), hfjax.make_mesh(data=8), next_token_loss)
+    for size, refusal in ((8, None), (4, "a piece is too small"), (16, None), (8, None)):
+        chosen.form_of_one("all_gather", refusal, {"N": size})
+    lines = [line.split("  ") for line in str(chosen).splitlines() if "all_gather " in line]
+    assert [[cell.strip() for cell in line if cell] for line in lines] == [
+        ["all_gather", "pallas", "asked for", "N=8; N=16"],
+        ["all_gather", "xla", "a piece is too small", "N=4"],
+    ]
+
+
 def test_asking_for_a_kernel_that_cannot_take_its_operands_is_an_error():
     with pytest.raises(ValueError, match=r"flash_block cannot run here: head dim 80.*auto"):
         Wanted.of("pallas").choose("flash_block", H200, "head dim 80 is none of 64, 128")
@@ -121,6 +151,14 @@ def test_the_command_shows_every_kernel_with_its_reason(capsys, monkeypatch):
     assert shown[0] == "NVIDIA H200"
     assert [line.split()[0] for line in shown[2:]] == list(KERNELS)
     assert all("xla" in line and "not measured" in line for line in shown[2:])
+
+
+def test_the_command_shows_every_shape_that_was_measured(measured):
+    lines = [line for line in kernels.table("auto", "h200").splitlines() if "flash_block" in line]
+    shapes = ("S=1024 D=64", "S=4096 D=64", "S=1024 D=128")
+    assert all(shape in line for shape, line in zip(shapes, lines, strict=True))
+    assert ["pallas" in line for line in lines] == [True, True, False]
+    assert kernels.table("xla", "h200").count("flash_block") == 1
 
 
 def test_the_command_refuses_kernels_where_none_can_run(capsys):

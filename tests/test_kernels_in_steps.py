@@ -4,10 +4,14 @@ import math
 
 import jax
 import numpy as np
+import optax
 import pytest
 
 import hfjax
+from hfjax.models import attention
 from hfjax.models.gpt import next_token_loss
+from hfjax.run.sampling import generate
+from hfjax.target import GPUS
 from hfjax.testing import assert_strategies_agree, strategies
 from tests.h200 import OPTIMIZED, h200s
 from tests.small_gpt import gpt, gpt_layout, tokens
@@ -25,6 +29,10 @@ def trained(layout, batch, **options):
     state, _ = step(state, batch)
     state, metrics = step(state, batch)
     return step, [float(metrics[name]) for name in ("loss", "grad_norm")]
+
+
+def forms(step):
+    return {name: step.kernels.forms(name) for name in step.kernels.choices}
 
 
 def test_under_every_strategy_the_references_train_as_on_one_device():
@@ -45,8 +53,7 @@ def test_the_references_train_as_plain_jax_does():
     layout = gpt_layout(hfjax.FSDP | hfjax.TENSOR, {"fsdp": 4, "tensor": 2})
     _, plain = trained(layout, tokens(), kernels="xla")
     step, found = trained(layout, tokens(), kernels="reference")
-    forms = {name: choice.form for name, choice in step.kernels.choices.items()}
-    assert forms == dict.fromkeys(KERNELS_HERE, "reference")
+    assert forms(step) == {name: {"reference"} for name in KERNELS_HERE}
     np.testing.assert_allclose(found, plain, rtol=1e-5)
 
 
@@ -56,7 +63,7 @@ def test_gradients_sent_in_bfloat16_are_added_in_float32():
     halved = hfjax.Precision(reduce="bfloat16")
     sums = {"reduce_scatter": "reference", "*": "xla"}
     step, (_, found) = trained(layout, tokens(), kernels=sums, precision=halved)
-    assert step.kernels.choices["reduce_scatter"].form == "reference"
+    assert step.kernels.forms("reduce_scatter") == {"reference"}
     assert 0 < abs(found - exact) < 1e-4 * exact
 
 
@@ -82,8 +89,10 @@ def test_a_step_made_of_kernels_compiles_for_eight_h200s(strategy, sizes, moving
     halved = hfjax.Precision(compute="bfloat16", reduce="bfloat16")
     step = hfjax.train_step(layout, next_token_loss, kernels="pallas", precision=halved)
     program = step.lower(tokens(length=128)).compile(OPTIMIZED)
-    forms = {name: choice.form for name, choice in step.kernels.choices.items()}
-    assert forms == dict.fromkeys([*ALONE, *moving], "pallas")
+    found = forms(step)
+    assert found.keys() == {*ALONE, *moving}
+    assert all(found[name] == {"pallas"} for name in ALONE)
+    assert all("pallas" in found[name] for name in moving)
     left = [
         row for row in hfjax.collectives(program) if row.kind in ("all-gather", "reduce-scatter")
     ]
@@ -110,8 +119,8 @@ def test_where_no_ring_can_go_round_a_product_is_xlas(sizes, schedule, why):
     batch = {"tokens": tokens()["tokens"][:, : 25 if schedule else 24]}
     step.lower(batch)
     for name in ("all_gather_matmul", "matmul_reduce_scatter"):
-        assert step.kernels.choices[name].form == "xla"
-        assert why in step.kernels.choices[name].why
+        assert step.kernels.forms(name) == {"xla"}
+        assert all(why in choice.why for choice in step.kernels.choices[name])
 
 
 @pytest.mark.parametrize("form", ["xla", "reference"])
@@ -137,4 +146,47 @@ def test_a_loss_that_takes_logits_is_told_of():
     loss = lambda logits, batch: logits.mean()
     step = hfjax.train_step(layout, loss, kernels="reference")
     step.lower(tokens())
-    assert "the loss takes logits" in step.kernels.choices["cross_entropy"].why
+    assert "the loss takes logits" in step.kernels.choices["cross_entropy"][0].why
+
+
+# -- attention, by the devices of the mesh ------------------------------------------------
+
+
+def test_on_a_mesh_of_cpus_attention_is_the_cpus_whatever_jax_runs_on(monkeypatch):
+    monkeypatch.setattr(attention, "_of_gpus", lambda *x: pytest.fail("attention of GPUs"))
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    mesh = hfjax.make_mesh(devices=jax.devices()[:2], data=2)
+    for forward in (None, lambda model, batch: model(batch)):  # in three parts, and as it is
+        layout = hfjax.layout(gpt(), optax.sgd(1e-3), mesh, hfjax.DDP, forward=forward)
+        hfjax.train_step(layout, next_token_loss, precision="bf16").lower(tokens())
+    generate(layout, hfjax.init(layout), [1], 1, length=24, vocab=64)
+
+
+def test_around_a_mesh_of_gpus_attention_is_cudnns_or_says_what_is_missing(monkeypatch):
+    asked = []
+
+    def dot_product(q, k, v, documents, implementation):
+        asked.append(implementation)
+        if implementation == "cudnn":
+            raise RuntimeError("cuDNN not found.")
+        return q
+
+    monkeypatch.setattr(attention, "dot_product", dot_product)
+    gpu = jax.sharding.AbstractMesh((1,), ("data",), abstract_device=GPUS["h200"])
+    q = jax.ShapeDtypeStruct((1, 8, 2, 64), "bfloat16")
+    with jax.sharding.use_abstract_mesh(gpu):
+        with pytest.warns(UserWarning, match=r"cuDNN not found. This program .* holds XLA's"):
+            jax.eval_shape(attention.causal_attention, q, q, q)
+        jax.eval_shape(attention.causal_attention, *[q.update(dtype="float32")] * 3)
+    assert asked == ["cudnn", "xla", "xla"]
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_program_for_h200s_holds_the_attention_of_gpus(monkeypatch, recwarn, precision):
+    monkeypatch.setattr(attention, "blocked", lambda *x: pytest.fail("attention of CPUs"))
+    layout = gpt_layout(hfjax.DDP, {"data": 1}, devices=h200s(1))
+    step = hfjax.train_step(layout, next_token_loss, precision=precision)
+    program = step.lower(tokens()).as_text()
+    missing = any("cuDNN's: it keeps" in str(warning.message) for warning in recwarn)
+    assert ("__cudnn$fmha" in program) == (precision == "bf16" and not missing)

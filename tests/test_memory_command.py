@@ -17,7 +17,7 @@ from rich.console import Console
 
 from hfjax import memory_picture
 from hfjax.least import least_offload
-from hfjax.run.config import Mesh, Model, Optimizer, Pipeline
+from hfjax.run.config import Data, Mesh, Model, Optimizer, Pipeline
 from hfjax.run.memory import command, report
 from hfjax.run.memory_settings import Memory, alternatives, changed
 from hfjax.run.memory_table import table
@@ -26,6 +26,7 @@ from hfjax.sizes import bytes_of
 from hfjax.stashes import stashes
 from hfjax.target import can_compile_for_gpus
 from tests.h200 import h200s
+from tests.small_run import corpus
 
 ROOT = Path(__file__).parents[1]
 LAYERS, LENGTH, EMBED, ROWS = 3, 16, 32, 2  # rows on each device
@@ -153,6 +154,15 @@ def test_frozen_parameters_have_no_gradients():
     frozen = replace(GIVEN, optimizer=Optimizer(frozen=("layers/*",)))
     (e,) = estimates(frozen).values()
     assert e.gradients < e.parameters / 4
+
+
+@pytest.mark.parametrize("packing", ["stream", "documents"])
+def test_a_planned_batch_has_the_shapes_of_the_loaders(tmp_path, packing):
+    data = Data(train=(str(corpus(tmp_path)),), packing=packing)
+    parts = Planned(replace(GIVEN, vocab=None, data=data))
+    shapes = lambda batch: {name: (x.shape, x.dtype) for name, x in batch.items()}
+    assert shapes(parts.batch) == shapes(parts.data.at(0))
+    parts.step.trace(parts.batch)
 
 
 # --- alternatives ---------------------------------------------------------------------------------

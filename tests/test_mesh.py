@@ -5,6 +5,8 @@ import pytest
 from jax.sharding import AxisType
 
 from hfjax.parallel.mesh import AXES, make_mesh
+from hfjax.run.build import mesh_of
+from hfjax.run.config import Mesh, Train
 
 
 def test_all_axes_exist_in_order_and_size_one_is_off():
@@ -33,3 +35,23 @@ def test_minus_one_takes_the_devices_that_are_left():
 def test_a_mesh_that_cannot_be_is_refused(sizes, message):
     with pytest.raises(ValueError, match=message):
         make_mesh(**sizes)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "told"),
+    [
+        ({"data": 2, "tensor": 2}, "mesh data=2 x tensor=2 takes 4 of 8 devices: 4 stay idle"),
+        ({}, r"takes 1 of 8 devices: 7 stay idle. .*devices=jax.devices\(\)\[:1\]"),
+        ({"devices": jax.devices()[:3], "fsdp": 2}, "fsdp=2 takes 2 of 3 devices: 1 stay idle"),
+    ],
+)
+def test_devices_that_are_left_over_are_told_of(sizes, told):
+    with pytest.warns(UserWarning, match=told):
+        make_mesh(**sizes)
+
+
+def test_a_mesh_of_all_devices_that_it_is_given_says_nothing(recwarn):
+    make_mesh(data=8)
+    make_mesh(devices=jax.devices()[:2], fsdp=2)
+    mesh_of(Train(mesh=Mesh(data=2)))  # a run says by itself how many devices it uses
+    assert not recwarn.list

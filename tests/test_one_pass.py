@@ -12,9 +12,10 @@ import pytest
 from flax import nnx
 
 import hfjax
+from hfjax import one_pass
 from hfjax.adamw import recognised
 from hfjax.models.gpt import next_token_loss
-from hfjax.pallas_kernels import choice
+from hfjax.pallas_kernels import adamw_shard, choice
 from hfjax.pallas_kernels.choice import cannot_run
 from hfjax.parallel.strategy import DDP, FSDP, HOST_OPTIMIZER, PIPE, TENSOR, ZERO1, ZERO2
 from hfjax.paths import flatten
@@ -124,7 +125,7 @@ def test_a_step_in_one_pass_is_the_ordinary_step(name):
     layout = layout_of(ADAMW, strategy, mesh)
     plain, _ = after(layout, **execution)
     state, step = after(layout, **execution, **ONE_PASS)
-    assert step.kernels.choices["adamw_shard"].form == "reference"
+    assert step.kernels.forms("adamw_shard") == {"reference"}
     assert_same(state, plain)
 
 
@@ -134,7 +135,7 @@ def test_with_master_weights_the_parameters_are_these_rounded(name):
     layout = layout_of(hfjax.master(ADAMW), strategy, mesh)
     plain, _ = after(layout, **execution)
     state, step = after(layout, **execution, **ONE_PASS)
-    assert step.kernels.choices["adamw_shard"].form == "reference"
+    assert step.kernels.forms("adamw_shard") == {"reference"}
     assert_same(state.optimizer, plain.optimizer, atol=1e-4)  # a parameter may round otherwise
     master = flatten(state.optimizer.master)
     for path, x in flatten(state.params).items():
@@ -183,7 +184,7 @@ def test_the_kernel_itself_updates_a_state(interpreted, monkeypatch, optimizer):
     layout = layout_of(optimizer)
     plain, _ = after(layout, steps=2, **ONE_PASS)
     state, step = after(layout, steps=2, kernels="pallas")
-    assert step.kernels.choices["adamw_shard"].form == "pallas"
+    assert step.kernels.forms("adamw_shard") == {"pallas"}
     assert_same(state, plain, atol=1e-4 if optimizer is not ADAMW else 2e-6)
 
 
@@ -198,6 +199,7 @@ def test_the_ordinary_program_is_that_of_optax_to_the_letter():
     assert texts[0] == texts[1]
 
 
+SIZES = "N=8; N=256; N=32"
 IDLE = "adamw_shard - nothing in this step has use for it"
 
 
@@ -208,7 +210,7 @@ IDLE = "adamw_shard - nothing in this step has use for it"
         (lambda: layout_of(hfjax.ema(hfjax.adamw(1e-3), 0.9)), IDLE),
         (lambda: layout_of(hfjax.adamw(1e-3, mu_dtype=jnp.bfloat16)), IDLE),
         (lambda: layout_of(strategy=DDP | HOST_OPTIMIZER), IDLE),
-        (lambda: layout_of(), f"adamw_shard xla {cannot_run(jax.devices()[0])}"),
+        (lambda: layout_of(), f"adamw_shard xla {cannot_run(jax.devices()[0])} {SIZES}"),
     ],
     ids=["optax", "in another", "moments in bfloat16", "on the host", "on CPU"],
 )
@@ -228,7 +230,22 @@ def test_what_neither_form_can_update_goes_by_the_optimizer():
     bf16 = lambda rngs: MLP(rngs=rngs, param_dtype=jnp.bfloat16)
     layout = hfjax.layout(bf16, ADAMW, hfjax.make_mesh(data=8), DDP)
     step = hfjax.train_step(layout, squares, kernels="reference")
-    assert step.kernels.choices["adamw_shard"].form == "xla"
+    assert step.kernels.forms("adamw_shard") == {"xla"}
+
+
+def test_one_shard_that_the_kernel_cannot_take_leaves_it_the_others(monkeypatch):
+    monkeypatch.setattr(choice, "cannot_run", lambda device: None)
+    entry = {"shape": {"N": 256}, "ratio": 2.0, "rival": "optax", "jax": "0"}
+    monkeypatch.setattr(choice, "_table", lambda: {"cpu": {"adamw_shard": [entry]}})
+    monkeypatch.setattr(adamw_shard, "MOST", 32)
+    monkeypatch.setitem(one_pass.FORMS, "pallas", adamw_shard.reference)  # no GPU is here
+    layout = layout_of()
+    plain, _ = after(layout, kernels="xla")
+    state, step = after(layout, kernels="auto")
+    forms = {one.of: one.form for one in step.kernels.choices["adamw_shard"]}
+    assert forms == {"N=8": "pallas", "N=256": "xla", "N=32": "pallas"}
+    assert "from 1 to 32 elements are updated at once" in str(step.kernels)
+    assert_same(state, plain)
 
 
 def test_what_the_kernel_cannot_take_is_told(monkeypatch):

@@ -1,6 +1,7 @@
 """Which collective bytes run under a matmul: a schedule by hand, and a step compiled for H200s."""
 
 import importlib.util
+import math
 import sys
 from functools import partial
 from pathlib import Path
@@ -80,7 +81,7 @@ def test_a_gather_with_a_matmul_before_its_done_is_hidden_and_covered_as_far_as_
     assert (f.kind, f.axes, f.bytes, f.count) == ("all-gather", ("tensor",), 8 * MIB, 1)
     assert f.flops == FLOP
     assert f.hidden == f.total == 8 * MIB
-    assert f.seconds == 6 * MIB / hidden_bytes.LINK  # by a ring a device sends 3 of 4 parts
+    assert f.seconds == 6 * MIB / hidden_bytes.INSIDE  # by a ring a device sends 3 of 4 parts
     assert f.covered == pytest.approx(FLOP / hidden_bytes.FLOPS / f.seconds)
     assert f.exposed == pytest.approx(f.seconds - FLOP / hidden_bytes.FLOPS)
 
@@ -98,6 +99,31 @@ def test_a_gather_with_a_matmul_before_its_done_is_hidden_and_covered_as_far_as_
 def test_exposed(entry):
     (f,) = flights(*entry)
     assert (f.total, f.hidden, f.covered) == (8 * MIB, 0, 0)
+
+
+ACROSS = "replica_groups={{0,8},{1,9},{2,10},{3,11},{4,12},{5,13},{6,14},{7,15}}"
+WITHIN = "replica_groups={{0,1,2,3,4,5,6,7},{8,9,10,11,12,13,14,15}}"
+ALL = "replica_groups=[1,16]<=[16]"
+
+
+@pytest.mark.parametrize(
+    ("groups", "axes", "link"),
+    [
+        (WITHIN, ("fsdp",), "INSIDE"),
+        (ACROSS, ("data",), "BETWEEN"),
+        (ALL, ("data", "fsdp"), "BETWEEN"),
+    ],
+    ids=["in nodes", "one of each", "all"],
+)
+def test_what_crosses_nodes_goes_at_the_speed_between_them(groups, axes, link):
+    start = f"s = f32[1024,1024] all-reduce-start(%x), {groups}, use_global_device_ids=true"
+    text = module(start, "t = f32[1024,1024] all-reduce-done(%s)")
+    text = text.replace("num_partitions=8", "num_partitions=16")
+    (f,) = hidden_bytes.read(text, [{"data": 2, "fsdp": 8}])
+    devices = math.prod({"fsdp": 8, "data": 2}[axis] for axis in axes)
+    assert f.axes == axes
+    moved = 2 * (devices - 1) * f.bytes // devices
+    assert f.seconds == pytest.approx(moved / getattr(hidden_bytes, link))
 
 
 def test_a_small_matmul_covers_a_little_but_hides_nothing():

@@ -1,5 +1,9 @@
 """What a pipeline stores: layers by stage, canonical when saved, any other layout when restored."""
 
+import dataclasses
+import gc
+import weakref
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -91,6 +95,34 @@ def test_evaluation_runs_forward_only_and_equals_one_device(schedule):
     one = gpt_layout(DDP, {"data": 1}, layers=4, dropout=0.3)
     wanted = hfjax.eval_step(one, next_token_loss)(hfjax.init(one), tokens())
     assert float(found["loss"]) == pytest.approx(float(wanted["loss"]), rel=1e-6)
+
+
+def test_what_is_compiled_for_a_layout_dies_with_it():
+    layout, schedule = gpt_layout(PIPE, {"pipe": 2}, layers=4), Schedule("interleaved", 4, 2)
+    step = hfjax.train_step(layout, next_token_loss, schedule=schedule)
+    state = hfjax.init(layout, schedule=schedule)
+    assert not np.array_equal(hfjax.canonical(layout, state).order, state.order)
+    held = [weakref.ref(x) for x in (layout, layout.as_the_model, layout.blueprint, step)]
+    del layout, step, state
+    gc.collect()
+    assert [x() for x in held] == [None] * len(held)
+
+
+def test_an_order_that_was_looked_at_is_not_looked_at_again(monkeypatch):
+    layout, looked = gpt_layout(FSDP, {"fsdp": 2}), []
+    assert layout.order is layout.order
+    state, evaluate = hfjax.init(layout), hfjax.eval_step(layout, next_token_loss)
+    equal = np.array_equal
+    look = lambda a, b: looked.append(b) or equal(a, b)
+    monkeypatch.setattr("hfjax.rearrange.np.array_equal", look)
+    for _ in range(3):
+        evaluate(state, tokens())
+    assert len(looked) == 1
+    other = dataclasses.replace(state, order=jnp.array([1, 0]))
+    moved = hfjax.canonical(layout, other)
+    assert len(looked) == 2
+    kernel = lambda state: np.asarray(flatten(state.params)["layers/mlp/up/kernel"])
+    np.testing.assert_array_equal(kernel(moved), kernel(state)[::-1])
 
 
 def test_adafactors_factored_moments_follow_their_layers():

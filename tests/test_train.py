@@ -1,6 +1,7 @@
 """The step: donated state, batches checked, dropout the same on every mesh, NaN told by name."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -10,6 +11,7 @@ import hfjax
 from hfjax.models.gpt import next_token_loss
 from hfjax.models.parts import Dropout
 from hfjax.parallel.strategy import DDP, FSDP, SEQUENCE, TENSOR, ZERO1
+from hfjax.run.config import Model
 from tests.small_gpt import gpt, gpt_layout, tokens
 
 
@@ -87,6 +89,26 @@ class Dropped(nnx.Module):
 
     def __call__(self, batch):
         return self.dropout(batch["x"]) * self.scale[...]
+
+
+def test_dropout_of_everything_is_zero_and_so_is_its_gradient():
+    drop, x = Dropout(1.0, rngs=nnx.Rngs(0)), jnp.ones((4, 8))
+    value, gradient = jax.value_and_grad(lambda x: drop(x).sum())(x)
+    assert (value, np.abs(gradient).max()) == (0, 0)
+    drop.deterministic = True
+    np.testing.assert_array_equal(drop(x), x)
+    layout = gpt_layout(FSDP, {"fsdp": 2}, dropout=1.0, layers=1)
+    _, metrics = hfjax.train_step(layout, next_token_loss)(hfjax.init(layout), tokens())
+    assert metrics["finite"]
+
+
+@pytest.mark.parametrize("rate", [-0.1, 1.1, float("nan")])
+def test_a_module_and_a_run_refuse_the_same_rates_of_dropout(rate):
+    with pytest.raises(ValueError, match=r"Dropout\(rate=.*\): the part that is dropped is from 0"):
+        Dropout(rate, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match=r"--model.dropout"):
+        Model(dropout=rate)
+    assert [Model(dropout=rate).dropout for rate in (0.0, 1.0)] == [0.0, 1.0]
 
 
 def test_dropout_masks_are_the_same_on_every_mesh_bit_by_bit():

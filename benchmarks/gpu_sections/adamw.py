@@ -44,6 +44,7 @@ def cases(smoke: bool) -> Iterator[Case]:
             oracle=_optax,
             flops=FLOPS * size,
             bytes=MOVED * size,
+            shape={"N": size},
             allowed=1e-4,
             kept=3,
             rotate=False,

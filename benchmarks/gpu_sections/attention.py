@@ -49,6 +49,7 @@ def _forward(module: Any, length: int, head: int, smoke: bool) -> Case:
         oracle=lambda *operands: _exact(*(_first(x) for x in operands)),
         flops=FORWARD * _pairs(size),
         bytes=4 * 2 * _numbers(size),
+        shape={"S": length, "D": head},
         part=_first,
         goals=(Goal("ratio", 0.9),),
     )
@@ -65,6 +66,7 @@ def _both(module: Any, length: int, head: int, smoke: bool) -> Case:
         oracle=lambda *operands: _with_gradients(_exact)(*(_first(x) for x in operands)),
         flops=BOTH * _pairs(size),
         bytes=12 * 2 * _numbers(size),
+        shape={"S": length, "D": head},
         part=lambda result: jax.tree.map(_first, result),
     )
 

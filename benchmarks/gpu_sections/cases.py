@@ -57,6 +57,7 @@ class Case:
     kept: int = 0
     rotate: bool = True
     goals: Sequence[Goal] = ()
+    shape: Mapping[str, int] = field(default_factory=dict)  # as steps tell it: kernels="auto"
     notes: dict[str, Any] = field(default_factory=dict)
 
 
@@ -111,7 +112,8 @@ def run_cases(reporter: Reporter, kernel: str, cases: Callable[[bool], Iterable[
             try:
                 reporter.row(**measured(case, reporter.smoke))
             except Exception as wrong:
-                reporter.row(kernel=case.kernel, case=case.name, status=f"failed: {told(wrong)}")
+                of = {"kernel": case.kernel, "case": case.name, "shape": dict(case.shape)}
+                reporter.row(**of, rival=next(iter(case.rivals)), status=f"failed: {told(wrong)}")
     except NotThereError as missing:
         reporter.row(kernel=kernel, case="", status="not there", missing=str(missing))
 
@@ -178,6 +180,7 @@ def _row(
     row: dict[str, Any] = {
         "kernel": case.kernel,
         "case": case.name,
+        "shape": dict(case.shape),
         "status": _status(ours, best, wrong),
         "flops": case.flops,
         "bytes": case.bytes,

@@ -53,6 +53,7 @@ def _case(module: Any, name: str, size: tuple, smoke: bool, of: Callable) -> Cas
         oracle=of(_exact),
         flops=(6 if both else 2) * rows * vocab * width,
         bytes=(4 if both else 2) * (rows + vocab) * width,
+        shape={"N": rows, "V": vocab, "D": width},
         goals=(Goal("ratio", 0.95), Goal("memory", 0.2)) if both else (),
     )
 

@@ -22,29 +22,42 @@ def family(kind: str) -> str:
     return next((name for name in FAMILIES if kind.startswith(name)), kind)
 
 
-def recorded(rows: Iterable[Mapping[str, Any]], jax_version: str) -> dict[str, dict[str, Any]]:
-    """Return what is known of each kernel: its worst ratio, by how much it beats its rival.
+def recorded(rows: Iterable[Mapping[str, Any]], jax_version: str) -> dict[str, list[dict]]:
+    """Return what is known of each kernel: of each shape its worst ratio, how much faster it is.
 
-    Counted with the tuning that users get; `best` has the ratio of the best tuning. A kernel that
-    was wrong in any case, or failed in one, is not there.
+    Counted with the tuning that users get; `best` has the ratio of the best tuning. At a shape
+    where it fails the ratio is 0. A kernel that was wrong in any case is not there.
     """
-    found: dict[str, dict[str, Any]] = {}
-    spoilt = set()
+    found: dict[str, dict[str, dict[str, Any]]] = {}
+    rows = list(rows)
+    wrong = {row.get("kernel") for row in rows if _is_wrong(row)}
     for row in rows:
-        name = row.get("kernel")
-        if name not in CHOSEN or row["status"] in ("not there", "no time left"):
+        name, times = row.get("kernel"), _times(row)
+        if name not in CHOSEN or name in wrong or times is None:
             continue
-        times = ratio({**row, "ms": row.get("default_ms")})
-        if times is None:
-            spoilt.add(name)
-            continue
-        entry = found.setdefault(name, {"ratio": times, "rival": row["rival"], "cases": {}})
+        shape = row.get("shape", {})
+        fresh = {"shape": shape, "ratio": times, "rival": row.get("rival"), "cases": {}}
+        entry = found.setdefault(name, {}).setdefault(json.dumps(shape), fresh)
         entry["cases"][row["case"]] = round(times, 3)
         if times <= entry["ratio"]:
             best = {"tuning": row.get("tuning"), "ratio": round(ratio(dict(row)) or 0, 3)}
-            entry |= {"ratio": round(times, 3), "rival": row["rival"], "best": best}
+            entry |= {"ratio": round(times, 3), "best": best}
     when = {"jax": jax_version, "date": date.today().isoformat()}
-    return {name: entry | when for name, entry in found.items() if name not in spoilt}
+    return {name: [one | when for one in shapes.values()] for name, shapes in found.items()}
+
+
+def _is_wrong(row: Mapping[str, Any]) -> bool:
+    """Return whether a kernel, or the tuning of it that users get, gave a wrong result."""
+    usual = next(iter(row.get("candidates", {}).values()), "")
+    return row.get("status") == "WRONG" or str(usual).startswith("wrong")
+
+
+def _times(row: Mapping[str, Any]) -> float | None:
+    """Return the rival's time over the kernel's, 0 where this fails; None: nobody knows."""
+    status = str(row.get("status"))
+    if status.startswith("failed") or (status == "ok" and not row.get("default_ms")):
+        return 0.0
+    return ratio({**row, "ms": row.get("default_ms")})
 
 
 def write(kind: str, rows: Iterable[Mapping[str, Any]], version: str, also: Path) -> None:

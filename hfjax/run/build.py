@@ -195,7 +195,10 @@ def strategy_of(names: str) -> hfjax.Strategy:
 
 
 def mesh_of(config: Train, devices: Sequence[Any] | None = None) -> jax.sharding.Mesh:
-    """Return the mesh; devices that are left go to fsdp if the strategy uses it, else to data."""
+    """Return the mesh; devices that are left go to fsdp if the strategy uses it, else to data.
+
+    Where sizes are given for all, it is of the first devices: the run tells how many there are.
+    """
     given = config.mesh
     strategy = strategy_of(config.strategy)
     over_fsdp = any("fsdp" in axes for axes in strategy.parameters.values())
@@ -204,4 +207,5 @@ def mesh_of(config: Train, devices: Sequence[Any] | None = None) -> jax.sharding
     if sizes[free] is None and -1 not in sizes.values():
         sizes[free] = -1
     given = {axis: size for axis, size in sizes.items() if size is not None}
-    return hfjax.make_mesh(devices=devices, **given)
+    count = None if -1 in given.values() else math.prod(given.values())
+    return hfjax.make_mesh(devices=(devices or jax.devices())[:count], **given)

@@ -44,8 +44,8 @@ class Model:
 
     def __post_init__(self):
         at_least(self, "model.", length=1, layers=1, heads=1, embed=1, dropout=0)
-        if self.dropout >= 1:
-            raise ValueError(f"--model.dropout {self.dropout}: a part below 1 is needed.")
+        if self.dropout > 1:
+            raise ValueError(f"--model.dropout {self.dropout}: a part from 0 to 1 is needed.")
 
 
 @dataclass(frozen=True)

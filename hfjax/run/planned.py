@@ -47,7 +47,7 @@ class Planned(Parts):
         rows, length = self.config.batch, self.model.length
         batch = {"tokens": jax.ShapeDtypeStruct((rows, length + 1), jnp.int32)}
         if self.config.data.packing == "documents":
-            batch["documents"] = jax.ShapeDtypeStruct((rows, length), jnp.int32)
+            batch["documents"] = jax.ShapeDtypeStruct((rows, length + 1), jnp.int32)
             batch["mask"] = jax.ShapeDtypeStruct((rows, length), jnp.float32)
         return batch
 

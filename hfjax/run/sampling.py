@@ -10,6 +10,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec as P
 
+from hfjax.parallel.memory import to_device
 from hfjax.paths import flatten
 from hfjax.plan import Layout, State
 from hfjax.rearrange import canonical
@@ -78,9 +79,12 @@ class _Follow:
     vocab: int
 
     def __call__(self, params: Any, variables: Any, row_S: jax.Array, known: Any) -> jax.Array:
-        """Return the tokens that follow the first `known` of a row."""
-        blueprint = self.layout.blueprint
-        model = blueprint.merge(flatten(params), flatten(variables), "eval")
+        """Return the tokens that follow the first `known` of a row.
+
+        Parameters of the host are fetched once, for all tokens: each device has its shards.
+        """
+        blueprint, params = self.layout.blueprint, to_device(flatten(params))
+        model = blueprint.merge(params, flatten(variables), "eval")
         key, length = jax.random.key(self.sampling.seed), row_S.shape[0]
 
         def body(i, carry):
