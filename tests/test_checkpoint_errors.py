@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from contextlib import contextmanager
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -166,7 +167,7 @@ def other_writer(place):
     code += "from hfjax.checkpoint.lock import WriterLock; from pathlib import Path\n"
     code += f"make_directory(Path({str(place)!r})); lock = WriterLock(Path({str(place)!r}))\n"
     code += "print('taken', flush=True); sys.stdin.read()"
-    both = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    both: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with subprocess.Popen([sys.executable, "-c", code], text=True, **both) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "taken\n"

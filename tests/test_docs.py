@@ -98,7 +98,7 @@ def trained(names: dict[str, Any]) -> dict[str, Any]:
 def for_checkpoints(names: dict[str, Any]) -> dict[str, Any]:
     mesh = hfjax.make_mesh(fsdp=8)
     model = lambda dtype: lambda rngs: Two(rngs, dtype=dtype)
-    forward = {"forward": lambda model, batch: model.second(model.first(batch["x"]))}
+    forward: Any = {"forward": lambda model, batch: model.second(model.first(batch["x"]))}
     adam = optax.adam(1e-3)
     layout = hfjax.layout(model(jnp.float32), adam, mesh, EVERYTHING, **forward)
     half = hfjax.layout(model(jnp.bfloat16), adam, mesh, EVERYTHING, **forward)
