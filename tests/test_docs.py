@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 import hfjax
 from hfjax.models.gpt import GPT, GPTConfig, next_token_loss
 from tests.h200 import h200s
-from tests.pages import Page, blocks
+from tests.pages import Page, blocks, commands, output_of
 from tests.small_checkpoint import EVERYTHING, Two
 from tests.small_run import MODEL
 from tests.test_checkpoint_damage import flip
@@ -205,9 +205,14 @@ def test_the_demo_ends_with_the_table_of_the_readme():
 
 
 @pytest.mark.cuda
-def test_the_least_offload_is_found_as_the_page_says(tmp_path, monkeypatch):
+def test_the_least_offload_is_found_by_the_command_of_the_page(tmp_path, monkeypatch):
     h200s()
     monkeypatch.chdir(tmp_path)
     page = Page(ROOT / "docs/memory.md", SMALL["docs/memory.md"], {})
-    page.blocks = [block for block in page.blocks if "hfjax memory" in block.text]
-    page.run()
+    [(command, printed)] = [found for block in page.blocks for found in commands(block)]
+    told = output_of(command)
+    for start in ("from the layout", "from the trace", "from the compiler", "on the host"):
+        assert start in told
+        assert any(line.startswith(start) for line in printed)
+    assert "* offload auto: " in told
+    assert Path("memory.png").exists()
