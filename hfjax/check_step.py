@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from hfjax.mean import check_loss
 from hfjax.parallel.execution import Execution
 from hfjax.parallel.memory import check_has_host_memory
 from hfjax.parallel.mesh import PIPE_AXIS, describe_mesh, platform_of
@@ -20,6 +21,7 @@ def check_given(layout: Any, loss: Any) -> None:
             f"train_step and eval_step take a layout and a loss(outputs, batch), found "
             f"{type(layout).__name__} and {type(loss).__name__}."
         )
+    check_loss(loss)
 
 
 def is_traced(tree: Any) -> bool:

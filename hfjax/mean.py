@@ -1,8 +1,10 @@
 """The loss as a total and a weight: the only form in which a mean over devices is a true mean."""
 
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from types import BuiltinFunctionType
 from typing import Any
 
 import jax
@@ -40,6 +42,25 @@ def as_mean(value: Any, rows: int, what: str = "the loss") -> Mean:
     return Mean(mean * rows, jnp.asarray(rows, mean.dtype))
 
 
+def check_loss(given: Any, what: str = "the loss") -> None:
+    """Refuse what is no loss(outputs, batch)."""
+    kind = None
+    if not callable(given) or isinstance(given, type | BuiltinFunctionType):
+        kind = repr(given)
+    else:
+        try:
+            inspect.signature(given).bind(None, None)
+        except TypeError:
+            kind = f"a function of {inspect.signature(given)}"
+        except ValueError:  # some of C do not tell
+            return
+    if kind is not None:
+        raise ValueError(
+            f"{what} is {kind}: a function of (outputs, batch) is expected, which returns the mean "
+            "over the rows, or hfjax.Mean(total, weight)."
+        )
+
+
 RESERVED = ("loss", "grad_norm", "weight", "finite", "step")  # what a step tells by itself
 
 
@@ -53,7 +74,13 @@ def _metric(name: str, value: Any, rows: int) -> Mean:
 
 
 def _scalar(value: Any, what: str) -> jax.Array:
-    array = jnp.asarray(value)
+    try:
+        array = jnp.asarray(value)
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"{what} is of type {type(value).__name__}: a scalar is expected. Return the mean over "
+            "the rows, or hfjax.Mean(sum of the losses, their number)."
+        ) from None
     if array.shape != () or not jnp.issubdtype(array.dtype, jnp.number):
         raise ValueError(
             f"{what} has shape {array.shape} and dtype {array.dtype}: a scalar is expected. "

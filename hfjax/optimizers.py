@@ -1,6 +1,5 @@
 """Optimizers put together from any of optax: by path of parameters, and with their average."""
 
-import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -64,7 +63,7 @@ def scaled(
     >>> optimizer = scaled(optax.adamw(1e-3), {"tokens": 0.1, "layers/*": 0.5})
     """
     for pattern, factor in factors.items():
-        if not isinstance(factor, int | float) or not 0 <= factor < math.inf:
+        if not isinstance(factor, int | float) or not 0 <= factor <= jnp.finfo(jnp.float32).max:
             raise ValueError(f"scaled: {pattern}={factor!r}; a finite factor of at least 0.")
     if not factors:
         return optimizer

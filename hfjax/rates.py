@@ -10,6 +10,7 @@ import optax
 Rate = Callable[[Any], Any]
 DECAYS = ("cosine", "linear", "constant")
 SHAPES = ("linear", "log")
+LARGEST = float(jnp.finfo(jnp.float32).max)
 
 
 def rate(
@@ -52,7 +53,7 @@ def rate(
 
 def _check_numbers(peak: float, warmup: int, end: float, hold: int) -> None:
     numbers = (peak, warmup, end, hold)
-    if not all(isinstance(x, int | float) for x in numbers) or not 0 < peak < math.inf:
+    if not all(isinstance(x, int | float) for x in numbers) or not 0 < peak <= LARGEST:
         raise ValueError(
             f"rate: peak={peak!r}, warmup={warmup!r}, end={end!r}, hold={hold!r}; numbers are "
             "expected, peak a positive learning rate."

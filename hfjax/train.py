@@ -7,6 +7,7 @@ from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec as P
@@ -48,7 +49,16 @@ def init(layout: Layout, seed: int = 0, schedule: Schedule | None = None) -> Sta
     With the schedule of the step its layers are born where the stages want them; without it the
     first step moves them there.
     """
-    return creation(on_stages(layout, schedule))(seed)
+    return creation(on_stages(layout, schedule))(_seed(seed))
+
+
+def _seed(given: Any) -> Any:
+    """Return a seed as a program takes it: a whole number of 32 bits, with a sign or without."""
+    if not isinstance(given, int) or -(1 << 31) <= given < 1 << 31:
+        return given
+    if given >= 1 << 32 or given < 0:
+        raise ValueError(f"seed={given}: a whole number from 0 to {(1 << 32) - 1} is expected.")
+    return np.uint32(given)
 
 
 def creation(layout: Layout) -> Any:

@@ -60,6 +60,7 @@ def check_goes_on(done, reason):
     assert re.search(TOLD.format(reason), done.stdout), done.stdout
     assert "left: 1\n" in done.stdout
     assert "steps: 3\n" in done.stdout
+    assert done.stderr == ""
 
 
 def test_files_that_may_not_grow_are_told_and_the_run_goes_on(tmp_path):

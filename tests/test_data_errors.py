@@ -2,15 +2,17 @@
 
 import gzip
 import json
+import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
 
-from hfjax.data import TokenSet, library, load_tokenizer, prepare, write_tokens
+from hfjax.data import TokenSet, library, load_tokenizer, prepare, sources, write_tokens
 from hfjax.data.command import DataCommand, run
 
 
@@ -67,6 +69,8 @@ def test_lines_that_are_not_utf8_no_json_or_without_the_field(tmp_path, refused)
         b'{"text": "b"': r"in\.jsonl:2: no JSON: .* at character 12",
         b'{"txt": "b", "id": 1}': r"in\.jsonl:2 has no field 'text': it has txt, id\. .* --field",
         b"[1]": r"in\.jsonl:2 has no field 'text': it has list",
+        b"[" * 100_000: r"in\.jsonl:2 cannot be read: it is nested too deeply",
+        b"9" * 5000: r"in\.jsonl:2 cannot be read: a number in it has too many digits",
         b'{"text": null}': r"in\.jsonl:2: 'text' is NoneType, text is expected",
     }
     for line, message in faults.items():
@@ -137,10 +141,28 @@ def test_a_package_that_is_missing(tmp_path, monkeypatch, refused):
     refused("in.parquet", b"", r"reading Parquet needs the package pyarrow: pip install 'hfjax\[te")
 
 
-def test_a_pipe_is_not_read_twice():
-    command = DataCommand(("/dev/null",), Path("never"), tokenizer="bpe")
-    with pytest.raises(ValueError, match="/dev/null is a pipe, but bpe reads the text twice"):
-        prepare(command.inputs, "never", tokenizer="bpe")
+def test_pipes_that_are_not_read_twice_or_backwards_or_that_nobody_writes_to(tmp_path, monkeypatch):
+    cases: Any = (
+        ("in.txt", "in.txt is a pipe, but bpe reads the text twice", {"tokenizer": "bpe"}),
+        ("in.parquet", "in.parquet is a pipe, Parquet is read from its end: give a file", {}),
+        ("in.jsonl", r"in.jsonl is a pipe, and for 0\.1 seconds nobody opened it to write", {}),
+    )
+    for name, message, options in cases:
+        os.mkfifo(tmp_path / name)
+        monkeypatch.setattr(sources, "PATIENCE", 0.1)
+        with pytest.raises(ValueError, match=message):
+            prepare(tmp_path / name, tmp_path / "out", **options)
+    with pytest.raises(ValueError, match=r"/dev/null: it is a device\. Name files and folders"):
+        prepare("/dev/null", tmp_path / "out")
+
+
+def test_half_of_a_pair_is_no_text(tmp_path, refused):
+    lines = b'{"text": "\\ud83d\\ude00"}\n{"text": "ab\\ud800"}\n'
+    refused("in.jsonl", lines, r"in\.jsonl:2: character 2 of 'text' is \\ud800, half of a pair")
+    refused("in.jsonl", lines, r"in\.jsonl:2: character 2", tokenizer="bpe", vocab=300)
+    prepare(tmp_path / "in.jsonl", tmp_path / "out", errors="replace")
+    data = TokenSet(tmp_path / "out")
+    assert data.tokenizer.decode(data.tokens) == "\U0001f600\0ab\N{REPLACEMENT CHARACTER}\0"
 
 
 def test_tokens_that_are_none(tmp_path):
@@ -206,14 +228,14 @@ def test_tokens_that_are_truncated_or_too_many(made):
     with pytest.raises(ValueError, match="is longer than it was: 701 bytes"):
         TokenSet(made)
     path.unlink()
-    with pytest.raises(ValueError, match="is truncated: 0 bytes"):
+    with pytest.raises(ValueError, match=r"tokens\.bin is missing: an ordinary file is expected"):
         TokenSet(made)
 
 
 def test_documents_that_are_truncated_or_of_another_data_set(made):
     path = made / "documents.npy"
     path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(ValueError, match=r"documents\.npy is missing or truncated"):
+    with pytest.raises(ValueError, match=r"documents\.npy is truncated or no array"):
         TokenSet(made)
     np.save(path, np.array([0, 350]))
     with pytest.raises(ValueError, match=r"has shape \(2,\), meta.json says 3 offsets from 0"):

@@ -248,8 +248,8 @@ def test_a_loader_goes_on_after_a_fault_at_the_same_batch(data, monkeypatch):
     next(loader)
     expected = Loader(data, 4, 8).at(1)
     with monkeypatch.context() as patched:
-        patched.setattr(data, "tokens", data.tokens.astype(np.int64) + 1000)
         broken = Loader(data, 4, 8)
+        patched.setattr(data, "tokens", data.tokens.astype(np.int64) + 1000)
         broken.restore(loader.state())
         with pytest.raises(ValueError, match="the vocabulary has 314"):
             next(broken)

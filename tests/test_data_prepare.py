@@ -17,6 +17,7 @@ import tokenizers
 
 from hfjax.data import TokenSet, load_tokenizer, prepare, standard_library, tokenizer, write_tokens
 from hfjax.data.command import DataCommand, run
+from tests.full_disk import allowed_bytes
 
 TEXTS = ["Als Gregor Samsa", "eines Morgens\naus unruhigen Träumen", "erwachte, 🪲 fand er sich"]
 COMMAND = (
@@ -242,9 +243,49 @@ def test_a_killed_run_leaves_nothing_that_looks_like_a_data_set(waiting, tmp_pat
         TokenSet(left)
 
 
-def test_an_interrupted_run_leaves_nothing(waiting, tmp_path):
-    waiting.send_signal(signal.SIGINT)
-    assert waiting.wait(60) != 0
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 1), (signal.SIGTERM, 143)])
+def test_a_run_that_is_told_to_end_leaves_nothing(waiting, tmp_path, number, code):
+    waiting.send_signal(number)
+    assert abs(waiting.wait(60)) in (code, number)
+    assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
+    assert "Error" not in waiting.stderr.read()
+
+
+def test_the_next_start_sweeps_what_a_killed_run_left_and_nothing_that_is_at_work(
+    waiting, tmp_path
+):
+    (beside,) = tmp_path.glob(".out.unfinished-*")
+    prepare(write(tmp_path / "in.txt", "text"), tmp_path / "out")
+    assert beside.is_dir()
+    waiting.kill()
+    waiting.wait(60)
+    prepare(tmp_path / "in.txt", tmp_path / "out", overwrite=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "in.txt", "out"]
+
+
+def test_a_data_set_that_a_killed_run_was_replacing_is_put_back(tmp_path):
+    prepare(write(tmp_path / "in.txt", "old"), tmp_path / "out")
+    beside = tmp_path / ".out.unfinished-0123"
+    prepare(write(tmp_path / "in.txt", "new"), beside)
+    (tmp_path / "out").rename(tmp_path / ".out.unfinished-0123-old")  # and killed here
+    with pytest.raises(ValueError, match="out holds a data set already"):
+        prepare(tmp_path / "in.txt", tmp_path / "out")
+    assert texts_of(TokenSet(tmp_path / "out")) == ["old"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.txt", "out"]
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "most"),
+    [
+        ('{"text": "a"}\n' * 2000, {}, 8000),  # the offsets do not fit
+        ('{"text": "abc"}\n', {"tokenizer": "bpe", "vocab": 300}, 4000),  # nor does the tokenizer
+        ('{"text": "abc"}\n', {}, 200),  # nor what describes it
+    ],
+)
+def test_whatever_does_not_fit_a_full_disk_is_told_alike(tmp_path, text, options, most):
+    write(tmp_path / "in.jsonl", text)
+    with allowed_bytes(most), pytest.raises(OSError, match="File too large; nothing is left of"):
+        prepare(tmp_path / "in.jsonl", tmp_path / "out", **options)
     assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
 
 

@@ -14,15 +14,20 @@ import hfjax
 from hfjax.data import Loader, prepare
 from hfjax.processes.watchdog import Watchdog
 from hfjax.run import Parts, Train, evaluate, generate, load, train
+from hfjax.run.commands import parsed
 from hfjax.run.config import Checkpoints, Data, Log, Mesh, Model, Optimizer, Pipeline
 from hfjax.run.journal import Journal
 from hfjax.run.loop import Run
+from hfjax.run.position import go_on
+from hfjax.run.profile import Profile
 from hfjax.run.sampling import Sampling
 from hfjax.run.screen import line
+from tests.full_disk import allowed_bytes
 from tests.small_run import MODEL, QUIET, corpus, small, told
 
 ROOT = Path(__file__).parents[1]
 ONE = Mesh(data=1)
+FIRST_TOKENS = 0.303189  # the sum of the table of tokens, with seed 0
 
 
 @pytest.fixture(scope="module")
@@ -300,6 +305,15 @@ def test_sampled_text_is_the_same_for_the_same_seed_and_another_for_another(whol
             {"strategy": "fsdp+tp"},
             r"--strategy fsdp\+tp: no strategy 'tp'. Join some of ddp",
         ),
+        ({"strategy": "zero1+zero3"}, r"--strategy zero1\+zero3: at most one of ddp, zero1, zero2"),
+        ({"strategy": "tensor+tensor"}, r"tensor\+tensor: at most one .* and each name once"),
+        (
+            {"model": Model(loss="os:getcwd")},
+            r"--model.loss os:getcwd is <built-in .*: a function ",
+        ),
+        ({"model": Model(loss="hfjax:latest")}, r"is a function of \(directory: .*outputs, batch"),
+        ({"batch": 10**9}, r"a batch of 1000000000 rows: the data has 315 rows of 16 tokens"),
+        ({"mesh": Mesh(pipe=-1)}, r"1 layers for 8 parts \(stages x chunks\)"),
         ({"model": Model(preset="gpt-huge")}, r"--model.preset gpt-huge: one of gpt-tiny, "),
         ({"model": Model(own="x.py:make")}, r"--model.own x.py:make: there is no file x.py"),
         ({"model": Model(own="make")}, r"--model.own make: file.py:function or package"),
@@ -354,15 +368,30 @@ def test_another_seed_or_model_does_not_go_on(data, tmp_path):
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("a.yaml", "stepps: 3", r"a.yaml: no field 'stepps'. Nearest: \['steps'"),
-        ("a.yaml", "steps: many", r"a.yaml: steps='many': a whole number is expected"),
-        ("a.yaml", "mesh: 3", r"a.yaml: mesh: fields with values are expected, found 3"),
-        ("a.yaml", "mesh:\n  data: [1]", r"a.yaml: mesh: data=\[1\]: a whole number is"),
+        ("a.yaml", "stepps: 3", r"a.yaml:1: no field 'stepps'. Nearest: \['steps'"),
+        ("a.yaml", "steps: many", r"a.yaml:1: steps='many': a whole number is expected"),
+        ("a.yaml", "mesh: 3", r"a.yaml:1: mesh: fields with values are expected, found '3'"),
+        ("a.yaml", "mesh:\n  data: [1]", r"a.yaml:2: mesh: data=\['1'\]: a whole number is"),
         ("a.yaml", "precision: fp8", r"precision='fp8': one of stored, fp32, bf16 is"),
         ("a.yaml", "data:\n  train: {}", r"data: train={}: a list is expected"),
         ("a.yaml", "steps: 0", r"--steps 0: a number from 1 on is needed"),
-        ("a.yaml", "{", r"a.yaml is no YAML"),
-        ("a.yaml", "- 1", r"fields with values are expected, found \[1\]"),
+        (
+            "a.yaml",
+            "{",
+            r"a.yaml:1 is no YAML: expected the node content, but found",
+        ),
+        ("a.yaml", "- 1", r"fields with values are expected, found \['1'\]"),
+        ("a.yaml", "mesh:\n  data: .inf", r"a.yaml:2: mesh: data='.inf': a whole number is expect"),
+        ("a.yaml", "steps: 1e400", r"a.yaml:1: steps='1e400': a whole number is expected"),
+        ("a.yaml", "seed: .nan", r"a.yaml:1: seed='.nan': a whole number is expected"),
+        ("a.yaml", "log:\n  every: -1", r"a.yaml:1: log: --log.every -1: a number from 0 on"),
+        ("a.yaml", "steps: 1\nbatch: 2\nsteps: 3", r"a.yaml:3 is no YAML: steps is there twice"),
+        ("a.yaml", "steps: !!timestamp x", r"a.yaml is no YAML"),
+        ("a.yaml", "data: &a {train: *a}", r"a.yaml:1 is no YAML: found unconstructable recurs"),
+        ("a.yaml", "out: ''", r"a.yaml:1: out='': a path is expected"),
+        ("a.yaml", 'out: "\\ud800"', r"a.yaml:1: out='\\ud800': a path is expected"),
+        ("a.py", "f(", r"a.py: '\(' was never closed"),
+        ("a.py", "from os import nope", r"a.py: cannot import name 'nope'"),
         ("a.py", "from hfjax.run import Train\nconfig = Train(stepz=3)", r"a.py: .*stepz"),
         ("a.py", "x = 1", r"a.py: it must define `config`, a hfjax.run.Train; found None"),
         (None, "", r"b.yaml: there is no such file"),
@@ -391,8 +420,19 @@ def test_a_configuration_comes_from_yaml_or_python(tmp_path):
     ("make", "message"),
     [
         (lambda: Train(steps=0), r"--steps 0: a number from 1 on"),
-        (lambda: Train(seed=2**32), r"--seed 4294967296: a number below"),
+        (lambda: Train(seed=2**32), r"--seed 4294967296: a number from 0 to 4294967295"),
         (lambda: Train(minutes=float("nan")), r"--minutes nan: a number from 0"),
+        (lambda: Train(timeout=1e300), r"--timeout 1e\+300: a number from 1 to 2147483647 is"),
+        (lambda: Train(batch=2**31), r"--batch 2147483648: a number from 1 to 2147483647 is"),
+        (lambda: Train(accumulate=33), r"--accumulate 33: more than --batch 32 has rows"),
+        (lambda: Train(mesh=Mesh(pipe=2), pipeline=Pipeline(microbatches=64)), r"microbatches 64:"),
+        (lambda: Train(profile="1:99", steps=6), r"--profile 1:99: the last step is 5 .* 1:6\."),
+        (lambda: Train(profile="²:9"), r"--profile ²:9: FIRST:END is expected"),
+        (lambda: Pipeline(name="nope"), r"--pipeline.name nope: no schedule 'nope'. Schedules: g"),
+        (lambda: Optimizer(rate=1e40), r"--optimizer.rate 1e\+40: a number from 0 to 3.4028"),
+        (lambda: Optimizer(rate=1e-50), r"--optimizer.rate 1e-50: that is 0 in float32"),
+        (lambda: hfjax.rate(1e40), r"rate: peak=1e\+40"),
+        (lambda: Sampling(seed=2**32), r"--seed 4294967296: a number from 0 to 4294967295"),
         (lambda: Model(layers=0), r"--model.layers 0: a number from 1 on"),
         (lambda: Model(dropout=2), r"--model.dropout 2: a part from 0 to 1"),
         (lambda: Checkpoints(every=-5), r"--checkpoints.every -5"),
@@ -404,6 +444,90 @@ def test_a_configuration_comes_from_yaml_or_python(tmp_path):
 def test_a_number_out_of_bounds_is_refused_with_its_flag(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def test_an_empty_value_is_no_folder():
+    for words in (["--out="], ["--out", ""], ["--data.train="]):
+        with pytest.raises(SystemExit, match=f"error: {words[0][:5]}.*: its value is empty. Give"):
+            parsed(Train, words, "train")
+
+
+def test_seeds_go_up_to_32_bits_and_small_ones_stay_what_they_were(data, tmp_path):
+    layout = Parts(small(tmp_path, data, mesh=ONE)).layout
+    seeds = (0, 2**31 - 1, 2**31)
+    made = {seed: np.asarray(hfjax.init(layout, seed).params["tokens"]) for seed in seeds}
+    assert float(made[0].sum()) == pytest.approx(FIRST_TOKENS, abs=1e-4)
+    assert len({float(x.sum()) for x in made.values()}) == 3
+    unsigned: Any = np.uint32(2**31)
+    assert (hfjax.init(layout, unsigned).params["tokens"] == made[2**31]).all()
+    with pytest.raises(ValueError, match="seed=4294967296: a whole number from 0 to 4294967295"):
+        hfjax.init(layout, 2**32)
+    config = small(tmp_path, data, mesh=ONE, seed=2**32 - 1, steps=1)
+    assert train(config).step == 1
+    assert train(replace(config, steps=2)).step == 2
+
+
+def test_a_position_that_is_none_is_refused_with_its_file(data, tmp_path):
+    config = small(tmp_path, data, steps=1, mesh=ONE)
+    train(config)
+    loader, step = Parts(config).data, tmp_path / "checkpoints" / "1"
+    told = hfjax.recorded(tmp_path / "checkpoints")["data"]
+    assert go_on(loader, told, step) == 0
+    for change, message in (
+        ({"data": told["data"] | {"rows": -5}}, r"1/meta/metadata: data: data: rows is -5, a wh"),
+        ({"data": told["data"] | {"rows": 10**30}}, r"is at row 10{30}, the data ends at row"),
+        ({"data": [1]}, r"1/meta/metadata: data: data: an object is expected, found \[1\]"),
+        ({"skipped": "x"}, r"1/meta/metadata: data: skipped is 'x', a whole number"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            go_on(loader, told | change, step)
+    with pytest.raises(ValueError, match=r"metadata: data: an object is expected, found None"):
+        go_on(loader, None, step)
+
+
+def test_a_bit_that_changes_between_a_run_and_its_resumption_is_told(tmp_path):
+    text = corpus(tmp_path)
+    config = small(tmp_path / "run", text, steps=1, mesh=ONE)
+    train(config)
+    path = text / "train" / "tokens.bin"
+    tokens = np.fromfile(path, np.uint8)
+    tokens[len(tokens) // 2] ^= 1
+    tokens.tofile(path)
+    with pytest.raises(ValueError, match=r"train/tokens.bin: CRC32 \w+, written was \w+: the file"):
+        train(replace(config, steps=2))
+
+
+def test_a_disk_that_is_full_is_told_in_one_line(data, tmp_path, capfd):
+    config = small(tmp_path, data, mesh=ONE)
+    with (
+        allowed_bytes(20_000),
+        pytest.raises(OSError, match=r"step 5 was not saved .* File too"),
+    ):
+        train(config)
+    assert capfd.readouterr().err == ""
+    assert train(config).step == 12
+
+
+def test_files_of_a_run_that_do_not_fit_are_named(data, tmp_path, capsys):
+    config = small(tmp_path, data, mesh=ONE, steps=1)
+    with allowed_bytes(10), pytest.raises(OSError, match=r"File too large: '.*/config.yaml'"):
+        train(config)
+    assert not list(tmp_path.glob("*config*"))
+    journal = Journal(tmp_path, Log(), {}, 0)
+    journal.write(0, loss=1.0)
+    with allowed_bytes(30):
+        with pytest.raises(OSError, match=r"metrics.jsonl cannot be written: File too large"):
+            journal.write(1, loss=1.0)
+        journal.close()
+    assert "loss.png is not drawn: File too large" in capsys.readouterr().out
+
+
+def test_a_profile_of_steps_that_are_done_is_told(tmp_path, capsys):
+    with Profile("1:3", tmp_path) as profile:
+        for step in (5, 6):
+            profile.before(step)
+            profile.after(step)
+    assert capsys.readouterr().out.count("no trace: this run goes on after the steps 1:3") == 1
 
 
 def test_steps_that_are_not_finite_are_never_saved_over(data, tmp_path):

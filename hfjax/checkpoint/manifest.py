@@ -3,14 +3,26 @@
 import json
 import os
 import zlib
+from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from hfjax.checkpoint.record import FORMAT, check_format
+from hfjax.checkpoint.record import FILE, FORMAT, check_format
+from hfjax.found import (
+    MISSING,
+    TEXT,
+    check_fields,
+    contents,
+    object_of,
+    parsed,
+    what_is,
+    whole,
+)
 
 NAME = "manifest.json"
 LATER = {NAME, "_CHECKPOINT_METADATA", "commit_success.txt"}  # written after it; never read
 CHUNK = 1 << 22
+KINDS = {"format": whole(1), "files": object_of("texts", TEXT[1])}
 
 
 def write_manifest(step: Path) -> None:
@@ -24,17 +36,27 @@ def write_manifest(step: Path) -> None:
 
 def damage(step: Path) -> list[str]:
     """Return what is wrong with the files of a step, each named; nothing if it is whole."""
-    try:
-        found = json.loads((step / NAME).read_text())
-        number, wanted = int(found["format"]), {k: _parsed(v) for k, v in found["files"].items()}
-    except FileNotFoundError:
+    if what_is(step / NAME) == MISSING:
         return [f"{NAME} is missing"]
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return [f"{NAME} does not parse"]
-    check_format(step, number)
+    try:
+        found = check_fields(parsed(contents(step / NAME)), KINDS)
+        wanted = {name: _parsed(told) for name, told in found["files"].items()}
+        _check_names(wanted)
+    except (ValueError, OSError) as wrong:
+        return [f"{NAME} does not parse ({str(wrong).rstrip('.')})"]
+    check_format(step, found["format"])
     here = _sums(step, [name for name in wanted if (step / name).is_file()])
     told = [_compared(name, wanted[name], here.get(name)) for name in sorted(wanted)]
     return [line for line in told if line is not None]
+
+
+def _check_names(names: Collection[str]) -> None:
+    """Refuse the names of files elsewhere, and a list without the file that each step has."""
+    if FILE not in names:
+        raise ValueError(f"it does not name {FILE}")
+    for name in names:
+        if Path(name).is_absolute() or ".." in Path(name).parts:
+            raise ValueError(f"{name} is not of this step")
 
 
 def _parsed(told: str) -> tuple[int, int]:

@@ -22,6 +22,7 @@ from hfjax.checkpoint.compare import check_same
 from hfjax.checkpoint.directory import check_step, steps_in
 from hfjax.checkpoint.manifest import damage
 from hfjax.checkpoint.record import check_written, read_record
+from hfjax.found import check_ordinary
 from hfjax.parallel.memory import to_device
 from hfjax.paths import flatten, nest
 from hfjax.plan import Layout, State
@@ -91,7 +92,16 @@ def _choose(directory: Path, step: int | None, wish: Wish) -> dict:
         if wish.on_damage == "refuse" or not before:
             raise ValueError(_refusal(directory, damaged[0], before, wish))
         step = before[-1]
+    if not wish.verify:
+        _check_files(directory / str(step))
     return {"step": step, "record": read_record(directory / str(step)), "damaged": damaged}
+
+
+def _check_files(step: Path) -> None:
+    """Refuse what would stall who reads it without comparing it first: a pipe."""
+    for path in step.rglob("*"):
+        if not path.is_dir():
+            check_ordinary(path)
 
 
 def _damaged(directory: Path, step: int, lines: list[str]) -> str:

@@ -8,12 +8,40 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
+from hfjax.checkpoint.arrays import KEY
+from hfjax.found import TEXT, check_fields, contents, object_of, parsed, whole
 from hfjax.parallel.mesh import describe_mesh
 from hfjax.plan import Layout
 
 FORMAT = 1
 FILE = "meta/metadata"
+
+
+def _is_array(told: Any) -> bool:
+    """Return whether something is [dtype, shape]."""
+    if not isinstance(told, list) or list(map(type, told)) != [str, list]:
+        return False
+    dtype, shape = told
+    try:
+        known = dtype.startswith(KEY) or jnp.dtype(dtype)
+    except TypeError:
+        return False
+    return bool(known) and all(type(n) is int and n >= 0 for n in shape)
+
+
+ANY = ("anything", lambda _: True)
+KINDS = {
+    "versions": object_of("texts", TEXT[1]),
+    "strategy": TEXT,
+    "mesh": TEXT,
+    "processes": whole(1),
+    "arrays": object_of("[dtype, shape]", _is_array),
+    "config": ANY,
+    "data": ANY,
+    "metrics": object_of("numbers", lambda x: type(x) in (int, float)),
+}
 PACKAGES = ("hfjax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 
 
@@ -81,13 +109,15 @@ def _unlike(value: Any, back: Any, name: str) -> tuple[str, Any, Any] | None:
 def read_record(step: Path) -> dict:
     """Return what was written beside the arrays of a step."""
     try:
-        found = json.loads((step / FILE).read_text())
-        number = found["format"]
+        found = parsed(contents(step / FILE))
+        if check_fields(found, {"format": whole(1)})["format"] <= FORMAT:
+            check_fields(found, KINDS)
     except OSError as error:
         raise ValueError(f"step {step.name}: {step / FILE}: {error.strerror}.") from error
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"step {step.name}: {step / FILE} does not parse: {error}.") from error
-    check_format(step, number)
+    except ValueError as error:
+        why = str(error).rstrip(".")
+        raise ValueError(f"step {step.name}: {step / FILE} does not parse: {why}.") from error
+    check_format(step, found["format"])
     _check_number(step, found)
     return found
 

@@ -13,6 +13,7 @@ from hfjax.checkpoint.directory import TEMPORARY, TRASH, empty_trash, sweep
 from hfjax.checkpoint.failure import failed
 from hfjax.checkpoint.keep import Keep, Kept, Metrics
 from hfjax.checkpoint.manifest import write_manifest
+from hfjax.checkpoint.quiet import keep_quiet
 from hfjax.paths import nest
 
 
@@ -26,6 +27,7 @@ class Writer:
         self._manager: ocp.CheckpointManager | None = None  # opened by the first step
 
     def _open(self) -> ocp.CheckpointManager:
+        keep_quiet()
         background = ocp.AsyncOptions(
             timeout_secs=self._timeout,
             create_directories_asynchronously=False,  # else a failure hangs the exit

@@ -14,6 +14,7 @@ from rich.table import Table
 from hfjax.data.recipe import Prepared, Progress as Tell, Recipe, make
 from hfjax.data.tokens import META, SPLITS, Meta, TokenSet
 from hfjax.ending import carried_out
+from hfjax.words import check_words
 
 SHOWN = 400  # tokens that are decoded
 
@@ -64,6 +65,10 @@ class DataCommand:
 
 def main(argv: Sequence[str]) -> int:
     """Run `hfjax data` with these arguments; return the exit status."""
+    try:
+        check_words(argv)
+    except ValueError as mistake:
+        raise SystemExit(f"error: {mistake}") from None
     return run(tyro.cli(DataCommand, args=list(argv), prog="hfjax data"))
 
 

@@ -171,6 +171,8 @@ class Loader:
         given = [self.data] if isinstance(self.data, TokenSet | str | Path) else self.data
         opened = [data if isinstance(data, TokenSet) else TokenSet(data) for data in given]
         check_same_tokenizer(opened)
+        for data in opened:
+            data.check()
         if self.packing == "documents":
             return [DocumentRows(data, self.length) for data in opened]
         return [StreamRows(data, self.length, self.documents) for data in opened]

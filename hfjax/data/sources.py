@@ -2,19 +2,26 @@
 
 import gzip
 import json
+import os
+import re
 import zlib
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from hfjax.data.tokenizer import optional
+from hfjax.found import MISSING, parsed, what_is
 
 TEXT, LINES, TABLES = (".txt", ".md"), (".jsonl", ".ndjson"), (".parquet",)
 KNOWN = TEXT + LINES + TABLES
 REFUSED = (".json", ".csv", ".tsv", ".arrow", ".feather")  # tables, but not read as such
+READ = ("a file", "a pipe", "a folder")
+PATIENCE = 10.0  # seconds that somebody has to begin to write to a pipe
+SURROGATE = re.compile(r"[\ud800-\udfff]")  # half of a pair: no character, has no UTF-8
 
 
 @dataclass(frozen=True)
@@ -83,7 +90,7 @@ class Sources:
             for text in batch.column(0).to_pylist():
                 row += 1
                 where = f"{path}: row {row}"
-                yield Document(_string(text, self.field, where), where, size * row // total)
+                yield Document(self._string(text, where), where, size * row // total)
 
     def _check_column(self, path: Path, schema: Any) -> None:
         names = list(schema.names)
@@ -104,16 +111,32 @@ class Sources:
 
     def _text_of(self, line: str, where: str) -> str:
         try:
-            found = json.loads(line)
+            found = parsed(line)
         except json.JSONDecodeError as wrong:
             raise ValueError(f"{where}: no JSON: {wrong.msg} at character {wrong.pos}.") from None
+        except ValueError as wrong:
+            raise ValueError(f"{where} cannot be read: {wrong}. Take the line out.") from None
         if not isinstance(found, dict) or self.field not in found:
             has = ", ".join(found) if isinstance(found, dict) else type(found).__name__
+            has = has or "none"
             raise ValueError(
                 f"{where} has no field {self.field!r}: it has {has}. Name the one with the text: "
                 "--field NAME"
             )
-        return _string(found[self.field], self.field, where)
+        return self._string(found[self.field], where)
+
+    def _string(self, value: object, where: str) -> str:
+        if not isinstance(value, str):
+            kind = type(value).__name__
+            raise ValueError(f"{where}: {self.field!r} is {kind}, text is expected.")
+        if value.isascii() or (half := SURROGATE.search(value)) is None:
+            return value
+        if self.errors == "replace":
+            return SURROGATE.sub("\N{REPLACEMENT CHARACTER}", value)
+        raise ValueError(
+            f"{where}: character {half.start()} of {self.field!r} is {ascii(half[0])[1:-1]}, half "
+            "of a pair, which is no text. Mend the line, or give --errors replace."
+        )
 
 
 def find(inputs: tuple[str, ...], pattern: str | None = None) -> tuple[tuple[Path, ...], int]:
@@ -124,8 +147,9 @@ def find(inputs: tuple[str, ...], pattern: str | None = None) -> tuple[tuple[Pat
     files, passed = [], 0
     for name in inputs:
         path = Path(name)
-        if not path.exists():
-            raise ValueError(f"{name}: no such file or folder.")
+        if (kind := what_is(path)) not in READ:
+            what = "no such file or folder" if kind == MISSING else f"it is {kind}"
+            raise ValueError(f"{name}: {what}. Name files and folders of text.")
         if path.is_dir():
             inside = _visible(path, pattern or "**/*")
             wanted = [f for f in inside if pattern or suffix(f) in KNOWN]
@@ -144,6 +168,8 @@ def find(inputs: tuple[str, ...], pattern: str | None = None) -> tuple[tuple[Pat
 
 def _check_kinds(files: list[Path]) -> None:
     for path in files:
+        if suffix(path) in TABLES and what_is(path) == "a pipe":
+            raise ValueError(f"{path} is a pipe, Parquet is read from its end: give a file.")
         if suffix(path) in REFUSED:
             raise ValueError(
                 f"{path}: {suffix(path)} is not read. Convert it to .jsonl (one object a line) or "
@@ -172,19 +198,36 @@ def suffix(path: Path) -> str:
 @contextmanager
 def opened(path: Path) -> Iterator[tuple[BinaryIO, BinaryIO]]:
     """Give the file to read, decompressed, and the raw one, whose position shows the progress."""
-    with path.open("rb") as raw:
+    with _open(path) as raw:
         try:
             zipped = path.name.lower().endswith(".gz")
             yield (cast(BinaryIO, gzip.GzipFile(fileobj=raw)) if zipped else raw), raw
         except (EOFError, zlib.error, gzip.BadGzipFile) as wrong:
             raise ValueError(f"{path} is no whole gzip file: {wrong}") from None
+        except OSError as wrong:  # while reading, it knows no name
+            raise OSError(wrong.errno, wrong.strerror, str(path)) from None
+
+
+def _open(path: Path) -> BinaryIO:
+    return _pipe(path) if what_is(path) == "a pipe" else path.open("rb")
+
+
+def _pipe(path: Path) -> BinaryIO:
+    """Return a pipe that is open: to open it waits until somebody opens it to write."""
+    with ThreadPoolExecutor(1) as pool:
+        opening = pool.submit(path.open, "rb")
+        try:
+            return opening.result(PATIENCE)
+        except TimeoutError:
+            raise ValueError(
+                f"{path} is a pipe, and for {PATIENCE:g} seconds nobody opened it to write. Start "
+                "what writes to it, or give a file."
+            ) from None
+        finally:
+            if not opening.done():  # be the one who writes, so that the other thread goes on
+                os.close(os.open(path, os.O_WRONLY | os.O_NONBLOCK))
+                opening.result().close()
 
 
 def _read(raw: BinaryIO) -> int:
     return raw.tell() if raw.seekable() else 0  # a pipe does not tell
-
-
-def _string(value: object, field: str, where: str) -> str:
-    if isinstance(value, str):
-        return value
-    raise ValueError(f"{where}: {field!r} is {type(value).__name__}, text is expected.")

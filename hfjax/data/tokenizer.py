@@ -1,6 +1,7 @@
 """Tokenizers: bytes (nothing to train, 256 tokens), or one of the `tokenizers` library."""
 
 import json
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
@@ -10,9 +11,13 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from hfjax.found import MISSING, Kind, check_fields, contents, parsed, what_is
+
 END = "<|endoftext|>"  # of the tokenizers trained here
 KNOWN_ENDS = (END, "</s>", "<|end_of_text|>", "<eos>", "<|im_end|>", "[SEP]")
 FILE = "tokenizer.json"
+KNOWN = ("bytes", FILE, "none")  # what a data set may be made by
+MADE_BY: Kind = (f"one of {', '.join(KNOWN)}", lambda x: x in KNOWN)
 PIECE = 1 << 20  # characters: where a long document may be cut to be encoded
 GROUP = 1 << 23  # characters that are encoded together
 LINE = re.compile(r"[\w.,;:!?)}\]]\n(?=\w)")  # the end of a line whose break is a token of its own
@@ -74,7 +79,7 @@ class TrainedTokenizer:
 
     def save(self, directory: Path) -> None:
         """Write `tokenizer.json` to a directory."""
-        self.inner.save(str(directory / FILE))
+        (directory / FILE).write_text(self.inner.to_str(pretty=True), encoding="utf-8")
 
     def _pieces(self, text: str) -> Iterator[str]:
         """Yield a long text in pieces, cut where no token can lie across, else whole."""
@@ -128,9 +133,10 @@ def load_tokenizer(
         if kind == "none":
             raise ValueError(f"{path} was written from tokens: it has no tokenizer.")
         path = path / FILE
-    if not path.is_file():
+    if (kind := what_is(path)) != "a file":
+        found = "no such file" if kind == MISSING else f"{path} is {kind}"
         raise ValueError(
-            f"tokenizer {str(source)!r}: no such file. Give bytes, bpe (trained on the text), the "
+            f"tokenizer {str(source)!r}: {found}. Give bytes, bpe (trained on the text), the "
             f"path of a {FILE}, or a data set's directory."
         )
     library = tokenizers_library()
@@ -183,6 +189,12 @@ def optional(module: str, what: str) -> Any:
 def _kind_of(directory: Path) -> str:
     """Return which tokenizer made a data set, from its description."""
     path = directory / "meta.json"
-    if not path.is_file():
+    if not os.path.lexists(path):
         return FILE
-    return json.loads(path.read_text()).get("tokenizer", FILE)
+    try:
+        return check_fields(parsed(contents(path)), {"tokenizer": MADE_BY})["tokenizer"]
+    except ValueError as wrong:
+        why = str(wrong).rstrip(".")
+        raise ValueError(
+            f"tokenizer {str(directory)!r}: {path} is damaged ({why}). Make that data set again."
+        ) from None

@@ -1,20 +1,44 @@
 """A data set on disk: `tokens.bin`, `documents.npy` and `meta.json` in a directory."""
 
 import json
+import os
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from hfjax.data.tokenizer import FILE as TOKENIZER, ByteTokenizer, TrainedTokenizer, load_tokenizer
+from hfjax.data.tokenizer import (
+    FILE as TOKENIZER,
+    MADE_BY,
+    ByteTokenizer,
+    TrainedTokenizer,
+    load_tokenizer,
+)
+from hfjax.found import TEXT, check_fields, check_ordinary, contents, object_of, parsed, whole
 
 FORMAT = 1
 TOKENS, DOCUMENTS, META = "tokens.bin", "documents.npy", "meta.json"
 SPLITS = ("train", "valid")
 CHUNK = 1 << 24  # bytes or tokens looked at together
+SMALL = 1 << 26  # bytes of a file that is read whole each time: a fraction of a second
+SAMPLES, SAMPLE = 256, 1 << 14  # of a larger one so many blocks of so many bytes
+
+_is_sum = lambda x: type(x) is int and 0 <= x < 1 << 32
+KINDS = {
+    "vocab": ("a number of tokens", lambda x: type(x) is int and 1 <= x <= 1 << 32),
+    "dtype": TEXT,
+    "tokens": whole(1),
+    "documents": whole(1),
+    "text": whole(0),
+    "end": ("a token or null", lambda x: x is None or (type(x) is int and x >= 0)),
+    "tokenizer": MADE_BY,
+    "sources": ("a list of texts", lambda x: isinstance(x, list) and all(map(TEXT[1], x))),
+    "crc32": object_of("sums of 32 bits", _is_sum),
+}
 
 
 @dataclass(frozen=True)
@@ -30,6 +54,7 @@ class Meta:
     tokenizer: str
     sources: list[str] = field(default_factory=list)
     crc32: dict[str, int] = field(default_factory=dict)
+    samples: dict[str, int] = field(default_factory=dict)  # CRC32 of samples, of large files
     format: int = FORMAT
 
     def save(self, directory: Path) -> None:
@@ -40,24 +65,39 @@ class Meta:
     def load(cls, directory: Path) -> "Meta":
         """Return that of a directory, or say what the directory is instead."""
         path = directory / META
-        if not path.is_file():
+        if not os.path.lexists(path):
             raise ValueError(_no_data_set(directory))
         try:
-            found = json.loads(path.read_text())
+            found = check_fields(parsed(contents(path)), {"format": whole(0)})
             if found["format"] == FORMAT:
-                meta = cls(**found)
-                _check_dtype(meta)
-                return meta
-        except (ValueError, KeyError, TypeError) as wrong:
+                return cls._of(found)
+        except (ValueError, TypeError) as wrong:
             names = ", ".join(f.name for f in fields(cls))
+            why = str(wrong).rstrip(".")
             raise ValueError(
-                f"{path} is damaged ({wrong}): a JSON object of {names} is expected. Make the data "
+                f"{path} is damaged ({why}): a JSON object of {names} is expected. Make the data "
                 "set again: hfjax data … --overwrite"
             ) from None
         raise ValueError(
             f"{path}: format {found['format']}, this hfjax reads format {FORMAT}. Make the data "
             "set again with this hfjax, or read it with the one that made it."
         )
+
+    @classmethod
+    def _of(cls, found: dict[str, Any]) -> "Meta":
+        """Return that of an object of JSON; earlier ones have no samples."""
+        check_fields({"samples": {}, **found}, KINDS | {"samples": KINDS["crc32"]})
+        meta = cls(**found)
+        _check_dtype(meta)
+        if meta.end is not None and meta.end >= meta.vocab:
+            raise ValueError(f"end is {meta.end}, beyond a vocabulary of {meta.vocab}")
+        for name in (TOKENS, DOCUMENTS):
+            if name not in meta.crc32:
+                raise ValueError(f"crc32 has no {name}")
+        for name in (*meta.crc32, *meta.samples):
+            if Path(name).name != name:
+                raise ValueError(f"crc32 is of {name!r}, which is no name of a file")
+        return meta
 
 
 class TokenSet:
@@ -93,17 +133,49 @@ class TokenSet:
 
     def verify(self) -> None:
         """Read all files; refuse one whose CRC32 is not that written, and tokens beyond vocab."""
-        for name, expected in self.meta.crc32.items():
-            found = crc32(self.directory / name)
-            if found != expected:
-                raise ValueError(
-                    f"{self.directory / name}: CRC32 {found:08x}, written was {expected:08x}: the "
-                    "file changed. Copy it again, or make the data set again."
-                )
+        for name in self.meta.crc32:
+            self._compare(name, crc32, self.meta.crc32)
         for start in range(0, len(self), CHUNK):
             self.check_vocab(self.tokens[start : start + CHUNK], start)
-        if (np.diff(self.documents) <= 0).any():
-            raise ValueError(f"{self.directory / DOCUMENTS}: documents do not follow one another.")
+        for start in range(0, self.meta.documents, CHUNK):
+            self._check_ends(self.documents[start : start + CHUNK + 1])
+
+    def check(self) -> None:
+        """Refuse files that changed since they were written: small ones are read, others sampled.
+
+        A large file whose samples are not written down is one of an earlier hfjax.
+        """
+        files = [self.directory / name for name in self.meta.crc32]
+        if all(_size(path) <= SMALL for path in files):
+            self.verify()
+            return
+        for path in files:
+            if path.name in self.meta.samples:
+                self._compare(path.name, sampled, self.meta.samples)
+            elif _size(path) <= SMALL:
+                self._compare(path.name, crc32, self.meta.crc32)
+
+    def _compare(self, name: str, of: Callable[[Path], int], written: dict[str, int]) -> None:
+        found = of(self.directory / name)
+        if found != written[name]:
+            raise ValueError(
+                f"{self.directory / name}: CRC32 {found:08x}, written was {written[name]:08x}: the "
+                "file changed. Copy it again, or make the data set again."
+            )
+
+    def _check_ends(self, offsets: np.ndarray) -> None:
+        """Refuse documents that do not follow one another, or do not end as it is written."""
+        if (np.diff(offsets) <= 0).any() or offsets[-1] > len(self):
+            raise ValueError(
+                f"{self.directory / DOCUMENTS}: documents do not follow one another. Copy it "
+                "again, or make the data set again."
+            )
+        end, found = self.meta.end, self.tokens[offsets[1:] - 1]
+        if end is not None and (wrong := np.flatnonzero(found != end)).size:
+            raise ValueError(
+                f"{self.directory / META}: end is {end}, but the document that ends at token "
+                f"{offsets[wrong[0] + 1]} ends with {found[wrong[0]]}. Make the data set again."
+            )
 
     def check_vocab(self, tokens: np.ndarray, start: int) -> None:
         """Refuse tokens (those from `start` on) of which one lies beyond the vocabulary."""
@@ -117,7 +189,7 @@ class TokenSet:
 
     def _check_size(self) -> None:
         path, dtype = self.directory / TOKENS, np.dtype(self.meta.dtype)
-        found = path.stat().st_size if path.is_file() else 0
+        found = _size(path)
         expected = self.meta.tokens * dtype.itemsize
         if found != expected:
             how = "truncated" if found < expected else "longer than it was"
@@ -128,12 +200,15 @@ class TokenSet:
 
     def _offsets(self) -> np.ndarray:
         path, count = self.directory / DOCUMENTS, self.meta.documents + 1
+        check_ordinary(path)
         try:
-            offsets = np.load(path, mmap_mode="r", allow_pickle=False)
-        except (OSError, ValueError) as wrong:
+            offsets = np.lib.format.open_memmap(path, mode="r")
+            if offsets.dtype.kind not in "iu":
+                raise TypeError(f"its numbers are {offsets.dtype}")
+        except Exception as wrong:  # numpy raises of many kinds
             raise ValueError(
-                f"{path} is missing or truncated ({wrong}). Copy it again, or make the data set "
-                "again."
+                f"{path} is truncated or no array of numbers ({wrong}). Copy it again, or make the "
+                "data set again."
             ) from None
         if offsets.shape != (count,) or offsets[0] != 0 or offsets[-1] != len(self):
             raise ValueError(
@@ -157,8 +232,24 @@ def check_same_tokenizer(sets: Sequence[TokenSet]) -> None:
             )
 
 
+def _size(path: Path) -> int:
+    check_ordinary(path)
+    return path.stat().st_size
+
+
+def sampled(path: Path) -> int:
+    """Return the CRC32 of blocks of a large file, spaced evenly from its first to its last byte."""
+    value, last = 0, _size(path) - SAMPLE
+    with path.open("rb") as file:
+        for i in range(SAMPLES):
+            file.seek(last * i // (SAMPLES - 1))
+            value = zlib.crc32(file.read(SAMPLE), value)
+    return value
+
+
 def crc32(path: Path) -> int:
     """Return the CRC32 of a file."""
+    check_ordinary(path)
     value = 0
     with path.open("rb") as file:
         while chunk := file.read(CHUNK):

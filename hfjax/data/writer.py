@@ -2,7 +2,6 @@
 
 import errno
 import os
-import secrets
 import shutil
 from array import array
 from collections.abc import Iterable, Iterator
@@ -11,8 +10,20 @@ from pathlib import Path
 
 import numpy as np
 
+from hfjax.data.beside import OLD, folder_beside, sweep, sweeping_at_sigterm
 from hfjax.data.tokenizer import ByteTokenizer, TrainedTokenizer
-from hfjax.data.tokens import DOCUMENTS, META, SPLITS, TOKENS, Meta, TokenSet, crc32, dtype_for
+from hfjax.data.tokens import (
+    DOCUMENTS,
+    META,
+    SMALL,
+    SPLITS,
+    TOKENS,
+    Meta,
+    TokenSet,
+    crc32,
+    dtype_for,
+    sampled,
+)
 
 
 class TokenWriter:
@@ -53,9 +64,10 @@ class TokenWriter:
     ) -> Meta:
         """Write offsets, tokenizer and, as the last file, the description; return that."""
         self.close()
-        np.save(self.directory / DOCUMENTS, np.frombuffer(self._offsets, np.int64))
+        _save(self.directory / DOCUMENTS, np.frombuffer(self._offsets, np.int64))
         if tokenizer is not None:
             tokenizer.save(self.directory)
+        files = sorted(self.directory.iterdir())
         meta = Meta(
             vocab=self.vocab,
             dtype=self.dtype.name,
@@ -65,7 +77,8 @@ class TokenWriter:
             end=end,
             tokenizer="none" if tokenizer is None else tokenizer.kind,
             sources=sources,
-            crc32={path.name: crc32(path) for path in sorted(self.directory.iterdir())},
+            crc32={path.name: crc32(path) for path in files},
+            samples={path.name: sampled(path) for path in files if path.stat().st_size > SMALL},
         )
         meta.save(self.directory)
         for path in self.directory.iterdir():
@@ -94,23 +107,30 @@ def write_tokens(
     return TokenSet(directory)
 
 
+def _save(path: Path, array: np.ndarray) -> None:
+    """Write an array as np.save does; but a full disk is told as such."""
+    with path.open("wb") as file:
+        header = np.lib.format.header_data_from_array_1_0(array)
+        np.lib.format.write_array_header_1_0(file, header)
+        file.write(array.data)
+
+
 @contextmanager
 def unfinished(directory: Path, overwrite: bool = False) -> Iterator[Path]:
     """Give a folder to write to, which becomes `directory` at the end, or nothing at a fault."""
-    check_free(directory, overwrite)
     place = directory.resolve()
-    beside = place.with_name(f".{place.name}.unfinished-{secrets.token_hex(4)}")
-    beside.mkdir(parents=True)
-    try:
-        yield beside
-        _replace(beside, place, overwrite)
-    except OSError as wrong:
-        if wrong.filename is not None or wrong.errno is None:
-            raise
-        what = f"{os.strerror(wrong.errno)}; nothing is left of what was written"
-        raise OSError(wrong.errno, what, str(directory)) from None
-    finally:
-        shutil.rmtree(beside, ignore_errors=True)
+    sweep(place)
+    check_free(directory, overwrite)
+    with sweeping_at_sigterm(), folder_beside(place) as beside:
+        try:
+            yield beside
+            _replace(beside, place, overwrite)
+        except OSError as wrong:
+            ours = wrong.filename is None or str(wrong.filename).startswith(str(beside))
+            if not ours or wrong.errno is None:
+                raise
+            what = f"{os.strerror(wrong.errno)}; nothing is left of what was written"
+            raise OSError(wrong.errno, what, str(directory)) from None
 
 
 def check_free(directory: Path, overwrite: bool) -> None:
@@ -133,7 +153,7 @@ def is_data_set(directory: Path) -> bool:
 
 def _replace(new: Path, place: Path, overwrite: bool) -> None:
     """Move a folder to its place; what is there goes away after it, if that is wanted."""
-    old = new.with_name(f"{new.name}-old")
+    old = new.with_name(new.name + OLD)
     if overwrite and place.exists():
         place.rename(old)
     try:

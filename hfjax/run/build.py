@@ -26,6 +26,10 @@ STRATEGIES = (
 )
 
 
+PLANES = STRATEGIES[:6]  # each says where parameters and moments lie: one of them
+PADDED = 1 << 16  # rows of a batch that a small set may be filled up to
+
+
 @dataclass(frozen=True)
 class Parts:
     """Everything that a run is made of; what is not asked for is not made."""
@@ -58,7 +62,7 @@ class Parts:
     @cached_property
     def schedule(self) -> hfjax.Schedule | None:
         """The schedule of the pipeline."""
-        stages, given = self.config.mesh.pipe, self.config.pipeline
+        stages, given = self.mesh.shape["pipe"], self.config.pipeline
         if stages == 1:
             return None
         chunks: dict[str, Any] = {} if given.chunks is None else {"chunks": given.chunks}
@@ -147,9 +151,14 @@ class Parts:
 
     def _loader(self, data: Any, **fields: Any) -> Loader:
         batch, packing = self.config.batch, self.config.data.packing
-        mine = rows_of_process(self.layout, batch)
-        loader = Loader(data, batch, self.model.length, packing=packing, mine=mine, **fields)
+        loader = Loader(data, batch, self.model.length, packing=packing, **fields)
         loader.check(self.model.vocab, self.model.most)
+        if batch > max(loader.rows_per_epoch, PADDED):
+            raise ValueError(
+                f"a batch of {batch} rows: the data to validate on has {loader.rows_per_epoch} "
+                f"rows of {loader.length} tokens. Lower --batch."
+            )
+        loader.mine = rows_of_process(self.layout, batch)  # not of a batch that is refused
         return loader
 
     def __str__(self) -> str:
@@ -191,6 +200,13 @@ def strategy_of(names: str) -> hfjax.Strategy:
                 f"--strategy {names}: no strategy {name!r}. Join some of {', '.join(STRATEGIES)} "
                 "by +, for instance fsdp+tensor."
             )
+    planes = [name for name in given if name in PLANES]
+    if len(planes) > 1 or len(set(given)) < len(given):
+        raise ValueError(
+            f"--strategy {names}: at most one of {', '.join(PLANES)}, found {', '.join(planes)}; "
+            "and each name once. What goes with it: tensor, sequence, pipe, host_optimizer, "
+            "host_parameters."
+        )
     return reduce(lambda a, b: a | b, (getattr(hfjax, name.upper()) for name in given))
 
 

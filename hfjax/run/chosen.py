@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from hfjax.mean import check_loss
 from hfjax.models import gpt, llama
 from hfjax.run.config import Train
 from hfjax.run.files import function
@@ -35,7 +36,7 @@ class Chosen:
 def choose(config: Train, vocab: int) -> Chosen:
     """Return the model of a configuration for a vocabulary."""
     given = config.model
-    loss = gpt.next_token_loss if given.loss is None else function(given.loss, "--model.loss")
+    loss = gpt.next_token_loss if given.loss is None else _loss(given.loss)
     if given.own is not None:
         return _own(config, vocab, loss)
     if given.preset not in presets():
@@ -53,6 +54,12 @@ def choose(config: Train, vocab: int) -> Chosen:
         shape = llama.LlamaConfig.preset(name, vocab=rounded, **changes)
     init = lambda rngs: model(shape, rngs=rngs)
     return Chosen(given.preset, init, loss, shape.vocab, shape.length, shape.length, shape)
+
+
+def _loss(name: str) -> Callable:
+    loss = function(name, "--model.loss")
+    check_loss(loss, f"--model.loss {name}")
+    return loss
 
 
 def presets() -> dict[str, tuple[Any, str]]:

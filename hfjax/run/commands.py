@@ -22,6 +22,7 @@ from hfjax.run.loop import CHECKPOINTS, CONFIG, train
 from hfjax.run.sampling import Sampling
 from hfjax.run.screen import validation
 from hfjax.run.start import start
+from hfjax.words import check_words
 
 MISTAKES = (ValueError, FloatingPointError, TimeoutError, OSError)
 
@@ -39,6 +40,7 @@ def parsed(kind: type, argv: Sequence[str], command: str, default: Any = None) -
     """Return what the arguments of a command say; a value that is not allowed ends it."""
     fields = {} if default is None else {"default": default}
     try:
+        check_words(argv)
         return tyro.cli(kind, args=list(argv), prog=f"hfjax {command}", **fields)
     except ValueError as mistake:  # a value that its flag does not allow
         raise SystemExit(f"error: {mistake}") from None

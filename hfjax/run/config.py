@@ -1,26 +1,44 @@
 """The configuration of a run: every field is a flag of `hfjax train`, and a line of its YAML."""
 
-import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
+
+from hfjax.found import shown
 from hfjax.parallel.offload import Offload
 from hfjax.parallel.remat import Remat
+from hfjax.parallel.schedules import Schedule
+from hfjax.run.profile import steps_of
 
 Names = tuple[str, ...]
 
 
-def at_least(settings: Any, prefix: str, **least: float) -> None:
-    """Refuse settings below a bound, and numbers that are none; None is not looked at."""
+MOST = 2**31 - 1  # of counts and seconds
+LARGEST, SMALLEST = float(np.finfo(np.float32).max), float(np.finfo(np.float32).tiny)
+
+
+def at_least(settings: Any, prefix: str, most: float = MOST, **least: float) -> None:
+    """Refuse settings out of bounds, and numbers that are none; None is not looked at."""
     for name, bound in least.items():
         value = getattr(settings, name)
         if value is None:
             continue
         number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not number or not bound <= value < math.inf:
+        if not number or not bound <= value <= most:
             flag = f"{prefix}{name.replace('_', '-')}"
-            raise ValueError(f"--{flag} {value}: a number from {bound} on is needed.")
+            to = f"to {int(most) if most < 2**53 else most}" if number and value > most else "on"
+            raise ValueError(f"--{flag} {shown(value)}: a number from {bound} {to} is needed.")
+
+
+def in_float32(settings: Any, prefix: str, *names: str) -> None:
+    """Refuse numbers below 0, and those that float32 makes infinite or 0."""
+    at_least(settings, prefix, LARGEST, **dict.fromkeys(names, 0))
+    for name in names:
+        if 0 < (value := getattr(settings, name) or 0) < SMALLEST:
+            flag = f"{prefix}{name.replace('_', '-')}"
+            raise ValueError(f"--{flag} {value}: that is 0 in float32. Give 0, or more.")
 
 
 @dataclass(frozen=True)
@@ -69,6 +87,11 @@ class Pipeline:
 
     def __post_init__(self):
         at_least(self, "pipeline.", microbatches=1, chunks=1)
+        chunks: dict[str, Any] = {} if self.chunks is None else {"chunks": self.chunks}
+        try:
+            Schedule(self.name, self.microbatches or 1, **chunks)
+        except ValueError as wrong:
+            raise ValueError(f"--pipeline.name {self.name}: {wrong}") from None
 
 
 @dataclass(frozen=True)
@@ -127,7 +150,8 @@ class Optimizer:
     """Update each layer as soon as its gradient is there; goes with --optimizer.clip None."""
 
     def __post_init__(self):
-        at_least(self, "optimizer.", rate=0, warmup=0, hold=0, weight_decay=0, clip=0)
+        at_least(self, "optimizer.", warmup=0, hold=0)
+        in_float32(self, "optimizer.", "rate", "weight_decay", "clip")
 
 
 @dataclass(frozen=True)
@@ -189,7 +213,7 @@ class Train:
     """Microbatches in a step."""
     strategy: str = "ddp"
     """ddp, zero1, zero2, fsdp, hsdp, tensor, sequence, pipe, host_optimizer, host_parameters,
-    joined by +: fsdp+tensor."""
+    joined by +: fsdp+tensor; at most one of the first five."""
     precision: Literal["stored", "fp32", "bf16"] = "stored"
     remat: str = "none"
     """What layers compute again in the backward pass: none, dots (all but matrix products), full,
@@ -226,15 +250,37 @@ class Train:
 
     def __post_init__(self):
         at_least(self, "", steps=1, batch=1, accumulate=1, cpu_devices=1)
-        at_least(self, "", timeout=1, init_timeout=1, minutes=0, seed=0)
-        if self.seed >= 2**32:
-            raise ValueError(f"--seed {self.seed}: a number below 2**32 is needed.")
+        at_least(self, "", timeout=1, init_timeout=1, minutes=0)
+        at_least(self, "", 2**32 - 1, seed=0)
         Remat.of(self.remat)
         self._check_offload()
+        self._check_microbatches()
+        self._check_profile()
 
     def _check_offload(self) -> None:
         if self.offload is not None:
             Offload.of(self.offload)
+
+    def _check_microbatches(self) -> None:
+        piped = None if self.mesh.pipe == 1 else self.pipeline.microbatches
+        flags = {"--accumulate": self.accumulate, "--pipeline.microbatches": piped}
+        for flag, count in flags.items():
+            if count is not None and count > self.batch:
+                raise ValueError(
+                    f"{flag} {count}: more than --batch {self.batch} has rows. Lower the one, or "
+                    "raise the other."
+                )
+
+    def _check_profile(self) -> None:
+        if self.profile is None:
+            return
+        first, end = steps_of(self.profile)
+        if end > self.steps:
+            raise ValueError(
+                f"--profile {self.profile}: the last step is {self.steps - 1} (--steps "
+                f"{self.steps}), so END is at most {self.steps}, for instance "
+                f"{min(first, self.steps - 1)}:{self.steps}."
+            )
 
     @property
     def directory(self) -> Path:

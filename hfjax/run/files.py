@@ -7,35 +7,37 @@ import os
 import sys
 import types
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, fields, is_dataclass, replace
+from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import yaml
 
+from hfjax.found import MISSING, contents, replace_text, shown, what_is
 from hfjax.run.config import Train
+from hfjax.run.yaml_text import Lined, parsed
 
 
 def load(path: str | Path) -> Train:
     """Return the configuration in a YAML file, or `config` of a Python file."""
     path = Path(path)
-    if not path.is_file():
-        raise ValueError(f"--config {path}: there is no such file.")
+    if (kind := what_is(path)) != "a file":
+        found = "there is no such file" if kind == MISSING else f"it is {kind}, no file"
+        raise ValueError(f"--config {path}: {found}.")
     if path.suffix == ".py":
         return _from_python(path)
     try:
-        given = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as wrong:
+        text = contents(path)
+    except UnicodeDecodeError as wrong:
         raise ValueError(f"--config {path} is no YAML: {wrong}") from None
-    if not isinstance(given, Mapping | None):
-        raise ValueError(f"--config {path}: fields with values are expected, found {given!r}.")
-    return read(Train, given or {}, str(path))
+    given = parsed(text, f"--config {path}")
+    return read(Train, {} if given is None else given, str(path))
 
 
 def _from_python(path: Path) -> Train:
     try:
         found = getattr(_module(path), "config", None)
-    except (TypeError, ValueError) as wrong:
+    except (TypeError, ValueError, ImportError, SyntaxError) as wrong:
         raise ValueError(f"--config {path}: {wrong}") from wrong
     if not isinstance(found, Train):
         raise ValueError(
@@ -44,25 +46,55 @@ def _from_python(path: Path) -> Train:
     return found
 
 
+@dataclass(frozen=True)
+class _Where:
+    """Where something is said: in which file, line and fields."""
+
+    file: str
+    line: int | None = None
+    fields: str = ""
+
+    def of(self, given: Any, name: Any) -> "_Where":
+        """Return where a mapping says something of a name."""
+        line = given.lines.get(name) if isinstance(given, Lined) else None
+        return replace(self, line=line or self.line)
+
+    def inside(self, given: Any, name: str) -> "_Where":
+        """Return where a field of a mapping is."""
+        return replace(self.of(given, name), fields=f"{self.fields}: {name}")
+
+    def __str__(self) -> str:
+        line = "" if self.line is None else f":{self.line}"
+        return f"{self.file}{line}{self.fields}"
+
+
 def read(kind: type, given: Any, where: str) -> Any:
     """Return a dataclass from a mapping; fields that it does not have are refused by name."""
+    return _read(kind, given, _Where(where))
+
+
+def _read(kind: type, given: Any, where: _Where) -> Any:
     if not isinstance(given, Mapping):
-        raise ValueError(f"{where}: fields with values are expected, found {given!r}.")
+        raise ValueError(f"{where}: fields with values are expected, found {shown(given)}.")
     hints = get_type_hints(kind)
     for name in given:
         if name not in hints:
             near = difflib.get_close_matches(str(name), hints, n=3)
             raise ValueError(
-                f"{where}: no field {name!r}. Nearest: {near or 'none'}. "
+                f"{where.of(given, name)}: no field {shown(name)}. Nearest: {near or 'none'}. "
                 f"Fields: {', '.join(hints)}."
             )
-    return kind(**{name: _value(hints[name], x, f"{where}: {name}") for name, x in given.items()})
+    found = {n: _value(hints[n], x, where.inside(given, n)) for n, x in given.items()}
+    try:
+        return kind(**found)
+    except ValueError as wrong:
+        raise ValueError(f"{where}: {wrong}") from None
 
 
-def _value(hint: Any, given: Any, where: str) -> Any:
+def _value(hint: Any, given: Any, where: _Where) -> Any:
     """Return a value of the type that a field has."""
     if is_dataclass(hint) and isinstance(hint, type):
-        return read(hint, given, where)
+        return _read(hint, given, where)
     if get_origin(hint) in (Union, types.UnionType):
         options = [h for h in get_args(hint) if h is not type(None)]
         return None if given is None else _value(options[0], given, where)
@@ -75,7 +107,7 @@ def _value(hint: Any, given: Any, where: str) -> Any:
     else:
         fits, value = _plain(hint, given)
     if not fits:
-        raise ValueError(f"{where}={given!r}: {_allowed(hint)} is expected.")
+        raise ValueError(f"{where}={shown(given)}: {_allowed(hint)} is expected.")
     return value
 
 
@@ -90,21 +122,35 @@ def _allowed(hint: Any) -> str:
 
 def _plain(hint: Any, given: Any) -> tuple[bool, Any]:
     """Return whether a value is of a plain type, and the value as that type."""
-    number = isinstance(given, int | float) and not isinstance(given, bool)
-    if hint in (int, float) and isinstance(given, str):  # YAML reads 3e-4 as text
-        try:
-            given, number = float(given), True
-        except ValueError:
+    if hint in (int, float):
+        number = _number(given)
+        if number is None or (hint is int and number != number // 1):  # also inf and nan
             return False, given
-    if hint is float:
-        return number, float(given) if number else given
-    if hint is int and number and given == int(given):
-        return True, int(given)
-    if hint is str and number:  # YAML reads 0.5 as a number
-        return True, str(given)
-    if hint is Path:
-        return isinstance(given, str | Path), Path(given) if isinstance(given, str) else given
-    return isinstance(given, hint) and (hint is bool or not isinstance(given, bool)), given
+        return True, hint(number)
+    if hint in (str, Path) and isinstance(given, str):
+        return _is_text(given), hint(given)
+    return isinstance(given, hint), given
+
+
+def _number(given: Any) -> int | float | None:
+    """Return the number that was given, or that a text spells; None: it is none."""
+    if isinstance(given, int | float) and not isinstance(given, bool):
+        return given
+    for kind in (int, float) if isinstance(given, str) else ():
+        try:
+            return kind(given)
+        except ValueError:
+            continue
+    return None
+
+
+def _is_text(given: str) -> bool:
+    """Return whether a text says something, and may be the name of a file."""
+    try:
+        os.fsencode(given)
+    except UnicodeEncodeError:  # half of a pair
+        return False
+    return given != "" and "\0" not in given
 
 
 def plain(config: Any) -> Any:
@@ -122,7 +168,7 @@ def plain(config: Any) -> Any:
 
 def save(config: Train, path: Path) -> None:
     """Write a configuration that `load` reads, from any folder."""
-    path.write_text(yaml.safe_dump(plain(anywhere(config)), sort_keys=False), encoding="utf-8")
+    replace_text(path, yaml.safe_dump(plain(anywhere(config)), sort_keys=False))
 
 
 def anywhere(config: Train) -> Train:
@@ -150,12 +196,13 @@ def code_of(config: Train) -> list[str]:
 def function(name: str, flag: str) -> Callable:
     """Return the function named as file.py:function, or as package.module:function."""
     place, _, attribute = name.rpartition(":")
-    if not place:
+    file = place.endswith(".py")
+    if not place or not attribute or (place.startswith(".") and not file):
         raise ValueError(f"{flag} {name}: file.py:function or package.module:function is expected.")
     try:
-        module = _module(Path(place)) if place.endswith(".py") else importlib.import_module(place)
-    except (FileNotFoundError, ModuleNotFoundError) as missing:
-        raise ValueError(f"{flag} {name}: {missing}.") from None
+        module = _module(Path(place)) if file else importlib.import_module(place)
+    except (FileNotFoundError, ImportError, SyntaxError) as wrong:
+        raise ValueError(f"{flag} {name}: {wrong}.") from None
     found = getattr(module, attribute, None)
     if not callable(found):
         there = [n for n, x in vars(module).items() if callable(x) and not n.startswith("_")]

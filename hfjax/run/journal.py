@@ -5,9 +5,12 @@ import math
 import os
 import zlib
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from hfjax.found import check_fields, check_ordinary, parsed, replace_text, whole
+from hfjax.processes.speech import say
 from hfjax.run.config import Log
 
 METRICS, PLOT = "metrics.jsonl", "loss.png"
@@ -38,10 +41,14 @@ class Journal:
 
     def close(self) -> None:
         """Close the files, and draw the plot."""
-        self._file.close()
+        with suppress(OSError):  # `write` has told
+            self._file.close()
         for sink in self._sinks:
             sink.close()
-        plot(self.directory)
+        try:
+            plot(self.directory)
+        except OSError as wrong:
+            say(f"{self.directory / PLOT} is not drawn: {wrong.strerror}")
 
     def __enter__(self) -> "Journal":
         return self
@@ -52,13 +59,26 @@ class Journal:
 
 def read(path: Path) -> list[dict[str, Any]]:
     """Return the lines of a metrics file; a last line that a kill cut short is left out."""
-    lines = []
-    for text in path.read_text(encoding="utf-8").splitlines() if path.is_file() else []:
+    if not os.path.lexists(path):
+        return []
+    check_ordinary(path)
+    lines, (*texts, _) = [], path.read_bytes().split(b"\n")
+    for number, text in enumerate(texts, 1):
         try:
-            lines.append(json.loads(text))
-        except ValueError:
-            continue
+            lines.append(_line(text))
+        except ValueError as wrong:
+            raise ValueError(
+                f"{path}:{number} is no line of a run ({wrong}). Take it out, or move the file "
+                "away."
+            ) from None
     return lines
+
+
+def _line(text: bytes) -> dict[str, Any]:
+    """Return a line of a metrics file; ValueError if a run has not written it."""
+    line = check_fields(parsed(text.decode()), {"step": whole(0)})
+    number = lambda x: x is None or (type(x) in (int, float) and math.isfinite(x))
+    return check_fields(line, dict.fromkeys(line, ("a number or null", number)))
 
 
 def _drop(path: Path, start: int) -> None:
@@ -66,10 +86,8 @@ def _drop(path: Path, start: int) -> None:
     lines = read(path)
     kept = [line for line in lines if line["step"] < start or "loss" not in line]
     kept = [line for line in kept if line["step"] <= start]
-    if path.is_file():
-        new = path.with_suffix(".new")
-        new.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
-        os.replace(new, path)
+    if path.exists():
+        replace_text(path, "".join(json.dumps(line) + "\n" for line in kept))
 
 
 def plot(directory: Path) -> None:

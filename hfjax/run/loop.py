@@ -19,6 +19,7 @@ from hfjax.run import files
 from hfjax.run.build import Parts
 from hfjax.run.config import Train
 from hfjax.run.journal import Journal
+from hfjax.run.position import go_on
 from hfjax.run.profile import Profile
 from hfjax.run.sampling import Sampling
 from hfjax.run.screen import Screen, line, validation
@@ -114,9 +115,8 @@ class Run:
             return
         found = self._restored()
         self.state, self.first = found.state, int(found.step)
-        position = found.data if isinstance(found.data, dict) else {}
-        self.parts.data.restore(position.get("data", {}))
-        self.skipped = position.get("skipped", 0)
+        step = self.config.directory / CHECKPOINTS / str(found.step)
+        self.skipped = go_on(self.parts.data, found.data, step)
         self.screen.say(f"going on after step {self.first} of {self.config.directory}")
 
     def _restored(self) -> hfjax.Restored:

@@ -6,11 +6,10 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
-
 from hfjax.parallel.offload import Offload
 from hfjax.run import files
 from hfjax.run.config import Train, at_least
+from hfjax.run.yaml_text import parsed
 from hfjax.sizes import bytes_of
 
 AUTO = "auto"  # the least offload that fits
@@ -117,5 +116,5 @@ def changed(given: Memory, words: str) -> Memory:
                 f"--compare {words}: FLAG=VALUE is expected, of a flag of hfjax train: remat=full, "
                 "or several joined by commas: remat=full,accumulate=4."
             )
-        place[last] = None if value == "None" else yaml.safe_load(value)
+        place[last] = None if value == "None" else parsed(value, f"--compare {words}")
     return replace(files.read(Memory, plain, "--compare"), compare=given.compare)

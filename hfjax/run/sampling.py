@@ -32,6 +32,8 @@ class Sampling:
                 f"temperature={self.temperature}, top_k={self.top_k}: a temperature of at least 0, "
                 "and at least one token to choose from."
             )
+        if not 0 <= self.seed < 1 << 32:
+            raise ValueError(f"--seed {self.seed}: a number from 0 to {(1 << 32) - 1} is needed.")
 
     def choose(self, logits_V: jax.Array, key: jax.Array) -> jax.Array:
         """Return the next token."""

@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Callable
 from fnmatch import fnmatchcase
+from types import BuiltinFunctionType
 from typing import Any
 
 import jax
@@ -45,7 +46,7 @@ def _own(given: Optimizer, rate: Callable) -> Any:
                 f"--optimizer.{flag} beside --optimizer.own {given.own}: say it in that function."
             )
     make = function(str(given.own), "--optimizer.own")
-    if len(inspect.signature(make).parameters) != 1:
+    if isinstance(make, BuiltinFunctionType) or len(inspect.signature(make).parameters) != 1:
         raise ValueError(
             f"--optimizer.own {given.own}: a function of the learning rate is expected, which "
             f"returns an optax transformation; found {inspect.signature(make)}."

@@ -1,0 +1,96 @@
+"""The folder in which a data set is made, beside its place: swept, however its maker ends."""
+
+import fcntl
+import os
+import secrets
+import shutil
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from glob import escape
+from pathlib import Path
+from typing import NoReturn
+
+OLD = "-old"  # ends the name of the data set that is being replaced
+
+
+@contextmanager
+def folder_beside(place: Path) -> Iterator[Path]:
+    """Give a folder that nobody else writes to; it is gone at the end, unless it was moved."""
+    token = secrets.token_hex(4)
+    new, beside = _named(place, f"new-{token}"), _named(place, f"unfinished-{token}")
+    new.mkdir(parents=True)
+    handle = os.open(new, os.O_RDONLY)
+    try:
+        _locked(handle)  # before it has the name by which `sweep` finds it
+        new.rename(beside)
+        yield beside
+    finally:
+        for path in (new, beside):
+            shutil.rmtree(path, ignore_errors=True)
+        os.close(handle)
+
+
+def sweep(place: Path) -> None:
+    """Delete what makers of this data set left that were killed; those at work hold a lock.
+
+    One that was killed while it replaced a data set may have moved that away: it is moved back.
+    """
+    for path in place.parent.glob(escape(_named(place, "unfinished-").name) + "*"):
+        maker = path.with_name(path.name.removesuffix(OLD))
+        if not _at_work(maker):
+            _move_back(maker.with_name(maker.name + OLD), maker, place)
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _move_back(old: Path, maker: Path, place: Path) -> None:
+    if maker.exists() and old.exists() and not place.exists():
+        old.rename(place)
+
+
+def _named(place: Path, what: str) -> Path:
+    return place.with_name(f".{place.name}.{what}")
+
+
+def _at_work(folder: Path) -> bool:
+    """Return whether a process makes a data set in a folder."""
+    try:
+        handle = os.open(folder, os.O_RDONLY)
+    except OSError:  # gone
+        return False
+    try:
+        return not _locked(handle)
+    finally:
+        os.close(handle)
+
+
+def _locked(handle: int) -> bool:
+    """Return whether the lock could be taken: the system frees it when its holder ends."""
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:  # held; or a file system without locks, where nothing is swept
+        return False
+    return True
+
+
+@contextmanager
+def sweeping_at_sigterm() -> Iterator[None]:
+    """Let SIGTERM end the program in order, so that what is unfinished is swept.
+
+    Where a program answers SIGTERM in another way, or in a thread, nothing changes.
+    """
+    usual = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    if not usual or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    signal.signal(signal.SIGTERM, _end)
+    try:
+        yield
+    finally:
+        with suppress(ValueError):
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _end(number: int, _: object) -> NoReturn:
+    raise SystemExit(128 + number)

@@ -1,0 +1,117 @@
+"""What is found on disk, where anything may have happened to it: read, or refused in words."""
+
+import json
+import os
+import reprlib
+import stat
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+Kind = tuple[str, Callable[[Any], bool]]  # what a field is, in words, and whether a value is that
+
+KINDS = {
+    stat.S_IFREG: "a file",
+    stat.S_IFDIR: "a folder",
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFSOCK: "a socket",
+}
+MISSING = "missing"
+
+
+def what_is(path: Path) -> str:
+    """Return what a path names, in words; nothing is opened.
+
+    >>> what_is(Path("/")), what_is(Path("/dev/null")), what_is(Path("/nowhere"))
+    ('a folder', 'a device', 'missing')
+    """
+    try:
+        return KINDS.get(stat.S_IFMT(os.stat(path).st_mode), "no file")
+    except FileNotFoundError:
+        return (
+            f"a link to {os.readlink(path)}, which is not there" if path.is_symlink() else MISSING
+        )
+    except OSError as wrong:
+        return f"not to be reached ({wrong.strerror})"
+
+
+def check_ordinary(path: Path) -> None:
+    """Refuse what is no ordinary file: a pipe would stall who reads it, a folder not be read."""
+    if (kind := what_is(path)) != KINDS[stat.S_IFREG]:
+        raise ValueError(f"{path} is {kind}: an ordinary file is expected.")
+
+
+def contents(path: Path) -> str:
+    """Return the text of an ordinary file; ValueError says what is there instead."""
+    check_ordinary(path)
+    return path.read_text(encoding="utf-8")
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write a file in one piece: the one that is there stays until the new one is whole."""
+    new = path.with_name(f".{path.name}.new")
+    try:
+        new.write_text(text, encoding="utf-8")
+        os.replace(new, path)
+    except OSError as wrong:
+        with suppress(OSError):
+            new.unlink()
+        raise OSError(wrong.errno, wrong.strerror, str(path)) from None
+
+
+def parsed(text: str) -> Any:
+    """Return what JSON says; whatever is wrong with it is a ValueError."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        raise
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    except ValueError:
+        raise ValueError("a number in it has too many digits") from None
+
+
+def shown(value: Any) -> str:
+    """Return how a value is shown in a message: not longer than a line.
+
+    >>> shown({"tokens": [0] * 1000})
+    "{'tokens': [0, 0, 0, 0, 0, 0, ...]}"
+    """
+    try:
+        return reprlib.repr(value)
+    except ValueError:
+        return "a number of thousands of digits"
+
+
+def check_fields(found: Any, kinds: Mapping[str, Kind]) -> dict[str, Any]:
+    """Return an object of JSON whose fields are of these kinds; one that is not is named.
+
+    >>> check_fields({"rows": -5}, {"rows": whole(0)})
+    Traceback (most recent call last):
+    ValueError: rows is -5, a whole number from 0 on is expected
+    """
+    if not isinstance(found, dict):
+        raise ValueError(f"an object is expected, found {shown(found)}")
+    for name, (words, holds) in kinds.items():
+        if name not in found:
+            raise ValueError(f"it has no field {name}")
+        if not holds(found[name]):
+            raise ValueError(f"{name} is {shown(found[name])}, {words} is expected")
+    return found
+
+
+def whole(least: int) -> Kind:
+    """Return the kind of whole numbers from a bound on."""
+    return f"a whole number from {least} on", lambda x: type(x) is int and x >= least
+
+
+def object_of(words: str, holds: Callable[[Any], bool]) -> Kind:
+    """Return the kind of objects whose values are all of a kind."""
+    every = lambda x: isinstance(x, dict) and all(map(holds, x.values()))
+    return f"an object of {words}", every
+
+
+TEXT: Kind = ("a text", lambda x: isinstance(x, str))
