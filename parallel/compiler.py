@@ -82,6 +82,16 @@ def joined(*given: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
+def check_options(options: Any) -> None:
+    """Refuse what is neither the name of a preset nor a dictionary."""
+    named = isinstance(options, str) and options in ("auto", *PRESETS)
+    if not named and not isinstance(options, Mapping):
+        raise ValueError(
+            f"compiler_options={options!r}: one of auto, {', '.join(PRESETS)}, or a dictionary of "
+            'XLA options such as {"xla_gpu_all_gather_combine_threshold_bytes": 0}.'
+        )
+
+
 def compiler_options(options: str | Mapping[str, Any], platform: str) -> dict[str, Any]:
     """Return the options to compile with on this platform: of a preset, {} where it is no GPU.
 
@@ -90,11 +100,7 @@ def compiler_options(options: str | Mapping[str, Any], platform: str) -> dict[st
     >>> compiler_options("overlap", "cpu")
     {}
     """
-    if isinstance(options, str) and options not in PRESETS:
-        raise ValueError(
-            f"compiler_options={options!r}: one of auto, {', '.join(PRESETS)}, or a dictionary of "
-            'XLA options such as {"xla_gpu_all_gather_combine_threshold_bytes": 0}.'
-        )
+    check_options(options)
     if platform in GPU:
         return dict(PRESETS[options] if isinstance(options, str) else options)
     if isinstance(options, str):

@@ -6,6 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from hfjax.pallas_kernels.choice import Wanted
+from hfjax.parallel.compiler import check_options
 from hfjax.parallel.offload import Offload
 from hfjax.parallel.remat import Remat
 from hfjax.parallel.schedules import Schedule
@@ -105,6 +106,7 @@ class Execution:
             object.__setattr__(self, "offload", Offload.of(self.offload))
             self._check_offload()
         object.__setattr__(self, "kernels", Wanted.of(self.kernels))
+        check_options(self.compiler_options)
         if not isinstance(self.optimizer_in_backward, bool):
             raise ValueError(
                 f"optimizer_in_backward={self.optimizer_in_backward!r}: true or false."

@@ -56,7 +56,8 @@ def _check_sizes(sizes: dict[str, int]) -> None:
     for axis, size in sizes.items():
         if axis not in AXES:
             raise ValueError(f"unknown mesh axis {axis!r}. Axes: {', '.join(AXES)}.")
-        if not isinstance(size, int) or isinstance(size, bool) or (size < 1 and size != -1):
+        whole = isinstance(size, int | np.integer) and not isinstance(size, bool)
+        if not whole or (size < 1 and size != -1):
             raise ValueError(
                 f"mesh axis {axis}={size!r}: a size is a positive integer, "
                 "or -1 to take the devices that are left."

@@ -177,6 +177,8 @@ class Schedule:
             text = path.read_text(encoding="utf-8-sig")  # spreadsheets begin files with a mark
         except UnicodeDecodeError:
             raise ValueError(f"{path} is no text: a line of cells per stage is expected.") from None
+        except OSError as wrong:
+            raise ValueError(f"{path} cannot be read: {wrong.strerror}.") from None
         return cls.from_text(text, name=path.stem, balance=balance, branches=branches)
 
 

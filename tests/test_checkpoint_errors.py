@@ -1,6 +1,7 @@
 """What cannot be saved or restored is refused with the path, both values and what to do."""
 
 import os
+import shutil
 import subprocess
 import sys
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ import optax
 import pytest
 
 import hfjax
+from hfjax.checkpoint.writer import Writer
 from hfjax.parallel.strategy import ZERO1
 from tests.small_checkpoint import saved, small_layout, state_at
 from tests.test_checkpoint import Counting
@@ -160,6 +162,40 @@ def test_a_directory_that_is_moved_away_is_taken_again(tmp_path):
     assert hfjax.latest(place) is None
 
 
+def test_a_lock_outlives_a_copy_that_its_holder_makes_of_the_folder(tmp_path):
+    with hfjax.Checkpoints(tmp_path / "run", small_layout()):
+        shutil.copytree(tmp_path / "run", tmp_path / "copy")
+        code = "from hfjax.checkpoint.lock import WriterLock; from pathlib import Path\n"
+        code += f"WriterLock(Path({str(tmp_path / 'run')!r}))"
+        told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        assert "is being written by process" in told.stderr
+
+
+def test_a_step_whose_directory_is_moved_meanwhile_is_no_step_of_the_next_writer(
+    tmp_path, monkeypatch
+):
+    layout, place = small_layout(), tmp_path / "run"
+    sealed, others = Writer._seal, []
+
+    def moved_away(writer):
+        if not others:
+            place.rename(tmp_path / "away")
+            others.append(other_writer(place))
+            others[0].__enter__()
+            (place / "1.orbax-checkpoint-tmp").mkdir()
+        sealed(writer)
+
+    monkeypatch.setattr(Writer, "_seal", moved_away)
+    checkpoints = hfjax.Checkpoints(place, layout)
+    checkpoints.save(state_at(layout, 1))
+    with pytest.raises(OSError, match=r"step 1 was not saved .* moved or deleted while the step"):
+        checkpoints.wait()
+    names = {path.name for path in place.iterdir()}
+    assert names == {"writer.lock", "1.orbax-checkpoint-tmp"}  # the other writer's, as they were
+    others[0].__exit__(None, None, None)
+    checkpoints.close()
+
+
 @contextmanager
 def other_writer(place):
     """Let another process have a directory."""
@@ -178,7 +214,7 @@ def other_writer(place):
 def test_a_folder_that_bears_the_name_of_another_step_is_refused(tmp_path):
     layout = saved(tmp_path, 3, 5)
     (tmp_path / "5").rename(tmp_path / "7")
-    match = r"step 7 of \S+ is step 5: its folder was renamed.*: mv \S+/7 \S+/5$"
+    match = r"step 7 of \S+ is step 5: its folder was renamed.* again: mv \S+/7 \S+/5$"
     for wish in ({}, {"on_damage": "previous"}, {"parameters_only": True}, {"verify": False}):
         refused(tmp_path, match, layout, **wish)
     with pytest.raises(ValueError, match=match):
@@ -186,6 +222,11 @@ def test_a_folder_that_bears_the_name_of_another_step_is_refused(tmp_path):
     with hfjax.Checkpoints(tmp_path, layout) as checkpoints, pytest.raises(ValueError, match=match):
         checkpoints.restore()
     assert hfjax.restore(tmp_path, layout, 3).step == 3
+    shutil.copytree(tmp_path / "7", tmp_path / "5")
+    (tmp_path / "3").rename(tmp_path / "9")
+    exchanged = r"step 9 .* is step 3: .* again: mv \S+/9 \S+/3$"
+    refused(tmp_path, exchanged, layout, 9)
+    refused(tmp_path, r"again: mv \S+/5 \S+/5.other && mv \S+/7 \S+/5$", layout, 7)
 
 
 def test_a_step_that_is_there_is_replaced_only_by_force(tmp_path):

@@ -45,7 +45,11 @@ class Checkpoints:
     def _begun(self) -> Writer:
         """Take the directory; return what writes to it."""
         metrics = {int(step): given for step, given in agreed(self._take).items()}
-        return Writer(self.directory, self._keep, metrics, self._timeout)
+        return Writer(self.directory, self._keep, metrics, self._timeout, self._holds)
+
+    def _holds(self) -> bool:
+        """Return whether the directory is the one that process 0, which asks, has locked."""
+        return self._lock is not None and self._lock.holds()
 
     def _take(self) -> dict[str, Metrics]:
         """Take the directory; return the metrics of the steps in it."""
@@ -82,7 +86,7 @@ class Checkpoints:
 
     def _keep_directory(self) -> None:
         """Take the directory again where it was moved away: another one would have no lock."""
-        if agreed(lambda: self._lock is not None and self._lock.holds()):
+        if agreed(self._holds):
             return
         warnings.warn(
             f"{self.directory} was moved or deleted while it is written to: it is made anew. The "

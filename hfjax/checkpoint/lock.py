@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 NAME = "writer.lock"
-_HELD: dict[str, int] = {}  # file -> descriptor: within a process such locks do not exclude
+_HELD: dict[str, int] = {}  # file -> descriptor
 
 
 class WriterLock:
@@ -20,7 +20,7 @@ class WriterLock:
             raise ValueError(_refusal(directory, "this process itself"))
         descriptor = _open(self._file)
         try:
-            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             holder = _holder(descriptor)
             os.close(descriptor)

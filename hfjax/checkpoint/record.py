@@ -111,7 +111,7 @@ def read_record(step: Path) -> dict:
     try:
         found = parsed(contents(step / FILE))
         if check_fields(found, {"format": whole(1)})["format"] <= FORMAT:
-            check_fields(found, KINDS)
+            check_fields({"step": 0, **found}, KINDS | {"step": whole(0)})  # earlier ones have none
     except OSError as error:
         raise ValueError(f"step {step.name}: {step / FILE}: {error.strerror}.") from error
     except ValueError as error:
@@ -124,11 +124,14 @@ def read_record(step: Path) -> dict:
 
 def _check_number(step: Path, found: dict) -> None:
     """Refuse a folder that bears the name of another step than the one that lies in it."""
-    if str(written := found.get("step", step.name)) != step.name:
-        raise ValueError(
-            f"step {step.name} of {step.parent} is step {written}: its folder was renamed. Give "
-            f"it its name again: mv {step} {step.parent / str(written)}"
-        )
+    if str(written := found.get("step", step.name)) == step.name:
+        return
+    place = step.parent / str(written)
+    first = f"mv {place} {place}.other && " if place.exists() else ""
+    raise ValueError(
+        f"step {step.name} of {step.parent} is step {written}: its folder was renamed. Give it its "
+        f"name again: {first}mv {step} {place}"
+    )
 
 
 def check_written(step: Path) -> None:

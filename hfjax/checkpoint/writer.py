@@ -1,7 +1,7 @@
 """Orbax's manager of one directory: each step gets its manifest before it counts as a step."""
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +16,22 @@ from hfjax.checkpoint.manifest import write_manifest
 from hfjax.checkpoint.quiet import keep_quiet
 from hfjax.paths import nest
 
+MOVED = "the directory was moved or deleted while the step was written"
+
 
 class Writer:
     """Writes steps in the background, one at a time; an error is raised by the next call."""
 
-    def __init__(self, directory: Path, keep: Keep, metrics: dict[int, Metrics], timeout: int):
+    def __init__(
+        self,
+        directory: Path,
+        keep: Keep,
+        metrics: dict[int, Metrics],
+        timeout: int,
+        holds: Callable[[], bool],
+    ):
         self._directory, self._keep, self._timeout = directory, keep, timeout
+        self._holds = holds  # whether the directory is still the one that is locked (process 0)
         self._metrics = metrics  # of the steps that are there
         self._saving: tuple[int, int] | None = None  # step, bytes
         self._manager: ocp.CheckpointManager | None = None  # opened by the first step
@@ -50,6 +60,8 @@ class Writer:
     def _seal(self) -> None:
         """Write the manifest: all files are there, the directory is not yet renamed to a step."""
         assert self._saving is not None
+        if not self._holds():
+            raise OSError(MOVED)
         write_manifest(self._directory / f"{self._saving[0]}{TEMPORARY}")
 
     def start(self, step: int, arrays: Mapping[str, Any], record: dict) -> None:
@@ -75,7 +87,7 @@ class Writer:
         except Exception as error:
             raise self._failure(error) from error
         self._saving = None
-        if jax.process_index() == 0:
+        if jax.process_index() == 0 and self._holds():
             empty_trash(self._directory)
 
     def _failure(self, error: Exception) -> OSError:
@@ -83,7 +95,7 @@ class Writer:
         assert self._saving is not None
         (step, needed), self._saving = self._saving, None
         self.forget([step])
-        if jax.process_index() == 0:
+        if jax.process_index() == 0 and self._holds():
             sweep(self._directory)
         return failed(self._directory, step, needed, error)
 

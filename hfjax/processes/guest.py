@@ -52,7 +52,7 @@ class Guest:
         """Return the word that ends the meeting; None: come again."""
         with connection(self.settings, min(SILENCE, self.left)) as met:
             met.sendall(self._hello)
-            for word in words(met, lambda: min(SILENCE, self.left)):
+            for word in words(met, self._patience, self.settings.processes):
                 if "missing" not in word:
                     return word
                 self.missing, self.reason = word["missing"], None
@@ -61,6 +61,12 @@ class Guest:
                     return {"late": self.missing, "seconds": self.timeout}
         self.reason = "whoever answered has left, or is another program"
         return None
+
+    def _patience(self) -> float:
+        """Return the seconds to wait for a word; TimeoutError when the time is over."""
+        if self.late:
+            raise TimeoutError("no end of what is said")
+        return min(SILENCE, self.left)
 
     def _obey(self, end: dict[str, Any]) -> None:
         """Go on, or raise."""
@@ -95,13 +101,14 @@ class Guest:
             self.say(f"waiting for {self._absent} {waited}")
 
     def _too_late(self) -> str:
-        if self.reason is None:
+        if self.reason is None and self.missing:
             return (
                 f"{self._absent} did not come within {self.timeout:g} s. Look at what is printed "
                 f"there, and whether {self.settings.coordinator} can be reached from there."
             )
         return (
-            f"{self._me} could not reach {self._there} within {self.timeout:g} s: {self.reason}. "
+            f"{self._me} could not reach {self._there} within {self.timeout:g} s: "
+            f"{self.reason or 'it did not say who is missing'}. "
             f"Is process 0 running, is the address right ({self.settings.named[0]}), and is the "
             "port open between the machines?"
         )
@@ -126,10 +133,12 @@ def connection(settings: Settings, timeout: float) -> socket.socket:
     return socket.create_connection(settings.address, timeout=timeout)
 
 
-def words(met: socket.socket, patience: Callable[[], float]) -> Iterator[dict[str, Any]]:
+def words(
+    met: socket.socket, patience: Callable[[], float], processes: int
+) -> Iterator[dict[str, Any]]:
     """Yield what the meeting says, until it ends or turns out to be something else."""
     heard = b""
-    while len(heard) < LONGEST * LONGEST:  # the longest names all who are missing
+    while len(heard) < LONGEST + 12 * processes:  # the longest names all who are missing
         met.settimeout(patience())
         said = met.recv(LONGEST)
         *lines, heard = (heard + said).split(b"\n")

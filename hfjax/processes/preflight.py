@@ -1,6 +1,7 @@
 """Before JAX starts: all processes of the run are here and fit together, or it is said who not."""
 
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -39,12 +40,25 @@ def _host(settings: Settings, timeout: float) -> threading.Thread:
     return thread
 
 
+def _within(seconds: float) -> Callable[[], float]:
+    """Return what tells the seconds left, and raises TimeoutError where there are none."""
+    end = time.monotonic() + seconds
+
+    def left() -> float:
+        if (found := end - time.monotonic()) <= 0:
+            raise TimeoutError("no end of what is said")
+        return found
+
+    return left
+
+
 def _who_has_the_port(settings: Settings, error: OSError) -> str:
     """Return why process 0 cannot listen: there is another process 0, or another program."""
     try:
         with connection(settings, 1.0) as met:
             met.sendall(spoken(hello(0, settings.processes, settings.run)))
-            told = next((word for word in words(met, lambda: 1.0) if "refused" in word), {})
+            answer = words(met, _within(2.0), settings.processes)
+            told = next((word for word in answer if "refused" in word), {})
     except OSError:
         told = {}
     return told.get("refused") or (

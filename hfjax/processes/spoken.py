@@ -64,10 +64,11 @@ def word_in(line: bytes) -> dict[str, Any] | None:
     """Return what the meeting says in a line, or None if it is something else."""
     told = _json(line)
     numbers = lambda given: isinstance(given, list) and all(_fits(x, int) for x in given)
-    seconds = type(told.get("seconds")) in (int, float)
+    given = told.get("seconds")
+    seconds = isinstance(given, int | float) and 0 <= given < MOST
     fits = {
         "missing": lambda given: numbers(given),
-        "late": lambda given: numbers(given) and seconds,
+        "late": lambda given: numbers(given) and given and seconds,
         "refused": lambda given: _fits(given, str),
         "go": lambda given: given is True,
     }

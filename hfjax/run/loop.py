@@ -8,6 +8,8 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
+
 import hfjax
 from hfjax.checkpoint import Checkpoints, Keep
 from hfjax.optimizers import averaged
@@ -168,10 +170,14 @@ class Run:
         return self._end(done, stop.reason)
 
     def _step(self, batch: Any) -> Any:
-        """Do a step, and return its metrics, which may not be computed yet."""
-        with nullcontext() if "step" in self.begun else self._phase("step"):
+        """Do a step, and return its metrics, which may not be computed yet.
+
+        The first one is waited for: here or in another process it compiles.
+        """
+        first = "the first step" not in self.begun
+        with self._phase("the first step") if first else nullcontext():
             self.state, metrics = self.parts.step(self.state, batch)
-        return metrics
+            return jax.block_until_ready(metrics) if first else metrics
 
     def _phase(self, doing: str) -> AbstractContextManager[None]:
         """Let the watchdog wait for what is long; the first time it compiles."""
@@ -220,9 +226,13 @@ class Run:
         if self.parts.valid is None or self.validated == done:
             return
         self.speed.pause()
-        with self._phase("validating"):
-            beat = partial(self.watchdog.beat, "validating")
-            found = self.parts.validated(self._judged, self.config.log.valid_batches, beat)
+        beat = partial(self.watchdog.beat, "validating")
+        beat()
+        if "the first validation" not in self.begun:
+            batch = self.parts.valid.at(0)
+            with self._phase("the first validation"):
+                jax.block_until_ready(self.parts.evaluate(self._judged, batch))
+        found = self.parts.validated(self._judged, self.config.log.valid_batches, beat)
         self.valid_loss, self.validated = found.loss, done
         self.screen.say(validation(done, *found))
         if self.journal is not None:
