@@ -213,7 +213,7 @@ def test_fields_of_a_data_set(made):
 def test_fields_of_a_checkpoint(step):
     free = {name: VALUES for name in ("config", "data")} | {"processes": (10**30,)}
     free |= {"strategy": ("x", ""), "mesh": ("x", ""), "metrics": ({"a": 1},)}
-    free |= {"format": (10**30,)}
+    free |= {"format": (10**30,), "step": (10**30,)}  # another step's: a folder that was renamed
     of_other_kinds(step / "meta/metadata", lambda: read_record(step), free)
     whole = json.loads((step / "meta/metadata").read_text())
     for told in ([1], ["float33", [1]], ["float32", [-1]], ["float32", "x"]):

@@ -268,6 +268,8 @@ def test_what_is_no_hello_is_nothing():
     "word",
     [
         {"missing": "12"},
+        {"late": [], "seconds": 1},
+        {"late": [1], "seconds": 10**400},
         {"late": [1]},
         {"late": [1], "seconds": "2"},
         {"refused": 1},
@@ -302,6 +304,24 @@ def test_a_meeting_outlives_whatever_is_sent_to_it(monkeypatch):
     assert answers[1] == ['{"go": true}\n'] * 2
     for guest in (*strangers, *ends[0], *ends[1]):
         guest.close()
+
+
+def test_a_server_that_never_ends_a_line_is_no_meeting():
+    with socket.create_server(("", 0)) as taken:
+        over = threading.Event()
+
+        def flood():
+            guest = taken.accept()[0]
+            with contextlib.suppress(OSError):
+                while not over.is_set():
+                    guest.sendall(b"x" * 64)
+                    time.sleep(0.001)
+
+        threading.Thread(target=flood, daemon=True).start()
+        [end], _ = meet(0.5, 1, of=2, port=taken.getsockname()[1])
+        over.set()
+    assert isinstance(end, TimeoutError)
+    assert "within 0.5 s" in str(end)
 
 
 def test_the_run_is_known_by_its_launcher_or_slurm_job(variables, monkeypatch):

@@ -200,6 +200,9 @@ def test_own_options_are_kept_where_they_mean_something():
 def test_an_unknown_preset_names_the_known_ones():
     with pytest.raises(ValueError, match="'fast': one of auto, default, overlap, overlap_two"):
         compiler_options("fast", "gpu")
+    for wrong in ("AUTO", "", None, 5, ["auto"]):
+        with pytest.raises(ValueError, match="one of auto, default"):
+            Execution(compiler_options=wrong)
 
 
 # --- H200s, without one -------------------------------------------------------------------

@@ -46,12 +46,17 @@ class Heard(Watchdog):
     """A watchdog that ends nothing, and writes down what it hears beside what else happens."""
 
     events: ClassVar[list[str]] = []
+    slow: ClassVar[list[str]] = []
 
     def __init__(self, timeout):
         super().__init__(None)
 
     def beat(self, doing):
         self.events.append("beat")
+
+    def allow(self, seconds, doing):
+        self.slow.append(doing)
+        return super().allow(seconds, doing)
 
 
 def test_a_run_gives_a_sign_of_life_for_each_batch(data, tmp_path, monkeypatch):
@@ -64,6 +69,9 @@ def test_a_run_gives_a_sign_of_life_for_each_batch(data, tmp_path, monkeypatch):
     train(small(tmp_path, data, mesh=ONE, steps=9, checkpoints=Checkpoints(every=4)))
     told = " ".join(Heard.events)
     assert told.count("batch") == 9 + 2 * 3  # steps, and two validations
+    slow = ["preparing", "the first step", "saving a checkpoint", "the first validation"]
+    slow += ["saving a checkpoint", "saving a checkpoint", "writing the last checkpoint"]
+    assert Heard.slow == slow
     for silence in ("batch batch", "batch waits", "waits waits"):
         assert silence not in told
 

@@ -7,6 +7,8 @@ import socket
 import time
 from pathlib import Path
 
+from hfjax.found import check_ordinary
+
 NAME = "writer.lock"
 _HELD: dict[str, int] = {}  # file -> descriptor
 
@@ -46,6 +48,8 @@ class WriterLock:
 
 
 def _open(file: str) -> int:
+    if os.path.lexists(file):
+        check_ordinary(Path(file))
     try:
         return os.open(file, os.O_RDWR | os.O_CREAT, 0o666)
     except OSError as error:
