@@ -10,6 +10,7 @@ from hfjax.parallel.compiler import (
     best_preset,
     compiler_options,
     joined,
+    options_of_cpus,
     options_of_host,
 )
 from hfjax.parallel.execution import Execution
@@ -79,6 +80,8 @@ def options_of(layout: Layout, execution: Execution) -> dict[str, Any] | None:
     options = compiler_options(asked, platform)
     if layout.hosted or execution.offload:
         options = joined(options_of_host(platform, layout.hosted.parameters), options)
+    if platform == "cpu":
+        options = options_of_cpus(layout.mesh.size) | options
     return options or None
 
 

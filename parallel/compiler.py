@@ -38,6 +38,20 @@ PRESETS: dict[str, dict[str, Any]] = {
 NOT_TRIED = (0, 13)
 
 
+def options_of_cpus(devices: int) -> dict[str, Any]:
+    """Return what programs for several CPU devices need: one thread for each device.
+
+    With more, XLA runs independent parts of a program at once, each device in an order of its own,
+    and a collective may meet another one: seen in a pipeline beside FSDP and data, whose losses
+    were wrong in one step of five, or which hung.
+
+    >>> options_of_cpus(8), options_of_cpus(1)
+    ({'xla_cpu_multi_thread_eigen': False}, {})
+    """
+    tried = jax.__version_info__ < NOT_TRIED
+    return {"xla_cpu_multi_thread_eigen": False} if tried and devices > 1 else {}
+
+
 def best_preset(fsdp: bool, tensor: bool) -> str:
     """Return what was measured best where parameters are split over these axes.
 

@@ -15,7 +15,7 @@ import hfjax
 from hfjax import planes
 from hfjax.models.attention import dot_product
 from hfjax.models.gpt import GPT, GPTConfig, next_token_loss
-from hfjax.parallel.compiler import PRESETS, compiler_options
+from hfjax.parallel.compiler import PRESETS, compiler_options, options_of_cpus
 from hfjax.parallel.execution import Execution
 from hfjax.planes import options_of
 from tests.h200 import OPTIMIZED, h200s
@@ -183,7 +183,7 @@ def test_a_step_on_gpus_takes_the_preset_that_was_measured_best(
     strategy, sizes, preset, monkeypatch
 ):
     layout = gpt_layout(strategy.edit(replicate_below=0), sizes, layers=8)
-    assert options_of(layout, Execution()) is None
+    assert options_of(layout, Execution()) == options_of_cpus(8)
     monkeypatch.setattr(planes, "platform_of", lambda mesh: "gpu")
     assert options_of(layout, Execution()) == (PRESETS[preset] or None)
     assert options_of(layout, Execution(compiler_options="default")) is None
