@@ -240,7 +240,7 @@ class Train:
     """Steps to trace, FIRST:END; for instance 5:8 traces steps 5, 6 and 7."""
     timeout: float = 600.0
     """A process that makes no progress for so many seconds is ended: reads no batch, ends no step.
-    What compiles may take an hour, and a checkpoint ten minutes, at least."""
+    What compiles (preparing, the first step) may take an hour, a checkpoint ten minutes."""
     init_timeout: float = 60.0
     """Seconds within which all processes of a run have to come."""
     minutes: float | None = None
