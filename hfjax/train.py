@@ -369,11 +369,12 @@ def eval_step(
         return {"loss": mean.total / mean.weight} | _metrics(mean)
 
     jitted = jax.jit(evaluate, compiler_options=options_of(layout, run))
+    within = jax.jit(evaluate)  # in a program of the user's, whose options count
 
     def step(state: State, batch: Any) -> Metrics:
         if is_traced((state, batch)):
             check_batch(layout, batch, 1)
-            return jitted(state.params, state.variables, batch)
+            return within(state.params, state.variables, batch)
         check_alive(state)
         batch = batch if is_placed(batch, where) else shard_batch(layout, batch)
         state = rearrange(layout, state)

@@ -195,7 +195,7 @@ def test_every_table_can_be_drawn(tmp_path):
         (("zb", "--weights", 3), "weights=3.0 is part of backward=2.0"),
         (("1f1b", "--plot", "x.jpg"), "x.jpg: a picture is an .svg or a .png file"),
         (("1f1b", "--plot", "/no/such/x.svg"), "No such file or directory: '/no/such/x.svg'"),
-        (("--from", "/no/such.csv"), "No such file or directory: '/no/such.csv'"),
+        (("--from", "/no/such.csv"), "/no/such.csv cannot be read: No such file or directory"),
         (("--from", "/"), "Is a directory"),
         (("1f1b", "--from", "x.csv"), "1f1b and --from x.csv: give a name or a file, not both"),
         (("--csv", "x.csv"), "--csv is for one schedule: name one of gpipe"),
