@@ -12,7 +12,7 @@ pipe.parameters = optax.apply_updates(pipe.parameters, updates)
 import warnings
 from collections.abc import Callable, Hashable
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from hfjax.batches import check_batch as check_rows, full, shard_batch
-from hfjax.check_step import check_runs
+from hfjax.check_step import check_runs, is_traced
 from hfjax.mean import Mean, as_mean
 from hfjax.parallel.execution import Execution
 from hfjax.parallel.mesh import BATCH_AXES, describe_mesh, make_mesh
@@ -53,6 +53,20 @@ NEW_CRITERIA = (
     "changes as labels."
 )
 Parameters = dict[str, Any]  # {"layers": {…}}, each array on its stages
+
+
+class _Jitted(NamedTuple):
+    """A program by itself, and as a part of one of the user's, whose options count."""
+
+    alone: Any
+    within: Any
+
+    def __call__(self, *arguments: Any) -> Any:
+        return (self.within if is_traced(arguments) else self.alone)(*arguments)
+
+    def lower(self, *arguments: Any) -> Any:
+        """Return the program by itself, lowered."""
+        return self.alone.lower(*arguments)
 
 
 class Pipe:
@@ -256,7 +270,8 @@ class Pipe:
 
     def _jit(self, run: Callable, out_shardings: Any) -> Callable:
         options = options_of(self.layout, self._execution)
-        return jax.jit(run, out_shardings=out_shardings, compiler_options=options)
+        within = jax.jit(run, out_shardings=out_shardings)
+        return _Jitted(jax.jit(run, out_shardings=out_shardings, compiler_options=options), within)
 
     def _on(self, spec: P) -> NamedSharding:
         return NamedSharding(self.mesh, spec)

@@ -421,3 +421,11 @@ def test_unlike_layers_go_through_the_same_entry():
         assert_close(found[str(i)], own)
     assert pipe.layers()[2] is jnp.tanh
     np.testing.assert_array_equal(pipe.layers()[1].kernel[...], layers[1].kernel[...])
+
+
+def test_outputs_may_be_a_part_of_ones_own_program():
+    rngs = nnx.Rngs(0)
+    parts = hfjax.partition([nnx.Linear(8, 8, rngs=rngs) for _ in range(2)], stages=2)
+    mesh = hfjax.make_mesh(devices=jax.devices()[:2], pipe=2)
+    pipe, x = hfjax.PipeDream(parts, microbatches=2, mesh=mesh), np.ones((4, 8), np.float32)
+    np.testing.assert_allclose(jax.jit(lambda x: pipe(x))(x), pipe(x), rtol=1e-6)
