@@ -114,4 +114,5 @@ def object_of(words: str, holds: Callable[[Any], bool]) -> Kind:
     return f"an object of {words}", every
 
 
+ANYTHING: Kind = ("anything", lambda _: True)
 TEXT: Kind = ("a text", lambda x: isinstance(x, str))

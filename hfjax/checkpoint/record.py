@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from hfjax.checkpoint.arrays import KEY
-from hfjax.found import TEXT, check_fields, contents, object_of, parsed, whole
+from hfjax.found import ANYTHING, TEXT, check_fields, contents, object_of, parsed, whole
 from hfjax.parallel.mesh import describe_mesh
 from hfjax.plan import Layout
 
@@ -31,15 +31,14 @@ def _is_array(told: Any) -> bool:
     return bool(known) and all(type(n) is int and n >= 0 for n in shape)
 
 
-ANY = ("anything", lambda _: True)
 KINDS = {
     "versions": object_of("texts", TEXT[1]),
     "strategy": TEXT,
     "mesh": TEXT,
     "processes": whole(1),
     "arrays": object_of("[dtype, shape]", _is_array),
-    "config": ANY,
-    "data": ANY,
+    "config": ANYTHING,
+    "data": ANYTHING,
     "metrics": object_of("numbers", lambda x: type(x) in (int, float)),
 }
 PACKAGES = ("hfjax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")

@@ -67,7 +67,7 @@ def word_in(line: bytes) -> dict[str, Any] | None:
     given = told.get("seconds")
     seconds = isinstance(given, int | float) and 0 <= given < MOST
     fits = {
-        "missing": lambda given: numbers(given),
+        "missing": numbers,
         "late": lambda given: numbers(given) and given and seconds,
         "refused": lambda given: _fits(given, str),
         "go": lambda given: given is True,
