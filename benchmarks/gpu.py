@@ -54,8 +54,8 @@ class Section:
 
 SECTIONS: Mapping[str, Section] = {
     "ceilings": Section("ceilings", 40, 15),
-    "tests": Section("gpu_tests", 150, 80),
-    "flash_block": Section("attention", 75, 45),
+    "tests": Section("gpu_tests", 210, 160),
+    "flash_block": Section("attention", 120, 90),
     "cross_entropy": Section("loss", 50, 30),
     "adamw_shard": Section("adamw", 45, 20),
     "casts": Section("wires", 45, 25),

@@ -20,7 +20,8 @@ cast: parameter and moments are updated in place, if the caller gives them up (d
 
 Each block takes some vectors of 16 bytes a thread from every array, all loads before the first
 store. What is left at the end is less than a block: it passes through shared memory by copies
-that stop where the array does, so that any number of elements is right.
+that stop where the array does. They move 16 bytes at the least, so the last elements, fewer than
+eight, are updated in plain JAX.
 """
 
 from collections.abc import Callable
@@ -38,6 +39,7 @@ from hfjax.pallas_kernels import mosaic
 
 VECTOR = 4  # elements that a thread takes at once: 16 bytes of float32
 PIECE = 256  # elements of one copy of the ragged end, the most that one copy takes
+COPIED = 8  # elements of bfloat16 in 16 bytes: a copy moves a multiple of them
 READ = ("parameter", "mean", "variance", "gradient")
 MOST = 2**31 - 1  # elements that are counted in 32 bits
 
@@ -140,13 +142,22 @@ def adamw_shard(
     if why := refuses(parameter, mean, variance, gradient):
         raise ValueError(f"adamw_shard: {why}")
     held = [jax.new_ref(x.reshape(-1)) for x in (parameter, mean, variance)]
-    size, out, launch = parameter.size, _cast_shape(parameter, settings), _launch(parameter, tuning)
-    body = partial(_adamw_shard, size=size, settings=settings, tuning=tuning)
-    scratch = _scratch(mean, gradient, settings) if size % tuning.elements else {}
-    cast = mosaic.in_place(body, out, scratch, **launch)(*held, gradient.reshape(-1), numbers)
-    back = lambda x: x.reshape(parameter.shape)
-    new = (back(jax.freeze(ref)) for ref in held)
-    return Updated(*new, cast=back(cast[0]) if cast else None)
+    size, out, gradient = parameter.size, _cast_shape(parameter, settings), gradient.reshape(-1)
+    copied = size - size % COPIED
+    cast: Any = [jnp.zeros(one.shape, one.dtype) for one in out]
+    if copied:
+        body = partial(_adamw_shard, size=copied, settings=settings, tuning=tuning)
+        scratch = _scratch(mean, gradient, settings) if copied % tuning.elements else {}
+        run = mosaic.in_place(body, out, scratch, **_launch(copied, tuning))
+        cast = run(*held, gradient, numbers)
+    if copied < size:
+        end = _step([x[copied:] for x in (*held, gradient)], tuple(numbers), settings)
+        for ref, x in zip(held, end, strict=False):
+            ref[copied:] = x
+        cast = [x.at[copied:].set(end.cast) for x in cast]
+    shaped = lambda x: x.reshape(parameter.shape)
+    new = (shaped(jax.freeze(ref)) for ref in held)
+    return Updated(*new, shaped(cast[0]) if cast else None)
 
 
 def _step(old: Any, numbers: tuple, settings: AdamW, root: Callable = jnp.sqrt) -> Updated:
@@ -173,8 +184,8 @@ def _cast_shape(parameter: jax.Array, settings: AdamW) -> tuple:
     return (jax.ShapeDtypeStruct((parameter.size,), settings.cast),)
 
 
-def _launch(parameter: jax.Array, tuning: Tuning) -> dict[str, Any]:
-    whole, rest = divmod(parameter.size, tuning.elements)
+def _launch(size: int, tuning: Tuning) -> dict[str, Any]:
+    whole, rest = divmod(size, tuning.elements)
     blocks = whole + pl.cdiv(rest, PIECE)
     return {"grid": (blocks,), "grid_names": ("block",), "without_barriers": True}
 

@@ -87,11 +87,11 @@ def gather(ring: Ring, x: jax.Array, wire: Any, tuning: Any) -> jax.Array:
     rows, columns = stream.folded(x.shape[-1])
     tiles = stream.tiles(rows, tuning.elements // columns, tuning.blocks)
     body = partial(_send_to_all, ring=ring, tiles=tiles, stages=tuning.stages)
-    out = [((ring.size, rows, columns), wire)]
+    out = [((ring.size, tiles.whole, columns), wire)]
     scratch = [((tiles.tile, columns), wire)]
     run = launch(body, ring, tiles, out, scratch, axes(ring))
     (whole,) = run(x.reshape(*ring.ranks, rows, columns))
-    return whole.reshape(*ring.ranks, ring.size, x.shape[-1])
+    return whole[..., :rows, :].reshape(*ring.ranks, ring.size, x.shape[-1])
 
 
 def _send_to_owners(
@@ -154,7 +154,8 @@ def scatter(ring: Ring, x: jax.Array, wire: Any, tuning: Any) -> jax.Array:
     tiles = stream.tiles(rows, elements // columns, tuning.blocks)
     body = partial(_send_and_add, ring=ring, tiles=tiles, stages=tuning.stages)
     tile = (tiles.tile, columns)
-    out = [((rows, columns), jnp.float32), ((max(size - 1, 1), rows, columns), wire)]
+    parts = (max(size - 1, 1), tiles.whole, columns)
+    out = [((tiles.whole, columns), jnp.float32), (parts, wire)]
     scratch = [(tile, wire), (tile, jnp.float32)]
     total, _ = launch(body, ring, tiles, out, scratch)(x.reshape(*ring.ranks, size, rows, columns))
-    return total.reshape(*ring.ranks, n)
+    return total[..., :rows, :].reshape(*ring.ranks, n)

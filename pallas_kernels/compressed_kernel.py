@@ -144,21 +144,18 @@ def _run(ring: Ring, x: jax.Array, how: str, tuning: Any, others: int) -> Run:
     return Run(ring, tiles, tile, kind, tuning.stages)
 
 
-def _scales(ranks: int, rows: int) -> tuple:
-    return ((ranks, rows + -rows % 4), jnp.float32)  # a row starts at a multiple of 16 bytes
-
-
 def scatter(ring: Ring, x: jax.Array, error: jax.Array, how: str, tuning: Any) -> tuple:
     """Return this rank's part (…, R, B) of the sum, and what was lost (…, S, R, B) of x."""
     size, rows, block = x.shape[-3:]
     run, others = _run(ring, x, how, tuning, ring.size - 1), max(size - 1, 1)
     wide, kind, float32 = (run.tile, block), run.kind.dtype, jnp.float32
-    parts = [((others, rows, block), kind), _scales(others, rows)]
-    out = [((rows, block), float32), ((size, rows, block), float32), *parts]
+    whole = run.tiles.whole
+    parts = [((others, whole, block), kind), ((others, whole), float32)]
+    out = [((whole, block), float32), ((size, whole, block), float32), *parts]
     scratch = [(wide, kind), (wide[:1], float32), (wide, float32), (wide, float32)]
     body = partial(_send_and_add, run=run)
     total, lost, *_ = launch(body, ring, run.tiles, out, scratch)(x, error)
-    return total, lost
+    return total[..., :rows, :], lost[..., :rows, :]
 
 
 def _send_to_all(run: Run, given: tuple, lost: Any, parts: tuple, slots: tuple) -> None:
@@ -210,9 +207,10 @@ def gather(ring: Ring, x: jax.Array, error: jax.Array, how: str, tuning: Any) ->
     rows, block = x.shape[-2:]
     run, size = _run(ring, x, how, tuning, 0), ring.size
     wide, kind, float32 = (run.tile, block), run.kind.dtype, jnp.float32
-    parts = [((size, rows, block), kind), _scales(size, rows)]
-    out = [((size, rows, block), float32), ((rows, block), float32), *parts]
+    room = run.tiles.whole
+    parts = [((size, room, block), kind), ((size, room), float32)]
+    out = [((size, room, block), float32), ((room, block), float32), *parts]
     scratch = [(wide, kind), (wide[:1], float32), (wide, float32)]
     body = partial(_send_and_decode, run=run)
     whole, lost, *_ = launch(body, ring, run.tiles, out, scratch, axes(ring))(x, error)
-    return whole, lost
+    return whole[..., :rows, :], lost[..., :rows, :]

@@ -18,11 +18,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from hfjax.pallas_kernels import mosaic
 from hfjax.pallas_kernels.flash_mask import Mask
+from hfjax.pallas_kernels.mosaic import WARPGROUP
 
 ROWS = 64  # of a warpgroup's tile: the rows of one wgmma
 LOG2E = math.log2(math.e)
 LN2 = math.log(2.0)
-FEEDER_REGISTERS = 32
+FEEDER_REGISTERS = 24
 MATRIX = plgpu.Layout.WGMMA  # as the matrix units leave their sums in registers
 BY_ROW, BY_COLUMN = MATRIX.reduce(1), MATRIX.reduce(0)
 
@@ -145,14 +146,27 @@ def launch(plan: Plan, name: str, body: Callable, grid: dict[str, int], *trees: 
     )(*(getattr(inputs, name) for name in present))
 
 
+def registers(consumers: int) -> int:
+    """Return how many registers a thread that multiplies may ask for, in eights.
+
+    A block begins with as many for each thread alike, in eights too, and there are never more: who
+    asks for one that is not there waits for ever.
+
+    >>> registers(2), (2 * registers(2) + FEEDER_REGISTERS) * 128 <= 168 * 3 * 128
+    (240, True)
+    """
+    each = 65536 // WARPGROUP // (consumers + 1) // 8 * 8
+    left = each * (consumers + 1) - FEEDER_REGISTERS
+    return min(240, left // consumers // 8 * 8)
+
+
 def by_roles(plan: Plan, multiply: Callable[[Any], None], feed: Callable[[], None]) -> None:
     """Run `multiply(number)` in the warpgroups that multiply and `feed()` in the last one."""
     thread, consumers = lax.axis_index("thread"), plan.cut.consumers
-    left = (65536 // 128 - FEEDER_REGISTERS) // consumers
 
     @pl.when(thread < consumers)
     def _multiply():
-        plgpu.set_max_registers(min(240, left // 8 * 8), action="increase")
+        plgpu.set_max_registers(registers(consumers), action="increase")
         multiply(thread)
 
     @pl.when(thread == consumers)

@@ -2,7 +2,9 @@
 
 An array of n elements is seen as `columns` (up to 256, the most that one copy of the TMA takes)
 by as many rows; a tile is some rows. The blocks of the grid's axis "block" take tiles in turn, and
-each keeps several copies in flight. A last tile that reaches over the end is cut by the copies.
+each keeps several copies in flight. A last tile may reach over the end: what is read there is
+zero, and what a kernel writes must have room for it (`Tiles.whole` rows), since a copy from shared
+memory stops neither at the end of a dimension nor at any number of bytes that 16 does not divide.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,6 +34,11 @@ class Tiles:
     @property
     def count(self) -> int:
         return pl.cdiv(self.rows, self.tile)
+
+    @property
+    def whole(self) -> int:
+        """The rows of all tiles: what is written has so many."""
+        return self.count * self.tile
 
     def steps(self) -> Any:
         """Return how many tiles this block takes."""

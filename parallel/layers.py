@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
+from hfjax.parallel.compiler import GPU
 from hfjax.parallel.execution import Execution
 from hfjax.parallel.fetch import Elsewhere, Stored, fetched
 from hfjax.parallel.kept import kept_by_slots, may_cut
@@ -57,14 +58,16 @@ class Run:
         )
 
     def unroll(self) -> int | bool:
-        """Return layers per turn of the scan: on a CPU all (10 % faster), if none is recomputed.
+        """Return layers per turn of the scan: all, if none is recomputed (gathered parameters are).
 
-        Outside of a loop XLA:CPU merges what is recomputed with what it was computed from.
+        A loop copies each layer's parameters out of their stack and what it keeps into another:
+        GPT-2 takes 50 % longer with it on an H100, and 10 % on a CPU. Outside of a loop XLA:CPU
+        merges what is recomputed with what it was computed from.
         """
         if self.execution.unroll is not None:
             return self.execution.unroll
         as_is = self.policy() is None and self.remat.group == 1 and self.execution.offload is None
-        return (self.platform == "cpu" and as_is) or 1
+        return (self.platform in ("cpu", *GPU) and as_is) or 1
 
     def offloading(self, function: Callable, name: str, times: int, barrier: bool) -> Callable:
         """Return (parameters, variables, x) -> (x, variables) that keeps a part on the host."""

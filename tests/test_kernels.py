@@ -168,3 +168,11 @@ def test_the_command_refuses_kernels_where_none_can_run(capsys):
 
 def test_the_table_is_of_the_device_here():
     assert kernels.table().splitlines()[0] == jax.devices()[0].device_kind
+
+
+def test_a_kernel_that_wins_by_noise_is_not_taken(measured, monkeypatch):
+    known = {
+        "NVIDIA H200": {"adamw_shard": [{"shape": {}, "ratio": 1.01, "rival": "optax", "jax": "0"}]}
+    }
+    monkeypatch.setattr(choice, "_table", lambda: known)
+    assert Wanted.of("auto").choose("adamw_shard", H200).form == "xla"

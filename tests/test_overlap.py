@@ -19,7 +19,7 @@ from hfjax.parallel.compiler import PRESETS, compiler_options, options_of_cpus
 from hfjax.parallel.execution import Execution
 from hfjax.planes import options_of
 from tests.h200 import OPTIMIZED, h200s
-from tests.small_gpt import gpt_layout
+from tests.small_gpt import gpt_layout, tokens
 
 
 def benchmark(name):
@@ -227,3 +227,11 @@ def test_the_preset_hides_more_gathers_than_xla_does_unasked_and_sends_the_same_
     gathers = lambda flights: sum(f.hidden for f in flights if f.kind == "all-gather")
     assert sum(f.total for f in before) == sum(f.total for f in after)
     assert gathers(before) < gathers(after)
+
+
+@pytest.mark.cuda
+def test_on_gpus_layers_follow_each_other_without_a_loop():
+    layout = gpt_layout(hfjax.DDP, {"data": 1}, devices=h200s(1))
+    steps = [hfjax.train_step(layout, next_token_loss, unroll=unroll) for unroll in (None, 1)]
+    loops = [step.lower(tokens()).as_text().count("stablehlo.while") for step in steps]
+    assert loops == [0, 2]

@@ -15,9 +15,18 @@ from benchmarks.gpu_sections.rows import Reporter
 
 TESTS = Path(__file__).parents[2] / "tests"
 MARK = "mark.gpu"
-BESIDE = 4  # files at once: most of a test is its compilation
+BESIDE = 8  # files at once: most of a test is its compilation
 SHOWN = 300  # characters of a failure
-OPTIONS = ("-q", "-p", "no:cacheprovider", "-m", "gpu", "-W", "ignore::DeprecationWarning")
+OPTIONS = (
+    "-v",
+    "--tb=short",
+    "-p",
+    "no:cacheprovider",
+    "-m",
+    "gpu",
+    "-W",
+    "ignore::DeprecationWarning",
+)
 
 
 def run(reporter: Reporter) -> None:
@@ -46,7 +55,8 @@ def tested(path: Path, end: float, smoke: bool) -> dict[str, Any]:
         given += ["--collect-only"] if smoke else []
         tail = _ran(given, seconds)
         if smoke or not report.exists():
-            return row | {"status": "ok" if smoke and "error" not in tail else tail[-SHOWN:]}
+            said = " ".join(tail[-SHOWN:].split())
+            return row | {"status": "ok" if smoke and "error" not in tail else said}
         return row | counted(report.read_text())
 
 

@@ -1,0 +1,23 @@
+"""Steps do what they did: losses to the last bit, each collective, each byte (golden.py)."""
+
+import json
+
+import pytest
+
+from tests import golden
+
+KNOWN = json.loads(golden.FILE.read_text(encoding="utf-8"))
+DAILY = ("FSDP+TENSOR", "ZERO2 in two levels", "pipe zb-v", "pipe FSDP", "called as it is")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[] if n in DAILY else pytest.mark.slow) for n in golden.cases()],
+)
+def test_a_step_does_what_it_did(name):
+    wanted = KNOWN["cases"][name]
+    golden.same(wanted, golden.told(golden.cases()[name]), bits=golden.here() == KNOWN["here"])
+
+
+def test_every_case_is_known():
+    assert list(KNOWN["cases"]) == list(golden.cases())
