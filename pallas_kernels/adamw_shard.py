@@ -157,7 +157,7 @@ def adamw_shard(
         cast = [x.at[copied:].set(end.cast) for x in cast]
     shaped = lambda x: x.reshape(parameter.shape)
     new = (shaped(jax.freeze(ref)) for ref in held)
-    return Updated(*new, shaped(cast[0]) if cast else None)
+    return Updated(*new, cast=shaped(cast[0]) if cast else None)
 
 
 def _step(old: Any, numbers: tuple, settings: AdamW, root: Callable = jnp.sqrt) -> Updated:
