@@ -1,0 +1,134 @@
+"""What hfjax wrote before its code was rebuilt can still be read, and goes on with the same losses.
+
+The files in tests/before, and the losses, are of commit 92464be: see tests/make_before.py.
+"""
+
+import json
+import re
+import shutil
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import hfjax
+from tests.make_before import SHAPE, STEPS, STOPS, command, going_on, judged, layout, metrics_of
+
+BEFORE = Path(__file__).with_name("before")
+EXPECTED = json.loads((BEFORE / "expected.json").read_text(encoding="utf-8"))
+DEVICES = {
+    "FSDP on 4": (hfjax.FSDP, {"fsdp": 4}),
+    "DDP on 2": (hfjax.DDP, {"data": 2}),
+    "ZERO2 on 4": (hfjax.ZERO2, {"data": 4}),
+    "FSDP+TENSOR on 4": (hfjax.FSDP | hfjax.TENSOR, {"fsdp": 2, "tensor": 2}),
+}
+STEPS_SAVED = [BEFORE / "checkpoint" / "2", BEFORE / "run" / "checkpoints" / str(STOPS)]
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    """A copy of the old checkpoint."""
+    return Path(shutil.copytree(BEFORE / "checkpoint", tmp_path / "checkpoint"))
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A folder with copies of the old run and of its data; the run names it relative to there."""
+    for name in ("run", "text"):
+        shutil.copytree(BEFORE / name, tmp_path / name)
+    return tmp_path
+
+
+def close(found, wanted, rtol=1e-5):
+    np.testing.assert_allclose(found, wanted, rtol)
+
+
+def same_words(told, name):
+    """Refuse another validation than was told then; of its numbers the last digit may differ."""
+    number = re.compile(r"\d+\.\d+")
+    wanted = EXPECTED["run"][name]
+    assert number.sub("#", told) == number.sub("#", wanted)
+    both = [[float(x) for x in number.findall(text)] for text in (told, wanted)]
+    close(*both, rtol=1e-4)
+
+
+@pytest.mark.parametrize("devices", list(DEVICES))
+def test_an_old_checkpoint_is_restored_and_goes_on_with_the_same_losses(checkpoint, devices):
+    strategy, sizes = DEVICES[devices]
+    made = layout(strategy, **sizes)
+    found = hfjax.restore(checkpoint, made)
+    assert (found.step, int(found.state.step)) == (2, 2)
+    close(judged(made, found.state), EXPECTED["checkpoint"]["loss"])
+    losses, state = going_on(made, found.state, 2)
+    close(losses, EXPECTED["checkpoint"]["next"])
+    hfjax.save(checkpoint, made, state)  # beside the old one, in its directory
+    assert hfjax.latest(checkpoint) == 4
+
+
+def test_what_lies_beside_the_arrays_of_an_old_checkpoint_is_read(checkpoint):
+    made = layout(hfjax.FSDP, fsdp=4)
+    found = hfjax.restore(checkpoint, made)
+    config = {"rate": 1e-2, "shape": SHAPE}
+    assert (found.config, found.data, found.metrics) == (config, {"rows": 16}, {"loss": 2.5})
+    assert found.origin == "FSDP on fsdp=4, processes: 1"
+    told = hfjax.recorded(checkpoint)
+    assert (told["format"], told["config"], told["step"]) == (1, config, 2)
+    with hfjax.Checkpoints(checkpoint, made) as checkpoints:
+        assert checkpoints.latest() == 2
+        assert int(checkpoints.restore().state.step) == 2
+
+
+def test_only_the_parameters_of_an_old_checkpoint_are_taken(checkpoint):
+    made = layout(hfjax.DDP, data=2)
+    found = hfjax.restore(checkpoint, made, parameters_only=True)
+    assert int(found.state.step) == 0
+    close(judged(made, found.state), EXPECTED["checkpoint"]["loss"])
+
+
+@pytest.mark.parametrize("step", STEPS_SAVED, ids=["checkpoint", "run"])
+def test_each_file_of_an_old_step_is_what_its_manifest_says(step):
+    """Read here as docs/checkpoints.md tells it, with nothing of hfjax: the files are whole."""
+    files = json.loads((step / "manifest.json").read_text(encoding="utf-8"))["files"]
+    assert "meta/metadata" in files
+    for name, told in files.items():
+        content = (step / name).read_bytes()
+        assert f"{zlib.crc32(content):08x} {len(content)}" == told, name
+
+
+def test_a_changed_bit_in_an_old_checkpoint_is_noticed(checkpoint):
+    (file,) = (checkpoint / "2").glob("state/d/*")
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(ValueError, match=rf"step 2 .* is damaged: state/d/{file.name} has CRC32"):
+        hfjax.restore(checkpoint, layout(hfjax.DDP, data=2))
+
+
+def test_an_old_run_goes_on_with_the_losses_of_one_that_was_left_alone(folder):
+    old = metrics_of(folder / "run", "loss")
+    assert list(old) == [str(number) for number in range(STOPS)]
+    told = command("train", "--config", "run/config.yaml", "--minutes", "None", within=folder)
+    assert f"going on after step {STOPS} of run" in told
+    for name in ("loss", "valid_loss"):
+        found, wanted = metrics_of(folder / "run", name), EXPECTED["run"][name]
+        assert list(found) == list(wanted)
+        close(list(found.values()), list(wanted.values()))
+    assert hfjax.latest(folder / "run" / "checkpoints") == STEPS
+    same_words(command("eval", "run", "--cpu-devices", "2", within=folder), "eval")
+
+
+def test_an_old_run_is_evaluated(folder):
+    told = command("eval", "run", "--cpu-devices", "2", within=folder)
+    same_words(told, "eval when stopped")
+
+
+def test_an_old_run_writes_text(folder):
+    words = ["run", "--cpu-devices", "1", "--prompt", "mesh ", "--tokens", "4"]
+    assert command("generate", *words, within=folder).startswith("mesh ")
+
+
+def test_an_old_data_set_is_whole(folder):
+    shown = command("data", "--show", "text", "--verify", within=folder)
+    assert "train: every CRC32 is right" in shown
+    assert "valid: every CRC32 is right" in shown
