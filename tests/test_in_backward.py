@@ -252,7 +252,7 @@ def temporaries(strategy, sizes, layers, **execution):
 )
 def test_no_layer_adds_its_gradient_to_what_a_step_holds(strategy, sizes):
     four, sixteen = (temporaries(strategy, sizes, n, **IN_BACKWARD) for n in (4, 16))
-    assert CARRY <= (sixteen - four) / 12 <= 2.5 * CARRY < 0.06 * LAYER
+    assert 0.99 * CARRY <= (sixteen - four) / 12 <= 2.5 * CARRY < 0.06 * LAYER
     assert four <= 3.5 * LAYER
     if strategy is not FSDP:  # whose gradients are an eighth
         four, sixteen = (temporaries(strategy, sizes, n) for n in (4, 16))
