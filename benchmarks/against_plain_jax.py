@@ -26,8 +26,8 @@ import optax
 
 import hfjax
 from benchmarks.plain_jax import SPLITS, Program
+from hfjax.base.paths import flatten
 from hfjax.models.gpt import GPT, GPTConfig, next_token_loss
-from hfjax.paths import flatten
 
 RESULT = Path(__file__).parent / "results" / "against_plain_jax.md"
 FULL = GPTConfig(vocab=8192, length=256, layers=8, heads=8, embed=384)

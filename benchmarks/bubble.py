@@ -27,9 +27,9 @@ from jax.sharding import PartitionSpec as P
 
 import hfjax
 from hfjax.models.parts import stacked
-from hfjax.parallel.cost import cost, stash
 from hfjax.parallel.mesh import TENSOR_AXES
-from hfjax.parallel.schedules import SCHEDULES
+from hfjax.parallel.schedules.cost import cost, stash
+from hfjax.parallel.schedules.named import SCHEDULES
 
 RESULT = Path(__file__).parent / "results" / "bubble.md"
 PASS = 0.060  # seconds that each pass of one chunk takes for one microbatch
@@ -152,8 +152,8 @@ NOTES = f"""\
   sleep for each of its chunks. The input's half of a backward pass takes one unit, the weights'
   half another. The model is a layer for each chunk of each stage. The step is that of
   `hfjax.train_step`; the quickest of {STEPS}, since others use the cores as well.
-- *Predicted* is `hfjax.parallel.cost.cost` (lockstep): a tick ends for all stages at once. *Bubble*
-  is the share of the time in which a stage does nothing of use.
+- *Predicted* is `hfjax.parallel.schedules.cost.cost` (lockstep): a tick ends for all stages at
+  once. *Bubble* is the share of the time in which a stage does nothing of use.
 - *Stash* is the most microbatches that a stage keeps activations of, in whole stages; what W needs
   of B in a split table comes besides (`hfjax schedule` tells of how many).
 - Bold: more than {GOAL:.0%} away from the table."""

@@ -25,8 +25,8 @@ from dataclasses import dataclass, replace
 
 import jax
 
-from hfjax import read_hlo, traffic
-from hfjax.traffic import Collective
+from hfjax.analysis import collectives as traffic, hlo as read_hlo
+from hfjax.analysis.collectives import Collective
 
 SUBSTANTIAL = 1e9  # FLOP between start and done: about 2 microseconds
 FLOPS = 500e12  # per second, of bfloat16 matmuls as they are reached

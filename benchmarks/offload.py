@@ -86,7 +86,7 @@ class Setting:
 
 def _recomputed() -> Callable:
     """Return attention as it is compiled without cuDNN; a GPU's machine need not have its needs."""
-    from hfjax.run.planned import recomputed
+    from hfjax.cli.memory.planned import recomputed
 
     return recomputed
 

@@ -32,7 +32,7 @@ from benchmarks.against_plain_jax import (
     milliseconds,
     ratio,
 )
-from hfjax import read_hlo
+from hfjax.analysis import hlo as read_hlo
 from hfjax.models.gpt import GPT, GPTConfig, next_token_loss
 
 RESULT = Path(__file__).parent / "results" / "one_stage.md"

@@ -28,7 +28,7 @@ import optax
 
 import hfjax
 from benchmarks.hidden_bytes import Flight, flights
-from hfjax import read_hlo
+from hfjax.analysis import hlo as read_hlo
 from hfjax.models.attention import dot_product
 from hfjax.models.gpt import GPT, GPTConfig
 from hfjax.models.llama import Llama, LlamaConfig

@@ -1,18 +1,24 @@
 """hfjax: train a model on more than one device. A strategy is a table; the program follows it."""
 
-from hfjax.adamw import adamw
+from hfjax.analysis.collectives import Collectives, collectives
+from hfjax.analysis.least_offload import least_offload
+from hfjax.analysis.stashes import stashes
+from hfjax.analysis.transfers import Transfers, transfers
+from hfjax.base.mean import Mean
 from hfjax.batches import full, rows_of_process, shard_batch
 from hfjax.checkpoint import Checkpoints, Keep, Restored, latest, recorded, restore, save
-from hfjax.least import least_offload
-from hfjax.mean import Mean
-from hfjax.optimizers import averaged, by_path, ema, master, matching, scaled
+from hfjax.haiscale.partition import Partition, partition
+from hfjax.haiscale.pipe import GPipe, Interleaved1F1B, PipeDream
+from hfjax.optimizers.fused_adamw import adamw
+from hfjax.optimizers.rates import rate
+from hfjax.optimizers.transforms import averaged, by_path, ema, master, matching, scaled
+from hfjax.parallel.engine.fetch import gather_rows
+from hfjax.parallel.engine.offload_block import offload
 from hfjax.parallel.execution import Execution, Precision
-from hfjax.parallel.fetch import gather_rows
 from hfjax.parallel.mesh import make_mesh
 from hfjax.parallel.offload import Offload
-from hfjax.parallel.offloading import offload
 from hfjax.parallel.remat import Remat
-from hfjax.parallel.schedules import Schedule
+from hfjax.parallel.schedules.named import Schedule
 from hfjax.parallel.strategy import (
     DDP,
     FSDP,
@@ -27,17 +33,11 @@ from hfjax.parallel.strategy import (
     ZERO3,
     Strategy,
 )
-from hfjax.partitions import Partition, partition
-from hfjax.pipes import GPipe, Interleaved1F1B, PipeDream
-from hfjax.plan import Layout, State, layout
+from hfjax.plan.layout import Layout, State, layout
+from hfjax.plan.rearrange import canonical
 from hfjax.processes.distributed import init_distributed
-from hfjax.rates import rate
-from hfjax.rearrange import canonical
-from hfjax.stashes import stashes
 from hfjax.target import target_devices
-from hfjax.traffic import Collectives, collectives
 from hfjax.train import eval_step, init, module, train_step
-from hfjax.transfers import Transfers, transfers
 
 __all__ = [
     "DDP",

@@ -4,19 +4,21 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 
-from hfjax.ending import nobody_reads
-from hfjax.needed import imported
+from hfjax.base.exits import imported, nobody_reads
 
 COMMANDS = {  # name: what it does, and the function that takes its arguments
-    "train": ("train a model; --help lists every setting", "hfjax.run.commands:train_command"),
-    "eval": ("the loss of a trained model", "hfjax.run.commands:evaluate_command"),
-    "generate": ("text from a trained model", "hfjax.run.commands:generate_command"),
-    "data": ("make token files of text, JSONL or Parquet", "hfjax.data.command:main"),
-    "launch": ("start several processes on this machine", "hfjax.processes.command:main"),
-    "memory": ("what a training step would take, before it runs", "hfjax.run.memory:command"),
-    "schedule": ("show a pipeline schedule and what it costs", "hfjax.timetable:command"),
-    "kernels": ("which form each fused kernel takes here, and why", "hfjax.kernels:command"),
-    "demo": ("train a GPT on 8 fake devices, every strategy", "hfjax.demo:command"),
+    "train": ("train a model; --help lists every setting", "hfjax.cli.run:train_command"),
+    "eval": ("the loss of a trained model", "hfjax.cli.run:evaluate_command"),
+    "generate": ("text from a trained model", "hfjax.cli.run:generate_command"),
+    "data": ("make token files of text, JSONL or Parquet", "hfjax.cli.data:main"),
+    "launch": ("start several processes on this machine", "hfjax.cli.launch:main"),
+    "memory": (
+        "what a training step would take, before it runs",
+        "hfjax.cli.memory.command:main",
+    ),
+    "schedule": ("show a pipeline schedule and what it costs", "hfjax.cli.schedule:command"),
+    "kernels": ("which form each fused kernel takes here, and why", "hfjax.cli.kernels:command"),
+    "demo": ("train a GPT on 8 fake devices, every strategy", "hfjax.cli.demo:command"),
 }
 
 

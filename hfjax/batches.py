@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 from hfjax.parallel.execution import Execution
 from hfjax.parallel.mesh import BATCH_AXES, PIPE_AXIS, describe_mesh
 from hfjax.parallel.placement import batch_devices
-from hfjax.plan import Layout
+from hfjax.plan.layout import Layout
 
 
 def microbatches_of(execution: Execution) -> int:

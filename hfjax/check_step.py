@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from hfjax.mean import check_loss
+from hfjax.base.mean import check_loss
 from hfjax.parallel.execution import Execution
 from hfjax.parallel.memory import check_has_host_memory
 from hfjax.parallel.mesh import PIPE_AXIS, describe_mesh, platform_of
-from hfjax.plan import Layout, State
+from hfjax.plan.layout import Layout, State
 
 
 def check_given(layout: Any, loss: Any) -> None:

@@ -1,11 +1,10 @@
 """Which data plane a step or an evaluation runs on: with a table, that of a pipeline."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
-from hfjax.mean import Mean
 from hfjax.parallel.compiler import (
     best_preset,
     compiler_options,
@@ -13,32 +12,17 @@ from hfjax.parallel.compiler import (
     options_of_cpus,
     options_of_host,
 )
+from hfjax.parallel.engine.gradients import DataPlane
+from hfjax.parallel.engine.kernels import Kernels
 from hfjax.parallel.execution import Execution
-from hfjax.parallel.gradients import DataPlane
-from hfjax.parallel.kernels import Kernels
-from hfjax.parallel.layer_updates import LayerUpdatePlane
-from hfjax.parallel.layerwise import LayerwisePlane
+from hfjax.parallel.layerwise.plane import LayerUpdatePlane, LayerwisePlane
 from hfjax.parallel.mesh import PIPE_AXIS, platform_of
+from hfjax.parallel.pipeline.plane import PipelinePlane
 from hfjax.parallel.placement import batch_devices, entries_of
-from hfjax.parallel.reduction import Flat
-from hfjax.parallel.schedule import Table
-from hfjax.parallel.schedules import Schedule, forward_table
-from hfjax.parallel.stages import PipelinePlane
-from hfjax.parallel.ticks import compile_table
-from hfjax.plan import Layout
-
-
-class Passed(NamedTuple):
-    """What a pass over a batch has found: nothing is updated yet."""
-
-    mean: Mean
-    norm: jax.Array  # of the gradient of the mean
-    update: Callable  # (params, moments) -> new ones; streamed: also whether to change them
-    variables: Flat  # what the model wrote to
-    # Path -> sum of the squares of a gradient, of each layer of a stack where they are updated one
-    # by one; empty where nobody knows them all.
-    squares: Flat
-    settled: bool = False  # the update itself leaves alone what is not finite
+from hfjax.parallel.schedules.compile import compile_table
+from hfjax.parallel.schedules.named import Schedule, forward_table
+from hfjax.parallel.schedules.table import Table
+from hfjax.plan.layout import Layout
 
 
 def data_plane(

@@ -12,9 +12,10 @@ import optax
 from flax import nnx
 from jax.sharding import NamedSharding
 
+from hfjax.base.mean import as_mean
+from hfjax.base.paths import flatten
 from hfjax.batches import full
-from hfjax.mean import as_mean
-from hfjax.parallel.blueprint import asked_by, rngs_of
+from hfjax.parallel.engine.blueprint import asked_by, rngs_of
 from hfjax.parallel.mesh import describe_mesh, make_mesh
 from hfjax.parallel.strategy import (
     DDP,
@@ -26,9 +27,8 @@ from hfjax.parallel.strategy import (
     ZERO2,
     Strategy,
 )
-from hfjax.paths import flatten
-from hfjax.plan import Layout, layout
-from hfjax.rearrange import canonical
+from hfjax.plan.layout import Layout, layout
+from hfjax.plan.rearrange import canonical
 from hfjax.train import init, train_step
 
 Sizes = Mapping[str, int]

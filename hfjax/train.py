@@ -12,32 +12,32 @@ import optax
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec as P
 
-from hfjax.asynchronous import AsynchronousPass
+from hfjax.base.mean import Mean
+from hfjax.base.paths import Flat, flatten, nest
 from hfjax.batches import check_batch, full, is_placed, microbatches_of, shard_batch
 from hfjax.check_step import check_alive, check_form, check_given, check_runs, is_traced
-from hfjax.elementwise import check_elementwise, check_padding
-from hfjax.in_backward import InBackward, check_in_backward
-from hfjax.mean import Mean
-from hfjax.one_pass import OnePass
-from hfjax.optimizers import from_master
+from hfjax.jax_errors import calling
+from hfjax.optimizers.transforms import from_master
+from hfjax.parallel.engine.check_host_loops import check_host_loops
+from hfjax.parallel.engine.kernels import Kernels
 from hfjax.parallel.execution import Execution, Precision
-from hfjax.parallel.in_words import calling
-from hfjax.parallel.kernels import Kernels
-from hfjax.parallel.layer_updates import LayerUpdatePlane
+from hfjax.parallel.layerwise.plane import LayerUpdatePlane
 from hfjax.parallel.memory import is_host_sharding, of_results, to_host
 from hfjax.parallel.mesh import BATCH_AXES, PIPE_AXIS, describe_mesh, platform_of
-from hfjax.parallel.offloaded import Offloaded
-from hfjax.parallel.probe import check_host_loops
-from hfjax.parallel.reduction import Flat
-from hfjax.parallel.schedules import Schedule
-from hfjax.parallel.stages import PipelinePlane
-from hfjax.paths import flatten, nest
-from hfjax.plan import Layout, State
-from hfjax.planes import Passed, data_plane, forward_plane, options_of
-from hfjax.rearrange import canonical, rearrange
-from hfjax.replaced import Follow
-from hfjax.stages import on_stages
-from hfjax.streaming import Held, Streamed
+from hfjax.parallel.offload import Offloaded
+from hfjax.parallel.pipeline.plane import PipelinePlane
+from hfjax.parallel.schedules.named import Schedule
+from hfjax.plan.layout import Layout, State
+from hfjax.plan.on_stages import on_stages
+from hfjax.plan.rearrange import canonical, rearrange
+from hfjax.planes import data_plane, forward_plane, options_of
+from hfjax.update.asynchronous import AsynchronousPass
+from hfjax.update.given_parameters import Follow
+from hfjax.update.in_backward import InBackward, check_in_backward
+from hfjax.update.one_pass import OnePass
+from hfjax.update.parts import Passed
+from hfjax.update.separable import check_elementwise, check_padding
+from hfjax.update.streamed import Held, Streamed
 from hfjax.watch import Watch
 
 Metrics = dict[str, jax.Array]

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from hfjax.pallas_kernels import around
+from hfjax.pallas_kernels import current_platform as around
 from hfjax.pallas_kernels.handing import is_causal_attention
 
 BLOCKS = 4  # of queries: a later block attends to more keys, so 3/8 of the work is skipped

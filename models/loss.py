@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from hfjax.mean import Mean
+from hfjax.base.mean import Mean
 from hfjax.pallas_kernels.handing import Projection, takes_projection
 
 

@@ -1,1 +1,1 @@
-"""The ground floor: fused kernels, each beside its plain-JAX `reference` of the same signature."""
+"""Fused kernels for GPUs, each beside its plain-JAX `reference` of the same signature."""

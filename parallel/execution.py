@@ -9,7 +9,7 @@ from hfjax.pallas_kernels.choice import Wanted
 from hfjax.parallel.compiler import check_options
 from hfjax.parallel.offload import Offload
 from hfjax.parallel.remat import Remat
-from hfjax.parallel.schedules import Schedule
+from hfjax.parallel.schedules.named import Schedule
 
 
 @dataclass(frozen=True)

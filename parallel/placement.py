@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from jax.sharding import Mesh, PartitionSpec as P
 
@@ -16,6 +17,64 @@ from hfjax.parallel.mesh import (
     in_use,
 )
 from hfjax.parallel.strategy import Axes, Rows, Strategy
+
+Dims = tuple[tuple[int, Axes], ...]  # (dimension, mesh axes); dimensions count from the end
+
+
+@dataclass(frozen=True)
+class Placed:
+    """One parameter and where it, its accumulated gradient and its moments lie."""
+
+    mesh: Mesh
+    path: str
+    shape: tuple[int, ...]
+    dtype: Any
+    parameter: P
+    gradient: P
+    moment: P
+    small: bool  # below the size from which the strategy splits arrays
+    stacked: bool = False  # dimension 0 stacks layers: pipe may split it, nothing gathers it
+    frozen: bool = False  # no gradient, no moments
+
+    def manual(self, column: str) -> P:
+        """Return the manual part of the spec in a column."""
+        return manual_part(getattr(self, column), self.mesh)
+
+    def split(self, column: str) -> Dims:
+        """Return the dimensions that a column splits over manual axes, counted from the end.
+
+        The one that stacks layers is not among them: a stage's layers stay where they are.
+        """
+        return self._dims(self.manual(column))[bool(self.home) :]
+
+    @property
+    def home(self) -> Axes:
+        """The axes over which the layers are split: those of the stages, or none."""
+        return entries_of(self.manual("parameter"), 1)[0] if self.stacked else ()
+
+    @property
+    def tensor(self) -> Dims:
+        """The dimensions that the partitioner keeps split while others are gathered or scattered.
+
+        None if one of them is split over manual axes too: the pieces of a tensor shard are not
+        next to each other then, and the partitioner has to put them in order.
+        """
+        if not in_use(self.mesh, TENSOR_AXES):
+            return ()
+        columns = ("parameter", "gradient", "moment")
+        moved = {dim for column in columns for dim, _ in self.split(column)}
+        dims = self._dims(auto_part(self.parameter))
+        return () if moved & {dim for dim, _ in dims} else dims
+
+    def local(self, column: str) -> tuple[int, ...]:
+        """Return the shape of what a device holds, tensor axes not divided."""
+        entries = zip(self.shape, entries_of(self.manual(column), len(self.shape)), strict=True)
+        return tuple(length // size_of(axes, self.mesh) for length, axes in entries)
+
+    def _dims(self, spec: P) -> Dims:
+        entries = enumerate(entries_of(spec, len(self.shape)))
+        return tuple((dim - len(self.shape), axes) for dim, axes in entries if axes)
+
 
 STACK = "layers"  # the dimension that stacks equal layers: sliced by a scan, split by stages only
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hfjax.__main__ import main
-from hfjax.processes.command import split
+from hfjax.cli.launch import split
 from tests.workers import environment
 
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)

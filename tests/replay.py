@@ -6,7 +6,7 @@ forward, or ("dx", g, m) going backward. Every read must find the label that it 
 
 from collections import Counter
 
-from hfjax.parallel.ticks import SIDES, Ticks
+from hfjax.parallel.schedules.compile import SIDES, Ticks
 
 Label = tuple[str, int, int]
 JUNK: Label = ("junk", -1, -1)

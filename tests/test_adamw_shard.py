@@ -9,8 +9,8 @@ import optax
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
-from hfjax.pallas_kernels import adamw_shard as room
-from hfjax.pallas_kernels.adamw_shard import AdamW, Tuning, adamw_shard, numbers, refuses
+from hfjax.pallas_kernels import adamw as room
+from hfjax.pallas_kernels.adamw import AdamW, Tuning, adamw_shard, numbers, refuses
 from tests.h200 import OPTIMIZED, h200s
 from tests.kernels import assert_fits, figures, interpreted, lowered, normal, relative
 

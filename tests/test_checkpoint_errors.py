@@ -131,7 +131,7 @@ def test_a_second_writer_is_refused_and_told_who_writes(tmp_path):
     with hfjax.Checkpoints(tmp_path, layout) as checkpoints:
         with pytest.raises(ValueError, match="is being written by this process itself"):
             hfjax.Checkpoints(tmp_path / "." / "", layout)
-        code = "from hfjax.checkpoint.lock import WriterLock; from pathlib import Path\n"
+        code = "from hfjax.checkpoint.directory import WriterLock; from pathlib import Path\n"
         code += f"WriterLock(Path({str(tmp_path)!r}))"
         told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
         assert f"is being written by process {os.getpid()} on " in told.stderr, told.stderr
@@ -165,7 +165,7 @@ def test_a_directory_that_is_moved_away_is_taken_again(tmp_path):
 def test_a_lock_outlives_a_copy_that_its_holder_makes_of_the_folder(tmp_path):
     with hfjax.Checkpoints(tmp_path / "run", small_layout()):
         shutil.copytree(tmp_path / "run", tmp_path / "copy")
-        code = "from hfjax.checkpoint.lock import WriterLock; from pathlib import Path\n"
+        code = "from hfjax.checkpoint.directory import WriterLock; from pathlib import Path\n"
         code += f"WriterLock(Path({str(tmp_path / 'run')!r}))"
         told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
         assert "is being written by process" in told.stderr
@@ -200,7 +200,7 @@ def test_a_step_whose_directory_is_moved_meanwhile_is_no_step_of_the_next_writer
 def other_writer(place):
     """Let another process have a directory."""
     code = "import sys; from hfjax.checkpoint.directory import make_directory\n"
-    code += "from hfjax.checkpoint.lock import WriterLock; from pathlib import Path\n"
+    code += "from hfjax.checkpoint.directory import WriterLock; from pathlib import Path\n"
     code += f"make_directory(Path({str(place)!r})); lock = WriterLock(Path({str(place)!r}))\n"
     code += "print('taken', flush=True); sys.stdin.read()"
     both: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}

@@ -12,12 +12,12 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from hfjax.pallas_kernels import (
-    collectives as room,
-    collectives_kernel,
-    collectives_reference as plain,
+from hfjax.pallas_kernels.collectives import (
+    casting as room,
+    kernel as collectives_kernel,
+    reference as plain,
 )
-from hfjax.pallas_kernels.ring import VirtualRing
+from hfjax.pallas_kernels.ring.peers import VirtualRing
 from tests.kernels import (  # noqa: F401
     assert_fits,
     figures,

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
-from hfjax.pallas_kernels import all_gather_matmul, matmul_reduce_scatter
-from hfjax.pallas_kernels.ring import VirtualRing
-from hfjax.pallas_kernels.ring_gather import gather_matmul
-from hfjax.pallas_kernels.ring_scatter import matmul_scatter
-from hfjax.pallas_kernels.ring_tiles import Tuning
+from hfjax.pallas_kernels.ring import all_gather_matmul, matmul_reduce_scatter
+from hfjax.pallas_kernels.ring.gather import gather_matmul
+from hfjax.pallas_kernels.ring.peers import VirtualRing
+from hfjax.pallas_kernels.ring.scatter import matmul_scatter
+from hfjax.pallas_kernels.ring.tiles import Tuning
 from tests.h200 import h200s
 from tests.kernels import (  # noqa: F401
     assert_fits,
@@ -196,7 +196,7 @@ wait = plgpu.wait_smem_to_gmem
 patch.setattr(plgpu, "wait_smem_to_gmem", lambda n, wait_read_only: wait(n, wait_read_only=True))
 """
 FREED_TOO_EARLY = """
-from hfjax.pallas_kernels.ring_tiles import Stages
+from hfjax.pallas_kernels.ring.tiles import Stages
 patch.setattr(Stages, "claim", lambda stages, number: stages.place(number))
 """
 

@@ -7,8 +7,8 @@ import pytest
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
-from hfjax import read_hlo
-from hfjax.traffic import Collective, Collectives, collectives
+from hfjax.analysis import hlo as read_hlo
+from hfjax.analysis.collectives import Collective, Collectives, collectives
 from tests.h200 import h200s
 
 NAMES = ("data", "fsdp", "tensor")

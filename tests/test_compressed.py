@@ -10,14 +10,14 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from hfjax.pallas_kernels import (
-    compressed as room,
-    compressed_kernel,
-    compressed_reference as plain,
+from hfjax.pallas_kernels.compressed import (
+    collectives as room,
+    kernel as compressed_kernel,
     quantize,
+    reference as plain,
 )
-from hfjax.pallas_kernels.compressed_reference import Errors
-from hfjax.pallas_kernels.ring import VirtualRing
+from hfjax.pallas_kernels.compressed.reference import Errors
+from hfjax.pallas_kernels.ring.peers import VirtualRing
 from tests.kernels import assert_fits, figures, interpreted_ring, lowered, normal  # noqa: F401
 from tests.rings import LONG, RINGS, bytes_sent, mapped, mesh_of, on_devices, on_h200s
 

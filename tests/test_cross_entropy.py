@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
-from hfjax.pallas_kernels import cross_entropy as forms
-from hfjax.pallas_kernels.logits import Columns, Tuning
+from hfjax.pallas_kernels.cross_entropy import loss as forms
+from hfjax.pallas_kernels.cross_entropy.logits import Columns, Tuning
 from tests.kernels import normal, relative
 
 SMALL = Tuning(parts=4, least=8)

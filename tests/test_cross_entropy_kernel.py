@@ -13,8 +13,8 @@ import pytest
 from jax.extend.core import Jaxpr
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
-from hfjax.pallas_kernels import cross_entropy as forms, logit_tiles
-from hfjax.pallas_kernels.logits import Tuning
+from hfjax.pallas_kernels.cross_entropy import loss as forms, tiles as logit_tiles
+from hfjax.pallas_kernels.cross_entropy.logits import Tuning
 from tests.h200 import OPTIMIZED, h200s
 from tests.kernels import (  # noqa: F401
     assert_fits,

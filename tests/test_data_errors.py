@@ -12,8 +12,8 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from hfjax.cli.data import DataCommand, run
 from hfjax.data import TokenSet, library, load_tokenizer, prepare, sources, write_tokens
-from hfjax.data.command import DataCommand, run
 
 
 @pytest.fixture(name="refused")

@@ -15,13 +15,13 @@ import pyarrow.parquet
 import pytest
 import tokenizers
 
+from hfjax.cli.data import DataCommand, run
 from hfjax.data import TokenSet, load_tokenizer, prepare, standard_library, tokenizer, write_tokens
-from hfjax.data.command import DataCommand, run
 from tests.full_disk import allowed_bytes
 
 TEXTS = ["Als Gregor Samsa", "eines Morgens\naus unruhigen Träumen", "erwachte, 🪲 fand er sich"]
 COMMAND = (
-    "import sys, tyro; from hfjax.data.command import DataCommand, run\n"
+    "import sys, tyro; from hfjax.cli.data import DataCommand, run\n"
     "sys.exit(run(tyro.cli(DataCommand, prog='hfjax data')))"
 )
 

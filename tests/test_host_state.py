@@ -9,9 +9,9 @@ import optax
 import pytest
 
 import hfjax
+from hfjax.base.paths import flatten
 from hfjax.models.gpt import next_token_loss
 from hfjax.parallel.strategy import Strategy
-from hfjax.paths import flatten
 from hfjax.testing import _check_placement
 from hfjax.train import creation
 from tests.h200 import OPTIMIZED, h200s

@@ -12,10 +12,9 @@ import jax
 import pytest
 
 from hfjax.processes import distributed
-from hfjax.processes.distributed import Cluster, init_distributed
+from hfjax.processes.distributed import Cluster, init_distributed, preflight
 from hfjax.processes.meeting import Meeting, problem
 from hfjax.processes.ports import free_port, listener
-from hfjax.processes.preflight import preflight
 from hfjax.processes.settings import ALONE, Settings, settings
 from hfjax.processes.spoken import hello, hello_in, spoken, word_in
 from tests.workers import finished, line, start
@@ -341,7 +340,7 @@ import hfjax.processes.distributed as d
 joined = d.init_distributed()
 assert d.init_distributed() is joined
 import jax, time
-from hfjax.processes.speech import say
+from hfjax.processes.agreement import say
 say("the first speaks")
 print("joined", joined.process, joined.processes, jax.device_count(), joined.source)
 """

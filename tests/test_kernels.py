@@ -6,12 +6,12 @@ import jax
 import pytest
 
 import hfjax
-from hfjax import kernels
 from hfjax.__main__ import main
+from hfjax.cli import kernels
 from hfjax.models.gpt import next_token_loss
 from hfjax.pallas_kernels import choice
 from hfjax.pallas_kernels.choice import KERNELS, Wanted
-from hfjax.parallel.kernels import Kernels
+from hfjax.parallel.engine.kernels import Kernels
 from hfjax.target import GPUS
 from tests.small_gpt import gpt_layout
 

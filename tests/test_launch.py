@@ -8,12 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from hfjax.processes import output
-from hfjax.processes.command import LaunchCommand, main, run, split
-from hfjax.processes.devices import device_variables, visible_gpus
+from hfjax.cli.launch import LaunchCommand, main, run, split
+from hfjax.processes import children as output
+from hfjax.processes.children import Lines, tag, visible
 from hfjax.processes.job import Limits
-from hfjax.processes.launch import launch
-from hfjax.processes.output import Lines, tag, visible
+from hfjax.processes.launch import device_variables, launch, visible_gpus
 from tests.workers import LIMIT, finished, launched, line, start
 
 QUICK = Limits(grace=2, stop=5, backoff=0.1)
@@ -333,7 +332,7 @@ def test_mistakes_are_told_in_one_line(capfd):
 
 def test_the_launcher_starts_no_device():
     source = (
-        "from hfjax.processes.command import main; import jax; main(['-n', '1', '--', 'true']);"
+        "from hfjax.cli.launch import main; import jax; main(['-n', '1', '--', 'true']);"
         "from jax._src import xla_bridge; print(xla_bridge.backends_are_initialized())"
     )
     assert finished(start(source))[0][:2] == (0, "False\n")

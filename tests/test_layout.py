@@ -10,10 +10,10 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 import hfjax
+from hfjax.base.paths import flatten
 from hfjax.models.gpt import next_token_loss
 from hfjax.parallel.placement import Array, check_spec, pieces, place
 from hfjax.parallel.strategy import DDP, FSDP, SEQUENCE, TENSOR, ZERO1, ZERO2, Strategy
-from hfjax.paths import flatten
 from tests.small_gpt import gpt_layout, tokens
 
 MESH = hfjax.make_mesh(data=2, fsdp=2, tensor=2)

@@ -15,15 +15,15 @@ import pytest
 from jax import lax
 from rich.console import Console
 
-from hfjax import memory_picture
-from hfjax.least import least_offload
+from hfjax.analysis.least_offload import least_offload
+from hfjax.analysis.stashes import stashes
+from hfjax.base.tables import bytes_of
+from hfjax.cli.memory import picture as memory_picture
+from hfjax.cli.memory.command import main as command, report
+from hfjax.cli.memory.planned import Planned
+from hfjax.cli.memory.report import table
+from hfjax.cli.memory.settings import Memory, alternatives, changed
 from hfjax.run.config import Data, Mesh, Model, Optimizer, Pipeline
-from hfjax.run.memory import command, report
-from hfjax.run.memory_settings import Memory, alternatives, changed
-from hfjax.run.memory_table import table
-from hfjax.run.planned import Planned
-from hfjax.sizes import bytes_of
-from hfjax.stashes import stashes
 from hfjax.target import can_compile_for_gpus
 from tests.h200 import h200s
 from tests.small_run import corpus
@@ -227,7 +227,7 @@ def test_the_command_prints_a_table_and_writes_all_numbers(tmp_path):
 
 
 def test_a_mistake_ends_the_command_in_words(capsys, monkeypatch):
-    monkeypatch.setattr("hfjax.run.memory._prepare", lambda given: None)
+    monkeypatch.setattr("hfjax.cli.memory.command._prepare", lambda given: None)
     flags = "--gpu here --vocab 64 --model.layers 2 --batch 9"
     assert command(flags.split()) == 1
     assert "hfjax memory: batch of 9 rows does not divide" in capsys.readouterr().err

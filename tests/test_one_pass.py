@@ -12,15 +12,15 @@ import pytest
 from flax import nnx
 
 import hfjax
-from hfjax import one_pass
-from hfjax.adamw import recognised
+from hfjax.base.paths import flatten
 from hfjax.models.gpt import next_token_loss
-from hfjax.pallas_kernels import adamw_shard, choice
+from hfjax.optimizers.fused_adamw import recognised
+from hfjax.pallas_kernels import adamw as adamw_shard, choice
 from hfjax.pallas_kernels.choice import cannot_run
 from hfjax.parallel.strategy import DDP, FSDP, HOST_OPTIMIZER, PIPE, TENSOR, ZERO1, ZERO2
-from hfjax.paths import flatten
 from hfjax.run.config import Optimizer, Train
-from hfjax.run.updates import optimizer_of
+from hfjax.run.optimizer import optimizer_of
+from hfjax.update import one_pass
 from tests.h200 import OPTIMIZED, h200s
 from tests.kernels import interpreted
 from tests.small_gpt import gpt_layout, tokens

@@ -11,9 +11,9 @@ from flax import nnx
 
 import hfjax
 from hfjax import DDP, FSDP, PIPE, TENSOR, ZERO1, ZERO2, Mean, Schedule
-from hfjax.leafwise import check_leafwise
 from hfjax.models.gpt import next_token_loss
 from hfjax.models.parts import stacked
+from hfjax.update.separable import check_leafwise
 from tests.simulator import Simulator
 from tests.small_gpt import gpt, tokens
 

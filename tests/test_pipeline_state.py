@@ -13,8 +13,8 @@ import pytest
 
 import hfjax
 from hfjax import DDP, FSDP, PIPE, Schedule
+from hfjax.base.paths import flatten
 from hfjax.models.gpt import next_token_loss
-from hfjax.paths import flatten
 from tests.small_gpt import gpt_layout, tokens
 
 STAGES = {"pipe": 4}
@@ -114,7 +114,7 @@ def test_an_order_that_was_looked_at_is_not_looked_at_again(monkeypatch):
     state, evaluate = hfjax.init(layout), hfjax.eval_step(layout, next_token_loss)
     equal = np.array_equal
     look = lambda a, b: looked.append(b) or equal(a, b)
-    monkeypatch.setattr("hfjax.rearrange.np.array_equal", look)
+    monkeypatch.setattr("hfjax.plan.rearrange.np.array_equal", look)
     for _ in range(3):
         evaluate(state, tokens())
     assert len(looked) == 1

@@ -11,12 +11,12 @@ from flax import nnx
 
 import hfjax
 from hfjax import DDP, FSDP, PIPE, SEQUENCE, TENSOR, ZERO1, Schedule
+from hfjax.base.paths import flatten
 from hfjax.models.gpt import next_token_loss
 from hfjax.models.parts import stacked
-from hfjax.parallel.cost import messages, permutes
-from hfjax.parallel.schedules import SCHEDULES
-from hfjax.parallel.waiting import waiting
-from hfjax.paths import flatten
+from hfjax.parallel.pipeline.plane import waiting
+from hfjax.parallel.schedules.cost import messages, permutes
+from hfjax.parallel.schedules.named import SCHEDULES
 from tests.h200 import OPTIMIZED, h200s
 from tests.small_gpt import gpt_layout, tokens
 

@@ -13,9 +13,9 @@ from flax import nnx
 
 import hfjax
 from hfjax import PIPE, TENSOR, ZERO2, GPipe, Interleaved1F1B, PipeDream, partition
+from hfjax.haiscale.partition import Chain
 from hfjax.models.parts import Dropout, stacked
-from hfjax.parallel.staged import Staged
-from hfjax.stack import Chain
+from hfjax.parallel.engine.parts import Staged
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(16, 6)).astype(np.float32)

@@ -104,7 +104,7 @@ hfjax.models.parts:plain
 hfjax.models.parts:stacked
 hfjax.pallas_kernels.handing:is_causal_attention
 hfjax.pallas_kernels.handing:takes_projection
-hfjax.parallel.schedules:Schedule
+hfjax.parallel.schedules.named:Schedule
 hfjax.plan:Layout
 hfjax.processes:Stop
 hfjax.processes:Watchdog

@@ -9,8 +9,14 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
-from hfjax.pallas_kernels import quantize as room
-from hfjax.pallas_kernels.quantize import Tuning, compress, dequantize, quantize, reference
+from hfjax.pallas_kernels.compressed import quantize as room
+from hfjax.pallas_kernels.compressed.quantize import (
+    Tuning,
+    compress,
+    dequantize,
+    quantize,
+    reference,
+)
 from tests.h200 import h200s
 from tests.kernels import assert_fits, figures, interpreted, lowered, normal  # noqa: F401
 

@@ -10,9 +10,9 @@ import pytest
 from flax import nnx
 
 import hfjax
+from hfjax.analysis.stashes import stashes
 from hfjax.models.gpt import next_token_loss
 from hfjax.parallel.strategy import DDP, FSDP
-from hfjax.stashes import stashes
 from tests.small_gpt import gpt_layout, tokens
 
 Remat = hfjax.Remat

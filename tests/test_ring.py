@@ -14,7 +14,7 @@ from jax.experimental import pallas as pl
 from jax.sharding import AxisType, PartitionSpec as P
 
 from hfjax.pallas_kernels.mosaic import kernel
-from hfjax.pallas_kernels.ring import MeshRing, VirtualRing, ahead, meet
+from hfjax.pallas_kernels.ring.peers import MeshRing, VirtualRing, ahead, meet
 from tests.kernels import interpreted_ring, lowered, needs_interpreter  # noqa: F401
 
 CELLS, BLOCKS = 256, 2

@@ -11,14 +11,13 @@ import pytest
 from flax import nnx
 
 import hfjax
+from hfjax.cli.run import parsed
 from hfjax.data import Loader, prepare
 from hfjax.processes.watchdog import Watchdog
 from hfjax.run import Parts, Train, evaluate, generate, load, train
-from hfjax.run.commands import parsed
 from hfjax.run.config import Checkpoints, Data, Log, Mesh, Model, Optimizer, Pipeline
 from hfjax.run.journal import Journal
-from hfjax.run.loop import Run
-from hfjax.run.position import go_on
+from hfjax.run.loop import Run, go_on
 from hfjax.run.profile import Profile
 from hfjax.run.sampling import Sampling
 from hfjax.run.screen import line

@@ -13,9 +13,9 @@ import pytest
 
 import hfjax
 from hfjax.__main__ import main
+from hfjax.cli.run import start
 from hfjax.run import files
 from hfjax.run.config import Checkpoints, Log, Mesh, Model, Optimizer, Train
-from hfjax.run.start import start
 from tests.small_run import corpus, small, told
 
 STEPS, LONG = 6, 150
@@ -168,8 +168,8 @@ def test_processes_with_other_settings_are_told_apart(shared):
 
 def test_a_peer_that_does_not_come_is_not_waited_for_as_long_as_a_step(monkeypatch):
     asked = {}
-    monkeypatch.setattr("hfjax.run.start.keep_programs", lambda place: None)
-    monkeypatch.setattr("hfjax.run.start.init_distributed", lambda **given: asked.update(given))
+    monkeypatch.setattr("hfjax.cli.run.keep_programs", lambda place: None)
+    monkeypatch.setattr("hfjax.cli.run.init_distributed", lambda **given: asked.update(given))
     start(Train(timeout=600.0))
     assert asked == {"timeout": 60.0}
     start(Train(init_timeout=5.0))
@@ -226,7 +226,7 @@ def test_code_that_a_run_names_is_run_only_on_trust(
     command, fields, named, tmp_path, monkeypatch, capfd
 ):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("hfjax.run.commands.start", lambda config: None)
+    monkeypatch.setattr("hfjax.cli.run.start", lambda config: None)
     Path("stranger.py").write_text("raise SystemExit('it ran')")
     Path("run").mkdir()
     files.save(Train(cpu_devices=1, **fields), Path("run/config.yaml"))

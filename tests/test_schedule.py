@@ -8,11 +8,10 @@ from itertools import product
 import numpy as np
 import pytest
 
-from hfjax.parallel.lanes import lay_out
-from hfjax.parallel.schedule import Table, Task, check, needs
-from hfjax.parallel.schedules import SCHEDULES, Schedule, forward_table
-from hfjax.parallel.ticks import WRITES, compile_table
-from hfjax.parallel.vees import vee
+from hfjax.parallel.schedules.builders import vee
+from hfjax.parallel.schedules.compile import WRITES, compile_table
+from hfjax.parallel.schedules.named import SCHEDULES, Schedule, forward_table
+from hfjax.parallel.schedules.table import Table, Task, check, lay_out, needs
 from tests.replay import Replay
 
 MICROBATCHES = (1, 2, 3, 4, 5, 7, 8, 12, 13, 16)

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from hfjax import timetable
 from hfjax.__main__ import main
-from hfjax.parallel.notation import parse_table
-from hfjax.parallel.schedules import SCHEDULES
+from hfjax.cli import schedule as timetable
+from hfjax.parallel.schedules.named import SCHEDULES
+from hfjax.parallel.schedules.text import parse_table
 
 COMMAND = (sys.executable, "-m", "hfjax", "schedule")
 

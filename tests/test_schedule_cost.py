@@ -5,11 +5,11 @@ from itertools import product
 import numpy as np
 import pytest
 
-from hfjax.parallel.cost import bubble, cost, crossing, messages, permutes, sent, stash
-from hfjax.parallel.notation import parse_table
-from hfjax.parallel.schedules import SCHEDULES, Schedule
-from hfjax.parallel.ticks import compile_table
-from hfjax.parallel.versions import weight_versions
+from hfjax.parallel.schedules.compile import compile_table
+from hfjax.parallel.schedules.cost import bubble, cost, crossing, messages, permutes, sent, stash
+from hfjax.parallel.schedules.named import SCHEDULES, Schedule
+from hfjax.parallel.schedules.text import parse_table
+from hfjax.parallel.schedules.versions import weight_versions
 
 SIZES = list(product(range(1, 9), (1, 2, 3, 5, 7, 8, 12, 16, 17)))
 F, B, W = 1.0, 2.25, 0.75  # unequal, to tell apart what a formula counts

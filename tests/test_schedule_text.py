@@ -5,10 +5,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hfjax.parallel.notation import parse_table
-from hfjax.parallel.schedule import Table, check
-from hfjax.parallel.schedules import SCHEDULES, Schedule, forward_table
-from hfjax.parallel.vees import vee
+from hfjax.parallel.schedules.builders import vee
+from hfjax.parallel.schedules.named import SCHEDULES, Schedule, forward_table
+from hfjax.parallel.schedules.table import Table, check
+from hfjax.parallel.schedules.text import parse_table
 
 ONE_F_ONE_B = """
     0F0 0F1 .       0B0     0B1

@@ -7,13 +7,13 @@ import threading
 
 import pytest
 
-from hfjax.processes.codes import exit_code, resumable
+from hfjax.processes.exit_codes import exit_code, resumable
 from hfjax.processes.stop import Stop
 from tests.workers import finished, launched, python
 
 LOOP = """
 import os, signal, sys, time
-from hfjax.processes.codes import exit_code
+from hfjax.processes.exit_codes import exit_code
 from hfjax.processes.distributed import init_distributed
 from hfjax.processes.stop import Stop
 me = init_distributed().process

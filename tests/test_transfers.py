@@ -7,9 +7,9 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
-from hfjax.copies import TO_DEVICE, TO_HOST
+from hfjax.analysis.memory_copies import TO_DEVICE, TO_HOST
+from hfjax.analysis.transfers import HostTransfer, Transfers, transfers
 from hfjax.parallel.memory import on_host
-from hfjax.transfers import HostTransfer, Transfers, transfers
 
 HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 X = jax.ShapeDtypeStruct((8, 4), jnp.float32)  # 128 bytes

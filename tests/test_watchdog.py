@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from hfjax.processes.codes import FAILED, HUNG, TERMINATED
+from hfjax.processes.exit_codes import FAILED, HUNG, TERMINATED
 from hfjax.processes.ports import free_port
 from hfjax.processes.watchdog import Watchdog
 from tests.workers import finished, launched, line, python, start
@@ -20,7 +20,7 @@ def stuck_here():
 PEERS = """
 import os, signal, sys, time
 from hfjax.processes.distributed import init_distributed
-from hfjax.processes.leave import leaving
+from hfjax.processes.stop import leaving
 from hfjax.processes.ports import free_port
 from hfjax.processes.watchdog import Watchdog
 me = init_distributed(heartbeat=HEARTBEAT).process
@@ -147,7 +147,7 @@ def test_a_process_without_a_launcher_tells_of_its_dead_peer_and_leaves():
 def test_an_error_ends_a_process_of_several_at_once_with_its_own_exit_code(ending, code, told):
     source = f"""
 from hfjax.processes.distributed import init_distributed
-from hfjax.processes.leave import leaving
+from hfjax.processes.stop import leaving
 import sys, time
 me = init_distributed().process
 with leaving():

@@ -8,7 +8,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 LIMIT = 60  # seconds; nothing in these tests should come near it
-LAUNCH = "import sys; from hfjax.processes.command import main; sys.exit(main(sys.argv[1:]))"
+LAUNCH = "import sys; from hfjax.cli.launch import main; sys.exit(main(sys.argv[1:]))"
 
 
 def environment(**more):

@@ -172,7 +172,7 @@ def _torch(asked: Asked) -> Ready:
     jax.config.update("jax_platforms", "cpu")  # the same first weights, drawn on the host
     import hfjax
     from benchmarks.torch_compiled import prepared
-    from hfjax.paths import flatten
+    from hfjax.base.paths import flatten
 
     config = asked.config()
     params = hfjax.init(_layout(asked)).params

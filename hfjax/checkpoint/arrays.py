@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from hfjax.plan import State
+from hfjax.plan.layout import State
 
 Described = dict[str, list]  # path -> [dtype, shape]
 KEY = "key<"  # begins the dtype of a random key

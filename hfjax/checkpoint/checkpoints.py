@@ -1,22 +1,72 @@
-"""Checkpoints of a run: saved while it goes on, kept by a rule, restored under any layout."""
+"""Checkpoints of a run: saved while it goes on, kept by a rule, restored under any layout.
 
+A program that ends while a step is written: finished first, or told that it is lost.
+
+Save once, restore, look: without opening the checkpoints of a run.
+"""
+
+import atexit
+import concurrent.futures.thread  # noqa: F401  (its own exit is registered first: it runs last)
 import os
+import sys
+import threading
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from hfjax.checkpoint.agree import agreed
 from hfjax.checkpoint.arrays import describe
-from hfjax.checkpoint.directory import discard, make_directory, set_aside, steps_in, sweep
-from hfjax.checkpoint.given import arrays_to_save, step_of
+from hfjax.checkpoint.compare import arrays_to_save, step_of
+from hfjax.checkpoint.directory import (
+    WriterLock,
+    check_step,
+    discard,
+    make_directory,
+    set_aside,
+    steps_in,
+    sweep,
+)
 from hfjax.checkpoint.keep import Keep, Metrics
-from hfjax.checkpoint.leaving import finish_at_exit, finished
-from hfjax.checkpoint.lock import WriterLock
 from hfjax.checkpoint.reading import Restored, Wish, read
 from hfjax.checkpoint.record import plain, read_record, record
 from hfjax.checkpoint.writer import Writer
-from hfjax.plan import Layout, State
+from hfjax.plan.layout import Layout, State
+from hfjax.processes.agreement import agreed
+
+
+class Closes(Protocol):
+    """What has to be closed."""
+
+    def close(self) -> None: ...
+
+
+_OPEN: dict[int, Closes] = {}
+
+
+def finish_at_exit(one: Closes) -> None:
+    """Close it when the program ends, unless `finished` says that it is done.
+
+    From Python 3.12 on no thread starts by then: what is not nearly written cannot be finished.
+    """
+    _OPEN[id(one)] = one
+
+
+def finished(one: Closes) -> None:
+    """It is closed."""
+    _OPEN.pop(id(one), None)
+
+
+def _finish() -> None:
+    for one in list(_OPEN.values()):
+        try:
+            one.close()
+        except Exception as error:
+            advice = "The program ended without close(): use `with hfjax.Checkpoints(…)`."
+            print(f"hfjax: {error} {advice}", file=sys.stderr)
+
+
+# A plain `atexit` comes too late: executors, with which Orbax writes, take no work by then.
+getattr(threading, "_register_atexit", atexit.register)(_finish)
 
 
 class Checkpoints:
@@ -184,3 +234,50 @@ def _metrics(step: Path) -> Metrics:
         return read_record(step).get("metrics", {})
     except ValueError:
         return {}
+
+
+def save(
+    directory: str | os.PathLike,
+    layout: Layout,
+    state: State,
+    *,
+    data: Any = None,
+    config: Any = None,
+    metrics: Mapping[str, Any] | None = None,
+) -> None:
+    """Save a state under the number of its step; return when it is durable. Nothing is deleted."""
+    with Checkpoints(directory, layout, keep=Keep(latest=None), config=config) as checkpoints:
+        checkpoints.save(state, data=data, metrics=metrics)
+
+
+def restore(
+    directory: str | os.PathLike,
+    layout: Layout,
+    step: int | None = None,
+    *,
+    dtype: Any = None,
+    parameters_only: bool = False,
+    verify: bool = True,
+    on_damage: str = "refuse",
+) -> Restored:
+    """Return the state of a step (default: the latest) as the layout has it; takes no lock.
+
+    `dtype`: arrays saved in another floating dtype may be cast to this one, where the layout has
+    it. `parameters_only`: parameters and other variables, a fresh optimizer, step 0. `verify`:
+    every file against its checksum. `on_damage`: "previous" passes over damaged steps, and warns.
+    """
+    wish = Wish(dtype, parameters_only, verify, on_damage)
+    return read(Path(os.path.abspath(directory)), layout, step, wish)
+
+
+def latest(directory: str | os.PathLike) -> int | None:
+    """Return the last step that is saved in a directory; None if there is none, or no directory."""
+    return max(steps_in(Path(directory)), default=None)
+
+
+def recorded(directory: str | os.PathLike, step: int | None = None) -> dict[str, Any]:
+    """Return what is written beside the arrays of a step: config, data, metrics, versions ...
+
+    It needs no layout: make the layout of what is told here.
+    """
+    return read_record(Path(directory) / str(check_step(Path(directory), step)))

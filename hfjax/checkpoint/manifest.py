@@ -7,8 +7,7 @@ from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from hfjax.checkpoint.record import FILE, FORMAT, check_format
-from hfjax.found import (
+from hfjax.base.read_files import (
     MISSING,
     TEXT,
     check_fields,
@@ -18,6 +17,7 @@ from hfjax.found import (
     what_is,
     whole,
 )
+from hfjax.checkpoint.record import FILE, FORMAT, check_format
 
 NAME = "manifest.json"
 LATER = {NAME, "_CHECKPOINT_METADATA", "commit_success.txt"}  # written after it; never read

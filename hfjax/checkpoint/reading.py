@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
-from hfjax.checkpoint.agree import agreed
+from hfjax.base.paths import flatten, nest
+from hfjax.base.read_files import check_ordinary
 from hfjax.checkpoint.arrays import (
     arrays_of,
     describe,
@@ -22,10 +23,9 @@ from hfjax.checkpoint.compare import check_same
 from hfjax.checkpoint.directory import check_step, steps_in
 from hfjax.checkpoint.manifest import damage
 from hfjax.checkpoint.record import check_written, read_record
-from hfjax.found import check_ordinary
 from hfjax.parallel.memory import to_device
-from hfjax.paths import flatten, nest
-from hfjax.plan import Layout, State
+from hfjax.plan.layout import Layout, State
+from hfjax.processes.agreement import agreed
 
 ON_DAMAGE = ("refuse", "previous")
 

@@ -10,10 +10,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from hfjax.base.read_files import ANYTHING, TEXT, check_fields, contents, object_of, parsed, whole
 from hfjax.checkpoint.arrays import KEY
-from hfjax.found import ANYTHING, TEXT, check_fields, contents, object_of, parsed, whole
 from hfjax.parallel.mesh import describe_mesh
-from hfjax.plan import Layout
+from hfjax.plan.layout import Layout
 
 FORMAT = 1
 FILE = "meta/metadata"

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from hfjax.needed import imported
+from hfjax.base.exits import imported
 
 if TYPE_CHECKING:
     from hfjax.data.library import standard_library

@@ -9,9 +9,8 @@ from typing import Any
 import grain
 import numpy as np
 
-from hfjax.data.batches import Batches
-from hfjax.data.order import fingerprint, order
 from hfjax.data.rows import DocumentRows, Row, Rows, StreamRows
+from hfjax.data.stream import Batches, fingerprint, order
 from hfjax.data.tokens import DOCUMENTS, TOKENS, TokenSet, check_same_tokenizer
 
 PACKINGS = ("stream", "documents")

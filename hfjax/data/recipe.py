@@ -1,5 +1,9 @@
-"""From documents to a data set: tokenizer, split, and tokens written as they come."""
+"""From documents to a data set: tokenizer, split, and tokens written as they come.
 
+Which documents are for validation: a function of their number, so the same each time.
+"""
+
+import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -8,7 +12,6 @@ from pathlib import Path
 import numpy as np
 
 from hfjax.data.sources import Document, Sources, find
-from hfjax.data.split import split
 from hfjax.data.tokenizer import (
     GROUP,
     KNOWN_ENDS,
@@ -20,6 +23,48 @@ from hfjax.data.tokenizer import (
 )
 from hfjax.data.tokens import Meta
 from hfjax.data.writer import TokenWriter, check_free, unfinished
+
+
+def split(documents: Iterable[Document], valid: float) -> Iterator[tuple[Document, int]]:
+    """Yield each document with 1 if it is for validation: one of every 1 / valid, drawn by number.
+
+    Of a single document the last part is.
+    """
+    waiting = iter(documents)
+    first, second = next(waiting, None), next(waiting, None)
+    if first is not None and second is None:
+        yield from _halves(first, valid)
+        return
+    for number, document in enumerate(d for d in (first, second) if d is not None):
+        yield document, is_valid(number, valid)
+    for number, document in enumerate(waiting, 2):
+        yield document, is_valid(number, valid)
+
+
+def _halves(document: Document, valid: float) -> Iterator[tuple[Document, int]]:
+    cut = math.ceil(len(document.text) * (1 - valid))
+    for part, text in enumerate((document.text[:cut], document.text[cut:])):
+        if text:
+            yield Document(text, document.where, document.read), part
+
+
+def is_valid(number: int, valid: float) -> bool:
+    """Return whether a document is for validation: of each 1 / valid in a row, one drawn by chance.
+
+    >>> [sum(is_valid(number, 0.1) for number in range(n)) for n in (10, 20, 1000)]
+    [1, 2, 100]
+    >>> sum(is_valid(number, 0.3) for number in range(1000))
+    299
+    """
+    stratum = math.floor(number * valid)
+    drawn = (math.floor((s + _chance(s)) / valid) for s in (stratum, stratum + 1))
+    return number in drawn
+
+
+def _chance(number: int) -> float:
+    """Return a number in [0, 1) that is the same on every machine."""
+    return float(np.random.SeedSequence(number).generate_state(1)[0]) / 2**32
+
 
 OBJECT = 256  # characters that the memory of an empty document would hold
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
+from hfjax.base.read_files import MISSING, parsed, what_is
 from hfjax.data.tokenizer import optional
-from hfjax.found import MISSING, parsed, what_is
 
 TEXT, LINES, TABLES = (".txt", ".md"), (".jsonl", ".ndjson"), (".parquet",)
 KNOWN = TEXT + LINES + TABLES

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from hfjax.found import MISSING, Kind, check_fields, contents, parsed, what_is
+from hfjax.base.read_files import MISSING, Kind, check_fields, contents, parsed, what_is
 
 END = "<|endoftext|>"  # of the tokenizers trained here
 KNOWN_ENDS = (END, "</s>", "<|end_of_text|>", "<eos>", "<|im_end|>", "[SEP]")

@@ -11,6 +11,15 @@ from typing import Any
 
 import numpy as np
 
+from hfjax.base.read_files import (
+    TEXT,
+    check_fields,
+    check_ordinary,
+    contents,
+    object_of,
+    parsed,
+    whole,
+)
 from hfjax.data.tokenizer import (
     FILE as TOKENIZER,
     MADE_BY,
@@ -18,7 +27,6 @@ from hfjax.data.tokenizer import (
     TrainedTokenizer,
     load_tokenizer,
 )
-from hfjax.found import TEXT, check_fields, check_ordinary, contents, object_of, parsed, whole
 
 FORMAT = 1
 TOKENS, DOCUMENTS, META = "tokens.bin", "documents.npy", "meta.json"

@@ -8,7 +8,7 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from hfjax.processes.children import Child, Ended
-from hfjax.processes.codes import HUNG, MISTAKE, resumable
+from hfjax.processes.exit_codes import HUNG, MISTAKE, resumable
 
 WAIT = 0.25  # seconds
 OWN_WORDS = 1.0  # seconds, of the grace: who fails because a peer did may say so itself

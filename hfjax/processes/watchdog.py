@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from hfjax.processes.codes import HUNG
-from hfjax.processes.leave import leave
+from hfjax.processes.exit_codes import HUNG
+from hfjax.processes.stop import leave
 
 
 def _on_stderr(words: str) -> None:

@@ -2,21 +2,20 @@
 
 from typing import TYPE_CHECKING, Any
 
-from hfjax.needed import imported
+from hfjax.base.exits import imported
 
 if TYPE_CHECKING:
     from hfjax.run.build import Parts
     from hfjax.run.config import Train
-    from hfjax.run.evaluation import evaluate
     from hfjax.run.files import load
     from hfjax.run.loop import Result, train
-    from hfjax.run.sampling import generate
+    from hfjax.run.sampling import evaluate, generate
 
 _MODULES = {
     "Parts": "build",
     "Result": "loop",
     "Train": "config",
-    "evaluate": "evaluation",
+    "evaluate": "sampling",
     "generate": "sampling",
     "load": "files",
     "train": "loop",

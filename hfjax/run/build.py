@@ -14,11 +14,10 @@ from hfjax.batches import rows_of_process
 from hfjax.data import Loader, TokenSet, standard_library
 from hfjax.data.tokens import SPLITS, check_same_tokenizer
 from hfjax.parallel.mesh import describe_mesh
-from hfjax.run.chosen import Chosen, choose
 from hfjax.run.config import Train
-from hfjax.run.evaluation import Evaluated, check_weighs_by_mask, evaluate
-from hfjax.run.sampling import Sampling, generate
-from hfjax.run.updates import optimizer_of, rate_of
+from hfjax.run.model import Chosen, choose
+from hfjax.run.optimizer import optimizer_of, rate_of
+from hfjax.run.sampling import Evaluated, Sampling, check_weighs_by_mask, evaluate, generate
 
 STRATEGIES = (
     *("ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp", "tensor", "sequence", "pipe"),

@@ -6,10 +6,10 @@ from typing import Any, Literal
 
 import numpy as np
 
-from hfjax.found import shown
+from hfjax.base.read_files import shown
 from hfjax.parallel.offload import Offload
 from hfjax.parallel.remat import Remat
-from hfjax.parallel.schedules import Schedule
+from hfjax.parallel.schedules.named import Schedule
 from hfjax.run.profile import steps_of
 
 Names = tuple[str, ...]

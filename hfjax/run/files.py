@@ -13,7 +13,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import yaml
 
-from hfjax.found import MISSING, contents, replace_text, shown, what_is
+from hfjax.base.read_files import MISSING, contents, replace_text, shown, what_is
 from hfjax.run.config import Train
 from hfjax.run.yaml_text import Lined, parsed
 

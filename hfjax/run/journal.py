@@ -9,8 +9,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from hfjax.found import check_fields, check_ordinary, parsed, replace_text, whole
-from hfjax.processes.speech import say
+from hfjax.base.read_files import check_fields, check_ordinary, parsed, replace_text, whole
+from hfjax.processes.agreement import say
 from hfjax.run.config import Log
 
 METRICS, PLOT = "metrics.jsonl", "loss.png"

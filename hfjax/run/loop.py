@@ -1,4 +1,7 @@
-"""The loop of a run: steps, log lines, validations, checkpoints, until it ends or is stopped."""
+"""The loop of a run: steps, log lines, validations, checkpoints, until it ends or is stopped.
+
+Where a run goes on: what a checkpoint says of the data, checked.
+"""
 
 import time
 from collections import deque
@@ -11,21 +14,39 @@ from typing import Any, NamedTuple
 import jax
 
 import hfjax
+from hfjax.base.read_files import ANYTHING, check_fields, whole
 from hfjax.checkpoint import Checkpoints, Keep
-from hfjax.optimizers import averaged
-from hfjax.processes.same import check_same
-from hfjax.processes.speech import speaks
+from hfjax.data import Loader
+from hfjax.optimizers.transforms import averaged
+from hfjax.processes.agreement import check_same, speaks
 from hfjax.processes.stop import Stop
 from hfjax.processes.watchdog import Watchdog
 from hfjax.run import files
 from hfjax.run.build import Parts
 from hfjax.run.config import Train
 from hfjax.run.journal import Journal
-from hfjax.run.position import go_on
 from hfjax.run.profile import Profile
 from hfjax.run.sampling import Sampling
-from hfjax.run.screen import Screen, line, validation
-from hfjax.run.speed import Speed
+from hfjax.run.screen import Screen, Speed, line, validation
+
+
+def go_on(loader: Loader, told: Any, step: Path) -> int:
+    """Put a loader where a step's record says; return how many steps were left out by then."""
+    file = f"{step / 'meta' / 'metadata'}: data"
+    try:
+        if isinstance(told, dict):
+            told = {"skipped": 0, **told}
+        check_fields(told, {"data": ANYTHING, "skipped": whole(0)})
+        file = f"{file}: data"
+        check_fields(told["data"], {"rows": whole(0)})
+    except ValueError as wrong:
+        raise ValueError(
+            f"{file}: {wrong}. hfjax train cannot go on from there: begin anew with its parameters "
+            f"(--checkpoints.start {step.parent.parent} --out ANOTHER)."
+        ) from None
+    loader.restore(told["data"])
+    return told["skipped"]
+
 
 LAG = 2  # steps behind which metrics are read: nothing waits for the device
 COMPILING = 3600.0  # seconds that what compiles may take, at least

@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from hfjax.processes.speech import say, speaks
+from hfjax.processes.agreement import say, speaks
 
 
 class Profile:

@@ -1,0 +1,120 @@
+"""Counts every copy between device and host memory in one call of a program, loops multiplied out.
+
+What the numbers mean:
+
+- Bytes are of one device. Within a shard_map over all axes the program is that of one device, and
+  its shapes are taken as they are. Outside of it, and along axes that it leaves to the partitioner
+  (such as tensor), shapes are of whole arrays: they are divided as the program says that the array
+  is split (a constraint; in a lowered program also the sharding of an argument). Where it does not
+  say, the row is marked `whole`, with a * in the table.
+- Of branches, the one that copies most is counted. A loop whose length is not known counts once.
+- It is what the program says, before it is compiled: XLA may move a copy out of a loop, or drop
+  one there and back. What nothing reads is not counted.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+from jax.extend.core import ClosedJaxpr
+
+from hfjax.analysis import transfers_jaxpr as copies_in_jaxpr
+from hfjax.analysis.memory_copies import TO_DEVICE, TO_HOST, Copy
+from hfjax.analysis.transfers_stablehlo import Copies
+from hfjax.base.tables import Rows, aligned, human, merged
+
+DIRECTIONS = (TO_HOST, TO_DEVICE)
+HEAD = ("direction", "array", "bytes", "count", "total", "where")
+
+
+@dataclasses.dataclass(frozen=True)
+class HostTransfer:
+    """One row: `count` copies of one array in one direction, per device."""
+
+    direction: str  # "to host" or "to device"
+    dtype: str
+    shape: tuple[int, ...]
+    bytes: int  # of one copy
+    count: int
+    where: str  # the loops and branches that it is in
+    whole: bool = False  # shape and bytes are of the whole array: how it is split is not said
+
+
+class Transfers(Rows[HostTransfer]):
+    """The copies of one call of a program, most bytes first; `print` shows a table."""
+
+    @property
+    def to_host(self) -> int:
+        """The bytes that one device sends to the host."""
+        return self.total(TO_HOST)
+
+    @property
+    def to_device(self) -> int:
+        """The bytes that one device takes from the host."""
+        return self.total(TO_DEVICE)
+
+    def total(self, direction: str | None = None) -> int:
+        """Return the bytes of one device, of all rows or of one direction."""
+        return sum(row.bytes * row.count for row in self._of(direction))
+
+    def count(self, direction: str | None = None) -> int:
+        """Return how many copies there are, in all or in one direction."""
+        return sum(row.count for row in self._of(direction))
+
+    def _of(self, direction: str | None) -> list[HostTransfer]:
+        if direction is not None and direction not in DIRECTIONS:
+            raise ValueError(f"direction is {direction!r}; allowed are {', '.join(DIRECTIONS)}")
+        return [row for row in self.rows if direction in (None, row.direction)]
+
+    def __str__(self) -> str:
+        title = f"copies between device and host of one call, per device ({self.source})"
+        if not self.rows:
+            return f"{title}: none"
+        lines = aligned([HEAD, *map(_cells, self.rows)], numbers=(2, 3, 4))
+        both = (f"{d} {self.count(d)} x, {human(self.total(d))}" for d in DIRECTIONS)
+        table = [title, *lines, "; ".join(both)]
+        if any(row.whole for row in self.rows):
+            table.append(
+                "* whole, along some axis at least: the program does not say how it is split"
+            )
+        return "\n".join(table)
+
+
+def _cells(row: HostTransfer) -> tuple[str, ...]:
+    array = f"{row.dtype}[{','.join(map(str, row.shape))}]" + "*" * row.whole
+    sizes = human(row.bytes), str(row.count), human(row.bytes * row.count)
+    return (row.direction, array, *sizes, row.where)
+
+
+def transfers(program: Any) -> Transfers:
+    """Return the copies between device and host of one call of a traced or lowered program.
+
+    `program` is `jax.jit(f).trace(…)`, that with `.lower(lowering_platforms=("cuda",))`, or a
+    jaxpr; of a step, `step.trace(batch)`.
+    """
+    if isinstance(program, jax.stages.Lowered):
+        _check_tells(program)
+        return Transfers(_rows(Copies(program.compiler_ir("stablehlo")).found()), "stablehlo")
+    jaxpr = program.jaxpr if isinstance(program, jax.stages.Traced) else program
+    if isinstance(jaxpr, ClosedJaxpr):
+        return Transfers(_rows(copies_in_jaxpr.copies(jaxpr)), "jaxpr")
+    raise ValueError(
+        f"program is a {type(program).__name__}; allowed are jax.stages.Traced, jax.stages.Lowered "
+        "and a jaxpr: pass jax.jit(f).trace(*args), or jax.make_jaxpr(f)(*args)"
+    )
+
+
+def _check_tells(program: jax.stages.Lowered) -> None:
+    """Refuse a program lowered for CPUs: their memory is the host's, and it copies nothing."""
+    if "cpu" in (getattr(program._lowering, "_platforms", None) or ()):
+        raise ValueError(
+            "this program is lowered for CPUs, where nothing is copied between device and host. "
+            'Lower it for a GPU, jax.jit(f).trace(…).lower(lowering_platforms=("cuda",)) (none is '
+            "needed), or pass the trace."
+        )
+
+
+def _rows(found: list[Copy]) -> tuple[HostTransfer, ...]:
+    return merged(
+        HostTransfer(c.kind, c.dtype, c.shape, c.bytes, c.count, c.where, c.whole) for c in found
+    )

@@ -1,0 +1,53 @@
+"""Parameters by path: trees as `{"layers/mlp/up/kernel": …}` and back, and patterns of paths."""
+
+import difflib
+from collections.abc import Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+Flat = dict[str, Any]  # path -> array, for instance {"layers/mlp/up/kernel": …}
+
+
+def nest(flat: Mapping[str, Any]) -> dict:
+    """Return {"a/b": x} as {"a": {"b": x}}."""
+    tree: dict = {}
+    for path, value in flat.items():
+        *parents, name = path.split("/")
+        node = tree
+        for key in parents:
+            node = node.setdefault(key, {})
+        node[name] = value
+    return tree
+
+
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return {"a": {"b": x}} as {"a/b": x}."""
+    flat: dict[str, Any] = {}
+    for name, value in tree.items():
+        nested = isinstance(value, Mapping)
+        flat |= flatten(value, f"{prefix}{name}/") if nested else {prefix + name: value}
+    return flat
+
+
+def nearest(path: str, known: Iterable[str]) -> str:
+    """Return a sentence that names the paths most like one that is not there."""
+    known = list(known)
+    near = difflib.get_close_matches(path, known, n=3)
+    near = near or [p for p in known if p.startswith(path)][:3]
+    return f"Nearest: {near or 'none'}. All: layout.specs."
+
+
+def matches(patterns: Sequence[str], paths: Iterable[str]) -> dict[str, str]:
+    """Return path -> the first pattern that it matches; `*` stands for anything, also for `/`.
+
+    >>> matches(["*/bias", "*"], ["mlp/bias", "mlp/kernel"])
+    {'mlp/bias': '*/bias', 'mlp/kernel': '*'}
+
+    A pattern that matches nothing is refused.
+    """
+    paths = list(paths)
+    for pattern in patterns:
+        if not any(fnmatchcase(path, pattern) for path in paths):
+            raise ValueError(f"pattern {pattern!r} matches no parameter. {nearest(pattern, paths)}")
+    found = {p: next((x for x in patterns if fnmatchcase(p, x)), None) for p in paths}
+    return {path: pattern for path, pattern in found.items() if pattern is not None}

@@ -1,0 +1,86 @@
+"""Rows of a table: equal ones counted together, and written under each other.
+
+Numbers of bytes as people write them.
+"""
+
+import dataclasses
+import re
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import Any, Generic, TypeVar
+
+Row = TypeVar("Row")
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows(Generic[Row]):
+    """Rows that were read in a program; `source` says in what form of it."""
+
+    rows: tuple[Row, ...]
+    source: str
+
+    def __iter__(self) -> Iterator[Row]:
+        return iter(self.rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Row:
+        return self.rows[index]
+
+
+def merged(found: Iterable[Any]) -> tuple[Any, ...]:
+    """Return rows (with fields `bytes` and `count`) with equal ones merged, most bytes first."""
+    counts: dict[Any, int] = {}
+    for row in found:
+        of_one = dataclasses.replace(row, count=0)
+        counts[of_one] = counts.get(of_one, 0) + row.count
+    rows = [dataclasses.replace(row, count=n) for row, n in counts.items()]
+    return tuple(sorted(rows, key=lambda row: -row.bytes * row.count))
+
+
+def aligned(lines: Sequence[Sequence[str]], numbers: Collection[int] = ()) -> list[str]:
+    """Return lines of cells under each other; the columns that are `numbers` stand to the right.
+
+    >>> aligned([("of", "n"), ("layers", "12")], numbers=(1,))
+    ['of       n', 'layers  12']
+    """
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+
+    def line(cells: Sequence[str]) -> str:
+        pairs = enumerate(zip(cells, widths, strict=True))
+        return "  ".join(c.rjust(w) if i in numbers else c.ljust(w) for i, (c, w) in pairs).rstrip()
+
+    return [line(cells) for cells in lines]
+
+
+UNITS = {
+    **{"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12},
+    **{"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40},
+}
+
+
+def bytes_of(text: str, name: str = "size") -> int:
+    """Return how many bytes a text says; a bare number is bytes.
+
+    >>> bytes_of("24GiB") == 24 * 2**30, bytes_of("1.5 MB"), bytes_of("512")
+    (True, 1500000, 512)
+    """
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
+    if not found or (found[2] and found[2].lower() not in UNITS):
+        raise ValueError(
+            f"{name} {text}: a size is expected, for instance 24GiB (of 1024) or 24GB (of 1000)."
+        )
+    return round(float(found[1]) * UNITS[found[2].lower() or "b"])
+
+
+def human(n: float) -> str:
+    """Return a number of bytes as people write it.
+
+    >>> human(3 * 2**20)
+    '3.0 MiB'
+    """
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if n < 1024:
+            return f"{n:.0f} {unit}" if unit == "B" else f"{n:.1f} {unit}"
+        n /= 1024
+    return f"{n:.1f} TiB"

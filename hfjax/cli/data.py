@@ -1,0 +1,190 @@
+"""`hfjax data`: make a data set, or show what one holds."""
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import tyro
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from hfjax.base.exits import carried_out
+from hfjax.cli.words import check_words
+from hfjax.data.recipe import Prepared, Progress as Tell, Recipe, make
+from hfjax.data.tokens import META, SPLITS, Meta, TokenSet
+
+SHOWN = 400  # tokens that are decoded
+
+
+@dataclass(frozen=True)
+class DataCommand:
+    """Make a data set of token files from text, JSONL or Parquet; or --show one."""
+
+    inputs: tyro.conf.Positional[tuple[str, ...]] = ()
+    """Files or folders: .txt and .md (a file is a document), .jsonl, .parquet; also .gz of them."""
+
+    out: Path | None = None
+    """The directory to make; it appears when it is whole."""
+
+    tokenizer: str = "bytes"
+    """bytes, bpe (trained on the text), the path of a tokenizer.json, or another data set."""
+
+    vocab: int | None = None
+    """The size of a bpe vocabulary (8192)."""
+
+    valid: float = 0.0
+    """The part of the documents that goes to validation: makes DIR/train and DIR/valid."""
+
+    field: str = "text"
+    """The field of JSONL, or the column of Parquet, that holds the text."""
+
+    pattern: str | None = None
+    """Which files of a folder, for instance '**/*.py'."""
+
+    append_end: bool = True
+    """Put a token after each document: byte 0, or the tokenizer's end of text."""
+
+    end_token: str | None = None
+    """The name of that token in a tokenizer.json, if it is none of the usual ones."""
+
+    errors: str = "strict"
+    """What to do where text is not UTF-8: strict (refuse) or replace (by U+FFFD)."""
+
+    overwrite: bool = False
+    """Replace the data set that is at --out."""
+
+    show: Path | None = None
+    """Show what a data set holds and how it begins."""
+
+    verify: bool = False
+    """With --show: read all of it and compare CRC32s."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run `hfjax data` with these arguments; return the exit status."""
+    try:
+        check_words(argv)
+    except ValueError as mistake:
+        raise SystemExit(f"error: {mistake}") from None
+    return run(tyro.cli(DataCommand, args=list(argv), prog="hfjax data"))
+
+
+def run(command: DataCommand) -> int:
+    """Make or show a data set; return the exit status."""
+    console = Console(highlight=False, soft_wrap=True)
+    act = _make if command.show is None else _show
+    return carried_out("data", lambda: act(command, console))
+
+
+def _make(command: DataCommand, console: Console) -> None:
+    if command.verify:
+        raise ValueError("--verify goes with --show DIR.")
+    if command.out is None or not command.inputs:
+        raise ValueError(
+            "name what to read and where to write: hfjax data INPUT … --out DIR; or a data set to "
+            "look at: hfjax data --show DIR"
+        )
+    given = {field.name: getattr(command, field.name) for field in fields(Recipe)}
+    with _progress() as tell:
+        made = make(Recipe(**given), tell)
+    _summary(made, console)
+
+
+def _summary(made: Prepared, console: Console) -> None:
+    console.print(_table(made.out, made.parts))
+    console.print(f"\nfiles read: {made.files}; {made.out} is whole.")
+    if made.passed_over:
+        console.print(
+            f"files of another kind, not read: {made.passed_over} (--pattern '**/*' reads all)."
+        )
+    if made.empty:
+        console.print(f"documents without text, left out: {made.empty}.")
+    found = next(iter(made.parts.values())).vocab
+    if made.asked_vocab not in (None, found):
+        console.print(
+            f"The text has pairs for a vocabulary of {found} only; --vocab asked for "
+            f"{made.asked_vocab}."
+        )
+
+
+def _table(directory: Path, parts: dict[str, Meta]) -> Table:
+    table = Table(box=None, pad_edge=False)
+    table.add_column("data set")
+    for head in ("documents", "tokens", "vocabulary", "on disk", "tokens per byte"):
+        table.add_column(head, justify="right")
+    for name, meta in parts.items():
+        place = directory / name
+        size = sum(file.stat().st_size for file in place.iterdir() if file.is_file())
+        rate = f"{meta.tokens / meta.text:.3f}" if meta.text else "-"
+        numbers = (meta.documents, meta.tokens, meta.vocab)
+        table.add_row(name or directory.name, *(f"{n:,}" for n in numbers), _bytes(size), rate)
+    return table
+
+
+def _show(command: DataCommand, console: Console) -> None:
+    assert command.show is not None
+    if command.inputs or command.out is not None:
+        raise ValueError("--show DIR goes without inputs and without --out.")
+    parts = [name for name in SPLITS if (command.show / name / META).is_file()] or [""]
+    sets = {name: TokenSet(command.show / name) for name in parts}
+    console.print(_table(command.show, {name: data.meta for name, data in sets.items()}))
+    for name, data in sets.items():
+        meta, title = data.meta, name or str(command.show)
+        end = "none" if meta.end is None else f"token {meta.end}"
+        console.print(
+            f"\n{title}: {meta.dtype}, tokenizer {meta.tokenizer}, end of a document: {end}"
+            f"\nmade from {', '.join(meta.sources) or 'tokens'}"
+        )
+        _begin(data, console)
+        if command.verify:
+            data.verify()
+            console.print(f"{title}: every CRC32 is right ({', '.join(meta.crc32)})")
+
+
+def _begin(data: TokenSet, console: Console) -> None:
+    """Print the first lines, or the first tokens where there is no tokenizer."""
+    stop = int(data.documents[1]) - (data.meta.end is not None)
+    first = data.tokens[: min(SHOWN, stop)]
+    if data.meta.tokenizer == "none":
+        text = " ".join(map(str, first[:20]))
+    else:
+        text = data.tokenizer.decode(first)
+    for line in text.splitlines()[:5]:
+        console.print(f"  | {line}", markup=False)
+
+
+@contextmanager
+def _progress() -> Iterator[Tell | None]:
+    """Give what draws a bar on a terminal, else nothing."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn())
+    bar = Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True)
+    with bar:
+        tasks = {}
+
+        def tell(what: str, read: int, total: int) -> None:
+            if what not in tasks:
+                tasks[what] = bar.add_task(what, total=total)
+            bar.update(tasks[what], completed=read)
+
+        yield tell
+
+
+def _bytes(size: float) -> str:
+    """Return a number of bytes in the unit that suits it.
+
+    >>> _bytes(512), _bytes(3 << 20)
+    ('512 B', '3.0 MiB')
+    """
+    if size < 1024:
+        return f"{size} B"
+    for unit in ("KiB", "MiB", "GiB"):
+        size /= 1024
+        if size < 1024:
+            return f"{size:.1f} {unit}"
+    return f"{size / 1024:.1f} TiB"

@@ -1,0 +1,1 @@
+"""`hfjax memory`: what a training step would take, compiled before it runs."""

@@ -1,0 +1,194 @@
+"""`hfjax memory`: what a training step would take of each device, before anything runs."""
+
+import json
+import os
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+import jax
+from rich.console import Console
+
+from hfjax.analysis.least_offload import Least, least_offload
+from hfjax.base.exits import carried_out
+from hfjax.base.tables import bytes_of, human
+from hfjax.cli.memory import picture as memory_picture
+from hfjax.cli.memory.estimate import compiled, estimate
+from hfjax.cli.memory.planned import Planned
+from hfjax.cli.memory.report import Report, table
+from hfjax.cli.memory.settings import AUTO, Memory, alternatives, of_run
+from hfjax.cli.run import config_of, parsed
+from hfjax.parallel.mesh import describe_mesh
+from hfjax.target import GPUS, can_compile_for_gpus, target_devices, wheels
+
+WIDTH, COLUMN = 26, 11  # of the table: what is told, and the least for a number
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run `hfjax memory` with these arguments; return the exit status."""
+    default, rest = config_of(argv)
+    given: Memory = parsed(Memory, rest, "memory", of_run(default))
+    console = Console(highlight=False)
+    return carried_out("memory", lambda: _tell(given, console))
+
+
+def _tell(given: Memory, console: Console) -> None:
+    _prepare(given)
+    with console.status("compiling") as status:
+        found = report(given, lambda name: status.update(f"compiling {name}"))
+    parts = [re.split("[,+]", estimate.name) for estimate in found.estimates]
+    columns = sum(3 + max(COLUMN, *map(len, part)) for part in parts)
+    console.width = max(console.width, WIDTH + columns)
+    console.print(table(found))
+    for note in found.notes:
+        console.print(f"* {note}", style="dim")
+    if given.json is not None:
+        given.json.write_text(json.dumps(asdict(found), indent=1), encoding="utf-8")
+    if given.out is not None:
+        memory_picture.draw(found, given.out)
+        console.print(f"{given.out} is drawn.")
+    if found.missed is not None:
+        raise ValueError(found.missed)
+
+
+def _prepare(given: Memory) -> None:
+    """Set JAX up before its first use."""
+    if given.gpu == "here" and given.cpu_devices is None:
+        return
+    jax.config.update("jax_platforms", "cpu")
+    here = given.cpu_devices if given.gpu == "here" else given.count
+    jax.config.update("jax_num_cpu_devices", here)
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # of drivers that are not needed
+
+
+def report(given: Memory, tell: Any = lambda name: None) -> Report:
+    """Return what the settings take, and their alternatives."""
+    devices = _devices(given)
+    parts, notes, missed = _planned(given, devices), [], None
+    device = parts.mesh.devices.flat[0]
+    memory, of = _memory(given, device)
+    list(alternatives(given))  # what is wrong with them is said before anything is compiled
+    if given.offload == AUTO:
+        least = _least(given, devices, memory, tell)
+        ratio = 1 if least.ratio is None else least.ratio
+        given = replace(given, offload=f"{ratio:g}" if ratio else None)
+        notes, missed = [_said(least)], _missed(least)
+    found, refused = [], {}
+    for name, config in alternatives(given):
+        tell(name)
+        try:
+            found.append(estimate(name, _planned(config, devices)))
+        except ValueError as wrong:
+            if not found:
+                raise
+            refused[name] = str(wrong)
+    kind = "CPU" if device.platform == "cpu" else device.device_kind
+    rows = f"{given.batch} rows of {parts.model.length} tokens, precision {given.precision}"
+    where = f"{parts.layout.strategy.name} on {describe_mesh(parts.mesh)} ({kind})"
+    title = f"{parts.model.name}, {where}, {rows}"
+    if any(e.sent_whole for e in found):
+        notes.append("sent in a step: some of it is counted whole along tensor, more than is sent.")
+    notes = (*notes, *_notes(given, parts))
+    return Report(title, tuple(found), refused, memory, of, notes, missed)
+
+
+# -- the least offload --------------------------------------------------------------------
+
+
+def _least(given: Memory, devices: Any, memory: int | None, tell: Any) -> Least:
+    """Return the least offload that fits the memory of a device, by programs compiled for it."""
+    if not _for_gpu(given):
+        raise ValueError(
+            "--offload auto compares programs compiled for the GPU: the compiler for CPUs counts "
+            f"no offload. Install what compiles: pip install --no-deps {' '.join(wheels())}"
+        )
+    if memory is None:
+        raise ValueError("--offload auto: which memory is to be kept to? --device-memory 24GiB")
+
+    def peak(ratio: float) -> int:
+        tell(f"offload={ratio:g}")
+        parts = _planned(replace(given, offload=f"{ratio:g}"), devices)
+        return compiled(parts.step.lower(parts.batch).compile())["peak"]
+
+    return least_offload(peak, memory)
+
+
+def _said(least: Least) -> str:
+    peaks = ", ".join(f"{ratio:g}: {human(least.peaks[ratio])}" for ratio in sorted(least.peaks))
+    found = "no ratio fits" if least.ratio is None else f"{least.ratio:g} is the least that fits"
+    text = f"offload auto: {found} {human(least.memory)}. Peaks as compiled: {peaks}"
+    return text + ("" if least.monotone else ". Here and there more offload takes more memory.")
+
+
+def _missed(least: Least) -> str | None:
+    if least.ratio is not None:
+        return None
+    return (
+        f"even with all that layers keep on the host a step takes {human(least.peaks[1.0])}, more "
+        f"than {human(least.memory)}. The table shows what takes it. Else try --remat full, "
+        "--accumulate N (fewer rows at a time), the optimizer on the host, --strategy fsdp or "
+        "--count with more devices, or a smaller --model.length."
+    )
+
+
+# -- devices ------------------------------------------------------------------------------
+
+
+def _for_gpu(given: Memory) -> bool:
+    """Return whether the step is compiled for a GPU."""
+    if given.gpu == "here":
+        return jax.default_backend() == "gpu"
+    return can_compile_for_gpus()
+
+
+def _devices(given: Memory) -> Sequence[Any] | None:
+    if given.gpu == "here":
+        return None
+    if can_compile_for_gpus():
+        return target_devices(given.gpu, given.count)
+    devices = jax.devices()
+    if len(devices) < given.count:
+        raise ValueError(f"--count {given.count}: there are {len(devices)} devices to stand in.")
+    return devices[: given.count]
+
+
+def _planned(given: Memory, devices: Sequence[Any] | None) -> Planned:
+    elsewhere = devices is not None and devices[0].platform != "cpu"
+    known = replace(given, offload=None) if given.offload == AUTO else given
+    return Planned(known, devices, given.vocab, flash=elsewhere)
+
+
+def _memory(given: Memory, device: Any) -> tuple[int | None, str]:
+    """Return the memory of a device, and of what it is."""
+    if given.device_memory is not None:
+        return bytes_of(given.device_memory), "device memory"
+    if given.gpu != "here":
+        return GPUS[given.gpu].memory, GPUS[given.gpu].name
+    stats = device.memory_stats() if device.platform != "cpu" else None
+    return (stats or {}).get("bytes_limit"), device.device_kind
+
+
+def _notes(given: Memory, parts: Planned) -> Iterator[str]:
+    """Yield what to bear in mind."""
+    if not _for_gpu(given) and given.gpu != "here":
+        yield (
+            "temporaries and peak are those of a program compiled for CPUs, which lays memory out "
+            f"otherwise than a {given.gpu.upper()} and counts no offload. To compile for the GPU, "
+            f"which need not be here: pip install --no-deps {' '.join(wheels())}"
+        )
+    if parts.flash and parts.model.shape is not None:
+        yield (
+            "attention keeps queries, keys and values and computes its scores again, which is what "
+            "cuDNN's keeps; cuDNN's own working memory is less than what is compiled here."
+        )
+    if parts.mesh.shape["tensor"] > 1:
+        yield (
+            "kept for the backward pass: as the trace says, whole along tensor; the compiled "
+            "program splits some of it."
+        )
+    if parts.mesh.shape["pipe"] > 1:
+        yield (
+            "kept by layers: all slots of the rings that microbatches in flight share, on each "
+            "stage. First and last stage are alike: in one program."
+        )

@@ -1,0 +1,158 @@
+"""What one step takes of memory: from the layout, from its trace, from the compiled program."""
+
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import jax
+
+from hfjax.analysis.stashes import stashes
+from hfjax.analysis.transfers import transfers
+from hfjax.base.paths import flatten
+from hfjax.cli.memory.planned import Planned
+from hfjax.parallel.engine.blueprint import LAYERS
+from hfjax.parallel.layerwise.plane import LayerwisePlane
+from hfjax.parallel.memory import KIND
+from hfjax.parallel.mesh import platform_of
+from hfjax.parallel.pipeline.plane import PipelinePlane, waiting
+
+STATE = ("parameters", "moments", "master")
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Bytes of one device, and of its part of the host; None: not known, or not asked for."""
+
+    name: str
+    # from the layout
+    parameters: int
+    gradients: int
+    moments: int
+    master: int
+    host_parameters: int
+    host_moments: int
+    host_master: int
+    # from the trace: what waits for the backward pass
+    layers: int | None  # kept by the layers, of one microbatch (in a pipeline: of all that wait)
+    ends: int | None  # kept before and after the layers
+    messages: int | None  # between stages
+    host_stashes: int | None
+    to_host: int  # sent in a step
+    to_device: int
+    sent_whole: bool  # of some arrays that are sent the program does not say how they are split
+    # from the compiler
+    platform: str
+    arguments: int
+    temporaries: int
+    peak: int
+    host_compiled: int
+
+    @property
+    def stashes(self) -> int:
+        """What waits for the backward pass on the device, as far as the trace tells."""
+        return sum(size or 0 for size in (self.layers, self.ends, self.messages))
+
+    @property
+    def known(self) -> int:
+        """All that the layout and the trace tell of the device."""
+        return self.parameters + self.moments + self.master + self.gradients + self.stashes
+
+    @property
+    def host(self) -> int:
+        """All that lies on the host, as the layout and the trace tell."""
+        state = self.host_parameters + self.host_moments + self.host_master
+        return state + (self.host_stashes or 0)
+
+
+def estimate(name: str, parts: Planned) -> Estimate:
+    """Return what a step takes: it is traced and compiled, nothing is allocated."""
+    step = parts.step
+    traced = step.trace(parts.batch)
+    moved = transfers(traced.lower(lowering_platforms=("cuda",)))
+    return Estimate(
+        name,
+        gradients=_gradients(step),
+        **_state(step.layout),
+        **_waiting(step, traced, parts.batch),
+        to_host=moved.to_host,
+        to_device=moved.to_device,
+        sent_whole=any(row.whole for row in moved),
+        platform=platform_of(step.layout.mesh),
+        **compiled(traced.lower().compile()),
+    )
+
+
+def _gradients(step: Any) -> int:
+    """Return the bytes of the gradients that are there at once: all, or the ends' and a layer's."""
+    sizes = step.layout.gradient_bytes
+    if not step.execution.optimizer_in_backward:
+        return sum(sizes.values())
+    layers: dict[str, int] = {}
+    for path in [path for path in sizes if path.startswith(LAYERS)]:
+        number = path.split("/")[1] if step.layout.blueprint.listed else "each"
+        rows = 1 if number != "each" else step.layout.placed[path].shape[0]
+        layers[number] = layers.get(number, 0) + sizes.pop(path) // rows
+    return sum(sizes.values()) + max(layers.values())
+
+
+def _state(layout: Any) -> dict[str, int]:
+    """Return bytes of one device for each part of the state, by where it lies."""
+    found = dict.fromkeys([*STATE, *(f"host_{part}" for part in STATE)], 0)
+    state = layout.abstract_state()
+    for keys, x in jax.tree_util.tree_leaves_with_path((state.params, state.optimizer)):
+        names = {str(getattr(key, "name", getattr(key, "key", ""))) for key in keys}
+        part = "parameters" if keys[0].idx == 0 else "master" if "master" in names else "moments"
+        there = "host_" if x.sharding.memory_kind == KIND else ""
+        found[there + part] += prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+    return found
+
+
+def _waiting(step: Any, traced: jax.stages.Traced, batch: Any) -> dict[str, int | None]:
+    """Return what waits for the backward pass: of a pipeline its rings, else by the trace.
+
+    A loop that is written out, forward and backward, does not tell.
+    """
+    kept = None if isinstance(step._plane, LayerwisePlane) else stashes(traced)
+    if kept is None:
+        return dict.fromkeys(("layers", "ends", "messages", "host_stashes"))
+    here = lambda layers: sum(k.total for k in kept if k.layers == layers and not k.host)
+    found: dict[str, int | None] = {
+        "layers": here(True),
+        "ends": here(False),
+        "messages": 0,
+        "host_stashes": sum(k.total for k in kept if k.host),
+    }
+    if isinstance(step._plane, PipelinePlane):
+        found |= _in_rings(step, batch)
+    return found
+
+
+def _in_rings(step: Any, batch: Any) -> dict[str, int | None]:
+    schedule = step.execution.schedule
+    if schedule.versions(step._plane.ticks.table.stages) is not None:
+        return dict.fromkeys(
+            ("layers", "messages", "host_stashes")
+        )  # it has an executor of its own
+    state = step.layout.abstract_state()
+    given = flatten(state.params), flatten(state.variables)
+    told = waiting(step._plane, *given, batch, state.step)
+    activations, messages = told["activations"], told["messages"]
+    return {
+        "layers": activations[0],
+        "messages": messages[0],
+        "host_stashes": activations[1] + messages[1],
+    }
+
+
+def compiled(program: jax.stages.Compiled) -> dict[str, int]:
+    """Return what a program takes, as its compiler tells."""
+    memory: Any = program.memory_analysis()
+    fresh = memory.output_size_in_bytes - memory.alias_size_in_bytes
+    arguments, temporaries = memory.argument_size_in_bytes, memory.temp_size_in_bytes
+    host = memory.host_argument_size_in_bytes + memory.host_temp_size_in_bytes
+    return {
+        "arguments": arguments,
+        "temporaries": temporaries,
+        "peak": arguments + temporaries + fresh,
+        "host_compiled": host + memory.host_output_size_in_bytes - memory.host_alias_size_in_bytes,
+    }

@@ -1,0 +1,74 @@
+"""The parts of a run that is only planned: for devices and a vocabulary that need not be here."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from hfjax.models.attention import dot_product
+from hfjax.models.gpt import GPT, GPTConfig
+from hfjax.models.llama import Llama
+from hfjax.run.build import Parts, mesh_of
+from hfjax.run.model import Chosen, choose
+
+
+@dataclass(frozen=True)
+class Planned(Parts):
+    """Parts of a run whose step is compiled, never run."""
+
+    devices: Sequence[Any] | None = None  # None: those at hand
+    vocab: int | None = None  # None: that of the data
+    flash: bool = False  # attention that keeps what cuDNN's keeps
+
+    @cached_property
+    def mesh(self) -> jax.sharding.Mesh:
+        """The devices."""
+        return mesh_of(self.config, self.devices)
+
+    @cached_property
+    def model(self) -> Chosen:
+        """The model."""
+        if self.vocab is None:
+            chosen = super().model
+        else:
+            chosen = choose(self.config, self.vocab)
+        if not self.flash or chosen.shape is None:
+            return chosen
+        shape = replace(chosen.shape, attention=recomputed)
+        kind: Any = GPT if isinstance(shape, GPTConfig) else Llama
+        return replace(chosen, shape=shape, init=lambda rngs: kind(shape, rngs=rngs))
+
+    @property
+    def batch(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """The shapes of a batch of token rows."""
+        rows, length = self.config.batch, self.model.length
+        batch = {"tokens": jax.ShapeDtypeStruct((rows, length + 1), jnp.int32)}
+        if self.config.data.packing == "documents":
+            batch["documents"] = jax.ShapeDtypeStruct((rows, length + 1), jnp.int32)
+            batch["mask"] = jax.ShapeDtypeStruct((rows, length), jnp.float32)
+        return batch
+
+
+@jax.custom_vjp
+def recomputed(q_BSHD: Any, k_BSGD: Any, v_BSGD: Any, documents_BS: Any = None) -> jax.Array:
+    """Return causal attention that keeps no scores for the backward pass, as cuDNN's keeps none."""
+    return dot_product(q_BSHD, k_BSGD, v_BSGD, documents_BS, "xla")
+
+
+def _forward(
+    q_BSHD: Any, k_BSGD: Any, v_BSGD: Any, documents_BS: Any = None
+) -> tuple[jax.Array, Any]:
+    out = dot_product(q_BSHD, k_BSGD, v_BSGD, documents_BS, "xla")
+    return out, (q_BSHD, k_BSGD, v_BSGD, documents_BS)
+
+
+def _backward(given: Any, cotangent: jax.Array) -> tuple[Any, ...]:
+    *arrays, documents = given
+    attend = lambda q, k, v: dot_product(q, k, v, documents, "xla")
+    return *jax.vjp(attend, *arrays)[1](cotangent), None
+
+
+recomputed.defvjp(_forward, _backward)

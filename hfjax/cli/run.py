@@ -1,0 +1,205 @@
+"""`hfjax train`, `hfjax eval` and `hfjax generate`.
+
+What comes before the first use of JAX: devices, processes, the cache of compiled programs.
+"""
+
+import os
+import sys
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import tyro
+
+import hfjax
+from hfjax.checkpoint import Restored
+from hfjax.cli.words import check_words
+from hfjax.optimizers.transforms import averaged
+from hfjax.processes.agreement import say, speaks
+from hfjax.processes.distributed import Cluster, init_distributed
+from hfjax.processes.exit_codes import FAILED, MISTAKE, exit_code
+from hfjax.processes.stop import leaving
+from hfjax.run import files
+from hfjax.run.build import Parts
+from hfjax.run.config import Mesh, Train, at_least
+from hfjax.run.loop import CHECKPOINTS, CONFIG, train
+from hfjax.run.sampling import Sampling
+from hfjax.run.screen import validation
+
+
+def start(config: Train) -> Cluster:
+    """Set JAX up as a configuration says; return the processes that run it."""
+    if config.cpu_devices is not None:
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", config.cpu_devices)
+    keep_programs(config.cache)
+    cluster = init_distributed(timeout=config.init_timeout)
+    if not speaks():  # the first process tells of skipped steps
+        warnings.simplefilter("ignore", RuntimeWarning)
+    return cluster
+
+
+def keep_programs(place: Path | None = None) -> None:
+    """Keep compiled programs in a directory, so that a second start need not compile them."""
+    if os.environ.get("JAX_COMPILATION_CACHE_DIR") and place is None:
+        return
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    jax.config.update("jax_compilation_cache_dir", str(place or home / "hfjax" / "programs"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+
+
+MISTAKES = (ValueError, FloatingPointError, TimeoutError, OSError)
+
+
+def train_command(argv: Sequence[str]) -> int:
+    """Train; return the exit status."""
+    default, rest = config_of(argv)
+    config = parsed(Train, rest, "train", default)
+    with _ending_in_words():
+        start(config)
+        return exit_code(train(config).reason)
+
+
+def parsed(kind: type, argv: Sequence[str], command: str, default: Any = None) -> Any:
+    """Return what the arguments of a command say; a value that is not allowed ends it."""
+    fields = {} if default is None else {"default": default}
+    try:
+        check_words(argv)
+        return tyro.cli(kind, args=list(argv), prog=f"hfjax {command}", **fields)
+    except ValueError as mistake:  # a value that its flag does not allow
+        raise SystemExit(f"error: {mistake}") from None
+
+
+@contextmanager
+def _ending_in_words() -> Iterator[None]:
+    """Say what is wrong, in every process: the other ones may know of nothing."""
+    with leaving():
+        try:
+            yield
+        except MISTAKES as mistake:
+            notes = getattr(mistake, "__notes__", [])
+            told = [note for note in notes if not note.startswith("-----")]  # jax on its traceback
+            print("\n".join([f"error: {mistake}", *told]), file=sys.stderr)
+            raise SystemExit(MISTAKE if isinstance(mistake, ValueError) else FAILED) from None
+
+
+def config_of(argv: Sequence[str]) -> tuple[Train, list[str]]:
+    """Return what --config says, and the other arguments: they have the last word."""
+    rest = list(argv)
+    for at, word in enumerate(rest):
+        name, equals, value = word.partition("=")
+        if name == "--config":
+            if not equals and at + 1 == len(rest):
+                raise SystemExit("error: --config: the name of a file is expected.")
+            path = value if equals else rest[at + 1]
+            try:
+                return files.load(path), rest[:at] + rest[at + (1 if equals else 2) :]
+            except ValueError as mistake:
+                raise SystemExit(f"error: {mistake}") from None
+    return Train(), rest
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A run of `hfjax train`, on the devices at hand."""
+
+    run: tyro.conf.Positional[Path]
+    """The directory of the run."""
+    step: int | None = None
+    """Of which checkpoint; None: the latest."""
+    average: bool = True
+    """With the average of the parameters, if the run keeps one (--optimizer.ema)."""
+    strategy: str = "ddp"
+    """How to lay the parameters: as of `hfjax train`."""
+    mesh: Mesh = Mesh()
+    """On which devices."""
+    cpu_devices: int | None = None
+    """Run on so many fake CPU devices."""
+    cache: Path | None = None
+    """Where compiled programs are kept; None: in the user's cache."""
+    trust: bool = False
+    """Run the Python code that the configuration of the run names, if it names any."""
+
+
+@dataclass(frozen=True)
+class Evaluate(Saved):
+    """The mean loss of a trained model over a whole data set, each row once."""
+
+    data: Path | None = None
+    """The data set; None: what the run validates on."""
+    batch: int | None = None
+    """Rows in a batch; None: as in training."""
+    batches: int | None = None
+    """At most so many batches; None: all."""
+
+    def __post_init__(self):
+        at_least(self, "", batch=1, batches=1)
+
+
+@dataclass(frozen=True)
+class Generate(Saved):
+    """Text from a trained model."""
+
+    prompt: str = "\n"
+    tokens: int = 200
+    """How many to write."""
+    sampling: tyro.conf.OmitArgPrefixes[Sampling] = Sampling()
+
+
+def evaluate_command(argv: Sequence[str]) -> int:
+    """Evaluate a run; return the exit status."""
+    given = parsed(Evaluate, argv, "eval")
+    with _ending_in_words():
+        _evaluate(given)
+    return 0
+
+
+def _evaluate(given: Evaluate) -> None:
+    config = _config(given)
+    data = replace(config.data, valid=str(given.data)) if given.data else config.data
+    parts, restored = _restored(
+        given, replace(config, data=data, batch=given.batch or config.batch)
+    )
+    if parts.valid is None:
+        raise ValueError(f"{given.run} has no validation set. Give one: --data DIR.")
+    parts.check_validation(restored.state, given.batches)
+    found = parts.validated(restored.state, given.batches)
+    say(validation(restored.step, *found))
+
+
+def generate_command(argv: Sequence[str]) -> int:
+    """Write text; return the exit status."""
+    given = parsed(Generate, argv, "generate")
+    with _ending_in_words():
+        parts, restored = _restored(given, _config(given))
+        say(parts.written(restored.state, given.prompt, given.tokens, given.sampling))
+    return 0
+
+
+def _config(given: Saved) -> Train:
+    """Return the configuration of a saved run on the devices at hand."""
+    path = given.run / CONFIG
+    if not path.is_file():
+        raise ValueError(f"{given.run} is no run of hfjax train: it has no {CONFIG}.")
+    config = files.load(path)
+    if (code := files.code_of(config)) and not given.trust:
+        raise ValueError(
+            f"{path} names Python code, {' and '.join(code)}, which would run as you. If you wrote "
+            "it or have read it, give --trust."
+        )
+    here = {name: getattr(given, name) for name in ("mesh", "strategy", "cpu_devices", "cache")}
+    return replace(config, **here)
+
+
+def _restored(given: Saved, config: Train) -> tuple[Parts, Restored]:
+    """Return the parts of a run and its state; without an average only parameters are read."""
+    start(config)
+    parts, place = Parts(config), given.run / CHECKPOINTS
+    if not given.average or config.optimizer.ema is None:
+        return parts, hfjax.restore(place, parts.layout, given.step, parameters_only=True)
+    restored = hfjax.restore(place, parts.layout, given.step)
+    return parts, replace(restored, state=averaged(restored.state))

@@ -1,0 +1,221 @@
+"""`hfjax schedule`: a schedule in the terminal, what it costs, and files of it."""
+
+import argparse
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table as Rows
+from rich.text import Text
+
+from hfjax.base.exits import carried_out
+from hfjax.cli import schedule_picture as picture
+from hfjax.parallel.schedules.cost import (
+    MODELS,
+    bubble,
+    cost,
+    crossing,
+    messages,
+    permutes,
+    sent,
+    stash,
+)
+from hfjax.parallel.schedules.named import SCHEDULES, Schedule
+from hfjax.parallel.schedules.table import Table
+
+STYLES = {"F": "blue", "B": "green", "I": "cyan", "W": "yellow", ".": "dim"}
+MARGIN = 10  # columns before the first tick
+MOST = 8  # blocks of a grid that a terminal shows
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command to its parser."""
+    number = {"type": int, "metavar": "N"}
+    time = {"type": float, "metavar": "TIME"}
+    path = {"type": Path, "metavar": "FILE"}
+    add = parser.add_argument
+    add("name", nargs="?", help="a schedule; without one, all of them are listed")
+    add("--stages", **number, help="devices along the pipe axis (4)")
+    add("--microbatches", **number, help="microbatches of a step (16)")
+    add("--chunks", **number, help="pieces of the model on each stage (as the schedule has them)")
+    add("--from", **path, dest="own", help="show a table of your own, .csv or text, a line a stage")
+    add("--forward", **time, default=1.0, help="time of a forward on a stage (1)")
+    add("--backward", **time, default=2.0, help="time of a whole backward (2)")
+    add("--weights", **time, default=1.0, help="part of it that a weights slot takes (1)")
+    add("--plot", **path, help="draw it to scale: x.svg or x.png")
+    add("--trace", **path, help="write a trace for ui.perfetto.dev")
+    add("--csv", **path, help="write the table, to edit and read again with --from")
+
+
+def command(argv: Sequence[str]) -> int:
+    """Run `hfjax schedule` with these arguments; return the exit status."""
+    parser = argparse.ArgumentParser("hfjax schedule", description="Show a schedule and its cost.")
+    arguments(parser)
+    return main(parser.parse_args(argv))
+
+
+def main(given: argparse.Namespace) -> int:
+    """Show what was asked for; return the exit status."""
+    console = Console(highlight=False, soft_wrap=True)
+    listed = given.name is None and given.own is None
+    act = _list if listed else _draw
+    return carried_out("schedule", lambda: act(given, console))
+
+
+def _draw(given: argparse.Namespace, console: Console) -> None:
+    table = _table(given)
+    _write(table, given)
+    _show(table, given, console)
+
+
+def _times(given: argparse.Namespace) -> tuple[float, float, float]:
+    return given.forward, given.backward, given.weights
+
+
+def _say(given: argparse.Namespace) -> str:
+    forward, backward, weights = _times(given)
+    return f"forward {forward:g}, backward {backward:g} (weights {weights:g} of it)"
+
+
+def _list(given: argparse.Namespace, console: Console) -> None:
+    """Print a line for every schedule."""
+    for option in ("chunks", "plot", "trace", "csv"):
+        if getattr(given, option) is not None:
+            raise ValueError(f"--{option} is for one schedule: name one of {', '.join(SCHEDULES)}.")
+    stages, microbatches = _sizes(given)
+    rows = Rows(box=None, pad_edge=False)
+    for head in ("schedule", "chunks", "bubble", "stash", "B-W", "sent", ""):
+        rows.add_column(head, justify="left" if head in ("schedule", "") else "right")
+    for name, builder in SCHEDULES.items():
+        table = Schedule(name, microbatches).table(stages)
+        waste, kept, late = bubble(table, *_times(given)), max(stash(table)), max(crossing(table))
+        chunks = f"{builder.chunks}" if builder.fixed else f"any ({builder.chunks})"
+        numbers = f"{waste:.1%}", f"{kept:g}", f"{late:g}", f"{permutes(table)}"
+        rows.add_row(name, chunks, *numbers, builder.about)
+    console.print(rows)
+    console.print(
+        f"\nwith {stages} stages, {microbatches} microbatches, {_say(given)}; stash: microbatches "
+        "whose\nactivations a stage keeps; B-W: those of which it keeps what W needs of B; sent: "
+        "permutes of its\nprogram. One of them: hfjax schedule interleaved --chunks 4"
+    )
+
+
+def _sizes(given: argparse.Namespace) -> tuple[int, int]:
+    stages, microbatches = given.stages, given.microbatches
+    return 4 if stages is None else stages, 16 if microbatches is None else microbatches
+
+
+def _table(given: argparse.Namespace) -> Table:
+    """Return the table named, or that of the file given."""
+    stages, microbatches = _sizes(given)
+    if given.own is None:
+        return Schedule(given.name, microbatches, given.chunks).table(stages)
+    if given.name is not None:
+        raise ValueError(f"{given.name} and --from {given.own}: give a name or a file, not both.")
+    own = Schedule.from_csv(given.own).own
+    assert own is not None
+    found = {"microbatches": own.microbatches, "chunks": own.chunks, "stages": own.stages}
+    for name, count in found.items():
+        if getattr(given, name) not in (None, count):
+            raise ValueError(f"--{name} {getattr(given, name)}: {given.own} has {count}.")
+    return own
+
+
+def _show(table: Table, given: argparse.Namespace, console: Console) -> None:
+    """Print the grid and what it costs."""
+    several = f" of {table.chunks} chunks" if table.chunks > 1 else ""
+    console.print(
+        f"{table.name}: {table.stages} stages{several}, {table.microbatches} microbatches, "
+        f"{table.ticks} ticks {'with' if table.branches else 'without'} branches\n"
+    )
+    blocks = list(_blocks(table, console.width))
+    middle = range(MOST - 1, len(blocks) - 1) if console.is_terminal else range(0)
+    for number, (first, end) in enumerate(blocks):
+        if number not in middle:
+            console.print(_grid(table, first, end))
+        elif number == middle[0]:
+            last = blocks[middle[-1]][1] - 1
+            console.print(f"  ticks {first} to {last}: --csv or --plot has them all\n")
+    _print_costs(table, given, console)
+
+
+def _blocks(table: Table, width: int) -> Iterator[tuple[int, int]]:
+    """Yield the ticks, first and end, of as many columns as fit beside each other."""
+    first, room = 0, width - MARGIN
+    for tick in range(table.ticks):
+        wide = _width(table, tick) + 1
+        if wide > room and tick > first:
+            yield first, tick
+            first, room = tick, width - MARGIN
+        room -= wide
+    yield first, table.ticks
+
+
+def _width(table: Table, tick: int) -> int:
+    return max(len(table.text(tick, stage)) for stage in range(table.stages))
+
+
+def _grid(table: Table, first: int, end: int) -> Text:
+    """Return some ticks of the table: a line of their numbers, and one for each stage."""
+    widths = [max(_width(table, tick), len(str(tick))) for tick in range(first, end)]
+    heads = (str(tick).ljust(w) for tick, w in zip(range(first, end), widths, strict=True))
+    grid = Text().append(" " * MARGIN + " ".join(heads).rstrip() + "\n", style="dim")
+    for stage in range(table.stages):
+        grid.append(f"stage {stage}".ljust(MARGIN))
+        for tick, width in zip(range(first, end), widths, strict=True):
+            _append_cell(grid, table.text(tick, stage), width + 1)
+        grid.rstrip()
+        grid.append("\n")
+    return grid
+
+
+def _append_cell(grid: Text, cell: str, width: int) -> None:
+    for place, task in enumerate(cell.split("+")):
+        grid.append("+" if place else "", style="dim")
+        kind = next((letter for letter in task if letter in STYLES), ".")
+        grid.append(task, style=STYLES[kind])
+    grid.append(" " * (width - len(cell)))
+
+
+def _print_costs(table: Table, given: argparse.Namespace, console: Console) -> None:
+    waste, *others = (bubble(table, *_times(given), model) for model in MODELS)
+    time = cost(table, *_times(given))
+    console.print(f"time      {time:g}, with {_say(given)}")
+    console.print(
+        f"bubble    {waste:.1%}; waiting for neighbours only: {others[0]:.1%}, for inputs only: "
+        f"{others[1]:.1%}"
+    )
+    say = lambda counts: " ".join(f"{count:g}" for count in counts)
+    console.print(f"stash     {say(stash(table))}: microbatches whose activations each stage keeps")
+    if table.split:
+        kept = say(crossing(table))
+        console.print(f"B to W    {kept}: microbatches of which each keeps what W needs of B")
+    _print_messages(table, console)
+
+
+def _print_messages(table: Table, console: Console) -> None:
+    """Print what the program sends, and what tasks need of it."""
+    needed = messages(table)
+    if not needed:
+        console.print("messages  none")
+        return
+    most = max(sum(n for link, n in needed.items() if link[0] == s) for s in range(table.stages))
+    count = permutes(table)
+    console.print(
+        f"permutes  {count} in each stage's program; no stage has more than {most} to send"
+    )
+    links = (f"{a}->{b} {count} for {needed[a, b]}" for (a, b), count in sent(table).items())
+    console.print(f"messages  {', '.join(links)}: sent, for those needed")
+
+
+def _write(table: Table, given: argparse.Namespace) -> None:
+    """Write the files asked for."""
+    drawn = list(picture.boxes(table, *_times(given)))
+    if given.plot is not None:
+        picture.write(table, given.plot, drawn)
+    if given.trace is not None:
+        given.trace.write_text(picture.trace(table, drawn), encoding="utf-8")
+    if given.csv is not None:
+        rows = ([table.text(t, s) for t in range(table.ticks)] for s in range(table.stages))
+        lines = (",".join("" if cell == "." else cell for cell in row) for row in rows)
+        given.csv.write_text("\n".join(lines) + "\n", encoding="utf-8")

@@ -1,0 +1,83 @@
+"""In which order rows come: shuffled anew each epoch, several sets mixed. A function of seed.
+
+Global batches cut from the stream of rows, of which a process reads its own rows.
+"""
+
+import zlib
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any, cast
+
+import grain
+import numpy as np
+
+from hfjax.data.rows import Row, Rows
+
+MOST_ROWS = 1 << 32  # what grain's shuffle can number
+
+
+def order(
+    counts: Sequence[int], weights: Sequence[float], seed: int, shuffle: bool, epochs: int | None
+) -> grain.MapDataset[int]:
+    """Return the stream of row numbers, at random access; set i's rows are numbered after i - 1's.
+
+    >>> stream = order([3], [1.0], seed=0, shuffle=True, epochs=2)
+    >>> sorted(int(stream[i]) for i in range(3)), len(stream)
+    ([0, 1, 2], 6)
+    """
+    starts = list(accumulate(counts, initial=0))
+    if starts[-1] > MOST_ROWS:
+        raise ValueError(f"{starts[-1]} rows: at most {MOST_ROWS} can be shuffled. Longer rows.")
+    streams = []
+    for i, (start, count) in enumerate(zip(starts, counts, strict=False)):
+        one = grain.MapDataset.range(start, start + count)
+        if shuffle:
+            one = one.shuffle(seed=int(np.random.SeedSequence([seed, i]).generate_state(1)[0]))
+        streams.append(one.repeat(epochs))
+    return streams[0] if len(streams) == 1 else grain.MapDataset.mix(streams, list(weights))
+
+
+def fingerprint(stream: grain.MapDataset[int]) -> int:
+    """Return a CRC32 of the beginning of a stream: another grain may shuffle otherwise."""
+    numbers = [cast(int, stream[i]) for i in range(min(64, len(stream)))]
+    return zlib.crc32(np.array(numbers, "<i8").tobytes())
+
+
+class Batches(grain.MapDataset):
+    """Batch b of a process: its rows of stream[start + b * rows] and the following ones."""
+
+    def __init__(
+        self,
+        stream: grain.MapDataset[int],
+        sets: Sequence[Rows],
+        rows: int,
+        mine: np.ndarray,
+        start: int,
+        pad_last: bool,
+    ):
+        super().__init__(stream)
+        self._stream, self._sets, self._rows, self._mine = stream, sets, rows, mine
+        self._start, self._pad_last = start, pad_last
+        self._first = np.cumsum([0, *map(len, sets)])  # row numbers at which each set begins
+
+    def __len__(self) -> int:
+        left = max(len(self._stream) - self._start, 0)
+        return -(-left // self._rows) if self._pad_last else left // self._rows
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return self.slice(index)
+        places = self._start + index * self._rows + self._mine
+        rows = [self._row(int(place)) for place in places]
+        return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
+
+    def _row(self, place: int) -> Row:
+        """Return a row of the stream; beyond its end one of zeros."""
+        if place >= len(self._stream):
+            return {name: np.zeros_like(x) for name, x in self._row(0).items()}
+        number = cast(int, self._stream[place])
+        of = int(np.searchsorted(self._first, number, "right")) - 1
+        row = self._sets[of][number - int(self._first[of])]
+        if not self._pad_last or "mask" in row:
+            return row
+        return {**row, "mask": np.ones(len(row["tokens"]) - 1, np.float32)}

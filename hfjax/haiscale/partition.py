@@ -1,0 +1,214 @@
+"""Layers dealt to the stages of a pipeline, so that the dearest stage is as cheap as can be.
+
+A list of layers as the pipeline wants it: equal layers are one module of stacked arrays.
+"""
+
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import lax
+
+from hfjax.parallel.arrangement import balanced, check_balance, counts
+from hfjax.parallel.engine.layers import is_list
+from hfjax.parallel.pipeline.layer_costs import flop_costs, parameter_costs
+
+BALANCES = ("parameters", "flops")
+
+
+@dataclass(frozen=True, eq=False)
+class Partition:
+    """Which layers each stage gets; prints as a table.
+
+    Part g of the model is on stage g % stages, its chunk g // stages.
+    """
+
+    layers: Any  # a tuple of modules, or one module that stacks them
+    stages: int
+    chunks: int  # parts on each stage
+    counts: tuple[int, ...]  # layers of each part, in the model's order
+    costs: tuple[float, ...]  # of each layer
+    unit: str  # of the costs: bytes (of parameters) or flops
+
+    def __str__(self) -> str:
+        return "\n".join(_table(self))
+
+    __repr__ = __str__
+
+
+def partition(
+    layers: Any,
+    stages: int,
+    balance: str | Sequence[int] = "parameters",
+    *,
+    chunks: int = 1,
+    example: Any = None,
+) -> Partition:
+    """Return the layers dealt to `stages` stages, `chunks` parts of the model on each.
+
+    `layers` is a list of modules, nnx.Sequential, or one module of stacked arrays. `balance` says
+    by what the parts are made even ("flops" needs an `example` of what enters the first layer), or
+    how many layers each part has, in the model's order.
+
+    >>> from flax import nnx
+    >>> layers = [nnx.Linear(4, 4, rngs=nnx.Rngs(i)) for i in range(6)]
+    >>> partition(layers, stages=4).counts
+    (2, 2, 1, 1)
+    """
+    for name, given in (("stages", stages), ("chunks", chunks)):
+        if not isinstance(given, int) or isinstance(given, bool) or given < 1:
+            raise ValueError(f"{name}={given!r}: a positive whole number is expected.")
+    found = layers_of(layers)
+    costs = _costs(found, balance if isinstance(balance, str) else "parameters", example)
+    unit = "flops" if balance == "flops" else "bytes"
+    numbers = _numbers(balance, costs, stages * chunks)
+    kept = tuple(found) if is_list(layers) else layers
+    return Partition(kept, stages, chunks, tuple(numbers), tuple(costs), unit)
+
+
+def _costs(layers: list[Any], balance: str, example: Any) -> Sequence[float]:
+    if balance == "parameters":
+        return parameter_costs(layers)
+    if balance != "flops":
+        raise ValueError(
+            f"balance={balance!r}: one of {', '.join(BALANCES)}, or the number of layers of each "
+            "part in the model's order, e.g. [4, 4, 3]."
+        )
+    if example is None:
+        raise ValueError(
+            'balance="flops" counts the arithmetic on an example: give what enters the first '
+            "layer, partition(…, example=x). Shapes will do: jax.ShapeDtypeStruct((8, 512), "
+            "jax.numpy.float32)."
+        )
+    return flop_costs(layers, example)
+
+
+def _numbers(balance: str | Sequence[int], costs: Sequence[float], parts: int) -> list[int]:
+    """Return the number of layers of each part."""
+    if isinstance(balance, str):
+        same = len(set(costs)) == 1
+        return counts(len(costs), parts, "even") if same else balanced(costs, parts)
+    try:
+        given = [operator.index(n) for n in balance]
+    except TypeError:
+        given = []
+    if len(costs) < parts:  # no balance will do
+        counts(len(costs), parts, "even")
+    if not given:
+        raise ValueError(
+            f"balance={balance!r}: {', '.join(BALANCES)}, or the number of layers of each part in "
+            f"the model's order, e.g. {counts(len(costs), parts, 'even')}."
+        )
+    return check_balance(given, len(costs), parts)
+
+
+def _table(parts: Partition) -> Iterator[str]:
+    chunks = f" x {parts.chunks} chunks" if parts.chunks > 1 else ""
+    yield f"{len(parts.costs)} layers on {parts.stages} stages{chunks}"
+    ends = np.cumsum(parts.counts)
+    sums = [sum(parts.costs[end - n : end]) for n, end in zip(parts.counts, ends, strict=True)]
+    rows = [("part", "stage", "chunk", "layers", parts.unit, "share")]
+    for g, (n, end, cost) in enumerate(zip(parts.counts, ends, sums, strict=True)):
+        which = f"{end - n}" if n == 1 else f"{end - n}-{end - 1}"
+        place = (str(g), str(g % parts.stages), str(g // parts.stages))
+        rows.append((*place, which, f"{cost:,.0f}", f"{cost / max(sum(sums), 1):.1%}"))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        yield "  " + "  ".join(cell.rjust(w) for cell, w in zip(row, widths, strict=True))
+
+
+class Chain(nnx.Module):
+    """Layers as a model in three parts: nothing comes before them or after them."""
+
+    def __init__(self, layers: Any):
+        self.layers = layers
+
+    def embed(self, batch: Any) -> Any:
+        """Return what enters the first layer."""
+        return batch["x"]
+
+    def head(self, x: Any) -> Any:
+        """Return the outputs: what leaves the last layer."""
+        return x
+
+
+def layers_of(layers: Any) -> list[Any]:
+    """Return layers one by one: of a list, or the shapes of those that one module stacks."""
+    if is_list(layers):
+        found = list(layers.layers if isinstance(layers, nnx.Sequential) else layers)
+        return _check_list(found)
+    if not isinstance(layers, nnx.Module):
+        raise ValueError(
+            f"layers is {type(layers).__name__}: a list of modules, nnx.Sequential, nnx.List, or "
+            "one module of stacked arrays (hfjax.models.parts.stacked) is expected."
+        )
+    graph, state = nnx.split(layers)
+    rows = {x.shape[0] if x.shape else 0 for x in jax.tree.leaves(state)}
+    if len(rows) != 1 or 0 in rows:
+        raise ValueError(
+            f"layers is one {type(layers).__name__}, whose arrays have {sorted(rows)} rows: in a "
+            "module of stacked layers all arrays have one row for each layer. Make it with "
+            "hfjax.models.parts.stacked(count, create, rngs), or give a list of modules."
+        )
+    row = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), state)
+    return [nnx.merge(graph, row)] * rows.pop()
+
+
+def _check_list(layers: list[Any]) -> list[Any]:
+    owner: dict[int, int] = {}
+    for i, layer in enumerate(layers):
+        if not callable(layer) or isinstance(layer, type):
+            raise ValueError(f"layer {i} is {layer!r}: a module or a function of x is expected.")
+        modules = isinstance(layer, nnx.Module)
+        for _, variable in nnx.to_flat_state(nnx.state(layer, nnx.Param)) if modules else ():
+            first = owner.setdefault(id(variable), i)
+            if first != i:
+                raise ValueError(
+                    f"layers {first} and {i} share a parameter of shape {variable.shape}. On "
+                    "stages each layer has its own: make a module for each, for instance "
+                    "[Block(rngs=rngs) for _ in range(8)], not [block] * 8."
+                )
+    return layers
+
+
+def stack(layers: Sequence[Any]) -> Any:
+    """Return equal layers as one module of stacked arrays, others as nnx.List."""
+    if not all(isinstance(layer, nnx.Module) for layer in layers):
+        return nnx.List(layers)
+    graphs, states = zip(*(nnx.split(layer) for layer in layers), strict=True)
+    shape = lambda state: [(x.shape, x.dtype) for x in jax.tree.leaves(state)]
+    if any(g != graphs[0] for g in graphs) or any(shape(s) != shape(states[0]) for s in states):
+        return nnx.List(layers)
+    return nnx.merge(graphs[0], jax.tree.map(lambda *rows: jnp.stack(rows), *states))
+
+
+def model_init(layers: Any) -> Callable:
+    """Return rngs -> the chain of layers with zeros for values: it holds on to no array."""
+    graph, state = nnx.split(Chain(layers))
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state)
+    zeros = lambda x: lax.full(x.shape, 0, x.dtype)
+    return lambda rngs: nnx.merge(graph, jax.tree.map(zeros, shapes))
+
+
+def refilled(layer: Any, values: Mapping[str, Any]) -> Any:
+    """Return a copy of the layer with these parameters, by path."""
+    if not isinstance(layer, nnx.Module):
+        return layer
+    graph, parameters, rest = nnx.split(layer, nnx.Param, ...)
+    flat = nnx.to_flat_state(parameters)
+    new = [(keys, p.replace(values["/".join(map(str, keys))])) for keys, p in flat]
+    return nnx.merge(graph, nnx.from_flat_state(new), rest)
+
+
+def emptied(layer: Any) -> Any:
+    """Return a copy of the layer with shapes in place of its parameters."""
+    if not isinstance(layer, nnx.Module):
+        return layer
+    graph, parameters, rest = nnx.split(layer, nnx.Param, ...)
+    shape = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)
+    return nnx.merge(graph, jax.tree.map(shape, parameters), rest)

@@ -1,0 +1,234 @@
+"""Optimizers put together from any of optax: by path of parameters, and with their average."""
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from hfjax.base.paths import flatten, matches, nest
+
+
+def by_path(
+    optimizers: Mapping[str, optax.GradientTransformation],
+) -> optax.GradientTransformationExtraArgs:
+    """Return an optimizer that treats a parameter as the first pattern says that its path matches.
+
+    `*` stands for anything. Parameter groups: of weight decay, of learning rates, of anything.
+
+    >>> decayed, plain = optax.adamw(1e-3, weight_decay=0.1), optax.adamw(1e-3, weight_decay=0.0)
+    >>> optimizer = by_path({"*/bias": plain, "*norm*": plain, "*": decayed})
+    """
+    patterns = list(optimizers)
+
+    def labels(params: Any) -> Any:
+        paths = flatten(params)
+        found = matches(patterns, paths)
+        if without := [path for path in paths if path not in found]:
+            raise ValueError(
+                f"by_path: {without[0]} (and {len(without) - 1} more) matches none of {patterns}. "
+                'Add a last pattern "*".'
+            )
+        if idle := [pattern for pattern in patterns if pattern not in found.values()]:
+            raise ValueError(
+                f"by_path: {idle[0]!r} never counts, since patterns before it match the same "
+                f"paths: {patterns}. The first that matches counts: put it before them."
+            )
+        return nest(found)
+
+    return optax.partition({**optimizers}, labels)
+
+
+def matching(*patterns: str) -> Callable[[Any], Any]:
+    """Return a mask for optax: which parameters have a path that one of the patterns matches.
+
+    >>> optimizer = optax.adamw(1e-3, weight_decay=0.1, mask=matching("*/kernel"))
+    """
+
+    def mask(params: Any) -> Any:
+        paths = flatten(params)
+        found = matches(patterns, paths)
+        return nest({path: path in found for path in paths})
+
+    return mask
+
+
+def scaled(
+    optimizer: optax.GradientTransformation, factors: Mapping[str, float]
+) -> optax.GradientTransformation:
+    """Return the optimizer with other learning rates for some paths, as factors.
+
+    >>> optimizer = scaled(optax.adamw(1e-3), {"tokens": 0.1, "layers/*": 0.5})
+    """
+    for pattern, factor in factors.items():
+        if not isinstance(factor, int | float) or not 0 <= factor <= jnp.finfo(jnp.float32).max:
+            raise ValueError(f"scaled: {pattern}={factor!r}; a finite factor of at least 0.")
+    if not factors:
+        return optimizer
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple:
+        flat = flatten(updates)
+        found = matches(list(factors), flat)
+        moves = lambda path, x: path in found and hasattr(x, "dtype")  # not of a frozen one
+        scale = lambda path, x: x * factors[found[path]] if moves(path, x) else x
+        return nest({path: scale(path, x) for path, x in flat.items()}), state
+
+    init = lambda params: optax.EmptyState()
+    return optax.chain(optimizer, optax.GradientTransformation(init, update))
+
+
+def without(
+    optimizer: optax.GradientTransformation, frozen: Collection[str]
+) -> optax.GradientTransformation:
+    """Return an optimizer that neither moves the parameters of these paths nor keeps moments."""
+    whole = optimizer.optimizer if isinstance(optimizer, Without) else optimizer
+    label = lambda path: "frozen" if path in frozen else "trained"
+    labels = lambda params: nest({path: label(path) for path in flatten(params)})
+    made = Without(*optax.partition({"trained": whole, "frozen": optax.set_to_zero()}, labels))
+    made.optimizer = whole
+    return made
+
+
+class Without(optax.GradientTransformationExtraArgs):
+    """An optimizer without some parameters, which knows the one that has them all."""
+
+    optimizer: Any
+
+
+class Mastered(NamedTuple):
+    """What an optimizer with master weights keeps."""
+
+    optimizer: Any
+    master: Any  # the parameters, in float32 or wider
+
+
+class Master(optax.GradientTransformationExtraArgs):
+    """An optimizer of master weights, which knows how the parameters of the state are stored."""
+
+    stored: Any
+    inner: Any  # the optimizer that it was made of
+
+
+def master(optimizer: optax.GradientTransformation, stored: Any = "bfloat16") -> Master:
+    """Return the optimizer of a float32 copy of the parameters; the state's are stored in bfloat16.
+
+    After each step a parameter is its master weight, rounded. The optimizer sees master weights
+    and float32 gradients. Put it outermost: `master(ema(by_path({…}), 0.999))`.
+
+    >>> optimizer = master(optax.adamw(1e-3))
+    """
+    dtype = jnp.dtype(stored)
+    if not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize >= 4:
+        raise ValueError(
+            f"master: stored={dtype.name}: a floating-point type that is narrower than float32 "
+            'is expected, for instance "bfloat16". Without one leave hfjax.master out.'
+        )
+    inner = optax.with_extra_args_support(optimizer)
+    wide = lambda x: jnp.array(x, jnp.promote_types(x.dtype, jnp.float32), copy=True)
+
+    def init(params: Any) -> Mastered:
+        copies = jax.tree.map(wide, params)
+        return Mastered(inner.init(copies), copies)
+
+    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple:
+        gradients = jax.tree.map(lambda g, m: g.astype(m.dtype), updates, state.master)
+        moved, kept = inner.update(gradients, state.optimizer, state.master, **extra)
+        new = optax.apply_updates(state.master, moved)
+        apart = jax.tree.map(lambda m, p: m - p.astype(m.dtype), new, params)
+        return apart, Mastered(kept, new)
+
+    made = Master(init, update)
+    made.stored, made.inner = dtype, optimizer
+    return made
+
+
+def stored_dtype(optimizer: Any, dtype: Any) -> Any:
+    """Return the dtype in which the parameters of a state are stored, of the model's own."""
+    whole = optimizer.optimizer if isinstance(optimizer, Without) else optimizer
+    return whole.stored if isinstance(whole, Master) else dtype
+
+
+def check_master(optimizer: Any, params: Any) -> None:
+    """Refuse master weights that are not those of the outermost optimizer."""
+    whole = optimizer.optimizer if isinstance(optimizer, Without) else optimizer
+    inner = jax.eval_shape(whole.init, params)
+    kept = inner.optimizer if isinstance(whole, Master) else inner
+    if _mastered(kept):
+        raise ValueError(
+            "hfjax.master is inside another optimizer, and what that one does would not reach the "
+            "master weights. Put it outermost: hfjax.master(optax.chain(…)), "
+            "hfjax.master(hfjax.ema(…)); clip with train_step(…, clip=1.0)."
+        )
+
+
+def from_master(params: Mapping[str, Any], state: Any) -> dict[str, Any]:
+    """Return parameters by path, those of which the optimizer keeps master weights being these."""
+    new = dict(params)
+    for kept in _mastered(state):
+        mine = {path: x for path, x in flatten(kept.master).items() if hasattr(x, "astype")}
+        new |= {path: x.astype(params[path].dtype) for path, x in mine.items()}
+    return new
+
+
+def _mastered(state: Any) -> list[Mastered]:
+    is_master = lambda x: isinstance(x, Mastered)
+    return [x for x in jax.tree.leaves(state, is_leaf=is_master) if is_master(x)]
+
+
+class Averaged(NamedTuple):
+    """What an averaging optimizer keeps."""
+
+    optimizer: Any
+    average: Any  # of the parameters, in float32 or wider
+
+
+def ema(optimizer: optax.GradientTransformation, decay: float) -> optax.GradientTransformation:
+    """Return the optimizer, which also keeps an exponential moving average of the parameters.
+
+    It starts from the first parameters, lies where moments lie, and is saved with them. A step
+    that is skipped leaves it alone. `averaged(state)` is the state to evaluate. In a chain put it
+    outermost: the average is of what this optimizer alone makes of the parameters.
+    """
+    if not isinstance(decay, float) or not 0 < decay < 1:
+        raise ValueError(f"ema: decay={decay!r}; a number between 0 and 1, for instance 0.999.")
+    inner = optax.with_extra_args_support(optimizer)
+    wide = lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float32))
+
+    def init(params: Any) -> Averaged:
+        copies = jax.tree.map(lambda x: jnp.array(wide(x), copy=True), params)
+        return Averaged(inner.init(params), copies)
+
+    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple:
+        updates, kept = inner.update(updates, state.optimizer, params, **extra)
+        new = optax.apply_updates(params, updates)
+        mix = lambda old, x: decay * old + (1 - decay) * wide(x)
+        return updates, Averaged(kept, jax.tree.map(mix, state.average, new))
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def averaged(state: Any) -> Any:
+    """Return the state with the average of its parameters in their place: to evaluate, to export.
+
+    The layout's optimizer is `hfjax.ema(…)`, or has one in it.
+    """
+    if not hasattr(state, "optimizer"):
+        raise ValueError(f"averaged(state): a hfjax.State is expected, found {state!r}.")
+    is_average = lambda x: isinstance(x, Averaged)
+    found = [x for x in jax.tree.leaves(state.optimizer, is_leaf=is_average) if is_average(x)]
+    if not found:
+        raise ValueError(
+            "averaged(state): its optimizer keeps no average. Train with hfjax.ema(optimizer, "
+            "decay=0.999)."
+        )
+    average: dict[str, Any] = {}
+    for kept in found:  # of a frozen parameter, or one of another group, there is none
+        mine = {path: x for path, x in flatten(kept.average).items() if hasattr(x, "astype")}
+        if twice := mine.keys() & average.keys():
+            raise ValueError(f"averaged(state): two averages are kept of {min(twice)}.")
+        average |= mine
+    params = flatten(state.params)
+    params |= {path: x.astype(params[path].dtype) for path, x in average.items()}
+    return replace(state, params=nest(params))

@@ -1,0 +1,121 @@
+"""Which arrays of a state the host keeps: what the column `memory` of a strategy comes to."""
+
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+
+from hfjax.parallel.placement import pieces
+from hfjax.plan.known import Known
+
+MASTER = "master"  # the field of an optimizer's state that holds master weights
+
+
+@dataclass(frozen=True)
+class Hosted:
+    """The arrays of a layout's state that lie on the host."""
+
+    layout: Known
+
+    @property
+    def parameters(self) -> bool:
+        """Whether parameters do."""
+        return self._wanted("parameters") == "host"
+
+    @cached_property
+    def optimizer(self) -> frozenset[str]:
+        """The names of the arrays of the optimizer that do, as `jax.tree_util.keystr` has them."""
+        return frozenset(self._moments) | (
+            frozenset(self._sizes[MASTER]) if self._wanted(MASTER) == "host" else frozenset()
+        )
+
+    def __bool__(self) -> bool:
+        return self.parameters or bool(self.optimizer)
+
+    def of(self, path: str) -> tuple[int, int]:
+        """Return how many moments of a parameter lie on the host, and how many it has."""
+        names = [name for name, owner in self._owners.items() if owner == path]
+        return sum(name in self.optimizer for name in names), len(names)
+
+    @property
+    def reached(self) -> float | None:
+        """The share of the moments' bytes on the host; None where no share was asked for."""
+        if isinstance(self._wanted("moments"), str):
+            return None
+        sizes = self._sizes["moments"]
+        return sum(sizes[name] for name in self._moments) / max(sum(sizes.values()), 1)
+
+    def check(self) -> None:
+        """Refuse rows that find nothing to keep on the host; warn where a share is too small."""
+        if self.reached == 0:
+            warnings.warn(
+                f"strategy {self.layout.strategy.name}, memory moments -> "
+                f"{self._wanted('moments')}: no array is as small as that, so that the host keeps "
+                "nothing. Raise the share.",
+                stacklevel=2,
+            )
+        asked = [row for row in ("moments", MASTER) if self._wanted(row) != "device"]
+        if not asked or any(self._sizes[row] for row in asked):
+            return
+        rows = ", ".join(f"{row} -> {self._wanted(row)}" for row in asked)
+        none = {
+            "moments": "keeps no array like a parameter",
+            MASTER: "keeps no master weights (hfjax.master(optimizer) does)",
+        }
+        raise ValueError(
+            f"strategy {self.layout.strategy.name}, memory {rows}: the optimizer "
+            f"{' and '.join(none[row] for row in asked)}, so the host would keep nothing. Leave "
+            "the row out, or use an optimizer that does."
+        )
+
+    def notes(self) -> Iterator[str]:
+        """Yield what a layout has to tell of it."""
+        if self.reached is not None:
+            asked = float(self._wanted("moments"))
+            yield (
+                f"{self.reached:.1%} of the moments' bytes lie on the host, {asked:.1%} are asked "
+                f"for: whole arrays, the largest first, {len(self._moments)} of "
+                f"{len(self._sizes['moments'])}"
+            )
+
+    def _wanted(self, row: str) -> Any:
+        return self.layout.strategy.memory.get(row, "device")
+
+    @cached_property
+    def _moments(self) -> list[str]:
+        """The moments that lie on the host: whole arrays, as many as fit, the largest first."""
+        sizes, wanted = self._sizes["moments"], self._wanted("moments")
+        share = wanted if isinstance(wanted, float) else float(wanted == "host")
+        budget, chosen = share * sum(sizes.values()), []
+        for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
+            if sizes[name] <= budget:
+                budget -= sizes[name]
+                chosen.append(name)
+        return chosen
+
+    @cached_property
+    def _sizes(self) -> dict[str, dict[str, int]]:
+        """Row -> name -> bytes on a device, of the arrays that are like a parameter."""
+        sizes: dict[str, dict[str, int]] = {"moments": {}, MASTER: {}}
+        for keys, leaf in self._leaves:
+            if (p := self.layout.parameter_of(keys, leaf)) is not None:
+                size = leaf.size * leaf.dtype.itemsize // pieces(p.moment, p.mesh)
+                sizes[_row(keys)][jax.tree_util.keystr(keys)] = size
+        return sizes
+
+    @cached_property
+    def _owners(self) -> dict[str, str]:
+        found = ((keys, self.layout.parameter_of(keys, leaf)) for keys, leaf in self._leaves)
+        return {jax.tree_util.keystr(keys): p.path for keys, p in found if p is not None}
+
+    @cached_property
+    def _leaves(self) -> list:
+        return jax.tree_util.tree_flatten_with_path(self.layout.state_shapes.optimizer)[0]
+
+
+def _row(keys: tuple) -> str:
+    fields = [getattr(key, "name", None) for key in keys]
+    return MASTER if MASTER in fields else "moments"

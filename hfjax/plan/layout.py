@@ -1,0 +1,412 @@
+"""Where everything lives: path, shape, PartitionSpec and bytes per device. Allocates nothing."""
+
+import math
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+
+from hfjax.base.paths import Flat, flatten, matches, nearest, nest
+from hfjax.base.tables import human
+from hfjax.optimizers.transforms import check_master, stored_dtype, without
+from hfjax.parallel.arrangement import Arrangement
+from hfjax.parallel.engine.blueprint import LAYERS, Blueprint, blueprint
+from hfjax.parallel.engine.place import Placer
+from hfjax.parallel.memory import check_has_host_memory, is_host_sharding, on_host
+from hfjax.parallel.mesh import AXES, BATCH_AXES, PIPE_AXIS, TENSOR_AXES, describe_mesh, in_use
+from hfjax.parallel.pipeline.packing import OnStages, packed_layers
+from hfjax.parallel.placement import (
+    STACK,
+    Array,
+    Placed,
+    batch_devices,
+    check_spec,
+    columns,
+    entries_of,
+    pieces,
+)
+from hfjax.parallel.strategy import Strategy
+from hfjax.plan.hosted import Hosted
+from hfjax.plan.optimizer_state import parameter_of
+from hfjax.plan.report import check_rows, notes_of, table_of_stages
+from hfjax.plan.stored import COLUMNS, on_each_stage, place_array, stored
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """Where parameters, gradients, moments and other variables live on a mesh."""
+
+    mesh: Mesh
+    strategy: Strategy
+    optimizer: optax.GradientTransformation
+    blueprint: Blueprint
+    arrays: Mapping[str, Array]
+    placed: Mapping[str, Placed]
+    forward: Callable | None = None
+    arrangement: Arrangement | None = None  # of layers on stages; None: the model's own order
+    example: Any = None  # a batch, or its shapes: what layers are weighed on
+
+    @property
+    def specs(self) -> dict[str, P]:
+        """Path -> PartitionSpec of each parameter; edit it and hand it to `with_specs`."""
+        return {path: p.parameter for path, p in self.placed.items()}
+
+    def with_specs(self, specs: Mapping[str, P]) -> "Layout":
+        """Return the layout with these parameters placed so; gradients and moments follow."""
+        placed = dict(self.placed)
+        for path, spec in specs.items():
+            if path in self.blueprint.parameters and path not in placed:
+                packed = ", ".join(path for path in placed if path.startswith(LAYERS))
+                raise ValueError(
+                    f"{path} is in a list of layers, which stages hold packed into rows: edit "
+                    f"{packed}, or stack the layers (hfjax.models.parts.stacked)."
+                )
+            if path not in placed:
+                raise ValueError(f"no parameter {path!r}. {nearest(path, placed)}")
+            if not isinstance(spec, P):
+                raise ValueError(f"{path}: a PartitionSpec is expected, found {spec!r}.")
+            array = self._array(path)
+            check_spec(array, spec, self.mesh)
+            parts = columns(array, self.strategy, self.mesh, spec)
+            placed[path] = replace(placed[path], **dict(zip(COLUMNS, parts, strict=True)))
+        return replace(self, placed=placed)
+
+    def freeze(self, *patterns: str) -> "Layout":
+        """Return the layout in which the parameters of these paths stay as they are.
+
+        They have neither gradient nor moments; `*` stands for anything: `"layers/*"`. What was
+        frozen before stays so.
+        """
+        if not patterns or not all(isinstance(pattern, str) for pattern in patterns):
+            raise ValueError(
+                f"freeze{patterns}: patterns of paths are expected, at least one, for instance "
+                'layout.freeze("tokens", "layers/*").'
+            )
+        before = {path for path, p in self.placed.items() if p.frozen}
+        frozen = before | set(matches(patterns, self.arrays))
+        _check_frozen(frozen, self.blueprint)
+        placed = {path: replace(p, frozen=path in frozen) for path, p in self.placed.items()}
+        made = replace(self, placed=placed, optimizer=without(self.optimizer, frozen))
+        made.hosted.check()
+        return made
+
+    def arranged(self, arrangement: Arrangement | None) -> "Layout":
+        """Return the layout that stores layers so; None: as the model has them."""
+        dtype = lambda p: stored_dtype(self.optimizer, p.dtype)
+        placed = {path: replace(p, dtype=dtype(p)) for path, p in stored(self, arrangement).items()}
+        return replace(self, arrangement=arrangement, placed=placed)
+
+    @cached_property
+    def as_the_model(self) -> "Layout":
+        """The layout that stores layers as the model has them."""
+        return self.arranged(None)
+
+    def _array(self, path: str) -> Array:
+        """Return the array that is stored there."""
+        return self.arrays.get(path) or Array(path, self.placed[path].shape, (STACK, None))
+
+    @cached_property
+    def packed(self) -> OnStages | None:
+        """How the layers of a list are stored on stages; None: they are not packed."""
+        if self.arrangement is None or not self.blueprint.listed:
+            return None
+        return packed_layers(self.blueprint, self.mesh, self.arrangement)
+
+    @cached_property
+    def hosted(self) -> Hosted:
+        """What of the state lies on the host."""
+        return Hosted(self)
+
+    def working_dtype(self, path: str) -> Any:
+        """Return the dtype in which a parameter is updated: its own, or that of master weights."""
+        stored = self.placed[path].dtype
+        return stored if stored_dtype(self.optimizer, None) is None else _wide(stored)
+
+    @cached_property
+    def notes(self) -> tuple[str, ...]:
+        """What a strategy could not do, and what padding costs."""
+        return tuple(notes_of(self, self.hosted.notes()))
+
+    @cached_property
+    def order(self) -> np.ndarray | None:
+        """The number of the layer in each stored row, -1 where there is none.
+
+        A packed row has several: [rows, most layers].
+        """
+        if self.packed is not None:
+            order = self.packed.arrangement.order
+            return np.asarray(order.reshape(-1, order.shape[-1]), np.int32)
+        if self.arrangement is not None:
+            return np.asarray(self.arrangement.rows, np.int32)
+        layers = [self.arrays[p.path].shape[0] for p in self.placed.values() if p.stacked]
+        return np.arange(layers[0], dtype=np.int32) if layers else None
+
+    @cached_property
+    def orders_seen(self) -> list[weakref.ref]:
+        """The array of a state that was last found to be `order`: its value is not asked again."""
+        return []
+
+    @cached_property
+    def rearranging(self) -> dict[bytes | None, Callable]:
+        """The programs that bring layers into `order`, by the order that they come in."""
+        return {}
+
+    def shardings(self) -> Any:
+        """Return the sharding of every array of the state, in the state's own form."""
+        specs, host = self._state_specs(), self.hosted
+        on = lambda spec, hosted: (on_host if hosted else NamedSharding)(self.mesh, spec)
+        by_name = lambda keys, spec: on(spec, jax.tree_util.keystr(keys) in host.optimizer)
+        is_spec = lambda x: isinstance(x, P)
+        device = jax.tree.map(lambda spec: on(spec, False), specs, is_leaf=is_spec)
+        return replace(
+            device,
+            params=jax.tree.map(lambda s: on(s, host.parameters), specs.params, is_leaf=is_spec),
+            optimizer=jax.tree_util.tree_map_with_path(by_name, specs.optimizer, is_leaf=is_spec),
+        )
+
+    def abstract_state(self) -> Any:
+        """Return the state as shapes, dtypes and shardings: enough to compile a step."""
+        shape = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)
+        return jax.tree.map(shape, self.state_shapes, self.shardings())
+
+    def create(self, seed: Any) -> "State":
+        """Return the first state; under jit with `shardings()` it is born sharded."""
+        arrays = self.blueprint.create(seed)
+        params = self._store(arrays, seed)
+        variables = nest({path: arrays[path] for path in self.blueprint.variables})
+        moments = self.optimizer.init(nest(params))  # master weights: before anything is rounded
+        params = nest({path: x.astype(self.placed[path].dtype) for path, x in params.items()})
+        return State(jnp.zeros((), jnp.int32), params, moments, variables, self.order)
+
+    def _store(self, arrays: Flat, seed: Any) -> Flat:
+        """Return the parameters as they are stored."""
+        if self.packed is not None:
+            arrays |= self.packed.create(self.blueprint.create, seed)
+        kept = {path: arrays[path] for path in self.placed}
+        if self.arrangement is None or self.packed is not None:
+            return kept
+        rows = {path: x for path, x in kept.items() if self.placed[path].stacked}
+        return kept | {path: self.arrangement.store(x) for path, x in rows.items()}
+
+    @cached_property
+    def state_shapes(self) -> "State":
+        return jax.eval_shape(self.create, 0)
+
+    def _state_specs(self) -> "State":
+        shapes = self.state_shapes
+        return State(
+            P(),
+            nest(self.specs),
+            jax.tree_util.tree_map_with_path(self._moment_spec, shapes.optimizer),
+            nest({path: self._variable_spec(path) for path in flatten(shapes.variables)}),
+            None if shapes.order is None else P(),
+        )
+
+    def _variable_spec(self, path: str) -> P:
+        return P(BATCH_AXES) if self.blueprint.of_rows(path) else P()
+
+    def _moment_spec(self, keys: tuple, leaf: Any) -> P:
+        placed = self.parameter_of(keys, leaf)
+        return P() if placed is None else placed.moment
+
+    def parameter_of(self, keys: tuple, leaf: Any) -> Placed | None:
+        """Return the parameter of which an array of the optimizer has the path and the shape."""
+        shapes = {path: p.shape for path, p in self.placed.items()}
+        found = parameter_of(keys, leaf.shape, shapes)
+        return None if found is None else self.placed[found[1]]
+
+    def bytes_per_device(self) -> dict[str, int]:
+        """Return bytes per device of parameters, gradients (accumulated) and optimizer state.
+
+        What lies on the host counts apart, as "host parameters" and "host moments".
+        """
+        size = lambda p, spec, dtype: _bytes(p.shape, dtype, spec, self.mesh)
+        placed = self.placed.values()
+        moments = {False: 0, True: 0}  # on the host?
+        for x in jax.tree.leaves(self.abstract_state().optimizer):
+            size_of_it = _bytes(x.shape, x.dtype, x.sharding.spec, self.mesh)
+            moments[is_host_sharding(x.sharding)] += size_of_it
+        parameters = sum(size(p, p.parameter, p.dtype) for p in placed)
+        found = {
+            "parameters": 0 if self.hosted.parameters else parameters,
+            "gradients": sum(self.gradient_bytes.values()),
+            "moments": moments[False],
+        }
+        host = {"parameters": parameters if self.hosted.parameters else 0, "moments": moments[True]}
+        return found | {f"host {name}": n for name, n in host.items() if n}
+
+    @property
+    def gradient_bytes(self) -> dict[str, int]:
+        """Bytes per device of the gradient of each parameter that has one, as it accumulates."""
+        size = lambda p: _bytes(p.shape, _wide(p.dtype), p.gradient, self.mesh)
+        return {path: size(p) for path, p in self.placed.items() if not p.frozen}
+
+    def unused_axes(self) -> list[str]:
+        """Return mesh axes larger than 1 that split neither the batch nor any parameter."""
+        used = {a for p in self.placed.values() for e in entries_of(p.parameter, 0) for a in e}
+        working = {*BATCH_AXES, *(used & {PIPE_AXIS, *TENSOR_AXES})}
+        return [axis for axis in in_use(self.mesh, AXES) if axis not in working]
+
+    def __str__(self) -> str:
+        return "\n".join(_table(self))
+
+    __repr__ = __str__
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class State:
+    """The state of a training run: plain arrays, sharded as the layout says."""
+
+    step: Any
+    params: Any
+    optimizer: Any
+    variables: Any  # what is not a parameter: statistics, random keys
+    order: Any = None  # the number of the layer in each row of what stacks layers
+
+
+def layout(  # noqa: PLR0913  options of one call
+    model_init: Callable,
+    optimizer: optax.GradientTransformation,
+    mesh: Mesh,
+    strategy: Strategy,
+    *,
+    forward: Callable | None = None,
+    axes: Mapping[str, tuple[str | None, ...]] | None = None,
+    example: Any = None,
+    sync_batch_norm: bool = True,
+) -> Layout:
+    """Return where everything of `model_init(rngs)` lives under a strategy.
+
+    `forward(model, batch)` says what the loss is given (default: `model(batch)`; a bare pytree
+    itself). `axes` names the dimensions of parameters whose module does not: {path: names}.
+    `example` is a batch, or its shapes: what a pipeline weighs unlike layers on.
+    """
+    _check_arguments(model_init, optimizer, mesh, strategy)
+    plan = blueprint(model_init, Placer(mesh, strategy), forward, sync_batch_norm)
+    if not plan.parameters:
+        raise ValueError(
+            f"the model has no parameters ({len(plan.variables)} other variables): there is "
+            "nothing to train. What is trained is an nnx.Param, or a floating-point array of a "
+            "bare tree."
+        )
+    _check_rows(plan, mesh)
+    _check_paths(axes or {}, plan)
+    _check_dtypes(plan)
+    arrays = {
+        path: Array(path, tuple(template.shape), plan.axes(path, axes or {}))
+        for path, template in plan.parameters.items()
+    }
+    placed = {
+        path: place_array(array, plan.parameters[path].dtype, strategy, mesh)
+        for path, array in arrays.items()
+    }
+    made = Layout(mesh, strategy, optimizer, plan, arrays, placed, forward, example=example)
+    made = made.arranged(on_each_stage(made))
+    check_rows(made)
+    check_master(optimizer, nest(plan.parameters))
+    made.hosted.check()
+    if made.hosted:
+        check_has_host_memory(mesh)
+    return made
+
+
+def _check_frozen(frozen: set[str], plan: Blueprint) -> None:
+    if len(frozen) == len(plan.parameters):
+        raise ValueError("freeze: all parameters are, and nothing would train. Use eval_step.")
+    if plan.listed and (layers := sorted(path for path in frozen if path.startswith(LAYERS))):
+        raise ValueError(
+            f"freeze: {layers[0]} is in a list of layers, which a pipeline would pack into one "
+            "row. Freeze what lies outside the layers, or stack them (hfjax.models.parts.stacked)."
+        )
+
+
+def _check_rows(plan: Blueprint, mesh: Mesh) -> None:
+    """Refuse variables with a row for each row of a batch that does not split over the devices."""
+    devices = batch_devices(mesh)
+    for path, template in plan.variables.items():
+        if plan.of_rows(path) and template.shape[0] % devices:
+            raise ValueError(
+                f"{path} {tuple(template.shape)} has a row for each row of the batch, and "
+                f"{template.shape[0]} rows do not split over {devices} devices "
+                f"({describe_mesh(mesh)}). Make the model for a multiple of {devices}."
+            )
+
+
+def _check_paths(axes: Mapping[str, tuple], plan: Blueprint) -> None:
+    for path in axes:
+        if path not in plan.parameters:
+            raise ValueError(f"axes: no parameter {path!r}. {nearest(path, plan.parameters)}")
+
+
+def _check_arguments(model_init: Any, optimizer: Any, mesh: Any, strategy: Any) -> None:
+    wanted = {
+        "model_init, a function of rngs": not callable(model_init)
+        or isinstance(model_init, nnx.Module),
+        "an optax optimizer": not hasattr(optimizer, "update"),
+        "a mesh of hfjax.make_mesh": not isinstance(mesh, Mesh) or mesh.axis_names != AXES,
+        "a hfjax.Strategy": not isinstance(strategy, Strategy),
+    }
+    given = [type(x).__name__ for x in (model_init, optimizer, mesh, strategy)]
+    for (what, wrong), found in zip(wanted.items(), given, strict=True):
+        if wrong:
+            raise ValueError(
+                f"layout(model_init, optimizer, mesh, strategy): {what} is expected, found {found}."
+            )
+
+
+def _check_dtypes(plan: Blueprint) -> None:
+    for path, template in plan.parameters.items():
+        if not jnp.issubdtype(template.dtype, jnp.floating):
+            raise ValueError(
+                f"{path} {tuple(template.shape)} is {template.dtype}: a parameter is a real "
+                "floating-point array. Keep what is not trained in another nnx.Variable, and a "
+                "complex one as its real and imaginary part."
+            )
+
+
+def _wide(dtype: Any) -> Any:
+    return jnp.promote_types(dtype, jnp.float32)
+
+
+def _bytes(shape: tuple[int, ...], dtype: Any, spec: P, mesh: Mesh) -> int:
+    return math.prod(shape) * jnp.dtype(dtype).itemsize // pieces(spec, mesh)
+
+
+def _table(layout: Layout) -> Iterator[str]:
+    yield f"{layout.strategy.name} on {describe_mesh(layout.mesh)}"
+    rows = [("parameter", "shape", "spec", "gradient", "moments", "bytes/device")]
+    for p in layout.placed.values():
+        same = lambda spec, p=p: (
+            "none" if p.frozen else "same" if spec == p.parameter else _show(spec)
+        )
+        size = human(_bytes(p.shape, p.dtype, p.parameter, layout.mesh))
+        shape = "x".join(map(str, p.shape))
+        where = _show(p.parameter) + " on host" * layout.hosted.parameters
+        moments = same(p.moment) + _on_host(*layout.hosted.of(p.path))
+        rows.append((p.path, shape, where, same(p.gradient), moments, size))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+        yield "  " + "  ".join(cells).rstrip()
+    yield from table_of_stages(layout)
+    total = layout.bytes_per_device()
+    yield "per device: " + ", ".join(f"{name} {human(size)}" for name, size in total.items())
+    yield from (f"note: {note}" for note in layout.notes)
+
+
+def _on_host(there: int, of: int) -> str:
+    return "" if not there else " on host" if there == of else f", {there} of {of} on host"
+
+
+def _show(spec: P) -> str:
+    entries = entries_of(spec, len(spec))
+    return f"P({', '.join('+'.join(axes) if axes else '-' for axes in entries)})"

@@ -1,0 +1,132 @@
+"""The layers of a state in another order: as another schedule stores them, or as the model does."""
+
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+
+from hfjax.base.paths import Flat, flatten, nest
+from hfjax.parallel.arrangement import Arrangement
+from hfjax.parallel.memory import is_host_sharding, one_by_one
+from hfjax.parallel.pipeline.packing import Mover, PackedLayers, packed_layers
+from hfjax.plan.layout import Layout, State
+from hfjax.plan.optimizer_state import converted, reformed
+
+
+def canonical(layout: Layout, state: State) -> State:
+    """Return the state with its layers in the model's order: what to save, and to look at.
+
+    Any layout of the same model can restore it, whatever its mesh, strategy or schedule.
+    """
+    return rearrange(layout.as_the_model, state)
+
+
+def rearrange(layout: Layout, state: State) -> State:
+    """Return the state with its layers where the layout has them; itself if they are there."""
+    if _same(layout, state.order):
+        return state
+    order = None if state.order is None else np.asarray(state.order, np.int32)
+    if layout.blueprint.listed:
+        return _repacked(layout, None if order is None else Arrangement(order[None]), state)
+    come = None if order is None else order.tobytes()
+    if come not in layout.rearranging:
+        layout.rearranging[come] = _rearranger(layout, come)
+    return layout.rearranging[come](state)
+
+
+def _same(layout: Layout, found: Any) -> bool:
+    """Return whether layers that are stored in an order lie as the layout has them.
+
+    To look at an array is to wait for the device: what was found to be so is known again.
+    """
+    if found is not None and any(seen() is found for seen in layout.orders_seen):
+        return True
+    same = _equal(layout.order, found, layout.blueprint.listed)
+    if same and isinstance(found, jax.Array):
+        layout.orders_seen[:] = [weakref.ref(found)]
+    return same
+
+
+def _equal(wanted: np.ndarray | None, found: Any, listed: bool) -> bool:
+    if wanted is None or found is None:
+        plain = wanted is None or np.array_equal(wanted, np.arange(len(wanted)))
+        return wanted is found or (plain and not listed)
+    return wanted is found or np.array_equal(wanted, found)
+
+
+def _repacked(layout: Layout, old: Arrangement | None, state: State) -> State:
+    """Return the state of a model whose layers are a list in the form that the layout has."""
+    was = None if old is None else packed_layers(layout.blueprint, layout.mesh, old)
+
+    def convert(column: str, flat: Flat) -> Flat:
+        def mover(packed: PackedLayers | None, to: Layout) -> Mover | None:
+            spec = lambda p: NamedSharding(layout.mesh, getattr(p, column))
+            shardings = {path: spec(p) for path, p in to.placed.items()}
+            return packed and Mover(packed, layout.mesh, shardings)
+
+        return converted(mover(was, layout.as_the_model), mover(layout.packed, layout), flat)
+
+    params, kept = (jax.tree.map(_on_device, x) for x in (state.params, state.optimizer))
+    params = flatten(params)
+    before = {path: x.shape for path, x in params.items()}
+    after = {path: p.shape for path, p in layout.placed.items()}
+    like = layout.abstract_state().optimizer
+    moments = reformed(kept, before, like, after, partial(convert, "moment"))
+    params = nest(convert("parameter", params))
+    new = replace(state, params=params, optimizer=moments, order=layout.order)
+    given = set(map(id, jax.tree.leaves(state)))  # may be donated: what did not move is copied
+    own = lambda x, on: jax.device_put(x, on, may_alias=False if id(x) in given else None)
+    return jax.tree.map(own, new, layout.shardings())
+
+
+def _rearranger(layout: Layout, order: bytes | None) -> Callable:
+    """Return the compiled function of states whose stacked layers are in an order."""
+    old = None if order is None else Arrangement(np.frombuffer(order, np.int32)[None, None])
+    move, dims = partial(_move, layout.arrangement, old), _layer_dims(layout)
+
+    def run(state: State) -> State:
+        params = one_by_one(move, state.params, dims.params)
+        moments = one_by_one(move, state.optimizer, dims.optimizer)
+        return replace(state, params=params, optimizer=moments, order=layout.order)
+
+    return jax.jit(run, out_shardings=layout.shardings())
+
+
+def _on_device(x: Any) -> Any:
+    """Return an array of the host on the device; others as they are."""
+    on_host = isinstance(x, jax.Array) and is_host_sharding(x.sharding)
+    return jax.device_put(x, x.sharding.with_memory_kind("device")) if on_host else x
+
+
+def _move(new: Arrangement | None, old: Arrangement | None, array: jax.Array, dim: int) -> Any:
+    """Return an array whose dimension `dim` (-1: none) has a row for each layer, rearranged."""
+    if dim < 0:
+        return array
+    layers = array if old is None else old.restore(array, dim)
+    return layers if new is None else new.store(layers, dim)
+
+
+def _layer_dims(layout: Layout) -> State:
+    """Return which dimension of each array of the state has a row for each layer; -1: none.
+
+    It is the one that grows with the number of layers.
+    """
+
+    def shapes(more: int) -> State:
+        params = {}
+        for path, p in layout.placed.items():
+            rows, *rest = p.shape or (0,)
+            shape = (rows + more, *rest) if p.stacked else p.shape
+            params[path] = jax.ShapeDtypeStruct(shape, p.dtype)
+        nested = nest(params)
+        return State(None, nested, jax.eval_shape(layout.optimizer.init, nested), None)
+
+    def grown(a: Any, b: Any) -> int:
+        return next((i for i, n in enumerate(a.shape) if n != b.shape[i]), -1)
+
+    return jax.tree.map(grown, shapes(0), shapes(1))

@@ -1,0 +1,120 @@
+"""What a layout has to tell: rows that do nothing, arrays left whole, what padding costs."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from hfjax.base.tables import human
+from hfjax.parallel.arrangement import arrange
+from hfjax.parallel.engine.layers import items_of
+from hfjax.parallel.mesh import TENSOR_AXES, describe_mesh, in_use
+from hfjax.parallel.pipeline.layer_costs import output_shapes
+from hfjax.parallel.pipeline.packing import PackedLayers, packed_layers
+from hfjax.parallel.placement import STACK, Placed, entries_of, size_of
+from hfjax.parallel.strategy import Strategy
+from hfjax.plan.known import Known
+from hfjax.plan.stored import embedded, shares
+
+
+def notes_of(layout: Known, hosted: Iterator[str]) -> Iterator[str]:
+    """Yield what the strategy could not do, what the host keeps, and what is only padding."""
+    yield from _unmatched(layout)
+    yield from _left_whole(layout.strategy, layout.placed)
+    yield from hosted
+    yield from layout.blueprint.notes
+    if layout.packed is not None:
+        yield from _cost_of_padding(layout, layout.packed)
+
+
+def check_rows(layout: Known) -> None:
+    """Refuse a strategy whose rows leave a tensor axis without any parameter."""
+    tuple(_unmatched(layout))
+
+
+def _unmatched(layout: Known) -> Iterator[str]:
+    """Report rows that match no parameter; refuse if a mesh axis is left without any."""
+    strategy, mesh = layout.strategy, layout.mesh
+    names = {name for array in layout.arrays.values() for name in array.axes if name}
+    if layout.packed is not None:
+        names.add(STACK)
+    rows = {row: axes for row, axes in strategy.parameters.items() if row != "*"}
+    matched = {axis for row in rows.keys() & names for axis in rows[row]}
+    for row, axes in rows.items():
+        if row in names:
+            continue
+        idle = [axis for axis in axes if mesh.shape[axis] > 1 and axis not in matched]
+        if idle and axes and set(axes) <= set(TENSOR_AXES):
+            raise ValueError(
+                f"strategy {strategy.name}: no parameter has an axis named "
+                f"{', '.join(sorted(rows.keys() - names))}, so the mesh axis {idle[0]} "
+                f"({describe_mesh(mesh)}) would split nothing. The model's axes: "
+                f"{', '.join(sorted(names)) or 'none are named'}. Name them: nnx.Param(x, "
+                'axes=("embed", "mlp")), or layout(…, axes={path: names}).'
+            )
+        yield f"row {row} -> {'+'.join(axes)} of {strategy.name} matched no parameter"
+
+
+def _left_whole(strategy: Strategy, placed: Mapping[str, Placed]) -> Iterator[str]:
+    """Report large arrays that the row `*` could not split, or that there is none."""
+    stars = (*strategy.parameters.get("*", ()), *strategy.moments.get("*", ()))
+    small = all(p.small for p in placed.values())
+    if small and any(in_use(p.mesh, stars) for p in placed.values()):
+        yield (
+            f"no parameter has {strategy.smallest} elements a layer: nothing is split. Split all: "
+            f"{strategy.name}.edit(replicate_below=0)"
+        )
+    for column, rows in (("parameter", strategy.parameters), ("moment", strategy.moments)):
+        axes = rows.get("*", ())
+        for p in placed.values():
+            split = {a for entry in entries_of(getattr(p, column), 0) for a in entry}
+            if in_use(p.mesh, axes) and not p.small and not split & set(axes):
+                yield (
+                    f"{p.path} {p.shape}: no free dimension divides by {size_of(axes, p.mesh)} "
+                    f"({'+'.join(axes)}), its {column}s stay whole"
+                )
+
+
+def table_of_stages(layout: Known) -> Iterator[str]:
+    """Yield a line for each part of a list of layers: where it lies, what it fills of its row."""
+    if (packed := layout.packed) is None:
+        return
+    at = packed.arrangement
+    for (stage, chunk), numbers, held in zip(at.homes, at.parts, packed.held_bytes, strict=True):
+        place = f"stage {stage}" + f", chunk {chunk}" * (at.virtual.shape[1] > 1)
+        layers = (
+            f"layer {numbers[0]}" if len(numbers) == 1 else f"layers {numbers[0]}-{numbers[-1]}"
+        )
+        yield f"  {place}: {layers}, {human(held)} of {human(packed.row_bytes)}"
+
+
+def _cost_of_padding(layout: Known, packed: PackedLayers) -> Iterator[str]:
+    """Yield what is stored and sent only because all parts of the layers have one shape."""
+    homes, row = packed.arrangement.homes, packed.row_bytes
+    padding = 1 - sum(packed.held_bytes) / max(row * len(homes), 1)
+    best = arrange(shares(layout, len(homes), "parameters"), homes)
+    shortest = packed_layers(layout.blueprint, layout.mesh, best).row_bytes
+    better = f', balance="parameters" makes it {human(shortest)}' if shortest < row else ""
+    yield (
+        f"each of the {len(homes)} parts of the layers takes {human(row)}, as the largest needs: "
+        f"{padding:.0%} is padding{better}"
+    )
+    if layout.example is not None:
+        yield _cost_of_sending(layout, packed)
+
+
+def _cost_of_sending(layout: Known, packed: PackedLayers) -> str:
+    model, x = layout.blueprint.abstract("eval"), embedded(layout)
+    outputs = output_shapes(list(items_of(model.layers)), x)
+    between = [x, *(outputs[numbers[-1]] for numbers in packed.arrangement.parts)]
+    rows = jax.tree.leaves(layout.example)[0].shape[0]
+    sizes = [_bytes(tree) // rows for tree in between]
+    return (
+        f"{human(max(sizes))} a row go from stage to stage, as the largest needs: "
+        f"{', '.join(map(human, sizes))} after embed and each part"
+    )
+
+
+def _bytes(tree: Any) -> int:
+    return sum(a.size * jnp.dtype(a.dtype).itemsize for a in jax.tree.leaves(tree))

@@ -1,0 +1,109 @@
+"""What must be the same in every process: data, settings.
+
+What process 0 finds, all processes know: one reads the directory, all go on or fail together.
+
+Who speaks: of several processes, the first.
+"""
+
+import json
+import zlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+from jax._src import distributed
+
+SHOWN = 6  # differences in a message
+
+
+def check_same(what: str, value: Any) -> None:
+    """Refuse, in all processes, a value (as JSON has it) that differs between processes."""
+    if jax.process_count() == 1:
+        return
+    mine = json.dumps(value, sort_keys=True).encode()
+    found = _gathered(np.array([zlib.crc32(mine), len(mine)], np.uint32))
+    if (found[:, 0] == found[0, 0]).all():
+        return
+    text = np.zeros(found[:, 1].max(), np.uint8)
+    text[: len(mine)] = np.frombuffer(mine, np.uint8)
+    values = [
+        json.loads(bytes(row[:size]))
+        for row, size in zip(_gathered(text), found[:, 1], strict=True)
+    ]
+    raise ValueError(unlike(what, values))
+
+
+def unlike(what: str, values: list[Any]) -> str:
+    """Return which values differ from the first one, and in what.
+
+    >>> unlike("configuration", [{"steps": 4, "mesh": {"data": 2}}, {"steps": 4, "mesh": {}}])[:78]
+    'the configuration of process 1 differs from that of process 0: mesh.data 2, th'
+    """
+    other = [process for process, value in enumerate(values) if value != values[0]]
+    lines = list(_differences(values[0], values[other[0]], ""))
+    more = f" and {len(lines) - SHOWN} more" if len(lines) > SHOWN else ""
+    return (
+        f"the {what} of process {', '.join(map(str, other))} differs from that of process 0: "
+        f"{'; '.join(lines[:SHOWN])}{more}. Give all processes the same; files must be the same on "
+        "every machine."
+    )
+
+
+def _differences(first: Any, other: Any, path: str) -> Iterator[str]:
+    if isinstance(first, dict) and isinstance(other, dict):
+        for name in sorted({*first, *other}):
+            yield from _differences(first.get(name), other.get(name), f"{path}.{name}".strip("."))
+    elif first != other:
+        yield f"{path} {_short(first)}, there {_short(other)}".strip()
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 60 else f"{text[:57]}…"
+
+
+def _gathered(mine: np.ndarray) -> np.ndarray:
+    """Return the arrays of all processes, one in a row."""
+    from jax.experimental import multihost_utils
+
+    return np.asarray(multihost_utils.process_allgather(mine)).reshape(-1, *mine.shape)
+
+
+def agreed(ask: Callable[[], Any]) -> Any:
+    """Return what `ask()` returns on process 0; all processes raise the ValueError it raises.
+
+    What it returns has to be JSON. The directory is one that all processes see.
+    """
+    if jax.process_count() == 1:
+        return ask()
+    from jax.experimental import multihost_utils
+
+    told = json.dumps(_outcome(ask)).encode() if jax.process_index() == 0 else b""
+    size = int(multihost_utils.broadcast_one_to_all(np.int32(len(told))))
+    text = np.zeros(size, np.uint8)
+    text[: len(told)] = np.frombuffer(told, np.uint8)
+    outcome = json.loads(bytes(np.asarray(multihost_utils.broadcast_one_to_all(text))))
+    if "refusal" in outcome:
+        raise ValueError(outcome["refusal"])
+    return outcome["value"]
+
+
+def _outcome(ask: Callable[[], Any]) -> dict:
+    try:
+        return {"value": ask()}
+    except ValueError as error:
+        return {"refusal": str(error)}
+    except Exception as error:  # the others wait for an answer
+        return {"refusal": f"process 0: {type(error).__name__}: {error}"}
+
+
+def speaks() -> bool:
+    """Return whether this process is the one that prints and writes logs (starts no backend)."""
+    return distributed.global_state.process_id == 0
+
+
+def say(*words: Any) -> None:
+    """Print at once, in the process that speaks."""
+    if speaks():
+        print(*words, flush=True)

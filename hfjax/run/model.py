@@ -1,0 +1,94 @@
+"""The model of a configuration: a preset, or one's own."""
+
+import inspect
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from hfjax.base.mean import check_loss
+from hfjax.models import gpt, llama
+from hfjax.run.config import Train
+from hfjax.run.files import function
+
+ROUND_TO = 128  # a vocabulary that divides over the devices, and fits their matmuls
+SHAPE = ("length", "layers", "heads", "embed")
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """A model to train, and what is known of it."""
+
+    name: str
+    init: Callable
+    loss: Callable
+    vocab: int
+    length: int  # of the rows
+    most: int | None = None  # the longest row that the model takes, if it has a limit
+    shape: Any = None  # the configuration of a preset
+
+    @property
+    def own_loss(self) -> bool:
+        """Whether the loss is none of hfjax's."""
+        return self.loss is not gpt.next_token_loss
+
+
+def choose(config: Train, vocab: int) -> Chosen:
+    """Return the model of a configuration for a vocabulary."""
+    given = config.model
+    loss = gpt.next_token_loss if given.loss is None else _loss(given.loss)
+    if given.own is not None:
+        return _own(config, vocab, loss)
+    if given.preset not in presets():
+        raise ValueError(f"--model.preset {given.preset}: one of {', '.join(presets())}.")
+    model, name = presets()[given.preset]
+    changes: dict[str, Any] = {n: getattr(given, n) for n in SHAPE if getattr(given, n) is not None}
+    if model is gpt.GPT:
+        changes |= {"dropout": given.dropout, "pad_vocab_to": ROUND_TO}
+        shape: Any = gpt.GPTConfig.preset(name, vocab=vocab, **changes)
+    else:
+        if given.dropout:
+            raise ValueError(f"--model.dropout {given.dropout}: a Llama has no dropout.")
+        changes |= _heads_of_keys(name, changes)
+        rounded = math.ceil(vocab / ROUND_TO) * ROUND_TO
+        shape = llama.LlamaConfig.preset(name, vocab=rounded, **changes)
+    init = lambda rngs: model(shape, rngs=rngs)
+    return Chosen(given.preset, init, loss, shape.vocab, shape.length, shape.length, shape)
+
+
+def _loss(name: str) -> Callable:
+    loss = function(name, "--model.loss")
+    check_loss(loss, f"--model.loss {name}")
+    return loss
+
+
+def presets() -> dict[str, tuple[Any, str]]:
+    """Return the names of all presets, with the model and the name that it knows them by."""
+    of_llama = {"llama-tiny" if name == "tiny" else name: name for name in llama.PRESETS}
+    return {
+        **{f"gpt-{name}": (gpt.GPT, name) for name in gpt.PRESETS},
+        **{name: (llama.Llama, own) for name, own in of_llama.items()},
+    }
+
+
+def _heads_of_keys(name: str, changes: dict[str, Any]) -> dict[str, int]:
+    """Return how many heads of keys a Llama has whose number of heads is changed."""
+    was = llama.PRESETS[name]
+    heads = changes.get("heads", was.heads)
+    return {"kv_heads": max(heads * was.kv_heads // was.heads, 1)}
+
+
+def _own(config: Train, vocab: int, loss: Callable) -> Chosen:
+    name, length = str(config.model.own), config.model.length or 128
+    given = [n for n in ("layers", "heads", "embed", "dropout") if getattr(config.model, n)]
+    if given:
+        raise ValueError(
+            f"--model.{given[0]} is of presets, and --model.own {name} is none: say it there."
+        )
+    make = function(name, "--model.own")
+    if len(inspect.signature(make).parameters) != 2:
+        raise ValueError(
+            f"--model.own {name}: a function of (vocab, length) is expected, which returns "
+            f"model_init(rngs); found {inspect.signature(make)}."
+        )
+    return Chosen(name, make(vocab, length), loss, vocab, length)

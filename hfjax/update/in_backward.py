@@ -1,0 +1,147 @@
+"""A step that updates each layer during its backward pass, so that few gradients are ever alive."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import NamedSharding
+
+from hfjax.base.paths import Flat, flatten
+from hfjax.parallel.engine.gradients import Held
+from hfjax.parallel.execution import Execution
+from hfjax.parallel.layerwise.plane import LayerUpdatePlane
+from hfjax.parallel.memory import is_on_host, to_device, to_host
+from hfjax.parallel.mesh import describe_mesh
+from hfjax.plan.hosted import MASTER
+from hfjax.plan.layout import Layout, State
+from hfjax.update.parts import COUNT, ENDS, LAYERS, NUMBER, Parts, Passed
+from hfjax.update.separable import Asker, check_leafwise
+
+_ASKER = Asker(
+    "With optimizer_in_backward each layer is updated by itself, before all gradients are known",
+    "optimizer_in_backward=False",
+)
+
+
+@dataclass(frozen=True)
+class InBackward:
+    """One call of the step: layers are updated from last to first, then embedding and head.
+
+    The result is that of the ordinary step. Only a step that is not finite differs: layers above
+    the first gradient that is not finite have taken the step already, that layer and all below it
+    (embedding and head too, and counts of the optimizer) stay as they are. A loss that is not
+    finite is seen before any layer is updated.
+    """
+
+    plane: LayerUpdatePlane
+    parts: Parts
+
+    @classmethod
+    def of(cls, layout: Layout, plane: LayerUpdatePlane) -> "InBackward":
+        """Return the pass of a plane that updates its layers."""
+        return cls(plane, Parts(layout))
+
+    def __call__(self, state: State, batch: Any) -> Passed:
+        """Return what a call of the step finds, its layers being updated already."""
+        params = flatten(state.params)
+        kept = (self.parts.of(state.optimizer, *roles) for roles in ((LAYERS,), (COUNT, NUMBER)))
+        held = Held(params, flatten(state.variables), *kept)
+        new, squares, finite, ends, mean = self.plane.train(
+            held, batch, state.step, self._apply, {n: self._belongs[n] for n in held.moments}
+        )
+        squares |= {path: (g * g).sum() for path, g in ends.items()}
+        norm = jnp.sqrt(sum(x.sum() for x in squares.values())) / mean.weight
+        gradients = {path: self._mean(g, mean.weight) for path, g in ends.items()}
+
+        def update(params: Flat, optimizer: Any) -> tuple[Flat, Any]:
+            ends, kept = self._ends(gradients, params, optimizer, finite & jnp.isfinite(norm))
+            return params | ends | new.parameters, self.parts.join(optimizer, kept, new.moments)
+
+        return Passed(mean, norm, update, {}, squares, settled=True)
+
+    @cached_property
+    def _belongs(self) -> Mapping[str, str]:
+        """Name of what the optimizer keeps of a parameter -> its path."""
+        leaves = self.parts.leaves.items()
+        found = {name: self.parts.layout.parameter_of(*leaf) for name, leaf in leaves}
+        return {name: p.path for name, p in found.items() if p is not None}
+
+    def _apply(self, gradients: Flat, moments: Flat, counts: Flat, parameters: Flat) -> Any:
+        """Update a layer, inside the data plane."""
+        parameters, new = self._updated(gradients, moments | counts, parameters)
+        return parameters, {name: new[name] for name in moments}
+
+    def _updated(self, gradients: Flat, kept: Flat, parameters: Flat) -> tuple[Flat, Flat]:
+        """Return parameters and what the optimizer keeps; of master weights they are copies."""
+        wanted = self.parts.layout.working_dtype
+        given = {path: g.astype(wanted(path)) for path, g in gradients.items()}
+        parameters, kept = self.parts.apply(given, kept, parameters)
+        masters = {self._belongs[n]: x for n, x in kept.items() if n in self._masters}
+        own = {path: x for path, x in masters.items() if path in parameters}
+        return parameters | {p: x.astype(parameters[p].dtype) for p, x in own.items()}, kept
+
+    @cached_property
+    def _masters(self) -> set[str]:
+        """The names of master weights among what the optimizer keeps."""
+        is_master = lambda keys: any(getattr(key, "name", None) == MASTER for key in keys)
+        return {name for name, (keys, _) in self.parts.leaves.items() if is_master(keys)}
+
+    def _ends(self, gradients: Flat, params: Flat, optimizer: Any, finite: Any) -> tuple:
+        """Return the ends and what the optimizer keeps of them, and counts, after their update."""
+        stored = self.parts.of(optimizer, ENDS, COUNT, NUMBER)
+        held = {path: params[path] for path in gradients}
+        before = self._place(to_device(held)), to_device(stored)
+        after = self._updated(self._place(gradients), before[1], before[0])
+        if self.plane.guards:
+            after = jax.tree.map(lambda new, old: jnp.where(finite, new, old), after, before)
+        new = self._place(after[0], "parameter" if self._far else "moment")
+        back = lambda old, x: to_host(x) if is_on_host(old) else x
+        return {n: back(held[n], x) for n, x in new.items()}, {
+            n: back(stored[n], x) for n, x in after[1].items()
+        }
+
+    @property
+    def _far(self) -> bool:
+        """Whether parameters lie on the host."""
+        return self.parts.layout.hosted.parameters
+
+    def _place(self, arrays: Flat, column: str = "moment") -> Flat:
+        """Return arrays of the ends' parameters, each where its moments lie."""
+        layout = self.parts.layout
+        on = lambda path: NamedSharding(layout.mesh, getattr(layout.placed[path], column))
+        return {path: lax.with_sharding_constraint(x, on(path)) for path, x in arrays.items()}
+
+    def _mean(self, gradient: jax.Array, weight: jax.Array) -> jax.Array:
+        return gradient * (1 / weight).astype(gradient.dtype)
+
+
+def check_in_backward(layout: Layout, execution: Execution) -> None:
+    """Refuse what cannot be updated layer by layer, before all gradients are known."""
+    instead = "or leave optimizer_in_backward out"
+    refused = {
+        f"clip={execution.clip} needs the norm of the whole gradient. Clip element by element "
+        "(optax.chain(optax.clip(…), …)) with clip=None (hfjax train: --optimizer.clip None), "
+        f"{instead}.": execution.clip is not None,
+        f"accumulate={execution.accumulate} keeps the gradients of all layers until the last "
+        f"microbatch. Use accumulate=1 (remat saves memory too), {instead}.": (
+            execution.accumulate > 1
+        ),
+        f"{execution.remat} is of several layers at a time, and here each is run by itself. Use "
+        f'remat="full", "dots" or names, {instead}.': execution.remat.unit > 1,
+        f"{execution.offload} goes with layers whose backward pass is derived. Leave it out, "
+        f"{instead}.": execution.offload is not None,
+        "a schedule runs backward passes of several microbatches, on stages. Leave the schedule "
+        f"out, {instead}.": execution.schedule is not None,
+        "the model is not in three parts: methods embed(batch) and head(x), and `layers`, no "
+        f"forward= in the layout (docs/any_model.md). Write it so, {instead}.": (
+            not layout.blueprint.three_parts or layout.forward is not None
+        ),
+    }
+    for why, wrong in refused.items():
+        if wrong:
+            raise ValueError(f"optimizer_in_backward on {describe_mesh(layout.mesh)}: {why}")
+    check_leafwise(layout, _ASKER, split=any(p.split("moment") for p in layout.placed.values()))

@@ -1,0 +1,94 @@
+"""An optimizer run by parts: each stage updates its layers by itself, the ends come afterwards.
+
+The parts see the whole tree of parameters, so that masks and labels by path fit, but arrays that
+are not theirs are empty. What an optimizer keeps of a parameter is found by its path and shape; a
+number that belongs to no parameter (a count of updates) is handed to every part.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple, cast
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from hfjax.base.mean import Mean
+from hfjax.base.paths import Flat, flatten, nest
+from hfjax.parallel.engine.blueprint import LAYERS as OF_LAYERS
+from hfjax.plan.layout import Layout
+
+
+class Passed(NamedTuple):
+    """What a pass over a batch has found: nothing is updated yet."""
+
+    mean: Mean
+    norm: jax.Array  # of the gradient of the mean
+    update: Callable  # (params, moments) -> new ones; streamed: also whether to change them
+    variables: Flat  # what the model wrote to
+    # Path -> sum of the squares of a gradient, of each layer of a stack where they are updated one
+    # by one; empty where nobody knows them all.
+    squares: Flat
+    settled: bool = False  # the update itself leaves alone what is not finite
+
+
+LAYERS, ENDS = "layers", "ends"
+COUNT, NUMBER = "count beside moments", "number"
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Which part of the optimizer's state belongs to what."""
+
+    layout: Layout
+
+    @cached_property
+    def leaves(self) -> dict[str, tuple[tuple, Any]]:
+        """Name -> path and shape of everything that the optimizer keeps."""
+        found, _ = jax.tree_util.tree_flatten_with_path(self.layout.abstract_state().optimizer)
+        return {jax.tree_util.keystr(keys): (keys, leaf) for keys, leaf in found}
+
+    @cached_property
+    def roles(self) -> dict[str, str]:
+        """Name -> whose it is: of layers, of ends, a count beside moments, or another number."""
+        roles, beside = {}, set()
+        for name, (keys, leaf) in self.leaves.items():
+            if (p := self.layout.parameter_of(keys, leaf)) is not None:
+                roles[name] = LAYERS if p.path.startswith(OF_LAYERS) else ENDS
+                beside.add(keys[: -len(p.path.split("/")) - 1])
+        for name, (keys, _) in self.leaves.items():
+            if name not in roles:
+                roles[name] = COUNT if keys[:-1] in beside else NUMBER
+        return roles
+
+    def of(self, state: Any, *roles: str) -> Flat:
+        """Return what an optimizer's state holds of these roles, by name."""
+        leaves = zip(self.leaves, jax.tree.leaves(state), strict=True)
+        return {name: leaf for name, leaf in leaves if self.roles[name] in roles}
+
+    def join(self, state: Any, *new: Flat) -> Any:
+        """Return the state with these leaves changed."""
+        changed: Flat = {name: leaf for part in new for name, leaf in part.items()}
+        old = zip(self.leaves, jax.tree.leaves(state), strict=True)
+        form = jax.tree.structure(state)
+        return form.unflatten([changed.get(name, leaf) for name, leaf in old])
+
+    def apply(self, gradients: Flat, kept: Flat, parameters: Flat) -> tuple[Flat, Flat]:
+        """Return parameters and state after an update of these parameters alone."""
+        updates, kept = self.update(gradients, kept, parameters)
+        return cast(Flat, optax.apply_updates(parameters, updates)), kept
+
+    def update(self, gradients: Flat, kept: Flat, parameters: Flat) -> tuple[Flat, Flat]:
+        """Return what the optimizer adds to these parameters alone, and its state afterwards."""
+        nothing = {path: _empty(p) for path, p in self.layout.placed.items()}
+        state = self.join(jax.tree.map(_empty, self.layout.abstract_state().optimizer), kept)
+        given = (nest(nothing | gradients), state, nest(nothing | parameters))
+        updates, state = self.layout.optimizer.update(*given)
+        updates, state = flatten(cast(dict, updates)), self.of(state, *set(self.roles.values()))
+        as_before = {name: state[name].astype(old.dtype) for name, old in kept.items()}
+        return {path: updates[path] for path in parameters}, as_before
+
+
+def _empty(like: Any) -> jax.Array:
+    return jnp.zeros((0, *like.shape[1:]) if like.shape else (), like.dtype)

@@ -1,0 +1,140 @@
+"""Tiles of keys and values on their way to the warpgroups that multiply them with queries."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from hfjax.pallas_kernels import mosaic
+from hfjax.pallas_kernels.attention.parts import (
+    BY_COLUMN,
+    BY_ROW,
+    ROWS,
+    Plan,
+    Visit,
+    across,
+    by_roles,
+    down,
+    drain,
+    numbers,
+    read_visit,
+    seen,
+    slot_of,
+)
+from hfjax.pallas_kernels.mosaic import load
+
+
+class Keys(NamedTuple):
+    """Shared memory for `stages` tiles of keys and values, and who may touch them."""
+
+    k: Any
+    v: Any
+    documents: Any
+    k_here: Any
+    v_here: Any
+    k_free: Any
+    v_free: Any
+
+
+def shared_keys(plan: Plan) -> Keys:
+    """Return what a block of threads allocates."""
+    cut, width = plan.cut, plan.shape.width
+    tiles = plgpu.SMEM(
+        (cut.stages, cut.tile, width), plan.dtype, transforms=mosaic.tiled(plan.dtype)
+    )
+    documents = plgpu.SMEM((cut.stages, cut.tile), jnp.int32) if plan.documents else None
+    k_here = plgpu.Barrier(num_arrivals=1 + plan.documents, num_barriers=cut.stages)
+    v_here = plgpu.Barrier(num_barriers=cut.stages)
+    free = plgpu.Barrier(num_arrivals=cut.consumers, num_barriers=cut.stages)
+    return Keys(tiles, tiles, documents, k_here, v_here, free, free)
+
+
+def shared_rows(plan: Plan) -> Any:
+    """Return shared memory for every warpgroup's own rows."""
+    shape = (plan.cut.consumers, ROWS, plan.shape.width)
+    return plgpu.SMEM(shape, plan.dtype, transforms=mosaic.tiled(plan.dtype))
+
+
+def feed_keys(plan: Plan, inputs: Any, keys: Keys, visit: Visit, place: tuple[Any, Any]) -> None:
+    """Bring the tiles of a visit; `place` is (batch, head of keys)."""
+    batch, group = place
+
+    @pl.loop(0, visit.steps)
+    def _tile(step):
+        slot = slot_of(step, plan.cut.stages)
+        rows = pl.ds(visit.tile(step) * plan.cut.tile, plan.cut.tile)
+        again = step >= plan.cut.stages
+        pl.when(again)(lambda: plgpu.barrier_wait(keys.k_free.at[slot]))
+        here = keys.k_here.at[slot]
+        plgpu.copy_gmem_to_smem(inputs.k.at[batch, rows, group], keys.k.at[slot], here)
+        if plan.documents:
+            documents = inputs.key_documents.at[batch, rows]
+            plgpu.copy_gmem_to_smem(documents, keys.documents.at[slot], here)
+        pl.when(again)(lambda: plgpu.barrier_wait(keys.v_free.at[slot]))
+        here = keys.v_here.at[slot]
+        plgpu.copy_gmem_to_smem(inputs.v.at[batch, rows, group], keys.v.at[slot], here)
+
+    drain(visit.steps, plan.cut.stages, keys.k_free, keys.v_free)
+
+
+class Rows(NamedTuple):
+    """One warpgroup's rows of queries, and what they visit."""
+
+    plan: Plan
+    visit: Visit
+    thread: Any
+    first: Any  # row's number
+    batch: Any
+    head: Any
+    documents: Any  # of the rows, in registers
+
+    def of(self, x_BSHD: Any) -> Any:
+        """Return these rows of an operand."""
+        return x_BSHD.at[self.batch, pl.ds(self.first, ROWS), self.head]
+
+    def per_row(self, x_BHS: Any) -> Any:
+        """Return these rows of an operand with one number per row."""
+        return x_BHS.at[self.batch, self.head, pl.ds(self.first, ROWS)]
+
+    def masked(self, s: Any, step: Any, keys: Keys) -> Any:
+        """Return scores, -inf where the query does not see the key."""
+        key = numbers(s.shape, 1, self.visit.part(step) * self.plan.cut.tile)
+        same = None
+        if self.plan.documents:
+            of_keys = load(keys.documents.at[slot_of(step, self.plan.cut.stages)], BY_COLUMN)
+            same = across(self.documents, s.shape) == down(of_keys, s.shape)
+        query = numbers(s.shape, 0, self.first)
+        return jnp.where(seen(self.plan, self.visit, query, key, same), s, -jnp.inf)
+
+    def visited(self, step: Any, state: Any) -> Any:
+        """Return the state after all tiles: `step(number, state, seen in part)`, whole ones first.
+
+        Only tiles seen in part are masked.
+        """
+        once = lambda partly: lambda i, x: step(i, x, partly)
+        state = lax.fori_loop(0, self.visit.whole, once(False), state)
+        if self.plan.partly:
+            state = lax.fori_loop(self.visit.whole, self.visit.steps, once(True), state)
+        return state
+
+
+def each_tile_of_queries(plan: Plan, inputs: Any, shared: Any, multiply: Callable) -> None:
+    """Run `multiply(rows)` on each consumer's rows of this block's tile, and feed it keys."""
+    batch, head, tile = (lax.axis_index(x) for x in ("batch", "head", "tile"))
+    if plan.mask.causal:  # the longest first: what is left at the end is short
+        tile = inputs.visits.shape[1] - 1 - tile
+    visit = read_visit(inputs.visits, batch, tile)
+
+    def consume(thread):
+        first = tile * plan.cut.rows + thread * ROWS
+        documents = None
+        if plan.documents:
+            of_rows = inputs.query_documents.at[batch, pl.ds(first, ROWS)]
+            documents = load(of_rows, BY_ROW)
+        multiply(Rows(plan, visit, thread, first, batch, head, documents))
+
+    group = lax.div(head, jnp.int32(plan.shape.shared))
+    by_roles(plan, consume, lambda: feed_keys(plan, inputs, shared.keys, visit, (batch, group)))

@@ -1,0 +1,218 @@
+"""One block of attention in plain JAX, in blocks of queries and keys: the CPU's path, the oracle.
+
+No score outlives its block of `BLOCK` x `BLOCK`; blocks that see nothing are skipped when it
+runs. Computed in float32 or wider. Shapes as in `flash_block`, heads of queries as [G, R].
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from hfjax.pallas_kernels.attention.mask import Mask, Places, Tiles, padded, tiles_seen, visible
+from hfjax.pallas_kernels.varying import together, zeros
+
+BLOCK = 512  # queries and keys
+
+
+class State(NamedTuple):
+    """Attention over the keys seen so far, float32 or wider: exp(score - m) weighs each value.
+
+    o is the weighted sum of values, l the sum of weights, m the greatest score: 0, 0 and -inf
+    where nothing was seen. As constants, m's gradients are zero: they cancel in what is finished.
+    """
+
+    o: jax.Array
+    m: jax.Array
+    l: jax.Array
+
+
+class Final(NamedTuple):
+    """What the backward pass of any block of keys needs of the queries, once all keys were seen.
+
+    The gradient of what they attended to, the log of their weights' sum (-inf: saw nothing), and
+    `delta`: sum(out * do) over D, less the gradient of lse where there is one.
+    """
+
+    do: jax.Array
+    lse: jax.Array
+    delta: jax.Array
+
+
+class _Blocks(NamedTuple):
+    """Queries or keys in blocks, [n, B, block, ...], and their numbers, [n, block]."""
+
+    arrays: tuple[jax.Array, ...]
+    number: jax.Array
+
+
+def _in_blocks(length: int, *arrays: jax.Array) -> _Blocks:
+    size = min(BLOCK, length)
+    cut = []
+    for x in arrays:
+        grown = padded(x, 1, size)
+        blocks = grown.reshape(x.shape[0], -1, size, *x.shape[2:])
+        cut.append(jnp.moveaxis(blocks, 1, 0))
+    count = -(-length // size)
+    return _Blocks(tuple(cut), jnp.arange(count * size, dtype=jnp.int32).reshape(count, size))
+
+
+def _whole(blocks: jax.Array, length: int) -> jax.Array:
+    """Return blocks [n, B, block, ...] as they were before they were cut."""
+    joined = jnp.moveaxis(blocks, 0, 1)
+    return joined.reshape(joined.shape[0], -1, *joined.shape[3:])[:, :length]
+
+
+class _Sight(NamedTuple):
+    """Who sees what, by numbers of queries and keys."""
+
+    mask: Mask
+    places: Places
+    keys: int
+    some: jax.Array  # [query blocks, key blocks]
+
+    @classmethod
+    def of(cls, mask: Mask, places: Places, queries: int, keys: int) -> "_Sight":
+        tiles = Tiles(queries, keys, min(BLOCK, queries), min(BLOCK, keys))
+        return cls(mask, places, keys, tiles_seen(mask, places, tiles)[0].any(0))
+
+    def masked(self, s: jax.Array, query: jax.Array, key: jax.Array) -> jax.Array:
+        """Return scores [B, G, R, Q, K], -inf where the query does not see the key."""
+        near, same = visible(self.mask, self.places, query, key)
+        near &= (key < self.keys)[None, :]
+        seen = near[None] if same is None else near[None] & same
+        return jnp.where(seen[:, None, None], s, -jnp.inf)
+
+
+def _wide(x: jax.Array) -> Any:
+    return jnp.promote_types(x.dtype, jnp.float32)
+
+
+def _scores(q: jax.Array, k: jax.Array) -> jax.Array:
+    s = jnp.einsum("bsgrd,btgd->bgrst", q, k, preferred_element_type=_wide(q))
+    return s * q.shape[-1] ** -0.5
+
+
+def _grouped(x_BSHD: jax.Array, groups: int) -> jax.Array:
+    batch, length, heads, width = x_BSHD.shape
+    return x_BSHD.reshape(batch, length, groups, heads // groups, width)
+
+
+def _rows_last(x_BHS: jax.Array, groups: int) -> jax.Array:
+    """Return [B, S, G, R]."""
+    batch, heads, length = x_BHS.shape
+    return jnp.moveaxis(x_BHS.reshape(batch, groups, heads // groups, length), 3, 1)
+
+
+def _heads_first(x_BSGR: jax.Array) -> jax.Array:
+    batch, length, groups, shared = x_BSGR.shape
+    return x_BSGR.reshape(batch, length, groups * shared).swapaxes(1, 2)
+
+
+def nothing_seen(q_BSHD: jax.Array) -> State:
+    """Return the state of queries before their first key."""
+    batch, length, heads, _ = q_BSHD.shape
+    rows, wide = (batch, heads, length), _wide(q_BSHD)
+    none = zeros(rows, q_BSHD, wide)
+    return State(zeros(q_BSHD.shape, q_BSHD, wide), none - jnp.inf, none)
+
+
+def block(
+    q_BSHD: jax.Array,
+    k_BTGD: jax.Array,
+    v_BTGD: jax.Array,
+    state: State | None,
+    mask: Mask,
+    places: Places,
+) -> State:
+    """Return the state after one more block of keys."""
+    queries, keys, groups = q_BSHD.shape[1], *k_BTGD.shape[1:3]
+    q_BSHD, k_BTGD, v_BTGD, state, places = together((q_BSHD, k_BTGD, v_BTGD, state, places))
+    sight = _Sight.of(mask, places, queries, keys)
+    o, m, l = nothing_seen(q_BSHD) if state is None else state
+    q = _in_blocks(
+        queries,
+        _grouped(q_BSHD, groups),
+        _grouped(o, groups),
+        _rows_last(m, groups),
+        _rows_last(l, groups),
+    )
+    k = _in_blocks(keys, k_BTGD, v_BTGD)
+
+    def rows(block):
+        (q, *state), query, some = block
+        step = lambda state, other: (_more(sight, q, query, state, other), None)
+        return lax.scan(jax.checkpoint(step), tuple(state), (k.arrays, k.number, some))[0]
+
+    o, m, l = (_whole(x, queries) for x in lax.map(rows, (q.arrays, q.number, sight.some)))
+    return State(o.reshape(q_BSHD.shape), _heads_first(m), _heads_first(l))
+
+
+def _more(sight: _Sight, q: jax.Array, query: jax.Array, state: tuple, other: tuple) -> tuple:
+    """Return (o, m, l) of a block of queries after a block of keys; it may see none of them."""
+    (k, v), key, some = other
+
+    def visit(state):
+        o, m, l = state
+        s = sight.masked(_scores(q, k), query, key)
+        before = jnp.moveaxis(m, 1, 3)  # [B, G, R, Q]
+        highest = lax.stop_gradient(jnp.maximum(before, s.max(-1)))
+        base = jnp.where(highest > -jnp.inf, highest, 0.0)
+        shrink = jnp.exp(lax.stop_gradient(before) - base)
+        p = jnp.exp(s - base[..., None])
+        new = jnp.einsum("bgrst,btgd->bsgrd", p.astype(v.dtype), v, preferred_element_type=o.dtype)
+        l = l * jnp.moveaxis(shrink, 3, 1) + jnp.moveaxis(p.sum(-1), 3, 1)
+        return o * jnp.moveaxis(shrink, 3, 1)[..., None] + new, jnp.moveaxis(highest, 3, 1), l
+
+    return lax.cond(some, visit, lambda state: state, state)
+
+
+def block_backward(
+    q_BSHD: jax.Array,
+    k_BTGD: jax.Array,
+    v_BTGD: jax.Array,
+    final: Final,
+    mask: Mask,
+    places: Places,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return what one block of keys adds to dq, and its dk and dv: float32 or wider."""
+    queries, keys, groups = q_BSHD.shape[1], *k_BTGD.shape[1:3]
+    q_BSHD, k_BTGD, v_BTGD, final, places = together((q_BSHD, k_BTGD, v_BTGD, final, places))
+    sight = _Sight.of(mask, places, queries, keys)
+    lse, delta = (_rows_last(x, groups) for x in (final.lse, final.delta))
+    do = _grouped(final.do, groups)
+    q = _in_blocks(queries, _grouped(q_BSHD, groups), do, lse, delta)
+    k = _in_blocks(keys, k_BTGD, v_BTGD)
+    wide = _wide(q_BSHD)
+
+    def rows(sums, block):
+        operands, query, some = block
+        start = zeros(operands[0].shape, q_BSHD, wide)
+        step = lambda dq, other: _pulled(sight, operands, query, dq, other)
+        dq, more = lax.scan(step, start, (k.arrays, k.number, some))
+        return jax.tree.map(jnp.add, sums, more), dq
+
+    none = tuple(zeros(x.shape, x, wide) for x in k.arrays)
+    (dk, dv), dq = lax.scan(rows, none, (q.arrays, q.number, sight.some))
+    return _whole(dq, queries).reshape(q_BSHD.shape), _whole(dk, keys), _whole(dv, keys)
+
+
+def _pulled(sight: _Sight, operands: tuple, query: jax.Array, dq: jax.Array, other: tuple) -> tuple:
+    """Return dq of a block of queries after a block of keys, and (dk, dv) of these keys."""
+    (q, do, lse, delta), ((k, v), key, some) = operands, other
+    wide = dq.dtype
+
+    def visit(dq):
+        s = sight.masked(_scores(q, k), query, key)
+        total = jnp.moveaxis(jnp.where(lse > -jnp.inf, lse, jnp.inf), 1, 3)[..., None]
+        p = jnp.exp(s - total)
+        dp = jnp.einsum("bsgrd,btgd->bgrst", do, v, preferred_element_type=wide)
+        ds = (p * (dp - jnp.moveaxis(delta, 1, 3)[..., None]) * q.shape[-1] ** -0.5).astype(q.dtype)
+        more = jnp.einsum("bgrst,btgd->bsgrd", ds, k, preferred_element_type=wide)
+        dk = jnp.einsum("bgrst,bsgrd->btgd", ds, q, preferred_element_type=wide)
+        dv = jnp.einsum("bgrst,bsgrd->btgd", p.astype(do.dtype), do, preferred_element_type=wide)
+        return dq + more, (dk, dv)
+
+    nothing = tuple(zeros(x.shape, x, wide) for x in (k, v))
+    return lax.cond(some, visit, lambda dq: (dq, nothing), dq)

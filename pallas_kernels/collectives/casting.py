@@ -1,0 +1,114 @@
+"""all_gather, reduce_scatter and all_reduce with the cast fused into the sending.
+
+What travels is `wire` (bfloat16 unless asked otherwise), what is added is float32: an owner adds
+its own rows, never rounded, and then those of the other ranks, the lowest rank first. So the same
+operands give the same bits on every run. `all_gather` and `reduce_scatter` are each other's
+transpose, cotangents travel and add up the same way.
+
+The kernels are for the GPUs of one host, which reach each other's memory: each rank stores every
+piece straight into its owner's memory, one hop, and no cast copy is ever in memory. Across hosts
+it is `collectives_reference`, which sends the same bytes.
+
+`all_reduce` is the two, one after the other, not one kernel: a launch costs a barrier of a few
+microseconds, where 2 * (S - 1) / S of a gradient takes hundreds, and either half is of use alone.
+
+The floor on S ranks, x of n elements of b bytes, w bytes on the wire:
+                      a link carries, each way     the memory of a device moves
+    all_gather        (S - 1) * n * w              n * b + S * n * w       (x is one of S pieces)
+    reduce_scatter    (S - 1) / S * n * w          n * b + 2 * (S - 1) / S * n * w + 4 * n / S
+One of these bounds it, the link on NVLink (450 GB/s each way against 4800 on an H200).
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from hfjax.pallas_kernels.collectives import kernel as collectives_kernel, reference as plain
+from hfjax.pallas_kernels.collectives.reference import Axis
+from hfjax.pallas_kernels.ring.peers import MeshRing, unreachable
+
+DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
+LARGEST = 8  # GPUs of a host that reach each other's memory
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """Elements to a tile, tiles in flight, and blocks of threads (at most one to a processor)."""
+
+    elements: int = 4096
+    stages: int = 3
+    blocks: int = 132
+
+
+def refuses(what: str, x: Any, axis: Axis, size: int, wire: Any = jnp.bfloat16) -> str | None:
+    """Return why the kernel of `what` cannot take `x` over an axis of that size, or None.
+
+    `what` is "all_gather", "reduce_scatter" or "all_reduce".
+    """
+    given = f"{what} of x {x.shape} {x.dtype} over {axis!r} of size {size}, sent as {wire}"
+    if not isinstance(axis, str):
+        return f"{given}: one axis is needed. Use the reference for several."
+    if not 1 <= size <= LARGEST:
+        return f"{given}: at most {LARGEST} GPUs reach each other. Use the reference."
+    if reason := unreachable(size, Tuning().blocks):
+        return f"{given}: {reason}"
+    if x.dtype not in DTYPES or jnp.dtype(wire) not in map(jnp.dtype, DTYPES):
+        return f"{given}: float32, bfloat16 or float16 is needed for both. Cast x."
+    if what == "reduce_scatter" and (x.ndim == 0 or x.shape[0] % size):
+        return f"{given}: the rows must be a multiple of {size}. Pad them."
+    pieces = 1 if what == "all_gather" else size
+    aligned = 16 // min(x.dtype.itemsize, jnp.dtype(wire).itemsize)
+    if x.size == 0 or x.size % (pieces * aligned):
+        return (
+            f"{given}: a piece must be a multiple of {aligned} elements (16 bytes), so x one of "
+            f"{pieces * aligned}. Pad x, or use the reference."
+        )
+    return None
+
+
+def _ring(what: str, x: jax.Array, axis: Axis, wire: Any) -> MeshRing:
+    size = lax.axis_size(axis)
+    if reason := refuses(what, x, axis, size, wire):
+        raise ValueError(reason)
+    assert isinstance(axis, str)
+    return MeshRing(axis, size)
+
+
+def tuned(tuning: Tuning) -> tuple:
+    """Return `all_gather`, `reduce_scatter` and `all_reduce` with a tuning."""
+
+    def whole(x, axis, wire):
+        ring = _ring("all_gather", x, axis, wire)
+        found = collectives_kernel.gather(ring, x.reshape(-1), wire, tuning)
+        return found.reshape(ring.size * x.shape[0], *x.shape[1:])
+
+    def gather(x, axis, wire):
+        return plain.differing(whole(x, axis, wire), axis)
+
+    def scatter(x, axis, wire):
+        ring = _ring("reduce_scatter", x, axis, wire)
+        total = collectives_kernel.scatter(ring, x.reshape(ring.size, -1), wire, tuning)
+        return total.reshape(x.shape[0] // ring.size, *x.shape[1:])
+
+    return plain.family(gather, scatter, whole)
+
+
+_tuned = tuned(Tuning())
+
+
+def all_gather(x: jax.Array, axis: Axis, wire: Any = jnp.bfloat16) -> jax.Array:
+    """Return the rows of all devices along the axis, in `wire` (inside `jax.shard_map`)."""
+    return _tuned[0](x, axis, wire)
+
+
+def reduce_scatter(x: jax.Array, axis: Axis, wire: Any = jnp.bfloat16) -> jax.Array:
+    """Return this device's rows of the sum over the axis, in float32 (inside `jax.shard_map`)."""
+    return _tuned[1](x, axis, wire)
+
+
+def all_reduce(x: jax.Array, axis: Axis, wire: Any = jnp.bfloat16) -> jax.Array:
+    """Return the sum over the axis in the dtype of `x`, the same bits on all its devices."""
+    return _tuned[2](x, axis, wire)

@@ -1,0 +1,1 @@
+"""The loss of a vocabulary without its logits (`loss`), and its kernels."""

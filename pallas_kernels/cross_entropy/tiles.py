@@ -1,0 +1,149 @@
+"""What is made of tiles of logits while they are in registers (`logit_walk.py`).
+
+`statistics`: the maximum and the sum of exponentials of each row. `probabilities`: softmax - onehot
+of a part of the vocabulary.
+
+[N] rows, [D] width, [L]anes; w is [C, P, D]: column c of part p of the vocabulary.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from hfjax.pallas_kernels.cross_entropy.logits import EVEN, LOG2E, LOWEST, Columns, Tuning, in_parts
+from hfjax.pallas_kernels.cross_entropy.walk import (
+    ROWS,
+    TILE,
+    WORKERS,
+    Walk,
+    Work,
+    best_lanes,
+    launch,
+    padded,
+)
+from hfjax.pallas_kernels.mosaic import load, tiled
+
+STORE = 64  # columns that are stored at once: 128 bytes
+ROW = plgpu.Layout.WGMMA.reduce(1)
+
+
+def _within(logits: Any, limit: Any, otherwise: float) -> Any:
+    """Return the logits, `otherwise` in columns from `limit` on; most tiles have none of these."""
+
+    def masked(logits):
+        columns = plgpu.broadcasted_iota(jnp.int32, logits.shape, 1, layout=plgpu.Layout.WGMMA)
+        return jnp.where(columns < limit, logits, otherwise)
+
+    return lax.cond(limit < logits.shape[1], masked, lambda logits: logits, logits)
+
+
+def statistics(
+    x_ND: jax.Array, w_VD: jax.Array, labels_N: jax.Array, columns: Columns, tuning: Tuning
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return max, sum of exponentials relative to it, and the label's logit, of each row.
+
+    The label's logit is a product of two gathered rows: cheaper than a search in every tile.
+    """
+    most_LN, total_LN = _per_lane(jnp.stack([0, columns.real]), x_ND, in_parts(w_VD, 1), tuning)
+    most_1N = most_LN.max(0, keepdims=True)
+    total = (total_LN * jnp.exp2(most_LN - most_1N)).sum(0)
+    labels = columns.labels(labels_N)
+    rows = w_VD[jnp.maximum(labels, 0)].astype(jnp.float32)
+    picked = jnp.where(labels < 0, 0, (x_ND.astype(jnp.float32) * rows).sum(1))
+    count = x_ND.shape[0]
+    return most_1N[0, :count] / LOG2E, total[:count], picked
+
+
+def _per_lane(numbers: jax.Array, x_ND: jax.Array, w_CPD: jax.Array, tuning: Tuning) -> Any:
+    """Return each row's maximum, in units of log 2, and sum of exponentials: [L, N] each."""
+    rows, columns = -(-x_ND.shape[0] // TILE), -(-w_CPD.shape[0] // tuning.columns)
+    lanes = best_lanes(rows, columns, tuning)
+    walk = Walk(rows, columns, lanes, tuning.group, min(tuning.blocks, rows * lanes))
+    out = [jax.ShapeDtypeStruct((lanes, rows * TILE), jnp.float32)] * 2
+    scratch = [plgpu.SMEM((WORKERS, ROWS), jnp.float32)] * 2
+    return launch(_statistics, out, scratch, walk, tuning)(numbers, x_ND, w_CPD)
+
+
+def _statistics(numbers: Any, refs: Any, worker: Any) -> Work:
+    *out, most_smem, total_smem = refs
+    staged = (most_smem.at[worker], total_smem.at[worker])
+    limit = numbers[1]
+
+    def start(row):
+        constant = lambda value: plgpu.layout_cast(jnp.full((ROWS,), value, jnp.float32), ROW)
+        return constant(LOWEST), constant(0.0)
+
+    def tile(carry, logits, row, column):
+        most, total = carry
+        scaled = _within(logits, limit - column, -jnp.inf) * LOG2E
+        new = jnp.maximum(most, scaled.max(axis=1))
+        exponentials = jnp.exp2(scaled - lax.broadcast_in_dim(new, scaled.shape, [0]))
+        return new, total * jnp.exp2(most - new) + exponentials.sum(axis=1)
+
+    def end(carry, row, lane):
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        for smem, value in zip(staged, carry, strict=True):
+            smem[...] = value
+        plgpu.commit_smem()
+        for smem, gmem in zip(staged, out, strict=True):
+            plgpu.copy_smem_to_gmem(smem, gmem.at[lane, pl.ds(row, ROWS)])
+
+    return Work(start, tile, end)
+
+
+def probabilities(
+    numbers: tuple[Any, Any],
+    operands: tuple[jax.Array, jax.Array],
+    rows_N: tuple[jax.Array, jax.Array],
+    tuning: Tuning,
+) -> jax.Array:
+    """Return softmax - onehot of a part of the vocabulary, [N, C] in x's dtype.
+
+    numbers: [part, how many columns of it are real]; operands: x_ND and w_CPD; rows_N: logsumexp
+    and the label's column in the part. Columns of zeros are behind, up to a multiple of 64.
+    """
+    (x_ND, w_CPD), (logsumexp, labels) = operands, rows_N
+    rows, tiles = -(-x_ND.shape[0] // TILE), -(-w_CPD.shape[0] // tuning.columns)
+    walk = Walk(rows, tiles, tiles, tuning.group, min(tuning.blocks, rows * tiles))
+    shape = (_up(x_ND.shape[0], EVEN), _up(w_CPD.shape[0], STORE))
+    out = jax.ShapeDtypeStruct(shape, x_ND.dtype)
+    places = 2 - tuning.columns // STORE % 2  # two in turn, where a tile ends on the second
+    staged = plgpu.SMEM((WORKERS, places, ROWS, STORE), x_ND.dtype, transforms=tiled(x_ND.dtype))
+    run = launch(_probabilities, out, [staged], walk, tuning)
+    more = [padded(row, TILE) for row in (logsumexp * LOG2E, labels)]
+    return run(jnp.stack(numbers), x_ND, w_CPD, *more)[: x_ND.shape[0]]
+
+
+def _probabilities(numbers: Any, refs: Any, worker: Any) -> Work:
+    logsumexp, labels, out, staged = refs
+    limit = numbers[1]
+
+    def start(row):
+        rows = pl.ds(row, ROWS)
+        return tuple(load(ref.at[rows], ROW) for ref in (logsumexp, labels))
+
+    def tile(carry, logits, row, column):
+        lse, label = (lax.broadcast_in_dim(c, logits.shape, [0]) for c in carry)
+        scaled = _within(logits, limit - column, -jnp.inf) * LOG2E
+        found = jnp.exp2(scaled - lse)
+        ids = plgpu.broadcasted_iota(jnp.int32, found.shape, 1, layout=plgpu.Layout.WGMMA)
+        found = jnp.where(ids + column == label, found - 1.0, found).astype(out.dtype)
+        places = staged.shape[1]
+        for i in range(found.shape[1] // STORE):
+            smem = staged.at[worker, i % places]
+            plgpu.wait_smem_to_gmem(places - 1, wait_read_only=True)
+            smem[...] = found[:, i * STORE : (i + 1) * STORE]
+            plgpu.commit_smem()
+            columns = pl.ds(pl.multiple_of(column + i * STORE, STORE), STORE)
+            plgpu.copy_smem_to_gmem(smem, out.at[pl.ds(row, ROWS), columns])
+        return carry
+
+    return Work(start, tile, lambda *_: None)
+
+
+def _up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple

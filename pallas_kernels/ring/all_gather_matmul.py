@@ -1,0 +1,41 @@
+"""`all_gather_matmul`: gather rows along a mesh axis and multiply, in one kernel.
+
+The entry of a layer whose columns are split (column parallel) when activations are split by rows:
+each of S ranks has x [M, K] and w [K, N] and gets (all x, one below the other) @ w, [S M, N]. The
+shards of x go round the ring from shared memory to the next rank's memory while they are being
+multiplied (ring_gather.py), as in Wang et al., "Overlap Communication with Dependent Computation
+via Decomposition in Large Deep Learning Models" (ASPLOS 2023).
+
+The floor, for one rank and b bytes a number: 2 S M K N flops; b (S - 1) M K bytes over its link in
+and as many out; b (S M K + K N + S M N) bytes of device memory, and b (S - 1) M K more for what
+landed. The links are hidden when N > (flops per second) b / (2 link bytes per second): 1800 columns
+for bfloat16, 800 Tflop/s and 450 GB/s. Nothing of this was timed: it has not run on a GPU.
+
+The gradient: ring_gradients.py.
+"""
+
+from typing import Any
+
+import jax
+from jax import lax
+
+from hfjax.pallas_kernels.ring.products import by_jax, by_kernel, check, refusal
+from hfjax.pallas_kernels.ring.tiles import USUAL, Tuning
+
+
+def all_gather_matmul(
+    x_MK: jax.Array, w_KN: jax.Array, axis: str, tuning: Tuning = USUAL
+) -> jax.Array:
+    """Return (all ranks' x along `axis`, one below the other) @ w; inside `jax.shard_map`."""
+    check(refuses(x_MK, w_KN, lax.axis_size(axis), tuning))
+    return by_kernel.gathered(x_MK, w_KN, axis, tuning)
+
+
+def reference(x_MK: jax.Array, w_KN: jax.Array, axis: str, tuning: Tuning = USUAL) -> jax.Array:
+    """Return the same in plain JAX; sums of partial gradients cross the links in float32."""
+    return by_jax.gathered(x_MK, w_KN, axis, tuning)
+
+
+def refuses(x_MK: Any, w_KN: Any, size: int, tuning: Tuning = USUAL) -> str | None:
+    """Return why the kernel (or its gradient) cannot take these on a ring of `size`, or None."""
+    return refusal(x_MK, w_KN, x_MK.shape[0], size, tuning)

@@ -1,0 +1,120 @@
+"""The kernel of `all_gather_matmul`: shards of x go round the ring while they are multiplied.
+
+At step s a rank multiplies the shard of the rank s places ahead. A block that has a tile in its
+first column passes the rows that it has in shared memory on, to the rank before it, as it goes; it
+says so with a semaphore of that shard and those rows, for which the copier of each block over there
+waits. So no step ends for all blocks at once, and each shard crosses each link once.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from hfjax.pallas_kernels.ring.peers import Ring, ahead
+from hfjax.pallas_kernels.ring.tiles import (
+    DEPTH,
+    HALF,
+    Stages,
+    Tuning,
+    copy_operands,
+    launch,
+    multiply,
+    place_of,
+    tiles_of,
+    write_back,
+)
+
+
+def gather_matmul(ring: Ring, x: Any, w: Any, tuning: Tuning) -> Any:
+    """Return all shards of x times w, [S, M, N] (each operand's leading axis: ranks, if virtual).
+
+    x: [M, K], this rank's shard. w: [K, N].
+    """
+    (depth, columns), rows = w.shape[-2:], x.shape[-2]
+    shapes = [(ring.size, rows, columns), (ring.size - 1, rows, depth)]
+    shapes = shapes[: min(ring.size, 2)]  # alone, nothing lands
+    out = [jax.ShapeDtypeStruct((*ring.ranks, *shape), x.dtype) for shape in shapes]
+
+    def all_gather_matmul(stages, *refs):
+        x, w, out, *landed = refs
+        work = _Gather(ring, stages, ring.mine(x), ring.mine(w), ring.mine(out), landed)
+        return work.copies, work.consumes
+
+    return launch(all_gather_matmul, ring, out, x, w, tuning)[0]
+
+
+class _Gather:
+    """What the warpgroups of one block do."""
+
+    def __init__(self, ring: Ring, stages: Stages, x: Any, w: Any, out: Any, landed: Any):
+        self.ring, self.stages, self.x, self.w, self.out = ring, stages, x, w, out
+        self.depths = pl.cdiv(w.shape[0], DEPTH)
+        self.tiles = tiles_of(stages.tuning, ring.size, x.shape[0], w.shape[1])
+        if landed:
+            self.before = ahead(ring, ring.size - 1)
+            self.landed = ring.mine(landed[0])
+            self.landed_before = ring.peer(landed[0], self.before)
+            self.arrived = ring.semaphores((ring.size - 1) * self.tiles.rows)
+
+    def copies(self) -> None:
+        self.stages.settle(self.tiles.walk(self._copy, jnp.int32(0)))
+
+    def _copy(self, tile: Any, begin: Any) -> Any:
+        step, row, column = self.tiles.at(tile)
+
+        def of_mine():
+            return copy_operands(self.stages, self.x, self.w, (row, column), begin)
+
+        def of_landed():
+            self.ring.wait(self.arrived, (step - 1) * self.tiles.rows + row, 1)
+            landed = self.landed.at[step - 1]
+            return copy_operands(self.stages, landed, self.w, (row, column), begin)
+
+        return of_mine() if self.ring.size == 1 else lax.cond(step == 0, of_mine, of_landed)
+
+    def consumes(self) -> None:
+        self.tiles.walk(self._consume, jnp.int32(0))
+
+    def _consume(self, tile: Any, begin: Any) -> Any:
+        step, row, column = self.tiles.at(tile)
+        passes_on = (lax.axis_index("warpgroup") == 0) & (column == 0)
+        passes_on &= step < self.ring.size - 1
+
+        def when_passing(action):
+            return pl.when(passes_on)(action) if self.ring.size > 1 else None
+
+        def pass_on(k, place):
+            @when_passing
+            def _():
+                rows, _ = place_of(row, column, self.stages.tuning)
+                there = self.landed_before.at[step, rows, pl.ds(k * DEPTH, DEPTH)]
+                plgpu.copy_smem_to_gmem(self.stages.a.at[place], there)
+                plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+
+        def all_read():
+            when_passing(lambda: plgpu.wait_smem_to_gmem(0, wait_read_only=True))
+
+        chunks = multiply(self.stages, self.depths, begin, pass_on, all_read)
+        self._store(chunks, step, row, column)
+
+        @when_passing
+        def _():
+            plgpu.wait_smem_to_gmem(0, wait_read_only=False)  # all of it is there
+            self.ring.signal(self.arrived, step * self.tiles.rows + row, self.before)
+
+        return begin + self.depths
+
+    def _store(self, chunks: tuple, step: Any, row: Any, column: Any) -> None:
+        rows, columns = place_of(row, column, self.stages.tuning)
+        shard = ahead(self.ring, step)
+        first = rows.start + lax.axis_index("warpgroup") * HALF
+
+        def store(chunk, within):
+            there = pl.ds(first, HALF), pl.ds(columns.start + within, chunk.shape[1])
+            plgpu.copy_smem_to_gmem(chunk, self.out.at[shard, *there])
+
+        write_back(self.stages, chunks, store)

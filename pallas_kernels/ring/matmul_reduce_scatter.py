@@ -1,0 +1,49 @@
+"""`matmul_reduce_scatter`: multiply, add up along a mesh axis, keep a rank's rows, in one kernel.
+
+The exit of a layer whose contracted axis is split (row parallel): each of S ranks has x [R, K] and
+w [K, N], its part of the contraction, and gets its R / S rows of the sum over ranks of x @ w. Each
+tile of a partial sum goes straight to its owner while the next is multiplied; the owner adds what
+landed in float32 (ring_scatter.py). As in Wang et al., "Overlap Communication with Dependent
+Computation via Decomposition in Large Deep Learning Models" (ASPLOS 2023).
+
+The floor, for one rank and b bytes a number: 2 R K N flops; b (S - 1) R N / S bytes over its link
+out and as many in; b (R K + K N + R N / S) bytes of device memory, and 2 b (S - 1) R N / S more for
+what landed. The links are hidden when K > (flops per second) b / (2 link bytes per second): 1800
+for bfloat16, 800 Tflop/s and 450 GB/s. Nothing of this was timed: it has not run on a GPU.
+
+Partial sums cross the links in the operands' type, each rounded once, and are added in float32.
+The gradient: ring_gradients.py.
+"""
+
+from typing import Any
+
+import jax
+from jax import lax
+
+from hfjax.pallas_kernels.ring.products import by_jax, by_kernel, check, refusal
+from hfjax.pallas_kernels.ring.tiles import USUAL, Tuning
+
+
+def matmul_reduce_scatter(
+    x_RK: jax.Array, w_KN: jax.Array, axis: str, tuning: Tuning = USUAL
+) -> jax.Array:
+    """Return this rank's rows of the sum along `axis` of x @ w; inside `jax.shard_map`."""
+    check(refuses(x_RK, w_KN, lax.axis_size(axis), tuning))
+    return by_kernel.scattered(x_RK, w_KN, axis, tuning)
+
+
+def reference(x_RK: jax.Array, w_KN: jax.Array, axis: str, tuning: Tuning = USUAL) -> jax.Array:
+    """Return the same in plain JAX; partial sums cross the links in float32."""
+    check(_uneven(x_RK, lax.axis_size(axis)))
+    return by_jax.scattered(x_RK, w_KN, axis, tuning)
+
+
+def refuses(x_RK: Any, w_KN: Any, size: int, tuning: Tuning = USUAL) -> str | None:
+    """Return why the kernel (or its gradient) cannot take these on a ring of `size`, or None."""
+    return _uneven(x_RK, size) or refusal(x_RK, w_KN, x_RK.shape[0] // size, size, tuning)
+
+
+def _uneven(x: Any, size: int) -> str | None:
+    if x.shape[0] % size == 0:
+        return None
+    return f"x {list(x.shape)}: {size} ranks share its {x.shape[0]} rows evenly. Pad them"

@@ -1,0 +1,163 @@
+"""The kernel of `matmul_reduce_scatter`: partial sums go to their owners while others are computed.
+
+At step s a rank multiplies the rows of the rank s + 1 places ahead, so that no two ranks send to
+the same one at a time, and its own rows last. What belongs to another rank is cast and stored
+straight into a place of that rank's memory which only this rank writes; a semaphore of each tile
+counts the halves that have arrived. For its own tiles a block copies what arrived, through the same
+stages as operands, and adds it in fp32: each partial sum is rounded once, however many ranks there
+are.
+"""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from hfjax.pallas_kernels.ring.peers import Ring, ahead
+from hfjax.pallas_kernels.ring.tiles import (
+    CHUNK,
+    CONSUMERS,
+    DEPTH,
+    HALF,
+    Stages,
+    Tuning,
+    copy_operands,
+    launch,
+    multiply,
+    place_of,
+    tiles_of,
+    write_back,
+)
+
+
+def matmul_scatter(ring: Ring, x: Any, w: Any, tuning: Tuning) -> Any:
+    """Return this rank's rows of the sum over ranks of x times w, [M, N].
+
+    x: [S, M, K], the columns of this rank for the rows of each rank. w: [K, N].
+    """
+    rows, columns = x.shape[-2], w.shape[-1]
+    shapes = [(rows, columns), (ring.size - 1, rows, columns)]
+    shapes = shapes[: min(ring.size, 2)]  # alone, nothing lands
+    out = [jax.ShapeDtypeStruct((*ring.ranks, *shape), x.dtype) for shape in shapes]
+
+    def matmul_reduce_scatter(stages, *refs):
+        x, w, out, *landed = refs
+        work = _Scatter(ring, stages, ring.mine(x), ring.mine(w), ring.mine(out), landed)
+        return work.copies, work.consumes
+
+    return launch(matmul_reduce_scatter, ring, out, x, w, tuning)[0]
+
+
+class _Scatter:
+    """What the warpgroups of one block do."""
+
+    def __init__(self, ring: Ring, stages: Stages, x: Any, w: Any, out: Any, landed: Any):
+        self.ring, self.stages, self.x, self.w, self.out = ring, stages, x, w, out
+        self.depths = pl.cdiv(w.shape[0], DEPTH)
+        self.tiles = tiles_of(stages.tuning, ring.size, x.shape[1], w.shape[1])
+        self.last = ring.size - 1  # the step of this rank's own rows
+        self.elsewhere = []
+        if landed:
+            self.landed = ring.mine(landed[0])
+            self.elsewhere = [ring.peer(landed[0], ahead(ring, s + 1)) for s in range(self.last)]
+            self.arrived = ring.semaphores(self.tiles.each_step)
+
+    def copies(self) -> None:
+        self.stages.settle(self.tiles.walk(self._copy, jnp.int32(0)))
+
+    def _copy(self, tile: Any, begin: Any) -> Any:
+        step, row, column = self.tiles.at(tile)
+        rows_of_owner = self.x.at[ahead(self.ring, step + 1)]
+        end = copy_operands(self.stages, rows_of_owner, self.w, (row, column), begin)
+        if not self.last:
+            return end
+
+        def also_landed():
+            index = row * self.tiles.columns + column
+            self.ring.wait(self.arrived, index, CONSUMERS * self.last)
+            return lax.fori_loop(
+                0, self.last, lambda source, n: self._copy_landed(source, row, column, n), end
+            )
+
+        return lax.cond(step == self.last, also_landed, lambda: end)
+
+    def _copy_landed(self, source: Any, row: Any, column: Any, begin: Any) -> Any:
+        """Copy a tile that another rank sent, a half for each consumer, to where B's copies go."""
+        rows, columns = place_of(row, column, self.stages.tuning)
+        height = HALF // 2  # in two copies: as many as a stage of operands has
+
+        def copy(half, number):
+            place = self.stages.claim(number)
+            for first in (0, height):
+                these = pl.ds(rows.start + half * HALF + first, height)
+                plgpu.copy_gmem_to_smem(
+                    self.landed.at[source, these, columns],
+                    self.stages.b.at[place, pl.ds(first, height)],
+                    self.stages.full.at[place],
+                )
+            return number + 1
+
+        return lax.fori_loop(0, CONSUMERS, copy, begin)
+
+    def consumes(self) -> None:
+        self.tiles.walk(self._consume, jnp.int32(0))
+        if self.last:
+            self._tell_of(self.tiles.last())
+
+    def _consume(self, tile: Any, begin: Any) -> Any:
+        step, row, column = self.tiles.at(tile)
+        chunks = multiply(self.stages, self.depths, begin)
+        end = begin + self.depths
+        if self.last:
+            self._tell_of(tile - self.tiles.blocks)
+            landed = jnp.where(step == self.last, self.last, 0)
+            chunks, end = lax.fori_loop(0, landed, self._add_landed, (chunks, end))
+        self._store(chunks, step, row, column)
+        return end
+
+    def _tell_of(self, tile: Any) -> None:
+        """Tell the owner of this block's last but one tile that it is there; it long is by now."""
+        step, row, column = self.tiles.at(tile)
+
+        @pl.when((tile >= 0) & (step < self.last))
+        def _():
+            plgpu.wait_smem_to_gmem(0, wait_read_only=False)
+            index = row * self.tiles.columns + column
+            self.ring.signal(self.arrived, index, ahead(self.ring, step + 1))
+
+    def _add_landed(self, _: Any, carry: tuple) -> tuple:
+        """Add this consumer's half of a tile, and give back both."""
+        chunks, number = carry
+        places = [self.stages.filled(number + half) for half in range(CONSUMERS)]
+        place = lax.select(lax.axis_index("warpgroup") == 0, *places)
+        chunks = tuple(
+            chunk + self._landed(place, c * CHUNK).astype(jnp.float32)
+            for c, chunk in enumerate(chunks)
+        )
+        plgpu.commit_smem()  # read, before a copy may write there
+        for half in range(CONSUMERS):
+            self.stages.free(number + half)
+        return chunks, number + CONSUMERS
+
+    def _landed(self, place: Any, column: int) -> Any:
+        chunk = self.stages.b.at[place, :, pl.ds(column, CHUNK)]
+        return plgpu.layout_cast(chunk[...], plgpu.Layout.WGMMA)
+
+    def _store(self, chunks: tuple, step: Any, row: Any, column: Any) -> None:
+        rows, columns = place_of(row, column, self.stages.tuning)
+        first = rows.start + lax.axis_index("warpgroup") * HALF
+
+        def store(chunk, within):
+            there = pl.ds(first, HALF), pl.ds(columns.start + within, chunk.shape[1])
+            # The local one comes first: jax lowers the first branch once more, to look at its
+            # type, and the copy to a peer of that throw-away lowering would be remembered.
+            refs = [self.out.at[there]]
+            refs += [ref.at[s, *there] for s, ref in enumerate(self.elsewhere)]
+            which = lax.rem(step + 1, jnp.int32(self.ring.size))
+            lax.switch(which, [partial(plgpu.copy_smem_to_gmem, chunk, ref) for ref in refs])
+
+        write_back(self.stages, chunks, store)

@@ -1,0 +1,253 @@
+"""A matrix product in tiles on the tensor cores: what the two kernels over a ring have in common.
+
+The structure of the best Hopper products: one block per processor for the whole launch (persistent
+grid), one warpgroup that only copies (TMA, some stages ahead, also across the border of two tiles),
+two warpgroups that multiply half a tile each into fp32 registers and write it back through shared
+memory while the copies of the next tile are already under way. Tiles are walked in bands of rows,
+so that the blocks running at one time share their operands in the L2 cache.
+
+Shapes: matrices A [M, K] and B [K, N]; a tile is `rows` x `columns` of A @ B. M, K, N need not be
+multiples of a tile: TMA reads zeros beyond an edge and writes nothing there.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from hfjax.pallas_kernels.mosaic import kernel, tiled
+from hfjax.pallas_kernels.ring.peers import Ring
+
+CONSUMERS = 2  # warpgroups that multiply; the third one copies
+HALF = 64  # rows of a tile that one of them multiplies
+ROWS = CONSUMERS * HALF  # of a tile
+DEPTH = 64  # of K, copied and multiplied at a time: one swizzled row of 16-bit numbers
+CHUNK = 64  # columns that are written back at a time
+COPIER_REGISTERS, CONSUMER_REGISTERS = 40, 232  # of a thread; 64 Ki are there for 384 threads
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """Sizes of a product's tiles; the defaults take 224 KiB of shared memory and do not spill."""
+
+    columns: int = 256  # of a tile
+    stages: int = 4  # pairs of copies that are under way or in use
+    band: int = 8  # rows of tiles that are walked together, for the L2 cache
+    blocks: int = 132  # of one rank: at most as many as the GPU has processors
+
+    def __post_init__(self):
+        if self.columns not in (2 * CHUNK, 4 * CHUNK) or self.stages < 2:
+            raise ValueError(
+                f"Tuning(columns={self.columns}, stages={self.stages}): columns are {2 * CHUNK} or "
+                f"{4 * CHUNK}, stages 2 or more. Change the tuning"
+            )
+
+
+USUAL = Tuning()
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """The order in which all blocks walk the tiles of `steps` products of the same shape."""
+
+    steps: int
+    rows: int
+    columns: int
+    blocks: int
+    band: int
+
+    @property
+    def each_step(self) -> int:
+        return self.rows * self.columns
+
+    def at(self, number: Any) -> tuple:
+        """Return the step, row and column of a tile."""
+        within = lax.rem(number, jnp.int32(self.each_step))
+        row, column = plgpu.planar_snake(within, (self.rows, self.columns), 0, self.band)
+        return lax.div(number, jnp.int32(self.each_step)), row, column
+
+    def walk(self, visit: Callable, carry: Any) -> Any:
+        """Return the carry after `visit(number, carry)` on each tile of this block, in order."""
+        block = lax.axis_index("block")
+        return lax.fori_loop(
+            0, self._mine(), lambda i, carry: visit(block + i * self.blocks, carry), carry
+        )
+
+    def last(self) -> Any:
+        """Return the number of this block's last tile, negative if it has none."""
+        return lax.axis_index("block") + (self._mine() - 1) * self.blocks
+
+    def _mine(self) -> Any:
+        after = jnp.int32(self.steps * self.each_step + self.blocks - 1) - lax.axis_index("block")
+        return lax.div(after, jnp.int32(self.blocks))
+
+
+def tiles_of(tuning: Tuning, steps: int, rows: int, columns: int) -> Tiles:
+    """Return the walk over the tiles of `steps` products of `rows` x `columns`."""
+    shape = pl.cdiv(rows, ROWS), pl.cdiv(columns, tuning.columns)
+    return Tiles(steps, *shape, blocks=tuning.blocks, band=tuning.band)
+
+
+def place_of(row: Any, column: Any, tuning: Tuning) -> tuple:
+    """Return the rows and the columns of a tile."""
+    return pl.ds(row * ROWS, ROWS), pl.ds(column * tuning.columns, tuning.columns)
+
+
+@dataclass(frozen=True)
+class Stages:
+    """The copies that are under way: places in shared memory, each filled and freed in turn."""
+
+    a: Any
+    b: Any
+    staged: Any  # what each consumer is writing back, two chunks
+    full: Any
+    empty: Any
+    tuning: Tuning
+
+    def place(self, number: Any) -> Any:
+        return lax.rem(number, jnp.int32(self.tuning.stages))
+
+    def claim(self, number: Any) -> Any:
+        """Return the place of copy `number` once it is free again (the copier asks)."""
+        place = self.place(number)
+
+        @pl.when(number >= self.tuning.stages)
+        def _():
+            plgpu.barrier_wait(self.empty.at[place])
+
+        return place
+
+    def filled(self, number: Any) -> Any:
+        """Return the place of copy `number` once it holds its data (a consumer asks)."""
+        plgpu.barrier_wait(self.full.at[self.place(number)])
+        return self.place(number)
+
+    def free(self, number: Any) -> None:
+        plgpu.barrier_arrive(self.empty.at[self.place(number)])
+
+    def settle(self, count: Any) -> None:
+        """Wait until the last of `count` copies were consumed: no barrier is left half way."""
+        last = lax.min(count, jnp.int32(self.tuning.stages))
+
+        @pl.loop(count - last, count)
+        def _(number):
+            plgpu.barrier_wait(self.empty.at[self.place(number)])
+
+
+def scratch(tuning: Tuning, w: Any) -> list:
+    """Return the shared memory of `Stages`, in the order of its fields."""
+    stages, dtype = tuning.stages, w.dtype
+    transforms = tiled(dtype, math.gcd(DEPTH, *w.shape))
+    return [
+        plgpu.SMEM((stages, ROWS, DEPTH), dtype, transforms=transforms),
+        plgpu.SMEM((stages, DEPTH, tuning.columns), dtype, transforms=transforms),
+        plgpu.SMEM((CONSUMERS, 2, HALF, CHUNK), dtype, transforms=transforms),
+        plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+        plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=stages),
+    ]
+
+
+def copy_operands(stages: Stages, a: Any, b: Any, tile: tuple, begin: Any) -> Any:
+    """Copy the operands of a (row, column), depth by depth; return the number of the next copy."""
+    row, column = tile
+    rows, columns = place_of(row, column, stages.tuning)
+
+    def copy(k, number):
+        place, depths = stages.claim(number), pl.ds(k * DEPTH, DEPTH)
+        plgpu.copy_gmem_to_smem(a.at[rows, depths], stages.a.at[place], stages.full.at[place])
+        plgpu.copy_gmem_to_smem(b.at[depths, columns], stages.b.at[place], stages.full.at[place])
+        return number + 1
+
+    return lax.fori_loop(0, pl.cdiv(b.shape[0], DEPTH), copy, begin)
+
+
+def _nothing(*_: Any) -> None:
+    pass
+
+
+def multiply(
+    stages: Stages,
+    depths: int,
+    begin: Any,
+    also: Callable = _nothing,
+    last: Callable = _nothing,
+) -> Any:
+    """Return this warpgroup's half of a tile in fp32, a chunk of columns after the other.
+
+    `also(k, place)` is done with each place while it is multiplied; a place is given back one step
+    later, and the last one after `last()`.
+    """
+    half = pl.ds(lax.axis_index("warpgroup") * HALF, HALF)
+
+    def accumulated(acc):
+        def step(k, number):
+            place = stages.filled(number)
+            plgpu.wgmma(acc, stages.a.at[place, half], stages.b.at[place])
+            also(k, place)
+            plgpu.wgmma_wait(1)
+
+            @pl.when(k > 0)
+            def _():
+                stages.free(number - 1)
+
+            return number + 1
+
+        end = lax.fori_loop(0, depths, step, begin)
+        plgpu.wgmma_wait(0)
+        last()
+        stages.free(end - 1)
+        value = acc[...]
+        return tuple(value[:, c : c + CHUNK] for c in range(0, stages.tuning.columns, CHUNK))
+
+    shape = (HALF, stages.tuning.columns)
+    return pl.run_scoped(accumulated, plgpu.ACC(shape, jnp.float32))  # pyright: ignore
+
+
+def write_back(stages: Stages, chunks: tuple, store: Callable) -> None:
+    """Call `store(chunk, column)` with each chunk of this warpgroup's half, cast."""
+    for number, chunk in enumerate(chunks):
+        staged = stages.staged.at[lax.axis_index("warpgroup"), number % 2]
+        plgpu.wait_smem_to_gmem(1, wait_read_only=True)  # the store before the last has left it
+        staged[...] = chunk.astype(staged.dtype)
+        plgpu.commit_smem()
+        store(staged, number * CHUNK)
+
+
+def launch(body: Callable, ring: Ring, out: Any, x: Any, w: Any, tuning: Tuning) -> list:
+    """Return what a kernel makes of x and w.
+
+    `body(stages, *refs)` returns what the copier does and what a consumer does.
+    """
+
+    def whole(*refs):
+        *refs, a, b, staged, full, empty = refs
+        copies, consumes = body(Stages(a, b, staged, full, empty, tuning), *refs)
+        warpgroup = lax.axis_index("warpgroup")
+
+        @pl.when(warpgroup == CONSUMERS)
+        def _():
+            plgpu.set_max_registers(COPIER_REGISTERS, action="decrease")
+            copies()
+
+        @pl.when(warpgroup < CONSUMERS)
+        def _():
+            plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
+            consumes()
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    whole.__name__ = body.__name__
+    return kernel(
+        whole,
+        out,
+        scratch(tuning, jax.ShapeDtypeStruct(w.shape[-2:], w.dtype)),
+        grid=(*ring.ranks, tuning.blocks),
+        grid_names=(*ring.rank_names, "block"),
+        num_threads=CONSUMERS + 1,
+        thread_name="warpgroup",
+    )(x, w)

@@ -1,0 +1,5 @@
+"""Programs as data: JAX's traces cut into parts.
+
+What a backward pass keeps of the forward pass (`program`, `saved`), and a layer's passes read apart
+(`dissect`): into the gradient of its input and that of its weights.
+"""

@@ -1,0 +1,278 @@
+"""Fetching a parameter moves it: to the device, cast, gather; backward, cast, reduce-scatter, add.
+
+Inside the data plane a parameter is `Stored`: what this device stores of it, and the slot its
+gradient goes to. The model is given the whole parameter in the compute dtype.
+
+How shards of parameters are gathered, and gradients added up and scattered, over data axes.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from hfjax.pallas_kernels.choice import Shape
+from hfjax.pallas_kernels.collectives import (
+    casting as collectives,
+    reference as collectives_reference,
+)
+from hfjax.parallel.engine.on_shards import mapped
+from hfjax.parallel.memory import to_device
+from hfjax.parallel.mesh import BATCH_AXES, TENSOR_AXES
+from hfjax.parallel.placement import Dims
+from hfjax.parallel.strategy import Axes
+
+FORMS: dict[str, Any] = {"pallas": collectives, "reference": collectives_reference}
+
+
+class Sending(Protocol):
+    """Gathers and scatters along one dimension over mesh axes; `wire` is the dtype sent."""
+
+    def gather(self, x: jax.Array, axes: Axes, dim: int, wire: Any) -> jax.Array:
+        """Return the whole array, in `wire`."""
+        ...
+
+    def scatter(self, x: jax.Array, axes: Axes, dim: int, wire: Any) -> jax.Array:
+        """Return this device's part of the sum."""
+        ...
+
+
+class ByXla:
+    """XLA's collectives. What they add up they add in the dtype that is sent."""
+
+    def gather(self, x: jax.Array, axes: Axes, dim: int, wire: Any) -> jax.Array:
+        return lax.all_gather(x.astype(wire), axes, axis=dim, tiled=True)
+
+    def scatter(self, x: jax.Array, axes: Axes, dim: int, wire: Any) -> jax.Array:
+        return lax.psum_scatter(x.astype(wire), axes, scatter_dimension=dim, tiled=True)
+
+
+BY_XLA = ByXla()
+
+
+@dataclass(frozen=True)
+class AsChosen:
+    """In the form that `form(kernel, refusal, shape)` names; kernels add in float32."""
+
+    form: Callable[[str, str | None, Shape], str]
+
+    def gather(self, x: jax.Array, axes: Axes, dim: int, wire: Any) -> jax.Array:
+        form = self._form("all_gather", x, axes, dim, wire)
+        if form not in FORMS:
+            return BY_XLA.gather(x, axes, dim, wire)
+        send = lambda rows: FORMS[form].all_gather(rows, _axis(axes), wire)
+        return _along(dim, x, _alone(send) if form == "pallas" else send)
+
+    def scatter(self, x: jax.Array, axes: Axes, dim: int, wire: Any) -> jax.Array:
+        form = self._form("reduce_scatter", x, axes, dim, wire)
+        if form not in FORMS:
+            return BY_XLA.scatter(x, axes, dim, wire)
+        send = lambda rows: FORMS[form].reduce_scatter(rows, _axis(axes), wire)
+        return _along(dim, x, _alone(send) if form == "pallas" else send)
+
+    def _form(self, kernel: str, x: jax.Array, axes: Axes, dim: int, wire: Any) -> str:
+        return self.form(kernel, _refuses(kernel, x, axes, dim, wire), {"N": x.size})
+
+
+def _axis(axes: Axes) -> str | Axes:
+    return axes[0] if len(axes) == 1 else axes
+
+
+def _alone(send: Callable) -> Callable:
+    """Return `send` where a kernel can name its peers: manual over all axes of the mesh."""
+    return mapped(send, TENSOR_AXES, P(), P())
+
+
+def _along(dim: int, x: jax.Array, move: Callable) -> jax.Array:
+    """Return what `move` does with rows, done with another dimension."""
+    return jnp.moveaxis(move(jnp.moveaxis(x, dim, 0)), 0, dim) if dim else move(x)
+
+
+def _refuses(what: str, x: jax.Array, axes: Axes, dim: int, wire: Any) -> str | None:
+    """Return why the kernel cannot move an array, or None."""
+    if dim:
+        return f"an array of shape {x.shape} is split along dimension {dim}; the kernel moves rows"
+    return collectives.refuses(what, x, _axis(axes), lax.axis_size(axes), wire)
+
+
+@dataclass(frozen=True)
+class Movement:
+    """How one parameter moves. Dimensions count from the end, so a scanned layer fits as well."""
+
+    path: str
+    shape: tuple[int, ...]
+    gather: Dims  # to gather over when read
+    scatter: Dims  # to scatter gradients over
+    sum: Axes  # to add gradients over at once, layer by layer, under the rest of the backward pass
+    tensor: Dims  # what the partitioner keeps split
+    compute: Any
+    wire: Any
+    reduce: Any
+    read: Callable[[str], None]  # told the path; of one trace, so that none is taken for another
+    sending: Sending = BY_XLA
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["value", "slot"], meta_fields=["movement"])
+@dataclass
+class Stored:
+    """What a device stores of one parameter; `slot` takes its gradient (None: no gradient)."""
+
+    value: jax.Array
+    slot: jax.Array | None
+    movement: Movement
+
+    @property
+    def whole(self) -> jax.ShapeDtypeStruct:
+        """Shape and dtype of the whole parameter, as it is fetched."""
+        return jax.ShapeDtypeStruct(self.movement.shape, self.movement.compute)
+
+    def fetch(self) -> jax.Array:
+        """Return the whole parameter in the compute dtype."""
+        move = self.movement
+        move.read(move.path)
+        if self.slot is None:
+            return _gather(move, self.value)
+        return _fetch(move, self.value, self.slot)
+
+
+def at_hand(path: str, value: jax.Array, slot: jax.Array | None = None) -> Stored:
+    """Return a whole parameter as a stored one: fetching it moves nothing."""
+    dtype, ignore = value.dtype, lambda path: None
+    still = Movement(path, value.shape, (), (), (), (), dtype, dtype, dtype, ignore)
+    return Stored(value, slot, still)
+
+
+def fetched(tree: Any) -> Any:
+    """Return a tree with whole parameters in place of stored ones."""
+    is_stored = lambda x: isinstance(x, Stored)
+    return jax.tree.map(lambda x: x.fetch() if is_stored(x) else x, tree, is_leaf=is_stored)
+
+
+class Elsewhere:
+    """Stands for an array of a layer where that layer does not run; using it is refused."""
+
+    def __init__(self, path: str):
+        self.path = path
+
+    def __getitem__(self, index: Any) -> "Elsewhere":
+        return self if index is ... else self._refuse()
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") and name != "__jax_array__":
+            raise AttributeError(name)
+        return self._refuse()
+
+    def _refuse(self, *_: Any) -> Any:
+        raise ValueError(
+            f"{self.path} is used outside of its layer. A model in three parts (embed, layers, "
+            "head) is run layer by layer, and what embed and head share with a layer lies outside "
+            "of `layers`. Without stages there is a way around: hfjax.layout(…, forward=lambda "
+            "model, batch: model(batch)) runs the model as it is written."
+        )
+
+    def __repr__(self) -> str:
+        return f"<{self.path}, which is in a layer that does not run here>"
+
+
+_OPERATORS = "add sub mul truediv floordiv mod pow matmul neg abs len iter lt le gt ge float array"
+for _name in _OPERATORS.split():
+    for _side in ("", "r"):
+        setattr(Elsewhere, f"__{_side}{_name}__", Elsewhere._refuse)
+
+
+def refuse_elsewhere(variable: Any, value: Any) -> Any:
+    """Return what a variable holds, unless that is elsewhere: a hook of every parameter."""
+    return value._refuse() if isinstance(value, Elsewhere) else value
+
+
+def on_tensor_shards(move: Callable, split: Dims, ndim: int) -> Callable:
+    """Return `move` run on each tensor shard by itself.
+
+    Left to the partitioner, a gather or scatter over data axes beside a tensor axis is preceded by
+    a gather over the tensor axis, and sends the whole array.
+    """
+    if not split:
+        return move
+    at = {ndim + dim: axes for dim, axes in split}
+    spec = P(*(at.get(dim) for dim in range(ndim)))
+    names = {axis for axes in at.values() for axis in axes}
+    specs: dict[str, Any] = {"in_specs": spec, "out_specs": spec}
+    return jax.shard_map(move, axis_names=names, check_vma=False, **specs)
+
+
+def _gather(move: Movement, value: jax.Array) -> jax.Array:
+    sending = BY_XLA if move.tensor else move.sending  # what remat would keep has no place there
+
+    def gather(x):
+        for dim, axes in move.gather:
+            x = sending.gather(x, axes, x.ndim + dim, move.wire)
+        return x
+
+    stored = to_device(value)
+    if move.gather:
+        stored = on_tensor_shards(gather, move.tensor, value.ndim)(stored)
+    return stored.astype(move.compute)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _fetch(move: Movement, value: jax.Array, slot: jax.Array) -> jax.Array:
+    return _gather(move, value)
+
+
+def _forward(move: Movement, value: jax.Array, slot: jax.Array):
+    return _gather(move, value), jnp.zeros((0,), slot.dtype)
+
+
+def scatter(gradient: jax.Array, dims: Dims, tensor: Dims, sending: Sending) -> jax.Array:
+    """Return this device's shard of the sum of the gradients, one dimension after the other."""
+    wire, send = gradient.dtype, BY_XLA if tensor else sending
+
+    def run(gradient):
+        for dim, axes in dims:
+            gradient = send.scatter(gradient, axes, gradient.ndim + dim, wire)
+        return gradient
+
+    return on_tensor_shards(run, tensor, gradient.ndim)(gradient) if dims else gradient
+
+
+def give(move: Movement, cotangent: jax.Array, dtype: Any) -> jax.Array:
+    """Return the gradient of what was fetched where it accumulates: scattered, added up."""
+    moved = move.scatter or move.sum
+    gradient = cotangent.astype(move.reduce if moved else dtype)
+    gradient = scatter(gradient, move.scatter, move.tensor, move.sending)
+    if move.sum:
+        gradient = lax.psum(gradient, move.sum)
+    return gradient.astype(dtype)
+
+
+def _backward(move: Movement, like: jax.Array, cotangent: jax.Array):
+    return None, give(move, cotangent, like.dtype)
+
+
+_fetch.defvjp(_forward, _backward)
+
+
+def gather_rows(x: Any) -> Any:
+    """Return the rows of all devices, for a loss that mixes rows (contrastive, ranking).
+
+    In a training step a loss sees the rows of its own device. This is the one differentiable
+    call that gives it all of them, on every device; outside a step it returns `x` itself. With
+    accumulate=k these are the rows of one microbatch: which rows those are depends on the mesh.
+    """
+    axes = tuple(axis for axis in BATCH_AXES if devices_along(axis) > 1)
+    if not axes:
+        return x
+    return jax.tree.map(lambda rows: lax.all_gather(rows, axes, axis=0, tiled=True), x)
+
+
+def devices_along(axis: str) -> int:
+    """Return over how many devices a collective along a mesh axis goes: 1 outside of a step."""
+    try:
+        return lax.axis_size(axis)
+    except NameError:  # it is not bound here
+        return 1

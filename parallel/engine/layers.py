@@ -1,0 +1,277 @@
+"""Running a model's layers: the layer is the unit of gathering and of rematerialisation."""
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+from hfjax.parallel.autodiff.saved import Choose, kept
+from hfjax.parallel.compiler import GPU
+from hfjax.parallel.engine.fetch import Elsewhere, Stored, fetched
+from hfjax.parallel.engine.gather_on_use import in_a_model
+from hfjax.parallel.execution import Execution
+from hfjax.parallel.offload import Offloaded, Share, Tensor, share
+from hfjax.parallel.remat import Remat
+
+
+def kept_by_slots(function: Callable, choose: Choose, barrier: bool = True) -> Callable:
+    """Return `function(parameters, variables, x) -> (y, aux)`, parts of what it keeps on the host.
+
+    The gradients of stored parameters are those of their slots; their values are known.
+    """
+
+    def apply(parameters, variables, x):
+        is_stored = lambda leaf: isinstance(leaf, Stored)
+        leaves, form = jax.tree.flatten(parameters, is_leaf=is_stored)
+        weights = [p.slot if is_stored(p) else p for p in leaves]
+        values = [replace(p, slot=None) if is_stored(p) else None for p in leaves]
+
+        def run(known, weights, x):
+            values, variables = known
+            pairs = zip(values, weights, strict=True)
+            joined = [w if v is None else replace(v, slot=w) for v, w in pairs]
+            here = jax.tree.map(lambda x: x, variables)  # Variables that may change in this trace
+            return function(form.unflatten(joined), here, x)
+
+        return kept(run, choose, barrier)((values, variables), weights, x)
+
+    return apply
+
+
+def may_cut() -> bool:
+    """Return whether a tensor can be cut without communication: on a device by itself."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if in_a_model() and not mesh.axis_names:  # which sees no mesh, and is on each device by itself
+        return True
+    manual = set(getattr(mesh, "manual_axes", ()))
+    return bool(manual) and all(n == 1 for axis, n in mesh.shape.items() if axis not in manual)
+
+
+def is_list(layers: Any) -> bool:
+    """Return whether the layers are a list of modules (else: one module of stacked arrays)."""
+    return isinstance(layers, nnx.List | nnx.Sequential | list | tuple)
+
+
+def items_of(layers: Any) -> Iterable[Any]:
+    """Return the modules and functions of a list of layers."""
+    return layers.layers if isinstance(layers, nnx.Sequential) else layers
+
+
+def has_three_parts(model: Any) -> bool:
+    """Return whether a model has `layers`, and methods `embed` and `head`."""
+    methods = [getattr(type(model), name, None) for name in ("embed", "head")]
+    return hasattr(model, "layers") and all(map(inspect.isfunction, methods))
+
+
+@dataclass(frozen=True)
+class Run:
+    """How the layers of a model run in a training step, or in an evaluation."""
+
+    execution: Execution
+    gathers: bool  # parameters of layers are split: each layer gathers its own
+    platform: str
+    offloaded: Offloaded  # is told what layers keep, and what of it goes to the host
+
+    @property
+    def remat(self) -> Remat:
+        """What layers compute again; what is named for the host is kept."""
+        offload = self.execution.offload
+        return self.execution.remat.keeping(*(offload.names if offload else ()))
+
+    def policy(self, number: int = 0) -> Callable | None:
+        """Return what layer `number` may save."""
+        keep = self.gathers and not self.execution.reshard_after_forward
+        return self.remat.policy(
+            number, self.gathers or self.tells_names, keep, self.offloaded.seen
+        )
+
+    def unroll(self) -> int | bool:
+        """Return layers per turn of the scan: all, if none is recomputed (gathered parameters are).
+
+        A loop copies each layer's parameters out of their stack and what it keeps into another:
+        GPT-2 takes 50 % longer with it on an H100, and 10 % on a CPU. Outside of a loop XLA:CPU
+        merges what is recomputed with what it was computed from.
+        """
+        if self.execution.unroll is not None:
+            return self.execution.unroll
+        as_is = self.policy() is None and self.remat.group == 1 and self.execution.offload is None
+        return (self.platform in ("cpu", *GPU) and as_is) or 1
+
+    def offloading(self, function: Callable, name: str, times: int, barrier: bool) -> Callable:
+        """Return (parameters, variables, x) -> (x, variables) that keeps a part on the host."""
+        if self.keeps_all:
+            return function
+        choose = lambda tensors: self.choose(tensors, name, times, 0, may_cut())
+        return kept_by_slots(function, choose, barrier)
+
+    @property
+    def tells_names(self) -> bool:
+        """Whether tensors are kept as layers name and make them, not in some view of them."""
+        offload = self.execution.offload
+        return offload is not None and not offload.ratios
+
+    @property
+    def keeps_all(self) -> bool:
+        """Whether everything that layers keep stays on the device."""
+        return self.execution.offload is None or self.execution.offload.idle
+
+    def choose(
+        self, tensors: Sequence[Tensor], name: str, times: int, stage: int, cut: bool
+    ) -> Share:
+        """Return which tensors of layers go to the host, and tell it; there are `times` of them."""
+        offload = self.execution.offload
+        assert offload is not None
+        ratio = offload.ratios[stage % len(offload.ratios)] if offload.ratios else 0
+        chosen = share(offload, tensors, cut, ratio)
+        self.offloaded.add(name, times, tensors, chosen)
+        return chosen
+
+
+def run_model(model: Any, stored: Mapping[str, Stored], batch: Any, run: Run) -> Any:
+    """Return the outputs of a three-part model, layer by layer.
+
+    `stored` are the layers' parameters, by path; in the model each is `Elsewhere`.
+    """
+    layers = _run_list if is_list(model.layers) else _run_stack
+    return model.head(layers(model.layers, stored, model.embed(batch), run))
+
+
+def _split(layer: nnx.Module, stored: Mapping[str, Stored]) -> tuple[Any, Any, Any]:
+    """Return a layer's graph, its parameters, which are stored ones, and its variables."""
+    graph, parameters, variables = nnx.split(layer, nnx.Param, ...)
+    is_away = lambda x: isinstance(x, Elsewhere)
+    parameters = jax.tree.map(lambda x: stored[x.path], parameters, is_leaf=is_away)
+    return graph, parameters, variables
+
+
+def layer_function(
+    graph: nnx.GraphDef, policy: Callable | None, barrier: bool = True, row: int | None = None
+) -> Callable:
+    """Return (parameters, variables, x) -> (x, variables) for one layer, rematerialised.
+
+    The layer's parameters are fetched together, once, however often it reads them; given those of
+    several layers it takes its row. Within a loop nothing merges what is recomputed with what it
+    was computed from: a barrier against that would only keep the next layer's gathers from
+    starting early.
+    """
+
+    def apply(parameters, variables, x):
+        if row is not None:
+            parameters, variables = jax.tree.map(lambda a: a[row], (parameters, variables))
+        before = _raw(variables)  # merged variables are those of the state: written in place
+        layer = nnx.merge(graph, fetched(parameters), variables)
+        x = layer(x)
+        return x, _written(layer, before)
+
+    return apply if policy is None else jax.checkpoint(apply, policy=policy, prevent_cse=barrier)
+
+
+def _written(layer: nnx.Module, before: dict) -> nnx.State:
+    """Return the variables that the layer has written to."""
+    now = nnx.state(layer, nnx.Not(nnx.Param))
+    values = _raw(now)
+    flat = nnx.to_flat_state(now)
+    return nnx.from_flat_state([(keys, v) for keys, v in flat if values[keys] is not before[keys]])
+
+
+def _raw(state: nnx.State) -> dict:
+    raw = lambda x: x.get_raw_value() if isinstance(x, nnx.Variable) else x
+    return {keys: raw(variable) for keys, variable in nnx.to_flat_state(state)}
+
+
+def _run_stack(layers: nnx.Module, stored: Mapping[str, Stored], x: Any, run: Run) -> Any:
+    """Return x after all layers: a scan over units of them, and those that are left over."""
+    graph, *arrays = _split(layers, stored)
+    unroll, size = run.unroll(), run.remat.unit
+    barrier = unroll is True or unroll != 1
+    count = jax.tree.leaves(arrays)[0].shape[0]
+    units, rest = divmod(count, size)
+    apply = run.offloading(_unit(graph, size, run, barrier), "layers", units, barrier)
+    many = _rows(arrays, 0, units, size)
+    x, written = lax.scan(lambda x, unit: apply(*unit, x), x, tuple(many), unroll=unroll)
+    if size > 1:
+        written = jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), written)
+    if rest:
+        last = run.offloading(_unit(graph, rest, run, True), "last layers", 1, True)
+        few = jax.tree.map(lambda a: a[0], _rows(arrays, units * size, 1, rest))
+        x, more = last(*few, x)
+        more = jax.tree.map(lambda a: a.reshape(rest, *a.shape[rest > 1 :]), more)
+        written = jax.tree.map(lambda *parts: jnp.concatenate(parts), written, more)
+    nnx.update(layers, written)
+    return x
+
+
+def _rows(arrays: Any, first: int, units: int, size: int) -> Any:
+    """Return [units, size, ...] of stacked layers, from the first on; [units, ...] if size is 1."""
+
+    def split(a):
+        part = a if units * size == len(a) else a[first : first + units * size]
+        return part if size == 1 else part.reshape(units, size, *a.shape[1:])
+
+    return jax.tree.map(split, arrays)
+
+
+def _unit(graph: nnx.GraphDef, size: int, run: Run, barrier: bool) -> Callable:
+    """Return (parameters, variables, x) -> (x, variables) for so many stacked layers in a row."""
+    if size == 1:
+        return _together(layer_function(graph, run.policy(), barrier), run, barrier)
+    functions = [
+        layer_function(graph, run.policy(number), barrier, number) for number in range(size)
+    ]
+
+    def apply(parameters, variables, x):
+        written = []
+        for function in functions:
+            x, new = function(parameters, variables, x)
+            written.append(new)
+        return x, jax.tree.map(lambda *layers: jnp.stack(layers), *written)
+
+    return _together(apply, run, barrier)
+
+
+def _together(apply: Callable, run: Run, barrier: bool) -> Callable:
+    """Return the function of a group of layers, of which only what enters it is kept."""
+    if run.remat.group == 1:
+        return apply
+    nothing = jax.checkpoint_policies.nothing_saveable
+    return jax.checkpoint(apply, policy=nothing, prevent_cse=barrier)
+
+
+def _run_list(layers: Any, stored: Mapping[str, Stored], x: Any, run: Run) -> Any:
+    modules = list(items_of(layers))
+    group = run.remat.group
+    for first in range(0, len(modules), group):
+        part = modules[first : first + group]
+        apply = _together(_chain(part, first, run), run, barrier=True)
+        apply = run.offloading(apply, f"layers/{first}", 1, barrier=True)
+        split = [_split(m, stored) for m in part if isinstance(m, nnx.Module)]
+        parameters, variables = [s[1] for s in split], [s[2] for s in split]
+        x, written = apply(parameters, variables, x)
+        for module, new in zip(
+            (m for m in part if isinstance(m, nnx.Module)), written, strict=True
+        ):
+            nnx.update(module, new)
+    return x
+
+
+def _chain(part: list, first: int, run: Run) -> Callable:
+    """Return (parameters, variables, x) -> (x, variables) of modules and functions in a row."""
+    graphs = [nnx.graphdef(m) if isinstance(m, nnx.Module) else m for m in part]
+
+    def apply(parameters, variables, x):
+        held, written = iter(zip(parameters, variables, strict=True)), []
+        for number, graph in enumerate(graphs):
+            if not isinstance(graph, nnx.GraphDef):  # a function, as nnx.Sequential may hold
+                x = graph(x)
+                continue
+            function = layer_function(graph, run.policy((first + number) % run.remat.every))
+            x, new = function(*next(held), x)
+            written.append(new)
+        return x, written
+
+    return apply

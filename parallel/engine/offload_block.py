@@ -1,0 +1,153 @@
+"""Any block, wrapped: parts of what it keeps for the backward pass wait in host memory."""
+
+from collections.abc import Callable, Sequence
+from functools import update_wrapper
+from typing import Any
+
+import jax
+from flax import nnx
+from jax.sharding import Mesh
+
+from hfjax.parallel.autodiff.saved import kept
+from hfjax.parallel.engine.check_host_loops import check_host_loops
+from hfjax.parallel.engine.gather_on_use import wrapping
+from hfjax.parallel.engine.layers import kept_by_slots, may_cut
+from hfjax.parallel.offload import Offload, Offloaded, Share, Tensor, share
+
+
+def offload(
+    block: Callable,
+    ratio: float | None = None,
+    tag: str = "layers",
+    *,
+    names: str | tuple[str, ...] = (),
+    dots: bool = False,
+    weights: int | Sequence[int] = 0,
+) -> Any:
+    """Return a module, or a function, that keeps part of its activations in host memory.
+
+    Of a function the arguments numbered `weights` (the first, unless told otherwise; () for none)
+    are never moved, nor is what follows from them alone, nor what the function closes over; of a
+    module its parameters. `offloaded` of what is returned is the report of its last gradient, of
+    one call (and of one turn, in a loop).
+
+    >>> mlp = offload(lambda w, x: jax.numpy.tanh(x @ w) @ w.T, ratio=0.5)
+    """
+    if isinstance(ratio, str):
+        raise ValueError(f"offload(block, ratio={ratio!r}): a number from 0 to 1 is expected.")
+    wanted = Offload(ratio=ratio, names=names, dots=dots, tag=tag)
+    if len(wanted.ratios) > 1:
+        raise ValueError(f"offload(block, ratio={ratio}): one ratio is expected for one block.")
+    if isinstance(block, nnx.Module):
+        if weights != 0:
+            raise ValueError("offload(block, weights=…) is for functions: a module knows its own.")
+        return OffloadedModule(block, wanted)
+    if not callable(block):
+        raise ValueError(f"offload(block): a module or a function is expected, found {block!r}.")
+    return _OffloadedFunction(block, wanted, _numbers(weights))
+
+
+def _numbers(weights: Any) -> tuple[int, ...]:
+    numbers = (weights,) if isinstance(weights, int) else weights
+    good = isinstance(numbers, list | tuple) and all(
+        isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in numbers
+    )
+    if not good:
+        raise ValueError(
+            f"offload(block, weights={weights!r}): numbers of arguments from 0 on are expected, "
+            "for instance 0, (0, 2), or () where there are no weights."
+        )
+    return tuple(numbers)
+
+
+class _Choice:
+    """Chooses for one block, and keeps the report; equal to itself only."""
+
+    def __init__(self, wanted: Offload):
+        check_host_loops(Mesh(jax.local_devices()[:1], "data"))
+        self.wanted, self.report = wanted, Offloaded(wanted)
+
+    def __call__(self, tensors: Sequence[Tensor]) -> Share:
+        ratio = self.wanted.ratios[0] if self.wanted.ratios else 0
+        chosen = share(self.wanted, tensors, may_cut(), ratio)
+        self.report.rows.clear()
+        self.report.add(self.wanted.tag, 1, tensors, chosen)
+        self.report.check()
+        return chosen
+
+
+class _OffloadedFunction:
+    """A function of arrays that keeps part of its activations in host memory."""
+
+    def __init__(self, function: Callable, wanted: Offload, weights: Sequence[int]):
+        self.function, self.weights, self._choice = function, weights, _Choice(wanted)
+        update_wrapper(self, function)
+
+    @property
+    def offloaded(self) -> Offloaded:
+        """What is kept and what of it goes to the host, once a gradient was traced."""
+        return self._choice.report
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._choice.wanted.idle:
+            return self.function(*args, **kwargs)
+        if missing := [i for i in self.weights if i >= len(args)]:
+            raise ValueError(
+                f"offload: weights are argument {missing[0]} of {self.function}, which was given "
+                f"{len(args)} by position (by name: {', '.join(kwargs) or 'none'}). Give weights "
+                "by position, or say which they are: offload(block, weights=0)."
+            )
+        held = [args[i] for i in self.weights]
+        rest, join = _apart(([x for i, x in enumerate(args) if i not in self.weights], kwargs))
+
+        def run(held, rest):
+            others, kwargs = join(rest)
+            left = {True: iter(held), False: iter(others)}
+            both = [next(left[i in self.weights]) for i in range(len(args))]
+            return self.function(*both, **kwargs)
+
+        pure, closed = jax.closure_convert(run, held, rest)
+        apply = lambda known, weights, rest: (pure(weights[0], rest, *weights[1]), ())
+        return kept(apply, self._choice)((), (held, closed), rest)[0]
+
+
+class OffloadedModule(nnx.Module):
+    """A module that keeps part of the activations of `block` in host memory."""
+
+    def __init__(self, block: nnx.Module, wanted: Offload):
+        self.block = block
+        self._choice = _Choice(wanted)
+
+    @property
+    def offloaded(self) -> Offloaded:
+        """What is kept and what of it goes to the host, once a gradient was traced."""
+        return self._choice.report
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._choice.wanted.idle:
+            return self.block(*args, **kwargs)
+        graph, parameters, variables = nnx.split(self.block, nnx.Param, ...)
+        given, join = _apart((args, kwargs))
+
+        def run(parameters, variables, given):
+            args, kwargs = join(given)
+            block = nnx.merge(graph, parameters, variables)
+            return block(*args, **kwargs), nnx.state(block, nnx.Not(nnx.Param))
+
+        keeping = lambda run: kept_by_slots(run, self._choice)
+        y, variables = wrapping(keeping, run)(parameters, variables, given)
+        nnx.update(self.block, variables)
+        return y
+
+
+def _apart(tree: Any) -> tuple[list, Callable]:
+    """Return the arrays of a tree, and what puts others in their place beside the rest."""
+    leaves, form = jax.tree.flatten(tree)
+    are = [hasattr(leaf, "dtype") for leaf in leaves]
+
+    def join(arrays: list) -> Any:
+        arrays_left = iter(arrays)
+        both = [next(arrays_left) if a else leaf for a, leaf in zip(are, leaves, strict=True)]
+        return form.unflatten(both)
+
+    return [leaf for a, leaf in zip(are, leaves, strict=True) if a], join

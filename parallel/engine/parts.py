@@ -1,0 +1,172 @@
+"""A three-part model as a pipeline sees it: what is before, in, and after its layers.
+
+A model as a pass over a batch sees it, whoever runs it: stages, or a loop over layers.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+
+from hfjax.base.mean import Mean
+from hfjax.base.paths import Flat
+from hfjax.parallel.arrangement import Arrangement
+from hfjax.parallel.autodiff.dissect import Dissected, dissect
+from hfjax.parallel.engine.blueprint import LAYERS, Blueprint, Layer, fill, raw
+from hfjax.parallel.engine.fetch import Elsewhere, Movement, Stored
+from hfjax.parallel.engine.gradients import is_random
+from hfjax.parallel.engine.layers import layer_function
+
+
+@dataclass(frozen=True)
+class Model:
+    """What the stages run, each function for one microbatch `m`."""
+
+    first: Callable  # (ends, m) -> x, what enters the first layer
+    passes: Callable  # (known, slots, x, split) -> Dissected; known: (values of a unit, number, m)
+    last: Callable  # (ends, x, m) -> (total, aux): what is differentiated, and what is told
+    values: Any  # parameters of this stage's units, [chunks * units, ...]
+    ends: Any  # parameters of first and last
+    slots: Any  # shapes and dtypes of one unit's gradients
+    order: np.ndarray  # [stages, chunks, units]: number of the unit, -1 where there is none
+    keep: Callable | None = None  # the passes of the last microbatch, if that recomputes less
+
+
+IN_A_PIPELINE = (
+    "in a pipeline nothing is written, since microbatches are in different layers at the same time"
+)
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["means", "outputs"], meta_fields=[])
+@dataclass(frozen=True)
+class Told:
+    """What a pipeline tells on request: the mean of each microbatch, [M], and the outputs.
+
+    Microbatch m of a step is the m-th microbatch of every device that holds rows. Outputs are in
+    the order of the rows, or None if only the losses are asked for.
+    """
+
+    means: Any  # a Mean
+    outputs: Any
+
+
+@dataclass(frozen=True)
+class Staged:
+    """One pass over the microbatches of a step, on this device."""
+
+    blueprint: Blueprint
+    arrangement: Arrangement
+    parameters: Flat  # as stored: of the layers, this stage's rows
+    movements: Mapping[str, Movement]
+    slots: Mapping[str, Any]  # shape and dtype of the gradient of each parameter that has one
+    variables: Callable  # (m, number of a layer or None) -> variables for this microbatch
+    inputs: Callable  # m -> what the model is given
+    mean: Callable  # (outputs, m) -> Mean
+    mode: str
+    policy: Callable | None
+    tells: str | None  # "losses" or "outputs": see Told
+    keeps_last: bool  # in the last microbatch nothing is recomputed
+    unwritten: str = field(default=IN_A_PIPELINE, kw_only=True)  # why no variable is written to
+    # Makes of a layer's function one that keeps something else for its backward pass.
+    keeping: Callable = field(default=lambda function: function, kw_only=True)
+
+    def model(self) -> Model:
+        """Return what the executor runs."""
+        layers = [path for path in self.parameters if path.startswith(LAYERS)]
+        row = lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype)
+        return Model(
+            first=self._first,
+            last=self._last,
+            passes=self._passes,
+            values={path: self.parameters[path] for path in layers},
+            ends=self._ends,
+            slots={path: row(self.slots[path]) for path in layers if path in self.slots},
+            order=self.arrangement.order,
+            keep=replace(self, policy=None)._passes if self.keeps_last else None,
+        )
+
+    @cached_property
+    def _ends(self) -> Flat:
+        """What lies outside the layers, fetched once for all microbatches."""
+        ends = {p: v for p, v in self.parameters.items() if not p.startswith(LAYERS)}
+        return {path: self._stored(path, value, None).fetch() for path, value in ends.items()}
+
+    def _stored(self, path: str, value: Any, slot: Any) -> Stored:
+        return Stored(value, slot, self.movements[path])
+
+    def _merge(self, ends: Flat, variables: Flat) -> Any:
+        layers = [path for path in self.blueprint.parameters if path.startswith(LAYERS)]
+        parameters = ends | {path: Elsewhere(path) for path in layers}
+        return self.blueprint.merge(parameters, variables, self.mode)
+
+    def _first(self, ends: Flat, m: Any) -> Any:
+        model, before = self._holding(ends, m)
+        x = model.embed(self.inputs(m))
+        self._check_ends(model, before, "embed")
+        return x
+
+    def _last(self, ends: Flat, x: Any, m: Any) -> tuple[jax.Array, Any]:
+        model, before = self._holding(ends, m)
+        outputs = model.head(x)
+        self._check_ends(model, before, "head")
+        mean = self.mean(outputs, m)
+        return mean.total, self._told(mean, outputs)
+
+    def _told(self, mean: Mean, outputs: Any) -> "Mean | Told":
+        if self.tells is None:
+            return mean
+        return Told(mean, outputs if self.tells == "outputs" else None)
+
+    def _holding(self, ends: Flat, m: Any) -> tuple[Any, Flat]:
+        variables = self.variables(m, None)
+        return self._merge(ends, variables), variables
+
+    @cached_property
+    def _layers(self) -> list[Layer]:
+        return self.blueprint.layers(self.mode)
+
+    def _passes(self, known: Any, slots: Flat, x: Any, split: bool) -> Dissected:
+        """Return the passes of a unit: of one layer."""
+        return dissect(self._unit, known, slots, x, split)
+
+    def _unit(self, known: Any, slots: Flat, x: Any) -> Any:
+        values, number, m = known
+        layer = self._layers[0]
+        held = self.variables(m, number) if layer.variables else {}
+        stored = lambda path: self._stored(path, values[path], slots.get(path))
+        return self._apply(layer, stored, held, x)
+
+    def run(self, layer: Layer, values: Flat, slots: Flat, x: Any) -> Any:
+        """Return what a layer of a list makes of `x`, its parameters being stored ones."""
+        stored = lambda path: self._stored(path, values[path], slots.get(path))
+        held = self.variables(0, None) if layer.variables else {}
+        return self._apply(layer, stored, held, x)
+
+    def _apply(self, layer: Layer, parameter: Callable, variables: Flat, x: Any) -> Any:
+        """Return what a layer makes of `x`."""
+        if not isinstance(layer.graph, nnx.GraphDef):
+            return layer.graph(x)
+        function = self.keeping(layer_function(layer.graph, self.policy))
+        held = fill(layer.variables, variables.__getitem__)
+        y, written = function(fill(layer.parameters, parameter), held, x)
+        path = {keys: raw(variable).path for keys, variable in layer.variables}
+        self._check_unwritten("a layer", [path[keys] for keys, _ in nnx.to_flat_state(written)])
+        return y
+
+    def _check_ends(self, model: Any, before: Flat, part: str) -> None:
+        after = self.blueprint.variables_of(model)
+        self._check_unwritten(part, [p for p, value in after.items() if value is not before[p]])
+
+    def _check_unwritten(self, part: str, written: list[str]) -> None:
+        """Refuse to lose what is written; random generators have other keys in each microbatch."""
+        names = [path for path in written if not is_random(self.blueprint.variables[path])]
+        if names:
+            raise ValueError(
+                f"{part} writes to {', '.join(names)}: {self.unwritten}. Normalise without running "
+                "statistics (LayerNorm, GroupNorm, RMSNorm), and hand auxiliary losses on beside "
+                "the activations: a layer may take and return a pytree."
+            )

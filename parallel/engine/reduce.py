@@ -1,0 +1,75 @@
+"""The one reduction after the last microbatch: what is not scattered yet is scattered or summed."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import jax
+from jax import lax
+
+from hfjax.base.paths import Flat
+from hfjax.parallel.engine.fetch import Sending, on_tensor_shards, scatter
+from hfjax.parallel.execution import Precision
+from hfjax.parallel.mesh import BATCH_AXES, in_use
+from hfjax.parallel.placement import Dims, Placed, auto_part, entries_of, size_of
+from hfjax.parallel.strategy import Axes
+
+
+def levels(dims: Dims, hierarchical: bool) -> Dims:
+    """Return the same scatters; hierarchical: one axis (in the node, across) after the other."""
+    if not hierarchical:
+        return dims
+    return tuple((dim, (axis,)) for dim, axes in dims for axis in axes)
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """How gradients are summed over the batch axes."""
+
+    precision: Precision
+    hierarchical: bool
+    sending: Sending
+    axes: Axes  # over which devices compute gradients of their own
+    summed: Mapping[str, Axes]  # those over which gradients are summed already, by path
+
+    def __call__(self, gradients: Flat, placed: Mapping[str, Placed]) -> Flat:
+        """Return the gradients summed over all devices, each placed as its moments."""
+        groups: dict[Axes, Flat] = {}
+        for path, gradient in gradients.items():
+            dtype = self.precision.of(placed[path].dtype)[2]
+            shard, axes = self._scatter(placed[path], gradient.astype(dtype))
+            groups.setdefault(axes, {})[path] = shard
+        summed: Flat = {}
+        for axes, group in groups.items():
+            mesh = placed[next(iter(group))].mesh
+            if self.hierarchical and in_use(mesh, BATCH_AXES) == BATCH_AXES == axes[-2:]:
+                group = lax.psum(group, axes[:-2]) if axes[:-2] else group
+                summed |= {path: self._sum_by_node(placed[path], g) for path, g in group.items()}
+            else:
+                summed |= lax.psum(group, axes) if axes else group
+        return {path: summed[path].astype(gradient.dtype) for path, gradient in gradients.items()}
+
+    def _scatter(self, p: Placed, gradient: jax.Array) -> tuple[jax.Array, Axes]:
+        """Scatter what the moments are split by and the gradient is not; return axes to sum."""
+        done = {axis for _, axes in p.split("gradient") for axis in axes}
+        rest = [(dim, tuple(a for a in axes if a not in done)) for dim, axes in p.split("moment")]
+        todo = levels(tuple((dim, axes) for dim, axes in rest if axes), self.hierarchical)
+        gradient = scatter(gradient, todo, p.tensor, self.sending)
+        done |= {axis for _, axes in todo for axis in axes} | set(p.home)
+        done |= set(self.summed.get(p.path, ()))
+        return gradient, tuple(axis for axis in self.axes if axis not in done)
+
+    def _sum_by_node(self, p: Placed, gradient: jax.Array) -> jax.Array:
+        """Scatter over fsdp (inside the node), add over data (across nodes), gather over fsdp."""
+        size = size_of(("fsdp",), p.mesh)
+        taken = entries_of(auto_part(p.parameter), len(p.shape))
+        free = [d for d, n in enumerate(p.shape) if not taken[d] and n % size == 0]
+        free = [d for d in free if d or not p.home]
+        if not free:
+            return lax.psum(gradient, BATCH_AXES)
+
+        def add(gradient):
+            shard = lax.psum_scatter(gradient, "fsdp", scatter_dimension=free[0], tiled=True)
+            shard = lax.psum(shard, "data")
+            return lax.all_gather(shard, "fsdp", axis=free[0], tiled=True, to="invarying")
+
+        return on_tensor_shards(add, p.tensor, len(p.shape))(gradient)

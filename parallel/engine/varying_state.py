@@ -1,0 +1,118 @@
+"""What of a model's program differs between devices: whatever a row, or a key, goes into.
+
+Random numbers should, and do not if the key is one that the model closes over. A flag or a count
+that a step keeps should not.
+"""
+
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from jax.extend import source_info_util
+from jax.extend.core import Literal
+
+from hfjax.parallel.autodiff.program import parts_of_scan
+from hfjax.parallel.mesh import BATCH_AXES
+
+DRAWS = "random_bits"
+AGREES = ("psum", "psum_invariant", "pmax", "pmin", "all_gather", "all_gather_invariant")
+
+
+class Differing(NamedTuple):
+    """Which outputs of a program differ, and the lines that draw random numbers which do not."""
+
+    outputs: list[bool]
+    lines: set[str]
+
+
+def differing(jaxpr: Any, inputs: Sequence[bool]) -> Differing:
+    """Return what differs between devices, given which inputs do."""
+    lines = set[str]()
+    return Differing(_follow(jaxpr, inputs, "", lines), lines)
+
+
+def warn_of_same_noise(lines: set[str]) -> None:
+    """Warn of random numbers into which nothing goes that differs between devices."""
+    if lines:
+        warnings.warn(
+            f"random numbers are the same on every device: {'; '.join(sorted(lines))}. Their key "
+            "is a constant (then they are the same in every step, too), or a variable that holds "
+            "no typed key. Let the step give one: forward(model, batch, key), or row_keys (one "
+            "for each row), in hfjax.layout(…, forward=…). Numbers that are to stay the same "
+            "belong into model_init.",
+            UserWarning,
+            stacklevel=2,
+        )
+
+
+def warn_of_whole_numbers(paths: Sequence[str]) -> None:
+    """Warn of whole numbers and flags of which each device would keep its own."""
+    if paths:
+        warnings.warn(
+            f"{', '.join(paths)}: whole numbers or flags that follow from the rows of a device, "
+            "and the greatest of all devices is kept. Make them agree: jax.lax.psum (or pmax, "
+            'pmin) of what is added, over ("data", "fsdp").',
+            UserWarning,
+            stacklevel=2,
+        )
+
+
+def _bodies(equation: Any) -> Iterator[Any]:
+    """Yield the programs inside of an equation."""
+    for value in equation.params.values():
+        for body in value if isinstance(value, tuple | list) else (value,):
+            inner = getattr(body, "jaxpr", body)
+            if hasattr(inner, "eqns"):
+                yield inner
+
+
+def _follow(jaxpr: Any, inputs: Sequence[bool], place: str, lines: set[str]) -> list[bool]:
+    """Return which outputs differ; lines that draw from keys that do not are added to `lines`.
+
+    `place` is the line around, for what JAX itself has compiled.
+    """
+    apart = {v for v, yes in zip(jaxpr.invars, inputs, strict=True) if yes}
+    is_apart = lambda v: not isinstance(v, Literal) and v in apart
+    for equation in jaxpr.eqns:
+        given = [is_apart(v) for v in equation.invars]
+        line = source_info_util.summarize(equation.source_info) or place
+        if equation.primitive.name == DRAWS and not any(given):
+            lines.add(line)
+        outputs = _outputs(equation, given, line, lines)
+        apart.update(v for v, yes in zip(equation.outvars, outputs, strict=True) if yes)
+    return [is_apart(v) for v in jaxpr.outvars]
+
+
+def _outputs(equation: Any, given: list[bool], line: str, lines: set[str]) -> list[bool]:
+    """Return which results of an equation differ."""
+    kind, count = equation.primitive.name, len(equation.outvars)
+    if kind == "axis_index":
+        return [True]
+    if kind in AGREES and set(BATCH_AXES) <= _axes(equation):
+        return [False] * count
+    bodies = list(_bodies(equation))
+    if kind == "scan":
+        given = _settled(equation, given, bodies[0])
+    for body in bodies:
+        fits = len(body.invars) == len(given)  # else: all of them differ, if one does
+        inside = given if fits else [any(given)] * len(body.invars)
+        outputs = _follow(body, inside, line, lines)
+        if fits and len(bodies) == 1 and len(outputs) == count:
+            return outputs
+    return [any(given)] * count
+
+
+def _axes(equation: Any) -> set[Any]:
+    names = equation.params.get("axes", equation.params.get("axis_name", ()))
+    return set(names) if isinstance(names, tuple | list) else {names}
+
+
+def _settled(equation: Any, given: list[bool], body: Any) -> list[bool]:
+    """Return which inputs of a scan differ in some turn of it."""
+    first, carry = parts_of_scan(equation)
+    while True:
+        outputs = _follow(body, given, "", set())[:carry]
+        now = [a or b for a, b in zip(given[first : first + carry], outputs, strict=True)]
+        if now == given[first : first + carry]:
+            return given
+        given = [*given[:first], *now, *given[first + carry :]]

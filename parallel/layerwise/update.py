@@ -1,0 +1,168 @@
+"""The update of one layer, on one device: reduce, divide by the weight, apply, put back."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from hfjax.base.mean import Mean
+from hfjax.base.paths import Flat
+from hfjax.parallel.engine.fetch import on_tensor_shards
+from hfjax.parallel.engine.reduce import Reduction
+from hfjax.parallel.memory import is_on_host, to_device, to_host
+from hfjax.parallel.mesh import TENSOR_AXES, in_use
+from hfjax.parallel.placement import Dims, Placed, auto_part, size_of
+
+
+class Own(NamedTuple):
+    """What the backward pass updates, layer by layer."""
+
+    parameters: Flat  # stacks [L, ...], or the arrays of a list of layers
+    moments: Flat
+    squares: Flat  # path -> [L] or [1], of the gradient of the total
+    finite: Any  # whether all is: the loss, and the gradients of the layers that are done
+
+
+@dataclass(frozen=True)
+class LayerUpdate:
+    """How a layer of a stack is updated. Rows keep their first dimension, so that specs fit."""
+
+    placed: Mapping[str, Placed]  # of the layers' parameters that have a gradient, as stored
+    reduction: Reduction
+    apply: Callable  # (gradients, moments, parameters) -> (parameters, moments)
+    belongs: Mapping[str, str]  # name of what the optimizer keeps -> path
+    guards: bool  # a layer stays as it is if its gradient is not finite, or one before was not
+
+    def __call__(self, own: Own, i: Any, stored: Flat, gradients: Flat, mean: Mean) -> Own:
+        """Return what is updated after the backward pass of layer i.
+
+        `stored` are its parameters on the device; what lies on the host passes through it.
+        """
+        total = self.reduction(self._pinned("gradient", self._rows(gradients)), self._of_row)
+        squares = _squares(total, self._of_row)
+        loss = mean.total / mean.weight
+        finite = own.finite & jnp.isfinite(loss) & jnp.isfinite(sum(squares.values()))
+        parameters, moments = self._take(own, i, list(total), stored)
+        before = {path: _piece(self._of_row[path], x) for path, x in parameters.items()}, moments
+        after = self.apply(self._scaled(total, mean.weight), moments, before[0])
+        if self.guards:
+            after = jax.tree.map(lambda new, old: jnp.where(finite, new, old), after, before)
+        stored = {path: _together(self._of_row[path], x) for path, x in after[0].items()}
+        new = self._pinned("parameter", stored), self._pinned("moment", after[1])
+        return self._put(own, i, *new, squares, finite)
+
+    # -- of a stack ---------------------------------------------------------------------------
+
+    @property
+    def _of_row(self) -> dict[str, Placed]:
+        """Where a row of each stack lies."""
+        return {path: replace(p, shape=(1, *p.shape[1:])) for path, p in self.placed.items()}
+
+    def _rows(self, gradients: Flat) -> Flat:
+        return {path: g[None] for path, g in gradients.items()}
+
+    def _take(self, own: Own, i: Any, paths: list[str], stored: Flat) -> tuple[Flat, Flat]:
+        """Return parameters and moments of layer i; stored ones are here if they come from afar."""
+        row = lambda x: to_device(lax.dynamic_slice_in_dim(x, i, 1))
+        far = {path: stored[path][None] for path, x in own.parameters.items() if is_on_host(x)}
+        near = {path: row(x) for path, x in own.parameters.items() if path not in far}
+        return near | far, jax.tree.map(row, own.moments)
+
+    def _put(self, own: Own, i: Any, parameters: Flat, moments: Flat, squares: Flat, ok: Any):
+        """Return what is updated with those of layer i in their place."""
+        put = lambda x, row: lax.dynamic_update_slice_in_dim(x, _beside(x, row), i, 0)
+        told = {path: x[None] for path, x in squares.items()}
+        new = Own(parameters, moments, told, None)
+        stacks = jax.tree.map(put, own._replace(finite=None), new)
+        return stacks._replace(finite=ok)
+
+    # -- moving -------------------------------------------------------------------------------
+
+    def _scaled(self, gradients: Flat, weight: jax.Array) -> Flat:
+        """Return gradients of the mean from those of the total."""
+        scale = 1 / weight
+        return {path: g * scale.astype(g.dtype) for path, g in gradients.items()}
+
+    def _pinned(self, column: str, arrays: Flat) -> Flat:
+        """Keep tensor axes where a column has them."""
+        if not any(in_use(p.mesh, TENSOR_AXES) for p in self.placed.values()):
+            return arrays
+        of = lambda name: self._of_row[self.belongs.get(name, name)]
+        pin = lambda name, x: lax.with_sharding_constraint(x, auto_part(getattr(of(name), column)))
+        return {name: pin(name, x) for name, x in arrays.items()}
+
+
+class ItemUpdate(LayerUpdate):
+    """How a layer of a list is updated: its arrays are its own."""
+
+    @property
+    def _of_row(self) -> dict[str, Placed]:
+        return dict(self.placed)
+
+    def _rows(self, gradients: Flat) -> Flat:
+        return gradients
+
+    def _take(self, own: Own, i: Any, paths: list[str], stored: Flat) -> tuple[Flat, Flat]:
+        kept = {name: x for name, x in own.moments.items() if self.belongs[name] in paths}
+        return to_device(({path: own.parameters[path] for path in paths}, kept))
+
+    def _put(self, own: Own, i: Any, parameters: Flat, moments: Flat, squares: Flat, ok: Any):
+        told = {path: x[None] for path, x in squares.items()}
+        there = lambda old, new: {name: _beside(old[name], x) for name, x in new.items()}
+        parameters, moments = there(own.parameters, parameters), there(own.moments, moments)
+        new = own.parameters | parameters, own.moments | moments, own.squares | told
+        return Own(*new, ok)
+
+
+def _beside(old: jax.Array, new: jax.Array) -> jax.Array:
+    """Return the new array in the memory where the old one is."""
+    return to_host(new) if is_on_host(old) else new
+
+
+def _squares(gradients: Flat, placed: Mapping[str, Placed]) -> Flat:
+    """Return the sum of the squares of each gradient, of all its pieces."""
+    wide = lambda g: jnp.promote_types(g.dtype, jnp.float32)
+    squares = {path: jnp.square(g).sum(dtype=wide(g)) for path, g in gradients.items()}
+    groups: dict[tuple, Flat] = {}
+    for path, square in squares.items():
+        axes = tuple(sorted(axis for _, axes in placed[path].split("moment") for axis in axes))
+        groups.setdefault(axes, {})[path] = square
+    for axes, group in groups.items():
+        if axes:
+            sums = lax.psum(jnp.stack([*group.values()]), axes)
+            squares |= dict(zip(group, sums, strict=True))
+    return squares
+
+
+def _further(p: Placed) -> Dims:
+    """Return the dimensions that moments split and parameters do not, from the end."""
+    done = {axis for _, axes in p.split("parameter") for axis in axes}
+    rest = [(dim, tuple(a for a in axes if a not in done)) for dim, axes in p.split("moment")]
+    return tuple((dim, axes) for dim, axes in rest if axes)
+
+
+def _piece(p: Placed, x: jax.Array) -> jax.Array:
+    """Return this device's piece of a parameter, as its moments are split."""
+
+    def cut(x):
+        for dim, axes in _further(p):
+            length = x.shape[dim] // size_of(axes, p.mesh)
+            start = lax.axis_index(axes) * length
+            x = lax.dynamic_slice_in_dim(x, start, length, x.ndim + dim)
+        return x
+
+    return on_tensor_shards(cut, p.tensor, x.ndim)(x) if _further(p) else x
+
+
+def _together(p: Placed, x: jax.Array) -> jax.Array:
+    """Return the parameter as it is stored, from the pieces of all devices."""
+
+    def gather(x):
+        for dim, axes in reversed(_further(p)):
+            x = lax.all_gather(x, axes, axis=x.ndim + dim, tiled=True, to="invarying")
+        return x
+
+    return on_tensor_shards(gather, p.tensor, x.ndim)(x) if _further(p) else x

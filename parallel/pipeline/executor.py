@@ -1,0 +1,491 @@
+"""The executor: runs any table of tasks in one program, one scan over ticks per segment.
+
+In a tick a stage receives what its neighbours sent in the tick before, then runs its forward slot
+(and the head, on the last stage), its backward slot, its weight slot. What a backward pass needs
+waits in rings, whose slots the table's compiler has assigned. Neither the size of the program nor
+its memory depends on the number of microbatches.
+
+One row of a compiled table as a stage sees it, and what is so in all ticks of a segment.
+
+What a stage of a pipeline holds while it runs: its layers, what waits in rings, what is summed.
+
+The slots of the rings were assigned by the table's compiler; neither their number nor the size of
+the program depends on how many microbatches there are.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from hfjax.parallel.autodiff.dissect import Dissected, arrays_of, cotangents
+from hfjax.parallel.autodiff.program import packed
+from hfjax.parallel.engine.parts import Model
+from hfjax.parallel.mesh import PIPE_AXIS
+from hfjax.parallel.offload import Share, of_part
+from hfjax.parallel.pipeline.rings import Links, Ring, Store
+from hfjax.parallel.schedules.compile import SIDES, Ticks
+
+ENDS = ("first", "last", "first_backward")  # tasks that touch the ends of the model
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is so in all ticks of a segment on all stages, or in none: no branch is needed then."""
+
+    ticks: Ticks
+    start: int
+    end: int
+
+    def always(self, what: str) -> bool:
+        return bool(self.when[what].all())
+
+    def never(self, what: str) -> bool:
+        return not self.when[what].any()
+
+    def arriving(self, kind: str) -> bool:
+        """Whether anything is sent in a tick whose messages arrive in this segment."""
+        return self.ticks.arriving(kind, self.start, self.end)
+
+    @cached_property
+    def when(self) -> dict[str, np.ndarray]:
+        """Whether it is so, by tick and stage."""
+        table = self.ticks.table
+        tasks = table.cells[self.start : self.end]
+        when = {kind: tasks[..., i] >= 0 for i, kind in enumerate("FBW")}
+        g = tasks % table.virtual
+        when["first"] = when["F"] & (g[..., 0] == 0)
+        when["last"] = when["F"] & (g[..., 0] == table.virtual - 1)
+        when["first_backward"] = when["B"] & (g[..., 1] == 0)
+        return when
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of the table for this stage."""
+
+    row: dict[str, Any]
+    facts: Facts
+
+    def __getitem__(self, name: str) -> Any:
+        return self.row[name]
+
+    def positive(self, name: str) -> Any:
+        """Return a number to index with, 0 where the slot is idle."""
+        return jnp.maximum(self.row[name], 0)
+
+    def active(self, kind: str) -> Any:
+        return self.row[f"{kind}_microbatch"] >= 0
+
+    def branch(self, what: str, yes: Callable, no: Callable, *operands: Any) -> Any:
+        """Return `yes(*operands)` where it is so, `no(*operands)` elsewhere."""
+        if self.facts.always(what):
+            return yes(*operands)
+        if self.facts.never(what):
+            return no(*operands)
+        return lax.cond(self.row[what], yes, no, *operands)
+
+
+State = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class StageHolds:
+    """What one stage holds, inside shard_map over `pipe`."""
+
+    ticks: Ticks
+    model: Model
+    unroll: int | bool = 1
+    choose: Callable | None = None  # (tensors, stage) -> which of them go to the host
+
+    @property
+    def _trains(self) -> bool:
+        return self.ticks.table.trains
+
+    @property
+    def _split(self) -> bool:
+        return self.ticks.table.split
+
+    @property
+    def _branches(self) -> bool:
+        return self.ticks.table.branches
+
+    @property
+    def _stages(self) -> int:
+        return self.ticks.table.stages
+
+    @cached_property
+    def _stage(self) -> Any:
+        return lax.axis_index(PIPE_AXIS) if self._stages > 1 else 0
+
+    @cached_property
+    def _links(self) -> Links:
+        return Links(self.ticks, self._stage)
+
+    @cached_property
+    def _x(self) -> Any:
+        """Zeros like what goes from layer to layer."""
+        shape = jax.eval_shape(self.model.first, self.model.ends, jnp.int32(0))
+        return jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shape)
+
+    @cached_property
+    def _chunks(self) -> Store:
+        _, chunks, units = self.model.order.shape
+        return Store(chunks, units, apart=self.unroll is True or units == 1)
+
+    @cached_property
+    def _values(self) -> Any:
+        return self._chunks.of(self.model.values)
+
+    @cached_property
+    def _layers(self) -> jax.Array:
+        """The numbers of this stage's layers, [chunks, units]."""
+        return jnp.asarray(self.model.order, jnp.int32)[self._stage]
+
+    @cached_property
+    def _padded(self) -> bool:
+        return bool((self.model.order < 0).any())
+
+    @cached_property
+    def _passes(self) -> Dissected:
+        return self._dissected(self.model.passes)
+
+    @cached_property
+    def _keeping(self) -> Dissected | None:
+        """The passes of the last microbatch, if it keeps what others compute again."""
+        keep = self.model.keep
+        return self._dissected(keep) if keep is not None and self._trains else None
+
+    def _dissected(self, passes: Callable) -> Dissected:
+        zeros = lambda a: jnp.zeros(a.shape, a.dtype)
+        slots, m = jax.tree.map(zeros, self.model.slots), jnp.int32(0)
+        known = self._known(self._chunks.get(self._values, 0, 0), 0, 0, m)
+        return passes(known, slots, self._x, self._split)
+
+    def _parameters(self, state: State, at: Row, kind: str, unit: Any) -> Any:
+        """Return the parameters of a layer that a slot of this kind uses."""
+        return self._chunks.get(self._values, unit, at.positive(f"{kind}_chunk"))
+
+    def _known(self, parameters: Any, unit: Any, chunk: Any, m: Any) -> Any:
+        return parameters, jnp.maximum(self._layers[chunk, unit], 0), m
+
+    def _ring(self, name: str) -> Ring:
+        return self._rings[name]
+
+    @cached_property
+    def _rings(self) -> dict[str, Ring]:
+        """What waits for backward passes: `late` also for the second half, `cross` only for it."""
+        passes, chunks = self._passes, self._chunks
+        number = len(jax.tree.leaves(passes.stash))
+        shares = self._shares
+        parts = {
+            "stash": (passes.stash, [of_part(share, 0, number) for share in shares]),
+            "late": (passes.late, [of_part(share, number, None) for share in shares]),
+            "cross": (passes.cross if self._split else [], [{}] * self._stages),
+        }
+        ring = lambda name, like, shares: Ring(
+            like, self.ticks.used(name), chunks.units, chunks.apart, shares, self._stage
+        )
+        return {name: ring(name, *part) for name, part in parts.items()}
+
+    @cached_property
+    def _shares(self) -> list[Share]:
+        """What of stash and late goes to the host, by stage."""
+        passes, stages = self._passes, range(self._stages)
+        if self.choose is None:
+            return [{} for _ in stages]
+        tensors = passes.tensors or packed(jax.tree.leaves((passes.stash, passes.late)))
+        return [self.choose(tensors, stage, self.model.order.shape[1:]) for stage in stages]
+
+    def _queue(self, name: str) -> Store:
+        return Store(self.ticks.depth[name], 1, True)
+
+    def _start(self) -> State:
+        """Return the state before the first tick."""
+        shape = lambda tree: jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), tree)
+        m, table = jnp.int32(0), self.ticks.table
+        _, aux = jax.eval_shape(self.model.last, self.model.ends, self._x, m)
+        tell = lambda a: jnp.zeros((table.microbatches, *a.shape), a.dtype)
+        state: State = {"aux": jax.tree.map(tell, aux), "sent": {}}
+        if self.ticks.depth["x"]:  # idle slots run layers too: on what layers are used to
+            x = self.model.first(self.model.ends, m)
+            state["x"] = self._queue("x").filled(x)
+            state["sent"] = dict.fromkeys(self.ticks.links["F"], x)
+        if not self._trains:
+            return state
+        state |= {"dx": self._x, "dy": self._queue("dy").full(self._x)}
+        for name, ring in self._rings.items():
+            state[name] = ring.empty()
+        if self._keeping is not None:
+            state["kept"] = self._chunks.full(self._keeping.stash)
+        state["gradients"] = self._chunks.full(self.model.slots)
+        wide = lambda a: jnp.zeros(a.shape, jnp.promote_types(a.dtype, jnp.float32))
+        state["ends"] = jax.tree.map(wide, shape(self.model.ends))
+        return state
+
+
+@dataclass(frozen=True)
+class Pipeline(StageHolds):
+    """A table with the model that runs by it, inside shard_map over `pipe`."""
+
+    def run(self) -> tuple[Any, Any, Any]:
+        """Return the gradients of units [chunks * units, ...], those of ends, and aux [M, ...]."""
+        state = self._end()
+        if not self._trains:
+            return None, None, state["aux"]
+        return self._chunks.stacked(state["gradients"]), state["ends"], state["aux"]
+
+    def _end(self) -> State:
+        """Return the state after the last tick."""
+        facts = Facts(self.ticks, 0, self.ticks.table.ticks)
+        columns = {name: jnp.asarray(column) for name, column in self.ticks.columns.items()}
+        columns |= {name: jnp.asarray(facts.when[name]) for name in ENDS}
+        state = self._start()
+        for start, end, kinds in self.ticks.segments:
+            tick = partial(self._tick, kinds, Facts(self.ticks, start, end))
+            rows = {name: column[start:end] for name, column in columns.items()}
+            state, _ = lax.scan(tick, state, rows)
+        return state
+
+    # -- a tick -----------------------------------------------------------------------------
+
+    def _tick(self, kinds: str, facts: Facts, state: State, row: dict) -> tuple[State, None]:
+        at = Row({name: column[self._stage] for name, column in row.items()}, facts)
+        state = self._receive(dict(state), at)
+        if "F" in kinds:
+            state = self._forward(state, at)
+        if "B" in kinds:
+            state = self._backward(state, at)
+        if "W" in kinds:
+            state = self._weights(state, at)
+        return state, None
+
+    def _receive(self, state: State, at: Row) -> State:
+        """Put what neighbours sent in the last tick into its slots.
+
+        dx is sent here, so that it travels under the forward slot.
+        """
+        if at.facts.arriving("F"):
+            for link, x in state["sent"].items():
+                x = x if self.ticks.sends_at_once else self._links.send(x, "F", link)
+                slot = at[f"x_{SIDES[link]}"]
+                x = self._links.arrived(x, self._queue("x").get(state["x"], 0, slot), link)
+                state["x"] = self._queue("x").put(state["x"], 0, slot, x)
+        if at.facts.arriving("B"):
+            for link in self.ticks.links["B"]:
+                dy, slot = self._links.send(state["dx"], "B", link), at[f"dy_{SIDES[link]}"]
+                state["dy"] = self._queue("dy").put(state["dy"], 0, slot, dy)
+        return state
+
+    # -- forward ----------------------------------------------------------------------------
+
+    def _forward(self, state: State, at: Row) -> State:
+        m, chunk = at.positive("F_microbatch"), at.positive("F_chunk")
+
+        def run(state):
+            y, state = self._layers_forward(state, self._entering(state, at, m), at, m, chunk)
+            return self._head(state, at, y, m), y
+
+        names = ("stash", "late", "kept", "dy", "aux", "ends", "x")
+        state, y = self._guarded("F", at, run, state, names, self._x)
+        state["sent"] = {
+            link: self._links.send(y, "F", link) if self.ticks.sends_at_once else y
+            for link in self.ticks.links["F"]
+        }
+        return state
+
+    def _entering(self, state: State, at: Row, m: Any) -> Any:
+        """Return what enters the chunk: from the neighbour, or from the batch."""
+        embed = lambda: self.model.first(self.model.ends, m)
+        if not self.ticks.depth["x"]:
+            return embed()
+        x = self._queue("x").get(state["x"], 0, at.positive("F_x"))
+        return at.branch("first", embed, lambda: x)
+
+    def _layers_forward(self, state: State, x: Any, at: Row, m: Any, chunk: Any):
+        def step(carry, unit):
+            x, stash, late, kept = carry
+            known = self._known(self._parameters(state, at, "F", unit), unit, chunk, m)
+            (y, saved, waiting), kept = self._unit_forward(known, x, kept, at, unit)
+            if self._trains:
+                ring = self._ring("stash")
+                stash = ring.put(stash, unit, at["F_stash"], saved) if saved else stash
+            if self._trains and waiting:
+                late = self._ring("late").put(late, unit, at["F_late"], waiting)
+            return (self._if_there(unit, chunk, y, x), stash, late, kept)
+
+        names = ("stash", "late", "kept")
+        y, *held = self._chunks.loop(step, (x, *map(state.get, names)), unroll=int(self.unroll))
+        new = zip(names, held, strict=True)
+        return y, state | {name: value for name, value in new if name in state}
+
+    def _unit_forward(self, known: Any, x: Any, kept: Any, at: Row, unit: Any):
+        """Return (y, stash, late) of a layer, and what the last microbatch keeps of all layers."""
+        again = lambda kept: (self._passes.forward(known, x), kept)
+        keeping, chunk = self._keeping, at.positive("F_chunk")
+        if keeping is None:
+            return again(kept)
+
+        def keep(kept):
+            y, values, _ = keeping.forward(known, x)
+            zeros = lambda like: jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), like)
+            nothing = zeros(self._passes.stash), zeros(self._passes.late)
+            return ((y, *nothing), self._chunks.put(kept, unit, chunk, values))
+
+        return lax.cond(self._is_last(at, "F"), keep, again, kept)
+
+    def _is_last(self, at: Row, kind: str) -> Any:
+        return at[f"{kind}_microbatch"] == self.ticks.table.microbatches - 1
+
+    def _if_there(self, unit: Any, chunk: Any, new: Any, old: Any) -> Any:
+        """Return `new` if there is a layer at this place, `old` where storage is only padded."""
+        if not self._padded:
+            return new
+        there = self._layers[chunk, unit] >= 0
+        return jax.tree.map(lambda a, b: jnp.where(there, a, b), new, old)
+
+    def _head(self, state: State, at: Row, y: Any, m: Any) -> State:
+        """On the last stage: tell the loss of this microbatch, and begin its backward pass."""
+        tell = lambda aux, old: jax.tree.map(lambda a, x: a.at[m].set(x), old, aux)
+
+        def evaluate(aux):
+            return tell(self.model.last(self.model.ends, y, m)[1], aux)
+
+        if not self._trains:
+            return state | {"aux": at.branch("last", evaluate, lambda aux: aux, state["aux"])}
+
+        def run(aux, ends):
+            last = lambda ends, y: self.model.last(ends, y, m)
+            total, pullback, told = jax.vjp(last, self.model.ends, y, has_aux=True)
+            gradients, dy = pullback(jnp.ones_like(total))
+            return (tell(told, aux), _add(ends, gradients), arrays_of(dy, y))
+
+        def skip(aux, ends):
+            return aux, ends, self._x
+
+        aux, ends, dy = at.branch("last", run, skip, state["aux"], state["ends"])
+        state |= {"aux": aux, "ends": ends}
+        if at.facts.never("last"):
+            return state
+        return state | {"dy": self._queue("dy").put(state["dy"], 0, at["H_dy"], dy)}
+
+    # -- backward ---------------------------------------------------------------------------
+
+    def _backward(self, state: State, at: Row) -> State:
+        m, chunk = at.positive("B_microbatch"), at.positive("B_chunk")
+
+        def run(state):
+            dy = self._queue("dy").get(state["dy"], 0, at.positive("B_dy"))
+            half = self._input_half if self._split else self._both_halves
+            dx, state = half(state, dy, at, m, chunk)
+            return self._embedding(state, at, dx, m), dx
+
+        names = ("gradients", "cross", "ends")
+        state, state["dx"] = self._guarded("B", at, run, state, names, self._x)
+        return state
+
+    def _both_halves(self, state: State, dy: Any, at: Row, m: Any, chunk: Any):
+        def step(carry, unit):
+            dy, gradients = carry
+            stash = self._take(state, "stash", unit, at.positive("B_stash"))
+            known = self._known(self._parameters(state, at, "B", unit), unit, chunk, m)
+            dx, new = self._unit_backward(known, stash, dy, state, at, unit)
+            gradients = self._accumulate(gradients, new, unit, chunk, at, "B")
+            return (self._if_there(unit, chunk, dx, dy), gradients)
+
+        dx, gradients = self._units(step, (dy, state["gradients"]))
+        return dx, state | {"gradients": gradients}
+
+    def _unit_backward(self, known: Any, stash: Any, dy: Any, state: State, at: Row, unit: Any):
+        """Return dx and the gradients of a layer."""
+        again = lambda: self._passes.backward(known, stash, [], dy)
+        keeping, chunk = self._keeping, at.positive("B_chunk")
+        if keeping is None:
+            return again()
+        kept = self._chunks.get(state["kept"], unit, chunk)
+        keep = lambda: keeping.backward(known, kept, [], dy)
+        return lax.cond(self._is_last(at, "B"), keep, again)
+
+    def _input_half(self, state: State, dy: Any, at: Row, m: Any, chunk: Any):
+        def step(carry, unit):
+            dy, cross = carry
+            stash = self._take(state, "stash", unit, at.positive("B_stash"))
+            late = self._take(state, "late", unit, at.positive("B_late"))
+            known = self._known(self._parameters(state, at, "B", unit), unit, chunk, m)
+            dx, crossing = self._passes.input_backward(known, stash, late, dy)
+            if crossing:
+                cross = self._ring("cross").put(cross, unit, at["B_cross"], crossing)
+            return (self._if_there(unit, chunk, dx, dy), cross)
+
+        dx, cross = self._units(step, (dy, state["cross"]))
+        return dx, state | {"cross": cross}
+
+    def _weights(self, state: State, at: Row) -> State:
+        m, chunk = at.positive("W_microbatch"), at.positive("W_chunk")
+
+        def run(state):
+            def step(gradients, unit):
+                late = self._take(state, "late", unit, at.positive("W_late"))
+                cross = self._take(state, "cross", unit, at.positive("W_cross"))
+                known = self._known(self._parameters(state, at, "W", unit), unit, chunk, m)
+                new = self._passes.weight_backward(known, late, cross)
+                return self._accumulate(gradients, new, unit, chunk, at, "W")
+
+            return state | {"gradients": self._units(step, state["gradients"])}, None
+
+        return self._guarded("W", at, run, state, ("gradients",), None)[0]
+
+    def _units(self, step: Callable, carry: Any) -> Any:
+        return self._chunks.loop(step, carry, reverse=True, unroll=int(self.unroll))
+
+    def _take(self, state: State, name: str, unit: Any, slot: Any) -> list:
+        return self._ring(name).get(state[name], unit, slot) if state[name] else []
+
+    def _accumulate(self, gradients: Any, new: Any, unit: Any, chunk: Any, at: Row, kind: str):
+        """Add a layer's gradient, unless the slot is idle or there is no layer."""
+        real = None if self._branches or at.facts.always(kind) else at.active(kind)
+        if self._padded:
+            there = self._layers[chunk, unit] >= 0
+            real = there if real is None else real & there
+        if real is not None:
+            new = jax.tree.map(lambda a: jnp.where(real, a, jnp.zeros((), a.dtype)), new)
+        old = self._sums(gradients, unit, chunk, at)
+        return self._chunks.put(gradients, unit, chunk, _add(old, new))
+
+    def _sums(self, gradients: Any, unit: Any, chunk: Any, at: Row) -> Any:
+        """Return the sum to which a layer's gradient is added."""
+        return self._chunks.get(gradients, unit, chunk)
+
+    def _embedding(self, state: State, at: Row, dx: Any, m: Any) -> State:
+        """On the first stage: the gradient of what came before the layers."""
+
+        def run(ends):
+            first = lambda ends: self.model.first(ends, m)
+            _, pullback = jax.vjp(first, self.model.ends)
+            return _add(ends, pullback(cotangents(dx))[0])
+
+        return state | {"ends": at.branch("first_backward", run, lambda ends: ends, state["ends"])}
+
+    def _guarded(
+        self, kind: str, at: Row, run: Callable, state: State, names: tuple, idle: Any
+    ) -> tuple[State, Any]:
+        """Run a slot; in a table with branches only on the stages that have a task in it."""
+        if not self._branches or at.facts.always(kind):
+            return run(state)
+        held = {name: state[name] for name in names if name in state}
+
+        def active(held):
+            new, result = run(state | held)
+            return ({name: new[name] for name in held}, result)
+
+        held, result = lax.cond(at.active(kind), active, lambda held: (held, idle), held)
+        return state | held, result
+
+
+def _add(sums: Any, new: Any) -> Any:
+    return jax.tree.map(lambda a, b: a + b.astype(a.dtype), sums, new)

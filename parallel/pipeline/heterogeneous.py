@@ -1,0 +1,191 @@
+"""A list of unlike layers as a pipeline sees it: one unit for each virtual stage.
+
+Every stage stores its own parameters, padded to the largest stage (`packing`), and activations of
+different shapes go from stage to stage in buffers as long as the largest needs.
+
+Unlike stages as one: every pass is a switch over the virtual stage, its values packed.
+
+Only the passes of the stage's own layers run, the compiler gets those of all stages. What moves
+between devices moves outside of the switch.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from hfjax.base.mean import Mean
+from hfjax.base.paths import Flat
+from hfjax.parallel.autodiff.dissect import Dissected, dissect
+from hfjax.parallel.engine.blueprint import Layer
+from hfjax.parallel.engine.fetch import at_hand
+from hfjax.parallel.engine.parts import Model, Staged
+from hfjax.parallel.pipeline.packing import PACKED, PackedLayers, Packing
+
+
+@dataclass(frozen=True, eq=False)
+class Switch:
+    """The passes of virtual stages, each dissected by itself; x and y have one form for all."""
+
+    parts: Sequence[Dissected]  # known: (parameters by path, microbatch)
+    parameters: Packing  # of each virtual stage, by path
+    whole: Callable  # (stored row, slots) -> its buffers whole, in the dtype of arithmetic
+    slots: Any  # what takes the gradients of a stored row
+
+    def dissected(self) -> Dissected:
+        """Return the passes of whichever virtual stage `known` names: (stored row, number, m)."""
+        return Dissected(
+            forward=self._forward,
+            backward=self._backward,
+            input_backward=self._input_backward,
+            weight_backward=self._weight_backward,
+            stash=self._stash.like,
+            late=self._late.like,
+            cross=self._cross.like,
+        )
+
+    @cached_property
+    def _stash(self) -> Packing:
+        return Packing([part.stash for part in self.parts])
+
+    @cached_property
+    def _late(self) -> Packing:
+        return Packing([part.late for part in self.parts])
+
+    @cached_property
+    def _cross(self) -> Packing:
+        return Packing([part.cross for part in self.parts])
+
+    def _forward(self, known: Any, x: Any) -> Any:
+        values, g, m = known
+
+        def run(i, rows, m, x):
+            y, stash, late = self.parts[i].forward(self._known(i, rows, m), x)
+            return y, self._stash.pack(i, stash), self._late.pack(i, late)
+
+        return self._choose(g, run, self.whole(values, None), m, x)
+
+    def _backward(self, known: Any, stash: Any, late: Any, dy: Any) -> Any:
+        values, g, m = known
+        rows, scatter = self._fetch(values)
+
+        def run(i, rows, m, stash, dy):
+            given = self._known(i, rows, m), self._stash.unpack(i, stash), []
+            dx, gradients = self.parts[i].backward(*given, dy)
+            return dx, self._gradients(i, rows, gradients)
+
+        dx, gradients = self._choose(g, run, rows, m, stash, dy)
+        return dx, scatter(gradients)
+
+    def _input_backward(self, known: Any, stash: Any, late: Any, dy: Any) -> Any:
+        values, g, m = known
+
+        def run(i, rows, m, stash, late, dy):
+            waiting = self._stash.unpack(i, stash), self._late.unpack(i, late)
+            dx, cross = self.parts[i].input_backward(self._known(i, rows, m), *waiting, dy)
+            return dx, self._cross.pack(i, cross)
+
+        return self._choose(g, run, self.whole(values, None), m, stash, late, dy)
+
+    def _weight_backward(self, known: Any, late: Any, cross: Any) -> Any:
+        values, g, m = known
+        rows, scatter = self._fetch(values)
+
+        def run(i, rows, m, late, cross):
+            waiting = self._late.unpack(i, late), self._cross.unpack(i, cross)
+            gradients = self.parts[i].weight_backward(self._known(i, rows, m), *waiting)
+            return self._gradients(i, rows, gradients)
+
+        return scatter(self._choose(g, run, rows, m, late, cross))
+
+    def _choose(self, g: Any, run: Callable, *operands: Any) -> Any:
+        return lax.switch(g, [partial(run, i) for i in range(len(self.parts))], *operands)
+
+    def _known(self, i: int, rows: Any, m: Any) -> Any:
+        return self.parameters.unpack(i, rows), m
+
+    def _fetch(self, values: Any) -> tuple[Any, Callable]:
+        """Return the whole rows, and what takes their gradients to where these accumulate."""
+        rows, pullback = jax.vjp(lambda slots: self.whole(values, slots), self.slots)
+        return rows, lambda gradients: pullback(gradients)[0]
+
+    def _gradients(self, i: int, rows: Any, gradients: Any) -> Any:
+        return self.parameters.pack(i, gradients, {name: row.dtype for name, row in rows.items()})
+
+
+@dataclass(frozen=True)
+class Unlike(Staged):
+    """One pass over the microbatches of a step, on this device, of a model with unlike layers."""
+
+    packed: PackedLayers
+
+    def model(self) -> Model:
+        """Return what the executor runs: a unit is all the layers of a virtual stage."""
+        order = self.arrangement.virtual[:, :, None]
+        return replace(super().model(), order=order)
+
+    @cached_property
+    def _parts(self) -> Sequence[Sequence[Layer]]:
+        return [[self._layers[n] for n in numbers] for numbers in self.arrangement.parts]
+
+    @cached_property
+    def _between(self) -> Packing:
+        """What leaves embed and each virtual stage."""
+        m = jnp.int32(0)
+        shapes = [jax.eval_shape(super()._first, self._ends, m)]
+        for g in range(len(self._parts)):
+            parameters, x = self._zeros(self._compute(g)), self._zeros(shapes[-1])
+            shapes.append(jax.eval_shape(partial(self._run, g), (parameters, m), {}, x))
+        return Packing(shapes)
+
+    def _first(self, ends: Flat, m: Any) -> Any:
+        return self._between.pack(0, super()._first(ends, m))
+
+    def _last(self, ends: Flat, x: Any, m: Any) -> tuple[jax.Array, Mean]:
+        return super()._last(ends, self._between.unpack(len(self._parts), x), m)
+
+    def _passes(self, known: Any, slots: Flat, x: Any, split: bool) -> Dissected:
+        parts = [self._part(g, known[2], x, split) for g in range(len(self._parts))]
+        return Switch(parts, self.packed.packing, self._whole, slots).dissected()
+
+    def _part(self, g: int, m: Any, x: Any, split: bool) -> Dissected:
+        """Return the passes of one virtual stage, from packed x to packed y."""
+
+        def run(known, slots, x):
+            y = self._run(g, known, slots, self._between.unpack(g, x))
+            return self._between.pack(g + 1, y)
+
+        parameters = self._zeros(self._compute(g))
+        return dissect(run, (parameters, m), parameters, x, split)
+
+    def _run(self, g: int, known: Any, slots: Flat, x: Any) -> Any:
+        """Return what the layers of a virtual stage make of x."""
+        parameters, m = known
+        parameter = lambda path: at_hand(path, parameters[path], slots.get(path))
+        held = self.variables(m, None) if any(part.variables for part in self._parts[g]) else {}
+        for layer in self._parts[g]:
+            x = self._apply(layer, parameter, held, x)
+        return x
+
+    def _whole(self, values: Flat, slots: Flat | None) -> Flat:
+        """Return the rows of a virtual stage, by dtype as stored, in that of the arithmetic."""
+        slot = lambda path: None if slots is None else slots[path]
+        return {
+            path.removeprefix(PACKED): self._stored(path, value, slot(path)).fetch()
+            for path, value in values.items()
+        }
+
+    def _compute(self, g: int) -> Flat:
+        """Return shapes and dtypes of the parameters of a virtual stage, as they are fetched."""
+        compute = lambda a: self.movements[PACKED + jnp.dtype(a.dtype).name].compute
+        return {
+            path: jax.ShapeDtypeStruct(a.shape, compute(a))
+            for path, a in self.packed.packing.trees[g].items()
+        }
+
+    def _zeros(self, tree: Any) -> Any:
+        return jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), tree)

@@ -1,0 +1,301 @@
+"""Unlike trees of arrays in buffers of one length: what differs from stage to stage, in one shape.
+
+All devices run one program, so what waits in a ring, goes to a neighbour or is stored has the same
+shape on every stage. A tree is packed into one flat buffer for each dtype, as long as the largest
+tree needs; the rest is zeros, and nothing reads it.
+
+Packed layers on the stages of a mesh: made, stored and restored without a device holding all.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+
+from hfjax.base.paths import Flat
+from hfjax.parallel.arrangement import Arrangement
+from hfjax.parallel.autodiff.program import piece
+from hfjax.parallel.engine.blueprint import LAYERS, Blueprint
+from hfjax.parallel.mesh import PIPE_AXIS
+from hfjax.parallel.placement import batch_devices
+
+PACKED = "layers/packed_"  # path of a stored array, before the name of its dtype
+
+
+@dataclass(frozen=True, eq=False)
+class Packing:
+    """Where the arrays of each of these trees (of shapes and dtypes) lie in its buffers."""
+
+    trees: Sequence[Any]
+    multiple: int = 1  # of which the length of every buffer is one
+
+    @cached_property
+    def lengths(self) -> dict[str, int]:
+        """The length of the buffer of each dtype: what the largest tree needs."""
+        names = sorted({_name(a) for tree in self.trees for a in jax.tree.leaves(tree)})
+        largest = {name: max(self.used(i, name) for i in range(len(self.trees))) for name in names}
+        return {name: -(-n // self.multiple) * self.multiple for name, n in largest.items()}
+
+    @property
+    def like(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """The buffers' shapes and dtypes."""
+        return {name: jax.ShapeDtypeStruct((n,), name) for name, n in self.lengths.items()}
+
+    def used(self, i: int, name: str) -> int:
+        """Return how many elements of a dtype a tree has."""
+        leaves = jax.tree.leaves(self.trees[i])
+        return sum(math.prod(a.shape) for a in leaves if _name(a) == name)
+
+    def pack(self, i: int, tree: Any, dtypes: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Return the buffers that hold a tree of the form of `trees[i]`.
+
+        `dtypes` are those of the buffers, if the tree was cast since.
+        """
+        names = [_name(like) for like in jax.tree.leaves(self.trees[i])]
+        leaves = list(zip(names, jax.tree.leaves(tree), strict=True))
+        buffers = {}
+        for name, length in self.lengths.items():
+            parts = [jnp.ravel(a) for of, a in leaves if of == name]
+            if rest := length - sum(part.size for part in parts):
+                parts.append(jnp.zeros(rest, name if dtypes is None else dtypes[name]))
+            buffers[name] = jnp.concatenate(parts) if len(parts) > 1 else parts[0]
+        return buffers
+
+    def starts(self, i: int) -> list[int]:
+        """Return where each array of a tree begins in its buffer."""
+        at, starts = dict.fromkeys(self.lengths, 0), []
+        for a in jax.tree.leaves(self.trees[i]):
+            starts.append(at[_name(a)])
+            at[_name(a)] += math.prod(a.shape)
+        return starts
+
+    def unpack(self, i: int, buffers: Mapping[str, jax.Array]) -> Any:
+        """Return the tree that was packed, in the buffers' dtypes."""
+        form, starts = jax.tree.structure(self.trees[i]), self.starts(i)
+        take = lambda a, start: buffers[_name(a)][start : start + math.prod(a.shape)]
+        pairs = zip(jax.tree.leaves(self.trees[i]), starts, strict=True)
+        return form.unflatten([take(a, start).reshape(a.shape) for a, start in pairs])
+
+
+class Place(NamedTuple):
+    """Where a parameter lies: in which stored array, in which row, from where on."""
+
+    array: str
+    row: int
+    start: int
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class PackedLayers:
+    """The parameters of a list of layers as stages store them: a row for each virtual stage.
+
+    There is one array for each dtype, [stages * chunks, length of the longest row].
+    """
+
+    arrangement: Arrangement
+    layers: Sequence[Flat]  # shapes and dtypes of the parameters of each layer, by path
+    multiple: int
+
+    @cached_property
+    def packing(self) -> Packing:
+        """How the parameters of each virtual stage lie in its row."""
+        held = [
+            {path: like for number in numbers for path, like in self.layers[number].items()}
+            for numbers in self.arrangement.parts
+        ]
+        return Packing(held, self.multiple)
+
+    @property
+    def shapes(self) -> Flat:
+        """Shapes and dtypes of what is stored, by path."""
+        rows = self.arrangement.virtual.size
+        return {
+            PACKED + name: jax.ShapeDtypeStruct((rows, length), name)
+            for name, length in self.packing.lengths.items()
+        }
+
+    @property
+    def row_bytes(self) -> int:
+        """The bytes of a row, of all dtypes."""
+        lengths = self.packing.lengths.items()
+        return sum(length * jnp.dtype(name).itemsize for name, length in lengths)
+
+    @property
+    def held_bytes(self) -> list[int]:
+        """The bytes of each virtual stage's parameters; the rest of its row is padding."""
+        packing, size = self.packing, lambda name: jnp.dtype(name).itemsize
+        return [
+            sum(packing.used(g, name) * size(name) for name in packing.lengths)
+            for g in range(len(packing.trees))
+        ]
+
+    @cached_property
+    def places(self) -> dict[str, Place]:
+        """Where each parameter lies, by path, part after part."""
+        places, row_of = {}, self.arrangement.virtual.reshape(-1).argsort()
+        for g, held in enumerate(self.packing.trees):
+            starts = zip(jax.tree.leaves(held), self.packing.starts(g), strict=True)
+            for path, (a, start) in zip(sorted(held), starts, strict=True):
+                places[path] = Place(PACKED + _name(a), int(row_of[g]), start, a.shape)
+        return places
+
+    def dtypes(self, flat: Flat) -> dict[str, Any]:
+        """Return the dtype of each stored array for these arrays: moments may have others."""
+        return {place.array: flat[path].dtype for path, place in self.places.items()}
+
+    def row(self, g: int, flat: Flat, dtypes: Mapping[str, Any] | None = None) -> Flat:
+        """Return the row of each stored array that a virtual stage has."""
+        held = {path: flat[path] for path in self.packing.trees[g]}
+        return {PACKED + name: row for name, row in self.packing.pack(g, held, dtypes).items()}
+
+    def store(self, flat: Flat) -> Flat:
+        """Return what is stored, from the arrays of all layers."""
+        dtypes = self.dtypes(flat)
+        stored = {path: jnp.zeros(x.shape, dtypes[path]) for path, x in self.shapes.items()}
+        for path, (array, row, start, _) in self.places.items():
+            piece = jnp.ravel(flat[path])[None]
+            stored[array] = lax.dynamic_update_slice(stored[array], piece, (row, start))
+        return stored
+
+    def restore(self, stored: Flat) -> Flat:
+        """Return the arrays of all layers."""
+        take = lambda p: stored[p.array][p.row, p.start : p.start + math.prod(p.shape)]
+        return {path: take(place).reshape(place.shape) for path, place in self.places.items()}
+
+
+def _name(array: Any) -> str:
+    return jnp.dtype(array.dtype).name
+
+
+ROW = 1024  # the length of a row is a multiple of it: most numbers of devices divide it
+
+
+@dataclass(frozen=True, eq=False)
+class OnStages(PackedLayers):
+    """Packed layers, each row on its stage."""
+
+    mesh: Mesh
+
+    def create(self, create: Callable, seed: Any) -> Flat:
+        """Return the layers of a new model; each stage makes its own and no other."""
+        paths = list(self.places)
+        program = piece(lambda seed: list(map(create(seed).__getitem__, paths)), jnp.asarray(seed))
+        outputs = dict(zip(paths, program.outputs, strict=True))
+
+        def row(g: int, seed: Any) -> Flat:
+            mine = list(self.packing.trees[g])
+            made = program.part([outputs[path] for path in mine])(seed)
+            held = self.row(g, dict(zip(mine, made, strict=True)))
+            return lax.pcast(held, PIPE_AXIS, to="varying")
+
+        def device(seed: Any) -> Flat:
+            stage, rows = lax.axis_index(PIPE_AXIS), []
+            for chunk in self.arrangement.virtual.T:
+                branches = [lambda seed, g=g: row(g, seed) for g in chunk]
+                rows.append(lax.switch(stage, branches, seed))
+            return {path: jnp.stack([row[path] for row in rows]) for path in self.shapes}
+
+        return self._on_devices(device, P(), P(PIPE_AXIS))(seed)
+
+    def _on_devices(self, device: Callable, in_specs: Any, out_specs: Any) -> Callable:
+        return jax.shard_map(device, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs)
+
+
+@dataclass(frozen=True, eq=False)
+class Mover:
+    """Stores and restores arrays that lie on a mesh, one by one: each is whole only while it moves.
+
+    In one program the partitioner would gather all of them at once.
+    """
+
+    packed: PackedLayers
+    mesh: Mesh
+    shardings: Mapping[str, NamedSharding]  # of the arrays returned, by path
+
+    @property
+    def places(self) -> Mapping[str, Place]:
+        """Where each parameter lies."""
+        return self.packed.places
+
+    def store(self, flat: Flat) -> Flat:
+        """Return what is stored, from the arrays of all layers."""
+        dtypes = self.packed.dtypes(flat)
+        stored = {
+            path: jnp.zeros(x.shape, dtypes[path], device=self.shardings[path])
+            for path, x in self.packed.shapes.items()
+        }
+        for path, place in self.places.items():
+            rows = stored[place.array]
+            stored[place.array] = _put(rows, flat[path], *self._at(place), rows.sharding)
+        return stored
+
+    def restore(self, stored: Flat) -> Flat:
+        """Return the arrays of all layers."""
+        take = lambda path, p: _take(stored[p.array], *self._at(p), p.shape, self.shardings[path])
+        return {path: take(path, place) for path, place in self.places.items()}
+
+    def _at(self, place: Place) -> tuple[int, int, int]:
+        on_each = self.packed.arrangement.virtual.size // self.mesh.shape[PIPE_AXIS]
+        return place.row // on_each, place.row % on_each, place.start
+
+
+@partial(jax.jit, static_argnums=5, donate_argnums=0)
+def _put(rows: jax.Array, array: jax.Array, stage: int, row: int, start: int, on: NamedSharding):
+    """Return the rows with one array put into its place."""
+
+    def device(rows, array, stage, row, start):
+        changed = lax.dynamic_update_slice(rows, array.reshape(1, -1), (row, start))
+        return jnp.where(lax.axis_index(PIPE_AXIS) == stage, changed, rows)
+
+    in_specs, out_specs = (P(PIPE_AXIS), P(), P(), P(), P()), P(PIPE_AXIS)
+    move = jax.shard_map(device, mesh=on.mesh, in_specs=in_specs, out_specs=out_specs)
+    return lax.with_sharding_constraint(move(rows, array, stage, row, start), on)
+
+
+@partial(jax.jit, static_argnums=(4, 5))
+def _take(
+    rows: jax.Array, stage: int, row: int, start: int, shape: tuple[int, ...], on: NamedSharding
+):
+    """Return one array from its place."""
+
+    def device(rows, stage, row, start):
+        own = lax.dynamic_slice(rows, (row, start), (1, math.prod(shape)))
+        own = jnp.where(lax.axis_index(PIPE_AXIS) == stage, own, jnp.zeros((), own.dtype))
+        return lax.psum(own, PIPE_AXIS).reshape(shape)
+
+    in_specs = (P(PIPE_AXIS), P(), P(), P())
+    move = jax.shard_map(device, mesh=on.mesh, in_specs=in_specs, out_specs=P())
+    return lax.with_sharding_constraint(move(rows, stage, row, start), on)
+
+
+def packed_layers(blueprint: Blueprint, mesh: Mesh, arrangement: Arrangement) -> OnStages:
+    """Return how the layers of a list are packed."""
+    shape = lambda v: jax.ShapeDtypeStruct(v.shape, v.dtype)
+    layers = [
+        {path: shape(blueprint.parameters[path]) for path in layer.paths}
+        for layer in _unshared(blueprint)
+    ]
+    return OnStages(arrangement, layers, math.lcm(ROW, batch_devices(mesh)), mesh)
+
+
+def _unshared(blueprint: Blueprint) -> list[Any]:
+    """Return the layers, unless one of their parameters belongs to another part as well."""
+    layers, seen = blueprint.layers("train"), dict[str, int]()
+    for number, layer in enumerate(layers):
+        for path in layer.paths:
+            if path in seen or not path.startswith(LAYERS):
+                other = f"layer {seen[path]}" if path in seen else "what lies outside of the layers"
+                raise ValueError(
+                    f"layer {number} shares {path} with {other}: in a pipeline each layer's "
+                    "parameters are its own, on one stage. Give it its own, or move what is "
+                    "shared into embed and head."
+                )
+            seen[path] = number
+    return layers

@@ -1,0 +1,236 @@
+"""A schedule's table compiled for the executor: ring slots, routes of messages, segments.
+
+Every value that waits (a message, an activation, what crosses from B to W) lies in a ring from the
+phase that writes it to the phase that reads it last. Two values share a slot if their lives do not
+meet (interval colouring), so a ring has no more slots than values that live at once.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import groupby, pairwise
+
+import numpy as np
+
+from hfjax.parallel.schedules.table import KINDS, Table, Task, check
+
+RINGS = ("x", "dy", "stash", "late", "cross")
+SIDES = {0: "self", 1: "left", -1: "right"}
+# The column that writes -> its ring.
+WRITES = {
+    **{f"{ring}_{side}": ring for ring in ("x", "dy") for side in SIDES.values()},
+    "F_stash": "stash",
+    "F_late": "late",
+    "H_dy": "dy",
+    "B_cross": "cross",
+}
+READS = ("F_x", "B_dy", "B_stash", "B_late", "W_late", "W_cross")
+# The phases of a tick are receive, F, head, B, W; the first word of a column is its phase.
+PHASES = {"x": 0, "dy": 0, "F": 1, "H": 2, "B": 3, "W": 4}
+Use = tuple[str, int]  # a column, and the tick in which it is used
+
+
+@dataclass(frozen=True, eq=False)
+class Ticks:
+    """What an executor follows: `columns[name][tick, stage]` is a microbatch, chunk or ring slot.
+
+    -1 means none, but never in a column of `WRITES` where its slot runs (without branches: on all
+    stages, in the ticks of a segment that has it): what is written in vain goes into a slot where
+    nothing lives, if need be one more than the values use.
+    """
+
+    table: Table
+    columns: dict[str, np.ndarray]  # int32 [ticks, stages]
+    depth: dict[str, int]  # slots of each ring; 0: the ring is not used
+    segments: tuple[tuple[int, int, str], ...]  # first tick, end, kinds in use
+    links: dict[str, tuple[int, ...]]  # "F", "B" -> 0 from itself, 1 from stage - 1, -1 from + 1
+
+    @property
+    def sends_at_once(self) -> bool:
+        """Whether a forward's message leaves in its own slot, not in the tick after, as a B's."""
+        return not self.table.branches  # a permute in a branch would wait for ever
+
+    def arriving(self, kind: str, start: int, end: int) -> bool:
+        """Whether anything that a task of this kind makes arrives in these ticks."""
+        tasks = self.table.cells[max(start - 1, 0) : end - 1, :, KINDS.index(kind)]
+        last = self.table.virtual - 1 if kind == "F" else 0
+        return bool(((tasks >= 0) & (tasks % self.table.virtual != last)).any())
+
+    def route(self, kind: str, link: int) -> list[tuple[int, int]]:
+        """Return which stage sends to which on a link: activations up, their gradients down."""
+        homes = [stage for stage, _ in self.table.homes]
+        up = [(here, there) for here, there in pairwise(homes) if here != there]
+        ever = up if kind == "F" else [(there, here) for here, there in up]
+        on = lambda here, there: (there - here - link) % self.table.stages == 0
+        return sorted({pair for pair in ever if on(*pair)})
+
+    def permutes(self) -> Iterator[tuple[str, int, int]]:
+        """Yield kind, link and number of the permutes of a program, segment by segment.
+
+        Every tick of a segment sends on all links of a kind, or none of its ticks does.
+        """
+        for start, end, kinds in self.segments:
+            for kind, links in self.links.items():
+                at_once = kind == "F" and self.sends_at_once
+                if kind in kinds if at_once else self.arriving(kind, start, end):
+                    yield from ((kind, link, end - start) for link in links if link)
+
+    def used(self, ring: str) -> list[int]:
+        """Return how many slots of a ring each stage uses."""
+        columns = [self.columns[name] for name, into in WRITES.items() if into == ring]
+        return (np.stack(columns).max(axis=(0, 1)) + 1).tolist()
+
+
+def compile_table(table: Table) -> Ticks:
+    """Return the table with its slots, links and segments; a faulty table is refused.
+
+    >>> from hfjax.parallel.schedules import Schedule
+    >>> ticks = compile_table(Schedule("1f1b", microbatches=8).table(stages=4))
+    >>> ticks.segments, ticks.depth["stash"]
+    (((0, 3, 'F'), (3, 11, 'FB'), (11, 14, 'B')), 7)
+    """
+    values = list(_values(check(table)))
+    columns, segments = _work(table), _segments(table)
+    columns |= {name: np.full_like(columns["F_chunk"], -1) for name in (*WRITES, *READS)}
+    depth = {}
+    for ring in RINGS:
+        lives = [value for value in values if value.ring == ring]
+        depth[ring] = _place(lives, columns, table)
+        _fill(ring, lives, columns, _runs(table, columns, segments), depth)
+    links = {
+        kind: tuple(hop for hop, side in SIDES.items() if (columns[f"{ring}_{side}"] >= 0).any())
+        for kind, ring in (("F", "x"), ("B", "dy"))
+    }
+    return Ticks(table, columns, depth, segments, links)
+
+
+@dataclass(frozen=True)
+class _Value:
+    ring: str
+    stage: int
+    written: Use
+    read: tuple[Use, ...]
+
+    @property
+    def life(self) -> tuple[int, int]:
+        """The first and the last moment, counted in phases from the start of the table."""
+        return _moment(self.written), max(map(_moment, self.read))
+
+
+def _moment(use: Use) -> int:
+    column, tick = use
+    return tick * 5 + PHASES[column.partition("_")[0]]
+
+
+def _values(table: Table) -> Iterator[_Value]:
+    """Yield every value that waits for a task."""
+    times = table.times()
+    for (kind, g, m), tick in times.items():
+        stage = table.homes[g][0]
+        if kind == "F" and g > 0:
+            sent = _arrival("x", table, g - 1, g, times[Task("F", g - 1, m)])
+            yield _Value("x", stage, sent, (("F_x", tick),))
+        elif kind == "B":
+            yield from _values_of_backward(table, times, Task(kind, g, m))
+        elif kind == "W":
+            made, used = times[Task("F", g, m)], times[Task("B", g, m)]
+            yield _Value("late", stage, ("F_late", made), (("B_late", used), ("W_late", tick)))
+            yield _Value("cross", stage, ("B_cross", used), (("W_cross", tick),))
+
+
+def _values_of_backward(table: Table, times: dict[Task, int], task: Task) -> Iterator[_Value]:
+    _, g, m = task
+    stage, made, tick = table.homes[g][0], times[Task("F", g, m)], times[task]
+    yield _Value("stash", stage, ("F_stash", made), (("B_stash", tick),))
+    if g == table.virtual - 1:
+        yield _Value("dy", stage, ("H_dy", made), (("B_dy", tick),))
+    else:
+        sent = _arrival("dy", table, g + 1, g, times[Task("B", g + 1, m)])
+        yield _Value("dy", stage, sent, (("B_dy", tick),))
+
+
+def _arrival(ring: str, table: Table, source: int, target: int, tick: int) -> Use:
+    """Return the column of the link by which a message comes, one tick after it was made."""
+    here, there = table.homes[source][0], table.homes[target][0]
+    if here == there:
+        hop = 0
+    elif table.stages == 2:  # left and right are the same stage: one link for each direction
+        hop = target - source
+    else:
+        hop = 1 if (there - here) % table.stages == 1 else -1
+    return f"{ring}_{SIDES[hop]}", tick + 1
+
+
+def _work(table: Table) -> dict[str, np.ndarray]:
+    """Return the columns that say which microbatch and which chunk each slot works on."""
+    chunk_of = np.array([chunk for _, chunk in table.homes], np.int32)
+    columns = {}
+    for slot, kind in enumerate(KINDS):
+        cells = table.cells[:, :, slot]
+        idle = cells < 0
+        columns[f"{kind}_microbatch"] = np.where(idle, -1, cells // table.virtual)
+        columns[f"{kind}_chunk"] = np.where(idle, -1, chunk_of[cells % table.virtual])
+    return {name: column.astype(np.int32) for name, column in columns.items()}
+
+
+def _segments(table: Table) -> tuple[tuple[int, int, str], ...]:
+    """Return the runs of ticks that use the same kinds; with branches one run holds all."""
+    used = np.any(table.cells >= 0, axis=1)
+    if table.branches:
+        used = np.broadcast_to(used.any(axis=0), used.shape)
+    kinds = ["".join(k for k, on in zip(KINDS, row, strict=True) if on) for row in used]
+    runs, tick = [], 0
+    for run, same in groupby(kinds):
+        first, tick = tick, tick + len(list(same))
+        runs.append((first, tick, run))
+    return tuple(runs)
+
+
+def _place(values: list[_Value], columns: dict[str, np.ndarray], table: Table) -> int:
+    """Give each value the first slot free at its birth, in all its columns; return the slots."""
+    ends: list[list[int]] = [[] for _ in range(table.stages)]
+    for value in sorted(values, key=lambda value: value.life):
+        born, dies = value.life
+        mine = ends[value.stage]
+        slot = next((i for i, end in enumerate(mine) if end < born), len(mine))
+        mine[slot : slot + 1] = [dies]
+        for column, tick in (value.written, *value.read):
+            columns[column][tick, value.stage] = slot
+    return max(map(len, ends))
+
+
+def _fill(
+    ring: str,
+    values: list[_Value],
+    columns: dict[str, np.ndarray],
+    runs: dict[str, np.ndarray],
+    depth: dict[str, int],
+) -> None:
+    """Let idle stages write where nothing lives, else into one slot more."""
+    ticks, stages = columns["F_chunk"].shape
+    busy = np.zeros((ticks * 5, stages, depth[ring] + 1), bool)
+    for value in values:
+        born, dies = value.life
+        busy[
+            born : dies + 1, value.stage, columns[value.written[0]][value.written[1], value.stage]
+        ] = True
+    for name in (name for name, into in WRITES.items() if into == ring):
+        column = columns[name]
+        if (column < 0).all():
+            continue
+        phase = name.partition("_")[0]
+        free = (~busy[PHASES[phase] :: 5]).argmax(axis=2)
+        idle = (column < 0) & runs[phase]
+        column[idle] = free[idle]
+        depth[ring] = max(depth[ring], int(column.max()) + 1)
+
+
+def _runs(
+    table: Table, columns: dict[str, np.ndarray], segments: tuple[tuple[int, int, str], ...]
+) -> dict[str, np.ndarray]:
+    """Return in which ticks each stage runs each phase: messages arrive in all of them."""
+    runs = {}
+    for kind in KINDS:
+        used = [np.full((end - first, 1), kind in kinds) for first, end, kinds in segments]
+        runs[kind] = columns[f"{kind}_microbatch"] >= 0 if table.branches else np.concatenate(used)
+    always = np.full((table.ticks, 1), True)
+    return runs | {"H": runs["F"], "x": always, "dy": always}

@@ -1,0 +1,188 @@
+"""What a table costs before anything runs: time, bubble, what is stored, what is sent.
+
+Times are in units of the caller; `forward` and `backward` are those of all the chunks of one stage
+for one microbatch, `weights` is the part of `backward` that the W slot runs in a split table.
+"""
+
+from collections import Counter
+from functools import lru_cache
+
+import numpy as np
+
+from hfjax.parallel.schedules.compile import compile_table
+from hfjax.parallel.schedules.table import Table, Task, needs
+
+_compiled = lru_cache(maxsize=1)(compile_table)
+MODELS = ("lockstep", "neighbour", "free")
+
+
+def cost(
+    table: Table,
+    forward: float = 1,
+    backward: float = 2,
+    weights: float = 1,
+    model: str = "lockstep",
+) -> float:
+    """Return the time of a table.
+
+    `lockstep` is what the executor does: a tick ends for all stages at once, after every slot in
+    use where there are no branches, after the busiest stage where there are. `neighbour`: a stage
+    waits for itself and its two neighbours only. `free`: for the inputs of its next tick only.
+
+    >>> from hfjax.parallel.schedules import Schedule
+    >>> cost(Schedule("1f1b", microbatches=16).table(stages=4))  # (16 + 4 - 1) * (1 + 2)
+    57.0
+    """
+    if model not in MODELS:
+        raise ValueError(f"model={model!r}: one of {', '.join(MODELS)}.")
+    durations = _durations(table, _each(table, forward, backward, weights))
+    if model == "free":
+        return _free(table, durations)
+    ticks = durations.sum(axis=2)
+    return _neighbour(ticks) if model == "neighbour" else float(ticks.max(axis=1).sum())
+
+
+def starts(
+    table: Table, forward: float = 1, backward: float = 2, weights: float = 1
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return when each slot starts and how long it takes, in lockstep: [ticks, stages, slots]."""
+    durations = _durations(table, _each(table, forward, backward, weights))
+    ticks = durations.sum(axis=2).max(axis=1)
+    begins = np.cumsum(ticks) - ticks
+    return begins[:, None, None] + durations.cumsum(axis=2) - durations, durations
+
+
+def _durations(table: Table, each: np.ndarray) -> np.ndarray:
+    """Return how long each slot of each stage takes, whether it has a task or is masked."""
+    busy = table.cells >= 0
+    if not table.branches:
+        busy = np.broadcast_to(busy.any(axis=1, keepdims=True), busy.shape)
+    return busy * each
+
+
+def _each(table: Table, forward: float, backward: float, weights: float) -> np.ndarray:
+    """Return the time of one task of each kind."""
+    times = np.array((forward, backward, weights), float)
+    if not np.isfinite(times).all() or times.min() < 0 or forward + backward <= 0:
+        raise ValueError(
+            f"forward={forward}, backward={backward}, weights={weights}: times are finite numbers, "
+            "none negative, and those of forward and backward not both zero."
+        )
+    if table.split and weights > backward:
+        raise ValueError(
+            f"weights={weights} is part of backward={backward}: give at most {backward}."
+        )
+    whole = (forward, backward - weights, weights) if table.split else (forward, backward, 0)
+    return np.array(whole, float) / table.chunks
+
+
+def _neighbour(durations: np.ndarray) -> float:
+    ends = np.zeros(durations.shape[1])
+    for duration in durations:
+        ends = np.maximum(ends, np.maximum(np.roll(ends, 1), np.roll(ends, -1))) + duration
+    return float(ends.max())
+
+
+def _free(table: Table, durations: np.ndarray) -> float:
+    """Return the time if a stage begins a tick as soon as all that its tasks need is there.
+
+    As in the executor its slots run one after another and their messages leave at the end: no F
+    overlaps a B. (Only without branches a forward's message leaves after its slot.)
+    """
+    cells: dict[tuple[int, int], list[Task]] = {}
+    for task, tick, stage in table.tasks():
+        cells.setdefault((tick, stage), []).append(task)
+    ends, there = np.zeros(table.stages), dict[Task, float]()
+    for tick, stage in np.ndindex(durations.shape[:2]):
+        tasks = cells.get((tick, stage), [])
+        inputs = {need for task in tasks for need, _ in needs(task, table.virtual)}
+        begin = max([ends[stage], *(there[need] for need in inputs.difference(tasks))])
+        ends[stage] = begin + durations[tick, stage].sum()
+        first = ends[stage] if table.branches else begin + durations[tick, stage, 0]
+        there |= {task: first if task.kind == "F" else ends[stage] for task in tasks}
+    return float(ends.max())
+
+
+def bubble(
+    table: Table,
+    forward: float = 1,
+    backward: float = 2,
+    weights: float = 1,
+    model: str = "lockstep",
+) -> float:
+    """Return the part of the time in which a stage does nothing of use, 0 to 1.
+
+    >>> from hfjax.parallel.schedules import Schedule
+    >>> round(bubble(Schedule("1f1b", microbatches=16).table(stages=4)), 3)  # 3 of 19
+    0.158
+    """
+    work = table.microbatches * (forward + backward * table.trains)
+    return 1 - work / cost(table, forward, backward, weights, model)
+
+
+def stash(table: Table) -> tuple[float, ...]:
+    """Return how many microbatches each stage keeps activations of at most, in whole stages.
+
+    They are kept from F to the last task that reads them: B, or W in a split table.
+
+    >>> from hfjax.parallel.schedules import Schedule
+    >>> stash(Schedule("1f1b-half", microbatches=16).table(stages=4))
+    (4.0, 3.0, 2.0, 1.0)
+    """
+    if not table.trains:
+        return (0.0,) * table.stages
+    times, last = table.times(), "W" if table.split else "B"
+    kept = np.zeros((table.ticks + 1, table.stages), int)
+    for task, tick, stage in table.tasks():
+        if task.kind == "F":
+            kept[tick, stage] += 1
+            kept[times[task._replace(kind=last)] + 1, stage] -= 1
+    return tuple((kept.cumsum(axis=0).max(axis=0) / table.chunks).tolist())
+
+
+def crossing(table: Table) -> tuple[float, ...]:
+    """Return of how many microbatches each stage has room for what W needs of B, in whole stages.
+
+    These are slots of the executor's ring `cross`; only a split table has any.
+
+    >>> from hfjax.parallel.schedules import Schedule
+    >>> crossing(Schedule("zb-h1", microbatches=16).table(stages=4))
+    (1.0, 2.0, 3.0, 4.0)
+    """
+    return tuple(slots / table.chunks for slots in _compiled(table).used("cross"))
+
+
+def messages(table: Table) -> dict[tuple[int, int], int]:
+    """Return how many messages one stage needs of another, in the order of the stages.
+
+    >>> from hfjax.parallel.schedules import Schedule
+    >>> messages(Schedule("1f1b", microbatches=16).table(stages=3))
+    {(0, 1): 16, (1, 0): 16, (1, 2): 16, (2, 1): 16}
+    """
+    sent = Counter()
+    for task, _, stage in table.tasks():
+        for need, _ in needs(task, table.virtual):
+            source = table.homes[need.virtual][0]
+            sent[source, stage] += source != stage
+    return {link: count for link, count in sorted(sent.items()) if count}
+
+
+def permutes(table: Table) -> int:
+    """Return how many collective-permutes the program has, for each array that layers hand on.
+
+    Each tick of a segment sends on every link in use, whether or not a task needs it.
+
+    >>> from hfjax.parallel.schedules import Schedule
+    >>> permutes(Schedule("1f1b", microbatches=16).table(stages=4))  # 2 (16 + 4 - 1)
+    38
+    """
+    return sum(count for _, _, count in _compiled(table).permutes())
+
+
+def sent(table: Table) -> dict[tuple[int, int], int]:
+    """Return how many messages one stage sends another, needed or not, in their order."""
+    ticks, found = _compiled(table), Counter()
+    for kind, link, count in ticks.permutes():
+        for pair in ticks.route(kind, link):
+            found[pair] += count
+    return dict(sorted(found.items()))

@@ -1,0 +1,224 @@
+"""Schedules by name, and the user's own: what `hfjax.Schedule` says, as a table."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from hfjax.parallel.schedules import builders as loops, builders as vees
+from hfjax.parallel.schedules.table import Homes, Table, check, check_homes, lane_of, lay_out
+from hfjax.parallel.schedules.text import parse_table
+from hfjax.parallel.schedules.versions import Versions, weight_versions
+
+BALANCES = ("even", "parameters", "flops")
+
+
+@dataclass(frozen=True)
+class Builder:
+    """A function of stages, microbatches and chunks that returns a table; what it can build."""
+
+    build: Callable[[int, int, int], Table]
+    chunks: int = 1  # how many it takes when none are named
+    fixed: bool = True  # False: any number of chunks
+    every: Callable[[int], int] | None = None  # asynchronous: stages -> microbatches of an update
+
+    def __call__(self, stages: int, microbatches: int, chunks: int) -> Table:
+        return self.build(stages, microbatches, chunks)
+
+    @property
+    def about(self) -> str:
+        """The first line of the function's docstring."""
+        return (self.build.__doc__ or "").partition("\n")[0]
+
+
+def forward_table(homes: Homes, microbatches: int, name: str = "forward") -> Table:
+    """Return the table of an evaluation: forwards only, the deepest chunk of a stage first."""
+    stages = 1 + max(stage for stage, _ in homes)
+    check_homes(homes, stages, name)
+    lanes = [[] for _ in range(stages)]
+    for g in reversed(range(len(homes))):
+        lanes[homes[g][0]].append(lane_of("F", [(g, m) for m in range(microbatches)]))
+    return lay_out(name, homes, lanes)
+
+
+def _forward(stages: int, microbatches: int, chunks: int) -> Table:
+    """Forwards only, for an evaluation."""
+    return forward_table(loops.loop(stages, chunks), microbatches)
+
+
+SCHEDULES: dict[str, Builder] = {
+    "gpipe": Builder(loops.gpipe),
+    "1f1b": Builder(loops.one_f_one_b),
+    "1f1b-half": Builder(loops.one_f_one_b_half),
+    "interleaved": Builder(loops.interleaved, chunks=2, fixed=False),
+    "interleaved-half": Builder(loops.interleaved_half, chunks=2, fixed=False),
+    "looped-bfs": Builder(loops.looped_bfs, chunks=2, fixed=False),
+    "zb": Builder(loops.zero_bubble, fixed=False),
+    "zb-h1": Builder(loops.zb_h1),
+    "zb-h2": Builder(loops.zb_h2),
+    "zb-v": Builder(vees.zb_v, chunks=2),
+    "v": Builder(vees.v_combined, chunks=2),
+    "v-zb": Builder(vees.v_zero_bubble, chunks=2),
+    "dualpipe-v": Builder(vees.dualpipe_v, chunks=2),
+    "pipedream": Builder(loops.pipedream, every=lambda stages: 1),
+    "2bw": Builder(loops.two_versions, every=lambda stages: max(stages, 2)),
+    "forward": Builder(_forward, fixed=False),
+}
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How the microbatches of a step go through the pipeline.
+
+    Under pipedream and 2bw stages update their layers on the way, and the rest of the model once
+    at the end: `hfjax.update.asynchronous` says when, and from which gradients.
+
+    >>> Schedule("interleaved", microbatches=8).table(stages=4).virtual
+    8
+    """
+
+    name: str = "1f1b"
+    microbatches: int = 1
+    chunks: int | None = None  # pieces of the model on each stage; None: as the schedule has them
+    balance: str | tuple[int, ...] = "even"  # layers of each virtual stage
+    own: Table | None = None  # a table of the user's, instead of one by name
+    every: int | None = None  # 2bw: microbatches of one update; None: as many as stages
+
+    def __post_init__(self):
+        _check_balance(self.balance)
+        _check_every(self)
+        if self.own is not None and not isinstance(self.own, Table):
+            raise ValueError(f"own={self.own!r}: a Table is expected; text: Schedule.from_text(…).")
+        if self.own is not None:
+            self._take_own(self.own)
+            return
+        if not isinstance(self.name, str):
+            raise ValueError(f"name={self.name!r}: one of {', '.join(SCHEDULES)}.")
+        if self.name not in SCHEDULES:
+            raise ValueError(
+                f"no schedule {self.name!r}. Schedules: {', '.join(SCHEDULES)}; "
+                "a table of your own: Schedule.from_text, Schedule.from_csv."
+            )
+        if not _positive(self.microbatches):
+            raise ValueError(
+                f"microbatches={self.microbatches!r}: a positive number of microbatches."
+            )
+        builder = SCHEDULES[self.name]
+        if self.chunks is None:
+            object.__setattr__(self, "chunks", builder.chunks)
+        _check_chunks(self.name, builder, self.chunks)
+
+    def _take_own(self, own: Table) -> None:
+        check(own)
+        for field in ("name", "microbatches", "chunks"):
+            given, found = getattr(self, field), getattr(own, field)
+            if given not in (getattr(Schedule, field), found):
+                raise ValueError(f"{field}={given!r}, the table has {found!r}. Leave {field} away.")
+            object.__setattr__(self, field, found)
+
+    def table(self, stages: int) -> Table:
+        """Return the table for that many stages."""
+        if not _positive(stages):
+            raise ValueError(f"stages={stages!r}: a positive number of stages.")
+        if self.own is None:
+            return SCHEDULES[self.name](stages, self.microbatches, self.chunks or 1)
+        if self.own.stages != stages:
+            raise ValueError(
+                f"{self.name} is a table for {self.own.stages} stages, the mesh has {stages}. "
+                f"Use pipe={self.own.stages}, or write a table with {stages} lines."
+            )
+        return self.own
+
+    @property
+    def asynchronous(self) -> bool:
+        """Whether stages update their layers by themselves, while microbatches are on their way."""
+        return self.own is None and SCHEDULES[self.name].every is not None
+
+    def versions(self, stages: int) -> Versions | None:
+        """Return which version of the weights each task uses; None: there is only one.
+
+        >>> versions = Schedule("pipedream", microbatches=8).versions(stages=4)
+        >>> versions.slots, versions.staleness
+        (4, (3, 2, 1, 0))
+        """
+        table, builder = self.table(stages), SCHEDULES.get(self.name)
+        if not self.asynchronous or builder is None or builder.every is None:
+            return None
+        usual = min(builder.every(stages), self.microbatches)
+        return weight_versions(table, self.every or usual)
+
+    @classmethod
+    def from_text(
+        cls,
+        text: str,
+        *,
+        name: str = "own",
+        balance: str | tuple[int, ...] = "even",
+        branches: bool | None = None,
+    ) -> "Schedule":
+        """Return the schedule written as a line per stage (`hfjax.parallel.schedules.text`).
+
+        >>> Schedule.from_text("0F0 0F1 0B0 0B1 / 1F0+1B0 1F1+1B1".replace("/", chr(10)))
+        Schedule(name='own', microbatches=2, chunks=1, balance='even', own=...)
+        """
+        return cls(own=parse_table(text, name, branches), balance=balance)
+
+    @classmethod
+    def from_csv(
+        cls,
+        path: str | Path,
+        *,
+        balance: str | tuple[int, ...] = "even",
+        branches: bool | None = None,
+    ) -> "Schedule":
+        """Return the schedule of a CSV or text file, a row per stage; its name is the file's."""
+        path = Path(path)
+        try:
+            text = path.read_text(encoding="utf-8-sig")  # spreadsheets begin files with a mark
+        except UnicodeDecodeError:
+            raise ValueError(f"{path} is no text: a line of cells per stage is expected.") from None
+        except OSError as wrong:
+            raise ValueError(f"{path} cannot be read: {wrong.strerror}.") from None
+        return cls.from_text(text, name=path.stem, balance=balance, branches=branches)
+
+
+def _positive(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def _check_balance(balance: object) -> None:
+    if balance in BALANCES or (
+        isinstance(balance, tuple) and balance and all(map(_positive, balance))
+    ):
+        return
+    raise ValueError(
+        f"balance={balance!r}: one of {', '.join(BALANCES)}, or the number of layers of each "
+        "virtual stage in model order, e.g. (3, 4, 4, 3)."
+    )
+
+
+def _check_every(schedule: Schedule) -> None:
+    """2bw alone has groups of microbatches; of one microbatch each they would be pipedream's."""
+    if schedule.every is None:
+        return
+    given = f"every={schedule.every!r} of {schedule.name}"
+    if schedule.own is not None or schedule.name != "2bw":
+        raise ValueError(
+            f"{given}: only 2bw updates after a number of microbatches that you choose. Leave it "
+            'away, or use Schedule("2bw", …).'
+        )
+    if not _positive(schedule.every) or schedule.every < 2:
+        raise ValueError(
+            f"{given}: a number of microbatches, at least 2. To update after each of them: "
+            'Schedule("pipedream", …).'
+        )
+
+
+def _check_chunks(name: str, builder: Builder, chunks: object) -> None:
+    if not _positive(chunks):
+        raise ValueError(f"chunks={chunks!r}: a positive number of chunks.")
+    if builder.fixed and chunks != builder.chunks:
+        others = ", ".join(other for other, b in SCHEDULES.items() if not b.fixed)
+        raise ValueError(
+            f"chunks={chunks}: {name} has {builder.chunks} on each stage. Leave chunks away, or "
+            f"use a schedule that takes any number: {others}."
+        )
