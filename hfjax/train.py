@@ -37,7 +37,7 @@ from hfjax.update.in_backward import InBackward, check_in_backward
 from hfjax.update.one_pass import OnePass
 from hfjax.update.parts import Passed
 from hfjax.update.separable import check_elementwise, check_padding
-from hfjax.update.streamed import Held, Streamed
+from hfjax.update.streamed import Streamed, Summed
 from hfjax.watch import Watch
 
 Metrics = dict[str, jax.Array]
@@ -257,7 +257,7 @@ class TrainStep:
 
         old = {path: variables[path] for path in done.variables}
         held = (self._place(params), state.optimizer, old)
-        if done.settled:
+        if done.guards_itself:
             params, moments, new = update(held)
         else:
             params, moments, new = self._unless_nonfinite(metrics["finite"], update, held)
@@ -275,7 +275,7 @@ class TrainStep:
 
         def update(params: Flat, moments: Any, keep: jax.Array | None = None) -> tuple:
             if self._streamed is not None:
-                return self._streamed(Held(gradients, params, moments), scaled, keep)
+                return self._streamed(Summed(gradients, params, moments), scaled, keep)
             if self._one_pass is not None:
                 return self._one_pass(gradients, params, moments, scale(), keep)
             return self._update(params, scaled(gradients), moments)

@@ -15,7 +15,7 @@ import hfjax
 from hfjax import PIPE, TENSOR, ZERO2, GPipe, Interleaved1F1B, PipeDream, partition
 from hfjax.haiscale.partition import Chain
 from hfjax.models.parts import Dropout, stacked
-from hfjax.parallel.engine.parts import Staged
+from hfjax.parallel.engine.parts import PlacedModel
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(16, 6)).astype(np.float32)
@@ -223,7 +223,7 @@ def test_what_is_recomputed_changes_no_gradient(kind, remat):
 
 def test_except_last_keeps_the_last_microbatch_and_no_other(monkeypatch):
     """Give the layers of the microbatch that is kept another function: only its loss changes."""
-    model = Staged.model
+    model = PlacedModel.model
 
     def plus_one(passes):
         def forward(known, x):
@@ -236,7 +236,7 @@ def test_except_last_keeps_the_last_microbatch_and_no_other(monkeypatch):
         made: Any = model(staged)
         return replace(made, keep=lambda *given: plus_one(made.keep(*given)))
 
-    monkeypatch.setattr(Staged, "model", shifted)
+    monkeypatch.setattr(PlacedModel, "model", shifted)
     pipe = PipeDream(partition(blocks(1), 1), 4, mesh=mesh(pipe=1), remat="except_last")
     losses, _ = pipe.forward_backward(X, criterion=squares, labels=(Y,))
     wanted = stack_of(blocks(1))

@@ -17,7 +17,7 @@ class Copy(Transfer):
 
 
 @dataclasses.dataclass(frozen=True)
-class Lies:
+class Placement:
     """In which memory a value lies, and in how many pieces each dimension is split.
 
     `split` is None where the program does not say. Within a shard_map over all axes nothing is
@@ -27,7 +27,7 @@ class Lies:
     host: bool = False
     split: Shape | None = None
 
-    def copied(self, to_host: bool, dtype: str, shape: Shape) -> tuple["Lies", list[Copy]]:
+    def copied(self, to_host: bool, dtype: str, shape: Shape) -> tuple["Placement", list[Copy]]:
         """Return where the value lies after it was sent, and the copy, if it was elsewhere."""
         there = dataclasses.replace(self, host=to_host)
         if self.host == to_host:
@@ -78,7 +78,7 @@ def constrained(new: Sequence[int | None], old: Shape | None) -> Shape | None:
     return None if None in split else tuple(pieces for pieces in split if pieces is not None)
 
 
-def follow(operands: Sequence[tuple[Lies, Shape]], shape: Shape) -> Lies:
+def follow(operands: Sequence[tuple[Placement, Shape]], shape: Shape) -> Placement:
     """Return where a result of this shape lies: on the host if an operand does.
 
     Arithmetic is done on the device only, so what reads the host moves or views it. A result is
@@ -86,7 +86,7 @@ def follow(operands: Sequence[tuple[Lies, Shape]], shape: Shape) -> Lies:
     """
     host = any(lies.host for lies, _ in operands)
     splits = (_viewed(lies.split, old, shape) for lies, old in operands)
-    return Lies(host, next((split for split in splits if split is not None), None))
+    return Placement(host, next((split for split in splits if split is not None), None))
 
 
 def _viewed(split: Shape | None, old: Shape, new: Shape) -> Shape | None:

@@ -19,7 +19,7 @@ BACKWARD = "transpose("
 
 
 @dataclasses.dataclass(frozen=True)
-class Kept:
+class Stashed:
     """`count` arrays that wait for the backward pass, per device: a row for each layer, or one."""
 
     dtype: str
@@ -35,7 +35,7 @@ class Kept:
         return self.bytes * self.count
 
 
-def stashes(traced: jax.stages.Traced) -> tuple[Kept, ...] | None:
+def stashes(traced: jax.stages.Traced) -> tuple[Stashed, ...] | None:
     """Return what is kept, most bytes first; None if the trace has no backward pass by jax.grad.
 
     Of a step with several microbatches it is that of one: they follow one another in a loop.
@@ -59,7 +59,7 @@ def _is_backward(equation: Any) -> bool:
     return BACKWARD in str(equation.source_info.name_stack)
 
 
-def _kept(jaxpr: Any, backward: list[bool]) -> tuple[Kept, ...]:
+def _kept(jaxpr: Any, backward: list[bool]) -> tuple[Stashed, ...]:
     """Return what equations before the first of the backward pass hand on to it."""
     first = backward.index(True)
     made = _made_of_inputs(jaxpr, first)
@@ -88,7 +88,7 @@ def _made_of_inputs(jaxpr: Any, first: int) -> dict[Var, Any]:
     return made
 
 
-def _row(value: Var, equation: Any) -> Kept:
+def _row(value: Var, equation: Any) -> Stashed:
     aval: Any = value.aval
     shape, count = tuple(aval.shape), 1
     if equation.primitive.name == "scan":
@@ -98,4 +98,4 @@ def _row(value: Var, equation: Any) -> Kept:
             count, *rest = shape
             shape = tuple(rest)
     size = aval.size * aval.dtype.itemsize // count
-    return Kept(aval.dtype.name, shape, size, count, count > 1, lies_on_host(value))
+    return Stashed(aval.dtype.name, shape, size, count, count > 1, lies_on_host(value))

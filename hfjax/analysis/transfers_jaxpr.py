@@ -9,7 +9,7 @@ from jax.extend.core import Literal, Var
 from jax.interpreters import partial_eval
 
 from hfjax.analysis import hlo as read_hlo
-from hfjax.analysis.memory_copies import Copy, Lies, Shape, constrained, entered, follow, left
+from hfjax.analysis.memory_copies import Copy, Placement, Shape, constrained, entered, follow, left
 
 HOST = jax.memory.Space.Host
 Known = dict[Var, Shape | None]  # how what lies outside of a shard_map is split
@@ -60,7 +60,7 @@ def _visit(equation: Any, given: list[Shape | None], local: bool) -> Seen:
         return _region(bodies[0], given, local)
     found = [c for body in bodies for c in _region(body, [None] * len(body.invars), local)[0]]
     shapes = [v.aval.shape for v in equation.invars]
-    operands = [(Lies(split=s), shape) for s, shape in zip(given, shapes, strict=True)]
+    operands = [(Placement(split=s), shape) for s, shape in zip(given, shapes, strict=True)]
     return found, [follow(operands, v.aval.shape).split for v in results]
 
 
@@ -107,7 +107,7 @@ def _placed(equation: Any, given: list[Shape | None], local: bool) -> list[Copy]
     found = []
     for old, new, split in zip(equation.invars, equation.outvars, given, strict=True):
         shape = tuple(new.aval.shape)
-        lies = Lies(lies_on_host(old), (1,) * len(shape) if local else split)
+        lies = Placement(lies_on_host(old), (1,) * len(shape) if local else split)
         found += lies.copied(lies_on_host(new), new.aval.dtype.name, shape)[1]
     return found
 

@@ -11,15 +11,15 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import sdy
 
 from hfjax.analysis import hlo as read_hlo
-from hfjax.analysis.memory_copies import Copy, Lies, Shape, constrained, entered, follow, left
+from hfjax.analysis.memory_copies import Copy, Placement, Shape, constrained, entered, follow, left
 from hfjax.analysis.stablehlo import Bound, Module, dtype_of, integer, trips
 
 PLACEMENT = "annotate_device_placement"
 HOST = ("pinned_host", "unpinned_host")
 _MANUAL = "sdy.manual_computation"
 _CALL = "func.call"
-Known = dict[Any, Lies]
-Seen = tuple[list[Copy], list[Lies]]  # what a region copies, and where its results lie
+Known = dict[Any, Placement]
+Seen = tuple[list[Copy], list[Placement]]  # what a region copies, and where its results lie
 
 
 class Copies:
@@ -29,7 +29,7 @@ class Copies:
         self.module = Module(module)
         devices = module.operation.attributes
         self.one = ir.IntegerAttr(devices["mhlo.num_partitions"]).value == 1
-        self.walked: dict[tuple[str, Bound, tuple[Lies, ...], bool], Seen] = {}
+        self.walked: dict[tuple[str, Bound, tuple[Placement, ...], bool], Seen] = {}
 
     def found(self) -> list[Copy]:
         """Return the copies of one call of the public main function."""
@@ -40,12 +40,12 @@ class Copies:
         lies = [self._argument(v, a) for v, a in zip(arguments, attributes, strict=True)]
         return self._call("main", (None,) * len(lies), tuple(lies), self.one)[0]
 
-    def _argument(self, value: Any, attributes: Any) -> Lies:
+    def _argument(self, value: Any, attributes: Any) -> Placement:
         kind = attributes["mhlo.memory_kind"] if "mhlo.memory_kind" in attributes else None
         split = None
         if "sdy.sharding" in attributes:
             split = self._split(attributes["sdy.sharding"], None)
-        return Lies(kind is not None and ir.StringAttr(kind).value in HOST, split)
+        return Placement(kind is not None and ir.StringAttr(kind).value in HOST, split)
 
     def _split(self, sharding: Any, old: Shape | None) -> Shape | None:
         """Return in how many pieces each dimension is split; open ones stay as they were."""
@@ -61,7 +61,7 @@ class Copies:
             pieces.append(count if named else None)
         return constrained(pieces, old)
 
-    def _call(self, name: str, bound: Bound, lies: tuple[Lies, ...], local: bool) -> Seen:
+    def _call(self, name: str, bound: Bound, lies: tuple[Placement, ...], local: bool) -> Seen:
         key = (name, bound, lies, local)
         if key not in self.walked:
             region = self.module.symbols[name].regions[0]
@@ -69,7 +69,7 @@ class Copies:
         return self.walked[key]
 
     def _region(
-        self, region: Any, bound: Bound, lies: Sequence[Lies], outside: Mapping, local: bool
+        self, region: Any, bound: Bound, lies: Sequence[Placement], outside: Mapping, local: bool
     ) -> Seen:
         """Return what one run through a region copies, and where what it returns lies."""
         (block,) = region.blocks
@@ -80,11 +80,11 @@ class Copies:
             copies, results = self._visit(op, bound, known, local)
             found += copies
             known.update(zip(op.results, results, strict=True))
-        return found, [known.get(value, Lies()) for value in last.operands]
+        return found, [known.get(value, Placement()) for value in last.operands]
 
     def _visit(self, op: ir.Operation, bound: Bound, known: Known, local: bool) -> Seen:
         """Return what an operation copies, with all that it calls or contains."""
-        given = tuple(known.get(value, Lies()) for value in op.operands)
+        given = tuple(known.get(value, Placement()) for value in op.operands)
         if op.name == "stablehlo.custom_call" and _target(op) == PLACEMENT:
             return self._placed(op, given[0], local)
         if op.name == _CALL:
@@ -100,12 +100,12 @@ class Copies:
             return [], list(given)
         if op.name == "sdy.sharding_constraint" and not local:
             split = self._split(op.attributes["sharding"], given[0].split)
-            return [], [Lies(given[0].host, split)]
+            return [], [Placement(given[0].host, split)]
         operands = list(zip(given, map(_shape, op.operands), strict=True))
         return [], [follow(operands, _shape(result)) for result in op.results]
 
     def _manual(
-        self, op: ir.Operation, bound: Bound, given: Sequence[Lies], known: Known, local: bool
+        self, op: ir.Operation, bound: Bound, given: Sequence[Placement], known: Known, local: bool
     ) -> Seen:
         """Return the copies of a shard_map; over all axes its shapes are those of one device."""
         named: Any = sdy.ManualAxesAttr(op.attributes["manual_axes"])
@@ -117,24 +117,24 @@ class Copies:
         (block,) = op.regions[0].blocks
         inner = [_shape(v) for v in block.arguments]
         pairs = zip(given, map(_shape, op.operands), inner, strict=True)
-        inside = [Lies(x.host, entered(x.split, a, b)) for x, a, b in pairs]
+        inside = [Placement(x.host, entered(x.split, a, b)) for x, a, b in pairs]
         found, results = self._region(op.regions[0], bound, inside, known, local)
         *_, last = block.operations
         inner = [_shape(v) for v in last.operands]
         pairs = zip(results, inner, map(_shape, op.results), strict=True)
-        return found, [Lies(x.host, left(x.split, a, b)) for x, a, b in pairs]
+        return found, [Placement(x.host, left(x.split, a, b)) for x, a, b in pairs]
 
-    def _placed(self, op: ir.Operation, lies: Lies, local: bool) -> Seen:
+    def _placed(self, op: ir.Operation, lies: Placement, local: bool) -> Seen:
         attributes = ir.DictAttr(op.attributes["mhlo.frontend_attributes"])
         to_host = ir.StringAttr(attributes["_xla_buffer_placement"]).value in HOST
         type_ = ir.RankedTensorType(op.results[0].type)
         shape = tuple(type_.shape)
-        here = Lies(lies.host, (1,) * len(shape)) if local else lies
+        here = Placement(lies.host, (1,) * len(shape)) if local else lies
         there, found = here.copied(to_host, dtype_of(type_.element_type), shape)
         return found, [there]
 
     def _loop(
-        self, op: ir.Operation, bound: Bound, given: Sequence[Lies], known: Known, local: bool
+        self, op: ir.Operation, bound: Bound, given: Sequence[Placement], known: Known, local: bool
     ) -> Seen:
         """Return a loop's copies; where a value lies that goes round, all rounds together say."""
         condition, body = op.regions
@@ -154,8 +154,8 @@ class Copies:
         return read_hlo.heaviest([found for found, _ in seen]), joined
 
 
-def _any(lies: Sequence[Lies]) -> Lies:
-    return Lies(any(x.host for x in lies), next((x.split for x in lies if x.split), None))
+def _any(lies: Sequence[Placement]) -> Placement:
+    return Placement(any(x.host for x in lies), next((x.split for x in lies if x.split), None))
 
 
 def _target(op: ir.Operation) -> str:

@@ -27,7 +27,7 @@ from hfjax.checkpoint.directory import (
     sweep,
 )
 from hfjax.checkpoint.keep import Keep, Metrics
-from hfjax.checkpoint.reading import Restored, Wish, read
+from hfjax.checkpoint.reading import ReadOptions, Restored, read
 from hfjax.checkpoint.record import plain, read_record, record
 from hfjax.checkpoint.writer import Writer
 from hfjax.plan.layout import Layout, State
@@ -193,8 +193,8 @@ class Checkpoints:
         save these steps again.
         """
         self.wait()
-        wish = Wish(dtype, parameters_only, verify, on_damage)
-        restored = read(self.directory, self._layout, step, wish)
+        options = ReadOptions(dtype, parameters_only, verify, on_damage)
+        restored = read(self.directory, self._layout, step, options)
         if restored.damaged:
             agreed(lambda: [set_aside(self.directory, s) for s in restored.damaged])
             self._writer.forget(list(restored.damaged))
@@ -266,8 +266,8 @@ def restore(
     it. `parameters_only`: parameters and other variables, a fresh optimizer, step 0. `verify`:
     every file against its checksum. `on_damage`: "previous" passes over damaged steps, and warns.
     """
-    wish = Wish(dtype, parameters_only, verify, on_damage)
-    return read(Path(os.path.abspath(directory)), layout, step, wish)
+    options = ReadOptions(dtype, parameters_only, verify, on_damage)
+    return read(Path(os.path.abspath(directory)), layout, step, options)
 
 
 def latest(directory: str | os.PathLike) -> int | None:

@@ -45,7 +45,7 @@ class Restored:
 
 
 @dataclass(frozen=True)
-class Wish:
+class ReadOptions:
     """How a step is to be read."""
 
     dtype: Any = None
@@ -58,9 +58,9 @@ class Wish:
             raise ValueError(f"on_damage={self.on_damage!r}: one of {', '.join(ON_DAMAGE)}.")
 
 
-def read(directory: Path, layout: Layout, step: int | None, wish: Wish) -> Restored:
+def read(directory: Path, layout: Layout, step: int | None, options: ReadOptions) -> Restored:
     """Return the state of a step, as the layout has it, and what was written beside it."""
-    chosen = agreed(lambda: _choose(directory, step, wish))
+    chosen = agreed(lambda: _choose(directory, step, options))
     for number, lines in chosen["damaged"]:
         warnings.warn(
             f"{_damaged(directory, number, lines)} Restored step {chosen['step']} instead.",
@@ -69,7 +69,7 @@ def read(directory: Path, layout: Layout, step: int | None, wish: Wish) -> Resto
         )
     path, found = directory / str(chosen["step"]), chosen["record"]
     return Restored(
-        state=_state(path, layout, found["arrays"], wish),
+        state=_state(path, layout, found["arrays"], options),
         step=chosen["step"],
         origin=_origin(found),
         damaged=tuple(number for number, _ in chosen["damaged"]),
@@ -81,18 +81,18 @@ def _origin(found: dict) -> str:
     return f"{found['strategy']} on {found['mesh']}, processes: {found['processes']}"
 
 
-def _choose(directory: Path, step: int | None, wish: Wish) -> dict:
+def _choose(directory: Path, step: int | None, options: ReadOptions) -> dict:
     """Return which step is read, its record, and the damaged ones that are passed over."""
     step = check_step(directory, step)
     check_written(directory / str(step))
     damaged: list[tuple[int, list[str]]] = []
-    while wish.verify and (lines := damage(directory / str(step))):
+    while options.verify and (lines := damage(directory / str(step))):
         damaged.append((step, lines))
         before = [s for s in steps_in(directory) if s < step]
-        if wish.on_damage == "refuse" or not before:
-            raise ValueError(_refusal(directory, damaged[0], before, wish))
+        if options.on_damage == "refuse" or not before:
+            raise ValueError(_refusal(directory, damaged[0], before, options))
         step = before[-1]
-    if not wish.verify:
+    if not options.verify:
         _check_files(directory / str(step))
     return {"step": step, "record": read_record(directory / str(step)), "damaged": damaged}
 
@@ -109,7 +109,9 @@ def _damaged(directory: Path, step: int, lines: list[str]) -> str:
     return f"step {step} of {directory} is damaged: {lines[0]}{more}."
 
 
-def _refusal(directory: Path, found: tuple[int, list[str]], before: list[int], wish: Wish) -> str:
+def _refusal(
+    directory: Path, found: tuple[int, list[str]], before: list[int], options: ReadOptions
+) -> str:
     good = next((s for s in reversed(before) if not damage(directory / str(s))), None)
     offer = (
         "No earlier step is whole."
@@ -120,18 +122,18 @@ def _refusal(directory: Path, found: tuple[int, list[str]], before: list[int], w
     return f"{_damaged(directory, *found)} {offer}"
 
 
-def _state(path: Path, layout: Layout, saved: dict, wish: Wish) -> State:
+def _state(path: Path, layout: Layout, saved: dict, options: ReadOptions) -> State:
     """Return the state that is read from the directory of a step."""
     like = layout.as_the_model.abstract_state()
     arrays = arrays_of(like)
     wanted = describe(arrays)
-    if wish.parameters_only:
+    if options.parameters_only:
         saved, wanted = of_the_model(saved), of_the_model(wanted)
     where = f"step {path.name} of {path.parent}"
-    check_same(saved, wanted, wish.dtype, where)
+    check_same(saved, wanted, options.dtype, where)
     found = _load(path / "state", {path: arrays[path] for path in wanted}, where)
     state = with_arrays(replace(like, order=_order(layout)), found)
-    return _begun(layout, state) if wish.parameters_only else state
+    return _begun(layout, state) if options.parameters_only else state
 
 
 def _load(path: Path, wanted: dict[str, Any], where: str) -> dict[str, Any]:

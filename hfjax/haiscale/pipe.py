@@ -117,8 +117,8 @@ class Pipe:
         """The parameters, each on its stage: an optax optimizer takes them and gives them back.
 
         Arrays have a row for each layer, in the order in which the stages store them (`canonical`
-        has the model's order). Unlike layers are packed, a row for each part: their optimizer has
-        to work element by element (adam, sgd …; not LAMB, nor a mask by path).
+        has the model's order). Layers that differ are packed, a row for each part: their optimizer
+        has to work element by element (adam, sgd …; not LAMB, nor a mask by path).
         """
         return self._parameters
 
@@ -181,8 +181,8 @@ class Pipe:
         that weighs nothing is NaN, and it adds nothing to the gradients.
         """
         batch = self._batch(x, labels, criterion, self.microbatches)
-        tells = "outputs" if return_outputs else "losses"
-        run = self._program(criterion, tells, self._training)
+        wanted = "outputs" if return_outputs else "losses"
+        run = self._program(criterion, wanted, self._training)
         step = np.int32(self._calls)
         gradients, losses, outputs, self.metrics = run(
             self._parameters, self._variables, batch, step
@@ -200,8 +200,8 @@ class Pipe:
         check_rows(self.layout, batch, self.microbatches)
         shape = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._rows)
         batch = jax.tree.map(shape, batch)
-        tells = "outputs" if return_outputs else "losses"
-        run = self._program(criterion, tells, self._training)
+        wanted = "outputs" if return_outputs else "losses"
+        run = self._program(criterion, wanted, self._training)
         return run.lower(self._parameters, self._variables, batch, np.int32(0))
 
     def forward(self, x: Any) -> Any:
@@ -226,20 +226,20 @@ class Pipe:
 
     # -- programs -----------------------------------------------------------------------------
 
-    def _program(self, criterion: Callable, tells: str | None, build: Callable) -> Any:
+    def _program(self, criterion: Callable, wanted: str | None, build: Callable) -> Any:
         """Return the jitted function for a criterion; it compiles once for each shape."""
         name = criterion if isinstance(criterion, Hashable) else id(criterion)
-        key = (build.__name__, name, tells)
+        key = (build.__name__, name, wanted)
         if key not in self._programs:
             if len(self._programs) == MANY:
                 warnings.warn(NEW_CRITERIA, stacklevel=3)
-            self._programs[key] = build(criterion, tells)
+            self._programs[key] = build(criterion, wanted)
         return self._programs[key]
 
-    def _training(self, criterion: Callable, tells: str) -> Callable:
+    def _training(self, criterion: Callable, wanted: str) -> Callable:
         table = self._schedule.table(self.parts.stages)
         plane = data_plane(self.layout, _loss(criterion), self._execution, table)
-        plane = replace(plane, tells=tells)
+        plane = replace(plane, wanted=wanted)
 
         def run(parameters, variables, batch, step):
             flat = (flatten(parameters), flatten(variables))
@@ -253,19 +253,19 @@ class Pipe:
         moments = {path: self._on(p.moment) for path, p in self.layout.placed.items()}
         return self._jit(run, (nest(moments), self._on(P()), self._rows, self._on(P())))
 
-    def _evaluating(self, criterion: Callable, tells: str | None) -> Callable:
+    def _evaluating(self, criterion: Callable, wanted: str | None) -> Callable:
         ran = self._execution
         plain = Execution(precision=ran.precision, compiler_options=ran.compiler_options)
 
         def run(parameters, variables, batch):
             loss = _loss(criterion)
             plane = forward_plane(self.layout, loss, plain, self._schedule, batch)
-            plane = replace(plane, tells=tells)
+            plane = replace(plane, wanted=wanted)
             with fitting(batch):
                 told = plane.evaluate(flatten(parameters), flatten(variables), batch)
-            return _metrics(told) if tells is None else told.outputs
+            return _metrics(told) if wanted is None else told.outputs
 
-        return self._jit(run, self._on(P()) if tells is None else self._rows)
+        return self._jit(run, self._on(P()) if wanted is None else self._rows)
 
     def _jit(self, run: Callable, out_shardings: Any) -> Callable:
         options = options_of(self.layout, self._execution)

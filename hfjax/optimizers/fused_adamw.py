@@ -84,7 +84,7 @@ def recognised(optimizer: Any) -> Fields | None:
     return inner.fields if isinstance(inner, AdamW) else None
 
 
-class Kept(NamedTuple):
+class AdamWState(NamedTuple):
     """What a recognised optimizer keeps of its parameters, by path, and its counts."""
 
     mean: Flat
@@ -94,7 +94,7 @@ class Kept(NamedTuple):
     master: Flat | None
 
 
-def opened(optimizer: Any, state: Any) -> tuple[Kept, Callable[[Kept], Any]]:
+def opened(optimizer: Any, state: Any) -> tuple[AdamWState, Callable[[AdamWState], Any]]:
     """Return what the state of a recognised optimizer holds, and what puts it back in its form."""
     if isinstance(optimizer, Without):
         masked = state.inner_states["trained"]
@@ -109,18 +109,18 @@ def opened(optimizer: Any, state: Any) -> tuple[Kept, Callable[[Kept], Any]]:
     return _opened(state)
 
 
-def _opened(state: Any) -> tuple[Kept, Callable[[Kept], Any]]:
+def _opened(state: Any) -> tuple[AdamWState, Callable[[AdamWState], Any]]:
     adam, decay, rate = state
     mean, variance = flatten(adam.mu), flatten(adam.nu)
     counts = isinstance(rate, optax.ScaleByScheduleState)
 
-    def close(kept: Kept) -> Any:
+    def close(kept: AdamWState) -> Any:
         trees = {"mu": nest(mean | kept.mean), "nu": nest(variance | kept.variance)}
         last = rate._replace(count=kept.scheduled) if counts else rate
         return (adam._replace(count=kept.updates, **trees), decay, last)
 
     scheduled = rate.count if counts else None
-    return Kept(_arrays(mean), _arrays(variance), adam.count, scheduled, None), close
+    return AdamWState(_arrays(mean), _arrays(variance), adam.count, scheduled, None), close
 
 
 def _arrays(flat: Flat) -> Flat:
@@ -128,7 +128,7 @@ def _arrays(flat: Flat) -> Flat:
     return {path: x for path, x in flat.items() if hasattr(x, "dtype")}
 
 
-def later(kept: Kept, counts: Any) -> tuple[Any, Any]:
+def later(kept: AdamWState, counts: Any) -> tuple[Any, Any]:
     """Return both counts after an update, if it counts."""
     more = lambda count: jnp.where(counts, optax.safe_increment(count), count)
     return more(kept.updates), None if kept.scheduled is None else more(kept.scheduled)

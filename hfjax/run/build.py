@@ -15,7 +15,7 @@ from hfjax.data import Loader, TokenSet, standard_library
 from hfjax.data.tokens import SPLITS, check_same_tokenizer
 from hfjax.parallel.mesh import describe_mesh
 from hfjax.run.config import Train
-from hfjax.run.model import Chosen, choose
+from hfjax.run.model import ModelChoice, choose
 from hfjax.run.optimizer import optimizer_of, rate_of
 from hfjax.run.sampling import Evaluated, Sampling, check_weighs_by_mask, evaluate, generate
 
@@ -36,7 +36,7 @@ class Parts:
     config: Train
 
     @cached_property
-    def model(self) -> Chosen:
+    def model(self) -> ModelChoice:
         """The model, for the vocabulary of the data."""
         return choose(self.config, max(tokens.vocab for tokens in self.tokens))
 

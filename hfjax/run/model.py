@@ -16,7 +16,7 @@ SHAPE = ("length", "layers", "heads", "embed")
 
 
 @dataclass(frozen=True)
-class Chosen:
+class ModelChoice:
     """A model to train, and what is known of it."""
 
     name: str
@@ -33,7 +33,7 @@ class Chosen:
         return self.loss is not gpt.next_token_loss
 
 
-def choose(config: Train, vocab: int) -> Chosen:
+def choose(config: Train, vocab: int) -> ModelChoice:
     """Return the model of a configuration for a vocabulary."""
     given = config.model
     loss = gpt.next_token_loss if given.loss is None else _loss(given.loss)
@@ -53,7 +53,7 @@ def choose(config: Train, vocab: int) -> Chosen:
         rounded = math.ceil(vocab / ROUND_TO) * ROUND_TO
         shape = llama.LlamaConfig.preset(name, vocab=rounded, **changes)
     init = lambda rngs: model(shape, rngs=rngs)
-    return Chosen(given.preset, init, loss, shape.vocab, shape.length, shape.length, shape)
+    return ModelChoice(given.preset, init, loss, shape.vocab, shape.length, shape.length, shape)
 
 
 def _loss(name: str) -> Callable:
@@ -78,7 +78,7 @@ def _heads_of_keys(name: str, changes: dict[str, Any]) -> dict[str, int]:
     return {"kv_heads": max(heads * was.kv_heads // was.heads, 1)}
 
 
-def _own(config: Train, vocab: int, loss: Callable) -> Chosen:
+def _own(config: Train, vocab: int, loss: Callable) -> ModelChoice:
     name, length = str(config.model.own), config.model.length or 128
     given = [n for n in ("layers", "heads", "embed", "dropout") if getattr(config.model, n)]
     if given:
@@ -91,4 +91,4 @@ def _own(config: Train, vocab: int, loss: Callable) -> Chosen:
             f"--model.own {name}: a function of (vocab, length) is expected, which returns "
             f"model_init(rngs); found {inspect.signature(make)}."
         )
-    return Chosen(name, make(vocab, length), loss, vocab, length)
+    return ModelChoice(name, make(vocab, length), loss, vocab, length)

@@ -9,14 +9,14 @@ import optax
 
 from hfjax.base.paths import Flat, flatten
 from hfjax.optimizers.transforms import stored_dtype
-from hfjax.parallel.engine.gradients import Held
+from hfjax.parallel.engine.gradients import StepInputs
 from hfjax.parallel.execution import Execution
 from hfjax.parallel.mesh import describe_mesh
 from hfjax.parallel.pipeline.asynchronous import AsynchronousPlane
 from hfjax.parallel.pipeline.plane import PipelinePlane
 from hfjax.parallel.schedules.versions import Versions
 from hfjax.plan.layout import Layout, State
-from hfjax.update.parts import COUNT, ENDS, LAYERS, NUMBER, Parts, Passed
+from hfjax.update.parts import COUNT, ENDS, LAYERS, NUMBER, OptimizerParts, Passed
 from hfjax.update.separable import check_leafwise
 
 
@@ -39,19 +39,19 @@ class AsynchronousPass:
     """
 
     plane: AsynchronousPlane
-    parts: Parts
+    parts: OptimizerParts
 
     @classmethod
     def of(cls, layout: Layout, plane: PipelinePlane, versions: Versions) -> "AsynchronousPass":
         """Return the pass of a plane whose stages keep these versions of their layers."""
         _check(layout, plane.execution)
         same = {field.name: getattr(plane, field.name) for field in fields(plane)}
-        return cls(AsynchronousPlane(**same, versions=versions), Parts(layout))
+        return cls(AsynchronousPlane(**same, versions=versions), OptimizerParts(layout))
 
     def __call__(self, state: State, batch: Any) -> Passed:
         """Return what a call of the step finds, its layers being updated already."""
         kept = (self.parts.of(state.optimizer, *roles) for roles in ((LAYERS,), (COUNT, NUMBER)))
-        held = Held(flatten(state.params), flatten(state.variables), *kept)
+        held = StepInputs(flatten(state.params), flatten(state.variables), *kept)
         new, squares, ends, mean = self.plane.train(held, batch, state.step, self._apply)
         gradients = {path: self._mean(path, g, mean.weight) for path, g in ends.items()}
         norm = jnp.sqrt(squares + optax.tree.norm(gradients, squared=True))

@@ -11,17 +11,17 @@ from jax import lax
 from jax.sharding import NamedSharding
 
 from hfjax.base.paths import Flat, flatten
-from hfjax.parallel.engine.gradients import Held
+from hfjax.parallel.engine.gradients import StepInputs
 from hfjax.parallel.execution import Execution
 from hfjax.parallel.layerwise.plane import LayerUpdatePlane
 from hfjax.parallel.memory import is_on_host, to_device, to_host
 from hfjax.parallel.mesh import describe_mesh
 from hfjax.plan.hosted import MASTER
 from hfjax.plan.layout import Layout, State
-from hfjax.update.parts import COUNT, ENDS, LAYERS, NUMBER, Parts, Passed
-from hfjax.update.separable import Asker, check_leafwise
+from hfjax.update.parts import COUNT, ENDS, LAYERS, NUMBER, OptimizerParts, Passed
+from hfjax.update.separable import Reason, check_leafwise
 
-_ASKER = Asker(
+_REASON = Reason(
     "With optimizer_in_backward each layer is updated by itself, before all gradients are known",
     "optimizer_in_backward=False",
 )
@@ -38,20 +38,20 @@ class InBackward:
     """
 
     plane: LayerUpdatePlane
-    parts: Parts
+    parts: OptimizerParts
 
     @classmethod
     def of(cls, layout: Layout, plane: LayerUpdatePlane) -> "InBackward":
         """Return the pass of a plane that updates its layers."""
-        return cls(plane, Parts(layout))
+        return cls(plane, OptimizerParts(layout))
 
     def __call__(self, state: State, batch: Any) -> Passed:
         """Return what a call of the step finds, its layers being updated already."""
         params = flatten(state.params)
         kept = (self.parts.of(state.optimizer, *roles) for roles in ((LAYERS,), (COUNT, NUMBER)))
-        held = Held(params, flatten(state.variables), *kept)
+        held = StepInputs(params, flatten(state.variables), *kept)
         new, squares, finite, ends, mean = self.plane.train(
-            held, batch, state.step, self._apply, {n: self._belongs[n] for n in held.moments}
+            held, batch, state.step, self._apply, {n: self._path_of[n] for n in held.moments}
         )
         squares |= {path: (g * g).sum() for path, g in ends.items()}
         norm = jnp.sqrt(sum(x.sum() for x in squares.values())) / mean.weight
@@ -61,10 +61,10 @@ class InBackward:
             ends, kept = self._ends(gradients, params, optimizer, finite & jnp.isfinite(norm))
             return params | ends | new.parameters, self.parts.join(optimizer, kept, new.moments)
 
-        return Passed(mean, norm, update, {}, squares, settled=True)
+        return Passed(mean, norm, update, {}, squares, guards_itself=True)
 
     @cached_property
-    def _belongs(self) -> Mapping[str, str]:
+    def _path_of(self) -> Mapping[str, str]:
         """Name of what the optimizer keeps of a parameter -> its path."""
         leaves = self.parts.leaves.items()
         found = {name: self.parts.layout.parameter_of(*leaf) for name, leaf in leaves}
@@ -80,7 +80,7 @@ class InBackward:
         wanted = self.parts.layout.working_dtype
         given = {path: g.astype(wanted(path)) for path, g in gradients.items()}
         parameters, kept = self.parts.apply(given, kept, parameters)
-        masters = {self._belongs[n]: x for n, x in kept.items() if n in self._masters}
+        masters = {self._path_of[n]: x for n, x in kept.items() if n in self._masters}
         own = {path: x for path, x in masters.items() if path in parameters}
         return parameters | {p: x.astype(parameters[p].dtype) for p, x in own.items()}, kept
 
@@ -144,4 +144,4 @@ def check_in_backward(layout: Layout, execution: Execution) -> None:
     for why, wrong in refused.items():
         if wrong:
             raise ValueError(f"optimizer_in_backward on {describe_mesh(layout.mesh)}: {why}")
-    check_leafwise(layout, _ASKER, split=any(p.split("moment") for p in layout.placed.values()))
+    check_leafwise(layout, _REASON, split=any(p.split("moment") for p in layout.placed.values()))

@@ -10,7 +10,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 from hfjax.base.paths import Flat
-from hfjax.optimizers.fused_adamw import Fields, Kept, later, opened, recognised
+from hfjax.optimizers.fused_adamw import AdamWState, Fields, later, opened, recognised
 from hfjax.optimizers.transforms import stored_dtype
 from hfjax.pallas_kernels import adamw as room
 from hfjax.parallel.engine.kernels import Kernels
@@ -60,7 +60,7 @@ class OnePass:
         new = self._on_shards(held, gradients, known, self.fields.decays(params))
         pick = lambda name: {path: getattr(x, name) for path, x in new.items()}
         master = None if kept.master is None else pick("parameter")
-        moments = Kept(pick("mean"), pick("variance"), *later(kept, counts), master)
+        moments = AdamWState(pick("mean"), pick("variance"), *later(kept, counts), master)
         return params | pick("parameter" if master is None else "cast"), close(moments)
 
     def _on_shards(self, held: Any, gradients: Flat, known: jax.Array, decays: Any) -> dict:

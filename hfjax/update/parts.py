@@ -30,7 +30,7 @@ class Passed(NamedTuple):
     # Path -> sum of the squares of a gradient, of each layer of a stack where they are updated one
     # by one; empty where nobody knows them all.
     squares: Flat
-    settled: bool = False  # the update itself leaves alone what is not finite
+    guards_itself: bool = False  # the update itself leaves alone what is not finite
 
 
 LAYERS, ENDS = "layers", "ends"
@@ -38,7 +38,7 @@ COUNT, NUMBER = "count beside moments", "number"
 
 
 @dataclass(frozen=True)
-class Parts:
+class OptimizerParts:
     """Which part of the optimizer's state belongs to what."""
 
     layout: Layout

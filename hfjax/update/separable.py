@@ -18,25 +18,25 @@ from hfjax.parallel.engine.blueprint import LAYERS as OF_LAYERS
 from hfjax.parallel.pipeline.packing import PackedLayers
 from hfjax.plan.layout import Layout
 from hfjax.plan.optimizer_state import converted, reformed
-from hfjax.update.parts import COUNT, ENDS, LAYERS, NUMBER, Parts
+from hfjax.update.parts import COUNT, ENDS, LAYERS, NUMBER, OptimizerParts
 
 SIZES = (1e-3, 1.0, 1e3)  # of the gradients, step by step: enough for what clips to be seen
 
 
-class Asker(NamedTuple):
+class Reason(NamedTuple):
     """What runs an optimizer by parts: what it does, and what there is instead."""
 
     updates: str
     instead: str
 
 
-ASYNCHRONOUS = Asker(
+ASYNCHRONOUS = Reason(
     "Under an asynchronous schedule each stage updates its layers by itself",
     'a schedule that waits, for instance hfjax.Schedule("1f1b", …)',
 )
 
 
-def check_leafwise(layout: Layout, asker: Asker = ASYNCHRONOUS, split: bool = False) -> None:
+def check_leafwise(layout: Layout, reason: Reason = ASYNCHRONOUS, split: bool = False) -> None:
     """Refuse an optimizer whose update of a part is not that part of its update of all.
 
     It may keep arrays like the parameters, and numbers that do not depend on gradients. `split`:
@@ -44,11 +44,11 @@ def check_leafwise(layout: Layout, asker: Asker = ASYNCHRONOUS, split: bool = Fa
     """
     layers = _PIECES if layout.blueprint.listed else _PARTS | _PIECES if split else _PARTS
     try:
-        _check(Parts(layout), layers | _ENDS)
+        _check(OptimizerParts(layout), layers | _ENDS)
     except _DependsError as error:
         raise ValueError(
-            f"this optimizer {error}. {asker.updates}: use an optimizer that works element by "
-            f"element (optax.sgd, adam, adamw, lion …), or {asker.instead}."
+            f"this optimizer {error}. {reason.updates}: use an optimizer that works element by "
+            f"element (optax.sgd, adam, adamw, lion …), or {reason.instead}."
         ) from error
 
 
@@ -56,7 +56,7 @@ class _DependsError(Exception):
     """What an update of a part depends on that is no part of it."""
 
 
-def _check(parts: Parts, shares: Mapping[str, Callable]) -> None:
+def _check(parts: OptimizerParts, shares: Mapping[str, Callable]) -> None:
     for name, (_, leaf) in parts.leaves.items():
         number = leaf.shape == () and jnp.issubdtype(leaf.dtype, jnp.number)
         if parts.roles[name] in (COUNT, NUMBER) and not number:
@@ -89,7 +89,7 @@ Result = tuple[Flat, Flat]  # what is added to the parameters in all steps; the 
 class _Trial:
     """Small arrays of the names and numbers of dimensions that the parameters have."""
 
-    parts: Parts
+    parts: OptimizerParts
     parameters: Flat
     gradients: tuple[Flat, ...]
     state: Flat
@@ -113,7 +113,7 @@ class _Trial:
         return there(shares), there(kept)
 
 
-def _trial(parts: Parts) -> _Trial:
+def _trial(parts: OptimizerParts) -> _Trial:
     rng, placed = np.random.default_rng(0), parts.layout.placed
     small = {path: tuple(min(n, 2) for n in p.shape) for path, p in placed.items()}
     draw = lambda path: jnp.asarray(rng.normal(size=small[path]), placed[path].dtype)

@@ -24,7 +24,7 @@ from hfjax.parallel.memory import is_on_host, to_device, to_host
 from hfjax.parallel.mesh import PIPE_AXIS
 from hfjax.parallel.placement import Placed, entries_of
 from hfjax.plan.layout import Layout
-from hfjax.update.parts import Parts
+from hfjax.update.parts import OptimizerParts
 from hfjax.update.separable import check_leafwise
 
 Key = tuple[str, str]  # GRADIENT or PARAMETER and a path, or KEPT and a name
@@ -32,7 +32,7 @@ Arrays = dict[Key, Any]
 GRADIENT, PARAMETER, KEPT = "gradient", "parameter", "kept"
 
 
-class Held(NamedTuple):
+class Summed(NamedTuple):
     """What is updated: gradients as they were summed, parameters, the optimizer's state."""
 
     gradients: Flat
@@ -49,7 +49,7 @@ class Streamed:
     def __post_init__(self):
         assert self._parts, "tried out here, since no number is known inside of a trace"
 
-    def __call__(self, held: Held, scale: Callable, keep: jax.Array | None) -> tuple[Flat, Any]:
+    def __call__(self, held: Summed, scale: Callable, keep: jax.Array | None) -> tuple[Flat, Any]:
         """Return new parameters and moments, each where the layout has it.
 
         `scale` makes of a gradient of the total one of the mean. If `keep` is false everything
@@ -66,9 +66,9 @@ class Streamed:
         return held.parameters | of(PARAMETER), self.parts.join(held.moments, of(KEPT))
 
     @cached_property
-    def parts(self) -> Parts:
+    def parts(self) -> OptimizerParts:
         """What the optimizer's state holds of which parameter."""
-        return Parts(self.layout)
+        return OptimizerParts(self.layout)
 
     @cached_property
     def on_host(self) -> frozenset[Key]:

@@ -14,7 +14,7 @@ import numpy as np
 from flax import linen, nnx
 
 from hfjax.base.paths import Flat
-from hfjax.parallel.engine.fetch import Elsewhere, devices_along, refuse_elsewhere
+from hfjax.parallel.engine.fetch import Placeholder, devices_along, refuse_elsewhere
 from hfjax.parallel.engine.layers import has_three_parts, is_list, items_of
 from hfjax.parallel.mesh import BATCH_AXES
 from hfjax.parallel.placement import STACK
@@ -103,7 +103,7 @@ class Blueprint:
 
         def take_apart(parameters: Flat, variables: Flat) -> None:
             paths = {id(x): path for path, x in (parameters | variables).items()}
-            away = lambda x: _held(templates[paths[id(x)]], Elsewhere(paths[id(x)]))
+            away = lambda x: _held(templates[paths[id(x)]], Placeholder(paths[id(x)]))
             layers = self.merge(parameters, variables, mode).layers
             found[:] = [_layer(x, away) for x in (items_of(layers) if self.listed else [layers])]
 

@@ -31,13 +31,13 @@ FORMS: dict[str, Any] = {"pallas": collectives, "reference": collectives_referen
 
 
 class Sending(Protocol):
-    """Gathers and scatters along one dimension over mesh axes; `wire` is the dtype sent."""
+    """Gathers and scatters along one dimension over mesh axes; `comm_dtype` is the dtype sent."""
 
-    def gather(self, x: jax.Array, axes: Axes, dim: int, wire: Any) -> jax.Array:
-        """Return the whole array, in `wire`."""
+    def gather(self, x: jax.Array, axes: Axes, dim: int, comm_dtype: Any) -> jax.Array:
+        """Return the whole array, in `comm_dtype`."""
         ...
 
-    def scatter(self, x: jax.Array, axes: Axes, dim: int, wire: Any) -> jax.Array:
+    def scatter(self, x: jax.Array, axes: Axes, dim: int, comm_dtype: Any) -> jax.Array:
         """Return this device's part of the sum."""
         ...
 
@@ -45,11 +45,11 @@ class Sending(Protocol):
 class ByXla:
     """XLA's collectives. What they add up they add in the dtype that is sent."""
 
-    def gather(self, x: jax.Array, axes: Axes, dim: int, wire: Any) -> jax.Array:
-        return lax.all_gather(x.astype(wire), axes, axis=dim, tiled=True)
+    def gather(self, x: jax.Array, axes: Axes, dim: int, comm_dtype: Any) -> jax.Array:
+        return lax.all_gather(x.astype(comm_dtype), axes, axis=dim, tiled=True)
 
-    def scatter(self, x: jax.Array, axes: Axes, dim: int, wire: Any) -> jax.Array:
-        return lax.psum_scatter(x.astype(wire), axes, scatter_dimension=dim, tiled=True)
+    def scatter(self, x: jax.Array, axes: Axes, dim: int, comm_dtype: Any) -> jax.Array:
+        return lax.psum_scatter(x.astype(comm_dtype), axes, scatter_dimension=dim, tiled=True)
 
 
 BY_XLA = ByXla()
@@ -61,22 +61,22 @@ class AsChosen:
 
     form: Callable[[str, str | None, Shape], str]
 
-    def gather(self, x: jax.Array, axes: Axes, dim: int, wire: Any) -> jax.Array:
-        form = self._form("all_gather", x, axes, dim, wire)
+    def gather(self, x: jax.Array, axes: Axes, dim: int, comm_dtype: Any) -> jax.Array:
+        form = self._form("all_gather", x, axes, dim, comm_dtype)
         if form not in FORMS:
-            return BY_XLA.gather(x, axes, dim, wire)
-        send = lambda rows: FORMS[form].all_gather(rows, _axis(axes), wire)
+            return BY_XLA.gather(x, axes, dim, comm_dtype)
+        send = lambda rows: FORMS[form].all_gather(rows, _axis(axes), comm_dtype)
         return _along(dim, x, _alone(send) if form == "pallas" else send)
 
-    def scatter(self, x: jax.Array, axes: Axes, dim: int, wire: Any) -> jax.Array:
-        form = self._form("reduce_scatter", x, axes, dim, wire)
+    def scatter(self, x: jax.Array, axes: Axes, dim: int, comm_dtype: Any) -> jax.Array:
+        form = self._form("reduce_scatter", x, axes, dim, comm_dtype)
         if form not in FORMS:
-            return BY_XLA.scatter(x, axes, dim, wire)
-        send = lambda rows: FORMS[form].reduce_scatter(rows, _axis(axes), wire)
+            return BY_XLA.scatter(x, axes, dim, comm_dtype)
+        send = lambda rows: FORMS[form].reduce_scatter(rows, _axis(axes), comm_dtype)
         return _along(dim, x, _alone(send) if form == "pallas" else send)
 
-    def _form(self, kernel: str, x: jax.Array, axes: Axes, dim: int, wire: Any) -> str:
-        return self.form(kernel, _refuses(kernel, x, axes, dim, wire), {"N": x.size})
+    def _form(self, kernel: str, x: jax.Array, axes: Axes, dim: int, comm_dtype: Any) -> str:
+        return self.form(kernel, _refuses(kernel, x, axes, dim, comm_dtype), {"N": x.size})
 
 
 def _axis(axes: Axes) -> str | Axes:
@@ -93,11 +93,11 @@ def _along(dim: int, x: jax.Array, move: Callable) -> jax.Array:
     return jnp.moveaxis(move(jnp.moveaxis(x, dim, 0)), 0, dim) if dim else move(x)
 
 
-def _refuses(what: str, x: jax.Array, axes: Axes, dim: int, wire: Any) -> str | None:
+def _refuses(what: str, x: jax.Array, axes: Axes, dim: int, comm_dtype: Any) -> str | None:
     """Return why the kernel cannot move an array, or None."""
     if dim:
         return f"an array of shape {x.shape} is split along dimension {dim}; the kernel moves rows"
-    return collectives.refuses(what, x, _axis(axes), lax.axis_size(axes), wire)
+    return collectives.refuses(what, x, _axis(axes), lax.axis_size(axes), comm_dtype)
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ class Movement:
     sum: Axes  # to add gradients over at once, layer by layer, under the rest of the backward pass
     tensor: Dims  # what the partitioner keeps split
     compute: Any
-    wire: Any
+    comm_dtype: Any
     reduce: Any
     read: Callable[[str], None]  # told the path; of one trace, so that none is taken for another
     sending: Sending = BY_XLA
@@ -153,13 +153,13 @@ def fetched(tree: Any) -> Any:
     return jax.tree.map(lambda x: x.fetch() if is_stored(x) else x, tree, is_leaf=is_stored)
 
 
-class Elsewhere:
+class Placeholder:
     """Stands for an array of a layer where that layer does not run; using it is refused."""
 
     def __init__(self, path: str):
         self.path = path
 
-    def __getitem__(self, index: Any) -> "Elsewhere":
+    def __getitem__(self, index: Any) -> "Placeholder":
         return self if index is ... else self._refuse()
 
     def __getattr__(self, name: str) -> Any:
@@ -182,12 +182,12 @@ class Elsewhere:
 _OPERATORS = "add sub mul truediv floordiv mod pow matmul neg abs len iter lt le gt ge float array"
 for _name in _OPERATORS.split():
     for _side in ("", "r"):
-        setattr(Elsewhere, f"__{_side}{_name}__", Elsewhere._refuse)
+        setattr(Placeholder, f"__{_side}{_name}__", Placeholder._refuse)
 
 
 def refuse_elsewhere(variable: Any, value: Any) -> Any:
     """Return what a variable holds, unless that is elsewhere: a hook of every parameter."""
-    return value._refuse() if isinstance(value, Elsewhere) else value
+    return value._refuse() if isinstance(value, Placeholder) else value
 
 
 def on_tensor_shards(move: Callable, split: Dims, ndim: int) -> Callable:
@@ -210,7 +210,7 @@ def _gather(move: Movement, value: jax.Array) -> jax.Array:
 
     def gather(x):
         for dim, axes in move.gather:
-            x = sending.gather(x, axes, x.ndim + dim, move.wire)
+            x = sending.gather(x, axes, x.ndim + dim, move.comm_dtype)
         return x
 
     stored = to_device(value)
@@ -230,11 +230,11 @@ def _forward(move: Movement, value: jax.Array, slot: jax.Array):
 
 def scatter(gradient: jax.Array, dims: Dims, tensor: Dims, sending: Sending) -> jax.Array:
     """Return this device's shard of the sum of the gradients, one dimension after the other."""
-    wire, send = gradient.dtype, BY_XLA if tensor else sending
+    comm_dtype, send = gradient.dtype, BY_XLA if tensor else sending
 
     def run(gradient):
         for dim, axes in dims:
-            gradient = send.scatter(gradient, axes, gradient.ndim + dim, wire)
+            gradient = send.scatter(gradient, axes, gradient.ndim + dim, comm_dtype)
         return gradient
 
     return on_tensor_shards(run, tensor, gradient.ndim)(gradient) if dims else gradient

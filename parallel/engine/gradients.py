@@ -25,10 +25,10 @@ from jax.sharding import Mesh, PartitionSpec as P
 from hfjax.base.mean import Mean, as_mean
 from hfjax.base.paths import Flat
 from hfjax.parallel.engine.blueprint import LAYERS, TRAIN, Blueprint, asked_by, variable_of
-from hfjax.parallel.engine.fetch import AsChosen, Elsewhere, Movement, Sending, Stored, fetched
+from hfjax.parallel.engine.fetch import AsChosen, Movement, Placeholder, Sending, Stored, fetched
 from hfjax.parallel.engine.gather_on_use import gather_on_use
 from hfjax.parallel.engine.kernels import Kernels
-from hfjax.parallel.engine.layers import Run, run_model
+from hfjax.parallel.engine.layers import LayerOptions, run_model
 from hfjax.parallel.engine.reduce import Reduction, levels
 from hfjax.parallel.engine.varying_state import differing, warn_of_same_noise, warn_of_whole_numbers
 from hfjax.parallel.execution import Execution, Precision
@@ -46,7 +46,7 @@ from hfjax.parallel.placement import Placed, auto_part
 from hfjax.parallel.strategy import Axes
 
 
-class Held(NamedTuple):
+class StepInputs(NamedTuple):
     """What a step is given: arrays by name, or where they are."""
 
     parameters: Any
@@ -106,7 +106,7 @@ class DataPlane:
     def gradients(self, parameters: Flat, variables: Flat, batch: Any, step: jax.Array):
         """Return (gradients of the total, placed as the moments; Mean; variables written to).
 
-        With `tells` there is a `Told` in place of the Mean.
+        With `wanted` there is a `Extras` in place of the Mean.
         """
 
         def device(parameters, variables, batch, step):
@@ -131,7 +131,7 @@ class DataPlane:
         return gradients, mean, changed | of_rows
 
     def evaluate(self, parameters: Flat, variables: Flat, batch: Any) -> Any:
-        """Return the loss as a Mean, or what `tells` says; nothing is random, nothing changes."""
+        """Return the loss as a Mean, or what `wanted` says; nothing is random, nothing changes."""
 
         def device(parameters, variables, batch):
             return self._sum(self._evaluated(parameters, variables, batch))
@@ -243,7 +243,7 @@ class DataPlane:
         outside = {path: x for path, x in stored.items() if path not in in_layers}
 
         def run(parameters: Flat, variables: Flat, batch: Any) -> tuple[Mean, Flat]:
-            away = {path: Elsewhere(path) for path in in_layers}
+            away = {path: Placeholder(path) for path in in_layers}
             model = self.blueprint.merge(parameters | away, variables, mode)
             outputs = self._outputs(model, in_layers, variables, batch, mode)
             mean = as_mean(self.loss(outputs, batch), rows_of(batch))
@@ -297,9 +297,9 @@ class DataPlane:
         return self.forward is None and self.blueprint.three_parts
 
     @property
-    def _run(self) -> Run:
+    def _run(self) -> LayerOptions:
         gathers = self._gathers_layers()
-        return Run(self.execution, gathers, self._platform, self.offloaded)
+        return LayerOptions(self.execution, gathers, self._platform, self.offloaded)
 
     def _policy(self, views: bool = False) -> Callable | None:
         """Return what a layer may save whose parameters are fetched outside of it."""
@@ -416,7 +416,7 @@ class DataPlane:
         return {p: pin(g, auto_part(self.placed[p].gradient)) for p, g in gradients.items()}
 
     def _movement(self, p: Placed, unread: set[str], training: bool = True) -> Movement:
-        compute, wire, reduce = self._precision.of(p.dtype)
+        compute, comm_dtype, reduce = self._precision.of(p.dtype)
         gather = () if training and self._gathered_once(p) else p.split("parameter")
         return Movement(
             path=p.path,
@@ -426,7 +426,7 @@ class DataPlane:
             sum=self._summed_at_once(p),
             tensor=p.tensor,
             compute=compute,
-            wire=wire if gather else compute,
+            comm_dtype=comm_dtype if gather else compute,
             reduce=reduce,
             read=unread.discard,
             sending=self._sending,

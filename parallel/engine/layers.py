@@ -12,14 +12,14 @@ from jax import lax
 
 from hfjax.parallel.autodiff.saved import Choose, kept
 from hfjax.parallel.compiler import GPU
-from hfjax.parallel.engine.fetch import Elsewhere, Stored, fetched
+from hfjax.parallel.engine.fetch import Placeholder, Stored, fetched
 from hfjax.parallel.engine.gather_on_use import in_a_model
 from hfjax.parallel.execution import Execution
 from hfjax.parallel.offload import Offloaded, Share, Tensor, share
 from hfjax.parallel.remat import Remat
 
 
-def kept_by_slots(function: Callable, choose: Choose, barrier: bool = True) -> Callable:
+def saved_on_host_by_slots(function: Callable, choose: Choose, barrier: bool = True) -> Callable:
     """Return `function(parameters, variables, x) -> (y, aux)`, parts of what it keeps on the host.
 
     The gradients of stored parameters are those of their slots; their values are known.
@@ -69,7 +69,7 @@ def has_three_parts(model: Any) -> bool:
 
 
 @dataclass(frozen=True)
-class Run:
+class LayerOptions:
     """How the layers of a model run in a training step, or in an evaluation."""
 
     execution: Execution
@@ -107,7 +107,7 @@ class Run:
         if self.keeps_all:
             return function
         choose = lambda tensors: self.choose(tensors, name, times, 0, may_cut())
-        return kept_by_slots(function, choose, barrier)
+        return saved_on_host_by_slots(function, choose, barrier)
 
     @property
     def tells_names(self) -> bool:
@@ -132,10 +132,10 @@ class Run:
         return chosen
 
 
-def run_model(model: Any, stored: Mapping[str, Stored], batch: Any, run: Run) -> Any:
+def run_model(model: Any, stored: Mapping[str, Stored], batch: Any, run: LayerOptions) -> Any:
     """Return the outputs of a three-part model, layer by layer.
 
-    `stored` are the layers' parameters, by path; in the model each is `Elsewhere`.
+    `stored` are the layers' parameters, by path; in the model each is `Placeholder`.
     """
     layers = _run_list if is_list(model.layers) else _run_stack
     return model.head(layers(model.layers, stored, model.embed(batch), run))
@@ -144,7 +144,7 @@ def run_model(model: Any, stored: Mapping[str, Stored], batch: Any, run: Run) ->
 def _split(layer: nnx.Module, stored: Mapping[str, Stored]) -> tuple[Any, Any, Any]:
     """Return a layer's graph, its parameters, which are stored ones, and its variables."""
     graph, parameters, variables = nnx.split(layer, nnx.Param, ...)
-    is_away = lambda x: isinstance(x, Elsewhere)
+    is_away = lambda x: isinstance(x, Placeholder)
     parameters = jax.tree.map(lambda x: stored[x.path], parameters, is_leaf=is_away)
     return graph, parameters, variables
 
@@ -184,7 +184,7 @@ def _raw(state: nnx.State) -> dict:
     return {keys: raw(variable) for keys, variable in nnx.to_flat_state(state)}
 
 
-def _run_stack(layers: nnx.Module, stored: Mapping[str, Stored], x: Any, run: Run) -> Any:
+def _run_stack(layers: nnx.Module, stored: Mapping[str, Stored], x: Any, run: LayerOptions) -> Any:
     """Return x after all layers: a scan over units of them, and those that are left over."""
     graph, *arrays = _split(layers, stored)
     unroll, size = run.unroll(), run.remat.unit
@@ -216,7 +216,7 @@ def _rows(arrays: Any, first: int, units: int, size: int) -> Any:
     return jax.tree.map(split, arrays)
 
 
-def _unit(graph: nnx.GraphDef, size: int, run: Run, barrier: bool) -> Callable:
+def _unit(graph: nnx.GraphDef, size: int, run: LayerOptions, barrier: bool) -> Callable:
     """Return (parameters, variables, x) -> (x, variables) for so many stacked layers in a row."""
     if size == 1:
         return _together(layer_function(graph, run.policy(), barrier), run, barrier)
@@ -234,7 +234,7 @@ def _unit(graph: nnx.GraphDef, size: int, run: Run, barrier: bool) -> Callable:
     return _together(apply, run, barrier)
 
 
-def _together(apply: Callable, run: Run, barrier: bool) -> Callable:
+def _together(apply: Callable, run: LayerOptions, barrier: bool) -> Callable:
     """Return the function of a group of layers, of which only what enters it is kept."""
     if run.remat.group == 1:
         return apply
@@ -242,7 +242,7 @@ def _together(apply: Callable, run: Run, barrier: bool) -> Callable:
     return jax.checkpoint(apply, policy=nothing, prevent_cse=barrier)
 
 
-def _run_list(layers: Any, stored: Mapping[str, Stored], x: Any, run: Run) -> Any:
+def _run_list(layers: Any, stored: Mapping[str, Stored], x: Any, run: LayerOptions) -> Any:
     modules = list(items_of(layers))
     group = run.remat.group
     for first in range(0, len(modules), group):
@@ -259,7 +259,7 @@ def _run_list(layers: Any, stored: Mapping[str, Stored], x: Any, run: Run) -> An
     return x
 
 
-def _chain(part: list, first: int, run: Run) -> Callable:
+def _chain(part: list, first: int, run: LayerOptions) -> Callable:
     """Return (parameters, variables, x) -> (x, variables) of modules and functions in a row."""
     graphs = [nnx.graphdef(m) if isinstance(m, nnx.Module) else m for m in part]
 

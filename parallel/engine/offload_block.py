@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from hfjax.parallel.autodiff.saved import kept
 from hfjax.parallel.engine.check_host_loops import check_host_loops
 from hfjax.parallel.engine.gather_on_use import wrapping
-from hfjax.parallel.engine.layers import kept_by_slots, may_cut
+from hfjax.parallel.engine.layers import may_cut, saved_on_host_by_slots
 from hfjax.parallel.offload import Offload, Offloaded, Share, Tensor, share
 
 
@@ -134,7 +134,7 @@ class OffloadedModule(nnx.Module):
             block = nnx.merge(graph, parameters, variables)
             return block(*args, **kwargs), nnx.state(block, nnx.Not(nnx.Param))
 
-        keeping = lambda run: kept_by_slots(run, self._choice)
+        keeping = lambda run: saved_on_host_by_slots(run, self._choice)
         y, variables = wrapping(keeping, run)(parameters, variables, given)
         nnx.update(self.block, variables)
         return y

@@ -17,20 +17,20 @@ from hfjax.base.paths import Flat
 from hfjax.parallel.arrangement import Arrangement
 from hfjax.parallel.autodiff.dissect import Dissected, dissect
 from hfjax.parallel.engine.blueprint import LAYERS, Blueprint, Layer, fill, raw
-from hfjax.parallel.engine.fetch import Elsewhere, Movement, Stored
+from hfjax.parallel.engine.fetch import Movement, Placeholder, Stored
 from hfjax.parallel.engine.gradients import is_random
 from hfjax.parallel.engine.layers import layer_function
 
 
 @dataclass(frozen=True)
-class Model:
+class ModelParts:
     """What the stages run, each function for one microbatch `m`."""
 
-    first: Callable  # (ends, m) -> x, what enters the first layer
+    first: Callable  # (outside, m) -> x, what enters the first layer
     passes: Callable  # (known, slots, x, split) -> Dissected; known: (values of a unit, number, m)
-    last: Callable  # (ends, x, m) -> (total, aux): what is differentiated, and what is told
+    last: Callable  # (outside, x, m) -> (total, aux): what is differentiated, and what is told
     values: Any  # parameters of this stage's units, [chunks * units, ...]
-    ends: Any  # parameters of first and last
+    outside: Any  # parameters of first and last
     slots: Any  # shapes and dtypes of one unit's gradients
     order: np.ndarray  # [stages, chunks, units]: number of the unit, -1 where there is none
     keep: Callable | None = None  # the passes of the last microbatch, if that recomputes less
@@ -43,8 +43,8 @@ IN_A_PIPELINE = (
 
 @partial(jax.tree_util.register_dataclass, data_fields=["means", "outputs"], meta_fields=[])
 @dataclass(frozen=True)
-class Told:
-    """What a pipeline tells on request: the mean of each microbatch, [M], and the outputs.
+class Extras:
+    """What a pipeline wanted on request: the mean of each microbatch, [M], and the outputs.
 
     Microbatch m of a step is the m-th microbatch of every device that holds rows. Outputs are in
     the order of the rows, or None if only the losses are asked for.
@@ -55,7 +55,7 @@ class Told:
 
 
 @dataclass(frozen=True)
-class Staged:
+class PlacedModel:
     """One pass over the microbatches of a step, on this device."""
 
     blueprint: Blueprint
@@ -68,22 +68,22 @@ class Staged:
     mean: Callable  # (outputs, m) -> Mean
     mode: str
     policy: Callable | None
-    tells: str | None  # "losses" or "outputs": see Told
+    wanted: str | None  # "losses" or "outputs": see Extras
     keeps_last: bool  # in the last microbatch nothing is recomputed
     unwritten: str = field(default=IN_A_PIPELINE, kw_only=True)  # why no variable is written to
     # Makes of a layer's function one that keeps something else for its backward pass.
     keeping: Callable = field(default=lambda function: function, kw_only=True)
 
-    def model(self) -> Model:
+    def model(self) -> ModelParts:
         """Return what the executor runs."""
         layers = [path for path in self.parameters if path.startswith(LAYERS)]
         row = lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype)
-        return Model(
+        return ModelParts(
             first=self._first,
             last=self._last,
             passes=self._passes,
             values={path: self.parameters[path] for path in layers},
-            ends=self._ends,
+            outside=self._ends,
             slots={path: row(self.slots[path]) for path in layers if path in self.slots},
             order=self.arrangement.order,
             keep=replace(self, policy=None)._passes if self.keeps_last else None,
@@ -92,38 +92,38 @@ class Staged:
     @cached_property
     def _ends(self) -> Flat:
         """What lies outside the layers, fetched once for all microbatches."""
-        ends = {p: v for p, v in self.parameters.items() if not p.startswith(LAYERS)}
-        return {path: self._stored(path, value, None).fetch() for path, value in ends.items()}
+        outside = {p: v for p, v in self.parameters.items() if not p.startswith(LAYERS)}
+        return {path: self._stored(path, value, None).fetch() for path, value in outside.items()}
 
     def _stored(self, path: str, value: Any, slot: Any) -> Stored:
         return Stored(value, slot, self.movements[path])
 
-    def _merge(self, ends: Flat, variables: Flat) -> Any:
+    def _merge(self, outside: Flat, variables: Flat) -> Any:
         layers = [path for path in self.blueprint.parameters if path.startswith(LAYERS)]
-        parameters = ends | {path: Elsewhere(path) for path in layers}
+        parameters = outside | {path: Placeholder(path) for path in layers}
         return self.blueprint.merge(parameters, variables, self.mode)
 
-    def _first(self, ends: Flat, m: Any) -> Any:
-        model, before = self._holding(ends, m)
+    def _first(self, outside: Flat, m: Any) -> Any:
+        model, before = self._holding(outside, m)
         x = model.embed(self.inputs(m))
         self._check_ends(model, before, "embed")
         return x
 
-    def _last(self, ends: Flat, x: Any, m: Any) -> tuple[jax.Array, Any]:
-        model, before = self._holding(ends, m)
+    def _last(self, outside: Flat, x: Any, m: Any) -> tuple[jax.Array, Any]:
+        model, before = self._holding(outside, m)
         outputs = model.head(x)
         self._check_ends(model, before, "head")
         mean = self.mean(outputs, m)
         return mean.total, self._told(mean, outputs)
 
-    def _told(self, mean: Mean, outputs: Any) -> "Mean | Told":
-        if self.tells is None:
+    def _told(self, mean: Mean, outputs: Any) -> "Mean | Extras":
+        if self.wanted is None:
             return mean
-        return Told(mean, outputs if self.tells == "outputs" else None)
+        return Extras(mean, outputs if self.wanted == "outputs" else None)
 
-    def _holding(self, ends: Flat, m: Any) -> tuple[Any, Flat]:
+    def _holding(self, outside: Flat, m: Any) -> tuple[Any, Flat]:
         variables = self.variables(m, None)
-        return self._merge(ends, variables), variables
+        return self._merge(outside, variables), variables
 
     @cached_property
     def _layers(self) -> list[Layer]:

@@ -18,14 +18,14 @@ from jax import lax
 
 from hfjax.base.paths import Flat
 from hfjax.parallel.autodiff.dissect import Dissected, arrays_of, cotangents
-from hfjax.parallel.engine.parts import Model
+from hfjax.parallel.engine.parts import ModelParts
 from hfjax.parallel.memory import is_on_host
 
-Own = Any  # what changes layer by layer
+Carry = Any  # what changes layer by layer
 
 
 @dataclass(frozen=True)
-class ByLayer:
+class StackedPasses:
     """One pass over the rows of a device. `model.values` are not used: `near` and `far` give them.
 
     A layer that is fetched L times forward and L + 1 times backward in all, is one of L + 1: the
@@ -33,32 +33,32 @@ class ByLayer:
     backward pass runs, for nothing.
     """
 
-    model: Model
+    model: ModelParts
     layers: int
-    near: Callable  # (own, i) -> the stored parameters of a layer that are on the device
-    far: Callable  # (own, i) -> those on the host, copied to the device
-    after: Callable  # (own, i, stored parameters, gradients, told) -> own, after a backward pass
+    near: Callable  # (carry, i) -> the stored parameters of a layer that are on the device
+    far: Callable  # (carry, i) -> those on the host, copied to the device
+    after: Callable  # (carry, i, stored, gradients, told) -> carry, after a backward pass
     unroll: int | bool = 1
 
-    def run(self, own: Own, told: Callable) -> tuple[Own, Any, Any]:
-        """Return what has changed, the gradients of the ends, and what `told(aux)` returns.
+    def run(self, carry: Carry, told: Callable) -> tuple[Carry, Any, Any]:
+        """Return what has changed, the gradients outside the layers, and what `told(aux)` returns.
 
         `aux` is what the head tells, known before the first backward pass.
         """
-        enter = lambda ends: self.model.first(ends, self._zero)
-        x, leave = jax.vjp(enter, self.model.ends)
-        (y, fetched), stashes = self._forward(own, x)
+        enter = lambda outside: self.model.first(outside, self._zero)
+        x, leave = jax.vjp(enter, self.model.outside)
+        (y, fetched), stashes = self._forward(carry, x)
         dy, of_head, aux = heads_pass(self.model, y, self._zero)
         aux = told(aux)
-        dx, own = self._backward(own, stashes, (dy, fetched), aux)
+        dx, carry = self._backward(carry, stashes, (dy, fetched), aux)
         (of_embed,) = leave(cotangents(dx))
-        return own, jax.tree.map(jnp.add, of_head, of_embed), aux
+        return carry, jax.tree.map(jnp.add, of_head, of_embed), aux
 
-    def evaluate(self, own: Own) -> Any:
+    def evaluate(self, carry: Carry) -> Any:
         """Return what the head tells, without a backward pass."""
-        x = self.model.first(self.model.ends, self._zero)
-        (y, _), _ = self._forward(own, x, keeps=False)
-        return self.model.last(self.model.ends, y, self._zero)[1]
+        x = self.model.first(self.model.outside, self._zero)
+        (y, _), _ = self._forward(carry, x, keeps=False)
+        return self.model.last(self.model.outside, y, self._zero)[1]
 
     @cached_property
     def _zero(self) -> jax.Array:
@@ -68,47 +68,47 @@ class ByLayer:
     def _numbers(self) -> jax.Array:
         return lax.iota("int32", self.layers)
 
-    def _known(self, own: Own, fetched: Flat, i: Any) -> Any:
-        return (self.near(own, i) | fetched, i, jnp.int32(0))
+    def _known(self, carry: Carry, fetched: Flat, i: Any) -> Any:
+        return (self.near(carry, i) | fetched, i, jnp.int32(0))
 
-    def _passes(self, own: Own, fetched: Flat, x: Any) -> Dissected:
-        known = self._known(own, fetched, jnp.int32(0))
+    def _passes(self, carry: Carry, fetched: Flat, x: Any) -> Dissected:
+        known = self._known(carry, fetched, jnp.int32(0))
         return self.model.passes(known, self.model.slots, x, False)
 
-    def _forward(self, own: Own, x: Any, keeps: bool = True) -> tuple[Any, Any]:
+    def _forward(self, carry: Carry, x: Any, keeps: bool = True) -> tuple[Any, Any]:
         """Return what leaves the last layer with that layer, and what waits for backward passes."""
 
         def step(carry, i):
             x, fetched = carry
-            coming = self.far(own, jnp.minimum(i + 1, self.layers - 1))
-            y, stash, _ = passes.forward(self._known(own, fetched, i), x)
+            coming = self.far(carry, jnp.minimum(i + 1, self.layers - 1))
+            y, stash, _ = passes.forward(self._known(carry, fetched, i), x)
             return (y, coming), stash if keeps else None
 
-        first = self.far(own, jnp.int32(0))
-        passes = self._passes(own, first, x)
+        first = self.far(carry, jnp.int32(0))
+        passes = self._passes(carry, first, x)
         return lax.scan(step, (x, first), self._numbers, unroll=self.unroll)
 
-    def _backward(self, own: Own, stashes: Any, last: Any, told: Any) -> tuple[Any, Own]:
+    def _backward(self, carry: Carry, stashes: Any, last: Any, told: Any) -> tuple[Any, Carry]:
         def step(carry, layer):
-            (dy, fetched), own = carry
+            (dy, fetched), carry = carry
             i, stash = layer
-            coming = self.far(own, jnp.maximum(i - 1, 0))
-            known = self._known(own, fetched, i)
+            coming = self.far(carry, jnp.maximum(i - 1, 0))
+            known = self._known(carry, fetched, i)
             dx, gradients = passes.backward(known, stash, [], dy)
             fetched, coming = _arrived(fetched, coming)
-            stored = self.near(own, i) | fetched
-            return ((dx, coming), self.after(own, i, stored, gradients, told)), None
+            stored = self.near(carry, i) | fetched
+            return ((dx, coming), self.after(carry, i, stored, gradients, told)), None
 
-        passes = self._passes(own, last[1], last[0])
+        passes = self._passes(carry, last[1], last[0])
         layers = (self._numbers, stashes)
-        (last, own), _ = lax.scan(step, (last, own), layers, reverse=True, unroll=self.unroll)
-        return last[0], own
+        (last, carry), _ = lax.scan(step, (last, carry), layers, reverse=True, unroll=self.unroll)
+        return last[0], carry
 
 
-def heads_pass(model: Model, y: Any, number: Any) -> tuple[Any, Any, Any]:
-    """Return the gradient of what enters the head, those of the ends, and what the head tells."""
-    last = lambda ends, y: model.last(ends, y, number)
-    total, pullback, aux = jax.vjp(last, model.ends, y, has_aux=True)
+def heads_pass(model: ModelParts, y: Any, number: Any) -> tuple[Any, Any, Any]:
+    """Return the gradients of what enters the head and of parameters outside the layers; aux."""
+    last = lambda outside, y: model.last(outside, y, number)
+    total, pullback, aux = jax.vjp(last, model.outside, y, has_aux=True)
     gradients, dy = pullback(jnp.ones_like(total))
     return arrays_of(dy, y), gradients, aux
 
@@ -120,44 +120,44 @@ def _arrived(here: Flat, coming: Flat) -> tuple[Flat, Flat]:
 
 
 @dataclass(frozen=True)
-class ByItem:
+class ListedPasses:
     """One pass over the rows of a device, without a loop: layers may be unlike."""
 
-    model: Model  # of which first, last and ends are used
+    model: ModelParts  # of which first, last and outside are used
     layers: Sequence[Callable]  # (stored parameters, slots, x) -> y
-    stored: Callable  # (own, i) -> the stored parameters of a layer
+    stored: Callable  # (carry, i) -> the stored parameters of a layer
     slots: Sequence[Any]  # of each layer
-    after: Callable  # (own, i, stored parameters, gradients, told) -> own, after a backward pass
+    after: Callable  # (carry, i, stored, gradients, told) -> carry, after a backward pass
 
-    def run(self, own: Own, told: Callable) -> tuple[Own, Any, Any]:
-        """Return what has changed, the gradients of the ends, and what `told(aux)` returns."""
+    def run(self, carry: Carry, told: Callable) -> tuple[Carry, Any, Any]:
+        """Return what has changed, the gradients outside the layers, and what `told(aux)` returns."""
         number = jnp.int32(0)
-        x, leave = jax.vjp(lambda ends: self.model.first(ends, number), self.model.ends)
+        x, leave = jax.vjp(lambda outside: self.model.first(outside, number), self.model.outside)
         pullbacks = []
         for i, slots in enumerate(self.slots):
-            inside, run = x, lambda slots, x, i=i: self._layer(i, own, slots, x)
+            inside, run = x, lambda slots, x, i=i: self._layer(i, carry, slots, x)
             x, pullback = jax.vjp(run, slots, x)
             pullbacks.append((pullback, inside))
         dx, of_head, aux = heads_pass(self.model, x, number)
         aux = told(aux)
         for i, (pullback, inside) in reversed(list(enumerate(pullbacks))):
             gradients, dx = pullback(cotangents(dx))
-            own = self.after(own, i, self.stored(own, i), gradients, aux)
-            dx, _ = lax.optimization_barrier((arrays_of(dx, inside), own))  # updated before
+            carry = self.after(carry, i, self.stored(carry, i), gradients, aux)
+            dx, _ = lax.optimization_barrier((arrays_of(dx, inside), carry))  # updated before
         (of_embed,) = leave(cotangents(dx))
-        return own, jax.tree.map(jnp.add, of_head, of_embed), aux
+        return carry, jax.tree.map(jnp.add, of_head, of_embed), aux
 
-    def evaluate(self, own: Own) -> Any:
+    def evaluate(self, carry: Carry) -> Any:
         """Return what the head tells, without a backward pass."""
         number = jnp.int32(0)
-        x = self.model.first(self.model.ends, number)
+        x = self.model.first(self.model.outside, number)
         for i in range(len(self.layers)):
-            x = self._layer(i, own, {}, x)
-        return self.model.last(self.model.ends, x, number)[1]
+            x = self._layer(i, carry, {}, x)
+        return self.model.last(self.model.outside, x, number)[1]
 
-    def _layer(self, i: int, own: Own, slots: Any, x: Any) -> Any:
+    def _layer(self, i: int, carry: Carry, slots: Any, x: Any) -> Any:
         """Return what a layer makes of x; from the host nothing comes before x is there."""
-        stored = self.stored(own, i)
+        stored = self.stored(carry, i)
         far = {path: value for path, value in stored.items() if is_on_host(value)}
         if far:
             far, _ = lax.optimization_barrier((far, lax.stop_gradient(x)))

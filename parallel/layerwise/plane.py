@@ -25,11 +25,17 @@ from hfjax.base.paths import Flat
 from hfjax.parallel.arrangement import arrange
 from hfjax.parallel.engine.blueprint import LAYERS, Layer
 from hfjax.parallel.engine.fetch import give
-from hfjax.parallel.engine.gradients import DataPlane, Held, cast_inputs, rows_of, variables_of
-from hfjax.parallel.engine.layers import kept_by_slots
-from hfjax.parallel.engine.parts import Staged
-from hfjax.parallel.layerwise.passes import ByItem, ByLayer
-from hfjax.parallel.layerwise.update import ItemUpdate, LayerUpdate, Own
+from hfjax.parallel.engine.gradients import (
+    DataPlane,
+    StepInputs,
+    cast_inputs,
+    rows_of,
+    variables_of,
+)
+from hfjax.parallel.engine.layers import saved_on_host_by_slots
+from hfjax.parallel.engine.parts import PlacedModel
+from hfjax.parallel.layerwise.passes import ListedPasses, StackedPasses
+from hfjax.parallel.layerwise.update import Carry, ListedUpdate, StackedUpdate
 from hfjax.parallel.memory import is_on_host, to_device
 from hfjax.parallel.placement import Placed
 
@@ -51,8 +57,8 @@ class LayerwisePlane(DataPlane):
             staged = self._staged(parameters, of, batch, "train", unread)
             sums = {path: x for path, x in staged.slots.items() if path.startswith(LAYERS)}
             run = self._pass(staged, lambda sums: staged.parameters, self._collect)
-            sums, ends, mean = run.run(sums, lambda mean: mean)
-            gradients = sums | self._given(ends, staged)
+            sums, outside, mean = run.run(sums, lambda mean: mean)
+            gradients = sums | self._given(outside, staged)
             return self._pin({path: gradients[path] for path in self._trained}), mean, statistics
 
         return run
@@ -80,13 +86,13 @@ class LayerwisePlane(DataPlane):
 
     def _staged(
         self, parameters: Flat, variables: Callable, batch: Any, mode: str, unread: set[str]
-    ) -> Staged:
+    ) -> PlacedModel:
         """Return the model in three parts; what is outside of the layers is on the device."""
         inputs = cast_inputs(batch, self._precision.compute)
         of_layers = lambda path: path.startswith(LAYERS)
         training = mode == "train"
         moves = {p: self._movement(x, unread, training) for p, x in self.placed.items()}
-        return Staged(
+        return PlacedModel(
             blueprint=self.blueprint,
             arrangement=arrange([self._layers], [(0, 0)]),
             parameters={p: x if of_layers(p) else to_device(x) for p, x in parameters.items()},
@@ -97,7 +103,7 @@ class LayerwisePlane(DataPlane):
             mean=lambda outputs, m: as_mean(self.loss(outputs, batch), rows_of(batch)),
             mode=mode,
             policy=self._policy(),
-            tells=None,
+            wanted=None,
             keeps_last=False,
             unwritten="layers run in a loop that is written out, which writes to no variable",
             keeping=self._keeping,
@@ -108,23 +114,27 @@ class LayerwisePlane(DataPlane):
         """Return what makes a layer keep no weights: in a loop written out none does."""
         if not self.blueprint.listed:
             return lambda function: function
-        return lambda function: kept_by_slots(function, lambda tensors: {}, barrier=True)
+        return lambda function: saved_on_host_by_slots(function, lambda tensors: {}, barrier=True)
 
-    def _given(self, ends: Flat, staged: Staged) -> Flat:
-        """Return the gradients of the ends where they accumulate."""
+    def _given(self, outside: Flat, staged: PlacedModel) -> Flat:
+        """Return the gradients outside the layers where they accumulate."""
         wide = lambda p: jnp.promote_types(p.dtype, jnp.float32)
-        trained = {path: g for path, g in ends.items() if not self.placed[path].frozen}
+        trained = {path: g for path, g in outside.items() if not self.placed[path].frozen}
         return self._pin(
             {p: give(staged.movements[p], g, wide(self.placed[p])) for p, g in trained.items()}
         )
 
-    def _pass(self, staged: Staged, stored: Callable, after: Callable) -> "ByLayer | ByItem":
+    def _pass(
+        self, staged: PlacedModel, stored: Callable, after: Callable
+    ) -> "StackedPasses | ListedPasses":
         """Return the pass through the layers, whose parameters are `stored(own)`."""
         kind = self._through_list if self.blueprint.listed else self._through_stack
         of_layers = lambda own: {p: x for p, x in stored(own).items() if p.startswith(LAYERS)}
         return kind(staged, of_layers, after)
 
-    def _through_stack(self, staged: Staged, stored: Callable, after: Callable) -> ByLayer:
+    def _through_stack(
+        self, staged: PlacedModel, stored: Callable, after: Callable
+    ) -> StackedPasses:
         model = staged.model()
         first = lambda x: lax.index_in_dim(x, 0, 0, keepdims=False)
         row = lambda x, i: lax.dynamic_index_in_dim(x, i, 0, False)
@@ -133,7 +143,7 @@ class LayerwisePlane(DataPlane):
             mine = {p: x for p, x in stored(own).items() if is_on_host(x) == on_host}
             return {path: row(x, i) for path, x in mine.items()}
 
-        return ByLayer(
+        return StackedPasses(
             model=replace(model, slots={path: first(staged.slots[path]) for path in model.slots}),
             layers=self._layers,
             near=lambda own, i: rows(own, i, on_host=False),
@@ -142,13 +152,13 @@ class LayerwisePlane(DataPlane):
             unroll=self.execution.unroll or 1,
         )
 
-    def _through_list(self, staged: Staged, stored: Callable, after: Callable) -> ByItem:
+    def _through_list(self, staged: PlacedModel, stored: Callable, after: Callable) -> ListedPasses:
         layers = self.blueprint.layers(staged.mode)
 
         def function(layer: Layer) -> Callable:
             return lambda stored, slots, x: staged.run(layer, stored, slots, x)
 
-        return ByItem(
+        return ListedPasses(
             model=staged.model(),
             layers=[function(layer) for layer in layers],
             stored=lambda own, i: {path: stored(own)[path] for path in layers[i].paths},
@@ -168,12 +178,17 @@ class LayerUpdatePlane(LayerwisePlane):
         object.__setattr__(self, "placed", placed)
 
     def train(
-        self, held: Held, batch: Any, step: jax.Array, apply: Callable, belongs: Mapping[str, str]
-    ) -> tuple[Held, Flat, jax.Array, Flat, Mean]:
-        """Return the layers' new parameters and moments; squares; finite; ends' gradients; Mean.
+        self,
+        held: StepInputs,
+        batch: Any,
+        step: jax.Array,
+        apply: Callable,
+        belongs: Mapping[str, str],
+    ) -> tuple[StepInputs, Flat, jax.Array, Flat, Mean]:
+        """Return the layers' new state; squares; finite; gradients outside the layers; Mean.
 
         `apply(gradients, moments, counts, parameters) -> (parameters, moments)` is given rows of
-        the layers' stacks and gradients of the mean; the ends' gradients are those of the total.
+        the layers' stacks and gradients of the mean; the outside' gradients are those of the total.
         `belongs` says of each of the moments to which parameter it belongs.
         """
 
@@ -182,18 +197,18 @@ class LayerUpdatePlane(LayerwisePlane):
             staged = self._of_step(held, batch, step, unread)
             update = self._update(held, apply, belongs)
             stored = lambda own: self._stored(own, staged)
-            own, ends, mean = self._pass(staged, stored, update).run(self._own(held), self._sum)
+            own, outside, mean = self._pass(staged, stored, update).run(self._own(held), self._sum)
             self._tell_unread(unread)
-            gradients = update.reduction(self._given(ends, staged), self.placed)
-            new = Held(own.parameters, {}, own.moments, {})
+            gradients = update.reduction(self._given(outside, staged), self.placed)
+            new = StepInputs(own.parameters, {}, own.moments, {})
             return new, own.squares, own.finite, gradients, mean
 
         specs, moments = self._specs("parameter"), self._specs("moment")
         of_moments = {name: moments[path] for name, path in belongs.items()}
         trained = {path: specs[path] for path in self._of_layers}
-        ends = {path: moments[path] for path in self._trained if path not in trained}
-        in_specs = (Held(specs, P(), of_moments, P()), P(self._batch_axes), P())
-        out_specs = (Held(trained, P(), of_moments, P()), P(), P(), ends, P())
+        outside = {path: moments[path] for path in self._trained if path not in trained}
+        in_specs = (StepInputs(specs, P(), of_moments, P()), P(self._batch_axes), P())
+        out_specs = (StepInputs(trained, P(), of_moments, P()), P(), P(), outside, P())
         return self._shard_map(device, in_specs, out_specs)(held, batch, step)
 
     @property
@@ -206,7 +221,7 @@ class LayerUpdatePlane(LayerwisePlane):
         """Whether a layer keeps its parameters if its gradient is not finite."""
         return self.execution.nonfinite != "apply"
 
-    def _of_step(self, held: Held, batch: Any, step: Any, unread: set[str]) -> Staged:
+    def _of_step(self, held: StepInputs, batch: Any, step: Any, unread: set[str]) -> PlacedModel:
         """Return the model in three parts, on the rows of this device."""
         random, statistics = self._sort(held.variables)
         rows = rows_of(batch)
@@ -215,8 +230,10 @@ class LayerUpdatePlane(LayerwisePlane):
         variables = lambda m, i: {**variables_of(statistics, i), **keys(i, m, rows)}
         return self._staged(parameters, variables, batch, "train", unread)
 
-    def _update(self, held: Held, apply: Callable, belongs: Mapping[str, str]) -> LayerUpdate:
-        kind = ItemUpdate if self.blueprint.listed else LayerUpdate
+    def _update(
+        self, held: StepInputs, apply: Callable, belongs: Mapping[str, str]
+    ) -> StackedUpdate:
+        kind = ListedUpdate if self.blueprint.listed else StackedUpdate
         return kind(
             placed={path: self.placed[path] for path in self._of_layers},
             reduction=self._reduction,
@@ -225,18 +242,18 @@ class LayerUpdatePlane(LayerwisePlane):
             guards=self.guards,
         )
 
-    def _own(self, held: Held) -> Own:
+    def _own(self, held: StepInputs) -> Carry:
         """Return what is to be updated, as it is before."""
         zeros = jnp.zeros(1 if self.blueprint.listed else self._layers, jnp.float32)
         wide = lambda path: zeros.astype(jnp.promote_types(self.placed[path].dtype, zeros.dtype))
-        return Own(
+        return Carry(
             {path: held.parameters[path] for path in self._of_layers},
             held.moments,
             {path: wide(path) for path in self._of_layers},
             jnp.array(True),
         )
 
-    def _stored(self, own: Own, staged: Staged) -> Flat:
+    def _stored(self, own: Carry, staged: PlacedModel) -> Flat:
         """Return the layers' parameters as they are stored, or as they stay gathered."""
         gathered = lambda path: self._gathered_once(self.placed[path])
         mine = {path: x for path, x in own.parameters.items() if not gathered(path)}

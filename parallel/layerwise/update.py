@@ -17,7 +17,7 @@ from hfjax.parallel.mesh import TENSOR_AXES, in_use
 from hfjax.parallel.placement import Dims, Placed, auto_part, size_of
 
 
-class Own(NamedTuple):
+class Carry(NamedTuple):
     """What the backward pass updates, layer by layer."""
 
     parameters: Flat  # stacks [L, ...], or the arrays of a list of layers
@@ -27,7 +27,7 @@ class Own(NamedTuple):
 
 
 @dataclass(frozen=True)
-class LayerUpdate:
+class StackedUpdate:
     """How a layer of a stack is updated. Rows keep their first dimension, so that specs fit."""
 
     placed: Mapping[str, Placed]  # of the layers' parameters that have a gradient, as stored
@@ -36,7 +36,7 @@ class LayerUpdate:
     belongs: Mapping[str, str]  # name of what the optimizer keeps -> path
     guards: bool  # a layer stays as it is if its gradient is not finite, or one before was not
 
-    def __call__(self, own: Own, i: Any, stored: Flat, gradients: Flat, mean: Mean) -> Own:
+    def __call__(self, carry: Carry, i: Any, stored: Flat, gradients: Flat, mean: Mean) -> Carry:
         """Return what is updated after the backward pass of layer i.
 
         `stored` are its parameters on the device; what lies on the host passes through it.
@@ -44,15 +44,15 @@ class LayerUpdate:
         total = self.reduction(self._pinned("gradient", self._rows(gradients)), self._of_row)
         squares = _squares(total, self._of_row)
         loss = mean.total / mean.weight
-        finite = own.finite & jnp.isfinite(loss) & jnp.isfinite(sum(squares.values()))
-        parameters, moments = self._take(own, i, list(total), stored)
+        finite = carry.finite & jnp.isfinite(loss) & jnp.isfinite(sum(squares.values()))
+        parameters, moments = self._take(carry, i, list(total), stored)
         before = {path: _piece(self._of_row[path], x) for path, x in parameters.items()}, moments
         after = self.apply(self._scaled(total, mean.weight), moments, before[0])
         if self.guards:
             after = jax.tree.map(lambda new, old: jnp.where(finite, new, old), after, before)
         stored = {path: _together(self._of_row[path], x) for path, x in after[0].items()}
         new = self._pinned("parameter", stored), self._pinned("moment", after[1])
-        return self._put(own, i, *new, squares, finite)
+        return self._put(carry, i, *new, squares, finite)
 
     # -- of a stack ---------------------------------------------------------------------------
 
@@ -64,19 +64,19 @@ class LayerUpdate:
     def _rows(self, gradients: Flat) -> Flat:
         return {path: g[None] for path, g in gradients.items()}
 
-    def _take(self, own: Own, i: Any, paths: list[str], stored: Flat) -> tuple[Flat, Flat]:
+    def _take(self, carry: Carry, i: Any, paths: list[str], stored: Flat) -> tuple[Flat, Flat]:
         """Return parameters and moments of layer i; stored ones are here if they come from afar."""
         row = lambda x: to_device(lax.dynamic_slice_in_dim(x, i, 1))
-        far = {path: stored[path][None] for path, x in own.parameters.items() if is_on_host(x)}
-        near = {path: row(x) for path, x in own.parameters.items() if path not in far}
-        return near | far, jax.tree.map(row, own.moments)
+        far = {path: stored[path][None] for path, x in carry.parameters.items() if is_on_host(x)}
+        near = {path: row(x) for path, x in carry.parameters.items() if path not in far}
+        return near | far, jax.tree.map(row, carry.moments)
 
-    def _put(self, own: Own, i: Any, parameters: Flat, moments: Flat, squares: Flat, ok: Any):
+    def _put(self, carry: Carry, i: Any, parameters: Flat, moments: Flat, squares: Flat, ok: Any):
         """Return what is updated with those of layer i in their place."""
         put = lambda x, row: lax.dynamic_update_slice_in_dim(x, _beside(x, row), i, 0)
         told = {path: x[None] for path, x in squares.items()}
-        new = Own(parameters, moments, told, None)
-        stacks = jax.tree.map(put, own._replace(finite=None), new)
+        new = Carry(parameters, moments, told, None)
+        stacks = jax.tree.map(put, carry._replace(finite=None), new)
         return stacks._replace(finite=ok)
 
     # -- moving -------------------------------------------------------------------------------
@@ -95,8 +95,8 @@ class LayerUpdate:
         return {name: pin(name, x) for name, x in arrays.items()}
 
 
-class ItemUpdate(LayerUpdate):
-    """How a layer of a list is updated: its arrays are its own."""
+class ListedUpdate(StackedUpdate):
+    """How a layer of a list is updated: its arrays are its carry."""
 
     @property
     def _of_row(self) -> dict[str, Placed]:
@@ -105,16 +105,16 @@ class ItemUpdate(LayerUpdate):
     def _rows(self, gradients: Flat) -> Flat:
         return gradients
 
-    def _take(self, own: Own, i: Any, paths: list[str], stored: Flat) -> tuple[Flat, Flat]:
-        kept = {name: x for name, x in own.moments.items() if self.belongs[name] in paths}
-        return to_device(({path: own.parameters[path] for path in paths}, kept))
+    def _take(self, carry: Carry, i: Any, paths: list[str], stored: Flat) -> tuple[Flat, Flat]:
+        kept = {name: x for name, x in carry.moments.items() if self.belongs[name] in paths}
+        return to_device(({path: carry.parameters[path] for path in paths}, kept))
 
-    def _put(self, own: Own, i: Any, parameters: Flat, moments: Flat, squares: Flat, ok: Any):
+    def _put(self, carry: Carry, i: Any, parameters: Flat, moments: Flat, squares: Flat, ok: Any):
         told = {path: x[None] for path, x in squares.items()}
         there = lambda old, new: {name: _beside(old[name], x) for name, x in new.items()}
-        parameters, moments = there(own.parameters, parameters), there(own.moments, moments)
-        new = own.parameters | parameters, own.moments | moments, own.squares | told
-        return Own(*new, ok)
+        parameters, moments = there(carry.parameters, parameters), there(carry.moments, moments)
+        new = carry.parameters | parameters, carry.moments | moments, carry.squares | told
+        return Carry(*new, ok)
 
 
 def _beside(old: jax.Array, new: jax.Array) -> jax.Array:

@@ -23,12 +23,12 @@ from hfjax.base.mean import Mean
 from hfjax.base.paths import Flat
 from hfjax.parallel.autodiff.dissect import Dissected
 from hfjax.parallel.engine.blueprint import LAYERS
-from hfjax.parallel.engine.gradients import Held
-from hfjax.parallel.engine.parts import Model
+from hfjax.parallel.engine.gradients import StepInputs
+from hfjax.parallel.engine.parts import ModelParts
 from hfjax.parallel.mesh import PIPE_AXIS, in_use
 from hfjax.parallel.pipeline.executor import Pipeline, State
 from hfjax.parallel.pipeline.plane import PipelinePlane
-from hfjax.parallel.pipeline.rings import Store
+from hfjax.parallel.pipeline.rings import Slots
 from hfjax.parallel.schedules.versions import Versions
 
 _OWN = ("versions", "optimizer", "squares")  # of a stage; the same on all devices that share it
@@ -55,20 +55,20 @@ class Asynchronous(Pipeline):
     updates: Updates
 
     def train(self) -> tuple[Flat, Any, Any, Any, Any]:
-        """Return parameters and optimizer of this stage's layers; squares, ends and aux.
+        """Return parameters and optimizer of this stage's layers; squares, outside and aux.
 
         `squares` adds up the squared norm of this stage's gradient in every update; the gradients
-        of `ends` and `aux` are those of a pipeline that waits.
+        of `outside` and `aux` are those of a pipeline that waits.
         """
         state = self._end()
         final = jnp.asarray(self.updates.versions.final)[self._stage]
         parameters = self._version(state["versions"], final)
-        return parameters, state["optimizer"], state["squares"], state["ends"], state["aux"]
+        return parameters, state["optimizer"], state["squares"], state["outside"], state["aux"]
 
     @cached_property
-    def _kept(self) -> Store:
+    def _kept(self) -> Slots:
         """The versions of this stage's layers, [slots, units, ...]."""
-        return Store(self.updates.versions.slots, self._chunks.units, apart=False)
+        return Slots(self.updates.versions.slots, self._chunks.units, apart=False)
 
     def _version(self, versions: Flat, slot: Any) -> Flat:
         pick = lambda a: lax.dynamic_index_in_dim(a, slot, 0, keepdims=False)
@@ -127,22 +127,22 @@ class Asynchronous(Pipeline):
         return dict(zip(_OWN, (versions, optimizer, held["squares"] + square), strict=True))
 
 
-def weighed(model: Model) -> Model:
+def weighed(model: ModelParts) -> ModelParts:
     """Return the model with a number beside x whose gradient is the weight of the microbatch.
 
     It is zero on its way forward. Its gradient comes with every dy, so that each stage can make a
     mean of what it has the total of; what the weight is, only the head knows.
     """
 
-    def first(ends, m):
-        return model.first(ends, m), jnp.zeros(())
+    def first(outside, m):
+        return model.first(outside, m), jnp.zeros(())
 
     def with_weight(passes):
         return lambda known, slots, carried, split: _beside(passes(known, slots, carried[0], split))
 
-    def last(ends, carried, m):
+    def last(outside, carried, m):
         x, beside = carried
-        total, mean = model.last(ends, x, m)
+        total, mean = model.last(outside, x, m)
         return total + (beside * lax.stop_gradient(mean.weight)).astype(total.dtype), mean
 
     keep = model.keep and with_weight(model.keep)
@@ -171,26 +171,28 @@ class AsynchronousPlane(PipelinePlane):
     versions: Versions
 
     def train(
-        self, held: Held, batch: Any, step: jax.Array, apply: Callable
-    ) -> tuple[Held, jax.Array, Flat, Mean]:
-        """Return what has changed; mean squared norm of layers' gradients; ends' gradients; Mean.
+        self, held: StepInputs, batch: Any, step: jax.Array, apply: Callable
+    ) -> tuple[StepInputs, jax.Array, Flat, Mean]:
+        """Return what changed; mean squared norm of layers' gradients; other gradients; Mean.
 
         `apply(gradients, (moments, counts), parameters) -> (parameters, (moments, counts))` is
-        given the gradients of a mean; those of the ends are of a total, over all microbatches.
+        given the gradients of a mean; those of the outside are of a total, over all microbatches.
         """
         stages = in_use(self.mesh, (PIPE_AXIS,))
 
         def device(held, batch, step):
-            layers, (moments, counts), squares, ends, means = self._stage(held, batch, step, apply)
-            ends = {path: self._give(self.placed[path], g) for path, g in ends.items()}
-            ends = self._reduction(ends, self.placed)
+            layers, (moments, counts), squares, outside, means = self._stage(
+                held, batch, step, apply
+            )
+            outside = {path: self._give(self.placed[path], g) for path, g in outside.items()}
+            outside = self._reduction(outside, self.placed)
             agreed = lambda x: lax.pmax(x, stages) if stages else x  # all stages count alike
-            new = Held(layers, {}, moments, jax.tree.map(agreed, counts))
+            new = StepInputs(layers, {}, moments, jax.tree.map(agreed, counts))
             self._check_kept()
             squares = lax.psum(squares, stages) if stages else squares
-            return new, squares, ends, self._sum(jax.tree.map(lambda x: x.sum(0), means))
+            return new, squares, outside, self._sum(jax.tree.map(lambda x: x.sum(0), means))
 
-        at_home = Held(P(*stages), P(), P(*stages), P())
+        at_home = StepInputs(P(*stages), P(), P(*stages), P())
         given = at_home._replace(parameters=self._specs("parameter"))
         in_specs = (given, P(self._batch_axes), P())
         out_specs = (at_home, P(), P(), P())
@@ -201,7 +203,7 @@ class AsynchronousPlane(PipelinePlane):
     def _updates_per_call(self) -> int:
         return int((self.versions.columns["U_version"][:, 0] >= 0).sum())
 
-    def _stage(self, held: Held, batch: Any, step: Any, apply: Callable) -> tuple:
+    def _stage(self, held: StepInputs, batch: Any, step: Any, apply: Callable) -> tuple:
         """Return what one stage has after the last tick."""
         assert self.ticks is not None
         layers = {p: a for p, a in held.parameters.items() if p.startswith(LAYERS)}
@@ -222,7 +224,7 @@ class AsynchronousPlane(PipelinePlane):
             updates=updates,
         ).train()
 
-    def _model_of(self, held: Held, batch: Any, step: Any) -> Model:
+    def _model_of(self, held: StepInputs, batch: Any, step: Any) -> ModelParts:
         random, statistics = self._sort(held.variables)
         keys = self._keys(random, _rows(batch), step)
         parameters, unread = held.parameters, set(self.placed)

@@ -25,13 +25,13 @@ from jax import lax
 
 from hfjax.parallel.autodiff.dissect import Dissected, arrays_of, cotangents
 from hfjax.parallel.autodiff.program import packed
-from hfjax.parallel.engine.parts import Model
+from hfjax.parallel.engine.parts import ModelParts
 from hfjax.parallel.mesh import PIPE_AXIS
 from hfjax.parallel.offload import Share, of_part
-from hfjax.parallel.pipeline.rings import Links, Ring, Store
+from hfjax.parallel.pipeline.rings import Links, Ring, Slots
 from hfjax.parallel.schedules.compile import SIDES, Ticks
 
-ENDS = ("first", "last", "first_backward")  # tasks that touch the ends of the model
+OUTSIDE = ("first", "last", "first_backward")  # tasks that use parameters outside the layers
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Facts:
 
 
 @dataclass(frozen=True)
-class Row:
+class StageTick:
     """One row of the table for this stage."""
 
     row: dict[str, Any]
@@ -95,11 +95,14 @@ State = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class StageHolds:
-    """What one stage holds, inside shard_map over `pipe`."""
+class Pipeline:
+    """A table with the model that runs by it, on one stage: inside shard_map over `pipe`.
+
+    First what the stage holds, then `run` and what it does in a tick.
+    """
 
     ticks: Ticks
-    model: Model
+    model: ModelParts
     unroll: int | bool = 1
     choose: Callable | None = None  # (tensors, stage) -> which of them go to the host
 
@@ -130,13 +133,13 @@ class StageHolds:
     @cached_property
     def _x(self) -> Any:
         """Zeros like what goes from layer to layer."""
-        shape = jax.eval_shape(self.model.first, self.model.ends, jnp.int32(0))
+        shape = jax.eval_shape(self.model.first, self.model.outside, jnp.int32(0))
         return jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shape)
 
     @cached_property
-    def _chunks(self) -> Store:
+    def _chunks(self) -> Slots:
         _, chunks, units = self.model.order.shape
-        return Store(chunks, units, apart=self.unroll is True or units == 1)
+        return Slots(chunks, units, apart=self.unroll is True or units == 1)
 
     @cached_property
     def _values(self) -> Any:
@@ -167,7 +170,7 @@ class StageHolds:
         known = self._known(self._chunks.get(self._values, 0, 0), 0, 0, m)
         return passes(known, slots, self._x, self._split)
 
-    def _parameters(self, state: State, at: Row, kind: str, unit: Any) -> Any:
+    def _parameters(self, state: State, at: StageTick, kind: str, unit: Any) -> Any:
         """Return the parameters of a layer that a slot of this kind uses."""
         return self._chunks.get(self._values, unit, at.positive(f"{kind}_chunk"))
 
@@ -202,18 +205,18 @@ class StageHolds:
         tensors = passes.tensors or packed(jax.tree.leaves((passes.stash, passes.late)))
         return [self.choose(tensors, stage, self.model.order.shape[1:]) for stage in stages]
 
-    def _queue(self, name: str) -> Store:
-        return Store(self.ticks.depth[name], 1, True)
+    def _queue(self, name: str) -> Slots:
+        return Slots(self.ticks.depth[name], 1, True)
 
     def _start(self) -> State:
         """Return the state before the first tick."""
         shape = lambda tree: jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), tree)
         m, table = jnp.int32(0), self.ticks.table
-        _, aux = jax.eval_shape(self.model.last, self.model.ends, self._x, m)
+        _, aux = jax.eval_shape(self.model.last, self.model.outside, self._x, m)
         tell = lambda a: jnp.zeros((table.microbatches, *a.shape), a.dtype)
         state: State = {"aux": jax.tree.map(tell, aux), "sent": {}}
         if self.ticks.depth["x"]:  # idle slots run layers too: on what layers are used to
-            x = self.model.first(self.model.ends, m)
+            x = self.model.first(self.model.outside, m)
             state["x"] = self._queue("x").filled(x)
             state["sent"] = dict.fromkeys(self.ticks.links["F"], x)
         if not self._trains:
@@ -225,26 +228,21 @@ class StageHolds:
             state["kept"] = self._chunks.full(self._keeping.stash)
         state["gradients"] = self._chunks.full(self.model.slots)
         wide = lambda a: jnp.zeros(a.shape, jnp.promote_types(a.dtype, jnp.float32))
-        state["ends"] = jax.tree.map(wide, shape(self.model.ends))
+        state["outside"] = jax.tree.map(wide, shape(self.model.outside))
         return state
 
-
-@dataclass(frozen=True)
-class Pipeline(StageHolds):
-    """A table with the model that runs by it, inside shard_map over `pipe`."""
-
     def run(self) -> tuple[Any, Any, Any]:
-        """Return the gradients of units [chunks * units, ...], those of ends, and aux [M, ...]."""
+        """Return the gradients of units [chunks * units, ...], those outside them, and aux [M, ...]."""
         state = self._end()
         if not self._trains:
             return None, None, state["aux"]
-        return self._chunks.stacked(state["gradients"]), state["ends"], state["aux"]
+        return self._chunks.stacked(state["gradients"]), state["outside"], state["aux"]
 
     def _end(self) -> State:
         """Return the state after the last tick."""
         facts = Facts(self.ticks, 0, self.ticks.table.ticks)
         columns = {name: jnp.asarray(column) for name, column in self.ticks.columns.items()}
-        columns |= {name: jnp.asarray(facts.when[name]) for name in ENDS}
+        columns |= {name: jnp.asarray(facts.when[name]) for name in OUTSIDE}
         state = self._start()
         for start, end, kinds in self.ticks.segments:
             tick = partial(self._tick, kinds, Facts(self.ticks, start, end))
@@ -255,7 +253,7 @@ class Pipeline(StageHolds):
     # -- a tick -----------------------------------------------------------------------------
 
     def _tick(self, kinds: str, facts: Facts, state: State, row: dict) -> tuple[State, None]:
-        at = Row({name: column[self._stage] for name, column in row.items()}, facts)
+        at = StageTick({name: column[self._stage] for name, column in row.items()}, facts)
         state = self._receive(dict(state), at)
         if "F" in kinds:
             state = self._forward(state, at)
@@ -265,7 +263,7 @@ class Pipeline(StageHolds):
             state = self._weights(state, at)
         return state, None
 
-    def _receive(self, state: State, at: Row) -> State:
+    def _receive(self, state: State, at: StageTick) -> State:
         """Put what neighbours sent in the last tick into its slots.
 
         dx is sent here, so that it travels under the forward slot.
@@ -284,14 +282,14 @@ class Pipeline(StageHolds):
 
     # -- forward ----------------------------------------------------------------------------
 
-    def _forward(self, state: State, at: Row) -> State:
+    def _forward(self, state: State, at: StageTick) -> State:
         m, chunk = at.positive("F_microbatch"), at.positive("F_chunk")
 
         def run(state):
             y, state = self._layers_forward(state, self._entering(state, at, m), at, m, chunk)
             return self._head(state, at, y, m), y
 
-        names = ("stash", "late", "kept", "dy", "aux", "ends", "x")
+        names = ("stash", "late", "kept", "dy", "aux", "outside", "x")
         state, y = self._guarded("F", at, run, state, names, self._x)
         state["sent"] = {
             link: self._links.send(y, "F", link) if self.ticks.sends_at_once else y
@@ -299,15 +297,15 @@ class Pipeline(StageHolds):
         }
         return state
 
-    def _entering(self, state: State, at: Row, m: Any) -> Any:
+    def _entering(self, state: State, at: StageTick, m: Any) -> Any:
         """Return what enters the chunk: from the neighbour, or from the batch."""
-        embed = lambda: self.model.first(self.model.ends, m)
+        embed = lambda: self.model.first(self.model.outside, m)
         if not self.ticks.depth["x"]:
             return embed()
         x = self._queue("x").get(state["x"], 0, at.positive("F_x"))
         return at.branch("first", embed, lambda: x)
 
-    def _layers_forward(self, state: State, x: Any, at: Row, m: Any, chunk: Any):
+    def _layers_forward(self, state: State, x: Any, at: StageTick, m: Any, chunk: Any):
         def step(carry, unit):
             x, stash, late, kept = carry
             known = self._known(self._parameters(state, at, "F", unit), unit, chunk, m)
@@ -324,7 +322,7 @@ class Pipeline(StageHolds):
         new = zip(names, held, strict=True)
         return y, state | {name: value for name, value in new if name in state}
 
-    def _unit_forward(self, known: Any, x: Any, kept: Any, at: Row, unit: Any):
+    def _unit_forward(self, known: Any, x: Any, kept: Any, at: StageTick, unit: Any):
         """Return (y, stash, late) of a layer, and what the last microbatch keeps of all layers."""
         again = lambda kept: (self._passes.forward(known, x), kept)
         keeping, chunk = self._keeping, at.positive("F_chunk")
@@ -339,7 +337,7 @@ class Pipeline(StageHolds):
 
         return lax.cond(self._is_last(at, "F"), keep, again, kept)
 
-    def _is_last(self, at: Row, kind: str) -> Any:
+    def _is_last(self, at: StageTick, kind: str) -> Any:
         return at[f"{kind}_microbatch"] == self.ticks.table.microbatches - 1
 
     def _if_there(self, unit: Any, chunk: Any, new: Any, old: Any) -> Any:
@@ -349,34 +347,34 @@ class Pipeline(StageHolds):
         there = self._layers[chunk, unit] >= 0
         return jax.tree.map(lambda a, b: jnp.where(there, a, b), new, old)
 
-    def _head(self, state: State, at: Row, y: Any, m: Any) -> State:
+    def _head(self, state: State, at: StageTick, y: Any, m: Any) -> State:
         """On the last stage: tell the loss of this microbatch, and begin its backward pass."""
         tell = lambda aux, old: jax.tree.map(lambda a, x: a.at[m].set(x), old, aux)
 
         def evaluate(aux):
-            return tell(self.model.last(self.model.ends, y, m)[1], aux)
+            return tell(self.model.last(self.model.outside, y, m)[1], aux)
 
         if not self._trains:
             return state | {"aux": at.branch("last", evaluate, lambda aux: aux, state["aux"])}
 
-        def run(aux, ends):
-            last = lambda ends, y: self.model.last(ends, y, m)
-            total, pullback, told = jax.vjp(last, self.model.ends, y, has_aux=True)
+        def run(aux, outside):
+            last = lambda outside, y: self.model.last(outside, y, m)
+            total, pullback, told = jax.vjp(last, self.model.outside, y, has_aux=True)
             gradients, dy = pullback(jnp.ones_like(total))
-            return (tell(told, aux), _add(ends, gradients), arrays_of(dy, y))
+            return (tell(told, aux), _add(outside, gradients), arrays_of(dy, y))
 
-        def skip(aux, ends):
-            return aux, ends, self._x
+        def skip(aux, outside):
+            return aux, outside, self._x
 
-        aux, ends, dy = at.branch("last", run, skip, state["aux"], state["ends"])
-        state |= {"aux": aux, "ends": ends}
+        aux, outside, dy = at.branch("last", run, skip, state["aux"], state["outside"])
+        state |= {"aux": aux, "outside": outside}
         if at.facts.never("last"):
             return state
         return state | {"dy": self._queue("dy").put(state["dy"], 0, at["H_dy"], dy)}
 
     # -- backward ---------------------------------------------------------------------------
 
-    def _backward(self, state: State, at: Row) -> State:
+    def _backward(self, state: State, at: StageTick) -> State:
         m, chunk = at.positive("B_microbatch"), at.positive("B_chunk")
 
         def run(state):
@@ -385,11 +383,11 @@ class Pipeline(StageHolds):
             dx, state = half(state, dy, at, m, chunk)
             return self._embedding(state, at, dx, m), dx
 
-        names = ("gradients", "cross", "ends")
+        names = ("gradients", "cross", "outside")
         state, state["dx"] = self._guarded("B", at, run, state, names, self._x)
         return state
 
-    def _both_halves(self, state: State, dy: Any, at: Row, m: Any, chunk: Any):
+    def _both_halves(self, state: State, dy: Any, at: StageTick, m: Any, chunk: Any):
         def step(carry, unit):
             dy, gradients = carry
             stash = self._take(state, "stash", unit, at.positive("B_stash"))
@@ -401,7 +399,9 @@ class Pipeline(StageHolds):
         dx, gradients = self._units(step, (dy, state["gradients"]))
         return dx, state | {"gradients": gradients}
 
-    def _unit_backward(self, known: Any, stash: Any, dy: Any, state: State, at: Row, unit: Any):
+    def _unit_backward(
+        self, known: Any, stash: Any, dy: Any, state: State, at: StageTick, unit: Any
+    ):
         """Return dx and the gradients of a layer."""
         again = lambda: self._passes.backward(known, stash, [], dy)
         keeping, chunk = self._keeping, at.positive("B_chunk")
@@ -411,7 +411,7 @@ class Pipeline(StageHolds):
         keep = lambda: keeping.backward(known, kept, [], dy)
         return lax.cond(self._is_last(at, "B"), keep, again)
 
-    def _input_half(self, state: State, dy: Any, at: Row, m: Any, chunk: Any):
+    def _input_half(self, state: State, dy: Any, at: StageTick, m: Any, chunk: Any):
         def step(carry, unit):
             dy, cross = carry
             stash = self._take(state, "stash", unit, at.positive("B_stash"))
@@ -425,7 +425,7 @@ class Pipeline(StageHolds):
         dx, cross = self._units(step, (dy, state["cross"]))
         return dx, state | {"cross": cross}
 
-    def _weights(self, state: State, at: Row) -> State:
+    def _weights(self, state: State, at: StageTick) -> State:
         m, chunk = at.positive("W_microbatch"), at.positive("W_chunk")
 
         def run(state):
@@ -446,7 +446,9 @@ class Pipeline(StageHolds):
     def _take(self, state: State, name: str, unit: Any, slot: Any) -> list:
         return self._ring(name).get(state[name], unit, slot) if state[name] else []
 
-    def _accumulate(self, gradients: Any, new: Any, unit: Any, chunk: Any, at: Row, kind: str):
+    def _accumulate(
+        self, gradients: Any, new: Any, unit: Any, chunk: Any, at: StageTick, kind: str
+    ):
         """Add a layer's gradient, unless the slot is idle or there is no layer."""
         real = None if self._branches or at.facts.always(kind) else at.active(kind)
         if self._padded:
@@ -457,22 +459,24 @@ class Pipeline(StageHolds):
         old = self._sums(gradients, unit, chunk, at)
         return self._chunks.put(gradients, unit, chunk, _add(old, new))
 
-    def _sums(self, gradients: Any, unit: Any, chunk: Any, at: Row) -> Any:
+    def _sums(self, gradients: Any, unit: Any, chunk: Any, at: StageTick) -> Any:
         """Return the sum to which a layer's gradient is added."""
         return self._chunks.get(gradients, unit, chunk)
 
-    def _embedding(self, state: State, at: Row, dx: Any, m: Any) -> State:
+    def _embedding(self, state: State, at: StageTick, dx: Any, m: Any) -> State:
         """On the first stage: the gradient of what came before the layers."""
 
-        def run(ends):
-            first = lambda ends: self.model.first(ends, m)
-            _, pullback = jax.vjp(first, self.model.ends)
-            return _add(ends, pullback(cotangents(dx))[0])
+        def run(outside):
+            first = lambda outside: self.model.first(outside, m)
+            _, pullback = jax.vjp(first, self.model.outside)
+            return _add(outside, pullback(cotangents(dx))[0])
 
-        return state | {"ends": at.branch("first_backward", run, lambda ends: ends, state["ends"])}
+        return state | {
+            "outside": at.branch("first_backward", run, lambda outside: outside, state["outside"])
+        }
 
     def _guarded(
-        self, kind: str, at: Row, run: Callable, state: State, names: tuple, idle: Any
+        self, kind: str, at: StageTick, run: Callable, state: State, names: tuple, idle: Any
     ) -> tuple[State, Any]:
         """Run a slot; in a table with branches only on the stages that have a task in it."""
         if not self._branches or at.facts.always(kind):

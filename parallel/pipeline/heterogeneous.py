@@ -3,7 +3,7 @@
 Every stage stores its own parameters, padded to the largest stage (`packing`), and activations of
 different shapes go from stage to stage in buffers as long as the largest needs.
 
-Unlike stages as one: every pass is a switch over the virtual stage, its values packed.
+Stages that differ as one: every pass is a switch over the virtual stage, its values packed.
 
 Only the passes of the stage's own layers run, the compiler gets those of all stages. What moves
 between devices moves outside of the switch.
@@ -23,7 +23,7 @@ from hfjax.base.paths import Flat
 from hfjax.parallel.autodiff.dissect import Dissected, dissect
 from hfjax.parallel.engine.blueprint import Layer
 from hfjax.parallel.engine.fetch import at_hand
-from hfjax.parallel.engine.parts import Model, Staged
+from hfjax.parallel.engine.parts import ModelParts, PlacedModel
 from hfjax.parallel.pipeline.packing import PACKED, PackedLayers, Packing
 
 
@@ -118,12 +118,12 @@ class Switch:
 
 
 @dataclass(frozen=True)
-class Unlike(Staged):
+class HeterogeneousModel(PlacedModel):
     """One pass over the microbatches of a step, on this device, of a model with unlike layers."""
 
     packed: PackedLayers
 
-    def model(self) -> Model:
+    def model(self) -> ModelParts:
         """Return what the executor runs: a unit is all the layers of a virtual stage."""
         order = self.arrangement.virtual[:, :, None]
         return replace(super().model(), order=order)
@@ -142,11 +142,11 @@ class Unlike(Staged):
             shapes.append(jax.eval_shape(partial(self._run, g), (parameters, m), {}, x))
         return Packing(shapes)
 
-    def _first(self, ends: Flat, m: Any) -> Any:
-        return self._between.pack(0, super()._first(ends, m))
+    def _first(self, outside: Flat, m: Any) -> Any:
+        return self._between.pack(0, super()._first(outside, m))
 
-    def _last(self, ends: Flat, x: Any, m: Any) -> tuple[jax.Array, Mean]:
-        return super()._last(ends, self._between.unpack(len(self._parts), x), m)
+    def _last(self, outside: Flat, x: Any, m: Any) -> tuple[jax.Array, Mean]:
+        return super()._last(outside, self._between.unpack(len(self._parts), x), m)
 
     def _passes(self, known: Any, slots: Flat, x: Any, split: bool) -> Dissected:
         parts = [self._part(g, known[2], x, split) for g in range(len(self._parts))]

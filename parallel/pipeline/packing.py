@@ -1,4 +1,4 @@
-"""Unlike trees of arrays in buffers of one length: what differs from stage to stage, in one shape.
+"""Trees of arrays that differ from stage to stage, in buffers of one length.
 
 All devices run one program, so what waits in a ring, goes to a neighbour or is stored has the same
 shape on every stage. A tree is packed into one flat buffer for each dtype, as long as the largest

@@ -27,11 +27,11 @@ from hfjax.parallel.engine.blueprint import LAYERS
 from hfjax.parallel.engine.fetch import scatter
 from hfjax.parallel.engine.gradients import DataPlane, cast_inputs, rows_of, variables_of
 from hfjax.parallel.engine.layers import may_cut
-from hfjax.parallel.engine.parts import Staged, Told
+from hfjax.parallel.engine.parts import Extras, PlacedModel
 from hfjax.parallel.mesh import PIPE_AXIS, TENSOR_AXES, describe_mesh, in_use
 from hfjax.parallel.offload import Share, Tensor
 from hfjax.parallel.pipeline.executor import Pipeline
-from hfjax.parallel.pipeline.heterogeneous import Unlike
+from hfjax.parallel.pipeline.heterogeneous import HeterogeneousModel
 from hfjax.parallel.pipeline.packing import PackedLayers
 from hfjax.parallel.pipeline.rings import check_rings
 from hfjax.parallel.placement import Placed
@@ -67,7 +67,7 @@ class PipelinePlane(DataPlane):
     arrangement: Arrangement  # of the layers on stages
     ticks: Ticks
     packed: PackedLayers | None = None  # how a list of layers is stored on them
-    tells: str | None = None  # "losses" or "outputs": gives `Told` in place of a Mean
+    wanted: str | None = None  # "losses" or "outputs": gives `Extras` in place of a Mean
 
     def __post_init__(self):
         super().__post_init__()
@@ -87,7 +87,7 @@ class PipelinePlane(DataPlane):
 
     @property
     def _told_specs(self) -> Any:
-        return P() if self.tells is None else Told(P(), P(self._batch_axes))
+        return P() if self.wanted is None else Extras(P(), P(self._batch_axes))
 
     def _evaluated(self, stored: Flat, held: Flat, batch: Any) -> Any:
         variables = lambda m, layer: variables_of(held, layer)
@@ -102,8 +102,8 @@ class PipelinePlane(DataPlane):
 
         def run(statistics, batch, number):
             staged = self._training(parameters, statistics, batch, (keys, number), unread)
-            gradients, ends, told = self._pipeline(staged)
-            trained = {path: g for path, g in ends.items() if not self.placed[path].frozen}
+            gradients, outside, told = self._pipeline(staged)
+            trained = {path: g for path, g in outside.items() if not self.placed[path].frozen}
             gradients |= {path: self._give(self.placed[path], g) for path, g in trained.items()}
             return self._pin({path: gradients[path] for path in self._trained}), told, statistics
 
@@ -114,7 +114,7 @@ class PipelinePlane(DataPlane):
         kept = p.split("parameter") and not self.execution.reshard_after_forward
         return bool(kept) or super()._gathered_once(p)
 
-    def _training(self, parameters, statistics, batch, keys_of, unread) -> Staged:
+    def _training(self, parameters, statistics, batch, keys_of, unread) -> PlacedModel:
         """Return the model in three parts for a microbatch of the step, and its random keys."""
         count = self.ticks.table.microbatches
         rows, (keys, number) = rows_of(batch) // count, keys_of
@@ -124,7 +124,7 @@ class PipelinePlane(DataPlane):
 
         return self._staged(parameters, batch, variables, "train", unread)
 
-    def _staged(self, parameters, batch, variables, mode, unread=None) -> Staged:
+    def _staged(self, parameters, batch, variables, mode, unread=None) -> PlacedModel:
         """Return the model in three parts for one pass over the microbatches of `batch`."""
         count = self.ticks.table.microbatches
         split = jax.tree.map(lambda x: x.reshape(count, -1, *x.shape[1:]), batch)
@@ -133,7 +133,9 @@ class PipelinePlane(DataPlane):
             path: self._movement(p, set() if unread is None else unread, mode == "train")
             for path, p in self.placed.items()
         }
-        kind = Staged if self.packed is None else partial(Unlike, packed=self.packed)
+        kind = (
+            PlacedModel if self.packed is None else partial(HeterogeneousModel, packed=self.packed)
+        )
         return kind(
             blueprint=self.blueprint,
             arrangement=self.arrangement,
@@ -145,23 +147,23 @@ class PipelinePlane(DataPlane):
             mean=lambda outputs, m: as_mean(self.loss(outputs, at(m)), rows_of(batch) // count),
             mode=mode,
             policy=self._policy(views=self._run.tells_names),
-            tells=self.tells,
+            wanted=self.wanted,
             keeps_last=self._run.remat.what == "except_last",
         )
 
-    def _pipeline(self, staged: Staged) -> tuple[Any, Any, Any]:
-        """Return the gradients of the layers, those of the rest, and the mean (or `Told`)."""
-        layers, ends, told = self._executor(staged).run()
-        if self.tells is None:
-            return layers, ends, jax.tree.map(lambda x: x.sum(0), told)
+    def _pipeline(self, staged: PlacedModel) -> tuple[Any, Any, Any]:
+        """Return the gradients of the layers, those of the rest, and the mean (or `Extras`)."""
+        layers, outside, told = self._executor(staged).run()
+        if self.wanted is None:
+            return layers, outside, jax.tree.map(lambda x: x.sum(0), told)
         by_row = lambda x: x.reshape(-1, *x.shape[2:])
-        return layers, ends, Told(told.means, jax.tree.map(by_row, told.outputs))
+        return layers, outside, Extras(told.means, jax.tree.map(by_row, told.outputs))
 
     @property
     def _offloading(self) -> Callable | None:
         return None if self._run.keeps_all else self._choose
 
-    def _executor(self, staged: Staged) -> Pipeline:
+    def _executor(self, staged: PlacedModel) -> Pipeline:
         chosen = self._offloading
         return Pipeline(self.ticks, staged.model(), self._unroll, chosen)
 
@@ -192,8 +194,8 @@ class PipelinePlane(DataPlane):
         return scatter(gradient, move.scatter, move.tensor, move.sending).astype(wide)
 
     def _sum(self, tree: Any) -> Any:
-        if isinstance(tree, Told):
-            return Told(self._sum(tree.means), self._from_last_stage(tree.outputs))
+        if isinstance(tree, Extras):
+            return Extras(self._sum(tree.means), self._from_last_stage(tree.outputs))
         return super()._sum(tree)
 
     def _from_last_stage(self, outputs: Any) -> Any:
@@ -219,12 +221,12 @@ WAITING = {
 
 
 @dataclass(frozen=True)
-class _Telling(PipelinePlane):
+class _Recording(PipelinePlane):
     """A plane that notes what its executor begins with."""
 
     told: dict[str, Any] = field(default_factory=dict)
 
-    def _executor(self, staged: Staged) -> Pipeline:
+    def _executor(self, staged: PlacedModel) -> Pipeline:
         pipeline = super()._executor(staged)
         program, shapes = jax.make_jaxpr(pipeline._start, return_shape=True)()
         form = jax.tree.structure(shapes)
@@ -236,7 +238,7 @@ def waiting(
     plane: PipelinePlane, parameters: Flat, variables: Flat, batch: Any, step: Any
 ) -> Mapping[str, tuple[int, int]]:
     """Return what waits on a stage: {"activations": (bytes on the device, on the host), …}."""
-    telling = _Telling(**{f.name: getattr(plane, f.name) for f in fields(PipelinePlane)})
+    telling = _Recording(**{f.name: getattr(plane, f.name) for f in fields(PipelinePlane)})
     jax.eval_shape(telling.gradients, parameters, variables, batch, step)
     return {what: _bytes([telling.told.get(n) for n in names]) for what, names in WAITING.items()}
 

@@ -51,7 +51,7 @@ class Links:
 
 
 @dataclass(frozen=True)
-class Store:
+class Slots:
     """How arrays of every unit (layer of a chunk) and slot (of a ring, or chunk) are kept.
 
     `apart`: each unit has arrays of its own, and one slot is no dimension at all, so that what is
@@ -186,12 +186,12 @@ class Ring:
         here = jnp.asarray(on_host)[self.stage]
         return lax.cond(here, send, keep, *held)
 
-    def _stores(self, on_host: tuple[bool, ...]) -> tuple[Store, Store]:
+    def _stores(self, on_host: tuple[bool, ...]) -> tuple[Slots, Slots]:
         """Return the stores of a group in both memories, each as deep as its stages need."""
         deep = lambda there: max(
             (n for n, on in zip(self.slots, on_host, strict=True) if on == there), default=0
         )
-        store = lambda n: Store(n, self.units, self.apart)
+        store = lambda n: Slots(n, self.units, self.apart)
         return store(deep(True)), store(deep(False))
 
     @cached_property

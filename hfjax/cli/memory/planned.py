@@ -12,7 +12,7 @@ from hfjax.models.attention import dot_product
 from hfjax.models.gpt import GPT, GPTConfig
 from hfjax.models.llama import Llama
 from hfjax.run.build import Parts, mesh_of
-from hfjax.run.model import Chosen, choose
+from hfjax.run.model import ModelChoice, choose
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Planned(Parts):
         return mesh_of(self.config, self.devices)
 
     @cached_property
-    def model(self) -> Chosen:
+    def model(self) -> ModelChoice:
         """The model."""
         if self.vocab is None:
             chosen = super().model
