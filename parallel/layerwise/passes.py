@@ -130,7 +130,7 @@ class ListedPasses:
     after: Callable  # (carry, i, stored, gradients, told) -> carry, after a backward pass
 
     def run(self, carry: Carry, told: Callable) -> tuple[Carry, Any, Any]:
-        """Return what has changed, the gradients outside the layers, and what `told(aux)` returns."""
+        """Return what changed, the gradients outside the layers, and what `told(aux)` returns."""
         number = jnp.int32(0)
         x, leave = jax.vjp(lambda outside: self.model.first(outside, number), self.model.outside)
         pullbacks = []

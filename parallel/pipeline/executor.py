@@ -232,7 +232,7 @@ class Pipeline:
         return state
 
     def run(self) -> tuple[Any, Any, Any]:
-        """Return the gradients of units [chunks * units, ...], those outside them, and aux [M, ...]."""
+        """Return the gradients of units [chunks * units, ...], all others, and aux [M, ...]."""
         state = self._end()
         if not self._trains:
             return None, None, state["aux"]
