@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 
 import jax
 
-from hfjax.analysis import collectives as traffic, hlo as read_hlo
+from hfjax.analysis import collectives as traffic, hlo
 from hfjax.analysis.collectives import Collective
 
 SUBSTANTIAL = 1e9  # FLOP between start and done: about 2 microseconds
@@ -35,7 +35,7 @@ BETWEEN = 40e9  # … over InfiniBand: a port of 400 Gbit/s for each GPU
 NODE = 8  # GPUs, which follow one another in the mesh
 _CALLS = ("calls", "to_apply", "called_computations")
 _READ = re.compile(r" (?:while|call|conditional|fusion|custom-call|dot)\(|-start\(|-done\(")
-_READ_SYNC = re.compile(rf" (?:{'|'.join(read_hlo.KINDS)})\(")
+_READ_SYNC = re.compile(rf" (?:{'|'.join(hlo.KINDS)})\(")
 
 
 @dataclass(frozen=True)
@@ -81,16 +81,16 @@ def read(text: str, meshes: Iterable[traffic.Sizes]) -> list[Flight]:
             f"not a scheduled module: {header[:80]!r}. Give the text of a program compiled for a "
             "GPU (a CPU program has no schedule): hfjax.target.target_devices gives the devices."
         )
-    computations, entry = read_hlo._computations(text)
+    computations, entry = hlo._computations(text)
     devices = re.findall(r"(?:num_partitions|replica_count)=(\d+)", header)
-    module = read_hlo._Module(computations, math.prod(map(int, devices)))
+    module = hlo._Module(computations, math.prod(map(int, devices)))
     return list(Schedule(module, list(meshes)).walk(entry, 1))
 
 
 class Schedule:
     """Walks computations in the order in which they are enqueued."""
 
-    def __init__(self, module: read_hlo._Module, meshes: list[traffic.Sizes]):
+    def __init__(self, module: hlo._Module, meshes: list[traffic.Sizes]):
         self.module, self.meshes = module, meshes
         self.counted: dict[str, float] = {}
 
@@ -112,27 +112,27 @@ class Schedule:
             _cover(airborne, self._flops_of(op, lines))
         yield from airborne.values()
 
-    def _ops(self, lines: dict[str, str]) -> Iterator[tuple[str, read_hlo._Op]]:
+    def _ops(self, lines: dict[str, str]) -> Iterator[tuple[str, hlo._Op]]:
         for name, rest in lines.items():
             if _READ.search(rest) or _READ_SYNC.search(rest):
-                yield name, read_hlo._parse(rest)
+                yield name, hlo._parse(rest)
 
-    def _inside(self, op: read_hlo._Op, times: int) -> Iterator[Flight]:
+    def _inside(self, op: hlo._Op, times: int) -> Iterator[Flight]:
         """Yield the flights of the loop, call or branches that an instruction runs."""
         if op.opcode == "while":
             yield from self.walk(op.calls(["body"])[0], times * self._trips(op))
         elif op.opcode == "call":
             yield from (f for called in op.calls(_CALLS) for f in self.walk(called, times))
         elif op.opcode == "conditional":
-            branches = [list(self.walk(b, times)) for b in op.calls(read_hlo._BRANCHES)]
+            branches = [list(self.walk(b, times)) for b in op.calls(hlo._BRANCHES)]
             yield from max(branches, key=lambda found: sum(f.total for f in found), default=[])
 
-    def _trips(self, op: read_hlo._Op) -> int:
+    def _trips(self, op: hlo._Op) -> int:
         return self.module.trips(op, op.calls(["condition"])[0])[0] or 1
 
-    def _started(self, op: read_hlo._Op, lines: dict[str, str], times: int) -> Flight | None:
+    def _started(self, op: hlo._Op, lines: dict[str, str], times: int) -> Flight | None:
         """Return the flight that an instruction starts, None if it starts none."""
-        if not op.opcode.endswith("-start") and op.opcode not in read_hlo.KINDS:
+        if not op.opcode.endswith("-start") and op.opcode not in hlo.KINDS:
             return None
         found = self.module.visit(op, lines)
         if not found:
@@ -152,7 +152,7 @@ class Schedule:
             self.counted[name] = sum(self._flops_of(op, lines) for _, op in self._ops(lines))
         return self.counted[name]
 
-    def _flops_of(self, op: read_hlo._Op, lines: dict[str, str]) -> float:
+    def _flops_of(self, op: hlo._Op, lines: dict[str, str]) -> float:
         if op.opcode == "dot":
             return _dot(op, lines, op.attributes["lhs_contracting_dims"])
         if op.opcode == "custom-call":
@@ -160,11 +160,11 @@ class Schedule:
         if op.opcode == "while":
             return self._trips(op) * self._flops(op.calls(["body"])[0])
         if op.opcode == "conditional":
-            return max(map(self._flops, op.calls(read_hlo._BRANCHES)), default=0.0)
+            return max(map(self._flops, op.calls(hlo._BRANCHES)), default=0.0)
         return sum(map(self._flops, op.calls(_CALLS)))
 
 
-def link(groups: read_hlo.Groups) -> float:
+def link(groups: hlo.Groups) -> float:
     """Return the bytes per second that a device of these groups sends: by the slowest link."""
     inside = all(len({device // NODE for device in group}) == 1 for group in groups)
     return INSIDE if inside else BETWEEN
@@ -179,24 +179,24 @@ def _cover(airborne: dict[str, Flight], flops: float) -> None:
         airborne[name] = replace(f, flops=f.flops + flops, covered=f.covered + used / f.seconds)
 
 
-def _is_synchronous(op: read_hlo._Op) -> bool:
+def _is_synchronous(op: hlo._Op) -> bool:
     config = op.attributes.get("backend_config", "")
     return not op.opcode.endswith("-start") or '"is_sync":true' in config
 
 
-def _dot(op: read_hlo._Op, lines: dict[str, str], contracted: str) -> float:
+def _dot(op: hlo._Op, lines: dict[str, str], contracted: str) -> float:
     """Return 2 x the result's elements x the contracted length, batch dimensions counted once."""
-    left, right = (read_hlo._array(lines[operand])[1] for operand in op.operands[:2])
+    left, right = (hlo._array(lines[operand])[1] for operand in op.operands[:2])
     length = math.prod(left[int(d)] for d in re.findall(r"\d+", contracted))
     batch = math.prod(left[int(d)] for d in re.findall(r"\d+", _batch(op)))
     return 2.0 * math.prod(left) * math.prod(right) / length / batch
 
 
-def _batch(op: read_hlo._Op) -> str:
+def _batch(op: hlo._Op) -> str:
     return op.attributes.get("lhs_batch_dims", "")
 
 
-def _cublas(op: read_hlo._Op, lines: dict[str, str]) -> float:
+def _cublas(op: hlo._Op, lines: dict[str, str]) -> float:
     """Return the FLOP of a cuBLAS call, 0 for any other custom call."""
     if "__cublas" not in op.attributes.get("custom_call_target", ""):
         return 0.0

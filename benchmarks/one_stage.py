@@ -32,7 +32,7 @@ from benchmarks.against_plain_jax import (
     milliseconds,
     ratio,
 )
-from hfjax.analysis import hlo as read_hlo
+from hfjax.analysis import hlo
 from hfjax.models.gpt import GPT, GPTConfig, next_token_loss
 
 RESULT = Path(__file__).parent / "results" / "one_stage.md"
@@ -72,7 +72,7 @@ def counted(program: jax.stages.Compiled) -> tuple[float, float, float]:
 def copied(program: jax.stages.Compiled) -> int:
     """Return the bytes of all copies in a program."""
     found = re.findall(r"= (\w+\[[\d,]*\])\S* copy\(", program.as_text() or "")
-    return sum(read_hlo.Transfer("", (), *read_hlo._array(array)).bytes for array in found)
+    return sum(hlo.Transfer("", (), *hlo._array(array)).bytes for array in found)
 
 
 COLUMNS = (

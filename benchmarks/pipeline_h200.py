@@ -28,7 +28,7 @@ import optax
 
 import hfjax
 from benchmarks.hidden_bytes import Flight, flights
-from hfjax.analysis import hlo as read_hlo
+from hfjax.analysis import hlo
 from hfjax.models.attention import dot_product
 from hfjax.models.gpt import GPT, GPTConfig
 from hfjax.models.llama import Llama, LlamaConfig
@@ -161,18 +161,18 @@ def others(program: jax.stages.Compiled) -> str:
 
 def sends_in_branches(text: str) -> int:
     """Return how many permutes lie in any branch of a conditional: stages would wait for ever."""
-    computations, _ = read_hlo._computations(text)
+    computations, _ = hlo._computations(text)
     ops = {
-        name: [read_hlo._parse(rest) for rest in lines.values() if "(" in rest]
+        name: [hlo._parse(rest) for rest in lines.values() if "(" in rest]
         for name, lines in computations.items()
     }
-    keys = (*read_hlo._CALLS, *read_hlo._BRANCHES, "body", "condition")
+    keys = (*hlo._CALLS, *hlo._BRANCHES, "body", "condition")
 
     def reached(name: str) -> set[str]:
         return {name}.union(*(reached(called) for op in ops[name] for called in op.calls(keys)))
 
     conditionals = (op for held in ops.values() for op in held if op.opcode == "conditional")
-    branches = {b for op in conditionals for b in op.calls(read_hlo._BRANCHES)}
+    branches = {b for op in conditionals for b in op.calls(hlo._BRANCHES)}
     inside = set().union(*map(reached, branches))
     permutes = ("collective-permute", "collective-permute-start")
     return sum(op.opcode in permutes for name in inside for op in ops[name])

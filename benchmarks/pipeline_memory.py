@@ -38,7 +38,7 @@ GOALS = {
     "interleaved": (129, 42, 20),
     "v": (99, 36, 21),
 }
-SCHEDULES = (*GOALS, "1f1b-half", "zb", "v-zb")
+SCHEDULES = (*GOALS, "1f1b-published", "zb", "v-zb")
 GROWING = (8, 16, 32, 64)  # microbatches
 
 

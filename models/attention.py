@@ -11,7 +11,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from hfjax.pallas_kernels import current_platform as around
+from hfjax.pallas_kernels import current_platform
 from hfjax.pallas_kernels.handing import is_causal_attention
 
 BLOCKS = 4  # of queries: a later block attends to more keys, so 3/8 of the work is skipped
@@ -35,7 +35,7 @@ def causal_attention(
     That is cuDNN's on a GPU, blocks of queries on a CPU. With the number of each token's document,
     it stays inside documents.
     """
-    attend = _of_gpus if around.platform() in ("gpu", "cuda") else blocked
+    attend = _of_gpus if current_platform.platform() in ("gpu", "cuda") else blocked
     return attend(q_BSHD, k_BSGD, v_BSGD, documents_BS)
 
 

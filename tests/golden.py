@@ -70,7 +70,7 @@ def cases() -> dict[str, Case]:
         name: Case(strategy, sizes, {"accumulate": 2, "clip": 0.5})
         for name, (strategy, sizes) in strategies(8).items()
     }
-    layers = ("gpipe", "1f1b", "1f1b-half", "zb", "zb-h1")
+    layers = ("gpipe", "1f1b", "1f1b-published", "zb", "zb-h1")
     found |= {f"pipe {name}": piped(name) for name in layers}
     chunked = ("interleaved", "looped-bfs", "v", "zb-v", "v-zb", "dualpipe-v")
     found |= {f"pipe {name}": piped(name, 2) for name in chunked}

@@ -7,7 +7,7 @@ import pytest
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
-from hfjax.analysis import hlo as read_hlo
+from hfjax.analysis import hlo
 from hfjax.analysis.collectives import Collective, Collectives, collectives
 from tests.h200 import h200s
 
@@ -221,7 +221,7 @@ def test_a_loop_condition_runs_once_more_than_its_body():
         return lax.while_loop(lambda c: go(c), lambda c: (c[0] + 1, c[1]), (0, x))[1]
 
     assert only(lowered(body, X)).where == "loop of unknown length"
-    counted = read_hlo.loop(4, [], [read_hlo.Transfer("all-reduce", ((0, 1),), "float32", (2,))])
+    counted = hlo.loop(4, [], [hlo.Transfer("all-reduce", ((0, 1),), "float32", (2,))])
     assert [t.count for t in counted] == [5]
 
 
@@ -271,7 +271,7 @@ def test_lowered_and_compiled_agree_on_what_was_written_by_hand():
 
     program = lowered(body, X)
     written, ran = collectives(program), collectives(program.compile())
-    for kind in read_hlo.KINDS.values():
+    for kind in hlo.KINDS.values():
         for axis in NAMES:
             assert written.total(kind, axis) == ran.total(kind, axis), (kind, axis)
     assert (written.total(), written.moved) == (ran.total(), ran.moved)
@@ -394,13 +394,13 @@ def test_every_spelling_of_device_groups_is_read(spelling, groups):
     line = (
         f"ROOT %r = f32[4,8]{{1,0}} all-reduce(%p), channel_id=1, replica_groups={spelling}, {tail}"
     )
-    (found,) = read_hlo.transfers(module(line))
+    (found,) = hlo.transfers(module(line))
     assert set(map(frozenset, found.groups)) == set(map(frozenset, groups))
 
 
 def test_without_global_ids_a_group_of_replicas_means_all_their_devices():
     line = "ROOT %r = f32[4,8]{1,0} all-reduce(%p), channel_id=1, replica_groups={{0}}"
-    assert read_hlo.transfers(module(line))[0].groups == (tuple(range(8)),)
+    assert hlo.transfers(module(line))[0].groups == (tuple(range(8)),)
 
 
 @pytest.mark.parametrize(
@@ -412,7 +412,7 @@ def test_without_global_ids_a_group_of_replicas_means_all_their_devices():
     ],
 )
 def test_a_start_and_its_done_are_one_gather_of_the_result(result):
-    found = read_hlo.transfers(
+    found = hlo.transfers(
         module(
             f"%s = {result} all-gather-start(%p), replica_groups=[4,2]<=[8], dimensions={{0}}, "
             "use_global_device_ids=true",
@@ -423,7 +423,7 @@ def test_a_start_and_its_done_are_one_gather_of_the_result(result):
 
 
 def test_every_operand_of_a_combined_collective_is_its_own():
-    found = read_hlo.transfers(
+    found = hlo.transfers(
         module(
             "%q = bf16[16]{0} parameter(1)",
             "ROOT %r = (f32[4,8]{1,0}, bf16[16]{0}) all-reduce(%p, /*index=1*/%q), "
@@ -444,7 +444,7 @@ def test_an_asynchronous_computation_counts_at_its_start_only():
         "use_global_device_ids=true, dimensions={0}, to_apply=%add\n"
         '}, execution_thread="parallel"\n'
     )
-    found = read_hlo.transfers(
+    found = hlo.transfers(
         module(
             "%s = ((f32[4,8]{1,0}), f32[2,8]{1,0}, u32[]) async-start(%p), calls=%wrapped",
             "%u = ((f32[4,8]{1,0}), f32[2,8]{1,0}, u32[]) async-update(%s), calls=%wrapped",
@@ -456,7 +456,7 @@ def test_an_asynchronous_computation_counts_at_its_start_only():
 
 
 def test_a_send_between_devices_is_a_permute_and_a_send_to_the_host_is_not():
-    found = read_hlo.transfers(
+    found = hlo.transfers(
         module(
             "%t = token[] after-all()",
             "%s = (f32[4,8]{1,0}, u32[], token[]) send(%p, %t), channel_id=1, "
@@ -501,13 +501,13 @@ LOOP = """
 )
 def test_a_while_runs_as_often_as_xla_says_or_as_its_condition_does(config, count, where):
     line = "ROOT %w = (s32[], f32[4,8]{1,0}) while(%z), condition=%condition, body=%body"
-    (found,) = read_hlo.transfers(module(f"{line}, backend_config={config}", more=LOOP))
+    (found,) = hlo.transfers(module(f"{line}, backend_config={config}", more=LOOP))
     assert (found.count, found.where, found.groups) == (count, where, ((0, 1), (1, 0)))
 
 
 def test_a_text_that_is_no_module_is_refused():
     with pytest.raises(ValueError, match="no ENTRY"):
-        read_hlo.transfers("{}")
+        hlo.transfers("{}")
 
 
 # --- H200s, without one ---------------------------------------------------------------------------

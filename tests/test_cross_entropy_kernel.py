@@ -13,7 +13,7 @@ import pytest
 from jax.extend.core import Jaxpr
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
-from hfjax.pallas_kernels.cross_entropy import loss as forms, tiles as logit_tiles
+from hfjax.pallas_kernels.cross_entropy import loss as forms, tiles
 from hfjax.pallas_kernels.cross_entropy.logits import Tuning
 from tests.h200 import OPTIMIZED, h200s
 from tests.kernels import (  # noqa: F401
@@ -67,13 +67,13 @@ def test_the_kernel_on_devices_that_split_the_vocabulary(interpreted_ring, sizes
 
 def test_what_nobody_wrote_is_not_a_number(interpreted, monkeypatch):  # noqa: F811
     forgetful = lambda *_: None
-    work = logit_tiles._statistics
+    work = tiles._statistics
 
     def unwritten(*given):
         made = work(*given)
-        return logit_tiles.Work(made.start, made.tile, forgetful)
+        return tiles.Work(made.start, made.tile, forgetful)
 
-    monkeypatch.setattr(logit_tiles, "_statistics", unwritten)
+    monkeypatch.setattr(tiles, "_statistics", unwritten)
     case = Case.of(8, 64, 64, dtype=jnp.bfloat16)
     losses = forms.cross_entropy(case.x, case.w, case.labels, tuning=TINY)
     assert np.isnan(losses[np.asarray(case.labels) >= 0]).all()

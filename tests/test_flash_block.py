@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from jax.sharding import SingleDeviceSharding
 
-from hfjax.pallas_kernels.attention import block as flash, reference as flash_reference
+from hfjax.pallas_kernels.attention import block as flash, reference
 from hfjax.pallas_kernels.attention.block import Mask, Places, Tuning
 from hfjax.pallas_kernels.attention.mask import Tiles, visible, visits_of_keys, visits_of_queries
 from hfjax.pallas_kernels.attention.parts import Tile, Visit
@@ -104,7 +104,7 @@ def assert_near(found, expected, bound):
 @pytest.fixture
 def small_blocks(monkeypatch):
     """The reference's blocks are small, so that small operands have several."""
-    monkeypatch.setattr(flash_reference, "BLOCK", 32)
+    monkeypatch.setattr(reference, "BLOCK", 32)
 
 
 RARE = ("window both ways", "two heads share keys", "documents, everything", "beyond the window")

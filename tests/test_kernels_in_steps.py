@@ -105,7 +105,11 @@ RINGS = {"all_gather_matmul": "reference", "matmul_reduce_scatter": "reference",
 @pytest.mark.parametrize(
     ("sizes", "schedule", "why"),
     [
-        ({"pipe": 2, "tensor": 2}, hfjax.Schedule("1f1b-half", microbatches=4), "in a pipeline"),
+        (
+            {"pipe": 2, "tensor": 2},
+            hfjax.Schedule("1f1b-published", 4),
+            "in a pipeline",
+        ),
         ({"tensor": 2}, None, "23 positions do not divide by a tensor axis of 2"),
     ],
     ids=["in branches", "length"],

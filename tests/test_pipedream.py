@@ -172,7 +172,7 @@ def taken(step, calls, batch):
 
 def test_one_group_is_the_step_that_waits():
     """With every=microbatches, 2bw has one update in a call, as any other schedule."""
-    half = ("1f1b-half", "2bw")
+    half = ("1f1b-published", "2bw")
     schedules = [Schedule(name, 4, every=4 if name == "2bw" else None) for name in half]
     layout = plan(optax.adam(1e-2), 2, 2)
     with jax.enable_x64(True):

@@ -19,7 +19,7 @@ SCHEDULES = [
     ("gpipe", 4, 8, 1),
     ("1f1b", 4, 8, 1),
     ("1f1b", 4, 2, 1),  # fewer microbatches than stages
-    ("1f1b-half", 2, 4, 1),
+    ("1f1b-published", 2, 4, 1),
     ("interleaved", 2, 4, 2),
     ("looped-bfs", 2, 4, 2),
     pytest.param("zb", 4, 8, 1, marks=pytest.mark.slow),

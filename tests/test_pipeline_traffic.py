@@ -151,11 +151,11 @@ def test_each_stage_holds_its_layers_gradients_and_moments():
 
 
 def test_the_rings_of_a_split_backward_take_what_is_told_of_them():
-    """zb-h1 has the stash of 1f1b-half, and what W needs of B besides."""
+    """zb-h1 has the stash of 1f1b-published, and what W needs of B besides."""
     rows, mesh = 64, hfjax.make_mesh(pipe=4, devices=jax.devices()[:4])
     layout = hfjax.layout(Tiny, optax.sgd(0.1), mesh, PIPE)
     told, compiled = [], []
-    for name in ("1f1b-half", "zb-h1"):
+    for name in ("1f1b-published", "zb-h1"):
         schedule, batch = Schedule(name, 4), np.ones((4 * rows, 2), np.float32)
         step: Any = hfjax.train_step(layout, lambda y, _: y.mean(), schedule=schedule, unroll=1)
         state = step.layout.abstract_state()

@@ -12,7 +12,7 @@ from hfjax import train
 from hfjax.models.gpt import next_token_loss
 from hfjax.parallel.autodiff.saved import kept
 from hfjax.parallel.compiler import options_of_host
-from hfjax.parallel.engine import check_host_loops as probe
+from hfjax.parallel.engine import check_host_loops
 from hfjax.parallel.offload import Cut
 from tests.h200 import OPTIMIZED, h200s
 from tests.small_gpt import gpt_layout
@@ -21,36 +21,36 @@ from tests.small_gpt import gpt_layout
 @pytest.fixture
 def asked(monkeypatch):
     """A mesh of CPU devices that are taken for GPUs, of which nothing is known yet."""
-    probe._check.cache_clear()
-    monkeypatch.setattr(probe, "platform_of", lambda mesh: "gpu")
+    check_host_loops._check.cache_clear()
+    monkeypatch.setattr(check_host_loops, "platform_of", lambda mesh: "gpu")
     yield hfjax.make_mesh(devices=jax.devices()[:2], data=2)
-    probe._check.cache_clear()
+    check_host_loops._check.cache_clear()
 
 
 def test_right_gradients_pass_and_are_tried_once(asked, monkeypatch):
     tried = []
-    real = probe._gradient
-    monkeypatch.setattr(probe, "_gradient", lambda *a: tried.append(a) or real(*a))
+    real = check_host_loops._gradient
+    monkeypatch.setattr(check_host_loops, "_gradient", lambda *a: tried.append(a) or real(*a))
     for _ in range(2):
-        probe.check_host_loops(asked)
+        check_host_loops.check_host_loops(asked)
     assert [on_host for *_, on_host in tried] == [True, False]
 
 
 def test_a_loop_that_reads_the_host_in_the_wrong_order_is_refused(asked, monkeypatch):
-    real = probe._gradient
+    real = check_host_loops._gradient
 
     def wrong(device, options, on_host):
         weights, x = real(device, options, on_host)
         return [weights[::-1] if on_host else weights, x]
 
-    monkeypatch.setattr(probe, "_gradient", wrong)
+    monkeypatch.setattr(check_host_loops, "_gradient", wrong)
     with pytest.raises(ValueError, match=r"gradients of a loop .* are wrong here .* newer jax"):
-        probe.check_host_loops(asked)
+        check_host_loops.check_host_loops(asked)
 
 
 def test_a_check_within_a_trace_runs_at_once(asked):
     def traced(x):
-        probe.check_host_loops(asked)
+        check_host_loops.check_host_loops(asked)
         return x + 1
 
     assert jax.jit(traced)(1.0) == 2

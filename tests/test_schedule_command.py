@@ -88,7 +88,7 @@ def test_a_wide_grid_is_cut_into_blocks_of_ticks(run):
 
 
 def test_a_terminal_gets_colours_and_only_the_ends_of_a_long_grid(capsys):
-    table = SCHEDULES["1f1b-half"](4, 64, 1)
+    table = SCHEDULES["1f1b-published"](4, 64, 1)
     given = timetable.argparse.Namespace(forward=1, backward=2, weights=1)
     terminal = Console(force_terminal=True, width=80, color_system="standard", soft_wrap=True)
     timetable._show(table, given, terminal)
@@ -128,11 +128,11 @@ def test_a_table_of_ones_own_is_checked_and_shown(run, tmp_path):
 
 def test_an_svg_has_a_box_for_every_task_to_scale(run, tmp_path):
     path = tmp_path / "x.svg"
-    run("1f1b-half", "--stages", 3, "--microbatches", 4, "--plot", path)
+    run("1f1b-published", "--stages", 3, "--microbatches", 4, "--plot", path)
     svg = "{http://www.w3.org/2000/svg}"
     boxes = ElementTree.parse(path).findall(f"{svg}g")
     tips = [box.findtext(f"{svg}title") for box in boxes]
-    table = SCHEDULES["1f1b-half"](3, 4, 1)
+    table = SCHEDULES["1f1b-published"](3, 4, 1)
     assert sorted(map(str, tips)) == sorted(f"{task}, tick {t}" for task, t, _ in table.tasks())
     widths = {str(tip)[1]: box.find(f"{svg}rect") for tip, box in zip(tips, boxes, strict=True)}
     wide = {kind: float(rect.attrib["width"]) for kind, rect in widths.items() if rect is not None}
@@ -155,7 +155,7 @@ def test_a_png_has_the_colours_of_the_kinds(run, tmp_path):
     size = int.from_bytes(data[33:37], "big")
     rows = np.frombuffer(zlib.decompress(data[41 : 41 + size]), np.uint8).reshape(height, -1)
     found = {tuple(pixel) for pixel in rows[:, 1:].reshape(-1, 3).tolist()}
-    colours = {kind: timetable.picture.COLOURS[kind] for kind in "FIW"}
+    colours = {kind: timetable.schedule_picture.COLOURS[kind] for kind in "FIW"}
     assert found >= set(colours.values())
     assert rows.shape[1] == 1 + 3 * width
 
@@ -176,12 +176,14 @@ def test_a_trace_has_the_tasks_of_each_stage_and_an_arrow_per_message(run, tmp_p
 def test_every_table_can_be_drawn(tmp_path):
     for name, builder in SCHEDULES.items():
         table = builder(2, 3, builder.chunks)
-        drawn = list(timetable.picture.boxes(table, 1, 2, 1))
+        drawn = list(timetable.schedule_picture.boxes(table, 1, 2, 1))
         assert {box.task for box in drawn if box.task} == set(table.times())
         for ending in ("svg", "png"):
-            timetable.picture.write(table, tmp_path / f"{name}.{ending}", drawn)
+            timetable.schedule_picture.write(table, tmp_path / f"{name}.{ending}", drawn)
     alone = parse_table("0F0 0B0")
-    assert timetable.picture.svg(alone, list(timetable.picture.boxes(alone, 1, 2, 1)))
+    assert timetable.schedule_picture.svg(
+        alone, list(timetable.schedule_picture.boxes(alone, 1, 2, 1))
+    )
 
 
 @pytest.mark.parametrize(

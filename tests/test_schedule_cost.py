@@ -26,7 +26,7 @@ def table(name: str, stages: int = 4, microbatches: int = 16, chunks: int | None
     [
         ("gpipe", 1, 15.8, 16, 0, 38),
         ("1f1b", 1, 15.8, 7, 0, 38),
-        ("1f1b-half", 1, 33.3, 4, 0, 76),
+        ("1f1b-published", 1, 33.3, 4, 0, 76),
         ("interleaved", 2, 8.6, 5.5, 0, 70),
         ("interleaved", 4, 4.5, 4.75, 0, 134),
         ("looped-bfs", 2, 8.6, 16, 0, 70),
@@ -53,10 +53,10 @@ def test_the_table_of_what_schedules_cost(name, chunks, percent, kept, late, per
     [
         ("gpipe", 1, "lockstep", lambda S: 1, lambda S: (S - 1) * (F + B)),
         ("1f1b", 1, "lockstep", lambda S: 1, lambda S: (S - 1) * (F + B)),
-        ("1f1b-half", 1, "free", lambda S: 1, lambda S: (S - 1) * (F + B)),
+        ("1f1b-published", 1, "free", lambda S: 1, lambda S: (S - 1) * (F + B)),
         ("interleaved", 2, "lockstep", lambda S: S, lambda S: (S - 1) * (F + B) / 2),
         ("interleaved", 3, "lockstep", lambda S: S, lambda S: (S - 1) * (F + B) / 3),
-        ("interleaved-half", 2, "free", lambda S: S, lambda S: (S - 1) * (F + B) / 2),
+        ("interleaved-published", 2, "free", lambda S: S, lambda S: (S - 1) * (F + B) / 2),
         ("looped-bfs", 3, "lockstep", lambda S: S, lambda S: (S - 1) * (F + B) / 3),
         ("zb", 1, "lockstep", lambda S: 1, lambda S: (S - 1) * (F + B - W)),
         ("zb", 2, "lockstep", lambda S: S, lambda S: (S - 1) * (F + B - W) / 2),
@@ -111,7 +111,7 @@ def test_dualpipe_v_is_within_its_formula():
         ("gpipe", lambda S, M, s: M),
         ("looped-bfs", lambda S, M, s: M),
         ("1f1b", lambda S, M, s: min(M, 2 * (S - 1 - s) + 1)),
-        ("1f1b-half", lambda S, M, s: min(M, S - s)),
+        ("1f1b-published", lambda S, M, s: min(M, S - s)),
         ("zb-h1", lambda S, M, s: min(M, S)),
         ("zb-h2", lambda S, M, s: min(M, 2 * S - 1)),
         ("forward", lambda S, M, s: 0),
@@ -189,7 +189,8 @@ def versions_by_hand(schedule, every: int):
 
 
 @pytest.mark.parametrize(
-    ("name", "every"), [("1f1b", 1), ("1f1b-half", 1), ("gpipe", 1), ("1f1b", 8), ("1f1b-half", 4)]
+    ("name", "every"),
+    [("1f1b", 1), ("1f1b-published", 1), ("gpipe", 1), ("1f1b", 8), ("1f1b-published", 4)],
 )
 def test_every_task_finds_its_version_of_the_weights_in_the_slot_named(name, every):
     """PipeDream: the latest at the forward. 2BW: W(t+1) = W(t) - lr * gradient(W(t-1))."""
@@ -212,11 +213,11 @@ def test_every_task_finds_its_version_of_the_weights_in_the_slot_named(name, eve
 
 def test_pipedream_keeps_a_version_per_microbatch_in_flight_and_2bw_keeps_two():
     for stages in range(2, 8):
-        half = weight_versions(table("1f1b-half", stages, 16))
+        half = weight_versions(table("1f1b-published", stages, 16))
         assert half.slots == stages
         assert half.staleness == tuple(stages - 1 - s for s in range(stages))
         assert weight_versions(table("1f1b", stages, 32)).slots == 2 * stages - 1
-        two = weight_versions(table("1f1b-half", stages, 32), every=8)
+        two = weight_versions(table("1f1b-published", stages, 32), every=8)
         assert two.slots == 2
         assert two.staleness == (1,) * stages
 
@@ -226,7 +227,7 @@ def test_pipedream_keeps_a_version_per_microbatch_in_flight_and_2bw_keeps_two():
     [
         ("1f1b", 5, r"every=5: .* divides 16: one of \[1, 2, 4, 8, 16\]"),
         ("1f1b", 2, r"every=2: under 1f1b with 4 stages .* Update after one of \[1, 8, 16\]"),
-        ("interleaved", 1, "one chunk on each stage, .* Use 1f1b or 1f1b-half"),
+        ("interleaved", 1, "one chunk on each stage, .* Use 1f1b or 1f1b-published"),
         ("zb-h1", 1, "whole backwards"),
     ],
 )

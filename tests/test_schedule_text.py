@@ -17,7 +17,7 @@ ONE_F_ONE_B = """
 
 
 def test_the_grid_of_1f1b_is_the_one_of_the_paper():
-    assert str(SCHEDULES["1f1b-half"](3, 4, 1)).splitlines() == [
+    assert str(SCHEDULES["1f1b-published"](3, 4, 1)).splitlines() == [
         "0F0 0F1 0F2 .   .   0B0 0F3 0B1 .   0B2 .   0B3",
         ".   1F0 1F1 .   1B0 1F2 1B1 1F3 1B2 .   1B3 .",
         ".   .   2F0 2B0 2F1 2B1 2F2 2B2 2F3 2B3 .   .",
@@ -74,7 +74,7 @@ def test_a_text_runs_with_branches_only_if_they_save_time(name):
 
 
 NO_CELL = r"is no cell. Write tasks .* or . for idle\.\n"
-WHOLE, HALVES = (str(SCHEDULES[name](3, 4, 1)) for name in ("1f1b-half", "zb-h1"))
+WHOLE, HALVES = (str(SCHEDULES[name](3, 4, 1)) for name in ("1f1b-published", "zb-h1"))
 
 
 def changed(text: str, *words: str) -> str:
@@ -174,7 +174,7 @@ def test_an_order_that_lines_alone_allow_runs():
 
 
 def test_of_a_large_grid_what_is_around_the_cell_is_shown():
-    large = changed(str(SCHEDULES["1f1b-half"](12, 64, 1)), "5B40", "5X40")
+    large = changed(str(SCHEDULES["1f1b-published"](12, 64, 1)), "5B40", "5X40")
     with pytest.raises(ValueError, match=">5X40< is no cell") as caught:
         parse_table(large)
     lines = str(caught.value).splitlines()[1:]
@@ -194,12 +194,13 @@ def moved(table: Table, task: tuple[int, int, int], tick: int) -> Table:
 
 
 def test_a_faulty_cell_is_marked_in_the_grid_around_it():
-    table = SCHEDULES["1f1b-half"](3, 2, 1)
+    table = SCHEDULES["1f1b-published"](3, 2, 1)
     wrong = moved(table, (1, 1, 1), 3)
     with pytest.raises(ValueError, match="1B0 in tick 3 needs 2B0, which runs in tick 3") as caught:
         check(wrong)
     assert str(caught.value).splitlines() == [
-        "1f1b-half: 1B0 in tick 3 needs 2B0, which runs in tick 3. Move it to tick 4 or later.",
+        "1f1b-published: 1B0 in tick 3 needs 2B0, which runs in tick 3. Move it to tick 4 or "
+        "later.",
         "            0    1    2     3     4    5    6",
         "  stage 0  0F0  0F1   .     .     .   0B0   .",
         "  stage 1   .   1F0  1F1  >1B0<   .    .   1B1",

@@ -28,7 +28,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import jax
 import numpy as np
 
-from hfjax.analysis import hlo as read_hlo, stablehlo as read_stablehlo
+from hfjax.analysis import hlo, stablehlo
 from hfjax.analysis.hlo import KINDS, Groups, Transfer
 from hfjax.base.tables import Rows, aligned, human, merged
 
@@ -109,10 +109,10 @@ def collectives(program: jax.stages.Lowered | jax.stages.Compiled) -> Collective
     for those the partitioner inserted. See the module's docstring for how far to trust either.
     """
     if isinstance(program, jax.stages.Lowered):
-        module = read_stablehlo.Module(program.compiler_ir("stablehlo"))
+        module = stablehlo.Module(program.compiler_ir("stablehlo"))
         return Collectives(_rows(module.transfers(), module.meshes.values()), "stablehlo")
     if isinstance(program, jax.stages.Compiled):
-        found = read_hlo.transfers(program.as_text() or "")
+        found = hlo.transfers(program.as_text() or "")
         meshes, platform = _compiled_for(program)
         return Collectives(_rows(found, meshes), f"compiled for {platform}")
     raise ValueError(
@@ -156,7 +156,7 @@ def _name(permute: bool, groups: Groups, meshes: list[Sizes]) -> tuple[tuple[str
             continue
         at = dict(zip(mesh, np.unravel_index(_square(groups).T, tuple(mesh.values())), strict=True))
         axes = tuple(axis for axis, where in at.items() if (where != where[:1]).any())
-        along = read_hlo.mesh_groups(mesh, [(axis, 1, mesh[axis]) for axis in axes])
+        along = hlo.mesh_groups(mesh, [(axis, 1, mesh[axis]) for axis in axes])
         if permute or set(map(frozenset, along)) == set(map(frozenset, groups)):
             return axes, len(along[0])
     return ("?",), len({d for g in groups for d in g}) if permute else max(map(len, groups))

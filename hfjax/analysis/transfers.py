@@ -18,7 +18,7 @@ from typing import Any
 import jax
 from jax.extend.core import ClosedJaxpr
 
-from hfjax.analysis import transfers_jaxpr as copies_in_jaxpr
+from hfjax.analysis import transfers_jaxpr
 from hfjax.analysis.memory_copies import TO_DEVICE, TO_HOST, Copy
 from hfjax.analysis.transfers_stablehlo import Copies
 from hfjax.base.tables import Rows, aligned, human, merged
@@ -97,7 +97,7 @@ def transfers(program: Any) -> Transfers:
         return Transfers(_rows(Copies(program.compiler_ir("stablehlo")).found()), "stablehlo")
     jaxpr = program.jaxpr if isinstance(program, jax.stages.Traced) else program
     if isinstance(jaxpr, ClosedJaxpr):
-        return Transfers(_rows(copies_in_jaxpr.copies(jaxpr)), "jaxpr")
+        return Transfers(_rows(transfers_jaxpr.copies(jaxpr)), "jaxpr")
     raise ValueError(
         f"program is a {type(program).__name__}; allowed are jax.stages.Traced, jax.stages.Lowered "
         "and a jaxpr: pass jax.jit(f).trace(*args), or jax.make_jaxpr(f)(*args)"

@@ -8,7 +8,7 @@ import jax
 from jax.extend.core import Literal, Var
 from jax.interpreters import partial_eval
 
-from hfjax.analysis import hlo as read_hlo
+from hfjax.analysis import hlo
 from hfjax.analysis.memory_copies import Copy, Placement, Shape, constrained, entered, follow, left
 
 HOST = jax.memory.Space.Host
@@ -48,7 +48,7 @@ def _visit(equation: Any, given: list[Shape | None], local: bool) -> Seen:
         return _while(equation, given, local)
     if name == "cond":
         seen = [_region(branch.jaxpr, given[1:], local) for branch in equation.params["branches"]]
-        return read_hlo.heaviest([found for found, _ in seen]), seen[0][1]
+        return hlo.heaviest([found for found, _ in seen]), seen[0][1]
     if name == "shard_map":
         return _shard_map(equation, given, local)
     if name == "sharding_constraint" and not local:
@@ -128,7 +128,7 @@ def _scan(equation: Any, given: list[Shape | None], local: bool) -> Seen:
     stack = lambda split: None if split is None else (1, *split)
     pairs = zip(equation.outvars, body.outvars, results, strict=True)
     after = [stack(split) if stacked(outer, inner) else split for outer, inner, split in pairs]
-    return read_hlo.loop(equation.params["length"], found, []), after
+    return hlo.loop(equation.params["length"], found, []), after
 
 
 def _while(equation: Any, given: list[Shape | None], local: bool) -> Seen:
@@ -138,4 +138,4 @@ def _while(equation: Any, given: list[Shape | None], local: bool) -> Seen:
     body, condition = params["body_jaxpr"].jaxpr, params["cond_jaxpr"].jaxpr
     found, results = _region(body, [*given[tests : tests + constants], *carried], local)
     tested, _ = _region(condition, [*given[:tests], *carried], local)
-    return read_hlo.loop(None, found, tested), results
+    return hlo.loop(None, found, tested), results

@@ -10,7 +10,7 @@ from typing import Any
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import sdy
 
-from hfjax.analysis import hlo as read_hlo
+from hfjax.analysis import hlo
 from hfjax.analysis.memory_copies import Copy, Placement, Shape, constrained, entered, follow, left
 from hfjax.analysis.stablehlo import Bound, Module, dtype_of, integer, trips
 
@@ -145,13 +145,13 @@ class Copies:
             if lies == before:
                 break
         tested, _ = self._region(condition, bound, lies, known, local)
-        return read_hlo.loop(trips(op, bound), found, tested), lies
+        return hlo.loop(trips(op, bound), found, tested), lies
 
     def _branches(self, op: ir.Operation, bound: Bound, known: Known, local: bool) -> Seen:
         seen = [self._region(region, bound, (), known, local) for region in op.regions]
         results = [list(column) for column in zip(*(lies for _, lies in seen), strict=True)]
         joined = [_any(column) for column in results]
-        return read_hlo.heaviest([found for found, _ in seen]), joined
+        return hlo.heaviest([found for found, _ in seen]), joined
 
 
 def _any(lies: Sequence[Placement]) -> Placement:

@@ -9,7 +9,7 @@ from rich.table import Table as Rows
 from rich.text import Text
 
 from hfjax.base.exits import carried_out
-from hfjax.cli import schedule_picture as picture
+from hfjax.cli import schedule_picture
 from hfjax.parallel.schedules.cost import (
     MODELS,
     bubble,
@@ -210,11 +210,11 @@ def _print_messages(table: Table, console: Console) -> None:
 
 def _write(table: Table, given: argparse.Namespace) -> None:
     """Write the files asked for."""
-    drawn = list(picture.boxes(table, *_times(given)))
+    drawn = list(schedule_picture.boxes(table, *_times(given)))
     if given.plot is not None:
-        picture.write(table, given.plot, drawn)
+        schedule_picture.write(table, given.plot, drawn)
     if given.trace is not None:
-        given.trace.write_text(picture.trace(table, drawn), encoding="utf-8")
+        given.trace.write_text(schedule_picture.trace(table, drawn), encoding="utf-8")
     if given.csv is not None:
         rows = ([table.text(t, s) for t in range(table.ticks)] for s in range(table.stages))
         lines = (",".join("" if cell == "." else cell for cell in row) for row in rows)

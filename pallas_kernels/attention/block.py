@@ -27,7 +27,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from hfjax.pallas_kernels.attention import launch as flash_launch, reference as flash_reference
+from hfjax.pallas_kernels.attention import launch, reference as flash_reference
 from hfjax.pallas_kernels.attention.launch import HERE, TUNING, Tuning, refuses
 from hfjax.pallas_kernels.attention.mask import Mask, Places
 from hfjax.pallas_kernels.attention.reference import Final, State
@@ -74,7 +74,7 @@ def flash_block(
             f"state.o {list(state.o.shape)} is not of q_BSHD {list(q_BSHD.shape)}: "
             "a state goes on with the queries that it began with."
         )
-    return flash_launch.block((q_BSHD, k_BTGD, v_BTGD), state, mask, places, tuning)
+    return launch.block((q_BSHD, k_BTGD, v_BTGD), state, mask, places, tuning)
 
 
 def reference(
@@ -138,7 +138,7 @@ def flash_block_backward(
     """
     _check(q_BSHD, k_BTGD, v_BTGD, places, tuning)
     operands = (q_BSHD, k_BTGD, v_BTGD)
-    return flash_launch.block_backward(operands, final, mask, places, tuning, jnp.float32)
+    return launch.block_backward(operands, final, mask, places, tuning, jnp.float32)
 
 
 def reference_backward(
@@ -232,7 +232,7 @@ class Form:
     def forward(self, operands: tuple, places: Places) -> tuple[jax.Array, jax.Array]:
         """Return (attention, lse)."""
         if self.kernels:
-            return flash_launch.whole(operands, self.mask, places, self.tuning)
+            return launch.whole(operands, self.mask, places, self.tuning)
         q, k, v = operands
         out, lse = finish(flash_reference.block(q, k, v, None, self.mask, places))
         return out.astype(q.dtype), lse
@@ -242,7 +242,7 @@ class Form:
         dtype = operands[0].dtype
         if self.kernels:
             how = (self.mask, places, self.tuning, dtype)
-            return flash_launch.block_backward(operands, final, *how)
+            return launch.block_backward(operands, final, *how)
         q, k, v = operands
         pulled = flash_reference.block_backward(q, k, v, final, self.mask, places)
         return tuple(x.astype(dtype) for x in pulled)

@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 
 from hfjax.pallas_kernels.attention import (
-    backward as flash_backward,
-    backward_keys as flash_backward_keys,
+    backward,
+    backward_keys,
     forward as flash_forward,
 )
 from hfjax.pallas_kernels.attention.mask import (
@@ -168,7 +168,7 @@ def block_backward(
     queries = math.lcm(of_queries.rows, of_keys.tile)
     keys = math.lcm(of_keys.rows, of_queries.tile)
     lse = jnp.where(final.lse > -jnp.inf, final.lse * LOG2E, jnp.inf)
-    inputs = flash_backward.Inputs(
+    inputs = backward.Inputs(
         padded(q, 1, queries),
         padded(k, 1, keys),
         padded(v, 1, keys),
@@ -181,8 +181,8 @@ def block_backward(
     lengths = (q.shape[1], k.shape[1])
     seen = visits_of_queries(mask, places, Tiles(*lengths, of_queries.rows, of_queries.tile))
     plan = _plan(mask, operands, inputs, of_queries)
-    dq = flash_backward.queries(plan, inputs._replace(visits=seen), dtype)
+    dq = backward.queries(plan, inputs._replace(visits=seen), dtype)
     seen = visits_of_keys(mask, places, Tiles(*lengths, of_keys.tile, of_keys.rows))
     plan = _plan(mask, operands, inputs, of_keys)
-    dk, dv = flash_backward_keys.keys(plan, inputs._replace(visits=seen), dtype)
+    dk, dv = backward_keys.keys(plan, inputs._replace(visits=seen), dtype)
     return dq[:, : lengths[0]], dk[:, : lengths[1]], dv[:, : lengths[1]]

@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from hfjax.pallas_kernels.collectives import kernel as collectives_kernel, reference as plain
+from hfjax.pallas_kernels.collectives import kernel, reference as plain
 from hfjax.pallas_kernels.collectives.reference import Axis
 from hfjax.pallas_kernels.ring.peers import MeshRing, unreachable
 
@@ -82,7 +82,7 @@ def tuned(tuning: Tuning) -> tuple:
 
     def whole(x, axis, wire):
         ring = _ring("all_gather", x, axis, wire)
-        found = collectives_kernel.gather(ring, x.reshape(-1), wire, tuning)
+        found = kernel.gather(ring, x.reshape(-1), wire, tuning)
         return found.reshape(ring.size * x.shape[0], *x.shape[1:])
 
     def gather(x, axis, wire):
@@ -90,7 +90,7 @@ def tuned(tuning: Tuning) -> tuple:
 
     def scatter(x, axis, wire):
         ring = _ring("reduce_scatter", x, axis, wire)
-        total = collectives_kernel.scatter(ring, x.reshape(ring.size, -1), wire, tuning)
+        total = kernel.scatter(ring, x.reshape(ring.size, -1), wire, tuning)
         return total.reshape(x.shape[0] // ring.size, *x.shape[1:])
 
     return plain.family(gather, scatter, whole)

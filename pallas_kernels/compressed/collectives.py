@@ -32,7 +32,7 @@ from jax import lax
 
 from hfjax.pallas_kernels.collectives.casting import LARGEST
 from hfjax.pallas_kernels.collectives.reference import Axis, differing
-from hfjax.pallas_kernels.compressed import kernel as compressed_kernel, quantize
+from hfjax.pallas_kernels.compressed import kernel, quantize
 from hfjax.pallas_kernels.compressed.quantize import BLOCK
 from hfjax.pallas_kernels.compressed.reference import Errors, in_two_halves
 from hfjax.pallas_kernels.ring.peers import MeshRing, unreachable
@@ -97,7 +97,7 @@ def compressed_reduce_scatter(
     """
     ring = _ring("compressed_reduce_scatter", x, error, axis, how, block)
     pieces, errors = (differing(one, axis).reshape(ring.size, -1, block) for one in (x, error))
-    total, lost = compressed_kernel.scatter(ring, pieces, errors, how, tuning)
+    total, lost = kernel.scatter(ring, pieces, errors, how, tuning)
     return total.reshape(x.shape[0] // ring.size, *x.shape[1:]), lost.reshape(x.shape)
 
 
@@ -114,7 +114,7 @@ def compressed_all_gather(
     if ring.size == 1:
         return x.astype(jnp.float32) + error, jnp.zeros_like(error)
     blocks, errors = (differing(one, axis).reshape(-1, block) for one in (x, error))
-    whole, lost = compressed_kernel.gather(ring, blocks, errors, how, tuning)
+    whole, lost = kernel.gather(ring, blocks, errors, how, tuning)
     lost = differing(lost, axis).reshape(x.shape)
     return whole.reshape(ring.size * x.shape[0], *x.shape[1:]), lost
 

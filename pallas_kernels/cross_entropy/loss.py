@@ -5,7 +5,7 @@ float32 (float64 stays). Saved for backward: x, w, labels and the logsumexp, [N]
 "Cut Your Losses in Large-Vocabulary Language Models" (Wijmans et al., 2024), with the gradients'
 products left to the library of matrix products, as Liger does.
 
-- Forward: tiles of logits on the matrix units (`logit_tiles.statistics`), of which the maximum and
+- Forward: tiles of logits on the matrix units (`tiles.statistics`), of which the maximum and
   the sum of exponentials of each row stay.
 - Backward: the vocabulary in P parts, one after another: (softmax - onehot) of a part in x's dtype
   [N, V / P], then dx += that @ w, dw = that.T @ x. A part is all that is ever there of the logits.
@@ -39,7 +39,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from hfjax.pallas_kernels.cross_entropy import logits, tiles as logit_tiles
+from hfjax.pallas_kernels.cross_entropy import logits, tiles
 from hfjax.pallas_kernels.cross_entropy.logits import Columns, Tuning, product, take, wide
 from hfjax.pallas_kernels.varying import alike, varying, zeros
 
@@ -224,4 +224,4 @@ def _transposed(problem: Problem, saved: tuple, g_N: jax.Array):
 _losses.defvjp(forward, _transposed)
 
 PLAIN = (logits.statistics, logits.probabilities)
-KERNEL = (logit_tiles.statistics, logit_tiles.probabilities)
+KERNEL = (tiles.statistics, tiles.probabilities)

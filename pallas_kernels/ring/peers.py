@@ -32,7 +32,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from hfjax.pallas_kernels import current_platform as around
+from hfjax.pallas_kernels import current_platform
 
 MOST_GPUS = 32  # of a mesh: so many the runtime's barrier before a launch takes
 
@@ -124,7 +124,7 @@ def meet(ring: Ring, semaphores: Any, index: Any, blocks: int) -> None:
 
 def unreachable(size: int, blocks: int) -> str | None:
     """Return why a ring of `size` ranks with so many blocks each cannot run here, or None."""
-    processors = around.processors()
+    processors = current_platform.processors()
     if processors and blocks > processors:
         return (
             f"{blocks} blocks on a GPU of {processors} processors: a block that waits for another "

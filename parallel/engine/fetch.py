@@ -17,17 +17,14 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from hfjax.pallas_kernels.choice import Shape
-from hfjax.pallas_kernels.collectives import (
-    casting as collectives,
-    reference as collectives_reference,
-)
+from hfjax.pallas_kernels.collectives import casting, reference
 from hfjax.parallel.engine.on_shards import mapped
 from hfjax.parallel.memory import to_device
 from hfjax.parallel.mesh import BATCH_AXES, TENSOR_AXES
 from hfjax.parallel.placement import Dims
 from hfjax.parallel.strategy import Axes
 
-FORMS: dict[str, Any] = {"pallas": collectives, "reference": collectives_reference}
+FORMS: dict[str, Any] = {"pallas": casting, "reference": reference}
 
 
 class Sending(Protocol):
@@ -97,7 +94,7 @@ def _refuses(what: str, x: jax.Array, axes: Axes, dim: int, comm_dtype: Any) -> 
     """Return why the kernel cannot move an array, or None."""
     if dim:
         return f"an array of shape {x.shape} is split along dimension {dim}; the kernel moves rows"
-    return collectives.refuses(what, x, _axis(axes), lax.axis_size(axes), comm_dtype)
+    return casting.refuses(what, x, _axis(axes), lax.axis_size(axes), comm_dtype)
 
 
 @dataclass(frozen=True)

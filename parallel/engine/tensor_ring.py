@@ -12,14 +12,14 @@ from jax.sharding import Mesh, PartitionSpec as P
 from hfjax.pallas_kernels.ring import (
     all_gather_matmul,
     matmul_reduce_scatter,
-    products as ring_products,
+    products,
 )
 from hfjax.pallas_kernels.ring.tiles import Tuning
 from hfjax.parallel.engine.on_shards import OnShards
 from hfjax.parallel.mesh import TENSOR_AXES, in_use
 
 SPLIT = TENSOR_AXES  # of one dimension
-FORMS = {"pallas": ring_products.by_kernel, "reference": ring_products.by_jax}
+FORMS = {"pallas": products.by_kernel, "reference": products.by_jax}
 MODULES: dict[str, Any] = {
     "all_gather_matmul": all_gather_matmul,
     "matmul_reduce_scatter": matmul_reduce_scatter,

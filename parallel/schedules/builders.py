@@ -96,24 +96,24 @@ def zero_bubble(stages: int, microbatches: int, chunks: int) -> Table:
     return with_weights(_combined("zb", stages, microbatches, chunks), "zb")
 
 
-def one_f_one_b_half(stages: int, microbatches: int, chunks: int) -> Table:
+def one_f_one_b_published(stages: int, microbatches: int, chunks: int) -> Table:
     """A forward or a backward in a tick: the memory of 1F1B (PipeDream-flush)."""
-    return _alternating("1f1b-half", stages, microbatches, chunks)
+    return _alternating("1f1b-published", stages, microbatches, chunks)
 
 
 def pipedream(stages: int, microbatches: int, chunks: int) -> Table:
-    """1f1b-half, a stage updates after every backward: stale weights (Narayanan et al. 2019)."""
+    """Stages update after every backward, without a flush: stale weights (Narayanan 2019)."""
     return _alternating("pipedream", stages, microbatches, chunks)
 
 
 def two_versions(stages: int, microbatches: int, chunks: int) -> Table:
-    """1f1b-half, updates by groups of microbatches, one group late (PipeDream-2BW, 2021)."""
+    """Updates by groups of microbatches, one group late, without a flush (PipeDream-2BW, 2021)."""
     return _alternating("2bw", stages, microbatches, chunks)
 
 
-def interleaved_half(stages: int, microbatches: int, chunks: int) -> Table:
+def interleaved_published(stages: int, microbatches: int, chunks: int) -> Table:
     """A forward or a backward in a tick, interleaved as in Megatron-LM."""
-    return _alternating("interleaved-half", stages, microbatches, chunks)
+    return _alternating("interleaved-published", stages, microbatches, chunks)
 
 
 def _alternating(name: str, stages: int, microbatches: int, chunks: int) -> Table:

@@ -126,7 +126,7 @@ def stash(table: Table) -> tuple[float, ...]:
     They are kept from F to the last task that reads them: B, or W in a split table.
 
     >>> from hfjax.parallel.schedules import Schedule
-    >>> stash(Schedule("1f1b-half", microbatches=16).table(stages=4))
+    >>> stash(Schedule("1f1b-published", microbatches=16).table(stages=4))
     (4.0, 3.0, 2.0, 1.0)
     """
     if not table.trains:

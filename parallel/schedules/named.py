@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from hfjax.parallel.schedules import builders as loops, builders as vees
+from hfjax.parallel.schedules import builders
 from hfjax.parallel.schedules.table import Homes, Table, check, check_homes, lane_of, lay_out
 from hfjax.parallel.schedules.text import parse_table
 from hfjax.parallel.schedules.versions import Versions, weight_versions
@@ -42,32 +42,37 @@ def forward_table(homes: Homes, microbatches: int, name: str = "forward") -> Tab
 
 def _forward(stages: int, microbatches: int, chunks: int) -> Table:
     """Forwards only, for an evaluation."""
-    return forward_table(loops.loop(stages, chunks), microbatches)
+    return forward_table(builders.loop(stages, chunks), microbatches)
 
 
 SCHEDULES: dict[str, Builder] = {
-    "gpipe": Builder(loops.gpipe),
-    "1f1b": Builder(loops.one_f_one_b),
-    "1f1b-half": Builder(loops.one_f_one_b_half),
-    "interleaved": Builder(loops.interleaved, chunks=2, fixed=False),
-    "interleaved-half": Builder(loops.interleaved_half, chunks=2, fixed=False),
-    "looped-bfs": Builder(loops.looped_bfs, chunks=2, fixed=False),
-    "zb": Builder(loops.zero_bubble, fixed=False),
-    "zb-h1": Builder(loops.zb_h1),
-    "zb-h2": Builder(loops.zb_h2),
-    "zb-v": Builder(vees.zb_v, chunks=2),
-    "v": Builder(vees.v_combined, chunks=2),
-    "v-zb": Builder(vees.v_zero_bubble, chunks=2),
-    "dualpipe-v": Builder(vees.dualpipe_v, chunks=2),
-    "pipedream": Builder(loops.pipedream, every=lambda stages: 1),
-    "2bw": Builder(loops.two_versions, every=lambda stages: max(stages, 2)),
+    "gpipe": Builder(builders.gpipe),
+    "1f1b": Builder(builders.one_f_one_b),
+    "1f1b-published": Builder(builders.one_f_one_b_published),
+    "interleaved": Builder(builders.interleaved, chunks=2, fixed=False),
+    "interleaved-published": Builder(builders.interleaved_published, chunks=2, fixed=False),
+    "looped-bfs": Builder(builders.looped_bfs, chunks=2, fixed=False),
+    "zb": Builder(builders.zero_bubble, fixed=False),
+    "zb-h1": Builder(builders.zb_h1),
+    "zb-h2": Builder(builders.zb_h2),
+    "zb-v": Builder(builders.zb_v, chunks=2),
+    "v": Builder(builders.v_combined, chunks=2),
+    "v-zb": Builder(builders.v_zero_bubble, chunks=2),
+    "dualpipe-v": Builder(builders.dualpipe_v, chunks=2),
+    "pipedream": Builder(builders.pipedream, every=lambda stages: 1),
+    "2bw": Builder(builders.two_versions, every=lambda stages: max(stages, 2)),
     "forward": Builder(_forward, fixed=False),
 }
+
+ALIASES = {"1f1b-half": "1f1b-published", "interleaved-half": "interleaved-published"}  # old names
 
 
 @dataclass(frozen=True)
 class Schedule:
     """How the microbatches of a step go through the pipeline.
+
+    "1f1b" runs a forward and a backward of each stage in one tick, and so keeps up to 2 S - 1
+    microbatches; "1f1b-published" is the order of the papers, one task a tick, with at most S.
 
     Under pipedream and 2bw stages update their layers on the way, and the rest of the model once
     at the end: `hfjax.update.asynchronous` says when, and from which gradients.
@@ -93,6 +98,7 @@ class Schedule:
             return
         if not isinstance(self.name, str):
             raise ValueError(f"name={self.name!r}: one of {', '.join(SCHEDULES)}.")
+        object.__setattr__(self, "name", ALIASES.get(self.name, self.name))
         if self.name not in SCHEDULES:
             raise ValueError(
                 f"no schedule {self.name!r}. Schedules: {', '.join(SCHEDULES)}; "

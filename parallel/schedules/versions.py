@@ -37,7 +37,7 @@ def weight_versions(table: Table, every: int = 1) -> Versions:
     k + 1 from version k: the staleness is 1, and two versions are enough.
 
     >>> from hfjax.parallel.schedules import Schedule
-    >>> table = Schedule("1f1b-half", microbatches=16).table(stages=4)
+    >>> table = Schedule("1f1b-published", microbatches=16).table(stages=4)
     >>> weight_versions(table).slots, weight_versions(table, every=4).slots
     (4, 2)
     """
@@ -105,7 +105,7 @@ def _check(table: Table, every: int) -> None:
     if table.chunks > 1 or table.split or not table.trains or not ordered:
         raise ValueError(
             f"{table.name}: weight versions are for tables with one chunk on each stage, whole "
-            "backwards and microbatches in order. Use 1f1b or 1f1b-half."
+            "backwards and microbatches in order. Use 1f1b or 1f1b-published."
         )
     divides = [n for n in range(1, table.microbatches + 1) if table.microbatches % n == 0]
     if every not in divides:

@@ -13,7 +13,7 @@ from rich.console import Console
 from hfjax.analysis.least_offload import Least, least_offload
 from hfjax.base.exits import carried_out
 from hfjax.base.tables import bytes_of, human
-from hfjax.cli.memory import picture as memory_picture
+from hfjax.cli.memory import picture
 from hfjax.cli.memory.estimate import compiled, estimate
 from hfjax.cli.memory.planned import Planned
 from hfjax.cli.memory.report import Report, table
@@ -46,7 +46,7 @@ def _tell(given: Memory, console: Console) -> None:
     if given.json is not None:
         given.json.write_text(json.dumps(asdict(found), indent=1), encoding="utf-8")
     if given.out is not None:
-        memory_picture.draw(found, given.out)
+        picture.draw(found, given.out)
         console.print(f"{given.out} is drawn.")
     if found.missed is not None:
         raise ValueError(found.missed)
