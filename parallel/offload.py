@@ -1,9 +1,7 @@
-"""What of the tensors that layers keep for the backward pass is to wait on the host.
+"""Which residuals of layers wait on the host, and the report of it.
 
 A byte ratio takes whole tensors, the largest first, and cuts one more where that is free (as
-haiscale's `CPUOffload` does); names and products say which tensors go.
-
-The report of an offload: what layers keep for the backward pass, and what of it goes.
+haiscale's `CPUOffload` does); names and products select tensors.
 """
 
 import warnings

@@ -1,6 +1,6 @@
-"""How a command ends: its exit status, and a mistake told on standard error.
+"""How a command ends: exit status, mistakes on standard error, packages that are not installed.
 
-Modules that need a package which may not be there: training needs neither grain nor tyro.
+Training needs neither grain nor tyro, so modules that do are imported with `imported`.
 """
 
 import os

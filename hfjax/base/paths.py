@@ -1,4 +1,4 @@
-"""Parameters by path: trees as `{"layers/mlp/up/kernel": …}` and back, and patterns of paths."""
+"""Trees by path: `{"layers/mlp/up/kernel": …}` and back, and patterns of paths."""
 
 import difflib
 from collections.abc import Iterable, Mapping, Sequence

@@ -1,7 +1,4 @@
-"""Rows of a table: equal ones counted together, and written under each other.
-
-Numbers of bytes as people write them.
-"""
+"""Tables of text: equal rows counted together, columns aligned, numbers of bytes for people."""
 
 import dataclasses
 import re

@@ -1,8 +1,7 @@
 """Checkpoints of a run: saved while it goes on, kept by a rule, restored under any layout.
 
-A program that ends while a step is written: finished first, or told that it is lost.
-
-Save once, restore, look: without opening the checkpoints of a run.
+A program that ends while a step is being written finishes it first, or says that it is lost.
+`save`, `restore`, `latest` and `recorded` do one thing without opening a run's checkpoints.
 """
 
 import atexit

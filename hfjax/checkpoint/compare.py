@@ -1,6 +1,6 @@
-"""What is saved beside what is wanted, path by path, before anything is read.
+"""Compare what is saved with what is wanted, path by path, before anything is read.
 
-A state that is given to be saved: checked before anything is written.
+`arrays_to_save` checks a state before it is saved.
 """
 
 import difflib

@@ -1,6 +1,6 @@
 """A directory of checkpoints: which steps it holds, what is no step, what is swept away.
 
-One writer at a time: a lock file that the operating system frees when its holder dies.
+`WriterLock` admits one writer at a time: the operating system frees it when its holder dies.
 """
 
 import fcntl

@@ -1,6 +1,6 @@
 """Orbax's manager of one directory: each step gets its manifest before it counts as a step.
 
-A step that could not be written: what is told, and the bytes it needs beside those free.
+If a step cannot be written, the error says how many bytes it needs and how many are free.
 """
 
 import contextlib

@@ -1,6 +1,6 @@
 """`hfjax train`, `hfjax eval` and `hfjax generate`.
 
-What comes before the first use of JAX: devices, processes, the cache of compiled programs.
+`start` does what must come before the first use of JAX: devices, processes, the program cache.
 """
 
 import os

@@ -1,6 +1,6 @@
 """From documents to a data set: tokenizer, split, and tokens written as they come.
 
-Which documents are for validation: a function of their number, so the same each time.
+Which documents are for validation is a function of their number, so the same each time.
 """
 
 import math

@@ -1,8 +1,7 @@
 """Row = f(index): which tokens of a data set are row i. As one stream, or whole documents.
 
-Best-fit-decreasing packing of documents into rows, whole groups of equal pieces at a time.
-
-Best fit decreasing as in "Fewer Truncations Improve Language Modeling" (arXiv:2404.10830).
+Documents are packed best fit decreasing, whole groups of equal pieces at a time ("Fewer Truncations
+Improve Language Modeling", arXiv:2404.10830).
 """
 
 from bisect import bisect_left, insort

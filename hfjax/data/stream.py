@@ -1,6 +1,7 @@
-"""In which order rows come: shuffled anew each epoch, several sets mixed. A function of seed.
+"""The order of rows, and global batches cut from it.
 
-Global batches cut from the stream of rows, of which a process reads its own rows.
+Rows are shuffled anew each epoch and several data sets are mixed, as a function of the seed. A
+process reads its own rows of each batch.
 """
 
 import zlib

@@ -1,6 +1,6 @@
-"""Layers dealt to the stages of a pipeline, so that the dearest stage is as cheap as can be.
+"""Partition a model's layers over pipeline stages, so that the most expensive stage is cheapest.
 
-A list of layers as the pipeline wants it: equal layers are one module of stacked arrays.
+Equal layers of the list become one module of stacked arrays.
 """
 
 import operator

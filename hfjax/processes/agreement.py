@@ -1,8 +1,7 @@
-"""What must be the same in every process: data, settings.
+"""Processes agree: the same data and settings, one reader of a directory, one process that prints.
 
-What process 0 finds, all processes know: one reads the directory, all go on or fail together.
-
-Who speaks: of several processes, the first.
+`check_same` compares settings. `agreed` runs a function on process 0 and gives all its result, so
+that all go on or fail together. `say` prints on the first process only.
 """
 
 import json

@@ -1,6 +1,6 @@
-"""The processes of a job on this machine: started, listened to, ended with all they started.
+"""Child processes of a job: start them, print their output, end them with all they started.
 
-Output of many processes in one place: whole lines, each tagged with its process.
+Output of many processes goes to one place: whole lines, each tagged with its process.
 """
 
 import contextlib

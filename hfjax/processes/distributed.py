@@ -1,6 +1,6 @@
-"""Join the processes of a run: found, counted, then handed to JAX.
+"""Join the processes of a run: find them, count them, hand them to JAX.
 
-Before JAX starts: all processes of the run are here and fit together, or it is said who not.
+Before JAX starts, all processes have met and fit together, or an error says which do not.
 """
 
 import signal

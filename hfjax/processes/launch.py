@@ -1,6 +1,6 @@
 """Run a command as several processes of one machine, which live and end together.
 
-The devices of each process on one machine, as environment variables.
+Each process gets its own devices through environment variables.
 """
 
 import os

@@ -1,6 +1,6 @@
 """Agree to stop: a signal to any process ends the loops of all at the same step.
 
-Leave at once: JAX's exit waits for the other processes, also for those that are dead.
+`leave` ends a process at once: JAX's exit waits for the other processes, also for dead ones.
 """
 
 import os

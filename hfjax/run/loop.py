@@ -1,6 +1,6 @@
 """The loop of a run: steps, log lines, validations, checkpoints, until it ends or is stopped.
 
-Where a run goes on: what a checkpoint says of the data, checked.
+`go_on` continues from a checkpoint, after checking that the data is the same.
 """
 
 import time

@@ -1,6 +1,6 @@
-"""Text from a trained model: one token after the other, the whole row computed for each.
+"""Text from a trained model, and the loss over a data set.
 
-The loss over a data set: each of its rows once.
+Text: one token after the other, the whole row computed for each. Loss: each row once.
 """
 
 import itertools

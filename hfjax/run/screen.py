@@ -1,6 +1,6 @@
-"""What a run says: a progress bar and log lines on a terminal, plain lines elsewhere.
+"""What a run prints: a progress bar and log lines on a terminal, plain lines elsewhere.
 
-How fast a run is: tokens and floating-point operations a second, of what the devices can do.
+`Speed` measures tokens and floating-point operations a second, and their share of the peak.
 """
 
 import math

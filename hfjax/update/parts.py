@@ -1,8 +1,8 @@
-"""An optimizer run by parts: each stage updates its layers by itself, the ends come afterwards.
+"""An optimizer run by parts: layers by themselves, everything outside the layers afterwards.
 
-The parts see the whole tree of parameters, so that masks and labels by path fit, but arrays that
-are not theirs are empty. What an optimizer keeps of a parameter is found by its path and shape; a
-number that belongs to no parameter (a count of updates) is handed to every part.
+Each part sees the whole tree of parameters, so that masks and labels by path fit, but arrays of
+other parts are empty. State of the optimizer is matched to a parameter by path and shape; a number
+that belongs to no parameter (a count of updates) goes to every part.
 """
 
 from collections.abc import Callable

@@ -1,6 +1,7 @@
-"""Whether an optimizer can run by parts: tried on small arrays, whole and part by part.
+"""Whether an optimizer can run by parts, or element by element: tried out on small arrays.
 
-Whether an optimizer works element by element: packed rows hold many parameters in one array.
+`check_leafwise` compares a whole update with one part by part. `check_elementwise` is for packed
+rows, which hold many parameters in one array.
 """
 
 from collections.abc import Callable, Mapping

@@ -1,12 +1,10 @@
-"""The two products over a ring, by kernel and by plain JAX, and what the kernels cannot take.
+"""The two products over a ring, by kernel and by plain JAX, their gradients and their limits.
 
-All-gather then multiply, and multiply then reduce-scatter, are each other's gradient.
-
-`pair` makes two differentiable functions of any two implementations. Nothing gathered is saved: the
-gradient of the weights sends x (or the gradient) round once more, S - 1 shards over the links,
-while it is multiplied (in plain JAX: XLA hides the one under the other).
-The gradient of the activations multiplies by w transposed, which is a copy of w: 2 K N numbers of
-traffic beside the product's 2 R K N flops.
+All-gather then multiply, and multiply then reduce-scatter, are each other's gradient. `pair` makes
+two differentiable functions of any two implementations. Nothing gathered is saved: the gradient of
+the weights sends x (or the gradient) round once more, S - 1 shards over the links, while it is
+multiplied (in plain JAX, XLA hides one under the other). The gradient of the activations multiplies
+by w transposed, which is a copy of w: 2 K N numbers of traffic beside the product's 2 R K N flops.
 """
 
 from collections.abc import Callable

@@ -1,9 +1,9 @@
-"""Programs as data: the equations of a function, parts of them, and what a pullback keeps.
+"""Programs as data: the equations of a function, parts of them, and the residuals of a pullback.
 
-`jax.vjp` decides what a backward pass needs; here its program is read. What depends on the input
-alone has to be kept; casts and gathers of parameters, masks from random keys are done again.
-
-What the tensors of a program are: which operation made them, and how they were named.
+`jax.vjp` decides which residuals a backward pass needs; this module reads its program. Residuals
+that depend on the input must be saved; those that follow from parameters and random keys alone
+(casts, gathers, masks) are computed again. `tensors_of` names each residual and the operation that
+made it.
 """
 
 import math

@@ -1,9 +1,8 @@
-"""Fetching a parameter moves it: to the device, cast, gather; backward, cast, reduce-scatter, add.
+"""Fetching a parameter: copy, cast, all-gather; backward: cast, reduce-scatter, add.
 
-Inside the data plane a parameter is `Stored`: what this device stores of it, and the slot its
-gradient goes to. The model is given the whole parameter in the compute dtype.
-
-How shards of parameters are gathered, and gradients added up and scattered, over data axes.
+Inside the data plane a parameter is `Stored`: this device's shard, and the slot that its gradient
+goes to. The model gets the whole parameter in the compute dtype. `Sending` is the choice between
+XLA's collectives and kernels for gathers and scatters over data axes.
 """
 
 from collections.abc import Callable

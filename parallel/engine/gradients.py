@@ -1,13 +1,12 @@
 """The data plane: loss and gradients of one step, every collective over data and fsdp written here.
 
-Inside, each device holds its own rows and its own shards. Microbatches run in a scan; what is
-scattered in every microbatch is scattered by `fetch`, the rest is reduced once, after the scan.
+Inside, each device holds its own rows and its own shards. Microbatches run in a scan. Gradients
+that are scattered in every microbatch are scattered by `fetch`; all others are reduced once, after
+the scan.
 
-Random keys of a step: one per row of the global batch, so that no mesh changes a mask.
-
-A variable that holds a key and says `per_row=True` becomes one key per row. Any other key, those
-of `nnx.Rngs` among them, becomes one per device and microbatch: right, but other masks on another
-mesh.
+Random keys: a variable that holds a key and says `per_row=True` becomes one key per row of the
+global batch, so that no mesh changes a mask. Any other key, those of `nnx.Rngs` among them, becomes
+one per device and microbatch: as random, but other masks on another mesh.
 """
 
 import warnings

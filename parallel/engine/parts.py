@@ -1,6 +1,7 @@
-"""A three-part model as a pipeline sees it: what is before, in, and after its layers.
+"""A model in three parts as a pass over a batch sees it: before, in, and after its layers.
 
-A model as a pass over a batch sees it, whoever runs it: stages, or a loop over layers.
+`ModelParts` are the functions and values of one device; `PlacedModel` makes them. Pipeline stages
+and the loop over layers both run them.
 """
 
 from collections.abc import Callable, Mapping

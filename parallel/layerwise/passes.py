@@ -1,10 +1,9 @@
-"""A pass over a batch written out, layer by layer: forward, the head, backward.
+"""A pass over a batch written out, layer by layer: forward, head, backward.
 
-Nothing here is the derivative of a loop. What is done after each layer's backward pass is up to
-the caller, so that no more than one layer's gradient has to wait for it. Layers that lie on the
-host are fetched one ahead of the one that runs, forward and backward.
-
-A pass over a batch through a list of layers: each is updated right after its backward pass.
+Nothing here is the derivative of a loop. The caller decides what happens after each layer's
+backward pass, so no more than one layer's gradient has to wait. Layers on the host are fetched one
+ahead of the layer that runs, forward and backward. `StackedPasses` is for stacked arrays,
+`ListedPasses` for a list of layers.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,14 +1,10 @@
-"""The data plane of a step whose loop over layers is written out, forward and backward.
+"""Data planes whose loop over layers is written out, forward and backward.
 
-It fetches layers from the host one ahead of the one that runs (`by_layer`).
-
-The data plane of a step that updates each layer in the backward pass, and then forgets its
-gradient.
-
-As soon as a layer's gradients are there they are reduced over all devices, divided by the weight
-of the loss (the head has told it before) and applied; parameters and moments are stacks that the
-loop carries and updates in place. Rows of a stack keep their first dimension, of length 1, so that
-specs and masks fit.
+`LayerwisePlane` fetches layers from the host, one ahead of the layer that runs. `LayerUpdatePlane`
+also updates each layer within the backward pass and then drops its gradient: the gradients are
+reduced over all devices, divided by the weight of the loss (the head computes it first) and
+applied. Parameters and moments are stacks that the loop carries and updates in place. Rows of a
+stack keep their first dimension, of length 1, so that specs and masks fit.
 """
 
 from collections.abc import Callable, Mapping

@@ -1,16 +1,12 @@
-"""The executor: runs any table of tasks in one program, one scan over ticks per segment.
+"""The pipeline executor: runs any table in one program, one scan over ticks per segment.
 
 In a tick a stage receives what its neighbours sent in the tick before, then runs its forward slot
-(and the head, on the last stage), its backward slot, its weight slot. What a backward pass needs
-waits in rings, whose slots the table's compiler has assigned. Neither the size of the program nor
-its memory depends on the number of microbatches.
+(and the head, on the last stage), its backward slot and its weights slot. Residuals wait in rings
+whose slots the table's compiler has assigned, so neither the size of the program nor its memory
+depends on the number of microbatches.
 
-One row of a compiled table as a stage sees it, and what is so in all ticks of a segment.
-
-What a stage of a pipeline holds while it runs: its layers, what waits in rings, what is summed.
-
-The slots of the rings were assigned by the table's compiler; neither their number nor the size of
-the program depends on how many microbatches there are.
+`Facts` and `StageTick` are one row of the table as a stage reads it, `Pipeline` is the stage: first
+the state that it holds, then what it does in a tick.
 """
 
 from collections.abc import Callable

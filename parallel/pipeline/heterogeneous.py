@@ -1,12 +1,9 @@
-"""A list of unlike layers as a pipeline sees it: one unit for each virtual stage.
+"""Pipelines of layers that differ: one unit for each virtual stage.
 
 Every stage stores its own parameters, padded to the largest stage (`packing`), and activations of
-different shapes go from stage to stage in buffers as long as the largest needs.
-
-Stages that differ as one: every pass is a switch over the virtual stage, its values packed.
-
-Only the passes of the stage's own layers run, the compiler gets those of all stages. What moves
-between devices moves outside of the switch.
+different shapes travel in buffers as long as the largest needs. All devices run one program: every
+pass is a switch over the virtual stage, on packed values. A device runs only the passes of its own
+layers, but compiles those of all. Transfers between devices stay outside of the switch.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,10 +1,9 @@
-"""Trees of arrays that differ from stage to stage, in buffers of one length.
+"""Arrays that differ from stage to stage, packed into buffers of one length.
 
-All devices run one program, so what waits in a ring, goes to a neighbour or is stored has the same
+All devices run one program, so residuals in a ring, messages and stored parameters have the same
 shape on every stage. A tree is packed into one flat buffer for each dtype, as long as the largest
-tree needs; the rest is zeros, and nothing reads it.
-
-Packed layers on the stages of a mesh: made, stored and restored without a device holding all.
+tree needs; the rest is zeros that nothing reads. `PackedLayers` and `OnStages` make, store and
+restore packed layers without any device holding all of them.
 """
 
 import math

@@ -1,11 +1,7 @@
-"""The data plane of a pipeline: its microbatches go through the stages of the pipe axis.
+"""The data plane of a pipeline: microbatches go through the stages of the axis `pipe`.
 
-What stands against recomputing in all microbatches but the last (torchgpipe's except_last).
-
-In one tick some stages recompute and others do not. No collective is put where stages go different
-ways, and a backward pass in two halves would recompute for the first one only.
-
-What waits in a pipeline, from the tick that makes it on, and how much memory that takes.
+It also says when `remat="except_last"` (torchgpipe's: recompute in all microbatches but the last)
+is impossible, and how much memory waits between ticks.
 """
 
 import math

@@ -1,12 +1,9 @@
-"""A ring of what waits for backward passes, parts of it in host memory, on all stages or on some.
+"""Ring buffers of a pipeline: residuals that wait for backward passes, and links between stages.
 
-What goes to the host on some stages only has a ring in both memories, each as deep as the stages
-that use it need: the last stages of 1F1B have few microbatches under way, and may keep on the
-device what the first ones send away.
-
-What the stages of a pipeline send each other: along which links, from which to which.
-
-Arrays by unit and slot: ring buffers of what waits, parameters and gradients by chunk.
+`Links` are the permutes between stages, `Slots` the arrays by unit and slot, `Ring` the residuals,
+of which parts may wait in host memory. If only some stages send residuals to the host, there is a
+ring in both memories, each as deep as the stages that use it need: the last stages of 1F1B have few
+microbatches under way and keep on the device what the first ones send away.
 """
 
 from collections.abc import Callable, Sequence

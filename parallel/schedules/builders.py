@@ -1,11 +1,11 @@
-"""Schedules whose model goes round and round the stages, in one round (chunks=1) or several.
+"""The functions that build the named schedules.
 
-The combined ones run a forward and a backward (and weights) slot side by side in every tick, on all
-stages, without a branch; the others run one task per stage and tick.
+Looped schedules: the model goes round the stages once (chunks=1) or several times. Combined ones
+run a forward and a backward (and weights) slot side by side in every tick, on all stages, without
+a branch; the others run one task per stage and tick.
 
-Schedules on a V: the model goes down the stages and up again, two chunks on each stage.
-
-Stage 0 holds the first and the last chunk, so the loss is known where the model begins.
+Schedules on a V: the model goes down the stages and up again, two chunks on each stage. Stage 0
+holds the first and the last chunk, so the loss is computed where the model begins.
 """
 
 from collections import Counter

@@ -1,10 +1,12 @@
 """A schedule is a table: which stage works on which microbatch, tick by tick.
 
-Within a tick: receive what the neighbours sent in the last tick; run the F slot (after the last
-virtual stage: head and loss, which give the dy of its B); run the B slot; run the W slot. A stage
-has one slot of each kind, so it sends at most one message of each kind per tick.
+Within a tick a stage receives what its neighbours sent in the last tick, then runs its forward slot
+F (after the last virtual stage also the head and the loss, which give the gradient that B starts
+from), its backward slot B and its weights slot W. A stage has one slot of each kind, so it sends at
+most one message of each kind per tick.
 
-From orders to ticks: every stage runs its lists of cells in order, each as early as it can.
+`lay_out` turns orders into ticks: every stage runs its lists of cells in order, each cell as early
+as it can.
 """
 
 import math

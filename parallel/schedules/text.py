@@ -1,4 +1,4 @@
-"""The text form of a schedule, read: a line per stage, as torch.distributed.pipelining writes it.
+"""Schedules as text: a line per stage, in the notation of torch.distributed.pipelining.
 
     0F0 0F1 .       0B0     0B1
     .   1F0 1F1+1B0 1B1     .
@@ -8,10 +8,9 @@ I a backward with respect to the input only, W the weights' part of it. Cells ar
 blanks, or by commas (CSV); `.` or nothing is idle. Empty lines and lines that begin with # are
 skipped.
 
-If the cells, taken as ticks, can run as they stand, they are the ticks. Otherwise only the order
-of each line counts, idle marks are ignored, and every cell runs in the earliest tick that it can.
-
-A table as its author wrote it, and what is wrong with it: the words around, the cell marked.
+If the cells can run as ticks just as they stand, they are the ticks. Otherwise only the order of
+each line counts: idle marks are ignored, and every cell runs in the earliest tick that it can.
+Errors show the lines around the mistake, with the cell marked.
 """
 
 import re
