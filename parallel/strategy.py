@@ -1,8 +1,14 @@
 """A strategy is a table: logical axis -> mesh axes, in four columns, and a fifth for the memory.
 
-ZeRO stages are nothing but columns. Rows of `gradients` and `moments` come on top of the
-parameter's own placement. The row `*` means: the first free dimension that divides. The column
-`memory` says of which part of the state the host keeps what: `moments -> host`.
+Why logical axes? A model knows what its dimensions mean ("embed", "mlp", "heads", "vocab") but not
+on which devices it will run. A strategy knows the devices but no model. So the model names its
+dimensions once, and the table says which mesh axes split a dimension of that name. One model runs
+under every strategy, one strategy fits every model, and switching is editing a row.
+
+Columns: `parameters`, `gradients` and `moments` of the optimizer, `activations`. ZeRO stages are
+nothing but columns: rows of `gradients` and `moments` come on top of the parameter's own placement.
+The row `*` means the first free dimension that divides. The column `memory` maps parts of the state
+to host memory: `moments -> host`.
 """
 
 from collections.abc import Mapping
