@@ -21,7 +21,23 @@ from hfjax.plan.optimizer_state import converted, reformed
 def canonical(layout: Layout, state: State) -> State:
     """Return the state with its layers in the model's order: what to save, and to look at.
 
-    Any layout of the same model can restore it, whatever its mesh, strategy or schedule.
+    Any layout of the same model can restore it, whatever its mesh, strategy or schedule. A state
+    whose layers lie so already comes back as it is.
+
+    Args:
+        layout: A layout of the model to which the state belongs.
+        state: The state, its layers stored for any schedule; it is not donated.
+
+    Example:
+        >>> import hfjax, optax
+        >>> from hfjax.models.gpt import GPT, GPTConfig
+        >>> config = GPTConfig.tiny(embed=16, layers=8, length=8)
+        >>> mesh, schedule = hfjax.make_mesh(pipe=4, data=2), hfjax.Schedule("interleaved", 8)
+        >>> model = lambda rngs: GPT(config, rngs=rngs)
+        >>> layout = hfjax.layout(model, optax.sgd(0.1), mesh, hfjax.PIPE)
+        >>> state = hfjax.init(layout, schedule=schedule)  # two chunks on each stage
+        >>> state.order.tolist(), hfjax.canonical(layout, state).order.tolist()
+        ([0, 4, 1, 5, 2, 6, 3, 7], [0, 1, 2, 3, 4, 5, 6, 7])
     """
     return rearrange(layout.as_the_model, state)
 
