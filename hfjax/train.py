@@ -170,14 +170,14 @@ class TrainStep:
         and a step that is not finite is told by metrics["finite"] alone.
 
         Args:
-            state: The state from `hfjax.init`, `hfjax.restore` or the call before. It is donated. Where
-                another schedule has stored its layers, they are rearranged first.
-            batch: Pytree of arrays with the same number of rows. Rows have to divide by devices times
-                microbatches. With several processes, each gives its own rows.
+            state: The state from `hfjax.init`, `hfjax.restore` or the call before. It is donated.
+                Where another schedule has stored its layers, they are rearranged first.
+            batch: Pytree of arrays with the same number of rows. Rows have to divide by devices
+                times microbatches. With several processes, each gives its own rows.
 
         Raises:
-            FloatingPointError: A step, at least two calls ago, was not finite, and `nonfinite` of the
-                execution does not skip it.
+            FloatingPointError: An earlier step, the last two aside, was not finite, and `nonfinite`
+                of the execution does not skip it.
         """
         if is_traced((state, batch)):
             return self._within(state, batch)
@@ -307,8 +307,8 @@ class TrainStep:
         Under `nonfinite="skip"` it warns instead, unless it was one too many in a row (`patience`).
 
         Args:
-            state: The state that the last call returned: the message says whether its parameters are
-                finite.
+            state: The state that the last call returned: the message says whether its parameters
+                are finite.
         """
         self._watch.check(state, lag=0)
 

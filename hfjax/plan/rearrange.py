@@ -30,14 +30,17 @@ def canonical(layout: Layout, state: State) -> State:
 
     Example:
         >>> import hfjax, optax
-        >>> from hfjax.models.gpt import GPT, GPTConfig
-        >>> config = GPTConfig.tiny(embed=16, layers=8, length=8)
-        >>> mesh, schedule = hfjax.make_mesh(pipe=4, data=2), hfjax.Schedule("interleaved", 8)
-        >>> model = lambda rngs: GPT(config, rngs=rngs)
-        >>> layout = hfjax.layout(model, optax.sgd(0.1), mesh, hfjax.PIPE)
+        >>> from flax import nnx
+        >>> class Model(nnx.Module):
+        ...     def __init__(self, rngs):
+        ...         layer = lambda rngs: nnx.Linear(8, 8, rngs=rngs)
+        ...         self.layers = hfjax.models.parts.stacked(4, layer, rngs)
+        ...     embed = head = lambda self, x: x
+        >>> mesh, schedule = hfjax.make_mesh(pipe=2, data=4), hfjax.Schedule("interleaved", 8)
+        >>> layout = hfjax.layout(Model, optax.sgd(0.1), mesh, hfjax.PIPE)
         >>> state = hfjax.init(layout, schedule=schedule)  # two chunks on each stage
         >>> state.order.tolist(), hfjax.canonical(layout, state).order.tolist()
-        ([0, 4, 1, 5, 2, 6, 3, 7], [0, 1, 2, 3, 4, 5, 6, 7])
+        ([0, 2, 1, 3], [0, 1, 2, 3])
     """
     return rearrange(layout.as_the_model, state)
 
