@@ -89,7 +89,8 @@ class Collectives(Rows[Collective]):
 
         Example:
             >>> import hfjax, jax, jax.numpy as jnp
-            >>> hfjax.collectives(jax.jit(jnp.sin).lower(1.0)).total("all-reduce", axes=("data", "fsdp"))
+            >>> found = hfjax.collectives(jax.jit(jnp.sin).lower(1.0))
+            >>> found.total("all-reduce", axes=("data", "fsdp"))
             0
         """
         return sum(row.bytes * row.count for row in self._matching(kind, axes))

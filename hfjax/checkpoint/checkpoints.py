@@ -145,7 +145,8 @@ class Checkpoints:
             state: The state; its layers may be stored for any schedule.
             data: What JSON has: the position in the data, for instance `loader.state()`.
             metrics: {name: number}, written beside it. `Keep(best=…)` needs the one that it names.
-            force: Whether to delete the same and later steps first: those of a run that is given up.
+            force: Whether to delete the same and later steps first, those of a run that is given
+                up.
 
         Raises:
             ValueError: The step or a later one is saved already, without `force`.

@@ -43,8 +43,8 @@ class Keep:
         """Return those of the saved steps that are kept, in ascending order.
 
         Args:
-            metrics: {step: its metrics} of all saved steps. A step without the metric by which steps
-                are judged is none of the best.
+            metrics: {step: its metrics} of all saved steps. A step without the metric by which
+                steps are judged is none of the best.
 
         Example:
             >>> import hfjax

@@ -34,6 +34,8 @@ class Partition:
         >>> print(hfjax.partition(layers, stages=2))
         4 layers on 2 stages
           part  stage  chunk  layers  bytes  share
+             0      0      0     0-1    160  50.0%
+             1      1      0     2-3    160  50.0%
     """
 
     layers: Any  # a tuple of modules, or one module that stacks them

@@ -210,9 +210,9 @@ class Pipe:
     ) -> tuple[jax.Array, Any]:
         """Run the schedule; return (loss of each microbatch, outputs or None).
 
-        Gradients of the mean over all rows are in `gradients` afterwards. Microbatch m is the m-th one
-        of all devices that hold rows; the loss of one that weighs nothing is NaN, and it adds nothing
-        to the gradients.
+        Gradients of the mean over all rows are in `gradients` afterwards. Microbatch m is the m-th
+        one of all devices that hold rows; the loss of one that weighs nothing is NaN, and it adds
+        nothing to the gradients.
 
         Args:
             x: What enters the first layer, with a row for each example.

@@ -31,10 +31,11 @@ def canonical(layout: Layout, state: State) -> State:
     Example:
         >>> import hfjax, optax
         >>> from flax import nnx
+        >>> from hfjax.models.parts import stacked
         >>> class Model(nnx.Module):
         ...     def __init__(self, rngs):
         ...         layer = lambda rngs: nnx.Linear(8, 8, rngs=rngs)
-        ...         self.layers = hfjax.models.parts.stacked(4, layer, rngs)
+        ...         self.layers = stacked(4, layer, rngs)
         ...     embed = head = lambda self, x: x
         >>> mesh, schedule = hfjax.make_mesh(pipe=2, data=4), hfjax.Schedule("interleaved", 8)
         >>> layout = hfjax.layout(Model, optax.sgd(0.1), mesh, hfjax.PIPE)

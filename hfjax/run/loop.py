@@ -56,7 +56,20 @@ PROMPT = "\ndef "
 
 
 class Result(NamedTuple):
-    """How a run ended."""
+    """How a run ended.
+
+    Attributes:
+        state: The last state.
+        step: The number of steps that it has taken.
+        loss: Of the last step that this call did; None if it did none.
+        valid_loss: The last validation's; None if there was none.
+        reason: Why it stopped early: SIGTERM, SIGINT, asked; None if it did not.
+
+    Example:
+        >>> from hfjax.run import Result
+        >>> Result(state=None, step=300, loss=1.5, valid_loss=None, reason=None).loss
+        1.5
+    """
 
     state: hfjax.State
     step: int
@@ -66,7 +79,29 @@ class Result(NamedTuple):
 
 
 def train(config: Train) -> Result:
-    """Train, from the beginning or from the directory's latest checkpoint; return how it ended."""
+    """Train, from the beginning or from the directory's latest checkpoint; return how it ended.
+
+    It takes SIGTERM and Ctrl-C while it runs (so: the main thread), ends the process if it hangs
+    (`config.timeout`), and writes config.yaml, metrics and checkpoints to `config.directory`.
+
+    Args:
+        config: What is trained on what, and how: see `hfjax train --help`.
+
+    Example:
+        >>> import contextlib, io, numpy as np, tempfile
+        >>> from hfjax.data import write_tokens
+        >>> from hfjax.run import Train, train
+        >>> from hfjax.run.config import Data, Log, Model
+        >>> folder = tempfile.TemporaryDirectory()
+        >>> _ = write_tokens(f"{folder.name}/data", [np.arange(200)], vocab=256)
+        >>> model, log = Model(layers=1, heads=2, embed=16, length=8), Log(sample=0, valid_every=0)
+        >>> data = Data(train=(f"{folder.name}/data",))
+        >>> config = Train(f"{folder.name}/run", steps=2, batch=8, model=model, data=data, log=log)
+        >>> with contextlib.redirect_stdout(io.StringIO()):
+        ...     result = train(config)
+        >>> result.step, result.reason
+        (2, None)
+    """
     with ExitStack() as stack:
         enter = stack.enter_context
         watchdog = enter(Watchdog(config.timeout))
