@@ -179,8 +179,8 @@ def assert_strategies_agree(
         strategies: {name: (strategy, mesh sizes)}, or with fields of its own execution:
             {"1F1B": (PIPE, {"pipe": 4}, {"schedule": Schedule("1f1b", 8)})}. None: each that the
             model can have on the devices that are here, with every array split however small.
-        optimizer: None: AdamW with an eps of 1e-4; a smaller one amplifies rounding where a gradient
-            is truly zero.
+        optimizer: Any optax transformation. None: AdamW with an eps of 1e-4; a smaller one
+            amplifies rounding where a gradient is truly zero.
         steps: How many steps each takes.
         options: `forward` and `axes` of `hfjax.layout`, and fields of `Execution` for all of them.
 

@@ -117,7 +117,29 @@ def train_step(layout: Layout, loss: Callable, **execution: Any) -> "TrainStep":
 
 
 class TrainStep:
-    """A jitted training step. Call it; `lower(batch)` gives the program without running it."""
+    """A jitted training step. Call it; `lower(batch)` gives the program without running it.
+
+    `hfjax.train_step` makes one. `layout` and `execution` say what it was made of; `offloaded` and
+    `kernels` are reports to print.
+
+    Args:
+        layout: Where everything lives, as `hfjax.layout` returns it.
+        loss: Function of (outputs, batch), as `train_step` takes it.
+        execution: How it runs.
+
+    Example:
+        >>> import hfjax, numpy as np, optax
+        >>> from flax import nnx
+        >>> model = lambda rngs: nnx.Linear(8, 4, rngs=rngs)
+        >>> layout = hfjax.layout(model, optax.sgd(0.1), hfjax.make_mesh(data=8), hfjax.DDP)
+        >>> step = hfjax.train_step(layout, lambda outputs, batch: (outputs**2).mean())
+        >>> state = hfjax.init(layout)
+        >>> for batch in 3 * [np.ones((16, 8), np.float32)]:
+        ...     state, metrics = step(state, batch)
+        >>> step.check(state)  # FloatingPointError if a step was not finite
+        >>> int(state.step), int(metrics["step"])  # steps taken; the number of the last, from 0
+        (3, 2)
+    """
 
     def __init__(self, layout: Layout, loss: Callable, execution: Execution):
         check_given(layout, loss)

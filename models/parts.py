@@ -244,6 +244,11 @@ class Dropout(nnx.Module):
         self.key = RowKey(rngs.dropout(), per_row=True) if 0 < rate < 1 else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
+        """Return x with elements dropped, or as it is in an evaluation.
+
+        Args:
+            x: An array with a row for each row of the batch.
+        """
         if self.deterministic or self.rate == 0:
             return x
         if self.key is None:

@@ -175,7 +175,8 @@ class TokenSet:
     def check(self) -> None:
         """Refuse files that changed since they were written: small ones are read, others sampled.
 
-        A large file whose samples are not written down is one of an earlier hfjax. `Loader` does this.
+        A large file whose samples are not written down is one of an earlier hfjax. `Loader` does
+        this.
 
         Example:
             >>> import numpy as np, tempfile

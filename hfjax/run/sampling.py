@@ -73,10 +73,14 @@ def generate(
 
     Example:
         >>> import hfjax, optax
-        >>> from hfjax.models.gpt import GPT, GPTConfig
+        >>> from flax import nnx
         >>> from hfjax.run import generate
-        >>> model = lambda rngs: GPT(GPTConfig.tiny(layers=1, embed=16, length=8), rngs=rngs)
-        >>> layout = hfjax.layout(model, optax.sgd(0.1), hfjax.make_mesh(data=8), hfjax.DDP)
+        >>> class Bigrams(nnx.Module):
+        ...     def __init__(self, rngs):
+        ...         self.table = nnx.Embed(256, 256, rngs=rngs)
+        ...     def __call__(self, batch):
+        ...         return self.table(batch["tokens"][:, :-1])
+        >>> layout = hfjax.layout(Bigrams, optax.sgd(0.1), hfjax.make_mesh(data=8), hfjax.DDP)
         >>> tokens = generate(layout, hfjax.init(layout), b"Once", 5, length=8, vocab=256)
         >>> len(tokens), all(0 <= token < 256 for token in tokens)
         (5, True)

@@ -69,12 +69,18 @@ SCHEDULES: dict[str, Builder] = {
 class Schedule:
     """How the microbatches of a step go through the pipeline.
 
-    `name` is one of gpipe, 1f1b, 1f1b-half, interleaved, interleaved-half, looped-bfs, zb, zb-h1,
-    zb-h2, zb-v, v, v-zb, dualpipe-v, pipedream, 2bw and, for evaluations, forward. `balance` is
-    even, parameters, flops, or the number of layers of each virtual stage in the model's order.
-
     Under pipedream and 2bw stages update their layers on the way, and the rest of the model once
     at the end: `hfjax.update.asynchronous` says when, and from which gradients.
+
+    Attributes:
+        name: gpipe, 1f1b, 1f1b-half, interleaved, interleaved-half, looped-bfs, zb, zb-h1, zb-h2,
+            zb-v, v, v-zb, dualpipe-v, pipedream, 2bw; forward (for evaluations only).
+        microbatches: Into how many the rows of a step, or of each accumulated part, are split.
+        chunks: Pieces of the model on each stage. None: as the schedule has them.
+        balance: even, parameters or flops; or the number of layers of each virtual stage, in the
+            model's order.
+        own: A table of your own, instead of one by name: see `from_text` and `from_csv`.
+        every: Of 2bw: microbatches of one update. None: as many as stages, at least 2.
 
     Example:
         >>> import hfjax
