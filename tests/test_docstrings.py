@@ -51,7 +51,10 @@ EXAMPLES = {  # what has no example, and why
     "hfjax.models.parts:Plain.matmul": HANDED,
     "hfjax.models.parts:Plain.outputs": HANDED,
 }
-SKIPPED = {"hfjax:target_devices"}  # needs the wheels that compile for CUDA
+SKIPPED = {  # whose example does not run here, and why
+    "hfjax:target_devices": "it needs the wheels that compile for CUDA; tests/test_target.py",
+    "hfjax.run:train": "a run takes ten seconds; docs/training.md has one that is run",
+}
 
 
 def public():
@@ -89,7 +92,9 @@ def arguments(function):
     """Return the names of all arguments but self."""
     if inspect.isclass(function):
         if issubclass(function, tuple):
-            return list(function._fields)
+            return list(getattr(function, "_fields"))  # noqa: B009  (of a NamedTuple)
+        if function.__init__ is object.__init__:
+            return []
         function = function.__init__
     return [name for name in inspect.signature(function).parameters if name != "self"]
 
@@ -125,10 +130,10 @@ def test_every_public_function_has_an_example(name):
 
 
 @pytest.mark.parametrize("name", public())
-def test_examples_run_but_for_those_that_cannot_here(name):
+def test_every_example_runs_but_those_that_cannot_here(name):
     assert ("doctest: +SKIP" in told(name)) == (name in SKIPPED)
 
 
 def test_the_exceptions_are_public_and_needed():
-    assert ARGUMENTS.keys() | EXAMPLES.keys() | SKIPPED <= public().keys()
+    assert ARGUMENTS.keys() | EXAMPLES.keys() | SKIPPED.keys() <= public().keys()
     assert not [name for name in EXAMPLES if is_shown(name)]

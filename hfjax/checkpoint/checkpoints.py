@@ -15,6 +15,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+from jax.typing import DTypeLike
+
 from hfjax.checkpoint.arrays import describe
 from hfjax.checkpoint.compare import arrays_to_save, step_of
 from hfjax.checkpoint.directory import (
@@ -209,7 +211,7 @@ class Checkpoints:
         self,
         step: int | None = None,
         *,
-        dtype: Any = None,
+        dtype: DTypeLike | None = None,
         parameters_only: bool = False,
         verify: bool = True,
         on_damage: str = "refuse",
@@ -310,7 +312,7 @@ def restore(
     layout: Layout,
     step: int | None = None,
     *,
-    dtype: Any = None,
+    dtype: DTypeLike | None = None,
     parameters_only: bool = False,
     verify: bool = True,
     on_damage: str = "refuse",

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax.typing import DTypeLike
 
 from hfjax.base.paths import Flat, flatten, nest
 from hfjax.optimizers.transforms import Master, Without
@@ -46,13 +47,13 @@ class AdamW(optax.GradientTransformationExtraArgs):
 
 
 def adamw(
-    learning_rate: Any,
+    learning_rate: optax.ScalarOrSchedule,
     b1: float = 0.9,
     b2: float = 0.999,
     eps: float = 1e-8,
     weight_decay: float = 1e-4,
     mask: Any = None,
-    mu_dtype: Any = None,
+    mu_dtype: DTypeLike | None = None,
 ) -> AdamW:
     """Return optax.adamw: the same numbers, the same state, wherever an optimizer is expected.
 

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax.typing import DTypeLike
 
 from hfjax.base.paths import flatten, matches, nest
 
@@ -145,7 +146,7 @@ class Master(optax.GradientTransformationExtraArgs):
     inner: Any  # the optimizer that it was made of
 
 
-def master(optimizer: optax.GradientTransformation, stored: Any = "bfloat16") -> Master:
+def master(optimizer: optax.GradientTransformation, stored: DTypeLike = "bfloat16") -> Master:
     """Return the optimizer of a float32 copy of the parameters; the state's are stored narrower.
 
     After each step a parameter is its master weight, rounded. The optimizer sees master weights
