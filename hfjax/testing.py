@@ -38,7 +38,7 @@ def strategies(devices: int, tensor: bool = True) -> dict[str, tuple[Strategy, S
     """Return {name: (strategy, mesh sizes)}: each strategy and combination for so many devices.
 
     Args:
-        devices: How many, a power of two.
+        devices: How many, for instance a power of two.
         tensor: Whether to include strategies that split layers over tensor.
 
     Example:

@@ -45,7 +45,8 @@ class Strategy:
             alone means whole.
         moments: Where the optimizer's arrays lie, on top of the parameter's own placement.
         activations: Where rows, heads, the sequence and the like of activations lie.
-        memory: {"moments", "master" or "parameters": "host"}: what the host keeps.
+        memory: What the host keeps: moments, master or parameters -> "host" or "device"; of
+            moments also the share of their bytes from 0 to 1.
         replicate_below: Arrays with fewer elements in a layer ignore the row `*`. None: 2**14.
 
     Example:

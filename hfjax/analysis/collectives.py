@@ -57,7 +57,7 @@ class Collective:
 
     @property
     def moved(self) -> int:
-        """Returns the bytes that one device sends in all these calls, by a ring, rounded up."""
+        """Return the bytes that one device sends in all these calls, by a ring, rounded up."""
         if self.kind == "permute":
             return self.bytes * self.count
         rounds = (2 if self.kind == "all-reduce" else 1) * (self.devices - 1)

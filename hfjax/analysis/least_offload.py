@@ -22,7 +22,7 @@ class Least:
 
 
 def least_offload(build: Callable[[float], int], memory: int, steps: int = STEPS) -> Least:
-    """Return the least ratio on the grid of 1/steps whose peak fits, a neighbour below not.
+    """Return the least offload that fits: a ratio on the grid of 1/steps; the one below does not.
 
     That more offload takes less memory is not taken for granted: the next ratio but one below is
     built as well, and where that fits the search goes on below it.

@@ -36,7 +36,8 @@ def rate(
         end: The last rate, as a part of the peak from 0 to 1; "constant" takes no notice of it.
         decay: Of the way down: cosine, linear or constant.
         hold: Updates at the peak before the way down.
-        shape: Of the way up: linear (the first rate is peak / warmup), or log (it begins at zero).
+        shape: Of the way up: linear (the first rate is peak / warmup), or log (the first is zero,
+            unless the way up is one update).
 
     Returns:
         A function of the number of updates done, as optax takes it.

@@ -89,7 +89,8 @@ class Layout:
 
         Args:
             specs: {path: PartitionSpec}, of as many parameters as you like; others stay where they
-                are. A spec may name axes of the mesh whose sizes divide the dimension.
+                are. The sizes of the axes that split a dimension have to divide it; data and fsdp
+                come before tensor.
 
         Raises:
             ValueError: A path is unknown, or the parameter cannot be placed so.
