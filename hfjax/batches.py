@@ -22,9 +22,28 @@ def microbatches_of(execution: Execution) -> int:
 
 
 def shard_batch(layout: Layout, batch: Any, microbatches: int = 1) -> Any:
-    """Return a batch on its devices; with several processes, each gives its own rows.
+    """Return a batch on its devices, rows split over data and fsdp.
 
-    Processes that hold other stages of the same rows give the same rows.
+    A step does this by itself; do it ahead to overlap the copy with the step before.
+
+    Args:
+        layout: The layout of the step that takes the batch.
+        batch: Pytree of arrays with the same number of rows. With several processes each gives its
+            own rows (`rows_of_process`); processes that hold other stages of the same rows give the
+            same rows.
+        microbatches: Into how many the step splits the rows: rows have to divide by devices times
+            microbatches.
+
+    Raises:
+        ValueError: It is no pytree of arrays, or its rows do not divide.
+
+    Example:
+        >>> import hfjax, jax.numpy as jnp, numpy as np, optax
+        >>> model = lambda rngs: {"w": jnp.zeros((64, 8))}
+        >>> layout = hfjax.layout(model, optax.sgd(0.1), hfjax.make_mesh(data=8), hfjax.DDP)
+        >>> batch = hfjax.shard_batch(layout, {"x": np.ones((16, 64))})
+        >>> batch["x"].addressable_shards[0].data.shape
+        (2, 64)
     """
     where = NamedSharding(layout.mesh, P(BATCH_AXES))
     check_batch(layout, batch, microbatches, _shares(layout))
@@ -37,7 +56,19 @@ def shard_batch(layout: Layout, batch: Any, microbatches: int = 1) -> Any:
 
 
 def rows_of_process(layout: Layout, rows: int) -> np.ndarray:
-    """Return which rows of a global batch this process gives to `shard_batch`, in order."""
+    """Return which rows of a global batch this process gives to `shard_batch`, in order.
+
+    Args:
+        layout: The layout of the step that takes the batch.
+        rows: The number of rows of the global batch.
+
+    Example:
+        >>> import hfjax, jax.numpy as jnp, optax
+        >>> model = lambda rngs: {"w": jnp.zeros((64, 8))}
+        >>> layout = hfjax.layout(model, optax.sgd(0.1), hfjax.make_mesh(data=8), hfjax.DDP)
+        >>> hfjax.rows_of_process(layout, 8).tolist()  # of one process: all
+        [0, 1, 2, 3, 4, 5, 6, 7]
+    """
     check_batch(layout, jax.ShapeDtypeStruct((rows,), "int32"), 1)
     split = NamedSharding(layout.mesh, P(BATCH_AXES)).addressable_devices_indices_map((rows,))
     numbers = np.arange(rows)
@@ -113,7 +144,23 @@ def is_placed(batch: Any, where: NamedSharding) -> bool:
 
 
 def full(params: Any) -> Any:
-    """Return the whole arrays in host memory, leaf by leaf (summon_full_params)."""
+    """Return the whole arrays in host memory, leaf by leaf (summon_full_params).
+
+    Random keys come back as jax arrays, everything else as NumPy arrays. With several processes
+    all of them call it, and each gets the whole.
+
+    Args:
+        params: Pytree of `jax.Array`: a state, its parameters, or a part of them.
+
+    Example:
+        >>> import hfjax, optax
+        >>> from flax import nnx
+        >>> model = lambda rngs: nnx.Linear(8, 4, rngs=rngs)
+        >>> layout = hfjax.layout(model, optax.sgd(0.1), hfjax.make_mesh(fsdp=8), hfjax.FSDP)
+        >>> kernel = hfjax.full(hfjax.init(layout).params)["kernel"]
+        >>> type(kernel).__name__, kernel.shape
+        ('ndarray', (8, 4))
+    """
     return jax.tree.map(_whole, params)
 
 

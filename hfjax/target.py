@@ -54,8 +54,21 @@ def can_compile_for_gpus() -> bool:
 def target_devices(gpu: str = "h200", count: int = 8) -> list[Any]:
     """Return devices to build a mesh of and compile for; nothing can run on them.
 
-    `make_mesh(devices=target_devices("h200", 512), fsdp=-1)`, then `layout`, `train_step` and
-    `step.lower(batch).compile()`: the real scheduled program, its memory and its collectives.
+    A mesh of them, `layout`, `train_step` and `step.lower(batch).compile()` give the real scheduled
+    program, its memory and its collectives. It takes the wheels that compile for CUDA, but no GPU.
+
+    Args:
+        gpu: Which one: "h100" or "h200".
+        count: How many: up to 8 (one host), or a multiple of 8 (whole hosts).
+
+    Raises:
+        ValueError: The wheels are missing (the message says what to install), or `count` is not
+            of whole hosts.
+
+    Example:
+        >>> import hfjax
+        >>> devices = hfjax.target_devices("h200", 512)  # doctest: +SKIP
+        >>> mesh = hfjax.make_mesh(devices=devices, data=64, fsdp=8)  # doctest: +SKIP
     """
     if gpu not in GPUS:
         raise ValueError(f"gpu {gpu!r}: one of {', '.join(GPUS)}.")

@@ -37,8 +37,14 @@ Sizes = Mapping[str, int]
 def strategies(devices: int, tensor: bool = True) -> dict[str, tuple[Strategy, Sizes]]:
     """Return {name: (strategy, mesh sizes)}: each strategy and combination for so many devices.
 
-    >>> strategies(2)["FSDP"][1]
-    {'fsdp': 2}
+    Args:
+        devices: How many, for instance a power of two.
+        tensor: Whether to include strategies that split layers over tensor.
+
+    Example:
+        >>> from hfjax.testing import strategies
+        >>> strategies(2)["FSDP"][1]
+        {'fsdp': 2}
     """
     half = devices // 2
     cases: dict[str, tuple[Strategy, Sizes]] = {
@@ -163,12 +169,33 @@ def assert_strategies_agree(
     """Train under each strategy and on one device; raise AssertionError where they differ.
 
     Compared are the losses, the gradients of the first step and the parameters after the last
-    (relative to the norm of the whole tree), and the place of every array. The default AdamW has
-    an eps of 1e-4: a smaller one amplifies rounding where a gradient is truly zero. A strategy
-    comes with its mesh sizes and, if it needs any, fields of its own execution:
-    {"1F1B": (PIPE, {"pipe": 4}, {"schedule": Schedule("1f1b", 8)})}. `options` are `forward` and
-    `axes` of `layout`, and fields of `Execution` for all of them. Float64 parameters must agree
-    to 1e-9, others to 1e-5. Returns the greatest relative difference by strategy.
+    (relative to the norm of the whole tree), and the place of every array. Float64 parameters must
+    agree to 1e-9, others to 1e-5.
+
+    Args:
+        model_init: Function of rngs that returns the model, as `hfjax.layout` takes it.
+        loss: Function of (outputs, batch), as `hfjax.train_step` takes it.
+        batch: One batch, which every step is given.
+        strategies: {name: (strategy, mesh sizes)}, or with fields of its own execution:
+            {"1F1B": (PIPE, {"pipe": 4}, {"schedule": Schedule("1f1b", 8)})}. None: each that the
+            model can have on the devices that are here, with every array split however small.
+        optimizer: Any optax transformation. None: AdamW with an eps of 1e-4; a smaller one
+            amplifies rounding where a gradient is truly zero.
+        steps: How many steps each takes.
+        options: `forward` and `axes` of `hfjax.layout`, and fields of `Execution` for all of them.
+
+    Returns:
+        The greatest relative difference by strategy.
+
+    Example:
+        >>> import hfjax, numpy as np
+        >>> from flax import nnx
+        >>> from hfjax.testing import assert_strategies_agree
+        >>> model = lambda rngs: nnx.Linear(8, 8, rngs=rngs)
+        >>> loss, batch = lambda outputs, batch: (outputs**2).mean(), np.ones((8, 8), np.float32)
+        >>> cases = {"FSDP": (hfjax.FSDP.edit(replicate_below=0), {"fsdp": 8})}
+        >>> assert_strategies_agree(model, loss, batch, cases, steps=1)["FSDP"] < 1e-5
+        True
     """
     cases: Mapping[str, tuple] = strategies or default_cases(model_init)
     of_layout = {name: options.pop(name) for name in ("forward", "axes") if name in options}

@@ -46,8 +46,23 @@ Metrics = dict[str, jax.Array]
 def init(layout: Layout, seed: int = 0, schedule: Schedule | None = None) -> State:
     """Return a new state, born sharded: no device ever holds the whole model.
 
-    With the schedule of the step its layers are born where the stages want them; without it the
-    first step moves them there.
+    Args:
+        layout: Where everything lives, as `hfjax.layout` returns it.
+        seed: Whole number of 32 bits from which `model_init` gets its random numbers. The same
+            seed gives the same parameters on every mesh.
+        schedule: The pipeline schedule of the training step. With it, layers are born on the
+            stages that run them. None: the first step moves them there.
+
+    Example:
+        >>> import hfjax, optax
+        >>> from flax import nnx
+        >>> model = lambda rngs: nnx.Linear(8, 16, rngs=rngs)
+        >>> fsdp = hfjax.FSDP.edit(replicate_below=0)  # split arrays however small
+        >>> layout = hfjax.layout(model, optax.adam(1e-3), hfjax.make_mesh(fsdp=8), fsdp)
+        >>> state = hfjax.init(layout, seed=0)
+        >>> kernel = state.params["kernel"]
+        >>> kernel.shape, kernel.addressable_shards[0].data.shape
+        ((8, 16), (1, 16))
     """
     return creation(on_stages(layout, schedule))(_seed(seed))
 
@@ -75,14 +90,56 @@ def creation(layout: Layout) -> Any:
 def train_step(layout: Layout, loss: Callable, **execution: Any) -> "TrainStep":
     """Return the step: (state, batch) -> (state, metrics), one jitted function.
 
-    `loss(outputs, batch)` returns the mean over its rows or a `Mean`; the keywords are the
-    fields of `Execution`. The state given is donated.
+    The state that a call is given is donated: go on with the one that it returns.
+
+    Args:
+        layout: Where everything lives, as `hfjax.layout` returns it.
+        loss: Function of (outputs, batch). It returns the mean over the rows that it is given, or
+            `hfjax.Mean(total, weight)` for a weighted mean or for further metrics.
+        execution: Fields of `hfjax.Execution` as keywords, for instance `accumulate=4`,
+            `clip=1.0`, `precision="bf16"`, `remat="full"`, `schedule=hfjax.Schedule("1f1b", 8)`.
+
+    Returns:
+        A `TrainStep`. Its metrics are arrays on the device: loss, grad_norm, weight, finite, step,
+        and those of the loss by name.
+
+    Example:
+        >>> import hfjax, jax, numpy as np, optax
+        >>> from flax import nnx
+        >>> model = lambda rngs: nnx.Linear(8, 4, rngs=rngs)
+        >>> layout = hfjax.layout(model, optax.sgd(0.1), hfjax.make_mesh(data=8), hfjax.DDP)
+        >>> step = hfjax.train_step(layout, lambda outputs, batch: (outputs**2).mean())
+        >>> state, metrics = step(hfjax.init(layout), np.ones((8, 8), np.float32))
+        >>> sorted(metrics), int(state.step)
+        (['finite', 'grad_norm', 'loss', 'step', 'weight'], 1)
     """
     return TrainStep(layout, loss, Execution(**execution))
 
 
 class TrainStep:
-    """A jitted training step. Call it; `lower(batch)` gives the program without running it."""
+    """A jitted training step. Call it; `lower(batch)` gives the program without running it.
+
+    `hfjax.train_step` makes one. `layout` and `execution` say what it was made of; `offloaded` and
+    `kernels` are reports to print.
+
+    Args:
+        layout: Where everything lives, as `hfjax.layout` returns it.
+        loss: Function of (outputs, batch), as `train_step` takes it.
+        execution: How it runs.
+
+    Example:
+        >>> import hfjax, numpy as np, optax
+        >>> from flax import nnx
+        >>> model = lambda rngs: nnx.Linear(8, 4, rngs=rngs)
+        >>> layout = hfjax.layout(model, optax.sgd(0.1), hfjax.make_mesh(data=8), hfjax.DDP)
+        >>> step = hfjax.train_step(layout, lambda outputs, batch: (outputs**2).mean())
+        >>> state = hfjax.init(layout)
+        >>> for batch in 3 * [np.ones((16, 8), np.float32)]:
+        ...     state, metrics = step(state, batch)
+        >>> step.check(state)  # FloatingPointError if a step was not finite
+        >>> int(state.step), int(metrics["step"])  # steps taken; the number of the last, from 0
+        (3, 2)
+    """
 
     def __init__(self, layout: Layout, loss: Callable, execution: Execution):
         check_given(layout, loss)
@@ -133,6 +190,16 @@ class TrainStep:
 
         Inside a program of your own (jax.jit, lax.scan) it is a pure function: nothing is donated,
         and a step that is not finite is told by metrics["finite"] alone.
+
+        Args:
+            state: The state from `hfjax.init`, `hfjax.restore` or the call before. It is donated.
+                Where another schedule has stored its layers, they are rearranged first.
+            batch: Pytree of arrays with the same number of rows. Rows have to divide by devices
+                times microbatches. With several processes, each gives its own rows.
+
+        Raises:
+            FloatingPointError: An earlier step, the last two aside, was not finite, and `nonfinite`
+                of the execution does not skip it.
         """
         if is_traced((state, batch)):
             return self._within(state, batch)
@@ -205,11 +272,39 @@ class TrainStep:
         return replace(state, order=None)
 
     def lower(self, batch: Any) -> jax.stages.Lowered:
-        """Return the lowered step for a batch of arrays or shapes; allocates nothing."""
+        """Return the lowered step for a batch of arrays or shapes; allocates nothing.
+
+        Args:
+            batch: Pytree of arrays, or of `jax.ShapeDtypeStruct`, of a global batch.
+
+        Example:
+            >>> import hfjax, jax, optax
+            >>> from flax import nnx
+            >>> model = lambda rngs: nnx.Linear(8, 4, rngs=rngs)
+            >>> layout = hfjax.layout(model, optax.sgd(0.1), hfjax.make_mesh(data=8), hfjax.DDP)
+            >>> step = hfjax.train_step(layout, lambda outputs, batch: (outputs**2).mean())
+            >>> lowered = step.lower(jax.ShapeDtypeStruct((8, 8), "float32"))
+            >>> hfjax.collectives(lowered).total("all-reduce", "data") >= 4 * (8 * 4 + 4)
+            True
+        """
         return self.trace(batch).lower()
 
     def trace(self, batch: Any) -> jax.stages.Traced:
-        """Return the traced step for a batch of arrays or shapes: its `jaxpr` is the program."""
+        """Return the traced step for a batch of arrays or shapes: its `jaxpr` is the program.
+
+        Args:
+            batch: Pytree of arrays, or of `jax.ShapeDtypeStruct`, of a global batch.
+
+        Example:
+            >>> import hfjax, jax, optax
+            >>> from flax import nnx
+            >>> model = lambda rngs: nnx.Linear(8, 4, rngs=rngs)
+            >>> layout = hfjax.layout(model, optax.sgd(0.1), hfjax.make_mesh(data=8), hfjax.DDP)
+            >>> step = hfjax.train_step(layout, lambda outputs, batch: (outputs**2).mean())
+            >>> traced = step.trace(jax.ShapeDtypeStruct((8, 8), "float32"))
+            >>> hfjax.transfers(traced).total()  # nothing goes to the host
+            0
+        """
         check_batch(self.layout, batch, microbatches_of(self.execution))
         shape = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._batch)
         state = replace(self.layout.abstract_state(), order=None)
@@ -229,7 +324,14 @@ class TrainStep:
         return self._plane.kernels
 
     def check(self, state: State) -> None:
-        """Wait for the steps given so far; raise FloatingPointError if one was not finite."""
+        """Wait for the steps given so far; raise FloatingPointError if one was not finite.
+
+        Under `nonfinite="skip"` it warns instead, unless it was one too many in a row (`patience`).
+
+        Args:
+            state: The state that the last call returned: the message says whether its parameters
+                are finite.
+        """
         self._watch.check(state, lag=0)
 
     def __repr__(self) -> str:
@@ -336,6 +438,19 @@ def module(layout: Layout, state: State) -> Any:
 
     It is whole, on one device, and knows nothing of the mesh: call it, save it, hand it on. A bare
     pytree comes back as its own tree.
+
+    Args:
+        layout: The layout under which the state was made, trained or restored.
+        state: The state; it is not donated. Layers may be stored for any schedule.
+
+    Example:
+        >>> import hfjax, numpy as np, optax
+        >>> from flax import nnx
+        >>> model = lambda rngs: nnx.Linear(8, 4, rngs=rngs)
+        >>> layout = hfjax.layout(model, optax.sgd(0.1), hfjax.make_mesh(fsdp=8), hfjax.FSDP)
+        >>> linear = hfjax.module(layout, hfjax.init(layout))
+        >>> type(linear).__name__, linear(np.ones((2, 8), np.float32)).shape
+        ('Linear', (2, 4))
     """
     state = canonical(layout, state)
     whole = lambda tree: {path: jnp.asarray(x) for path, x in flatten(full(tree)).items()}
@@ -352,8 +467,29 @@ def eval_step(
 ) -> Callable:
     """Return (state, batch) -> metrics, jitted: no dropout, no gradient, nothing donated.
 
-    A pipeline runs forward only. Give the schedule of the training step: a state whose layers are
-    stored otherwise is rearranged in each call.
+    A pipeline runs forward only.
+
+    Args:
+        layout: Where everything lives, as `hfjax.layout` returns it.
+        loss: Function of (outputs, batch), as `train_step` takes it.
+        precision: A `hfjax.Precision`, or a word: stored, fp32, bf16, fp64.
+        schedule: The schedule of the training step. A state whose layers are stored otherwise is
+            rearranged in each call.
+        compiler_options: As in `hfjax.Execution`: "auto", the name of a preset, or a dict.
+        kernels: As in `hfjax.Execution`: auto, pallas, xla, reference, or a word for each kernel.
+
+    Returns:
+        A function whose metrics are loss, weight, and those of the loss by name.
+
+    Example:
+        >>> import hfjax, numpy as np, optax
+        >>> from flax import nnx
+        >>> model = lambda rngs: nnx.Linear(8, 4, rngs=rngs)
+        >>> layout = hfjax.layout(model, optax.sgd(0.1), hfjax.make_mesh(data=8), hfjax.DDP)
+        >>> evaluate = hfjax.eval_step(layout, lambda outputs, batch: (outputs**2).mean())
+        >>> metrics = evaluate(hfjax.init(layout), np.zeros((16, 8), np.float32))
+        >>> float(metrics["loss"]), float(metrics["weight"])  # a plain mean weighs each row by 1
+        (0.0, 16.0)
     """
     check_given(layout, loss)
     layout = on_stages(layout, schedule)

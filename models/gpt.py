@@ -36,7 +36,23 @@ __all__ = ["GPT", "PRESETS", "GPTConfig", "next_token_loss"]
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """The shape of a GPT. `pad_vocab_to` rounds the embedding up; logits beyond are masked."""
+    """The shape of a GPT.
+
+    Attributes:
+        vocab: The number of tokens.
+        length: The number of positions: the longest row.
+        layers: The number of layers.
+        heads: The number of heads; they divide `embed`.
+        embed: The width of the residual stream; an MLP is four times as wide.
+        dropout: The part that is dropped, after the embedding and before each addition.
+        pad_vocab_to: The embedding has a multiple of so many rows; logits beyond are masked.
+        attention: Function of (q, k, v), and of the documents if there are any.
+
+    Example:
+        >>> from hfjax.models.gpt import GPTConfig
+        >>> GPTConfig(layers=6, pad_vocab_to=128).padded_vocab
+        50304
+    """
 
     vocab: int = 50257
     length: int = 1024
@@ -63,8 +79,14 @@ class GPTConfig:
     def preset(cls, name: str, **changes) -> "GPTConfig":
         """Return a named shape, some fields changed.
 
-        >>> GPTConfig.preset("medium", pad_vocab_to=128).padded_vocab
-        50304
+        Args:
+            name: tiny, small (124M), medium, large, xl or gpt3-175b.
+            changes: Fields by name.
+
+        Example:
+            >>> from hfjax.models.gpt import GPTConfig
+            >>> GPTConfig.preset("medium", pad_vocab_to=128).padded_vocab
+            50304
         """
         if name not in PRESETS:
             raise ValueError(f"GPT preset {name!r}: one of {', '.join(PRESETS)}.")
@@ -72,7 +94,16 @@ class GPTConfig:
 
     @classmethod
     def tiny(cls, **changes) -> "GPTConfig":
-        """Return the shape of a byte-level model that trains on a laptop."""
+        """Return the shape of a byte-level model that trains on a laptop.
+
+        Args:
+            changes: Fields by name.
+
+        Example:
+            >>> from hfjax.models.gpt import GPTConfig
+            >>> GPTConfig.tiny(layers=2).layers
+            2
+        """
         return cls.preset("tiny", **changes)
 
 

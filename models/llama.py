@@ -28,7 +28,26 @@ from hfjax.models.parts import (
 
 @dataclass(frozen=True)
 class LlamaConfig:
-    """The shape of a Llama. Each of `kv_heads` keys and values serves heads / kv_heads queries."""
+    """The shape of a Llama.
+
+    Attributes:
+        vocab: The number of tokens.
+        length: Tokens of the longest row; positions are rotary, so no array depends on it.
+        layers: The number of layers.
+        heads: The number of heads of queries; twice as many divide `embed`.
+        kv_heads: The number of heads of keys and values: each serves heads / kv_heads queries.
+        embed: The width of the residual stream.
+        mlp: The width of the MLP.
+        rotary_base: The base of the rotary positions' wavelengths.
+        epsilon: Of the norms.
+        tied: Whether the head is the embedding, transposed.
+        attention: Function of (q, k, v), and of the documents if there are any.
+
+    Example:
+        >>> from hfjax.models.llama import LlamaConfig
+        >>> LlamaConfig(heads=16, kv_heads=4).width
+        256
+    """
 
     vocab: int = 32000
     length: int = 4096
@@ -63,8 +82,14 @@ class LlamaConfig:
     def preset(cls, name: str, **changes) -> "LlamaConfig":
         """Return a named shape, some fields changed.
 
-        >>> LlamaConfig.preset("llama3-8b", layers=16).kv_heads
-        8
+        Args:
+            name: tiny, llama2-7b, llama3-8b or llama3-70b.
+            changes: Fields by name.
+
+        Example:
+            >>> from hfjax.models.llama import LlamaConfig
+            >>> LlamaConfig.preset("llama3-8b", layers=16).kv_heads
+            8
         """
         if name not in PRESETS:
             raise ValueError(f"Llama preset {name!r}: one of {', '.join(PRESETS)}.")
@@ -72,7 +97,16 @@ class LlamaConfig:
 
     @classmethod
     def tiny(cls, **changes) -> "LlamaConfig":
-        """Return the shape of a byte-level model that trains on a laptop."""
+        """Return the shape of a byte-level model that trains on a laptop.
+
+        Args:
+            changes: Fields by name.
+
+        Example:
+            >>> from hfjax.models.llama import LlamaConfig
+            >>> LlamaConfig.tiny(layers=2).layers
+            2
+        """
         return cls.preset("tiny", **changes)
 
 

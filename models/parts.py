@@ -37,14 +37,36 @@ def position_in_document(documents_BS: jax.Array) -> jax.Array:
 
 
 class Anywhere:
-    """The `place` of a module that nobody has put on a mesh: leaves an activation as it is."""
+    """The `place` of a module that nobody has put on a mesh: leaves an activation as it is.
+
+    A module that sets `self.place = anywhere` is handed the layout's own function in its place.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from hfjax.models.parts import anywhere
+        >>> x = jnp.ones((2, 8, 16))
+        >>> anywhere(x, ("batch", "seq", None)) is x
+        True
+    """
 
     places_activations = True  # a layout puts its own function in place of this one
 
     def __call__(self, x: jax.Array, names: Axes, gradient: Axes | None = None) -> jax.Array:
+        """Return x as it is; in a layout, x where the strategy's row of `activations` says.
+
+        Args:
+            x: An activation.
+            names: The logical axis of each dimension, None where it is never split.
+            gradient: The names by which its gradient is placed. None: those of `x`.
+        """
         return x
 
     def axes(self, name: str | None) -> tuple[str, ...]:
+        """Return (); in a layout, the tensor axes that split a named dimension of activations.
+
+        Args:
+            name: A logical axis, for instance "seq".
+        """
         return ()
 
 
@@ -52,19 +74,48 @@ anywhere = Anywhere()
 
 
 class Plain:
-    """The `kernels` of a module that no step has equipped: everything is plain JAX."""
+    """The `kernels` of a module that no step has equipped: everything is plain JAX.
+
+    A module that sets `self.kernels = plain` is handed the step's own object in its place.
+
+    Example:
+        >>> import jax
+        >>> from hfjax.models.parts import plain
+        >>> plain.attention(jax.nn.dot_product_attention) is jax.nn.dot_product_attention
+        True
+    """
 
     chooses_kernels = True  # a step puts its own object in place of this one
 
     def attention(self, attend: Callable) -> Callable:
+        """Return the attention to run: `attend`, or a kernel if it is hfjax's own causal attention.
+
+        Args:
+            attend: Function of (q, k, v), and of the documents if there are any.
+        """
         return attend
 
     def matmul(self, place: Callable, between: Axes, multiply: Callable) -> Callable:
+        """Return the product to run in a linear map: `multiply`, or one that goes around a ring.
+
+        Args:
+            place: The module's own `place`.
+            between: The logical axes of the kernel's inputs and outputs.
+            multiply: Function of (x, kernel), in plain JAX.
+        """
         return multiply
 
     def outputs(
         self, x_BSD: jax.Array, kernel_VD: Any, vocab: int, logits: Callable[[], jax.Array]
     ) -> Any:
+        """Return what the loss is given: `logits()`, or a projection that stands for them.
+
+        Args:
+            x_BSD: What the head multiplies.
+            kernel_VD: The head's matrix.
+            vocab: Its rows that count.
+            logits: Function that makes the logits in plain JAX.
+        """
         return logits()
 
 
@@ -168,7 +219,22 @@ class RowKey(nnx.Variable):
 
 
 class Dropout(nnx.Module):
-    """Dropout whose mask depends on a row's place in the global batch, never on the device."""
+    """Dropout whose mask depends on a row's place in the global batch, never on the device.
+
+    So masks are equal bit by bit on every mesh. It does nothing in evaluations.
+
+    Args:
+        rate: The part that is dropped, from 0 to 1; what is left is divided by 1 - rate.
+        rngs: Where its key comes from: the stream `dropout`.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from flax import nnx
+        >>> from hfjax.models.parts import Dropout
+        >>> dropout = Dropout(0.5, rngs=nnx.Rngs(0))
+        >>> sorted(set(dropout(jnp.ones((4, 16))).ravel().tolist()))
+        [0.0, 2.0]
+    """
 
     def __init__(self, rate: float, *, rngs: nnx.Rngs):
         if not 0 <= rate <= 1:
@@ -178,6 +244,11 @@ class Dropout(nnx.Module):
         self.key = RowKey(rngs.dropout(), per_row=True) if 0 < rate < 1 else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
+        """Return x with elements dropped, or as it is in an evaluation.
+
+        Args:
+            x: An array with a row for each row of the batch.
+        """
         if self.deterministic or self.rate == 0:
             return x
         if self.key is None:
@@ -190,7 +261,23 @@ class Dropout(nnx.Module):
 
 
 def stacked(count: int, create: Callable[[nnx.Rngs], nnx.Module], rngs: nnx.Rngs) -> nnx.Module:
-    """Return one module whose arrays stack `count` layers along a new first dimension."""
+    """Return one module whose arrays stack `count` layers along a new first dimension.
+
+    That is how a model in three parts holds equal layers: they compile once, and can be split
+    over pipe.
+
+    Args:
+        count: How many layers.
+        create: Function of `nnx.Rngs` that returns one layer.
+        rngs: Where random numbers come from; each layer has its own.
+
+    Example:
+        >>> from flax import nnx
+        >>> from hfjax.models.parts import stacked
+        >>> layers = stacked(4, lambda rngs: nnx.Linear(8, 16, rngs=rngs), nnx.Rngs(0))
+        >>> layers.kernel.shape
+        (4, 8, 16)
+    """
     make = nnx.vmap(create, in_axes=(0,), out_axes=0)
     return nnx.split_rngs(splits=count)(make)(rngs)
 

@@ -14,10 +14,18 @@ from hfjax.parallel.schedules.named import Schedule
 
 @dataclass(frozen=True)
 class Precision:
-    """Dtypes of a step: of the arithmetic, of what a gather sends, of what a reduction adds.
+    """Dtypes of a step: float32, bfloat16 or float64 each, by name or as a dtype.
 
-    None: arithmetic as the parameters are stored, gathers as the arithmetic, reductions in
-    float32 or wider.
+    Attributes:
+        compute: Of the arithmetic. None: as each parameter is stored.
+        gather: Of what a gather of parameters sends. None: as `compute`.
+        reduce: Of what a reduction of gradients sends and adds. None: float32, or wider where a
+            parameter is stored wider.
+
+    Example:
+        >>> import hfjax
+        >>> hfjax.Precision(compute="bfloat16", reduce="float32").reduce
+        dtype('float32')
     """
 
     compute: Any = None
@@ -36,7 +44,16 @@ class Precision:
             object.__setattr__(self, name, dtype)
 
     def of(self, stored: Any) -> tuple[Any, Any, Any]:
-        """Return the dtypes of arithmetic, gathers and reductions for a stored parameter."""
+        """Return the dtypes of arithmetic, gathers and reductions for a stored parameter.
+
+        Args:
+            stored: The dtype in which the parameter is stored.
+
+        Example:
+            >>> import hfjax, jax.numpy as jnp
+            >>> [dtype.name for dtype in hfjax.Precision("bfloat16").of(jnp.dtype("float32"))]
+            ['bfloat16', 'bfloat16', 'float32']
+        """
         compute = self.compute or stored
         if compute == jnp.float16:
             raise ValueError(
@@ -60,8 +77,11 @@ NONFINITE = ("stop", "skip", "apply")
 class Execution:
     """How a training step runs; `train_step` takes these fields as keywords, also as words.
 
-    >>> Execution(precision="bf16").precision.compute
-    dtype(bfloat16)
+    Example:
+        >>> import hfjax
+        >>> run = hfjax.Execution(accumulate=4, precision="bf16", remat="every:2", offload=0.3)
+        >>> run.precision.compute, run.remat.every, run.offload.ratio
+        (dtype(bfloat16), 2, 0.3)
     """
 
     accumulate: int = 1  # microbatches per step: gradients are reduced as the strategy says

@@ -18,12 +18,23 @@ TENSOR_AXES = ("tensor",)  # collectives derived by the partitioner
 
 
 def make_mesh(*, devices: Sequence[Any] | None = None, **sizes: int) -> Mesh:
-    """Return a mesh with every axis of `AXES`; axes not named have size 1, one may be -1.
+    """Return a mesh with every axis of `AXES`: pipe, data, fsdp, expert, context, tensor.
 
     It is of the first devices; where some are left over, a warning says so.
 
-    >>> make_mesh(data=2, fsdp=-1, tensor=2).shape["fsdp"]
-    2
+    Args:
+        devices: The devices to take, in order. None: `jax.devices()`.
+        sizes: The size of each axis by name, for instance `data=2, tensor=4`. Axes that are not
+            named have size 1, which is off. One may be -1: it takes the devices that are left.
+
+    Raises:
+        ValueError: An axis is unknown, or the sizes do not fit the number of devices.
+
+    Example:
+        >>> import hfjax
+        >>> mesh = hfjax.make_mesh(data=2, fsdp=-1, tensor=2)
+        >>> mesh.shape["fsdp"]
+        2
     """
     devices = jax.devices() if devices is None else list(devices)
     _check_sizes(sizes)

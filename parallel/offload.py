@@ -25,13 +25,19 @@ Shape = tuple[int, ...]
 class Offload:
     """Which of the tensors that layers keep for the backward pass wait in host memory.
 
-    One of: `ratio`, a fraction of the bytes (of a pipeline also one for each stage); `names`, those
-    that `jax.ad_checkpoint.checkpoint_name` named; `dots`, the results of matrix products. Weights
-    are never among them. `tag` names them in the report. As words: "0.3", "0.5,0.1" (two stages),
-    "names:qkv,mlp_up", "dots".
+    Give one of `ratio`, `names` and `dots`. Weights are never among them. As words: "0.3",
+    "0.5,0.1" (two stages), "names:qkv,mlp_up", "dots".
 
-    >>> Offload.of("names:qkv,mlp_up").names
-    ('qkv', 'mlp_up')
+    Attributes:
+        ratio: A fraction of the bytes from 0 to 1; of a pipeline also one for each stage.
+        names: Those that `jax.ad_checkpoint.checkpoint_name` named so.
+        dots: Whether the results of matrix products go.
+        tag: What the report calls them.
+
+    Example:
+        >>> import hfjax
+        >>> hfjax.Offload.of("names:qkv,mlp_up").names
+        ('qkv', 'mlp_up')
     """
 
     ratio: float | tuple[float, ...] | None = None
@@ -58,7 +64,17 @@ class Offload:
 
     @classmethod
     def of(cls, given: Any) -> "Offload":
-        """Return what is meant by a fraction, by words, or by an Offload."""
+        """Return what is meant by a fraction, by words, or by an Offload.
+
+        Args:
+            given: An Offload (returned as it is), a number or several, or a text: "0.3", "0.5,0.1",
+                "names:a,b", "dots".
+
+        Example:
+            >>> import hfjax
+            >>> hfjax.Offload.of("0.5,0.1").ratio
+            (0.5, 0.1)
+        """
         if isinstance(given, Offload):
             return given
         if not isinstance(given, str):

@@ -24,16 +24,21 @@ _MOVES = (
 
 @dataclass(frozen=True)
 class Remat:
-    """What is computed again, and in which layers.
+    """What is computed again in the backward pass, and in which layers.
 
-    `what`: none; dots (all but matrix products); full; except_last (in a pipeline: full in every
-    microbatch but the last, whose backward pass comes soon after); or a policy of jax. `names`: all
-    but what `jax.ad_checkpoint.checkpoint_name` named so. `every=k`: in one layer of k, the first;
-    the others keep all. `group=k`: k layers together: only what enters the first of them is kept.
-    As words: "full", "names:qkv,mlp_up", "every:2", "group:4".
+    As words: "none", "dots", "full", "except_last", "names:qkv,mlp_up", "every:2", "group:4".
 
-    >>> Remat.of("every:2")
-    Remat(what='full', names=(), every=2, group=1)
+    Attributes:
+        what: none; dots (all but matrix products); full; except_last (in a pipeline: full in every
+            microbatch but the last, whose backward pass comes soon after); or a policy of jax.
+        names: All is computed again but what `jax.ad_checkpoint.checkpoint_name` named so.
+        every: In one layer of so many, the first; the others keep all.
+        group: So many layers together: only what enters the first of them is kept.
+
+    Example:
+        >>> import hfjax
+        >>> hfjax.Remat.of("every:2")
+        Remat(what='full', names=(), every=2, group=1)
     """
 
     what: str | Callable = "full"
@@ -58,7 +63,17 @@ class Remat:
 
     @classmethod
     def of(cls, given: Any) -> "Remat":
-        """Return what is meant by a word, a policy, or a Remat."""
+        """Return what is meant by a word, a policy, or a Remat.
+
+        Args:
+            given: A Remat (returned as it is), a word as the class lists them, or a policy of
+                `jax.checkpoint_policies`.
+
+        Example:
+            >>> import hfjax
+            >>> hfjax.Remat.of("names:qkv,mlp_up").names
+            ('qkv', 'mlp_up')
+        """
         if isinstance(given, Remat):
             return given
         word, _, detail = given.partition(":") if isinstance(given, str) else (given, "", "")
@@ -78,7 +93,17 @@ class Remat:
         return max(self.every, self.group)
 
     def keeping(self, *names: str) -> "Remat":
-        """Return the same, which also keeps what is named so (if it would be computed again)."""
+        """Return the same, which also keeps what is named so (if it would be computed again).
+
+        Args:
+            names: Names given by `jax.ad_checkpoint.checkpoint_name`. They change nothing unless
+                `what` is "full" and layers are not grouped.
+
+        Example:
+            >>> import hfjax
+            >>> hfjax.Remat("full").keeping("qkv").names
+            ('qkv',)
+        """
         if self.what != "full" or self.group > 1 or not names:
             return self
         return Remat(self.what, tuple(dict.fromkeys((*self.names, *names))), self.every)

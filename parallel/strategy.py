@@ -41,8 +41,24 @@ def _rows(rows: Mapping[str, str | Axes]) -> Rows:
 class Strategy:
     """A placement: where each kind of tensor lies. Plain data: print it, edit it, combine with `|`.
 
-    >>> (FSDP | TENSOR).parameters["mlp"]
-    ('tensor',)
+    Each column is {logical axis: mesh axis, or several}. The row `*` stands for the first free
+    dimension that divides.
+
+    Attributes:
+        name: What is shown.
+        parameters: Where parameters lie.
+        gradients: Where gradients accumulate, on top of the parameter's own placement; {"*": ()}
+            alone means whole.
+        moments: Where the optimizer's arrays lie, on top of the parameter's own placement.
+        activations: Where rows, heads, the sequence and the like of activations lie.
+        memory: What the host keeps: moments, master or parameters -> "host" or "device"; of
+            moments also the share of their bytes from 0 to 1.
+        replicate_below: Arrays with fewer elements in a layer ignore the row `*`. None: 2**14.
+
+    Example:
+        >>> import hfjax
+        >>> (hfjax.FSDP | hfjax.TENSOR).parameters["mlp"]
+        ('tensor',)
     """
 
     name: str
@@ -93,7 +109,23 @@ class Strategy:
         return {**mine, **theirs}
 
     def edit(self, **changes) -> "Strategy":
-        """Return a copy with some fields changed; rows given are added to the column's rows."""
+        """Return a copy with some fields changed.
+
+        Args:
+            changes: Fields by name. Rows given for a column (`parameters={"expert": "fsdp"}`) are
+                added to its rows, or replace them; other fields (`name`, `replicate_below`) are
+                replaced.
+
+        Example:
+            >>> import hfjax
+            >>> mine = hfjax.FSDP.edit(name="mine", gradients={"*": ()}, replicate_below=0)
+            >>> print(mine)
+            mine  (arrays below 0 elements stay whole)
+              parameters   * -> fsdp
+              gradients    * -> whole
+              moments      -
+              activations  batch -> data+fsdp
+        """
         allowed = {f.name for f in fields(self)}
         if unknown := changes.keys() - allowed:
             raise ValueError(

@@ -22,14 +22,25 @@ class Least:
 
 
 def least_offload(build: Callable[[float], int], memory: int, steps: int = STEPS) -> Least:
-    """Return the least ratio on the grid of 1/steps whose peak fits, a neighbour below not.
+    """Return the least offload that fits: a ratio on the grid of 1/steps; the one below does not.
 
-    `build(ratio)` returns the peak bytes of the program compiled with it; it is called once for a
-    ratio. That more offload takes less memory is not taken for granted: the next ratio but one
-    below is built as well, and where that fits the search goes on below it.
+    That more offload takes less memory is not taken for granted: the next ratio but one below is
+    built as well, and where that fits the search goes on below it.
 
-    >>> least_offload(lambda ratio: round(100 - 60 * ratio), memory=70).ratio
-    0.5
+    Args:
+        build: Function of a ratio from 0 to 1 that returns the peak bytes of the program compiled
+            with it. It is called once for a ratio.
+        memory: The bytes that the peak has to fit.
+        steps: How fine the grid is: 0, 1/steps, 2/steps … 1.
+
+    Returns:
+        An object with `ratio` (None if none fits), `memory`, and `peaks` by ratio.
+
+    Example:
+        >>> import hfjax
+        >>> found = hfjax.least_offload(lambda ratio: round(100 - 60 * ratio), memory=70)
+        >>> found.ratio, found.peaks[0.5]
+        (0.5, 70)
     """
     peaks: dict[float, int] = {}
 

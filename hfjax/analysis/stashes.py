@@ -39,6 +39,20 @@ def stashes(traced: jax.stages.Traced) -> tuple[Stashed, ...] | None:
     """Return what is kept, most bytes first; None if the trace has no backward pass by jax.grad.
 
     Of a step with several microbatches it is that of one: they follow one another in a loop.
+
+    Args:
+        traced: `jax.jit(f).trace(…)`; of a step, `step.trace(batch)`.
+
+    Returns:
+        Rows with `dtype`, `shape`, `bytes` of one, `count`, `layers` (whether a loop over layers
+        hands it on), `host` (whether it waits there) and `total` bytes.
+
+    Example:
+        >>> import hfjax, jax, jax.numpy as jnp
+        >>> loss = lambda w, x: jnp.sin(x @ w).sum()
+        >>> traced = jax.jit(jax.grad(loss)).trace(jnp.ones((4, 8)), jnp.ones((16, 4)))
+        >>> [(kept.shape, kept.total) for kept in hfjax.stashes(traced)]
+        [((16, 8), 512)]
     """
     for jaxpr in _regions(traced.jaxpr.jaxpr):
         backward = [_is_backward(equation) for equation in jaxpr.eqns]

@@ -41,7 +41,21 @@ class HostTransfer:
 
 
 class Transfers(Rows[HostTransfer]):
-    """The copies of one call of a program, most bytes first; `print` shows a table."""
+    """The copies between device and host of one call of a program, most bytes first.
+
+    It prints as a table. `rows` are `HostTransfer`s, which it also iterates over; `source` says
+    what was read.
+
+    Example:
+        >>> import hfjax, jax.numpy as jnp, optax
+        >>> model, host = lambda rngs: {"w": jnp.ones((64, 8))}, hfjax.DDP | hfjax.HOST_OPTIMIZER
+        >>> optimizer = optax.sgd(0.1, momentum=0.9)
+        >>> layout = hfjax.layout(model, optimizer, hfjax.make_mesh(data=8), host)
+        >>> step = hfjax.train_step(layout, lambda params, x: ((x @ params["w"]) ** 2).mean())
+        >>> found = hfjax.transfers(step.trace(jnp.ones((8, 64))))
+        >>> found.to_host, found.to_device, found.count("to host")
+        (2048, 2048, 1)
+    """
 
     @property
     def to_host(self) -> int:
@@ -54,11 +68,24 @@ class Transfers(Rows[HostTransfer]):
         return self.total(TO_DEVICE)
 
     def total(self, direction: str | None = None) -> int:
-        """Return the bytes of one device, of all rows or of one direction."""
+        """Return the bytes of one device, of all rows or of one direction.
+
+        Args:
+            direction: "to host" or "to device". None: both.
+
+        Example:
+            >>> import hfjax, jax, jax.numpy as jnp
+            >>> hfjax.transfers(jax.make_jaxpr(jnp.sin)(1.0)).total("to host")
+            0
+        """
         return sum(row.bytes * row.count for row in self._of(direction))
 
     def count(self, direction: str | None = None) -> int:
-        """Return how many copies there are, in all or in one direction."""
+        """Return how many copies there are, in all or in one direction.
+
+        Args:
+            direction: "to host" or "to device". None: both.
+        """
         return sum(row.count for row in self._of(direction))
 
     def _of(self, direction: str | None) -> list[HostTransfer]:
@@ -89,8 +116,18 @@ def _cells(row: HostTransfer) -> tuple[str, ...]:
 def transfers(program: Any) -> Transfers:
     """Return the copies between device and host of one call of a traced or lowered program.
 
-    `program` is `jax.jit(f).trace(…)`, that with `.lower(lowering_platforms=("cuda",))`, or a
-    jaxpr; of a step, `step.trace(batch)`.
+    Args:
+        program: `jax.jit(f).trace(…)`, that with `.lower(lowering_platforms=("cuda",))`, or a
+            closed jaxpr; of a step, `step.trace(batch)`. A program lowered for CPUs is refused: it
+            copies nothing.
+
+    Example:
+        >>> import hfjax, jax, jax.numpy as jnp
+        >>> from jax.sharding import SingleDeviceSharding
+        >>> host = SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
+        >>> program = jax.jit(lambda x: jax.device_put(2 * x, host)).trace(jnp.ones(256))
+        >>> hfjax.transfers(program).total("to host")
+        1024
     """
     if isinstance(program, jax.stages.Lowered):
         _check_tells(program)

@@ -19,6 +19,20 @@ class Mean:
     """A weighted mean as its two sums; `metrics` may carry further means or scalars by name.
 
     The loss of a step is sum(total) / sum(weight) over all rows, devices and microbatches.
+
+    Attributes:
+        total: Scalar, the weighted sum over the rows at hand.
+        weight: Scalar, the sum of the weights; it gets no gradient.
+        metrics: {name: Mean, or the mean over the rows at hand}, without metrics of their own.
+            The names loss, grad_norm, weight, finite and step are taken.
+
+    Example:
+        >>> import hfjax, jax.numpy as jnp
+        >>> mask = jnp.array([1.0, 1.0, 0.0])
+        >>> losses = jnp.array([2.0, 4.0, 9.0])
+        >>> mean = hfjax.Mean((losses * mask).sum(), mask.sum(), metrics={"most": losses.max()})
+        >>> float(mean.total / mean.weight)
+        3.0
     """
 
     total: Any

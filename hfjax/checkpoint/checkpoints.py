@@ -14,6 +14,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+from jax.typing import DTypeLike
+
 from hfjax.checkpoint.arrays import describe
 from hfjax.checkpoint.compare import arrays_to_save, step_of
 from hfjax.checkpoint.directory import (
@@ -72,6 +74,24 @@ class Checkpoints:
     """The checkpoints of a directory, which it alone writes; use it in a `with` statement.
 
     With several processes all of them call every method, and all see the directory.
+
+    Args:
+        directory: Where steps are saved; made if it is missing. Another writer is refused.
+        layout: The layout of the states to save and restore.
+        keep: Which steps are kept. None: `Keep()`, the latest three.
+        config: What JSON has, written beside each step: how to make the model again, say.
+        timeout: Seconds that a save may take to be written.
+
+    Example:
+        >>> import hfjax, jax.numpy as jnp, optax, tempfile
+        >>> model = lambda rngs: {"w": jnp.ones((8, 8))}
+        >>> layout = hfjax.layout(model, optax.sgd(0.1), hfjax.make_mesh(fsdp=8), hfjax.FSDP)
+        >>> folder, state = tempfile.TemporaryDirectory(), hfjax.init(layout)
+        >>> with hfjax.Checkpoints(folder.name, layout, keep=hfjax.Keep(latest=2)) as checkpoints:
+        ...     checkpoints.save(state, data={"rows": 0}, metrics={"loss": 1.5})
+        ...     checkpoints.wait()
+        ...     checkpoints.steps(), checkpoints.latest(), checkpoints.restore().data
+        ([0], 0, {'rows': 0})
     """
 
     def __init__(
@@ -121,7 +141,16 @@ class Checkpoints:
         """Begin to save a state under the number of its step; return when it may be donated.
 
         What is not yet written of the save before is waited for, and its error raised here.
-        `force` deletes the same and later steps first: those of a run that is given up.
+
+        Args:
+            state: The state; its layers may be stored for any schedule.
+            data: What JSON has: the position in the data, for instance `loader.state()`.
+            metrics: {name: number}, written beside it. `Keep(best=…)` needs the one that it names.
+            force: Whether to delete the same and later steps first, those of a run that is given
+                up.
+
+        Raises:
+            ValueError: The step or a later one is saved already, without `force`.
         """
         self._check_open()
         step = step_of(state)
@@ -181,15 +210,22 @@ class Checkpoints:
         self,
         step: int | None = None,
         *,
-        dtype: Any = None,
+        dtype: DTypeLike | None = None,
         parameters_only: bool = False,
         verify: bool = True,
         on_damage: str = "refuse",
     ) -> Restored:
-        """Return the state of a step (default: the latest); see `hfjax.restore`.
+        """Return the state of a step, once what is being written is there; see `hfjax.restore`.
 
         With on_damage="previous" damaged steps are passed over, and renamed, so that the run can
         save these steps again.
+
+        Args:
+            step: The step. None: the latest.
+            dtype: As in `hfjax.restore`.
+            parameters_only: As in `hfjax.restore`.
+            verify: As in `hfjax.restore`.
+            on_damage: As in `hfjax.restore`.
         """
         self.wait()
         options = ReadOptions(dtype, parameters_only, verify, on_damage)
@@ -244,7 +280,28 @@ def save(
     config: Any = None,
     metrics: Mapping[str, Any] | None = None,
 ) -> None:
-    """Save a state under the number of its step; return when it is durable. Nothing is deleted."""
+    """Save a state under the number of its step; return when it is durable. Nothing is deleted.
+
+    Args:
+        directory: Where steps are saved; made if it is missing.
+        layout: The layout of the state.
+        state: The state; its layers may be stored for any schedule.
+        data: What JSON has: the position in the data, for instance `loader.state()`.
+        config: What JSON has: how to make the model again, say.
+        metrics: {name: number}.
+
+    Raises:
+        ValueError: The step or a later one is saved already, or somebody else writes there.
+
+    Example:
+        >>> import hfjax, jax.numpy as jnp, optax, tempfile
+        >>> model = lambda rngs: {"w": jnp.ones((8, 8))}
+        >>> layout = hfjax.layout(model, optax.sgd(0.1), hfjax.make_mesh(fsdp=8), hfjax.FSDP)
+        >>> folder = tempfile.TemporaryDirectory()
+        >>> hfjax.save(folder.name, layout, hfjax.init(layout), config={"width": 8})
+        >>> hfjax.latest(folder.name)
+        0
+    """
     with Checkpoints(directory, layout, keep=Keep(latest=None), config=config) as checkpoints:
         checkpoints.save(state, data=data, metrics=metrics)
 
@@ -254,23 +311,54 @@ def restore(
     layout: Layout,
     step: int | None = None,
     *,
-    dtype: Any = None,
+    dtype: DTypeLike | None = None,
     parameters_only: bool = False,
     verify: bool = True,
     on_damage: str = "refuse",
 ) -> Restored:
-    """Return the state of a step (default: the latest) as the layout has it; takes no lock.
+    """Return the state of a step as the layout has it; takes no lock.
 
-    `dtype`: arrays saved in another floating dtype may be cast to this one, where the layout has
-    it. `parameters_only`: parameters and other variables, a fresh optimizer, step 0. `verify`:
-    every file against its checksum. `on_damage`: "previous" passes over damaged steps, and warns.
+    Args:
+        directory: Where steps are saved.
+        layout: A layout of the model that was saved; its mesh, strategy and number of processes
+            may be others.
+        step: The step. None: the latest.
+        dtype: Arrays saved in another floating dtype may be cast to this one, where the layout has
+            it. None: a difference is refused.
+        parameters_only: Whether to take parameters and other variables only, with a fresh
+            optimizer, new random keys and step 0.
+        verify: Whether to compare every file with its checksum.
+        on_damage: "refuse" a damaged step, or "previous": pass over it to the one before, and warn.
+
+    Raises:
+        ValueError: There is no such step, it is damaged, or it is of another model or optimizer.
+
+    Example:
+        >>> import hfjax, jax.numpy as jnp, optax, tempfile
+        >>> model = lambda rngs: {"w": jnp.ones((8, 8))}
+        >>> layout = hfjax.layout(model, optax.sgd(0.1), hfjax.make_mesh(fsdp=8), hfjax.FSDP)
+        >>> folder = tempfile.TemporaryDirectory()
+        >>> hfjax.save(folder.name, layout, hfjax.init(layout), data={"rows": 64})
+        >>> other = hfjax.layout(model, optax.sgd(0.1), hfjax.make_mesh(data=8), hfjax.DDP)
+        >>> restored = hfjax.restore(folder.name, other)
+        >>> restored.data, restored.origin
+        ({'rows': 64}, 'FSDP on fsdp=8, processes: 1')
     """
     options = ReadOptions(dtype, parameters_only, verify, on_damage)
     return read(Path(os.path.abspath(directory)), layout, step, options)
 
 
 def latest(directory: str | os.PathLike) -> int | None:
-    """Return the last step that is saved in a directory; None if there is none, or no directory."""
+    """Return the last step that is saved in a directory; None if there is none, or no directory.
+
+    Args:
+        directory: Where steps are saved.
+
+    Example:
+        >>> import hfjax
+        >>> hfjax.latest("no/such/directory") is None
+        True
+    """
     return max(steps_in(Path(directory)), default=None)
 
 
@@ -278,5 +366,21 @@ def recorded(directory: str | os.PathLike, step: int | None = None) -> dict[str,
     """Return what is written beside the arrays of a step: config, data, metrics, versions ...
 
     It needs no layout: make the layout of what is told here.
+
+    Args:
+        directory: Where steps are saved.
+        step: The step. None: the latest.
+
+    Raises:
+        ValueError: There is no such step, or what is written beside it is damaged.
+
+    Example:
+        >>> import hfjax, jax.numpy as jnp, optax, tempfile
+        >>> model = lambda rngs: {"w": jnp.ones((8, 8))}
+        >>> layout = hfjax.layout(model, optax.sgd(0.1), hfjax.make_mesh(fsdp=8), hfjax.FSDP)
+        >>> folder = tempfile.TemporaryDirectory()
+        >>> hfjax.save(folder.name, layout, hfjax.init(layout), config={"width": 8})
+        >>> hfjax.recorded(folder.name)["config"]
+        {'width': 8}
     """
     return read_record(Path(directory) / str(check_step(Path(directory), step)))

@@ -12,12 +12,18 @@ Metrics = Mapping[str, float]
 class Keep:
     """The steps to keep; a step is deleted when none of these wants it.
 
-    `latest`: that many of the last ones (None: all). `every`: the first step at or after each
-    multiple of it. `best`: the name of a metric; the `bests` steps where it is lowest
-    (`highest=True`: highest).
+    Attributes:
+        latest: So many of the last ones. None: all.
+        every: The first step at or after each multiple of it. None: no such step.
+        best: The name of a metric: the `bests` steps where it is lowest. None: no such step.
+        bests: How many of the best.
+        highest: Whether the best are those where it is highest.
 
-    >>> Keep(latest=2, every=100).kept({90: {}, 100: {}, 180: {}, 210: {}, 220: {}, 230: {}})
-    [100, 210, 220, 230]
+    Example:
+        >>> import hfjax
+        >>> keep = hfjax.Keep(latest=2, every=100)
+        >>> keep.kept({90: {}, 100: {}, 180: {}, 210: {}, 220: {}, 230: {}})
+        [100, 210, 220, 230]
     """
 
     latest: int | None = 3
@@ -34,13 +40,31 @@ class Keep:
                 raise ValueError(f"Keep({name}={value!r}): a positive whole number is expected.")
 
     def kept(self, metrics: Mapping[int, Metrics]) -> list[int]:
-        """Return those of the saved steps, given with their metrics, that are kept."""
+        """Return those of the saved steps that are kept, in ascending order.
+
+        Args:
+            metrics: {step: its metrics} of all saved steps. A step without the metric by which
+                steps are judged is none of the best.
+
+        Example:
+            >>> import hfjax
+            >>> hfjax.Keep(latest=1, best="loss").kept({1: {"loss": 2.0}, 2: {"loss": 1.0}, 3: {}})
+            [2, 3]
+        """
         steps = sorted(metrics)
         latest = steps if self.latest is None else steps[-self.latest :]
         return sorted({*latest, *self._spaced(steps), *self._best(metrics)})
 
     def check(self, metrics: Metrics) -> None:
-        """Refuse metrics that lack the one by which steps are judged."""
+        """Refuse metrics that lack the one by which steps are judged.
+
+        Args:
+            metrics: {name: number} of a step that is about to be saved.
+
+        Example:
+            >>> import hfjax
+            >>> hfjax.Keep(best="loss").check({"loss": 1.0})
+        """
         if self.best is not None and self.best not in metrics:
             raise ValueError(
                 f"Keep(best={self.best!r}) judges steps by a metric that was not given, found "

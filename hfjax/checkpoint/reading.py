@@ -32,7 +32,23 @@ ON_DAMAGE = ("refuse", "previous")
 
 @dataclass(frozen=True)
 class Restored:
-    """A state and what was written beside it."""
+    """A state and what was written beside it.
+
+    Attributes:
+        state: The state, as the layout has it.
+        step: That of the checkpoint; with parameters_only the state itself begins at step 0.
+        data: The position in the data that was given to `save`.
+        config: What was given to `save` or `Checkpoints`.
+        metrics: {name: number}.
+        versions: Of Python and of the packages that wrote it.
+        origin: The strategy, mesh and processes that wrote it, for a person.
+        damaged: Later steps that were passed over.
+
+    Example:
+        >>> import hfjax
+        >>> hfjax.Restored(None, 3, {"rows": 96}, {}, {"loss": 1.5}, {}, "DDP on one device").data
+        {'rows': 96}
+    """
 
     state: State
     step: int  # of the checkpoint; with parameters_only the state itself begins at step 0

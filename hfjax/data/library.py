@@ -17,7 +17,19 @@ VALID = 0.05
 def standard_library(directory: str | Path | None = None) -> Path:
     """Return a data set of this Python's standard library, in bytes: made once, in a second.
 
-    It has two parts, `train` and `valid`. Without a directory it lies in the user's cache.
+    It has two parts, `train` and `valid`.
+
+    Args:
+        directory: Where it is made, or was made. None: the user's cache.
+
+    Example:
+        >>> import tempfile
+        >>> from pathlib import Path
+        >>> from hfjax.data import TokenSet, standard_library
+        >>> folder = tempfile.TemporaryDirectory()
+        >>> place = standard_library(Path(folder.name, "library"))
+        >>> len(TokenSet(place / "train")) > len(TokenSet(place / "valid")) > 100_000
+        True
     """
     name = f"standard-library-{platform.python_version()}"
     place = _cache() / name if directory is None else Path(directory)

@@ -21,8 +21,32 @@ Sets = TokenSet | str | Path | Sequence[TokenSet | str | Path]
 class Loader:
     """An iterator over batches {"tokens": int32 [rows, length + 1], …} of one or several data sets.
 
-    `rows` are those of the global batch, `mine` the numbers of those that this process gives.
-    The order is a function of data, length and seed: not of processes, threads or batch size.
+    The order is a function of data, length, packing, weights, shuffle and seed: not of processes,
+    threads or batch size. Packed documents, and `documents=True`, add "documents" and "mask".
+
+    Attributes:
+        data: A data set or its directory, or several of them.
+        rows: Rows of the global batch.
+        length: Targets of a row; it has one token more.
+        seed: Of the shuffle.
+        packing: stream (rows cut from the text as it follows), or documents (whole ones, packed).
+        shuffle: Whether each epoch has an order of its own.
+        epochs: How often to go over the data. None: without end, as a mixture of several has to.
+        mine: The numbers of the rows that this process gives (`share`). None: all.
+        weights: How often to draw from each of several data sets. None: equally often.
+        documents: Whether rows of a stream have document numbers and a mask.
+        pad_last: Whether the last batch is filled up with rows of mask 0, not dropped.
+        threads: How many read; 0: none beside the caller.
+        prefetch: Batches that wait, at least as many as threads.
+
+    Example:
+        >>> import numpy as np, tempfile
+        >>> from hfjax.data import Loader, write_tokens
+        >>> folder = tempfile.TemporaryDirectory()
+        >>> tokens = write_tokens(folder.name, [np.arange(33)], vocab=64)
+        >>> loader = Loader(tokens, rows=2, length=4, shuffle=False, epochs=1)
+        >>> next(loader)["tokens"].tolist(), len(loader)
+        ([[0, 1, 2, 3, 4], [4, 5, 6, 7, 8]], 4)
     """
 
     data: Sets
@@ -70,7 +94,19 @@ class Loader:
         return batch
 
     def at(self, number: int) -> Row:
-        """Return batch `number`, counted from the beginning; the position stays."""
+        """Return batch `number`, counted from the beginning; the position stays.
+
+        Args:
+            number: From 0 on.
+
+        Example:
+            >>> import numpy as np, tempfile
+            >>> from hfjax.data import Loader, write_tokens
+            >>> folder = tempfile.TemporaryDirectory()
+            >>> tokens = write_tokens(folder.name, [np.arange(33)], vocab=64)
+            >>> Loader(tokens, rows=2, length=4, shuffle=False).at(1)["tokens"].tolist()
+            [[8, 9, 10, 11, 12], [12, 13, 14, 15, 16]]
+        """
         count = len(self._batches(0))
         if not 0 <= number < count:
             raise ValueError(f"batch {number}: there are {count}, from 0 on.")
@@ -103,7 +139,19 @@ class Loader:
         return sum(rows.density * len(rows) for rows in self._sets) / self.rows_per_epoch
 
     def check(self, vocab: int | None = None, length: int | None = None) -> None:
-        """Refuse a model with fewer tokens than the data, or fewer positions than a row."""
+        """Refuse a model with fewer tokens than the data, or fewer positions than a row.
+
+        Args:
+            vocab: The model's number of tokens. None: not looked at.
+            length: The model's number of positions. None: not looked at.
+
+        Example:
+            >>> import numpy as np, tempfile
+            >>> from hfjax.data import Loader, write_tokens
+            >>> folder = tempfile.TemporaryDirectory()
+            >>> tokens = write_tokens(folder.name, [np.arange(33)], vocab=64)
+            >>> Loader(tokens, rows=2, length=4).check(vocab=64, length=1024)
+        """
         for data in (rows.data for rows in self._sets):
             if vocab is not None and data.vocab > vocab:
                 raise ValueError(
@@ -119,11 +167,33 @@ class Loader:
     # -- the position ---------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """Return the position as JSON: rows consumed of the stream, and which stream it is."""
+        """Return the position as JSON: rows consumed of the stream, and which stream it is.
+
+        Save it with a checkpoint: `checkpoints.save(state, data=loader.state())`. `restore` has an
+        example.
+        """
         return {"rows": self._position, **self.identity}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on at a position. Batch size and processes may be others, the stream not."""
+        """Go on at a position. Batch size and processes may be others, the stream not.
+
+        Args:
+            state: What `state()` returned, also after a way through JSON.
+
+        Raises:
+            ValueError: It is of another stream of rows, or beyond the end of the data.
+
+        Example:
+            >>> import numpy as np, tempfile
+            >>> from hfjax.data import Loader, write_tokens
+            >>> folder = tempfile.TemporaryDirectory()
+            >>> tokens = write_tokens(folder.name, [np.arange(33)], vocab=64)
+            >>> loader, other = Loader(tokens, rows=2, length=4), Loader(tokens, rows=1, length=4)
+            >>> _ = next(loader)
+            >>> other.restore(loader.state())
+            >>> bool((next(other)["tokens"][0] == next(loader)["tokens"][0]).all())
+            True
+        """
         rows = state.get("rows") if isinstance(state, Mapping) else None
         if not isinstance(rows, int) or isinstance(rows, bool) or rows < 0:
             raise ValueError(f"restore({state!r}): what `loader.state()` returned is expected.")
@@ -141,7 +211,17 @@ class Loader:
         self._go_to(rows)
 
     def rewind(self) -> "Loader":
-        """Go back to the beginning and return the loader: `for batch in loader.rewind(): …`."""
+        """Go back to the beginning and return the loader: `for batch in loader.rewind(): …`.
+
+        Example:
+            >>> import numpy as np, tempfile
+            >>> from hfjax.data import Loader, write_tokens
+            >>> folder = tempfile.TemporaryDirectory()
+            >>> tokens = write_tokens(folder.name, [np.arange(33)], vocab=64)
+            >>> loader = Loader(tokens, rows=2, length=4, epochs=1)
+            >>> [sum(1 for batch in loader.rewind()) for _ in range(2)]
+            [4, 4]
+        """
         self._go_to(0)
         return self
 
@@ -196,8 +276,17 @@ class Loader:
 def share(rows: int, process: int, processes: int) -> np.ndarray:
     """Return the row numbers of a process, if all processes have equally many.
 
-    >>> share(8, 1, 4).tolist()
-    [2, 3]
+    `hfjax.rows_of_process` returns them for any mesh.
+
+    Args:
+        rows: Rows of the global batch; processes have to divide them.
+        process: The number of the process, from 0 on.
+        processes: How many there are.
+
+    Example:
+        >>> from hfjax.data import share
+        >>> share(8, 1, 4).tolist()
+        [2, 3]
     """
     if rows % processes:
         raise ValueError(

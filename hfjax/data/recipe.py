@@ -125,9 +125,29 @@ def prepare(
     progress: Progress | None = None,
     **options,
 ) -> Prepared:
-    """Make a data set of text, JSONL and Parquet files; the keywords are the fields of `Recipe`.
+    """Make a data set of text, JSONL and Parquet files; it appears at `out` when it is whole.
 
-    It appears at `out` when it is whole. With `valid` it has two parts, `train` and `valid`.
+    Args:
+        inputs: A file or a folder, or several.
+        out: The directory to make. It must not be there yet, or be empty.
+        progress: What is called with (what is done, bytes read, bytes in all).
+        options: `tokenizer` ("bytes", "bpe", or the path of a tokenizer.json), `vocab` (of bpe),
+            `valid` (the part of the documents for validation: the data set then has the parts
+            `train` and `valid`), `field` (of JSONL and Parquet), `pattern` (of the files of a
+            folder), `append_end`, `end_token`, `errors` (strict or replace, of UTF-8), `overwrite`.
+
+    Returns:
+        An object that tells what was made: `out`, `parts`, `files`, `passed_over`, `empty`.
+
+    Example:
+        >>> import tempfile
+        >>> from pathlib import Path
+        >>> from hfjax.data import prepare
+        >>> folder = tempfile.TemporaryDirectory()
+        >>> text = Path(folder.name, "once.txt")
+        >>> _ = text.write_text("Once upon a time")
+        >>> prepare(text, Path(folder.name, "once")).parts[""].tokens  # bytes, and the end
+        17
     """
     several = [inputs] if isinstance(inputs, str | Path) else inputs
     return make(Recipe(tuple(map(str, several)), Path(out), **options), progress)

@@ -121,7 +121,23 @@ def in_groups(items: Iterable[T], most: int, size: Callable[[T], int]) -> Iterat
 def load_tokenizer(
     source: str | Path, end: str | None = None
 ) -> "ByteTokenizer | TrainedTokenizer":
-    """Return the tokenizer named: "bytes", a `tokenizer.json`, or that of a data set."""
+    """Return the tokenizer named: "bytes", a `tokenizer.json`, or that of a data set.
+
+    Args:
+        source: The word, or the path of the file or of the data set's directory.
+        end: The name of the token that ends a document, in a `tokenizer.json`. None: the first of
+            the usual names that it has.
+
+    Returns:
+        An object with `encode(texts)`, `decode(tokens)`, `vocab` and `end`.
+
+    Example:
+        >>> from hfjax.data import load_tokenizer
+        >>> tokenizer = load_tokenizer("bytes")
+        >>> tokens = tokenizer.encode(["Once"])[0]
+        >>> tokens.tolist(), tokenizer.decode(tokens)
+        ([79, 110, 99, 101], 'Once')
+    """
     if source == "bytes":
         return ByteTokenizer()
     path = Path(source)

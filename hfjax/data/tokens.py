@@ -109,7 +109,24 @@ class Meta:
 
 
 class TokenSet:
-    """A data set opened: `tokens` and `documents` (offsets) are memory-mapped, nothing is read."""
+    """A data set opened: `tokens` and `documents` (offsets) are memory-mapped, not read.
+
+    Args:
+        directory: What `write_tokens`, `prepare` or `hfjax data` made; of one that is split, its
+            part `train` or `valid`.
+
+    Raises:
+        ValueError: It is no data set, or its files do not go with each other.
+
+    Example:
+        >>> import numpy as np, tempfile
+        >>> from hfjax.data import TokenSet, write_tokens
+        >>> folder = tempfile.TemporaryDirectory()
+        >>> _ = write_tokens(folder.name, [np.arange(3), np.arange(5)], vocab=64)
+        >>> tokens = TokenSet(folder.name)
+        >>> len(tokens), tokens.documents.tolist(), tokens.vocab
+        (8, [0, 3, 8], 64)
+    """
 
     def __init__(self, directory: str | Path):
         self.directory = Path(directory)
@@ -140,7 +157,14 @@ class TokenSet:
         )
 
     def verify(self) -> None:
-        """Read all files; refuse one whose CRC32 is not that written, and tokens beyond vocab."""
+        """Read all files; refuse one whose CRC32 is not that written, and tokens beyond vocab.
+
+        Example:
+            >>> import numpy as np, tempfile
+            >>> from hfjax.data import write_tokens
+            >>> folder = tempfile.TemporaryDirectory()
+            >>> write_tokens(folder.name, [np.arange(3)], vocab=64).verify()
+        """
         for name in self.meta.crc32:
             self._compare(name, crc32, self.meta.crc32)
         for start in range(0, len(self), CHUNK):
@@ -151,7 +175,14 @@ class TokenSet:
     def check(self) -> None:
         """Refuse files that changed since they were written: small ones are read, others sampled.
 
-        A large file whose samples are not written down is one of an earlier hfjax.
+        A large file whose samples are not written down is one of an earlier hfjax. `Loader` does
+        this.
+
+        Example:
+            >>> import numpy as np, tempfile
+            >>> from hfjax.data import write_tokens
+            >>> folder = tempfile.TemporaryDirectory()
+            >>> write_tokens(folder.name, [np.arange(3)], vocab=64).check()
         """
         files = [self.directory / name for name in self.meta.crc32]
         if all(_size(path) <= SMALL for path in files):
@@ -186,7 +217,19 @@ class TokenSet:
             )
 
     def check_vocab(self, tokens: np.ndarray, start: int) -> None:
-        """Refuse tokens (those from `start` on) of which one lies beyond the vocabulary."""
+        """Refuse tokens of which one lies beyond the vocabulary.
+
+        Args:
+            tokens: Some of the set's tokens.
+            start: The position of the first of them, for the message.
+
+        Example:
+            >>> import numpy as np, tempfile
+            >>> from hfjax.data import write_tokens
+            >>> folder = tempfile.TemporaryDirectory()
+            >>> data = write_tokens(folder.name, [np.arange(3)], vocab=64)
+            >>> data.check_vocab(data.tokens[1:], start=1)
+        """
         if len(tokens) and tokens.max() >= self.vocab:
             where = int(tokens.argmax())
             raise ValueError(

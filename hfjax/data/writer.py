@@ -93,7 +93,25 @@ class TokenWriter:
 def write_tokens(
     directory: str | Path, documents: Iterable[np.ndarray], vocab: int, overwrite: bool = False
 ) -> TokenSet:
-    """Return a data set made of documents that are tokens already (of nanoGPT, of Megatron, …)."""
+    """Return a data set made of documents that are tokens already (of nanoGPT, of Megatron, …).
+
+    Args:
+        directory: Where it is made; it appears there when it is whole.
+        documents: Flat arrays of integers, each with at least one.
+        vocab: The number of different tokens; all are below it. It says which dtype is stored.
+        overwrite: Whether to replace a data set that is there.
+
+    Raises:
+        ValueError: Something is there already, or a document is no such array.
+
+    Example:
+        >>> import numpy as np, tempfile
+        >>> from hfjax.data import write_tokens
+        >>> folder = tempfile.TemporaryDirectory()
+        >>> tokens = write_tokens(folder.name, [np.arange(3), np.arange(5)], vocab=64)
+        >>> tokens.tokens.tolist(), tokens.tokens.dtype.name
+        ([0, 1, 2, 0, 1, 2, 3, 4], 'uint8')
+    """
     with unfinished(Path(directory), overwrite) as folder:
         writer = TokenWriter(folder, vocab)
         try:

@@ -23,9 +23,19 @@ BALANCES = ("parameters", "flops")
 
 @dataclass(frozen=True, eq=False)
 class Partition:
-    """Which layers each stage gets; prints as a table.
+    """Which layers each stage gets; prints as a table. `hfjax.partition` makes one.
 
     Part g of the model is on stage g % stages, its chunk g // stages.
+
+    Example:
+        >>> import hfjax
+        >>> from flax import nnx
+        >>> layers = [nnx.Linear(4, 4, rngs=nnx.Rngs(i)) for i in range(4)]
+        >>> print(hfjax.partition(layers, stages=2))
+        4 layers on 2 stages
+          part  stage  chunk  layers  bytes  share
+             0      0      0     0-1    160  50.0%
+             1      1      0     2-3    160  50.0%
     """
 
     layers: Any  # a tuple of modules, or one module that stacks them
@@ -51,14 +61,24 @@ def partition(
 ) -> Partition:
     """Return the layers dealt to `stages` stages, `chunks` parts of the model on each.
 
-    `layers` is a list of modules, nnx.Sequential, or one module of stacked arrays. `balance` says
-    by what the parts are made even ("flops" needs an `example` of what enters the first layer), or
-    how many layers each part has, in the model's order.
+    Args:
+        layers: A list of modules or functions, nnx.Sequential, nnx.List, or one module of stacked
+            arrays (`hfjax.models.parts.stacked`).
+        stages: The size of the mesh's pipe axis.
+        balance: By what the parts are made even, "parameters" or "flops"; or how many layers each
+            part has, in the model's order.
+        chunks: Parts of the model on each stage; above 1 for `Interleaved1F1B`.
+        example: What enters the first layer, or its shape; "flops" needs it.
 
-    >>> from flax import nnx
-    >>> layers = [nnx.Linear(4, 4, rngs=nnx.Rngs(i)) for i in range(6)]
-    >>> partition(layers, stages=4).counts
-    (2, 2, 1, 1)
+    Raises:
+        ValueError: There are fewer layers than parts, or layers share a parameter.
+
+    Example:
+        >>> import hfjax
+        >>> from flax import nnx
+        >>> layers = [nnx.Linear(4, 4, rngs=nnx.Rngs(i)) for i in range(6)]
+        >>> hfjax.partition(layers, stages=4).counts
+        (2, 2, 1, 1)
     """
     for name, given in (("stages", stages), ("chunks", chunks)):
         if not isinstance(given, int) or isinstance(given, bool) or given < 1:

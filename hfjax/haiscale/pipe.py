@@ -86,9 +86,16 @@ class Pipe:
     ):
         """Put the layers of a partition on the stages of a mesh.
 
-        Without a mesh, the devices that are left split the rows (data). `remat` says in which
-        microbatches layers are computed again for the backward pass: "never", "except_last" or
-        "always". `options` are fields of `Execution`, for instance precision="bf16".
+        Args:
+            parts: Which layers each stage gets, as `hfjax.partition` returns it.
+            microbatches: Into how many a batch is split; it has to be given.
+            mesh: A mesh whose pipe axis has as many stages as the partition. None: the devices that
+                are left split the rows (data).
+            strategy: Where everything lies; it has to split layers over pipe, as `hfjax.PIPE` does.
+            remat: In which microbatches layers are computed again for the backward pass: "never",
+                "except_last" or "always".
+            options: Fields of `Execution`: precision, reduction, reshard_after_forward, unroll,
+                compiler_options.
         """
         check_parts(type(self), self.chunked, parts)
         microbatches = check_options(microbatches, remat, options)
@@ -135,20 +142,48 @@ class Pipe:
         return self._gradients
 
     def canonical(self, tree: Parameters | None = None) -> Parameters:
-        """Return the parameters, or gradients, in the model's order: what to save."""
+        """Return the parameters, or gradients, in the model's order: what to save.
+
+        Args:
+            tree: What has the form of `parameters`, for instance `gradients`. None: the parameters.
+
+        Example:
+            >>> import hfjax
+            >>> from flax import nnx
+            >>> layers = [nnx.Linear(4, 4, rngs=nnx.Rngs(i)) for i in range(4)]
+            >>> pipe = hfjax.PipeDream(hfjax.partition(layers, stages=4), microbatches=4)
+            >>> pipe.canonical()["layers"]["kernel"].shape
+            (4, 4, 4)
+        """
         given = self._parameters if tree is None else tree
         check_like("canonical", given, self._parameters)
         return canonical(self.layout, self._state(given, self.layout.order)).params
 
     def load(self, parameters: Parameters) -> None:
-        """Take parameters in the model's order, as `canonical` gives them."""
+        """Take parameters in the model's order, as `canonical` gives them.
+
+        Args:
+            parameters: {"layers": {…}}, with the paths, shapes and dtypes of the layers' own.
+
+        Example:
+            >>> import hfjax, jax
+            >>> from flax import nnx
+            >>> layers = [nnx.Linear(4, 4, rngs=nnx.Rngs(i)) for i in range(4)]
+            >>> pipe = hfjax.PipeDream(hfjax.partition(layers, stages=4), microbatches=4)
+            >>> pipe.load(jax.tree.map(lambda x: 0 * x, pipe.canonical()))
+            >>> float(pipe.layers()[0].kernel[...].sum())
+            0.0
+        """
         check_like("load", parameters, self._shapes)
         held = self._state(jax.tree.map(np.asarray, parameters), None)
         stored = rearrange(self.layout, held).params
         self._parameters = jax.device_put(stored, self._shardings.params)
 
     def layers(self) -> Any:
-        """Return the layers in the form in which they were given, with the parameters of now."""
+        """Return the layers in the form in which they were given, with the parameters of now.
+
+        They are whole, in host memory. `load` has an example.
+        """
         values = flatten(full(self.canonical())["layers"])
         given = self.parts.layers
         if not isinstance(given, tuple):
@@ -175,10 +210,32 @@ class Pipe:
     ) -> tuple[jax.Array, Any]:
         """Run the schedule; return (loss of each microbatch, outputs or None).
 
-        `criterion(outputs, *labels)` returns the mean over its rows, or `hfjax.Mean`. Gradients of
-        the mean over all rows are in `gradients` afterwards, added to those that are there if
-        `accumulate`. Microbatch m is the m-th one of all devices that hold rows; the loss of one
-        that weighs nothing is NaN, and it adds nothing to the gradients.
+        Gradients of the mean over all rows are in `gradients` afterwards. Microbatch m is the m-th
+        one of all devices that hold rows; the loss of one that weighs nothing is NaN, and it adds
+        nothing to the gradients.
+
+        Args:
+            x: What enters the first layer, with a row for each example.
+            criterion: Function of (outputs, *labels) that returns the mean over its rows, or
+                `hfjax.Mean`. Define it once: a new function is compiled anew.
+            labels: A tuple of what the criterion takes after the outputs, row by row.
+            return_outputs: Whether to return what leaves the last layer, too.
+            accumulate: Whether to add gradients to those that are there.
+
+        Example:
+            >>> import hfjax, numpy as np, optax
+            >>> from flax import nnx
+            >>> layers = [nnx.Linear(4, 4, rngs=nnx.Rngs(i)) for i in range(4)]
+            >>> pipe = hfjax.PipeDream(hfjax.partition(layers, stages=4), microbatches=4)
+            >>> squares = lambda outputs, y: ((outputs - y) ** 2).mean()
+            >>> x = y = np.ones((8, 4), np.float32)
+            >>> losses, _ = pipe.forward_backward(x, criterion=squares, labels=(y,))
+            >>> optimizer = optax.sgd(0.1)
+            >>> state = optimizer.init(pipe.parameters)
+            >>> updates, state = optimizer.update(pipe.gradients, state, pipe.parameters)
+            >>> pipe.parameters = optax.apply_updates(pipe.parameters, updates)
+            >>> losses.shape
+            (4,)
         """
         batch = self._batch(x, labels, criterion, self.microbatches)
         wanted = "outputs" if return_outputs else "losses"
@@ -195,7 +252,24 @@ class Pipe:
     def lower(
         self, x: Any, *, criterion: Callable, labels: tuple = (), return_outputs: bool = False
     ) -> jax.stages.Lowered:
-        """Return the program of forward_backward for arrays or shapes, without running it."""
+        """Return the program of forward_backward for arrays or shapes, without running it.
+
+        Args:
+            x: What enters the first layer, or its shapes.
+            criterion: As `forward_backward` takes it.
+            labels: As `forward_backward` takes it, or their shapes.
+            return_outputs: Whether the program returns what leaves the last layer, too.
+
+        Example:
+            >>> import hfjax, jax
+            >>> from flax import nnx
+            >>> layers = [nnx.Linear(4, 4, rngs=nnx.Rngs(i)) for i in range(4)]
+            >>> pipe = hfjax.PipeDream(hfjax.partition(layers, stages=4), microbatches=4)
+            >>> x = jax.ShapeDtypeStruct((8, 4), "float32")
+            >>> lowered = pipe.lower(x, criterion=lambda outputs: (outputs**2).mean())
+            >>> hfjax.collectives(lowered).count("permute", "pipe") > 0
+            True
+        """
         batch = check_batch(x, labels, criterion)
         check_rows(self.layout, batch, self.microbatches)
         shape = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._rows)
@@ -205,7 +279,19 @@ class Pipe:
         return run.lower(self._parameters, self._variables, batch, np.int32(0))
 
     def forward(self, x: Any) -> Any:
-        """Return the outputs, forward only: nothing is random, nothing is kept."""
+        """Return the outputs, forward only: nothing is random, nothing is kept.
+
+        Args:
+            x: What enters the first layer, with a row for each example.
+
+        Example:
+            >>> import hfjax, numpy as np
+            >>> from flax import nnx
+            >>> layers = [nnx.Linear(4, 4, rngs=nnx.Rngs(i)) for i in range(4)]
+            >>> pipe = hfjax.PipeDream(hfjax.partition(layers, stages=4), microbatches=4)
+            >>> pipe.forward(np.ones((8, 4), np.float32)).shape
+            (8, 4)
+        """
         batch = self._batch(x, (), _no_loss, 1)
         run = self._program(_no_loss, "outputs", self._evaluating)
         return run(self._parameters, self._variables, batch)
@@ -213,7 +299,22 @@ class Pipe:
     __call__ = forward
 
     def evaluate(self, x: Any, *, criterion: Callable, labels: tuple = ()) -> dict[str, jax.Array]:
-        """Return the loss (and metrics of the criterion) as means over all rows, forward only."""
+        """Return the loss (and metrics of the criterion) as means over all rows, forward only.
+
+        Args:
+            x: What enters the first layer, with a row for each example.
+            criterion: As `forward_backward` takes it.
+            labels: As `forward_backward` takes it.
+
+        Example:
+            >>> import hfjax, numpy as np
+            >>> from flax import nnx
+            >>> layers = [nnx.Linear(4, 4, rngs=nnx.Rngs(i)) for i in range(4)]
+            >>> pipe = hfjax.PipeDream(hfjax.partition(layers, stages=4), microbatches=4)
+            >>> x = np.zeros((8, 4), np.float32)
+            >>> float(pipe.evaluate(x, criterion=lambda outputs: (outputs**2).mean())["loss"])
+            0.0
+        """
         batch = self._batch(x, labels, criterion, 1)
         run = self._program(criterion, None, self._evaluating)
         return run(self._parameters, self._variables, batch)
@@ -288,7 +389,15 @@ class Pipe:
 
 
 class GPipe(Pipe):
-    """All forwards, then all backwards (Huang et al. 2019)."""
+    """All forwards, then all backwards (Huang et al. 2019).
+
+    Example:
+        >>> import hfjax
+        >>> from flax import nnx
+        >>> layers = [nnx.Linear(4, 4, rngs=nnx.Rngs(i)) for i in range(4)]
+        >>> hfjax.GPipe(hfjax.partition(layers, stages=4), microbatches=8, remat="always")
+        GPipe(8 microbatches, pipe=4 x data=2, 4 layers: [1, 1, 1, 1])
+    """
 
     schedule = "gpipe"
 
@@ -297,13 +406,28 @@ class PipeDream(Pipe):
     """One forward, one backward, and a flush at the end of each batch (1F1B), as haiscale's.
 
     The PipeDream whose stages update without a flush is the schedule "pipedream" of `train_step`.
+
+    Example:
+        >>> import hfjax
+        >>> from flax import nnx
+        >>> layers = [nnx.Linear(4, 4, rngs=nnx.Rngs(i)) for i in range(4)]
+        >>> hfjax.PipeDream(hfjax.partition(layers, stages=4), microbatches=8)
+        PipeDream(8 microbatches, pipe=4 x data=2, 4 layers: [1, 1, 1, 1])
     """
 
     schedule = "1f1b"
 
 
 class Interleaved1F1B(Pipe):
-    """1F1B with several parts of the model on each stage (Narayanan et al. 2021)."""
+    """1F1B with several parts of the model on each stage (Narayanan et al. 2021).
+
+    Example:
+        >>> import hfjax
+        >>> from flax import nnx
+        >>> layers = [nnx.Linear(4, 4, rngs=nnx.Rngs(i)) for i in range(8)]
+        >>> hfjax.Interleaved1F1B(hfjax.partition(layers, stages=4, chunks=2), microbatches=8)
+        Interleaved1F1B(8 microbatches, pipe=4 x data=2, 8 layers: [1, 1, 1, 1, 1, 1, 1, 1])
+    """
 
     schedule = "interleaved"
     chunked = True

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax.typing import DTypeLike
 
 from hfjax.base.paths import Flat, flatten, nest
 from hfjax.optimizers.transforms import Master, Without
@@ -46,20 +47,37 @@ class AdamW(optax.GradientTransformationExtraArgs):
 
 
 def adamw(
-    learning_rate: Any,
+    learning_rate: optax.ScalarOrSchedule,
     b1: float = 0.9,
     b2: float = 0.999,
     eps: float = 1e-8,
     weight_decay: float = 1e-4,
     mask: Any = None,
-    mu_dtype: Any = None,
+    mu_dtype: DTypeLike | None = None,
 ) -> AdamW:
     """Return optax.adamw: the same numbers, the same state, wherever an optimizer is expected.
 
     A training step can update each shard in one pass over device memory if this is its optimizer,
-    or `hfjax.master` of it: see `kernels` of `hfjax.Execution`. `mask` says which parameters decay.
+    or `hfjax.master` of it, and `mu_dtype` is None: see `kernels` of `hfjax.Execution`.
 
-    >>> optimizer = adamw(3e-4, weight_decay=0.1)
+    Args:
+        learning_rate: A number, or a schedule: a function of the number of updates done.
+        b1: Decay of the first moment.
+        b2: Decay of the second moment.
+        eps: What is added to the root of the second moment.
+        weight_decay: Strength of the decay, times the learning rate.
+        mask: Which parameters decay: a tree of booleans, or a function of the parameters that
+            returns one (`hfjax.matching`). None: all.
+        mu_dtype: The dtype of the first moment. None: that of the parameter.
+
+    Example:
+        >>> import hfjax, jax.numpy as jnp, optax
+        >>> params, gradients = {"w": jnp.ones(2)}, {"w": jnp.array([0.5, -0.5])}
+        >>> ours, theirs = hfjax.adamw(3e-4), optax.adamw(3e-4)
+        >>> a, _ = ours.update(gradients, ours.init(params), params)
+        >>> b, _ = theirs.update(gradients, theirs.init(params), params)
+        >>> bool((a["w"] == b["w"]).all())
+        True
     """
     fields = Fields(learning_rate, b1, b2, eps, weight_decay, mask)
     for name in ("b1", "b2", "eps", "weight_decay"):

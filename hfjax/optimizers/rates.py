@@ -25,13 +25,28 @@ def rate(
 ) -> Rate:
     """Return a learning rate: up to `peak` in `warmup` updates, held, then down to `end` * peak.
 
-    The way down (cosine, linear or constant) ends after `steps` updates in all; after it the rate
-    stays. `shape`, of the way up, is linear or log (which begins at zero). `decay="constant"` is
-    DeepSpeed's WarmupLR, "linear" its WarmupDecayLR, "cosine" its WarmupCosineLR; with `hold` it is
-    warm-up, stable, decay (WSD).
+    `decay="constant"` is DeepSpeed's WarmupLR, "linear" its WarmupDecayLR, "cosine" its
+    WarmupCosineLR; with `hold` it is warm-up, stable, decay (WSD).
 
-    >>> [round(float(rate(1.0, warmup=2, steps=6)(n)), 3) for n in range(7)]
-    [0.5, 1.0, 1.0, 0.854, 0.5, 0.146, 0.0]
+    Args:
+        peak: The highest learning rate, above 0.
+        warmup: Updates on the way up; 0: none.
+        steps: Updates in all, after which the way down ends and the rate stays. Needed unless
+            `decay` is "constant".
+        end: The last rate, as a part of the peak from 0 to 1; "constant" takes no notice of it.
+        decay: Of the way down: cosine, linear or constant.
+        hold: Updates at the peak before the way down.
+        shape: Of the way up: linear (the first rate is peak / warmup), or log (the first is zero,
+            unless the way up is one update).
+
+    Returns:
+        A function of the number of updates done, as optax takes it.
+
+    Example:
+        >>> import hfjax
+        >>> rate = hfjax.rate(1.0, warmup=2, steps=6)
+        >>> [round(float(rate(n)), 3) for n in range(7)]
+        [0.5, 1.0, 1.0, 0.854, 0.5, 0.146, 0.0]
     """
     _check_numbers(peak, warmup, end, hold)
     _check_way(warmup + hold, steps, decay, shape)

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax.typing import DTypeLike
 
 from hfjax.base.paths import flatten, matches, nest
 
@@ -16,10 +17,22 @@ def by_path(
 ) -> optax.GradientTransformationExtraArgs:
     """Return an optimizer that treats a parameter as the first pattern says that its path matches.
 
-    `*` stands for anything. Parameter groups: of weight decay, of learning rates, of anything.
+    Use it for parameter groups: of weight decay, of learning rates, of anything.
 
-    >>> decayed, plain = optax.adamw(1e-3, weight_decay=0.1), optax.adamw(1e-3, weight_decay=0.0)
-    >>> optimizer = by_path({"*/bias": plain, "*norm*": plain, "*": decayed})
+    Args:
+        optimizers: {pattern: optax transformation}; `*` stands for anything, also for `/`. The
+            first pattern that matches counts, so the most general comes last.
+
+    Raises:
+        ValueError: At `init`: a parameter matches no pattern, or a pattern never counts.
+
+    Example:
+        >>> import hfjax, jax.numpy as jnp, optax
+        >>> optimizer = hfjax.by_path({"*/bias": optax.sgd(1.0), "*": optax.sgd(0.1)})
+        >>> params = {"mlp": {"bias": jnp.ones(2), "kernel": jnp.ones(2)}}
+        >>> updates, _ = optimizer.update(params, optimizer.init(params), params)
+        >>> {name: round(float(x[0]), 1) for name, x in updates["mlp"].items()}
+        {'bias': -1.0, 'kernel': -0.1}
     """
     patterns = list(optimizers)
 
@@ -44,7 +57,18 @@ def by_path(
 def matching(*patterns: str) -> Callable[[Any], Any]:
     """Return a mask for optax: which parameters have a path that one of the patterns matches.
 
-    >>> optimizer = optax.adamw(1e-3, weight_decay=0.1, mask=matching("*/kernel"))
+    Args:
+        patterns: Paths; `*` stands for anything, also for `/`. One that matches no parameter is
+            refused when the mask is used.
+
+    Returns:
+        A function of the parameters, as optax takes it for `mask`.
+
+    Example:
+        >>> import hfjax, optax
+        >>> hfjax.matching("*/kernel")({"mlp": {"bias": 0, "kernel": 0}})
+        {'mlp': {'bias': False, 'kernel': True}}
+        >>> optimizer = optax.adamw(1e-3, weight_decay=0.1, mask=hfjax.matching("*/kernel"))
     """
 
     def mask(params: Any) -> Any:
@@ -60,7 +84,18 @@ def scaled(
 ) -> optax.GradientTransformation:
     """Return the optimizer with other learning rates for some paths, as factors.
 
-    >>> optimizer = scaled(optax.adamw(1e-3), {"tokens": 0.1, "layers/*": 0.5})
+    Args:
+        optimizer: Any optax transformation.
+        factors: {pattern: finite factor of at least 0}; `*` stands for anything, also for `/`, and
+            the first pattern that matches counts. Other paths keep their rate.
+
+    Example:
+        >>> import hfjax, jax.numpy as jnp, optax
+        >>> optimizer = hfjax.scaled(optax.sgd(1.0), {"tokens": 0.5})
+        >>> params = {"head": jnp.ones(1), "tokens": jnp.ones(1)}
+        >>> updates, _ = optimizer.update(params, optimizer.init(params))
+        >>> {name: float(x[0]) for name, x in updates.items()}
+        {'head': -1.0, 'tokens': -0.5}
     """
     for pattern, factor in factors.items():
         if not isinstance(factor, int | float) or not 0 <= factor <= jnp.finfo(jnp.float32).max:
@@ -111,13 +146,24 @@ class Master(optax.GradientTransformationExtraArgs):
     inner: Any  # the optimizer that it was made of
 
 
-def master(optimizer: optax.GradientTransformation, stored: Any = "bfloat16") -> Master:
-    """Return the optimizer of a float32 copy of the parameters; the state's are stored in bfloat16.
+def master(optimizer: optax.GradientTransformation, stored: DTypeLike = "bfloat16") -> Master:
+    """Return the optimizer of a float32 copy of the parameters; the state's are stored narrower.
 
     After each step a parameter is its master weight, rounded. The optimizer sees master weights
     and float32 gradients. Put it outermost: `master(ema(by_path({…}), 0.999))`.
 
-    >>> optimizer = master(optax.adamw(1e-3))
+    Args:
+        optimizer: Any optax transformation.
+        stored: The dtype of the state's parameters: a floating-point type narrower than float32.
+
+    Example:
+        >>> import hfjax, jax.numpy as jnp, optax
+        >>> model = lambda rngs: {"w": jnp.ones((64, 8))}
+        >>> optimizer = hfjax.master(optax.adamw(1e-3))
+        >>> layout = hfjax.layout(model, optimizer, hfjax.make_mesh(data=8), hfjax.DDP)
+        >>> state = layout.abstract_state()
+        >>> state.params["w"].dtype.name, state.optimizer.master["w"].dtype.name
+        ('bfloat16', 'float32')
     """
     dtype = jnp.dtype(stored)
     if not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize >= 4:
@@ -188,8 +234,20 @@ def ema(optimizer: optax.GradientTransformation, decay: float) -> optax.Gradient
     """Return the optimizer, which also keeps an exponential moving average of the parameters.
 
     It starts from the first parameters, lies where moments lie, and is saved with them. A step
-    that is skipped leaves it alone. `averaged(state)` is the state to evaluate. In a chain put it
-    outermost: the average is of what this optimizer alone makes of the parameters.
+    that is skipped leaves it alone. `averaged(state)` is the state to evaluate.
+
+    Args:
+        optimizer: Any optax transformation. In a chain put `ema` outermost: the average is of what
+            this optimizer alone makes of the parameters.
+        decay: Weight of the old average, a float between 0 and 1, for instance 0.999.
+
+    Example:
+        >>> import hfjax, jax.numpy as jnp, optax
+        >>> optimizer = hfjax.ema(optax.sgd(1.0), decay=0.75)
+        >>> params = {"w": jnp.array(4.0)}
+        >>> _, kept = optimizer.update({"w": jnp.array(4.0)}, optimizer.init(params), params)
+        >>> float(kept.average["w"])  # of 4.0, and of 0.0 after the update
+        3.0
     """
     if not isinstance(decay, float) or not 0 < decay < 1:
         raise ValueError(f"ema: decay={decay!r}; a number between 0 and 1, for instance 0.999.")
@@ -212,7 +270,19 @@ def ema(optimizer: optax.GradientTransformation, decay: float) -> optax.Gradient
 def averaged(state: Any) -> Any:
     """Return the state with the average of its parameters in their place: to evaluate, to export.
 
-    The layout's optimizer is `hfjax.ema(…)`, or has one in it.
+    Parameters of which no average is kept (frozen ones, those of another group) stay as they are.
+
+    Args:
+        state: A `hfjax.State` whose optimizer is `hfjax.ema(…)`, or has one in it.
+
+    Example:
+        >>> import hfjax, jax.numpy as jnp, optax
+        >>> model = lambda rngs: {"w": jnp.ones((64, 8))}
+        >>> optimizer = hfjax.ema(optax.adamw(1e-3), decay=0.999)
+        >>> layout = hfjax.layout(model, optimizer, hfjax.make_mesh(data=8), hfjax.DDP)
+        >>> state = hfjax.init(layout)
+        >>> float(hfjax.averaged(state).params["w"].sum())
+        512.0
     """
     if not hasattr(state, "optimizer"):
         raise ValueError(f"averaged(state): a hfjax.State is expected, found {state!r}.")

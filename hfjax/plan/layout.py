@@ -42,7 +42,32 @@ from hfjax.plan.stored import COLUMNS, on_each_stage, place_array, stored
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """Where parameters, gradients, moments and other variables live on a mesh."""
+    """Where parameters, gradients, moments and other variables live on a mesh; prints as a table.
+
+    `hfjax.layout` makes one; edit it with `with_specs` and `freeze`.
+
+    Attributes:
+        mesh: The devices.
+        strategy: The table that placed everything.
+        optimizer: The optax transformation; after `freeze` it leaves frozen parameters alone.
+        blueprint: The model without its arrays.
+        arrays: Path -> shape and logical axes of each parameter of the model.
+        placed: Path -> where a stored parameter, its gradient and its moments lie.
+        forward: What was given to `hfjax.layout`.
+        arrangement: Of layers on stages; None: the model's own order.
+        example: A batch, or its shapes: what layers are weighed on.
+
+    Example:
+        >>> import hfjax, jax.numpy as jnp, optax
+        >>> model = lambda rngs: {"w": jnp.zeros((64, 8)), "b": jnp.zeros(8)}
+        >>> zero1 = hfjax.ZERO1.edit(replicate_below=0)
+        >>> print(hfjax.layout(model, optax.sgd(0.1, 0.9), hfjax.make_mesh(data=8), zero1))
+        ZERO1 on data=8
+          parameter  shape  spec  gradient  moments       bytes/device
+          b          8      P()   same      P(fsdp+data)  32 B
+          w          64x8   P()   same      P(fsdp+data)  2.0 KiB
+        per device: parameters 2.0 KiB, gradients 2.0 KiB, moments 260 B
+    """
 
     mesh: Mesh
     strategy: Strategy
@@ -60,7 +85,25 @@ class Layout:
         return {path: p.parameter for path, p in self.placed.items()}
 
     def with_specs(self, specs: Mapping[str, P]) -> "Layout":
-        """Return the layout with these parameters placed so; gradients and moments follow."""
+        """Return the layout with these parameters placed so; gradients and moments follow.
+
+        Args:
+            specs: {path: PartitionSpec}, of as many parameters as you like; others stay where they
+                are. The sizes of the axes that split a dimension have to divide it; data and fsdp
+                come before tensor.
+
+        Raises:
+            ValueError: A path is unknown, or the parameter cannot be placed so.
+
+        Example:
+            >>> import hfjax, jax.numpy as jnp, optax
+            >>> from jax.sharding import PartitionSpec as P
+            >>> model = lambda rngs: {"w": jnp.zeros((64, 8))}
+            >>> layout = hfjax.layout(model, optax.adam(1e-3), hfjax.make_mesh(fsdp=8), hfjax.DDP)
+            >>> layout = layout.with_specs({"w": P("fsdp")})
+            >>> layout.specs["w"] == P("fsdp")
+            True
+        """
         placed = dict(self.placed)
         for path, spec in specs.items():
             if path in self.blueprint.parameters and path not in placed:
@@ -82,8 +125,21 @@ class Layout:
     def freeze(self, *patterns: str) -> "Layout":
         """Return the layout in which the parameters of these paths stay as they are.
 
-        They have neither gradient nor moments; `*` stands for anything: `"layers/*"`. What was
-        frozen before stays so.
+        They have neither gradient nor moments. What was frozen before stays so.
+
+        Args:
+            patterns: Paths, at least one; `*` stands for anything, also for `/`: `"layers/*"`.
+
+        Raises:
+            ValueError: A pattern matches no parameter, or nothing is left to train.
+
+        Example:
+            >>> import hfjax, optax
+            >>> from flax import nnx
+            >>> model = lambda rngs: nnx.Linear(8, 4, rngs=rngs)
+            >>> layout = hfjax.layout(model, optax.adam(1e-3), hfjax.make_mesh(data=8), hfjax.DDP)
+            >>> list(layout.gradient_bytes), list(layout.freeze("bias").gradient_bytes)
+            (['bias', 'kernel'], ['kernel'])
         """
         if not patterns or not all(isinstance(pattern, str) for pattern in patterns):
             raise ValueError(
@@ -160,7 +216,18 @@ class Layout:
         return {}
 
     def shardings(self) -> Any:
-        """Return the sharding of every array of the state, in the state's own form."""
+        """Return the sharding of every array of the state, in the state's own form.
+
+        Use it to move a state (`jax.device_put(state, layout.shardings())`) or as `out_shardings`.
+
+        Example:
+            >>> import hfjax, jax, jax.numpy as jnp, optax
+            >>> model = lambda rngs: {"w": jnp.zeros((64, 8))}
+            >>> fsdp = hfjax.FSDP.edit(replicate_below=0)
+            >>> layout = hfjax.layout(model, optax.sgd(0.1), hfjax.make_mesh(fsdp=8), fsdp)
+            >>> layout.shardings().params["w"].spec == jax.P("fsdp")
+            True
+        """
         specs, host = self._state_specs(), self.hosted
         on = lambda spec, hosted: (on_host if hosted else NamedSharding)(self.mesh, spec)
         by_name = lambda keys, spec: on(spec, jax.tree_util.keystr(keys) in host.optimizer)
@@ -173,12 +240,35 @@ class Layout:
         )
 
     def abstract_state(self) -> Any:
-        """Return the state as shapes, dtypes and shardings: enough to compile a step."""
+        """Return the state as shapes, dtypes and shardings: enough to compile a step.
+
+        Example:
+            >>> import hfjax, jax.numpy as jnp, optax
+            >>> model = lambda rngs: {"w": jnp.zeros((64, 8))}
+            >>> layout = hfjax.layout(model, optax.sgd(0.1), hfjax.make_mesh(fsdp=8), hfjax.FSDP)
+            >>> state = layout.abstract_state()
+            >>> state.params["w"].shape, state.step.dtype.name
+            ((64, 8), 'int32')
+        """
         shape = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)
         return jax.tree.map(shape, self.state_shapes, self.shardings())
 
     def create(self, seed: Any) -> "State":
-        """Return the first state; under jit with `shardings()` it is born sharded."""
+        """Return the first state; under jit with `shardings()` it is born sharded.
+
+        `hfjax.init` does that: call this one only inside a program of your own.
+
+        Args:
+            seed: Whole number, or a traced one, from which `model_init` gets its random numbers.
+
+        Example:
+            >>> import hfjax, jax, jax.numpy as jnp, optax
+            >>> model = lambda rngs: {"w": jnp.ones((64, 8))}
+            >>> layout = hfjax.layout(model, optax.sgd(0.1), hfjax.make_mesh(fsdp=8), hfjax.FSDP)
+            >>> state = jax.jit(layout.create, out_shardings=layout.shardings())(0)
+            >>> float(state.params["w"].sum())
+            512.0
+        """
         arrays = self.blueprint.create(seed)
         params = self._store(arrays, seed)
         variables = nest({path: arrays[path] for path in self.blueprint.variables})
@@ -227,6 +317,14 @@ class Layout:
         """Return bytes per device of parameters, gradients (accumulated) and optimizer state.
 
         What lies on the host counts apart, as "host parameters" and "host moments".
+
+        Example:
+            >>> import hfjax, jax.numpy as jnp, optax
+            >>> model = lambda rngs: {"w": jnp.zeros((64, 8))}
+            >>> zero1 = hfjax.ZERO1.edit(replicate_below=0)
+            >>> optimizer = optax.sgd(0.1, momentum=0.9)
+            >>> hfjax.layout(model, optimizer, hfjax.make_mesh(data=8), zero1).bytes_per_device()
+            {'parameters': 2048, 'gradients': 2048, 'moments': 256}
         """
         size = lambda p, spec, dtype: _bytes(p.shape, dtype, spec, self.mesh)
         placed = self.placed.values()
@@ -250,7 +348,17 @@ class Layout:
         return {path: size(p) for path, p in self.placed.items() if not p.frozen}
 
     def unused_axes(self) -> list[str]:
-        """Return mesh axes larger than 1 that split neither the batch nor any parameter."""
+        """Return mesh axes larger than 1 that split neither the batch nor any parameter.
+
+        A step refuses such a layout: the devices along them would repeat each other's work.
+
+        Example:
+            >>> import hfjax, jax.numpy as jnp, optax
+            >>> model = lambda rngs: {"w": jnp.zeros((64, 8))}
+            >>> mesh = hfjax.make_mesh(data=4, tensor=2)
+            >>> hfjax.layout(model, optax.sgd(0.1), mesh, hfjax.DDP).unused_axes()
+            ['tensor']
+        """
         used = {a for p in self.placed.values() for e in entries_of(p.parameter, 0) for a in e}
         working = {*BATCH_AXES, *(used & {PIPE_AXIS, *TENSOR_AXES})}
         return [axis for axis in in_use(self.mesh, AXES) if axis not in working]
@@ -264,7 +372,26 @@ class Layout:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class State:
-    """The state of a training run: plain arrays, sharded as the layout says."""
+    """The state of a training run: plain arrays, sharded as the layout says.
+
+    It is a pytree: jax.tree.map, jax.jit and donation work on it.
+
+    Attributes:
+        step: The number of steps taken, an int32 scalar.
+        params: The parameters, nested by the parts of their paths.
+        optimizer: What the optax optimizer keeps.
+        variables: What is not a parameter: statistics, random keys.
+        order: The number of the layer in each row of what stacks layers; None if nothing does.
+
+    Example:
+        >>> import hfjax, optax
+        >>> from flax import nnx
+        >>> model = lambda rngs: nnx.Linear(8, 4, rngs=rngs)
+        >>> layout = hfjax.layout(model, optax.sgd(0.1), hfjax.make_mesh(data=8), hfjax.DDP)
+        >>> state = hfjax.init(layout)
+        >>> int(state.step), sorted(state.params)
+        (0, ['bias', 'kernel'])
+    """
 
     step: Any
     params: Any
@@ -284,11 +411,30 @@ def layout(  # noqa: PLR0913  options of one call
     example: Any = None,
     sync_batch_norm: bool = True,
 ) -> Layout:
-    """Return where everything of `model_init(rngs)` lives under a strategy.
+    """Return where everything of `model_init(rngs)` lives under a strategy; allocates nothing.
 
-    `forward(model, batch)` says what the loss is given (default: `model(batch)`; a bare pytree
-    itself). `axes` names the dimensions of parameters whose module does not: {path: names}.
-    `example` is a batch, or its shapes: what a pipeline weighs unlike layers on.
+    Args:
+        model_init: Function of `nnx.Rngs` that returns an nnx module or a bare pytree of arrays.
+        optimizer: Any optax transformation whose update needs gradients and parameters only.
+        mesh: A mesh from `hfjax.make_mesh`.
+        strategy: Which logical axis lies on which mesh axis, for instance `hfjax.FSDP`.
+        forward: Function of (model, batch) that returns what the loss is given. It may ask for
+            `key`, `row_keys` and `train` by name. None: `model(batch)`, or a bare pytree itself.
+        axes: {path: logical axes} of parameters whose module does not name their dimensions.
+        example: A batch, or its shapes: what a pipeline weighs unlike layers on.
+        sync_batch_norm: Whether BatchNorm takes its statistics over the rows of all devices.
+
+    Raises:
+        ValueError: A parameter cannot be placed as the strategy says, or has no floating dtype.
+
+    Example:
+        >>> import hfjax, optax
+        >>> from hfjax.models.gpt import GPT, GPTConfig
+        >>> model = lambda rngs: GPT(GPTConfig.tiny(), rngs=rngs)
+        >>> mesh = hfjax.make_mesh(fsdp=4, tensor=2)
+        >>> layout = hfjax.layout(model, optax.adamw(3e-4), mesh, hfjax.FSDP | hfjax.TENSOR)
+        >>> list(layout.specs["layers/mlp/up/kernel"])  # layers, embed, mlp
+        [None, 'fsdp', 'tensor']
     """
     _check_arguments(model_init, optimizer, mesh, strategy)
     plan = blueprint(model_init, Placer(mesh, strategy), forward, sync_batch_norm)

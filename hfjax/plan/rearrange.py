@@ -21,7 +21,27 @@ from hfjax.plan.optimizer_state import converted, reformed
 def canonical(layout: Layout, state: State) -> State:
     """Return the state with its layers in the model's order: what to save, and to look at.
 
-    Any layout of the same model can restore it, whatever its mesh, strategy or schedule.
+    Any layout of the same model can restore it, whatever its mesh, strategy or schedule. A state
+    whose layers lie so already comes back as it is.
+
+    Args:
+        layout: A layout of the model to which the state belongs.
+        state: The state, its layers stored for any schedule; it is not donated.
+
+    Example:
+        >>> import hfjax, optax
+        >>> from flax import nnx
+        >>> from hfjax.models.parts import stacked
+        >>> class Model(nnx.Module):
+        ...     def __init__(self, rngs):
+        ...         layer = lambda rngs: nnx.Linear(8, 8, rngs=rngs)
+        ...         self.layers = stacked(4, layer, rngs)
+        ...     embed = head = lambda self, x: x
+        >>> mesh, schedule = hfjax.make_mesh(pipe=2, data=4), hfjax.Schedule("interleaved", 8)
+        >>> layout = hfjax.layout(Model, optax.sgd(0.1), mesh, hfjax.PIPE)
+        >>> state = hfjax.init(layout, schedule=schedule)  # two chunks on each stage
+        >>> state.order.tolist(), hfjax.canonical(layout, state).order.tolist()
+        ([0, 2, 1, 3], [0, 1, 2, 3])
     """
     return rearrange(layout.as_the_model, state)
 

@@ -17,7 +17,19 @@ SHOWN = 6  # differences in a message
 
 
 def check_same(what: str, value: Any) -> None:
-    """Refuse, in all processes, a value (as JSON has it) that differs between processes."""
+    """Refuse, in all processes, a value that differs between processes: all of them call it.
+
+    Args:
+        what: What it is, for the message.
+        value: Anything that JSON has.
+
+    Raises:
+        ValueError: It differs; the message says in which processes, and in what.
+
+    Example:
+        >>> from hfjax.processes import check_same
+        >>> check_same("configuration", {"steps": 300, "batch": 32})
+    """
     if jax.process_count() == 1:
         return
     mine = json.dumps(value, sort_keys=True).encode()
@@ -98,11 +110,26 @@ def _outcome(ask: Callable[[], Any]) -> dict:
 
 
 def speaks() -> bool:
-    """Return whether this process is the one that prints and writes logs (starts no backend)."""
+    """Return whether this process is the one that prints and writes logs (starts no backend).
+
+    Example:
+        >>> from hfjax.processes import speaks
+        >>> speaks()  # in process 0, and where there is one only
+        True
+    """
     return distributed.global_state.process_id == 0
 
 
 def say(*words: Any) -> None:
-    """Print at once, in the process that speaks."""
+    """Print at once, in the process that speaks.
+
+    Args:
+        words: What `print` takes.
+
+    Example:
+        >>> from hfjax.processes import say
+        >>> say("step", 1)
+        step 1
+    """
     if speaks():
         print(*words, flush=True)

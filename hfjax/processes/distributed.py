@@ -106,8 +106,26 @@ def init_distributed(
 
     Who they are is read from the arguments, HFJAX_COORDINATOR, HFJAX_PROCESSES and HFJAX_PROCESS,
     torchrun's variables, or SLURM, Open MPI and whatever else JAX detects; else it is one process.
-    All have to come within `timeout` seconds; a process that gives no sign of life for `heartbeat`
-    seconds ends the run. A second call returns what the first one did.
+    A second call returns what the first one did.
+
+    Args:
+        coordinator: Where process 0 can be reached, host:port with a free port.
+        processes: How many there are.
+        process: The number of this one, from 0 on.
+        timeout: Seconds within which all have to come.
+        heartbeat: Seconds without a sign of life of one process after which the run ends.
+        say: What is called with a line for a person, while others are waited for.
+
+    Raises:
+        TimeoutError: Some did not come; it says which.
+        ValueError: The settings are incomplete, processes do not fit each other, or JAX has
+            started its devices already.
+
+    Example:
+        >>> import hfjax
+        >>> cluster = hfjax.init_distributed(processes=1)
+        >>> cluster.process, cluster.processes
+        (0, 1)
     """
     global _joined
     if _joined is None:

@@ -13,10 +13,16 @@ _OF_REASON = {None: FINISHED, "SIGTERM": TERMINATED, "SIGINT": INTERRUPTED}
 
 
 def exit_code(reason: str | None) -> int:
-    """Return the exit code of a run that saved and stopped for a reason (`Stop.reason`).
+    """Return the exit code of a run that saved and stopped for a reason.
 
-    >>> exit_code("SIGTERM"), exit_code("time limit"), exit_code(None)
-    (143, 75, 0)
+    Args:
+        reason: `Stop.reason`: "SIGTERM" (143), "SIGINT" (130), "asked" or anything else (75).
+            None: the run is finished (0).
+
+    Example:
+        >>> from hfjax.processes import exit_code
+        >>> exit_code("SIGTERM"), exit_code("asked"), exit_code(None)
+        (143, 75, 0)
     """
     return _OF_REASON.get(reason, ASKED)
 

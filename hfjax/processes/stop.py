@@ -30,7 +30,25 @@ REASONS = (None, ASKED, "SIGINT", "SIGTERM")  # the last wins where processes di
 class Stop:
     """Whether to stop, agreed on: `with Stop() as stop: for …: if stop.agreed(): save, break`.
 
-    SIGTERM, Ctrl-C and `request()` ask for it. A second Ctrl-C raises KeyboardInterrupt.
+    SIGTERM, Ctrl-C and `request()` ask for it. A second Ctrl-C raises KeyboardInterrupt. It takes
+    the signals for itself while it is entered, which only the main thread may do.
+
+    Args:
+        mesh: The devices by which processes agree. None: all.
+
+    Attributes:
+        reason: Why it was agreed to stop: "SIGTERM", "SIGINT" or "asked"; None until then.
+
+    Example:
+        >>> from hfjax.processes import Stop
+        >>> with Stop() as stop:
+        ...     for step in range(10):
+        ...         if step == 3:
+        ...             stop.request()
+        ...         if stop.agreed():
+        ...             break
+        >>> step, stop.reason
+        (3, 'asked')
     """
 
     def __init__(self, mesh: Mesh | None = None):
@@ -113,7 +131,14 @@ def leave(code: int) -> NoReturn:
 def leaving() -> Iterator[None]:
     """Run the main part of a program: in a run of several processes an error ends it at once.
 
-    Otherwise a process whose peer died would tell so and then wait for that peer at the exit.
+    Otherwise a process whose peer died would tell so and then wait for that peer at the exit. In
+    one process, and at an orderly exit, it changes nothing.
+
+    Example:
+        >>> from hfjax.processes import leaving
+        >>> with leaving():
+        ...     print("train")
+        train
     """
     try:
         yield

@@ -20,7 +20,19 @@ class Watchdog:
     """Ends the process with exit code HUNG (124) when no beat came for `timeout` seconds.
 
     It says what the process was doing and where each of its threads is. Time in which the whole
-    process was stopped (Ctrl-Z) does not count. A timeout of None never ends anything.
+    process was stopped (Ctrl-Z) does not count.
+
+    Args:
+        timeout: Seconds above 0. None: it never ends anything.
+        say: What is called with the line for a person. Default: it is printed on standard error.
+
+    Example:
+        >>> from hfjax.processes import Watchdog
+        >>> with Watchdog(timeout=600) as watchdog:
+        ...     with watchdog.allow(3600, "compiling"):
+        ...         compiled = True
+        ...     for step in range(3):
+        ...         watchdog.beat(f"step {step}")
     """
 
     def __init__(self, timeout: float | None, say: Callable[[str], Any] = _on_stderr):
@@ -44,12 +56,23 @@ class Watchdog:
         self._ended.set()
 
     def beat(self, doing: str) -> None:
-        """Give a sign of life, with what comes next."""
+        """Give a sign of life, with what comes next.
+
+        Args:
+            doing: What the message says if no other beat follows.
+        """
         self._doing, self._waited = doing, 0.0
 
     @contextmanager
     def allow(self, seconds: float, doing: str) -> Iterator[None]:
-        """Give a slow phase (a compilation, a checkpoint) its own limit, if that is longer."""
+        """Give a slow phase (a compilation, a checkpoint) its own limit, if that is longer.
+
+        It beats when the phase begins and when it ends.
+
+        Args:
+            seconds: The limit, in place of `timeout`.
+            doing: What the message says if the phase does not end.
+        """
         before = self._limit
         self.beat(doing)
         if before is not None:

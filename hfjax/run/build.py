@@ -31,7 +31,17 @@ PADDED = 1 << 16  # rows of a batch that a small set may be filled up to
 
 @dataclass(frozen=True)
 class Parts:
-    """Everything that a run is made of; what is not asked for is not made."""
+    """Everything that a run is made of; what is not asked for is not made.
+
+    Args:
+        config: The configuration.
+
+    Example:
+        >>> from hfjax.run import Parts, Train
+        >>> parts = Parts(Train(steps=100, strategy="fsdp"))
+        >>> parts.mesh.shape["fsdp"], round(float(parts.rate(20)), 4)
+        (8, 0.003)
+    """
 
     config: Train
 
@@ -122,7 +132,12 @@ class Parts:
         return self._loader(tokens, shuffle=False, epochs=1, pad_last=True)
 
     def check_validation(self, state: hfjax.State, most: int | None = None) -> None:
-        """Refuse one's own loss if it would count the rows that fill up the last batch."""
+        """Refuse one's own loss if it would count the rows that fill up the last batch.
+
+        Args:
+            state: A state of the layout.
+            most: How many batches are validated on. None: all.
+        """
         if self.valid is None or not self.model.own_loss:
             return
         count = len(self.valid)
@@ -136,12 +151,25 @@ class Parts:
         most: int | None = None,
         beat: Callable[[], Any] = lambda: None,
     ) -> Evaluated:
-        """Return the loss on the validation set, or on its first `most` batches."""
+        """Return the loss on the validation set, or on its first `most` batches.
+
+        Args:
+            state: A state of the layout.
+            most: How many batches. None: all.
+            beat: What is called for each batch: validating gets on.
+        """
         assert self.valid is not None
         return evaluate(self.evaluate, state, self.valid.rewind(), most, beat)
 
     def written(self, state: hfjax.State, prompt: str, count: int, sampling: Sampling) -> str:
-        """Return a prompt and the text of `count` tokens that the model writes after it."""
+        """Return a prompt and the text of `count` tokens that the model writes after it.
+
+        Args:
+            state: A state of the layout.
+            prompt: Some text.
+            count: How many tokens.
+            sampling: How the next token is chosen, `hfjax.run.sampling.Sampling()`.
+        """
         tokens = self.tokens[0]
         known = tokens.tokenizer.encode([prompt])[0].tolist()
         fields: Any = {"length": self.model.length, "vocab": tokens.vocab, "sampling": sampling}

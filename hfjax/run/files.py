@@ -19,7 +19,25 @@ from hfjax.run.yaml_text import Lined, parsed
 
 
 def load(path: str | Path) -> Train:
-    """Return the configuration in a YAML file, or `config` of a Python file."""
+    """Return the configuration in a YAML file, or `config` of a Python file.
+
+    Args:
+        path: The file; one that ends in .py is run.
+
+    Raises:
+        ValueError: There is no such file, or it names a field or a value that there is not; it
+            says in which line.
+
+    Example:
+        >>> import tempfile
+        >>> from pathlib import Path
+        >>> from hfjax.run import load
+        >>> folder = tempfile.TemporaryDirectory()
+        >>> path = Path(folder.name, "config.yaml")
+        >>> _ = path.write_text("steps: 2000" + chr(10) + "mesh: {fsdp: 8}")
+        >>> load(path).steps, load(path).mesh.fsdp
+        (2000, 8)
+    """
     path = Path(path)
     if (kind := what_is(path)) != "a file":
         found = "there is no such file" if kind == MISSING else f"it is {kind}, no file"

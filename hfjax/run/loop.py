@@ -56,7 +56,20 @@ PROMPT = "\ndef "
 
 
 class Result(NamedTuple):
-    """How a run ended."""
+    """How a run ended.
+
+    Attributes:
+        state: The last state.
+        step: The number of steps that it has taken.
+        loss: Of the last step that this call did; None if it did none.
+        valid_loss: The last validation's; None if there was none.
+        reason: Why it stopped early: SIGTERM, SIGINT, asked; None if it did not.
+
+    Example:
+        >>> from hfjax.run import Result
+        >>> Result(state=None, step=300, loss=1.5, valid_loss=None, reason=None).loss
+        1.5
+    """
 
     state: hfjax.State
     step: int
@@ -66,7 +79,20 @@ class Result(NamedTuple):
 
 
 def train(config: Train) -> Result:
-    """Train, from the beginning or from the directory's latest checkpoint; return how it ended."""
+    """Train, from the beginning or from the directory's latest checkpoint; return how it ended.
+
+    It takes SIGTERM and Ctrl-C while it runs (so: the main thread), ends the process if it hangs
+    (`config.timeout`), and writes config.yaml, metrics and checkpoints to `config.directory`.
+
+    Args:
+        config: What is trained on what, and how: see `hfjax train --help`.
+
+    Example:
+        >>> from hfjax.run import Train, train
+        >>> result = train(Train(steps=200, strategy="fsdp"))  # doctest: +SKIP
+        >>> result.step, result.reason  # doctest: +SKIP
+        (200, None)
+    """
     with ExitStack() as stack:
         enter = stack.enter_context
         watchdog = enter(Watchdog(config.timeout))

@@ -60,7 +60,31 @@ def generate(
     vocab: int,
     sampling: Sampling = Sampling(),
 ) -> list[int]:
-    """Return `count` tokens that follow the prompt; the model sees the last `length` of them."""
+    """Return `count` tokens that follow the prompt; the model sees the last `length` of them.
+
+    Args:
+        layout: The layout of a model that returns logits [B, S, V] of {"tokens": [B, S + 1]}.
+        state: A state of it, its layers stored for any schedule.
+        prompt: At least one token; those beyond `vocab` are left out.
+        count: How many tokens, at least 1.
+        length: How many of the last tokens the model sees, at most as many as it has positions.
+        vocab: Tokens to choose from; logits beyond are ignored.
+        sampling: Temperature, top_k and seed. Temperature 0 takes the likeliest token.
+
+    Example:
+        >>> import hfjax, optax
+        >>> from flax import nnx
+        >>> from hfjax.run import generate
+        >>> class Bigrams(nnx.Module):
+        ...     def __init__(self, rngs):
+        ...         self.table = nnx.Embed(256, 256, rngs=rngs)
+        ...     def __call__(self, batch):
+        ...         return self.table(batch["tokens"][:, :-1])
+        >>> layout = hfjax.layout(Bigrams, optax.sgd(0.1), hfjax.make_mesh(data=8), hfjax.DDP)
+        >>> tokens = generate(layout, hfjax.init(layout), b"Once", 5, length=8, vocab=256)
+        >>> len(tokens), all(0 <= token < 256 for token in tokens)
+        (5, True)
+    """
     if count < 1:
         raise ValueError(f"generate: {count} tokens are asked for, at least 1 is needed.")
     known = [token for token in prompt if token < vocab][-length:]
@@ -139,7 +163,24 @@ def evaluate(
 ) -> Evaluated:
     """Return the mean loss by `hfjax.eval_step` over all batches, or the first `most` of them.
 
-    `beat` is called for each batch: evaluating gets on.
+    Args:
+        step: What `hfjax.eval_step` returned.
+        state: The state to evaluate.
+        batches: For instance a `Loader` with epochs=1.
+        most: How many batches at most. None: all.
+        beat: What is called for each batch: evaluating gets on.
+
+    Returns:
+        (loss, tokens): the mean, and of how many tokens (the weight of the loss) it is the mean.
+
+    Example:
+        >>> import hfjax, jax.numpy as jnp, numpy as np, optax
+        >>> from hfjax.run import evaluate
+        >>> model = lambda rngs: {"w": jnp.ones(())}
+        >>> layout = hfjax.layout(model, optax.sgd(0.1), hfjax.make_mesh(data=8), hfjax.DDP)
+        >>> step = hfjax.eval_step(layout, lambda params, x: (params["w"] * x).mean())
+        >>> evaluate(step, hfjax.init(layout), [np.full(8, 1.0), np.full(8, 3.0)])
+        Evaluated(loss=2.0, tokens=16)
     """
     read: list[tuple[float, float]] = []
     unread = deque[Any]()

@@ -259,6 +259,19 @@ def gather_rows(x: Any) -> Any:
     In a training step a loss sees the rows of its own device. This is the one differentiable
     call that gives it all of them, on every device; outside a step it returns `x` itself. With
     accumulate=k these are the rows of one microbatch: which rows those are depends on the mesh.
+
+    Args:
+        x: Pytree of arrays whose first dimension has a row for each row of the batch.
+
+    Example:
+        >>> import hfjax, jax.numpy as jnp, numpy as np, optax
+        >>> model = lambda rngs: {"w": jnp.ones((2, 2))}
+        >>> layout = hfjax.layout(model, optax.sgd(0.1), hfjax.make_mesh(data=8), hfjax.DDP)
+        >>> def loss(params, x):  # of 16 rows, whatever the mesh
+        ...     return hfjax.Mean(*map(jnp.float32, (0, 1)), {"rows": len(hfjax.gather_rows(x))})
+        >>> step = hfjax.eval_step(layout, loss)
+        >>> int(step(hfjax.init(layout), np.ones((16, 2), np.float32))["rows"])
+        16
     """
     axes = tuple(axis for axis in BATCH_AXES if devices_along(axis) > 1)
     if not axes:

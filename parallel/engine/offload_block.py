@@ -24,14 +24,29 @@ def offload(
     dots: bool = False,
     weights: int | Sequence[int] = 0,
 ) -> Any:
-    """Return a module, or a function, that keeps part of its activations in host memory.
+    """Return the block, which now keeps part of its activations in host memory.
 
-    Of a function the arguments numbered `weights` (the first, unless told otherwise; () for none)
-    are never moved, nor is what follows from them alone, nor what the function closes over; of a
-    module its parameters. `offloaded` of what is returned is the report of its last gradient, of
-    one call (and of one turn, in a loop).
+    What is returned has the block's own signature. Its `offloaded` is the report of its last
+    gradient, of one call (and of one turn, in a loop).
 
-    >>> mlp = offload(lambda w, x: jax.numpy.tanh(x @ w) @ w.T, ratio=0.5)
+    Args:
+        block: An nnx module, or a function of arrays.
+        ratio: A fraction of the bytes from 0 to 1. Give one of `ratio`, `names` and `dots`.
+        tag: What the report calls these tensors.
+        names: Those that `jax.ad_checkpoint.checkpoint_name` named so.
+        dots: Whether the results of matrix products go.
+        weights: Of a function: the numbers of the arguments that are weights, () for none. They are
+            never moved, nor is what follows from them alone, nor what the function closes over. A
+            module knows its own.
+
+    Example:
+        >>> import hfjax, jax, jax.numpy as jnp
+        >>> mlp = hfjax.offload(lambda w, x: jnp.tanh(x @ w) @ w.T, ratio=0.5)
+        >>> w, x = jnp.ones((4, 16)), jnp.ones((8, 4))
+        >>> jax.grad(lambda w: mlp(w, x).sum())(w).shape
+        (4, 16)
+        >>> 0 < mlp.offloaded.ratio <= 0.5
+        True
     """
     if isinstance(ratio, str):
         raise ValueError(f"offload(block, ratio={ratio!r}): a number from 0 to 1 is expected.")

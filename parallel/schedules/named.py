@@ -77,8 +77,20 @@ class Schedule:
     Under pipedream and 2bw stages update their layers on the way, and the rest of the model once
     at the end: `hfjax.update.asynchronous` says when, and from which gradients.
 
-    >>> Schedule("interleaved", microbatches=8).table(stages=4).virtual
-    8
+    Attributes:
+        name: gpipe, 1f1b, 1f1b-half, interleaved, interleaved-half, looped-bfs, zb, zb-h1, zb-h2,
+            zb-v, v, v-zb, dualpipe-v, pipedream, 2bw; forward (for evaluations only).
+        microbatches: Into how many the rows of a step, or of each accumulated part, are split.
+        chunks: Pieces of the model on each stage. None: as the schedule has them.
+        balance: even, parameters or flops; or the number of layers of each virtual stage, in the
+            model's order.
+        own: A table of your own, instead of one by name: see `from_text` and `from_csv`.
+        every: Of 2bw: microbatches of one update. None: as many as stages, at least 2.
+
+    Example:
+        >>> import hfjax
+        >>> hfjax.Schedule("interleaved", microbatches=8).table(stages=4).virtual
+        8
     """
 
     name: str = "1f1b"
@@ -122,7 +134,20 @@ class Schedule:
             object.__setattr__(self, field, found)
 
     def table(self, stages: int) -> Table:
-        """Return the table for that many stages."""
+        """Return the table that the pipeline runs: printed, it has a line for each stage.
+
+        Args:
+            stages: The size of the mesh's pipe axis.
+
+        Raises:
+            ValueError: A table of your own is for another number of stages.
+
+        Example:
+            >>> import hfjax
+            >>> print(hfjax.Schedule("gpipe", microbatches=2).table(stages=2))
+            0F0 0F1 .   .   0B0 0B1
+            .   1F0 1F1 1B0 1B1 .
+        """
         if not _positive(stages):
             raise ValueError(f"stages={stages!r}: a positive number of stages.")
         if self.own is None:
@@ -142,9 +167,14 @@ class Schedule:
     def versions(self, stages: int) -> Versions | None:
         """Return which version of the weights each task uses; None: there is only one.
 
-        >>> versions = Schedule("pipedream", microbatches=8).versions(stages=4)
-        >>> versions.slots, versions.staleness
-        (4, (3, 2, 1, 0))
+        Args:
+            stages: The size of the mesh's pipe axis.
+
+        Example:
+            >>> import hfjax
+            >>> versions = hfjax.Schedule("pipedream", microbatches=8).versions(stages=4)
+            >>> versions.slots, versions.staleness
+            (4, (3, 2, 1, 0))
         """
         table, builder = self.table(stages), SCHEDULES.get(self.name)
         if not self.asynchronous or builder is None or builder.every is None:
@@ -163,8 +193,19 @@ class Schedule:
     ) -> "Schedule":
         """Return the schedule written as a line per stage (`hfjax.parallel.schedules.text`).
 
-        >>> Schedule.from_text("0F0 0F1 0B0 0B1 / 1F0+1B0 1F1+1B1".replace("/", chr(10)))
-        Schedule(name='own', microbatches=2, chunks=1, balance='even', own=...)
+        Args:
+            text: Cells separated by blanks or commas. A cell is tasks joined by `+`: virtual stage,
+                kind (F, B, I or W), microbatch. `.` is idle.
+            name: What is shown.
+            balance: As in `Schedule`: even, parameters, flops, or layers of each virtual stage.
+            branches: Whether a stage branches on what it has to do in a tick, so that it does only
+                that. None: only if a model of the costs says that it is faster.
+
+        Example:
+            >>> import hfjax
+            >>> text = "0F0 0F1 0B0 0B1" + chr(10) + "1F0+1B0 1F1+1B1"
+            >>> hfjax.Schedule.from_text(text)
+            Schedule(name='own', microbatches=2, chunks=1, balance='even', own=...)
         """
         return cls(own=parse_table(text, name, branches), balance=balance)
 
@@ -176,7 +217,21 @@ class Schedule:
         balance: str | tuple[int, ...] = "even",
         branches: bool | None = None,
     ) -> "Schedule":
-        """Return the schedule of a CSV or text file, a row per stage; its name is the file's."""
+        """Return the schedule of a CSV or text file, a row per stage; its name is the file's.
+
+        Args:
+            path: The file, in UTF-8; cells as in `from_text`.
+            balance: As in `Schedule`.
+            branches: As in `from_text`.
+
+        Example:
+            >>> import hfjax, pathlib, tempfile
+            >>> folder = tempfile.TemporaryDirectory()
+            >>> path = pathlib.Path(folder.name, "mine.csv")
+            >>> _ = path.write_text("0F0,0B0" + chr(10) + "1F0+1B0")
+            >>> hfjax.Schedule.from_csv(path).name
+            'mine'
+        """
         path = Path(path)
         try:
             text = path.read_text(encoding="utf-8-sig")  # spreadsheets begin files with a mark
