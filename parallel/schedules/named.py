@@ -78,8 +78,8 @@ class Schedule:
     at the end: `hfjax.update.asynchronous` says when, and from which gradients.
 
     Attributes:
-        name: gpipe, 1f1b, 1f1b-half, interleaved, interleaved-half, looped-bfs, zb, zb-h1, zb-h2,
-            zb-v, v, v-zb, dualpipe-v, pipedream, 2bw; forward (for evaluations only).
+        name: gpipe, 1f1b, 1f1b-published, interleaved, interleaved-published, looped-bfs, zb,
+            zb-h1, zb-h2, zb-v, v, v-zb, dualpipe-v, pipedream, 2bw; forward (for evaluations only).
         microbatches: Into how many the rows of a step, or of each accumulated part, are split.
         chunks: Pieces of the model on each stage. None: as the schedule has them.
         balance: even, parameters or flops; or the number of layers of each virtual stage, in the
