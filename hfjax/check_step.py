@@ -137,9 +137,3 @@ def _check_offload(layout: Layout, execution: Execution) -> None:
             f"{offload} is of what layers keep, and this model does not run in three parts (embed, "
             "layers, head). Give it these, or wrap its blocks: hfjax.offload(block, ratio=0.3)."
         )
-    stages = layout.mesh.shape[PIPE_AXIS] if execution.schedule else 1
-    if len(offload.ratios) > 1 and len(offload.ratios) != stages:
-        raise ValueError(
-            f"{offload}: {len(offload.ratios)} ratios for {stages} stages "
-            f"({describe_mesh(layout.mesh)}). Give one ratio, or one for each stage of a pipeline."
-        )

@@ -26,10 +26,10 @@ class Offload:
     """Which of the tensors that layers keep for the backward pass wait in host memory.
 
     Give one of `ratio`, `names` and `dots`. Weights are never among them. As words: "0.3",
-    "0.5,0.1" (two stages), "names:qkv,mlp_up", "dots".
+    "names:qkv,mlp_up", "dots".
 
     Attributes:
-        ratio: A fraction of the bytes from 0 to 1; of a pipeline also one for each stage.
+        ratio: A fraction of the bytes from 0 to 1; of a pipeline the same on all stages.
         names: Those that `jax.ad_checkpoint.checkpoint_name` named so.
         dots: Whether the results of matrix products go.
         tag: What the report calls them.
@@ -40,7 +40,7 @@ class Offload:
         ('qkv', 'mlp_up')
     """
 
-    ratio: float | tuple[float, ...] | None = None
+    ratio: float | None = None
     names: str | tuple[str, ...] = ()
     dots: bool = False
     tag: str = "layers"
@@ -49,18 +49,14 @@ class Offload:
         object.__setattr__(self, "names", names_of(self.names, "offload"))
         if not isinstance(self.dots, bool) or not (isinstance(self.tag, str) and self.tag):
             raise ValueError(f"{self}: dots is true or false, and the tag a word.")
-        if isinstance(self.ratio, list):
-            object.__setattr__(self, "ratio", tuple(self.ratio))
         given = [self.ratio is not None, bool(self.names), self.dots]
         if sum(given) != 1:
             raise ValueError(
                 f"{self}: give one of ratio (a fraction of the bytes, for instance 0.3), names "
                 "(of jax.ad_checkpoint.checkpoint_name) and dots=True."
             )
-        for ratio in self.ratios:
-            number = isinstance(ratio, Real) and not isinstance(ratio, bool)
-            if not number or not 0 <= ratio <= 1:
-                raise _unknown(self.ratio)
+        if self.ratio is not None and not _is_fraction(self.ratio):
+            raise _refused(self.ratio)
 
     @classmethod
     def of(cls, given: Any) -> "Offload":
@@ -85,22 +81,14 @@ class Offload:
         if given == "dots":
             return cls(dots=True)
         try:
-            first, *others = (float(ratio) for ratio in given.split(","))
+            return cls(ratio=float(given))
         except ValueError:
-            raise _unknown(given) from None
-        return cls(ratio=(first, *others) if others else first)
-
-    @property
-    def ratios(self) -> tuple[float, ...]:
-        """The ratio, or that of each stage; empty if names or products say what goes."""
-        if self.ratio is None:
-            return ()
-        return self.ratio if isinstance(self.ratio, tuple) else (self.ratio,)
+            raise _refused(given) from None
 
     @property
     def idle(self) -> bool:
         """Whether nothing is asked for."""
-        return bool(self.ratios) and not any(self.ratios)
+        return self.ratio == 0
 
 
 @dataclass(frozen=True)
@@ -141,12 +129,32 @@ class Cut:
         return lax.optimization_barrier(jnp.concatenate(parts, axis=self.dim))
 
 
-def _unknown(given: Any) -> ValueError:
+def _is_fraction(ratio: Any) -> bool:
+    number = isinstance(ratio, Real) and not isinstance(ratio, bool)
+    return number and 0 <= float(ratio) <= 1
+
+
+def _refused(given: Any) -> ValueError:
+    """Return the error of what is no fraction; several of them were given for several stages."""
+    if ratios := _several(given):
+        return ValueError(
+            f"offload={given!r}: all stages of a pipeline have one ratio. Give the largest of "
+            f"these, offload={max(ratios):g}."
+        )
     return ValueError(
-        f"offload={given!r}: a fraction of the bytes from 0 to 1 (of a pipeline also one for each "
-        "stage, 0.5,0.1), names:a,b, dots, or a hfjax.Offload. For the least that fits a memory "
-        "ask `hfjax memory --offload auto`."
+        f"offload={given!r}: a fraction of the bytes from 0 to 1, names:a,b, dots, or a "
+        "hfjax.Offload. For the least that fits a memory ask `hfjax memory --offload auto`."
     )
+
+
+def _several(given: Any) -> list[float]:
+    """Return the fractions of a list, or of words with commas; none if it is anything else."""
+    parts = given.split(",") if isinstance(given, str) else given
+    try:
+        ratios = [float(part) for part in parts]
+    except (TypeError, ValueError):
+        return []
+    return ratios if len(ratios) > 1 and all(map(_is_fraction, ratios)) else []
 
 
 Share = dict[int, Cut]  # number of a tensor -> how much of it goes
@@ -158,14 +166,15 @@ def of_part(share: Share, first: int, last: int | None) -> Share:
     return {i - first: cut for i, cut in share.items() if first <= i < end}
 
 
-def share(offload: Offload, tensors: Sequence[Tensor], may_cut: bool, ratio: float) -> Share:
-    """Return which tensors go to the host; `ratio` counts where neither names nor products do."""
+def share(offload: Offload, tensors: Sequence[Tensor], may_cut: bool) -> Share:
+    """Return which tensors go to the host."""
     if offload.names:
         wanted = set(offload.names)
         return {i: Cut() for i, t in enumerate(tensors) if t.names & wanted}
     if offload.dots:
         return {i: Cut() for i, t in enumerate(tensors) if t.what == "dot_general"}
-    return _by_ratio(ratio, tensors, may_cut)
+    assert offload.ratio is not None
+    return _by_ratio(offload.ratio, tensors, may_cut)
 
 
 def _by_ratio(ratio: float, tensors: Sequence[Tensor], may_cut: bool) -> Share:

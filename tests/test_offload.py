@@ -127,25 +127,10 @@ def test_weights_are_never_kept_for_the_backward_pass_whatever_their_form():
     assert not sizes & kept
 
 
-def test_a_pipeline_may_have_a_ratio_for_each_stage():
-    schedule, sizes = Schedule("1f1b", 8), {"pipe": 4}
-    options = {"schedule": schedule, "layers": 4}
-    wanted = trained(PIPE, sizes, **options)
-    found = trained(PIPE, sizes, Offload(ratio=(0.9, 0.6, 0.3, 0.0)), **options)
-    assert_bit_equal(found[0], wanted[0])
-    report = found[2].offloaded
-    by_stage = [
-        sum(row.moved for row in report.rows.values() if row.layer == f"stage {stage}")
-        for stage in range(4)
-    ]
-    assert by_stage == sorted(by_stage, reverse=True)
-    assert by_stage[0] > by_stage[3] == 0
-
-
 @pytest.mark.parametrize(("ratio", "cut"), [(0.5, True), (0.5, False), (1.0, False), (0.0, True)])
 def test_whole_tensors_go_first_and_at_most_one_is_cut(ratio, cut):
     kept = [Tensor("a", (n, 10), "float32", n * 40) for n in (7, 5, 3, 3)]
-    chosen = share(Offload(ratio=ratio), kept, cut, ratio)
+    chosen = share(Offload(ratio=ratio), kept, cut)
     assert sum(c.dim is not None for c in chosen.values()) <= cut
     moved = sum(c.bytes_of(kept[i]) for i, c in chosen.items())
     assert abs(moved - ratio * 18 * 40) <= (20 if cut else 3 * 40)
@@ -276,6 +261,8 @@ def test_a_wrapped_block_inside_a_model_trains_as_without():
         ({"ratio": 1.5}, "from 0 to 1"),
         ({"ratio": "half"}, "from 0 to 1"),
         ({"ratio": (0.5, -1)}, "from 0 to 1"),
+        ({"ratio": ()}, "from 0 to 1"),
+        ({"ratio": True}, "from 0 to 1"),
     ],
 )
 def test_what_is_no_offload_is_refused(asked, message):
@@ -283,11 +270,19 @@ def test_what_is_no_offload_is_refused(asked, message):
         Offload(**asked)
 
 
+@pytest.mark.parametrize("given", [(0.1, 0.5), [0.5, 0], "0.1,0.5", np.array([0.5, 0.25])])
+def test_ratios_that_differ_between_stages_are_refused_with_the_one_to_give(given):
+    one = r"offload=.*0\.5.*: all stages of a pipeline have one ratio.*the largest.*offload=0\.5\."
+    with pytest.raises(ValueError, match=one):
+        Offload.of(given)
+    with pytest.raises(ValueError, match=one):
+        hfjax.Execution(offload=given)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"offload": "thick"}, r"a fraction of the bytes from 0 to 1"),
-        ({"offload": Offload(ratio=(0.1, 0.2))}, "2 ratios for 1 stages"),
         (
             {"offload": Offload(ratio=0.5), "reshard_after_forward": False},
             "reshard_after_forward=False",
@@ -329,14 +324,9 @@ def test_devices_without_host_memory_are_refused(monkeypatch):
         step_of(offload=Offload(ratio=0.5))
 
 
-@pytest.mark.parametrize(
-    ("name", "ratio", "message"),
-    [("1f1b", (0.9, 0.1), "all stages have the same ratio"), ("zb-h1", 0.5, "does not branch")],
-)
-def test_what_a_gpu_would_copy_from_host_to_host_is_refused(name, ratio, message):
-    table = Schedule(name, 4).table(2)
-    with pytest.raises(ValueError, match=message):
-        check_rings(table, Offload(ratio=ratio), "gpu")
+def test_what_a_gpu_would_copy_from_host_to_host_is_refused():
+    with pytest.raises(ValueError, match="does not branch"):
+        check_rings(Schedule("zb-h1", 4).table(2), Offload(ratio=0.5), "gpu")
     check_rings(Schedule("1f1b", 4).table(2), Offload(ratio=0.5), "gpu")
 
 

@@ -3,16 +3,17 @@
 import json
 import subprocess
 import sys
-import zlib
+from pathlib import Path
 from xml.etree import ElementTree
 
 import numpy as np
 import pytest
+from matplotlib import image
 from rich.console import Console
 
 from hfjax.__main__ import main
-from hfjax.cli import schedule as timetable
-from hfjax.parallel.schedules.named import SCHEDULES
+from hfjax.cli import schedule as timetable, schedule_picture
+from hfjax.parallel.schedules.named import SCHEDULES, Schedule
 from hfjax.parallel.schedules.text import parse_table
 
 COMMAND = (sys.executable, "-m", "hfjax", "schedule")
@@ -147,17 +148,56 @@ def test_the_halves_of_a_backward_are_drawn_by_their_names(run, tmp_path):
     assert set(tips) == names == {f"{g}{kind}{m}" for g in "01" for kind in "FIW" for m in "01"}
 
 
-def test_a_png_has_the_colours_of_the_kinds(run, tmp_path):
-    path = tmp_path / "x.png"
-    run("zb", "--stages", 2, "--microbatches", 3, "--plot", path)
-    data = path.read_bytes()
-    width, height = (int.from_bytes(data[i : i + 4], "big") for i in (16, 20))
-    size = int.from_bytes(data[33:37], "big")
-    rows = np.frombuffer(zlib.decompress(data[41 : 41 + size]), np.uint8).reshape(height, -1)
-    found = {tuple(pixel) for pixel in rows[:, 1:].reshape(-1, 3).tolist()}
-    colours = {kind: timetable.schedule_picture.COLOURS[kind] for kind in "FIW"}
-    assert found >= set(colours.values())
-    assert rows.shape[1] == 1 + 3 * width
+def png(table, path: Path) -> tuple[list, np.ndarray]:
+    """Return the boxes of a table, and the pixels of the PNG file that shows them."""
+    drawn = list(schedule_picture.boxes(table, 1, 2, 1))
+    schedule_picture.write(table, path, drawn)
+    return drawn, (255 * image.imread(path)[..., :3]).round().astype(int)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-v", "1f1b-published"])
+def test_a_png_has_a_box_of_the_kinds_colour_for_every_task_to_scale(tmp_path, name):
+    table = Schedule(name, 8).table(4)
+    drawn, pixels = png(table, tmp_path / "x.png")
+    picture, scale = schedule_picture, schedule_picture._scale(drawn)
+    assert pixels.shape[1::-1] == picture._size(table, drawn)
+    for box in drawn:
+        y, x = picture.TOP + picture.ROW * box.stage, picture.LEFT + scale * box.start
+        inside = pixels[y + 2, round(x) + 1 : round(x + scale * box.width) - 2]
+        assert (inside == box.colour).all()
+        assert (pixels[y + 2, round(x + scale * box.width) - 1] == 255).all()
+        middle = pixels[y + 2 : y + picture.ROW - 4, round(x) + 1 : round(x + scale * box.width)]
+        assert (middle.max(axis=-1) < 100).any() == bool(box.label)  # ink
+
+
+def test_a_png_leaves_out_numbers_that_have_no_room(tmp_path, monkeypatch):
+    monkeypatch.setattr(schedule_picture, "WIDEST", 600)
+    _, pixels = png(Schedule("1f1b", 64).table(4), tmp_path / "x.png")
+    assert pixels.shape[1] <= 640
+    rows = pixels[
+        : schedule_picture.TOP + 4 * schedule_picture.ROW,
+        schedule_picture.LEFT :,
+    ]
+    assert not (rows.max(axis=-1) < 100).any()
+    colours = [schedule_picture.COLOURS[kind] for kind in "FB"]
+    assert all((rows == colour).all(axis=-1).any() for colour in colours)
+
+
+def test_only_a_png_loads_matplotlib_and_never_its_pyplot(tmp_path):
+    program = f"""
+import sys
+from pathlib import Path
+from hfjax.cli import schedule_picture as picture
+from hfjax.parallel.schedules import Schedule
+
+table = Schedule("1f1b", 2).table(2)
+drawn = list(picture.boxes(table, 1, 2, 1))
+picture.write(table, Path({str(tmp_path)!r}, "x.svg"), drawn)
+assert "matplotlib" not in sys.modules
+picture.write(table, Path({str(tmp_path)!r}, "x.png"), drawn)
+assert "matplotlib.pyplot" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 def test_a_trace_has_the_tasks_of_each_stage_and_an_arrow_per_message(run, tmp_path):
@@ -176,14 +216,12 @@ def test_a_trace_has_the_tasks_of_each_stage_and_an_arrow_per_message(run, tmp_p
 def test_every_table_can_be_drawn(tmp_path):
     for name, builder in SCHEDULES.items():
         table = builder(2, 3, builder.chunks)
-        drawn = list(timetable.schedule_picture.boxes(table, 1, 2, 1))
+        drawn = list(schedule_picture.boxes(table, 1, 2, 1))
         assert {box.task for box in drawn if box.task} == set(table.times())
         for ending in ("svg", "png"):
-            timetable.schedule_picture.write(table, tmp_path / f"{name}.{ending}", drawn)
+            schedule_picture.write(table, tmp_path / f"{name}.{ending}", drawn)
     alone = parse_table("0F0 0B0")
-    assert timetable.schedule_picture.svg(
-        alone, list(timetable.schedule_picture.boxes(alone, 1, 2, 1))
-    )
+    assert schedule_picture.svg(alone, list(schedule_picture.boxes(alone, 1, 2, 1)))
 
 
 @pytest.mark.parametrize(

@@ -1,15 +1,14 @@
-"""A schedule drawn to scale: SVG, PNG and a trace for Perfetto, written without a plotting library.
+"""A schedule drawn to scale: SVG, PNG and a trace for Perfetto.
 
 A box is a slot of a tick, as wide as the time it takes. Grey ones are masked: the stage computes,
 as all stages do in a tick without branches, and what it computes is thrown away.
 """
 
 import json
-import struct
-import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -26,12 +25,7 @@ COLOURS = {
 }
 ROW, LEFT, TOP = 26, 24, 8  # pixels: a stage, the room for its number, the room above
 WIDEST = 20_000  # pixels
-# 3 x 5 dots, a digit for each row.
-_DOTS = {
-    **{"0": "75557", "1": "26227", "2": "71747", "3": "71317", "4": "55711", "5": "74717"},
-    **{"6": "74757", "7": "71122", "8": "75757", "9": "75717", "F": "74644", "B": "65656"},
-    **{"I": "72227", "W": "55575", "-": "00700"},
-}
+INK = "#282828"
 
 
 @dataclass(frozen=True)
@@ -79,7 +73,7 @@ def write(table: Table, path: Path, drawn: list[Box]) -> None:
     if path.suffix == ".svg":
         path.write_text(svg(table, drawn), encoding="utf-8")
     elif path.suffix == ".png":
-        path.write_bytes(png(pixels(table, drawn)))
+        write_png(table, path, drawn)
     else:
         raise ValueError(f"{path}: a picture is an .svg or a .png file.")
 
@@ -131,47 +125,50 @@ def _svg_text(x: float, y: float, text: str) -> str:
     return f'<text x="{x:.1f}" y="{y + 16:.1f}" text-anchor="middle">{text}</text>' if text else ""
 
 
-def pixels(table: Table, drawn: list[Box]) -> np.ndarray:
-    """Return the picture as pixels, uint8 [height, width, 3]; the legend names kinds by letter."""
-    (width, height), scale = _size(table, drawn), _scale(drawn)
-    image = np.full((height, width, 3), 255, np.uint8)
+def write_png(table: Table, path: Path, drawn: list[Box]) -> None:
+    """Write the picture as PNG; a box that is too narrow for its label has none."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    width, height = _size(table, drawn)
+    figure = Figure((width / 72, height / 72), dpi=72, facecolor="white")  # a point is a pixel
+    axes = figure.add_axes((0, 0, 1, 1), xlim=(0, width), ylim=(height, 0))
+    axes.set_axis_off()
+    _draw_boxes(axes, drawn)
     for stage in range(table.stages):
-        _stamp(image, 10, TOP + ROW * stage, str(stage))
+        _draw_text(axes, 10, TOP + ROW * stage, str(stage))
+    for place, kind in enumerate(_kinds(drawn)):
+        x, y = LEFT + 130 * place, TOP + ROW * table.stages
+        _draw_shapes(axes, [_corners(x, x + 14, y)], [COLOURS[kind]])
+        _draw_text(axes, x + 18, y, NAMES[kind], "left")
+    FigureCanvasAgg(figure).print_png(path)
+
+
+def _draw_boxes(axes: Any, drawn: list[Box]) -> None:
+    scale, shapes = _scale(drawn), []
     for box in drawn:
         x, y = round(LEFT + scale * box.start), TOP + ROW * box.stage
         end = round(LEFT + scale * (box.start + box.width))
-        image[y : y + ROW - 2, x : max(end - 1, x + 1)] = box.colour
-        _stamp(image, (x + end) // 2, y, box.label)
-    for place, kind in enumerate(_kinds(drawn)):
-        x, y = LEFT + 40 * place, TOP + ROW * table.stages
-        image[y : y + ROW - 2, x : x + 30] = COLOURS[kind]
-        _stamp(image, x + 15, y, kind or "-")
-    return image
+        shapes.append(_corners(x, max(end - 1, x + 1), y))
+        if 8 * len(box.label) <= end - x:
+            _draw_text(axes, (x + end) / 2, y, box.label)
+    _draw_shapes(axes, shapes, [box.colour for box in drawn])
 
 
-def _stamp(image: np.ndarray, middle: int, top: int, text: str) -> None:
-    """Write a text around `middle`, two pixels for a dot, if there is room."""
-    rows = ["".join(f"{int(_DOTS[c][row]):03b}0" for c in text)[:-1] for row in range(5)]
-    dots = np.array([[dot == "1" for dot in row] for row in rows] if text else [[]], bool)
-    dots = dots.repeat(2, axis=0).repeat(2, axis=1)
-    left = middle - dots.shape[1] // 2
-    at = image[top + 7 : top + 7 + len(dots), left : left + dots.shape[1]]
-    if left >= 0 and at.shape[:2] == dots.shape:
-        at[dots] = 40
+def _corners(left: int, right: int, top: int) -> list[tuple[int, int]]:
+    bottom = top + ROW - 2
+    return [(left, top), (right, top), (right, bottom), (left, bottom)]
 
 
-def png(image: np.ndarray) -> bytes:
-    """Return pixels, uint8 [height, width, 3], as a PNG file."""
-    height, width, _ = image.shape
-    rows = np.concatenate([np.zeros((height, 1), np.uint8), image.reshape(height, -1)], axis=1)
+def _draw_shapes(axes: Any, shapes: list[Any], colours: list[tuple[int, ...]]) -> None:
+    from matplotlib.collections import PolyCollection
 
-    def chunk(name: bytes, data: bytes) -> bytes:
-        check = zlib.crc32(name + data)
-        return struct.pack(">I", len(data)) + name + data + struct.pack(">I", check)
+    faces = np.array(colours) / 255
+    axes.add_collection(PolyCollection(shapes, facecolors=faces, linewidths=0), autolim=False)
 
-    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)  # 8 bits of red, green, blue
-    parts = (b"IHDR", header), (b"IDAT", zlib.compress(rows.tobytes(), 9)), (b"IEND", b"")
-    return b"\x89PNG\r\n\x1a\n" + b"".join(chunk(name, data) for name, data in parts)
+
+def _draw_text(axes: Any, x: float, top: int, text: str, align: str = "center") -> None:
+    axes.text(x, top + 16, text, ha=align, size=11, color=INK)
 
 
 def trace(table: Table, drawn: list[Box]) -> str:

@@ -219,8 +219,8 @@ class Train:
     """What layers compute again in the backward pass: none, dots (all but matrix products), full,
     except_last (in a pipeline), every:2, group:4, names:qkv,mlp_up (all but these)."""
     offload: str | None = None
-    """What of the tensors that layers keep waits in host memory: a part of the bytes (0.3; in a
-    pipeline also one for each stage: 0.5,0.1), names:qkv,mlp_up, dots."""
+    """What of the tensors that layers keep waits in host memory: a part of the bytes (0.3),
+    names:qkv,mlp_up, dots."""
     kernels: Literal["auto", "pallas", "xla", "reference"] = "auto"
     """Which form fused kernels take: what was measured to be faster on this device (hfjax kernels
     tells), the kernels, what XLA makes of plain JAX, or the plain JAX beside each kernel."""

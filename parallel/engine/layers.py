@@ -106,28 +106,25 @@ class LayerOptions:
         """Return (parameters, variables, x) -> (x, variables) that keeps a part on the host."""
         if self.keeps_all:
             return function
-        choose = lambda tensors: self.choose(tensors, name, times, 0, may_cut())
+        choose = lambda tensors: self.choose(tensors, name, times)
         return saved_on_host_by_slots(function, choose, barrier)
 
     @property
     def tells_names(self) -> bool:
         """Whether tensors are kept as layers name and make them, not in some view of them."""
         offload = self.execution.offload
-        return offload is not None and not offload.ratios
+        return offload is not None and offload.ratio is None
 
     @property
     def keeps_all(self) -> bool:
         """Whether everything that layers keep stays on the device."""
         return self.execution.offload is None or self.execution.offload.idle
 
-    def choose(
-        self, tensors: Sequence[Tensor], name: str, times: int, stage: int, cut: bool
-    ) -> Share:
+    def choose(self, tensors: Sequence[Tensor], name: str, times: int) -> Share:
         """Return which tensors of layers go to the host, and tell it; there are `times` of them."""
         offload = self.execution.offload
         assert offload is not None
-        ratio = offload.ratios[stage % len(offload.ratios)] if offload.ratios else 0
-        chosen = share(offload, tensors, cut, ratio)
+        chosen = share(offload, tensors, may_cut())
         self.offloaded.add(name, times, tensors, chosen)
         return chosen
 

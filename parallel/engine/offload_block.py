@@ -51,8 +51,6 @@ def offload(
     if isinstance(ratio, str):
         raise ValueError(f"offload(block, ratio={ratio!r}): a number from 0 to 1 is expected.")
     wanted = Offload(ratio=ratio, names=names, dots=dots, tag=tag)
-    if len(wanted.ratios) > 1:
-        raise ValueError(f"offload(block, ratio={ratio}): one ratio is expected for one block.")
     if isinstance(block, nnx.Module):
         if weights != 0:
             raise ValueError("offload(block, weights=…) is for functions: a module knows its own.")
@@ -83,8 +81,7 @@ class _Choice:
         self.wanted, self.report = wanted, Offloaded(wanted)
 
     def __call__(self, tensors: Sequence[Tensor]) -> Share:
-        ratio = self.wanted.ratios[0] if self.wanted.ratios else 0
-        chosen = share(self.wanted, tensors, may_cut(), ratio)
+        chosen = share(self.wanted, tensors, may_cut())
         self.report.rows.clear()
         self.report.add(self.wanted.tag, 1, tensors, chosen)
         self.report.check()

@@ -100,7 +100,7 @@ class Pipeline:
     ticks: Ticks
     model: ModelParts
     unroll: int | bool = 1
-    choose: Callable | None = None  # (tensors, stage) -> which of them go to the host
+    choose: Callable | None = None  # (tensors, layers of a stage) -> which go to the host
 
     @property
     def _trains(self) -> bool:
@@ -114,13 +114,9 @@ class Pipeline:
     def _branches(self) -> bool:
         return self.ticks.table.branches
 
-    @property
-    def _stages(self) -> int:
-        return self.ticks.table.stages
-
     @cached_property
     def _stage(self) -> Any:
-        return lax.axis_index(PIPE_AXIS) if self._stages > 1 else 0
+        return lax.axis_index(PIPE_AXIS) if self.ticks.table.stages > 1 else 0
 
     @cached_property
     def _links(self) -> Links:
@@ -180,26 +176,23 @@ class Pipeline:
     def _rings(self) -> dict[str, Ring]:
         """What waits for backward passes: `late` also for the second half, `cross` only for it."""
         passes, chunks = self._passes, self._chunks
-        number = len(jax.tree.leaves(passes.stash))
-        shares = self._shares
+        number, share = len(jax.tree.leaves(passes.stash)), self._share
         parts = {
-            "stash": (passes.stash, [of_part(share, 0, number) for share in shares]),
-            "late": (passes.late, [of_part(share, number, None) for share in shares]),
-            "cross": (passes.cross if self._split else [], [{}] * self._stages),
+            "stash": (passes.stash, of_part(share, 0, number)),
+            "late": (passes.late, of_part(share, number, None)),
+            "cross": (passes.cross if self._split else [], {}),
         }
-        ring = lambda name, like, shares: Ring(
-            like, self.ticks.used(name), chunks.units, chunks.apart, shares, self._stage
-        )
-        return {name: ring(name, *part) for name, part in parts.items()}
+        store = lambda name: Slots(self.ticks.depth[name], chunks.units, chunks.apart)
+        return {name: Ring(like, store(name), gone) for name, (like, gone) in parts.items()}
 
-    @cached_property
-    def _shares(self) -> list[Share]:
-        """What of stash and late goes to the host, by stage."""
-        passes, stages = self._passes, range(self._stages)
+    @property
+    def _share(self) -> Share:
+        """What of stash and late goes to the host."""
         if self.choose is None:
-            return [{} for _ in stages]
+            return {}
+        passes, (_, chunks, units) = self._passes, self.model.order.shape
         tensors = passes.tensors or packed(jax.tree.leaves((passes.stash, passes.late)))
-        return [self.choose(tensors, stage, self.model.order.shape[1:]) for stage in stages]
+        return self.choose(tensors, chunks * units)
 
     def _queue(self, name: str) -> Slots:
         return Slots(self.ticks.depth[name], 1, True)
@@ -440,7 +433,7 @@ class Pipeline:
         return self._chunks.loop(step, carry, reverse=True, unroll=int(self.unroll))
 
     def _take(self, state: State, name: str, unit: Any, slot: Any) -> list:
-        return self._ring(name).get(state[name], unit, slot) if state[name] else []
+        return self._ring(name).get(state[name], unit, slot)
 
     def _accumulate(
         self, gradients: Any, new: Any, unit: Any, chunk: Any, at: StageTick, kind: str

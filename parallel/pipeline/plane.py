@@ -4,7 +4,6 @@ It also says when `remat="except_last"` (torchgpipe's: recompute in all microbat
 is impossible, and how much memory waits between ticks.
 """
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
@@ -22,7 +21,6 @@ from hfjax.parallel.autodiff.program import bytes_of
 from hfjax.parallel.engine.blueprint import LAYERS
 from hfjax.parallel.engine.fetch import scatter
 from hfjax.parallel.engine.gradients import DataPlane, cast_inputs, rows_of, variables_of
-from hfjax.parallel.engine.layers import may_cut
 from hfjax.parallel.engine.parts import Extras, PlacedModel
 from hfjax.parallel.mesh import PIPE_AXIS, TENSOR_AXES, describe_mesh, in_use
 from hfjax.parallel.offload import Share, Tensor
@@ -163,12 +161,9 @@ class PipelinePlane(DataPlane):
         chosen = self._offloading
         return Pipeline(self.ticks, staged.model(), self._unroll, chosen)
 
-    def _choose(self, tensors: Sequence[Tensor], stage: int, layers: tuple[int, int]) -> Share:
-        """Return which tensors of a layer go to the host on a stage, and tell it."""
-        offload = self.execution.offload
-        apart = offload is not None and len(offload.ratios) > 1
-        name = f"stage {stage}" if apart else "layers"
-        return self._run.choose(tensors, name, math.prod(layers), stage, may_cut() and not apart)
+    def _choose(self, tensors: Sequence[Tensor], layers: int) -> Share:
+        """Return which tensors of a layer go to the host, and tell it."""
+        return self._run.choose(tensors, "layers", layers)
 
     @property
     def _unroll(self) -> int | bool:
