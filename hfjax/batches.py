@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
 
+from hfjax.base.paths import Tree
 from hfjax.parallel.execution import Execution
 from hfjax.parallel.mesh import BATCH_AXES, PIPE_AXIS, describe_mesh
 from hfjax.parallel.placement import batch_devices
@@ -143,7 +144,7 @@ def is_placed(batch: Any, where: NamedSharding) -> bool:
     )
 
 
-def full(params: Any) -> Any:
+def full(params: Tree) -> Any:
     """Return the whole arrays in host memory, leaf by leaf (summon_full_params).
 
     Random keys come back as jax arrays, everything else as NumPy arrays. With several processes

@@ -8,6 +8,7 @@ import numpy as np
 from jax.core import Tracer
 
 from hfjax.base.mean import check_loss
+from hfjax.base.paths import Tree
 from hfjax.parallel.execution import Execution
 from hfjax.parallel.memory import check_has_host_memory
 from hfjax.parallel.mesh import PIPE_AXIS, describe_mesh, platform_of
@@ -24,7 +25,7 @@ def check_given(layout: Any, loss: Any) -> None:
     check_loss(loss)
 
 
-def is_traced(tree: Any) -> bool:
+def is_traced(tree: Tree) -> bool:
     """Return whether a step is called within a program that is being traced."""
     return any(isinstance(x, Tracer) for x in jax.tree.leaves(tree))
 
@@ -60,7 +61,7 @@ def check_form(layout: Layout, state: State, optimizer: bool = True) -> None:
             )
 
 
-def _shapes(tree: Any) -> dict[str, str]:
+def _shapes(tree: Tree) -> dict[str, str]:
     """Return path -> shape and dtype."""
     pairs = jax.tree_util.tree_flatten_with_path(tree)[0]
     return {jax.tree_util.keystr(keys): f"{x.dtype}{list(x.shape)}" for keys, x in pairs}

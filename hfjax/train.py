@@ -13,7 +13,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 from hfjax.base.mean import Mean
-from hfjax.base.paths import Flat, flatten, nest
+from hfjax.base.paths import Flat, Tree, flatten, nest
 from hfjax.batches import check_batch, full, is_placed, microbatches_of, shard_batch
 from hfjax.check_step import check_alive, check_form, check_given, check_runs, is_traced
 from hfjax.jax_errors import calling
@@ -498,7 +498,7 @@ def eval_step(
     check_runs(layout, run)
     where = NamedSharding(layout.mesh, P(BATCH_AXES))
 
-    def evaluate(params: Any, variables: Any, batch: Any) -> Metrics:
+    def evaluate(params: Tree, variables: Any, batch: Any) -> Metrics:
         plane = forward_plane(layout, loss, run, schedule, batch)
         with calling(layout.blueprint, batch):
             mean = plane.evaluate(flatten(params), flatten(variables), batch)

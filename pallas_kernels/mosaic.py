@@ -10,6 +10,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu.fragmented_array import Tiling as Tiling
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
 
 from hfjax.pallas_kernels.varying import alike, varying
 
@@ -40,7 +41,7 @@ def kernel(
     return marked
 
 
-def tiled(dtype: Any, columns: int | None = None) -> tuple:
+def tiled(dtype: DTypeLike, columns: int | None = None) -> tuple:
     """Return how a matrix lies in shared memory for the matrix units: tiled and swizzled.
 
     `columns` that go together are 128, 64 or 32 bytes: 128 unless an array's width asks for less.

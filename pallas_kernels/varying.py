@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 
 
 def varying(x: Any) -> frozenset[str]:
@@ -24,6 +25,6 @@ def together(operands: Any) -> Any:
     return jax.tree.map(lambda x: alike(x, axes), operands)
 
 
-def zeros(shape: tuple[int, ...], like: jax.Array, dtype: Any) -> jax.Array:
+def zeros(shape: tuple[int, ...], like: jax.Array, dtype: DTypeLike) -> jax.Array:
     """Return zeros to sum into, which differ between devices as `like` does."""
     return alike(jnp.zeros(shape, dtype), varying(like))

@@ -12,6 +12,7 @@ import jax
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
+from hfjax.base.paths import Tree
 from hfjax.parallel.mesh import describe_mesh
 
 KIND = "pinned_host"
@@ -60,18 +61,18 @@ def show_memory(where: str | float) -> str:
     return where if isinstance(where, str) else f"{100 * where:.4g}% host"
 
 
-def to_host(tree: Any) -> Any:
+def to_host(tree: Tree) -> Any:
     """Return the arrays, copied into host memory."""
     return jax.tree.map(lambda x: jax.device_put(x, jax.memory.Space.Host), tree)
 
 
-def to_device(tree: Any) -> Any:
+def to_device(tree: Tree) -> Any:
     """Return the arrays, copied into device memory where they are not there."""
     fetch = lambda x: jax.device_put(x, jax.memory.Space.Device) if is_on_host(x) else x
     return jax.tree.map(fetch, tree)
 
 
-def one_by_one(change: Callable, tree: Any, *rest: Any) -> Any:
+def one_by_one(change: Callable, tree: Tree, *rest: Any) -> Any:
     """Return what becomes of the arrays of a tree; those on the host take turns on the device."""
     leaves, form = jax.tree.flatten(tree)
     others = [jax.tree.leaves(of) for of in rest]

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
-from jax.extend.core import Var
+from jax.extend.core import JaxprEqn, Var
 
 from hfjax.analysis.transfers_jaxpr import bodies_of, lies_on_host
 from hfjax.parallel.autodiff.program import variables
@@ -69,7 +69,7 @@ def _regions(jaxpr: Any) -> Iterator[Any]:
             yield from _regions(body)
 
 
-def _is_backward(equation: Any) -> bool:
+def _is_backward(equation: JaxprEqn) -> bool:
     return BACKWARD in str(equation.source_info.name_stack)
 
 
@@ -102,7 +102,7 @@ def _made_of_inputs(jaxpr: Any, first: int) -> dict[Var, Any]:
     return made
 
 
-def _row(value: Var, equation: Any) -> Stashed:
+def _row(value: Var, equation: JaxprEqn) -> Stashed:
     aval: Any = value.aval
     shape, count = tuple(aval.shape), 1
     if equation.primitive.name == "scan":

@@ -5,6 +5,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
+import jax
+
+Tree = Any  # a pytree: arrays in dictionaries, lists, tuples, modules
+Index = int | jax.Array  # a number that a program may compute
 Flat = dict[str, Any]  # path -> array, for instance {"layers/mlp/up/kernel": …}
 
 

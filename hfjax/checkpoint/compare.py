@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from hfjax.base.paths import flatten
 from hfjax.checkpoint.arrays import KEY, Described, arrays_of, describe
@@ -18,7 +19,7 @@ from hfjax.plan.rearrange import canonical
 SHOWN = 8  # differences in a message
 
 
-def check_same(saved: Described, wanted: Described, dtype: Any, where: str) -> None:
+def check_same(saved: Described, wanted: Described, dtype: DTypeLike, where: str) -> None:
     """Refuse to read arrays that are not the ones that are wanted; every difference has a path.
 
     Floating-point arrays of another dtype are read where `dtype` says what is wanted.
@@ -40,7 +41,7 @@ def differences(found: Described, wanted: Described, cast: str | None, there: st
     return lines[:SHOWN] + ([f"… and {len(lines) - SHOWN} more"] if len(lines) > SHOWN else [])
 
 
-def _dtype_name(dtype: Any, wanted: Described) -> str | None:
+def _dtype_name(dtype: DTypeLike, wanted: Described) -> str | None:
     """Return the name of the dtype that is asked for; refuse one that the layout has not."""
     if dtype is None:
         return None

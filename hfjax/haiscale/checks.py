@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from hfjax.base.paths import flatten
+from hfjax.base.paths import Tree, flatten
 from hfjax.haiscale.partition import Partition
 from hfjax.parallel.mesh import AXES, PIPE_AXIS, describe_mesh
 
@@ -155,7 +155,7 @@ def _check_rows(x: Any, labels: tuple) -> None:
             )
 
 
-def _rows(tree: Any, name: str) -> list[int]:
+def _rows(tree: Tree, name: str) -> list[int]:
     for leaf in jax.tree.leaves(tree):
         if not getattr(leaf, "shape", ()):
             raise ValueError(

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 from jax.typing import DTypeLike
 
-from hfjax.base.paths import flatten, matches, nest
+from hfjax.base.paths import Tree, flatten, matches, nest
 
 
 def by_path(
@@ -36,7 +36,7 @@ def by_path(
     """
     patterns = list(optimizers)
 
-    def labels(params: Any) -> Any:
+    def labels(params: Tree) -> Any:
         paths = flatten(params)
         found = matches(patterns, paths)
         if without := [path for path in paths if path not in found]:
@@ -71,7 +71,7 @@ def matching(*patterns: str) -> Callable[[Any], Any]:
         >>> optimizer = optax.adamw(1e-3, weight_decay=0.1, mask=hfjax.matching("*/kernel"))
     """
 
-    def mask(params: Any) -> Any:
+    def mask(params: Tree) -> Any:
         paths = flatten(params)
         found = matches(patterns, paths)
         return nest({path: path in found for path in paths})
@@ -103,7 +103,7 @@ def scaled(
     if not factors:
         return optimizer
 
-    def update(updates: Any, state: Any, params: Any = None) -> tuple:
+    def update(updates: Any, state: Any, params: Tree = None) -> tuple:
         flat = flatten(updates)
         found = matches(list(factors), flat)
         moves = lambda path, x: path in found and hasattr(x, "dtype")  # not of a frozen one
@@ -174,11 +174,11 @@ def master(optimizer: optax.GradientTransformation, stored: DTypeLike = "bfloat1
     inner = optax.with_extra_args_support(optimizer)
     wide = lambda x: jnp.array(x, jnp.promote_types(x.dtype, jnp.float32), copy=True)
 
-    def init(params: Any) -> Mastered:
+    def init(params: Tree) -> Mastered:
         copies = jax.tree.map(wide, params)
         return Mastered(inner.init(copies), copies)
 
-    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple:
+    def update(updates: Any, state: Any, params: Tree = None, **extra: Any) -> tuple:
         gradients = jax.tree.map(lambda g, m: g.astype(m.dtype), updates, state.master)
         moved, kept = inner.update(gradients, state.optimizer, state.master, **extra)
         new = optax.apply_updates(state.master, moved)
@@ -196,7 +196,7 @@ def stored_dtype(optimizer: Any, dtype: Any) -> Any:
     return whole.stored if isinstance(whole, Master) else dtype
 
 
-def check_master(optimizer: Any, params: Any) -> None:
+def check_master(optimizer: Any, params: Tree) -> None:
     """Refuse master weights that are not those of the outermost optimizer."""
     whole = optimizer.optimizer if isinstance(optimizer, Without) else optimizer
     inner = jax.eval_shape(whole.init, params)
@@ -254,11 +254,11 @@ def ema(optimizer: optax.GradientTransformation, decay: float) -> optax.Gradient
     inner = optax.with_extra_args_support(optimizer)
     wide = lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
-    def init(params: Any) -> Averaged:
+    def init(params: Tree) -> Averaged:
         copies = jax.tree.map(lambda x: jnp.array(wide(x), copy=True), params)
         return Averaged(inner.init(params), copies)
 
-    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple:
+    def update(updates: Any, state: Any, params: Tree = None, **extra: Any) -> tuple:
         updates, kept = inner.update(updates, state.optimizer, params, **extra)
         new = optax.apply_updates(params, updates)
         mix = lambda old, x: decay * old + (1 - decay) * wide(x)

@@ -13,6 +13,7 @@ import numpy as np
 import optax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from jax.typing import DTypeLike
 
 from hfjax.base.paths import Flat, flatten, matches, nearest, nest
 from hfjax.base.tables import human
@@ -519,11 +520,11 @@ def _check_dtypes(plan: Blueprint) -> None:
             )
 
 
-def _wide(dtype: Any) -> Any:
+def _wide(dtype: DTypeLike) -> Any:
     return jnp.promote_types(dtype, jnp.float32)
 
 
-def _bytes(shape: tuple[int, ...], dtype: Any, spec: P, mesh: Mesh) -> int:
+def _bytes(shape: tuple[int, ...], dtype: DTypeLike, spec: P, mesh: Mesh) -> int:
     return math.prod(shape) * jnp.dtype(dtype).itemsize // pieces(spec, mesh)
 
 

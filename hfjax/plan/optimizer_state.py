@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from hfjax.base.paths import Flat
+from hfjax.base.paths import Flat, Tree
 from hfjax.parallel.pipeline.packing import PACKED
 
 Shapes = Mapping[str, tuple[int, ...]]  # of parameters, by path
@@ -24,7 +24,7 @@ def parameter_of(keys: tuple, shape: tuple[int, ...], shapes: Shapes) -> tuple[i
     return None
 
 
-def reformed(tree: Any, old: Shapes, like: Any, new: Shapes, convert: Callable) -> Any:
+def reformed(tree: Tree, old: Shapes, like: Any, new: Shapes, convert: Callable) -> Any:
     """Return an optimizer's state in the form of `like`.
 
     Its moments of parameters that are stored as `old` are converted to `new`, all of a tree of

@@ -1,11 +1,11 @@
 """What a layout has to tell: rows that do nothing, arrays left whole, what padding costs."""
 
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from hfjax.base.paths import Tree
 from hfjax.base.tables import human
 from hfjax.parallel.arrangement import arrange
 from hfjax.parallel.engine.layers import items_of
@@ -116,5 +116,5 @@ def _cost_of_sending(layout: Known, packed: PackedLayers) -> str:
     )
 
 
-def _bytes(tree: Any) -> int:
+def _bytes(tree: Tree) -> int:
     return sum(a.size * jnp.dtype(a.dtype).itemsize for a in jax.tree.leaves(tree))

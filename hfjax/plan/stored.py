@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 from jax.sharding import Mesh, PartitionSpec as P
+from jax.typing import DTypeLike
 
 from hfjax.parallel.arrangement import Arrangement, arrange, balanced, counts
 from hfjax.parallel.engine.blueprint import LAYERS
@@ -57,7 +58,7 @@ def embedded(layout: Known) -> Any:
 COLUMNS = ("parameter", "gradient", "moment")
 
 
-def place_array(array: Array, dtype: Any, strategy: Strategy, mesh: Mesh) -> Placed:
+def place_array(array: Array, dtype: DTypeLike, strategy: Strategy, mesh: Mesh) -> Placed:
     """Return where a strategy puts an array."""
     small, stacked = array.layer_size < strategy.smallest, array.axes[:1] == (STACK,)
     specs = columns(array, strategy, mesh)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 
 import hfjax
-from hfjax.base.paths import flatten, matches, nest
+from hfjax.base.paths import Tree, flatten, matches, nest
 from hfjax.optimizers.transforms import scaled
 from hfjax.run.config import Optimizer, Train
 from hfjax.run.files import function
@@ -98,7 +98,7 @@ def _decay(given: Optimizer, names: list[str]) -> dict[str, Any]:
 def _decayed(no_decay: tuple[str, ...] | None) -> Callable:
     """Return the mask of what decays: all but these patterns; None: but biases and norms."""
 
-    def mask(params: Any) -> Any:
+    def mask(params: Tree) -> Any:
         paths = flatten(params)
         patterns = list(NO_DECAY if no_decay is None else no_decay)
         if no_decay is None:

@@ -15,7 +15,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec as P
 
-from hfjax.base.paths import flatten
+from hfjax.base.paths import Tree, flatten
 from hfjax.parallel.memory import to_device
 from hfjax.plan.layout import Layout, State
 from hfjax.plan.rearrange import canonical
@@ -109,7 +109,7 @@ class _Follow:
     count: int
     vocab: int
 
-    def __call__(self, params: Any, variables: Any, row_S: jax.Array, known: Any) -> jax.Array:
+    def __call__(self, params: Tree, variables: Any, row_S: jax.Array, known: Any) -> jax.Array:
         """Return the tokens that follow the first `known` of a row.
 
         Parameters of the host are fetched once, for all tokens: each device has its shards.

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from hfjax.base.paths import flatten, nest
+from hfjax.base.paths import Tree, flatten, nest
 from hfjax.optimizers.transforms import Averaged, Mastered
 from hfjax.parallel.memory import is_host_sharding, is_on_host, to_device, to_host
 from hfjax.plan.layout import State
@@ -55,7 +55,7 @@ class Follow:
         return replace(state, optimizer=_mapped(follow, state.optimizer, _is_copy))
 
 
-def _mapped(function: Any, tree: Any, stop: Any) -> Any:
+def _mapped(function: Any, tree: Tree, stop: Any) -> Any:
     """Return a tree whose nodes are replaced, those inside of them before."""
     if stop(tree):
         tree = tree._replace(optimizer=_mapped(function, tree.optimizer, stop))

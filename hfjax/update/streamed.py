@@ -17,7 +17,7 @@ import optax
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec as P
 
-from hfjax.base.paths import Flat, flatten, nest
+from hfjax.base.paths import Flat, Index, flatten, nest
 from hfjax.optimizers.transforms import from_master
 from hfjax.parallel.autodiff.program import Piece, piece, variables
 from hfjax.parallel.memory import is_on_host, to_device, to_host
@@ -263,7 +263,7 @@ class _Run:
         p = self.streamed.owner(key)
         return p.home if p is not None else ()
 
-    def _row(self, part: _Part, stacks: Arrays, fixed: Arrays, i: Any) -> Arrays:
+    def _row(self, part: _Part, stacks: Arrays, fixed: Arrays, i: Index) -> Arrays:
         """Return the stacks with one row updated."""
         row = lambda x: lax.dynamic_slice_in_dim(x, i, 1)
         of_row = {key: row(x) if key[0] == GRADIENT else x for key, x in fixed.items()}

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
 
 from hfjax.pallas_kernels.attention.keys import (
     Keys,
@@ -58,7 +59,7 @@ class Shared(NamedTuple):
     rows_here: Any
 
 
-def queries(plan: Plan, inputs: Inputs, dtype: Any) -> jax.Array:
+def queries(plan: Plan, inputs: Inputs, dtype: DTypeLike) -> jax.Array:
     """Return dq."""
     cut, shape = plan.cut, plan.shape
     grid = {"batch": shape.batch, "head": shape.heads, "tile": inputs.visits.shape[1]}

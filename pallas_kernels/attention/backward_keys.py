@@ -12,7 +12,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
 
+from hfjax.base.paths import Index
 from hfjax.pallas_kernels import mosaic
 from hfjax.pallas_kernels.attention.backward import Inputs
 from hfjax.pallas_kernels.attention.keys import shared_rows
@@ -55,7 +57,7 @@ class Shared(NamedTuple):
     free: Any
 
 
-def keys(plan: Plan, inputs: Inputs, dtype: Any) -> tuple[jax.Array, jax.Array]:
+def keys(plan: Plan, inputs: Inputs, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
     """Return (dk, dv)."""
     shape = plan.shape
     grid = {"batch": shape.batch, "group": shape.groups, "tile": inputs.visits.shape[1]}
@@ -133,7 +135,7 @@ class _Mine(NamedTuple):
     first: Any
     documents: Any
 
-    def masked(self, s: Any, step: Any, slot: Any) -> Any:
+    def masked(self, s: Any, step: Any, slot: Index) -> Any:
         """Return what scores begin with, -inf where the query (column) does not see the key."""
         query = numbers(s.shape, 1, self.visit.part(step) * self.plan.cut.tile)
         same = None

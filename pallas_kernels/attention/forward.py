@@ -13,6 +13,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from hfjax.base.paths import Index
 from hfjax.pallas_kernels.attention.keys import (
     Keys,
     Rows,
@@ -112,7 +113,7 @@ def _take_turns(shared: Shared) -> None:
     plgpu.barrier_wait(shared.turn)
 
 
-def _scores(mine: Rows, shared: Shared, slot: Any) -> Any:
+def _scores(mine: Rows, shared: Shared, slot: Index) -> Any:
     """Return q @ k.T; the other warpgroup goes on as soon as this product is issued."""
 
     def multiply(s_ref):
@@ -155,7 +156,7 @@ def _step(mine: Rows, shared: Shared, step: Any, state: tuple, partly: bool) -> 
     return o, highest, l
 
 
-def _write_state(mine: Rows, outputs: tuple, o: Any, m: Any, l: Any) -> None:
+def _write_state(mine: Rows, outputs: tuple, o: Any, m: Index, l: Any) -> None:
     mine.of(outputs[0])[...] = o
     mine.per_row(outputs[1])[...] = jnp.where(m > FLOOR, m * LN2, -jnp.inf)
     mine.per_row(outputs[2])[...] = l

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from hfjax.pallas_kernels.attention import (
     backward,
@@ -160,7 +161,7 @@ def _plan(mask: Mask, operands: tuple, inputs: Any, cut: Tile) -> Plan:
 
 
 def block_backward(
-    operands: tuple, final: Final, mask: Mask, places: Places, tuning: Tuning, dtype: Any
+    operands: tuple, final: Final, mask: Mask, places: Places, tuning: Tuning, dtype: DTypeLike
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return (dq, dk, dv) of one block of keys in a dtype: float32, or that of the operands."""
     q, k, v = operands

@@ -25,6 +25,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 
 from hfjax.pallas_kernels.collectives import kernel, reference as plain
 from hfjax.pallas_kernels.collectives.reference import Axis
@@ -43,7 +44,7 @@ class Tuning:
     blocks: int = 132
 
 
-def refuses(what: str, x: Any, axis: Axis, size: int, wire: Any = jnp.bfloat16) -> str | None:
+def refuses(what: str, x: Any, axis: Axis, size: int, wire: DTypeLike = jnp.bfloat16) -> str | None:
     """Return why the kernel of `what` cannot take `x` over an axis of that size, or None.
 
     `what` is "all_gather", "reduce_scatter" or "all_reduce".
@@ -69,7 +70,7 @@ def refuses(what: str, x: Any, axis: Axis, size: int, wire: Any = jnp.bfloat16) 
     return None
 
 
-def _ring(what: str, x: jax.Array, axis: Axis, wire: Any) -> MeshRing:
+def _ring(what: str, x: jax.Array, axis: Axis, wire: DTypeLike) -> MeshRing:
     size = lax.axis_size(axis)
     if reason := refuses(what, x, axis, size, wire):
         raise ValueError(reason)
@@ -99,16 +100,16 @@ def tuned(tuning: Tuning) -> tuple:
 _tuned = tuned(Tuning())
 
 
-def all_gather(x: jax.Array, axis: Axis, wire: Any = jnp.bfloat16) -> jax.Array:
+def all_gather(x: jax.Array, axis: Axis, wire: DTypeLike = jnp.bfloat16) -> jax.Array:
     """Return the rows of all devices along the axis, in `wire` (inside `jax.shard_map`)."""
     return _tuned[0](x, axis, wire)
 
 
-def reduce_scatter(x: jax.Array, axis: Axis, wire: Any = jnp.bfloat16) -> jax.Array:
+def reduce_scatter(x: jax.Array, axis: Axis, wire: DTypeLike = jnp.bfloat16) -> jax.Array:
     """Return this device's rows of the sum over the axis, in float32 (inside `jax.shard_map`)."""
     return _tuned[1](x, axis, wire)
 
 
-def all_reduce(x: jax.Array, axis: Axis, wire: Any = jnp.bfloat16) -> jax.Array:
+def all_reduce(x: jax.Array, axis: Axis, wire: DTypeLike = jnp.bfloat16) -> jax.Array:
     """Return the sum over the axis in the dtype of `x`, the same bits on all its devices."""
     return _tuned[2](x, axis, wire)

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
 
 from hfjax.pallas_kernels import mosaic
 from hfjax.pallas_kernels.collectives import stream
@@ -24,7 +25,7 @@ from hfjax.pallas_kernels.collectives.stream import SLOTS, Tiles
 from hfjax.pallas_kernels.ring.peers import MeshRing, Ring, ahead
 
 
-def load(ref: Any, dtype: Any) -> jax.Array:
+def load(ref: Any, dtype: DTypeLike) -> jax.Array:
     """Return a tile in shared memory, cast; spread over the threads alike for every dtype."""
     layout = plgpu.Layout.WG_STRIDED(ref.shape, vec_size=4)
     return plgpu.layout_cast(ref[...], layout).astype(dtype)
@@ -83,7 +84,7 @@ def _send_to_all(
     tell(ring, arrived)
 
 
-def gather(ring: Ring, x: jax.Array, wire: Any, tuning: Any) -> jax.Array:
+def gather(ring: Ring, x: jax.Array, wire: DTypeLike, tuning: Any) -> jax.Array:
     """Return (…, S, n) in `wire`, where each rank has x (…, n)."""
     rows, columns = stream.folded(x.shape[-1])
     tiles = stream.tiles(rows, tuning.elements // columns, tuning.blocks)
@@ -146,7 +147,7 @@ def _send_and_add(
     _add(x_SRC, parts, total_RC, sums, ring=ring, **how)
 
 
-def scatter(ring: Ring, x: jax.Array, wire: Any, tuning: Any) -> jax.Array:
+def scatter(ring: Ring, x: jax.Array, wire: DTypeLike, tuning: Any) -> jax.Array:
     """Return this rank's part (…, n) of the sum over the ranks, where each has x (…, S, n)."""
     size, n = ring.size, x.shape[-1]
     rows, columns = stream.folded(n)

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 
 from hfjax.pallas_kernels.varying import alike, varying
 
@@ -23,7 +24,7 @@ def differing(x: jax.Array, axis: Axis) -> jax.Array:
     return alike(x, varying(lax.axis_index(axis)))
 
 
-def sum_dtype(dtype: Any) -> Any:
+def sum_dtype(dtype: DTypeLike) -> Any:
     """Return the dtype in which contributions are added: float32, or wider where they are."""
     return jnp.promote_types(dtype, jnp.float32)
 
@@ -58,11 +59,11 @@ def add_others(own: jax.Array, received: Callable[[int], jax.Array], axis: Axis)
     return own
 
 
-def _gather(x: jax.Array, axis: Axis, wire: Any) -> jax.Array:
+def _gather(x: jax.Array, axis: Axis, wire: DTypeLike) -> jax.Array:
     return lax.all_gather(x.astype(wire), axis, axis=0, tiled=True)
 
 
-def _scatter(x: jax.Array, axis: Axis, wire: Any) -> jax.Array:
+def _scatter(x: jax.Array, axis: Axis, wire: DTypeLike) -> jax.Array:
     pieces = split_rows(x, axis)
     own = own_piece(pieces, axis).astype(sum_dtype(x.dtype))
     if lax.axis_size(axis) == 1:
@@ -75,7 +76,7 @@ def _like(x: jax.Array) -> jax.Array:
     return jnp.zeros((0,), x.dtype)
 
 
-def _pull(move: Callable, axis: Axis, wire: Any, like: jax.Array, cotangent: jax.Array):
+def _pull(move: Callable, axis: Axis, wire: DTypeLike, like: jax.Array, cotangent: jax.Array):
     if lax.axis_size(axis) > 1:  # else nothing is sent, so nothing is rounded
         cotangent = move(cotangent, axis, wire)
     return (cotangent.astype(like.dtype),)
@@ -115,7 +116,7 @@ def _reduces(scatter: Callable, whole: Callable) -> Callable:
     return reduce
 
 
-def _whole(x: jax.Array, axis: Axis, wire: Any) -> jax.Array:
+def _whole(x: jax.Array, axis: Axis, wire: DTypeLike) -> jax.Array:
     # Said to be equal on all devices, as the result of psum is.
     return lax.all_gather(x.astype(wire), axis, axis=0, tiled=True, to="invarying")
 
@@ -139,16 +140,16 @@ def family(gather: Callable, scatter: Callable, whole: Callable) -> tuple[Callab
 _family = family(_gather, _scatter, _whole)
 
 
-def all_gather(x: jax.Array, axis: Axis, wire: Any = jnp.bfloat16) -> jax.Array:
+def all_gather(x: jax.Array, axis: Axis, wire: DTypeLike = jnp.bfloat16) -> jax.Array:
     """Return the rows of all devices along the axis, in `wire` (inside `jax.shard_map`)."""
     return _family[0](x, axis, wire)
 
 
-def reduce_scatter(x: jax.Array, axis: Axis, wire: Any = jnp.bfloat16) -> jax.Array:
+def reduce_scatter(x: jax.Array, axis: Axis, wire: DTypeLike = jnp.bfloat16) -> jax.Array:
     """Return this device's rows of the sum over the axis, in float32 (inside `jax.shard_map`)."""
     return _family[1](x, axis, wire)
 
 
-def all_reduce(x: jax.Array, axis: Axis, wire: Any = jnp.bfloat16) -> jax.Array:
+def all_reduce(x: jax.Array, axis: Axis, wire: DTypeLike = jnp.bfloat16) -> jax.Array:
     """Return the sum over the axis in the dtype of `x`, the same bits on all its devices."""
     return _family[2](x, axis, wire)

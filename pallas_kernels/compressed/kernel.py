@@ -15,6 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from hfjax.base.paths import Index
 from hfjax.pallas_kernels.collectives import stream
 from hfjax.pallas_kernels.collectives.kernel import axes, launch, slot_of, tell
 from hfjax.pallas_kernels.collectives.stream import SLOTS, Tiles
@@ -38,23 +39,23 @@ class Run:
     def parts(self) -> int:
         return self.tiles.tile // self.tile
 
-    def part(self, at: Any, turn: Any) -> Any:
+    def part(self, at: Any, turn: Index) -> Any:
         """Return the number of the tile that a turn with a group is about."""
         return at * self.parts + lax.rem(turn, jnp.int32(self.parts))
 
-    def rows(self, each: Any, turn: Any) -> Any:
+    def rows(self, each: Any, turn: Index) -> Any:
         return pl.ds(self.part(self.tiles.at(each), turn) * self.tile, self.tile)
 
-    def rank_of(self, turn: Any) -> Any:
+    def rank_of(self, turn: Index) -> Any:
         """Return which of the ranks, in some order, a turn with a group is about."""
         return lax.div(turn, jnp.int32(self.parts))
 
-    def scales(self, ref: Any, turn: Any) -> jax.Array:
+    def scales(self, ref: Any, turn: Index) -> jax.Array:
         """Return the scales of a turn's rows, of those of the group in shared memory."""
         first = lax.rem(turn, jnp.int32(self.parts)) * self.tile
         return load_scales(ref.at[pl.ds(first, self.tile)])
 
-    def leave(self, slot: Any, refs: tuple, tiles: tuple, pending: int) -> None:
+    def leave(self, slot: Index, refs: tuple, tiles: tuple, pending: int) -> None:
         """Put tiles into their slots, once the `pending` last copies may still be under way."""
         plgpu.wait_smem_to_gmem(pending, wait_read_only=True)
         for ref, tile in zip(refs, tiles, strict=True):
@@ -70,7 +71,7 @@ def _lossy(meant: jax.Array, kind: Code) -> tuple[jax.Array, jax.Array, jax.Arra
     return values, scales, meant - decode(values, scales)
 
 
-def _copy(slot: Any, refs: tuple, places: tuple) -> None:
+def _copy(slot: Index, refs: tuple, places: tuple) -> None:
     for ref, place in zip(refs, places, strict=True):
         plgpu.copy_smem_to_gmem(ref.at[slot], place)
 

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 
 from hfjax.pallas_kernels.varying import zeros
 
@@ -92,7 +93,7 @@ def take(a_CPD: jax.Array, part: Any) -> jax.Array:
     return lax.dynamic_index_in_dim(a_CPD, part, 1, keepdims=False)
 
 
-def wide(dtype: Any) -> Any:
+def wide(dtype: DTypeLike) -> Any:
     """Return the dtype in which sums are taken: float32, or wider."""
     return jnp.promote_types(dtype, jnp.float32)
 

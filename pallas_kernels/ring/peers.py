@@ -32,6 +32,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from hfjax.base.paths import Index
 from hfjax.pallas_kernels import current_platform
 
 MOST_GPUS = 32  # of a mesh: so many the runtime's barrier before a launch takes
@@ -55,7 +56,7 @@ class MeshRing:
         """Return this rank's part of a buffer."""
         return ref
 
-    def peer(self, ref: Any, rank: Any) -> Any:
+    def peer(self, ref: Any, rank: Index) -> Any:
         """Return the same buffer on another rank, to store to or to load from."""
         there: Any = {self.axis: rank}
         return ref if self.size == 1 else plgpu.remote_ref(ref, there)
@@ -64,12 +65,12 @@ class MeshRing:
         """Return `count` semaphores on each rank, which are zero."""
         return pl.get_global(plgpu.SemaphoreType.REGULAR((count,)))
 
-    def signal(self, semaphores: Any, index: Any, rank: Any) -> None:
+    def signal(self, semaphores: Any, index: Index, rank: Index) -> None:
         """Add one to a semaphore of `rank`; what this warpgroup stored before is seen before."""
         device = None if self.size == 1 else {self.axis: rank}
         pl.semaphore_signal(semaphores.at[index], device_id=device)
 
-    def wait(self, semaphores: Any, index: Any, value: Any) -> None:
+    def wait(self, semaphores: Any, index: Index, value: Any) -> None:
         """Wait until a semaphore of this rank has reached `value`; it keeps its value."""
         pl.semaphore_wait(semaphores.at[index], value=value, decrement=False)
 
@@ -92,17 +93,17 @@ class VirtualRing:
     def mine(self, ref: Any) -> Any:
         return ref.at[self.rank()]
 
-    def peer(self, ref: Any, rank: Any) -> Any:
+    def peer(self, ref: Any, rank: Index) -> Any:
         return ref.at[rank]
 
     def semaphores(self, count: int) -> Any:
         return pl.get_global(plgpu.SemaphoreType.REGULAR((self.size * count,))), count
 
-    def signal(self, semaphores: Any, index: Any, rank: Any) -> None:
+    def signal(self, semaphores: Any, index: Index, rank: Index) -> None:
         all_ranks, count = semaphores
         pl.semaphore_signal(all_ranks.at[rank * count + index])
 
-    def wait(self, semaphores: Any, index: Any, value: Any) -> None:
+    def wait(self, semaphores: Any, index: Index, value: Any) -> None:
         all_ranks, count = semaphores
         pl.semaphore_wait(all_ranks.at[self.rank() * count + index], value=value, decrement=False)
 
@@ -115,7 +116,7 @@ def ahead(ring: Ring, steps: Any) -> Any:
     return lax.rem(ring.rank() + steps, jnp.int32(ring.size))
 
 
-def meet(ring: Ring, semaphores: Any, index: Any, blocks: int) -> None:
+def meet(ring: Ring, semaphores: Any, index: Index, blocks: int) -> None:
     """Wait until each of the `blocks` blocks of every rank is here; one warpgroup of each calls."""
     for rank in range(ring.size):
         ring.signal(semaphores, index, jnp.int32(rank))

@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from hfjax.base.paths import Index
+
 
 def shards(x: jax.Array, axis: str) -> Iterator[tuple]:
     """Yield (rank, its x) for every rank, the nearest ones first."""
@@ -36,7 +38,7 @@ def _product(a: Any, b: Any) -> jax.Array:
     return jnp.matmul(a, b, preferred_element_type=wide)
 
 
-def _rows(x: Any, rank: Any, count: int) -> jax.Array:
+def _rows(x: Any, rank: Index, count: int) -> jax.Array:
     return lax.dynamic_slice_in_dim(x, rank * count, count, 0)
 
 

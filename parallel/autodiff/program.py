@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
-from jax.extend.core import Literal, Var
+from jax.extend.core import JaxprEqn, Literal, Var
 
 from hfjax.parallel.offload import Tensor
 
@@ -77,7 +77,7 @@ def _run(equations: Sequence[Any], known: dict, outputs: Sequence[Any], inline: 
     return [read(v) for v in outputs]
 
 
-def bind(equation: Any, values: Sequence[Any]) -> Sequence[Any]:
+def bind(equation: JaxprEqn, values: Sequence[Any]) -> Sequence[Any]:
     """Return what an equation gives for these values."""
     parameters = equation.primitive.get_bind_params(equation.params)
     functions: Iterable[Any] = ()
@@ -88,7 +88,7 @@ def bind(equation: Any, values: Sequence[Any]) -> Sequence[Any]:
     return results if equation.primitive.multiple_results else [results]
 
 
-def body_of(equation: Any) -> tuple[Any, Sequence[Any]] | None:
+def body_of(equation: JaxprEqn) -> tuple[Any, Sequence[Any]] | None:
     """Return the program of a call, loop or branch with its constants; None if it has none."""
     for name in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
         if (body := equation.params.get(name)) is not None:
@@ -97,7 +97,7 @@ def body_of(equation: Any) -> tuple[Any, Sequence[Any]] | None:
     return None
 
 
-def parts_of_scan(equation: Any) -> tuple[int, int]:
+def parts_of_scan(equation: JaxprEqn) -> tuple[int, int]:
     """Return how many inputs of a scan are constants, and how many are carried.
 
     Told from the shapes: what is sliced has a dimension more than in the body. (The parameters of

@@ -14,7 +14,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
 
+from hfjax.base.paths import Index, Tree
 from hfjax.pallas_kernels.choice import Shape
 from hfjax.pallas_kernels.collectives import casting, reference
 from hfjax.parallel.engine.on_shards import mapped
@@ -29,11 +31,11 @@ FORMS: dict[str, Any] = {"pallas": casting, "reference": reference}
 class Sending(Protocol):
     """Gathers and scatters along one dimension over mesh axes; `comm_dtype` is the dtype sent."""
 
-    def gather(self, x: jax.Array, axes: Axes, dim: int, comm_dtype: Any) -> jax.Array:
+    def gather(self, x: jax.Array, axes: Axes, dim: int, comm_dtype: DTypeLike) -> jax.Array:
         """Return the whole array, in `comm_dtype`."""
         ...
 
-    def scatter(self, x: jax.Array, axes: Axes, dim: int, comm_dtype: Any) -> jax.Array:
+    def scatter(self, x: jax.Array, axes: Axes, dim: int, comm_dtype: DTypeLike) -> jax.Array:
         """Return this device's part of the sum."""
         ...
 
@@ -41,10 +43,10 @@ class Sending(Protocol):
 class ByXla:
     """XLA's collectives. What they add up they add in the dtype that is sent."""
 
-    def gather(self, x: jax.Array, axes: Axes, dim: int, comm_dtype: Any) -> jax.Array:
+    def gather(self, x: jax.Array, axes: Axes, dim: int, comm_dtype: DTypeLike) -> jax.Array:
         return lax.all_gather(x.astype(comm_dtype), axes, axis=dim, tiled=True)
 
-    def scatter(self, x: jax.Array, axes: Axes, dim: int, comm_dtype: Any) -> jax.Array:
+    def scatter(self, x: jax.Array, axes: Axes, dim: int, comm_dtype: DTypeLike) -> jax.Array:
         return lax.psum_scatter(x.astype(comm_dtype), axes, scatter_dimension=dim, tiled=True)
 
 
@@ -57,21 +59,21 @@ class AsChosen:
 
     form: Callable[[str, str | None, Shape], str]
 
-    def gather(self, x: jax.Array, axes: Axes, dim: int, comm_dtype: Any) -> jax.Array:
+    def gather(self, x: jax.Array, axes: Axes, dim: int, comm_dtype: DTypeLike) -> jax.Array:
         form = self._form("all_gather", x, axes, dim, comm_dtype)
         if form not in FORMS:
             return BY_XLA.gather(x, axes, dim, comm_dtype)
         send = lambda rows: FORMS[form].all_gather(rows, _axis(axes), comm_dtype)
         return _along(dim, x, _alone(send) if form == "pallas" else send)
 
-    def scatter(self, x: jax.Array, axes: Axes, dim: int, comm_dtype: Any) -> jax.Array:
+    def scatter(self, x: jax.Array, axes: Axes, dim: int, comm_dtype: DTypeLike) -> jax.Array:
         form = self._form("reduce_scatter", x, axes, dim, comm_dtype)
         if form not in FORMS:
             return BY_XLA.scatter(x, axes, dim, comm_dtype)
         send = lambda rows: FORMS[form].reduce_scatter(rows, _axis(axes), comm_dtype)
         return _along(dim, x, _alone(send) if form == "pallas" else send)
 
-    def _form(self, kernel: str, x: jax.Array, axes: Axes, dim: int, comm_dtype: Any) -> str:
+    def _form(self, kernel: str, x: jax.Array, axes: Axes, dim: int, comm_dtype: DTypeLike) -> str:
         return self.form(kernel, _refuses(kernel, x, axes, dim, comm_dtype), {"N": x.size})
 
 
@@ -89,7 +91,7 @@ def _along(dim: int, x: jax.Array, move: Callable) -> jax.Array:
     return jnp.moveaxis(move(jnp.moveaxis(x, dim, 0)), 0, dim) if dim else move(x)
 
 
-def _refuses(what: str, x: jax.Array, axes: Axes, dim: int, comm_dtype: Any) -> str | None:
+def _refuses(what: str, x: jax.Array, axes: Axes, dim: int, comm_dtype: DTypeLike) -> str | None:
     """Return why the kernel cannot move an array, or None."""
     if dim:
         return f"an array of shape {x.shape} is split along dimension {dim}; the kernel moves rows"
@@ -143,7 +145,7 @@ def at_hand(path: str, value: jax.Array, slot: jax.Array | None = None) -> Store
     return Stored(value, slot, still)
 
 
-def fetched(tree: Any) -> Any:
+def fetched(tree: Tree) -> Any:
     """Return a tree with whole parameters in place of stored ones."""
     is_stored = lambda x: isinstance(x, Stored)
     return jax.tree.map(lambda x: x.fetch() if is_stored(x) else x, tree, is_leaf=is_stored)
@@ -155,7 +157,7 @@ class Placeholder:
     def __init__(self, path: str):
         self.path = path
 
-    def __getitem__(self, index: Any) -> "Placeholder":
+    def __getitem__(self, index: Index) -> "Placeholder":
         return self if index is ... else self._refuse()
 
     def __getattr__(self, name: str) -> Any:
@@ -236,7 +238,7 @@ def scatter(gradient: jax.Array, dims: Dims, tensor: Dims, sending: Sending) -> 
     return on_tensor_shards(run, tensor, gradient.ndim)(gradient) if dims else gradient
 
 
-def give(move: Movement, cotangent: jax.Array, dtype: Any) -> jax.Array:
+def give(move: Movement, cotangent: jax.Array, dtype: DTypeLike) -> jax.Array:
     """Return the gradient of what was fetched where it accumulates: scattered, added up."""
     moved = move.scatter or move.sum
     gradient = cotangent.astype(move.reduce if moved else dtype)

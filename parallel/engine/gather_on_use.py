@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import Literal
+from jax.extend.core import JaxprEqn, Literal
 
 from hfjax.parallel.autodiff.program import bind, body_of, needed, parts_of_scan
 from hfjax.parallel.engine.fetch import Stored
@@ -123,7 +123,7 @@ class _Runner:
                 known.update(zip(equation.outvars, self._results(equation, given), strict=True))
         return [read(v) for v in jaxpr.outvars]
 
-    def _results(self, equation: Any, given: Sequence[Any]) -> Sequence[Any]:
+    def _results(self, equation: JaxprEqn, given: Sequence[Any]) -> Sequence[Any]:
         kind = equation.primitive.name
         if kind in _CALLS and equation.params.get("name") in self.wrapped:
             return self._wrap(equation, given)
@@ -136,7 +136,7 @@ class _Runner:
                 return self._scan(equation, given)
         return bind(equation, list(map(_array, given)))
 
-    def _wrap(self, equation: Any, given: Sequence[Any]) -> Sequence[Any]:
+    def _wrap(self, equation: JaxprEqn, given: Sequence[Any]) -> Sequence[Any]:
         """Return what a wrapped call returns: it gathers by itself, as what wraps it wants."""
         call = self.wrapped[equation.params["name"]]
         if len(given) != call.arguments.num_leaves:  # that of its derivative
@@ -150,13 +150,13 @@ class _Runner:
         found = call.wrap(run)(*call.arguments.unflatten(map(_stored, given)))
         return jax.tree.leaves(found)
 
-    def _remat(self, equation: Any, given: Sequence[Any]) -> Sequence[Any]:
+    def _remat(self, equation: JaxprEqn, given: Sequence[Any]) -> Sequence[Any]:
         """Gather inside: the backward pass then gathers again, and nothing whole is kept."""
         run = lambda *values: self.arrays(*_body(equation), values)
         options = {name: equation.params[name] for name in ("policy", "prevent_cse")}
         return jax.checkpoint(run, **options)(*map(_stored, given))
 
-    def _scan(self, equation: Any, given: Sequence[Any]) -> Sequence[Any]:
+    def _scan(self, equation: JaxprEqn, given: Sequence[Any]) -> Sequence[Any]:
         """Gather what the scan slices layer by layer; what it only reads, once and before."""
         n_consts, n_carry = parts_of_scan(equation)
         consts = list(map(_array, given[:n_consts]))
@@ -180,13 +180,13 @@ _CALLS = ("jit", "pjit", "closed_call", "core_call")
 _REMATS = ("checkpoint", "remat", "remat2")
 
 
-def _body(equation: Any) -> tuple[Any, Sequence[Any]]:
+def _body(equation: JaxprEqn) -> tuple[Any, Sequence[Any]]:
     body = body_of(equation)
     assert body is not None
     return body
 
 
-def _named_as(equation: Any) -> Any:
+def _named_as(equation: JaxprEqn) -> Any:
     """Return the scope of an equation, so that profiles show the model's own names."""
     name = str(equation.source_info.name_stack)
     return jax.named_scope(name) if name and "(" not in name else nullcontext()

@@ -20,9 +20,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec as P
+from jax.typing import DTypeLike
 
 from hfjax.base.mean import Mean, as_mean
-from hfjax.base.paths import Flat
+from hfjax.base.paths import Flat, Index, Tree
 from hfjax.parallel.engine.blueprint import LAYERS, TRAIN, Blueprint, asked_by, variable_of
 from hfjax.parallel.engine.fetch import AsChosen, Movement, Placeholder, Sending, Stored, fetched
 from hfjax.parallel.engine.gather_on_use import gather_on_use
@@ -75,7 +76,7 @@ def keys_for(variable: Any, key: jax.Array, step: Any, first_row: Any, rows: int
     return key
 
 
-def _fold(key: jax.Array, number: Any) -> jax.Array:
+def _fold(key: jax.Array, number: Index) -> jax.Array:
     """Return the key, or each of the stacked keys, with a number folded in."""
     fold = jax.random.fold_in
     for _ in range(key.ndim):
@@ -365,7 +366,7 @@ class DataPlane:
         summed = {path: self._summed_at_once(p) for path, p in self.placed.items()}
         return Reduction(self._precision, self._hierarchical, self._sending, self._axes, summed)
 
-    def _sum(self, tree: Any) -> Any:
+    def _sum(self, tree: Tree) -> Any:
         return lax.psum(tree, self._axes) if self._axes else tree
 
     def _average(self, statistics: Flat) -> Flat:
@@ -476,7 +477,7 @@ def rows_of(batch: Any) -> int:
     return jax.tree.leaves(batch)[0].shape[0]
 
 
-def cast_inputs(batch: Any, dtype: Any) -> Any:
+def cast_inputs(batch: Any, dtype: DTypeLike) -> Any:
     """Return the batch with floating-point inputs in the compute dtype, if there is one."""
     cast = lambda x: dtype is not None and jnp.issubdtype(x.dtype, jnp.floating)
     return jax.tree.map(lambda x: x.astype(dtype) if cast(x) else x, batch)

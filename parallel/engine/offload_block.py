@@ -8,6 +8,7 @@ import jax
 from flax import nnx
 from jax.sharding import Mesh
 
+from hfjax.base.paths import Tree
 from hfjax.parallel.autodiff.saved import kept
 from hfjax.parallel.engine.check_host_loops import check_host_loops
 from hfjax.parallel.engine.gather_on_use import wrapping
@@ -152,7 +153,7 @@ class OffloadedModule(nnx.Module):
         return y
 
 
-def _apart(tree: Any) -> tuple[list, Callable]:
+def _apart(tree: Tree) -> tuple[list, Callable]:
     """Return the arrays of a tree, and what puts others in their place beside the rest."""
     leaves, form = jax.tree.flatten(tree)
     are = [hasattr(leaf, "dtype") for leaf in leaves]

@@ -14,7 +14,7 @@ import numpy as np
 from flax import nnx
 
 from hfjax.base.mean import Mean
-from hfjax.base.paths import Flat
+from hfjax.base.paths import Flat, Index
 from hfjax.parallel.arrangement import Arrangement
 from hfjax.parallel.autodiff.dissect import Dissected, dissect
 from hfjax.parallel.engine.blueprint import LAYERS, Blueprint, Layer, fill, raw
@@ -104,13 +104,13 @@ class PlacedModel:
         parameters = outside | {path: Placeholder(path) for path in layers}
         return self.blueprint.merge(parameters, variables, self.mode)
 
-    def _first(self, outside: Flat, m: Any) -> Any:
+    def _first(self, outside: Flat, m: Index) -> Any:
         model, before = self._holding(outside, m)
         x = model.embed(self.inputs(m))
         self._check_ends(model, before, "embed")
         return x
 
-    def _last(self, outside: Flat, x: Any, m: Any) -> tuple[jax.Array, Any]:
+    def _last(self, outside: Flat, x: Any, m: Index) -> tuple[jax.Array, Any]:
         model, before = self._holding(outside, m)
         outputs = model.head(x)
         self._check_ends(model, before, "head")
@@ -122,7 +122,7 @@ class PlacedModel:
             return mean
         return Extras(mean, outputs if self.wanted == "outputs" else None)
 
-    def _holding(self, outside: Flat, m: Any) -> tuple[Any, Flat]:
+    def _holding(self, outside: Flat, m: Index) -> tuple[Any, Flat]:
         variables = self.variables(m, None)
         return self._merge(outside, variables), variables
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from jax.extend import source_info_util
-from jax.extend.core import Literal
+from jax.extend.core import JaxprEqn, Literal
 
 from hfjax.parallel.autodiff.program import parts_of_scan
 from hfjax.parallel.mesh import BATCH_AXES
@@ -57,7 +57,7 @@ def warn_of_whole_numbers(paths: Sequence[str]) -> None:
         )
 
 
-def _bodies(equation: Any) -> Iterator[Any]:
+def _bodies(equation: JaxprEqn) -> Iterator[Any]:
     """Yield the programs inside of an equation."""
     for value in equation.params.values():
         for body in value if isinstance(value, tuple | list) else (value,):
@@ -83,7 +83,7 @@ def _follow(jaxpr: Any, inputs: Sequence[bool], place: str, lines: set[str]) -> 
     return [is_apart(v) for v in jaxpr.outvars]
 
 
-def _outputs(equation: Any, given: list[bool], line: str, lines: set[str]) -> list[bool]:
+def _outputs(equation: JaxprEqn, given: list[bool], line: str, lines: set[str]) -> list[bool]:
     """Return which results of an equation differ."""
     kind, count = equation.primitive.name, len(equation.outvars)
     if kind == "axis_index":
@@ -102,12 +102,12 @@ def _outputs(equation: Any, given: list[bool], line: str, lines: set[str]) -> li
     return [any(given)] * count
 
 
-def _axes(equation: Any) -> set[Any]:
+def _axes(equation: JaxprEqn) -> set[Any]:
     names = equation.params.get("axes", equation.params.get("axis_name", ()))
     return set(names) if isinstance(names, tuple | list) else {names}
 
 
-def _settled(equation: Any, given: list[bool], body: Any) -> list[bool]:
+def _settled(equation: JaxprEqn, given: list[bool], body: Any) -> list[bool]:
     """Return which inputs of a scan differ in some turn of it."""
     first, carry = parts_of_scan(equation)
     while True:

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from hfjax.base.paths import Flat
+from hfjax.base.paths import Flat, Index
 from hfjax.parallel.autodiff.dissect import Dissected, arrays_of, cotangents
 from hfjax.parallel.engine.parts import ModelParts
 from hfjax.parallel.memory import is_on_host
@@ -67,7 +67,7 @@ class StackedPasses:
     def _numbers(self) -> jax.Array:
         return lax.iota("int32", self.layers)
 
-    def _known(self, carry: Carry, fetched: Flat, i: Any) -> Any:
+    def _known(self, carry: Carry, fetched: Flat, i: Index) -> Any:
         return (self.near(carry, i) | fetched, i, jnp.int32(0))
 
     def _passes(self, carry: Carry, fetched: Flat, x: Any) -> Dissected:
@@ -104,7 +104,7 @@ class StackedPasses:
         return last[0], carry
 
 
-def heads_pass(model: ModelParts, y: Any, number: Any) -> tuple[Any, Any, Any]:
+def heads_pass(model: ModelParts, y: Any, number: Index) -> tuple[Any, Any, Any]:
     """Return the gradients of what enters the head and of parameters outside the layers; aux."""
     last = lambda outside, y: model.last(outside, y, number)
     total, pullback, aux = jax.vjp(last, model.outside, y, has_aux=True)

@@ -17,7 +17,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from hfjax.base.mean import Mean, as_mean
-from hfjax.base.paths import Flat
+from hfjax.base.paths import Flat, Index
 from hfjax.parallel.arrangement import arrange
 from hfjax.parallel.engine.blueprint import LAYERS, Layer
 from hfjax.parallel.engine.fetch import give
@@ -63,7 +63,7 @@ class LayerwisePlane(DataPlane):
         staged = self._staged(stored, lambda m, i: variables_of(held, i), batch, "eval", set())
         return self._pass(staged, lambda own: staged.parameters, self._collect).evaluate({})
 
-    def _collect(self, sums: Flat, i: Any, stored: Flat, gradients: Flat, told: Any) -> Flat:
+    def _collect(self, sums: Flat, i: Index, stored: Flat, gradients: Flat, told: Any) -> Flat:
         """Return the gradients of all layers, with those of layer i."""
         if self.blueprint.listed:
             return sums | gradients
@@ -135,7 +135,7 @@ class LayerwisePlane(DataPlane):
         first = lambda x: lax.index_in_dim(x, 0, 0, keepdims=False)
         row = lambda x, i: lax.dynamic_index_in_dim(x, i, 0, False)
 
-        def rows(own: Any, i: Any, on_host: bool) -> Flat:
+        def rows(own: Any, i: Index, on_host: bool) -> Flat:
             mine = {p: x for p, x in stored(own).items() if is_on_host(x) == on_host}
             return {path: row(x, i) for path, x in mine.items()}
 

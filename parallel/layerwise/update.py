@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from hfjax.base.mean import Mean
-from hfjax.base.paths import Flat
+from hfjax.base.paths import Flat, Index
 from hfjax.parallel.engine.fetch import on_tensor_shards
 from hfjax.parallel.engine.reduce import Reduction
 from hfjax.parallel.memory import is_on_host, to_device, to_host
@@ -36,7 +36,7 @@ class StackedUpdate:
     belongs: Mapping[str, str]  # name of what the optimizer keeps -> path
     guards: bool  # a layer stays as it is if its gradient is not finite, or one before was not
 
-    def __call__(self, carry: Carry, i: Any, stored: Flat, gradients: Flat, mean: Mean) -> Carry:
+    def __call__(self, carry: Carry, i: Index, stored: Flat, gradients: Flat, mean: Mean) -> Carry:
         """Return what is updated after the backward pass of layer i.
 
         `stored` are its parameters on the device; what lies on the host passes through it.
@@ -64,14 +64,14 @@ class StackedUpdate:
     def _rows(self, gradients: Flat) -> Flat:
         return {path: g[None] for path, g in gradients.items()}
 
-    def _take(self, carry: Carry, i: Any, paths: list[str], stored: Flat) -> tuple[Flat, Flat]:
+    def _take(self, carry: Carry, i: Index, paths: list[str], stored: Flat) -> tuple[Flat, Flat]:
         """Return parameters and moments of layer i; stored ones are here if they come from afar."""
         row = lambda x: to_device(lax.dynamic_slice_in_dim(x, i, 1))
         far = {path: stored[path][None] for path, x in carry.parameters.items() if is_on_host(x)}
         near = {path: row(x) for path, x in carry.parameters.items() if path not in far}
         return near | far, jax.tree.map(row, carry.moments)
 
-    def _put(self, carry: Carry, i: Any, parameters: Flat, moments: Flat, squares: Flat, ok: Any):
+    def _put(self, carry: Carry, i: Index, parameters: Flat, moments: Flat, squares: Flat, ok: Any):
         """Return what is updated with those of layer i in their place."""
         put = lambda x, row: lax.dynamic_update_slice_in_dim(x, _beside(x, row), i, 0)
         told = {path: x[None] for path, x in squares.items()}
@@ -105,11 +105,11 @@ class ListedUpdate(StackedUpdate):
     def _rows(self, gradients: Flat) -> Flat:
         return gradients
 
-    def _take(self, carry: Carry, i: Any, paths: list[str], stored: Flat) -> tuple[Flat, Flat]:
+    def _take(self, carry: Carry, i: Index, paths: list[str], stored: Flat) -> tuple[Flat, Flat]:
         kept = {name: x for name, x in carry.moments.items() if self.belongs[name] in paths}
         return to_device(({path: carry.parameters[path] for path in paths}, kept))
 
-    def _put(self, carry: Carry, i: Any, parameters: Flat, moments: Flat, squares: Flat, ok: Any):
+    def _put(self, carry: Carry, i: Index, parameters: Flat, moments: Flat, squares: Flat, ok: Any):
         told = {path: x[None] for path, x in squares.items()}
         there = lambda old, new: {name: _beside(old[name], x) for name, x in new.items()}
         parameters, moments = there(carry.parameters, parameters), there(carry.moments, moments)

@@ -20,7 +20,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from hfjax.base.mean import Mean
-from hfjax.base.paths import Flat
+from hfjax.base.paths import Flat, Index
 from hfjax.parallel.autodiff.dissect import Dissected
 from hfjax.parallel.engine.blueprint import LAYERS
 from hfjax.parallel.engine.gradients import StepInputs
@@ -70,7 +70,7 @@ class Asynchronous(Pipeline):
         """The versions of this stage's layers, [slots, units, ...]."""
         return Slots(self.updates.versions.slots, self._chunks.units, apart=False)
 
-    def _version(self, versions: Flat, slot: Any) -> Flat:
+    def _version(self, versions: Flat, slot: Index) -> Flat:
         pick = lambda a: lax.dynamic_index_in_dim(a, slot, 0, keepdims=False)
         return {path: pick(a) for path, a in versions.items()}
 
@@ -83,7 +83,7 @@ class Asynchronous(Pipeline):
         state["squares"] = jnp.zeros(()) * self._stage  # differs between stages only
         return state
 
-    def _parameters(self, state: State, at: Any, kind: str, unit: Any) -> Any:
+    def _parameters(self, state: State, at: Any, kind: str, unit: Index) -> Any:
         return self._kept.get(state["versions"], unit, at.positive(f"{kind}_version"))
 
     def _tick(self, kinds: str, facts: Any, state: State, row: dict) -> tuple[State, None]:
@@ -95,7 +95,7 @@ class Asynchronous(Pipeline):
             new = self._updated(self._weighed(new, mine), mine)
         return new, None
 
-    def _sums(self, gradients: Any, unit: Any, chunk: Any, at: Any) -> Any:
+    def _sums(self, gradients: Any, unit: Index, chunk: Index, at: Any) -> Any:
         """Begin at zero after an update: the update itself needs not write zeros."""
         first = lambda a: jnp.where(at["B_first"] > 0, jnp.zeros((), a.dtype), a)
         return jax.tree.map(first, super()._sums(gradients, unit, chunk, at))

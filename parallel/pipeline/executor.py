@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from hfjax.base.paths import Index
 from hfjax.parallel.autodiff.dissect import Dissected, arrays_of, cotangents
 from hfjax.parallel.autodiff.program import packed
 from hfjax.parallel.engine.parts import ModelParts
@@ -162,11 +163,11 @@ class Pipeline:
         known = self._known(self._chunks.get(self._values, 0, 0), 0, 0, m)
         return passes(known, slots, self._x, self._split)
 
-    def _parameters(self, state: State, at: StageTick, kind: str, unit: Any) -> Any:
+    def _parameters(self, state: State, at: StageTick, kind: str, unit: Index) -> Any:
         """Return the parameters of a layer that a slot of this kind uses."""
         return self._chunks.get(self._values, unit, at.positive(f"{kind}_chunk"))
 
-    def _known(self, parameters: Any, unit: Any, chunk: Any, m: Any) -> Any:
+    def _known(self, parameters: Any, unit: Index, chunk: Index, m: Index) -> Any:
         return parameters, jnp.maximum(self._layers[chunk, unit], 0), m
 
     def _ring(self, name: str) -> Ring:
@@ -286,7 +287,7 @@ class Pipeline:
         }
         return state
 
-    def _entering(self, state: State, at: StageTick, m: Any) -> Any:
+    def _entering(self, state: State, at: StageTick, m: Index) -> Any:
         """Return what enters the chunk: from the neighbour, or from the batch."""
         embed = lambda: self.model.first(self.model.outside, m)
         if not self.ticks.depth["x"]:
@@ -294,7 +295,7 @@ class Pipeline:
         x = self._queue("x").get(state["x"], 0, at.positive("F_x"))
         return at.branch("first", embed, lambda: x)
 
-    def _layers_forward(self, state: State, x: Any, at: StageTick, m: Any, chunk: Any):
+    def _layers_forward(self, state: State, x: Any, at: StageTick, m: Index, chunk: Index):
         def step(carry, unit):
             x, stash, late, kept = carry
             known = self._known(self._parameters(state, at, "F", unit), unit, chunk, m)
@@ -311,7 +312,7 @@ class Pipeline:
         new = zip(names, held, strict=True)
         return y, state | {name: value for name, value in new if name in state}
 
-    def _unit_forward(self, known: Any, x: Any, kept: Any, at: StageTick, unit: Any):
+    def _unit_forward(self, known: Any, x: Any, kept: Any, at: StageTick, unit: Index):
         """Return (y, stash, late) of a layer, and what the last microbatch keeps of all layers."""
         again = lambda kept: (self._passes.forward(known, x), kept)
         keeping, chunk = self._keeping, at.positive("F_chunk")
@@ -329,14 +330,14 @@ class Pipeline:
     def _is_last(self, at: StageTick, kind: str) -> Any:
         return at[f"{kind}_microbatch"] == self.ticks.table.microbatches - 1
 
-    def _if_there(self, unit: Any, chunk: Any, new: Any, old: Any) -> Any:
+    def _if_there(self, unit: Index, chunk: Index, new: Any, old: Any) -> Any:
         """Return `new` if there is a layer at this place, `old` where storage is only padded."""
         if not self._padded:
             return new
         there = self._layers[chunk, unit] >= 0
         return jax.tree.map(lambda a, b: jnp.where(there, a, b), new, old)
 
-    def _head(self, state: State, at: StageTick, y: Any, m: Any) -> State:
+    def _head(self, state: State, at: StageTick, y: Any, m: Index) -> State:
         """On the last stage: tell the loss of this microbatch, and begin its backward pass."""
         tell = lambda aux, old: jax.tree.map(lambda a, x: a.at[m].set(x), old, aux)
 
@@ -376,7 +377,7 @@ class Pipeline:
         state, state["dx"] = self._guarded("B", at, run, state, names, self._x)
         return state
 
-    def _both_halves(self, state: State, dy: Any, at: StageTick, m: Any, chunk: Any):
+    def _both_halves(self, state: State, dy: Any, at: StageTick, m: Index, chunk: Index):
         def step(carry, unit):
             dy, gradients = carry
             stash = self._take(state, "stash", unit, at.positive("B_stash"))
@@ -389,7 +390,7 @@ class Pipeline:
         return dx, state | {"gradients": gradients}
 
     def _unit_backward(
-        self, known: Any, stash: Any, dy: Any, state: State, at: StageTick, unit: Any
+        self, known: Any, stash: Any, dy: Any, state: State, at: StageTick, unit: Index
     ):
         """Return dx and the gradients of a layer."""
         again = lambda: self._passes.backward(known, stash, [], dy)
@@ -400,7 +401,7 @@ class Pipeline:
         keep = lambda: keeping.backward(known, kept, [], dy)
         return lax.cond(self._is_last(at, "B"), keep, again)
 
-    def _input_half(self, state: State, dy: Any, at: StageTick, m: Any, chunk: Any):
+    def _input_half(self, state: State, dy: Any, at: StageTick, m: Index, chunk: Index):
         def step(carry, unit):
             dy, cross = carry
             stash = self._take(state, "stash", unit, at.positive("B_stash"))
@@ -432,11 +433,11 @@ class Pipeline:
     def _units(self, step: Callable, carry: Any) -> Any:
         return self._chunks.loop(step, carry, reverse=True, unroll=int(self.unroll))
 
-    def _take(self, state: State, name: str, unit: Any, slot: Any) -> list:
+    def _take(self, state: State, name: str, unit: Index, slot: Index) -> list:
         return self._ring(name).get(state[name], unit, slot)
 
     def _accumulate(
-        self, gradients: Any, new: Any, unit: Any, chunk: Any, at: StageTick, kind: str
+        self, gradients: Any, new: Any, unit: Index, chunk: Index, at: StageTick, kind: str
     ):
         """Add a layer's gradient, unless the slot is idle or there is no layer."""
         real = None if self._branches or at.facts.always(kind) else at.active(kind)
@@ -448,11 +449,11 @@ class Pipeline:
         old = self._sums(gradients, unit, chunk, at)
         return self._chunks.put(gradients, unit, chunk, _add(old, new))
 
-    def _sums(self, gradients: Any, unit: Any, chunk: Any, at: StageTick) -> Any:
+    def _sums(self, gradients: Any, unit: Index, chunk: Index, at: StageTick) -> Any:
         """Return the sum to which a layer's gradient is added."""
         return self._chunks.get(gradients, unit, chunk)
 
-    def _embedding(self, state: State, at: StageTick, dx: Any, m: Any) -> State:
+    def _embedding(self, state: State, at: StageTick, dx: Any, m: Index) -> State:
         """On the first stage: the gradient of what came before the layers."""
 
         def run(outside):

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from hfjax.base.mean import Mean
-from hfjax.base.paths import Flat
+from hfjax.base.paths import Flat, Index, Tree
 from hfjax.parallel.autodiff.dissect import Dissected, dissect
 from hfjax.parallel.engine.blueprint import Layer
 from hfjax.parallel.engine.fetch import at_hand
@@ -102,7 +102,7 @@ class Switch:
     def _choose(self, g: Any, run: Callable, *operands: Any) -> Any:
         return lax.switch(g, [partial(run, i) for i in range(len(self.parts))], *operands)
 
-    def _known(self, i: int, rows: Any, m: Any) -> Any:
+    def _known(self, i: int, rows: Any, m: Index) -> Any:
         return self.parameters.unpack(i, rows), m
 
     def _fetch(self, values: Any) -> tuple[Any, Callable]:
@@ -139,17 +139,17 @@ class HeterogeneousModel(PlacedModel):
             shapes.append(jax.eval_shape(partial(self._run, g), (parameters, m), {}, x))
         return Packing(shapes)
 
-    def _first(self, outside: Flat, m: Any) -> Any:
+    def _first(self, outside: Flat, m: Index) -> Any:
         return self._between.pack(0, super()._first(outside, m))
 
-    def _last(self, outside: Flat, x: Any, m: Any) -> tuple[jax.Array, Mean]:
+    def _last(self, outside: Flat, x: Any, m: Index) -> tuple[jax.Array, Mean]:
         return super()._last(outside, self._between.unpack(len(self._parts), x), m)
 
     def _passes(self, known: Any, slots: Flat, x: Any, split: bool) -> Dissected:
         parts = [self._part(g, known[2], x, split) for g in range(len(self._parts))]
         return Switch(parts, self.packed.packing, self._whole, slots).dissected()
 
-    def _part(self, g: int, m: Any, x: Any, split: bool) -> Dissected:
+    def _part(self, g: int, m: Index, x: Any, split: bool) -> Dissected:
         """Return the passes of one virtual stage, from packed x to packed y."""
 
         def run(known, slots, x):
@@ -184,5 +184,5 @@ class HeterogeneousModel(PlacedModel):
             for path, a in self.packed.packing.trees[g].items()
         }
 
-    def _zeros(self, tree: Any) -> Any:
+    def _zeros(self, tree: Tree) -> Any:
         return jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), tree)

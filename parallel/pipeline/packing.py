@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
-from hfjax.base.paths import Flat
+from hfjax.base.paths import Flat, Tree
 from hfjax.parallel.arrangement import Arrangement
 from hfjax.parallel.autodiff.program import piece
 from hfjax.parallel.engine.blueprint import LAYERS, Blueprint
@@ -51,7 +51,7 @@ class Packing:
         leaves = jax.tree.leaves(self.trees[i])
         return sum(math.prod(a.shape) for a in leaves if _name(a) == name)
 
-    def pack(self, i: int, tree: Any, dtypes: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    def pack(self, i: int, tree: Tree, dtypes: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Return the buffers that hold a tree of the form of `trees[i]`.
 
         `dtypes` are those of the buffers, if the tree was cast since.

@@ -15,7 +15,7 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec as P
 
 from hfjax.base.mean import as_mean
-from hfjax.base.paths import Flat
+from hfjax.base.paths import Flat, Tree
 from hfjax.parallel.arrangement import Arrangement
 from hfjax.parallel.autodiff.program import bytes_of
 from hfjax.parallel.engine.blueprint import LAYERS
@@ -184,7 +184,7 @@ class PipelinePlane(DataPlane):
         gradient = gradient.astype(move.reduce)
         return scatter(gradient, move.scatter, move.tensor, move.sending).astype(wide)
 
-    def _sum(self, tree: Any) -> Any:
+    def _sum(self, tree: Tree) -> Any:
         if isinstance(tree, Extras):
             return Extras(self._sum(tree.means), self._from_last_stage(tree.outputs))
         return super()._sum(tree)
@@ -234,7 +234,7 @@ def waiting(
     return {what: _bytes([telling.told.get(n) for n in names]) for what, names in WAITING.items()}
 
 
-def _bytes(tree: Any) -> tuple[int, int]:
+def _bytes(tree: Tree) -> tuple[int, int]:
     leaves = jax.tree.leaves(tree)
     on_host = [getattr(x, "memory_space", None) == jax.memory.Space.Host for x in leaves]
     host = [x for x, there in zip(leaves, on_host, strict=True) if there]

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from hfjax.base.paths import Index
 from hfjax.parallel.memory import to_device, to_host
 from hfjax.parallel.mesh import PIPE_AXIS
 from hfjax.parallel.offload import Offload, Share
@@ -88,7 +89,7 @@ class Slots:
             rows if self.slots == 1 else jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), rows)
         )
 
-    def get(self, store: Any, unit: Any, slot: Any) -> Any:
+    def get(self, store: Any, unit: Index, slot: Index) -> Any:
         """Return one entry."""
         if self.apart:
             pick = lambda a: lax.dynamic_index_in_dim(a, slot, 0, keepdims=False)
@@ -96,7 +97,7 @@ class Slots:
         one = lambda a: lax.dynamic_slice(a, _at(a, slot, unit), (1, 1, *a.shape[2:]))
         return jax.tree.map(lambda a: one(a).reshape(a.shape[2:]), store)
 
-    def put(self, store: Any, unit: Any, slot: Any, value: Any) -> Any:
+    def put(self, store: Any, unit: Index, slot: Index, value: Any) -> Any:
         """Return the store with one entry changed."""
         if not self.apart:
             change = lambda a, x: lax.dynamic_update_slice(a, x[None, None], _at(a, slot, unit))
@@ -116,7 +117,7 @@ class Slots:
         return lax.scan(step, carry, units, reverse=reverse, unroll=unroll)[0]
 
 
-def _at(array: jax.Array, slot: Any, unit: Any) -> tuple:
+def _at(array: jax.Array, slot: Index, unit: Index) -> tuple:
     return tuple(jnp.asarray(i, jnp.int32) for i in (slot, unit, *(0,) * (array.ndim - 2)))
 
 
@@ -136,13 +137,13 @@ class Ring:
         host, device = map(self.store.full, jax.eval_shape(self._cut, self.like))
         return jax.tree.map(self._on_host, host), device
 
-    def put(self, ring: tuple[Any, Any], unit: Any, slot: Any, values: Any) -> tuple[Any, Any]:
+    def put(self, ring: tuple[Any, Any], unit: Index, slot: Index, values: Any) -> tuple[Any, Any]:
         """Return the ring with one entry changed."""
         (host, device), (gone, kept) = ring, self._cut(values)
         host = self.store.put(host, unit, slot, to_host(gone))
         return host, self.store.put(device, unit, slot, kept)
 
-    def get(self, ring: tuple[Any, Any], unit: Any, slot: Any) -> Any:
+    def get(self, ring: tuple[Any, Any], unit: Index, slot: Index) -> Any:
         """Return one entry, on the device."""
         host, device = (self.store.get(store, unit, slot) for store in ring)
         return self._join(to_device(host), device)
