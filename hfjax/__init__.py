@@ -12,11 +12,11 @@ from hfjax.haiscale.pipe import GPipe, Interleaved1F1B, PipeDream
 from hfjax.optimizers.fused_adamw import adamw
 from hfjax.optimizers.rates import rate
 from hfjax.optimizers.transforms import averaged, by_path, ema, master, matching, scaled
+from hfjax.parallel.activation_offload import Offload
 from hfjax.parallel.engine.fetch import gather_rows
 from hfjax.parallel.engine.offload_block import offload
 from hfjax.parallel.execution import Execution, Precision
 from hfjax.parallel.mesh import make_mesh
-from hfjax.parallel.offload import Offload
 from hfjax.parallel.remat import Remat
 from hfjax.parallel.schedules.named import Schedule
 from hfjax.parallel.strategy import (

@@ -18,13 +18,13 @@ from hfjax.batches import check_batch, full, is_placed, microbatches_of, shard_b
 from hfjax.check_step import check_alive, check_form, check_given, check_runs, is_traced
 from hfjax.jax_errors import calling
 from hfjax.optimizers.transforms import from_master
+from hfjax.parallel.activation_offload import Offloaded
 from hfjax.parallel.engine.check_host_loops import check_host_loops
 from hfjax.parallel.engine.kernels import Kernels
 from hfjax.parallel.execution import Execution, Precision
 from hfjax.parallel.layerwise.plane import LayerUpdatePlane
 from hfjax.parallel.memory import is_host_sharding, of_results, to_host
 from hfjax.parallel.mesh import BATCH_AXES, PIPE_AXIS, describe_mesh, platform_of
-from hfjax.parallel.offload import Offloaded
 from hfjax.parallel.pipeline.plane import PipelinePlane
 from hfjax.parallel.schedules.named import Schedule
 from hfjax.plan.layout import Layout, State

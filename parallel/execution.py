@@ -6,8 +6,8 @@ from typing import Any
 import jax.numpy as jnp
 
 from hfjax.pallas_kernels.choice import Wanted
+from hfjax.parallel.activation_offload import Offload
 from hfjax.parallel.compiler import check_options
-from hfjax.parallel.offload import Offload
 from hfjax.parallel.remat import Remat
 from hfjax.parallel.schedules.named import Schedule
 

@@ -8,7 +8,7 @@ import warnings
 import pytest
 
 import hfjax
-from hfjax.checkpoint.manifest import damage
+from hfjax.checkpoint.manifest import find_damage
 from tests.small_checkpoint import same, saved, small_layout, state_at
 
 
@@ -33,17 +33,17 @@ def arrays(step):
 def test_a_bit_that_is_flipped_in_any_file_is_found_in_that_file(tmp_path):
     saved(tmp_path, 1)
     step = tmp_path / "1"
-    assert damage(step) == []
+    assert find_damage(step) == []
     for path in files(step):
         content = path.read_bytes()
         flip(path)
-        lines = damage(step)
+        lines = find_damage(step)
         if path.name == "manifest.json":  # of a name, a size or a checksum in it
             assert len(lines) == 1
         else:
             assert [line.split(" has CRC32 ")[0] for line in lines] == [str(path.relative_to(step))]
         path.write_bytes(content)
-    assert damage(step) == []
+    assert find_damage(step) == []
 
 
 def test_what_orbax_restores_silently_is_refused_and_the_previous_step_offered(tmp_path):

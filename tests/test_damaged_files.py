@@ -14,7 +14,7 @@ import pyarrow.parquet
 import pytest
 
 import hfjax
-from hfjax.checkpoint.manifest import damage
+from hfjax.checkpoint.manifest import find_damage
 from hfjax.checkpoint.record import read_record
 from hfjax.data import (
     Loader,
@@ -157,7 +157,7 @@ def fixture_step(tmp_path_factory) -> Path:
 
 def test_the_files_beside_a_checkpoint(step):
     def verified():
-        if lines := damage(step):
+        if lines := find_damage(step):
             raise ValueError(*lines)
 
     refused(step / "manifest.json", verified)
@@ -170,7 +170,7 @@ def test_the_files_beside_a_checkpoint(step):
     for files, told in ((some["files"], "does not name meta/metadata"), ({"x": "1"}, "manifest")):
         whole = (step / "manifest.json").read_text()
         (step / "manifest.json").write_text(json.dumps(some | {"files": files}))
-        assert told in damage(step)[0]
+        assert told in find_damage(step)[0]
         (step / "manifest.json").write_text(whole)
 
 

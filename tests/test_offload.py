@@ -10,7 +10,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 import hfjax
 from hfjax.models.gpt import next_token_loss
-from hfjax.parallel.offload import Tensor, share
+from hfjax.parallel.activation_offload import Tensor, share
 from hfjax.parallel.pipeline.rings import check_rings
 from hfjax.parallel.strategy import DDP, FSDP, PIPE, SEQUENCE, TENSOR
 from tests.h200 import OPTIMIZED, h200s

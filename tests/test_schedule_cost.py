@@ -29,6 +29,7 @@ def table(name: str, stages: int = 4, microbatches: int = 16, chunks: int | None
         ("1f1b-published", 1, 33.3, 4, 0, 76),
         ("interleaved", 2, 8.6, 5.5, 0, 70),
         ("interleaved", 4, 4.5, 4.75, 0, 134),
+        ("interleaved-published", 2, 27.3, 5.5, 0, 140),
         ("looped-bfs", 2, 8.6, 16, 0, 70),
         ("zb", 1, 11.1, 7, 4, 38),
         ("zb", 2, 5.9, 5.5, 2, 70),

@@ -34,7 +34,7 @@ def write_manifest(step: Path) -> None:
         os.fsync(file.fileno())
 
 
-def damage(step: Path) -> list[str]:
+def find_damage(step: Path) -> list[str]:
     """Return what is wrong with the files of a step, each named; nothing if it is whole."""
     if what_is(step / NAME) == MISSING:
         return [f"{NAME} is missing"]

@@ -1,4 +1,4 @@
-"""Restore: a step is chosen, verified and compared by one process, then read by all."""
+"""Restore: one process chooses a step and verifies its files; all compare and read it."""
 
 import warnings
 from dataclasses import dataclass, replace
@@ -21,7 +21,7 @@ from hfjax.checkpoint.arrays import (
 )
 from hfjax.checkpoint.compare import check_same
 from hfjax.checkpoint.directory import check_step, steps_in
-from hfjax.checkpoint.manifest import damage
+from hfjax.checkpoint.manifest import find_damage
 from hfjax.checkpoint.record import check_written, read_record
 from hfjax.parallel.memory import to_device
 from hfjax.plan.layout import Layout, State
@@ -102,7 +102,7 @@ def _choose(directory: Path, step: int | None, options: ReadOptions) -> dict:
     step = check_step(directory, step)
     check_written(directory / str(step))
     damaged: list[tuple[int, list[str]]] = []
-    while options.verify and (lines := damage(directory / str(step))):
+    while options.verify and (lines := find_damage(directory / str(step))):
         damaged.append((step, lines))
         before = [s for s in steps_in(directory) if s < step]
         if options.on_damage == "refuse" or not before:
@@ -114,7 +114,7 @@ def _choose(directory: Path, step: int | None, options: ReadOptions) -> dict:
 
 
 def _check_files(step: Path) -> None:
-    """Refuse what would stall who reads it without comparing it first: a pipe."""
+    """Refuse pipes and devices, which would block a reader that does not verify first."""
     for path in step.rglob("*"):
         if not path.is_dir():
             check_ordinary(path)
@@ -128,7 +128,7 @@ def _damaged(directory: Path, step: int, lines: list[str]) -> str:
 def _refusal(
     directory: Path, found: tuple[int, list[str]], before: list[int], options: ReadOptions
 ) -> str:
-    good = next((s for s in reversed(before) if not damage(directory / str(s))), None)
+    good = next((s for s in reversed(before) if not find_damage(directory / str(s))), None)
     offer = (
         "No earlier step is whole."
         if good is None

@@ -1,4 +1,8 @@
-"""Which arrays of a state the host keeps: what the column `memory` of a strategy comes to."""
+"""Which arrays of a state lie on the host: the column `memory` of a strategy, resolved.
+
+`FSDP | HOST_OPTIMIZER` puts `moments -> host` there. `layout.Layout.shardings` uses the answer,
+`update/streamed.py` streams such arrays through the device.
+"""
 
 import warnings
 from collections.abc import Iterator
@@ -9,7 +13,7 @@ from typing import Any
 import jax
 
 from hfjax.parallel.placement import pieces
-from hfjax.plan.known import Known
+from hfjax.plan.known import LayoutLike
 
 MASTER = "master"  # the field of an optimizer's state that holds master weights
 
@@ -18,11 +22,11 @@ MASTER = "master"  # the field of an optimizer's state that holds master weights
 class Hosted:
     """The arrays of a layout's state that lie on the host."""
 
-    layout: Known
+    layout: LayoutLike
 
     @property
     def parameters(self) -> bool:
-        """Whether parameters do."""
+        """Whether parameters are kept on the host."""
         return self._wanted("parameters") == "host"
 
     @cached_property

@@ -10,7 +10,7 @@ from hfjax.parallel.placement import Array, Placed
 from hfjax.parallel.strategy import Strategy
 
 
-class Known(Protocol):
+class LayoutLike(Protocol):
     """What is known of a model and a mesh before any array is there: see `layout.Layout`."""
 
     @property
@@ -28,5 +28,10 @@ class Known(Protocol):
     @property
     def packed(self) -> Any: ...  # OnStages | None; pyright takes no cached_property for it
     @property
+    def hosted(self) -> Any: ...
+    @property
+    def notes(self) -> Any: ...
+    @property
     def state_shapes(self) -> Any: ...
+    def bytes_per_device(self) -> dict[str, int]: ...
     def parameter_of(self, keys: tuple, leaf: Any) -> Placed | None: ...

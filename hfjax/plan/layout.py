@@ -1,8 +1,7 @@
 """Where everything lives: path, shape, PartitionSpec and bytes per device. Allocates nothing."""
 
-import math
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -16,7 +15,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from jax.typing import DTypeLike
 
 from hfjax.base.paths import Flat, flatten, matches, nearest, nest
-from hfjax.base.tables import human
 from hfjax.optimizers.transforms import check_master, stored_dtype, without
 from hfjax.parallel.arrangement import Arrangement
 from hfjax.parallel.engine.blueprint import LAYERS, Blueprint, blueprint
@@ -32,12 +30,11 @@ from hfjax.parallel.placement import (
     check_spec,
     columns,
     entries_of,
-    pieces,
 )
 from hfjax.parallel.strategy import Strategy
 from hfjax.plan.hosted import Hosted
 from hfjax.plan.optimizer_state import parameter_of
-from hfjax.plan.report import check_rows, notes_of, table_of_stages
+from hfjax.plan.report import bytes_of_array, check_rows, notes_of, table_of
 from hfjax.plan.stored import COLUMNS, on_each_stage, place_array, stored
 
 
@@ -327,11 +324,11 @@ class Layout:
             >>> hfjax.layout(model, optimizer, hfjax.make_mesh(data=8), zero1).bytes_per_device()
             {'parameters': 2048, 'gradients': 2048, 'moments': 256}
         """
-        size = lambda p, spec, dtype: _bytes(p.shape, dtype, spec, self.mesh)
+        size = lambda p, spec, dtype: bytes_of_array(p.shape, dtype, spec, self.mesh)
         placed = self.placed.values()
         moments = {False: 0, True: 0}  # on the host?
         for x in jax.tree.leaves(self.abstract_state().optimizer):
-            size_of_it = _bytes(x.shape, x.dtype, x.sharding.spec, self.mesh)
+            size_of_it = bytes_of_array(x.shape, x.dtype, x.sharding.spec, self.mesh)
             moments[is_host_sharding(x.sharding)] += size_of_it
         parameters = sum(size(p, p.parameter, p.dtype) for p in placed)
         found = {
@@ -345,7 +342,7 @@ class Layout:
     @property
     def gradient_bytes(self) -> dict[str, int]:
         """Bytes per device of the gradient of each parameter that has one, as it accumulates."""
-        size = lambda p: _bytes(p.shape, _wide(p.dtype), p.gradient, self.mesh)
+        size = lambda p: bytes_of_array(p.shape, _wide(p.dtype), p.gradient, self.mesh)
         return {path: size(p) for path, p in self.placed.items() if not p.frozen}
 
     def unused_axes(self) -> list[str]:
@@ -365,7 +362,7 @@ class Layout:
         return [axis for axis in in_use(self.mesh, AXES) if axis not in working]
 
     def __str__(self) -> str:
-        return "\n".join(_table(self))
+        return "\n".join(table_of(self))
 
     __repr__ = __str__
 
@@ -522,38 +519,3 @@ def _check_dtypes(plan: Blueprint) -> None:
 
 def _wide(dtype: DTypeLike) -> Any:
     return jnp.promote_types(dtype, jnp.float32)
-
-
-def _bytes(shape: tuple[int, ...], dtype: DTypeLike, spec: P, mesh: Mesh) -> int:
-    return math.prod(shape) * jnp.dtype(dtype).itemsize // pieces(spec, mesh)
-
-
-def _table(layout: Layout) -> Iterator[str]:
-    yield f"{layout.strategy.name} on {describe_mesh(layout.mesh)}"
-    rows = [("parameter", "shape", "spec", "gradient", "moments", "bytes/device")]
-    for p in layout.placed.values():
-        same = lambda spec, p=p: (
-            "none" if p.frozen else "same" if spec == p.parameter else _show(spec)
-        )
-        size = human(_bytes(p.shape, p.dtype, p.parameter, layout.mesh))
-        shape = "x".join(map(str, p.shape))
-        where = _show(p.parameter) + " on host" * layout.hosted.parameters
-        moments = same(p.moment) + _on_host(*layout.hosted.of(p.path))
-        rows.append((p.path, shape, where, same(p.gradient), moments, size))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
-        yield "  " + "  ".join(cells).rstrip()
-    yield from table_of_stages(layout)
-    total = layout.bytes_per_device()
-    yield "per device: " + ", ".join(f"{name} {human(size)}" for name, size in total.items())
-    yield from (f"note: {note}" for note in layout.notes)
-
-
-def _on_host(there: int, of: int) -> str:
-    return "" if not there else " on host" if there == of else f", {there} of {of} on host"
-
-
-def _show(spec: P) -> str:
-    entries = entries_of(spec, len(spec))
-    return f"P({', '.join('+'.join(axes) if axes else '-' for axes in entries)})"

@@ -1,9 +1,12 @@
-"""What a layout has to tell: rows that do nothing, arrays left whole, what padding costs."""
+"""What a layout prints: its table with bytes per device, and notes on what did not fit."""
 
+import math
 from collections.abc import Iterator, Mapping
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec as P
+from jax.typing import DTypeLike
 
 from hfjax.base.paths import Tree
 from hfjax.base.tables import human
@@ -12,13 +15,13 @@ from hfjax.parallel.engine.layers import items_of
 from hfjax.parallel.mesh import TENSOR_AXES, describe_mesh, in_use
 from hfjax.parallel.pipeline.layer_costs import output_shapes
 from hfjax.parallel.pipeline.packing import PackedLayers, packed_layers
-from hfjax.parallel.placement import STACK, Placed, entries_of, size_of
+from hfjax.parallel.placement import STACK, Placed, entries_of, pieces, size_of
 from hfjax.parallel.strategy import Strategy
-from hfjax.plan.known import Known
+from hfjax.plan.known import LayoutLike
 from hfjax.plan.stored import embedded, shares
 
 
-def notes_of(layout: Known, hosted: Iterator[str]) -> Iterator[str]:
+def notes_of(layout: LayoutLike, hosted: Iterator[str]) -> Iterator[str]:
     """Yield what the strategy could not do, what the host keeps, and what is only padding."""
     yield from _unmatched(layout)
     yield from _left_whole(layout.strategy, layout.placed)
@@ -28,12 +31,12 @@ def notes_of(layout: Known, hosted: Iterator[str]) -> Iterator[str]:
         yield from _cost_of_padding(layout, layout.packed)
 
 
-def check_rows(layout: Known) -> None:
+def check_rows(layout: LayoutLike) -> None:
     """Refuse a strategy whose rows leave a tensor axis without any parameter."""
     tuple(_unmatched(layout))
 
 
-def _unmatched(layout: Known) -> Iterator[str]:
+def _unmatched(layout: LayoutLike) -> Iterator[str]:
     """Report rows that match no parameter; refuse if a mesh axis is left without any."""
     strategy, mesh = layout.strategy, layout.mesh
     names = {name for array in layout.arrays.values() for name in array.axes if name}
@@ -76,7 +79,7 @@ def _left_whole(strategy: Strategy, placed: Mapping[str, Placed]) -> Iterator[st
                 )
 
 
-def table_of_stages(layout: Known) -> Iterator[str]:
+def table_of_stages(layout: LayoutLike) -> Iterator[str]:
     """Yield a line for each part of a list of layers: where it lies, what it fills of its row."""
     if (packed := layout.packed) is None:
         return
@@ -89,7 +92,7 @@ def table_of_stages(layout: Known) -> Iterator[str]:
         yield f"  {place}: {layers}, {human(held)} of {human(packed.row_bytes)}"
 
 
-def _cost_of_padding(layout: Known, packed: PackedLayers) -> Iterator[str]:
+def _cost_of_padding(layout: LayoutLike, packed: PackedLayers) -> Iterator[str]:
     """Yield what is stored and sent only because all parts of the layers have one shape."""
     homes, row = packed.arrangement.homes, packed.row_bytes
     padding = 1 - sum(packed.held_bytes) / max(row * len(homes), 1)
@@ -104,7 +107,7 @@ def _cost_of_padding(layout: Known, packed: PackedLayers) -> Iterator[str]:
         yield _cost_of_sending(layout, packed)
 
 
-def _cost_of_sending(layout: Known, packed: PackedLayers) -> str:
+def _cost_of_sending(layout: LayoutLike, packed: PackedLayers) -> str:
     model, x = layout.blueprint.abstract("eval"), embedded(layout)
     outputs = output_shapes(list(items_of(model.layers)), x)
     between = [x, *(outputs[numbers[-1]] for numbers in packed.arrangement.parts)]
@@ -118,3 +121,40 @@ def _cost_of_sending(layout: Known, packed: PackedLayers) -> str:
 
 def _bytes(tree: Tree) -> int:
     return sum(a.size * jnp.dtype(a.dtype).itemsize for a in jax.tree.leaves(tree))
+
+
+def table_of(layout: LayoutLike) -> Iterator[str]:
+    """Yield the lines of `print(layout)`: where each parameter lies, and bytes per device."""
+    yield f"{layout.strategy.name} on {describe_mesh(layout.mesh)}"
+    rows = [("parameter", "shape", "spec", "gradient", "moments", "bytes/device")]
+    for p in layout.placed.values():
+        same = lambda spec, p=p: (
+            "none" if p.frozen else "same" if spec == p.parameter else _show(spec)
+        )
+        size = human(bytes_of_array(p.shape, p.dtype, p.parameter, layout.mesh))
+        shape = "x".join(map(str, p.shape))
+        where = _show(p.parameter) + " on host" * layout.hosted.parameters
+        moments = same(p.moment) + _on_host(*layout.hosted.of(p.path))
+        rows.append((p.path, shape, where, same(p.gradient), moments, size))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+        yield "  " + "  ".join(cells).rstrip()
+    yield from table_of_stages(layout)
+    total = layout.bytes_per_device()
+    yield "per device: " + ", ".join(f"{name} {human(size)}" for name, size in total.items())
+    yield from (f"note: {note}" for note in layout.notes)
+
+
+def _on_host(there: int, of: int) -> str:
+    return "" if not there else " on host" if there == of else f", {there} of {of} on host"
+
+
+def _show(spec: P) -> str:
+    entries = entries_of(spec, len(spec))
+    return f"P({', '.join('+'.join(axes) if axes else '-' for axes in entries)})"
+
+
+def bytes_of_array(shape: tuple[int, ...], dtype: DTypeLike, spec: P, mesh: Mesh) -> int:
+    """Return the bytes of one device's shard of an array."""
+    return math.prod(shape) * jnp.dtype(dtype).itemsize // pieces(spec, mesh)

@@ -20,17 +20,17 @@ from hfjax.parallel.pipeline.layer_costs import flop_costs, parameter_costs
 from hfjax.parallel.pipeline.packing import packed_layers
 from hfjax.parallel.placement import STACK, Array, Placed, columns, entries_of, pieces
 from hfjax.parallel.strategy import Strategy
-from hfjax.plan.known import Known
+from hfjax.plan.known import LayoutLike
 
 
-def shares(layout: Known, virtual: int, balance: str | Sequence[int]) -> list[int]:
+def shares(layout: LayoutLike, virtual: int, balance: str | Sequence[int]) -> list[int]:
     """Return how many layers each virtual stage gets."""
     if not layout.blueprint.listed or balance == "even" or not isinstance(balance, str):
         return counts(number_of_layers(layout), virtual, balance)
     return balanced(_costs(layout, balance), virtual)
 
 
-def _costs(layout: Known, balance: str) -> list[int]:
+def _costs(layout: LayoutLike, balance: str) -> list[int]:
     model = layout.blueprint.abstract("eval")
     if balance == "parameters":
         return parameter_costs(list(items_of(model.layers)))
@@ -43,7 +43,7 @@ def _costs(layout: Known, balance: str) -> list[int]:
     return flop_costs(list(items_of(model.layers)), embedded(layout))
 
 
-def embedded(layout: Known) -> Any:
+def embedded(layout: LayoutLike) -> Any:
     """Return the shapes of what enters the first layer."""
     plan = layout.blueprint
     shape = lambda v: jax.ShapeDtypeStruct(v.shape, v.dtype)
@@ -65,7 +65,7 @@ def place_array(array: Array, dtype: DTypeLike, strategy: Strategy, mesh: Mesh) 
     return Placed(mesh, array.path, array.shape, dtype, *specs, small=small, stacked=stacked)
 
 
-def on_each_stage(layout: Known) -> Arrangement | None:
+def on_each_stage(layout: LayoutLike) -> Arrangement | None:
     """Return as many layers for each stage, one after the other, if layers lie on stages."""
     stages = layout.mesh.shape[PIPE_AXIS]
     if layout.blueprint.listed:
@@ -78,20 +78,20 @@ def on_each_stage(layout: Known) -> Arrangement | None:
     return arrange(parts, [(stage, 0) for stage in range(stages)])
 
 
-def number_of_layers(layout: Known) -> int:
+def number_of_layers(layout: LayoutLike) -> int:
     """Return how many layers a model has that can be cut into stages."""
     if layout.blueprint.listed:
         return len(layout.blueprint.layers("train"))
     return next(layout.arrays[path].shape[0] for path, p in layout.placed.items() if p.stacked)
 
 
-def stored(layout: Known, arrangement: Arrangement | None) -> dict[str, Placed]:
+def stored(layout: LayoutLike, arrangement: Arrangement | None) -> dict[str, Placed]:
     """Return the placement of what is stored when layers are arranged so."""
     listed = layout.blueprint.listed
     return _listed(layout, arrangement) if listed else _stacked(layout, arrangement)
 
 
-def _stacked(layout: Known, arrangement: Arrangement | None) -> dict[str, Placed]:
+def _stacked(layout: LayoutLike, arrangement: Arrangement | None) -> dict[str, Placed]:
     placed = dict(layout.placed)
     for path, p in placed.items():
         if not p.stacked:
@@ -121,7 +121,7 @@ def _beside(p: Placed, shape: tuple[int, ...], first: int) -> Placed:
 # -- packed -------------------------------------------------------------------------------
 
 
-def _listed(layout: Known, arrangement: Arrangement | None) -> dict[str, Placed]:
+def _listed(layout: LayoutLike, arrangement: Arrangement | None) -> dict[str, Placed]:
     ends = {path: p for path, p in layout.placed.items() if not path.startswith(LAYERS)}
     if arrangement is None:
         return ends | _as_in_the_model(layout)
@@ -136,7 +136,7 @@ def _listed(layout: Known, arrangement: Arrangement | None) -> dict[str, Placed]
     return ends | rows
 
 
-def _as_in_the_model(layout: Known) -> dict[str, Placed]:
+def _as_in_the_model(layout: LayoutLike) -> dict[str, Placed]:
     """Return the layers' own arrays; stages hold pieces of them, where one divides."""
     on_stages = PIPE_AXIS in layout.strategy.parameters.get(STACK, ())
     layers = {}

@@ -7,7 +7,7 @@ from typing import Any, Literal
 import numpy as np
 
 from hfjax.base.read_files import shown
-from hfjax.parallel.offload import Offload
+from hfjax.parallel.activation_offload import Offload
 from hfjax.parallel.remat import Remat
 from hfjax.parallel.schedules.named import Schedule
 from hfjax.run.profile import steps_of

@@ -42,7 +42,11 @@ class Summed(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Streamed:
-    """The update of a layout of whose state the host keeps a part."""
+    """The update of a layout whose state lies partly on the host (HOST_OPTIMIZER).
+
+    `train.py` makes it where `layout.hosted` is true, unless the optimizer runs in the backward
+    pass: then `parallel/layerwise` fetches and updates layer by layer.
+    """
 
     layout: Layout
 
@@ -52,8 +56,8 @@ class Streamed:
     def __call__(self, held: Summed, scale: Callable, keep: jax.Array | None) -> tuple[Flat, Any]:
         """Return new parameters and moments, each where the layout has it.
 
-        `scale` makes of a gradient of the total one of the mean. If `keep` is false everything
-        stays as it was.
+        `scale` divides summed gradients by the weight of the loss and clips them. `keep` is a
+        traced bool: where it is false (a step that is not finite), the old values are returned.
         """
         run = _Run(self, scale, keep)
         kept = dict(zip(self.parts.leaves, jax.tree.leaves(held.moments), strict=True))
@@ -61,7 +65,7 @@ class Streamed:
         old |= _named(KEPT, kept)
         new: Arrays = {}
         for part in self._parts:
-            new |= run.part(part, _after(old, part, new))
+            new |= run.part(part, _wait_for(old, part, new))
         of = lambda kind: {name: x for (what, name), x in new.items() if what == kind}
         return held.parameters | of(PARAMETER), self.parts.join(held.moments, of(KEPT))
 
@@ -306,10 +310,10 @@ def _named(kind: str, flat: Flat) -> Arrays:
     return {(kind, name): x for name, x in flat.items()}
 
 
-def _after(old: Arrays, part: _Part, done: Arrays) -> Arrays:
-    """Return the arrays; those of a part that the host has come when what was done is back there.
+def _wait_for(old: Arrays, part: _Part, done: Arrays) -> Arrays:
+    """Return the arrays, those of this part on the host tied to the copies back of parts before.
 
-    Without that order everything would come to the device at once.
+    Otherwise all parts could be on the device at the same time.
     """
     mine = {key: old[key] for key in part.keys if is_on_host(old[key])}
     before = {key: x for key, x in done.items() if is_on_host(x)}

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal, Var
 
+from hfjax.parallel.activation_offload import Tensor
 from hfjax.parallel.autodiff.program import (
     Piece,
     Residuals,
@@ -25,7 +26,6 @@ from hfjax.parallel.autodiff.program import (
     tensors_of,
     variables,
 )
-from hfjax.parallel.offload import Tensor
 
 # Equations that W does not do again when it could have their results from B.
 _DEAR = (

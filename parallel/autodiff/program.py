@@ -14,7 +14,7 @@ from typing import Any
 import jax
 from jax.extend.core import JaxprEqn, Literal, Var
 
-from hfjax.parallel.offload import Tensor
+from hfjax.parallel.activation_offload import Tensor
 
 # Calls whose body is put in their place, so that dataflow is seen through them.
 _CALLS = (

@@ -13,9 +13,9 @@ from typing import Any
 import jax
 from jax import lax
 
+from hfjax.parallel.activation_offload import Cut, Share, Tensor
 from hfjax.parallel.autodiff.program import Residuals, piece, tensors_of
 from hfjax.parallel.memory import to_device, to_host
-from hfjax.parallel.offload import Cut, Share, Tensor
 
 Choose = Callable[[Sequence[Tensor]], Share]
 

@@ -16,10 +16,10 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh
 
+from hfjax.parallel.activation_offload import Cut
 from hfjax.parallel.autodiff.saved import kept
 from hfjax.parallel.memory import is_target
 from hfjax.parallel.mesh import platform_of
-from hfjax.parallel.offload import Cut
 
 LAYERS, ROWS, WIDTH = 5, 32, 128  # of an odd number of layers no row but one is right by chance
 

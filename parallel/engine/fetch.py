@@ -238,8 +238,8 @@ def scatter(gradient: jax.Array, dims: Dims, tensor: Dims, sending: Sending) -> 
     return on_tensor_shards(run, tensor, gradient.ndim)(gradient) if dims else gradient
 
 
-def give(move: Movement, cotangent: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """Return the gradient of what was fetched where it accumulates: scattered, added up."""
+def reduce_gradient(move: Movement, cotangent: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """Return a cotangent as the accumulated gradient: cast, reduce-scattered or summed, cast."""
     moved = move.scatter or move.sum
     gradient = cotangent.astype(move.reduce if moved else dtype)
     gradient = scatter(gradient, move.scatter, move.tensor, move.sending)
@@ -249,7 +249,7 @@ def give(move: Movement, cotangent: jax.Array, dtype: DTypeLike) -> jax.Array:
 
 
 def _backward(move: Movement, like: jax.Array, cotangent: jax.Array):
-    return None, give(move, cotangent, like.dtype)
+    return None, reduce_gradient(move, cotangent, like.dtype)
 
 
 _fetch.defvjp(_forward, _backward)

@@ -34,7 +34,7 @@ def gather_on_use(
     `look` is shown the program, and the shapes of its result.
     """
     whole = {path: stored.whole for path, stored in parameters.items()}
-    wrapped: dict[str, _Wrapped] = {}
+    wrapped: dict[str, _DeferredWrap] = {}
     before = _WRAPPED.set(wrapped)
     try:
         with _alone():
@@ -104,7 +104,7 @@ def _stored(value: Any) -> Any:
 class _Runner:
     """Runs programs some of whose values are parameters yet to be gathered."""
 
-    wrapped: "Mapping[str, _Wrapped]"
+    wrapped: "Mapping[str, _DeferredWrap]"
 
     def arrays(self, jaxpr: Any, constants: Sequence[Any], values: Sequence[Any]) -> list[Any]:
         """Return the outputs of a program, given arrays and `Stored` or pending parameters."""
@@ -211,15 +211,15 @@ def _tell_split(scanned: Iterable[_Parameter]) -> None:
 
 
 @dataclass(frozen=True)
-class _Wrapped:
-    """A call that something else is to be made of; forms of its arguments and results."""
+class _DeferredWrap:
+    """A call recorded while tracing, replaced by `wrap(function)` when its program is run."""
 
     wrap: Callable
     arguments: Any
     results: Any
 
 
-_WRAPPED: ContextVar[dict[str, _Wrapped] | None] = ContextVar("wrapped", default=None)
+_WRAPPED: ContextVar[dict[str, _DeferredWrap] | None] = ContextVar("wrapped", default=None)
 
 
 def wrapping(wrap: Callable, function: Callable) -> Callable:
@@ -243,7 +243,7 @@ def wrapping(wrap: Callable, function: Callable) -> Callable:
 
         flat.__name__ = f"wrapped_{len(calls)}"
         found = jax.jit(flat)(*leaves)
-        calls[flat.__name__] = _Wrapped(wrap, form, results)
+        calls[flat.__name__] = _DeferredWrap(wrap, form, results)
         return results.unflatten(found)
 
     return run

@@ -24,6 +24,7 @@ from jax.typing import DTypeLike
 
 from hfjax.base.mean import Mean, as_mean
 from hfjax.base.paths import Flat, Index, Tree
+from hfjax.parallel.activation_offload import Offloaded
 from hfjax.parallel.engine.blueprint import LAYERS, TRAIN, Blueprint, asked_by, variable_of
 from hfjax.parallel.engine.fetch import AsChosen, Movement, Placeholder, Sending, Stored, fetched
 from hfjax.parallel.engine.gather_on_use import gather_on_use
@@ -41,7 +42,6 @@ from hfjax.parallel.mesh import (
     in_use,
     platform_of,
 )
-from hfjax.parallel.offload import Offloaded
 from hfjax.parallel.placement import Placed, auto_part
 from hfjax.parallel.strategy import Axes
 
@@ -100,13 +100,13 @@ class DataPlane:
     def __post_init__(self):
         self.offloaded.offload = self.execution.offload
         if self._reads_once:
-            placed = {path: _straight(p) for path, p in self.placed.items()}
+            placed = {path: _gradient_at_moments(p) for path, p in self.placed.items()}
             object.__setattr__(self, "placed", placed)
 
     def gradients(self, parameters: Flat, variables: Flat, batch: Any, step: jax.Array):
         """Return (gradients of the total, placed as the moments; Mean; variables written to).
 
-        With `wanted` there is a `Extras` in place of the Mean.
+        A pipeline whose plane has `wanted` returns `Extras` (engine/parts.py) in place of the Mean.
         """
 
         def device(parameters, variables, batch, step):
@@ -131,7 +131,7 @@ class DataPlane:
         return gradients, mean, changed | of_rows
 
     def evaluate(self, parameters: Flat, variables: Flat, batch: Any) -> Any:
-        """Return the loss as a Mean, or what `wanted` says; nothing is random, nothing changes."""
+        """Return the loss as a Mean (a pipeline: or Extras); nothing is random, nothing changes."""
 
         def device(parameters, variables, batch):
             return self._sum(self._evaluated(parameters, variables, batch))
@@ -351,7 +351,7 @@ class DataPlane:
     def _batch_axes(self) -> tuple[str, ...]:
         """The axes over which rows are split: all of them, so that a model may name them all.
 
-        None where there is one group of tensor devices: XLA's partitioner refuses a collective
+        Empty where all data axes have size 1: XLA's partitioner refuses a collective
         over devices that are alone.
         """
         return BATCH_AXES if in_use(self.mesh, BATCH_AXES) else ()
@@ -459,8 +459,8 @@ class DataPlane:
         )
 
 
-def _straight(p: Placed) -> Placed:
-    """With one microbatch nothing accumulates: a gradient goes to its moments' place at once."""
+def _gradient_at_moments(p: Placed) -> Placed:
+    """Return the placement for one microbatch: gradients go straight to where the moments are."""
     return replace(p, gradient=p.moment) if p.gradient == p.parameter else p
 
 

@@ -10,19 +10,20 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
+from hfjax.parallel.activation_offload import Offloaded, Share, Tensor, share
 from hfjax.parallel.autodiff.saved import Choose, kept
 from hfjax.parallel.compiler import GPU
 from hfjax.parallel.engine.fetch import Placeholder, Stored, fetched
 from hfjax.parallel.engine.gather_on_use import in_a_model
 from hfjax.parallel.execution import Execution
-from hfjax.parallel.offload import Offloaded, Share, Tensor, share
 from hfjax.parallel.remat import Remat
 
 
-def saved_on_host_by_slots(function: Callable, choose: Choose, barrier: bool = True) -> Callable:
-    """Return `function(parameters, variables, x) -> (y, aux)`, parts of what it keeps on the host.
+def offload_residuals(function: Callable, choose: Choose, barrier: bool = True) -> Callable:
+    """Return `function(parameters, variables, x) -> (y, aux)` with some residuals on the host.
 
-    The gradients of stored parameters are those of their slots; their values are known.
+    `choose` selects them. Gradients are with respect to the slot of each `Stored`; its value is a
+    constant.
     """
 
     def apply(parameters, variables, x):
@@ -107,7 +108,7 @@ class LayerOptions:
         if self.keeps_all:
             return function
         choose = lambda tensors: self.choose(tensors, name, times)
-        return saved_on_host_by_slots(function, choose, barrier)
+        return offload_residuals(function, choose, barrier)
 
     @property
     def tells_names(self) -> bool:

@@ -9,11 +9,11 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from hfjax.base.paths import Tree
+from hfjax.parallel.activation_offload import Offload, Offloaded, Share, Tensor, share
 from hfjax.parallel.autodiff.saved import kept
 from hfjax.parallel.engine.check_host_loops import check_host_loops
 from hfjax.parallel.engine.gather_on_use import wrapping
-from hfjax.parallel.engine.layers import may_cut, saved_on_host_by_slots
-from hfjax.parallel.offload import Offload, Offloaded, Share, Tensor, share
+from hfjax.parallel.engine.layers import may_cut, offload_residuals
 
 
 def offload(
@@ -147,7 +147,7 @@ class OffloadedModule(nnx.Module):
             block = nnx.merge(graph, parameters, variables)
             return block(*args, **kwargs), nnx.state(block, nnx.Not(nnx.Param))
 
-        keeping = lambda run: saved_on_host_by_slots(run, self._choice)
+        keeping = lambda run: offload_residuals(run, self._choice)
         y, variables = wrapping(keeping, run)(parameters, variables, given)
         nnx.update(self.block, variables)
         return y

@@ -20,7 +20,7 @@ from hfjax.base.mean import Mean, as_mean
 from hfjax.base.paths import Flat, Index
 from hfjax.parallel.arrangement import arrange
 from hfjax.parallel.engine.blueprint import LAYERS, Layer
-from hfjax.parallel.engine.fetch import give
+from hfjax.parallel.engine.fetch import reduce_gradient
 from hfjax.parallel.engine.gradients import (
     DataPlane,
     StepInputs,
@@ -28,7 +28,7 @@ from hfjax.parallel.engine.gradients import (
     rows_of,
     variables_of,
 )
-from hfjax.parallel.engine.layers import saved_on_host_by_slots
+from hfjax.parallel.engine.layers import offload_residuals
 from hfjax.parallel.engine.parts import PlacedModel
 from hfjax.parallel.layerwise.passes import ListedPasses, StackedPasses
 from hfjax.parallel.layerwise.update import Carry, ListedUpdate, StackedUpdate
@@ -110,14 +110,17 @@ class LayerwisePlane(DataPlane):
         """Return what makes a layer keep no weights: in a loop written out none does."""
         if not self.blueprint.listed:
             return lambda function: function
-        return lambda function: saved_on_host_by_slots(function, lambda tensors: {}, barrier=True)
+        return lambda function: offload_residuals(function, lambda tensors: {}, barrier=True)
 
     def _given(self, outside: Flat, staged: PlacedModel) -> Flat:
         """Return the gradients outside the layers where they accumulate."""
         wide = lambda p: jnp.promote_types(p.dtype, jnp.float32)
         trained = {path: g for path, g in outside.items() if not self.placed[path].frozen}
         return self._pin(
-            {p: give(staged.movements[p], g, wide(self.placed[p])) for p, g in trained.items()}
+            {
+                p: reduce_gradient(staged.movements[p], g, wide(self.placed[p]))
+                for p, g in trained.items()
+            }
         )
 
     def _pass(

@@ -60,7 +60,7 @@ class Asynchronous(Pipeline):
         `squares` adds up the squared norm of this stage's gradient in every update; the gradients
         of `outside` and `aux` are those of a pipeline that waits.
         """
-        state = self._end()
+        state = self._run_ticks()
         final = jnp.asarray(self.updates.versions.final)[self._stage]
         parameters = self._version(state["versions"], final)
         return parameters, state["optimizer"], state["squares"], state["outside"], state["aux"]

@@ -5,8 +5,8 @@ In a tick a stage receives what its neighbours sent in the tick before, then run
 whose slots the table's compiler has assigned, so neither the size of the program nor its memory
 depends on the number of microbatches.
 
-`Facts` and `StageTick` are one row of the table as a stage reads it, `Pipeline` is the stage: first
-the state that it holds, then what it does in a tick.
+`SegmentFacts` and `StageTick` are one row of the table as a stage reads it. `Pipeline` is the
+stage: first the state that it holds, then `_tick`, what it does in a tick.
 """
 
 from collections.abc import Callable
@@ -20,11 +20,11 @@ import numpy as np
 from jax import lax
 
 from hfjax.base.paths import Index
+from hfjax.parallel.activation_offload import Share, of_part
 from hfjax.parallel.autodiff.dissect import Dissected, arrays_of, cotangents
 from hfjax.parallel.autodiff.program import packed
 from hfjax.parallel.engine.parts import ModelParts
 from hfjax.parallel.mesh import PIPE_AXIS
-from hfjax.parallel.offload import Share, of_part
 from hfjax.parallel.pipeline.rings import Links, Ring, Slots
 from hfjax.parallel.schedules.compile import SIDES, Ticks
 
@@ -32,8 +32,11 @@ OUTSIDE = ("first", "last", "first_backward")  # tasks that use parameters outsi
 
 
 @dataclass(frozen=True)
-class Facts:
-    """What is so in all ticks of a segment on all stages, or in none: no branch is needed then."""
+class SegmentFacts:
+    """Static facts of a segment: what runs in all its ticks on all stages, or in none.
+
+    No `lax.cond` is needed then.
+    """
 
     ticks: Ticks
     start: int
@@ -51,7 +54,7 @@ class Facts:
 
     @cached_property
     def when(self) -> dict[str, np.ndarray]:
-        """Whether it is so, by tick and stage."""
+        """Whether each kind of task runs: bool [ticks, stages] each."""
         table = self.ticks.table
         tasks = table.cells[self.start : self.end]
         when = {kind: tasks[..., i] >= 0 for i, kind in enumerate("FBW")}
@@ -67,7 +70,7 @@ class StageTick:
     """One row of the table for this stage."""
 
     row: dict[str, Any]
-    facts: Facts
+    facts: SegmentFacts
 
     def __getitem__(self, name: str) -> Any:
         return self.row[name]
@@ -175,7 +178,10 @@ class Pipeline:
 
     @cached_property
     def _rings(self) -> dict[str, Ring]:
-        """What waits for backward passes: `late` also for the second half, `cross` only for it."""
+        """Ring buffers: `stash` are residuals that B reads, `late` those that W reads too.
+
+        `cross` is what B computes for W.
+        """
         passes, chunks = self._passes, self._chunks
         number, share = len(jax.tree.leaves(passes.stash)), self._share
         parts = {
@@ -223,26 +229,27 @@ class Pipeline:
 
     def run(self) -> tuple[Any, Any, Any]:
         """Return the gradients of units [chunks * units, ...], all others, and aux [M, ...]."""
-        state = self._end()
+        state = self._run_ticks()
         if not self._trains:
             return None, None, state["aux"]
         return self._chunks.stacked(state["gradients"]), state["outside"], state["aux"]
 
-    def _end(self) -> State:
+    def _run_ticks(self) -> State:
         """Return the state after the last tick."""
-        facts = Facts(self.ticks, 0, self.ticks.table.ticks)
+        facts = SegmentFacts(self.ticks, 0, self.ticks.table.ticks)
         columns = {name: jnp.asarray(column) for name, column in self.ticks.columns.items()}
         columns |= {name: jnp.asarray(facts.when[name]) for name in OUTSIDE}
         state = self._start()
         for start, end, kinds in self.ticks.segments:
-            tick = partial(self._tick, kinds, Facts(self.ticks, start, end))
+            tick = partial(self._tick, kinds, SegmentFacts(self.ticks, start, end))
             rows = {name: column[start:end] for name, column in columns.items()}
             state, _ = lax.scan(tick, state, rows)
         return state
 
     # -- a tick -----------------------------------------------------------------------------
 
-    def _tick(self, kinds: str, facts: Facts, state: State, row: dict) -> tuple[State, None]:
+    def _tick(self, kinds: str, facts: SegmentFacts, state: State, row: dict) -> tuple[State, None]:
+        """Run one tick of this stage: receive, F and the head, B, W."""
         at = StageTick({name: column[self._stage] for name, column in row.items()}, facts)
         state = self._receive(dict(state), at)
         if "F" in kinds:

@@ -16,6 +16,7 @@ from jax.sharding import Mesh, PartitionSpec as P
 
 from hfjax.base.mean import as_mean
 from hfjax.base.paths import Flat, Tree
+from hfjax.parallel.activation_offload import Share, Tensor
 from hfjax.parallel.arrangement import Arrangement
 from hfjax.parallel.autodiff.program import bytes_of
 from hfjax.parallel.engine.blueprint import LAYERS
@@ -23,7 +24,6 @@ from hfjax.parallel.engine.fetch import scatter
 from hfjax.parallel.engine.gradients import DataPlane, cast_inputs, rows_of, variables_of
 from hfjax.parallel.engine.parts import Extras, PlacedModel
 from hfjax.parallel.mesh import PIPE_AXIS, TENSOR_AXES, describe_mesh, in_use
-from hfjax.parallel.offload import Share, Tensor
 from hfjax.parallel.pipeline.executor import Pipeline
 from hfjax.parallel.pipeline.heterogeneous import HeterogeneousModel
 from hfjax.parallel.pipeline.packing import PackedLayers

@@ -14,9 +14,9 @@ import numpy as np
 from jax import lax
 
 from hfjax.base.paths import Index
+from hfjax.parallel.activation_offload import Offload, Share
 from hfjax.parallel.memory import to_device, to_host
 from hfjax.parallel.mesh import PIPE_AXIS
-from hfjax.parallel.offload import Offload, Share
 from hfjax.parallel.schedules.compile import Ticks
 from hfjax.parallel.schedules.table import Table
 

@@ -33,9 +33,8 @@ Use = tuple[str, int]  # a column, and the tick in which it is used
 class Ticks:
     """What an executor follows: `columns[name][tick, stage]` is a microbatch, chunk or ring slot.
 
-    -1 means none, but never in a column of `WRITES` where its slot runs (without branches: on all
-    stages, in the ticks of a segment that has it): what is written in vain goes into a slot where
-    nothing lives, if need be one more than the values use.
+    -1 means unused. But a phase that executes always writes: where it has no task (an idle stage of
+    a table without branches), its column in `WRITES` names a free slot, or one extra slot.
     """
 
     table: Table

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hfjax.base.tables import bytes_of
-from hfjax.parallel.offload import Offload
+from hfjax.parallel.activation_offload import Offload
 from hfjax.run import files
 from hfjax.run.config import Train, at_least
 from hfjax.run.yaml_text import parsed
