@@ -77,8 +77,8 @@ class StackedPasses:
     def _forward(self, carry: Carry, x: Any, keeps: bool = True) -> tuple[Any, Any]:
         """Return what leaves the last layer with that layer, and what waits for backward passes."""
 
-        def step(carry, i):
-            x, fetched = carry
+        def step(running, i):
+            x, fetched = running
             coming = self.far(carry, jnp.minimum(i + 1, self.layers - 1))
             y, stash, _ = passes.forward(self._known(carry, fetched, i), x)
             return (y, coming), stash if keeps else None
@@ -88,8 +88,8 @@ class StackedPasses:
         return lax.scan(step, (x, first), self._numbers, unroll=self.unroll)
 
     def _backward(self, carry: Carry, stashes: Any, last: Any, told: Any) -> tuple[Any, Carry]:
-        def step(carry, layer):
-            (dy, fetched), carry = carry
+        def step(running, layer):
+            (dy, fetched), carry = running
             i, stash = layer
             coming = self.far(carry, jnp.maximum(i - 1, 0))
             known = self._known(carry, fetched, i)
