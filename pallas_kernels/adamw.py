@@ -19,9 +19,9 @@ At 4.8 TB/s of an H200 30 bytes are 6.3 ms for a billion parameters. No array is
 cast: parameter and moments are updated in place, if the caller gives them up (donation).
 
 Each block takes some vectors of 16 bytes a thread from every array, all loads before the first
-store. What is left at the end is less than a block: it passes through shared memory by copies
-that stop where the array does. They move 16 bytes at the least, so the last elements, fewer than
-eight, are updated in plain JAX.
+store. What is left at the end is less than a block: it passes through shared memory in whole
+pieces of 128 elements, since a copy need not stop where the array does. The rest, fewer than 128
+elements, is updated in plain JAX.
 """
 
 from collections.abc import Callable
@@ -38,8 +38,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from hfjax.pallas_kernels import mosaic
 
 VECTOR = 4  # elements that a thread takes at once: 16 bytes of float32
-PIECE = 256  # elements of one copy of the ragged end, the most that one copy takes
-COPIED = 8  # elements of bfloat16 in 16 bytes: a copy moves a multiple of them
+PIECE = 128  # elements of one copy after the last block: one for each thread
 READ = ("parameter", "mean", "variance", "gradient")
 MOST = 2**31 - 1  # elements that are counted in 32 bits
 
@@ -143,7 +142,7 @@ def adamw_shard(
         raise ValueError(f"adamw_shard: {why}")
     held = [jax.new_ref(x.reshape(-1)) for x in (parameter, mean, variance)]
     size, out, gradient = parameter.size, _cast_shape(parameter, settings), gradient.reshape(-1)
-    copied = size - size % COPIED
+    copied = size - size % PIECE
     cast: Any = [jnp.zeros(one.shape, one.dtype) for one in out]
     if copied:
         body = partial(_adamw_shard, size=copied, settings=settings, tuning=tuning)
@@ -223,12 +222,12 @@ def _adamw_shard(*refs: Any, size: int, settings: AdamW, tuning: Tuning, **scrat
 
 
 def _end(refs: list, step: Any, arrived: Any, **pieces: Any) -> None:
-    """Update a piece of which a part may lie beyond the end: copies leave that part alone."""
+    """Update a piece, by way of shared memory."""
     held = [pieces[name] for name in (*READ, "cast") if name in pieces]
     for ref, piece in zip(refs[:4], held[:4], strict=True):
         plgpu.copy_gmem_to_smem(ref, piece, arrived)
     plgpu.barrier_wait(arrived)
-    layout = plgpu.Layout.WG_STRIDED((PIECE,), vec_size=2)
+    layout = plgpu.Layout.WG_STRIDED((PIECE,), vec_size=1)
     new = step([plgpu.layout_cast(piece[...], layout) for piece in held[:4]])
     written = [0, 1, 2, *range(4, len(held))]
     for i, x in zip(written, new, strict=False):

@@ -63,13 +63,12 @@ class Offload:
         """Return what is meant by a fraction, by words, or by an Offload.
 
         Args:
-            given: An Offload (returned as it is), a number or several, or a text: "0.3", "0.5,0.1",
-                "names:a,b", "dots".
+            given: An Offload (returned as it is), a number, or a text: "0.3", "names:a,b", "dots".
 
         Example:
             >>> import hfjax
-            >>> hfjax.Offload.of("0.5,0.1").ratio
-            (0.5, 0.1)
+            >>> hfjax.Offload.of("0.5").ratio
+            0.5
         """
         if isinstance(given, Offload):
             return given
@@ -136,10 +135,10 @@ def _is_fraction(ratio: Any) -> bool:
 
 def _refused(given: Any) -> ValueError:
     """Return the error of what is no fraction; several of them were given for several stages."""
-    if ratios := _several(given):
+    if ratios := several(given):
         return ValueError(
-            f"offload={given!r}: all stages of a pipeline have one ratio. Give the largest of "
-            f"these, offload={max(ratios):g}."
+            f"offload={given!r}: one ratio is expected, the same for all stages of a pipeline. "
+            f"Give the largest of these, offload={max(ratios):g}."
         )
     return ValueError(
         f"offload={given!r}: a fraction of the bytes from 0 to 1, names:a,b, dots, or a "
@@ -147,7 +146,7 @@ def _refused(given: Any) -> ValueError:
     )
 
 
-def _several(given: Any) -> list[float]:
+def several(given: Any) -> list[float]:
     """Return the fractions of a list, or of words with commas; none if it is anything else."""
     parts = given.split(",") if isinstance(given, str) else given
     try:

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import hfjax
+from hfjax.run import load
 from tests.make_before import SHAPE, STEPS, STOPS, command, going_on, judged, layout, metrics_of
 
 BEFORE = Path(__file__).with_name("before")
@@ -132,3 +133,10 @@ def test_an_old_data_set_is_whole(folder):
     shown = command("data", "--show", "text", "--verify", within=folder)
     assert "train: every CRC32 is right" in shown
     assert "valid: every CRC32 is right" in shown
+
+
+def test_a_configuration_with_a_ratio_for_each_stage_is_read_with_the_largest(tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_text('steps: 3\noffload: "0.5,0.1"\n')
+    with pytest.warns(UserWarning, match=r"offload has several ratios.*the largest, 0\.5"):
+        assert load(path).offload == "0.5"

@@ -272,8 +272,7 @@ def test_on_h200s_no_part_of_the_state_is_copied(strategy):
     given = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch())
     compiled: Any = step.lower(given).compile(compiler_options=OPTIMIZED)
     text = compiled.as_text()
-    kernels = 4 if strategy is DDP else 3  # a shard of fewer than eight numbers needs none
-    assert text.count('custom_call_target="mosaic_gpu_v2"') == kernels
+    assert text.count('custom_call_target="mosaic_gpu_v2"') == 2  # biases are too small for one
     assert not re.findall(r"= \w+\[\d[\d,]*\]\S* copy(?:-start)?\(", text)  # counts may be
     memory = compiled.memory_analysis()
     batch_bytes = 2 * 16 * 8 * 4 // 2

@@ -6,6 +6,7 @@ import importlib.util
 import os
 import sys
 import types
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 import yaml
 
 from hfjax.base.read_files import MISSING, contents, replace_text, shown, what_is
+from hfjax.parallel.activation_offload import several
 from hfjax.run.config import Train
 from hfjax.run.yaml_text import Lined, parsed
 
@@ -49,6 +51,14 @@ def load(path: str | Path) -> Train:
     except UnicodeDecodeError as wrong:
         raise ValueError(f"--config {path} is no YAML: {wrong}") from None
     given = parsed(text, f"--config {path}")
+    if isinstance(given, dict) and (ratios := several(given.get("offload"))):
+        # Until November 2026 each stage of a pipeline could have its own.
+        given["offload"] = f"{max(ratios):g}"
+        warnings.warn(
+            f"{path}: offload has several ratios. All stages of a pipeline have one now: the "
+            f"largest, {max(ratios):g}, is taken. Write offload: {max(ratios):g}.",
+            stacklevel=2,
+        )
     return read(Train, {} if given is None else given, str(path))
 
 

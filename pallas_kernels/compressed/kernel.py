@@ -1,6 +1,6 @@
-"""The bodies of `compressed.py`: a piece is quantised in registers on its way to its owner.
+"""The bodies of `collectives.py`: a piece is quantised in registers on its way to its owner.
 
-As in `collectives_kernel.py`, with a scale beside every row of a tile: a row is a block of
+As in `collectives/kernel.py`, with a scale beside every row of a tile: a row is a block of
 quantisation. Shapes: S ranks, R blocks of B elements to a piece. Before them stand
 `ring.ranks`: nothing on a mesh, and a virtual ring's ranks.
 """

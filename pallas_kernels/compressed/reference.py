@@ -1,4 +1,4 @@
-"""The collectives of `compressed.py` in plain JAX: what is sent is 8 bits an element, and scales.
+"""The collectives of `collectives.py` in plain JAX: what is sent is 8 bits an element, and scales.
 
 XLA moves values and scales by `all_to_all` and `all_gather`, so this runs across hosts too, with
 `compress=quantize.compress` where that kernel is at hand. Blocks never reach over the rows of two

@@ -1,4 +1,4 @@
-"""What is made of tiles of logits while they are in registers (`logit_walk.py`).
+"""What is made of tiles of logits while they are in registers (`walk.py`).
 
 `statistics`: the maximum and the sum of exponentials of each row. `probabilities`: softmax - onehot
 of a part of the vocabulary.
