@@ -40,7 +40,8 @@ def calling(blueprint: Blueprint, batch: Any) -> Iterator[None]:
                 f"have. It has: {', '.join(map(str, batch))}."
             ) from error
         raise
-    # All that JAX raises for these: which of them differs from one version to the next.
+    # For one and the same mistake each version of JAX raises another of these kinds. An error is
+    # replaced only where its text is known below; any other is raised again as it was.
     except (NameError, ValueError, TypeError, AssertionError, NotImplementedError) as error:
         for pattern, meaning in _MEANINGS:
             if found := re.search(pattern, str(error)):

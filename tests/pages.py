@@ -138,9 +138,12 @@ def _status(words: list[str]) -> Any:
 
 
 def compare(printed: list[str], found: str, where: str) -> None:
-    """Refuse an output that lacks a line of those printed, in their order."""
+    """Refuse an output that lacks a line of those printed, in their order.
+
+    A page breaks a long line of output with a backslash at the end.
+    """
     lines = iter([_stable(line) for line in found.splitlines()])
-    for line in printed:
+    for line in re.sub(r" \\\n\s*", " ", "\n".join(printed)).splitlines():
         wanted = _stable(line)
         if wanted not in ("", "…") and not any(wanted == each for each in lines):
             raise AssertionError(f"{where}\n  does not print: {line}\n  but:\n{found}")

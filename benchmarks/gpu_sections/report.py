@@ -1,6 +1,7 @@
 """The results as a page: a table of kernels, one of training, what was not measured and why."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from textwrap import wrap
 from typing import Any
 
 from benchmarks.gpu_sections.device import sheet
@@ -29,8 +30,10 @@ def page(found: Mapping[str, Any]) -> str:
     rates = _Rates(sheet(device.get("kind", "")), measured)
     parts = [
         "# On one GPU\n",
-        f"`{found['command']}`, {found['date']}, {_device(device)}.",
-        ", ".join(f"{k} {v}" for k, v in found["versions"].items() if v) + ".\n",
+        *[f"`{command}`" for command in found["command"].split("; ")],
+        f"{found['date']}, {_device(device)}.",
+        *wrap(", ".join(f"{k} {v}" for k, v in found["versions"].items() if v) + ".", 100),
+        "",
         *_ceilings(rates),
         *_kernels([r for r in rows if _is_kernel(r)], rates),
         *_training([r for r in rows if r.get("kernel") in TRAINED], rates),
@@ -172,7 +175,8 @@ def _trained(row: Row, torch: float | None, flops: float) -> list[str]:
 def _tests(rows: Sequence[Row]) -> list[str]:
     count = lambda row, name: str(row.get(name, ""))
     lines = [[r["case"], count(r, "passed"), count(r, "skipped"), r["status"]] for r in rows]
-    why = [f"- {name}: {text}" for r in rows for name, text in (r.get("failed") or {}).items()]
+    failed = [f"- {name}: {text}" for r in rows for name, text in (r.get("failed") or {}).items()]
+    why = [line for text in failed for line in wrap(text, 100, subsequent_indent="  ")]
     return ["## Tests\n", *table(["file", "passed", "skipped", ""], lines), *why, ""]
 
 

@@ -37,7 +37,7 @@ ONE_KERNEL: Programs = {
     for name in ("flash_block", "cross_entropy", "adamw_shard")
 }
 VARIANTS: Programs = {
-    "hfjax, unrolled": {"unroll": True},
+    "hfjax, layers in a loop": {"unroll": 1},
     "hfjax, remat full": {"remat": "full"},
     "hfjax, XLA's attention": {"attention": "xla"},
     "hfjax, plain loss in parts": {"kernels": {"cross_entropy": "reference", "*": "xla"}},

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 
 from hfjax.parallel.placement import pieces
-from hfjax.plan.known import LayoutLike
+from hfjax.plan.layout_like import LayoutLike
 
 MASTER = "master"  # the field of an optimizer's state that holds master weights
 

@@ -17,7 +17,7 @@ from hfjax.parallel.pipeline.layer_costs import output_shapes
 from hfjax.parallel.pipeline.packing import PackedLayers, packed_layers
 from hfjax.parallel.placement import STACK, Placed, entries_of, pieces, size_of
 from hfjax.parallel.strategy import Strategy
-from hfjax.plan.known import LayoutLike
+from hfjax.plan.layout_like import LayoutLike
 from hfjax.plan.stored import embedded, shares
 
 

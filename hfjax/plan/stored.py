@@ -20,7 +20,7 @@ from hfjax.parallel.pipeline.layer_costs import flop_costs, parameter_costs
 from hfjax.parallel.pipeline.packing import packed_layers
 from hfjax.parallel.placement import STACK, Array, Placed, columns, entries_of, pieces
 from hfjax.parallel.strategy import Strategy
-from hfjax.plan.known import LayoutLike
+from hfjax.plan.layout_like import LayoutLike
 
 
 def shares(layout: LayoutLike, virtual: int, balance: str | Sequence[int]) -> list[int]:
