@@ -251,7 +251,7 @@ from unittest import mock
 import jax, pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from hfjax.pallas_kernels import mosaic
-from hfjax.pallas_kernels.ring import MeshRing
+from hfjax.pallas_kernels.ring.peers import MeshRing
 from tests import interpreter
 from tests.test_collective_kernels import {f}, BF16, mesh_of, normal, on_devices
 

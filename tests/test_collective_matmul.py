@@ -179,7 +179,8 @@ import conftest
 import jax, jax.numpy as jnp, pytest
 import tests.test_collective_matmul as t
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from hfjax.pallas_kernels import mosaic, ring
+from hfjax.pallas_kernels import mosaic
+from hfjax.pallas_kernels.ring import peers
 from tests import interpreter
 
 patch = pytest.MonkeyPatch()
@@ -189,8 +190,8 @@ mosaic.interpreter = plgpu.InterpretGPUParams(detect_races=True)
 x, w = t.operands(t.global_shape("{kind}", 2, 16, 144), jnp.bfloat16)
 jax.block_until_ready(jax.jit(t.on_mesh(t.KERNELS["{kind}"], "{kind}", t.mesh_of(2)))(x, w))
 """
-NO_WAIT = 'patch.setattr(ring.MeshRing, "wait", lambda *_: None)'
-LOST_SIGNAL = 'patch.setattr(ring.MeshRing, "signal", lambda *_: None)'
+NO_WAIT = 'patch.setattr(peers.MeshRing, "wait", lambda *_: None)'
+LOST_SIGNAL = 'patch.setattr(peers.MeshRing, "signal", lambda *_: None)'
 TOLD_TOO_EARLY = """
 wait = plgpu.wait_smem_to_gmem
 patch.setattr(plgpu, "wait_smem_to_gmem", lambda n, wait_read_only: wait(n, wait_read_only=True))

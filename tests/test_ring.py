@@ -103,7 +103,7 @@ import pytest
 import tests.test_ring as t
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from hfjax.pallas_kernels import mosaic
-from hfjax.pallas_kernels.ring import MeshRing, ahead
+from hfjax.pallas_kernels.ring.peers import MeshRing, ahead
 from tests import interpreter
 
 interpreter.install(pytest.MonkeyPatch(), patience=10)
