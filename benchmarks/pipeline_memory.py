@@ -107,7 +107,7 @@ def ours(name: str, remat: str, unroll: int | bool, microbatches: int = MICROBAT
     tokens = jax.ShapeDtypeStruct((microbatches * SHAPE.rows, SHAPE.length), jnp.int32)
     given = flatten(state.params), flatten(state.variables)
     batch = {"tokens": tokens, "labels": tokens}
-    return measured(jax.jit(step._plane.gradients).lower(*given, batch, state.step))
+    return measured(jax.jit(step.plane.gradients).lower(*given, batch, state.step))
 
 
 # -- results ------------------------------------------------------------------------------

@@ -1,17 +1,27 @@
 """Batches: split over devices and processes, checked before anything is traced."""
 
-import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec as P
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from hfjax.base.paths import Tree
 from hfjax.parallel.execution import Execution
-from hfjax.parallel.mesh import BATCH_AXES, PIPE_AXIS, describe_mesh
+from hfjax.parallel.mesh import (
+    AXES,
+    BATCH_AXES,
+    PIPE_AXIS,
+    SEQUENCE_AXES,
+    TENSOR_AXES,
+    batch_spec,
+    describe_mesh,
+    in_use,
+    size_of,
+)
 from hfjax.parallel.placement import batch_devices
 from hfjax.plan.layout import Layout
 
@@ -46,14 +56,22 @@ def shard_batch(layout: Layout, batch: Any, microbatches: int = 1) -> Any:
         >>> batch["x"].addressable_shards[0].data.shape
         (2, 64)
     """
-    where = NamedSharding(layout.mesh, P(BATCH_AXES))
     check_batch(layout, batch, microbatches, _shares(layout))
     if jax.process_count() == 1:
-        return jax.device_put(batch, where)
+        return jax.device_put(batch, jax.tree.map(partial(sharding_of, layout.mesh), batch))
     _check_processes(layout)
-    return jax.tree.map(
-        lambda x: jax.make_array_from_process_local_data(where, np.asarray(x)), batch
-    )
+    put = jax.make_array_from_process_local_data
+    return jax.tree.map(lambda x: put(sharding_of(layout.mesh, x), np.asarray(x)), batch)
+
+
+def sharding_of(mesh: Mesh, x: Any) -> NamedSharding:
+    """Return where an array of a batch lies."""
+    return NamedSharding(mesh, batch_spec(mesh, x.ndim))
+
+
+def batch_sharding(mesh: Mesh) -> NamedSharding | None:
+    """Return where all arrays of a batch lie; None: it depends on their dimensions."""
+    return None if in_use(mesh, SEQUENCE_AXES) else NamedSharding(mesh, P(BATCH_AXES))
 
 
 def rows_of_process(layout: Layout, rows: int) -> np.ndarray:
@@ -78,11 +96,16 @@ def rows_of_process(layout: Layout, rows: int) -> np.ndarray:
 
 def _shares(layout: Layout) -> int:
     """Return into how many parts the processes split the rows of a batch."""
-    sizes = [layout.mesh.shape[axis] for axis in (PIPE_AXIS, *BATCH_AXES)]
-    groups = layout.mesh.devices.reshape(sizes[0], math.prod(sizes[1:]), -1)
-    me = jax.process_index()
-    mine = [any(d.process_index == me for d in groups[:, i].flat) for i in range(groups.shape[1])]
+    me, groups = jax.process_index(), _by(layout.mesh, BATCH_AXES)
+    mine = [any(device.process_index == me for device in group) for group in groups]
     return len(mine) // max(sum(mine), 1)
+
+
+def _by(mesh: Mesh, axes: Sequence[str]) -> np.ndarray:
+    """Return the devices [places along these axes, all others]."""
+    first = [AXES.index(axis) for axis in axes]
+    rest = [i for i in range(len(AXES)) if i not in first]
+    return mesh.devices.transpose(*first, *rest).reshape(size_of(axes, mesh), -1)
 
 
 def check_batch(layout: Layout, batch: Any, microbatches: int, shares: int = 1) -> None:
@@ -110,6 +133,20 @@ def check_batch(layout: Layout, batch: Any, microbatches: int, shares: int = 1) 
             f"{(rows // unit + 1) * unit} rows, or change the number of microbatches (accumulate, "
             "schedule)."
         )
+    _check_positions(layout.mesh, leaves)
+
+
+def _check_positions(mesh: Mesh, leaves: Iterable[Any]) -> None:
+    """Refuse arrays whose positions do not split over the devices that share a row."""
+    axes = in_use(mesh, SEQUENCE_AXES)
+    size = size_of(axes, mesh)
+    for x in leaves:
+        if x.ndim > 1 and x.shape[1] % size:
+            raise ValueError(
+                f"batch of shape {tuple(x.shape)}: {x.shape[1]} positions (dimension 1) do not "
+                f"divide by {size} devices ({'+'.join(axes)}). Pad the sequences to "
+                f"{-(-x.shape[1] // size) * size}, or make the axis smaller."
+            )
 
 
 def _kinds(leaves: Iterable[Any]) -> str:
@@ -128,20 +165,19 @@ def _check_rows_of_state(layout: Layout, rows: int) -> None:
 
 
 def _check_processes(layout: Layout) -> None:
-    groups = layout.mesh.devices.reshape(-1, math.prod(layout.mesh.devices.shape[3:]))
+    groups = _by(layout.mesh, (PIPE_AXIS, *BATCH_AXES))
     if any(len({device.process_index for device in group}) > 1 for group in groups):
+        within = " and ".join((*SEQUENCE_AXES, *TENSOR_AXES))
         raise ValueError(
             f"{describe_mesh(layout.mesh)}: the devices that share rows of the batch belong to "
-            "several processes. Keep tensor within the devices of one process."
+            f"several processes. Keep {within} within the devices of one process."
         )
 
 
-def is_placed(batch: Any, where: NamedSharding) -> bool:
+def is_placed(mesh: Mesh, batch: Any) -> bool:
     """Return whether a batch already lies where it is wanted."""
-    leaves = jax.tree.leaves(batch)
-    return all(
-        isinstance(x, jax.Array) and x.sharding.is_equivalent_to(where, x.ndim) for x in leaves
-    )
+    placed = lambda x: x.sharding.is_equivalent_to(sharding_of(mesh, x), x.ndim)
+    return all(isinstance(x, jax.Array) and placed(x) for x in jax.tree.leaves(batch))
 
 
 def full(params: Tree) -> Any:

@@ -11,7 +11,7 @@ from hfjax.base.mean import check_loss
 from hfjax.base.paths import Tree
 from hfjax.parallel.execution import Execution
 from hfjax.parallel.memory import check_has_host_memory
-from hfjax.parallel.mesh import PIPE_AXIS, describe_mesh, platform_of
+from hfjax.parallel.mesh import PIPE_AXIS, TENSOR_AXES, describe_mesh, in_use, platform_of
 from hfjax.plan.layout import Layout, State
 
 
@@ -95,7 +95,7 @@ def check_runs(layout: Layout, execution: Execution, training: bool = False) -> 
     if (
         platform_of(layout.mesh) == "cpu"
         and reduce == jnp.bfloat16
-        and layout.mesh.shape["tensor"] > 1
+        and in_use(layout.mesh, TENSOR_AXES)
     ):
         raise ValueError(
             "precision reduce=bfloat16 beside a tensor axis crashes XLA's CPU compiler. "

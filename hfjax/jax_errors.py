@@ -6,15 +6,16 @@ from contextlib import contextmanager
 from typing import Any
 
 from hfjax.parallel.engine.blueprint import Blueprint
-from hfjax.parallel.engine.gradients import rows_of
+from hfjax.parallel.engine.context import rows_of
+from hfjax.parallel.mesh import BATCH_AXES
 
+_ROWS = str(BATCH_AXES).replace("'", '"')
 # What an error of JAX says -> what it means here.
 _MEANINGS = (
     (
         r"unbound axis name:? ?(?P<name>\w*)",
         "the model or the loss names the axis {name!r}, and the mesh has none of that name. Rows "
-        'are split over ("data", "fsdp"): name these, for instance jax.lax.pmean(x, ("data", '
-        '"fsdp")).',
+        f"are split over {_ROWS}: name these, for instance jax.lax.pmean(x, {_ROWS}).",
     ),
     (
         r"(Manual|Auto|Explicit).{0,80}(Auto|Explicit|Manual)|auto_axes|explicit_axes|reshard"

@@ -1,10 +1,12 @@
 """Which data plane a step or an evaluation runs on: with a table, that of a pipeline."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
 
+from hfjax.parallel.activation_offload import Offloaded
 from hfjax.parallel.compiler import (
     best_preset,
     compiler_options,
@@ -12,13 +14,15 @@ from hfjax.parallel.compiler import (
     options_of_cpus,
     options_of_host,
 )
-from hfjax.parallel.engine.gradients import DataPlane
+from hfjax.parallel.engine.context import Context, gradients_at_moments
+from hfjax.parallel.engine.gradients import AutodiffPlane, Plane
 from hfjax.parallel.engine.kernels import Kernels
+from hfjax.parallel.engine.traced import Traced
 from hfjax.parallel.execution import Execution
 from hfjax.parallel.layerwise.plane import LayerUpdatePlane, LayerwisePlane
-from hfjax.parallel.mesh import PIPE_AXIS, platform_of
+from hfjax.parallel.mesh import BATCH_AXES, PIPE_AXIS, TENSOR_AXES, in_use, platform_of
 from hfjax.parallel.pipeline.plane import PipelinePlane
-from hfjax.parallel.placement import batch_devices, entries_of
+from hfjax.parallel.placement import Placed, batch_devices, entries_of
 from hfjax.parallel.schedules.compile import compile_table
 from hfjax.parallel.schedules.named import Schedule, forward_table
 from hfjax.parallel.schedules.table import Table
@@ -27,24 +31,61 @@ from hfjax.plan.layout import Layout
 
 def data_plane(
     layout: Layout, loss: Callable, execution: Execution, table: Table | None = None
-) -> DataPlane:
-    """Return the data plane of a layout, one that follows a table if there is one."""
+) -> Plane:
+    """Return the data plane of a layout, one that follows a table if there is one.
+
+    Planes differ in when parameters are gathered: a layer that stays gathered
+    (reshard_after_forward=False) is gathered once for the whole step where the loop over layers is
+    written out, and so is one whose gradient accumulates whole.
+    """
+    once = execution.accumulate == 1
+    kept = lambda p: bool(p.split("parameter")) and not execution.reshard_after_forward
+    whole = lambda p: bool(p.split("parameter")) and not p.split("gradient")
+    if table is not None:
+        assert layout.arrangement is not None
+        context = _context(layout, loss, execution, False, lambda p: kept(p) or whole(p))
+        return PipelinePlane(context, layout.arrangement, compile_table(table), layout.packed)
+    if layout.hosted.parameters and layout.blueprint.three_parts and not layout.forward:
+        return LayerwisePlane(_context(layout, loss, execution, once, kept))
+    return AutodiffPlane(_context(layout, loss, execution, once, whole))
+
+
+def update_plane(layout: Layout, loss: Callable, execution: Execution) -> LayerUpdatePlane:
+    """Return the plane of a step that updates each layer in the backward pass.
+
+    No gradient accumulates: it goes straight to where its moments are.
+    """
+    kept = lambda p: bool(p.split("parameter")) and not execution.reshard_after_forward
+    context = _context(layout, loss, execution, True, kept)
+    placed = {path: replace(p, gradient=p.moment) for path, p in context.placed.items()}
+    return LayerUpdatePlane(LayerwisePlane(replace(context, placed=placed)))
+
+
+def _context(
+    layout: Layout,
+    loss: Callable,
+    execution: Execution,
+    reads_once: bool,
+    gathered_once: Callable[[Placed], bool],
+) -> Context:
     kernels = Kernels.of(execution.kernels, layout.mesh, loss)
-    equipped = layout.blueprint.equipped(kernels)
-    basic = (equipped, layout.placed, layout.mesh, execution, loss, layout.forward)
-    if execution.optimizer_in_backward:
-        return LayerUpdatePlane(*basic, kernels=kernels)
-    if table is None:
-        far = layout.hosted.parameters and layout.blueprint.three_parts and not layout.forward
-        return (LayerwisePlane if far else DataPlane)(*basic, kernels=kernels)
-    assert layout.arrangement is not None
-    stages = (layout.arrangement, compile_table(table), layout.packed)
-    return PipelinePlane(*basic, *stages, kernels=kernels)
+    placed = gradients_at_moments(layout.placed) if reads_once else layout.placed
+    return Context(
+        blueprint=layout.blueprint.equipped(kernels),
+        placed=placed,
+        mesh=layout.mesh,
+        execution=execution,
+        loss=loss,
+        forward=layout.forward,
+        traced=Traced(kernels, Offloaded(execution.offload)),
+        reads_once=reads_once,
+        whole=frozenset(path for path, p in placed.items() if gathered_once(p)),
+    )
 
 
 def forward_plane(
     layout: Layout, loss: Callable, run: Execution, schedule: Schedule | None, batch: Any
-) -> DataPlane:
+) -> Plane:
     """Return the plane that evaluates: over stages, as many microbatches as the rows allow."""
     stages = layout.mesh.shape[PIPE_AXIS]
     if stages == 1 and schedule is None:
@@ -60,7 +101,7 @@ def options_of(layout: Layout, execution: Execution) -> dict[str, Any] | None:
     """Return what XLA is told when it compiles for a layout, if anything."""
     platform, asked = platform_of(layout.mesh), execution.compiler_options
     if asked == "auto":
-        asked = best_preset(*(_splits(layout, axis) for axis in ("fsdp", "tensor")))
+        asked = best_preset(_splits(layout, BATCH_AXES), _splits(layout, TENSOR_AXES))
     options = compiler_options(asked, platform)
     if layout.hosted or execution.offload:
         options = joined(options_of_host(platform, layout.hosted.parameters), options)
@@ -69,7 +110,8 @@ def options_of(layout: Layout, execution: Execution) -> dict[str, Any] | None:
     return options or None
 
 
-def _splits(layout: Layout, axis: str) -> bool:
-    """Return whether an axis splits any parameter."""
+def _splits(layout: Layout, axes: Sequence[str]) -> bool:
+    """Return whether one of these axes splits any parameter."""
+    used = set(in_use(layout.mesh, axes))
     specs = (entries_of(p.parameter, len(p.shape)) for p in layout.placed.values())
-    return layout.mesh.shape[axis] > 1 and any(axis in axes for spec in specs for axes in spec)
+    return any(used.intersection(entry) for spec in specs for entry in spec)

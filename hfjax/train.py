@@ -3,41 +3,48 @@
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
-from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 from hfjax.base.mean import Mean
 from hfjax.base.paths import Flat, Tree, flatten, nest
-from hfjax.batches import check_batch, full, is_placed, microbatches_of, shard_batch
+from hfjax.batches import (
+    batch_sharding,
+    check_batch,
+    full,
+    is_placed,
+    microbatches_of,
+    shard_batch,
+    sharding_of,
+)
 from hfjax.check_step import check_alive, check_form, check_given, check_runs, is_traced
 from hfjax.jax_errors import calling
-from hfjax.optimizers.transforms import from_master
 from hfjax.parallel.activation_offload import Offloaded
-from hfjax.parallel.engine.check_host_loops import check_host_loops
+from hfjax.parallel.autodiff.check_host_loops import check_host_loops
+from hfjax.parallel.engine.gradients import Plane
 from hfjax.parallel.engine.kernels import Kernels
 from hfjax.parallel.execution import Execution, Precision
-from hfjax.parallel.layerwise.plane import LayerUpdatePlane
 from hfjax.parallel.memory import is_host_sharding, of_results, to_host
-from hfjax.parallel.mesh import BATCH_AXES, PIPE_AXIS, describe_mesh, platform_of
+from hfjax.parallel.mesh import PIPE_AXIS, describe_mesh
 from hfjax.parallel.pipeline.plane import PipelinePlane
 from hfjax.parallel.schedules.named import Schedule
+from hfjax.parallel.schedules.table import Table
 from hfjax.plan.layout import Layout, State
 from hfjax.plan.on_stages import on_stages
 from hfjax.plan.rearrange import canonical, rearrange
-from hfjax.planes import data_plane, forward_plane, options_of
-from hfjax.update.asynchronous import AsynchronousPass
+from hfjax.planes import data_plane, forward_plane, options_of, update_plane
+from hfjax.update.asynchronous import AsynchronousUpdate
 from hfjax.update.given_parameters import Follow
-from hfjax.update.in_backward import InBackward, check_in_backward
-from hfjax.update.one_pass import OnePass
-from hfjax.update.parts import Passed
+from hfjax.update.in_backward import InBackwardUpdate, check_in_backward
+from hfjax.update.one_pass import OnePassUpdate
 from hfjax.update.separable import check_elementwise, check_padding
-from hfjax.update.streamed import Streamed, Summed
+from hfjax.update.streamed import StreamedUpdate
+from hfjax.update.update import Held, Update, placed_as_moments
+from hfjax.update.whole import WholeUpdate
 from hfjax.watch import Watch
 
 Metrics = dict[str, jax.Array]
@@ -157,18 +164,9 @@ class TrainStep:
                 f"schedule {table.name} has no backward passes: it evaluates. Give train_step one "
                 'that trains, for instance hfjax.Schedule("1f1b", …).'
             )
-        self._plane = data_plane(layout, loss, execution, table)
-        versions = None if schedule is None else schedule.versions(stages)
-        self._pass = self._synchronous
-        if versions is not None and isinstance(self._plane, PipelinePlane):
-            self._pass = AsynchronousPass.of(layout, self._plane, versions)
-        if isinstance(self._plane, LayerUpdatePlane):
-            self._pass = InBackward.of(layout, self._plane)
+        self._update = _update_of(layout, loss, execution, table)
         self._shardings = replace(layout.shardings(), order=None)
-        self._batch = NamedSharding(layout.mesh, P(BATCH_AXES))
-        self._streamed = Streamed(layout) if layout.hosted else None
-        at_once = self._pass == self._synchronous
-        self._one_pass = OnePass.of(layout, self.kernels) if at_once else None
+        self._batch = batch_sharding(layout.mesh)
         self._watch = Watch(layout, execution.nonfinite, execution.patience)
         self._follow = Follow(layout.state_shapes.optimizer)
         options = options_of(layout, execution)
@@ -205,7 +203,7 @@ class TrainStep:
             return self._within(state, batch)
         check_alive(state)
         self._watch.check(state)
-        if not is_placed(batch, self._batch):
+        if not is_placed(self.layout.mesh, batch):
             batch = shard_batch(self.layout, batch, microbatches_of(self.execution))
         try:
             state, metrics, squares = self._jitted(self._follow(self._in_order(state)), batch)
@@ -306,9 +304,15 @@ class TrainStep:
             0
         """
         check_batch(self.layout, batch, microbatches_of(self.execution))
-        shape = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._batch)
+        on = lambda x: sharding_of(self.layout.mesh, jax.ShapeDtypeStruct(x.shape, x.dtype))
+        shape = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on(x))
         state = replace(self.layout.abstract_state(), order=None)
         return self._jitted.trace(state, jax.tree.map(shape, batch))
+
+    @property
+    def plane(self) -> Plane:
+        """What runs the model forward and backward on each device."""
+        return self._update.plane
 
     @property
     def offloaded(self) -> Offloaded:
@@ -316,12 +320,12 @@ class TrainStep:
 
         Known once the step is traced: after `trace`, `lower` or the first call.
         """
-        return self._plane.offloaded
+        return self.plane.context.traced.offloaded
 
     @property
     def kernels(self) -> Kernels:
         """Which form each kernel of the step takes, and why: print it. Known once it is traced."""
-        return self._plane.kernels
+        return self.plane.context.traced.kernels
 
     def check(self, state: State) -> None:
         """Wait for the steps given so far; raise FloatingPointError if one was not finite.
@@ -345,92 +349,33 @@ class TrainStep:
         check_batch(self.layout, batch, microbatches_of(self.execution))
         params, variables = flatten(state.params), flatten(state.variables)
         with calling(self.layout.blueprint, batch):
-            done = self._pass(state, batch)
-        metrics = {"loss": done.mean.total / done.mean.weight, "grad_norm": done.norm}
-        metrics |= _metrics(done.mean)
+            found = self._update(state, batch)
+        metrics = {"loss": found.mean.total / found.mean.weight, "grad_norm": found.norm}
+        metrics |= _metrics(found.mean)
         if fits is not True:
             metrics["loss"] = jnp.where(fits, metrics["loss"], jnp.nan)
-        metrics["finite"] = jnp.isfinite(metrics["loss"]) & jnp.isfinite(done.norm)
+        metrics["finite"] = jnp.isfinite(metrics["loss"]) & jnp.isfinite(found.norm)
         metrics["step"] = state.step
+        if not self.layout.hosted.parameters:
+            params = placed_as_moments(params, self.layout.placed)
+        held = Held(params, state.optimizer, {path: variables[path] for path in found.variables})
+        new = found.update(held, metrics["finite"])
+        variables |= new.variables
+        after = State(state.step + 1, nest(new.parameters), new.optimizer, nest(variables))
+        return after, metrics, found.squares
 
-        def update(old, *keep):
-            params, moments, _ = old
-            return *done.update(params, moments, *keep), done.variables
 
-        old = {path: variables[path] for path in done.variables}
-        held = (self._place(params), state.optimizer, old)
-        if done.guards_itself:
-            params, moments, new = update(held)
-        else:
-            params, moments, new = self._unless_nonfinite(metrics["finite"], update, held)
-        new = State(state.step + 1, nest(params), moments, nest(variables | new))
-        return new, metrics, done.squares
-
-    def _synchronous(self, state: State, batch: Any) -> Passed:
-        """Return what a pass finds whose gradients all devices have before any of them is used."""
-        params, variables = flatten(state.params), flatten(state.variables)
-        gradients, mean, statistics = self._plane.gradients(params, variables, batch, state.step)
-        squares = {path: (g * g).sum() for path, g in gradients.items()}
-        norm = jnp.sqrt(jnp.stack(list(squares.values())).sum()) / mean.weight
-        scale = lambda: self._scale(norm, mean.weight)
-        scaled = lambda gradients: self._scaled(gradients, scale())
-
-        def update(params: Flat, moments: Any, keep: jax.Array | None = None) -> tuple:
-            if self._streamed is not None:
-                return self._streamed(Summed(gradients, params, moments), scaled, keep)
-            if self._one_pass is not None:
-                return self._one_pass(gradients, params, moments, scale(), keep)
-            return self._update(params, scaled(gradients), moments)
-
-        return Passed(mean, norm, update, statistics, squares)
-
-    def _unless_nonfinite(self, finite: jax.Array, update: Callable, held: Any) -> Any:
-        """Return `update(held)`, or `held` as it is if the step is not finite.
-
-        A branch costs a CPU nothing, a selection one more copy; a branch costs a GPU a wait for
-        the host, a selection nothing. What is streamed is selected part by part: no branch holds
-        the state twice, and on the host nothing can be selected. An update in one pass selects by
-        itself.
-        """
-        if self.execution.nonfinite == "apply":
-            return update(held)
-        if self._streamed is not None or self._one_pass is not None:
-            *updated, new = update(held, finite)
-            return *updated, jax.tree.map(lambda x, old: jnp.where(finite, x, old), new, held[2])
-        if platform_of(self.layout.mesh) == "cpu":
-            return lax.cond(finite, update, lambda held: held, held)
-        choose = lambda new, old: jnp.where(finite, new, old)
-        return jax.tree.map(choose, update(held), held)
-
-    def _scale(self, norm: jax.Array, weight: jax.Array) -> jax.Array:
-        """Return the factor that makes of gradients of the total those of the mean, clipped."""
-        scale = 1 / weight
-        if self.execution.clip is not None:
-            scale *= self.execution.clip / jnp.maximum(norm, self.execution.clip)
-        return scale
-
-    def _scaled(self, gradients: dict, scale: jax.Array) -> dict:
-        return {
-            path: (g * scale.astype(g.dtype)).astype(self.layout.working_dtype(path))
-            for path, g in gradients.items()
-        }
-
-    def _update(self, params: dict, gradients: dict, moments: Any) -> tuple[dict, Any]:
-        """Update each shard where its moments lie; what leaves the step is then gathered."""
-        given = nest(params)
-        gradients = {path: jnp.zeros_like(x) for path, x in params.items()} | gradients
-        updates, moments = self.layout.optimizer.update(
-            nest(self._place(gradients)), moments, given
-        )
-        updated = flatten(cast(dict, optax.apply_updates(given, updates)))
-        return self._place(from_master(updated, moments)), moments
-
-    def _place(self, arrays: dict) -> dict:
-        """Return arrays of parameters, each where its moments lie; on the host they stay."""
-        if self.layout.hosted.parameters:
-            return arrays
-        on = lambda path: NamedSharding(self.layout.mesh, self.layout.placed[path].moment)
-        return {path: lax.with_sharding_constraint(x, on(path)) for path, x in arrays.items()}
+def _update_of(layout: Layout, loss: Callable, run: Execution, table: Table | None) -> Update:
+    """Return the way in which a step updates its state."""
+    if run.optimizer_in_backward:
+        layers = update_plane(layout, loss, run)
+        return InBackwardUpdate(layout, layers.plane, layers)
+    plane = data_plane(layout, loss, run, table)
+    versions = None if run.schedule is None else run.schedule.versions(layout.mesh.shape[PIPE_AXIS])
+    if versions is not None and isinstance(plane, PipelinePlane):
+        return AsynchronousUpdate.of(layout, plane, versions)
+    one_pass = OnePassUpdate.of(layout, plane)
+    return one_pass or (StreamedUpdate if layout.hosted else WholeUpdate)(layout, plane)
 
 
 def module(layout: Layout, state: State) -> Any:
@@ -496,7 +441,6 @@ def eval_step(
     given: Any = {"precision": precision, "compiler_options": compiler_options}
     run = Execution(**given, kernels=kernels)
     check_runs(layout, run)
-    where = NamedSharding(layout.mesh, P(BATCH_AXES))
 
     def evaluate(params: Tree, variables: Any, batch: Any) -> Metrics:
         plane = forward_plane(layout, loss, run, schedule, batch)
@@ -512,7 +456,7 @@ def eval_step(
             check_batch(layout, batch, 1)
             return within(state.params, state.variables, batch)
         check_alive(state)
-        batch = batch if is_placed(batch, where) else shard_batch(layout, batch)
+        batch = batch if is_placed(layout.mesh, batch) else shard_batch(layout, batch)
         state = rearrange(layout, state)
         try:
             return jitted(state.params, state.variables, batch)

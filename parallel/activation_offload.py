@@ -226,7 +226,6 @@ class Offloaded:
 
     offload: Offload | None = None
     rows: dict[tuple[str, int], Moved] = field(default_factory=dict)
-    seen: set[str] = field(default_factory=set)  # names that layers gave, where remat asks for them
 
     def add(self, layer: str, times: int, tensors: Iterable[Tensor], chosen: Share) -> None:
         """Note what a layer keeps and what of it goes; tracing it again changes nothing."""

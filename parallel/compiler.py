@@ -52,15 +52,15 @@ def options_of_cpus(devices: int) -> dict[str, Any]:
     return {"xla_cpu_multi_thread_eigen": False} if tried and devices > 1 else {}
 
 
-def best_preset(fsdp: bool, tensor: bool) -> str:
-    """Return what was measured best where parameters are split over these axes.
+def best_preset(gathered: bool, tensor: bool) -> str:
+    """Return what was measured best where parameters are gathered, or split over tensor.
 
-    >>> best_preset(fsdp=True, tensor=False), best_preset(fsdp=False, tensor=False)
+    >>> best_preset(gathered=True, tensor=False), best_preset(gathered=False, tensor=False)
     ('overlap_two', 'default')
     """
-    if jax.__version_info__ >= NOT_TRIED or not (fsdp or tensor):
+    if jax.__version_info__ >= NOT_TRIED or not (gathered or tensor):
         return "default"
-    return "overlap" if fsdp and tensor else "overlap_two"
+    return "overlap" if gathered and tensor else "overlap_two"
 
 
 DISABLED = "xla_disable_hlo_passes"

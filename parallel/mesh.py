@@ -1,20 +1,70 @@
-"""The mesh: always the same named axes, outermost to innermost; size 1 means off."""
+"""The mesh: always the same named axes, outermost to innermost; size 1 means off.
+
+`MEANING` is the one place that knows what an axis is for. Batches, placement, gathers, reductions,
+random keys and every check derive what they do from it: a new axis is a row there.
+"""
 
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AxisType, Mesh, PartitionSpec as P
+
+STACK = "layers"  # the dimension that stacks equal layers: sliced by a scan, split by stages only
+
+
+@dataclass(frozen=True)
+class Axis:
+    """What a mesh axis does. One that does nothing yet has to be of size 1.
+
+    Attributes:
+        rows: It splits the rows of a batch. Gradients are summed over it, and a parameter that it
+            splits is gathered when it is read.
+        sequence: It splits the positions of each row, dimension 1 of a batch. Gradients are summed
+            over it too, since each device computes with positions of its own.
+        stays: The dimension of parameters, by its logical name, that is never gathered over this
+            axis: the computation comes to where its pieces lie, as microbatches come to a stage.
+        partitioner: XLA's partitioner derives the collectives over it. Those over all other axes
+            are written in our source.
+    """
+
+    rows: bool = False
+    sequence: bool = False
+    stays: str | None = None
+    partitioner: bool = False
+
 
 # Outermost to innermost: the chattiest axis lies on the fastest links.
-AXES = ("pipe", "data", "fsdp", "expert", "context", "tensor")
-PIPE_AXIS = "pipe"  # layers are split over it
-BATCH_AXES = ("data", "fsdp")  # the rows of a batch are split over these
-MANUAL_AXES = ("pipe", "data", "fsdp", "expert", "context")  # collectives written in our source
-TENSOR_AXES = ("tensor",)  # collectives derived by the partitioner
+MEANING: Mapping[str, Axis] = {
+    "pipe": Axis(stays=STACK),
+    "data": Axis(rows=True),
+    "fsdp": Axis(rows=True),
+    "expert": Axis(),
+    "context": Axis(),
+    "tensor": Axis(partitioner=True),
+}
+
+
+def _axes(wanted: Callable[[Axis], bool]) -> tuple[str, ...]:
+    return tuple(name for name, axis in MEANING.items() if wanted(axis))
+
+
+def stays_split(axis: str, dimension: str | None) -> bool:
+    """Return whether an axis keeps a dimension of this name split where it is read."""
+    return dimension is not None and MEANING[axis].stays == dimension
+
+
+AXES = tuple(MEANING)
+PIPE_AXIS = "pipe"  # that of the stages of a pipeline
+BATCH_AXES = _axes(lambda axis: axis.rows)
+SEQUENCE_AXES = _axes(lambda axis: axis.sequence)
+TENSOR_AXES = _axes(lambda axis: axis.partitioner)
+MANUAL_AXES = _axes(lambda axis: not axis.partitioner)
+SAMPLE_AXES = (*BATCH_AXES, *SEQUENCE_AXES)  # each device computes with its own part of a batch
 
 
 def make_mesh(*, devices: Sequence[Any] | None = None, **sizes: int) -> Mesh:
@@ -116,3 +166,31 @@ def in_use(mesh: Any, axes: Sequence[str]) -> tuple[str, ...]:
     ('data',)
     """
     return tuple(axis for axis in axes if mesh.shape[axis] > 1)
+
+
+def size_of(axes: Sequence[str], mesh: Mesh | Mapping[str, int]) -> int:
+    """Return into how many pieces these axes split a dimension.
+
+    >>> size_of(TENSOR_AXES, make_mesh(data=2, tensor=4))
+    4
+    """
+    shape = mesh.shape if isinstance(mesh, Mesh) else mesh
+    return math.prod(shape[axis] for axis in axes)
+
+
+def row_axes(mesh: Mesh) -> tuple[str, ...]:
+    """Return the axes over which rows are split: all of them, so that a model may name them all.
+
+    None where all have size 1: XLA's partitioner refuses a collective over devices that are alone.
+    """
+    return BATCH_AXES if in_use(mesh, BATCH_AXES) else ()
+
+
+def batch_spec(mesh: Mesh, ndim: int) -> P:
+    """Return how an array of a batch lies: rows first, then positions, if a mesh axis splits them.
+
+    >>> batch_spec(make_mesh(data=8), 2)
+    PartitionSpec(('data', 'fsdp'),)
+    """
+    split = in_use(mesh, SEQUENCE_AXES)
+    return P(BATCH_AXES, split) if split and ndim > 1 else P(BATCH_AXES)

@@ -1,7 +1,7 @@
 """From rows to PartitionSpecs: where each dimension of one array lies, and every refusal."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,9 +12,12 @@ from hfjax.parallel.mesh import (
     BATCH_AXES,
     MANUAL_AXES,
     PIPE_AXIS,
+    STACK,
     TENSOR_AXES,
     describe_mesh,
     in_use,
+    size_of,
+    stays_split,
 )
 from hfjax.parallel.strategy import Axes, Rows, Strategy
 
@@ -33,8 +36,13 @@ class Placed:
     gradient: P
     moment: P
     small: bool  # below the size from which the strategy splits arrays
-    stacked: bool = False  # dimension 0 stacks layers: pipe may split it, nothing gathers it
+    axes: tuple[str | None, ...] = ()  # the logical name of each dimension
     frozen: bool = False  # no gradient, no moments
+
+    @property
+    def stacked(self) -> bool:
+        """Whether dimension 0 stacks layers."""
+        return self.axes[:1] == (STACK,)
 
     def manual(self, column: str) -> P:
         """Return the manual part of the spec in a column."""
@@ -43,14 +51,28 @@ class Placed:
     def split(self, column: str) -> Dims:
         """Return the dimensions that a column splits over manual axes, counted from the end.
 
-        The one that stacks layers is not among them: a stage's layers stay where they are.
+        What stays split when it is read is not among them: a stage's layers, for instance.
         """
-        return self._dims(self.manual(column))[bool(self.home) :]
+        dims = self._dims(self.manual(column))
+        moves = lambda dim, axis: not stays_split(axis, self._name(dim))
+        moved = [(dim, tuple(axis for axis in axes if moves(dim, axis))) for dim, axes in dims]
+        return tuple((dim, axes) for dim, axes in moved if axes)
 
     @property
-    def home(self) -> Axes:
-        """The axes over which the layers are split: those of the stages, or none."""
-        return entries_of(self.manual("parameter"), 1)[0] if self.stacked else ()
+    def stays(self) -> Axes:
+        """The axes over which the parameter stays split: nothing gathers it, or sums over them."""
+        dims = self._dims(self.manual("parameter"))
+        return tuple(a for dim, axes in dims for a in axes if stays_split(a, self._name(dim)))
+
+    @property
+    def here(self) -> tuple[int, ...]:
+        """The shape in which it is read, tensor axes not divided: whole but for what stays."""
+        kept = entries_of(keep(self.manual("parameter"), self.stays), len(self.shape))
+        sizes = [size_of(axes, self.mesh) for axes in kept]
+        return tuple(n // size for n, size in zip(self.shape, sizes, strict=True))
+
+    def _name(self, dim: int) -> str | None:
+        return self.axes[dim] if self.axes else None
 
     @property
     def tensor(self) -> Dims:
@@ -74,9 +96,6 @@ class Placed:
     def _dims(self, spec: P) -> Dims:
         entries = enumerate(entries_of(spec, len(self.shape)))
         return tuple((dim - len(self.shape), axes) for dim, axes in entries if axes)
-
-
-STACK = "layers"  # the dimension that stacks equal layers: sliced by a scan, split by stages only
 
 
 @dataclass(frozen=True)
@@ -129,7 +148,9 @@ def columns(array: Array, strategy: Strategy, mesh: Mesh, spec: P | None = None)
     if spec is None:
         spec = place(array, strategy.parameters, mesh, smallest)
     if strategy.gradients.get("*") == ():  # asked for: accumulate whole, reduce once
-        whole = _keep(spec, (PIPE_AXIS, *TENSOR_AXES))
+        entries = zip(entries_of(spec, len(array.axes)), array.axes, strict=True)
+        kept = lambda a, name: a in TENSOR_AXES or stays_split(a, name)
+        whole = _spec([tuple(a for a in e if kept(a, name)) for e, name in entries])
         return spec, whole, place(array, strategy.moments, mesh, smallest, spec)
     gradient = place(array, strategy.gradients, mesh, smallest, spec)
     return spec, gradient, place(array, strategy.moments, mesh, smallest, gradient)
@@ -159,8 +180,9 @@ def _check_dim(array: Array, dim: int, axes: Axes, mesh: Mesh, given: str) -> No
     if manual != sorted(manual, reverse=True):
         legal = tuple(sorted(axes, key=lambda a: a not in MANUAL_AXES))
         raise ValueError(
-            f"{given}: on one dimension, data and fsdp come before tensor (the other order adds "
-            f"permutes and gathers to every step). Write {legal}."
+            f"{given}: on one dimension, {' and '.join(BATCH_AXES)} come before "
+            f"{' and '.join(TENSOR_AXES)} (the other order adds permutes and gathers to every "
+            f"step). Write {legal}."
         )
     size = size_of(axes, mesh)
     if array.axes[dim] == STACK and any(manual):
@@ -214,7 +236,8 @@ def _spec(entries: Sequence[Axes]) -> P:
     return P(*tidy)
 
 
-def _keep(spec: P, allowed: Sequence[str]) -> P:
+def keep(spec: P, allowed: Sequence[str]) -> P:
+    """Return a spec with these axes only."""
     return _spec([tuple(a for a in e if a in allowed) for e in entries_of(spec, len(spec))])
 
 
@@ -224,18 +247,12 @@ def manual_part(spec: P, mesh: Mesh) -> P:
     A collective over devices that are alone is not always dropped by XLA (beside a tensor axis
     its partitioner refuses one), so none is written.
     """
-    return _keep(spec, in_use(mesh, MANUAL_AXES))
+    return keep(spec, in_use(mesh, MANUAL_AXES))
 
 
 def auto_part(spec: P) -> P:
     """Return the part of a spec whose collectives the partitioner derives."""
-    return _keep(spec, [axis for axis in AXES if axis not in MANUAL_AXES])
-
-
-def size_of(axes: Axes, mesh: Mesh | Mapping[str, int]) -> int:
-    """Return into how many pieces these axes split a dimension."""
-    shape = mesh.shape if isinstance(mesh, Mesh) else mesh
-    return math.prod(shape[axis] for axis in axes)
+    return keep(spec, TENSOR_AXES)
 
 
 def pieces(spec: P, mesh: Mesh) -> int:

@@ -154,7 +154,7 @@ def _show_axes(axes: Axes) -> str:
 
 
 _ROWS_OF_BATCH = {"batch": BATCH_AXES}
-_ALL = ("fsdp", "data")  # fsdp first, so that a scatter can go node by node
+_ALL = tuple(reversed(BATCH_AXES))  # the innermost first: a scatter can go node by node
 _MEGATRON = {"vocab": "tensor", "heads": "tensor", "mlp": "tensor"}
 
 DDP = Strategy("DDP", activations=_ROWS_OF_BATCH)

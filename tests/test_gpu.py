@@ -16,8 +16,8 @@ import pytest
 import hfjax
 from hfjax.base.paths import flatten
 from hfjax.models.gpt import GPT, GPTConfig, next_token_loss
+from hfjax.parallel.autodiff.check_host_loops import check_host_loops
 from hfjax.parallel.compiler import options_of_host
-from hfjax.parallel.engine.check_host_loops import check_host_loops
 from hfjax.parallel.execution import Execution
 
 pytestmark = pytest.mark.gpu

@@ -1,9 +1,16 @@
 """The house: what a folder is. The floors are import-linter's (pyproject.toml)."""
 
 import ast
+import importlib
+import pkgutil
+from collections.abc import Iterator
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+import hfjax
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = [
@@ -36,3 +43,27 @@ def test_the_design_names_every_folder():
     for folder in FOLDERS:
         if folder.parent.name != "cli":  # one for each large command
             assert of_house(folder) in page or f"`{folder.name}`" in page, folder
+
+
+def classes() -> set[type]:
+    """Return every class of the package."""
+    names = [m.name for m in pkgutil.walk_packages(hfjax.__path__, "hfjax.")]
+    modules = [importlib.import_module(name) for name in names if not name.endswith("__main__")]
+    held = [x for module in modules for x in vars(module).values() if isinstance(x, type)]
+    return {x for x in held if x.__module__.startswith("hfjax.")}
+
+
+def overridden(kind: type) -> Iterator[str]:
+    """Yield the concrete methods of classes in other files that a class has in its own way."""
+    runs = lambda x: callable(x) or isinstance(x, property | cached_property | classmethod)
+    for base in kind.__mro__[1:]:
+        if base.__module__.startswith("hfjax.") and base.__module__ != kind.__module__:
+            for name in vars(kind).keys() & vars(base).keys():
+                old: Any = vars(base)[name]
+                special = name.startswith("__") or getattr(old, "__isabstractmethod__", False)
+                if runs(old) and not special:
+                    yield f"{kind.__name__}.{name} of {base.__module__}.{base.__name__}"
+
+
+def test_a_class_is_abstract_or_final_no_concrete_method_is_overridden_in_another_file():
+    assert [found for kind in classes() for found in overridden(kind)] == []

@@ -160,7 +160,7 @@ def test_the_rings_of_a_split_backward_take_what_is_told_of_them():
         step: Any = hfjax.train_step(layout, lambda y, _: y.mean(), schedule=schedule, unroll=1)
         state = step.layout.abstract_state()
         given = flatten(state.params), flatten(state.variables)
-        told.append(waiting(step._plane, *given, batch, state.step)["activations"][0])
+        told.append(waiting(step.plane, *given, batch, state.step)["activations"][0])
         compiled.append(step.lower(batch).compile().memory_analysis().temp_size_in_bytes)
     layers, x = 2, 4 * rows * 2
     assert told == [4 * layers * x, (4 + 4) * layers * x]  # a Linear keeps x, and dy crosses

@@ -11,9 +11,9 @@ import hfjax
 from hfjax import train
 from hfjax.models.gpt import next_token_loss
 from hfjax.parallel.activation_offload import Cut
+from hfjax.parallel.autodiff import check_host_loops
 from hfjax.parallel.autodiff.saved import kept
 from hfjax.parallel.compiler import options_of_host
-from hfjax.parallel.engine import check_host_loops
 from tests.h200 import OPTIMIZED, h200s
 from tests.small_gpt import gpt_layout
 

@@ -13,8 +13,8 @@ from flax import nnx
 import hfjax
 from hfjax import DDP, FSDP, PIPE, TENSOR, ZERO1, ZERO2, Schedule
 from hfjax.models.parts import Dropout
-from hfjax.parallel.pipeline.layer_costs import flop_costs, parameter_costs
-from hfjax.parallel.pipeline.packing import Packing
+from hfjax.parallel.heterogeneous.layer_costs import flop_costs, parameter_costs
+from hfjax.parallel.heterogeneous.packing import Packing
 from hfjax.testing import assert_strategies_agree
 
 RNG = np.random.default_rng(0)

@@ -16,7 +16,7 @@ from jax import lax
 
 from hfjax.parallel.arrangement import balanced, check_balance, counts
 from hfjax.parallel.engine.layers import is_list
-from hfjax.parallel.pipeline.layer_costs import flop_costs, parameter_costs
+from hfjax.parallel.heterogeneous.layer_costs import flop_costs, parameter_costs
 
 BALANCES = ("parameters", "flops")
 

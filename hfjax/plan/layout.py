@@ -19,11 +19,18 @@ from hfjax.optimizers.transforms import check_master, stored_dtype, without
 from hfjax.parallel.arrangement import Arrangement
 from hfjax.parallel.engine.blueprint import LAYERS, Blueprint, blueprint
 from hfjax.parallel.engine.place import Placer
+from hfjax.parallel.heterogeneous.packing import OnStages, packed_layers
 from hfjax.parallel.memory import check_has_host_memory, is_host_sharding, on_host
-from hfjax.parallel.mesh import AXES, BATCH_AXES, PIPE_AXIS, TENSOR_AXES, describe_mesh, in_use
-from hfjax.parallel.pipeline.packing import OnStages, packed_layers
-from hfjax.parallel.placement import (
+from hfjax.parallel.mesh import (
+    AXES,
+    BATCH_AXES,
+    MEANING,
+    SEQUENCE_AXES,
     STACK,
+    describe_mesh,
+    in_use,
+)
+from hfjax.parallel.placement import (
     Array,
     Placed,
     batch_devices,
@@ -183,6 +190,11 @@ class Layout:
         """Return the dtype in which a parameter is updated: its own, or that of master weights."""
         stored = self.placed[path].dtype
         return stored if stored_dtype(self.optimizer, None) is None else _wide(stored)
+
+    @cached_property
+    def working_dtypes(self) -> dict[str, Any]:
+        """The dtype in which each parameter is updated."""
+        return {path: self.working_dtype(path) for path in self.placed}
 
     @cached_property
     def notes(self) -> tuple[str, ...]:
@@ -358,7 +370,9 @@ class Layout:
             ['tensor']
         """
         used = {a for p in self.placed.values() for e in entries_of(p.parameter, 0) for a in e}
-        working = {*BATCH_AXES, *(used & {PIPE_AXIS, *TENSOR_AXES})}
+        split = {a for axes in self.strategy.activations.values() for a in axes}
+        works = lambda a: a in used and (MEANING[a].stays or MEANING[a].partitioner)
+        working = {*BATCH_AXES, *filter(works, AXES), *split.intersection(SEQUENCE_AXES)}
         return [axis for axis in in_use(self.mesh, AXES) if axis not in working]
 
     def __str__(self) -> str:

@@ -38,7 +38,7 @@ def _check_split(layout: Layout) -> None:
     if layout.mesh.shape[PIPE_AXIS] == 1:
         return
     for path, p in layout.placed.items():
-        if p.stacked and not p.home:
+        if p.stacked and PIPE_AXIS not in p.stays:
             raise ValueError(
                 f"{path} {p.shape}: {p.parameter} does not split the layers over {PIPE_AXIS}, and "
                 f"the mesh is {describe_mesh(layout.mesh)}. Add hfjax.PIPE to the strategy, or set "

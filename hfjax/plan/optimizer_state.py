@@ -6,7 +6,7 @@ from typing import Any
 import jax
 
 from hfjax.base.paths import Flat, Tree
-from hfjax.parallel.pipeline.packing import PACKED
+from hfjax.parallel.heterogeneous.packing import PACKED
 
 Shapes = Mapping[str, tuple[int, ...]]  # of parameters, by path
 

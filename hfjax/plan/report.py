@@ -12,10 +12,10 @@ from hfjax.base.paths import Tree
 from hfjax.base.tables import human
 from hfjax.parallel.arrangement import arrange
 from hfjax.parallel.engine.layers import items_of
-from hfjax.parallel.mesh import TENSOR_AXES, describe_mesh, in_use
-from hfjax.parallel.pipeline.layer_costs import output_shapes
-from hfjax.parallel.pipeline.packing import PackedLayers, packed_layers
-from hfjax.parallel.placement import STACK, Placed, entries_of, pieces, size_of
+from hfjax.parallel.heterogeneous.layer_costs import output_shapes
+from hfjax.parallel.heterogeneous.packing import PackedLayers, packed_layers
+from hfjax.parallel.mesh import STACK, TENSOR_AXES, describe_mesh, in_use, size_of
+from hfjax.parallel.placement import Placed, entries_of, pieces
 from hfjax.parallel.strategy import Strategy
 from hfjax.plan.layout_like import LayoutLike
 from hfjax.plan.stored import embedded, shares

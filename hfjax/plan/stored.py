@@ -15,10 +15,10 @@ from jax.typing import DTypeLike
 from hfjax.parallel.arrangement import Arrangement, arrange, balanced, counts
 from hfjax.parallel.engine.blueprint import LAYERS
 from hfjax.parallel.engine.layers import items_of
-from hfjax.parallel.mesh import PIPE_AXIS
-from hfjax.parallel.pipeline.layer_costs import flop_costs, parameter_costs
-from hfjax.parallel.pipeline.packing import packed_layers
-from hfjax.parallel.placement import STACK, Array, Placed, columns, entries_of, pieces
+from hfjax.parallel.heterogeneous.layer_costs import flop_costs, parameter_costs
+from hfjax.parallel.heterogeneous.packing import packed_layers
+from hfjax.parallel.mesh import PIPE_AXIS, STACK
+from hfjax.parallel.placement import Array, Placed, columns, entries_of, pieces
 from hfjax.parallel.strategy import Strategy
 from hfjax.plan.layout_like import LayoutLike
 
@@ -60,9 +60,8 @@ COLUMNS = ("parameter", "gradient", "moment")
 
 def place_array(array: Array, dtype: DTypeLike, strategy: Strategy, mesh: Mesh) -> Placed:
     """Return where a strategy puts an array."""
-    small, stacked = array.layer_size < strategy.smallest, array.axes[:1] == (STACK,)
-    specs = columns(array, strategy, mesh)
-    return Placed(mesh, array.path, array.shape, dtype, *specs, small=small, stacked=stacked)
+    small, specs = array.layer_size < strategy.smallest, columns(array, strategy, mesh)
+    return Placed(mesh, array.path, array.shape, dtype, *specs, small=small, axes=array.axes)
 
 
 def on_each_stage(layout: LayoutLike) -> Arrangement | None:
@@ -71,7 +70,7 @@ def on_each_stage(layout: LayoutLike) -> Arrangement | None:
     if layout.blueprint.listed:
         over_stages = stages > 1 and PIPE_AXIS in layout.strategy.parameters.get(STACK, ())
     else:
-        over_stages = any(p.home for p in layout.placed.values())
+        over_stages = any(PIPE_AXIS in p.stays for p in layout.placed.values())
     if not over_stages:
         return None
     parts = counts(number_of_layers(layout), stages, "even")

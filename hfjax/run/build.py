@@ -13,7 +13,7 @@ import hfjax
 from hfjax.batches import rows_of_process
 from hfjax.data import Loader, TokenSet, standard_library
 from hfjax.data.tokens import SPLITS, check_same_tokenizer
-from hfjax.parallel.mesh import describe_mesh
+from hfjax.parallel.mesh import PIPE_AXIS, describe_mesh
 from hfjax.run.config import Train
 from hfjax.run.model import ModelChoice, choose
 from hfjax.run.optimizer import optimizer_of, rate_of
@@ -35,6 +35,9 @@ class Parts:
 
     Args:
         config: The configuration.
+        devices: The devices, in place of those at hand.
+        vocab: The tokens of the vocabulary, in place of those of the data.
+        attention: The attention of a model of ours, in place of its own.
 
     Example:
         >>> from hfjax.run import Parts, Train
@@ -44,16 +47,21 @@ class Parts:
     """
 
     config: Train
+    devices: Sequence[Any] | None = None
+    vocab: int | None = None
+    attention: Callable | None = None
 
     @cached_property
     def model(self) -> ModelChoice:
         """The model, for the vocabulary of the data."""
-        return choose(self.config, max(tokens.vocab for tokens in self.tokens))
+        vocab = self.vocab or max(tokens.vocab for tokens in self.tokens)
+        chosen = choose(self.config, vocab)
+        return chosen if self.attention is None else chosen.with_attention(self.attention)
 
     @cached_property
     def mesh(self) -> jax.sharding.Mesh:
         """The devices."""
-        return mesh_of(self.config)
+        return mesh_of(self.config, self.devices)
 
     @cached_property
     def layout(self) -> hfjax.Layout:
@@ -71,7 +79,7 @@ class Parts:
     @cached_property
     def schedule(self) -> hfjax.Schedule | None:
         """The schedule of the pipeline."""
-        stages, given = self.mesh.shape["pipe"], self.config.pipeline
+        stages, given = self.mesh.shape[PIPE_AXIS], self.config.pipeline
         if stages == 1:
             return None
         chunks: dict[str, Any] = {} if given.chunks is None else {"chunks": given.chunks}

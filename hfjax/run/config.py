@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
@@ -221,6 +221,7 @@ class Train:
     offload: str | None = None
     """What of the tensors that layers keep waits in host memory: a part of the bytes (0.3),
     names:qkv,mlp_up, dots."""
+    offload_words: ClassVar[tuple[str, ...]] = ()  # further ones that are allowed
     kernels: Literal["auto", "pallas", "xla", "reference"] = "auto"
     """Which form fused kernels take: what was measured to be faster on this device (hfjax kernels
     tells), the kernels, what XLA makes of plain JAX, or the plain JAX beside each kernel."""
@@ -258,7 +259,7 @@ class Train:
         self._check_profile()
 
     def _check_offload(self) -> None:
-        if self.offload is not None:
+        if self.offload is not None and self.offload not in self.offload_words:
             Offload.of(self.offload)
 
     def _check_microbatches(self) -> None:

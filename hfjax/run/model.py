@@ -3,7 +3,7 @@
 import inspect
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from hfjax.base.mean import check_loss
@@ -31,6 +31,14 @@ class ModelChoice:
     def own_loss(self) -> bool:
         """Whether the loss is none of hfjax's."""
         return self.loss is not gpt.next_token_loss
+
+    def with_attention(self, attention: Callable) -> "ModelChoice":
+        """Return a preset with another attention; a model of the user's own stays as it is."""
+        if self.shape is None:
+            return self
+        shape = replace(self.shape, attention=attention)
+        model: Any = gpt.GPT if isinstance(shape, gpt.GPTConfig) else llama.Llama
+        return replace(self, shape=shape, init=lambda rngs: model(shape, rngs=rngs))
 
 
 def choose(config: Train, vocab: int) -> ModelChoice:

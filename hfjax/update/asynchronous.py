@@ -1,6 +1,7 @@
 """A step whose stages update their layers by themselves, as PipeDream and PipeDream-2BW do."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -9,19 +10,20 @@ import optax
 
 from hfjax.base.paths import Flat, flatten
 from hfjax.optimizers.transforms import stored_dtype
+from hfjax.parallel.asynchronous.plane import AsynchronousPlane
 from hfjax.parallel.engine.gradients import StepInputs
 from hfjax.parallel.execution import Execution
 from hfjax.parallel.mesh import describe_mesh
-from hfjax.parallel.pipeline.asynchronous import AsynchronousPlane
 from hfjax.parallel.pipeline.plane import PipelinePlane
 from hfjax.parallel.schedules.versions import Versions
 from hfjax.plan.layout import Layout, State
-from hfjax.update.parts import COUNT, ENDS, LAYERS, NUMBER, OptimizerParts, Passed
+from hfjax.update.parts import COUNT, ENDS, LAYERS, NUMBER, OptimizerParts
 from hfjax.update.separable import check_leafwise
+from hfjax.update.update import Found, Held, Update, unless_nonfinite
 
 
-@dataclass(frozen=True)
-class AsynchronousPass:
+@dataclass(frozen=True, eq=False)
+class AsynchronousUpdate(Update):
     """One call of the step: M microbatches through the pipeline, which fills and drains.
 
     Every stage updates its layers after each microbatch (pipedream), or after each group of them
@@ -38,30 +40,35 @@ class AsynchronousPass:
     and averaged over the updates.
     """
 
-    plane: AsynchronousPlane
-    parts: OptimizerParts
+    stages: AsynchronousPlane  # of `plane`
 
     @classmethod
-    def of(cls, layout: Layout, plane: PipelinePlane, versions: Versions) -> "AsynchronousPass":
+    def of(cls, layout: Layout, plane: PipelinePlane, versions: Versions) -> "AsynchronousUpdate":
         """Return the pass of a plane whose stages keep these versions of their layers."""
-        _check(layout, plane.execution)
-        same = {field.name: getattr(plane, field.name) for field in fields(plane)}
-        return cls(AsynchronousPlane(**same, versions=versions), OptimizerParts(layout))
+        _check(layout, plane.context.execution)
+        return cls(layout, plane, AsynchronousPlane(plane, versions))
 
-    def __call__(self, state: State, batch: Any) -> Passed:
+    @cached_property
+    def parts(self) -> OptimizerParts:
+        """Which part of the optimizer's state belongs to what."""
+        return OptimizerParts(self.layout)
+
+    def __call__(self, state: State, batch: Any) -> Found:
         """Return what a call of the step finds, its layers being updated already."""
         kept = (self.parts.of(state.optimizer, *roles) for roles in ((LAYERS,), (COUNT, NUMBER)))
         held = StepInputs(flatten(state.params), flatten(state.variables), *kept)
-        new, squares, ends, mean = self.plane.train(held, batch, state.step, self._apply)
+        new, squares, ends, mean = self.stages.train(held, batch, state.step, self._apply)
         gradients = {path: self._mean(path, g, mean.weight) for path, g in ends.items()}
         norm = jnp.sqrt(squares + optax.tree.norm(gradients, squared=True))
 
-        def update(params: Flat, optimizer: Any) -> tuple[Flat, Any]:
-            ends, kept = self._ends(gradients, params, optimizer, state.step)
-            optimizer = self.parts.join(optimizer, kept, new.moments, new.counts)
-            return params | ends | new.parameters, optimizer
+        def changed(held: Held) -> Held:
+            ends, kept = self._ends(gradients, held.parameters, held.optimizer, state.step)
+            optimizer = self.parts.join(held.optimizer, kept, new.moments, new.counts)
+            return Held(held.parameters | ends | new.parameters, optimizer, {})
 
-        return Passed(mean, norm, update, {}, {})
+        execution, placed = self.plane.context.execution, self.layout.placed
+        update = lambda held, finite: unless_nonfinite(execution, placed, finite, changed, held)
+        return Found(mean, norm, {}, {}, update)
 
     def _apply(self, gradients: Flat, kept: tuple[Flat, Flat], parameters: Flat) -> Any:
         """Update layers, inside the data plane."""
@@ -80,7 +87,7 @@ class AsynchronousPass:
 
     def _mean(self, path: str, gradient: jax.Array, weight: jax.Array) -> jax.Array:
         scaled = gradient * (1 / weight).astype(gradient.dtype)
-        return scaled.astype(self.parts.layout.placed[path].dtype)
+        return scaled.astype(self.layout.placed[path].dtype)
 
 
 def _check(layout: Layout, execution: Execution) -> None:

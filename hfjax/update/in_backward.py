@@ -18,8 +18,9 @@ from hfjax.parallel.memory import is_on_host, to_device, to_host
 from hfjax.parallel.mesh import describe_mesh
 from hfjax.plan.hosted import MASTER
 from hfjax.plan.layout import Layout, State
-from hfjax.update.parts import COUNT, ENDS, LAYERS, NUMBER, OptimizerParts, Passed
+from hfjax.update.parts import COUNT, ENDS, LAYERS, NUMBER, OptimizerParts
 from hfjax.update.separable import Reason, check_leafwise
+from hfjax.update.update import Found, Held, Update
 
 _REASON = Reason(
     "With optimizer_in_backward each layer is updated by itself, before all gradients are known",
@@ -27,8 +28,8 @@ _REASON = Reason(
 )
 
 
-@dataclass(frozen=True)
-class InBackward:
+@dataclass(frozen=True, eq=False)
+class InBackwardUpdate(Update):
     """One call of the step: layers are updated from last to first, then embedding and head.
 
     The result is that of the ordinary step. Only a step that is not finite differs: layers above
@@ -37,37 +38,38 @@ class InBackward:
     finite is seen before any layer is updated.
     """
 
-    plane: LayerUpdatePlane
-    parts: OptimizerParts
+    layers: LayerUpdatePlane  # of `plane`
 
-    @classmethod
-    def of(cls, layout: Layout, plane: LayerUpdatePlane) -> "InBackward":
-        """Return the pass of a plane that updates its layers."""
-        return cls(plane, OptimizerParts(layout))
-
-    def __call__(self, state: State, batch: Any) -> Passed:
+    def __call__(self, state: State, batch: Any) -> Found:
         """Return what a call of the step finds, its layers being updated already."""
         params = flatten(state.params)
         kept = (self.parts.of(state.optimizer, *roles) for roles in ((LAYERS,), (COUNT, NUMBER)))
         held = StepInputs(params, flatten(state.variables), *kept)
-        new, squares, finite, ends, mean = self.plane.train(
+        new, squares, finite, ends, mean = self.layers.train(
             held, batch, state.step, self._apply, {n: self._path_of[n] for n in held.moments}
         )
         squares |= {path: (g * g).sum() for path, g in ends.items()}
         norm = jnp.sqrt(sum(x.sum() for x in squares.values())) / mean.weight
         gradients = {path: self._mean(g, mean.weight) for path, g in ends.items()}
 
-        def update(params: Flat, optimizer: Any) -> tuple[Flat, Any]:
+        def update(held: Held, _: jax.Array) -> Held:
+            params, optimizer = held.parameters, held.optimizer
             ends, kept = self._ends(gradients, params, optimizer, finite & jnp.isfinite(norm))
-            return params | ends | new.parameters, self.parts.join(optimizer, kept, new.moments)
+            params = params | ends | new.parameters
+            return Held(params, self.parts.join(optimizer, kept, new.moments), {})
 
-        return Passed(mean, norm, update, {}, squares, guards_itself=True)
+        return Found(mean, norm, {}, squares, update)
+
+    @cached_property
+    def parts(self) -> OptimizerParts:
+        """Which part of the optimizer's state belongs to what."""
+        return OptimizerParts(self.layout)
 
     @cached_property
     def _path_of(self) -> Mapping[str, str]:
         """Name of what the optimizer keeps of a parameter -> its path."""
         leaves = self.parts.leaves.items()
-        found = {name: self.parts.layout.parameter_of(*leaf) for name, leaf in leaves}
+        found = {name: self.layout.parameter_of(*leaf) for name, leaf in leaves}
         return {name: p.path for name, p in found.items() if p is not None}
 
     def _apply(self, gradients: Flat, moments: Flat, counts: Flat, parameters: Flat) -> Any:
@@ -77,7 +79,7 @@ class InBackward:
 
     def _updated(self, gradients: Flat, kept: Flat, parameters: Flat) -> tuple[Flat, Flat]:
         """Return parameters and what the optimizer keeps; of master weights they are copies."""
-        wanted = self.parts.layout.working_dtype
+        wanted = self.layout.working_dtype
         given = {path: g.astype(wanted(path)) for path, g in gradients.items()}
         parameters, kept = self.parts.apply(given, kept, parameters)
         masters = {self._path_of[n]: x for n, x in kept.items() if n in self._masters}
@@ -96,7 +98,7 @@ class InBackward:
         held = {path: params[path] for path in gradients}
         before = self._place(to_device(held)), to_device(stored)
         after = self._updated(self._place(gradients), before[1], before[0])
-        if self.plane.guards:
+        if self.layers.guards:
             after = jax.tree.map(lambda new, old: jnp.where(finite, new, old), after, before)
         new = self._place(after[0], "parameter" if self._far else "moment")
         back = lambda old, x: to_host(x) if is_on_host(old) else x
@@ -107,11 +109,11 @@ class InBackward:
     @property
     def _far(self) -> bool:
         """Whether parameters lie on the host."""
-        return self.parts.layout.hosted.parameters
+        return self.layout.hosted.parameters
 
     def _place(self, arrays: Flat, column: str = "moment") -> Flat:
         """Return arrays of the ends' parameters, each where its moments lie."""
-        layout = self.parts.layout
+        layout = self.layout
         on = lambda path: NamedSharding(layout.mesh, getattr(layout.placed[path], column))
         return {path: lax.with_sharding_constraint(x, on(path)) for path, x in arrays.items()}
 

@@ -13,28 +13,29 @@ from hfjax.base.paths import Flat
 from hfjax.optimizers.fused_adamw import AdamWState, Fields, later, opened, recognised
 from hfjax.optimizers.transforms import stored_dtype
 from hfjax.pallas_kernels import adamw as room
+from hfjax.parallel.engine.gradients import Plane
 from hfjax.parallel.engine.kernels import Kernels
-from hfjax.plan.layout import Layout
+from hfjax.plan.layout import Layout, State
+from hfjax.update.update import Found, Gradients, Held, Update, select
 
 NOT_OURS = "the optimizer is not hfjax.adamw, or hfjax.master of it, alone"
 FORMS: Mapping[str, Callable] = {"pallas": room.adamw_shard, "reference": room.reference}
 
 
 @dataclass(frozen=True, eq=False)
-class OnePass:
+class OnePassUpdate(Update):
     """The update of a recognised AdamW: every byte of a shard is read once and written once.
 
     What it computes is what the optimizer does; a step that does not count changes nothing.
     """
 
-    layout: Layout
     fields: Fields
     steps: Mapping[str, Callable]  # of the shard of each path: the kernel, or its plain form
 
     @classmethod
-    def of(cls, layout: Layout, kernels: Kernels) -> "OnePass | None":
+    def of(cls, layout: Layout, plane: Plane) -> "OnePassUpdate | None":
         """Return the update in the form that was chosen; None: the optimizer's own is to run."""
-        fields = recognised(layout.optimizer)
+        fields, kernels = recognised(layout.optimizer), plane.context.traced.kernels
         if fields is None or layout.hosted:
             _check_not_named(kernels, "the host keeps a part of the state" if fields else NOT_OURS)
             return None
@@ -42,9 +43,23 @@ class OnePass:
         if FORMS.keys().isdisjoint(forms.values()):
             return None
         steps = {path: FORMS.get(form, room.reference) for path, form in forms.items()}
-        return cls(layout, fields, steps)
+        return cls(layout, plane, fields, steps)
 
-    def __call__(
+    def __call__(self, state: State, batch: Any) -> Found:
+        """Return what a pass over the batch finds."""
+        gradients = Gradients.of(self.plane, state, batch)
+        always = self.plane.context.execution.nonfinite == "apply"
+
+        def update(held: Held, finite: jax.Array) -> Held:
+            keep = None if always else finite
+            given = gradients.summed, held.parameters, held.optimizer, gradients.scale()
+            new = self._updated(*given, keep)
+            written = gradients.variables
+            return Held(*new, written if always else select(finite, written, held.variables))
+
+        return gradients.found(update)
+
+    def _updated(
         self, gradients: Flat, params: Flat, state: Any, scale: jax.Array, keep: jax.Array | None
     ) -> tuple[Flat, Any]:
         """Return new parameters and state. `scale` is the factor of gradients.

@@ -5,33 +5,17 @@ other parts are empty. State of the optimizer is matched to a parameter by path 
 that belongs to no parameter (a count of updates) goes to every part.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from hfjax.base.mean import Mean
 from hfjax.base.paths import Flat, flatten, nest
 from hfjax.parallel.engine.blueprint import LAYERS as OF_LAYERS
 from hfjax.plan.layout import Layout
-
-
-class Passed(NamedTuple):
-    """What a pass over a batch has found: nothing is updated yet."""
-
-    mean: Mean
-    norm: jax.Array  # of the gradient of the mean
-    update: Callable  # (params, moments) -> new ones; streamed: also whether to change them
-    variables: Flat  # what the model wrote to
-    # Path -> sum of the squares of a gradient, of each layer of a stack where they are updated one
-    # by one; empty where nobody knows them all.
-    squares: Flat
-    guards_itself: bool = False  # the update itself leaves alone what is not finite
-
 
 LAYERS, ENDS = "layers", "ends"
 COUNT, NUMBER = "count beside moments", "number"

@@ -16,7 +16,7 @@ import optax
 
 from hfjax.base.paths import Flat, flatten, nest
 from hfjax.parallel.engine.blueprint import LAYERS as OF_LAYERS
-from hfjax.parallel.pipeline.packing import PackedLayers
+from hfjax.parallel.heterogeneous.packing import PackedLayers
 from hfjax.plan.layout import Layout
 from hfjax.plan.optimizer_state import converted, reformed
 from hfjax.update.parts import COUNT, ENDS, LAYERS, NUMBER, OptimizerParts

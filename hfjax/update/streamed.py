@@ -23,51 +23,56 @@ from hfjax.parallel.autodiff.program import Piece, piece, variables
 from hfjax.parallel.memory import is_on_host, to_device, to_host
 from hfjax.parallel.mesh import PIPE_AXIS
 from hfjax.parallel.placement import Placed, entries_of
-from hfjax.plan.layout import Layout
+from hfjax.plan.layout import State
 from hfjax.update.parts import OptimizerParts
 from hfjax.update.separable import check_leafwise
+from hfjax.update.update import Found, Gradients, Held, Update, scaled, select
 
 Key = tuple[str, str]  # GRADIENT or PARAMETER and a path, or KEPT and a name
 Arrays = dict[Key, Any]
 GRADIENT, PARAMETER, KEPT = "gradient", "parameter", "kept"
 
 
-class Summed(NamedTuple):
-    """What is updated: gradients as they were summed, parameters, the optimizer's state."""
-
-    gradients: Flat
-    parameters: Flat
-    moments: Any
-
-
 @dataclass(frozen=True, eq=False)
-class Streamed:
+class StreamedUpdate(Update):
     """The update of a layout whose state lies partly on the host (HOST_OPTIMIZER).
 
     `train.py` makes it where `layout.hosted` is true, unless the optimizer runs in the backward
     pass: then `parallel/layerwise` fetches and updates layer by layer.
     """
 
-    layout: Layout
-
     def __post_init__(self):
         assert self._parts, "tried out here, since no number is known inside of a trace"
 
-    def __call__(self, held: Summed, scale: Callable, keep: jax.Array | None) -> tuple[Flat, Any]:
-        """Return new parameters and moments, each where the layout has it.
+    def __call__(self, state: State, batch: Any) -> Found:
+        """Return what a pass over the batch finds.
 
-        `scale` divides summed gradients by the weight of the loss and clips them. `keep` is a
-        traced bool: where it is false (a step that is not finite), the old values are returned.
+        What is streamed is selected part by part: no branch holds the state twice, and on the host
+        nothing can be selected.
         """
-        run = _Run(self, scale, keep)
-        kept = dict(zip(self.parts.leaves, jax.tree.leaves(held.moments), strict=True))
-        old = _named(GRADIENT, held.gradients) | _named(PARAMETER, held.parameters)
+        gradients = Gradients.of(self.plane, state, batch)
+        always = self.plane.context.execution.nonfinite == "apply"
+        working = self.layout.working_dtypes
+        scale = lambda summed: scaled(summed, gradients.scale(), working)
+
+        def update(held: Held, finite: jax.Array) -> Held:
+            run = _Run(self, scale, None if always else finite)
+            new = self._updated(run, gradients.summed, held)
+            written = gradients.variables
+            return Held(*new, written if always else select(finite, written, held.variables))
+
+        return gradients.found(update)
+
+    def _updated(self, run: "_Run", gradients: Flat, held: Held) -> tuple[Flat, Any]:
+        """Return new parameters and optimizer state, each where the layout has it."""
+        kept = dict(zip(self.parts.leaves, jax.tree.leaves(held.optimizer), strict=True))
+        old = _named(GRADIENT, gradients) | _named(PARAMETER, held.parameters)
         old |= _named(KEPT, kept)
         new: Arrays = {}
         for part in self._parts:
             new |= run.part(part, _wait_for(old, part, new))
         of = lambda kind: {name: x for (what, name), x in new.items() if what == kind}
-        return held.parameters | of(PARAMETER), self.parts.join(held.moments, of(KEPT))
+        return held.parameters | of(PARAMETER), self.parts.join(held.optimizer, of(KEPT))
 
     @cached_property
     def parts(self) -> OptimizerParts:
@@ -147,13 +152,13 @@ class Streamed:
 
     @cached_property
     def _program(self) -> "_Program":
-        return self._traced(1) if self._layer_by_layer else self._whole
+        return self._trace(1) if self._layer_by_layer else self._whole
 
     @cached_property
     def _whole(self) -> "_Program":
-        return self._traced(None)
+        return self._trace(None)
 
-    def _traced(self, rows: int | None) -> "_Program":
+    def _trace(self, rows: int | None) -> "_Program":
         """Return the optimizer's program, of so many rows of what is stacked (None: of all)."""
         shapes = self._shapes
         if rows is not None:
@@ -232,9 +237,9 @@ class _Part:
 class _Run:
     """One update, in a trace."""
 
-    streamed: Streamed
-    scale: Callable
-    keep: jax.Array | None
+    streamed: StreamedUpdate
+    scale: Callable  # divides summed gradients by the weight of the loss, and clips them
+    keep: jax.Array | None  # where it is false (a step that is not finite) nothing changes
 
     def part(self, part: _Part, old: Arrays) -> Arrays:
         """Return what a part becomes."""
@@ -265,7 +270,7 @@ class _Run:
 
     def _home(self, key: Key) -> tuple:
         p = self.streamed.owner(key)
-        return p.home if p is not None else ()
+        return (PIPE_AXIS,) if p is not None and PIPE_AXIS in p.stays else ()
 
     def _row(self, part: _Part, stacks: Arrays, fixed: Arrays, i: Index) -> Arrays:
         """Return the stacks with one row updated."""

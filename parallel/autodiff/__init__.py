@@ -1,5 +1,6 @@
 """Programs as data: JAX's traces cut into parts.
 
 What a backward pass keeps of the forward pass (`program`, `saved`), and a layer's passes read apart
-(`dissect`): into the gradient of its input and that of its weights.
+(`dissect`): into the gradient of its input and that of its weights. `check_host_loops` tries once
+whether XLA brings back from the host what was sent there.
 """

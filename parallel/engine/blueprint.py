@@ -16,8 +16,7 @@ from flax import linen, nnx
 from hfjax.base.paths import Flat
 from hfjax.parallel.engine.fetch import Placeholder, devices_along, refuse_elsewhere
 from hfjax.parallel.engine.layers import has_three_parts, is_list, items_of
-from hfjax.parallel.mesh import BATCH_AXES
-from hfjax.parallel.placement import STACK
+from hfjax.parallel.mesh import SAMPLE_AXES, STACK
 
 LAYERS = "layers/"
 # Names by which models and libraries call the logical axes of a parameter.
@@ -278,7 +277,7 @@ def blueprint(
 
 def _on_one_device(function: Callable[[], Any]) -> Callable[[], Any]:
     """Return a function in which the axes of rows have names: models may sum over them at once."""
-    for axis in BATCH_AXES:
+    for axis in SAMPLE_AXES:
         function = jax.vmap(function, out_axes=None, axis_name=axis, axis_size=1)
     return function
 
@@ -310,7 +309,7 @@ def _synchronised(model: nnx.Module) -> list[str]:
         if isinstance(module, nnx.BatchNorm):
             if type(module) is nnx.BatchNorm:
                 module.__class__ = SyncBatchNorm
-            setattr(module, "axis_name", BATCH_AXES)  # noqa: B010  flax declares one name
+            setattr(module, "axis_name", SAMPLE_AXES)  # noqa: B010  flax declares one name
             count += 1
     if not count:
         return []
@@ -322,7 +321,7 @@ def _synchronised(model: nnx.Module) -> list[str]:
 
 def check_mask(module: Any, mask: Any) -> None:
     """Refuse a mask where flax would average the means of devices, however many rows each has."""
-    if mask is not None and math.prod(map(devices_along, BATCH_AXES)) > 1:
+    if mask is not None and math.prod(map(devices_along, SAMPLE_AXES)) > 1:
         raise ValueError(
             f"{type(module).__name__} with mask=: flax averages the statistics of devices whatever "
             "number of rows of each counts, which is not what one device computes. Mask before "
@@ -345,7 +344,7 @@ def _synchronise_linen(call: Callable, args: tuple, kwargs: dict, context: Any) 
     """Let Linen's BatchNorm normalise over the rows of all devices: an interceptor of methods."""
     module = context.module
     if isinstance(module, linen.BatchNorm) and context.method_name == "__call__":
-        object.__setattr__(module, "axis_name", BATCH_AXES)  # of this call's own instance
+        object.__setattr__(module, "axis_name", SAMPLE_AXES)  # of this call's own instance
         check_mask(module, kwargs.get("mask"))
     return call(*args, **kwargs)
 

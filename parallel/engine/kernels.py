@@ -14,7 +14,7 @@ from hfjax.pallas_kernels.choice import KERNELS, Choice, Shape, Wanted, show
 from hfjax.pallas_kernels.cross_entropy import loss as cross_entropy
 from hfjax.pallas_kernels.handing import Projection
 from hfjax.parallel.engine import sharded_kernels, tensor_ring
-from hfjax.parallel.mesh import PIPE_AXIS
+from hfjax.parallel.mesh import PIPE_AXIS, TENSOR_AXES, size_of
 
 
 @dataclass(frozen=True)
@@ -117,10 +117,10 @@ class Kernels:
     # -- what only XLA's form can do --------------------------------------------------------------
 
     def _share(self, count: int) -> int:
-        return -(-count // self.mesh.shape["tensor"])
+        return -(-count // size_of(TENSOR_AXES, self.mesh))
 
     def _uneven(self, what: str, count: int) -> str | None:
-        shards = self.mesh.shape["tensor"]
+        shards = size_of(TENSOR_AXES, self.mesh)
         if count % shards == 0:
             return None
         return f"{count} {what} do not divide by a tensor axis of {shards}"

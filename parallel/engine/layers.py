@@ -10,11 +10,12 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from hfjax.parallel.activation_offload import Offloaded, Share, Tensor, share
+from hfjax.parallel.activation_offload import Share, Tensor, share
 from hfjax.parallel.autodiff.saved import Choose, kept
 from hfjax.parallel.compiler import GPU
 from hfjax.parallel.engine.fetch import Placeholder, Stored, fetched
 from hfjax.parallel.engine.gather_on_use import in_a_model
+from hfjax.parallel.engine.traced import Traced
 from hfjax.parallel.execution import Execution
 from hfjax.parallel.remat import Remat
 
@@ -76,7 +77,7 @@ class LayerOptions:
     execution: Execution
     gathers: bool  # parameters of layers are split: each layer gathers its own
     platform: str
-    offloaded: Offloaded  # is told what layers keep, and what of it goes to the host
+    traced: Traced  # is told what layers keep, and what of it goes to the host
 
     @property
     def remat(self) -> Remat:
@@ -87,9 +88,8 @@ class LayerOptions:
     def policy(self, number: int = 0) -> Callable | None:
         """Return what layer `number` may save."""
         keep = self.gathers and not self.execution.reshard_after_forward
-        return self.remat.policy(
-            number, self.gathers or self.tells_names, keep, self.offloaded.seen
-        )
+        views = self.gathers or self.tells_names
+        return self.remat.policy(number, views, keep, self.traced.names)
 
     def unroll(self) -> int | bool:
         """Return layers per turn of the scan: all, if none is recomputed (gathered parameters are).
@@ -126,7 +126,7 @@ class LayerOptions:
         offload = self.execution.offload
         assert offload is not None
         chosen = share(offload, tensors, may_cut())
-        self.offloaded.add(name, times, tensors, chosen)
+        self.traced.offloaded.add(name, times, tensors, chosen)
         return chosen
 
 

@@ -18,8 +18,8 @@ from hfjax.base.paths import Flat, Index
 from hfjax.parallel.arrangement import Arrangement
 from hfjax.parallel.autodiff.dissect import Dissected, dissect
 from hfjax.parallel.engine.blueprint import LAYERS, Blueprint, Layer, fill, raw
+from hfjax.parallel.engine.context import is_random
 from hfjax.parallel.engine.fetch import Movement, Placeholder, Stored
-from hfjax.parallel.engine.gradients import is_random
 from hfjax.parallel.engine.layers import layer_function
 
 
@@ -80,23 +80,24 @@ class PlacedModel:
         layers = [path for path in self.parameters if path.startswith(LAYERS)]
         row = lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype)
         return ModelParts(
-            first=self._first,
-            last=self._last,
-            passes=self._passes,
+            first=self.first,
+            last=self.last,
+            passes=self.passes,
             values={path: self.parameters[path] for path in layers},
-            outside=self._ends,
+            outside=self.outside,
             slots={path: row(self.slots[path]) for path in layers if path in self.slots},
             order=self.arrangement.order,
-            keep=replace(self, policy=None)._passes if self.keeps_last else None,
+            keep=replace(self, policy=None).passes if self.keeps_last else None,
         )
 
     @cached_property
-    def _ends(self) -> Flat:
+    def outside(self) -> Flat:
         """What lies outside the layers, fetched once for all microbatches."""
         outside = {p: v for p, v in self.parameters.items() if not p.startswith(LAYERS)}
-        return {path: self._stored(path, value, None).fetch() for path, value in outside.items()}
+        return {path: self.stored(path, value, None).fetch() for path, value in outside.items()}
 
-    def _stored(self, path: str, value: Any, slot: Any) -> Stored:
+    def stored(self, path: str, value: Any, slot: Any) -> Stored:
+        """Return what a device stores of a parameter, with the slot of its gradient."""
         return Stored(value, slot, self.movements[path])
 
     def _merge(self, outside: Flat, variables: Flat) -> Any:
@@ -104,13 +105,15 @@ class PlacedModel:
         parameters = outside | {path: Placeholder(path) for path in layers}
         return self.blueprint.merge(parameters, variables, self.mode)
 
-    def _first(self, outside: Flat, m: Index) -> Any:
+    def first(self, outside: Flat, m: Index) -> Any:
+        """Return what enters the first layer."""
         model, before = self._holding(outside, m)
         x = model.embed(self.inputs(m))
         self._check_ends(model, before, "embed")
         return x
 
-    def _last(self, outside: Flat, x: Any, m: Index) -> tuple[jax.Array, Any]:
+    def last(self, outside: Flat, x: Any, m: Index) -> tuple[jax.Array, Any]:
+        """Return the total of the loss, which is differentiated, and what is told."""
         model, before = self._holding(outside, m)
         outputs = model.head(x)
         self._check_ends(model, before, "head")
@@ -127,27 +130,28 @@ class PlacedModel:
         return self._merge(outside, variables), variables
 
     @cached_property
-    def _layers(self) -> list[Layer]:
+    def layers(self) -> list[Layer]:
+        """The layers of a list, or the one layer that all stacked ones are."""
         return self.blueprint.layers(self.mode)
 
-    def _passes(self, known: Any, slots: Flat, x: Any, split: bool) -> Dissected:
+    def passes(self, known: Any, slots: Flat, x: Any, split: bool) -> Dissected:
         """Return the passes of a unit: of one layer."""
         return dissect(self._unit, known, slots, x, split)
 
     def _unit(self, known: Any, slots: Flat, x: Any) -> Any:
         values, number, m = known
-        layer = self._layers[0]
+        layer = self.layers[0]
         held = self.variables(m, number) if layer.variables else {}
-        stored = lambda path: self._stored(path, values[path], slots.get(path))
-        return self._apply(layer, stored, held, x)
+        stored = lambda path: self.stored(path, values[path], slots.get(path))
+        return self.apply(layer, stored, held, x)
 
     def run(self, layer: Layer, values: Flat, slots: Flat, x: Any) -> Any:
         """Return what a layer of a list makes of `x`, its parameters being stored ones."""
-        stored = lambda path: self._stored(path, values[path], slots.get(path))
+        stored = lambda path: self.stored(path, values[path], slots.get(path))
         held = self.variables(0, None) if layer.variables else {}
-        return self._apply(layer, stored, held, x)
+        return self.apply(layer, stored, held, x)
 
-    def _apply(self, layer: Layer, parameter: Callable, variables: Flat, x: Any) -> Any:
+    def apply(self, layer: Layer, parameter: Callable, variables: Flat, x: Any) -> Any:
         """Return what a layer makes of `x`."""
         if not isinstance(layer.graph, nnx.GraphDef):
             return layer.graph(x)

@@ -9,8 +9,8 @@ from jax import lax
 from hfjax.base.paths import Flat
 from hfjax.parallel.engine.fetch import Sending, on_tensor_shards, scatter
 from hfjax.parallel.execution import Precision
-from hfjax.parallel.mesh import BATCH_AXES, in_use
-from hfjax.parallel.placement import Dims, Placed, auto_part, entries_of, size_of
+from hfjax.parallel.mesh import BATCH_AXES, TENSOR_AXES, in_use, size_of
+from hfjax.parallel.placement import Dims, Placed, entries_of, keep
 from hfjax.parallel.strategy import Axes
 
 
@@ -41,9 +41,11 @@ class Reduction:
         summed: Flat = {}
         for axes, group in groups.items():
             mesh = placed[next(iter(group))].mesh
-            if self.hierarchical and in_use(mesh, BATCH_AXES) == BATCH_AXES == axes[-2:]:
-                group = lax.psum(group, axes[:-2]) if axes[:-2] else group
-                summed |= {path: self._sum_by_node(placed[path], g) for path, g in group.items()}
+            rows = in_use(mesh, BATCH_AXES)
+            if self.hierarchical and len(rows) > 1 and set(rows) <= set(axes):
+                rest = tuple(axis for axis in axes if axis not in BATCH_AXES)
+                group = lax.psum(group, rest) if rest else group
+                summed |= {path: _sum_by_node(placed[path], g) for path, g in group.items()}
             else:
                 summed |= lax.psum(group, axes) if axes else group
         return {path: summed[path].astype(gradient.dtype) for path, gradient in gradients.items()}
@@ -54,22 +56,23 @@ class Reduction:
         rest = [(dim, tuple(a for a in axes if a not in done)) for dim, axes in p.split("moment")]
         todo = levels(tuple((dim, axes) for dim, axes in rest if axes), self.hierarchical)
         gradient = scatter(gradient, todo, p.tensor, self.sending)
-        done |= {axis for _, axes in todo for axis in axes} | set(p.home)
+        done |= {axis for _, axes in todo for axis in axes} | set(p.stays)
         done |= set(self.summed.get(p.path, ()))
         return gradient, tuple(axis for axis in self.axes if axis not in done)
 
-    def _sum_by_node(self, p: Placed, gradient: jax.Array) -> jax.Array:
-        """Scatter over fsdp (inside the node), add over data (across nodes), gather over fsdp."""
-        size = size_of(("fsdp",), p.mesh)
-        taken = entries_of(auto_part(p.parameter), len(p.shape))
-        free = [d for d, n in enumerate(p.shape) if not taken[d] and n % size == 0]
-        free = [d for d in free if d or not p.home]
-        if not free:
-            return lax.psum(gradient, BATCH_AXES)
 
-        def add(gradient):
-            shard = lax.psum_scatter(gradient, "fsdp", scatter_dimension=free[0], tiled=True)
-            shard = lax.psum(shard, "data")
-            return lax.all_gather(shard, "fsdp", axis=free[0], tiled=True, to="invarying")
+def _sum_by_node(p: Placed, gradient: jax.Array) -> jax.Array:
+    """Scatter over the innermost axis (in a node), add over the others, gather over it."""
+    *across, inside = in_use(p.mesh, BATCH_AXES)
+    size = size_of((inside,), p.mesh)
+    taken = entries_of(keep(p.parameter, (*TENSOR_AXES, *p.stays)), len(p.shape))
+    free = [d for d, n in enumerate(p.shape) if not taken[d] and n % size == 0]
+    if not free:
+        return lax.psum(gradient, BATCH_AXES)
 
-        return on_tensor_shards(add, p.tensor, len(p.shape))(gradient)
+    def add(gradient):
+        shard = lax.psum_scatter(gradient, inside, scatter_dimension=free[0], tiled=True)
+        shard = lax.psum(shard, tuple(across))
+        return lax.all_gather(shard, inside, axis=free[0], tiled=True, to="invarying")
+
+    return on_tensor_shards(add, p.tensor, len(p.shape))(gradient)

@@ -16,7 +16,7 @@ from hfjax.pallas_kernels.ring import (
 )
 from hfjax.pallas_kernels.ring.tiles import Tuning
 from hfjax.parallel.engine.on_shards import OnShards
-from hfjax.parallel.mesh import TENSOR_AXES, in_use
+from hfjax.parallel.mesh import TENSOR_AXES, in_use, size_of
 
 SPLIT = TENSOR_AXES  # of one dimension
 FORMS = {"pallas": products.by_kernel, "reference": products.by_jax}
@@ -61,7 +61,7 @@ def _sequences(rows: jax.Array, batch: int) -> jax.Array:
 
 def refuses(mesh: Mesh, kind: str, x_BSI: jax.Array, kernel_IO: jax.Array) -> str | None:
     """Return why the kernel of a ring cannot take the shards of these operands, or None."""
-    shards, into = mesh.shape["tensor"], kind == "all_gather_matmul"
+    shards, into = size_of(TENSOR_AXES, mesh), kind == "all_gather_matmul"
     (batch, length, inputs), outputs = x_BSI.shape, kernel_IO.shape[1]
     if into:
         length, outputs = length // shards, outputs // shards

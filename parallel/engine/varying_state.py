@@ -12,7 +12,7 @@ from jax.extend import source_info_util
 from jax.extend.core import JaxprEqn, Literal
 
 from hfjax.parallel.autodiff.program import parts_of_scan
-from hfjax.parallel.mesh import BATCH_AXES
+from hfjax.parallel.mesh import SAMPLE_AXES
 
 DRAWS = "random_bits"
 AGREES = ("psum", "psum_invariant", "pmax", "pmin", "all_gather", "all_gather_invariant")
@@ -51,7 +51,7 @@ def warn_of_whole_numbers(paths: Sequence[str]) -> None:
         warnings.warn(
             f"{', '.join(paths)}: whole numbers or flags that follow from the rows of a device, "
             "and the greatest of all devices is kept. Make them agree: jax.lax.psum (or pmax, "
-            'pmin) of what is added, over ("data", "fsdp").',
+            f"pmin) of what is added, over {SAMPLE_AXES}.",
             UserWarning,
             stacklevel=2,
         )
@@ -88,7 +88,7 @@ def _outputs(equation: JaxprEqn, given: list[bool], line: str, lines: set[str]) 
     kind, count = equation.primitive.name, len(equation.outvars)
     if kind == "axis_index":
         return [True]
-    if kind in AGREES and set(BATCH_AXES) <= _axes(equation):
+    if kind in AGREES and set(SAMPLE_AXES) <= _axes(equation):
         return [False] * count
     bodies = list(_bodies(equation))
     if kind == "scan":

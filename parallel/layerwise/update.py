@@ -1,5 +1,6 @@
 """The update of one layer, on one device: reduce, divide by the weight, apply, put back."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -13,8 +14,8 @@ from hfjax.base.paths import Flat, Index
 from hfjax.parallel.engine.fetch import on_tensor_shards
 from hfjax.parallel.engine.reduce import Reduction
 from hfjax.parallel.memory import is_on_host, to_device, to_host
-from hfjax.parallel.mesh import TENSOR_AXES, in_use
-from hfjax.parallel.placement import Dims, Placed, auto_part, size_of
+from hfjax.parallel.mesh import TENSOR_AXES, in_use, size_of
+from hfjax.parallel.placement import Dims, Placed, auto_part
 
 
 class Carry(NamedTuple):
@@ -27,8 +28,8 @@ class Carry(NamedTuple):
 
 
 @dataclass(frozen=True)
-class StackedUpdate:
-    """How a layer of a stack is updated. Rows keep their first dimension, so that specs fit."""
+class LayerUpdate(ABC):
+    """How a layer is updated."""
 
     placed: Mapping[str, Placed]  # of the layers' parameters that have a gradient, as stored
     reduction: Reduction
@@ -36,85 +37,105 @@ class StackedUpdate:
     belongs: Mapping[str, str]  # name of what the optimizer keeps -> path
     guards: bool  # a layer stays as it is if its gradient is not finite, or one before was not
 
+    @abstractmethod
+    def one(self) -> Mapping[str, Placed]:
+        """Return where the arrays of one layer lie."""
+
+    @abstractmethod
+    def rows(self, gradients: Flat) -> Flat:
+        """Return gradients of a layer in the form of its arrays."""
+
+    @abstractmethod
+    def take(self, carry: Carry, i: Index, paths: list[str], stored: Flat) -> tuple[Flat, Flat]:
+        """Return parameters and moments of layer i; stored ones are here if they come from afar."""
+
+    @abstractmethod
+    def put(self, carry: Carry, i: Index, new: Carry) -> Carry:
+        """Return what is updated with what is new of layer i in its place."""
+
     def __call__(self, carry: Carry, i: Index, stored: Flat, gradients: Flat, mean: Mean) -> Carry:
         """Return what is updated after the backward pass of layer i.
 
         `stored` are its parameters on the device; what lies on the host passes through it.
         """
-        total = self.reduction(self._pinned("gradient", self._rows(gradients)), self._of_row)
-        squares = _squares(total, self._of_row)
+        of = self.one()
+        total = self.reduction(self._pinned("gradient", self.rows(gradients), of), of)
+        squares = _squares(total, of)
         loss = mean.total / mean.weight
         finite = carry.finite & jnp.isfinite(loss) & jnp.isfinite(sum(squares.values()))
-        parameters, moments = self._take(carry, i, list(total), stored)
-        before = {path: _piece(self._of_row[path], x) for path, x in parameters.items()}, moments
-        after = self.apply(self._scaled(total, mean.weight), moments, before[0])
+        parameters, moments = self.take(carry, i, list(total), stored)
+        before = {path: _piece(of[path], x) for path, x in parameters.items()}, moments
+        after = self.apply(_scaled(total, mean.weight), moments, before[0])
         if self.guards:
             after = jax.tree.map(lambda new, old: jnp.where(finite, new, old), after, before)
-        stored = {path: _together(self._of_row[path], x) for path, x in after[0].items()}
-        new = self._pinned("parameter", stored), self._pinned("moment", after[1])
-        return self._put(carry, i, *new, squares, finite)
+        stored = {path: _together(of[path], x) for path, x in after[0].items()}
+        new = self._pinned("parameter", stored, of), self._pinned("moment", after[1], of)
+        return self.put(carry, i, Carry(*new, {p: x[None] for p, x in squares.items()}, finite))
 
-    # -- of a stack ---------------------------------------------------------------------------
+    def _pinned(self, column: str, arrays: Flat, placed: Mapping[str, Placed]) -> Flat:
+        """Keep tensor axes where a column has them."""
+        if not any(in_use(p.mesh, TENSOR_AXES) for p in self.placed.values()):
+            return arrays
+        of = lambda name: placed[self.belongs.get(name, name)]
+        pin = lambda name, x: lax.with_sharding_constraint(x, auto_part(getattr(of(name), column)))
+        return {name: pin(name, x) for name, x in arrays.items()}
 
-    @property
-    def _of_row(self) -> dict[str, Placed]:
-        """Where a row of each stack lies."""
+
+@dataclass(frozen=True)
+class StackedUpdate(LayerUpdate):
+    """How a layer of a stack is updated. Rows keep their first dimension, so that specs fit."""
+
+    def one(self) -> dict[str, Placed]:
+        """Return where a row of each stack lies."""
         return {path: replace(p, shape=(1, *p.shape[1:])) for path, p in self.placed.items()}
 
-    def _rows(self, gradients: Flat) -> Flat:
+    def rows(self, gradients: Flat) -> Flat:
+        """Return gradients of a layer in the form of its arrays."""
         return {path: g[None] for path, g in gradients.items()}
 
-    def _take(self, carry: Carry, i: Index, paths: list[str], stored: Flat) -> tuple[Flat, Flat]:
-        """Return parameters and moments of layer i; stored ones are here if they come from afar."""
+    def take(self, carry: Carry, i: Index, paths: list[str], stored: Flat) -> tuple[Flat, Flat]:
+        """Return parameters and moments of layer i."""
         row = lambda x: to_device(lax.dynamic_slice_in_dim(x, i, 1))
         far = {path: stored[path][None] for path, x in carry.parameters.items() if is_on_host(x)}
         near = {path: row(x) for path, x in carry.parameters.items() if path not in far}
         return near | far, jax.tree.map(row, carry.moments)
 
-    def _put(self, carry: Carry, i: Index, parameters: Flat, moments: Flat, squares: Flat, ok: Any):
-        """Return what is updated with those of layer i in their place."""
+    def put(self, carry: Carry, i: Index, new: Carry) -> Carry:
+        """Return the stacks with the rows of layer i replaced."""
         put = lambda x, row: lax.dynamic_update_slice_in_dim(x, _beside(x, row), i, 0)
-        told = {path: x[None] for path, x in squares.items()}
-        new = Carry(parameters, moments, told, None)
-        stacks = jax.tree.map(put, carry._replace(finite=None), new)
-        return stacks._replace(finite=ok)
-
-    # -- moving -------------------------------------------------------------------------------
-
-    def _scaled(self, gradients: Flat, weight: jax.Array) -> Flat:
-        """Return gradients of the mean from those of the total."""
-        scale = 1 / weight
-        return {path: g * scale.astype(g.dtype) for path, g in gradients.items()}
-
-    def _pinned(self, column: str, arrays: Flat) -> Flat:
-        """Keep tensor axes where a column has them."""
-        if not any(in_use(p.mesh, TENSOR_AXES) for p in self.placed.values()):
-            return arrays
-        of = lambda name: self._of_row[self.belongs.get(name, name)]
-        pin = lambda name, x: lax.with_sharding_constraint(x, auto_part(getattr(of(name), column)))
-        return {name: pin(name, x) for name, x in arrays.items()}
+        stacks = jax.tree.map(put, carry._replace(finite=None), new._replace(finite=None))
+        return stacks._replace(finite=new.finite)
 
 
-class ListedUpdate(StackedUpdate):
+@dataclass(frozen=True)
+class ListedUpdate(LayerUpdate):
     """How a layer of a list is updated: its arrays are its carry."""
 
-    @property
-    def _of_row(self) -> dict[str, Placed]:
-        return dict(self.placed)
+    def one(self) -> Mapping[str, Placed]:
+        """Return where the arrays of each layer lie."""
+        return self.placed
 
-    def _rows(self, gradients: Flat) -> Flat:
+    def rows(self, gradients: Flat) -> Flat:
+        """Return gradients of a layer as they are."""
         return gradients
 
-    def _take(self, carry: Carry, i: Index, paths: list[str], stored: Flat) -> tuple[Flat, Flat]:
+    def take(self, carry: Carry, i: Index, paths: list[str], stored: Flat) -> tuple[Flat, Flat]:
+        """Return parameters and moments of layer i."""
         kept = {name: x for name, x in carry.moments.items() if self.belongs[name] in paths}
         return to_device(({path: carry.parameters[path] for path in paths}, kept))
 
-    def _put(self, carry: Carry, i: Index, parameters: Flat, moments: Flat, squares: Flat, ok: Any):
-        told = {path: x[None] for path, x in squares.items()}
-        there = lambda old, new: {name: _beside(old[name], x) for name, x in new.items()}
-        parameters, moments = there(carry.parameters, parameters), there(carry.moments, moments)
-        new = carry.parameters | parameters, carry.moments | moments, carry.squares | told
-        return Carry(*new, ok)
+    def put(self, carry: Carry, i: Index, new: Carry) -> Carry:
+        """Return all arrays, those of layer i replaced."""
+        there = lambda old, new: old | {name: _beside(old[name], x) for name, x in new.items()}
+        parameters = there(carry.parameters, new.parameters)
+        moments = there(carry.moments, new.moments)
+        return Carry(parameters, moments, carry.squares | new.squares, new.finite)
+
+
+def _scaled(gradients: Flat, weight: jax.Array) -> Flat:
+    """Return gradients of the mean from those of the total."""
+    scale = 1 / weight
+    return {path: g * scale.astype(g.dtype) for path, g in gradients.items()}
 
 
 def _beside(old: jax.Array, new: jax.Array) -> jax.Array:

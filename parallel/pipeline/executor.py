@@ -5,8 +5,9 @@ In a tick a stage receives what its neighbours sent in the tick before, then run
 whose slots the table's compiler has assigned, so neither the size of the program nor its memory
 depends on the number of microbatches.
 
-`SegmentFacts` and `StageTick` are one row of the table as a stage reads it. `Pipeline` is the
-stage: first the state that it holds, then `_tick`, what it does in a tick.
+`Pipeline` is a stage: first the state that it holds, then `_tick`, what it does in a tick. What
+may be done in more than one way is an object: `weights` (which parameters a pass uses, and when
+they are updated) and `unit` (what of a layer is computed again).
 """
 
 from collections.abc import Callable
@@ -16,7 +17,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from hfjax.base.paths import Index
@@ -25,73 +25,11 @@ from hfjax.parallel.autodiff.dissect import Dissected, arrays_of, cotangents
 from hfjax.parallel.autodiff.program import packed
 from hfjax.parallel.engine.parts import ModelParts
 from hfjax.parallel.mesh import PIPE_AXIS
+from hfjax.parallel.pipeline.recompute import EveryMicrobatch, ExceptLast, UnitPasses
 from hfjax.parallel.pipeline.rings import Links, Ring, Slots
+from hfjax.parallel.pipeline.tick import OUTSIDE, SegmentFacts, StageTick, State
+from hfjax.parallel.pipeline.weights import FIXED, Weights
 from hfjax.parallel.schedules.compile import SIDES, Ticks
-
-OUTSIDE = ("first", "last", "first_backward")  # tasks that use parameters outside the layers
-
-
-@dataclass(frozen=True)
-class SegmentFacts:
-    """Static facts of a segment: what runs in all its ticks on all stages, or in none.
-
-    No `lax.cond` is needed then.
-    """
-
-    ticks: Ticks
-    start: int
-    end: int
-
-    def always(self, what: str) -> bool:
-        return bool(self.when[what].all())
-
-    def never(self, what: str) -> bool:
-        return not self.when[what].any()
-
-    def arriving(self, kind: str) -> bool:
-        """Whether anything is sent in a tick whose messages arrive in this segment."""
-        return self.ticks.arriving(kind, self.start, self.end)
-
-    @cached_property
-    def when(self) -> dict[str, np.ndarray]:
-        """Whether each kind of task runs: bool [ticks, stages] each."""
-        table = self.ticks.table
-        tasks = table.cells[self.start : self.end]
-        when = {kind: tasks[..., i] >= 0 for i, kind in enumerate("FBW")}
-        g = tasks % table.virtual
-        when["first"] = when["F"] & (g[..., 0] == 0)
-        when["last"] = when["F"] & (g[..., 0] == table.virtual - 1)
-        when["first_backward"] = when["B"] & (g[..., 1] == 0)
-        return when
-
-
-@dataclass(frozen=True)
-class StageTick:
-    """One row of the table for this stage."""
-
-    row: dict[str, Any]
-    facts: SegmentFacts
-
-    def __getitem__(self, name: str) -> Any:
-        return self.row[name]
-
-    def positive(self, name: str) -> Any:
-        """Return a number to index with, 0 where the slot is idle."""
-        return jnp.maximum(self.row[name], 0)
-
-    def active(self, kind: str) -> Any:
-        return self.row[f"{kind}_microbatch"] >= 0
-
-    def branch(self, what: str, yes: Callable, no: Callable, *operands: Any) -> Any:
-        """Return `yes(*operands)` where it is so, `no(*operands)` elsewhere."""
-        if self.facts.always(what):
-            return yes(*operands)
-        if self.facts.never(what):
-            return no(*operands)
-        return lax.cond(self.row[what], yes, no, *operands)
-
-
-State = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -105,6 +43,7 @@ class Pipeline:
     model: ModelParts
     unroll: int | bool = 1
     choose: Callable | None = None  # (tensors, layers of a stage) -> which go to the host
+    weights: Weights = FIXED
 
     @property
     def _trains(self) -> bool:
@@ -119,12 +58,12 @@ class Pipeline:
         return self.ticks.table.branches
 
     @cached_property
-    def _stage(self) -> Any:
+    def stage(self) -> Any:
         return lax.axis_index(PIPE_AXIS) if self.ticks.table.stages > 1 else 0
 
     @cached_property
     def _links(self) -> Links:
-        return Links(self.ticks, self._stage)
+        return Links(self.ticks, self.stage)
 
     @cached_property
     def _x(self) -> Any:
@@ -133,18 +72,18 @@ class Pipeline:
         return jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shape)
 
     @cached_property
-    def _chunks(self) -> Slots:
+    def chunks(self) -> Slots:
         _, chunks, units = self.model.order.shape
         return Slots(chunks, units, apart=self.unroll is True or units == 1)
 
     @cached_property
-    def _values(self) -> Any:
-        return self._chunks.of(self.model.values)
+    def values(self) -> Any:
+        return self.chunks.of(self.model.values)
 
     @cached_property
     def _layers(self) -> jax.Array:
         """The numbers of this stage's layers, [chunks, units]."""
-        return jnp.asarray(self.model.order, jnp.int32)[self._stage]
+        return jnp.asarray(self.model.order, jnp.int32)[self.stage]
 
     @cached_property
     def _padded(self) -> bool:
@@ -155,20 +94,21 @@ class Pipeline:
         return self._dissected(self.model.passes)
 
     @cached_property
-    def _keeping(self) -> Dissected | None:
-        """The passes of the last microbatch, if it keeps what others compute again."""
-        keep = self.model.keep
-        return self._dissected(keep) if keep is not None and self._trains else None
+    def unit(self) -> UnitPasses:
+        """How a layer runs in a tick."""
+        if self.model.keep is None or not self._trains:
+            return EveryMicrobatch(self._passes)
+        keeping, last = self._dissected(self.model.keep), self.ticks.table.microbatches - 1
+        return ExceptLast(self._passes, keeping, self.chunks, last)
 
     def _dissected(self, passes: Callable) -> Dissected:
         zeros = lambda a: jnp.zeros(a.shape, a.dtype)
         slots, m = jax.tree.map(zeros, self.model.slots), jnp.int32(0)
-        known = self._known(self._chunks.get(self._values, 0, 0), 0, 0, m)
+        known = self._known(self.chunks.get(self.values, 0, 0), 0, 0, m)
         return passes(known, slots, self._x, self._split)
 
-    def _parameters(self, state: State, at: StageTick, kind: str, unit: Index) -> Any:
-        """Return the parameters of a layer that a slot of this kind uses."""
-        return self._chunks.get(self._values, unit, at.positive(f"{kind}_chunk"))
+    def _used(self, state: State, at: StageTick, kind: str, unit: Index) -> Any:
+        return self.weights.parameters(self, state, at, kind, unit)
 
     def _known(self, parameters: Any, unit: Index, chunk: Index, m: Index) -> Any:
         return parameters, jnp.maximum(self._layers[chunk, unit], 0), m
@@ -182,7 +122,7 @@ class Pipeline:
 
         `cross` is what B computes for W.
         """
-        passes, chunks = self._passes, self._chunks
+        passes, chunks = self._passes, self.chunks
         number, share = len(jax.tree.leaves(passes.stash)), self._share
         parts = {
             "stash": (passes.stash, of_part(share, 0, number)),
@@ -201,10 +141,10 @@ class Pipeline:
         tensors = passes.tensors or packed(jax.tree.leaves((passes.stash, passes.late)))
         return self.choose(tensors, chunks * units)
 
-    def _queue(self, name: str) -> Slots:
+    def queue(self, name: str) -> Slots:
         return Slots(self.ticks.depth[name], 1, True)
 
-    def _start(self) -> State:
+    def start(self) -> State:
         """Return the state before the first tick."""
         shape = lambda tree: jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), tree)
         m, table = jnp.int32(0), self.ticks.table
@@ -213,33 +153,32 @@ class Pipeline:
         state: State = {"aux": jax.tree.map(tell, aux), "sent": {}}
         if self.ticks.depth["x"]:  # idle slots run layers too: on what layers are used to
             x = self.model.first(self.model.outside, m)
-            state["x"] = self._queue("x").filled(x)
+            state["x"] = self.queue("x").filled(x)
             state["sent"] = dict.fromkeys(self.ticks.links["F"], x)
         if not self._trains:
             return state
-        state |= {"dx": self._x, "dy": self._queue("dy").full(self._x)}
+        state |= {"dx": self._x, "dy": self.queue("dy").full(self._x)}
         for name, ring in self._rings.items():
             state[name] = ring.empty()
-        if self._keeping is not None:
-            state["kept"] = self._chunks.full(self._keeping.stash)
-        state["gradients"] = self._chunks.full(self.model.slots)
+        state["kept"] = self.unit.empty()
+        state["gradients"] = self.chunks.full(self.model.slots)
         wide = lambda a: jnp.zeros(a.shape, jnp.promote_types(a.dtype, jnp.float32))
         state["outside"] = jax.tree.map(wide, shape(self.model.outside))
-        return state
+        return state | self.weights.start(self)
 
     def run(self) -> tuple[Any, Any, Any]:
         """Return the gradients of units [chunks * units, ...], all others, and aux [M, ...]."""
-        state = self._run_ticks()
+        state = self.run_ticks()
         if not self._trains:
             return None, None, state["aux"]
-        return self._chunks.stacked(state["gradients"]), state["outside"], state["aux"]
+        return self.chunks.stacked(state["gradients"]), state["outside"], state["aux"]
 
-    def _run_ticks(self) -> State:
+    def run_ticks(self) -> State:
         """Return the state after the last tick."""
         facts = SegmentFacts(self.ticks, 0, self.ticks.table.ticks)
         columns = {name: jnp.asarray(column) for name, column in self.ticks.columns.items()}
         columns |= {name: jnp.asarray(facts.when[name]) for name in OUTSIDE}
-        state = self._start()
+        state = self.start()
         for start, end, kinds in self.ticks.segments:
             tick = partial(self._tick, kinds, SegmentFacts(self.ticks, start, end))
             rows = {name: column[start:end] for name, column in columns.items()}
@@ -249,16 +188,16 @@ class Pipeline:
     # -- a tick -----------------------------------------------------------------------------
 
     def _tick(self, kinds: str, facts: SegmentFacts, state: State, row: dict) -> tuple[State, None]:
-        """Run one tick of this stage: receive, F and the head, B, W."""
-        at = StageTick({name: column[self._stage] for name, column in row.items()}, facts)
-        state = self._receive(dict(state), at)
+        """Run one tick of this stage: receive, F and the head, B, W; then update, if it does."""
+        at = StageTick({name: column[self.stage] for name, column in row.items()}, facts)
+        before, state = state, self._receive(dict(state), at)
         if "F" in kinds:
             state = self._forward(state, at)
         if "B" in kinds:
             state = self._backward(state, at)
         if "W" in kinds:
-            state = self._weights(state, at)
-        return state, None
+            state = self._weight_half(state, at)
+        return self.weights.after_tick(self, kinds, before, state, at), None
 
     def _receive(self, state: State, at: StageTick) -> State:
         """Put what neighbours sent in the last tick into its slots.
@@ -269,12 +208,12 @@ class Pipeline:
             for link, x in state["sent"].items():
                 x = x if self.ticks.sends_at_once else self._links.send(x, "F", link)
                 slot = at[f"x_{SIDES[link]}"]
-                x = self._links.arrived(x, self._queue("x").get(state["x"], 0, slot), link)
-                state["x"] = self._queue("x").put(state["x"], 0, slot, x)
+                x = self._links.arrived(x, self.queue("x").get(state["x"], 0, slot), link)
+                state["x"] = self.queue("x").put(state["x"], 0, slot, x)
         if at.facts.arriving("B"):
             for link in self.ticks.links["B"]:
                 dy, slot = self._links.send(state["dx"], "B", link), at[f"dy_{SIDES[link]}"]
-                state["dy"] = self._queue("dy").put(state["dy"], 0, slot, dy)
+                state["dy"] = self.queue("dy").put(state["dy"], 0, slot, dy)
         return state
 
     # -- forward ----------------------------------------------------------------------------
@@ -299,14 +238,14 @@ class Pipeline:
         embed = lambda: self.model.first(self.model.outside, m)
         if not self.ticks.depth["x"]:
             return embed()
-        x = self._queue("x").get(state["x"], 0, at.positive("F_x"))
+        x = self.queue("x").get(state["x"], 0, at.positive("F_x"))
         return at.branch("first", embed, lambda: x)
 
     def _layers_forward(self, state: State, x: Any, at: StageTick, m: Index, chunk: Index):
         def step(carry, unit):
             x, stash, late, kept = carry
-            known = self._known(self._parameters(state, at, "F", unit), unit, chunk, m)
-            (y, saved, waiting), kept = self._unit_forward(known, x, kept, at, unit)
+            known = self._known(self._used(state, at, "F", unit), unit, chunk, m)
+            (y, saved, waiting), kept = self.unit.forward(known, x, kept, at, unit)
             if self._trains:
                 ring = self._ring("stash")
                 stash = ring.put(stash, unit, at["F_stash"], saved) if saved else stash
@@ -315,27 +254,9 @@ class Pipeline:
             return (self._if_there(unit, chunk, y, x), stash, late, kept)
 
         names = ("stash", "late", "kept")
-        y, *held = self._chunks.loop(step, (x, *map(state.get, names)), unroll=int(self.unroll))
+        y, *held = self.chunks.loop(step, (x, *map(state.get, names)), unroll=int(self.unroll))
         new = zip(names, held, strict=True)
         return y, state | {name: value for name, value in new if name in state}
-
-    def _unit_forward(self, known: Any, x: Any, kept: Any, at: StageTick, unit: Index):
-        """Return (y, stash, late) of a layer, and what the last microbatch keeps of all layers."""
-        again = lambda kept: (self._passes.forward(known, x), kept)
-        keeping, chunk = self._keeping, at.positive("F_chunk")
-        if keeping is None:
-            return again(kept)
-
-        def keep(kept):
-            y, values, _ = keeping.forward(known, x)
-            zeros = lambda like: jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), like)
-            nothing = zeros(self._passes.stash), zeros(self._passes.late)
-            return ((y, *nothing), self._chunks.put(kept, unit, chunk, values))
-
-        return lax.cond(self._is_last(at, "F"), keep, again, kept)
-
-    def _is_last(self, at: StageTick, kind: str) -> Any:
-        return at[f"{kind}_microbatch"] == self.ticks.table.microbatches - 1
 
     def _if_there(self, unit: Index, chunk: Index, new: Any, old: Any) -> Any:
         """Return `new` if there is a layer at this place, `old` where storage is only padded."""
@@ -367,7 +288,7 @@ class Pipeline:
         state |= {"aux": aux, "outside": outside}
         if at.facts.never("last"):
             return state
-        return state | {"dy": self._queue("dy").put(state["dy"], 0, at["H_dy"], dy)}
+        return state | {"dy": self.queue("dy").put(state["dy"], 0, at["H_dy"], dy)}
 
     # -- backward ---------------------------------------------------------------------------
 
@@ -375,7 +296,7 @@ class Pipeline:
         m, chunk = at.positive("B_microbatch"), at.positive("B_chunk")
 
         def run(state):
-            dy = self._queue("dy").get(state["dy"], 0, at.positive("B_dy"))
+            dy = self.queue("dy").get(state["dy"], 0, at.positive("B_dy"))
             half = self._input_half if self._split else self._both_halves
             dx, state = half(state, dy, at, m, chunk)
             return self._embedding(state, at, dx, m), dx
@@ -388,32 +309,20 @@ class Pipeline:
         def step(carry, unit):
             dy, gradients = carry
             stash = self._take(state, "stash", unit, at.positive("B_stash"))
-            known = self._known(self._parameters(state, at, "B", unit), unit, chunk, m)
-            dx, new = self._unit_backward(known, stash, dy, state, at, unit)
+            known = self._known(self._used(state, at, "B", unit), unit, chunk, m)
+            dx, new = self.unit.backward(known, stash, dy, state["kept"], at, unit)
             gradients = self._accumulate(gradients, new, unit, chunk, at, "B")
             return (self._if_there(unit, chunk, dx, dy), gradients)
 
         dx, gradients = self._units(step, (dy, state["gradients"]))
         return dx, state | {"gradients": gradients}
 
-    def _unit_backward(
-        self, known: Any, stash: Any, dy: Any, state: State, at: StageTick, unit: Index
-    ):
-        """Return dx and the gradients of a layer."""
-        again = lambda: self._passes.backward(known, stash, [], dy)
-        keeping, chunk = self._keeping, at.positive("B_chunk")
-        if keeping is None:
-            return again()
-        kept = self._chunks.get(state["kept"], unit, chunk)
-        keep = lambda: keeping.backward(known, kept, [], dy)
-        return lax.cond(self._is_last(at, "B"), keep, again)
-
     def _input_half(self, state: State, dy: Any, at: StageTick, m: Index, chunk: Index):
         def step(carry, unit):
             dy, cross = carry
             stash = self._take(state, "stash", unit, at.positive("B_stash"))
             late = self._take(state, "late", unit, at.positive("B_late"))
-            known = self._known(self._parameters(state, at, "B", unit), unit, chunk, m)
+            known = self._known(self._used(state, at, "B", unit), unit, chunk, m)
             dx, crossing = self._passes.input_backward(known, stash, late, dy)
             if crossing:
                 cross = self._ring("cross").put(cross, unit, at["B_cross"], crossing)
@@ -422,14 +331,14 @@ class Pipeline:
         dx, cross = self._units(step, (dy, state["cross"]))
         return dx, state | {"cross": cross}
 
-    def _weights(self, state: State, at: StageTick) -> State:
+    def _weight_half(self, state: State, at: StageTick) -> State:
         m, chunk = at.positive("W_microbatch"), at.positive("W_chunk")
 
         def run(state):
             def step(gradients, unit):
                 late = self._take(state, "late", unit, at.positive("W_late"))
                 cross = self._take(state, "cross", unit, at.positive("W_cross"))
-                known = self._known(self._parameters(state, at, "W", unit), unit, chunk, m)
+                known = self._known(self._used(state, at, "W", unit), unit, chunk, m)
                 new = self._passes.weight_backward(known, late, cross)
                 return self._accumulate(gradients, new, unit, chunk, at, "W")
 
@@ -438,7 +347,7 @@ class Pipeline:
         return self._guarded("W", at, run, state, ("gradients",), None)[0]
 
     def _units(self, step: Callable, carry: Any) -> Any:
-        return self._chunks.loop(step, carry, reverse=True, unroll=int(self.unroll))
+        return self.chunks.loop(step, carry, reverse=True, unroll=int(self.unroll))
 
     def _take(self, state: State, name: str, unit: Index, slot: Index) -> list:
         return self._ring(name).get(state[name], unit, slot)
@@ -453,12 +362,8 @@ class Pipeline:
             real = there if real is None else real & there
         if real is not None:
             new = jax.tree.map(lambda a: jnp.where(real, a, jnp.zeros((), a.dtype)), new)
-        old = self._sums(gradients, unit, chunk, at)
-        return self._chunks.put(gradients, unit, chunk, _add(old, new))
-
-    def _sums(self, gradients: Any, unit: Index, chunk: Index, at: StageTick) -> Any:
-        """Return the sum to which a layer's gradient is added."""
-        return self._chunks.get(gradients, unit, chunk)
+        old = self.weights.sums(self, gradients, unit, chunk, at)
+        return self.chunks.put(gradients, unit, chunk, _add(old, new))
 
     def _embedding(self, state: State, at: StageTick, dx: Any, m: Index) -> State:
         """On the first stage: the gradient of what came before the layers."""

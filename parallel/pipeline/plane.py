@@ -4,9 +4,8 @@ It also says when `remat="except_last"` (torchgpipe's: recompute in all microbat
 is impossible, and how much memory waits between ticks.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from functools import partial
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -14,19 +13,18 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec as P
 
-from hfjax.base.mean import as_mean
 from hfjax.base.paths import Flat, Tree
-from hfjax.parallel.activation_offload import Share, Tensor
 from hfjax.parallel.arrangement import Arrangement
 from hfjax.parallel.autodiff.program import bytes_of
 from hfjax.parallel.engine.blueprint import LAYERS
+from hfjax.parallel.engine.context import rows_of, variables_of
 from hfjax.parallel.engine.fetch import scatter
-from hfjax.parallel.engine.gradients import DataPlane, cast_inputs, rows_of, variables_of
+from hfjax.parallel.engine.gradients import Plane
 from hfjax.parallel.engine.parts import Extras, PlacedModel
+from hfjax.parallel.heterogeneous.model import HeterogeneousModel
+from hfjax.parallel.heterogeneous.packing import PackedLayers
 from hfjax.parallel.mesh import PIPE_AXIS, TENSOR_AXES, describe_mesh, in_use
 from hfjax.parallel.pipeline.executor import Pipeline
-from hfjax.parallel.pipeline.heterogeneous import HeterogeneousModel
-from hfjax.parallel.pipeline.packing import PackedLayers
 from hfjax.parallel.pipeline.rings import check_rings
 from hfjax.parallel.placement import Placed
 from hfjax.parallel.schedules.compile import Ticks
@@ -55,150 +53,144 @@ def check_except_last(table: Table, placed: Mapping[str, Placed], mesh: Mesh) ->
 
 
 @dataclass(frozen=True)
-class PipelinePlane(DataPlane):
-    """A data plane that runs by a table; a microbatch of the step is split again."""
+class PipelinePlane(Plane):
+    """A plane that runs by a table; a microbatch of the step is split again."""
 
     arrangement: Arrangement  # of the layers on stages
     ticks: Ticks
     packed: PackedLayers | None = None  # how a list of layers is stored on them
     wanted: str | None = None  # "losses" or "outputs": gives `Extras` in place of a Mean
+    watch: Callable[[Pipeline], None] | None = None  # shown the executor, within a trace
 
     def __post_init__(self):
-        super().__post_init__()
-        if self._run.remat.what == "except_last":
-            check_except_last(self.ticks.table, self.placed, self.mesh)
-        if self.execution.offload is not None:
-            check_rings(self.ticks.table, self.execution.offload, self._platform)
-        if self._run.remat.unit > 1:
+        context, remat = self.context, self.context.options.remat
+        if remat.what == "except_last":
+            check_except_last(self.ticks.table, context.placed, context.mesh)
+        if context.execution.offload is not None:
+            check_rings(self.ticks.table, context.execution.offload, context.platform)
+        if remat.unit > 1:
             raise ValueError(
-                f"{self._run.remat}: in a pipeline each layer is computed again by itself. Use "
+                f"{remat}: in a pipeline each layer is computed again by itself. Use "
                 'remat="full", "dots", "none", "except_last" or names.'
             )
 
-    @property
-    def _reads_once(self) -> bool:
-        return False
-
-    @property
-    def _told_specs(self) -> Any:
-        return P() if self.wanted is None else Extras(P(), P(self._batch_axes))
-
-    def _evaluated(self, stored: Flat, held: Flat, batch: Any) -> Any:
-        variables = lambda m, layer: variables_of(held, layer)
-        return self._pipeline(self._staged(stored, batch, variables, "eval"))[2]
-
-    def _microbatch(
-        self, parameters: Flat, random: Flat, local_rows: int, step: Any, traced: tuple[set, set]
-    ) -> Callable:
+    def microbatch(self, parameters: Flat, keys: Callable) -> Callable:
         """Return (statistics, batch, number) -> (gradients, what is told, statistics)."""
-        unread, _ = traced
-        keys = self._keys(random, local_rows, step)
+        context = self.context
 
         def run(statistics, batch, number):
-            staged = self._training(parameters, statistics, batch, (keys, number), unread)
-            gradients, outside, told = self._pipeline(staged)
-            trained = {path: g for path, g in outside.items() if not self.placed[path].frozen}
-            gradients |= {path: self._give(self.placed[path], g) for path, g in trained.items()}
-            return self._pin({path: gradients[path] for path in self._trained}), told, statistics
+            placed = self.training(parameters, statistics, batch, keys, number)
+            gradients, outside, told = self._run(placed)
+            trained = {p: g for p, g in outside.items() if not context.placed[p].frozen}
+            found = gradients | {path: self.scattered(path, g) for path, g in trained.items()}
+            gradients = context.pin({path: found[path] for path in context.trained})
+            return gradients, told, statistics
 
         return run
 
-    def _gathered_once(self, p: Placed) -> bool:
-        """Return whether a split parameter stays gathered: also when that is asked for."""
-        kept = p.split("parameter") and not self.execution.reshard_after_forward
-        return bool(kept) or super()._gathered_once(p)
+    def evaluated(self, parameters: Flat, variables: Flat, batch: Any) -> Any:
+        """Return the loss of this device's rows."""
+        of = lambda m, layer: variables_of(variables, layer)
+        return self._run(self._placed(parameters, batch, of, "eval"))[2]
 
-    def _training(self, parameters, statistics, batch, keys_of, unread) -> PlacedModel:
-        """Return the model in three parts for a microbatch of the step, and its random keys."""
+    def summed(self, mean: Any) -> Any:
+        """Return a Mean over all rows, or Extras with the means and outputs of all stages."""
+        if not isinstance(mean, Extras):
+            return self.context.sum(mean)
+        return Extras(self.context.sum(mean.means), self._from_last_stage(mean.outputs))
+
+    @property
+    def summed_specs(self) -> Any:
+        """Every device has the means, and the outputs of its own rows."""
+        return P() if self.wanted is None else Extras(P(), P(self.context.rows))
+
+    # -- the model on a stage -------------------------------------------------------------------
+
+    def training(
+        self, parameters: Flat, statistics: Flat, batch: Any, keys: Callable, number: Any
+    ) -> "PlacedModel | HeterogeneousModel":
+        """Return the model in three parts for a microbatch of the step, with its random keys."""
         count = self.ticks.table.microbatches
-        rows, (keys, number) = rows_of(batch) // count, keys_of
+        rows = rows_of(batch) // count
 
         def variables(m, layer):
             return {**variables_of(statistics, layer), **keys(layer, number * count + m, rows)}
 
-        return self._staged(parameters, batch, variables, "train", unread)
+        return self._placed(parameters, batch, variables, "train")
 
-    def _staged(self, parameters, batch, variables, mode, unread=None) -> PlacedModel:
+    def _placed(
+        self, parameters: Flat, batch: Any, variables: Callable, mode: str
+    ) -> "PlacedModel | HeterogeneousModel":
         """Return the model in three parts for one pass over the microbatches of `batch`."""
-        count = self.ticks.table.microbatches
+        context, count = self.context, self.ticks.table.microbatches
         split = jax.tree.map(lambda x: x.reshape(count, -1, *x.shape[1:]), batch)
         at = lambda m: jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, m, 0, False), split)
-        moves = {
-            path: self._movement(p, set() if unread is None else unread, mode == "train")
-            for path, p in self.placed.items()
-        }
-        kind = (
-            PlacedModel if self.packed is None else partial(HeterogeneousModel, packed=self.packed)
-        )
-        return kind(
-            blueprint=self.blueprint,
+        placed = PlacedModel(
+            blueprint=context.blueprint,
             arrangement=self.arrangement,
             parameters=parameters,
-            movements=moves,
-            slots=jax.eval_shape(self._slots),
+            movements=context.movements(mode == "train"),
+            slots=jax.eval_shape(context.slots),
             variables=variables,
-            inputs=lambda m: cast_inputs(at(m), self._precision.compute),
-            mean=lambda outputs, m: as_mean(self.loss(outputs, at(m)), rows_of(batch) // count),
+            inputs=lambda m: context.inputs(at(m)),
+            mean=lambda outputs, m: context.mean(outputs, at(m)),
             mode=mode,
-            policy=self._policy(views=self._run.tells_names),
+            policy=context.policy(views=context.options.tells_names),
             wanted=self.wanted,
-            keeps_last=self._run.remat.what == "except_last",
+            keeps_last=context.options.remat.what == "except_last",
         )
+        return placed if self.packed is None else HeterogeneousModel(placed, self.packed)
 
-    def _pipeline(self, staged: PlacedModel) -> tuple[Any, Any, Any]:
+    def _run(self, placed: "PlacedModel | HeterogeneousModel") -> tuple[Any, Any, Any]:
         """Return the gradients of the layers, those of the rest, and the mean (or `Extras`)."""
-        layers, outside, told = self._executor(staged).run()
+        pipeline = Pipeline(self.ticks, placed.model(), self.unroll, self.offloading)
+        if self.watch is not None:
+            self.watch(pipeline)
+        layers, outside, told = pipeline.run()
         if self.wanted is None:
             return layers, outside, jax.tree.map(lambda x: x.sum(0), told)
         by_row = lambda x: x.reshape(-1, *x.shape[2:])
         return layers, outside, Extras(told.means, jax.tree.map(by_row, told.outputs))
 
     @property
-    def _offloading(self) -> Callable | None:
-        return None if self._run.keeps_all else self._choose
-
-    def _executor(self, staged: PlacedModel) -> Pipeline:
-        chosen = self._offloading
-        return Pipeline(self.ticks, staged.model(), self._unroll, chosen)
-
-    def _choose(self, tensors: Sequence[Tensor], layers: int) -> Share:
-        """Return which tensors of a layer go to the host, and tell it."""
-        return self._run.choose(tensors, "layers", layers)
+    def offloading(self) -> Callable | None:
+        """What chooses the tensors of a layer that go to the host; None: nothing goes."""
+        options = self.context.options
+        if options.keeps_all:
+            return None
+        return lambda tensors, layers: options.choose(tensors, "layers", layers)
 
     @property
-    def _unroll(self) -> int | bool:
+    def unroll(self) -> int | bool:
         """How many layers of a stage follow each other without a loop.
 
         On a CPU all, if nothing is recomputed: with one stage XLA would merge what is recomputed
         with what it was computed from, and apart they are a copy of the stage's parameters more.
         """
-        unroll = self.execution.unroll
-        if unroll is not None:
-            return unroll
-        return (self._platform == "cpu" and self._run.remat.what == "none") or 1
+        context = self.context
+        if context.execution.unroll is not None:
+            return context.execution.unroll
+        return (context.platform == "cpu" and context.options.remat.what == "none") or 1
 
-    def _give(self, p: Placed, gradient: jax.Array) -> jax.Array:
+    # -- between stages -------------------------------------------------------------------------
+
+    def scattered(self, path: str, gradient: jax.Array) -> jax.Array:
         """Return a gradient, summed over all microbatches, where it accumulates."""
-        move = self._movement(p, set())
-        wide = jnp.promote_types(p.dtype, jnp.float32)
+        p = self.context.placed[path]
+        move, wide = self.context.movement(p), jnp.promote_types(p.dtype, jnp.float32)
         gradient = gradient.astype(move.reduce)
         return scatter(gradient, move.scatter, move.tensor, move.sending).astype(wide)
-
-    def _sum(self, tree: Tree) -> Any:
-        if isinstance(tree, Extras):
-            return Extras(self._sum(tree.means), self._from_last_stage(tree.outputs))
-        return super()._sum(tree)
 
     def _from_last_stage(self, outputs: Any) -> Any:
         """Return on every stage what is zero on all but the last.
 
         In float32 on a CPU: its compiler aborts on a sum in bfloat16.
         """
-        if not in_use(self.mesh, (PIPE_AXIS,)):
+        if not in_use(self.context.mesh, (PIPE_AXIS,)):
             return outputs
 
         def send(x):
-            narrow = self._platform == "cpu" and x.dtype == jnp.bfloat16
+            narrow = self.context.platform == "cpu" and x.dtype == jnp.bfloat16
             return lax.psum(x.astype(jnp.float32) if narrow else x, PIPE_AXIS).astype(x.dtype)
 
         return jax.tree.map(send, outputs)
@@ -211,27 +203,18 @@ WAITING = {
 }
 
 
-@dataclass(frozen=True)
-class _Recording(PipelinePlane):
-    """A plane that notes what its executor begins with."""
-
-    told: dict[str, Any] = field(default_factory=dict)
-
-    def _executor(self, staged: PlacedModel) -> Pipeline:
-        pipeline = super()._executor(staged)
-        program, shapes = jax.make_jaxpr(pipeline._start, return_shape=True)()
-        form = jax.tree.structure(shapes)
-        self.told.update(form.unflatten(program.out_avals))  # these know their memory
-        return pipeline
-
-
 def waiting(
     plane: PipelinePlane, parameters: Flat, variables: Flat, batch: Any, step: Any
 ) -> Mapping[str, tuple[int, int]]:
     """Return what waits on a stage: {"activations": (bytes on the device, on the host), …}."""
-    telling = _Recording(**{f.name: getattr(plane, f.name) for f in fields(PipelinePlane)})
-    jax.eval_shape(telling.gradients, parameters, variables, batch, step)
-    return {what: _bytes([telling.told.get(n) for n in names]) for what, names in WAITING.items()}
+    told: dict[str, Any] = {}
+
+    def note(pipeline: Pipeline) -> None:
+        program, shapes = jax.make_jaxpr(pipeline.start, return_shape=True)()
+        told.update(jax.tree.structure(shapes).unflatten(program.out_avals))  # with their memory
+
+    jax.eval_shape(replace(plane, watch=note).gradients, parameters, variables, batch, step)
+    return {what: _bytes([told.get(n) for n in names]) for what, names in WAITING.items()}
 
 
 def _bytes(tree: Tree) -> tuple[int, int]:

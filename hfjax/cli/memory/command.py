@@ -15,11 +15,11 @@ from hfjax.base.exits import carried_out
 from hfjax.base.tables import bytes_of, human
 from hfjax.cli.memory import picture
 from hfjax.cli.memory.estimate import compiled, estimate
-from hfjax.cli.memory.planned import Planned
+from hfjax.cli.memory.planned import Planned, recomputed
 from hfjax.cli.memory.report import Report, table
 from hfjax.cli.memory.settings import AUTO, Memory, alternatives, of_run
 from hfjax.cli.run import config_of, parsed
-from hfjax.parallel.mesh import describe_mesh
+from hfjax.parallel.mesh import PIPE_AXIS, TENSOR_AXES, describe_mesh, in_use
 from hfjax.target import GPUS, can_compile_for_gpus, target_devices, wheels
 
 WIDTH, COLUMN = 26, 11  # of the table: what is told, and the least for a number
@@ -156,7 +156,7 @@ def _devices(given: Memory) -> Sequence[Any] | None:
 def _planned(given: Memory, devices: Sequence[Any] | None) -> Planned:
     elsewhere = devices is not None and devices[0].platform != "cpu"
     known = replace(given, offload=None) if given.offload == AUTO else given
-    return Planned(known, devices, given.vocab, flash=elsewhere)
+    return Planned(known, devices, given.vocab, recomputed if elsewhere else None)
 
 
 def _memory(given: Memory, device: Any) -> tuple[int | None, str]:
@@ -177,17 +177,17 @@ def _notes(given: Memory, parts: Planned) -> Iterator[str]:
             f"otherwise than a {given.gpu.upper()} and counts no offload. To compile for the GPU, "
             f"which need not be here: pip install --no-deps {' '.join(wheels())}"
         )
-    if parts.flash and parts.model.shape is not None:
+    if parts.attention and parts.model.shape is not None:
         yield (
             "attention keeps queries, keys and values and computes its scores again, which is what "
             "cuDNN's keeps; cuDNN's own working memory is less than what is compiled here."
         )
-    if parts.mesh.shape["tensor"] > 1:
+    if in_use(parts.mesh, TENSOR_AXES):
         yield (
             "kept for the backward pass: as the trace says, whole along tensor; the compiled "
             "program splits some of it."
         )
-    if parts.mesh.shape["pipe"] > 1:
+    if in_use(parts.mesh, (PIPE_AXIS,)):
         yield (
             "kept by layers: all slots of the rings that microbatches in flight share, on each "
             "stage. First and last stage are alike: in one program."

@@ -112,7 +112,7 @@ def _waiting(step: Any, traced: jax.stages.Traced, batch: Any) -> dict[str, int 
 
     A loop that is written out, forward and backward, does not tell.
     """
-    kept = None if isinstance(step._plane, LayerwisePlane) else stashes(traced)
+    kept = None if isinstance(step.plane, LayerwisePlane) else stashes(traced)
     if kept is None:
         return dict.fromkeys(("layers", "ends", "messages", "host_stashes"))
     here = lambda layers: sum(k.total for k in kept if k.layers == layers and not k.host)
@@ -122,20 +122,20 @@ def _waiting(step: Any, traced: jax.stages.Traced, batch: Any) -> dict[str, int 
         "messages": 0,
         "host_stashes": sum(k.total for k in kept if k.host),
     }
-    if isinstance(step._plane, PipelinePlane):
+    if isinstance(step.plane, PipelinePlane):
         found |= _in_rings(step, batch)
     return found
 
 
 def _in_rings(step: Any, batch: Any) -> dict[str, int | None]:
     schedule = step.execution.schedule
-    if schedule.versions(step._plane.ticks.table.stages) is not None:
+    if schedule.versions(step.plane.ticks.table.stages) is not None:
         return dict.fromkeys(
             ("layers", "messages", "host_stashes")
         )  # it has an executor of its own
     state = step.layout.abstract_state()
     given = flatten(state.params), flatten(state.variables)
-    told = waiting(step._plane, *given, batch, state.step)
+    told = waiting(step.plane, *given, batch, state.step)
     activations, messages = told["activations"], told["messages"]
     return {
         "layers": activations[0],

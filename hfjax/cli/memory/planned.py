@@ -1,45 +1,18 @@
 """The parts of a run that is only planned: for devices and a vocabulary that need not be here."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from hfjax.models.attention import dot_product
-from hfjax.models.gpt import GPT, GPTConfig
-from hfjax.models.llama import Llama
-from hfjax.run.build import Parts, mesh_of
-from hfjax.run.model import ModelChoice, choose
+from hfjax.run.build import Parts
 
 
 @dataclass(frozen=True)
 class Planned(Parts):
     """Parts of a run whose step is compiled, never run."""
-
-    devices: Sequence[Any] | None = None  # None: those at hand
-    vocab: int | None = None  # None: that of the data
-    flash: bool = False  # attention that keeps what cuDNN's keeps
-
-    @cached_property
-    def mesh(self) -> jax.sharding.Mesh:
-        """The devices."""
-        return mesh_of(self.config, self.devices)
-
-    @cached_property
-    def model(self) -> ModelChoice:
-        """The model."""
-        if self.vocab is None:
-            chosen = super().model
-        else:
-            chosen = choose(self.config, self.vocab)
-        if not self.flash or chosen.shape is None:
-            return chosen
-        shape = replace(chosen.shape, attention=recomputed)
-        kind: Any = GPT if isinstance(shape, GPTConfig) else Llama
-        return replace(chosen, shape=shape, init=lambda rngs: kind(shape, rngs=rngs))
 
     @property
     def batch(self) -> dict[str, jax.ShapeDtypeStruct]:

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from hfjax.base.tables import bytes_of
 from hfjax.parallel.activation_offload import Offload
@@ -45,6 +45,7 @@ class Memory(Train):
     """Tokens in the vocabulary; None: those of the data."""
     offload: str | None = None
     """As in hfjax train; auto: the smallest part of the bytes that fits the memory of a device."""
+    offload_words: ClassVar[tuple[str, ...]] = (AUTO,)
 
     def __post_init__(self):
         super().__post_init__()
@@ -58,10 +59,6 @@ class Memory(Train):
             bytes_of(self.device_memory, "--device-memory")
         if self.out is not None and self.out.suffix != ".png":
             raise ValueError(f"--out {self.out}: the picture is a .png file.")
-
-    def _check_offload(self) -> None:
-        if self.offload != AUTO:
-            super()._check_offload()
 
 
 def of_run(config: Train, **changes: Any) -> Memory:

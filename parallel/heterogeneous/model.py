@@ -15,13 +15,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from hfjax.base.mean import Mean
 from hfjax.base.paths import Flat, Index, Tree
 from hfjax.parallel.autodiff.dissect import Dissected, dissect
 from hfjax.parallel.engine.blueprint import Layer
 from hfjax.parallel.engine.fetch import at_hand
 from hfjax.parallel.engine.parts import ModelParts, PlacedModel
-from hfjax.parallel.pipeline.packing import PACKED, PackedLayers, Packing
+from hfjax.parallel.heterogeneous.packing import PACKED, PackedLayers, Packing
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,35 +114,49 @@ class Switch:
 
 
 @dataclass(frozen=True)
-class HeterogeneousModel(PlacedModel):
-    """One pass over the microbatches of a step, on this device, of a model with unlike layers."""
+class HeterogeneousModel:
+    """One pass over the microbatches of a step, on this device, of a model with unlike layers.
 
+    It runs the parts of `placed`, a unit being all the layers of a virtual stage, and packs what
+    goes in and out of them.
+    """
+
+    placed: PlacedModel
     packed: PackedLayers
 
     def model(self) -> ModelParts:
-        """Return what the executor runs: a unit is all the layers of a virtual stage."""
-        order = self.arrangement.virtual[:, :, None]
-        return replace(super().model(), order=order)
+        """Return what the executor runs."""
+        placed = self.placed
+        keeping = replace(self, placed=replace(placed, policy=None))
+        return replace(
+            placed.model(),
+            first=self._first,
+            last=self._last,
+            passes=self._passes,
+            order=placed.arrangement.virtual[:, :, None],
+            keep=keeping._passes if placed.keeps_last else None,
+        )
 
     @cached_property
     def _parts(self) -> Sequence[Sequence[Layer]]:
-        return [[self._layers[n] for n in numbers] for numbers in self.arrangement.parts]
+        numbers = self.placed.arrangement.parts
+        return [[self.placed.layers[n] for n in part] for part in numbers]
 
     @cached_property
     def _between(self) -> Packing:
         """What leaves embed and each virtual stage."""
         m = jnp.int32(0)
-        shapes = [jax.eval_shape(super()._first, self._ends, m)]
+        shapes = [jax.eval_shape(self.placed.first, self.placed.outside, m)]
         for g in range(len(self._parts)):
             parameters, x = self._zeros(self._compute(g)), self._zeros(shapes[-1])
             shapes.append(jax.eval_shape(partial(self._run, g), (parameters, m), {}, x))
         return Packing(shapes)
 
     def _first(self, outside: Flat, m: Index) -> Any:
-        return self._between.pack(0, super()._first(outside, m))
+        return self._between.pack(0, self.placed.first(outside, m))
 
-    def _last(self, outside: Flat, x: Any, m: Index) -> tuple[jax.Array, Mean]:
-        return super()._last(outside, self._between.unpack(len(self._parts), x), m)
+    def _last(self, outside: Flat, x: Any, m: Index) -> tuple[jax.Array, Any]:
+        return self.placed.last(outside, self._between.unpack(len(self._parts), x), m)
 
     def _passes(self, known: Any, slots: Flat, x: Any, split: bool) -> Dissected:
         parts = [self._part(g, known[2], x, split) for g in range(len(self._parts))]
@@ -162,23 +175,24 @@ class HeterogeneousModel(PlacedModel):
     def _run(self, g: int, known: Any, slots: Flat, x: Any) -> Any:
         """Return what the layers of a virtual stage make of x."""
         parameters, m = known
+        placed, part = self.placed, self._parts[g]
         parameter = lambda path: at_hand(path, parameters[path], slots.get(path))
-        held = self.variables(m, None) if any(part.variables for part in self._parts[g]) else {}
-        for layer in self._parts[g]:
-            x = self._apply(layer, parameter, held, x)
+        held = placed.variables(m, None) if any(layer.variables for layer in part) else {}
+        for layer in part:
+            x = placed.apply(layer, parameter, held, x)
         return x
 
     def _whole(self, values: Flat, slots: Flat | None) -> Flat:
         """Return the rows of a virtual stage, by dtype as stored, in that of the arithmetic."""
         slot = lambda path: None if slots is None else slots[path]
         return {
-            path.removeprefix(PACKED): self._stored(path, value, slot(path)).fetch()
+            path.removeprefix(PACKED): self.placed.stored(path, value, slot(path)).fetch()
             for path, value in values.items()
         }
 
     def _compute(self, g: int) -> Flat:
         """Return shapes and dtypes of the parameters of a virtual stage, as they are fetched."""
-        compute = lambda a: self.movements[PACKED + jnp.dtype(a.dtype).name].compute
+        compute = lambda a: self.placed.movements[PACKED + jnp.dtype(a.dtype).name].compute
         return {
             path: jax.ShapeDtypeStruct(a.shape, compute(a))
             for path, a in self.packed.packing.trees[g].items()

@@ -1,0 +1,45 @@
+"""The update of all shards at once, each where its moments lie, by any optax transformation."""
+
+from dataclasses import dataclass
+from typing import Any, cast
+
+import jax.numpy as jnp
+import optax
+
+from hfjax.base.paths import Flat, flatten, nest
+from hfjax.optimizers.transforms import from_master
+from hfjax.plan.layout import State
+from hfjax.update.update import (
+    Found,
+    Gradients,
+    Held,
+    Update,
+    placed_as_moments,
+    scaled,
+    unless_nonfinite,
+)
+
+
+@dataclass(frozen=True, eq=False)
+class WholeUpdate(Update):
+    """The update of a layout whose state lies on the device."""
+
+    def __call__(self, state: State, batch: Any) -> Found:
+        """Return what a pass over the batch finds."""
+        gradients = Gradients.of(self.plane, state, batch)
+
+        def new(held: Held) -> Held:
+            given = scaled(gradients.summed, gradients.scale(), self.layout.working_dtypes)
+            return Held(*self._updated(given, held), gradients.variables)
+
+        execution, placed = self.plane.context.execution, self.layout.placed
+        return gradients.found(lambda h, ok: unless_nonfinite(execution, placed, ok, new, h))
+
+    def _updated(self, gradients: Flat, held: Held) -> tuple[Flat, Any]:
+        """Return parameters and the optimizer's state; what leaves the step is then gathered."""
+        params, placed = held.parameters, self.layout.placed
+        gradients = {path: jnp.zeros_like(x) for path, x in params.items()} | gradients
+        given = nest(placed_as_moments(gradients, placed)), held.optimizer, nest(params)
+        updates, optimizer = self.layout.optimizer.update(*given)
+        updated = flatten(cast(dict, optax.apply_updates(nest(params), updates)))
+        return placed_as_moments(from_master(updated, optimizer), placed), optimizer

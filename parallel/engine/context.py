@@ -1,0 +1,339 @@
+"""What every data plane knows of a step, and what it does on each device with that.
+
+`Context` is made once, when the step is built: the model without its arrays, where each parameter
+lies, the mesh, how the step runs. Its `traced` is what becomes known while the step is traced.
+
+Random keys: a variable that holds a key and says `per_row=True` becomes one key per row of the
+global batch, so that no mesh changes a mask. Any other key, those of `nnx.Rngs` among them, becomes
+one per device and microbatch: as random, but other masks on another mesh.
+"""
+
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jax.sharding import Mesh, PartitionSpec as P
+
+from hfjax.base.mean import Mean, as_mean
+from hfjax.base.paths import Flat, Index, Tree
+from hfjax.parallel.engine.blueprint import LAYERS, Blueprint
+from hfjax.parallel.engine.fetch import AsChosen, Movement, Stored
+from hfjax.parallel.engine.layers import LayerOptions
+from hfjax.parallel.engine.reduce import Reduction, levels
+from hfjax.parallel.engine.traced import Traced
+from hfjax.parallel.execution import Execution
+from hfjax.parallel.mesh import (
+    AXES,
+    MANUAL_AXES,
+    MEANING,
+    SEQUENCE_AXES,
+    TENSOR_AXES,
+    in_use,
+    platform_of,
+    row_axes,
+)
+from hfjax.parallel.placement import Placed, auto_part
+from hfjax.parallel.strategy import Axes
+
+
+@dataclass(frozen=True)
+class Context:
+    """A step on one device, between the parameters at rest and the reduced gradients."""
+
+    blueprint: Blueprint
+    placed: Mapping[str, Placed]
+    mesh: Mesh
+    execution: Execution
+    loss: Callable
+    forward: Callable | None
+    traced: Traced
+    reads_once: bool  # each parameter is read for one microbatch in a step
+    whole: frozenset[str]  # parameters that are gathered once, for the whole step
+
+    @property
+    def in_parts(self) -> bool:
+        """Whether the model is run in three parts (else it is called as it is)."""
+        return self.forward is None and self.blueprint.three_parts
+
+    @property
+    def platform(self) -> str:
+        """What the devices are: cpu, gpu, tpu."""
+        return platform_of(self.mesh)
+
+    @property
+    def trained(self) -> list[str]:
+        """The parameters that have a gradient."""
+        return [path for path, p in self.placed.items() if not p.frozen]
+
+    @cached_property
+    def options(self) -> LayerOptions:
+        """How layers run."""
+        in_layers = (p for path, p in self.placed.items() if path.startswith(LAYERS))
+        gathers = any(p.split("parameter") for p in in_layers)
+        return LayerOptions(self.execution, gathers, self.platform, self.traced)
+
+    def policy(self, views: bool = False) -> Callable | None:
+        """Return what a layer may save whose parameters are fetched outside of it."""
+        return self.options.remat.policy(0, views, keep=False, seen=self.traced.names)
+
+    # -- on devices ---------------------------------------------------------------------------
+
+    @property
+    def rows(self) -> Axes:
+        """The axes over which rows are split."""
+        return row_axes(self.mesh)
+
+    @property
+    def axes(self) -> Axes:
+        """The axes over which what is computed differs: of stages, of rows, of positions."""
+        stages = [axis for axis, what in MEANING.items() if what.stays and not what.rows]
+        return (*in_use(self.mesh, stages), *self.rows, *in_use(self.mesh, SEQUENCE_AXES))
+
+    def shard_map(self, device: Callable, in_specs: Any, out_specs: Any) -> Callable:
+        """Map over the manual axes.
+
+        Every collective is written out and nothing is derived from what differs between devices,
+        so JAX need not track that (check_vma): a model is free to begin a loop with a constant.
+        A model that is called as it is may have callbacks, which run where all axes are manual: so
+        are those that the partitioner has no use for.
+        """
+        alone = not self.in_parts and not in_use(self.mesh, TENSOR_AXES)
+        names = set(AXES if alone else MANUAL_AXES)
+        specs: dict[str, Any] = {"in_specs": in_specs, "out_specs": out_specs}
+        return jax.shard_map(device, mesh=self.mesh, axis_names=names, check_vma=False, **specs)
+
+    def specs(self, column: str) -> dict[str, P]:
+        """Return where a column has each parameter, along the manual axes."""
+        return {path: p.manual(column) for path, p in self.placed.items()}
+
+    def batch_specs(self, batch: Any) -> Any:
+        """Return how a batch is split: rows, and positions if a mesh axis splits them."""
+        positions = in_use(self.mesh, SEQUENCE_AXES)
+        rows = P(self.rows)
+        if not positions:
+            return rows
+        return jax.tree.map(lambda x: P(self.rows, positions) if x.ndim > 1 else rows, batch)
+
+    def variable_specs(self, variables: Flat) -> dict[str, P]:
+        """Return how variables are split: those with a row for each row of the batch are."""
+        rows = self.of_rows(variables)
+        return {path: P(self.rows) if path in rows else P() for path in variables}
+
+    def sum(self, tree: Tree) -> Any:
+        """Return the sum over all devices that compute something of their own."""
+        return lax.psum(tree, self.axes) if self.axes else tree
+
+    def average(self, statistics: Flat) -> Flat:
+        """Return statistics averaged over the devices; whole numbers agree already."""
+
+        def average(x: jax.Array) -> jax.Array:
+            if not self.axes:
+                return x
+            if not jnp.issubdtype(x.dtype, jnp.inexact):
+                return lax.pmax(x, self.axes)
+            wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+            return lax.pmean(wide, self.axes).astype(x.dtype)
+
+        rows = self.of_rows(statistics)
+        return {path: average(x) for path, x in statistics.items() if path not in rows}
+
+    # -- variables and the loss ---------------------------------------------------------------
+
+    def of_rows(self, variables: Flat) -> Flat:
+        """Return those variables that have a row for each row of the batch."""
+        return {path: x for path, x in variables.items() if self.blueprint.of_rows(path)}
+
+    def sort(self, variables: Flat) -> tuple[Flat, Flat]:
+        """Return the variables that hold random keys, and the statistics."""
+        random = {p: v for p, v in variables.items() if is_random(self.blueprint.variables[p])}
+        return random, {p: v for p, v in variables.items() if p not in random}
+
+    def keys(self, random: Flat, local_rows: int, step: Any) -> Callable:
+        """Return (layer or None, number of a microbatch, its rows) -> variables that hold keys."""
+        template = self.blueprint.variables
+        positions = in_use(self.mesh, SEQUENCE_AXES)
+
+        def keys(layer, number, rows):
+            device = lax.axis_index(self.rows) if self.rows else 0
+            first = device * local_rows + number * rows
+            part = lax.axis_index(positions) if positions else None
+            of_layer = variables_of(random, layer).items()
+            return {p: keys_for(template[p], key, step, first, rows, part) for p, key in of_layer}
+
+        return keys
+
+    def inputs(self, batch: Any) -> Any:
+        """Return the batch with floating-point inputs in the compute dtype, if there is one."""
+        dtype = self.execution.precision.compute
+        cast = lambda x: dtype is not None and jnp.issubdtype(x.dtype, jnp.floating)
+        return jax.tree.map(lambda x: x.astype(dtype) if cast(x) else x, batch)
+
+    def mean(self, outputs: Any, batch: Any) -> Mean:
+        """Return the loss of a batch."""
+        return as_mean(self.loss(outputs, batch), rows_of(batch))
+
+    # -- moving parameters and gradients --------------------------------------------------------
+
+    def movement(self, p: Placed, training: bool = True) -> Movement:
+        """Return how a parameter moves: gathered when it is read, its gradient scattered."""
+        compute, comm_dtype, reduce = self.execution.precision.of(p.dtype)
+        gather = () if training and p.path in self.whole else p.split("parameter")
+        return Movement(
+            path=p.path,
+            shape=p.here,
+            gather=gather,
+            scatter=levels(p.split("gradient"), self._hierarchical),
+            sum=self._summed_at_once(p),
+            tensor=p.tensor,
+            compute=compute,
+            comm_dtype=comm_dtype if gather else compute,
+            reduce=reduce,
+            read=self.traced.unread.discard,
+            sending=self._sending,
+        )
+
+    def movements(self, training: bool) -> dict[str, Movement]:
+        """Return how each parameter moves."""
+        return {path: self.movement(p, training) for path, p in self.placed.items()}
+
+    def stored(self, parameters: Flat, slots: Flat | None) -> dict[str, Stored]:
+        """Return what this device stores of each parameter, with the slot of its gradient."""
+        moves = self.movements(slots is not None)
+        slot = lambda path: (slots or {}).get(path)
+        return {path: Stored(x, slot(path), moves[path]) for path, x in parameters.items()}
+
+    def gather_once(self, parameters: Flat) -> Flat:
+        """Return the parameters, some of them gathered for the whole step."""
+        move = lambda path: replace(self.movement(self.placed[path], False), read=_ignore)
+        fetch = lambda path, x: Stored(x, None, move(path)).fetch() if path in self.whole else x
+        return {path: fetch(path, x) for path, x in parameters.items()}
+
+    def slots(self) -> Flat:
+        """Return zeros of the shape and place in which each gradient accumulates."""
+
+        def zeros(p: Placed) -> jax.Array:
+            return jnp.zeros(p.local("gradient"), jnp.promote_types(p.dtype, jnp.float32))
+
+        return self.pin({path: zeros(self.placed[path]) for path in self.trained})
+
+    def pin(self, gradients: Flat) -> Flat:
+        """Keep the tensor axes of accumulated gradients where the parameters have them."""
+        if not in_use(self.mesh, TENSOR_AXES):
+            return gradients
+        pin = lax.with_sharding_constraint
+        return {p: pin(g, auto_part(self.placed[p].gradient)) for p, g in gradients.items()}
+
+    @property
+    def reduction(self) -> Reduction:
+        """What sums gradients over the devices after the last microbatch."""
+        summed = {path: self._summed_at_once(p) for path, p in self.placed.items()}
+        precision = self.execution.precision
+        return Reduction(precision, self._hierarchical, self._sending, self.axes, summed)
+
+    @property
+    def _hierarchical(self) -> bool:
+        return self.execution.reduction == "hierarchical"
+
+    @property
+    def _sending(self) -> AsChosen:
+        return AsChosen(self.traced.kernels.form_of_one)
+
+    def _summed_at_once(self, p: Placed) -> Axes:
+        """Return the axes over which a gradient is summed as soon as its layer is done.
+
+        That is when there is no further microbatch to wait for, each parameter is read once, and
+        it is large: small ones go together at the end.
+        """
+        if p.small or self._hierarchical or not (self.in_parts and self.reads_once):
+            return ()
+        split = {axis for _, axes in (*p.split("gradient"), *p.split("moment")) for axis in axes}
+        return tuple(axis for axis in self.axes if axis not in split.union(p.stays))
+
+    # -- after a trace ------------------------------------------------------------------------
+
+    def check_kept(self) -> None:
+        """Refuse an offload, or names, that the layers which were traced have no use for."""
+        self.traced.offloaded.check()
+        self.options.remat.check(self.traced.names)
+
+    def warn_of_unread(self) -> None:
+        """Warn of parameters that the loss does not depend on: their gradients are zero."""
+        idle = sorted(path for path in self.traced.unread if not self.placed[path].frozen)
+        if idle:
+            names = ", ".join(f'"{path}"' for path in idle)
+            warnings.warn(
+                f"the loss reads {len(idle)} of {len(self.placed)} parameters nowhere: {names}. "
+                "Their gradients are zero, and an optimizer may still change them (weight decay). "
+                f"To leave them as they are: layout.freeze({names}).",
+                UserWarning,
+                stacklevel=2,
+            )
+
+
+def _ignore(path: str) -> None:
+    """Take no note of a parameter that is read."""
+
+
+def gradients_at_moments(placed: Mapping[str, Placed]) -> dict[str, Placed]:
+    """Return the placement for one microbatch: gradients go straight to where the moments are."""
+    at_once = lambda p: replace(p, gradient=p.moment) if p.gradient == p.parameter else p
+    return {path: at_once(p) for path, p in placed.items()}
+
+
+def rows_of(batch: Any) -> int:
+    """Return the number of rows of a batch."""
+    return jax.tree.leaves(batch)[0].shape[0]
+
+
+# -- random keys ----------------------------------------------------------------------------------
+
+
+def is_random(variable: Any) -> bool:
+    """Return whether a variable is the state of a random generator: any typed key is."""
+    return isinstance(variable, nnx.RngState) or _is_key(variable) or _per_row(variable)
+
+
+def _is_key(variable: Any) -> bool:
+    return jnp.issubdtype(variable.dtype, jax.dtypes.prng_key)
+
+
+def _per_row(variable: Any) -> bool:
+    return isinstance(variable, nnx.Variable) and bool(variable.get_metadata("per_row", False))
+
+
+def keys_for(
+    variable: Any, key: jax.Array, step: Any, first_row: Any, rows: int, part: Any
+) -> jax.Array:
+    """Return what a variable holds while the rows from `first_row` (counted globally) run.
+
+    `part` is the number of this device's positions, if a mesh axis splits them.
+    """
+    if not (_per_row(variable) or isinstance(variable, nnx.RngKey) or _is_key(variable)):
+        return key
+    key = key if part is None else _fold(key, part)
+    if not _per_row(variable):
+        return _fold(_fold(key, step), first_row)
+    ids = first_row + lax.iota("int32", rows)
+    return jax.vmap(_fold, (None, 0), key.ndim)(_fold(key, step), ids)
+
+
+def _fold(key: jax.Array, number: Index) -> jax.Array:
+    """Return the key, or each of the stacked keys, with a number folded in."""
+    fold = jax.random.fold_in
+    for _ in range(key.ndim):
+        fold = jax.vmap(fold, (0, None))
+    return fold(key, number)
+
+
+def variables_of(variables: Flat, layer: Any) -> Flat:
+    """Return the variables of one of the stacked layers (None: all as they are)."""
+    if layer is None:
+        return variables
+    pick = lambda x: lax.dynamic_index_in_dim(x, layer, 0, False)
+    return {path: pick(x) for path, x in variables.items() if path.startswith(LAYERS)}

@@ -1,0 +1,79 @@
+"""One row of a pipeline's table, as a stage reads it.
+
+`SegmentFacts` are known before anything runs: which tasks all stages have in a segment of the
+table, or none. `StageTick` are the numbers of one stage in one tick, traced.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from hfjax.parallel.schedules.compile import Ticks
+
+State = dict[str, Any]  # what a stage holds from tick to tick
+OUTSIDE = ("first", "last", "first_backward")  # tasks that use parameters outside the layers
+
+
+@dataclass(frozen=True)
+class SegmentFacts:
+    """Static facts of a segment: what runs in all its ticks on all stages, or in none.
+
+    No `lax.cond` is needed then.
+    """
+
+    ticks: Ticks
+    start: int
+    end: int
+
+    def always(self, what: str) -> bool:
+        return bool(self.when[what].all())
+
+    def never(self, what: str) -> bool:
+        return not self.when[what].any()
+
+    def arriving(self, kind: str) -> bool:
+        """Whether anything is sent in a tick whose messages arrive in this segment."""
+        return self.ticks.arriving(kind, self.start, self.end)
+
+    @cached_property
+    def when(self) -> dict[str, np.ndarray]:
+        """Whether each kind of task runs: bool [ticks, stages] each."""
+        table = self.ticks.table
+        tasks = table.cells[self.start : self.end]
+        when = {kind: tasks[..., i] >= 0 for i, kind in enumerate("FBW")}
+        g = tasks % table.virtual
+        when["first"] = when["F"] & (g[..., 0] == 0)
+        when["last"] = when["F"] & (g[..., 0] == table.virtual - 1)
+        when["first_backward"] = when["B"] & (g[..., 1] == 0)
+        return when
+
+
+@dataclass(frozen=True)
+class StageTick:
+    """One row of the table for this stage."""
+
+    row: dict[str, Any]
+    facts: SegmentFacts
+
+    def __getitem__(self, name: str) -> Any:
+        return self.row[name]
+
+    def positive(self, name: str) -> Any:
+        """Return a number to index with, 0 where the slot is idle."""
+        return jnp.maximum(self.row[name], 0)
+
+    def active(self, kind: str) -> Any:
+        return self.row[f"{kind}_microbatch"] >= 0
+
+    def branch(self, what: str, yes: Callable, no: Callable, *operands: Any) -> Any:
+        """Return `yes(*operands)` where it is so, `no(*operands)` elsewhere."""
+        if self.facts.always(what):
+            return yes(*operands)
+        if self.facts.never(what):
+            return no(*operands)
+        return lax.cond(self.row[what], yes, no, *operands)

@@ -1,0 +1,167 @@
+"""Trains on mesh axes that only a row in parallel/mesh.py knows; prints how far from one device.
+
+`test_axes.py` runs it with a copy of the package whose table has four rows more.
+"""
+
+import json
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jax import lax
+
+import hfjax
+from hfjax import DDP, FSDP, PIPE, ZERO2, Schedule, Strategy
+from hfjax.models.gpt import GPT, GPTConfig, next_token_loss
+from hfjax.models.parts import stacked
+
+TOKENS = {"tokens": np.random.default_rng(0).integers(0, 64, (16, 17), np.int32)}
+ROWS = dict(DDP.activations)
+
+
+def gpt(rngs: nnx.Rngs) -> GPT:
+    return GPT(
+        GPTConfig.tiny(vocab=64, length=16, layers=2, embed=32, heads=4, dropout=0.1), rngs=rngs
+    )
+
+
+class Layer(nnx.Module):
+    """A layer in which positions do not meet."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.norm, self.map = nnx.LayerNorm(32, rngs=rngs), nnx.Linear(32, 32, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return x + nnx.gelu(self.map(self.norm(x)))
+
+
+class Positionwise(nnx.Module):
+    """A model of which each position is computed by itself."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.tokens = nnx.Embed(64, 32, rngs=rngs)
+        self.layers = stacked(2, lambda rngs: Layer(rngs), rngs)
+
+    def embed(self, batch: Any) -> jax.Array:
+        return self.tokens(batch["tokens"])
+
+    def head(self, x: jax.Array) -> jax.Array:
+        return x @ self.tokens.embedding[...].T
+
+
+def next_of(logits: jax.Array, batch: Any) -> hfjax.Mean:
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["next"])
+    return hfjax.Mean(losses.sum(), jnp.float32(losses.size))
+
+
+def specialists(rngs: nnx.Rngs) -> dict[str, jax.Array]:
+    draw = lambda *shape: 0.1 * jax.random.normal(rngs.params(), shape)
+    return {"specialists": draw(4, 8, 8), "dense": draw(8, 8)}
+
+
+def meet(params: Any, x: jax.Array) -> jax.Array:
+    """Return what all specialists make of x; each device has some and is given the others."""
+    all_of = lax.all_gather(params["specialists"], "specialist", axis=0, tiled=True)
+    return jnp.einsum("bi,eij->bj", x @ params["dense"], all_of)
+
+
+def trained(model: Callable, strategy: Strategy, sizes: dict, loss: Callable, batch: Any, **given):
+    """Return losses and parameters after three steps."""
+    execution = {
+        name: given.pop(name) for name in ("schedule", "accumulate", "reduction") & given.keys()
+    }
+    execution |= {"optimizer_in_backward": True} if given.pop("in_backward", False) else {}
+    count = int(np.prod(list(sizes.values())))
+    mesh = hfjax.make_mesh(devices=jax.devices()[:count], **sizes)
+    layout = hfjax.layout(model, optax.adamw(1e-2), mesh, strategy.edit(replicate_below=0), **given)
+    step = hfjax.train_step(layout, loss, **execution)
+    state, losses = hfjax.init(layout, 0, execution.get("schedule")), []
+    for _ in range(3):
+        state, metrics = step(state, batch)
+        losses.append(float(metrics["loss"]))
+    return losses, hfjax.full(hfjax.canonical(layout, state).params)
+
+
+def apart(*case: Any, **given: Any) -> float:
+    """Return the greatest difference from one device, in losses and parameters."""
+    model, _, _, loss, batch = case
+    alone = {name: x for name, x in given.items() if name in ("forward", "axes", "accumulate")}
+    wanted = trained(model, DDP, {"data": 1}, loss, batch, **alone)
+    found = trained(*case, **given)
+    return max(
+        float(np.abs(a - b).max())
+        for a, b in zip(*map(jax.tree.leaves, (found, wanted)), strict=True)
+    )
+
+
+def cases() -> dict[str, Callable[[], float]]:
+    """Return each case by its name."""
+    dense = lambda strategy, loss=next_token_loss, **sizes: (
+        lambda: apart(gpt, strategy, sizes, loss, TOKENS)
+    )
+    split = {"tokens": TOKENS["tokens"][:, :16], "next": TOKENS["tokens"][:, 1:]}
+    in_positions = lambda s, **sizes: (
+        lambda: apart(Positionwise, s.edit(activations={"seq": "positions"}), sizes, next_of, split)
+    )
+    grid = {"heads": "tensor", "mlp": "matrix", "vocab": ("tensor", "matrix")}
+    matrix = Strategy("MATRIX", parameters=grid, activations={**grid, **ROWS})
+    own = Strategy("OWN", parameters={"specialists": "specialist"}, activations=ROWS)
+    x = np.random.default_rng(1).normal(size=(16, 8)).astype(np.float32)
+    names = {"specialists": ("specialists", None, None)}
+    stays = lambda strategy, **sizes: (
+        lambda: apart(
+            specialists,
+            strategy,
+            sizes,
+            lambda y, _: (y**2).mean() + y.mean(),
+            x,
+            forward=meet,
+            axes=names,
+        )
+    )
+    return {
+        "rows, FSDP": dense(FSDP, replica=2, data=2, fsdp=2),
+        "rows, ZERO2": dense(ZERO2, replica=2, data=2, fsdp=2),
+        "rows, two levels": lambda: apart(
+            gpt,
+            DDP,
+            {"replica": 2, "data": 2, "fsdp": 2},
+            next_token_loss,
+            TOKENS,
+            reduction="hierarchical",
+            accumulate=2,
+        ),
+        "rows, pipeline": lambda: apart(
+            gpt,
+            PIPE | FSDP,
+            {"pipe": 2, "replica": 2, "fsdp": 2},
+            next_token_loss,
+            TOKENS,
+            schedule=Schedule("1f1b", 4),
+        ),
+        "rows, in backward": lambda: apart(
+            gpt, ZERO2, {"replica": 4, "fsdp": 2}, next_token_loss, TOKENS, in_backward=True
+        ),
+        "rows and stays, dense": dense(FSDP, specialist=4, fsdp=2),
+        "rows and stays, all split": dense(ZERO2, specialist=4, data=2),
+        "rows and stays": stays(own, specialist=4, data=2),
+        "rows and stays, ZERO2": stays(own | ZERO2, specialist=2, data=2, fsdp=2),
+        "sequence": in_positions(DDP, positions=4, data=2),
+        "sequence, FSDP": in_positions(FSDP, positions=2, data=2, fsdp=2),
+        "partitioner": dense(matrix, matrix=2, tensor=2, data=2),
+        "partitioner, FSDP": dense(FSDP | matrix, matrix=2, fsdp=4),
+    }
+
+
+if __name__ == "__main__":
+    jax.config.update("jax_num_cpu_devices", 8)
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_numpy_rank_promotion", "raise")
+    known, asked = cases(), sys.argv[1:]
+    few = {name: known[name] for name in asked} or known
+    print(json.dumps({name: run() for name, run in few.items()}))

@@ -1,0 +1,76 @@
+"""A mesh axis is a row of the table in parallel/mesh.py: what follows from its meaning, follows."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import optax
+import pytest
+
+import hfjax
+from hfjax.parallel.mesh import (
+    AXES,
+    BATCH_AXES,
+    MANUAL_AXES,
+    MEANING,
+    TENSOR_AXES,
+    stays_split,
+)
+from tests import pretend_axes
+
+ROWS = """    "replica": Axis(rows=True),
+    "specialist": Axis(rows=True, stays="specialists"),
+    "positions": Axis(sequence=True),
+    "matrix": Axis(partitioner=True),
+"""
+DAILY = ("rows, FSDP", "rows and stays", "sequence, FSDP", "partitioner")
+
+
+def trained(folder: Path, *cases: str) -> dict[str, float]:
+    """Return how far each case is from one device, in a copy of the package with four axes more."""
+    shutil.copytree(
+        Path(hfjax.__file__).parent, folder / "hfjax", ignore=shutil.ignore_patterns("__pycache__")
+    )
+    table, last = (
+        folder / "hfjax" / "parallel" / "mesh.py",
+        '    "tensor": Axis(partitioner=True),\n',
+    )
+    before, after = table.read_text(encoding="utf-8").split(last)
+    table.write_text(before + last + ROWS + after, encoding="utf-8")
+    command = [sys.executable, "-W", "ignore", pretend_axes.__file__, *cases]
+    environment = os.environ | {"PYTHONPATH": str(folder)}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=folder)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_a_new_axis_of_each_meaning_needs_a_row_and_nothing_else(tmp_path):
+    found = trained(tmp_path, *DAILY)
+    assert list(found) == list(DAILY)
+    assert max(found.values()) < 2e-5, found
+
+
+@pytest.mark.slow
+def test_new_axes_train_as_one_device_under_every_strategy_and_schedule(tmp_path):
+    found = trained(tmp_path)
+    assert len(found) == 13
+    assert max(found.values()) < 2e-5, found
+
+
+def test_groups_of_axes_follow_from_the_table():
+    assert AXES == tuple(MEANING)
+    assert (*MANUAL_AXES, *TENSOR_AXES) == AXES
+    assert BATCH_AXES == ("data", "fsdp")
+    assert stays_split("pipe", "layers")
+    assert not stays_split("pipe", None)
+    assert not stays_split("fsdp", "layers")
+
+
+def test_an_axis_without_a_meaning_yet_is_refused_when_it_is_used():
+    mesh = hfjax.make_mesh(context=2, data=4)
+    layout = hfjax.layout(pretend_axes.gpt, optax.sgd(0.1), mesh, hfjax.DDP)
+    with pytest.raises(ValueError, match="context splits neither the batch nor a parameter"):
+        hfjax.train_step(layout, lambda y, batch: y.mean())
