@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from hfjax.base.tables import aligned, human
+from hfjax.parallel.memory import largest_first
 from hfjax.parallel.remat import names_of
 
 Shape = tuple[int, ...]
@@ -177,17 +178,13 @@ def share(offload: Offload, tensors: Sequence[Tensor], may_cut: bool) -> Share:
 
 
 def _by_ratio(ratio: float, tensors: Sequence[Tensor], may_cut: bool) -> Share:
-    left = ratio * sum(t.bytes for t in tensors)
-    chosen: Share = {}
-    by_size = sorted(range(len(tensors)), key=lambda i: (-tensors[i].bytes, i))
-    for i in by_size:
-        if 0 < tensors[i].bytes <= left + 0.5:
-            chosen[i] = Cut()
-            left -= tensors[i].bytes
-    rest = [i for i in by_size if i not in chosen]
+    sizes = {i: t.bytes for i, t in enumerate(tensors) if t.bytes}
+    left = ratio * sum(sizes.values())
+    whole, rest = largest_first(sizes, left + 0.5)
+    chosen, left = dict.fromkeys(whole, Cut()), left - sum(sizes[i] for i in whole)
     if rest and may_cut:
         chosen |= _cut_one(left, rest, tensors)
-    elif rest and left > tensors[rest[-1]].bytes / 2:
+    elif rest and left > sizes[rest[-1]] / 2:
         chosen[rest[-1]] = Cut()
     return chosen
 

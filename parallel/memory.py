@@ -6,7 +6,7 @@ it before it is on the device.
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 from jax import lax
@@ -16,6 +16,7 @@ from hfjax.base.paths import Tree
 from hfjax.parallel.mesh import describe_mesh
 
 KIND = "pinned_host"
+Key = TypeVar("Key", int, str)
 ROWS = ("moments", "master", "parameters")  # what of a state may lie on the host
 
 
@@ -59,6 +60,20 @@ def show_memory(where: str | float) -> str:
     '25% host'
     """
     return where if isinstance(where, str) else f"{100 * where:.4g}% host"
+
+
+def largest_first(sizes: Mapping[Key, int], room: float) -> tuple[list[Key], list[Key]]:
+    """Return which of these have room, the largest first, and which have not.
+
+    >>> largest_first({"a": 3, "b": 5, "c": 4, "d": 1}, 6.5)
+    (['b', 'd'], ['c', 'a'])
+    """
+    chosen, rest = [], []
+    for key in sorted(sizes, key=lambda key: (-sizes[key], key)):
+        fits = sizes[key] <= room
+        (chosen if fits else rest).append(key)
+        room -= sizes[key] * fits
+    return chosen, rest
 
 
 def to_host(tree: Tree) -> Any:

@@ -136,6 +136,12 @@ def test_whole_tensors_go_first_and_at_most_one_is_cut(ratio, cut):
     assert abs(moved - ratio * 18 * 40) <= (20 if cut else 3 * 40)
 
 
+@pytest.mark.parametrize("cut", [True, False])
+def test_an_empty_tensor_stays_where_it_is(cut):
+    kept = [Tensor("a", (n, 10), "float32", n * 40) for n in (0, 7, 3)]
+    assert 0 not in share(Offload(ratio=0.5), kept, cut)
+
+
 # -- by name, by kind ---------------------------------------------------------------------------
 
 

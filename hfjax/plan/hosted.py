@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 
+from hfjax.parallel.memory import largest_first
 from hfjax.parallel.placement import pieces
 from hfjax.plan.layout_like import LayoutLike
 
@@ -93,12 +94,7 @@ class Hosted:
         """The moments that lie on the host: whole arrays, as many as fit, the largest first."""
         sizes, wanted = self._sizes["moments"], self._wanted("moments")
         share = wanted if isinstance(wanted, float) else float(wanted == "host")
-        budget, chosen = share * sum(sizes.values()), []
-        for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
-            if sizes[name] <= budget:
-                budget -= sizes[name]
-                chosen.append(name)
-        return chosen
+        return largest_first(sizes, share * sum(sizes.values()))[0]
 
     @cached_property
     def _sizes(self) -> dict[str, dict[str, int]]:
