@@ -5,7 +5,7 @@ haiscale's `CPUOffload` does); names and products select tensors.
 """
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from numbers import Real
@@ -115,19 +115,6 @@ class Cut:
             return tensor.bytes
         return tensor.bytes // tensor.shape[self.dim] * self.count
 
-    def split(self, x: jax.Array) -> list[jax.Array]:
-        """Return what goes, and what stays if the tensor is cut."""
-        if self.dim is None:
-            return [x]
-        part = partial(lax.slice_in_dim, x, axis=self.dim)
-        return [part(0, self.count), part(self.count, None)]
-
-    def join(self, parts: list[jax.Array]) -> jax.Array:
-        """Return the tensor again. XLA would read one half of a fused sum of both on the host."""
-        if self.dim is None:
-            return parts[0]
-        return lax.optimization_barrier(jnp.concatenate(parts, axis=self.dim))
-
 
 def _is_fraction(ratio: Any) -> bool:
     number = isinstance(ratio, Real) and not isinstance(ratio, bool)
@@ -158,6 +145,29 @@ def several(given: Any) -> list[float]:
 
 
 Share = dict[int, Cut]  # number of a tensor -> how much of it goes
+Parts = tuple[list[jax.Array], list[jax.Array]]  # of a tensor: what goes, what stays
+
+
+def split(share: Share, arrays: Iterable[jax.Array]) -> Iterator[Parts]:
+    """Yield what goes of each array, and what stays."""
+    for i, x in enumerate(arrays):
+        cut = share.get(i)
+        if cut is None or cut.dim is None:
+            yield ([], [x]) if cut is None else ([x], [])
+        else:
+            part = partial(lax.slice_in_dim, x, axis=cut.dim)
+            yield [part(0, cut.count)], [part(cut.count, None)]
+
+
+def join(share: Share, parts: Iterable[Parts]) -> list[jax.Array]:
+    """Return the arrays again. XLA would read one half of a fused sum of both on the host."""
+    values = []
+    for i, (gone, stayed) in enumerate(parts):
+        if len(both := [*gone, *stayed]) > 1:
+            whole = jnp.concatenate(both, axis=share[i].dim)
+            both = [lax.optimization_barrier(whole)]
+        values += both
+    return values
 
 
 def of_part(share: Share, first: int, last: int | None) -> Share:

@@ -8,6 +8,7 @@ is W; values that cross from B to W are kept as well (zero bubble, arXiv:2401.10
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import jax
@@ -23,7 +24,6 @@ from hfjax.parallel.autodiff.program import (
     bytes_of,
     needed,
     piece,
-    tensors_of,
     variables,
 )
 
@@ -81,120 +81,94 @@ def dissect(layer: Callable, known: Any, slots: Any, x: Any, split: bool) -> Dis
 
     The gradients are those of `slots`, whose values the layer does not read.
     """
-    flat_x, form_x = jax.tree.flatten(x)
-    flat_slots, form_slots = jax.tree.flatten(slots)
-    flat_known, form_known = jax.tree.flatten(known)
-    passes: dict[str, Any] = {}
 
-    def forward(*arrays):
-        known = form_known.unflatten(arrays[: len(flat_known)])
-        x = form_x.unflatten(arrays[len(flat_known) :])
+    def with_pullback(known, x):
         y, pullback = jax.vjp(lambda slots, x: layer(known, slots, x), slots, x)
-        kept, passes["pullback"] = jax.tree.flatten(pullback)
         _check_same(x, y)
-        return *jax.tree.leaves(y), *kept
+        return y, pullback
 
-    whole = piece(forward, *flat_known, *flat_x)
-    y, kept = whole.outputs[: len(flat_x)], whole.outputs[len(flat_x) :]
-    residuals = Residuals(whole, kept, len(flat_known))
-    ahead = whole.part([*y, *residuals.stashed])
+    ahead = Residuals(with_pullback, known, x)
 
-    def backward(*arrays):
-        known, arrays = arrays[: len(flat_known)], arrays[len(flat_known) :]
-        stash, dy = arrays[: len(residuals.stashed)], arrays[len(residuals.stashed) :]
-        pullback = jax.tree.unflatten(passes["pullback"], residuals.all(known, stash))
-        gradients, dx = pullback(cotangents(form_x.unflatten(dy)))
-        return *jax.tree.leaves(gradients), *jax.tree.leaves(arrays_of(dx, x))
+    def pull(known, stash, dy):
+        dy = cotangents(jax.tree.structure(x).unflatten(dy))
+        gradients, dx = ahead.pullback(known, stash, ahead.constants)(dy)
+        return arrays_of(dx, x), gradients
 
-    stashed = [v.aval for v in residuals.stashed]
-    behind = piece(backward, *flat_known, *stashed, *(v.aval for v in y))
-    halves = _Halves(behind, len(flat_known), len(stashed), len(flat_slots))
-    late = halves.late if split else []
-    early = [i for i in range(len(stashed)) if i not in late]
+    behind = piece(pull, known, ahead.stash, ahead.out)
+    return _passes(ahead, behind, known, slots, x, split)
 
-    def join(stash, late_values):
-        values: list[Any] = [None] * len(stashed)
-        for i, value in (*zip(early, stash, strict=True), *zip(late, late_values, strict=True)):
-            values[i] = value
-        return values
 
-    def run_forward(known, x):
-        out = ahead(*jax.tree.leaves(known), *jax.tree.leaves(x))
-        kept = out[len(flat_x) :]
-        return (
-            form_x.unflatten(out[: len(flat_x)]),
-            [kept[i] for i in early],
-            [kept[i] for i in late],
-        )
+def _passes(
+    ahead: Residuals, behind: Piece, known: Any, slots: Any, x: Any, split: bool
+) -> Dissected:
+    """Return the passes, of the program of a backward pass: (known, stash, dy) -> (dx, slots)."""
+    known, stash, dy = _grouped(behind.inputs, known, ahead.stash, x)
+    dx, gradients = _grouped(behind.outputs, x, slots)
+    second, cross = _second_half(behind, dx, gradients, dy)
+    used = second.reads if split else ()
+    late = [i for i, v in enumerate(stash) if v in used]
+    early = [i for i in range(len(stash)) if i not in late]
 
-    def run_backward(known, stash, late_values, dy):
-        given = (*jax.tree.leaves(known), *join(stash, late_values), *jax.tree.leaves(dy))
-        out = behind(*given)
-        return form_x.unflatten(out[len(flat_slots) :]), form_slots.unflatten(
-            out[: len(flat_slots)]
-        )
+    def forward(known, x):
+        y, stash = ahead.forward(known, x)
+        return y, [stash[i] for i in early], [stash[i] for i in late]
 
-    def run_input(known, stash, late_values, dy):
-        given = (*jax.tree.leaves(known), *join(stash, late_values), *jax.tree.leaves(dy))
-        out = halves.input(*given)
-        return form_x.unflatten(out[: len(flat_x)]), out[len(flat_x) :]
-
-    def run_weight(known, late_values, cross):
-        return form_slots.unflatten(halves.weight(*jax.tree.leaves(known), *late_values, *cross))
-
+    given = [*known, *(stash[i] for i in (*early, *late)), *dy]
+    by_weights = [*known, *(stash[i] for i in late), *cross]
+    form = jax.tree.structure
     return Dissected(
-        forward=run_forward,
-        backward=run_backward,
-        input_backward=run_input,
-        weight_backward=run_weight,
-        stash=[stashed[i] for i in early],
-        late=[stashed[i] for i in late],
-        cross=[v.aval for v in halves.cross],
-        tensors=tensors_of(whole, [residuals.stashed[i] for i in (*early, *late)]),
+        forward,
+        backward=behind.function(given, [*dx, *gradients], form((x, slots))),
+        input_backward=behind.function(given, [*dx, *cross], form((x, cross))),
+        weight_backward=second.function(by_weights, gradients, form(slots)),
+        stash=[ahead.stash[i] for i in early],
+        late=[ahead.stash[i] for i in late],
+        cross=[v.aval for v in cross],
+        tensors=[ahead.tensors[i] for i in (*early, *late)],
     )
 
 
-class _Halves:
-    """A backward pass in two: what the input's gradient needs, and the rest."""
+def _grouped(values: Sequence[Any], *trees: Any) -> list[list]:
+    """Return as many of the values as each tree has leaves, one after the other."""
+    left = iter(values)
+    return [list(islice(left, len(jax.tree.leaves(tree)))) for tree in trees]
 
-    def __init__(self, behind: Piece, n_known: int, n_stash: int, n_slots: int):
-        known, rest = behind.inputs[:n_known], behind.inputs[n_known:]
-        stash, dy = rest[:n_stash], rest[n_stash:]
-        gradients, dx = behind.outputs[:n_slots], behind.outputs[n_slots:]
-        first = needed(behind.equations, dx)
-        second = needed(behind.equations, behind.outputs) - first
-        second -= _better_early(behind.equations, second)
-        self.cross, second = self._cut(behind, first, second, gradients, set(dy))
-        used = {v for i in second for v in variables(behind.equations[i].invars)}
-        used |= set(variables(gradients))
-        self.cross += [v for v in dy if v in used]
-        self.late = [i for i, v in enumerate(stash) if v in used]
-        self.input = behind.part([*dx, *self.cross])
-        inputs = [*known, *(stash[i] for i in self.late), *self.cross]
-        equations = [behind.equations[i] for i in sorted(second)]
-        self.weight = Piece(equations, inputs, gradients, behind.constants)
 
-    @staticmethod
-    def _cut(behind: Piece, first: set[int], second: set[int], gradients: Any, dy: set[Var]):
-        """Return the values that cross, and the second half with what is cheaper to redo."""
-        makes = {v: i for i, e in enumerate(behind.equations) for v in e.outvars}
-        redo = _Redo(behind.equations, makes, dy)
-        wanted = [v for i in second for v in behind.equations[i].invars] + list(gradients)
-        cross, todo = [], list(dict.fromkeys(variables(wanted)))
-        again = set(second)
-        for v in todo:  # grows
-            if v not in makes or makes[v] in second:
-                continue
-            cheap = redo.equations(v)
-            if cheap is not None:
-                again |= cheap
-            elif behind.equations[makes[v]].primitive.name in _VIEWS:
-                again.add(makes[v])
-                new = variables(behind.equations[makes[v]].invars)
-                todo += [u for u in new if u not in todo]
-            else:
-                cross.append(v)
-        return cross, again
+def _second_half(
+    behind: Piece, dx: Sequence[Any], gradients: Sequence[Any], dy: Sequence[Var]
+) -> tuple[Piece, list[Var]]:
+    """Return W, what of a backward pass the input's gradient does not need; what crosses to it."""
+    second = needed(behind.equations, gradients) - needed(behind.equations, dx)
+    second -= _better_early(behind.equations, second)
+    cross, numbers = _crossing(behind, second, gradients, set(dy))
+    equations = [behind.equations[i] for i in sorted(numbers)]
+    second_half = Piece(equations, behind.inputs, gradients, behind.constants)
+    used = second_half.reads
+    return second_half, [*cross, *(v for v in dy if v in used)]
+
+
+def _crossing(
+    behind: Piece, second: set[int], gradients: Sequence[Any], dy: set[Var]
+) -> tuple[list[Var], set[int]]:
+    """Return the values that cross, and the second half with what is cheaper to redo."""
+    makes = {v: i for i, e in enumerate(behind.equations) for v in e.outvars}
+    redo = _Redo(behind.equations, makes, dy)
+    wanted = [v for i in second for v in behind.equations[i].invars] + list(gradients)
+    cross, todo = [], list(dict.fromkeys(variables(wanted)))
+    again = set(second)
+    for v in todo:  # grows
+        if v not in makes or makes[v] in second:
+            continue
+        cheap = redo.equations(v)
+        if cheap is not None:
+            again |= cheap
+        elif behind.equations[makes[v]].primitive.name in _VIEWS:
+            again.add(makes[v])
+            new = variables(behind.equations[makes[v]].invars)
+            todo += [u for u in new if u not in todo]
+        else:
+            cross.append(v)
+    return cross, again
 
 
 def _better_early(equations: Sequence[Any], second: set[int]) -> set[int]:

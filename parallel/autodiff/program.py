@@ -1,9 +1,9 @@
 """Programs as data: the equations of a function, parts of them, and the residuals of a pullback.
 
-`jax.vjp` decides which residuals a backward pass needs; this module reads its program. Residuals
+`jax.vjp` decides which residuals a backward pass needs; `Residuals` reads its program. Residuals
 that depend on the input must be saved; those that follow from parameters and random keys alone
-(casts, gathers, masks) are computed again. `tensors_of` names each residual and the operation that
-made it.
+(casts, gathers, masks) are computed again. Each one that is saved has a description (`Tensor`): the
+operation that made it, and its name.
 """
 
 import math
@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 from jax.extend.core import JaxprEqn, Literal, Var
+from jax.tree_util import treedef_tuple
 
 from hfjax.parallel.activation_offload import Tensor
 
@@ -50,12 +51,26 @@ class Piece:
         inputs = self.inputs if inputs is None else inputs
         return Piece(equations, inputs, list(targets), self.constants)
 
+    def function(self, inputs: Sequence[Var], targets: Sequence[Any], form: Any) -> Callable:
+        """Return what computes these targets as a function of trees, its result of this form."""
+        part = self.part(targets, inputs)
+        return lambda *given: form.unflatten(part(*jax.tree.leaves(given)))
 
-def piece(function: Callable, *arrays: Any) -> Piece:
-    """Return the program of a function of flat arrays, with the bodies of calls in their place."""
-    traced = jax.make_jaxpr(function)(*arrays)
+    @property
+    def reads(self) -> set[Var]:
+        """What its equations use, and its outputs."""
+        used = (equation.invars for equation in self.equations)
+        return {v for values in (*used, self.outputs) for v in variables(values)}
+
+
+def piece(function: Callable, *arguments: Any) -> Piece:
+    """Return the program of a function of trees, with the bodies of calls in their place.
+
+    Its inputs and outputs are the leaves of what the function is given and returns.
+    """
+    traced = jax.make_jaxpr(function)(*arguments)
     run = lambda *values: _inline(traced.jaxpr, traced.consts, values)
-    flat = jax.make_jaxpr(run)(*arrays)
+    flat = jax.make_jaxpr(run)(*jax.tree.leaves(arguments))
     constants = dict(zip(flat.jaxpr.constvars, flat.consts, strict=True))
     return Piece(flat.jaxpr.eqns, flat.jaxpr.invars, flat.jaxpr.outvars, constants)
 
@@ -134,33 +149,59 @@ def bytes_of(avals: Iterable[Any]) -> int:
 
 
 class Residuals:
-    """What a pullback keeps: known, a literal, made from what is known, or stashed."""
+    """A function and its pullback as data: a residual is known, made from that, or stashed.
 
-    def __init__(self, whole: Piece, kept: Sequence[Any], n_known: int):
-        self.kept, self.known = kept, list(whole.inputs[:n_known])
-        depends = set(whole.inputs[n_known:])
-        for equation in whole.equations:
-            if any(v in depends for v in variables(equation.invars)):
-                depends.update(equation.outvars)
-        self.stashed = list(dict.fromkeys(v for v in variables(kept) if v in depends))
-        at_hand = depends.union(self.known, whole.constants)
-        remade = [v for v in variables(kept) if v not in at_hand]
-        self.remade = list(dict.fromkeys(remade))
-        self.remake = whole.part(self.remade, self.known)
+    `function(known, x) -> (out, pullback)` is traced once, for arguments like these.
 
-    def all(self, known: Sequence[Any], stash: Sequence[Any], constants: Any = None) -> list[Any]:
-        """Return every residual, from what is known and what was stashed.
+    Attributes:
+        forward: (known, x) -> (out, stash): stash is the list of what depends on x.
+        out: Shapes and dtypes of the arrays of `out`.
+        stash: Those of what is stashed.
+        tensors: A description of each.
+        constants: What the program closes over.
+    """
 
-        `constants` stand for those that the program closes over, which may be of another trace.
-        """
-        remake = self.remake
-        if constants is not None:
-            held = dict(zip(remake.constants, constants, strict=True))
-            remake = replace(remake, constants=held)
-        values = dict(zip(self.known, known, strict=True)) | remake.constants
-        values |= zip(self.stashed, stash, strict=True)
-        values |= zip(self.remade, remake(*known), strict=True)
-        return [v.val if isinstance(v, Literal) else values[v] for v in self.kept]
+    def __init__(self, function: Callable, known: Any, x: Any):
+        forms: list[Any] = []
+
+        def whole(known, x):
+            results = function(known, x)
+            forms[:] = map(jax.tree.structure, results)
+            return results
+
+        program, n_known = piece(whole, known, x), len(jax.tree.leaves(known))
+        out, self._pullback = forms
+        outputs, self._kept = program.outputs[: out.num_leaves], program.outputs[out.num_leaves :]
+        self._known, x = program.inputs[:n_known], program.inputs[n_known:]
+        kept, depends = dict.fromkeys(variables(self._kept)), _following(x, program.equations)
+        at_hand = depends.union(self._known, program.constants)
+        self._remake = program.part([v for v in kept if v not in at_hand], self._known)
+        self._stashed = [v for v in kept if v in depends]
+        form = treedef_tuple((out, jax.tree.structure(self._stashed)))
+        self.forward = program.function(program.inputs, [*outputs, *self._stashed], form)
+        self.out, self.stash = ([v.aval for v in values] for values in (outputs, self._stashed))
+        self.tensors = _tensors(program, self._stashed)
+        self.constants = list(program.constants.values())
+
+    def pullback(self, known: Any, stash: Sequence[Any], constants: Sequence[Any]) -> Callable:
+        """Return the pullback; in another trace its constants are other tracers."""
+        given = jax.tree.leaves(known)
+        held = dict(zip(self._remake.constants, constants, strict=True))
+        values = held | dict(zip(self._known, given, strict=True))
+        values |= zip(self._stashed, stash, strict=True)
+        remade = replace(self._remake, constants=held)(*given)
+        values |= zip(self._remake.outputs, remade, strict=True)
+        read = lambda v: v.val if isinstance(v, Literal) else values[v]
+        return self._pullback.unflatten([read(v) for v in self._kept])
+
+
+def _following(inputs: Iterable[Var], equations: Iterable[Any]) -> set[Var]:
+    """Return these inputs, and all that depends on them."""
+    depends = set(inputs)
+    for equation in equations:
+        if not depends.isdisjoint(variables(equation.invars)):
+            depends.update(equation.outvars)
+    return depends
 
 
 # What hands a tensor on in another form: the one that made it is further back.
@@ -178,7 +219,7 @@ _SAME = (
 )
 
 
-def tensors_of(program: Piece, kept: Iterable[Var]) -> list[Tensor]:
+def _tensors(program: Piece, kept: Iterable[Var]) -> list[Tensor]:
     """Return a description of each of these variables of a program."""
     makes = {v: e for e in program.equations for v in e.outvars}
     names = _names(program)

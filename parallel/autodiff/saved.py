@@ -6,15 +6,13 @@ gradient of the function's result is there.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
-from typing import Any
 
 import jax
 from jax import lax
+from jax.tree_util import Partial
 
-from hfjax.parallel.activation_offload import Cut, Share, Tensor
-from hfjax.parallel.autodiff.program import Residuals, piece, tensors_of
+from hfjax.parallel.activation_offload import Share, Tensor, join, split
+from hfjax.parallel.autodiff.program import Residuals
 from hfjax.parallel.memory import to_device, to_host
 
 Choose = Callable[[Sequence[Tensor]], Share]
@@ -32,89 +30,36 @@ def kept(function: Callable, choose: Choose, barrier: bool = True) -> Callable:
     def run(known, weights, x):
         return function(known, weights, x)
 
+    def with_pullback(given, x):
+        known, weights = given
+        of = lambda weights, x: function(known, weights, x)
+        y, pullback, aux = jax.vjp(of, weights, x, has_aux=True)
+        return (y, aux), pullback
+
     def forward(known, weights, x):
-        passes = _Passes(function, (known, weights, x), choose)
-        out, stash = passes.forward()
-        return out, _Waiting(passes.sent(stash, barrier), passes.constants, known, weights, passes)
+        given = known, weights
+        residuals = Residuals(with_pullback, given, x)
+        share = choose(residuals.tensors)
+        out, stash = residuals.forward(given, x)
+
+        def pullback(parts, constants, given):
+            stash = join(share, ((to_device(gone), stayed) for gone, stayed in parts))
+            return residuals.pullback(given, stash, constants)
+
+        parts = [(_sent(goes, barrier), stays) for goes, stays in split(share, stash)]
+        return out, Partial(pullback, parts, residuals.constants, given)
 
     def backward(waiting, cotangents):
-        held = waiting.stash, waiting.constants, waiting.known, waiting.weights
         dy = cotangents[0]
         if barrier:
-            held, dy = lax.optimization_barrier((held, dy))
-        gradients, dx = waiting.passes.backward(*held, dy)
+            waiting, dy = lax.optimization_barrier((waiting, dy))
+        gradients, dx = waiting()(dy)
         return None, gradients, dx
 
     run.defvjp(forward, backward)
     return run
 
 
-@partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["stash", "constants", "known", "weights"],
-    meta_fields=["passes"],
-)
-@dataclass
-class _Waiting:
-    """What waits for the backward pass."""
-
-    stash: list[list]  # [whole] or [first part, rest] of each tensor
-    constants: list
-    known: Any
-    weights: Any
-    passes: "_Passes"
-
-
-class _Passes:
-    """The two passes of a function, traced for arguments like these."""
-
-    def __init__(self, function: Callable, arguments: tuple, choose: Choose):
-        self.arrays, self.form = jax.tree.flatten(arguments)
-        self.pullback: Any = None
-        self.out: Any = None
-        count = len(self.arrays) - len(jax.tree.leaves(arguments[-1]))
-
-        def whole(*arrays):
-            known, weights, x = self.form.unflatten(arrays)
-            run = lambda weights, x: function(known, weights, x)
-            y, pullback, aux = jax.vjp(run, weights, x, has_aux=True)
-            kept, self.pullback = jax.tree.flatten(pullback)
-            out, self.out = jax.tree.flatten((y, aux))
-            return *out, *kept
-
-        program = piece(whole, *self.arrays)
-        n_out = self.out.num_leaves
-        self.outputs, kept = program.outputs[:n_out], program.outputs[n_out:]
-        self.residuals = Residuals(program, kept, count)
-        self.ahead = program.part([*self.outputs, *self.residuals.stashed])
-        self.constants = list(program.constants.values())
-        self.tensors = tensors_of(program, self.residuals.stashed)
-        self.share = choose(self.tensors)
-
-    def forward(self) -> tuple[Any, list]:
-        """Return the results of the function, and what depends on x and is kept."""
-        found = self.ahead(*self.arrays)
-        return self.out.unflatten(found[: len(self.outputs)]), found[len(self.outputs) :]
-
-    def sent(self, stash: list, barrier: bool) -> list[list]:
-        """Return what is kept, parts of it on the host."""
-        return [_sent(x, self.share.get(i), barrier) for i, x in enumerate(stash)]
-
-    def backward(self, stash: list, constants: list, known: Any, weights: Any, dy: Any) -> Any:
-        """Return the gradients of weights and x."""
-        arrays = jax.tree.leaves((known, weights))
-        values = [_fetched(parts, self.share.get(i)) for i, parts in enumerate(stash)]
-        pullback = self.pullback.unflatten(self.residuals.all(arrays, values, constants))
-        return pullback(dy)
-
-
-def _sent(x: jax.Array, cut: Cut | None, barrier: bool) -> list:
-    if cut is None:
-        return [x]
-    first, *rest = cut.split(x)
-    host = to_host(first)
-    return [lax.optimization_barrier(host) if barrier else host, *rest]
-
-
-def _fetched(parts: list, cut: Cut | None) -> jax.Array:
-    return to_device(parts[0]) if cut is None else cut.join(to_device(parts))
+def _sent(arrays: list[jax.Array], barrier: bool) -> list[jax.Array]:
+    there = to_host(arrays)
+    return lax.optimization_barrier(there) if barrier and there else there

@@ -14,7 +14,7 @@ import numpy as np
 from jax import lax
 
 from hfjax.base.paths import Index
-from hfjax.parallel.activation_offload import Offload, Share
+from hfjax.parallel.activation_offload import Offload, Share, join, split
 from hfjax.parallel.memory import to_device, to_host
 from hfjax.parallel.mesh import PIPE_AXIS
 from hfjax.parallel.schedules.compile import Ticks
@@ -134,49 +134,30 @@ class Ring:
 
     def empty(self) -> tuple[Any, Any]:
         """Return the ring before anything was put."""
-        host, device = map(self.store.full, jax.eval_shape(self._cut, self.like))
+        host, device = map(self.store.full, jax.eval_shape(self._split, self.like))
         return jax.tree.map(self._on_host, host), device
 
     def put(self, ring: tuple[Any, Any], unit: Index, slot: Index, values: Any) -> tuple[Any, Any]:
         """Return the ring with one entry changed."""
-        (host, device), (gone, kept) = ring, self._cut(values)
+        (host, device), (gone, kept) = ring, self._split(values)
         host = self.store.put(host, unit, slot, to_host(gone))
         return host, self.store.put(device, unit, slot, kept)
 
     def get(self, ring: tuple[Any, Any], unit: Index, slot: Index) -> Any:
         """Return one entry, on the device."""
         host, device = (self.store.get(store, unit, slot) for store in ring)
-        return self._join(to_device(host), device)
+        values = join(self.share, zip(to_device(host), device, strict=True))
+        return jax.tree.unflatten(jax.tree.structure(self.like), values)
 
     def _on_host(self, zeros: jax.Array) -> jax.Array:
         """Return zeros in host memory, filled row by row: the device never holds them all."""
         row = lambda _, __: (None, to_host(jnp.zeros(zeros.shape[1:], zeros.dtype)))
         return lax.scan(row, None, length=zeros.shape[0])[1] if zeros.ndim else to_host(zeros)
 
-    def _cut(self, values: Any) -> tuple[list, list]:
+    def _split(self, values: Any) -> tuple[list, list]:
         """Return what of the arrays goes to the host, and what stays."""
-        gone, kept = [], []
-        for i, x in enumerate(jax.tree.leaves(values)):
-            if i not in self.share:
-                kept.append(x)
-                continue
-            first, *rest = self.share[i].split(x)
-            gone.append(first)
-            kept += rest
-        return gone, kept
-
-    def _join(self, gone: list, kept: list) -> Any:
-        """Return the arrays again."""
-        first, rest, values = iter(gone), iter(kept), []
-        form = jax.tree.structure(self.like)
-        for i in range(form.num_leaves):
-            cut = self.share.get(i)
-            if cut is None:
-                values.append(next(rest))
-            else:
-                parts = [next(first)] if cut.dim is None else [next(first), next(rest)]
-                values.append(cut.join(parts))
-        return jax.tree.unflatten(form, values)
+        parts = list(split(self.share, jax.tree.leaves(values)))
+        return [goes for goes, _ in parts], [stays for _, stays in parts]
 
 
 def check_rings(table: Table, offload: Offload, platform: str) -> None:
