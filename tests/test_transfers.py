@@ -1,15 +1,23 @@
 """Copies between device and host: in the jaxpr and in the program lowered for CUDA, the same."""
 
+import dataclasses
+import inspect
+
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
+import hfjax
+from hfjax import DDP, FSDP, HOST_OPTIMIZER, HOST_PARAMETERS, PIPE, TENSOR
 from hfjax.analysis.memory_copies import TO_DEVICE, TO_HOST
 from hfjax.analysis.transfers import HostTransfer, Transfers, transfers
+from hfjax.models.gpt import next_token_loss
 from hfjax.parallel.memory import on_host
+from tests.small_gpt import gpt_layout, tokens
 
 HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 X = jax.ShapeDtypeStruct((8, 4), jnp.float32)  # 128 bytes
@@ -30,7 +38,12 @@ def mesh():
 def both(f, *arrays):
     """What the trace shows, and the program lowered for CUDA."""
     traced = jax.jit(f).trace(*arrays)
-    return transfers(traced), transfers(traced.lower(lowering_platforms=("cuda",)))
+    found = transfers(traced), transfers(traced.lower(lowering_platforms=("cuda",)))
+    places = [{row.where for row in rows} for rows in found]
+    same = lambda row: dataclasses.replace(row, where="")
+    assert list(map(same, found[0])) == list(map(same, found[1]))
+    assert places[0] == places[1] or "unroll" in inspect.getsource(f)
+    return found
 
 
 def sums(found):
@@ -123,7 +136,7 @@ def test_within_a_shard_map_shapes_are_of_one_device():
         assert {(row.shape, row.whole) for row in found} == {((2, 4), False)}
 
 
-def test_along_axes_that_a_shard_map_leaves_shapes_are_divided_as_far_as_is_said():
+def test_along_axes_that_a_shard_map_leaves_shapes_are_divided():
     grid = jax.make_mesh((2, 2), ("pipe", "fsdp"), axis_types=(AxisType.Auto,) * 2)
     spec = P("pipe", None, "fsdp")
     stack = jax.ShapeDtypeStruct((6, 8, 4), jnp.float32, sharding=on_host(grid, spec))
@@ -138,11 +151,9 @@ def test_along_axes_that_a_shard_map_leaves_shapes_are_divided_as_far_as_is_said
 
     home = P("pipe")
     places = {"in_specs": home, "out_specs": home, "axis_names": {"pipe"}, "check_vma": False}
-    traced, lowered = both(jax.shard_map(device, mesh=grid, **places), stack)
-    rows = {(row.direction, row.shape, row.count, row.whole) for row in lowered}
-    assert rows == {(TO_HOST, (1, 8, 2), 3, False), (TO_DEVICE, (1, 8, 2), 3, False)}
-    rows = {(row.direction, row.shape, row.count, row.whole) for row in traced}
-    assert rows == {(TO_HOST, (1, 8, 2), 3, False), (TO_DEVICE, (1, 8, 4), 3, True)}
+    for found in both(jax.shard_map(device, mesh=grid, **places), stack):
+        rows = {(row.direction, row.shape, row.count, row.whole) for row in found}
+        assert rows == {(TO_HOST, (1, 8, 2), 3, False), (TO_DEVICE, (1, 8, 2), 3, False)}
 
 
 def test_outside_a_shape_is_divided_as_a_constraint_says():
@@ -151,13 +162,69 @@ def test_outside_a_shape_is_divided_as_a_constraint_says():
         assert [(row.shape, row.bytes, row.whole) for row in found] == [((8, 1), 32, False)]
 
 
-def test_outside_an_argument_is_divided_as_the_lowered_program_says():
+def test_outside_an_argument_is_divided_as_its_sharding_says():
     stack = jax.ShapeDtypeStruct((6, 8, 4), jnp.float32, sharding=on_host(mesh(), P(None, "data")))
     run = lambda x: lax.map(lambda row: to_host(to_device(row) * 2), x)
-    traced, lowered = both(run, stack)
-    assert {(row.shape, row.count, row.whole) for row in lowered} == {((2, 4), 6, False)}
-    assert {(row.shape, row.count, row.whole) for row in traced} == {((8, 4), 6, True)}
-    assert "* whole, along some axis at least: the program does not say" in str(traced)
+    for found in both(run, stack):
+        assert {(row.shape, row.count, row.whole) for row in found} == {((2, 4), 6, False)}
+
+
+def test_a_constraint_may_leave_a_dimension_as_it_was():
+    grid = jax.make_mesh((2, 2), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
+    x = jax.ShapeDtypeStruct((8, 4), jnp.float32, sharding=NamedSharding(grid, P(None, "tensor")))
+    rows = NamedSharding(grid, P("data", P.UNCONSTRAINED))
+    for found in both(lambda x: to_host(lax.with_sharding_constraint(x, rows)), x):
+        assert [(row.shape, row.whole) for row in found] == [((4, 2), False)]
+
+
+def test_a_row_is_marked_where_nothing_says_how_it_is_split():
+    split = NamedSharding(mesh(), P("data"))
+    run = lambda x: (to_host(x * 2), lax.with_sharding_constraint(x, split))
+    for found in both(run, X):
+        assert [(row.shape, row.whole) for row in found] == [((8, 4), True)]
+        assert "* whole, along some axis at least: the program does not say" in str(found)
+
+
+def test_shardings_of_a_jit_within_and_of_the_results_are_known():
+    there = on_host(mesh(), P("data"))
+    split = NamedSharding(mesh(), P("data"))
+    within = jax.jit(lambda x: x * 2, in_shardings=split, out_shardings=split)
+    for found in both(lambda x: to_host(within(x)), X):
+        assert [(row.shape, row.whole) for row in found] == [((2, 4), False)]
+    traced = jax.jit(lambda x: (x, within(x)), out_shardings=(split, there)).trace(X)
+    for program in (traced, traced.lower(lowering_platforms=("cuda",))):
+        rows = [(row.direction, row.shape, row.whole) for row in transfers(program)]
+        assert rows == [(TO_HOST, (2, 4), False)]
+
+
+ALL = FSDP | TENSOR | HOST_PARAMETERS | HOST_OPTIMIZER
+STEPS = {
+    "offload": (FSDP, {"fsdp": 4}, {"offload": 0.3}),
+    "offload beside a tensor axis": (FSDP | TENSOR, {"fsdp": 2, "tensor": 2}, {"offload": 0.4}),
+    "offload in a pipeline": (
+        PIPE,
+        {"pipe": 2},
+        {"offload": 0.4, "schedule": hfjax.Schedule("zb", 4)},
+    ),
+    "one device": (DDP | HOST_OPTIMIZER, {"data": 1}, {}),
+    "moments": (FSDP | HOST_OPTIMIZER, {"data": 2, "fsdp": 2}, {"clip": 1.0}),
+    "moments of a pipeline": (
+        PIPE | TENSOR | HOST_OPTIMIZER,
+        {"pipe": 2, "tensor": 2},
+        {"schedule": hfjax.Schedule("1f1b", 4)},
+    ),
+    "everything": (ALL, {"fsdp": 2, "tensor": 2}, {"optimizer_in_backward": True}),
+}
+
+
+@pytest.mark.parametrize("case", STEPS)
+def test_the_trace_of_a_step_tells_row_by_row_what_the_lowered_program_does(case):
+    strategy, sizes, execution = STEPS[case]
+    layout = gpt_layout(strategy, sizes, optax.adamw(1e-3))
+    traced = hfjax.train_step(layout, next_token_loss, **execution).trace(tokens())
+    found = transfers(traced)
+    assert found.rows == transfers(traced.lower(lowering_platforms=("cuda",))).rows
+    assert found.to_host
 
 
 def test_a_program_for_one_device_is_in_one_piece():

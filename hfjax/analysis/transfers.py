@@ -132,13 +132,25 @@ def transfers(program: Any) -> Transfers:
     if isinstance(program, jax.stages.Lowered):
         _check_tells(program)
         return Transfers(_rows(Copies(program.compiler_ir("stablehlo")).found()), "stablehlo")
-    jaxpr = program.jaxpr if isinstance(program, jax.stages.Traced) else program
-    if isinstance(jaxpr, ClosedJaxpr):
-        return Transfers(_rows(transfers_jaxpr.copies(jaxpr)), "jaxpr")
+    if isinstance(program, jax.stages.Traced):
+        found = transfers_jaxpr.copies(program.jaxpr, *_shardings(program))
+        return Transfers(_rows(found), "jaxpr")
+    if isinstance(program, ClosedJaxpr):
+        unknown = [None] * len(program.in_avals), [None] * len(program.out_avals)
+        return Transfers(_rows(transfers_jaxpr.copies(program, *unknown)), "jaxpr")
     raise ValueError(
         f"program is a {type(program).__name__}; allowed are jax.stages.Traced, jax.stages.Lowered "
         "and a jaxpr: pass jax.jit(f).trace(*args), or jax.make_jaxpr(f)(*args)"
     )
+
+
+def _shardings(program: Any) -> tuple[list[Any], list[Any]]:
+    """Return the shardings of a trace's arguments and results, which jax has no public name for."""
+    told = lambda sharding: sharding if isinstance(sharding, jax.sharding.Sharding) else None
+    own = [argument.sharding for argument in program._meta_tys_flat]
+    given = map(told, program._params["in_shardings"])
+    arguments = [of_jit or told(of_array) for of_jit, of_array in zip(given, own, strict=True)]
+    return arguments, list(map(told, program._params["out_shardings"]))
 
 
 def _check_tells(program: jax.stages.Lowered) -> None:

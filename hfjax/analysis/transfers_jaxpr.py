@@ -1,6 +1,6 @@
 """Reads the copies between device and host out of a jaxpr, where each value says where it lies."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from math import prod
 from typing import Any
 
@@ -16,10 +16,32 @@ Known = dict[Var, Shape | None]  # how what lies outside of a shard_map is split
 Seen = tuple[list[Copy], list[Shape | None]]
 
 
-def copies(jaxpr: Any) -> list[Copy]:
-    """Return the copies of one run of a jaxpr; what nothing reads is not counted."""
-    jaxpr, _ = partial_eval.dce_jaxpr(jaxpr.jaxpr, [True] * len(jaxpr.jaxpr.outvars))
-    return _region(jaxpr, [None] * len(jaxpr.invars), False)[0]
+def copies(jaxpr: Any, arguments: Sequence[Any], results: Sequence[Any]) -> list[Copy]:
+    """Return the copies of one run of a jaxpr; what nothing reads is not counted.
+
+    `arguments` and `results` are their shardings, None where they are not known.
+    """
+    meshes = [sharding.mesh for sharding in (*arguments, *results) if hasattr(sharding, "mesh")]
+    jaxpr, _ = partial_eval.dce_jaxpr(jaxpr.jaxpr, [True] * len(jaxpr.jaxpr.outvars), True)
+    local = all(mesh.size <= 1 for mesh in (*meshes, *_meshes(jaxpr)))
+    given = _divided(arguments, jaxpr.invars, [None] * len(jaxpr.invars))
+    found, splits = _region(jaxpr, given, local)
+    for value, split, sharding in zip(jaxpr.outvars, splits, results, strict=True):
+        kind = getattr(sharding, "memory_kind", None)
+        if kind is not None:
+            found += _sent(value, kind != "device", split, local)
+    return found
+
+
+def _meshes(jaxpr: Any) -> Iterator[Any]:
+    """Yield the meshes that a program names."""
+    for equation in jaxpr.eqns:
+        for value in jax.tree.leaves(list(equation.params.values())):
+            mesh = getattr(value, "mesh", value)
+            if isinstance(mesh, jax.sharding.Mesh | jax.sharding.AbstractMesh):
+                yield mesh
+        for body in bodies_of(equation):
+            yield from _meshes(body)
 
 
 def _region(jaxpr: Any, splits: Sequence[Shape | None], local: bool) -> Seen:
@@ -41,7 +63,7 @@ def _split(value: Any, known: Known) -> Shape | None:
 def _visit(equation: Any, given: list[Shape | None], local: bool) -> Seen:
     name, results = equation.primitive.name, equation.outvars
     if name == "device_put":
-        return _placed(equation, given, local), given
+        return _placed(equation, given, local)
     if name == "scan":
         return _scan(equation, given, local)
     if name == "while":
@@ -49,10 +71,16 @@ def _visit(equation: Any, given: list[Shape | None], local: bool) -> Seen:
     if name == "cond":
         seen = [_region(branch.jaxpr, given[1:], local) for branch in equation.params["branches"]]
         return hlo.heaviest([found for found, _ in seen]), seen[0][1]
+    if name == "jit":
+        shardings = equation.params["in_shardings"], equation.params["out_shardings"]
+        inside = _divided(shardings[0], equation.invars, given)
+        found, after = _region(equation.params["jaxpr"].jaxpr, inside, local)
+        return found, _divided(shardings[1], results, after)
     if name == "shard_map":
         return _shard_map(equation, given, local)
     if name == "sharding_constraint" and not local:
-        return [], [_constrained(equation, given[0])]
+        sharding, free = equation.params["sharding"], equation.params["unconstrained_dims"]
+        return [], [_constrained(sharding, results[0].aval.ndim, given[0], free)]
     if name == "optimization_barrier":
         return [], given
     bodies = list(bodies_of(equation))
@@ -64,17 +92,25 @@ def _visit(equation: Any, given: list[Shape | None], local: bool) -> Seen:
     return found, [follow(operands, v.aval.shape).split for v in results]
 
 
-def _constrained(equation: Any, old: Shape | None) -> Shape | None:
-    """Return how a constraint splits; other shardings than those of a mesh leave it as it was."""
-    sharding, free = equation.params["sharding"], equation.params["unconstrained_dims"]
+def _divided(
+    shardings: Sequence[Any], values: Sequence[Any], old: Sequence[Shape | None]
+) -> list[Shape | None]:
+    """Return how values of these shardings are split."""
+    triples = zip(shardings, values, old, strict=True)
+    return [_constrained(sharding, v.aval.ndim, split) for sharding, v, split in triples]
+
+
+def _constrained(
+    sharding: Any, ndim: int, old: Shape | None, free: Collection[int] = ()
+) -> Shape | None:
+    """Return how a sharding splits; others than those of a mesh leave it as it was."""
     if not isinstance(sharding, jax.sharding.NamedSharding):
         return old
     sizes = sharding.mesh.shape
     count = lambda entry: prod(sizes[a] for a in (entry if isinstance(entry, tuple) else (entry,)))
-    ndim = equation.outvars[0].aval.ndim
     entries = [*sharding.spec, *(None,) * (ndim - len(sharding.spec))]
-    known = enumerate(1 if entry is None else entry for entry in entries)
-    pieces = [None if i in free else e if e == 1 else count(e) for i, e in known]
+    counted = lambda entry: 1 if entry is None else count(entry)
+    pieces = [None if i in free else counted(entry) for i, entry in enumerate(entries)]
     return constrained(pieces, old)
 
 
@@ -103,13 +139,18 @@ def bodies_of(equation: Any) -> Iterator[Any]:
                 yield body
 
 
-def _placed(equation: Any, given: list[Shape | None], local: bool) -> list[Copy]:
-    found = []
-    for old, new, split in zip(equation.invars, equation.outvars, given, strict=True):
-        shape = tuple(new.aval.shape)
-        lies = Placement(lies_on_host(old), (1,) * len(shape) if local else split)
-        found += lies.copied(lies_on_host(new), new.aval.dtype.name, shape)[1]
-    return found
+def _placed(equation: Any, given: list[Shape | None], local: bool) -> Seen:
+    splits = _divided(equation.params["devices"], equation.invars, given)
+    triples = zip(equation.invars, equation.outvars, splits, strict=True)
+    return [
+        c for old, new, split in triples for c in _sent(old, lies_on_host(new), split, local)
+    ], splits
+
+
+def _sent(value: Any, to_host: bool, split: Shape | None, local: bool) -> list[Copy]:
+    shape = tuple(value.aval.shape)
+    lies = Placement(lies_on_host(value), (1,) * len(shape) if local else split)
+    return lies.copied(to_host, value.aval.dtype.name, shape)[1]
 
 
 def lies_on_host(value: Any) -> bool:
