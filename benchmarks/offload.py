@@ -114,7 +114,7 @@ class Row:
 def planned(setting: Setting, case: str) -> Row:
     """Return what the compiled program of a case takes."""
     traced = setting.step(case).trace(setting.batch)
-    moved = hfjax.transfers(traced.lower(lowering_platforms=("cuda",)))
+    moved = hfjax.transfers(traced)
     memory: Any = traced.lower().compile().memory_analysis()
     peak = memory.argument_size_in_bytes + memory.temp_size_in_bytes
     peak += memory.output_size_in_bytes - memory.alias_size_in_bytes

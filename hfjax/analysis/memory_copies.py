@@ -1,53 +1,219 @@
-"""What the two readers of copies share: a copy between memories, and where a value lies."""
+"""Reads the copies between device and host out of a jaxpr, where each value says where it lies.
+
+How an array is split over devices a jaxpr says in places only: in the shardings of arguments and
+constraints. So the walk carries along in how many pieces each dimension of a value is split.
+"""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
+from math import prod
+from typing import Any
 
-from hfjax.analysis.hlo import Transfer
+import jax
+from jax.extend.core import Literal, Var
+from jax.interpreters import partial_eval
+
+from hfjax.analysis import hlo
 
 TO_HOST, TO_DEVICE = "to host", "to device"
+HOST = jax.memory.Space.Host
 Shape = tuple[int, ...]
+Split = Shape | None  # the pieces of each dimension; None: the program does not say
 
 
 @dataclasses.dataclass(frozen=True)
-class Copy(Transfer):
+class Copy(hlo.Transfer):
     """A copy between the memories of device and host; its kind is its direction."""
 
     whole: bool = False  # the shape is of the whole array: how it is split is not said
 
 
-@dataclasses.dataclass(frozen=True)
-class Placement:
-    """In which memory a value lies, and in how many pieces each dimension is split.
+Seen = tuple[list[Copy], list[Split]]  # what a region copies, and how its results are split
 
-    `split` is None where the program does not say. Within a shard_map over all axes nothing is
-    split further.
+
+def copies(jaxpr: Any, arguments: Sequence[Any], results: Sequence[Any]) -> list[Copy]:
+    """Return the copies of one run of a jaxpr; what nothing reads is not counted.
+
+    `arguments` and `results` are their shardings, None where they are not known.
     """
-
-    host: bool = False
-    split: Shape | None = None
-
-    def copied(self, to_host: bool, dtype: str, shape: Shape) -> tuple["Placement", list[Copy]]:
-        """Return where the value lies after it was sent, and the copy, if it was elsewhere."""
-        there = dataclasses.replace(self, host=to_host)
-        if self.host == to_host:
-            return there, []
-        local = _local(shape, self.split)
-        kind = TO_HOST if to_host else TO_DEVICE
-        return there, [Copy(kind, (), dtype, local or shape, whole=local is None)]
+    meshes = [sharding.mesh for sharding in (*arguments, *results) if hasattr(sharding, "mesh")]
+    jaxpr, _ = partial_eval.dce_jaxpr(jaxpr.jaxpr, [True] * len(jaxpr.jaxpr.outvars), True)
+    local = all(mesh.size <= 1 for mesh in (*meshes, *_meshes(jaxpr)))
+    given = _divided(arguments, jaxpr.invars, [None] * len(jaxpr.invars))
+    found, splits = _region(jaxpr, given, local)
+    for value, split, sharding in zip(jaxpr.outvars, splits, results, strict=True):
+        kind = getattr(sharding, "memory_kind", None)
+        if kind is not None:
+            found += _sent(value, kind != "device", split, local)
+    return found
 
 
-def _local(shape: Shape, split: Shape | None) -> Shape | None:
-    """Return the shape on one device, None if it is not known."""
-    if split is None or len(split) != len(shape):
-        return None
-    return tuple(-(-size // pieces) for size, pieces in zip(shape, split, strict=True))
+def _meshes(jaxpr: Any) -> Iterator[Any]:
+    """Yield the meshes that a program names."""
+    for equation in jaxpr.eqns:
+        for value in jax.tree.leaves(list(equation.params.values())):
+            mesh = getattr(value, "mesh", value)
+            if isinstance(mesh, jax.sharding.Mesh | jax.sharding.AbstractMesh):
+                yield mesh
+        for body in bodies_of(equation):
+            yield from _meshes(body)
 
 
-def entered(split: Shape | None, outer: Shape, inner: Shape) -> Shape | None:
+def bodies_of(equation: Any) -> Iterator[Any]:
+    """Yield the programs that an equation calls: once each, whatever it hands them."""
+    if equation.primitive.name == "pallas_call":
+        return
+    for value in equation.params.values():
+        for body in value if isinstance(value, tuple | list) else (value,):
+            if hasattr(getattr(body, "jaxpr", None), "eqns"):
+                yield body.jaxpr
+            elif hasattr(body, "eqns"):
+                yield body
+
+
+# -- a walk over the equations; `local`: shapes are those of one device -----------------------
+
+
+def _region(jaxpr: Any, splits: Sequence[Split], local: bool) -> Seen:
+    """Return what one run through a jaxpr copies, and how its results are split."""
+    known: dict[Var, Split] = dict(zip(jaxpr.invars, splits, strict=True))
+    split = lambda value: None if isinstance(value, Literal) else known.get(value)
+    found: list[Copy] = []
+    for equation in jaxpr.eqns:
+        copies, results = _visit(equation, list(map(split, equation.invars)), local)
+        found += copies
+        known.update(zip(equation.outvars, results, strict=True))
+    return found, list(map(split, jaxpr.outvars))
+
+
+def _visit(equation: Any, given: list[Split], local: bool) -> Seen:
+    name, results, params = equation.primitive.name, equation.outvars, equation.params
+    if name in _READ:
+        return _READ[name](equation, given, local)
+    if name == "sharding_constraint" and not local:
+        ndim, free = results[0].aval.ndim, params["unconstrained_dims"]
+        return [], [_constrained(params["sharding"], ndim, given[0], free)]
+    if name == "optimization_barrier":
+        return [], given
+    bodies = list(bodies_of(equation))
+    if len(bodies) == 1 and len(bodies[0].invars) == len(given):
+        return _region(bodies[0], given, local)
+    found = [c for body in bodies for c in _region(body, [None] * len(body.invars), local)[0]]
+    return found, [_followed(equation.invars, given, v.aval.shape) for v in results]
+
+
+def _placed(equation: Any, given: list[Split], local: bool) -> Seen:
+    splits = _divided(equation.params["devices"], equation.invars, given)
+    found = []
+    for old, new, split in zip(equation.invars, equation.outvars, splits, strict=True):
+        found += _sent(old, lies_on_host(new), split, local)
+    return found, splits
+
+
+def _sent(value: Any, to_host: bool, split: Split, local: bool) -> list[Copy]:
+    """Return the copy of a value into one of the memories; none if it lies there."""
+    if lies_on_host(value) == to_host:
+        return []
+    shape = tuple(value.aval.shape)
+    if split is not None and not local:
+        shape = tuple(-(-size // pieces) for size, pieces in zip(shape, split, strict=True))
+    kind = TO_HOST if to_host else TO_DEVICE
+    return [Copy(kind, (), value.aval.dtype.name, shape, whole=split is None and not local)]
+
+
+def lies_on_host(value: Any) -> bool:
+    """Return whether a variable of a program lies in host memory."""
+    return getattr(value.aval, "memory_space", None) == HOST
+
+
+def _jit(equation: Any, given: list[Split], local: bool) -> Seen:
+    params = equation.params
+    inside = _divided(params["in_shardings"], equation.invars, given)
+    found, results = _region(params["jaxpr"].jaxpr, inside, local)
+    return found, _divided(params["out_shardings"], equation.outvars, results)
+
+
+def _scan(equation: Any, given: list[Split], local: bool) -> Seen:
+    """Return the copies of a scan; a stack that it goes over has a dimension more than its rows."""
+    body = equation.params["jaxpr"].jaxpr
+    stacked = lambda outer, inner: outer.aval.ndim > inner.aval.ndim
+    row = lambda split: split[1:] if split and split[0] == 1 else None
+    pairs = zip(equation.invars, body.invars, given, strict=True)
+    inside = [row(split) if stacked(outer, inner) else split for outer, inner, split in pairs]
+    found, results = _region(body, inside, local)
+    stack = lambda split: None if split is None else (1, *split)
+    pairs = zip(equation.outvars, body.outvars, results, strict=True)
+    after = [stack(split) if stacked(outer, inner) else split for outer, inner, split in pairs]
+    return hlo.loop(equation.params["length"], found, []), after
+
+
+def _while(equation: Any, given: list[Split], local: bool) -> Seen:
+    params = equation.params
+    tests, constants = params["cond_nconsts"], params["body_nconsts"]
+    carried = given[tests + constants :]
+    body, condition = params["body_jaxpr"].jaxpr, params["cond_jaxpr"].jaxpr
+    found, results = _region(body, [*given[tests : tests + constants], *carried], local)
+    tested, _ = _region(condition, [*given[:tests], *carried], local)
+    return hlo.loop(None, found, tested), results
+
+
+def _cond(equation: Any, given: list[Split], local: bool) -> Seen:
+    seen = [_region(branch.jaxpr, given[1:], local) for branch in equation.params["branches"]]
+    return hlo.heaviest([found for found, _ in seen]), seen[0][1]
+
+
+def _shard_map(equation: Any, given: list[Split], local: bool) -> Seen:
+    """Return the copies of a shard_map; over all axes its shapes are those of one device."""
+    params = equation.params
+    body, mesh = params["jaxpr"], params["mesh"]
+    manual = params.get("newly_manual_axes", params.get("manual_axes", mesh.axis_names))
+    local = local or all(n == 1 for axis, n in mesh.shape.items() if axis not in manual)
+    shapes = lambda values: [tuple(v.aval.shape) for v in values]
+    pairs = zip(given, shapes(equation.invars), shapes(body.invars), strict=True)
+    found, results = _region(body, [_entered(*x) for x in pairs], local)
+    pairs = zip(results, shapes(body.outvars), shapes(equation.outvars), strict=True)
+    return found, [_left(*x) for x in pairs]
+
+
+_READ = {
+    "device_put": _placed,
+    "jit": _jit,
+    "scan": _scan,
+    "while": _while,
+    "cond": _cond,
+    "shard_map": _shard_map,
+}
+
+
+# -- how values are split ---------------------------------------------------------------------
+
+
+def _divided(shardings: Sequence[Any], values: Sequence[Any], old: Sequence[Split]) -> list[Split]:
+    """Return how values of these shardings are split."""
+    triples = zip(shardings, values, old, strict=True)
+    return [_constrained(sharding, v.aval.ndim, split) for sharding, v, split in triples]
+
+
+def _constrained(sharding: Any, ndim: int, old: Split, free: Collection[int] = ()) -> Split:
+    """Return how a sharding splits; `free` dimensions stay as they were.
+
+    Of others than those of a mesh all dimensions do.
+    """
+    if not isinstance(sharding, jax.sharding.NamedSharding) or (free and old is None):
+        return old
+    sizes = sharding.mesh.shape
+    count = lambda entry: prod(sizes[a] for a in (entry if isinstance(entry, tuple) else (entry,)))
+    entries = [*sharding.spec, *(None,) * (ndim - len(sharding.spec))]
+    return tuple(
+        old[i] if old and i in free else 1 if entry is None else count(entry)
+        for i, entry in enumerate(entries)
+    )
+
+
+def _entered(split: Split, outer: Shape, inner: Shape) -> Split:
     """Return how what enters a shard_map is split further in there, along its other axes.
 
-    >>> entered((2, 4), (8, 8), (4, 8)), entered(None, (8,), (4,))
+    >>> _entered((2, 4), (8, 8), (4, 8)), _entered(None, (8,), (4,))
     ((1, 4), None)
     """
     if split is None or 0 in inner:
@@ -56,10 +222,10 @@ def entered(split: Shape | None, outer: Shape, inner: Shape) -> Shape | None:
     return tuple(max(pieces // own, 1) for pieces, own in zip(split, manual, strict=True))
 
 
-def left(split: Shape | None, inner: Shape, outer: Shape) -> Shape | None:
+def _left(split: Split, inner: Shape, outer: Shape) -> Split:
     """Return how what leaves a shard_map is split, along all axes.
 
-    >>> left((1, 4), (4, 8), (8, 8))
+    >>> _left((1, 4), (4, 8), (8, 8))
     (2, 4)
     """
     if split is None or 0 in inner:
@@ -67,29 +233,14 @@ def left(split: Shape | None, inner: Shape, outer: Shape) -> Shape | None:
     return tuple(p * (b // a) for p, a, b in zip(split, inner, outer, strict=True))
 
 
-def constrained(new: Sequence[int | None], old: Shape | None) -> Shape | None:
-    """Return the split of a constraint; what it leaves open (None) stays as it was.
-
-    >>> constrained((2, None), (1, 4)), constrained((2, None), None)
-    ((2, 4), None)
-    """
-    pairs = zip(new, old or (None,) * len(new), strict=True)
-    split = [old if pieces is None else pieces for pieces, old in pairs]
-    return None if None in split else tuple(pieces for pieces in split if pieces is not None)
+def _followed(operands: Sequence[Any], splits: Sequence[Split], shape: Shape) -> Split:
+    """Return how a result is split: as the first operand of which it is a copy, slice or view."""
+    pairs = zip(splits, operands, strict=True)
+    found = (_viewed(split, tuple(v.aval.shape), shape) for split, v in pairs)
+    return next((split for split in found if split is not None), None)
 
 
-def follow(operands: Sequence[tuple[Placement, Shape]], shape: Shape) -> Placement:
-    """Return where a result of this shape lies: on the host if an operand does.
-
-    Arithmetic is done on the device only, so what reads the host moves or views it. A result is
-    split as the first operand of which it is a copy, a slice or a view.
-    """
-    host = any(lies.host for lies, _ in operands)
-    splits = (_viewed(lies.split, old, shape) for lies, old in operands)
-    return Placement(host, next((split for split in splits if split is not None), None))
-
-
-def _viewed(split: Shape | None, old: Shape, new: Shape) -> Shape | None:
+def _viewed(split: Split, old: Shape, new: Shape) -> Split:
     """Return how a view or slice of an array is split, None if that cannot be told.
 
     >>> _viewed((1, 4), (6, 8), (1, 8)), _viewed((1, 4), (1, 8), (8,)), _viewed((4,), (8,), (2,))

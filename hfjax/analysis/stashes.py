@@ -12,7 +12,7 @@ from typing import Any
 import jax
 from jax.extend.core import JaxprEqn, Var
 
-from hfjax.analysis.transfers_jaxpr import bodies_of, lies_on_host
+from hfjax.analysis.memory_copies import bodies_of, lies_on_host
 from hfjax.parallel.autodiff.program import variables
 
 BACKWARD = "transpose("

@@ -4,12 +4,13 @@ What the numbers mean:
 
 - Bytes are of one device. Within a shard_map over all axes the program is that of one device, and
   its shapes are taken as they are. Outside of it, and along axes that it leaves to the partitioner
-  (such as tensor), shapes are of whole arrays: they are divided as the program says that the array
-  is split (a constraint; in a lowered program also the sharding of an argument). Where it does not
-  say, the row is marked `whole`, with a * in the table.
-- Of branches, the one that copies most is counted. A loop whose length is not known counts once.
-- It is what the program says, before it is compiled: XLA may move a copy out of a loop, or drop
-  one there and back. What nothing reads is not counted.
+  (such as tensor), shapes are of whole arrays: they are divided as shardings of arguments,
+  constraints and jits say. Where they do not say, the row is marked `whole`, with a * in the table.
+- Of branches, the one that copies most is counted. The length of a scan and a fori_loop is known;
+  a while_loop, whose length is not, counts once.
+- It is what the trace says. A program that is lowered says the same, but not where a value was
+  before it was sent, so it is not read; and XLA may move a copy out of a loop, or drop one there
+  and back. What nothing reads is not counted.
 """
 
 import dataclasses
@@ -18,9 +19,7 @@ from typing import Any
 import jax
 from jax.extend.core import ClosedJaxpr
 
-from hfjax.analysis import transfers_jaxpr
-from hfjax.analysis.memory_copies import TO_DEVICE, TO_HOST, Copy
-from hfjax.analysis.transfers_stablehlo import Copies
+from hfjax.analysis.memory_copies import TO_DEVICE, TO_HOST, Copy, copies
 from hfjax.base.tables import Rows, aligned, human, merged
 
 DIRECTIONS = (TO_HOST, TO_DEVICE)
@@ -114,12 +113,10 @@ def _cells(row: HostTransfer) -> tuple[str, ...]:
 
 
 def transfers(program: Any) -> Transfers:
-    """Return the copies between device and host of one call of a traced or lowered program.
+    """Return the copies between device and host of one call of a traced program.
 
     Args:
-        program: `jax.jit(f).trace(…)`, that with `.lower(lowering_platforms=("cuda",))`, or a
-            closed jaxpr; of a step, `step.trace(batch)`. A program lowered for CPUs is refused: it
-            copies nothing.
+        program: `jax.jit(f).trace(…)`, or a closed jaxpr; of a step, `step.trace(batch)`.
 
     Example:
         >>> import hfjax, jax, jax.numpy as jnp
@@ -129,18 +126,14 @@ def transfers(program: Any) -> Transfers:
         >>> hfjax.transfers(program).total("to host")
         1024
     """
-    if isinstance(program, jax.stages.Lowered):
-        _check_tells(program)
-        return Transfers(_rows(Copies(program.compiler_ir("stablehlo")).found()), "stablehlo")
     if isinstance(program, jax.stages.Traced):
-        found = transfers_jaxpr.copies(program.jaxpr, *_shardings(program))
-        return Transfers(_rows(found), "jaxpr")
+        return Transfers(_rows(copies(program.jaxpr, *_shardings(program))), "jaxpr")
     if isinstance(program, ClosedJaxpr):
         unknown = [None] * len(program.in_avals), [None] * len(program.out_avals)
-        return Transfers(_rows(transfers_jaxpr.copies(program, *unknown)), "jaxpr")
+        return Transfers(_rows(copies(program, *unknown)), "jaxpr")
     raise ValueError(
-        f"program is a {type(program).__name__}; allowed are jax.stages.Traced, jax.stages.Lowered "
-        "and a jaxpr: pass jax.jit(f).trace(*args), or jax.make_jaxpr(f)(*args)"
+        f"program is a {type(program).__name__}; allowed are jax.stages.Traced and a jaxpr: pass "
+        "jax.jit(f).trace(*args) (not lowered, not compiled), or jax.make_jaxpr(f)(*args)"
     )
 
 
@@ -151,16 +144,6 @@ def _shardings(program: Any) -> tuple[list[Any], list[Any]]:
     given = map(told, program._params["in_shardings"])
     arguments = [of_jit or told(of_array) for of_jit, of_array in zip(given, own, strict=True)]
     return arguments, list(map(told, program._params["out_shardings"]))
-
-
-def _check_tells(program: jax.stages.Lowered) -> None:
-    """Refuse a program lowered for CPUs: their memory is the host's, and it copies nothing."""
-    if "cpu" in (getattr(program._lowering, "_platforms", None) or ()):
-        raise ValueError(
-            "this program is lowered for CPUs, where nothing is copied between device and host. "
-            'Lower it for a GPU, jax.jit(f).trace(…).lower(lowering_platforms=("cuda",)) (none is '
-            "needed), or pass the trace."
-        )
 
 
 def _rows(found: list[Copy]) -> tuple[HostTransfer, ...]:

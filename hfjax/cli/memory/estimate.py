@@ -68,7 +68,7 @@ def estimate(name: str, parts: Planned) -> Estimate:
     """Return what a step takes: it is traced and compiled, nothing is allocated."""
     step = parts.step
     traced = step.trace(parts.batch)
-    moved = transfers(traced.lower(lowering_platforms=("cuda",)))
+    moved = transfers(traced)
     return Estimate(
         name,
         gradients=_gradients(step),
