@@ -2,7 +2,7 @@
 
 import dataclasses
 import re
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
 Row = TypeVar("Row")
@@ -35,19 +35,21 @@ def merged(found: Iterable[Any]) -> tuple[Any, ...]:
     return tuple(sorted(rows, key=lambda row: -row.bytes * row.count))
 
 
-def aligned(lines: Sequence[Sequence[str]], numbers: Collection[int] = ()) -> list[str]:
+def aligned(
+    lines: Sequence[Sequence[str]],
+    numbers: Collection[int] = (),
+    others: Callable[[str, int], str] = str.ljust,
+    gap: str = "  ",
+) -> list[str]:
     """Return lines of cells under each other; the columns that are `numbers` stand to the right.
 
     >>> aligned([("of", "n"), ("layers", "12")], numbers=(1,))
     ['of       n', 'layers  12']
     """
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-
-    def line(cells: Sequence[str]) -> str:
-        pairs = enumerate(zip(cells, widths, strict=True))
-        return "  ".join(c.rjust(w) if i in numbers else c.ljust(w) for i, (c, w) in pairs).rstrip()
-
-    return [line(cells) for cells in lines]
+    place = [str.rjust if i in numbers else others for i in range(len(widths))]
+    fill = lambda cells: (f(c, w) for f, c, w in zip(place, cells, widths, strict=True))
+    return [gap.join(fill(cells)).rstrip() for cells in lines]
 
 
 UNITS = {

@@ -9,9 +9,9 @@ from pathlib import Path
 import tyro
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
 
 from hfjax.base.exits import carried_out
+from hfjax.base.tables import aligned, human
 from hfjax.cli.words import check_words
 from hfjax.data.recipe import Prepared, Progress as Tell, Recipe, make
 from hfjax.data.tokens import META, SPLITS, Meta, TokenSet
@@ -94,7 +94,7 @@ def _make(command: DataCommand, console: Console) -> None:
 
 
 def _summary(made: Prepared, console: Console) -> None:
-    console.print(_table(made.out, made.parts))
+    _tell(made.out, made.parts, console)
     console.print(f"\nfiles read: {made.files}; {made.out} is whole.")
     if made.passed_over:
         console.print(
@@ -110,18 +110,18 @@ def _summary(made: Prepared, console: Console) -> None:
         )
 
 
-def _table(directory: Path, parts: dict[str, Meta]) -> Table:
-    table = Table(box=None, pad_edge=False)
-    table.add_column("data set")
-    for head in ("documents", "tokens", "vocabulary", "on disk", "tokens per byte"):
-        table.add_column(head, justify="right")
+def _tell(directory: Path, parts: dict[str, Meta], console: Console) -> None:
+    """Print a line for each part of a data set."""
+    lines = [["data set", "documents", "tokens", "vocabulary", "on disk", "tokens per byte"]]
     for name, meta in parts.items():
         place = directory / name
         size = sum(file.stat().st_size for file in place.iterdir() if file.is_file())
         rate = f"{meta.tokens / meta.text:.3f}" if meta.text else "-"
-        numbers = (meta.documents, meta.tokens, meta.vocab)
-        table.add_row(name or directory.name, *(f"{n:,}" for n in numbers), _bytes(size), rate)
-    return table
+        numbers = [f"{n:,}" for n in (meta.documents, meta.tokens, meta.vocab)]
+        lines.append([name or directory.name, *numbers, human(size), rate])
+    head, *rows = aligned(lines, numbers=range(1, 6))
+    console.print(head, style="bold")
+    console.print("\n".join(rows), markup=False)
 
 
 def _show(command: DataCommand, console: Console) -> None:
@@ -130,7 +130,7 @@ def _show(command: DataCommand, console: Console) -> None:
         raise ValueError("--show DIR goes without inputs and without --out.")
     parts = [name for name in SPLITS if (command.show / name / META).is_file()] or [""]
     sets = {name: TokenSet(command.show / name) for name in parts}
-    console.print(_table(command.show, {name: data.meta for name, data in sets.items()}))
+    _tell(command.show, {name: data.meta for name, data in sets.items()}, console)
     for name, data in sets.items():
         meta, title = data.meta, name or str(command.show)
         end = "none" if meta.end is None else f"token {meta.end}"
@@ -173,18 +173,3 @@ def _progress() -> Iterator[Tell | None]:
             bar.update(tasks[what], completed=read)
 
         yield tell
-
-
-def _bytes(size: float) -> str:
-    """Return a number of bytes in the unit that suits it.
-
-    >>> _bytes(512), _bytes(3 << 20)
-    ('512 B', '3.0 MiB')
-    """
-    if size < 1024:
-        return f"{size} B"
-    for unit in ("KiB", "MiB", "GiB"):
-        size /= 1024
-        if size < 1024:
-            return f"{size:.1f} {unit}"
-    return f"{size / 1024:.1f} TiB"

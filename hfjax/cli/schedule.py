@@ -9,6 +9,7 @@ from rich.table import Table as Rows
 from rich.text import Text
 
 from hfjax.base.exits import carried_out
+from hfjax.base.tables import aligned
 from hfjax.cli import schedule_picture
 from hfjax.parallel.schedules.cost import (
     MODELS,
@@ -23,7 +24,7 @@ from hfjax.parallel.schedules.cost import (
 from hfjax.parallel.schedules.named import SCHEDULES, Schedule
 from hfjax.parallel.schedules.table import Table
 
-STYLES = {"F": "blue", "B": "green", "I": "cyan", "W": "yellow", ".": "dim"}
+STYLES = {"F": "blue", "B": "green", "I": "cyan", "W": "yellow"}
 MARGIN = 10  # columns before the first tick
 MOST = 8  # blocks of a grid that a terminal shows
 
@@ -157,24 +158,15 @@ def _width(table: Table, tick: int) -> int:
 
 def _grid(table: Table, first: int, end: int) -> Text:
     """Return some ticks of the table: a line of their numbers, and one for each stage."""
-    widths = [max(_width(table, tick), len(str(tick))) for tick in range(first, end)]
-    heads = (str(tick).ljust(w) for tick, w in zip(range(first, end), widths, strict=True))
-    grid = Text().append(" " * MARGIN + " ".join(heads).rstrip() + "\n", style="dim")
-    for stage in range(table.stages):
-        grid.append(f"stage {stage}".ljust(MARGIN))
-        for tick, width in zip(range(first, end), widths, strict=True):
-            _append_cell(grid, table.text(tick, stage), width + 1)
-        grid.rstrip()
-        grid.append("\n")
-    return grid
-
-
-def _append_cell(grid: Text, cell: str, width: int) -> None:
-    for place, task in enumerate(cell.split("+")):
-        grid.append("+" if place else "", style="dim")
-        kind = next((letter for letter in task if letter in STYLES), ".")
-        grid.append(task, style=STYLES[kind])
-    grid.append(" " * (width - len(cell)))
+    heads = ["".ljust(MARGIN - 1), *map(str, range(first, end))]
+    cells = lambda stage: (table.text(tick, stage) for tick in range(first, end))
+    rows = ([f"stage {stage}", *cells(stage)] for stage in range(table.stages))
+    head, *lines = aligned([heads, *rows], gap=" ")
+    grid = Text("".join(f"{line}\n" for line in lines))
+    grid.highlight_regex("[+.]", "dim")
+    for kind, style in STYLES.items():
+        grid.highlight_regex(rf"\d+{kind}\d+", style)
+    return Text.assemble((f"{head}\n", "dim"), grid)
 
 
 def _print_costs(table: Table, given: argparse.Namespace, console: Console) -> None:

@@ -14,6 +14,7 @@ import numpy as np
 from flax import nnx
 from jax import lax
 
+from hfjax.base.tables import aligned
 from hfjax.parallel.arrangement import balanced, check_balance, counts
 from hfjax.parallel.engine.layers import is_list
 from hfjax.parallel.heterogeneous.layer_costs import flop_costs, parameter_costs
@@ -137,9 +138,7 @@ def _table(parts: Partition) -> Iterator[str]:
         which = f"{end - n}" if n == 1 else f"{end - n}-{end - 1}"
         place = (str(g), str(g % parts.stages), str(g // parts.stages))
         rows.append((*place, which, f"{cost:,.0f}", f"{cost / max(sum(sums), 1):.1%}"))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        yield "  " + "  ".join(cell.rjust(w) for cell, w in zip(row, widths, strict=True))
+    yield from (f"  {line}" for line in aligned(rows, others=str.rjust))
 
 
 class Chain(nnx.Module):

@@ -9,7 +9,7 @@ from jax.sharding import Mesh, PartitionSpec as P
 from jax.typing import DTypeLike
 
 from hfjax.base.paths import Tree
-from hfjax.base.tables import human
+from hfjax.base.tables import aligned, human
 from hfjax.parallel.arrangement import arrange
 from hfjax.parallel.engine.layers import items_of
 from hfjax.parallel.heterogeneous.layer_costs import output_shapes
@@ -136,10 +136,7 @@ def table_of(layout: LayoutLike) -> Iterator[str]:
         where = _show(p.parameter) + " on host" * layout.hosted.parameters
         moments = same(p.moment) + _on_host(*layout.hosted.of(p.path))
         rows.append((p.path, shape, where, same(p.gradient), moments, size))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
-        yield "  " + "  ".join(cells).rstrip()
+    yield from (f"  {line}" for line in aligned(rows))
     yield from table_of_stages(layout)
     total = layout.bytes_per_device()
     yield "per device: " + ", ".join(f"{name} {human(size)}" for name, size in total.items())

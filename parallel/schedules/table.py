@@ -17,6 +17,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from hfjax.base.tables import aligned
+
 KINDS = "FBW"  # forward; backward with respect to the input, or all of it; weights
 Homes = tuple[tuple[int, int], ...]
 
@@ -93,9 +95,7 @@ class Table:
 
     def __str__(self) -> str:
         rows = [[self.text(t, s) for t in range(self.ticks)] for s in range(self.stages)]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = (" ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) for row in rows)
-        return "\n".join(line.rstrip() for line in lines)
+        return "\n".join(aligned(rows, gap=" "))
 
 
 def needs(task: Task, virtual: int) -> list[tuple[Task, int]]:
@@ -227,14 +227,7 @@ def fault(table: Table, tick: int, stage: int, says: str) -> ValueError:
         if s == stage:
             cells[ticks.index(tick)] = f">{cells[ticks.index(tick)]}<"
         grid.append([f"stage {s}", *cells])
-    return ValueError(f"{table.name}: {says}\n{columns_of(grid)}")
-
-
-def columns_of(grid: Sequence[Sequence[str]]) -> str:
-    """Return rows of words as lines with every column centred under its head."""
-    widths = [max(map(len, column)) for column in zip(*grid, strict=True)]
-    lines = ("  ".join(word.center(w) for word, w in zip(row, widths, strict=True)) for row in grid)
-    return "\n".join(f"  {line.rstrip()}" for line in lines)
+    return ValueError("\n  ".join([f"{table.name}: {says}", *aligned(grid, others=str.center)]))
 
 
 Cell = tuple[Task, ...]  # what a stage runs in one tick

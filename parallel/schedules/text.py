@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from hfjax.base.tables import aligned
 from hfjax.parallel.schedules.cost import cost
 from hfjax.parallel.schedules.table import (
     KINDS,
@@ -31,7 +32,6 @@ from hfjax.parallel.schedules.table import (
     Table,
     Task,
     check_order,
-    columns_of,
     homes_fault,
     lay_out,
     needs,
@@ -120,9 +120,9 @@ class Written:
     def refused(self, says: str, *marked: Place, beside: Mapping[int, str] = NOTHING) -> ValueError:
         """Return the error that says what is wrong, over the words around the marked cells."""
         lines = self._lines(marked)
-        shown = columns_of([self._shown(s, marked) for s in lines]).splitlines()
+        shown = aligned([self._shown(s, marked) for s in lines], others=str.center)
         grid = (f"{row}{beside.get(s, '')}" for s, row in zip(lines, shown, strict=True))
-        return ValueError("\n".join([f"{self.name}: {says}", *grid]))
+        return ValueError("\n  ".join([f"{self.name}: {says}", *grid]))
 
     def _lines(self, marked: Sequence[Place]) -> list[int]:
         """Return which lines are shown: all, or those about the marked ones if there are many."""
