@@ -13,7 +13,7 @@ from flax import nnx
 from jax.sharding import NamedSharding
 
 from hfjax.base.mean import as_mean
-from hfjax.base.paths import flatten
+from hfjax.base.paths import flatten, path_of
 from hfjax.batches import full
 from hfjax.parallel.engine.blueprint import asked_by, rngs_of
 from hfjax.parallel.mesh import describe_mesh, make_mesh
@@ -129,7 +129,7 @@ class Case:
             return value.total / value.weight
 
         value, gradients = jax.jit(jax.value_and_grad(mean))(parameters)
-        flat = {"/".join(map(str, k)): v.get_raw_value() for k, v in nnx.to_flat_state(gradients)}
+        flat = {path_of(k): v.get_raw_value() for k, v in nnx.to_flat_state(gradients)}
         return Run([float(value)], jax.tree.map(np.asarray, flat), {})
 
 

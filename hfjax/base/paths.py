@@ -12,6 +12,15 @@ Index = int | jax.Array  # a number that a program may compute
 Flat = dict[str, Any]  # path -> array, for instance {"layers/mlp/up/kernel": …}
 
 
+def path_of(keys: Iterable[Any]) -> str:
+    """Return the path that nnx spells as keys.
+
+    >>> path_of(("layers", 0, "kernel"))
+    'layers/0/kernel'
+    """
+    return "/".join(map(str, keys))
+
+
 def nest(flat: Mapping[str, Any]) -> dict:
     """Return {"a/b": x} as {"a": {"b": x}}."""
     tree: dict = {}

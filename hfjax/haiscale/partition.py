@@ -14,6 +14,7 @@ import numpy as np
 from flax import nnx
 from jax import lax
 
+from hfjax.base.paths import path_of
 from hfjax.base.tables import aligned
 from hfjax.parallel.arrangement import balanced, check_balance, counts
 from hfjax.parallel.engine.layers import is_list
@@ -220,7 +221,7 @@ def refilled(layer: Any, values: Mapping[str, Any]) -> Any:
         return layer
     graph, parameters, rest = nnx.split(layer, nnx.Param, ...)
     flat = nnx.to_flat_state(parameters)
-    new = [(keys, p.replace(values["/".join(map(str, keys))])) for keys, p in flat]
+    new = [(keys, p.replace(values[path_of(keys)])) for keys, p in flat]
     return nnx.merge(graph, nnx.from_flat_state(new), rest)
 
 

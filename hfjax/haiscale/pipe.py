@@ -22,7 +22,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from hfjax.base.mean import Mean, as_mean
-from hfjax.base.paths import flatten, nest
+from hfjax.base.paths import flatten, nest, path_of
 from hfjax.batches import check_batch as check_rows, full, shard_batch
 from hfjax.check_step import check_runs, is_traced
 from hfjax.haiscale.checks import (
@@ -35,6 +35,7 @@ from hfjax.haiscale.checks import (
     fitting,
 )
 from hfjax.haiscale.partition import Partition, emptied, model_init, refilled, stack
+from hfjax.parallel.engine.blueprint import LAYERS
 from hfjax.parallel.execution import Execution
 from hfjax.parallel.mesh import BATCH_AXES, describe_mesh, make_mesh
 from hfjax.parallel.remat import Remat
@@ -436,7 +437,7 @@ class Interleaved1F1B(Pipe):
 def _nested(layers: Any, which: Any) -> Parameters:
     """Return the arrays of the layers under their paths in the model."""
     flat = nnx.to_flat_state(nnx.state(layers, which))
-    paths = {"layers/" + "/".join(map(str, keys)): v.get_raw_value() for keys, v in flat}
+    paths = {LAYERS + path_of(keys): v.get_raw_value() for keys, v in flat}
     return nest(paths)
 
 

@@ -3,7 +3,7 @@
 import functools
 import inspect
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen, nnx
 
-from hfjax.base.paths import Flat
+from hfjax.base.paths import Flat, path_of
 from hfjax.parallel.engine.fetch import Placeholder, devices_along, refuse_elsewhere
 from hfjax.parallel.engine.layers import has_three_parts, is_list, items_of
 from hfjax.parallel.mesh import SAMPLE_AXES, STACK
@@ -208,12 +208,8 @@ def rngs_of(seed: Any) -> nnx.Rngs:
     return nnx.Rngs(key, dropout=jax.random.fold_in(key, 1))
 
 
-def _path(keys: Iterable[Any]) -> str:
-    return "/".join(map(str, keys))
-
-
 def _flat(state: nnx.State) -> dict[str, Any]:
-    return {_path(keys): leaf for keys, leaf in nnx.to_flat_state(state)}
+    return {path_of(keys): leaf for keys, leaf in nnx.to_flat_state(state)}
 
 
 def _raw(state: nnx.State) -> Flat:
@@ -257,7 +253,7 @@ def blueprint(
     if states is None:
         return _with_keys(replace(_of_tree(make), sync_batch_norm=sync_batch_norm), asks)
     where = [keys for state in states for keys, _ in nnx.to_flat_state(state)]
-    _check_paths(list(map(_path, where)))
+    _check_paths(list(map(path_of, where)))
     parameters, variables = map(_flat, states)
 
     def create(seed):
@@ -269,7 +265,7 @@ def blueprint(
         create=create,
         parameters={path: _hooked(v) for path, v in parameters.items()},
         variables=variables,
-        keys={_path(keys): keys for keys in where},
+        keys={path_of(keys): keys for keys in where},
         **found,
     )
     return _with_keys(made, asks)

@@ -18,6 +18,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from hfjax.base.paths import Flat, Tree
+from hfjax.pallas_kernels.varying import alike
 from hfjax.parallel.arrangement import Arrangement
 from hfjax.parallel.autodiff.program import piece
 from hfjax.parallel.engine.blueprint import LAYERS, Blueprint
@@ -192,7 +193,7 @@ class OnStages(PackedLayers):
             mine = list(self.packing.trees[g])
             made = program.part([outputs[path] for path in mine])(seed)
             held = self.row(g, dict(zip(mine, made, strict=True)))
-            return lax.pcast(held, PIPE_AXIS, to="varying")
+            return alike(held, {PIPE_AXIS})
 
         def device(seed: Any) -> Flat:
             stage, rows = lax.axis_index(PIPE_AXIS), []
