@@ -323,9 +323,10 @@ def test_master_weights_of_frozen_parameters_are_not_kept():
     assert not any("'tokens'" in path for path in paths)
 
 
-def test_master_weights_inside_another_optimizer_are_refused():
+@pytest.mark.parametrize("outer", [lambda inner: hfjax.ema(inner, 0.9), hfjax.master])
+def test_master_weights_inside_another_optimizer_are_refused(outer):
     with pytest.raises(ValueError, match=r"hfjax.master is inside another optimizer.* outermost"):
-        layout_of(DDP, ONE, hfjax.ema(hfjax.master(optax.sgd(1e-3)), 0.9))
+        layout_of(DDP, ONE, outer(hfjax.master(optax.sgd(1e-3))))
 
 
 def test_a_dtype_that_needs_no_master_weights_is_refused():

@@ -11,7 +11,7 @@ import optax
 from jax.typing import DTypeLike
 
 from hfjax.base.paths import Flat, flatten, nest
-from hfjax.optimizers.transforms import Master, Without
+from hfjax.optimizers.transforms import Master, Without, unwrapped
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,8 +97,7 @@ def recognised(optimizer: Any) -> Fields | None:
 
     It may have master weights, and leave frozen parameters alone.
     """
-    whole = optimizer.optimizer if isinstance(optimizer, Without) else optimizer
-    inner = whole.inner if isinstance(whole, Master) else whole
+    inner = unwrapped(optimizer, Without, Master)
     return inner.fields if isinstance(inner, AdamW) else None
 
 
@@ -116,7 +115,7 @@ def opened(optimizer: Any, state: Any) -> tuple[AdamWState, Callable[[AdamWState
     """Return what the state of a recognised optimizer holds, and what puts it back in its form."""
     if isinstance(optimizer, Without):
         masked = state.inner_states["trained"]
-        kept, close = opened(optimizer.optimizer, masked.inner_state)
+        kept, close = opened(optimizer.inner, masked.inner_state)
         back = lambda kept: {"trained": masked._replace(inner_state=close(kept))}
         return kept, lambda kept: state._replace(inner_states=state.inner_states | back(kept))
     if isinstance(optimizer, Master):

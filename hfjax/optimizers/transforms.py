@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 from jax.typing import DTypeLike
 
-from hfjax.base.paths import Tree, flatten, matches, nest
+from hfjax.base.paths import Flat, Tree, flatten, matches, nest
 
 
 def by_path(
@@ -118,18 +118,25 @@ def without(
     optimizer: optax.GradientTransformation, frozen: Collection[str]
 ) -> optax.GradientTransformation:
     """Return an optimizer that neither moves the parameters of these paths nor keeps moments."""
-    whole = optimizer.optimizer if isinstance(optimizer, Without) else optimizer
+    whole = unwrapped(optimizer, Without)
     label = lambda path: "frozen" if path in frozen else "trained"
     labels = lambda params: nest({path: label(path) for path in flatten(params)})
     made = Without(*optax.partition({"trained": whole, "frozen": optax.set_to_zero()}, labels))
-    made.optimizer = whole
+    made.inner = whole
     return made
 
 
 class Without(optax.GradientTransformationExtraArgs):
     """An optimizer without some parameters, which knows the one that has them all."""
 
-    optimizer: Any
+    inner: Any
+
+
+def unwrapped(optimizer: Any, *wrappers: type) -> Any:
+    """Return the optimizer inside of these wrappers, from the outermost on: `Without`, `Master`."""
+    for wrapper in wrappers:
+        optimizer = optimizer.inner if isinstance(optimizer, wrapper) else optimizer
+    return optimizer
 
 
 class Mastered(NamedTuple):
@@ -192,16 +199,14 @@ def master(optimizer: optax.GradientTransformation, stored: DTypeLike = "bfloat1
 
 def stored_dtype(optimizer: Any, dtype: Any) -> Any:
     """Return the dtype in which the parameters of a state are stored, of the model's own."""
-    whole = optimizer.optimizer if isinstance(optimizer, Without) else optimizer
+    whole = unwrapped(optimizer, Without)
     return whole.stored if isinstance(whole, Master) else dtype
 
 
 def check_master(optimizer: Any, params: Tree) -> None:
     """Refuse master weights that are not those of the outermost optimizer."""
-    whole = optimizer.optimizer if isinstance(optimizer, Without) else optimizer
-    inner = jax.eval_shape(whole.init, params)
-    kept = inner.optimizer if isinstance(whole, Master) else inner
-    if _mastered(kept):
+    inner = unwrapped(optimizer, Without, Master)
+    if _within(jax.eval_shape(inner.init, params), Mastered):
         raise ValueError(
             "hfjax.master is inside another optimizer, and what that one does would not reach the "
             "master weights. Put it outermost: hfjax.master(optax.chain(…)), "
@@ -212,15 +217,21 @@ def check_master(optimizer: Any, params: Tree) -> None:
 def from_master(params: Mapping[str, Any], state: Any) -> dict[str, Any]:
     """Return parameters by path, those of which the optimizer keeps master weights being these."""
     new = dict(params)
-    for kept in _mastered(state):
-        mine = {path: x for path, x in flatten(kept.master).items() if hasattr(x, "astype")}
-        new |= {path: x.astype(params[path].dtype) for path, x in mine.items()}
+    for kept in _within(state, Mastered):
+        new |= _as_stored(kept.master, params)
     return new
 
 
-def _mastered(state: Any) -> list[Mastered]:
-    is_master = lambda x: isinstance(x, Mastered)
-    return [x for x in jax.tree.leaves(state, is_leaf=is_master) if is_master(x)]
+def _within(state: Any, kind: type) -> list[Any]:
+    """Return the parts of an optimizer's state that are of a kind."""
+    wanted = lambda x: isinstance(x, kind)
+    return [x for x in jax.tree.leaves(state, is_leaf=wanted) if wanted(x)]
+
+
+def _as_stored(tree: Tree, params: Mapping[str, Any]) -> Flat:
+    """Return what is kept of parameters, by path, in their dtypes; of frozen ones there is none."""
+    kept = {path: x for path, x in flatten(tree).items() if hasattr(x, "astype")}
+    return {path: x.astype(params[path].dtype) for path, x in kept.items()}
 
 
 class Averaged(NamedTuple):
@@ -286,19 +297,15 @@ def averaged(state: Any) -> Any:
     """
     if not hasattr(state, "optimizer"):
         raise ValueError(f"averaged(state): a hfjax.State is expected, found {state!r}.")
-    is_average = lambda x: isinstance(x, Averaged)
-    found = [x for x in jax.tree.leaves(state.optimizer, is_leaf=is_average) if is_average(x)]
-    if not found:
+    if not (found := _within(state.optimizer, Averaged)):
         raise ValueError(
             "averaged(state): its optimizer keeps no average. Train with hfjax.ema(optimizer, "
             "decay=0.999)."
         )
-    average: dict[str, Any] = {}
-    for kept in found:  # of a frozen parameter, or one of another group, there is none
-        mine = {path: x for path, x in flatten(kept.average).items() if hasattr(x, "astype")}
-        if twice := mine.keys() & average.keys():
+    params, new = flatten(state.params), Flat()
+    for kept in found:
+        mine = _as_stored(kept.average, params)
+        if twice := mine.keys() & new.keys():
             raise ValueError(f"averaged(state): two averages are kept of {min(twice)}.")
-        average |= mine
-    params = flatten(state.params)
-    params |= {path: x.astype(params[path].dtype) for path, x in average.items()}
-    return replace(state, params=nest(params))
+        new |= mine
+    return replace(state, params=nest(params | new))
