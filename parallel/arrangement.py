@@ -89,31 +89,26 @@ def arrange(counts: Sequence[int], homes: Homes) -> Arrangement:
     return Arrangement(order)
 
 
-def counts(layers: int, virtual: int, balance: str | Sequence[int]) -> list[int]:
-    """Return how many of equal layers each virtual stage has; the last ones have fewer.
+def counts(layers: int, virtual: int, balance: str | Sequence[int] = "even") -> list[int]:
+    """Return how many layers each virtual stage has: as given, or even, the last ones fewer.
 
-    >>> counts(30, 4, "even")
+    >>> counts(30, 4)
     [8, 8, 7, 7]
     """
-    if not isinstance(balance, str):
-        return check_balance(balance, layers, virtual)
     if layers < virtual:
         raise ValueError(
             f"{layers} layers for {virtual} parts (stages x chunks): each needs at least one. "
             "Use fewer stages (a smaller pipe axis) or fewer chunks."
         )
-    return [layers // virtual + (g < layers % virtual) for g in range(virtual)]
-
-
-def check_balance(balance: Sequence[int], layers: int, virtual: int) -> list[int]:
-    """Return a balance given by hand, if it deals all layers to all parts."""
-    if len(balance) != virtual or sum(balance) != layers or min(balance) < 1:
+    even = [layers // virtual + (g < layers % virtual) for g in range(virtual)]
+    given = even if isinstance(balance, str) else list(balance)
+    if len(given) != virtual or sum(given) != layers or min(given) < 1:
         raise ValueError(
-            f"balance={list(balance)} has {len(balance)} parts of {sum(balance)} layers, at least "
-            f"{min(balance)} each; the model has {layers} layers for {virtual} parts (stages x "
-            f"chunks), at least one each. For instance balance={counts(layers, virtual, 'even')}."
+            f"balance={given} has {len(given)} parts of {sum(given)} layers, at least "
+            f"{min(given)} each; the model has {layers} layers for {virtual} parts (stages x "
+            f"chunks), at least one each. For instance balance={even}."
         )
-    return list(balance)
+    return given
 
 
 def balanced(costs: Sequence[float], virtual: int) -> list[int]:
@@ -122,8 +117,7 @@ def balanced(costs: Sequence[float], virtual: int) -> list[int]:
     >>> balanced([1, 1, 1, 3, 3], 3)
     [3, 1, 1]
     """
-    if len(costs) < virtual:
-        counts(len(costs), virtual, "even")
+    counts(len(costs), virtual)  # refuses too few layers
     sums = np.concatenate([[0.0], np.cumsum(costs)])
     best = np.full((virtual + 1, len(costs) + 1), math.inf)
     cut = np.zeros((virtual + 1, len(costs) + 1), int)

@@ -343,7 +343,7 @@ WRONG_LAYERS = {
     r"4 layers for 6 parts \(stages x chunks\)": lambda: partition(blocks(4), 3, chunks=2),
     r"balance=\[3, 2\] has 2 parts of 5 layers": lambda: partition(blocks(4), 2, [3, 2]),
     r"balance=\[4, 0\] has .* at least one each": lambda: partition(blocks(4), 2, [4, 0]),
-    r"balance=\[1.5, 2.5\]: parameters, flops, or": lambda: partition(
+    r"balance=\[1.5, 2.5\]: one of parameters, fl": lambda: partition(
         blocks(4), 2, wrong([1.5, 2.5])
     ),
     r"balance='weight': one of parameters, flops": lambda: partition(blocks(4), 2, "weight"),

@@ -16,11 +16,11 @@ from jax import lax
 
 from hfjax.base.paths import path_of
 from hfjax.base.tables import aligned
-from hfjax.parallel.arrangement import balanced, check_balance, counts
-from hfjax.parallel.engine.layers import is_list
+from hfjax.parallel.arrangement import balanced, counts
+from hfjax.parallel.engine.layers import is_list, items_of
 from hfjax.parallel.heterogeneous.layer_costs import flop_costs, parameter_costs
 
-BALANCES = ("parameters", "flops")
+BALANCES = ("parameters", "flops")  # a schedule has "even" too
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,47 +86,29 @@ def partition(
         if not isinstance(given, int) or isinstance(given, bool) or given < 1:
             raise ValueError(f"{name}={given!r}: a positive whole number is expected.")
     found = layers_of(layers)
-    costs = _costs(found, balance if isinstance(balance, str) else "parameters", example)
     unit = "flops" if balance == "flops" else "bytes"
+    give = "what enters the first layer, partition(…, example=x)"
+    costs = parameter_costs(found) if unit == "bytes" else flop_costs(found, example, give)
     numbers = _numbers(balance, costs, stages * chunks)
     kept = tuple(found) if is_list(layers) else layers
     return Partition(kept, stages, chunks, tuple(numbers), tuple(costs), unit)
 
 
-def _costs(layers: list[Any], balance: str, example: Any) -> Sequence[float]:
-    if balance == "parameters":
-        return parameter_costs(layers)
-    if balance != "flops":
-        raise ValueError(
-            f"balance={balance!r}: one of {', '.join(BALANCES)}, or the number of layers of each "
-            "part in the model's order, e.g. [4, 4, 3]."
-        )
-    if example is None:
-        raise ValueError(
-            'balance="flops" counts the arithmetic on an example: give what enters the first '
-            "layer, partition(…, example=x). Shapes will do: jax.ShapeDtypeStruct((8, 512), "
-            "jax.numpy.float32)."
-        )
-    return flop_costs(layers, example)
-
-
 def _numbers(balance: str | Sequence[int], costs: Sequence[float], parts: int) -> list[int]:
     """Return the number of layers of each part."""
-    if isinstance(balance, str):
-        same = len(set(costs)) == 1
-        return counts(len(costs), parts, "even") if same else balanced(costs, parts)
+    even = counts(len(costs), parts)
+    if isinstance(balance, str) and balance in BALANCES:
+        return even if len(set(costs)) == 1 else balanced(costs, parts)
     try:
-        given = [operator.index(n) for n in balance]
+        given = [] if isinstance(balance, str) else [operator.index(n) for n in balance]
     except TypeError:
         given = []
-    if len(costs) < parts:  # no balance will do
-        counts(len(costs), parts, "even")
     if not given:
         raise ValueError(
-            f"balance={balance!r}: {', '.join(BALANCES)}, or the number of layers of each part in "
-            f"the model's order, e.g. {counts(len(costs), parts, 'even')}."
+            f"balance={balance!r}: one of {', '.join(BALANCES)}, or the number of layers of each "
+            f"part in the model's order, e.g. {even}."
         )
-    return check_balance(given, len(costs), parts)
+    return counts(len(costs), parts, given)
 
 
 def _table(parts: Partition) -> Iterator[str]:
@@ -160,8 +142,7 @@ class Chain(nnx.Module):
 def layers_of(layers: Any) -> list[Any]:
     """Return layers one by one: of a list, or the shapes of those that one module stacks."""
     if is_list(layers):
-        found = list(layers.layers if isinstance(layers, nnx.Sequential) else layers)
-        return _check_list(found)
+        return _check_list(list(items_of(layers)))
     if not isinstance(layers, nnx.Module):
         raise ValueError(
             f"layers is {type(layers).__name__}: a list of modules, nnx.Sequential, nnx.List, or "

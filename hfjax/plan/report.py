@@ -11,14 +11,13 @@ from jax.typing import DTypeLike
 from hfjax.base.paths import Tree
 from hfjax.base.tables import aligned, human
 from hfjax.parallel.arrangement import arrange
-from hfjax.parallel.engine.layers import items_of
 from hfjax.parallel.heterogeneous.layer_costs import output_shapes
 from hfjax.parallel.heterogeneous.packing import PackedLayers, packed_layers
 from hfjax.parallel.mesh import STACK, TENSOR_AXES, describe_mesh, in_use, size_of
 from hfjax.parallel.placement import Placed, entries_of, pieces
 from hfjax.parallel.strategy import Strategy
 from hfjax.plan.layout_like import LayoutLike
-from hfjax.plan.stored import embedded, shares
+from hfjax.plan.stored import embedded, layers_of, shares
 
 
 def notes_of(layout: LayoutLike, hosted: Iterator[str]) -> Iterator[str]:
@@ -108,8 +107,8 @@ def _cost_of_padding(layout: LayoutLike, packed: PackedLayers) -> Iterator[str]:
 
 
 def _cost_of_sending(layout: LayoutLike, packed: PackedLayers) -> str:
-    model, x = layout.blueprint.abstract("eval"), embedded(layout)
-    outputs = output_shapes(list(items_of(model.layers)), x)
+    x = embedded(layout)
+    outputs = output_shapes(layers_of(layout), x)
     between = [x, *(outputs[numbers[-1]] for numbers in packed.arrangement.parts)]
     rows = jax.tree.leaves(layout.example)[0].shape[0]
     sizes = [_bytes(tree) // rows for tree in between]

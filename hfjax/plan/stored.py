@@ -27,20 +27,16 @@ def shares(layout: LayoutLike, virtual: int, balance: str | Sequence[int]) -> li
     """Return how many layers each virtual stage gets."""
     if not layout.blueprint.listed or balance == "even" or not isinstance(balance, str):
         return counts(number_of_layers(layout), virtual, balance)
-    return balanced(_costs(layout, balance), virtual)
-
-
-def _costs(layout: LayoutLike, balance: str) -> list[int]:
-    model = layout.blueprint.abstract("eval")
+    layers = layers_of(layout)
     if balance == "parameters":
-        return parameter_costs(list(items_of(model.layers)))
-    if layout.example is None:
-        raise ValueError(
-            'balance="flops" counts what each layer computes on a batch: give the layout one, or '
-            'its shapes, hfjax.layout(…, example=batch). Or use balance="parameters", or the '
-            "number of layers of each virtual stage."
-        )
-    return flop_costs(list(items_of(model.layers)), embedded(layout))
+        return balanced(parameter_costs(layers), virtual)
+    x = None if layout.example is None else embedded(layout)
+    return balanced(flop_costs(layers, x, "a batch, hfjax.layout(…, example=batch)"), virtual)
+
+
+def layers_of(layout: LayoutLike) -> list[Any]:
+    """Return the modules and functions of a list of layers, shapes in place of arrays."""
+    return list(items_of(layout.blueprint.abstract("eval").layers))
 
 
 def embedded(layout: LayoutLike) -> Any:
@@ -73,7 +69,7 @@ def on_each_stage(layout: LayoutLike) -> Arrangement | None:
         over_stages = any(PIPE_AXIS in p.stays for p in layout.placed.values())
     if not over_stages:
         return None
-    parts = counts(number_of_layers(layout), stages, "even")
+    parts = counts(number_of_layers(layout), stages)
     return arrange(parts, [(stage, 0) for stage in range(stages)])
 
 

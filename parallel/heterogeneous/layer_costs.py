@@ -37,33 +37,35 @@ def _bytes(layer: nnx.Module) -> int:
     return sum(math.prod(a.shape) * jnp.dtype(a.dtype).itemsize for a in arrays)
 
 
-def flop_costs(layers: Sequence[Any], x: Any) -> list[int]:
+def flop_costs(layers: Sequence[Any], x: Any, give: str = "an example") -> list[int]:
     """Return the floating-point operations of each layer's forward pass, the first one on `x`.
 
-    Shapes suffice. Backward passes cost a multiple of that, the same for all but cheap layers.
-    Counted in the traced program, nothing is compiled: turns of loops are multiplied out, a
-    branch costs its dearest side, and what a custom call does is not seen.
+    Shapes suffice; `give` says how to give them. Backward passes cost a multiple of that, the same
+    for all but cheap layers. Counted in the traced program, nothing is compiled: turns of loops are
+    multiplied out, a branch costs its dearest side, and what a custom call does is not seen.
 
     >>> flop_costs([nnx.Linear(4, 8, use_bias=False, rngs=nnx.Rngs(0)), nnx.relu], jnp.ones((2, 4)))
     [128, 16]
     """
-    costs = []
-    for layer in layers:
-        function, arrays = _as_function(layer)
-        traced, shape = jax.make_jaxpr(function, return_shape=True)(arrays, x)
-        costs.append(_flops(traced.jaxpr))
-        x = shape
-    return costs
+    if x is None:
+        raise ValueError(
+            f'balance="flops" counts what each layer computes: give {give}; shapes will do. Or use '
+            'balance="parameters", or the number of layers of each part.'
+        )
+    return [_flops(jaxpr) for jaxpr, _ in _traced(layers, x)]
 
 
 def output_shapes(layers: Sequence[Any], x: Any) -> list[Any]:
     """Return the shapes and dtypes of what each layer hands on, the first one given `x`."""
-    shapes = []
+    return [shape for _, shape in _traced(layers, x)]
+
+
+def _traced(layers: Sequence[Any], x: Any) -> Iterator[tuple[Jaxpr, Any]]:
+    """Yield the program of each layer, and the shapes and dtypes of what it hands on."""
     for layer in layers:
         function, arrays = _as_function(layer)
-        x = jax.eval_shape(function, arrays, x)
-        shapes.append(x)
-    return shapes
+        traced, x = jax.make_jaxpr(function, return_shape=True)(arrays, x)
+        yield traced.jaxpr, x
 
 
 def _as_function(layer: Any) -> tuple[Any, Any]:
