@@ -41,10 +41,10 @@ class Counting(nnx.Module):
 
 
 class Stack(nnx.Module):
-    """Four layers between an identity and a mean."""
+    """Layers between an identity and a mean."""
 
-    def __init__(self, layer, rngs):
-        self.layers = stacked(4, layer, rngs)
+    def __init__(self, layer, rngs, layers=4):
+        self.layers = stacked(layers, layer, rngs)
 
     def embed(self, batch):
         return batch["x"]
@@ -161,6 +161,18 @@ def test_an_optimizer_that_takes_means_over_padded_layers_is_refused():
         hfjax.train_step(
             gpt_layout(PIPE, {"pipe": 2}, optimizer, layers=3), next_token_loss, schedule=FOUR
         )
+
+
+def test_means_over_padded_layers_are_seen_also_where_parameters_are_bfloat16():
+    half = lambda rngs: nnx.Linear(4, 4, param_dtype=jnp.bfloat16, rngs=rngs)
+    layout = hfjax.layout(
+        lambda rngs: Stack(half, rngs, layers=3),
+        optax.adafactor(1e-2),
+        hfjax.make_mesh(pipe=2, devices=jax.devices()[:2]),
+        PIPE,
+    )
+    with pytest.raises(ValueError, match=r"3 layers are padded to 4 rows.*adamw"):
+        hfjax.train_step(layout, lambda outputs, batch: outputs.mean(), schedule=FOUR)
 
 
 def test_a_table_that_only_evaluates_does_not_train():
