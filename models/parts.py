@@ -140,7 +140,8 @@ def _project_backward(place: Callable, saved: tuple[jax.Array, jax.Array], dy_BS
     x_BSI, kernel_IO = saved
     dy = place(dy_BSO)
     rows = lambda a: a.reshape(-1, a.shape[-1])
-    return dy @ kernel_IO.T, rows(x_BSI).T @ rows(dy)
+    gradients = dy @ kernel_IO.T, rows(x_BSI).T @ rows(dy)
+    return tuple(g.astype(x.dtype) for g, x in zip(gradients, saved, strict=True))
 
 
 project.defvjp(_project_forward, _project_backward)
