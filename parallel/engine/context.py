@@ -23,7 +23,7 @@ from jax.sharding import Mesh, PartitionSpec as P
 from hfjax.base.mean import Mean, as_mean
 from hfjax.base.paths import Flat, Index, Tree
 from hfjax.parallel.engine.blueprint import LAYERS, Blueprint
-from hfjax.parallel.engine.fetch import AsChosen, Movement, Stored
+from hfjax.parallel.engine.fetch import Form, Leg, Movement, Stored, legs, xla
 from hfjax.parallel.engine.layers import LayerOptions
 from hfjax.parallel.engine.reduce import Reduction, levels
 from hfjax.parallel.engine.traced import Traced
@@ -182,21 +182,45 @@ class Context:
 
     def movement(self, p: Placed, training: bool = True) -> Movement:
         """Return how a parameter moves: gathered when it is read, its gradient scattered."""
-        compute, comm_dtype, reduce = self.execution.precision.of(p.dtype)
-        gather = () if training and p.path in self.whole else p.split("parameter")
+        compute, sent, reduce = self.execution.precision.of(p.dtype)
+        gather, scatter = self._legs[p.path]
+        if training and p.path in self.whole:
+            gather = ()
         return Movement(
             path=p.path,
             shape=p.here,
             gather=gather,
-            scatter=levels(p.split("gradient"), self._hierarchical),
+            scatter=scatter,
             sum=self._summed_at_once(p),
             tensor=p.tensor,
             compute=compute,
-            comm_dtype=comm_dtype if gather else compute,
+            comm_dtype=sent if gather else compute,
             reduce=reduce,
             read=self.traced.unread.discard,
-            sending=self._sending,
         )
+
+    @cached_property
+    def _legs(self) -> dict[str, tuple[tuple[Leg, ...], tuple[Leg, ...]]]:
+        """How each parameter is gathered and its gradient scattered, in forms chosen here."""
+        return {path: (self._gathered(p), self._scattered(p)) for path, p in self.placed.items()}
+
+    def _gathered(self, p: Placed) -> tuple[Leg, ...]:
+        sent = self.execution.precision.of(p.dtype)[1]
+        x = self._read(p, p.local("parameter"), p.dtype)
+        return legs("all_gather", p.split("parameter"), x, sent, self.mesh, self._form(p))
+
+    def _scattered(self, p: Placed) -> tuple[Leg, ...]:
+        reduce = self.execution.precision.of(p.dtype)[2]
+        dims, x = levels(p.split("gradient"), self._hierarchical), self._read(p, p.here, reduce)
+        return legs("reduce_scatter", dims, x, reduce, self.mesh, self._form(p))
+
+    def _read(self, p: Placed, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+        """Return what is moved at once: of stacked layers one, unless all are for a whole step."""
+        one = p.stacked and p.path not in self.whole
+        return jax.ShapeDtypeStruct(shape[1:] if one else shape, dtype)
+
+    def _form(self, p: Placed) -> Form:
+        return xla if p.tensor else self.traced.kernels.form_of_one
 
     def movements(self, training: bool) -> dict[str, Movement]:
         """Return how each parameter moves."""
@@ -234,15 +258,12 @@ class Context:
         """What sums gradients over the devices after the last microbatch."""
         summed = {path: self._summed_at_once(p) for path, p in self.placed.items()}
         precision = self.execution.precision
-        return Reduction(precision, self._hierarchical, self._sending, self.axes, summed)
+        form = self.traced.kernels.form_of_one
+        return Reduction(precision, self._hierarchical, form, self.axes, summed)
 
     @property
     def _hierarchical(self) -> bool:
         return self.execution.reduction == "hierarchical"
-
-    @property
-    def _sending(self) -> AsChosen:
-        return AsChosen(self.traced.kernels.form_of_one)
 
     def _summed_at_once(self, p: Placed) -> Axes:
         """Return the axes over which a gradient is summed as soon as its layer is done.

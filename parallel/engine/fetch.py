@@ -1,84 +1,93 @@
 """Fetching a parameter: copy, cast, all-gather; backward: cast, reduce-scatter, add.
 
 Inside the data plane a parameter is `Stored`: this device's shard, and the slot that its gradient
-goes to. The model gets the whole parameter in the compute dtype. `Sending` is the choice between
-XLA's collectives and kernels for gathers and scatters over data axes.
+goes to. The model gets the whole parameter in the compute dtype. Each gather and scatter is a
+`Leg`, whose form, XLA's collective or a kernel's, is chosen when the step is built.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh, PartitionSpec as P
 from jax.typing import DTypeLike
 
 from hfjax.base.paths import Index, Tree
 from hfjax.pallas_kernels.choice import Shape
 from hfjax.pallas_kernels.collectives import casting, reference
-from hfjax.parallel.engine.on_shards import mapped
+from hfjax.parallel.engine.on_shards import mapped, on_tensor_shards
 from hfjax.parallel.memory import to_device
-from hfjax.parallel.mesh import BATCH_AXES, TENSOR_AXES
+from hfjax.parallel.mesh import BATCH_AXES, TENSOR_AXES, size_of
 from hfjax.parallel.placement import Dims
 from hfjax.parallel.strategy import Axes
 
 FORMS: dict[str, Any] = {"pallas": casting, "reference": reference}
+Form = Callable[[str, "str | None", Shape], str]  # (kernel, why it does not fit, shape) -> form
 
 
-class Sending(Protocol):
-    """Gathers and scatters along one dimension over mesh axes; `comm_dtype` is the dtype sent."""
-
-    def gather(self, x: jax.Array, axes: Axes, dim: int, comm_dtype: DTypeLike) -> jax.Array:
-        """Return the whole array, in `comm_dtype`."""
-        ...
-
-    def scatter(self, x: jax.Array, axes: Axes, dim: int, comm_dtype: DTypeLike) -> jax.Array:
-        """Return this device's part of the sum."""
-        ...
+def xla(kernel: str, refusal: str | None, shape: Shape) -> str:
+    """Return XLA's form: beside a tensor axis no kernel moves parameters."""
+    return "xla"
 
 
-class ByXla:
-    """XLA's collectives. What they add up they add in the dtype that is sent."""
+class Leg(NamedTuple):
+    """A gather or scatter along one dimension, which counts from the end, over mesh axes."""
 
-    def gather(self, x: jax.Array, axes: Axes, dim: int, comm_dtype: DTypeLike) -> jax.Array:
-        return lax.all_gather(x.astype(comm_dtype), axes, axis=dim, tiled=True)
-
-    def scatter(self, x: jax.Array, axes: Axes, dim: int, comm_dtype: DTypeLike) -> jax.Array:
-        return lax.psum_scatter(x.astype(comm_dtype), axes, scatter_dimension=dim, tiled=True)
+    dim: int
+    axes: Axes
+    form: str = "xla"  # or pallas, reference
 
 
-BY_XLA = ByXla()
+def legs(
+    kernel: str, dims: Dims, x: Any, sent: DTypeLike, mesh: Mesh, form: Form
+) -> tuple[Leg, ...]:
+    """Return the legs of a gather or reduce_scatter, each in the form chosen for its array.
+
+    `x` is what a device has before the first of them, or its shape and dtype. Kernels add in
+    float32, and move rows.
+    """
+    shape, found = list(x.shape), []
+    for dim, axes in dims:
+        size, like = size_of(axes, mesh), jax.ShapeDtypeStruct(tuple(shape), x.dtype)
+        refusal = _refuses(kernel, like, axes, size, len(shape) + dim, sent)
+        found.append(Leg(dim, axes, form(kernel, refusal, {"N": like.size})))
+        shape[dim] = shape[dim] * size if kernel == "all_gather" else shape[dim] // size
+    return tuple(found)
 
 
-@dataclass(frozen=True)
-class AsChosen:
-    """In the form that `form(kernel, refusal, shape)` names; kernels add in float32."""
-
-    form: Callable[[str, str | None, Shape], str]
-
-    def gather(self, x: jax.Array, axes: Axes, dim: int, comm_dtype: DTypeLike) -> jax.Array:
-        form = self._form("all_gather", x, axes, dim, comm_dtype)
-        if form not in FORMS:
-            return BY_XLA.gather(x, axes, dim, comm_dtype)
-        send = lambda rows: FORMS[form].all_gather(rows, _axis(axes), comm_dtype)
-        return _along(dim, x, _alone(send) if form == "pallas" else send)
-
-    def scatter(self, x: jax.Array, axes: Axes, dim: int, comm_dtype: DTypeLike) -> jax.Array:
-        form = self._form("reduce_scatter", x, axes, dim, comm_dtype)
-        if form not in FORMS:
-            return BY_XLA.scatter(x, axes, dim, comm_dtype)
-        send = lambda rows: FORMS[form].reduce_scatter(rows, _axis(axes), comm_dtype)
-        return _along(dim, x, _alone(send) if form == "pallas" else send)
-
-    def _form(self, kernel: str, x: jax.Array, axes: Axes, dim: int, comm_dtype: DTypeLike) -> str:
-        return self.form(kernel, _refuses(kernel, x, axes, dim, comm_dtype), {"N": x.size})
+def _refuses(
+    kernel: str, x: jax.ShapeDtypeStruct, axes: Axes, size: int, dim: int, sent: DTypeLike
+) -> str | None:
+    """Return why the kernel cannot move an array, or None."""
+    if dim:
+        return f"an array of shape {x.shape} is split along dimension {dim}; the kernel moves rows"
+    return casting.refuses(kernel, x, _axis(axes), size, sent)
 
 
 def _axis(axes: Axes) -> str | Axes:
     return axes[0] if len(axes) == 1 else axes
+
+
+def gather(x: jax.Array, leg: Leg, sent: DTypeLike) -> jax.Array:
+    """Return the array whole along a dimension, in the dtype that is sent."""
+    dim = x.ndim + leg.dim
+    if leg.form not in FORMS:
+        return lax.all_gather(x.astype(sent), leg.axes, axis=dim, tiled=True)
+    send = lambda rows: FORMS[leg.form].all_gather(rows, _axis(leg.axes), sent)
+    return _along(dim, x, _alone(send) if leg.form == "pallas" else send)
+
+
+def scatter(x: jax.Array, leg: Leg) -> jax.Array:
+    """Return this device's part of the sum along a dimension; it is sent in the array's dtype."""
+    dim = x.ndim + leg.dim
+    if leg.form not in FORMS:
+        return lax.psum_scatter(x, leg.axes, scatter_dimension=dim, tiled=True)
+    send = lambda rows: FORMS[leg.form].reduce_scatter(rows, _axis(leg.axes), x.dtype)
+    return _along(dim, x, _alone(send) if leg.form == "pallas" else send)
 
 
 def _alone(send: Callable) -> Callable:
@@ -91,28 +100,20 @@ def _along(dim: int, x: jax.Array, move: Callable) -> jax.Array:
     return jnp.moveaxis(move(jnp.moveaxis(x, dim, 0)), 0, dim) if dim else move(x)
 
 
-def _refuses(what: str, x: jax.Array, axes: Axes, dim: int, comm_dtype: DTypeLike) -> str | None:
-    """Return why the kernel cannot move an array, or None."""
-    if dim:
-        return f"an array of shape {x.shape} is split along dimension {dim}; the kernel moves rows"
-    return casting.refuses(what, x, _axis(axes), lax.axis_size(axes), comm_dtype)
-
-
 @dataclass(frozen=True)
 class Movement:
     """How one parameter moves. Dimensions count from the end, so a scanned layer fits as well."""
 
     path: str
     shape: tuple[int, ...]
-    gather: Dims  # to gather over when read
-    scatter: Dims  # to scatter gradients over
+    gather: tuple[Leg, ...]  # when it is read
+    scatter: tuple[Leg, ...]  # of gradients
     sum: Axes  # to add gradients over at once, layer by layer, under the rest of the backward pass
     tensor: Dims  # what the partitioner keeps split
     compute: Any
     comm_dtype: Any
     reduce: Any
     read: Callable[[str], None]  # told the path; of one trace, so that none is taken for another
-    sending: Sending = BY_XLA
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["value", "slot"], meta_fields=["movement"])
@@ -188,32 +189,15 @@ def refuse_elsewhere(variable: Any, value: Any) -> Any:
     return value._refuse() if isinstance(value, Placeholder) else value
 
 
-def on_tensor_shards(move: Callable, split: Dims, ndim: int) -> Callable:
-    """Return `move` run on each tensor shard by itself.
-
-    Left to the partitioner, a gather or scatter over data axes beside a tensor axis is preceded by
-    a gather over the tensor axis, and sends the whole array.
-    """
-    if not split:
-        return move
-    at = {ndim + dim: axes for dim, axes in split}
-    spec = P(*(at.get(dim) for dim in range(ndim)))
-    names = {axis for axes in at.values() for axis in axes}
-    specs: dict[str, Any] = {"in_specs": spec, "out_specs": spec}
-    return jax.shard_map(move, axis_names=names, check_vma=False, **specs)
-
-
 def _gather(move: Movement, value: jax.Array) -> jax.Array:
-    sending = BY_XLA if move.tensor else move.sending  # what remat would keep has no place there
-
-    def gather(x):
-        for dim, axes in move.gather:
-            x = sending.gather(x, axes, x.ndim + dim, move.comm_dtype)
+    def run(x):
+        for leg in move.gather:
+            x = gather(x, leg, move.comm_dtype)
         return x
 
     stored = to_device(value)
     if move.gather:
-        stored = on_tensor_shards(gather, move.tensor, value.ndim)(stored)
+        stored = on_tensor_shards(run, move.tensor, value.ndim)(stored)
     return stored.astype(move.compute)
 
 
@@ -226,23 +210,22 @@ def _forward(move: Movement, value: jax.Array, slot: jax.Array):
     return _gather(move, value), jnp.zeros((0,), slot.dtype)
 
 
-def scatter(gradient: jax.Array, dims: Dims, tensor: Dims, sending: Sending) -> jax.Array:
+def scattered(gradient: jax.Array, way: tuple[Leg, ...], tensor: Dims) -> jax.Array:
     """Return this device's shard of the sum of the gradients, one dimension after the other."""
-    comm_dtype, send = gradient.dtype, BY_XLA if tensor else sending
 
     def run(gradient):
-        for dim, axes in dims:
-            gradient = send.scatter(gradient, axes, gradient.ndim + dim, comm_dtype)
+        for leg in way:
+            gradient = scatter(gradient, leg)
         return gradient
 
-    return on_tensor_shards(run, tensor, gradient.ndim)(gradient) if dims else gradient
+    return on_tensor_shards(run, tensor, gradient.ndim)(gradient) if way else gradient
 
 
 def reduce_gradient(move: Movement, cotangent: jax.Array, dtype: DTypeLike) -> jax.Array:
     """Return a cotangent as the accumulated gradient: cast, reduce-scattered or summed, cast."""
     moved = move.scatter or move.sum
     gradient = cotangent.astype(move.reduce if moved else dtype)
-    gradient = scatter(gradient, move.scatter, move.tensor, move.sending)
+    gradient = scattered(gradient, move.scatter, move.tensor)
     if move.sum:
         gradient = lax.psum(gradient, move.sum)
     return gradient.astype(dtype)

@@ -85,7 +85,7 @@ class _Parameter:
     def slices(self) -> bool:
         """Whether its first dimension is whole on this device, so that a scan may slice it."""
         move, ndim = self.stored.movement, self.stored.value.ndim
-        return all(dim != -ndim for dim, _ in (*move.gather, *move.scatter))
+        return all(leg.dim != -ndim for leg in (*move.gather, *move.scatter))
 
 
 def _array(value: Any) -> Any:

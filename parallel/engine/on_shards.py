@@ -1,8 +1,9 @@
-"""A function with a gradient of its own, run on each tensor shard by itself.
+"""Functions that run on each tensor shard by themselves, within the data plane.
 
-No partitioner can split a kernel. What its forward pass keeps leaves the shards and enters them
-again, each array placed by name: JAX itself would place it over the axes of the shard_map around
-as well, and XLA refuses that.
+`on_tensor_shards` is for moves of one array over other axes, `OnShards` for a function with a
+gradient of its own: no partitioner can split a kernel. What its forward pass keeps leaves the
+shards and enters them again, each array placed by name: JAX itself would place it over the axes of
+the shard_map around as well, and XLA refuses that.
 """
 
 from collections.abc import Callable, Iterable
@@ -11,9 +12,10 @@ from functools import partial
 from typing import Any
 
 import jax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec as P
 
 from hfjax.parallel.mesh import TENSOR_AXES, in_use
+from hfjax.parallel.placement import Dims
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,6 +46,21 @@ def mapped(function: Callable, axes: Iterable[str], in_specs: Any, out_specs: An
     """Return the function, run by itself along axes that nothing around is manual over."""
     specs: dict[str, Any] = {"in_specs": in_specs, "out_specs": out_specs}
     return jax.shard_map(function, axis_names=set(axes), check_vma=False, **specs)
+
+
+def on_tensor_shards(move: Callable, split: Dims, ndim: int) -> Callable:
+    """Return `move` run on each tensor shard by itself.
+
+    Left to the partitioner, a gather or scatter over data axes beside a tensor axis is preceded by
+    a gather over the tensor axis, and sends the whole array.
+    """
+    if not split:
+        return move
+    at = {ndim + dim: axes for dim, axes in split}
+    spec = P(*(at.get(dim) for dim in range(ndim)))
+    names = {axis for axes in at.values() for axis in axes}
+    specs: dict[str, Any] = {"in_specs": spec, "out_specs": spec}
+    return jax.shard_map(move, axis_names=names, check_vma=False, **specs)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -7,7 +7,8 @@ import jax
 from jax import lax
 
 from hfjax.base.paths import Flat
-from hfjax.parallel.engine.fetch import Sending, on_tensor_shards, scatter
+from hfjax.parallel.engine.fetch import Form, legs, scattered, xla
+from hfjax.parallel.engine.on_shards import on_tensor_shards
 from hfjax.parallel.execution import Precision
 from hfjax.parallel.mesh import BATCH_AXES, TENSOR_AXES, in_use, size_of
 from hfjax.parallel.placement import Dims, Placed, entries_of, keep
@@ -27,7 +28,7 @@ class Reduction:
 
     precision: Precision
     hierarchical: bool
-    sending: Sending
+    form: Form  # of what is scattered, as `fetch.legs` asks for it
     axes: Axes  # over which devices compute gradients of their own
     summed: Mapping[str, Axes]  # those over which gradients are summed already, by path
 
@@ -55,7 +56,9 @@ class Reduction:
         done = {axis for _, axes in p.split("gradient") for axis in axes}
         rest = [(dim, tuple(a for a in axes if a not in done)) for dim, axes in p.split("moment")]
         todo = levels(tuple((dim, axes) for dim, axes in rest if axes), self.hierarchical)
-        gradient = scatter(gradient, todo, p.tensor, self.sending)
+        form = self.form if not p.tensor else xla
+        way = legs("reduce_scatter", todo, gradient, gradient.dtype, p.mesh, form)
+        gradient = scattered(gradient, way, p.tensor)
         done |= {axis for _, axes in todo for axis in axes} | set(p.stays)
         done |= set(self.summed.get(p.path, ()))
         return gradient, tuple(axis for axis in self.axes if axis not in done)

@@ -11,7 +11,7 @@ from jax import lax
 
 from hfjax.base.mean import Mean
 from hfjax.base.paths import Flat, Index
-from hfjax.parallel.engine.fetch import on_tensor_shards
+from hfjax.parallel.engine.on_shards import on_tensor_shards
 from hfjax.parallel.engine.reduce import Reduction
 from hfjax.parallel.memory import is_on_host, to_device, to_host
 from hfjax.parallel.mesh import TENSOR_AXES, in_use, size_of

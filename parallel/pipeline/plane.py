@@ -18,7 +18,7 @@ from hfjax.parallel.arrangement import Arrangement
 from hfjax.parallel.autodiff.program import bytes_of
 from hfjax.parallel.engine.blueprint import LAYERS
 from hfjax.parallel.engine.context import rows_of, variables_of
-from hfjax.parallel.engine.fetch import scatter
+from hfjax.parallel.engine.fetch import scattered
 from hfjax.parallel.engine.gradients import Plane
 from hfjax.parallel.engine.parts import Extras, PlacedModel
 from hfjax.parallel.heterogeneous.model import HeterogeneousModel
@@ -179,7 +179,7 @@ class PipelinePlane(Plane):
         p = self.context.placed[path]
         move, wide = self.context.movement(p), jnp.promote_types(p.dtype, jnp.float32)
         gradient = gradient.astype(move.reduce)
-        return scatter(gradient, move.scatter, move.tensor, move.sending).astype(wide)
+        return scattered(gradient, move.scatter, move.tensor).astype(wide)
 
     def _from_last_stage(self, outputs: Any) -> Any:
         """Return on every stage what is zero on all but the last.
