@@ -14,6 +14,7 @@ from jax.extend.core import Literal, Var
 from jax.interpreters import partial_eval
 
 from hfjax.analysis import hlo
+from hfjax.parallel.autodiff.program import parts_of_scan
 
 TO_HOST, TO_DEVICE = "to host", "to device"
 HOST = jax.memory.Space.Host
@@ -80,8 +81,8 @@ def _region(jaxpr: Any, splits: Sequence[Split], local: bool) -> Seen:
     split = lambda value: None if isinstance(value, Literal) else known.get(value)
     found: list[Copy] = []
     for equation in jaxpr.eqns:
-        copies, results = _visit(equation, list(map(split, equation.invars)), local)
-        found += copies
+        sent, results = _visit(equation, list(map(split, equation.invars)), local)
+        found += sent
         known.update(zip(equation.outvars, results, strict=True))
     return found, list(map(split, jaxpr.outvars))
 
@@ -134,16 +135,14 @@ def _jit(equation: Any, given: list[Split], local: bool) -> Seen:
 
 
 def _scan(equation: Any, given: list[Split], local: bool) -> Seen:
-    """Return the copies of a scan; a stack that it goes over has a dimension more than its rows."""
-    body = equation.params["jaxpr"].jaxpr
-    stacked = lambda outer, inner: outer.aval.ndim > inner.aval.ndim
+    """Return the copies of a scan: over the rows of what is neither constant nor carried."""
+    constants, carried = parts_of_scan(equation)
     row = lambda split: split[1:] if split and split[0] == 1 else None
-    pairs = zip(equation.invars, body.invars, given, strict=True)
-    inside = [row(split) if stacked(outer, inner) else split for outer, inner, split in pairs]
-    found, results = _region(body, inside, local)
     stack = lambda split: None if split is None else (1, *split)
-    pairs = zip(equation.outvars, body.outvars, results, strict=True)
-    after = [stack(split) if stacked(outer, inner) else split for outer, inner, split in pairs]
+    whole, stacks = given[: constants + carried], given[constants + carried :]
+    body = equation.params["jaxpr"].jaxpr
+    found, results = _region(body, [*whole, *map(row, stacks)], local)
+    after = [*results[:carried], *map(stack, results[carried:])]
     return hlo.loop(equation.params["length"], found, []), after
 
 

@@ -8,7 +8,6 @@ is W; values that cross from B to W are kept as well (zero bubble, arXiv:2401.10
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any
 
 import jax
@@ -22,6 +21,7 @@ from hfjax.parallel.autodiff.program import (
     Residuals,
     body_of,
     bytes_of,
+    grouped,
     needed,
     piece,
     variables,
@@ -102,8 +102,8 @@ def _passes(
     ahead: Residuals, behind: Piece, known: Any, slots: Any, x: Any, split: bool
 ) -> Dissected:
     """Return the passes, of the program of a backward pass: (known, stash, dy) -> (dx, slots)."""
-    known, stash, dy = _grouped(behind.inputs, known, ahead.stash, x)
-    dx, gradients = _grouped(behind.outputs, x, slots)
+    known, stash, dy = grouped(behind.inputs, known, ahead.stash, x)
+    dx, gradients = grouped(behind.outputs, x, slots)
     second, cross = _second_half(behind, dx, gradients, dy)
     used = second.reads if split else ()
     late = [i for i, v in enumerate(stash) if v in used]
@@ -126,12 +126,6 @@ def _passes(
         cross=[v.aval for v in cross],
         tensors=[ahead.tensors[i] for i in (*early, *late)],
     )
-
-
-def _grouped(values: Sequence[Any], *trees: Any) -> list[list]:
-    """Return as many of the values as each tree has leaves, one after the other."""
-    left = iter(values)
-    return [list(islice(left, len(jax.tree.leaves(tree)))) for tree in trees]
 
 
 def _second_half(

@@ -9,6 +9,7 @@ operation that made it, and its name.
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
 import jax
@@ -143,6 +144,12 @@ def variables(values: Iterable[Any]) -> list[Var]:
     return [v for v in values if isinstance(v, Var)]
 
 
+def grouped(values: Sequence[Any], *trees: Any) -> list[list]:
+    """Return as many of the values as each tree has leaves, one after the other."""
+    left = iter(values)
+    return [list(islice(left, len(jax.tree.leaves(tree)))) for tree in trees]
+
+
 def bytes_of(avals: Iterable[Any]) -> int:
     """Return how many bytes arrays of these shapes and dtypes take."""
     return sum(math.prod(a.shape) * a.dtype.itemsize for a in avals)
@@ -169,10 +176,10 @@ class Residuals:
             forms[:] = map(jax.tree.structure, results)
             return results
 
-        program, n_known = piece(whole, known, x), len(jax.tree.leaves(known))
+        program = piece(whole, known, x)
+        self._known, x = grouped(program.inputs, known, x)
         out, self._pullback = forms
         outputs, self._kept = program.outputs[: out.num_leaves], program.outputs[out.num_leaves :]
-        self._known, x = program.inputs[:n_known], program.inputs[n_known:]
         kept, depends = dict.fromkeys(variables(self._kept)), _following(x, program.equations)
         at_hand = depends.union(self._known, program.constants)
         self._remake = program.part([v for v in kept if v not in at_hand], self._known)
