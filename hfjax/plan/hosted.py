@@ -5,25 +5,47 @@
 """
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
 from hfjax.parallel.memory import largest_first
-from hfjax.parallel.placement import pieces
-from hfjax.plan.layout_like import LayoutLike
+from hfjax.parallel.placement import Placed, pieces
+from hfjax.parallel.strategy import Strategy
 
 MASTER = "master"  # the field of an optimizer's state that holds master weights
 
 
+class Kept(NamedTuple):
+    """An array that the optimizer keeps of a parameter."""
+
+    path: str  # of the parameter
+    row: str  # of the column `memory`: moments or master
+    bytes: int  # on a device
+
+
+def kept_of(optimizer: Any, owner: Callable[[tuple, Any], Placed | None]) -> dict[str, Kept]:
+    """Return what an optimizer's state keeps of parameters, given its shapes.
+
+    The names are those of `jax.tree_util.keystr`; `owner` says of which parameter an array is.
+    """
+    found = {}
+    for keys, leaf in jax.tree_util.tree_flatten_with_path(optimizer)[0]:
+        if (p := owner(keys, leaf)) is not None:
+            size = leaf.size * leaf.dtype.itemsize // pieces(p.moment, p.mesh)
+            found[jax.tree_util.keystr(keys)] = Kept(p.path, _row(keys), size)
+    return found
+
+
 @dataclass(frozen=True)
 class Hosted:
-    """The arrays of a layout's state that lie on the host."""
+    """The arrays of a state that lie on the host."""
 
-    layout: LayoutLike
+    strategy: Strategy
+    kept: Mapping[str, Kept]  # what the optimizer keeps of each parameter, by name
 
     @property
     def parameters(self) -> bool:
@@ -42,7 +64,7 @@ class Hosted:
 
     def of(self, path: str) -> tuple[int, int]:
         """Return how many moments of a parameter lie on the host, and how many it has."""
-        names = [name for name, owner in self._owners.items() if owner == path]
+        names = [name for name, kept in self.kept.items() if kept.path == path]
         return sum(name in self.optimizer for name in names), len(names)
 
     @property
@@ -57,7 +79,7 @@ class Hosted:
         """Refuse rows that find nothing to keep on the host; warn where a share is too small."""
         if self.reached == 0:
             warnings.warn(
-                f"strategy {self.layout.strategy.name}, memory moments -> "
+                f"strategy {self.strategy.name}, memory moments -> "
                 f"{self._wanted('moments')}: no array is as small as that, so that the host keeps "
                 "nothing. Raise the share.",
                 stacklevel=2,
@@ -71,7 +93,7 @@ class Hosted:
             MASTER: "keeps no master weights (hfjax.master(optimizer) does)",
         }
         raise ValueError(
-            f"strategy {self.layout.strategy.name}, memory {rows}: the optimizer "
+            f"strategy {self.strategy.name}, memory {rows}: the optimizer "
             f"{' and '.join(none[row] for row in asked)}, so the host would keep nothing. Leave "
             "the row out, or use an optimizer that does."
         )
@@ -87,7 +109,7 @@ class Hosted:
             )
 
     def _wanted(self, row: str) -> Any:
-        return self.layout.strategy.memory.get(row, "device")
+        return self.strategy.memory.get(row, "device")
 
     @cached_property
     def _moments(self) -> list[str]:
@@ -98,22 +120,11 @@ class Hosted:
 
     @cached_property
     def _sizes(self) -> dict[str, dict[str, int]]:
-        """Row -> name -> bytes on a device, of the arrays that are like a parameter."""
+        """Row -> name -> bytes on a device."""
         sizes: dict[str, dict[str, int]] = {"moments": {}, MASTER: {}}
-        for keys, leaf in self._leaves:
-            if (p := self.layout.parameter_of(keys, leaf)) is not None:
-                size = leaf.size * leaf.dtype.itemsize // pieces(p.moment, p.mesh)
-                sizes[_row(keys)][jax.tree_util.keystr(keys)] = size
+        for name, kept in self.kept.items():
+            sizes[kept.row][name] = kept.bytes
         return sizes
-
-    @cached_property
-    def _owners(self) -> dict[str, str]:
-        found = ((keys, self.layout.parameter_of(keys, leaf)) for keys, leaf in self._leaves)
-        return {jax.tree_util.keystr(keys): p.path for keys, p in found if p is not None}
-
-    @cached_property
-    def _leaves(self) -> list:
-        return jax.tree_util.tree_flatten_with_path(self.layout.state_shapes.optimizer)[0]
 
 
 def _row(keys: tuple) -> str:

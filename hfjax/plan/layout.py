@@ -15,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from jax.typing import DTypeLike
 
 from hfjax.base.paths import Flat, flatten, matches, nearest, nest
+from hfjax.base.tables import human
 from hfjax.optimizers.transforms import check_master, stored_dtype, without
 from hfjax.parallel.arrangement import Arrangement
 from hfjax.parallel.engine.blueprint import LAYERS, Blueprint, blueprint
@@ -39,10 +40,17 @@ from hfjax.parallel.placement import (
     entries_of,
 )
 from hfjax.parallel.strategy import Strategy
-from hfjax.plan.hosted import Hosted
+from hfjax.plan.hosted import Hosted, kept_of
 from hfjax.plan.optimizer_state import parameter_of
-from hfjax.plan.report import bytes_of_array, check_rows, notes_of, table_of
-from hfjax.plan.stored import COLUMNS, on_each_stage, place_array, stored
+from hfjax.plan.report import (
+    bytes_of_array,
+    cost_of_padding,
+    left_whole,
+    table_of,
+    table_of_stages,
+    unmatched,
+)
+from hfjax.plan.stored import COLUMNS, Source, place_array
 
 
 @dataclass(frozen=True, eq=False)
@@ -162,7 +170,10 @@ class Layout:
     def arranged(self, arrangement: Arrangement | None) -> "Layout":
         """Return the layout that stores layers so; None: as the model has them."""
         dtype = lambda p: stored_dtype(self.optimizer, p.dtype)
-        placed = {path: replace(p, dtype=dtype(p)) for path, p in stored(self, arrangement).items()}
+        placed = {
+            path: replace(p, dtype=dtype(p))
+            for path, p in self.source.stored(self.placed, arrangement).items()
+        }
         return replace(self, arrangement=arrangement, placed=placed)
 
     @cached_property
@@ -184,7 +195,8 @@ class Layout:
     @cached_property
     def hosted(self) -> Hosted:
         """What of the state lies on the host."""
-        return Hosted(self)
+        kept = kept_of(self.state_shapes.optimizer, self.parameter_of)
+        return Hosted(self.strategy, kept)
 
     def working_dtype(self, path: str) -> Any:
         """Return the dtype in which a parameter is updated: its own, or that of master weights."""
@@ -199,7 +211,18 @@ class Layout:
     @cached_property
     def notes(self) -> tuple[str, ...]:
         """What a strategy could not do, and what padding costs."""
-        return tuple(notes_of(self, self.hosted.notes()))
+        source, packed = self.source, self.packed
+        padding = () if packed is None else cost_of_padding(source, packed)
+        could_not = (
+            *unmatched(source, packed is not None),
+            *left_whole(self.strategy, self.placed),
+        )
+        return (*could_not, *self.hosted.notes(), *self.blueprint.notes, *padding)
+
+    @property
+    def source(self) -> Source:
+        """The model on the mesh, before its layers were put on stages."""
+        return Source(self.mesh, self.strategy, self.blueprint, self.arrays, self.example)
 
     @cached_property
     def order(self) -> np.ndarray | None:
@@ -376,7 +399,12 @@ class Layout:
         return [axis for axis in in_use(self.mesh, AXES) if axis not in working]
 
     def __str__(self) -> str:
-        return "\n".join(table_of(self))
+        lines = [f"{self.strategy.name} on {describe_mesh(self.mesh)}"]
+        lines += table_of(self.placed.values(), self.hosted)
+        lines += () if self.packed is None else table_of_stages(self.packed)
+        totals = (f"{name} {human(size)}" for name, size in self.bytes_per_device().items())
+        notes = (f"note: {note}" for note in self.notes)
+        return "\n".join([*lines, f"per device: {', '.join(totals)}", *notes])
 
     __repr__ = __str__
 
@@ -468,8 +496,8 @@ def layout(  # noqa: PLR0913  options of one call
         for path, array in arrays.items()
     }
     made = Layout(mesh, strategy, optimizer, plan, arrays, placed, forward, example=example)
-    made = made.arranged(on_each_stage(made))
-    check_rows(made)
+    made = made.arranged(made.source.on_each_stage(placed))
+    tuple(unmatched(made.source, made.packed is not None))  # refuses
     check_master(optimizer, nest(plan.parameters))
     made.hosted.check()
     if made.hosted:

@@ -4,7 +4,6 @@ from hfjax.parallel.arrangement import arrange
 from hfjax.parallel.mesh import PIPE_AXIS, TENSOR_AXES, describe_mesh, in_use
 from hfjax.parallel.schedules.named import Schedule
 from hfjax.plan.layout import Layout
-from hfjax.plan.stored import shares
 
 
 def on_stages(layout: Layout, schedule: Schedule | None) -> Layout:
@@ -14,7 +13,7 @@ def on_stages(layout: Layout, schedule: Schedule | None) -> Layout:
         return layout.as_the_model if alone and layout.arrangement is not None else layout
     _check_parts(layout)
     homes = schedule.table(layout.mesh.shape[PIPE_AXIS]).homes
-    arranged = layout.arranged(arrange(shares(layout, len(homes), schedule.balance), homes))
+    arranged = layout.arranged(arrange(layout.source.shares(len(homes), schedule.balance), homes))
     _check_split(arranged)
     return arranged
 

@@ -1,7 +1,7 @@
 """What a layout prints: its table with bytes per device, and notes on what did not fit."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import jax
 import jax.numpy as jnp
@@ -16,30 +16,18 @@ from hfjax.parallel.heterogeneous.packing import PackedLayers, packed_layers
 from hfjax.parallel.mesh import STACK, TENSOR_AXES, describe_mesh, in_use, size_of
 from hfjax.parallel.placement import Placed, entries_of, pieces
 from hfjax.parallel.strategy import Strategy
-from hfjax.plan.layout_like import LayoutLike
-from hfjax.plan.stored import embedded, layers_of, shares
+from hfjax.plan.hosted import Hosted
+from hfjax.plan.stored import Source
 
 
-def notes_of(layout: LayoutLike, hosted: Iterator[str]) -> Iterator[str]:
-    """Yield what the strategy could not do, what the host keeps, and what is only padding."""
-    yield from _unmatched(layout)
-    yield from _left_whole(layout.strategy, layout.placed)
-    yield from hosted
-    yield from layout.blueprint.notes
-    if layout.packed is not None:
-        yield from _cost_of_padding(layout, layout.packed)
+def unmatched(source: Source, packed: bool) -> Iterator[str]:
+    """Report rows that match no parameter; refuse if a mesh axis is left without any.
 
-
-def check_rows(layout: LayoutLike) -> None:
-    """Refuse a strategy whose rows leave a tensor axis without any parameter."""
-    tuple(_unmatched(layout))
-
-
-def _unmatched(layout: LayoutLike) -> Iterator[str]:
-    """Report rows that match no parameter; refuse if a mesh axis is left without any."""
-    strategy, mesh = layout.strategy, layout.mesh
-    names = {name for array in layout.arrays.values() for name in array.axes if name}
-    if layout.packed is not None:
+    `packed`: a list of layers lies in rows, which stages split as they split a stack.
+    """
+    strategy, mesh = source.strategy, source.mesh
+    names = {name for array in source.arrays.values() for name in array.axes if name}
+    if packed:
         names.add(STACK)
     rows = {row: axes for row, axes in strategy.parameters.items() if row != "*"}
     matched = {axis for row in rows.keys() & names for axis in rows[row]}
@@ -58,7 +46,7 @@ def _unmatched(layout: LayoutLike) -> Iterator[str]:
         yield f"row {row} -> {'+'.join(axes)} of {strategy.name} matched no parameter"
 
 
-def _left_whole(strategy: Strategy, placed: Mapping[str, Placed]) -> Iterator[str]:
+def left_whole(strategy: Strategy, placed: Mapping[str, Placed]) -> Iterator[str]:
     """Report large arrays that the row `*` could not split, or that there is none."""
     stars = (*strategy.parameters.get("*", ()), *strategy.moments.get("*", ()))
     small = all(p.small for p in placed.values())
@@ -78,10 +66,8 @@ def _left_whole(strategy: Strategy, placed: Mapping[str, Placed]) -> Iterator[st
                 )
 
 
-def table_of_stages(layout: LayoutLike) -> Iterator[str]:
+def table_of_stages(packed: PackedLayers) -> Iterator[str]:
     """Yield a line for each part of a list of layers: where it lies, what it fills of its row."""
-    if (packed := layout.packed) is None:
-        return
     at = packed.arrangement
     for (stage, chunk), numbers, held in zip(at.homes, at.parts, packed.held_bytes, strict=True):
         place = f"stage {stage}" + f", chunk {chunk}" * (at.virtual.shape[1] > 1)
@@ -91,26 +77,26 @@ def table_of_stages(layout: LayoutLike) -> Iterator[str]:
         yield f"  {place}: {layers}, {human(held)} of {human(packed.row_bytes)}"
 
 
-def _cost_of_padding(layout: LayoutLike, packed: PackedLayers) -> Iterator[str]:
+def cost_of_padding(source: Source, packed: PackedLayers) -> Iterator[str]:
     """Yield what is stored and sent only because all parts of the layers have one shape."""
     homes, row = packed.arrangement.homes, packed.row_bytes
     padding = 1 - sum(packed.held_bytes) / max(row * len(homes), 1)
-    best = arrange(shares(layout, len(homes), "parameters"), homes)
-    shortest = packed_layers(layout.blueprint, layout.mesh, best).row_bytes
+    best = arrange(source.shares(len(homes), "parameters"), homes)
+    shortest = packed_layers(source.blueprint, source.mesh, best).row_bytes
     better = f', balance="parameters" makes it {human(shortest)}' if shortest < row else ""
     yield (
         f"each of the {len(homes)} parts of the layers takes {human(row)}, as the largest needs: "
         f"{padding:.0%} is padding{better}"
     )
-    if layout.example is not None:
-        yield _cost_of_sending(layout, packed)
+    if source.example is not None:
+        yield _cost_of_sending(source, packed)
 
 
-def _cost_of_sending(layout: LayoutLike, packed: PackedLayers) -> str:
-    x = embedded(layout)
-    outputs = output_shapes(layers_of(layout), x)
+def _cost_of_sending(source: Source, packed: PackedLayers) -> str:
+    x = source.embedded
+    outputs = output_shapes(source.layers, x)
     between = [x, *(outputs[numbers[-1]] for numbers in packed.arrangement.parts)]
-    rows = jax.tree.leaves(layout.example)[0].shape[0]
+    rows = jax.tree.leaves(source.example)[0].shape[0]
     sizes = [_bytes(tree) // rows for tree in between]
     return (
         f"{human(max(sizes))} a row go from stage to stage, as the largest needs: "
@@ -122,24 +108,19 @@ def _bytes(tree: Tree) -> int:
     return sum(a.size * jnp.dtype(a.dtype).itemsize for a in jax.tree.leaves(tree))
 
 
-def table_of(layout: LayoutLike) -> Iterator[str]:
-    """Yield the lines of `print(layout)`: where each parameter lies, and bytes per device."""
-    yield f"{layout.strategy.name} on {describe_mesh(layout.mesh)}"
+def table_of(placed: Iterable[Placed], hosted: Hosted) -> Iterator[str]:
+    """Yield where each parameter, its gradient and its moments lie, and its bytes per device."""
     rows = [("parameter", "shape", "spec", "gradient", "moments", "bytes/device")]
-    for p in layout.placed.values():
+    for p in placed:
         same = lambda spec, p=p: (
             "none" if p.frozen else "same" if spec == p.parameter else _show(spec)
         )
-        size = human(bytes_of_array(p.shape, p.dtype, p.parameter, layout.mesh))
+        size = human(bytes_of_array(p.shape, p.dtype, p.parameter, p.mesh))
         shape = "x".join(map(str, p.shape))
-        where = _show(p.parameter) + " on host" * layout.hosted.parameters
-        moments = same(p.moment) + _on_host(*layout.hosted.of(p.path))
+        where = _show(p.parameter) + " on host" * hosted.parameters
+        moments = same(p.moment) + _on_host(*hosted.of(p.path))
         rows.append((p.path, shape, where, same(p.gradient), moments, size))
     yield from (f"  {line}" for line in aligned(rows))
-    yield from table_of_stages(layout)
-    total = layout.bytes_per_device()
-    yield "per device: " + ", ".join(f"{name} {human(size)}" for name, size in total.items())
-    yield from (f"note: {note}" for note in layout.notes)
 
 
 def _on_host(there: int, of: int) -> str:
