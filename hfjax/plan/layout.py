@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from jax.typing import DTypeLike
 
@@ -34,12 +33,18 @@ from hfjax.parallel.mesh import (
 from hfjax.parallel.placement import (
     Array,
     Placed,
-    batch_devices,
     check_spec,
     columns,
     entries_of,
 )
 from hfjax.parallel.strategy import Strategy
+from hfjax.plan.check_layout import (
+    check_arguments,
+    check_dtypes,
+    check_frozen,
+    check_paths,
+    check_rows,
+)
 from hfjax.plan.hosted import Hosted, kept_of
 from hfjax.plan.optimizer_state import parameter_of
 from hfjax.plan.report import (
@@ -161,7 +166,7 @@ class Layout:
             )
         before = {path for path, p in self.placed.items() if p.frozen}
         frozen = before | set(matches(patterns, self.arrays))
-        _check_frozen(frozen, self.blueprint)
+        check_frozen(frozen, self.blueprint)
         placed = {path: replace(p, frozen=path in frozen) for path, p in self.placed.items()}
         made = replace(self, placed=placed, optimizer=without(self.optimizer, frozen))
         made.hosted.check()
@@ -476,7 +481,7 @@ def layout(  # noqa: PLR0913  options of one call
         >>> list(layout.specs["layers/mlp/up/kernel"])  # layers, embed, mlp
         [None, 'fsdp', 'tensor']
     """
-    _check_arguments(model_init, optimizer, mesh, strategy)
+    check_arguments(model_init, optimizer, mesh, strategy)
     plan = blueprint(model_init, Placer(mesh, strategy), forward, sync_batch_norm)
     if not plan.parameters:
         raise ValueError(
@@ -484,9 +489,9 @@ def layout(  # noqa: PLR0913  options of one call
             "nothing to train. What is trained is an nnx.Param, or a floating-point array of a "
             "bare tree."
         )
-    _check_rows(plan, mesh)
-    _check_paths(axes or {}, plan)
-    _check_dtypes(plan)
+    check_rows(plan, mesh)
+    check_paths(axes or {}, plan)
+    check_dtypes(plan)
     arrays = {
         path: Array(path, tuple(template.shape), plan.axes(path, axes or {}))
         for path, template in plan.parameters.items()
@@ -503,60 +508,6 @@ def layout(  # noqa: PLR0913  options of one call
     if made.hosted:
         check_has_host_memory(mesh)
     return made
-
-
-def _check_frozen(frozen: set[str], plan: Blueprint) -> None:
-    if len(frozen) == len(plan.parameters):
-        raise ValueError("freeze: all parameters are, and nothing would train. Use eval_step.")
-    if plan.listed and (layers := sorted(path for path in frozen if path.startswith(LAYERS))):
-        raise ValueError(
-            f"freeze: {layers[0]} is in a list of layers, which a pipeline would pack into one "
-            "row. Freeze what lies outside the layers, or stack them (hfjax.models.parts.stacked)."
-        )
-
-
-def _check_rows(plan: Blueprint, mesh: Mesh) -> None:
-    """Refuse variables with a row for each row of a batch that does not split over the devices."""
-    devices = batch_devices(mesh)
-    for path, template in plan.variables.items():
-        if plan.of_rows(path) and template.shape[0] % devices:
-            raise ValueError(
-                f"{path} {tuple(template.shape)} has a row for each row of the batch, and "
-                f"{template.shape[0]} rows do not split over {devices} devices "
-                f"({describe_mesh(mesh)}). Make the model for a multiple of {devices}."
-            )
-
-
-def _check_paths(axes: Mapping[str, tuple], plan: Blueprint) -> None:
-    for path in axes:
-        if path not in plan.parameters:
-            raise ValueError(f"axes: no parameter {path!r}. {nearest(path, plan.parameters)}")
-
-
-def _check_arguments(model_init: Any, optimizer: Any, mesh: Any, strategy: Any) -> None:
-    wanted = {
-        "model_init, a function of rngs": not callable(model_init)
-        or isinstance(model_init, nnx.Module),
-        "an optax optimizer": not hasattr(optimizer, "update"),
-        "a mesh of hfjax.make_mesh": not isinstance(mesh, Mesh) or mesh.axis_names != AXES,
-        "a hfjax.Strategy": not isinstance(strategy, Strategy),
-    }
-    given = [type(x).__name__ for x in (model_init, optimizer, mesh, strategy)]
-    for (what, wrong), found in zip(wanted.items(), given, strict=True):
-        if wrong:
-            raise ValueError(
-                f"layout(model_init, optimizer, mesh, strategy): {what} is expected, found {found}."
-            )
-
-
-def _check_dtypes(plan: Blueprint) -> None:
-    for path, template in plan.parameters.items():
-        if not jnp.issubdtype(template.dtype, jnp.floating):
-            raise ValueError(
-                f"{path} {tuple(template.shape)} is {template.dtype}: a parameter is a real "
-                "floating-point array. Keep what is not trained in another nnx.Variable, and a "
-                "complex one as its real and imaginary part."
-            )
 
 
 def _wide(dtype: DTypeLike) -> Any:
