@@ -76,11 +76,12 @@ def init(layout: Layout, seed: int = 0, schedule: Schedule | None = None) -> Sta
 
 def _seed(given: Any) -> Any:
     """Return a seed as a program takes it: a whole number of 32 bits, with a sign or without."""
-    if not isinstance(given, int) or -(1 << 31) <= given < 1 << 31:
+    if not isinstance(given, int):
         return given
-    if given >= 1 << 32 or given < 0:
-        raise ValueError(f"seed={given}: a whole number from 0 to {(1 << 32) - 1} is expected.")
-    return np.uint32(given)
+    least, most = -(1 << 31), (1 << 32) - 1
+    if not least <= given <= most:
+        raise ValueError(f"seed={given}: a whole number from {least} to {most} is expected.")
+    return given if given < 1 << 31 else np.uint32(given)
 
 
 def creation(layout: Layout) -> Any:

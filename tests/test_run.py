@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 import hfjax
-from hfjax.cli.run import parsed
+from hfjax.cli.words import parsed
 from hfjax.data import Loader, prepare
 from hfjax.processes.watchdog import Watchdog
 from hfjax.run import Parts, Train, evaluate, generate, load, train
@@ -455,7 +455,7 @@ def test_a_number_out_of_bounds_is_refused_with_its_flag(make, message):
 
 def test_an_empty_value_is_no_folder():
     for words in (["--out="], ["--out", ""], ["--data.train="]):
-        with pytest.raises(SystemExit, match=f"error: {words[0][:5]}.*: its value is empty. Give"):
+        with pytest.raises(ValueError, match=f"{words[0][:5]}.*: its value is empty. Give"):
             parsed(Train, words, "train")
 
 
@@ -467,8 +467,11 @@ def test_seeds_go_up_to_32_bits_and_small_ones_stay_what_they_were(data, tmp_pat
     assert len({float(x.sum()) for x in made.values()}) == 3
     unsigned: Any = np.uint32(2**31)
     assert (hfjax.init(layout, unsigned).params["tokens"] == made[2**31]).all()
-    with pytest.raises(ValueError, match="seed=4294967296: a whole number from 0 to 4294967295"):
-        hfjax.init(layout, 2**32)
+    assert (hfjax.init(layout, -1).params["tokens"] != made[0]).any()
+    for seed in (2**32, -(2**31) - 1):
+        wanted = f"seed={seed}: a whole number from -2147483648 to 4294967295 is expected"
+        with pytest.raises(ValueError, match=wanted):
+            hfjax.init(layout, seed)
     config = small(tmp_path, data, mesh=ONE, seed=2**32 - 1, steps=1)
     assert train(config).step == 1
     assert train(replace(config, steps=2)).step == 2

@@ -1,6 +1,7 @@
 """Runs in real processes: as many as you like, killed, stopped, started again; the same losses."""
 
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -15,6 +16,7 @@ import hfjax
 from hfjax.__main__ import main
 from hfjax.cli.run import start
 from hfjax.run import files
+from hfjax.run.build import STRATEGIES
 from hfjax.run.config import Checkpoints, Log, Mesh, Model, Optimizer, Train
 from tests.small_run import corpus, small, told
 
@@ -242,15 +244,34 @@ def test_code_that_a_run_names_is_run_only_on_trust(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["train", "--config", "nowhere.yaml"], r"--config nowhere.yaml: there is no such file"),
-        (["train", "--config"], r"--config: the name of a file is expected"),
-        (["train", "--steps", "0"], r"2"),
-        (["eval", "nowhere"], r"2"),
+        (["train", "--config", "nowhere.yaml"], "--config nowhere.yaml: there is no such file"),
+        (["train", "--config", "run.yaml"], "run.yaml:1: steps='none': a whole number is expected"),
+        (["memory", "--config=run.yaml"], "run.yaml:1: steps='none': a whole number is expected"),
+        (["train", "--config", "run.py"], "--config run.py: it must define `config`"),
+        (["train", "--config"], "--config: the name of a file is expected"),
+        (["train", "--out="], "--out: its value is empty"),
+        (["data", "--out="], "--out: its value is empty"),
+        (["train", "--steps", "0"], "--steps 0: a number from 1 on is needed"),
+        (["eval", "nowhere"], "nowhere is no run of hfjax train"),
     ],
 )
-def test_a_command_that_makes_no_sense_ends_with_words(words, message):
-    with pytest.raises(SystemExit, match=message):
+def test_a_command_that_makes_no_sense_ends_with_words(
+    words, message, tmp_path, monkeypatch, capfd
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("hfjax.cli.run.start", lambda config: None)
+    Path("run.yaml").write_text("steps: none")
+    Path("run.py").write_text("config = 1")
+    with pytest.raises(SystemExit, match=r"^2$"):
         main(words)
+    assert message in capfd.readouterr().err
+
+
+def test_the_help_of_strategy_has_all_of_them(capsys):
+    with pytest.raises(SystemExit, match=r"^0$"):
+        main(["train", "--help"])
+    told = re.sub(r"[\s│]+", " ", capsys.readouterr().out)
+    assert f"{', '.join(STRATEGIES)}, joined by +" in told
 
 
 def test_a_command_that_is_none_is_told_with_those_there_are(capsys):

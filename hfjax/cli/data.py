@@ -12,7 +12,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 from hfjax.base.exits import carried_out
 from hfjax.base.tables import aligned, human
-from hfjax.cli.words import check_words
+from hfjax.cli.words import ending_in_words, parsed
 from hfjax.data.recipe import Prepared, Progress as Tell, Recipe, make
 from hfjax.data.tokens import META, SPLITS, Meta, TokenSet
 
@@ -65,11 +65,9 @@ class DataCommand:
 
 def main(argv: Sequence[str]) -> int:
     """Run `hfjax data` with these arguments; return the exit status."""
-    try:
-        check_words(argv)
-    except ValueError as mistake:
-        raise SystemExit(f"error: {mistake}") from None
-    return run(tyro.cli(DataCommand, args=list(argv), prog="hfjax data"))
+    with ending_in_words():
+        command = parsed(DataCommand, argv, "data")
+    return run(command)
 
 
 def run(command: DataCommand) -> int:

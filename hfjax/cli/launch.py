@@ -7,6 +7,7 @@ from typing import Annotated
 
 import tyro
 
+from hfjax.cli.words import parsed
 from hfjax.processes.job import Limits
 from hfjax.processes.launch import launch
 
@@ -37,9 +38,8 @@ class LaunchCommand:
 def main(argv: Sequence[str]) -> int:
     """Run `hfjax launch` with the arguments after the word launch; return its exit code."""
     own, command = split(argv)
-    parsed = tyro.cli(LaunchCommand, args=own, prog="hfjax launch")
     try:
-        return run(replace(parsed, command=command))
+        return run(replace(parsed(LaunchCommand, own, "launch"), command=command))
     except ValueError as error:
         print(f"hfjax launch: {error}", file=sys.stderr)
         return 2

@@ -4,24 +4,21 @@
 """
 
 import os
-import sys
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import jax
 import tyro
 
 import hfjax
 from hfjax.checkpoint import Restored
-from hfjax.cli.words import check_words
+from hfjax.cli.words import ending_in_words, parsed
 from hfjax.optimizers.transforms import averaged
 from hfjax.processes.agreement import say, speaks
 from hfjax.processes.distributed import Cluster, init_distributed
-from hfjax.processes.exit_codes import FAILED, MISTAKE, exit_code
+from hfjax.processes.exit_codes import exit_code
 from hfjax.processes.stop import leaving
 from hfjax.run import files
 from hfjax.run.build import Parts
@@ -52,39 +49,13 @@ def keep_programs(place: Path | None = None) -> None:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
 
 
-MISTAKES = (ValueError, FloatingPointError, TimeoutError, OSError)
-
-
 def train_command(argv: Sequence[str]) -> int:
     """Train; return the exit status."""
-    default, rest = config_of(argv)
-    config = parsed(Train, rest, "train", default)
-    with _ending_in_words():
+    with leaving(), ending_in_words():  # in every process: the other ones may know of nothing
+        default, rest = config_of(argv)
+        config = parsed(Train, rest, "train", default)
         start(config)
         return exit_code(train(config).reason)
-
-
-def parsed(kind: type, argv: Sequence[str], command: str, default: Any = None) -> Any:
-    """Return what the arguments of a command say; a value that is not allowed ends it."""
-    fields = {} if default is None else {"default": default}
-    try:
-        check_words(argv)
-        return tyro.cli(kind, args=list(argv), prog=f"hfjax {command}", **fields)
-    except ValueError as mistake:  # a value that its flag does not allow
-        raise SystemExit(f"error: {mistake}") from None
-
-
-@contextmanager
-def _ending_in_words() -> Iterator[None]:
-    """Say what is wrong, in every process: the other ones may know of nothing."""
-    with leaving():
-        try:
-            yield
-        except MISTAKES as mistake:
-            notes = getattr(mistake, "__notes__", [])
-            told = [note for note in notes if not note.startswith("-----")]  # jax on its traceback
-            print("\n".join([f"error: {mistake}", *told]), file=sys.stderr)
-            raise SystemExit(MISTAKE if isinstance(mistake, ValueError) else FAILED) from None
 
 
 def config_of(argv: Sequence[str]) -> tuple[Train, list[str]]:
@@ -94,12 +65,9 @@ def config_of(argv: Sequence[str]) -> tuple[Train, list[str]]:
         name, equals, value = word.partition("=")
         if name == "--config":
             if not equals and at + 1 == len(rest):
-                raise SystemExit("error: --config: the name of a file is expected.")
+                raise ValueError("--config: the name of a file is expected.")
             path = value if equals else rest[at + 1]
-            try:
-                return files.load(path), rest[:at] + rest[at + (1 if equals else 2) :]
-            except ValueError as mistake:
-                raise SystemExit(f"error: {mistake}") from None
+            return files.load(path), rest[:at] + rest[at + (1 if equals else 2) :]
     return Train(), rest
 
 
@@ -152,9 +120,8 @@ class Generate(Saved):
 
 def evaluate_command(argv: Sequence[str]) -> int:
     """Evaluate a run; return the exit status."""
-    given = parsed(Evaluate, argv, "eval")
-    with _ending_in_words():
-        _evaluate(given)
+    with leaving(), ending_in_words():
+        _evaluate(parsed(Evaluate, argv, "eval"))
     return 0
 
 
@@ -173,8 +140,8 @@ def _evaluate(given: Evaluate) -> None:
 
 def generate_command(argv: Sequence[str]) -> int:
     """Write text; return the exit status."""
-    given = parsed(Generate, argv, "generate")
-    with _ending_in_words():
+    with leaving(), ending_in_words():
+        given: Generate = parsed(Generate, argv, "generate")
         parts, restored = _restored(given, _config(given))
         say(parts.written(restored.state, given.prompt, given.tokens, given.sampling))
     return 0

@@ -212,8 +212,8 @@ class Train:
     accumulate: int = 1
     """Microbatches in a step."""
     strategy: str = "ddp"
-    """ddp, zero1, zero2, fsdp, hsdp, tensor, sequence, pipe, host_optimizer, host_parameters,
-    joined by +: fsdp+tensor; at most one of the first five."""
+    """ddp, zero1, zero2, zero3, fsdp, hsdp, tensor, sequence, pipe, host_optimizer,
+    host_parameters, joined by +: fsdp+tensor; at most one of the first six."""
     precision: Literal["stored", "fp32", "bf16"] = "stored"
     remat: str = "none"
     """What layers compute again in the backward pass: none, dots (all but matrix products), full,

@@ -18,7 +18,8 @@ from hfjax.cli.memory.estimate import compiled, estimate
 from hfjax.cli.memory.planned import Planned, recomputed
 from hfjax.cli.memory.report import Report, table
 from hfjax.cli.memory.settings import AUTO, Memory, alternatives, of_run
-from hfjax.cli.run import config_of, parsed
+from hfjax.cli.run import config_of
+from hfjax.cli.words import ending_in_words, parsed
 from hfjax.parallel.mesh import PIPE_AXIS, TENSOR_AXES, describe_mesh, in_use
 from hfjax.target import GPUS, can_compile_for_gpus, target_devices, wheels
 
@@ -27,8 +28,9 @@ WIDTH, COLUMN = 26, 11  # of the table: what is told, and the least for a number
 
 def main(argv: Sequence[str]) -> int:
     """Run `hfjax memory` with these arguments; return the exit status."""
-    default, rest = config_of(argv)
-    given: Memory = parsed(Memory, rest, "memory", of_run(default))
+    with ending_in_words():
+        default, rest = config_of(argv)
+        given: Memory = parsed(Memory, rest, "memory", of_run(default))
     console = Console(highlight=False)
     return carried_out("memory", lambda: _tell(given, console))
 
