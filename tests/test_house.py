@@ -3,6 +3,7 @@
 import ast
 import importlib
 import pkgutil
+import re
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
@@ -67,3 +68,11 @@ def overridden(kind: type) -> Iterator[str]:
 
 def test_a_class_is_abstract_or_final_no_concrete_method_is_overridden_in_another_file():
     assert [found for kind in classes() for found in overridden(kind)] == []
+
+
+def test_the_walk_names_what_is_there():
+    page = (ROOT / "docs/design.md").read_text()
+    walk = page.split("## A walk")[1].split("\n## ")[0]
+    assert len(re.findall(r"(?m)^\d+\. ", walk)) <= 15
+    for name, path in re.findall(r"\[`(\w+)`\]\(\.\./([\w/.]+)\)", walk):
+        assert re.search(rf"(?m)^ *(def|class) {name}\b", (ROOT / path).read_text()), (name, path)
