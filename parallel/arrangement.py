@@ -58,11 +58,6 @@ class Arrangement:
         """
         return [[int(n) for n in self.order[home] if n >= 0] for home in self.homes]
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether what is stored is the model's own array."""
-        return np.array_equal(self.rows, np.arange(self.rows.size))
-
     def store(self, array: Any, dim: int = 0) -> Any:
         """Return the rows as they are stored; empty places hold zeros."""
         rows = jnp.take(array, np.maximum(self.rows, 0), axis=dim)

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding
 from hfjax.base.paths import Flat, flatten, nest
 from hfjax.parallel.arrangement import Arrangement
 from hfjax.parallel.heterogeneous.packing import Mover, PackedLayers, packed_layers
-from hfjax.parallel.memory import is_host_sharding, one_by_one
+from hfjax.parallel.memory import one_by_one, to_device
 from hfjax.plan.layout import Layout, State
 from hfjax.plan.optimizer_state import converted, reformed
 
@@ -50,12 +50,12 @@ def rearrange(layout: Layout, state: State) -> State:
     """Return the state with its layers where the layout has them; itself if they are there."""
     if _same(layout, state.order):
         return state
-    order = None if state.order is None else np.asarray(state.order, np.int32)
+    old = None if state.order is None else Arrangement(np.array(state.order, np.int32, ndmin=3))
     if layout.blueprint.listed:
-        return _repacked(layout, None if order is None else Arrangement(order[None]), state)
-    come = None if order is None else order.tobytes()
+        return _repacked(layout, old, state)
+    come = None if old is None else old.order.tobytes()
     if come not in layout.rearranging:
-        layout.rearranging[come] = _rearranger(layout, come)
+        layout.rearranging[come] = _rearranger(layout, old)
     return layout.rearranging[come](state)
 
 
@@ -91,8 +91,7 @@ def _repacked(layout: Layout, old: Arrangement | None, state: State) -> State:
 
         return converted(mover(was, layout.as_the_model), mover(layout.packed, layout), flat)
 
-    params, kept = (jax.tree.map(_on_device, x) for x in (state.params, state.optimizer))
-    params = flatten(params)
+    params, kept = flatten(to_device(state.params)), to_device(state.optimizer)
     before = {path: x.shape for path, x in params.items()}
     after = {path: p.shape for path, p in layout.placed.items()}
     like = layout.abstract_state().optimizer
@@ -104,9 +103,8 @@ def _repacked(layout: Layout, old: Arrangement | None, state: State) -> State:
     return jax.tree.map(own, new, layout.shardings())
 
 
-def _rearranger(layout: Layout, order: bytes | None) -> Callable:
+def _rearranger(layout: Layout, old: Arrangement | None) -> Callable:
     """Return the compiled function of states whose stacked layers are in an order."""
-    old = None if order is None else Arrangement(np.frombuffer(order, np.int32)[None, None])
     move, dims = partial(_move, layout.arrangement, old), _layer_dims(layout)
 
     def run(state: State) -> State:
@@ -115,12 +113,6 @@ def _rearranger(layout: Layout, order: bytes | None) -> Callable:
         return replace(state, params=params, optimizer=moments, order=layout.order)
 
     return jax.jit(run, out_shardings=layout.shardings())
-
-
-def _on_device(x: Any) -> Any:
-    """Return an array of the host on the device; others as they are."""
-    on_host = isinstance(x, jax.Array) and is_host_sharding(x.sharding)
-    return jax.device_put(x, x.sharding.with_memory_kind("device")) if on_host else x
 
 
 def _move(new: Arrangement | None, old: Arrangement | None, array: jax.Array, dim: int) -> Any:

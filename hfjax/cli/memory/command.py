@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from typing import Any
@@ -39,8 +38,8 @@ def _tell(given: Memory, console: Console) -> None:
     _prepare(given)
     with console.status("compiling") as status:
         found = report(given, lambda name: status.update(f"compiling {name}"))
-    parts = [re.split("[,+]", estimate.name) for estimate in found.estimates]
-    columns = sum(3 + max(COLUMN, *map(len, part)) for part in parts)
+    headings = [estimate.heading.splitlines() for estimate in found.estimates]
+    columns = sum(3 + max(COLUMN, *map(len, lines)) for lines in headings)
     console.width = max(console.width, WIDTH + columns)
     console.print(table(found))
     for note in found.notes:

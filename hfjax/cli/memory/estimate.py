@@ -48,6 +48,11 @@ class Estimate:
     host_compiled: int
 
     @property
+    def heading(self) -> str:
+        """The name, a line for each setting."""
+        return self.name.replace(",", "\n").replace("+", "\n+")
+
+    @property
     def stashes(self) -> int:
         """What waits for the backward pass on the device, as far as the trace tells."""
         return sum(size or 0 for size in (self.layers, self.ends, self.messages))

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from hfjax.base.tables import human
+from hfjax.cli.memory.report import Report
 
 # what a bar is stacked of, from below -> the field of an estimate, and its colour
 PARTS = {
@@ -25,7 +26,7 @@ HOST = {
 UNITS = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 
 
-def draw(report: Any, path: Path) -> None:
+def draw(report: Report, path: Path) -> None:
     """Draw a report of `hfjax memory`; host memory has a panel of its own, where there is any."""
     import matplotlib
 
@@ -48,8 +49,8 @@ def draw(report: Any, path: Path) -> None:
     pyplot.close(figure)
 
 
-def _names(report: Any) -> list[str]:
-    return [e.name.replace(",", "\n").replace("+", "\n+") for e in report.estimates]
+def _names(report: Report) -> list[str]:
+    return [e.heading for e in report.estimates]
 
 
 def _wrapped(title: str) -> str:
@@ -57,7 +58,7 @@ def _wrapped(title: str) -> str:
     return f"{first})\n{rest}" if rest else title
 
 
-def _device(axes: Any, report: Any) -> None:
+def _device(axes: Any, report: Report) -> None:
     """Draw the bars of the device: what is known stacked, the rest of the compiled peak grey."""
     estimates = report.estimates
     _stack(axes, estimates, PARTS)

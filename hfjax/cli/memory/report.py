@@ -1,6 +1,7 @@
 """The table of `hfjax memory`: a column for each alternative."""
 
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
 from rich import box
 from rich.console import Group
@@ -9,10 +10,6 @@ from rich.text import Text
 
 from hfjax.base.tables import human
 from hfjax.cli.memory.estimate import Estimate
-
-if TYPE_CHECKING:
-    pass
-from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
@@ -57,18 +54,13 @@ ROWS: dict[str, dict[str, str]] = {
 }
 
 
-def table(report: "Report") -> Group:
+def table(report: Report) -> Group:
     """Return the table, its title above and what was refused below."""
     shown = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
     shown.add_column("bytes per device", no_wrap=True)
     for number, found in enumerate(report.estimates):
         style = "bold" if number == 0 else ""
-        shown.add_column(
-            found.name.replace(",", "\n").replace("+", "\n+"),
-            justify="right",
-            style=style,
-            no_wrap=True,
-        )
+        shown.add_column(found.heading, justify="right", style=style, no_wrap=True)
     for section, rows in ROWS.items():
         _add_section(shown, section, rows, report)
     if report.memory is not None:
@@ -78,7 +70,7 @@ def table(report: "Report") -> Group:
     return Group(*lines, *refused)
 
 
-def _add_section(shown: Table, section: str, rows: dict[str, str], report: "Report") -> None:
+def _add_section(shown: Table, section: str, rows: dict[str, str], report: Report) -> None:
     columns = report.estimates
     kept = {
         what: name.rstrip("*")
@@ -98,7 +90,7 @@ def _cell(found: Estimate, name: str) -> str:
     return "?" if size is None else human(size)
 
 
-def _add_verdict(shown: Table, memory: int, report: "Report") -> None:
+def _add_verdict(shown: Table, memory: int, report: Report) -> None:
     """Add how much of the device's memory the peak is."""
     cells = []
     for found in report.estimates:
