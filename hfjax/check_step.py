@@ -3,15 +3,15 @@
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
 from hfjax.base.mean import check_loss
 from hfjax.base.paths import Tree
+from hfjax.combinations import check
 from hfjax.parallel.execution import Execution
 from hfjax.parallel.memory import check_has_host_memory
-from hfjax.parallel.mesh import PIPE_AXIS, TENSOR_AXES, describe_mesh, in_use, platform_of
+from hfjax.parallel.mesh import PIPE_AXIS, describe_mesh
 from hfjax.plan.layout import Layout, State
 
 
@@ -69,6 +69,7 @@ def _shapes(tree: Tree) -> dict[str, str]:
 
 def check_runs(layout: Layout, execution: Execution, training: bool = False) -> None:
     """Refuse what cannot run, or would run in vain."""
+    check(layout, execution)
     if idle := layout.unused_axes():
         raise ValueError(
             f"mesh {describe_mesh(layout.mesh)}: {', '.join(idle)} splits neither the batch nor a "
@@ -76,7 +77,6 @@ def check_runs(layout: Layout, execution: Execution, training: bool = False) -> 
             "Set it to 1, or add a strategy that uses it (hfjax.TENSOR uses tensor, hfjax.PIPE "
             "uses pipe)."
         )
-    _check_hosted(layout, execution, training)
     execution.kernels.check(layout.mesh.devices.flat[0])
     stages = layout.mesh.shape[PIPE_AXIS]
     if training and stages > 1 and execution.schedule is None:
@@ -84,57 +84,5 @@ def check_runs(layout: Layout, execution: Execution, training: bool = False) -> 
             f"{describe_mesh(layout.mesh)}: a pipe axis needs a schedule, for instance "
             f'schedule=hfjax.Schedule("1f1b", microbatches={4 * stages}).'
         )
-    _check_offload(layout, execution)
-    three_parts = layout.forward is None and layout.blueprint.three_parts
-    if training and execution.remat.what != "none" and not three_parts:
-        raise ValueError(
-            f"{execution.remat} is of layers, and this model does not run in three parts (embed, "
-            "layers, head). Give it these (docs/any_model.md), or use nnx.remat in the model."
-        )
-    reduce = execution.precision.reduce
-    if (
-        platform_of(layout.mesh) == "cpu"
-        and reduce == jnp.bfloat16
-        and in_use(layout.mesh, TENSOR_AXES)
-    ):
-        raise ValueError(
-            "precision reduce=bfloat16 beside a tensor axis crashes XLA's CPU compiler. "
-            "Reduce in float32 on CPU."
-        )
-
-
-def _check_hosted(layout: Layout, execution: Execution, training: bool) -> None:
-    """Refuse what no step can do with parameters on the host."""
-    if not layout.hosted.parameters:
-        return
-    refused = {
-        "a pipeline keeps its stages' layers on the device": layout.mesh.shape[PIPE_AXIS] > 1
-        or execution.schedule is not None,
-        f"{execution.offload} goes with layers whose backward pass is derived": training
-        and execution.offload is not None,
-        f"{execution.remat} is of several layers at a time, and each is fetched by itself": training
-        and execution.remat.unit > 1,
-        "reshard_after_forward=False keeps all layers on the device": not (
-            execution.reshard_after_forward
-        ),
-    }
-    for why, wrong in refused.items():
-        if wrong:
-            raise ValueError(
-                f"strategy {layout.strategy.name}, memory parameters -> host: {why}. Leave that "
-                "out, or keep parameters on the device: hfjax.HOST_OPTIMIZER takes most of what a "
-                "state needs off it."
-            )
-
-
-def _check_offload(layout: Layout, execution: Execution) -> None:
-    """Refuse an offload that this model, these devices or no pipeline can have."""
-    offload = execution.offload
-    if offload is None:
-        return
-    check_has_host_memory(layout.mesh)
-    if layout.forward is not None or not layout.blueprint.three_parts:
-        raise ValueError(
-            f"{offload} is of what layers keep, and this model does not run in three parts (embed, "
-            "layers, head). Give it these, or wrap its blocks: hfjax.offload(block, ratio=0.3)."
-        )
+    if execution.offload is not None:
+        check_has_host_memory(layout.mesh)

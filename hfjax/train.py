@@ -22,6 +22,7 @@ from hfjax.batches import (
     sharding_of,
 )
 from hfjax.check_step import check_alive, check_form, check_given, check_runs, is_traced
+from hfjax.combinations import check
 from hfjax.jax_errors import calling
 from hfjax.parallel.activation_offload import Offloaded
 from hfjax.parallel.autodiff.check_host_loops import check_host_loops
@@ -71,7 +72,9 @@ def init(layout: Layout, seed: int = 0, schedule: Schedule | None = None) -> Sta
         >>> kernel.shape, kernel.addressable_shards[0].data.shape
         ((8, 16), (1, 16))
     """
-    return creation(on_stages(layout, schedule))(_seed(seed))
+    layout = on_stages(layout, schedule)
+    check(layout, Execution(schedule=schedule))
+    return creation(layout)(_seed(seed))
 
 
 def _seed(given: Any) -> Any:
@@ -156,7 +159,7 @@ class TrainStep:
         check_elementwise(layout)
         check_padding(layout)
         if execution.optimizer_in_backward:
-            check_in_backward(layout, execution)
+            check_in_backward(layout)
         self.layout, self.execution = layout, execution
         schedule, stages = execution.schedule, layout.mesh.shape[PIPE_AXIS]
         table = None if schedule is None else schedule.table(stages)
@@ -440,7 +443,8 @@ def eval_step(
     check_given(layout, loss)
     layout = on_stages(layout, schedule)
     given: Any = {"precision": precision, "compiler_options": compiler_options}
-    run = Execution(**given, kernels=kernels)
+    forward = None if schedule is None else Schedule("forward")  # all that an evaluation runs
+    run = Execution(**given, kernels=kernels, schedule=forward)
     check_runs(layout, run)
 
     def evaluate(params: Tree, variables: Any, batch: Any) -> Metrics:

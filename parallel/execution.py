@@ -124,7 +124,6 @@ class Execution:
             )
         if self.offload is not None:
             object.__setattr__(self, "offload", Offload.of(self.offload))
-            self._check_offload()
         object.__setattr__(self, "kernels", Wanted.of(self.kernels))
         check_options(self.compiler_options)
         if not isinstance(self.optimizer_in_backward, bool):
@@ -137,14 +136,6 @@ class Execution:
             raise ValueError(f"nonfinite={self.nonfinite!r}: one of {', '.join(NONFINITE)}.")
         if not isinstance(self.patience, int) or self.patience < 1:
             raise ValueError(f"patience={self.patience!r}: a positive number of steps in a row.")
-
-    def _check_offload(self) -> None:
-        if not self.reshard_after_forward:
-            raise ValueError(
-                f"{self.offload} with reshard_after_forward=False: the first frees device memory, "
-                "the other fills it with gathered weights, which are never offloaded. Leave one "
-                "of them out."
-            )
 
 
 def _precision(given: Precision | str) -> Precision:

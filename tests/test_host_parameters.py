@@ -107,10 +107,19 @@ def test_master_weights_are_what_parameters_are_rounded_from():
 @pytest.mark.parametrize(
     ("execution", "message"),
     [
-        ({"remat": "every:2"}, r"parameters -> host: .*every=2.* is of several layers at a time"),
-        ({"offload": hfjax.Offload(ratio=0.5)}, r"parameters -> host: Offload.* backward pass is"),
-        ({"reshard_after_forward": False}, r"reshard_after_forward=False keeps all layers on the"),
-        ({"schedule": hfjax.Schedule("gpipe", 2)}, r"parameters -> host: a pipeline keeps its"),
+        ({"remat": "every:2"}, r"HOST_PARAMETERS with .*every:2.* is of several layers at a time"),
+        (
+            {"offload": hfjax.Offload(ratio=0.5)},
+            r"HOST_PARAMETERS with offload=0.5: .* backward pass is",
+        ),
+        (
+            {"reshard_after_forward": False},
+            r"with reshard_after_forward=False: that keeps all layers on the",
+        ),
+        (
+            {"schedule": hfjax.Schedule("gpipe", 2)},
+            r"HOST_PARAMETERS with schedule gpipe: a pipeline keeps its",
+        ),
     ],
 )
 def test_what_keeps_layers_on_the_device_is_refused(execution, message):

@@ -364,11 +364,23 @@ def test_apply_updates_whatever_comes():
 @pytest.mark.parametrize(
     ("execution", "message"),
     [
-        ({"clip": 1.0}, r"optimizer_in_backward.*clip=1.0 needs the norm .*optax.clip"),
-        ({"accumulate": 2}, r"accumulate=2 keeps the gradients of all layers.*accumulate=1"),
-        ({"schedule": Schedule("gpipe", 2)}, r"a schedule runs backward passes of several"),
-        ({"remat": "every:2"}, r"every=2.* is of several layers at a time"),
-        ({"offload": hfjax.Offload(ratio=0.5)}, r"Offload.* goes with layers whose backward pass"),
+        (
+            {"clip": 1.0},
+            r"clip=1.0 with optimizer_in_backward=True: .* needs the norm .*optax.clip",
+        ),
+        (
+            {"accumulate": 2},
+            r"accumulate=2 with .* keeps the gradients of all layers.*accumulate=1",
+        ),
+        (
+            {"schedule": Schedule("gpipe", 2)},
+            r"schedule gpipe with .*: a schedule runs backward passes of several",
+        ),
+        ({"remat": "every:2"}, r"every:2.* with .* is of several layers at a time"),
+        (
+            {"offload": hfjax.Offload(ratio=0.5)},
+            r"offload=0.5 with .* goes with layers whose backward pass",
+        ),
     ],
 )
 def test_what_needs_all_gradients_at_once_is_refused(execution, message):
@@ -389,7 +401,9 @@ def test_what_needs_all_gradients_at_once_is_refused(execution, message):
 )
 def test_an_optimizer_that_does_not_work_element_by_element_is_refused(optimizer):
     layout = gpt_layout(FSDP, {"fsdp": 2}, optimizer, jax.devices()[:2])
-    with pytest.raises(ValueError, match=r"this optimizer .*With optimizer_in_backward each layer"):
+    with pytest.raises(
+        ValueError, match=r"an optimizer that .*, with optimizer_in_backward=True: each layer"
+    ):
         hfjax.train_step(layout, next_token_loss, **IN_BACKWARD)
 
 
@@ -409,7 +423,9 @@ def test_a_model_in_one_piece_is_refused():
     layout = hfjax.layout(
         lambda rngs: nnx.Linear(4, 4, rngs=rngs), ADAMW, hfjax.make_mesh(data=1), DDP
     )
-    with pytest.raises(ValueError, match=r"not in three parts: methods embed"):
+    with pytest.raises(
+        ValueError, match=r"with a model in one part: .*not in three parts: methods embed"
+    ):
         hfjax.train_step(layout, plain, **IN_BACKWARD)
 
 

@@ -1,5 +1,7 @@
 """Activations on the host: the bytes asked for, the same gradients, and no silence."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +13,6 @@ from jax.ad_checkpoint import checkpoint_name
 import hfjax
 from hfjax.models.gpt import next_token_loss
 from hfjax.parallel.activation_offload import Tensor, share
-from hfjax.parallel.pipeline.rings import check_rings
 from hfjax.parallel.strategy import DDP, FSDP, PIPE, SEQUENCE, TENSOR
 from tests.h200 import OPTIMIZED, h200s
 from tests.small_gpt import gpt_layout, tokens
@@ -329,10 +330,13 @@ def test_devices_without_host_memory_are_refused(monkeypatch):
         step_of(offload=Offload(ratio=0.5))
 
 
-def test_what_a_gpu_would_copy_from_host_to_host_is_refused():
-    with pytest.raises(ValueError, match="does not branch"):
-        check_rings(Schedule("zb-h1", 4).table(2), Offload(ratio=0.5), "gpu")
-    check_rings(Schedule("1f1b", 4).table(2), Offload(ratio=0.5), "gpu")
+def test_what_a_gpu_would_copy_from_host_to_host_is_refused(monkeypatch):
+    step = partial(step_of, PIPE, {"pipe": 2}, offload=0.5)
+    step(schedule=Schedule("zb-h1", 4))
+    monkeypatch.setattr("hfjax.combinations.platform_of", lambda mesh: "gpu")
+    with pytest.raises(ValueError, match=r"offload=0.5 with schedule zb-h1: .* does not branch"):
+        step(schedule=Schedule("zb-h1", 4))
+    step(schedule=Schedule("1f1b", 4))
 
 
 def test_remat_of_several_layers_together_is_refused_in_a_pipeline():

@@ -385,9 +385,15 @@ WRONG_BATCHES = {
 }
 SCATTERS: Any = {"strategy": PIPE | ZERO2.edit(replicate_below=0)}
 EXCEPT_LAST = {
-    r"the gradient of layers/down/bias is scattered": lambda: run_on({"data": 2}, **SCATTERS),
-    r"zb splits backward passes in two": lambda: run_on({}, kind=ZeroBubble),
-    r"layers send over tensor": lambda: run_on({"tensor": 2}, strategy=PIPE | TENSOR),
+    r"the gradient of layers/down/bias .* split as .* gradients of layers are scattered": lambda: (
+        run_on({"data": 2}, **SCATTERS)
+    ),
+    r"schedule zb: that schedule splits backward passes in two": lambda: run_on(
+        {}, kind=ZeroBubble
+    ),
+    r"with tensor=2: layers send over a tensor axis": lambda: run_on(
+        {"tensor": 2}, strategy=PIPE | TENSOR
+    ),
     r"and there is no schedule": lambda: hfjax.Execution(remat=hfjax.Remat("except_last")),
 }
 WRONG = WRONG_LAYERS | WRONG_PIPES | WRONG_BATCHES | EXCEPT_LAST

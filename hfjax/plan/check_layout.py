@@ -13,6 +13,11 @@ from hfjax.parallel.mesh import AXES, describe_mesh
 from hfjax.parallel.placement import batch_devices
 from hfjax.parallel.strategy import Strategy
 
+PACKED_TOGETHER = (
+    "a pipeline would pack the layers of a list into one row",
+    "Freeze what lies outside the layers, or stack them (hfjax.models.parts.stacked).",
+)
+
 
 def check_frozen(frozen: set[str], plan: Blueprint) -> None:
     """Refuse to freeze everything, or a part of what a pipeline packs."""
@@ -20,8 +25,7 @@ def check_frozen(frozen: set[str], plan: Blueprint) -> None:
         raise ValueError("freeze: all parameters are, and nothing would train. Use eval_step.")
     if plan.listed and (layers := sorted(path for path in frozen if path.startswith(LAYERS))):
         raise ValueError(
-            f"freeze: {layers[0]} is in a list of layers, which a pipeline would pack into one "
-            "row. Freeze what lies outside the layers, or stack them (hfjax.models.parts.stacked)."
+            f"freeze: {layers[0]} is in a list of layers: {'. '.join(PACKED_TOGETHER)}"
         )
 
 

@@ -9,11 +9,8 @@ import jax.numpy as jnp
 import optax
 
 from hfjax.base.paths import Flat, flatten
-from hfjax.optimizers.transforms import stored_dtype
 from hfjax.parallel.asynchronous.plane import AsynchronousPlane
 from hfjax.parallel.engine.gradients import StepInputs
-from hfjax.parallel.execution import Execution
-from hfjax.parallel.mesh import describe_mesh
 from hfjax.parallel.pipeline.plane import PipelinePlane
 from hfjax.parallel.schedules.versions import Versions
 from hfjax.plan.layout import Layout, State
@@ -45,7 +42,7 @@ class AsynchronousUpdate(Update):
     @classmethod
     def of(cls, layout: Layout, plane: PipelinePlane, versions: Versions) -> "AsynchronousUpdate":
         """Return the pass of a plane whose stages keep these versions of their layers."""
-        _check(layout, plane.context.execution)
+        check_leafwise(layout)
         return cls(layout, plane, AsynchronousPlane(plane, versions))
 
     @cached_property
@@ -88,36 +85,3 @@ class AsynchronousUpdate(Update):
     def _mean(self, path: str, gradient: jax.Array, weight: jax.Array) -> jax.Array:
         scaled = gradient * (1 / weight).astype(gradient.dtype)
         return scaled.astype(self.layout.placed[path].dtype)
-
-
-def _check(layout: Layout, execution: Execution) -> None:
-    """Refuse what stages cannot do if each updates its layers by itself."""
-    name = execution.schedule.name if execution.schedule else ""
-    waits = 'Use a schedule that waits, for instance hfjax.Schedule("1f1b", …), or'
-    refused = {
-        f"clip={execution.clip}: no stage knows the norm of the whole gradient. {waits} clip "
-        "element by element: optax.chain(optax.clip(…), …).": execution.clip is not None,
-        f"frozen {next((p.path for p in layout.placed.values() if p.frozen), '')}: stages keep "
-        f"versions of all their parameters. {waits} freeze nothing.": any(
-            p.frozen for p in layout.placed.values()
-        ),
-        f"accumulate={execution.accumulate}: it accumulates by itself, by microbatch or by group. "
-        f"{waits} raise microbatches.": execution.accumulate > 1,
-        f"strategy {layout.strategy.name} keeps a part of the state on the host, and stages update "
-        f"their layers where they lie. {waits} leave the column `memory` out.": bool(layout.hosted),
-        "hfjax.master: stages keep versions of the parameters, not of their master weights. "
-        f"{waits} the optimizer without it.": stored_dtype(layout.optimizer, None) is not None,
-        f"reduction={execution.reduction!r}: gradients are reduced at every update, in one level. "
-        f'{waits} reduction="flat".': execution.reduction != "flat",
-    }
-    for why, wrong in refused.items():
-        if wrong:
-            raise ValueError(f"schedule {name}, {why}")
-    for p in layout.placed.values():
-        if split := [c for c in ("parameter", "gradient", "moment") if p.split(c)]:
-            raise ValueError(
-                f"schedule {name}: under {layout.strategy.name} on {describe_mesh(layout.mesh)} "
-                f"the {split[0]} of {p.path} {p.shape} is split: {getattr(p, split[0])}. Stages "
-                f"keep versions of whole layers. {waits} hfjax.PIPE | hfjax.DDP."
-            )
-    check_leafwise(layout)

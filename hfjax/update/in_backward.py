@@ -12,20 +12,13 @@ from jax.sharding import NamedSharding
 
 from hfjax.base.paths import Flat, flatten
 from hfjax.parallel.engine.gradients import StepInputs
-from hfjax.parallel.execution import Execution
 from hfjax.parallel.layerwise.plane import LayerUpdatePlane
 from hfjax.parallel.memory import is_on_host, to_device, to_host
-from hfjax.parallel.mesh import describe_mesh
 from hfjax.plan.hosted import MASTER
 from hfjax.plan.layout import Layout, State
 from hfjax.update.parts import COUNT, ENDS, LAYERS, NUMBER, OptimizerParts
-from hfjax.update.separable import Reason, check_leafwise
+from hfjax.update.separable import check_leafwise
 from hfjax.update.update import Found, Held, Update
-
-_REASON = Reason(
-    "With optimizer_in_backward each layer is updated by itself, before all gradients are known",
-    "optimizer_in_backward=False",
-)
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,29 +114,7 @@ class InBackwardUpdate(Update):
         return gradient * (1 / weight).astype(gradient.dtype)
 
 
-def check_in_backward(layout: Layout, execution: Execution) -> None:
-    """Refuse what cannot be updated layer by layer, before all gradients are known."""
-    instead = "or leave optimizer_in_backward out"
-    refused = {
-        f"clip={execution.clip} needs the norm of the whole gradient. Clip element by element "
-        "(optax.chain(optax.clip(…), …)) with clip=None (hfjax train: --optimizer.clip None), "
-        f"{instead}.": execution.clip is not None,
-        f"accumulate={execution.accumulate} keeps the gradients of all layers until the last "
-        f"microbatch. Use accumulate=1 (remat saves memory too), {instead}.": (
-            execution.accumulate > 1
-        ),
-        f"{execution.remat} is of several layers at a time, and here each is run by itself. Use "
-        f'remat="full", "dots" or names, {instead}.': execution.remat.unit > 1,
-        f"{execution.offload} goes with layers whose backward pass is derived. Leave it out, "
-        f"{instead}.": execution.offload is not None,
-        "a schedule runs backward passes of several microbatches, on stages. Leave the schedule "
-        f"out, {instead}.": execution.schedule is not None,
-        "the model is not in three parts: methods embed(batch) and head(x), and `layers`, no "
-        f"forward= in the layout (docs/any_model.md). Write it so, {instead}.": (
-            not layout.blueprint.three_parts or layout.forward is not None
-        ),
-    }
-    for why, wrong in refused.items():
-        if wrong:
-            raise ValueError(f"optimizer_in_backward on {describe_mesh(layout.mesh)}: {why}")
-    check_leafwise(layout, _REASON, split=any(p.split("moment") for p in layout.placed.values()))
+def check_in_backward(layout: Layout) -> None:
+    """Refuse an optimizer that cannot update layer by layer, before all gradients are known."""
+    split = any(p.split("moment") for p in layout.placed.values())
+    check_leafwise(layout, "optimizer_in_backward", "optimizer_in_backward=True", split)

@@ -14,11 +14,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from hfjax.base.paths import Flat, flatten, nest
+from hfjax.combinations import error_of
 from hfjax.parallel.engine.blueprint import LAYERS
 from hfjax.parallel.heterogeneous.packing import PackedLayers
 from hfjax.plan.layout import Layout
 from hfjax.plan.optimizer_state import converted, reformed
 from hfjax.update.parts import COUNT, NUMBER, OptimizerParts
+
+_MIXING = "optimizer that mixes parameters"  # its row of hfjax.combinations
 
 # Sizes of parameters and gradients to try: decay shows where parameters are large beside updates,
 # clipping where gradients are large beside parameters.
@@ -102,34 +105,24 @@ def _otherwise(optimizer: Any, like: Mapping[str, Any], form: _Form) -> str | No
 # -- by parts -----------------------------------------------------------------------------
 
 
-class Reason(NamedTuple):
-    """What runs an optimizer by parts: what it does, and what there is instead."""
-
-    updates: str
-    instead: str
-
-
-ASYNCHRONOUS = Reason(
-    "Under an asynchronous schedule each stage updates its layers by itself",
-    'a schedule that waits, for instance hfjax.Schedule("1f1b", …)',
-)
-
-
-def check_leafwise(layout: Layout, reason: Reason = ASYNCHRONOUS, split: bool = False) -> None:
+def check_leafwise(
+    layout: Layout,
+    feature: str = "asynchronous schedule",
+    written: str = "an asynchronous schedule",
+    split: bool = False,
+) -> None:
     """Refuse an optimizer whose update of a part is not that part of its update of all.
 
-    It may keep arrays like the parameters, and numbers that do not depend on gradients. `split`:
-    parts are pieces of a layer's arrays as well, as they lie on devices.
+    It may keep arrays like the parameters, and numbers that do not depend on gradients. `feature`
+    updates by parts, `written` as the user wrote it. `split`: parts are pieces of a layer's arrays
+    as well, as they lie on devices.
     """
     no = "a layer" if layout.blueprint.listed else "" if split else "a piece of a layer"
     forms = {what: form for what, form in _PARTS.items() if what != no}
     try:
         _check_parts(OptimizerParts(layout), forms)
     except _DependsError as error:
-        raise ValueError(
-            f"this optimizer {error}. {reason.updates}: use an optimizer that works element by "
-            f"element (optax.sgd, adam, adamw, lion …), or {reason.instead}."
-        ) from error
+        raise error_of((_MIXING, feature), f"an optimizer that {error},", written) from error
 
 
 def _part(of_layers: bool, cut: Callable[[jax.Array], jax.Array]) -> _Form:
@@ -224,13 +217,8 @@ def _packed_state(optimizer: Any, packed: PackedLayers, flat: Flat) -> Any:
 
 
 def _refused(why: str) -> ValueError:
-    return ValueError(
-        f"the optimizer does not work element by element: {why}. In a pipeline of unlike layers "
-        "all parameters of a stage lie in one row. Use one that does (sgd, adam, adamw, lion, "
-        "rmsprop …; clipping by global norm is right too); LAMB, LARS, Adafactor, Muon and masks "
-        "that tell one layer's parameters from another's do not. Or make the layers equal and "
-        "stack them, or use no pipeline."
-    )
+    how = f"an optimizer that does not work element by element ({why})"
+    return error_of(("list of layers", _MIXING), "a pipeline of unlike layers", how)
 
 
 def check_padding(layout: Layout) -> None:
@@ -242,10 +230,7 @@ def check_padding(layout: Layout) -> None:
     each = lambda f, flat: {path: f(x) if path in stacked else x for path, x in flat.items()}
     form = _Form(partial(each, pad), partial(each, lambda x: x[:-1]))
     if path := _otherwise(layout.optimizer, layout.placed, form):
-        raise ValueError(
-            f"the optimizer moves {path} otherwise if empty places are stored beside its "
-            f"layers: {layout.arrangement.layers} layers are padded to "
-            f"{layout.arrangement.rows.size} rows here, and it takes means over all of them "
-            "(adafactor, block RMS). Choose stages and chunks that divide the layers, or an "
-            "optimizer that works element by element (sgd, adam, adamw, lion, …)."
-        )
+        how = f"an optimizer that moves {path} otherwise beside empty places,"
+        few, rows = layout.arrangement.layers, layout.arrangement.rows.size
+        stages = f"a schedule ({few} layers are padded to {rows} rows)"
+        raise error_of((_MIXING, "schedule"), how, stages)

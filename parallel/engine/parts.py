@@ -40,6 +40,11 @@ class ModelParts:
 IN_A_PIPELINE = (
     "in a pipeline nothing is written, since microbatches are in different layers at the same time"
 )
+IN_A_LOOP = "layers run in a loop that is written out, which writes to no variable"
+NO_STATISTICS = (
+    "Normalise without running statistics (LayerNorm, GroupNorm, RMSNorm), and hand auxiliary "
+    "losses on beside the activations: a layer may take and return a pytree."
+)
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["means", "outputs"], meta_fields=[])
@@ -171,7 +176,5 @@ class PlacedModel:
         names = [path for path in written if not is_random(self.blueprint.variables[path])]
         if names:
             raise ValueError(
-                f"{part} writes to {', '.join(names)}: {self.unwritten}. Normalise without running "
-                "statistics (LayerNorm, GroupNorm, RMSNorm), and hand auxiliary losses on beside "
-                "the activations: a layer may take and return a pytree."
+                f"{part} writes to {', '.join(names)}: {self.unwritten}. {NO_STATISTICS}"
             )

@@ -24,7 +24,7 @@ from hfjax.parallel.engine.context import rows_of, variables_of
 from hfjax.parallel.engine.fetch import reduce_gradient
 from hfjax.parallel.engine.gradients import Plane, StepInputs
 from hfjax.parallel.engine.layers import offload_residuals
-from hfjax.parallel.engine.parts import PlacedModel
+from hfjax.parallel.engine.parts import IN_A_LOOP, PlacedModel
 from hfjax.parallel.layerwise.passes import ListedPasses, StackedPasses
 from hfjax.parallel.layerwise.update import Carry, LayerUpdate, ListedUpdate, StackedUpdate
 from hfjax.parallel.memory import is_on_host, to_device
@@ -90,7 +90,7 @@ class LayerwisePlane(Plane):
             policy=context.policy(),
             wanted=None,
             keeps_last=False,
-            unwritten="layers run in a loop that is written out, which writes to no variable",
+            unwritten=IN_A_LOOP,
             keeping=self._keeping,
         )
 

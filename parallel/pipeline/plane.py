@@ -1,7 +1,7 @@
 """The data plane of a pipeline: microbatches go through the stages of the axis `pipe`.
 
-It also says when `remat="except_last"` (torchgpipe's: recompute in all microbatches but the last)
-is impossible, and how much memory waits between ticks.
+`remat="except_last"` is torchgpipe's: recompute in all microbatches but the last. `waiting` says
+how much memory waits between ticks.
 """
 
 from collections.abc import Callable, Mapping
@@ -11,45 +11,20 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import Mesh, PartitionSpec as P
+from jax.sharding import PartitionSpec as P
 
 from hfjax.base.paths import Flat, Tree
 from hfjax.parallel.arrangement import Arrangement
 from hfjax.parallel.autodiff.program import bytes_of
-from hfjax.parallel.engine.blueprint import LAYERS
 from hfjax.parallel.engine.context import rows_of, variables_of
 from hfjax.parallel.engine.fetch import scattered
 from hfjax.parallel.engine.gradients import Plane
 from hfjax.parallel.engine.parts import Extras, PlacedModel
 from hfjax.parallel.heterogeneous.model import HeterogeneousModel
 from hfjax.parallel.heterogeneous.packing import PackedLayers
-from hfjax.parallel.mesh import PIPE_AXIS, TENSOR_AXES, describe_mesh, in_use
+from hfjax.parallel.mesh import PIPE_AXIS, in_use
 from hfjax.parallel.pipeline.executor import Pipeline
-from hfjax.parallel.pipeline.rings import check_rings
-from hfjax.parallel.placement import Placed
 from hfjax.parallel.schedules.compile import Ticks
-from hfjax.parallel.schedules.table import Table
-
-
-def check_except_last(table: Table, placed: Mapping[str, Placed], mesh: Mesh) -> None:
-    """Refuse a table, or a placement, that does not go with remat="except_last"."""
-    if table.split:
-        raise ValueError(
-            f'remat="except_last": {table.name} splits backward passes in two (B and W). Use a '
-            'schedule that does not (gpipe, 1f1b, interleaved), or remat="full" or "none".'
-        )
-    if axes := in_use(mesh, TENSOR_AXES):
-        raise ValueError(
-            f'remat="except_last" on {describe_mesh(mesh)}: layers send over {axes[0]}, and in a '
-            'tick some stages recompute, others do not. Use remat="full" or "none".'
-        )
-    for path, p in placed.items():
-        if path.startswith(LAYERS) and p.split("gradient"):
-            raise ValueError(
-                f'remat="except_last": the gradient of {path} is scattered layer by layer '
-                f"({p.gradient}), and in a tick some stages recompute, others do not. Use "
-                'hfjax.ZERO1, which scatters at the end, or remat="full" or "none".'
-            )
 
 
 @dataclass(frozen=True)
@@ -61,18 +36,6 @@ class PipelinePlane(Plane):
     packed: PackedLayers | None = None  # how a list of layers is stored on them
     wanted: str | None = None  # "losses" or "outputs": gives `Extras` in place of a Mean
     watch: Callable[[Pipeline], None] | None = None  # shown the executor, within a trace
-
-    def __post_init__(self):
-        context, remat = self.context, self.context.options.remat
-        if remat.what == "except_last":
-            check_except_last(self.ticks.table, context.placed, context.mesh)
-        if context.execution.offload is not None:
-            check_rings(self.ticks.table, context.execution.offload, context.platform)
-        if remat.unit > 1:
-            raise ValueError(
-                f"{remat}: in a pipeline each layer is computed again by itself. Use "
-                'remat="full", "dots", "none", "except_last" or names.'
-            )
 
     def microbatch(self, parameters: Flat, keys: Callable) -> Callable:
         """Return (statistics, batch, number) -> (gradients, what is told, statistics)."""

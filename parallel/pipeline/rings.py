@@ -14,11 +14,10 @@ import numpy as np
 from jax import lax
 
 from hfjax.base.paths import Index
-from hfjax.parallel.activation_offload import Offload, Share, join, split
+from hfjax.parallel.activation_offload import Share, join, split
 from hfjax.parallel.memory import to_device, to_host
 from hfjax.parallel.mesh import PIPE_AXIS
 from hfjax.parallel.schedules.compile import Ticks
-from hfjax.parallel.schedules.table import Table
 
 
 @dataclass(frozen=True)
@@ -158,19 +157,3 @@ class Ring:
         """Return what of the arrays goes to the host, and what stays."""
         parts = list(split(self.share, jax.tree.leaves(values)))
         return [goes for goes, _ in parts], [stays for _, stays in parts]
-
-
-def check_rings(table: Table, offload: Offload, platform: str) -> None:
-    """Refuse rings on the host that stages would use in different branches of a GPU's program.
-
-    XLA copies them whole, from host to host, wherever a branch hands them on (jax 0.10), or does
-    not compile them (jax 0.12).
-    """
-    if platform == "cpu":
-        return
-    if table.branches:
-        raise ValueError(
-            f"{offload} under {table.name}: on {platform} devices XLA copies all that lies on the "
-            "host in each tick in which stages go different ways. Use a schedule that does not "
-            "branch (1f1b, interleaved, gpipe, zb, v), or remat instead of offload."
-        )
