@@ -10,10 +10,10 @@ demo: $(VENV)/ok  ## train a GPT on 8 fake CPU devices under every strategy
 	$(PY) -m hfjax demo
 
 test: $(VENV)/ok  ## the standard suite
-	$(PY) -m pytest -q -n 2 -m "not slow"
+	$(PY) -m pytest -q -n 2 --dist worksteal -m "not slow"
 
 test-all: $(VENV)/ok  ## with the long matrix: every strategy in float64
-	$(PY) -m pytest -q -n 2
+	$(PY) -m pytest -q -n 2 --dist worksteal
 
 wheels: $(VENV)/ok  ## install the wheels that compile for CUDA (no GPU is needed)
 	python3 -m pip --python $(VENV) install --quiet --no-deps \

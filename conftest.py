@@ -31,6 +31,9 @@ else:
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"
 os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
+# Programs without the lines of source they come from: an eighth less to lower and compile.
+os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"
+
 gc.set_threshold(20_000)  # traces make many objects and little garbage: a tenth of the time
 
 # As many interpreted warpgroups of fake devices may wait for each other, however few the cores.

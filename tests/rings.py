@@ -10,6 +10,11 @@ from tests.h200 import h200s
 
 # The mesh's sizes, and the axis that the ring goes along.
 RINGS = [((1,), "first"), ((2,), "first"), ((3,), "first"), ((2, 4), "second"), ((4, 2), "second")]
+EVERY_DAY = [
+    RINGS[0],
+    RINGS[2],
+    RINGS[4],
+]  # what the interpreter runs: one, a ring, one of two axes
 LONG = [((8,), "first"), ((4,), "first"), ((2, 4), "first")]
 
 

@@ -1,5 +1,6 @@
 """AdamW on a shard in one pass: equal to optax, in place, any number of elements."""
 
+from itertools import product
 from typing import Any, NamedTuple
 
 import jax
@@ -93,9 +94,22 @@ def test_any_number_of_elements_is_updated_as_optax_does(interpreted, shape):
     assert (new.cast == new.parameter.astype(BF16)).all()
 
 
-@pytest.mark.parametrize("mean", [jnp.float32, BF16], ids=["mean-f32", "mean-bf16"])
-@pytest.mark.parametrize("gradient", [jnp.float32, BF16], ids=["gradient-f32", "gradient-bf16"])
-@pytest.mark.parametrize("cast", [None, BF16], ids=["no-cast", "cast"])
+F32 = jnp.float32
+EVERY_DAY = [
+    (F32, F32, None),
+    (F32, BF16, BF16),
+    (BF16, F32, BF16),
+    (BF16, BF16, None),
+]  # all pairs
+
+
+@pytest.mark.parametrize(
+    ("mean", "gradient", "cast"),
+    [
+        pytest.param(*dtypes, marks=[] if dtypes in EVERY_DAY else pytest.mark.slow)
+        for dtypes in product((F32, BF16), (F32, BF16), (None, BF16))
+    ],
+)
 def test_every_dtype_offered(interpreted, mean, gradient, cast):
     arrays = held(1, (BLOCK + 300,), gradient, mean)
     known = numbers(1.0, RATE, corrections(3))

@@ -27,8 +27,19 @@ def linear(rngs):
     return nnx.Linear(8, 8, rngs=rngs)
 
 
-def agree(init, loss=squares, forward: Any = on_x, **options):
-    return assert_strategies_agree(init, loss, BATCH, CASES, steps=2, forward=forward, **options)
+@pytest.fixture(
+    params=[("FSDP",), pytest.param(("DDP", "ZERO1"), marks=pytest.mark.slow)], ids=" ".join
+)
+def agree(request):
+    """A function that compares some of CASES with one device: every day FSDP, which gathers."""
+    cases = {name: CASES[name] for name in request.param}
+
+    def compared(init, loss=squares, forward: Any = on_x, **options):
+        return assert_strategies_agree(
+            init, loss, BATCH, cases, steps=2, forward=forward, **options
+        )
+
+    return compared
 
 
 def plan(init, mesh: Any = FOUR, forward: Any = on_x, **options):
@@ -64,7 +75,7 @@ class Backbone(nnx.Module):
         return self.free(self.still(self.frozen(self.up(x))))
 
 
-def test_a_step_keeps_the_mode_in_which_each_part_was_built_and_evaluation_switches_all():
+def test_a_step_keeps_the_mode_in_which_each_part_was_built_and_evaluation_switches_all(agree):
     init = lambda rngs: Backbone(rngs=rngs)
     agree(init)
     layout, state = plan(init)
@@ -110,8 +121,9 @@ def with_mode(model, batch, train):
     return model(batch["x"], train=train, mutable=["batch_stats"] if train else False)
 
 
-@pytest.mark.parametrize("axis_name", [None, "batch", "data"])
+@pytest.mark.parametrize("axis_name", [None, pytest.param("batch", marks=pytest.mark.slow), "data"])
 def test_batch_norm_is_over_the_rows_of_all_devices_as_on_one_whatever_its_axis_is_called(
+    agree,
     axis_name,
 ):
     agree(lambda rngs: Normed(axis_name, rngs=rngs))
@@ -220,7 +232,7 @@ class Tables(nnx.Module):
         return self.up(x) + held[None]
 
 
-def test_arrays_that_are_no_variables_are_constants_of_the_state():
+def test_arrays_that_are_no_variables_are_constants_of_the_state(agree):
     init = lambda rngs: Tables(rngs=rngs)
     agree(init)
     layout, state = plan(init)
@@ -332,7 +344,7 @@ class Layered(nnx.Module):
         return x[:, -1]
 
 
-def test_loops_that_begin_with_constants_need_no_edit():
+def test_loops_that_begin_with_constants_need_no_edit(agree):
     agree(by_scan, lambda outputs, batch: squares(outputs, batch), forward=run_scan)
     agree(lambda rngs: nnx.bridge.ToNNX(LinenRecurrent(), rngs=rngs).lazy_init(BATCH["x"]))
 
@@ -392,7 +404,7 @@ def with_key(model, batch, key):
     return model(batch["x"]) * 0 + noise
 
 
-def test_forward_may_ask_for_a_key_of_each_row_and_every_mesh_draws_the_same():
+def test_forward_may_ask_for_a_key_of_each_row_and_every_mesh_draws_the_same(agree):
     agree(linear, forward=with_row_keys)
     agree(linear, forward=with_row_keys, accumulate=2)
 
@@ -459,7 +471,7 @@ class Remembers(nnx.Module):
 
 
 @pytest.mark.parametrize("options", [{}, {"accumulate": 2}], ids=["once", "accumulated"])
-def test_a_variable_with_a_row_for_each_row_of_the_batch_is_split_as_the_batch_is(options):
+def test_a_variable_with_a_row_for_each_row_of_the_batch_is_split_as_the_batch_is(agree, options):
     init = lambda rngs: Remembers(rngs=rngs, axes=("batch", None))
     agree(init, **options)
     layout, state = plan(init)
@@ -501,7 +513,7 @@ class Tree:
         return x
 
 
-def test_a_tree_with_functions_and_numbers_among_its_leaves_trains_its_arrays():
+def test_a_tree_with_functions_and_numbers_among_its_leaves_trains_its_arrays(agree):
     def init(rngs):
         kernel = jax.random.normal(rngs.params(), (8, 8))
         return Tree(kernel, jax.nn.relu, 0.5, 2, jnp.arange(8))
@@ -530,7 +542,7 @@ def with_state(model, batch, train):
     return model(lambda parameters, state: running(parameters, state, batch["x"], train))
 
 
-def test_a_function_of_parameters_and_state_is_a_module_in_one_line():
+def test_a_function_of_parameters_and_state_is_a_module_in_one_line(agree):
     def init(rngs):
         parameters = {"w": jax.random.normal(rngs.params(), (8, 8)), "depth": 2}
         return Stateful(parameters, {"mean": jnp.zeros(8), "steps": jnp.int32(0)})
@@ -597,7 +609,7 @@ def test_a_loss_that_depends_on_no_parameter_is_told():
         losses(linear, loss=lambda outputs, batch: 2.0, steps=1)
 
 
-def test_an_array_without_elements_stays_whole():
+def test_an_array_without_elements_stays_whole(agree):
     init = lambda rngs: {"w": jnp.ones((8, 8)), "none": jnp.zeros((0, 3))}
     agree(init, forward=lambda p, batch: batch["x"] @ p["w"] + p["none"].sum())
 
@@ -635,7 +647,7 @@ class Shared(nnx.Module):
 
 
 @pytest.mark.parametrize("raw", [False, True])
-def test_a_head_that_reads_a_layer_is_refused_and_the_way_around_is_right(raw):
+def test_a_head_that_reads_a_layer_is_refused_and_the_way_around_is_right(agree, raw):
     init = lambda rngs: Shared(raw, rngs=rngs)
     with pytest.raises(ValueError, match=r"layers/\d/\w+ is used outside of its layer.*forward="):
         losses(init, forward=None)

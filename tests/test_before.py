@@ -54,7 +54,15 @@ def same_words(told, name):
     close(*both, rtol=1e-4)
 
 
-@pytest.mark.parametrize("devices", list(DEVICES))
+@pytest.mark.parametrize(
+    "devices",
+    [
+        "FSDP on 4",
+        "FSDP+TENSOR on 4",
+        pytest.param("DDP on 2", marks=pytest.mark.slow),
+        pytest.param("ZERO2 on 4", marks=pytest.mark.slow),
+    ],
+)
 def test_an_old_checkpoint_is_restored_and_goes_on_with_the_same_losses(checkpoint, devices):
     strategy, sizes = DEVICES[devices]
     made = layout(strategy, **sizes)

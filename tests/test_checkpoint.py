@@ -16,15 +16,15 @@ from hfjax.base.paths import flatten
 from hfjax.models.gpt import next_token_loss
 from hfjax.parallel.strategy import TENSOR, ZERO1
 from tests.small_checkpoint import EVERYTHING, Two, same, saved, small_layout, state_at
-from tests.small_gpt import gpt_layout, tokens
+from tests.small_gpt import mlp_layout, tokens
 from tests.test_unlike_layers import ROWS, mlp, squares
 
 
 def test_a_run_goes_on_under_any_other_strategy_and_number_of_devices(tmp_path):
     runs = [
-        (gpt_layout(FSDP, {"fsdp": 8}, layers=2), None),
-        (gpt_layout(ZERO1 | TENSOR, {"data": 2, "tensor": 2}, layers=2), None),
-        (gpt_layout(PIPE, {"pipe": 2}, layers=2), Schedule("1f1b", 2)),
+        (mlp_layout(FSDP, {"fsdp": 8}, layers=2), None),
+        (mlp_layout(ZERO1 | TENSOR, {"data": 2, "tensor": 2}, layers=2), None),
+        (mlp_layout(PIPE, {"pipe": 2}, layers=2), Schedule("1f1b", 2)),
     ]
     step = hfjax.train_step(runs[0][0], next_token_loss)
     state, wanted = hfjax.init(runs[0][0]), []
@@ -53,7 +53,7 @@ def test_what_is_restored_lies_where_the_layout_says(tmp_path):
 
 
 def test_the_state_may_be_donated_as_soon_as_save_returns(tmp_path):
-    layout = gpt_layout(FSDP, {"fsdp": 2}, layers=1)
+    layout = mlp_layout(FSDP, {"fsdp": 2}, layers=1)
     step = hfjax.train_step(layout, next_token_loss)
     state, wanted = hfjax.init(layout), {}
     with hfjax.Checkpoints(tmp_path, layout, keep=hfjax.Keep(latest=None)) as checkpoints:
@@ -120,12 +120,12 @@ def test_parameters_only_reads_no_moments_from_the_disk(tmp_path):
 
 
 def test_random_keys_go_on_and_are_new_where_only_parameters_are_wanted(tmp_path):
-    layout = gpt_layout(FSDP, {"fsdp": 2}, layers=1, dropout=0.1)
+    layout = mlp_layout(FSDP, {"fsdp": 2}, layers=1, dropout=0.1)
     hfjax.save(tmp_path, layout, state := hfjax.init(layout, seed=4))
     assert same(hfjax.restore(tmp_path, layout).state.variables, state.variables)
     restored = hfjax.restore(tmp_path, layout, parameters_only=True).state
     assert same(restored.variables, hfjax.init(layout, seed=0).variables)
-    still = gpt_layout(FSDP, {"fsdp": 2}, layers=1)
+    still = mlp_layout(FSDP, {"fsdp": 2}, layers=1)
     assert not hfjax.restore(tmp_path, still, parameters_only=True).state.variables
 
 
@@ -158,12 +158,12 @@ def test_another_dtype_is_cast_where_it_is_asked_for(tmp_path, parameters_only):
 
 
 def test_a_pipelines_state_is_saved_in_the_models_order(tmp_path):
-    layout, schedule = gpt_layout(PIPE, {"pipe": 4}, layers=6), Schedule("1f1b", 4)
+    layout, schedule = mlp_layout(PIPE, {"pipe": 4}, layers=6), Schedule("1f1b", 4)
     state = hfjax.init(layout, schedule=schedule)
     hfjax.save(tmp_path, layout, state)
     arrays = hfjax.recorded(tmp_path)["arrays"]
     assert arrays["params/layers/mlp/up/kernel"] == ["float32", [6, 32, 128]]
-    plain = gpt_layout(EVERYTHING, {"fsdp": 2}, layers=6)
+    plain = mlp_layout(EVERYTHING, {"fsdp": 2}, layers=6)
     restored = hfjax.restore(tmp_path, plain).state
     assert same(restored.params, hfjax.canonical(layout, state).params)
 

@@ -27,7 +27,7 @@ from tests.kernels import (  # noqa: F401
     normal,
     relative,
 )
-from tests.rings import LONG, RINGS, bytes_sent, mapped, mesh_of, on_devices, on_h200s
+from tests.rings import EVERY_DAY, LONG, RINGS, bytes_sent, mapped, mesh_of, on_devices, on_h200s
 
 SMALL = room.Tuning(elements=1024, stages=2, blocks=2)
 GATHER, SCATTER, REDUCE = room.tuned(SMALL)
@@ -195,13 +195,15 @@ def equal_on(sizes, axis, x, wire=BF16):
         np.testing.assert_array_equal(found, expected)
 
 
-@pytest.mark.parametrize(("sizes", "axis"), RINGS, ids=str)
+@pytest.mark.parametrize(("sizes", "axis"), EVERY_DAY, ids=str)
 def test_the_kernels_give_the_bits_of_the_plain_forms(interpreted_ring, sizes, axis):  # noqa: F811
     equal_on(sizes, axis, rows_for(mesh_of(*sizes), axis, each=45))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("sizes", "axis"), LONG, ids=str)
+@pytest.mark.parametrize(
+    ("sizes", "axis"), LONG + [ring for ring in RINGS if ring not in EVERY_DAY], ids=str
+)
 def test_the_kernels_give_the_bits_on_longer_rings(interpreted_ring, sizes, axis):  # noqa: F811
     equal_on(sizes, axis, rows_for(mesh_of(*sizes), axis, each=45))
 

@@ -9,14 +9,15 @@ import hfjax
 from hfjax.models.gpt import next_token_loss
 from hfjax.parallel.strategy import DDP, FSDP, HSDP, SEQUENCE, TENSOR, ZERO1, ZERO2
 from tests.h200 import OPTIMIZED, h200s
-from tests.small_gpt import gpt_layout, tokens
+from tests.small_gpt import gpt, gpt_layout, mlps, tokens
 
 LAYERS = 2
 SUMS = 8  # total and weight of the loss, two float32 scalars
 
 
-def lowered(strategy, sizes, optimizer=None, **execution):
-    layout = gpt_layout(strategy.edit(replicate_below=1024), sizes, optimizer)
+def lowered(strategy, sizes, optimizer=None, model=gpt, **execution):
+    strategy = strategy.edit(replicate_below=1024)
+    layout = gpt_layout(strategy, sizes, optimizer, model=model)
     return layout, hfjax.train_step(layout, next_token_loss, **execution).lower(tokens())
 
 
@@ -136,7 +137,15 @@ def test_beside_a_tensor_axis_only_tensor_shards_move():
     assert found.total("all-gather", "fsdp") == 4 * (2 * (large - outside) + outside) // 2
 
 
-@pytest.mark.parametrize("strategy", [TENSOR, TENSOR | SEQUENCE, FSDP | TENSOR, ZERO2 | TENSOR])
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        TENSOR | SEQUENCE,
+        FSDP | TENSOR,
+        pytest.param(TENSOR, marks=pytest.mark.slow),
+        pytest.param(ZERO2 | TENSOR, marks=pytest.mark.slow),
+    ],
+)
 def test_no_parameter_split_by_tensor_is_ever_gathered_over_it(strategy):
     layout, program = lowered(strategy, {"fsdp": 2, "tensor": 2})
     split = [p for p in layout.placed.values() if "tensor" in p.parameter]
@@ -156,7 +165,7 @@ def test_tensor_parallel_layers_add_four_activations_a_layer():
 
 def test_what_an_optimizer_moves_by_itself_is_counted():
     muon, adam = (
-        hfjax.collectives(lowered(FSDP, {"fsdp": 4}, optimizer)[1].compile())
+        hfjax.collectives(lowered(FSDP, {"fsdp": 4}, optimizer, mlps)[1].compile())
         for optimizer in (optax.contrib.muon(1e-3), optax.adamw(1e-3))
     )
     assert muon.total() > adam.total()

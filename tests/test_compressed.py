@@ -19,7 +19,7 @@ from hfjax.pallas_kernels.compressed import (
 from hfjax.pallas_kernels.compressed.reference import Errors
 from hfjax.pallas_kernels.ring.peers import VirtualRing
 from tests.kernels import assert_fits, figures, interpreted_ring, lowered, normal  # noqa: F401
-from tests.rings import LONG, RINGS, bytes_sent, mapped, mesh_of, on_devices, on_h200s
+from tests.rings import EVERY_DAY, LONG, RINGS, bytes_sent, mapped, mesh_of, on_devices, on_h200s
 
 HOW = ("int8", "fp8")
 SMALL = room.Tuning(elements=4096, stages=2, blocks=2)
@@ -181,13 +181,13 @@ def equal_on(sizes, axis, how="int8", block=128, rows=5, dtype=F32, tuning=SMALL
         close(*(on_devices(f, mesh, x, error) for f in (kernel, form)))
 
 
-@pytest.mark.parametrize(("sizes", "axis"), RINGS[:4], ids=str)
+@pytest.mark.parametrize(("sizes", "axis"), EVERY_DAY, ids=str)
 def test_the_kernels_equal_the_plain_forms(interpreted_ring, sizes, axis):  # noqa: F811
     equal_on(sizes, axis)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("sizes", "axis"), LONG + RINGS[4:], ids=str)
+@pytest.mark.parametrize(("sizes", "axis"), LONG + RINGS, ids=str)
 def test_the_kernels_are_equal_on_longer_rings(
     interpreted_ring,  # noqa: F811
     sizes,

@@ -27,9 +27,10 @@ from tests.workers import environment
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted(["README.md", *(str(p.relative_to(ROOT)) for p in (ROOT / "docs").glob("*.md"))])
-SMALL_GPT = "--model.length 16 --model.layers 2 --model.heads 2 --model.embed 32"
+SMALL_GPT = "--model.length 16 --model.layers 1 --model.heads 2 --model.embed 32"
 SMALL = {  # what is too long for a test, and what stands for it
     "README.md": {
+        "GPTConfig.tiny()": "GPTConfig.tiny(layers=1)",
         "hfjax train     ": f"hfjax train --steps 2 --log.sample 4 {SMALL_GPT}     ",
         "--out runs/books\n": f"--out runs/books --steps 2 --log.sample 4 {SMALL_GPT}\n",
         "--valid 0.01": "--valid 0.1",
@@ -55,6 +56,7 @@ SMALL = {  # what is too long for a test, and what stands for it
         "GPTConfig.tiny()": "GPTConfig.tiny(layers=1, embed=32)",
     },
     "docs/training.md": {
+        "GPTConfig.tiny()": "GPTConfig.tiny(layers=1)",
         "hfjax train\n": f"hfjax train --steps 30 --log.sample 4 {SMALL_GPT}\n",
         "DDP on one device (cpu)": "DDP on data=8 (cpu)",
         "def iled_mactiond)\ndef _file_par.pode_seyt__ycoptEror(seques=": "…",
@@ -62,6 +64,7 @@ SMALL = {  # what is too long for a test, and what stands for it
         "steps: 2000": "steps: 2",
         "preset: gpt-small, length: 512": "preset: gpt-tiny, length: 16, layers: 1",
         "warmup: 100": "warmup: 1",
+        "eval runs/gpt-tiny\n": "eval runs/gpt-tiny --batch 2048\n",
         "--tokens 60": "--tokens 6",
         "class is demaction and self, velil.pode_seyp_syceptEror(')": "…",
         "-- hfjax train --strategy fsdp": f"-- hfjax train --strategy fsdp --steps 2 {SMALL_GPT}",

@@ -7,10 +7,10 @@ import pytest
 from hfjax.models.gpt import next_token_loss
 from hfjax.parallel.strategy import DDP, FSDP, ZERO1
 from hfjax.testing import assert_strategies_agree, strategies
-from tests.small_gpt import gpt, tokens
+from tests.small_gpt import gpt, mlps, tokens
 
 
-def groups(devices, size=3):
+def groups(devices, size=4):
     names = list(strategies(devices))
     return [names[i : i + size] for i in range(0, len(names), size)]
 
@@ -20,26 +20,31 @@ def cases(devices, names):
     return {name: (known[name][0].edit(replicate_below=0), known[name][1]) for name in names}
 
 
-def marks(devices, names):
-    """All strategies on 8 devices are for every day, and those of tensor axes on 2."""
-    return [] if devices == 8 or names[-1] == "TENSOR+SEQUENCE" else pytest.mark.slow
-
-
+MIXED = ["ZERO2", "HSDP+TENSOR+SEQUENCE"]
+# Every day all strategies train MLPs on 8 devices, and some a whole GPT; all train one otherwise.
 GROUPS = [
-    pytest.param(
-        devices, names, id=f"{devices} devices: {' '.join(names)}", marks=marks(devices, names)
-    )
-    for devices in (2, 4, 8)
-    for names in groups(devices)
+    *((mlps, 8, names) for names in groups(8)),
+    (gpt, 8, MIXED),
+    *(
+        pytest.param(gpt, devices, names, marks=pytest.mark.slow)
+        for devices in (2, 4, 8)
+        for names in groups(devices)
+    ),
 ]
 
 
-@pytest.mark.parametrize(("devices", "names"), GROUPS)
-def test_strategies_equal_one_device_with_dropout_masks_microbatches_and_clipping(devices, names):
+@pytest.mark.parametrize(
+    ("model", "devices", "names"),
+    GROUPS,
+    ids=lambda x: " ".join(x) if isinstance(x, list) else getattr(x, "__name__", x),
+)
+def test_strategies_equal_one_device_with_dropout_masks_microbatches_and_clipping(
+    model, devices, names
+):
     mask = np.random.default_rng(0).integers(0, 2, (16, 24)).astype(np.float32)
-    batch, options = tokens(mask=mask), {"accumulate": 2, "clip": 0.5}
+    batch, options = tokens(mask=mask), {"accumulate": 2, "clip": 0.5, "unroll": 1}
     assert_strategies_agree(
-        gpt(dropout=0.1), next_token_loss, batch, cases(devices, names), **options
+        model(dropout=0.1), next_token_loss, batch, cases(devices, names), **options
     )
 
 
@@ -53,7 +58,7 @@ IN_FLOAT64 = [
 def test_in_float64_parameters_agree_to_the_last_digits(name):
     with jax.enable_x64(True):
         found = assert_strategies_agree(
-            gpt(), next_token_loss, tokens(), cases(8, [name]), precision="fp64", clip=1.0
+            mlps(), next_token_loss, tokens(), cases(8, [name]), precision="fp64", clip=1.0
         )
     assert found[name] < 1e-12
 
@@ -69,7 +74,7 @@ def test_in_float64_parameters_agree_to_the_last_digits(name):
     ids=["full", "dots, unrolled", "kept", "a policy"],
 )
 def test_no_option_of_the_layers_changes_the_result(options):
-    assert_strategies_agree(gpt(), next_token_loss, tokens(), cases(8, ["HSDP"]), **options)
+    assert_strategies_agree(mlps(), next_token_loss, tokens(), cases(8, ["HSDP"]), **options)
 
 
 def test_hierarchical_reduction_and_whole_accumulation_change_no_result():
@@ -83,5 +88,5 @@ def test_hierarchical_reduction_and_whole_accumulation_change_no_result():
             "FSDP once": FSDP.edit(gradients={"*": ()}),
         }.items()
     }
-    options = {"reduction": "hierarchical", "accumulate": 2}
-    assert_strategies_agree(gpt(), next_token_loss, tokens(), chosen, **options)
+    options = {"reduction": "hierarchical", "accumulate": 2, "unroll": 1}
+    assert_strategies_agree(mlps(), next_token_loss, tokens(), chosen, **options)

@@ -15,7 +15,7 @@ from hfjax import DDP, FSDP, HOST_OPTIMIZER, HOST_PARAMETERS, ZERO1
 from hfjax.models.attention import dot_product
 from hfjax.models.gpt import GPT, GPTConfig, next_token_loss
 from tests.h200 import OPTIMIZED, h200s
-from tests.small_gpt import gpt_layout, tokens
+from tests.small_gpt import gpt_layout, mlp_layout, tokens
 from tests.test_in_backward import Listed, rows, squared
 
 LAYERS = 3
@@ -66,7 +66,7 @@ TRAINED = [
 def test_parameters_on_the_host_train_and_evaluate(case, in_backward):
     strategy, sizes, execution = CASES[case]
     devices = jax.devices()[:2]
-    layout = partial(gpt_layout, sizes=sizes, optimizer=ADAMW, devices=devices, layers=LAYERS)
+    layout = partial(mlp_layout, sizes=sizes, optimizer=ADAMW, devices=devices, layers=LAYERS)
     execution = execution | {"optimizer_in_backward": in_backward}
     found = run(layout(strategy | HOST_PARAMETERS), **execution)
     wanted = run(layout(strategy), **execution)
@@ -87,13 +87,13 @@ def test_a_list_of_layers_is_fetched_one_by_one(in_backward):
 
 def test_the_optimizer_on_the_host_too_is_streamed_by_the_layer_that_is_updated():
     far = FSDP | HOST_PARAMETERS | HOST_OPTIMIZER
-    layout = lambda strategy: gpt_layout(strategy, {"fsdp": 2}, ADAMW, jax.devices()[:2])
+    layout = lambda strategy: mlp_layout(strategy, {"fsdp": 2}, ADAMW, jax.devices()[:2])
     found, wanted = (run(layout(s), optimizer_in_backward=True) for s in (far, FSDP))
     assert_equal(found, wanted)
 
 
 def test_master_weights_are_what_parameters_are_rounded_from():
-    layout = lambda strategy: gpt_layout(
+    layout = lambda strategy: mlp_layout(
         strategy, {"fsdp": 2}, hfjax.master(ADAMW), jax.devices()[:2]
     )
     execution = {"optimizer_in_backward": True, "precision": "bf16"}
@@ -123,7 +123,7 @@ def test_master_weights_are_what_parameters_are_rounded_from():
     ],
 )
 def test_what_keeps_layers_on_the_device_is_refused(execution, message):
-    layout = gpt_layout(FSDP | HOST_PARAMETERS, {"fsdp": 2}, ADAMW, jax.devices()[:2])
+    layout = mlp_layout(FSDP | HOST_PARAMETERS, {"fsdp": 2}, ADAMW, jax.devices()[:2])
     with pytest.raises(ValueError, match=message):
         hfjax.train_step(layout, next_token_loss, **execution)
 
@@ -165,7 +165,7 @@ def test_each_layer_comes_twice_in_a_step_and_one_more(strategy, remat):
     """The last layer stays for its backward pass; the first comes once more, for nothing."""
     sizes = {"data": 2} if strategy is DDP else {"fsdp": 2}
     strategy = strategy | HOST_PARAMETERS
-    layout = gpt_layout(strategy, sizes, ADAMW, jax.devices()[:2], layers=LAYERS)
+    layout = mlp_layout(strategy, sizes, ADAMW, jax.devices()[:2], layers=LAYERS)
     step = hfjax.train_step(layout, next_token_loss, optimizer_in_backward=True, remat=remat)
     layer, ends = sizes_of(layout)
     # The ends come at the beginning, and once more for their update.

@@ -16,7 +16,7 @@ from hfjax.testing import _check_placement
 from hfjax.train import creation
 from tests.h200 import OPTIMIZED, h200s
 from tests.small_checkpoint import EVERYTHING, same, small_layout, state_at
-from tests.small_gpt import gpt_layout, tokens
+from tests.small_gpt import gpt, gpt_layout, mlps, tokens
 
 DDP, FSDP, PIPE, TENSOR, ZERO1, ZERO2 = (
     hfjax.DDP,
@@ -37,14 +37,14 @@ def share(of):
     return Strategy(f"SHARE{of}", memory={"moments": of})
 
 
-def layout_of(strategy, sizes, optimizer=None, **changes):
+def layout_of(strategy, sizes, optimizer=None, model=mlps, **changes):
     devices = jax.devices()[: int(np.prod(list(sizes.values())))]
-    return gpt_layout(strategy, sizes, optimizer, devices, **changes)
+    return gpt_layout(strategy, sizes, optimizer, devices, model, **changes)
 
 
 def steps(layout, count=3, batch=None, **execution):
     """The state and the losses after some steps; everything lies where the layout says."""
-    step = hfjax.train_step(layout, next_token_loss, **execution)
+    step = hfjax.train_step(layout, next_token_loss, **({"unroll": 1} | execution))
     state, losses = hfjax.init(layout, schedule=execution.get("schedule")), []
     for _ in range(count):
         state, metrics = step(state, batch or tokens())
@@ -108,8 +108,8 @@ def test_rows_that_mean_nothing_are_refused(rows: Any, message):
 
 
 def test_a_state_is_born_where_the_layout_says_and_its_bytes_are_counted_apart():
-    layout = layout_of(FSDP | HOST, {"fsdp": 8})
-    state, plain = hfjax.init(layout), layout_of(FSDP, {"fsdp": 8})
+    layout = layout_of(FSDP | HOST, {"fsdp": 8}, model=gpt)
+    state, plain = hfjax.init(layout), layout_of(FSDP, {"fsdp": 8}, model=gpt)
     _check_placement(layout, state)
     assert moments(state) == {"pinned_host"}
     assert kinds((state.params, state.step, state.optimizer[0].count)) == {"device"}
@@ -196,7 +196,12 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+LAMB = "lamb, whole arrays"
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow) if n == LAMB else n for n in OPTIMIZERS]
+)
 def test_optimizers_put_together_are_streamed_too(name):
     frozen = ("positions", "layers/mlp/up/*")
     of = lambda strategy: layout_of(strategy, {"fsdp": 2}, OPTIMIZERS[name]).freeze(*frozen)
@@ -273,7 +278,7 @@ def rounded(state, masters):
     return all(x.tobytes() == params[path].tobytes() for path, x in of.items())
 
 
-@pytest.mark.parametrize("strategy", [ZERO1, ZERO1 | HOST])
+@pytest.mark.parametrize("strategy", [pytest.param(ZERO1, marks=pytest.mark.slow), ZERO1 | HOST])
 def test_parameters_are_their_master_weights_rounded_after_every_step(strategy):
     optimizer = hfjax.master(hfjax.ema(grouped(), 0.5))
     layout = layout_of(strategy, {"data": 4}, optimizer)

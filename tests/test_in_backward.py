@@ -21,7 +21,7 @@ from hfjax.models.gpt import GPT, GPTConfig, next_token_loss
 from hfjax.models.parts import stacked
 from hfjax.testing import strategies
 from tests.h200 import OPTIMIZED, h200s
-from tests.small_gpt import gpt_layout, tokens
+from tests.small_gpt import gpt_layout, mlp_layout, tokens
 
 LAYERS = 3
 SUMS = 8  # total and weight of the loss, two float32 scalars
@@ -31,6 +31,7 @@ IN_BACKWARD = {"optimizer_in_backward": True}
 
 def run(layout, loss=next_token_loss, batch=None, steps=3, **execution):
     """What the metrics told, and the state at the end, in host memory."""
+    execution = {"unroll": 1} | execution
     state, step = hfjax.init(layout), hfjax.train_step(layout, loss, **execution)
     told = []
     for _ in range(steps):
@@ -61,7 +62,7 @@ def on(name):
 
 
 def one_device(optimizer=ADAMW, **changes):
-    return gpt_layout(DDP, {"data": 1}, optimizer, jax.devices()[:1], layers=LAYERS, **changes)
+    return mlp_layout(DDP, {"data": 1}, optimizer, jax.devices()[:1], layers=LAYERS, **changes)
 
 
 # --- the same result ------------------------------------------------------------------------
@@ -80,7 +81,7 @@ QUICK = ("ZERO1", "FSDP", "HSDP+TENSOR+SEQUENCE")
 @pytest.mark.parametrize("name", [*QUICK, *(pytest.param(n, marks=pytest.mark.slow) for n in SLOW)])
 def test_every_strategy_trains_as_the_ordinary_step_does_on_one_device(ordinary, name):
     with jax.enable_x64(True):
-        layout = gpt_layout(*on(name), ADAMW, layers=LAYERS, dropout=0.1)
+        layout = mlp_layout(*on(name), ADAMW, layers=LAYERS, dropout=0.1)
         found = run(layout, precision="fp64", **IN_BACKWARD)
     assert_same(found, ordinary, 1e-12)
 
@@ -99,14 +100,14 @@ GROUPS = hfjax.by_path({"layers/*": optax.adamw(1e-2), "*norm*": optax.sgd(0.1),
     ids=["bf16, remat", "kept gathered", "an average, by path", "frozen, unrolled"],
 )
 def test_options_and_optimizers_go_with_it(optimizer, frozen, sizes, execution):
-    layout = gpt_layout(HSDP, sizes, optimizer, layers=LAYERS)
+    layout = mlp_layout(HSDP, sizes, optimizer, layers=LAYERS)
     layout = layout.freeze(*frozen) if frozen else layout
     found, wanted = (run(layout, **execution, **more) for more in (IN_BACKWARD, {}))
     assert_same(found, wanted, 2e-3 if "precision" in execution else 1e-5)
 
 
 def test_a_reduction_in_two_levels_goes_layer_by_layer():
-    layout = gpt_layout(DDP, {"data": 2, "fsdp": 2}, ADAMW, layers=2)
+    layout = mlp_layout(DDP, {"data": 2, "fsdp": 2}, ADAMW, layers=2)
     step = hfjax.train_step(layout, next_token_loss, reduction="hierarchical", **IN_BACKWARD)
     found = hfjax.collectives(step.lower(tokens()))
     whole = sum(math.prod(p.shape) for p in layout.placed.values())
@@ -115,7 +116,7 @@ def test_a_reduction_in_two_levels_goes_layer_by_layer():
     wanted = run(one_device())
     assert_same(
         run(
-            gpt_layout(DDP, {"data": 2, "fsdp": 2}, ADAMW, layers=LAYERS),
+            mlp_layout(DDP, {"data": 2, "fsdp": 2}, ADAMW, layers=LAYERS),
             reduction="hierarchical",
             **IN_BACKWARD,
         ),
@@ -151,7 +152,14 @@ def rows(n=8):
     return {"x": x, "y": y, "weight": rng.integers(1, 5, n).astype(np.float32)}
 
 
-@pytest.mark.parametrize("strategy", [DDP, ZERO1, FSDP], ids=["DDP", "ZERO1", "FSDP"])
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        pytest.param(DDP, id="DDP", marks=pytest.mark.slow),
+        pytest.param(ZERO1, id="ZERO1", marks=pytest.mark.slow),
+        pytest.param(FSDP, id="FSDP"),
+    ],
+)
 def test_a_list_of_unlike_layers_is_updated_one_by_one(strategy):
     mesh = hfjax.make_mesh(devices=jax.devices()[:4], data=2, fsdp=2)
     layout = hfjax.layout(Listed, ADAMW, mesh, strategy.edit(replicate_below=0))
@@ -163,7 +171,7 @@ def test_a_list_of_unlike_layers_is_updated_one_by_one(strategy):
 
 
 def lowered(strategy, sizes, **execution):
-    layout = gpt_layout(strategy.edit(replicate_below=1024), sizes, layers=LAYERS)
+    layout = mlp_layout(strategy.edit(replicate_below=1024), sizes, layers=LAYERS)
     return layout, hfjax.train_step(layout, next_token_loss, **IN_BACKWARD, **execution).lower(
         tokens()
     )

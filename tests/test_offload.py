@@ -15,14 +15,15 @@ from hfjax.models.gpt import next_token_loss
 from hfjax.parallel.activation_offload import Tensor, share
 from hfjax.parallel.strategy import DDP, FSDP, PIPE, SEQUENCE, TENSOR
 from tests.h200 import OPTIMIZED, h200s
-from tests.small_gpt import gpt_layout, tokens
+from tests.small_gpt import gpt, gpt_layout, mlps, tokens
 
 Offload, Schedule = hfjax.Offload, hfjax.Schedule
 
 
-def trained(strategy, sizes, offload=None, layers=2, **options):
+def trained(strategy, sizes, offload=None, layers=2, model=mlps, **options):
     """Parameters and losses after two steps, and the step."""
-    layout = gpt_layout(strategy, sizes, optax.adam(1e-3), dropout=0.1, layers=layers)
+    shape = {"dropout": 0.1, "layers": layers, "model": model}
+    layout = gpt_layout(strategy, sizes, optax.adam(1e-3), **shape)
     step = hfjax.train_step(layout, next_token_loss, offload=offload, **options)
     state, losses = hfjax.init(layout, schedule=options.get("schedule")), []
     for _ in range(2):
@@ -147,8 +148,8 @@ def test_an_empty_tensor_stays_where_it_is(cut):
 
 @pytest.mark.parametrize("remat", [pytest.param("none", marks=pytest.mark.slow), "full"])
 def test_named_tensors_go_and_are_kept_even_if_all_else_is_computed_again(remat):
-    wanted = trained(FSDP, {"fsdp": 2}, remat=remat)
-    found = trained(FSDP, {"fsdp": 2}, Offload(names=("mlp_up", "qkv")), remat=remat)
+    gpts = partial(trained, FSDP, {"fsdp": 2}, model=gpt, remat=remat)
+    wanted, found = gpts(), gpts(Offload(names=("mlp_up", "qkv")))
     assert_bit_equal(found[0], wanted[0])
     gone = [row for row in found[2].offloaded.rows.values() if row.moved]
     assert {name for row in gone for name in row.tensor.names} == {"mlp_up", "qkv"}

@@ -23,7 +23,7 @@ from hfjax.run.optimizer import optimizer_of
 from hfjax.update import one_pass
 from tests.h200 import OPTIMIZED, h200s
 from tests.kernels import interpreted
-from tests.small_gpt import gpt_layout, tokens
+from tests.small_gpt import mlp_layout, tokens
 
 __all__ = ["interpreted"]
 
@@ -145,7 +145,7 @@ def test_with_master_weights_the_parameters_are_these_rounded(name):
 
 @pytest.mark.slow
 def test_stages_of_a_pipeline_update_their_layers_so():
-    layout = gpt_layout(PIPE | ZERO1, {"pipe": 2, "data": 2}, ADAMW, jax.devices()[:4])
+    layout = mlp_layout(PIPE | ZERO1, {"pipe": 2, "data": 2}, ADAMW, jax.devices()[:4])
     schedule, states = hfjax.Schedule("1f1b", 2), []
     for how in ({}, ONE_PASS):
         step = hfjax.train_step(layout, next_token_loss, schedule=schedule, **how)

@@ -1,5 +1,6 @@
 """Parameter groups, frozen parameters, averages, learning rates; what was not finite, by name."""
 
+from functools import cache
 from typing import Any
 
 import jax
@@ -13,7 +14,7 @@ from hfjax.base.paths import flatten
 from hfjax.models.gpt import next_token_loss
 from hfjax.models.parts import run_stacked
 from hfjax.parallel.strategy import DDP, FSDP, PIPE, SEQUENCE, TENSOR, ZERO1, ZERO2
-from tests.small_gpt import gpt, gpt_layout, tokens
+from tests.small_gpt import gpt, mlp_layout, tokens
 
 ONE = {"data": 1}
 NO_NUMBER: Any = "0.001"
@@ -42,7 +43,7 @@ def grouped():
 
 
 def after(layout, steps=4, batch=None, **execution):
-    step = hfjax.train_step(layout, next_token_loss, clip=0.5, **execution)
+    step = hfjax.train_step(layout, next_token_loss, clip=0.5, unroll=1, **execution)
     state, losses = hfjax.init(layout, schedule=execution.get("schedule")), []
     for _ in range(steps):
         state, metrics = step(state, batch or tokens())
@@ -51,15 +52,22 @@ def after(layout, steps=4, batch=None, **execution):
 
 
 def alone(optimizer=None):
-    return gpt_layout(DDP, ONE, optimizer, devices=jax.devices()[:1])
+    return mlp_layout(DDP, ONE, optimizer, devices=jax.devices()[:1])
+
+
+FROZEN = ("positions", "layers/mlp/up/*")
+
+
+@cache
+def grouped_alone():
+    return after(alone(hfjax.ema(grouped(), 0.5)).freeze(*FROZEN))
 
 
 @pytest.mark.parametrize(("strategy", "mesh", "execution"), MESHES)
 def test_groups_frozen_parameters_and_an_average_are_those_of_one_device(strategy, mesh, execution):
     devices = jax.devices()[: int(np.prod(list(mesh.values())))]
-    frozen = ("positions", "layers/mlp/up/*")
-    wanted, losses = after(alone(hfjax.ema(grouped(), 0.5)).freeze(*frozen))
-    layout = gpt_layout(strategy, mesh, hfjax.ema(grouped(), 0.5), devices).freeze(*frozen)
+    wanted, losses = grouped_alone()
+    layout = mlp_layout(strategy, mesh, hfjax.ema(grouped(), 0.5), devices).freeze(*FROZEN)
     state, found = after(layout, **execution)
     np.testing.assert_allclose(found, losses, rtol=2e-5)
     for tree in (lambda s: s.params, lambda s: hfjax.averaged(s).params):
@@ -74,8 +82,8 @@ def test_groups_frozen_parameters_and_an_average_are_those_of_one_device(strateg
 
 def test_a_frozen_parameter_has_no_gradient_no_moments_and_no_part_in_the_norm():
     frozen = ("layers/*", "positions")
-    still = gpt_layout(DDP, {"data": 8}).freeze(*frozen)
-    whole = gpt_layout(DDP, {"data": 8})
+    still = mlp_layout(DDP, {"data": 8}).freeze(*frozen)
+    whole = mlp_layout(DDP, {"data": 8})
     frozen, trained = 0, 0
     for p in still.placed.values():
         size = 4 * int(np.prod(p.shape))
@@ -235,7 +243,7 @@ GOOD = tokens(poison=np.zeros(16, np.float32))
 
 
 def test_steps_that_are_not_finite_are_skipped_told_and_not_counted_by_the_optimizer():
-    layout = gpt_layout(ZERO1, {"data": 4}, optax.adam(1e-3))
+    layout = mlp_layout(ZERO1, {"data": 4}, optax.adam(1e-3))
     step = hfjax.train_step(layout, poisoned, nonfinite="skip")
     plain = hfjax.train_step(layout, poisoned)
     state, wanted = hfjax.init(layout), hfjax.init(layout)
@@ -247,7 +255,7 @@ def test_steps_that_are_not_finite_are_skipped_told_and_not_counted_by_the_optim
 
 
 def test_too_many_steps_in_a_row_that_are_not_finite_stop_the_run():
-    layout = gpt_layout(DDP, {"data": 4}, optax.sgd(0.1))
+    layout = mlp_layout(DDP, {"data": 4}, optax.sgd(0.1))
     step = hfjax.train_step(layout, poisoned, nonfinite="skip", patience=3)
     state, told = hfjax.init(layout), pytest.warns(RuntimeWarning, match="skipped")
     with told, pytest.raises(FloatingPointError, match=r"3 in a row \(patience=3\).*step 4"):

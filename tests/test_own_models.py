@@ -19,6 +19,18 @@ CASES = {
     "FSDP": (FSDP.edit(replicate_below=0), {"fsdp": 4}),
     "HSDP": (HSDP.edit(replicate_below=0), {"data": 2, "fsdp": 2}),
 }
+DAILY = ("FSDP", "HSDP")
+
+
+@pytest.fixture(
+    params=[DAILY, pytest.param([n for n in CASES if n not in DAILY], marks=pytest.mark.slow)],
+    ids=" ".join,
+)
+def cases(request):
+    """A part of CASES: the strategies that gather parameters every day."""
+    return {name: CASES[name] for name in request.param}
+
+
 RNG = np.random.default_rng(0)
 BATCH = {
     "x": RNG.normal(size=(16, 8)).astype(np.float32),
@@ -131,11 +143,20 @@ class Unlike(nnx.Module):
         return self.head(x)
 
 
-@pytest.mark.parametrize("remat", ["none", "full", "dots"])
-def test_a_list_of_unlike_layers_under_every_remat(remat):
+@pytest.mark.parametrize(
+    ("remat", "name"),
+    [
+        ("none", "ZERO2"),
+        ("full", "HSDP"),
+        ("dots", "HSDP"),
+        pytest.param("none", "HSDP", marks=pytest.mark.slow),
+        pytest.param("full", "ZERO2", marks=pytest.mark.slow),
+        pytest.param("dots", "ZERO2", marks=pytest.mark.slow),
+    ],
+)
+def test_a_list_of_unlike_layers_under_every_remat(remat, name):
     init = lambda rngs: Unlike(rngs=rngs)
-    cases = {name: CASES[name] for name in ("ZERO2", "HSDP")}
-    assert_strategies_agree(init, squares, BATCH, cases, remat=remat)
+    assert_strategies_agree(init, squares, BATCH, {name: CASES[name]}, remat=remat)
 
 
 class Tracked(Unlike):
@@ -181,9 +202,9 @@ STACK_NAMES = {
 }
 
 
-def test_a_stack_under_the_users_own_scan_with_the_name_of_the_stacked_dimension():
+def test_a_stack_under_the_users_own_scan_with_the_name_of_the_stacked_dimension(cases):
     init = lambda rngs: Scanned(rngs=rngs)
-    assert_strategies_agree(init, squares, BATCH, CASES, forward=on_x, axes=STACK_NAMES)
+    assert_strategies_agree(init, squares, BATCH, cases, forward=on_x, axes=STACK_NAMES)
 
 
 class LinenPerceptron(linen.Module):
@@ -192,14 +213,14 @@ class LinenPerceptron(linen.Module):
         return linen.Dense(8)(linen.relu(linen.Dense(16)(x)))
 
 
-def test_a_linen_module_through_flax_bridge():
+def test_a_linen_module_through_flax_bridge(cases):
     def init(rngs):
         return nnx.bridge.ToNNX(LinenPerceptron(), rngs=rngs).lazy_init(BATCH["x"])
 
-    assert_strategies_agree(init, squares, BATCH, CASES, forward=on_x)
+    assert_strategies_agree(init, squares, BATCH, cases, forward=on_x)
 
 
-def test_a_bare_pytree_is_a_model_whose_loss_is_given_the_tree():
+def test_a_bare_pytree_is_a_model_whose_loss_is_given_the_tree(cases):
     def init(rngs):
         return {
             "up": jax.random.normal(rngs.params(), (8, 16)),
@@ -210,7 +231,7 @@ def test_a_bare_pytree_is_a_model_whose_loss_is_given_the_tree():
         outputs = jax.nn.relu(batch["x"] @ params["up"]) @ params["down"][0]
         return squares(outputs + params["down"][1][None], batch)
 
-    assert_strategies_agree(init, loss, BATCH, CASES)
+    assert_strategies_agree(init, loss, BATCH, cases)
 
 
 class Transposed(nnx.Module):
@@ -223,8 +244,8 @@ class Transposed(nnx.Module):
         return (x @ self.w.T + x @ self.w[:, ::-1] + x * self.w.sum()) @ self.w.get_value()
 
 
-def test_a_parameter_is_whole_by_whatever_way_it_is_read():
-    assert_strategies_agree(lambda rngs: Transposed(rngs=rngs), squares, BATCH, CASES, forward=on_x)
+def test_a_parameter_is_whole_by_whatever_way_it_is_read(cases):
+    assert_strategies_agree(lambda rngs: Transposed(rngs=rngs), squares, BATCH, cases, forward=on_x)
 
 
 class Pair(NamedTuple):
@@ -232,7 +253,7 @@ class Pair(NamedTuple):
     bias: Any
 
 
-def test_a_tree_keeps_the_order_of_its_own_leaves():
+def test_a_tree_keeps_the_order_of_its_own_leaves(cases):
     """Names sort otherwise than the leaves of a named tuple, or of a list of more than ten."""
 
     def init(rngs):
@@ -243,7 +264,7 @@ def test_a_tree_keeps_the_order_of_its_own_leaves():
         x = batch["x"] @ params["pair"].weight + params["pair"].bias[None]
         return squares(x @ params["many"][2] + x @ params["many"][10] * 2, batch)
 
-    assert_strategies_agree(init, loss, BATCH, CASES)
+    assert_strategies_agree(init, loss, BATCH, cases)
     layout = hfjax.layout(init, optax.sgd(0.1), hfjax.make_mesh(fsdp=8), CASES["FSDP"][0])
     found = hfjax.train_step(layout, loss)(hfjax.init(layout), BATCH)[1]["loss"]
     np.testing.assert_allclose(found, loss(init(None), BATCH), rtol=1e-5)
@@ -263,9 +284,9 @@ class Lookalike(nnx.Module):
         return self.head(x)
 
 
-def test_a_model_that_only_looks_like_three_parts_is_called_as_it_is():
+def test_a_model_that_only_looks_like_three_parts_is_called_as_it_is(cases):
     init = lambda rngs: Lookalike(rngs=rngs)
-    assert_strategies_agree(init, squares, BATCH, CASES, forward=on_x)
+    assert_strategies_agree(init, squares, BATCH, cases, forward=on_x)
 
 
 class Chain(nnx.Module):
@@ -284,8 +305,8 @@ class Chain(nnx.Module):
         return self.head(self.layers(self.embed(batch)))
 
 
-def test_a_sequential_with_functions_runs_layer_by_layer():
-    assert_strategies_agree(lambda rngs: Chain(rngs=rngs), squares, BATCH, CASES)
+def test_a_sequential_with_functions_runs_layer_by_layer(cases):
+    assert_strategies_agree(lambda rngs: Chain(rngs=rngs), squares, BATCH, cases)
 
 
 class Rematted(Perceptron):

@@ -19,6 +19,16 @@ CASES = {
     "ZERO1": (ZERO1.edit(replicate_below=0), {"data": 4}),
     "FSDP": (FSDP.edit(replicate_below=0), {"fsdp": 4}),
 }
+
+
+@pytest.fixture(
+    params=[("FSDP",), pytest.param(("DDP", "ZERO1"), marks=pytest.mark.slow)], ids=" ".join
+)
+def cases(request):
+    """Some of CASES: every day FSDP, which gathers."""
+    return {name: CASES[name] for name in request.param}
+
+
 RNG = np.random.default_rng(0)
 BATCH = {
     "x": RNG.normal(size=(16, 8)).astype(np.float32),
@@ -88,15 +98,15 @@ class Smooth(Learner):
 
 
 @pytest.mark.parametrize("kind", [Learner, Penalised, Smooth])
-def test_gradients_through_what_a_model_does_with_its_parameters_equal_plain_jax(kind):
+def test_gradients_through_what_a_model_does_with_its_parameters_equal_plain_jax(cases, kind):
     """The kit compares with plain `jax.grad` of the whole, so second-order gradients too."""
-    assert_strategies_agree(lambda rngs: kind(rngs=rngs), squares, BATCH, CASES, forward=on_x)
+    assert_strategies_agree(lambda rngs: kind(rngs=rngs), squares, BATCH, cases, forward=on_x)
 
 
 @pytest.mark.parametrize("kind", [Learner, Penalised])
-def test_an_evaluation_and_frozen_parameters_see_whole_parameters_too(kind):
+def test_an_evaluation_and_frozen_parameters_see_whole_parameters_too(cases, kind):
     found = []
-    for strategy, sizes in ((DDP, {"data": 1}), *CASES.values()):
+    for strategy, sizes in ((DDP, {"data": 1}), *cases.values()):
         count = int(np.prod(list(sizes.values())))
         mesh = hfjax.make_mesh(devices=jax.devices()[:count], **sizes)
         init = lambda rngs: kind(rngs=rngs)
@@ -132,13 +142,13 @@ class Scanned(nnx.Module):
 
 
 @pytest.mark.parametrize("layers", [4, 5])
-def test_a_stack_of_layers_trains_whether_or_not_its_dimension_is_split(layers):
+def test_a_stack_of_layers_trains_whether_or_not_its_dimension_is_split(cases, layers):
     """FSDP splits the dimension of 4 layers by 4, and then gathers the stack before the scan."""
     init = lambda rngs: Scanned(layers, rngs=rngs)
     told = r'4 stacked parameters are split .*axes=\{"blocks/down/bias": \("layers", None\), '
     warned = pytest.warns(UserWarning, match=told) if layers == 4 else nullcontext()
     with warned:
-        assert_strategies_agree(init, squares, BATCH, CASES, forward=on_x)
+        assert_strategies_agree(init, squares, BATCH, cases, forward=on_x)
 
 
 def test_a_named_stack_is_gathered_layer_by_layer_and_again_in_the_backward_pass():
@@ -181,7 +191,7 @@ def test_a_weight_that_a_loop_reads_is_gathered_once():
     assert counts == {"all-gather": 4, "reduce-scatter": 4}
 
 
-def test_a_branch_on_data_reads_what_was_gathered_before_it():
+def test_a_branch_on_data_reads_what_was_gathered_before_it(cases):
     class Branching(Learner):
         def __call__(self, x):
             of_row = lambda row: jax.lax.cond(
@@ -189,7 +199,7 @@ def test_a_branch_on_data_reads_what_was_gathered_before_it():
             )
             return self.down(jax.lax.map(of_row, x))
 
-    assert_strategies_agree(lambda rngs: Branching(rngs=rngs), squares, BATCH, CASES, forward=on_x)
+    assert_strategies_agree(lambda rngs: Branching(rngs=rngs), squares, BATCH, cases, forward=on_x)
 
 
 def test_parameters_that_the_loss_reads_nowhere_are_named_all_at_once():
@@ -233,9 +243,9 @@ class Wrapped(nnx.Module):
         return x
 
 
-def test_a_block_that_keeps_activations_on_the_host_gathers_again_in_its_backward_pass():
+def test_a_block_that_keeps_activations_on_the_host_gathers_again_in_its_backward_pass(cases):
     init = lambda rngs: Wrapped(rngs=rngs)
-    assert_strategies_agree(init, squares, BATCH, CASES, forward=on_x, steps=2)
+    assert_strategies_agree(init, squares, BATCH, cases, forward=on_x, steps=2)
     mesh = hfjax.make_mesh(devices=jax.devices()[:4], fsdp=4)
     layout = hfjax.layout(init, optax.sgd(0.1), mesh, FSDP.edit(replicate_below=0), forward=on_x)
     found = hfjax.collectives(hfjax.train_step(layout, squares).lower(BATCH))

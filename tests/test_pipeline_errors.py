@@ -13,7 +13,7 @@ from hfjax import DDP, FSDP, PIPE, Schedule
 from hfjax.models.gpt import next_token_loss
 from hfjax.models.parts import run_stacked, stacked
 from hfjax.testing import assert_strategies_agree
-from tests.small_gpt import gpt, gpt_layout, tokens
+from tests.small_gpt import mlp_layout, mlps, tokens
 
 FOUR = Schedule("1f1b", 4)
 
@@ -68,7 +68,7 @@ ROWS = {"x": np.ones((8, 4), np.float32)}
 
 
 def train(strategy, sizes, schedule, **changes):
-    layout = gpt_layout(strategy, sizes, **changes)
+    layout = mlp_layout(strategy, sizes, **changes)
     return hfjax.train_step(layout, next_token_loss, schedule=schedule)
 
 
@@ -89,7 +89,7 @@ def test_a_pipe_axis_needs_a_strategy_that_places_the_layers_on_it():
 
 def test_more_stages_than_layers_are_refused():
     with pytest.raises(ValueError, match=r"2 layers for 4 parts .*fewer stages.*or fewer chunks"):
-        gpt_layout(PIPE, {"pipe": 4}, layers=2)
+        mlp_layout(PIPE, {"pipe": 4}, layers=2)
     with pytest.raises(ValueError, match="4 layers for 8 parts"):
         train(PIPE, {"pipe": 2}, Schedule("interleaved", 4, 4), layers=4)
 
@@ -128,7 +128,7 @@ def test_a_model_in_one_part_cannot_be_cut():
 
 
 def test_pipe_splits_layers_and_nothing_else_of_theirs():
-    layout = gpt_layout(PIPE | FSDP, {"pipe": 2, "fsdp": 2})
+    layout = mlp_layout(PIPE | FSDP, {"pipe": 2, "fsdp": 2})
     bad = jax.sharding.PartitionSpec(None, "pipe")
     with pytest.raises(ValueError, match=r"pipe splits the layers, dimension 0"):
         layout.with_specs({"layers/mlp/up/kernel": bad})
@@ -143,23 +143,23 @@ def test_a_users_table_is_for_its_own_number_of_stages_and_runs_there():
         train(PIPE, {"pipe": 4}, own, layers=4)
     case = {"own": (PIPE, {"pipe": 2}, {"schedule": own})}
 
-    assert_strategies_agree(gpt(), next_token_loss, tokens(), case, steps=2)
+    assert_strategies_agree(mlps(), next_token_loss, tokens(), case, steps=2)
 
 
 def test_the_ends_of_a_model_may_be_split_over_the_stages():
     strategy = PIPE.edit(parameters={"vocab": "pipe"})
     case = {"ends": (strategy, {"pipe": 2}, {"schedule": FOUR})}
-    assert gpt_layout(strategy, {"pipe": 2}).specs["tokens"] == jax.sharding.PartitionSpec("pipe")
-    assert_strategies_agree(gpt(), next_token_loss, tokens(), case, steps=2)
+    assert mlp_layout(strategy, {"pipe": 2}).specs["tokens"] == jax.sharding.PartitionSpec("pipe")
+    assert_strategies_agree(mlps(), next_token_loss, tokens(), case, steps=2)
 
 
 def test_an_optimizer_that_takes_means_over_padded_layers_is_refused():
-    layout = gpt_layout(PIPE, {"pipe": 2}, optax.adafactor(1e-2), layers=3)
+    layout = mlp_layout(PIPE, {"pipe": 2}, optax.adafactor(1e-2), layers=3)
     with pytest.raises(ValueError, match=r"3 layers are padded to 4 rows.*adamw"):
         hfjax.train_step(layout, next_token_loss, schedule=FOUR)
     for optimizer in (optax.lamb(1e-3), optax.adamw(1e-3), optax.sgd(0.1, momentum=0.9)):
         hfjax.train_step(
-            gpt_layout(PIPE, {"pipe": 2}, optimizer, layers=3), next_token_loss, schedule=FOUR
+            mlp_layout(PIPE, {"pipe": 2}, optimizer, layers=3), next_token_loss, schedule=FOUR
         )
 
 

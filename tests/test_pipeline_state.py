@@ -15,7 +15,7 @@ import hfjax
 from hfjax import DDP, FSDP, PIPE, Schedule
 from hfjax.base.paths import flatten
 from hfjax.models.gpt import next_token_loss
-from tests.small_gpt import gpt_layout, tokens
+from tests.small_gpt import mlp_layout, tokens
 
 STAGES = {"pipe": 4}
 FOUR = Schedule("1f1b", 4)
@@ -37,7 +37,7 @@ def continued(layout, state, schedule=None):
 
 
 def test_specs_and_saved_state_name_the_models_own_arrays_whatever_the_schedule():
-    layout = gpt_layout(PIPE, STAGES, layers=6)
+    layout = mlp_layout(PIPE, STAGES, layers=6)
     path = "layers/mlp/up/kernel"
     assert layout.specs[path] == jax.sharding.PartitionSpec("pipe")
     assert layout.arrays[path].shape == (6, 32, 128)
@@ -50,7 +50,7 @@ def test_specs_and_saved_state_name_the_models_own_arrays_whatever_the_schedule(
 
 
 def test_empty_places_stay_zero():
-    layout = gpt_layout(PIPE, STAGES, layers=6)
+    layout = mlp_layout(PIPE, STAGES, layers=6)
     state, _ = trained(layout, FOUR)
     for path, x in flatten(state.params).items():
         if path.startswith("layers/"):
@@ -59,29 +59,29 @@ def test_empty_places_stay_zero():
 
 @pytest.mark.parametrize("layers", [6, pytest.param(8, marks=pytest.mark.slow)])
 def test_a_state_goes_from_one_schedule_to_another_and_to_no_pipeline(tmp_path, layers):
-    layout = gpt_layout(PIPE, {"pipe": 2}, layers=layers)
+    layout = mlp_layout(PIPE, {"pipe": 2}, layers=layers)
     schedule = Schedule("interleaved", 4, 2)
     before, wanted = trained(layout, schedule)
     manager = ocp.StandardCheckpointer()
     manager.save(tmp_path / "saved", hfjax.canonical(layout, before))
-    other = gpt_layout(FSDP, {"fsdp": 4}, layers=layers)
+    other = mlp_layout(FSDP, {"fsdp": 4}, layers=layers)
     manager.wait_until_finished()
     restored = manager.restore(tmp_path / "saved", other.abstract_state())
     assert continued(other, restored) == pytest.approx(wanted, rel=1e-5)
     assert continued(layout, before, Schedule("v", 4, 2)) == pytest.approx(wanted, rel=1e-5)
-    four = gpt_layout(PIPE, {"pipe": 4}, layers=layers)
+    four = mlp_layout(PIPE, {"pipe": 4}, layers=layers)
     back = manager.restore(tmp_path / "saved", four.arranged(None).abstract_state())
     assert continued(four, back, FOUR) == pytest.approx(wanted, rel=1e-5)
 
 
 def test_a_state_saved_in_stages_tells_the_order_of_its_layers(tmp_path):
-    layout = gpt_layout(PIPE, {"pipe": 2}, layers=4)
+    layout = mlp_layout(PIPE, {"pipe": 2}, layers=4)
     schedule = Schedule("interleaved", 4, 2)
     state, wanted = trained(layout, schedule)
     checkpointer = ocp.StandardCheckpointer()
     checkpointer.save(tmp_path / "saved", state)
     checkpointer.wait_until_finished()
-    plain = gpt_layout(DDP, {"data": 2}, layers=4)
+    plain = mlp_layout(DDP, {"data": 2}, layers=4)
     restored = checkpointer.restore(tmp_path / "saved", plain.abstract_state())
     assert np.asarray(restored.order).tolist() == [0, 2, 1, 3]
     assert continued(plain, restored) == pytest.approx(wanted, rel=1e-5)
@@ -89,16 +89,16 @@ def test_a_state_saved_in_stages_tells_the_order_of_its_layers(tmp_path):
 
 @pytest.mark.parametrize("schedule", [None, Schedule("interleaved", 4, 2)])
 def test_evaluation_runs_forward_only_and_equals_one_device(schedule):
-    layout = gpt_layout(PIPE | DDP, {"pipe": 2, "data": 2}, layers=4, dropout=0.3)
+    layout = mlp_layout(PIPE | DDP, {"pipe": 2, "data": 2}, layers=4, dropout=0.3)
     state = hfjax.init(layout, schedule=schedule)
     found = hfjax.eval_step(layout, next_token_loss, schedule=schedule)(state, tokens())
-    one = gpt_layout(DDP, {"data": 1}, layers=4, dropout=0.3)
+    one = mlp_layout(DDP, {"data": 1}, layers=4, dropout=0.3)
     wanted = hfjax.eval_step(one, next_token_loss)(hfjax.init(one), tokens())
     assert float(found["loss"]) == pytest.approx(float(wanted["loss"]), rel=1e-6)
 
 
 def test_what_is_compiled_for_a_layout_dies_with_it():
-    layout, schedule = gpt_layout(PIPE, {"pipe": 2}, layers=4), Schedule("interleaved", 4, 2)
+    layout, schedule = mlp_layout(PIPE, {"pipe": 2}, layers=4), Schedule("interleaved", 4, 2)
     step = hfjax.train_step(layout, next_token_loss, schedule=schedule)
     state = hfjax.init(layout, schedule=schedule)
     assert not np.array_equal(hfjax.canonical(layout, state).order, state.order)
@@ -109,7 +109,7 @@ def test_what_is_compiled_for_a_layout_dies_with_it():
 
 
 def test_an_order_that_was_looked_at_is_not_looked_at_again(monkeypatch):
-    layout, looked = gpt_layout(FSDP, {"fsdp": 2}), []
+    layout, looked = mlp_layout(FSDP, {"fsdp": 2}), []
     assert layout.order is layout.order
     state, evaluate = hfjax.init(layout), hfjax.eval_step(layout, next_token_loss)
     equal = np.array_equal
@@ -127,13 +127,13 @@ def test_an_order_that_was_looked_at_is_not_looked_at_again(monkeypatch):
 
 def test_adafactors_factored_moments_follow_their_layers():
     optimizer = optax.adafactor(1e-2, min_dim_size_to_factor=8)
-    layout = gpt_layout(PIPE, {"pipe": 2}, optimizer, layers=4)
+    layout = mlp_layout(PIPE, {"pipe": 2}, optimizer, layers=4)
     before, wanted = trained(layout, Schedule("interleaved", 4, 2))
     assert continued(layout, before, Schedule("1f1b", 4)) == pytest.approx(wanted, rel=1e-5)
 
 
 def test_each_device_holds_its_stage_and_the_ends():
-    layout = gpt_layout(PIPE, STAGES, layers=8)
+    layout = mlp_layout(PIPE, STAGES, layers=8)
     state = hfjax.init(layout)
     for path, x in flatten(state.params).items():
         piece = x.addressable_shards[0].data

@@ -18,14 +18,14 @@ from hfjax.parallel.pipeline.plane import waiting
 from hfjax.parallel.schedules.cost import messages, permutes
 from hfjax.parallel.schedules.named import SCHEDULES
 from tests.h200 import OPTIMIZED, h200s
-from tests.small_gpt import gpt_layout, tokens
+from tests.small_gpt import gpt_layout, mlp_layout, tokens
 
 LAYERS, ROWS, WIDTH = 4, 24, 32
 SUMS = 8  # total and weight of the loss
 
 
 def lowered(strategy, sizes, schedule, rows=16, layers=LAYERS, **execution):
-    layout = gpt_layout(strategy.edit(replicate_below=1024), sizes, layers=layers)
+    layout = mlp_layout(strategy.edit(replicate_below=1024), sizes, layers=layers)
     step = hfjax.train_step(layout, next_token_loss, schedule=schedule, **execution)
     return layout, step.lower(tokens(rows))
 

@@ -1,6 +1,7 @@
 """Two real processes: each gives its own rows, and they train as one."""
 
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import hfjax
 from hfjax import DDP, PIPE, Schedule
 from hfjax.models.gpt import next_token_loss
 from hfjax.parallel.strategy import FSDP, TENSOR
-from tests.small_gpt import gpt_layout, tokens
+from tests.small_gpt import mlp_layout, tokens
 
 FSDP_TENSOR = ((FSDP | TENSOR).edit(replicate_below=0), {"fsdp": 2, "tensor": 2}, None)
 PIPELINE = (PIPE | DDP, {"pipe": 2, "data": 2}, Schedule("1f1b", 2))
@@ -25,15 +26,13 @@ jax.config.update("jax_cpu_collectives_implementation", "gloo")
 rank = int(sys.argv[2])
 jax.distributed.initialize(f"localhost:{sys.argv[1]}", num_processes=2, process_id=rank)
 from tests.test_processes import FSDP_TENSOR, PIPELINE, losses
-if sys.argv[3] == "pipeline":  # each process is a stage: both give all rows
-    print("losses", *losses(slice(None), *PIPELINE))
-else:
-    print("losses", *losses(slice(8 * rank, 8 * rank + 8), *FSDP_TENSOR))
+print("rows", *losses(slice(8 * rank, 8 * rank + 8), *FSDP_TENSOR))
+print("pipeline", *losses(slice(None), *PIPELINE))  # each is a stage: both give all rows
 """
 
 
 def losses(rows, strategy, sizes, schedule):
-    layout = gpt_layout(strategy, sizes)
+    layout = mlp_layout(strategy, sizes)
     step = hfjax.train_step(layout, next_token_loss, accumulate=2, schedule=schedule)
     state = hfjax.init(layout)
     mine = {"tokens": tokens()["tokens"][rows]}
@@ -45,15 +44,16 @@ def losses(rows, strategy, sizes, schedule):
     return [*found, float(sum(np.abs(x).sum() for x in [whole["tokens"], whole["positions"]]))]
 
 
-@pytest.mark.parametrize("case", ["rows", "pipeline"])
-def test_two_processes_with_their_own_rows_or_stages_train_as_one(case):
+@pytest.fixture(scope="module")
+def told_by_two():
+    """What two processes that train both cases print."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = str(free.getsockname()[1])
     command = [sys.executable, "-W", "ignore", "-c", WORKER, port]
     path = f"{os.getcwd()}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
     run = lambda rank: subprocess.Popen(
-        [*command, str(rank), case],
+        [*command, str(rank)],
         env=os.environ | {"PYTHONPATH": path},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -62,7 +62,12 @@ def test_two_processes_with_their_own_rows_or_stages_train_as_one(case):
     workers = [run(0), run(1)]
     told = [worker.communicate(timeout=240) for worker in workers]
     assert [worker.returncode for worker in workers] == [0, 0], told
-    lines = [out.split("losses ")[1].split() for out, _ in told]
+    return [out for out, _ in told]
+
+
+@pytest.mark.parametrize("case", ["rows", "pipeline"])
+def test_two_processes_with_their_own_rows_or_stages_train_as_one(told_by_two, case):
+    lines = [re.findall(rf"{case} (.*)", out)[0].split() for out in told_by_two]
     found = [[float(x) for x in line] for line in lines]
     assert found[0] == found[1]
     wanted = losses(slice(None), *(PIPELINE if case == "pipeline" else FSDP_TENSOR))

@@ -58,6 +58,9 @@ def on_mesh(body, x, mesh, axis):
     return jax.jit(mapped)(x)
 
 
+SLOW = pytest.mark.slow
+
+
 def mesh_of(*sizes):
     names = ("first", "second")[: len(sizes)]
     devices = jax.devices()[: int(np.prod(sizes))]
@@ -69,14 +72,16 @@ def rows(count):
 
 
 @pytest.mark.parametrize("body", [push, pull])
-@pytest.mark.parametrize("size", [1, 2, 3, 8])
+@pytest.mark.parametrize("size", [1, pytest.param(2, marks=SLOW), 3, pytest.param(8, marks=SLOW)])
 def test_each_rank_gets_what_the_one_before_it_had(interpreted_ring, body, size):  # noqa: F811
     found = on_mesh(body, rows(size), mesh_of(size), "first")
     np.testing.assert_array_equal(found, jnp.roll(rows(size), 1, axis=0))
 
 
-@pytest.mark.parametrize("body", [push, pull])
-@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize(
+    ("body", "axis"),
+    [(push, 1), (pull, 0), pytest.param(push, 0, marks=SLOW), pytest.param(pull, 1, marks=SLOW)],
+)
 def test_a_ring_is_any_axis_of_a_larger_mesh(interpreted_ring, body, axis):  # noqa: F811
     x = rows(8).reshape(2, 4, CELLS)
     found = on_mesh(body, rows(8), mesh_of(2, 4), ("first", "second")[axis])

@@ -22,7 +22,7 @@ from hfjax.run.profile import Profile
 from hfjax.run.sampling import Sampling
 from hfjax.run.screen import line
 from tests.full_disk import allowed_bytes
-from tests.small_run import MODEL, QUIET, corpus, small, told
+from tests.small_run import BIGRAMS, MODEL, QUIET, corpus, small, told
 
 ROOT = Path(__file__).parents[1]
 ONE = Mesh(data=1)
@@ -65,7 +65,8 @@ def test_a_run_gives_a_sign_of_life_for_each_batch(data, tmp_path, monkeypatch):
     monkeypatch.setattr(Loader, "__next__", lambda me: Heard.events.append("batch") or read(me))
     tell = Run._tell
     monkeypatch.setattr(Run, "_tell", lambda me, x: Heard.events.append("waits") or tell(me, x))
-    train(small(tmp_path, data, mesh=ONE, steps=9, checkpoints=Checkpoints(every=4)))
+    keep = Checkpoints(every=4)
+    train(small(tmp_path, data, model=BIGRAMS, mesh=ONE, steps=9, checkpoints=keep))
     told = " ".join(Heard.events)
     assert told.count("batch") == 9 + 2 * 3  # steps, and two validations
     slow = ["preparing", "the first step", "saving a checkpoint", "the first validation"]
@@ -114,9 +115,13 @@ def test_a_run_that_was_stopped_goes_on_bit_for_bit(whole, data, tmp_path):
     ("strategy", "changes"),
     [
         ("fsdp+tensor", {"mesh": Mesh(fsdp=2, tensor=2, data=2), "accumulate": 2}),
-        ("zero1", {"mesh": Mesh(data=8)}),
-        ("pipe", {"mesh": Mesh(pipe=1, data=4)}),
-        ("fsdp+host_optimizer", {"offload": "0.5", "remat": "dots"}),
+        pytest.param("zero1", {"mesh": Mesh(data=8)}, marks=pytest.mark.slow),
+        pytest.param("pipe", {"mesh": Mesh(pipe=1, data=4)}, marks=pytest.mark.slow),
+        pytest.param(
+            "fsdp+host_optimizer",
+            {"mesh": Mesh(fsdp=2), "offload": "0.5", "remat": "dots"},
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_run_goes_on_under_another_strategy(whole, data, tmp_path, strategy, changes):
@@ -127,10 +132,12 @@ def test_a_run_goes_on_under_another_strategy(whole, data, tmp_path, strategy, c
 
 
 def test_a_run_whose_whole_state_lies_on_the_host_updates_layer_by_layer(data, tmp_path):
-    given = {"optimizer": Optimizer(rate=1e-2, clip=None), "steps": 3}
+    quiet = replace(QUIET, valid_every=0)
+    given = {"optimizer": Optimizer(rate=1e-2, clip=None), "steps": 3, "mesh": ONE, "log": quiet}
     train(small(tmp_path / "here", data, **given))
     given["optimizer"] = replace(given["optimizer"], in_backward=True)
     given |= {"strategy": "fsdp+host_optimizer+host_parameters", "remat": "full"}
+    given["mesh"] = Mesh(fsdp=2)
     train(small(tmp_path / "there", data, **given))
     found, wanted = told(tmp_path / "there"), told(tmp_path / "here")
     np.testing.assert_allclose(list(found.values()), list(wanted.values()), rtol=1e-5)
@@ -138,12 +145,12 @@ def test_a_run_whose_whole_state_lies_on_the_host_updates_layer_by_layer(data, t
 
 def test_a_run_starts_in_a_pipeline_and_goes_on_without_one(data, tmp_path):
     deep = replace(MODEL, layers=2)
-    alone = small(tmp_path / "alone", data, model=deep, mesh=ONE, steps=6)
-    train(alone)
+    given = {"model": deep, "steps": 4, "log": replace(QUIET, valid_every=0)}
+    train(small(tmp_path / "alone", data, mesh=ONE, **given))
     pipeline = {"mesh": Mesh(pipe=2, data=2), "pipeline": Pipeline("1f1b", 2)}
-    piped = small(tmp_path / "piped", data, model=deep, steps=6, strategy="pipe", **pipeline)
+    piped = small(tmp_path / "piped", data, strategy="pipe", **pipeline, **given)
     train(replace(piped, minutes=0.0))
-    train(replace(piped, strategy="fsdp", mesh=Mesh()))
+    train(replace(piped, strategy="fsdp", mesh=Mesh(fsdp=2)))
     found, wanted = told(tmp_path / "piped"), told(tmp_path / "alone")
     np.testing.assert_allclose(list(found.values()), list(wanted.values()), rtol=1e-4)
 
@@ -183,7 +190,8 @@ def test_a_run_of_ones_own_model_loss_and_optimizer(data, tmp_path):
 
 
 def test_a_llama_is_a_preset_too(data, tmp_path):
-    config = small(tmp_path, data, steps=1, model=replace(MODEL, preset="llama-tiny"))
+    model = replace(MODEL, preset="llama-tiny")
+    config = small(tmp_path, data, steps=1, model=model, mesh=ONE)
     assert Parts(config).model.shape.kv_heads == 1
     assert train(config).step == 1
 
@@ -198,20 +206,22 @@ def test_a_run_begins_with_the_parameters_of_another(whole, data, tmp_path):
 
 
 def test_the_data_ends_and_so_does_the_run(data, tmp_path, capsys):
-    config = small(tmp_path, data, steps=500, data=Data(train=(str(data),), epochs=1))
+    once = Data(train=(str(data),), epochs=1)
+    config = small(tmp_path, data, model=BIGRAMS, mesh=ONE, steps=500, data=once)
     result = train(config)
     assert result.step == Parts(config).data.rows_per_epoch // 16
     assert "the data ends after 1 epochs" in capsys.readouterr().out
 
 
 def test_a_profile_is_written(data, tmp_path, capsys):
-    train(small(tmp_path, data, steps=4, profile="1:3", mesh=ONE))
+    train(small(tmp_path, data, model=BIGRAMS, steps=4, profile="1:3", mesh=ONE))
     assert list((tmp_path / "profile").rglob("*.xplane.pb"))
     assert "trace of steps 1 to 2" in capsys.readouterr().out
 
 
 def test_tensorboard_gets_the_same_numbers(data, tmp_path):
-    train(small(tmp_path, data, steps=2, log=replace(QUIET, tensorboard=True)))
+    log = replace(QUIET, tensorboard=True)
+    train(small(tmp_path, data, model=BIGRAMS, mesh=ONE, steps=2, log=log))
     assert list((tmp_path / "tensorboard").glob("events.out.tfevents.*"))
 
 
@@ -472,13 +482,13 @@ def test_seeds_go_up_to_32_bits_and_small_ones_stay_what_they_were(data, tmp_pat
         wanted = f"seed={seed}: a whole number from -2147483648 to 4294967295 is expected"
         with pytest.raises(ValueError, match=wanted):
             hfjax.init(layout, seed)
-    config = small(tmp_path, data, mesh=ONE, seed=2**32 - 1, steps=1)
+    config = small(tmp_path, data, model=BIGRAMS, mesh=ONE, seed=2**32 - 1, steps=1)
     assert train(config).step == 1
     assert train(replace(config, steps=2)).step == 2
 
 
 def test_a_position_that_is_none_is_refused_with_its_file(data, tmp_path):
-    config = small(tmp_path, data, steps=1, mesh=ONE)
+    config = small(tmp_path, data, model=BIGRAMS, steps=1, mesh=ONE)
     train(config)
     loader, step = Parts(config).data, tmp_path / "checkpoints" / "1"
     told = hfjax.recorded(tmp_path / "checkpoints")["data"]
@@ -497,7 +507,7 @@ def test_a_position_that_is_none_is_refused_with_its_file(data, tmp_path):
 
 def test_a_bit_that_changes_between_a_run_and_its_resumption_is_told(tmp_path):
     text = corpus(tmp_path)
-    config = small(tmp_path / "run", text, steps=1, mesh=ONE)
+    config = small(tmp_path / "run", text, model=BIGRAMS, steps=1, mesh=ONE)
     train(config)
     path = text / "train" / "tokens.bin"
     tokens = np.fromfile(path, np.uint8)
@@ -508,7 +518,7 @@ def test_a_bit_that_changes_between_a_run_and_its_resumption_is_told(tmp_path):
 
 
 def test_a_disk_that_is_full_is_told_in_one_line(data, tmp_path, capfd):
-    config = small(tmp_path, data, mesh=ONE)
+    config = small(tmp_path, data, model=BIGRAMS, mesh=ONE)
     with (
         allowed_bytes(20_000),
         pytest.raises(OSError, match=r"step 5 was not saved .* File too"),
@@ -519,7 +529,7 @@ def test_a_disk_that_is_full_is_told_in_one_line(data, tmp_path, capfd):
 
 
 def test_files_of_a_run_that_do_not_fit_are_named(data, tmp_path, capsys):
-    config = small(tmp_path, data, mesh=ONE, steps=1)
+    config = small(tmp_path, data, model=BIGRAMS, mesh=ONE, steps=1)
     with allowed_bytes(10), pytest.raises(OSError, match=r"File too large: '.*/config.yaml'"):
         train(config)
     assert not list(tmp_path.glob("*config*"))
@@ -580,7 +590,7 @@ def test_skipped_steps_are_no_updates_for_the_learning_rate(data, tmp_path):
 def test_the_best_checkpoint_is_judged_by_its_own_validation(data, tmp_path):
     log = replace(QUIET, valid_every=4)
     keep = Checkpoints(every=5, keep=1, keep_best=True)
-    train(small(tmp_path, data, mesh=ONE, log=log, checkpoints=keep))
+    train(small(tmp_path, data, model=BIGRAMS, mesh=ONE, log=log, checkpoints=keep))
     found = told(tmp_path, "valid_loss")
     assert list(found) == [4, 5, 8, 10, 12]
     recorded = hfjax.recorded(tmp_path / "checkpoints", 12)
@@ -622,7 +632,7 @@ def test_other_tokenizers_are_not_mixed(data, tmp_path):
 
 def test_a_configuration_is_saved_to_be_read_from_any_folder(data, tmp_path, monkeypatch):
     monkeypatch.chdir(data.parent)
-    train(small(tmp_path, Path("data"), steps=1, mesh=ONE))
+    train(small(tmp_path, Path("data"), model=BIGRAMS, steps=1, mesh=ONE))
     assert load(tmp_path / "config.yaml").data.train == (str(data),)
 
 

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,7 @@ import pytest
 import hfjax
 from hfjax.__main__ import main
 from hfjax.cli.run import start
-from hfjax.run import files
+from hfjax.run import files, train
 from hfjax.run.build import STRATEGIES
 from hfjax.run.config import Checkpoints, Log, Mesh, Model, Optimizer, Train
 from tests.small_run import corpus, small, told
@@ -98,54 +99,65 @@ def losses_of_one(shared):
     return losses_of(shared, 1)
 
 
-@pytest.mark.parametrize("processes", [pytest.param(2, marks=pytest.mark.slow), 4])
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [2, 4])
 def test_several_processes_have_the_losses_of_one(shared, losses_of_one, processes):
     np.testing.assert_allclose(losses_of(shared, processes), losses_of_one, rtol=1e-6)
 
 
 @pytest.fixture(scope="module")
 def undisturbed(shared):
-    file, directory = written(shared, "undisturbed", steps=LONG, checkpoints=Checkpoints(every=40))
+    """What two processes that nobody disturbs tell."""
+    file, directory = written(shared, "undisturbed", steps=LONG, checkpoints=Checkpoints(every=70))
     ended(launched(file, 2, 1))
     return told(directory)
 
 
-def test_a_process_is_killed_and_the_job_starts_again_with_the_same_losses(shared, undisturbed):
-    file, directory = written(shared, "killed", steps=LONG, checkpoints=Checkpoints(every=40))
+def test_two_processes_have_the_losses_of_one(shared, undisturbed, tmp_path):
+    config = files.load(shared[0] / "undisturbed.yaml")
+    train(replace(config, out=tmp_path, mesh=Mesh(fsdp=2), log=replace(QUIET, every=0)))
+    found, wanted = (list(losses.values())[:STEPS] for losses in (undisturbed, told(tmp_path)))
+    np.testing.assert_allclose(found, wanted, rtol=1e-6)
+
+
+def test_killed_told_to_stop_and_interrupted_a_job_goes_on_with_the_same_losses(
+    shared, undisturbed
+):
+    """One run: a process is killed, the job told to stop, then Ctrl-C; one process ends it."""
+    file, directory = written(shared, "disturbed", steps=LONG, checkpoints=Checkpoints(every=70))
     job = launched(file, 2, 1, "--max-restarts", "1")
-    reached(job, directory, 60)
+    reached(job, directory, 90)
     os.kill(workers(job)[1], signal.SIGKILL)
-    out = ended(job)
-    assert "going on after step" in out
-    assert told(directory) == undisturbed
-
-
-def test_a_job_is_told_to_stop_saves_at_one_step_and_goes_on_bit_for_bit(shared, undisturbed):
-    file, directory = written(shared, "stopped", steps=LONG, checkpoints=Checkpoints(every=0))
-    job = launched(file, 2, 1)
-    reached(job, directory, 30)
+    reached(job, directory, 110)  # started again
     job.terminate()
     out = ended(job, 143)
-    step = hfjax.latest(directory / "checkpoints")
-    assert step is not None
+    step = stopped_after(directory)
+    assert "going on after step" in out
     assert f"stopped after step {step} (SIGTERM)" in out
-    assert 30 <= step < LONG
+    assert 110 <= step < LONG
+    assert told(directory) == {i: undisturbed[i] for i in range(step)}
+
     programs = set((shared[0] / "programs").iterdir())
-    assert f"going on after step {step}" in ended(launched(file, 2, 1))
-    assert set((shared[0] / "programs").iterdir()) == programs  # nothing was compiled again
-    assert told(directory) == undisturbed
-
-
-def test_ctrl_c_saves_and_one_process_goes_on_where_two_began(shared, undisturbed):
-    file, directory = written(shared, "moved", steps=LONG, checkpoints=Checkpoints(every=0))
     job = launched(file, 2, 1)
-    reached(job, directory, 20)
+    reached(job, directory, step + 5)
     job.send_signal(signal.SIGINT)
-    ended(job, 130)
+    assert f"going on after step {step}" in ended(job, 130)
+    assert set((shared[0] / "programs").iterdir()) == programs  # nothing was compiled again
+    step = stopped_after(directory)
+    assert step < LONG
+    assert told(directory) == {i: undisturbed[i] for i in range(step)}
+
     ended(started("train", "--config", file, "--cpu-devices", "2"))
     found = told(directory)
     assert found.keys() == undisturbed.keys()
     np.testing.assert_allclose(list(found.values()), list(undisturbed.values()), rtol=1e-3)
+
+
+def stopped_after(directory):
+    """Return the step of the last checkpoint."""
+    step = hfjax.latest(directory / "checkpoints")
+    assert step is not None
+    return step
 
 
 def test_a_stopped_process_ends_the_job_by_the_watchdog(shared):
@@ -201,16 +213,23 @@ def test_thirty_kills_lose_nothing(shared):
     assert told(directory) == told(whole)
 
 
-def test_the_commands_train_evaluate_and_write(shared):
+def test_the_commands_train_evaluate_and_write(shared, monkeypatch, capsys):
+    """In processes of their own: a training, and a text on another number of devices."""
+    monkeypatch.setattr("hfjax.cli.run.keep_programs", lambda place: None)
+
+    def here(*words):
+        assert main([str(word) for word in words]) == 0
+        return capsys.readouterr().out
+
     file, directory = written(shared, "commands", strategy="ddp", optimizer=Optimizer(ema=0.5))
     assert "done: 12 steps" in ended(started("train", "--config", file, "--log.sample", "8"))
     saved = [directory, "--cache", shared[0] / "programs"]
-    out = ended(started("eval", *saved, "--batch", "24"))
+    out = here("eval", *saved, "--batch", "24")
     assert "validated after step 12: loss" in out
-    latest = ended(started("eval", *saved, "--no-average", "--strategy", "fsdp"))
+    latest = here("eval", *saved, "--no-average", "--strategy", "fsdp")
     assert latest != out
     write = ["generate", *saved, "--prompt", "mesh", "--tokens", "12", "--temperature", "0"]
-    text = ended(started(*write))
+    text = here(*write)
     assert text.startswith("mesh")
     assert text == ended(started(*write, "--cpu-devices", "2", "--strategy", "fsdp"))
 

@@ -15,6 +15,12 @@ from hfjax.parallel.schedules.table import Table, Task, check, lay_out, needs
 from tests.replay import Replay
 
 MICROBATCHES = (1, 2, 3, 4, 5, 7, 8, 12, 13, 16)
+ALL_SIZES = tuple(product(range(1, 9), MICROBATCHES))  # fewer, as many and more than stages
+DAILY = tuple(product((1, 2, 3, 4), (1, 2, 3, 4, 5, 8)))
+SIZES = [
+    pytest.param(DAILY, id="up to 4 stages"),
+    pytest.param(ALL_SIZES, id="up to 8 stages", marks=pytest.mark.slow),
+]
 # A new schedule is a row of SCHEDULES, and is here with the chunks that it can have.
 KINDS_OF_TABLES = [
     (name, chunks)
@@ -24,18 +30,19 @@ KINDS_OF_TABLES = [
 
 
 @cache
-def tables(name: str, chunks: int) -> list[Table]:
-    """Return the tables of a schedule for all sizes: fewer, as many and more than stages."""
-    return [SCHEDULES[name](s, m, chunks) for s, m in product(range(1, 9), MICROBATCHES)]
+def tables(name: str, chunks: int, sizes: tuple[tuple[int, int], ...]) -> list[Table]:
+    """Return the tables of a schedule for sizes: (stages, microbatches)."""
+    return [SCHEDULES[name](s, m, chunks) for s, m in sizes]
 
 
 def every_task(kinds: str, virtual: int, microbatches: int) -> list[Task]:
     return [Task(k, g, m) for k in kinds for g in range(virtual) for m in range(microbatches)]
 
 
+@pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize(("name", "chunks"), KINDS_OF_TABLES)
-def test_a_schedule_runs_every_task_once_at_home_and_in_order(name, chunks):
-    for table in tables(name, chunks):
+def test_a_schedule_runs_every_task_once_at_home_and_in_order(name, chunks, sizes):
+    for table in tables(name, chunks, sizes):
         assert check(table) is table
         times = table.times()
         kinds = "F" + "B" * (name != "forward") + "W" * table.split
@@ -46,10 +53,11 @@ def test_a_schedule_runs_every_task_once_at_home_and_in_order(name, chunks):
             assert table.homes[task.virtual][0] == stage
 
 
+@pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize(("name", "chunks"), KINDS_OF_TABLES)
-def test_a_replay_of_the_compiled_ticks_reads_what_was_written_for_it(name, chunks):
+def test_a_replay_of_the_compiled_ticks_reads_what_was_written_for_it(name, chunks, sizes):
     """And what is compiled, segment by segment, does not grow with stages or microbatches."""
-    for table in tables(name, chunks):
+    for table in tables(name, chunks, sizes):
         ticks = compile_table(table)
         assert len(ticks.segments) <= (6 if name.endswith("zb") else 3)
         ran = Replay(ticks).run()

@@ -21,6 +21,9 @@ CASES = {
 }
 
 
+SLOW, DAILY = pytest.mark.slow, [("DDP", False), ("FSDP", True)]
+
+
 def linear(rngs):
     return nnx.Linear(8, 8, rngs=rngs)
 
@@ -35,7 +38,7 @@ def batches(steps):
     return jax.tree.map(lambda x: np.stack([x * (i + 1) for i in range(steps)]), BATCH)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", ["DDP", pytest.param("ZERO1", marks=SLOW), "FSDP"])
 def test_steps_in_a_scan_of_ones_own_are_those_of_a_loop(name):
     layout, state = plan(*CASES[name])
     step, evaluate, many = (
@@ -140,8 +143,14 @@ def put(state, layout):
     return replace(state, params=jax.tree.map(to, GIVEN, state.params))
 
 
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("host", [False, True], ids=["device", "host"])
+@pytest.mark.parametrize(
+    ("name", "host"),
+    [
+        pytest.param(name, host, marks=[] if (name, host) in DAILY else SLOW)
+        for name in CASES
+        for host in (False, True)
+    ],
+)
 def test_parameters_put_into_a_state_are_those_that_train_also_with_master_weights(name, host):
     strategy, sizes = CASES[name]
     strategy = strategy | hfjax.HOST_OPTIMIZER if host else strategy

@@ -12,12 +12,12 @@ from hfjax.models.gpt import next_token_loss
 from hfjax.models.parts import Dropout
 from hfjax.parallel.strategy import DDP, FSDP, SEQUENCE, TENSOR, ZERO1
 from hfjax.run.config import Model
-from tests.small_gpt import gpt, gpt_layout, tokens
+from tests.small_gpt import gpt, mlp_layout, tokens
 
 
 @pytest.fixture(scope="module")
 def ddp():
-    layout = gpt_layout(DDP, {"data": 4}, optax.sgd(0.1))
+    layout = mlp_layout(DDP, {"data": 4}, optax.sgd(0.1))
     return layout, hfjax.train_step(layout, next_token_loss)
 
 
@@ -32,9 +32,9 @@ def test_the_state_given_is_donated_and_counts_its_steps(ddp):
 
 
 def test_a_seed_gives_the_same_parameters_on_every_mesh():
-    one = hfjax.init(gpt_layout(DDP, {"data": 1}, devices=jax.devices()[:1]), seed=3)
-    many = hfjax.init(gpt_layout(FSDP | TENSOR, {"fsdp": 4, "tensor": 2}), seed=3)
-    other = hfjax.init(gpt_layout(DDP, {"data": 8}), seed=4)
+    one = hfjax.init(mlp_layout(DDP, {"data": 1}, devices=jax.devices()[:1]), seed=3)
+    many = hfjax.init(mlp_layout(FSDP | TENSOR, {"fsdp": 4, "tensor": 2}), seed=3)
+    other = hfjax.init(mlp_layout(DDP, {"data": 8}), seed=4)
     pairs = zip(*(jax.tree.leaves(hfjax.full(s.params)) for s in (one, many, other)), strict=True)
     differs = []
     for a, b, c in pairs:
@@ -62,7 +62,7 @@ def test_a_batch_that_does_not_split_is_refused(ddp, batch, message):
 
 
 def test_a_batch_must_divide_by_the_microbatches_too():
-    layout = gpt_layout(DDP, {"data": 4})
+    layout = mlp_layout(DDP, {"data": 4})
     step = hfjax.train_step(layout, next_token_loss, accumulate=3)
     with pytest.raises(ValueError, match=r"16 rows does not divide by 3 microbatches x 4 devices"):
         step.lower(tokens())
@@ -75,7 +75,7 @@ def test_rows_longer_than_the_model_are_refused(ddp):
 
 
 def test_shard_batch_splits_the_rows_over_data_and_fsdp():
-    layout = gpt_layout(FSDP, {"data": 2, "fsdp": 2, "tensor": 1})
+    layout = mlp_layout(FSDP, {"data": 2, "fsdp": 2, "tensor": 1})
     batch = hfjax.shard_batch(layout, tokens())
     assert batch["tokens"].addressable_shards[0].data.shape == (4, 25)
     with pytest.raises(ValueError, match=r"does not divide"):
@@ -97,7 +97,7 @@ def test_dropout_of_everything_is_zero_and_so_is_its_gradient():
     assert (value, np.abs(gradient).max()) == (0, 0)
     drop.deterministic = True
     np.testing.assert_array_equal(drop(x), x)
-    layout = gpt_layout(FSDP, {"fsdp": 2}, dropout=1.0, layers=1)
+    layout = mlp_layout(FSDP, {"fsdp": 2}, dropout=1.0, layers=1)
     _, metrics = hfjax.train_step(layout, next_token_loss)(hfjax.init(layout), tokens())
     assert metrics["finite"]
 
@@ -133,8 +133,8 @@ def test_dropout_masks_are_the_same_on_every_mesh_bit_by_bit():
 
 
 def test_evaluation_drops_nothing_and_leaves_the_state():
-    layout = gpt_layout(FSDP | TENSOR | SEQUENCE, {"data": 2, "fsdp": 2, "tensor": 2}, dropout=0.5)
-    plain = gpt_layout(DDP, {"data": 8})
+    layout = mlp_layout(FSDP | TENSOR | SEQUENCE, {"data": 2, "fsdp": 2, "tensor": 2}, dropout=0.5)
+    plain = mlp_layout(DDP, {"data": 8})
     wanted = hfjax.eval_step(plain, next_token_loss)(hfjax.init(plain), tokens())
     state = hfjax.init(layout)
     evaluate = hfjax.eval_step(layout, next_token_loss)
@@ -143,14 +143,14 @@ def test_evaluation_drops_nothing_and_leaves_the_state():
 
 
 def test_full_returns_whole_arrays_in_host_memory():
-    layout = gpt_layout(FSDP.edit(replicate_below=0) | TENSOR, {"fsdp": 4, "tensor": 2})
+    layout = mlp_layout(FSDP.edit(replicate_below=0) | TENSOR, {"fsdp": 4, "tensor": 2})
     whole = hfjax.full(hfjax.init(layout).params)
     assert isinstance(whole["tokens"], np.ndarray)
     assert whole["layers"]["mlp"]["up"]["kernel"].shape == (2, 32, 128)
 
 
 def test_a_loss_that_is_not_finite_is_told_by_step_and_loses_nothing():
-    layout = gpt_layout(ZERO1, {"data": 4}, optax.adamw(1e-3))
+    layout = mlp_layout(ZERO1, {"data": 4}, optax.adamw(1e-3))
     poisoned = lambda logits, batch: (
         next_token_loss(logits, batch).total * batch["poison"].mean() / 1e3
     )
@@ -169,7 +169,7 @@ def test_a_loss_that_is_not_finite_is_told_by_step_and_loses_nothing():
 
 
 def test_a_parameter_that_is_not_finite_is_told_by_name_at_a_later_call():
-    layout = gpt_layout(DDP, {"data": 4}, optax.sgd(0.1))
+    layout = mlp_layout(DDP, {"data": 4}, optax.sgd(0.1))
     step = hfjax.train_step(layout, next_token_loss)
     state = hfjax.init(layout)
     state.params["norm"]["scale"] = state.params["norm"]["scale"] * np.nan
@@ -181,7 +181,7 @@ def test_a_parameter_that_is_not_finite_is_told_by_name_at_a_later_call():
 
 
 def test_a_float32_model_stays_float32_under_bfloat16_arithmetic():
-    layout = gpt_layout(FSDP, {"fsdp": 4})
+    layout = mlp_layout(FSDP, {"fsdp": 4})
     wide, narrow = (
         hfjax.train_step(layout, next_token_loss, precision=p)(hfjax.init(layout), tokens())
         for p in ("fp32", "bf16")
@@ -192,7 +192,7 @@ def test_a_float32_model_stays_float32_under_bfloat16_arithmetic():
 
 
 def test_bfloat16_reductions_beside_a_tensor_axis_are_refused_on_a_cpu():
-    layout = gpt_layout(DDP | TENSOR, {"data": 2, "tensor": 2})
+    layout = mlp_layout(DDP | TENSOR, {"data": 2, "tensor": 2})
     narrow = hfjax.Precision(compute="bfloat16", reduce="bfloat16")
     with pytest.raises(ValueError, match=r"crashes XLA's CPU compiler"):
         hfjax.train_step(layout, next_token_loss, precision=narrow)
@@ -200,13 +200,13 @@ def test_bfloat16_reductions_beside_a_tensor_axis_are_refused_on_a_cpu():
 
 def test_an_unknown_keyword_of_train_step_is_refused():
     with pytest.raises(TypeError, match=r"microbatch"):
-        hfjax.train_step(gpt_layout(DDP, {"data": 8}), next_token_loss, microbatch=2)
+        hfjax.train_step(mlp_layout(DDP, {"data": 8}), next_token_loss, microbatch=2)
 
 
 def test_the_model_alone_computes_what_the_step_computes():
     model = gpt()(nnx.Rngs(jax.random.key(0)))
     model.eval()
-    layout = gpt_layout(FSDP, {"fsdp": 8})
+    layout = mlp_layout(FSDP, {"fsdp": 8})
     found = hfjax.eval_step(layout, next_token_loss)(hfjax.init(layout), tokens())
     mean = next_token_loss(model(tokens()), tokens())
     np.testing.assert_allclose(found["loss"], mean.total / mean.weight, rtol=1e-5)

@@ -86,11 +86,30 @@ CASES = {
 }
 
 
-def test_a_resnet_equals_one_device():
-    cases = {
-        name: (strategy.edit(replicate_below=0), *rest) for name, (strategy, *rest) in CASES.items()
-    }
-    assert_strategies_agree(resnet, squares, IMAGES, cases, steps=2)
+def whole(names):
+    """Return cases of CASES in which every array is split, however small."""
+    return {name: (CASES[name][0].edit(replicate_below=0), *CASES[name][1:]) for name in names}
+
+
+@pytest.mark.parametrize(
+    "names", [list(CASES)[:1], pytest.param(list(CASES)[1:], marks=pytest.mark.slow)]
+)
+def test_a_resnet_equals_one_device(names):
+    assert_strategies_agree(resnet, squares, IMAGES, whole(names), steps=2)
+
+
+DAILY = ["interleaved, ZeRO-1", "split backwards, ZeRO-3"]
+
+
+@pytest.mark.parametrize(
+    "names", [DAILY, pytest.param([n for n in CASES if n not in DAILY], marks=pytest.mark.slow)]
+)
+def test_dense_layers_equal_one_device(names):
+    cases = whole(CASES)
+    strategy, sizes, _ = cases["split backwards, ZeRO-3"]
+    cases["split backwards, ZeRO-3"] = strategy, sizes, pipe("zb", balance=(4, 2))
+    chosen = {name: cases[name] for name in names}
+    assert_strategies_agree(mlp, squares, ROWS, chosen, steps=2)
 
 
 def test_functions_dropout_and_two_dtypes_equal_one_device():
@@ -136,7 +155,10 @@ def equal(stack):
     return init
 
 
-@pytest.mark.parametrize(("name", "remat"), [("pipedream", "except_last"), ("2bw", "none")])
+@pytest.mark.parametrize(
+    ("name", "remat"),
+    [("pipedream", "except_last"), pytest.param("2bw", "none", marks=pytest.mark.slow)],
+)
 def test_stages_of_a_list_update_by_themselves_as_those_of_a_stack(name, remat):
     losses = []
     for stack in (False, True):
