@@ -314,6 +314,7 @@ OPTIMIZERS = {
     ),
     "adafactor": (optax.adafactor(1e-3), r"keeps .*v_row.*\[1\], neither like a parameter nor"),
     "several steps in one": (optax.MultiSteps(SGD, 4), "keeps .mini_step, which is neither"),
+    "as many as are tried": (optax.MultiSteps(SGD, 3), "keeps .*, which is neither"),
 }
 
 

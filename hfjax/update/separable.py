@@ -5,7 +5,7 @@ depend on the others, nor on how they are stored.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple, cast
 
@@ -174,13 +174,15 @@ def _check_counts(parts: OptimizerParts, trial: _Trial) -> None:
 
     A count goes on counting wherever it starts: the ends have another one than the layers.
     """
-    state = trial.optimizer.init(nest(trial.parameters))
+    state, first = trial.optimizer.init(nest(trial.parameters)), trial.gradients[:1]
     before, counted = parts.of(state, COUNT), parts.of(trial.whole[1], COUNT)
+    once = parts.of(replace(trial, gradients=first).run()[1], COUNT)
     late = {name: x + 1000 * (counted[name] != x) for name, x in before.items()}
     then = parts.of(trial.run(state=parts.join(state, late))[1], COUNT)
     for name, x in before.items():
-        by = counted[name] - x
-        if by not in (0, len(GRADIENTS)) or then[name] - late[name] != by:
+        by, by_one = counted[name] - x, once[name] - x
+        counts = by_one in (0, 1) and by == len(GRADIENTS) * by_one
+        if not counts or then[name] - late[name] != by:
             raise _DependsError(f"keeps {name}, which is neither constant nor a count of updates")
 
 
