@@ -30,7 +30,8 @@ class Refusal:
         instead: What to do.
         only: The condition under which it is so, in words; other uses of both go together.
         holds: The condition.
-        found: Where it is found if `check` cannot see it.
+        found: When it is found, where only a trial of the optimizer or the trace can tell. `check`
+            leaves such a row to the code that finds it, which raises `error_of` the pair.
     """
 
     why: str
@@ -98,7 +99,8 @@ REFUSED: dict[tuple[str, str], Refusal] = {
         "a pipeline keeps its stages' layers on the device", ON_HOST
     ),
     ("HOST_PARAMETERS", "offload"): Refusal(
-        "an offload goes with layers whose backward pass is derived", ON_HOST
+        "layers then run in a loop of our own, forward and backward, in which nothing is offloaded",
+        f"Use remat in place of offload. {ON_HOST}",
     ),
     ("HOST_PARAMETERS", "remat every, group"): Refusal(
         "that is of several layers at a time, and each is fetched by itself", ON_HOST
@@ -121,7 +123,8 @@ REFUSED: dict[tuple[str, str], Refusal] = {
         f'Use remat="full", "dots" or names, or {LEAVE}',
     ),
     ("offload", "optimizer_in_backward"): Refusal(
-        "an offload goes with layers whose backward pass is derived", f"Leave it out, or {LEAVE}"
+        "layers then run in a loop of our own, forward and backward, in which nothing is offloaded",
+        f"Use remat in place of offload, or {LEAVE}",
     ),
     ("schedule", "optimizer_in_backward"): Refusal(
         "a schedule runs backward passes of several microbatches, on stages",

@@ -34,9 +34,9 @@ def data_plane(
 ) -> Plane:
     """Return the data plane of a layout, one that follows a table if there is one.
 
-    Planes differ in when parameters are gathered: a layer that stays gathered
-    (reshard_after_forward=False) is gathered once for the whole step where the loop over layers is
-    written out, and so is one whose gradient accumulates whole.
+    Planes differ in which split parameters they gather once for the whole step: those whose
+    gradient accumulates whole, and, where our code runs the layers, all of them under
+    reshard_after_forward=False.
     """
     once = execution.accumulate == 1
     kept = lambda p: bool(p.split("parameter")) and not execution.reshard_after_forward

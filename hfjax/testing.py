@@ -61,7 +61,7 @@ def strategies(devices: int, tensor: bool = True) -> dict[str, tuple[Strategy, S
         cases["ZERO1+TENSOR+SEQUENCE"] = (ZERO1 | TENSOR | SEQUENCE, {"data": half, "tensor": 2})
     if devices > 3:
         cases["HSDP"] = (HSDP, {"data": 2, "fsdp": half})
-        cases["ZERO2 in two levels"] = (ZERO2, {"data": 2, "fsdp": half})
+        cases["ZERO2 on two axes"] = (ZERO2, {"data": 2, "fsdp": half})
     if devices > 7 and tensor:
         three = {"data": 2, "fsdp": half // 2, "tensor": 2}
         cases["HSDP+TENSOR+SEQUENCE"] = (HSDP | TENSOR | SEQUENCE, three)

@@ -91,7 +91,9 @@ class Execution:
     remat: Remat = Remat("none")  # what layers compute again; or a word, or a policy of jax
     offload: Offload | None = None  # what of that waits on the host; or a fraction, or words
     reshard_after_forward: bool = True  # drop gathered parameters after use and gather again
-    reduction: str = "flat"  # hierarchical: scatter over fsdp, add over data, gather over fsdp
+    # hierarchical: axis by axis, in a node first. What stays whole is scattered over fsdp, added
+    # over data, gathered over fsdp; what is scattered is so over fsdp, then over data.
+    reduction: str = "flat"
     # Update each layer as soon as its gradient is there, so that only about one is ever alive.
     optimizer_in_backward: bool = False
     kernels: Wanted = Wanted()  # auto, pallas, xla, reference; or a word for each kernel

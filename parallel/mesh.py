@@ -1,7 +1,8 @@
 """The mesh: always the same named axes, outermost to innermost; size 1 means off.
 
-`MEANING` is the one place that knows what an axis is for. Batches, placement, gathers, reductions,
-random keys and every check derive what they do from it: a new axis is a row there.
+`MEANING` says what an axis is for. Batches, placement, gathers, reductions, random keys and checks
+derive what they do from it: to the engine a new axis is one line there. (`hfjax train` has a flag
+for each size that it knows: `Mesh` in hfjax/run/config.py.)
 """
 
 import math
@@ -26,8 +27,8 @@ class Axis:
             splits is gathered when it is read.
         sequence: It splits the positions of each row, dimension 1 of a batch. Gradients are summed
             over it too, since each device computes with positions of its own.
-        stays: The dimension of parameters, by its logical name, that is never gathered over this
-            axis: the computation comes to where its pieces lie, as microbatches come to a stage.
+        stays: The logical name of a dimension. Parameters that the axis splits along it are never
+            gathered: the computation goes to the pieces, as microbatches go to a stage's layers.
         partitioner: XLA's partitioner derives the collectives over it. Those over all other axes
             are written in our source.
     """
@@ -38,7 +39,8 @@ class Axis:
     partitioner: bool = False
 
 
-# Outermost to innermost: the chattiest axis lies on the fastest links.
+# Outermost to innermost: the chattiest axis lies on the fastest links. The partitioner's come last;
+# of the axes of rows the last is the one within a node (reduction="hierarchical").
 MEANING: Mapping[str, Axis] = {
     "pipe": Axis(stays=STACK),
     "data": Axis(rows=True),
@@ -181,7 +183,7 @@ def size_of(axes: Sequence[str], mesh: Mesh | Mapping[str, int]) -> int:
 def row_axes(mesh: Mesh) -> tuple[str, ...]:
     """Return the axes over which rows are split: all of them, so that a model may name them all.
 
-    None where all have size 1: XLA's partitioner refuses a collective over devices that are alone.
+    Empty where all have size 1: XLA's partitioner refuses a collective over devices that are alone.
     """
     return BATCH_AXES if in_use(mesh, BATCH_AXES) else ()
 

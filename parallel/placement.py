@@ -78,7 +78,7 @@ class Placed:
     def tensor(self) -> Dims:
         """The dimensions that the partitioner keeps split while others are gathered or scattered.
 
-        None if one of them is split over manual axes too: the pieces of a tensor shard are not
+        Empty if one of them is split over manual axes too: the pieces of a tensor shard are not
         next to each other then, and the partitioner has to put them in order.
         """
         if not in_use(self.mesh, TENSOR_AXES):

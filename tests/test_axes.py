@@ -21,11 +21,12 @@ from hfjax.parallel.mesh import (
 )
 from tests import pretend_axes
 
-ROWS = """    "replica": Axis(rows=True),
+BEFORE, AFTER = '    "data": Axis(rows=True),\n', '    "tensor": Axis(partitioner=True),\n'
+MANUAL = """    "replica": Axis(rows=True),
     "specialist": Axis(rows=True, stays="specialists"),
     "positions": Axis(sequence=True),
-    "matrix": Axis(partitioner=True),
 """
+PARTITIONED = '    "matrix": Axis(partitioner=True),\n'
 DAILY = ("rows, FSDP", "rows and stays", "sequence, FSDP", "partitioner")
 
 
@@ -34,12 +35,12 @@ def trained(folder: Path, *cases: str) -> dict[str, float]:
     shutil.copytree(
         Path(hfjax.__file__).parent, folder / "hfjax", ignore=shutil.ignore_patterns("__pycache__")
     )
-    table, last = (
-        folder / "hfjax" / "parallel" / "mesh.py",
-        '    "tensor": Axis(partitioner=True),\n',
-    )
-    before, after = table.read_text(encoding="utf-8").split(last)
-    table.write_text(before + last + ROWS + after, encoding="utf-8")
+    table = folder / "hfjax" / "parallel" / "mesh.py"
+    text = table.read_text(encoding="utf-8")
+    for known, rows in ((BEFORE, MANUAL + BEFORE), (AFTER, AFTER + PARTITIONED)):
+        assert text.count(known) == 1
+        text = text.replace(known, rows)
+    table.write_text(text, encoding="utf-8")
     command = [sys.executable, "-W", "ignore", pretend_axes.__file__, *cases]
     environment = os.environ | {"PYTHONPATH": str(folder)}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=folder)

@@ -48,7 +48,7 @@ def test_strategies_equal_one_device_with_dropout_masks_microbatches_and_clippin
     )
 
 
-QUICK = ("ZERO2 in two levels", "HSDP+TENSOR+SEQUENCE")
+QUICK = ("ZERO2 on two axes", "HSDP+TENSOR+SEQUENCE")
 IN_FLOAT64 = [
     pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in strategies(8)
 ]

@@ -74,7 +74,7 @@ def ordinary():
         return run(one_device(dropout=0.1), precision="fp64")
 
 
-SLOW = ("DDP", "ZERO2 in two levels", "ZERO2+TENSOR")
+SLOW = ("DDP", "ZERO2 on two axes", "ZERO2+TENSOR")
 QUICK = ("ZERO1", "FSDP", "HSDP+TENSOR+SEQUENCE")
 
 

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property, reduce
 from pathlib import Path
 from typing import Any
@@ -254,7 +254,7 @@ def mesh_of(config: Train, devices: Sequence[Any] | None = None) -> jax.sharding
     strategy = strategy_of(config.strategy)
     over_fsdp = any("fsdp" in axes for axes in strategy.parameters.values())
     free = "fsdp" if over_fsdp else "data"
-    sizes = {"data": given.data, "fsdp": given.fsdp, "tensor": given.tensor, "pipe": given.pipe}
+    sizes = asdict(given)
     if sizes[free] is None and -1 not in sizes.values():
         sizes[free] = -1
     given = {axis: size for axis, size in sizes.items() if size is not None}

@@ -2,5 +2,6 @@
 
 What a backward pass keeps of the forward pass (`program`, `saved`), and a layer's passes read apart
 (`dissect`): into the gradient of its input and that of its weights. `check_host_loops` tries once
-whether XLA brings back from the host what was sent there.
+whether XLA brings back from the host what was sent there, `varying_state` follows what differs
+between devices through a program.
 """

@@ -23,8 +23,9 @@ from jax.sharding import Mesh, PartitionSpec as P
 from hfjax.base.mean import Mean, as_mean
 from hfjax.base.paths import Flat, Index, Tree
 from hfjax.parallel.engine.blueprint import LAYERS, Blueprint
-from hfjax.parallel.engine.fetch import Form, Leg, Movement, Stored, legs, xla
+from hfjax.parallel.engine.fetch import Movement, Stored
 from hfjax.parallel.engine.layers import LayerOptions
+from hfjax.parallel.engine.legs import Form, Leg, legs, xla
 from hfjax.parallel.engine.reduce import Reduction, levels
 from hfjax.parallel.engine.traced import Traced
 from hfjax.parallel.execution import Execution
@@ -53,8 +54,8 @@ class Context:
     loss: Callable
     forward: Callable | None
     traced: Traced
-    reads_once: bool  # each parameter is read for one microbatch in a step
-    whole: frozenset[str]  # parameters that are gathered once, for the whole step
+    reads_once: bool  # a step has one microbatch: gradients need not wait for another
+    whole: frozenset[str]  # paths of parameters that are gathered once, for the whole step
 
     @property
     def in_parts(self) -> bool:
@@ -202,14 +203,17 @@ class Context:
     @cached_property
     def _legs(self) -> dict[str, tuple[tuple[Leg, ...], tuple[Leg, ...]]]:
         """How each parameter is gathered and its gradient scattered, in forms chosen here."""
-        return {path: (self._gathered(p), self._scattered(p)) for path, p in self.placed.items()}
+        return {
+            path: (self._way_of_gather(p), self._way_of_scatter(p))
+            for path, p in self.placed.items()
+        }
 
-    def _gathered(self, p: Placed) -> tuple[Leg, ...]:
+    def _way_of_gather(self, p: Placed) -> tuple[Leg, ...]:
         sent = self.execution.precision.of(p.dtype)[1]
         x = self._read(p, p.local("parameter"), p.dtype)
         return legs("all_gather", p.split("parameter"), x, sent, self.mesh, self._form(p))
 
-    def _scattered(self, p: Placed) -> tuple[Leg, ...]:
+    def _way_of_scatter(self, p: Placed) -> tuple[Leg, ...]:
         reduce = self.execution.precision.of(p.dtype)[2]
         dims, x = levels(p.split("gradient"), self._hierarchical), self._read(p, p.here, reduce)
         return legs("reduce_scatter", dims, x, reduce, self.mesh, self._form(p))
@@ -239,7 +243,11 @@ class Context:
         return {path: fetch(path, x) for path, x in parameters.items()}
 
     def slots(self) -> Flat:
-        """Return zeros of the shape and place in which each gradient accumulates."""
+        """Return zeros of the shape and place in which each gradient accumulates.
+
+        Sums begin with them; and since a fetch takes one beside its parameter, and its backward
+        pass returns the gradient there, the loss is differentiated with respect to them.
+        """
 
         def zeros(p: Placed) -> jax.Array:
             return jnp.zeros(p.local("gradient"), jnp.promote_types(p.dtype, jnp.float32))

@@ -1,4 +1,4 @@
-"""Fetching a parameter: copy, cast, all-gather; backward: cast, reduce-scatter, add.
+"""Fetching a parameter: copy, cast, all-gather; backward, its gradient is reduced (`reduce.py`).
 
 Inside the data plane a parameter is `Stored`: this device's shard, and the slot that its gradient
 goes to. The model gets the whole parameter in the compute dtype. Each gather and scatter is a
@@ -8,96 +8,20 @@ goes to. The model gets the whole parameter in the compute dtype. Each gather an
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import Mesh, PartitionSpec as P
-from jax.typing import DTypeLike
 
 from hfjax.base.paths import Index, Tree
-from hfjax.pallas_kernels.choice import Shape
-from hfjax.pallas_kernels.collectives import casting, reference
-from hfjax.parallel.engine.on_shards import mapped, on_tensor_shards
+from hfjax.parallel.engine.legs import Leg, gather
+from hfjax.parallel.engine.on_shards import on_tensor_shards
+from hfjax.parallel.engine.reduce import reduce_gradient
 from hfjax.parallel.memory import to_device
-from hfjax.parallel.mesh import BATCH_AXES, TENSOR_AXES, size_of
+from hfjax.parallel.mesh import BATCH_AXES
 from hfjax.parallel.placement import Dims
 from hfjax.parallel.strategy import Axes
-
-FORMS: dict[str, Any] = {"pallas": casting, "reference": reference}
-Form = Callable[[str, "str | None", Shape], str]  # (kernel, why it does not fit, shape) -> form
-
-
-def xla(kernel: str, refusal: str | None, shape: Shape) -> str:
-    """Return XLA's form: beside a tensor axis no kernel moves parameters."""
-    return "xla"
-
-
-class Leg(NamedTuple):
-    """A gather or scatter along one dimension, which counts from the end, over mesh axes."""
-
-    dim: int
-    axes: Axes
-    form: str = "xla"  # or pallas, reference
-
-
-def legs(
-    kernel: str, dims: Dims, x: Any, sent: DTypeLike, mesh: Mesh, form: Form
-) -> tuple[Leg, ...]:
-    """Return the legs of a gather or reduce_scatter, each in the form chosen for its array.
-
-    `x` is what a device has before the first of them, or its shape and dtype. Kernels add in
-    float32, and move rows.
-    """
-    shape, found = list(x.shape), []
-    for dim, axes in dims:
-        size, like = size_of(axes, mesh), jax.ShapeDtypeStruct(tuple(shape), x.dtype)
-        refusal = _refuses(kernel, like, axes, size, len(shape) + dim, sent)
-        found.append(Leg(dim, axes, form(kernel, refusal, {"N": like.size})))
-        shape[dim] = shape[dim] * size if kernel == "all_gather" else shape[dim] // size
-    return tuple(found)
-
-
-def _refuses(
-    kernel: str, x: jax.ShapeDtypeStruct, axes: Axes, size: int, dim: int, sent: DTypeLike
-) -> str | None:
-    """Return why the kernel cannot move an array, or None."""
-    if dim:
-        return f"an array of shape {x.shape} is split along dimension {dim}; the kernel moves rows"
-    return casting.refuses(kernel, x, _axis(axes), size, sent)
-
-
-def _axis(axes: Axes) -> str | Axes:
-    return axes[0] if len(axes) == 1 else axes
-
-
-def gather(x: jax.Array, leg: Leg, sent: DTypeLike) -> jax.Array:
-    """Return the array whole along a dimension, in the dtype that is sent."""
-    dim = x.ndim + leg.dim
-    if leg.form not in FORMS:
-        return lax.all_gather(x.astype(sent), leg.axes, axis=dim, tiled=True)
-    send = lambda rows: FORMS[leg.form].all_gather(rows, _axis(leg.axes), sent)
-    return _along(dim, x, _alone(send) if leg.form == "pallas" else send)
-
-
-def scatter(x: jax.Array, leg: Leg) -> jax.Array:
-    """Return this device's part of the sum along a dimension; it is sent in the array's dtype."""
-    dim = x.ndim + leg.dim
-    if leg.form not in FORMS:
-        return lax.psum_scatter(x, leg.axes, scatter_dimension=dim, tiled=True)
-    send = lambda rows: FORMS[leg.form].reduce_scatter(rows, _axis(leg.axes), x.dtype)
-    return _along(dim, x, _alone(send) if leg.form == "pallas" else send)
-
-
-def _alone(send: Callable) -> Callable:
-    """Return `send` where a kernel can name its peers: manual over all axes of the mesh."""
-    return mapped(send, TENSOR_AXES, P(), P())
-
-
-def _along(dim: int, x: jax.Array, move: Callable) -> jax.Array:
-    """Return what `move` does with rows, done with another dimension."""
-    return jnp.moveaxis(move(jnp.moveaxis(x, dim, 0)), 0, dim) if dim else move(x)
 
 
 @dataclass(frozen=True)
@@ -210,29 +134,10 @@ def _forward(move: Movement, value: jax.Array, slot: jax.Array):
     return _gather(move, value), jnp.zeros((0,), slot.dtype)
 
 
-def scattered(gradient: jax.Array, way: tuple[Leg, ...], tensor: Dims) -> jax.Array:
-    """Return this device's shard of the sum of the gradients, one dimension after the other."""
-
-    def run(gradient):
-        for leg in way:
-            gradient = scatter(gradient, leg)
-        return gradient
-
-    return on_tensor_shards(run, tensor, gradient.ndim)(gradient) if way else gradient
-
-
-def reduce_gradient(move: Movement, cotangent: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """Return a cotangent as the accumulated gradient: cast, reduce-scattered or summed, cast."""
-    moved = move.scatter or move.sum
-    gradient = cotangent.astype(move.reduce if moved else dtype)
-    gradient = scattered(gradient, move.scatter, move.tensor)
-    if move.sum:
-        gradient = lax.psum(gradient, move.sum)
-    return gradient.astype(dtype)
-
-
 def _backward(move: Movement, like: jax.Array, cotangent: jax.Array):
-    return None, reduce_gradient(move, cotangent, like.dtype)
+    way, added = move.scatter, move.sum
+    gradient = reduce_gradient(cotangent, way, added, move.tensor, move.reduce, like.dtype)
+    return None, gradient
 
 
 _fetch.defvjp(_forward, _backward)

@@ -1,8 +1,8 @@
 """The data plane: loss and gradients of one step, every collective over data and fsdp written here.
 
-Inside, each device holds its own rows and its own shards. Microbatches run in a scan. Gradients
-that are scattered in every microbatch are scattered by `fetch`; all others are reduced once, after
-the scan.
+Inside, each device holds its own rows and its own shards. Microbatches run in a scan. Where and
+when gradients are reduced is said in `reduce.py`: what accumulates split is scattered in every
+microbatch, the rest is summed after the scan (with one microbatch, large ones at once).
 
 How one microbatch runs is what planes differ in. `AutodiffPlane` lets JAX differentiate the whole
 model; `parallel/pipeline` runs it by a table, `parallel/layerwise` layer by layer.
@@ -21,12 +21,16 @@ from jax.sharding import PartitionSpec as P
 
 from hfjax.base.mean import Mean
 from hfjax.base.paths import Flat
+from hfjax.parallel.autodiff.varying_state import (
+    differing,
+    warn_of_same_noise,
+    warn_of_whole_numbers,
+)
 from hfjax.parallel.engine.blueprint import LAYERS, TRAIN, asked_by, variable_of
 from hfjax.parallel.engine.context import Context, is_random, rows_of
 from hfjax.parallel.engine.fetch import Placeholder, Stored, fetched
 from hfjax.parallel.engine.gather_on_use import gather_on_use
 from hfjax.parallel.engine.layers import run_model
-from hfjax.parallel.engine.varying_state import differing, warn_of_same_noise, warn_of_whole_numbers
 from hfjax.parallel.mesh import BATCH_AXES, in_use
 
 
@@ -58,7 +62,7 @@ class Plane(ABC):
 
     @abstractmethod
     def summed(self, mean: Any) -> Any:
-        """Return what `microbatch` and `evaluated` tell, of all devices."""
+        """Return the loss that `microbatch` and `evaluated` tell, of all devices."""
 
     @property
     @abstractmethod

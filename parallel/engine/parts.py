@@ -40,7 +40,10 @@ class ModelParts:
 IN_A_PIPELINE = (
     "in a pipeline nothing is written, since microbatches are in different layers at the same time"
 )
-IN_A_LOOP = "layers run in a loop that is written out, which writes to no variable"
+IN_A_LOOP = (
+    "with optimizer_in_backward, or parameters on the host, layers run in a loop that is written "
+    "out, which writes to no variable"
+)
 NO_STATISTICS = (
     "Normalise without running statistics (LayerNorm, GroupNorm, RMSNorm), and hand auxiliary "
     "losses on beside the activations: a layer may take and return a pytree."

@@ -1,13 +1,20 @@
-"""The one reduction after the last microbatch: what is not scattered yet is scattered or summed."""
+"""How gradients are reduced over the devices: in the backward pass, and after the last microbatch.
+
+`reduce_gradient` is what the backward pass of every fetch does with a gradient: it scatters what
+accumulates split (ZERO2, FSDP), in each microbatch; with one microbatch it also sums what is large
+and stays whole. `Reduction` does the rest, once, after the last microbatch: it scatters what only
+the moments are split by (ZERO1), and sums what is left over all rows, stages and positions.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import jax
 from jax import lax
+from jax.typing import DTypeLike
 
 from hfjax.base.paths import Flat
-from hfjax.parallel.engine.fetch import Form, legs, scattered, xla
+from hfjax.parallel.engine.legs import Form, Leg, legs, scatter, xla
 from hfjax.parallel.engine.on_shards import on_tensor_shards
 from hfjax.parallel.execution import Precision
 from hfjax.parallel.mesh import BATCH_AXES, TENSOR_AXES, in_use, size_of
@@ -16,21 +23,49 @@ from hfjax.parallel.strategy import Axes
 
 
 def levels(dims: Dims, hierarchical: bool) -> Dims:
-    """Return the same scatters; hierarchical: one axis (in the node, across) after the other."""
+    """Return the same scatters; hierarchical: a scatter for each axis, that of the node first."""
     if not hierarchical:
         return dims
     return tuple((dim, (axis,)) for dim, axes in dims for axis in axes)
 
 
+def reduce_gradient(
+    gradient: jax.Array,
+    way: tuple[Leg, ...],
+    added: Axes,
+    tensor: Dims,
+    sent: DTypeLike,
+    dtype: DTypeLike,
+) -> jax.Array:
+    """Return a gradient as it accumulates: cast, scattered along its way or summed, cast.
+
+    `sent` is the dtype that is sent and added in, if anything is.
+    """
+    gradient = gradient.astype(sent if way or added else dtype)
+    gradient = scattered(gradient, way, tensor)
+    return (lax.psum(gradient, added) if added else gradient).astype(dtype)
+
+
+def scattered(gradient: jax.Array, way: tuple[Leg, ...], tensor: Dims) -> jax.Array:
+    """Return this device's shard of the sum of the gradients, one dimension after the other."""
+
+    def run(gradient):
+        for leg in way:
+            gradient = scatter(gradient, leg)
+        return gradient
+
+    return on_tensor_shards(run, tensor, gradient.ndim)(gradient) if way else gradient
+
+
 @dataclass(frozen=True)
 class Reduction:
-    """How gradients are summed over the batch axes."""
+    """What is left to do after the last microbatch."""
 
     precision: Precision
     hierarchical: bool
-    form: Form  # of what is scattered, as `fetch.legs` asks for it
-    axes: Axes  # over which devices compute gradients of their own
-    summed: Mapping[str, Axes]  # those over which gradients are summed already, by path
+    form: Form  # of what is scattered, as `legs` asks for it
+    axes: Axes  # along which each device has a gradient of its own
+    summed: Mapping[str, Axes]  # path -> axes over which its gradient is summed already
 
     def __call__(self, gradients: Flat, placed: Mapping[str, Placed]) -> Flat:
         """Return the gradients summed over all devices, each placed as its moments."""

@@ -21,10 +21,10 @@ from hfjax.base.paths import Flat, Index
 from hfjax.parallel.arrangement import arrange
 from hfjax.parallel.engine.blueprint import LAYERS, Layer
 from hfjax.parallel.engine.context import rows_of, variables_of
-from hfjax.parallel.engine.fetch import reduce_gradient
 from hfjax.parallel.engine.gradients import Plane, StepInputs
 from hfjax.parallel.engine.layers import offload_residuals
 from hfjax.parallel.engine.parts import IN_A_LOOP, PlacedModel
+from hfjax.parallel.engine.reduce import reduce_gradient
 from hfjax.parallel.layerwise.passes import ListedPasses, StackedPasses
 from hfjax.parallel.layerwise.update import Carry, LayerUpdate, ListedUpdate, StackedUpdate
 from hfjax.parallel.memory import is_on_host, to_device
@@ -97,9 +97,13 @@ class LayerwisePlane(Plane):
     def reduced(self, outside: Flat, placed: PlacedModel) -> Flat:
         """Return the gradients outside the layers where they accumulate."""
         of = self.context.placed
-        wide = lambda p: jnp.promote_types(p.dtype, jnp.float32)
+
+        def reduce(path: str, gradient: jax.Array) -> jax.Array:
+            move, wide = placed.movements[path], jnp.promote_types(of[path].dtype, jnp.float32)
+            way, added = move.scatter, move.sum
+            return reduce_gradient(gradient, way, added, move.tensor, move.reduce, wide)
+
         trained = {path: g for path, g in outside.items() if not of[path].frozen}
-        reduce = lambda path, g: reduce_gradient(placed.movements[path], g, wide(of[path]))
         return self.context.pin({path: reduce(path, g) for path, g in trained.items()})
 
     def passes(

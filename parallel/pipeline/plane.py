@@ -17,9 +17,9 @@ from hfjax.base.paths import Flat, Tree
 from hfjax.parallel.arrangement import Arrangement
 from hfjax.parallel.autodiff.program import bytes_of
 from hfjax.parallel.engine.context import rows_of, variables_of
-from hfjax.parallel.engine.fetch import scattered
 from hfjax.parallel.engine.gradients import Plane
 from hfjax.parallel.engine.parts import Extras, PlacedModel
+from hfjax.parallel.engine.reduce import scattered
 from hfjax.parallel.heterogeneous.model import HeterogeneousModel
 from hfjax.parallel.heterogeneous.packing import PackedLayers
 from hfjax.parallel.mesh import PIPE_AXIS, in_use
