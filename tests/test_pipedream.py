@@ -15,7 +15,7 @@ from hfjax.models.gpt import next_token_loss
 from hfjax.models.parts import stacked
 from hfjax.update.separable import check_leafwise
 from tests.simulator import Simulator
-from tests.small_gpt import mlps, tokens
+from tests.small_gpt import gpt, tokens
 
 LAYERS = 4
 
@@ -159,7 +159,7 @@ def test_a_parameter_that_both_ends_read_is_updated_once_with_both_gradients():
 def test_a_gpt_does_what_the_simulator_does():
     case = (Schedule("pipedream", 4), optax.sgd(0.1, momentum=0.9), 2, 1)
     batch = lambda n, seed: tokens(rows=n)
-    assert_simulated(case, mlps(layers=LAYERS), next_token_loss, batch, tolerance=1e-5)
+    assert_simulated(case, gpt(layers=LAYERS), next_token_loss, batch, tolerance=1e-5)
 
 
 def taken(step, calls, batch):

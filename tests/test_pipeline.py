@@ -54,7 +54,7 @@ def test_collectives_of_cpu_devices_never_meet_others():
     """Without `options_of_cpus` one run in five has other losses, hangs or ends in XLA."""
     mesh = hfjax.make_mesh(pipe=2, data=2, fsdp=2)
     strategy, schedule = (PIPE | FSDP).edit(replicate_below=0), Schedule("interleaved", 4, 2)
-    layout = hfjax.layout(mlps(layers=4, dropout=0.1), optax.adamw(1e-3), mesh, strategy)
+    layout = hfjax.layout(gpt(layers=4, dropout=0.1), optax.adamw(1e-3), mesh, strategy)
     step, losses = hfjax.train_step(layout, next_token_loss, schedule=schedule), set()
     for _ in range(10):
         state = hfjax.init(layout, 0, schedule)

@@ -111,7 +111,7 @@ from hfjax.pallas_kernels import mosaic
 from hfjax.pallas_kernels.ring.peers import MeshRing, ahead
 from tests import interpreter
 
-interpreter.install(pytest.MonkeyPatch(), patience=10)
+interpreter.install(pytest.MonkeyPatch(), patience=5)
 mosaic.interpreter = plgpu.InterpretGPUParams(detect_races=True)
 jax.block_until_ready(t.on_mesh({body}, t.rows(2), t.mesh_of(2), "first"))
 """

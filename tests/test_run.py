@@ -102,6 +102,14 @@ def test_a_run_that_is_complete_does_nothing_more(whole, data, capsys):
     )
 
 
+def test_a_run_that_stops_at_a_step_which_is_just_being_saved_has_it(tmp_path, data):
+    every = Checkpoints(every=1)
+    config = small(tmp_path, data, model=BIGRAMS, mesh=ONE, checkpoints=every, minutes=0.0)
+    stopped = train(config)
+    assert (stopped.step, stopped.reason is None) == (1, False)
+    assert train(replace(config, minutes=None, steps=2)).step == 2
+
+
 def test_a_run_that_was_stopped_goes_on_bit_for_bit(whole, data, tmp_path):
     config = small(tmp_path, data, mesh=ONE)
     stopped = train(replace(config, minutes=0.0))

@@ -12,7 +12,7 @@ from hfjax.models.gpt import next_token_loss
 from hfjax.models.parts import Dropout
 from hfjax.parallel.strategy import DDP, FSDP, SEQUENCE, TENSOR, ZERO1
 from hfjax.run.config import Model
-from tests.small_gpt import gpt, mlp_layout, tokens
+from tests.small_gpt import gpt, gpt_layout, mlp_layout, tokens
 
 
 @pytest.fixture(scope="module")
@@ -206,7 +206,7 @@ def test_an_unknown_keyword_of_train_step_is_refused():
 def test_the_model_alone_computes_what_the_step_computes():
     model = gpt()(nnx.Rngs(jax.random.key(0)))
     model.eval()
-    layout = mlp_layout(FSDP, {"fsdp": 8})
+    layout = gpt_layout(FSDP, {"fsdp": 8})
     found = hfjax.eval_step(layout, next_token_loss)(hfjax.init(layout), tokens())
     mean = next_token_loss(model(tokens()), tokens())
     np.testing.assert_allclose(found["loss"], mean.total / mean.weight, rtol=1e-5)

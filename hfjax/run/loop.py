@@ -305,10 +305,13 @@ class Run:
     def _end(self, done: int, reason: str | None) -> Result:
         if done > self.first and reason is None and self._valid_every:
             self.validate(done)
+        last = lambda: self._phase("writing the last checkpoint")
+        with last():
+            self.checkpoints.wait()  # a step that is still being written is not its latest yet
         if done > self.first and self.checkpoints.latest() != done:
             self.save(done)
-        with self._phase("writing the last checkpoint"):
-            self.checkpoints.wait()
+            with last():
+                self.checkpoints.wait()
         if reason is None:
             self._sample()
         self._say_end(done, reason)
