@@ -110,7 +110,7 @@ def test_master_weights_are_what_parameters_are_rounded_from():
         ({"remat": "every:2"}, r"HOST_PARAMETERS with .*every:2.* is of several layers at a time"),
         (
             {"offload": hfjax.Offload(ratio=0.5)},
-            r"HOST_PARAMETERS with offload=0.5: .* backward pass is",
+            r"HOST_PARAMETERS with offload=0.5: .* a loop of our own",
         ),
         (
             {"reshard_after_forward": False},

@@ -2,6 +2,7 @@
 
 from functools import partial
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -384,3 +385,35 @@ def test_compiled_for_four_h200s_the_rings_of_a_pipeline_lie_on_the_host():
     in_flight = 7  # microbatches of 1F1B on the first of four stages
     assert found.host_temp_size_in_bytes == in_flight * report.moved
     assert found.temp_size_in_bytes < plain.temp_size_in_bytes - 0.8 * in_flight * report.moved
+
+
+class Normed(nnx.Module):
+    """A layer whose statistics are over the rows of all devices: a collective in the forward."""
+
+    def __init__(self, rngs):
+        self.map, self.norm = nnx.Linear(8, 8, rngs=rngs), nnx.BatchNorm(8, rngs=rngs)
+
+    def __call__(self, x):
+        return x + nnx.tanh(self.norm(self.map(x)))
+
+
+class OfNormed(nnx.Module):
+    def __init__(self, rngs):
+        self.layers = nnx.List([Normed(rngs) for _ in range(2)])
+
+    def embed(self, batch):
+        return batch
+
+    head = embed
+
+
+def test_layers_that_normalise_over_all_devices_offload_too():
+    mesh, x = hfjax.make_mesh(data=2, fsdp=2), np.random.default_rng(0).normal(size=(8, 8))
+    layout = hfjax.layout(OfNormed, optax.sgd(0.1), mesh, hfjax.DDP)
+
+    def trained(**offload):
+        step = hfjax.train_step(layout, lambda y, _: (y**2).mean(), **offload)
+        state, metrics = step(hfjax.init(layout), x.astype(np.float32))
+        return [metrics["loss"], hfjax.full((state.params, state.variables))]
+
+    chex.assert_trees_all_close(trained(offload=0.5), trained(), rtol=1e-6)

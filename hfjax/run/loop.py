@@ -115,6 +115,7 @@ class Run:
     last: dict[str, Any] = field(default_factory=dict)  # what was told of the last step read
     valid_loss: float | None = None
     validated: int = -1  # after which step
+    saved: int = -1  # the step of the last checkpoint that was begun
     skipped: int = 0  # steps that were not finite: no updates
     begun: set[str] = field(default_factory=set)  # phases that have compiled
 
@@ -299,19 +300,17 @@ class Run:
         position = {"data": self.parts.data.state(), "skipped": self.skipped}
         with self._phase("saving a checkpoint"):
             self.checkpoints.save(self.state, data=position, metrics=metrics)
+        self.saved = done
 
     # -- at the end -----------------------------------------------------------------------
 
     def _end(self, done: int, reason: str | None) -> Result:
         if done > self.first and reason is None and self._valid_every:
             self.validate(done)
-        last = lambda: self._phase("writing the last checkpoint")
-        with last():
-            self.checkpoints.wait()  # a step that is still being written is not its latest yet
-        if done > self.first and self.checkpoints.latest() != done:
+        if done > self.first and self.saved != done:
             self.save(done)
-            with last():
-                self.checkpoints.wait()
+        with self._phase("writing the last checkpoint"):
+            self.checkpoints.wait()
         if reason is None:
             self._sample()
         self._say_end(done, reason)

@@ -133,10 +133,18 @@ def needed(equations: Sequence[Any], targets: Iterable[Any]) -> set[int]:
     wanted, chosen = set(variables(targets)), set()
     for i in reversed(range(len(equations))):
         equation = equations[i]
-        if equation.effects or any(v in wanted for v in equation.outvars):
+        if _acts(equation) or any(v in wanted for v in equation.outvars):
             chosen.add(i)
             wanted.update(variables(equation.invars))
     return chosen
+
+
+def _acts(equation: JaxprEqn) -> bool:
+    """Return whether an equation does something beside its results, as a callback does.
+
+    That a collective names an axis is an effect to JAX, and no reason to run it in vain.
+    """
+    return any(type(effect).__name__ != "NamedAxisEffect" for effect in equation.effects)
 
 
 def variables(values: Iterable[Any]) -> list[Var]:
