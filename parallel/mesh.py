@@ -191,8 +191,8 @@ def row_axes(mesh: Mesh) -> tuple[str, ...]:
 def batch_spec(mesh: Mesh, ndim: int) -> P:
     """Return how an array of a batch lies: rows first, then positions, if a mesh axis splits them.
 
-    >>> batch_spec(make_mesh(data=8), 2)
-    PartitionSpec(('data', 'fsdp'),)
+    >>> batch_spec(make_mesh(data=8), 2) == P(("data", "fsdp"))
+    True
     """
     split = in_use(mesh, SEQUENCE_AXES)
     return P(BATCH_AXES, split) if split and ndim > 1 else P(BATCH_AXES)
