@@ -13,6 +13,7 @@ from hfjax.optimizers.fused_adamw import adamw
 from hfjax.optimizers.rates import rate
 from hfjax.optimizers.transforms import averaged, by_path, ema, master, matching, scaled
 from hfjax.parallel.activation_offload import Offload
+from hfjax.parallel.context.choice import Context
 from hfjax.parallel.engine.fetch import gather_rows
 from hfjax.parallel.engine.offload_block import offload
 from hfjax.parallel.execution import Execution, Precision
@@ -20,6 +21,7 @@ from hfjax.parallel.mesh import make_mesh
 from hfjax.parallel.remat import Remat
 from hfjax.parallel.schedules.named import Schedule
 from hfjax.parallel.strategy import (
+    CONTEXT,
     DDP,
     FSDP,
     HOST_OPTIMIZER,
@@ -40,6 +42,7 @@ from hfjax.target import target_devices
 from hfjax.train import eval_step, init, module, train_step
 
 __all__ = [
+    "CONTEXT",
     "DDP",
     "FSDP",
     "HOST_OPTIMIZER",
@@ -53,6 +56,7 @@ __all__ = [
     "ZERO3",
     "Checkpoints",
     "Collectives",
+    "Context",
     "Execution",
     "GPipe",
     "Interleaved1F1B",

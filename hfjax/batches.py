@@ -17,7 +17,6 @@ from hfjax.parallel.mesh import (
     PIPE_AXIS,
     SEQUENCE_AXES,
     TENSOR_AXES,
-    batch_spec,
     describe_mesh,
     in_use,
     size_of,
@@ -58,20 +57,15 @@ def shard_batch(layout: Layout, batch: Any, microbatches: int = 1) -> Any:
     """
     check_batch(layout, batch, microbatches, _shares(layout))
     if jax.process_count() == 1:
-        return jax.device_put(batch, jax.tree.map(partial(sharding_of, layout.mesh), batch))
+        return jax.device_put(batch, batch_sharding(layout.mesh))
     _check_processes(layout)
     put = jax.make_array_from_process_local_data
-    return jax.tree.map(lambda x: put(sharding_of(layout.mesh, x), np.asarray(x)), batch)
+    return jax.tree.map(lambda x: put(batch_sharding(layout.mesh), np.asarray(x)), batch)
 
 
-def sharding_of(mesh: Mesh, x: Any) -> NamedSharding:
-    """Return where an array of a batch lies."""
-    return NamedSharding(mesh, batch_spec(mesh, x.ndim))
-
-
-def batch_sharding(mesh: Mesh) -> NamedSharding | None:
-    """Return where all arrays of a batch lie; None: it depends on their dimensions."""
-    return None if in_use(mesh, SEQUENCE_AXES) else NamedSharding(mesh, P(BATCH_AXES))
+def batch_sharding(mesh: Mesh) -> NamedSharding:
+    """Return where an array of a batch lies: rows are split, and each row is whole."""
+    return NamedSharding(mesh, P(BATCH_AXES))
 
 
 def rows_of_process(layout: Layout, rows: int) -> np.ndarray:
@@ -133,20 +127,6 @@ def check_batch(layout: Layout, batch: Any, microbatches: int, shares: int = 1) 
             f"{(rows // unit + 1) * unit} rows, or change the number of microbatches (accumulate, "
             "schedule)."
         )
-    _check_positions(layout.mesh, leaves)
-
-
-def _check_positions(mesh: Mesh, leaves: Iterable[Any]) -> None:
-    """Refuse arrays whose positions do not split over the devices that share a row."""
-    axes = in_use(mesh, SEQUENCE_AXES)
-    size = size_of(axes, mesh)
-    for x in leaves:
-        if x.ndim > 1 and x.shape[1] % size:
-            raise ValueError(
-                f"batch of shape {tuple(x.shape)}: {x.shape[1]} positions (dimension 1) do not "
-                f"divide by {size} devices ({'+'.join(axes)}). Pad the sequences to "
-                f"{-(-x.shape[1] // size) * size}, or make the axis smaller."
-            )
 
 
 def _kinds(leaves: Iterable[Any]) -> str:
@@ -176,7 +156,7 @@ def _check_processes(layout: Layout) -> None:
 
 def is_placed(mesh: Mesh, batch: Any) -> bool:
     """Return whether a batch already lies where it is wanted."""
-    placed = lambda x: x.sharding.is_equivalent_to(sharding_of(mesh, x), x.ndim)
+    placed = lambda x: x.sharding.is_equivalent_to(batch_sharding(mesh), x.ndim)
     return all(isinstance(x, jax.Array) and placed(x) for x in jax.tree.leaves(batch))
 
 

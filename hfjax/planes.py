@@ -17,10 +17,18 @@ from hfjax.parallel.compiler import (
 from hfjax.parallel.engine.context import Context, gradients_at_moments
 from hfjax.parallel.engine.gradients import AutodiffPlane, Plane
 from hfjax.parallel.engine.kernels import Kernels
+from hfjax.parallel.engine.shared_rows import SharedRows
 from hfjax.parallel.engine.traced import Traced
 from hfjax.parallel.execution import Execution
 from hfjax.parallel.layerwise.plane import LayerUpdatePlane, LayerwisePlane
-from hfjax.parallel.mesh import BATCH_AXES, PIPE_AXIS, TENSOR_AXES, in_use, platform_of
+from hfjax.parallel.mesh import (
+    BATCH_AXES,
+    PIPE_AXIS,
+    SEQUENCE_AXES,
+    TENSOR_AXES,
+    in_use,
+    platform_of,
+)
 from hfjax.parallel.pipeline.plane import PipelinePlane
 from hfjax.parallel.placement import Placed, batch_devices, entries_of
 from hfjax.parallel.schedules.compile import compile_table
@@ -43,7 +51,10 @@ def data_plane(
     whole = lambda p: bool(p.split("parameter")) and not p.split("gradient")
     if table is not None:
         assert layout.arrangement is not None
-        context = _context(layout, loss, execution, False, lambda p: kept(p) or whole(p))
+        branches = f"schedule {table.name} has branches, and a permute in one waits for ever"
+        context = _context(
+            layout, loss, execution, False, lambda p: kept(p) or whole(p), branches if table.branches else None
+        )
         return PipelinePlane(context, layout.arrangement, compile_table(table), layout.packed)
     if layout.hosted.parameters and layout.blueprint.three_parts and not layout.forward:
         return LayerwisePlane(_context(layout, loss, execution, once, kept))
@@ -67,8 +78,11 @@ def _context(
     execution: Execution,
     reads_once: bool,
     gathered_once: Callable[[Placed], bool],
+    no_ring: str | None = None,
 ) -> Context:
-    kernels = Kernels.of(execution.kernels, layout.mesh, loss)
+    shares = in_use(layout.mesh, SEQUENCE_AXES)
+    rows = SharedRows(execution.context, layout.mesh, no_ring) if shares else None
+    kernels = Kernels.of(execution.kernels, layout.mesh, loss, rows)
     placed = gradients_at_moments(layout.placed) if reads_once else layout.placed
     return Context(
         blueprint=layout.blueprint.equipped(kernels),

@@ -19,13 +19,13 @@ from hfjax.batches import (
     is_placed,
     microbatches_of,
     shard_batch,
-    sharding_of,
 )
 from hfjax.check_step import check_alive, check_form, check_given, check_runs, is_traced
 from hfjax.combinations import check
 from hfjax.jax_errors import calling
 from hfjax.parallel.activation_offload import Offloaded
 from hfjax.parallel.autodiff.check_host_loops import check_host_loops
+from hfjax.parallel.context.choice import Choice
 from hfjax.parallel.engine.gradients import Plane
 from hfjax.parallel.engine.kernels import Kernels
 from hfjax.parallel.execution import Execution, Precision
@@ -308,8 +308,7 @@ class TrainStep:
             0
         """
         check_batch(self.layout, batch, microbatches_of(self.execution))
-        on = lambda x: sharding_of(self.layout.mesh, jax.ShapeDtypeStruct(x.shape, x.dtype))
-        shape = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on(x))
+        shape = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._batch)
         state = replace(self.layout.abstract_state(), order=None)
         return self._jitted.trace(state, jax.tree.map(shape, batch))
 
@@ -330,6 +329,15 @@ class TrainStep:
     def kernels(self) -> Kernels:
         """Which form each kernel of the step takes, and why: print it. Known once it is traced."""
         return self.plane.context.traced.kernels
+
+    @property
+    def context(self) -> Choice | None:
+        """How devices that share rows work together, and what each form sends: print it.
+
+        Known once the step is traced; None where no devices share rows.
+        """
+        rows = self.kernels.rows
+        return None if rows is None else rows.choice
 
     def check(self, state: State) -> None:
         """Wait for the steps given so far; raise FloatingPointError if one was not finite.

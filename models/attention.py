@@ -106,8 +106,10 @@ def _block(q_BQHD: jax.Array, k_BKHD: jax.Array, v_BKHD: jax.Array, same: Any) -
     return jnp.einsum("bhqk,bkhd->bqhd", weights, v_BKHD)
 
 
-def rotate(x_BSHD: jax.Array, base: float) -> jax.Array:
+def rotate(x_BSHD: jax.Array, base: float, positions_S: jax.Array | None = None) -> jax.Array:
     """Return x, dimensions i and i + D/2 turned by position * base ** (-2i / D) radians.
+
+    Positions are counted from 0 unless they are given.
 
     Rotary positions (Su et al., 2021), halves paired as in the weights of Hugging Face's Llama.
     Between S and D there may be any number of dimensions. Computed in float32 or wider.
@@ -115,7 +117,8 @@ def rotate(x_BSHD: jax.Array, base: float) -> jax.Array:
     length, half = x_BSHD.shape[1], x_BSHD.shape[-1] // 2
     wide = jnp.promote_types(x_BSHD.dtype, jnp.float32)
     speeds = base ** (-jnp.arange(half, dtype=wide) / half)
-    angles = jnp.outer(jnp.arange(length, dtype=wide), speeds)
+    at = jnp.arange(length, dtype=wide) if positions_S is None else positions_S.astype(wide)
+    angles = jnp.outer(at, speeds)
     angles = angles.reshape(1, length, *(1,) * (x_BSHD.ndim - 3), half)
     cos, sin = jnp.cos(angles), jnp.sin(angles)
     x, y = jnp.split(x_BSHD.astype(wide), 2, axis=-1)

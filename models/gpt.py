@@ -13,7 +13,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from hfjax.models.attention import causal_attention
-from hfjax.models.loss import next_token_loss
+from hfjax.models.loss import next_token_loss, next_tokens
 from hfjax.models.parts import (
     STREAM,
     WHOLE,
@@ -22,7 +22,6 @@ from hfjax.models.parts import (
     Linear,
     anywhere,
     plain,
-    position_in_document,
     project,
     residual_scale,
     run_stacked,
@@ -204,22 +203,28 @@ class GPT(nnx.Module):
         With `batch["documents"]` [B, S + 1] tokens attend inside their document, and its positions
         begin at 0.
         """
-        tokens = batch["tokens"][:, :-1]
-        length = tokens.shape[1]
+        made = next_tokens(batch)
+        length = self.kernels.row_length(made["tokens"].shape[1])
         if length > self.config.length:
             raise ValueError(
                 f"{length} tokens a row, the model has {self.config.length} positions: shorten the "
                 "rows, or raise GPTConfig.length."
             )
-        documents = batch["documents"][:, :-1] if "documents" in batch else None
-        x = self.place(self.tokens[...][tokens], WHOLE) + self._positions(length, documents)
-        return with_documents(self.dropout(self.place(x, STREAM)), documents)
+        x = self.place(self.tokens[...][made["tokens"]], WHOLE)
+        x = x + self._positions(made["tokens"].shape[1], made.get("positions"))
+        return with_documents(self.dropout(self.place(x, STREAM)), made.get("documents"))
 
-    def _positions(self, length: int, documents_BS: jax.Array | None) -> jax.Array:
+    @staticmethod
+    def prepare(batch: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+        """Return a batch of whole rows as `embed` and the loss read it."""
+        return next_tokens(batch)
+
+    def _positions(self, length: int, in_documents_BS: jax.Array | None) -> jax.Array:
         """Return the embedding of each token's position."""
-        if documents_BS is None:
-            return self.positions[...][None, :length]
-        return self.place(self.positions[...][position_in_document(documents_BS)], WHOLE)
+        if in_documents_BS is not None:
+            return self.place(self.positions[...][in_documents_BS], WHOLE)
+        at = self.kernels.positions(length)
+        return self.positions[...][None, :length] if at is None else self.positions[...][at][None]
 
     def head(self, stream: Any) -> Any:
         """Return the logits [B, S, V], or a step's stand-in for them."""

@@ -10,6 +10,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from hfjax.models.attention import causal_attention, rotate
+from hfjax.models.loss import next_tokens
 from hfjax.models.parts import (
     STREAM,
     WHOLE,
@@ -138,7 +139,7 @@ class Attention(nnx.Module):
     def __call__(self, x_BSD: jax.Array, documents_BS: jax.Array | None = None) -> jax.Array:
         qkv = self.place(self.qkv(x_BSD), ("batch", None, "heads", None, None))
         qkv = checkpoint_name(qkv, "qkv")
-        qk, v = rotate(qkv[:, :, :, :-1], self.base), qkv[:, :, :, -1]
+        qk, v = rotate(qkv[:, :, :, :-1], self.base, self.kernels.positions(qkv.shape[1])), qkv[:, :, :, -1]
         q, k = qk[:, :, :, :-1], qk[:, :, :, -1]
         q = q.reshape(*q.shape[:2], -1, q.shape[-1])
         inside = () if documents_BS is None else (documents_BS,)
@@ -206,14 +207,20 @@ class Llama(nnx.Module):
         With `batch["documents"]` [B, S + 1] tokens attend inside their document. (Rotary positions
         need not begin at 0: attention depends on distances alone.)
         """
-        tokens = batch["tokens"][:, :-1]
-        if tokens.shape[1] > self.config.length:
+        made = next_tokens(batch)
+        length = self.kernels.row_length(made["tokens"].shape[1])
+        if length > self.config.length:
             raise ValueError(
-                f"{tokens.shape[1]} tokens a row, the model is made for {self.config.length}: "
+                f"{length} tokens a row, the model is made for {self.config.length}: "
                 "shorten the rows, or raise LlamaConfig.length."
             )
-        x = self.place(self.place(self.tokens[...][tokens], WHOLE), STREAM)
-        return with_documents(x, batch["documents"][:, :-1] if "documents" in batch else None)
+        x = self.place(self.place(self.tokens[...][made["tokens"]], WHOLE), STREAM)
+        return with_documents(x, made.get("documents"))
+
+    @staticmethod
+    def prepare(batch: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+        """Return a batch of whole rows as `embed` and the loss read it."""
+        return next_tokens(batch)
 
     def head(self, stream: Any) -> Any:
         """Return the logits [B, S, V], or a step's stand-in for them."""

@@ -7,7 +7,34 @@ import jax.numpy as jnp
 from jax import lax
 
 from hfjax.base.mean import Mean
+from hfjax.models.parts import position_in_document
 from hfjax.pallas_kernels.handing import Projection, takes_projection
+
+
+def next_tokens(batch: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+    """Return what a model reads and what it is to predict, all [B, S], of tokens [B, S + 1].
+
+    That is `tokens`, `targets` and what else the batch has: `mask`, and `documents` with each
+    token's position in its document (`positions`). A batch that has targets is returned as it is.
+
+    Args:
+        batch: Tokens [B, S + 1]; also documents [B, S + 1] and a mask [B, S] or [B, S + 1].
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from hfjax.models.loss import next_tokens
+        >>> made = next_tokens({"tokens": jnp.array([[5, 6, 7]])})
+        >>> made["tokens"].tolist(), made["targets"].tolist()
+        ([[5, 6]], [[6, 7]])
+    """
+    if "targets" in batch:
+        return dict(batch)
+    tokens = batch["tokens"]
+    made = {**batch, "tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
+    if "documents" in batch:
+        made["documents"] = documents = batch["documents"][:, :-1]
+        made["positions"] = position_in_document(documents)
+    return made
 
 
 @takes_projection
@@ -17,7 +44,7 @@ def next_token_loss(outputs: jax.Array | Projection, batch: Mapping[str, jax.Arr
     The outputs are logits [B, S, V], or what stands for them where they are never made. A negative
     token is no target: it counts nothing. One beyond the vocabulary makes the loss NaN.
     """
-    targets = batch["tokens"][:, 1:]
+    targets = batch["targets"] if "targets" in batch else batch["tokens"][:, 1:]
     made = isinstance(outputs, Projection)
     losses = outputs.losses(targets) if made else _of_logits(outputs, targets)
     mask = batch.get("mask", jnp.ones_like(losses)).astype(losses.dtype) * (targets >= 0)

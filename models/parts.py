@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from hfjax.models.bernoulli import part_of_bernoulli
+
 Axes = tuple[str | None, ...]
 
 STREAM = ("batch", "seq", None)  # the residual stream, norms and dropout: the sequence may be split
@@ -94,6 +96,22 @@ class Plain:
             attend: Function of (q, k, v), and of the documents if there are any.
         """
         return attend
+
+    def positions(self, length: int) -> jax.Array | None:
+        """Return the numbers, in whole rows, of the positions here; None: from 0 on.
+
+        Args:
+            length: How many positions are here.
+        """
+        return None
+
+    def row_length(self, length: int) -> int:
+        """Return how many positions a whole row has.
+
+        Args:
+            length: How many positions are here.
+        """
+        return length
 
     def matmul(self, place: Callable, between: Axes, multiply: Callable) -> Callable:
         """Return the product to run in a linear map: `multiply`, or one that goes around a ring.
@@ -220,7 +238,7 @@ class RowKey(nnx.Variable):
 
 
 class Dropout(nnx.Module):
-    """Dropout whose mask depends on a row's place in the global batch, never on the device.
+    """Dropout whose mask depends on an element's place in the global batch, never on the device.
 
     So masks are equal bit by bit on every mesh. It does nothing in evaluations.
 
@@ -242,13 +260,16 @@ class Dropout(nnx.Module):
             raise ValueError(f"Dropout(rate={rate}): the part that is dropped is from 0 to 1.")
         self.rate = rate
         self.deterministic = False
-        self.key = RowKey(rngs.dropout(), per_row=True) if 0 < rate < 1 else None
+        made = 0 < rate < 1
+        self.key = RowKey(rngs.dropout(), per_row=True, per_position=True) if made else None
+        self.kernels = plain
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Return x with elements dropped, or as it is in an evaluation.
 
         Args:
-            x: An array with a row for each row of the batch.
+            x: An array with a row for each row of the batch; of three or more dimensions, the
+                second is the sequence.
         """
         if self.deterministic or self.rate == 0:
             return x
@@ -257,8 +278,13 @@ class Dropout(nnx.Module):
         keys = self.key[...]
         if keys.ndim == 0:  # outside a training step: the rows are those of x
             keys = jax.vmap(jax.random.fold_in, (None, 0))(keys, jnp.arange(x.shape[0]))
-        mask = jax.vmap(lambda key: jax.random.bernoulli(key, 1 - self.rate, x.shape[1:]))(keys)
-        return jnp.where(mask, x / (1 - self.rate), jnp.zeros((), x.dtype))
+        at = self.kernels.positions(x.shape[1]) if x.ndim > 2 else None
+        if at is None:
+            draw = lambda key: jax.random.bernoulli(key, 1 - self.rate, x.shape[1:])
+        else:
+            length = self.kernels.row_length(x.shape[1])
+            draw = lambda key: part_of_bernoulli(key, 1 - self.rate, at, length, x.shape[2:])
+        return jnp.where(jax.vmap(draw)(keys), x / (1 - self.rate), jnp.zeros((), x.dtype))
 
 
 def stacked(count: int, create: Callable[[nnx.Rngs], nnx.Module], rngs: nnx.Rngs) -> nnx.Module:

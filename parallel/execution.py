@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from hfjax.pallas_kernels.choice import Wanted
 from hfjax.parallel.activation_offload import Offload
 from hfjax.parallel.compiler import check_options
+from hfjax.parallel.context.choice import Context
 from hfjax.parallel.remat import Remat
 from hfjax.parallel.schedules.named import Schedule
 
@@ -96,6 +97,7 @@ class Execution:
     reduction: str = "flat"
     # Update each layer as soon as its gradient is there, so that only about one is ever alive.
     optimizer_in_backward: bool = False
+    context: Context = Context()  # how devices that share rows work together; or a form's name
     kernels: Wanted = Wanted()  # auto, pallas, xla, reference; or a word for each kernel
     unroll: int | bool | None = None  # layers per turn of the scan; None: as measured per backend
     # A step whose loss or gradient is not finite: stop (leave the state as it was, raise three
@@ -126,6 +128,7 @@ class Execution:
             )
         if self.offload is not None:
             object.__setattr__(self, "offload", Offload.of(self.offload))
+        object.__setattr__(self, "context", Context.of(self.context))
         object.__setattr__(self, "kernels", Wanted.of(self.kernels))
         check_options(self.compiler_options)
         if not isinstance(self.optimizer_in_backward, bool):

@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, PartitionSpec as P
+from jax.sharding import AxisType, Mesh
 
 STACK = "layers"  # the dimension that stacks equal layers: sliced by a scan, split by stages only
 
@@ -25,8 +25,8 @@ class Axis:
     Attributes:
         rows: It splits the rows of a batch. Gradients are summed over it, and a parameter that it
             splits is gathered when it is read.
-        sequence: It splits the positions of each row, dimension 1 of a batch. Gradients are summed
-            over it too, since each device computes with positions of its own.
+        sequence: Its devices share rows: each computes with positions of its own. Gradients are
+            summed over it too.
         stays: The logical name of a dimension. Parameters that the axis splits along it are never
             gathered: the computation goes to the pieces, as microbatches go to a stage's layers.
         partitioner: XLA's partitioner derives the collectives over it. Those over all other axes
@@ -46,7 +46,7 @@ MEANING: Mapping[str, Axis] = {
     "data": Axis(rows=True),
     "fsdp": Axis(rows=True),
     "expert": Axis(),
-    "context": Axis(),
+    "context": Axis(sequence=True),
     "tensor": Axis(partitioner=True),
 }
 
@@ -186,13 +186,3 @@ def row_axes(mesh: Mesh) -> tuple[str, ...]:
     Empty where all have size 1: XLA's partitioner refuses a collective over devices that are alone.
     """
     return BATCH_AXES if in_use(mesh, BATCH_AXES) else ()
-
-
-def batch_spec(mesh: Mesh, ndim: int) -> P:
-    """Return how an array of a batch lies: rows first, then positions, if a mesh axis splits them.
-
-    >>> batch_spec(make_mesh(data=8), 2) == P(("data", "fsdp"))
-    True
-    """
-    split = in_use(mesh, SEQUENCE_AXES)
-    return P(BATCH_AXES, split) if split and ndim > 1 else P(BATCH_AXES)

@@ -12,6 +12,7 @@ from hfjax.parallel.mesh import (
     BATCH_AXES,
     MANUAL_AXES,
     PIPE_AXIS,
+    SEQUENCE_AXES,
     STACK,
     TENSOR_AXES,
     describe_mesh,
@@ -129,6 +130,7 @@ def place(array: Array, rows: Rows, mesh: Mesh, smallest: int = 0, base: P | Non
     if "*" not in rows or array.layer_size < smallest:
         return spec
     used = {axis for entry in entries for axis in entry}
+    used |= set(SEQUENCE_AXES) - set(in_use(mesh, SEQUENCE_AXES))
     return _place_anywhere(array, entries, tuple(a for a in rows["*"] if a not in used), mesh)
 
 

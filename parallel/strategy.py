@@ -17,7 +17,7 @@ from types import MappingProxyType
 from typing import Any
 
 from hfjax.parallel.memory import memory_rows, show_memory
-from hfjax.parallel.mesh import AXES, BATCH_AXES
+from hfjax.parallel.mesh import AXES, BATCH_AXES, SAMPLE_AXES, SEQUENCE_AXES
 
 Axes = tuple[str, ...]  # mesh axes of one dimension, major to minor; () is "on no axis"
 Rows = Mapping[str, Axes]
@@ -154,7 +154,7 @@ def _show_axes(axes: Axes) -> str:
 
 
 _ROWS_OF_BATCH = {"batch": BATCH_AXES}
-_ALL = tuple(reversed(BATCH_AXES))  # the innermost first: a scatter can go node by node
+_ALL = tuple(reversed(SAMPLE_AXES))  # the innermost first: a scatter can go node by node
 _MEGATRON = {"vocab": "tensor", "heads": "tensor", "mlp": "tensor"}
 
 DDP = Strategy("DDP", activations=_ROWS_OF_BATCH)
@@ -165,12 +165,17 @@ ZERO2 = Strategy(
     moments={"*": _ALL},
     activations=_ROWS_OF_BATCH,
 )
-FSDP = ZERO3 = Strategy("FSDP", parameters={"*": "fsdp"}, activations=_ROWS_OF_BATCH)
+# Devices that share rows hold parts of the parameters too: eight devices of one row would else
+# hold the model whole.
+FSDP = ZERO3 = Strategy(
+    "FSDP", parameters={"*": ("fsdp", *SEQUENCE_AXES)}, activations=_ROWS_OF_BATCH
+)
 # Hybrid sharding is FSDP on a mesh with data > 1: gradients are scattered over fsdp (inside a
 # node), then shards are all-reduced over data (across nodes), once per step.
 HSDP = replace(FSDP, name="HSDP")
 TENSOR = Strategy("TENSOR", parameters=_MEGATRON, activations={**_MEGATRON, **_ROWS_OF_BATCH})
 SEQUENCE = Strategy("SEQUENCE", activations={"seq": "tensor", **_ROWS_OF_BATCH})
+CONTEXT = Strategy("CONTEXT", activations={"positions": SEQUENCE_AXES, **_ROWS_OF_BATCH})
 PIPE = Strategy("PIPE", parameters={"layers": "pipe"}, activations=_ROWS_OF_BATCH)
 # What the state needs most of: two moments and, if there are any, master weights of each parameter.
 HOST_OPTIMIZER = Strategy("HOST_OPTIMIZER", memory={"moments": "host", "master": "host"})

@@ -18,6 +18,7 @@ from hfjax.parallel.engine.blueprint import LAYERS
 from hfjax.parallel.engine.context import rows_of
 from hfjax.parallel.engine.gradients import StepInputs
 from hfjax.parallel.engine.parts import ModelParts
+from hfjax.parallel.engine.sequence import dealt
 from hfjax.parallel.mesh import PIPE_AXIS, in_use
 from hfjax.parallel.pipeline.executor import Pipeline
 from hfjax.parallel.pipeline.plane import PipelinePlane
@@ -57,7 +58,7 @@ class AsynchronousPlane:
 
         at_home = StepInputs(P(*stages), P(), P(*stages), P())
         given = at_home._replace(parameters=context.specs("parameter"))
-        in_specs = (given, context.batch_specs(batch), P())
+        in_specs = (given, context.batch_spec, P())
         out_specs = (at_home, P(), P(), P())
         new, squares, *rest = context.shard_map(device, in_specs, out_specs)(held, batch, step)
         return new, squares / self._updates_per_call, *rest
@@ -71,6 +72,7 @@ class AsynchronousPlane:
         context, ticks = self.plane.context, self.plane.ticks
         random, statistics = context.sort(held.variables)
         keys = context.keys(random, rows_of(batch), step)
+        batch = dealt(context, statistics, keys, batch)
         model = weighed(self.plane.training(held.parameters, statistics, batch, keys, 0).model())
         columns = ticks.columns | self.versions.columns
         columns["B_first"] = _first_of_group(columns["B_microbatch"], columns["U_version"])

@@ -57,7 +57,7 @@ def warn_of_whole_numbers(paths: Sequence[str]) -> None:
         )
 
 
-def _bodies(equation: JaxprEqn) -> Iterator[Any]:
+def bodies(equation: JaxprEqn) -> Iterator[Any]:
     """Yield the programs inside of an equation."""
     for value in equation.params.values():
         for body in value if isinstance(value, tuple | list) else (value,):
@@ -90,7 +90,7 @@ def _outputs(equation: JaxprEqn, given: list[bool], line: str, lines: set[str]) 
         return [True]
     if kind in AGREES and set(SAMPLE_AXES) <= _axes(equation):
         return [False] * count
-    bodies = list(_bodies(equation))
+    bodies = list(bodies(equation))
     if kind == "scan":
         given = _settled(equation, given, bodies[0])
     for body in bodies:

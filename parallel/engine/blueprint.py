@@ -75,6 +75,11 @@ class Blueprint:
     stacked: bool = False  # the layers are one module of stacked arrays
     sync_batch_norm: bool = True  # BatchNorm is over the rows of all devices
     notes: tuple[str, ...] = ()  # what was done to the model, and what of it is not trained
+    prepare: Callable | None = None  # the model's own: batch -> batch, of whole rows
+
+    def prepared(self, batch: Any) -> Any:
+        """Return a batch of whole rows as the model wants it, before positions are dealt."""
+        return batch if self.prepare is None else self.prepare(batch)
 
     def merge(self, parameters: Flat, variables: Flat, mode: str) -> Any:
         """Return the model that holds these arrays."""
@@ -246,6 +251,7 @@ def blueprint(
         found["graphs"] = {"model": as_made, "train": graph, "eval": evaluating}
         found["three_parts"] = parts = has_three_parts(model)
         found["stacked"] = parts and not is_list(getattr(model, "layers", None))
+        found["prepare"] = getattr(type(model), "prepare", None)
         return states
 
     with nnx.use_eager_sharding(False):  # names of axes are ours to read, on our own mesh

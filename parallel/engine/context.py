@@ -113,13 +113,10 @@ class Context:
         """Return where a column has each parameter, along the manual axes."""
         return {path: p.manual(column) for path, p in self.placed.items()}
 
-    def batch_specs(self, batch: Any) -> Any:
-        """Return how a batch is split: rows, and positions if a mesh axis splits them."""
-        positions = in_use(self.mesh, SEQUENCE_AXES)
-        rows = P(self.rows)
-        if not positions:
-            return rows
-        return jax.tree.map(lambda x: P(self.rows, positions) if x.ndim > 1 else rows, batch)
+    @property
+    def batch_spec(self) -> P:
+        """How a batch is split: devices of an axis of the sequence are given the same rows."""
+        return P(self.rows)
 
     def variable_specs(self, variables: Flat) -> dict[str, P]:
         """Return how variables are split: those with a row for each row of the batch are."""
@@ -336,6 +333,12 @@ def _per_row(variable: Any) -> bool:
     return isinstance(variable, nnx.Variable) and bool(variable.get_metadata("per_row", False))
 
 
+def _per_position(variable: Any) -> bool:
+    """Whether what holds the key draws by the position in the whole row."""
+    held = isinstance(variable, nnx.Variable)
+    return held and bool(variable.get_metadata("per_position", False))
+
+
 def keys_for(
     variable: Any, key: jax.Array, step: Any, first_row: Any, rows: int, part: Any
 ) -> jax.Array:
@@ -345,7 +348,7 @@ def keys_for(
     """
     if not (_per_row(variable) or isinstance(variable, nnx.RngKey) or _is_key(variable)):
         return key
-    key = key if part is None else _fold(key, part)
+    key = key if part is None or _per_position(variable) else _fold(key, part)
     if not _per_row(variable):
         return _fold(_fold(key, step), first_row)
     ids = first_row + lax.iota("int32", rows)

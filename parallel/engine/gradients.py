@@ -26,11 +26,12 @@ from hfjax.parallel.autodiff.varying_state import (
     warn_of_same_noise,
     warn_of_whole_numbers,
 )
-from hfjax.parallel.engine.blueprint import LAYERS, TRAIN, asked_by, variable_of
+from hfjax.parallel.engine.blueprint import LAYERS
 from hfjax.parallel.engine.context import Context, is_random, rows_of
 from hfjax.parallel.engine.fetch import Placeholder, Stored, fetched
 from hfjax.parallel.engine.gather_on_use import gather_on_use
 from hfjax.parallel.engine.layers import run_model
+from hfjax.parallel.engine.sequence import called, dealt
 from hfjax.parallel.mesh import BATCH_AXES, in_use
 
 
@@ -80,7 +81,9 @@ class Plane(ABC):
             context.traced.begin(context.placed)
             parameters = context.gather_once(parameters)
             random, statistics = context.sort(variables)
-            microbatch = self.microbatch(parameters, context.keys(random, rows_of(batch), step))
+            keys = context.keys(random, rows_of(batch), step)
+            batch = dealt(context, statistics, keys, batch)
+            microbatch = self.microbatch(parameters, keys)
             gradients, mean, statistics = self._accumulate(microbatch, statistics, batch)
             context.warn_of_unread()
             context.check_kept()
@@ -92,7 +95,7 @@ class Plane(ABC):
         gradients = {path: moments[path] for path in context.trained}
         out_specs = (gradients, self.summed_specs, P(), P(context.rows))
         held = context.variable_specs(variables)
-        in_specs = (context.specs("parameter"), held, context.batch_specs(batch), P())
+        in_specs = (context.specs("parameter"), held, context.batch_spec, P())
         run = context.shard_map(device, in_specs, out_specs)
         gradients, mean, changed, of_rows = run(parameters, variables, batch, step)
         return gradients, mean, changed | of_rows
@@ -103,10 +106,11 @@ class Plane(ABC):
 
         def device(parameters, variables, batch):
             context.traced.begin(())
+            batch = dealt(context, variables, None, batch)
             return self.summed(self.evaluated(parameters, variables, batch))
 
         held = context.variable_specs(variables)
-        in_specs = (context.specs("parameter"), held, context.batch_specs(batch))
+        in_specs = (context.specs("parameter"), held, context.batch_spec)
         run = context.shard_map(device, in_specs, self.summed_specs)
         return run(parameters, variables, batch)
 
@@ -202,12 +206,7 @@ class AutodiffPlane(Plane):
         context, inputs = self.context, self.context.inputs(batch)
         if context.in_parts:
             return run_model(model, layers, inputs, context.options)
-        if context.forward is None:
-            return model(inputs) if callable(model) else model
-        training = mode == "train"
-        key = lambda name: variables[variable_of(name)] if training else None
-        asked = {n: training if n == TRAIN else key(n) for n in asked_by(context.forward)}
-        return context.forward(model, inputs, **asked)
+        return called(context, model, variables, inputs, mode)
 
     def _look(self, variables: Flat, batch: Any, jaxpr: Any, result: Any) -> None:
         """Warn of what is the same on all devices and should differ, and the other way round."""

@@ -14,6 +14,7 @@ from hfjax.pallas_kernels.choice import KERNELS, Choice, Shape, Wanted, show
 from hfjax.pallas_kernels.cross_entropy import loss as cross_entropy
 from hfjax.pallas_kernels.handing import Projection
 from hfjax.parallel.engine import sharded_kernels, tensor_ring
+from hfjax.parallel.engine.shared_rows import SharedRows
 from hfjax.parallel.mesh import PIPE_AXIS, TENSOR_AXES, size_of
 
 
@@ -27,12 +28,15 @@ class Kernels:
     wanted: Wanted
     mesh: Mesh
     without_logits: bool = False  # the loss takes a Projection in place of logits
+    rows: SharedRows | None = None  # what is done where devices share rows
     choices: dict[str, list[Choice]] = field(default_factory=dict, compare=False)  # by kernel
 
     @classmethod
-    def of(cls, wanted: Wanted, mesh: Mesh, loss: Callable) -> "Kernels":
+    def of(
+        cls, wanted: Wanted, mesh: Mesh, loss: Callable, rows: SharedRows | None = None
+    ) -> "Kernels":
         """Return the kernels of a step with this loss."""
-        return cls(wanted, mesh, getattr(loss, "takes_projection", False))
+        return cls(wanted, mesh, getattr(loss, "takes_projection", False), rows)
 
     def form(
         self,
@@ -68,7 +72,18 @@ class Kernels:
     def attention(self, attend: Callable) -> Callable:
         """Return the attention that a layer runs; one of the user's own stays as it is."""
         replaceable = getattr(attend, "is_causal_attention", False)
-        return partial(self._attend, attend) if replaceable else attend
+        local = partial(self._attend, attend) if replaceable else attend
+        return local if self.rows is None else partial(self._across, self.rows, attend, local)
+
+    def positions(self, length: int) -> jax.Array | None:
+        """Return the numbers, in whole rows, of the positions here; None: from 0 on."""
+        return None if self.rows is None else self.rows.positions(length)
+
+    def row_length(self, length: int) -> int:
+        """Return how many positions a whole row has of which there are so many here."""
+        if self.rows is None:
+            return length
+        return self.rows.looking or length * self.rows.devices
 
     def matmul(self, place: Any, between: tuple, multiply: Callable) -> Callable:
         """Return the product of a linear map between two named dimensions.
@@ -76,7 +91,7 @@ class Kernels:
         Where a tensor axis splits the sequence, and one of the two, it may go around the ring.
         """
         kind = ("all_gather_matmul", "matmul_reduce_scatter")[between[0] != "embed"]
-        if not place.axes("seq") or not any(map(place.axes, between)):
+        if self._is_looking or not place.axes("seq") or not any(map(place.axes, between)):
             return multiply
         return partial(self._multiply, kind, multiply)
 
@@ -84,6 +99,8 @@ class Kernels:
         self, x_BSD: jax.Array, kernel_VD: jax.Array, vocab: int, logits: Callable[[], jax.Array]
     ) -> Any:
         """Return what the loss is given: logits, or a projection that they are never made of."""
+        if self._is_looking:
+            return logits()
         rows = jax.ShapeDtypeStruct((x_BSD[..., 0].size, x_BSD.shape[-1]), x_BSD.dtype)
         labels = jax.ShapeDtypeStruct(rows.shape[:1], "int32")
         refusal = cross_entropy.refuses(rows, kernel_VD, labels)
@@ -104,6 +121,21 @@ class Kernels:
         if form not in sharded_kernels.FORMS:
             return plain(*operands)
         return sharded_kernels.attention(self.mesh, form, len(operands) == 4)(*operands)
+
+    @property
+    def _is_looking(self) -> bool:
+        """Whether the model is only looked at: see `sequence.py`."""
+        return self.rows is not None and self.rows.looking is not None
+
+    def _across(
+        self, rows: SharedRows, attend: Callable, local: Callable, *operands: jax.Array
+    ) -> jax.Array:
+        """Return attention of the queries here to whole rows, which several devices share."""
+        q, k, v, *_ = operands
+        shape = {"S": q.shape[1], "D": q.shape[3]}
+        impossible = self._uneven("heads of keys", k.shape[2])
+        form = lambda: self.form("flash_block", flash_block.refuses(q, k, v), impossible, shape)
+        return rows.attend(attend, local, form, *operands)
 
     def _multiply(self, kind: str, plain: Callable, x_BSI: jax.Array, kernel_IO: Any) -> jax.Array:
         impossible = self._no_ring(x_BSI)

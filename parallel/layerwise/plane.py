@@ -25,6 +25,7 @@ from hfjax.parallel.engine.gradients import Plane, StepInputs
 from hfjax.parallel.engine.layers import offload_residuals
 from hfjax.parallel.engine.parts import IN_A_LOOP, PlacedModel
 from hfjax.parallel.engine.reduce import reduce_gradient
+from hfjax.parallel.engine.sequence import dealt
 from hfjax.parallel.layerwise.passes import ListedPasses, StackedPasses
 from hfjax.parallel.layerwise.update import Carry, LayerUpdate, ListedUpdate, StackedUpdate
 from hfjax.parallel.memory import is_on_host, to_device
@@ -205,7 +206,7 @@ class LayerUpdatePlane:
         trained = {path: specs[path] for path in self._of_layers}
         outside = {path: moments[path] for path in context.trained if path not in trained}
         given = StepInputs(specs, P(), of_moments, P())
-        in_specs = (given, context.batch_specs(batch), P())
+        in_specs = (given, context.batch_spec, P())
         out_specs = (StepInputs(trained, P(), of_moments, P()), P(), P(), outside, P())
         return context.shard_map(device, in_specs, out_specs)(held, batch, step)
 
@@ -224,6 +225,7 @@ class LayerUpdatePlane:
         context, rows = self.plane.context, rows_of(batch)
         random, statistics = context.sort(held.variables)
         keys = context.keys(random, rows, step)
+        batch = dealt(context, statistics, keys, batch)
         parameters = context.gather_once(held.parameters)
         variables = lambda m, i: {**variables_of(statistics, i), **keys(i, m, rows)}
         return self.plane.placed(parameters, variables, batch, "train")

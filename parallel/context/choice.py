@@ -1,0 +1,230 @@
+"""What travels between the devices that share a row, and what each choice sends.
+
+For one attention of B rows, S positions, H heads of queries and G of keys, width D, e bytes a
+number and w bytes a number in float32 (or wider); N devices, in N / u groups of u that exchange
+heads. Sent by each device:
+
+| | forward | backward |
+|---|---|---|
+| exchange (u > 1) | (u - 1) / u · B S / N · D (2 H + 2 G) e | the same |
+| ring, allgather (R = N / u > 1) | (R - 1) · 2 B S / R · G / u · D e | (R - 1) · 2 B S / R · G / u · D (e + w) |
+| documents, of 4 bytes | (N - 1) · B S / N · 4 | nothing |
+
+G counts heads as they are sent: where u does not divide them, each is repeated.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from hfjax.base.tables import aligned, human
+from hfjax.parallel.context.deal import ORDERS, Deal
+from hfjax.parallel.context.exchange import repeats
+
+FORMS = ("ring", "allgather", "ulysses")
+
+
+@dataclass(frozen=True)
+class Context:
+    """How the devices that share a row work together: `train_step(…, context=hfjax.Context(…))`.
+
+    Attributes:
+        form: What travels. ring: keys and values, from device to device. allgather: the same, at
+            once. ulysses: heads of everything, for positions. auto: what sends the fewest bytes.
+        ulysses: How many neighbours exchange heads; rings join their groups. None: as `form` says
+            (all under ulysses, else 1; under auto whatever sends least).
+        order: Who holds what. zigzag: an early and a late part each, so that causal attention
+            costs every device the same. contiguous: one part each.
+        sequence: The dimension of an array of the batch, by its path, that is the sequence; None
+            where none is. Of arrays that are not named it is dimension 1, if they have one.
+
+    Example:
+        >>> import hfjax
+        >>> hfjax.Context(form="ring", ulysses=2).order
+        'zigzag'
+    """
+
+    form: str = "auto"
+    ulysses: int | None = None
+    order: str = "zigzag"
+    sequence: Mapping[str, int | None] | None = field(default=None, hash=False)
+
+    def __post_init__(self):
+        for name, allowed in (("form", ("auto", *FORMS)), ("order", ORDERS)):
+            if getattr(self, name) not in allowed:
+                raise ValueError(
+                    f"Context({name}={getattr(self, name)!r}): one of {', '.join(allowed)}."
+                )
+        u = self.ulysses
+        if u is not None and (not isinstance(u, int) or isinstance(u, bool) or u < 1):
+            raise ValueError(
+                f"Context(ulysses={u!r}): how many devices exchange heads, at least 1."
+            )
+
+    @classmethod
+    def of(cls, given: Any) -> "Context":
+        """Return the settings that are given as such, as the name of a form, or as fields."""
+        if isinstance(given, cls):
+            return given
+        if isinstance(given, str):
+            return cls(given)
+        if isinstance(given, dict):
+            return cls(**given)
+        raise ValueError(
+            f"context={given!r}: a hfjax.Context is expected, or one of auto, {', '.join(FORMS)}."
+        )
+
+    def check(self, devices: int) -> None:
+        """Refuse groups that do not divide the devices which share a row."""
+        if self.ulysses is not None and devices % self.ulysses:
+            fits = [n for n in range(1, devices + 1) if devices % n == 0]
+            raise ValueError(
+                f"Context(ulysses={self.ulysses}) on {devices} devices that share a row: groups of "
+                f"{self.ulysses} do not divide them. These do: {', '.join(map(str, fits))}."
+            )
+        if self.form == "ulysses" and self.ulysses not in (None, devices):
+            raise ValueError(
+                f'Context(form="ulysses", ulysses={self.ulysses}) on {devices} devices: groups of '
+                f'{self.ulysses} need something that joins them. Use form="ring" or '
+                f'form="allgather" with ulysses={self.ulysses}, or ulysses={devices}.'
+            )
+
+
+@dataclass(frozen=True)
+class Call:
+    """One attention that a model asks for, of a microbatch on one device (tensor axes divided)."""
+
+    rows: int
+    positions: int  # of whole rows
+    heads: int
+    key_heads: int
+    width: int
+    itemsize: int
+    documents: bool
+    whole_rows_only: bool  # the user's own: it is given whole rows, or nothing
+    times: int = 1  # layers
+
+    @property
+    def wide(self) -> int:
+        """The bytes of a number in which gradients travel."""
+        return max(self.itemsize, 4)
+
+
+@dataclass(frozen=True)
+class Option:
+    """A form with its groups, and what each device sends by it."""
+
+    form: str
+    ulysses: int
+    devices: int
+
+    @property
+    def name(self) -> str:
+        """What is shown."""
+        crossed = 1 < self.ulysses < self.devices
+        return f"{self.form}, ulysses={self.ulysses}" if crossed else self.form
+
+    def bytes(self, call: Call) -> tuple[int, int]:
+        """Return the bytes that a device sends for one attention: forward, backward."""
+        n, u = self.devices, self.ulysses
+        ring, here = n // u, call.rows * call.positions // n
+        groups = call.key_heads * repeats(call.key_heads, u)
+        exchanged = (u - 1) * here * call.width * 2 * (call.heads + groups) * call.itemsize // u
+        numbers = (ring - 1) * 2 * here * groups * call.width  # S / ring positions, groups / u
+        documents = (n - 1) * 4 * here * call.documents
+        forward = exchanged + numbers * call.itemsize + documents
+        return forward, exchanged + numbers * (call.itemsize + call.wide)
+
+    def total(self, calls: Iterable[Call]) -> int:
+        """Return the bytes that a device sends for all of them, forward and backward."""
+        return sum(sum(self.bytes(call)) * call.times for call in calls)
+
+    def refuses(self, calls: Iterable[Call]) -> str | None:
+        """Return why these cannot go so, or None."""
+        for call in calls:
+            if call.heads % self.ulysses:
+                fits = [u for u in range(1, self.devices + 1) if _fits(u, self.devices, call)]
+                return (
+                    f"Ulysses gives each of {self.ulysses} devices whole heads, and the "
+                    f"{call.heads} heads that a device has do not divide. These groups do: "
+                    f"ulysses={', '.join(map(str, fits))}"
+                )
+            if call.whole_rows_only and self.ulysses < self.devices:
+                return (
+                    "the model hands an attention of its own to kernels.attention, which only "
+                    'Ulysses can give whole rows: form="ulysses"'
+                )
+        return None
+
+
+def _fits(ulysses: int, devices: int, call: Call) -> bool:
+    return devices % ulysses == 0 and call.heads % ulysses == 0
+
+
+def options(settings: Context, devices: int) -> list[Option]:
+    """Return what the settings allow, what is preferred first."""
+    groups = [n for n in range(1, devices + 1) if devices % n == 0]
+    if settings.ulysses is not None:
+        groups = [settings.ulysses]
+    elif settings.form == "ulysses":
+        groups = [devices]
+    elif settings.form != "auto":
+        groups = [1]
+    forms = FORMS[:2] if settings.form == "auto" else (settings.form,)
+    found = [Option(f if u < devices else "ulysses", u, devices) for u in groups for f in forms]
+    return list(dict.fromkeys(found))
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The form that a step takes, and what it and the others send: print it."""
+
+    settings: Context
+    calls: tuple[Call, ...]
+    option: Option
+    lines: tuple[tuple[str, ...], ...]
+
+    @property
+    def deal(self) -> Deal:
+        """How positions are dealt."""
+        return Deal(self.option.devices, self.settings.order, self.option.ulysses)
+
+    def __str__(self) -> str:
+        head = ("form", "forward", "backward", "both", "")
+        deal = self.deal
+        shown = aligned([head, *self.lines])
+        who = f"{deal.devices} devices share a row, {deal.order} order"
+        return "\n".join([f"{who}; bytes that each sends for one microbatch:", *shown])
+
+    __repr__ = __str__
+
+
+def choose(
+    settings: Context, devices: int, calls: Sequence[Call], no_ring: str | None = None
+) -> Choice:
+    """Return the form that sends least of those that can run; `no_ring` says why no ring can."""
+    settings.check(devices)
+    packed = any(call.documents for call in calls)
+    possible, lines = [], []
+    for option in options(settings, devices):
+        ring = option.form == "ring" and option.ulysses < devices
+        why = option.refuses(calls) or (no_ring if ring else None)
+        lines.append((option, why))
+        if why is None:
+            order = ("allgather", "ring") if packed else ("ring", "allgather")
+            rank = order.index(option.form) if option.form in order else 2
+            possible.append((option.total(calls), rank, option))
+    if not possible:
+        raise ValueError(f'Context(form="{settings.form}"): {lines[0][1]}.')
+    best = min(possible, key=lambda x: x[:2])[2]
+    told = tuple(_line(option, why, calls, option == best) for option, why in lines)
+    return Choice(settings, tuple(calls), best, told)
+
+
+def _line(option: Option, why: str | None, calls: Sequence[Call], best: bool) -> tuple[str, ...]:
+    forward, backward = np.sum([np.multiply(option.bytes(c), c.times) for c in calls], axis=0)
+    sizes = [human(int(n)) for n in (forward, backward, forward + backward)]
+    note = "chosen" if best else f"cannot: {why}" if why else ""
+    return (option.name, *sizes, note)
