@@ -1,7 +1,6 @@
 """Batches: split over devices and processes, checked before anything is traced."""
 
 from collections.abc import Iterable, Sequence
-from functools import partial
 from typing import Any
 
 import jax
@@ -18,7 +17,6 @@ from hfjax.parallel.mesh import (
     SEQUENCE_AXES,
     TENSOR_AXES,
     describe_mesh,
-    in_use,
     size_of,
 )
 from hfjax.parallel.placement import batch_devices

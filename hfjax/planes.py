@@ -53,7 +53,12 @@ def data_plane(
         assert layout.arrangement is not None
         branches = f"schedule {table.name} has branches, and a permute in one waits for ever"
         context = _context(
-            layout, loss, execution, False, lambda p: kept(p) or whole(p), branches if table.branches else None
+            layout,
+            loss,
+            execution,
+            False,
+            lambda p: kept(p) or whole(p),
+            branches if table.branches else None,
         )
         return PipelinePlane(context, layout.arrangement, compile_table(table), layout.packed)
     if layout.hosted.parameters and layout.blueprint.three_parts and not layout.forward:

@@ -25,16 +25,18 @@ def part_of_bernoulli(
     >>> bool((part_of_bernoulli(key, 0.5, at, 6, (3,)) == whole[at]).all())
     True
     """
-    of_elements = jax.config.jax_threefry_partitionable and math.prod(shape) < 1 << 16
+    of_elements = (
+        getattr(jax.config, "jax_threefry_partitionable", True) and math.prod(shape) < 1 << 16
+    )
     if not of_elements or str(jax.random.key_impl(key)) not in USUAL:
         return jax.random.bernoulli(key, p, (length, *shape))[at_S]
     high, low = _numbers(at_S, math.prod(shape))
     first, second = (jnp.broadcast_to(k, high.shape) for k in jax.random.key_data(key))
     one, other = threefry2x32_p.bind(first, second, high, low)
-    p = jnp.asarray(p, float)  # as jax.random.bernoulli does: float64 where that is switched on
-    double = p.dtype == jnp.float64
+    dtype = jnp.asarray(p, float).dtype  # as jax.random.bernoulli has it: float64 in x64 mode
+    double = dtype == jnp.float64
     bits = (one.astype("uint64") << 32) | other.astype("uint64") if double else one ^ other
-    return (_uniform(bits, p.dtype) < p).reshape(*at_S.shape, *shape)
+    return (_uniform(bits, dtype) < jnp.asarray(p, dtype)).reshape(*at_S.shape, *shape)
 
 
 def _numbers(at_S: jax.Array, width: int) -> tuple[jax.Array, jax.Array]:

@@ -139,7 +139,10 @@ class Attention(nnx.Module):
     def __call__(self, x_BSD: jax.Array, documents_BS: jax.Array | None = None) -> jax.Array:
         qkv = self.place(self.qkv(x_BSD), ("batch", None, "heads", None, None))
         qkv = checkpoint_name(qkv, "qkv")
-        qk, v = rotate(qkv[:, :, :, :-1], self.base, self.kernels.positions(qkv.shape[1])), qkv[:, :, :, -1]
+        qk, v = (
+            rotate(qkv[:, :, :, :-1], self.base, self.kernels.positions(qkv.shape[1])),
+            qkv[:, :, :, -1],
+        )
         q, k = qk[:, :, :, :-1], qk[:, :, :, -1]
         q = q.reshape(*q.shape[:2], -1, q.shape[-1])
         inside = () if documents_BS is None else (documents_BS,)

@@ -90,14 +90,14 @@ def _outputs(equation: JaxprEqn, given: list[bool], line: str, lines: set[str]) 
         return [True]
     if kind in AGREES and set(SAMPLE_AXES) <= _axes(equation):
         return [False] * count
-    bodies = list(bodies(equation))
+    inner = list(bodies(equation))
     if kind == "scan":
-        given = _settled(equation, given, bodies[0])
-    for body in bodies:
+        given = _settled(equation, given, inner[0])
+    for body in inner:
         fits = len(body.invars) == len(given)  # else: all of them differ, if one does
         inside = given if fits else [any(given)] * len(body.invars)
         outputs = _follow(body, inside, line, lines)
-        if fits and len(bodies) == 1 and len(outputs) == count:
+        if fits and len(inner) == 1 and len(outputs) == count:
             return outputs
     return [any(given)] * count
 

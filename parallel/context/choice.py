@@ -4,11 +4,10 @@ For one attention of B rows, S positions, H heads of queries and G of keys, widt
 number and w bytes a number in float32 (or wider); N devices, in N / u groups of u that exchange
 heads. Sent by each device:
 
-| | forward | backward |
-|---|---|---|
-| exchange (u > 1) | (u - 1) / u · B S / N · D (2 H + 2 G) e | the same |
-| ring, allgather (R = N / u > 1) | (R - 1) · 2 B S / R · G / u · D e | (R - 1) · 2 B S / R · G / u · D (e + w) |
-| documents, of 4 bytes | (N - 1) · B S / N · 4 | nothing |
+- Exchange, if u > 1: (u - 1) / u · B S / N · D · 2 (H + G) e forward, and again backward.
+- Ring and allgather, if R = N / u > 1: (R - 1) · 2 B S / R · G / u · D · e forward, and backward
+  the same with e + w in place of e: gradients travel in w.
+- Documents, where there are any: (N - 1) · B S / N · 4, forward.
 
 G counts heads as they are sent: where u does not divide them, each is repeated.
 """

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from hfjax.pallas_kernels.attention import block as flash_block
-from hfjax.pallas_kernels.attention.reference import Final, State
+from hfjax.pallas_kernels.attention.reference import State
 from hfjax.parallel.context.deal import Deal
 from hfjax.parallel.context.visits import Visit
 
@@ -128,7 +128,7 @@ class Travel:
     def _around_and_back(
         self, kv: jax.Array, pulled: Callable, dq: jax.Array, own: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        """The gradient of a block arrives one hop after the block: it is sent while others are made."""
+        """The gradient of a block follows it, one hop later: it is sent while the next is made."""
         last = self.deal.ring - 1
         kv = self.send(kv)
         if last == 1:

@@ -144,16 +144,19 @@ class AnyMask(Visit):
         for i, (x, part) in enumerate(zip(queries, parts, strict=True)):
             for j, y in enumerate(jnp.split(kv, self._count, axis=2)):
                 places = self._places(x.shape[1], me, source, i, j)
-                part = self.block(x, y, State(*part), self.mask, places)  # noqa: PLW2901
+                part = self.block(x, y, State(*part), self.mask, places)
             parts[i] = part
-        return State(*(_whole(x, dim) for x, dim in zip(zip(*parts), (1, 2, 2))))
+        return State(
+            *(_whole(x, d) for x, d in zip(zip(*parts, strict=True), (1, 2, 2), strict=True))
+        )
 
     def backward(
         self, q: jax.Array, kv: jax.Array, final: Final, me: Any, source: Any
     ) -> tuple[jax.Array, jax.Array]:
         """Return what one device's keys add to dq, and their own gradients."""
         finals = _parts(final, self._count, (1, 2, 2))
-        dq, dkv = [0] * self._count, [0] * self._count
+        dq: list[Any] = [0] * self._count
+        dkv: list[Any] = [0] * self._count
         for i, x in enumerate(jnp.split(q, self._count, axis=1)):
             for j, y in enumerate(jnp.split(kv, self._count, axis=2)):
                 places = self._places(x.shape[1], me, source, i, j)

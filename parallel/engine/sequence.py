@@ -22,12 +22,6 @@ from hfjax.parallel.engine.context import Context, rows_of
 from hfjax.parallel.engine.layers import is_list, items_of
 from hfjax.parallel.engine.shared_rows import SharedRows, dims_of
 
-SUMS = ("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or")
-PICKS = ("argmax", "argmin")
-CUMULATE = ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp")
-MOVES = ("slice", "dynamic_slice", "pad", "concatenate", "dynamic_update_slice")
-WINDOWS = ("reduce_window", "reduce_window_sum", "reduce_window_max", "reduce_window_min")
-
 
 def dealt(context: Context, variables: Flat, keys: Callable | None, batch: Any) -> Any:
     """Return the part of a batch of whole rows that this device computes with.
@@ -176,51 +170,55 @@ def mixes(jaxpr: Any, length: int, in_loss: bool, place: str = "") -> Iterator[t
 def _mixed(equation: JaxprEqn, along: Callable[[Any], bool], in_loss: bool) -> str | None:
     """Return what an equation does along the sequence, None if it keeps positions apart."""
     name, params = equation.primitive.name, equation.params
-    shapes = [v.aval.shape for v in equation.invars if hasattr(v.aval, "shape")]
-    first = shapes[0] if shapes else ()
-    at = lambda dims: any(along(first[d]) for d in dims)
-    if name == "dot_general":
-        return "contracts" if at(params["dimension_numbers"][0][0]) else None
-    if name in SUMS or name in PICKS:
-        allowed = in_loss and name == "reduce_sum"
-        return "reduces" if not allowed and at(params["axes"]) else None
-    if name in CUMULATE:
-        return "accumulates" if at([params["axis"]]) else None
-    if name == "sort":
-        return "sorts" if at([params["dimension"]]) else None
-    if name == "rev":
-        return "reverses" if at(params["dimensions"]) else None
+    shapes = [getattr(v.aval, "shape", ()) for v in equation.invars]
     if name == "iota":
-        return "counts positions" if along(params["shape"][params["dimension"]]) else None
+        return "counts" if along(params["shape"][params["dimension"]]) else None
     if name == "scan":
         return "runs a loop over" if along(params["length"]) else None
-    if name == "conv_general_dilated":
-        spatial = params["dimension_numbers"].lhs_spec[2:]
-        kernel = [shapes[1][d] for d in params["dimension_numbers"].rhs_spec[2:]]
-        wide = [d for d, size in zip(spatial, kernel, strict=True) if size > 1]
-        return "convolves" if at(wide) else None
-    if name in WINDOWS:
-        windows = params["window_dimensions"]
-        return "pools" if at(d for d, size in enumerate(windows) if size > 1) else None
     if name in MOVES:
-        return _moved(equation, shapes, along)
-    if name == "gather":
-        return _gathered(params, first, along)
-    return None
+        result = getattr(equation.outvars[0].aval, "shape", ())
+        out = shapes[1] if name == "dynamic_update_slice" else result
+        pairs = [pair for pair in zip(shapes[0], out, strict=True) if pair[0] != pair[1]]
+        return "cuts or joins" if any(along(a) or along(b) for a, b in pairs) else None
+    if name not in ALONG or (in_loss and name == "reduce_sum"):
+        return None
+    verb, dims = ALONG[name]
+    return verb if any(along(shapes[0][d]) for d in dims(params, shapes)) else None
 
 
-def _moved(equation: JaxprEqn, shapes: Sequence[Any], along: Callable) -> str | None:
-    out = equation.outvars[0].aval.shape
-    name = equation.primitive.name
-    if name == "dynamic_update_slice":
-        out = shapes[1]
-    pairs = zip(shapes[0], out, strict=True)
-    changed = any(a != b and (along(a) or along(b)) for a, b in pairs)
-    return f"cuts or joins ({name})" if changed else None
+def _of_convolution(params: Any, shapes: Sequence[Any]) -> list[int]:
+    """Return the dimensions of the operand along which a kernel is wider than 1."""
+    numbers = params["dimension_numbers"]
+    pairs = zip(numbers.lhs_spec[2:], numbers.rhs_spec[2:], strict=True)
+    return [of_operand for of_operand, of_kernel in pairs if shapes[1][of_kernel] > 1]
 
 
-def _gathered(params: Any, shape: Sequence[int], along: Callable) -> str | None:
-    numbers, sizes = params["dimension_numbers"], params["slice_sizes"]
-    apart = getattr(numbers, "operand_batching_dims", ())
-    picked = (d for d, size in enumerate(sizes) if size != shape[d] and d not in apart)
-    return "picks from" if any(along(shape[d]) for d in picked) else None
+def _of_window(params: Any, shapes: Sequence[Any]) -> list[int]:
+    return [d for d, size in enumerate(params["window_dimensions"]) if size > 1]
+
+
+def _of_gather(params: Any, shapes: Sequence[Any]) -> list[int]:
+    """Return the dimensions of the operand from which parts are picked."""
+    apart = getattr(params["dimension_numbers"], "operand_batching_dims", ())
+    sizes = enumerate(zip(params["slice_sizes"], shapes[0], strict=True))
+    return [d for d, (size, whole) in sizes if size != whole and d not in apart]
+
+
+MOVES = ("slice", "dynamic_slice", "pad", "concatenate", "dynamic_update_slice")
+_named = lambda name: lambda params, shapes: params[name]
+_one = lambda name: lambda params, shapes: [params[name]]
+REDUCE = ("sum", "max", "min", "prod", "and", "or")
+WINDOWS = ("", "_sum", "_max", "_min")
+# An operation -> what it does, and along which dimensions of its first operand.
+ALONG: dict[str, tuple[str, Callable]] = {
+    "dot_general": ("contracts", lambda params, shapes: params["dimension_numbers"][0][0]),
+    **{f"reduce_{name}": ("reduces", _named("axes")) for name in REDUCE},
+    **{name: ("picks one of", _named("axes")) for name in ("argmax", "argmin")},
+    **{f"cum{name}": ("accumulates", _one("axis")) for name in ("sum", "prod", "max", "min")},
+    "cumlogsumexp": ("accumulates", _one("axis")),
+    "sort": ("sorts", _one("dimension")),
+    "rev": ("reverses", _named("dimensions")),
+    "conv_general_dilated": ("convolves", _of_convolution),
+    **{f"reduce_window{name}": ("pools", _of_window) for name in WINDOWS},
+    "gather": ("picks from", _of_gather),
+}
