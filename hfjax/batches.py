@@ -14,7 +14,7 @@ from hfjax.parallel.mesh import (
     AXES,
     BATCH_AXES,
     PIPE_AXIS,
-    SEQUENCE_AXES,
+    SAMPLE_AXES,
     TENSOR_AXES,
     describe_mesh,
     size_of,
@@ -37,8 +37,8 @@ def shard_batch(layout: Layout, batch: Any, microbatches: int = 1) -> Any:
     Args:
         layout: The layout of the step that takes the batch.
         batch: Pytree of arrays with the same number of rows. With several processes each gives its
-            own rows (`rows_of_process`); processes that hold other stages of the same rows give the
-            same rows.
+            own rows (`rows_of_process`); processes that hold other stages, or other positions, of
+            the same rows give the same rows, whole.
         microbatches: Into how many the step splits the rows: rows have to divide by devices times
             microbatches.
 
@@ -143,9 +143,9 @@ def _check_rows_of_state(layout: Layout, rows: int) -> None:
 
 
 def _check_processes(layout: Layout) -> None:
-    groups = _by(layout.mesh, (PIPE_AXIS, *BATCH_AXES))
+    groups = _by(layout.mesh, (PIPE_AXIS, *SAMPLE_AXES))
     if any(len({device.process_index for device in group}) > 1 for group in groups):
-        within = " and ".join((*SEQUENCE_AXES, *TENSOR_AXES))
+        within = " and ".join(TENSOR_AXES)
         raise ValueError(
             f"{describe_mesh(layout.mesh)}: the devices that share rows of the batch belong to "
             f"several processes. Keep {within} within the devices of one process."

@@ -190,8 +190,8 @@ def _rows(found: Iterable[Transfer], meshes: Iterable[Sizes]) -> tuple[Collectiv
 def _name(permute: bool, groups: Groups, meshes: list[Sizes]) -> tuple[tuple[str, ...], int]:
     """Returns the axes along which the members of each group differ, and how many they are.
 
-    A permute may leave devices out; of every other kind the groups must be all of those that the
-    axes form.
+    A permute may leave devices out; of every other kind the groups are all of those that the axes
+    form, or parts of those that one axis forms.
     """
     for mesh in meshes:
         if max(map(max, groups)) >= math.prod(mesh.values()):
@@ -199,8 +199,11 @@ def _name(permute: bool, groups: Groups, meshes: list[Sizes]) -> tuple[tuple[str
         at = dict(zip(mesh, np.unravel_index(_square(groups).T, tuple(mesh.values())), strict=True))
         axes = tuple(axis for axis, where in at.items() if (where != where[:1]).any())
         along = hlo.mesh_groups(mesh, [(axis, 1, mesh[axis]) for axis in axes])
-        if permute or set(map(frozenset, along)) == set(map(frozenset, groups)):
+        found = set(map(frozenset, groups))
+        if permute or set(map(frozenset, along)) == found:
             return axes, len(along[0])
+        if len(axes) == 1 and all(any(part <= set(whole) for whole in along) for part in found):
+            return axes, max(map(len, groups))  # some neighbours of an axis, by themselves
     return ("?",), len({d for g in groups for d in g}) if permute else max(map(len, groups))
 
 
