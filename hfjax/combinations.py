@@ -47,7 +47,7 @@ def _in_pipeline(layout: Layout, execution: Execution) -> bool:
 
 def _scatters_layers(layout: Layout, _: Execution) -> bool:
     placed = layout.placed.items()
-    return any(p.split("gradient") for path, p in placed if path.startswith(LAYERS))
+    return any(p.split_dims("gradient") for path, p in placed if path.startswith(LAYERS))
 
 
 def _names_update(_: Layout, execution: Execution) -> bool:

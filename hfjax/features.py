@@ -137,7 +137,7 @@ def _split(column: str) -> Used:
 
     def used(layout: Layout, execution: Execution) -> str | None:
         placed = sorted(layout.placed.values(), key=lambda p: not p.path.startswith(LAYERS))
-        found = next((p for p in placed if p.split(column)), None)
+        found = next((p for p in placed if p.split_dims(column)), None)
         if found is None:
             return None
         where = f"{getattr(found, column)} under {layout.strategy.name}"

@@ -189,7 +189,7 @@ def elements(layout, *, split, layers=None):
 
 def squares(layout):
     """Bytes that tell all devices whether the gradients of a layer are finite: one number each."""
-    return 4 * LAYERS * sum(p.stacked and bool(p.split("moment")) for p in layout.placed.values())
+    return 4 * LAYERS * sum(p.stacked and bool(p.split_dims("moment")) for p in layout.placed.values())
 
 
 def test_ddp_reduces_each_gradient_once_and_those_of_a_layer_in_its_turn():
