@@ -30,15 +30,19 @@ from hfjax.parallel.strategy import (
 )
 from hfjax.plan.layout import Layout
 
-Used = Callable[[Layout, Execution], str | None]
+AsWritten = Callable[[Layout, Execution], str | None]
+
+# Features with a long name, that code finds a row by.
+NOT_ELEMENT_BY_ELEMENT = "optimizer not element by element"
+NOT_IN_PARTS = "model without embed, layers and head, or with forward="
 
 
 class Feature(NamedTuple):
     """Something that a user can turn on: how it is seen, and the least that turns it on.
 
     Attributes:
-        used: (layout, execution) -> how it was written, None if it is not used. None in place of
-            the function: only a trial or a trace can tell.
+        as_written: (layout, execution) -> how it was written, None if it is not used. None in place
+            of the function: only a trial or a trace can tell.
         execution: Fields of Execution.
         strategy: What a strategy has.
         mesh: Sizes of axes.
@@ -48,7 +52,7 @@ class Feature(NamedTuple):
         needs: Features that are used where this one is: what refuses them refuses this one.
     """
 
-    used: Used | None
+    as_written: AsWritten | None
     execution: Mapping[str, Any] = {}
     strategy: Strategy | None = None
     mesh: Mapping[str, int] = {}
@@ -61,14 +65,14 @@ class Feature(NamedTuple):
 # -- how each was written -----------------------------------------------------------------------
 
 
-def _of(name: str, unused: Any) -> Used:
+def _of(name: str, unused: Any) -> AsWritten:
     """Return how a field of the execution was written."""
 
-    def used(_: Layout, execution: Execution) -> str | None:
+    def as_written(_: Layout, execution: Execution) -> str | None:
         value = getattr(execution, name)
         return None if value == unused else f"{name}={_quoted(value)}"
 
-    return used
+    return as_written
 
 
 def _quoted(value: Any) -> str:
@@ -92,7 +96,7 @@ def _remat(_: Layout, execution: Execution) -> str | None:
     return None if word == "none" else f"remat={_quoted(word)}"
 
 
-def _remat_that(is_so: Callable[[Remat], bool]) -> Used:
+def _remat_that(is_so: Callable[[Remat], bool]) -> AsWritten:
     return lambda layout, run: _remat(layout, run) if is_so(run.remat) else None
 
 
@@ -117,13 +121,13 @@ def _schedule(layout: Layout, execution: Execution) -> str | None:
     return f"pipe={stages}" if stages > 1 else None
 
 
-def _table_that(is_so: Callable[[Table], bool]) -> Used:
-    def used(layout: Layout, execution: Execution) -> str | None:
+def _table_that(is_so: Callable[[Table], bool]) -> AsWritten:
+    def as_written(layout: Layout, execution: Execution) -> str | None:
         schedule, stages = execution.schedule, layout.mesh.shape[PIPE_AXIS]
         there = schedule is not None and is_so(schedule.table(stages))
         return _schedule(layout, execution) if there else None
 
-    return used
+    return as_written
 
 
 def _asynchronous(layout: Layout, execution: Execution) -> str | None:
@@ -132,18 +136,18 @@ def _asynchronous(layout: Layout, execution: Execution) -> str | None:
     return _schedule(layout, execution) if there else None
 
 
-def _split(column: str) -> Used:
+def _split(column: str) -> AsWritten:
     """Return what of a column is split: of layers, if anything of them is."""
 
-    def used(layout: Layout, execution: Execution) -> str | None:
+    def as_written(layout: Layout, execution: Execution) -> str | None:
         placed = sorted(layout.placed.values(), key=lambda p: not p.path.startswith(LAYERS))
-        found = next((p for p in placed if p.split(column)), None)
+        found = next((p for p in placed if p.split_dims(column)), None)
         if found is None:
             return None
         where = f"{getattr(found, column)} under {layout.strategy.name}"
         return f"the {column} of {found.path} {found.shape} split as {where}"
 
-    return used
+    return as_written
 
 
 def _tensor(layout: Layout, _: Execution) -> str | None:
@@ -151,7 +155,7 @@ def _tensor(layout: Layout, _: Execution) -> str | None:
     return f"{axes[0]}={layout.mesh.shape[axes[0]]}" if axes else None
 
 
-def _strategy_that(is_so: Callable[[Layout], Any]) -> Used:
+def _strategy_that(is_so: Callable[[Layout], Any]) -> AsWritten:
     return lambda layout, _: f"strategy {layout.strategy.name}" if is_so(layout) else None
 
 
@@ -183,8 +187,8 @@ def _called(layout: Layout, _: Execution) -> str | None:
 # -- the rows -----------------------------------------------------------------------------------
 
 
-def _scheduled(name: str, used: Used, *needs: str) -> Feature:
-    return Feature(used, {"schedule": Schedule(name, 4)}, PIPE, {"pipe": 2}, needs=needs)
+def _scheduled(name: str, as_written: AsWritten, *needs: str) -> Feature:
+    return Feature(as_written, {"schedule": Schedule(name, 4)}, PIPE, {"pipe": 2}, needs=needs)
 
 
 FEATURES: dict[str, Feature] = {
@@ -236,20 +240,20 @@ FEATURES: dict[str, Feature] = {
     "HOST_PARAMETERS": Feature(
         _strategy_that(lambda layout: layout.hosted.parameters), strategy=HOST_PARAMETERS
     ),
-    "optimizer that mixes parameters": Feature(None, optimizer=lambda _: optax.lamb(1e-2)),
+    NOT_ELEMENT_BY_ELEMENT: Feature(None, optimizer=lambda _: optax.lamb(1e-2)),
     "hfjax.ema": Feature(_averages, optimizer=lambda optimizer: ema(optimizer, 0.9)),
     "hfjax.master": Feature(_master, optimizer=master),
     "freeze": Feature(_frozen, freeze="positions"),
     "list of layers": Feature(_listed, model="listed"),
-    "model called as it is": Feature(_called, model="called"),
+    NOT_IN_PARTS: Feature(_called, model="called"),
     "statistics that a model writes": Feature(None, model="counting"),
 }
 
 
-def written(name: str, layout: Layout, execution: Execution) -> str | None:
+def as_written(name: str, layout: Layout, execution: Execution) -> str | None:
     """Return how the user wrote a feature, None if it is not used."""
-    used = FEATURES[name].used
-    return None if used is None else used(layout, execution)
+    of = FEATURES[name].as_written
+    return None if of is None else of(layout, execution)
 
 
 def lineage(name: str) -> list[str]:

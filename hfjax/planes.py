@@ -47,8 +47,8 @@ def data_plane(
     reshard_after_forward=False.
     """
     once = execution.accumulate == 1
-    kept = lambda p: bool(p.split("parameter")) and not execution.reshard_after_forward
-    whole = lambda p: bool(p.split("parameter")) and not p.split("gradient")
+    kept = lambda p: bool(p.split_dims("parameter")) and not execution.reshard_after_forward
+    whole = lambda p: bool(p.split_dims("parameter")) and not p.split_dims("gradient")
     if table is not None:
         assert layout.arrangement is not None
         branches = f"schedule {table.name} has branches, and a permute in one waits for ever"
@@ -71,7 +71,7 @@ def update_plane(layout: Layout, loss: Callable, execution: Execution) -> LayerU
 
     No gradient accumulates: it goes straight to where its moments are.
     """
-    kept = lambda p: bool(p.split("parameter")) and not execution.reshard_after_forward
+    kept = lambda p: bool(p.split_dims("parameter")) and not execution.reshard_after_forward
     context = _context(layout, loss, execution, True, kept)
     placed = {path: replace(p, gradient=p.moment) for path, p in context.placed.items()}
     return LayerUpdatePlane(LayerwisePlane(replace(context, placed=placed)))
@@ -81,14 +81,14 @@ def _context(
     layout: Layout,
     loss: Callable,
     execution: Execution,
-    reads_once: bool,
+    one_microbatch: bool,
     gathered_once: Callable[[Placed], bool],
     no_ring: str | None = None,
 ) -> Context:
     shares = in_use(layout.mesh, SEQUENCE_AXES)
     rows = SharedRows(execution.context, layout.mesh, no_ring) if shares else None
     kernels = Kernels.of(execution.kernels, layout.mesh, loss, rows)
-    placed = gradients_at_moments(layout.placed) if reads_once else layout.placed
+    placed = gradients_at_moments(layout.placed) if one_microbatch else layout.placed
     return Context(
         blueprint=layout.blueprint.equipped(kernels),
         placed=placed,
@@ -97,8 +97,8 @@ def _context(
         loss=loss,
         forward=layout.forward,
         traced=Traced(kernels, Offloaded(execution.offload)),
-        reads_once=reads_once,
-        whole=frozenset(path for path, p in placed.items() if gathered_once(p)),
+        one_microbatch=one_microbatch,
+        gathered_for_step=frozenset(path for path, p in placed.items() if gathered_once(p)),
     )
 
 

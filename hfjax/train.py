@@ -42,7 +42,7 @@ from hfjax.update.asynchronous import AsynchronousUpdate
 from hfjax.update.given_parameters import Follow
 from hfjax.update.in_backward import InBackwardUpdate, check_in_backward
 from hfjax.update.one_pass import OnePassUpdate
-from hfjax.update.separable import check_elementwise, check_padding
+from hfjax.update.separable import check_packed_rows, check_padding
 from hfjax.update.streamed import StreamedUpdate
 from hfjax.update.update import Held, Update, placed_as_moments
 from hfjax.update.whole import WholeUpdate
@@ -156,7 +156,7 @@ class TrainStep:
         check_given(layout, loss)
         layout = on_stages(layout, execution.schedule)
         check_runs(layout, execution, training=True)
-        check_elementwise(layout)
+        check_packed_rows(layout)
         check_padding(layout)
         if execution.optimizer_in_backward:
             check_in_backward(layout)

@@ -1,7 +1,7 @@
 """How a step runs. Nothing here says where a tensor lives: that is the strategy's."""
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
@@ -11,6 +11,14 @@ from hfjax.parallel.compiler import check_options
 from hfjax.parallel.context.choice import Context
 from hfjax.parallel.remat import Remat
 from hfjax.parallel.schedules.named import Schedule
+
+
+class Dtypes(NamedTuple):
+    """The dtypes of one parameter in a step: of arithmetic, of its gather, of its reduction."""
+
+    compute: Any
+    gather: Any
+    reduce: Any
 
 
 @dataclass(frozen=True)
@@ -44,7 +52,7 @@ class Precision:
                 )
             object.__setattr__(self, name, dtype)
 
-    def of(self, stored: Any) -> tuple[Any, Any, Any]:
+    def of(self, stored: Any) -> Dtypes:
         """Return the dtypes of arithmetic, gathers and reductions for a stored parameter.
 
         Args:
@@ -52,8 +60,8 @@ class Precision:
 
         Example:
             >>> import hfjax, jax.numpy as jnp
-            >>> [dtype.name for dtype in hfjax.Precision("bfloat16").of(jnp.dtype("float32"))]
-            ['bfloat16', 'bfloat16', 'float32']
+            >>> hfjax.Precision("bfloat16").of(jnp.dtype("float32")).gather
+            dtype(bfloat16)
         """
         compute = self.compute or stored
         if compute == jnp.float16:
@@ -61,7 +69,8 @@ class Precision:
                 "a float16 parameter needs a loss scale, which is not there yet: store it in "
                 'bfloat16 or float32, or compute otherwise (precision="bf16").'
             )
-        return compute, self.gather or compute, self.reduce or jnp.promote_types(stored, "float32")
+        reduce = self.reduce or jnp.promote_types(stored, "float32")
+        return Dtypes(compute, self.gather or compute, reduce)
 
 
 PRECISIONS = {
@@ -95,7 +104,8 @@ class Execution:
     # hierarchical: axis by axis, in a node first. What stays whole is scattered over fsdp, added
     # over data, gathered over fsdp; what is scattered is so over fsdp, then over data.
     reduction: str = "flat"
-    # Update each layer as soon as its gradient is there, so that only about one is ever alive.
+    # Update each layer as soon as its gradient is there, so about one layer's gradients exist at a
+    # time. What it excludes: docs/combinations.md.
     optimizer_in_backward: bool = False
     context: Context = Context()  # how devices that share rows work together; or a form's name
     kernels: Wanted = Wanted()  # auto, pallas, xla, reference; or a word for each kernel

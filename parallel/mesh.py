@@ -1,8 +1,9 @@
-"""The mesh: always the same named axes, outermost to innermost; size 1 means off.
+"""The mesh: always the same named axes, from the slowest link to the fastest; size 1 means off.
 
 `MEANING` says what an axis is for. Batches, placement, gathers, reductions, random keys and checks
-derive what they do from it: to the engine a new axis is one line there. (`hfjax train` has a flag
-for each size that it knows: `Mesh` in hfjax/run/config.py.)
+derive what they do from it: to the engine a new axis is one line there. The command line does not
+follow by itself: add a field to `Mesh` in hfjax/run/config.py. Then run `make test`: tests and
+doctests that print the axes fail and show the line.
 """
 
 import math
@@ -39,8 +40,10 @@ class Axis:
     partitioner: bool = False
 
 
-# Outermost to innermost: the chattiest axis lies on the fastest links. The partitioner's come last;
-# of the axes of rows the last is the one within a node (reduction="hierarchical").
+# In the order of the links, from the slowest to the fastest: the axis that sends most comes last. A
+# new axis of rows goes before fsdp, the last of them, which is taken to lie within a node
+# (reduction="hierarchical"); ZERO1 and ZERO2 then split over it too, but a model's or loss's own
+# psum(..., ("data", "fsdp")) misses it. The partitioner's axes come after all others.
 MEANING: Mapping[str, Axis] = {
     "pipe": Axis(stays=STACK),
     "data": Axis(rows=True),
@@ -70,7 +73,7 @@ SAMPLE_AXES = (*BATCH_AXES, *SEQUENCE_AXES)  # each device computes with its own
 
 
 def make_mesh(*, devices: Sequence[Any] | None = None, **sizes: int) -> Mesh:
-    """Return a mesh with every axis of `AXES`: pipe, data, fsdp, expert, context, tensor.
+    """Return a mesh with every axis of `AXES`: today pipe, data, fsdp, expert, context, tensor.
 
     It is of the first devices; where some are left over, a warning says so.
 
@@ -181,7 +184,7 @@ def size_of(axes: Sequence[str], mesh: Mesh | Mapping[str, int]) -> int:
 
 
 def row_axes(mesh: Mesh) -> tuple[str, ...]:
-    """Return the axes over which rows are split: all of them, so that a model may name them all.
+    """Return the axes over which rows are split, today data and fsdp: a model may name them all.
 
     Empty where all have size 1: XLA's partitioner refuses a collective over devices that are alone.
     """

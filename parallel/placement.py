@@ -49,7 +49,7 @@ class Placed:
         """Return the manual part of the spec in a column."""
         return manual_part(getattr(self, column), self.mesh)
 
-    def split(self, column: str) -> Dims:
+    def split_dims(self, column: str) -> Dims:
         """Return the dimensions that a column splits over manual axes, counted from the end.
 
         What stays split when it is read is not among them: a stage's layers, for instance.
@@ -76,7 +76,7 @@ class Placed:
         return self.axes[dim] if self.axes else None
 
     @property
-    def tensor(self) -> Dims:
+    def tensor_dims(self) -> Dims:
         """The dimensions that the partitioner keeps split while others are gathered or scattered.
 
         Empty if one of them is split over manual axes too: the pieces of a tensor shard are not
@@ -85,7 +85,7 @@ class Placed:
         if not in_use(self.mesh, TENSOR_AXES):
             return ()
         columns = ("parameter", "gradient", "moment")
-        moved = {dim for column in columns for dim, _ in self.split(column)}
+        moved = {dim for column in columns for dim, _ in self.split_dims(column)}
         dims = self._dims(auto_part(self.parameter))
         return () if moved & {dim for dim, _ in dims} else dims
 

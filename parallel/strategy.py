@@ -154,15 +154,15 @@ def _show_axes(axes: Axes) -> str:
 
 
 _ROWS_OF_BATCH = {"batch": BATCH_AXES}
-_ALL = tuple(reversed(SAMPLE_AXES))  # the innermost first: a scatter can go node by node
+_SPLIT_INNER_FIRST = tuple(reversed(SAMPLE_AXES))  # so a scatter can go node by node
 _MEGATRON = {"vocab": "tensor", "heads": "tensor", "mlp": "tensor"}
 
 DDP = Strategy("DDP", activations=_ROWS_OF_BATCH)
-ZERO1 = Strategy("ZERO1", moments={"*": _ALL}, activations=_ROWS_OF_BATCH)
+ZERO1 = Strategy("ZERO1", moments={"*": _SPLIT_INNER_FIRST}, activations=_ROWS_OF_BATCH)
 ZERO2 = Strategy(
     "ZERO2",
-    gradients={"*": _ALL},
-    moments={"*": _ALL},
+    gradients={"*": _SPLIT_INNER_FIRST},
+    moments={"*": _SPLIT_INNER_FIRST},
     activations=_ROWS_OF_BATCH,
 )
 # Devices that share rows hold parts of the parameters too: eight devices of one row would else

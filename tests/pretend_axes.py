@@ -1,6 +1,6 @@
-"""Trains on mesh axes that only a row in parallel/mesh.py knows; prints how far from one device.
+"""Trains on mesh axes that only a line in parallel/mesh.py knows; prints how far from one device.
 
-`test_axes.py` runs it with a copy of the package whose table has four rows more.
+`test_axes.py` runs it with a copy of the package whose table has four lines more.
 """
 
 import json
@@ -125,12 +125,12 @@ def cases() -> dict[str, Callable[[], float]]:
         )
     )
     return {
-        "rows, FSDP": dense(FSDP, replica=2, data=2, fsdp=2),
-        "rows, ZERO2": dense(ZERO2, replica=2, data=2, fsdp=2),
+        "rows, FSDP": dense(FSDP, pretend_rows=2, data=2, fsdp=2),
+        "rows, ZERO2": dense(ZERO2, pretend_rows=2, data=2, fsdp=2),
         "rows, two levels": lambda: apart(
             gpt,
             DDP,
-            {"replica": 2, "data": 2, "fsdp": 2},
+            {"pretend_rows": 2, "data": 2, "fsdp": 2},
             next_token_loss,
             TOKENS,
             reduction="hierarchical",
@@ -139,13 +139,13 @@ def cases() -> dict[str, Callable[[], float]]:
         "rows, pipeline": lambda: apart(
             gpt,
             PIPE | FSDP,
-            {"pipe": 2, "replica": 2, "fsdp": 2},
+            {"pipe": 2, "pretend_rows": 2, "fsdp": 2},
             next_token_loss,
             TOKENS,
             schedule=Schedule("1f1b", 4),
         ),
         "rows, in backward": lambda: apart(
-            gpt, ZERO2, {"replica": 4, "fsdp": 2}, next_token_loss, TOKENS, in_backward=True
+            gpt, ZERO2, {"pretend_rows": 4, "fsdp": 2}, next_token_loss, TOKENS, in_backward=True
         ),
         "rows and stays, dense": dense(FSDP, specialist=4, fsdp=2),
         "rows and stays, all split": dense(ZERO2, specialist=4, data=2),

@@ -1,4 +1,4 @@
-"""A mesh axis is a row of the table in parallel/mesh.py: what follows from its meaning, follows."""
+"""A mesh axis is a line of MEANING in parallel/mesh.py: what follows from its meaning, follows."""
 
 import json
 import os
@@ -22,7 +22,7 @@ from hfjax.parallel.mesh import (
 from tests import pretend_axes
 
 BEFORE, AFTER = '    "data": Axis(rows=True),\n', '    "tensor": Axis(partitioner=True),\n'
-MANUAL = """    "replica": Axis(rows=True),
+MANUAL = """    "pretend_rows": Axis(rows=True),
     "specialist": Axis(rows=True, stays="specialists"),
     "positions": Axis(sequence=True),
 """
@@ -31,7 +31,7 @@ DAILY = ("rows, FSDP", "rows and stays", "sequence, FSDP", "partitioner")
 
 
 def trained(folder: Path, *cases: str) -> dict[str, float]:
-    """Return how far each case is from one device, in a copy of the package with four axes more."""
+    """Return how far each case is from one device, in a copy of the package with four more axes."""
     shutil.copytree(
         Path(hfjax.__file__).parent, folder / "hfjax", ignore=shutil.ignore_patterns("__pycache__")
     )
@@ -48,7 +48,8 @@ def trained(folder: Path, *cases: str) -> dict[str, float]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def test_a_new_axis_of_each_meaning_needs_a_row_and_nothing_else(tmp_path):
+def test_a_new_axis_of_each_meaning_needs_one_line_in_MEANING(tmp_path):  # noqa: N802
+    assert "pretend_rows" not in AXES  # else it is none that only a copy knows
     found = trained(tmp_path, *DAILY)
     assert list(found) == list(DAILY)
     assert max(found.values()) < 2e-5, found

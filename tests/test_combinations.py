@@ -22,8 +22,15 @@ import pytest
 from flax import nnx
 
 import hfjax
-from hfjax.combinations import REFUSED, TRACED, cell, reasons, refusals, table
-from hfjax.features import FEATURES, Feature, lineage, written
+from hfjax.combinations import REFUSED, TRACED, cell, exclusions, reasons, refusals, table
+from hfjax.features import (
+    FEATURES,
+    NOT_ELEMENT_BY_ELEMENT,
+    NOT_IN_PARTS,
+    Feature,
+    as_written,
+    lineage,
+)
 from hfjax.models.gpt import GPT, Block, GPTConfig, next_token_loss
 from hfjax.models.parts import Linear, stacked
 from tests.small_gpt import tokens
@@ -40,7 +47,7 @@ MATHEMATICS = {
     ASYNCHRONOUS,
     "hfjax.master",
     "hfjax.ema",
-    "optimizer that mixes parameters",
+    NOT_ELEMENT_BY_ELEMENT,
     "freeze",
     "list of layers",
     WRITES,
@@ -173,7 +180,7 @@ def assert_trains(pair) -> None:
         first, second = found["loss",][""]
         assert second < first - 0.01
         return
-    own = [name for name in pair if WRITES in pair and name == "model called as it is"]
+    own = [name for name in pair if WRITES in pair and name == NOT_IN_PARTS]
     wanted = on_one_device(tuple(x for x in pair if x in MATHEMATICS or x in own))
     assert found.keys() == wanted.keys()
     distances = {field: apart(found[field], wanted[field]) for field in wanted}
@@ -220,11 +227,9 @@ CONDITIONS: dict[tuple[str, str], dict[str, Any]] = {  # where a pair is refused
     ("kernels", "HOST_OPTIMIZER"): BY_NAME,
     ("kernels", "HOST_PARAMETERS"): BY_NAME,
     ("list of layers", "TENSOR"): PIPELINE,
-    ("list of layers", "optimizer that mixes parameters"): PIPELINE,
+    ("list of layers", NOT_ELEMENT_BY_ELEMENT): PIPELINE,
     ("list of layers", "freeze"): {"freeze": "layers/0/*"},
-    ("optimizer that mixes parameters", "schedule"): {
-        **{"optimizer": optax.adafactor(1e-2), "layers": 3}
-    },
+    (NOT_ELEMENT_BY_ELEMENT, "schedule"): {**{"optimizer": optax.adafactor(1e-2), "layers": 3}},
     ("precision", "TENSOR"): {"own": {"precision": hfjax.Precision(reduce="bfloat16")}},
     ("offload", "schedule that branches"): {},  # the platform
 }
@@ -233,13 +238,13 @@ CONDITIONS: dict[tuple[str, str], dict[str, Any]] = {  # where a pair is refused
 @pytest.mark.parametrize("pair", REFUSED, ids=" with ".join)
 def test_a_pair_that_is_refused_raises_its_words(pair, monkeypatch):
     refusal = REFUSED[pair]
-    assert bool(refusal.only) == (pair in CONDITIONS) == (cell(*pair) == "?")
-    if refusal.only.startswith("on devices"):
+    assert bool(refusal.condition_text) == (pair in CONDITIONS) == (cell(*pair) == "?")
+    if refusal.condition_text.startswith("on devices"):
         monkeypatch.setattr("hfjax.combinations.platform_of", lambda mesh: "gpu")
 
     def refuse():
         step = step_of(pair, **CONDITIONS.get(pair, {}))
-        return step.lower(BATCH) if refusal.found == TRACED else step
+        return step.lower(BATCH) if refusal.detected_later == TRACED else step
 
     with pytest.raises(ValueError, match=re.escape(f": {refusal.why}. {refusal.instead}")):
         refuse()
@@ -267,11 +272,11 @@ def test_rows_are_of_features_and_no_pair_is_there_twice():
 
 @pytest.mark.parametrize("name", FEATURES)
 def test_a_feature_is_seen_where_it_is_used_and_nowhere_else(name):
-    if FEATURES[name].used is None:
+    if FEATURES[name].as_written is None:
         return
     used, plain = step_of([name]), step_of([])
-    assert written(name, used.layout, used.execution)
-    assert written(name, plain.layout, plain.execution) is None
+    assert as_written(name, used.layout, used.execution)
+    assert as_written(name, plain.layout, plain.execution) is None
 
 
 def test_a_model_that_runs_in_one_part_is_called_as_it_is():
@@ -279,14 +284,24 @@ def test_a_model_that_runs_in_one_part_is_called_as_it_is():
         lambda rngs: nnx.Linear(4, 4, rngs=rngs), optax.sgd(0.1), hfjax.make_mesh(data=8), hfjax.DDP
     )
     run = hfjax.Execution()
-    assert written("model called as it is", layout, run) == "a model in one part"
+    assert as_written(NOT_IN_PARTS, layout, run) == "a model in one part"
 
 
 # -- the page -----------------------------------------------------------------------------------
 
 
-def test_the_page_shows_the_table_and_its_reasons():
+def test_a_line_has_what_a_feature_does_not_go_with():
+    lines = dict(line[2:].split(": ", 1) for line in exclusions().replace("\n  ", " ").splitlines())
+    assert list(lines) == list(FEATURES)
+    assert lines["unroll"] == "with everything."
+    assert lines["clip"] == "not with optimizer_in_backward; asynchronous schedule."
+    assert lines["freeze"] == (
+        "not with asynchronous schedule. Also under a condition not with list of layers."
+    )
+
+
+def test_the_page_shows_the_table_its_lines_and_its_reasons():
     page = (Path(__file__).parents[1] / "docs/combinations.md").read_text(encoding="utf-8")
-    for text in (table(), reasons()):
+    for text in (table(), exclusions(), reasons()):
         assert f"\n{text}\n" in page
         assert max(map(len, text.splitlines())) <= 100

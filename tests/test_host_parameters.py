@@ -110,11 +110,11 @@ def test_master_weights_are_what_parameters_are_rounded_from():
         ({"remat": "every:2"}, r"HOST_PARAMETERS with .*every:2.* is of several layers at a time"),
         (
             {"offload": hfjax.Offload(ratio=0.5)},
-            r"HOST_PARAMETERS with offload=0.5: .* a loop of our own",
+            r"HOST_PARAMETERS with offload=0.5: .* hfjax's own loop over layers",
         ),
         (
             {"reshard_after_forward": False},
-            r"with reshard_after_forward=False: that keeps all layers on the",
+            r"with reshard_after_forward=False: .*=False keeps all layers on the",
         ),
         (
             {"schedule": hfjax.Schedule("gpipe", 2)},

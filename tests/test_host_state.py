@@ -252,7 +252,7 @@ def test_a_share_too_small_for_any_array_is_told():
 def test_stages_that_update_by_themselves_refuse_the_column():
     layout = layout_of(PIPE | HOST, {"pipe": 2})
     with pytest.raises(
-        ValueError, match="HOST_OPTIMIZER with schedule 2bw: it keeps a part of the state on"
+        ValueError, match="HOST_OPTIMIZER with schedule 2bw: HOST_OPTIMIZER keeps a part of the"
     ):
         hfjax.train_step(layout, next_token_loss, schedule=hfjax.Schedule("2bw", 4))
 

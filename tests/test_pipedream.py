@@ -13,7 +13,7 @@ import hfjax
 from hfjax import DDP, FSDP, PIPE, TENSOR, ZERO1, ZERO2, Mean, Schedule
 from hfjax.models.gpt import next_token_loss
 from hfjax.models.parts import stacked
-from hfjax.update.separable import check_leafwise
+from hfjax.update.separable import check_element_by_element
 from tests.simulator import Simulator
 from tests.small_gpt import gpt, tokens
 
@@ -345,7 +345,7 @@ def only_kernels(params):
     ids=["schedule and mask", "clip by element", "hyperparameters", "by label"],
 )
 def test_one_that_works_element_by_element_is_taken(optimizer):
-    check_leafwise(plan(optimizer, 2))
+    check_element_by_element(plan(optimizer, 2))
 
 
 @pytest.mark.parametrize(

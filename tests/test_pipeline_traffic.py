@@ -110,12 +110,12 @@ def test_zero3_gathers_a_layer_in_both_slots_of_a_tick_or_once_a_step_if_kept(ke
     layout, program = lowered(PIPE | FSDP, {"pipe": 2, "fsdp": 2}, **fields)
     found = hfjax.collectives(program)
     layers = [p for path, p in layout.placed.items() if path.startswith("layers/")]
-    matrices = sum(4 * math.prod(p.shape) for p in layers if p.split("parameter"))
+    matrices = sum(4 * math.prod(p.shape) for p in layers if p.split_dims("parameter"))
     of_stage, ticks = matrices // 2, 4 + 1
     ends = sum(
         4 * math.prod(p.shape)
         for path, p in layout.placed.items()
-        if not path.startswith("layers/") and p.split("parameter")
+        if not path.startswith("layers/") and p.split_dims("parameter")
     )
     assert found.total("all-gather", "fsdp") == ends + of_stage * (1 if keep else 2 * ticks)
     assert found.total("reduce-scatter", "fsdp") == ends + of_stage * ticks

@@ -147,7 +147,7 @@ class Optimizer:
     master: bool = False
     """Store parameters in bfloat16, and update a float32 copy of them."""
     in_backward: bool = False
-    """Update each layer as soon as its gradient is there; goes with --optimizer.clip None."""
+    """Update each layer as soon as its gradient is there; requires --optimizer.clip None."""
 
     def __post_init__(self):
         at_least(self, "optimizer.", warmup=0, hold=0)

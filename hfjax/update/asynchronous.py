@@ -15,7 +15,7 @@ from hfjax.parallel.pipeline.plane import PipelinePlane
 from hfjax.parallel.schedules.versions import Versions
 from hfjax.plan.layout import Layout, State
 from hfjax.update.parts import COUNT, ENDS, LAYERS, NUMBER, OptimizerParts
-from hfjax.update.separable import check_leafwise
+from hfjax.update.separable import check_element_by_element
 from hfjax.update.update import Found, Held, Update, unless_nonfinite
 
 
@@ -42,7 +42,7 @@ class AsynchronousUpdate(Update):
     @classmethod
     def of(cls, layout: Layout, plane: PipelinePlane, versions: Versions) -> "AsynchronousUpdate":
         """Return the pass of a plane whose stages keep these versions of their layers."""
-        check_leafwise(layout)
+        check_element_by_element(layout)
         return cls(layout, plane, AsynchronousPlane(plane, versions))
 
     @cached_property

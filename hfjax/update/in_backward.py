@@ -17,7 +17,7 @@ from hfjax.parallel.memory import is_on_host, to_device, to_host
 from hfjax.plan.hosted import MASTER
 from hfjax.plan.layout import Layout, State
 from hfjax.update.parts import COUNT, ENDS, LAYERS, NUMBER, OptimizerParts
-from hfjax.update.separable import check_leafwise
+from hfjax.update.separable import check_element_by_element
 from hfjax.update.update import Found, Held, Update
 
 
@@ -116,5 +116,5 @@ class InBackwardUpdate(Update):
 
 def check_in_backward(layout: Layout) -> None:
     """Refuse an optimizer that cannot update layer by layer, before all gradients are known."""
-    split = any(p.split("moment") for p in layout.placed.values())
-    check_leafwise(layout, "optimizer_in_backward", "optimizer_in_backward=True", split)
+    split = any(p.split_dims("moment") for p in layout.placed.values())
+    check_element_by_element(layout, "optimizer_in_backward", "optimizer_in_backward=True", split)

@@ -1,4 +1,4 @@
-"""An optimizer run by parts: layers by themselves, everything outside the layers afterwards.
+"""An optimizer run on one part after another: layers by themselves, then all that is outside them.
 
 Each part sees the whole tree of parameters, so that masks and labels by path fit, but arrays of
 other parts are empty. State of the optimizer is matched to a parameter by path and shape; a number

@@ -1,4 +1,4 @@
-"""Whether an optimizer can run in another form: by parts, in packed rows, beside empty places.
+"""Whether an optimizer works element by element: on a part, in packed rows, beside empty places.
 
 It is tried out on small arrays, as they are and in that form. What it does to one array may not
 depend on the others, nor on how they are stored.
@@ -15,13 +15,12 @@ import numpy as np
 
 from hfjax.base.paths import Flat, flatten, nest
 from hfjax.combinations import error_of
+from hfjax.features import NOT_ELEMENT_BY_ELEMENT
 from hfjax.parallel.engine.blueprint import LAYERS
 from hfjax.parallel.heterogeneous.packing import PackedLayers
 from hfjax.plan.layout import Layout
 from hfjax.plan.optimizer_state import converted, reformed
 from hfjax.update.parts import COUNT, NUMBER, OptimizerParts
-
-_MIXING = "optimizer that mixes parameters"  # its row of hfjax.combinations
 
 # Sizes of parameters and gradients to try: decay shows where parameters are large beside updates,
 # clipping where gradients are large beside parameters.
@@ -102,27 +101,32 @@ def _otherwise(optimizer: Any, like: Mapping[str, Any], form: _Form) -> str | No
     return next(filter(None, paths), None)
 
 
-# -- by parts -----------------------------------------------------------------------------
+# -- on a part of the parameters ----------------------------------------------------------
 
 
-def check_leafwise(
+def check_element_by_element(
     layout: Layout,
     feature: str = "asynchronous schedule",
-    written: str = "an asynchronous schedule",
+    as_written: str = "an asynchronous schedule",
     split: bool = False,
 ) -> None:
     """Refuse an optimizer whose update of a part is not that part of its update of all.
 
     It may keep arrays like the parameters, and numbers that do not depend on gradients. `feature`
-    updates by parts, `written` as the user wrote it. `split`: parts are pieces of a layer's arrays
-    as well, as they lie on devices.
+    updates part after part, `as_written` as the user wrote it. `split`: parts are pieces of a
+    layer's arrays as well, as they lie on devices.
     """
-    no = "a layer" if layout.blueprint.listed else "" if split else "a piece of a layer"
-    forms = {what: form for what, form in _PARTS.items() if what != no}
+    forms = dict(_PARTS)
+    if layout.blueprint.listed:
+        del forms["a layer"]
+    elif not split:
+        del forms["a piece of a layer"]
     try:
         _check_parts(OptimizerParts(layout), forms)
     except _DependsError as error:
-        raise error_of((_MIXING, feature), f"an optimizer that {error},", written) from error
+        raise error_of(
+            (NOT_ELEMENT_BY_ELEMENT, feature), f"an optimizer that {error},", as_written
+        ) from error
 
 
 def _part(of_layers: bool, cut: Callable[[jax.Array], jax.Array]) -> _Form:
@@ -189,7 +193,7 @@ def _check_counts(parts: OptimizerParts, trial: _Trial) -> None:
 # -- in packed rows, beside empty places --------------------------------------------------
 
 
-def check_elementwise(layout: Layout) -> None:
+def check_packed_rows(layout: Layout) -> None:
     """Refuse an optimizer that would do something else with packed rows than with parameters."""
     if (packed := layout.packed) is None:
         return
@@ -220,7 +224,7 @@ def _packed_state(optimizer: Any, packed: PackedLayers, flat: Flat) -> Any:
 
 def _refused(why: str) -> ValueError:
     how = f"an optimizer that does not work element by element ({why})"
-    return error_of(("list of layers", _MIXING), "a pipeline of unlike layers", how)
+    return error_of(("list of layers", NOT_ELEMENT_BY_ELEMENT), "a pipeline of unlike layers", how)
 
 
 def check_padding(layout: Layout) -> None:
@@ -235,4 +239,4 @@ def check_padding(layout: Layout) -> None:
         how = f"an optimizer that moves {path} otherwise beside empty places,"
         few, rows = layout.arrangement.layers, layout.arrangement.rows.size
         stages = f"a schedule ({few} layers are padded to {rows} rows)"
-        raise error_of((_MIXING, "schedule"), how, stages)
+        raise error_of((NOT_ELEMENT_BY_ELEMENT, "schedule"), how, stages)

@@ -25,7 +25,7 @@ from hfjax.parallel.mesh import PIPE_AXIS
 from hfjax.parallel.placement import Placed, entries_of
 from hfjax.plan.layout import State
 from hfjax.update.parts import OptimizerParts
-from hfjax.update.separable import check_leafwise
+from hfjax.update.separable import check_element_by_element
 from hfjax.update.update import Found, Gradients, Held, Update, scaled, select
 
 Key = tuple[str, str]  # GRADIENT or PARAMETER and a path, or KEPT and a name
@@ -145,7 +145,7 @@ class StreamedUpdate(Update):
         if not any(key in self.on_host for keys in self._stacks.values() for key in keys):
             return False
         try:
-            check_leafwise(self.layout)
+            check_element_by_element(self.layout)
         except ValueError:
             return False
         return True

@@ -48,7 +48,7 @@ class AsynchronousPlane:
             layers, (moments, counts), squares, outside, means = self._stage(
                 held, batch, step, apply
             )
-            outside = {path: self.plane.scattered(path, g) for path, g in outside.items()}
+            outside = {path: self.plane.outside_scattered(path, g) for path, g in outside.items()}
             outside = context.reduction(outside, context.placed)
             agreed = lambda x: lax.pmax(x, stages) if stages else x  # all stages count alike
             new = StepInputs(layers, {}, moments, jax.tree.map(agreed, counts))

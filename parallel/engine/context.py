@@ -26,7 +26,7 @@ from hfjax.parallel.engine.blueprint import LAYERS, Blueprint
 from hfjax.parallel.engine.fetch import Movement, Stored
 from hfjax.parallel.engine.layers import LayerOptions
 from hfjax.parallel.engine.legs import Form, Leg, legs, xla
-from hfjax.parallel.engine.reduce import Reduction, levels
+from hfjax.parallel.engine.reduce import Reduction, one_scatter_per_axis
 from hfjax.parallel.engine.traced import Traced
 from hfjax.parallel.execution import Execution
 from hfjax.parallel.mesh import (
@@ -54,8 +54,8 @@ class Context:
     loss: Callable
     forward: Callable | None
     traced: Traced
-    reads_once: bool  # a step has one microbatch: gradients need not wait for another
-    whole: frozenset[str]  # paths of parameters that are gathered once, for the whole step
+    one_microbatch: bool  # no gradient has to wait for another (in a pipeline: never)
+    gathered_for_step: frozenset[str]  # paths of parameters that are gathered once in a step
 
     @property
     def in_parts(self) -> bool:
@@ -76,7 +76,7 @@ class Context:
     def options(self) -> LayerOptions:
         """How layers run."""
         in_layers = (p for path, p in self.placed.items() if path.startswith(LAYERS))
-        gathers = any(p.split("parameter") for p in in_layers)
+        gathers = any(p.split_dims("parameter") for p in in_layers)
         return LayerOptions(self.execution, gathers, self.platform, self.traced)
 
     def policy(self, views: bool = False) -> Callable | None:
@@ -180,48 +180,46 @@ class Context:
 
     def movement(self, p: Placed, training: bool = True) -> Movement:
         """Return how a parameter moves: gathered when it is read, its gradient scattered."""
-        compute, sent, reduce = self.execution.precision.of(p.dtype)
-        gather, scatter = self._legs[p.path]
-        if training and p.path in self.whole:
-            gather = ()
+        dtypes = self.execution.precision.of(p.dtype)
+        gathers, scatters = self._legs[p.path]
+        if training and p.path in self.gathered_for_step:
+            gathers = ()
         return Movement(
             path=p.path,
             shape=p.here,
-            gather=gather,
-            scatter=scatter,
-            sum=self._summed_at_once(p),
-            tensor=p.tensor,
-            compute=compute,
-            comm_dtype=sent if gather else compute,
-            reduce=reduce,
+            gathers=gathers,
+            scatters=scatters,
+            psum_at_once=self._psum_at_once(p),
+            tensor_dims=p.tensor_dims,
+            compute_dtype=dtypes.compute,
+            gather_dtype=dtypes.gather if gathers else dtypes.compute,
+            reduce_dtype=dtypes.reduce,
             read=self.traced.unread.discard,
         )
 
     @cached_property
     def _legs(self) -> dict[str, tuple[tuple[Leg, ...], tuple[Leg, ...]]]:
         """How each parameter is gathered and its gradient scattered, in forms chosen here."""
-        return {
-            path: (self._way_of_gather(p), self._way_of_scatter(p))
-            for path, p in self.placed.items()
-        }
+        return {path: (self._gathers(p), self._scatters(p)) for path, p in self.placed.items()}
 
-    def _way_of_gather(self, p: Placed) -> tuple[Leg, ...]:
-        sent = self.execution.precision.of(p.dtype)[1]
+    def _gathers(self, p: Placed) -> tuple[Leg, ...]:
+        dtype = self.execution.precision.of(p.dtype).gather
         x = self._read(p, p.local("parameter"), p.dtype)
-        return legs("all_gather", p.split("parameter"), x, sent, self.mesh, self._form(p))
+        return legs("all_gather", p.split_dims("parameter"), x, dtype, self.mesh, self._form(p))
 
-    def _way_of_scatter(self, p: Placed) -> tuple[Leg, ...]:
-        reduce = self.execution.precision.of(p.dtype)[2]
-        dims, x = levels(p.split("gradient"), self._hierarchical), self._read(p, p.here, reduce)
-        return legs("reduce_scatter", dims, x, reduce, self.mesh, self._form(p))
+    def _scatters(self, p: Placed) -> tuple[Leg, ...]:
+        dtype, dims = self.execution.precision.of(p.dtype).reduce, p.split_dims("gradient")
+        dims = one_scatter_per_axis(dims) if self._hierarchical else dims
+        x = self._read(p, p.here, dtype)
+        return legs("reduce_scatter", dims, x, dtype, self.mesh, self._form(p))
 
     def _read(self, p: Placed, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
         """Return what is moved at once: of stacked layers one, unless all are for a whole step."""
-        one = p.stacked and p.path not in self.whole
+        one = p.stacked and p.path not in self.gathered_for_step
         return jax.ShapeDtypeStruct(shape[1:] if one else shape, dtype)
 
     def _form(self, p: Placed) -> Form:
-        return xla if p.tensor else self.traced.kernels.form_of_one
+        return xla if p.tensor_dims else self.traced.kernels.form_of_one
 
     def movements(self, training: bool) -> dict[str, Movement]:
         """Return how each parameter moves."""
@@ -236,14 +234,15 @@ class Context:
     def gather_once(self, parameters: Flat) -> Flat:
         """Return the parameters, some of them gathered for the whole step."""
         move = lambda path: replace(self.movement(self.placed[path], False), read=_ignore)
-        fetch = lambda path, x: Stored(x, None, move(path)).fetch() if path in self.whole else x
-        return {path: fetch(path, x) for path, x in parameters.items()}
+        fetch = lambda path, x: Stored(x, None, move(path)).fetch()
+        now = self.gathered_for_step
+        return {path: fetch(path, x) if path in now else x for path, x in parameters.items()}
 
     def slots(self) -> Flat:
         """Return zeros of the shape and place in which each gradient accumulates.
 
-        Sums begin with them; and since a fetch takes one beside its parameter, and its backward
-        pass returns the gradient there, the loss is differentiated with respect to them.
+        Sums begin with them. Each fetch also takes a zero array, the slot. The gradient with
+        respect to the slot is the reduced gradient of the parameter.
         """
 
         def zeros(p: Placed) -> jax.Array:
@@ -261,24 +260,25 @@ class Context:
     @property
     def reduction(self) -> Reduction:
         """What sums gradients over the devices after the last microbatch."""
-        summed = {path: self._summed_at_once(p) for path, p in self.placed.items()}
+        psum_at_once = {path: self._psum_at_once(p) for path, p in self.placed.items()}
         precision = self.execution.precision
         form = self.traced.kernels.form_of_one
-        return Reduction(precision, self._hierarchical, form, self.axes, summed)
+        return Reduction(precision, self._hierarchical, form, self.axes, psum_at_once)
 
     @property
     def _hierarchical(self) -> bool:
         return self.execution.reduction == "hierarchical"
 
-    def _summed_at_once(self, p: Placed) -> Axes:
+    def _psum_at_once(self, p: Placed) -> Axes:
         """Return the axes over which a gradient is summed as soon as its layer is done.
 
         That is when there is no further microbatch to wait for, each parameter is read once, and
         it is large: small ones go together at the end.
         """
-        if p.small or self._hierarchical or not (self.in_parts and self.reads_once):
+        if p.small or self._hierarchical or not (self.in_parts and self.one_microbatch):
             return ()
-        split = {axis for _, axes in (*p.split("gradient"), *p.split("moment")) for axis in axes}
+        dims = (*p.split_dims("gradient"), *p.split_dims("moment"))
+        split = {axis for _, axes in dims for axis in axes}
         return tuple(axis for axis in self.axes if axis not in split.union(p.stays))
 
     # -- after a trace ------------------------------------------------------------------------

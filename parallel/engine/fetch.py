@@ -30,13 +30,14 @@ class Movement:
 
     path: str
     shape: tuple[int, ...]
-    gather: tuple[Leg, ...]  # when it is read
-    scatter: tuple[Leg, ...]  # of gradients
-    sum: Axes  # to add gradients over at once, layer by layer, under the rest of the backward pass
-    tensor: Dims  # what the partitioner keeps split
-    compute: Any
-    comm_dtype: Any
-    reduce: Any
+    gathers: tuple[Leg, ...]  # when it is read
+    scatters: tuple[Leg, ...]  # of its gradient
+    # Axes to sum its gradient over at once, layer by layer, under the rest of the backward pass.
+    psum_at_once: Axes
+    tensor_dims: Dims  # what the partitioner keeps split
+    compute_dtype: Any
+    gather_dtype: Any
+    reduce_dtype: Any
     read: Callable[[str], None]  # told the path; of one trace, so that none is taken for another
 
 
@@ -50,9 +51,9 @@ class Stored:
     movement: Movement
 
     @property
-    def whole(self) -> jax.ShapeDtypeStruct:
+    def full_shape(self) -> jax.ShapeDtypeStruct:
         """Shape and dtype of the whole parameter, as it is fetched."""
-        return jax.ShapeDtypeStruct(self.movement.shape, self.movement.compute)
+        return jax.ShapeDtypeStruct(self.movement.shape, self.movement.compute_dtype)
 
     def fetch(self) -> jax.Array:
         """Return the whole parameter in the compute dtype."""
@@ -115,14 +116,14 @@ def refuse_elsewhere(variable: Any, value: Any) -> Any:
 
 def _gather(move: Movement, value: jax.Array) -> jax.Array:
     def run(x):
-        for leg in move.gather:
-            x = gather(x, leg, move.comm_dtype)
+        for leg in move.gathers:
+            x = gather(x, leg, move.gather_dtype)
         return x
 
     stored = to_device(value)
-    if move.gather:
-        stored = on_tensor_shards(run, move.tensor, value.ndim)(stored)
-    return stored.astype(move.compute)
+    if move.gathers:
+        stored = on_tensor_shards(run, move.tensor_dims, value.ndim)(stored)
+    return stored.astype(move.compute_dtype)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -135,9 +136,9 @@ def _forward(move: Movement, value: jax.Array, slot: jax.Array):
 
 
 def _backward(move: Movement, like: jax.Array, cotangent: jax.Array):
-    way, added = move.scatter, move.sum
-    gradient = reduce_gradient(cotangent, way, added, move.tensor, move.reduce, like.dtype)
-    return None, gradient
+    scatters, psum_at_once, dims = move.scatters, move.psum_at_once, move.tensor_dims
+    dtypes = move.reduce_dtype, like.dtype
+    return None, reduce_gradient(cotangent, scatters, psum_at_once, dims, *dtypes)
 
 
 _fetch.defvjp(_forward, _backward)

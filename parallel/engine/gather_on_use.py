@@ -33,7 +33,7 @@ def gather_on_use(
 
     `look` is shown the program, and the shapes of its result.
     """
-    whole = {path: stored.whole for path, stored in parameters.items()}
+    whole = {path: stored.full_shape for path, stored in parameters.items()}
     wrapped: dict[str, _DeferredWrap] = {}
     before = _WRAPPED.set(wrapped)
     try:
@@ -85,7 +85,7 @@ class _Parameter:
     def slices(self) -> bool:
         """Whether its first dimension is whole on this device, so that a scan may slice it."""
         move, ndim = self.stored.movement, self.stored.value.ndim
-        return all(leg.dim != -ndim for leg in (*move.gather, *move.scatter))
+        return all(leg.dim != -ndim for leg in (*move.gathers, *move.scatters))
 
 
 def _array(value: Any) -> Any:

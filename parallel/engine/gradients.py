@@ -1,7 +1,8 @@
-"""The data plane: loss and gradients of one step, every collective over data and fsdp written here.
+"""The data plane: loss and gradients of one step.
 
-Inside, each device holds its own rows and its own shards. Microbatches run in a scan. Where and
-when gradients are reduced is said in `reduce.py`: what accumulates split is scattered in every
+Inside, each device holds its own rows and its own shards. Microbatches run in a scan. Gathers and
+scatters of parameters and gradients are in `legs.py`, sums of gradients in `reduce.py`. That file
+also says where and when gradients are reduced: what accumulates split is scattered in every
 microbatch, the rest is summed after the scan (with one microbatch, large ones at once).
 
 How one microbatch runs is what planes differ in. `AutodiffPlane` lets JAX differentiate the whole
@@ -62,12 +63,12 @@ class Plane(ABC):
         """Return the loss of this device's rows."""
 
     @abstractmethod
-    def summed(self, mean: Any) -> Any:
+    def loss_over_devices(self, mean: Any) -> Any:
         """Return the loss that `microbatch` and `evaluated` tell, of all devices."""
 
     @property
     @abstractmethod
-    def summed_specs(self) -> Any:
+    def loss_specs(self) -> Any:
         """Where that lies."""
 
     def gradients(self, parameters: Flat, variables: Flat, batch: Any, step: jax.Array):
@@ -89,11 +90,12 @@ class Plane(ABC):
             context.check_kept()
             gradients = context.reduction(gradients, context.placed)
             changed = {p: x for p, x in statistics.items() if p in context.traced.written}
-            return gradients, self.summed(mean), context.average(changed), context.of_rows(changed)
+            mean = self.loss_over_devices(mean)
+            return gradients, mean, context.average(changed), context.of_rows(changed)
 
         moments = context.specs("moment")
-        gradients = {path: moments[path] for path in context.trained}
-        out_specs = (gradients, self.summed_specs, P(), P(context.rows))
+        gradient_specs = {path: moments[path] for path in context.trained}
+        out_specs = (gradient_specs, self.loss_specs, P(), P(context.rows))
         held = context.variable_specs(variables)
         in_specs = (context.specs("parameter"), held, context.batch_spec, P())
         run = context.shard_map(device, in_specs, out_specs)
@@ -107,11 +109,11 @@ class Plane(ABC):
         def device(parameters, variables, batch):
             context.traced.begin(())
             batch = dealt(context, variables, None, batch)
-            return self.summed(self.evaluated(parameters, variables, batch))
+            return self.loss_over_devices(self.evaluated(parameters, variables, batch))
 
         held = context.variable_specs(variables)
         in_specs = (context.specs("parameter"), held, context.batch_spec)
-        run = context.shard_map(device, in_specs, self.summed_specs)
+        run = context.shard_map(device, in_specs, self.loss_specs)
         return run(parameters, variables, batch)
 
     def _accumulate(self, microbatch: Callable, statistics: Flat, batch: Any):
@@ -163,12 +165,12 @@ class AutodiffPlane(Plane):
         """Return the loss of this device's rows."""
         return self._loss_of(self.context.stored(parameters, None), variables, batch, "eval")[0]
 
-    def summed(self, mean: Mean) -> Mean:
+    def loss_over_devices(self, mean: Mean) -> Mean:
         """Return the mean over the rows of all devices."""
         return self.context.sum(mean)
 
     @property
-    def summed_specs(self) -> P:
+    def loss_specs(self) -> P:
         """Every device has the mean."""
         return P()
 

@@ -37,41 +37,41 @@ class Leg(NamedTuple):
 
 
 def legs(
-    kernel: str, dims: Dims, x: Any, sent: DTypeLike, mesh: Mesh, form: Form
+    kernel: str, dims: Dims, x: Any, dtype: DTypeLike, mesh: Mesh, form: Form
 ) -> tuple[Leg, ...]:
     """Return the legs of a gather or reduce_scatter, each in the form chosen for its array.
 
-    `x` is what a device has before the first of them, or its shape and dtype. Kernels add in
-    float32, and move rows.
+    `x` is what a device has before the first of them, or its shape and dtype; `dtype` is what is
+    sent. Kernels add in float32, and move rows.
     """
     shape, found = list(x.shape), []
     for dim, axes in dims:
         size, like = size_of(axes, mesh), jax.ShapeDtypeStruct(tuple(shape), x.dtype)
-        refusal = _refuses(kernel, like, axes, size, len(shape) + dim, sent)
+        refusal = _refuses(kernel, like, axes, size, len(shape) + dim, dtype)
         found.append(Leg(dim, axes, form(kernel, refusal, {"N": like.size})))
         shape[dim] = shape[dim] * size if kernel == "all_gather" else shape[dim] // size
     return tuple(found)
 
 
 def _refuses(
-    kernel: str, x: jax.ShapeDtypeStruct, axes: Axes, size: int, dim: int, sent: DTypeLike
+    kernel: str, x: jax.ShapeDtypeStruct, axes: Axes, size: int, dim: int, dtype: DTypeLike
 ) -> str | None:
     """Return why the kernel cannot move an array, or None."""
     if dim:
         return f"an array of shape {x.shape} is split along dimension {dim}; the kernel moves rows"
-    return casting.refuses(kernel, x, _axis(axes), size, sent)
+    return casting.refuses(kernel, x, _axis(axes), size, dtype)
 
 
 def _axis(axes: Axes) -> str | Axes:
     return axes[0] if len(axes) == 1 else axes
 
 
-def gather(x: jax.Array, leg: Leg, sent: DTypeLike) -> jax.Array:
-    """Return the array whole along a dimension, in the dtype that is sent."""
+def gather(x: jax.Array, leg: Leg, gather_dtype: DTypeLike) -> jax.Array:
+    """Return the array whole along a dimension, in the dtype in which it is sent."""
     dim = x.ndim + leg.dim
     if leg.form not in FORMS:
-        return lax.all_gather(x.astype(sent), leg.axes, axis=dim, tiled=True)
-    send = lambda rows: FORMS[leg.form].all_gather(rows, _axis(leg.axes), sent)
+        return lax.all_gather(x.astype(gather_dtype), leg.axes, axis=dim, tiled=True)
+    send = lambda rows: FORMS[leg.form].all_gather(rows, _axis(leg.axes), gather_dtype)
     return _along(dim, x, _alone(send) if leg.form == "pallas" else send)
 
 

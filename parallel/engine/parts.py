@@ -41,8 +41,8 @@ IN_A_PIPELINE = (
     "in a pipeline nothing is written, since microbatches are in different layers at the same time"
 )
 IN_A_LOOP = (
-    "with optimizer_in_backward, or parameters on the host, layers run in a loop that is written "
-    "out, which writes to no variable"
+    "with optimizer_in_backward, or parameters on the host, layers run in hfjax's own loop "
+    "over layers (parallel/layerwise), which writes to no variable"
 )
 NO_STATISTICS = (
     "Normalise without running statistics (LayerNorm, GroupNorm, RMSNorm), and hand auxiliary "

@@ -22,39 +22,38 @@ from hfjax.parallel.placement import Dims, Placed, entries_of, keep
 from hfjax.parallel.strategy import Axes
 
 
-def levels(dims: Dims, hierarchical: bool) -> Dims:
-    """Return the same scatters; hierarchical: a scatter for each axis, that of the node first."""
-    if not hierarchical:
-        return dims
+def one_scatter_per_axis(dims: Dims) -> Dims:
+    """Return a scatter over several axes as one after the other: the axis within a node first."""
     return tuple((dim, (axis,)) for dim, axes in dims for axis in axes)
 
 
 def reduce_gradient(
     gradient: jax.Array,
-    way: tuple[Leg, ...],
-    added: Axes,
-    tensor: Dims,
-    sent: DTypeLike,
+    scatters: tuple[Leg, ...],
+    psum_at_once: Axes,
+    tensor_dims: Dims,
+    reduce_dtype: DTypeLike,
     dtype: DTypeLike,
 ) -> jax.Array:
-    """Return a gradient as it accumulates: cast, scattered along its way or summed, cast.
+    """Return a gradient in the shape and dtype in which it is accumulated.
 
-    `sent` is the dtype that is sent and added in, if anything is.
+    It is scattered, or summed over `psum_at_once`, or neither; `reduce_dtype` is what is sent and
+    added in, if anything is.
     """
-    gradient = gradient.astype(sent if way or added else dtype)
-    gradient = scattered(gradient, way, tensor)
-    return (lax.psum(gradient, added) if added else gradient).astype(dtype)
+    gradient = gradient.astype(reduce_dtype if scatters or psum_at_once else dtype)
+    gradient = scattered(gradient, scatters, tensor_dims)
+    return (lax.psum(gradient, psum_at_once) if psum_at_once else gradient).astype(dtype)
 
 
-def scattered(gradient: jax.Array, way: tuple[Leg, ...], tensor: Dims) -> jax.Array:
+def scattered(gradient: jax.Array, scatters: tuple[Leg, ...], tensor_dims: Dims) -> jax.Array:
     """Return this device's shard of the sum of the gradients, one dimension after the other."""
 
     def run(gradient):
-        for leg in way:
+        for leg in scatters:
             gradient = scatter(gradient, leg)
         return gradient
 
-    return on_tensor_shards(run, tensor, gradient.ndim)(gradient) if way else gradient
+    return on_tensor_shards(run, tensor_dims, gradient.ndim)(gradient) if scatters else gradient
 
 
 @dataclass(frozen=True)
@@ -65,13 +64,13 @@ class Reduction:
     hierarchical: bool
     form: Form  # of what is scattered, as `legs` asks for it
     axes: Axes  # along which each device has a gradient of its own
-    summed: Mapping[str, Axes]  # path -> axes over which its gradient is summed already
+    psum_at_once: Mapping[str, Axes]  # path -> axes over which its gradient is summed already
 
     def __call__(self, gradients: Flat, placed: Mapping[str, Placed]) -> Flat:
         """Return the gradients summed over all devices, each placed as its moments."""
         groups: dict[Axes, Flat] = {}
         for path, gradient in gradients.items():
-            dtype = self.precision.of(placed[path].dtype)[2]
+            dtype = self.precision.of(placed[path].dtype).reduce
             shard, axes = self._scatter(placed[path], gradient.astype(dtype))
             groups.setdefault(axes, {})[path] = shard
         summed: Flat = {}
@@ -88,14 +87,16 @@ class Reduction:
 
     def _scatter(self, p: Placed, gradient: jax.Array) -> tuple[jax.Array, Axes]:
         """Scatter what the moments are split by and the gradient is not; return axes to sum."""
-        done = {axis for _, axes in p.split("gradient") for axis in axes}
-        rest = [(dim, tuple(a for a in axes if a not in done)) for dim, axes in p.split("moment")]
-        todo = levels(tuple((dim, axes) for dim, axes in rest if axes), self.hierarchical)
-        form = self.form if not p.tensor else xla
-        way = legs("reduce_scatter", todo, gradient, gradient.dtype, p.mesh, form)
-        gradient = scattered(gradient, way, p.tensor)
+        done = {axis for _, axes in p.split_dims("gradient") for axis in axes}
+        moments = p.split_dims("moment")
+        rest = [(dim, tuple(a for a in axes if a not in done)) for dim, axes in moments]
+        todo = tuple((dim, axes) for dim, axes in rest if axes)
+        todo = one_scatter_per_axis(todo) if self.hierarchical else todo
+        form = self.form if not p.tensor_dims else xla
+        scatters = legs("reduce_scatter", todo, gradient, gradient.dtype, p.mesh, form)
+        gradient = scattered(gradient, scatters, p.tensor_dims)
         done |= {axis for _, axes in todo for axis in axes} | set(p.stays)
-        done |= set(self.summed.get(p.path, ()))
+        done |= set(self.psum_at_once.get(p.path, ()))
         return gradient, tuple(axis for axis in self.axes if axis not in done)
 
 
@@ -113,4 +114,4 @@ def _sum_by_node(p: Placed, gradient: jax.Array) -> jax.Array:
         shard = lax.psum(shard, tuple(across))
         return lax.all_gather(shard, inside, axis=free[0], tiled=True, to="invarying")
 
-    return on_tensor_shards(add, p.tensor, len(p.shape))(gradient)
+    return on_tensor_shards(add, p.tensor_dims, len(p.shape))(gradient)

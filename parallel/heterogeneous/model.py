@@ -192,7 +192,7 @@ class HeterogeneousModel:
 
     def _compute(self, g: int) -> Flat:
         """Return shapes and dtypes of the parameters of a virtual stage, as they are fetched."""
-        compute = lambda a: self.placed.movements[PACKED + jnp.dtype(a.dtype).name].compute
+        compute = lambda a: self.placed.movements[PACKED + jnp.dtype(a.dtype).name].compute_dtype
         return {
             path: jax.ShapeDtypeStruct(a.shape, compute(a))
             for path, a in self.packed.packing.trees[g].items()

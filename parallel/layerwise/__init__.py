@@ -1,4 +1,4 @@
-"""The loop over layers written out.
+"""hfjax's own loop over layers, written out in place of the derivative of a scan.
 
 Parameters come from the host layer by layer, and a layer may be updated as soon as its gradient is
 there.

@@ -57,12 +57,12 @@ class LayerwisePlane(Plane):
         placed = self.placed(parameters, lambda m, i: variables_of(variables, i), batch, "eval")
         return self.passes(placed, lambda own: placed.parameters, self._collect).evaluate({})
 
-    def summed(self, mean: Mean) -> Mean:
+    def loss_over_devices(self, mean: Mean) -> Mean:
         """Return the mean over the rows of all devices."""
         return self.context.sum(mean)
 
     @property
-    def summed_specs(self) -> P:
+    def loss_specs(self) -> P:
         """Every device has the mean."""
         return P()
 
@@ -101,8 +101,8 @@ class LayerwisePlane(Plane):
 
         def reduce(path: str, gradient: jax.Array) -> jax.Array:
             move, wide = placed.movements[path], jnp.promote_types(of[path].dtype, jnp.float32)
-            way, added = move.scatter, move.sum
-            return reduce_gradient(gradient, way, added, move.tensor, move.reduce, wide)
+            scatters, psum_at_once, dims = move.scatters, move.psum_at_once, move.tensor_dims
+            return reduce_gradient(gradient, scatters, psum_at_once, dims, move.reduce_dtype, wide)
 
         trained = {path: g for path, g in outside.items() if not of[path].frozen}
         return self.context.pin({path: reduce(path, g) for path, g in trained.items()})
@@ -255,5 +255,5 @@ class LayerUpdatePlane:
 
     def _stored(self, carry: Carry, placed: PlacedModel) -> Flat:
         """Return the layers' parameters as they are stored, or as they stay gathered."""
-        whole = self.plane.context.whole
-        return placed.parameters | {p: x for p, x in carry.parameters.items() if p not in whole}
+        gathered = self.plane.context.gathered_for_step
+        return placed.parameters | {p: x for p, x in carry.parameters.items() if p not in gathered}

@@ -149,7 +149,7 @@ def _squares(gradients: Flat, placed: Mapping[str, Placed]) -> Flat:
     squares = {path: jnp.square(g).sum(dtype=wide(g)) for path, g in gradients.items()}
     groups: dict[tuple, Flat] = {}
     for path, square in squares.items():
-        axes = tuple(sorted(axis for _, axes in placed[path].split("moment") for axis in axes))
+        axes = tuple(sorted(axis for _, axes in placed[path].split_dims("moment") for axis in axes))
         groups.setdefault(axes, {})[path] = square
     for axes, group in groups.items():
         if axes:
@@ -160,8 +160,8 @@ def _squares(gradients: Flat, placed: Mapping[str, Placed]) -> Flat:
 
 def _further(p: Placed) -> Dims:
     """Return the dimensions that moments split and parameters do not, from the end."""
-    done = {axis for _, axes in p.split("parameter") for axis in axes}
-    rest = [(dim, tuple(a for a in axes if a not in done)) for dim, axes in p.split("moment")]
+    done = {axis for _, axes in p.split_dims("parameter") for axis in axes}
+    rest = [(dim, tuple(a for a in axes if a not in done)) for dim, axes in p.split_dims("moment")]
     return tuple((dim, axes) for dim, axes in rest if axes)
 
 
@@ -175,7 +175,7 @@ def _piece(p: Placed, x: jax.Array) -> jax.Array:
             x = lax.dynamic_slice_in_dim(x, start, length, x.ndim + dim)
         return x
 
-    return on_tensor_shards(cut, p.tensor, x.ndim)(x) if _further(p) else x
+    return on_tensor_shards(cut, p.tensor_dims, x.ndim)(x) if _further(p) else x
 
 
 def _together(p: Placed, x: jax.Array) -> jax.Array:
@@ -186,4 +186,4 @@ def _together(p: Placed, x: jax.Array) -> jax.Array:
             x = lax.all_gather(x, axes, axis=x.ndim + dim, tiled=True, to="invarying")
         return x
 
-    return on_tensor_shards(gather, p.tensor, x.ndim)(x) if _further(p) else x
+    return on_tensor_shards(gather, p.tensor_dims, x.ndim)(x) if _further(p) else x

@@ -45,7 +45,9 @@ class PipelinePlane(Plane):
             placed = self.training(parameters, statistics, batch, keys, number)
             gradients, outside, told = self._run(placed)
             trained = {p: g for p, g in outside.items() if not context.placed[p].frozen}
-            found = gradients | {path: self.scattered(path, g) for path, g in trained.items()}
+            found = gradients | {
+                path: self.outside_scattered(path, g) for path, g in trained.items()
+            }
             gradients = context.pin({path: found[path] for path in context.trained})
             return gradients, told, statistics
 
@@ -56,14 +58,14 @@ class PipelinePlane(Plane):
         of = lambda m, layer: variables_of(variables, layer)
         return self._run(self._placed(parameters, batch, of, "eval"))[2]
 
-    def summed(self, mean: Any) -> Any:
+    def loss_over_devices(self, mean: Any) -> Any:
         """Return a Mean over all rows, or Extras with the means and outputs of all stages."""
         if not isinstance(mean, Extras):
             return self.context.sum(mean)
         return Extras(self.context.sum(mean.means), self._from_last_stage(mean.outputs))
 
     @property
-    def summed_specs(self) -> Any:
+    def loss_specs(self) -> Any:
         """Every device has the means, and the outputs of its own rows."""
         return P() if self.wanted is None else Extras(P(), P(self.context.rows))
 
@@ -137,12 +139,12 @@ class PipelinePlane(Plane):
 
     # -- between stages -------------------------------------------------------------------------
 
-    def scattered(self, path: str, gradient: jax.Array) -> jax.Array:
-        """Return a gradient, summed over all microbatches, where it accumulates."""
+    def outside_scattered(self, path: str, gradient: jax.Array) -> jax.Array:
+        """Return a gradient of embed or head, of all microbatches, where it accumulates."""
         p = self.context.placed[path]
         move, wide = self.context.movement(p), jnp.promote_types(p.dtype, jnp.float32)
-        gradient = gradient.astype(move.reduce)
-        return scattered(gradient, move.scatter, move.tensor).astype(wide)
+        gradient = gradient.astype(move.reduce_dtype)
+        return scattered(gradient, move.scatters, move.tensor_dims).astype(wide)
 
     def _from_last_stage(self, outputs: Any) -> Any:
         """Return on every stage what is zero on all but the last.

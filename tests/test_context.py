@@ -1,0 +1,318 @@
+"""Rows that several devices share train as on one device, send what their formula says, and more."""
+
+import jax
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import hfjax
+from hfjax import CONTEXT, DDP, FSDP, PIPE, SEQUENCE, TENSOR, ZERO1, Context, Schedule
+from hfjax.models.gpt import GPT, GPTConfig, next_token_loss
+from hfjax.models.llama import Llama, LlamaConfig
+
+LENGTH = 32
+RNG = np.random.default_rng(0)
+TOKENS = {"tokens": RNG.integers(0, 64, (8, LENGTH + 1), np.int32)}
+DOCUMENTS = TOKENS | {"documents": np.sort(RNG.integers(0, 4, (8, LENGTH + 1), np.int32), 1)}
+
+
+def doubled(model: nnx.Module) -> nnx.Module:
+    graph, state = nnx.split(model)
+    wide = lambda x: x.astype("float64") if x.dtype == np.float32 else x
+    return nnx.merge(graph, jax.tree.map(wide, state))
+
+
+def gpt(rngs: nnx.Rngs) -> nnx.Module:
+    config = GPTConfig.tiny(vocab=64, length=LENGTH, layers=2, embed=32, heads=4, dropout=0.1)
+    return doubled(GPT(config, rngs=rngs))
+
+
+def llama(rngs: nnx.Rngs) -> nnx.Module:
+    config = LlamaConfig.tiny(
+        vocab=64, length=LENGTH, layers=2, embed=32, heads=4, kv_heads=2, mlp=48
+    )
+    return doubled(Llama(config, rngs=rngs))
+
+
+def trained(model, strategy, sizes, batch, steps=2, **execution):
+    """Return losses, norms and parameters after some steps, and the step."""
+    devices = jax.devices()[: int(np.prod(list(sizes.values())))]
+    mesh = hfjax.make_mesh(devices=devices, **sizes)
+    layout = hfjax.layout(model, optax.adamw(1e-2), mesh, strategy.edit(replicate_below=0))
+    step = hfjax.train_step(layout, next_token_loss, **execution)
+    state, told = hfjax.init(layout, 0, execution.get("schedule")), []
+    for _ in range(steps):
+        state, metrics = step(state, batch)
+        told += [float(metrics["loss"]), float(metrics["grad_norm"])]
+    return (told, hfjax.full(hfjax.canonical(layout, state).params)), step
+
+
+SAME = ("accumulate", "clip", "precision")  # what changes the numbers of one device as well
+
+
+@pytest.fixture(scope="module")
+def alone():
+    """Return (model, batch, execution) -> what one device has, made once."""
+    known = {}
+
+    def of(model, batch, execution):
+        same = {name: execution[name] for name in SAME if name in execution}
+        key = (model.__name__, "documents" in batch, batch["tokens"].shape, str(same))
+        if key not in known:
+            known[key] = trained(model, DDP, {"data": 1}, batch, **same)[0]
+        return known[key]
+
+    return of
+
+
+def apart(found, wanted) -> float:
+    pairs = zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True)
+    return max(float(np.abs(np.asarray(a) - np.asarray(b)).max()) for a, b in pairs)
+
+
+CASES = {
+    "ring": (gpt, TOKENS, DDP, {"context": 4}, {"context": "ring"}),
+    "all-gather": (llama, TOKENS, FSDP, {"context": 4}, {"context": "allgather"}),
+    "Ulysses": (gpt, TOKENS, FSDP, {"context": 4, "data": 2}, {"context": "ulysses"}),
+    "Ulysses repeats heads of keys": (llama, TOKENS, DDP, {"context": 4}, {"context": "ulysses"}),
+    "crossed": (llama, TOKENS, FSDP, {"context": 4}, {"context": Context("ring", 2)}),
+    "crossed, all-gather": (gpt, TOKENS, DDP, {"context": 8}, {"context": Context("allgather", 4)}),
+    "one after the other": (
+        llama, TOKENS, DDP, {"context": 4}, {"context": Context("ring", order="contiguous")},
+    ),
+    "documents": (gpt, DOCUMENTS, FSDP, {"context": 4, "fsdp": 2}, {"context": "allgather"}),
+    "documents in a ring": (llama, DOCUMENTS, DDP, {"context": 2}, {"context": "ring"}),
+    "documents, Ulysses": (llama, DOCUMENTS, DDP, {"context": 2}, {"context": "ulysses"}),
+    "documents, crossed": (gpt, DOCUMENTS, DDP, {"context": 4}, {"context": Context("ring", 2)}),
+    "tensor": (gpt, TOKENS, TENSOR, {"context": 4, "tensor": 2}, {"context": "ring"}),
+    "tensor, Ulysses": (
+        llama, TOKENS, TENSOR | FSDP, {"context": 2, "tensor": 2, "fsdp": 2},
+        {"context": "ulysses"},
+    ),
+    "both of one dimension": (
+        gpt, TOKENS, TENSOR | SEQUENCE, {"context": 2, "tensor": 2, "data": 2}, {"context": "ring"},
+    ),
+    "ZERO1": (gpt, TOKENS, ZERO1, {"context": 4, "data": 2}, {"context": "ring", "clip": 0.1}),
+    "microbatches, recomputed": (
+        gpt, TOKENS, FSDP, {"context": 4, "data": 2},
+        {"context": "ring", "accumulate": 2, "remat": "full"},
+    ),
+    "1F1B": (
+        gpt, TOKENS, PIPE | FSDP, {"context": 2, "pipe": 2, "fsdp": 2},
+        {"context": "ring", "schedule": Schedule("1f1b", 4)},
+    ),
+    "split backward passes": (
+        llama, TOKENS, PIPE, {"context": 4, "pipe": 2},
+        {"context": "allgather", "schedule": Schedule("zb", 4)},
+    ),
+    "a schedule with branches": (
+        llama, TOKENS, PIPE, {"context": 2, "pipe": 2}, {"schedule": Schedule("zb-h1", 4)},
+    ),
+    "moments on the host": (
+        gpt, TOKENS, FSDP | hfjax.HOST_OPTIMIZER, {"context": 4}, {"context": "ring"},
+    ),
+    "in the backward pass": (
+        gpt, TOKENS, FSDP, {"context": 4, "fsdp": 2},
+        {"context": "ring", "optimizer_in_backward": True},
+    ),
+    "offload": (gpt, TOKENS, DDP, {"context": 4}, {"context": "ring", "offload": 0.5}),
+    "three": (llama, TOKENS, DDP, {"context": 3}, {"context": Context("ring", order="contiguous")}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_rows_on_several_devices_train_as_on_one(name, alone):
+    model, batch, strategy, sizes, execution = CASES[name]
+    if 3 in sizes.values():
+        batch = {path: x[:, :31] for path, x in batch.items()}
+    with jax.enable_x64(True):
+        found, _ = trained(model, strategy | CONTEXT, sizes, batch, **execution)
+        assert apart(found, alone(model, batch, execution)) < 1e-9
+
+
+# -- what is sent -------------------------------------------------------------------------------
+
+SENT = ("permute", "all-gather", "reduce-scatter", "all-to-all")
+
+
+def sent_by(step, batch) -> int:
+    """The bytes that a device sends for attention: under DDP gradients are all-reduced."""
+    rows = hfjax.collectives(step.lower(batch))
+    return sum(row.moved for row in rows if row.kind in SENT)
+
+
+def expected(form, n, u, heads, groups, width, tokens, layers, size=4, gradient=4) -> int:
+    """docs/long_sequences.md; `tokens` are those of a device, of all its rows."""
+    ring, sent_groups = n // u, max(groups, np.lcm(groups, u))
+    exchange = (u - 1) * tokens * width * 2 * (heads + sent_groups) // u
+    keys = (ring - 1) * 2 * tokens * sent_groups * width
+    return layers * (exchange * 2 * size + keys * (size + size + gradient))
+
+
+def plan(n, context, precision="stored", kv_heads=2, **execution):
+    config = LlamaConfig.tiny(
+        vocab=64, length=64, layers=2, embed=64, heads=8, kv_heads=kv_heads, mlp=48
+    )
+    mesh = hfjax.make_mesh(devices=jax.devices()[:n], context=n)
+    layout = hfjax.layout(
+        lambda rngs: Llama(config, rngs=rngs), optax.sgd(0.1), mesh, DDP | CONTEXT
+    )
+    return hfjax.train_step(
+        layout, next_token_loss, context=context, precision=precision, **execution
+    )
+
+
+ROWS = {"tokens": np.zeros((2, 65), np.int32)}
+
+
+@pytest.mark.parametrize("n", [2, 4, 8])
+@pytest.mark.parametrize("form", ["ring", "allgather", "ulysses"])
+def test_each_form_sends_the_bytes_of_its_formula(form, n):
+    step = plan(n, form)
+    u = n if form == "ulysses" else 1
+    wanted = expected(form, n, u, heads=8, groups=2, width=8, tokens=2 * 64 // n, layers=2)
+    assert sent_by(step, ROWS) == wanted
+    assert step.context.option.total(step.context.calls) == wanted
+
+
+def test_crossed_forms_send_the_bytes_of_both():
+    for form in ("ring", "allgather"):
+        step = plan(8, Context(form, ulysses=2))
+        assert sent_by(step, ROWS) == expected(form, 8, 2, 8, 2, 8, tokens=16, layers=2)
+
+
+def test_gradients_of_keys_travel_in_float32_and_what_is_recomputed_travels_again():
+    half = plan(4, "ring", precision="bf16")
+    once = expected("ring", 4, 1, 8, 2, 8, tokens=32, layers=2, size=2)
+    # XLA's CPU lowers bfloat16 as such: what is counted is the program before it compiles.
+    assert sent_by(half, ROWS) == once
+    again = plan(4, "ring", precision="bf16", remat="full")
+    forward = 2 * 3 * 2 * 32 * 2 * 8 * 2
+    assert sent_by(again, ROWS) == once + forward
+
+
+def test_auto_takes_what_sends_least_and_tells_what_each_form_sends():
+    step = plan(4, "auto")
+    step.lower(ROWS)
+    totals = {}
+    for context in ("ring", "allgather", "ulysses", Context("ring", 2), Context("allgather", 2)):
+        other = plan(4, context)
+        totals[str(context)] = sent_by(other, ROWS)
+    assert step.context.option.total(step.context.calls) == min(totals.values())
+    shown = str(step.context)
+    assert "4 devices share a row, zigzag order" in shown
+    assert shown.count("chosen") == 1
+
+
+def test_grouped_heads_on_few_devices_go_around_a_ring():
+    """With few heads of keys a ring sends less than Ulysses (N < 2 (G + 1) / 3 and about)."""
+    step = plan(2, "auto", kv_heads=1)
+    step.lower(ROWS)
+    assert step.context.option.form == "ring"
+    assert step.context.option.ulysses == 1
+
+
+# -- what is refused ----------------------------------------------------------------------------
+
+
+def test_rows_that_do_not_divide_are_refused_with_the_length_that_does():
+    with pytest.raises(ValueError, match=r"30 positions do not divide by 8 .*rows of 32 positions"):
+        plan(4, "ring").lower({"tokens": np.zeros((2, 31), np.int32)})
+    with pytest.raises(ValueError, match=r'or choose hfjax.Context\(order="contiguous"\)'):
+        plan(4, "ring").lower({"tokens": np.zeros((2, 37), np.int32)})
+
+
+def test_heads_that_do_not_divide_are_refused_with_the_groups_that_do():
+    with pytest.raises(ValueError, match=r"8 heads that a device has do not divide.*ulysses=1, 2"):
+        step = plan(3, "ulysses")
+        step.lower({"tokens": np.zeros((2, 61), np.int32)})
+
+
+def test_a_ring_in_a_schedule_with_branches_is_refused_by_name():
+    with pytest.raises(ValueError, match="schedule zb-h1 has branches"):
+        execution = {"context": "ring", "schedule": Schedule("zb-h1", 4)}
+        trained(gpt, PIPE | CONTEXT, {"context": 2, "pipe": 2}, TOKENS, **execution)
+
+
+@pytest.mark.parametrize(
+    ("given", "match"),
+    [
+        ("rings", "form='rings'.*auto, ring, allgather, ulysses"),
+        (Context, "a hfjax.Context is expected"),
+        ({"ulysses": 0}, "ulysses=0"),
+        ({"order": "snake"}, "zigzag, contiguous"),
+    ],
+)
+def test_settings_that_mean_nothing_are_refused(given, match):
+    with pytest.raises(ValueError, match=match):
+        hfjax.Execution(context=given)
+
+
+def test_groups_that_do_not_divide_the_devices_are_refused():
+    with pytest.raises(ValueError, match=r"groups of 3 do not divide them\. These do: 1, 2, 4"):
+        plan(4, Context("ring", 3)).lower(ROWS)
+    with pytest.raises(ValueError, match="need something that joins them"):
+        plan(4, Context("ulysses", 2)).lower(ROWS)
+
+
+class Own(nnx.Module):
+    """A model whose positions meet in a way of its own."""
+
+    def __init__(self, meet, rngs):
+        self.embedding = nnx.Embed(64, 32, rngs=rngs)
+        self.meet = meet
+
+    def __call__(self, batch):
+        return self.meet(self.embedding(batch["tokens"])) @ self.embedding.embedding[...].T
+
+
+def attend_here(x):
+    return jax.nn.softmax(x @ x.swapaxes(1, 2)) @ x
+
+
+def convolve(x):
+    kernel = jax.numpy.ones((3, 32, 32)) / 96
+    names = ("NWC", "WIO", "NWC")
+    return jax.lax.conv_general_dilated(x, kernel, (1,), "SAME", dimension_numbers=names)
+
+
+MEETINGS = {
+    "contracts": attend_here,
+    "convolves": convolve,
+    "accumulates": lambda x: jax.numpy.cumsum(x, axis=1),
+    "counts": lambda x: x + jax.numpy.arange(x.shape[1])[None, :, None],
+    "cuts or joins": lambda x: jax.numpy.roll(x, 1, axis=1),
+    "reduces": lambda x: x - x.mean(axis=1, keepdims=True),
+    "runs a loop over": lambda x: jax.lax.scan(
+        lambda h, y: (h + y, h), x[:, 0] * 0, x.swapaxes(0, 1)
+    )[1].swapaxes(0, 1),
+}
+
+
+@pytest.mark.parametrize("what", MEETINGS)
+def test_positions_that_meet_outside_of_attention_are_refused(what):
+    mesh = hfjax.make_mesh(devices=jax.devices()[:4], context=4)
+    layout = hfjax.layout(
+        lambda rngs: Own(MEETINGS[what], rngs), optax.sgd(0.1), mesh, DDP | CONTEXT
+    )
+    step = hfjax.train_step(layout, lambda y, batch: (y**2).mean())
+    with pytest.raises(ValueError, match=f"the model (cuts or joins|{what}) positions of a row"):
+        step.lower({"tokens": np.zeros((2, 64), np.int32)})
+
+
+def test_a_loss_that_shifts_targets_by_itself_is_refused():
+    mesh = hfjax.make_mesh(devices=jax.devices()[:4], context=4)
+    layout = hfjax.layout(lambda rngs: Own(lambda x: x, rngs), optax.sgd(0.1), mesh, DDP | CONTEXT)
+
+    def shifted(logits, batch):
+        targets = batch["tokens"][:, 1:]
+        return optax.softmax_cross_entropy_with_integer_labels(logits[:, :-1], targets).mean()
+
+    with pytest.raises(ValueError, match="the loss cuts or joins positions of a row"):
+        hfjax.train_step(layout, shifted).lower({"tokens": np.zeros((2, 64), np.int32)})
+
+
+def test_a_row_longer_than_the_model_has_positions_is_refused():
+    with pytest.raises(ValueError, match="64 tokens a row, the model has 32 positions"):
+        trained(gpt, DDP | CONTEXT, {"context": 4}, {"tokens": np.zeros((2, 65), np.int32)})
