@@ -22,7 +22,7 @@ from hfjax.parallel.engine.traced import Traced
 from hfjax.parallel.execution import Execution
 from hfjax.parallel.layerwise.plane import LayerUpdatePlane, LayerwisePlane
 from hfjax.parallel.mesh import (
-    BATCH_AXES,
+    SAMPLE_AXES,
     PIPE_AXIS,
     SEQUENCE_AXES,
     TENSOR_AXES,
@@ -120,7 +120,7 @@ def options_of(layout: Layout, execution: Execution) -> dict[str, Any] | None:
     """Return what XLA is told when it compiles for a layout, if anything."""
     platform, asked = platform_of(layout.mesh), execution.compiler_options
     if asked == "auto":
-        asked = best_preset(_splits(layout, BATCH_AXES), _splits(layout, TENSOR_AXES))
+        asked = best_preset(_splits(layout, SAMPLE_AXES), _splits(layout, TENSOR_AXES))
     options = compiler_options(asked, platform)
     if layout.hosted or execution.offload:
         options = joined(options_of_host(platform, layout.hosted.parameters), options)

@@ -5,7 +5,8 @@ H / G heads of queries that follow one another (grouped-query attention, Ainslie
 """
 
 import warnings
-from functools import partial
+from collections.abc import Callable
+from functools import cache, partial
 from typing import Any, Literal
 
 import jax
@@ -39,17 +40,45 @@ def causal_attention(
     return attend(q_BSHD, k_BSGD, v_BSGD, documents_BS)
 
 
-def _of_gpus(q_BSHD: jax.Array, *others: Any) -> jax.Array:
+@cache
+def windowed(window: int) -> Callable:
+    """Return causal attention that sees a query itself and the `window - 1` positions before it.
+
+    Args:
+        window: How many positions a query sees, at least 1.
+
+    Example:
+        >>> from hfjax.models.attention import windowed
+        >>> from hfjax.models.llama import LlamaConfig
+        >>> LlamaConfig.tiny(attention=windowed(16)).attention.window
+        16
+    """
+    if window < 1:
+        raise ValueError(f"windowed({window}): at least 1 (a query sees itself).")
+
+    def attend(
+        q_BSHD: jax.Array,
+        k_BSGD: jax.Array,
+        v_BSGD: jax.Array,
+        documents_BS: jax.Array | None = None,
+    ) -> jax.Array:
+        run = _of_gpus if current_platform.platform() in ("gpu", "cuda") else blocked
+        return run(q_BSHD, k_BSGD, v_BSGD, documents_BS, window=window)
+
+    return is_causal_attention(attend, window)
+
+
+def _of_gpus(q_BSHD: jax.Array, *others: Any, **mask: Any) -> jax.Array:
     """Return cuDNN's attention in half precision, XLA's in others and where cuDNN is missing."""
     if q_BSHD.dtype not in (jnp.bfloat16, jnp.float16):
-        return dot_product(q_BSHD, *others, implementation="xla")
+        return dot_product(q_BSHD, *others, implementation="xla", **mask)
     try:
-        return dot_product(q_BSHD, *others, implementation="cudnn")
+        return dot_product(q_BSHD, *others, implementation="cudnn", **mask)
     except RuntimeError as error:
         if "cuDNN" not in str(error):
             raise
         warnings.warn(f"{error} {MISSING}", UserWarning, stacklevel=2)
-    return dot_product(q_BSHD, *others, implementation="xla")
+    return dot_product(q_BSHD, *others, implementation="xla", **mask)
 
 
 def dot_product(
@@ -58,13 +87,15 @@ def dot_product(
     v_BSGD: jax.Array,
     documents_BS: jax.Array | None = None,
     implementation: Literal["xla", "cudnn"] | None = None,
+    window: int | None = None,
 ) -> jax.Array:
-    """Return `jax.nn.dot_product_attention`, causal."""
+    """Return `jax.nn.dot_product_attention`, causal; with a window of so many positions."""
     same = None
     if documents_BS is not None:
         same = (documents_BS[:, :, None] == documents_BS[:, None, :])[:, None]
     attend = partial(jax.nn.dot_product_attention, implementation=implementation)
-    return attend(q_BSHD, k_BSGD, v_BSGD, mask=same, is_causal=True)
+    local = None if window is None else (window - 1, 0)
+    return attend(q_BSHD, k_BSGD, v_BSGD, mask=same, is_causal=True, local_window_size=local)
 
 
 def blocked(
@@ -72,35 +103,40 @@ def blocked(
     k_BSGD: jax.Array,
     v_BSGD: jax.Array,
     documents_BS: jax.Array | None = None,
+    window: int | None = None,
 ) -> jax.Array:
-    """Return causal attention computed per block of queries, without the keys after the block."""
+    """Return causal attention per block of queries, without the keys that no query of it sees."""
     length, shared = q_BSHD.shape[1], q_BSHD.shape[2] // k_BSGD.shape[2]
     k_BSHD, v_BSHD = (jnp.repeat(x, shared, axis=2) for x in (k_BSGD, v_BSGD))
     blocks = BLOCKS if length % BLOCKS == 0 else 1
     size = length // blocks
     parts = []
     for end in range(size, length + 1, size):
-        same = _same(documents_BS, size, end)
-        queries = q_BSHD[:, end - size : end]
-        parts.append(_block(queries, k_BSHD[:, :end], v_BSHD[:, :end], same))
+        first = 0 if window is None else max(0, end - size - window + 1)
+        same = _same(documents_BS, size, first, end)
+        queries, seen = q_BSHD[:, end - size : end], slice(first, end)
+        parts.append(_block(queries, k_BSHD[:, seen], v_BSHD[:, seen], same, window))
     return jnp.concatenate(parts, axis=1) if blocks > 1 else parts[0]
 
 
-def _same(documents_BS: jax.Array | None, size: int, end: int) -> Any:
+def _same(documents_BS: jax.Array | None, size: int, first: int, end: int) -> Any:
     """Return whether each of the last `size` queries and a key share a document: [B, 1, Q, K]."""
     if documents_BS is None:
         return True
-    queries, keys = documents_BS[:, end - size : end], documents_BS[:, :end]
+    queries, keys = documents_BS[:, end - size : end], documents_BS[:, first:end]
     return (queries[:, :, None] == keys[:, None, :])[:, None]
 
 
-def _block(q_BQHD: jax.Array, k_BKHD: jax.Array, v_BKHD: jax.Array, same: Any) -> jax.Array:
+def _block(
+    q_BQHD: jax.Array, k_BKHD: jax.Array, v_BKHD: jax.Array, same: Any, window: int | None
+) -> jax.Array:
     """The queries are the last ones: query i may see the keys up to K - Q + i."""
     queries, keys = q_BQHD.shape[1], k_BKHD.shape[1]
     wide = jnp.promote_types(q_BQHD.dtype, jnp.float32)
     scale = jnp.asarray(q_BQHD.shape[-1] ** -0.5, q_BQHD.dtype)
     scores = jnp.einsum("bqhd,bkhd->bhqk", q_BQHD * scale, k_BKHD, preferred_element_type=wide)
-    visible = jnp.arange(keys)[None] <= jnp.arange(queries)[:, None] + keys - queries
+    at, of = jnp.arange(queries)[:, None] + keys - queries, jnp.arange(keys)[None]
+    visible = of <= at if window is None else (of <= at) & (of > at - window)
     scores = jnp.where(visible[None, None] & same, scores, jnp.finfo(wide).min)
     weights = jax.nn.softmax(scores, axis=-1).astype(v_BKHD.dtype)
     return jnp.einsum("bhqk,bkhd->bqhd", weights, v_BKHD)

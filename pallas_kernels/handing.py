@@ -6,7 +6,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 
@@ -36,11 +36,14 @@ def takes_projection(loss: Function) -> Function:
     return _marked(loss, "takes_projection")
 
 
-def is_causal_attention(attend: Function) -> Function:
-    """Mark attend(q, k, v, documents) as causal attention and no more: a kernel may replace it."""
-    return _marked(attend, "is_causal_attention")
+def is_causal_attention(attend: Function, window: int | None = None) -> Function:
+    """Mark attend(q, k, v, documents) as causal attention and no more: a kernel may replace it.
+
+    With a window, a query sees itself and the `window - 1` positions before it.
+    """
+    return _marked(_marked(attend, "is_causal_attention"), "window", window)
 
 
-def _marked(function: Function, mark: str) -> Function:
-    setattr(function, mark, True)
+def _marked(function: Function, mark: str, value: Any = True) -> Function:
+    setattr(function, mark, value)
     return function

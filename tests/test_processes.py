@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 
 import hfjax
-from hfjax import DDP, PIPE, Schedule
+from hfjax import CONTEXT, DDP, PIPE, Schedule
 from hfjax.models.gpt import next_token_loss
 from hfjax.parallel.strategy import FSDP, TENSOR
-from tests.small_gpt import mlp_layout, tokens
+from tests.small_gpt import gpt_layout, mlp_layout, tokens
 
 FSDP_TENSOR = ((FSDP | TENSOR).edit(replicate_below=0), {"fsdp": 2, "tensor": 2}, None)
+POSITIONS = (FSDP | CONTEXT, {"context": 4}, None)
 PIPELINE = (PIPE | DDP, {"pipe": 2, "data": 2}, Schedule("1f1b", 2))
 WORKER = """
 import sys
@@ -25,14 +26,15 @@ jax.config.update("jax_num_cpu_devices", 2)
 jax.config.update("jax_cpu_collectives_implementation", "gloo")
 rank = int(sys.argv[2])
 jax.distributed.initialize(f"localhost:{sys.argv[1]}", num_processes=2, process_id=rank)
-from tests.test_processes import FSDP_TENSOR, PIPELINE, losses
+from tests.test_processes import FSDP_TENSOR, PIPELINE, POSITIONS, losses
 print("rows", *losses(slice(8 * rank, 8 * rank + 8), *FSDP_TENSOR))
 print("pipeline", *losses(slice(None), *PIPELINE))  # each is a stage: both give all rows
+print("positions", *losses(slice(None), *POSITIONS))  # each has a part of every row: the same
 """
 
 
 def losses(rows, strategy, sizes, schedule):
-    layout = mlp_layout(strategy, sizes)
+    layout = (gpt_layout if "context" in sizes else mlp_layout)(strategy, sizes)
     step = hfjax.train_step(layout, next_token_loss, accumulate=2, schedule=schedule)
     state = hfjax.init(layout)
     mine = {"tokens": tokens()["tokens"][rows]}
@@ -65,10 +67,13 @@ def told_by_two():
     return [out for out, _ in told]
 
 
-@pytest.mark.parametrize("case", ["rows", "pipeline"])
-def test_two_processes_with_their_own_rows_or_stages_train_as_one(told_by_two, case):
+CASES = {"rows": FSDP_TENSOR, "pipeline": PIPELINE, "positions": POSITIONS}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_two_processes_with_their_own_rows_stages_or_positions_train_as_one(told_by_two, case):
     lines = [re.findall(rf"{case} (.*)", out)[0].split() for out in told_by_two]
     found = [[float(x) for x in line] for line in lines]
     assert found[0] == found[1]
-    wanted = losses(slice(None), *(PIPELINE if case == "pipeline" else FSDP_TENSOR))
+    wanted = losses(slice(None), *CASES[case])
     np.testing.assert_allclose(found[0], wanted, rtol=1e-5)

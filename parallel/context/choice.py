@@ -6,7 +6,7 @@ heads. Sent by each device:
 
 - Exchange, if u > 1: (u - 1) / u · B S / N · D · 2 (H + G) e forward, and again backward.
 - Ring and allgather, if R = N / u > 1: (R - 1) · 2 B S / R · G / u · D · e forward, and backward
-  the same with e + w in place of e: gradients travel in w.
+  the same with e + w in place of e: gradients travel in w. Under a window a ring makes fewer hops.
 - Documents, where there are any: (N - 1) · B S / N · 4, forward.
 
 G counts heads as they are sent: where u does not divide them, each is repeated.
@@ -35,19 +35,20 @@ class Context:
         ulysses: How many neighbours exchange heads; rings join their groups. None: as `form` says
             (all under ulysses, else 1; under auto whatever sends least).
         order: Who holds what. zigzag: an early and a late part each, so that causal attention
-            costs every device the same. contiguous: one part each.
+            costs every device the same. contiguous: one part each; under a window keys then travel
+            no farther than they are seen. auto: contiguous if every attention has a window.
         sequence: The dimension of an array of the batch, by its path, that is the sequence; None
             where none is. Of arrays that are not named it is dimension 1, if they have one.
 
     Example:
         >>> import hfjax
         >>> hfjax.Context(form="ring", ulysses=2).order
-        'zigzag'
+        'auto'
     """
 
     form: str = "auto"
     ulysses: int | None = None
-    order: str = "zigzag"
+    order: str = "auto"
     sequence: Mapping[str, int | None] | None = field(default=None, hash=False)
 
     def __post_init__(self):
@@ -103,6 +104,7 @@ class Call:
     itemsize: int
     documents: bool
     whole_rows_only: bool  # the user's own: it is given whole rows, or nothing
+    window: int | None = None
     times: int = 1  # layers
 
     @property
@@ -117,7 +119,12 @@ class Option:
 
     form: str
     ulysses: int
-    devices: int
+    deal: Deal
+
+    @property
+    def devices(self) -> int:
+        """How many share a row."""
+        return self.deal.devices
 
     @property
     def name(self) -> str:
@@ -127,11 +134,12 @@ class Option:
 
     def bytes(self, call: Call) -> tuple[int, int]:
         """Return the bytes that a device sends for one attention: forward, backward."""
-        n, u = self.devices, self.ulysses
-        ring, here = n // u, call.rows * call.positions // n
+        n, u, here = self.devices, self.ulysses, call.rows * call.positions // self.devices
+        window = call.window if self.form == "ring" else None  # a gather sends everything
+        hops = self.deal.hops(call.positions, window)
         groups = call.key_heads * repeats(call.key_heads, u)
         exchanged = (u - 1) * here * call.width * 2 * (call.heads + groups) * call.itemsize // u
-        numbers = (ring - 1) * 2 * here * groups * call.width  # S / ring positions, groups / u
+        numbers = hops * 2 * here * groups * call.width  # u times the positions, groups / u
         documents = (n - 1) * 4 * here * call.documents
         forward = exchanged + numbers * call.itemsize + documents
         return forward, exchanged + numbers * (call.itemsize + call.wide)
@@ -162,7 +170,7 @@ def _fits(ulysses: int, devices: int, call: Call) -> bool:
     return devices % ulysses == 0 and call.heads % ulysses == 0
 
 
-def options(settings: Context, devices: int) -> list[Option]:
+def options(settings: Context, devices: int, order: str) -> list[Option]:
     """Return what the settings allow, what is preferred first."""
     groups = [n for n in range(1, devices + 1) if devices % n == 0]
     if settings.ulysses is not None:
@@ -172,8 +180,8 @@ def options(settings: Context, devices: int) -> list[Option]:
     elif settings.form != "auto":
         groups = [1]
     forms = FORMS[:2] if settings.form == "auto" else (settings.form,)
-    found = [Option(f if u < devices else "ulysses", u, devices) for u in groups for f in forms]
-    return list(dict.fromkeys(found))
+    of = lambda form, u: Option(form if u < devices else "ulysses", u, Deal(devices, order, u))
+    return list(dict.fromkeys(of(form, u) for u in groups for form in forms))
 
 
 @dataclass(frozen=True)
@@ -188,7 +196,7 @@ class Choice:
     @property
     def deal(self) -> Deal:
         """How positions are dealt."""
-        return Deal(self.option.devices, self.settings.order, self.option.ulysses)
+        return self.option.deal
 
     def __str__(self) -> str:
         head = ("form", "forward", "backward", "both", "")
@@ -205,15 +213,16 @@ def choose(
 ) -> Choice:
     """Return the form that sends least of those that can run; `no_ring` says why no ring can."""
     settings.check(devices)
-    packed = any(call.documents for call in calls)
+    packed, order = any(call.documents for call in calls), settings.order
+    if order == "auto":
+        order = "contiguous" if calls and all(call.window for call in calls) else "zigzag"
     possible, lines = [], []
-    for option in options(settings, devices):
+    for option in options(settings, devices, order):
         ring = option.form == "ring" and option.ulysses < devices
         why = option.refuses(calls) or (no_ring if ring else None)
         lines.append((option, why))
         if why is None:
-            order = ("allgather", "ring") if packed else ("ring", "allgather")
-            rank = order.index(option.form) if option.form in order else 2
+            rank = (*(FORMS[1::-1] if packed else FORMS[:2]), FORMS[2]).index(option.form)
             possible.append((option.total(calls), rank, option))
     if not possible:
         raise ValueError(f'Context(form="{settings.form}"): {lines[0][1]}.')

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-ORDERS = ("zigzag", "contiguous")
+ORDERS = ("auto", "zigzag", "contiguous")
 
 
 @dataclass(frozen=True)
@@ -69,6 +69,16 @@ class Deal:
     def undone(self, length: int) -> np.ndarray:
         """Return where each position lies once the parts of all devices follow each other."""
         return np.argsort(self.positions(length).ravel())
+
+    def hops(self, length: int, window: int | None) -> int:
+        """Return how many groups before a group have keys that it may see.
+
+        >>> Deal(8, "contiguous").hops(64, window=9), Deal(8, "zigzag").hops(64, window=9)
+        (1, 7)
+        """
+        if window is None or self.order == "zigzag":
+            return self.ring - 1
+        return min(self.ring - 1, -(-(window - 1) // (length // self.ring)))
 
     def mine(self, x: jax.Array, device: jax.Array, dim: int = 1) -> jax.Array:
         """Return the part of a whole row that a device holds, along a dimension."""

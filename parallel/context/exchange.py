@@ -51,9 +51,12 @@ class Exchange:
             return None
         return [list(range(first, first + size)) for first in range(0, self.deal.devices, size)]
 
-    def repeated(self, x_BSGD: jax.Array) -> jax.Array:
-        """Return keys or values with each head as often as it takes to give everyone its own."""
-        times = repeats(x_BSGD.shape[HEADS], self.deal.ulysses)
+    def repeated(self, x_BSGD: jax.Array, shards: int) -> jax.Array:
+        """Return keys or values with each head as often as it takes to give everyone its own.
+
+        `shards` is over how many devices of the tensor axes the heads are split.
+        """
+        times = repeats(x_BSGD.shape[HEADS] // shards, self.deal.ulysses)
         return jnp.repeat(x_BSGD, times, axis=HEADS) if times > 1 else x_BSGD
 
 

@@ -7,7 +7,8 @@ of the others (FlashAttention 2; Liu et al., Ring Attention, 2023; Llama 3 gathe
 What each device sends, N devices, with one device's keys and values of `kv` bytes, and of `wide`
 bytes in float32 (or wider):
 - ring: (N - 1) kv forward; (N - 1) (kv + wide) backward. The gradient of a block travels with it
-  and collects what each device adds; that of the own block stays at home.
+  and collects what each device adds; that of the own block stays at home. Under a window a block
+  travels only as far as it is seen.
 - allgather: (N - 1) kv forward; (N - 1) (kv + wide) backward: gathered again, gradients scattered.
 """
 
@@ -35,6 +36,7 @@ class Travel:
     axes: Axes  # of the mesh: their devices share a row
     visit: Visit
     gathers: bool  # keys and values at once, not around a ring
+    hops: int  # how many groups before this one have keys that it may see
 
     def forward(
         self, q: jax.Array, k: jax.Array, v: jax.Array
@@ -64,7 +66,7 @@ class Travel:
         pulled = lambda kv, source: self.visit.backward(q, kv, final, me, source)
         own = pulled(kv, None)
         send_back = self._gathered_back if self.gathers else self._around_and_back
-        dq, dkv = send_back(kv, pulled, *own) if self.deal.ring > 1 else own
+        dq, dkv = send_back(kv, pulled, *own) if self.hops else own
         return dq.astype(q.dtype), dkv[0].astype(k.dtype), dkv[1].astype(v.dtype)
 
     # -- who is where ---------------------------------------------------------------------------
@@ -78,9 +80,9 @@ class Travel:
         """Return the group whose keys are here after some hops."""
         return (self.me - hop) % self.deal.ring
 
-    def send(self, x: Any) -> Any:
-        """Return what the group before had: one hop."""
-        step, count = self.deal.ulysses, self.deal.devices
+    def send(self, x: Any, hops: int = 1) -> Any:
+        """Return what the group `hops` before this one has."""
+        step, count = self.deal.ulysses * hops, self.deal.devices
         pairs = [(i, (i + step) % count) for i in range(count)]
         return jax.tree.map(lambda x: lax.ppermute(x, self.axes, pairs), x)
 
@@ -100,7 +102,7 @@ class Travel:
 
     def _sources(self, kv: jax.Array) -> tuple[Callable, Any]:
         """Return (what is moving, hop) -> (keys there, what is moving then), and what moves."""
-        if self.deal.ring == 1:
+        if not self.hops:
             return (lambda moving, hop: (moving, moving)), kv
         if self.gathers:
             every = self.gather(kv)
@@ -109,7 +111,7 @@ class Travel:
 
     def _for_each_source(self, take: Callable, moving: Any, join: Callable, state: Any) -> Any:
         """Return the state after the keys of all other groups; the last hop sends nothing on."""
-        last = self.deal.ring - 1
+        last = self.hops
 
         def visit(carry: tuple, hop: Any) -> tuple[tuple, None]:
             state, moving = carry
@@ -129,11 +131,11 @@ class Travel:
         self, kv: jax.Array, pulled: Callable, dq: jax.Array, own: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         """The gradient of a block follows it, one hop later: it is sent while the next is made."""
-        last = self.deal.ring - 1
+        last = self.hops
         kv = self.send(kv)
         if last == 1:
             more, dkv = pulled(kv, self._source(1))
-            return dq + more, own + self.send(dkv)
+            return dq + more, own + self.send(dkv, -last)
         following = self.send(kv)
         more, dkv = pulled(kv, self._source(1))
 
@@ -149,7 +151,7 @@ class Travel:
         dq, kv, dkv = carry
         arrived = self.send(dkv)
         more, here = pulled(kv, self._source(last))
-        return dq + more, own + self.send(arrived + here)
+        return dq + more, own + self.send(arrived + here, -last)
 
     def _gathered_back(
         self, kv: jax.Array, pulled: Callable, dq: jax.Array, own: jax.Array
@@ -163,6 +165,6 @@ class Travel:
             more, dkv = pulled(every[source], source)
             return (dq + more, sums.at[source].set(dkv)), None
 
-        (dq, sums), _ = lax.scan(visit, (dq, sums), jnp.arange(1, self.deal.ring))
+        (dq, sums), _ = lax.scan(visit, (dq, sums), jnp.arange(1, self.hops + 1))
         scattered = lax.psum_scatter(sums, self.axes, axis_index_groups=self.groups)
         return dq, scattered

@@ -14,7 +14,7 @@ from hfjax.pallas_kernels.choice import KERNELS, Choice, Shape, Wanted, show
 from hfjax.pallas_kernels.cross_entropy import loss as cross_entropy
 from hfjax.pallas_kernels.handing import Projection
 from hfjax.parallel.engine import sharded_kernels, tensor_ring
-from hfjax.parallel.engine.shared_rows import SharedRows
+from hfjax.parallel.engine.shared_rows import SharedRows, window_of
 from hfjax.parallel.mesh import PIPE_AXIS, TENSOR_AXES, size_of
 
 
@@ -120,7 +120,8 @@ class Kernels:
         form = self.form("flash_block", flash_block.refuses(q, k, v), impossible, shape)
         if form not in sharded_kernels.FORMS:
             return plain(*operands)
-        return sharded_kernels.attention(self.mesh, form, len(operands) == 4)(*operands)
+        window = window_of(plain)
+        return sharded_kernels.attention(self.mesh, form, len(operands) == 4, window)(*operands)
 
     @property
     def _is_looking(self) -> bool:

@@ -20,9 +20,10 @@ FORMS = ("pallas", "reference")  # those that are written here; xla is the plain
 SPLIT = TENSOR_AXES  # of one dimension
 
 
-def attention(mesh: Mesh, form: str, documents: bool) -> Callable:
+def attention(mesh: Mesh, form: str, documents: bool, window: int | None = None) -> Callable:
     """Return causal attention of (q_BSHD, k_BSGD, v_BSGD[, documents_BS]), heads split."""
-    how = flash_block.Form(flash_block.CAUSAL, flash_block.TUNING, (0, 0), form == "pallas")
+    mask = flash_block.Mask(window=window)
+    how = flash_block.Form(mask, flash_block.TUNING, (0, 0), form == "pallas")
 
     def places(documents):
         one = documents[0] if documents else None

@@ -16,11 +16,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec as P
 
+from hfjax.pallas_kernels.attention.mask import Mask
 from hfjax.parallel.context.choice import Call, Choice, Context, choose
 from hfjax.parallel.context.deal import Deal
 from hfjax.parallel.context.exchange import Exchange
 from hfjax.parallel.context.travel import Travel
-from hfjax.parallel.context.visits import CAUSAL, AnyMask, Balanced, Block, Visit
+from hfjax.parallel.context.visits import AnyMask, Balanced, Block, Visit
 from hfjax.parallel.engine.on_shards import OnShards, mapped
 from hfjax.parallel.mesh import SEQUENCE_AXES, TENSOR_AXES, in_use, size_of
 
@@ -111,24 +112,26 @@ class SharedRows:
         if documents:
             documents = [exchange.documents(documents[0])]
         if deal.ulysses > 1:
-            k, v = exchange.repeated(k), exchange.repeated(v)
+            k, v = (exchange.repeated(x, self._shards) for x in (k, v))
             q, k, v = (exchange.to_heads(x) for x in (q, k, v))
         if deal.ring == 1:
             attended = local(q, k, v, *(d[0] for d in documents))
         else:
-            attended = self._across(form() == "pallas", q, k, v, *documents)
+            attended = self._across(form() == "pallas", window_of(plain), q, k, v, *documents)
         return exchange.to_positions(attended) if deal.ulysses > 1 else attended
 
-    def _across(self, kernels: bool, *operands: Any) -> jax.Array:
+    def _across(self, kernels: bool, window: int | None, *operands: Any) -> jax.Array:
         """Return attention whose keys and values travel from group to group."""
         assert self.choice is not None
         deal, gathers = self.deal, self.choice.option.form == "allgather"
-        travel = partial(Travel, deal, self.axes, gathers=gathers)
+        length = operands[0].shape[1] * deal.ring  # of whole rows
+        travel = partial(Travel, deal, self.axes, gathers=gathers, hops=deal.hops(length, window))
 
         def visit(documents: Sequence[jax.Array]) -> Visit:
-            if deal.order == "zigzag" and not documents:
+            if deal.order == "zigzag" and not documents and window is None:
                 return Balanced(deal, Block(kernels))
-            return AnyMask(deal, Block(kernels), CAUSAL, documents[0] if documents else None)
+            mask, inside = Mask(window=window), documents[0] if documents else None
+            return AnyMask(deal, Block(kernels), mask, inside)
 
         def forward(q, k, v, *documents):
             return travel(visit(documents)).forward(q, k, v)
@@ -142,14 +145,18 @@ class SharedRows:
         kept = (HEADS, P(None, TENSOR_AXES))
         return OnShards(self.mesh, forward, backward, specs, HEADS, kept)(*operands)
 
+    @property
+    def _shards(self) -> int:
+        """Over how many devices heads are split."""
+        return size_of(TENSOR_AXES, self.mesh)
+
     def _on_shards(self, function: Callable) -> Callable:
         axes = in_use(self.mesh, TENSOR_AXES)
         return mapped(function, axes, HEADS, HEADS) if axes else function
 
     def _look(self, plain: Callable, operands: Sequence[Any]) -> jax.Array:
         """Note what is asked for; return something of the shape of what is attended to."""
-        q, k, *rest = operands
-        shards = size_of(TENSOR_AXES, self.mesh)
+        (q, k, *rest), shards = operands, self._shards
         self.calls.append(
             Call(
                 rows=q.shape[0],
@@ -159,11 +166,17 @@ class SharedRows:
                 width=q.shape[3],
                 itemsize=q.dtype.itemsize,
                 documents=len(rest) > 1,
+                window=window_of(plain),
                 whole_rows_only=not getattr(plain, "is_causal_attention", False),
             )
         )
         found = jax.eval_shape(plain, *operands)
         return jnp.zeros(found.shape, found.dtype)
+
+
+def window_of(attend: Callable) -> int | None:
+    """Return how many positions hfjax's own attention sees, None for all before it."""
+    return getattr(attend, "window", None)
 
 
 def dims_of(batch: Any, given: Mapping[str, int | None] | None = None) -> Any:

@@ -1,0 +1,50 @@
+"""A GPT of bytes on rows of 32,768 tokens, each shared by eight devices; fake ones, on a CPU.
+
+The text is the source of Python's own library. A step takes some seconds:
+
+    python examples/long_rows.py [steps]
+"""
+
+import sys
+import sysconfig
+from pathlib import Path
+
+import jax
+import numpy as np
+import optax
+
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_num_cpu_devices", 8)
+
+import hfjax  # noqa: E402
+from hfjax.models.gpt import GPT, GPTConfig, next_token_loss  # noqa: E402
+
+LENGTH = 32768
+
+
+def text(size: int) -> bytes:
+    """Return the first bytes of the source of Python's library."""
+    files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
+    return b"".join(file.read_bytes() for file in files)[:size]
+
+
+def main() -> None:
+    steps = int(sys.argv[1]) if len(sys.argv) > 1 else 3
+    config = GPTConfig.tiny(vocab=256, length=LENGTH, layers=2, embed=64, heads=4)
+    mesh = hfjax.make_mesh(context=8)
+    strategy = hfjax.FSDP | hfjax.CONTEXT
+    layout = hfjax.layout(lambda rngs: GPT(config, rngs=rngs), optax.adamw(1e-3), mesh, strategy)
+    step = hfjax.train_step(
+        layout, next_token_loss, context="ring", remat="full", kernels="reference"
+    )
+    state = hfjax.init(layout)
+    bytes_ = np.frombuffer(text(steps * LENGTH + 1), np.uint8).astype(np.int32)
+    for number in range(steps):
+        row = bytes_[number * LENGTH : (number + 1) * LENGTH + 1]
+        state, metrics = step(state, {"tokens": row[None]})
+        print(f"step {number + 1}: loss {float(metrics['loss']):.3f}", flush=True)
+    print(step.context)
+
+
+if __name__ == "__main__":
+    main()
