@@ -21,6 +21,7 @@ from hfjax.features import (
 )
 from hfjax.parallel.engine.blueprint import LAYERS
 from hfjax.parallel.engine.parts import IN_A_LOOP, IN_A_PIPELINE, NO_STATISTICS
+from hfjax.parallel.engine.sequence import APART, MEET_BY
 from hfjax.parallel.execution import Execution
 from hfjax.parallel.mesh import platform_of
 from hfjax.plan.check_layout import PACKED_TOGETHER
@@ -254,6 +255,11 @@ REFUSED: dict[tuple[str, str], Refusal] = {
         condition=lambda layout, execution: (
             platform_of(layout.mesh) == "cpu" and execution.precision.reduce == jnp.bfloat16
         ),
+    ),
+    ("statistics that a model writes", "CONTEXT"): Refusal(
+        f"statistics are means over the positions of rows, and {APART}",
+        MEET_BY,
+        detected_later=TRACED,
     ),
     ("statistics that a model writes", "schedule"): Refusal(
         IN_A_PIPELINE, NO_STATISTICS, detected_later=TRACED

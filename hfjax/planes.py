@@ -22,8 +22,8 @@ from hfjax.parallel.engine.traced import Traced
 from hfjax.parallel.execution import Execution
 from hfjax.parallel.layerwise.plane import LayerUpdatePlane, LayerwisePlane
 from hfjax.parallel.mesh import (
-    SAMPLE_AXES,
     PIPE_AXIS,
+    SAMPLE_AXES,
     SEQUENCE_AXES,
     TENSOR_AXES,
     in_use,

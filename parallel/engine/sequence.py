@@ -95,15 +95,15 @@ def look(
         return
     for jaxpr, part in ((model, "the model"), (loss, "the loss")):
         for what, line in mixes(jaxpr.jaxpr, length, part == "the loss"):
-            raise ValueError(_MIXED.format(part=part, what=what, line=line, n=rows.devices))
+            raise ValueError(f"{part} {what} positions of a row ({line}): {APART}. {MEET_BY}")
 
 
-_MIXED = (
-    "{part} {what} positions of a row ({line}), and each of {n} devices has some of them "
-    "(mesh axis context). Positions may meet in attention alone: attend through the step's kernels "
-    "(self.kernels = hfjax.models.parts.plain; self.kernels.attention(attend)(q, k, v)), number "
-    "positions by self.kernels.positions(length), and shift targets in a method prepare(batch) of "
-    "the model, which is given whole rows (docs/long_sequences.md)."
+APART = "the devices of the mesh axis context share each row, and each has only some positions"
+MEET_BY = (
+    "Let positions meet in attention alone: attend through the step's kernels (self.kernels = "
+    "hfjax.models.parts.plain; self.kernels.attention(attend)(q, k, v)), number positions by "
+    "self.kernels.positions(length), and shift targets in a method prepare(batch) of the model, "
+    "which is given whole rows (docs/long_sequences.md)."
 )
 
 
