@@ -1,0 +1,180 @@
+"""Attention across the devices that share a row: any number of them, the work of each, masks."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import hfjax
+from hfjax.models.attention import causal_attention, windowed
+from hfjax.models.bernoulli import part_of_bernoulli
+from hfjax.pallas_kernels.attention.mask import Mask
+from hfjax.parallel.context.deal import Deal, max_over_mean, work
+from hfjax.parallel.context.travel import Travel
+from hfjax.parallel.context.visits import AnyMask, Balanced, Block
+from hfjax.parallel.mesh import MANUAL_AXES
+
+B, H, G, D = 2, 4, 2, 8
+
+
+def across(deal, length, gathers, window=None, documents=None):
+    """Return (q, k, v, do) -> (attended, gradients), in the order of positions."""
+    mesh = hfjax.make_mesh(devices=jax.devices()[: deal.devices], context=deal.devices)
+    plain = deal.order == "zigzag" and window is None and documents is None
+    dealt, undone = deal.positions(length).ravel(), deal.undone(length)
+
+    def local(q, k, v, do):
+        held = None if documents is None else jnp.asarray(documents[:, dealt])
+        groups = None if held is None else held.reshape(B, deal.ring, -1).swapaxes(0, 1)
+        visit = Balanced(deal, Block(False))
+        if not plain:
+            visit = AnyMask(deal, Block(False), Mask(window=window), groups)
+        hops = deal.hops(length, window)
+        travel = Travel(deal, ("context",), visit, gathers, hops)
+        out, kept = travel.forward(q, k, v)
+        return out, travel.backward((q, k, v), kept, do)
+
+    rows = P(None, "context")
+    run = jax.shard_map(
+        local,
+        mesh=mesh,
+        in_specs=rows,
+        out_specs=rows,
+        axis_names=set(MANUAL_AXES),
+        check_vma=False,
+    )
+
+    def whole(*operands):
+        found = jax.jit(run)(*(x[:, dealt] for x in operands))
+        return jax.tree.map(lambda x: x[:, undone], found)
+
+    return whole
+
+
+def operands(length):
+    keys = jax.random.split(jax.random.key(0), 4)
+    shapes = [(B, length, heads, D) for heads in (H, G, G, H)]
+    return [jax.random.normal(k, s, jnp.float64) for k, s in zip(keys, shapes, strict=True)]
+
+
+def on_one_device(q, k, v, do, window=None, documents=None):
+    attend = causal_attention if window is None else windowed(window)
+    inside = () if documents is None else (jnp.asarray(documents),)
+    out, pull = jax.vjp(lambda *x: attend(*x, *inside), q, k, v)
+    return out, pull(do)
+
+
+def apart(found, wanted):
+    pairs = zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True)
+    return max(float(jnp.abs(a - b).max()) for a, b in pairs)
+
+
+@pytest.mark.parametrize("gathers", [False, True], ids=["ring", "allgather"])
+@pytest.mark.parametrize("devices", [1, 2, 3, 5, 6, 7])
+def test_any_number_of_devices_attends_as_one(devices, gathers):
+    with jax.enable_x64(True):
+        x = operands(4 * devices)  # two positions in each chunk
+        run = across(Deal(devices, "zigzag"), 4 * devices, gathers)
+        assert apart(run(*x), on_one_device(*x)) < 1e-12
+
+
+def test_one_position_on_each_device():
+    with jax.enable_x64(True):
+        x = operands(5)
+        run = across(Deal(5, "contiguous"), 5, gathers=False)
+        assert apart(run(*x), on_one_device(*x)) < 1e-12
+
+
+@pytest.mark.parametrize("window", [1, 2, 9, 16])
+def test_a_window_ends_the_ring_where_nothing_more_is_seen(window):
+    with jax.enable_x64(True):
+        deal, x = Deal(4, "contiguous"), operands(32)
+        run = across(deal, 32, gathers=False, window=window)
+        assert apart(run(*x), on_one_device(*x, window=window)) < 1e-12
+        hops = {1: 0, 2: 1, 9: 1, 16: 2}[window]
+        assert deal.hops(32, window) == hops
+        sent = hfjax.collectives(jax.jit(run).lower(*x)).count("permute")
+        assert sent == hops + (2 * hops if hops else 0)  # keys forward; keys, gradients backward
+
+
+def test_tokens_of_documents_of_their_own_attend_to_themselves():
+    """Every row has documents of one token: nothing of another device is seen."""
+    with jax.enable_x64(True):
+        x, documents = operands(16), np.tile(np.arange(16, dtype=np.int32), (B, 1))
+        run = across(Deal(4, "zigzag"), 16, gathers=True, documents=documents)
+        assert apart(run(*x), on_one_device(*x, documents=documents)) < 1e-12
+
+
+def test_in_zigzag_order_each_hop_has_two_equal_blocks_and_nothing_is_masked():
+    """3 blocks at home (two of them triangles), 2 for each hop: (2N + 1) of 4 N² pieces."""
+    n, length = 4, 64
+    chunk = length // (2 * n)
+    mesh = hfjax.make_mesh(devices=jax.devices()[:n], context=n)
+    travel = Travel(Deal(n), ("context",), Balanced(Deal(n), Block(False)), False, n - 1)
+    rows = P(None, "context")
+    forward = jax.shard_map(
+        lambda q, k, v: travel.forward(q, k, v)[0], mesh=mesh, in_specs=rows, out_specs=rows,
+        axis_names=set(MANUAL_AXES), check_vma=False,
+    )  # fmt: skip
+    shapes = [jax.ShapeDtypeStruct((B, length, heads, D), "float32") for heads in (H, G, G)]
+    found = products(jax.make_jaxpr(forward)(*shapes).jaxpr)
+    assert found == (2 * n + 1) * 2 * (2 * B * H * chunk * chunk * D)
+
+
+def products(jaxpr):
+    """The flops of the products of a program, loops multiplied out; of branches the longest."""
+    total = 0
+    for e in jaxpr.eqns:
+        if e.primitive.name == "dot_general":
+            (contracted, _), _ = e.params["dimension_numbers"]
+            depth = int(np.prod([e.invars[0].aval.shape[d] for d in contracted]))
+            total += 2 * depth * int(np.prod(e.outvars[0].aval.shape))
+        inner = [
+            products(getattr(x, "jaxpr", x))
+            for value in e.params.values()
+            for x in (value if isinstance(value, tuple | list) else [value])
+            if hasattr(getattr(x, "jaxpr", x), "eqns")
+        ]
+        times = e.params.get("length", 1) if e.primitive.name == "scan" else 1
+        total += times * (max(inner, default=0) if e.primitive.name == "cond" else sum(inner))
+    return total
+
+
+def test_in_zigzag_order_all_devices_have_the_same_work():
+    one_document = np.zeros((1, 64), int)
+    assert max_over_mean(work(Deal(8, "zigzag"), one_document)) == 1.0
+    assert max_over_mean(work(Deal(8, "contiguous"), one_document)) == 15 / 9
+    assert len(set(work(Deal(8, "zigzag", ulysses=2), one_document))) == 1
+
+
+def test_positions_are_dealt_once_each_in_every_order():
+    for deal in (
+        Deal(3, "zigzag"),
+        Deal(4, "contiguous", 2),
+        Deal(8, "zigzag", 4),
+        Deal(8, "zigzag", 8),
+    ):
+        length = 2 * deal.unit
+        assert sorted(deal.positions(length).ravel()) == list(range(length))
+        whole = deal.positions(length).ravel()[deal.undone(length)]
+        np.testing.assert_array_equal(whole, np.arange(length))
+
+
+@pytest.mark.parametrize("wide", [False, True])
+def test_a_part_of_a_mask_is_that_of_the_whole_and_is_drawn_alone(wide):
+    with jax.enable_x64(wide):
+        key, at = jax.random.key(3), jnp.array([0, 7, 8, 99_999])
+        whole = jax.random.bernoulli(key, 0.9, (100_000, 3, 5))
+        part = part_of_bernoulli(key, 0.9, at, 100_000, (3, 5))
+        np.testing.assert_array_equal(part, whole[at])
+        program = str(jax.make_jaxpr(part_of_bernoulli, static_argnums=(1, 3, 4))(
+            key, 0.9, at, 100_000, (3, 5)
+        ))  # fmt: skip
+        assert "100000" not in program
+
+
+def test_keys_of_another_kind_draw_the_whole():
+    key, at = jax.random.key(3, impl="rbg"), jnp.array([1, 5])
+    whole = jax.random.bernoulli(key, 0.5, (6, 4))
+    np.testing.assert_array_equal(part_of_bernoulli(key, 0.5, at, 6, (4,)), whole[at])
