@@ -63,11 +63,11 @@ def _names_update(_: Layout, execution: Execution) -> bool:
 
 
 PARTS = "methods embed(batch) and head(x), and `layers`; and no forward= in the layout"
-WAITS = 'Use a schedule that waits, for instance hfjax.Schedule("1f1b", …), or '
+WAITS = 'Use a synchronous schedule, for instance hfjax.Schedule("1f1b", …), or '
 OR_LEAVE_IT_OUT = "or leave optimizer_in_backward out."
 ON_HOST = (
-    "or keep parameters on the device: hfjax.HOST_OPTIMIZER takes most of what a state needs off "
-    "the device."
+    "or keep parameters on the device: hfjax.HOST_OPTIMIZER alone moves most of a state to the "
+    "host."
 )
 OWN_LOOP = (
     "layers then run in hfjax's own loop over layers (parallel/layerwise), in which nothing is "
@@ -98,17 +98,17 @@ REFUSED: dict[tuple[str, str], Refusal] = {
         f"stages are made of a model in three parts: {PARTS}", "docs/any_model.md shows one."
     ),
     ("remat", NOT_IN_PARTS): Refusal(
-        "remat is of layers, and this model does not run in three parts (embed, layers, head)",
+        "remat recomputes layers, and this model does not run in three parts (embed, layers, head)",
         "Give the model these (docs/any_model.md), or use nnx.remat in the model.",
     ),
     ("offload", NOT_IN_PARTS): Refusal(
-        "offload is of what layers keep, and this model does not run in three parts (embed, "
-        "layers, head)",
+        "offload moves what layers keep for the backward pass, and this model does not run in "
+        "three parts (embed, layers, head)",
         "Give the model these, or wrap its blocks: hfjax.offload(block, ratio=0.3).",
     ),
     ("optimizer_in_backward", NOT_IN_PARTS): Refusal(
         f"the model is not in three parts: {PARTS} (docs/any_model.md)",
-        f"Write the model so, {OR_LEAVE_IT_OUT}",
+        f"Write the model in three parts, {OR_LEAVE_IT_OUT}",
     ),
     # parameters on the host
     ("HOST_PARAMETERS", "schedule"): Refusal(
@@ -119,8 +119,8 @@ REFUSED: dict[tuple[str, str], Refusal] = {
         f"Use remat in place of offload, {ON_HOST}",
     ),
     ("HOST_PARAMETERS", "remat every, group"): Refusal(
-        "such a remat is of several layers at a time, and with HOST_PARAMETERS each is fetched by "
-        "itself",
+        "such a remat recomputes several layers together, and with HOST_PARAMETERS each is "
+        "fetched by itself",
         f'Use remat="full", "dots" or names, {ON_HOST}',
     ),
     ("HOST_PARAMETERS", "reshard_after_forward=False"): Refusal(
@@ -138,8 +138,8 @@ REFUSED: dict[tuple[str, str], Refusal] = {
         f"Use accumulate=1 (remat saves memory too), {OR_LEAVE_IT_OUT}",
     ),
     ("remat every, group", "optimizer_in_backward"): Refusal(
-        "such a remat is of several layers at a time, and with optimizer_in_backward each is run "
-        "by itself",
+        "such a remat recomputes several layers together, and with optimizer_in_backward each "
+        "runs by itself",
         f'Use remat="full", "dots" or names, {OR_LEAVE_IT_OUT}',
     ),
     ("offload", "optimizer_in_backward"): Refusal(
@@ -185,7 +185,7 @@ REFUSED: dict[tuple[str, str], Refusal] = {
     ("ZERO1", "asynchronous schedule"): BY_STAGE,
     (NOT_ELEMENT_BY_ELEMENT, "asynchronous schedule"): Refusal(
         "each stage updates its layers by itself",
-        f'{ELEMENT_BY_ELEMENT}or a schedule that waits, for instance hfjax.Schedule("1f1b", …).',
+        f'{ELEMENT_BY_ELEMENT}or a synchronous schedule, for instance hfjax.Schedule("1f1b", …).',
         detected_later=TRIED,
     ),
     ("kernels", "asynchronous schedule"): ADAMW_KERNEL_UNUSED,
@@ -193,14 +193,16 @@ REFUSED: dict[tuple[str, str], Refusal] = {
     ("kernels", "HOST_PARAMETERS"): ADAMW_KERNEL_UNUSED,
     # what is computed again, or waits on the host, in a pipeline
     (NOT_ELEMENT_BY_ELEMENT, "schedule"): Refusal(
-        "the optimizer takes means over all layers, empty places among them (adafactor, block RMS)",
-        "Choose stages and chunks that divide the layers, or an optimizer that works element by "
-        "element (sgd, adam, adamw, lion, …).",
-        condition_text="if the optimizer takes means over layers, which the stages do not divide",
+        "the optimizer takes means over all layers (adafactor, block RMS), and here these would "
+        "include padding",
+        "Choose stages and chunks that divide the number of layers, or an optimizer that works "
+        "element by element (sgd, adam, adamw, lion, …).",
+        condition_text="if the optimizer takes means over layers, and the stages do not divide "
+        "their number",
         detected_later=TRIED,
     ),
     ("remat every, group", "schedule"): Refusal(
-        "in a pipeline each layer is computed again by itself",
+        "in a pipeline each layer is recomputed by itself",
         'Use remat="full", "dots", "none", "except_last" or names.',
     ),
     ("remat except_last", "schedule that splits B and W"): Refusal(
@@ -215,10 +217,10 @@ REFUSED: dict[tuple[str, str], Refusal] = {
     ("remat except_last", "ZERO2"): GRADIENTS_SCATTERED_PER_LAYER,
     ("remat except_last", "FSDP"): GRADIENTS_SCATTERED_PER_LAYER,
     ("offload", "schedule that branches"): Refusal(
-        "XLA copies all that lies on the host in each tick in which stages go different ways",
+        "XLA copies everything that lies on the host in each tick in which stages branch",
         "Use a schedule that does not branch (1f1b, interleaved, gpipe, zb, v), or remat instead "
         "of offload.",
-        condition_text="on devices that are no CPUs",
+        condition_text="on devices other than CPUs",
         condition=lambda layout, _: platform_of(layout.mesh) != "cpu",
     ),
     # others
@@ -236,15 +238,14 @@ REFUSED: dict[tuple[str, str], Refusal] = {
     ),
     ("list of layers", "freeze"): Refusal(
         *PACKED_TOGETHER,
-        condition_text="if what is frozen lies in the list",
+        condition_text="if frozen parameters are in the list",
         detected_later="Detected when freeze is called.",
     ),
     ("list of layers", NOT_ELEMENT_BY_ELEMENT): Refusal(
-        "all parameters of a stage lie in one row",
+        "all parameters of a stage are packed into one row",
         "Use an optimizer that works element by element (sgd, adam, adamw, lion, rmsprop …; "
-        "clipping by global norm is right too); LAMB, LARS, Adafactor, Muon and masks that tell "
-        "one layer's parameters from another's do not. Or make the layers equal and stack them, "
-        "or use no pipeline.",
+        "clipping by global norm works too). LAMB, LARS, Adafactor, Muon and masks that select "
+        "some layers do not. Or make the layers equal and stack them, or use no pipeline.",
         condition_text="in a pipeline",
         detected_later=TRIED,
     ),

@@ -1,6 +1,7 @@
 """Pages of documentation as programs: their Python blocks and commands run, in order.
 
 - ```python: run with the names that blocks before it have made; examples after >>> are compared.
+- ```output: compared with what the Python block before it has printed.
 - $ command, or a line that begins with hfjax: run; the lines below are compared.
 - ```bash: the grammar is looked at, and the lines that begin with hfjax are run.
 - ```yaml with `# name` in its first line: a file. Other blocks show what cannot be run again.
@@ -62,6 +63,7 @@ class Page:
             assert long in text, f"{path.name} does not say {long!r} any more"
             text = text.replace(long, short)
         self.path, self.blocks, self.names = path, list(blocks(text)), names
+        self.printed = ""  # by the last Python block
 
     def run(self, wanted: Callable[[str], bool] = lambda command: True) -> None:
         """Run all blocks, and those of the commands that are wanted."""
@@ -73,6 +75,8 @@ class Page:
                 self._examples(block)
             elif block.language == "python":
                 self._execute(block)
+            elif block.language == "output":
+                compare(block.text.splitlines(), self.printed, f"{self.path.name}:{block.line}")
             else:
                 self._commands(block, wanted)
 
@@ -84,12 +88,14 @@ class Page:
                 compare(printed, output_of(command), f"{self.path.name}: $ {command}")
 
     def _execute(self, block: Block) -> None:
-        source = "\n" * (block.line - 1) + block.text
+        source, told = "\n" * (block.line - 1) + block.text, io.StringIO()
         try:
-            exec(compile(source, self.path, "exec"), self.names)
+            with contextlib.redirect_stdout(told):
+                exec(compile(source, self.path, "exec"), self.names)
         except SystemExit as end:
             if end.code != 0:
                 raise AssertionError(f"{self.path.name}: exit code {end.code}") from end
+        self.printed = told.getvalue()
 
     def _examples(self, block: Block) -> None:
         for example in doctest.DocTestParser().get_examples(block.text):

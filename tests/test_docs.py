@@ -1,5 +1,6 @@
 """The README and docs/ do what they say: every command and every Python block of them is run."""
 
+import re
 import shutil
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 import hfjax
 from hfjax.models.gpt import GPT, GPTConfig, next_token_loss
 from tests.h200 import h200s
-from tests.pages import Page, blocks, commands, output_of
+from tests.pages import FENCE, Page, blocks, commands, output_of
 from tests.small_checkpoint import EVERYTHING, Two
 from tests.small_run import MODEL
 from tests.test_checkpoint_damage import flip
@@ -28,8 +29,10 @@ from tests.workers import environment
 ROOT = Path(__file__).parents[1]
 PAGES = sorted(["README.md", *(str(p.relative_to(ROOT)) for p in (ROOT / "docs").glob("*.md"))])
 SMALL_GPT = "--model.length 16 --model.layers 1 --model.heads 2 --model.embed 32"
+EIGHT = 'jax.config.update("jax_num_cpu_devices", 8)'  # conftest.py has done it
 SMALL = {  # what is too long for a test, and what stands for it
     "README.md": {
+        EIGHT: "",
         "GPTConfig.tiny()": "GPTConfig.tiny(layers=1)",
         "hfjax train     ": f"hfjax train --steps 2 --log.sample 4 {SMALL_GPT}     ",
         "--out runs/books\n": f"--out runs/books --steps 2 --log.sample 4 {SMALL_GPT}\n",
@@ -50,11 +53,23 @@ SMALL = {  # what is too long for a test, and what stands for it
         "gpt-medium --model.length 4096 --vocab 50304": f"gpt-tiny {SMALL_GPT} --vocab 512",
         "16GiB": "1MiB",
     },
+    "docs/migration.md": {
+        EIGHT: "",
+        "GPTConfig.tiny()": "GPTConfig.tiny(layers=1, embed=32)",
+        "GPTConfig.tiny(layers=8)": "GPTConfig.tiny(layers=4, embed=32)",
+        "--model.layers 8 --model.embed 128": "--model.layers 4 --model.embed 32",
+        "--cpu-devices 8": "--steps 2 --log.sample 0",
+    },
     "docs/processes.md": {
         "-n 8 -- python": "-n 1 -- python",
         "range(40)": "range(3)",
         "GPTConfig.tiny()": "GPTConfig.tiny(layers=1, embed=32)",
     },
+    "docs/troubleshooting.md": {
+        "--model.preset gpt-small": f"--model.preset gpt-tiny {SMALL_GPT} --vocab 512",
+        "--gpu h200 --count 8": "--gpu here --compare none",
+    },
+    "docs/tutorial.md": {EIGHT: ""},
     "docs/training.md": {
         "GPTConfig.tiny()": "GPTConfig.tiny(layers=1)",
         "hfjax train\n": f"hfjax train --steps 30 --log.sample 4 {SMALL_GPT}\n",
@@ -187,6 +202,22 @@ def test_what_a_page_says_can_be_done(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     made = Page(ROOT / page, SMALL.get(page, {}), names_of(page))
     made.run(wanted=lambda command: not any(words in command for words in ELSEWHERE))
+
+
+def anchors(text: str) -> set[str]:
+    """Return what the headings of a page are called in links, as GitHub makes it."""
+    heads = re.findall(r"(?m)^#+ (.*)$", re.sub(FENCE, "", text))
+    return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page):
+    text = re.sub(FENCE, "", (ROOT / page).read_text(encoding="utf-8"))
+    links = [link for link in re.findall(r"\]\(([^)\s]+)\)", text) if "://" not in link]
+    for path, _, anchor in [link.partition("#") for link in links]:
+        target = (ROOT / page).parent / path if path else ROOT / page
+        assert target.exists(), path
+        assert not anchor or anchor in anchors(target.read_text(encoding="utf-8")), anchor
 
 
 @pytest.mark.slow

@@ -107,7 +107,10 @@ def test_master_weights_are_what_parameters_are_rounded_from():
 @pytest.mark.parametrize(
     ("execution", "message"),
     [
-        ({"remat": "every:2"}, r"HOST_PARAMETERS with .*every:2.* is of several layers at a time"),
+        (
+            {"remat": "every:2"},
+            r"HOST_PARAMETERS with .*every:2.* recomputes several layers together",
+        ),
         (
             {"offload": hfjax.Offload(ratio=0.5)},
             r"HOST_PARAMETERS with offload=0.5: .* hfjax's own loop over layers",

@@ -386,7 +386,7 @@ def test_apply_updates_whatever_comes():
             {"schedule": Schedule("gpipe", 2)},
             r"schedule gpipe with .*: a schedule runs backward passes of several",
         ),
-        ({"remat": "every:2"}, r"every:2.* with .* is of several layers at a time"),
+        ({"remat": "every:2"}, r"every:2.* with .* recomputes several layers together"),
         (
             {"offload": hfjax.Offload(ratio=0.5)},
             r"offload=0.5 with .* hfjax's own loop over layers",

@@ -274,7 +274,7 @@ def test_gradients_of_layers_are_averaged_over_data_at_every_update():
 # -- what is refused ----------------------------------------------------------------------
 
 
-WAITS = r"Use a schedule that waits, for instance hfjax.Schedule\(\"1f1b\", …\), or"
+WAITS = r"Use a synchronous schedule, for instance hfjax.Schedule\(\"1f1b\", …\), or"
 
 
 @pytest.mark.parametrize(
