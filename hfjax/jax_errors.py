@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from hfjax.parallel.engine.blueprint import Blueprint
-from hfjax.parallel.engine.context import rows_of
+from hfjax.parallel.engine.step_context import rows_of
 from hfjax.parallel.mesh import BATCH_AXES
 
 _ROWS = str(BATCH_AXES).replace("'", '"')

@@ -14,10 +14,10 @@ from hfjax.parallel.compiler import (
     options_of_cpus,
     options_of_host,
 )
-from hfjax.parallel.engine.context import Context, gradients_at_moments
 from hfjax.parallel.engine.gradients import AutodiffPlane, Plane
 from hfjax.parallel.engine.kernels import Kernels
 from hfjax.parallel.engine.shared_rows import SharedRows
+from hfjax.parallel.engine.step_context import StepContext, gradients_at_moments
 from hfjax.parallel.engine.traced import Traced
 from hfjax.parallel.execution import Execution
 from hfjax.parallel.layerwise.plane import LayerUpdatePlane, LayerwisePlane
@@ -84,12 +84,12 @@ def _context(
     one_microbatch: bool,
     gathered_once: Callable[[Placed], bool],
     no_ring: str | None = None,
-) -> Context:
+) -> StepContext:
     shares = in_use(layout.mesh, SEQUENCE_AXES)
     rows = SharedRows(execution.context, layout.mesh, no_ring) if shares else None
     kernels = Kernels.of(execution.kernels, layout.mesh, loss, rows)
     placed = gradients_at_moments(layout.placed) if one_microbatch else layout.placed
-    return Context(
+    return StepContext(
         blueprint=layout.blueprint.equipped(kernels),
         placed=placed,
         mesh=layout.mesh,

@@ -15,10 +15,10 @@ from hfjax.base.paths import Flat
 from hfjax.parallel.asynchronous.weights import VersionedWeights
 from hfjax.parallel.autodiff.dissect import Dissected
 from hfjax.parallel.engine.blueprint import LAYERS
-from hfjax.parallel.engine.context import rows_of
 from hfjax.parallel.engine.gradients import StepInputs
 from hfjax.parallel.engine.parts import ModelParts
 from hfjax.parallel.engine.sequence import dealt
+from hfjax.parallel.engine.step_context import rows_of
 from hfjax.parallel.mesh import PIPE_AXIS, in_use
 from hfjax.parallel.pipeline.executor import Pipeline
 from hfjax.parallel.pipeline.plane import PipelinePlane

@@ -28,11 +28,11 @@ from hfjax.parallel.autodiff.varying_state import (
     warn_of_whole_numbers,
 )
 from hfjax.parallel.engine.blueprint import LAYERS
-from hfjax.parallel.engine.context import Context, is_random, rows_of
 from hfjax.parallel.engine.fetch import Placeholder, Stored, fetched
 from hfjax.parallel.engine.gather_on_use import gather_on_use
 from hfjax.parallel.engine.layers import run_model
 from hfjax.parallel.engine.sequence import called, dealt
+from hfjax.parallel.engine.step_context import StepContext, is_random, rows_of
 from hfjax.parallel.mesh import BATCH_AXES, in_use
 
 
@@ -49,7 +49,7 @@ class StepInputs(NamedTuple):
 class Plane(ABC):
     """What runs on each device between the parameters at rest and the reduced gradients."""
 
-    context: Context
+    context: StepContext
 
     @abstractmethod
     def microbatch(self, parameters: Flat, keys: Callable) -> Callable:

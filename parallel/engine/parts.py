@@ -18,9 +18,9 @@ from hfjax.base.paths import Flat, Index
 from hfjax.parallel.arrangement import Arrangement
 from hfjax.parallel.autodiff.dissect import Dissected, dissect
 from hfjax.parallel.engine.blueprint import LAYERS, Blueprint, Layer, fill, raw
-from hfjax.parallel.engine.context import is_random
 from hfjax.parallel.engine.fetch import Movement, Placeholder, Stored
 from hfjax.parallel.engine.layers import layer_function
+from hfjax.parallel.engine.step_context import is_random
 
 
 @dataclass(frozen=True)

@@ -18,12 +18,12 @@ from jax.extend.core import JaxprEqn
 from hfjax.base.paths import Flat
 from hfjax.parallel.autodiff.varying_state import bodies
 from hfjax.parallel.engine.blueprint import TRAIN, asked_by, raw, variable_of
-from hfjax.parallel.engine.context import Context, rows_of
 from hfjax.parallel.engine.layers import is_list, items_of
 from hfjax.parallel.engine.shared_rows import SharedRows, dims_of
+from hfjax.parallel.engine.step_context import StepContext, rows_of
 
 
-def dealt(context: Context, variables: Flat, keys: Callable | None, batch: Any) -> Any:
+def dealt(context: StepContext, variables: Flat, keys: Callable | None, batch: Any) -> Any:
     """Return the part of a batch of whole rows that this device computes with.
 
     Where no devices share rows, that is the batch.
@@ -31,7 +31,7 @@ def dealt(context: Context, variables: Flat, keys: Callable | None, batch: Any) 
     Args:
         context: What is known of the step.
         variables: Those of the model that hold no random keys; in an evaluation all.
-        keys: As `Context.keys` returns it; None: it is an evaluation.
+        keys: As `StepContext.keys` returns it; None: it is an evaluation.
         batch: With whole rows.
     """
     rows = context.traced.kernels.rows
@@ -68,7 +68,7 @@ def _length(batch: Any, dims: Any) -> int:
 
 
 def look(
-    context: Context, rows: SharedRows, variables: Flat, batch: Any, dims: Any, mode: str
+    context: StepContext, rows: SharedRows, variables: Flat, batch: Any, dims: Any, mode: str
 ) -> None:
     """Tell `rows` which attentions the model asks for; refuse what else mixes positions."""
     templates = context.blueprint.parameters
@@ -107,7 +107,7 @@ MEET_BY = (
 )
 
 
-def called(context: Context, model: Any, variables: Flat, inputs: Any, mode: str) -> Any:
+def called(context: StepContext, model: Any, variables: Flat, inputs: Any, mode: str) -> Any:
     """Return the outputs of a model that is called as it is, or by the layout's `forward`."""
     if context.forward is None:
         return model(inputs) if callable(model) else model
@@ -121,7 +121,7 @@ def _with(shape: tuple[int, ...], dim: int, size: int) -> tuple[int, ...]:
     return (*shape[:dim], size, *shape[dim + 1 :])
 
 
-def _outputs(context: Context, mode: str, parameters: Flat, variables: Flat, batch: Any) -> Any:
+def _outputs(context: StepContext, mode: str, parameters: Flat, variables: Flat, batch: Any) -> Any:
     """Return what the model makes of a batch, of stacked layers only the first being run."""
     model = context.blueprint.merge(parameters, variables, mode)
     inputs = context.inputs(batch)

@@ -20,12 +20,12 @@ from hfjax.base.mean import Mean
 from hfjax.base.paths import Flat, Index
 from hfjax.parallel.arrangement import arrange
 from hfjax.parallel.engine.blueprint import LAYERS, Layer
-from hfjax.parallel.engine.context import rows_of, variables_of
 from hfjax.parallel.engine.gradients import Plane, StepInputs
 from hfjax.parallel.engine.layers import offload_residuals
 from hfjax.parallel.engine.parts import IN_A_LOOP, PlacedModel
 from hfjax.parallel.engine.reduce import reduce_gradient
 from hfjax.parallel.engine.sequence import dealt
+from hfjax.parallel.engine.step_context import rows_of, variables_of
 from hfjax.parallel.layerwise.passes import ListedPasses, StackedPasses
 from hfjax.parallel.layerwise.update import Carry, LayerUpdate, ListedUpdate, StackedUpdate
 from hfjax.parallel.memory import is_on_host, to_device

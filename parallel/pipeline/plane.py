@@ -16,10 +16,10 @@ from jax.sharding import PartitionSpec as P
 from hfjax.base.paths import Flat, Tree
 from hfjax.parallel.arrangement import Arrangement
 from hfjax.parallel.autodiff.program import bytes_of
-from hfjax.parallel.engine.context import rows_of, variables_of
 from hfjax.parallel.engine.gradients import Plane
 from hfjax.parallel.engine.parts import Extras, PlacedModel
 from hfjax.parallel.engine.reduce import scattered
+from hfjax.parallel.engine.step_context import rows_of, variables_of
 from hfjax.parallel.heterogeneous.model import HeterogeneousModel
 from hfjax.parallel.heterogeneous.packing import PackedLayers
 from hfjax.parallel.mesh import PIPE_AXIS, in_use
