@@ -1,7 +1,8 @@
 """What every data plane knows of a step, and what it does on each device with that.
 
 `StepContext` is made once, when the step is built: the model without its arrays, where each
-parameter lies, the mesh, how the step runs. Its `traced` is what becomes known while the step is traced.
+parameter lies, the mesh, how the step runs. Its `traced` is what becomes known while the step is
+traced.
 
 Random keys: a variable that holds a key and says `per_row=True` becomes one key per row of the
 global batch, so that no mesh changes a mask. Any other key, those of `nnx.Rngs` among them, becomes
