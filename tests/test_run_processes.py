@@ -176,7 +176,10 @@ def test_processes_with_other_settings_are_told_apart(shared):
     train = " ".join(map(shlex.quote, [*HFJAX, "train", "--config", str(file)]))
     words = ["sh", "-c", f"exec {train} --seed $HFJAX_PROCESS"]
     out = ended(started("launch", "-n", 2, "--devices-per-process", 1, "--", *words), 2)
-    assert "error: the configuration of process 1 differs from that of process 0: seed 0, " in out
+    assert (
+        "hfjax train: the configuration of process 1 differs from that of process 0: seed 0, "
+        in out
+    )
     assert "seed 0, there 1. Give all processes the same" in out
 
 
