@@ -4,9 +4,12 @@ import sys
 import time
 from dataclasses import replace
 from functools import partial
+from itertools import combinations
 
 import jax
+import numpy as np
 import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 import hfjax
 from hfjax.__main__ import main
@@ -20,6 +23,8 @@ from hfjax.processes.ports import free_port
 from hfjax.run import Parts, Train, train
 from hfjax.run.build import mesh_of
 from hfjax.run.config import Checkpoints, Mesh, Model, Optimizer
+from hfjax.run.files import plain
+from hfjax.run.loss_picture import figure, mean
 from hfjax.run.model import choose
 from hfjax.run.screen import Screen, Speed, line
 from tests.small_run import BIGRAMS, MODEL, corpus, small, told
@@ -343,3 +348,70 @@ def test_joining_again_under_another_number_is_refused(monkeypatch):
     assert init_distributed(processes=1, process=0).processes == 1
     with pytest.raises(ValueError, match=r"process=1\): .* as process 0 of 1 \(one process\)"):
         init_distributed(process=1)
+
+
+# -- the picture of a run -------------------------------------------------------------------
+
+
+def journal(steps, valid_every):
+    """Return the lines of a metrics file: a loss that falls, with noise."""
+    noise = np.random.default_rng(0).normal(0, 0.25, steps)
+    for step in range(steps):
+        loss = 5.5 * np.exp(-8 * step / steps) + 2
+        yield {"step": step, "loss": loss + noise[step], "lr": 3e-3 * (1 - step / steps)}
+        if step % valid_every == 0:
+            yield {"step": step, "valid_loss": loss + 0.1}
+
+
+LONG = Model(own="/a/long/path/to/a/folder/of/models/that_are_mine.py:make_it", length=4096)
+
+
+@pytest.mark.parametrize(
+    ("steps", "name", "config"),
+    [
+        (1, "one", Train()),
+        (20, "runs", Train(steps=20)),
+        (20_000, "a" * 99, Train(model=LONG, strategy="fsdp+tensor+sequence+host_optimizer")),
+    ],
+)
+def test_nothing_in_the_picture_of_a_run_is_cut_off_or_overlaps(steps, name, config):
+    drawn = figure(list(journal(steps, 5)), name, plain(config))
+    drawn.draw(renderer := FigureCanvasAgg(drawn).get_renderer())
+    axes, *beside = drawn.axes
+    texts = {"name": axes.texts[0], "settings": axes._left_title, "legend": drawn.legends[0]}
+    places = {what: text.get_window_extent(renderer) for what, text in texts.items()}
+    axis = {"steps": axes.xaxis, "loss": axes.yaxis}
+    axis |= {"rate": one.yaxis for one in beside}
+    places |= {what: one.get_tightbbox(renderer) for what, one in axis.items()}
+    for what, place in places.items():
+        assert 0 <= place.x0 < place.x1 <= drawn.bbox.x1, what
+        assert 0 <= place.y0 < place.y1 <= drawn.bbox.y1, what
+    around = [what for what in places if what not in ("loss", "rate")]  # axes meet in corners
+    for one, other in combinations(around, 2):
+        assert not places[one].overlaps(places[other]), (one, other)
+    scale = axes.yaxis.get_offset_text().get_window_extent(renderer)
+    for one in (*(other.yaxis.get_offset_text() for other in beside),):
+        assert not one.get_window_extent(renderer).overlaps(places["settings"])
+        assert not one.get_window_extent(renderer).overlaps(places["name"])
+    assert scale.width < 1
+
+
+def test_the_picture_of_a_run_has_mean_validations_rate_and_settings():
+    drawn = figure(list(journal(200, 50)), "runs", plain(Train(steps=200)))
+    axes, beside = drawn.axes
+    raw, mean_of_it, valid = axes.lines
+    assert raw.get_alpha() < 0.5 < 1 < mean_of_it.get_linewidth()
+    assert np.diff(raw.get_ydata()).std() > 4 * np.diff(mean_of_it.get_ydata()).std()
+    assert valid.get_xdata().tolist() == [0, 50, 100, 150]
+    assert beside.lines[0].get_ydata().max() == pytest.approx(3e-3)
+    assert beside.get_ylabel() == "learning rate"
+    assert axes.get_title("left").startswith("gpt-tiny, strategy ddp, 32 rows in a step, optim")
+
+
+def test_a_mean_is_of_those_around_and_of_nothing_else():
+    values = np.random.default_rng(0).normal(size=9)
+    found = mean(values, 5)
+    assert found[4] == pytest.approx(values[2:7].mean())
+    assert found[0] == pytest.approx(values[:3].mean())
+    assert found[8] == pytest.approx(values[6:].mean())
+    assert mean(values[:1], 5) == pytest.approx(values[:1])
