@@ -70,9 +70,22 @@ def test_a_run_says_what_takes_long(data, tmp_path, impatient, capsys):
         assert what not in out
 
 
+@pytest.mark.parametrize(
+    ("command", "doing"), [("eval", "compiling and evaluating"), ("generate", "compiling and writ")]
+)
+def test_what_reads_a_run_says_what_takes_long(run, command, doing, impatient, capsys, monkeypatch):
+    monkeypatch.setattr("hfjax.cli.run.start", lambda config: None)
+    monkeypatch.setattr(Parts, "written", lambda *_: time.sleep(0.1) or "text")
+    assert main([command, str(run.out)]) == 0
+    out, err = capsys.readouterr()
+    assert "reading the checkpoint … 0 s" in err
+    assert doing in err
+    assert doing not in out
+
+
 def test_a_log_line_tells_the_time_that_is_left():
     values = {"step": 9, "loss": 2.5, "lr": 1e-3, "grad_norm": 0.25, "memory": 2**30}
-    assert line(values, 300, 3725.4).endswith("memory 1.0 GiB  1:02:05 left")
+    assert line(values, 300, 3724.4).endswith("memory 1.0 GiB  1:02:05 left")
     assert line(values, 300, 0.0).endswith("memory 1.0 GiB")
     assert line(values, 300).endswith("memory 1.0 GiB")
 
@@ -381,7 +394,7 @@ def test_nothing_in_the_picture_of_a_run_is_cut_off_or_overlaps(steps, name, con
     texts = {"name": axes.texts[0], "settings": axes._left_title, "legend": drawn.legends[0]}
     places = {what: text.get_window_extent(renderer) for what, text in texts.items()}
     axis = {"steps": axes.xaxis, "loss": axes.yaxis}
-    axis |= {"rate": one.yaxis for one in beside}
+    axis |= dict.fromkeys(["rate"] * len(beside), drawn.axes[-1].yaxis)
     places |= {what: one.get_tightbbox(renderer) for what, one in axis.items()}
     for what, place in places.items():
         assert 0 <= place.x0 < place.x1 <= drawn.bbox.x1, what

@@ -191,7 +191,7 @@ def line(values: Mapping[str, Any], steps: int, left: float | None = None) -> st
     if "mfu" in values:
         told.append(f"MFU {values['mfu']:.1%}")
     told.append(f"memory {human(values['memory'])}")
-    return "  ".join(told + ([f"{timedelta(seconds=round(left))} left"] if left else []))
+    return "  ".join(told + ([f"{timedelta(seconds=math.ceil(left))} left"] if left else []))
 
 
 def validation(step: int, loss: float, tokens: int) -> str:
