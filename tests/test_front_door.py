@@ -5,6 +5,7 @@ import time
 from dataclasses import replace
 from functools import partial
 from itertools import combinations
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -249,10 +250,13 @@ def test_a_strategy_of_two_axes_asks_how_the_devices_are_shared():
         mesh_of(Train(strategy="fsdp+tensor"))
 
 
-def test_python_that_fails_in_a_configuration_is_a_mistake_with_its_line(tmp_path, capsys):
-    (tmp_path / "run.py").write_text("x = 1\nconfig = nowhere\n")
+def test_python_that_fails_in_a_configuration_is_a_mistake_with_its_line(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    Path("run.py").write_text("x = 1\nconfig = nowhere\n")
     with pytest.raises(SystemExit, match=r"^2$"):
-        main(["train", "--config", str(tmp_path / "run.py")])
+        main(["train", "--config", "run.py"])
     told = capsys.readouterr().err
     assert told.startswith("hfjax train: --config ")
     assert "name 'nowhere' is not defined (NameError in line 2)" in told

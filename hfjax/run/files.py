@@ -272,10 +272,11 @@ def function(name: str, flag: str) -> Callable:
 
 def _raised(wrong: Exception, path: Path) -> str:
     """Return what a Python file raised, and in which line of it."""
-    frames = [f for f in traceback.extract_tb(wrong.__traceback__) if f.filename == str(path)]
-    if isinstance(wrong, ImportError | SyntaxError) or not frames:
+    frames = traceback.extract_tb(wrong.__traceback__)
+    lines = [frame.lineno for frame in frames if Path(frame.filename) == path.absolute()]
+    if isinstance(wrong, ImportError | SyntaxError) or not lines:
         return str(wrong)
-    return f"{wrong} ({type(wrong).__name__} in line {frames[-1].lineno})"
+    return f"{wrong} ({type(wrong).__name__} in line {lines[-1]})"
 
 
 def _module(path: Path) -> types.ModuleType:

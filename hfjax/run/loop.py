@@ -80,13 +80,13 @@ def restored(
 
 def _unfit(told: str, config: Train, steps: Path, resumes: bool) -> str:
     folder = steps.parent if steps.name == CHECKPOINTS else steps
+    parameters = f"--checkpoints.start {folder} " * ("parameters_only" in told)
+    anew = f", or begin anew: {parameters}--out ANOTHER" * resumes
     differ = files.differing(config, hfjax.recorded(steps)["config"])
     if not differ:
         lines = told.rpartition("\n")[0]  # without the advice for Python
-        return f"{lines}\nGive the data and the flags that {folder} was trained with."
+        return f"{lines}\nGive the data and the flags that {folder} was trained with{anew}."
     here, there = (", ".join(flags) for flags in zip(*differ, strict=True))
-    parameters = f"--checkpoints.start {folder} " * ("parameters_only" in told)
-    anew = f", or begin anew: {parameters}--out ANOTHER" * resumes
     return (
         f"{here}: {folder} was trained {there}, and its checkpoint does not fit. Give the "
         f"same{anew}."
