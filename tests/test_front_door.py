@@ -67,7 +67,7 @@ def test_a_run_says_what_takes_long(data, tmp_path, impatient, capsys):
         "compiling the first step",
         "compiling the first validation",
     ):
-        assert f"{what} … 0 s" in err
+        assert f"{what} … " in err
         assert what not in out
 
 
@@ -79,7 +79,7 @@ def test_what_reads_a_run_says_what_takes_long(run, command, doing, impatient, c
     monkeypatch.setattr(Parts, "written", lambda *_: time.sleep(0.1) or "text")
     assert main([command, str(run.out)]) == 0
     out, err = capsys.readouterr()
-    assert "reading the checkpoint … 0 s" in err
+    assert "reading the checkpoint … " in err
     assert doing in err
     assert doing not in out
 
@@ -119,7 +119,8 @@ def test_memory_tells_each_peak_as_soon_as_it_is_known(capsys, monkeypatch):
     monkeypatch.setattr("hfjax.cli.memory.command._prepare", lambda given: None)
     flags = "--gpu here --vocab 64 --model.layers 1 --model.embed 32 --model.heads 2"
     assert main(["memory", *flags.split(), "--compare", "remat=full", "accumulate=3"]) == 0
-    rows = capsys.readouterr().err.splitlines()
+    said = capsys.readouterr().err.splitlines()
+    rows = [row for row in said if not row.startswith("compiling")]
     assert [row.split(": ")[0] for row in rows] == ["remat=none", "remat=full", "accumulate=3"]
     assert "peak" in rows[0]
     assert rows[2].endswith("cannot be, as told below the table")

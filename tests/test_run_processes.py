@@ -234,7 +234,8 @@ def test_the_commands_train_evaluate_and_write(shared, monkeypatch, capsys):
     write = ["generate", *saved, "--prompt", "mesh", "--tokens", "12", "--temperature", "0"]
     text = here(*write)
     assert text.startswith("mesh")
-    assert text == ended(started(*write, "--cpu-devices", "2", "--strategy", "fsdp"))
+    again = ended(started(*write, "--cpu-devices", "2", "--strategy", "fsdp"))
+    assert again.endswith(text)  # what takes long says so before
 
 
 @pytest.mark.parametrize("command", ["eval", "generate"])
