@@ -284,5 +284,5 @@ def test_words_of_the_command_that_do_not_go_together(tmp_path, capsys):
         DataCommand(some, show=tmp_path): "--show DIR goes without inputs and without --out",
         DataCommand(some, tmp_path / "out"): "in.txt: no such file or folder",
     }.items():
-        assert run(command) == 1
+        assert run(command) == 2
         assert message in capsys.readouterr().err

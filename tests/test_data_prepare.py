@@ -355,7 +355,7 @@ def test_the_command_makes_and_shows_a_data_set(tmp_path):
     assert "  | Als Gregor Samsa\n" in shown.stdout
     assert "valid: every CRC32 is right (documents.npy, tokens.bin)" in shown.stdout
     failed = run(folder, "--out", out)
-    assert (failed.returncode, failed.stdout) == (1, "")
+    assert (failed.returncode, failed.stdout) == (2, "")
     assert failed.stderr.startswith(f"hfjax data: {out} holds a data set already.")
 
 

@@ -229,7 +229,7 @@ def test_the_command_prints_a_table_and_writes_all_numbers(tmp_path):
 def test_a_mistake_ends_the_command_in_words(capsys, monkeypatch):
     monkeypatch.setattr("hfjax.cli.memory.command._prepare", lambda given: None)
     flags = "--gpu here --vocab 64 --model.layers 2 --batch 9"
-    assert command(flags.split()) == 1
+    assert command(flags.split()) == 2
     assert "hfjax memory: batch of 9 rows does not divide" in capsys.readouterr().err
 
 

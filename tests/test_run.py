@@ -124,7 +124,7 @@ def test_a_run_that_was_stopped_goes_on_bit_for_bit(whole, data, tmp_path):
     [
         ("fsdp+tensor", {"mesh": Mesh(fsdp=2, tensor=2, data=2), "accumulate": 2}),
         pytest.param("zero1", {"mesh": Mesh(data=8)}, marks=pytest.mark.slow),
-        pytest.param("pipe", {"mesh": Mesh(pipe=1, data=4)}, marks=pytest.mark.slow),
+        pytest.param("zero2", {"mesh": Mesh(data=2, fsdp=2)}, marks=pytest.mark.slow),
         pytest.param(
             "fsdp+host_optimizer",
             {"mesh": Mesh(fsdp=2), "offload": "0.5", "remat": "dots"},
@@ -344,7 +344,7 @@ def test_sampled_text_is_the_same_for_the_same_seed_and_another_for_another(whol
         ({"model": Model(own="make")}, r"--model.own make: file.py:function or package"),
         ({"model": Model(own="hfjax:mak")}, r"hfjax has no function mak. There: \["),
         ({"model": Model(own="hfjax:init")}, r"a function of \(vocab, length\) is expected"),
-        ({"mesh": Mesh(data=3, tensor=4)}, r"mesh data=3 x tensor=4 needs 12 devices, found 8"),
+        ({"mesh": Mesh(data=3, tensor=4)}, r"--mesh.data 3 --mesh.tensor 4: 12 devices are needed"),
         ({"batch": 12, "mesh": Mesh(data=8)}, r"batch of 12 rows does not divide by 1 microb"),
         ({"optimizer": Optimizer(name="adamx")}, r"name adamx: optax has no optimizer"),
         ({"optimizer": Optimizer(name="sgd", weight_decay=0.1)}, r"optax's sgd cannot be told"),
@@ -384,7 +384,7 @@ def test_another_seed_or_model_does_not_go_on(data, tmp_path):
     train(config)
     with pytest.raises(ValueError, match=r"its seed is 0, here it is 1"):
         train(replace(config, seed=1, steps=2))
-    with pytest.raises(ValueError, match=r"layers/attention/out/bias"):
+    with pytest.raises(ValueError, match=r"--model.embed 64: .* was trained with --model.embed 32"):
         train(replace(config, steps=2, model=replace(MODEL, embed=64)))
     with pytest.raises(ValueError, match=r"--checkpoints.resume never: .* the latest of step 1"):
         train(replace(config, checkpoints=Checkpoints(resume="never")))
@@ -532,7 +532,8 @@ def test_a_disk_that_is_full_is_told_in_one_line(data, tmp_path, capfd):
         pytest.raises(OSError, match=r"step 5 was not saved .* File too"),
     ):
         train(config)
-    assert capfd.readouterr().err == ""
+    said = capfd.readouterr().err.splitlines()
+    assert [line for line in said if " … " not in line] == []  # what takes long says so
     assert train(config).step == 12
 
 

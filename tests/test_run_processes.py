@@ -176,7 +176,10 @@ def test_processes_with_other_settings_are_told_apart(shared):
     train = " ".join(map(shlex.quote, [*HFJAX, "train", "--config", str(file)]))
     words = ["sh", "-c", f"exec {train} --seed $HFJAX_PROCESS"]
     out = ended(started("launch", "-n", 2, "--devices-per-process", 1, "--", *words), 2)
-    assert "error: the configuration of process 1 differs from that of process 0: seed 0, " in out
+    assert (
+        "hfjax train: the configuration of process 1 differs from that of process 0: seed 0, "
+        in out
+    )
     assert "seed 0, there 1. Give all processes the same" in out
 
 
@@ -231,7 +234,8 @@ def test_the_commands_train_evaluate_and_write(shared, monkeypatch, capsys):
     write = ["generate", *saved, "--prompt", "mesh", "--tokens", "12", "--temperature", "0"]
     text = here(*write)
     assert text.startswith("mesh")
-    assert text == ended(started(*write, "--cpu-devices", "2", "--strategy", "fsdp"))
+    again = ended(started(*write, "--cpu-devices", "2", "--strategy", "fsdp"))
+    assert again.endswith(text)  # what takes long says so before
 
 
 @pytest.mark.parametrize("command", ["eval", "generate"])

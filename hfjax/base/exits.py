@@ -5,28 +5,51 @@ Training needs neither grain nor tyro, so modules that do are imported with `imp
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
+FAILED = 1  # what was asked for went wrong
+MISTAKE = 2  # what was given cannot be; argparse and tyro use the same
+WORDS = (ValueError, FloatingPointError, TimeoutError, OSError)  # told without a traceback
 
-def carried_out(name: str, act: Callable[[], Any]) -> int:
-    """Run what `hfjax NAME` does; return its exit status."""
+
+@contextmanager
+def ending_in_words(name: str) -> Iterator[None]:
+    """Run `hfjax NAME`; what is wrong is said on standard error, and by the exit status."""
     try:
-        act()
+        yield
+    except BrokenPipeError:
+        raise SystemExit(nobody_reads()) from None
+    except WORDS as wrong:
+        raise SystemExit(_told(name, wrong)) from None
+
+
+def carried_out(name: str, act: Callable[[], int | None]) -> int:
+    """Run what `hfjax NAME` does; return its exit status: what `act` returns, or 0 for None."""
+    try:
+        status = act()
         sys.stdout.flush()
     except BrokenPipeError:
         return nobody_reads()
-    except (ValueError, OSError) as wrong:
-        print(f"hfjax {name}: {wrong}", file=sys.stderr)
-        return 1
-    return 0
+    except WORDS as wrong:
+        return _told(name, wrong)
+    return status or 0
+
+
+def _told(name: str, wrong: Exception) -> int:
+    """Say what is wrong; return the exit status."""
+    notes = getattr(wrong, "__notes__", [])
+    more = [note for note in notes if not note.startswith("-----")]  # jax on its traceback
+    print("\n".join([f"hfjax {name}: {wrong}", *more]), file=sys.stderr)
+    return MISTAKE if isinstance(wrong, ValueError) else FAILED
 
 
 def nobody_reads() -> int:
     """Return the exit status when the reader of standard output has seen enough."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return 1
+    return FAILED
 
 
 def imported(module: str, what: str) -> Any:

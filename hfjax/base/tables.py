@@ -1,7 +1,8 @@
-"""Tables of text: equal rows counted together, columns aligned, numbers of bytes for people."""
+"""Text for people: equal rows counted together, columns aligned, numbers of bytes."""
 
 import dataclasses
 import re
+import unicodedata
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
@@ -83,3 +84,13 @@ def human(n: float) -> str:
             return f"{n:.0f} {unit}" if unit == "B" else f"{n:.1f} {unit}"
         n /= 1024
     return f"{n:.1f} TiB"
+
+
+def harmless(text: str) -> str:
+    r"""Return a text for a terminal: control characters are shown by their codes, not obeyed.
+
+    >>> print(harmless("red: \x1b[31m"))
+    red: \x1b[31m
+    """
+    obeyed = lambda c: unicodedata.category(c) == "Cc" and c not in "\n\t"
+    return "".join(ascii(c)[1:-1] if obeyed(c) else c for c in text)

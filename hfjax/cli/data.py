@@ -10,9 +10,9 @@ import tyro
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-from hfjax.base.exits import carried_out
-from hfjax.base.tables import aligned, human
-from hfjax.cli.words import ending_in_words, parsed
+from hfjax.base.exits import carried_out, ending_in_words
+from hfjax.base.tables import aligned, harmless, human
+from hfjax.cli.words import parsed
 from hfjax.data.recipe import Prepared, Progress as Tell, Recipe, make
 from hfjax.data.tokens import META, SPLITS, Meta, TokenSet
 
@@ -65,7 +65,7 @@ class DataCommand:
 
 def main(argv: Sequence[str]) -> int:
     """Run `hfjax data` with these arguments; return the exit status."""
-    with ending_in_words():
+    with ending_in_words("data"):
         command = parsed(DataCommand, argv, "data")
     return run(command)
 
@@ -138,8 +138,16 @@ def _show(command: DataCommand, console: Console) -> None:
         )
         _begin(data, console)
         if command.verify:
-            data.verify()
+            _verify(data)
             console.print(f"{title}: every CRC32 is right ({', '.join(meta.crc32)})")
+
+
+def _verify(data: TokenSet) -> None:
+    """Read a data set; what is damaged is a failure, not a mistake in what was typed."""
+    try:
+        data.verify()
+    except ValueError as damaged:
+        raise OSError(str(damaged)) from None
 
 
 def _begin(data: TokenSet, console: Console) -> None:
@@ -151,7 +159,7 @@ def _begin(data: TokenSet, console: Console) -> None:
     else:
         text = data.tokenizer.decode(first)
     for line in text.splitlines()[:5]:
-        console.print(f"  | {line}", markup=False)
+        console.print(f"  | {harmless(line) if console.is_terminal else line}", markup=False)
 
 
 @contextmanager

@@ -1,12 +1,12 @@
 """`hfjax launch -n 4 -- command`: several processes on one machine from the command line."""
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated
 
 import tyro
 
+from hfjax.base.exits import carried_out
 from hfjax.cli.words import parsed
 from hfjax.processes.job import Limits
 from hfjax.processes.launch import launch
@@ -32,28 +32,32 @@ class LaunchCommand:
     stop_timeout: float = 60.0
     """Seconds that all may take to save and end after SIGTERM or Ctrl-C."""
     command: tyro.conf.Suppress[tuple[str, ...]] = ()
-    """What to run, given after --."""
+    """What to run, after the launcher's own flags or after --."""
 
 
 def main(argv: Sequence[str]) -> int:
     """Run `hfjax launch` with the arguments after the word launch; return its exit code."""
     own, command = split(argv)
-    try:
-        return run(replace(parsed(LaunchCommand, own, "launch"), command=command))
-    except ValueError as error:
-        print(f"hfjax launch: {error}", file=sys.stderr)
-        return 2
+    act = lambda: run(replace(parsed(LaunchCommand, own, "launch"), command=command))
+    return carried_out("launch", act)
 
 
 def split(argv: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
-    """Return the launcher's own arguments and the command, which stands after the first --.
+    """Return the launcher's own arguments and the command: what follows --, or its first word.
 
     >>> split(["-n", "2", "--", "train", "--", "x"])
     (['-n', '2'], ('train', '--', 'x'))
+    >>> split(["-n", "2", "python", "train.py", "-v"])
+    (['-n', '2'], ('python', 'train.py', '-v'))
     """
-    given = list(argv)
-    where = given.index("--") if "--" in given else len(given)
-    return given[:where], tuple(given[where + 1 :])
+    given, at = list(argv), 0
+    while at < len(given) and given[at].startswith("-") and given[at] != "--":
+        alone = (
+            "=" in given[at] or given[at] in ("-h", "--help") or given[at + 1 : at + 2] == ["--"]
+        )
+        at += 1 if alone else 2  # each of the launcher's flags has one value
+    marked = given[at : at + 1] == ["--"]
+    return given[:at], tuple(given[at + marked :])
 
 
 def run(given: LaunchCommand) -> int:

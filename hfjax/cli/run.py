@@ -4,6 +4,7 @@
 """
 
 import os
+import sys
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -13,8 +14,10 @@ import jax
 import tyro
 
 import hfjax
+from hfjax.base.exits import ending_in_words
+from hfjax.base.tables import harmless
 from hfjax.checkpoint import Restored
-from hfjax.cli.words import ending_in_words, parsed
+from hfjax.cli.words import parsed
 from hfjax.optimizers.transforms import averaged
 from hfjax.processes.agreement import say, speaks
 from hfjax.processes.distributed import Cluster, init_distributed
@@ -25,7 +28,7 @@ from hfjax.run.build import Parts
 from hfjax.run.config import Mesh, Train, at_least
 from hfjax.run.loop import CHECKPOINTS, CONFIG, train
 from hfjax.run.sampling import Sampling
-from hfjax.run.screen import validation
+from hfjax.run.screen import validation, waiting
 
 
 def start(config: Train) -> Cluster:
@@ -51,7 +54,10 @@ def keep_programs(place: Path | None = None) -> None:
 
 def train_command(argv: Sequence[str]) -> int:
     """Train; return the exit status."""
-    with leaving(), ending_in_words():  # in every process: the other ones may know of nothing
+    with (
+        leaving(),
+        ending_in_words("train"),
+    ):  # in every process: the other ones may know of nothing
         default, rest = config_of(argv)
         config = parsed(Train, rest, "train", default)
         start(config)
@@ -120,7 +126,7 @@ class Generate(Saved):
 
 def evaluate_command(argv: Sequence[str]) -> int:
     """Evaluate a run; return the exit status."""
-    with leaving(), ending_in_words():
+    with leaving(), ending_in_words("eval"):
         _evaluate(parsed(Evaluate, argv, "eval"))
     return 0
 
@@ -133,17 +139,20 @@ def _evaluate(given: Evaluate) -> None:
     )
     if parts.valid is None:
         raise ValueError(f"{given.run} has no validation set. Give one: --data DIR.")
-    parts.check_validation(restored.state, given.batches)
-    found = parts.validated(restored.state, given.batches)
+    with waiting("compiling and evaluating"):
+        parts.check_validation(restored.state, given.batches)
+        found = parts.validated(restored.state, given.batches)
     say(validation(restored.step, *found))
 
 
 def generate_command(argv: Sequence[str]) -> int:
     """Write text; return the exit status."""
-    with leaving(), ending_in_words():
+    with leaving(), ending_in_words("generate"):
         given: Generate = parsed(Generate, argv, "generate")
         parts, restored = _restored(given, _config(given))
-        say(parts.written(restored.state, given.prompt, given.tokens, given.sampling))
+        with waiting("compiling and writing"):
+            text = parts.written(restored.state, given.prompt, given.tokens, given.sampling)
+        say(harmless(text) if sys.stdout.isatty() else text)
     return 0
 
 
@@ -166,7 +175,8 @@ def _restored(given: Saved, config: Train) -> tuple[Parts, Restored]:
     """Return the parts of a run and its state; without an average only parameters are read."""
     start(config)
     parts, place = Parts(config), given.run / CHECKPOINTS
-    if not given.average or config.optimizer.ema is None:
-        return parts, hfjax.restore(place, parts.layout, given.step, parameters_only=True)
-    restored = hfjax.restore(place, parts.layout, given.step)
-    return parts, replace(restored, state=averaged(restored.state))
+    with waiting("reading the checkpoint"):
+        if not given.average or config.optimizer.ema is None:
+            return parts, hfjax.restore(place, parts.layout, given.step, parameters_only=True)
+        restored = hfjax.restore(place, parts.layout, given.step)
+        return parts, replace(restored, state=averaged(restored.state))

@@ -1,15 +1,9 @@
-"""The words of a command line, and those in which a command ends."""
+"""The words of a command line."""
 
-import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import tyro
-
-from hfjax.processes.exit_codes import FAILED, MISTAKE
-
-MISTAKES = (ValueError, FloatingPointError, TimeoutError, OSError)
 
 
 def parsed(kind: type, argv: Sequence[str], command: str, default: Any = None) -> Any:
@@ -32,15 +26,3 @@ def check_words(words: Sequence[str]) -> None:
             raise ValueError(
                 f"{name or before}: its value is empty. Give one, or leave the flag out."
             )
-
-
-@contextmanager
-def ending_in_words() -> Iterator[None]:
-    """Run a command; what is wrong is said on standard error, and by the exit code."""
-    try:
-        yield
-    except MISTAKES as mistake:
-        notes = getattr(mistake, "__notes__", [])
-        told = [note for note in notes if not note.startswith("-----")]  # jax on its traceback
-        print("\n".join([f"error: {mistake}", *told]), file=sys.stderr)
-        raise SystemExit(MISTAKE if isinstance(mistake, ValueError) else FAILED) from None

@@ -105,8 +105,9 @@ def init_distributed(
     """Return the processes of this run, joined. Call it first, before any JAX computation.
 
     Who they are is read from the arguments, HFJAX_COORDINATOR, HFJAX_PROCESSES and HFJAX_PROCESS,
-    torchrun's variables, or SLURM, Open MPI and whatever else JAX detects; else it is one process.
-    A second call returns what the first one did.
+    JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID, torchrun's variables, or SLURM,
+    Open MPI and whatever else JAX detects; else it is one process. A second call returns what the
+    first one did; where the program has called jax.distributed.initialize itself, that is taken.
 
     Args:
         coordinator: Where process 0 can be reached, host:port with a free port.
@@ -118,8 +119,8 @@ def init_distributed(
 
     Raises:
         TimeoutError: Some did not come; it says which.
-        ValueError: The settings are incomplete, processes do not fit each other, or JAX has
-            started its devices already.
+        ValueError: The settings are incomplete, processes do not fit each other, JAX has started
+            its devices already, or this process has joined under another number.
 
     Example:
         >>> import hfjax
@@ -132,7 +133,19 @@ def init_distributed(
         _joined = _by_the_program() or _join(
             settings((coordinator, processes, process)), timeout, heartbeat, say
         )
+    _check_joined(_joined, processes=processes, process=process)
     return _joined
+
+
+def _check_joined(joined: Cluster, **given: int | None) -> None:
+    """Refuse arguments that say otherwise than the run that this process has joined."""
+    for name, value in given.items():
+        if value is not None and int(value) != getattr(joined, name):
+            raise ValueError(
+                f"init_distributed({name}={value}): this process has joined a run already, as "
+                f"process {joined.process} of {joined.processes} ({joined.source}). Leave the "
+                "arguments out, or join once."
+            )
 
 
 def _by_the_program() -> Cluster | None:

@@ -1,9 +1,10 @@
 """Exit codes: what a process tells the launcher, SLURM or Kubernetes about how it ended."""
 
+# 1: an exception, told on standard error; 2: a setting that no restart cures
+from hfjax.base.exits import FAILED as FAILED, MISTAKE as MISTAKE
+
 FINISHED = 0
-FAILED = 1  # an exception, told on standard error
 ASKED = 75  # stopped and resumable, asked for by the program (a time limit); sysexits' "try again"
-MISTAKE = 2  # a setting that no restart cures; argparse and tyro use the same
 HUNG = 124  # the watchdog ended it; `timeout` uses the same
 INTERRUPTED = 130  # stopped and resumable, by Ctrl-C: 128 + SIGINT
 TERMINATED = 143  # stopped and resumable, by SIGTERM: 128 + SIGTERM

@@ -1,4 +1,4 @@
-"""Who is in this run: read from arguments, our variables, torchrun's, or what JAX detects."""
+"""Who is in this run: by arguments, our variables, JAX's, torchrun's, or what JAX detects."""
 
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -9,6 +9,7 @@ import jax
 from jax._src.clusters import ClusterEnv
 
 OURS = ("HFJAX_COORDINATOR", "HFJAX_PROCESSES", "HFJAX_PROCESS")
+OF_JAX = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")  # Kubeflow sets them
 MPI = (("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"), ("PMI_SIZE", "PMI_RANK"))
 
 
@@ -54,6 +55,8 @@ def _settings(given: Sequence[Any], environment: Mapping[str, str]) -> Settings:
         return checked("the arguments", ("coordinator", "processes", "process"), given)
     if any(name in environment for name in OURS):
         return _ours(environment)
+    if any(name in environment for name in OF_JAX[1:]):
+        return checked("JAX's variables", OF_JAX, [environment.get(name) for name in OF_JAX])
     if "RANK" in environment:
         return _torchrun(environment)
     found = _detected_by_jax(environment)

@@ -228,7 +228,7 @@ def part(place: Path, name: str) -> Path | None:
 
 def strategy_of(names: str) -> hfjax.Strategy:
     """Return the strategy named so: fsdp+tensor."""
-    given = [name.strip().lower() for name in names.replace("|", "+").split("+")]
+    given = _names(names)
     for name in given:
         if name not in STRATEGIES:
             raise ValueError(
@@ -245,18 +245,60 @@ def strategy_of(names: str) -> hfjax.Strategy:
     return reduce(lambda a, b: a | b, (getattr(hfjax, name.upper()) for name in given))
 
 
+def _names(joined: str) -> list[str]:
+    return [name.strip().lower() for name in joined.replace("|", "+").split("+")]
+
+
 def mesh_of(config: Train, devices: Sequence[Any] | None = None) -> jax.sharding.Mesh:
-    """Return the mesh; devices that are left go to fsdp if the strategy uses it, else to data.
+    """Return the mesh; devices that no size asks for go to the axis that the strategy uses.
 
     Where sizes are given for all, it is of the first devices: the run tells how many there are.
     """
-    given = config.mesh
-    strategy = strategy_of(config.strategy)
-    over_fsdp = any("fsdp" in axes for axes in strategy.parameters.values())
-    free = "fsdp" if over_fsdp else "data"
-    sizes = asdict(given)
+    more = "--cpu-devices" if devices is None else "--count"
+    devices = devices or jax.devices()
+    sizes = asdict(config.mesh)
+    free = _free_axis(config, len(devices))
     if sizes[free] is None and -1 not in sizes.values():
         sizes[free] = -1
     given = {axis: size for axis, size in sizes.items() if size is not None}
+    _check_count(given, len(devices), more)
     count = None if -1 in given.values() else math.prod(given.values())
-    return hfjax.make_mesh(devices=(devices or jax.devices())[:count], **given)
+    return hfjax.make_mesh(devices=devices[:count], **given)
+
+
+USES = {  # the names of a strategy by the axis that they split over
+    **{"fsdp": ("fsdp", "zero3", "hsdp"), "data": ("ddp", "zero1", "zero2")},
+    **{"tensor": ("tensor", "sequence"), "pipe": ("pipe",)},
+}
+
+
+def _free_axis(config: Train, devices: int) -> str:
+    """Return the axis of the devices that no size asks for."""
+    strategy_of(config.strategy)  # its names are checked
+    used = [axis for axis, of in USES.items() if {*of} & {*_names(config.strategy)}]
+    unsaid = [axis for axis in used if getattr(config.mesh, axis) is None]
+    if len(unsaid) > 1 and devices > 1 and -1 not in asdict(config.mesh).values():
+        flags = " and ".join(f"--mesh.{axis}" for axis in unsaid[1:])
+        raise ValueError(
+            f"--strategy {config.strategy}: it splits over {' and '.join(unsaid)}, and no flag "
+            f"says how many of the {devices} devices go to which. Give {flags}; the others go to "
+            f"{unsaid[0]}."
+        )
+    return next(iter(unsaid), "fsdp" if "fsdp" in used else "data")
+
+
+def _check_count(given: dict[str, int], found: int, more: str) -> None:
+    """Refuse a mesh of other devices than there are, by its flags."""
+    typed = {axis: size for axis, size in given.items() if size != -1}
+    needed, rest = math.prod(typed.values()), -1 in given.values()
+    if min(typed.values(), default=1) < 1 or (found % needed == 0 if rest else found >= needed):
+        return
+    flags = " ".join(f"--mesh.{axis} {size}" for axis, size in typed.items())
+    are = "is 1" if found == 1 else f"are {found}"
+    fake = " makes fake ones" * (more == "--cpu-devices")
+    todo = (
+        f"Lower a size, or ask for more devices: {more} {needed}{fake}."
+        if found < needed
+        else f"Give sizes whose product divides {found}."
+    )
+    raise ValueError(f"{flags}: {needed} devices are needed, and there {are}. {todo}")

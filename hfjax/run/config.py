@@ -68,12 +68,13 @@ class Model:
 
 @dataclass(frozen=True)
 class Mesh:
-    """How many devices on each axis; -1: those that are left."""
+    """How many devices on each axis; -1: those that are left. Devices that no size asks for go to
+    the axis that the strategy uses: see --strategy."""
 
     data: int | None = None
     fsdp: int | None = None
-    tensor: int = 1
-    pipe: int = 1
+    tensor: int | None = None
+    pipe: int | None = None
 
 
 @dataclass(frozen=True)
@@ -213,7 +214,8 @@ class Train:
     """Microbatches in a step."""
     strategy: str = "ddp"
     """ddp, zero1, zero2, zero3, fsdp, hsdp, tensor, sequence, pipe, host_optimizer,
-    host_parameters, joined by +: fsdp+tensor; at most one of the first six."""
+    host_parameters, joined by +: fsdp+tensor; at most one of the first six. Devices that no
+    --mesh size asks for go to the axis that it uses (fsdp, tensor, pipe), else to data."""
     precision: Literal["stored", "fp32", "bf16"] = "stored"
     remat: str = "none"
     """What layers compute again in the backward pass: none, dots (all but matrix products), full,
@@ -263,7 +265,7 @@ class Train:
             Offload.of(self.offload)
 
     def _check_microbatches(self) -> None:
-        piped = None if self.mesh.pipe == 1 else self.pipeline.microbatches
+        piped = None if self.mesh.pipe in (None, 1) else self.pipeline.microbatches
         flags = {"--accumulate": self.accumulate, "--pipeline.microbatches": piped}
         for flag, count in flags.items():
             if count is not None and count > self.batch:

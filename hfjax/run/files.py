@@ -5,6 +5,7 @@ import importlib
 import importlib.util
 import os
 import sys
+import traceback
 import types
 import warnings
 from collections.abc import Callable, Mapping
@@ -18,6 +19,9 @@ from hfjax.base.read_files import MISSING, contents, replace_text, shown, what_i
 from hfjax.parallel.activation_offload import several
 from hfjax.run.config import Train
 from hfjax.run.yaml_text import Lined, parsed
+
+# What an optimizer's state depends on.
+STORED = tuple(f"optimizer.{name}" for name in ("name", "own", "ema", "master", "frozen", "scale"))
 
 
 def load(path: str | Path) -> Train:
@@ -65,8 +69,8 @@ def load(path: str | Path) -> Train:
 def _from_python(path: Path) -> Train:
     try:
         found = getattr(_module(path), "config", None)
-    except (TypeError, ValueError, ImportError, SyntaxError) as wrong:
-        raise ValueError(f"--config {path}: {wrong}") from wrong
+    except Exception as wrong:  # whatever the file does
+        raise ValueError(f"--config {path}: {_raised(wrong, path)}") from wrong
     if not isinstance(found, Train):
         raise ValueError(
             f"--config {path}: it must define `config`, a hfjax.run.Train; found {found!r}."
@@ -199,6 +203,34 @@ def save(config: Train, path: Path) -> None:
     replace_text(path, yaml.safe_dump(plain(anywhere(config)), sort_keys=False))
 
 
+def differing(config: Train, other: Any) -> list[tuple[str, str]]:
+    """Return the flags of what is stored that differ from those of another run: here, and there."""
+    mine, theirs = (_flat(x) for x in (plain(config), other))
+    stored = (flag for flag in mine if flag.startswith("model.") or flag in STORED)
+    return [
+        (_flag(flag, mine[flag], ""), _flag(flag, theirs[flag], "with "))
+        for flag in stored
+        if flag in theirs and mine[flag] != theirs[flag]
+    ]
+
+
+def _flat(plain: Any, prefix: str = "") -> dict[str, Any]:
+    """Return {"model.length": 128} of nested fields; nothing of what is none of ours."""
+    found: dict[str, Any] = {}
+    for name, value in plain.items() if isinstance(plain, dict) else ():
+        nested = isinstance(value, dict)
+        found |= _flat(value, f"{prefix}{name}.") if nested else {f"{prefix}{name}": value}
+    return found
+
+
+def _flag(name: str, value: Any, word: str) -> str:
+    name = name.replace("_", "-")
+    if value in (None, [], False):
+        return f"without --{name}"
+    values = " ".join(map(str, value)) if isinstance(value, list) else value
+    return f"{word}--{name}" + ("" if value is True else f" {values}")
+
+
 def anywhere(config: Train) -> Train:
     """Return the configuration with whole paths in place of relative ones."""
     whole = lambda place: None if place is None else os.path.abspath(place)
@@ -229,13 +261,22 @@ def function(name: str, flag: str) -> Callable:
         raise ValueError(f"{flag} {name}: file.py:function or package.module:function is expected.")
     try:
         module = _module(Path(place)) if file else importlib.import_module(place)
-    except (FileNotFoundError, ImportError, SyntaxError) as wrong:
-        raise ValueError(f"{flag} {name}: {wrong}.") from None
+    except Exception as wrong:  # whatever the file does
+        raise ValueError(f"{flag} {name}: {_raised(wrong, Path(place))}.") from wrong
     found = getattr(module, attribute, None)
     if not callable(found):
         there = [n for n, x in vars(module).items() if callable(x) and not n.startswith("_")]
         raise ValueError(f"{flag} {name}: {place} has no function {attribute}. There: {there}.")
     return found
+
+
+def _raised(wrong: Exception, path: Path) -> str:
+    """Return what a Python file raised, and in which line of it."""
+    frames = traceback.extract_tb(wrong.__traceback__)
+    lines = [frame.lineno for frame in frames if Path(frame.filename) == path.absolute()]
+    if isinstance(wrong, ImportError | SyntaxError) or not lines:
+        return str(wrong)
+    return f"{wrong} ({type(wrong).__name__} in line {lines[-1]})"
 
 
 def _module(path: Path) -> types.ModuleType:

@@ -12,6 +12,7 @@ from typing import Any
 from hfjax.base.read_files import check_fields, check_ordinary, parsed, replace_text, whole
 from hfjax.processes.agreement import say
 from hfjax.run.config import Log
+from hfjax.run.loss_picture import draw
 
 METRICS, PLOT = "metrics.jsonl", "loss.png"
 
@@ -23,7 +24,7 @@ class Journal:
         self.directory = directory
         _drop(directory / METRICS, start)
         self._file = open(directory / METRICS, "a", encoding="utf-8")
-        self._sinks = _sinks(directory, log, config)
+        self._config, self._sinks = config, _sinks(directory, log, config)
 
     def write(self, step: int, **values: float) -> None:
         """Add a line; it is on disk when the call returns, as far as this process is concerned."""
@@ -46,7 +47,7 @@ class Journal:
         for sink in self._sinks:
             sink.close()
         try:
-            plot(self.directory)
+            draw(read(self.directory / METRICS), self.directory / PLOT, self._config)
         except OSError as wrong:
             say(f"{self.directory / PLOT} is not drawn: {wrong.strerror}")
 
@@ -88,32 +89,6 @@ def _drop(path: Path, start: int) -> None:
     kept = [line for line in kept if line["step"] <= start]
     if path.exists():
         replace_text(path, "".join(json.dumps(line) + "\n" for line in kept))
-
-
-def plot(directory: Path) -> None:
-    """Draw the losses by step to loss.png."""
-    lines = read(directory / METRICS)
-    curves = {
-        name: [(line["step"], line[name]) for line in lines if line.get(name) is not None]
-        for name in ("loss", "valid_loss")
-    }
-    if not curves["loss"]:
-        return
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
-    for name, points in curves.items():
-        if points:
-            style = "o-" if name == "valid_loss" else "-"
-            axes.plot(*zip(*points, strict=True), style, label=name.replace("_", " "))
-    axes.set(xlabel="step", ylabel="loss", title=directory.name)
-    axes.legend()
-    axes.grid(alpha=0.3)
-    figure.savefig(directory / PLOT, dpi=120)
-    pyplot.close(figure)
 
 
 # -- other tools --------------------------------------------------------------------------

@@ -5,7 +5,8 @@
 
 import time
 from collections import deque
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
@@ -16,9 +17,10 @@ import jax
 import hfjax
 from hfjax.base.read_files import ANYTHING, check_fields, whole
 from hfjax.checkpoint import Checkpoints, Keep
+from hfjax.checkpoint.directory import steps_in
 from hfjax.data import Loader
 from hfjax.optimizers.transforms import averaged
-from hfjax.processes.agreement import check_same, speaks
+from hfjax.processes.agreement import agreed, check_same, speaks
 from hfjax.processes.stop import Stop
 from hfjax.processes.watchdog import Watchdog
 from hfjax.run import files
@@ -27,7 +29,10 @@ from hfjax.run.config import Train
 from hfjax.run.journal import Journal
 from hfjax.run.profile import Profile
 from hfjax.run.sampling import Sampling
-from hfjax.run.screen import Screen, Speed, line, validation
+from hfjax.run.screen import Screen, Speed, line, validation, waiting
+
+CONFIG, CHECKPOINTS = "config.yaml", "checkpoints"
+UNFIT = "does not hold what this layout wants"  # of hfjax.checkpoint.compare
 
 
 def go_on(loader: Loader, told: Any, step: Path) -> int:
@@ -48,10 +53,49 @@ def go_on(loader: Loader, told: Any, step: Path) -> int:
     return told["skipped"]
 
 
+def steps_of(given: Path) -> Path:
+    """Return the folder of steps that is meant: that of a run, or one that `hfjax.save` wrote."""
+    found = next((p for p in (given / CHECKPOINTS, given) if steps_in(p)), None)
+    if found is None:
+        what = "it has no checkpoint" if given.exists() else "there is no such folder"
+        raise ValueError(
+            f"--checkpoints.start {given}: {what}. Give the folder of a run of hfjax train, or one "
+            "that hfjax.save wrote."
+        )
+    return found
+
+
+def restored(
+    restore: Callable[[], hfjax.Restored], config: Train, steps: Path, resumes: bool = False
+) -> hfjax.Restored:
+    """Return what `restore` reads; what does not fit is told by the flags that make it so."""
+    try:
+        with waiting("reading the checkpoint"):
+            return restore()
+    except ValueError as mistake:
+        if UNFIT not in str(mistake):
+            raise
+        raise ValueError(_unfit(str(mistake), config, steps, resumes)) from None
+
+
+def _unfit(told: str, config: Train, steps: Path, resumes: bool) -> str:
+    folder = steps.parent if steps.name == CHECKPOINTS else steps
+    parameters = f"--checkpoints.start {folder} " * ("parameters_only" in told)
+    anew = f", or begin anew: {parameters}--out ANOTHER" * resumes
+    differ = files.differing(config, hfjax.recorded(steps)["config"])
+    if not differ:
+        lines = told.rpartition("\n")[0]  # without the advice for Python
+        return f"{lines}\nGive the data and the flags that {folder} was trained with{anew}."
+    here, there = (", ".join(flags) for flags in zip(*differ, strict=True))
+    return (
+        f"{here}: {folder} was trained {there}, and its checkpoint does not fit. Give the "
+        f"same{anew}."
+    )
+
+
 LAG = 2  # steps behind which metrics are read: nothing waits for the device
 COMPILING = 3600.0  # seconds that what compiles may take, at least
 WRITING = 600.0  # and a checkpoint
-CONFIG, CHECKPOINTS = "config.yaml", "checkpoints"
 PROMPT = "\ndef "
 
 
@@ -124,11 +168,13 @@ class Run:
     def prepare(self, enter: Any) -> None:
         """Make or restore the state, and open what the run writes to."""
         config, directory = self.config, self.config.directory
-        check_same("configuration", files.plain(config))
-        check_same("data", self.parts.data.identity)
-        _ = self.parts.step, self.parts.evaluate, self.parts.valid  # a mistake is told now
         self.screen = Screen(config.steps)
-        self.screen.say(str(self.parts))
+        with waiting("preparing the model and the data"):
+            check_same("configuration", files.plain(config))
+            check_same("data", self.parts.data.identity)
+            _ = self.parts.step, self.parts.evaluate, self.parts.valid  # a mistake is told now
+            told = str(self.parts)
+        self.screen.say(told)
         for name, value in files.changed(config).items():
             self.screen.say(f"  {name}: {value}")
         keep = config.checkpoints
@@ -145,7 +191,8 @@ class Run:
             )
         )
         self._begin()
-        self.parts.check_validation(self.state, config.log.valid_batches)
+        with waiting("checking the validation"):
+            self.parts.check_validation(self.state, config.log.valid_batches)
         self.speed, self.profile = Speed(self.parts), enter(Profile(config.profile, directory))
         self.screen = enter(Screen(config.steps, self.first))
         self.journal = None
@@ -170,19 +217,18 @@ class Run:
         self.screen.say(f"going on after step {self.first} of {self.config.directory}")
 
     def _restored(self) -> hfjax.Restored:
-        try:
-            return self.checkpoints.restore(on_damage="previous")
-        except ValueError as mistake:
-            if "parameters_only" in str(mistake):
-                flags = f"--checkpoints.start {self.config.directory} --out ANOTHER"
-                mistake.add_note(f"That is: hfjax train {flags}")
-            raise
+        directory = self.config.directory
+        restore = partial(self.checkpoints.restore, on_damage="previous")
+        return restored(restore, self.config, directory / CHECKPOINTS, resumes=True)
 
     def _fresh(self) -> hfjax.State:
-        other = self.config.checkpoints.start
+        other, layout = self.config.checkpoints.start, self.parts.layout
         if other is None:
-            return hfjax.init(self.parts.layout, self.config.seed, self.parts.schedule)
-        found = hfjax.restore(Path(other) / CHECKPOINTS, self.parts.layout, parameters_only=True)
+            with waiting("compiling what makes the parameters"):
+                return hfjax.init(layout, self.config.seed, self.parts.schedule)
+        steps = Path(agreed(lambda: str(steps_of(Path(other)))))
+        restore = partial(hfjax.restore, steps, layout, parameters_only=True)
+        found = restored(restore, self.config, steps)
         self.screen.say(f"starting with the parameters of {other}, step {found.step}")
         return found.state
 
@@ -227,11 +273,14 @@ class Run:
             self.state, metrics = self.parts.step(self.state, batch)
             return jax.block_until_ready(metrics) if first else metrics
 
-    def _phase(self, doing: str) -> AbstractContextManager[None]:
-        """Let the watchdog wait for what is long; the first time it compiles."""
+    @contextmanager
+    def _phase(self, doing: str) -> Iterator[None]:
+        """Let the watchdog wait for what is long, and say so; the first time it compiles."""
         limit = WRITING if doing in self.begun else COMPILING
         self.begun.add(doing)
-        return self.watchdog.allow(limit, doing)
+        said = f"compiling {doing}" if doing.startswith("the first") else doing
+        with self.watchdog.allow(limit, doing), self.screen.busy(said):
+            yield
 
     def _due(self, done: int, every: int) -> bool:
         return every > 0 and done % every == 0
@@ -263,7 +312,8 @@ class Run:
         self.skipped += skips
         if self._due(step + 1, self.config.log.every):
             self.last |= self.speed.look()
-            self.screen.say(line(self.last, self.config.steps))
+            left = self.speed.left(self.config.steps - step - 1)
+            self.screen.say(line(self.last, self.config.steps, left))
         if self.journal is not None:
             self.journal.write(**self.last)
 
@@ -323,7 +373,7 @@ class Run:
         with self._phase("writing a sample"):
             text = self.parts.written(self._judged, PROMPT, count, Sampling())
         self.screen.say(f"what it writes after {PROMPT!r}:")
-        self.screen.say(text)
+        self.screen.show(text)
 
     def _say_end(self, done: int, reason: str | None) -> None:
         directory = self.config.directory

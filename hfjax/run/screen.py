@@ -7,7 +7,9 @@ import math
 import resource
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from datetime import timedelta
 from typing import Any
 
 from rich.console import Console
@@ -15,12 +17,14 @@ from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
+    SpinnerColumn,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
 
-from hfjax.base.tables import human
+from hfjax.base.progress import said_while
+from hfjax.base.tables import harmless, human
 from hfjax.parallel.engine.blueprint import LAYERS
 from hfjax.processes.agreement import speaks
 from hfjax.run.build import Parts, short
@@ -69,6 +73,11 @@ def memory(device: Any) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
+def waiting(what: str) -> Any:
+    """Say what goes on while it takes long, in the process that speaks."""
+    return said_while(what) if speaks() else nullcontext()
+
+
 class Speed:
     """Tokens a second since the last look, without what the run did between its steps."""
 
@@ -79,6 +88,7 @@ class Speed:
         self._device = parts.mesh.local_devices[0]
         self._since: float | None = None  # None: the first step, which compiles, is not counted
         self._steps = 0
+        self._seconds: float | None = None  # that a step took when it was last measured
 
     def count(self) -> None:
         """A step is done."""
@@ -97,11 +107,19 @@ class Speed:
         if self._since is None or not self._steps:
             return found
         now = time.perf_counter()
-        tokens = self._each * self._steps / (now - self._since)
+        self._seconds = (now - self._since) / self._steps
+        tokens = self._each / self._seconds
         self._since, self._steps = now, 0
         flops = tokens * self._flops
         found |= {"tokens_per_second": tokens, "tflops": flops / 1e12}
         return found | ({"mfu": flops / self._peak} if self._peak else {})
+
+    def left(self, steps: int) -> float | None:
+        """Return the seconds that so many steps will take; None: not known yet."""
+        return None if self._seconds is None else self._seconds * steps
+
+
+PERIOD = 600.0  # seconds of steps by which a bar tells the time left: some take minutes
 
 
 class Screen:
@@ -113,10 +131,12 @@ class Screen:
         if self._console.is_terminal and speaks():
             columns = (BarColumn(40), MofNCompleteColumn(), TimeElapsedColumn())
             self._bar = Progress(
+                SpinnerColumn(),
                 TextColumn("{task.description}"),
                 *columns,
                 TimeRemainingColumn(),
                 console=self._console,
+                speed_estimate_period=PERIOD,
             )
             self._task = self._bar.add_task("step", total=steps, completed=done)
 
@@ -133,14 +153,31 @@ class Screen:
         """Print a line, above the progress bar."""
         self._console.print(words, markup=False)
 
+    def show(self, text: str) -> None:
+        """Print text that a model wrote: a terminal shows its control characters."""
+        self.say(harmless(text) if self._console.is_terminal else text)
+
+    @contextmanager
+    def busy(self, what: str) -> Iterator[None]:
+        """Say what goes on while it takes long: beside the bar, or in lines of its own."""
+        if self._bar is None:
+            with waiting(what):
+                yield
+            return
+        self._bar.update(self._task, description=what)
+        try:
+            yield
+        finally:
+            self._bar.update(self._task, description="step")
+
     def advance(self) -> None:
         """Show that another step is done."""
         if self._bar is not None:
             self._bar.advance(self._task)
 
 
-def line(values: Mapping[str, Any], steps: int) -> str:
-    """Return the log line of a step.
+def line(values: Mapping[str, Any], steps: int, left: float | None = None) -> str:
+    """Return the log line of a step; `left` are the seconds that the other steps will take.
 
     >>> line({"step": 9, "loss": 2.5, "lr": 1e-3, "grad_norm": 0.25, "memory": 2**30}, 300)
     'step  10/300  loss 2.5000  lr 1.00e-03  grad norm 0.250  memory 1.0 GiB'
@@ -153,7 +190,8 @@ def line(values: Mapping[str, Any], steps: int) -> str:
         told.append(f"{values['tflops']:.3g} TFLOP/s/device")
     if "mfu" in values:
         told.append(f"MFU {values['mfu']:.1%}")
-    return "  ".join([*told, f"memory {human(values['memory'])}"])
+    told.append(f"memory {human(values['memory'])}")
+    return "  ".join(told + ([f"{timedelta(seconds=math.ceil(left))} left"] if left else []))
 
 
 def validation(step: int, loss: float, tokens: int) -> str:

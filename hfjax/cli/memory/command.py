@@ -2,7 +2,8 @@
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -10,7 +11,8 @@ import jax
 from rich.console import Console
 
 from hfjax.analysis.least_offload import Least, least_offload
-from hfjax.base.exits import carried_out
+from hfjax.base.exits import FAILED, carried_out, ending_in_words
+from hfjax.base.progress import said_while
 from hfjax.base.tables import bytes_of, human
 from hfjax.cli.memory import picture
 from hfjax.cli.memory.estimate import compiled, estimate
@@ -18,7 +20,7 @@ from hfjax.cli.memory.planned import Planned, recomputed
 from hfjax.cli.memory.report import Report, table
 from hfjax.cli.memory.settings import AUTO, Memory, alternatives, of_run
 from hfjax.cli.run import config_of
-from hfjax.cli.words import ending_in_words, parsed
+from hfjax.cli.words import parsed
 from hfjax.parallel.mesh import PIPE_AXIS, TENSOR_AXES, describe_mesh, in_use
 from hfjax.target import GPUS, can_compile_for_gpus, target_devices, wheels
 
@@ -27,17 +29,16 @@ WIDTH, COLUMN = 26, 11  # of the table: what is told, and the least for a number
 
 def main(argv: Sequence[str]) -> int:
     """Run `hfjax memory` with these arguments; return the exit status."""
-    with ending_in_words():
+    with ending_in_words("memory"):
         default, rest = config_of(argv)
         given: Memory = parsed(Memory, rest, "memory", of_run(default))
     console = Console(highlight=False)
     return carried_out("memory", lambda: _tell(given, console))
 
 
-def _tell(given: Memory, console: Console) -> None:
+def _tell(given: Memory, console: Console) -> int | None:
     _prepare(given)
-    with console.status("compiling") as status:
-        found = report(given, lambda name: status.update(f"compiling {name}"))
+    found = report(given, lambda row: print(row, file=sys.stderr, flush=True))
     headings = [estimate.heading.splitlines() for estimate in found.estimates]
     columns = sum(3 + max(COLUMN, *map(len, lines)) for lines in headings)
     console.width = max(console.width, WIDTH + columns)
@@ -49,8 +50,10 @@ def _tell(given: Memory, console: Console) -> None:
     if given.out is not None:
         picture.draw(found, given.out)
         console.print(f"{given.out} is drawn.")
-    if found.missed is not None:
-        raise ValueError(found.missed)
+    if found.missed is None:
+        return None
+    print(f"hfjax memory: {found.missed}", file=sys.stderr)
+    return FAILED
 
 
 def _prepare(given: Memory) -> None:
@@ -63,8 +66,8 @@ def _prepare(given: Memory) -> None:
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # of drivers that are not needed
 
 
-def report(given: Memory, tell: Any = lambda name: None) -> Report:
-    """Return what the settings take, and their alternatives."""
+def report(given: Memory, tell: Callable[[str], Any] = lambda row: None) -> Report:
+    """Return what the settings take, and their alternatives; `tell` gets each peak as it comes."""
     devices = _devices(given)
     parts, notes, missed = _planned(given, devices), [], None
     device = parts.mesh.devices.flat[0]
@@ -77,13 +80,15 @@ def report(given: Memory, tell: Any = lambda name: None) -> Report:
         notes, missed = [_said(least)], _missed(least)
     found, refused = [], {}
     for name, config in alternatives(given):
-        tell(name)
         try:
-            found.append(estimate(name, _planned(config, devices)))
+            with said_while(f"compiling {name}"):
+                found.append(estimate(name, _planned(config, devices)))
+            tell(f"{name}: peak {human(found[-1].peak)}")
         except ValueError as wrong:
             if not found:
                 raise
             refused[name] = str(wrong)
+            tell(f"{name}: cannot be, as told below the table")
     kind = "CPU" if device.platform == "cpu" else device.device_kind
     rows = f"{given.batch} rows of {parts.model.length} tokens, precision {given.precision}"
     where = f"{parts.layout.strategy.name} on {describe_mesh(parts.mesh)} ({kind})"
@@ -97,7 +102,7 @@ def report(given: Memory, tell: Any = lambda name: None) -> Report:
 # -- the least offload --------------------------------------------------------------------
 
 
-def _least(given: Memory, devices: Any, memory: int | None, tell: Any) -> Least:
+def _least(given: Memory, devices: Any, memory: int | None, tell: Callable[[str], Any]) -> Least:
     """Return the least offload that fits the memory of a device, by programs compiled for it."""
     if not _for_gpu(given):
         raise ValueError(
@@ -108,9 +113,12 @@ def _least(given: Memory, devices: Any, memory: int | None, tell: Any) -> Least:
         raise ValueError("--offload auto: which memory is to be kept to? --device-memory 24GiB")
 
     def peak(ratio: float) -> int:
-        tell(f"offload={ratio:g}")
-        parts = _planned(replace(given, offload=f"{ratio:g}"), devices)
-        return compiled(parts.step.lower(parts.batch).compile())["peak"]
+        name = f"offload={ratio:g}"
+        with said_while(f"compiling {name}"):
+            parts = _planned(replace(given, offload=f"{ratio:g}"), devices)
+            found = compiled(parts.step.lower(parts.batch).compile())["peak"]
+        tell(f"{name}: peak {human(found)}")
+        return found
 
     return least_offload(peak, memory)
 

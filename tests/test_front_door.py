@@ -1,0 +1,435 @@
+"""The commands at the front door: nothing happens silently, mistakes are told in one style."""
+
+import sys
+import time
+from dataclasses import replace
+from functools import partial
+from itertools import combinations
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+import hfjax
+from hfjax.__main__ import main
+from hfjax.base.exits import carried_out, ending_in_words
+from hfjax.base.progress import said_while
+from hfjax.base.tables import harmless
+from hfjax.cli.launch import split
+from hfjax.processes import distributed
+from hfjax.processes.distributed import Cluster, init_distributed
+from hfjax.processes.ports import free_port
+from hfjax.run import Parts, Train, train
+from hfjax.run.build import mesh_of
+from hfjax.run.config import Checkpoints, Mesh, Model, Optimizer
+from hfjax.run.files import plain
+from hfjax.run.loss_picture import figure, mean
+from hfjax.run.model import choose
+from hfjax.run.screen import Screen, Speed, line
+from tests.small_run import BIGRAMS, MODEL, corpus, small, told
+from tests.test_init_distributed import JOIN
+from tests.workers import finished, start
+
+ONE = Mesh(data=1)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return corpus(tmp_path_factory.mktemp("corpus"))
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory, data):
+    """The configuration of a run of one step."""
+    config = small(tmp_path_factory.mktemp("runs") / "one", data, steps=1, mesh=ONE)
+    train(config)
+    return config
+
+
+# -- long silences speak --------------------------------------------------------------------
+
+
+@pytest.fixture
+def impatient(monkeypatch):
+    """What takes long is said at once."""
+    at_once = partial(said_while, first=0.0, every=0.05)
+    monkeypatch.setattr("hfjax.run.screen.said_while", at_once)
+
+
+def test_a_run_says_what_takes_long(data, tmp_path, impatient, capsys):
+    train(small(tmp_path, data, model=BIGRAMS, steps=6, mesh=ONE))
+    out, err = capsys.readouterr()
+    for what in (
+        "preparing the model and the data",
+        "compiling what makes the parameters",
+        "compiling the first step",
+        "compiling the first validation",
+    ):
+        assert f"{what} … " in err
+        assert what not in out
+
+
+@pytest.mark.parametrize(
+    ("command", "doing"), [("eval", "compiling and evaluating"), ("generate", "compiling and writ")]
+)
+def test_what_reads_a_run_says_what_takes_long(run, command, doing, impatient, capsys, monkeypatch):
+    monkeypatch.setattr("hfjax.cli.run.start", lambda config: None)
+    monkeypatch.setattr(Parts, "written", lambda *_: time.sleep(0.1) or "text")
+    assert main([command, str(run.out)]) == 0
+    out, err = capsys.readouterr()
+    assert "reading the checkpoint … " in err
+    assert doing in err
+    assert doing not in out
+
+
+def test_a_log_line_tells_the_time_that_is_left():
+    values = {"step": 9, "loss": 2.5, "lr": 1e-3, "grad_norm": 0.25, "memory": 2**30}
+    assert line(values, 300, 3724.4).endswith("memory 1.0 GiB  1:02:05 left")
+    assert line(values, 300, 0.0).endswith("memory 1.0 GiB")
+    assert line(values, 300).endswith("memory 1.0 GiB")
+
+
+def test_the_time_that_is_left_is_that_of_steps_like_the_last_ones(data, tmp_path, monkeypatch):
+    speed, clock = Speed(Parts(small(tmp_path, data, model=BIGRAMS))), iter((10.0, 14.0))
+    assert speed.left(5) is None
+    monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
+    for _ in range(3):
+        speed.count()
+    speed.look()
+    assert speed.left(5) == 10.0
+    speed.pause()
+    assert speed.left(3) == 6.0
+
+
+def test_the_bar_of_a_terminal_says_what_goes_on(monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "120")
+    with Screen(10) as screen:
+        bar = screen._bar
+        assert bar is not None
+        says = lambda: bar.tasks[0].description
+        with screen.busy("compiling the first step"):
+            assert says() == "compiling the first step"
+        assert says() == "step"
+
+
+def test_memory_tells_each_peak_as_soon_as_it_is_known(capsys, monkeypatch):
+    monkeypatch.setattr("hfjax.cli.memory.command._prepare", lambda given: None)
+    flags = "--gpu here --vocab 64 --model.layers 1 --model.embed 32 --model.heads 2"
+    assert main(["memory", *flags.split(), "--compare", "remat=full", "accumulate=3"]) == 0
+    said = capsys.readouterr().err.splitlines()
+    rows = [row for row in said if not row.startswith("compiling")]
+    assert [row.split(": ")[0] for row in rows] == ["remat=none", "remat=full", "accumulate=3"]
+    assert "peak" in rows[0]
+    assert rows[2].endswith("cannot be, as told below the table")
+
+
+# -- mistakes -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("raised", "status"),
+    [(ValueError("no"), 2), (OSError("no"), 1), (TimeoutError("no"), 1), (ArithmeticError, None)],
+)
+def test_every_command_ends_in_one_style(raised, status, capsys):
+    def act():
+        raise raised
+
+    if status is None:
+        with pytest.raises(ArithmeticError):
+            carried_out("data", act)
+        return
+    assert carried_out("data", act) == status
+    assert capsys.readouterr().err == "hfjax data: no\n"
+    with pytest.raises(SystemExit, match=f"^{status}$"), ending_in_words("train"):
+        act()
+    assert capsys.readouterr().err == "hfjax train: no\n"
+
+
+def test_a_run_starts_with_the_parameters_that_save_wrote(run, tmp_path, capsys):
+    layout = Parts(run).layout
+    hfjax.save(tmp_path / "saved", layout, hfjax.init(layout, seed=3))
+    start = Checkpoints(start=str(tmp_path / "saved"))
+    train(replace(run, out=tmp_path / "new", checkpoints=start))
+    assert f"starting with the parameters of {tmp_path}/saved, step 0" in capsys.readouterr().out
+    train(replace(run, out=tmp_path / "other", checkpoints=Checkpoints(start=str(run.out))))
+    assert told(tmp_path / "new")[0] != told(tmp_path / "other")[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "why"), [("empty", "it has no checkpoint"), ("no", "there is no")]
+)
+def test_a_start_without_checkpoints_is_refused(run, tmp_path, name, why):
+    (tmp_path / "empty").mkdir()
+    start = Checkpoints(start=str(tmp_path / name))
+    with pytest.raises(
+        ValueError, match=rf"--checkpoints.start .*/{name}: {why}.*hfjax.save wrote"
+    ):
+        train(replace(run, out=tmp_path / "new", checkpoints=start))
+
+
+def test_another_model_than_that_of_the_folder_is_told_by_its_flag(run, tmp_path):
+    wide = replace(run, steps=2, model=replace(MODEL, embed=64, dropout=0.5))
+    told = (
+        rf"--model.embed 64, --model.dropout 0.5: {run.out} was trained with --model.embed 32, "
+        r"without --model.dropout, and its checkpoint does not fit. Give the same"
+    )
+    with pytest.raises(ValueError, match=rf"{told}, or begin anew: --out ANOTHER\.$"):
+        train(wide)
+    with pytest.raises(ValueError, match=rf"{told}\.$"):
+        train(replace(wide, out=tmp_path, checkpoints=Checkpoints(start=str(run.out))))
+
+
+def test_another_optimizer_is_told_with_what_takes_the_parameters_along(run):
+    other = replace(run, steps=2, optimizer=Optimizer(name="lion"))
+    anew = rf"or begin anew: --checkpoints.start {run.out} --out ANOTHER\.$"
+    with pytest.raises(
+        ValueError, match=rf"--optimizer.name lion: .* --optimizer.name adamw.*{anew}"
+    ):
+        train(other)
+
+
+def test_a_saved_model_of_other_shapes_is_told_without_words_of_python(run, tmp_path):
+    layout = Parts(replace(run, model=replace(MODEL, embed=64))).layout
+    hfjax.save(tmp_path / "saved", layout, hfjax.init(layout), config={"width": 64})
+    start = Checkpoints(start=str(tmp_path / "saved"))
+    with pytest.raises(ValueError, match="params/") as refused:
+        train(replace(run, out=tmp_path / "new", checkpoints=start))
+    assert "hfjax.recorded" not in str(refused.value)
+    assert str(refused.value).endswith("saved was trained with.")
+
+
+@pytest.mark.parametrize(
+    ("mesh", "message"),
+    [
+        (Mesh(tensor=2), r"^--mesh.tensor 2: 2 .* there is 1\. Lower .*: --cpu-devices 2 makes"),
+        (Mesh(data=2, tensor=4), r"^--mesh.data 2 --mesh.tensor 4: 8 devices are needed"),
+    ],
+)
+def test_more_devices_than_there_are_is_told_by_the_flags_typed(mesh, message, monkeypatch):
+    here = jax.devices()[:1]
+    monkeypatch.setattr(jax, "devices", lambda: here)
+    with pytest.raises(ValueError, match=message):
+        mesh_of(Train(mesh=mesh))
+
+
+def test_sizes_that_do_not_divide_the_devices_are_told_by_their_flags():
+    with pytest.raises(ValueError, match=r"--mesh.tensor 3: .* are 8\. Give .* product divides 8"):
+        mesh_of(Train(mesh=Mesh(tensor=3)))
+    with pytest.raises(ValueError, match=r"--mesh.tensor 16: .* --count 16\."):
+        mesh_of(Train(mesh=Mesh(tensor=16)), jax.devices())
+
+
+@pytest.mark.parametrize(
+    ("strategy", "mesh", "sizes"),
+    [
+        ("ddp", Mesh(), {"data": 8}),
+        ("zero1", Mesh(), {"data": 8}),
+        ("fsdp", Mesh(), {"fsdp": 8}),
+        ("hsdp", Mesh(data=2), {"data": 2, "fsdp": 4}),
+        ("tensor", Mesh(), {"tensor": 8}),
+        ("tensor+sequence", Mesh(tensor=2), {"data": 4, "tensor": 2}),
+        ("pipe", Mesh(), {"pipe": 8}),
+        ("pipe", Mesh(pipe=2), {"pipe": 2, "data": 4}),
+        ("zero1 + tensor", Mesh(tensor=2), {"data": 4, "tensor": 2}),
+        ("fsdp+tensor", Mesh(fsdp=2), {"fsdp": 2, "tensor": 4}),
+        ("fsdp+host_optimizer", Mesh(), {"fsdp": 8}),
+        ("host_optimizer", Mesh(), {"data": 8}),
+    ],
+)
+def test_devices_that_no_flag_asks_for_go_to_the_axis_that_the_strategy_uses(strategy, mesh, sizes):
+    found = mesh_of(Train(strategy=strategy, mesh=mesh)).shape
+    assert {axis: size for axis, size in found.items() if size > 1} == sizes
+
+
+def test_a_strategy_of_two_axes_asks_how_the_devices_are_shared():
+    with pytest.raises(
+        ValueError, match=r"of the 8 devices .* --mesh.tensor; the others go to fsdp"
+    ):
+        mesh_of(Train(strategy="fsdp+tensor"))
+
+
+def test_python_that_fails_in_a_configuration_is_a_mistake_with_its_line(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    Path("run.py").write_text("x = 1\nconfig = nowhere\n")
+    with pytest.raises(SystemExit, match=r"^2$"):
+        main(["train", "--config", "run.py"])
+    told = capsys.readouterr().err
+    assert told.startswith("hfjax train: --config ")
+    assert "name 'nowhere' is not defined (NameError in line 2)" in told
+    with pytest.raises(ValueError, match=r"--model.own .*: .*NameError in line 2"):
+        choose(Train(model=Model(own=f"{tmp_path}/run.py:make")), 256)
+
+
+@pytest.mark.parametrize(
+    ("words", "own", "command"),
+    [
+        ("-n 2 prog -x -- y", "-n 2", "prog -x -- y"),
+        ("-n=2 --grace 3 -- prog", "-n=2 --grace 3", "prog"),
+        ("--help", "--help", ""),
+        ("-n -- prog", "-n", "prog"),
+        ("prog", "", "prog"),
+        ("-n 2", "-n 2", ""),
+    ],
+)
+def test_the_command_to_launch_needs_no_dashes_before_it(words, own, command):
+    assert split(words.split()) == (own.split(), tuple(command.split()))
+
+
+def test_a_launcher_without_a_command_says_what_to_type(capfd):
+    assert main(["launch", "-n", "2"]) == 2
+    assert "hfjax launch: no command. Put it after" in capfd.readouterr().err
+    assert main(["launch", "-n", "1", "sh", "-c", "exit 7"]) == 7
+
+
+def test_a_mistake_in_a_configuration_is_not_tried_again(tmp_path, capfd):
+    (tmp_path / "run.py").write_text("config = nowhere\n")
+    train = [sys.executable, "-m", "hfjax", "train", "--config", str(tmp_path / "run.py")]
+    assert main(["launch", "-n", "2", "--max-restarts", "3", "--", *train]) == 2
+    told = capfd.readouterr().err
+    assert "NameError in line 1" in told
+    assert "restart 1" not in told
+
+
+def test_control_characters_of_a_model_are_shown_on_a_terminal_and_kept_elsewhere(
+    monkeypatch, capsys
+):
+    text = "a\x1b[2J\x07\tb\r\n\x9bé\u00a0�"
+    assert harmless(text) == "a\\x1b[2J\\x07\tb\\r\n\\x9bé\u00a0�"
+    Screen(1).show("a\x1bb")
+    assert "a\x1bb" in capsys.readouterr().out
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    Screen(1).show("a\x1bb")
+    assert "a\\x1bb" in capsys.readouterr().out
+
+
+def test_generate_shows_control_characters_on_a_terminal(run, monkeypatch, capsys):
+    monkeypatch.setattr("hfjax.cli.run.start", lambda config: None)
+    monkeypatch.setattr(Parts, "written", lambda *_: "a\x1bb")
+    words = ["generate", str(run.out)]
+    assert main(words) == 0
+    assert capsys.readouterr().out == "a\x1bb\n"
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert main(words) == 0
+    assert capsys.readouterr().out == "a\\x1bb\n"
+
+
+# -- processes ------------------------------------------------------------------------------
+
+
+def of_jax(process, port):
+    return {
+        "JAX_COORDINATOR_ADDRESS": f"localhost:{port}",
+        "JAX_NUM_PROCESSES": "2",
+        "JAX_PROCESS_ID": str(process),
+    }
+
+
+def test_two_processes_join_by_the_variables_of_kubeflow():
+    port = free_port()
+    ends = finished(*(start(JOIN, **of_jax(process, port)) for process in (0, 1)))
+    for process, (status, out, err) in enumerate(ends):
+        assert status == 0, err
+        assert f"joined {process} 2 2 JAX's variables" in out
+
+
+JOINED = """
+import jax, sys
+process, port = map(int, sys.argv[1:])
+jax.distributed.initialize(f"localhost:{port}", 2, process)
+import hfjax
+found = hfjax.init_distributed(processes=2, process=process)
+print(found.process, found.processes, jax.device_count(), found.source)
+try:
+    hfjax.init_distributed(processes=3)
+except ValueError as wrong:
+    print(wrong)
+"""
+
+
+def test_a_run_that_the_program_joined_itself_is_taken_and_its_numbers_checked():
+    port = free_port()
+    ends = finished(*(start(JOINED, process, port) for process in (0, 1)))
+    for process, (status, out, err) in enumerate(ends):
+        assert status == 0, err
+        assert f"{process} 2 2 jax.distributed.initialize" in out
+        assert "init_distributed(processes=3): this process has joined a run already" in out
+        assert f"as process {process} of 2 (jax.distributed.initialize)" in out
+
+
+def test_joining_again_under_another_number_is_refused(monkeypatch):
+    monkeypatch.setattr(distributed, "_joined", Cluster(0, 1, None, "one process"))
+    assert init_distributed(processes=1, process=0).processes == 1
+    with pytest.raises(ValueError, match=r"process=1\): .* as process 0 of 1 \(one process\)"):
+        init_distributed(process=1)
+
+
+# -- the picture of a run -------------------------------------------------------------------
+
+
+def journal(steps, valid_every):
+    """Return the lines of a metrics file: a loss that falls, with noise."""
+    noise = np.random.default_rng(0).normal(0, 0.25, steps)
+    for step in range(steps):
+        loss = 5.5 * np.exp(-8 * step / steps) + 2
+        yield {"step": step, "loss": loss + noise[step], "lr": 3e-3 * (1 - step / steps)}
+        if step % valid_every == 0:
+            yield {"step": step, "valid_loss": loss + 0.1}
+
+
+LONG = Model(own="/a/long/path/to/a/folder/of/models/that_are_mine.py:make_it", length=4096)
+
+
+@pytest.mark.parametrize(
+    ("steps", "name", "config"),
+    [
+        (1, "one", Train()),
+        (20, "runs", Train(steps=20)),
+        (20_000, "a" * 99, Train(model=LONG, strategy="fsdp+tensor+sequence+host_optimizer")),
+    ],
+)
+def test_nothing_in_the_picture_of_a_run_is_cut_off_or_overlaps(steps, name, config):
+    drawn = figure(list(journal(steps, 5)), name, plain(config))
+    drawn.draw(renderer := FigureCanvasAgg(drawn).get_renderer())
+    axes, *beside = drawn.axes
+    texts = {"name": axes.texts[0], "settings": axes._left_title, "legend": drawn.legends[0]}
+    places = {what: text.get_window_extent(renderer) for what, text in texts.items()}
+    axis = {"steps": axes.xaxis, "loss": axes.yaxis}
+    axis |= dict.fromkeys(["rate"] * len(beside), drawn.axes[-1].yaxis)
+    places |= {what: one.get_tightbbox(renderer) for what, one in axis.items()}
+    for what, place in places.items():
+        assert 0 <= place.x0 < place.x1 <= drawn.bbox.x1, what
+        assert 0 <= place.y0 < place.y1 <= drawn.bbox.y1, what
+    around = [what for what in places if what not in ("loss", "rate")]  # axes meet in corners
+    for one, other in combinations(around, 2):
+        assert not places[one].overlaps(places[other]), (one, other)
+    scale = axes.yaxis.get_offset_text().get_window_extent(renderer)
+    for one in (*(other.yaxis.get_offset_text() for other in beside),):
+        assert not one.get_window_extent(renderer).overlaps(places["settings"])
+        assert not one.get_window_extent(renderer).overlaps(places["name"])
+    assert scale.width < 1
+
+
+def test_the_picture_of_a_run_has_mean_validations_rate_and_settings():
+    drawn = figure(list(journal(200, 50)), "runs", plain(Train(steps=200)))
+    axes, beside = drawn.axes
+    raw, mean_of_it, valid = axes.lines
+    assert raw.get_alpha() < 0.5 < 1 < mean_of_it.get_linewidth()
+    assert np.diff(raw.get_ydata()).std() > 4 * np.diff(mean_of_it.get_ydata()).std()
+    assert valid.get_xdata().tolist() == [0, 50, 100, 150]
+    assert beside.lines[0].get_ydata().max() == pytest.approx(3e-3)
+    assert beside.get_ylabel() == "learning rate"
+    assert axes.get_title("left").startswith("gpt-tiny, strategy ddp, 32 rows in a step, optim")
+
+
+def test_a_mean_is_of_those_around_and_of_nothing_else():
+    values = np.random.default_rng(0).normal(size=9)
+    found = mean(values, 5)
+    assert found[4] == pytest.approx(values[2:7].mean())
+    assert found[0] == pytest.approx(values[:3].mean())
+    assert found[8] == pytest.approx(values[6:].mean())
+    assert mean(values[:1], 5) == pytest.approx(values[:1])
