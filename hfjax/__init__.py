@@ -7,8 +7,10 @@ from hfjax.analysis.transfers import Transfers, transfers
 from hfjax.base.mean import Mean
 from hfjax.batches import full, rows_of_process, shard_batch
 from hfjax.checkpoint import Checkpoints, Keep, Restored, latest, recorded, restore, save
+from hfjax.evaluate import eval_step, predict_step
 from hfjax.haiscale.partition import Partition, partition
 from hfjax.haiscale.pipe import GPipe, Interleaved1F1B, PipeDream
+from hfjax.initialise import init
 from hfjax.optimizers.fused_adamw import adamw
 from hfjax.optimizers.rates import rate
 from hfjax.optimizers.transforms import averaged, by_path, ema, master, matching, scaled
@@ -37,7 +39,7 @@ from hfjax.plan.layout import Layout, State, layout
 from hfjax.plan.rearrange import canonical
 from hfjax.processes.distributed import init_distributed
 from hfjax.target import target_devices
-from hfjax.train import eval_step, init, module, train_step
+from hfjax.train import module, train_step
 
 __all__ = [
     "DDP",
@@ -89,6 +91,7 @@ __all__ = [
     "module",
     "offload",
     "partition",
+    "predict_step",
     "rate",
     "recorded",
     "restore",

@@ -308,7 +308,10 @@ class Layout:
             512.0
         """
         arrays = self.blueprint.create(seed)
-        params = self._store(arrays, seed)
+        return self.begun(arrays, self._store(arrays, seed))
+
+    def begun(self, arrays: Flat, params: Flat) -> "State":
+        """Return the state that begins with these parameters, and variables out of `arrays`."""
         variables = nest({path: arrays[path] for path in self.blueprint.variables})
         moments = self.optimizer.init(nest(params))  # master weights: before anything is rounded
         params = nest({path: x.astype(self.placed[path].dtype) for path, x in params.items()})

@@ -53,7 +53,15 @@ class LayerwisePlane(Plane):
 
     def evaluated(self, parameters: Flat, variables: Flat, batch: Any) -> Mean:
         """Return the loss of this device's rows."""
-        placed = self.placed(parameters, lambda m, i: variables_of(variables, i), batch, "eval")
+        return self._forward(parameters, variables, batch, None)
+
+    def predicted(self, parameters: Flat, variables: Flat, batch: Any) -> Any:
+        """Return the outputs of the model for this device's rows."""
+        return self._forward(parameters, variables, batch, "outputs").outputs
+
+    def _forward(self, parameters: Flat, variables: Flat, batch: Any, wanted: str | None) -> Any:
+        of = lambda m, i: variables_of(variables, i)
+        placed = replace(self.placed(parameters, of, batch, "eval"), wanted=wanted)
         return self.passes(placed, lambda own: placed.parameters, self._collect).evaluate({})
 
     def loss_over_devices(self, mean: Mean) -> Mean:
