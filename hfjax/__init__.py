@@ -1,10 +1,14 @@
 """hfjax: train a model on more than one device. A strategy is a table; the program follows it."""
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from hfjax.analysis.collectives import Collectives, collectives
 from hfjax.analysis.least_offload import least_offload
 from hfjax.analysis.stashes import stashes
 from hfjax.analysis.transfers import Transfers, transfers
 from hfjax.base.mean import Mean
+from hfjax.base.version import version as _version
 from hfjax.batches import full, rows_of_process, shard_batch
 from hfjax.checkpoint import Checkpoints, Keep, Restored, latest, recorded, restore, save
 from hfjax.evaluate import eval_step, predict_step
@@ -41,6 +45,12 @@ from hfjax.processes.distributed import init_distributed
 from hfjax.target import target_devices
 from hfjax.train import module, train_step
 
+if TYPE_CHECKING:
+    from hfjax import data as data, models as models, run as run, testing as testing
+    from hfjax.run.sampling import generate
+
+_LATER = ("data", "models", "run", "testing")  # imported when they are first asked for
+__version__ = _version()
 __all__ = [
     "DDP",
     "FSDP",
@@ -80,6 +90,7 @@ __all__ = [
     "eval_step",
     "full",
     "gather_rows",
+    "generate",
     "init",
     "init_distributed",
     "latest",
@@ -104,3 +115,17 @@ __all__ = [
     "train_step",
     "transfers",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Return a part of hfjax that is imported only now: `hfjax.testing`, `hfjax.data` …"""
+    if name in _LATER:
+        return import_module(f"{__name__}.{name}")
+    if name == "generate":
+        return import_module("hfjax.run.sampling").generate
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """Return what is there, and what would be imported."""
+    return sorted({*globals(), *_LATER})

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec as P
 
+from hfjax.base.keywords import known_keywords
 from hfjax.base.mean import Mean, metrics_of
 from hfjax.base.paths import Tree, flatten
 from hfjax.batches import check_batch, is_placed, shard_batch
@@ -16,6 +17,7 @@ from hfjax.check_step import (
     check_form,
     check_given,
     check_layout,
+    check_place,
     check_runs,
     is_traced,
 )
@@ -33,6 +35,7 @@ from hfjax.planes import forward_plane, options_of
 Metrics = dict[str, jax.Array]
 
 
+@known_keywords
 def eval_step(
     layout: Layout,
     loss: Callable,
@@ -81,6 +84,7 @@ def eval_step(
     return _step(layout, evaluate, options_of(layout, run))
 
 
+@known_keywords
 def predict_step(
     layout: Layout,
     forward: Callable | None = None,
@@ -161,6 +165,7 @@ def _step(layout: Layout, run: Callable, options: Any, **places: Any) -> Callabl
             return jitted(state.params, state.variables, batch)
         except (TypeError, ValueError):
             check_form(layout, state, optimizer=False)
+            check_place(layout, state)
             raise
 
     return step

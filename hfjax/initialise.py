@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from hfjax.base.keywords import known_keywords
 from hfjax.base.paths import Flat, flatten, nest
 from hfjax.combinations import check
 from hfjax.parallel.engine.blueprint import raw
@@ -35,6 +36,7 @@ MOST = 8  # lines of a message about paths, of each kind
 Slices = tuple[slice, ...]
 
 
+@known_keywords
 def init(
     layout: Layout, seed: int = 0, schedule: Schedule | None = None, parameters: Any = None
 ) -> State:

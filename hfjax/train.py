@@ -1,7 +1,7 @@
 """Train: one jitted step; the model that it leaves."""
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import cached_property
 from typing import Any
 
@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec as P
 
+from hfjax.base.keywords import check_keywords, meanings
 from hfjax.base.mean import metrics_of
 from hfjax.base.paths import Flat, flatten, nest
 from hfjax.batches import (
@@ -20,7 +21,14 @@ from hfjax.batches import (
     shard_batch,
     sharding_of,
 )
-from hfjax.check_step import check_alive, check_form, check_given, check_runs, is_traced
+from hfjax.check_step import (
+    check_alive,
+    check_form,
+    check_given,
+    check_place,
+    check_runs,
+    is_traced,
+)
 from hfjax.jax_errors import calling
 from hfjax.parallel.activation_offload import Offloaded
 from hfjax.parallel.autodiff.check_host_loops import check_host_loops
@@ -58,7 +66,9 @@ def train_step(layout: Layout, loss: Callable, **execution: Any) -> "TrainStep":
         loss: Function of (outputs, batch). It returns the mean over the rows that it is given, or
             `hfjax.Mean(total, weight)` for a weighted mean or for further metrics.
         execution: Fields of `hfjax.Execution` as keywords, for instance `accumulate=4`,
-            `clip=1.0`, `precision="bf16"`, `remat="full"`, `schedule=hfjax.Schedule("1f1b", 8)`.
+            `clip=1.0`, `precision="bf16"`, `remat="full"`, `schedule=hfjax.Schedule("1f1b", 8)`:
+
+            {fields}
 
     Returns:
         A `TrainStep`. Its metrics are arrays on the device: loss, grad_norm, weight, finite, step,
@@ -74,7 +84,13 @@ def train_step(layout: Layout, loss: Callable, **execution: Any) -> "TrainStep":
         >>> sorted(metrics), int(state.step)
         (['finite', 'grad_norm', 'loss', 'step', 'weight'], 1)
     """
+    check_keywords("train_step", execution, [f.name for f in fields(Execution)])
     return TrainStep(layout, loss, Execution(**execution))
+
+
+train_step.__doc__ = (train_step.__doc__ or "").replace(
+    "{fields}", meanings(Execution, 12).lstrip()
+)
 
 
 class TrainStep:
@@ -164,6 +180,7 @@ class TrainStep:
         except (TypeError, ValueError):
             check_form(self.layout, state)
             self._check_memory(state)
+            check_place(self.layout, state)
             raise
         self._watch.add(metrics, squares)
         return self._follow.made(replace(state, order=self._order)), metrics

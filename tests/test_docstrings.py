@@ -25,7 +25,6 @@ ENGINE = "the engine calls it, users do not"
 FIELDS = "a comment or a text beside each field says what it is"
 ARGUMENTS = {  # whose arguments need no list, and why
     "hfjax:Collectives": "hfjax.collectives makes it; the class says what its two fields are",
-    "hfjax:Execution": FIELDS,
     "hfjax:Layout.arranged": ENGINE,
     "hfjax:Layout.begun": ENGINE,
     "hfjax:Layout.parameter_of": ENGINE,

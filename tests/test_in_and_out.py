@@ -1,7 +1,6 @@
-"""The front door: parameters in, outputs and text out, as one device has them."""
+"""Parameters that are given start a run under any strategy as they do on one device."""
 
 from functools import cache
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +15,6 @@ from hfjax.base.paths import flatten, nest
 from hfjax.models.gpt import next_token_loss
 from tests.small_gpt import mlp_layout, tokens
 
-NONE: Any = "layout"
 ONE = jax.devices()[:1]
 INTERLEAVED = Schedule("interleaved", 2)
 ROWS = {"x": np.random.default_rng(0).normal(size=(8, 8)).astype(np.float32)}
@@ -130,7 +128,11 @@ def test_given_parameters_make_the_state_that_the_seed_makes_of_the_same_ones(na
     same(hfjax.canonical(layout, again).params, hfjax.canonical(layout, found).params)
 
 
-@pytest.mark.parametrize("name", CASES)
+DAILY = ("FSDP+TENSOR", "PIPE, interleaved", "PIPE, a list", "HOST_PARAMETERS")
+OTHERS = [pytest.param(name, marks=pytest.mark.slow) for name in CASES if name not in DAILY]
+
+
+@pytest.mark.parametrize("name", [*DAILY, *OTHERS])
 def test_a_step_from_given_parameters_is_that_of_one_device(name):
     loss, batch = loss_of(name)
     found = []
@@ -224,80 +226,3 @@ def test_paths_and_shapes_that_do_not_fit_are_told_with_both_sides():
 def test_a_part_of_another_shape_or_kind_is_refused(part, message):
     with pytest.raises(ValueError, match=message):
         hfjax.init(made("FSDP"), parameters=part)
-
-
-# -- outputs ------------------------------------------------------------------------------------
-
-
-def plain(name, batch):
-    """Return what the model itself returns in evaluation mode."""
-    model = hfjax.module(alone(name), hfjax.init(alone(name), parameters=given(name)))
-    model.eval()
-    return jax.tree.map(np.asarray, model(batch))
-
-
-PREDICTED = [name for name in CASES if name not in ("PIPE, padded", "ema", "master")]
-
-
-@pytest.mark.parametrize("name", PREDICTED)
-def test_predicted_outputs_are_those_of_the_model_row_by_row(name):
-    layout, schedule, batch = made(name), CASES[name][2], loss_of(name)[1]
-    state = hfjax.init(layout, schedule=schedule, parameters=given(name))
-    found = hfjax.predict_step(layout, schedule=schedule)(state, batch)
-    rows = jax.sharding.NamedSharding(layout.mesh, jax.P(("data", "fsdp")))
-    for mine, wanted in zip(
-        jax.tree.leaves(found), jax.tree.leaves(plain(name, batch)), strict=True
-    ):
-        limit = 0.05 if "HOST" in name else 1e-5  # its parameters are bfloat16
-        np.testing.assert_allclose(np.asarray(mine, np.float32), wanted, atol=limit)
-        assert mine.sharding.is_equivalent_to(rows, mine.ndim)
-    assert isinstance(found, dict) == (loss_of(name)[0] is squares)
-
-
-def test_forward_takes_the_place_of_the_layouts_own():
-    layout, batch = made("FSDP"), loss_of("FSDP")[1]
-    state = hfjax.init(layout, parameters=given("FSDP"))
-    forward = lambda model, batch, train: (model(batch).argmax(-1), batch["tokens"] * (2 - train))
-    best, twice = hfjax.predict_step(layout, forward)(state, batch)
-    np.testing.assert_array_equal(best, plain("FSDP", batch).argmax(-1))
-    np.testing.assert_array_equal(twice, 2 * batch["tokens"])
-    half = hfjax.predict_step(layout, precision="bf16")(state, batch)
-    assert half.dtype == jnp.bfloat16
-
-
-def test_a_prediction_runs_inside_a_program_of_the_users():
-    layout, batch = made("FSDP"), loss_of("FSDP")[1]
-    state, predict = hfjax.init(layout, parameters=given("FSDP")), hfjax.predict_step(layout)
-    best = jax.jit(lambda state, batch: predict(state, batch).argmax(-1))(state, batch)
-    np.testing.assert_array_equal(best, plain("FSDP", batch).argmax(-1))
-
-
-@pytest.mark.parametrize(
-    ("predict", "message"),
-    [
-        (lambda layout: hfjax.predict_step(NONE), "a layout of hfjax.layout is .* found str"),
-        (
-            lambda layout: hfjax.predict_step(layout, forward=lambda model: 0),
-            r"forward\(model\): it is called with \(model, batch\)",
-        ),
-        (
-            lambda layout: hfjax.predict_step(layout)(hfjax.init(layout), tokens(rows=6)),
-            "batch of 6 rows does not divide by 1 microbatches x 4 devices",
-        ),
-        (
-            lambda layout: hfjax.predict_step(
-                layout, lambda model, batch: {"mean": model(batch).mean()}
-            )(hfjax.init(layout), tokens(rows=8)),
-            r"output \['mean'\] \(\) has no row for each of the 2 rows .* a metric of eval_step",
-        ),
-        (
-            lambda layout: hfjax.predict_step(
-                made("PIPE, interleaved"), lambda m, x: m(x), schedule=INTERLEAVED
-            ),
-            "schedule .* with forward= of the layout: stages are made of a model in three parts",
-        ),
-    ],
-)
-def test_what_cannot_be_predicted_is_refused(predict, message):
-    with pytest.raises(ValueError, match=message):
-        predict(made("FSDP"))

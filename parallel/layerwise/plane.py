@@ -76,10 +76,7 @@ class LayerwisePlane(Plane):
     @property
     def layers(self) -> int:
         """How many layers the model has."""
-        context = self.context
-        if context.blueprint.listed:
-            return len(context.blueprint.layers("train"))
-        return next(p.shape[0] for path, p in context.placed.items() if path.startswith(LAYERS))
+        return self.context.blueprint.number_of_layers
 
     def placed(self, parameters: Flat, variables: Callable, batch: Any, mode: str) -> PlacedModel:
         """Return the model in three parts; what is outside of the layers is on the device."""
