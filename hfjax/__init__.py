@@ -1,14 +1,20 @@
 """hfjax: train a model on more than one device. A strategy is a table; the program follows it."""
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from hfjax.analysis.collectives import Collectives, collectives
 from hfjax.analysis.least_offload import least_offload
 from hfjax.analysis.stashes import stashes
 from hfjax.analysis.transfers import Transfers, transfers
 from hfjax.base.mean import Mean
+from hfjax.base.version import version as _version
 from hfjax.batches import full, rows_of_process, shard_batch
 from hfjax.checkpoint import Checkpoints, Keep, Restored, latest, recorded, restore, save
+from hfjax.evaluate import eval_step, predict_step
 from hfjax.haiscale.partition import Partition, partition
 from hfjax.haiscale.pipe import GPipe, Interleaved1F1B, PipeDream
+from hfjax.initialise import init
 from hfjax.optimizers.fused_adamw import adamw
 from hfjax.optimizers.rates import rate
 from hfjax.optimizers.transforms import averaged, by_path, ema, master, matching, scaled
@@ -39,8 +45,14 @@ from hfjax.plan.layout import Layout, State, layout
 from hfjax.plan.rearrange import canonical
 from hfjax.processes.distributed import init_distributed
 from hfjax.target import target_devices
-from hfjax.train import eval_step, init, module, train_step
+from hfjax.train import module, train_step
 
+if TYPE_CHECKING:
+    from hfjax import data as data, models as models, run as run, testing as testing
+    from hfjax.run.sampling import generate
+
+_LATER = ("data", "models", "run", "testing")  # imported when they are first asked for
+__version__ = _version()
 __all__ = [
     "CONTEXT",
     "DDP",
@@ -82,6 +94,7 @@ __all__ = [
     "eval_step",
     "full",
     "gather_rows",
+    "generate",
     "init",
     "init_distributed",
     "latest",
@@ -93,6 +106,7 @@ __all__ = [
     "module",
     "offload",
     "partition",
+    "predict_step",
     "rate",
     "recorded",
     "restore",
@@ -105,3 +119,17 @@ __all__ = [
     "train_step",
     "transfers",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Return a part of hfjax that is imported only now: `hfjax.testing`, `hfjax.data` …"""
+    if name in _LATER:
+        return import_module(f"{__name__}.{name}")
+    if name == "generate":
+        return import_module("hfjax.run.sampling").generate
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """Return what is there, and what would be imported."""
+    return sorted({*globals(), *_LATER})

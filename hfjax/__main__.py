@@ -5,6 +5,8 @@ import sys
 from collections.abc import Callable, Sequence
 
 from hfjax.base.exits import imported, nobody_reads
+from hfjax.base.keywords import nearest_of
+from hfjax.base.version import version
 
 COMMANDS = {  # name: what it does, and the function that takes its arguments
     "train": ("train a model; --help lists every setting", "hfjax.cli.run:train_command"),
@@ -28,8 +30,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if name in ("-h", "--help"):
         print(_help())
         return 0
+    if name == "--version":
+        print(f"hfjax {version()}")
+        return 0
     if name not in COMMANDS:
-        print(f"hfjax {name}: no such command.\n\n{_help()}", file=sys.stderr)
+        near = nearest_of(name, COMMANDS)
+        print(f"hfjax {name}: no such command.{near}\n\n{_help()}", file=sys.stderr)
         return 2
     try:
         function = _function(name)
@@ -53,7 +59,7 @@ def _function(name: str) -> Callable[[Sequence[str]], int]:
 
 def _help() -> str:
     lines = [f"  {name:<10} {what}" for name, (what, _) in COMMANDS.items()]
-    usage = "usage: hfjax COMMAND …; hfjax COMMAND --help tells more"
+    usage = "usage: hfjax COMMAND …; hfjax COMMAND --help tells more; hfjax --version"
     return "\n".join(["hfjax: parallel training for JAX", "", usage, "", *lines])
 
 

@@ -5,14 +5,21 @@ from typing import Any
 import jax
 import numpy as np
 from jax.core import Tracer
+from jax.sharding import Mesh, NamedSharding
 
 from hfjax.base.mean import check_loss
 from hfjax.base.paths import Tree
 from hfjax.combinations import check
 from hfjax.parallel.execution import Execution
 from hfjax.parallel.memory import check_has_host_memory
-from hfjax.parallel.mesh import PIPE_AXIS, describe_mesh
+from hfjax.parallel.mesh import AXES, PIPE_AXIS, describe_mesh
 from hfjax.plan.layout import Layout, State
+
+
+def check_layout(layout: Any) -> None:
+    """Refuse what is no layout."""
+    if not isinstance(layout, Layout):
+        raise ValueError(f"a layout of hfjax.layout is expected, found {type(layout).__name__}.")
 
 
 def check_given(layout: Any, loss: Any) -> None:
@@ -59,6 +66,43 @@ def check_form(layout: Layout, state: State, optimizer: bool = True) -> None:
                 "and an optimizer: make it with hfjax.init(layout), or give train_step the layout "
                 "that it was made with."
             )
+
+
+def check_place(layout: Layout, state: State) -> None:
+    """Refuse a state that lies as another layout of the model has it."""
+    wanted = layout.shardings()
+    for what in ("params", "optimizer"):
+        pairs = jax.tree_util.tree_flatten_with_path(getattr(state, what))[0]
+        places = jax.tree.leaves(getattr(wanted, what))
+        if len(pairs) != len(places):  # layers that another schedule has packed
+            return
+        for (keys, x), place in zip(pairs, places, strict=True):
+            if not is_traced(x) and not _lies(x, place):
+                raise ValueError(
+                    f"this state was made with another layout: {what}"
+                    f"{jax.tree_util.keystr(keys)} lies as {_where(x)}, and this layout "
+                    f"({layout.strategy.name} on {describe_mesh(layout.mesh)}) has it as "
+                    f"{place.spec}. Give train_step the layout that the state was made with, or "
+                    "move the state: jax.device_put(state, layout.shardings())."
+                )
+
+
+def _lies(x: Any, place: Any) -> bool:
+    """Return whether an array lies on these devices, split so."""
+    own = getattr(x, "sharding", None)
+    return own is not None and own.is_equivalent_to(place, x.ndim)
+
+
+def _where(x: Any) -> str:
+    """Return where an array lies, as people read it."""
+    sharding = getattr(x, "sharding", None)
+    if isinstance(sharding, NamedSharding):
+        mesh = sharding.mesh
+        if isinstance(mesh, Mesh) and mesh.axis_names == AXES:
+            return f"{sharding.spec} on {describe_mesh(mesh)}"
+        return f"{sharding.spec} on {dict(mesh.shape)}"
+    devices = getattr(sharding, "device_set", ())
+    return f"{len(devices)} devices" if len(devices) > 1 else "one array"
 
 
 def _shapes(tree: Tree) -> dict[str, str]:

@@ -238,8 +238,8 @@ REFUSED: dict[tuple[str, str], Refusal] = {
     ),
     ("list of layers", "freeze"): Refusal(
         *PACKED_TOGETHER,
-        condition_text="if frozen parameters are in the list",
-        detected_later="Detected when freeze is called.",
+        condition_text="in a pipeline, if frozen parameters are in the list",
+        detected_later="Detected when freeze is called, or when train_step is called.",
     ),
     ("list of layers", NOT_ELEMENT_BY_ELEMENT): Refusal(
         "all parameters of a stage are packed into one row",

@@ -176,8 +176,10 @@ def _master(layout: Layout, _: Execution) -> str | None:
 
 
 def _frozen(layout: Layout, _: Execution) -> str | None:
-    frozen = next((p.path for p in layout.placed.values() if p.frozen), None)
-    return None if frozen is None else f'freeze("{frozen}")'
+    frozen = next((p for p in layout.placed.values() if p.frozen or p.still), None)
+    if frozen is None:
+        return None
+    return f'freeze("{frozen.path}"{f", first={frozen.still}" * bool(frozen.still)})'
 
 
 def _listed(layout: Layout, _: Execution) -> str | None:

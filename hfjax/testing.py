@@ -15,6 +15,7 @@ from jax.sharding import NamedSharding
 from hfjax.base.mean import as_mean
 from hfjax.base.paths import flatten, path_of
 from hfjax.batches import full
+from hfjax.initialise import init
 from hfjax.parallel.engine.blueprint import asked_by, rngs_of
 from hfjax.parallel.mesh import describe_mesh, make_mesh
 from hfjax.parallel.strategy import (
@@ -29,7 +30,7 @@ from hfjax.parallel.strategy import (
 )
 from hfjax.plan.layout import Layout, layout
 from hfjax.plan.rearrange import canonical
-from hfjax.train import init, train_step
+from hfjax.train import train_step
 
 Sizes = Mapping[str, int]
 

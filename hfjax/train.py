@@ -1,17 +1,17 @@
-"""Train: state born sharded, one jitted step, evaluation."""
+"""Train: one jitted step; the model that it leaves."""
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import cached_property
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
 
-from hfjax.base.mean import Mean
-from hfjax.base.paths import Flat, Tree, flatten, nest
+from hfjax.base.keywords import check_keywords, meanings
+from hfjax.base.mean import metrics_of
+from hfjax.base.paths import Flat, flatten, nest
 from hfjax.batches import (
     batch_sharding,
     check_batch,
@@ -20,24 +20,29 @@ from hfjax.batches import (
     microbatches_of,
     shard_batch,
 )
-from hfjax.check_step import check_alive, check_form, check_given, check_runs, is_traced
-from hfjax.combinations import check
+from hfjax.check_step import (
+    check_alive,
+    check_form,
+    check_given,
+    check_place,
+    check_runs,
+    is_traced,
+)
 from hfjax.jax_errors import calling
 from hfjax.parallel.activation_offload import Offloaded
 from hfjax.parallel.autodiff.check_host_loops import check_host_loops
 from hfjax.parallel.context.choice import Choice
 from hfjax.parallel.engine.gradients import Plane
 from hfjax.parallel.engine.kernels import Kernels
-from hfjax.parallel.execution import Execution, Precision
-from hfjax.parallel.memory import is_host_sharding, of_results, to_host
+from hfjax.parallel.execution import Execution
+from hfjax.parallel.memory import is_host_sharding, of_results
 from hfjax.parallel.mesh import PIPE_AXIS, describe_mesh
 from hfjax.parallel.pipeline.plane import PipelinePlane
-from hfjax.parallel.schedules.named import Schedule
 from hfjax.parallel.schedules.table import Table
 from hfjax.plan.layout import Layout, State
 from hfjax.plan.on_stages import on_stages
 from hfjax.plan.rearrange import canonical, rearrange
-from hfjax.planes import data_plane, forward_plane, options_of, update_plane
+from hfjax.planes import data_plane, options_of, update_plane
 from hfjax.update.asynchronous import AsynchronousUpdate
 from hfjax.update.given_parameters import Follow
 from hfjax.update.in_backward import InBackwardUpdate, check_in_backward
@@ -51,53 +56,6 @@ from hfjax.watch import Watch
 Metrics = dict[str, jax.Array]
 
 
-def init(layout: Layout, seed: int = 0, schedule: Schedule | None = None) -> State:
-    """Return a new state, born sharded: no device ever holds the whole model.
-
-    Args:
-        layout: Where everything lives, as `hfjax.layout` returns it.
-        seed: Whole number of 32 bits from which `model_init` gets its random numbers. The same
-            seed gives the same parameters on every mesh.
-        schedule: The pipeline schedule of the training step. With it, layers are born on the
-            stages that run them. None: the first step moves them there.
-
-    Example:
-        >>> import hfjax, optax
-        >>> from flax import nnx
-        >>> model = lambda rngs: nnx.Linear(8, 16, rngs=rngs)
-        >>> fsdp = hfjax.FSDP.edit(replicate_below=0)  # split arrays however small
-        >>> layout = hfjax.layout(model, optax.adam(1e-3), hfjax.make_mesh(fsdp=8), fsdp)
-        >>> state = hfjax.init(layout, seed=0)
-        >>> kernel = state.params["kernel"]
-        >>> kernel.shape, kernel.addressable_shards[0].data.shape
-        ((8, 16), (1, 16))
-    """
-    layout = on_stages(layout, schedule)
-    check(layout, Execution(schedule=schedule))
-    return creation(layout)(_seed(seed))
-
-
-def _seed(given: Any) -> Any:
-    """Return a seed as a program takes it: a whole number of 32 bits, with a sign or without."""
-    if not isinstance(given, int):
-        return given
-    least, most = -(1 << 31), (1 << 32) - 1
-    if not least <= given <= most:
-        raise ValueError(f"seed={given}: a whole number from {least} to {most} is expected.")
-    return given if given < 1 << 31 else np.uint32(given)
-
-
-def creation(layout: Layout) -> Any:
-    """Return the jitted program that makes a new state from a seed."""
-    shardings = layout.shardings()
-
-    def born(seed: Any) -> State:
-        go = lambda x, where: to_host(x) if is_host_sharding(where) else x
-        return jax.tree.map(go, layout.create(seed), shardings)
-
-    return jax.jit(born, out_shardings=of_results(shardings))
-
-
 def train_step(layout: Layout, loss: Callable, **execution: Any) -> "TrainStep":
     """Return the step: (state, batch) -> (state, metrics), one jitted function.
 
@@ -108,7 +66,9 @@ def train_step(layout: Layout, loss: Callable, **execution: Any) -> "TrainStep":
         loss: Function of (outputs, batch). It returns the mean over the rows that it is given, or
             `hfjax.Mean(total, weight)` for a weighted mean or for further metrics.
         execution: Fields of `hfjax.Execution` as keywords, for instance `accumulate=4`,
-            `clip=1.0`, `precision="bf16"`, `remat="full"`, `schedule=hfjax.Schedule("1f1b", 8)`.
+            `clip=1.0`, `precision="bf16"`, `remat="full"`, `schedule=hfjax.Schedule("1f1b", 8)`:
+
+            {fields}
 
     Returns:
         A `TrainStep`. Its metrics are arrays on the device: loss, grad_norm, weight, finite, step,
@@ -124,7 +84,13 @@ def train_step(layout: Layout, loss: Callable, **execution: Any) -> "TrainStep":
         >>> sorted(metrics), int(state.step)
         (['finite', 'grad_norm', 'loss', 'step', 'weight'], 1)
     """
+    check_keywords("train_step", execution, [f.name for f in fields(Execution)])
     return TrainStep(layout, loss, Execution(**execution))
+
+
+train_step.__doc__ = (train_step.__doc__ or "").replace(
+    "{fields}", meanings(Execution, 12).lstrip()
+)
 
 
 class TrainStep:
@@ -214,6 +180,7 @@ class TrainStep:
         except (TypeError, ValueError):
             check_form(self.layout, state)
             self._check_memory(state)
+            check_place(self.layout, state)
             raise
         self._watch.add(metrics, squares)
         return self._follow.made(replace(state, order=self._order)), metrics
@@ -363,7 +330,7 @@ class TrainStep:
         with calling(self.layout.blueprint, batch):
             found = self._update(state, batch)
         metrics = {"loss": found.mean.total / found.mean.weight, "grad_norm": found.norm}
-        metrics |= _metrics(found.mean)
+        metrics |= metrics_of(found.mean)
         if fits is not True:
             metrics["loss"] = jnp.where(fits, metrics["loss"], jnp.nan)
         metrics["finite"] = jnp.isfinite(metrics["loss"]) & jnp.isfinite(found.norm)
@@ -412,73 +379,3 @@ def module(layout: Layout, state: State) -> Any:
     state = canonical(layout, state)
     whole = lambda tree: {path: jnp.asarray(x) for path, x in flatten(full(tree)).items()}
     return layout.blueprint.merge(whole(state.params), whole(state.variables), "model")
-
-
-def eval_step(
-    layout: Layout,
-    loss: Callable,
-    precision: Precision | str = "stored",
-    schedule: Schedule | None = None,
-    compiler_options: Any = "auto",
-    kernels: Any = "auto",
-) -> Callable:
-    """Return (state, batch) -> metrics, jitted: no dropout, no gradient, nothing donated.
-
-    A pipeline runs forward only.
-
-    Args:
-        layout: Where everything lives, as `hfjax.layout` returns it.
-        loss: Function of (outputs, batch), as `train_step` takes it.
-        precision: A `hfjax.Precision`, or a word: stored, fp32, bf16, fp64.
-        schedule: The schedule of the training step. A state whose layers are stored otherwise is
-            rearranged in each call.
-        compiler_options: As in `hfjax.Execution`: "auto", the name of a preset, or a dict.
-        kernels: As in `hfjax.Execution`: auto, pallas, xla, reference, or a word for each kernel.
-
-    Returns:
-        A function whose metrics are loss, weight, and those of the loss by name.
-
-    Example:
-        >>> import hfjax, numpy as np, optax
-        >>> from flax import nnx
-        >>> model = lambda rngs: nnx.Linear(8, 4, rngs=rngs)
-        >>> layout = hfjax.layout(model, optax.sgd(0.1), hfjax.make_mesh(data=8), hfjax.DDP)
-        >>> evaluate = hfjax.eval_step(layout, lambda outputs, batch: (outputs**2).mean())
-        >>> metrics = evaluate(hfjax.init(layout), np.zeros((16, 8), np.float32))
-        >>> float(metrics["loss"]), float(metrics["weight"])  # a plain mean weighs each row by 1
-        (0.0, 16.0)
-    """
-    check_given(layout, loss)
-    layout = on_stages(layout, schedule)
-    given: Any = {"precision": precision, "compiler_options": compiler_options}
-    forward = None if schedule is None else Schedule("forward")  # all that an evaluation runs
-    run = Execution(**given, kernels=kernels, schedule=forward)
-    check_runs(layout, run)
-
-    def evaluate(params: Tree, variables: Any, batch: Any) -> Metrics:
-        plane = forward_plane(layout, loss, run, schedule, batch)
-        with calling(layout.blueprint, batch):
-            mean = plane.evaluate(flatten(params), flatten(variables), batch)
-        return {"loss": mean.total / mean.weight} | _metrics(mean)
-
-    jitted = jax.jit(evaluate, compiler_options=options_of(layout, run))
-    within = jax.jit(evaluate)  # in a program of the user's, whose options count
-
-    def step(state: State, batch: Any) -> Metrics:
-        if is_traced((state, batch)):
-            check_batch(layout, batch, 1)
-            return within(state.params, state.variables, batch)
-        check_alive(state)
-        batch = batch if is_placed(layout.mesh, batch) else shard_batch(layout, batch)
-        state = rearrange(layout, state)
-        try:
-            return jitted(state.params, state.variables, batch)
-        except (TypeError, ValueError):
-            check_form(layout, state, optimizer=False)
-            raise
-
-    return step
-
-
-def _metrics(mean: Mean) -> Metrics:
-    return {name: m.total / m.weight for name, m in mean.metrics.items()} | {"weight": mean.weight}

@@ -5,12 +5,13 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
+from hfjax.base.keywords import known_fields
 from hfjax.pallas_kernels.choice import Wanted
 from hfjax.parallel.activation_offload import Offload
 from hfjax.parallel.compiler import check_options
 from hfjax.parallel.context.choice import Context
 from hfjax.parallel.remat import Remat
-from hfjax.parallel.schedules.named import Schedule
+from hfjax.parallel.schedules.named import Schedule, is_positive
 
 
 class Dtypes(NamedTuple):
@@ -21,6 +22,7 @@ class Dtypes(NamedTuple):
     reduce: Any
 
 
+@known_fields
 @dataclass(frozen=True)
 class Precision:
     """Dtypes of a step: float32, bfloat16 or float64 each, by name or as a dtype.
@@ -83,9 +85,34 @@ REDUCTIONS = ("flat", "hierarchical")
 NONFINITE = ("stop", "skip", "apply")
 
 
+@known_fields
 @dataclass(frozen=True)
 class Execution:
     """How a training step runs; `train_step` takes these fields as keywords, also as words.
+
+    Attributes:
+        accumulate: Microbatches of a step; gradients are reduced as the strategy says.
+        schedule: A `hfjax.Schedule` of a pipeline; it splits each microbatch again.
+        clip: Greatest global norm of the gradient. None: it is not clipped.
+        precision: A `hfjax.Precision`, or a word: stored, fp32, bf16, fp64.
+        remat: What layers compute again: none, full, dots, names:…, every:k, group:k, except_last;
+            a `hfjax.Remat`, or a policy of jax.
+        offload: What of their activations waits on the host: a fraction, dots, names:…, or a
+            `hfjax.Offload`. None: nothing.
+        reshard_after_forward: Whether to drop gathered parameters after use and gather them again.
+        reduction: flat, or hierarchical: axis by axis, in a node first.
+        optimizer_in_backward: Whether to update each layer as soon as its gradient is there, so
+            that about one layer's gradients exist at a time. docs/combinations.md says what it
+            excludes.
+        context: How devices that share rows work together: a `hfjax.Context`, or the name of a
+            form: auto, ring, allgather, ulysses.
+        kernels: auto, pallas, xla, reference; or {kernel: word}.
+        unroll: Layers per turn of the scan. None: as measured per backend.
+        nonfinite: If a loss or gradient is not finite: stop (leave the state as it was, raise three
+            calls later), skip (leave it, warn, go on), apply (update, raise).
+        patience: Under skip: after how many such steps in a row to raise.
+        compiler_options: A preset's name, or a dict; auto: on a GPU the preset that was measured
+            best.
 
     Example:
         >>> import hfjax
@@ -94,34 +121,28 @@ class Execution:
         (dtype(bfloat16), 2, 0.3)
     """
 
-    accumulate: int = 1  # microbatches per step: gradients are reduced as the strategy says
-    schedule: Schedule | None = None  # of a pipeline; it splits each microbatch again
-    clip: float | None = None  # greatest global norm of the gradient
-    precision: Precision = Precision()  # or a word: stored, fp32, bf16, fp64
-    remat: Remat = Remat("none")  # what layers compute again; or a word, or a policy of jax
-    offload: Offload | None = None  # what of that waits on the host; or a fraction, or words
-    reshard_after_forward: bool = True  # drop gathered parameters after use and gather again
-    # hierarchical: axis by axis, in a node first. What stays whole is scattered over fsdp, added
-    # over data, gathered over fsdp; what is scattered is so over fsdp, then over data.
+    accumulate: int = 1
+    schedule: Schedule | None = None
+    clip: float | None = None
+    precision: Precision = Precision()
+    remat: Remat = Remat("none")
+    offload: Offload | None = None
+    reshard_after_forward: bool = True
+    # Hierarchical: what stays whole is scattered over fsdp, added over data, gathered over fsdp;
+    # what is scattered is so over fsdp, then over data.
     reduction: str = "flat"
-    # Update each layer as soon as its gradient is there, so about one layer's gradients exist at a
-    # time. What it excludes: docs/combinations.md.
     optimizer_in_backward: bool = False
-    context: Context = Context()  # how devices that share rows work together; or a form's name
-    kernels: Wanted = Wanted()  # auto, pallas, xla, reference; or a word for each kernel
-    unroll: int | bool | None = None  # layers per turn of the scan; None: as measured per backend
-    # A step whose loss or gradient is not finite: stop (leave the state as it was, raise three
-    # calls later), skip (leave it, warn, go on; raise after `patience` in a row), apply (update,
-    # raise).
+    context: Context = Context()
+    kernels: Wanted = Wanted()
+    unroll: int | bool | None = None
     nonfinite: str = "stop"
     patience: int = 10
-    # A preset's name, or a dict; auto: on a GPU the preset that was measured best.
     compiler_options: Any = field(default="auto", hash=False)
 
     def __post_init__(self):
-        if not isinstance(self.accumulate, int) or self.accumulate < 1:
+        if not is_positive(self.accumulate):
             raise ValueError(f"accumulate={self.accumulate!r}: a positive number of microbatches.")
-        if self.clip is not None and not self.clip > 0:
+        if isinstance(self.clip, bool) or (self.clip is not None and not self.clip > 0):
             raise ValueError(f"clip={self.clip!r}: a positive norm, or None for no clipping.")
         if self.schedule is not None and not isinstance(self.schedule, Schedule):
             raise ValueError(
@@ -149,7 +170,7 @@ class Execution:
             raise ValueError(f"reduction={self.reduction!r}: one of {', '.join(REDUCTIONS)}.")
         if self.nonfinite not in NONFINITE:
             raise ValueError(f"nonfinite={self.nonfinite!r}: one of {', '.join(NONFINITE)}.")
-        if not isinstance(self.patience, int) or self.patience < 1:
+        if not is_positive(self.patience):
             raise ValueError(f"patience={self.patience!r}: a positive number of steps in a row.")
 
 

@@ -39,6 +39,7 @@ class Placed:
     small: bool  # below the size from which the strategy splits arrays
     axes: tuple[str | None, ...] = ()  # the logical name of each dimension
     frozen: bool = False  # no gradient, no moments
+    still: int = 0  # of a stack, the first so many layers stay as they are
 
     @property
     def stacked(self) -> bool:

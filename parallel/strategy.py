@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
 from typing import Any
 
+from hfjax.base.keywords import check_keywords, known_fields
 from hfjax.parallel.memory import memory_rows, show_memory
 from hfjax.parallel.mesh import AXES, BATCH_AXES, SAMPLE_AXES, SEQUENCE_AXES
 
@@ -37,6 +38,7 @@ def _rows(rows: Mapping[str, str | Axes]) -> Rows:
     return MappingProxyType(tidy)
 
 
+@known_fields
 @dataclass(frozen=True)
 class Strategy:
     """A placement: where each kind of tensor lies. Plain data: print it, edit it, combine with `|`.
@@ -126,11 +128,7 @@ class Strategy:
               moments      -
               activations  batch -> data+fsdp
         """
-        allowed = {f.name for f in fields(self)}
-        if unknown := changes.keys() - allowed:
-            raise ValueError(
-                f"{sorted(unknown)}: not a field of Strategy. Fields: {sorted(allowed)}."
-            )
+        check_keywords("Strategy.edit", changes, [f.name for f in fields(self)])
         merged = {
             name: {**getattr(self, name), **value} if name in TABLE else value
             for name, value in changes.items()

@@ -228,7 +228,7 @@ CONDITIONS: dict[tuple[str, str], dict[str, Any]] = {  # where a pair is refused
     ("kernels", "HOST_PARAMETERS"): BY_NAME,
     ("list of layers", "TENSOR"): PIPELINE,
     ("list of layers", NOT_ELEMENT_BY_ELEMENT): PIPELINE,
-    ("list of layers", "freeze"): {"freeze": "layers/0/*"},
+    ("list of layers", "freeze"): PIPELINE | {"freeze": "layers/0/*"},
     (NOT_ELEMENT_BY_ELEMENT, "schedule"): {**{"optimizer": optax.adafactor(1e-2), "layers": 3}},
     ("precision", "TENSOR"): {"own": {"precision": hfjax.Precision(reduce="bfloat16")}},
     ("offload", "schedule that branches"): {},  # the platform

@@ -10,10 +10,10 @@ import pytest
 
 import hfjax
 from hfjax.base.paths import flatten
+from hfjax.initialise import creation
 from hfjax.models.gpt import next_token_loss
 from hfjax.parallel.strategy import Strategy
 from hfjax.testing import _check_placement
-from hfjax.train import creation
 from tests.h200 import OPTIMIZED, h200s
 from tests.small_checkpoint import EVERYTHING, same, small_layout, state_at
 from tests.small_gpt import gpt, gpt_layout, mlps, tokens

@@ -137,9 +137,9 @@ def test_frozen_layers_of_a_list_are_refused():
                 x = layer(x)
             return self.head(x)
 
-    mesh = hfjax.make_mesh(data=1, devices=jax.devices()[:1])
-    layout = hfjax.layout(lambda rngs: Listed(rngs), optax.sgd(0.1), mesh, DDP)
-    with pytest.raises(ValueError, match=r"layers/0/bias is in a list of layers.*or stack them"):
+    mesh = hfjax.make_mesh(pipe=2, devices=jax.devices()[:2])
+    layout = hfjax.layout(lambda rngs: Listed(rngs), optax.sgd(0.1), mesh, PIPE)
+    with pytest.raises(ValueError, match=r"layers/0/bias is in a list of layers.*stack them"):
         layout.freeze("layers/0/*")
 
 

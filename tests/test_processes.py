@@ -26,11 +26,27 @@ jax.config.update("jax_num_cpu_devices", 2)
 jax.config.update("jax_cpu_collectives_implementation", "gloo")
 rank = int(sys.argv[2])
 jax.distributed.initialize(f"localhost:{sys.argv[1]}", num_processes=2, process_id=rank)
-from tests.test_processes import FSDP_TENSOR, PIPELINE, POSITIONS, losses
+from tests.test_processes import FSDP_TENSOR, PIPELINE, POSITIONS, given, losses
 print("rows", *losses(slice(8 * rank, 8 * rank + 8), *FSDP_TENSOR))
 print("pipeline", *losses(slice(None), *PIPELINE))  # each is a stage: both give all rows
 print("positions", *losses(slice(None), *POSITIONS))  # each has a part of every row: the same
+print("given", *given())
 """
+
+
+def given():
+    """Return the sum of parameters that a function gave, and which rows of one were asked for."""
+    layout, asked = mlp_layout(FSDP.edit(replicate_below=0), {"fsdp": 4}), []
+    whole = {path: np.full(x.shape, 2.0, np.float32) for path, x in layout.arrays.items()}
+
+    def part(path, slices):
+        if path == "tokens":
+            asked.append(slices[0].start)
+        return whole[path][slices]
+
+    states = [hfjax.init(layout, parameters=parameters) for parameters in (part, whole)]
+    found = [hfjax.full(state.params)["tokens"].sum() for state in states]
+    return [*map(float, found), *asked]
 
 
 def losses(rows, strategy, sizes, schedule):
@@ -65,6 +81,11 @@ def told_by_two():
     told = [worker.communicate(timeout=240) for worker in workers]
     assert [worker.returncode for worker in workers] == [0, 0], told
     return [out for out, _ in told]
+
+
+def test_two_processes_are_asked_for_their_own_parts_of_given_parameters(told_by_two):
+    lines = [re.findall(r"given (.*)", out)[0].split() for out in told_by_two]
+    assert lines == [["4096.0", "4096.0", *rows] for rows in (["0", "16"], ["32", "48"])]
 
 
 CASES = {"rows": FSDP_TENSOR, "pipeline": PIPELINE, "positions": POSITIONS}

@@ -52,7 +52,7 @@ def test_an_unknown_mesh_axis_in_a_row_is_refused():
 def test_an_edit_adds_rows_and_an_unknown_field_is_refused():
     edited = FSDP.edit(parameters={"mlp": "tensor"}, replicate_below=0)
     assert dict(edited.parameters) == {"*": ("fsdp",), "mlp": ("tensor",)}
-    with pytest.raises(ValueError, match=r"'momenta'.*not a field of Strategy"):
+    with pytest.raises(TypeError, match=r"no keyword 'momenta'\. Did you mean moments\? All: name"):
         FSDP.edit(momenta={})
 
 

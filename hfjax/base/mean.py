@@ -56,6 +56,11 @@ def as_mean(value: Any, rows: int, what: str = "the loss") -> Mean:
     return Mean(mean * rows, jnp.asarray(rows, mean.dtype))
 
 
+def metrics_of(mean: Mean) -> dict[str, jax.Array]:
+    """Return the metrics that a mean carries, and its weight."""
+    return {name: m.total / m.weight for name, m in mean.metrics.items()} | {"weight": mean.weight}
+
+
 def check_loss(given: Any, what: str = "the loss") -> None:
     """Refuse what is no loss(outputs, batch)."""
     kind = None

@@ -42,6 +42,21 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
+def parameter_of(
+    keys: tuple, shape: tuple[int, ...], shapes: Mapping[str, tuple[int, ...]]
+) -> tuple[int, str] | None:
+    """Return where among the keys of an array the path of a parameter begins, and that path.
+
+    None if it is no moment of a parameter: a count, or an array of another shape.
+    """
+    names = [str(getattr(key, "key", "")) for key in keys]
+    for start in range(len(names)):
+        path = "/".join(names[start:])
+        if shapes.get(path) == shape:
+            return start, path
+    return None
+
+
 def nearest(path: str, known: Iterable[str]) -> str:
     """Return a sentence that names the paths most like one that is not there."""
     known = list(known)

@@ -6,10 +6,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.typing import DTypeLike
 
-from hfjax.base.paths import Flat, Tree, flatten, matches, nest
+from hfjax.base.paths import Flat, Tree, flatten, matches, nest, parameter_of
 
 
 def by_path(
@@ -132,6 +133,45 @@ class Without(optax.GradientTransformationExtraArgs):
     inner: Any
 
 
+class WithoutRows(optax.GradientTransformationExtraArgs):
+    """An optimizer without some rows of stacked layers, which knows the one that has them all."""
+
+    inner: Any
+
+
+def without_rows(optimizer: Any, rows: Mapping[str, np.ndarray]) -> WithoutRows:
+    """Return an optimizer that leaves rows of some parameters alone, and all it keeps of them.
+
+    `rows` says by path which stay as they are, bit by bit: parameters, moments, master weights and
+    averages. Their gradients count as zero.
+    """
+
+    def chosen(path: str, new: Any, old: Any) -> Any:
+        """Return an array with the old rows where they stay."""
+        if path not in rows or not hasattr(new, "dtype"):  # those of another group have none
+            return new
+        stay = rows[path].reshape(-1, *(1,) * (new.ndim - 1))
+        return jnp.where(stay, jnp.asarray(old, new.dtype), new)
+
+    def moving(tree: Tree) -> Any:
+        return nest({path: chosen(path, x, 0) for path, x in flatten(tree).items()})
+
+    def update(updates: Any, state: Any, params: Tree = None, **extra: Any) -> tuple:
+        shapes = {path: x.shape for path, x in flatten(updates).items() if path in rows}
+        moved, new = inner.update(moving(updates), state, params, **extra)
+
+        def kept(keys: tuple, new: Any, old: Any) -> Any:
+            of = parameter_of(keys, new.shape, shapes)
+            return new if of is None else chosen(of[1], new, old)
+
+        return moving(moved), jax.tree_util.tree_map_with_path(kept, new, state)
+
+    inner = optax.with_extra_args_support(optimizer)
+    made = WithoutRows(inner.init, update)
+    made.inner = optimizer
+    return made
+
+
 def unwrapped(optimizer: Any, *wrappers: type) -> Any:
     """Return the optimizer inside of these wrappers, from the outermost on: `Without`, `Master`."""
     for wrapper in wrappers:
@@ -199,7 +239,7 @@ def master(optimizer: optax.GradientTransformation, stored: DTypeLike = "bfloat1
 
 def stored_dtype(optimizer: Any, dtype: Any) -> Any:
     """Return the dtype in which the parameters of a state are stored, of the model's own."""
-    whole = unwrapped(optimizer, Without)
+    whole = unwrapped(optimizer, WithoutRows, Without)
     return whole.stored if isinstance(whole, Master) else dtype
 
 

@@ -14,19 +14,48 @@ from hfjax.parallel.placement import batch_devices
 from hfjax.parallel.strategy import Strategy
 
 PACKED_TOGETHER = (
-    "a pipeline would pack the layers of a list into one row",
-    "Freeze what lies outside the layers, or stack them (hfjax.models.parts.stacked).",
+    "a pipeline packs the layers of a list into one row",
+    "Freeze what lies outside the layers, stack them (hfjax.models.parts.stacked), or use no "
+    "pipeline.",
 )
 
 
-def check_frozen(frozen: set[str], plan: Blueprint) -> None:
+def check_frozen(frozen: set[str], plan: Blueprint, arrangement: Any) -> None:
     """Refuse to freeze everything, or a part of what a pipeline packs."""
     if len(frozen) == len(plan.parameters):
         raise ValueError("freeze: all parameters are, and nothing would train. Use eval_step.")
-    if plan.listed and (layers := sorted(path for path in frozen if path.startswith(LAYERS))):
+    packs = plan.listed and arrangement is not None
+    if packs and (layers := sorted(path for path in frozen if path.startswith(LAYERS))):
         raise ValueError(
             f"freeze: {layers[0]} is in a list of layers: {'. '.join(PACKED_TOGETHER)}"
         )
+
+
+def check_patterns(patterns: tuple) -> None:
+    """Refuse what are no patterns of paths."""
+    if not patterns or not all(isinstance(pattern, str) for pattern in patterns):
+        raise ValueError(
+            f"freeze{patterns}: patterns of paths are expected, at least one, for instance "
+            'layout.freeze("tokens", "layers/*").'
+        )
+
+
+def first_layers(paths: set[str], first: Any, plan: Blueprint) -> set[str]:
+    """Return those of these paths that belong to the first layers; refuse what belongs to none."""
+    if outside := sorted(path for path in paths if not path.startswith(LAYERS)):
+        raise ValueError(
+            f"freeze(…, first={first!r}): {outside[0]} is in no layer. Freeze the first layers by "
+            'themselves: layout.freeze("layers/*", first=2), of a model in three parts.'
+        )
+    count = plan.number_of_layers
+    if not isinstance(first, int) or isinstance(first, bool) or not 0 < first < count:
+        raise ValueError(
+            f"freeze(…, first={first!r}): a number of layers from 1 to {count - 1} is expected; to "
+            f"freeze all {count}, leave first away."
+        )
+    if not plan.listed:
+        return paths
+    return paths & {path for layer in plan.layers("train")[:first] for path in layer.paths}
 
 
 def check_rows(plan: Blueprint, mesh: Mesh) -> None:

@@ -13,9 +13,17 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from jax.typing import DTypeLike
 
+from hfjax.base.keywords import known_keywords
 from hfjax.base.paths import Flat, flatten, matches, nearest, nest
 from hfjax.base.tables import human
-from hfjax.optimizers.transforms import check_master, stored_dtype, without
+from hfjax.optimizers.transforms import (
+    WithoutRows,
+    check_master,
+    stored_dtype,
+    unwrapped,
+    without,
+    without_rows,
+)
 from hfjax.parallel.arrangement import Arrangement
 from hfjax.parallel.engine.blueprint import LAYERS, Blueprint, blueprint
 from hfjax.parallel.engine.place import Placer
@@ -43,7 +51,9 @@ from hfjax.plan.check_layout import (
     check_dtypes,
     check_frozen,
     check_paths,
+    check_patterns,
     check_rows,
+    first_layers,
 )
 from hfjax.plan.hosted import Hosted, kept_of
 from hfjax.plan.optimizer_state import parameter_of
@@ -140,13 +150,18 @@ class Layout:
             placed[path] = replace(placed[path], **dict(zip(COLUMNS, parts, strict=True)))
         return replace(self, placed=placed)
 
-    def freeze(self, *patterns: str) -> "Layout":
+    def freeze(self, *patterns: str, first: int | None = None) -> "Layout":
         """Return the layout in which the parameters of these paths stay as they are.
 
-        They have neither gradient nor moments. What was frozen before stays so.
+        They have neither gradient nor moments. What was frozen before stays so. Of stacked layers
+        that are frozen in part (`first`) the whole stack has both: their updates are zero, also
+        those of weight decay, their moments do not change, and their gradients count in the norm
+        that `clip` looks at.
 
         Args:
             patterns: Paths, at least one; `*` stands for anything, also for `/`: `"layers/*"`.
+            first: Freeze only the first so many layers, in the model's order, whatever the
+                schedule: `freeze("layers/*", first=4)`. None: all.
 
         Raises:
             ValueError: A pattern matches no parameter, or nothing is left to train.
@@ -158,28 +173,54 @@ class Layout:
             >>> layout = hfjax.layout(model, optax.adam(1e-3), hfjax.make_mesh(data=8), hfjax.DDP)
             >>> list(layout.gradient_bytes), list(layout.freeze("bias").gradient_bytes)
             (['bias', 'kernel'], ['kernel'])
+            >>> from hfjax.models.gpt import GPT, GPTConfig
+            >>> model = lambda rngs: GPT(GPTConfig.tiny(), rngs=rngs)
+            >>> layout = hfjax.layout(model, optax.adam(1e-3), hfjax.make_mesh(data=8), hfjax.DDP)
+            >>> layout = layout.freeze("tokens", "positions").freeze("layers/*", first=2)
         """
-        if not patterns or not all(isinstance(pattern, str) for pattern in patterns):
-            raise ValueError(
-                f"freeze{patterns}: patterns of paths are expected, at least one, for instance "
-                'layout.freeze("tokens", "layers/*").'
-            )
-        before = {path for path, p in self.placed.items() if p.frozen}
-        frozen = before | set(matches(patterns, self.arrays))
-        check_frozen(frozen, self.blueprint)
-        placed = {path: replace(p, frozen=path in frozen) for path, p in self.placed.items()}
-        made = replace(self, placed=placed, optimizer=without(self.optimizer, frozen))
+        check_patterns(patterns)
+        found, still = set(matches(patterns, self.arrays)), 0
+        if first is not None:
+            found, still = first_layers(found, first, self.blueprint), first
+        stacked = {path for path in found if still and self.placed[path].stacked}
+        frozen = {path for path, p in self.placed.items() if p.frozen} | (found - stacked)
+        check_frozen(frozen, self.blueprint, self.arrangement)
+        more = lambda path, p: max(p.still, still) if path in stacked else p.still
+        placed = {
+            path: replace(p, frozen=path in frozen, still=0 if path in frozen else more(path, p))
+            for path, p in self.placed.items()
+        }
+        made = replace(self, placed=placed)._with_frozen()
         made.hosted.check()
         return made
 
+    def _with_frozen(self) -> "Layout":
+        """Return the layout whose optimizer leaves alone what is frozen, wherever it is stored."""
+        frozen = {path for path, p in self.placed.items() if p.frozen}
+        optimizer = unwrapped(self.optimizer, WithoutRows)
+        optimizer = without(optimizer, frozen) if frozen else optimizer
+        if self.still:
+            number = np.asarray(self.order)
+            stay = {path: (0 <= number) & (number < n) for path, n in self.still.items()}
+            optimizer = without_rows(optimizer, stay)
+        return replace(self, optimizer=optimizer)
+
+    @property
+    def still(self) -> dict[str, int]:
+        """Path -> how many of the first layers of a stack stay as they are."""
+        return {path: p.still for path, p in self.placed.items() if p.still}
+
     def arranged(self, arrangement: Arrangement | None) -> "Layout":
         """Return the layout that stores layers so; None: as the model has them."""
+        frozen = {path for path, p in self.placed.items() if p.frozen}
+        check_frozen(frozen, self.blueprint, arrangement)
         dtype = lambda p: stored_dtype(self.optimizer, p.dtype)
         placed = {
             path: replace(p, dtype=dtype(p))
             for path, p in self.source.stored(self.placed, arrangement).items()
         }
-        return replace(self, arrangement=arrangement, placed=placed)
+        made = replace(self, arrangement=arrangement, placed=placed)
+        return made._with_frozen() if self.still else made
 
     @cached_property
     def as_the_model(self) -> "Layout":
@@ -222,7 +263,8 @@ class Layout:
             *unmatched(source, packed is not None),
             *left_whole(self.strategy, self.placed),
         )
-        return (*could_not, *self.hosted.notes(), *self.blueprint.notes, *padding)
+        still = (f"{path}: its first {n} layers stay as they are" for path, n in self.still.items())
+        return (*could_not, *self.hosted.notes(), *self.blueprint.notes, *still, *padding)
 
     @property
     def source(self) -> Source:
@@ -308,7 +350,10 @@ class Layout:
             512.0
         """
         arrays = self.blueprint.create(seed)
-        params = self._store(arrays, seed)
+        return self.begun(arrays, self._store(arrays, seed))
+
+    def begun(self, arrays: Flat, params: Flat) -> "State":
+        """Return the state that begins with these parameters, and variables out of `arrays`."""
         variables = nest({path: arrays[path] for path in self.blueprint.variables})
         moments = self.optimizer.init(nest(params))  # master weights: before anything is rounded
         params = nest({path: x.astype(self.placed[path].dtype) for path, x in params.items()})
@@ -445,6 +490,7 @@ class State:
     order: Any = None  # the number of the layer in each row of what stacks layers
 
 
+@known_keywords
 def layout(  # noqa: PLR0913  options of one call
     model_init: Callable,
     optimizer: optax.GradientTransformation,

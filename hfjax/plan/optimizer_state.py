@@ -5,23 +5,10 @@ from typing import Any
 
 import jax
 
-from hfjax.base.paths import Flat, Tree
+from hfjax.base.paths import Flat, Tree, parameter_of
 from hfjax.parallel.heterogeneous.packing import PACKED
 
 Shapes = Mapping[str, tuple[int, ...]]  # of parameters, by path
-
-
-def parameter_of(keys: tuple, shape: tuple[int, ...], shapes: Shapes) -> tuple[int, str] | None:
-    """Return where among the keys of an array the path of a parameter begins, and that path.
-
-    None if it is no moment of a parameter: a count, or an array of another shape.
-    """
-    names = [str(getattr(key, "key", "")) for key in keys]
-    for start in range(len(names)):
-        path = "/".join(names[start:])
-        if shapes.get(path) == shape:
-            return start, path
-    return None
 
 
 def reformed(tree: Tree, old: Shapes, like: Any, new: Shapes, convert: Callable) -> Any:

@@ -79,6 +79,19 @@ def _equal(wanted: np.ndarray | None, found: Any, listed: bool) -> bool:
     return wanted is found or np.array_equal(wanted, found)
 
 
+def stored(layout: Layout, params: Flat) -> Flat:
+    """Return parameters by path, given in the model's order, as the layout stores them."""
+    on = {path: NamedSharding(layout.mesh, p.parameter) for path, p in layout.placed.items()}
+    if layout.packed is not None:
+        return converted(None, Mover(layout.packed, layout.mesh, on), params)
+    arrangement = layout.arrangement
+    if arrangement is None:
+        return params
+    rows = {path: x for path, x in params.items() if layout.placed[path].stacked}
+    store = lambda rows: {path: arrangement.store(x) for path, x in rows.items()}
+    return params | jax.jit(store, out_shardings={path: on[path] for path in rows})(rows)
+
+
 def _repacked(layout: Layout, old: Arrangement | None, state: State) -> State:
     """Return the state of a model whose layers are a list in the form that the layout has."""
     was = None if old is None else packed_layers(layout.blueprint, layout.mesh, old)

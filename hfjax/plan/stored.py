@@ -58,9 +58,7 @@ class Source:
     @property
     def number_of_layers(self) -> int:
         """How many layers the model has that can be cut into stages."""
-        if self.blueprint.listed:
-            return len(self.blueprint.layers("train"))
-        return next(x.shape[0] for x in self.arrays.values() if x.axes[:1] == (STACK,))
+        return self.blueprint.number_of_layers
 
     @property
     def embedded(self) -> Any:

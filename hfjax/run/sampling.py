@@ -3,10 +3,12 @@
 Text: one token after the other, the whole row computed for each. Loss: each row once.
 """
 
+import dataclasses
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import jax
@@ -15,10 +17,14 @@ import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec as P
 
+from hfjax.base.keywords import check_keywords
 from hfjax.base.paths import Tree, flatten
+from hfjax.parallel.engine.blueprint import TRAIN, asked_by
+from hfjax.parallel.execution import Execution
 from hfjax.parallel.memory import to_device
 from hfjax.plan.layout import Layout, State
 from hfjax.plan.rearrange import canonical
+from hfjax.planes import options_of
 
 
 @dataclass(frozen=True)
@@ -50,87 +56,163 @@ class Sampling:
         return jax.random.categorical(key, logits_V / self.temperature)
 
 
-def generate(
+Prompt = Sequence[int] | str
+
+
+def generate(  # noqa: PLR0913  options of one call
     layout: Layout,
     state: State,
-    prompt: Sequence[int],
+    prompt: Prompt | Sequence[Prompt],
     count: int,
     *,
-    length: int,
-    vocab: int,
+    length: int | None = None,
+    vocab: int | None = None,
+    tokenizer: Any = None,
     sampling: Sampling = Sampling(),
-) -> list[int]:
-    """Return `count` tokens that follow the prompt; the model sees the last `length` of them.
+    **fields: Any,
+) -> Any:
+    """Return the `count` tokens that follow a prompt, or each of several; of a text, as text.
+
+    All prompts are written to together. Prompt i is sampled with the seed + i, so each gets what it
+    would get by itself (to rounding).
 
     Args:
         layout: The layout of a model that returns logits [B, S, V] of {"tokens": [B, S + 1]}.
         state: A state of it, its layers stored for any schedule.
-        prompt: At least one token; those beyond `vocab` are left out.
+        prompt: At least one token; those beyond `vocab` are left out. Or a text, if there is a
+            tokenizer. Or a list of prompts: then a list is returned.
         count: How many tokens, at least 1.
         length: How many of the last tokens the model sees, at most as many as it has positions.
-        vocab: Tokens to choose from; logits beyond are ignored.
-        sampling: Temperature, top_k and seed. Temperature 0 takes the likeliest token.
+            None: all.
+        vocab: Tokens to choose from; logits beyond are ignored. None: those of the tokenizer, or
+            all.
+        tokenizer: What `hfjax.data.load_tokenizer` returns, or any object that has `encode(texts)`,
+            `decode(tokens)` and `vocab`.
+        sampling: Temperature, top_k and seed together.
+        fields: Or each: temperature=0.8 (0 takes the likeliest token), top_k=40 (only among so many
+            of the likeliest; None: among all), seed=0.
 
     Example:
         >>> import hfjax, optax
         >>> from flax import nnx
-        >>> from hfjax.run import generate
         >>> class Bigrams(nnx.Module):
         ...     def __init__(self, rngs):
         ...         self.table = nnx.Embed(256, 256, rngs=rngs)
         ...     def __call__(self, batch):
         ...         return self.table(batch["tokens"][:, :-1])
         >>> layout = hfjax.layout(Bigrams, optax.sgd(0.1), hfjax.make_mesh(data=8), hfjax.DDP)
-        >>> tokens = generate(layout, hfjax.init(layout), b"Once", 5, length=8, vocab=256)
+        >>> state = hfjax.init(layout)
+        >>> tokens = hfjax.generate(layout, state, b"Once", 5, length=8, temperature=0)
         >>> len(tokens), all(0 <= token < 256 for token in tokens)
         (5, True)
+        >>> several = hfjax.generate(layout, state, [b"Once", [104, 105]], 5, top_k=8, seed=1)
+        >>> [len(tokens) for tokens in several]
+        [5, 5]
+        >>> text = hfjax.data.load_tokenizer("bytes")
+        >>> type(hfjax.generate(layout, state, "Once", 5, tokenizer=text)).__name__
+        'str'
     """
+    check_keywords("generate", fields, [field.name for field in dataclasses.fields(Sampling)])
+    sampling = dataclasses.replace(sampling, **fields)
     if count < 1:
         raise ValueError(f"generate: {count} tokens are asked for, at least 1 is needed.")
-    known = [token for token in prompt if token < vocab][-length:]
-    if not known:
+    alone = isinstance(prompt, str | bytes) or all(np.ndim(x) == 0 for x in _not_texts(prompt))
+    prompts: Any = [prompt] if alone else list(prompt)
+    vocab = getattr(tokenizer, "vocab", None) if vocab is None else vocab
+    found = [_known(x, tokenizer, vocab, length) for x in prompts]
+    length = length or max(map(len, found)) + count
+    follow = _Follow(layout, dataclasses.replace(sampling, seed=0), count, vocab)
+    new = _written(follow, state, sampling.seed, found, length)
+    told = lambda x, tokens: tokenizer.decode(tokens) if isinstance(x, str) else tokens
+    texts = [told(*pair) for pair in zip(prompts, new, strict=True)]
+    return texts[0] if alone else texts
+
+
+def _not_texts(prompt: Any) -> Any:
+    """Return what is in a prompt, a text counting as several tokens."""
+    return [[0] if isinstance(x, str | bytes) else x for x in prompt]
+
+
+def _known(prompt: Any, tokenizer: Any, vocab: int | None, length: int | None) -> list[int]:
+    """Return the tokens of a prompt that the model sees."""
+    if isinstance(prompt, str):
+        if tokenizer is None:
+            raise ValueError(
+                "generate: a text is given and no tokenizer. Give tokens, or "
+                'tokenizer=hfjax.data.load_tokenizer("bytes"), or that of your data.'
+            )
+        prompt = tokenizer.encode([prompt])[0].tolist()
+    tokens = [int(token) for token in prompt if vocab is None or token < vocab]
+    if not tokens:
         raise ValueError("generate: the prompt has no token. Give some text.")
-    row = np.zeros(length, np.int32)
-    row[: len(known)] = known
-    state = canonical(layout, state)
-    follow = _Follow(layout, sampling, count, vocab)
-    run = jax.jit(follow, out_shardings=NamedSharding(layout.mesh, P()))
+    return tokens if length is None else tokens[-length:]
+
+
+def _written(
+    follow: "_Follow", state: State, seed: int, known: list[list[int]], length: int
+) -> list[list[int]]:
+    """Return the tokens that follow each of these rows."""
+    layout = follow.layout
+    rows = np.zeros((len(known), length), np.int32)
+    for row, tokens in zip(rows, known, strict=True):
+        row[: len(tokens)] = tokens
+    seeds = np.asarray([(seed + i) % (1 << 32) for i in range(len(known))], np.uint32)
+    state, run = canonical(layout, state), _program(follow)
     with jax.set_mesh(layout.mesh):
-        found = run(state.params, state.variables, row, len(known))
+        counts = np.asarray(list(map(len, known)), np.int32)
+        found = run(state.params, state.variables, rows, counts, seeds)
     return np.asarray(found.addressable_data(0)).tolist()
+
+
+@lru_cache(maxsize=8)
+def _program(follow: "_Follow") -> Any:
+    """Return the compiled program: asked again for the same, it is not made anew."""
+    options = options_of(follow.layout, Execution())
+    here = NamedSharding(follow.layout.mesh, P())
+    return jax.jit(follow, out_shardings=here, compiler_options=options)
 
 
 @dataclass(frozen=True)
 class _Follow:
-    """The program that writes `count` tokens."""
+    """The program that writes `count` tokens after each of some rows."""
 
     layout: Layout
     sampling: Sampling
     count: int
-    vocab: int
+    vocab: int | None
 
-    def __call__(self, params: Tree, variables: Any, row_S: jax.Array, known: Any) -> jax.Array:
-        """Return the tokens that follow the first `known` of a row.
+    def __call__(
+        self, params: Tree, variables: Any, rows_BS: jax.Array, known_B: jax.Array, seeds_B: Any
+    ) -> jax.Array:
+        """Return the tokens that follow the first `known` of each row.
 
         Parameters of the host are fetched once, for all tokens: each device has its shards.
         """
         blueprint, params = self.layout.blueprint, to_device(flatten(params))
         model = blueprint.merge(params, flatten(variables), "eval")
-        key, length = jax.random.key(self.sampling.seed), row_S.shape[0]
+        keys_B, length = jax.vmap(jax.random.key)(seeds_B), rows_BS.shape[1]
+        each = jnp.arange(len(rows_BS))
 
         def body(i, carry):
-            row, known, new = carry
-            logits = model({"tokens": jnp.pad(row, (0, 1))[None]})[0, known - 1, : self.vocab]
-            token = self.sampling.choose(
-                logits.astype(jnp.float32), jax.random.fold_in(key, i)
-            ).astype(row.dtype)
+            rows, known, new = carry
+            logits = self._logits(model, jnp.pad(rows, ((0, 0), (0, 1))))
+            last = logits[each, known - 1, : self.vocab].astype(jnp.float32)
+            keys = jax.vmap(jax.random.fold_in, (0, None))(keys_B, i)
+            tokens = jax.vmap(self.sampling.choose)(last, keys).astype(rows.dtype)
             full = known == length
-            row = jnp.where(full, jnp.roll(row, -1), row)
-            row = row.at[jnp.where(full, length - 1, known)].set(token)
-            return row, jnp.minimum(known + 1, length), new.at[i].set(token)
+            rows = jnp.where(full[:, None], jnp.roll(rows, -1, axis=1), rows)
+            rows = rows.at[each, jnp.where(full, length - 1, known)].set(tokens)
+            return rows, jnp.minimum(known + 1, length), new.at[:, i].set(tokens)
 
-        first = (jnp.asarray(row_S), jnp.asarray(known), jnp.zeros(self.count, row_S.dtype))
-        return lax.fori_loop(0, self.count, body, first)[2]
+        new = jnp.zeros((len(rows_BS), self.count), rows_BS.dtype)
+        return lax.fori_loop(0, self.count, body, (jnp.asarray(rows_BS), known_B, new))[2]
+
+    def _logits(self, model: Any, tokens_BS: jax.Array) -> jax.Array:
+        forward, batch = self.layout.forward, {"tokens": tokens_BS}
+        if forward is None:
+            return model(batch)
+        asked = {name: False if name == TRAIN else None for name in asked_by(forward)}
+        return forward(model, batch, **asked)
 
 
 LAG = 2  # batches behind which results are read: nothing waits for the device

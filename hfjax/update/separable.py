@@ -16,6 +16,7 @@ import numpy as np
 from hfjax.base.paths import Flat, flatten, nest
 from hfjax.combinations import error_of
 from hfjax.features import NOT_ELEMENT_BY_ELEMENT
+from hfjax.optimizers.transforms import WithoutRows, unwrapped
 from hfjax.parallel.engine.blueprint import LAYERS
 from hfjax.parallel.heterogeneous.packing import PackedLayers
 from hfjax.plan.layout import Layout
@@ -116,6 +117,9 @@ def check_element_by_element(
     updates part after part, `as_written` as the user wrote it. `split`: parts are pieces of a
     layer's arrays as well, as they lie on devices.
     """
+    if layout.still:
+        how = "layout.freeze(…, first=…), which tells one layer from another,"
+        raise error_of((NOT_ELEMENT_BY_ELEMENT, feature), how, as_written)
     forms = dict(_PARTS)
     if layout.blueprint.listed:
         del forms["a layer"]
@@ -235,7 +239,7 @@ def check_padding(layout: Layout) -> None:
     pad = lambda x: jnp.concatenate([x, jnp.zeros_like(x[:1])])
     each = lambda f, flat: {path: f(x) if path in stacked else x for path, x in flat.items()}
     form = _Form(partial(each, pad), partial(each, lambda x: x[:-1]))
-    if path := _otherwise(layout.optimizer, layout.placed, form):
+    if path := _otherwise(unwrapped(layout.optimizer, WithoutRows), layout.placed, form):
         how = f"an optimizer that moves {path} otherwise beside empty places,"
         few, rows = layout.arrangement.layers, layout.arrangement.rows.size
         stages = f"a schedule ({few} layers are padded to {rows} rows)"

@@ -114,6 +114,13 @@ class Blueprint:
         jax.eval_shape(take_apart, *self._shapes)
         return found
 
+    @property
+    def number_of_layers(self) -> int:
+        """How many layers a model in three parts has."""
+        if self.listed:
+            return len(self.layers("train"))
+        return next(v.shape[0] for path, v in self.parameters.items() if path.startswith(LAYERS))
+
     def equipped(self, kernels: Any) -> "Blueprint":
         """Return the blueprint whose modules choose kernels by `kernels`.
 

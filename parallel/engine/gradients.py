@@ -63,6 +63,10 @@ class Plane(ABC):
         """Return the loss of this device's rows."""
 
     @abstractmethod
+    def predicted(self, parameters: Flat, variables: Flat, batch: Any) -> Any:
+        """Return the outputs of the model for this device's rows, in their order."""
+
+    @abstractmethod
     def loss_over_devices(self, mean: Any) -> Any:
         """Return the loss that `microbatch` and `evaluated` tell, of all devices."""
 
@@ -116,6 +120,19 @@ class Plane(ABC):
         run = context.shard_map(device, in_specs, self.loss_specs)
         return run(parameters, variables, batch)
 
+    def predict(self, parameters: Flat, variables: Flat, batch: Any) -> Any:
+        """Return the outputs of the model, split as the rows are; nothing is random or changes."""
+        context = self.context
+
+        def device(parameters, variables, batch):
+            context.traced.begin(())
+            return self.predicted(parameters, variables, batch)
+
+        held = context.variable_specs(variables)
+        in_specs = (context.specs("parameter"), held, context.batch_specs(batch))
+        run = context.shard_map(device, in_specs, P(context.rows))
+        return run(parameters, variables, batch)
+
     def _accumulate(self, microbatch: Callable, statistics: Flat, batch: Any):
         """Return gradients, Mean and statistics after all microbatches of this device."""
         context, count = self.context, self.context.execution.accumulate
@@ -149,7 +166,7 @@ class AutodiffPlane(Plane):
         def total(slots, statistics, batch, number):
             variables = {**statistics, **keys(None, number, rows_of(batch))}
             stored = context.stored(parameters, slots)
-            mean, changed = self._loss_of(stored, variables, batch, "train")
+            mean, changed = self._told(stored, variables, batch, "train", context.mean)
             new = (path for path, old in statistics.items() if changed[path] is not old)
             context.traced.written.update(new)
             return mean.total, (mean, {path: changed[path] for path in statistics})
@@ -163,7 +180,16 @@ class AutodiffPlane(Plane):
 
     def evaluated(self, parameters: Flat, variables: Flat, batch: Any) -> Mean:
         """Return the loss of this device's rows."""
-        return self._loss_of(self.context.stored(parameters, None), variables, batch, "eval")[0]
+        return self._forward(parameters, variables, batch, self.context.mean)
+
+    def predicted(self, parameters: Flat, variables: Flat, batch: Any) -> Any:
+        """Return the outputs of the model for this device's rows."""
+        return self._forward(parameters, variables, batch, self.context.outputs)
+
+    def _forward(self, parameters: Flat, variables: Flat, batch: Any, tell: Callable) -> Any:
+        """Return what `tell(outputs, batch)` makes of this device's rows."""
+        stored = self.context.stored(parameters, None)
+        return self._told(stored, variables, batch, "eval", tell)[0]
 
     def loss_over_devices(self, mean: Mean) -> Mean:
         """Return the mean over the rows of all devices."""
@@ -174,25 +200,25 @@ class AutodiffPlane(Plane):
         """Every device has the mean."""
         return P()
 
-    def _loss_of(
-        self, stored: dict[str, Stored], variables: Flat, batch: Any, mode: str
-    ) -> tuple[Mean, Flat]:
-        """Return the loss of a batch, and the variables after it."""
+    def _told(
+        self, stored: dict[str, Stored], variables: Flat, batch: Any, mode: str, tell: Callable
+    ) -> tuple[Any, Flat]:
+        """Return what `tell(outputs, batch)` makes of a batch, and the variables after it."""
         context, in_parts = self.context, self.context.in_parts
         in_layers = {p: x for p, x in stored.items() if in_parts and p.startswith(LAYERS)}
         outside = {path: x for path, x in stored.items() if path not in in_layers}
 
-        def run(parameters: Flat, variables: Flat, batch: Any) -> tuple[Mean, Flat]:
+        def run(parameters: Flat, variables: Flat, batch: Any) -> tuple[Any, Flat]:
             away = {path: Placeholder(path) for path in in_layers}
             model = context.blueprint.merge(parameters | away, variables, mode)
             outputs = self._outputs(model, in_layers, variables, batch, mode)
-            mean = context.mean(outputs, batch)
-            return mean, variables | context.blueprint.variables_of(model)
+            told = tell(outputs, batch)
+            return told, variables | context.blueprint.variables_of(model)
 
         if in_parts:
             return run(fetched(outside), variables, batch)
         look = partial(self._look, variables, batch) if mode == "train" else None
-        mean, changed = gather_on_use(run, stored, variables, batch, look=look)
+        told, changed = gather_on_use(run, stored, variables, batch, look=look)
         for path, old in variables.items():
             new = changed[path]
             if new is not old and (new.shape, new.dtype) != (old.shape, old.dtype):
@@ -200,7 +226,7 @@ class AutodiffPlane(Plane):
                     f"{path} {old.shape} {old.dtype}: the model writes {new.shape} {new.dtype} to "
                     "it. What a variable holds keeps its shape and dtype from step to step."
                 )
-        return mean, changed
+        return told, changed
 
     def _outputs(
         self, model: Any, layers: dict[str, Stored], variables: Flat, batch: Any, mode: str

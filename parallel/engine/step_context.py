@@ -177,6 +177,11 @@ class StepContext:
         """Return the loss of a batch."""
         return as_mean(self.loss(outputs, batch), rows_of(batch))
 
+    def outputs(self, outputs: Any, batch: Any) -> Any:
+        """Return the outputs, which have a row for each row of the batch."""
+        check_rows(outputs, batch)
+        return outputs
+
     # -- moving parameters and gradients --------------------------------------------------------
 
     def movement(self, p: Placed, training: bool = True) -> Movement:
@@ -316,6 +321,19 @@ def gradients_at_moments(placed: Mapping[str, Placed]) -> dict[str, Placed]:
 def rows_of(batch: Any) -> int:
     """Return the number of rows of a batch."""
     return jax.tree.leaves(batch)[0].shape[0]
+
+
+def check_rows(outputs: Any, batch: Any) -> None:
+    """Refuse outputs that do not have a row for each row of the batch."""
+    rows = rows_of(batch)
+    for keys, x in jax.tree_util.tree_flatten_with_path(outputs)[0]:
+        if jnp.shape(x)[:1] != (rows,):
+            raise ValueError(
+                f"output {jax.tree_util.keystr(keys)} {jnp.shape(x)} has no row for each of the "
+                f"{rows} rows that the model was given. Return what belongs to rows, for instance "
+                "hfjax.predict_step(layout, forward=lambda model, batch: model(batch)); a number "
+                "for all rows is a metric of eval_step's loss."
+            )
 
 
 # -- random keys ----------------------------------------------------------------------------------

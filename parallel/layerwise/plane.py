@@ -54,7 +54,15 @@ class LayerwisePlane(Plane):
 
     def evaluated(self, parameters: Flat, variables: Flat, batch: Any) -> Mean:
         """Return the loss of this device's rows."""
-        placed = self.placed(parameters, lambda m, i: variables_of(variables, i), batch, "eval")
+        return self._forward(parameters, variables, batch, None)
+
+    def predicted(self, parameters: Flat, variables: Flat, batch: Any) -> Any:
+        """Return the outputs of the model for this device's rows."""
+        return self._forward(parameters, variables, batch, "outputs").outputs
+
+    def _forward(self, parameters: Flat, variables: Flat, batch: Any, wanted: str | None) -> Any:
+        of = lambda m, i: variables_of(variables, i)
+        placed = replace(self.placed(parameters, of, batch, "eval"), wanted=wanted)
         return self.passes(placed, lambda own: placed.parameters, self._collect).evaluate({})
 
     def loss_over_devices(self, mean: Mean) -> Mean:
@@ -69,10 +77,7 @@ class LayerwisePlane(Plane):
     @property
     def layers(self) -> int:
         """How many layers the model has."""
-        context = self.context
-        if context.blueprint.listed:
-            return len(context.blueprint.layers("train"))
-        return next(p.shape[0] for path, p in context.placed.items() if path.startswith(LAYERS))
+        return self.context.blueprint.number_of_layers
 
     def placed(self, parameters: Flat, variables: Callable, batch: Any, mode: str) -> PlacedModel:
         """Return the model in three parts; what is outside of the layers is on the device."""

@@ -58,6 +58,11 @@ class PipelinePlane(Plane):
         of = lambda m, layer: variables_of(variables, layer)
         return self._run(self._placed(parameters, batch, of, "eval"))[2]
 
+    def predicted(self, parameters: Flat, variables: Flat, batch: Any) -> Any:
+        """Return the outputs of this device's rows, from the last stage."""
+        told = replace(self, wanted="outputs").evaluated(parameters, variables, batch)
+        return self._from_last_stage(told.outputs)
+
     def loss_over_devices(self, mean: Any) -> Any:
         """Return a Mean over all rows, or Extras with the means and outputs of all stages."""
         if not isinstance(mean, Extras):

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from hfjax.base.keywords import known_fields
 from hfjax.parallel.schedules import builders
 from hfjax.parallel.schedules.table import Homes, Table, check, check_homes, lane_of, lay_out
 from hfjax.parallel.schedules.text import parse_table
@@ -67,6 +68,7 @@ SCHEDULES: dict[str, Builder] = {
 ALIASES = {"1f1b-half": "1f1b-published", "interleaved-half": "interleaved-published"}  # old names
 
 
+@known_fields
 @dataclass(frozen=True)
 class Schedule:
     """How the microbatches of a step go through the pipeline.
@@ -116,7 +118,7 @@ class Schedule:
                 f"no schedule {self.name!r}. Schedules: {', '.join(SCHEDULES)}; "
                 "a table of your own: Schedule.from_text, Schedule.from_csv."
             )
-        if not _positive(self.microbatches):
+        if not is_positive(self.microbatches):
             raise ValueError(
                 f"microbatches={self.microbatches!r}: a positive number of microbatches."
             )
@@ -148,7 +150,7 @@ class Schedule:
             0F0 0F1 .   .   0B0 0B1
             .   1F0 1F1 1B0 1B1 .
         """
-        if not _positive(stages):
+        if not is_positive(stages):
             raise ValueError(f"stages={stages!r}: a positive number of stages.")
         if self.own is None:
             return SCHEDULES[self.name](stages, self.microbatches, self.chunks or 1)
@@ -242,13 +244,14 @@ class Schedule:
         return cls.from_text(text, name=path.stem, balance=balance, branches=branches)
 
 
-def _positive(value: object) -> bool:
+def is_positive(value: object) -> bool:
+    """Return whether a value is a whole number from 1 on; true and false are none."""
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
 def _check_balance(balance: object) -> None:
     if balance in BALANCES or (
-        isinstance(balance, tuple) and balance and all(map(_positive, balance))
+        isinstance(balance, tuple) and balance and all(map(is_positive, balance))
     ):
         return
     raise ValueError(
@@ -267,7 +270,7 @@ def _check_every(schedule: Schedule) -> None:
             f"{given}: only 2bw updates after a number of microbatches that you choose. Leave it "
             'away, or use Schedule("2bw", …).'
         )
-    if not _positive(schedule.every) or schedule.every < 2:
+    if not is_positive(schedule.every) or schedule.every < 2:
         raise ValueError(
             f"{given}: a number of microbatches, at least 2. To update after each of them: "
             'Schedule("pipedream", …).'
@@ -275,7 +278,7 @@ def _check_every(schedule: Schedule) -> None:
 
 
 def _check_chunks(name: str, builder: Builder, chunks: object) -> None:
-    if not _positive(chunks):
+    if not is_positive(chunks):
         raise ValueError(f"chunks={chunks!r}: a positive number of chunks.")
     if builder.fixed and chunks != builder.chunks:
         others = ", ".join(other for other, b in SCHEDULES.items() if not b.fixed)

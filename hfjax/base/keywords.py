@@ -1,0 +1,76 @@
+"""Keywords that a caller may have misspelt: refused with the nearest of those that are known.
+
+And what the fields of a class mean, for the docstring of a function that takes them as keywords.
+"""
+
+import difflib
+import functools
+import inspect
+import textwrap
+from collections.abc import Callable, Iterable
+from types import FunctionType
+from typing import Any, ParamSpec, TypeVar
+
+P = ParamSpec("P")
+R = TypeVar("R")
+Kind = TypeVar("Kind", bound=type)
+
+
+def nearest_of(name: str, known: Iterable[str]) -> str:
+    """Return a question after the name that is most like one that is not there.
+
+    >>> nearest_of("acumulate", ["clip", "accumulate"])
+    ' Did you mean accumulate?'
+    """
+    near = difflib.get_close_matches(name, list(known), n=1)
+    return f" Did you mean {near[0]}?" if near else ""
+
+
+def check_keywords(what: str, given: Iterable[str], known: Iterable[str]) -> None:
+    """Refuse a keyword that is none of those that are known.
+
+    >>> check_keywords("train_step", ["clp"], ["clip", "remat"])
+    Traceback (most recent call last):
+    TypeError: train_step has no keyword 'clp'. Did you mean clip? All: clip, remat.
+    """
+    known = list(known)
+    for name in given:
+        if name not in known:
+            near = nearest_of(name, known)
+            raise TypeError(f"{what} has no keyword {name!r}.{near} All: {', '.join(known)}.")
+
+
+def known_keywords(function: Callable[P, R]) -> Callable[P, R]:
+    """Return the function; a keyword that it does not have is refused with those that it has."""
+    known = [name for name in inspect.signature(function).parameters if name != "self"]
+    what, check = function.__qualname__.removesuffix(".__init__"), check_keywords
+
+    def call(*args: Any, **keywords: Any) -> Any:
+        check(what, keywords, known)
+        return function(*args, **keywords)
+
+    # With the globals of its module, by which doctest finds the functions of a module.
+    given = call.__code__, function.__globals__, function.__name__, None, call.__closure__
+    return functools.wraps(function)(FunctionType(*given))
+
+
+def known_fields(kind: Kind) -> Kind:
+    """Return the class; a keyword that it does not have is refused with those that it has."""
+    setattr(kind, "__init__", known_keywords(kind.__init__))  # noqa: B010  pyright: it is a method
+    return kind
+
+
+def meanings(kind: type, indent: int) -> str:
+    """Return what the docstring of a class says of its attributes, indented.
+
+    >>> class Point:
+    ...     '''A place.
+    ...
+    ...     Attributes:
+    ...         x: To the right.
+    ...     '''
+    >>> meanings(Point, 2)
+    '  x: To the right.'
+    """
+    text = (inspect.getdoc(kind) or "").partition("Attributes:\n")[2].partition("\n\n")[0]
+    return textwrap.indent(textwrap.dedent(text), " " * indent)

@@ -1,0 +1,171 @@
+"""Forward only: the loss of a batch (`eval_step`), or the outputs of the model (`predict_step`)."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+from hfjax.base.keywords import known_keywords
+from hfjax.base.mean import Mean, metrics_of
+from hfjax.base.paths import Tree, flatten
+from hfjax.batches import check_batch, is_placed, shard_batch
+from hfjax.check_step import (
+    check_alive,
+    check_form,
+    check_given,
+    check_layout,
+    check_place,
+    check_runs,
+    is_traced,
+)
+from hfjax.jax_errors import calling
+from hfjax.parallel.engine.blueprint import asked_by
+from hfjax.parallel.engine.context import check_rows
+from hfjax.parallel.execution import Execution, Precision
+from hfjax.parallel.mesh import BATCH_AXES
+from hfjax.parallel.schedules.named import Schedule
+from hfjax.plan.layout import Layout, State
+from hfjax.plan.on_stages import on_stages
+from hfjax.plan.rearrange import rearrange
+from hfjax.planes import forward_plane, options_of
+
+Metrics = dict[str, jax.Array]
+
+
+@known_keywords
+def eval_step(
+    layout: Layout,
+    loss: Callable,
+    precision: Precision | str = "stored",
+    schedule: Schedule | None = None,
+    compiler_options: Any = "auto",
+    kernels: Any = "auto",
+) -> Callable:
+    """Return (state, batch) -> metrics, jitted: no dropout, no gradient, nothing donated.
+
+    A pipeline runs forward only.
+
+    Args:
+        layout: Where everything lives, as `hfjax.layout` returns it.
+        loss: Function of (outputs, batch), as `train_step` takes it.
+        precision: A `hfjax.Precision`, or a word: stored, fp32, bf16, fp64.
+        schedule: The schedule of the training step. A state whose layers are stored otherwise is
+            rearranged in each call.
+        compiler_options: As in `hfjax.Execution`: "auto", the name of a preset, or a dict.
+        kernels: As in `hfjax.Execution`: auto, pallas, xla, reference, or a word for each kernel.
+
+    Returns:
+        A function whose metrics are loss, weight, and those of the loss by name.
+
+    Example:
+        >>> import hfjax, numpy as np, optax
+        >>> from flax import nnx
+        >>> model = lambda rngs: nnx.Linear(8, 4, rngs=rngs)
+        >>> layout = hfjax.layout(model, optax.sgd(0.1), hfjax.make_mesh(data=8), hfjax.DDP)
+        >>> evaluate = hfjax.eval_step(layout, lambda outputs, batch: (outputs**2).mean())
+        >>> metrics = evaluate(hfjax.init(layout), np.zeros((16, 8), np.float32))
+        >>> float(metrics["loss"]), float(metrics["weight"])  # a plain mean weighs each row by 1
+        (0.0, 16.0)
+    """
+    check_given(layout, loss)
+    layout = on_stages(layout, schedule)
+    given: Any = {"precision": precision, "compiler_options": compiler_options, "kernels": kernels}
+    run = _execution(layout, schedule, given)
+
+    def evaluate(params: Tree, variables: Any, batch: Any) -> Metrics:
+        plane = forward_plane(layout, loss, run, schedule, batch)
+        with calling(layout.blueprint, batch):
+            mean = plane.evaluate(flatten(params), flatten(variables), batch)
+        return {"loss": mean.total / mean.weight} | metrics_of(mean)
+
+    return _step(layout, evaluate, options_of(layout, run))
+
+
+@known_keywords
+def predict_step(
+    layout: Layout,
+    forward: Callable | None = None,
+    precision: Precision | str = "stored",
+    schedule: Schedule | None = None,
+    compiler_options: Any = "auto",
+    kernels: Any = "auto",
+) -> Callable:
+    """Return (state, batch) -> outputs of the model, jitted: nothing is random or donated.
+
+    They are what `model(batch)` returns on one device in evaluation mode: any pytree of arrays that
+    have a row for each row of the batch, in its order, split over the devices as it is.
+
+    Args:
+        layout: Where everything lives, as `hfjax.layout` returns it.
+        forward: Function of (model, batch) that returns the outputs. None: that of the layout.
+        precision: A `hfjax.Precision`, or a word: stored, fp32, bf16, fp64.
+        schedule: The schedule of the training step. A state whose layers are stored otherwise is
+            rearranged in each call.
+        compiler_options: As in `hfjax.Execution`: "auto", the name of a preset, or a dict.
+        kernels: As in `hfjax.Execution`: auto, pallas, xla, reference, or a word for each kernel.
+
+    Example:
+        >>> import hfjax, numpy as np, optax
+        >>> from flax import nnx
+        >>> model = lambda rngs: nnx.Linear(8, 4, rngs=rngs)
+        >>> layout = hfjax.layout(model, optax.sgd(0.1), hfjax.make_mesh(data=8), hfjax.DDP)
+        >>> predict = hfjax.predict_step(layout)
+        >>> outputs = predict(hfjax.init(layout), np.ones((16, 8), np.float32))
+        >>> outputs.shape, outputs.addressable_shards[0].data.shape
+        ((16, 4), (2, 4))
+        >>> named = hfjax.predict_step(layout, lambda model, x: {"y": model(x), "x": x})
+        >>> sorted(named(hfjax.init(layout), np.ones((16, 8), np.float32)))
+        ['x', 'y']
+    """
+    check_layout(layout)
+    asked_by(forward)  # refuses
+    layout = on_stages(layout if forward is None else replace(layout, forward=forward), schedule)
+    given: Any = {"precision": precision, "compiler_options": compiler_options, "kernels": kernels}
+    run = _execution(layout, schedule, given)
+
+    def predict(params: Tree, variables: Any, batch: Any) -> Any:
+        plane = forward_plane(layout, _no_loss, run, schedule, batch)
+        with calling(layout.blueprint, batch):
+            return plane.predict(flatten(params), flatten(variables), batch)
+
+    rows = NamedSharding(layout.mesh, P(BATCH_AXES))
+    return _step(layout, predict, options_of(layout, run), out_shardings=rows)
+
+
+def _no_loss(outputs: Any, batch: Any) -> Mean:
+    """Return no loss, of outputs that have a row for each row of the batch."""
+    check_rows(outputs, batch)
+    return Mean(jnp.zeros(()), jnp.ones(()))
+
+
+def _execution(layout: Layout, schedule: Schedule | None, given: dict[str, Any]) -> Execution:
+    """Return how a forward pass runs, if it does."""
+    forward = None if schedule is None else Schedule("forward")  # all that runs of a schedule
+    run = Execution(**given, schedule=forward)
+    check_runs(layout, run)
+    return run
+
+
+def _step(layout: Layout, run: Callable, options: Any, **places: Any) -> Callable:
+    """Return (state, batch) -> what `run(params, variables, batch)` returns, jitted."""
+    jitted = jax.jit(run, compiler_options=options, **places)
+    within = jax.jit(run, **places)  # in a program of the user's, whose options count
+
+    def step(state: State, batch: Any) -> Any:
+        if is_traced((state, batch)):
+            check_batch(layout, batch, 1)
+            return within(state.params, state.variables, batch)
+        check_alive(state)
+        batch = batch if is_placed(layout.mesh, batch) else shard_batch(layout, batch)
+        state = rearrange(layout, state)
+        try:
+            return jitted(state.params, state.variables, batch)
+        except (TypeError, ValueError):
+            check_form(layout, state, optimizer=False)
+            check_place(layout, state)
+            raise
+
+    return step

@@ -1,0 +1,283 @@
+"""The first state of a run: born sharded from a seed, or from parameters that are given.
+
+Given parameters are put on their shards one array at a time, as the model has them. Then they go
+where a pipeline stores them, and the optimizer starts from them.
+"""
+
+import difflib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from hfjax.base.keywords import known_keywords
+from hfjax.base.paths import Flat, flatten, nest
+from hfjax.combinations import check
+from hfjax.parallel.engine.blueprint import raw
+from hfjax.parallel.execution import Execution
+from hfjax.parallel.memory import (
+    is_host_sharding,
+    of_results,
+    one_by_one,
+    to_device,
+    to_host,
+)
+from hfjax.parallel.schedules.named import Schedule
+from hfjax.plan.layout import Layout, State
+from hfjax.plan.on_stages import on_stages
+from hfjax.plan.rearrange import stored
+
+MOST = 8  # lines of a message about paths, of each kind
+Slices = tuple[slice, ...]
+
+
+@known_keywords
+def init(
+    layout: Layout, seed: int = 0, schedule: Schedule | None = None, parameters: Any = None
+) -> State:
+    """Return a new state, born sharded: no device ever holds the whole model.
+
+    Args:
+        layout: Where everything lives, as `hfjax.layout` returns it.
+        seed: Whole number of 32 bits from which `model_init` gets its random numbers. The same
+            seed gives the same parameters on every mesh.
+        schedule: The pipeline schedule of the training step. With it, layers are born on the
+            stages that run them. None: the first step moves them there.
+        parameters: The parameters to start from, in the model's own order, whatever the schedule:
+            NumPy or JAX arrays in a tree like `state.params`, or as {path: array}; or a function
+            of (path, slices) that returns this part of the array, so that none is ever whole. In
+            place of an array None says: from the seed. Floating-point arrays are cast to the
+            model's dtype; moments, master weights and averages start from them.
+
+    Raises:
+        ValueError: A given path is unknown or missing, or an array has another shape, or is not of
+            real floating-point numbers.
+
+    Example:
+        >>> import hfjax, numpy as np, optax
+        >>> from flax import nnx
+        >>> model = lambda rngs: nnx.Linear(8, 16, rngs=rngs)
+        >>> fsdp = hfjax.FSDP.edit(replicate_below=0)  # split arrays however small
+        >>> layout = hfjax.layout(model, optax.adam(1e-3), hfjax.make_mesh(fsdp=8), fsdp)
+        >>> state = hfjax.init(layout, seed=0)
+        >>> kernel = state.params["kernel"]
+        >>> kernel.shape, kernel.addressable_shards[0].data.shape
+        ((8, 16), (1, 16))
+        >>> given = {"kernel": np.ones((8, 16)), "bias": None}  # the bias: from the seed
+        >>> float(hfjax.init(layout, parameters=given).params["kernel"].sum())
+        128.0
+    """
+    layout = on_stages(layout, schedule)
+    check(layout, Execution(schedule=schedule))
+    if parameters is None:
+        return creation(layout)(_seed(seed))
+    return _begun(layout, _seed(seed), stored(layout, _placed(layout, _seed(seed), parameters)))
+
+
+def _seed(given: Any) -> Any:
+    """Return a seed as a program takes it: a whole number of 32 bits, with a sign or without."""
+    if not isinstance(given, int):
+        return given
+    least, most = -(1 << 31), (1 << 32) - 1
+    if not least <= given <= most:
+        raise ValueError(f"seed={given}: a whole number from {least} to {most} is expected.")
+    return given if given < 1 << 31 else np.uint32(given)
+
+
+def creation(layout: Layout) -> Any:
+    """Return the jitted program that makes a new state from a seed."""
+    shardings = layout.shardings()
+
+    def born(seed: Any) -> State:
+        return jax.tree.map(_in_memory, layout.create(seed), shardings)
+
+    return jax.jit(born, out_shardings=of_results(shardings))
+
+
+def _in_memory(x: jax.Array, where: Any) -> jax.Array:
+    return to_host(x) if is_host_sharding(where) else x
+
+
+# -- from given parameters ----------------------------------------------------------------------
+
+
+def _begun(layout: Layout, seed: Any, params: Flat) -> State:
+    """Return the state that begins with these parameters, which are stored as the layout has them.
+
+    They become a part of it: nobody else may hold them.
+    """
+    shardings = replace(layout.shardings(), params=None)
+
+    def beside(seed: Any, params: Flat) -> State:
+        made = layout.begun(layout.blueprint.create(seed), to_device(params))
+        return jax.tree.map(_in_memory, replace(made, params=None), shardings)
+
+    state = jax.jit(beside, out_shardings=of_results(shardings))(seed, params)
+    return replace(state, params=nest(_cast(layout, params)))
+
+
+def _cast(layout: Layout, params: Flat) -> Flat:
+    """Return parameters in the dtypes of the state: beside master weights they are narrower."""
+    dtypes = {path: p.dtype for path, p in layout.placed.items()}
+    if all(x.dtype == dtypes[path] for path, x in params.items()):
+        return params
+    shardings = flatten(layout.shardings().params)
+    run = lambda params: one_by_one(lambda x, dtype: x.astype(dtype), params, dtypes)
+    return jax.jit(run, out_shardings=of_results(shardings))(params)
+
+
+def _placed(layout: Layout, seed: Any, parameters: Any) -> Flat:
+    """Return all parameters on their shards, as the model has them and in its dtypes."""
+    plain = layout.as_the_model
+    shardings = flatten(plain.shardings().params)
+    wanted = {
+        path: jax.ShapeDtypeStruct(x.shape, plain.blueprint.parameters[path].dtype)
+        for path, x in plain.arrays.items()
+    }
+    put = partial(_of_function, parameters)
+    if not (callable(parameters) and jax.tree_util.all_leaves([parameters])):
+        given = _by_path(parameters)
+        _check(given, wanted)
+        put = lambda path, *where: _of_array(given[path], *where)
+    found = {path: put(path, like, shardings[path]) for path, like in wanted.items()}
+    return found | _of_seed(plain, seed, [path for path, x in found.items() if x is None])
+
+
+def _of_seed(plain: Layout, seed: Any, paths: list[str]) -> Flat:
+    """Return those parameters that the seed gives."""
+    if not paths:
+        return {}
+    shardings = {path: flatten(plain.shardings().params)[path] for path in paths}
+
+    def made(seed: Any) -> Flat:
+        arrays = plain.blueprint.create(seed)
+        return {path: _in_memory(arrays[path], where) for path, where in shardings.items()}
+
+    return jax.jit(made, out_shardings=of_results(shardings))(seed)
+
+
+def _of_array(x: Any, like: jax.ShapeDtypeStruct, sharding: Any) -> jax.Array | None:
+    """Return a copy of an array on its shards; None: there is no array."""
+    if isinstance(x, jax.Array):
+        cast = x if x.dtype == like.dtype else to_device(x).astype(like.dtype)
+        return jax.device_put(cast, sharding, may_alias=False)
+    if x is None:
+        return None
+    part = lambda slices: np.array(
+        x[slices], like.dtype
+    )  # a copy: steps donate what they are given
+    return jax.make_array_from_callback(like.shape, sharding, part)
+
+
+def _of_function(
+    give: Callable[[str, Slices], Any], path: str, like: jax.ShapeDtypeStruct, sharding: Any
+) -> jax.Array | None:
+    """Return the array whose parts a function gives, each asked for once; None if it gives none."""
+    known: dict[tuple, Any] = {}
+
+    def part(index: Any) -> Any:
+        slices = tuple(slice(*s.indices(n)[:2]) for s, n in zip(index, like.shape, strict=True))
+        key = tuple((s.start, s.stop) for s in slices)
+        if key not in known:
+            known[key] = _part(give(path, slices), path, slices, like.dtype)
+        return known[key]
+
+    indices = sharding.addressable_devices_indices_map(like.shape).values()
+    if any(part(index) is None for index in indices):
+        return None
+    return jax.make_array_from_callback(like.shape, sharding, part)
+
+
+def _part(given: Any, path: str, slices: Slices, dtype: Any) -> np.ndarray | None:
+    """Return a part that a function gave, in the model's dtype."""
+    if given is None:
+        return None
+    wanted = tuple(s.stop - s.start for s in slices)
+    found = np.asarray(given)
+    if found.shape != wanted or not _real(found):
+        where = ", ".join(f"{s.start}:{s.stop}" for s in slices)
+        raise ValueError(
+            f"parameters({path!r}, [{where}]) returned {_shown(found)}: real floating-point "
+            f"numbers of shape {wanted} are expected, or None to take this parameter from the seed."
+        )
+    return np.array(found, dtype)
+
+
+# -- paths and shapes ---------------------------------------------------------------------------
+
+
+def _by_path(parameters: Any) -> Flat:
+    """Return {path: array or None} of a tree, of {path: array}, or of an nnx module."""
+    if isinstance(parameters, nnx.Module):
+        parameters = nnx.state(parameters, nnx.Param)
+    is_leaf = lambda x: x is None or isinstance(x, nnx.Variable)
+    found, _ = jax.tree_util.tree_flatten_with_path(parameters, is_leaf=is_leaf)
+    path = lambda keys: jax.tree_util.keystr(keys, simple=True, separator="/") or "array"
+    return {path(keys): raw(x) for keys, x in found}
+
+
+def _check(given: Flat, wanted: Mapping[str, Any]) -> None:
+    """Refuse parameters that are not those of the model, with both sides."""
+    lines = [*_missing(given, wanted), *_unknown(given, wanted), *_other(given, wanted)]
+    if lines:
+        raise ValueError(
+            "these parameters are not those of the layout's model:\n  "
+            + "\n  ".join(lines)
+            + "\nPaths and shapes are those of the model's own order: "
+            "hfjax.canonical(layout, state).params shows them. None in place of an array takes "
+            "it from the seed."
+        )
+
+
+def _missing(given: Flat, wanted: Mapping[str, Any]) -> Iterator[str]:
+    lines = [
+        f"{path} {like.shape} is missing{_near(path, given.keys() - wanted.keys())}"
+        for path, like in wanted.items()
+        if path not in given
+    ]
+    yield from _few(lines)
+
+
+def _unknown(given: Flat, wanted: Mapping[str, Any]) -> Iterator[str]:
+    lines = [
+        f"{path} {_shown(x)} is no parameter of the model{_near(path, wanted)}"
+        for path, x in given.items()
+        if path not in wanted
+    ]
+    yield from _few(lines)
+
+
+def _other(given: Flat, wanted: Mapping[str, Any]) -> Iterator[str]:
+    both = [(path, given[path], like) for path, like in wanted.items() if path in given]
+    fits = lambda x, like: x is None or (np.shape(x) == like.shape and _real(x))
+    lines = [
+        f"{path} is {_shown(x)}, the model has {_shown(like)}"
+        for path, x, like in both
+        if not fits(x, like)
+    ]
+    yield from _few(lines)
+
+
+def _few(lines: list[str]) -> list[str]:
+    more = len(lines) - MOST
+    return lines if more <= 0 else [*lines[:MOST], f"… and {more} more"]
+
+
+def _near(path: str, known: Any) -> str:
+    found = difflib.get_close_matches(path, known, n=1)
+    return f" (nearest: {found[0]})" if found else ""
+
+
+def _real(x: Any) -> bool:
+    return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.floating)
+
+
+def _shown(x: Any) -> str:
+    if not hasattr(x, "dtype"):
+        return f"no array, but {type(x).__name__}"
+    return f"{x.dtype}{list(x.shape)}"

@@ -1,0 +1,155 @@
+"""Outputs and text of a model are those of one device, under any strategy and schedule."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import hfjax
+from tests.small_gpt import tokens
+from tests.test_in_and_out import (
+    CASES,
+    INTERLEAVED,
+    alone,
+    given,
+    loss_of,
+    made,
+    same,
+    squares,
+)
+
+NONE: Any = "layout"
+
+
+def plain(name, batch):
+    """Return what the model itself returns in evaluation mode."""
+    model = hfjax.module(alone(name), hfjax.init(alone(name), parameters=given(name)))
+    model.eval()
+    return jax.tree.map(np.asarray, model(batch))
+
+
+PREDICTED = [name for name in CASES if name not in ("PIPE, padded", "ema", "master")]
+
+
+@pytest.mark.parametrize("name", PREDICTED)
+def test_predicted_outputs_are_those_of_the_model_row_by_row(name):
+    layout, schedule, batch = made(name), CASES[name][2], loss_of(name)[1]
+    state = hfjax.init(layout, schedule=schedule, parameters=given(name))
+    found = hfjax.predict_step(layout, schedule=schedule)(state, batch)
+    rows = jax.sharding.NamedSharding(layout.mesh, jax.P(("data", "fsdp")))
+    for mine, wanted in zip(
+        jax.tree.leaves(found), jax.tree.leaves(plain(name, batch)), strict=True
+    ):
+        limit = 0.05 if "HOST" in name else 1e-5  # its parameters are bfloat16
+        np.testing.assert_allclose(np.asarray(mine, np.float32), wanted, atol=limit)
+        assert mine.sharding.is_equivalent_to(rows, mine.ndim)
+    assert isinstance(found, dict) == (loss_of(name)[0] is squares)
+    own = hfjax.module(layout, state)  # the model itself, from any layout and schedule
+    own.eval()
+    same(own(batch), plain(name, batch))
+
+
+def test_forward_takes_the_place_of_the_layouts_own():
+    layout, batch = made("FSDP"), loss_of("FSDP")[1]
+    state = hfjax.init(layout, parameters=given("FSDP"))
+    forward = lambda model, batch, train: (model(batch).argmax(-1), batch["tokens"] * (2 - train))
+    best, twice = hfjax.predict_step(layout, forward)(state, batch)
+    np.testing.assert_array_equal(best, plain("FSDP", batch).argmax(-1))
+    np.testing.assert_array_equal(twice, 2 * batch["tokens"])
+    half = hfjax.predict_step(layout, precision="bf16")(state, batch)
+    assert half.dtype == jnp.bfloat16
+
+
+def test_a_prediction_runs_inside_a_program_of_the_users():
+    layout, batch = made("FSDP"), loss_of("FSDP")[1]
+    state, predict = hfjax.init(layout, parameters=given("FSDP")), hfjax.predict_step(layout)
+    best = jax.jit(lambda state, batch: predict(state, batch).argmax(-1))(state, batch)
+    np.testing.assert_array_equal(best, plain("FSDP", batch).argmax(-1))
+
+
+@pytest.mark.parametrize(
+    ("predict", "message"),
+    [
+        (lambda layout: hfjax.predict_step(NONE), "a layout of hfjax.layout is .* found str"),
+        (
+            lambda layout: hfjax.predict_step(layout, forward=lambda model: 0),
+            r"forward\(model\): it is called with \(model, batch\)",
+        ),
+        (
+            lambda layout: hfjax.predict_step(layout)(hfjax.init(layout), tokens(rows=6)),
+            "batch of 6 rows does not divide by 1 microbatches x 4 devices",
+        ),
+        (
+            lambda layout: hfjax.predict_step(
+                layout, lambda model, batch: {"mean": model(batch).mean()}
+            )(hfjax.init(layout), tokens(rows=8)),
+            r"output \['mean'\] \(\) has no row for each of the 2 rows .* a metric of eval_step",
+        ),
+        (
+            lambda layout: hfjax.predict_step(
+                made("PIPE, interleaved"), lambda m, x: m(x), schedule=INTERLEAVED
+            ),
+            "schedule .* with forward= of the layout: stages are made of a model in three parts",
+        ),
+    ],
+)
+def test_what_cannot_be_predicted_is_refused(predict, message):
+    with pytest.raises(ValueError, match=message):
+        predict(made("FSDP"))
+
+
+# -- text ---------------------------------------------------------------------------------------
+
+
+WITH_TEXT = ("FSDP+TENSOR", "PIPE, interleaved", "HOST_PARAMETERS")
+
+
+@pytest.mark.parametrize("name", WITH_TEXT)
+def test_text_is_that_of_one_device(name):
+    layout, one = made(name), hfjax.init(alone(name), parameters=given(name))
+    state = hfjax.init(layout, schedule=CASES[name][2], parameters=given(name))
+    prompts = [[1, 2, 3], [7], [9, 8, 7, 6, 5]]
+    fields: dict[str, Any] = {"length": 8, "temperature": 0}
+    found = hfjax.generate(layout, state, prompts, 6, **fields)
+    assert found == hfjax.generate(alone(name), one, prompts, 6, **fields)
+    assert [len(tokens) for tokens in found] == [6, 6, 6]
+
+
+def test_each_of_several_prompts_gets_what_it_gets_by_itself():
+    layout = alone("FSDP")
+    state = hfjax.init(layout, parameters=given("FSDP"))
+    prompts = [[1, 2, 3], "ab", np.array([5])]
+    text = hfjax.data.load_tokenizer("bytes")
+    fields: dict[str, Any] = {
+        "length": 8,
+        "temperature": 1.0,
+        "top_k": 8,
+        "tokenizer": text,
+        "vocab": 64,
+    }
+    text.encode = lambda texts: [np.array([1, 2])] * len(texts)  # tokens of this small model
+    together = hfjax.generate(layout, state, prompts, 6, seed=5, **fields)
+    for i, prompt in enumerate(prompts[:2]):
+        assert hfjax.generate(layout, state, prompt, 6, seed=5 + i, **fields) == together[i]
+    assert isinstance(together[1], str)
+    assert len(together[1]) == 6
+    assert hfjax.generate is hfjax.run.generate
+
+
+@pytest.mark.parametrize(
+    ("call", "message", "kind"),
+    [
+        (lambda f: f("text", 4), "a text is given and no tokenizer. Give tokens, or", ValueError),
+        (lambda f: f([[]], 4), "the prompt has no token", ValueError),
+        (lambda f: f([1], 0), "0 tokens are asked for", ValueError),
+        (lambda f: f([1], 30), "31 tokens a row, the model has 24 positions", ValueError),
+        (lambda f: f([1], 2, topk=3), "no keyword 'topk'. Did you mean top_k", TypeError),
+    ],
+)
+def test_what_cannot_be_written_is_refused(call, message, kind):
+    layout = alone("FSDP")
+    state = hfjax.init(layout)
+    with pytest.raises(kind, match=message):
+        call(lambda *given, **fields: hfjax.generate(layout, state, *given, **fields))
