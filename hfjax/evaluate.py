@@ -23,7 +23,7 @@ from hfjax.check_step import (
 )
 from hfjax.jax_errors import calling
 from hfjax.parallel.engine.blueprint import asked_by
-from hfjax.parallel.engine.context import check_rows
+from hfjax.parallel.engine.step_context import check_rows
 from hfjax.parallel.execution import Execution, Precision
 from hfjax.parallel.mesh import BATCH_AXES
 from hfjax.parallel.schedules.named import Schedule
@@ -43,6 +43,7 @@ def eval_step(
     schedule: Schedule | None = None,
     compiler_options: Any = "auto",
     kernels: Any = "auto",
+    context: Any = "auto",
 ) -> Callable:
     """Return (state, batch) -> metrics, jitted: no dropout, no gradient, nothing donated.
 
@@ -56,6 +57,7 @@ def eval_step(
             rearranged in each call.
         compiler_options: As in `hfjax.Execution`: "auto", the name of a preset, or a dict.
         kernels: As in `hfjax.Execution`: auto, pallas, xla, reference, or a word for each kernel.
+        context: As in `hfjax.Execution`: a `hfjax.Context`, or the name of a form.
 
     Returns:
         A function whose metrics are loss, weight, and those of the loss by name.
@@ -73,7 +75,7 @@ def eval_step(
     check_given(layout, loss)
     layout = on_stages(layout, schedule)
     given: Any = {"precision": precision, "compiler_options": compiler_options, "kernels": kernels}
-    run = _execution(layout, schedule, given)
+    run = _execution(layout, schedule, given | {"context": context})
 
     def evaluate(params: Tree, variables: Any, batch: Any) -> Metrics:
         plane = forward_plane(layout, loss, run, schedule, batch)
@@ -92,11 +94,13 @@ def predict_step(
     schedule: Schedule | None = None,
     compiler_options: Any = "auto",
     kernels: Any = "auto",
+    context: Any = "auto",
 ) -> Callable:
     """Return (state, batch) -> outputs of the model, jitted: nothing is random or donated.
 
     They are what `model(batch)` returns on one device in evaluation mode: any pytree of arrays that
-    have a row for each row of the batch, in its order, split over the devices as it is.
+    have a row for each row of the batch, in its order, split over the devices as it is. Devices
+    that share rows each get them whole.
 
     Args:
         layout: Where everything lives, as `hfjax.layout` returns it.
@@ -106,6 +110,7 @@ def predict_step(
             rearranged in each call.
         compiler_options: As in `hfjax.Execution`: "auto", the name of a preset, or a dict.
         kernels: As in `hfjax.Execution`: auto, pallas, xla, reference, or a word for each kernel.
+        context: As in `hfjax.Execution`: a `hfjax.Context`, or the name of a form.
 
     Example:
         >>> import hfjax, numpy as np, optax
@@ -124,7 +129,7 @@ def predict_step(
     asked_by(forward)  # refuses
     layout = on_stages(layout if forward is None else replace(layout, forward=forward), schedule)
     given: Any = {"precision": precision, "compiler_options": compiler_options, "kernels": kernels}
-    run = _execution(layout, schedule, given)
+    run = _execution(layout, schedule, given | {"context": context})
 
     def predict(params: Tree, variables: Any, batch: Any) -> Any:
         plane = forward_plane(layout, _no_loss, run, schedule, batch)

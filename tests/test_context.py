@@ -146,6 +146,24 @@ def test_rows_on_several_devices_train_as_on_one(name, alone):
         assert apart(found, alone(model, batch, execution)) < 1e-9
 
 
+def test_evaluations_and_predictions_are_those_of_one_device():
+    told = {}
+    for name, sizes in {"one": {"data": 1}, "four": {"context": 4}}.items():
+        mesh = hfjax.make_mesh(devices=jax.devices()[: int(np.prod(list(sizes.values())))], **sizes)
+        strategy = (FSDP | CONTEXT).edit(replicate_below=0) if name == "four" else DDP
+        layout = hfjax.layout(windowed_llama, optax.sgd(0.1), mesh, strategy)
+        state = hfjax.init(layout)
+        metrics = hfjax.eval_step(layout, next_token_loss)(state, DOCUMENTS)
+        outputs = hfjax.full(
+            hfjax.predict_step(layout, context="ring" if name == "four" else "auto")(
+                state, DOCUMENTS
+            )
+        )
+        told[name] = float(metrics["loss"]), outputs
+    assert abs(told["one"][0] - told["four"][0]) < 1e-6
+    np.testing.assert_allclose(told["four"][1], told["one"][1], atol=1e-5)
+
+
 # -- what is sent -------------------------------------------------------------------------------
 
 SENT = ("permute", "all-gather", "reduce-scatter", "all-to-all")

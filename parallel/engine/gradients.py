@@ -31,7 +31,7 @@ from hfjax.parallel.engine.blueprint import LAYERS
 from hfjax.parallel.engine.fetch import Placeholder, Stored, fetched
 from hfjax.parallel.engine.gather_on_use import gather_on_use
 from hfjax.parallel.engine.layers import run_model
-from hfjax.parallel.engine.sequence import called, dealt
+from hfjax.parallel.engine.sequence import called, dealt, undealt
 from hfjax.parallel.engine.step_context import StepContext, is_random, rows_of
 from hfjax.parallel.mesh import BATCH_AXES, in_use
 
@@ -126,10 +126,11 @@ class Plane(ABC):
 
         def device(parameters, variables, batch):
             context.traced.begin(())
-            return self.predicted(parameters, variables, batch)
+            batch = dealt(context, variables, None, batch)
+            return undealt(context, self.predicted(parameters, variables, batch))
 
         held = context.variable_specs(variables)
-        in_specs = (context.specs("parameter"), held, context.batch_specs(batch))
+        in_specs = (context.specs("parameter"), held, context.batch_spec)
         run = context.shard_map(device, in_specs, P(context.rows))
         return run(parameters, variables, batch)
 

@@ -46,6 +46,12 @@ def dealt(context: StepContext, variables: Flat, keys: Callable | None, batch: A
     return rows.dealt(whole, dims)
 
 
+def undealt(context: StepContext, outputs: Any) -> Any:
+    """Return what the model made of its part of the rows, for whole rows."""
+    rows = context.traced.kernels.rows
+    return outputs if rows is None else rows.undealt(outputs)
+
+
 def _length(batch: Any, dims: Any) -> int:
     """Return the number of positions of the rows of a batch."""
     found = {
@@ -91,6 +97,7 @@ def look(
             parameters, variables, shorter
         )
         loss = jax.make_jaxpr(context.loss)(outputs, shorter)
+    rows.outputs = [_dimension(x.shape, length) for x in jax.tree.leaves(outputs)]
     if length == real:  # no length is its own: nothing can be told apart
         return
     for jaxpr, part in ((model, "the model"), (loss, "the loss")):
@@ -115,6 +122,11 @@ def called(context: StepContext, model: Any, variables: Flat, inputs: Any, mode:
     key = lambda name: variables[variable_of(name)] if training else None
     asked = {n: training if n == TRAIN else key(n) for n in asked_by(context.forward)}
     return context.forward(model, inputs, **asked)
+
+
+def _dimension(shape: tuple[int, ...], length: int) -> int | None:
+    """Return which dimension is the sequence, if one is."""
+    return next((dim for dim, size in enumerate(shape) if size == length and dim), None)
 
 
 def _with(shape: tuple[int, ...], dim: int, size: int) -> tuple[int, ...]:

@@ -45,6 +45,7 @@ class SharedRows:
     no_ring: str | None = None
     calls: list[Call] = field(default_factory=list)
     choice: Choice | None = None
+    outputs: list[int | None] = field(default_factory=list)  # which dimension is the sequence
     looking: int | None = None  # the length of rows while the model is looked at
 
     @property
@@ -93,6 +94,18 @@ class SharedRows:
         device = lax.axis_index(self.axes)
         cut = lambda x, dim: x if dim is None else self.deal.mine(x, device, dim)
         return jax.tree.map(cut, batch, dims, is_leaf=lambda x: x is None)
+
+    def undealt(self, outputs: Any) -> Any:
+        """Return outputs with whole rows, in the order of positions."""
+        leaves, form = jax.tree.flatten(outputs)
+
+        def whole(x: jax.Array, dim: int | None) -> jax.Array:
+            if dim is None:
+                return x
+            every = lax.all_gather(x, self.axes, axis=dim, tiled=True)
+            return every.take(self.deal.undone(every.shape[dim]), axis=dim)
+
+        return form.unflatten(map(whole, leaves, self.outputs))
 
     # -- attention ------------------------------------------------------------------------------
 
