@@ -258,7 +258,7 @@ REFUSED: dict[tuple[str, str], Refusal] = {
         ),
     ),
     ("statistics that a model writes", "CONTEXT"): Refusal(
-        f"statistics are means over the positions of rows, and {APART}",
+        APART,
         MEET_BY,
         detected_later=TRACED,
     ),

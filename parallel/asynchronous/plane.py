@@ -98,7 +98,7 @@ class AsynchronousPlane:
         """
         context = self.plane.context
         summed = context.reduction(gradients, context.placed)
-        weight = lax.psum(weight, context.rows) if context.rows else weight
+        weight = lax.psum(weight, context.samples) if context.samples else weight
         scale = jnp.where(weight == 0, 0, 1 / weight)
         mean = lambda path, g: (g * scale.astype(g.dtype)).astype(context.placed[path].dtype)
         return {path: mean(path, g) for path, g in summed.items()}

@@ -92,10 +92,15 @@ class StepContext:
         return row_axes(self.mesh)
 
     @property
+    def samples(self) -> Axes:
+        """The axes over which rows are split, and positions."""
+        return (*self.rows, *in_use(self.mesh, SEQUENCE_AXES))
+
+    @property
     def axes(self) -> Axes:
         """The axes over which what is computed differs: of stages, of rows, of positions."""
         stages = [axis for axis, what in MEANING.items() if what.stays and not what.rows]
-        return (*in_use(self.mesh, stages), *self.rows, *in_use(self.mesh, SEQUENCE_AXES))
+        return (*in_use(self.mesh, stages), *self.samples)
 
     def shard_map(self, device: Callable, in_specs: Any, out_specs: Any) -> Callable:
         """Map over the manual axes.

@@ -19,6 +19,7 @@ from hfjax.parallel.autodiff.program import bytes_of
 from hfjax.parallel.engine.gradients import Plane
 from hfjax.parallel.engine.parts import Extras, PlacedModel
 from hfjax.parallel.engine.reduce import scattered
+from hfjax.parallel.engine.sequence import undealt
 from hfjax.parallel.engine.step_context import rows_of, variables_of
 from hfjax.parallel.heterogeneous.model import HeterogeneousModel
 from hfjax.parallel.heterogeneous.packing import PackedLayers
@@ -67,7 +68,8 @@ class PipelinePlane(Plane):
         """Return a Mean over all rows, or Extras with the means and outputs of all stages."""
         if not isinstance(mean, Extras):
             return self.context.sum(mean)
-        return Extras(self.context.sum(mean.means), self._from_last_stage(mean.outputs))
+        outputs = undealt(self.context, self._from_last_stage(mean.outputs))
+        return Extras(self.context.sum(mean.means), outputs)
 
     @property
     def loss_specs(self) -> Any:
