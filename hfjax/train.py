@@ -352,7 +352,7 @@ class TrainStep:
         """Return the next state, metrics and the squares of gradients; none if it does not fit."""
         check_batch(self.layout, batch, microbatches_of(self.execution))
         params, variables = flatten(state.params), flatten(state.variables)
-        with calling(self.layout.blueprint, batch):
+        with calling(self.layout, batch):
             found = self._update(state, batch)
         metrics = {"loss": found.mean.total / found.mean.weight, "grad_norm": found.norm}
         metrics |= _metrics(found.mean)
@@ -449,7 +449,7 @@ def eval_step(
 
     def evaluate(params: Tree, variables: Any, batch: Any) -> Metrics:
         plane = forward_plane(layout, loss, run, schedule, batch)
-        with calling(layout.blueprint, batch):
+        with calling(layout, batch):
             mean = plane.evaluate(flatten(params), flatten(variables), batch)
         return {"loss": mean.total / mean.weight} | _metrics(mean)
 

@@ -57,7 +57,12 @@ def test_standard_error_is_where_it_is_said(capsys):
 
 def test_an_error_passes_through_and_ends_the_line():
     out = Terminal()
-    with pytest.raises(ValueError, match="wrong"), said_while("compiling", first=0.01, out=out):
-        time.sleep(0.1)
-        raise ValueError("wrong")
+
+    def fail():
+        with said_while("compiling", first=0.01, out=out):
+            time.sleep(0.1)
+            raise ValueError("wrong")
+
+    with pytest.raises(ValueError, match="wrong"):
+        fail()
     assert out.getvalue().endswith(" \r")

@@ -58,7 +58,7 @@ def _turn(what: str, done: threading.Event, first: float, _: float, out: TextIO)
 
 
 def _passed(done: threading.Event, first: float, every: float) -> Iterator[float]:
-    """Yield the seconds since the first call: after `first`, then at each turn, until it is done."""
+    """Yield the seconds since the start: after `first`, then at each turn, until it is done."""
     began, wait = time.monotonic(), first
     while not done.wait(wait):
         yield time.monotonic() - began

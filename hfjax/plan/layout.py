@@ -44,6 +44,7 @@ from hfjax.plan.check_layout import (
     check_frozen,
     check_paths,
     check_rows,
+    check_splits,
 )
 from hfjax.plan.hosted import Hosted, kept_of
 from hfjax.plan.optimizer_state import parameter_of
@@ -81,9 +82,9 @@ class Layout:
         >>> zero1 = hfjax.ZERO1.edit(replicate_below=0)
         >>> print(hfjax.layout(model, optax.sgd(0.1, 0.9), hfjax.make_mesh(data=8), zero1))
         ZERO1 on data=8
-          parameter  shape  spec  gradient  moments       bytes/device
-          b          8      P()   same      P(fsdp+data)  32 B
-          w          64x8   P()   same      P(fsdp+data)  2.0 KiB
+          parameter  shape  spec  gradient  moments    bytes/device
+          b          8      P()   same      P("data")  32 B
+          w          64x8   P()   same      P("data")  2.0 KiB
         per device: parameters 2.0 KiB, gradients 2.0 KiB, moments 260 B
     """
 
@@ -470,7 +471,8 @@ def layout(  # noqa: PLR0913  options of one call
         sync_batch_norm: Whether BatchNorm takes its statistics over the rows of all devices.
 
     Raises:
-        ValueError: A parameter cannot be placed as the strategy says, or has no floating dtype.
+        ValueError: A parameter cannot be placed as the strategy says, or has no floating dtype; or
+            a part of the strategy would split nothing on this mesh.
 
     Example:
         >>> import hfjax, optax
@@ -482,6 +484,7 @@ def layout(  # noqa: PLR0913  options of one call
         [None, 'fsdp', 'tensor']
     """
     check_arguments(model_init, optimizer, mesh, strategy)
+    check_splits(strategy, mesh)
     plan = blueprint(model_init, Placer(mesh, strategy), forward, sync_batch_norm)
     if not plan.parameters:
         raise ValueError(
