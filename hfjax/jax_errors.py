@@ -36,7 +36,7 @@ _BY_KEY = r"indices must be integers or slices, not str|string indexing"
 _NOT_WHOLE = r"(Indexer|indices|Input type) must (have|be) (an )?integer"
 # NumPy takes a dictionary for the fields of a dtype, and says that its entries are none.
 _NO_ARRAY = r"\bdict\b|entry not a 2- or 3- tuple"
-_MORE_THAN_ONE = r"__call__\(\) missing \d+ required positional"
+_MORE = re.compile(r"__call__\(\) missing \d+ required positional")
 
 
 @contextmanager
@@ -48,9 +48,8 @@ def calling(layout: Layout, batch: Any) -> Iterator[None]:
     # For one and the same mistake each version of JAX raises another of these kinds. An error is
     # replaced only where its text is known below; any other is raised again as it was.
     except (*_KINDS, TypeError, ValueError) as error:
-        theirs = _of_a_model(error) or re.search(_MORE_THAN_ONE, str(error))  # that: of our call
-        meaning = _of_batch(error, layout, batch) if theirs else None
-        meaning = meaning or _of_jax(error, layout.blueprint, batch)
+        told = _of_batch if _of_a_model(error) else _of_call
+        meaning = told(error, layout, batch) or _of_jax(error, layout.blueprint, batch)
         if meaning is None:
             raise
         raise ValueError(meaning) from error
@@ -76,8 +75,14 @@ def _of_batch(error: Exception, layout: Layout, batch: Any) -> str | None:
         )
     if isinstance(layout.blueprint.graphs["train"], Tree):
         return None  # the loss is given another tree, perhaps a dictionary too
-    whole = _NO_ARRAY if keys else _MORE_THAN_ONE
-    return _of_whole(layout, keys, said) if re.search(f"{_MORE_THAN_ONE}|{whole}", said) else None
+    return _of_whole(error, layout, batch) if keys and re.search(_NO_ARRAY, said) else None
+
+
+def _of_call(error: Exception, layout: Layout, batch: Any) -> str | None:
+    """Return what an error says of a model that takes more than the batch."""
+    as_it_is = layout.forward is None and not layout.blueprint.three_parts
+    several = as_it_is and isinstance(batch, Mapping | tuple | list)
+    return _of_whole(error, layout, batch) if several and _MORE.search(str(error)) else None
 
 
 def _of_key(error: KeyError, keys: list) -> str | None:
@@ -90,10 +95,11 @@ def _of_key(error: KeyError, keys: list) -> str | None:
     )
 
 
-def _of_whole(layout: Layout, keys: list | None, said: str) -> str:
-    """Return what to do where a whole batch goes to what takes an array."""
-    first = "batch[0]" if keys is None else f'batch["{keys[0]}"]'
-    given = f"a dictionary of {', '.join(map(str, keys))}" if keys else "as it is"
+def _of_whole(error: Exception, layout: Layout, batch: Any) -> str:
+    """Return what to do where a whole batch goes to what takes an array of it."""
+    keys = list(batch) if isinstance(batch, Mapping) else None
+    first = f"batch[{0 if keys is None else repr(keys[0])}]".replace("'", '"')
+    given = f"a dictionary of {', '.join(map(str, keys))}" if keys else f"a {type(batch).__name__}"
     how = f"Take an array of it: {first}."
     if layout.forward is None and not layout.blueprint.three_parts:
         how = (
@@ -101,8 +107,8 @@ def _of_whole(layout: Layout, keys: list | None, said: str) -> str:
             f"hfjax.layout(…, forward=lambda model, batch: model({first}))."
         )
     return (
-        f"the model or the loss is given the whole batch, {given}, and takes it for an array. "
-        f"{how} Python says: {said[:300]}"
+        f"the model or the loss is given the whole batch, {given}, and takes arrays of it. {how} "
+        f"Python says: {str(error)[:300]}"
     )
 
 

@@ -118,7 +118,14 @@ def test_a_loss_that_takes_the_whole_batch_for_an_array_is_told_to_select():
         trace(made(Linear), BATCH, lambda y, batch: (y - batch).mean(), forward=on_x)
 
 
+class Lacking(Embedding):
+    def __call__(self, batch):
+        return Two(rngs=nnx.Rngs(0))(super().__call__(batch))
+
+
 def test_an_error_of_the_model_itself_is_left_as_it_is():
+    with pytest.raises(TypeError, match="missing 1 required positional argument: 'y'"):
+        trace(made(Lacking), {"tokens": TOKENS})
     with pytest.raises(TypeError, match="dot_general requires contracting"):
         trace(made(Linear), {"x": X[:, :4]}, forward=on_x)
 
