@@ -120,7 +120,8 @@ def test_a_loss_that_takes_the_whole_batch_for_an_array_is_told_to_select():
 
 class Lacking(Embedding):
     def __call__(self, batch):
-        return Two(rngs=nnx.Rngs(0))(super().__call__(batch))
+        two: Any = Two(rngs=nnx.Rngs(0))
+        return two(super().__call__(batch))
 
 
 def test_an_error_of_the_model_itself_is_left_as_it_is():
