@@ -1,5 +1,6 @@
 """What a step refuses before it is traced: what cannot run, or would run in vain."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -12,7 +13,7 @@ from hfjax.base.paths import Tree
 from hfjax.combinations import check
 from hfjax.parallel.execution import Execution
 from hfjax.parallel.memory import check_has_host_memory
-from hfjax.parallel.mesh import AXES, PIPE_AXIS, describe_mesh
+from hfjax.parallel.mesh import AXES, MEANING, PIPE_AXIS, Axis, describe_mesh
 from hfjax.plan.layout import Layout, State
 
 
@@ -115,12 +116,7 @@ def check_runs(layout: Layout, execution: Execution, training: bool = False) -> 
     """Refuse what cannot run, or would run in vain."""
     check(layout, execution)
     if idle := layout.unused_axes():
-        raise ValueError(
-            f"mesh {describe_mesh(layout.mesh)}: {', '.join(idle)} splits neither the batch nor a "
-            f"parameter under {layout.strategy.name}: its devices would repeat each other's work. "
-            "Set it to 1, or add a strategy that uses it (hfjax.TENSOR uses tensor, hfjax.PIPE "
-            "uses pipe)."
-        )
+        _refuse_idle(layout, idle)
     execution.kernels.check(layout.mesh.devices.flat[0])
     stages = layout.mesh.shape[PIPE_AXIS]
     if training and stages > 1 and execution.schedule is None:
@@ -130,3 +126,18 @@ def check_runs(layout: Layout, execution: Execution, training: bool = False) -> 
         )
     if execution.offload is not None:
         check_has_host_memory(layout.mesh)
+
+
+def _refuse_idle(layout: Layout, idle: Sequence[str]) -> None:
+    """Refuse mesh axes whose devices would repeat each other's work."""
+    if planned := [axis for axis in idle if MEANING[axis] == Axis()]:
+        raise ValueError(
+            f"mesh {describe_mesh(layout.mesh)}: {' and '.join(planned)} has no meaning yet: no "
+            "step computes over it, whatever a spec or a strategy places there. Set it to 1."
+        )
+    raise ValueError(
+        f"mesh {describe_mesh(layout.mesh)}: {', '.join(idle)} splits neither the batch nor a "
+        f"parameter under {layout.strategy.name}: its devices would repeat each other's work. "
+        "Set it to 1, or add a strategy that uses it (hfjax.TENSOR uses tensor, hfjax.PIPE "
+        "uses pipe)."
+    )

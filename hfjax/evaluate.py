@@ -79,7 +79,7 @@ def eval_step(
 
     def evaluate(params: Tree, variables: Any, batch: Any) -> Metrics:
         plane = forward_plane(layout, loss, run, schedule, batch)
-        with calling(layout.blueprint, batch):
+        with calling(layout, batch):
             mean = plane.evaluate(flatten(params), flatten(variables), batch)
         return {"loss": mean.total / mean.weight} | metrics_of(mean)
 
@@ -133,7 +133,7 @@ def predict_step(
 
     def predict(params: Tree, variables: Any, batch: Any) -> Any:
         plane = forward_plane(layout, _no_loss, run, schedule, batch)
-        with calling(layout.blueprint, batch):
+        with calling(layout, batch):
             return plane.predict(flatten(params), flatten(variables), batch)
 
     rows = NamedSharding(layout.mesh, P(BATCH_AXES))

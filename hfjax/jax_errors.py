@@ -5,9 +5,13 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from hfjax.parallel.engine.blueprint import Blueprint
+import jax
+import jax.numpy as jnp
+
+from hfjax.parallel.engine.blueprint import Blueprint, Tree
 from hfjax.parallel.engine.step_context import rows_of
 from hfjax.parallel.mesh import BATCH_AXES
+from hfjax.plan.layout import Layout
 
 _ROWS = str(BATCH_AXES).replace("'", '"')
 # What an error of JAX says -> what it means here.
@@ -27,36 +31,109 @@ _MEANINGS = (
 )
 
 
+_KINDS = (KeyError, NameError, AttributeError, AssertionError, NotImplementedError)
+_BY_KEY = r"indices must be integers or slices, not str|string indexing"
+_NOT_WHOLE = r"(Indexer|indices|Input type) must (have|be) (an )?integer"
+# NumPy takes a dictionary for the fields of a dtype, and says that its entries are none.
+_NO_ARRAY = r"\bdict\b|entry not a 2- or 3- tuple"
+_MORE = re.compile(r"__call__\(\) missing \d+ required positional")
+
+
 @contextmanager
-def calling(blueprint: Blueprint, batch: Any) -> Iterator[None]:
+def calling(layout: Layout, batch: Any) -> Iterator[None]:
     """Run what calls a model and a loss: what is known of their errors is told in words."""
     try:
-        with blueprint.around():
+        with layout.blueprint.around():
             yield
-    except KeyError as error:
-        asked = error.args[0] if error.args else None
-        if isinstance(batch, Mapping) and asked not in batch and _of_a_model(error):
-            raise ValueError(
-                f"the model or the loss asks for {error.args[0]!r}, which this batch does not "
-                f"have. It has: {', '.join(map(str, batch))}."
-            ) from error
-        raise
     # For one and the same mistake each version of JAX raises another of these kinds. An error is
     # replaced only where its text is known below; any other is raised again as it was.
-    except (NameError, ValueError, TypeError, AssertionError, NotImplementedError) as error:
-        for pattern, meaning in _MEANINGS:
-            if found := re.search(pattern, str(error)):
-                raise ValueError(
-                    f"{meaning.format(**found.groupdict())} JAX says: {str(error)[:300]}"
-                ) from error
-        if "incompatible shapes" in str(error) and (rows := _as_many_rows(blueprint, batch)):
-            path, shape = next(iter(rows.items()))
-            raise ValueError(
-                f"{path} {shape} has as many rows as the whole batch, and each device has some of "
-                'them. Let them be split as the batch is: nnx.Variable(x, axes=("batch", '
-                f"{', '.join(['None'] * (len(shape) - 1))})). JAX says: {str(error)[:300]}"
-            ) from error
-        raise
+    except (*_KINDS, TypeError, ValueError) as error:
+        told = _of_batch if _of_a_model(error) else _of_call
+        meaning = told(error, layout, batch) or _of_jax(error, layout.blueprint, batch)
+        if meaning is None:
+            raise
+        raise ValueError(meaning) from error
+
+
+def _of_batch(error: Exception, layout: Layout, batch: Any) -> str | None:
+    """Return what an error says of a batch that the model or the loss reads in another way."""
+    said, keys = str(error), list(batch) if isinstance(batch, Mapping) else None
+    if isinstance(error, KeyError):
+        return None if keys is None else _of_key(error, keys)
+    if keys is None and re.search(_BY_KEY, said):
+        kind = "an array" if hasattr(batch, "shape") else f"a {type(batch).__name__}"
+        return (
+            f"the model or the loss reads the batch by key, and this batch is {kind}. Give a "
+            'dictionary, {"tokens": …}, or say what the model is given: hfjax.layout(…, '
+            "forward=lambda model, batch: …)."
+        )
+    if re.search(_NOT_WHOLE, said) and (found := _not_whole(batch)):
+        return (
+            "an embedding (or another look-up) is given floating-point numbers where whole ones "
+            f"are expected. Of this batch are no whole numbers: {', '.join(found)}. Make tokens "
+            "integers: x.astype(np.int32)."
+        )
+    if isinstance(layout.blueprint.graphs["train"], Tree):
+        return None  # the loss is given another tree, perhaps a dictionary too
+    return _of_whole(error, layout, batch) if keys and re.search(_NO_ARRAY, said) else None
+
+
+def _of_call(error: Exception, layout: Layout, batch: Any) -> str | None:
+    """Return what an error says of a model that takes more than the batch."""
+    as_it_is = layout.forward is None and not layout.blueprint.three_parts
+    several = as_it_is and isinstance(batch, Mapping | tuple | list)
+    return _of_whole(error, layout, batch) if several and _MORE.search(str(error)) else None
+
+
+def _of_key(error: KeyError, keys: list) -> str | None:
+    asked = error.args[0] if error.args else None
+    if asked in keys:
+        return None
+    return (
+        f"the model or the loss asks for {asked!r}, which this batch does not have. It has: "
+        f"{', '.join(map(str, keys))}."
+    )
+
+
+def _of_whole(error: Exception, layout: Layout, batch: Any) -> str:
+    """Return what to do where a whole batch goes to what takes an array of it."""
+    keys = list(batch) if isinstance(batch, Mapping) else None
+    first = f"batch[{0 if keys is None else repr(keys[0])}]".replace("'", '"')
+    given = f"a dictionary of {', '.join(map(str, keys))}" if keys else f"a {type(batch).__name__}"
+    how = f"Take an array of it: {first}."
+    if layout.forward is None and not layout.blueprint.three_parts:
+        how = (
+            "Without forward= a model is called with the batch alone. Say what it is given: "
+            f"hfjax.layout(…, forward=lambda model, batch: model({first}))."
+        )
+    return (
+        f"the model or the loss is given the whole batch, {given}, and takes arrays of it. {how} "
+        f"Python says: {str(error)[:300]}"
+    )
+
+
+def _not_whole(batch: Any) -> list[str]:
+    """Return the names and dtypes of a batch's floating-point arrays."""
+    named = jax.tree_util.tree_flatten_with_path(batch)[0]
+    name = lambda keys: jax.tree_util.keystr(keys, simple=True, separator="/") or "the batch itself"
+    floating = lambda x: jnp.issubdtype(x.dtype, jnp.floating)
+    return [f"{name(keys)} ({x.dtype})" for keys, x in named if floating(x)]
+
+
+def _of_jax(error: Exception, blueprint: Blueprint, batch: Any) -> str | None:
+    """Return what an error of JAX means inside a step."""
+    said = str(error)
+    for pattern, meaning in _MEANINGS:
+        if found := re.search(pattern, said):
+            return f"{meaning.format(**found.groupdict())} JAX says: {said[:300]}"
+    if "incompatible shapes" in said and (rows := _as_many_rows(blueprint, batch)):
+        path, shape = next(iter(rows.items()))
+        return (
+            f"{path} {shape} has as many rows as the whole batch, and each device has some of "
+            'them. Let them be split as the batch is: nnx.Variable(x, axes=("batch", '
+            f"{', '.join(['None'] * (len(shape) - 1))})). JAX says: {said[:300]}"
+        )
+    return None
 
 
 def _of_a_model(error: Exception) -> bool:

@@ -1,7 +1,10 @@
 """The equivalence kit: every strategy trains your model as one device does, or you learn where."""
 
 import math
+import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -14,6 +17,7 @@ from jax.sharding import NamedSharding
 
 from hfjax.base.mean import as_mean
 from hfjax.base.paths import flatten, path_of
+from hfjax.base.progress import said_while
 from hfjax.batches import full
 from hfjax.initialise import init
 from hfjax.parallel.engine.blueprint import asked_by, rngs_of
@@ -30,6 +34,7 @@ from hfjax.parallel.strategy import (
 )
 from hfjax.plan.layout import Layout, layout
 from hfjax.plan.rearrange import canonical
+from hfjax.processes.agreement import speaks
 from hfjax.train import train_step
 
 Sizes = Mapping[str, int]
@@ -47,17 +52,16 @@ def strategies(devices: int, tensor: bool = True) -> dict[str, tuple[Strategy, S
         >>> strategies(2)["FSDP"][1]
         {'fsdp': 2}
     """
-    half = devices // 2
-    cases: dict[str, tuple[Strategy, Sizes]] = {
-        "DDP": (DDP, {"data": devices}),
-        "ZERO1": (ZERO1, {"data": devices}),
-        "ZERO2": (ZERO2, {"data": devices}),
-        "FSDP": (FSDP, {"fsdp": devices}),
-    }
+    half, four = devices // 2, 4 if devices % 4 == 0 else 2
+    cases: dict[str, tuple[Strategy, Sizes]] = {"DDP": (DDP, {"data": devices})}
+    if devices > 1:  # alone, a device has nothing to split
+        cases["ZERO1"] = (ZERO1, {"data": devices})
+        cases["ZERO2"] = (ZERO2, {"data": devices})
+        cases["FSDP"] = (FSDP, {"fsdp": devices})
     if devices > 1 and tensor:
         cases["TENSOR"] = (TENSOR, {"data": half, "tensor": 2})
-        four = 4 if devices % 4 == 0 else 2
         cases["TENSOR+SEQUENCE"] = (TENSOR | SEQUENCE, {"data": devices // four, "tensor": four})
+    if devices > 3 and tensor:
         cases["FSDP+TENSOR"] = (FSDP | TENSOR, {"fsdp": half, "tensor": 2})
         cases["ZERO1+TENSOR+SEQUENCE"] = (ZERO1 | TENSOR | SEQUENCE, {"data": half, "tensor": 2})
     if devices > 3:
@@ -171,7 +175,7 @@ def assert_strategies_agree(
 
     Compared are the losses, the gradients of the first step and the parameters after the last
     (relative to the norm of the whole tree), and the place of every array. Float64 parameters must
-    agree to 1e-9, others to 1e-5.
+    agree to 1e-9, others to 1e-5. Standard error has a line for each strategy as it goes.
 
     Args:
         model_init: Function of rngs that returns the model, as `hfjax.layout` takes it.
@@ -202,22 +206,44 @@ def assert_strategies_agree(
     of_layout = {name: options.pop(name) for name in ("forward", "axes") if name in options}
     chosen = optimizer or optax.adamw(1e-3, eps=1e-4)
     case = Case(model_init, loss, batch, chosen, steps, of_layout, options)
-    wanted = case.run(DDP, {"data": 1})
-    _check_reference(case, wanted)
-    wide = all(x.dtype == np.float64 for x in wanted.parameters.values())
-    tolerance = 1e-9 if wide else 1e-5
+    with _told("one device", "trained"):
+        wanted = case.run(DDP, {"data": 1})
+        _check_reference(case, wanted)
     differences = {}
     for name, (strategy, sizes, *own) in cases.items():
-        found = dict(_differences(case.run(strategy, sizes, *own), wanted))
-        differences[name] = float(np.max(list(found.values())))  # NaN if one is
-        worst = max(found, key=lambda what: np.nan_to_num(found[what], nan=np.inf))
-        if not differences[name] <= tolerance:
-            raise AssertionError(
-                f"{name} ({strategy.name} on {dict(sizes)}) differs from one device: {worst} by "
-                f"{found[worst]:.1e}, allowed {tolerance:.0e}. A loss that mixes rows needs "
-                "hfjax.gather_rows; random masks need a key per row (hfjax.models.parts.Dropout)."
+        with _told(f"{name} on {' x '.join(f'{axis}={n}' for axis, n in sizes.items())}"):
+            found = dict(_differences(case.run(strategy, sizes, *own), wanted))
+            differences[name] = _greatest(
+                found, wanted, f"{name} ({strategy.name} on {dict(sizes)})"
             )
     return differences
+
+
+@contextmanager
+def _told(where: str, result: str = "equal") -> Iterator[None]:
+    """Say on standard error what is trained, and at the end the result and how long it took."""
+    if not speaks():
+        yield
+        return
+    began = time.monotonic()
+    with said_while(f"{where}: compiling, training"):
+        yield
+    print(f"{where}: {result}, {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
+
+
+def _greatest(found: Mapping[str, float], wanted: Run, who: str) -> float:
+    """Return the greatest difference; raise if it is more than rounding."""
+    wide = all(x.dtype == np.float64 for x in wanted.parameters.values())
+    tolerance = 1e-9 if wide else 1e-5
+    greatest = float(np.max(list(found.values())))  # NaN if one is
+    worst = max(found, key=lambda what: np.nan_to_num(found[what], nan=np.inf))
+    if not greatest <= tolerance:
+        raise AssertionError(
+            f"{who} differs from one device: {worst} by "
+            f"{found[worst]:.1e}, allowed {tolerance:.0e}. A loss that mixes rows needs "
+            "hfjax.gather_rows; random masks need a key per row (hfjax.models.parts.Dropout)."
+        )
+    return greatest
 
 
 def _check_reference(case: Case, found: Run) -> None:

@@ -327,7 +327,7 @@ class TrainStep:
         """Return the next state, metrics and the squares of gradients; none if it does not fit."""
         check_batch(self.layout, batch, microbatches_of(self.execution))
         params, variables = flatten(state.params), flatten(state.variables)
-        with calling(self.layout.blueprint, batch):
+        with calling(self.layout, batch):
             found = self._update(state, batch)
         metrics = {"loss": found.mean.total / found.mean.weight, "grad_norm": found.norm}
         metrics |= metrics_of(found.mean)

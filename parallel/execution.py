@@ -104,8 +104,8 @@ class Execution:
         optimizer_in_backward: Whether to update each layer as soon as its gradient is there, so
             that about one layer's gradients exist at a time. docs/combinations.md says what it
             excludes.
-        context: How devices that share rows work together: a `hfjax.Context`, or the name of a
-            form: auto, ring, allgather, ulysses.
+        context: How devices that share rows work together: auto, ring, allgather, ulysses, or a
+            `hfjax.Context`.
         kernels: auto, pallas, xla, reference; or {kernel: word}.
         unroll: Layers per turn of the scan. None: as measured per backend.
         nonfinite: If a loss or gradient is not finite: stop (leave the state as it was, raise three

@@ -56,6 +56,7 @@ class Strategy:
         memory: What the host keeps: moments, master or parameters -> "host" or "device"; of
             moments also the share of their bytes from 0 to 1.
         replicate_below: Arrays with fewer elements in a layer ignore the row `*`. None: 2**14.
+        joined: The strategies that `|` joined; () for one that is no union, or whose rows changed.
 
     Example:
         >>> import hfjax
@@ -70,6 +71,7 @@ class Strategy:
     activations: Mapping[str, Any] = field(default_factory=dict)
     memory: Mapping[str, Any] = field(default_factory=dict)  # moments, master, parameters -> host
     replicate_below: int | None = None  # smaller arrays ignore the row *; None: SMALL elements
+    joined: tuple["Strategy", ...] = field(default=(), repr=False, compare=False)
 
     def __post_init__(self):
         for column in COLUMNS:
@@ -90,12 +92,29 @@ class Strategy:
         if len(sizes) > 1:
             raise ValueError(f"{self.name} | {other.name}: replicate_below is {sorted(sizes)}.")
         size = next(iter(sizes), None)
-        return Strategy(f"{self.name}|{other.name}", **columns, replicate_below=size)
+        name, joined = f"{self.name}|{other.name}", (*self.parts, *other.parts)
+        return Strategy(name, **columns, replicate_below=size, joined=joined)
 
     @property
     def smallest(self) -> int:
         """The number of elements of a layer from which an array obeys the row `*`."""
         return SMALL if self.replicate_below is None else self.replicate_below
+
+    @property
+    def parts(self) -> tuple["Strategy", ...]:
+        """The strategies that `|` joined; itself, if none did."""
+        return self.joined or (self,)
+
+    @property
+    def splits_over(self) -> Axes:
+        """The mesh axes over which it splits more than the rows of a batch.
+
+        >>> ZERO1.splits_over, DDP.splits_over
+        (('fsdp', 'data'), ())
+        """
+        columns = (getattr(self, column) for column in COLUMNS)
+        rows = [axes for rows in columns for name, axes in rows.items() if name != "batch"]
+        return tuple(dict.fromkeys(axis for axes in rows for axis in axes))
 
     def _merge(self, other: "Strategy", column: str) -> dict[str, Any]:
         show = show_memory if column == "memory" else _show_axes
@@ -128,11 +147,14 @@ class Strategy:
               moments      -
               activations  batch -> data+fsdp
         """
-        check_keywords("Strategy.edit", changes, [f.name for f in fields(self)])
+        allowed = [f.name for f in fields(self) if f.name != "joined"]
+        check_keywords("Strategy.edit", changes, allowed)
         merged = {
             name: {**getattr(self, name), **value} if name in TABLE else value
             for name, value in changes.items()
         }
+        if changes.keys() & set(COLUMNS):  # with rows of its own it is no longer their union
+            merged["joined"] = ()
         return replace(self, **merged)
 
     def __str__(self) -> str:

@@ -43,8 +43,9 @@ def agree(request):
 
 
 def plan(init, mesh: Any = FOUR, forward: Any = on_x, **options):
+    strategy = DDP if mesh is ONE else SPLIT
     layout = hfjax.layout(
-        init, optax.sgd(0.1), hfjax.make_mesh(**mesh), SPLIT, forward=forward, **options
+        init, optax.sgd(0.1), hfjax.make_mesh(**mesh), strategy, forward=forward, **options
     )
     return layout, hfjax.init(layout)
 

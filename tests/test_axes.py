@@ -9,6 +9,7 @@ from pathlib import Path
 
 import optax
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import hfjax
 from hfjax.parallel.mesh import (
@@ -71,8 +72,9 @@ def test_groups_of_axes_follow_from_the_table():
     assert not stays_split("fsdp", "layers")
 
 
-def test_an_axis_without_a_meaning_yet_is_refused_when_it_is_used():
-    mesh = hfjax.make_mesh(context=2, data=4)
-    layout = hfjax.layout(pretend_axes.gpt, optax.sgd(0.1), mesh, hfjax.DDP)
-    with pytest.raises(ValueError, match="context splits neither the batch nor a parameter"):
+@pytest.mark.parametrize("given", [{}, {"norm/scale": P("expert")}], ids=["idle", "in a spec"])
+def test_an_axis_without_a_meaning_yet_is_refused_when_it_is_used(given):
+    mesh = hfjax.make_mesh(expert=2, data=4)
+    layout = hfjax.layout(pretend_axes.gpt, optax.sgd(0.1), mesh, hfjax.DDP).with_specs(given)
+    with pytest.raises(ValueError, match=r"data=4 x expert=2: expert has no meaning yet: .* to 1"):
         hfjax.train_step(layout, lambda y, batch: y.mean())

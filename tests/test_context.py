@@ -11,6 +11,7 @@ from hfjax import CONTEXT, DDP, FSDP, PIPE, SEQUENCE, TENSOR, ZERO1, Context, Sc
 from hfjax.models.attention import windowed
 from hfjax.models.gpt import GPT, GPTConfig, next_token_loss
 from hfjax.models.llama import Llama, LlamaConfig
+from hfjax.parallel.context.choice import Choice
 
 LENGTH = 32
 RNG = np.random.default_rng(0)
@@ -183,6 +184,11 @@ def expected(form, n, u, heads, groups, width, tokens, layers, size=4, gradient=
     return layers * (exchange * 2 * size + keys * (size + size + gradient))
 
 
+def chosen(step) -> Choice:
+    assert step.context is not None
+    return step.context
+
+
 def plan(n, context, precision="stored", kv_heads=2, **execution):
     config = LlamaConfig.tiny(
         vocab=64, length=64, layers=2, embed=64, heads=8, kv_heads=kv_heads, mlp=48
@@ -206,7 +212,7 @@ def test_each_form_sends_the_bytes_of_its_formula(form, n):
     u = n if form == "ulysses" else 1
     wanted = expected(form, n, u, heads=8, groups=2, width=8, tokens=2 * 64 // n, layers=2)
     assert sent_by(step, ROWS) == wanted
-    assert step.context.option.total(step.context.calls) == wanted
+    assert chosen(step).option.total(chosen(step).calls) == wanted
 
 
 def test_crossed_forms_send_the_bytes_of_both():
@@ -232,7 +238,7 @@ def test_auto_takes_what_sends_least_and_tells_what_each_form_sends():
     for context in ("ring", "allgather", "ulysses", Context("ring", 2), Context("allgather", 2)):
         other = plan(4, context)
         totals[str(context)] = sent_by(other, ROWS)
-    assert step.context.option.total(step.context.calls) == min(totals.values())
+    assert chosen(step).option.total(chosen(step).calls) == min(totals.values())
     shown = str(step.context)
     assert "4 devices share a row, zigzag order" in shown
     assert shown.count("chosen") == 1
@@ -242,8 +248,8 @@ def test_grouped_heads_on_few_devices_go_around_a_ring():
     """With few heads of keys a ring sends less than Ulysses (N < 2 (G + 1) / 3 and about)."""
     step = plan(2, "auto", kv_heads=1)
     step.lower(ROWS)
-    assert step.context.option.form == "ring"
-    assert step.context.option.ulysses == 1
+    assert chosen(step).option.form == "ring"
+    assert chosen(step).option.ulysses == 1
 
 
 # -- what is refused ----------------------------------------------------------------------------

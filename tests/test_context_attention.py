@@ -13,7 +13,7 @@ from hfjax.pallas_kernels.attention.mask import Mask
 from hfjax.parallel.context.deal import Deal, max_over_mean, work
 from hfjax.parallel.context.travel import Travel
 from hfjax.parallel.context.visits import AnyMask, Balanced, Block
-from hfjax.parallel.mesh import MANUAL_AXES
+from hfjax.parallel.mesh import AXES
 
 B, H, G, D = 2, 4, 2, 8
 
@@ -41,7 +41,7 @@ def across(deal, length, gathers, window=None, documents=None, kernels=False):
         mesh=mesh,
         in_specs=rows,
         out_specs=rows,
-        axis_names=set(MANUAL_AXES),
+        axis_names=set(AXES),
         check_vma=False,
     )
 
@@ -115,7 +115,7 @@ def test_in_zigzag_order_each_hop_has_two_equal_blocks_and_nothing_is_masked():
     rows = P(None, "context")
     forward = jax.shard_map(
         lambda q, k, v: travel.forward(q, k, v)[0], mesh=mesh, in_specs=rows, out_specs=rows,
-        axis_names=set(MANUAL_AXES), check_vma=False,
+        axis_names=set(AXES), check_vma=False,
     )  # fmt: skip
     shapes = [jax.ShapeDtypeStruct((B, length, heads, D), "float32") for heads in (H, G, G)]
     found = products(jax.make_jaxpr(forward)(*shapes).jaxpr)

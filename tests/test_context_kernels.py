@@ -37,5 +37,5 @@ def test_a_step_with_kernels_compiles_for_h200s(form):
     how = {"precision": "bf16", "remat": "full", "kernels": kernels, "context": form}
     step = hfjax.train_step(layout, next_token_loss, **how)
     program = step.lower({"tokens": np.zeros((1, 4097), np.int32)}).compile()
-    assert program.as_text().count("mosaic_gpu") > 0
+    assert "mosaic_gpu" in (program.as_text() or "")
     assert step.kernels.forms("flash_block") == {"pallas"}

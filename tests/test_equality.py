@@ -1,11 +1,17 @@
 """Every strategy trains as one device does: losses, gradients, parameters, and where they lie."""
 
+import math
+import re
+
 import jax
 import numpy as np
 import pytest
+from flax import nnx
 
 from hfjax.models.gpt import next_token_loss
+from hfjax.parallel.mesh import make_mesh
 from hfjax.parallel.strategy import DDP, FSDP, ZERO1
+from hfjax.plan.check_layout import check_splits
 from hfjax.testing import assert_strategies_agree, strategies
 from tests.small_gpt import gpt, mlps, tokens
 
@@ -91,3 +97,20 @@ def test_hierarchical_reduction_and_whole_accumulation_change_no_result():
     }
     options = {"reduction": "hierarchical", "accumulate": 2, "unroll": 1}
     assert_strategies_agree(mlps(), next_token_loss, tokens(), chosen, **options)
+
+
+@pytest.mark.parametrize("devices", [1, 2, 3, 4, 6, 8])
+def test_each_case_of_the_kit_splits_something(devices, recwarn):
+    for strategy, sizes in strategies(devices).values():
+        count = math.prod(sizes.values())
+        check_splits(strategy, make_mesh(devices=jax.devices()[:count], **sizes))
+    assert not recwarn.list
+
+
+def test_the_kit_tells_of_each_strategy_on_standard_error(capsys):
+    init, batch = lambda rngs: nnx.Linear(8, 8, rngs=rngs), np.ones((8, 8), np.float32)
+    one = {"FSDP": (FSDP.edit(replicate_below=0), {"data": 2, "fsdp": 4})}
+    assert_strategies_agree(init, lambda y, batch: (y**2).mean(), batch, one, steps=1)
+    told = [line for line in capsys.readouterr().err.splitlines() if "…" not in line]
+    assert re.fullmatch(r"one device: trained, \d+ s", told[0])
+    assert re.fullmatch(r"FSDP on data=2 x fsdp=4: equal, \d+ s", told[1])

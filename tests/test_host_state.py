@@ -159,7 +159,7 @@ def test_parameters_on_the_host_are_stored_there():
     told = layout.bytes_per_device()
     assert told["parameters"] == 0
     assert told["host parameters"] > 0
-    assert "P(-, fsdp) on host" in str(layout)
+    assert 'P(None, "fsdp") on host' in str(layout)
 
 
 # -- the update ---------------------------------------------------------------------------

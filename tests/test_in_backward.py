@@ -314,7 +314,8 @@ def broken(layout, layer):
 def small_layout(model: Any = Fragile, optimizer: Any = ADAMW, **sizes: int):
     sizes = sizes or {"fsdp": 2}
     mesh = hfjax.make_mesh(devices=jax.devices()[: math.prod(sizes.values())], **sizes)
-    return hfjax.layout(model, optimizer, mesh, FSDP.edit(replicate_below=0))
+    strategy = FSDP.edit(replicate_below=0) if "fsdp" in sizes else DDP
+    return hfjax.layout(model, optimizer, mesh, strategy)
 
 
 def changed(before, after):

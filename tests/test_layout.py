@@ -13,7 +13,17 @@ import hfjax
 from hfjax.base.paths import flatten
 from hfjax.models.gpt import next_token_loss
 from hfjax.parallel.placement import Array, check_spec, pieces, place
-from hfjax.parallel.strategy import DDP, FSDP, SEQUENCE, TENSOR, ZERO1, ZERO2, Strategy
+from hfjax.parallel.strategy import (
+    DDP,
+    FSDP,
+    HSDP,
+    PIPE,
+    SEQUENCE,
+    TENSOR,
+    ZERO1,
+    ZERO2,
+    Strategy,
+)
 from tests.small_gpt import gpt_layout, tokens
 
 MESH = hfjax.make_mesh(data=2, fsdp=2, tensor=2)
@@ -256,10 +266,23 @@ def test_the_layout_prints_path_shape_spec_and_bytes():
     text = str(gpt_layout((ZERO2 | TENSOR | SEQUENCE).edit(**ALL), MESH.shape))
     assert text.startswith("ZERO2|TENSOR|SEQUENCE on data=2 x fsdp=2 x tensor=2")
     row = next(line for line in text.splitlines() if UP in line)
-    assert row.split() == [
-        *(UP, "2x32x128", "P(-,", "-,", "tensor)"),
-        *("P(-,", "fsdp+data,", "tensor)", "P(-,", "fsdp+data,", "tensor)", "16.0", "KiB"),
-    ]
+    assert " ".join(row.split()) == (
+        f'{UP} 2x32x128 P(None, None, "tensor") P(None, ("fsdp", "data"), "tensor") '
+        'P(None, ("fsdp", "data"), "tensor") 16.0 KiB'
+    )
+
+
+def test_a_printed_spec_has_no_axis_of_size_one_and_is_python():
+    layout = gpt_layout(ZERO2.edit(**ALL), {"data": 8})
+    row = next(line for line in str(layout).splitlines() if UP in line)
+    assert " ".join(row.split()) == f'{UP} 2x32x128 P() P(None, "data") P(None, "data") 32.0 KiB'
+    assert layout.placed[UP].moment == P(None, ("fsdp", "data"))  # the spec itself keeps both
+
+
+def test_what_a_mesh_leaves_alike_is_printed_as_the_same():
+    finer = gpt_layout(Strategy("finer", {"*": "fsdp"}, moments={"*": "data"}), {"fsdp": 8})
+    row = next(line for line in str(finer).splitlines() if UP in line)
+    assert " ".join(row.split()) == f'{UP} 2x32x128 P(None, "fsdp") same same 4.0 KiB'
 
 
 def test_optimizer_state_that_is_no_copy_of_a_parameter_stays_whole():
@@ -292,3 +315,56 @@ def test_gpt_presets():
         GPTConfig.preset("huge")
     with pytest.raises(ValueError, match=r"embed=100 does not divide by heads=12"):
         GPTConfig(embed=100)
+
+
+# -- a strategy that splits nothing ---------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("strategy", "sizes", "message"),
+    [
+        (
+            FSDP,
+            {"data": 8},
+            r"FSDP on data=8: FSDP .*fsdp=1\. Write make_mesh\(fsdp=8\) \(.*fsdp 8",
+        ),
+        (FSDP, {"tensor": 8}, r"Write make_mesh\(fsdp=8\)"),
+        (HSDP, {"data": 8}, r"HSDP would .*Write make_mesh\(data=2, fsdp=4\)"),
+        (ZERO1, {"tensor": 8}, r"because of fsdp=1 and data=1\. Write make_mesh\(data=8\)"),
+        (TENSOR, {"data": 8}, r"TENSOR would .*tensor=1\. Write make_mesh\(data=4, tensor=2\)"),
+        (SEQUENCE, {"data": 4, "fsdp": 2}, r"SEQUENCE .*make_mesh\(data=2, fsdp=2, tensor=2\)"),
+        (PIPE, {"data": 6}, r"PIPE .*pipe=1\. Write make_mesh\(pipe=2, data=3\)"),
+        (FSDP | TENSOR, {"fsdp": 8}, r": TENSOR .* make_mesh\(fsdp=4, tensor=2\).*, or leave that"),
+        (FSDP | TENSOR, {"data": 8}, r"FSDP and TENSOR would .*make_mesh\(fsdp=4, tensor=2\)"),
+        (PIPE | FSDP, {"pipe": 2, "data": 4}, r": FSDP .*make_mesh\(pipe=2, fsdp=4\)"),
+        (ZERO2 | TENSOR, {"tensor": 8}, r": ZERO2 .*make_mesh\(data=2, tensor=4\)"),
+        ((FSDP | TENSOR).edit(**ALL), {"tensor": 2}, "2 devices are too few for all of FSDP"),
+    ],
+    ids=lambda x: x.name if isinstance(x, Strategy) else "",
+)
+def test_a_strategy_that_would_split_nothing_is_refused_with_a_mesh_that_it_splits(
+    strategy, sizes, message
+):
+    devices = jax.devices()[: math.prod(sizes.values())]
+    with pytest.raises(ValueError, match=message):
+        gpt_layout(strategy, sizes, devices=devices)
+
+
+@pytest.mark.parametrize("strategy", [FSDP, ZERO1, PIPE, TENSOR | SEQUENCE | FSDP])
+def test_on_one_device_a_strategy_that_splits_nothing_warns_and_runs(strategy):
+    with pytest.warns(UserWarning, match=r"on one device: .* would split nothing: every array is"):
+        layout = gpt_layout(strategy, {}, devices=jax.devices()[:1])
+    hfjax.init(layout)
+
+
+def test_what_needs_no_axis_says_nothing(recwarn):
+    gpt_layout(DDP | hfjax.HOST_OPTIMIZER, {}, devices=jax.devices()[:1])
+    gpt_layout(ZERO1, {"fsdp": 2}, devices=jax.devices()[:2])  # one of its axes is enough
+    assert not recwarn.list
+
+
+def test_a_union_with_rows_of_its_own_counts_as_one_strategy():
+    own = (FSDP | TENSOR).edit(name="own", parameters={"vocab": ()})
+    assert gpt_layout(own, {"fsdp": 8}).specs["tokens"] == P("fsdp")
+    with pytest.raises(ValueError, match="own on data=8: own would split nothing"):
+        gpt_layout(own, {"data": 8})

@@ -41,6 +41,7 @@ def test_a_mesh_that_cannot_be_is_refused(sizes, message):
     ("sizes", "told"),
     [
         ({"data": 2, "tensor": 2}, "mesh data=2 x tensor=2 takes 4 of 8 devices: 4 stay idle"),
+        ({"data": 3}, r"mesh data=3 takes 3 of 8 devices: 5 stay idle. .*\(data=-1\)"),
         ({}, r"takes 1 of 8 devices: 7 stay idle. .*devices=jax.devices\(\)\[:1\]"),
         ({"devices": jax.devices()[:3], "fsdp": 2}, "fsdp=2 takes 2 of 3 devices: 1 stay idle"),
     ],

@@ -309,7 +309,7 @@ def test_a_name_that_nothing_has_is_refused_with_those_there_are():
 
 def test_an_offload_that_moves_nothing_warns():
     with pytest.warns(UserWarning, match="moves nothing"):
-        step_of(FSDP | TENSOR, {"tensor": 2}, offload=Offload(ratio=1e-9)).trace(tokens())
+        step_of(TENSOR, {"tensor": 2}, offload=Offload(ratio=1e-9)).trace(tokens())
 
 
 def test_a_model_without_layers_is_told_to_wrap_its_blocks():

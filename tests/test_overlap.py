@@ -171,7 +171,6 @@ def test_a_preset_is_for_gpus_only():
         (hfjax.DDP, {"data": 8}, "default"),
         (hfjax.ZERO1, {"fsdp": 8}, "default"),  # parameters are whole
         (hfjax.FSDP, {"fsdp": 8}, "overlap_two"),
-        (hfjax.FSDP, {"data": 8}, "default"),  # an axis of one device splits nothing
         (hfjax.HSDP, {"data": 2, "fsdp": 4}, "overlap_two"),
         (hfjax.TENSOR | hfjax.SEQUENCE, {"data": 2, "tensor": 4}, "overlap_two"),
         (hfjax.FSDP | hfjax.TENSOR, {"fsdp": 2, "tensor": 4}, "overlap"),

@@ -74,7 +74,8 @@ def partly_weightless(n, seed):
 def plan(optimizer, stages, data=1, model: Any = MLP, strategy=None, **sizes):
     count = stages * data * int(np.prod(list(sizes.values())))
     mesh = hfjax.make_mesh(pipe=stages, data=data, devices=jax.devices()[:count], **sizes)
-    return hfjax.layout(model, optimizer, mesh, strategy or PIPE | DDP)
+    strategy = strategy or (PIPE | DDP if stages > 1 else DDP)
+    return hfjax.layout(model, optimizer, mesh, strategy)
 
 
 def versions_of(schedule, stages):

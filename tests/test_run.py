@@ -124,7 +124,7 @@ def test_a_run_that_was_stopped_goes_on_bit_for_bit(whole, data, tmp_path):
     [
         ("fsdp+tensor", {"mesh": Mesh(fsdp=2, tensor=2, data=2), "accumulate": 2}),
         pytest.param("zero1", {"mesh": Mesh(data=8)}, marks=pytest.mark.slow),
-        pytest.param("zero2", {"mesh": Mesh(data=2, fsdp=2)}, marks=pytest.mark.slow),
+        pytest.param("ddp", {"mesh": Mesh(data=4)}, marks=pytest.mark.slow),
         pytest.param(
             "fsdp+host_optimizer",
             {"mesh": Mesh(fsdp=2), "offload": "0.5", "remat": "dots"},

@@ -283,3 +283,9 @@ def test_schedules_are_hashable_and_fill_in_their_chunks():
 def test_an_evaluation_on_a_placement_that_leaps_is_refused():
     with pytest.raises(ValueError, match="forward: virtual stage 0 is on stage 0, the next one on"):
         forward_table(((0, 0), (2, 0), (1, 0), (3, 0)), 4)
+
+
+def test_a_table_of_ones_own_prints_as_its_grid():
+    schedule = Schedule.from_text(ONE_F_ONE_B)
+    assert str(schedule) == str(schedule.table(2))
+    assert str(Schedule("1f1b", 8)).startswith("Schedule(name='1f1b', microbatches=8")

@@ -80,3 +80,14 @@ def test_execution_refuses_what_it_does_not_know():
             hfjax.Execution(**{field: given})
     with pytest.raises(ValueError, match=r"float16 needs a loss scale"):
         hfjax.Precision(compute="float16")
+
+
+def test_a_union_knows_what_it_joins_until_its_rows_are_edited():
+    names = lambda strategy: [part.name for part in strategy.parts]
+    three = FSDP.edit(replicate_below=0) | TENSOR | SEQUENCE
+    assert names(three) == ["FSDP", "TENSOR", "SEQUENCE"]
+    assert names(three.edit(name="mine", memory={"moments": "host"})) == names(three)
+    assert names(three.edit(name="mine", parameters={"mlp": ()})) == ["mine"]
+    assert names(FSDP.edit(name="own") | DDP) == ["own", "DDP"]
+    with pytest.raises(ValueError, match=r"'joined'.*not a field of Strategy"):
+        FSDP.edit(joined=())

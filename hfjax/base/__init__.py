@@ -1,1 +1,1 @@
-"""What everything may use: means, paths of trees, tables of text, exits, files from disk."""
+"""What everything may use: means, paths of trees, tables of text, exits, files, progress."""

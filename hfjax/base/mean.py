@@ -44,6 +44,11 @@ def as_mean(value: Any, rows: int, what: str = "the loss") -> Mean:
     """Return what a loss returned as a `Mean`; a scalar is the mean over this device's rows."""
     if isinstance(value, Mean):
         total, weight = _scalar(value.total, what), _scalar(value.weight, "its weight")
+        if not isinstance(value.metrics, Mapping):
+            kind = type(value.metrics).__name__
+            raise ValueError(
+                f"metrics={{…}} of {what}: a dictionary by name is expected, not {kind}."
+            )
         inner = {name: _metric(name, v, rows) for name, v in value.metrics.items()}
         return Mean(total, jax.lax.stop_gradient(weight), inner)
     if isinstance(value, tuple | list | dict):
@@ -100,12 +105,14 @@ def _scalar(value: Any, what: str) -> jax.Array:
             f"{what} is of type {type(value).__name__}: a scalar is expected. Return the mean over "
             "the rows, or hfjax.Mean(sum of the losses, their number)."
         ) from None
-    if array.shape != () or not jnp.issubdtype(array.dtype, jnp.number):
+    if array.shape != ():
         raise ValueError(
             f"{what} has shape {array.shape} and dtype {array.dtype}: a scalar is expected. "
             "Take the mean over the rows, or return hfjax.Mean(sum of the losses, their number)."
         )
-    if what == "the loss" and not jnp.issubdtype(array.dtype, jnp.floating):
-        raise ValueError(f"the loss is {array.dtype}: a real floating-point number is expected.")
+    loss = what == "the loss"
+    if not jnp.issubdtype(array.dtype, jnp.floating if loss else jnp.number):
+        kind = "real floating-point number" if loss else "number"
+        raise ValueError(f"{what} is {array.dtype}: a {kind} is expected.")
     wide = jnp.promote_types(array.dtype, jnp.float32)
     return array.astype(wide)

@@ -40,7 +40,7 @@ from hfjax.parallel.execution import Execution
 from hfjax.parallel.mesh import BATCH_AXES, describe_mesh, make_mesh
 from hfjax.parallel.remat import Remat
 from hfjax.parallel.schedules.named import Schedule
-from hfjax.parallel.strategy import PIPE, Strategy
+from hfjax.parallel.strategy import DDP, PIPE, Strategy
 from hfjax.plan.layout import State, layout
 from hfjax.plan.on_stages import on_stages
 from hfjax.plan.rearrange import canonical, rearrange
@@ -81,7 +81,7 @@ class Pipe:
         microbatches: int | None = None,
         *,
         mesh: Mesh | None = None,
-        strategy: Strategy = PIPE,
+        strategy: Strategy | None = None,
         remat: str = "never",
         **options: Any,
     ):
@@ -92,7 +92,8 @@ class Pipe:
             microbatches: Into how many a batch is split; it has to be given.
             mesh: A mesh whose pipe axis has as many stages as the partition. None: the devices that
                 are left split the rows (data).
-            strategy: Where everything lies; it has to split layers over pipe, as `hfjax.PIPE` does.
+            strategy: Where everything lies; it has to split layers over pipe. None: `hfjax.PIPE`;
+                `hfjax.DDP` where one stage has all layers.
             remat: In which microbatches layers are computed again for the backward pass: "never",
                 "except_last" or "always".
             options: Fields of `Execution`: precision, reduction, reshard_after_forward, unroll,
@@ -103,6 +104,7 @@ class Pipe:
         mesh = make_mesh(pipe=parts.stages, data=-1) if mesh is None else check_mesh(mesh, parts)
         schedule = Schedule(self.schedule, microbatches, parts.chunks, balance=parts.counts)
         given = stack(parts.layers) if isinstance(parts.layers, tuple) else parts.layers
+        strategy = strategy or (PIPE if parts.stages > 1 else DDP)
         plan = layout(model_init(given), optax.identity(), mesh, strategy)
         self._schedule = schedule
         self._execution = Execution(schedule=schedule, remat=Remat(REMAT[remat]), **options)

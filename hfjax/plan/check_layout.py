@@ -1,5 +1,7 @@
 """What `hfjax.layout` and `Layout.freeze` refuse."""
 
+import math
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,9 +11,9 @@ from jax.sharding import Mesh
 
 from hfjax.base.paths import nearest
 from hfjax.parallel.engine.blueprint import LAYERS, Blueprint
-from hfjax.parallel.mesh import AXES, describe_mesh
+from hfjax.parallel.mesh import AXES, BATCH_AXES, describe_mesh, in_use, size_of
 from hfjax.parallel.placement import batch_devices
-from hfjax.parallel.strategy import Strategy
+from hfjax.parallel.strategy import HSDP, Strategy
 
 PACKED_TOGETHER = (
     "a pipeline packs the layers of a list into one row",
@@ -103,3 +105,58 @@ def check_dtypes(plan: Blueprint) -> None:
                 "floating-point array. Keep what is not trained in another nnx.Variable, and a "
                 "complex one as its real and imaginary part."
             )
+
+
+def check_splits(strategy: Strategy, mesh: Mesh) -> None:
+    """Refuse a part of a strategy that splits nothing on this mesh; warn where one device is all.
+
+    Each strategy that `|` joined needs an axis larger than 1 among those of its rows (the rows of
+    a batch aside).
+    """
+    needy = [part for part in strategy.parts if part.splits_over]
+    idle = [part for part in needy if not in_use(mesh, part.splits_over)]
+    if not idle:
+        return
+    names = " and ".join(part.name for part in idle)
+    nothing = f"{strategy.name} on {describe_mesh(mesh)}: {names} would split nothing"
+    if mesh.size == 1:
+        said = f"{nothing}: every array is whole. Leave {names} out if that is meant."
+        warnings.warn(said, UserWarning, stacklevel=3)
+        return
+    axes = " and ".join(dict.fromkeys(f"{a}=1" for part in idle for a in part.splits_over))
+    raise ValueError(f"{nothing}, because of {axes}. {_advice(strategy, mesh)}")
+
+
+def _advice(strategy: Strategy, mesh: Mesh) -> str:
+    sizes = _sizes_that_split(strategy, mesh)
+    if sizes is None:
+        return f"{mesh.size} devices are too few for all of {strategy.name}: leave one out."
+    used = [(axis, n) for axis, n in sizes.items() if n > 1]
+    call = ", ".join(f"{axis}={n}" for axis, n in used)
+    flags = " ".join(f"--mesh.{axis} {n}" for axis, n in used)
+    return f"Write make_mesh({call}) (hfjax train: {flags}), or leave that strategy out."
+
+
+def _sizes_that_split(strategy: Strategy, mesh: Mesh) -> dict[str, int] | None:
+    """Return a mesh of as many devices on which each part splits something; None: there is none."""
+    needy = [part for part in strategy.parts if part.splits_over]
+    useful = {*BATCH_AXES, *(axis for part in needy for axis in part.splits_over)}
+    sizes = {axis: n if axis in useful else 1 for axis, n in mesh.shape.items()}
+    sizes["data"] *= mesh.size // math.prod(sizes.values())
+    for number, part in enumerate(needy, 1):
+        works = lambda s, known=needy[:number]: all(size_of(p.splits_over, s) > 1 for p in known)
+        tried = (sizes, *(_moved(sizes, axis, part) for axis in (*BATCH_AXES, *AXES)))
+        if (found := next(filter(works, tried), None)) is None:
+            return None
+        sizes = found
+    return sizes
+
+
+def _moved(sizes: dict[str, int], axis: str, part: Strategy) -> dict[str, int]:
+    """Return the sizes with devices of one axis given to a part that has none."""
+    n, to = sizes[axis], min(part.splits_over, key=AXES.index)
+    least = next((factor for factor in range(2, n + 1) if n % factor == 0), 1)
+    share = least
+    if {axis, to} <= set(BATCH_AXES):  # rows are split as before; of HSDP's some stay
+        share = n // least if part.name == HSDP.name and n > least else n
+    return {**sizes, axis: n // share, to: sizes[to] * share}

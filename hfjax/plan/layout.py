@@ -53,6 +53,7 @@ from hfjax.plan.check_layout import (
     check_paths,
     check_patterns,
     check_rows,
+    check_splits,
     first_layers,
 )
 from hfjax.plan.hosted import Hosted, kept_of
@@ -91,9 +92,9 @@ class Layout:
         >>> zero1 = hfjax.ZERO1.edit(replicate_below=0)
         >>> print(hfjax.layout(model, optax.sgd(0.1, 0.9), hfjax.make_mesh(data=8), zero1))
         ZERO1 on data=8
-          parameter  shape  spec  gradient  moments       bytes/device
-          b          8      P()   same      P(fsdp+data)  32 B
-          w          64x8   P()   same      P(fsdp+data)  2.0 KiB
+          parameter  shape  spec  gradient  moments    bytes/device
+          b          8      P()   same      P("data")  32 B
+          w          64x8   P()   same      P("data")  2.0 KiB
         per device: parameters 2.0 KiB, gradients 2.0 KiB, moments 260 B
     """
 
@@ -403,14 +404,15 @@ class Layout:
 
         Example:
             >>> import hfjax, jax.numpy as jnp, optax
-            >>> model = lambda rngs: {"w": jnp.zeros((64, 8))}
-            >>> zero1 = hfjax.ZERO1.edit(replicate_below=0)
-            >>> optimizer = optax.sgd(0.1, momentum=0.9)
-            >>> hfjax.layout(model, optimizer, hfjax.make_mesh(data=8), zero1).bytes_per_device()
+            >>> model, mesh = lambda rngs: {"w": jnp.zeros((64, 8))}, hfjax.make_mesh(data=8)
+            >>> zero1, momentum = hfjax.ZERO1.edit(replicate_below=0), optax.sgd(0.1, momentum=0.9)
+            >>> hfjax.layout(model, momentum, mesh, zero1).bytes_per_device()
             {'parameters': 2048, 'gradients': 2048, 'moments': 256}
         """
-        size = lambda p, spec, dtype: bytes_of_array(p.shape, dtype, spec, self.mesh)
-        placed = self.placed.values()
+        size, placed = (
+            lambda p, s, t: bytes_of_array(p.shape, t, s, self.mesh),
+            self.placed.values(),
+        )
         moments = {False: 0, True: 0}  # on the host?
         for x in jax.tree.leaves(self.abstract_state().optimizer):
             size_of_it = bytes_of_array(x.shape, x.dtype, x.sharding.spec, self.mesh)
@@ -516,7 +518,8 @@ def layout(  # noqa: PLR0913  options of one call
         sync_batch_norm: Whether BatchNorm takes its statistics over the rows of all devices.
 
     Raises:
-        ValueError: A parameter cannot be placed as the strategy says, or has no floating dtype.
+        ValueError: A parameter cannot be placed as the strategy says, or has no floating dtype; or
+            a part of the strategy would split nothing on this mesh.
 
     Example:
         >>> import hfjax, optax
@@ -528,6 +531,7 @@ def layout(  # noqa: PLR0913  options of one call
         [None, 'fsdp', 'tensor']
     """
     check_arguments(model_init, optimizer, mesh, strategy)
+    check_splits(strategy, mesh)
     plan = blueprint(model_init, Placer(mesh, strategy), forward, sync_batch_norm)
     if not plan.parameters:
         raise ValueError(

@@ -14,7 +14,7 @@ from hfjax.parallel.arrangement import arrange
 from hfjax.parallel.heterogeneous.layer_costs import output_shapes
 from hfjax.parallel.heterogeneous.packing import PackedLayers, packed_layers
 from hfjax.parallel.mesh import STACK, TENSOR_AXES, describe_mesh, in_use, size_of
-from hfjax.parallel.placement import Placed, entries_of, pieces
+from hfjax.parallel.placement import Placed, entries_of, keep, pieces
 from hfjax.parallel.strategy import Strategy
 from hfjax.plan.hosted import Hosted
 from hfjax.plan.stored import Source
@@ -62,7 +62,7 @@ def left_whole(strategy: Strategy, placed: Mapping[str, Placed]) -> Iterator[str
             if in_use(p.mesh, axes) and not p.small and not split & set(axes):
                 yield (
                     f"{p.path} {p.shape}: no free dimension divides by {size_of(axes, p.mesh)} "
-                    f"({'+'.join(axes)}), its {column}s stay whole"
+                    f"({'+'.join(in_use(p.mesh, axes))}), its {column}s stay whole"
                 )
 
 
@@ -110,26 +110,35 @@ def _bytes(tree: Tree) -> int:
 
 def table_of(placed: Iterable[Placed], hosted: Hosted) -> Iterator[str]:
     """Yield where each parameter, its gradient and its moments lie, and its bytes per device."""
-    rows = [("parameter", "shape", "spec", "gradient", "moments", "bytes/device")]
-    for p in placed:
-        same = lambda spec, p=p: (
-            "none" if p.frozen else "same" if spec == p.parameter else _show(spec)
-        )
-        size = human(bytes_of_array(p.shape, p.dtype, p.parameter, p.mesh))
-        shape = "x".join(map(str, p.shape))
-        where = _show(p.parameter) + " on host" * hosted.parameters
-        moments = same(p.moment) + _on_host(*hosted.of(p.path))
-        rows.append((p.path, shape, where, same(p.gradient), moments, size))
-    yield from (f"  {line}" for line in aligned(rows))
+    heads = ("parameter", "shape", "spec", "gradient", "moments", "bytes/device")
+    yield from (f"  {line}" for line in aligned([heads, *(_row(p, hosted) for p in placed)]))
+
+
+def _row(p: Placed, hosted: Hosted) -> tuple[str, ...]:
+    used = in_use(p.mesh, p.mesh.axis_names)  # an axis of size 1 splits nothing
+    where, gradient, moments = (
+        _as_python(keep(spec, used)) for spec in (p.parameter, p.gradient, p.moment)
+    )
+    same = lambda text: "none" if p.frozen else "same" if text == where else text
+    size = human(bytes_of_array(p.shape, p.dtype, p.parameter, p.mesh))
+    place = where + " on host" * hosted.parameters
+    moments = same(moments) + _on_host(*hosted.of(p.path))
+    return p.path, "x".join(map(str, p.shape)), place, same(gradient), moments, size
 
 
 def _on_host(there: int, of: int) -> str:
     return "" if not there else " on host" if there == of else f", {there} of {of} on host"
 
 
-def _show(spec: P) -> str:
-    entries = entries_of(spec, len(spec))
-    return f"P({', '.join('+'.join(axes) if axes else '-' for axes in entries)})"
+def _as_python(spec: P) -> str:
+    """Return a spec as it is written.
+
+    >>> _as_python(P(None, ("fsdp", "data"), "tensor"))
+    'P(None, ("fsdp", "data"), "tensor")'
+    """
+    names = [[f'"{axis}"' for axis in axes] for axes in entries_of(spec, len(spec))]
+    shown = (f"({', '.join(axes)})" if len(axes) > 1 else (*axes, "None")[0] for axes in names)
+    return f"P({', '.join(shown)})"
 
 
 def bytes_of_array(shape: tuple[int, ...], dtype: DTypeLike, spec: P, mesh: Mesh) -> int:

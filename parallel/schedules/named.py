@@ -135,6 +135,10 @@ class Schedule:
                 raise ValueError(f"{field}={given!r}, the table has {found!r}. Leave {field} away.")
             object.__setattr__(self, field, found)
 
+    def __str__(self) -> str:
+        """Return the grid of a table of your own; what a name means depends on the stages."""
+        return repr(self) if self.own is None else str(self.own)
+
     def table(self, stages: int) -> Table:
         """Return the table that the pipeline runs: printed, it has a line for each stage.
 
@@ -206,8 +210,9 @@ class Schedule:
         Example:
             >>> import hfjax
             >>> text = "0F0 0F1 0B0 0B1" + chr(10) + "1F0+1B0 1F1+1B1"
-            >>> hfjax.Schedule.from_text(text)
-            Schedule(name='own', microbatches=2, chunks=1, balance='even', own=...)
+            >>> print(hfjax.Schedule.from_text(text))
+            0F0 0F1     0B0     0B1
+            .   1F0+1B0 1F1+1B1 .
         """
         return cls(own=parse_table(text, name, branches), balance=balance)
 

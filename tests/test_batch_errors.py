@@ -1,0 +1,153 @@
+"""A batch or a loss of another form than is read: words say what was given, what to write."""
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen, nnx
+
+import hfjax
+from hfjax.models.gpt import next_token_loss
+from hfjax.parallel.strategy import DDP
+from tests.small_gpt import gpt
+
+X = np.ones((8, 8), np.float32)
+TOKENS = np.ones((8, 9), np.int32)
+BATCH = {"x": X, "y": X}
+FLOAT = {"tokens": TOKENS.astype(np.float32), "mask": TOKENS > 0}
+NO_DICTIONARY: Any = [1.0]
+squares = lambda outputs, batch: (outputs**2).mean()
+on_x = lambda model, batch: model(batch["x"])
+
+
+class Linear(nnx.Module):
+    def __init__(self, *, rngs):
+        self.linear = nnx.Linear(8, 8, rngs=rngs)
+
+    def __call__(self, x):
+        return self.linear(x)
+
+
+class Doubled(Linear):
+    def __call__(self, x):
+        return self.linear(2 * x)
+
+
+class Flat(Linear):
+    def __call__(self, x):
+        return self.linear(x.reshape(-1, 8))
+
+
+class Two(nnx.Module):
+    def __init__(self, *, rngs):
+        self.linear = nnx.Linear(8, 8, rngs=rngs)
+
+    def __call__(self, x, y):
+        return self.linear(x) + y
+
+
+class Embedding(nnx.Module):
+    def __init__(self, *, rngs):
+        self.embed = nnx.Embed(64, 8, rngs=rngs)
+
+    def __call__(self, batch):
+        return self.embed(batch["tokens"])
+
+
+class Taken(Embedding):
+    def __call__(self, batch):
+        return jnp.take(self.embed.embedding[...], batch["tokens"], axis=0)
+
+
+def of_linen(rngs):
+    return nnx.bridge.ToNNX(linen.Embed(64, 8), rngs=rngs).lazy_init(TOKENS)
+
+
+def made(kind):
+    return lambda rngs: kind(rngs=rngs)
+
+
+def trace(init, batch, loss=squares, **options):
+    layout = hfjax.layout(init, optax.sgd(0.1), hfjax.make_mesh(data=8), DDP, **options)
+    hfjax.train_step(layout, loss).lower(batch)
+
+
+@pytest.mark.parametrize(
+    ("init", "options"),
+    [
+        (gpt(), {}),
+        (made(Embedding), {}),
+        (made(Taken), {}),
+        (of_linen, {"forward": lambda model, batch: model(batch["tokens"])}),
+    ],
+    ids=["GPT", "nnx.Embed", "jnp.take", "linen.Embed"],
+)
+def test_tokens_that_are_no_whole_numbers_are_named(init, options):
+    with pytest.raises(
+        ValueError, match=r"an embedding .* no whole numbers: tokens \(float32\)\. .*astype"
+    ):
+        trace(init, FLOAT, **options)
+
+
+@pytest.mark.parametrize(
+    ("batch", "kind"), [((TOKENS, TOKENS), "a tuple"), ([TOKENS], "a list"), (TOKENS, "an array")]
+)
+def test_a_batch_without_keys_is_refused_where_keys_are_read(batch, kind):
+    with pytest.raises(ValueError, match=rf"by key, and this batch is {kind}. Give a dictionary"):
+        trace(gpt(), batch, next_token_loss)
+
+
+@pytest.mark.parametrize("kind", [Linear, Doubled, Flat, Two])
+def test_a_model_of_arrays_that_is_given_a_dictionary_is_told_to_select(kind):
+    with pytest.raises(
+        ValueError,
+        match=r"a dictionary of x, y, .*forward=lambda model, batch: model\(batch\[\"x\"\]\)\)",
+    ):
+        trace(made(kind), BATCH)
+
+
+def test_a_model_of_two_arguments_that_is_given_a_pair_is_told_to_select():
+    with pytest.raises(ValueError, match=r"forward=lambda model, batch: model\(batch\[0\]\)\)"):
+        trace(made(Two), (X, X))
+
+
+def test_a_loss_that_takes_the_whole_batch_for_an_array_is_told_to_select():
+    with pytest.raises(ValueError, match=r"whole batch, .* Take an array of it: batch\[\"x\"\]"):
+        trace(made(Linear), BATCH, lambda y, batch: (y - batch).mean(), forward=on_x)
+
+
+class Lacking(Embedding):
+    def __call__(self, batch):
+        two: Any = Two(rngs=nnx.Rngs(0))
+        return two(super().__call__(batch))
+
+
+def test_an_error_of_the_model_itself_is_left_as_it_is():
+    with pytest.raises(TypeError, match="missing 1 required positional argument: 'y'"):
+        trace(made(Lacking), {"tokens": TOKENS})
+    with pytest.raises(TypeError, match="dot_general requires contracting"):
+        trace(made(Linear), {"x": X[:, :4]}, forward=on_x)
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        (lambda y, batch: None, "the loss is of type NoneType: a scalar is expected"),
+        (lambda y, batch: True, "the loss is bool: a real floating-point number is expected"),
+        (lambda y, batch: squares, "the loss is of type function: a scalar"),
+        (lambda y, batch: hfjax.Mean(y.sum(), y), r"its weight has shape \(1, 8\)"),
+        (
+            lambda y, batch: hfjax.Mean(y.sum(), 1.0, metrics=NO_DICTIONARY),
+            "of the loss: a dictionary by name is expected, not list",
+        ),
+        (
+            lambda y, batch: hfjax.Mean(y.sum(), 1.0, metrics={"right": (y > 0).all()}),
+            "metric 'right' is bool: a number is expected",
+        ),
+    ],
+)
+def test_a_loss_that_returns_something_else_is_refused(loss, message):
+    with pytest.raises(ValueError, match=message):
+        trace(made(Linear), BATCH, loss, forward=on_x)
