@@ -409,22 +409,19 @@ class Layout:
             >>> hfjax.layout(model, momentum, mesh, zero1).bytes_per_device()
             {'parameters': 2048, 'gradients': 2048, 'moments': 256}
         """
-        size, placed = (
-            lambda p, s, t: bytes_of_array(p.shape, t, s, self.mesh),
-            self.placed.values(),
-        )
+        size = lambda p, spec, dtype: bytes_of_array(p.shape, dtype, spec, self.mesh)
         moments = {False: 0, True: 0}  # on the host?
         for x in jax.tree.leaves(self.abstract_state().optimizer):
             size_of_it = bytes_of_array(x.shape, x.dtype, x.sharding.spec, self.mesh)
             moments[is_host_sharding(x.sharding)] += size_of_it
-        parameters = sum(size(p, p.parameter, p.dtype) for p in placed)
+        parameters = sum(size(p, p.parameter, p.dtype) for p in self.placed.values())
         found = {
             "parameters": 0 if self.hosted.parameters else parameters,
             "gradients": sum(self.gradient_bytes.values()),
             "moments": moments[False],
         }
-        host = {"parameters": parameters if self.hosted.parameters else 0, "moments": moments[True]}
-        return found | {f"host {name}": n for name, n in host.items() if n}
+        host = {"host parameters": parameters - found["parameters"], "host moments": moments[True]}
+        return found | {name: n for name, n in host.items() if n}
 
     @property
     def gradient_bytes(self) -> dict[str, int]:
@@ -439,8 +436,7 @@ class Layout:
 
         Example:
             >>> import hfjax, jax.numpy as jnp, optax
-            >>> model = lambda rngs: {"w": jnp.zeros((64, 8))}
-            >>> mesh = hfjax.make_mesh(data=4, tensor=2)
+            >>> model, mesh = lambda rngs: {"w": jnp.ones((8, 8))}, hfjax.make_mesh(data=4, tensor=2)
             >>> hfjax.layout(model, optax.sgd(0.1), mesh, hfjax.DDP).unused_axes()
             ['tensor']
         """
