@@ -138,6 +138,6 @@ def _refuse_idle(layout: Layout, idle: Sequence[str]) -> None:
     raise ValueError(
         f"mesh {describe_mesh(layout.mesh)}: {', '.join(idle)} splits neither the batch nor a "
         f"parameter under {layout.strategy.name}: its devices would repeat each other's work. "
-        "Set it to 1, or add a strategy that uses it (hfjax.TENSOR uses tensor, hfjax.PIPE "
-        "uses pipe)."
+        "Set it to 1, or add a strategy that uses it (hfjax.TENSOR uses tensor, hfjax.CONTEXT "
+        "context, hfjax.PIPE pipe)."
     )

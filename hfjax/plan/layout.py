@@ -436,7 +436,7 @@ class Layout:
 
         Example:
             >>> import hfjax, jax.numpy as jnp, optax
-            >>> model, mesh = lambda rngs: {"w": jnp.ones((8, 8))}, hfjax.make_mesh(data=4, tensor=2)
+            >>> model, mesh = lambda _: {"w": jnp.ones((8, 8))}, hfjax.make_mesh(data=4, tensor=2)
             >>> hfjax.layout(model, optax.sgd(0.1), mesh, hfjax.DDP).unused_axes()
             ['tensor']
         """

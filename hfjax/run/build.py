@@ -20,8 +20,8 @@ from hfjax.run.optimizer import optimizer_of, rate_of
 from hfjax.run.sampling import Evaluated, Sampling, check_weighs_by_mask, evaluate, generate
 
 STRATEGIES = (
-    *("ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp", "tensor", "sequence", "pipe"),
-    *("host_optimizer", "host_parameters"),
+    *("ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp", "tensor", "sequence", "context"),
+    *("pipe", "host_optimizer", "host_parameters"),
 )
 
 
@@ -98,8 +98,14 @@ class Parts:
             "offload": c.offload,
             "optimizer_in_backward": c.optimizer.in_backward,
             "nonfinite": c.nonfinite,
+            "context": self.context,
             "kernels": c.kernels,
         }
+
+    @property
+    def context(self) -> hfjax.Context:
+        """How devices share rows."""
+        return hfjax.Context(**asdict(self.config.context))
 
     @cached_property
     def step(self) -> Any:
@@ -112,6 +118,7 @@ class Parts:
         c = self.config
         kernels = "auto" if c.kernels == "pallas" else c.kernels  # also where no kernel runs
         shared: Any = {"precision": c.precision, "schedule": self.schedule, "kernels": kernels}
+        shared["context"] = self.context
         return hfjax.eval_step(self.layout, self.model.loss, **shared)
 
     @cached_property
@@ -239,8 +246,7 @@ def strategy_of(names: str) -> hfjax.Strategy:
     if len(planes) > 1 or len(set(given)) < len(given):
         raise ValueError(
             f"--strategy {names}: at most one of {', '.join(PLANES)}, found {', '.join(planes)}; "
-            "and each name once. What goes with it: tensor, sequence, pipe, host_optimizer, "
-            "host_parameters."
+            f"and each name once. What goes with it: {', '.join(STRATEGIES[len(PLANES) :])}."
         )
     return reduce(lambda a, b: a | b, (getattr(hfjax, name.upper()) for name in given))
 
@@ -268,7 +274,7 @@ def mesh_of(config: Train, devices: Sequence[Any] | None = None) -> jax.sharding
 
 USES = {  # the names of a strategy by the axis that they split over
     **{"fsdp": ("fsdp", "zero3", "hsdp"), "data": ("ddp", "zero1", "zero2")},
-    **{"tensor": ("tensor", "sequence"), "pipe": ("pipe",)},
+    **{"tensor": ("tensor", "sequence"), "context": ("context",), "pipe": ("pipe",)},
 }
 
 

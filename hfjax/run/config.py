@@ -74,7 +74,24 @@ class Mesh:
     data: int | None = None
     fsdp: int | None = None
     tensor: int | None = None
+    context: int | None = None
     pipe: int | None = None
+
+
+@dataclass(frozen=True)
+class Context:
+    """How devices share rows, where --mesh.context is above 1: docs/long_sequences.md."""
+
+    form: Literal["auto", "ring", "allgather", "ulysses"] = "auto"
+    """What travels: keys and values from device to device, the same at once, or heads; auto: what
+    sends least."""
+    ulysses: int | None = None
+    """How many neighbours exchange heads within a ring or a gather."""
+    order: Literal["auto", "zigzag", "contiguous"] = "auto"
+    """Who holds what: an early and a late part each, or one part."""
+
+    def __post_init__(self):
+        at_least(self, "context.", ulysses=1)
 
 
 @dataclass(frozen=True)
@@ -213,9 +230,9 @@ class Train:
     accumulate: int = 1
     """Microbatches in a step."""
     strategy: str = "ddp"
-    """ddp, zero1, zero2, zero3, fsdp, hsdp, tensor, sequence, pipe, host_optimizer,
+    """ddp, zero1, zero2, zero3, fsdp, hsdp, tensor, sequence, context, pipe, host_optimizer,
     host_parameters, joined by +: fsdp+tensor; at most one of the first six. Devices that no
-    --mesh size asks for go to the axis that it uses (fsdp, tensor, pipe), else to data."""
+    --mesh size asks for go to the axis that it uses (fsdp, tensor, context, pipe), else to data."""
     precision: Literal["stored", "fp32", "bf16"] = "stored"
     remat: str = "none"
     """What layers compute again in the backward pass: none, dots (all but matrix products), full,
@@ -232,6 +249,7 @@ class Train:
     seed: int = 0
     model: Model = field(default_factory=Model)
     mesh: Mesh = field(default_factory=Mesh)
+    context: Context = field(default_factory=Context)
     pipeline: Pipeline = field(default_factory=Pipeline)
     data: Data = field(default_factory=Data)
     optimizer: Optimizer = field(default_factory=Optimizer)

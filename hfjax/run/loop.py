@@ -20,6 +20,7 @@ from hfjax.checkpoint import Checkpoints, Keep
 from hfjax.checkpoint.directory import steps_in
 from hfjax.data import Loader
 from hfjax.optimizers.transforms import averaged
+from hfjax.parallel.context.deal import work_of
 from hfjax.processes.agreement import agreed, check_same, speaks
 from hfjax.processes.stop import Stop
 from hfjax.processes.watchdog import Watchdog
@@ -271,7 +272,10 @@ class Run:
         first = "the first step" not in self.begun
         with self._phase("the first step") if first else nullcontext():
             self.state, metrics = self.parts.step(self.state, batch)
-            return jax.block_until_ready(metrics) if first else metrics
+            metrics = jax.block_until_ready(metrics) if first else metrics
+        if first and (choice := self.parts.step.context):
+            self.screen.say(f"{choice}\n{work_of(choice.deal, batch)}")
+        return metrics
 
     @contextmanager
     def _phase(self, doing: str) -> Iterator[None]:

@@ -9,8 +9,9 @@ of the ring would hold, each of its members an equal part.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -130,6 +131,19 @@ def work(deal: Deal, documents: np.ndarray) -> np.ndarray:
     due = meet.any(0) & np.tri(chunks.size, dtype=bool)
     of_chunk = due.sum(1) * size**2
     return np.repeat([of_chunk[held].sum() for held in chunks], deal.ulysses) // deal.ulysses
+
+
+def work_of(deal: Deal, batch: Mapping[str, Any]) -> str:
+    """Return a line that says how evenly the devices of a row share the work of a batch."""
+    documents = batch.get("documents")
+    length = batch["tokens"].shape[1] - 1
+    inside = np.zeros((1, length), int) if documents is None else np.asarray(documents)[:, :length]
+    found = work(deal, inside)
+    shares = " ".join(f"{n / found.mean():.2f}" for n in found)
+    return (
+        f"attention of the first batch: work of each device over the mean {shares}; greatest "
+        f"{max_over_mean(found):.2f}"
+    )
 
 
 def max_over_mean(work: Sequence[int] | np.ndarray) -> float:
