@@ -32,7 +32,7 @@ _MEANINGS = (
 
 
 _KINDS = (KeyError, NameError, AttributeError, AssertionError, NotImplementedError)
-_BY_KEY = r"indices must be integers or slices, not str|string indexing"
+_BY_KEY = r"indices must be integers or slices, not str|string indexing|__contains__.*'str'"
 _NOT_WHOLE = r"(Indexer|indices|Input type) must (have|be) (an )?integer"
 # NumPy takes a dictionary for the fields of a dtype, and says that its entries are none.
 _NO_ARRAY = r"\bdict\b|entry not a 2- or 3- tuple"

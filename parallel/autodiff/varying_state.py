@@ -6,13 +6,13 @@ that a step keeps should not.
 
 import warnings
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from jax.extend import source_info_util
 from jax.extend.core import JaxprEqn, Literal
 
 from hfjax.parallel.autodiff.program import parts_of_scan
-from hfjax.parallel.mesh import SAMPLE_AXES
 
 DRAWS = "random_bits"
 AGREES = ("psum", "psum_invariant", "pmax", "pmin", "all_gather", "all_gather_invariant")
@@ -25,10 +25,10 @@ class Differing(NamedTuple):
     lines: set[str]
 
 
-def differing(jaxpr: Any, inputs: Sequence[bool]) -> Differing:
-    """Return what differs between devices, given which inputs do."""
-    lines = set[str]()
-    return Differing(_follow(jaxpr, inputs, "", lines), lines)
+def differing(jaxpr: Any, inputs: Sequence[bool], axes: Sequence[str]) -> Differing:
+    """Return what differs between devices along these axes, given which inputs do."""
+    follow = _Follow(frozenset(axes), set())
+    return Differing(follow(jaxpr, inputs, ""), follow.lines)
 
 
 def warn_of_same_noise(lines: set[str]) -> None:
@@ -45,13 +45,13 @@ def warn_of_same_noise(lines: set[str]) -> None:
         )
 
 
-def warn_of_whole_numbers(paths: Sequence[str]) -> None:
+def warn_of_whole_numbers(paths: Sequence[str], axes: Sequence[str]) -> None:
     """Warn of whole numbers and flags of which each device would keep its own."""
     if paths:
         warnings.warn(
             f"{', '.join(paths)}: whole numbers or flags that follow from the rows of a device, "
             "and the greatest of all devices is kept. Make them agree: jax.lax.psum (or pmax, "
-            f"pmin) of what is added, over {SAMPLE_AXES}.",
+            f"pmin) of what is added, over {tuple(axes)}.",
             UserWarning,
             stacklevel=2,
         )
@@ -66,53 +66,55 @@ def bodies(equation: JaxprEqn) -> Iterator[Any]:
                 yield inner
 
 
-def _follow(jaxpr: Any, inputs: Sequence[bool], place: str, lines: set[str]) -> list[bool]:
-    """Return which outputs differ; lines that draw from keys that do not are added to `lines`.
+@dataclass(frozen=True)
+class _Follow:
+    """Follows what differs between devices along these axes, and notes lines as it goes."""
 
-    `place` is the line around, for what JAX itself has compiled.
-    """
-    apart = {v for v, yes in zip(jaxpr.invars, inputs, strict=True) if yes}
-    is_apart = lambda v: not isinstance(v, Literal) and v in apart
-    for equation in jaxpr.eqns:
-        given = [is_apart(v) for v in equation.invars]
-        line = source_info_util.summarize(equation.source_info) or place
-        if equation.primitive.name == DRAWS and not any(given):
-            lines.add(line)
-        outputs = _outputs(equation, given, line, lines)
-        apart.update(v for v, yes in zip(equation.outvars, outputs, strict=True) if yes)
-    return [is_apart(v) for v in jaxpr.outvars]
+    axes: frozenset[str]
+    lines: set[str]  # that draw random numbers from keys which do not differ
 
+    def __call__(self, jaxpr: Any, inputs: Sequence[bool], place: str) -> list[bool]:
+        """Return which outputs differ; `place` is the line around, for what JAX has compiled."""
+        apart = {v for v, yes in zip(jaxpr.invars, inputs, strict=True) if yes}
+        is_apart = lambda v: not isinstance(v, Literal) and v in apart
+        for equation in jaxpr.eqns:
+            given = [is_apart(v) for v in equation.invars]
+            line = source_info_util.summarize(equation.source_info) or place
+            if equation.primitive.name == DRAWS and not any(given):
+                self.lines.add(line)
+            outputs = self._outputs(equation, given, line)
+            apart.update(v for v, yes in zip(equation.outvars, outputs, strict=True) if yes)
+        return [is_apart(v) for v in jaxpr.outvars]
 
-def _outputs(equation: JaxprEqn, given: list[bool], line: str, lines: set[str]) -> list[bool]:
-    """Return which results of an equation differ."""
-    kind, count = equation.primitive.name, len(equation.outvars)
-    if kind == "axis_index":
-        return [True]
-    if kind in AGREES and set(SAMPLE_AXES) <= _axes(equation):
-        return [False] * count
-    inner = list(bodies(equation))
-    if kind == "scan":
-        given = _settled(equation, given, inner[0])
-    for body in inner:
-        fits = len(body.invars) == len(given)  # else: all of them differ, if one does
-        inside = given if fits else [any(given)] * len(body.invars)
-        outputs = _follow(body, inside, line, lines)
-        if fits and len(inner) == 1 and len(outputs) == count:
-            return outputs
-    return [any(given)] * count
+    def _outputs(self, equation: JaxprEqn, given: list[bool], line: str) -> list[bool]:
+        """Return which results of an equation differ."""
+        kind, count = equation.primitive.name, len(equation.outvars)
+        if kind == "axis_index":
+            return [True]
+        if kind in AGREES and self.axes <= _axes(equation):
+            return [False] * count
+        inner = list(bodies(equation))
+        if kind == "scan":
+            given = self._settled(equation, given, inner[0])
+        for body in inner:
+            fits = len(body.invars) == len(given)  # else: all of them differ, if one does
+            inside = given if fits else [any(given)] * len(body.invars)
+            outputs = self(body, inside, line)
+            if fits and len(inner) == 1 and len(outputs) == count:
+                return outputs
+        return [any(given)] * count
+
+    def _settled(self, equation: JaxprEqn, given: list[bool], body: Any) -> list[bool]:
+        """Return which inputs of a scan differ in some turn of it."""
+        first, carry = parts_of_scan(equation)
+        while True:
+            outputs = _Follow(self.axes, set())(body, given, "")[:carry]
+            now = [a or b for a, b in zip(given[first : first + carry], outputs, strict=True)]
+            if now == given[first : first + carry]:
+                return given
+            given = [*given[:first], *now, *given[first + carry :]]
 
 
 def _axes(equation: JaxprEqn) -> set[Any]:
     names = equation.params.get("axes", equation.params.get("axis_name", ()))
     return set(names) if isinstance(names, tuple | list) else {names}
-
-
-def _settled(equation: JaxprEqn, given: list[bool], body: Any) -> list[bool]:
-    """Return which inputs of a scan differ in some turn of it."""
-    first, carry = parts_of_scan(equation)
-    while True:
-        outputs = _follow(body, given, "", set())[:carry]
-        now = [a or b for a, b in zip(given[first : first + carry], outputs, strict=True)]
-        if now == given[first : first + carry]:
-            return given
-        given = [*given[:first], *now, *given[first + carry :]]

@@ -16,8 +16,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
 from hfjax.base.tables import aligned, human
 from hfjax.parallel.context.deal import ORDERS, Deal
 from hfjax.parallel.context.exchange import repeats
@@ -232,7 +230,8 @@ def choose(
 
 
 def _line(option: Option, why: str | None, calls: Sequence[Call], best: bool) -> tuple[str, ...]:
-    forward, backward = np.sum([np.multiply(option.bytes(c), c.times) for c in calls], axis=0)
-    sizes = [human(int(n)) for n in (forward, backward, forward + backward)]
+    each = [option.bytes(call) for call in calls for _ in range(call.times)]
+    forward, backward = (sum(sizes) for sizes in zip((0, 0), *each, strict=True))
+    sizes = [human(n) for n in (forward, backward, forward + backward)]
     note = "chosen" if best else f"cannot: {why}" if why else ""
     return (option.name, *sizes, note)

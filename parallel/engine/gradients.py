@@ -239,15 +239,16 @@ class AutodiffPlane(Plane):
 
     def _look(self, variables: Flat, batch: Any, jaxpr: Any, result: Any) -> None:
         """Warn of what is the same on all devices and should differ, and the other way round."""
+        samples = self.context.samples
         own = {path: self._is_own(path) for path in variables}  # of each device
         given = jax.tree.leaves((own, jax.tree.map(lambda _: True, batch)))
-        found = differing(jaxpr, [False] * (len(jaxpr.invars) - len(given)) + given)
+        found = differing(jaxpr, [False] * (len(jaxpr.invars) - len(given)) + given, samples)
         warn_of_same_noise(found.lines)
         _, apart = jax.tree.unflatten(jax.tree.structure(result), found.outputs)
         whole = lambda x: not jnp.issubdtype(x.dtype, jnp.inexact)
         if in_use(self.context.mesh, BATCH_AXES):
             mixed = [p for p, x in variables.items() if apart[p] and not own[p] and whole(x)]
-            warn_of_whole_numbers(mixed)
+            warn_of_whole_numbers(mixed, samples)
 
     def _is_own(self, path: str) -> bool:
         """Whether each device has a variable of its own: a key, or some rows."""
