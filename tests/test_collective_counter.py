@@ -96,12 +96,17 @@ def test_axes_of_size_one_are_neither_named_nor_counted():
     assert only(program.compile()).axes == ("tensor",)
 
 
-def test_groups_that_are_no_axes_of_the_mesh_are_a_question_mark():
+def test_groups_within_an_axis_are_of_that_axis_and_others_are_a_question_mark():
     mesh = jax.make_mesh((2, 4), ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2)
-    halves = [[0, 1], [2, 3]]
-    program = lowered(lambda x: lax.psum(x, "fsdp", axis_index_groups=halves), X, mesh=mesh)
-    for row in (only(program), only(program.compile())):
-        assert (row.axes, row.devices, row.moved) == (("?",), 2, 512)
+    for axes, halves, named in (
+        ("fsdp", [[0, 1], [2, 3]], ("fsdp",)),
+        (("data", "fsdp"), [[0, 1, 2, 4], [3, 5, 6, 7]], ("?",)),
+    ):
+        add = lambda x, over=axes, groups=halves: lax.psum(x, over, axis_index_groups=groups)
+        program, size = lowered(add, X, mesh=mesh), len(halves[0])
+        for row in (only(program), only(program.compile())):
+            assert (row.axes, row.devices) == (named, size)
+            assert row.moved == 512 * 2 * (size - 1) // size
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from hfjax.base.paths import flatten
 from hfjax.models.gpt import next_token_loss
 from hfjax.parallel.placement import Array, check_spec, pieces, place
 from hfjax.parallel.strategy import (
+    CONTEXT,
     DDP,
     FSDP,
     HSDP,
@@ -326,13 +327,18 @@ def test_gpt_presets():
         (
             FSDP,
             {"data": 8},
-            r"FSDP on data=8: FSDP .*fsdp=1\. Write make_mesh\(fsdp=8\) \(.*fsdp 8",
+            r"FSDP on data=8: FSDP .*fsdp=1 and context=1\. Write make_mesh\(fsdp=8\) \(.*fsdp 8",
         ),
         (FSDP, {"tensor": 8}, r"Write make_mesh\(fsdp=8\)"),
         (HSDP, {"data": 8}, r"HSDP would .*Write make_mesh\(data=2, fsdp=4\)"),
-        (ZERO1, {"tensor": 8}, r"because of fsdp=1 and data=1\. Write make_mesh\(data=8\)"),
+        (
+            ZERO1,
+            {"tensor": 8},
+            r"because of context=1 and fsdp=1 and data=1\. Write make_mesh\(data=8\)",
+        ),
         (TENSOR, {"data": 8}, r"TENSOR would .*tensor=1\. Write make_mesh\(data=4, tensor=2\)"),
         (SEQUENCE, {"data": 4, "fsdp": 2}, r"SEQUENCE .*make_mesh\(data=2, fsdp=2, tensor=2\)"),
+        (CONTEXT, {"data": 8}, r"CONTEXT would .*context=1\. Write make_mesh\(data=4, context=2\)"),
         (PIPE, {"data": 6}, r"PIPE .*pipe=1\. Write make_mesh\(pipe=2, data=3\)"),
         (FSDP | TENSOR, {"fsdp": 8}, r": TENSOR .* make_mesh\(fsdp=4, tensor=2\).*, or leave that"),
         (FSDP | TENSOR, {"data": 8}, r"FSDP and TENSOR would .*make_mesh\(fsdp=4, tensor=2\)"),
