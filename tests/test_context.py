@@ -1,5 +1,9 @@
 """Rows that several devices share: as on one device, and the bytes of their formulas."""
 
+import os
+import subprocess
+import sys
+
 import jax
 import numpy as np
 import optax
@@ -137,7 +141,16 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", CASES)
+DAILY = (
+    *("ring", "Ulysses repeats heads of keys", "crossed", "documents", "tensor, Ulysses", "1F1B"),
+    *("microbatches, recomputed", "a window"),
+)
+SOME = [
+    pytest.param(name, marks=() if name in DAILY else pytest.mark.slow, id=name) for name in CASES
+]
+
+
+@pytest.mark.parametrize("name", SOME)
 def test_rows_on_several_devices_train_as_on_one(name, alone):
     model, batch, strategy, sizes, execution = CASES[name]
     if 3 in sizes.values():
@@ -189,9 +202,9 @@ def chosen(step) -> Choice:
     return step.context
 
 
-def plan(n, context, precision="stored", kv_heads=2, **execution):
+def plan(n, context, precision="stored", kv_heads=2, length=64, **execution):
     config = LlamaConfig.tiny(
-        vocab=64, length=64, layers=2, embed=64, heads=8, kv_heads=kv_heads, mlp=48
+        vocab=64, length=length, layers=2, embed=64, heads=8, kv_heads=kv_heads, mlp=48
     )
     mesh = hfjax.make_mesh(devices=jax.devices()[:n], context=n)
     layout = hfjax.layout(
@@ -219,6 +232,40 @@ def test_crossed_forms_send_the_bytes_of_both():
     for form in ("ring", "allgather"):
         step = plan(8, Context(form, ulysses=2))
         assert sent_by(step, ROWS) == expected(form, 8, 2, 8, 2, 8, tokens=16, layers=2)
+
+
+FAR = """
+import jax
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_num_cpu_devices", 64)
+import numpy as np
+from tests.test_context import Context, plan, sent_by
+rows = {"tokens": np.zeros((1, 257), np.int32)}
+for n, context in ((16, "ring"), (64, "allgather"), (64, Context("ring", 8)), (8, "ulysses")):
+    print(sent_by(plan(n, context, length=256), rows))
+"""
+
+
+@pytest.mark.slow
+def test_on_16_and_64_devices_the_formula_holds_as_well():
+    where = os.environ | {"PYTHONPATH": f"{os.getcwd()}:{os.environ.get('PYTHONPATH', '')}"}
+    command = [sys.executable, "-W", "ignore", "-c", FAR]
+    done = subprocess.run(command, capture_output=True, text=True, env=where)
+    assert done.returncode == 0, done.stderr[-2000:]
+    tokens = lambda n: 256 // n
+    wanted = [
+        expected("ring", 16, 1, 8, 2, 8, tokens(16), layers=2),
+        expected("allgather", 64, 1, 8, 2, 8, tokens(64), layers=2),
+        expected("ring", 64, 8, 8, 2, 8, tokens(64), layers=2),
+        expected("ulysses", 8, 8, 8, 2, 8, tokens(8), layers=2),
+    ]
+    assert [int(line) for line in done.stdout.split()] == wanted
+
+
+def test_repeated_heads_of_keys_are_said():
+    step = plan(4, "ulysses")
+    step.lower(ROWS)
+    assert "heads of keys are sent 2 times" in str(step.context)
 
 
 def test_gradients_of_keys_travel_in_float32_and_what_is_recomputed_travels_again():

@@ -234,4 +234,6 @@ def _line(option: Option, why: str | None, calls: Sequence[Call], best: bool) ->
     forward, backward = (sum(sizes) for sizes in zip((0, 0), *each, strict=True))
     sizes = [human(n) for n in (forward, backward, forward + backward)]
     note = "chosen" if best else f"cannot: {why}" if why else ""
-    return (option.name, *sizes, note)
+    times = max((repeats(call.key_heads, option.ulysses) for call in calls), default=1)
+    again = f"heads of keys are sent {times} times" if times > 1 and not why else ""
+    return (option.name, *sizes, ", ".join(filter(None, (note, again))))
