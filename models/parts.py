@@ -268,8 +268,8 @@ class Dropout(nnx.Module):
         """Return x with elements dropped, or as it is in an evaluation.
 
         Args:
-            x: An array with a row for each row of the batch; of three or more dimensions, the
-                second is the sequence.
+            x: An array with a row for each row of the batch; its second dimension may be the
+                sequence.
         """
         if self.deterministic or self.rate == 0:
             return x
@@ -278,7 +278,7 @@ class Dropout(nnx.Module):
         keys = self.key[...]
         if keys.ndim == 0:  # outside a training step: the rows are those of x
             keys = jax.vmap(jax.random.fold_in, (None, 0))(keys, jnp.arange(x.shape[0]))
-        at = self.kernels.positions(x.shape[1]) if x.ndim > 2 else None
+        at = self.kernels.positions(x.shape[1]) if x.ndim > 1 else None
         if at is None:
             draw = lambda key: jax.random.bernoulli(key, 1 - self.rate, x.shape[1:])
         else:

@@ -40,7 +40,7 @@ class Mean:
     metrics: Mapping[str, Any] = field(default_factory=dict)
 
 
-def as_mean(value: Any, rows: int, what: str = "the loss") -> Mean:
+def as_mean(value: Any, rows: float, what: str = "the loss") -> Mean:
     """Return what a loss returned as a `Mean`; a scalar is the mean over this device's rows."""
     if isinstance(value, Mean):
         total, weight = _scalar(value.total, what), _scalar(value.weight, "its weight")
@@ -88,7 +88,7 @@ def check_loss(given: Any, what: str = "the loss") -> None:
 RESERVED = ("loss", "grad_norm", "weight", "finite", "step")  # what a step tells by itself
 
 
-def _metric(name: str, value: Any, rows: int) -> Mean:
+def _metric(name: str, value: Any, rows: float) -> Mean:
     if name in RESERVED:
         raise ValueError(f"metric {name!r}: the step tells this itself. Choose another name.")
     mean = as_mean(value, rows, f"metric {name!r}")

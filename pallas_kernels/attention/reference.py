@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from hfjax.pallas_kernels.attention.mask import Mask, Places, Tiles, padded, tiles_seen, visible
@@ -70,7 +71,12 @@ class _Sight(NamedTuple):
     mask: Mask
     places: Places
     keys: int
-    some: jax.Array  # [query blocks, key blocks]
+    some: Any  # [query blocks, key blocks]: whether anything is seen
+
+    @property
+    def always(self) -> bool:
+        """Whether every block of queries is known to see something of every block of keys."""
+        return isinstance(self.some, np.ndarray) and bool(self.some.all())
 
     @classmethod
     def of(cls, mask: Mask, places: Places, queries: int, keys: int) -> "_Sight":
@@ -83,6 +89,15 @@ class _Sight(NamedTuple):
         near &= (key < self.keys)[None, :]
         seen = near[None] if same is None else near[None] & same
         return jnp.where(seen[:, None, None], s, -jnp.inf)
+
+
+def _as_one(q: _Blocks, k: _Blocks, sight: _Sight) -> tuple[_Blocks, _Blocks, jax.Array]:
+    """Return the same, such that numbers are known no earlier than what they number.
+
+    Where a layer is rematerialised, JAX would else make all masks ahead, for all pairs of blocks
+    and all heads, and keep them: as large as the scores.
+    """
+    return lax.optimization_barrier((q, k, jnp.asarray(sight.some)))
 
 
 def _wide(x: jax.Array) -> Any:
@@ -139,13 +154,14 @@ def block(
         _rows_last(l, groups),
     )
     k = _in_blocks(keys, k_BTGD, v_BTGD)
+    q, k, some_seen = _as_one(q, k, sight)
 
     def rows(block):
         (q, *state), query, some = block
         step = lambda state, other: (_more(sight, q, query, state, other), None)
         return lax.scan(jax.checkpoint(step), tuple(state), (k.arrays, k.number, some))[0]
 
-    o, m, l = (_whole(x, queries) for x in lax.map(rows, (q.arrays, q.number, sight.some)))
+    o, m, l = (_whole(x, queries) for x in lax.map(rows, (q.arrays, q.number, some_seen)))
     return State(o.reshape(q_BSHD.shape), _heads_first(m), _heads_first(l))
 
 
@@ -165,7 +181,7 @@ def _more(sight: _Sight, q: jax.Array, query: jax.Array, state: tuple, other: tu
         l = l * jnp.moveaxis(shrink, 3, 1) + jnp.moveaxis(p.sum(-1), 3, 1)
         return o * jnp.moveaxis(shrink, 3, 1)[..., None] + new, jnp.moveaxis(highest, 3, 1), l
 
-    return lax.cond(some, visit, lambda state: state, state)
+    return visit(state) if sight.always else lax.cond(some, visit, lambda state: state, state)
 
 
 def block_backward(
@@ -184,6 +200,7 @@ def block_backward(
     do = _grouped(final.do, groups)
     q = _in_blocks(queries, _grouped(q_BSHD, groups), do, lse, delta)
     k = _in_blocks(keys, k_BTGD, v_BTGD)
+    q, k, some_seen = _as_one(q, k, sight)
     wide = _wide(q_BSHD)
 
     def rows(sums, block):
@@ -194,7 +211,7 @@ def block_backward(
         return jax.tree.map(jnp.add, sums, more), dq
 
     none = tuple(zeros(x.shape, x, wide) for x in k.arrays)
-    (dk, dv), dq = lax.scan(rows, none, (q.arrays, q.number, sight.some))
+    (dk, dv), dq = lax.scan(rows, none, (q.arrays, q.number, some_seen))
     return _whole(dq, queries).reshape(q_BSHD.shape), _whole(dk, keys), _whole(dv, keys)
 
 
@@ -215,4 +232,4 @@ def _pulled(sight: _Sight, operands: tuple, query: jax.Array, dq: jax.Array, oth
         return dq + more, (dk, dv)
 
     nothing = tuple(zeros(x.shape, x, wide) for x in (k, v))
-    return lax.cond(some, visit, lambda dq: (dq, nothing), dq)
+    return visit(dq) if sight.always else lax.cond(some, visit, lambda dq: (dq, nothing), dq)

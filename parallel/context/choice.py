@@ -37,6 +37,8 @@ class Context:
             no farther than they are seen. auto: contiguous if every attention has a window.
         sequence: The dimension of an array of the batch, by its path, that is the sequence; None
             where none is. Of arrays that are not named it is dimension 1, if they have one.
+        check: Whether to refuse a model or a loss in which positions meet outside of attention, or
+            of which hfjax cannot tell.
 
     Example:
         >>> import hfjax
@@ -48,6 +50,7 @@ class Context:
     ulysses: int | None = None
     order: str = "auto"
     sequence: Mapping[str, int | None] | None = field(default=None, hash=False)
+    check: bool = True
 
     def __post_init__(self):
         for name, allowed in (("form", ("auto", *FORMS)), ("order", ORDERS)):
@@ -74,7 +77,7 @@ class Context:
             f"context={given!r}: a hfjax.Context is expected, or one of auto, {', '.join(FORMS)}."
         )
 
-    def check(self, devices: int) -> None:
+    def check_devices(self, devices: int) -> None:
         """Refuse groups that do not divide the devices which share a row."""
         if self.ulysses is not None and devices % self.ulysses:
             fits = [n for n in range(1, devices + 1) if devices % n == 0]
@@ -103,6 +106,7 @@ class Call:
     documents: bool
     whole_rows_only: bool  # the user's own: it is given whole rows, or nothing
     window: int | None = None
+    value_width: int | None = None  # if it is another than that of queries and keys
     times: int = 1  # layers
 
     @property
@@ -155,6 +159,11 @@ class Option:
                     f"Ulysses gives each of {self.ulysses} devices whole heads, and the "
                     f"{call.heads} heads that a device has do not divide. These groups do: "
                     f"ulysses={', '.join(map(str, fits))}"
+                )
+            if call.value_width not in (None, call.width) and self.ulysses < self.devices:
+                return (
+                    f"values of width {call.value_width} beside keys of width {call.width} can "
+                    'only be exchanged: form="ulysses"'
                 )
             if call.whole_rows_only and self.ulysses < self.devices:
                 return (
@@ -210,7 +219,7 @@ def choose(
     settings: Context, devices: int, calls: Sequence[Call], no_ring: str | None = None
 ) -> Choice:
     """Return the form that sends least of those that can run; `no_ring` says why no ring can."""
-    settings.check(devices)
+    settings.check_devices(devices)
     packed, order = any(call.documents for call in calls), settings.order
     if order == "auto":
         order = "contiguous" if calls and all(call.window for call in calls) else "zigzag"

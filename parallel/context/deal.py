@@ -98,13 +98,15 @@ class Deal:
             raise ValueError(
                 f"{what}: {length} positions do not divide by {self.unit} ({self.order} order on "
                 f"{self.devices} devices{self._with_ulysses}). Give rows of {fits} positions "
-                f"(pad them, with mask 0 there) or of {fits - self.unit}"
-                f"{self._other_order(length)}."
+                f"(pad them, with mask 0 there){self._shorter(fits)}{self._other_order(length)}."
             )
 
     @property
     def _with_ulysses(self) -> str:
         return f", ulysses={self.ulysses}" if self.ulysses > 1 else ""
+
+    def _shorter(self, fits: int) -> str:
+        return f" or of {fits - self.unit}" if fits > self.unit else ""
 
     def _other_order(self, length: int) -> str:
         other = Deal(self.devices, "contiguous", self.ulysses)

@@ -1,6 +1,6 @@
 """The kernels of a step: handed to the modules and to the optimizer that have use for them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -13,7 +13,8 @@ from hfjax.pallas_kernels.attention import block as flash_block
 from hfjax.pallas_kernels.choice import KERNELS, Choice, Shape, Wanted, show
 from hfjax.pallas_kernels.cross_entropy import loss as cross_entropy
 from hfjax.pallas_kernels.handing import Projection
-from hfjax.parallel.engine import sharded_kernels, tensor_ring
+from hfjax.parallel.activation_offload import Offloaded
+from hfjax.parallel.engine import sharded_kernels
 from hfjax.parallel.engine.shared_rows import SharedRows, window_of
 from hfjax.parallel.mesh import PIPE_AXIS, TENSOR_AXES, size_of
 
@@ -129,9 +130,16 @@ class Kernels:
         return self.rows is not None and self.rows.looking is not None
 
     def _across(
-        self, rows: SharedRows, attend: Callable, local: Callable, *operands: jax.Array
+        self, rows: SharedRows, attend: Callable, local: Callable, *given: Any, **named: Any
     ) -> jax.Array:
         """Return attention of the queries here to whole rows, which several devices share."""
+        operands = tuple(x for x in given if x is not None)
+        if named or not 3 <= len(operands) <= 4:
+            raise ValueError(
+                f"attention with {len(operands)} arrays{', and ' if named else ''}"
+                f"{', '.join(named)}: where devices share rows it takes (q, k, v), and one array "
+                "[B, S] more, without names. Close over anything else."
+            )
         q, k, v, *_ = operands
         shape = {"S": q.shape[1], "D": q.shape[3]}
         impossible = self._uneven("heads of keys", k.shape[2])
@@ -140,12 +148,12 @@ class Kernels:
 
     def _multiply(self, kind: str, plain: Callable, x_BSI: jax.Array, kernel_IO: Any) -> jax.Array:
         impossible = self._no_ring(x_BSI)
-        refusal = impossible or tensor_ring.refuses(self.mesh, kind, x_BSI, kernel_IO)
+        refusal = impossible or sharded_kernels.ring_refuses(self.mesh, kind, x_BSI, kernel_IO)
         rows, (inputs, outputs) = x_BSI[..., 0].size, kernel_IO.shape
         form = self.form(kind, refusal, impossible, {"M": rows, "K": inputs, "N": outputs})
         if form not in sharded_kernels.FORMS:
             return plain(x_BSI, kernel_IO)
-        return tensor_ring.ring(self.mesh, form, kind)(x_BSI, kernel_IO)
+        return sharded_kernels.ring(self.mesh, form, kind)(x_BSI, kernel_IO)
 
     # -- what only XLA's form can do --------------------------------------------------------------
 
@@ -183,3 +191,18 @@ class Kernels:
         if not together:
             return [(kernel, "-", "nothing in this step has use for it", "")]
         return [(kernel, *key, "; ".join(filter(None, of))) for key, of in together.items()]
+
+
+@dataclass
+class Traced:
+    """Made with a step, and filled in while the step is traced."""
+
+    kernels: Kernels  # which form each kernel takes, and why
+    offloaded: Offloaded  # what layers keep for the backward pass, and what of it the host holds
+    names: set[str] = field(default_factory=set)  # of tensors, where remat asks for names
+    unread: set[str] = field(default_factory=set)  # parameters that nothing has read yet
+    written: set[str] = field(default_factory=set)  # variables that the model writes to
+
+    def begin(self, parameters: Iterable[str]) -> None:
+        """Begin a trace: what JAX kept of an earlier one, it must not take for this one's."""
+        self.unread, self.written = set(parameters), set()

@@ -15,7 +15,7 @@ from hfjax.parallel.autodiff.saved import Choose, kept
 from hfjax.parallel.compiler import GPU
 from hfjax.parallel.engine.fetch import Placeholder, Stored, fetched
 from hfjax.parallel.engine.gather_on_use import in_a_model
-from hfjax.parallel.engine.traced import Traced
+from hfjax.parallel.engine.kernels import Traced
 from hfjax.parallel.execution import Execution
 from hfjax.parallel.remat import Remat
 

@@ -5,16 +5,21 @@ in `kernels.attention` only. So the model is traced with rows of a length that d
 dimension: what contracts, shifts, sums or counts along such a dimension is refused, with its line.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from flax import nnx
+from jax.core import Tracer
 from jax.extend import source_info_util
-from jax.extend.core import JaxprEqn
+from jax.extend.core import JaxprEqn, Literal
 
+from hfjax.base.mean import as_mean
 from hfjax.base.paths import Flat
 from hfjax.parallel.autodiff.varying_state import bodies
 from hfjax.parallel.engine.blueprint import TRAIN, asked_by, raw, variable_of
@@ -80,29 +85,86 @@ def look(
     templates = context.blueprint.parameters
     sizes = {n for x in templates.values() for n in raw(x).shape} | {rows_of(batch)}
     real = _length(batch, dims)
-    length = a_length(real, sizes) or real
-    resize = lambda x, dim: x.shape if dim is None else _with(x.shape, dim, length)
-    shorter = jax.tree.map(
-        lambda dim, x: jax.ShapeDtypeStruct(resize(x, dim), x.dtype),
-        dims,
-        batch,
-        is_leaf=lambda x: x is None,
-    )
+    own = a_length(real, sizes)  # None: nothing can be told apart
+    length = own or real
+
+    def of_length(n: int) -> Any:
+        resize = lambda x, dim: x.shape if dim is None else _with(x.shape, dim, n)
+        made = lambda dim, x: jax.ShapeDtypeStruct(resize(x, dim), x.dtype)
+        return jax.tree.map(made, dims, batch, is_leaf=lambda x: x is None)
+
     compute = lambda x: context.execution.precision.of(x.dtype)[0]
     parameters = {
         path: jax.ShapeDtypeStruct(raw(x).shape, compute(raw(x))) for path, x in templates.items()
     }
-    with rows.looked_at(real):
-        model, outputs = jax.make_jaxpr(partial(_outputs, context, mode), return_shape=True)(
-            parameters, variables, shorter
-        )
-        loss = jax.make_jaxpr(context.loss)(outputs, shorter)
+    traced = jax.make_jaxpr(partial(_outputs, context, mode), return_shape=True)
+    with rows.looked_at(real, length):
+        try:
+            model, outputs = traced(parameters, variables, of_length(length))
+        except TypeError as error:
+            raise ValueError(
+                f"the model does not take rows of {length} positions in place of {real}. Dimension "
+                "1 of each array of the batch is taken for the sequence; which it is can be said: "
+                'hfjax.Context(sequence={"image": None}). JAX says: ' + str(error)[:300]
+            ) from error
+        loss = jax.make_jaxpr(context.loss)(outputs, of_length(length))
     rows.outputs = [_dimension(x.shape, length) for x in jax.tree.leaves(outputs)]
-    if length == real:  # no length is its own: nothing can be told apart
+    if own is None or not rows.settings.check:
         return
     for jaxpr, part in ((model, "the model"), (loss, "the loss")):
+        for shape in constants_along(jaxpr, length):
+            raise ValueError(
+                f"{part} holds an array {list(shape)} with a number for each position: {APART}. "
+                f"{MEET_BY}"
+            )
         for what, line in mixes(jaxpr.jaxpr, length, part == "the loss"):
             raise ValueError(f"{part} {what} positions of a row ({line}): {APART}. {MEET_BY}")
+    if other := a_length(length - 1, sizes):
+        with rows.looked_at(real, other, note=False):
+            again, _ = traced(parameters, variables, of_length(other))
+        one, two = (list(numbers_in(found.jaxpr)) for found in (model, again))
+        if len(one) != len(two) or any(a != b and a == a for a, b in zip(one, two, strict=True)):
+            raise ValueError(f"the model computes with the number of positions: {APART}. {MEET_BY}")
+    _check_parts(context.loss, outputs, of_length, length)
+
+
+def _check_parts(loss: Callable, outputs: Any, of_length: Callable, length: int) -> None:
+    """Refuse a loss of whole rows that is not the mean of the losses of their parts."""
+    draw = np.random.default_rng(0)
+
+    def made(x: Any) -> np.ndarray:
+        shape = tuple(6 if d and size == length else size for d, size in enumerate(x.shape))
+        if jnp.issubdtype(x.dtype, jnp.floating):
+            return draw.uniform(0.1, 1, shape).astype(np.float32)
+        return draw.integers(0, 2, shape).astype(x.dtype)
+
+    whole = jax.tree.map(made, (outputs, of_length(length)))
+    like = (outputs, of_length(length))
+
+    def part(first: int) -> Any:
+        cut = lambda x, of: x[
+            tuple(
+                slice(first, first + 3) if d and size == length else slice(None)
+                for d, size in enumerate(of.shape)
+            )
+        ]
+        return jax.tree.map(cut, whole, like)
+
+    def mean_of(parts: Sequence[Any]) -> float:
+        found = [as_mean(loss(*p), rows_of(p[1])) for p in parts]
+        return float(sum(m.total for m in found) / sum(m.weight for m in found))
+
+    try:
+        with jax.ensure_compile_time_eval():
+            one, two = mean_of([whole]), mean_of([part(0), part(3)])
+    except Exception:  # it needs what is not there yet: a collective, keys, other tokens
+        return
+    if np.isfinite(one) and np.isfinite(two) and abs(one - two) > 1e-3 * max(abs(one), 1e-3):
+        raise ValueError(
+            f"the loss of whole rows is not that of their parts together ({one:.4g} and {two:.4g} "
+            f"for random outputs): {APART}. Return sums over positions: hfjax.Mean((losses * mask)"
+            ".sum(), mask.sum()), or the plain mean over all rows and positions."
+        )
 
 
 APART = "the devices of the mesh axis context share each row, and each has only some positions"
@@ -125,8 +187,10 @@ def called(context: StepContext, model: Any, variables: Flat, inputs: Any, mode:
 
 
 def _dimension(shape: tuple[int, ...], length: int) -> int | None:
-    """Return which dimension is the sequence, if one is."""
-    return next((dim for dim, size in enumerate(shape) if size == length and dim), None)
+    """Return which dimension is the sequence, if one is; -1: it is part of one."""
+    found = [dim for dim, size in enumerate(shape) if size and size % length == 0]
+    plain = len(found) == 1 and found[0] > 0 and shape[found[0]] == length
+    return None if not found else found[0] if plain else -1
 
 
 def _with(shape: tuple[int, ...], dim: int, size: int) -> tuple[int, ...]:
@@ -168,34 +232,82 @@ def a_length(longest: int, sizes: set[int]) -> int | None:
 
 
 def mixes(jaxpr: Any, length: int, in_loss: bool, place: str = "") -> Iterator[tuple[str, str]]:
-    """Yield (what, where) of each equation along a dimension that `length` divides."""
+    """Yield (what, where) of each equation that does not keep positions apart."""
     along = lambda size: isinstance(size, int) and size > 0 and size % length == 0
     for equation in jaxpr.eqns:
         line = source_info_util.summarize(equation.source_info) or place
-        what = _mixed(equation, along, in_loss)
-        if what:
-            yield what, line
-        for body in bodies(equation):
+        inner = list(bodies(equation))
+        shapes = [_shape(v) for v in (*equation.invars, *equation.outvars)]
+        if any(sum(map(along, _shape(v))) > 1 for v in equation.outvars):
+            yield "pairs", line
+        if any(along(size) for shape in shapes for size in shape) or equation.primitive.name in (
+            "iota",
+            "scan",
+        ):
+            what = _mixed(equation, along, in_loss, bool(inner))
+            if what:
+                yield what, line
+        for body in inner:
             yield from mixes(body, length, in_loss, line)
 
 
-def _mixed(equation: JaxprEqn, along: Callable[[Any], bool], in_loss: bool) -> str | None:
+def constants_along(jaxpr: Any, length: int) -> Iterator[tuple[int, ...]]:
+    """Yield the shapes of arrays that a program closes over and that have an entry per position."""
+    for x in getattr(jaxpr, "consts", ()):
+        shape = jnp.shape(x)
+        varies = lambda x=x: not isinstance(x, np.ndarray | jax.Array) or len(np.unique(x)) > 1
+        if any(n and n % length == 0 for n in shape) and (isinstance(x, Tracer) or varies()):
+            yield shape
+
+
+def numbers_in(jaxpr: Any) -> Iterator[Any]:
+    """Yield every number that is written into a program."""
+    for equation in jaxpr.eqns:
+        yield from (v.val for v in equation.invars if isinstance(v, Literal) and not _shape(v))
+        for body in bodies(equation):
+            yield from numbers_in(body)
+
+
+def _shape(v: Any) -> tuple[int, ...]:
+    return getattr(v.aval, "shape", ())
+
+
+def _mixed(
+    equation: JaxprEqn, along: Callable[[Any], bool], in_loss: bool, has_body: bool
+) -> str | None:
     """Return what an equation does along the sequence, None if it keeps positions apart."""
     name, params = equation.primitive.name, equation.params
-    shapes = [getattr(v.aval, "shape", ()) for v in equation.invars]
+    shapes, outs = map(_shape, equation.invars), [_shape(v) for v in equation.outvars]
+    shapes = list(shapes)
     if name == "iota":
         return "counts" if along(params["shape"][params["dimension"]]) else None
     if name == "scan":
         return "runs a loop over" if along(params["length"]) else None
     if name in MOVES:
-        result = getattr(equation.outvars[0].aval, "shape", ())
-        out = shapes[1] if name == "dynamic_update_slice" else result
+        out = shapes[1] if name == "dynamic_update_slice" else outs[0]
         pairs = [pair for pair in zip(shapes[0], out, strict=True) if pair[0] != pair[1]]
         return "cuts or joins" if any(along(a) or along(b) for a, b in pairs) else None
-    if name not in ALONG or (in_loss and name == "reduce_sum"):
-        return None
-    verb, dims = ALONG[name]
-    return verb if any(along(shapes[0][d]) for d in dims(params, shapes)) else None
+    if name == "reshape":
+        return None if _keeps_order(shapes[0], outs[0], along) else "rearranges"
+    if name in ALONG:
+        verb, dims = ALONG[name]
+        allowed = in_loss and name == "reduce_sum"
+        found = any(along(shapes[0][d]) for d in dims(params, shapes))
+        return verb if found and not allowed else None
+    known = has_body or name in ELEMENTWISE or name.startswith(("random_", "psum", "pmax", "pmin"))
+    return None if known else f"does what hfjax does not know ({name}) with"
+
+
+def _keeps_order(before: Sequence[int], after: Sequence[int], along: Callable) -> bool:
+    """Return whether a reshape leaves positions in one dimension, perhaps beside other numbers."""
+    for i, size in enumerate(before):
+        if not along(size):
+            continue
+        stride = math.prod(before[i + 1 :])
+        steps = [(math.prod(after[j + 1 :]), n) for j, n in enumerate(after) if along(n)]
+        if not any(stride % s == 0 and (s * n) % (stride * size) == 0 for s, n in steps if s):
+            return False
+    return True
 
 
 def _of_convolution(params: Any, shapes: Sequence[Any]) -> list[int]:
@@ -219,18 +331,33 @@ def _of_gather(params: Any, shapes: Sequence[Any]) -> list[int]:
 MOVES = ("slice", "dynamic_slice", "pad", "concatenate", "dynamic_update_slice")
 _named = lambda name: lambda params, shapes: params[name]
 _one = lambda name: lambda params, shapes: [params[name]]
-REDUCE = ("sum", "max", "min", "prod", "and", "or")
+_last = lambda params, shapes: [-1]
+REDUCE = ("sum", "max", "min", "prod", "and", "or", "xor")
 WINDOWS = ("", "_sum", "_max", "_min")
 # An operation -> what it does, and along which dimensions of its first operand.
 ALONG: dict[str, tuple[str, Callable]] = {
     "dot_general": ("contracts", lambda params, shapes: params["dimension_numbers"][0][0]),
     **{f"reduce_{name}": ("reduces", _named("axes")) for name in REDUCE},
+    "reduce": ("reduces", _named("dimensions")),
     **{name: ("picks one of", _named("axes")) for name in ("argmax", "argmin")},
     **{f"cum{name}": ("accumulates", _one("axis")) for name in ("sum", "prod", "max", "min")},
     "cumlogsumexp": ("accumulates", _one("axis")),
     "sort": ("sorts", _one("dimension")),
+    "top_k": ("sorts", _last),
+    "split": ("cuts or joins", _one("axis")),
     "rev": ("reverses", _named("dimensions")),
     "conv_general_dilated": ("convolves", _of_convolution),
     **{f"reduce_window{name}": ("pools", _of_window) for name in WINDOWS},
     "gather": ("picks from", _of_gather),
 }
+# Operations that leave each position where it is, by itself.
+ELEMENTWISE = frozenset(
+    """abs acos acosh add add_any and asin asinh atan atan2 atanh axis_index bitcast_convert_type
+    broadcast_in_dim cbrt ceil clamp clz complex conj convert_element_type copy copy_p cos cosh
+    device_put digamma div eq erf erf_inv erfc exp exp2 expand_dims expm1 floor ge gt imag
+    integer_pow is_finite le lgamma log log1p logistic lt max min mul name ne neg nextafter not
+    optimization_barrier or polygamma population_count pow pvary real reduce_precision rem round
+    rsqrt select_n sharding_constraint shift_left shift_right_arithmetic shift_right_logical sign
+    sin sinh sqrt square squeeze stop_gradient sub tan tanh threefry2x32 transpose xor
+    """.split()
+)

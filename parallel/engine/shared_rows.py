@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec as P
 
@@ -46,6 +47,7 @@ class SharedRows:
     calls: list[Call] = field(default_factory=list)
     choice: Choice | None = None
     outputs: list[int | None] = field(default_factory=list)  # which dimension is the sequence
+    length: int = 0  # of whole rows, as they are traced
     looking: int | None = None  # the length of rows while the model is looked at
 
     @property
@@ -68,24 +70,35 @@ class SharedRows:
         """Take the form that sends least; refuse rows that it cannot deal."""
         self.choice = choose(self.settings, self.devices, self.calls, self.no_ring)
         self.deal.check(length, "a batch")
+        self.length = length
 
     @contextmanager
-    def looked_at(self, length: int) -> Iterator[None]:
+    def looked_at(self, length: int, traced: int, note: bool = True) -> Iterator[None]:
         """Note what a model asks for that is traced within, in place of doing it.
 
         Args:
             length: Of the rows that will come.
+            traced: Of the rows that are traced in their place.
+            note: Whether to take note of it.
         """
-        self.calls, self.looking = [], length
+        known, self.calls, self.looking, self.length = self.calls, [], length, traced
         try:
             yield
         finally:
-            self.looking = None
+            self.calls, self.looking = self.calls if note else known, None
 
-    def positions(self, length: int) -> jax.Array:
-        """Return the numbers, in the whole row, of the positions here."""
+    def positions(self, length: int) -> jax.Array | None:
+        """Return the numbers, in the whole row, of the positions here; None: these are no rows."""
         if self.looking is not None:
-            return jnp.zeros(length, jnp.int32)
+            if length != self.length and length * self.devices == self.looking:
+                raise ValueError(
+                    f"{length} positions that are no part of the shared rows are as many as a "
+                    f"device has of these ({self.looking} over {self.devices}): which is meant "
+                    "cannot be told. Take another number of devices, or of positions."
+                )
+            return jnp.zeros(length, jnp.int32) if length == self.length else None
+        if length * self.devices != self.length:
+            return None
         every = lax.iota("int32", length * self.devices)
         return self.deal.mine(every, lax.axis_index(self.axes), dim=0)
 
@@ -102,6 +115,11 @@ class SharedRows:
         def whole(x: jax.Array, dim: int | None) -> jax.Array:
             if dim is None:
                 return x
+            if dim < 0:
+                raise ValueError(
+                    f"an output {list(x.shape)} has positions and something else in one dimension, "
+                    "or twice: where devices share rows, return [B, S, …]."
+                )
             every = lax.all_gather(x, self.axes, axis=dim, tiled=True)
             return every.take(self.deal.undone(every.shape[dim]), axis=dim)
 
@@ -169,7 +187,20 @@ class SharedRows:
 
     def _look(self, plain: Callable, operands: Sequence[Any]) -> jax.Array:
         """Note what is asked for; return something of the shape of what is attended to."""
-        (q, k, *rest), shards = operands, self._shards
+        (q, k, v, *rest), shards = operands, self._shards
+        if q.shape[1] != self.length or k.shape[1] != self.length:
+            raise ValueError(
+                f"attention of {q.shape[1]} queries to {k.shape[1]} keys: those are not the "
+                f"{self.length} positions of the rows that devices share. Call the attention "
+                "itself there, not by way of kernels.attention."
+            )
+        own = not getattr(plain, "is_causal_attention", False)
+        if own and q.shape[2] > 1 and not _heads_alike(plain, operands):
+            raise ValueError(
+                "the model's own attention does not treat heads alike (what it makes of some heads "
+                "depends on the others, or on how many there are), and Ulysses gives each device "
+                "some of them. Put what differs by head into the queries, or use another axis."
+            )
         self.calls.append(
             Call(
                 rows=q.shape[0],
@@ -178,13 +209,42 @@ class SharedRows:
                 key_heads=k.shape[2] // shards,
                 width=q.shape[3],
                 itemsize=q.dtype.itemsize,
-                documents=len(rest) > 1,
+                documents=len(rest) > 0,
                 window=window_of(plain),
-                whole_rows_only=not getattr(plain, "is_causal_attention", False),
+                whole_rows_only=own,
+                value_width=None if v.shape[3] == q.shape[3] else v.shape[3],
             )
         )
         found = jax.eval_shape(plain, *operands)
         return jnp.zeros(found.shape, found.dtype)
+
+
+def _heads_alike(attend: Callable, operands: Sequence[Any]) -> bool:
+    """Return whether an attention makes of half of the heads what it makes of them among all.
+
+    Tried out on random numbers. Where it cannot be (it needs what is traced), it is believed.
+    """
+    draw, (q, k, *_) = np.random.default_rng(0), operands
+    groups = k.shape[2]
+    if q.shape[2] % (2 * groups) and groups % 2:
+        return True
+
+    def made(x: Any) -> jax.Array:
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            return jnp.zeros(x.shape, x.dtype)
+        return jnp.asarray(draw.normal(size=x.shape), jnp.float32)
+
+    def half(x: jax.Array) -> jax.Array:
+        return x[:, :, : x.shape[2] // 2] if x.ndim == 4 else x
+
+    try:
+        with jax.ensure_compile_time_eval():
+            whole = [made(x) for x in operands]
+            some = [half(x) if i == 0 or groups % 2 == 0 else x for i, x in enumerate(whole)]
+            one, two = half(attend(*whole)), attend(*some)
+            return one.shape == two.shape and bool(jnp.allclose(one, two, atol=1e-3))
+    except Exception:  # it closes over what is traced
+        return True
 
 
 def window_of(attend: Callable) -> int | None:
@@ -197,5 +257,20 @@ def dims_of(batch: Any, given: Mapping[str, int | None] | None = None) -> Any:
     paths = jax.tree_util.tree_map_with_path(
         lambda keys, x: jax.tree_util.keystr(keys, simple=True, separator="/"), batch
     )
-    usual = lambda path, x: (given or {}).get(path, 1 if x.ndim > 1 else None)
-    return jax.tree.map(usual, paths, batch)
+    given = given or {}
+    if unknown := given.keys() - set(jax.tree.leaves(paths)):
+        raise ValueError(
+            f"Context(sequence=…) names {', '.join(sorted(unknown))}, which no array of the batch "
+            f"is. It has: {', '.join(jax.tree.leaves(paths))}."
+        )
+
+    def of(path: str, x: Any) -> int | None:
+        dim = given.get(path, 1 if x.ndim > 1 else None)
+        if dim is not None and not 1 <= dim < x.ndim:
+            raise ValueError(
+                f"Context(sequence={{{path!r}: {dim}}}) of an array {list(x.shape)}: a dimension "
+                f"from 1 to {x.ndim - 1} (0 has the rows), or None."
+            )
+        return dim
+
+    return jax.tree.map(of, paths, batch)

@@ -25,10 +25,10 @@ from hfjax.base.mean import Mean, as_mean
 from hfjax.base.paths import Flat, Index, Tree
 from hfjax.parallel.engine.blueprint import LAYERS, Blueprint
 from hfjax.parallel.engine.fetch import Movement, Stored
+from hfjax.parallel.engine.kernels import Traced
 from hfjax.parallel.engine.layers import LayerOptions
 from hfjax.parallel.engine.legs import Form, Leg, legs, xla
 from hfjax.parallel.engine.reduce import Reduction, one_scatter_per_axis
-from hfjax.parallel.engine.traced import Traced
 from hfjax.parallel.execution import Execution
 from hfjax.parallel.mesh import (
     AXES,
@@ -39,6 +39,7 @@ from hfjax.parallel.mesh import (
     in_use,
     platform_of,
     row_axes,
+    size_of,
 )
 from hfjax.parallel.placement import Placed, auto_part
 from hfjax.parallel.strategy import Axes
@@ -180,7 +181,8 @@ class StepContext:
 
     def mean(self, outputs: Any, batch: Any) -> Mean:
         """Return the loss of a batch."""
-        return as_mean(self.loss(outputs, batch), rows_of(batch))
+        rows, sharers = rows_of(batch), size_of(SEQUENCE_AXES, self.mesh)
+        return as_mean(self.loss(outputs, batch), rows / sharers if sharers > 1 else rows)
 
     def outputs(self, outputs: Any, batch: Any) -> Any:
         """Return the outputs, which have a row for each row of the batch."""
