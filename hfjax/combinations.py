@@ -328,7 +328,7 @@ def table() -> str:
     Example:
         >>> from hfjax.combinations import table
         >>> print(table().splitlines()[-1])
-        + works; - refused; ? refused under a condition; . one setting, or one needs the other
+        + works; - refused; ? refused under a condition; . same setting, or one needs the other
     """
     letters = string.ascii_letters[: len(FEATURES)]
     width = 32  # longer names go on in a second line
@@ -337,7 +337,7 @@ def table() -> str:
         cells = " ".join(cell(name, other) for other in FEATURES)
         first, *rest = textwrap.wrap(name, width)
         lines += [f"{letter} {first:<{width}} {cells}", *(f"  {more}" for more in rest)]
-    told = "+ works; - refused; ? refused under a condition; . one setting, or one needs the other"
+    told = "+ works; - refused; ? refused under a condition; . same setting, or one needs the other"
     return "\n".join([*lines, told])
 
 
@@ -347,16 +347,16 @@ def exclusions() -> str:
     Example:
         >>> from hfjax.combinations import exclusions
         >>> print(exclusions().splitlines()[1])
-        - clip: not with optimizer_in_backward; asynchronous schedule.
+        - clip: refused with optimizer_in_backward; asynchronous schedule.
     """
     return "\n".join(map(_exclusion, FEATURES))
 
 
 def _exclusion(name: str) -> str:
     beside = lambda mark: "; ".join(other for other in FEATURES if cell(name, other) == mark)
-    words = {"-": "not with", "?": "under a condition not with"}
+    words = {"-": "refused with", "?": "in some cases refused with"}
     told = [f"{said} {beside(mark)}" for mark, said in words.items() if beside(mark)]
-    return _item(f"{name}: {'. Also '.join(told) or 'with everything'}.")
+    return _item(f"{name}: {'. Also '.join(told) or 'goes with everything'}.")
 
 
 def reasons() -> str:
@@ -365,7 +365,7 @@ def reasons() -> str:
     Example:
         >>> from hfjax.combinations import reasons
         >>> print(reasons().split(": ")[0])
-        - schedule with model without embed, layers and head, or with forward=
+        - schedule with model not in three parts
     """
     together: dict[Refusal, list[str]] = {}
     for (one, other), refusal in REFUSED.items():
@@ -374,8 +374,8 @@ def reasons() -> str:
 
 
 def _reason(refusal: Refusal, pairs: list[str]) -> str:
-    only = f"Only {refusal.condition_text}: " if refusal.condition_text else ""
-    said = f"{only}{'; '.join(pairs)}: {refusal.why}. {refusal.instead} {refusal.detected_later}"
+    only = f" (only {refusal.condition_text})" if refusal.condition_text else ""
+    said = f"{'; '.join(pairs)}{only}: {refusal.why}. {refusal.instead} {refusal.detected_later}"
     return _item(said)
 
 

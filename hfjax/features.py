@@ -35,7 +35,7 @@ AsWritten = Callable[[Layout, Execution], str | None]
 
 # Features with a long name, that code finds a row by.
 NOT_ELEMENT_BY_ELEMENT = "optimizer not element by element"
-NOT_IN_PARTS = "model without embed, layers and head, or with forward="
+NOT_IN_PARTS = "model not in three parts"
 
 
 class Feature(NamedTuple):

@@ -293,10 +293,10 @@ def test_a_model_that_runs_in_one_part_is_called_as_it_is():
 def test_a_line_has_what_a_feature_does_not_go_with():
     lines = dict(line[2:].split(": ", 1) for line in exclusions().replace("\n  ", " ").splitlines())
     assert list(lines) == list(FEATURES)
-    assert lines["unroll"] == "with everything."
-    assert lines["clip"] == "not with optimizer_in_backward; asynchronous schedule."
+    assert lines["unroll"] == "goes with everything."
+    assert lines["clip"] == "refused with optimizer_in_backward; asynchronous schedule."
     assert lines["freeze"] == (
-        "not with asynchronous schedule. Also under a condition not with list of layers."
+        "refused with asynchronous schedule. Also in some cases refused with list of layers."
     )
 
 

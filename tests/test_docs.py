@@ -160,7 +160,7 @@ def for_pipelines(names: dict[str, Any]) -> dict[str, Any]:
     config = replace(names["config"], layers=8)
     init = lambda rngs: GPT(config, rngs=rngs)
     return {
-        **{"other_layout": trained({**names, "init": init})["layout"], "init": init},
+        **{"other_layout": trained({**names, "init": init})["layout"], "model_init": init},
         "layers": [nnx.Linear(width, width, rngs=rngs) for _ in range(8)],
         "optimizer": optax.adam(1e-3),
         **{"x": np.ones((64, width), np.float32), "y": np.ones((64, width), np.float32)},
