@@ -19,7 +19,7 @@ from jax.tree_util import treedef_tuple
 from hfjax.parallel.activation_offload import Tensor
 
 # Calls whose body is put in their place, so that dataflow is seen through them.
-_CALLS = (
+CALLS = (
     "pjit",
     "jit",
     "closed_call",
@@ -86,7 +86,7 @@ def _run(equations: Sequence[Any], known: dict, outputs: Sequence[Any], inline: 
     read = lambda v: v.val if isinstance(v, Literal) else known[v]
     for equation in equations:
         values = [read(v) for v in equation.invars]
-        body = body_of(equation) if inline and equation.primitive.name in _CALLS else None
+        body = body_of(equation) if inline and equation.primitive.name in CALLS else None
         fits = body is not None and len(body[0].invars) == len(values)
         results = _inline(*body, values) if body and fits else bind(equation, values)
         known.update(zip(equation.outvars, results, strict=True))

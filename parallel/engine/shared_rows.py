@@ -220,7 +220,7 @@ class SharedRows:
 
 
 def _heads_alike(attend: Callable, operands: Sequence[Any]) -> bool:
-    """Return whether an attention makes of half of the heads what it makes of them among all.
+    """Return whether an attention makes of the last heads what it makes of them among all.
 
     Tried out on random numbers. Where it cannot be (it needs what is traced), it is believed.
     """
@@ -235,7 +235,7 @@ def _heads_alike(attend: Callable, operands: Sequence[Any]) -> bool:
         return jnp.asarray(draw.normal(size=x.shape), jnp.float32)
 
     def half(x: jax.Array) -> jax.Array:
-        return x[:, :, : x.shape[2] // 2] if x.ndim == 4 else x
+        return x[:, :, x.shape[2] // 2 :] if x.ndim == 4 else x
 
     try:
         with jax.ensure_compile_time_eval():
