@@ -102,6 +102,11 @@ class Plain:
 
         Args:
             length: How many positions are here.
+
+        Example:
+            >>> from hfjax.models.parts import plain
+            >>> plain.positions(8) is None  # an array where devices share rows
+            True
         """
         return None
 
@@ -110,6 +115,11 @@ class Plain:
 
         Args:
             length: How many positions are here.
+
+        Example:
+            >>> from hfjax.models.parts import plain
+            >>> plain.row_length(8)  # more where devices share rows
+            8
         """
         return length
 

@@ -9,7 +9,7 @@ from hfjax.base.keywords import known_fields
 from hfjax.pallas_kernels.choice import Wanted
 from hfjax.parallel.activation_offload import Offload
 from hfjax.parallel.compiler import check_options
-from hfjax.parallel.context.choice import Context
+from hfjax.parallel.context.choice import Context, context_of
 from hfjax.parallel.remat import Remat
 from hfjax.parallel.schedules.named import Schedule, is_positive
 
@@ -159,7 +159,7 @@ class Execution:
             )
         if self.offload is not None:
             object.__setattr__(self, "offload", Offload.of(self.offload))
-        object.__setattr__(self, "context", Context.of(self.context))
+        object.__setattr__(self, "context", context_of(self.context))
         object.__setattr__(self, "kernels", Wanted.of(self.kernels))
         check_options(self.compiler_options)
         if not isinstance(self.optimizer_in_backward, bool):

@@ -64,33 +64,34 @@ class Context:
                 f"Context(ulysses={u!r}): how many devices exchange heads, at least 1."
             )
 
-    @classmethod
-    def of(cls, given: Any) -> "Context":
-        """Return the settings that are given as such, as the name of a form, or as fields."""
-        if isinstance(given, cls):
-            return given
-        if isinstance(given, str):
-            return cls(given)
-        if isinstance(given, dict):
-            return cls(**given)
-        raise ValueError(
-            f"context={given!r}: a hfjax.Context is expected, or one of auto, {', '.join(FORMS)}."
-        )
 
-    def check_devices(self, devices: int) -> None:
-        """Refuse groups that do not divide the devices which share a row."""
-        if self.ulysses is not None and devices % self.ulysses:
-            fits = [n for n in range(1, devices + 1) if devices % n == 0]
-            raise ValueError(
-                f"Context(ulysses={self.ulysses}) on {devices} devices that share a row: groups of "
-                f"{self.ulysses} do not divide them. These do: {', '.join(map(str, fits))}."
-            )
-        if self.form == "ulysses" and self.ulysses not in (None, devices):
-            raise ValueError(
-                f'Context(form="ulysses", ulysses={self.ulysses}) on {devices} devices: groups of '
-                f'{self.ulysses} need something that joins them. Use form="ring" or '
-                f'form="allgather" with ulysses={self.ulysses}, or ulysses={devices}.'
-            )
+def context_of(given: Any) -> Context:
+    """Return the settings that are given as such, as the name of a form, or as fields."""
+    if isinstance(given, Context):
+        return given
+    if isinstance(given, str):
+        return Context(given)
+    if isinstance(given, dict):
+        return Context(**given)
+    raise ValueError(
+        f"context={given!r}: a hfjax.Context is expected, or one of auto, {', '.join(FORMS)}."
+    )
+
+
+def check_devices(settings: Context, devices: int) -> None:
+    """Refuse groups that do not divide the devices which share a row."""
+    if settings.ulysses is not None and devices % settings.ulysses:
+        fits = [n for n in range(1, devices + 1) if devices % n == 0]
+        raise ValueError(
+            f"Context(ulysses={settings.ulysses}) on {devices} devices that share a row: groups of "
+            f"{settings.ulysses} do not divide them. These do: {', '.join(map(str, fits))}."
+        )
+    if settings.form == "ulysses" and settings.ulysses not in (None, devices):
+        raise ValueError(
+            f'Context(form="ulysses", ulysses={settings.ulysses}) on {devices} devices: groups of '
+            f'{settings.ulysses} need something that joins them. Use form="ring" or '
+            f'form="allgather" with ulysses={settings.ulysses}, or ulysses={devices}.'
+        )
 
 
 @dataclass(frozen=True)
@@ -219,7 +220,7 @@ def choose(
     settings: Context, devices: int, calls: Sequence[Call], no_ring: str | None = None
 ) -> Choice:
     """Return the form that sends least of those that can run; `no_ring` says why no ring can."""
-    settings.check_devices(devices)
+    check_devices(settings, devices)
     packed, order = any(call.documents for call in calls), settings.order
     if order == "auto":
         order = "contiguous" if calls and all(call.window for call in calls) else "zigzag"
