@@ -357,7 +357,8 @@ ELEMENTWISE = frozenset(
     device_put digamma div eq erf erf_inv erfc exp exp2 expand_dims expm1 floor ge gt imag
     integer_pow is_finite le lgamma log log1p logistic lt max min mul name ne neg nextafter not
     optimization_barrier or polygamma population_count pow pvary real reduce_precision rem round
-    mesh_cast reshard rsqrt select_n sharding_constraint shift_left shift_right_arithmetic shift_right_logical sign
-    sin sinh sqrt square squeeze stop_gradient sub tan tanh threefry2x32 transpose xor
+    mesh_cast reshard rsqrt select_n sharding_constraint shift_left shift_right_arithmetic
+    shift_right_logical sign sin sinh sqrt square squeeze stop_gradient sub tan tanh threefry2x32
+    transpose xor
     """.split()
 )
