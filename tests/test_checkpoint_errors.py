@@ -38,10 +38,11 @@ def test_where_there_is_no_checkpoint_it_says_what_is_there(tmp_path):
 
 def test_arguments_in_another_order_are_told_the_right_one(tmp_path):
     layout: Any = small_layout()
+    state: Any = hfjax.init(layout)
     with pytest.raises(ValueError, match=r"a directory, then a layout; found Layout and PosixPath"):
         hfjax.restore(layout, tmp_path)
     with pytest.raises(ValueError, match=r"a layout, then a state; found State and Layout"):
-        hfjax.module(hfjax.init(layout), layout)
+        hfjax.module(state, layout)
 
 
 def test_a_step_that_is_not_there_is_told_with_those_that_are(tmp_path):
