@@ -7,6 +7,7 @@ from hfjax.analysis.collectives import Collectives, collectives
 from hfjax.analysis.least_offload import least_offload
 from hfjax.analysis.stashes import stashes
 from hfjax.analysis.transfers import Transfers, transfers
+from hfjax.base.keywords import nearest_of
 from hfjax.base.mean import Mean
 from hfjax.base.version import version as _version
 from hfjax.batches import full, rows_of_process, shard_batch
@@ -127,7 +128,9 @@ def __getattr__(name: str) -> Any:
         return import_module(f"{__name__}.{name}")
     if name == "generate":
         return import_module("hfjax.run.sampling").generate
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    known = {*__all__, *_LATER}
+    near = nearest_of(name, known) or nearest_of(name.upper(), known)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}.{near}")
 
 
 def __dir__() -> list[str]:

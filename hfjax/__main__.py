@@ -27,7 +27,7 @@ COMMANDS = {  # name: what it does, and the function that takes its arguments
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command given; return its exit status."""
     name, *rest = (sys.argv[1:] if argv is None else list(argv)) or ["--help"]
-    if name in ("-h", "--help"):
+    if name in ("-h", "--help", "help"):
         print(_help())
         return 0
     if name == "--version":

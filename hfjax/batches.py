@@ -113,18 +113,28 @@ def check_batch(layout: Layout, batch: Any, microbatches: int, shares: int = 1) 
     if not sizes or len(set(sizes)) > 1 or not sizes[0]:
         raise ValueError(
             f"a batch is a pytree of arrays with the same number of rows, at least one; "
-            f"found rows {sizes}."
+            f"found rows: {_rows_by_name(batch, sizes)}."
         )
     _check_rows_of_state(layout, sizes[0] * shares)
     devices = batch_devices(layout.mesh)
     rows, unit = sizes[0] * shares, microbatches * devices
     if rows % unit:
+        several = microbatches > 1
+        below, above = rows // unit * unit, (rows // unit + 1) * unit
         raise ValueError(
-            f"batch of {rows} rows does not divide by {microbatches} microbatches x {devices} "
-            f"devices ({describe_mesh(layout.mesh)}). Use {max(rows // unit, 1) * unit} or "
-            f"{(rows // unit + 1) * unit} rows, or change the number of microbatches (accumulate, "
-            "schedule)."
+            f"batch of {rows} rows does not divide by "
+            f"{f'{microbatches} microbatches x ' if several else ''}{devices} devices "
+            f"({describe_mesh(layout.mesh)}). Use {f'{below} or ' if below else ''}{above} rows"
+            f"{', or change the number of microbatches (accumulate, schedule)' if several else ''}."
         )
+
+
+def _rows_by_name(batch: Any, sizes: Sequence[int]) -> str:
+    """Return the name of each array of a batch and its number of rows."""
+    paths = [keys for keys, _ in jax.tree_util.tree_flatten_with_path(batch)[0]]
+    names = [jax.tree_util.keystr(keys, simple=True, separator="/") for keys in paths]
+    pairs = zip(names, sizes, strict=True)
+    return ", ".join(f"{name} {size}".strip() for name, size in pairs) or "none"
 
 
 def _kinds(leaves: Iterable[Any]) -> str:

@@ -142,6 +142,7 @@ def _placed(layout: Layout, seed: Any, parameters: Any) -> Flat:
     put = partial(_of_function, parameters)
     if not (callable(parameters) and jax.tree_util.all_leaves([parameters])):
         given = _by_path(parameters)
+        _check_kind(parameters, given, wanted)
         _check(given, wanted)
         put = lambda path, *where: _of_array(given[path], *where)
     found = {path: put(path, like, shardings[path]) for path, like in wanted.items()}
@@ -221,6 +222,22 @@ def _by_path(parameters: Any) -> Flat:
     return {path(keys): raw(x) for keys, x in found}
 
 
+def _check_kind(parameters: Any, given: Flat, wanted: Mapping[str, Any]) -> None:
+    """Refuse what holds no arrays, and a list where the model has names."""
+    others = [path for path, x in given.items() if x is not None and not hasattr(x, "dtype")]
+    named = given.keys() & wanted.keys() or not isinstance(parameters, list | tuple)
+    if named and not others:
+        return
+    found = type(parameters).__name__
+    if named and others != ["array"]:
+        found += f" with {type(given[others[0]]).__name__} at {others[0]}"
+    raise ValueError(
+        "init(…, parameters=…): arrays in a tree like state.params, {path: array}, an nnx.Module "
+        f"or a function of (path, slices) is expected, found {found}. print(layout) shows the "
+        "paths. Make arrays of lists of numbers, np.asarray(…), and read a file first."
+    )
+
+
 def _check(given: Flat, wanted: Mapping[str, Any]) -> None:
     """Refuse parameters that are not those of the model, with both sides."""
     lines = [*_missing(given, wanted), *_unknown(given, wanted), *_other(given, wanted)]
@@ -229,8 +246,7 @@ def _check(given: Flat, wanted: Mapping[str, Any]) -> None:
             "these parameters are not those of the layout's model:\n  "
             + "\n  ".join(lines)
             + "\nPaths and shapes are those of the model's own order: "
-            "hfjax.canonical(layout, state).params shows them. None in place of an array takes "
-            "it from the seed."
+            "print(layout) shows them. None in place of an array takes it from the seed."
         )
 
 

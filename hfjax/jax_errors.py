@@ -98,13 +98,14 @@ def _of_key(error: KeyError, keys: list) -> str | None:
 def _of_whole(error: Exception, layout: Layout, batch: Any) -> str:
     """Return what to do where a whole batch goes to what takes an array of it."""
     keys = list(batch) if isinstance(batch, Mapping) else None
-    first = f"batch[{0 if keys is None else repr(keys[0])}]".replace("'", '"')
+    one = "batch[0]" if keys is None else 'batch["…"]'
+    which = f" with one of {', '.join(map(str, keys))}" if keys else ""
     given = f"a dictionary of {', '.join(map(str, keys))}" if keys else f"a {type(batch).__name__}"
-    how = f"Take an array of it: {first}."
+    how = f"Take an array of it: {one}{which}."
     if layout.forward is None and not layout.blueprint.three_parts:
         how = (
             "Without forward= a model is called with the batch alone. Say what it is given: "
-            f"hfjax.layout(…, forward=lambda model, batch: model({first}))."
+            f"hfjax.layout(…, forward=lambda model, batch: model({one})){which}."
         )
     return (
         f"the model or the loss is given the whole batch, {given}, and takes arrays of it. {how} "

@@ -376,6 +376,9 @@ def module(layout: Layout, state: State) -> Any:
         >>> type(linear).__name__, linear(np.ones((2, 8), np.float32)).shape
         ('Linear', (2, 4))
     """
+    if not isinstance(layout, Layout) or not isinstance(state, State):
+        found = f"{type(layout).__name__} and {type(state).__name__}"
+        raise ValueError(f"module(layout, state) takes a layout, then a state; found {found}.")
     state = canonical(layout, state)
     whole = lambda tree: {path: jnp.asarray(x) for path, x in flatten(full(tree)).items()}
     return layout.blueprint.merge(whole(state.params), whole(state.variables), "model")

@@ -11,10 +11,11 @@ The row `*` means the first free dimension that divides. The column `memory` map
 to host memory: `moments -> host`.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NoReturn
 
 from hfjax.base.keywords import check_keywords, known_fields
 from hfjax.parallel.memory import memory_rows, show_memory
@@ -94,6 +95,11 @@ class Strategy:
         size = next(iter(sizes), None)
         name, joined = f"{self.name}|{other.name}", (*self.parts, *other.parts)
         return Strategy(name, **columns, replicate_below=size, joined=joined)
+
+    def __add__(self, other: object) -> NoReturn:
+        """Refuse `+`, which the command line has for `|`."""
+        name = other.name if isinstance(other, Strategy) else type(other).__name__
+        raise TypeError(f"{self.name} + {name}: strategies are joined by |: {self.name} | {name}.")
 
     @property
     def smallest(self) -> int:
@@ -200,3 +206,14 @@ PIPE = Strategy("PIPE", parameters={"layers": "pipe"}, activations=_ROWS_OF_BATC
 # What the state needs most of: two moments and, if there are any, master weights of each parameter.
 HOST_OPTIMIZER = Strategy("HOST_OPTIMIZER", memory={"moments": "host", "master": "host"})
 HOST_PARAMETERS = Strategy("HOST_PARAMETERS", memory={"parameters": "host"})
+
+
+def written(name: str) -> str:
+    """Return how a program writes the strategy of a name, as the command line has it.
+
+    >>> written("fsdp+tensor"), written("mine")
+    ('hfjax.FSDP | hfjax.TENSOR', 'hfjax.FSDP, for instance')
+    """
+    words = re.findall(r"\w+", name.upper())
+    known = words and all(isinstance(globals().get(word), Strategy) for word in words)
+    return " | ".join(f"hfjax.{word}" for word in words) if known else "hfjax.FSDP, for instance"

@@ -103,7 +103,8 @@ def test_a_batch_without_keys_is_refused_where_keys_are_read(batch, kind):
 def test_a_model_of_arrays_that_is_given_a_dictionary_is_told_to_select(kind):
     with pytest.raises(
         ValueError,
-        match=r"a dictionary of x, y, .*forward=lambda model, batch: model\(batch\[\"x\"\]\)\)",
+        match=r"a dictionary of x, y, .*forward=lambda model, batch: model\(batch\[\"…\"\]\)\) "
+        r"with one of x, y\.",
     ):
         trace(made(kind), BATCH)
 
@@ -114,7 +115,9 @@ def test_a_model_of_two_arguments_that_is_given_a_pair_is_told_to_select():
 
 
 def test_a_loss_that_takes_the_whole_batch_for_an_array_is_told_to_select():
-    with pytest.raises(ValueError, match=r"whole batch, .* Take an array of it: batch\[\"x\"\]"):
+    with pytest.raises(
+        ValueError, match=r"whole batch, .* Take an array of it: batch\[\"…\"\] with"
+    ):
         trace(made(Linear), BATCH, lambda y, batch: (y - batch).mean(), forward=on_x)
 
 

@@ -36,6 +36,15 @@ def test_where_there_is_no_checkpoint_it_says_what_is_there(tmp_path):
     refused(tmp_path / "run/3", r"/run holds steps \[3\]\.")
 
 
+def test_arguments_in_another_order_are_told_the_right_one(tmp_path):
+    layout: Any = small_layout()
+    state: Any = hfjax.init(layout)
+    with pytest.raises(ValueError, match=r"a directory, then a layout; found Layout and PosixPath"):
+        hfjax.restore(layout, tmp_path)
+    with pytest.raises(ValueError, match=r"a layout, then a state; found State and Layout"):
+        hfjax.module(state, layout)
+
+
 def test_a_step_that_is_not_there_is_told_with_those_that_are(tmp_path):
     layout = saved(tmp_path, 1, 2)
     refused(tmp_path, r"step 7 is not in \S+\. Saved: 1, 2\.", layout, 7)

@@ -49,6 +49,7 @@ SMALL = {  # what is too long for a test, and what stands for it
         "rows=32, length=256": "rows=8, length=16",
         "share(32": "share(8",
     },
+    "docs/long_sequences.md": {EIGHT: "", "length=256, layers=2": "length=256, layers=1"},
     "docs/memory.md": {
         "gpt-medium --model.length 4096 --vocab 50304": f"gpt-tiny {SMALL_GPT} --vocab 512",
         "16GiB": "1MiB",

@@ -210,9 +210,25 @@ def test_paths_and_shapes_that_do_not_fit_are_told_with_both_sides():
     )
     assert "  tokens is float32[32, 64], the model has float32[64, 32]" in lines
     assert "  positions is int32[24, 32], the model has float32[24, 32]" in lines
+    assert "print(layout) shows them" in lines[-1]
     with pytest.raises(ValueError, match=r"\n  … and \d+ more\n") as told:
         hfjax.init(made("FSDP"), parameters={f"layer_{i}": np.ones(2) for i in range(20)})
     assert len(str(told.value).splitlines()) <= 2 + 2 * 9
+
+
+@pytest.mark.parametrize(
+    ("parameters", "found"),
+    [
+        ("weights.npz", "str"),
+        ([1.0, 2.0], "list"),
+        ([np.ones(2), np.ones(3)], "list"),
+        ({"tokens": [1.0, 2.0]}, "dict with float at tokens/0"),
+    ],
+)
+def test_parameters_of_another_kind_are_told_what_they_may_be(parameters, found):
+    message = rf"\{{path: array\}}, .* is expected, found {found}\. print.* np\.asarray"
+    with pytest.raises(ValueError, match=message):
+        hfjax.init(made("FSDP"), parameters=parameters)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import hfjax
 from hfjax.base.paths import flatten
-from hfjax.models.gpt import next_token_loss
+from hfjax.models.gpt import GPT, next_token_loss
 from hfjax.parallel.placement import Array, check_spec, pieces, place
 from hfjax.parallel.strategy import (
     CONTEXT,
@@ -217,13 +217,22 @@ def test_one_dimension_over_fsdp_and_tensor_keeps_its_order():
     jax.tree.map(close, runs[0][1], runs[1][1])
 
 
+class OfRngs(nnx.Module):
+    def __init__(self, *, rngs):
+        self.linear = nnx.Linear(8, 8, rngs=rngs)
+
+
 @pytest.mark.parametrize(
     ("position", "given", "message"),
     [
         (0, None, "model_init, a function of rngs is expected, found NoneType"),
         (1, "adam", "an optax optimizer is expected, found str"),
         (2, jax.make_mesh((8,), ("data",)), r"a mesh of hfjax.make_mesh is expected, found Mesh"),
-        (3, "FSDP", r"a hfjax.Strategy is expected, found str"),
+        (3, "FSDP", r"a hfjax.Strategy is expected, found str\. Write hfjax\.FSDP\.$"),
+        (3, "fsdp+pipe", r"found str\. Write hfjax\.FSDP \| hfjax\.PIPE\.$"),
+        (3, "fast", r"found str\. Write hfjax\.FSDP, for instance\.$"),
+        (0, GPT, r"GPT cannot be called as GPT\(rngs\)\. .*: lambda rngs: GPT\(…, rngs=rngs\)"),
+        (0, OfRngs, r": lambda rngs: OfRngs\(rngs=rngs\)"),
     ],
 )
 def test_arguments_of_the_wrong_kind_are_named(position, given, message):

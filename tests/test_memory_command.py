@@ -3,6 +3,7 @@
 import importlib
 import io
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -18,7 +19,7 @@ from rich.console import Console
 from hfjax.analysis.least_offload import least_offload
 from hfjax.analysis.stashes import stashes
 from hfjax.base.tables import bytes_of
-from hfjax.cli.memory import picture as memory_picture
+from hfjax.cli.memory import command as memory_command, picture as memory_picture
 from hfjax.cli.memory.command import main as command, report
 from hfjax.cli.memory.planned import Planned
 from hfjax.cli.memory.report import table
@@ -298,6 +299,23 @@ def test_without_the_wheels_the_report_says_whose_numbers_these_are():
     assert "those of a program compiled for CPUs" in found.notes[0]
     assert "pip install --no-deps jax-cuda" in found.notes[0]
     assert found.device == "NVIDIA H200"
+
+
+def test_without_the_wheels_the_command_says_so_before_it_compiles(monkeypatch, capsys):
+    def compiles(*given):
+        raise ValueError("now it compiles")
+
+    monkeypatch.setattr(memory_command, "_prepare", lambda given: None)
+    monkeypatch.setattr(memory_command, "can_compile_for_gpus", lambda: False)
+    monkeypatch.setattr(memory_command, "report", compiles)
+    assert command(["--gpu", "h200"]) != 0
+    first, _, then = capsys.readouterr().err.partition("now it compiles")
+    assert re.search(
+        r"is compiled for the CPU.* not of a H200\..* pip install --no-deps jax-", first
+    )
+    assert not then.strip()
+    command(["--gpu", "here"])
+    assert "is compiled for the CPU" not in capsys.readouterr().err
 
 
 @pytest.mark.cuda

@@ -41,6 +41,9 @@ def test_parts_of_hfjax_are_there_once_they_are_asked_for():
     assert told(source) == "[] True strategies Loader GPT True generate".split()
     with pytest.raises(AttributeError, match="module 'hfjax' has no attribute 'nothing'"):
         getattr(hfjax, "nothing")  # noqa: B009  pyright knows that it is not there
+    for name, near in {"FDSP": "FSDP", "fsdp": "FSDP", "train_stp": "train_step"}.items():
+        with pytest.raises(AttributeError, match=rf"'{name}'\. Did you mean {near}\?"):
+            getattr(hfjax, name)
 
 
 def test_the_version_is_that_of_the_project(capsys, monkeypatch):

@@ -79,7 +79,7 @@ def test_a_prediction_runs_inside_a_program_of_the_users():
         ),
         (
             lambda layout: hfjax.predict_step(layout)(hfjax.init(layout), tokens(rows=6)),
-            "batch of 6 rows does not divide by 1 microbatches x 4 devices",
+            "batch of 6 rows does not divide by 4 devices",
         ),
         (
             lambda layout: hfjax.predict_step(

@@ -345,7 +345,7 @@ def test_sampled_text_is_the_same_for_the_same_seed_and_another_for_another(whol
         ({"model": Model(own="hfjax:mak")}, r"hfjax has no function mak. There: \["),
         ({"model": Model(own="hfjax:init")}, r"a function of \(vocab, length\) is expected"),
         ({"mesh": Mesh(data=3, tensor=4)}, r"--mesh.data 3 --mesh.tensor 4: 12 devices are needed"),
-        ({"batch": 12, "mesh": Mesh(data=8)}, r"batch of 12 rows does not divide by 1 microb"),
+        ({"batch": 12, "mesh": Mesh(data=8)}, r"batch of 12 rows does not divide by 8 devices"),
         ({"optimizer": Optimizer(name="adamx")}, r"name adamx: optax has no optimizer"),
         ({"optimizer": Optimizer(name="sgd", weight_decay=0.1)}, r"optax's sgd cannot be told"),
         ({"optimizer": Optimizer(name="sgd", no_decay=("tokens",))}, r"no-decay: optax's sgd"),

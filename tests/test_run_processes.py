@@ -301,4 +301,4 @@ def test_a_command_that_is_none_is_told_with_those_there_are(capsys):
     assert main(["trian"]) == 2
     assert "hfjax trian: no such command" in (told := capsys.readouterr().err)
     assert "launch     start several processes" in told
-    assert main([]) == 0
+    assert main([]) == 0 == main(["help"])

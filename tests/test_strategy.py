@@ -31,6 +31,13 @@ def test_a_row_that_both_sides_set_differently_is_refused_with_both():
         _ = ZERO1 | Strategy("mine", moments={"*": "fsdp"})
 
 
+def test_a_sum_is_told_to_be_a_union():
+    with pytest.raises(
+        TypeError, match=r"^FSDP \+ TENSOR: strategies are joined by \|: FSDP \| TEN"
+    ):
+        _ = FSDP + TENSOR
+
+
 def test_a_size_that_one_side_sets_is_kept_and_two_different_ones_are_refused():
     assert (FSDP.edit(replicate_below=0) | TENSOR).smallest == 0
     with pytest.raises(ValueError, match=r"replicate_below is \[0, 5\]"):

@@ -344,6 +344,11 @@ def restore(
         >>> restored.data, restored.origin
         ({'rows': 64}, 'FSDP on fsdp=8, processes: 1')
     """
+    if isinstance(directory, Layout) or not isinstance(layout, Layout):
+        found = f"{type(directory).__name__} and {type(layout).__name__}"
+        raise ValueError(
+            f"restore(directory, layout) takes a directory, then a layout; found {found}."
+        )
     options = ReadOptions(dtype, parameters_only, verify, on_damage)
     return read(Path(os.path.abspath(directory)), layout, step, options)
 

@@ -1,5 +1,6 @@
 """What `hfjax.layout` and `Layout.freeze` refuse."""
 
+import inspect
 import math
 import warnings
 from collections.abc import Mapping
@@ -13,7 +14,7 @@ from hfjax.base.paths import nearest
 from hfjax.parallel.engine.blueprint import LAYERS, Blueprint
 from hfjax.parallel.mesh import AXES, BATCH_AXES, describe_mesh, in_use, size_of
 from hfjax.parallel.placement import batch_devices
-from hfjax.parallel.strategy import HSDP, Strategy
+from hfjax.parallel.strategy import HSDP, Strategy, written
 
 PACKED_TOGETHER = (
     "a pipeline packs the layers of a list into one row",
@@ -91,9 +92,34 @@ def check_arguments(model_init: Any, optimizer: Any, mesh: Any, strategy: Any) -
     given = [type(x).__name__ for x in (model_init, optimizer, mesh, strategy)]
     for (what, wrong), found in zip(wanted.items(), given, strict=True):
         if wrong:
+            by_name = what == "a hfjax.Strategy" and isinstance(strategy, str)
+            write = f" Write {written(strategy)}." if by_name else ""
             raise ValueError(
                 f"layout(model_init, optimizer, mesh, strategy): {what} is expected, found {found}."
+                f"{write}"
             )
+    _check_takes_rngs(model_init)
+
+
+def _check_takes_rngs(model_init: Any) -> None:
+    """Refuse a class that is not called with rngs alone, as model_init is."""
+    if not isinstance(model_init, type):
+        return
+    takes, name = inspect.signature(model_init.__init__), model_init.__name__
+    if not _binds(takes, None, None):
+        others = "" if _binds(takes, None, rngs=None) else "…, "
+        raise ValueError(
+            f"layout(model_init, …): the class {name} cannot be called as {name}(rngs). Give a "
+            f"function in its place: lambda rngs: {name}({others}rngs=rngs)."
+        )
+
+
+def _binds(takes: inspect.Signature, *given: Any, **named: Any) -> bool:
+    try:
+        takes.bind(*given, **named)
+    except TypeError:
+        return False
+    return True
 
 
 def check_dtypes(plan: Blueprint) -> None:

@@ -38,6 +38,14 @@ def main(argv: Sequence[str]) -> int:
 
 def _tell(given: Memory, console: Console) -> int | None:
     _prepare(given)
+    if given.gpu != "here" and given.offload != AUTO and not can_compile_for_gpus():
+        print(
+            f"no package here compiles for CUDA: this is compiled for the CPU, and what it says of "
+            f"temporaries and peak is not of a {given.gpu.upper()}. Install what compiles for it "
+            f"(no GPU is needed): pip install --no-deps {' '.join(wheels())}",
+            file=sys.stderr,
+            flush=True,
+        )
     found = report(given, lambda row: print(row, file=sys.stderr, flush=True))
     headings = [estimate.heading.splitlines() for estimate in found.estimates]
     columns = sum(3 + max(COLUMN, *map(len, lines)) for lines in headings)
