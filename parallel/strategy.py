@@ -116,7 +116,7 @@ class Strategy:
         """The mesh axes over which it splits more than the rows of a batch.
 
         >>> ZERO1.splits_over, DDP.splits_over
-        (('fsdp', 'data'), ())
+        (('context', 'fsdp', 'data'), ())
         """
         columns = (getattr(self, column) for column in COLUMNS)
         rows = [axes for rows in columns for name, axes in rows.items() if name != "batch"]
@@ -148,7 +148,7 @@ class Strategy:
             >>> mine = hfjax.FSDP.edit(name="mine", gradients={"*": ()}, replicate_below=0)
             >>> print(mine)
             mine  (arrays below 0 elements stay whole)
-              parameters   * -> fsdp
+              parameters   * -> fsdp+context
               gradients    * -> whole
               moments      -
               activations  batch -> data+fsdp
