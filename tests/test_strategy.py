@@ -13,7 +13,7 @@ def test_zero_stages_are_nothing_but_columns():
     assert (dict(DDP.parameters), dict(DDP.gradients), dict(DDP.moments)) == ({}, {}, {})
     assert (dict(ZERO1.gradients), dict(ZERO1.moments)) == ({}, everywhere)
     assert (dict(ZERO2.gradients), dict(ZERO2.moments)) == (everywhere, everywhere)
-    assert dict(FSDP.parameters) == {"*": ("fsdp",)}
+    assert dict(FSDP.parameters) == {"*": ("fsdp", "context")}
     assert ZERO3 is FSDP
 
 
