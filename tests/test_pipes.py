@@ -408,7 +408,7 @@ EXCEPT_LAST = {
     r"the gradient of layers/down/bias .* split as .* gradients of layers are scattered": lambda: (
         run_on({"data": 2}, **SCATTERS)
     ),
-    r"schedule zb: that schedule splits backward passes in two": lambda: run_on(
+    r"schedule zb: such a schedule splits backward passes in two": lambda: run_on(
         {}, kind=ZeroBubble
     ),
     r"with tensor=2: layers send over a tensor axis": lambda: run_on(
