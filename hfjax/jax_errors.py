@@ -31,6 +31,7 @@ _MEANINGS = (
 )
 
 
+# For one and the same mistake in a model, versions of JAX and flax raise different ones of these.
 _KINDS = (KeyError, NameError, AttributeError, AssertionError, NotImplementedError)
 _BY_KEY = r"indices must be integers or slices, not str|string indexing|__contains__.*'str'"
 _NOT_WHOLE = r"(Indexer|indices|Input type) must (have|be) (an )?integer"

@@ -15,10 +15,10 @@ from hfjax.parallel.compiler import (
     options_of_host,
 )
 from hfjax.parallel.engine.gradients import AutodiffPlane, Plane
-from hfjax.parallel.engine.kernels import Kernels, Traced
-from hfjax.parallel.engine.shared_rows import SharedRows
 from hfjax.parallel.engine.step_context import StepContext, gradients_at_moments
 from hfjax.parallel.execution import Execution
+from hfjax.parallel.for_models.kernels import Kernels, Traced
+from hfjax.parallel.for_models.shared_rows import SharedRows
 from hfjax.parallel.layerwise.plane import LayerUpdatePlane, LayerwisePlane
 from hfjax.parallel.mesh import (
     PIPE_AXIS,

@@ -33,8 +33,8 @@ from hfjax.parallel.activation_offload import Offloaded
 from hfjax.parallel.autodiff.check_host_loops import check_host_loops
 from hfjax.parallel.context.choice import Choice
 from hfjax.parallel.engine.gradients import Plane
-from hfjax.parallel.engine.kernels import Kernels
 from hfjax.parallel.execution import Execution
+from hfjax.parallel.for_models.kernels import Kernels
 from hfjax.parallel.memory import is_host_sharding, of_results
 from hfjax.parallel.mesh import PIPE_AXIS, describe_mesh
 from hfjax.parallel.pipeline.plane import PipelinePlane

@@ -11,7 +11,7 @@ from hfjax.cli import kernels
 from hfjax.models.gpt import next_token_loss
 from hfjax.pallas_kernels import choice
 from hfjax.pallas_kernels.choice import KERNELS, Wanted
-from hfjax.parallel.engine.kernels import Kernels
+from hfjax.parallel.for_models.kernels import Kernels
 from hfjax.target import GPUS
 from tests.small_gpt import gpt_layout
 

@@ -14,7 +14,7 @@ from hfjax.optimizers.fused_adamw import AdamWState, Fields, later, opened, reco
 from hfjax.optimizers.transforms import stored_dtype
 from hfjax.pallas_kernels import adamw as room
 from hfjax.parallel.engine.gradients import Plane
-from hfjax.parallel.engine.kernels import Kernels
+from hfjax.parallel.for_models.kernels import Kernels
 from hfjax.plan.layout import Layout, State
 from hfjax.update.update import Found, Gradients, Held, Update, select
 

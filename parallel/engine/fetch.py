@@ -16,8 +16,8 @@ from jax import lax
 
 from hfjax.base.paths import Index, Tree
 from hfjax.parallel.engine.legs import Leg, gather
-from hfjax.parallel.engine.on_shards import on_tensor_shards
 from hfjax.parallel.engine.reduce import reduce_gradient
+from hfjax.parallel.for_models.on_shards import on_tensor_shards
 from hfjax.parallel.memory import to_device
 from hfjax.parallel.mesh import BATCH_AXES
 from hfjax.parallel.placement import Dims

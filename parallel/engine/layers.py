@@ -15,8 +15,8 @@ from hfjax.parallel.autodiff.saved import Choose, kept
 from hfjax.parallel.compiler import GPU
 from hfjax.parallel.engine.fetch import Placeholder, Stored, fetched
 from hfjax.parallel.engine.gather_on_use import in_a_model
-from hfjax.parallel.engine.kernels import Traced
 from hfjax.parallel.execution import Execution
+from hfjax.parallel.for_models.kernels import Traced
 from hfjax.parallel.remat import Remat
 
 

@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 
 from hfjax.pallas_kernels.choice import Shape
 from hfjax.pallas_kernels.collectives import casting, reference
-from hfjax.parallel.engine.on_shards import mapped
+from hfjax.parallel.for_models.on_shards import mapped
 from hfjax.parallel.mesh import TENSOR_AXES, size_of
 from hfjax.parallel.placement import Dims
 from hfjax.parallel.strategy import Axes

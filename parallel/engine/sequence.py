@@ -25,8 +25,8 @@ from hfjax.parallel.autodiff.program import CALLS
 from hfjax.parallel.autodiff.varying_state import bodies
 from hfjax.parallel.engine.blueprint import TRAIN, asked_by, raw, variable_of
 from hfjax.parallel.engine.layers import is_list, items_of
-from hfjax.parallel.engine.shared_rows import SharedRows, dims_of
 from hfjax.parallel.engine.step_context import StepContext, rows_of
+from hfjax.parallel.for_models.shared_rows import SharedRows, dims_of
 
 
 def dealt(context: StepContext, variables: Flat, keys: Callable | None, batch: Any) -> Any:

@@ -25,11 +25,11 @@ from hfjax.base.mean import Mean, as_mean
 from hfjax.base.paths import Flat, Index, Tree
 from hfjax.parallel.engine.blueprint import LAYERS, Blueprint
 from hfjax.parallel.engine.fetch import Movement, Stored
-from hfjax.parallel.engine.kernels import Traced
 from hfjax.parallel.engine.layers import LayerOptions
 from hfjax.parallel.engine.legs import Form, Leg, legs, xla
 from hfjax.parallel.engine.reduce import Reduction, one_scatter_per_axis
 from hfjax.parallel.execution import Execution
+from hfjax.parallel.for_models.kernels import Traced
 from hfjax.parallel.mesh import (
     AXES,
     MANUAL_AXES,

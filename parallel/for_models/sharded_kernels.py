@@ -16,7 +16,7 @@ from hfjax.pallas_kernels.cross_entropy import logits, loss as cross_entropy
 from hfjax.pallas_kernels.ring import all_gather_matmul, matmul_reduce_scatter, products
 from hfjax.pallas_kernels.ring.tiles import Tuning
 from hfjax.pallas_kernels.varying import together
-from hfjax.parallel.engine.on_shards import OnShards
+from hfjax.parallel.for_models.on_shards import OnShards
 from hfjax.parallel.mesh import TENSOR_AXES, in_use, size_of
 
 FORMS = ("pallas", "reference")  # those that are written here; xla is the plain program

@@ -14,8 +14,8 @@ from hfjax.pallas_kernels.choice import KERNELS, Choice, Shape, Wanted, show
 from hfjax.pallas_kernels.cross_entropy import loss as cross_entropy
 from hfjax.pallas_kernels.handing import Projection
 from hfjax.parallel.activation_offload import Offloaded
-from hfjax.parallel.engine import sharded_kernels
-from hfjax.parallel.engine.shared_rows import SharedRows, window_of
+from hfjax.parallel.for_models import sharded_kernels
+from hfjax.parallel.for_models.shared_rows import SharedRows, window_of
 from hfjax.parallel.mesh import PIPE_AXIS, TENSOR_AXES, size_of
 
 

@@ -23,7 +23,7 @@ from hfjax.parallel.context.deal import Deal
 from hfjax.parallel.context.exchange import Exchange
 from hfjax.parallel.context.travel import Travel
 from hfjax.parallel.context.visits import AnyMask, Balanced, Block, Visit
-from hfjax.parallel.engine.on_shards import OnShards, mapped
+from hfjax.parallel.for_models.on_shards import OnShards, mapped
 from hfjax.parallel.mesh import SEQUENCE_AXES, TENSOR_AXES, in_use, size_of
 
 HEADS = P(None, None, TENSOR_AXES)  # of [B, S, H, D]
