@@ -30,6 +30,7 @@ from hfjax.parallel.schedules.named import Schedule
 from hfjax.parallel.strategy import (
     CONTEXT,
     DDP,
+    EXPERT,
     FSDP,
     HOST_OPTIMIZER,
     HOST_PARAMETERS,
@@ -57,6 +58,7 @@ __version__ = _version()
 __all__ = [
     "CONTEXT",
     "DDP",
+    "EXPERT",
     "FSDP",
     "HOST_OPTIMIZER",
     "HOST_PARAMETERS",

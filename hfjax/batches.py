@@ -16,6 +16,7 @@ from hfjax.parallel.mesh import (
     PIPE_AXIS,
     SAMPLE_AXES,
     TENSOR_AXES,
+    batch_axes,
     describe_mesh,
     size_of,
 )
@@ -63,7 +64,7 @@ def shard_batch(layout: Layout, batch: Any, microbatches: int = 1) -> Any:
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
     """Return where an array of a batch lies: rows are split, and each row is whole."""
-    return NamedSharding(mesh, P(BATCH_AXES))
+    return NamedSharding(mesh, P(batch_axes(mesh)))
 
 
 def rows_of_process(layout: Layout, rows: int) -> np.ndarray:
@@ -81,7 +82,7 @@ def rows_of_process(layout: Layout, rows: int) -> np.ndarray:
         [0, 1, 2, 3, 4, 5, 6, 7]
     """
     check_batch(layout, jax.ShapeDtypeStruct((rows,), "int32"), 1)
-    split = NamedSharding(layout.mesh, P(BATCH_AXES)).addressable_devices_indices_map((rows,))
+    split = NamedSharding(layout.mesh, P(batch_axes(layout.mesh))).addressable_devices_indices_map((rows,))
     numbers = np.arange(rows)
     return np.unique(np.concatenate([numbers[index] for index in split.values() if index]))
 

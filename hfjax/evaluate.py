@@ -25,7 +25,7 @@ from hfjax.jax_errors import calling
 from hfjax.parallel.engine.blueprint import asked_by
 from hfjax.parallel.engine.step_context import check_rows
 from hfjax.parallel.execution import Execution, Precision
-from hfjax.parallel.mesh import BATCH_AXES
+from hfjax.parallel.mesh import batch_axes
 from hfjax.parallel.schedules.named import Schedule
 from hfjax.plan.layout import Layout, State
 from hfjax.plan.on_stages import on_stages
@@ -81,7 +81,8 @@ def eval_step(
         plane = forward_plane(layout, loss, run, schedule, batch)
         with calling(layout, batch):
             mean = plane.evaluate(flatten(params), flatten(variables), batch)
-        return {"loss": mean.total / mean.weight} | metrics_of(mean)
+        metrics = {"loss": mean.total / mean.weight} | metrics_of(mean)
+        return layout.blueprint.after_step(flatten(variables), metrics)[1]
 
     return _step(layout, evaluate, options_of(layout, run))
 
@@ -136,7 +137,7 @@ def predict_step(
         with calling(layout, batch):
             return plane.predict(flatten(params), flatten(variables), batch)
 
-    rows = NamedSharding(layout.mesh, P(BATCH_AXES))
+    rows = NamedSharding(layout.mesh, P(batch_axes(layout.mesh)))
     return _step(layout, predict, options_of(layout, run), out_shardings=rows)
 
 

@@ -86,7 +86,7 @@ def _context(
 ) -> StepContext:
     shares = in_use(layout.mesh, SEQUENCE_AXES)
     rows = SharedRows(execution.context, layout.mesh, no_ring) if shares else None
-    kernels = Kernels.of(execution.kernels, layout.mesh, loss, rows)
+    kernels = Kernels.of(execution.kernels, layout.mesh, loss, rows, execution.dispatch)
     placed = gradients_at_moments(layout.placed) if one_microbatch else layout.placed
     return StepContext(
         blueprint=layout.blueprint.equipped(kernels),

@@ -34,6 +34,7 @@ from hfjax.parallel.autodiff.check_host_loops import check_host_loops
 from hfjax.parallel.context.choice import Choice
 from hfjax.parallel.engine.gradients import Plane
 from hfjax.parallel.execution import Execution
+from hfjax.parallel.experts.choice import Choice as Dispatch
 from hfjax.parallel.for_models.kernels import Kernels
 from hfjax.parallel.memory import is_host_sharding, of_results
 from hfjax.parallel.mesh import PIPE_AXIS, describe_mesh
@@ -306,6 +307,14 @@ class TrainStep:
         rows = self.kernels.rows
         return None if rows is None else rows.choice
 
+    @property
+    def experts(self) -> Dispatch | None:
+        """How tokens get to experts on other devices, and what each way sends: print it.
+
+        Known once the step is traced; None where no experts are spread.
+        """
+        return self.kernels.spread.choice
+
     def check(self, state: State) -> None:
         """Wait for the steps given so far; raise FloatingPointError if one was not finite.
 
@@ -340,6 +349,9 @@ class TrainStep:
         held = Held(params, state.optimizer, {path: variables[path] for path in found.variables})
         new = found.update(held, metrics["finite"])
         variables |= new.variables
+        changed, metrics = self.layout.blueprint.after_step(variables, metrics)
+        keep = metrics["finite"] | (self.execution.nonfinite == "apply")
+        variables |= {p: jnp.where(keep, x, variables[p]) for p, x in changed.items()}
         after = State(state.step + 1, nest(new.parameters), new.optimizer, nest(variables))
         return after, metrics, found.squares
 

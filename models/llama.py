@@ -154,11 +154,10 @@ class Attention(nnx.Module):
 class MLP(nnx.Module):
     """SwiGLU (Shazeer, 2020). Gate and up share one kernel, mlp first: [D, mlp, 2]."""
 
-    def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
-        shape, scale = (config.embed, config.mlp, 2), residual_scale(config.layers)
+    def __init__(self, embed: int, mlp: int, scale: float, *, rngs: nnx.Rngs):
+        shape = (embed, mlp, 2)
         self.gate_up = Linear(shape, ("embed", "mlp", None), 2, 0.02, bias=False, rngs=rngs)
-        shape = (config.mlp, config.embed)
-        self.down = Linear(shape, ("mlp", "embed"), 1, scale, bias=False, rngs=rngs)
+        self.down = Linear((mlp, embed), ("mlp", "embed"), 1, scale, bias=False, rngs=rngs)
         self.place = anywhere
 
     def __call__(self, x_BSD: jax.Array) -> jax.Array:
@@ -174,7 +173,7 @@ class Block(nnx.Module):
         self.norm1 = RMSNorm(config.embed, config.epsilon)
         self.norm2 = RMSNorm(config.embed, config.epsilon)
         self.attention = Attention(config, rngs=rngs)
-        self.mlp = MLP(config, rngs=rngs)
+        self.mlp = MLP(config.embed, config.mlp, residual_scale(config.layers), rngs=rngs)
         self.place = anywhere
 
     def __call__(self, stream: Any) -> Any:
@@ -196,12 +195,10 @@ class Llama(nnx.Module):
 
     def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
         self.config = config
-        shape, axes = (config.vocab, config.embed), ("vocab", "embed")
-        self.tokens = nnx.Param(0.02 * jax.random.normal(rngs.params(), shape), axes=axes)
+        self.tokens = embedding(config, rngs)
         self.layers = stacked(config.layers, lambda rngs: Block(config, rngs=rngs), rngs)
         self.norm = RMSNorm(config.embed, config.epsilon)
-        untied = lambda: Linear(shape[::-1], axes[::-1], 1, 0.02, bias=False, rngs=rngs)
-        self.unembed = None if config.tied else untied()
+        self.unembed = unembedding(config, rngs)
         self.place, self.kernels = anywhere, plain
 
     def embed(self, batch: Mapping[str, jax.Array]) -> Any:
@@ -211,14 +208,7 @@ class Llama(nnx.Module):
         need not begin at 0: attention depends on distances alone.)
         """
         made = next_tokens(batch)
-        length = self.kernels.row_length(made["tokens"].shape[1])
-        if length > self.config.length:
-            raise ValueError(
-                f"{length} tokens a row, the model is made for {self.config.length}: "
-                "shorten the rows, or raise LlamaConfig.length."
-            )
-        x = self.place(self.place(self.tokens[...][made["tokens"]], WHOLE), STREAM)
-        return with_documents(x, made.get("documents"))
+        return with_documents(residual_stream(self, made["tokens"]), made.get("documents"))
 
     @staticmethod
     def prepare(batch: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
@@ -227,15 +217,43 @@ class Llama(nnx.Module):
 
     def head(self, stream: Any) -> Any:
         """Return the logits [B, S, V], or a step's stand-in for them."""
-        x_BSD, _ = without_documents(stream)
-        x = self.place(self.norm(x_BSD), WHOLE, STREAM)
-        kernel_VD = self.tokens[...] if self.unembed is None else self.unembed.kernel[...].T
-        logits = partial(self._logits, x, kernel_VD)
-        return self.kernels.outputs(x, kernel_VD, self.config.vocab, logits)
-
-    def _logits(self, x_BSD: jax.Array, kernel_VD: jax.Array) -> jax.Array:
-        place = partial(self.place, names=("batch", None, "vocab"))
-        return place(project(place, x_BSD, kernel_VD.T))
+        return logits_of(self, without_documents(stream)[0])
 
     def __call__(self, batch: Mapping[str, jax.Array]) -> jax.Array:
         return self.head(run_stacked(self.layers, self.embed(batch)))
+
+
+def embedding(config: LlamaConfig, rngs: nnx.Rngs) -> nnx.Param:
+    """Return the embedding of tokens."""
+    kernel = 0.02 * jax.random.normal(rngs.params(), (config.vocab, config.embed))
+    return nnx.Param(kernel, axes=("vocab", "embed"))
+
+
+def unembedding(config: LlamaConfig, rngs: nnx.Rngs) -> Linear | None:
+    """Return the head, None if it is the embedding."""
+    shape, axes = (config.embed, config.vocab), ("embed", "vocab")
+    return None if config.tied else Linear(shape, axes, 1, 0.02, bias=False, rngs=rngs)
+
+
+def residual_stream(model: Any, tokens_BS: jax.Array) -> jax.Array:
+    """Return what enters the layers of a model that has Llama's ends."""
+    length = model.kernels.row_length(tokens_BS.shape[1])
+    if length > model.config.length:
+        raise ValueError(
+            f"{length} tokens a row, the model is made for {model.config.length}: "
+            f"shorten the rows, or raise {type(model.config).__name__}.length."
+        )
+    return model.place(model.place(model.tokens[...][tokens_BS], WHOLE), STREAM)
+
+
+def logits_of(model: Any, x_BSD: jax.Array) -> Any:
+    """Return the logits [B, S, V] of a model that has Llama's ends, or a step's stand-in."""
+    x = model.place(model.norm(x_BSD), WHOLE, STREAM)
+    kernel_VD = model.tokens[...] if model.unembed is None else model.unembed.kernel[...].T
+    logits = partial(_logits, model.place, x, kernel_VD)
+    return model.kernels.outputs(x, kernel_VD, model.config.vocab, logits)
+
+
+def _logits(place: Callable, x_BSD: jax.Array, kernel_VD: jax.Array) -> jax.Array:
+    by_vocab = partial(place, names=("batch", None, "vocab"))
+    return by_vocab(project(by_vocab, x_BSD, kernel_VD.T))

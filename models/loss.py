@@ -44,11 +44,19 @@ def next_token_loss(outputs: jax.Array | Projection, batch: Mapping[str, jax.Arr
     The outputs are logits [B, S, V], or what stands for them where they are never made. A negative
     token is no target: it counts nothing. One beyond the vocabulary makes the loss NaN.
     """
+    losses, mask = token_losses(outputs, batch)
+    return Mean((losses * mask).sum(), mask.sum())
+
+
+def token_losses(
+    outputs: jax.Array | Projection, batch: Mapping[str, jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+    """Return the cross entropy of each next token and what it weighs, [B, S] both."""
     targets = batch["targets"] if "targets" in batch else batch["tokens"][:, 1:]
     made = isinstance(outputs, Projection)
     losses = outputs.losses(targets) if made else _of_logits(outputs, targets)
     mask = batch.get("mask", jnp.ones_like(losses)).astype(losses.dtype) * (targets >= 0)
-    return Mean((losses * mask).sum(), mask.sum())
+    return losses, mask
 
 
 def _of_logits(logits_BSV: jax.Array, targets_BS: jax.Array) -> jax.Array:

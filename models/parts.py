@@ -123,6 +123,60 @@ class Plain:
         """
         return length
 
+    @property
+    def looks(self) -> bool:
+        """Whether the model is only traced, to see where positions meet."""
+        return False
+
+    def run_length(self, length: int) -> int:
+        """Return how many positions follow each other, of those here: groups of them lie here.
+
+        Args:
+            length: How many positions are here.
+
+        Example:
+            >>> from hfjax.models.parts import plain
+            >>> plain.run_length(8)  # fewer where devices share rows
+            8
+        """
+        return length
+
+    def sum_over_row(self, x: Any) -> Any:
+        """Return sums of positions here, added to those of devices that share the rows.
+
+        Args:
+            x: An array.
+        """
+        return x
+
+    def sum_over_batch(self, x: Any) -> Any:
+        """Return sums of rows here, added to those of all devices that have others.
+
+        Args:
+            x: An array.
+        """
+        return x
+
+    def experts(self, mixture: Any, x_GTD: jax.Array, routed: Any) -> jax.Array:
+        """Return what the experts of a layer make of tokens; a step may spread them over devices.
+
+        Args:
+            mixture: The experts, a `hfjax.models.moe.mixture.Mixture`.
+            x_GTD: Tokens, in groups.
+            routed: Where each goes.
+        """
+        return mixture.whole(x_GTD, routed)
+
+    def told(self, outputs: Any, routed: Callable, needed: bool) -> Any:
+        """Return what the loss is given: the outputs, and what routers told if it asks for that.
+
+        Args:
+            outputs: Of the model.
+            routed: Function of the outputs that adds what routers told.
+            needed: Whether training without it would leave out a loss or a bias.
+        """
+        return outputs
+
     def matmul(self, place: Callable, between: Axes, multiply: Callable) -> Callable:
         """Return the product to run in a linear map: `multiply`, or one that goes around a ring.
 

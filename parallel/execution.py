@@ -10,6 +10,7 @@ from hfjax.pallas_kernels.choice import Wanted
 from hfjax.parallel.activation_offload import Offload
 from hfjax.parallel.compiler import check_options
 from hfjax.parallel.context.choice import Context, context_of
+from hfjax.parallel.experts.choice import check_dispatch
 from hfjax.parallel.remat import Remat
 from hfjax.parallel.schedules.named import Schedule, is_positive
 
@@ -106,6 +107,8 @@ class Execution:
             excludes.
         context: How devices that share rows work together: auto, ring, allgather, ulysses, or a
             `hfjax.Context`.
+        dispatch: How tokens get to experts on other devices: auto (what sends the fewest bytes),
+            all_to_all, gather.
         kernels: auto, pallas, xla, reference; or {kernel: word}.
         unroll: Layers per turn of the scan. None: as measured per backend.
         nonfinite: If a loss or gradient is not finite: stop (leave the state as it was, raise three
@@ -133,6 +136,7 @@ class Execution:
     reduction: str = "flat"
     optimizer_in_backward: bool = False
     context: Context = Context()
+    dispatch: str = "auto"
     kernels: Wanted = Wanted()
     unroll: int | bool | None = None
     nonfinite: str = "stop"
@@ -161,6 +165,7 @@ class Execution:
             object.__setattr__(self, "offload", Offload.of(self.offload))
         object.__setattr__(self, "context", context_of(self.context))
         object.__setattr__(self, "kernels", Wanted.of(self.kernels))
+        check_dispatch(self.dispatch)
         check_options(self.compiler_options)
         if not isinstance(self.optimizer_in_backward, bool):
             raise ValueError(

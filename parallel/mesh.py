@@ -17,6 +17,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 STACK = "layers"  # the dimension that stacks equal layers: sliced by a scan, split by stages only
+EXPERTS = "experts"  # the dimension that stacks the experts of a layer: tokens go to them
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,8 @@ class Axis:
         sequence: Its devices share rows: each computes with positions of its own. Gradients are
             summed over it too.
         stays: The logical name of a dimension. Parameters that the axis splits along it are never
-            gathered: the computation goes to the pieces, as microbatches go to a stage's layers.
+            gathered: the computation goes to the pieces, as microbatches go to a stage's layers
+            and tokens to experts. Other parameters are not concerned.
         partitioner: XLA's partitioner derives the collectives over it. Those over all other axes
             are written in our source.
     """
@@ -48,7 +50,7 @@ MEANING: Mapping[str, Axis] = {
     "pipe": Axis(stays=STACK),
     "data": Axis(rows=True),
     "fsdp": Axis(rows=True),
-    "expert": Axis(),
+    "expert": Axis(rows=True, stays=EXPERTS),
     "context": Axis(sequence=True),
     "tensor": Axis(partitioner=True),
 }
@@ -184,8 +186,27 @@ def size_of(axes: Sequence[str], mesh: Mesh | Mapping[str, int]) -> int:
 
 
 def row_axes(mesh: Mesh) -> tuple[str, ...]:
-    """Return the axes over which rows are split, today data and fsdp: a model may name them all.
+    """Return the axes over which rows are split, as a model may name them in a collective.
 
     Empty where all have size 1: XLA's partitioner refuses a collective over devices that are alone.
     """
-    return BATCH_AXES if in_use(mesh, BATCH_AXES) else ()
+    return batch_axes(mesh) if in_use(mesh, BATCH_AXES) else ()
+
+
+def batch_axes(mesh: Mesh) -> tuple[str, ...]:
+    """Return the axes that split a batch: data and fsdp, and expert where it is in use.
+
+    >>> batch_axes(make_mesh(data=8))
+    ('data', 'fsdp')
+    """
+    return tuple(axis for axis in BATCH_AXES if axis not in off(mesh))
+
+
+def off(mesh: Mesh) -> set[str]:
+    """Return the axes of size 1 that a row `*` leaves out: those that most meshes have no use for.
+
+    >>> sorted(off(make_mesh(data=4, context=2)))
+    ['expert']
+    """
+    rare = [name for name, axis in MEANING.items() if axis.sequence or (axis.rows and axis.stays)]
+    return set(rare) - set(in_use(mesh, rare))

@@ -12,11 +12,11 @@ from hfjax.parallel.mesh import (
     BATCH_AXES,
     MANUAL_AXES,
     PIPE_AXIS,
-    SEQUENCE_AXES,
     STACK,
     TENSOR_AXES,
     describe_mesh,
     in_use,
+    off,
     size_of,
     stays_split,
 )
@@ -131,8 +131,8 @@ def place(array: Array, rows: Rows, mesh: Mesh, smallest: int = 0, base: P | Non
     if "*" not in rows or array.layer_size < smallest:
         return spec
     used = {axis for entry in entries for axis in entry}
-    used |= set(SEQUENCE_AXES) - set(in_use(mesh, SEQUENCE_AXES))
-    return _place_anywhere(array, entries, tuple(a for a in rows["*"] if a not in used), mesh)
+    free = tuple(axis for axis in rows["*"] if axis not in used | off(mesh))
+    return _place_anywhere(array, entries, free, mesh)
 
 
 def _place_anywhere(array: Array, entries: list[Axes], axes: Axes, mesh: Mesh) -> P:

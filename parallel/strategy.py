@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 
 from hfjax.base.keywords import check_keywords, known_fields
 from hfjax.parallel.memory import memory_rows, show_memory
-from hfjax.parallel.mesh import AXES, BATCH_AXES, SAMPLE_AXES, SEQUENCE_AXES
+from hfjax.parallel.mesh import AXES, BATCH_AXES, EXPERTS, SAMPLE_AXES, SEQUENCE_AXES
 
 Axes = tuple[str, ...]  # mesh axes of one dimension, major to minor; () is "on no axis"
 Rows = Mapping[str, Axes]
@@ -191,10 +191,10 @@ ZERO2 = Strategy(
     moments={"*": _SPLIT_INNER_FIRST},
     activations=_ROWS_OF_BATCH,
 )
-# Devices that share rows hold parts of the parameters too: eight devices of one row would else
-# hold the model whole.
+# Devices that share rows, or experts, hold parts of the other parameters too: eight devices of one
+# row would else hold the model whole.
 FSDP = ZERO3 = Strategy(
-    "FSDP", parameters={"*": ("fsdp", *SEQUENCE_AXES)}, activations=_ROWS_OF_BATCH
+    "FSDP", parameters={"*": ("fsdp", "expert", *SEQUENCE_AXES)}, activations=_ROWS_OF_BATCH
 )
 # Hybrid sharding is FSDP on a mesh with data > 1: gradients are scattered over fsdp (inside a
 # node), then shards are all-reduced over data (across nodes), once per step.
@@ -202,6 +202,7 @@ HSDP = replace(FSDP, name="HSDP")
 TENSOR = Strategy("TENSOR", parameters=_MEGATRON, activations={**_MEGATRON, **_ROWS_OF_BATCH})
 SEQUENCE = Strategy("SEQUENCE", activations={"seq": "tensor", **_ROWS_OF_BATCH})
 CONTEXT = Strategy("CONTEXT", activations={"positions": SEQUENCE_AXES, **_ROWS_OF_BATCH})
+EXPERT = Strategy("EXPERT", parameters={EXPERTS: "expert"}, activations=_ROWS_OF_BATCH)
 PIPE = Strategy("PIPE", parameters={"layers": "pipe"}, activations=_ROWS_OF_BATCH)
 # What the state needs most of: two moments and, if there are any, master weights of each parameter.
 HOST_OPTIMIZER = Strategy("HOST_OPTIMIZER", memory={"moments": "host", "master": "host"})

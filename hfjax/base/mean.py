@@ -11,6 +11,9 @@ import jax
 import jax.numpy as jnp
 
 
+LOSS = "the loss"
+
+
 @partial(
     jax.tree_util.register_dataclass, data_fields=["total", "weight", "metrics"], meta_fields=[]
 )
@@ -23,7 +26,8 @@ class Mean:
     Attributes:
         total: Scalar, the weighted sum over the rows at hand.
         weight: Scalar, the sum of the weights; it gets no gradient.
-        metrics: {name: Mean, or the mean over the rows at hand}, without metrics of their own.
+        metrics: {name: Mean, or the mean over the rows at hand}, without metrics of their own;
+            their totals may be arrays.
             The names loss, grad_norm, weight, finite and step are taken.
 
     Example:
@@ -40,10 +44,11 @@ class Mean:
     metrics: Mapping[str, Any] = field(default_factory=dict)
 
 
-def as_mean(value: Any, rows: float, what: str = "the loss") -> Mean:
+def as_mean(value: Any, rows: float, what: str = LOSS) -> Mean:
     """Return what a loss returned as a `Mean`; a scalar is the mean over this device's rows."""
     if isinstance(value, Mean):
-        total, weight = _scalar(value.total, what), _scalar(value.weight, "its weight")
+        total = _number(value.total, what) if what != LOSS else _scalar(value.total, what)
+        weight = _scalar(value.weight, "its weight")
         if not isinstance(value.metrics, Mapping):
             kind = type(value.metrics).__name__
             raise ValueError(
@@ -66,7 +71,7 @@ def metrics_of(mean: Mean) -> dict[str, jax.Array]:
     return {name: m.total / m.weight for name, m in mean.metrics.items()} | {"weight": mean.weight}
 
 
-def check_loss(given: Any, what: str = "the loss") -> None:
+def check_loss(given: Any, what: str = LOSS) -> None:
     """Refuse what is no loss(outputs, batch)."""
     kind = None
     if not callable(given) or isinstance(given, type | BuiltinFunctionType):
@@ -98,6 +103,18 @@ def _metric(name: str, value: Any, rows: float) -> Mean:
 
 
 def _scalar(value: Any, what: str) -> jax.Array:
+    """Return a number, or refuse what is none."""
+    array = _number(value, what)
+    if array.shape != ():
+        raise ValueError(
+            f"{what} has shape {array.shape} and dtype {array.dtype}: a scalar is expected. "
+            "Take the mean over the rows, or return hfjax.Mean(sum of the losses, their number)."
+        )
+    return array
+
+
+def _number(value: Any, what: str) -> jax.Array:
+    """Return an array of numbers, or refuse what is none."""
     try:
         array = jnp.asarray(value)
     except (TypeError, ValueError):
@@ -105,14 +122,8 @@ def _scalar(value: Any, what: str) -> jax.Array:
             f"{what} is of type {type(value).__name__}: a scalar is expected. Return the mean over "
             "the rows, or hfjax.Mean(sum of the losses, their number)."
         ) from None
-    if array.shape != ():
-        raise ValueError(
-            f"{what} has shape {array.shape} and dtype {array.dtype}: a scalar is expected. "
-            "Take the mean over the rows, or return hfjax.Mean(sum of the losses, their number)."
-        )
-    loss = what == "the loss"
+    loss = what == LOSS
     if not jnp.issubdtype(array.dtype, jnp.floating if loss else jnp.number):
         kind = "real floating-point number" if loss else "number"
         raise ValueError(f"{what} is {array.dtype}: a {kind} is expected.")
-    wide = jnp.promote_types(array.dtype, jnp.float32)
-    return array.astype(wide)
+    return array.astype(jnp.promote_types(array.dtype, jnp.float32))

@@ -37,7 +37,7 @@ from hfjax.haiscale.checks import (
 from hfjax.haiscale.partition import Partition, emptied, model_init, refilled, stack
 from hfjax.parallel.engine.blueprint import LAYERS
 from hfjax.parallel.execution import Execution
-from hfjax.parallel.mesh import BATCH_AXES, describe_mesh, make_mesh
+from hfjax.parallel.mesh import batch_axes, describe_mesh, make_mesh
 from hfjax.parallel.remat import Remat
 from hfjax.parallel.schedules.named import Schedule
 from hfjax.parallel.strategy import DDP, PIPE, Strategy
@@ -381,7 +381,7 @@ class Pipe:
 
     @property
     def _rows(self) -> NamedSharding:
-        return self._on(P(BATCH_AXES))
+        return self._on(P(batch_axes(self.mesh)))
 
     # -- batches ------------------------------------------------------------------------------
 

@@ -35,6 +35,7 @@ from hfjax.parallel.mesh import (
     MEANING,
     SEQUENCE_AXES,
     STACK,
+    batch_axes,
     describe_mesh,
     in_use,
 )
@@ -385,7 +386,7 @@ class Layout:
         )
 
     def _variable_spec(self, path: str) -> P:
-        return P(BATCH_AXES) if self.blueprint.of_rows(path) else P()
+        return P(batch_axes(self.mesh)) if self.blueprint.of_rows(path) else P()
 
     def _moment_spec(self, keys: tuple, leaf: Any) -> P:
         placed = self.parameter_of(keys, leaf)
@@ -442,8 +443,11 @@ class Layout:
         """
         used = {a for p in self.placed.values() for e in entries_of(p.parameter, 0) for a in e}
         split = {a for axes in self.strategy.activations.values() for a in axes}
+        stays = {a for p in self.placed.values() for a in p.stays}
         works = lambda a: a in used and (MEANING[a].stays or MEANING[a].partitioner)
-        working = {*BATCH_AXES, *filter(works, AXES), *split.intersection(SEQUENCE_AXES)}
+        working = {*filter(works, AXES), *split.intersection(SEQUENCE_AXES)}
+        idle = {axis for axis in BATCH_AXES if MEANING[axis].stays} - stays
+        working = working.union(BATCH_AXES) - idle
         return [axis for axis in in_use(self.mesh, AXES) if axis not in working]
 
     def __str__(self) -> str:

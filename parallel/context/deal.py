@@ -67,6 +67,14 @@ class Deal:
         held = self.chunks[..., None] * size + np.arange(size)
         return held.reshape(self.devices, -1)
 
+    def run(self, length: int) -> int:
+        """Return how many positions that a device holds follow each other, from a multiple on.
+
+        >>> Deal(2, "zigzag").run(16), Deal(2, "contiguous").run(16)
+        (4, 8)
+        """
+        return math.gcd(length // self.chunks.size, length // self.devices)
+
     def undone(self, length: int) -> np.ndarray:
         """Return where each position lies once the parts of all devices follow each other."""
         return np.argsort(self.positions(length).ravel())

@@ -81,6 +81,12 @@ class Blueprint:
         """Return a batch of whole rows as the model wants it, before positions are dealt."""
         return batch if self.prepare is None else self.prepare(batch)
 
+    def after_step(self, variables: Flat, metrics: Flat) -> tuple[Flat, Flat]:
+        """Return the variables that the model's own `after_step` changes, and the metrics."""
+        graph = self.graphs["train"]
+        hook = None if isinstance(graph, Tree) else getattr(self.abstract("train"), "after_step", 0)
+        return hook(variables, metrics) if hook else ({}, metrics)
+
     def merge(self, parameters: Flat, variables: Flat, mode: str) -> Any:
         """Return the model that holds these arrays."""
         graph = self.graphs[mode]

@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 import jax
+from jax import lax
 from jax.sharding import Mesh
 
 from hfjax.base.tables import aligned
@@ -16,7 +17,8 @@ from hfjax.pallas_kernels.handing import Projection
 from hfjax.parallel.activation_offload import Offloaded
 from hfjax.parallel.for_models import sharded_kernels
 from hfjax.parallel.for_models.shared_rows import SharedRows, window_of
-from hfjax.parallel.mesh import PIPE_AXIS, TENSOR_AXES, size_of
+from hfjax.parallel.for_models.spread_experts import SpreadExperts
+from hfjax.parallel.mesh import PIPE_AXIS, SAMPLE_AXES, TENSOR_AXES, in_use, size_of
 
 
 @dataclass(frozen=True)
@@ -30,14 +32,24 @@ class Kernels:
     mesh: Mesh
     without_logits: bool = False  # the loss takes a Projection in place of logits
     rows: SharedRows | None = None  # what is done where devices share rows
+    spread: SpreadExperts = field(default_factory=SpreadExperts)
+    takes_routing: bool = False  # the loss takes what routers told
     choices: dict[str, list[Choice]] = field(default_factory=dict, compare=False)  # by kernel
 
     @classmethod
     def of(
-        cls, wanted: Wanted, mesh: Mesh, loss: Callable, rows: SharedRows | None = None
+        cls,
+        wanted: Wanted,
+        mesh: Mesh,
+        loss: Callable,
+        rows: SharedRows | None = None,
+        dispatch: str = "auto",
     ) -> "Kernels":
         """Return the kernels of a step with this loss."""
-        return cls(wanted, mesh, getattr(loss, "takes_projection", False), rows)
+        takes = (getattr(loss, f"takes_{what}", False) for what in ("projection", "routing"))
+        without_logits, takes_routing = takes
+        spread = SpreadExperts(mesh, dispatch)
+        return cls(wanted, mesh, without_logits, rows, spread, takes_routing)
 
     def form(
         self,
@@ -86,13 +98,49 @@ class Kernels:
             return length
         return self.rows.looking or length * self.rows.devices
 
+    @property
+    def looks(self) -> bool:
+        """Whether the model is only looked at: see `sequence.py`."""
+        return self.rows is not None and self.rows.looking is not None
+
+    def run_length(self, length: int) -> int:
+        """Return how many positions follow each other, of those here."""
+        shared = self.rows is not None and self.rows.positions(length) is not None
+        return self.rows.deal.run(length * self.rows.devices) if shared and self.rows else length
+
+    def sum_over_row(self, x: Any) -> Any:
+        """Return sums of positions, added over the devices that share rows."""
+        return x if self.rows is None or self.looks else lax.psum(x, self.rows.axes)
+
+    def sum_over_batch(self, x: Any) -> Any:
+        """Return sums of rows and positions, added over all devices that have others."""
+        axes = in_use(self.mesh, SAMPLE_AXES)
+        return lax.psum(x, axes) if axes and not self.looks else x
+
+    def experts(self, mixture: Any, x_GTD: jax.Array, routed: Any) -> jax.Array:
+        """Return what the experts of a layer, spread over devices or not, make of tokens."""
+        return self.spread.run(mixture, x_GTD, routed)
+
+    def told(self, outputs: Any, routed: Callable, needed: bool) -> Any:
+        """Return outputs with what routers told, for a loss that takes it."""
+        if self.takes_routing:
+            return routed(outputs)
+        if needed and not self.looks:
+            raise ValueError(
+                "the routers of this model add to the loss, or balance their loads, and the loss "
+                "takes no part in it. Use hfjax.models.moe.next_token_loss; mark a loss of your "
+                "own with hfjax.models.moe.takes_routing (it is given hfjax.models.moe.Routed); or "
+                "choose Router(balance_loss=0, z_loss=0, bias_rate=0)."
+            )
+        return outputs
+
     def matmul(self, place: Any, between: tuple, multiply: Callable) -> Callable:
         """Return the product of a linear map between two named dimensions.
 
         Where a tensor axis splits the sequence, and one of the two, it may go around the ring.
         """
         kind = ("all_gather_matmul", "matmul_reduce_scatter")[between[0] != "embed"]
-        if self._is_looking or not place.axes("seq") or not any(map(place.axes, between)):
+        if self.looks or not place.axes("seq") or not any(map(place.axes, between)):
             return multiply
         return partial(self._multiply, kind, multiply)
 
@@ -100,7 +148,7 @@ class Kernels:
         self, x_BSD: jax.Array, kernel_VD: jax.Array, vocab: int, logits: Callable[[], jax.Array]
     ) -> Any:
         """Return what the loss is given: logits, or a projection that they are never made of."""
-        if self._is_looking:
+        if self.looks:
             return logits()
         rows = jax.ShapeDtypeStruct((x_BSD[..., 0].size, x_BSD.shape[-1]), x_BSD.dtype)
         labels = jax.ShapeDtypeStruct(rows.shape[:1], "int32")
@@ -123,11 +171,6 @@ class Kernels:
             return plain(*operands)
         window = window_of(plain)
         return sharded_kernels.attention(self.mesh, form, len(operands) == 4, window)(*operands)
-
-    @property
-    def _is_looking(self) -> bool:
-        """Whether the model is only looked at: see `sequence.py`."""
-        return self.rows is not None and self.rows.looking is not None
 
     def _across(
         self, rows: SharedRows, attend: Callable, local: Callable, *given: Any, **named: Any

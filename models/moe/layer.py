@@ -1,0 +1,333 @@
+"""The layer: a router, experts, and what is beside them. [B]atch, [S]equence, [D] embed."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+
+from hfjax.models.llama import MLP
+from hfjax.models.moe.losses import balance, spread, z_losses
+from hfjax.models.moe.mixture import Choices, Mixture
+from hfjax.models.moe.places import capacity as capacity_of, in_order, places
+from hfjax.models.moe.router import JITTER, Chosen, Drawn, Router, choose, is_chosen
+from hfjax.models.moe.told import BIAS, Told
+from hfjax.models.parts import RowKey, anywhere, plain, stacked
+
+EXPERTS = "experts"  # the name of the dimension that stacks experts
+
+
+class RouterBias(nnx.Variable):
+    """What is added to an expert's score when experts are chosen; a step moves it, no optimizer."""
+
+
+class SwiGLUs(nnx.Module):
+    """Experts that are gated MLPs; gate and up share one kernel: [E, D, mlp, 2]."""
+
+    def __init__(self, count: int, embed: int, mlp: int, scale: float, *, rngs: nnx.Rngs):
+        normal = lambda scale, *shape: scale * jax.random.normal(rngs.params(), shape)
+        up, down = normal(0.02, count, embed, mlp, 2), normal(scale, count, mlp, embed)
+        self.gate_up = nnx.Param(up, axes=(EXPERTS, "embed", "mlp", None))
+        self.down = nnx.Param(down, axes=(EXPERTS, "mlp", "embed"))
+        self.place = anywhere
+
+    def arrays(self) -> Any:
+        """Return the arrays of the experts that are here."""
+        return self.gate_up[...], self.down[...]
+
+    def apply(self, arrays: Any, x_ND: jax.Array) -> jax.Array:
+        """Return what one expert makes of some rows."""
+        gate_up, down = arrays
+        width, mlp, _ = gate_up.shape
+        made = (x_ND @ gate_up.reshape(width, -1)).reshape(-1, mlp, 2)
+        made = checkpoint_name(self.place(made, (None, "mlp", None)), "mlp_up")
+        gated = jax.nn.silu(made[..., 0]) * made[..., 1]
+        return self.place(gated @ down, (None, None))
+
+
+class OwnExperts(nnx.Module):
+    """Experts that are modules of one's own, all alike."""
+
+    def __init__(self, count: int, create: Callable, *, rngs: nnx.Rngs):
+        self.each = stacked(count, create, rngs)
+        others = nnx.to_flat_state(nnx.state(self.each, nnx.Not(nnx.Param)))
+        if others:
+            raise ValueError(
+                f"MoE(expert=…): an expert holds {'/'.join(map(str, others[0][0]))}, which is no "
+                "parameter. Experts have parameters alone: put dropout and statistics around them."
+            )
+        for _, parameter in nnx.to_flat_state(nnx.state(self.each, nnx.Param)):
+            names = parameter.get_metadata("axes", (None,) * (parameter[...].ndim - 1))
+            parameter.set_metadata(axes=(EXPERTS, *names))
+
+    def arrays(self) -> Any:
+        """Return the arrays of the experts that are here."""
+        return nnx.split(self.each)[1]
+
+    def apply(self, arrays: Any, x_ND: jax.Array) -> jax.Array:
+        """Return what one expert makes of some rows."""
+        return nnx.merge(nnx.graphdef(self.each), arrays)(x_ND)
+
+
+class MoE(nnx.Module):
+    """A mixture of experts in place of an MLP: each token goes to the `top_k` that it chooses.
+
+    Called with x [B, S, D] (or [B, D]) it returns what the experts make of it, and what it tells
+    the loss (`Told`): hand that from layer to layer, and to the loss.
+
+    Args:
+        embed: The width of the tokens.
+        mlp: That of an expert's hidden layer.
+        experts: How many experts there are.
+        top_k: How many of them a token goes to.
+        capacity: How many tokens of a group an expert takes: this times the mean, rounded up.
+            None: all that come.
+        eval_capacity: The same in evaluations. "same": as in training.
+        min_capacity: The fewest tokens of a group that an expert takes.
+        group: The tokens of a group: what divides a row, or a number of whole rows. None: a row.
+        shared: Experts that every token goes to.
+        residual: Whether an MLP is beside the experts, and each token mixes both (PR-MoE).
+        router: How tokens choose.
+        expert: Function of `nnx.Rngs` that returns one expert, in place of a gated MLP.
+        scale: The scale of the kernels that write to the residual stream.
+        block: Rows of a product, where there is no capacity.
+        rngs: Where random numbers come from.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from flax import nnx
+        >>> from hfjax.models.moe import MoE
+        >>> moe = MoE(16, 32, experts=4, top_k=2, rngs=nnx.Rngs(0))
+        >>> y, told = moe(jnp.ones((2, 8, 16)))
+        >>> y.shape, told.load.sum().item()  # 2 choices of 16 tokens
+        ((2, 8, 16), 32.0)
+    """
+
+    def __init__(
+        self,
+        embed: int,
+        mlp: int,
+        experts: int,
+        top_k: int = 2,
+        capacity: float | None = 1.25,
+        eval_capacity: float | str | None = "same",
+        min_capacity: int = 4,
+        group: int | None = None,
+        shared: int = 0,
+        residual: bool = False,
+        router: Router | str = "mixtral",
+        expert: Callable | None = None,
+        scale: float = 0.02,
+        block: int = 128,
+        *,
+        rngs: nnx.Rngs,
+    ):
+        self.experts, self.top_k, self.group, self.block = experts, top_k, group, block
+        self.capacity, self.min_capacity = capacity, min_capacity
+        self.eval_capacity = capacity if eval_capacity == "same" else eval_capacity
+        self.router = Router.preset(router) if isinstance(router, str) else router
+        _check(self)
+        kernel = 0.02 * jax.random.normal(rngs.params(), (embed, experts))
+        self.router_kernel = nnx.Param(kernel, axes=("embed", None))
+        self.router_bias = RouterBias(jnp.zeros(experts)) if self.router.bias_rate else None
+        assert BIAS == "router_bias"
+        make = lambda count: SwiGLUs(count, embed, mlp, scale, rngs=rngs)
+        self.each = make(experts) if expert is None else OwnExperts(experts, expert, rngs=rngs)
+        self.shared = MLP(embed, shared * mlp, scale, rngs=rngs) if shared else None
+        self.residual = MLP(embed, mlp, scale, rngs=rngs) if residual else None
+        mix = lambda: 0.02 * jax.random.normal(rngs.params(), (embed, 2))
+        self.mix = nnx.Param(mix(), axes=("embed", None)) if residual else None
+        self.key = RowKey(rngs.dropout(), per_row=True, per_position=True) if self.draws else None
+        self.deterministic = False
+        self.kernels = plain
+
+    @property
+    def draws(self) -> bool:
+        """Whether anything is drawn while training."""
+        return self.router.draws
+
+    def __call__(
+        self, x: jax.Array, told: Told | None = None, used: jax.Array | None = None
+    ) -> tuple[jax.Array, Told]:
+        """Return what the experts make of x, and what is told up to here.
+
+        Args:
+            x: Tokens [B, S, D], or [B, D].
+            told: What the layers before told. None: this is the first and last that tells.
+            used: Which tokens count, [B, S]; the others go nowhere. None: all.
+        """
+        over_batch = self.router.balance_over == "batch" and self.router.balance_loss > 0
+        start = partial(Told.start, x, scores=over_batch)
+        before = start(1, self.experts) if told is None else told
+        if self.kernels.looks:  # positions meet in groups that no device cuts
+            y, new = x, start(1, self.experts)
+        else:
+            y, new = self._mixed(x, used)
+        if self.shared is not None:
+            y = y + self.shared(x)
+        if self.residual is not None:
+            assert self.mix is not None
+            share = jax.nn.softmax(x @ self.mix[...])
+            y = y * share[..., :1] + self.residual(x) * share[..., 1:]
+        return y, before.then(new)
+
+    def _mixed(self, x: jax.Array, used: jax.Array | None) -> tuple[jax.Array, Told]:
+        """Return what the experts make of tokens, and what this layer tells."""
+        drawn = Drawn() if self.deterministic else self._drawn(x)
+        wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        seen = wide if drawn.jitter is None else wide * drawn.jitter
+        logits = seen @ self.router_kernel[...].astype(wide.dtype)
+        bias = None if self.router_bias is None else self.router_bias[...].astype(wide.dtype)
+        chosen = choose(self.router, self.top_k, logits, bias, drawn)
+        if used is not None:
+            none = jnp.where(used[..., None], chosen.experts, self.experts)
+            chosen = chosen._replace(experts=none)
+        group = self._group(x)
+        by_group = lambda a: a.reshape(-1, group, a.shape[-1])
+        routed, kept = self._routed(jax.tree.map(by_group, chosen), drawn, by_group)
+        mixture = Mixture(self.experts, self.each.arrays(), self.each.apply, self.block)
+        y = self.kernels.experts(mixture, by_group(x), routed)
+        return y.reshape(x.shape), self._told(logits, chosen, used, kept, by_group)
+
+    def _routed(self, chosen: Chosen, drawn: Drawn, by_group: Callable) -> tuple[Any, Any]:
+        """Return where tokens of groups go, and which choices have a place (None: all)."""
+        factor = self.eval_capacity if self.deterministic else self.capacity
+        experts, weights = chosen.experts, chosen.weights
+        if factor is None:
+            none = experts == self.experts
+            return Choices(experts, self._normalised(jnp.where(none, 0, weights))), None
+        _, tokens, k = experts.shape
+        size = capacity_of(tokens, k, self.experts, factor, self.min_capacity)
+        sort = in_order(experts, self._priority(chosen, drawn, by_group), self.experts)
+        where = places(sort, experts, weights, size)
+        kept = where.place_of < self.experts * size
+        return where._replace(weights=self._normalised(where.weights)), kept
+
+    def _normalised(self, weights: jax.Array) -> jax.Array:
+        if self.router.normalise != "kept":
+            return weights
+        least = jnp.finfo(jnp.float32).eps
+        return weights / jnp.maximum(weights.sum(-1, keepdims=True), least)
+
+    def _priority(self, chosen: Chosen, drawn: Drawn, by_group: Callable) -> jax.Array:
+        """Return a number for each choice: the lower take the places of an expert first."""
+        if drawn.priority is not None:
+            return -by_group(drawn.priority)
+        if self.router.priority == "probability":
+            return -jax.lax.stop_gradient(chosen.weights)
+        late = self.router.priority == "choice"
+        return jnp.broadcast_to(jnp.arange(self.top_k) * late, chosen.experts.shape)
+
+    def _told(
+        self, logits: jax.Array, chosen: Chosen, used: jax.Array | None, kept: Any, by_group: Any
+    ) -> Told:
+        """Return what this layer tells the loss."""
+        rows, router = len(logits), self.router
+        of_row = lambda x: x.reshape(rows, 1, -1, x.shape[-1]).sum(2)
+        real = jnp.ones(logits.shape[:-1], bool) if used is None else used
+        scores = jnp.where(real[..., None], chosen.scores, 0)
+        counts = is_chosen(chosen.experts, self.experts)
+        load = counts.sum(-2).astype(logits.dtype)
+        share = counts[..., 0, :].astype(load.dtype) if router.first_choices_only else load
+        losses = jnp.zeros(real.shape, logits.dtype)
+        if router.balance_loss and router.balance_over != "batch" and not self.deterministic:
+            whole_row = router.balance_over == "row"
+            cut = (lambda a: a.reshape(rows, -1, a.shape[-1])) if whole_row else by_group
+            found = balance(cut(share), cut(scores), whole_row and self.kernels.sum_over_row)
+            losses += router.balance_loss * spread(found, real.shape)
+        if router.z_loss and not self.deterministic:
+            losses += router.z_loss * z_losses(logits)
+        entropy = -(scores * jnp.log(jnp.maximum(scores, 1e-30))).sum(-1, keepdims=True)
+        known = by_group(chosen.experts) < self.experts
+        lost = jnp.zeros_like(known) if kept is None else known & ~kept
+        batch = router.balance_over == "batch" and router.balance_loss > 0
+        summed = of_row(scores) if batch else jnp.zeros((rows, 1, 0), logits.dtype)
+        return Told(
+            loss=jnp.where(real, losses, 0),
+            load=jax.lax.stop_gradient(of_row(load)),
+            scores=summed,
+            dropped=lost.reshape(rows, 1, -1).sum(-1).astype(logits.dtype),
+            entropy=jax.lax.stop_gradient(of_row(entropy)[..., 0]),
+            experts=self.experts,
+        )
+
+    def _group(self, x: jax.Array) -> int:
+        """Return the number of tokens of a group."""
+        tokens = x[..., 0].size
+        row = tokens // len(x)
+        run = self.kernels.run_length(row)
+        group = self.kernels.row_length(row) if self.group is None else self.group
+        whole_rows = run == row and group % row == 0 and tokens % group == 0
+        if run % group and not whole_rows:
+            fits = [n for n in range(1, run + 1) if run % n == 0]
+            raise ValueError(
+                f"MoE(group={self.group}): groups of {group} tokens, and {run} that follow each "
+                f"other are on one device (of {row} in a row, {len(x)} rows). A group lies on one "
+                f"device: choose a group that divides {run} ({', '.join(map(str, fits[-6:]))})."
+            )
+        return group
+
+    def _drawn(self, x: jax.Array) -> Drawn:
+        """Return the random numbers of each token: by its row and its position in it."""
+        if self.key is None:
+            return Drawn()
+        keys, router = self.key[...], self.router
+        if keys.ndim == 0:  # outside a training step: the rows are those of x
+            keys = jax.vmap(jax.random.fold_in, (None, 0))(keys, jnp.arange(len(x)))
+        if x.ndim > 2:
+            at = self.kernels.positions(x.shape[1])
+            at = jnp.arange(x.shape[1]) if at is None else at
+            keys = jax.vmap(jax.vmap(jax.random.fold_in, (None, 0)), (0, None))(keys, at)
+
+        def draw(number: int, make: Callable, *shape: int) -> jax.Array:
+            each = lambda key: make(jax.random.fold_in(key, number), shape, dtype)
+            for _ in range(keys.ndim):
+                each = jax.vmap(each)
+            return each(keys)
+
+        dtype = jnp.promote_types(x.dtype, jnp.float32)
+        uniform, gumbel = jax.random.uniform, jax.random.gumbel
+        jitter = lambda: 1 + JITTER * (2 * draw(0, uniform, x.shape[-1]) - 1)
+        return Drawn(
+            jitter=jitter() if router.noise == "jitter" else None,
+            first=draw(1, gumbel, self.experts) if router.noise == "rsample" else None,
+            second=draw(2, gumbel, self.experts) if router.sample_second else None,
+            priority=draw(3, uniform, self.top_k) if router.priority == "random" else None,
+        )
+
+
+def _check(moe: MoE) -> None:
+    """Refuse a mixture that cannot be."""
+    experts, router = moe.experts, moe.router
+    if experts < 1 or not 1 <= moe.top_k <= experts:
+        raise ValueError(
+            f"MoE(experts={experts}, top_k={moe.top_k}): a token chooses at least one expert, and "
+            "each at most once. Choose top_k from 1 to the number of experts."
+        )
+    for name in ("capacity", "eval_capacity"):
+        factor = getattr(moe, name)
+        if factor is not None and not factor > 0:
+            raise ValueError(
+                f"MoE({name}={factor}): a positive factor of the mean number of tokens of an "
+                "expert, or None: an expert takes all that come."
+            )
+    if moe.min_capacity < 1:
+        raise ValueError(
+            f"MoE(min_capacity={moe.min_capacity}): an expert takes at least one token of a group."
+        )
+    if experts % router.groups:
+        raise ValueError(
+            f"Router(groups={router.groups}) of {experts} experts: groups are of equal size. "
+            f"Choose a number that divides {experts}."
+        )
+    if moe.top_k > router.best_groups * (experts // router.groups):
+        raise ValueError(
+            f"MoE(top_k={moe.top_k}): Router(groups={router.groups}, best_groups="
+            f"{router.best_groups}) leaves {router.best_groups * (experts // router.groups)} of "
+            f"{experts} experts to choose from. Choose more groups, or fewer experts."
+        )
+    if moe.group is not None and moe.group < 1:
+        raise ValueError(f"MoE(group={moe.group}): a number of tokens, at least 1; None: a row.")

@@ -1,0 +1,43 @@
+"""Auxiliary losses of routers. [N] tokens, [E]xperts.
+
+Each is a number of every token, so that a loss adds them to its own of the same tokens: the mean
+over tokens, whatever their devices and microbatches, is then the mean over groups or rows.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+
+def balance(choices: jax.Array, scores: jax.Array, sum_over: Callable | None = None) -> jax.Array:
+    """Return E times the sum over experts of (share of choices) times (mean score): [...].
+
+    It is 1 if experts are chosen evenly (Switch, GShard, DeepSpeed; DeepSeek-V3's of a row).
+
+    Args:
+        choices: [..., N, E]: how often each token chose each expert.
+        scores: [..., N, E]: what each token gives each expert, adding up to 1.
+        sum_over: What adds up sums of devices that have the other tokens.
+
+    >>> tokens = jnp.array([[1.0, 0.0], [0.0, 1.0]])
+    >>> balance(tokens, tokens).item(), balance(tokens[:1], tokens[:1]).item()
+    (1.0, 2.0)
+    """
+    sums = choices.sum(-2), scores.sum(-2)
+    counted, scored = sums if sum_over is None else map(sum_over, sums)
+    share = lambda x: x / jnp.maximum(x.sum(-1, keepdims=True), 1e-20)
+    return counted.shape[-1] * (jax.lax.stop_gradient(share(counted)) * share(scored)).sum(-1)
+
+
+def z_losses(logits: jax.Array) -> jax.Array:
+    """Return the square of log(sum(exp(logits))) of each token (ST-MoE)."""
+    return jax.nn.logsumexp(logits, axis=-1) ** 2
+
+
+def spread(found: jax.Array, tokens: tuple[int, ...]) -> jax.Array:
+    """Return, for each token, the number of its group."""
+    size = 1
+    for n in tokens:
+        size *= n
+    return jnp.repeat(found.reshape(-1), size // found.size).reshape(tokens)

@@ -1,0 +1,247 @@
+"""A Llama whose MLPs are mixtures of experts, in three parts. [B]atch, [S]equence, [D] embed."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+from flax import nnx
+
+from hfjax.models.llama import (
+    MLP,
+    Attention,
+    LlamaConfig,
+    embedding,
+    logits_of,
+    residual_stream,
+    unembedding,
+)
+from hfjax.models.loss import next_tokens
+from hfjax.models.moe.layer import MoE
+from hfjax.models.moe.losses import balance
+from hfjax.models.moe.router import Router
+from hfjax.models.moe.told import Routed, Told, after_step
+from hfjax.models.parts import (
+    STREAM,
+    WHOLE,
+    RMSNorm,
+    anywhere,
+    plain,
+    residual_scale,
+    run_stacked,
+    stacked,
+)
+
+
+class Stream(NamedTuple):
+    """What goes from layer to layer."""
+
+    x: jax.Array  # [B, S, D]
+    documents: jax.Array | None  # [B, S]
+    told: Told
+
+
+@dataclass(frozen=True)
+class MoEConfig(LlamaConfig):
+    """The shape of a Llama whose MLPs are mixtures; `mlp` is the width of one expert.
+
+    Attributes:
+        experts: How many experts each mixture has; or the number in each layer, 0 for a plain MLP:
+            layers that differ are a list, not a stack.
+        top_k: How many of them a token goes to.
+        capacity: How many tokens of a group an expert takes: this times the mean. None: all.
+        eval_capacity: The same in evaluations. "same": as in training.
+        min_capacity: The fewest tokens of a group that an expert takes.
+        group: The tokens of a group. None: a row.
+        shared: Experts that every token goes to.
+        residual: Whether each token mixes an MLP and the experts (PR-MoE).
+        router: How tokens choose: a `Router`, or the name of a preset.
+        dense: The width of plain MLPs, where there are any. None: `top_k` times `mlp`.
+
+    Example:
+        >>> from hfjax.models.moe import MoEConfig
+        >>> MoEConfig.preset("mixtral-tiny").experts
+        8
+    """
+
+    experts: int | tuple[int, ...] = 8
+    top_k: int = 2
+    capacity: float | None = 1.25
+    eval_capacity: float | str | None = "same"
+    min_capacity: int = 4
+    group: int | None = None
+    shared: int = 0
+    residual: bool = False
+    router: Router | str = "mixtral"
+    dense: int | None = None
+
+    def __post_init__(self):
+        super().__post_init__()
+        if isinstance(self.router, str):
+            object.__setattr__(self, "router", Router.preset(self.router))
+        if not isinstance(self.experts, int) and len(self.experts) != self.layers:
+            raise ValueError(
+                f"MoEConfig: experts={self.experts} are {len(self.experts)} numbers for "
+                f"{self.layers} layers. Give one for each layer (0: a plain MLP), or one for all."
+            )
+
+    @property
+    def by_layer(self) -> tuple[int, ...]:
+        """The number of experts of each layer, 0 for a plain MLP."""
+        same = isinstance(self.experts, int)
+        return (self.experts,) * self.layers if same else tuple(self.experts)
+
+    @classmethod
+    def preset(cls, name: str, **changes) -> "MoEConfig":
+        """Return a named shape, some fields changed.
+
+        Args:
+            name: mixtral-tiny, deepseek-tiny, mixtral-8x7b or deepseek-16b.
+            changes: Fields by name.
+
+        Example:
+            >>> from hfjax.models.moe import MoEConfig
+            >>> MoEConfig.preset("mixtral-8x7b").top_k
+            2
+        """
+        if name not in PRESETS:
+            raise ValueError(f"MoE preset {name!r}: one of {', '.join(PRESETS)}.")
+        return replace(PRESETS[name], **changes)
+
+    @classmethod
+    def tiny(cls, **changes) -> "MoEConfig":
+        """Return the shape of a byte-level model that trains on a laptop.
+
+        Args:
+            changes: Fields by name.
+
+        Example:
+            >>> from hfjax.models.moe import MoEConfig
+            >>> MoEConfig.tiny(layers=2).layers
+            2
+        """
+        return cls.preset("mixtral-tiny", **changes)
+
+
+_TINY = MoEConfig(vocab=256, length=64, layers=4, heads=8, kv_heads=4, embed=128, mlp=176)
+_MIXTRAL = MoEConfig(kv_heads=8, mlp=14336, rotary_base=1e6, capacity=None)
+PRESETS: Mapping[str, MoEConfig] = {
+    "mixtral-tiny": _TINY,
+    "deepseek-tiny": replace(
+        _TINY,
+        mlp=64,
+        experts=16,
+        top_k=4,
+        shared=1,
+        router=replace(Router.preset("deepseek-v3"), groups=4, best_groups=2),
+    ),
+    "mixtral-8x7b": _MIXTRAL,
+    "deepseek-16b": replace(
+        _MIXTRAL,
+        vocab=102400,
+        layers=28,
+        heads=16,
+        kv_heads=16,
+        embed=2048,
+        mlp=1408,
+        rotary_base=1e4,
+        experts=64,
+        top_k=6,
+        shared=2,
+        router=Router(normalise="none", balance_loss=0.001, balance_over="row"),
+    ),
+}
+
+
+class Block(nnx.Module):
+    """One layer: attention, and a mixture or an MLP, each behind a norm."""
+
+    def __init__(self, config: MoEConfig, experts: int, *, rngs: nnx.Rngs):
+        self.norm1 = RMSNorm(config.embed, config.epsilon)
+        self.norm2 = RMSNorm(config.embed, config.epsilon)
+        self.attention = Attention(config, rngs=rngs)
+        scale = residual_scale(config.layers)
+        names = ("capacity", "eval_capacity", "min_capacity", "group", "shared", "residual")
+        how: Any = {name: getattr(config, name) for name in (*names, "router")}
+        if experts:
+            k = min(config.top_k, experts)
+            mixture = MoE(config.embed, config.mlp, experts, k, scale=scale, rngs=rngs, **how)
+            self.mlp: Any = mixture
+        else:
+            wide = config.dense or config.top_k * config.mlp
+            self.mlp = MLP(config.embed, wide, scale, rngs=rngs)
+        self.place = anywhere
+
+    def __call__(self, stream: Stream) -> Stream:
+        x, documents, told = stream
+        normed = self.norm1(self.place(x, STREAM))
+        x = x + self.place(self.attention(normed, documents), STREAM)
+        normed = self.norm2(self.place(x, STREAM))
+        if isinstance(self.mlp, MLP):
+            return Stream(x + self.place(self.mlp(normed), STREAM), documents, told)
+        y, told = self.mlp(self.place(normed, WHOLE, STREAM), told)
+        return Stream(x + self.place(y, STREAM), documents, told)
+
+
+class MoELlama(nnx.Module):
+    """A Llama with mixtures; `layers` is one module of stacked arrays, or a list of unlike layers.
+
+    Named in each layer, for remat and offload: qkv, attended, mlp_up.
+    """
+
+    def __init__(self, config: MoEConfig, *, rngs: nnx.Rngs):
+        self.config = config
+        self.tokens = embedding(config, rngs)
+        counts = config.by_layer
+        if len(set(counts)) == 1:
+            make = lambda rngs: Block(config, counts[0], rngs=rngs)
+            self.layers: Any = stacked(config.layers, make, rngs)
+        else:
+            self.layers = nnx.List([Block(config, count, rngs=rngs) for count in counts])
+        self.norm = RMSNorm(config.embed, config.epsilon)
+        self.unembed = unembedding(config, rngs)
+        self.deterministic = False
+        self.place, self.kernels = anywhere, plain
+
+    def embed(self, batch: Mapping[str, jax.Array]) -> Stream:
+        """Return what enters the layers, of `batch["tokens"]` [B, S + 1] and perhaps documents."""
+        made = next_tokens(batch)
+        x = residual_stream(self, made["tokens"])
+        mixtures = [count for count in self.config.by_layer if count]
+        told = Told.start(x, len(mixtures), max(mixtures), self._over_batch)
+        return Stream(x, made.get("documents"), told)
+
+    @staticmethod
+    def prepare(batch: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+        """Return a batch of whole rows as `embed` and the loss read it."""
+        return next_tokens(batch)
+
+    @property
+    def _over_batch(self) -> bool:
+        router = self.config.router
+        return router.balance_over == "batch" and router.balance_loss > 0
+
+    def head(self, stream: Stream) -> Any:
+        """Return the logits [B, S, V], or what the step's loss takes in their place."""
+        router, told = self.config.router, stream.told
+        if self._over_batch and not self.deterministic:
+            sums = told.load.sum(0), told.scores.sum(0)
+            by_layer = (x[:, None] for x in sums)
+            found = balance(*by_layer, self.kernels.sum_over_batch).sum()
+            told = replace(told, loss=told.loss + router.balance_loss * found)
+        needs = (router.has_losses or router.bias_rate > 0) and not self.deterministic
+        return self.kernels.told(logits_of(self, stream.x), partial(Routed, told=told), needs)
+
+    def after_step(self, variables: Mapping[str, Any], metrics: Mapping[str, Any]) -> Any:
+        """Return the routers' biases after a step, and its metrics with what sums them up."""
+        router, counts = self.config.router, [n for n in self.config.by_layer if n]
+        return after_step(variables, metrics, router.bias_rate, router.recentre, counts)
+
+    def __call__(self, batch: Mapping[str, jax.Array]) -> jax.Array:
+        stream = self.embed(batch)
+        if isinstance(self.layers, nnx.List):
+            for layer in self.layers:
+                stream = layer(stream)
+            return self.head(stream)
+        return self.head(run_stacked(self.layers, stream))

@@ -1,0 +1,209 @@
+"""How tokens choose experts. [T]okens, [E]xperts, [k] choices of a token.
+
+Everything here concerns one token by itself; what tokens of a group have to do with each other,
+places in an expert's capacity and losses of balance, is in `places.py` and `losses.py`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+SCORES = ("softmax", "sigmoid")
+NORMALISE = ("none", "chosen", "kept")
+NOISE = (None, "jitter", "rsample")
+PRIORITY = ("position", "choice", "probability", "random")
+OVER = ("group", "row", "batch")
+JITTER = 1e-2  # of DeepSpeed's noisy gate: inputs are multiplied by 1 - this to 1 + this
+
+
+@dataclass(frozen=True)
+class Router:
+    """How tokens choose experts, and what keeps experts evenly busy.
+
+    Attributes:
+        scores: softmax over all experts, or sigmoid of each by itself.
+        normalise: none: an expert weighs as it scores. chosen: the weights of the chosen add up to
+            1 (the same as softmax after the choice). kept: those of them that have a place do.
+        scale: What all weights are multiplied by.
+        groups: Into how many groups experts are divided, of which each token chooses `best_groups`
+            first, by the sum of their two best scores.
+        best_groups: How many groups a token chooses from.
+        bias_rate: How far the bias of an expert moves in a step towards even loads; 0: no bias. It
+            counts in the choice only, lies in the state, and needs no loss (DeepSeek-V3).
+        recentre: Whether biases are moved so that their mean stays 0.
+        noise: jitter: while training, the router's inputs are multiplied by 0.99 to 1.01. rsample:
+            the first choice is drawn by the scores. None: no noise.
+        sample_second: Whether the second choice is drawn by the scores, while training.
+        priority: Who gets a place if an expert has too few. position: who comes first in the
+            group. choice: all first choices before all second ones. probability: who scores most.
+            random: drawn.
+        balance_loss: The factor of the auxiliary loss of balance: experts times the sum over them
+            of (share of choices) times (mean score).
+        balance_over: Over what these means are: each group of tokens, each row of the batch, or
+            all rows of a microbatch on all devices.
+        first_choices_only: Whether that loss counts first choices only.
+        z_loss: The factor of the mean square of log(sum(exp(logits))).
+
+    Example:
+        >>> from hfjax.models.moe import Router
+        >>> Router(scores="sigmoid", bias_rate=1e-3, balance_loss=0).groups
+        1
+    """
+
+    scores: str = "softmax"
+    normalise: str = "chosen"
+    scale: float = 1.0
+    groups: int = 1
+    best_groups: int = 1
+    bias_rate: float = 0.0
+    recentre: bool = True
+    noise: str | None = None
+    sample_second: bool = False
+    priority: str = "position"
+    balance_loss: float = 0.01
+    balance_over: str = "group"
+    first_choices_only: bool = False
+    z_loss: float = 0.0
+
+    def __post_init__(self):
+        words = {
+            "scores": SCORES,
+            "normalise": NORMALISE,
+            "noise": NOISE,
+            "priority": PRIORITY,
+            "balance_over": OVER,
+        }
+        for name, allowed in words.items():
+            if getattr(self, name) not in allowed:
+                raise ValueError(
+                    f"Router({name}={getattr(self, name)!r}): one of "
+                    f"{', '.join(map(str, allowed))}."
+                )
+        for name in ("bias_rate", "balance_loss", "z_loss"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"Router({name}={getattr(self, name)}): at least 0.")
+        if not 1 <= self.best_groups <= self.groups:
+            raise ValueError(
+                f"Router(groups={self.groups}, best_groups={self.best_groups}): a token chooses "
+                "at least one group, and not more than there are."
+            )
+
+    @classmethod
+    def preset(cls, name: str) -> "Router":
+        """Return the router of a known model.
+
+        Args:
+            name: mixtral, qwen3, deepseek-v3, switch, deepspeed-top1, deepspeed-top2 or
+                deepspeed-topk.
+
+        Example:
+            >>> from hfjax.models.moe import Router
+            >>> Router.preset("deepseek-v3").best_groups
+            4
+        """
+        if name not in PRESETS:
+            raise ValueError(f"router preset {name!r}: one of {', '.join(PRESETS)}.")
+        return PRESETS[name]
+
+    @property
+    def draws(self) -> bool:
+        """Whether anything is drawn while training."""
+        return self.noise is not None or self.sample_second or self.priority == "random"
+
+    @property
+    def has_losses(self) -> bool:
+        """Whether it adds to the loss."""
+        return self.balance_loss > 0 or self.z_loss > 0
+
+
+PRESETS: Mapping[str, Router] = {
+    "mixtral": Router(balance_loss=0.02, balance_over="batch"),
+    "qwen3": Router(balance_loss=0.001, balance_over="batch"),
+    "deepseek-v3": Router(
+        scores="sigmoid",
+        scale=2.5,
+        groups=8,
+        best_groups=4,
+        bias_rate=1e-3,
+        recentre=False,
+        balance_loss=1e-4,
+        balance_over="row",
+    ),
+    "switch": Router(normalise="none", balance_loss=0.01),
+    "deepspeed-top1": Router(normalise="none", priority="random", balance_loss=0.01),
+    "deepspeed-top2": Router(
+        normalise="kept", priority="choice", sample_second=True, first_choices_only=True
+    ),
+    "deepspeed-topk": Router(normalise="kept", priority="probability"),
+}
+
+
+class Drawn(NamedTuple):
+    """Random numbers of a microbatch, None where none are asked for."""
+
+    jitter: jax.Array | None = None  # factors of the router's inputs, [..., D]
+    first: jax.Array | None = None  # Gumbel noise of the first choice, [..., E]
+    second: jax.Array | None = None  # of the second, [..., E]
+    priority: jax.Array | None = None  # from 0 to 1, [..., k]
+
+
+class Chosen(NamedTuple):
+    """What each token chose, before places run out."""
+
+    experts: jax.Array  # [..., k] int32
+    weights: jax.Array  # [..., k]
+    scores: jax.Array  # [..., E], adding up to 1
+
+
+def choose(
+    router: Router, k: int, logits: jax.Array, bias: jax.Array | None, drawn: Drawn
+) -> Chosen:
+    """Return the k experts of each token and what they weigh; logits are [..., E], in float32."""
+    softmax = router.scores == "softmax"
+    scores = jax.nn.softmax(logits) if softmax else jax.nn.sigmoid(logits)
+    ranked = scores if bias is None else scores + bias
+    ranked = _of_best_groups(router, lax.stop_gradient(ranked))
+    experts = _top(router, k, ranked, lax.stop_gradient(logits), drawn)
+    weights = picked(scores, experts)
+    if router.normalise == "chosen":
+        weights = weights / (weights.sum(-1, keepdims=True) + 1e-20)
+    shares = scores if softmax else scores / (scores.sum(-1, keepdims=True) + 1e-20)
+    return Chosen(experts, weights * router.scale, shares)
+
+
+def picked(x: jax.Array, experts: jax.Array) -> jax.Array:
+    """Return x[..., experts]; its gradient is a sum, no scatter."""
+    return jnp.where(is_chosen(experts, x.shape[-1]), x[..., None, :], 0).sum(-1)
+
+
+def is_chosen(experts: jax.Array, count: int) -> jax.Array:
+    """Return [..., k, E]: whether a choice is of an expert."""
+    return experts[..., None] == jnp.arange(count, dtype=experts.dtype)
+
+
+def _of_best_groups(router: Router, ranked: jax.Array) -> jax.Array:
+    """Return scores, -inf outside of the groups that each token prefers."""
+    if router.groups == 1:
+        return ranked
+    by_group = ranked.reshape(*ranked.shape[:-1], router.groups, -1)
+    best = lax.top_k(by_group, min(2, by_group.shape[-1]))[0].sum(-1)
+    allowed = is_chosen(lax.top_k(best, router.best_groups)[1], router.groups).any(-2)
+    return jnp.where(allowed[..., None], by_group, -jnp.inf).reshape(ranked.shape)
+
+
+def _top(
+    router: Router, k: int, ranked: jax.Array, logits: jax.Array, drawn: Drawn
+) -> jax.Array:
+    """Return the numbers of the k experts that each token ranks highest, best first."""
+    if drawn.first is None and drawn.second is None:
+        return lax.top_k(ranked, k)[1]
+    first = jnp.argmax(ranked if drawn.first is None else logits + drawn.first, -1)[..., None]
+    if k == 1:
+        return first.astype(jnp.int32)
+    others = ranked if drawn.second is None else logits + drawn.second
+    others = jnp.where(is_chosen(first, others.shape[-1])[..., 0, :], -jnp.inf, others)
+    return jnp.concatenate([first.astype(jnp.int32), lax.top_k(others, k - 1)[1]], -1)

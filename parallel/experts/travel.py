@@ -1,0 +1,51 @@
+"""How tokens get to experts that lie on several devices, and back.
+
+In `all_to_all` each device sends the places of an expert to the device that has it. In `gather`
+every device is given all tokens and adds what its own experts make of them (a ring of experts).
+`choice.py` counts what both send.
+"""
+
+from typing import Any, Protocol
+
+import jax
+from jax import lax
+
+
+class Mixture(Protocol):
+    """What a model hands over: see hfjax/models/moe/mixture.py."""
+
+    def to_experts(self, x_GTD: jax.Array, routed: Any) -> jax.Array:
+        """Return the rows of each expert, [E, N, D]."""
+        ...
+
+    def run(self, x_END: jax.Array) -> jax.Array:
+        """Return what the experts that are here make of their rows."""
+        ...
+
+    def from_experts(self, y_END: jax.Array, routed: Any) -> jax.Array:
+        """Return what the tokens get back."""
+        ...
+
+    def part(self, x_GTD: jax.Array, routed: Any, first: jax.Array) -> jax.Array:
+        """Return what the experts that are here, from number `first` on, add to these tokens."""
+        ...
+
+    @property
+    def here(self) -> int:
+        """How many experts are here."""
+        ...
+
+
+def all_to_all(mixture: Mixture, x_GTD: jax.Array, routed: Any, axes: Any) -> jax.Array:
+    """Return what the experts of all devices make of the tokens here: places travel."""
+    there = lax.all_to_all(mixture.to_experts(x_GTD, routed), axes, 0, 1, tiled=True)
+    back = lax.all_to_all(mixture.run(there), axes, 1, 0, tiled=True)
+    return mixture.from_experts(back, routed)
+
+
+def gather(mixture: Mixture, x_GTD: jax.Array, routed: Any, axes: Any) -> jax.Array:
+    """Return what the experts of all devices make of the tokens here: tokens travel."""
+    every = lambda x: lax.all_gather(x, axes, axis=0, tiled=True)
+    tokens, where = jax.tree.map(every, (x_GTD, routed))
+    added = mixture.part(tokens, where, lax.axis_index(axes) * mixture.here)
+    return lax.psum_scatter(added, axes, scatter_dimension=0, tiled=True)
