@@ -236,7 +236,8 @@ class MoE(nnx.Module):
         if router.balance_loss and router.balance_over != "batch" and not self.deterministic:
             whole_row = router.balance_over == "row"
             cut = (lambda a: a.reshape(rows, -1, a.shape[-1])) if whole_row else by_group
-            found = balance(cut(share), cut(scores), whole_row and self.kernels.sum_over_row)
+            sum_over = self.kernels.sum_over_row if whole_row else None
+            found = balance(cut(share), cut(scores), sum_over)
             losses += router.balance_loss * spread(found, real.shape)
         if router.z_loss and not self.deterministic:
             losses += router.z_loss * z_losses(logits)

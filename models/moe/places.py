@@ -55,7 +55,7 @@ def in_order(experts_GTk: jax.Array, priority_GTk: jax.Array, count: int) -> Sor
 def places(sort: Sorted, experts_GTk: jax.Array, weights_GTk: jax.Array, size: int) -> Places:
     """Return who goes where if each expert takes `size` tokens of a group."""
     (groups, tokens, k), count = experts_GTk.shape, sort.counts.shape[1]
-    rank = jnp.arange(size, dtype=jnp.int32)
+    rank = lax.broadcasted_iota("int32", (1, 1, size), 2)
     at = (sort.first[:, :, None] + rank).reshape(groups, -1)
     taken = (rank < sort.counts[:, :, None]).reshape(groups, -1)
     choice_at = jnp.where(taken, jnp.take_along_axis(sort.choices, at, 1, mode="clip"), tokens * k)

@@ -165,7 +165,7 @@ def choose(
     """Return the k experts of each token and what they weigh; logits are [..., E], in float32."""
     softmax = router.scores == "softmax"
     scores = jax.nn.softmax(logits) if softmax else jax.nn.sigmoid(logits)
-    ranked = scores if bias is None else scores + bias
+    ranked = scores if bias is None else scores + bias.reshape((1,) * (scores.ndim - 1) + (-1,))
     ranked = _of_best_groups(router, lax.stop_gradient(ranked))
     experts = _top(router, k, ranked, lax.stop_gradient(logits), drawn)
     weights = picked(scores, experts)
@@ -182,7 +182,8 @@ def picked(x: jax.Array, experts: jax.Array) -> jax.Array:
 
 def is_chosen(experts: jax.Array, count: int) -> jax.Array:
     """Return [..., k, E]: whether a choice is of an expert."""
-    return experts[..., None] == jnp.arange(count, dtype=experts.dtype)
+    shape = (*experts.shape, count)
+    return experts[..., None] == lax.broadcasted_iota(experts.dtype, shape, experts.ndim)
 
 
 def _of_best_groups(router: Router, ranked: jax.Array) -> jax.Array:

@@ -1,0 +1,169 @@
+"""Experts on several devices: as on one device, routing bit for bit, and the bytes of formulas."""
+
+from dataclasses import replace
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+import hfjax
+from hfjax import (
+    CONTEXT,
+    DDP,
+    EXPERT,
+    FSDP,
+    HOST_OPTIMIZER,
+    HOST_PARAMETERS,
+    PIPE,
+    SEQUENCE,
+    TENSOR,
+    ZERO1,
+    ZERO2,
+    Schedule,
+)
+from hfjax.models.moe import MoEConfig, MoELlama, Router, next_token_loss
+from tests.test_context import apart, doubled
+
+LENGTH = 16
+RNG = np.random.default_rng(0)
+TOKENS = {"tokens": RNG.integers(0, 64, (16, LENGTH + 1), np.int32)}
+DOCUMENTS = TOKENS | {"documents": np.sort(RNG.integers(0, 4, (16, LENGTH + 1), np.int32), 1)}
+SHAPE = {"vocab": 64, "length": LENGTH, "layers": 2, "heads": 4, "kv_heads": 2, "embed": 32}
+CONFIG = MoEConfig(
+    **SHAPE, mlp=16, min_capacity=1, router=Router(balance_loss=0.1, z_loss=1e-3, bias_rate=0.01)
+)
+V3 = replace(Router.preset("deepseek-v3"), groups=4, best_groups=2, bias_rate=0.05)
+MODELS = {
+    "mixtral": CONFIG,
+    "small groups": replace(CONFIG, group=4),
+    "deepseek": replace(CONFIG, experts=16, top_k=3, shared=1, group=4, router=V3),
+    "drawn": replace(
+        CONFIG,
+        router=Router(normalise="kept", noise="rsample", sample_second=True, priority="random"),
+    ),
+    "jitter, PR-MoE": replace(CONFIG, residual=True, router=Router(noise="jitter", priority="choice")),
+    "over the batch": replace(CONFIG, router="mixtral"),
+    "dropless": replace(CONFIG, capacity=None),
+    "unlike layers": replace(CONFIG, experts=(0, 8)),
+}
+
+
+def trained(name, strategy, sizes, batch, steps=2, **execution):
+    """Return what a run told, its parameters and variables, and its step."""
+    devices = jax.devices()[: int(np.prod(list(sizes.values())))]
+    mesh = hfjax.make_mesh(devices=devices, **sizes)
+    model = lambda rngs: doubled(MoELlama(MODELS[name], rngs=rngs))
+    layout = hfjax.layout(model, optax.adamw(1e-2), mesh, strategy.edit(replicate_below=0))
+    step = hfjax.train_step(layout, next_token_loss, **execution)
+    state, told, routing = hfjax.init(layout, 0, execution.get("schedule")), [], []
+    for _ in range(steps):
+        state, metrics = step(state, batch)
+        told += [metrics[what] for what in ("loss", "grad_norm", "router_entropy")]
+        routing += [metrics[what] for what in ("expert_load", "dropped")]
+    state = hfjax.canonical(layout, state)
+    biases = {path: x for path, x in flat(state.variables).items() if "bias" in path}
+    kept = jax.device_get((told, routing, biases))
+    return (*kept, hfjax.full(state.params)), step
+
+
+def flat(tree):
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(keys): x for keys, x in leaves}
+
+
+SAME = ("clip",)  # what changes the numbers of one device as well
+
+
+@pytest.fixture(scope="module")
+def alone():
+    """Return (model, batch, execution) -> what one device has, made once."""
+    known = {}
+
+    def of(name, batch, execution):
+        same = {key: execution[key] for key in SAME if key in execution}
+        key = (name, "documents" in batch, str(same))
+        if key not in known:
+            known[key] = trained(name, DDP, {"data": 1}, batch, **same)[0]
+        return known[key]
+
+    return of
+
+
+GATHER = {"dispatch": "gather"}
+CASES = {
+    "E 8": ("mixtral", TOKENS, DDP | EXPERT, {"expert": 8}, {}),
+    "E 4": ("mixtral", TOKENS, DDP | EXPERT, {"expert": 4}, {"dispatch": "all_to_all"}),
+    "E 2, tokens travel": ("mixtral", TOKENS, DDP | EXPERT, {"expert": 2}, GATHER),
+    "E+D": ("deepseek", TOKENS, DDP | EXPERT, {"expert": 4, "data": 2}, {"clip": 0.1}),
+    "E+Z1": ("mixtral", TOKENS, ZERO1 | EXPERT, {"expert": 4, "data": 2}, {}),
+    "E+Z2": ("drawn", TOKENS, ZERO2 | EXPERT, {"expert": 2, "data": 4}, {"accumulate": 2}),
+    "E+Z3": ("deepseek", TOKENS, FSDP | EXPERT, {"expert": 4, "fsdp": 2}, GATHER),
+    "E+Z3+D, by axis": (
+        "mixtral", TOKENS, FSDP | EXPERT, {"expert": 2, "fsdp": 2, "data": 2},
+        {"reduction": "hierarchical"},
+    ),
+    "E+D+M": (
+        "mixtral", TOKENS, DDP | EXPERT | TENSOR, {"expert": 2, "data": 2, "tensor": 2}, {},
+    ),
+    "E+M with sequences": (
+        "small groups", TOKENS, DDP | EXPERT | TENSOR | SEQUENCE, {"expert": 4, "tensor": 2},
+        {"remat": "full"},
+    ),
+    "E+D+Z+offload": (
+        "mixtral", TOKENS, ZERO2 | EXPERT | HOST_OPTIMIZER, {"expert": 4, "data": 2}, {},
+    ),
+    "E, parameters on the host": (
+        "mixtral", TOKENS, FSDP | EXPERT | HOST_PARAMETERS, {"expert": 2, "fsdp": 2}, {},
+    ),
+    "in the backward pass": (
+        "deepseek", TOKENS, FSDP | EXPERT, {"expert": 4, "fsdp": 2},
+        {"optimizer_in_backward": True},
+    ),
+    "context": (
+        "deepseek", TOKENS, FSDP | EXPERT | CONTEXT, {"expert": 2, "context": 2, "fsdp": 2},
+        {"context": "ring"},
+    ),
+    "context, documents, Ulysses": (
+        "small groups", DOCUMENTS, DDP | EXPERT | CONTEXT, {"expert": 4, "context": 2},
+        {"context": "ulysses", **GATHER},
+    ),
+    "1F1B": (
+        "deepseek", TOKENS, DDP | EXPERT | PIPE, {"expert": 2, "pipe": 2, "data": 2},
+        {"schedule": Schedule("1f1b", 2)},
+    ),
+    "split backward passes": (
+        "drawn", TOKENS, FSDP | EXPERT | PIPE, {"expert": 2, "pipe": 2, "fsdp": 2},
+        {"schedule": Schedule("zb", 2), **GATHER},
+    ),
+    "a schedule with branches": (
+        "mixtral", TOKENS, DDP | EXPERT | PIPE, {"expert": 2, "pipe": 2},
+        {"schedule": Schedule("zb-h1", 4)},
+    ),
+    "unlike layers": ("unlike layers", TOKENS, FSDP | EXPERT, {"expert": 4, "fsdp": 2}, {}),
+    "unlike stages": (
+        "unlike layers", TOKENS, DDP | EXPERT | PIPE, {"expert": 2, "pipe": 2},
+        {"schedule": Schedule("1f1b", 4)},
+    ),
+    "dropless": ("dropless", TOKENS, FSDP | EXPERT, {"expert": 2, "fsdp": 2}, {}),
+    "dropless, tensor": (
+        "dropless", TOKENS, DDP | EXPERT | TENSOR, {"expert": 4, "tensor": 2}, {},
+    ),
+    "dropless, 1F1B, recomputed": (
+        "dropless", TOKENS, DDP | EXPERT | PIPE, {"expert": 2, "pipe": 2},
+        {"schedule": Schedule("1f1b", 4), "remat": "full"},
+    ),
+    "over the batch": ("over the batch", TOKENS, FSDP | EXPERT, {"expert": 4, "data": 2}, {}),
+    "PR-MoE": ("jitter, PR-MoE", TOKENS, ZERO1 | EXPERT, {"expert": 2, "data": 4}, {}),
+    "no axis": ("drawn", DOCUMENTS, FSDP | TENSOR, {"fsdp": 4, "tensor": 2}, {"accumulate": 2}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_training_equals_one_device(alone, case):
+    name, batch, strategy, sizes, execution = CASES[case]
+    with jax.enable_x64(True):
+        wanted = alone(name, batch, execution)
+        found, _ = trained(name, strategy, sizes, batch, **execution)
+    assert all(np.array_equal(a, b) for a, b in zip(found[1], wanted[1], strict=True)), "routing"
+    assert apart(found, wanted) < 1e-9
