@@ -82,7 +82,9 @@ def rows_of_process(layout: Layout, rows: int) -> np.ndarray:
         [0, 1, 2, 3, 4, 5, 6, 7]
     """
     check_batch(layout, jax.ShapeDtypeStruct((rows,), "int32"), 1)
-    split = NamedSharding(layout.mesh, P(batch_axes(layout.mesh))).addressable_devices_indices_map((rows,))
+    split = NamedSharding(layout.mesh, P(batch_axes(layout.mesh))).addressable_devices_indices_map(
+        (rows,)
+    )
     numbers = np.arange(rows)
     return np.unique(np.concatenate([numbers[index] for index in split.values() if index]))
 

@@ -236,6 +236,13 @@ REFUSED: dict[tuple[str, str], Refusal] = {
         condition_text="in a pipeline",
         condition=_in_pipeline,
     ),
+    ("EXPERT", "list of layers"): Refusal(
+        "the stages of a list of layers hold all parameters of theirs packed into one row, from "
+        "which none can stay split over expert",
+        "Use expert=1 (data and fsdp work), or one module of stacked layers, or no pipeline.",
+        condition_text="in a pipeline",
+        condition=_in_pipeline,
+    ),
     ("list of layers", "freeze"): Refusal(
         *PACKED_TOGETHER,
         condition_text="in a pipeline, if frozen parameters are in the list",

@@ -13,12 +13,13 @@ from hfjax.optimizers.transforms import Averaged, ema, master, stored_dtype
 from hfjax.pallas_kernels.choice import Wanted
 from hfjax.parallel.engine.blueprint import LAYERS
 from hfjax.parallel.execution import PRECISIONS, Execution
-from hfjax.parallel.mesh import PIPE_AXIS, SEQUENCE_AXES, TENSOR_AXES, in_use
+from hfjax.parallel.mesh import EXPERT_AXES, PIPE_AXIS, SEQUENCE_AXES, TENSOR_AXES, in_use
 from hfjax.parallel.remat import Remat
 from hfjax.parallel.schedules.named import Schedule
 from hfjax.parallel.schedules.table import Table
 from hfjax.parallel.strategy import (
     CONTEXT,
+    EXPERT,
     FSDP,
     HOST_OPTIMIZER,
     HOST_PARAMETERS,
@@ -156,6 +157,11 @@ def _tensor(layout: Layout, _: Execution) -> str | None:
     return f"{axes[0]}={layout.mesh.shape[axes[0]]}" if axes else None
 
 
+def _experts(layout: Layout, _: Execution) -> str | None:
+    axes = in_use(layout.mesh, EXPERT_AXES)
+    return f"{axes[0]}={layout.mesh.shape[axes[0]]}" if axes else None
+
+
 def _shared_rows(layout: Layout, _: Execution) -> str | None:
     axes = in_use(layout.mesh, SEQUENCE_AXES)
     return f"{axes[0]}={layout.mesh.shape[axes[0]]}" if axes else None
@@ -242,6 +248,7 @@ FEATURES: dict[str, Feature] = {
         strategy=SEQUENCE,
         needs=("TENSOR",),
     ),
+    "EXPERT": Feature(_experts, strategy=EXPERT, mesh={"expert": 2}, model="experts"),
     "CONTEXT": Feature(_shared_rows, strategy=CONTEXT, mesh={"context": 2}),
     "HOST_OPTIMIZER": Feature(
         _strategy_that(lambda layout: layout.hosted.optimizer), strategy=HOST_OPTIMIZER

@@ -69,6 +69,7 @@ AXES = tuple(MEANING)
 PIPE_AXIS = "pipe"  # that of the stages of a pipeline
 BATCH_AXES = _axes(lambda axis: axis.rows)
 SEQUENCE_AXES = _axes(lambda axis: axis.sequence)
+EXPERT_AXES = _axes(lambda axis: axis.stays == EXPERTS)
 TENSOR_AXES = _axes(lambda axis: axis.partitioner)
 MANUAL_AXES = _axes(lambda axis: not axis.partitioner)
 SAMPLE_AXES = (*BATCH_AXES, *SEQUENCE_AXES)  # each device computes with its own part of a batch

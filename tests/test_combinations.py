@@ -32,6 +32,7 @@ from hfjax.features import (
     lineage,
 )
 from hfjax.models.gpt import GPT, Block, GPTConfig, next_token_loss
+from hfjax.models.moe import MoE, Router
 from hfjax.models.parts import Linear, stacked
 from tests.small_gpt import tokens
 
@@ -49,6 +50,7 @@ MATHEMATICS = {
     "hfjax.ema",
     NOT_ELEMENT_BY_ELEMENT,
     "freeze",
+    "EXPERT",
     "list of layers",
     WRITES,
 }
@@ -73,6 +75,19 @@ class Counting(Block):
         return y
 
 
+class Mixed(Block):
+    """A layer with experts beside its MLP, whose router adds nothing to the loss."""
+
+    def __init__(self, config, *, rngs):
+        super().__init__(config, rngs=rngs)
+        router = Router(balance_loss=0)
+        self.moe = MoE(config.embed, 8, experts=2, top_k=1, router=router, rngs=rngs)
+
+    def __call__(self, stream):
+        y = super().__call__(stream)
+        return y + self.moe(y)[0]
+
+
 class Wider(nnx.Module):
     """A layer with a linear map before it."""
 
@@ -91,7 +106,7 @@ class Small(GPT):
     def __init__(self, model, config, *, rngs):
         super().__init__(config, rngs=rngs)
         counts = "counting" in model
-        layer = Counting if counts else Block
+        layer = Counting if counts else Mixed if "experts" in model else Block
         self.layers = stacked(config.layers, lambda rngs: layer(config, rngs=rngs), rngs)
         if "listed" in model:
             self.layers = nnx.List([layer(config, rngs=rngs), Wider(layer, config, rngs=rngs)])

@@ -42,7 +42,9 @@ MODELS = {
         CONFIG,
         router=Router(normalise="kept", noise="rsample", sample_second=True, priority="random"),
     ),
-    "jitter, PR-MoE": replace(CONFIG, residual=True, router=Router(noise="jitter", priority="choice")),
+    "jitter, PR-MoE": replace(
+        CONFIG, residual=True, router=Router(noise="jitter", priority="choice")
+    ),
     "over the batch": replace(CONFIG, router="mixtral"),
     "dropless": replace(CONFIG, capacity=None),
     "unlike layers": replace(CONFIG, experts=(0, 8)),
@@ -142,7 +144,7 @@ CASES = {
     ),
     "unlike layers": ("unlike layers", TOKENS, FSDP | EXPERT, {"expert": 4, "fsdp": 2}, {}),
     "unlike stages": (
-        "unlike layers", TOKENS, DDP | EXPERT | PIPE, {"expert": 2, "pipe": 2},
+        "unlike layers", TOKENS, DDP | PIPE, {"data": 2, "pipe": 2},
         {"schedule": Schedule("1f1b", 4)},
     ),
     "dropless": ("dropless", TOKENS, FSDP | EXPERT, {"expert": 2, "fsdp": 2}, {}),
@@ -165,5 +167,5 @@ def test_training_equals_one_device(alone, case):
     with jax.enable_x64(True):
         wanted = alone(name, batch, execution)
         found, _ = trained(name, strategy, sizes, batch, **execution)
-    assert all(np.array_equal(a, b) for a, b in zip(found[1], wanted[1], strict=True)), "routing"
+    assert apart(found[1], wanted[1]) < 1e-12  # shares of whole numbers of choices
     assert apart(found, wanted) < 1e-9

@@ -116,5 +116,5 @@ class InBackwardUpdate(Update):
 
 def check_in_backward(layout: Layout) -> None:
     """Refuse an optimizer that cannot update layer by layer, before all gradients are known."""
-    split = any(p.split_dims("moment") for p in layout.placed.values())
+    split = any(p.split_dims("moment") or p.stays for p in layout.placed.values())
     check_element_by_element(layout, "optimizer_in_backward", "optimizer_in_backward=True", split)

@@ -196,9 +196,7 @@ def _of_best_groups(router: Router, ranked: jax.Array) -> jax.Array:
     return jnp.where(allowed[..., None], by_group, -jnp.inf).reshape(ranked.shape)
 
 
-def _top(
-    router: Router, k: int, ranked: jax.Array, logits: jax.Array, drawn: Drawn
-) -> jax.Array:
+def _top(router: Router, k: int, ranked: jax.Array, logits: jax.Array, drawn: Drawn) -> jax.Array:
     """Return the numbers of the k experts that each token ranks highest, best first."""
     if drawn.first is None and drawn.second is None:
         return lax.top_k(ranked, k)[1]

@@ -8,9 +8,7 @@ from jax.sharding import Mesh
 
 from hfjax.parallel.experts.choice import Call, Choice, choose
 from hfjax.parallel.experts.travel import all_to_all, gather
-from hfjax.parallel.mesh import EXPERTS, MEANING, in_use, size_of
-
-EXPERT_AXES = tuple(name for name, axis in MEANING.items() if axis.stays == EXPERTS)
+from hfjax.parallel.mesh import EXPERT_AXES, in_use, size_of
 
 
 @dataclass(frozen=True)

@@ -149,7 +149,9 @@ def _squares(gradients: Flat, placed: Mapping[str, Placed]) -> Flat:
     squares = {path: jnp.square(g).sum(dtype=wide(g)) for path, g in gradients.items()}
     groups: dict[tuple, Flat] = {}
     for path, square in squares.items():
-        axes = tuple(sorted(axis for _, axes in placed[path].split_dims("moment") for axis in axes))
+        p = placed[path]
+        split = {axis for _, axes in p.split_dims("moment") for axis in axes}
+        axes = tuple(sorted(split.union(p.stays)))
         groups.setdefault(axes, {})[path] = square
     for axes, group in groups.items():
         if axes:
