@@ -121,8 +121,10 @@ def top1(
         used: `used_token`, 1 or 0 for each token [T]. Others choose nothing; means still have T.
         gumbel: Noise [T, E] under the policy "RSample", while training. It decides the choice;
             weights and loss have none of it.
-        priorities: Random token selection, uniform numbers [T, E] (in evaluation too): capacity
-            goes to the highest. None: to the earliest tokens. Places are by position in both.
+        priorities: Random token selection (`use_rts`, in evaluation too), uniform numbers [T, E]:
+            capacity goes to the highest. Places are by position. None: capacity goes to the
+            earliest. DeepSpeed then takes torch.topk of equal numbers, which keeps as many
+            tokens, but any.
         drop: Whether capacity is limited; otherwise it is the largest count.
     """
     tokens, experts = logits.shape

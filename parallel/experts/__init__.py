@@ -1,0 +1,1 @@
+"""Experts on several devices: which device holds which expert."""
