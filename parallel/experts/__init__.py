@@ -1,1 +1,1 @@
-"""Experts on several devices: how tokens get to them, and what that sends."""
+"""Experts on several devices: how tokens get to them, what that sends, and which copies lie where."""
