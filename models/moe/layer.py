@@ -1,6 +1,7 @@
 """The layer: a router, experts, and what is beside them. [B]atch, [S]equence, [D] embed."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -9,12 +10,13 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
+from hfjax.base.keywords import known_fields, meanings
 from hfjax.models.llama import MLP
 from hfjax.models.moe.losses import balance, spread, z_losses
 from hfjax.models.moe.mixture import Choices, Mixture
 from hfjax.models.moe.places import capacity as capacity_of, in_order, places
 from hfjax.models.moe.router import JITTER, Chosen, Drawn, Router, choose, is_chosen
-from hfjax.models.moe.told import BIAS, Told
+from hfjax.models.moe.told import Told
 from hfjax.models.parts import RowKey, anywhere, plain, stacked
 
 EXPERTS = "experts"  # the name of the dimension that stacks experts
@@ -72,6 +74,65 @@ class OwnExperts(nnx.Module):
         return nnx.merge(nnx.graphdef(self.each), arrays)(x_ND)
 
 
+@known_fields
+@dataclass(frozen=True)
+class Mixing:
+    """How a mixture works: fields that `MoE` takes as keywords, and that `MoEConfig` has.
+
+    Attributes:
+        top_k: How many experts a token goes to.
+        capacity: How many tokens of a group an expert takes: this times the mean, rounded up.
+            None: all that come.
+        eval_capacity: The same in evaluations. "same": as in training.
+        min_capacity: The fewest tokens of a group that an expert takes.
+        group: The tokens of a group: what divides a row, or a number of whole rows. None: a row.
+        shared: Experts that every token goes to.
+        residual: Whether an MLP is beside the experts, and each token mixes both (PR-MoE).
+        router: How tokens choose: a `Router`, or the name of a preset.
+        block: Rows of a product, where there is no capacity.
+
+    Example:
+        >>> from hfjax.models.moe.layer import Mixing
+        >>> Mixing(top_k=1, router="switch").router.normalise
+        'none'
+    """
+
+    top_k: int = 2
+    capacity: float | None = 1.25
+    eval_capacity: float | str | None = "same"
+    min_capacity: int = 4
+    group: int | None = None
+    shared: int = 0
+    residual: bool = False
+    router: Any = "mixtral"
+    block: int = 128
+
+    def __post_init__(self):
+        router = Router.preset(self.router) if isinstance(self.router, str) else self.router
+        object.__setattr__(self, "router", router)
+        for name in ("capacity", "eval_capacity"):
+            factor = getattr(self, name)
+            if factor not in (None, "same") and not factor > 0:
+                raise ValueError(
+                    f"{name}={factor!r} of a mixture: a positive factor of the mean number of "
+                    "tokens of an expert, or None: an expert takes all that come."
+                )
+        if self.min_capacity < 1:
+            raise ValueError(
+                f"min_capacity={self.min_capacity} of a mixture: an expert takes at least one "
+                "token of a group."
+            )
+        if self.group is not None and self.group < 1:
+            raise ValueError(
+                f"group={self.group} of a mixture: a number of tokens, at least 1; None: a row."
+            )
+
+    def factor(self, training: bool) -> float | None:
+        """Return the factor of the capacity, None if there is no capacity."""
+        other = training or self.eval_capacity == "same"
+        return self.capacity if other else self.eval_capacity  # type: ignore[return-value]
+
+
 class MoE(nnx.Module):
     """A mixture of experts in place of an MLP: each token goes to the `top_k` that it chooses.
 
@@ -82,19 +143,12 @@ class MoE(nnx.Module):
         embed: The width of the tokens.
         mlp: That of an expert's hidden layer.
         experts: How many experts there are.
-        top_k: How many of them a token goes to.
-        capacity: How many tokens of a group an expert takes: this times the mean, rounded up.
-            None: all that come.
-        eval_capacity: The same in evaluations. "same": as in training.
-        min_capacity: The fewest tokens of a group that an expert takes.
-        group: The tokens of a group: what divides a row, or a number of whole rows. None: a row.
-        shared: Experts that every token goes to.
-        residual: Whether an MLP is beside the experts, and each token mixes both (PR-MoE).
-        router: How tokens choose.
-        expert: Function of `nnx.Rngs` that returns one expert, in place of a gated MLP.
+        expert: Function of `nnx.Rngs` that returns one expert. None: a gated MLP.
         scale: The scale of the kernels that write to the residual stream.
-        block: Rows of a product, where there is no capacity.
         rngs: Where random numbers come from.
+        mixing: Fields of `Mixing`, for instance `top_k=2, capacity=1.25, shared=1, router=…`:
+
+            {fields}
 
     Example:
         >>> import jax.numpy as jnp
@@ -111,43 +165,34 @@ class MoE(nnx.Module):
         embed: int,
         mlp: int,
         experts: int,
-        top_k: int = 2,
-        capacity: float | None = 1.25,
-        eval_capacity: float | str | None = "same",
-        min_capacity: int = 4,
-        group: int | None = None,
-        shared: int = 0,
-        residual: bool = False,
-        router: Router | str = "mixtral",
         expert: Callable | None = None,
         scale: float = 0.02,
-        block: int = 128,
         *,
         rngs: nnx.Rngs,
+        **mixing: Any,
     ):
-        self.experts, self.top_k, self.group, self.block = experts, top_k, group, block
-        self.capacity, self.min_capacity = capacity, min_capacity
-        self.eval_capacity = capacity if eval_capacity == "same" else eval_capacity
-        self.router = Router.preset(router) if isinstance(router, str) else router
-        _check(self)
-        kernel = 0.02 * jax.random.normal(rngs.params(), (embed, experts))
-        self.router_kernel = nnx.Param(kernel, axes=("embed", None))
-        self.router_bias = RouterBias(jnp.zeros(experts)) if self.router.bias_rate else None
-        assert BIAS == "router_bias"
-        make = lambda count: SwiGLUs(count, embed, mlp, scale, rngs=rngs)
-        self.each = make(experts) if expert is None else OwnExperts(experts, expert, rngs=rngs)
-        self.shared = MLP(embed, shared * mlp, scale, rngs=rngs) if shared else None
-        self.residual = MLP(embed, mlp, scale, rngs=rngs) if residual else None
-        mix = lambda: 0.02 * jax.random.normal(rngs.params(), (embed, 2))
-        self.mix = nnx.Param(mix(), axes=("embed", None)) if residual else None
-        self.key = RowKey(rngs.dropout(), per_row=True, per_position=True) if self.draws else None
+        self.mixing = how = Mixing(**mixing)
+        self.experts = experts
+        _check(experts, how)
+        normal = lambda *shape: 0.02 * jax.random.normal(rngs.params(), shape)
+        self.router_kernel = nnx.Param(normal(embed, experts), axes=("embed", None))
+        self.router_bias = RouterBias(jnp.zeros(experts)) if how.router.bias_rate else None
+        if expert is None:
+            self.each: Any = SwiGLUs(experts, embed, mlp, scale, rngs=rngs)
+        else:
+            self.each = OwnExperts(experts, expert, rngs=rngs)
+        self.shared = MLP(embed, how.shared * mlp, scale, rngs=rngs) if how.shared else None
+        self.residual = MLP(embed, mlp, scale, rngs=rngs) if how.residual else None
+        self.mix = nnx.Param(normal(embed, 2), axes=("embed", None)) if how.residual else None
+        draws = how.router.draws
+        self.key = RowKey(rngs.dropout(), per_row=True, per_position=True) if draws else None
         self.deterministic = False
         self.kernels = plain
 
     @property
-    def draws(self) -> bool:
-        """Whether anything is drawn while training."""
-        return self.router.draws
+    def router(self) -> Router:
+        """How tokens choose."""
+        return self.mixing.router
 
     def __call__(
         self, x: jax.Array, told: Told | None = None, used: jax.Array | None = None
@@ -181,26 +226,26 @@ class MoE(nnx.Module):
         seen = wide if drawn.jitter is None else wide * drawn.jitter
         logits = seen @ self.router_kernel[...].astype(wide.dtype)
         bias = None if self.router_bias is None else self.router_bias[...].astype(wide.dtype)
-        chosen = choose(self.router, self.top_k, logits, bias, drawn)
+        chosen = choose(self.router, self.mixing.top_k, logits, bias, drawn)
         if used is not None:
             none = jnp.where(used[..., None], chosen.experts, self.experts)
             chosen = chosen._replace(experts=none)
         group = self._group(x)
         by_group = lambda a: a.reshape(-1, group, a.shape[-1])
         routed, kept = self._routed(jax.tree.map(by_group, chosen), drawn, by_group)
-        mixture = Mixture(self.experts, self.each.arrays(), self.each.apply, self.block)
+        mixture = Mixture(self.experts, self.each.arrays(), self.each.apply, self.mixing.block)
         y = self.kernels.experts(mixture, by_group(x), routed)
         return y.reshape(x.shape), self._told(logits, chosen, used, kept, by_group)
 
     def _routed(self, chosen: Chosen, drawn: Drawn, by_group: Callable) -> tuple[Any, Any]:
         """Return where tokens of groups go, and which choices have a place (None: all)."""
-        factor = self.eval_capacity if self.deterministic else self.capacity
+        factor = self.mixing.factor(training=not self.deterministic)
         experts, weights = chosen.experts, chosen.weights
         if factor is None:
             none = experts == self.experts
             return Choices(experts, self._normalised(jnp.where(none, 0, weights))), None
         _, tokens, k = experts.shape
-        size = capacity_of(tokens, k, self.experts, factor, self.min_capacity)
+        size = capacity_of(tokens, k, self.experts, factor, self.mixing.min_capacity)
         sort = in_order(experts, self._priority(chosen, drawn, by_group), self.experts)
         where = places(sort, experts, weights, size)
         kept = where.place_of < self.experts * size
@@ -219,7 +264,7 @@ class MoE(nnx.Module):
         if self.router.priority == "probability":
             return -jax.lax.stop_gradient(chosen.weights)
         late = self.router.priority == "choice"
-        return jnp.broadcast_to(jnp.arange(self.top_k) * late, chosen.experts.shape)
+        return jnp.broadcast_to(jnp.arange(self.mixing.top_k) * late, chosen.experts.shape)
 
     def _told(
         self, logits: jax.Array, chosen: Chosen, used: jax.Array | None, kept: Any, by_group: Any
@@ -260,12 +305,13 @@ class MoE(nnx.Module):
         tokens = x[..., 0].size
         row = tokens // len(x)
         run = self.kernels.run_length(row)
-        group = self.kernels.row_length(row) if self.group is None else self.group
+        wanted = self.mixing.group
+        group = self.kernels.row_length(row) if wanted is None else wanted
         whole_rows = run == row and group % row == 0 and tokens % group == 0
         if run % group and not whole_rows:
             fits = [n for n in range(1, run + 1) if run % n == 0]
             raise ValueError(
-                f"MoE(group={self.group}): groups of {group} tokens, and {run} that follow each "
+                f"MoE(group={wanted}): groups of {group} tokens, and {run} that follow each "
                 f"other are on one device (of {row} in a row, {len(x)} rows). A group lies on one "
                 f"device: choose a group that divides {run} ({', '.join(map(str, fits[-6:]))})."
             )
@@ -296,39 +342,30 @@ class MoE(nnx.Module):
             jitter=jitter() if router.noise == "jitter" else None,
             first=draw(1, gumbel, self.experts) if router.noise == "rsample" else None,
             second=draw(2, gumbel, self.experts) if router.sample_second else None,
-            priority=draw(3, uniform, self.top_k) if router.priority == "random" else None,
+            priority=draw(3, uniform, self.mixing.top_k) if router.priority == "random" else None,
         )
 
 
-def _check(moe: MoE) -> None:
-    """Refuse a mixture that cannot be."""
-    experts, router = moe.experts, moe.router
-    if experts < 1 or not 1 <= moe.top_k <= experts:
+def _check(experts: int, how: Mixing) -> None:
+    """Refuse a number of experts that this mixture cannot have."""
+    router = how.router
+    if experts < 1 or not 1 <= how.top_k <= experts:
         raise ValueError(
-            f"MoE(experts={experts}, top_k={moe.top_k}): a token chooses at least one expert, and "
+            f"MoE(experts={experts}, top_k={how.top_k}): a token chooses at least one expert, and "
             "each at most once. Choose top_k from 1 to the number of experts."
-        )
-    for name in ("capacity", "eval_capacity"):
-        factor = getattr(moe, name)
-        if factor is not None and not factor > 0:
-            raise ValueError(
-                f"MoE({name}={factor}): a positive factor of the mean number of tokens of an "
-                "expert, or None: an expert takes all that come."
-            )
-    if moe.min_capacity < 1:
-        raise ValueError(
-            f"MoE(min_capacity={moe.min_capacity}): an expert takes at least one token of a group."
         )
     if experts % router.groups:
         raise ValueError(
             f"Router(groups={router.groups}) of {experts} experts: groups are of equal size. "
             f"Choose a number that divides {experts}."
         )
-    if moe.top_k > router.best_groups * (experts // router.groups):
+    left = router.best_groups * (experts // router.groups)
+    if how.top_k > left:
         raise ValueError(
-            f"MoE(top_k={moe.top_k}): Router(groups={router.groups}, best_groups="
-            f"{router.best_groups}) leaves {router.best_groups * (experts // router.groups)} of "
-            f"{experts} experts to choose from. Choose more groups, or fewer experts."
+            f"MoE(top_k={how.top_k}): Router(groups={router.groups}, best_groups="
+            f"{router.best_groups}) leaves {left} of {experts} experts to choose from. Choose "
+            "more groups, or fewer experts."
         )
-    if moe.group is not None and moe.group < 1:
-        raise ValueError(f"MoE(group={moe.group}): a number of tokens, at least 1; None: a row.")
+
+
+MoE.__doc__ = (MoE.__doc__ or "").replace("{fields}", meanings(Mixing, 12).lstrip())

@@ -1,7 +1,7 @@
 """A Llama whose MLPs are mixtures of experts, in three parts. [B]atch, [S]equence, [D] embed."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -18,7 +18,7 @@ from hfjax.models.llama import (
     unembedding,
 )
 from hfjax.models.loss import next_tokens
-from hfjax.models.moe.layer import MoE
+from hfjax.models.moe.layer import Mixing, MoE
 from hfjax.models.moe.losses import balance
 from hfjax.models.moe.router import Router
 from hfjax.models.moe.told import Routed, Told, after_step
@@ -43,20 +43,14 @@ class Stream(NamedTuple):
 
 
 @dataclass(frozen=True)
-class MoEConfig(LlamaConfig):
+class MoEConfig(Mixing, LlamaConfig):
     """The shape of a Llama whose MLPs are mixtures; `mlp` is the width of one expert.
+
+    The fields of `LlamaConfig` and `Mixing`, and these two.
 
     Attributes:
         experts: How many experts each mixture has; or the number in each layer, 0 for a plain MLP:
             layers that differ are a list, not a stack.
-        top_k: How many of them a token goes to.
-        capacity: How many tokens of a group an expert takes: this times the mean. None: all.
-        eval_capacity: The same in evaluations. "same": as in training.
-        min_capacity: The fewest tokens of a group that an expert takes.
-        group: The tokens of a group. None: a row.
-        shared: Experts that every token goes to.
-        residual: Whether each token mixes an MLP and the experts (PR-MoE).
-        router: How tokens choose: a `Router`, or the name of a preset.
         dense: The width of plain MLPs, where there are any. None: `top_k` times `mlp`.
 
     Example:
@@ -66,25 +60,18 @@ class MoEConfig(LlamaConfig):
     """
 
     experts: int | tuple[int, ...] = 8
-    top_k: int = 2
-    capacity: float | None = 1.25
-    eval_capacity: float | str | None = "same"
-    min_capacity: int = 4
-    group: int | None = None
-    shared: int = 0
-    residual: bool = False
-    router: Router | str = "mixtral"
     dense: int | None = None
 
     def __post_init__(self):
-        super().__post_init__()
-        if isinstance(self.router, str):
-            object.__setattr__(self, "router", Router.preset(self.router))
+        Mixing.__post_init__(self)
+        LlamaConfig.__post_init__(self)
         if not isinstance(self.experts, int) and len(self.experts) != self.layers:
             raise ValueError(
                 f"MoEConfig: experts={self.experts} are {len(self.experts)} numbers for "
                 f"{self.layers} layers. Give one for each layer (0: a plain MLP), or one for all."
             )
+        if not any(self.by_layer):
+            raise ValueError("MoEConfig: no layer has experts. That is a hfjax.models.llama.Llama.")
 
     @property
     def by_layer(self) -> tuple[int, ...]:
@@ -162,11 +149,10 @@ class Block(nnx.Module):
         self.norm2 = RMSNorm(config.embed, config.epsilon)
         self.attention = Attention(config, rngs=rngs)
         scale = residual_scale(config.layers)
-        names = ("capacity", "eval_capacity", "min_capacity", "group", "shared", "residual")
-        how: Any = {name: getattr(config, name) for name in (*names, "router")}
         if experts:
-            k = min(config.top_k, experts)
-            mixture = MoE(config.embed, config.mlp, experts, k, scale=scale, rngs=rngs, **how)
+            how: Any = {field.name: getattr(config, field.name) for field in fields(Mixing)}
+            how["top_k"] = min(config.top_k, experts)
+            mixture = MoE(config.embed, config.mlp, experts, scale=scale, rngs=rngs, **how)
             self.mlp: Any = mixture
         else:
             wide = config.dense or config.top_k * config.mlp

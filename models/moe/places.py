@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from hfjax.models.moe.router import is_chosen
@@ -26,12 +27,13 @@ class Places(NamedTuple):
 
 
 def capacity(tokens: int, k: int, experts: int, factor: float, least: int) -> int:
-    """Return how many tokens of a group an expert takes (DeepSpeed's formula, of one group).
+    """Return how many tokens of a group an expert takes: DeepSpeed's formula, in float32 as there.
 
     >>> capacity(tokens=64, k=2, experts=8, factor=1.25, least=4)
     20
     """
-    return min(tokens, max(math.ceil(tokens * k / experts * factor), least))
+    wanted = np.float32(tokens / experts) * np.float32(factor * k)
+    return min(tokens, max(math.ceil(wanted), least))
 
 
 class Sorted(NamedTuple):

@@ -66,8 +66,9 @@ class Told:
         """
 
         def join(old: jax.Array, new: jax.Array) -> jax.Array:
-            wide = [(0, 0), (0, 0)] + [(0, o - n) for o, n in zip(old.shape, new.shape)][2:]
-            return jnp.concatenate([old[:, 1:], jnp.pad(new, wide).astype(old.dtype)], 1)
+            more = [(0, 0)] * old.ndim
+            more[2:] = [(0, n - m) for n, m in zip(old.shape[2:], new.shape[2:], strict=True)]
+            return jnp.concatenate([old[:, 1:], jnp.pad(new, more).astype(old.dtype)], 1)
 
         names = ("load", "scores", "dropped", "entropy")
         joined = {name: join(getattr(self, name), getattr(other, name)) for name in names}

@@ -1,1 +1,1 @@
-"""Experts on several devices: how tokens get to them, what that sends, and which copies lie where."""
+"""Experts on several devices: how tokens get to them, what that sends, who holds which copy."""
