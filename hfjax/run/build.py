@@ -21,7 +21,7 @@ from hfjax.run.sampling import Evaluated, Sampling, check_weighs_by_mask, evalua
 
 STRATEGIES = (
     *("ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp", "tensor", "sequence", "context"),
-    *("pipe", "host_optimizer", "host_parameters"),
+    *("expert", "pipe", "host_optimizer", "host_parameters"),
 )
 
 
@@ -99,6 +99,7 @@ class Parts:
             "optimizer_in_backward": c.optimizer.in_backward,
             "nonfinite": c.nonfinite,
             "context": self.context,
+            "dispatch": c.dispatch,
             "kernels": c.kernels,
         }
 
@@ -274,7 +275,8 @@ def mesh_of(config: Train, devices: Sequence[Any] | None = None) -> jax.sharding
 
 USES = {  # the names of a strategy by the axis that they split over
     **{"fsdp": ("fsdp", "zero3", "hsdp"), "data": ("ddp", "zero1", "zero2")},
-    **{"tensor": ("tensor", "sequence"), "context": ("context",), "pipe": ("pipe",)},
+    **{"tensor": ("tensor", "sequence"), "context": ("context",)},
+    **{"expert": ("expert",), "pipe": ("pipe",)},
 }
 
 

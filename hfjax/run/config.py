@@ -47,7 +47,7 @@ class Model:
 
     preset: str = "gpt-tiny"
     """gpt-tiny, gpt-small (124M), gpt-medium, gpt-large, gpt-xl, llama-tiny, llama2-7b, llama3-8b
-    and others."""
+    and others; with experts mixtral-tiny, deepseek-tiny, mixtral-8x7b, deepseek-16b."""
     own: str | None = None
     """Your own model in place of a preset: file.py:function, a function of (vocab, length) that
     returns model_init(rngs)."""
@@ -59,9 +59,17 @@ class Model:
     heads: int | None = None
     embed: int | None = None
     dropout: float = 0.0
+    experts: int | None = None
+    """Of a preset with experts: how many each layer has."""
+    top_k: int | None = None
+    """How many experts a token goes to."""
+    capacity: float | None = None
+    """How many tokens of a row an expert takes: this times the mean; 0: all that come. None: what
+    the preset has."""
 
     def __post_init__(self):
         at_least(self, "model.", length=1, layers=1, heads=1, embed=1, dropout=0)
+        at_least(self, "model.", experts=1, top_k=1, capacity=0)
         if self.dropout > 1:
             raise ValueError(f"--model.dropout {self.dropout}: a part from 0 to 1 is needed.")
 
@@ -75,6 +83,7 @@ class Mesh:
     fsdp: int | None = None
     tensor: int | None = None
     context: int | None = None
+    expert: int | None = None
     pipe: int | None = None
 
 
@@ -230,9 +239,10 @@ class Train:
     accumulate: int = 1
     """Microbatches in a step."""
     strategy: str = "ddp"
-    """ddp, zero1, zero2, zero3, fsdp, hsdp, tensor, sequence, context, pipe, host_optimizer,
-    host_parameters, joined by +: fsdp+tensor; at most one of the first six. Devices that no
-    --mesh size asks for go to the axis that it uses (fsdp, tensor, context, pipe), else to data."""
+    """ddp, zero1, zero2, zero3, fsdp, hsdp, tensor, sequence, context, expert, pipe,
+    host_optimizer, host_parameters, joined by +: fsdp+tensor; at most one of the first six. Devices
+    that no --mesh size asks for go to the axis that it uses (fsdp, tensor, context, expert, pipe),
+    else to data."""
     precision: Literal["stored", "fp32", "bf16"] = "stored"
     remat: str = "none"
     """What layers compute again in the backward pass: none, dots (all but matrix products), full,
@@ -244,6 +254,8 @@ class Train:
     kernels: Literal["auto", "pallas", "xla", "reference"] = "auto"
     """Which form fused kernels take: what was measured to be faster on this device (hfjax kernels
     tells), the kernels, what XLA makes of plain JAX, or the plain JAX beside each kernel."""
+    dispatch: Literal["auto", "all_to_all", "gather"] = "auto"
+    """How tokens get to experts on other devices; auto: by what sends the fewest bytes."""
     nonfinite: Literal["stop", "skip"] = "stop"
     """What to do where loss or gradient is not finite."""
     seed: int = 0

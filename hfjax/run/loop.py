@@ -275,6 +275,8 @@ class Run:
             metrics = jax.block_until_ready(metrics) if first else metrics
         if first and (choice := self.parts.step.context):
             self.screen.say(f"{choice}\n{work_of(choice.deal, batch)}")
+        if first and (dispatch := self.parts.step.experts):
+            self.screen.say(str(dispatch))
         return metrics
 
     @contextmanager
@@ -306,7 +308,8 @@ class Run:
 
     def _tell(self, metrics: Any) -> None:
         """Read the metrics of a step, which is done then, and tell them."""
-        read = {name: float(x) for name, x in metrics.items() if name not in ("step", "finite")}
+        numbers = {name: x for name, x in metrics.items() if not x.shape}
+        read = {name: float(x) for name, x in numbers.items() if name not in ("step", "finite")}
         step, skips = int(metrics["step"]), not bool(metrics["finite"])
         self.watchdog.beat(f"step {step + 1}")
         self.profile.after(step)

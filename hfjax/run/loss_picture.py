@@ -1,4 +1,7 @@
-"""The picture of a run: loss by step, raw and its mean, validations, and the learning rate."""
+"""The picture of a run: loss by step, raw and its mean, validations, and the learning rate.
+
+Of a model with experts also how evenly tokens go to them.
+"""
 
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -9,6 +12,7 @@ import numpy as np
 
 HARD = "\u00a0"  # a space at which no line ends
 INK, LOSS, VALID, RATE = "#333333", "#2f6db5", "#c0392b", "#8a8a8a"
+LOAD, LOST = "#7a4fa3", "#c77d2e"
 WIDTH, MOST = 105, 70  # characters: of a line of settings, of the name of a run
 PART = 40  # the mean is over one part of so many of the run, and at least LEAST steps
 LEAST = 5
@@ -25,8 +29,12 @@ def figure(lines: Sequence[Mapping[str, Any]], name: str, settings: Mapping[str,
     from matplotlib.figure import Figure
 
     loss, valid, rate = (_curve(lines, name) for name in ("loss", "valid_loss", "lr"))
-    made = Figure(figsize=(8, 4.8), layout="constrained")
-    axes = made.subplots()
+    load, lost = (_curve(lines, of) for of in ("load_max_over_mean", "dropped_mean"))
+    panels = 2 if len(load) else 1
+    made = Figure(figsize=(8, 4.8 if panels == 1 else 6.4), layout="constrained")
+    axes, *more = np.ravel(made.subplots(panels, height_ratios=(3, 1)[:panels]))
+    if more:
+        _experts(more[0], load, lost)
     _losses(axes, loss, valid)
     _rate(axes, rate)
     _title(axes, name, subtitle(settings))
@@ -91,6 +99,21 @@ def _rate(axes: Any, rate: np.ndarray) -> None:
     beside.spines["top"].set_visible(False)
     axes.set_zorder(beside.get_zorder() + 1)
     axes.patch.set_visible(False)
+
+
+def _experts(axes: Any, load: np.ndarray, lost: np.ndarray) -> None:
+    """Draw the busiest expert's load over the mean, and the share of choices without a place."""
+    axes.plot(*load.T, color=LOAD, linewidth=1.5, label="busiest expert over the mean")
+    axes.set_ylabel("load", color=LOAD)
+    axes.set_ylim(bottom=0)
+    axes.grid(alpha=0.3)
+    beside = axes.twinx()
+    beside.plot(*lost.T, color=LOST, linewidth=1, label="dropped")
+    beside.set_ylabel("dropped", color=LOST)
+    beside.set_ylim(0, max(0.01, 1.05 * lost[:, 1].max()))
+    beside.yaxis.set_major_formatter(lambda x, _: f"{x:.0%}")
+    for each in (axes, beside):
+        each.spines["top"].set_visible(False)
 
 
 def subtitle(settings: Mapping[str, Any]) -> str:

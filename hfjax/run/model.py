@@ -7,12 +7,18 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hfjax.base.mean import check_loss
-from hfjax.models import gpt, llama
+from hfjax.models import gpt, llama, moe
 from hfjax.run.config import Train
 from hfjax.run.files import function
 
 ROUND_TO = 128  # a vocabulary that divides over the devices, and fits their matmuls
 SHAPE = ("length", "layers", "heads", "embed")
+EXPERTS = ("experts", "top_k", "capacity")
+MODELS = {
+    gpt.GPTConfig: gpt.GPT,
+    llama.LlamaConfig: llama.Llama,
+    moe.MoEConfig: moe.MoELlama,
+}
 
 
 @dataclass(frozen=True)
@@ -30,21 +36,21 @@ class ModelChoice:
     @property
     def own_loss(self) -> bool:
         """Whether the loss is none of hfjax's."""
-        return self.loss is not gpt.next_token_loss
+        return self.loss not in (gpt.next_token_loss, moe.next_token_loss)
 
     def with_attention(self, attention: Callable) -> "ModelChoice":
         """Return a preset with another attention; a model of the user's own stays as it is."""
         if self.shape is None:
             return self
         shape = replace(self.shape, attention=attention)
-        model: Any = gpt.GPT if isinstance(shape, gpt.GPTConfig) else llama.Llama
+        model: Any = MODELS[type(shape)]
         return replace(self, shape=shape, init=lambda rngs: model(shape, rngs=rngs))
 
 
 def choose(config: Train, vocab: int) -> ModelChoice:
     """Return the model of a configuration for a vocabulary."""
     given = config.model
-    loss = gpt.next_token_loss if given.loss is None else _loss(given.loss)
+    loss = moe.next_token_loss if given.loss is None else _loss(given.loss)
     if given.own is not None:
         return _own(config, vocab, loss)
     if given.preset not in presets():
@@ -52,14 +58,16 @@ def choose(config: Train, vocab: int) -> ModelChoice:
     model, name = presets()[given.preset]
     changes: dict[str, Any] = {n: getattr(given, n) for n in SHAPE if getattr(given, n) is not None}
     if model is gpt.GPT:
+        _of_experts(given, model)
         changes |= {"dropout": given.dropout, "pad_vocab_to": ROUND_TO}
         shape: Any = gpt.GPTConfig.preset(name, vocab=vocab, **changes)
     else:
         if given.dropout:
             raise ValueError(f"--model.dropout {given.dropout}: a Llama has no dropout.")
-        changes |= _heads_of_keys(name, changes)
-        rounded = math.ceil(vocab / ROUND_TO) * ROUND_TO
-        shape = llama.LlamaConfig.preset(name, vocab=rounded, **changes)
+        presets_of = moe if model is moe.MoELlama else llama
+        changes |= _heads_of_keys(presets_of.PRESETS[name], changes)
+        changes["vocab"] = math.ceil(vocab / ROUND_TO) * ROUND_TO
+        shape = replace(presets_of.PRESETS[name], **changes, **_of_experts(given, model))
     init = lambda rngs: model(shape, rngs=rngs)
     return ModelChoice(given.preset, init, loss, shape.vocab, shape.length, shape.length, shape)
 
@@ -76,19 +84,31 @@ def presets() -> dict[str, tuple[Any, str]]:
     return {
         **{f"gpt-{name}": (gpt.GPT, name) for name in gpt.PRESETS},
         **{name: (llama.Llama, own) for name, own in of_llama.items()},
+        **{name: (moe.MoELlama, name) for name in moe.PRESETS},
     }
 
 
-def _heads_of_keys(name: str, changes: dict[str, Any]) -> dict[str, int]:
+def _of_experts(given: Any, model: Any) -> dict[str, Any]:
+    """Return what is said of experts; refuse it of a model that has none."""
+    said = {name: getattr(given, name) for name in EXPERTS if getattr(given, name) is not None}
+    if said and model is not moe.MoELlama:
+        flag = next(iter(said)).replace("_", "-")
+        raise ValueError(
+            f"--model.{flag}: {given.preset} has no experts. These have: {', '.join(moe.PRESETS)}."
+        )
+    return said | ({"capacity": said["capacity"] or None} if "capacity" in said else {})
+
+
+def _heads_of_keys(was: llama.LlamaConfig, changes: dict[str, Any]) -> dict[str, int]:
     """Return how many heads of keys a Llama has whose number of heads is changed."""
-    was = llama.PRESETS[name]
     heads = changes.get("heads", was.heads)
     return {"kv_heads": max(heads * was.kv_heads // was.heads, 1)}
 
 
 def _own(config: Train, vocab: int, loss: Callable) -> ModelChoice:
     name, length = str(config.model.own), config.model.length or 128
-    given = [n for n in ("layers", "heads", "embed", "dropout") if getattr(config.model, n)]
+    of_presets = ("layers", "heads", "embed", "dropout", *EXPERTS)
+    given = [n for n in of_presets if getattr(config.model, n)]
     if given:
         raise ValueError(
             f"--model.{given[0]} is of presets, and --model.own {name} is none: say it there."

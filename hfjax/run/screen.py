@@ -26,6 +26,7 @@ from rich.progress import (
 from hfjax.base.progress import said_while
 from hfjax.base.tables import harmless, human
 from hfjax.parallel.engine.blueprint import LAYERS
+from hfjax.parallel.mesh import EXPERTS
 from hfjax.processes.agreement import speaks
 from hfjax.run.build import Parts, short
 
@@ -46,17 +47,25 @@ def flops_per_token(parts: Parts) -> float:
     """Return what training needs for one token: 6 for each parameter of a matmul, and attention.
 
     As in PaLM's appendix B: nothing is counted for what is computed again, nor less for causality;
-    embeddings count where they are the head's matrix. Of one's own model every matrix is counted,
-    and no attention.
+    of experts those that a token goes to; embeddings count where they are the head's matrix. Of
+    one's own model every matrix is counted, and no attention.
     """
     shape = parts.model.shape
     arrays = parts.layout.arrays.items()
     matrices = {path: math.prod(a.shape) for path, a in arrays if len(a.shape) > 1}
     if shape is None:
         return 6.0 * sum(matrices.values())
-    layers = sum(size for path, size in matrices.items() if path.startswith(LAYERS))
+    used = lambda path: _share_in_use(shape, parts.layout.arrays[path].axes)
+    in_layers = {path: size for path, size in matrices.items() if path.startswith(LAYERS)}
+    layers = sum(size * used(path) for path, size in in_layers.items())
     head = shape.embed * shape.vocab
     return 6.0 * (layers + head) + 12.0 * shape.layers * shape.embed * parts.model.length
+
+
+def _share_in_use(shape: Any, axes: tuple) -> float:
+    """Return which part of an array a token computes with: of experts, those that it chose."""
+    most = getattr(shape, "by_layer", (1,))
+    return shape.top_k / max(most) if EXPERTS in axes else 1.0
 
 
 def peak_flops(device: Any) -> float | None:
@@ -185,6 +194,9 @@ def line(values: Mapping[str, Any], steps: int, left: float | None = None) -> st
     number = str(values["step"] + 1).rjust(len(str(steps)))
     told = [f"step {number}/{steps}", f"loss {values['loss']:.4f}", f"lr {values['lr']:.2e}"]
     told.append(f"grad norm {values['grad_norm']:.3f}")
+    if "load_max_over_mean" in values:
+        told.append(f"load of experts {values['load_max_over_mean']:.2f} of the mean")
+        told.append(f"dropped {values['dropped_mean']:.1%}")
     if "tokens_per_second" in values:
         told.append(f"{short(values['tokens_per_second'])} tokens/s/device")
         told.append(f"{values['tflops']:.3g} TFLOP/s/device")

@@ -2,11 +2,12 @@
 
 from hfjax.models.moe.layer import MoE
 from hfjax.models.moe.loss import next_token_loss, takes_routing, with_routing
-from hfjax.models.moe.model import MoEConfig, MoELlama
+from hfjax.models.moe.model import PRESETS, MoEConfig, MoELlama
 from hfjax.models.moe.router import Router
 from hfjax.models.moe.told import Routed, Told, after_step
 
 __all__ = [
+    "PRESETS",
     "MoE",
     "MoEConfig",
     "MoELlama",
