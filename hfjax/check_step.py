@@ -130,14 +130,17 @@ def check_runs(layout: Layout, execution: Execution, training: bool = False) -> 
 
 def _refuse_idle(layout: Layout, idle: Sequence[str]) -> None:
     """Refuse mesh axes whose devices would repeat each other's work."""
-    if planned := [axis for axis in idle if MEANING[axis] == Axis()]:
+    if alone := [axis for axis in idle if MEANING[axis].rows]:
+        named = MEANING[alone[0]].stays
         raise ValueError(
-            f"mesh {describe_mesh(layout.mesh)}: {' and '.join(planned)} has no meaning yet: no "
-            "step computes over it, whatever a spec or a strategy places there. Set it to 1."
+            f"mesh {describe_mesh(layout.mesh)}: no parameter stays split over {alone[0]} under "
+            f"{layout.strategy.name}. It is for arrays with a dimension named {named!r} "
+            "(hfjax.models.moe has such layers) and a strategy that splits it: add hfjax.EXPERT. "
+            "To split only rows, use data in its place."
         )
     raise ValueError(
         f"mesh {describe_mesh(layout.mesh)}: {', '.join(idle)} splits neither the batch nor a "
         f"parameter under {layout.strategy.name}: its devices would repeat each other's work. "
         "Set it to 1, or add a strategy that uses it (hfjax.TENSOR uses tensor, hfjax.CONTEXT "
-        "context, hfjax.PIPE pipe)."
+        "context, hfjax.EXPERT expert, hfjax.PIPE pipe)."
     )

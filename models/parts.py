@@ -373,7 +373,7 @@ def stacked(count: int, create: Callable[[nnx.Rngs], nnx.Module], rngs: nnx.Rngs
     return nnx.split_rngs(splits=count)(make)(rngs)
 
 
-def run_stacked(layers: nnx.Module, x: jax.Array) -> jax.Array:
+def run_stacked(layers: nnx.Module, x: Any) -> Any:
     """Return x after each of the layers of a `stacked` module, as they are written."""
     graph, arrays = nnx.split(layers)
     return jax.lax.scan(lambda x, layer: (nnx.merge(graph, layer)(x), None), x, arrays)[0]

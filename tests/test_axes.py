@@ -66,15 +66,17 @@ def test_new_axes_train_as_one_device_under_every_strategy_and_schedule(tmp_path
 def test_groups_of_axes_follow_from_the_table():
     assert AXES == tuple(MEANING)
     assert (*MANUAL_AXES, *TENSOR_AXES) == AXES
-    assert BATCH_AXES == ("data", "fsdp")
+    assert BATCH_AXES == ("data", "fsdp", "expert")
     assert stays_split("pipe", "layers")
+    assert stays_split("expert", "experts")
     assert not stays_split("pipe", None)
     assert not stays_split("fsdp", "layers")
 
 
 @pytest.mark.parametrize("given", [{}, {"norm/scale": P("expert")}], ids=["idle", "in a spec"])
-def test_an_axis_without_a_meaning_yet_is_refused_when_it_is_used(given):
+@pytest.mark.parametrize("strategy", [hfjax.DDP, hfjax.FSDP | hfjax.EXPERT], ids=["DDP", "EXPERT"])
+def test_an_axis_of_experts_without_experts_is_refused(given, strategy):
     mesh = hfjax.make_mesh(expert=2, data=4)
-    layout = hfjax.layout(pretend_axes.gpt, optax.sgd(0.1), mesh, hfjax.DDP).with_specs(given)
-    with pytest.raises(ValueError, match=r"data=4 x expert=2: expert has no meaning yet: .* to 1"):
+    layout = hfjax.layout(pretend_axes.gpt, optax.sgd(0.1), mesh, strategy).with_specs(given)
+    with pytest.raises(ValueError, match=r"data=4 x expert=2: no parameter stays split over exper"):
         hfjax.train_step(layout, lambda y, batch: y.mean())

@@ -1,5 +1,6 @@
 """The layer: a router, experts, and what is beside them. [B]atch, [S]equence, [D] embed."""
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -246,10 +247,25 @@ class MoE(nnx.Module):
             return Choices(experts, self._normalised(jnp.where(none, 0, weights))), None
         _, tokens, k = experts.shape
         size = capacity_of(tokens, k, self.experts, factor, self.mixing.min_capacity)
+        self._warn_of_empty(size, tokens, factor)
         sort = in_order(experts, self._priority(chosen, drawn, by_group), self.experts)
         where = places(sort, experts, weights, size)
         kept = where.place_of < self.experts * size
         return where._replace(weights=self._normalised(where.weights)), kept
+
+    def _warn_of_empty(self, size: int, tokens: int, factor: float) -> None:
+        """Warn of groups so small that most places stay empty, and are computed all the same."""
+        wanted, places_there = tokens * self.mixing.top_k * max(factor, 1), self.experts * size
+        if places_there > 2 * wanted:
+            warnings.warn(
+                f"groups of {tokens} tokens choose {self.mixing.top_k} experts each, and the "
+                f"{self.experts} experts have {places_there} places for them, {size} each "
+                f"(capacity={factor}, min_capacity={self.mixing.min_capacity}): all of them are "
+                "computed and sent. Make groups larger (group=: tokens of a row, or a number of "
+                "whole rows), or take capacity=None.",
+                UserWarning,
+                stacklevel=2,
+            )
 
     def _normalised(self, weights: jax.Array) -> jax.Array:
         if self.router.normalise != "kept":

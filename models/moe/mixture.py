@@ -79,5 +79,6 @@ class Mixture:
 
     def _in_blocks(self, x_GTD: jax.Array, routed: Choices) -> jax.Array:
         flat = lambda x: x.reshape(-1, x.shape[-1])
-        made = in_blocks(self.apply, self.block, self.arrays, flat(x_GTD), *map(flat, routed))
+        size, given = self.block, (self.arrays, flat(x_GTD), *map(flat, routed))
+        made: Any = in_blocks(self.apply, size, *given)
         return made.reshape(x_GTD.shape)

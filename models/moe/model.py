@@ -76,8 +76,9 @@ class MoEConfig(Mixing, LlamaConfig):
     @property
     def by_layer(self) -> tuple[int, ...]:
         """The number of experts of each layer, 0 for a plain MLP."""
-        same = isinstance(self.experts, int)
-        return (self.experts,) * self.layers if same else tuple(self.experts)
+        if isinstance(self.experts, int):
+            return (self.experts,) * self.layers
+        return tuple(self.experts)
 
     @classmethod
     def preset(cls, name: str, **changes) -> "MoEConfig":
@@ -213,8 +214,8 @@ class MoELlama(nnx.Module):
         router, told = self.config.router, stream.told
         if self._over_batch and not self.deterministic:
             sums = told.load.sum(0), told.scores.sum(0)
-            by_layer = (x[:, None] for x in sums)
-            found = balance(*by_layer, self.kernels.sum_over_batch).sum()
+            chosen, scored = (x[:, None] for x in sums)
+            found = balance(chosen, scored, self.kernels.sum_over_batch).sum()
             told = replace(told, loss=told.loss + router.balance_loss * found)
         needs = (router.has_losses or router.bias_rate > 0) and not self.deterministic
         return self.kernels.told(logits_of(self, stream.x), partial(Routed, told=told), needs)

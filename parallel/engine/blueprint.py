@@ -83,9 +83,10 @@ class Blueprint:
 
     def after_step(self, variables: Flat, metrics: Flat) -> tuple[Flat, Flat]:
         """Return the variables that the model's own `after_step` changes, and the metrics."""
-        graph = self.graphs["train"]
-        hook = None if isinstance(graph, Tree) else getattr(self.abstract("train"), "after_step", 0)
-        return hook(variables, metrics) if hook else ({}, metrics)
+        if isinstance(self.graphs["train"], Tree):
+            return {}, metrics
+        hook = getattr(self.abstract("train"), "after_step", None)
+        return ({}, metrics) if hook is None else hook(variables, metrics)
 
     def merge(self, parameters: Flat, variables: Flat, mode: str) -> Any:
         """Return the model that holds these arrays."""
