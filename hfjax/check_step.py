@@ -13,7 +13,7 @@ from hfjax.base.paths import Tree
 from hfjax.combinations import check
 from hfjax.parallel.execution import Execution
 from hfjax.parallel.memory import check_has_host_memory
-from hfjax.parallel.mesh import AXES, MEANING, PIPE_AXIS, Axis, describe_mesh
+from hfjax.parallel.mesh import AXES, MEANING, PIPE_AXIS, describe_mesh
 from hfjax.plan.layout import Layout, State
 
 

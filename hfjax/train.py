@@ -48,7 +48,11 @@ from hfjax.update.asynchronous import AsynchronousUpdate
 from hfjax.update.given_parameters import Follow
 from hfjax.update.in_backward import InBackwardUpdate, check_in_backward
 from hfjax.update.one_pass import OnePassUpdate
-from hfjax.update.separable import check_packed_rows, check_padding
+from hfjax.update.separable import (
+    check_packed_rows,
+    check_padding,
+    warn_of_mixed_experts,
+)
 from hfjax.update.streamed import StreamedUpdate
 from hfjax.update.update import Held, Update, placed_as_moments
 from hfjax.update.whole import WholeUpdate
@@ -125,6 +129,7 @@ class TrainStep:
         check_runs(layout, execution, training=True)
         check_packed_rows(layout)
         check_padding(layout)
+        warn_of_mixed_experts(layout)
         if execution.optimizer_in_backward:
             check_in_backward(layout)
         self.layout, self.execution = layout, execution

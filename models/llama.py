@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar, Self
 
 import jax
 from flax import nnx
@@ -61,6 +61,7 @@ class LlamaConfig:
     epsilon: float = 1e-5  # of the norms
     tied: bool = False  # the head is the embedding, transposed
     attention: Callable = causal_attention
+    known: ClassVar[Mapping[str, Any]]  # the named shapes
 
     def __post_init__(self):
         if self.embed % (2 * self.heads):
@@ -80,7 +81,7 @@ class LlamaConfig:
         return self.embed // self.heads
 
     @classmethod
-    def preset(cls, name: str, **changes) -> "LlamaConfig":
+    def preset(cls, name: str, **changes) -> Self:
         """Return a named shape, some fields changed.
 
         Args:
@@ -92,12 +93,13 @@ class LlamaConfig:
             >>> LlamaConfig.preset("llama3-8b", layers=16).kv_heads
             8
         """
-        if name not in PRESETS:
-            raise ValueError(f"Llama preset {name!r}: one of {', '.join(PRESETS)}.")
-        return replace(PRESETS[name], **changes)
+        if name not in cls.known:
+            model = cls.__name__.removesuffix("Config")
+            raise ValueError(f"{model} preset {name!r}: one of {', '.join(cls.known)}.")
+        return replace(cls.known[name], **changes)
 
     @classmethod
-    def tiny(cls, **changes) -> "LlamaConfig":
+    def tiny(cls, **changes) -> Self:
         """Return the shape of a byte-level model that trains on a laptop.
 
         Args:
@@ -108,7 +110,7 @@ class LlamaConfig:
             >>> LlamaConfig.tiny(layers=2).layers
             2
         """
-        return cls.preset("tiny", **changes)
+        return cls.preset(next(iter(cls.known)), **changes)
 
 
 _LLAMA3 = LlamaConfig(vocab=128256, length=8192, kv_heads=8, mlp=14336, rotary_base=500000.0)
@@ -118,6 +120,8 @@ PRESETS: Mapping[str, LlamaConfig] = {
     "llama3-8b": _LLAMA3,
     "llama3-70b": replace(_LLAMA3, layers=80, heads=64, embed=8192, mlp=28672),
 }
+
+LlamaConfig.known = PRESETS
 
 
 class Attention(nnx.Module):

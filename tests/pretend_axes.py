@@ -147,8 +147,6 @@ def cases() -> dict[str, Callable[[], float]]:
         "rows, in backward": lambda: apart(
             gpt, ZERO2, {"pretend_rows": 4, "fsdp": 2}, next_token_loss, TOKENS, in_backward=True
         ),
-        "rows and stays, dense": dense(FSDP, specialist=4, fsdp=2),
-        "rows and stays, all split": dense(ZERO2, specialist=4, data=2),
         "rows and stays": stays(own, specialist=4, data=2),
         "rows and stays, ZERO2": stays(own | ZERO2, specialist=2, data=2, fsdp=2),
         "sequence": in_positions(DDP, positions=4, data=2),

@@ -51,6 +51,10 @@ EXAMPLES = {  # what has no example, and why
     "hfjax.models.parts:Anywhere.axes": HANDED,
     "hfjax.models.parts:Plain.matmul": HANDED,
     "hfjax.models.parts:Plain.outputs": HANDED,
+    "hfjax.models.parts:Plain.experts": HANDED,
+    "hfjax.models.parts:Plain.sum_over_batch": HANDED,
+    "hfjax.models.parts:Plain.sum_over_row": HANDED,
+    "hfjax.models.parts:Plain.told": HANDED,
 }
 SKIPPED = {  # whose example does not run here, and why
     "hfjax:target_devices": "it needs the wheels that compile for CUDA; tests/test_target.py",

@@ -1,5 +1,6 @@
 """Experts on several devices: as on one device, routing bit for bit, and the bytes of formulas."""
 
+import warnings
 from dataclasses import replace
 
 import jax
@@ -169,3 +170,15 @@ def test_training_equals_one_device(alone, case):
         found, _ = trained(name, strategy, sizes, batch, **execution)
     assert apart(found[1], wanted[1]) < 1e-12  # shares of whole numbers of choices
     assert apart(found, wanted) < 1e-9
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "mixes"), [(optax.adamw(0.1), False), (optax.lamb(0.1), True)]
+)
+def test_an_optimizer_that_mixes_experts_is_told(optimizer, mixes):
+    model = lambda rngs: MoELlama(CONFIG, rngs=rngs)
+    layout = hfjax.layout(model, optimizer, hfjax.make_mesh(expert=8), DDP | EXPERT)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        hfjax.train_step(layout, next_token_loss)
+    assert ["treats the experts of" in str(w.message) for w in told] == [True] * mixes

@@ -3,7 +3,7 @@
 import inspect
 import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -12,8 +12,16 @@ from jax.sharding import Mesh
 
 from hfjax.base.paths import nearest
 from hfjax.parallel.engine.blueprint import LAYERS, Blueprint
-from hfjax.parallel.mesh import AXES, BATCH_AXES, describe_mesh, in_use, size_of
-from hfjax.parallel.placement import batch_devices
+from hfjax.parallel.mesh import (
+    AXES,
+    BATCH_AXES,
+    MEANING,
+    SEQUENCE_AXES,
+    describe_mesh,
+    in_use,
+    size_of,
+)
+from hfjax.parallel.placement import Placed, batch_devices, entries_of
 from hfjax.parallel.strategy import HSDP, Strategy, written
 
 PACKED_TOGETHER = (
@@ -71,6 +79,25 @@ def check_rows(plan: Blueprint, mesh: Mesh) -> None:
                 f"{template.shape[0]} rows do not split over {devices} devices "
                 f"({describe_mesh(mesh)}). Make the model for a multiple of {devices}."
             )
+
+
+def idle_axes(placed: Iterable[Placed], strategy: Strategy, mesh: Mesh) -> list[str]:
+    """Return mesh axes larger than 1 whose devices would repeat each other's work.
+
+    An axis of rows for which some arrays are to stay split (that of experts) needs such an array.
+    """
+    placed = list(placed)
+    used = {a for p in placed for entry in entries_of(p.parameter, 0) for a in entry}
+    stays = {axis for p in placed for axis in p.stays}
+    shared = {a for axes in strategy.activations.values() for a in axes}.intersection(SEQUENCE_AXES)
+
+    def works(axis: str) -> bool:
+        meaning = MEANING[axis]
+        if meaning.rows:
+            return axis in stays or not meaning.stays
+        return axis in shared or (axis in used and bool(meaning.stays or meaning.partitioner))
+
+    return [axis for axis in in_use(mesh, AXES) if not works(axis)]
 
 
 def check_paths(axes: Mapping[str, tuple], plan: Blueprint) -> None:

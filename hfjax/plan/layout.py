@@ -30,21 +30,15 @@ from hfjax.parallel.for_models.place import Placer
 from hfjax.parallel.heterogeneous.packing import OnStages, packed_layers
 from hfjax.parallel.memory import check_has_host_memory, is_host_sharding, on_host
 from hfjax.parallel.mesh import (
-    AXES,
-    BATCH_AXES,
-    MEANING,
-    SEQUENCE_AXES,
     STACK,
     batch_axes,
     describe_mesh,
-    in_use,
 )
 from hfjax.parallel.placement import (
     Array,
     Placed,
     check_spec,
     columns,
-    entries_of,
 )
 from hfjax.parallel.strategy import Strategy
 from hfjax.plan.check_layout import (
@@ -56,6 +50,7 @@ from hfjax.plan.check_layout import (
     check_rows,
     check_splits,
     first_layers,
+    idle_axes,
 )
 from hfjax.plan.hosted import Hosted, kept_of
 from hfjax.plan.optimizer_state import parameter_of
@@ -441,14 +436,7 @@ class Layout:
             >>> hfjax.layout(model, optax.sgd(0.1), mesh, hfjax.DDP).unused_axes()
             ['tensor']
         """
-        used = {a for p in self.placed.values() for e in entries_of(p.parameter, 0) for a in e}
-        split = {a for axes in self.strategy.activations.values() for a in axes}
-        stays = {a for p in self.placed.values() for a in p.stays}
-        works = lambda a: a in used and (MEANING[a].stays or MEANING[a].partitioner)
-        working = {*filter(works, AXES), *split.intersection(SEQUENCE_AXES)}
-        idle = {axis for axis in BATCH_AXES if MEANING[axis].stays} - stays
-        working = working.union(BATCH_AXES) - idle
-        return [axis for axis in in_use(self.mesh, AXES) if axis not in working]
+        return idle_axes(self.placed.values(), self.strategy, self.mesh)
 
     def __str__(self) -> str:
         lines = [f"{self.strategy.name} on {describe_mesh(self.mesh)}"]

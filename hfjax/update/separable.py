@@ -4,6 +4,7 @@ It is tried out on small arrays, as they are and in that form. What it does to o
 depend on the others, nor on how they are stored.
 """
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -19,6 +20,7 @@ from hfjax.features import NOT_ELEMENT_BY_ELEMENT
 from hfjax.optimizers.transforms import WithoutRows, unwrapped
 from hfjax.parallel.engine.blueprint import LAYERS
 from hfjax.parallel.heterogeneous.packing import PackedLayers
+from hfjax.parallel.mesh import EXPERTS
 from hfjax.plan.layout import Layout
 from hfjax.plan.optimizer_state import converted, reformed
 from hfjax.update.parts import COUNT, NUMBER, OptimizerParts
@@ -244,3 +246,32 @@ def check_padding(layout: Layout) -> None:
         few, rows = layout.arrangement.layers, layout.arrangement.rows.size
         stages = f"a schedule ({few} layers are padded to {rows} rows)"
         raise error_of((NOT_ELEMENT_BY_ELEMENT, "schedule"), how, stages)
+
+
+def warn_of_mixed_experts(layout: Layout) -> None:
+    """Warn of an optimizer for which the experts of one array are not each by themselves."""
+    at = {path: p.axes.index(EXPERTS) for path, p in layout.placed.items() if EXPERTS in p.axes}
+
+    def apart(flat: Flat) -> Flat:
+        pieces = {f"{p}/{i}": x.take(i, at[p]) for p, x in flat.items() if p in at for i in (0, 1)}
+        return {path: x for path, x in flat.items() if path not in at} | pieces
+
+    def together(flat: Flat) -> Flat:
+        join = lambda path: jnp.stack([flat[f"{path}/{i}"] for i in (0, 1)], at[path])
+        rest = {p: x for p, x in flat.items() if p.rpartition("/")[0] not in at}
+        return rest | {path: join(path) for path in at}
+
+    if not at or any(layout.placed[path].shape[dim] < 2 for path, dim in at.items()):
+        return
+    try:
+        path = _otherwise(layout.optimizer, layout.placed, _Form(apart, together))
+    except (ValueError, TypeError, KeyError):  # it goes by names, or by numbers of dimensions
+        return
+    if path is not None:
+        warnings.warn(
+            f"the optimizer treats the experts of {path} as one array (as LAMB, LARS, Adafactor "
+            "and Muon do): how far one expert moves depends on the others. Use an optimizer that "
+            "works element by element for them (hfjax.by_path).",
+            UserWarning,
+            stacklevel=4,
+        )

@@ -46,7 +46,8 @@ class Stream(NamedTuple):
 class MoEConfig(Mixing, LlamaConfig):
     """The shape of a Llama whose MLPs are mixtures; `mlp` is the width of one expert.
 
-    The fields of `LlamaConfig` and `Mixing`, and these two.
+    The fields of `LlamaConfig` and `Mixing`, and these two. Presets: mixtral-tiny, deepseek-tiny,
+    mixtral-8x7b and deepseek-16b.
 
     Attributes:
         experts: How many experts each mixture has; or the number in each layer, 0 for a plain MLP:
@@ -80,37 +81,6 @@ class MoEConfig(Mixing, LlamaConfig):
             return (self.experts,) * self.layers
         return tuple(self.experts)
 
-    @classmethod
-    def preset(cls, name: str, **changes) -> "MoEConfig":
-        """Return a named shape, some fields changed.
-
-        Args:
-            name: mixtral-tiny, deepseek-tiny, mixtral-8x7b or deepseek-16b.
-            changes: Fields by name.
-
-        Example:
-            >>> from hfjax.models.moe import MoEConfig
-            >>> MoEConfig.preset("mixtral-8x7b").top_k
-            2
-        """
-        if name not in PRESETS:
-            raise ValueError(f"MoE preset {name!r}: one of {', '.join(PRESETS)}.")
-        return replace(PRESETS[name], **changes)
-
-    @classmethod
-    def tiny(cls, **changes) -> "MoEConfig":
-        """Return the shape of a byte-level model that trains on a laptop.
-
-        Args:
-            changes: Fields by name.
-
-        Example:
-            >>> from hfjax.models.moe import MoEConfig
-            >>> MoEConfig.tiny(layers=2).layers
-            2
-        """
-        return cls.preset("mixtral-tiny", **changes)
-
 
 _TINY = MoEConfig(vocab=256, length=64, layers=4, heads=8, kv_heads=4, embed=128, mlp=176)
 _MIXTRAL = MoEConfig(kv_heads=8, mlp=14336, rotary_base=1e6, capacity=None)
@@ -140,6 +110,8 @@ PRESETS: Mapping[str, MoEConfig] = {
         router=Router(normalise="none", balance_loss=0.001, balance_over="row"),
     ),
 }
+
+MoEConfig.known = PRESETS
 
 
 class Block(nnx.Module):
