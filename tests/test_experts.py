@@ -75,6 +75,7 @@ def flat(tree):
     return {jax.tree_util.keystr(keys): x for keys, x in leaves}
 
 
+BIAS = "['layers']['mlp']['router_bias']"
 SAME = ("clip",)  # what changes the numbers of one device as well
 
 
@@ -162,7 +163,22 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", CASES)
+DAILY = (
+    "E 8",
+    "E 2, tokens travel",
+    "E+D+M",
+    "E+Z3",
+    "in the backward pass",
+    "context",
+    "1F1B",
+    "dropless",
+    "unlike layers",
+    "over the batch",
+)
+MARKED = [pytest.param(c, marks=[] if c in DAILY else pytest.mark.slow) for c in CASES]
+
+
+@pytest.mark.parametrize("case", MARKED)
 def test_training_equals_one_device(alone, case):
     name, batch, strategy, sizes, execution = CASES[case]
     with jax.enable_x64(True):
@@ -182,3 +198,46 @@ def test_an_optimizer_that_mixes_experts_is_told(optimizer, mixes):
         warnings.simplefilter("always")
         hfjax.train_step(layout, next_token_loss)
     assert ["treats the experts of" in str(w.message) for w in told] == [True] * mixes
+
+
+def test_evaluation_and_prediction_equal_one_device_and_nothing_is_random():
+    made = {}
+    for sizes, strategy in (({"data": 1}, DDP), ({"expert": 4, "fsdp": 2}, FSDP | EXPERT)):
+        mesh = hfjax.make_mesh(devices=jax.devices()[: int(np.prod([*sizes.values()]))], **sizes)
+        model = lambda rngs: MoELlama(MODELS["drawn"], rngs=rngs)
+        layout = hfjax.layout(model, optax.sgd(0.1), mesh, strategy.edit(replicate_below=0))
+        state = hfjax.init(layout)
+        metrics = hfjax.eval_step(layout, next_token_loss)(state, TOKENS)
+        logits = hfjax.predict_step(layout)(state, TOKENS)
+        made[strategy.name] = jax.device_get((metrics["loss"], metrics["token_loss"], logits))
+    one, other = made.values()
+    assert one[0] == one[1]  # routers add nothing to an evaluation
+    assert apart(one, other) < 1e-5
+
+
+def test_a_state_goes_on_under_another_mesh_of_experts(tmp_path):
+    def layout_of(strategy, **sizes):
+        mesh = hfjax.make_mesh(devices=jax.devices()[: int(np.prod([*sizes.values()]))], **sizes)
+        model = lambda rngs: MoELlama(MODELS["deepseek"], rngs=rngs)
+        return hfjax.layout(model, optax.adamw(1e-2), mesh, strategy.edit(replicate_below=0))
+
+    first = layout_of(FSDP | EXPERT, expert=4, fsdp=2)
+    state, _ = hfjax.train_step(first, next_token_loss)(hfjax.init(first), TOKENS)
+    hfjax.save(tmp_path / "run", first, state)
+    losses = []
+    for layout in (first, layout_of(ZERO1 | EXPERT, expert=2, data=2), layout_of(DDP, data=1)):
+        again = hfjax.restore(tmp_path / "run", layout).state
+        assert np.array_equal(*(flat(s.variables)[BIAS] for s in (again, state)))
+        losses.append(float(hfjax.train_step(layout, next_token_loss)(again, TOKENS)[1]["loss"]))
+    assert max(losses) - min(losses) < 1e-5
+
+
+def test_metrics_say_how_even_loads_are_and_what_is_dropped():
+    with jax.enable_x64(True):
+        (_, routing, _, _), step = trained("mixtral", DDP | EXPERT, {"expert": 8}, TOKENS)
+    load, dropped = routing[:2]
+    assert load.shape == (2, 8)
+    np.testing.assert_allclose(load.sum(1), 1, rtol=1e-6)
+    places = 5 / (LENGTH * CONFIG.top_k)  # ceil(16 * 2 / 8 * 1.25) of a row's 32 choices
+    assert (dropped >= load.max(1) - places - 1e-6).all()
+    assert "chosen" in str(step.experts)
