@@ -11,7 +11,6 @@ from hfjax.base.keywords import nearest_of
 from hfjax.base.mean import Mean
 from hfjax.base.version import version as _version
 from hfjax.batches import full, rows_of_process, shard_batch
-from hfjax.checkpoint import Checkpoints, Keep, Restored, latest, recorded, restore, save
 from hfjax.evaluate import eval_step, predict_step
 from hfjax.haiscale.partition import Partition, partition
 from hfjax.haiscale.pipe import GPipe, Interleaved1F1B, PipeDream
@@ -50,9 +49,13 @@ from hfjax.train import module, train_step
 
 if TYPE_CHECKING:
     from hfjax import data as data, models as models, run as run, testing as testing
+    from hfjax.checkpoint import Checkpoints, Keep, Restored, latest, recorded, restore, save
     from hfjax.run.sampling import generate
 
-_LATER = ("data", "models", "run", "testing")  # imported when they are first asked for
+# Imported when they are first asked for: parts of hfjax, and names with where they are.
+_LATER = ("checkpoint", "data", "models", "run", "testing")
+_CHECKPOINTS = ("Checkpoints", "Keep", "Restored", "latest", "recorded", "restore", "save")
+_FROM = {"generate": "hfjax.run.sampling", **dict.fromkeys(_CHECKPOINTS, "hfjax.checkpoint")}
 __version__ = _version()
 __all__ = [
     "CONTEXT",
@@ -126,8 +129,8 @@ def __getattr__(name: str) -> Any:
     """Return a part of hfjax that is imported only now: `hfjax.testing`, `hfjax.data` …"""
     if name in _LATER:
         return import_module(f"{__name__}.{name}")
-    if name == "generate":
-        return import_module("hfjax.run.sampling").generate
+    if name in _FROM:
+        return getattr(import_module(_FROM[name]), name)
     known = {*__all__, *_LATER}
     near = nearest_of(name, known) or nearest_of(name.upper(), known)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}.{near}")
@@ -135,4 +138,4 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     """Return what is there, and what would be imported."""
-    return sorted({*globals(), *_LATER})
+    return sorted({*globals(), *_LATER, *_FROM})
