@@ -28,8 +28,10 @@ def told(source):
 def test_parts_of_hfjax_are_there_once_they_are_asked_for():
     later = ["hfjax.checkpoint", "hfjax.data", "hfjax.models", "hfjax.run", "hfjax.testing"]
     heavy = ["grain", "tyro", "orbax", "jax.experimental.mosaic", *later]
+    bare = "import hfjax, hfjax.__main__, hfjax.cli.launch, sys; print('jax' in sys.modules)"
+    assert told(bare) == ["False"]
     source = (
-        "import hfjax, sys\n"
+        "import hfjax, sys; hfjax.train_step\n"
         f"print([name for name in {heavy} if name in sys.modules])\n"
         f"print(all(name[6:] in dir(hfjax) for name in {later}))\n"
         "print(hfjax.testing.strategies.__name__, hfjax.data.Loader.__name__)\n"
