@@ -50,7 +50,7 @@ CASES = {
     "FSDP, remat": (FSDP, {"fsdp": 2}, {"remat": "full"}),
     "ZERO1, bf16": (ZERO1, {"data": 2}, {"precision": "bf16"}),
 }
-LONG = (("DDP", True), ("ZERO1, bf16", False))
+LONG = (("DDP", False), ("DDP", True), ("ZERO1, bf16", False), ("ZERO1, bf16", True))
 TRAINED = [
     pytest.param(
         *(case, in_backward),
