@@ -34,7 +34,7 @@ SMALL = {  # what is too long for a test, and what stands for it
     "README.md": {
         EIGHT: "",
         "GPTConfig.tiny()": "GPTConfig.tiny(layers=1)",
-        "launch -n 4": "launch -n 2",
+        "launch -n 4": "launch -n 2 --devices-per-process 2",
         "hfjax train     ": f"hfjax train --steps 2 --log.sample 4 {SMALL_GPT}     ",
         "--out runs/books\n": f"--out runs/books --steps 2 --log.sample 4 {SMALL_GPT}\n",
         "--valid 0.01": "--valid 0.1",
