@@ -60,7 +60,7 @@ SMALL = {  # what is too long for a test, and what stands for it
         "GPTConfig.tiny()": "GPTConfig.tiny(layers=1, embed=32)",
         "GPTConfig.tiny(layers=8)": "GPTConfig.tiny(layers=4, embed=32)",
         "--model.layers 8 --model.embed 128": "--model.layers 4 --model.embed 32",
-        "--cpu-devices 8": "--steps 2 --log.sample 0",
+        "--cpu-devices 8": "--steps 2 --log.sample 0 --log.valid-every 0",
     },
     "docs/processes.md": {
         "-n 8 -- python": "-n 1 -- python",
