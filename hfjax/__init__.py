@@ -3,58 +3,20 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from hfjax.analysis.collectives import Collectives, collectives
-from hfjax.analysis.least_offload import least_offload
-from hfjax.analysis.stashes import stashes
-from hfjax.analysis.transfers import Transfers, transfers
 from hfjax.base.keywords import nearest_of
-from hfjax.base.mean import Mean
 from hfjax.base.version import version as _version
-from hfjax.batches import full, rows_of_process, shard_batch
-from hfjax.checkpoint import Checkpoints, Keep, Restored, latest, recorded, restore, save
-from hfjax.evaluate import eval_step, predict_step
-from hfjax.haiscale.partition import Partition, partition
-from hfjax.haiscale.pipe import GPipe, Interleaved1F1B, PipeDream
-from hfjax.initialise import init
-from hfjax.optimizers.fused_adamw import adamw
-from hfjax.optimizers.rates import rate
-from hfjax.optimizers.transforms import averaged, by_path, ema, master, matching, scaled
-from hfjax.parallel.activation_offload import Offload
-from hfjax.parallel.context.choice import Context
-from hfjax.parallel.engine.fetch import gather_rows
-from hfjax.parallel.engine.offload_block import offload
-from hfjax.parallel.execution import Execution, Precision
-from hfjax.parallel.experts.balance import balance_experts
-from hfjax.parallel.mesh import make_mesh
-from hfjax.parallel.remat import Remat
-from hfjax.parallel.schedules.named import Schedule
-from hfjax.parallel.strategy import (
-    CONTEXT,
-    DDP,
-    EXPERT,
-    FSDP,
-    HOST_OPTIMIZER,
-    HOST_PARAMETERS,
-    HSDP,
-    PIPE,
-    SEQUENCE,
-    TENSOR,
-    ZERO1,
-    ZERO2,
-    ZERO3,
-    Strategy,
-)
-from hfjax.plan.layout import Layout, State, layout
-from hfjax.plan.rearrange import canonical
-from hfjax.processes.distributed import init_distributed
-from hfjax.target import target_devices
-from hfjax.train import module, train_step
 
 if TYPE_CHECKING:
     from hfjax import data as data, models as models, run as run, testing as testing
+    from hfjax.checkpoint import Checkpoints, Keep, Restored, latest, recorded, restore, save
+    from hfjax.names import *  # noqa: F403
     from hfjax.run.sampling import generate
 
-_LATER = ("data", "models", "run", "testing")  # imported when they are first asked for
+# Imported when they are first asked for, so that a launcher or `hfjax --version` needs no JAX:
+# parts of hfjax, and names with where they are; all others are in hfjax/names.py.
+_LATER = ("checkpoint", "data", "models", "run", "testing")
+_CHECKPOINTS = ("Checkpoints", "Keep", "Restored", "latest", "recorded", "restore", "save")
+_FROM = {"generate": "hfjax.run.sampling", **dict.fromkeys(_CHECKPOINTS, "hfjax.checkpoint")}
 __version__ = _version()
 __all__ = [
     "CONTEXT",
@@ -130,8 +92,8 @@ def __getattr__(name: str) -> Any:
     """Return a part of hfjax that is imported only now: `hfjax.testing`, `hfjax.data` …"""
     if name in _LATER:
         return import_module(f"{__name__}.{name}")
-    if name == "generate":
-        return import_module("hfjax.run.sampling").generate
+    if name in __all__:
+        return getattr(import_module(_FROM.get(name, "hfjax.names")), name)
     known = {*__all__, *_LATER}
     near = nearest_of(name, known) or nearest_of(name.upper(), known)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}.{near}")
@@ -139,4 +101,4 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     """Return what is there, and what would be imported."""
-    return sorted({*globals(), *_LATER})
+    return sorted({*globals(), *_LATER, *__all__})

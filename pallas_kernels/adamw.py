@@ -33,9 +33,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from hfjax.pallas_kernels import mosaic
+from hfjax.pallas_kernels import mosaic, plgpu
 
 VECTOR = 4  # elements that a thread takes at once: 16 bytes of float32
 PIECE = 128  # elements of one copy after the last block: one for each thread

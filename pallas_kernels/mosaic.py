@@ -8,17 +8,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.mosaic.gpu.fragmented_array import Tiling as Tiling
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
+from hfjax.pallas_kernels import plgpu
 from hfjax.pallas_kernels.varying import alike, varying
 
 WARPGROUP = 128  # threads that issue one matrix instruction together
 SWIZZLE = 128  # bytes of a row of a tile in shared memory, as the matrix units want it
-
-# Layouts in registers are ours to say, and what is in shared memory stays as it is written.
-BY_HAND = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane)
 
 interpreter: Any = None  # tests put an interpreter here: kernels then run without a GPU
 
@@ -39,6 +35,11 @@ def kernel(
         return jax.tree.map(partial(alike, axes=axes), run(*inputs))
 
     return marked
+
+
+def by_hand() -> Any:
+    """Return for a kernel: its layouts in registers are told, shared memory stays as written."""
+    return plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane)
 
 
 def tiled(dtype: DTypeLike, columns: int | None = None) -> tuple:

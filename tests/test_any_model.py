@@ -122,7 +122,9 @@ def with_mode(model, batch, train):
     return model(batch["x"], train=train, mutable=["batch_stats"] if train else False)
 
 
-@pytest.mark.parametrize("axis_name", [None, pytest.param("batch", marks=pytest.mark.slow), "data"])
+@pytest.mark.parametrize(
+    "axis_name", [None, *(pytest.param(x, marks=pytest.mark.slow) for x in ("batch", "data"))]
+)
 def test_batch_norm_is_over_the_rows_of_all_devices_as_on_one_whatever_its_axis_is_called(
     agree,
     axis_name,

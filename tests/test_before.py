@@ -57,8 +57,8 @@ def same_words(told, name):
 @pytest.mark.parametrize(
     "devices",
     [
-        "FSDP on 4",
         "FSDP+TENSOR on 4",
+        pytest.param("FSDP on 4", marks=pytest.mark.slow),
         pytest.param("DDP on 2", marks=pytest.mark.slow),
         pytest.param("ZERO2 on 4", marks=pytest.mark.slow),
     ],

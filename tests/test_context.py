@@ -146,7 +146,6 @@ CASES = {
 
 DAILY = (
     *("ring", "Ulysses repeats heads of keys", "crossed", "documents", "tensor, Ulysses", "1F1B"),
-    *("microbatches, recomputed", "a window"),
 )
 SOME = [
     pytest.param(name, marks=() if name in DAILY else pytest.mark.slow, id=name) for name in CASES

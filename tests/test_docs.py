@@ -34,6 +34,7 @@ SMALL = {  # what is too long for a test, and what stands for it
     "README.md": {
         EIGHT: "",
         "GPTConfig.tiny()": "GPTConfig.tiny(layers=1)",
+        "launch -n 4": "launch -n 2 --devices-per-process 2",
         "hfjax train     ": f"hfjax train --steps 2 --log.sample 4 {SMALL_GPT}     ",
         "--out runs/books\n": f"--out runs/books --steps 2 --log.sample 4 {SMALL_GPT}\n",
         "--valid 0.01": "--valid 0.1",
@@ -59,7 +60,7 @@ SMALL = {  # what is too long for a test, and what stands for it
         "GPTConfig.tiny()": "GPTConfig.tiny(layers=1, embed=32)",
         "GPTConfig.tiny(layers=8)": "GPTConfig.tiny(layers=4, embed=32)",
         "--model.layers 8 --model.embed 128": "--model.layers 4 --model.embed 32",
-        "--cpu-devices 8": "--steps 2 --log.sample 0",
+        "--cpu-devices 8": "--steps 2 --log.sample 0 --log.valid-every 0",
     },
     "docs/processes.md": {
         "-n 8 -- python": "-n 1 -- python",
@@ -72,6 +73,7 @@ SMALL = {  # what is too long for a test, and what stands for it
     },
     "docs/tutorial.md": {EIGHT: ""},
     "docs/training.md": {
+        "launch -n 4": "launch -n 2",
         "GPTConfig.tiny()": "GPTConfig.tiny(layers=1)",
         "hfjax train\n": f"hfjax train --steps 30 --log.sample 4 {SMALL_GPT}\n",
         "DDP on one device (cpu)": "DDP on data=8 (cpu)",

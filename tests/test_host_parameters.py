@@ -50,7 +50,7 @@ CASES = {
     "FSDP, remat": (FSDP, {"fsdp": 2}, {"remat": "full"}),
     "ZERO1, bf16": (ZERO1, {"data": 2}, {"precision": "bf16"}),
 }
-LONG = (("DDP", True), ("ZERO1, bf16", False))
+LONG = (("DDP", False), ("DDP", True), ("ZERO1, bf16", False), ("ZERO1, bf16", True))
 TRAINED = [
     pytest.param(
         *(case, in_backward),
@@ -73,7 +73,11 @@ def test_parameters_on_the_host_train_and_evaluate(case, in_backward):
     assert_equal(found, wanted, rounding=1e-5 if "precision" in execution else 0.0)
 
 
-@pytest.mark.parametrize("in_backward", [False, True], ids=["ordinary", "in backward"])
+@pytest.mark.parametrize(
+    "in_backward",
+    [False, pytest.param(True, marks=pytest.mark.slow)],
+    ids=["ordinary", "in backward"],
+)
 def test_a_list_of_layers_is_fetched_one_by_one(in_backward):
     mesh = hfjax.make_mesh(devices=jax.devices()[:2], fsdp=2)
     layout = lambda strategy: hfjax.layout(Listed, ADAMW, mesh, strategy.edit(replicate_below=0))

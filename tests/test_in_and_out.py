@@ -128,7 +128,7 @@ def test_given_parameters_make_the_state_that_the_seed_makes_of_the_same_ones(na
     same(hfjax.canonical(layout, again).params, hfjax.canonical(layout, found).params)
 
 
-DAILY = ("FSDP+TENSOR", "PIPE, interleaved", "PIPE, a list", "HOST_PARAMETERS")
+DAILY = ("FSDP+TENSOR", "PIPE, a list", "HOST_PARAMETERS")
 OTHERS = [pytest.param(name, marks=pytest.mark.slow) for name in CASES if name not in DAILY]
 
 
@@ -162,7 +162,9 @@ def test_a_function_is_asked_for_the_parts_of_this_process_and_each_once():
     assert kernel == [((0, 4), (8 * i, 8 * i + 8), (0, 128)) for i in range(4)]
 
 
-@pytest.mark.parametrize("name", ["FSDP", "PIPE, a list", "PIPE, interleaved"])
+@pytest.mark.parametrize(
+    "name", ["FSDP", "PIPE, interleaved", pytest.param("PIPE, a list", marks=pytest.mark.slow)]
+)
 def test_none_says_that_the_seed_gives_a_parameter(name):
     layout, schedule = made(name), CASES[name][2]
     path = min(given(name))

@@ -92,8 +92,14 @@ GROUPS = hfjax.by_path({"layers/*": optax.adamw(1e-2), "*norm*": optax.sgd(0.1),
 @pytest.mark.parametrize(
     ("optimizer", "frozen", "sizes", "execution"),
     [
-        (ADAMW, (), {"data": 2, "fsdp": 2}, {"precision": "bf16", "remat": "full"}),
-        (ADAMW, (), {"fsdp": 4}, {"reshard_after_forward": False, "nonfinite": "apply"}),
+        pytest.param(
+            *(ADAMW, (), {"data": 2, "fsdp": 2}, {"precision": "bf16", "remat": "full"}),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            *(ADAMW, (), {"fsdp": 4}, {"reshard_after_forward": False, "nonfinite": "apply"}),
+            marks=pytest.mark.slow,
+        ),
         (hfjax.ema(GROUPS, 0.9), (), {"fsdp": 2}, {"remat": "dots"}),
         (ADAMW, ("tokens", "layers/mlp/*"), {"fsdp": 2}, {"unroll": True}),
     ],

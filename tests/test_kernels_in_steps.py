@@ -35,9 +35,12 @@ def forms(step):
     return {name: step.kernels.forms(name) for name in step.kernels.choices}
 
 
-def test_under_every_strategy_the_references_train_as_on_one_device():
+@pytest.mark.parametrize(
+    "name", ["HSDP+TENSOR+SEQUENCE", pytest.param("FSDP", marks=pytest.mark.slow)]
+)
+def test_under_every_strategy_the_references_train_as_on_one_device(name):
     mask = np.random.default_rng(0).integers(0, 2, (16, 24)).astype(np.float32)
-    chosen = cases("FSDP", "HSDP+TENSOR+SEQUENCE")
+    chosen = cases(name)
     options = {"kernels": "reference", "accumulate": 2, "unroll": 1}
     assert_strategies_agree(
         gpt(vocab=60, pad_vocab_to=8), next_token_loss, padded(mask), chosen, **options

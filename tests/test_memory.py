@@ -33,7 +33,7 @@ def test_with_remat_fsdp_holds_one_or_two_gathered_layers_and_a_carry_per_layer(
     assert deep <= 3 * LAYER + 1.5 * 32 * CARRY
 
 
-@pytest.mark.parametrize("remat", ["none", "dots"])
+@pytest.mark.parametrize("remat", ["none", pytest.param("dots", marks=pytest.mark.slow)])
 def test_gathered_parameters_are_never_saved_for_the_backward_pass_unless_asked(remat):
     of = lambda layers, options: temporaries(layers, remat=remat, unroll=1, **options)
     growth = lambda **options: (of(12, options) - of(4, options)) / 8

@@ -26,19 +26,22 @@ def told(source):
 
 
 def test_parts_of_hfjax_are_there_once_they_are_asked_for():
-    later = ["hfjax.data", "hfjax.models", "hfjax.run", "hfjax.testing"]
-    heavy = ["grain", "tyro", "hfjax.data", "hfjax.models", "hfjax.run", "hfjax.testing"]
+    later = ["hfjax.checkpoint", "hfjax.data", "hfjax.models", "hfjax.run", "hfjax.testing"]
+    heavy = ["grain", "tyro", "orbax", "jax.experimental.mosaic", *later]
+    bare = "import hfjax, hfjax.__main__, hfjax.cli.launch, sys; print('jax' in sys.modules)"
+    assert told(bare) == ["False"]
     source = (
-        "import hfjax, sys\n"
+        "import hfjax, sys; hfjax.train_step\n"
         f"print([name for name in {heavy} if name in sys.modules])\n"
         f"print(all(name[6:] in dir(hfjax) for name in {later}))\n"
         "print(hfjax.testing.strategies.__name__, hfjax.data.Loader.__name__)\n"
+        "print(all(name in dir(hfjax) and getattr(hfjax, name) for name in hfjax.__all__))\n"
         "import hfjax.models.gpt\n"
         "print(hfjax.models.gpt.GPT.__name__, hfjax.run.generate is hfjax.generate)\n"
         "from hfjax import *\n"
         "print(generate.__name__)\n"
     )
-    assert told(source) == "[] True strategies Loader GPT True generate".split()
+    assert told(source) == "[] True strategies Loader True GPT True generate".split()
     with pytest.raises(AttributeError, match="module 'hfjax' has no attribute 'nothing'"):
         getattr(hfjax, "nothing")  # noqa: B009  pyright knows that it is not there
     for name, near in {"FDSP": "FSDP", "fsdp": "FSDP", "train_stp": "train_step"}.items():

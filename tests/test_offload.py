@@ -59,8 +59,11 @@ CASES = {
 
 LONG = (
     "one device, unrolled",
+    "FSDP in bfloat16",
     "FSDP, two microbatches",
     "DDP, dots",
+    "every other layer",
+    "PipeDream",
     "1F1B",
     "ZB-H1, which branches",
     "zero bubble in a scan",

@@ -146,9 +146,9 @@ class Unlike(nnx.Module):
 @pytest.mark.parametrize(
     ("remat", "name"),
     [
-        ("none", "ZERO2"),
         ("full", "HSDP"),
-        ("dots", "HSDP"),
+        pytest.param("none", "ZERO2", marks=pytest.mark.slow),
+        pytest.param("dots", "HSDP", marks=pytest.mark.slow),
         pytest.param("none", "HSDP", marks=pytest.mark.slow),
         pytest.param("full", "ZERO2", marks=pytest.mark.slow),
         pytest.param("dots", "ZERO2", marks=pytest.mark.slow),

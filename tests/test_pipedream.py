@@ -139,7 +139,10 @@ CASES = {
 }
 
 
-LONG = ("pipedream on one stage", "2bw, fewer microbatches than stages")
+LONG = (
+    *("pipedream on one stage", "pipedream with layers that do not divide"),
+    *("2bw, fewer microbatches than stages", "2bw in larger groups, recomputed"),
+)
 
 
 @pytest.mark.parametrize(

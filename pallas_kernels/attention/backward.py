@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
+from hfjax.pallas_kernels import plgpu
 from hfjax.pallas_kernels.attention.keys import (
     Keys,
     Rows,
@@ -21,12 +21,12 @@ from hfjax.pallas_kernels.attention.keys import (
     shared_rows,
 )
 from hfjax.pallas_kernels.attention.parts import (
-    BY_ROW,
     LOG2E,
     ROWS,
     Plan,
     across,
     added,
+    by_row,
     filled,
     launch,
     slot_of,
@@ -79,7 +79,7 @@ def _multiply(mine: Rows, inputs: Inputs, dq_ref: Any, shared: Shared) -> None:
     here = shared.rows_here.at[thread]
     plgpu.copy_gmem_to_smem(mine.of(inputs.q), shared.q.at[thread], here)
     plgpu.copy_gmem_to_smem(mine.of(inputs.do), shared.do.at[thread], here)
-    lse, delta = (load(mine.per_row(x), BY_ROW) for x in (inputs.lse, inputs.delta))
+    lse, delta = (load(mine.per_row(x), by_row()) for x in (inputs.lse, inputs.delta))
     plgpu.barrier_wait(here)
     step = lambda i, dq, partly: _step(mine, shared, (lse, delta), i, dq, partly)
     dq = mine.visited(step, filled((ROWS, mine.plan.shape.width), 0.0))

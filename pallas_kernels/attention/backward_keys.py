@@ -11,16 +11,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
 from hfjax.base.paths import Index
-from hfjax.pallas_kernels import mosaic
+from hfjax.pallas_kernels import mosaic, plgpu
 from hfjax.pallas_kernels.attention.backward import Inputs
 from hfjax.pallas_kernels.attention.keys import shared_rows
 from hfjax.pallas_kernels.attention.parts import (
-    BY_COLUMN,
-    BY_ROW,
     LOG2E,
     ROWS,
     Plan,
@@ -28,7 +25,9 @@ from hfjax.pallas_kernels.attention.parts import (
     across,
     again,
     both_added,
+    by_column,
     by_roles,
+    by_row,
     down,
     drain,
     filled,
@@ -93,7 +92,7 @@ def _body(plan: Plan, inputs: Inputs, outputs: tuple, shared: Shared) -> None:
         rows = (batch, pl.ds(first, ROWS))
         documents = None
         if plan.documents:
-            documents = load(inputs.key_documents.at[rows], BY_ROW)
+            documents = load(inputs.key_documents.at[rows], by_row())
         mine = _Mine(plan, visit, shared, thread, first, documents)
         _multiply(mine, inputs, outputs, (*rows, group))
 
@@ -140,7 +139,7 @@ class _Mine(NamedTuple):
         query = numbers(s.shape, 1, self.visit.part(step) * self.plan.cut.tile)
         same = None
         if self.plan.documents:
-            of_queries = load(self.shared.documents.at[slot], BY_COLUMN)
+            of_queries = load(self.shared.documents.at[slot], by_column())
             same = across(self.documents, s.shape) == down(of_queries, s.shape)
         key = numbers(s.shape, 0, self.first)
         return jnp.where(seen(self.plan, self.visit, query, key, same), s, -jnp.inf)
@@ -179,10 +178,10 @@ def _step(mine: _Mine, turn: tuple[Any, Any], sums: tuple, partly: bool) -> tupl
     q, do = shared.q.at[slot], shared.do.at[slot]
     plgpu.barrier_wait(shared.here.at[slot])
     shape, unit = (ROWS, plan.cut.tile), plan.scale * LOG2E
-    lse = down(load(shared.lse.at[slot], BY_COLUMN) * (-1 / unit), shape)
+    lse = down(load(shared.lse.at[slot], by_column()) * (-1 / unit), shape)
     if partly:
         lse = mine.masked(lse, turn[1], slot)
-    delta = down(-load(shared.delta.at[slot], BY_COLUMN), shape)
+    delta = down(-load(shared.delta.at[slot], by_column()), shape)
     s, dp = both_added(  # sums begin with what would be subtracted: no registers for it later
         (lse, shared.k.at[thread], q.transpose((1, 0))),
         (delta, shared.v.at[thread], do.transpose((1, 0))),

@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from hfjax.base.paths import Index
+from hfjax.pallas_kernels import plgpu
 from hfjax.pallas_kernels.attention.keys import (
     Keys,
     Rows,
@@ -22,17 +22,17 @@ from hfjax.pallas_kernels.attention.keys import (
     shared_rows,
 )
 from hfjax.pallas_kernels.attention.parts import (
-    BY_ROW,
     LN2,
     LOG2E,
-    MATRIX,
     ROWS,
     Plan,
     across,
     added,
     again,
+    by_row,
     filled,
     launch,
+    matrix,
     slot_of,
     sums,
     write,
@@ -102,9 +102,9 @@ def _initial(mine: Rows, inputs: Inputs) -> tuple:
     """Return (o, m, l) before the first key: m counts powers of two."""
     if inputs.o is None:
         o = filled((ROWS, mine.plan.shape.width), 0.0)
-        return o, filled((ROWS,), FLOOR, BY_ROW), filled((ROWS,), 0.0, BY_ROW)
-    o = load(mine.of(inputs.o), MATRIX)
-    m, l = (load(mine.per_row(x), BY_ROW) for x in (inputs.m, inputs.l))
+        return o, filled((ROWS,), FLOOR, by_row()), filled((ROWS,), 0.0, by_row())
+    o = load(mine.of(inputs.o), matrix())
+    m, l = (load(mine.per_row(x), by_row()) for x in (inputs.m, inputs.l))
     return o, jnp.maximum(m * LOG2E, FLOOR), l
 
 

@@ -6,17 +6,16 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from hfjax.pallas_kernels import mosaic
+from hfjax.pallas_kernels import mosaic, plgpu
 from hfjax.pallas_kernels.attention.parts import (
-    BY_COLUMN,
-    BY_ROW,
     ROWS,
     Plan,
     Visit,
     across,
+    by_column,
     by_roles,
+    by_row,
     down,
     drain,
     numbers,
@@ -104,7 +103,7 @@ class Rows(NamedTuple):
         key = numbers(s.shape, 1, self.visit.part(step) * self.plan.cut.tile)
         same = None
         if self.plan.documents:
-            of_keys = load(keys.documents.at[slot_of(step, self.plan.cut.stages)], BY_COLUMN)
+            of_keys = load(keys.documents.at[slot_of(step, self.plan.cut.stages)], by_column())
             same = across(self.documents, s.shape) == down(of_keys, s.shape)
         query = numbers(s.shape, 0, self.first)
         return jnp.where(seen(self.plan, self.visit, query, key, same), s, -jnp.inf)
@@ -133,7 +132,7 @@ def each_tile_of_queries(plan: Plan, inputs: Any, shared: Any, multiply: Callabl
         documents = None
         if plan.documents:
             of_rows = inputs.query_documents.at[batch, pl.ds(first, ROWS)]
-            documents = load(of_rows, BY_ROW)
+            documents = load(of_rows, by_row())
         multiply(Rows(plan, visit, thread, first, batch, head, documents))
 
     group = lax.div(head, jnp.int32(plan.shape.shared))

@@ -14,9 +14,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from hfjax.pallas_kernels import mosaic
+from hfjax.pallas_kernels import mosaic, plgpu
 from hfjax.pallas_kernels.attention.mask import Mask
 from hfjax.pallas_kernels.mosaic import WARPGROUP
 
@@ -24,8 +23,6 @@ ROWS = 64  # of a warpgroup's tile: the rows of one wgmma
 LOG2E = math.log2(math.e)
 LN2 = math.log(2.0)
 FEEDER_REGISTERS = 24
-MATRIX = plgpu.Layout.WGMMA  # as the matrix units leave their sums in registers
-BY_ROW, BY_COLUMN = MATRIX.reduce(1), MATRIX.reduce(0)
 
 
 @dataclass(frozen=True)
@@ -234,9 +231,24 @@ def again(x: Any) -> Any:
     return lax.optimization_barrier(x)
 
 
-def filled(shape: tuple[int, ...], value: float, layout: Any = MATRIX) -> Any:
+def matrix() -> Any:
+    """Return the layout in which the matrix units leave their sums in registers."""
+    return plgpu.Layout.WGMMA
+
+
+def by_row() -> Any:
+    """Return the layout of one number for each row of such sums."""
+    return matrix().reduce(1)
+
+
+def by_column() -> Any:
+    """Return the layout of one number for each column of such sums."""
+    return matrix().reduce(0)
+
+
+def filled(shape: tuple[int, ...], value: float, layout: Any = None) -> Any:
     """Return a constant array that lies in registers like a sum of the matrix units."""
-    return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
+    return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout or matrix())
 
 
 def across(x: Any, shape: tuple[int, int]) -> Any:
@@ -251,7 +263,7 @@ def down(x: Any, shape: tuple[int, int]) -> Any:
 
 def numbers(shape: tuple[int, int], axis: int, first: Any) -> Any:
     """Return the row's or the column's number, counted from `first`, everywhere in a tile."""
-    return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=MATRIX) + first
+    return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=matrix()) + first
 
 
 def seen(plan: Plan, visit: Visit, query: Any, key: Any, same: Any) -> Any:

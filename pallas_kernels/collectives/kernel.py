@@ -16,10 +16,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
-from hfjax.pallas_kernels import mosaic
+from hfjax.pallas_kernels import mosaic, plgpu
 from hfjax.pallas_kernels.collectives import stream
 from hfjax.pallas_kernels.collectives.stream import SLOTS, Tiles
 from hfjax.pallas_kernels.ring.peers import MeshRing, Ring, ahead
@@ -62,7 +61,7 @@ def launch(
         equal_along,
         grid=(*ring.ranks, tiles.blocks),
         grid_names=(*ring.rank_names, "block"),
-        compiler_params=mosaic.BY_HAND,
+        compiler_params=mosaic.by_hand(),
     )
 
 

@@ -15,7 +15,8 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from hfjax.pallas_kernels import plgpu
 
 COLUMNS = 256  # the most elements of a side of one copy
 SLOTS = 2  # tiles on their way out

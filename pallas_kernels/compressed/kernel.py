@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from hfjax.base.paths import Index
+from hfjax.pallas_kernels import plgpu
 from hfjax.pallas_kernels.collectives import stream
 from hfjax.pallas_kernels.collectives.kernel import axes, launch, slot_of, tell
 from hfjax.pallas_kernels.collectives.stream import SLOTS, Tiles

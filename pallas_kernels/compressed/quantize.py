@@ -23,9 +23,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from hfjax.pallas_kernels import mosaic
+from hfjax.pallas_kernels import mosaic, plgpu
 from hfjax.pallas_kernels.collectives import stream
 
 BLOCK = 256
@@ -117,7 +116,9 @@ def rows_in_warps() -> Any:
     A row's maximum then needs no more than shuffles within the warp, and 32 threads touch 128
     consecutive elements: 16 bytes each of float32.
     """
-    return plgpu.Layout.TILED(mosaic.Tiling(((4, 128), (4,))), (-3,), (-2,), -1)
+    from jax.experimental.mosaic.gpu.fragmented_array import Tiling
+
+    return plgpu.Layout.TILED(Tiling(((4, 128), (4,))), (-3,), (-2,), -1)
 
 
 def spread(rows: jax.Array, like: jax.Array) -> jax.Array:
@@ -186,7 +187,7 @@ def _run(operands: list[jax.Array], how: str, block: int, tuning: Tuning) -> tup
         [plgpu.SMEM((stream.SLOTS, tiles.tile, *s[1:]), dtype) for s, dtype in out],
         grid=(tiles.blocks,),
         grid_names=("block",),
-        compiler_params=mosaic.BY_HAND,
+        compiler_params=mosaic.by_hand(),
     )(*operands)
     values, scales, *lost = (x[:rows] for x in found)
     scales = scales.reshape(*shape[:-1], shape[-1] // block)

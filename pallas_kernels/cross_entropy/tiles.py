@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from hfjax.pallas_kernels import plgpu
 from hfjax.pallas_kernels.cross_entropy.logits import EVEN, LOG2E, LOWEST, Columns, Tuning, in_parts
 from hfjax.pallas_kernels.cross_entropy.walk import (
     ROWS,
@@ -28,7 +28,11 @@ from hfjax.pallas_kernels.cross_entropy.walk import (
 from hfjax.pallas_kernels.mosaic import load, tiled
 
 STORE = 64  # columns that are stored at once: 128 bytes
-ROW = plgpu.Layout.WGMMA.reduce(1)
+
+
+def by_row() -> Any:
+    """Return the layout in registers of one number for each row of a tile of logits."""
+    return plgpu.Layout.WGMMA.reduce(1)
 
 
 def _within(logits: Any, limit: Any, otherwise: float) -> Any:
@@ -74,7 +78,7 @@ def _statistics(numbers: Any, refs: Any, worker: Any) -> Work:
     limit = numbers[1]
 
     def start(row):
-        constant = lambda value: plgpu.layout_cast(jnp.full((ROWS,), value, jnp.float32), ROW)
+        constant = lambda value: plgpu.layout_cast(jnp.full((ROWS,), value, jnp.float32), by_row())
         return constant(LOWEST), constant(0.0)
 
     def tile(carry, logits, row, column):
@@ -124,7 +128,7 @@ def _probabilities(numbers: Any, refs: Any, worker: Any) -> Work:
 
     def start(row):
         rows = pl.ds(row, ROWS)
-        return tuple(load(ref.at[rows], ROW) for ref in (logsumexp, labels))
+        return tuple(load(ref.at[rows], by_row()) for ref in (logsumexp, labels))
 
     def tile(carry, logits, row, column):
         lse, label = (lax.broadcast_in_dim(c, logits.shape, [0]) for c in carry)

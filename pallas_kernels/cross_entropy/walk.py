@@ -17,8 +17,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from hfjax.pallas_kernels import plgpu
 from hfjax.pallas_kernels.cross_entropy.logits import EVEN, Tuning
 from hfjax.pallas_kernels.mosaic import kernel, tiled
 

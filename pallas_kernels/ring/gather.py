@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from hfjax.pallas_kernels import plgpu
 from hfjax.pallas_kernels.ring.peers import Ring, ahead
 from hfjax.pallas_kernels.ring.tiles import (
     DEPTH,

@@ -30,10 +30,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from hfjax.base.paths import Index
-from hfjax.pallas_kernels import current_platform
+from hfjax.pallas_kernels import current_platform, plgpu
 
 MOST_GPUS = 32  # of a mesh: so many the runtime's barrier before a launch takes
 

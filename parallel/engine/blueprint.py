@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -276,6 +277,7 @@ def blueprint(
     _check_paths(list(map(path_of, where)))
     parameters, variables = map(_flat, states)
 
+    @partial(jax.jit, inline=True)  # traced once, however many programs begin with it
     def create(seed):
         with nnx.use_eager_sharding(False):
             return _on_one_device(lambda: _raw(nnx.split(make(seed), ...)[1]))()

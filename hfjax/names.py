@@ -1,0 +1,60 @@
+"""The names of hfjax, imported when the first of them is asked for: with them comes JAX."""
+
+from hfjax.analysis.collectives import Collectives as Collectives, collectives as collectives
+from hfjax.analysis.least_offload import least_offload as least_offload
+from hfjax.analysis.stashes import stashes as stashes
+from hfjax.analysis.transfers import Transfers as Transfers, transfers as transfers
+from hfjax.base.mean import Mean as Mean
+from hfjax.batches import (
+    full as full,
+    rows_of_process as rows_of_process,
+    shard_batch as shard_batch,
+)
+from hfjax.evaluate import eval_step as eval_step, predict_step as predict_step
+from hfjax.haiscale.partition import Partition as Partition, partition as partition
+from hfjax.haiscale.pipe import (
+    GPipe as GPipe,
+    Interleaved1F1B as Interleaved1F1B,
+    PipeDream as PipeDream,
+)
+from hfjax.initialise import init as init
+from hfjax.optimizers.fused_adamw import adamw as adamw
+from hfjax.optimizers.rates import rate as rate
+from hfjax.optimizers.transforms import (
+    averaged as averaged,
+    by_path as by_path,
+    ema as ema,
+    master as master,
+    matching as matching,
+    scaled as scaled,
+)
+from hfjax.parallel.activation_offload import Offload as Offload
+from hfjax.parallel.context.choice import Context as Context
+from hfjax.parallel.engine.fetch import gather_rows as gather_rows
+from hfjax.parallel.engine.offload_block import offload as offload
+from hfjax.parallel.execution import Execution as Execution, Precision as Precision
+from hfjax.parallel.experts.balance import balance_experts as balance_experts
+from hfjax.parallel.mesh import make_mesh as make_mesh
+from hfjax.parallel.remat import Remat as Remat
+from hfjax.parallel.schedules.named import Schedule as Schedule
+from hfjax.parallel.strategy import (
+    CONTEXT as CONTEXT,
+    DDP as DDP,
+    EXPERT as EXPERT,
+    FSDP as FSDP,
+    HOST_OPTIMIZER as HOST_OPTIMIZER,
+    HOST_PARAMETERS as HOST_PARAMETERS,
+    HSDP as HSDP,
+    PIPE as PIPE,
+    SEQUENCE as SEQUENCE,
+    TENSOR as TENSOR,
+    ZERO1 as ZERO1,
+    ZERO2 as ZERO2,
+    ZERO3 as ZERO3,
+    Strategy as Strategy,
+)
+from hfjax.plan.layout import Layout as Layout, State as State, layout as layout
+from hfjax.plan.rearrange import canonical as canonical
+from hfjax.processes.distributed import init_distributed as init_distributed
+from hfjax.target import target_devices as target_devices
+from hfjax.train import module as module, train_step as train_step
