@@ -24,6 +24,7 @@ from hfjax.parallel.context.choice import Context
 from hfjax.parallel.engine.fetch import gather_rows
 from hfjax.parallel.engine.offload_block import offload
 from hfjax.parallel.execution import Execution, Precision
+from hfjax.parallel.grid_costs import best_grid
 from hfjax.parallel.mesh import make_mesh
 from hfjax.parallel.remat import Remat
 from hfjax.parallel.schedules.named import Schedule
@@ -88,6 +89,7 @@ __all__ = [
     "Transfers",
     "adamw",
     "averaged",
+    "best_grid",
     "by_path",
     "canonical",
     "collectives",
