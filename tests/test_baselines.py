@@ -1,5 +1,7 @@
 """The baselines train as one device does, and send what their formula says over each link."""
 
+import runpy
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -31,6 +33,7 @@ from tests.baselines import (
     two_level,
 )
 
+ROOT = Path(__file__).parents[1]
 BASELINES = {
     **{f"DataParallel on {n}": data_parallel(n) for n in (2, 3, 4, 8)},
     **{
@@ -142,6 +145,12 @@ def test_any_array_is_added_its_last_piece_filled_up(all_reduce):
     np.testing.assert_allclose(add(x), wanted)
     found = links(add.lower(x))
     assert found.busiest() == 2 * 7 * 4 * 3  # ceil(21 / 8) numbers a piece
+
+
+def test_the_example_prints_the_tables_of_the_page(capsys):
+    runpy.run_path(str(ROOT / "examples/why_all_reduce.py"), run_name="__main__")
+    table = capsys.readouterr().out.split("\n\nA master")[0]
+    assert f"```\n{table}\n```" in (ROOT / "docs/tensor_grids.md").read_text(encoding="utf-8")
 
 
 # --- what is refused ------------------------------------------------------------------------------
