@@ -54,6 +54,7 @@ __all__ = [
     "adamw",
     "averaged",
     "balance_experts",
+    "best_grid",
     "by_path",
     "canonical",
     "collectives",

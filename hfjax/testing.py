@@ -99,7 +99,7 @@ class Case:
     ) -> Run:
         """Return what training under a strategy leaves; checks where everything lies."""
         mesh = make_mesh(devices=jax.devices()[: math.prod(sizes.values())], **sizes)
-        recording = optax.chain(_record_gradients(), self.optimizer)
+        recording = optax.chain(recorded_gradients(), self.optimizer)
         plan = layout(self.model_init, recording, mesh, strategy, **self.options)
         step = train_step(plan, self.loss, **{**self.execution, **(execution or {})})
         state = init(plan, seed=0)
@@ -138,7 +138,7 @@ class Case:
         return Run([float(value)], jax.tree.map(np.asarray, flat), {})
 
 
-def _record_gradients() -> optax.GradientTransformation:
+def recorded_gradients() -> optax.GradientTransformation:
     """Return a transformation whose state is the last gradient: placed as any moment is."""
     zeros = lambda params: jax.tree.map(jnp.zeros_like, params)
     return optax.GradientTransformation(
@@ -212,10 +212,8 @@ def assert_strategies_agree(
     differences = {}
     for name, (strategy, sizes, *own) in cases.items():
         with _told(f"{name} on {' x '.join(f'{axis}={n}' for axis, n in sizes.items())}"):
-            found = dict(_differences(case.run(strategy, sizes, *own), wanted))
-            differences[name] = _greatest(
-                found, wanted, f"{name} ({strategy.name} on {dict(sizes)})"
-            )
+            run, who = case.run(strategy, sizes, *own), f"{name} ({strategy.name} on {dict(sizes)})"
+            differences[name] = assert_same_run(run, wanted, who)
     return differences
 
 
@@ -231,8 +229,9 @@ def _told(where: str, result: str = "equal") -> Iterator[None]:
     print(f"{where}: {result}, {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
 
 
-def _greatest(found: Mapping[str, float], wanted: Run, who: str) -> float:
-    """Return the greatest difference; raise if it is more than rounding."""
+def assert_same_run(run: Run, wanted: Run, who: str) -> float:
+    """Return the greatest relative difference; raise AssertionError if it is more than rounding."""
+    found = dict(_differences(run, wanted))
     wide = all(x.dtype == np.float64 for x in wanted.parameters.values())
     tolerance = 1e-9 if wide else 1e-5
     greatest = float(np.max(list(found.values())))  # NaN if one is

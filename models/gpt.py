@@ -74,6 +74,12 @@ class GPTConfig:
         """The number of rows of the embedding."""
         return math.ceil(self.vocab / self.pad_vocab_to) * self.pad_vocab_to
 
+    @property
+    def linear_maps(self) -> dict[str, tuple[int, int]]:
+        """A layer's maps, inputs and outputs: in turn from the residual stream, and back to it."""
+        d = self.embed
+        return {"qkv": (d, 3 * d), "out": (d, d), "up": (d, 4 * d), "down": (4 * d, d)}
+
     @classmethod
     def preset(cls, name: str, **changes) -> "GPTConfig":
         """Return a named shape, some fields changed.

@@ -80,6 +80,13 @@ class LlamaConfig:
         """The dimensions of one head."""
         return self.embed // self.heads
 
+    @property
+    def linear_maps(self) -> dict[str, tuple[int, int]]:
+        """A layer's maps, inputs and outputs: in turn from the residual stream, and back to it."""
+        d, qkv = self.embed, (self.heads + 2 * self.kv_heads) * self.width
+        gate_up, down = (d, 2 * self.mlp), (self.mlp, d)
+        return {"qkv": (d, qkv), "out": (d, d), "gate_up": gate_up, "down": down}
+
     @classmethod
     def preset(cls, name: str, **changes) -> Self:
         """Return a named shape, some fields changed.
