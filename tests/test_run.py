@@ -16,7 +16,7 @@ from hfjax.data import Loader, prepare
 from hfjax.processes.watchdog import Watchdog
 from hfjax.run import Parts, Train, evaluate, generate, load, train
 from hfjax.run.config import Checkpoints, Data, Log, Mesh, Model, Optimizer, Pipeline
-from hfjax.run.journal import Journal
+from hfjax.run.journal import Journal, read
 from hfjax.run.loop import Run, go_on
 from hfjax.run.profile import Profile
 from hfjax.run.sampling import Sampling
@@ -204,6 +204,20 @@ def test_a_llama_is_a_preset_too(data, tmp_path):
     assert train(config).step == 1
 
 
+def test_a_preset_with_experts_tells_how_even_their_loads_are(data, tmp_path, capfd):
+    model = replace(MODEL, preset="mixtral-tiny", experts=4, top_k=1, capacity=1.0)
+    spread = {"strategy": "fsdp+expert", "mesh": Mesh(expert=2)}
+    config = small(tmp_path, data, steps=3, model=model, log=replace(QUIET, every=1), **spread)
+    assert train(config).step == 3
+    lines = [line for line in read(tmp_path / "metrics.jsonl") if "loss" in line]
+    assert all(1 <= line["load_max_over_mean"] <= 4 for line in lines)
+    assert all(0 <= line["dropped_mean"] < 1 for line in lines)
+    assert all(line["token_loss"] < line["loss"] for line in lines)
+    said = capfd.readouterr().out
+    assert "experts on 2 devices; bytes" in said
+    assert "load of experts" in said
+
+
 def test_a_run_begins_with_the_parameters_of_another(whole, data, tmp_path):
     directory, result = whole
     config = small(tmp_path, data, mesh=ONE, checkpoints=Checkpoints(start=str(directory)))
@@ -358,6 +372,7 @@ def test_sampled_text_is_the_same_for_the_same_seed_and_another_for_another(whol
         ({"model": Model(preset="bert-tiny")}, r"--model.preset bert-tiny: one of gpt-tiny"),
         ({"model": Model(preset="llama-tiny", dropout=0.1)}, r"a Llama has no dropout"),
         ({"model": Model(own="hfjax:init", layers=2)}, r"--model.layers is of presets"),
+        ({"model": Model(preset="llama-tiny", top_k=2)}, r"--model.top-k: llama-tiny has no exp"),
         ({"data": Data(valid="nowhere")}, r"nowhere"),
         ({"optimizer": Optimizer(scale=("tokens",))}, r"scale tokens: PATTERN=FACTOR"),
         ({"optimizer": Optimizer(scale=("x=2",))}, r"pattern 'x' matches no parameter"),
