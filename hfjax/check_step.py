@@ -13,7 +13,15 @@ from hfjax.base.paths import Tree
 from hfjax.combinations import check
 from hfjax.parallel.execution import Execution
 from hfjax.parallel.memory import check_has_host_memory
-from hfjax.parallel.mesh import AXES, MEANING, PIPE_AXIS, Axis, describe_mesh
+from hfjax.parallel.mesh import (
+    AXES,
+    EXPERT_AXES,
+    EXPERTS,
+    MEANING,
+    PIPE_AXIS,
+    Axis,
+    describe_mesh,
+)
 from hfjax.plan.layout import Layout, State
 
 
@@ -135,9 +143,14 @@ def _refuse_idle(layout: Layout, idle: Sequence[str]) -> None:
             f"mesh {describe_mesh(layout.mesh)}: {' and '.join(planned)} has no meaning yet: no "
             "step computes over it, whatever a spec or a strategy places there. Set it to 1."
         )
+    advice = (
+        "add a strategy that uses it (hfjax.TENSOR uses tensor, hfjax.CONTEXT context, hfjax.PIPE "
+        "pipe, hfjax.EXPERT expert)."
+    )
+    if set(idle) <= set(EXPERT_AXES) and EXPERTS in layout.strategy.parameters:
+        advice = "give the model experts (hfjax.models.moe.MoE): this one has none."
     raise ValueError(
         f"mesh {describe_mesh(layout.mesh)}: {', '.join(idle)} splits neither the batch nor a "
         f"parameter under {layout.strategy.name}: its devices would repeat each other's work. "
-        "Set it to 1, or add a strategy that uses it (hfjax.TENSOR uses tensor, hfjax.CONTEXT "
-        "context, hfjax.PIPE pipe)."
+        f"Set it to 1, or {advice}"
     )
