@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from hfjax.base.paths import flatten
+from hfjax.models.moe.told import ENTROPY
 from hfjax.plan.layout import Layout, State
 
 LAG = 2  # steps; the same in every process, so that all stop at the same call
@@ -22,6 +23,7 @@ class Seen(NamedTuple):
     loss: Any
     finite: Any
     squares: Mapping[str, Any]  # of the gradients, by path; by layer if each is updated by itself
+    entropy: Any  # of routers, by layer; none of a model without
 
 
 class Watch:
@@ -36,7 +38,7 @@ class Watch:
     def add(self, metrics: Mapping[str, Any], squares: Mapping[str, Any]) -> None:
         """Take note of a step."""
         step, loss, finite = (metrics[name] for name in ("step", "loss", "finite"))
-        self._unseen.append(Seen(step, loss, finite, squares))
+        self._unseen.append(Seen(step, loss, finite, squares, metrics.get(ENTROPY, ())))
 
     def check(self, state: State, lag: int = LAG) -> None:
         """Raise FloatingPointError for a step, at least `lag` steps ago, that was not finite.
@@ -86,6 +88,13 @@ class Watch:
     def _gradients_of(self, seen: Seen) -> str:
         """Return what the gradients of the step tell about its cause."""
         loss = float(seen.loss)
+        entropy = np.asarray(seen.entropy)
+        if not np.isfinite(entropy).all():
+            layer = np.flatnonzero(~np.isfinite(entropy))[0]
+            return (
+                f"the first router whose logits are not is that of mixture {layer} of "
+                f"{len(entropy)}, counted from 0. Look at what enters it (the loss was {loss})."
+            )
         bad = [path for path, x in seen.squares.items() if not np.isfinite(x).all()]
         if not np.isfinite(loss) or not bad:
             return f"look at the batch and the loss (it was {loss})."

@@ -10,6 +10,7 @@ from jax.sharding import Mesh, PartitionSpec as P
 from hfjax.parallel.mesh import (
     AXES,
     BATCH_AXES,
+    EXPERTS,
     MANUAL_AXES,
     PIPE_AXIS,
     STACK,
@@ -216,6 +217,9 @@ def _advice(array: Array, dim: int, size: int) -> str:
     if name == "heads":
         fits = [n for n in range(size, 1, -1) if length % n == 0]
         return f"{length} heads need a tensor axis that divides them: {fits or 'only 1'} fit."
+    if name == EXPERTS:
+        fits = [n for n in range(2, length + 1) if length % n == 0]
+        return f"Axes over which {length} experts can lie: {fits}; or choose a multiple of {size}."
     legal = [d for d, n in enumerate(array.shape) if n % size == 0 and array.axes[d] != STACK]
     return f"Dimensions that do: {legal}." if legal else "None does: use P() or a smaller axis."
 

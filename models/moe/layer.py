@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,7 @@ from hfjax.models.moe.mixture import Choices, Mixture
 from hfjax.models.moe.places import capacity as capacity_of, in_order, places
 from hfjax.models.moe.router import JITTER, Chosen, Drawn, Router, choose, is_chosen
 from hfjax.models.moe.told import Told
-from hfjax.models.parts import RowKey, anywhere, plain, stacked
+from hfjax.models.parts import Linear, RowKey, anywhere, plain, stacked
 
 EXPERTS = "experts"  # the name of the dimension that stacks experts
 
@@ -184,7 +184,8 @@ class MoE(nnx.Module):
             self.each = OwnExperts(experts, expert, rngs=rngs)
         self.shared = MLP(embed, how.shared * mlp, scale, rngs=rngs) if how.shared else None
         self.residual = MLP(embed, mlp, scale, rngs=rngs) if how.residual else None
-        self.mix = nnx.Param(normal(embed, 2), axes=("embed", None)) if how.residual else None
+        mix = partial(Linear, (embed, 2), ("embed", None), 1, 0.02)
+        self.mix = mix(rngs=rngs) if how.residual else None
         draws = how.router.draws
         self.key = RowKey(rngs.dropout(), per_row=True, per_position=True) if draws else None
         self.deterministic = False
@@ -201,24 +202,26 @@ class MoE(nnx.Module):
         """Return what the experts make of x, and what is told up to here.
 
         Args:
-            x: Tokens [B, S, D], or [B, D].
+            x: Tokens [B, S, D]; or [B, D], or images [B, H, W, D].
             told: What the layers before told. None: this is the first and last that tells.
             used: Which tokens count, [B, S]; the others go nowhere. None: all.
         """
         over_batch = self.router.balance_over == "batch" and self.router.balance_loss > 0
-        start = partial(Told.start, x, scores=over_batch)
-        before = start(1, self.experts) if told is None else told
+        start = partial(Told.start, x, 1, self.experts, over_batch)
+        before = start() if told is None else told
+        rows = x.reshape(len(x), -1, x.shape[-1])
         if self.kernels.looks:  # positions meet in groups that no device cuts
-            y, new = x, start(1, self.experts)
+            y, new = rows, start()
         else:
-            y, new = self._mixed(x, used)
+            y, new = self._mixed(rows, None if used is None else used.reshape(len(x), -1))
         if self.shared is not None:
-            y = y + self.shared(x)
+            y = y + self.shared(rows)
         if self.residual is not None:
             assert self.mix is not None
-            share = jax.nn.softmax(x @ self.mix[...])
-            y = y * share[..., :1] + self.residual(x) * share[..., 1:]
-        return y, before.then(new)
+            share = jax.nn.softmax(self.mix(rows))
+            y = y * share[..., :1] + self.residual(rows) * share[..., 1:]
+        new = replace(new, loss=new.loss.reshape(x.shape[:-1]))
+        return y.reshape(x.shape), before.then(new)
 
     def _mixed(self, x: jax.Array, used: jax.Array | None) -> tuple[jax.Array, Told]:
         """Return what the experts make of tokens, and what this layer tells."""
@@ -298,6 +301,9 @@ class MoE(nnx.Module):
             whole_row = router.balance_over == "row"
             cut = (lambda a: a.reshape(rows, -1, a.shape[-1])) if whole_row else by_group
             sum_over = self.kernels.sum_over_row if whole_row else None
+            if whole_row:  # of a sequence, by scores alone: DeepSeek-V3's report, equation 18
+                best = jax.lax.top_k(jax.lax.stop_gradient(scores), self.mixing.top_k)[1]
+                share = is_chosen(best, self.experts).sum(-2, dtype=load.dtype) * real[..., None]
             found = balance(cut(share), cut(scores), sum_over)
             losses += router.balance_loss * spread(found, real.shape)
         if router.z_loss and not self.deterministic:
@@ -318,18 +324,18 @@ class MoE(nnx.Module):
 
     def _group(self, x: jax.Array) -> int:
         """Return the number of tokens of a group."""
-        tokens = x[..., 0].size
-        row = tokens // len(x)
-        run = self.kernels.run_length(row)
+        (rows, row), run = x.shape[:2], self.kernels.run_length(x.shape[1])
         wanted = self.mixing.group
         group = self.kernels.row_length(row) if wanted is None else wanted
-        whole_rows = run == row and group % row == 0 and tokens % group == 0
+        whole_rows = run == row and group % row == 0 and rows * row % group == 0
         if run % group and not whole_rows:
             fits = [n for n in range(1, run + 1) if run % n == 0]
+            if run == row:
+                fits += [n * row for n in range(2, rows + 1) if rows % n == 0]
             raise ValueError(
                 f"MoE(group={wanted}): groups of {group} tokens, and {run} that follow each "
-                f"other are on one device (of {row} in a row, {len(x)} rows). A group lies on one "
-                f"device: choose a group that divides {run} ({', '.join(map(str, fits[-6:]))})."
+                f"other are on one device (of {row} in a row, {rows} rows). A group lies on one "
+                f"device: choose one of {', '.join(map(str, fits[-8:]))}."
             )
         return group
 
@@ -340,16 +346,13 @@ class MoE(nnx.Module):
         keys, router = self.key[...], self.router
         if keys.ndim == 0:  # outside a training step: the rows are those of x
             keys = jax.vmap(jax.random.fold_in, (None, 0))(keys, jnp.arange(len(x)))
-        if x.ndim > 2:
-            at = self.kernels.positions(x.shape[1])
-            at = jnp.arange(x.shape[1]) if at is None else at
-            keys = jax.vmap(jax.vmap(jax.random.fold_in, (None, 0)), (0, None))(keys, at)
+        at = self.kernels.positions(x.shape[1])
+        at = jnp.arange(x.shape[1]) if at is None else at
+        keys = jax.vmap(jax.vmap(jax.random.fold_in, (None, 0)), (0, None))(keys, at)
 
         def draw(number: int, make: Callable, *shape: int) -> jax.Array:
             each = lambda key: make(jax.random.fold_in(key, number), shape, dtype)
-            for _ in range(keys.ndim):
-                each = jax.vmap(each)
-            return each(keys)
+            return jax.vmap(jax.vmap(each))(keys)
 
         dtype = jnp.promote_types(x.dtype, jnp.float32)
         uniform, gumbel = jax.random.uniform, jax.random.gumbel

@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from hfjax.models.llama import (
@@ -187,7 +188,9 @@ class MoELlama(nnx.Module):
         if self._over_batch and not self.deterministic:
             sums = told.load.sum(0), told.scores.sum(0)
             chosen, scored = (x[:, None] for x in sums)
-            found = balance(chosen, scored, self.kernels.sum_over_batch).sum()
+            parts = jnp.asarray([n for n in self.config.by_layer if n]) / told.experts  # not padded
+            losses = balance(chosen, scored, self.kernels.sum_over_batch)
+            found = (parts * losses).sum()
             told = replace(told, loss=told.loss + router.balance_loss * found)
         needs = (router.has_losses or router.bias_rate > 0) and not self.deterministic
         return self.kernels.told(logits_of(self, stream.x), partial(Routed, told=told), needs)

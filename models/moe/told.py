@@ -123,10 +123,23 @@ def after_step(
         rows = bias.reshape(-1, bias.shape[-1])
         of = load[first : first + len(rows), : bias.shape[-1]]
         first += len(rows)
-        step = rate * jnp.sign(of.mean(-1, keepdims=True) - of)
-        step = step - step.mean(-1, keepdims=True) if recentre else step
-        changed[path] = (rows + step.astype(bias.dtype)).reshape(bias.shape)
+        if of.shape == rows.shape:
+            step = rate * _towards_mean(of)
+            step = step - step.mean(-1, keepdims=True) if recentre else step
+            changed[path] = (rows + step.astype(bias.dtype)).reshape(bias.shape)
+    if rate and first != layers:
+        raise ValueError(
+            f"after_step: {first} layers have a {BIAS}, and {layers} told their load. A bias is "
+            "moved by the load of its own layer: give all mixtures of a model a bias (Router("
+            "bias_rate=…)), or none, and hand `told` from layer to layer in the order of paths."
+        )
     return changed, told
+
+
+def _towards_mean(load: jax.Array) -> jax.Array:
+    """Return 1 where experts had less than the mean, -1 where more; rounded shares may be equal."""
+    mean = load.mean(-1, keepdims=True)
+    return jnp.where(jnp.abs(mean - load) > 1e-6 * mean, jnp.sign(mean - load), 0)
 
 
 def _is_bias(path: str) -> bool:
