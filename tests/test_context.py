@@ -144,9 +144,7 @@ CASES = {
 }  # fmt: skip
 
 
-DAILY = (
-    *("ring", "Ulysses repeats heads of keys", "crossed", "documents", "tensor, Ulysses", "1F1B"),
-)
+DAILY = (*("ring", "Ulysses repeats heads of keys", "documents", "tensor, Ulysses", "1F1B"),)
 SOME = [
     pytest.param(name, marks=() if name in DAILY else pytest.mark.slow, id=name) for name in CASES
 ]

@@ -36,10 +36,11 @@ def trained(layout, schedule=None, steps=2, **run):
     return first, hfjax.full(hfjax.canonical(layout, state))
 
 
-SLOW = pytest.param("PIPE, padded", marks=pytest.mark.slow)
+DAILY = ("FSDP", "PIPE, interleaved")
+OTHERS = [pytest.param(name, marks=pytest.mark.slow) for name in FROZEN if name not in DAILY]
 
 
-@pytest.mark.parametrize("name", [name if name != "PIPE, padded" else SLOW for name in FROZEN])
+@pytest.mark.parametrize("name", [*DAILY, *OTHERS])
 def test_the_first_layers_stay_bit_by_bit_and_all_else_trains_as_on_one_device(name):
     strategy, sizes, schedule, optimizer, run = FROZEN[name]
     devices = jax.devices()[: int(np.prod(list(sizes.values())))]
