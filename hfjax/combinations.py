@@ -181,6 +181,7 @@ REFUSED: dict[tuple[str, str], Refusal] = {
         f"{WAITS}the optimizer without hfjax.master.",
     ),
     ("FSDP", "asynchronous schedule"): BY_STAGE,
+    ("asynchronous schedule", "EXPERT"): BY_STAGE,
     ("ZERO2", "asynchronous schedule"): BY_STAGE,
     ("ZERO1", "asynchronous schedule"): BY_STAGE,
     (NOT_ELEMENT_BY_ELEMENT, "asynchronous schedule"): Refusal(

@@ -88,6 +88,18 @@ class Mixed(Block):
         return y + self.moe(y)[0]
 
 
+class CountingMixed(Counting, Mixed):
+    """A layer with experts that keeps the mean of what it returned."""
+
+
+LAYERS = {
+    frozenset(): Block,
+    frozenset({"counting"}): Counting,
+    frozenset({"experts"}): Mixed,
+    frozenset({"counting", "experts"}): CountingMixed,
+}
+
+
 class Wider(nnx.Module):
     """A layer with a linear map before it."""
 
@@ -106,7 +118,7 @@ class Small(GPT):
     def __init__(self, model, config, *, rngs):
         super().__init__(config, rngs=rngs)
         counts = "counting" in model
-        layer = Counting if counts else Mixed if "experts" in model else Block
+        layer = LAYERS[frozenset({"counting", "experts"}) & model]
         self.layers = stacked(config.layers, lambda rngs: layer(config, rngs=rngs), rngs)
         if "listed" in model:
             self.layers = nnx.List([layer(config, rngs=rngs), Wider(layer, config, rngs=rngs)])
@@ -242,6 +254,7 @@ CONDITIONS: dict[tuple[str, str], dict[str, Any]] = {  # where a pair is refused
     ("kernels", "HOST_OPTIMIZER"): BY_NAME,
     ("kernels", "HOST_PARAMETERS"): BY_NAME,
     ("list of layers", "TENSOR"): PIPELINE,
+    ("EXPERT", "list of layers"): PIPELINE,
     ("list of layers", NOT_ELEMENT_BY_ELEMENT): PIPELINE,
     ("list of layers", "freeze"): PIPELINE | {"freeze": "layers/0/*"},
     (NOT_ELEMENT_BY_ELEMENT, "schedule"): {**{"optimizer": optax.adafactor(1e-2), "layers": 3}},
