@@ -81,7 +81,11 @@ MESHES = {
 }
 
 
-LONG = ("data", "ZeRO-1", "ZeRO-3", "tensor", "ZeRO-3 and tensor")  # of these tensor trains GPTs
+MESHES["a GPT, data and tensor, sequence"] = MESHES["data and tensor, sequence"]
+LONG = (  # those with a tensor axis train GPTs
+    *("data", "ZeRO-1", "ZeRO-3", "tensor", "ZeRO-3 and tensor"),
+    "a GPT, data and tensor, sequence",
+)
 
 
 @pytest.mark.parametrize("name", [pytest.param(m, marks=SLOW) if m in LONG else m for m in MESHES])
