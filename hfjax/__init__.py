@@ -24,13 +24,14 @@ from hfjax.parallel.context.choice import Context
 from hfjax.parallel.engine.fetch import gather_rows
 from hfjax.parallel.engine.offload_block import offload
 from hfjax.parallel.execution import Execution, Precision
-from hfjax.parallel.mesh import make_mesh
+from hfjax.parallel.mesh import cube, grid_2d, make_mesh
 from hfjax.parallel.remat import Remat
 from hfjax.parallel.schedules.named import Schedule
 from hfjax.parallel.strategy import (
     CONTEXT,
     DDP,
     FSDP,
+    GRID,
     HOST_OPTIMIZER,
     HOST_PARAMETERS,
     HSDP,
@@ -58,6 +59,7 @@ __all__ = [
     "CONTEXT",
     "DDP",
     "FSDP",
+    "GRID",
     "HOST_OPTIMIZER",
     "HOST_PARAMETERS",
     "HSDP",
@@ -91,11 +93,13 @@ __all__ = [
     "by_path",
     "canonical",
     "collectives",
+    "cube",
     "ema",
     "eval_step",
     "full",
     "gather_rows",
     "generate",
+    "grid_2d",
     "init",
     "init_distributed",
     "latest",

@@ -13,13 +13,22 @@ from hfjax.optimizers.transforms import Averaged, ema, master, stored_dtype
 from hfjax.pallas_kernels.choice import Wanted
 from hfjax.parallel.engine.blueprint import LAYERS
 from hfjax.parallel.execution import PRECISIONS, Execution
-from hfjax.parallel.mesh import PIPE_AXIS, SEQUENCE_AXES, TENSOR_AXES, in_use
+from hfjax.parallel.mesh import (
+    COLUMN_AXIS,
+    PIPE_AXIS,
+    ROW_AXIS,
+    SEQUENCE_AXES,
+    in_use,
+    on_grid,
+    partitioned,
+)
 from hfjax.parallel.remat import Remat
 from hfjax.parallel.schedules.named import Schedule
 from hfjax.parallel.schedules.table import Table
 from hfjax.parallel.strategy import (
     CONTEXT,
     FSDP,
+    GRID,
     HOST_OPTIMIZER,
     HOST_PARAMETERS,
     PIPE,
@@ -152,8 +161,13 @@ def _split(column: str) -> AsWritten:
 
 
 def _tensor(layout: Layout, _: Execution) -> str | None:
-    axes = in_use(layout.mesh, TENSOR_AXES)
+    axes = partitioned(layout.mesh)
     return f"{axes[0]}={layout.mesh.shape[axes[0]]}" if axes else None
+
+
+def _grid(layout: Layout, _: Execution) -> str | None:
+    sizes = (f"{axis}={layout.mesh.shape[axis]}" for axis in (ROW_AXIS, COLUMN_AXIS))
+    return f"a grid of {' x '.join(sizes)}" if on_grid(layout.mesh) else None
 
 
 def _shared_rows(layout: Layout, _: Execution) -> str | None:
@@ -242,6 +256,7 @@ FEATURES: dict[str, Feature] = {
         strategy=SEQUENCE,
         needs=("TENSOR",),
     ),
+    "GRID": Feature(_grid, strategy=GRID, mesh={"row": 2, "tensor": 2}),
     "CONTEXT": Feature(_shared_rows, strategy=CONTEXT, mesh={"context": 2}),
     "HOST_OPTIMIZER": Feature(
         _strategy_that(lambda layout: layout.hosted.optimizer), strategy=HOST_OPTIMIZER

@@ -194,6 +194,8 @@ class Llama(nnx.Module):
     Named in each layer, for remat and offload: qkv, attended, mlp_up.
     """
 
+    works_on_a_grid = True
+
     def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
         self.config = config
         shape, axes = (config.vocab, config.embed), ("vocab", "embed")
@@ -217,7 +219,8 @@ class Llama(nnx.Module):
                 f"{length} tokens a row, the model is made for {self.config.length}: "
                 "shorten the rows, or raise LlamaConfig.length."
             )
-        x = self.place(self.place(self.tokens[...][made["tokens"]], WHOLE), STREAM)
+        x = self.kernels.lookup(self.tokens[...], made["tokens"])
+        x = self.place(self.place(x, WHOLE), STREAM)
         return with_documents(x, made.get("documents"))
 
     @staticmethod

@@ -12,10 +12,27 @@ from jax.sharding import Mesh
 
 from hfjax.base.paths import nearest
 from hfjax.parallel.engine.blueprint import LAYERS, Blueprint
-from hfjax.parallel.mesh import AXES, BATCH_AXES, describe_mesh, in_use, size_of
-from hfjax.parallel.placement import batch_devices
-from hfjax.parallel.strategy import HSDP, Strategy, written
+from hfjax.parallel.engine.step_context import is_random
+from hfjax.parallel.mesh import (
+    AXES,
+    BATCH_AXES,
+    COLUMN_AXIS,
+    ROW_AXIS,
+    describe_mesh,
+    grid_2d,
+    in_use,
+    on_grid,
+    size_of,
+)
+from hfjax.parallel.placement import Placed, batch_devices, entries_of
+from hfjax.parallel.strategy import GRID, HSDP, Rows, Strategy, written
 
+PARTS_OF_A_STREAM = (
+    "a grid gives each device a part of the residual stream, and this module does not say that it "
+    "computes with parts",
+    "Build it of hfjax.models.parts (Linear, LayerNorm, RMSNorm, Dropout); or, if what it does is "
+    "right for parts, write works_on_a_grid = True in its class (docs/tensor_grids.md).",
+)
 PACKED_TOGETHER = (
     "a pipeline packs the layers of a list into one row",
     "Freeze what lies outside the layers, stack them (hfjax.models.parts.stacked), or use no "
@@ -153,6 +170,67 @@ def check_splits(strategy: Strategy, mesh: Mesh) -> None:
     raise ValueError(f"{nothing}, because of {axes}. {_advice(strategy, mesh)}")
 
 
+def check_sides(strategy: Strategy, mesh: Mesh) -> None:
+    """Refuse a part of a grid's rows, and a grid that has one side only."""
+    placed = (strategy.parameters, strategy.gradients, strategy.moments, strategy.activations)
+    if not any(ROW_AXIS in axes for column in placed for axes in column.values()):
+        return
+    if not GRID.parameters.items() <= strategy.parameters.items():
+        raise ValueError(
+            f"strategy {strategy.name} splits over {ROW_AXIS} without the other rows of hfjax.GRID "
+            f"({', '.join(GRID.parameters)}): a linear map needs both sides of a grid. Join all of "
+            "it: hfjax.FSDP | hfjax.GRID."
+        )
+    sizes = {axis: mesh.shape[axis] for axis in (ROW_AXIS, COLUMN_AXIS)}
+    if mesh.size > 1 and 1 in sizes.values():
+        here = " and ".join(f"{axis}=1" for axis, n in sizes.items() if n == 1)
+        raise ValueError(
+            f"{strategy.name} on {describe_mesh(mesh)}: a grid has two sides larger than 1, and "
+            f"here is {here}. {_advice_of_sides(strategy, mesh.size)} Of one side it is "
+            "hfjax.TENSOR | hfjax.SEQUENCE, on the axis tensor alone."
+        )
+
+
+def _advice_of_sides(strategy: Strategy, devices: int) -> str:
+    """Return the smallest sides for so many devices, as a program writes them."""
+    factors = [n for n in range(2, devices + 1) if devices % n == 0]
+    sides = next(((r, c) for r in factors for c in factors if devices % (r * c) == 0), None)
+    if sides is None:
+        return f"{devices} devices form no grid: take 4, 6, 8 …"
+    rest = devices // math.prod(sides)
+    others = {"fsdp" if "*" in strategy.parameters else "data": rest} if rest > 1 else {}
+    written = ", ".join(f"{axis}={n}" for axis, n in (others | grid_2d(*sides)).items())
+    return f"Write make_mesh({written}), for instance."
+
+
+def check_on_grid(plan: Blueprint, placed: Mapping[str, Placed], splits: Rows) -> None:
+    """Refuse modules that do not compute with parts, and parameters that lie as no grid has them.
+
+    Args:
+        plan: The model without its arrays.
+        placed: Where each parameter lies.
+        splits: The strategy's rows of parameters.
+    """
+    model = plan.abstract("train")
+    modules = nnx.iter_modules(model) if isinstance(model, nnx.Module) else [((), model)]
+    for keys, module in modules:
+        held = vars(module).values() if isinstance(module, nnx.Module) else (module,)
+        own = [x for x in held if isinstance(x, nnx.Variable) and not is_random(x)]
+        tree = not isinstance(module, nnx.Module)
+        if (own or tree) and not getattr(module, "works_on_a_grid", False):
+            name = f"{'/'.join(map(str, keys)) or 'the model'} ({type(module).__name__})"
+            raise ValueError(f"{name} on a grid: {'. '.join(PARTS_OF_A_STREAM)}")
+    sides = {ROW_AXIS, COLUMN_AXIS}
+    for path, p in placed.items():
+        for name, axes in zip(p.axes, entries_of(p.parameter, len(p.shape)), strict=True):
+            if sides.intersection(axes) != sides.intersection(splits.get(name or "", ())):
+                raise ValueError(
+                    f"{path} {p.shape}: {p.parameter} is not how a grid splits {p.axes}: row and "
+                    "tensor split what hfjax.GRID says, and nothing else. Leave them to the "
+                    "strategy; other axes may join them."
+                )
+
+
 def _advice(strategy: Strategy, mesh: Mesh) -> str:
     sizes = _sizes_that_split(strategy, mesh)
     if sizes is None:
@@ -169,8 +247,10 @@ def _sizes_that_split(strategy: Strategy, mesh: Mesh) -> dict[str, int] | None:
     useful = {*BATCH_AXES, *(axis for part in needy for axis in part.splits_over)}
     sizes = {axis: n if axis in useful else 1 for axis, n in mesh.shape.items()}
     sizes["data"] *= mesh.size // math.prod(sizes.values())
+    sides = [axis for axis in (ROW_AXIS, COLUMN_AXIS) if on_grid(mesh)]  # a grid stays one
     for number, part in enumerate(needy, 1):
-        works = lambda s, known=needy[:number]: all(size_of(p.splits_over, s) > 1 for p in known)
+        wanted = [*(p.splits_over for p in needy[:number]), *((axis,) for axis in sides)]
+        works = lambda s, wanted=wanted: all(size_of(axes, s) > 1 for axes in wanted)
         tried = (sizes, *(_moved(sizes, axis, part) for axis in (*BATCH_AXES, *AXES)))
         if (found := next(filter(works, tried), None)) is None:
             return None

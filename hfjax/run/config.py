@@ -73,6 +73,7 @@ class Mesh:
 
     data: int | None = None
     fsdp: int | None = None
+    row: int | None = None
     tensor: int | None = None
     context: int | None = None
     pipe: int | None = None
@@ -230,7 +231,7 @@ class Train:
     accumulate: int = 1
     """Microbatches in a step."""
     strategy: str = "ddp"
-    """ddp, zero1, zero2, zero3, fsdp, hsdp, tensor, sequence, context, pipe, host_optimizer,
+    """ddp, zero1, zero2, zero3, fsdp, hsdp, tensor, sequence, grid, context, pipe, host_optimizer,
     host_parameters, joined by +: fsdp+tensor; at most one of the first six. Devices that no
     --mesh size asks for go to the axis that it uses (fsdp, tensor, context, pipe), else to data."""
     precision: Literal["stored", "fp32", "bf16"] = "stored"

@@ -15,6 +15,8 @@ from hfjax.pallas_kernels.cross_entropy import loss as cross_entropy
 from hfjax.pallas_kernels.handing import Projection
 from hfjax.parallel.activation_offload import Offloaded
 from hfjax.parallel.for_models import sharded_kernels
+from hfjax.parallel.for_models.grid import Grid
+from hfjax.parallel.for_models.place import Names
 from hfjax.parallel.for_models.shared_rows import SharedRows, window_of
 from hfjax.parallel.mesh import PIPE_AXIS, TENSOR_AXES, size_of
 
@@ -30,14 +32,20 @@ class Kernels:
     mesh: Mesh
     without_logits: bool = False  # the loss takes a Projection in place of logits
     rows: SharedRows | None = None  # what is done where devices share rows
+    grid: Grid | None = None  # what is done on a grid of tensor parallelism
     choices: dict[str, list[Choice]] = field(default_factory=dict, compare=False)  # by kernel
 
     @classmethod
     def of(
-        cls, wanted: Wanted, mesh: Mesh, loss: Callable, rows: SharedRows | None = None
+        cls,
+        wanted: Wanted,
+        mesh: Mesh,
+        loss: Callable,
+        rows: SharedRows | None = None,
+        grid: Grid | None = None,
     ) -> "Kernels":
         """Return the kernels of a step with this loss."""
-        return cls(wanted, mesh, getattr(loss, "takes_projection", False), rows)
+        return cls(wanted, mesh, getattr(loss, "takes_projection", False), rows, grid)
 
     def form(
         self,
@@ -72,16 +80,22 @@ class Kernels:
 
     def attention(self, attend: Callable) -> Callable:
         """Return the attention that a layer runs; one of the user's own stays as it is."""
+        if self.grid is not None:
+            return self.grid.attention(attend)
         replaceable = getattr(attend, "is_causal_attention", False)
         local = partial(self._attend, attend) if replaceable else attend
         return local if self.rows is None else partial(self._across, self.rows, attend, local)
 
-    def positions(self, length: int) -> jax.Array | None:
+    def positions(self, length: int, names: Names = ()) -> jax.Array | None:
         """Return the numbers, in whole rows, of the positions here; None: from 0 on."""
+        if self.grid is not None and "seq" in names:
+            return self.grid.positions(length)
         return None if self.rows is None else self.rows.positions(length)
 
-    def row_length(self, length: int) -> int:
+    def row_length(self, length: int, names: Names = ()) -> int:
         """Return how many positions a whole row has of which there are so many here."""
+        if self.grid is not None and "seq" in names:
+            return self.grid.row_length(length)
         if self.rows is None:
             return length
         return self.rows.looking or length * self.rows.devices
@@ -91,6 +105,8 @@ class Kernels:
 
         Where a tensor axis splits the sequence, and one of the two, it may go around the ring.
         """
+        if self.grid is not None:
+            return self.grid.linear(between, multiply)
         kind = ("all_gather_matmul", "matmul_reduce_scatter")[between[0] != "embed"]
         if self._is_looking or not place.axes("seq") or not any(map(place.axes, between)):
             return multiply
@@ -100,6 +116,8 @@ class Kernels:
         self, x_BSD: jax.Array, kernel_VD: jax.Array, vocab: int, logits: Callable[[], jax.Array]
     ) -> Any:
         """Return what the loss is given: logits, or a projection that they are never made of."""
+        if self.grid is not None:
+            return self.grid.outputs(x_BSD, kernel_VD, vocab, self.without_logits)
         if self._is_looking:
             return logits()
         rows = jax.ShapeDtypeStruct((x_BSD[..., 0].size, x_BSD.shape[-1]), x_BSD.dtype)
@@ -110,6 +128,22 @@ class Kernels:
         if form not in sharded_kernels.FORMS:
             return logits()
         return Projection(x_BSD, kernel_VD, sharded_kernels.losses(self.mesh, form, vocab))
+
+    def columns(self, width: int) -> tuple[jax.Array, int] | None:
+        """Return the numbers of the stream's columns here, and of how many; None: all are."""
+        return None if self.grid is None else self.grid.columns(width)
+
+    def mean(self, x: jax.Array) -> jax.Array:
+        """Return the mean over the whole width of the stream, of length 1."""
+        return x.mean(-1, keepdims=True) if self.grid is None else self.grid.mean(x)
+
+    def lookup(self, table_VD: jax.Array, tokens_BS: jax.Array) -> jax.Array:
+        """Return the row of each token in a table that is split along the vocabulary."""
+        return table_VD[tokens_BS] if self.grid is None else self.grid.lookup(table_VD, tokens_BS)
+
+    def of_stream(self, x_BS: jax.Array) -> jax.Array:
+        """Return what belongs to the positions of the stream that are here."""
+        return x_BS if self.grid is None else self.grid.part_of_rows(x_BS)
 
     # -- each in the form that was chosen ---------------------------------------------------------
 
