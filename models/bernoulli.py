@@ -30,6 +30,9 @@ def part_of_bernoulli(
     >>> whole = jax.random.bernoulli(key, 0.5, (6, 3))
     >>> bool((part_of_bernoulli(key, 0.5, at, 6, (3,)) == whole[at]).all())
     True
+    >>> of = jnp.array([0, 2])
+    >>> bool((part_of_bernoulli(key, 0.5, at, 6, (3,), of) == whole[at][:, of]).all())
+    True
     """
     of_elements = (
         getattr(jax.config, "jax_threefry_partitionable", True) and math.prod(shape) < 1 << 16

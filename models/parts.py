@@ -170,6 +170,12 @@ class Plain:
         Args:
             table_VD: The table, of dimensions vocab and embed.
             tokens_BS: Tokens of whole rows.
+
+        Example:
+            >>> import jax.numpy as jnp
+            >>> from hfjax.models.parts import plain
+            >>> plain.lookup(jnp.eye(3), jnp.array([[2, 0]])).tolist()
+            [[[0.0, 0.0, 1.0], [1.0, 0.0, 0.0]]]
         """
         return table_VD[tokens_BS]
 
@@ -178,6 +184,12 @@ class Plain:
 
         Args:
             x_BS: Of whole rows.
+
+        Example:
+            >>> import jax.numpy as jnp
+            >>> from hfjax.models.parts import plain
+            >>> plain.of_stream(jnp.ones((2, 8))).shape  # on a grid the sequence is split
+            (2, 8)
         """
         return x_BS
 
@@ -186,6 +198,11 @@ class Plain:
 
         Args:
             width: How many are here.
+
+        Example:
+            >>> from hfjax.models.parts import plain
+            >>> plain.columns(16) is None
+            True
         """
         return None
 

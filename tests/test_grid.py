@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -150,6 +151,14 @@ def test_activations_and_weights_send_exactly_what_the_general_formula_says(ever
     assert list(found) == every
 
 
+def test_what_is_compiled_sends_the_same():
+    lowered = step((2, 2, 2), unroll=1).lower(batch())
+    written, compiled = hfjax.collectives(lowered), hfjax.collectives(lowered.compile())
+    for axis in ("fsdp", "row", "tensor"):
+        for kind in ("all-gather", "reduce-scatter"):
+            assert written.total(kind, axis) == compiled.total(kind, axis) > 0
+
+
 # -- what lies where ----------------------------------------------------------------------------
 
 
@@ -192,6 +201,23 @@ def test_fsdp_joins_what_the_grid_splits_as_its_minor_part():
     specs = layout((2, 2, 2)).specs
     assert specs["layers/mlp/gate_up/kernel"] == P(None, ("row", "fsdp"), "tensor")
     assert specs["layers/mlp/down/kernel"] == P(None, ("tensor", "fsdp"), "row")
+
+
+def test_the_page_shows_which_device_holds_which_block():
+    mesh = hfjax.make_mesh(**hfjax.cube(2))
+    specs = [
+        P(("fsdp", "tensor"), "row"),
+        P(("row", "fsdp"), "tensor"),
+        P(("tensor", "fsdp"), "row"),
+    ]
+    page = (Path(__file__).parents[1] / "docs/tensor_grids.md").read_text(encoding="utf-8")
+    lines = [re.findall(r"│ +(\d) +│ +(\d) +│", line) for line in page.splitlines()]
+    drawn = np.array([line for line in lines if line], int)  # [lines, pictures, columns]
+    for number, spec in enumerate(specs):
+        held = NamedSharding(mesh, spec).devices_indices_map((4, 2))
+        blocks = {(x.start, y.start or 0): device.id for device, (x, y) in held.items()}
+        wanted = [[blocks[line, column] for column in range(2)] for line in range(4)]
+        assert drawn[:, number].tolist() == wanted
 
 
 def test_the_known_forms_have_names():

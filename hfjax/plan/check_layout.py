@@ -156,6 +156,7 @@ def check_splits(strategy: Strategy, mesh: Mesh) -> None:
     Each strategy that `|` joined needs an axis larger than 1 among those of its rows (the rows of
     a batch aside).
     """
+    _check_sides(strategy, mesh)
     needy = [part for part in strategy.parts if part.splits_over]
     idle = [part for part in needy if not in_use(mesh, part.splits_over)]
     if not idle:
@@ -170,7 +171,7 @@ def check_splits(strategy: Strategy, mesh: Mesh) -> None:
     raise ValueError(f"{nothing}, because of {axes}. {_advice(strategy, mesh)}")
 
 
-def check_sides(strategy: Strategy, mesh: Mesh) -> None:
+def _check_sides(strategy: Strategy, mesh: Mesh) -> None:
     """Refuse a part of a grid's rows, and a grid that has one side only."""
     placed = (strategy.parameters, strategy.gradients, strategy.moments, strategy.activations)
     if not any(ROW_AXIS in axes for column in placed for axes in column.values()):

@@ -53,7 +53,6 @@ from hfjax.plan.check_layout import (
     check_paths,
     check_patterns,
     check_rows,
-    check_sides,
     check_splits,
     first_layers,
 )
@@ -528,7 +527,6 @@ def layout(  # noqa: PLR0913  options of one call
         [None, 'fsdp', 'tensor']
     """
     check_arguments(model_init, optimizer, mesh, strategy)
-    check_sides(strategy, mesh)
     check_splits(strategy, mesh)
     plan = blueprint(model_init, Placer(mesh, strategy), forward, sync_batch_norm)
     if not plan.parameters:
