@@ -343,9 +343,9 @@ def test_a_model_without_names_specs_of_the_users_own_and_kernels_are_refused():
     with pytest.raises(ValueError, match="no parameter has an axis named embed, heads"):
         of(GRID, bare, **TWO)
     plan = hfjax.layout(gpt(), optax.sgd(0.1), hfjax.make_mesh(data=2, **TWO), GRID)
-    with pytest.raises(
-        ValueError, match=r"norm/scale .* row and tensor split what hfjax.GRID says"
-    ):
-        hfjax.train_step(plan.with_specs({"norm/scale": P()}), next_token_loss)
+    for spec in (P(), P("tensor"), P(("data", "row"))):
+        own = plan.with_specs({"norm/scale": spec})
+        with pytest.raises(ValueError, match=r"norm/scale .* row and tensor split what hfjax.GRID"):
+            hfjax.train_step(own, next_token_loss)
     with pytest.raises(ValueError, match='kernels="reference" with a grid of row=2 x tensor=2: '):
         of(GRID, own={"kernels": "reference"}, **TWO)

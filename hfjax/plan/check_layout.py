@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
@@ -215,21 +216,28 @@ def check_on_grid(plan: Blueprint, placed: Mapping[str, Placed], splits: Rows) -
     model = plan.abstract("train")
     modules = nnx.iter_modules(model) if isinstance(model, nnx.Module) else [((), model)]
     for keys, module in modules:
-        held = vars(module).values() if isinstance(module, nnx.Module) else (module,)
-        own = [x for x in held if isinstance(x, nnx.Variable) and not is_random(x)]
-        tree = not isinstance(module, nnx.Module)
-        if (own or tree) and not getattr(module, "works_on_a_grid", False):
+        if _holds_arrays(module) and not getattr(module, "works_on_a_grid", False):
             name = f"{'/'.join(map(str, keys)) or 'the model'} ({type(module).__name__})"
             raise ValueError(f"{name} on a grid: {'. '.join(PARTS_OF_A_STREAM)}")
-    sides = {ROW_AXIS, COLUMN_AXIS}
     for path, p in placed.items():
         for name, axes in zip(p.axes, entries_of(p.parameter, len(p.shape)), strict=True):
-            if sides.intersection(axes) != sides.intersection(splits.get(name or "", ())):
+            sides = tuple(a for a in splits.get(name or "", ()) if a in (ROW_AXIS, COLUMN_AXIS))
+            rest = axes[len(sides) :]
+            if axes[: len(sides)] != sides or {ROW_AXIS, COLUMN_AXIS}.intersection(rest):
                 raise ValueError(
                     f"{path} {p.shape}: {p.parameter} is not how a grid splits {p.axes}: row and "
-                    "tensor split what hfjax.GRID says, and nothing else. Leave them to the "
-                    "strategy; other axes may join them."
+                    "tensor split what hfjax.GRID says, as the first axis of a dimension. Leave "
+                    'them to the strategy; others may follow, ("row", "fsdp").'
                 )
+
+
+def _holds_arrays(module: Any) -> bool:
+    """Return whether a module has arrays of its own (random keys aside); a bare pytree has."""
+    if not isinstance(module, nnx.Module):
+        return True
+    is_node = lambda x: isinstance(x, nnx.Variable | nnx.Module)
+    held = jax.tree.leaves(list(vars(module).values()), is_leaf=is_node)
+    return any(isinstance(x, nnx.Variable) and not is_random(x) for x in held)
 
 
 def _advice(strategy: Strategy, mesh: Mesh) -> str:
