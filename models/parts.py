@@ -150,16 +150,17 @@ class Plain:
 
     # On a grid (hfjax.GRID) each device has a part of the residual stream's width.
 
-    def mean(self, x: jax.Array) -> jax.Array:
-        """Return the mean of each position over the whole width of the residual stream.
+    def mean(self, x: jax.Array, name: str | None) -> jax.Array:
+        """Return the mean over the whole of the last dimension, which stays, of length 1.
 
         Args:
-            x: The stream, or what was made of it element by element.
+            x: An activation, for instance the residual stream.
+            name: The logical axis of its last dimension, for instance "embed".
 
         Example:
             >>> import jax.numpy as jnp
             >>> from hfjax.models.parts import plain
-            >>> plain.mean(jnp.array([[1.0, 3.0]])).tolist()
+            >>> plain.mean(jnp.array([[1.0, 3.0]]), "embed").tolist()
             [[2.0]]
         """
         return x.mean(-1, keepdims=True)
@@ -282,15 +283,15 @@ class LayerNorm(nnx.Module):
 
     works_on_a_grid = True
 
-    def __init__(self, size: int, axis: str = "embed"):
+    def __init__(self, size: int, axis: str | None = "embed"):
         self.scale = nnx.Param(jnp.ones((size,)), axes=(axis,))
         self.bias = nnx.Param(jnp.zeros((size,)), axes=(axis,))
-        self.kernels = plain
+        self.axis, self.kernels = axis, plain
 
     def __call__(self, x: jax.Array) -> jax.Array:
         wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-        centred = wide - self.kernels.mean(wide)
-        unit = centred * jax.lax.rsqrt(self.kernels.mean(centred**2) + 1e-5)
+        centred = wide - self.kernels.mean(wide, self.axis)
+        unit = centred * jax.lax.rsqrt(self.kernels.mean(centred**2, self.axis) + 1e-5)
         like = lambda p: p[...].reshape((1,) * (x.ndim - 1) + (-1,))
         return (unit * like(self.scale) + like(self.bias)).astype(x.dtype)
 
@@ -300,14 +301,14 @@ class RMSNorm(nnx.Module):
 
     works_on_a_grid = True
 
-    def __init__(self, size: int, epsilon: float = 1e-5, axis: str = "embed"):
+    def __init__(self, size: int, epsilon: float = 1e-5, axis: str | None = "embed"):
         self.epsilon = epsilon
         self.scale = nnx.Param(jnp.ones((size,)), axes=(axis,))
-        self.kernels = plain
+        self.axis, self.kernels = axis, plain
 
     def __call__(self, x: jax.Array) -> jax.Array:
         wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-        unit = wide * jax.lax.rsqrt(self.kernels.mean(wide**2) + self.epsilon)
+        unit = wide * jax.lax.rsqrt(self.kernels.mean(wide**2, self.axis) + self.epsilon)
         return (unit * self.scale[...].reshape((1,) * (x.ndim - 1) + (-1,))).astype(x.dtype)
 
 

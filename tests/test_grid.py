@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 import hfjax
 from hfjax.models.gpt import GPT, GPTConfig, next_token_loss
 from hfjax.models.llama import Llama, LlamaConfig
-from hfjax.models.parts import Dropout, Linear, stacked
+from hfjax.models.parts import Dropout, Linear, RMSNorm, stacked
 from hfjax.testing import assert_strategies_agree
 from tests.grid_bytes import LAYERS, LENGTH, ROWS, VOCAB, WIDE, WIDTH, batch, layout, step
 
@@ -312,6 +312,22 @@ class Norm(nnx.LayerNorm):
     def __init__(self, rngs):
         super().__init__(24, rngs=rngs)
         self.scale, self.bias = (nnx.Param(jnp.ones(24), axes=("embed",)) for _ in range(2))
+
+
+class WithNormedHeads(nnx.Module):
+    """Attention's norm of queries and keys: a norm over what no device has a part of."""
+
+    def __init__(self, rngs):
+        self.up = Linear((24, 12, 2), ("embed", "heads", None), 2, 0.1, rngs=rngs)
+        self.norm = RMSNorm(2, axis=None)
+        self.down = Linear((12, 2, 24), ("heads", None, "embed"), 1, 0.1, rngs=rngs)
+
+    def __call__(self, x):
+        return x + self.down(self.norm(self.up(x)))
+
+
+def test_a_norm_of_heads_is_of_each_device_alone():
+    agree(lambda rngs: Unlike(WithNormedHeads, rngs=rngs), {"grid": of_sides(2, 2, 2)})
 
 
 def by_head(q, k, v):

@@ -233,7 +233,7 @@ class Train:
     strategy: str = "ddp"
     """ddp, zero1, zero2, zero3, fsdp, hsdp, tensor, sequence, grid, context, pipe, host_optimizer,
     host_parameters, joined by +: fsdp+tensor; at most one of the first six. Devices that no
-    --mesh size asks for go to the axis that it uses (fsdp, tensor, context, pipe), else to data."""
+    --mesh size asks for go to the axis that it uses (fsdp, tensor, context …), else to data."""
     precision: Literal["stored", "fp32", "bf16"] = "stored"
     remat: str = "none"
     """What layers compute again in the backward pass: none, dots (all but matrix products), full,

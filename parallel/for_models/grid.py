@@ -74,9 +74,10 @@ class Grid:
 
     # -- the stream -----------------------------------------------------------------------------
 
-    def mean(self, x_BSD: jax.Array) -> jax.Array:
-        """Return the mean of each position over the whole width of the stream."""
-        return lax.pmean(x_BSD.mean(-1, keepdims=True), ROW_AXIS)
+    def mean(self, x: jax.Array, name: str | None) -> jax.Array:
+        """Return the mean over the whole of the last dimension: of the stream, over its width."""
+        mean, axes = x.mean(-1, keepdims=True), self.splits.get(name or "", ())
+        return lax.pmean(mean, axes) if axes else mean
 
     def positions(self, length: int) -> jax.Array:
         """Return the numbers of the positions of the stream that are here."""

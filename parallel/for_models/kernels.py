@@ -133,9 +133,9 @@ class Kernels:
         """Return the numbers of the stream's columns here, and of how many; None: all are."""
         return None if self.grid is None else self.grid.columns(width)
 
-    def mean(self, x: jax.Array) -> jax.Array:
-        """Return the mean over the whole width of the stream, of length 1."""
-        return x.mean(-1, keepdims=True) if self.grid is None else self.grid.mean(x)
+    def mean(self, x: jax.Array, name: str | None) -> jax.Array:
+        """Return the mean over the whole of the last dimension, which has a name."""
+        return x.mean(-1, keepdims=True) if self.grid is None else self.grid.mean(x, name)
 
     def lookup(self, table_VD: jax.Array, tokens_BS: jax.Array) -> jax.Array:
         """Return the row of each token in a table that is split along the vocabulary."""
