@@ -57,9 +57,16 @@ def agree(model, cases, given=None, loss=next_token_loss, **options):
     assert max(found.values()) < 1e-9, found
 
 
-@pytest.mark.parametrize("model", [gpt(dropout=0.1), llama()], ids=["gpt", "llama"])
-def test_whole_models_of_all_sides_equal_one_device_masks_and_microbatches_too(model):
-    agree(model, {str(sides): of_sides(*sides) for sides in SIDES}, accumulate=2, clip=0.5)
+@pytest.mark.parametrize(
+    ("model", "every"),
+    [
+        pytest.param(gpt(dropout=0.1), SIDES, id="gpt"),
+        pytest.param(llama(), [(2, 2, 2), (1, 2, 3)], id="llama"),
+        pytest.param(llama(), SIDES, id="llama, all sides", marks=pytest.mark.slow),
+    ],
+)
+def test_whole_models_equal_one_device_on_all_sides_masks_and_microbatches_too(model, every):
+    agree(model, {str(sides): of_sides(*sides) for sides in every}, accumulate=2, clip=0.5)
 
 
 TWO = {"row": 2, "tensor": 2}
