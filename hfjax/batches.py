@@ -14,13 +14,16 @@ from hfjax.parallel.mesh import (
     AXES,
     BATCH_AXES,
     PIPE_AXIS,
+    ROW_AXIS,
     SAMPLE_AXES,
     TENSOR_AXES,
     batch_axes,
     describe_mesh,
+    in_use,
+    on_grid,
     size_of,
 )
-from hfjax.parallel.placement import batch_devices
+from hfjax.parallel.placement import batch_devices, row_shares
 from hfjax.plan.layout import Layout
 
 
@@ -119,17 +122,25 @@ def check_batch(layout: Layout, batch: Any, microbatches: int, shares: int = 1) 
             f"found rows: {_rows_by_name(batch, sizes)}."
         )
     _check_rows_of_state(layout, sizes[0] * shares)
-    devices = batch_devices(layout.mesh)
-    rows, unit = sizes[0] * shares, microbatches * devices
+    devices, mesh = batch_devices(layout.mesh), layout.mesh
+    rows, unit = sizes[0] * shares, microbatches * row_shares(mesh)
     if rows % unit:
         several = microbatches > 1
         below, above = rows // unit * unit, (rows // unit + 1) * unit
         raise ValueError(
             f"batch of {rows} rows does not divide by "
-            f"{f'{microbatches} microbatches x ' if several else ''}{devices} devices "
-            f"({describe_mesh(layout.mesh)}). Use {f'{below} or ' if below else ''}{above} rows"
+            f"{f'{microbatches} microbatches x ' if several else ''}{devices} devices"
+            f"{f' x {ROW_AXIS}={mesh.shape[ROW_AXIS]}' if on_grid(mesh) else ''} "
+            f"({describe_mesh(mesh)}). Use {f'{below} or ' if below else ''}{above} rows"
             f"{', or change the number of microbatches (accumulate, schedule)' if several else ''}."
+            f"{_sides_that_do(rows // (microbatches * devices), mesh) if on_grid(mesh) else ''}"
         )
+
+
+def _sides_that_do(rows: int, mesh: Mesh) -> str:
+    """Return which sides would split so many rows of a device and microbatch."""
+    fits = [n for n in range(mesh.shape[ROW_AXIS], 1, -1) if rows % n == 0 < rows]
+    return f" On a grid attention splits rows over {ROW_AXIS}: {fits or 'only 1'} would do."
 
 
 def _rows_by_name(batch: Any, sizes: Sequence[int]) -> str:
@@ -158,7 +169,7 @@ def _check_rows_of_state(layout: Layout, rows: int) -> None:
 def _check_processes(layout: Layout) -> None:
     groups = _by(layout.mesh, (PIPE_AXIS, *SAMPLE_AXES))
     if any(len({device.process_index for device in group}) > 1 for group in groups):
-        within = " and ".join(TENSOR_AXES)
+        within = " and ".join(in_use(layout.mesh, (ROW_AXIS, *TENSOR_AXES)))
         raise ValueError(
             f"{describe_mesh(layout.mesh)}: the devices that share rows of the batch belong to "
             f"several processes. Keep {within} within the devices of one process."

@@ -13,7 +13,8 @@ from hfjax.base.paths import Tree
 from hfjax.combinations import check
 from hfjax.parallel.execution import Execution
 from hfjax.parallel.memory import check_has_host_memory
-from hfjax.parallel.mesh import AXES, MEANING, PIPE_AXIS, describe_mesh
+from hfjax.parallel.mesh import AXES, MEANING, PIPE_AXIS, describe_mesh, on_grid
+from hfjax.plan.check_layout import check_on_grid
 from hfjax.plan.layout import Layout, State
 
 
@@ -117,6 +118,8 @@ def check_runs(layout: Layout, execution: Execution, training: bool = False) -> 
     check(layout, execution)
     if idle := layout.unused_axes():
         _refuse_idle(layout, idle)
+    if on_grid(layout.mesh):
+        check_on_grid(layout.blueprint, layout.placed, layout.strategy.parameters)
     execution.kernels.check(layout.mesh.devices.flat[0])
     stages = layout.mesh.shape[PIPE_AXIS]
     if training and stages > 1 and execution.schedule is None:
@@ -141,6 +144,6 @@ def _refuse_idle(layout: Layout, idle: Sequence[str]) -> None:
     raise ValueError(
         f"mesh {describe_mesh(layout.mesh)}: {', '.join(idle)} splits neither the batch nor a "
         f"parameter under {layout.strategy.name}: its devices would repeat each other's work. "
-        "Set it to 1, or add a strategy that uses it (hfjax.TENSOR uses tensor, hfjax.CONTEXT "
-        "context, hfjax.EXPERT expert, hfjax.PIPE pipe)."
+        "Set it to 1, or add a strategy that uses it (hfjax.TENSOR uses tensor, hfjax.GRID row and "
+        "tensor, hfjax.CONTEXT context, hfjax.EXPERT expert, hfjax.PIPE pipe)."
     )

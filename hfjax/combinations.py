@@ -24,7 +24,7 @@ from hfjax.parallel.engine.parts import IN_A_LOOP, IN_A_PIPELINE, NO_STATISTICS
 from hfjax.parallel.engine.sequence import APART, MEET_BY
 from hfjax.parallel.execution import Execution
 from hfjax.parallel.mesh import platform_of
-from hfjax.plan.check_layout import PACKED_TOGETHER
+from hfjax.plan.check_layout import PACKED_TOGETHER, PARTS_OF_A_STREAM
 from hfjax.plan.layout import Layout
 
 
@@ -182,6 +182,7 @@ REFUSED: dict[tuple[str, str], Refusal] = {
     ),
     ("FSDP", "asynchronous schedule"): BY_STAGE,
     ("asynchronous schedule", "EXPERT"): BY_STAGE,
+    ("GRID", "asynchronous schedule"): BY_STAGE,
     ("ZERO2", "asynchronous schedule"): BY_STAGE,
     ("ZERO1", "asynchronous schedule"): BY_STAGE,
     (NOT_ELEMENT_BY_ELEMENT, "asynchronous schedule"): Refusal(
@@ -244,6 +245,13 @@ REFUSED: dict[tuple[str, str], Refusal] = {
         condition_text="in a pipeline",
         condition=_in_pipeline,
     ),
+    ("list of layers", "GRID"): Refusal(
+        "a pipeline packs the layers of a list as they are on one device, and on a grid each "
+        "device has a part of them",
+        "Use row=1 and tensor=1 (data, fsdp and pipe work), or one module of stacked layers.",
+        condition_text="in a pipeline",
+        condition=_in_pipeline,
+    ),
     ("list of layers", "freeze"): Refusal(
         *PACKED_TOGETHER,
         condition_text="in a pipeline, if frozen parameters are in the list",
@@ -264,6 +272,23 @@ REFUSED: dict[tuple[str, str], Refusal] = {
         condition=lambda layout, execution: (
             platform_of(layout.mesh) == "cpu" and execution.precision.reduce == jnp.bfloat16
         ),
+    ),
+    ("kernels", "GRID"): Refusal(
+        "linear maps, attention and the loss are written for a grid "
+        "(parallel/for_models/grid.py), and no kernel has a part in them",
+        "Leave kernels out.",
+    ),
+    ("CONTEXT", "GRID"): Refusal(
+        "both split the sequence, and attention on a grid has whole rows",
+        "Use hfjax.CONTEXT with hfjax.TENSOR, or a grid without hfjax.CONTEXT.",
+    ),
+    ("EXPERT", "GRID"): Refusal(
+        *PARTS_OF_A_STREAM,
+        detected_later="Detected when train_step is called, module by module.",
+    ),
+    ("statistics that a model writes", "GRID"): Refusal(
+        *PARTS_OF_A_STREAM,
+        detected_later="Detected when train_step is called, module by module.",
     ),
     ("statistics that a model writes", "CONTEXT"): Refusal(
         APART,

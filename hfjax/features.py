@@ -13,7 +13,16 @@ from hfjax.optimizers.transforms import Averaged, ema, master, stored_dtype
 from hfjax.pallas_kernels.choice import Wanted
 from hfjax.parallel.engine.blueprint import LAYERS
 from hfjax.parallel.execution import PRECISIONS, Execution
-from hfjax.parallel.mesh import EXPERT_AXES, PIPE_AXIS, SEQUENCE_AXES, TENSOR_AXES, in_use
+from hfjax.parallel.mesh import (
+    COLUMN_AXIS,
+    EXPERT_AXES,
+    PIPE_AXIS,
+    ROW_AXIS,
+    SEQUENCE_AXES,
+    in_use,
+    on_grid,
+    partitioned,
+)
 from hfjax.parallel.remat import Remat
 from hfjax.parallel.schedules.named import Schedule
 from hfjax.parallel.schedules.table import Table
@@ -21,6 +30,7 @@ from hfjax.parallel.strategy import (
     CONTEXT,
     EXPERT,
     FSDP,
+    GRID,
     HOST_OPTIMIZER,
     HOST_PARAMETERS,
     PIPE,
@@ -153,13 +163,18 @@ def _split(column: str) -> AsWritten:
 
 
 def _tensor(layout: Layout, _: Execution) -> str | None:
-    axes = in_use(layout.mesh, TENSOR_AXES)
+    axes = partitioned(layout.mesh)
     return f"{axes[0]}={layout.mesh.shape[axes[0]]}" if axes else None
 
 
 def _experts(layout: Layout, _: Execution) -> str | None:
     axes = in_use(layout.mesh, EXPERT_AXES)
     return f"{axes[0]}={layout.mesh.shape[axes[0]]}" if axes else None
+
+
+def _grid(layout: Layout, _: Execution) -> str | None:
+    sizes = (f"{axis}={layout.mesh.shape[axis]}" for axis in (ROW_AXIS, COLUMN_AXIS))
+    return f"a grid of {' x '.join(sizes)}" if on_grid(layout.mesh) else None
 
 
 def _shared_rows(layout: Layout, _: Execution) -> str | None:
@@ -248,6 +263,7 @@ FEATURES: dict[str, Feature] = {
         strategy=SEQUENCE,
         needs=("TENSOR",),
     ),
+    "GRID": Feature(_grid, strategy=GRID, mesh={"row": 2, "tensor": 2}),
     "EXPERT": Feature(_experts, strategy=EXPERT, mesh={"expert": 2}, model="experts"),
     "CONTEXT": Feature(_shared_rows, strategy=CONTEXT, mesh={"context": 2}),
     "HOST_OPTIMIZER": Feature(

@@ -35,7 +35,7 @@ from hfjax.parallel.engine.offload_block import offload as offload
 from hfjax.parallel.execution import Execution as Execution, Precision as Precision
 from hfjax.parallel.experts.balance import balance_experts as balance_experts
 from hfjax.parallel.grid_costs import best_grid as best_grid
-from hfjax.parallel.mesh import make_mesh as make_mesh
+from hfjax.parallel.mesh import cube as cube, grid_2d as grid_2d, make_mesh as make_mesh
 from hfjax.parallel.remat import Remat as Remat
 from hfjax.parallel.schedules.named import Schedule as Schedule
 from hfjax.parallel.strategy import (
@@ -43,6 +43,7 @@ from hfjax.parallel.strategy import (
     DDP as DDP,
     EXPERT as EXPERT,
     FSDP as FSDP,
+    GRID as GRID,
     HOST_OPTIMIZER as HOST_OPTIMIZER,
     HOST_PARAMETERS as HOST_PARAMETERS,
     HSDP as HSDP,

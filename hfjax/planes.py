@@ -17,8 +17,10 @@ from hfjax.parallel.compiler import (
 from hfjax.parallel.engine.gradients import AutodiffPlane, Plane
 from hfjax.parallel.engine.step_context import StepContext, gradients_at_moments
 from hfjax.parallel.execution import Execution
+from hfjax.parallel.for_models.grid import Grid
 from hfjax.parallel.for_models.kernels import Kernels, Traced
 from hfjax.parallel.for_models.shared_rows import SharedRows
+from hfjax.parallel.for_models.spread_experts import SpreadExperts
 from hfjax.parallel.layerwise.plane import LayerUpdatePlane, LayerwisePlane
 from hfjax.parallel.mesh import (
     PIPE_AXIS,
@@ -26,10 +28,11 @@ from hfjax.parallel.mesh import (
     SEQUENCE_AXES,
     TENSOR_AXES,
     in_use,
+    on_grid,
     platform_of,
 )
 from hfjax.parallel.pipeline.plane import PipelinePlane
-from hfjax.parallel.placement import Placed, batch_devices, entries_of
+from hfjax.parallel.placement import Placed, entries_of, row_shares
 from hfjax.parallel.schedules.compile import compile_table
 from hfjax.parallel.schedules.named import Schedule, forward_table
 from hfjax.parallel.schedules.table import Table
@@ -86,7 +89,9 @@ def _context(
 ) -> StepContext:
     shares = in_use(layout.mesh, SEQUENCE_AXES)
     rows = SharedRows(execution.context, layout.mesh, no_ring) if shares else None
-    kernels = Kernels.of(execution.kernels, layout.mesh, loss, rows, execution.dispatch)
+    grid = Grid(layout.mesh, layout.strategy.parameters) if on_grid(layout.mesh) else None
+    spread = SpreadExperts(layout.mesh, execution.dispatch)
+    kernels = Kernels.of(execution.kernels, layout.mesh, loss, rows, grid, spread)
     placed = gradients_at_moments(layout.placed) if one_microbatch else layout.placed
     return StepContext(
         blueprint=layout.blueprint.equipped(kernels),
@@ -108,7 +113,7 @@ def forward_plane(
     stages = layout.mesh.shape[PIPE_AXIS]
     if stages == 1 and schedule is None:
         return data_plane(layout, loss, run)
-    rows = jax.tree.leaves(batch)[0].shape[0] // batch_devices(layout.mesh)
+    rows = jax.tree.leaves(batch)[0].shape[0] // row_shares(layout.mesh)
     wanted = 4 * stages if schedule is None else schedule.microbatches
     count = max(n for n in range(1, wanted + 1) if rows % n == 0)
     assert layout.arrangement is not None

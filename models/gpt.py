@@ -190,6 +190,8 @@ class GPT(nnx.Module):
     Named in each layer, for remat and offload: qkv, attended, mlp_up.
     """
 
+    works_on_a_grid = True
+
     def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
         self.config = config
         normal = lambda scale, *shape: scale * jax.random.normal(rngs.params(), shape)
@@ -216,8 +218,8 @@ class GPT(nnx.Module):
                 f"{length} tokens a row, the model has {self.config.length} positions: shorten the "
                 "rows, or raise GPTConfig.length."
             )
-        x = self.place(self.tokens[...][made["tokens"]], WHOLE)
-        x = x + self._positions(made["tokens"].shape[1], made.get("positions"))
+        x = self.place(self.kernels.lookup(self.tokens[...], made["tokens"]), WHOLE)
+        x = x + self._positions(x.shape[1], made.get("positions"))
         return with_documents(self.dropout(self.place(x, STREAM)), made.get("documents"))
 
     @staticmethod
@@ -228,8 +230,9 @@ class GPT(nnx.Module):
     def _positions(self, length: int, in_documents_BS: jax.Array | None) -> jax.Array:
         """Return the embedding of each token's position."""
         if in_documents_BS is not None:
-            return self.place(self.positions[...][in_documents_BS], WHOLE)
-        at = self.kernels.positions(length)
+            at = self.kernels.of_stream(in_documents_BS)
+            return self.place(self.positions[...][at], WHOLE)
+        at = self.kernels.positions(length, STREAM)
         return self.positions[...][None, :length] if at is None else self.positions[...][at][None]
 
     def head(self, stream: Any) -> Any:

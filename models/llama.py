@@ -204,6 +204,8 @@ class Llama(nnx.Module):
     Named in each layer, for remat and offload: qkv, attended, mlp_up.
     """
 
+    works_on_a_grid = True
+
     def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
         self.config = config
         self.tokens = embedding(config, rngs)
@@ -254,7 +256,8 @@ def residual_stream(model: Any, tokens_BS: jax.Array) -> jax.Array:
             f"{length} tokens a row, the model is made for {model.config.length}: "
             f"shorten the rows, or raise {type(model.config).__name__}.length."
         )
-    return model.place(model.place(model.tokens[...][tokens_BS], WHOLE), STREAM)
+    x = model.kernels.lookup(model.tokens[...], tokens_BS)
+    return model.place(model.place(x, WHOLE), STREAM)
 
 
 def logits_of(model: Any, x_BSD: jax.Array) -> Any:

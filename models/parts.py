@@ -97,11 +97,12 @@ class Plain:
         """
         return attend
 
-    def positions(self, length: int) -> jax.Array | None:
+    def positions(self, length: int, names: Axes = ()) -> jax.Array | None:
         """Return the numbers, in whole rows, of the positions here; None: from 0 on.
 
         Args:
             length: How many positions are here.
+            names: Of the activation that has them; those of the residual stream: STREAM.
 
         Example:
             >>> from hfjax.models.parts import plain
@@ -110,11 +111,12 @@ class Plain:
         """
         return None
 
-    def row_length(self, length: int) -> int:
+    def row_length(self, length: int, names: Axes = ()) -> int:
         """Return how many positions a whole row has.
 
         Args:
             length: How many positions are here.
+            names: Of the activation that has them; those of the residual stream: STREAM.
 
         Example:
             >>> from hfjax.models.parts import plain
@@ -200,6 +202,65 @@ class Plain:
         """
         return logits()
 
+    # On a grid (hfjax.GRID) each device has a part of the residual stream's width.
+
+    def mean(self, x: jax.Array, name: str | None) -> jax.Array:
+        """Return the mean over the whole of the last dimension, which stays, of length 1.
+
+        Args:
+            x: An activation, for instance the residual stream.
+            name: The logical axis of its last dimension, for instance "embed".
+
+        Example:
+            >>> import jax.numpy as jnp
+            >>> from hfjax.models.parts import plain
+            >>> plain.mean(jnp.array([[1.0, 3.0]]), "embed").tolist()
+            [[2.0]]
+        """
+        return x.mean(-1, keepdims=True)
+
+    def lookup(self, table_VD: jax.Array, tokens_BS: jax.Array) -> jax.Array:
+        """Return the row of each token in a table, as the residual stream has them.
+
+        Args:
+            table_VD: The table, of dimensions vocab and embed.
+            tokens_BS: Tokens of whole rows.
+
+        Example:
+            >>> import jax.numpy as jnp
+            >>> from hfjax.models.parts import plain
+            >>> plain.lookup(jnp.eye(3), jnp.array([[2, 0]])).tolist()
+            [[[0.0, 0.0, 1.0], [1.0, 0.0, 0.0]]]
+        """
+        return table_VD[tokens_BS]
+
+    def of_stream(self, x_BS: jax.Array) -> jax.Array:
+        """Return what of an array with a number for each position belongs to the stream here.
+
+        Args:
+            x_BS: Of whole rows.
+
+        Example:
+            >>> import jax.numpy as jnp
+            >>> from hfjax.models.parts import plain
+            >>> plain.of_stream(jnp.ones((2, 8))).shape  # on a grid the sequence is split
+            (2, 8)
+        """
+        return x_BS
+
+    def columns(self, width: int) -> tuple[jax.Array, int] | None:
+        """Return the numbers of the stream's columns here, and of how many; None: all are here.
+
+        Args:
+            width: How many are here.
+
+        Example:
+            >>> from hfjax.models.parts import plain
+            >>> plain.columns(16) is None
+            True
+        """
+        return None
+
 
 plain = Plain()
 
@@ -232,6 +293,8 @@ project.defvjp(_project_forward, _project_backward)
 class Linear(nnx.Module):
     """x @ kernel (+ bias) over the last `len(shape) - outputs` dimensions of x."""
 
+    works_on_a_grid = True
+
     def __init__(
         self,
         shape: tuple[int, ...],
@@ -255,7 +318,7 @@ class Linear(nnx.Module):
         rows, inputs = x.shape[: -self.inputs], math.prod(kernel.shape[: self.inputs])
         multiply = self.kernels.matmul(self.place, self.between, self._multiply)
         y: Any = multiply(x.reshape(*rows, inputs), kernel.reshape(inputs, -1))
-        y = y.reshape(*rows, *kernel.shape[self.inputs :])
+        y = y.reshape(*y.shape[:-1], *kernel.shape[self.inputs :])
         if self.bias is None:
             return y
         return y + jnp.expand_dims(jnp.asarray(self.bias[...]), range(len(rows)))
@@ -272,14 +335,17 @@ class Linear(nnx.Module):
 class LayerNorm(nnx.Module):
     """Layer normalisation over the last dimension, computed in float32 or wider."""
 
-    def __init__(self, size: int, axis: str = "embed"):
+    works_on_a_grid = True
+
+    def __init__(self, size: int, axis: str | None = "embed"):
         self.scale = nnx.Param(jnp.ones((size,)), axes=(axis,))
         self.bias = nnx.Param(jnp.zeros((size,)), axes=(axis,))
+        self.axis, self.kernels = axis, plain
 
     def __call__(self, x: jax.Array) -> jax.Array:
         wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-        centred = wide - wide.mean(-1, keepdims=True)
-        unit = centred * jax.lax.rsqrt((centred**2).mean(-1, keepdims=True) + 1e-5)
+        centred = wide - self.kernels.mean(wide, self.axis)
+        unit = centred * jax.lax.rsqrt(self.kernels.mean(centred**2, self.axis) + 1e-5)
         like = lambda p: p[...].reshape((1,) * (x.ndim - 1) + (-1,))
         return (unit * like(self.scale) + like(self.bias)).astype(x.dtype)
 
@@ -287,13 +353,16 @@ class LayerNorm(nnx.Module):
 class RMSNorm(nnx.Module):
     """x over its root mean square, scaled; along the last dimension, in float32 or wider."""
 
-    def __init__(self, size: int, epsilon: float = 1e-5, axis: str = "embed"):
+    works_on_a_grid = True
+
+    def __init__(self, size: int, epsilon: float = 1e-5, axis: str | None = "embed"):
         self.epsilon = epsilon
         self.scale = nnx.Param(jnp.ones((size,)), axes=(axis,))
+        self.axis, self.kernels = axis, plain
 
     def __call__(self, x: jax.Array) -> jax.Array:
         wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-        unit = wide * jax.lax.rsqrt((wide**2).mean(-1, keepdims=True) + self.epsilon)
+        unit = wide * jax.lax.rsqrt(self.kernels.mean(wide**2, self.axis) + self.epsilon)
         return (unit * self.scale[...].reshape((1,) * (x.ndim - 1) + (-1,))).astype(x.dtype)
 
 
@@ -342,13 +411,24 @@ class Dropout(nnx.Module):
         keys = self.key[...]
         if keys.ndim == 0:  # outside a training step: the rows are those of x
             keys = jax.vmap(jax.random.fold_in, (None, 0))(keys, jnp.arange(x.shape[0]))
-        at = self.kernels.positions(x.shape[1]) if x.ndim > 1 else None
+        if len(keys) != len(x):
+            raise ValueError(
+                f"Dropout of {x.shape} with keys for {len(keys)} rows: these are not the rows of "
+                "the batch. On a grid (hfjax.GRID) dropout belongs where the residual stream is, "
+                "not inside attention or MLP."
+            )
+        kept = jax.vmap(self._draw(x))(keys)
+        return jnp.where(kept, x / (1 - self.rate), jnp.zeros((), x.dtype))
+
+    def _draw(self, x: jax.Array) -> Callable[[jax.Array], jax.Array]:
+        """Return (key of a row) -> which of its elements are kept."""
+        kernels, rate = self.kernels, 1 - self.rate
+        at = kernels.positions(x.shape[1], STREAM) if x.ndim > 1 else None
         if at is None:
-            draw = lambda key: jax.random.bernoulli(key, 1 - self.rate, x.shape[1:])
-        else:
-            length = self.kernels.row_length(x.shape[1])
-            draw = lambda key: part_of_bernoulli(key, 1 - self.rate, at, length, x.shape[2:])
-        return jnp.where(jax.vmap(draw)(keys), x / (1 - self.rate), jnp.zeros((), x.dtype))
+            return lambda key: jax.random.bernoulli(key, rate, x.shape[1:])
+        length, columns = kernels.row_length(x.shape[1], STREAM), kernels.columns(x.shape[-1])
+        of, width = (None, x.shape[2:]) if columns is None else (columns[0], columns[1:])
+        return lambda key: part_of_bernoulli(key, rate, at, length, width, of)
 
 
 def stacked(count: int, create: Callable[[nnx.Rngs], nnx.Module], rngs: nnx.Rngs) -> nnx.Module:

@@ -18,6 +18,7 @@ from jax.sharding import AxisType, Mesh
 
 STACK = "layers"  # the dimension that stacks equal layers: sliced by a scan, split by stages only
 EXPERTS = "experts"  # the dimension that stacks the experts of a layer: tokens go to them
+ANY = "*"  # whatever a dimension is called
 
 
 @dataclass(frozen=True)
@@ -29,11 +30,11 @@ class Axis:
             splits is gathered when it is read.
         sequence: Its devices share rows: each computes with positions of its own. Gradients are
             summed over it too.
-        stays: The logical name of a dimension. Parameters that the axis splits along it are never
-            gathered: the computation goes to the pieces, as microbatches go to a stage's layers
-            and tokens to experts. Other parameters are not concerned.
+        stays: The logical name of a dimension, or `ANY`. Parameters that the axis splits along it
+            are never gathered: the computation goes to the pieces, as microbatches go to a stage's
+            layers and tokens to experts. Other parameters are not concerned.
         partitioner: XLA's partitioner derives the collectives over it. Those over all other axes
-            are written in our source.
+            are written in our source, and so are these on a grid (`on_grid`).
     """
 
     rows: bool = False
@@ -52,6 +53,7 @@ MEANING: Mapping[str, Axis] = {
     "fsdp": Axis(rows=True),
     "expert": Axis(rows=True, stays=EXPERTS),
     "context": Axis(sequence=True),
+    "row": Axis(stays=ANY),
     "tensor": Axis(partitioner=True),
 }
 
@@ -62,11 +64,15 @@ def _axes(wanted: Callable[[Axis], bool]) -> tuple[str, ...]:
 
 def stays_split(axis: str, dimension: str | None) -> bool:
     """Return whether an axis keeps a dimension of this name split where it is read."""
-    return dimension is not None and MEANING[axis].stays == dimension
+    stays = MEANING[axis].stays
+    return (
+        MEANING[axis].partitioner or stays == ANY or (dimension is not None and stays == dimension)
+    )
 
 
 AXES = tuple(MEANING)
 PIPE_AXIS = "pipe"  # that of the stages of a pipeline
+ROW_AXIS, COLUMN_AXIS = "row", "tensor"  # of a grid of tensor parallelism
 BATCH_AXES = _axes(lambda axis: axis.rows)
 SEQUENCE_AXES = _axes(lambda axis: axis.sequence)
 EXPERT_AXES = _axes(lambda axis: axis.stays == EXPERTS)
@@ -76,7 +82,7 @@ SAMPLE_AXES = (*BATCH_AXES, *SEQUENCE_AXES)  # each device computes with its own
 
 
 def make_mesh(*, devices: Sequence[Any] | None = None, **sizes: int) -> Mesh:
-    """Return a mesh with every axis of `AXES`: today pipe, data, fsdp, expert, context, tensor.
+    """Return a mesh with every axis of `AXES`: pipe, data, fsdp, expert, context, row, tensor.
 
     It is of the first devices; where some are left over, a warning says so.
 
@@ -152,6 +158,35 @@ def _show(shape: dict[str, int]) -> str:
     return " x ".join(f"{axis}={size}" for axis, size in shown.items())
 
 
+def grid_2d(row: int, tensor: int) -> dict[str, int]:
+    """Return the sizes of a grid in two dimensions: weights are split over both, not gathered.
+
+    Args:
+        row: Over how many devices the residual stream is split along its width.
+        tensor: Over how many devices heads, the MLP and the vocabulary are split.
+
+    Example:
+        >>> import hfjax
+        >>> hfjax.make_mesh(data=2, **hfjax.grid_2d(2, 2)).shape["row"]
+        2
+    """
+    return {ROW_AXIS: row, COLUMN_AXIS: tensor}
+
+
+def cube(side: int) -> dict[str, int]:
+    """Return the sizes of the cube of "3D" tensor parallelism: fsdp = row = tensor = side.
+
+    Args:
+        side: The number of devices along each of the three axes.
+
+    Example:
+        >>> import hfjax
+        >>> hfjax.cube(2)
+        {'fsdp': 2, 'row': 2, 'tensor': 2}
+    """
+    return {"fsdp": side, **grid_2d(side, side)}
+
+
 def platform_of(mesh: Mesh) -> str:
     """Return what its devices are: cpu, gpu, tpu."""
     return mesh.devices.flat[0].platform
@@ -184,6 +219,25 @@ def size_of(axes: Sequence[str], mesh: Mesh | Mapping[str, int]) -> int:
     """
     shape = mesh.shape if isinstance(mesh, Mesh) else mesh
     return math.prod(shape[axis] for axis in axes)
+
+
+def on_grid(mesh: Mesh) -> bool:
+    """Return whether the devices form a grid of tensor parallelism: row is larger than 1."""
+    return mesh.shape[ROW_AXIS] > 1
+
+
+def partitioned(mesh: Mesh) -> tuple[str, ...]:
+    """Return the axes in use whose collectives XLA's partitioner derives: on a grid none.
+
+    >>> partitioned(make_mesh(data=2, tensor=4)), partitioned(make_mesh(row=2, tensor=4))
+    (('tensor',), ())
+    """
+    return () if on_grid(mesh) else in_use(mesh, TENSOR_AXES)
+
+
+def manual_axes(mesh: Mesh) -> tuple[str, ...]:
+    """Return the axes whose collectives our source writes: on a grid all."""
+    return AXES if on_grid(mesh) else MANUAL_AXES
 
 
 def row_axes(mesh: Mesh) -> tuple[str, ...]:

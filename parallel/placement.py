@@ -10,14 +10,18 @@ from jax.sharding import Mesh, PartitionSpec as P
 from hfjax.parallel.mesh import (
     AXES,
     BATCH_AXES,
+    COLUMN_AXIS,
     EXPERTS,
-    MANUAL_AXES,
     PIPE_AXIS,
+    ROW_AXIS,
     STACK,
     TENSOR_AXES,
     describe_mesh,
     in_use,
+    manual_axes,
     off,
+    on_grid,
+    partitioned,
     size_of,
     stays_split,
 )
@@ -84,7 +88,7 @@ class Placed:
         Empty if one of them is split over manual axes too: the pieces of a tensor shard are not
         next to each other then, and the partitioner has to put them in order.
         """
-        if not in_use(self.mesh, TENSOR_AXES):
+        if not partitioned(self.mesh):
             return ()
         columns = ("parameter", "gradient", "moment")
         moved = {dim for column in columns for dim, _ in self.split_dims(column)}
@@ -137,11 +141,16 @@ def place(array: Array, rows: Rows, mesh: Mesh, smallest: int = 0, base: P | Non
 
 
 def _place_anywhere(array: Array, entries: list[Axes], axes: Axes, mesh: Mesh) -> P:
-    """Put `axes` on the first free dimension that divides; none: the array stays as it is."""
-    size = size_of(axes, mesh)
+    """Put `axes` on the first free dimension that divides; none: the array stays as it is.
+
+    On a grid they may join what row or tensor splits, as its minor part: gathered over them, the
+    piece of each device is in order.
+    """
+    joins = {ROW_AXIS, COLUMN_AXIS} if on_grid(mesh) else set()
     for dim, (length, name) in enumerate(zip(array.shape, array.axes, strict=True)):
-        if axes and not entries[dim] and name != STACK and length and length % size == 0:
-            entries[dim] = axes
+        free = joins.issuperset(entries[dim]) and name != STACK
+        if axes and free and length and length % size_of((*entries[dim], *axes), mesh) == 0:
+            entries[dim] += axes
             break
     return _spec(entries)
 
@@ -153,8 +162,7 @@ def columns(array: Array, strategy: Strategy, mesh: Mesh, spec: P | None = None)
         spec = place(array, strategy.parameters, mesh, smallest)
     if strategy.gradients.get("*") == ():  # asked for: accumulate whole, reduce once
         entries = zip(entries_of(spec, len(array.axes)), array.axes, strict=True)
-        kept = lambda a, name: a in TENSOR_AXES or stays_split(a, name)
-        whole = _spec([tuple(a for a in e if kept(a, name)) for e, name in entries])
+        whole = _spec([tuple(a for a in e if stays_split(a, name)) for e, name in entries])
         return spec, whole, place(array, strategy.moments, mesh, smallest, spec)
     gradient = place(array, strategy.gradients, mesh, smallest, spec)
     return spec, gradient, place(array, strategy.moments, mesh, smallest, gradient)
@@ -180,9 +188,9 @@ def check_spec(array: Array, spec: P, mesh: Mesh) -> None:
 
 
 def _check_dim(array: Array, dim: int, axes: Axes, mesh: Mesh, given: str) -> None:
-    manual = [a in MANUAL_AXES for a in axes]
+    manual = [a in manual_axes(mesh) for a in axes]
     if manual != sorted(manual, reverse=True):
-        legal = tuple(sorted(axes, key=lambda a: a not in MANUAL_AXES))
+        legal = tuple(sorted(axes, key=lambda a: a not in manual_axes(mesh)))
         raise ValueError(
             f"{given}: on one dimension, {' and '.join(BATCH_AXES)} come before "
             f"{' and '.join(TENSOR_AXES)} (the other order adds permutes and gathers to every "
@@ -205,12 +213,12 @@ def _check_dim(array: Array, dim: int, axes: Axes, mesh: Mesh, given: str) -> No
     if array.shape[dim] % size:
         raise ValueError(
             f"{given}: dimension {dim} ({array.axes[dim] or 'unnamed'}, {array.shape[dim]}) does "
-            f"not divide by {size} ({describe_mesh(mesh)}). {_advice(array, dim, size)}"
+            f"not divide by {size} ({describe_mesh(mesh)}). {_advice(array, dim, axes, mesh)}"
         )
 
 
-def _advice(array: Array, dim: int, size: int) -> str:
-    name, length = array.axes[dim], array.shape[dim]
+def _advice(array: Array, dim: int, axes: Axes, mesh: Mesh) -> str:
+    name, length, size = array.axes[dim], array.shape[dim], size_of(axes, mesh)
     if name == "vocab":
         padded = math.ceil(length / size) * size
         return f"Pad the vocabulary in the model's config: vocab={padded} (or a multiple of 128)."
@@ -220,6 +228,9 @@ def _advice(array: Array, dim: int, size: int) -> str:
     if name == EXPERTS:
         fits = [n for n in range(2, length + 1) if length % n == 0]
         return f"Axes over which {length} experts can lie: {fits}; or choose a multiple of {size}."
+    if on_grid(mesh) and name:
+        fits = [n for n in range(size, 1, -1) if length % n == 0]
+        return f"A grid needs a {axes[0]} that divides it: {fits or 'only 1'} would do."
     legal = [d for d, n in enumerate(array.shape) if n % size == 0 and array.axes[d] != STACK]
     return f"Dimensions that do: {legal}." if legal else "None does: use P() or a smaller axis."
 
@@ -254,7 +265,7 @@ def manual_part(spec: P, mesh: Mesh) -> P:
     A collective over devices that are alone is not always dropped by XLA (beside a tensor axis
     its partitioner refuses one), so none is written.
     """
-    return keep(spec, in_use(mesh, MANUAL_AXES))
+    return keep(spec, in_use(mesh, manual_axes(mesh)))
 
 
 def auto_part(spec: P) -> P:
@@ -270,3 +281,13 @@ def pieces(spec: P, mesh: Mesh) -> int:
 def batch_devices(mesh: Mesh) -> int:
     """Return over how many devices the rows of a batch are split."""
     return size_of(BATCH_AXES, mesh)
+
+
+def row_shares(mesh: Mesh) -> int:
+    """Return into how many parts the rows of a microbatch are split; attention on a grid is last.
+
+    >>> from hfjax.parallel.mesh import make_mesh
+    >>> row_shares(make_mesh(fsdp=2, row=2, tensor=2))
+    4
+    """
+    return size_of((*BATCH_AXES, ROW_AXIS), mesh)

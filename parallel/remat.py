@@ -1,11 +1,13 @@
 """What layers compute again in the backward pass instead of keeping it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import jax
+
+from hfjax.parallel.mesh import COLUMN_AXIS, ROW_AXIS
 
 WHAT = ("none", "dots", "full", "except_last")
 
@@ -158,8 +160,13 @@ def names_of(given: Any, what: str) -> tuple[str, ...]:
     return tuple(given)
 
 
-def _save_all_but_moves(prim, *_, **__) -> bool:
-    return prim.name not in _MOVES
+def _save_all_but_moves(prim, *_, **params) -> bool:
+    return prim.name not in _MOVES or _of_activations(prim, params)
+
+
+def _of_activations(prim: Any, params: Mapping[str, Any]) -> bool:
+    """Return whether it gathers an activation: over a grid's own axes no parameter is gathered."""
+    return prim.name == "all_gather" and not {ROW_AXIS, COLUMN_AXIS}.isdisjoint(params["axis_name"])
 
 
 def _save_named(names: tuple[str, ...], seen: set[str], prim: Any, *_: Any, **params: Any) -> bool:
@@ -169,8 +176,8 @@ def _save_named(names: tuple[str, ...], seen: set[str], prim: Any, *_: Any, **pa
     return params["name"] in names
 
 
-def _save_gathers(prim, *_, **__) -> bool:
-    return prim.name == "all_gather"
+def _save_gathers(prim, *_, **params) -> bool:
+    return prim.name == "all_gather" and not _of_activations(prim, params)
 
 
 def _unknown(given: Any) -> ValueError:

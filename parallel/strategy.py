@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 
 from hfjax.base.keywords import check_keywords, known_fields
 from hfjax.parallel.memory import memory_rows, show_memory
-from hfjax.parallel.mesh import AXES, BATCH_AXES, EXPERTS, SAMPLE_AXES, SEQUENCE_AXES
+from hfjax.parallel.mesh import AXES, BATCH_AXES, EXPERTS, ROW_AXIS, SAMPLE_AXES, SEQUENCE_AXES
 
 Axes = tuple[str, ...]  # mesh axes of one dimension, major to minor; () is "on no axis"
 Rows = Mapping[str, Axes]
@@ -200,6 +200,12 @@ FSDP = ZERO3 = Strategy(
 # node), then shards are all-reduced over data (across nodes), once per step.
 HSDP = replace(FSDP, name="HSDP")
 TENSOR = Strategy("TENSOR", parameters=_MEGATRON, activations={**_MEGATRON, **_ROWS_OF_BATCH})
+# Weights are split over both sides of a grid, and so is what flows: for_models/grid.py.
+GRID = Strategy(
+    "GRID",
+    parameters={**_MEGATRON, "embed": ROW_AXIS},
+    activations={**_MEGATRON, "seq": "tensor", "embed": ROW_AXIS, **_ROWS_OF_BATCH},
+)
 SEQUENCE = Strategy("SEQUENCE", activations={"seq": "tensor", **_ROWS_OF_BATCH})
 CONTEXT = Strategy("CONTEXT", activations={"positions": SEQUENCE_AXES, **_ROWS_OF_BATCH})
 EXPERT = Strategy("EXPERT", parameters={EXPERTS: "expert"}, activations=_ROWS_OF_BATCH)

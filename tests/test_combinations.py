@@ -31,9 +31,9 @@ from hfjax.features import (
     as_written,
     lineage,
 )
-from hfjax.models.gpt import GPT, Block, GPTConfig, next_token_loss
+from hfjax.models.gpt import GPT, MLP, Block, GPTConfig, next_token_loss
 from hfjax.models.moe import MoE, Router
-from hfjax.models.parts import Linear, stacked
+from hfjax.models.parts import stacked
 from tests.small_gpt import tokens
 
 CONFIG = GPTConfig.tiny(vocab=64, length=8, layers=2, embed=16, heads=2, dropout=0.1)
@@ -101,11 +101,10 @@ LAYERS = {
 
 
 class Wider(nnx.Module):
-    """A layer with a linear map before it."""
+    """A layer with an MLP before it."""
 
     def __init__(self, layer, config, *, rngs):
-        width = (config.embed, config.embed)
-        self.before = Linear(width, ("embed", "mlp"), 1, 0.1, rngs=rngs)
+        self.before = MLP(config, rngs=rngs)
         self.layer = layer(config, rngs=rngs)
 
     def __call__(self, stream):
@@ -145,6 +144,8 @@ def parts_of(names) -> list[Feature]:
 def layout_of(names, sizes=None, freeze=None, optimizer=None, layers=2):
     parts, words = parts_of(names), {FEATURES[name].model for name in names}
     sizes = sizes or {axis: n for x in parts for axis, n in x.mesh.items()} or {"data": 2}
+    if math.prod(sizes.values()) > len(jax.devices()):  # a grid of four, two levels of four
+        del sizes["data"]
     mesh = hfjax.make_mesh(devices=jax.devices()[: math.prod(sizes.values())], **sizes)
     strategy = reduce(lambda a, x: a | x.strategy if x.strategy else a, parts, hfjax.DDP)
     adamw = hfjax.adamw(1e-2, eps=1e-3)
@@ -255,6 +256,7 @@ CONDITIONS: dict[tuple[str, str], dict[str, Any]] = {  # where a pair is refused
     ("kernels", "HOST_PARAMETERS"): BY_NAME,
     ("list of layers", "TENSOR"): PIPELINE,
     ("EXPERT", "list of layers"): PIPELINE,
+    ("list of layers", "GRID"): PIPELINE,
     ("list of layers", NOT_ELEMENT_BY_ELEMENT): PIPELINE,
     ("list of layers", "freeze"): PIPELINE | {"freeze": "layers/0/*"},
     (NOT_ELEMENT_BY_ELEMENT, "schedule"): {**{"optimizer": optax.adafactor(1e-2), "layers": 3}},

@@ -6,24 +6,36 @@ import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 
 from hfjax.base.paths import nearest
 from hfjax.parallel.engine.blueprint import LAYERS, Blueprint
+from hfjax.parallel.engine.step_context import is_random
 from hfjax.parallel.mesh import (
     AXES,
     BATCH_AXES,
+    COLUMN_AXIS,
     MEANING,
+    ROW_AXIS,
     SEQUENCE_AXES,
     describe_mesh,
+    grid_2d,
     in_use,
+    on_grid,
     size_of,
 )
 from hfjax.parallel.placement import Placed, batch_devices, entries_of
-from hfjax.parallel.strategy import HSDP, Strategy, written
+from hfjax.parallel.strategy import GRID, HSDP, Rows, Strategy, written
 
+PARTS_OF_A_STREAM = (
+    "a grid gives each device a part of the residual stream, and this module does not say that it "
+    "computes with parts",
+    "Build it of hfjax.models.parts (Linear, LayerNorm, RMSNorm, Dropout); or, if what it does is "
+    "right for parts, write works_on_a_grid = True in its class (docs/tensor_grids.md).",
+)
 PACKED_TOGETHER = (
     "a pipeline packs the layers of a list into one row",
     "Freeze what lies outside the layers, stack them (hfjax.models.parts.stacked), or use no "
@@ -166,6 +178,7 @@ def check_splits(strategy: Strategy, mesh: Mesh) -> None:
     Each strategy that `|` joined needs an axis larger than 1 among those of its rows (the rows of
     a batch aside).
     """
+    _check_sides(strategy, mesh)
     needy = [part for part in strategy.parts if part.splits_over]
     idle = [part for part in needy if not in_use(mesh, part.splits_over)]
     if not idle:
@@ -178,6 +191,74 @@ def check_splits(strategy: Strategy, mesh: Mesh) -> None:
         return
     axes = " and ".join(dict.fromkeys(f"{a}=1" for part in idle for a in part.splits_over))
     raise ValueError(f"{nothing}, because of {axes}. {_advice(strategy, mesh)}")
+
+
+def _check_sides(strategy: Strategy, mesh: Mesh) -> None:
+    """Refuse a part of a grid's rows, and a grid that has one side only."""
+    placed = (strategy.parameters, strategy.gradients, strategy.moments, strategy.activations)
+    if not any(ROW_AXIS in axes for column in placed for axes in column.values()):
+        return
+    if not GRID.parameters.items() <= strategy.parameters.items():
+        raise ValueError(
+            f"strategy {strategy.name} splits over {ROW_AXIS} without the other rows of hfjax.GRID "
+            f"({', '.join(GRID.parameters)}): a linear map needs both sides of a grid. Join all of "
+            "it: hfjax.FSDP | hfjax.GRID."
+        )
+    sizes = {axis: mesh.shape[axis] for axis in (ROW_AXIS, COLUMN_AXIS)}
+    if mesh.size > 1 and 1 in sizes.values():
+        here = " and ".join(f"{axis}=1" for axis, n in sizes.items() if n == 1)
+        raise ValueError(
+            f"{strategy.name} on {describe_mesh(mesh)}: a grid has two sides larger than 1, and "
+            f"here is {here}. {_advice_of_sides(strategy, mesh.size)} Of one side it is "
+            "hfjax.TENSOR | hfjax.SEQUENCE, on the axis tensor alone."
+        )
+
+
+def _advice_of_sides(strategy: Strategy, devices: int) -> str:
+    """Return the smallest sides for so many devices, as a program writes them."""
+    factors = [n for n in range(2, devices + 1) if devices % n == 0]
+    sides = next(((r, c) for r in factors for c in factors if devices % (r * c) == 0), None)
+    if sides is None:
+        return f"{devices} devices form no grid: take 4, 6, 8 …"
+    rest = devices // math.prod(sides)
+    others = {"fsdp" if "*" in strategy.parameters else "data": rest} if rest > 1 else {}
+    written = ", ".join(f"{axis}={n}" for axis, n in (others | grid_2d(*sides)).items())
+    return f"Write make_mesh({written}), for instance."
+
+
+def check_on_grid(plan: Blueprint, placed: Mapping[str, Placed], splits: Rows) -> None:
+    """Refuse modules that do not compute with parts, and parameters that lie as no grid has them.
+
+    Args:
+        plan: The model without its arrays.
+        placed: Where each parameter lies.
+        splits: The strategy's rows of parameters.
+    """
+    model = plan.abstract("train")
+    modules = nnx.iter_modules(model) if isinstance(model, nnx.Module) else [((), model)]
+    for keys, module in modules:
+        if _holds_arrays(module) and not getattr(module, "works_on_a_grid", False):
+            name = f"{'/'.join(map(str, keys)) or 'the model'} ({type(module).__name__})"
+            raise ValueError(f"{name} on a grid: {'. '.join(PARTS_OF_A_STREAM)}")
+    for path, p in placed.items():
+        for name, axes in zip(p.axes, entries_of(p.parameter, len(p.shape)), strict=True):
+            sides = tuple(a for a in splits.get(name or "", ()) if a in (ROW_AXIS, COLUMN_AXIS))
+            rest = axes[len(sides) :]
+            if axes[: len(sides)] != sides or {ROW_AXIS, COLUMN_AXIS}.intersection(rest):
+                raise ValueError(
+                    f"{path} {p.shape}: {p.parameter} is not how a grid splits {p.axes}: row and "
+                    "tensor split what hfjax.GRID says, as the first axis of a dimension. Leave "
+                    'them to the strategy; others may follow, ("row", "fsdp").'
+                )
+
+
+def _holds_arrays(module: Any) -> bool:
+    """Return whether a module has arrays of its own (random keys aside); a bare pytree has."""
+    if not isinstance(module, nnx.Module):
+        return True
+    is_node = lambda x: isinstance(x, nnx.Variable | nnx.Module)
+    held = jax.tree.leaves(list(vars(module).values()), is_leaf=is_node)
+    return any(isinstance(x, nnx.Variable) and not is_random(x) for x in held)
 
 
 def _advice(strategy: Strategy, mesh: Mesh) -> str:
@@ -196,8 +277,10 @@ def _sizes_that_split(strategy: Strategy, mesh: Mesh) -> dict[str, int] | None:
     useful = {*BATCH_AXES, *(axis for part in needy for axis in part.splits_over)}
     sizes = {axis: n if axis in useful else 1 for axis, n in mesh.shape.items()}
     sizes["data"] *= mesh.size // math.prod(sizes.values())
+    sides = [axis for axis in (ROW_AXIS, COLUMN_AXIS) if on_grid(mesh)]  # a grid stays one
     for number, part in enumerate(needy, 1):
-        works = lambda s, known=needy[:number]: all(size_of(p.splits_over, s) > 1 for p in known)
+        wanted = [*(p.splits_over for p in needy[:number]), *((axis,) for axis in sides)]
+        works = lambda s, wanted=wanted: all(size_of(axes, s) > 1 for axes in wanted)
         tried = (sizes, *(_moved(sizes, axis, part) for axis in (*BATCH_AXES, *AXES)))
         if (found := next(filter(works, tried), None)) is None:
             return None

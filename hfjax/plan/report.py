@@ -13,7 +13,7 @@ from hfjax.base.tables import aligned, human
 from hfjax.parallel.arrangement import arrange
 from hfjax.parallel.heterogeneous.layer_costs import output_shapes
 from hfjax.parallel.heterogeneous.packing import PackedLayers, packed_layers
-from hfjax.parallel.mesh import STACK, TENSOR_AXES, describe_mesh, in_use, size_of
+from hfjax.parallel.mesh import ROW_AXIS, STACK, TENSOR_AXES, describe_mesh, in_use, size_of
 from hfjax.parallel.placement import Placed, entries_of, keep, pieces
 from hfjax.parallel.strategy import Strategy
 from hfjax.plan.hosted import Hosted
@@ -35,7 +35,7 @@ def unmatched(source: Source, packed: bool) -> Iterator[str]:
         if row in names:
             continue
         idle = [axis for axis in axes if mesh.shape[axis] > 1 and axis not in matched]
-        if idle and axes and set(axes) <= set(TENSOR_AXES):
+        if idle and axes and set(axes) <= {ROW_AXIS, *TENSOR_AXES}:
             raise ValueError(
                 f"strategy {strategy.name}: no parameter has an axis named "
                 f"{', '.join(sorted(rows.keys() - names))}, so the mesh axis {idle[0]} "

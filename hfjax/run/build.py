@@ -20,7 +20,7 @@ from hfjax.run.optimizer import optimizer_of, rate_of
 from hfjax.run.sampling import Evaluated, Sampling, check_weighs_by_mask, evaluate, generate
 
 STRATEGIES = (
-    *("ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp", "tensor", "sequence", "context"),
+    *("ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp", "tensor", "sequence", "grid", "context"),
     *("expert", "pipe", "host_optimizer", "host_parameters"),
 )
 
@@ -275,8 +275,8 @@ def mesh_of(config: Train, devices: Sequence[Any] | None = None) -> jax.sharding
 
 USES = {  # the names of a strategy by the axis that they split over
     **{"fsdp": ("fsdp", "zero3", "hsdp"), "data": ("ddp", "zero1", "zero2")},
-    **{"tensor": ("tensor", "sequence"), "context": ("context",)},
-    **{"expert": ("expert",), "pipe": ("pipe",)},
+    **{"tensor": ("tensor", "sequence", "grid"), "row": ("grid",)},
+    **{"context": ("context",), "expert": ("expert",), "pipe": ("pipe",)},
 }
 
 

@@ -81,6 +81,7 @@ class Mesh:
 
     data: int | None = None
     fsdp: int | None = None
+    row: int | None = None
     tensor: int | None = None
     context: int | None = None
     expert: int | None = None
@@ -239,10 +240,10 @@ class Train:
     accumulate: int = 1
     """Microbatches in a step."""
     strategy: str = "ddp"
-    """ddp, zero1, zero2, zero3, fsdp, hsdp, tensor, sequence, context, expert, pipe,
+    """ddp, zero1, zero2, zero3, fsdp, hsdp, tensor, sequence, grid, context, expert, pipe,
     host_optimizer, host_parameters, joined by +: fsdp+tensor; at most one of the first six. Devices
-    that no --mesh size asks for go to the axis that it uses (fsdp, tensor, context, expert, pipe),
-    else to data."""
+    that no --mesh size asks for go to the axis that it uses (fsdp, tensor, context …), else to
+    data."""
     precision: Literal["stored", "fp32", "bf16"] = "stored"
     remat: str = "none"
     """What layers compute again in the backward pass: none, dots (all but matrix products), full,

@@ -32,11 +32,14 @@ from hfjax.parallel.execution import Execution
 from hfjax.parallel.for_models.kernels import Traced
 from hfjax.parallel.mesh import (
     AXES,
-    MANUAL_AXES,
+    COLUMN_AXIS,
     MEANING,
+    ROW_AXIS,
     SEQUENCE_AXES,
-    TENSOR_AXES,
     in_use,
+    manual_axes,
+    on_grid,
+    partitioned,
     platform_of,
     row_axes,
     size_of,
@@ -99,9 +102,10 @@ class StepContext:
 
     @property
     def axes(self) -> Axes:
-        """The axes over which what is computed differs: of stages, of rows, of positions."""
-        stages = [axis for axis, what in MEANING.items() if what.stays and not what.rows]
-        return (*in_use(self.mesh, stages), *self.samples)
+        """The axes over which what is computed differs: of stages, a grid, rows, positions."""
+        stays = (axis for axis, what in MEANING.items() if what.stays and not what.rows)
+        grid = (COLUMN_AXIS,) if on_grid(self.mesh) else ()
+        return (*in_use(self.mesh, (*stays, *grid)), *self.samples)
 
     def shard_map(self, device: Callable, in_specs: Any, out_specs: Any) -> Callable:
         """Map over the manual axes.
@@ -111,8 +115,8 @@ class StepContext:
         A model that is called as it is may have callbacks, which run where all axes are manual: so
         are those that the partitioner has no use for.
         """
-        alone = not self.in_parts and not in_use(self.mesh, TENSOR_AXES)
-        names = set(AXES if alone else MANUAL_AXES)
+        alone = not self.in_parts and not partitioned(self.mesh)
+        names = set(AXES if alone else manual_axes(self.mesh))
         specs: dict[str, Any] = {"in_specs": in_specs, "out_specs": out_specs}
         return jax.shard_map(device, mesh=self.mesh, axis_names=names, check_vma=False, **specs)
 
@@ -162,7 +166,8 @@ class StepContext:
     def keys(self, random: Flat, local_rows: int, step: Any) -> Callable:
         """Return (layer or None, number of a microbatch, its rows) -> variables that hold keys."""
         template = self.blueprint.variables
-        positions = in_use(self.mesh, SEQUENCE_AXES)
+        grid = (ROW_AXIS, COLUMN_AXIS) if on_grid(self.mesh) else ()
+        positions = (*in_use(self.mesh, SEQUENCE_AXES), *grid)
 
         def keys(layer, number, rows):
             device = lax.axis_index(self.rows) if self.rows else 0
@@ -182,7 +187,9 @@ class StepContext:
     def mean(self, outputs: Any, batch: Any) -> Mean:
         """Return the loss of a batch."""
         rows, sharers = rows_of(batch), size_of(SEQUENCE_AXES, self.mesh)
-        return as_mean(self.loss(outputs, batch), rows / sharers if sharers > 1 else rows)
+        mean = as_mean(self.loss(outputs, batch), rows / sharers if sharers > 1 else rows)
+        grid = self.traced.kernels.grid
+        return mean if grid is None else grid.counted_once(mean)
 
     def outputs(self, outputs: Any, batch: Any) -> Any:
         """Return the outputs, which have a row for each row of the batch."""
@@ -232,7 +239,8 @@ class StepContext:
         return jax.ShapeDtypeStruct(shape[1:] if one else shape, dtype)
 
     def _form(self, p: Placed) -> Form:
-        return xla if p.tensor_dims else self.traced.kernels.form_of_one
+        own = p.tensor_dims or on_grid(self.mesh)
+        return xla if own else self.traced.kernels.form_of_one
 
     def movements(self, training: bool) -> dict[str, Movement]:
         """Return how each parameter moves."""
@@ -265,7 +273,7 @@ class StepContext:
 
     def pin(self, gradients: Flat) -> Flat:
         """Keep the tensor axes of accumulated gradients where the parameters have them."""
-        if not in_use(self.mesh, TENSOR_AXES):
+        if not partitioned(self.mesh):
             return gradients
         pin = lax.with_sharding_constraint
         return {p: pin(g, auto_part(self.placed[p].gradient)) for p, g in gradients.items()}
@@ -275,7 +283,7 @@ class StepContext:
         """What sums gradients over the devices after the last microbatch."""
         psum_at_once = {path: self._psum_at_once(p) for path, p in self.placed.items()}
         precision = self.execution.precision
-        form = self.traced.kernels.form_of_one
+        form = xla if on_grid(self.mesh) else self.traced.kernels.form_of_one
         return Reduction(precision, self._hierarchical, form, self.axes, psum_at_once)
 
     @property

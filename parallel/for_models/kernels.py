@@ -16,6 +16,8 @@ from hfjax.pallas_kernels.cross_entropy import loss as cross_entropy
 from hfjax.pallas_kernels.handing import Projection
 from hfjax.parallel.activation_offload import Offloaded
 from hfjax.parallel.for_models import sharded_kernels
+from hfjax.parallel.for_models.grid import Grid
+from hfjax.parallel.for_models.place import Names
 from hfjax.parallel.for_models.shared_rows import SharedRows, window_of
 from hfjax.parallel.for_models.spread_experts import SpreadExperts
 from hfjax.parallel.mesh import PIPE_AXIS, SAMPLE_AXES, TENSOR_AXES, in_use, size_of
@@ -32,6 +34,7 @@ class Kernels:
     mesh: Mesh
     without_logits: bool = False  # the loss takes a Projection in place of logits
     rows: SharedRows | None = None  # what is done where devices share rows
+    grid: Grid | None = None  # what is done on a grid of tensor parallelism
     spread: SpreadExperts = field(default_factory=SpreadExperts)
     takes_routing: bool = False  # the loss takes what routers told
     choices: dict[str, list[Choice]] = field(default_factory=dict, compare=False)  # by kernel
@@ -43,13 +46,14 @@ class Kernels:
         mesh: Mesh,
         loss: Callable,
         rows: SharedRows | None = None,
-        dispatch: str = "auto",
+        grid: Grid | None = None,
+        spread: SpreadExperts | None = None,
     ) -> "Kernels":
         """Return the kernels of a step with this loss."""
         takes = (getattr(loss, f"takes_{what}", False) for what in ("projection", "routing"))
         without_logits, takes_routing = takes
-        spread = SpreadExperts(mesh, dispatch)
-        return cls(wanted, mesh, without_logits, rows, spread, takes_routing)
+        spread = spread or SpreadExperts()
+        return cls(wanted, mesh, without_logits, rows, grid, spread, takes_routing)
 
     def form(
         self,
@@ -84,16 +88,22 @@ class Kernels:
 
     def attention(self, attend: Callable) -> Callable:
         """Return the attention that a layer runs; one of the user's own stays as it is."""
+        if self.grid is not None:
+            return self.grid.attention(attend)
         replaceable = getattr(attend, "is_causal_attention", False)
         local = partial(self._attend, attend) if replaceable else attend
         return local if self.rows is None else partial(self._across, self.rows, attend, local)
 
-    def positions(self, length: int) -> jax.Array | None:
+    def positions(self, length: int, names: Names = ()) -> jax.Array | None:
         """Return the numbers, in whole rows, of the positions here; None: from 0 on."""
+        if self.grid is not None and "seq" in names:
+            return self.grid.positions(length)
         return None if self.rows is None else self.rows.positions(length)
 
-    def row_length(self, length: int) -> int:
+    def row_length(self, length: int, names: Names = ()) -> int:
         """Return how many positions a whole row has of which there are so many here."""
+        if self.grid is not None and "seq" in names:
+            return self.grid.row_length(length)
         if self.rows is None:
             return length
         return self.rows.looking or length * self.rows.devices
@@ -139,6 +149,8 @@ class Kernels:
 
         Where a tensor axis splits the sequence, and one of the two, it may go around the ring.
         """
+        if self.grid is not None:
+            return self.grid.linear(between, multiply)
         kind = ("all_gather_matmul", "matmul_reduce_scatter")[between[0] != "embed"]
         if self.looks or not place.axes("seq") or not any(map(place.axes, between)):
             return multiply
@@ -148,6 +160,8 @@ class Kernels:
         self, x_BSD: jax.Array, kernel_VD: jax.Array, vocab: int, logits: Callable[[], jax.Array]
     ) -> Any:
         """Return what the loss is given: logits, or a projection that they are never made of."""
+        if self.grid is not None:
+            return self.grid.outputs(x_BSD, kernel_VD, vocab, self.without_logits)
         if self.looks:
             return logits()
         rows = jax.ShapeDtypeStruct((x_BSD[..., 0].size, x_BSD.shape[-1]), x_BSD.dtype)
@@ -158,6 +172,22 @@ class Kernels:
         if form not in sharded_kernels.FORMS:
             return logits()
         return Projection(x_BSD, kernel_VD, sharded_kernels.losses(self.mesh, form, vocab))
+
+    def columns(self, width: int) -> tuple[jax.Array, int] | None:
+        """Return the numbers of the stream's columns here, and of how many; None: all are."""
+        return None if self.grid is None else self.grid.columns(width)
+
+    def mean(self, x: jax.Array, name: str | None) -> jax.Array:
+        """Return the mean over the whole of the last dimension, which has a name."""
+        return x.mean(-1, keepdims=True) if self.grid is None else self.grid.mean(x, name)
+
+    def lookup(self, table_VD: jax.Array, tokens_BS: jax.Array) -> jax.Array:
+        """Return the row of each token in a table that is split along the vocabulary."""
+        return table_VD[tokens_BS] if self.grid is None else self.grid.lookup(table_VD, tokens_BS)
+
+    def of_stream(self, x_BS: jax.Array) -> jax.Array:
+        """Return what belongs to the positions of the stream that are here."""
+        return x_BS if self.grid is None else self.grid.part_of_rows(x_BS)
 
     # -- each in the form that was chosen ---------------------------------------------------------
 

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, PartitionSpec as P
 
-from hfjax.parallel.mesh import TENSOR_AXES, in_use
+from hfjax.parallel.mesh import partitioned
 from hfjax.parallel.placement import Dims
 
 
@@ -38,7 +38,7 @@ class OnShards:
 
     def map(self, function: Callable, in_specs: Any, out_specs: Any) -> Callable:
         """Return the function, run on each shard."""
-        axes = in_use(self.mesh, TENSOR_AXES)
+        axes = partitioned(self.mesh)
         return mapped(function, axes, in_specs, out_specs) if axes else function
 
 

@@ -7,7 +7,7 @@ import jax
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec as P
 
-from hfjax.parallel.mesh import TENSOR_AXES, in_use
+from hfjax.parallel.mesh import partitioned
 from hfjax.parallel.placement import auto_part
 from hfjax.parallel.strategy import Axes, Strategy
 
@@ -23,12 +23,12 @@ class Placer:
 
     def __call__(self, x: jax.Array, names: Names, gradient: Names | None = None) -> jax.Array:
         """Return x, placed; `gradient` names where its gradient lies (None: where x does)."""
-        return _place(self, names, gradient, x) if in_use(self.mesh, TENSOR_AXES) else x
+        return _place(self, names, gradient, x) if partitioned(self.mesh) else x
 
     def axes(self, name: str | None) -> Axes:
         """Return the tensor axes that split a named dimension of activations."""
         rows = self.strategy.activations.get(name or "", ())
-        return in_use(self.mesh, [axis for axis in rows if axis in TENSOR_AXES])
+        return tuple(axis for axis in partitioned(self.mesh) if axis in rows)
 
     def put(self, x: jax.Array, names: Names) -> jax.Array:
         """Return x, constrained."""

@@ -195,7 +195,7 @@ class SharedRows:
                 "itself there, not by way of kernels.attention."
             )
         own = not getattr(plain, "is_causal_attention", False)
-        if own and q.shape[2] > 1 and not _heads_alike(plain, operands):
+        if own and q.shape[2] > 1 and not heads_alike(plain, operands):
             raise ValueError(
                 "the model's own attention does not treat heads alike (what it makes of some heads "
                 "depends on the others, or on how many there are), and Ulysses gives each device "
@@ -219,7 +219,7 @@ class SharedRows:
         return jnp.zeros(found.shape, found.dtype)
 
 
-def _heads_alike(attend: Callable, operands: Sequence[Any]) -> bool:
+def heads_alike(attend: Callable, operands: Sequence[Any]) -> bool:
     """Return whether an attention makes of the last heads what it makes of them among all.
 
     Tried out on random numbers. Where it cannot be (it needs what is traced), it is believed.

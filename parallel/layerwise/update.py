@@ -14,7 +14,7 @@ from hfjax.base.paths import Flat, Index
 from hfjax.parallel.engine.reduce import Reduction
 from hfjax.parallel.for_models.on_shards import on_tensor_shards
 from hfjax.parallel.memory import is_on_host, to_device, to_host
-from hfjax.parallel.mesh import TENSOR_AXES, in_use, size_of
+from hfjax.parallel.mesh import partitioned, size_of
 from hfjax.parallel.placement import Dims, Placed, auto_part
 
 
@@ -74,7 +74,7 @@ class LayerUpdate(ABC):
 
     def _pinned(self, column: str, arrays: Flat, placed: Mapping[str, Placed]) -> Flat:
         """Keep tensor axes where a column has them."""
-        if not any(in_use(p.mesh, TENSOR_AXES) for p in self.placed.values()):
+        if not any(partitioned(p.mesh) for p in self.placed.values()):
             return arrays
         of = lambda name: placed[self.belongs.get(name, name)]
         pin = lambda name, x: lax.with_sharding_constraint(x, auto_part(getattr(of(name), column)))
@@ -150,9 +150,8 @@ def _squares(gradients: Flat, placed: Mapping[str, Placed]) -> Flat:
     groups: dict[tuple, Flat] = {}
     for path, square in squares.items():
         p = placed[path]
-        split = {axis for _, axes in p.split_dims("moment") for axis in axes}
-        axes = tuple(sorted(split.union(p.stays)))
-        groups.setdefault(axes, {})[path] = square
+        axes = {axis for _, axes in p.split_dims("moment") for axis in axes}.union(p.stays)
+        groups.setdefault(tuple(sorted(axes)), {})[path] = square
     for axes, group in groups.items():
         if axes:
             sums = lax.psum(jnp.stack([*group.values()]), axes)

@@ -21,7 +21,7 @@ from hfjax.cli.memory.report import Report, table
 from hfjax.cli.memory.settings import AUTO, Memory, alternatives, of_run
 from hfjax.cli.run import config_of
 from hfjax.cli.words import parsed
-from hfjax.parallel.mesh import PIPE_AXIS, TENSOR_AXES, describe_mesh, in_use
+from hfjax.parallel.mesh import PIPE_AXIS, describe_mesh, in_use, partitioned
 from hfjax.target import GPUS, can_compile_for_gpus, target_devices, wheels
 
 WIDTH, COLUMN = 26, 11  # of the table: what is told, and the least for a number
@@ -199,7 +199,7 @@ def _notes(given: Memory, parts: Planned) -> Iterator[str]:
             "attention keeps queries, keys and values and computes its scores again, which is what "
             "cuDNN's keeps; cuDNN's own working memory is less than what is compiled here."
         )
-    if in_use(parts.mesh, TENSOR_AXES):
+    if partitioned(parts.mesh):
         yield (
             "kept for the backward pass: as the trace says, whole along tensor; the compiled "
             "program splits some of it."

@@ -1,0 +1,202 @@
+"""A grid of devices: each linear map is split over `row` and over `tensor` (strategy GRID).
+
+Agarwal's product of matrices in three dimensions, as AxoNN has it (Singh et al., 2023), with any
+sides: fsdp x row x tensor. What flows lies in one of two ways:
+
+- the stream, [B, S/tensor, D/row]: between the layers' parts; norms, dropout, additions;
+- inside of attention and MLP, [B/row, S, F/tensor]: whole sequences, some rows, some heads.
+
+A linear map leads from one to the other. Weights are [D/row, F/tensor] on each device; fsdp splits
+them further, and they are gathered over it like all others. JAX derives the backward passes: every
+scatter becomes a gather, every gather a scatter.
+
+[B]atch: the rows of one place along data and fsdp. [S]equence, [D] embed, [F]: heads or mlp,
+[V]ocabulary. Shapes in names are those of one device.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh
+
+from hfjax.pallas_kernels.handing import Projection
+from hfjax.parallel.for_models.shared_rows import heads_alike
+from hfjax.parallel.mesh import COLUMN_AXIS, ROW_AXIS
+from hfjax.parallel.strategy import Axes
+
+BATCH, SEQUENCE = 0, 1  # dimensions of an activation
+
+
+@dataclass(frozen=True)
+class Grid:
+    """What modules ask for where row and tensor are larger than 1: see `hfjax.models.parts.Plain`.
+
+    Attributes:
+        mesh: The mesh.
+        splits: The strategy's rows of parameters: logical axis -> mesh axes.
+    """
+
+    mesh: Mesh
+    splits: Mapping[str, Axes]
+
+    # -- linear maps ----------------------------------------------------------------------------
+
+    def linear(self, between: tuple[str | None, str | None], multiply: Callable) -> Callable:
+        """Return the product of a linear map between two named dimensions."""
+        ways: dict[tuple[Axes, ...], Callable] = {
+            ((ROW_AXIS,), (COLUMN_AXIS,)): self._into,
+            ((COLUMN_AXIS,), (ROW_AXIS,)): self._out_of,
+        }
+        way = ways.get(tuple(self.splits.get(name or "", ()) for name in between))
+        if way is None:
+            raise ValueError(
+                f"a linear map from {between[0]} to {between[1]}: on a grid each leads from what "
+                f"{ROW_AXIS} splits ({self._names(ROW_AXIS)}) to what {COLUMN_AXIS} splits "
+                f"({self._names(COLUMN_AXIS)}), or back. Name its dimensions so, or use "
+                "hfjax.TENSOR | hfjax.SEQUENCE with row=1."
+            )
+        return lambda x, kernel: way(x, lambda x: multiply(x, kernel))
+
+    def _names(self, axis: str) -> str:
+        return ", ".join(name for name, axes in self.splits.items() if axes == (axis,))
+
+    def _into(self, x_BSD: jax.Array, multiply: Callable) -> jax.Array:
+        """Return what the stream becomes inside: the sequence comes together, rows are dealt."""
+        return _sum_of_parts(multiply(_whole(x_BSD, COLUMN_AXIS, SEQUENCE)), ROW_AXIS, BATCH)
+
+    def _out_of(self, x_BSF: jax.Array, multiply: Callable) -> jax.Array:
+        """Return what the inside becomes in the stream: `_into` with row and tensor swapped."""
+        return _sum_of_parts(multiply(_whole(x_BSF, ROW_AXIS, BATCH)), COLUMN_AXIS, SEQUENCE)
+
+    # -- the stream -----------------------------------------------------------------------------
+
+    def mean(self, x: jax.Array, name: str | None) -> jax.Array:
+        """Return the mean over the whole of the last dimension: of the stream, over its width."""
+        mean, axes = x.mean(-1, keepdims=True), self.splits.get(name or "", ())
+        return lax.pmean(mean, axes) if axes else mean
+
+    def positions(self, length: int) -> jax.Array:
+        """Return the numbers of the positions of the stream that are here."""
+        return lax.axis_index(COLUMN_AXIS) * length + jnp.arange(length)
+
+    def row_length(self, length: int) -> int:
+        """Return how many positions a row has of which the stream has so many here."""
+        return length * self.mesh.shape[COLUMN_AXIS]
+
+    def columns(self, width: int) -> tuple[jax.Array, int]:
+        """Return the numbers of the columns of the stream that are here, and of how many."""
+        numbers = lax.axis_index(ROW_AXIS) * width + jnp.arange(width)
+        return numbers, width * self.mesh.shape[ROW_AXIS]
+
+    def lookup(self, table_VD: jax.Array, tokens_BS: jax.Array) -> jax.Array:
+        """Return the row of each token, as the stream has them; tensor splits the table."""
+        rows, sides = table_VD.shape[0], self.mesh.shape[COLUMN_AXIS]
+        if tokens_BS.shape[SEQUENCE] % sides:
+            fits = [n for n in range(sides, 1, -1) if tokens_BS.shape[SEQUENCE] % n == 0]
+            raise ValueError(
+                f"rows of {tokens_BS.shape[SEQUENCE]} tokens: on a grid {COLUMN_AXIS}={sides} "
+                f"splits the sequence, and has to divide it: {fits or 'only 1'} would. Take "
+                f"another length, or another {COLUMN_AXIS}."
+            )
+        count = rows * sides
+        tokens = jnp.clip(jnp.where(tokens_BS < 0, tokens_BS + count, tokens_BS), 0, count - 1)
+        at = tokens - lax.axis_index(COLUMN_AXIS) * rows
+        here = (at >= 0) & (at < rows)
+        found = jnp.where(here[..., None], table_VD[jnp.clip(at, 0, rows - 1)], 0)
+        return _sum_of_parts(found, COLUMN_AXIS, SEQUENCE)
+
+    def part_of_rows(self, x_BS: jax.Array) -> jax.Array:
+        """Return the positions of an array [B, S] that the stream has here."""
+        return _mine(x_BS, COLUMN_AXIS, SEQUENCE)
+
+    # -- inside ---------------------------------------------------------------------------------
+
+    def attention(self, attend: Callable) -> Callable:
+        """Return the attention of the rows and heads that are here."""
+
+        def run(q_BSHD, k_BSGD, v_BSGD, *others):
+            operands = (q_BSHD, k_BSGD, v_BSGD, *(_mine(x, ROW_AXIS, BATCH) for x in others))
+            own = not getattr(attend, "is_causal_attention", False)
+            if own and not heads_alike(attend, [self._all_heads(x) for x in operands]):
+                raise ValueError(
+                    "the model's own attention does not treat heads alike (what it makes of some "
+                    f"heads depends on the others), and {COLUMN_AXIS} gives each device some of "
+                    "them. Put what differs by head into the queries, or use hfjax.TENSOR."
+                )
+            return attend(*operands)
+
+        return run
+
+    def _all_heads(self, x: jax.Array) -> jax.ShapeDtypeStruct:
+        heads = x.shape[2:3] and (x.shape[2] * self.mesh.shape[COLUMN_AXIS],)
+        return jax.ShapeDtypeStruct((*x.shape[:2], *heads, *x.shape[3:]), x.dtype)
+
+    # -- the head and the loss --------------------------------------------------------------------
+
+    def outputs(
+        self, x_BSD: jax.Array, kernel_VD: jax.Array, vocab: int, losses: bool
+    ) -> Projection | jax.Array:
+        """Return what the loss is given: what makes the losses, or logits, gathered."""
+        if losses:
+            return Projection(x_BSD, kernel_VD, lambda *operands: self._losses(vocab, *operands))
+        logits = _whole(self._logits(x_BSD, kernel_VD, vocab), COLUMN_AXIS, 2)
+        return _whole(logits, ROW_AXIS, BATCH)
+
+    def _logits(self, x_BSD: jax.Array, kernel_VD: jax.Array, vocab: int) -> jax.Array:
+        """Return logits [B/row, S, V/tensor]; those that pad the vocabulary are masked."""
+
+        def multiply(x):
+            return (x.reshape(-1, x.shape[-1]) @ kernel_VD.T).reshape(*x.shape[:-1], -1)
+
+        logits = self._into(x_BSD, multiply)
+        if vocab == kernel_VD.shape[0] * self.mesh.shape[COLUMN_AXIS]:
+            return logits
+        return jnp.where(_numbers(logits) < vocab, logits, jnp.finfo(logits.dtype).min)
+
+    def _losses(
+        self, vocab: int, x_BSD: jax.Array, kernel_VD: jax.Array, targets_BS: jax.Array
+    ) -> jax.Array:
+        """Return the cross entropy of each target, of all rows; the vocabulary stays split."""
+        logits = self._logits(x_BSD, kernel_VD, vocab)
+        logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+        targets = _mine(targets_BS, ROW_AXIS, BATCH)
+        greatest = lax.pmax(lax.stop_gradient(logits.max(-1)), COLUMN_AXIS)
+        picked = jnp.where(_numbers(logits) == targets[..., None], logits, 0).sum(-1)
+        exponentials = jnp.exp(logits - greatest[..., None]).sum(-1)
+        exponentials, picked = lax.psum((exponentials, picked), COLUMN_AXIS)
+        losses = jnp.log(exponentials) + greatest - picked
+        return _whole(jnp.where(targets < vocab, losses, jnp.nan), ROW_AXIS, BATCH)
+
+    def counted_once(self, tree: Any) -> Any:
+        """Return sums as they are on one device of the grid, and 0 on the others.
+
+        All of them know the loss of all their rows; gradients are of the sum over devices.
+        """
+        axes = (ROW_AXIS, COLUMN_AXIS)
+        first = lax.axis_index(axes) == 0
+        return jax.tree.map(lambda x: jnp.where(first, x, jnp.zeros_like(x)), tree)
+
+
+def _whole(x: jax.Array, axis: str, dim: int) -> jax.Array:
+    return lax.all_gather(x, axis, axis=dim, tiled=True)
+
+
+def _sum_of_parts(x: jax.Array, axis: str, dim: int) -> jax.Array:
+    """Return this device's part, along a dimension, of the sum over an axis."""
+    return lax.psum_scatter(x, axis, scatter_dimension=dim, tiled=True)
+
+
+def _mine(x: jax.Array, axis: str, dim: int) -> jax.Array:
+    """Return this device's part of what all along an axis have."""
+    size = x.shape[dim] // lax.axis_size(axis)
+    return lax.dynamic_slice_in_dim(x, lax.axis_index(axis) * size, size, dim)
+
+
+def _numbers(logits: jax.Array) -> jax.Array:
+    """Return the number in the vocabulary of each logit that is here."""
+    here = lax.broadcasted_iota("int32", (1, 1, logits.shape[-1]), 2)
+    return here + lax.axis_index(COLUMN_AXIS) * logits.shape[-1]

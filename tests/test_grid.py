@@ -1,0 +1,374 @@
+"""A grid of tensor parallelism trains as one device does, and sends what its formula says."""
+
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+import hfjax
+from hfjax.models.gpt import GPT, GPTConfig, next_token_loss
+from hfjax.models.llama import Llama, LlamaConfig
+from hfjax.models.parts import Dropout, Linear, RMSNorm, stacked
+from hfjax.testing import assert_strategies_agree
+from tests.grid_bytes import LAYERS, LENGTH, ROWS, VOCAB, WIDE, WIDTH, batch, layout, step
+
+# fsdp, row, tensor. With row=1 it is what TENSOR | SEQUENCE has always been.
+SIDES = [(1, 2, 2), (2, 2, 2), (1, 2, 3), (2, 1, 3), (1, 4, 2), (1, 2, 4)]
+
+
+def gpt(**changes):
+    shape = {"vocab": 22, "pad_vocab_to": 12, "length": 12, "layers": 2, "embed": 24, "heads": 12}
+    return lambda rngs: GPT(GPTConfig.tiny(**shape | changes), rngs=rngs)
+
+
+def llama(**changes):
+    shape = {"vocab": 24, "length": 12, "layers": 2, "embed": 48, "heads": 24, "kv_heads": 12}
+    return lambda rngs: Llama(LlamaConfig.tiny(**shape | {"mlp": 36} | changes), rngs=rngs)
+
+
+def tokens(rows=16, length=12):
+    rng = np.random.default_rng(0)
+    mask = rng.integers(0, 2, (rows, length)).astype(np.float32)
+    return {"tokens": rng.integers(0, 22, (rows, length + 1)).astype(np.int32), "mask": mask}
+
+
+def of_sides(a, r, c, **others):
+    grid = hfjax.GRID if r > 1 else hfjax.TENSOR | hfjax.SEQUENCE
+    strategy = hfjax.FSDP | grid if a > 1 else grid
+    sizes = {axis: n for axis, n in (("fsdp", a), ("row", r), ("tensor", c)) if n > 1}
+    return strategy.edit(replicate_below=0), sizes | others
+
+
+def agree(model, cases, given=None, loss=next_token_loss, **options):
+    options = {"precision": "fp64", "unroll": 1, "steps": 2} | options
+    with jax.enable_x64(True):
+        found = assert_strategies_agree(model, loss, given or tokens(), cases, **options)
+    assert max(found.values()) < 1e-9, found
+
+
+@pytest.mark.parametrize(
+    ("model", "every"),
+    [
+        pytest.param(gpt(dropout=0.1), SIDES, id="gpt"),
+        pytest.param(llama(), [(2, 2, 2), (1, 2, 3)], id="llama"),
+        pytest.param(llama(), SIDES, id="llama, all sides", marks=pytest.mark.slow),
+    ],
+)
+def test_whole_models_equal_one_device_on_all_sides_masks_and_microbatches_too(model, every):
+    agree(model, {str(sides): of_sides(*sides) for sides in every}, accumulate=2, clip=0.5)
+
+
+TWO = {"row": 2, "tensor": 2}
+
+
+def test_a_grid_goes_beside_data_zero_and_stages():
+    beside = lambda strategy: (strategy | hfjax.GRID).edit(replicate_below=0)
+    schedule = lambda name: {"schedule": hfjax.Schedule(name, 2)}
+    cases = {
+        "data": (beside(hfjax.DDP), {"data": 2, **TWO}),
+        "ZERO2": (beside(hfjax.ZERO2), {"data": 2, **TWO}, {"remat": "full"}),
+        "1F1B": (beside(hfjax.PIPE), {"pipe": 2, **TWO}, schedule("1f1b")),
+        "ZB": (beside(hfjax.PIPE), {"pipe": 2, **TWO}, schedule("zb")),
+    }
+    agree(gpt(dropout=0.1), cases, accumulate=2)
+
+
+def by_logits(logits, batch):
+    """A loss that knows nothing of a grid: it takes whole logits."""
+    chosen = jnp.take_along_axis(logits, batch["tokens"][:, 1:, None], axis=-1)[..., 0]
+    losses = jax.nn.logsumexp(logits, axis=-1) - chosen
+    return hfjax.Mean((losses * batch["mask"]).sum(), batch["mask"].sum(), {"most": losses.max()})
+
+
+@pytest.mark.parametrize("model", [gpt(), llama(tied=True)], ids=["gpt", "llama"])
+def test_documents_and_losses_of_logits_are_as_on_one_device(model):
+    documents = np.sort(np.random.default_rng(1).integers(0, 3, (16, 13))).astype(np.int32)
+    cases = {"grid": of_sides(2, 2, 2)}
+    agree(model, cases, tokens() | {"documents": documents})
+    agree(model, cases, loss=by_logits, steps=1)
+
+
+def test_evaluations_and_outputs_are_as_on_one_device():
+    found = {}
+    for name, strategy, sizes in (("grid", hfjax.GRID, TWO), ("one", hfjax.DDP, {"data": 1})):
+        mesh = hfjax.make_mesh(devices=jax.devices()[: math.prod(sizes.values())], **sizes)
+        plan = hfjax.layout(gpt(), optax.sgd(0.1), mesh, strategy)
+        state, given = hfjax.init(plan), tokens()
+        told = hfjax.eval_step(plan, next_token_loss)(state, given)
+        found[name] = told["loss"], hfjax.predict_step(plan)(state, given)
+    for grid, one in zip(*found.values(), strict=True):
+        np.testing.assert_allclose(grid, one, rtol=1e-5, atol=1e-6)
+
+
+# -- what is sent -------------------------------------------------------------------------------
+
+HERE = ["1,2,2", "2,2,2", "1,2,3", "1,3,2", "1,2,4", "1,4,2"]
+FAR = ["4,2,2", "2,4,2", "3,3,3", "4,4,4", "2,4,8", "8,2,4"]  # 16, 16, 27 and three of 64 devices
+
+
+def formula(a, r, c):
+    """The general formula for a whole Llama, in elements that a device sends (ring collectives).
+
+    A linear map from k (split over row) to n (over tensor): forward and backward, the stream is
+    gathered over tensor, what comes out is scattered over row; the way back with both swapped.
+    """
+    tokens, layers, wide = ROWS * LENGTH, LAYERS, WIDE
+    over_row = [(WIDTH, 3 * WIDTH), (WIDTH, 2 * wide)] * layers + [(WIDTH, VOCAB)]
+    back = [(WIDTH, WIDTH), (wide, WIDTH)] * layers
+    streams = sum(k for k, _ in over_row) + sum(n for _, n in back) + WIDTH  # the embedding
+    insides = sum(n for _, n in over_row) + sum(k for k, _ in back)
+    in_layers = layers * (4 * WIDTH**2 + 3 * WIDTH * wide)
+    fixed = 2 * WIDTH * VOCAB  # embedding and head: gathered once, layers twice
+    return {
+        "tensor": 2 * tokens * streams * (c - 1) / (a * r * c),
+        # and the loss of each token, gathered
+        "row": 2 * tokens * insides * (r - 1) / (a * r * c) + 2 * tokens * (r - 1) / (a * r),
+        "fsdp": (3 * in_layers + 2 * fixed) * (a - 1) / (a * r * c),
+        # forward and backward, one number for each token and norm: all-reduce
+        "sums over row": (2 * layers + 1) * 2 * tokens * (r - 1) / (a * c * r),
+    }
+
+
+def counted(every):
+    command = [sys.executable, "-W", "ignore", "-m", "tests.grid_bytes", *every]
+    environment = os.environ | {"PYTHONPATH": str(Path(hfjax.__file__).parents[1])}
+    folder = Path(__file__).parents[1]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=folder)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("every", [HERE, FAR], ids=["up to 8 devices", "16, 27 and 64 devices"])
+def test_activations_and_weights_send_exactly_what_the_general_formula_says(every):
+    found = counted(every)
+    for sides, sent in found.items():
+        wanted = formula(*map(int, sides.split(",")))
+        assert {axis: sent[axis] for axis in wanted} == pytest.approx(wanted, rel=1e-12), sides
+    assert list(found) == every
+
+
+def test_what_is_compiled_sends_the_same():
+    lowered = step((2, 2, 2), unroll=1).lower(batch())
+    written, compiled = hfjax.collectives(lowered), hfjax.collectives(lowered.compile())
+    for axis in ("fsdp", "row", "tensor"):
+        for kind in ("all-gather", "reduce-scatter"):
+            assert written.total(kind, axis) == compiled.total(kind, axis) > 0
+
+
+# -- what lies where ----------------------------------------------------------------------------
+
+
+def test_a_device_holds_its_share_of_each_matrix_and_of_the_residual_stream():
+    a, r, c = sides = (2, 2, 2)
+    made = step(sides, remat="full", unroll=1)
+    for path, p in made.layout.placed.items():
+        held = NamedSharding(p.mesh, p.parameter).shard_shape(p.shape)
+        shares = a * r * c if "scale" not in path else r  # norms are small: whole but for row
+        assert math.prod(held) * shares == math.prod(p.shape), path
+    kept = [out for scan in loops(made.trace(batch()).jaxpr) for out in saved(scan)]
+    assert [x.shape for x in kept] == [(LAYERS, ROWS // a, LENGTH // c, WIDTH // r)]
+
+
+def loops(jaxpr):
+    """The loops over layers of a program, wherever they are."""
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "scan" and equation.params["length"] == LAYERS:
+            yield equation
+        for body in jax.tree.leaves(
+            equation.params, is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")
+        ):
+            inner = getattr(body, "jaxpr", body)
+            if hasattr(inner, "eqns"):
+                yield from loops(inner)
+
+
+def saved(scan):
+    """What of activations the loop stacks, layer by layer, for the backward pass."""
+    outs = [v.aval for v in scan.outvars[scan.params["num_carry"] :]]
+    return [
+        x
+        for x in outs
+        if x.ndim == 4 and x.shape[1] in (ROWS, ROWS // 2, ROWS // 4) and x.shape[2] <= LENGTH
+    ]
+
+
+def test_fsdp_joins_what_the_grid_splits_as_its_minor_part():
+    """So that the pieces that a device gathers over fsdp are next to each other, in order."""
+    specs = layout((2, 2, 2)).specs
+    assert specs["layers/mlp/gate_up/kernel"] == P(None, ("row", "fsdp"), "tensor")
+    assert specs["layers/mlp/down/kernel"] == P(None, ("tensor", "fsdp"), "row")
+
+
+def test_the_page_shows_which_device_holds_which_block():
+    mesh = hfjax.make_mesh(**hfjax.cube(2))
+    specs = [
+        P(("fsdp", "tensor"), "row"),
+        P(("row", "fsdp"), "tensor"),
+        P(("tensor", "fsdp"), "row"),
+    ]
+    page = (Path(__file__).parents[1] / "docs/tensor_grids.md").read_text(encoding="utf-8")
+    lines = [re.findall(r"│ +(\d) +│ +(\d) +│", line) for line in page.splitlines()]
+    drawn = np.array([line for line in lines if line], int)  # [lines, pictures, columns]
+    for number, spec in enumerate(specs):
+        held = NamedSharding(mesh, spec).devices_indices_map((4, 2))
+        blocks = {(x.start, y.start or 0): device.id for device, (x, y) in held.items()}
+        wanted = [[blocks[line, column] for column in range(2)] for line in range(4)]
+        assert drawn[:, number].tolist() == wanted
+
+
+def test_the_known_forms_have_names():
+    assert hfjax.make_mesh(**hfjax.cube(2)).shape == hfjax.make_mesh(fsdp=2, row=2, tensor=2).shape
+    assert hfjax.make_mesh(data=2, **hfjax.grid_2d(2, 2)).shape["fsdp"] == 1
+
+
+# -- what is refused ----------------------------------------------------------------------------
+
+
+def of(strategy, model=None, own=None, **sizes):
+    devices = jax.devices()[: math.prod(sizes.values())]
+    mesh = hfjax.make_mesh(devices=devices, **sizes)
+    plan = hfjax.layout(model or gpt(), optax.sgd(0.1), mesh, strategy)
+    return hfjax.train_step(plan, next_token_loss, **(own or {}))
+
+
+GRID, BOTH = hfjax.GRID, hfjax.FSDP | hfjax.GRID
+HALF = hfjax.Strategy("half", parameters={"embed": "row"})
+REFUSED = {
+    "no rows": (BOTH, {"fsdp": 4, "tensor": 2}, r"here is row=1. Write make_mesh\(fsdp=2, row=2"),
+    "no sides": (GRID, {"data": 8}, r"row=1 and tensor=1. Write make_mesh\(data=2, row=2, tensor"),
+    "two devices": (GRID, {"tensor": 2}, "2 devices form no grid: take 4, 6, 8"),
+    "other": (hfjax.TENSOR, TWO, "row splits neither .* hfjax.GRID row and tensor"),
+    "more than devices": (BOTH | hfjax.PIPE, {"pipe": 2, **TWO}, "8 devices are too few for all"),
+    "a part of its rows": (HALF, TWO, r"without the other rows of hfjax.GRID \(vocab, heads, mlp"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_no_grid_is_refused_with_the_mesh_to_write(case):
+    strategy, sizes, said = REFUSED[case]
+    with pytest.raises(ValueError, match=said):
+        of(strategy, **sizes)
+
+
+SHAPES = {
+    "heads": ({"heads": 3}, (2, 2), r"3 heads need a tensor axis that divides them: only 1 fit"),
+    "vocabulary": ({"pad_vocab_to": 1}, (2, 4), "Pad the vocabulary .* vocab=24"),
+    "width": ({"embed": 30, "heads": 6}, (4, 2), r"needs a row that divides it: \[3, 2\] would do"),
+}
+
+
+@pytest.mark.parametrize("case", SHAPES)
+def test_sides_that_do_not_divide_the_model_are_refused_with_those_that_would(case):
+    changes, (row, tensor), said = SHAPES[case]
+    with pytest.raises(ValueError, match=said):
+        of(GRID, gpt(**changes), row=row, tensor=tensor)
+
+
+def test_rows_and_lengths_that_do_not_divide_are_refused_with_sides_that_would():
+    made = of(GRID, row=4, tensor=2, own={"accumulate": 2})
+    with pytest.raises(ValueError, match=r"microbatches x 1 devices x row=4 .*: \[3, 2\] would do"):
+        made.lower(tokens(rows=12))
+    with pytest.raises(ValueError, match=r"rows of 9 tokens: on a grid tensor=2 .*: only 1 would"):
+        made.lower(tokens(rows=8, length=9))
+
+
+class Unlike(GPT):
+    """A GPT with something in its layers that is made for whole streams."""
+
+    def __init__(self, block, *, rngs):
+        super().__init__(gpt()(rngs).config, rngs=rngs)
+        self.layers = stacked(2, block, rngs)
+
+
+class Inside(nnx.Module):
+    """Dropout where heads and rows are split."""
+
+    def __init__(self, rngs):
+        self.up = Linear((24, 24), ("embed", "mlp"), 1, 0.1, rngs=rngs)
+        self.down = Linear((24, 24), ("mlp", "embed"), 1, 0.1, rngs=rngs)
+        self.dropout = Dropout(0.1, rngs=rngs)
+
+    def __call__(self, x):
+        return x + self.down(self.dropout(self.up(x)))
+
+
+class Sideways(nnx.Module):
+    """A linear map that leads nowhere on a grid."""
+
+    def __init__(self, rngs):
+        self.map = Linear((24, 24), ("embed", None), 1, 0.1, rngs=rngs)
+
+    def __call__(self, x):
+        return x + self.map(x)
+
+
+class Norm(nnx.LayerNorm):
+    """A norm of flax, whose dimension has a name."""
+
+    def __init__(self, rngs):
+        super().__init__(24, rngs=rngs)
+        self.scale, self.bias = (nnx.Param(jnp.ones(24), axes=("embed",)) for _ in range(2))
+
+
+class WithNormedHeads(nnx.Module):
+    """Attention's norm of queries and keys: a norm over what no device has a part of."""
+
+    def __init__(self, rngs):
+        self.up = Linear((24, 12, 2), ("embed", "heads", None), 2, 0.1, rngs=rngs)
+        self.norm = RMSNorm(2, axis=None)
+        self.down = Linear((12, 2, 24), ("heads", None, "embed"), 1, 0.1, rngs=rngs)
+
+    def __call__(self, x):
+        return x + self.down(self.norm(self.up(x)))
+
+
+def test_a_norm_of_heads_is_of_each_device_alone():
+    agree(lambda rngs: Unlike(WithNormedHeads, rngs=rngs), {"grid": of_sides(2, 2, 2)})
+
+
+def by_head(q, k, v):
+    """Attention that weighs heads by their number."""
+    return v * jnp.arange(v.shape[2])[None, None, :, None]
+
+
+LAYERS_REFUSED = {
+    "dropout inside": (Inside, "dropout belongs where the residual stream is"),
+    "a linear map to nowhere": (Sideways, r"from embed to None: .* \(vocab, heads, mlp\), or back"),
+    "a module of others": (Norm, r"layers \(Norm\) on a grid: .* works_on_a_grid = True"),
+}
+
+
+@pytest.mark.parametrize("case", LAYERS_REFUSED)
+def test_layers_that_would_compute_something_else_on_a_grid_are_refused(case):
+    block, said = LAYERS_REFUSED[case]
+    with pytest.raises(ValueError, match=said):
+        of(GRID, lambda rngs: Unlike(block, rngs=rngs), **TWO).lower(tokens())
+
+
+def test_attention_that_tells_heads_apart_is_refused():
+    with pytest.raises(ValueError, match="does not treat heads alike"):
+        of(GRID, gpt(attention=by_head), **TWO).lower(tokens())
+
+
+def test_a_model_without_names_specs_of_the_users_own_and_kernels_are_refused():
+    bare = lambda rngs: {"w": jnp.ones((8, 8))}
+    with pytest.raises(ValueError, match="no parameter has an axis named embed, heads"):
+        of(GRID, bare, **TWO)
+    plan = hfjax.layout(gpt(), optax.sgd(0.1), hfjax.make_mesh(data=2, **TWO), GRID)
+    for spec in (P(), P("tensor"), P(("data", "row"))):
+        own = plan.with_specs({"norm/scale": spec})
+        with pytest.raises(ValueError, match=r"norm/scale .* row and tensor split what hfjax.GRID"):
+            hfjax.train_step(own, next_token_loss)
+    with pytest.raises(ValueError, match='kernels="reference" with a grid of row=2 x tensor=2: '):
+        of(GRID, own={"kernels": "reference"}, **TWO)
