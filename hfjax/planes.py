@@ -53,19 +53,24 @@ def data_plane(
     whole = lambda p: bool(p.split_dims("parameter")) and not p.split_dims("gradient")
     if table is not None:
         assert layout.arrangement is not None
-        branches = f"schedule {table.name} has branches, and a permute in one waits for ever"
-        context = _context(
-            layout,
-            loss,
-            execution,
-            False,
-            lambda p: kept(p) or whole(p),
-            branches if table.branches else None,
-        )
+        no_ring = _no_ring(layout, execution, table)
+        fetched = lambda p: kept(p) or whole(p)
+        context = _context(layout, loss, execution, False, fetched, no_ring)
         return PipelinePlane(context, layout.arrangement, compile_table(table), layout.packed)
     if layout.hosted.parameters and layout.blueprint.three_parts and not layout.forward:
         return LayerwisePlane(_context(layout, loss, execution, once, kept))
     return AutodiffPlane(_context(layout, loss, execution, once, whole))
+
+
+def _no_ring(layout: Layout, execution: Execution, table: Table) -> str | None:
+    """Return why keys and values cannot go around a ring in a pipeline, if layers branch in it."""
+    branches = {
+        f"schedule {table.name} has branches": table.branches,
+        "a pipeline of a list of layers has a branch for each": layout.packed is not None,
+        'remat="except_last" has branches': execution.remat.what == "except_last",
+    }
+    why = next((why for why, so in branches.items() if so), None)
+    return why and f"{why}, and a permute in one waits for ever"
 
 
 def update_plane(layout: Layout, loss: Callable, execution: Execution) -> LayerUpdatePlane:

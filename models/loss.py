@@ -18,7 +18,7 @@ def next_tokens(batch: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
     token's position in its document (`positions`). A batch that has targets is returned as it is.
 
     Args:
-        batch: Tokens [B, S + 1]; also documents [B, S + 1] and a mask [B, S] or [B, S + 1].
+        batch: Tokens [B, S + 1]; also documents [B, S + 1] and a mask of the targets, [B, S].
 
     Example:
         >>> import jax.numpy as jnp

@@ -1,7 +1,6 @@
 """Rows that several devices share: as on one device, and the bytes of their formulas."""
 
 import os
-import re
 import subprocess
 import sys
 
@@ -16,7 +15,6 @@ from hfjax import CONTEXT, DDP, FSDP, PIPE, SEQUENCE, TENSOR, ZERO1, Context, Sc
 from hfjax.models.attention import windowed
 from hfjax.models.gpt import GPT, GPTConfig, next_token_loss
 from hfjax.models.llama import Llama, LlamaConfig
-from hfjax.models.parts import plain
 from hfjax.parallel.autodiff.varying_state import bodies
 from hfjax.parallel.context.choice import Choice
 
@@ -315,12 +313,6 @@ def test_heads_that_do_not_divide_are_refused_with_the_groups_that_do():
         step.lower({"tokens": np.zeros((2, 61), np.int32)})
 
 
-def test_a_ring_in_a_schedule_with_branches_is_refused_by_name():
-    execution = {"context": "ring", "schedule": Schedule("zb-h1", 4)}
-    with pytest.raises(ValueError, match="schedule zb-h1 has branches"):
-        trained(gpt, PIPE | CONTEXT, {"context": 2, "pipe": 2}, TOKENS, **execution)
-
-
 @pytest.mark.parametrize(
     ("given", "match"),
     [
@@ -342,145 +334,6 @@ def test_groups_that_do_not_divide_the_devices_are_refused():
         plan(4, Context("ulysses", 2)).lower(ROWS)
 
 
-class Own(nnx.Module):
-    """A model whose positions meet in a way of its own."""
-
-    def __init__(self, meet, rngs):
-        self.embedding = nnx.Embed(64, 32, rngs=rngs)
-        self.meet = meet
-
-    def __call__(self, batch):
-        return self.meet(self.embedding(batch["tokens"])) @ self.embedding.embedding[...].T
-
-
-def attend_here(x):
-    return jax.nn.softmax(x @ x.swapaxes(1, 2)) @ x
-
-
-def convolve(x):
-    kernel = jax.numpy.ones((3, 32, 32)) / 96
-    names = ("NWC", "WIO", "NWC")
-    return jax.lax.conv_general_dilated(x, kernel, (1,), "SAME", dimension_numbers=names)
-
-
-MEETINGS = {
-    "contracts": attend_here,
-    "convolves": convolve,
-    "accumulates": lambda x: jax.numpy.cumsum(x, axis=1),
-    "counts": lambda x: x + jax.numpy.arange(x.shape[1])[None, :, None],
-    "cuts or joins": lambda x: jax.numpy.roll(x, 1, axis=1),
-    "reduces": lambda x: x - x.mean(axis=1, keepdims=True),
-    "does what hfjax does not know (fft) with": lambda x: jax.numpy.fft.fft(x, axis=1).real,
-    "does what hfjax does not know (scatter) with": lambda x: x.at[:, 0].set(0),
-    "sorts": lambda x: x + jax.lax.top_k(x.swapaxes(1, 2), 2)[0].sum(-1)[:, None],
-    "rearranges": lambda x: x.reshape(x.shape[0], x.shape[2], x.shape[1]).swapaxes(1, 2),
-    "pairs": lambda x: x * (x[:, :, :1] + x[:, None, :, 0]).max(2)[..., None],
-    "runs a loop over": lambda x: jax.lax.scan(
-        lambda h, y: (h + y, h), x[:, 0] * 0, x.swapaxes(0, 1)
-    )[1].swapaxes(0, 1),
-}
-
-
-@pytest.mark.parametrize("what", MEETINGS)
-def test_positions_that_meet_outside_of_attention_are_refused(what):
-    mesh = hfjax.make_mesh(devices=jax.devices()[:4], context=4)
-    layout = hfjax.layout(
-        lambda rngs: Own(MEETINGS[what], rngs), optax.sgd(0.1), mesh, DDP | CONTEXT
-    )
-    step = hfjax.train_step(layout, lambda y, batch: (y**2).mean())
-    verbs = f"cuts or joins|reduces|pairs|{re.escape(what)}"
-    with pytest.raises(ValueError, match=f"the model ({verbs}) positions of a row"):
-        step.lower({"tokens": np.zeros((2, 64), np.int32)})
-
-
-@pytest.mark.parametrize(
-    ("meet", "message"),
-    [
-        (lambda x: x + np.sin(np.arange(x.shape[1]))[None, :, None], "holds an array"),
-        (lambda x: x / x.shape[1], "computes with the number of positions"),
-    ],
-    ids=["a table of sines", "the length"],
-)
-def test_what_is_made_of_the_length_of_a_part_is_refused(meet, message):
-    mesh = hfjax.make_mesh(devices=jax.devices()[:4], context=4)
-    layout = hfjax.layout(lambda rngs: Own(meet, rngs), optax.sgd(0.1), mesh, DDP | CONTEXT)
-    batch = {"tokens": np.zeros((2, 64), np.int32)}
-    with pytest.raises(ValueError, match=f"the model {message}"):
-        hfjax.train_step(layout, lambda y, batch: (y**2).mean()).lower(batch)
-    free = hfjax.Context(check=False)
-    hfjax.train_step(layout, lambda y, batch: (y**2).mean(), context=free).lower(batch)
-
-
-LOSSES = {
-    "a sum over positions, a mean over rows": lambda y, batch: y.sum((1, 2)).mean(),
-    "a weight that counts rows": lambda y, batch: hfjax.Mean(y.sum(), y.shape[0]),
-    "a likelihood of whole rows": lambda y, batch: jax.nn.softplus(y.mean((1, 2))).mean(),
-    "a masked mean that is no Mean": lambda y, batch: (
-        (y.sum(2) * batch["tokens"]).sum() / batch["tokens"].sum()
-    ),
-}
-
-
-@pytest.mark.parametrize("name", LOSSES)
-def test_a_loss_of_whole_rows_that_its_parts_do_not_make_is_refused(name):
-    mesh = hfjax.make_mesh(devices=jax.devices()[:4], context=4)
-    layout = hfjax.layout(lambda rngs: Own(lambda x: x, rngs), optax.sgd(0.1), mesh, DDP | CONTEXT)
-    with pytest.raises(ValueError, match=r"not that of their parts together .* hfjax\.Mean"):
-        hfjax.train_step(layout, LOSSES[name]).lower({"tokens": np.zeros((2, 64), np.int32)})
-
-
-def test_a_plain_mean_weighs_each_row_once():
-    mesh = hfjax.make_mesh(devices=jax.devices()[:4], context=4)
-    layout = hfjax.layout(lambda rngs: Own(lambda x: x, rngs), optax.sgd(0.1), mesh, DDP | CONTEXT)
-    step = hfjax.train_step(layout, lambda y, batch: (y**2).mean())
-    _, metrics = step(hfjax.init(layout), {"tokens": np.zeros((2, 64), np.int32)})
-    assert float(metrics["weight"]) == 2.0
-
-
-class Attending(nnx.Module):
-    """A model with an attention of its own."""
-
-    def __init__(self, attend, rngs):
-        self.embedding = nnx.Embed(64, 32, rngs=rngs)
-        self.attend, self.kernels = attend, plain
-
-    def __call__(self, batch):
-        x = self.embedding(batch["tokens"])
-        x = x.reshape(*x.shape[:2], 4, 8)
-        return self.kernels.attention(self.attend)(x, x, x).reshape(*x.shape[:2], 32)
-
-
-def alike(q, k, v):
-    return jax.nn.dot_product_attention(q, k, v)
-
-
-def alibi(q, k, v):
-    slopes = 2.0 ** -np.arange(1, q.shape[2] + 1)
-    apart = np.arange(q.shape[1])[:, None] - np.arange(k.shape[1])[None]
-    return jax.nn.dot_product_attention(q, k, v, bias=-slopes[None, :, None, None] * abs(apart))
-
-
-def own_attention(attend, sizes):
-    mesh = hfjax.make_mesh(devices=jax.devices()[: int(np.prod(list(sizes.values())))], **sizes)
-    strategy = DDP | CONTEXT if "context" in sizes else DDP
-    layout = hfjax.layout(lambda rngs: Attending(attend, rngs), optax.sgd(0.1), mesh, strategy)
-    step = hfjax.train_step(layout, lambda y, batch: (y**2).mean())
-    _, metrics = step(hfjax.init(layout), {"tokens": TOKENS["tokens"][:2, :32]})
-    return float(metrics["loss"])
-
-
-def test_an_attention_of_ones_own_is_given_whole_rows():
-    wanted = own_attention(alike, {"data": 1})
-    assert abs(own_attention(alike, {"context": 4}) - wanted) < 1e-6
-    with pytest.raises(ValueError, match="does not treat heads alike"):
-        own_attention(alibi, {"context": 4})
-    mesh = hfjax.make_mesh(devices=jax.devices()[:4], context=4)
-    layout = hfjax.layout(lambda rngs: Attending(alike, rngs), optax.sgd(0.1), mesh, DDP | CONTEXT)
-    step = hfjax.train_step(layout, lambda y, batch: (y**2).mean(), context="ring")
-    with pytest.raises(ValueError, match="only Ulysses can give whole rows"):
-        step.lower({"tokens": np.zeros((2, 32), np.int32)})
-
-
 def test_what_is_recomputed_keeps_no_array_as_large_as_the_scores(monkeypatch):
     monkeypatch.setattr("hfjax.pallas_kernels.attention.reference.BLOCK", 4)
     traced = plan(4, "ring", remat="full", length=128).trace({"tokens": np.zeros((1, 129), int)})
@@ -496,18 +349,6 @@ def variables_in(jaxpr):
         yield from equation.outvars
         for body in bodies(equation):
             yield from variables_in(body)
-
-
-def test_a_loss_that_shifts_targets_by_itself_is_refused():
-    mesh = hfjax.make_mesh(devices=jax.devices()[:4], context=4)
-    layout = hfjax.layout(lambda rngs: Own(lambda x: x, rngs), optax.sgd(0.1), mesh, DDP | CONTEXT)
-
-    def shifted(logits, batch):
-        targets = batch["tokens"][:, 1:]
-        return optax.softmax_cross_entropy_with_integer_labels(logits[:, :-1], targets).mean()
-
-    with pytest.raises(ValueError, match="the loss cuts or joins positions of a row"):
-        hfjax.train_step(layout, shifted).lower({"tokens": np.zeros((2, 64), np.int32)})
 
 
 def test_a_row_longer_than_the_model_has_positions_is_refused():

@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 
 from hfjax.base.paths import Tree, flatten
 from hfjax.haiscale.partition import Partition
-from hfjax.parallel.mesh import AXES, PIPE_AXIS, describe_mesh
+from hfjax.parallel.mesh import AXES, PIPE_AXIS, SEQUENCE_AXES, describe_mesh, in_use
 
 REMAT = {"never": "none", "except_last": "except_last", "always": "full"}
 OPTIONS = ("precision", "reduction", "reshard_after_forward", "unroll", "compiler_options")
@@ -61,6 +61,12 @@ def check_mesh(mesh: Any, parts: Partition) -> Mesh:
         raise ValueError(
             f"mesh is {mesh!r}: a mesh of hfjax.make_mesh is expected, for instance "
             f"hfjax.make_mesh(pipe={parts.stages}, data=2)."
+        )
+    if shared := in_use(mesh, SEQUENCE_AXES):
+        raise ValueError(
+            f"mesh {describe_mesh(mesh)}: a pipe takes whole rows, and devices along "
+            f"{', '.join(shared)} would share them. Use data in its place, or hfjax.train_step "
+            "with a schedule and hfjax.PIPE | hfjax.CONTEXT."
         )
     if mesh.shape[PIPE_AXIS] != parts.stages:
         raise ValueError(

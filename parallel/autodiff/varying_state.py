@@ -5,7 +5,7 @@ that a step keeps should not.
 """
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -25,9 +25,17 @@ class Differing(NamedTuple):
     lines: set[str]
 
 
-def differing(jaxpr: Any, inputs: Sequence[bool], axes: Sequence[str]) -> Differing:
-    """Return what differs between devices along these axes, given which inputs do."""
-    follow = _Follow(frozenset(axes), set())
+def differing(
+    jaxpr: Any,
+    inputs: Sequence[bool],
+    axes: Sequence[str],
+    drawn: Callable[[tuple[int, ...]], bool] = lambda shape: True,
+) -> Differing:
+    """Return what differs between devices along these axes, given which inputs do.
+
+    Random numbers are looked at that are drawn in such a shape.
+    """
+    follow = _Follow(frozenset(axes), set(), drawn)
     return Differing(follow(jaxpr, inputs, ""), follow.lines)
 
 
@@ -59,11 +67,15 @@ def warn_of_whole_numbers(paths: Sequence[str], axes: Sequence[str]) -> None:
 
 def bodies(equation: JaxprEqn) -> Iterator[Any]:
     """Yield the programs inside of an equation."""
+    yield from (getattr(body, "jaxpr", body) for body in closed_bodies(equation))
+
+
+def closed_bodies(equation: JaxprEqn) -> Iterator[Any]:
+    """Yield the programs inside of an equation, with the constants that they close over, if any."""
     for value in equation.params.values():
         for body in value if isinstance(value, tuple | list) else (value,):
-            inner = getattr(body, "jaxpr", body)
-            if hasattr(inner, "eqns"):
-                yield inner
+            if hasattr(getattr(body, "jaxpr", body), "eqns"):
+                yield body
 
 
 @dataclass(frozen=True)
@@ -72,6 +84,7 @@ class _Follow:
 
     axes: frozenset[str]
     lines: set[str]  # that draw random numbers from keys which do not differ
+    drawn: Callable[[tuple[int, ...]], bool]  # whether numbers of such a shape count
 
     def __call__(self, jaxpr: Any, inputs: Sequence[bool], place: str) -> list[bool]:
         """Return which outputs differ; `place` is the line around, for what JAX has compiled."""
@@ -80,7 +93,8 @@ class _Follow:
         for equation in jaxpr.eqns:
             given = [is_apart(v) for v in equation.invars]
             line = source_info_util.summarize(equation.source_info) or place
-            if equation.primitive.name == DRAWS and not any(given):
+            draws = equation.primitive.name == DRAWS and self.drawn(equation.outvars[0].aval.shape)
+            if draws and not any(given):
                 self.lines.add(line)
             outputs = self._outputs(equation, given, line)
             apart.update(v for v, yes in zip(equation.outvars, outputs, strict=True) if yes)
@@ -108,7 +122,7 @@ class _Follow:
         """Return which inputs of a scan differ in some turn of it."""
         first, carry = parts_of_scan(equation)
         while True:
-            outputs = _Follow(self.axes, set())(body, given, "")[:carry]
+            outputs = _Follow(self.axes, set(), self.drawn)(body, given, "")[:carry]
             now = [a or b for a, b in zip(given[first : first + carry], outputs, strict=True)]
             if now == given[first : first + carry]:
                 return given

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from hfjax.base.keywords import known_fields
 from hfjax.base.tables import aligned, human
 from hfjax.parallel.context.deal import ORDERS, Deal
 from hfjax.parallel.context.exchange import repeats
@@ -23,6 +24,7 @@ from hfjax.parallel.context.exchange import repeats
 FORMS = ("ring", "allgather", "ulysses")
 
 
+@known_fields
 @dataclass(frozen=True)
 class Context:
     """How the devices that share a row work together: `train_step(…, context=hfjax.Context(…))`.

@@ -5,27 +5,32 @@ in `kernels.attention` only. So the model is traced with rows of a length that d
 dimension: what contracts, shifts, sums or counts along such a dimension is refused, with its line.
 """
 
-import math
-from collections.abc import Callable, Iterator, Sequence
+import warnings
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.core import Tracer
-from jax.extend import source_info_util
-from jax.extend.core import JaxprEqn, Literal
 
 from hfjax.base.mean import as_mean
 from hfjax.base.paths import Flat
-from hfjax.parallel.autodiff.program import CALLS
-from hfjax.parallel.autodiff.varying_state import bodies
+from hfjax.parallel.autodiff.kept_apart import (
+    OTHER,
+    a_length,
+    constants_along,
+    differences,
+    mixes,
+    numbers_in,
+)
+from hfjax.parallel.autodiff.varying_state import differing
 from hfjax.parallel.engine.blueprint import TRAIN, asked_by, raw, variable_of
 from hfjax.parallel.engine.layers import is_list, items_of
-from hfjax.parallel.engine.step_context import StepContext, rows_of
+from hfjax.parallel.engine.step_context import StepContext, differs_by_part, rows_of
 from hfjax.parallel.for_models.shared_rows import SharedRows, dims_of
 
 
@@ -86,87 +91,166 @@ def look(
     templates = context.blueprint.parameters
     sizes = {n for x in templates.values() for n in raw(x).shape} | {rows_of(batch)}
     real = _length(batch, dims)
-    own = a_length(real, sizes)  # None: nothing can be told apart
-    length = own or real
+    apart = a_length(real, sizes)  # None: nothing can be told apart
+    length = apart or real
 
     def of_length(n: int) -> Any:
         resize = lambda x, dim: x.shape if dim is None else _with(x.shape, dim, n)
         made = lambda dim, x: jax.ShapeDtypeStruct(resize(x, dim), x.dtype)
         return jax.tree.map(made, dims, batch, is_leaf=lambda x: x is None)
 
+    def traced(n: int, note: bool) -> tuple[Any, Any, Any]:
+        """Return the programs of the model and of the loss on rows of n positions, and outputs."""
+        with rows.looked_at(real, n, note):
+            model, outputs = program(parameters, variables, of_length(n))
+            return model, jax.make_jaxpr(context.loss)(outputs, of_length(n)), outputs
+
     compute = lambda x: context.execution.precision.of(x.dtype)[0]
     parameters = {
         path: jax.ShapeDtypeStruct(raw(x).shape, compute(raw(x))) for path, x in templates.items()
     }
-    traced = jax.make_jaxpr(partial(_outputs, context, mode), return_shape=True)
-    with rows.looked_at(real, length):
-        try:
-            model, outputs = traced(parameters, variables, of_length(length))
-        except TypeError as error:
-            raise ValueError(
-                f"the model does not take rows of {length} positions in place of {real}. Dimension "
-                "1 of each array of the batch is taken for the sequence; which it is can be said: "
-                'hfjax.Context(sequence={"image": None}). JAX says: ' + str(error)[:300]
-            ) from error
-        loss = jax.make_jaxpr(context.loss)(outputs, of_length(length))
-    rows.outputs = [_dimension(x.shape, length) for x in jax.tree.leaves(outputs)]
-    if own is None or not rows.settings.check:
-        return
-    for jaxpr, part in ((model, "the model"), (loss, "the loss")):
-        for shape in constants_along(jaxpr, length):
-            raise ValueError(
-                f"{part} holds an array {list(shape)} with a number for each position: {APART}. "
-                f"{MEET_BY}"
-            )
-        for what, line in mixes(jaxpr.jaxpr, length, part == "the loss"):
-            raise ValueError(f"{part} {what} positions of a row ({line}): {APART}. {MEET_BY}")
-    if other := a_length(length - 1, sizes):
-        with rows.looked_at(real, other, note=False):
-            again, _ = traced(parameters, variables, of_length(other))
-        one, two = (list(numbers_in(found.jaxpr)) for found in (model, again))
-        if len(one) != len(two) or any(a != b and a == a for a, b in zip(one, two, strict=True)):
-            raise ValueError(f"the model computes with the number of positions: {APART}. {MEET_BY}")
-    _check_parts(context.loss, outputs, of_length, length)
-
-
-def _check_parts(loss: Callable, outputs: Any, of_length: Callable, length: int) -> None:
-    """Refuse a loss of whole rows that is not the mean of the losses of their parts."""
-    draw = np.random.default_rng(0)
-
-    def made(x: Any) -> np.ndarray:
-        shape = tuple(6 if d and size == length else size for d, size in enumerate(x.shape))
-        if jnp.issubdtype(x.dtype, jnp.floating):
-            return (draw.uniform(0.2, 2, shape) ** 3).astype(np.float32)
-        return draw.integers(0, 2, shape).astype(x.dtype)
-
-    whole = jax.tree.map(made, (outputs, of_length(length)))
-    like = (outputs, of_length(length))
-
-    def part(first: int) -> Any:
-        cut = lambda x, of: x[
-            tuple(
-                slice(first, first + 3) if d and size == length else slice(None)
-                for d, size in enumerate(of.shape)
-            )
-        ]
-        return jax.tree.map(cut, whole, like)
-
-    @jax.jit  # one program instead of fifty small ones
-    def means(*groups: Sequence[Any]) -> list[Any]:
-        found = [[as_mean(loss(*p), rows_of(p[1])) for p in parts] for parts in groups]
-        return [sum(m.total for m in parts) / sum(m.weight for m in parts) for parts in found]
-
+    program = jax.make_jaxpr(partial(_outputs, context, mode), return_shape=True)
     try:
-        with jax.ensure_compile_time_eval():
-            one, two = map(float, means([whole], [part(0), part(3)]))
-    except Exception:  # it needs what is not there yet: a collective, keys, other tokens
-        return
-    if np.isfinite(one) and np.isfinite(two) and abs(one - two) > 3e-5 * max(abs(one), 1e-3):
+        model, loss, outputs = traced(length, note=True)
+    except TypeError as error:
         raise ValueError(
-            f"the loss of whole rows is not that of their parts together ({one:.4g} and {two:.4g} "
-            f"for random outputs): {APART}. Return sums over positions: hfjax.Mean((losses * mask)"
-            ".sum(), mask.sum()), or the plain mean over all rows and positions."
+            f"the model does not take rows of {length} positions in place of {real}. Dimension 1 "
+            "of each array of the batch is taken for the sequence; which it is can be said: "
+            'hfjax.Context(sequence={"image": None}). JAX says: ' + str(error)[:300]
+        ) from error
+    rows.outputs = [_dimension(x.shape, length) for x in jax.tree.leaves(outputs)]
+    if apart is None or not rows.settings.check:
+        return
+    for part, found in (("the model", model), ("the loss", loss)):
+        _check_apart(part, found, length, real)
+    held = context.blueprint.variables
+    own = {path: differs_by_part(held[path], mode == "train") for path in variables}
+    _check_draws(model, jax.tree.leaves((own, jax.tree.map(lambda _: True, batch))), rows, length)
+    for n in {real, real // rows.devices} - {1}:
+        again = traced(n, note=False)
+        _check_same("the model", model, again[0], (length, n))
+        _check_same("the loss", loss, again[1], (length, n), numbers=False)
+    _check_parts(context.loss, outputs, of_length(length), loss, length)
+
+
+def _check_apart(part: str, program: Any, length: int, real: int) -> None:
+    """Refuse a program in which positions meet: traced with a length in place of the real one."""
+    for shape in constants_along(program, length):
+        shown = [n if n % length else n // length * real for n in shape]
+        raise ValueError(
+            f"{part} holds an array {shown} with a number for each position: {APART}. {MEET_BY}"
         )
+    for what, line in mixes(program.jaxpr, length, part == "the loss"):
+        raise ValueError(f"{part} {what} positions of a row ({line}): {APART}. {MEET_BY}")
+
+
+def _check_draws(program: Any, differs: list[bool], rows: SharedRows, length: int) -> None:
+    """Refuse random numbers for positions that each device would have alike for its own.
+
+    `differs` says which of the last inputs are others on each device that shares a row.
+    """
+    inputs = [False] * (len(program.jaxpr.invars) - len(differs)) + differs
+    along = lambda shape: any(n and n % length == 0 for n in shape)
+    for line in differing(program.jaxpr, inputs, rows.axes, along).lines:
+        raise ValueError(
+            f"the model draws random numbers for the positions of a row ({line}) from a key that "
+            f"does not differ by position: {APART}, and would draw the same for its own. Draw by "
+            "hfjax.models.parts.Dropout, or from the `key` that forward may ask for; what is to "
+            "stay the same belongs into model_init, as numbers for all positions, of which the "
+            "model takes those of self.kernels.positions(length)."
+        )
+
+
+def _check_same(
+    part: str, one: Any, two: Any, lengths: tuple[int, int], numbers: bool = True
+) -> None:
+    """Refuse what is another program for the rows of a device than for those looked at."""
+    for what, line in differences(one, two, lengths):
+        if numbers or what == OTHER:
+            raise ValueError(f"{part} {what} positions of a row ({line}): {APART}. {MEET_BY}")
+
+
+def _check_parts(loss: Callable, outputs: Any, batch: Any, program: Any, length: int) -> None:
+    """Refuse a loss of whole rows that is not the mean of the losses of their parts.
+
+    It is tried on random numbers: floats of several ranges, integers among those that the loss
+    itself names (-100, say), their neighbours, classes, and others.
+    """
+    like, draw = (outputs, batch), np.random.default_rng(0)
+    half = 8 if sum(x.size for x in jax.tree.leaves(outputs)) // length < 2**20 else 3
+
+    def resized(x: Any) -> tuple[int, ...]:
+        return tuple(2 * half if d and n == length else n for d, n in enumerate(x.shape))
+
+    def part(whole: Any, first: int) -> Any:
+        at = lambda of: tuple(
+            slice(first, first + half) if d and n == length else slice(None)
+            for d, n in enumerate(of.shape)
+        )
+        return jax.tree.map(lambda x, of: x[at(of)], whole, like)
+
+    @jax.jit
+    def mean_of(*parts: Any) -> Any:
+        found = [as_mean(loss(*p), rows_of(p[1])) for p in parts]
+        return sum(m.total for m in found) / sum(m.weight for m in found)
+
+    tried = 0
+    for floats, integers in product(FLOATS, _integers(program, outputs)):
+        made = partial(_drawn, draw, integers)
+        whole = (
+            jax.tree.map(lambda x: made(resized(x), x.dtype, floats), outputs),  # noqa: B023
+            jax.tree.map(lambda x: made(resized(x), x.dtype, FLOATS[0]), batch),  # noqa: B023
+        )
+        try:
+            with jax.ensure_compile_time_eval():
+                one = float(mean_of(whole))
+                two = float(mean_of(part(whole, 0), part(whole, half)))
+        except Exception as error:  # it needs what is not there yet: a collective, other shapes
+            return _warn_untried(f"{type(error).__name__}: {str(error)[:200]}")
+        tried += np.isfinite(one) and np.isfinite(two)
+        if abs(one - two) > 3e-5 * max(abs(one), 1e-3):
+            raise ValueError(
+                f"the loss of whole rows is not that of their parts together ({one:.4g} and "
+                f"{two:.4g} for random outputs): {APART}. Return sums over positions: hfjax.Mean("
+                "(losses * mask).sum(), mask.sum()), or the plain mean over all rows and positions."
+            )
+    if not tried:
+        _warn_untried("no numbers that were tried give a finite loss")
+    return None
+
+
+FLOATS: tuple[Callable[[Any], Any], ...] = (
+    lambda u: 0.01 + 0.98 * u,  # probabilities
+    lambda u: (0.2 + 1.8 * u) ** 3,
+    lambda u: 4 * u - 1,
+)  # of numbers from 0 to 1
+
+
+def _integers(program: Any, outputs: Any) -> list[list[int]]:
+    """Return lists from which integers are drawn for the trial of a loss."""
+    named = {int(n) for n in numbers_in(program.jaxpr) if float(n).is_integer() and abs(n) < 2**15}
+    classes = max((x.shape[-1] for x in jax.tree.leaves(outputs) if x.ndim), default=2)
+    near = {m for n in named for m in (n - 1, n, n + 1)}
+    alone = [[0, 1, n] for n in sorted(named)[:8]]  # beside others it may make a loss infinite
+    return [*alone, [0, 1, *sorted(near)], [*range(classes)], [*range(-100, 1000)]]
+
+
+def _drawn(draw: Any, integers: list[int], shape: Any, dtype: Any, floats: Callable) -> np.ndarray:
+    if jnp.issubdtype(dtype, jnp.floating):
+        return np.asarray(floats(draw.random(shape, np.float32))).astype(dtype)
+    if jnp.issubdtype(dtype, jnp.bool_):
+        return draw.random(shape) < 0.5
+    return draw.choice(integers, shape).astype(dtype)
+
+
+def _warn_untried(why: str) -> None:
+    warnings.warn(
+        f"hfjax could not try whether the loss of whole rows is that of their parts ({why}). It "
+        "has to be a mean over rows and positions, or hfjax.Mean((losses * mask).sum(), "
+        "mask.sum()): else it is wrong where devices share rows (docs/long_sequences.md).",
+        UserWarning,
+        stacklevel=2,
+    )
 
 
 APART = "the devices of the mesh axis context share each row, and each has only some positions"
@@ -218,149 +302,3 @@ def _outputs(context: StepContext, mode: str, parameters: Flat, variables: Flat,
     x = nnx.merge(graph, *jax.tree.map(lambda a: a[0], arrays))(x)
     rows.calls[before:] = [replace(call, times=count) for call in rows.calls[before:]]
     return model.head(x)
-
-
-def a_length(longest: int, sizes: set[int]) -> int | None:
-    """Return the greatest prime up to `longest` that divides none of these sizes.
-
-    >>> a_length(16, {13, 22, 64})
-    7
-    """
-    for n in range(longest, 2, -1):
-        prime = all(n % d for d in range(2, int(n**0.5) + 1))
-        if prime and all(size % n for size in sizes):
-            return n
-    return None
-
-
-def mixes(jaxpr: Any, length: int, in_loss: bool, place: str = "") -> Iterator[tuple[str, str]]:
-    """Yield (what, where) of each equation that does not keep positions apart."""
-    along = lambda size: isinstance(size, int) and size > 0 and size % length == 0
-    for equation in jaxpr.eqns:
-        line = source_info_util.summarize(equation.source_info) or place
-        inner = list(bodies(equation))
-        shapes = [_shape(v) for v in (*equation.invars, *equation.outvars)]
-        if any(sum(map(along, _shape(v))) > 1 for v in equation.outvars):
-            yield "pairs", line
-        if any(along(size) for shape in shapes for size in shape) or equation.primitive.name in (
-            "iota",
-            "scan",
-        ):
-            what = _mixed(equation, along, in_loss)
-            if what:
-                yield what, line
-        for body in inner:
-            yield from mixes(body, length, in_loss, line)
-
-
-def constants_along(jaxpr: Any, length: int) -> Iterator[tuple[int, ...]]:
-    """Yield the shapes of arrays that a program closes over and that have an entry per position."""
-    for x in getattr(jaxpr, "consts", ()):
-        shape = jnp.shape(x)
-        varies = lambda x=x: not isinstance(x, np.ndarray | jax.Array) or len(np.unique(x)) > 1
-        if any(n and n % length == 0 for n in shape) and (isinstance(x, Tracer) or varies()):
-            yield shape
-
-
-def numbers_in(jaxpr: Any) -> Iterator[Any]:
-    """Yield every number that is written into a program."""
-    for equation in jaxpr.eqns:
-        yield from (v.val for v in equation.invars if isinstance(v, Literal) and not _shape(v))
-        for body in bodies(equation):
-            yield from numbers_in(body)
-
-
-def _shape(v: Any) -> tuple[int, ...]:
-    return getattr(v.aval, "shape", ())
-
-
-def _mixed(equation: JaxprEqn, along: Callable[[Any], bool], in_loss: bool) -> str | None:
-    """Return what an equation does along the sequence, None if it keeps positions apart."""
-    name, params = equation.primitive.name, equation.params
-    shapes, outs = map(_shape, equation.invars), [_shape(v) for v in equation.outvars]
-    shapes = list(shapes)
-    if name == "iota":
-        return "counts" if along(params["shape"][params["dimension"]]) else None
-    if name == "scan":
-        return "runs a loop over" if along(params["length"]) else None
-    if name in MOVES:
-        out = shapes[1] if name == "dynamic_update_slice" else outs[0]
-        pairs = [pair for pair in zip(shapes[0], out, strict=True) if pair[0] != pair[1]]
-        return "cuts or joins" if any(along(a) or along(b) for a, b in pairs) else None
-    if name == "reshape":
-        return None if _keeps_order(shapes[0], outs[0], along) else "rearranges"
-    if name in ALONG:
-        verb, dims = ALONG[name]
-        allowed = in_loss and name == "reduce_sum"
-        found = any(along(shapes[0][d]) for d in dims(params, shapes))
-        return verb if found and not allowed else None
-    inside = name in (*CALLS, "cond", "while", "shard_map")  # what they run is looked at by itself
-    drawn = name.startswith(("random_", "psum", "pmax", "pmin"))
-    known = inside or drawn or name in ELEMENTWISE
-    return None if known else f"does what hfjax does not know ({name}) with"
-
-
-def _keeps_order(before: Sequence[int], after: Sequence[int], along: Callable) -> bool:
-    """Return whether a reshape leaves positions in one dimension, perhaps beside other numbers."""
-    for i, size in enumerate(before):
-        if not along(size):
-            continue
-        stride = math.prod(before[i + 1 :])
-        steps = [(math.prod(after[j + 1 :]), n) for j, n in enumerate(after) if along(n)]
-        if not any(stride % s == 0 and (s * n) % (stride * size) == 0 for s, n in steps if s):
-            return False
-    return True
-
-
-def _of_convolution(params: Any, shapes: Sequence[Any]) -> list[int]:
-    """Return the dimensions of the operand along which a kernel is wider than 1."""
-    numbers = params["dimension_numbers"]
-    pairs = zip(numbers.lhs_spec[2:], numbers.rhs_spec[2:], strict=True)
-    return [of_operand for of_operand, of_kernel in pairs if shapes[1][of_kernel] > 1]
-
-
-def _of_window(params: Any, shapes: Sequence[Any]) -> list[int]:
-    return [d for d, size in enumerate(params["window_dimensions"]) if size > 1]
-
-
-def _of_gather(params: Any, shapes: Sequence[Any]) -> list[int]:
-    """Return the dimensions of the operand from which parts are picked."""
-    apart = getattr(params["dimension_numbers"], "operand_batching_dims", ())
-    sizes = enumerate(zip(params["slice_sizes"], shapes[0], strict=True))
-    return [d for d, (size, whole) in sizes if size != whole and d not in apart]
-
-
-MOVES = ("slice", "dynamic_slice", "pad", "concatenate", "dynamic_update_slice")
-_named = lambda name: lambda params, shapes: params[name]
-_one = lambda name: lambda params, shapes: [params[name]]
-_last = lambda params, shapes: [-1]
-REDUCE = ("sum", "max", "min", "prod", "and", "or", "xor")
-WINDOWS = ("", "_sum", "_max", "_min")
-# An operation -> what it does, and along which dimensions of its first operand.
-ALONG: dict[str, tuple[str, Callable]] = {
-    "dot_general": ("contracts", lambda params, shapes: params["dimension_numbers"][0][0]),
-    **{f"reduce_{name}": ("reduces", _named("axes")) for name in REDUCE},
-    "reduce": ("reduces", _named("dimensions")),
-    **{name: ("picks one of", _named("axes")) for name in ("argmax", "argmin")},
-    **{f"cum{name}": ("accumulates", _one("axis")) for name in ("sum", "prod", "max", "min")},
-    "cumlogsumexp": ("accumulates", _one("axis")),
-    "sort": ("sorts", _one("dimension")),
-    "top_k": ("sorts", _last),
-    "split": ("cuts or joins", _one("axis")),
-    "rev": ("reverses", _named("dimensions")),
-    "conv_general_dilated": ("convolves", _of_convolution),
-    **{f"reduce_window{name}": ("pools", _of_window) for name in WINDOWS},
-    "gather": ("picks from", _of_gather),
-}
-# Operations that leave each position where it is, by itself.
-ELEMENTWISE = frozenset(
-    """abs acos acosh add add_any and asin asinh atan atan2 atanh axis_index bitcast_convert_type
-    broadcast_in_dim cbrt ceil clamp clz complex conj convert_element_type copy copy_p cos cosh
-    device_put digamma div eq erf erf_inv erfc exp exp2 expand_dims expm1 floor ge gt imag
-    integer_pow is_finite le lgamma log log1p logistic lt max min mul name ne neg nextafter not
-    optimization_barrier or polygamma population_count pow pvary real reduce_precision rem round
-    mesh_cast reshard rsqrt select_n sharding_constraint shift_left shift_right_arithmetic
-    shift_right_logical sign
-    sin sinh sqrt square squeeze stop_gradient sub tan tanh threefry2x32 transpose xor
-    """.split()
-)

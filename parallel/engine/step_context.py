@@ -367,10 +367,15 @@ def _per_row(variable: Any) -> bool:
     return isinstance(variable, nnx.Variable) and bool(variable.get_metadata("per_row", False))
 
 
-def _per_position(variable: Any) -> bool:
-    """Whether what holds the key draws by the position in the whole row."""
+def differs_by_part(variable: Any, training: bool) -> bool:
+    """Whether devices that share a row draw other numbers for their positions from a variable.
+
+    Its key says that it draws by the position in the whole row (`per_position`), or is one for each
+    device: then a step folds the device's part of the row in. The keys of rows are the same.
+    """
     held = isinstance(variable, nnx.Variable)
-    return held and bool(variable.get_metadata("per_position", False))
+    by_position = held and bool(variable.get_metadata("per_position", False))
+    return by_position or (training and is_random(variable) and not _per_row(variable))
 
 
 def keys_for(
@@ -382,8 +387,8 @@ def keys_for(
     """
     if not (_per_row(variable) or isinstance(variable, nnx.RngKey) or _is_key(variable)):
         return key
-    key = key if part is None or _per_position(variable) else _fold(key, part)
     if not _per_row(variable):
+        key = key if part is None else _fold(key, part)
         return _fold(_fold(key, step), first_row)
     ids = first_row + lax.iota("int32", rows)
     return jax.vmap(_fold, (None, 0), key.ndim)(_fold(key, step), ids)

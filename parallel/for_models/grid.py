@@ -121,7 +121,8 @@ class Grid:
         def run(q_BSHD, k_BSGD, v_BSGD, *others):
             operands = (q_BSHD, k_BSGD, v_BSGD, *(_mine(x, ROW_AXIS, BATCH) for x in others))
             own = not getattr(attend, "is_causal_attention", False)
-            if own and not heads_alike(attend, [self._all_heads(x) for x in operands]):
+            sides = self.mesh.shape[COLUMN_AXIS]
+            if own and not heads_alike(attend, [self._all_heads(x) for x in operands], sides):
                 raise ValueError(
                     "the model's own attention does not treat heads alike (what it makes of some "
                     f"heads depends on the others), and {COLUMN_AXIS} gives each device some of "

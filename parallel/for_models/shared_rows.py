@@ -5,9 +5,11 @@ A model asks for both through its `kernels`: `kernels.attention(attend)` and
 dealt (`sequence.py`); the form that sends least follows from that.
 """
 
+import math
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -15,12 +17,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.core import Tracer
 from jax.sharding import Mesh, PartitionSpec as P
 
 from hfjax.pallas_kernels.attention.mask import Mask
+from hfjax.parallel.autodiff.program import piece
 from hfjax.parallel.context.choice import Call, Choice, Context, choose
 from hfjax.parallel.context.deal import Deal
-from hfjax.parallel.context.exchange import Exchange
+from hfjax.parallel.context.exchange import Exchange, repeats
 from hfjax.parallel.context.travel import Travel
 from hfjax.parallel.context.visits import AnyMask, Balanced, Block, Visit
 from hfjax.parallel.for_models.on_shards import OnShards, mapped
@@ -49,6 +53,7 @@ class SharedRows:
     outputs: list[int | None] = field(default_factory=list)  # which dimension is the sequence
     length: int = 0  # of whole rows, as they are traced
     looking: int | None = None  # the length of rows while the model is looked at
+    noting: bool = True  # whether what it asks for is noted, and tried
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -82,10 +87,16 @@ class SharedRows:
             note: Whether to take note of it.
         """
         known, self.calls, self.looking, self.length = self.calls, [], length, traced
+        self.noting = note
         try:
             yield
         finally:
             self.calls, self.looking = self.calls if note else known, None
+
+    def shown(self, size: int) -> int:
+        """Return a size of the rows to come, of one of those that are traced in their place."""
+        real, traced = self.looking, self.length
+        return size // traced * real if real and size % traced == 0 else size
 
     def positions(self, length: int) -> jax.Array | None:
         """Return the numbers, in the whole row, of the positions here; None: these are no rows."""
@@ -190,17 +201,18 @@ class SharedRows:
         (q, k, v, *rest), shards = operands, self._shards
         if q.shape[1] != self.length or k.shape[1] != self.length:
             raise ValueError(
-                f"attention of {q.shape[1]} queries to {k.shape[1]} keys: those are not the "
-                f"{self.length} positions of the rows that devices share. Call the attention "
-                "itself there, not by way of kernels.attention."
+                f"attention of {self.shown(q.shape[1])} queries to {self.shown(k.shape[1])} keys: "
+                f"those are not the {self.looking} positions of the rows that devices share. Call "
+                "the attention itself there, not by way of kernels.attention."
             )
         own = not getattr(plain, "is_causal_attention", False)
-        if own and q.shape[2] > 1 and not heads_alike(plain, operands):
-            raise ValueError(
-                "the model's own attention does not treat heads alike (what it makes of some heads "
-                "depends on the others, or on how many there are), and Ulysses gives each device "
-                "some of them. Put what differs by head into the queries, or use another axis."
-            )
+        if (
+            own
+            and self.noting
+            and self.settings.check
+            and q.shape[2] % (self.devices * shards) == 0
+        ):
+            self._try_heads(plain, operands)
         self.calls.append(
             Call(
                 rows=q.shape[0],
@@ -218,33 +230,110 @@ class SharedRows:
         found = jax.eval_shape(plain, *operands)
         return jnp.zeros(found.shape, found.dtype)
 
+    def _try_heads(self, attend: Callable, operands: Sequence[Any]) -> None:
+        """Refuse an attention of the model's own that does not treat heads alike."""
+        try:
+            alike = heads_alike(attend, operands, self.devices, self._shards)
+        except Exception as error:  # a kernel for other devices, an array of this very length
+            warnings.warn(
+                "hfjax could not try whether the model's own attention treats heads alike "
+                f"({type(error).__name__}: {str(error)[:200]}). If it does not, it is wrong here: "
+                "Ulysses gives each device some of the heads.",
+                UserWarning,
+                stacklevel=2,
+            )
+            return
+        if not alike:
+            raise ValueError(
+                "the model's own attention does not treat heads alike (what it makes of some heads "
+                "depends on the others, or on how many there are), and Ulysses gives each device "
+                "some of them. Put what differs by head into the queries, or use another axis."
+            )
 
-def heads_alike(attend: Callable, operands: Sequence[Any]) -> bool:
-    """Return whether an attention makes of the last heads what it makes of them among all.
 
-    Tried out on random numbers. Where it cannot be (it needs what is traced), it is believed.
+@dataclass(frozen=True)
+class _HeadsTrial:
+    """A trial of an attention of the model's own on random numbers: all heads, and those of each.
+
+    Ulysses gives each device of a row a part of the heads. What the attention makes of a part has
+    to be what it makes of it among all heads. `shards` is over how many devices heads are split
+    besides.
     """
-    draw, (q, k, *_) = np.random.default_rng(0), operands
-    groups = k.shape[2]
-    if q.shape[2] % (2 * groups) and groups % 2:
-        return True
 
-    def made(x: Any) -> jax.Array:
-        if not jnp.issubdtype(x.dtype, jnp.floating):
-            return jnp.zeros(x.shape, x.dtype)
-        return jnp.asarray(draw.normal(size=x.shape), jnp.float32)
+    attend: Callable
+    devices: int
+    shards: int
+    draw: np.random.Generator = field(default_factory=lambda: np.random.default_rng(0))
+    held: dict[int, Any] = field(default_factory=dict)  # in place of what is traced
 
-    def half(x: jax.Array) -> jax.Array:
-        return x[:, :, x.shape[2] // 2 :] if x.ndim == 4 else x
+    def alike(self, operands: Sequence[Any]) -> bool:
+        """Return whether each device makes of its heads what one device makes of them."""
+        (rows, length, heads, _), tried = operands[0].shape, 2**26
+        size = min(length, POSITIONS_TRIED, max(16, math.isqrt(tried // (rows * heads))))
+        given = [self._drawn((rows, size, *x.shape[2:]), x.dtype) for x in operands]
+        close = 1e-3 if operands[0].dtype.itemsize >= 4 else 5e-2
+        parts = [[self._part(x, i) for x in given] for i in range(self.devices)]
+        all_heads, some = self._compiled(given), self._compiled(parts[0])
+        whole = all_heads(given)
+        return all(
+            np.allclose(some(part), self._part(whole, i), rtol=0, atol=close, equal_nan=True)
+            for i, part in enumerate(parts)
+        )
 
-    try:
-        with jax.ensure_compile_time_eval():
-            whole = [made(x) for x in operands]
-            some = [half(x) if i == 0 or groups % 2 == 0 else x for i, x in enumerate(whole)]
-            one, two = half(attend(*whole)), attend(*some)
-            return one.shape == two.shape and bool(jnp.allclose(one, two, atol=1e-3))
-    except Exception:  # it closes over what is traced
-        return True
+    def _part(self, x: np.ndarray, device: int) -> np.ndarray:
+        """Return the heads that a device gets, as `Exchange` deals them."""
+        if x.ndim != 4:
+            return x
+        x = np.repeat(x, repeats(x.shape[2] // self.shards, self.devices), axis=2)
+        parts = x.reshape(*x.shape[:2], self.shards, self.devices, -1, x.shape[3])
+        return parts[:, :, :, device].reshape(*x.shape[:2], -1, x.shape[3])
+
+    def _compiled(self, like: Sequence[np.ndarray]) -> Callable:
+        """Return the attention of operands like these, as a function of numbers."""
+        program = piece(self.attend, *map(jax.typeof, like))
+
+        @jax.jit
+        def compiled(held: list, given: list) -> jax.Array:
+            constants = dict(zip(program.constants, held, strict=True))
+            return replace(program, constants=constants)(*given)[0]
+
+        def attend(given: Sequence[np.ndarray]) -> np.ndarray:
+            with jax.ensure_compile_time_eval():
+                held = list(map(self._stand_in, program.constants.values()))
+                return np.asarray(compiled(held, given))
+
+        return attend
+
+    def _stand_in(self, x: Any) -> Any:
+        """Return numbers for an array that the attention closes over and that is traced."""
+        if not isinstance(x, Tracer):
+            return x
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            return jax.random.split(jax.random.key(0), x.shape) if x.shape else jax.random.key(0)
+        if id(x) not in self.held:
+            self.held[id(x)] = self._drawn(x.shape, x.dtype)
+        return self.held[id(x)]
+
+    def _drawn(self, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+        if jnp.issubdtype(dtype, jnp.floating):
+            return self.draw.normal(size=shape).astype(dtype)
+        whole = self.draw.integers(0, 2 if jnp.issubdtype(dtype, jnp.bool_) else 4, shape)
+        return (np.sort(whole, axis=-1) if shape else whole).astype(dtype)
+
+
+POSITIONS_TRIED = 512
+
+
+def heads_alike(attend: Callable, operands: Sequence[Any], devices: int, shards: int = 1) -> bool:
+    """Return whether an attention treats heads alike: each device is given some of them.
+
+    Args:
+        attend: The attention.
+        operands: Of all heads, or their shapes and dtypes.
+        devices: Over how many devices of a row heads are split.
+        shards: Over how many they are split besides.
+    """
+    return _HeadsTrial(attend, devices, shards).alike(operands)
 
 
 def window_of(attend: Callable) -> int | None:
