@@ -50,10 +50,11 @@ def with_routing(losses: jax.Array, weights: jax.Array, routed: Routed) -> Mean:
 
 def _metrics(told: Told) -> dict[str, Mean]:
     load = told.load.sum(0)
-    chosen = jnp.maximum(load.sum(), 1) / len(load)
-    tokens = told.loss.size
+    of_layer, tokens = load.sum(-1), told.loss.size
+    chosen = of_layer.mean()
+    even = jnp.where(of_layer > 0, chosen / of_layer, 0)  # layers may differ in `top_k`
     return {
-        LOAD: Mean(load, chosen),
-        DROPPED: Mean(told.dropped.sum(0), chosen),
+        LOAD: Mean(load * even[:, None], chosen),
+        DROPPED: Mean(told.dropped.sum(0) * even, chosen),
         ENTROPY: Mean(told.entropy.sum(0), jnp.asarray(tokens, load.dtype)),
     }
