@@ -126,8 +126,8 @@ def _medians(steps: dict[str, Callable[[], float]]) -> dict[str, float]:
 def _hfjax(
     init: Any, loss: Any, strategy: Any = hfjax.DDP, sizes: Any = None, **execution: Any
 ) -> Callable[[], float]:
-    mesh = hfjax.make_mesh(**(sizes or {"data": 8}))
-    layout = hfjax.layout(init, optax.adamw(1e-3), mesh, strategy)
+    axes: Any = sizes or {"data": 8}
+    layout = hfjax.layout(init, optax.adamw(1e-3), hfjax.make_mesh(**axes), strategy)
     step, held = hfjax.train_step(layout, loss, clip=1.0, **execution), [hfjax.init(layout)]
     placed = hfjax.shard_batch(layout, BATCH)
 

@@ -116,6 +116,8 @@ class Program:
     def _mixture(self, p: Any, x_BSD: jax.Array) -> tuple[jax.Array, jax.Array]:
         config, (rows, tokens, width) = self.config, x_BSD.shape
         count, k = config.experts, config.top_k
+        assert isinstance(count, int)
+        assert config.capacity is not None
         size = math.ceil(tokens * k / count * config.capacity)
         scores = jax.nn.softmax(_linear(x_BSD, p["router"]))
         weights, experts = lax.top_k(scores, k)
@@ -132,7 +134,8 @@ class Program:
         made = made.reshape(count, rows, size, width).swapaxes(0, 1).reshape(rows, -1, width)
         share = lax.stop_gradient(chosen.mean(1, dtype=x_BSD.dtype))
         balance = count * (share * scores.mean(1)).sum(-1).mean()
-        return _back(made, weights, place, at), balance
+        y: Any = _back(made, weights, place, at)
+        return y, balance
 
 
 def _inverse(count: int, place: jax.Array) -> jax.Array:

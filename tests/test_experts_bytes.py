@@ -16,7 +16,7 @@ import hfjax
 from hfjax import DDP, EXPERT, FSDP, TENSOR
 from hfjax.base.paths import flatten
 from hfjax.base.tables import human
-from hfjax.models.moe import MoE, MoEConfig, MoELlama, next_token_loss
+from hfjax.models.moe import MoE, MoEConfig, MoELlama, Router, next_token_loss
 from hfjax.models.moe.blocks import in_blocks, planned
 from hfjax.parallel.autodiff.varying_state import bodies
 
@@ -52,6 +52,13 @@ def sent_by(step, batch):
     return sum(r.moved for r in found if r.axes == ("expert",) and r.kind in kinds)
 
 
+def choice_of(step):
+    """The one call that equal layers make, and the dispatch that it took."""
+    assert step.experts is not None
+    ((call, chosen),) = step.experts.calls
+    return call, chosen
+
+
 def expected(way, n, groups, places=PLACES, tokens=LENGTH, k=K, size=4, again=0):
     """The formulas of parallel/experts/choice.py, told again: one layer, both directions."""
     if way == "all_to_all":
@@ -67,7 +74,7 @@ def test_each_dispatch_sends_the_bytes_of_its_formula(way, n):
     config, execution = WAYS[way]
     step = plan(config, {"expert": n}, **execution)
     assert sent_by(step, rows_of(16)) == LAYERS * expected(way, n, groups=16 // n)
-    ((call, chosen),) = step.experts.calls
+    call, chosen = choice_of(step)
     assert LAYERS * sum(call.bytes(chosen)) == sent_by(step, rows_of(16))
 
 
@@ -77,7 +84,7 @@ def test_of_a_layer_that_is_computed_again_what_its_gradients_read_is_sent_again
     step = plan(config, {"expert": 4}, remat="full", precision="bf16", **execution)
     wanted = LAYERS * expected(way, 4, groups=4, size=2, again=1)
     assert sent_by(step, rows_of(16)) == wanted
-    ((call, chosen),) = step.experts.calls
+    call, chosen = choice_of(step)
     assert LAYERS * (sum(call.bytes(chosen)) + call.again(chosen)) == wanted
 
 
@@ -149,8 +156,7 @@ def test_auto_takes_what_sends_least():
         step = plan(CONFIG, {"expert": n})
         assert sent_by(step, rows_of(16)) == min(sent.values())
         assert sent[wanted] == min(sent.values())
-        ((_, chosen),) = step.experts.calls
-        assert chosen == wanted
+        assert choice_of(step)[1] == wanted
 
 
 def test_a_step_tells_what_each_dispatch_sends_and_why_one_was_chosen():
@@ -226,7 +232,7 @@ def layer_and_gradient(**mixing):
 
 @pytest.mark.parametrize("priority", ["position", "choice", "probability"])
 def test_no_row_is_scattered_on_the_way_to_experts_and_back(priority):
-    found = layer_and_gradient(router=hfjax.models.moe.Router(priority=priority))
+    found = layer_and_gradient(router=Router(priority=priority))
     scattered = [e for e in found if e.primitive.name.startswith("scatter")]
     assert scattered  # the number of each place, by choice
     for equation in scattered:
@@ -293,7 +299,7 @@ def test_products_in_blocks_equal_the_dense_answer_and_its_gradients(routing, si
         given = jax.tree.map(jnp.asarray, (arrays, x, weights))
         towards = jnp.asarray(draw.normal(size=x.shape))
         choices = jnp.asarray(experts, jnp.int32)
-        blocks = lambda a, x, w: (in_blocks(gated, size, a, x, choices, w) * towards).sum()
+        blocks = lambda a, x, w: jnp.vdot(in_blocks(gated, size, a, x, choices, w), towards)
         dense = lambda a, x, w: (densely(a, x, choices, w) * towards).sum()
         found = jax.value_and_grad(blocks, (0, 1, 2))(*given)
         wanted = jax.value_and_grad(dense, (0, 1, 2))(*given)

@@ -225,7 +225,7 @@ class MoE(nnx.Module):
         drawn = Drawn() if self.deterministic else self._drawn(x)
         wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
         seen = wide if drawn.jitter is None else wide * drawn.jitter
-        logits = project(nowhere, seen, self.router_kernel[...].astype(wide.dtype))
+        logits: Any = project(nowhere, seen, self.router_kernel[...].astype(wide.dtype))
         bias = None if self.router_bias is None else self.router_bias[...].astype(wide.dtype)
         chosen = choose(self.router, self.mixing.top_k, logits, bias, drawn)
         if used is not None:
