@@ -33,10 +33,16 @@ RESULTS = Path(__file__).parent / "results"
 FLASH = {"flash_block": "pallas", "*": "reference"}
 
 
-def write(name: str, title: str, head: tuple[str, ...], lines: Iterator[tuple]) -> None:
+def write(
+    name: str,
+    title: str,
+    head: tuple[str, ...],
+    lines: Iterator[tuple],
+    benchmark: str = "long_sequences",
+) -> None:
     """Write a table, line by line, and show it."""
-    file = RESULTS / f"long_sequences_{name}.md"
-    command = f"`python -m benchmarks.long_sequences {name}`, jax {jax.__version__}"
+    file = RESULTS / f"{benchmark}_{name}.md"
+    command = f"`python -m benchmarks.{benchmark} {name}`, jax {jax.__version__}"
     rows = [" | ".join(head), " | ".join("---" for _ in head)]
     text = f"# {title}\n\n{command}.\n"
     for line in lines:

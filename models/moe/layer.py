@@ -18,9 +18,10 @@ from hfjax.models.moe.mixture import Choices, Mixture
 from hfjax.models.moe.places import capacity as capacity_of, in_order, places
 from hfjax.models.moe.router import JITTER, Chosen, Drawn, Router, choose, is_chosen
 from hfjax.models.moe.told import Told
-from hfjax.models.parts import Linear, RowKey, anywhere, plain, stacked
+from hfjax.models.parts import Linear, RowKey, anywhere, plain, project, stacked
 
 EXPERTS = "experts"  # the name of the dimension that stacks experts
+nowhere = partial(anywhere, names=())  # logits of routers are never split
 
 
 class RouterBias(nnx.Variable):
@@ -228,7 +229,7 @@ class MoE(nnx.Module):
         drawn = Drawn() if self.deterministic else self._drawn(x)
         wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
         seen = wide if drawn.jitter is None else wide * drawn.jitter
-        logits = seen @ self.router_kernel[...].astype(wide.dtype)
+        logits: Any = project(nowhere, seen, self.router_kernel[...].astype(wide.dtype))
         bias = None if self.router_bias is None else self.router_bias[...].astype(wide.dtype)
         chosen = choose(self.router, self.mixing.top_k, logits, bias, drawn)
         if used is not None:

@@ -9,10 +9,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from hfjax.models.moe.blocks import in_blocks
-from hfjax.models.moe.places import Places, from_places, to_places
+from hfjax.models.moe.places import Places, choices_at, from_places, to_places
 
 
 class Choices(NamedTuple):
@@ -61,17 +60,26 @@ class Mixture:
         made = y_END.reshape(experts, groups, size, -1)
         return from_places(made.swapaxes(0, 1), routed)
 
-    def part(self, x_GTD: jax.Array, routed: Places | Choices, first: jax.Array) -> jax.Array:
-        """Return what the experts that are here, from number `first` on, add to these tokens."""
+    def part(
+        self, x_GTD: jax.Array, routed: Places | Choices, every: Callable, first: jax.Array
+    ) -> jax.Array:
+        """Return what the experts that are here, from number `first` on, add to all tokens.
+
+        Args:
+            x_GTD: The tokens of all devices.
+            routed: Where those of this device go.
+            every: What makes an array of this device one of all devices.
+            first: The number of the first expert that is here.
+        """
+        numbers, weights = map(every, routed[-2:])
         if isinstance(routed, Choices):
-            return self._in_blocks(x_GTD, routed._replace(experts=routed.experts - first))
-        choice_at, place_of, weights = routed
-        size = choice_at.shape[2]
-        here = lax.dynamic_slice_in_dim(choice_at, first, self.here, 1)
-        place = place_of - first * size
-        inside = (place >= 0) & (place < self.here * size)
-        place = jnp.where(inside, place, self.here * size)
-        return self.whole(x_GTD, Places(here, place, jnp.where(inside, weights, 0)))
+            return self._in_blocks(x_GTD, Choices(numbers - first, weights))
+        size = routed.choice_at.shape[2]
+        place, count = numbers - first * size, self.here * size
+        inside = (place >= 0) & (place < count)
+        place = jnp.where(inside, place, count)
+        choice_at = choices_at(place, count).reshape(len(place), self.here, size)
+        return self.whole(x_GTD, Places(choice_at, place, jnp.where(inside, weights, 0)))
 
     def run(self, x_END: jax.Array) -> jax.Array:
         """Return what each expert that is here makes of its rows."""

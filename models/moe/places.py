@@ -45,11 +45,20 @@ class Sorted(NamedTuple):
 
 
 def in_order(experts_GTk: jax.Array, priority_GTk: jax.Array, count: int) -> Sorted:
-    """Return the choices of each expert, lower priorities first; an expert E is none."""
+    """Return the choices of each expert, lower priorities first; an expert E is none.
+
+    Priorities that are whole numbers are below k.
+    """
+    k, size = experts_GTk.shape[2], math.prod(experts_GTk.shape[1:])
     flat = lambda x: x.reshape(x.shape[0], -1)
-    experts, numbers = flat(experts_GTk), jnp.arange(math.prod(experts_GTk.shape[1:]))
-    numbers = jnp.broadcast_to(numbers.astype(jnp.int32), experts.shape)
-    *_, choices = lax.sort((experts, flat(priority_GTk), numbers), dimension=1, num_keys=3)
+    experts, priority = flat(experts_GTk), flat(priority_GTk)
+    numbers = jnp.broadcast_to(jnp.arange(size, dtype=jnp.int32), experts.shape)
+    whole = jnp.issubdtype(priority.dtype, jnp.integer)
+    if whole and (count + 1) * k * size < 2**31:  # one key: a fifth of the time of three
+        choices = lax.sort((experts * k + priority) * size + numbers, dimension=1) % size
+        choices = choices.astype(jnp.int32)  # of 64 bits, if the priorities are
+    else:
+        *_, choices = lax.sort((experts, priority, numbers), dimension=1, num_keys=3)
     counts = is_chosen(experts, count).sum(1, dtype=jnp.int32)
     return Sorted(choices, jnp.cumsum(counts, 1) - counts, counts)
 
@@ -61,12 +70,22 @@ def places(sort: Sorted, experts_GTk: jax.Array, weights_GTk: jax.Array, size: i
     at = (sort.first[:, :, None] + rank).reshape(groups, -1)
     taken = (rank < sort.counts[:, :, None]).reshape(groups, -1)
     choice_at = jnp.where(taken, jnp.take_along_axis(sort.choices, at, 1, mode="clip"), tokens * k)
-    numbers = jnp.arange(count * size, dtype=jnp.int32)
-    none = jnp.full(tokens * k, count * size, jnp.int32)
-    put = jax.vmap(lambda at: none.at[at].set(numbers, mode="drop"))
-    place_of = put(choice_at).reshape(groups, tokens, k)
+    place_of = _inverse(choice_at, tokens * k).reshape(groups, tokens, k)
     weights = jnp.where(place_of < count * size, weights_GTk, 0)
     return Places(choice_at.reshape(groups, count, size), place_of, weights)
+
+
+def choices_at(place_of_GTk: jax.Array, count: int) -> jax.Array:
+    """Return the choice at each of `count` places, [G, count]; a place beyond is none."""
+    return _inverse(place_of_GTk.reshape(len(place_of_GTk), -1), count)
+
+
+def _inverse(pairs_GN: jax.Array, count: int) -> jax.Array:
+    """Return, for each number below `count`, where in `pairs` it is; N where it is not."""
+    size = pairs_GN.shape[1]
+    numbers = jnp.arange(size, dtype=jnp.int32)
+    none = jnp.full(count, size, jnp.int32)
+    return jax.vmap(lambda at: none.at[at].set(numbers, mode="drop"))(pairs_GN)
 
 
 def _rows(x: jax.Array, numbers: jax.Array) -> jax.Array:

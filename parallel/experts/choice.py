@@ -1,15 +1,19 @@
 """How tokens get to experts, and what each choice sends.
 
 For one mixture of G groups of T tokens on a device, k choices of each, E experts of capacity C,
-width D, e bytes a number; N devices among which the experts are spread. Sent by each device:
+width D, e bytes a number, w bytes a weight (4: routers compute in float32); N devices among which
+the experts are spread. Sent by each device:
 
 - all_to_all: 2 (N - 1) / N · G E C D e forward, and the same backward, whatever was chosen.
-- gather: (N - 1) G (2 T D e + r) forward, where r are the bytes that say where the tokens of a
-  group go: 4 E C + 4 T k + w T k, or without a capacity 4 T k + w T k (w: the bytes of a weight);
-  backward (N - 1) G (2 T D e + w T k).
+- gather: (N - 1) G (2 T D e + 4 T k + w T k) forward: tokens there and back, where each choice
+  goes, and what it weighs; backward (N - 1) G (2 T D e + w T k).
 
 Without a capacity (`capacity=None`) only a gather can: a device cannot know how many tokens will
 come. A gather sends less where there are fewer devices than choices.
+
+A layer that is computed again (remat="full") sends part of this again: both ways of an all_to_all,
+for the gradient of a weight needs what the experts made; of a gather what goes there, not the way
+back: (N - 1) G (T D e + 4 T k + w T k).
 """
 
 from collections.abc import Sequence
@@ -48,9 +52,15 @@ class Call:
             each = 2 * (n - 1) * one_way * self.places // n
             return each, each
         weights = self.groups * self.tokens * self.k * self.weight
-        numbers = self.groups * 4 * (self.tokens * self.k + (self.places or 0))
+        numbers = self.groups * self.tokens * self.k * 4
         there_and_back = 2 * one_way * self.tokens
         return (n - 1) * (there_and_back + numbers + weights), (n - 1) * (there_and_back + weights)
+
+    def again(self, dispatch: str) -> int:
+        """Return the bytes that are sent again if the layer is computed again."""
+        forward, _ = self.bytes(dispatch)
+        back = (self.devices - 1) * self.groups * self.tokens * self.width * self.itemsize
+        return forward if dispatch == "all_to_all" else forward - back
 
     def refuses(self, dispatch: str) -> str | None:
         """Return why tokens cannot go so, or None."""
@@ -64,9 +74,10 @@ class Choice:
     """How tokens get to the experts of a step, and what each way sends: print it."""
 
     calls: tuple[tuple[Call, str], ...]
+    asked: str = "auto"
 
     def __str__(self) -> str:
-        lines = [("dispatch", "forward", "backward", "both", "")]
+        lines = [("dispatch", "forward", "backward", "both", "computed again", "")]
         for call, chosen in self.calls:
             lines += [self._line(call, way, chosen) for way in DISPATCH]
         devices = self.calls[0][0].devices if self.calls else 1
@@ -77,10 +88,11 @@ class Choice:
 
     def _line(self, call: Call, way: str, chosen: str) -> tuple[str, ...]:
         if why := call.refuses(way):
-            return (way, "-", "-", "-", f"cannot: {why}")
-        sizes = call.bytes(way)
-        shown = (human(n) for n in (*sizes, sum(sizes)))
-        return (way, *shown, "chosen" if way == chosen else "")
+            return (way, "-", "-", "-", "-", f"cannot: {why}")
+        both = call.bytes(way)
+        shown = (human(n) for n in (*both, sum(both), call.again(way)))
+        why = "it sends least" if self.asked == "auto" else "asked for"
+        return (way, *shown, f"chosen: {why}" if way == chosen else "")
 
 
 def choose(dispatch: str, call: Call) -> str:

@@ -5,6 +5,7 @@ every device is given all tokens and adds what its own experts make of them (a r
 `choice.py` counts what both send.
 """
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import jax
@@ -26,8 +27,8 @@ class Mixture(Protocol):
         """Return what the tokens get back."""
         ...
 
-    def part(self, x_GTD: jax.Array, routed: Any, first: jax.Array) -> jax.Array:
-        """Return what the experts that are here, from number `first` on, add to these tokens."""
+    def part(self, x_GTD: jax.Array, routed: Any, every: Callable, first: jax.Array) -> jax.Array:
+        """Return what the experts that are here, from number `first` on, add to all tokens."""
         ...
 
     @property
@@ -46,6 +47,6 @@ def all_to_all(mixture: Mixture, x_GTD: jax.Array, routed: Any, axes: Any) -> ja
 def gather(mixture: Mixture, x_GTD: jax.Array, routed: Any, axes: Any) -> jax.Array:
     """Return what the experts of all devices make of the tokens here: tokens travel."""
     every = lambda x: lax.all_gather(x, axes, axis=0, tiled=True)
-    tokens, where = jax.tree.map(every, (x_GTD, routed))
-    added = mixture.part(tokens, where, lax.axis_index(axes) * mixture.here)
+    first = lax.axis_index(axes) * mixture.here
+    added = mixture.part(every(x_GTD), routed, every, first)
     return lax.psum_scatter(added, axes, scatter_dimension=0, tiled=True)

@@ -37,7 +37,7 @@ class SpreadExperts:
     @property
     def choice(self) -> Choice | None:
         """What was chosen; None where no experts are spread."""
-        return Choice(tuple(self.calls.items())) if self.calls else None
+        return Choice(tuple(self.calls.items()), self.dispatch) if self.calls else None
 
 
 def _call(devices: int, x_GTD: jax.Array, routed: Any) -> Call:

@@ -1,0 +1,315 @@
+"""What mixtures of experts send and multiply: as much as the formulas say, counted in programs."""
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import hfjax
+from hfjax import DDP, EXPERT, FSDP, TENSOR
+from hfjax.base.paths import flatten
+from hfjax.base.tables import human
+from hfjax.models.moe import MoE, MoEConfig, MoELlama, Router, next_token_loss
+from hfjax.models.moe.blocks import in_blocks, planned
+from hfjax.parallel.autodiff.varying_state import bodies
+
+LENGTH, WIDTH, MLP, LAYERS, EXPERTS, K = 16, 32, 14, 2, 8, 2
+CONFIG = MoEConfig(
+    vocab=64, length=LENGTH, layers=LAYERS, heads=4, kv_heads=2, embed=WIDTH, mlp=MLP
+)
+PLACES = 40  # of a group of 16 tokens: 8 experts take 16 / 8 * 2 * 1.25 each
+DROPLESS = replace(CONFIG, capacity=None)
+WAYS = {
+    "all_to_all": (CONFIG, {"dispatch": "all_to_all"}),
+    "gather": (CONFIG, {"dispatch": "gather"}),
+    "dropless": (DROPLESS, {}),
+}
+
+
+def plan(config, sizes, strategy=DDP | EXPERT, **execution):
+    devices = jax.devices()[: int(np.prod(list(sizes.values())))]
+    mesh = hfjax.make_mesh(devices=devices, **sizes)
+    model = lambda rngs: MoELlama(config, rngs=rngs)
+    layout = hfjax.layout(model, optax.sgd(0.1), mesh, strategy.edit(replicate_below=0))
+    return hfjax.train_step(layout, next_token_loss, **execution)
+
+
+def rows_of(count, length=LENGTH):
+    return {"tokens": np.zeros((count, length + 1), np.int32)}
+
+
+def sent_by(step, batch):
+    """The bytes that a device sends to experts and back: under DDP gradients are all-reduced."""
+    kinds = ("all-to-all", "all-gather", "reduce-scatter")
+    found = hfjax.collectives(step.lower(batch))
+    return sum(r.moved for r in found if r.axes == ("expert",) and r.kind in kinds)
+
+
+def choice_of(step):
+    """The one call that equal layers make, and the dispatch that it took."""
+    assert step.experts is not None
+    ((call, chosen),) = step.experts.calls
+    return call, chosen
+
+
+def expected(way, n, groups, places=PLACES, tokens=LENGTH, k=K, size=4, again=0):
+    """The formulas of parallel/experts/choice.py, told again: one layer, both directions."""
+    if way == "all_to_all":
+        return (2 + again) * 2 * (n - 1) * groups * places * WIDTH * size // n
+    x, numbers, weights = tokens * WIDTH * size, 4 * tokens * k, 4 * tokens * k
+    there, back = x + numbers + weights, x
+    return (n - 1) * groups * ((1 + again) * there + back + (x + x + weights))
+
+
+@pytest.mark.parametrize("n", [2, 4, 8])
+@pytest.mark.parametrize("way", WAYS)
+def test_each_dispatch_sends_the_bytes_of_its_formula(way, n):
+    config, execution = WAYS[way]
+    step = plan(config, {"expert": n}, **execution)
+    assert sent_by(step, rows_of(16)) == LAYERS * expected(way, n, groups=16 // n)
+    call, chosen = choice_of(step)
+    assert LAYERS * sum(call.bytes(chosen)) == sent_by(step, rows_of(16))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_of_a_layer_that_is_computed_again_what_its_gradients_read_is_sent_again(way):
+    config, execution = WAYS[way]
+    step = plan(config, {"expert": 4}, remat="full", precision="bf16", **execution)
+    wanted = LAYERS * expected(way, 4, groups=4, size=2, again=1)
+    assert sent_by(step, rows_of(16)) == wanted
+    call, chosen = choice_of(step)
+    assert LAYERS * (sum(call.bytes(chosen)) + call.again(chosen)) == wanted
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("beside", ["data", "tensor", "accumulate", "small groups"])
+def test_beside_other_axes_tokens_are_sent_to_experts_only(way, beside):
+    config, execution = WAYS[way]
+    sizes, strategy, groups, tokens, places = {"expert": 4}, DDP | EXPERT, 4, LENGTH, PLACES
+    if beside == "data":
+        sizes, groups = {"data": 2, "expert": 4}, 2
+    elif beside == "tensor":
+        sizes, strategy = {"expert": 4, "tensor": 2}, DDP | EXPERT | TENSOR
+    elif beside == "accumulate":
+        execution = {**execution, "accumulate": 2}
+    else:
+        config, groups, tokens, places = replace(config, group=4), 16, 4, 4 * EXPERTS
+    step = plan(config, sizes, strategy, **execution)
+    # every expert takes at least 4 of a small group; two microbatches send what one would
+    wanted = LAYERS * expected(way, 4, groups, places, tokens)
+    assert sent_by(step, rows_of(16)) == wanted
+
+
+def test_arrays_of_experts_are_gathered_along_fsdp_only_and_others_along_expert_as_well():
+    step = plan(CONFIG, {"fsdp": 2, "expert": 4}, FSDP | EXPERT, dispatch="all_to_all")
+    found = hfjax.collectives(step.lower(rows_of(16)))
+    arrays = flatten(step.layout.abstract_state().params)
+    size = {path: 4 * x.size for path, x in arrays.items()}
+    experts = sum(n for path, n in size.items() if "/each/" in path) // 4
+    layers = sum(n for path, n in size.items() if "layers" in path and "/each/" not in path)
+    ends = sum(n for path, n in size.items() if "layers" not in path)
+    both = ("fsdp", "expert")
+    assert found.total("all-gather", "fsdp") == 2 * experts  # forward, and again backward
+    assert found.total("reduce-scatter", "fsdp") == experts
+    assert found.total("all-gather", both) == 2 * layers + ends
+    assert found.total("reduce-scatter", both) == layers + ends
+    assert sent_by(step, rows_of(16)) == LAYERS * expected("all_to_all", 4, groups=2)
+
+
+FAR = """
+import jax
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_num_cpu_devices", 64)
+from tests.test_experts_bytes import WAYS, plan, replace, rows_of, sent_by
+for n in (16, 64):
+    for config, execution in WAYS.values():
+        print(sent_by(plan(replace(config, experts=64), {"expert": n}, **execution), rows_of(64)))
+"""
+
+
+@pytest.mark.slow
+def test_on_16_and_64_devices_the_formulas_hold_as_well():
+    where = os.environ | {"PYTHONPATH": f"{os.getcwd()}:{os.environ.get('PYTHONPATH', '')}"}
+    command = [sys.executable, "-W", "ignore", "-c", FAR]
+    done = subprocess.run(command, capture_output=True, text=True, env=where)
+    assert done.returncode == 0, done.stderr[-2000:]
+    wanted = [
+        LAYERS * expected(way, n, groups=64 // n, places=4 * 64) for n in (16, 64) for way in WAYS
+    ]
+    assert [int(line) for line in done.stdout.split()] == wanted
+
+
+def test_auto_takes_what_sends_least():
+    """Fewer devices than choices: tokens travel; more: their places do."""
+    for n, wanted in ((2, "gather"), (4, "all_to_all"), (8, "all_to_all")):
+        sent = {
+            way: sent_by(plan(CONFIG, {"expert": n}, dispatch=way), rows_of(16))
+            for way in ("all_to_all", "gather")
+        }
+        step = plan(CONFIG, {"expert": n})
+        assert sent_by(step, rows_of(16)) == min(sent.values())
+        assert sent[wanted] == min(sent.values())
+        assert choice_of(step)[1] == wanted
+
+
+def test_a_step_tells_what_each_dispatch_sends_and_why_one_was_chosen():
+    step = plan(CONFIG, {"expert": 4})
+    assert step.experts is None
+    step.lower(rows_of(16))
+    head, names, *lines = str(step.experts).splitlines()
+    assert head.startswith("experts on 4 devices")
+    assert names.split("  ")[0] == "dispatch"
+    for line, way in zip(lines, ("all_to_all", "gather"), strict=True):
+        assert line.startswith(way)
+        assert f"  {human(expected(way, 4, groups=4))}" in line
+    assert lines[0].endswith("chosen: it sends least")
+    step = plan(CONFIG, {"expert": 4}, dispatch="gather")
+    step.lower(rows_of(16))
+    assert str(step.experts).endswith("chosen: asked for")
+    step = plan(DROPLESS, {"expert": 4})
+    step.lower(rows_of(16))
+    assert "cannot: without a capacity no device knows" in str(step.experts)
+
+
+# -- what is multiplied -------------------------------------------------------------------------
+
+
+def equations(jaxpr, times=1):
+    """Yield each equation, and how often it runs."""
+    for equation in jaxpr.eqns:
+        yield equation, times
+        turns = equation.params["length"] if equation.primitive.name == "scan" else 1
+        for body in bodies(equation):
+            yield from equations(body, times * turns)
+
+
+def flops_of_experts(jaxpr) -> int:
+    """The flops of all products with an expert's hidden layer; nothing else is as wide."""
+    total = 0
+    for equation, times in equations(jaxpr):
+        if equation.primitive.name != "dot_general":
+            continue
+        left, right = (x.aval.shape for x in equation.invars)
+        if {MLP, 2 * MLP}.isdisjoint(left + right):
+            continue
+        ((contracted, _), _) = equation.params["dimension_numbers"]
+        inner = int(np.prod([left[i] for i in contracted]))
+        total += times * 2 * inner * int(np.prod(equation.outvars[0].aval.shape))
+    return total
+
+
+@pytest.mark.parametrize("n", [1, 2, 8])
+@pytest.mark.parametrize("way", ["all_to_all", "gather"])
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_experts_multiply_their_places_and_no_more(way, n, remat):
+    step = plan(CONFIG, {"expert": n}, dispatch=way, remat=remat)
+    found = flops_of_experts(step.trace(rows_of(16)).jaxpr.jaxpr)
+    places = 16 * PLACES // n  # of a device: those of its experts, of all groups
+    forward = LAYERS * places * 2 * 3 * WIDTH * MLP
+    assert found == forward * (3 if remat == "none" else 4)
+
+
+def layer_and_gradient(**mixing):
+    """Return the equations of a layer, and of its gradients."""
+    layer = MoE(WIDTH, MLP, EXPERTS, rngs=nnx.Rngs(0), **mixing)
+    graph, state = nnx.split(layer)
+
+    def loss(state, x):
+        y, told = nnx.merge(graph, state)(x)
+        return (y**2).sum() + told.loss.sum()
+
+    x = jnp.ones((4, LENGTH, WIDTH))
+    made = jax.make_jaxpr(jax.value_and_grad(loss, argnums=(0, 1)))(state, x)
+    return [equation for equation, _ in equations(made.jaxpr)]
+
+
+@pytest.mark.parametrize("priority", ["position", "choice", "probability"])
+def test_no_row_is_scattered_on_the_way_to_experts_and_back(priority):
+    found = layer_and_gradient(router=Router(priority=priority))
+    scattered = [e for e in found if e.primitive.name.startswith("scatter")]
+    assert scattered  # the number of each place, by choice
+    for equation in scattered:
+        assert equation.outvars[0].aval.dtype == jnp.int32
+        assert equation.outvars[0].aval.shape[1:] == (LENGTH * K,)
+
+
+# -- products in blocks -------------------------------------------------------------------------
+
+TOKENS = 37
+DRAW = np.random.default_rng(0)
+ROUTINGS = {
+    "even": np.stack([np.arange(TOKENS) % EXPERTS, (np.arange(TOKENS) + 1) % EXPERTS], 1),
+    "skewed": DRAW.geometric(0.5, (TOKENS, K)).clip(1, EXPERTS) - 1,
+    "all to one": np.full((TOKENS, K), 5),
+    "the first and the last": np.tile([0, EXPERTS - 1], (TOKENS, 1)),
+    "some to none": DRAW.integers(0, 2 * EXPERTS, (TOKENS, K)) - 4,
+    "all to none": np.full((TOKENS, K), EXPERTS),
+    "one token": np.array([[3, 1]]),
+    "three choices": np.argsort(DRAW.random((TOKENS, EXPERTS)), 1)[:, :3],
+}
+
+
+@pytest.mark.parametrize("size", [1, 4, 7, 128])
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_blocks_are_as_many_as_choices_need_and_hold_each_choice_once(routing, size):
+    experts = ROUTINGS[routing]
+    made = planned(jnp.asarray(experts, jnp.int32), EXPERTS, size)
+    counts = np.bincount(experts[(experts >= 0) & (experts < EXPERTS)], minlength=EXPERTS)
+    assert made.total == np.ceil(counts / size).sum()
+    assert made.total <= -(-experts.size // size) + EXPERTS
+    held = []
+    for number in range(int(made.total)):
+        block = made.block(jnp.int32(number), size, experts.shape[1])
+        real = np.asarray(block.choices)[np.asarray(block.choices) < experts.size]
+        assert len(real)
+        assert (experts.ravel()[real] == block.expert).all()
+        assert (np.asarray(block.tokens)[: len(real)] == real // experts.shape[1]).all()
+        held += real.tolist()
+    known = np.flatnonzero((experts.ravel() >= 0) & (experts.ravel() < EXPERTS))
+    assert sorted(held) == known.tolist()
+
+
+def gated(arrays, x):
+    up, down = arrays
+    return jax.nn.silu(x @ up) @ down
+
+
+def densely(arrays, x, experts, weights):
+    """What all experts make of all tokens, weighed: no choice, no block."""
+    of_each = jax.vmap(gated, (0, None))(arrays, x)
+    chosen = jax.nn.one_hot(experts, EXPERTS, dtype=x.dtype) * weights[..., None]
+    return jnp.einsum("tke,etd->td", chosen, of_each)
+
+
+@pytest.mark.parametrize("size", [4, 7, 128])
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_products_in_blocks_equal_the_dense_answer_and_its_gradients(routing, size):
+    experts = ROUTINGS[routing]
+    with jax.enable_x64(True):
+        draw = np.random.default_rng(1)
+        arrays = draw.normal(size=(EXPERTS, 6, 10)), draw.normal(size=(EXPERTS, 10, 6))
+        x, weights = draw.normal(size=(len(experts), 6)), draw.random(experts.shape)
+        given = jax.tree.map(jnp.asarray, (arrays, x, weights))
+        towards = jnp.asarray(draw.normal(size=x.shape))
+        choices = jnp.asarray(experts, jnp.int32)
+        blocks = lambda a, x, w: jnp.vdot(in_blocks(gated, size, a, x, choices, w), towards)
+        dense = lambda a, x, w: (densely(a, x, choices, w) * towards).sum()
+        found = jax.value_and_grad(blocks, (0, 1, 2))(*given)
+        wanted = jax.value_and_grad(dense, (0, 1, 2))(*given)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-11), found, wanted)
+
+
+def test_a_product_of_a_block_has_the_rows_of_a_block():
+    found = layer_and_gradient(capacity=None, block=5)
+    hidden = [e for e in found if e.primitive.name == "dot_general"]
+    shapes = [x.aval.shape for e in hidden for x in e.invars]
+    rows = {shape[0] for shape in shapes if shape[1:] in ((MLP,), (2 * MLP,))}
+    assert rows <= {5, WIDTH, MLP}
+    assert 5 in rows
