@@ -176,11 +176,14 @@ def _check_parts(loss: Callable, outputs: Any, batch: Any, program: Any, length:
     It is tried on random numbers: floats of several ranges, integers among those that the loss
     itself names (-100, say), their neighbours, classes, and others.
     """
-    like, draw = (outputs, batch), np.random.default_rng(0)
-    half = 8 if sum(x.size for x in jax.tree.leaves(outputs)) // length < 2**20 else 3
+    like, draw, rows = (outputs, batch), np.random.default_rng(0), rows_of(batch)
+    numbers = sum(x.size for x in jax.tree.leaves(outputs)) // (rows * length)
+    half = 8 if numbers < 2**15 else 3  # positions
 
     def resized(x: Any) -> tuple[int, ...]:
-        return tuple(2 * half if d and n == length else n for d, n in enumerate(x.shape))
+        first, *others = x.shape or (0,)
+        few = min(first, 4) if first == rows else first
+        return (few, *(2 * half if n == length else n for n in others))[: x.ndim]
 
     def part(whole: Any, first: int) -> Any:
         at = lambda of: tuple(
