@@ -3,7 +3,8 @@
     python -m benchmarks.experts memory     # compiled for 8 and 64 H200s, which are not here
     python -m benchmarks.experts speed      # 8 fake CPU devices: against a dense Llama, plain JAX
 
-Tables go to benchmarks/results/experts_*.md. Compiling needs `make wheels`.
+Tables go to benchmarks/results/experts_*.md. Compiling needs `make wheels`. Without a capacity the
+products of experts are a loop whose turns depend on the data: what runs beside it counts one turn.
 """
 
 import statistics
