@@ -158,7 +158,7 @@ def _show(shape: dict[str, int]) -> str:
     return " x ".join(f"{axis}={size}" for axis, size in shown.items())
 
 
-def grid_2d(row: int, tensor: int) -> dict[str, int]:
+def grid_2d(row: int, tensor: int) -> dict[str, Any]:
     """Return the sizes of a grid in two dimensions: weights are split over both, not gathered.
 
     Args:
@@ -173,7 +173,7 @@ def grid_2d(row: int, tensor: int) -> dict[str, int]:
     return {ROW_AXIS: row, COLUMN_AXIS: tensor}
 
 
-def cube(side: int) -> dict[str, int]:
+def cube(side: int) -> dict[str, Any]:
     """Return the sizes of the cube of "3D" tensor parallelism: fsdp = row = tensor = side.
 
     Args:

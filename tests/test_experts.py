@@ -2,6 +2,7 @@
 
 import warnings
 from dataclasses import replace
+from typing import Any
 
 import jax
 import numpy as np
@@ -30,7 +31,7 @@ LENGTH = 16
 RNG = np.random.default_rng(0)
 TOKENS = {"tokens": RNG.integers(0, 64, (16, LENGTH + 1), np.int32)}
 DOCUMENTS = TOKENS | {"documents": np.sort(RNG.integers(0, 4, (16, LENGTH + 1), np.int32), 1)}
-SHAPE = {"vocab": 64, "length": LENGTH, "layers": 2, "heads": 4, "kv_heads": 2, "embed": 32}
+SHAPE: Any = {"vocab": 64, "length": LENGTH, "layers": 2, "heads": 4, "kv_heads": 2, "embed": 32}
 CONFIG = MoEConfig(
     **SHAPE, mlp=16, min_capacity=1, router=Router(balance_loss=0.1, z_loss=1e-3, bias_rate=0.01)
 )

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -69,7 +70,7 @@ def test_whole_models_equal_one_device_on_all_sides_masks_and_microbatches_too(m
     agree(model, {str(sides): of_sides(*sides) for sides in every}, accumulate=2, clip=0.5)
 
 
-TWO = {"row": 2, "tensor": 2}
+TWO: Any = {"row": 2, "tensor": 2}
 
 
 def test_a_grid_goes_beside_data_zero_and_stages():
