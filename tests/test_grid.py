@@ -22,6 +22,7 @@ from hfjax.models.gpt import GPT, GPTConfig, next_token_loss
 from hfjax.models.llama import Llama, LlamaConfig
 from hfjax.models.parts import Dropout, Linear, RMSNorm, stacked
 from hfjax.testing import assert_strategies_agree
+from tests import small_gpt
 from tests.grid_bytes import LAYERS, LENGTH, ROWS, VOCAB, WIDE, WIDTH, batch, layout, step
 
 # fsdp, row, tensor. With row=1 it is what TENSOR | SEQUENCE has always been.
@@ -82,7 +83,7 @@ def test_a_grid_goes_beside_data_zero_and_stages():
         "1F1B": (beside(hfjax.PIPE), {"pipe": 2, **TWO}, schedule("1f1b")),
         "ZB": (beside(hfjax.PIPE), {"pipe": 2, **TWO}, schedule("zb")),
     }
-    agree(gpt(dropout=0.1), cases, accumulate=2)
+    agree(small_gpt.mlps(dropout=0.1), cases, small_gpt.tokens(), accumulate=2)
 
 
 def by_logits(logits, batch):

@@ -168,7 +168,7 @@ class Grid:
         greatest = lax.pmax(lax.stop_gradient(logits.max(-1)), COLUMN_AXIS)
         picked = jnp.where(_numbers(logits) == targets[..., None], logits, 0).sum(-1)
         exponentials = jnp.exp(logits - greatest[..., None]).sum(-1)
-        exponentials, picked = lax.psum((exponentials, picked), COLUMN_AXIS)
+        exponentials, picked = lax.psum(jnp.stack([exponentials, picked]), COLUMN_AXIS)
         losses = jnp.log(exponentials) + greatest - picked
         return _whole(jnp.where(targets < vocab, losses, jnp.nan), ROW_AXIS, BATCH)
 

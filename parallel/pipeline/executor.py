@@ -44,6 +44,10 @@ class Pipeline:
     unroll: int | bool = 1
     choose: Callable | None = None  # (tensors, layers of a stage) -> which go to the host
     weights: Weights = FIXED
+    # Slots of a tick follow one another, though they are of different microbatches. XLA runs what
+    # is independent in an order that differs by device, on CPUs, and a layer's collectives of one
+    # microbatch then meet those of another.
+    in_order: bool = False
 
     @property
     def _trains(self) -> bool:
@@ -193,8 +197,10 @@ class Pipeline:
         before, state = state, self._receive(dict(state), at)
         if "F" in kinds:
             state = self._forward(state, at)
+            at = at.after(state) if self.in_order else at
         if "B" in kinds:
             state = self._backward(state, at)
+            at = at.after(state) if self.in_order else at
         if "W" in kinds:
             state = self._weight_half(state, at)
         return self.weights.after_tick(self, kinds, before, state, at), None

@@ -5,10 +5,11 @@ table, or none. `StageTick` are the numbers of one stage in one tick, traced.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -53,6 +54,10 @@ class SegmentFacts:
         return when
 
 
+def _is_float(x: Any) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.floating)
+
+
 @dataclass(frozen=True)
 class StageTick:
     """One row of the table for this stage."""
@@ -62,6 +67,13 @@ class StageTick:
 
     def __getitem__(self, name: str) -> Any:
         return self.row[name]
+
+    def after(self, state: State) -> "StageTick":
+        """Return the same row, which nothing can read before a state is there."""
+        firsts = [x.reshape(-1)[:1] for x in jax.tree.leaves(state) if _is_float(x) and x.size]
+        never = sum((jnp.isnan(x) & jnp.isinf(x)).sum(dtype=jnp.int32) for x in firsts)
+        late = lambda x: x if x.dtype == bool else x + never
+        return replace(self, row={name: late(x) for name, x in self.row.items()})
 
     def positive(self, name: str) -> Any:
         """Return a number to index with, 0 where the slot is idle."""
