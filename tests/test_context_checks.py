@@ -129,11 +129,12 @@ OTHER = "does something else with another number of positions"
         (lambda x: 2 * x if x.shape[1] <= 8 else x, OTHER),
         (lambda x: 2 * x if x.shape[1] == 32 else x, OTHER),
         (lambda x: 2 * x if x.shape[1] % 4 == 0 else x, OTHER),
+        (lambda x: x - 1 if x.shape[1] <= 8 else 1 - x, OTHER),
     ],
     ids=[
         *("a table of sines", "one in a jit", "the length", "a vector", "a vector in a jit"),
         *("a number for all", "a power", "a branch on a part", "a branch on a whole row"),
-        "a branch on what divides",
+        *("a branch on what divides", "a branch between alike operations"),
     ],
 )
 def test_what_is_made_of_the_length_of_a_part_is_refused(meet, message):

@@ -80,17 +80,25 @@ def differences(
     given = [getattr(program, "consts", ()) for program in (one, two)]
     if len(given[0]) != len(given[1]) or not all(map(_equal_constants, *given)):
         yield NUMBERS, place
+    one, two = (getattr(program, "jaxpr", program) for program in (one, two))
+    twins = dict(zip((*one.constvars, *one.invars), (*two.constvars, *two.invars), strict=False))
+    same = lambda v, w: isinstance(v, Literal) or twins.get(v) is w
     for a, b in zip_longest(one.eqns, two.eqns):
         line = source_info_util.summarize((a or b).source_info) or place
         if a is None or b is None or not _same_operation(a, b, alike):
             yield OTHER, line
             return
+        if not all(map(same, a.invars, b.invars)):
+            yield OTHER, line
+        twins.update(zip(a.outvars, b.outvars, strict=True))
         pairs = zip(a.invars, b.invars, strict=True)
         literals = all(_equal(v.val, w.val) for v, w in pairs if isinstance(v, Literal))
         if not literals or not all(alike(a.params[name], b.params.get(name)) for name in a.params):
             yield NUMBERS, line
         for body, other in zip(closed_bodies(a), closed_bodies(b), strict=True):
             yield from differences(body, other, lengths, line)
+    if not all(map(same, one.outvars, two.outvars)):
+        yield OTHER, place
 
 
 NUMBERS = "computes with the number of"
@@ -119,7 +127,8 @@ def _in_proportion(lengths: tuple[int, int], a: Any, b: Any, inside: bool = Fals
 
 
 def _equal(a: Any, b: Any) -> bool:
-    return np.array_equal(a, b) or bool(np.all((a != a) & (b != b)))  # or neither is a number
+    a, b = np.asarray(a), np.asarray(b)
+    return a.shape == b.shape and bool(np.all((a == b) | (a != a) & (b != b)))  # or no numbers
 
 
 def _equal_constants(a: Any, b: Any) -> bool:
