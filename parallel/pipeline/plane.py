@@ -23,7 +23,7 @@ from hfjax.parallel.engine.sequence import undealt
 from hfjax.parallel.engine.step_context import rows_of, variables_of
 from hfjax.parallel.heterogeneous.model import HeterogeneousModel
 from hfjax.parallel.heterogeneous.packing import PackedLayers
-from hfjax.parallel.mesh import PIPE_AXIS, in_use, on_grid
+from hfjax.parallel.mesh import EXPERT_AXES, PIPE_AXIS, SEQUENCE_AXES, in_use, on_grid
 from hfjax.parallel.pipeline.executor import Pipeline
 from hfjax.parallel.schedules.compile import Ticks
 
@@ -115,7 +115,9 @@ class PipelinePlane(Plane):
 
     def _run(self, placed: "PlacedModel | HeterogeneousModel") -> tuple[Any, Any, Any]:
         """Return the gradients of the layers, those of the rest, and the mean (or `Extras`)."""
-        in_order = self.context.platform == "cpu" and on_grid(self.context.mesh)
+        mesh = self.context.mesh
+        own = on_grid(mesh) or in_use(mesh, (*EXPERT_AXES, *SEQUENCE_AXES))  # layers' collectives
+        in_order = self.context.platform == "cpu" and bool(own)
         model, offloading = placed.model(), self.offloading
         pipeline = Pipeline(self.ticks, model, self.unroll, offloading, in_order=in_order)
         if self.watch is not None:
