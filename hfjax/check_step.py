@@ -121,6 +121,8 @@ def check_runs(layout: Layout, execution: Execution, training: bool = False) -> 
     if on_grid(layout.mesh):
         check_on_grid(layout.blueprint, layout.placed, layout.strategy.parameters)
     execution.kernels.check(layout.mesh.devices.flat[0])
+    if training:
+        _check_after_step(layout)
     stages = layout.mesh.shape[PIPE_AXIS]
     if training and stages > 1 and execution.schedule is None:
         raise ValueError(
@@ -147,3 +149,19 @@ def _refuse_idle(layout: Layout, idle: Sequence[str]) -> None:
         "Set it to 1, or add a strategy that uses it (hfjax.TENSOR uses tensor, hfjax.GRID row and "
         "tensor, hfjax.CONTEXT context, hfjax.EXPERT expert, hfjax.PIPE pipe)."
     )
+
+
+def _check_after_step(layout: Layout) -> None:
+    """Refuse variables that the model's own `after_step` would have to change, if it has none."""
+    held = layout.blueprint.variables.items()
+    needs = [p for p, v in held if getattr(v, "get_metadata", _none)("needs_after_step", False)]
+    if needs and not hasattr(layout.blueprint.abstract("train"), "after_step"):
+        raise ValueError(
+            f"{needs[0]} moves once in a step (Router(bias_rate=…)), and the model has no method "
+            "after_step(variables, metrics) that moves it. Give it one that returns "
+            "hfjax.models.moe.after_step(variables, metrics, rate), or take bias_rate=0."
+        )
+
+
+def _none(name: str, default: bool) -> bool:
+    return default

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from hfjax.base.mean import ENTROPY
 from hfjax.base.paths import flatten
-from hfjax.models.moe.told import ENTROPY
 from hfjax.plan.layout import Layout, State
 
 LAG = 2  # steps; the same in every process, so that all stop at the same call

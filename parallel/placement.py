@@ -12,6 +12,7 @@ from hfjax.parallel.mesh import (
     BATCH_AXES,
     COLUMN_AXIS,
     EXPERTS,
+    MEANING,
     PIPE_AXIS,
     ROW_AXIS,
     STACK,
@@ -149,6 +150,7 @@ def _place_anywhere(array: Array, entries: list[Axes], axes: Axes, mesh: Mesh) -
     joins = {ROW_AXIS, COLUMN_AXIS} if on_grid(mesh) else set()
     for dim, (length, name) in enumerate(zip(array.shape, array.axes, strict=True)):
         free = joins.issuperset(entries[dim]) and name != STACK
+        free = free and not any(MEANING[a].stays == name for a in axes)  # what stays is no "*"
         if axes and free and length and length % size_of((*entries[dim], *axes), mesh) == 0:
             entries[dim] += axes
             break
@@ -195,6 +197,13 @@ def _check_dim(array: Array, dim: int, axes: Axes, mesh: Mesh, given: str) -> No
             f"{given}: on one dimension, {' and '.join(BATCH_AXES)} come before "
             f"{' and '.join(TENSOR_AXES)} (the other order adds permutes and gathers to every "
             f"step). Write {legal}."
+        )
+    gathered = [MEANING[a].stays != array.axes[dim] for a in axes]
+    if array.axes[dim] and gathered != sorted(gathered):
+        legal = tuple(sorted(axes, key=lambda a: MEANING[a].stays != array.axes[dim]))
+        raise ValueError(
+            f"{given}: on dimension {dim} ({array.axes[dim]}), what stays split comes before what "
+            f"is gathered. Write {legal}."
         )
     size = size_of(axes, mesh)
     if array.axes[dim] == STACK and any(manual):

@@ -5,9 +5,12 @@ from dataclasses import replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec as P
 
 import hfjax
 from hfjax import (
@@ -24,7 +27,17 @@ from hfjax import (
     ZERO2,
     Schedule,
 )
-from hfjax.models.moe import MoEConfig, MoELlama, Router, next_token_loss
+from hfjax.models.moe import (
+    MoE,
+    MoEConfig,
+    MoELlama,
+    Routed,
+    Router,
+    next_token_loss,
+    takes_routing,
+    with_routing,
+)
+from hfjax.models.moe.router import Drawn, choose
 from tests.test_context import apart, doubled
 
 LENGTH = 16
@@ -242,3 +255,96 @@ def test_metrics_say_how_even_loads_are_and_what_is_dropped():
     places = 5 / (LENGTH * CONFIG.top_k)  # ceil(16 * 2 / 8 * 1.25) of a row's 32 choices
     assert (dropped >= load.max(1) - places - 1e-6).all()
     assert "chosen" in str(step.experts)
+
+
+def layout_of(config, strategy, **sizes):
+    mesh = hfjax.make_mesh(devices=jax.devices()[: int(np.prod([*sizes.values()]))], **sizes)
+    model = lambda rngs: MoELlama(config, rngs=rngs)
+    return hfjax.layout(model, optax.sgd(0.1), mesh, strategy.edit(replicate_below=0))
+
+
+@pytest.mark.parametrize("strategy", [FSDP, FSDP | TENSOR, hfjax.HSDP], ids=lambda s: s.name)
+def test_experts_are_never_gathered_over_their_axis_by_the_row_that_fits_all(strategy):
+    sizes = {"expert": 2, "fsdp": 2} | ({"tensor": 2} if "TENSOR" in strategy.name else {})
+    layout = layout_of(CONFIG, strategy, **sizes)
+    assert all("experts" not in p.axes or not p.stays for p in layout.placed.values())
+    with pytest.raises(ValueError, match=r"no parameter stays split over expert .* add hfjax.EXPE"):
+        hfjax.train_step(layout, next_token_loss)
+
+
+def test_what_stays_split_comes_first_on_its_dimension():
+    layout = layout_of(CONFIG, FSDP | EXPERT, expert=2, fsdp=2)
+    path = "layers/mlp/each/down"
+    with pytest.raises(
+        ValueError, match=r"what stays split comes before .* Write \('expert', 'fsdp"
+    ):
+        layout.with_specs({path: P(None, ("fsdp", "expert"))})
+    assert layout.with_specs({path: P(None, ("expert", "fsdp"))}).placed[path].stays == ("expert",)
+
+
+class Own(nnx.Module):
+    """A model that is called as it is, with one mixture."""
+
+    def __init__(self, rngs, router):
+        self.first = nnx.Linear(8, 16, rngs=rngs)
+        self.mixture = MoE(16, 8, experts=4, group=4, min_capacity=1, router=router, rngs=rngs)
+
+    def __call__(self, x):
+        y, told = self.mixture(self.first(x))
+        return Routed(y, told)
+
+
+@takes_routing
+def small(outputs, batch):
+    losses = (outputs.outputs**2).mean(-1)
+    return with_routing(losses, np.ones(losses.shape, np.float32), outputs)
+
+
+@pytest.mark.parametrize(
+    ("router", "message"),
+    [
+        (Router.preset("mixtral"), r"balances over the batch .* nothing has added that loss"),
+        (Router(bias_rate=0.1), r"mixture/router_bias moves once in a step .* no method after_st"),
+    ],
+)
+def test_what_a_router_needs_of_a_model_is_said(router, message):
+    mesh = hfjax.make_mesh(expert=4, data=2)
+    layout = hfjax.layout(lambda rngs: Own(rngs, router), optax.sgd(0.1), mesh, DDP | EXPERT)
+    with pytest.raises(ValueError, match=message):
+        hfjax.train_step(layout, small).lower(np.ones((32, 8), np.float32))
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"noise": "rsample", "scores": "sigmoid"}, "draw experts by a softmax of the logits"),
+        ({"sample_second": True, "bias_rate": 0.1}, "draw experts by a softmax of the logits"),
+        ({"scale": float("nan")}, r"Router\(scale=nan\): a finite number"),
+        ({"balance_over": "rows"}, "one of group, row, batch"),
+    ],
+)
+def test_a_router_that_cannot_be_is_refused(given, message):
+    with pytest.raises(ValueError, match=message):
+        Router(**given)
+
+
+def test_draws_stay_in_the_groups_of_a_token_and_third_choices_are_not_drawn():
+    router = Router(groups=4, best_groups=2, sample_second=True)
+    logits = jnp.asarray(np.random.default_rng(0).normal(size=(64, 8)))
+    noise = jnp.asarray(np.random.default_rng(1).gumbel(size=(64, 8)))
+    plain = choose(replace(router, sample_second=False), 3, logits, None, Drawn()).experts
+    drawn = choose(router, 3, logits, None, Drawn(second=noise)).experts
+    groups = lambda experts: [sorted(set((np.asarray(row) // 2).tolist())) for row in experts]
+    every = choose(replace(router, sample_second=False), 4, logits, None, Drawn()).experts
+    assert all(set(a) <= set(b) for a, b in zip(groups(drawn), groups(every), strict=True))
+    assert (drawn[:, 0] == plain[:, 0]).all()
+    assert (drawn[:, 1] != plain[:, 1]).any()
+
+
+def test_kept_weights_are_scaled_after_they_are_normalised():
+    x = jax.random.normal(jax.random.key(0), (1, 16, 8))
+    made = []
+    for scale in (1.0, 2.5):
+        router = Router(normalise="kept", scale=scale)
+        made.append(MoE(8, 8, experts=4, router=router, rngs=nnx.Rngs(0))(x)[0])
+    np.testing.assert_allclose(2.5 * made[0], made[1], rtol=1e-5, atol=1e-9)

@@ -336,14 +336,14 @@ def test_gpt_presets():
         (
             FSDP,
             {"data": 8},
-            r"FSDP on data=8: FSDP .*fsdp=1 and context=1\. Write make_mesh\(fsdp=8\) \(.*fsdp 8",
+            r"FSDP on data=8: FSDP .*fsdp=1 and expert=1 and context=1\. Write make_mesh\(fsdp=8\)",
         ),
         (FSDP, {"tensor": 8}, r"Write make_mesh\(fsdp=8\)"),
         (HSDP, {"data": 8}, r"HSDP would .*Write make_mesh\(data=2, fsdp=4\)"),
         (
             ZERO1,
             {"tensor": 8},
-            r"because of context=1 and fsdp=1 and data=1\. Write make_mesh\(data=8\)",
+            r"because of context=1 and expert=1 and fsdp=1 and data=1\. Write make_mesh\(data=8\)",
         ),
         (TENSOR, {"data": 8}, r"TENSOR would .*tensor=1\. Write make_mesh\(data=4, tensor=2\)"),
         (SEQUENCE, {"data": 4, "fsdp": 2}, r"SEQUENCE .*make_mesh\(data=2, fsdp=2, tensor=2\)"),

@@ -374,10 +374,10 @@ def test_biases_of_a_list_are_moved_by_their_own_layers_load():
     [
         ({"capacity": 0}, r"capacity=0 of a mixture: a positive factor .* or None"),
         ({"eval_capacity": -1.0}, r"eval_capacity=-1.0 of a mixture: a positive factor"),
-        ({"min_capacity": 0}, r"min_capacity=0 of a mixture: an expert takes at least one"),
-        ({"group": 0}, r"group=0 of a mixture: a number of tokens, at least 1; None: a row"),
+        ({"min_capacity": 0}, r"min_capacity=0 of a mixture: a whole number, at least 1"),
+        ({"group": 0}, r"group=0 of a mixture: a whole number, at least 1. None: a row"),
         ({"top_k": 7}, r"MoE\(experts=6, top_k=7\): .* Choose top_k from 1 to the number of ex"),
-        ({"top_k": 0}, r"MoE\(experts=6, top_k=0\)"),
+        ({"top_k": True}, r"top_k=True of a mixture: a whole number, at least 1"),
         ({"router": Router(groups=4)}, r"groups=4\) of 6 experts: .* a number that divides 6"),
         (
             {"top_k": 3, "router": Router(groups=3)},
@@ -396,7 +396,7 @@ def test_a_mixture_that_cannot_be_is_refused(given, message):
     [
         ({"scores": "tanh"}, r"Router\(scores='tanh'\): one of softmax, sigmoid"),
         ({"noise": "gaussian"}, r"noise='gaussian'\): one of None, jitter, rsample"),
-        ({"z_loss": -1}, r"Router\(z_loss=-1\): at least 0"),
+        ({"z_loss": -1}, r"Router\(z_loss=-1\): a finite number, at least 0"),
         ({"groups": 2, "best_groups": 3}, r"best_groups=3\): a token chooses at least one group"),
     ],
 )

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 LOSS = "the loss"
+ENTROPY = "router_entropy"  # a metric of models with experts, by layer
 
 
 @partial(

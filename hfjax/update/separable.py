@@ -250,7 +250,11 @@ def check_padding(layout: Layout) -> None:
 
 def warn_of_mixed_experts(layout: Layout) -> None:
     """Warn of an optimizer for which the experts of one array are not each by themselves."""
-    at = {path: p.axes.index(EXPERTS) for path, p in layout.placed.items() if EXPERTS in p.axes}
+    at = {
+        path: p.axes.index(EXPERTS)
+        for path, p in layout.placed.items()
+        if EXPERTS in p.axes and not p.frozen
+    }
 
     def apart(flat: Flat) -> Flat:
         pieces = {f"{p}/{i}": x.take(i, at[p]) for p, x in flat.items() if p in at for i in (0, 1)}

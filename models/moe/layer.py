@@ -1,5 +1,6 @@
 """The layer: a router, experts, and what is beside them. [B]atch, [S]equence, [D] embed."""
 
+import math
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -106,7 +107,7 @@ class Mixing:
     group: int | None = None
     shared: int = 0
     residual: bool = False
-    router: Any = "mixtral"
+    router: Any = Router()
     block: int = 128
 
     def __post_init__(self):
@@ -114,20 +115,22 @@ class Mixing:
         object.__setattr__(self, "router", router)
         for name in ("capacity", "eval_capacity"):
             factor = getattr(self, name)
-            if factor not in (None, "same") and not factor > 0:
+            word = name == "eval_capacity" and factor == "same"
+            number = isinstance(factor, int | float) and 0 < factor < math.inf
+            if factor is not None and not word and not number:
                 raise ValueError(
                     f"{name}={factor!r} of a mixture: a positive factor of the mean number of "
                     "tokens of an expert, or None: an expert takes all that come."
                 )
-        if self.min_capacity < 1:
-            raise ValueError(
-                f"min_capacity={self.min_capacity} of a mixture: an expert takes at least one "
-                "token of a group."
-            )
-        if self.group is not None and self.group < 1:
-            raise ValueError(
-                f"group={self.group} of a mixture: a number of tokens, at least 1; None: a row."
-            )
+        least = {"top_k": 1, "min_capacity": 1, "group": 1, "block": 1, "shared": 0}
+        for name, low in least.items():
+            number = getattr(self, name)
+            whole = isinstance(number, int) and not isinstance(number, bool) and number >= low
+            if not whole and (name, number) != ("group", None):
+                raise ValueError(
+                    f"{name}={number!r} of a mixture: a whole number, at least {low}."
+                    f"{' None: a row.' * (name == 'group')}"
+                )
 
     def factor(self, training: bool) -> float | None:
         """Return the factor of the capacity, None if there is no capacity."""
@@ -178,7 +181,9 @@ class MoE(nnx.Module):
         _check(experts, how)
         normal = lambda *shape: 0.02 * jax.random.normal(rngs.params(), shape)
         self.router_kernel = nnx.Param(normal(embed, experts), axes=("embed", None))
-        self.router_bias = RouterBias(jnp.zeros(experts)) if how.router.bias_rate else None
+        self.router_bias = (
+            RouterBias(jnp.zeros(experts), needs_after_step=True) if how.router.bias_rate else None
+        )
         if expert is None:
             self.each: Any = SwiGLUs(experts, embed, mlp, scale, rngs=rngs)
         else:
@@ -275,7 +280,7 @@ class MoE(nnx.Module):
         if self.router.normalise != "kept":
             return weights
         least = jnp.finfo(jnp.float32).eps
-        return weights / jnp.maximum(weights.sum(-1, keepdims=True), least)
+        return weights * self.router.scale / jnp.maximum(weights.sum(-1, keepdims=True), least)
 
     def _priority(self, chosen: Chosen, drawn: Drawn, by_group: Callable) -> jax.Array:
         """Return a number for each choice: the lower take the places of an expert first."""
@@ -320,6 +325,7 @@ class MoE(nnx.Module):
             scores=summed,
             dropped=lost.reshape(rows, 1, -1).sum(-1).astype(logits.dtype),
             entropy=jax.lax.stop_gradient(of_row(entropy)[..., 0]),
+            tokens=of_row(real[..., None].astype(logits.dtype))[..., 0],
             experts=self.experts,
         )
 
@@ -369,7 +375,7 @@ class MoE(nnx.Module):
 def _check(experts: int, how: Mixing) -> None:
     """Refuse a number of experts that this mixture cannot have."""
     router = how.router
-    if experts < 1 or not 1 <= how.top_k <= experts:
+    if not isinstance(experts, int) or experts < 1 or how.top_k > experts:
         raise ValueError(
             f"MoE(experts={experts}, top_k={how.top_k}): a token chooses at least one expert, and "
             "each at most once. Choose top_k from 1 to the number of experts."

@@ -1,13 +1,18 @@
 """The loss of a model with mixtures: that of its outputs, and what its routers add."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from hfjax.base.mean import Mean
+from hfjax.base.mean import ENTROPY, Mean
 from hfjax.models.loss import next_token_loss as of_tokens, token_losses
-from hfjax.models.moe.told import DROPPED, ENTROPY, LOAD, Routed, Told
+from hfjax.models.moe.losses import balance
+from hfjax.models.moe.router import Router
+from hfjax.models.moe.told import DROPPED, LOAD, Routed, Told
+from hfjax.models.parts import plain
 from hfjax.pallas_kernels.handing import Projection, takes_projection
 
 
@@ -42,6 +47,13 @@ def with_routing(losses: jax.Array, weights: jax.Array, routed: Routed) -> Mean:
         routed: What the model returned.
     """
     told = routed.told
+    if told.scores.shape[-1]:
+        raise ValueError(
+            'a router balances over the batch (Router(balance_over="batch"), as "mixtral" and '
+            '"qwen3" do), and nothing has added that loss. Where the model has all that was told: '
+            "told = hfjax.models.moe.over_batch(told, router, self.kernels), with self.kernels = "
+            'hfjax.models.parts.plain; or take balance_over="group".'
+        )
     total, weight = (losses * weights).sum(), weights.sum()
     added = (told.loss.reshape(losses.shape) * weights).sum()
     metrics = {"token_loss": Mean(total, weight)} | _metrics(told)
@@ -50,11 +62,42 @@ def with_routing(losses: jax.Array, weights: jax.Array, routed: Routed) -> Mean:
 
 def _metrics(told: Told) -> dict[str, Mean]:
     load = told.load.sum(0)
-    of_layer, tokens = load.sum(-1), told.loss.size
+    of_layer, tokens = load.sum(-1), told.tokens.sum(0)
     chosen = of_layer.mean()
+    counted = jnp.where(tokens > 0, tokens.mean() / tokens, 0)
     even = jnp.where(of_layer > 0, chosen / of_layer, 0)  # layers may differ in `top_k`
     return {
         LOAD: Mean(load * even[:, None], chosen),
         DROPPED: Mean(told.dropped.sum(0) * even, chosen),
-        ENTROPY: Mean(told.entropy.sum(0), jnp.asarray(tokens, load.dtype)),
+        ENTROPY: Mean(told.entropy.sum(0) * counted, tokens.mean()),
     }
+
+
+def over_batch(
+    told: Told,
+    router: Router,
+    kernels: Any = plain,
+    counts: Sequence[int] | None = None,
+    training: bool = True,
+) -> Told:
+    """Return what was told, with the loss of balance over all rows of the microbatch added.
+
+    That is one loss for each layer, added up, if the router asks for it. A model calls it once,
+    after its last mixture.
+
+    Args:
+        told: By all mixtures of the model.
+        router: That of all of them.
+        kernels: The model's `self.kernels`: it knows the rows of other devices.
+        counts: The number of experts of each layer, where they differ.
+        training: Whether a loss is to be added.
+    """
+    if not told.scores.shape[-1]:
+        return told
+    added = jnp.zeros(())
+    if training:
+        chosen, scored = (x.sum(0)[:, None] for x in (told.load, told.scores))
+        losses = balance(chosen, scored, kernels.sum_over_batch)
+        real = counts or [told.experts] * len(losses)  # where fewer, they are padded
+        added = router.balance_loss * (jnp.asarray(real) / told.experts * losses).sum()
+    return replace(told, loss=told.loss + added, scores=told.scores[..., :0])

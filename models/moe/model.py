@@ -6,7 +6,6 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 
 from hfjax.models.llama import (
@@ -20,7 +19,7 @@ from hfjax.models.llama import (
 )
 from hfjax.models.loss import next_tokens
 from hfjax.models.moe.layer import Mixing, MoE
-from hfjax.models.moe.losses import balance
+from hfjax.models.moe.loss import over_batch
 from hfjax.models.moe.router import Router
 from hfjax.models.moe.told import Routed, Told, after_step
 from hfjax.models.parts import (
@@ -184,15 +183,10 @@ class MoELlama(nnx.Module):
 
     def head(self, stream: Stream) -> Any:
         """Return the logits [B, S, V], or what the step's loss takes in their place."""
-        router, told = self.config.router, stream.told
-        if self._over_batch and not self.deterministic:
-            sums = told.load.sum(0), told.scores.sum(0)
-            chosen, scored = (x[:, None] for x in sums)
-            parts = jnp.asarray([n for n in self.config.by_layer if n]) / told.experts  # not padded
-            losses = balance(chosen, scored, self.kernels.sum_over_batch)
-            found = (parts * losses).sum()
-            told = replace(told, loss=told.loss + router.balance_loss * found)
-        needs = (router.has_losses or router.bias_rate > 0) and not self.deterministic
+        router, training = self.config.router, not self.deterministic
+        counts = [n for n in self.config.by_layer if n]
+        told = over_batch(stream.told, router, self.kernels, counts, training)
+        needs = (router.has_losses or router.bias_rate > 0) and training
         return self.kernels.told(logits_of(self, stream.x), partial(Routed, told=told), needs)
 
     def after_step(self, variables: Mapping[str, Any], metrics: Mapping[str, Any]) -> Any:

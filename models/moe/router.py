@@ -4,6 +4,7 @@ Everything here concerns one token by itself; what tokens of a group have to do 
 places in an expert's capacity and losses of balance, is in `places.py` and `losses.py`.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -83,9 +84,18 @@ class Router:
                     f"Router({name}={getattr(self, name)!r}): one of "
                     f"{', '.join(map(str, allowed))}."
                 )
-        for name in ("bias_rate", "balance_loss", "z_loss"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"Router({name}={getattr(self, name)}): at least 0.")
+        for name in ("bias_rate", "balance_loss", "z_loss", "scale"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(
+                    f"Router({name}={getattr(self, name)}): a finite number, at least 0."
+                )
+        draws_experts = self.noise == "rsample" or self.sample_second
+        if draws_experts and (self.scores != "softmax" or self.bias_rate):
+            raise ValueError(
+                'Router(noise="rsample") and sample_second=True draw experts by a softmax of the '
+                f"logits; scores={self.scores!r} and bias_rate={self.bias_rate} would have no part "
+                'in it. Take scores="softmax" and bias_rate=0, or draw nothing.'
+            )
         if not 1 <= self.best_groups <= self.groups:
             raise ValueError(
                 f"Router(groups={self.groups}, best_groups={self.best_groups}): a token chooses "
@@ -172,7 +182,8 @@ def choose(
     if router.normalise == "chosen":
         weights = weights / (weights.sum(-1, keepdims=True) + 1e-20)
     shares = scores if softmax else scores / (scores.sum(-1, keepdims=True) + 1e-20)
-    return Chosen(experts, weights * router.scale, shares)
+    scale = 1 if router.normalise == "kept" else router.scale  # which `layer.py` does at the end
+    return Chosen(experts, weights * scale, shares)
 
 
 def picked(x: jax.Array, experts: jax.Array) -> jax.Array:
@@ -200,9 +211,16 @@ def _top(router: Router, k: int, ranked: jax.Array, logits: jax.Array, drawn: Dr
     """Return the numbers of the k experts that each token ranks highest, best first."""
     if drawn.first is None and drawn.second is None:
         return lax.top_k(ranked, k)[1]
+    logits = jnp.where(jnp.isneginf(ranked), -jnp.inf, logits)  # outside of a token's groups
     first = jnp.argmax(ranked if drawn.first is None else logits + drawn.first, -1)[..., None]
     if k == 1:
         return first.astype(jnp.int32)
-    others = ranked if drawn.second is None else logits + drawn.second
-    others = jnp.where(is_chosen(first, others.shape[-1])[..., 0, :], -jnp.inf, others)
-    return jnp.concatenate([first.astype(jnp.int32), lax.top_k(others, k - 1)[1]], -1)
+    without = lambda x, some: jnp.where(is_chosen(some, x.shape[-1]).any(-2), -jnp.inf, x)
+    if drawn.second is None:
+        rest = lax.top_k(without(ranked, first), k - 1)[1]
+        return jnp.concatenate([first.astype(jnp.int32), rest], -1)
+    second = jnp.argmax(without(logits + drawn.second, first), -1)[..., None]
+    two = jnp.concatenate([first, second], -1).astype(jnp.int32)
+    if k == 2:
+        return two
+    return jnp.concatenate([two, lax.top_k(without(ranked, two), k - 2)[1]], -1)

@@ -13,13 +13,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from hfjax.base.mean import ENTROPY
+
 BIAS = "router_bias"  # the name of the variable that holds a layer's biases
-LOAD, DROPPED, ENTROPY = "expert_load", "dropped", "router_entropy"  # metrics by layer
+LOAD, DROPPED = "expert_load", "dropped"  # metrics by layer
 
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=["loss", "load", "scores", "dropped", "entropy"],
+    data_fields=["loss", "load", "scores", "dropped", "entropy", "tokens"],
     meta_fields=["experts"],
 )
 @dataclass(frozen=True)
@@ -33,6 +35,7 @@ class Told:
         scores: [B, L, E]: the sum of the tokens' scores; [B, L, 0] where no loss needs them.
         dropped: [B, L]: how many choices found no place.
         entropy: [B, L]: the sum of the entropy of the tokens' scores.
+        tokens: [B, L]: how many tokens were used.
         experts: The number of experts, of those layers that tell.
     """
 
@@ -41,6 +44,7 @@ class Told:
     scores: jax.Array
     dropped: jax.Array
     entropy: jax.Array
+    tokens: jax.Array
     experts: int
 
     @classmethod
@@ -56,7 +60,8 @@ class Told:
         dtype = jnp.promote_types(x.dtype, jnp.float32)
         zeros = lambda *shape: jnp.zeros((x.shape[0], *shape), dtype)
         sums = zeros(layers, experts), zeros(layers, experts if scores else 0)
-        return cls(jnp.zeros(x.shape[:-1], dtype), *sums, zeros(layers), zeros(layers), experts)
+        none = zeros(layers)
+        return cls(jnp.zeros(x.shape[:-1], dtype), *sums, none, none, none, experts)
 
     def then(self, other: "Told") -> "Told":
         """Return this with what one more layer tells: layers move up, the newest comes last.
@@ -70,7 +75,13 @@ class Told:
             more[2:] = [(0, n - m) for n, m in zip(old.shape[2:], new.shape[2:], strict=True)]
             return jnp.concatenate([old[:, 1:], jnp.pad(new, more).astype(old.dtype)], 1)
 
-        names = ("load", "scores", "dropped", "entropy")
+        if other.experts > self.experts or other.scores.shape[2] > self.scores.shape[2]:
+            raise ValueError(
+                f"a mixture of {other.experts} experts tells more than Told.start made room for "
+                f"({self.experts} experts, scores={bool(self.scores.shape[2])}): give the most "
+                "experts that a layer has, and scores=True where a router balances over the batch."
+            )
+        names = ("load", "scores", "dropped", "entropy", "tokens")
         joined = {name: join(getattr(self, name), getattr(other, name)) for name in names}
         return replace(self, loss=self.loss + other.loss, **joined)
 
