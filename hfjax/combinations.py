@@ -364,7 +364,7 @@ def table() -> str:
         + works; - refused; ? refused under a condition; . same setting, or one needs the other
     """
     letters = string.ascii_letters[: len(FEATURES)]
-    width = 32  # longer names go on in a second line
+    width = 28  # longer names go on in a second line
     lines = [" ".join([" " * (width + 2), *letters])]
     for letter, name in zip(letters, FEATURES, strict=True):
         cells = " ".join(cell(name, other) for other in FEATURES)

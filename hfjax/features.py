@@ -45,7 +45,7 @@ from hfjax.plan.layout import Layout
 AsWritten = Callable[[Layout, Execution], str | None]
 
 # Features with a long name, that code finds a row by.
-NOT_ELEMENT_BY_ELEMENT = "optimizer that mixes elements"
+NOT_ELEMENT_BY_ELEMENT = "optimizer not element by element"
 NOT_IN_PARTS = "model not in three parts"
 
 
