@@ -9,24 +9,25 @@ from hfjax.parallel.strategy import DDP, FSDP, SEQUENCE, TENSOR, ZERO1, ZERO2, Z
 
 
 def test_zero_stages_are_nothing_but_columns():
-    everywhere = {"*": ("context", "fsdp", "data")}
+    everywhere = {"*": ("context", "expert", "fsdp", "data")}
     assert (dict(DDP.parameters), dict(DDP.gradients), dict(DDP.moments)) == ({}, {}, {})
     assert (dict(ZERO1.gradients), dict(ZERO1.moments)) == ({}, everywhere)
     assert (dict(ZERO2.gradients), dict(ZERO2.moments)) == (everywhere, everywhere)
-    assert dict(FSDP.parameters) == {"*": ("fsdp", "context")}
+    assert dict(FSDP.parameters) == {"*": ("fsdp", "expert", "context")}
     assert ZERO3 is FSDP
 
 
 def test_a_row_that_only_one_side_sets_wins_and_equal_rows_agree():
     both = FSDP | TENSOR
     assert both.parameters == {**FSDP.parameters, **TENSOR.parameters}
-    assert both.activations["batch"] == ("data", "fsdp")
+    assert both.activations["batch"] == ("data", "fsdp", "expert")
     assert both.name == "FSDP|TENSOR"
 
 
 def test_a_row_that_both_sides_set_differently_is_refused_with_both():
     with pytest.raises(
-        ValueError, match=r"moments row '\*': ZERO1 says context\+fsdp\+data, mine says fsdp"
+        ValueError,
+        match=r"moments row '\*': ZERO1 says context\+expert\+fsdp\+data, mine says fsdp",
     ):
         _ = ZERO1 | Strategy("mine", moments={"*": "fsdp"})
 
@@ -58,7 +59,7 @@ def test_an_unknown_mesh_axis_in_a_row_is_refused():
 
 def test_an_edit_adds_rows_and_an_unknown_field_is_refused():
     edited = FSDP.edit(parameters={"mlp": "tensor"}, replicate_below=0)
-    assert dict(edited.parameters) == {"*": ("fsdp", "context"), "mlp": ("tensor",)}
+    assert dict(edited.parameters) == {"*": ("fsdp", "expert", "context"), "mlp": ("tensor",)}
     with pytest.raises(TypeError, match=r"no keyword 'momenta'\. Did you mean moments\? All: name"):
         FSDP.edit(momenta={})
 
@@ -69,7 +70,7 @@ def test_a_strategy_prints_its_four_columns():
         "  parameters   vocab -> tensor, heads -> tensor, mlp -> tensor\n"
         "  gradients    -\n"
         "  moments      -\n"
-        "  activations  vocab -> tensor, heads -> tensor, mlp -> tensor, batch -> data+fsdp, "
+        "  activations  vocab -> tensor, heads -> tensor, mlp -> tensor, batch -> data+fsdp+expert, "
         "seq -> tensor"
     )
 
