@@ -116,7 +116,7 @@ class Strategy:
         """The mesh axes over which it splits more than the rows of a batch.
 
         >>> ZERO1.splits_over, DDP.splits_over
-        (('context', 'fsdp', 'data'), ())
+        (('context', 'expert', 'fsdp', 'data'), ())
         """
         columns = (getattr(self, column) for column in COLUMNS)
         rows = [axes for rows in columns for name, axes in rows.items() if name != "batch"]
@@ -139,7 +139,7 @@ class Strategy:
         """Return a copy with some fields changed.
 
         Args:
-            changes: Fields by name. Rows given for a column (`parameters={"expert": "fsdp"}`) are
+            changes: Fields by name. Rows given for a column (`parameters={"embed": "fsdp"}`) are
                 added to its rows, or replace them; other fields (`name`, `replicate_below`) are
                 replaced.
 
@@ -148,10 +148,10 @@ class Strategy:
             >>> mine = hfjax.FSDP.edit(name="mine", gradients={"*": ()}, replicate_below=0)
             >>> print(mine)
             mine  (arrays below 0 elements stay whole)
-              parameters   * -> fsdp+context
+              parameters   * -> fsdp+expert+context
               gradients    * -> whole
               moments      -
-              activations  batch -> data+fsdp
+              activations  batch -> data+fsdp+expert
         """
         allowed = [f.name for f in fields(self) if f.name != "joined"]
         check_keywords("Strategy.edit", changes, allowed)

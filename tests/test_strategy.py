@@ -70,8 +70,8 @@ def test_a_strategy_prints_its_four_columns():
         "  parameters   vocab -> tensor, heads -> tensor, mlp -> tensor\n"
         "  gradients    -\n"
         "  moments      -\n"
-        "  activations  vocab -> tensor, heads -> tensor, mlp -> tensor, batch -> data+fsdp+expert, "
-        "seq -> tensor"
+        "  activations  vocab -> tensor, heads -> tensor, mlp -> tensor, "
+        "batch -> data+fsdp+expert, seq -> tensor"
     )
 
 
