@@ -150,7 +150,8 @@ def _place_anywhere(array: Array, entries: list[Axes], axes: Axes, mesh: Mesh) -
     joins = {ROW_AXIS, COLUMN_AXIS} if on_grid(mesh) else set()
     for dim, (length, name) in enumerate(zip(array.shape, array.axes, strict=True)):
         free = joins.issuperset(entries[dim]) and name != STACK
-        free = free and not any(MEANING[a].stays == name for a in axes)  # what stays is no "*"
+        stays = name is not None and any(MEANING[a].stays == name for a in axes)
+        free = free and not stays  # for what stays a row has to say so by name
         if axes and free and length and length % size_of((*entries[dim], *axes), mesh) == 0:
             entries[dim] += axes
             break
