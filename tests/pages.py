@@ -130,7 +130,7 @@ def output_of(command: str) -> str:
     told = io.StringIO()
     with contextlib.redirect_stdout(told), contextlib.redirect_stderr(told):
         status = _status(words[1:])
-    assert status == 0 or told.getvalue().startswith("hfjax "), (
+    assert status == 0 or re.search(r"(?m)^hfjax ", told.getvalue()), (
         f"{command}: {status}: {told.getvalue()}"
     )
     return told.getvalue()
