@@ -156,10 +156,10 @@ def _plain(config: MoEConfig, init: Any) -> Callable[[], float]:
     return run
 
 
-HIDDEN = "in bfloat16, AdamW in float32, all recomputed, one row of 4,096 tokens on each H200"
+HIDDEN = "bfloat16, AdamW in float32, all recomputed, a row of 4,096 tokens on each"
 TABLES = {
     "memory": (
-        f"Mixtral 8x7B and a DeepSeek-like 16B {HIDDEN}",
+        f"Experts, bytes per H200: {HIDDEN}",
         (
             *("model", "mesh", "capacity", "dispatch", "state", "temporary", "both"),
             *("dispatch", "beside matmuls", "time covered", "all: beside matmuls"),

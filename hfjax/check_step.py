@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from flax import nnx
 from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding
 
@@ -154,14 +155,11 @@ def _refuse_idle(layout: Layout, idle: Sequence[str]) -> None:
 def _check_after_step(layout: Layout) -> None:
     """Refuse variables that the model's own `after_step` would have to change, if it has none."""
     held = layout.blueprint.variables.items()
-    needs = [p for p, v in held if getattr(v, "get_metadata", _none)("needs_after_step", False)]
+    moves = lambda v: isinstance(v, nnx.Variable) and v.get_metadata("needs_after_step", False)
+    needs = [path for path, variable in held if moves(variable)]
     if needs and not hasattr(layout.blueprint.abstract("train"), "after_step"):
         raise ValueError(
             f"{needs[0]} moves once in a step (Router(bias_rate=…)), and the model has no method "
             "after_step(variables, metrics) that moves it. Give it one that returns "
             "hfjax.models.moe.after_step(variables, metrics, rate), or take bias_rate=0."
         )
-
-
-def _none(name: str, default: bool) -> bool:
-    return default

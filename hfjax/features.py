@@ -3,11 +3,12 @@
 `hfjax.combinations` says which of it go together.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import optax
+from jax.sharding import Mesh
 
 from hfjax.optimizers.transforms import Averaged, ema, master, stored_dtype
 from hfjax.pallas_kernels.choice import Wanted
@@ -162,24 +163,19 @@ def _split(column: str) -> AsWritten:
     return as_written
 
 
-def _tensor(layout: Layout, _: Execution) -> str | None:
-    axes = partitioned(layout.mesh)
-    return f"{axes[0]}={layout.mesh.shape[axes[0]]}" if axes else None
+def _axis(axes_of: Callable[[Mesh], Sequence[str]]) -> AsWritten:
+    """Return the size of the first of some axes, if one is in use."""
 
+    def as_written(layout: Layout, _: Execution) -> str | None:
+        axes = axes_of(layout.mesh)
+        return f"{axes[0]}={layout.mesh.shape[axes[0]]}" if axes else None
 
-def _experts(layout: Layout, _: Execution) -> str | None:
-    axes = in_use(layout.mesh, EXPERT_AXES)
-    return f"{axes[0]}={layout.mesh.shape[axes[0]]}" if axes else None
+    return as_written
 
 
 def _grid(layout: Layout, _: Execution) -> str | None:
     sizes = (f"{axis}={layout.mesh.shape[axis]}" for axis in (ROW_AXIS, COLUMN_AXIS))
     return f"a grid of {' x '.join(sizes)}" if on_grid(layout.mesh) else None
-
-
-def _shared_rows(layout: Layout, _: Execution) -> str | None:
-    axes = in_use(layout.mesh, SEQUENCE_AXES)
-    return f"{axes[0]}={layout.mesh.shape[axes[0]]}" if axes else None
 
 
 def _strategy_that(is_so: Callable[[Layout], Any]) -> AsWritten:
@@ -257,15 +253,22 @@ FEATURES: dict[str, Feature] = {
     "ZERO1": Feature(_split("moment"), strategy=ZERO1, mesh={"data": 2}),
     "ZERO2": Feature(_split("gradient"), strategy=ZERO2, mesh={"data": 2}),
     "FSDP": Feature(_split("parameter"), strategy=FSDP, mesh={"fsdp": 2}),
-    "TENSOR": Feature(_tensor, strategy=TENSOR, mesh={"tensor": 2}),
+    "TENSOR": Feature(_axis(partitioned), strategy=TENSOR, mesh={"tensor": 2}),
     "SEQUENCE": Feature(
         _strategy_that(lambda layout: "seq" in layout.strategy.activations),
         strategy=SEQUENCE,
         needs=("TENSOR",),
     ),
     "GRID": Feature(_grid, strategy=GRID, mesh={"row": 2, "tensor": 2}),
-    "EXPERT": Feature(_experts, strategy=EXPERT, mesh={"expert": 2}, model="experts"),
-    "CONTEXT": Feature(_shared_rows, strategy=CONTEXT, mesh={"context": 2}),
+    "EXPERT": Feature(
+        _axis(lambda mesh: in_use(mesh, EXPERT_AXES)),
+        strategy=EXPERT,
+        mesh={"expert": 2},
+        model="experts",
+    ),
+    "CONTEXT": Feature(
+        _axis(lambda mesh: in_use(mesh, SEQUENCE_AXES)), strategy=CONTEXT, mesh={"context": 2}
+    ),
     "HOST_OPTIMIZER": Feature(
         _strategy_that(lambda layout: layout.hosted.optimizer), strategy=HOST_OPTIMIZER
     ),

@@ -44,9 +44,9 @@ class Axis:
 
 
 # In the order of the links, from the slowest to the fastest: the axis that sends most comes last. A
-# new axis of rows goes before fsdp, the last of them, which is taken to lie within a node
-# (reduction="hierarchical"); ZERO1 and ZERO2 then split over it too, but a model's or loss's own
-# psum(..., ("data", "fsdp")) misses it. The partitioner's axes come after all others.
+# new axis of rows goes before fsdp: the last axis of rows in use, expert or fsdp, is taken to lie
+# within a node (reduction="hierarchical"). ZERO1 and ZERO2 then split over it too, but a model's or
+# loss's own psum(..., ("data", "fsdp")) misses it. The partitioner's axes come after all others.
 MEANING: Mapping[str, Axis] = {
     "pipe": Axis(stays=STACK),
     "data": Axis(rows=True),

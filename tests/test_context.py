@@ -1,9 +1,5 @@
 """Rows that several devices share: as on one device, and the bytes of their formulas."""
 
-import os
-import subprocess
-import sys
-
 import jax
 import numpy as np
 import optax
@@ -17,6 +13,7 @@ from hfjax.models.gpt import GPT, GPTConfig, next_token_loss
 from hfjax.models.llama import Llama, LlamaConfig
 from hfjax.parallel.autodiff.varying_state import bodies
 from hfjax.parallel.context.choice import Choice
+from tests.many_devices import printed
 
 LENGTH = 32
 RNG = np.random.default_rng(0)
@@ -233,9 +230,6 @@ def test_crossed_forms_send_the_bytes_of_both():
 
 
 FAR = """
-import jax
-jax.config.update("jax_platforms", "cpu")
-jax.config.update("jax_num_cpu_devices", 64)
 import numpy as np
 from tests.test_context import Context, plan, sent_by
 rows = {"tokens": np.zeros((1, 257), np.int32)}
@@ -246,10 +240,6 @@ for n, context in ((16, "ring"), (64, "allgather"), (64, Context("ring", 8)), (8
 
 @pytest.mark.slow
 def test_on_16_and_64_devices_the_formula_holds_as_well():
-    where = os.environ | {"PYTHONPATH": f"{os.getcwd()}:{os.environ.get('PYTHONPATH', '')}"}
-    command = [sys.executable, "-W", "ignore", "-c", FAR]
-    done = subprocess.run(command, capture_output=True, text=True, env=where)
-    assert done.returncode == 0, done.stderr[-2000:]
     tokens = lambda n: 256 // n
     wanted = [
         expected("ring", 16, 1, 8, 2, 8, tokens(16), layers=2),
@@ -257,7 +247,7 @@ def test_on_16_and_64_devices_the_formula_holds_as_well():
         expected("ring", 64, 8, 8, 2, 8, tokens(64), layers=2),
         expected("ulysses", 8, 8, 8, 2, 8, tokens(8), layers=2),
     ]
-    assert [int(line) for line in done.stdout.split()] == wanted
+    assert printed(FAR) == wanted
 
 
 def test_repeated_heads_of_keys_are_said():

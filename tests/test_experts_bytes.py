@@ -1,8 +1,5 @@
 """What mixtures of experts send and multiply: as much as the formulas say, counted in programs."""
 
-import os
-import subprocess
-import sys
 from dataclasses import replace
 
 import jax
@@ -19,6 +16,7 @@ from hfjax.base.tables import human
 from hfjax.models.moe import MoE, MoEConfig, MoELlama, Router, next_token_loss
 from hfjax.models.moe.blocks import in_blocks, planned
 from hfjax.parallel.autodiff.varying_state import bodies
+from tests.many_devices import printed
 
 LENGTH, WIDTH, MLP, LAYERS, EXPERTS, K = 16, 32, 14, 2, 8, 2
 CONFIG = MoEConfig(
@@ -124,9 +122,6 @@ def test_arrays_of_experts_are_gathered_along_fsdp_only_and_others_along_expert_
 
 
 FAR = """
-import jax
-jax.config.update("jax_platforms", "cpu")
-jax.config.update("jax_num_cpu_devices", 64)
 from tests.test_experts_bytes import WAYS, plan, replace, rows_of, sent_by
 for n in (16, 64):
     for config, execution in WAYS.values():
@@ -136,14 +131,10 @@ for n in (16, 64):
 
 @pytest.mark.slow
 def test_on_16_and_64_devices_the_formulas_hold_as_well():
-    where = os.environ | {"PYTHONPATH": f"{os.getcwd()}:{os.environ.get('PYTHONPATH', '')}"}
-    command = [sys.executable, "-W", "ignore", "-c", FAR]
-    done = subprocess.run(command, capture_output=True, text=True, env=where)
-    assert done.returncode == 0, done.stderr[-2000:]
     wanted = [
         LAYERS * expected(way, n, groups=64 // n, places=4 * 64) for n in (16, 64) for way in WAYS
     ]
-    assert [int(line) for line in done.stdout.split()] == wanted
+    assert printed(FAR) == wanted
 
 
 def test_auto_takes_what_sends_least():

@@ -27,8 +27,8 @@ class Mean:
         total: Scalar, the weighted sum over the rows at hand.
         weight: Scalar, the sum of the weights; it gets no gradient.
         metrics: {name: Mean, or the mean over the rows at hand}, without metrics of their own;
-            their totals may be arrays.
-            The names loss, grad_norm, weight, finite and step are taken.
+            their totals may be arrays. The names loss, grad_norm, weight, finite and step are
+            taken.
 
     Example:
         >>> import hfjax, jax.numpy as jnp

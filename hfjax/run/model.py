@@ -13,7 +13,7 @@ from hfjax.run.files import function
 
 ROUND_TO = 128  # a vocabulary that divides over the devices, and fits their matmuls
 SHAPE = ("length", "layers", "heads", "embed")
-EXPERTS = ("experts", "top_k", "capacity")
+OF_EXPERTS = ("experts", "top_k", "capacity")
 MODELS = {
     gpt.GPTConfig: gpt.GPT,
     llama.LlamaConfig: llama.Llama,
@@ -57,8 +57,8 @@ def choose(config: Train, vocab: int) -> ModelChoice:
         raise ValueError(f"--model.preset {given.preset}: one of {', '.join(presets())}.")
     model, name = presets()[given.preset]
     changes: dict[str, Any] = {n: getattr(given, n) for n in SHAPE if getattr(given, n) is not None}
+    of_experts = _of_experts(given, model)
     if model is gpt.GPT:
-        _of_experts(given, model)
         changes |= {"dropout": given.dropout, "pad_vocab_to": ROUND_TO}
         shape: Any = gpt.GPTConfig.preset(name, vocab=vocab, **changes)
     else:
@@ -67,7 +67,7 @@ def choose(config: Train, vocab: int) -> ModelChoice:
         presets_of = moe if model is moe.MoELlama else llama
         changes |= _heads_of_keys(presets_of.PRESETS[name], changes)
         changes["vocab"] = math.ceil(vocab / ROUND_TO) * ROUND_TO
-        shape = replace(presets_of.PRESETS[name], **changes, **_of_experts(given, model))
+        shape = replace(presets_of.PRESETS[name], **changes, **of_experts)
     init = lambda rngs: model(shape, rngs=rngs)
     return ModelChoice(given.preset, init, loss, shape.vocab, shape.length, shape.length, shape)
 
@@ -90,7 +90,7 @@ def presets() -> dict[str, tuple[Any, str]]:
 
 def _of_experts(given: Any, model: Any) -> dict[str, Any]:
     """Return what is said of experts; refuse it of a model that has none."""
-    said = {name: getattr(given, name) for name in EXPERTS if getattr(given, name) is not None}
+    said = {name: getattr(given, name) for name in OF_EXPERTS if getattr(given, name) is not None}
     if said and model is not moe.MoELlama:
         flag = next(iter(said)).replace("_", "-")
         raise ValueError(
@@ -107,7 +107,7 @@ def _heads_of_keys(was: llama.LlamaConfig, changes: dict[str, Any]) -> dict[str,
 
 def _own(config: Train, vocab: int, loss: Callable) -> ModelChoice:
     name, length = str(config.model.own), config.model.length or 128
-    of_presets = ("layers", "heads", "embed", "dropout", *EXPERTS)
+    of_presets = ("layers", "heads", "embed", "dropout", *OF_EXPERTS)
     given = [n for n in of_presets if getattr(config.model, n)]
     if given:
         raise ValueError(

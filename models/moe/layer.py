@@ -212,8 +212,7 @@ class MoE(nnx.Module):
             told: What the layers before told. None: this is the first and last that tells.
             used: Which tokens count, [B, S]; the others go nowhere. None: all.
         """
-        over_batch = self.router.balance_over == "batch" and self.router.balance_loss > 0
-        start = partial(Told.start, x, 1, self.experts, over_batch)
+        start = partial(Told.start, x, 1, self.experts, self.router.over_batch)
         before = start() if told is None else told
         rows = x.reshape(len(x), -1, x.shape[-1])
         if self.kernels.looks:  # positions meet in groups that no device cuts
@@ -317,8 +316,7 @@ class MoE(nnx.Module):
         entropy = -(scores * jnp.log(jnp.maximum(scores, 1e-30))).sum(-1, keepdims=True)
         known = by_group(chosen.experts) < self.experts
         lost = jnp.zeros_like(known) if kept is None else known & ~kept
-        batch = router.balance_over == "batch" and router.balance_loss > 0
-        summed = of_row(scores) if batch else jnp.zeros((rows, 1, 0), logits.dtype)
+        summed = of_row(scores) if router.over_batch else jnp.zeros((rows, 1, 0), logits.dtype)
         return Told(
             loss=jnp.where(real, losses, 0),
             load=jax.lax.stop_gradient(of_row(load)),

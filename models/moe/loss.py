@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from hfjax.base.mean import ENTROPY, Mean
 from hfjax.models.loss import next_token_loss as of_tokens, token_losses
@@ -38,7 +39,7 @@ def next_token_loss(
     return with_routing(losses, weights, outputs)
 
 
-def with_routing(losses: jax.Array, weights: jax.Array, routed: Routed) -> Mean:
+def with_routing(losses: jax.Array, weights: jax.Array | np.ndarray, routed: Routed) -> Mean:
     """Return the mean loss of tokens plus what routers add, with their metrics.
 
     Args:

@@ -4,6 +4,7 @@ Each is a number of every token, so that a loss adds them to its own of the same
 over tokens, whatever their devices and microbatches, is then the mean over groups or rows.
 """
 
+import math
 from collections.abc import Callable
 
 import jax
@@ -37,7 +38,4 @@ def z_losses(logits: jax.Array) -> jax.Array:
 
 def spread(found: jax.Array, tokens: tuple[int, ...]) -> jax.Array:
     """Return, for each token, the number of its group."""
-    size = 1
-    for n in tokens:
-        size *= n
-    return jnp.repeat(found.reshape(-1), size // found.size).reshape(tokens)
+    return jnp.repeat(found.reshape(-1), math.prod(tokens) // found.size).reshape(tokens)

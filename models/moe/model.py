@@ -168,18 +168,13 @@ class MoELlama(nnx.Module):
         made = next_tokens(batch)
         x = residual_stream(self, made["tokens"])
         mixtures = [count for count in self.config.by_layer if count]
-        told = Told.start(x, len(mixtures), max(mixtures), self._over_batch)
+        told = Told.start(x, len(mixtures), max(mixtures), self.config.router.over_batch)
         return Stream(x, made.get("documents"), told)
 
     @staticmethod
     def prepare(batch: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
         """Return a batch of whole rows as `embed` and the loss read it."""
         return next_tokens(batch)
-
-    @property
-    def _over_batch(self) -> bool:
-        router = self.config.router
-        return router.balance_over == "batch" and router.balance_loss > 0
 
     def head(self, stream: Stream) -> Any:
         """Return the logits [B, S, V], or what the step's loss takes in their place."""

@@ -46,7 +46,7 @@ class Router:
             of (share of choices) times (mean score).
         balance_over: Over what these means are: each group of tokens, each row of the batch, or
             all rows of a microbatch on all devices.
-        first_choices_only: Whether that loss counts first choices only.
+        first_choices_only: Whether that loss, over groups, counts first choices only.
         z_loss: The factor of the mean square of log(sum(exp(logits))).
 
     Example:
@@ -123,6 +123,11 @@ class Router:
     def draws(self) -> bool:
         """Whether anything is drawn while training."""
         return self.noise is not None or self.sample_second or self.priority == "random"
+
+    @property
+    def over_batch(self) -> bool:
+        """Whether it adds a loss of balance over the whole batch: models add that at their end."""
+        return self.balance_over == "batch" and self.balance_loss > 0
 
     @property
     def has_losses(self) -> bool:

@@ -52,7 +52,7 @@ class Told:
         """Return what is told before the first layer.
 
         Args:
-            x: What enters it: [B, S, D], or [B, D].
+            x: What enters it: [B, S, D], [B, D], or images [B, H, W, D].
             layers: How many mixtures will tell.
             experts: How many experts the largest has.
             scores: Whether a loss of balance over the whole batch will need their scores.

@@ -24,7 +24,7 @@ from jax import lax
 from jax.sharding import Mesh
 
 from hfjax.pallas_kernels.handing import Projection
-from hfjax.parallel.for_models.shared_rows import heads_alike
+from hfjax.parallel.for_models.shared_rows import heads_alike, unlike_heads
 from hfjax.parallel.mesh import COLUMN_AXIS, ROW_AXIS
 from hfjax.parallel.strategy import Axes
 
@@ -123,11 +123,7 @@ class Grid:
             own = not getattr(attend, "is_causal_attention", False)
             sides = self.mesh.shape[COLUMN_AXIS]
             if own and not heads_alike(attend, [self._all_heads(x) for x in operands], sides):
-                raise ValueError(
-                    "the model's own attention does not treat heads alike (what it makes of some "
-                    f"heads depends on the others), and {COLUMN_AXIS} gives each device some of "
-                    "them. Put what differs by head into the queries, or use hfjax.TENSOR."
-                )
+                raise unlike_heads(COLUMN_AXIS, "hfjax.TENSOR")
             return attend(*operands)
 
         return run

@@ -244,11 +244,7 @@ class SharedRows:
             )
             return
         if not alike:
-            raise ValueError(
-                "the model's own attention does not treat heads alike (what it makes of some heads "
-                "depends on the others, or on how many there are), and Ulysses gives each device "
-                "some of them. Put what differs by head into the queries, or use another axis."
-            )
+            raise unlike_heads("Ulysses", "another axis")
 
 
 @dataclass(frozen=True)
@@ -322,6 +318,15 @@ class _HeadsTrial:
 
 
 POSITIONS_TRIED = 512
+
+
+def unlike_heads(who: str, instead: str) -> ValueError:
+    """Return the refusal of an attention that does not treat heads alike."""
+    return ValueError(
+        "the model's own attention does not treat heads alike (what it makes of some heads depends "
+        f"on the others, or on how many there are), and {who} gives each device some of them. Put "
+        f"what differs by head into the queries, or use {instead}."
+    )
 
 
 def heads_alike(attend: Callable, operands: Sequence[Any], devices: int, shards: int = 1) -> bool:
