@@ -120,7 +120,7 @@ def check_runs(layout: Layout, execution: Execution, training: bool = False) -> 
     if idle := layout.unused_axes():
         _refuse_idle(layout, idle)
     if on_grid(layout.mesh):
-        check_on_grid(layout.blueprint, layout.placed, layout.strategy.parameters)
+        check_on_grid(layout.placed, layout.strategy.parameters)
     execution.kernels.check(layout.mesh.devices.flat[0])
     if training:
         _check_after_step(layout)

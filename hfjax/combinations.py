@@ -20,11 +20,13 @@ from hfjax.features import (
     lineage,
 )
 from hfjax.parallel.engine.blueprint import LAYERS
+from hfjax.parallel.engine.look_at_grid import WHOLE_ON_A_GRID
 from hfjax.parallel.engine.parts import IN_A_LOOP, IN_A_PIPELINE, NO_STATISTICS
 from hfjax.parallel.engine.sequence import APART, MEET_BY
 from hfjax.parallel.execution import Execution
+from hfjax.parallel.for_models.grid_look import BUILD
 from hfjax.parallel.mesh import platform_of
-from hfjax.plan.check_layout import PACKED_TOGETHER, PARTS_OF_A_STREAM
+from hfjax.plan.check_layout import PACKED_TOGETHER
 from hfjax.plan.layout import Layout
 
 
@@ -283,12 +285,14 @@ REFUSED: dict[tuple[str, str], Refusal] = {
         "Use hfjax.CONTEXT with hfjax.TENSOR, or a grid without hfjax.CONTEXT.",
     ),
     ("EXPERT", "GRID"): Refusal(
-        *PARTS_OF_A_STREAM,
-        detected_later="Detected when train_step is called, module by module.",
+        WHOLE_ON_A_GRID,
+        BUILD,
+        detected_later=TRACED,
     ),
     ("statistics that a model writes", "GRID"): Refusal(
-        *PARTS_OF_A_STREAM,
-        detected_later="Detected when train_step is called, module by module.",
+        WHOLE_ON_A_GRID,
+        BUILD,
+        detected_later=TRACED,
     ),
     ("statistics that a model writes", "CONTEXT"): Refusal(
         APART,

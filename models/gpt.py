@@ -190,8 +190,6 @@ class GPT(nnx.Module):
     Named in each layer, for remat and offload: qkv, attended, mlp_up.
     """
 
-    works_on_a_grid = True
-
     def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
         self.config = config
         normal = lambda scale, *shape: scale * jax.random.normal(rngs.params(), shape)

@@ -204,8 +204,6 @@ class Llama(nnx.Module):
     Named in each layer, for remat and offload: qkv, attended, mlp_up.
     """
 
-    works_on_a_grid = True
-
     def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
         self.config = config
         self.tokens = embedding(config, rngs)

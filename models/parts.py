@@ -293,8 +293,6 @@ project.defvjp(_project_forward, _project_backward)
 class Linear(nnx.Module):
     """x @ kernel (+ bias) over the last `len(shape) - outputs` dimensions of x."""
 
-    works_on_a_grid = True
-
     def __init__(
         self,
         shape: tuple[int, ...],
@@ -335,8 +333,6 @@ class Linear(nnx.Module):
 class LayerNorm(nnx.Module):
     """Layer normalisation over the last dimension, computed in float32 or wider."""
 
-    works_on_a_grid = True
-
     def __init__(self, size: int, axis: str | None = "embed"):
         self.scale = nnx.Param(jnp.ones((size,)), axes=(axis,))
         self.bias = nnx.Param(jnp.zeros((size,)), axes=(axis,))
@@ -352,8 +348,6 @@ class LayerNorm(nnx.Module):
 
 class RMSNorm(nnx.Module):
     """x over its root mean square, scaled; along the last dimension, in float32 or wider."""
-
-    works_on_a_grid = True
 
     def __init__(self, size: int, epsilon: float = 1e-5, axis: str | None = "embed"):
         self.epsilon = epsilon

@@ -347,7 +347,7 @@ def by_head(q, k, v):
 LAYERS_REFUSED = {
     "dropout inside": (Inside, "dropout belongs where the residual stream is"),
     "a linear map to nowhere": (Sideways, r"from embed to None: .* \(vocab, heads, mlp\), or back"),
-    "a module of others": (Norm, r"layers \(Norm\) on a grid: .* works_on_a_grid = True"),
+    "a module of others": (Norm, "the model reduces entries of embed .*LayerNorm, RMSNorm"),
 }
 
 

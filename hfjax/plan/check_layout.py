@@ -6,14 +6,12 @@ import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 
 from hfjax.base.paths import nearest
 from hfjax.parallel.engine.blueprint import LAYERS, Blueprint
-from hfjax.parallel.engine.step_context import is_random
 from hfjax.parallel.mesh import (
     AXES,
     BATCH_AXES,
@@ -30,12 +28,6 @@ from hfjax.parallel.mesh import (
 from hfjax.parallel.placement import Placed, batch_devices, entries_of
 from hfjax.parallel.strategy import GRID, HSDP, Rows, Strategy, written
 
-PARTS_OF_A_STREAM = (
-    "a grid gives each device a part of the residual stream, and this module does not say that it "
-    "computes with parts",
-    "Build it of hfjax.models.parts (Linear, LayerNorm, RMSNorm, Dropout); or, if what it does is "
-    "right for parts, write works_on_a_grid = True in its class (docs/tensor_grids.md).",
-)
 PACKED_TOGETHER = (
     "a pipeline packs the layers of a list into one row",
     "Freeze what lies outside the layers, stack them (hfjax.models.parts.stacked), or use no "
@@ -226,20 +218,13 @@ def _advice_of_sides(strategy: Strategy, devices: int) -> str:
     return f"Write make_mesh({written}), for instance."
 
 
-def check_on_grid(plan: Blueprint, placed: Mapping[str, Placed], splits: Rows) -> None:
-    """Refuse modules that do not compute with parts, and parameters that lie as no grid has them.
+def check_on_grid(placed: Mapping[str, Placed], splits: Rows) -> None:
+    """Refuse parameters that lie as no grid has them.
 
     Args:
-        plan: The model without its arrays.
         placed: Where each parameter lies.
         splits: The strategy's rows of parameters.
     """
-    model = plan.abstract("train")
-    modules = nnx.iter_modules(model) if isinstance(model, nnx.Module) else [((), model)]
-    for keys, module in modules:
-        if _holds_arrays(module) and not getattr(module, "works_on_a_grid", False):
-            name = f"{'/'.join(map(str, keys)) or 'the model'} ({type(module).__name__})"
-            raise ValueError(f"{name} on a grid: {'. '.join(PARTS_OF_A_STREAM)}")
     for path, p in placed.items():
         for name, axes in zip(p.axes, entries_of(p.parameter, len(p.shape)), strict=True):
             sides = tuple(a for a in splits.get(name or "", ()) if a in (ROW_AXIS, COLUMN_AXIS))
@@ -250,15 +235,6 @@ def check_on_grid(plan: Blueprint, placed: Mapping[str, Placed], splits: Rows) -
                     "tensor split what hfjax.GRID says, as the first axis of a dimension. Leave "
                     'them to the strategy; others may follow, ("row", "fsdp").'
                 )
-
-
-def _holds_arrays(module: Any) -> bool:
-    """Return whether a module has arrays of its own (random keys aside); a bare pytree has."""
-    if not isinstance(module, nnx.Module):
-        return True
-    is_node = lambda x: isinstance(x, nnx.Variable | nnx.Module)
-    held = jax.tree.leaves(list(vars(module).values()), is_leaf=is_node)
-    return any(isinstance(x, nnx.Variable) and not is_random(x) for x in held)
 
 
 def _advice(strategy: Strategy, mesh: Mesh) -> str:

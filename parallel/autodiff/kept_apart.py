@@ -37,8 +37,19 @@ def a_length(longest: int, sizes: set[int]) -> int | None:
     return None
 
 
-def mixes(jaxpr: Any, length: int, in_loss: bool, place: str = "") -> Iterator[tuple[str, str]]:
-    """Yield (what, where) of each equation that does not keep positions apart."""
+def mixes(
+    jaxpr: Any, length: int, in_loss: bool, place: str = "", outer: bool = False
+) -> Iterator[tuple[str, str]]:
+    """Yield (what, where) of each equation that does not keep positions apart.
+
+    Args:
+        jaxpr: The equations.
+        length: What divides the size of a dimension along which positions lie, and of no other.
+        in_loss: Whether sums over positions are allowed.
+        place: The line around.
+        outer: Whether a reshape may cut a dimension, if positions are the outer part of it before
+            and after; then they may not become the inner part.
+    """
     along = lambda size: isinstance(size, int) and size > 0 and size % length == 0
     for equation in jaxpr.eqns:
         line = source_info_util.summarize(equation.source_info) or place
@@ -50,11 +61,11 @@ def mixes(jaxpr: Any, length: int, in_loss: bool, place: str = "") -> Iterator[t
             "iota",
             "scan",
         ):
-            what = _mixed(equation, along, in_loss)
+            what = _mixed(equation, along, in_loss, outer)
             if what:
                 yield what, line
         for body in inner:
-            yield from mixes(body, length, in_loss, line)
+            yield from mixes(body, length, in_loss, line, outer)
 
 
 def constants_along(program: Any, length: int) -> Iterator[tuple[int, ...]]:
@@ -70,11 +81,12 @@ def constants_along(program: Any, length: int) -> Iterator[tuple[int, ...]]:
 
 
 def differences(
-    one: Any, two: Any, lengths: tuple[int, int], place: str = "an array"
+    one: Any, two: Any, lengths: Sequence[tuple[Any, Any]], place: str = "an array"
 ) -> Iterator[tuple[str, str]]:
     """Yield (what, where) for all that traces of two lengths do not do alike.
 
-    They are the same program if all is equal but dimensions, which may grow with the length.
+    They are the same program if all is equal but dimensions, which may grow with the length: one of
+    these pairs says how long it is in either trace.
     """
     alike = partial(_in_proportion, lengths)
     given = [getattr(program, "consts", ()) for program in (one, two)]
@@ -116,13 +128,15 @@ def _same_operation(a: JaxprEqn, b: JaxprEqn, alike: Callable) -> bool:
     )
 
 
-def _in_proportion(lengths: tuple[int, int], a: Any, b: Any, inside: bool = False) -> bool:
+def _in_proportion(
+    lengths: Sequence[tuple[Any, Any]], a: Any, b: Any, inside: bool = False
+) -> bool:
     """Return whether parameters of an operation are equal; numbers in tuples may be dimensions."""
     if isinstance(a, tuple | list) and isinstance(b, tuple | list):
         pairs = list(zip(a, b, strict=False))
         return len(a) == len(b) and all(_in_proportion(lengths, v, w, True) for v, w in pairs)
     if inside and isinstance(a, int) and isinstance(b, int):
-        return a == b or a * lengths[1] == b * lengths[0]
+        return a == b or any(a * two == b * one for one, two in lengths)
     return not isinstance(a, Number) or _equal(a, b)
 
 
@@ -156,7 +170,9 @@ def _shape(v: Any) -> tuple[int, ...]:
     return getattr(v.aval, "shape", ())
 
 
-def _mixed(equation: JaxprEqn, along: Callable[[Any], bool], in_loss: bool) -> str | None:
+def _mixed(
+    equation: JaxprEqn, along: Callable[[Any], bool], in_loss: bool, outer: bool
+) -> str | None:
     """Return what an equation does along the sequence, None if it keeps positions apart."""
     name, params = equation.primitive.name, equation.params
     shapes, outs = map(_shape, equation.invars), [_shape(v) for v in equation.outvars]
@@ -171,7 +187,8 @@ def _mixed(equation: JaxprEqn, along: Callable[[Any], bool], in_loss: bool) -> s
         pairs = [(a, b) for part in parts for a, b in zip(part, whole, strict=True) if a != b]
         return "cuts or joins" if any(along(a) or along(b) for a, b in pairs) else None
     if name == "reshape":
-        return None if _keeps_order(shapes[0], outs[0], along) else "rearranges"
+        keeps = _stays_outer if outer else _keeps_order
+        return None if keeps(shapes[0], outs[0], along) else "rearranges"
     if name in ALONG:
         verb, dims = ALONG[name]
         allowed = in_loss and name == "reduce_sum"
@@ -194,6 +211,18 @@ def _keeps_order(before: Sequence[int], after: Sequence[int], along: Callable) -
         if not any(stride % s == 0 and (s * n) % (stride * size) == 0 for s, n in steps if s):
             return False
     return True
+
+
+def _stays_outer(before: Sequence[int], after: Sequence[int], along: Callable) -> bool:
+    """Return whether a reshape leaves entries the outer part of a dimension: [p, 3] and [3 p].
+
+    So a part of the entries, reshaped, is a part of what all of them become.
+    """
+
+    def spans(shape: Sequence[int]) -> list[int]:
+        return [math.prod(shape[i:]) for i, size in enumerate(shape) if along(size)]
+
+    return spans(before) == spans(after)
 
 
 def _of_convolution(params: Any, shapes: Sequence[Any]) -> list[int]:

@@ -31,7 +31,8 @@ from hfjax.parallel.engine.blueprint import LAYERS
 from hfjax.parallel.engine.fetch import Placeholder, Stored, fetched
 from hfjax.parallel.engine.gather_on_use import gather_on_use
 from hfjax.parallel.engine.layers import run_model
-from hfjax.parallel.engine.sequence import called, dealt, undealt
+from hfjax.parallel.engine.look import called
+from hfjax.parallel.engine.sequence import dealt, undealt
 from hfjax.parallel.engine.step_context import StepContext, is_random, rows_of
 from hfjax.parallel.mesh import BATCH_AXES, in_use
 

@@ -7,7 +7,6 @@ dimension: what contracts, shifts, sums or counts along such a dimension is refu
 
 import warnings
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from itertools import product
 from typing import Any
@@ -15,7 +14,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 from hfjax.base.mean import as_mean
 from hfjax.base.paths import Flat
@@ -28,8 +26,9 @@ from hfjax.parallel.autodiff.kept_apart import (
     numbers_in,
 )
 from hfjax.parallel.autodiff.varying_state import differing
-from hfjax.parallel.engine.blueprint import TRAIN, asked_by, raw, variable_of
-from hfjax.parallel.engine.layers import is_list, items_of
+from hfjax.parallel.engine.blueprint import raw
+from hfjax.parallel.engine.look import outputs_of_a_look
+from hfjax.parallel.engine.look_at_grid import look_at_grid
 from hfjax.parallel.engine.step_context import StepContext, differs_by_part, rows_of
 from hfjax.parallel.for_models.shared_rows import SharedRows, dims_of
 
@@ -45,14 +44,18 @@ def dealt(context: StepContext, variables: Flat, keys: Callable | None, batch: A
         keys: As `StepContext.keys` returns it; None: it is an evaluation.
         batch: With whole rows.
     """
-    rows = context.traced.kernels.rows
+    rows, grid = context.traced.kernels.rows, context.traced.kernels.grid
+    if rows is None and grid is None:
+        return batch
+    mode = "eval" if keys is None else "train"
+    random = {} if keys is None else keys(None, 0, rows_of(batch))
     if rows is None:
+        look_at_grid(context, {**variables, **random}, batch, mode)
         return batch
     whole = context.blueprint.prepared(batch)
     dims = dims_of(whole, rows.settings.sequence)
     length = _length(whole, dims)
-    random = {} if keys is None else keys(None, 0, rows_of(batch))
-    look(context, rows, {**variables, **random}, whole, dims, "eval" if keys is None else "train")
+    look(context, rows, {**variables, **random}, whole, dims, mode)
     rows.choose(length)
     return rows.dealt(whole, dims)
 
@@ -109,7 +112,8 @@ def look(
     parameters = {
         path: jax.ShapeDtypeStruct(raw(x).shape, compute(raw(x))) for path, x in templates.items()
     }
-    program = jax.make_jaxpr(partial(_outputs, context, mode), return_shape=True)
+    run = partial(outputs_of_a_look, context, mode, times=rows.counted)
+    program = jax.make_jaxpr(run, return_shape=True)
     try:
         model, loss, outputs = traced(length, note=True)
     except TypeError as error:
@@ -165,7 +169,7 @@ def _check_same(
     part: str, one: Any, two: Any, lengths: tuple[int, int], numbers: bool = True
 ) -> None:
     """Refuse what is another program for the rows of a device than for those looked at."""
-    for what, line in differences(one, two, lengths):
+    for what, line in differences(one, two, [lengths]):
         if numbers or what == OTHER:
             raise ValueError(f"{part} {what} positions of a row ({line}): {APART}. {MEET_BY}")
 
@@ -265,16 +269,6 @@ MEET_BY = (
 )
 
 
-def called(context: StepContext, model: Any, variables: Flat, inputs: Any, mode: str) -> Any:
-    """Return the outputs of a model that is called as it is, or by the layout's `forward`."""
-    if context.forward is None:
-        return model(inputs) if callable(model) else model
-    training = mode == "train"
-    key = lambda name: variables[variable_of(name)] if training else None
-    asked = {n: training if n == TRAIN else key(n) for n in asked_by(context.forward)}
-    return context.forward(model, inputs, **asked)
-
-
 def _dimension(shape: tuple[int, ...], length: int) -> int | None:
     """Return which dimension is the sequence, if one is; -1: it is part of one."""
     found = [dim for dim, size in enumerate(shape) if size and size % length == 0]
@@ -284,24 +278,3 @@ def _dimension(shape: tuple[int, ...], length: int) -> int | None:
 
 def _with(shape: tuple[int, ...], dim: int, size: int) -> tuple[int, ...]:
     return (*shape[:dim], size, *shape[dim + 1 :])
-
-
-def _outputs(context: StepContext, mode: str, parameters: Flat, variables: Flat, batch: Any) -> Any:
-    """Return what the model makes of a batch, of stacked layers only the first being run."""
-    model = context.blueprint.merge(parameters, variables, mode)
-    inputs = context.inputs(batch)
-    if not context.in_parts:
-        return called(context, model, variables, inputs, mode)
-    x = model.embed(inputs)
-    if is_list(model.layers):
-        for layer in items_of(model.layers):
-            x = layer(x)
-        return model.head(x)
-    graph, *arrays = nnx.split(model.layers, nnx.Param, ...)
-    count = jax.tree.leaves(arrays)[0].shape[0]
-    rows = context.traced.kernels.rows
-    assert rows is not None
-    before = len(rows.calls)
-    x = nnx.merge(graph, *jax.tree.map(lambda a: a[0], arrays))(x)
-    rows.calls[before:] = [replace(call, times=count) for call in rows.calls[before:]]
-    return model.head(x)

@@ -29,6 +29,7 @@ from hfjax.parallel.engine.layers import LayerOptions
 from hfjax.parallel.engine.legs import Form, Leg, legs, xla
 from hfjax.parallel.engine.reduce import Reduction, one_scatter_per_axis
 from hfjax.parallel.execution import Execution
+from hfjax.parallel.for_models.grid import Grid
 from hfjax.parallel.for_models.kernels import Traced
 from hfjax.parallel.mesh import (
     AXES,
@@ -189,7 +190,7 @@ class StepContext:
         rows, sharers = rows_of(batch), size_of(SEQUENCE_AXES, self.mesh)
         mean = as_mean(self.loss(outputs, batch), rows / sharers if sharers > 1 else rows)
         grid = self.traced.kernels.grid
-        return mean if grid is None else grid.counted_once(mean)
+        return grid.counted_once(mean) if isinstance(grid, Grid) else mean
 
     def outputs(self, outputs: Any, batch: Any) -> Any:
         """Return the outputs, which have a row for each row of the batch."""

@@ -47,9 +47,14 @@ class Grid:
 
     def linear(self, between: tuple[str | None, str | None], multiply: Callable) -> Callable:
         """Return the product of a linear map between two named dimensions."""
-        ways: dict[tuple[Axes, ...], Callable] = {
-            ((ROW_AXIS,), (COLUMN_AXIS,)): self._into,
-            ((COLUMN_AXIS,), (ROW_AXIS,)): self._out_of,
+        way = self._into if self.leads_into(between) else self._out_of
+        return lambda x, kernel: way(x, lambda x: multiply(x, kernel))
+
+    def leads_into(self, between: tuple[str | None, str | None]) -> bool:
+        """Return whether a map leads out of the stream: else it leads back; others are refused."""
+        ways: dict[tuple[Axes, ...], bool] = {
+            ((ROW_AXIS,), (COLUMN_AXIS,)): True,
+            ((COLUMN_AXIS,), (ROW_AXIS,)): False,
         }
         way = ways.get(tuple(self.splits.get(name or "", ()) for name in between))
         if way is None:
@@ -59,7 +64,7 @@ class Grid:
                 f"({self._names(COLUMN_AXIS)}), or back. Name its dimensions so, or use "
                 "hfjax.TENSOR | hfjax.SEQUENCE with row=1."
             )
-        return lambda x, kernel: way(x, lambda x: multiply(x, kernel))
+        return way
 
     def _names(self, axis: str) -> str:
         return ", ".join(name for name, axes in self.splits.items() if axes == (axis,))

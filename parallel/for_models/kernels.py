@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 from jax import lax
@@ -17,6 +17,7 @@ from hfjax.pallas_kernels.handing import Projection
 from hfjax.parallel.activation_offload import Offloaded
 from hfjax.parallel.for_models import sharded_kernels
 from hfjax.parallel.for_models.grid import Grid
+from hfjax.parallel.for_models.grid_look import GridLook
 from hfjax.parallel.for_models.place import Names
 from hfjax.parallel.for_models.shared_rows import SharedRows, window_of
 from hfjax.parallel.for_models.spread_experts import SpreadExperts
@@ -34,10 +35,11 @@ class Kernels:
     mesh: Mesh
     without_logits: bool = False  # the loss takes a Projection in place of logits
     rows: SharedRows | None = None  # what is done where devices share rows
-    grid: Grid | None = None  # what is done on a grid of tensor parallelism
+    grid: Grid | GridLook | None = None  # what is done on a grid of tensor parallelism
     spread: SpreadExperts = field(default_factory=SpreadExperts)
     takes_routing: bool = False  # the loss takes what routers told
     choices: dict[str, list[Choice]] = field(default_factory=dict, compare=False)  # by kernel
+    chooses_kernels: ClassVar[bool] = True  # a look at the model puts others in their place
 
     @classmethod
     def of(

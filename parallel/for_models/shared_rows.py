@@ -93,6 +93,13 @@ class SharedRows:
         finally:
             self.calls, self.looking = self.calls if note else known, None
 
+    @contextmanager
+    def counted(self, times: int) -> Iterator[None]:
+        """Note what a layer asks for that is traced within, for so many like it."""
+        before = len(self.calls)
+        yield
+        self.calls[before:] = [replace(call, times=times) for call in self.calls[before:]]
+
     def shown(self, size: int) -> int:
         """Return a size of the rows to come, of one of those that are traced in their place."""
         real, traced = self.looking, self.length

@@ -1,0 +1,60 @@
+"""Running a model for a look at it: only the first of its stacked layers.
+
+What is traced so is not run. `sequence.py` looks for what meets along the sequence,
+`look_at_grid.py` for what meets along a dimension of which a device of a grid has a part.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import jax
+from flax import nnx
+
+from hfjax.base.paths import Flat
+from hfjax.parallel.engine.blueprint import TRAIN, asked_by, variable_of
+from hfjax.parallel.engine.layers import is_list, items_of
+from hfjax.parallel.engine.step_context import StepContext
+
+
+def called(context: StepContext, model: Any, variables: Flat, inputs: Any, mode: str) -> Any:
+    """Return the outputs of a model that is called as it is, or by the layout's `forward`."""
+    if context.forward is None:
+        return model(inputs) if callable(model) else model
+    training = mode == "train"
+    key = lambda name: variables[variable_of(name)] if training else None
+    asked = {n: training if n == TRAIN else key(n) for n in asked_by(context.forward)}
+    return context.forward(model, inputs, **asked)
+
+
+def outputs_of_a_look(
+    context: StepContext,
+    mode: str,
+    parameters: Flat,
+    variables: Flat,
+    batch: Any,
+    times: Callable[[int], AbstractContextManager] = nullcontext,
+) -> Any:
+    """Return what the model makes of a batch, of stacked layers only the first being run.
+
+    Args:
+        context: What is known of the step.
+        mode: "train" or "eval".
+        parameters: All of them.
+        variables: Also those that hold random keys.
+        batch: As the model reads it.
+        times: What is around a layer that stands for so many.
+    """
+    model = context.blueprint.merge(parameters, variables, mode)
+    inputs = context.inputs(batch)
+    if not context.in_parts:
+        return called(context, model, variables, inputs, mode)
+    x = model.embed(inputs)
+    if is_list(model.layers):
+        for layer in items_of(model.layers):
+            x = layer(x)
+        return model.head(x)
+    graph, *arrays = nnx.split(model.layers, nnx.Param, ...)
+    with times(jax.tree.leaves(arrays)[0].shape[0]):
+        x = nnx.merge(graph, *jax.tree.map(lambda a: a[0], arrays))(x)
+    return model.head(x)

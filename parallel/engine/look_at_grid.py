@@ -1,0 +1,143 @@
+"""What a model does with parts on a grid, found by tracing it with a stand-in for the grid.
+
+On a grid each device has a part of the residual stream's width and positions, and inside of
+attention and MLP a part of the rows, of the heads and of the width. That is right if these entries
+meet only in what goes through the step's `kernels`. So what contracts, sums or counts along such a
+dimension is refused, with its line; and so is what is another program, or computes with other
+numbers, when a part is longer.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from fractions import Fraction
+from functools import partial
+from typing import Any, NoReturn
+
+import jax
+
+from hfjax.base.paths import Flat
+from hfjax.parallel.autodiff.kept_apart import constants_along, differences, mixes
+from hfjax.parallel.autodiff.varying_state import differing
+from hfjax.parallel.engine.blueprint import raw
+from hfjax.parallel.engine.look import outputs_of_a_look
+from hfjax.parallel.engine.step_context import StepContext, differs_by_part
+from hfjax.parallel.for_models.grid import Grid
+from hfjax.parallel.for_models.grid_look import BUILD, GridLook, Parts
+
+WHOLE_ON_A_GRID = "on a grid each device has only a part, and this needs the whole"
+
+
+def look_at_grid(context: StepContext, variables: Flat, batch: Any, mode: str) -> None:
+    """Refuse a model that computes something else with parts than with the whole.
+
+    Args:
+        context: What is known of the step.
+        variables: Those of the model, also those that hold random keys.
+        batch: With the rows of this device.
+        mode: "train" or "eval".
+    """
+    grid = context.traced.kernels.grid
+    if not isinstance(grid, Grid):
+        return
+    parts = _parts(context, grid, batch)
+    stand_in = GridLook(grid, parts)
+    look = partial(_traced, context, variables, batch, mode)
+    program, outputs = look(stand_in)
+    for name, prime in parts.times.items():
+        for found in _meetings(program, outputs, int(prime), outer=name in parts.shortest):
+            _refuse(name, *found)
+    _check_same(look, stand_in, program)
+    _check_draws(context, program, variables, batch, mode, parts)
+
+
+def _check_same(look: Callable, stand_in: GridLook, program: Any) -> None:
+    """Refuse a model that is another program on one device, or on parts as long as they are."""
+    grid, parts = stand_in.grid, stand_in.parts
+
+    def difference(times: Mapping[str, Fraction]) -> tuple[str, str] | None:
+        other, _ = look(GridLook(grid, replace(parts, times={**parts.times, **times})))
+        pairs = [(parts.times[name], n) for name, n in times.items()]
+        return next(differences(program, other, pairs), None)
+
+    for whole in (True, False):
+        real = parts.real(grid, stand_in.rows, stand_in.length, whole)
+        if found := difference(real):
+            alone = ((name, difference({name: n})) for name, n in real.items())
+            apart = ((name, one) for name, one in alone if one)
+            name, found = next(apart, (next(iter(real)), found))
+            _refuse(name, *found)
+
+
+def _refuse(name: str, what: str, line: str) -> NoReturn:
+    where = name if " " in name else f"entries of {name}"
+    raise ValueError(f"the model {what} {where} ({line}): {WHOLE_ON_A_GRID}. {BUILD}")
+
+
+def _parts(context: StepContext, grid: Grid, batch: Any) -> Parts:
+    dims = [pair for p in context.placed.values() for pair in zip(p.axes, p.shape, strict=True)]
+    held = [raw(x) for x in context.blueprint.variables.values()]
+    sizes = [n for x in (*held, *jax.tree.leaves(batch)) for n in x.shape]
+    return Parts.of(grid, dims, sizes)
+
+
+def _traced(
+    context: StepContext, variables: Flat, batch: Any, mode: str, stand_in: GridLook
+) -> tuple[Any, Any]:
+    """Return the program of the model with a stand-in for the grid, and its outputs."""
+    parts, kernels = stand_in.parts, replace(context.traced.kernels, grid=stand_in)
+    context = replace(context, blueprint=context.blueprint.equipped(kernels))
+    compute = lambda x: context.execution.precision.of(x.dtype)[0]
+    parameters = {
+        path: jax.ShapeDtypeStruct(tuple(map(parts.size, p.axes, p.shape)), compute(p))
+        for path, p in context.placed.items()
+    }
+    program = jax.make_jaxpr(partial(outputs_of_a_look, context, mode), return_shape=True)
+    try:
+        return program(parameters, variables, batch)
+    except (TypeError, ValueError) as error:
+        if not _is_of_libraries(error):
+            raise
+        raise ValueError(
+            "the model computes with arrays that are no parts of the residual stream, or of what "
+            "is inside of attention and MLP: a parameter whose dimension has no name, a size of "
+            "one device, or a linear map that is not given what it leads from. "
+            f"{BUILD} JAX says (of parts that are {', '.join(map(str, parts.times.values()))} "
+            f"times as long): {str(error)[:300]}"
+        ) from error
+
+
+def _is_of_libraries(error: Exception) -> bool:
+    """Return whether JAX or numpy raised an error, not this project or the model."""
+    trace = error.__traceback__
+    while trace and trace.tb_next:
+        trace = trace.tb_next
+    name = trace.tb_frame.f_globals.get("__name__", "") if trace else ""
+    return name.split(".")[0] in ("jax", "jaxlib", "numpy")
+
+
+def _meetings(program: Any, outputs: Any, prime: int, outer: bool) -> Iterator[tuple[str, str]]:
+    """Yield (what, where) for what does not keep apart the entries along dimensions so long."""
+    yield from mixes(program.jaxpr, prime, in_loss=False, outer=outer)
+    for shape in constants_along(program, prime):
+        yield "holds an array with a number for each of the", f"of {len(shape)} dimensions"
+    for x in jax.tree.leaves(outputs):
+        if any(n and n % prime == 0 for n in x.shape):
+            yield "returns, in place of self.kernels.outputs(…),", "its head"
+
+
+def _check_draws(
+    context: StepContext, program: Any, variables: Flat, batch: Any, mode: str, parts: Parts
+) -> None:
+    """Refuse random numbers that all devices of a grid would draw alike for their own parts."""
+    held = context.blueprint.variables
+    own = {path: differs_by_part(held[path], mode == "train") for path in variables}
+    same = jax.tree.leaves((own, jax.tree.map(lambda _: False, batch)))
+    inputs = [False] * (len(program.jaxpr.invars) - len(same)) + same
+    along = lambda shape: any(n and n % prime == 0 for n in shape for prime in parts.times.values())
+    for line in differing(program.jaxpr, inputs, (), along).lines:
+        raise ValueError(
+            f"the model draws random numbers for a part of an array ({line}) from a key that is "
+            "the same on all devices of a grid: they would draw the same for their own parts. "
+            "Draw by hfjax.models.parts.Dropout, in the residual stream, or from the `key` that "
+            "forward may ask for."
+        )

@@ -1,0 +1,191 @@
+"""A stand-in for a grid, for a look at a model: it makes shapes, and computes nothing.
+
+Each dimension of which a device of a grid has a part is made longer by a prime, which divides no
+other one. So a look at the program tells which of them an operation works along. Refused here is a
+module that asks for what a grid does not have: a map out of the stream, say, for what lies inside.
+
+[B]atch, [S]equence, [D] embed, [V]ocabulary, as in `grid.py`. [I]nputs and [O]utputs of a map.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+from itertools import count
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+
+from hfjax.parallel.for_models.grid import Grid
+from hfjax.parallel.mesh import COLUMN_AXIS, ROW_AXIS
+
+POSITIONS, ROWS = "positions of the residual stream", "rows inside of attention and MLP"
+
+
+@dataclass(frozen=True)
+class Parts:
+    """How long in a look what a device has a part of is: so many times as on one device.
+
+    Attributes:
+        times: What is split -> a number: POSITIONS, ROWS and the names of dimensions.
+        shortest: Name of a dimension -> its smallest size.
+    """
+
+    times: Mapping[str, int | Fraction]
+    shortest: Mapping[str, int]
+
+    @classmethod
+    def of(cls, grid: Grid, dims: Iterable[tuple[str | None, int]], sizes: Iterable[int]) -> Self:
+        """Return parts for the dimensions of all parameters: a prime each, dividing no size.
+
+        Args:
+            grid: The grid.
+            dims: Name and size of each dimension of a parameter.
+            sizes: Of dimensions of other arrays.
+        """
+        shortest: dict[str, int] = {}
+        known = set(sizes)
+        for name, size in dims:
+            known.add(size)
+            if name and grid.splits.get(name) in ((ROW_AXIS,), (COLUMN_AXIS,)):
+                shortest[name] = min(size, shortest.get(name, size))
+        primes = (n for n in count(101) if all(n % d for d in range(2, math.isqrt(n) + 1)))
+        unlike = (n for n in primes if all(size % n for size in known if size))
+        return cls(dict(zip((POSITIONS, ROWS, *shortest), unlike, strict=False)), shortest)
+
+    def size(self, name: str | None, size: int) -> int:
+        """Return how long a dimension is in the look."""
+        return int(size * self.times.get(name or "", 1))
+
+    def real(self, grid: Grid, rows: int, length: int, whole: bool) -> Mapping[str, Fraction]:
+        """Return how often as long they really are; but nothing that would be of length 1.
+
+        Args:
+            grid: The grid.
+            rows: Of the batch that this device has.
+            length: Of rows.
+            whole: On one device, or on a grid.
+        """
+        shortest = {POSITIONS: length, ROWS: rows, **self.shortest}
+        axes = {POSITIONS: (COLUMN_AXIS,), ROWS: (ROW_AXIS,), **grid.splits}
+        sides = {n: 1 if whole else math.prod(grid.mesh.shape[a] for a in axes[n]) for n in axes}
+        return {n: Fraction(1, sides[n]) for n, size in shortest.items() if size > sides[n]}
+
+
+@dataclass(eq=False)
+class GridLook:
+    """What modules ask for, as `Grid` has it, on parts of these lengths.
+
+    Attributes:
+        grid: What it stands for.
+        parts: The lengths.
+        rows: Of the batch, once tokens were looked up.
+        length: Of whole rows.
+    """
+
+    grid: Grid
+    parts: Parts
+    rows: int = 0
+    length: int = 0
+
+    @property
+    def _stream(self) -> tuple[int, int]:
+        return self.rows, self.parts.size(POSITIONS, self.length)
+
+    @property
+    def _inside(self) -> tuple[int, int]:
+        return self.parts.size(ROWS, self.rows), self.length
+
+    def linear(self, between: tuple[str | None, str | None], multiply: Callable) -> Callable:
+        """Return what makes the result of a linear map; its operand has to be where it begins."""
+        into = self.grid.leads_into(between)
+        begins, ends = (self._stream, self._inside) if into else (self._inside, self._stream)
+        where = "the residual stream" if into else "inside of attention or MLP"
+
+        def run(x_BSI: jax.Array, kernel_IO: jax.Array) -> jax.Array:
+            if x_BSI.shape != (*begins, kernel_IO.shape[0]):
+                raise ValueError(
+                    f"a linear map from {between[0]} to {between[1]} is given what is not "
+                    f"{where} [B, S, {between[0]}]. {BUILD}"
+                )
+            return _made((*ends, kernel_IO.shape[1]), x_BSI, kernel_IO)
+
+        return run
+
+    def mean(self, x: jax.Array, name: str | None) -> jax.Array:
+        """Return what is shaped as the mean over a dimension, which has to be the last one."""
+        if name is None or name not in self.parts.shortest:
+            return x.mean(-1, keepdims=True)
+        self._check_last(x.shape[-1], name, f'kernels.mean(x, "{name}")')
+        return _made((*x.shape[:-1], 1), x)
+
+    def _check_last(self, size: int, name: str, what: str) -> None:
+        if size % self.parts.times[name]:
+            raise ValueError(
+                f"{what} of an array whose last dimension is not {name}, of which each device of "
+                f"a grid has a part. {BUILD}"
+            )
+
+    def positions(self, length: int) -> jax.Array:
+        """Return what is shaped as the numbers of the stream's positions."""
+        if length != self._stream[1]:
+            raise ValueError(
+                "kernels.positions(length, STREAM), or dropout, of what is not the residual stream "
+                f"[B, S, D]. Inside of attention and MLP sequences are whole. {BUILD}"
+            )
+        return jnp.zeros(length, jnp.int32)
+
+    def row_length(self, length: int) -> int:
+        """Return the length of whole rows."""
+        return self.length
+
+    def columns(self, width: int) -> tuple[jax.Array, int]:
+        """Return what is shaped as the numbers of the stream's columns."""
+        split = [name for name, axes in self.grid.splits.items() if axes == (ROW_AXIS,)]
+        for name in split:
+            self._check_last(width, name, "dropout")
+        return jnp.zeros(width, jnp.int32), 1
+
+    def lookup(self, table_VD: jax.Array, tokens_BS: jax.Array) -> jax.Array:
+        """Return what is shaped as rows of a table, in the stream."""
+        self.rows, self.length = tokens_BS.shape[:2]
+        return _made((*self._stream, *tokens_BS.shape[2:], table_VD.shape[1]), table_VD)
+
+    def part_of_rows(self, x_BS: jax.Array) -> jax.Array:
+        """Return what is shaped as the stream's positions of an array."""
+        return _made((x_BS.shape[0], self._stream[1], *x_BS.shape[2:]), x_BS)
+
+    def attention(self, attend: Callable) -> Callable:
+        """Return what makes the result of attention."""
+
+        def run(q_BSHD, k_BSGD, v_BSGD, *others):
+            for x in (q_BSHD, k_BSGD, v_BSGD):
+                if x.shape[:2] != self._inside:
+                    raise ValueError(
+                        f"attention of what does not come out of a linear map into attention. "
+                        f"{BUILD}"
+                    )
+            some = [jax.ShapeDtypeStruct((self._inside[0], *x.shape[1:]), x.dtype) for x in others]
+            made = jax.eval_shape(attend, q_BSHD, k_BSGD, v_BSGD, *some)
+            return jnp.zeros(made.shape, made.dtype)
+
+        return run
+
+    def outputs(self, x_BSD: jax.Array, kernel_VD: jax.Array, vocab: int, losses: bool) -> Any:
+        """Return what is shaped as whole logits."""
+        if x_BSD.shape != (*self._stream, kernel_VD.shape[1]):
+            raise ValueError(f"kernels.outputs of what is not the residual stream. {BUILD}")
+        whole = int(kernel_VD.shape[0] / self.parts.times.get("vocab", 1))
+        return _made((self.rows, self.length, whole), x_BSD, kernel_VD)
+
+
+def _made(shape: tuple[int, ...], *of: jax.Array) -> jax.Array:
+    return jnp.zeros(shape, jnp.result_type(*of))
+
+
+BUILD = (
+    "Build layers of hfjax.models.parts (Linear, LayerNorm, RMSNorm, Dropout) and ask self.kernels "
+    "(hfjax.models.parts.plain) for the rest: mean, lookup, attention, outputs, positions "
+    "(docs/tensor_grids.md)."
+)

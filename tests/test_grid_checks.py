@@ -1,0 +1,252 @@
+"""What computes something else with parts than with the whole is refused on a grid, and why."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import hfjax
+from hfjax.models.gpt import GPT, GPTConfig, next_token_loss
+from hfjax.models.parts import STREAM, Dropout, Linear, plain, stacked
+from hfjax.testing import assert_strategies_agree
+
+CONFIG = GPTConfig.tiny(vocab=24, length=12, layers=2, embed=24, heads=12)
+
+
+def tokens(rows=8, length=12):
+    drawn = np.random.default_rng(0).integers(0, 24, (rows, length + 1))
+    return {"tokens": drawn.astype(np.int32)}
+
+
+class Model(GPT):
+    """A GPT with layers of its own."""
+
+    def __init__(self, block, *, rngs):
+        super().__init__(CONFIG, rngs=rngs)
+        self.layers = stacked(2, block, rngs)
+
+
+class Layer(nnx.Module):
+    """Two linear maps, and something in the stream and between them."""
+
+    def __init__(self, rngs, stream=None, inside=None):
+        self.up = Linear((24, 24), ("embed", "mlp"), 1, 0.1, rngs=rngs)
+        self.down = Linear((24, 24), ("mlp", "embed"), 1, 0.1, rngs=rngs)
+        self.stream, self.inside = stream or (lambda x: x), inside or (lambda x: x)
+
+    def __call__(self, x):
+        return x + self.down(self.inside(self.up(self.stream(x))))
+
+
+def step_of(model, forward=None, **options):
+    mesh = hfjax.make_mesh(devices=jax.devices()[:4], row=2, tensor=2)
+    plan = hfjax.layout(model, optax.sgd(0.1), mesh, hfjax.GRID, forward=forward)
+    return hfjax.train_step(plan, next_token_loss, **options)
+
+
+def refused(model, said, **options):
+    with pytest.raises(ValueError, match=said):
+        step_of(model, **options).lower(tokens())
+
+
+def norm(x):
+    return x * jax.lax.rsqrt((x**2).mean(-1, keepdims=True) + 1e-5)
+
+
+def only_if_wide(x):
+    return jnp.tanh(x) if x.shape[-1] > 12 else x
+
+
+def interleaved(x):
+    """Pairs that the whole forms of its two halves, and a part of its own two."""
+    halves = x.reshape(*x.shape[:-1], 2, -1)
+    return halves.swapaxes(-1, -2).reshape(x.shape)
+
+
+IN_THE_STREAM = {
+    "a norm": (norm, "reduces entries of embed"),
+    "the width": (lambda x: x / math.sqrt(x.shape[-1]), "the number of entries of embed"),
+    "a branch": (only_if_wide, "something else with another number of entries of embed"),
+    "a rank": (lambda x: x * jnp.arange(x.shape[-1])[None, None], "counts entries of embed"),
+    "numbers": (lambda x: x * np.linspace(0, 1, x.shape[-1])[None, None], "embed"),
+    "shifts": (lambda x: jnp.roll(x, 1, axis=1), "cuts or joins positions of the residual"),
+    "a mean of positions": (lambda x: x - x.mean(1, keepdims=True), "reduces positions of the"),
+    "pairs": (interleaved, "rearranges entries of embed"),
+    "a constant of one device": (
+        lambda x: x * jnp.ones((1, 1, 24)),
+        r"no parts .* JAX says .*\b24\b",
+    ),
+    "sorting": (lambda x: jnp.sort(x, axis=-1), "sorts entries of embed"),
+    "the greatest": (lambda x: jnp.where(x == x.max(-1, keepdims=True), x, 0), "reduces .* embed"),
+    "a mean under another name": (lambda x: x - plain_mean(x), "reduces entries of embed"),
+}
+INSIDE = {
+    "softmax": (jax.nn.softmax, "reduces entries of mlp"),
+    "rows": (lambda x: x - x.mean(0, keepdims=True), "reduces rows inside of attention and MLP"),
+    "the width": (lambda x: x * x.shape[-1], "the number of entries of mlp"),
+    "a count of rows": (lambda x: x * x.shape[0], "the number of rows inside"),
+    "halves": (lambda x: jnp.concatenate(jnp.split(x, 2, -1)[::-1], -1), "cuts or joins .* mlp"),
+    "accumulating": (lambda x: jnp.cumsum(x, -1), "accumulates entries of mlp"),
+}
+
+
+def plain_mean(x):
+    return plain.mean(x, "embed")  # not the step's own: `self.kernels` would be
+
+
+@pytest.mark.parametrize("case", IN_THE_STREAM)
+def test_what_needs_the_whole_stream_is_refused_with_its_line(case):
+    function, said = IN_THE_STREAM[case]
+    refused(lambda rngs: Model(lambda rngs: Layer(rngs, stream=function), rngs=rngs), said)
+
+
+@pytest.mark.parametrize("case", INSIDE)
+def test_what_needs_the_whole_inside_is_refused_with_its_line(case):
+    function, said = INSIDE[case]
+    refused(lambda rngs: Model(lambda rngs: Layer(rngs, inside=function), rngs=rngs), said)
+
+
+def along_the_sequence(x):
+    """Inside, sequences are whole: anything may be done along them."""
+    number = jnp.arange(x.shape[1], dtype=x.dtype)[None, :, None]
+    return jnp.cumsum(jnp.roll(x, 1, axis=1), axis=1) / (1 + number) + x.mean(1, keepdims=True)
+
+
+def in_heads(x):
+    """Parts of a dimension stay its outer part."""
+    return jnp.sort(x.reshape(*x.shape[:2], -1, 2), axis=-1).reshape(x.shape)
+
+
+ALLOWED = {
+    "elements": (jnp.tanh, jax.nn.silu),
+    "sequences inside": (None, along_the_sequence),
+    "pairs of neighbours": (in_heads, in_heads),
+}
+
+
+@pytest.mark.parametrize("case", ALLOWED)
+def test_what_is_right_for_parts_trains_as_on_one_device(case):
+    stream, inside = ALLOWED[case]
+    model = lambda rngs: Model(lambda rngs: Layer(rngs, stream, inside), rngs=rngs)
+    grid = {"grid": (hfjax.GRID.edit(replicate_below=0), {"row": 2, "tensor": 2})}
+    with jax.enable_x64(True):
+        found = assert_strategies_agree(
+            model, next_token_loss, tokens(), grid, precision="fp64", steps=1
+        )
+    assert max(found.values()) < 1e-9
+
+
+class Twice(Layer):
+    """A second map into what the first one made: of the same width, so that shapes would fit."""
+
+    def __call__(self, x):
+        return x + self.down(self.up(self.up(x)))
+
+
+class MeanInside(Layer):
+    """The step's mean over the stream's width, asked for inside."""
+
+    def __init__(self, rngs):
+        super().__init__(rngs)
+        self.kernels = plain
+
+    def __call__(self, x):
+        y = self.up(x)
+        return x + self.down(y - self.kernels.mean(y, "embed"))
+
+
+class DropsRoutes(Layer):
+    """Dropout of something in the stream that has not its width."""
+
+    def __init__(self, rngs):
+        super().__init__(rngs)
+        self.dropout = Dropout(0.5, rngs=rngs)
+
+    def __call__(self, x):
+        return x + self.dropout(self.up.kernels.mean(x, "embed"))
+
+
+class Positions(Layer):
+    """The stream's positions, asked for inside."""
+
+    def __init__(self, rngs):
+        super().__init__(rngs)
+        self.kernels = plain
+
+    def __call__(self, x):
+        y = self.up(x)
+        at = self.kernels.positions(y.shape[1], STREAM)
+        return x + self.down(y if at is None else y * at[None, :, None])
+
+
+class Bare(Layer):
+    """A parameter whose dimension has no name."""
+
+    def __init__(self, rngs):
+        super().__init__(rngs)
+        self.scale = nnx.Param(jnp.ones(24))
+
+    def __call__(self, x):
+        return super().__call__(x * self.scale[...][None, None])
+
+
+MISUSED = {
+    "a map inside": (Twice, "a linear map that is not given what it leads from"),
+    "a mean inside": (MeanInside, "of an array whose last dimension is not embed"),
+    "dropout of means": (DropsRoutes, "dropout of an array whose last dimension is not embed"),
+    "positions inside": (Positions, "or dropout, of what is not the residual stream"),
+    "no name": (Bare, "a parameter whose dimension has no name"),
+}
+
+
+@pytest.mark.parametrize("case", MISUSED)
+def test_parts_that_are_asked_for_what_they_do_not_have_are_refused(case):
+    block, said = MISUSED[case]
+    refused(lambda rngs: Model(block, rngs=rngs), said)
+
+
+class OwnHead(GPT):
+    """A subclass whose head is a linear map by itself."""
+
+    def __init__(self, *, rngs):
+        super().__init__(CONFIG, rngs=rngs)
+        self.unembed = Linear((24, 24), ("embed", "vocab"), 1, 0.1, bias=False, rngs=rngs)
+
+    def head(self, stream):
+        return self.unembed(self.norm(stream))
+
+
+class Squashed(GPT):
+    """A subclass that does something along the width before its head."""
+
+    def head(self, stream):
+        return super().head(jax.nn.softmax(stream))
+
+
+def test_heads_of_a_subclass_are_looked_at_too():
+    refused(lambda rngs: OwnHead(rngs=rngs), r"in place of self.kernels.outputs\(…\)")
+    refused(lambda rngs: Squashed(CONFIG, rngs=rngs), "reduces entries of embed")
+
+
+def noisy(model, batch, row_keys):
+    """Noise for each row, the same on all devices of a grid: each would add it to its own part."""
+    x = model.embed(batch)
+    draw = jax.vmap(lambda key: jax.random.normal(key, x.shape[1:]))
+    return model.head(x + draw(row_keys))
+
+
+def test_noise_that_all_devices_would_draw_alike_is_refused():
+    said = r"draws random numbers for a part of an array \(.*test_grid_checks"
+    refused(lambda rngs: GPT(CONFIG, rngs=rngs), said, forward=noisy)
+
+
+def test_evaluations_are_looked_at_as_well():
+    mesh = hfjax.make_mesh(devices=jax.devices()[:4], row=2, tensor=2)
+    model = lambda rngs: Model(lambda rngs: Layer(rngs, stream=norm), rngs=rngs)
+    plan = hfjax.layout(model, optax.sgd(0.1), mesh, hfjax.GRID)
+    with pytest.raises(ValueError, match="reduces entries of embed"):
+        hfjax.eval_step(plan, next_token_loss)(hfjax.init(plan), tokens())
