@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from hfjax.base.errors import module_of
 from hfjax.parallel.engine.blueprint import Blueprint, Tree
 from hfjax.parallel.engine.step_context import rows_of
 from hfjax.parallel.mesh import BATCH_AXES
@@ -128,7 +129,12 @@ def _of_jax(error: Exception, blueprint: Blueprint, batch: Any) -> str | None:
     for pattern, meaning in _MEANINGS:
         if found := re.search(pattern, said):
             return f"{meaning.format(**found.groupdict())} JAX says: {said[:300]}"
-    if "incompatible shapes" in said and (rows := _as_many_rows(blueprint, batch)):
+    explained = "JAX says" in said
+    if (
+        "incompatible shapes" in said
+        and not explained
+        and (rows := _as_many_rows(blueprint, batch))
+    ):
         path, shape = next(iter(rows.items()))
         return (
             f"{path} {shape} has as many rows as the whole batch, and each device has some of "
@@ -140,10 +146,7 @@ def _of_jax(error: Exception, blueprint: Blueprint, batch: Any) -> str | None:
 
 def _of_a_model(error: Exception) -> bool:
     """Return whether an error was raised by a model or a loss, and not by what calls them."""
-    at = error.__traceback__
-    while at is not None and at.tb_next is not None:
-        at = at.tb_next
-    name = "" if at is None else str(at.tb_frame.f_globals.get("__name__", ""))
+    name = module_of(error)
     return not name.startswith("hfjax.") or name.startswith("hfjax.models")
 
 

@@ -199,7 +199,7 @@ MISUSED = {
     "a mean inside": (MeanInside, "of an array whose last dimension is not embed"),
     "dropout of means": (DropsRoutes, "dropout of an array whose last dimension is not embed"),
     "positions inside": (Positions, "or dropout, of what is not the residual stream"),
-    "no name": (Bare, "a parameter whose dimension has no name"),
+    "no name": (Bare, "an array whose dimension has no name"),
 }
 
 

@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 
 import jax
 
+from hfjax.base.errors import module_of
 from hfjax.base.paths import Flat
 from hfjax.parallel.autodiff.kept_apart import constants_along, differences, mixes
 from hfjax.parallel.autodiff.varying_state import differing
@@ -95,24 +96,16 @@ def _traced(
     try:
         return program(parameters, variables, batch)
     except (TypeError, ValueError) as error:
-        if not _is_of_libraries(error):
+        if module_of(error).split(".")[0] not in ("jax", "jaxlib", "numpy"):
             raise
         raise ValueError(
             "the model computes with arrays that are no parts of the residual stream, or of what "
-            "is inside of attention and MLP: a parameter whose dimension has no name, a size of "
-            "one device, or a linear map that is not given what it leads from. "
-            f"{BUILD} JAX says (of parts that are {', '.join(map(str, parts.times.values()))} "
+            "is inside of attention and MLP (an array whose dimension has no name, a size of one "
+            "device, a linear map that is not given what it leads from): "
+            f"{WHOLE_ON_A_GRID}. {BUILD} "
+            f"JAX says (of parts that are {', '.join(map(str, parts.times.values()))} "
             f"times as long): {str(error)[:300]}"
         ) from error
-
-
-def _is_of_libraries(error: Exception) -> bool:
-    """Return whether JAX or numpy raised an error, not this project or the model."""
-    trace = error.__traceback__
-    while trace and trace.tb_next:
-        trace = trace.tb_next
-    name = trace.tb_frame.f_globals.get("__name__", "") if trace else ""
-    return name.split(".")[0] in ("jax", "jaxlib", "numpy")
 
 
 def _meetings(program: Any, outputs: Any, prime: int, outer: bool) -> Iterator[tuple[str, str]]:

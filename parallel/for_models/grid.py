@@ -100,19 +100,24 @@ class Grid:
     def lookup(self, table_VD: jax.Array, tokens_BS: jax.Array) -> jax.Array:
         """Return the row of each token, as the stream has them; tensor splits the table."""
         rows, sides = table_VD.shape[0], self.mesh.shape[COLUMN_AXIS]
-        if tokens_BS.shape[SEQUENCE] % sides:
-            fits = [n for n in range(sides, 1, -1) if tokens_BS.shape[SEQUENCE] % n == 0]
-            raise ValueError(
-                f"rows of {tokens_BS.shape[SEQUENCE]} tokens: on a grid {COLUMN_AXIS}={sides} "
-                f"splits the sequence, and has to divide it: {fits or 'only 1'} would. Take "
-                f"another length, or another {COLUMN_AXIS}."
-            )
+        self.check_length(tokens_BS.shape[SEQUENCE])
         count = rows * sides
         tokens = jnp.clip(jnp.where(tokens_BS < 0, tokens_BS + count, tokens_BS), 0, count - 1)
         at = tokens - lax.axis_index(COLUMN_AXIS) * rows
         here = (at >= 0) & (at < rows)
         found = jnp.where(here[..., None], table_VD[jnp.clip(at, 0, rows - 1)], 0)
         return _sum_of_parts(found, COLUMN_AXIS, SEQUENCE)
+
+    def check_length(self, length: int) -> None:
+        """Refuse rows of a length that the devices along tensor cannot split."""
+        sides = self.mesh.shape[COLUMN_AXIS]
+        if length % sides:
+            fits = [n for n in range(sides, 1, -1) if length % n == 0]
+            raise ValueError(
+                f"rows of {length} tokens: on a grid {COLUMN_AXIS}={sides} splits the sequence, "
+                f"and has to divide it: {fits or 'only 1'} would. Take another length, or another "
+                f"{COLUMN_AXIS}."
+            )
 
     def part_of_rows(self, x_BS: jax.Array) -> jax.Array:
         """Return the positions of an array [B, S] that the stream has here."""

@@ -150,6 +150,7 @@ class GridLook:
     def lookup(self, table_VD: jax.Array, tokens_BS: jax.Array) -> jax.Array:
         """Return what is shaped as rows of a table, in the stream."""
         self.rows, self.length = tokens_BS.shape[:2]
+        self.grid.check_length(self.length)
         return _made((*self._stream, *tokens_BS.shape[2:], table_VD.shape[1]), table_VD)
 
     def part_of_rows(self, x_BS: jax.Array) -> jax.Array:
