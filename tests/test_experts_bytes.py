@@ -18,6 +18,7 @@ from hfjax.models.moe.blocks import in_blocks, planned
 from hfjax.parallel.autodiff.varying_state import bodies
 from tests.many_devices import printed
 
+SLOW = pytest.mark.slow
 LENGTH, WIDTH, MLP, LAYERS, EXPERTS, K = 16, 32, 14, 2, 8, 2
 CONFIG = MoEConfig(
     vocab=64, length=LENGTH, layers=LAYERS, heads=4, kv_heads=2, embed=WIDTH, mlp=MLP
@@ -66,7 +67,7 @@ def expected(way, n, groups, places=PLACES, tokens=LENGTH, k=K, size=4, again=0)
     return (n - 1) * groups * ((1 + again) * there + back + (x + x + weights))
 
 
-@pytest.mark.parametrize("n", [2, 4, 8])
+@pytest.mark.parametrize("n", [4, *(pytest.param(n, marks=SLOW) for n in (2, 8))])
 @pytest.mark.parametrize("way", WAYS)
 def test_each_dispatch_sends_the_bytes_of_its_formula(way, n):
     config, execution = WAYS[way]
@@ -86,8 +87,14 @@ def test_of_a_layer_that_is_computed_again_what_its_gradients_read_is_sent_again
     assert LAYERS * (sum(call.bytes(chosen)) + call.again(chosen)) == wanted
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("beside", ["data", "tensor", "accumulate", "small groups"])
+BESIDE = [  # every axis with one way, every way with one axis
+    pytest.param(beside, way, marks=[] if "all_to_all" == way or beside == "data" else SLOW)
+    for beside in ("data", "tensor", "accumulate", "small groups")
+    for way in WAYS
+]
+
+
+@pytest.mark.parametrize(("beside", "way"), BESIDE)
 def test_beside_other_axes_tokens_are_sent_to_experts_only(way, beside):
     config, execution = WAYS[way]
     sizes, strategy, groups, tokens, places = {"expert": 4}, DDP | EXPERT, 4, LENGTH, PLACES
@@ -129,7 +136,7 @@ for n in (16, 64):
 """
 
 
-@pytest.mark.slow
+@SLOW
 def test_on_16_and_64_devices_the_formulas_hold_as_well():
     wanted = [
         LAYERS * expected(way, n, groups=64 // n, places=4 * 64) for n in (16, 64) for way in WAYS
@@ -137,17 +144,20 @@ def test_on_16_and_64_devices_the_formulas_hold_as_well():
     assert printed(FAR) == wanted
 
 
-def test_auto_takes_what_sends_least():
+@pytest.mark.parametrize(
+    ("n", "wanted"),
+    [(2, "gather"), (4, "all_to_all"), pytest.param(8, "all_to_all", marks=SLOW)],
+)
+def test_auto_takes_what_sends_least(n, wanted):
     """Fewer devices than choices: tokens travel; more: their places do."""
-    for n, wanted in ((2, "gather"), (4, "all_to_all"), (8, "all_to_all")):
-        sent = {
-            way: sent_by(plan(CONFIG, {"expert": n}, dispatch=way), rows_of(16))
-            for way in ("all_to_all", "gather")
-        }
-        step = plan(CONFIG, {"expert": n})
-        assert sent_by(step, rows_of(16)) == min(sent.values())
-        assert sent[wanted] == min(sent.values())
-        assert choice_of(step)[1] == wanted
+    sent = {
+        way: sent_by(plan(CONFIG, {"expert": n}, dispatch=way), rows_of(16))
+        for way in ("all_to_all", "gather")
+    }
+    step = plan(CONFIG, {"expert": n})
+    assert sent_by(step, rows_of(16)) == min(sent.values())
+    assert sent[wanted] == min(sent.values())
+    assert choice_of(step)[1] == wanted
 
 
 def test_a_step_tells_what_each_dispatch_sends_and_why_one_was_chosen():
@@ -196,7 +206,7 @@ def flops_of_experts(jaxpr) -> int:
     return total
 
 
-@pytest.mark.parametrize("n", [1, 2, 8])
+@pytest.mark.parametrize("n", [1, pytest.param(2, marks=SLOW), 8])
 @pytest.mark.parametrize("way", ["all_to_all", "gather"])
 @pytest.mark.parametrize("remat", ["none", "full"])
 def test_experts_multiply_their_places_and_no_more(way, n, remat):
@@ -247,7 +257,7 @@ ROUTINGS = {
 }
 
 
-@pytest.mark.parametrize("size", [1, 4, 7, 128])
+@pytest.mark.parametrize("size", [1, 7, *(pytest.param(n, marks=SLOW) for n in (4, 128))])
 @pytest.mark.parametrize("routing", ROUTINGS)
 def test_blocks_are_as_many_as_choices_need_and_hold_each_choice_once(routing, size):
     experts = ROUTINGS[routing]
@@ -279,7 +289,7 @@ def densely(arrays, x, experts, weights):
     return jnp.einsum("tke,etd->td", chosen, of_each)
 
 
-@pytest.mark.parametrize("size", [4, 7, 128])
+@pytest.mark.parametrize("size", [4, *(pytest.param(n, marks=SLOW) for n in (7, 128))])
 @pytest.mark.parametrize("routing", ROUTINGS)
 def test_products_in_blocks_equal_the_dense_answer_and_its_gradients(routing, size):
     experts = ROUTINGS[routing]
