@@ -222,14 +222,14 @@ def works(one: str, other: str) -> bool:
 
 
 def drawn() -> set[tuple[str, str]]:
-    """A third of a draw in which every feature but one is once; always the same one."""
+    """Some of a draw in which every feature but one is once; always the same ones."""
     names, rng = list(FEATURES), random.Random(4)
     found = []
     for one, other in rng.sample(PAIRS, len(PAIRS)):
         if {one, other} <= {*names} and works(one, other):
             found.append((one, other))
             names = [name for name in names if name not in (one, other)]
-    return set(found[::3])
+    return set(found[6:13:3])
 
 
 DRAWN = drawn()
