@@ -181,7 +181,6 @@ DAILY = (
     "E 8",
     "E 2, tokens travel",
     "E+D+M",
-    "E+Z3",
     "in the backward pass",
     "context",
     "1F1B",
