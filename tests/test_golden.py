@@ -7,7 +7,7 @@ import pytest
 from tests import golden
 
 KNOWN = json.loads(golden.FILE.read_text(encoding="utf-8"))
-DAILY = ("FSDP+TENSOR", "ZERO2 on two axes", "pipe zb-v", "called as it is")
+DAILY = ("FSDP+TENSOR", "pipe zb-v", "called as it is")
 
 
 @pytest.mark.parametrize(

@@ -244,7 +244,10 @@ def test_a_device_holds_two_layers_and_fetches_under_matmuls(in_backward):
 
 @pytest.mark.parametrize(
     ("strategy", "options"),
-    [(FSDP | HOST_PARAMETERS, {}), (FSDP, {"optimizer_in_backward": True})],
+    [
+        (FSDP | HOST_PARAMETERS, {}),
+        pytest.param(FSDP, {"optimizer_in_backward": True}, marks=pytest.mark.slow),
+    ],
     ids=["on the host", "in backward"],
 )
 def test_documents_travel_beside_the_activations_of_layers(strategy, options):
