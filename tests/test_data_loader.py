@@ -85,8 +85,15 @@ def test_the_order_is_that_of_every_version_and_machine(data):
     assert order(packing="documents") == PACKED_ORDER
 
 
-@PACKINGS
-@pytest.mark.parametrize("threads", [0, 2])
+RESUMED = [  # each packing, with and without threads
+    ("stream", 0),
+    ("documents", 2),
+    pytest.param("stream", 2, marks=pytest.mark.slow),
+    pytest.param("documents", 0, marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("packing", "threads"), RESUMED)
 def test_resume_is_exact_at_every_position(data, packing, threads):
     options = {"length": 8, "epochs": 2, "packing": packing, "threads": threads}
     through = Loader(data, 4, **options)
