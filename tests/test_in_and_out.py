@@ -112,7 +112,12 @@ def loss_of(name):
     return (squares, ROWS) if CASES[name][4] else (next_token_loss, tokens(rows=8))
 
 
-@pytest.mark.parametrize("name", CASES)
+LIKE_OTHERS = ("FSDP", "ema", "a list")  # FSDP+TENSOR; master; PIPE, a list
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n in LIKE_OTHERS)) for n in CASES]
+)
 def test_given_parameters_make_the_state_that_the_seed_makes_of_the_same_ones(name):
     layout, schedule = made(name), CASES[name][2]
     wanted = hfjax.init(layout, seed=3, schedule=schedule)

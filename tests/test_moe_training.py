@@ -173,7 +173,7 @@ OWN = {
     ),
     "no axis": (ZERO2, {"data": 4}),
 }  # fmt: skip
-DAILY = ("E+D+Z", "E+Z-Off+M")
+DAILY = ("E+Z-Off+M",)
 OTHERS = pytest.param([name for name in OWN if name not in DAILY], marks=pytest.mark.slow)
 
 

@@ -106,7 +106,8 @@ def squares(outputs, batch):
 
 
 LIKE_OTHERS = {  # name -> the layer that holds it, or works as it does, and trains every day
-    **dict.fromkeys(("GRUCell", "LSTMCell", "RNN", "SimpleCell"), "Bidirectional"),
+    **dict.fromkeys(("GRUCell", "LSTMCell", "OptimizedLSTMCell"), "Bidirectional"),
+    **dict.fromkeys(("RNN", "SimpleCell"), "Bidirectional"),
     **{"ConvTranspose": "Conv", "Dict": "List", "InstanceNorm": "GroupNorm"},
     **{"LinearGeneral": "Einsum", "LoRALinear": "LoRA", "RMSNorm": "LayerNorm"},
 }

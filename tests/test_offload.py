@@ -58,6 +58,7 @@ CASES = {
 
 
 LONG = (
+    "FSDP, full remat",  # a GPT does it every day, with names
     "one device, unrolled",
     "FSDP in bfloat16",
     "FSDP, two microbatches",

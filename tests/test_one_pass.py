@@ -119,7 +119,11 @@ def test_numbers_that_change_from_step_to_step_are_refused():
 # -- the step -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", CASES)
+DAILY = ("one device", "ZERO1", "FSDP+TENSOR")
+OTHERS = [pytest.param(name, marks=pytest.mark.slow) for name in CASES if name not in DAILY]
+
+
+@pytest.mark.parametrize("name", [*DAILY, *OTHERS])
 def test_a_step_in_one_pass_is_the_ordinary_step(name):
     strategy, mesh, execution = CASES[name]
     layout = layout_of(ADAMW, strategy, mesh)
@@ -129,7 +133,9 @@ def test_a_step_in_one_pass_is_the_ordinary_step(name):
     assert_same(state, plain)
 
 
-@pytest.mark.parametrize("name", ["one device", "ZERO1", "FSDP+TENSOR"])
+@pytest.mark.parametrize(
+    "name", ["ZERO1", "FSDP+TENSOR", pytest.param("one device", marks=pytest.mark.slow)]
+)
 def test_with_master_weights_the_parameters_are_these_rounded(name):
     strategy, mesh, execution = CASES[name]
     layout = layout_of(hfjax.master(ADAMW), strategy, mesh)
