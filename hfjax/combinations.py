@@ -22,6 +22,7 @@ from hfjax.features import (
 from hfjax.parallel.engine.blueprint import LAYERS
 from hfjax.parallel.engine.look_at_grid import WHOLE_ON_A_GRID
 from hfjax.parallel.engine.parts import IN_A_LOOP, IN_A_PIPELINE, NO_STATISTICS
+from hfjax.parallel.engine.row_parts import NO_STATISTICS_OF_PARTS, SOME_ROWS
 from hfjax.parallel.engine.sequence import APART, MEET_BY
 from hfjax.parallel.execution import Execution
 from hfjax.parallel.for_models.grid_look import BUILD
@@ -87,6 +88,10 @@ GRADIENTS_SCATTERED_PER_LAYER = Refusal(
     'Use hfjax.ZERO1, which scatters at the end, or remat="full" or "none".',
     condition=_scatters_layers,
 )
+LAYER_BY_LAYER = Refusal(
+    "layers then run in hfjax's own loop over layers (parallel/layerwise), each on all rows",
+    "Leave split_rows out.",
+)
 ADAMW_KERNEL_UNUSED = Refusal(
     "shards are not updated in one pass there, so the kernel adamw_shard would never run",
     'Leave "adamw_shard" out of the kernels.',
@@ -111,6 +116,20 @@ REFUSED: dict[tuple[str, str], Refusal] = {
     ("optimizer_in_backward", NOT_IN_PARTS): Refusal(
         f"the model is not in three parts: {PARTS} (docs/any_model.md)",
         f"Write the model in three parts, {OR_LEAVE_IT_OUT}",
+    ),
+    ("split_rows", NOT_IN_PARTS): Refusal(
+        "split_rows cuts what goes from layer to layer, and this model does not run in three parts "
+        "(embed, layers, head)",
+        "Give the model these (docs/any_model.md).",
+    ),
+    # layers that see a part of the rows
+    ("split_rows", "schedule"): Refusal(
+        "the microbatches of a pipeline are such parts already", "Leave split_rows out."
+    ),
+    ("split_rows", "optimizer_in_backward"): LAYER_BY_LAYER,
+    ("split_rows", "HOST_PARAMETERS"): LAYER_BY_LAYER,
+    ("split_rows", "statistics that a model writes"): Refusal(
+        SOME_ROWS, NO_STATISTICS_OF_PARTS, detected_later=TRACED
     ),
     # parameters on the host
     ("HOST_PARAMETERS", "schedule"): Refusal(

@@ -242,6 +242,7 @@ FEATURES: dict[str, Feature] = {
     "nonfinite=skip": Feature(_of("nonfinite", "stop"), {"nonfinite": "skip"}),
     "kernels": Feature(_kernels, {"kernels": "reference"}),
     "unroll": Feature(_of("unroll", None), {"unroll": 1}),
+    "split_rows": Feature(_of("split_rows", 1), {"split_rows": 2}),
     "schedule": _scheduled("1f1b", _schedule),
     "schedule that splits B and W": _scheduled(
         "zb", _table_that(lambda table: table.split), "schedule"

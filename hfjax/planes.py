@@ -129,7 +129,8 @@ def options_of(layout: Layout, execution: Execution) -> dict[str, Any] | None:
     """Return what XLA is told when it compiles for a layout, if anything."""
     platform, asked = platform_of(layout.mesh), execution.compiler_options
     if asked == "auto":
-        asked = best_preset(_splits(layout, SAMPLE_AXES), _splits(layout, TENSOR_AXES))
+        splits = _splits(layout, SAMPLE_AXES), _splits(layout, TENSOR_AXES)
+        asked = best_preset(*splits, execution.split_rows > 1)
     options = compiler_options(asked, platform)
     if layout.hosted or execution.offload:
         options = joined(options_of_host(platform, layout.hosted.parameters), options)

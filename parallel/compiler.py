@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 GPU = ("gpu", "cuda")  # jax says gpu of a device, and cuda of a platform to lower for
-PIPELINED = ("all_gather", "reduce_scatter", "all_reduce")
+COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
 RENAMED = (0, 11, 1)  # from this jax on the switches of pipelining have other names and values
 
 
@@ -20,11 +20,20 @@ def _overlap() -> dict[str, Any]:
     The gather of the next layer's parameters, the reduction of the last layer's gradients.
     """
     if jax.__version_info__ < RENAMED:
-        return {f"xla_gpu_enable_pipelined_{kind}": True for kind in PIPELINED}
-    on = {f"xla_gpu_pipeline_{kind}": "COLLECTIVE_PIPELINING_MODE_ON" for kind in PIPELINED}
+        return {f"xla_gpu_enable_pipelined_{kind}": True for kind in COLLECTIVES}
+    on = {f"xla_gpu_pipeline_{kind}": "COLLECTIVE_PIPELINING_MODE_ON" for kind in COLLECTIVES}
     # This pass makes each slice of a stacked array asynchronous; the scheduler then waits for all
     # of them, and for the collectives, before it starts the layer's first matmul.
     return on | {"xla_disable_hlo_passes": "dynamic-slice-copy-fusion-async-wrapper"}
+
+
+def _split_rows() -> dict[str, Any]:
+    """Return options that leave apart what a layer does with one part of the rows and another."""
+    apart = {f"xla_gpu_{kind}_combine_threshold_bytes": 0 for kind in COLLECTIVES}
+    return apart | {
+        "xla_gpu_dot_merger_threshold_mb": 0,  # products of two parts become one
+        "xla_gpu_experimental_parallel_collective_overlap_limit": 1,
+    }
 
 
 PRESETS: dict[str, dict[str, Any]] = {
@@ -32,6 +41,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "overlap": _overlap(),
     # Also lets two collectives be under way at once.
     "overlap_two": _overlap() | {"xla_gpu_experimental_parallel_collective_overlap_limit": 2},
+    "split_rows": _split_rows(),
 }
 
 # From this jax on nobody has looked yet: names of options change.
@@ -52,14 +62,18 @@ def options_of_cpus(devices: int) -> dict[str, Any]:
     return {"xla_cpu_multi_thread_eigen": False} if tried and devices > 1 else {}
 
 
-def best_preset(gathered: bool, tensor: bool) -> str:
+def best_preset(gathered: bool, tensor: bool, split_rows: bool = False) -> str:
     """Return what was measured best where parameters are gathered, or split over tensor.
+
+    Or where layers run on parts of the rows (benchmarks/results/tensor_overlap.md).
 
     >>> best_preset(gathered=True, tensor=False), best_preset(gathered=False, tensor=False)
     ('overlap_two', 'default')
     """
     if jax.__version_info__ >= NOT_TRIED or not (gathered or tensor):
         return "default"
+    if split_rows and not gathered:
+        return "split_rows"
     return "overlap" if gathered and tensor else "overlap_two"
 
 

@@ -84,6 +84,7 @@ PRECISIONS = {
 }
 REDUCTIONS = ("flat", "hierarchical")
 NONFINITE = ("stop", "skip", "apply")
+COUNTS = {"accumulate": "microbatches", "split_rows": "parts", "patience": "steps in a row"}
 
 
 @known_fields
@@ -111,6 +112,8 @@ class Execution:
             all_to_all, gather.
         kernels: auto, pallas, xla, reference; or {kernel: word}.
         unroll: Layers per turn of the scan. None: as measured per backend.
+        split_rows: Parts of a device's rows that go through each layer one after the other: while
+            the collectives over tensor of one are under way, products of another run.
         nonfinite: If a loss or gradient is not finite: stop (leave the state as it was, raise three
             calls later), skip (leave it, warn, go on), apply (update, raise).
         patience: Under skip: after how many such steps in a row to raise.
@@ -139,13 +142,15 @@ class Execution:
     dispatch: str = "auto"
     kernels: Wanted = Wanted()
     unroll: int | bool | None = None
+    split_rows: int = 1
     nonfinite: str = "stop"
     patience: int = 10
     compiler_options: Any = field(default="auto", hash=False)
 
     def __post_init__(self):
-        if not is_positive(self.accumulate):
-            raise ValueError(f"accumulate={self.accumulate!r}: a positive number of microbatches.")
+        for name, what in COUNTS.items():
+            if not is_positive(given := getattr(self, name)):
+                raise ValueError(f"{name}={given!r}: a positive number of {what}.")
         if isinstance(self.clip, bool) or (self.clip is not None and not self.clip > 0):
             raise ValueError(f"clip={self.clip!r}: a positive norm, or None for no clipping.")
         if self.schedule is not None and not isinstance(self.schedule, Schedule):
@@ -175,8 +180,6 @@ class Execution:
             raise ValueError(f"reduction={self.reduction!r}: one of {', '.join(REDUCTIONS)}.")
         if self.nonfinite not in NONFINITE:
             raise ValueError(f"nonfinite={self.nonfinite!r}: one of {', '.join(NONFINITE)}.")
-        if not is_positive(self.patience):
-            raise ValueError(f"patience={self.patience!r}: a positive number of steps in a row.")
 
 
 def _precision(given: Precision | str) -> Precision:

@@ -100,6 +100,7 @@ class Parts:
             "nonfinite": c.nonfinite,
             "context": self.context,
             "dispatch": c.dispatch,
+            "split_rows": c.split_rows,
             "kernels": c.kernels,
         }
 

@@ -257,6 +257,9 @@ class Train:
     tells), the kernels, what XLA makes of plain JAX, or the plain JAX beside each kernel."""
     dispatch: Literal["auto", "all_to_all", "gather"] = "auto"
     """How tokens get to experts on other devices; auto: by what sends the fewest bytes."""
+    split_rows: int = 1
+    """Parts of a device's rows that go through each layer one after the other: collectives over
+    tensor of one part run beside products of the other."""
     nonfinite: Literal["stop", "skip"] = "stop"
     """What to do where loss or gradient is not finite."""
     seed: int = 0
@@ -283,7 +286,7 @@ class Train:
     """Where compiled programs are kept; None: in the user's cache."""
 
     def __post_init__(self):
-        at_least(self, "", steps=1, batch=1, accumulate=1, cpu_devices=1)
+        at_least(self, "", steps=1, batch=1, accumulate=1, split_rows=1, cpu_devices=1)
         at_least(self, "", timeout=1, init_timeout=1, minutes=0)
         at_least(self, "", 2**32 - 1, seed=0)
         Remat.of(self.remat)

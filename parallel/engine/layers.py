@@ -15,6 +15,7 @@ from hfjax.parallel.autodiff.saved import Choose, kept
 from hfjax.parallel.compiler import GPU
 from hfjax.parallel.engine.fetch import Placeholder, Stored, fetched
 from hfjax.parallel.engine.gather_on_use import in_a_model
+from hfjax.parallel.engine.row_parts import RowParts, by_parts
 from hfjax.parallel.execution import Execution
 from hfjax.parallel.for_models.kernels import Traced
 from hfjax.parallel.remat import Remat
@@ -135,8 +136,13 @@ def run_model(model: Any, stored: Mapping[str, Stored], batch: Any, run: LayerOp
 
     `stored` are the layers' parameters, by path; in the model each is `Placeholder`.
     """
-    layers = _run_list if is_list(model.layers) else _run_stack
-    return model.head(layers(model.layers, stored, model.embed(batch), run))
+    layers, x = _run_list if is_list(model.layers) else _run_stack, model.embed(batch)
+    if (parts := run.execution.split_rows) == 1:
+        return model.head(layers(model.layers, stored, x, run))
+    # XLA runs what is independent in an order that differs by device, on CPUs, and collectives of
+    # one part then meet those of another.
+    in_parts = RowParts.of(x, parts, in_order=run.platform == "cpu")
+    return model.head(layers(model.layers, stored, in_parts, run).whole())
 
 
 def _split(layer: nnx.Module, stored: Mapping[str, Stored]) -> tuple[Any, Any, Any]:
@@ -161,10 +167,15 @@ def layer_function(
     def apply(parameters, variables, x):
         if row is not None:
             parameters, variables = jax.tree.map(lambda a: a[row], (parameters, variables))
-        before = _raw(variables)  # merged variables are those of the state: written in place
-        layer = nnx.merge(graph, fetched(parameters), variables)
-        x = layer(x)
-        return x, _written(layer, before)
+        here = fetched(parameters)
+
+        def run(x, variables):
+            before = _raw(variables)  # merged variables are those of the state: written in place
+            layer = nnx.merge(graph, here, variables)
+            x = layer(x)
+            return x, _written(layer, before)
+
+        return by_parts(run, x, variables)
 
     return apply if policy is None else jax.checkpoint(apply, policy=policy, prevent_cse=barrier)
 
@@ -265,7 +276,7 @@ def _chain(part: list, first: int, run: LayerOptions) -> Callable:
         held, written = iter(zip(parameters, variables, strict=True)), []
         for number, graph in enumerate(graphs):
             if not isinstance(graph, nnx.GraphDef):  # a function, as nnx.Sequential may hold
-                x = graph(x)
+                x, _ = by_parts(lambda x, _, graph=graph: (graph(x), None), x, None)
                 continue
             function = layer_function(graph, run.policy((first + number) % run.remat.every))
             x, new = function(*next(held), x)

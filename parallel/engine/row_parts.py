@@ -1,0 +1,114 @@
+"""Layers that run on parts of the rows, one after the other (`split_rows`).
+
+The collectives of a layer over tensor wait for its products, and its products for them. Those of
+two parts of the rows do not wait for each other: while the sums of one part are under way, the
+products of the other run (Domino, Wang et al., 2024). Between the layers the parts stay apart, so
+that the end of a layer hides its collectives as well. The layer's parameters are gathered once.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+from hfjax.base.paths import path_of
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["parts"], meta_fields=["in_order"])
+@dataclass(frozen=True)
+class RowParts:
+    """What goes from layer to layer, in parts of its rows."""
+
+    parts: tuple[Any, ...]
+    in_order: bool  # nothing of a part may run before what the part before it has done
+
+    @classmethod
+    def of(cls, x: Any, count: int, in_order: bool) -> "RowParts":
+        """Return x in so many parts; refuse what is not all of rows, or does not divide."""
+        leaves = jax.tree.leaves(x)
+        sizes = {jnp.shape(leaf)[0] if jnp.ndim(leaf) else 0 for leaf in leaves}
+        if len(sizes) != 1 or 0 in sizes:
+            shapes = ", ".join(str(list(jnp.shape(leaf))) for leaf in leaves)
+            raise ValueError(
+                f"split_rows={count}: what goes from layer to layer is not all of rows: {shapes}. "
+                "Let each array begin with the rows of the batch, or leave split_rows out."
+            )
+        (rows,) = sizes
+        if rows % count:
+            fits = [n for n in range(2, rows + 1) if rows % n == 0]
+            raise ValueError(
+                f"split_rows={count}: a device has {rows} rows in a microbatch, which do not "
+                f"divide: {f'{fits} would do' if fits else 'leave it out'}. Or take more rows."
+            )
+        cut = lambda i: jax.tree.map(lambda x: _part(x, i, count), x)
+        return cls(tuple(map(cut, range(count))), in_order)
+
+    def whole(self) -> Any:
+        """Return all rows together."""
+        return jax.tree.map(lambda *x: jnp.concatenate(x), *self.parts)
+
+
+def _part(x: Any, number: int, count: int) -> Any:
+    rows = x.shape[0] // count
+    return lax.slice_in_dim(x, number * rows, (number + 1) * rows)
+
+
+def by_parts(layer: Callable, x: Any, variables: Any) -> tuple[Any, Any]:
+    """Return layer(x, variables), a pair of the result and of what was written; part by part.
+
+    Args:
+        layer: The function.
+        x: What enters the layer, all rows together or a `RowParts`.
+        variables: A state; what has something for each row is cut as the rows are.
+    """
+    if not isinstance(x, RowParts):
+        return layer(x, variables)
+    done: list[Any] = []
+    written: Any = None
+    for number, part in enumerate(x.parts):
+        if done and x.in_order:
+            part, done[-1] = lax.optimization_barrier((part, done[-1]))
+        y, written = layer(part, _of_part(variables, number, len(x.parts)))
+        _check_unwritten(written, len(x.parts))
+        done.append(y)
+    return RowParts(tuple(done), x.in_order), written
+
+
+def _of_part(variables: Any, number: int, count: int) -> Any:
+    """Return what a part of the rows reads: its rows, and random keys of its own."""
+
+    def mine(variable: Any) -> Any:
+        value = variable.get_raw_value()
+        if _of_rows(variable):
+            return variable.replace(_part(value, number, count))
+        if number and jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+            return variable.replace(jax.random.fold_in(value, number))
+        return variable
+
+    if variables is None:
+        return None
+    return nnx.from_flat_state([(keys, mine(v)) for keys, v in nnx.to_flat_state(variables)])
+
+
+def _of_rows(variable: Any) -> bool:
+    axes = variable.get_metadata("axes", None) or ()
+    return bool(variable.get_metadata("per_row", False)) or tuple(axes)[:1] == ("batch",)
+
+
+def _check_unwritten(written: Any, count: int) -> None:
+    """Refuse to write what follows from some of the rows; counts of random numbers may be."""
+    flat = [] if written is None else nnx.to_flat_state(written)
+    if names := [path_of(keys) for keys, v in flat if not isinstance(v, nnx.RngState)]:
+        raise ValueError(
+            f"split_rows={count}: a layer writes to {', '.join(names)}, and {SOME_ROWS}. "
+            f"{NO_STATISTICS_OF_PARTS}"
+        )
+
+
+SOME_ROWS = "a layer sees only a part of the rows at a time"
+NO_STATISTICS_OF_PARTS = "Leave split_rows out, or normalise without running statistics."
