@@ -105,7 +105,7 @@ def _check_unwritten(written: Any, count: int) -> None:
     flat = [] if written is None else nnx.to_flat_state(written)
     if names := [path_of(keys) for keys, v in flat if not isinstance(v, nnx.RngState)]:
         raise ValueError(
-            f"split_rows={count}: a layer writes to {', '.join(names)}, and {SOME_ROWS}. "
+            f"split_rows={count}: a layer writes to {', '.join(names)}: {SOME_ROWS}. "
             f"{NO_STATISTICS_OF_PARTS}"
         )
 
