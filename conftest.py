@@ -4,8 +4,11 @@ HFJAX_TEST_GPU=1 leaves the platform and the compiler alone: for tests marked gp
 """
 
 import gc
+import hashlib
+import math
 import os
 import signal
+import subprocess
 import tempfile
 from importlib.metadata import version
 
@@ -58,6 +61,33 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 
 if jax.__version_info__ < (0, 11, 2):  # what they add to is not there yet
     collect_ignore = ["tests/interpreter.py", "tests/interpreter_memory.py"]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """--draw 3: of the cases of a test marked drawn, one in three runs."""
+    words = "of each test marked drawn, run one case in so many (at least one), by the commit"
+    parser.addoption("--draw", type=int, default=1, help=words)
+
+
+@pytest.hookimpl(trylast=True)  # after -m has taken its own
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Of the cases of a test marked drawn, keep some: others with each commit."""
+    one_in, families = config.getoption("--draw"), {}
+    if one_in == 1:
+        return
+    for item in items:
+        if item.get_closest_marker("drawn"):
+            families.setdefault(item.nodeid.split("[")[0], []).append(item)
+    head = ["git", "-C", str(config.rootpath), "rev-parse", "HEAD"]
+    commit = subprocess.run(head, capture_output=True, check=False).stdout.decode()
+    rank = lambda item: hashlib.sha256(f"{commit}{item.nodeid}".encode()).digest()
+    left_out = {
+        item
+        for family in families.values()
+        for item in sorted(family, key=rank)[math.ceil(len(family) / one_in) :]
+    }
+    config.hook.pytest_deselected(items=list(left_out))
+    items[:] = [item for item in items if item not in left_out]
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -77,6 +77,7 @@ def gradients(function, x, w, dy):
 
 @pytest.mark.parametrize(("size", "checked"), [(1, True), (2, False), (3, True), (8, True)])
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.drawn
 def test_the_reference_is_the_product_with_its_gradients(kind, size, checked):
     x, w = operands((6 * size, 5 * size, 7 * size), jnp.float32)
     f = mapped(KINDS[kind].reference, kind, mesh_of(size), check_vma=checked)

@@ -241,6 +241,7 @@ CELLS = [
 
 
 @pytest.mark.parametrize("pair", CELLS)
+@pytest.mark.drawn
 def test_two_features_that_go_together_train_as_one_device_does(pair):
     assert_trains(pair)
 

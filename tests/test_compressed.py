@@ -43,6 +43,7 @@ def close(found, expected, bound=2e-6):
 
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize(("sizes", "axis"), RINGS + LONG[:1], ids=str)
+@pytest.mark.drawn
 def test_rows_are_summed_and_gathered_within_what_8_bits_keep(sizes, axis, how):
     mesh = mesh_of(*sizes)
     x, error = pair((mesh.size * mesh.shape[axis] * 3, 100))  # 300 elements: a short last block

@@ -147,6 +147,7 @@ SOME = [
 
 
 @pytest.mark.parametrize("name", SOME)
+@pytest.mark.drawn
 def test_rows_on_several_devices_train_as_on_one(name, alone):
     model, batch, strategy, sizes, execution = CASES[name]
     if 3 in sizes.values():
@@ -216,6 +217,7 @@ ROWS = {"tokens": np.zeros((2, 65), np.int32)}
 
 @pytest.mark.parametrize("n", [4, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 8))])
 @pytest.mark.parametrize("form", ["ring", "allgather", "ulysses"])
+@pytest.mark.drawn
 def test_each_form_sends_the_bytes_of_its_formula(form, n):
     step = plan(n, form)
     u = n if form == "ulysses" else 1

@@ -79,6 +79,7 @@ def apart(found, wanted):
 @pytest.mark.parametrize(
     "devices", [1, 3, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 5, 6, 7))]
 )
+@pytest.mark.drawn
 def test_any_number_of_devices_attends_as_one(devices, gathers):
     with jax.enable_x64(True):
         x = operands(4 * devices)  # two positions in each chunk
@@ -94,6 +95,7 @@ def test_one_position_on_each_device():
 
 
 @pytest.mark.parametrize("window", [1, 2, 9, 16])
+@pytest.mark.drawn
 def test_a_window_ends_the_ring_where_nothing_more_is_seen(window):
     with jax.enable_x64(True):
         deal, x = Deal(4, "contiguous"), operands(32)

@@ -32,6 +32,7 @@ def packed(rows=16):
 
 
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.drawn
 def test_a_document_in_a_row_has_the_logits_that_it_has_alone(name):
     model = MODELS[name](nnx.Rngs(0))
     batch = packed(4)
@@ -47,6 +48,7 @@ def test_a_document_in_a_row_has_the_logits_that_it_has_alone(name):
 
 
 @pytest.mark.parametrize("length", [24, 25])
+@pytest.mark.drawn
 def test_both_ways_to_attend_inside_documents_agree(length):
     q, k, v = jax.random.normal(jax.random.key(0), (3, 4, length, 2, 8))
     documents = jnp.sort(jax.random.randint(jax.random.key(1), (4, length), 0, 4))
@@ -81,6 +83,7 @@ def losses_of_one():
         (PIPE | TENSOR, {"pipe": 2, "tensor": 2}, {"schedule": hfjax.Schedule("zb", 4)}),
     ],
 )
+@pytest.mark.drawn
 def test_rows_of_documents_train_as_on_one_device(strategy, mesh, execution):
     many = gpt_layout(
         strategy, mesh, optax.adamw(1e-2), jax.devices()[: int(np.prod([*mesh.values()]))]

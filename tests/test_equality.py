@@ -43,6 +43,7 @@ GROUPS = [
     GROUPS,
     ids=lambda x: " ".join(x) if isinstance(x, list) else getattr(x, "__name__", x),
 )
+@pytest.mark.drawn
 def test_strategies_equal_one_device_with_dropout_masks_microbatches_and_clipping(
     model, devices, names
 ):
@@ -61,6 +62,7 @@ IN_FLOAT64 = [
 
 
 @pytest.mark.parametrize("name", IN_FLOAT64)
+@pytest.mark.drawn
 def test_in_float64_parameters_agree_to_the_last_digits(name):
     with jax.enable_x64(True):
         found = assert_strategies_agree(

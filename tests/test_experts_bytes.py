@@ -69,6 +69,7 @@ def expected(way, n, groups, places=PLACES, tokens=LENGTH, k=K, size=4, again=0)
 
 @pytest.mark.parametrize("n", [4, *(pytest.param(n, marks=SLOW) for n in (2, 8))])
 @pytest.mark.parametrize("way", WAYS)
+@pytest.mark.drawn
 def test_each_dispatch_sends_the_bytes_of_its_formula(way, n):
     config, execution = WAYS[way]
     step = plan(config, {"expert": n}, **execution)
@@ -95,6 +96,7 @@ BESIDE = [  # every axis with one way, every way with one axis
 
 
 @pytest.mark.parametrize(("beside", "way"), BESIDE)
+@pytest.mark.drawn
 def test_beside_other_axes_tokens_are_sent_to_experts_only(way, beside):
     config, execution = WAYS[way]
     sizes, strategy, groups, tokens, places = {"expert": 4}, DDP | EXPERT, 4, LENGTH, PLACES
@@ -209,6 +211,7 @@ def flops_of_experts(jaxpr) -> int:
 @pytest.mark.parametrize("n", [1, pytest.param(2, marks=SLOW), 8])
 @pytest.mark.parametrize("way", ["all_to_all", "gather"])
 @pytest.mark.parametrize("remat", ["none", "full"])
+@pytest.mark.drawn
 def test_experts_multiply_their_places_and_no_more(way, n, remat):
     step = plan(CONFIG, {"expert": n}, dispatch=way, remat=remat)
     found = flops_of_experts(step.trace(rows_of(16)).jaxpr.jaxpr)
@@ -259,6 +262,7 @@ ROUTINGS = {
 
 @pytest.mark.parametrize("size", [1, 7, *(pytest.param(n, marks=SLOW) for n in (4, 128))])
 @pytest.mark.parametrize("routing", ROUTINGS)
+@pytest.mark.drawn
 def test_blocks_are_as_many_as_choices_need_and_hold_each_choice_once(routing, size):
     experts = ROUTINGS[routing]
     made = planned(jnp.asarray(experts, jnp.int32), EXPERTS, size)
@@ -291,6 +295,7 @@ def densely(arrays, x, experts, weights):
 
 @pytest.mark.parametrize("size", [4, *(pytest.param(n, marks=SLOW) for n in (7, 128))])
 @pytest.mark.parametrize("routing", ROUTINGS)
+@pytest.mark.drawn
 def test_products_in_blocks_equal_the_dense_answer_and_its_gradients(routing, size):
     experts = ROUTINGS[routing]
     with jax.enable_x64(True):

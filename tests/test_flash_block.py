@@ -113,6 +113,7 @@ RARE = ("window both ways", "two heads share keys", "documents, everything", "be
 @pytest.mark.parametrize(
     "name", [pytest.param(x, marks=[pytest.mark.slow] * (x in RARE)) for x in CASES]
 )
+@pytest.mark.drawn
 def test_the_reference_and_its_gradients_are_those_of_dense_attention(small_blocks, name):
     case = CASES[name]
     inputs, cotangents = operands(case)
@@ -154,6 +155,7 @@ def places_of(places, keys):
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4])
+@pytest.mark.drawn
 def test_blocks_of_keys_in_any_order_and_merged_are_one_block(small_blocks, count):
     case = CASES["documents elsewhere"]
     (q, k, v), _ = operands(case)
@@ -225,6 +227,7 @@ def test_the_reference_agrees_with_jaxs_own():
 
 
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.drawn
 def test_tiles_that_are_not_visited_hold_nothing_and_whole_ones_hold_all(name):
     length, keys, *_, mask, places = CASES[name]
     near, same = visible(mask, places, jnp.arange(length), jnp.arange(keys))

@@ -67,6 +67,7 @@ def agree(model, cases, given=None, loss=next_token_loss, **options):
         pytest.param(llama(), SIDES, id="llama, all sides", marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.drawn
 def test_whole_models_equal_one_device_on_all_sides_masks_and_microbatches_too(model, every):
     agree(model, {str(sides): of_sides(*sides) for sides in every}, accumulate=2, clip=0.5)
 
@@ -94,6 +95,7 @@ def by_logits(logits, batch):
 
 
 @pytest.mark.parametrize("model", [gpt(), llama(tied=True)], ids=["gpt", "llama"])
+@pytest.mark.drawn
 def test_documents_and_losses_of_logits_are_as_on_one_device(model):
     documents = np.sort(np.random.default_rng(1).integers(0, 3, (16, 13))).astype(np.int32)
     cases = {"grid": of_sides(2, 2, 2)}
@@ -152,6 +154,7 @@ def counted(every):
 
 
 @pytest.mark.parametrize("every", [HERE, FAR], ids=["up to 8 devices", "16, 27 and 64 devices"])
+@pytest.mark.drawn
 def test_activations_and_weights_send_exactly_what_the_general_formula_says(every):
     found = counted(every)
     for sides, sent in found.items():

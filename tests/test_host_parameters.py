@@ -63,6 +63,7 @@ TRAINED = [
 
 
 @pytest.mark.parametrize(("case", "in_backward"), TRAINED)
+@pytest.mark.drawn
 def test_parameters_on_the_host_train_and_evaluate(case, in_backward):
     strategy, sizes, execution = CASES[case]
     devices = jax.devices()[:2]
@@ -250,6 +251,7 @@ def test_a_device_holds_two_layers_and_fetches_under_matmuls(in_backward):
     ],
     ids=["on the host", "in backward"],
 )
+@pytest.mark.drawn
 def test_documents_travel_beside_the_activations_of_layers(strategy, options):
     documents = np.repeat(np.arange(5), 5)[None].repeat(16, 0).astype(np.int32)
     batch, losses = tokens() | {"documents": documents}, []

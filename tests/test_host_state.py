@@ -179,6 +179,7 @@ MESHES = [
 
 
 @pytest.mark.parametrize(("strategy", "sizes", "execution"), MESHES)
+@pytest.mark.drawn
 def test_moments_on_the_host_are_updated_as_on_the_device_to_the_bit(strategy, sizes, execution):
     host = share(0.5) if strategy == DDP else HOST
     wanted, losses = steps_as_written(layout_of(strategy, sizes), **execution)

@@ -118,6 +118,7 @@ LIKE_OTHERS = ("FSDP", "ema", "a list")  # FSDP+TENSOR; master; PIPE, a list
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[pytest.mark.slow] * (n in LIKE_OTHERS)) for n in CASES]
 )
+@pytest.mark.drawn
 def test_given_parameters_make_the_state_that_the_seed_makes_of_the_same_ones(name):
     layout, schedule = made(name), CASES[name][2]
     wanted = hfjax.init(layout, seed=3, schedule=schedule)
@@ -138,6 +139,7 @@ OTHERS = [pytest.param(name, marks=pytest.mark.slow) for name in CASES if name n
 
 
 @pytest.mark.parametrize("name", [*DAILY, *OTHERS])
+@pytest.mark.drawn
 def test_a_step_from_given_parameters_is_that_of_one_device(name):
     loss, batch = loss_of(name)
     found = []

@@ -79,6 +79,7 @@ QUICK = ("ZERO1", "FSDP", "HSDP+TENSOR+SEQUENCE")
 
 
 @pytest.mark.parametrize("name", [*QUICK, *(pytest.param(n, marks=pytest.mark.slow) for n in SLOW)])
+@pytest.mark.drawn
 def test_every_strategy_trains_as_the_ordinary_step_does_on_one_device(ordinary, name):
     with jax.enable_x64(True):
         layout = mlp_layout(*on(name), ADAMW, layers=LAYERS, dropout=0.1)
@@ -105,6 +106,7 @@ GROUPS = hfjax.by_path({"layers/*": optax.adamw(1e-2), "*norm*": optax.sgd(0.1),
     ],
     ids=["bf16, remat", "kept gathered", "an average, by path", "frozen, unrolled"],
 )
+@pytest.mark.drawn
 def test_options_and_optimizers_go_with_it(optimizer, frozen, sizes, execution):
     layout = mlp_layout(HSDP, sizes, optimizer, layers=LAYERS)
     layout = layout.freeze(*frozen) if frozen else layout

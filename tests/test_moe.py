@@ -239,6 +239,7 @@ def ran(moe: Any, x: np.ndarray, along: np.ndarray) -> tuple:
 
 
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.drawn
 def test_a_layer_equals_its_numpy_retelling_and_so_does_its_gradient(name):
     case, along = CASES[name], RNG.normal(size=CASES[name].shape)
     x = X.reshape(case.shape)

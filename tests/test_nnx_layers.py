@@ -116,6 +116,7 @@ LIKE_OTHERS = {  # name -> the layer that holds it, or works as it does, and tra
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=pytest.mark.slow) if n in LIKE_OTHERS else n for n in LAYERS]
 )
+@pytest.mark.drawn
 def test_a_layer_of_flax_trains_as_on_one_device(name):
     init = lambda rngs: Around(*LAYERS[name], rngs=rngs)
     assert_strategies_agree(init, squares, BATCH, CASES, steps=2)

@@ -74,6 +74,7 @@ LONG = (
 @pytest.mark.parametrize(
     "case", [pytest.param(c, marks=pytest.mark.slow) if c in LONG else c for c in CASES]
 )
+@pytest.mark.drawn
 def test_training_is_bit_equal_to_no_offload(case):
     strategy, sizes, options = CASES[case]
     wanted = trained(strategy, sizes, **options)

@@ -124,6 +124,7 @@ OTHERS = [pytest.param(name, marks=pytest.mark.slow) for name in CASES if name n
 
 
 @pytest.mark.parametrize("name", [*DAILY, *OTHERS])
+@pytest.mark.drawn
 def test_a_step_in_one_pass_is_the_ordinary_step(name):
     strategy, mesh, execution = CASES[name]
     layout = layout_of(ADAMW, strategy, mesh)
@@ -136,6 +137,7 @@ def test_a_step_in_one_pass_is_the_ordinary_step(name):
 @pytest.mark.parametrize(
     "name", ["ZERO1", "FSDP+TENSOR", pytest.param("one device", marks=pytest.mark.slow)]
 )
+@pytest.mark.drawn
 def test_with_master_weights_the_parameters_are_these_rounded(name):
     strategy, mesh, execution = CASES[name]
     layout = layout_of(hfjax.master(ADAMW), strategy, mesh)

@@ -64,6 +64,7 @@ def grouped_alone():
 
 
 @pytest.mark.parametrize(("strategy", "mesh", "execution"), MESHES)
+@pytest.mark.drawn
 def test_groups_frozen_parameters_and_an_average_are_those_of_one_device(strategy, mesh, execution):
     devices = jax.devices()[: int(np.prod(list(mesh.values())))]
     wanted, losses = grouped_alone()

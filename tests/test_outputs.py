@@ -34,6 +34,7 @@ PREDICTED = [name for name in CASES if name not in ("PIPE, padded", "ema", "mast
 
 
 @pytest.mark.parametrize("name", PREDICTED)
+@pytest.mark.drawn
 def test_predicted_outputs_are_those_of_the_model_row_by_row(name):
     layout, schedule, batch = made(name), CASES[name][2], loss_of(name)[1]
     state = hfjax.init(layout, schedule=schedule, parameters=given(name))

@@ -98,6 +98,7 @@ class Smooth(Learner):
 
 
 @pytest.mark.parametrize("kind", [Learner, Penalised, Smooth])
+@pytest.mark.drawn
 def test_gradients_through_what_a_model_does_with_its_parameters_equal_plain_jax(cases, kind):
     """The kit compares with plain `jax.grad` of the whole, so second-order gradients too."""
     assert_strategies_agree(lambda rngs: kind(rngs=rngs), squares, BATCH, cases, forward=on_x)

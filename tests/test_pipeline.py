@@ -37,6 +37,7 @@ MORE = {  # other orders of what these families do
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, *(pytest.param(m, marks=SLOW) for m in MORE)])
+@pytest.mark.drawn
 def test_a_schedule_equals_one_device(family):
     cases = {
         f"{name}, {stages} stages, {microbatches} microbatches": (
@@ -92,6 +93,7 @@ LONG = (  # those with a tensor axis train GPTs
 
 
 @pytest.mark.parametrize("name", [pytest.param(m, marks=SLOW) if m in LONG else m for m in MESHES])
+@pytest.mark.drawn
 def test_a_pipeline_beside_other_axes_equals_one_device(name):
     strategy, sizes, schedule = MESHES[name]
     fields = {"schedule": Schedule(schedule, 2), "accumulate": 2}

@@ -68,6 +68,7 @@ OWN = Schedule.from_text("0F0 0F1 0F2 0B0 0B1 0B2 \n 1F0 1B0 1F1 1F2 1B1 1B2")
 
 
 @pytest.mark.parametrize("name", ["own", *SCHEDULES])
+@pytest.mark.drawn
 def test_a_schedule_reports_the_permutes_that_its_program_has(name):
     """Loops multiplied out; those needed are fewer, since a tick sends whatever it has to say."""
     schedule = OWN if name == "own" else Schedule(name, 8)

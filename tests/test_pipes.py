@@ -115,6 +115,7 @@ PIPES = {
         pytest.param("one stage", marks=SLOW),
     ],
 )
+@pytest.mark.drawn
 def test_a_pipe_trains_as_plain_jax_does(name):
     kind, chunks, sizes = PIPES[name]
     layers = blocks(7)  # an even split is not possible
@@ -231,6 +232,7 @@ def test_parameters_live_on_their_stages_and_come_back_as_the_layers_given():
     ("kind", "remat"),
     [(GPipe, "always"), (GPipe, "except_last"), (Interleaved1F1B, "except_last")],
 )
+@pytest.mark.drawn
 def test_what_is_recomputed_changes_no_gradient(kind, remat):
     parts = partition(blocks(5), 2, chunks=2 if kind.chunked else 1)
     pipe = kind(parts, 3, mesh=mesh(pipe=2), remat=remat)

@@ -92,6 +92,7 @@ CASES = {"rows": FSDP_TENSOR, "pipeline": PIPELINE, "positions": POSITIONS}
 
 
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.drawn
 def test_two_processes_with_their_own_rows_stages_or_positions_train_as_one(told_by_two, case):
     lines = [re.findall(rf"{case} (.*)", out)[0].split() for out in told_by_two]
     found = [[float(x) for x in line] for line in lines]

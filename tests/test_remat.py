@@ -102,6 +102,7 @@ def trained(remat, strategy, sizes):
         pytest.param("names:mlp_up", DDP, ("data", 2), marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.drawn
 def test_gradients_are_those_of_no_remat(remat, strategy, sizes):
     close = lambda a, b: np.testing.assert_allclose(a, b, atol=2e-6)
     plain = trained("none", DDP, ("data", 2))

@@ -132,6 +132,7 @@ def test_a_run_that_was_stopped_goes_on_bit_for_bit(whole, data, tmp_path):
         ),
     ],
 )
+@pytest.mark.drawn
 def test_a_run_goes_on_under_another_strategy(whole, data, tmp_path, strategy, changes):
     train(replace(small(tmp_path, data, mesh=ONE), minutes=0.0))
     train(small(tmp_path, data, strategy=strategy, **changes))
@@ -310,6 +311,7 @@ def greedy(parts, state, prompt, count):
 
 
 @pytest.mark.parametrize("length", [3, 40])
+@pytest.mark.drawn
 def test_the_likeliest_text_is_the_same_on_many_devices_and_from_the_host(whole, data, length):
     directory, _ = whole
     prompt = list(b"the mesh of the tensor axis is a row of data")[:length]
