@@ -13,6 +13,8 @@ its `-start` to its `-done`; what stands between runs beside it. Here
   and a matmul covers one of them at a time. It is a model, good for comparing schedules, not a
   clock.
 
+`products` returns every matmul of the program by its shape, for models of how long they take.
+
 Loops are multiplied out; one whose turns XLA did not count is taken to run once. Bytes are those
 of `hfjax.collectives`: the payload's larger side.
 """
@@ -27,6 +29,7 @@ import jax
 
 from hfjax.analysis import collectives as traffic, hlo
 from hfjax.analysis.collectives import Collective
+from hfjax.analysis.hlo import Transfer
 
 SUBSTANTIAL = 1e9  # FLOP between start and done: about 2 microseconds
 FLOPS = 500e12  # per second, of bfloat16 matmuls as they are reached
@@ -67,14 +70,43 @@ class Flight:
         return self.seconds * (1 - self.covered) * self.count
 
 
-def flights(compiled: jax.stages.Compiled) -> list[Flight]:
+@dataclass(frozen=True)
+class Product:
+    """One shape of matmul, `batch` times [m, k] x [k, n], and how often the program runs it."""
+
+    batch: int
+    m: int
+    n: int
+    k: int
+    bytes: int  # of its operands and its result
+    count: int = 1
+
+    @property
+    def flops(self) -> float:
+        """The FLOP of one run."""
+        return 2.0 * self.batch * self.m * self.n * self.k
+
+
+def flights(compiled: jax.stages.Compiled, flops: float = FLOPS) -> list[Flight]:
     """Return every collective of one call of a compiled program, in the order of its schedule."""
     meshes, _ = traffic._compiled_for(compiled)
-    return read(compiled.as_text() or "", meshes)
+    return read(compiled.as_text() or "", meshes, flops)
 
 
-def read(text: str, meshes: Iterable[traffic.Sizes]) -> list[Flight]:
+def read(text: str, meshes: Iterable[traffic.Sizes], flops: float = FLOPS) -> list[Flight]:
     """Return every collective of a scheduled HLO module; `meshes` name the axes of its groups."""
+    module, entry = _scheduled(text)
+    return list(Schedule(module, list(meshes), flops).walk(entry, 1))
+
+
+def products(text: str) -> list[Product]:
+    """Return every matmul of one call of a scheduled HLO module, equal shapes counted together."""
+    module, entry = _scheduled(text)
+    return Schedule(module, []).products(entry)
+
+
+def _scheduled(text: str) -> tuple[hlo._Module, str]:
+    """Return a scheduled module and the name of its entry."""
     header = text.split("\n", 1)[0]
     if "is_scheduled=true" not in header:
         raise ValueError(
@@ -83,16 +115,15 @@ def read(text: str, meshes: Iterable[traffic.Sizes]) -> list[Flight]:
         )
     computations, entry = hlo._computations(text)
     devices = re.findall(r"(?:num_partitions|replica_count)=(\d+)", header)
-    module = hlo._Module(computations, math.prod(map(int, devices)))
-    return list(Schedule(module, list(meshes)).walk(entry, 1))
+    return hlo._Module(computations, math.prod(map(int, devices))), entry
 
 
 class Schedule:
     """Walks computations in the order in which they are enqueued."""
 
-    def __init__(self, module: hlo._Module, meshes: list[traffic.Sizes]):
-        self.module, self.meshes = module, meshes
-        self.counted: dict[str, float] = {}
+    def __init__(self, module: hlo._Module, meshes: list[traffic.Sizes], flops: float = FLOPS):
+        self.module, self.meshes, self.flops = module, meshes, flops
+        self.counted: dict[str, list[Product]] = {}
 
     def walk(self, name: str, times: int) -> Iterator[Flight]:
         """Yield the flights of a computation that runs `times` times."""
@@ -109,7 +140,8 @@ class Schedule:
                 else:
                     airborne[instruction] = flight
                 continue
-            _cover(airborne, self._flops_of(op, lines))
+            flops = sum(p.flops * p.count for p in self._products_of(instruction, op, lines))
+            _cover(airborne, flops, self.flops)
         yield from airborne.values()
 
     def _ops(self, lines: dict[str, str]) -> Iterator[tuple[str, hlo._Op]]:
@@ -145,23 +177,28 @@ class Schedule:
 
     # -- matmuls ------------------------------------------------------------------------------
 
-    def _flops(self, name: str) -> float:
-        """Return the FLOP of the matmuls in one run of a computation."""
+    def products(self, name: str) -> list[Product]:
+        """Return the matmuls in one run of a computation."""
         if name not in self.counted:
             lines = self.module.computations[name]
-            self.counted[name] = sum(self._flops_of(op, lines) for _, op in self._ops(lines))
+            found = (self._products_of(made, op, lines) for made, op in self._ops(lines))
+            self.counted[name] = _together(p for several in found for p in several)
         return self.counted[name]
 
-    def _flops_of(self, op: hlo._Op, lines: dict[str, str]) -> float:
+    def _products_of(self, name: str, op: hlo._Op, lines: dict[str, str]) -> list[Product]:
+        """Return the matmuls of the instruction `name`, which is `op`."""
         if op.opcode == "dot":
-            return _dot(op, lines, op.attributes["lhs_contracting_dims"])
+            return [_dot(op, lines, lines[name])]
         if op.opcode == "custom-call":
-            return _cublas(op, lines)
+            return _cublas(op, lines, lines[name])
         if op.opcode == "while":
-            return self._trips(op) * self._flops(op.calls(["body"])[0])
+            turns = self._trips(op)
+            body = self.products(op.calls(["body"])[0])
+            return [replace(p, count=p.count * turns) for p in body]
         if op.opcode == "conditional":
-            return max(map(self._flops, op.calls(hlo._BRANCHES)), default=0.0)
-        return sum(map(self._flops, op.calls(_CALLS)))
+            branches = map(self.products, op.calls(hlo._BRANCHES))
+            return max(branches, key=lambda b: sum(p.flops * p.count for p in b), default=[])
+        return [p for called in op.calls(_CALLS) for p in self.products(called)]
 
 
 def link(groups: hlo.Groups) -> float:
@@ -170,9 +207,9 @@ def link(groups: hlo.Groups) -> float:
     return INSIDE if inside else BETWEEN
 
 
-def _cover(airborne: dict[str, Flight], flops: float) -> None:
+def _cover(airborne: dict[str, Flight], flops: float, speed: float) -> None:
     """Let a matmul run beside the flights under way; it covers them in the order of their start."""
-    seconds = flops / FLOPS
+    seconds = flops / speed
     for name, f in airborne.items() if flops else ():
         used = min(seconds, f.seconds * (1 - f.covered))
         seconds -= used
@@ -184,24 +221,35 @@ def _is_synchronous(op: hlo._Op) -> bool:
     return not op.opcode.endswith("-start") or '"is_sync":true' in config
 
 
-def _dot(op: hlo._Op, lines: dict[str, str], contracted: str) -> float:
-    """Return 2 x the result's elements x the contracted length, batch dimensions counted once."""
-    left, right = (hlo._array(lines[operand])[1] for operand in op.operands[:2])
-    length = math.prod(left[int(d)] for d in re.findall(r"\d+", contracted))
-    batch = math.prod(left[int(d)] for d in re.findall(r"\d+", _batch(op)))
-    return 2.0 * math.prod(left) * math.prod(right) / length / batch
+def _together(found: Iterable[Product]) -> list[Product]:
+    """Return products of which no two have the same shape."""
+    counts: dict[Product, int] = {}
+    for p in found:
+        once = replace(p, count=1)
+        counts[once] = counts.get(once, 0) + p.count
+    return [replace(once, count=count) for once, count in counts.items()]
 
 
-def _batch(op: hlo._Op) -> str:
-    return op.attributes.get("lhs_batch_dims", "")
+def _dot(op: hlo._Op, lines: dict[str, str], result: str) -> Product:
+    """Return the product of a dot; `result` is text whose first array is what it makes."""
+    arrays = [hlo._array(lines[operand]) for operand in op.operands[:2]]
+    (_, left), (_, right) = arrays
+    sizes = lambda key: [left[int(d)] for d in re.findall(r"\d+", op.attributes.get(key, ""))]
+    batch, k = math.prod(sizes("lhs_batch_dims")), math.prod(sizes("lhs_contracting_dims"))
+    m, n = (math.prod(shape) // (batch * k) for shape in (left, right))
+    arrays.append((hlo._array(result)[0], (batch, m, n)))
+    size = sum(Transfer("", (), dtype, shape).bytes for dtype, shape in arrays)
+    return Product(batch, m, n, k, size)
 
 
-def _cublas(op: hlo._Op, lines: dict[str, str]) -> float:
-    """Return the FLOP of a cuBLAS call, 0 for any other custom call."""
+def _cublas(op: hlo._Op, lines: dict[str, str], result: str) -> list[Product]:
+    """Return the product of a cuBLAS call, none of any other custom call."""
     if "__cublas" not in op.attributes.get("custom_call_target", ""):
-        return 0.0
+        return []
     numbers = json.loads(op.attributes["backend_config"])["gemm_backend_config"]
     numbers = numbers["dot_dimension_numbers"]
     spell = lambda key: ",".join(map(str, numbers.get(key, ())))
-    op = replace(op, attributes={"lhs_batch_dims": spell("lhs_batch_dimensions")})
-    return _dot(op, lines, spell("lhs_contracting_dimensions"))
+    keys = {"lhs_batch_dims": "lhs_batch_dimensions"}
+    keys["lhs_contracting_dims"] = "lhs_contracting_dimensions"
+    attributes = {ours: spell(theirs) for ours, theirs in keys.items()}
+    return [_dot(replace(op, attributes=attributes), lines, result.lstrip("("))]

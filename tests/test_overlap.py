@@ -153,8 +153,27 @@ def test_a_loop_multiplies_its_collectives_and_hides_those_around_it():
 
 def test_a_program_without_a_schedule_is_refused():
     text = module().replace("is_scheduled=true, ", "")
-    with pytest.raises(ValueError, match="not a scheduled module"):
-        hidden_bytes.read(text, [MESH])
+    for read in (lambda text: hidden_bytes.read(text, [MESH]), hidden_bytes.products):
+        with pytest.raises(ValueError, match="not a scheduled module"):
+            read(text)
+
+
+def test_slower_matmuls_cover_more():
+    entry = f"s = {GATHER}", f"m = {MATMUL}", f"t = {DONE}(%s)"
+    (f,) = flights(*entry)
+    (slow,) = hidden_bytes.read(module(*entry), [MESH], hidden_bytes.FLOPS / 2)
+    assert slow.covered == pytest.approx(2 * f.covered)
+
+
+def test_products_are_read_by_shape_loops_multiplied_out():
+    small = "l = f32[8,16,64] parameter(1)", "r = f32[8,64,32] parameter(2)"
+    batched = BATCHED.replace("_dims={2}", "_dims={2}, rhs_batch_dims={0}")
+    entry = *small, f"m = {batched}", LOOP, f"o = {MATMUL}"
+    found = hidden_bytes.products(module(*entry, body=(f"m = {CUBLAS}", f"n = {MATMUL}")))
+    square = hidden_bytes.Product(1, 1024, 1024, 1024, 3 * 2 * MIB, count=7)  # 2 x 3 turns, and 1
+    batch = hidden_bytes.Product(8, 16, 32, 64, 4 * 8 * (16 * 64 + 64 * 32 + 16 * 32))
+    assert sorted(found, key=lambda p: p.batch) == [square, batch]
+    assert [p.flops for p in found] == [2 * 8 * 16 * 32 * 64, FLOP]
 
 
 # --- compiler options ---------------------------------------------------------------------
