@@ -1,0 +1,89 @@
+"""The study of two half-batches per layer: they train as one batch does; its model of products."""
+
+import numpy as np
+import optax
+import pytest
+
+import hfjax
+from benchmarks import tensor_overlap
+from benchmarks.hidden_bytes import FLOPS, Product
+from benchmarks.tensor_overlap import MACHINES, MEMORY, MODEL, SMS, InHalves, Machine, seconds
+from hfjax.base.paths import flatten
+from hfjax.models.llama import Llama, LlamaConfig
+from hfjax.models.loss import next_token_loss
+from tests.small_gpt import SHAPE, gpt, tokens
+
+
+def llama(rngs):
+    return Llama(LlamaConfig.tiny(**SHAPE, mlp=48), rngs=rngs)
+
+
+def trained(init):
+    """The losses of two steps, and the parameters after them: less their gradients."""
+    mesh = hfjax.make_mesh(data=2, tensor=4)
+    strategy = (hfjax.TENSOR | hfjax.SEQUENCE).edit(replicate_below=0)
+    plan = hfjax.layout(init, optax.sgd(1.0), mesh, strategy)
+    step, state, losses = hfjax.train_step(plan, next_token_loss), hfjax.init(plan), []
+    for _ in range(2):
+        state, metrics = step(state, tokens())
+        losses.append(float(metrics["loss"]))
+    plain = lambda path: path.replace("ends/", "").replace("layers/layer/", "layers/")
+    return losses, {plain(p): x for p, x in flatten(hfjax.full(state.params)).items()}
+
+
+@pytest.mark.parametrize("model", [gpt(), llama], ids=["gpt", "llama"])
+def test_two_halves_train_as_one_batch_does(model):
+    losses, parameters = trained(model)
+    halved, of_halves = trained(lambda rngs: InHalves(model(rngs)))
+    np.testing.assert_allclose(halved, losses, rtol=1e-5)
+    assert set(of_halves) == set(parameters)
+    for path, array in parameters.items():
+        np.testing.assert_allclose(of_halves[path], array, atol=1e-5, err_msg=path)
+
+
+def product(m, n, k, batch=1, size=0):
+    return Product(batch, m, n, k, size)
+
+
+BARE = Machine(start_up=0.0)
+WAVE = 2 * 128 * 256 * SMS / FLOPS  # seconds of a wave of tiles with an inner dimension of 1
+
+
+@pytest.mark.parametrize(
+    ("p", "expected"),
+    [
+        (product(128 * SMS, 256, 64), 64 * WAVE),  # one wave, as fast as the GPU is
+        (product(256, 128 * SMS, 64), 64 * WAVE),  # tiles lie as they fit
+        (product(128, 256, 64, batch=2 * SMS), 2 * 64 * WAVE),
+        (product(128 * SMS, 256, 64, size=MEMORY), 1.0),  # a second for all that passes memory
+        # One tile, in 16 parts: a wave of a sixteenth, and 16 partial sums, written and read.
+        (product(128, 256, 1 << 20), (1 << 16) * WAVE + 2 * 4 * 16 * 128 * 256 / MEMORY),
+    ],
+    ids=["one wave", "turned", "two waves", "memory", "split"],
+)
+def test_seconds_of_a_product(p, expected):
+    assert seconds(p, BARE) == pytest.approx(expected)
+    assert seconds(p, Machine(start_up=3e-6)) == pytest.approx(expected + 3e-6)
+
+
+def test_a_tile_too_many_costs_a_whole_wave_unless_the_inner_dimension_is_long():
+    p = product(128 * (SMS + 1), 256, 64)
+    assert seconds(p, BARE) == pytest.approx(2 * 64 * WAVE)
+    parts = Machine(start_up=0.0, whole_waves=False)
+    assert seconds(p, parts) == pytest.approx((SMS + 1) / SMS * 64 * WAVE)
+    # In 16 parts 133 tiles are 17 waves of a sixteenth.
+    long, sums = 1 << 20, 2 * 4 * 16 * 128 * (SMS + 1) * 256 / MEMORY
+    p = product(128 * (SMS + 1), 256, long)
+    assert seconds(p, BARE) == pytest.approx(17 / 16 * long * WAVE + sums)
+
+
+def test_gains_compare_the_best_on_each_side():
+    cost = lambda exposed, busy: {
+        f"{name}: {part}": value
+        for name in MACHINES
+        for part, value in (("exposed", exposed), ("products", busy))
+    }
+    measured = {"default": cost(5, 7), "overlap": cost(3, 7), "halves": cost(1, 8)}
+    measured["halves, merged"] = cost(4, 7)
+    assert tensor_overlap.gains(measured) == ("+10.0%",) * len(MACHINES)
+    assert tensor_overlap.together(measured["overlap"], MODEL) == 10
