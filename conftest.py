@@ -72,7 +72,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.hookimpl(trylast=True)  # after -m has taken its own
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Of the cases of a test marked drawn, keep some: others with each commit."""
-    one_in, families = config.getoption("--draw"), {}
+    one_in: int = config.getoption("--draw") or 1
+    families: dict[str, list[pytest.Item]] = {}
     if one_in == 1:
         return
     for item in items:

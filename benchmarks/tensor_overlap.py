@@ -41,7 +41,6 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")  # the devices to compile for are 
 import jax
 import jax.numpy as jnp
 import optax
-from flax import nnx
 
 import hfjax
 from benchmarks.hidden_bytes import FLOPS, Product, flights, products
@@ -101,35 +100,6 @@ def _in_parts(p: Product, parts: int, on: Machine) -> float:
 # -- models -------------------------------------------------------------------------------
 
 
-class EachHalf(nnx.Module):
-    """A layer that runs on each of two halves of the rows."""
-
-    def __init__(self, layer: nnx.Module):
-        self.layer = layer
-
-    def __call__(self, halves: tuple[Any, Any]) -> tuple[Any, Any]:
-        first, second = map(self.layer, halves)
-        return first, second
-
-
-class InHalves(nnx.Module):
-    """A model in three parts whose layers run on two halves of a device's rows."""
-
-    def __init__(self, model: Any):
-        self.layers = EachHalf(model.layers)
-        del model.layers
-        self.ends = model
-
-    def embed(self, batch: Any) -> Any:
-        return tuple(jnp.split(self.ends.embed(batch), 2))
-
-    def head(self, halves: Any) -> Any:
-        return self.ends.head(jnp.concatenate(halves))
-
-    def __call__(self, batch: Any) -> Any:
-        raise NotImplementedError("a step runs its three parts")
-
-
 @dataclass(frozen=True)
 class Model:
     """A model, where it lies and what it is given."""
@@ -157,23 +127,15 @@ MODELS: Mapping[str, Model] = {
     "llama2-7b/2": _llama("llama2-7b", 2),
     "llama3-70b/2": _llama("llama3-70b", 2),
 }
-XLA = "xla_gpu_"
 RINGS = {"all_gather_matmul": "reference", "matmul_reduce_scatter": "reference", "*": "xla"}
-APART = {
-    XLA + "dot_merger_threshold_mb": 0,  # it would make one product of both halves' again
-    XLA + "all_gather_combine_threshold_bytes": 0,
-    XLA + "reduce_scatter_combine_threshold_bytes": 0,
-    XLA + "all_reduce_combine_threshold_bytes": 0,
-}
-ONE = {XLA + "experimental_parallel_collective_overlap_limit": 1}
-HALVES = "halves"
+HALVES, TWO = "halves", {"split_rows": 2}
 # setting -> (compiler options, other fields of Execution); those called halves run on halves
 SETTINGS: Mapping[str, tuple[Mapping[str, Any], dict[str, Any]]] = {
-    **{name: (options, {}) for name, options in PRESETS.items()},
+    **{name: (PRESETS[name], {}) for name in ("default", "overlap", "overlap_two")},
     "rings": ({}, {"kernels": RINGS}),
-    "halves, merged": ({}, {}),
-    "halves": (APART | ONE, {}),
-    "halves, overlap_two": ({**PRESETS["overlap_two"], **APART}, {}),
+    "halves, merged": ({}, TWO),
+    "halves": (PRESETS["split_rows"], TWO),
+    "halves, overlap_two": (PRESETS["split_rows"] | PRESETS["overlap_two"], TWO),
 }
 
 
@@ -182,9 +144,8 @@ def compiled(model: Model, setting: str, layers: int) -> jax.stages.Compiled:
     options, execution = SETTINGS[setting]
     config = replace(model.config, layers=layers)
     create = lambda rngs: model.create(config, rngs=rngs)
-    init = (lambda rngs: InHalves(create(rngs))) if setting.startswith(HALVES) else create
     mesh = hfjax.make_mesh(devices=target_devices("h200", 8), **model.mesh)
-    plan = hfjax.layout(init, optax.adamw(1e-4), mesh, hfjax.TENSOR | hfjax.SEQUENCE)
+    plan = hfjax.layout(create, optax.adamw(1e-4), mesh, hfjax.TENSOR | hfjax.SEQUENCE)
     execution = {"precision": "bf16", "clip": 1.0, "compiler_options": options, **execution}
     rows = model.rows * batch_devices(mesh)
     batch = {"tokens": jax.ShapeDtypeStruct((rows, model.length + 1), jnp.int32)}

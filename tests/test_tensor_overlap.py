@@ -1,44 +1,10 @@
-"""The study of two half-batches per layer: they train as one batch does; its model of products."""
+"""The study of two half-batches per layer: its model of products (test_split_rows.py: training)."""
 
-import numpy as np
-import optax
 import pytest
 
-import hfjax
 from benchmarks import tensor_overlap
 from benchmarks.hidden_bytes import FLOPS, Product
-from benchmarks.tensor_overlap import MACHINES, MEMORY, MODEL, SMS, InHalves, Machine, seconds
-from hfjax.base.paths import flatten
-from hfjax.models.llama import Llama, LlamaConfig
-from hfjax.models.loss import next_token_loss
-from tests.small_gpt import SHAPE, gpt, tokens
-
-
-def llama(rngs):
-    return Llama(LlamaConfig.tiny(**SHAPE, mlp=48), rngs=rngs)
-
-
-def trained(init):
-    """The losses of two steps, and the parameters after them: less their gradients."""
-    mesh = hfjax.make_mesh(data=2, tensor=4)
-    strategy = (hfjax.TENSOR | hfjax.SEQUENCE).edit(replicate_below=0)
-    plan = hfjax.layout(init, optax.sgd(1.0), mesh, strategy)
-    step, state, losses = hfjax.train_step(plan, next_token_loss), hfjax.init(plan), []
-    for _ in range(2):
-        state, metrics = step(state, tokens())
-        losses.append(float(metrics["loss"]))
-    plain = lambda path: path.replace("ends/", "").replace("layers/layer/", "layers/")
-    return losses, {plain(p): x for p, x in flatten(hfjax.full(state.params)).items()}
-
-
-@pytest.mark.parametrize("model", [gpt(), llama], ids=["gpt", "llama"])
-def test_two_halves_train_as_one_batch_does(model):
-    losses, parameters = trained(model)
-    halved, of_halves = trained(lambda rngs: InHalves(model(rngs)))
-    np.testing.assert_allclose(halved, losses, rtol=1e-5)
-    assert set(of_halves) == set(parameters)
-    for path, array in parameters.items():
-        np.testing.assert_allclose(of_halves[path], array, atol=1e-5, err_msg=path)
+from benchmarks.tensor_overlap import MACHINES, MEMORY, MODEL, SMS, Machine, seconds
 
 
 def product(m, n, k, batch=1, size=0):
