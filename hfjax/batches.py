@@ -140,7 +140,8 @@ def check_batch(layout: Layout, batch: Any, microbatches: int, shares: int = 1) 
 def _sides_that_do(rows: int, mesh: Mesh) -> str:
     """Return which sides would split so many rows of a device and microbatch."""
     fits = [n for n in range(mesh.shape[ROW_AXIS], 1, -1) if rows % n == 0 < rows]
-    return f" On a grid attention splits rows over {ROW_AXIS}: {fits or 'only 1'} would do."
+    would = f"{ROW_AXIS} of {fits}" if fits else "no other size of it"
+    return f" On a grid attention splits rows over {ROW_AXIS}: {would} would do."
 
 
 def _rows_by_name(batch: Any, sizes: Sequence[int]) -> str:

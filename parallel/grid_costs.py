@@ -196,10 +196,11 @@ def _check_that_some_can_be(rows: list[GridCost], devices: int, tokens: int) -> 
             f"A multiple of {devices} divides on all sides."
         )
     first = rows[0]
+    more = f", or a multiple of {devices} tokens" if tokens % devices else ""
     raise ValueError(
         f"{tokens} tokens on {devices} devices: no sides divide tokens, heads and widths; for "
         f"instance {first.name} of {' x '.join(map(str, first.sides))}: {first.refused}. Take "
-        f"other devices, or a multiple of {devices} tokens."
+        f"other devices{more}."
     )
 
 
@@ -238,8 +239,10 @@ def _name(sides: tuple[int, int, int]) -> str:
 
 
 def _refused(config: Config, tokens: int, sides: tuple[int, int, int]) -> str:
-    """Return what does not divide, if anything."""
+    """Return why these sides cannot be, if they cannot: what does not divide, mostly."""
     a, r, c = sides
+    if r > 1 and c == 1:
+        return "a grid of rows needs tensor > 1 too"
     heads = getattr(config, "kv_heads", config.heads)
     if heads % c:
         return f"{heads} heads do not divide by {c}"
@@ -248,7 +251,7 @@ def _refused(config: Config, tokens: int, sides: tuple[int, int, int]) -> str:
         if inputs % into or outputs % out_of:
             return f"{name} of {inputs} x {outputs} does not divide by {into} x {out_of}"
         if inputs // into % a and outputs // out_of % a:
-            return f"{name} of {inputs} x {outputs} does not divide by fsdp={a}"
+            return f"{name} of {inputs} x {outputs} does not divide by fsdp={a}, and stays whole"
     for number in (a * c, a * r):
         if tokens % number:
             return f"tokens do not divide by {number}"

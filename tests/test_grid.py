@@ -282,7 +282,9 @@ def test_sides_that_do_not_divide_the_model_are_refused_with_those_that_would(ca
 
 def test_rows_and_lengths_that_do_not_divide_are_refused_with_sides_that_would():
     made = of(GRID, row=4, tensor=2, own={"accumulate": 2})
-    with pytest.raises(ValueError, match=r"microbatches x 1 devices x row=4 .*: \[3, 2\] would do"):
+    with pytest.raises(
+        ValueError, match=r"microbatches x 1 devices x row=4 .*: row of \[3, 2\] would do"
+    ):
         made.lower(tokens(rows=12))
     with pytest.raises(ValueError, match=r"rows of 9 tokens: on a grid tensor=2 .*: only 1 would"):
         made.lower(tokens(rows=8, length=9))

@@ -194,6 +194,21 @@ class Bare(Layer):
         return super().__call__(x * self.scale[...][None, None])
 
 
+class BareTable(GPT):
+    """A table whose dimensions have no names."""
+
+    def __init__(self, config, *, rngs):
+        super().__init__(config, rngs=rngs)
+        self.more = nnx.Param(jnp.ones((24, 24)))
+
+    def embed(self, batch):
+        return super().embed(batch) + self.kernels.lookup(self.more[...], batch["tokens"][:, :-1])
+
+
+def test_a_table_without_names_is_refused():
+    refused(lambda rngs: BareTable(CONFIG, rngs=rngs), "in a table whose dimensions are not named")
+
+
 MISUSED = {
     "a map inside": (Twice, "a linear map that is not given what it leads from"),
     "a mean inside": (MeanInside, "of an array whose last dimension is not embed"),
@@ -207,6 +222,134 @@ MISUSED = {
 def test_parts_that_are_asked_for_what_they_do_not_have_are_refused(case):
     block, said = MISUSED[case]
     refused(lambda rngs: Model(block, rngs=rngs), said)
+
+
+@jax.custom_vjp
+def straight(x):
+    """The identity, whose gradient is over its norm along the width."""
+    return x
+
+
+straight.defvjp(
+    lambda x: (x, None), lambda _, g: (g / jnp.sqrt((g**2).sum(-1, keepdims=True) + 1e-6),)
+)
+
+
+@jax.custom_jvp
+def centred(x):
+    """The identity, whose derivative is less its mean."""
+    return x
+
+
+@centred.defjvp
+def _of_centred(primals, tangents):
+    ((x,), (dx,)) = primals, tangents
+    return x, dx - dx.mean(-1, keepdims=True)
+
+
+@pytest.mark.parametrize("rule", [straight, centred])
+@pytest.mark.parametrize("where", ["stream", "inside"])
+def test_rules_of_derivatives_are_looked_at(rule, where):
+    split = {"stream": "embed", "inside": "mlp"}[where]
+    model = lambda rngs: Model(lambda rngs: Layer(rngs, **{where: rule}), rngs=rngs)
+    refused(model, f"in a gradient reduces entries of {split}")
+
+
+class Head(GPT):
+    """A subclass whose logits are more than its operands' product."""
+
+    def __init__(self, config, more, *, rngs):
+        super().__init__(config, rngs=rngs)
+        self.more = more
+        self.bias = nnx.Param(jnp.ones(24), axes=("vocab",))
+
+    def head(self, stream):
+        x, kernel = self.norm(stream), self.tokens[...]
+        logits = lambda: self.more(x, kernel, self.bias)
+        return self.kernels.outputs(x, kernel, 24, logits)
+
+
+HEADS = {
+    "a soft cap": (lambda x, w, b: 3 * jnp.tanh(x @ w.T / 3), "there is div in it"),
+    "a temperature": (lambda x, w, b: 3 * (x @ w.T), "there is mul in it"),
+    "a scaled stream": (lambda x, w, b: (2 * x) @ w.T, "there is mul in it"),
+    "a bias": (lambda x, w, b: x @ w.T + b[...][None, None], "it reads another array than the two"),
+    "the kernel as it lies": (lambda x, w, b: x @ w, ""),
+    "a mask of its own": (
+        lambda x, w, b: jnp.where(jnp.arange(w.shape[0])[None, None] < 5, x @ w.T, -1e9),
+        "it masks from 5 on, and the vocabulary has 24",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", HEADS)
+def test_a_head_that_is_no_plain_one_is_refused(case):
+    more, said = HEADS[case]
+    said = rf"logits\(\) has to be x @ kernel.T .*, and {said}" if said else "what it leads from"
+    refused(lambda rngs: Head(CONFIG, more, rngs=rngs), said)
+
+
+def test_no_kernel_takes_the_place_of_a_head_that_is_no_plain_one():
+    """On any mesh: the model's own logits are made."""
+    capped, told = HEADS["a soft cap"][0], {}
+    plan = hfjax.layout(
+        lambda rngs: Head(CONFIG, capped, rngs=rngs), optax.sgd(0.1), hfjax.make_mesh(), hfjax.DDP
+    )
+    for word in ("xla", "reference"):
+        step = hfjax.eval_step(plan, next_token_loss, kernels={"cross_entropy": word})
+        told[word] = step(hfjax.init(plan), tokens())["loss"]
+    np.testing.assert_allclose(told["reference"], told["xla"], rtol=1e-6)
+
+
+def test_heads_that_are_plain_pass_however_they_are_written():
+    ways = [
+        lambda x, w, b: x @ w.T,
+        lambda x, w, b: jnp.einsum("bsd,vd->bsv", x, w),
+        lambda x, w, b: (x.reshape(-1, x.shape[-1]) @ w.T).reshape(*x.shape[:2], -1),
+    ]
+    for way in ways:
+        step_of(lambda rngs, way=way: Head(CONFIG, way, rngs=rngs)).lower(tokens())
+
+
+class LocalRows(GPT):
+    """A head that takes the rows of a part for the vocabulary."""
+
+    def head(self, stream):
+        x, kernel = self.norm(stream), self.tokens[...]
+        return self.kernels.outputs(x, kernel, kernel.shape[0], lambda: x @ kernel.T)
+
+
+class PartOfTokens(GPT):
+    """Looks up only the tokens of the positions that are here."""
+
+    def embed(self, batch):
+        return self.kernels.lookup(self.tokens[...], self.kernels.of_stream(batch["tokens"]))
+
+
+def test_misuse_of_lookup_and_outputs_is_refused():
+    refused(lambda rngs: LocalRows(CONFIG, rngs=rngs), "the whole vocabulary, which is up to 24")
+    refused(lambda rngs: PartOfTokens(CONFIG, rngs=rngs), "tokens that are a part of their rows")
+
+
+def test_a_target_in_the_padding_of_the_vocabulary_is_as_on_one_device():
+    config = GPTConfig.tiny(vocab=22, pad_vocab_to=24, length=12, layers=2, embed=24, heads=12)
+    given = tokens()
+    given["tokens"][0, 3] = 23
+    losses = []
+    for strategy, sizes in ((hfjax.DDP, {"data": 1}), (hfjax.GRID, {"row": 2, "tensor": 2})):
+        mesh = hfjax.make_mesh(devices=jax.devices()[: math.prod(sizes.values())], **sizes)
+        plan = hfjax.layout(lambda rngs: GPT(config, rngs=rngs), optax.sgd(0.1), mesh, strategy)
+        losses.append(hfjax.eval_step(plan, next_token_loss)(hfjax.init(plan), given)["loss"])
+    np.testing.assert_allclose(*losses, rtol=1e-5)
+
+
+def test_what_is_printed_changes_nothing():
+    def shown(x):
+        jax.debug.print("here")
+        return x
+
+    model = lambda rngs: Model(lambda rngs: Layer(rngs, stream=shown), rngs=rngs)
+    step_of(model).lower(tokens())
 
 
 class OwnHead(GPT):

@@ -171,11 +171,14 @@ TENSOR            1 x 1 x 8    112.0 KiB        0 B  112.0 KiB           64  \
 GRID              1 x 4 x 2    151.0 KiB        0 B  151.0 KiB           16
 FSDP | TENSOR     2 x 1 x 4     48.0 KiB  135.0 KiB  183.0 KiB           32
 cube              2 x 2 x 2     61.0 KiB  135.0 KiB  196.0 KiB           16
-FSDP | GRID       2 x 4 x 1    135.0 KiB  135.0 KiB  270.0 KiB            8
-GRID              1 x 8 x 1    315.0 KiB        0 B  315.0 KiB            8
+FSDP | GRID       2 x 4 x 1    135.0 KiB  135.0 KiB  270.0 KiB            8  \\
+a grid of rows needs tensor > 1 too
+GRID              1 x 8 x 1    315.0 KiB        0 B  315.0 KiB            8  \\
+a grid of rows needs tensor > 1 too
 Tesseract (2.5D)  2 x 2 x 2     34.5 KiB  360.0 KiB  394.5 KiB           16
 FSDP | TENSOR     4 x 1 x 2     16.0 KiB  405.0 KiB  421.0 KiB           16
-FSDP | GRID       4 x 2 x 1     45.0 KiB  405.0 KiB  450.0 KiB            8
+FSDP | GRID       4 x 2 x 1     45.0 KiB  405.0 KiB  450.0 KiB            8  \\
+a grid of rows needs tensor > 1 too
 FSDP              8 x 1 x 1          0 B  945.0 KiB  945.0 KiB            8
 """
 
@@ -188,8 +191,8 @@ def test_the_table_has_all_sides_and_says_what_cannot_be():
     ("tokens", "sides", "why"),
     [
         (64, (1, 1, 8), "4 heads do not divide by 8"),
-        (64, (8, 1, 1), "qkv of 100 x 300 does not divide by fsdp=8"),
-        (64, (1, 8, 1), "qkv of 100 x 300 does not divide by 8 x 1"),
+        (64, (8, 1, 1), "qkv of 100 x 300 does not divide by fsdp=8, and stays whole"),
+        (64, (1, 8, 1), "a grid of rows needs tensor > 1 too"),
         (12, (2, 1, 4), "tokens do not divide by 8"),
     ],
 )

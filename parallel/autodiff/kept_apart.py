@@ -195,7 +195,8 @@ def _mixed(
         found = any(along(shapes[0][d]) for d in dims(params, shapes))
         found |= name == "conv_general_dilated" and any(map(along, shapes[1]))
         return verb if found and not allowed else None
-    inside = name in (*CALLS, "cond", "while", "shard_map")  # what they run is looked at by itself
+    # What they run is looked at by itself, and what is printed changes nothing.
+    inside = name in (*CALLS, "cond", "while", "shard_map", "debug_print", "debug_callback")
     drawn = name.startswith(("random_", "psum", "pmax", "pmin"))
     known = inside or drawn or name in ELEMENTWISE
     return None if known else f"does what hfjax does not know ({name}) with"

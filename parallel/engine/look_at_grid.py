@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any, NoReturn
 
 import jax
+import jax.numpy as jnp
 
 from hfjax.base.errors import module_of
 from hfjax.base.paths import Flat
@@ -23,8 +24,9 @@ from hfjax.parallel.engine.blueprint import raw
 from hfjax.parallel.engine.look import outputs_of_a_look
 from hfjax.parallel.engine.step_context import StepContext, differs_by_part
 from hfjax.parallel.for_models.grid import Grid
-from hfjax.parallel.for_models.grid_look import BUILD, GridLook, Parts
+from hfjax.parallel.for_models.grid_look import BUILD, POSITIONS, GridLook, Parts
 
+LIBRARIES = ("jax", "jaxlib", "numpy", "opt_einsum", "flax")
 WHOLE_ON_A_GRID = "on a grid each device has only a part, and this needs the whole"
 
 
@@ -44,9 +46,15 @@ def look_at_grid(context: StepContext, variables: Flat, batch: Any, mode: str) -
     stand_in = GridLook(grid, parts)
     look = partial(_traced, context, variables, batch, mode)
     program, outputs = look(stand_in)
+    probe = (stand_in.rows, parts.size(POSITIONS, stand_in.length), stand_in.width)
+    gradient, _ = look(GridLook(grid, parts), probe)
     for name, prime in parts.times.items():
-        for found in _meetings(program, outputs, int(prime), outer=name in parts.shortest):
-            _refuse(name, *found)
+        outer = name in parts.shortest
+        for what, line in _meetings(program, outputs, int(prime), outer):
+            _refuse(name, what, line)
+        for what, line in mixes(gradient.jaxpr, int(prime), in_loss=False, outer=outer):
+            if "scatter" not in what:  # what is picked from along another dimension
+                _refuse(name, f"in a gradient {what}", line)
     _check_same(look, stand_in, program)
     _check_draws(context, program, variables, batch, mode, parts)
 
@@ -82,9 +90,18 @@ def _parts(context: StepContext, grid: Grid, batch: Any) -> Parts:
 
 
 def _traced(
-    context: StepContext, variables: Flat, batch: Any, mode: str, stand_in: GridLook
+    context: StepContext,
+    variables: Flat,
+    batch: Any,
+    mode: str,
+    stand_in: GridLook,
+    probe: tuple[int, ...] = (),
 ) -> tuple[Any, Any]:
-    """Return the program of the model with a stand-in for the grid, and its outputs."""
+    """Return the program of the model with a stand-in for the grid, and its outputs.
+
+    With the shape of a probe: the program of the gradient of what is added to each lookup, so that
+    rules of derivatives are seen too. (Gradients of parameters are sums over rows and positions.)
+    """
     parts, kernels = stand_in.parts, replace(context.traced.kernels, grid=stand_in)
     context = replace(context, blueprint=context.blueprint.equipped(kernels))
     compute = lambda x: context.execution.precision.of(x.dtype)[0]
@@ -92,11 +109,22 @@ def _traced(
         path: jax.ShapeDtypeStruct(tuple(map(parts.size, p.axes, p.shape)), compute(p))
         for path, p in context.placed.items()
     }
-    program = jax.make_jaxpr(partial(outputs_of_a_look, context, mode), return_shape=True)
+    run = partial(outputs_of_a_look, context, mode)
+
+    def gradient(*given: Any) -> Any:
+        def of_probe(x: jax.Array) -> list[jax.Array]:
+            stand_in.probe = x
+            made = jax.tree.leaves(run(*given))
+            return [y for y in made if jnp.issubdtype(y.dtype, jnp.inexact)]
+
+        made, pull = jax.vjp(of_probe, jnp.zeros(probe))
+        return pull([jnp.ones_like(y) for y in made])
+
+    program = jax.make_jaxpr(gradient if probe else run, return_shape=True)
     try:
         return program(parameters, variables, batch)
-    except (TypeError, ValueError) as error:
-        if module_of(error).split(".")[0] not in ("jax", "jaxlib", "numpy"):
+    except (AssertionError, TypeError, ValueError) as error:
+        if module_of(error).split(".")[0] not in LIBRARIES:
             raise
         raise ValueError(
             "the model computes with arrays that are no parts of the residual stream, or of what "

@@ -132,7 +132,11 @@ class Grid:
             operands = (q_BSHD, k_BSGD, v_BSGD, *(_mine(x, ROW_AXIS, BATCH) for x in others))
             own = not getattr(attend, "is_causal_attention", False)
             sides = self.mesh.shape[COLUMN_AXIS]
-            if own and not heads_alike(attend, [self._all_heads(x) for x in operands], sides):
+            try:
+                alike = not own or heads_alike(attend, list(map(self._all_heads, operands)), sides)
+            except (AssertionError, TypeError, ValueError) as error:  # not of all heads
+                raise unlike_heads(COLUMN_AXIS, "hfjax.TENSOR") from error
+            if not alike:
                 raise unlike_heads(COLUMN_AXIS, "hfjax.TENSOR")
             return attend(*operands)
 
@@ -145,13 +149,16 @@ class Grid:
     # -- the head and the loss --------------------------------------------------------------------
 
     def outputs(
-        self, x_BSD: jax.Array, kernel_VD: jax.Array, vocab: int, losses: bool
+        self, x_BSD: jax.Array, kernel_VD: jax.Array, vocab: int, logits: Callable, losses: bool
     ) -> Projection | jax.Array:
-        """Return what the loss is given: what makes the losses, or logits, gathered."""
+        """Return what the loss is given: what makes the losses, or logits, gathered.
+
+        The model's own logits() are x @ kernel.T, as a look has seen.
+        """
         if losses:
             return Projection(x_BSD, kernel_VD, lambda *operands: self._losses(vocab, *operands))
-        logits = _whole(self._logits(x_BSD, kernel_VD, vocab), COLUMN_AXIS, 2)
-        return _whole(logits, ROW_AXIS, BATCH)
+        of_rows = _whole(self._logits(x_BSD, kernel_VD, vocab), COLUMN_AXIS, 2)
+        return _whole(of_rows, ROW_AXIS, BATCH)
 
     def _logits(self, x_BSD: jax.Array, kernel_VD: jax.Array, vocab: int) -> jax.Array:
         """Return logits [B/row, S, V/tensor]; those that pad the vocabulary are masked."""
@@ -176,7 +183,8 @@ class Grid:
         exponentials = jnp.exp(logits - greatest[..., None]).sum(-1)
         exponentials, picked = lax.psum(jnp.stack([exponentials, picked]), COLUMN_AXIS)
         losses = jnp.log(exponentials) + greatest - picked
-        return _whole(jnp.where(targets < vocab, losses, jnp.nan), ROW_AXIS, BATCH)
+        known = targets < kernel_VD.shape[0] * self.mesh.shape[COLUMN_AXIS]
+        return _whole(jnp.where(known, losses, jnp.nan), ROW_AXIS, BATCH)
 
     def counted_once(self, tree: Any) -> Any:
         """Return sums as they are on one device of the grid, and 0 on the others.

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial
 from itertools import count
 from typing import Any, Self
 
@@ -18,6 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from hfjax.parallel.for_models.grid import Grid
+from hfjax.parallel.for_models.plain_head import not_plain
 from hfjax.parallel.mesh import COLUMN_AXIS, ROW_AXIS
 
 POSITIONS, ROWS = "positions of the residual stream", "rows inside of attention and MLP"
@@ -80,14 +82,18 @@ class GridLook:
     Attributes:
         grid: What it stands for.
         parts: The lengths.
+        probe: What is added to each lookup, to see what becomes of gradients.
         rows: Of the batch, once tokens were looked up.
         length: Of whole rows.
+        width: Of the stream.
     """
 
     grid: Grid
     parts: Parts
+    probe: Any = None
     rows: int = 0
     length: int = 0
+    width: int = 0
 
     @property
     def _stream(self) -> tuple[int, int]:
@@ -118,7 +124,7 @@ class GridLook:
         if name is None or name not in self.parts.shortest:
             return x.mean(-1, keepdims=True)
         self._check_last(x.shape[-1], name, f'kernels.mean(x, "{name}")')
-        return _made((*x.shape[:-1], 1), x)
+        return jnp.zeros((*x.shape[:-1], 1), x.dtype)  # its gradient sums over the dimension
 
     def _check_last(self, size: int, name: str, what: str) -> None:
         if size % self.parts.times[name]:
@@ -149,9 +155,25 @@ class GridLook:
 
     def lookup(self, table_VD: jax.Array, tokens_BS: jax.Array) -> jax.Array:
         """Return what is shaped as rows of a table, in the stream."""
-        self.rows, self.length = tokens_BS.shape[:2]
+        times, splits = self.parts.times, self.grid.splits
+        for axis, size in ((COLUMN_AXIS, table_VD.shape[0]), (ROW_AXIS, table_VD.shape[1])):
+            names = [name for name in self.parts.shortest if splits[name] == (axis,)]
+            if all(size % times[name] for name in names):
+                raise ValueError(
+                    "kernels.lookup in a table whose dimensions are not named vocab and embed. "
+                    f"{BUILD}"
+                )
+        if tokens_BS.shape[1] % times[POSITIONS] == 0 and times[POSITIONS] > 1:
+            raise ValueError(
+                "kernels.lookup of tokens that are a part of their rows: it takes whole rows, and "
+                "returns the part that the stream has here."
+            )
+        self.rows, self.length, self.width = *tokens_BS.shape[:2], table_VD.shape[1]
         self.grid.check_length(self.length)
-        return _made((*self._stream, *tokens_BS.shape[2:], table_VD.shape[1]), table_VD)
+        found = _made((*self._stream, *tokens_BS.shape[2:], self.width), table_VD)
+        if self.probe is None or self.probe.shape != found.shape:
+            return found
+        return found + self.probe.astype(found.dtype)
 
     def part_of_rows(self, x_BS: jax.Array) -> jax.Array:
         """Return what is shaped as the stream's positions of an array."""
@@ -169,20 +191,52 @@ class GridLook:
                     )
             some = [jax.ShapeDtypeStruct((self._inside[0], *x.shape[1:]), x.dtype) for x in others]
             made = jax.eval_shape(attend, q_BSHD, k_BSGD, v_BSGD, *some)
-            return jnp.zeros(made.shape, made.dtype)
+            return _stand_in(made.shape, made.dtype, q_BSHD, k_BSGD, v_BSGD)
 
         return run
 
-    def outputs(self, x_BSD: jax.Array, kernel_VD: jax.Array, vocab: int, losses: bool) -> Any:
-        """Return what is shaped as whole logits."""
+    def outputs(
+        self, x_BSD: jax.Array, kernel_VD: jax.Array, vocab: int, logits: Callable, losses: bool
+    ) -> Any:
+        """Return what is shaped as whole logits; refuse a head that is no plain one."""
         if x_BSD.shape != (*self._stream, kernel_VD.shape[1]):
             raise ValueError(f"kernels.outputs of what is not the residual stream. {BUILD}")
         whole = int(kernel_VD.shape[0] / self.parts.times.get("vocab", 1))
+        if not 0 < vocab <= whole:
+            raise ValueError(
+                "kernels.outputs(x, kernel, vocab, logits) is given the rows of a device's own "
+                f"part as vocab. Give the number of the whole vocabulary, which is up to {whole}."
+            )
+        if why := not_plain(logits, x_BSD, kernel_VD, vocab):
+            raise ValueError(
+                f"kernels.outputs(x, kernel, vocab, logits): logits() has to be x @ kernel.T of "
+                f"what it is given beside, and {why}. On a grid the step makes logits by itself. "
+                "Scale x before; caps and biases of logits belong in a loss of your own, which is "
+                "given logits."
+            )
         return _made((self.rows, self.length, whole), x_BSD, kernel_VD)
 
 
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _stand_in(shape: tuple[int, ...], dtype: Any, *of: jax.Array) -> jax.Array:
+    """Return zeros that stand for what follows from arrays; so do their gradients."""
+    return jnp.zeros(shape, dtype)
+
+
+def _forward(shape: tuple[int, ...], dtype: Any, *of: jax.Array):
+    return jnp.zeros(shape, dtype), of
+
+
+def _backward(shape: tuple[int, ...], dtype: Any, of: Any, gradient: jax.Array):
+    inexact = lambda x: jnp.issubdtype(x.dtype, jnp.inexact)
+    return tuple(jnp.zeros_like(x) if inexact(x) else None for x in of)
+
+
+_stand_in.defvjp(_forward, _backward)
+
+
 def _made(shape: tuple[int, ...], *of: jax.Array) -> jax.Array:
-    return jnp.zeros(shape, jnp.result_type(*of))
+    return _stand_in(shape, jnp.result_type(*of), *of)
 
 
 BUILD = (

@@ -19,6 +19,7 @@ from hfjax.parallel.for_models import sharded_kernels
 from hfjax.parallel.for_models.grid import Grid
 from hfjax.parallel.for_models.grid_look import GridLook
 from hfjax.parallel.for_models.place import Names
+from hfjax.parallel.for_models.plain_head import not_plain
 from hfjax.parallel.for_models.shared_rows import SharedRows, window_of
 from hfjax.parallel.for_models.spread_experts import SpreadExperts
 from hfjax.parallel.mesh import PIPE_AXIS, SAMPLE_AXES, TENSOR_AXES, in_use, size_of
@@ -163,14 +164,17 @@ class Kernels:
     ) -> Any:
         """Return what the loss is given: logits, or a projection that they are never made of."""
         if self.grid is not None:
-            return self.grid.outputs(x_BSD, kernel_VD, vocab, self.without_logits)
+            return self.grid.outputs(x_BSD, kernel_VD, vocab, logits, self.without_logits)
         if self.looks:
             return logits()
         rows = jax.ShapeDtypeStruct((x_BSD[..., 0].size, x_BSD.shape[-1]), x_BSD.dtype)
         labels = jax.ShapeDtypeStruct(rows.shape[:1], "int32")
         refusal = cross_entropy.refuses(rows, kernel_VD, labels)
         shape = {"N": rows.shape[0], "V": self._share(kernel_VD.shape[0]), "D": rows.shape[1]}
-        form = self.form("cross_entropy", refusal, self._no_projection(kernel_VD), shape)
+        impossible = self._no_projection(kernel_VD)
+        if impossible is None and (why := not_plain(logits, x_BSD, kernel_VD, vocab)):
+            impossible = f"the model's logits() are more than x @ kernel.T: {why}"
+        form = self.form("cross_entropy", refusal, impossible, shape)
         if form not in sharded_kernels.FORMS:
             return logits()
         return Projection(x_BSD, kernel_VD, sharded_kernels.losses(self.mesh, form, vocab))
