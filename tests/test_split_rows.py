@@ -10,46 +10,52 @@ import pytest
 from flax import nnx
 
 import hfjax
-from hfjax.models.gpt import GPT, Block, GPTConfig, next_token_loss
+from hfjax.models.gpt import GPT, GPTConfig, next_token_loss
 from hfjax.models.parts import stacked
 from hfjax.testing import assert_strategies_agree
+from tests import small_gpt
 
 
-def gpt(**changes):
-    shape = {"vocab": 32, "length": 8, "layers": 2, "embed": 32, "heads": 4, "dropout": 0.1}
-    return lambda rngs: GPT(GPTConfig.tiny(**shape | changes), rngs=rngs)
-
-
-def tokens(rows=16, length=8, **more):
-    drawn = np.random.default_rng(0).integers(0, 32, (rows, length + 1))
-    return {"tokens": drawn.astype(np.int32), **more}
+def tokens(rows=16, length=24, **more):
+    return small_gpt.tokens(rows, length, **more)
 
 
 TWO = {"split_rows": 2}
 BOTH = hfjax.TENSOR | hfjax.SEQUENCE
 CASES = {
-    "TENSOR|SEQUENCE": (BOTH, {"data": 2, "tensor": 4}, TWO),
     "FSDP|TENSOR, remat": (hfjax.FSDP | BOTH, {"fsdp": 2, "tensor": 2}, TWO | {"remat": "full"}),
     "microbatches": (hfjax.FSDP, {"fsdp": 2}, {"split_rows": 4, "accumulate": 2}),
+}
+MORE = {
+    "TENSOR|SEQUENCE": (BOTH, {"data": 2, "tensor": 4}, TWO),
     "a grid": (hfjax.GRID, {"row": 2, "tensor": 2}, TWO),
     "offload": (hfjax.TENSOR, {"tensor": 2}, TWO | {"offload": 0.5}),
 }
 
 
-def test_it_trains_as_one_device_masks_and_documents_too():
-    documents = np.sort(np.random.default_rng(1).integers(0, 3, (16, 9))).astype(np.int32)
-    cases = {name: (s.edit(replicate_below=0), *rest) for name, (s, *rest) in CASES.items()}
+def agree(model, given, cases):
+    cases = {name: (s.edit(replicate_below=0), *rest) for name, (s, *rest) in cases.items()}
     with jax.enable_x64(True):
         found = assert_strategies_agree(
-            gpt(), next_token_loss, tokens(documents=documents), cases, precision="fp64", steps=2
+            model, next_token_loss, given, cases, precision="fp64", unroll=1, steps=2
         )
     assert max(found.values()) < 1e-9, found
+
+
+def test_it_trains_as_one_device_masks_and_microbatches_too():
+    agree(small_gpt.mlps(dropout=0.1), tokens(), CASES)
+
+
+@pytest.mark.slow
+def test_whole_models_with_documents_train_as_one_device():
+    documents = np.sort(np.random.default_rng(1).integers(0, 3, (16, 25))).astype(np.int32)
+    agree(small_gpt.gpt(dropout=0.1), tokens(documents=documents), CASES | MORE)
 
 
 def lowered(split_rows, batch, **options):
     mesh = hfjax.make_mesh(fsdp=4, tensor=2)
     strategy = (hfjax.FSDP | BOTH).edit(replicate_below=0)
-    plan = hfjax.layout(gpt(), optax.sgd(0.1), mesh, strategy)
+    plan = hfjax.layout(small_gpt.mlps(), optax.sgd(0.1), mesh, strategy)
     run = {"split_rows": split_rows, "unroll": 1, **options}
     return hfjax.train_step(plan, next_token_loss, **run).lower(batch)
 
@@ -63,9 +69,9 @@ def test_parameters_are_gathered_and_gradients_scattered_once():
 
 
 def test_the_collectives_over_tensor_are_as_many_bytes_of_smaller_parts():
-    """The partitioner's own: gradients of norms and of biases in the stream come in parts, too."""
+    """The partitioner's own: gradients of biases in the stream come in parts, too."""
     one, two = (hfjax.collectives(lowered(n, tokens()).compile()) for n in (1, 2))
-    twice = 2 * 6 * 32 * 4  # layers, arrays, width, bytes
+    twice = 2 * 32 * 4  # layers, width, bytes: of a bias; these layers have no norms
     assert one.total(axes="tensor") == two.total(axes="tensor") - twice > 0
     assert one.total(axes="fsdp") == two.total(axes="fsdp")
 
@@ -73,9 +79,12 @@ def test_the_collectives_over_tensor_are_as_many_bytes_of_smaller_parts():
 def test_layers_of_a_list_and_functions_run_on_parts_too():
     class Listed(GPT):
         def __init__(self, *, rngs):
-            super().__init__(gpt()(rngs).config, rngs=rngs)
-            blocks = [Block(self.config, rngs=rngs) for _ in range(2)]
-            self.layers = nnx.Sequential(blocks[0], jnp.tanh, blocks[1])
+            super().__init__(GPTConfig.tiny(**small_gpt.SHAPE), rngs=rngs)
+            first, last = (small_gpt.OnlyMLP(self.config, rngs=rngs) for _ in range(2))
+            self.layers = nnx.Sequential(first, jnp.tanh, last)
+
+        def __call__(self, batch):
+            return self.head(self.layers(self.embed(batch)))
 
     cases = {"FSDP": (hfjax.FSDP, {"fsdp": 2}, TWO | {"remat": "every:2"})}
     found = assert_strategies_agree(
@@ -99,7 +108,7 @@ class Told(GPT):
     """A model whose layers hand on a sum."""
 
     def __init__(self, *, rngs):
-        super().__init__(gpt()(rngs).config, rngs=rngs)
+        super().__init__(GPTConfig.tiny(**small_gpt.SHAPE), rngs=rngs)
         self.layers = stacked(2, Sum, rngs)
 
     def embed(self, batch):
@@ -118,7 +127,7 @@ def test_what_cannot_be_cut_is_refused():
         lambda rngs: Told(rngs=rngs), optax.sgd(0.1), hfjax.make_mesh(data=8), hfjax.DDP
     )
     step = hfjax.train_step(plan, next_token_loss, split_rows=2)
-    with pytest.raises(ValueError, match=r"is not all of rows: \[2, 8, 32\], \[\]"):
+    with pytest.raises(ValueError, match=r"is not all of rows: \[2, 24, 32\], \[\]"):
         step.lower(tokens())
     given: Any
     for given in (0, True, 1.5):
