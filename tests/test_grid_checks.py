@@ -1,5 +1,6 @@
 """What computes something else with parts than with the whole is refused on a grid, and why."""
 
+import itertools
 import math
 
 import jax
@@ -266,7 +267,11 @@ class Head(GPT):
     def head(self, stream):
         x, kernel = self.norm(stream), self.tokens[...]
         logits = lambda: self.more(x, kernel, self.bias)
-        return self.kernels.outputs(x, kernel, 24, logits)
+        return self.kernels.outputs(x, kernel, 20, logits)  # the other four are padding
+
+
+def columns(kernel):
+    return jnp.arange(kernel.shape[0])[None, None]
 
 
 HEADS = {
@@ -275,9 +280,15 @@ HEADS = {
     "a scaled stream": (lambda x, w, b: (2 * x) @ w.T, "there is mul in it"),
     "a bias": (lambda x, w, b: x @ w.T + b[...][None, None], "it reads another array than the two"),
     "the kernel as it lies": (lambda x, w, b: x @ w, ""),
+    "no mask": (lambda x, w, b: x @ w.T, "it does not mask what follows the first 20"),
+    "a mask of zeros": (lambda x, w, b: jnp.where(columns(w) < 20, x @ w.T, 0.0), "there is"),
+    "the other mask": (
+        lambda x, w, b: jnp.where(columns(w) < 20, -1e30, x @ w.T),
+        "it masks otherwise than from the vocabulary's end on",
+    ),
     "a mask of its own": (
-        lambda x, w, b: jnp.where(jnp.arange(w.shape[0])[None, None] < 5, x @ w.T, -1e9),
-        "it masks from 5 on, and the vocabulary has 24",
+        lambda x, w, b: jnp.where(columns(w) < 5, x @ w.T, -1e9),
+        "it masks from 5 on, and the vocabulary has 20",
     ),
 }
 
@@ -303,12 +314,17 @@ def test_no_kernel_takes_the_place_of_a_head_that_is_no_plain_one():
 
 def test_heads_that_are_plain_pass_however_they_are_written():
     ways = [
-        lambda x, w, b: x @ w.T,
-        lambda x, w, b: jnp.einsum("bsd,vd->bsv", x, w),
-        lambda x, w, b: (x.reshape(-1, x.shape[-1]) @ w.T).reshape(*x.shape[:2], -1),
+        lambda x, w: x @ w.T,
+        lambda x, w: jnp.einsum("bsd,vd->bsv", x, w),
+        lambda x, w: (x.reshape(-1, x.shape[-1]) @ w.T).reshape(*x.shape[:2], -1),
     ]
-    for way in ways:
-        step_of(lambda rngs, way=way: Head(CONFIG, way, rngs=rngs)).lower(tokens())
+    masks = [
+        lambda made, w: jnp.where(columns(w) < 20, made, -jnp.inf),
+        lambda made, w: jnp.where(columns(w) >= 20, -1e30, made),
+    ]
+    for way, mask in itertools.product(ways, masks):
+        more = lambda x, w, b, way=way, mask=mask: mask(way(x, w), w)
+        step_of(lambda rngs, more=more: Head(CONFIG, more, rngs=rngs)).lower(tokens())
 
 
 class LocalRows(GPT):

@@ -207,12 +207,12 @@ class GridLook:
                 "kernels.outputs(x, kernel, vocab, logits) is given the rows of a device's own "
                 f"part as vocab. Give the number of the whole vocabulary, which is up to {whole}."
             )
-        if why := not_plain(logits, x_BSD, kernel_VD, vocab):
+        if why := not_plain(logits, x_BSD, kernel_VD, vocab, whole):
             raise ValueError(
-                f"kernels.outputs(x, kernel, vocab, logits): logits() has to be x @ kernel.T of "
-                f"what it is given beside, and {why}. On a grid the step makes logits by itself. "
-                "Scale x before; caps and biases of logits belong in a loss of your own, which is "
-                "given logits."
+                "kernels.outputs(x, kernel, vocab, logits): logits() has to be x @ kernel.T of "
+                "these, and jnp.where(iota < vocab, logits, -1e30) if there is padding, and "
+                f"{why}. On a grid the step makes logits by itself. Scale x before; caps and "
+                "biases of logits belong in a loss of your own, which is given logits."
             )
         return _made((self.rows, self.length, whole), x_BSD, kernel_VD)
 

@@ -172,7 +172,8 @@ class Kernels:
         refusal = cross_entropy.refuses(rows, kernel_VD, labels)
         shape = {"N": rows.shape[0], "V": self._share(kernel_VD.shape[0]), "D": rows.shape[1]}
         impossible = self._no_projection(kernel_VD)
-        if impossible is None and (why := not_plain(logits, x_BSD, kernel_VD, vocab)):
+        whole = kernel_VD.shape[0]
+        if impossible is None and (why := not_plain(logits, x_BSD, kernel_VD, vocab, whole)):
             impossible = f"the model's logits() are more than x @ kernel.T: {why}"
         form = self.form("cross_entropy", refusal, impossible, shape)
         if form not in sharded_kernels.FORMS:

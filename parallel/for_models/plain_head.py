@@ -6,21 +6,33 @@ So the function's program has to be just that.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.extend.core import JaxprEqn, Literal
 
-from hfjax.parallel.autodiff.program import Piece, piece
+from hfjax.parallel.autodiff.program import piece
 
-LEAVES = ("convert_element_type", "copy", "copy_p", "name", "pvary", "reshape", "mesh_cast")
-COMPARES = ("lt", "ge")
-MASKS = ("iota", "broadcast_in_dim", "select_n", *COMPARES)
-X, KERNEL, LOGITS = "x", "kernel", "logits"
+LEAVES = (
+    *("convert_element_type", "copy", "copy_p", "name", "pvary", "reshape", "mesh_cast"),
+    "sharding_constraint",
+)
+X, KERNEL, LOGITS, COLUMNS, FILL = "x", "kernel", "logits", "the numbers of columns", "a fill"
+REAL, PADDING = "which columns count", "which columns are padding"
+LEAST = -1e4  # what is masked is at most so much
+OTHER = "it is another product"
+
+
+class Known(NamedTuple):
+    """What a variable of the program is known to be."""
+
+    what: str
+    dim: int = 0  # of x and of the kernel, the contracted one; of the numbers, their own
 
 
 def not_plain(
-    logits: Callable[[], jax.Array], x_BSD: Any, kernel_VD: Any, vocab: int
+    logits: Callable[[], jax.Array], x_BSD: Any, kernel_VD: Any, vocab: int, rows: int
 ) -> str | None:
     """Return what logits() does beside x @ kernel.T with a mask; None if nothing.
 
@@ -29,53 +41,74 @@ def not_plain(
         x_BSD: What it multiplies.
         kernel_VD: By what.
         vocab: Rows of the kernel that count.
+        rows: All of its rows.
     """
     program = piece(logits)
-    known = {X: x_BSD, KERNEL: kernel_VD}
-    # Where what is followed has its dimension D: variable -> (which of both, dimension).
-    at: dict[Any, tuple[str, int]] = {}
+    at: dict[Any, Known] = {}
     for variable, value in program.constants.items():
-        name = next((name for name, array in known.items() if array is value), None)
-        if name is None:
+        if value is not x_BSD and value is not kernel_VD:
             return "it reads another array than the two that are handed over"
-        at[variable] = name, value.ndim - 1
+        at[variable] = Known(X if value is x_BSD else KERNEL, value.ndim - 1)
+    masked = False
     for equation in program.equations:
-        if why := _follow(equation, at, vocab):
-            return why
-    return None if _found(program, at) else "it is another product"
-
-
-def _found(program: Piece, at: dict[Any, tuple[str, int]]) -> bool:
+        known = _known(equation, at, vocab)
+        if isinstance(known, str):
+            return known
+        at[equation.outvars[0]] = known
+        masked |= equation.primitive.name == "select_n"
     (output,) = program.outputs
-    return not isinstance(output, Literal) and at.get(output, ("", 0))[0] == LOGITS
+    shape = getattr(getattr(output, "aval", None), "shape", None)
+    whole = shape == (*x_BSD.shape[:-1], kernel_VD.shape[0])
+    if not whole or at.get(output, Known("")).what != LOGITS:
+        return OTHER
+    return None if masked or vocab == rows else f"it does not mask what follows the first {vocab}"
 
 
-def _follow(equation: JaxprEqn, at: dict[Any, tuple[str, int]], vocab: int) -> str | None:
-    """Note what an equation makes of the operands; return why it is no part of a plain head."""
-    name, (out, *_) = equation.primitive.name, equation.outvars
-    given = [at.get(v) for v in equation.invars if not isinstance(v, Literal)]
+def _known(equation: JaxprEqn, at: dict[Any, Known], vocab: int) -> Known | str:
+    """Return what an equation makes of what is known, or why it is no part of a plain head."""
+    name, params = equation.primitive.name, equation.params
+    given = [_of(v, at) for v in equation.invars]
+    first = given[0] if given else Known("")
     if name == "dot_general":
-        (mine, theirs), batch = equation.params["dimension_numbers"]
-        dims = [g and (g[0], (g[1],)) for g in given]
-        pairs = [[(X, mine), (KERNEL, theirs)], [(KERNEL, mine), (X, theirs)]]
-        if dims not in pairs or any(batch):
-            return "it is another product"
-        at[out] = LOGITS, 0
-    elif name == "transpose" and given[0] is not None:
-        at[out] = given[0][0], equation.params["permutation"].index(given[0][1])
-    elif name in LEAVES and given and given[0] is not None:
-        who, dim = given[0]
-        at[out] = who, dim if name != "reshape" else len(equation.params["new_sizes"]) - 1
-    elif name in COMPARES and _number(equation) != vocab:
-        return f"it masks from {_number(equation)} on, and the vocabulary has {vocab}"
-    elif name == "select_n":
-        at[out] = next((g for g in given if g and g[0] == LOGITS), (LOGITS, 0))
-    elif name not in (*MASKS, "sharding_constraint"):
+        return _product(given, params["dimension_numbers"])
+    if name == "iota":
+        return Known(COLUMNS, params["dimension"] - len(params["shape"]))
+    if name == "broadcast_in_dim" and first.what in (FILL, COLUMNS, REAL, PADDING):
+        return first
+    if name in ("lt", "ge") and first.what == COLUMNS and first.dim == -1:
+        number = _number(equation)
+        if number != vocab:
+            return f"it masks from {number} on, and the vocabulary has {vocab}"
+        return Known(REAL if name == "lt" else PADDING)
+    if name == "select_n":
+        wanted = {REAL: [FILL, LOGITS], PADDING: [LOGITS, FILL]}.get(first.what)
+        kept = [known.what for known in given[1:]] == wanted
+        return Known(LOGITS) if kept else "it masks otherwise than from the vocabulary's end on"
+    if name == "transpose" and first.what in (X, KERNEL):
+        return Known(first.what, params["permutation"].index(first.dim))
+    to = params.get("new_dtype")
+    if name not in LEAVES or (to is not None and not _stays(to, first)):
         return f"there is {name} in it"
-    elif given and given[0] is not None:
-        at[out] = given[0]
-    return None
+    return Known(first.what, len(params["new_sizes"]) - 1) if name == "reshape" else first
+
+
+def _product(given: list[Known], numbers: Any) -> Known | str:
+    (mine, theirs), batch = numbers
+    found = [(known.what, (known.dim,)) for known in given]
+    ways = [[(X, mine), (KERNEL, theirs)], [(KERNEL, mine), (X, theirs)]]
+    return OTHER if found not in ways or any(batch) else Known(LOGITS)
+
+
+def _stays(dtype: Any, known: Known) -> bool:
+    """Return whether a cast leaves numbers as they are but for rounding."""
+    return known.what in (COLUMNS, FILL) or jnp.issubdtype(dtype, jnp.inexact)
+
+
+def _of(v: Any, at: dict[Any, Known]) -> Known:
+    if not isinstance(v, Literal):
+        return at.get(v, Known(""))
+    return Known(FILL if jnp.ndim(v.val) == 0 and float(v.val) <= LEAST else "")
 
 
 def _number(equation: JaxprEqn) -> Any:
-    return next((int(v.val) for v in equation.invars if isinstance(v, Literal)), None)
+    return next((int(v.val) for v in equation.invars[1:] if isinstance(v, Literal)), None)
