@@ -30,10 +30,6 @@ _MEANINGS = (
         "model: names of axes in parameters' metadata are read (docs/any_model.md).",
     ),
 )
-
-
-# For one and the same mistake in a model, versions of JAX and flax raise different ones of these.
-_KINDS = (KeyError, NameError, AttributeError, AssertionError, NotImplementedError)
 _BY_KEY = r"indices must be integers or slices, not str|string indexing|__contains__.*'str'"
 _NOT_WHOLE = r"(Indexer|indices|Input type) must (have|be) (an )?integer"
 # NumPy takes a dictionary for the fields of a dtype, and says that its entries are none.
@@ -47,9 +43,18 @@ def calling(layout: Layout, batch: Any) -> Iterator[None]:
     try:
         with layout.blueprint.around():
             yield
-    # For one and the same mistake each version of JAX raises another of these kinds. An error is
-    # replaced only where its text is known below; any other is raised again as it was.
-    except (*_KINDS, TypeError, ValueError) as error:
+    # These kinds are caught, not raised: for one and the same mistake, versions of JAX and flax
+    # raise different ones (NotImplementedError among them). An error is replaced only where its
+    # text is known below; any other is raised again as it was.
+    except (
+        KeyError,
+        NameError,
+        AttributeError,
+        AssertionError,
+        NotImplementedError,
+        TypeError,
+        ValueError,
+    ) as error:
         told = _of_batch if _of_a_model(error) else _of_call
         meaning = told(error, layout, batch) or _of_jax(error, layout.blueprint, batch)
         if meaning is None:
@@ -129,12 +134,8 @@ def _of_jax(error: Exception, blueprint: Blueprint, batch: Any) -> str | None:
     for pattern, meaning in _MEANINGS:
         if found := re.search(pattern, said):
             return f"{meaning.format(**found.groupdict())} JAX says: {said[:300]}"
-    explained = "JAX says" in said
-    if (
-        "incompatible shapes" in said
-        and not explained
-        and (rows := _as_many_rows(blueprint, batch))
-    ):
+    unexplained = "incompatible shapes" in said and "JAX says" not in said
+    if unexplained and (rows := _as_many_rows(blueprint, batch)):
         path, shape = next(iter(rows.items()))
         return (
             f"{path} {shape} has as many rows as the whole batch, and each device has some of "

@@ -62,7 +62,6 @@ IN_FLOAT64 = [
 
 
 @pytest.mark.parametrize("name", IN_FLOAT64)
-@pytest.mark.drawn
 def test_in_float64_parameters_agree_to_the_last_digits(name):
     with jax.enable_x64(True):
         found = assert_strategies_agree(

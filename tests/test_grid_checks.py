@@ -148,12 +148,16 @@ class Twice(Layer):
         return x + self.down(self.up(self.up(x)))
 
 
-class MeanInside(Layer):
-    """The step's mean over the stream's width, asked for inside."""
+class Asks(Layer):
+    """A layer that asks the step's kernels."""
 
     def __init__(self, rngs):
         super().__init__(rngs)
         self.kernels = plain
+
+
+class MeanInside(Asks):
+    """The step's mean over the stream's width, asked for inside."""
 
     def __call__(self, x):
         y = self.up(x)
@@ -171,12 +175,8 @@ class DropsRoutes(Layer):
         return x + self.dropout(self.up.kernels.mean(x, "embed"))
 
 
-class Positions(Layer):
+class Positions(Asks):
     """The stream's positions, asked for inside."""
-
-    def __init__(self, rngs):
-        super().__init__(rngs)
-        self.kernels = plain
 
     def __call__(self, x):
         y = self.up(x)

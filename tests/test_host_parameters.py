@@ -251,7 +251,6 @@ def test_a_device_holds_two_layers_and_fetches_under_matmuls(in_backward):
     ],
     ids=["on the host", "in backward"],
 )
-@pytest.mark.drawn
 def test_documents_travel_beside_the_activations_of_layers(strategy, options):
     documents = np.repeat(np.arange(5), 5)[None].repeat(16, 0).astype(np.int32)
     batch, losses = tokens() | {"documents": documents}, []

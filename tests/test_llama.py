@@ -33,7 +33,6 @@ def plan(strategy, sizes, devices=None, **changes):
 
 
 @pytest.mark.parametrize("tied", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.drawn
 def test_strategies_equal_one_device(tied):
     names, known = ("HSDP+TENSOR+SEQUENCE",), strategies(8)
     cases = {name: (known[name][0].edit(replicate_below=0), known[name][1]) for name in names}

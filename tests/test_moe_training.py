@@ -178,7 +178,6 @@ OTHERS = pytest.param([name for name in OWN if name not in DAILY], marks=pytest.
 
 
 @pytest.mark.parametrize("names", [DAILY, OTHERS], ids=" ".join)
-@pytest.mark.drawn
 def test_models_that_are_called_as_they_are_train_as_on_one_device(names):
     batch = {name: RNG.normal(size=(16, 16)).astype(np.float32) for name in "xy"}
     cases = {name: (OWN[name][0].edit(replicate_below=0), *OWN[name][1:]) for name in names}

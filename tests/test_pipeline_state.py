@@ -58,7 +58,6 @@ def test_empty_places_stay_zero():
 
 
 @pytest.mark.parametrize("layers", [6, pytest.param(8, marks=pytest.mark.slow)])
-@pytest.mark.drawn
 def test_a_state_goes_from_one_schedule_to_another_and_to_no_pipeline(tmp_path, layers):
     layout = mlp_layout(PIPE, {"pipe": 2}, layers=layers)
     schedule = Schedule("interleaved", 4, 2)

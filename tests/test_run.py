@@ -132,7 +132,6 @@ def test_a_run_that_was_stopped_goes_on_bit_for_bit(whole, data, tmp_path):
         ),
     ],
 )
-@pytest.mark.drawn
 def test_a_run_goes_on_under_another_strategy(whole, data, tmp_path, strategy, changes):
     train(replace(small(tmp_path, data, mesh=ONE), minutes=0.0))
     train(small(tmp_path, data, strategy=strategy, **changes))

@@ -94,7 +94,6 @@ def whole(names):
 @pytest.mark.parametrize(
     "names", [list(CASES)[:1], pytest.param(list(CASES)[1:], marks=pytest.mark.slow)]
 )
-@pytest.mark.drawn
 def test_a_resnet_equals_one_device(names):
     assert_strategies_agree(resnet, squares, IMAGES, whole(names), steps=2)
 
@@ -105,7 +104,6 @@ DAILY = ["interleaved, ZeRO-1"]
 @pytest.mark.parametrize(
     "names", [DAILY, pytest.param([n for n in CASES if n not in DAILY], marks=pytest.mark.slow)]
 )
-@pytest.mark.drawn
 def test_dense_layers_equal_one_device(names):
     cases = whole(CASES)
     strategy, sizes, _ = cases["split backwards, ZeRO-3"]

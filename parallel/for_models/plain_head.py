@@ -14,9 +14,9 @@ from jax.extend.core import JaxprEqn, Literal
 
 from hfjax.parallel.autodiff.program import piece
 
+# What leaves numbers as they are, a cast but for rounding.
 LEAVES = (
-    *("convert_element_type", "copy", "copy_p", "name", "pvary", "reshape", "mesh_cast"),
-    "sharding_constraint",
+    """convert_element_type copy copy_p mesh_cast name pvary reshape sharding_constraint""".split()
 )
 X, KERNEL, LOGITS, COLUMNS, FILL = "x", "kernel", "logits", "the numbers of columns", "a fill"
 REAL, PADDING = "which columns count", "which columns are padding"
