@@ -3,12 +3,14 @@
 HFJAX_TEST_GPU=1 leaves the platform and the compiler alone: for tests marked gpu (`make gpu`).
 """
 
+import functools
 import gc
 import hashlib
 import math
 import os
 import signal
 import subprocess
+import sys
 import tempfile
 from importlib.metadata import version
 
@@ -25,18 +27,19 @@ if not ON_GPU:
     # Programs without the lines of source that they come from: an eighth less to lower and compile.
     os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"
 
-# What one test has compiled no later one compiles again; each worker has a folder of its own,
-# since programs are not written to it in one piece.
-worker = os.environ.get("PYTEST_XDIST_WORKER")
-if worker is None:
+# What one test has compiled no later one compiles again, in whichever worker or process it runs.
+# A program that is read while another worker writes it fails its checksum and is compiled.
+if "PYTEST_XDIST_WORKER" not in os.environ:
     programs = tempfile.TemporaryDirectory(prefix="hfjax-programs-", ignore_cleanup_errors=True)
     os.environ["JAX_COMPILATION_CACHE_DIR"] = programs.name
-else:
-    os.environ["JAX_COMPILATION_CACHE_DIR"] += f"/{worker}"
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"
 os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
 gc.set_threshold(20_000)  # traces make many objects and little garbage: a tenth of the time
+
+# Processes that tests start read hfjax's bytecode rather than compile its sources.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 # As many interpreted warpgroups of fake devices may wait for each other, however few the cores.
 os.environ.setdefault("PJRT_NPROC", "64")
@@ -52,9 +55,25 @@ for number, usual in (
 
 import jax  # noqa: E402  (the flags come first)
 import pytest  # noqa: E402
+from jax._src.interpreters import mlir  # noqa: E402
+from jaxlib.mlir import ir  # noqa: E402
 
 if not ON_GPU:
     jax.config.update("jax_platforms", "cpu")
+if version("jaxlib").startswith("0.10."):  # later versions share contexts themselves
+    make_ir_context = mlir.make_ir_context
+    for_all = functools.cache(make_ir_context)
+
+    def shared() -> ir.Context:
+        """One MLIR context for all programs, a tenth of the suite's time; within one another."""
+        try:
+            _ = ir.Context.current
+        except ValueError:  # there is none
+            return for_all()
+        return make_ir_context()
+
+    mlir.make_ir_context = shared
+
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
