@@ -160,7 +160,7 @@ class MoE(nnx.Module):
         >>> from flax import nnx
         >>> from hfjax.models.moe import MoE
         >>> moe = MoE(16, 32, experts=4, top_k=2, rngs=nnx.Rngs(0))
-        >>> y, told = moe(jnp.ones((2, 8, 16)))
+        >>> y, told = nnx.jit(lambda moe, x: moe(x))(moe, jnp.ones((2, 8, 16)))
         >>> y.shape, told.load.sum().item()  # 2 choices of 16 tokens
         ((2, 8, 16), 32.0)
     """
