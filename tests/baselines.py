@@ -69,24 +69,23 @@ class Baseline:
         """Into how many pieces the owners cut the parameters; 0: each has them as they are."""
         return len(self.owners) if self.owners[-1] < self.workers[0] else 0
 
-    def stacked(self, dtype: Any) -> tuple[Any, Any, Any]:
-        """Return parameters, optimizer state and rows, with an entry for each device."""
+    def stacked(self, dtype: Any) -> tuple[Any, Any]:
+        """Return parameters and rows, with an entry for each device."""
         cast = lambda tree: jax.tree.map(lambda x: np.asarray(x, dtype), tree)
         if self.shards:
             pieces = in_pieces(ravel_pytree(cast(PARAMETERS))[0], self.shards)
             parameters = self._given(self.owners, list(pieces))
         else:
             parameters = self._given(self.owners, [cast(PARAMETERS)] * len(self.owners))
-        state = jax.vmap(OPTIMIZER.init)(parameters)
         parts = np.arange(ROWS).reshape(len(self.workers), -1)
         rows = [jax.tree.map(lambda x, part=part: x[part], cast(BATCH)) for part in parts]
-        return parameters, state, self._given(self.workers, rows)
+        return parameters, self._given(self.workers, rows)
 
     def _given(self, devices: range, trees: list) -> Any:
         nothing = jax.tree.map(lambda x: np.full_like(x, np.nan), trees[0])
         given = dict(zip(devices, trees, strict=True))
         all_of_them = [given.get(device, nothing) for device in range(self.devices)]
-        return jax.tree.map(lambda *x: jnp.stack(x), *all_of_them)
+        return jax.tree.map(lambda *x: np.stack(x), *all_of_them)
 
     def program(self, mesh: Any) -> Any:
         def of_one(*trees):
@@ -101,7 +100,9 @@ class Baseline:
         """Return the program for devices that need not be here."""
         axis_types = (AxisType.Auto,) * len(self.sizes)
         mesh = AbstractMesh(tuple(self.sizes.values()), tuple(self.sizes), axis_types=axis_types)
-        traced = self.program(mesh).trace(*self.stacked(np.float32))
+        parameters, rows = self.stacked(np.float32)
+        state = jax.eval_shape(jax.vmap(OPTIMIZER.init), parameters)
+        traced = self.program(mesh).trace(parameters, state, rows)
         return traced.lower(lowering_platforms=("cpu",))
 
     def links(self) -> Links:
@@ -116,7 +117,8 @@ class Baseline:
             devices=jax.devices()[: self.devices],
         )
         program, losses, gradients = self.program(mesh), [], {}
-        parameters, state, rows = self.stacked(np.float64)
+        parameters, rows = self.stacked(np.float64)
+        state = jax.jit(jax.vmap(OPTIMIZER.init))(parameters)
         for number in range(steps):
             parameters, state, each = program(parameters, state, rows)
             losses.append(float(np.mean([each[worker] for worker in self.workers])))

@@ -1,4 +1,4 @@
-"""A run that trains a small GPT and saves every step, in a process of its own: to be killed."""
+"""A run that trains a small model and saves every step, in a process of its own: to be killed."""
 
 import sys
 from pathlib import Path
@@ -6,17 +6,12 @@ from pathlib import Path
 import jax
 
 
-def main(directory, losses, steps, cache, devices=2):
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", devices)
-    jax.config.update("jax_compilation_cache_dir", cache)
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+def main(directory, losses, steps, devices=2):
     import hfjax
     from hfjax.models.gpt import next_token_loss
-    from tests.small_gpt import gpt_layout
+    from tests.small_gpt import mlp_layout
 
-    layout = gpt_layout(hfjax.FSDP, {"fsdp": devices}, layers=1, dropout=0.1)
+    layout = mlp_layout(hfjax.FSDP, {"fsdp": devices}, layers=1, dropout=0.1)
     step = hfjax.train_step(layout, next_token_loss)
     print("open", flush=True)
     with hfjax.Checkpoints(directory, layout, keep=hfjax.Keep(latest=2)) as checkpoints:
@@ -42,4 +37,9 @@ def batch(number):
 if __name__ == "__main__":
     directory, losses, steps, cache = sys.argv[1:5]
     sys.path.insert(0, str(Path(__file__).parent.parent))
-    main(directory, losses, int(steps), cache)
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", 2)
+    jax.config.update("jax_compilation_cache_dir", cache)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    main(directory, losses, int(steps))

@@ -19,16 +19,22 @@ import hfjax
 from hfjax import DDP, FSDP, PIPE, ZERO2, Schedule, Strategy
 from hfjax.models.gpt import GPT, GPTConfig, next_token_loss
 from hfjax.models.parts import stacked
+from tests.small_gpt import MLPs
 
 TOKENS = {"tokens": np.random.default_rng(0).integers(0, 64, (16, 17), np.int32)}
 ROWS = dict(DDP.activations)
 ALONE: dict[Any, Any] = {}  # what one device has
 
 
+CONFIG = GPTConfig.tiny(vocab=64, length=16, layers=2, embed=32, heads=4, dropout=0.1)
+
+
 def gpt(rngs: nnx.Rngs) -> GPT:
-    return GPT(
-        GPTConfig.tiny(vocab=64, length=16, layers=2, embed=32, heads=4, dropout=0.1), rngs=rngs
-    )
+    return GPT(CONFIG, rngs=rngs)
+
+
+def mlps(rngs: nnx.Rngs) -> GPT:
+    return MLPs(CONFIG, rngs=rngs)
 
 
 class Layer(nnx.Module):
@@ -105,8 +111,8 @@ def apart(*case: Any, **given: Any) -> float:
 
 def cases() -> dict[str, Callable[[], float]]:
     """Return each case by its name."""
-    dense = lambda strategy, loss=next_token_loss, **sizes: (
-        lambda: apart(gpt, strategy, sizes, loss, TOKENS)
+    dense = lambda model, strategy, **sizes: (
+        lambda: apart(model, strategy, sizes, next_token_loss, TOKENS)
     )
     split = {"tokens": TOKENS["tokens"][:, :16], "next": TOKENS["tokens"][:, 1:]}
     in_positions = lambda s, **sizes: (
@@ -129,8 +135,8 @@ def cases() -> dict[str, Callable[[], float]]:
         )
     )
     return {
-        "rows, FSDP": dense(FSDP, pretend_rows=2, data=2, fsdp=2),
-        "rows, ZERO2": dense(ZERO2, pretend_rows=2, data=2, fsdp=2),
+        "rows, FSDP": dense(mlps, FSDP, pretend_rows=2, data=2, fsdp=2),
+        "rows, ZERO2": dense(gpt, ZERO2, pretend_rows=2, data=2, fsdp=2),
         "rows, two levels": lambda: apart(
             gpt,
             DDP,
@@ -155,8 +161,8 @@ def cases() -> dict[str, Callable[[], float]]:
         "rows and stays, ZERO2": stays(own | ZERO2, specialist=2, data=2, fsdp=2),
         "sequence": in_positions(DDP, positions=4, data=2),
         "sequence, FSDP": in_positions(FSDP, positions=2, data=2, fsdp=2),
-        "partitioner": dense(matrix, matrix=2, tensor=2, data=2),
-        "partitioner, FSDP": dense(FSDP | matrix, matrix=2, fsdp=4),
+        "partitioner": dense(mlps, matrix, matrix=2, tensor=2, data=2),
+        "partitioner, FSDP": dense(gpt, FSDP | matrix, matrix=2, fsdp=4),
     }
 
 

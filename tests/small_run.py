@@ -12,6 +12,8 @@ from hfjax.run.config import Checkpoints, Data, Log, Model, Optimizer, Train
 MODEL = Model(preset="gpt-tiny", length=16, layers=1, heads=2, embed=32)
 # The next token from this one alone: for what no model can change.
 BIGRAMS = Model(own=f"{Path(__file__).parents[1]}/examples/my_model.py:make", length=16)
+# Two layers that look behind, in three parts: for what strategies do to a model.
+STACK = Model(own=f"{Path(__file__).parent}/small_model.py:make", length=16)
 QUIET = Log(every=4, valid_every=6, valid_batches=3, sample=0)
 
 

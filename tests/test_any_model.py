@@ -60,6 +60,13 @@ def losses(init, mesh=FOUR, batch=BATCH, steps=2, loss=squares, **options):
     return [*found, float(hfjax.eval_step(layout, loss)(state, batch)["loss"])]
 
 
+def lower(init, mesh=FOUR, batch=BATCH, loss=squares, forward: Any = on_x, **options):
+    """Lower a step, which tells and refuses whatever does not depend on numbers."""
+    strategy, on = SPLIT, hfjax.make_mesh(**mesh)
+    layout = hfjax.layout(init, optax.sgd(0.1), on, strategy, forward=forward, **options)
+    return hfjax.train_step(layout, loss).lower(batch)
+
+
 # -- modes ----------------------------
 
 
@@ -171,7 +178,7 @@ def test_batch_norm_with_a_mask_is_refused_on_more_than_one_device(kind):
     init = lambda rngs: Masked(MASKED[kind], rngs=rngs)
     assert np.isfinite(losses(init, ONE, steps=1, forward=forward)[0])
     with pytest.raises(ValueError, match=r"BatchNorm with mask=: .*sync_batch_norm=False"):
-        losses(init, forward=forward)
+        lower(init, forward=forward)
 
 
 # -- variables that a step writes to ----------------------------
@@ -293,7 +300,7 @@ class Placing(nnx.Module):
 
 def test_a_model_that_places_its_arrays_itself_is_refused_with_words():
     with pytest.raises(ValueError, match=r"out_sharding=.*Leave it out of the\s+model"):
-        losses(lambda rngs: Placing(rngs=rngs))
+        lower(lambda rngs: Placing(rngs=rngs))
 
 
 # -- recurrent nets ----------------------------
@@ -324,21 +331,25 @@ class Until(nnx.Module):
         return jax.lax.fori_loop(0, 3, lambda _, carry: step(carry), (0, jnp.zeros((1, 8))[0]))[1]
 
 
+# Orthogonal kernels, as cells have by default, take long to compile.
+NORMAL: Any = {"recurrent_kernel_init": nnx.initializers.lecun_normal()}
+
+
 class LinenRecurrent(linen.Module):
+    cell: Any
+
     @linen.compact
     def __call__(self, x):
         h: Any = x.reshape(len(x), 2, 4)
-        for cell in (linen.LSTMCell(8), linen.GRUCell(8)):
-            h = linen.RNN(cell)(h)
+        h = linen.RNN(self.cell(8, **NORMAL))(h)
         return h[:, -1]
 
 
 class Layered(nnx.Module):
     """Three parts, whose layers are recurrent."""
 
-    def __init__(self, *, rngs):
-        cells = [nnx.RNN(nnx.LSTMCell(8, 8, rngs=rngs)) for _ in range(2)]
-        self.layers = nnx.List(cells)
+    def __init__(self, cell, *, rngs):
+        self.layers = nnx.List([nnx.RNN(cell(8, 8, **NORMAL, rngs=rngs)) for _ in range(2)])
 
     def embed(self, batch):
         return jnp.stack([batch["x"]] * 3, 1)
@@ -349,17 +360,34 @@ class Layered(nnx.Module):
 
 def test_loops_that_begin_with_constants_need_no_edit(agree):
     agree(by_scan, lambda outputs, batch: squares(outputs, batch), forward=run_scan)
-    agree(lambda rngs: nnx.bridge.ToNNX(LinenRecurrent(), rngs=rngs).lazy_init(BATCH["x"]))
 
 
-def test_recurrent_layers_of_a_model_in_three_parts_also_in_a_pipeline():
-    init = lambda rngs: Layered(rngs=rngs)
-    pipe = {"schedule": hfjax.Schedule("1f1b", 2)}
-    cases = {
-        "HSDP": (SPLIT, {"data": 2, "fsdp": 2}),
-        "1F1B": (hfjax.PIPE | hfjax.DDP, {"pipe": 2, "data": 2}, pipe),
-    }
-    assert_strategies_agree(init, squares, BATCH, cases, steps=2)
+LONG = (linen.LSTMCell, linen.GRUCell)
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [linen.SimpleCell, *(pytest.param(x, marks=pytest.mark.slow) for x in LONG)],
+)
+def test_recurrent_nets_of_flax_need_no_edit(agree, cell):
+    init = lambda rngs: nnx.bridge.ToNNX(LinenRecurrent(cell), rngs=rngs).lazy_init(BATCH["x"])
+    agree(init)
+
+
+PIPED = {"1F1B": (hfjax.PIPE | DDP, {"pipe": 2}, {"schedule": hfjax.Schedule("1f1b", 2)})}
+BY_MESH = {"HSDP": (SPLIT, {"data": 2, "fsdp": 2})}
+
+
+@pytest.mark.parametrize(
+    ("cell", "cases"),
+    [
+        (nnx.SimpleCell, PIPED),
+        pytest.param(nnx.LSTMCell, PIPED, marks=pytest.mark.slow),
+        pytest.param(nnx.LSTMCell, BY_MESH, marks=pytest.mark.slow),
+    ],
+)
+def test_recurrent_layers_of_a_model_in_three_parts_also_in_a_pipeline(cell, cases):
+    assert_strategies_agree(lambda rngs: Layered(cell, rngs=rngs), squares, BATCH, cases, steps=2)
 
 
 class Dropped(nnx.Module):
@@ -377,18 +405,21 @@ class Dropped(nnx.Module):
 
 
 def test_dropout_of_flax_works_in_the_layers_of_a_pipeline():
-    found = {}
-    for rate in (0.0, 0.5):
-        mesh = hfjax.make_mesh(devices=jax.devices()[:4], pipe=2, data=2)
-        init = lambda rngs, rate=rate: Dropped(rate, rngs=rngs)
-        layout = hfjax.layout(init, optax.sgd(0.0), mesh, hfjax.PIPE | hfjax.DDP)
-        step = hfjax.train_step(layout, squares, schedule=hfjax.Schedule("1f1b", 2))
-        state, found[rate] = hfjax.init(layout), []
-        for _ in range(2):
-            state, metrics = step(state, BATCH)
-            found[rate].append(float(metrics["loss"]))
-    assert found[0.0][0] == found[0.0][1]
-    assert len({*found[0.5], found[0.0][0]}) == 3
+    mesh = hfjax.make_mesh(devices=jax.devices()[:2], pipe=2)
+    init = lambda rngs: Dropped(0.5, rngs=rngs)
+    layout = hfjax.layout(init, optax.sgd(0.0), mesh, hfjax.PIPE | hfjax.DDP)
+    step = hfjax.train_step(layout, squares, schedule=hfjax.Schedule("1f1b", 2))
+    state, found = hfjax.init(layout), []
+    whole = hfjax.canonical(layout, state)
+    before, model = hfjax.full(whole.params), hfjax.module(layout.as_the_model, whole)
+    model.eval()
+    plain = functools.reduce(lambda x, layer: layer(x), model.layers, BATCH["x"])
+    for _ in range(2):
+        state, metrics = step(state, BATCH)
+        found.append(float(metrics["loss"]))
+    after = hfjax.full(hfjax.canonical(layout, state).params)
+    jax.tree.map(np.testing.assert_array_equal, after, before)
+    assert len({*found, float(squares(plain, BATCH))}) == 3
 
 
 # -- random keys ----------------------------
@@ -487,7 +518,7 @@ def test_rows_of_state_that_do_not_say_so_are_told_from_the_shapes():
     with pytest.raises(
         ValueError, match=r"memory \(16, 8\) has as many rows as .*axes=\(\"batch\""
     ):
-        losses(lambda rngs: Remembers(rngs=rngs))
+        lower(lambda rngs: Remembers(rngs=rngs))
 
 
 # -- bare trees ----------------------------
@@ -604,12 +635,12 @@ def test_what_is_no_model_is_refused_with_what_to_do(what):
 @pytest.mark.parametrize("loss", [lambda o, b: jnp.int32(3), lambda o, b: (o + 0j).sum()])
 def test_a_loss_that_is_no_real_number_is_refused(loss):
     with pytest.raises(ValueError, match=r"the loss is \w+: a real floating-point number"):
-        losses(linear, loss=loss)
+        lower(linear, loss=loss)
 
 
 def test_a_loss_that_depends_on_no_parameter_is_told():
     with pytest.warns(UserWarning, match=r"reads 2 of 2 parameters nowhere"):
-        losses(linear, loss=lambda outputs, batch: 2.0, steps=1)
+        lower(linear, loss=lambda outputs, batch: 2.0)
 
 
 def test_an_array_without_elements_stays_whole(agree):
@@ -620,12 +651,12 @@ def test_an_array_without_elements_stays_whole(agree):
 def test_an_axis_that_no_mesh_has_is_refused_with_the_ones_that_it_has():
     loss = lambda outputs, batch: jax.lax.pmean(squares(outputs, batch), "batch")
     with pytest.raises(ValueError, match=r"names the axis 'batch'.*\"data\", \"fsdp\""):
-        losses(linear, loss=loss)
+        lower(linear, loss=loss)
 
 
 def test_a_batch_without_a_field_is_refused_with_the_fields_that_it_has():
     with pytest.raises(ValueError, match=r"asks for 'y', which this batch does not have.*: x\."):
-        losses(linear, batch={"x": BATCH["x"]})
+        lower(linear, batch={"x": BATCH["x"]})
 
 
 class Shared(nnx.Module):
@@ -653,7 +684,7 @@ class Shared(nnx.Module):
 def test_a_head_that_reads_a_layer_is_refused_and_the_way_around_is_right(agree, raw):
     init = lambda rngs: Shared(raw, rngs=rngs)
     with pytest.raises(ValueError, match=r"layers/\d/\w+ is used outside of its layer.*forward="):
-        losses(init, forward=None)
+        lower(init, forward=None)
     agree(init, forward=lambda model, batch: model(batch))
 
 
@@ -693,14 +724,14 @@ def test_random_numbers_that_are_the_same_everywhere_are_told_with_their_line(wh
     init = (lambda rngs: RawKey(rngs=rngs)) if raw else linear
     line = r"same on every device.*test_any_model\.py:\d+.*forward\(model, batch, key\)"
     with pytest.warns(UserWarning, match=line):
-        losses(init, forward=on_x if raw else closes_over)
+        lower(init, forward=on_x if raw else closes_over)
 
 
 @pytest.mark.filterwarnings("error:random numbers")
 def test_random_numbers_that_differ_are_not_told():
-    losses(linear, forward=with_key)
-    losses(linear, forward=with_row_keys)
-    losses(lambda rngs: nnx.Sequential(linear(rngs), nnx.Dropout(0.5, rngs=rngs)))
-    losses(lambda rngs: Keyed(rngs=rngs))
+    lower(linear, forward=with_key)
+    lower(linear, forward=with_row_keys)
+    lower(lambda rngs: nnx.Sequential(linear(rngs), nnx.Dropout(0.5, rngs=rngs)))
+    lower(lambda rngs: Keyed(rngs=rngs))
     by_row = lambda row: row * jax.random.normal(jax.random.key(row[0].astype(int)), (8,))
-    losses(linear, forward=lambda model, batch: jax.vmap(by_row)(model(batch["x"])))
+    lower(linear, forward=lambda model, batch: jax.vmap(by_row)(model(batch["x"])))

@@ -43,7 +43,8 @@ def trained(folder: Path, *cases: str) -> dict[str, float]:
         text = text.replace(known, rows)
     table.write_text(text, encoding="utf-8")
     command = [sys.executable, "-W", "ignore", pretend_axes.__file__, *cases]
-    environment = os.environ | {"PYTHONPATH": str(folder)}
+    path = os.pathsep.join([str(folder), str(Path(__file__).parents[1])])  # hfjax, then tests
+    environment = os.environ | {"PYTHONPATH": path}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=folder)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])

@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 
 import hfjax
+from hfjax.__main__ import main
 from hfjax.run import load
-from tests.make_before import SHAPE, STEPS, STOPS, command, going_on, judged, layout, metrics_of
+from tests.make_before import SHAPE, STEPS, STOPS, going_on, judged, layout, metrics_of
 
 BEFORE = Path(__file__).with_name("before")
 EXPECTED = json.loads((BEFORE / "expected.json").read_text(encoding="utf-8"))
@@ -34,11 +35,18 @@ def checkpoint(tmp_path):
 
 
 @pytest.fixture
-def folder(tmp_path):
-    """A folder with copies of the old run and of its data; the run names it relative to there."""
+def command(tmp_path, monkeypatch, capsys):
+    """Runs `hfjax` beside copies of the old run and of its data; returns what it said."""
     for name in ("run", "text"):
         shutil.copytree(BEFORE / name, tmp_path / name)
-    return tmp_path
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("hfjax.cli.run.start", lambda config: None)
+
+    def act(*words):
+        assert main(words) == 0
+        return capsys.readouterr().out
+
+    return act
 
 
 def close(found, wanted, rtol=1e-5):
@@ -114,31 +122,30 @@ def test_a_changed_bit_in_an_old_checkpoint_is_noticed(checkpoint):
         hfjax.restore(checkpoint, layout(hfjax.DDP, data=2))
 
 
-def test_an_old_run_goes_on_with_the_losses_of_one_that_was_left_alone(folder):
-    old = metrics_of(folder / "run", "loss")
+def test_an_old_run_goes_on_with_the_losses_of_one_that_was_left_alone(command):
+    old = metrics_of(Path("run"), "loss")
     assert list(old) == [str(number) for number in range(STOPS)]
-    told = command("train", "--config", "run/config.yaml", "--minutes", "None", within=folder)
-    assert f"going on after step {STOPS} of run" in told
+    given = ["--config", "run/config.yaml", "--minutes", "None", "--mesh.fsdp", "4"]
+    assert f"going on after step {STOPS} of run" in command("train", *given)
     for name in ("loss", "valid_loss"):
-        found, wanted = metrics_of(folder / "run", name), EXPECTED["run"][name]
+        found, wanted = metrics_of(Path("run"), name), EXPECTED["run"][name]
         assert list(found) == list(wanted)
         close(list(found.values()), list(wanted.values()))
-    assert hfjax.latest(folder / "run" / "checkpoints") == STEPS
-    same_words(command("eval", "run", "--cpu-devices", "2", within=folder), "eval")
+    assert hfjax.latest("run/checkpoints") == STEPS
+    same_words(command("eval", "run", "--mesh.data", "2"), "eval")
 
 
-def test_an_old_run_is_evaluated(folder):
-    told = command("eval", "run", "--cpu-devices", "2", within=folder)
-    same_words(told, "eval when stopped")
+def test_an_old_run_is_evaluated(command):
+    same_words(command("eval", "run", "--mesh.data", "2"), "eval when stopped")
 
 
-def test_an_old_run_writes_text(folder):
-    words = ["run", "--cpu-devices", "1", "--prompt", "mesh ", "--tokens", "4"]
-    assert command("generate", *words, within=folder).startswith("mesh ")
+def test_an_old_run_writes_text(command):
+    words = ["run", "--mesh.data", "1", "--prompt", "mesh ", "--tokens", "4"]
+    assert command("generate", *words).startswith("mesh ")
 
 
-def test_an_old_data_set_is_whole(folder):
-    shown = command("data", "--show", "text", "--verify", within=folder)
+def test_an_old_data_set_is_whole(command):
+    shown = command("data", "--show", "text", "--verify")
     assert "train: every CRC32 is right" in shown
     assert "valid: every CRC32 is right" in shown
 

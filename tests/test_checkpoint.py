@@ -22,7 +22,7 @@ from tests.test_unlike_layers import ROWS, mlp, squares
 
 def test_a_run_goes_on_under_any_other_strategy_and_number_of_devices(tmp_path):
     runs = [
-        (mlp_layout(FSDP, {"fsdp": 8}, layers=2), None),
+        (mlp_layout(FSDP, {"fsdp": 4}, layers=2), None),
         (mlp_layout(ZERO1 | TENSOR, {"data": 2, "tensor": 2}, layers=2), None),
         (mlp_layout(PIPE, {"pipe": 2}, layers=2), Schedule("1f1b", 2)),
     ]
@@ -53,11 +53,11 @@ def test_what_is_restored_lies_where_the_layout_says(tmp_path):
 
 
 def test_the_state_may_be_donated_as_soon_as_save_returns(tmp_path):
-    layout = mlp_layout(FSDP, {"fsdp": 2}, layers=1)
+    layout = mlp_layout(FSDP, {"fsdp": 2}, layers=1, dropout=0.1)
     step = hfjax.train_step(layout, next_token_loss)
     state, wanted = hfjax.init(layout), {}
     with hfjax.Checkpoints(tmp_path, layout, keep=hfjax.Keep(latest=None)) as checkpoints:
-        for number in range(1, 6):
+        for number in range(1, 4):
             state, _ = step(state, tokens(8))
             wanted[number] = jax.tree.map(np.array, state.params)  # a copy
             checkpoints.save(state)
@@ -158,12 +158,12 @@ def test_another_dtype_is_cast_where_it_is_asked_for(tmp_path, parameters_only):
 
 
 def test_a_pipelines_state_is_saved_in_the_models_order(tmp_path):
-    layout, schedule = mlp_layout(PIPE, {"pipe": 4}, layers=6), Schedule("1f1b", 4)
+    layout, schedule = mlp_layout(PIPE, {"pipe": 2}, layers=3), Schedule("1f1b", 2)
     state = hfjax.init(layout, schedule=schedule)
     hfjax.save(tmp_path, layout, state)
     arrays = hfjax.recorded(tmp_path)["arrays"]
-    assert arrays["params/layers/mlp/up/kernel"] == ["float32", [6, 32, 128]]
-    plain = mlp_layout(EVERYTHING, {"fsdp": 2}, layers=6)
+    assert arrays["params/layers/mlp/up/kernel"] == ["float32", [3, 32, 128]]
+    plain = mlp_layout(EVERYTHING, {"fsdp": 2}, layers=3)
     restored = hfjax.restore(tmp_path, plain).state
     assert same(restored.params, hfjax.canonical(layout, state).params)
 

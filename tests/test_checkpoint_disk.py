@@ -5,16 +5,28 @@ import re
 import shutil
 import subprocess
 import sys
+from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
 FULL = """
-import conftest, resource, shutil, sys
+import conftest, os, resource, shutil, sys
 from pathlib import Path
 import hfjax
 from tests.small_checkpoint import same, small_layout, state_at
 
-path, way = Path(sys.argv[1]), sys.argv[2]
+for path in map(Path, sys.argv[1:]):
+    if child := os.fork():  # of a process in which JAX has not begun
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+        continue
+    way = path.name
+    for number in (1, 2):
+        os.dup2(os.open(f"{path}.{number}", os.O_WRONLY | os.O_CREAT), number)
+    break
+else:
+    sys.exit()
+
 layout = small_layout(wide=8192)  # 1.2 MB
 
 def no_more_room(full):
@@ -45,14 +57,34 @@ with hfjax.Checkpoints(path, layout, keep=hfjax.Keep(latest=None)) as checkpoint
     print("steps:", *checkpoints.steps())
     assert same(hfjax.restore(path, layout).state, state_at(layout, 3, 3))
 """
+WAYS = ["limit", "exit", "mistake", "tmpfs"]
 TOLD = r"told: step 2 was not saved in \S+: {}\. It needs \d+ bytes, \d+ are free\. "
 TOLD += r"Steps saved before are intact: 1\. Make room \(Keep\(latest=…\) with fewer steps\)"
 
 
-def run(path, way, *prefix):
+class Done(NamedTuple):
+    folder: Path
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory):
+    """How each way ended, of those there are here: a process forks one for each."""
+    folder = tmp_path_factory.mktemp("full")
+    (folder / "tmpfs").mkdir()
+    mount = f"mount -t tmpfs -o size=2m none {folder}/tmpfs && exec"
+    prefix = ["unshare", "-rm", "sh", "-c", f'{mount} "$@"', "-"]
+    ways = WAYS
+    if shutil.which("unshare") is None or subprocess.run([*prefix, "true"]).returncode:
+        prefix, ways = [], WAYS[:-1]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([os.getcwd(), *sys.path])}
-    command = [*prefix, sys.executable, "-W", "ignore", "-c", FULL, str(path), way]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    command = [*prefix, sys.executable, "-W", "ignore", "-c", FULL, *(folder / way for way in ways)]
+    ended = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, timeout=240)
+    codes = dict(zip(ways, map(int, ended.stdout.split()), strict=True))
+    told = lambda way: [(folder / f"{way}.{number}").read_text() for number in (1, 2)]
+    return {way: Done(folder / way, code, *told(way)) for way, code in codes.items()}
 
 
 def check_goes_on(done, reason):
@@ -63,22 +95,20 @@ def check_goes_on(done, reason):
     assert done.stderr == ""
 
 
-def test_files_that_may_not_grow_are_told_and_the_run_goes_on(tmp_path):
-    check_goes_on(run(tmp_path, "limit"), "File too large")
+def test_files_that_may_not_grow_are_told_and_the_run_goes_on(done):
+    check_goes_on(done["limit"], "File too large")
 
 
 @pytest.mark.parametrize("way", ["exit", "mistake"])
-def test_the_process_ends_without_hanging_and_tells_what_was_not_saved(tmp_path, way):
-    done = run(tmp_path, way)
-    assert done.returncode == 1
-    assert "step 2 was not saved in" in done.stderr
-    assert ("RuntimeError: a mistake in the loop" in done.stderr) == (way == "mistake")
-    assert sorted(p.name for p in tmp_path.iterdir() if p.name[0].isdigit()) == ["1"]
+def test_the_process_ends_without_hanging_and_tells_what_was_not_saved(done, way):
+    folder, code, _, told = done[way]
+    assert code == 1
+    assert "step 2 was not saved in" in told
+    assert ("RuntimeError: a mistake in the loop" in told) == (way == "mistake")
+    assert sorted(p.name for p in folder.iterdir() if p.name[0].isdigit()) == ["1"]
 
 
-def test_a_full_file_system_is_told_and_the_run_goes_on(tmp_path):
-    mount = ["unshare", "-rm", "sh", "-c", f"mount -t tmpfs -o size=2m none {tmp_path} && exec $@"]
-    if shutil.which("unshare") is None or subprocess.run([*mount, "-", "true"]).returncode:
+def test_a_full_file_system_is_told_and_the_run_goes_on(done):
+    if "tmpfs" not in done:
         pytest.skip("mounting a file system needs user namespaces (unshare -rm)")
-    mount[-1] = mount[-1].replace("$@", '"$@"')
-    check_goes_on(run(tmp_path, "tmpfs", *mount, "-"), "No space left on device")
+    check_goes_on(done["tmpfs"], "No space left on device")

@@ -1,5 +1,6 @@
 """What cannot be saved or restored is refused with the path, both values and what to do."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -135,23 +136,57 @@ def test_another_dtype_is_never_cast_silently(tmp_path):
     assert hfjax.restore(tmp_path, small, dtype=jnp.bfloat16).step == 1
 
 
-def test_a_second_writer_is_refused_and_told_who_writes(tmp_path):
+OTHER = """
+import json, sys
+from pathlib import Path
+from hfjax.checkpoint.directory import WriterLock, make_directory
+for line in sys.stdin:
+    try:
+        if place := json.loads(line):
+            make_directory(Path(place))
+            lock = WriterLock(Path(place))
+        else:
+            lock.release()
+        told = ""
+    except ValueError as refused:
+        told = str(refused)
+    print(json.dumps(told), flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def other():
+    """Lets another process take a directory, or none; returns how that is refused."""
+    both: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", OTHER], text=True, **both) as process:
+        source, target = process.stdout, process.stdin
+        assert source is not None
+        assert target is not None
+
+        def take(place):
+            target.write(json.dumps(place and str(place)) + "\n")
+            target.flush()
+            return json.loads(source.readline())
+
+        yield take
+        process.communicate("")
+
+
+def test_a_second_writer_is_refused_and_told_who_writes(tmp_path, other):
     layout = small_layout()
     with hfjax.Checkpoints(tmp_path, layout) as checkpoints:
         with pytest.raises(ValueError, match="is being written by this process itself"):
             hfjax.Checkpoints(tmp_path / "." / "", layout)
-        code = "from hfjax.checkpoint.directory import WriterLock; from pathlib import Path\n"
-        code += f"WriterLock(Path({str(tmp_path)!r}))"
-        told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-        assert f"is being written by process {os.getpid()} on " in told.stderr, told.stderr
-        assert "a directory has one writer. Close that one first" in told.stderr
+        told = other(tmp_path)
+        assert f"is being written by process {os.getpid()} on " in told
+        assert "a directory has one writer. Close that one first" in told
         checkpoints.save(state_at(layout, 1))
         checkpoints.wait()
         assert hfjax.restore(tmp_path, layout).step == 1  # a reader needs no lock
     hfjax.Checkpoints(tmp_path, layout).close()
 
 
-def test_a_directory_that_is_moved_away_is_taken_again(tmp_path):
+def test_a_directory_that_is_moved_away_is_taken_again(tmp_path, other):
     layout, place, away = small_layout(), tmp_path / "run", tmp_path / "away"
     with hfjax.Checkpoints(place, layout, keep=hfjax.Keep(latest=1)) as checkpoints:
         checkpoints.save(state_at(layout, 1))
@@ -165,23 +200,20 @@ def test_a_directory_that_is_moved_away_is_taken_again(tmp_path):
     assert (hfjax.latest(away), hfjax.latest(place)) == (1, 3)
     with hfjax.Checkpoints(place, layout) as checkpoints:
         place.rename(tmp_path / "again")
-        with other_writer(place), pytest.raises(ValueError, match="written by process"):
+        with other_writer(other, place), pytest.raises(ValueError, match="written by process"):
             with pytest.warns(RuntimeWarning, match="moved or deleted"):
                 checkpoints.save(state_at(layout, 4))
     assert hfjax.latest(place) is None
 
 
-def test_a_lock_outlives_a_copy_that_its_holder_makes_of_the_folder(tmp_path):
+def test_a_lock_outlives_a_copy_that_its_holder_makes_of_the_folder(tmp_path, other):
     with hfjax.Checkpoints(tmp_path / "run", small_layout()):
         shutil.copytree(tmp_path / "run", tmp_path / "copy")
-        code = "from hfjax.checkpoint.directory import WriterLock; from pathlib import Path\n"
-        code += f"WriterLock(Path({str(tmp_path / 'run')!r}))"
-        told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-        assert "is being written by process" in told.stderr
+        assert "is being written by process" in other(tmp_path / "run")
 
 
 def test_a_step_whose_directory_is_moved_meanwhile_is_no_step_of_the_next_writer(
-    tmp_path, monkeypatch
+    tmp_path, monkeypatch, other
 ):
     layout, place = small_layout(), tmp_path / "run"
     sealed, others = Writer._seal, []
@@ -189,7 +221,7 @@ def test_a_step_whose_directory_is_moved_meanwhile_is_no_step_of_the_next_writer
     def moved_away(writer):
         if not others:
             place.rename(tmp_path / "away")
-            others.append(other_writer(place))
+            others.append(other_writer(other, place))
             others[0].__enter__()
             (place / "1.orbax-checkpoint-tmp").mkdir()
         sealed(writer)
@@ -206,18 +238,11 @@ def test_a_step_whose_directory_is_moved_meanwhile_is_no_step_of_the_next_writer
 
 
 @contextmanager
-def other_writer(place):
+def other_writer(other, place):
     """Let another process have a directory."""
-    code = "import sys; from hfjax.checkpoint.directory import make_directory\n"
-    code += "from hfjax.checkpoint.directory import WriterLock; from pathlib import Path\n"
-    code += f"make_directory(Path({str(place)!r})); lock = WriterLock(Path({str(place)!r}))\n"
-    code += "print('taken', flush=True); sys.stdin.read()"
-    both: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with subprocess.Popen([sys.executable, "-c", code], text=True, **both) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "taken\n"
-        yield
-        process.communicate("")
+    assert not other(place)
+    yield
+    assert not other(None)
 
 
 def test_a_folder_that_bears_the_name_of_another_step_is_refused(tmp_path):

@@ -14,7 +14,7 @@ import hfjax
 from hfjax import FSDP
 from hfjax.models.gpt import next_token_loss
 from tests.small_checkpoint import same, small_layout, state_at
-from tests.small_gpt import gpt_layout, tokens
+from tests.small_gpt import mlp_layout, tokens
 from tests.test_checkpoint_damage import arrays, flip
 
 WORKER = """
@@ -35,7 +35,7 @@ with open(f"{directory}-{rank}", "w") as file:
 
 def work(rank, directory):
     """Train and save; restore; be refused; pass over what is damaged."""
-    layout = gpt_layout(FSDP, {"fsdp": 4}, layers=1, dropout=0.1)
+    layout = mlp_layout(FSDP, {"fsdp": 4}, layers=1, dropout=0.1)
     step = hfjax.train_step(layout, next_token_loss)
     mine = {"tokens": tokens()["tokens"][8 * rank : 8 * rank + 8]}
     state = hfjax.init(layout)
@@ -116,7 +116,7 @@ def test_two_processes_save_and_fail_together_and_one_restores_it(tmp_path):
     assert "Step 2 is whole" in others[3]
     assert others[4] == "2 [2]"
     assert (directory / "3.damaged").is_dir()
-    layout = gpt_layout(FSDP, {"fsdp": 2}, layers=1, dropout=0.1)
+    layout = mlp_layout(FSDP, {"fsdp": 2}, layers=1, dropout=0.1)
     state = hfjax.restore(directory, layout).state
     found = hfjax.train_step(layout, next_token_loss)(state, tokens())[1]["loss"]
     assert float(found) == pytest.approx(losses[2], rel=1e-5)

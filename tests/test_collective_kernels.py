@@ -21,10 +21,10 @@ from hfjax.pallas_kernels.ring.peers import VirtualRing
 from tests.kernels import (  # noqa: F401
     assert_fits,
     figures,
+    gaussian,
     interpreted_ring,
     lowered,
     needs_interpreter,
-    normal,
     relative,
 )
 from tests.rings import EVERY_DAY, LONG, RINGS, bytes_sent, mapped, mesh_of, on_devices, on_h200s
@@ -39,7 +39,7 @@ COLUMNS = 24
 
 def rows_for(mesh, axis, each=100, dtype=F32, seed=0):
     """Return rows for every device that the devices of the axis can share."""
-    return normal(seed, (each * mesh.shape[axis] * mesh.size, COLUMNS), dtype)
+    return gaussian(seed, (each * mesh.shape[axis] * mesh.size, COLUMNS), dtype)
 
 
 def exact_gather(x, axis):
@@ -70,21 +70,22 @@ def exact_scatter(x, axis):
 def test_the_plain_forms_are_the_sum_and_the_whole(sizes, axis, check):
     mesh = mesh_of(*sizes)
     x = rows_for(mesh, axis, 2)
+    exact = lambda x: (exact_gather(x, axis), exact_scatter(x, axis))
+    exact_whole, exact_shard = jax.device_get(on_devices(exact, mesh, x))
     for wire, bound in ((BF16, 1e-2), (F32, 1e-6)):
-        whole = on_devices(partial(plain.all_gather, axis=axis, wire=wire), mesh, x, check=check)
-        exact = on_devices(lambda x: exact_gather(x, axis), mesh, x)
-        np.testing.assert_array_equal(whole, exact.astype(wire))
-        shard = on_devices(
-            partial(plain.reduce_scatter, axis=axis, wire=wire), mesh, x, check=check
+        both = lambda x, wire=wire: (
+            plain.all_gather(x, axis, wire),
+            plain.reduce_scatter(x, axis, wire),
         )
-        exact = on_devices(lambda x: exact_scatter(x, axis), mesh, x)
+        whole, shard = jax.device_get(on_devices(both, mesh, x, check=check))
+        np.testing.assert_array_equal(whole, exact_whole.astype(wire))
         assert shard.dtype == F32
-        assert relative(shard, exact) < bound
+        assert relative(shard, exact_shard) < bound
 
 
 def test_several_axes_are_one_ring_of_their_product():
     mesh, axes = mesh_of(2, 4), ("first", "second")
-    x = normal(1, (64 * 8, 3))
+    x = gaussian(1, (64 * 8, 3))
     shard = on_devices(lambda x: plain.reduce_scatter(x, axes, F32), mesh, x, check=True)
     np.testing.assert_allclose(shard, x.reshape(8, 64, 3).sum(axis=0), atol=1e-5)
     whole = on_devices(lambda x: plain.all_gather(x, axes, F32), mesh, x, out=P(None))
@@ -93,18 +94,18 @@ def test_several_axes_are_one_ring_of_their_product():
 
 def test_a_device_adds_its_own_rows_unrounded_and_then_the_others_by_rank():
     mesh = mesh_of(3)
-    x = normal(2, (3, 3, 5, 7))  # rank, owner, rows, columns
+    x = gaussian(2, (3, 3, 5, 7))  # rank, owner, rows, columns
     found = on_devices(lambda x: plain.reduce_scatter(x[0], "first"), mesh, x)
-    found = np.asarray(found).reshape(3, 5, 7)
+    given, found = np.asarray(x), np.asarray(found).reshape(3, 5, 7)
     for owner in range(3):
-        total = np.asarray(x[owner, owner])
+        total = given[owner, owner]
         for other in [rank for rank in range(3) if rank != owner]:
-            total = total + np.asarray(x[other, owner].astype(BF16).astype(F32))
+            total = total + given[other, owner].astype(BF16).astype(F32)
         np.testing.assert_array_equal(found[owner], total)
 
 
 def test_a_ring_of_one_rounds_nothing_that_it_need_not_send():
-    mesh, x = mesh_of(1), normal(3, (8, 24))
+    mesh, x = mesh_of(1), gaussian(3, (8, 24))
     for f in (plain.reduce_scatter, plain.all_reduce):
         np.testing.assert_array_equal(on_devices(lambda x, f=f: f(x, "first"), mesh, x), x)
     pull = jax.grad(
@@ -116,7 +117,7 @@ def test_a_ring_of_one_rounds_nothing_that_it_need_not_send():
 @pytest.mark.parametrize(("sizes", "axis"), RINGS, ids=str)
 def test_the_sum_over_all_is_the_same_bits_on_every_device(sizes, axis):
     mesh = mesh_of(*sizes)
-    x = normal(4, (mesh.size * 4, 6))
+    x = gaussian(4, (mesh.size * 4, 6))
     reduce = lambda x: plain.all_reduce(x, axis)
     total = np.asarray(on_devices(reduce, mesh, x, check=True)).reshape(*sizes, 4, 6)
     total = np.moveaxis(total, mesh.axis_names.index(axis), 0)
@@ -132,7 +133,7 @@ def test_the_sum_over_all_is_the_same_bits_on_every_device(sizes, axis):
 
 
 def test_the_sum_over_all_is_known_to_be_equal_on_all():
-    mesh, x = mesh_of(4), normal(5, (16, 4))
+    mesh, x = mesh_of(4), gaussian(5, (16, 4))
     total = on_devices(
         lambda x: plain.all_reduce(x, "first", F32), mesh, x, check=True, out=P(None)
     )
@@ -143,7 +144,7 @@ def test_the_sum_over_all_is_known_to_be_equal_on_all():
 @pytest.mark.parametrize("wire", [F32, BF16], ids=["float32", "bfloat16"])
 def test_each_is_the_transpose_of_the_other(check, wire):
     mesh = mesh_of(4)
-    x, given = normal(6, (32, 6)), normal(7, (128, 6))
+    x, given = gaussian(6, (32, 6)), gaussian(7, (128, 6))
     for f, exact, there, back in (
         (plain.all_gather, exact_gather, x, given),
         (plain.reduce_scatter, exact_scatter, given, x),
@@ -167,7 +168,7 @@ def test_cotangents_are_added_in_float32():
 
 @pytest.mark.parametrize(("check", "out"), [(True, P(None)), (False, P("first"))], ids=str)
 def test_a_sum_over_all_pulls_back_as_psum_does(check, out):
-    mesh, x = mesh_of(4), normal(8, (16, 4))
+    mesh, x = mesh_of(4), gaussian(8, (16, 4))
 
     def pulled(f):
         run = mapped(lambda x: f(x, "first"), mesh, check, out)
@@ -228,7 +229,7 @@ def test_the_kernels_take_every_dtype(interpreted_ring, dtype, wire):  # noqa: F
 
 
 def test_the_sum_over_all_is_the_two_kernels(interpreted_ring):  # noqa: F811
-    mesh, x = mesh_of(2), normal(9, (4, 64))
+    mesh, x = mesh_of(2), gaussian(9, (4, 64))
     found, expected = (
         on_devices(lambda x, f=f: f(x, "first", BF16), mesh, x) for f in (REDUCE, plain.all_reduce)
     )
@@ -236,10 +237,10 @@ def test_the_sum_over_all_is_the_two_kernels(interpreted_ring):  # noqa: F811
 
 
 def test_gradients_of_the_kernels_are_those_of_the_plain_forms(interpreted_ring):  # noqa: F811
-    mesh, x = mesh_of(2), normal(10, (8, 16))
+    mesh, x = mesh_of(2), gaussian(10, (8, 16))
     pairs = ((GATHER, plain.all_gather), (SCATTER, plain.reduce_scatter))
     for f, (kernel, form) in zip((2, 0.5), pairs, strict=True):
-        given = normal(11, (int(8 * f), 16))
+        given = gaussian(11, (int(8 * f), 16))
         found, expected = (
             jax.jit(
                 lambda x, y, g=g: jax.vjp(
@@ -252,7 +253,7 @@ def test_gradients_of_the_kernels_are_those_of_the_plain_forms(interpreted_ring)
 
 
 def test_virtual_ranks_on_one_device_give_the_same(interpreted_ring):  # noqa: F811
-    ring, x = VirtualRing(3), normal(12, (3, 3, 40))
+    ring, x = VirtualRing(3), gaussian(12, (3, 3, 40))
     total = collectives_kernel.scatter(ring, x, F32, SMALL)
     np.testing.assert_allclose(total, x.sum(axis=0), atol=1e-6)
     whole = collectives_kernel.gather(ring, x[:, 0], BF16, SMALL)
@@ -267,13 +268,14 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from hfjax.pallas_kernels import mosaic
 from hfjax.pallas_kernels.ring.peers import MeshRing
 from tests import interpreter
-from tests.test_collective_kernels import {f}, BF16, mesh_of, normal, on_devices
+from tests.kernels import gaussian
+from tests.test_collective_kernels import {f}, BF16, mesh_of, on_devices
 
 interpreter.install(pytest.MonkeyPatch(), patience=5)
 mosaic.interpreter = plgpu.InterpretGPUParams(detect_races=True, num_tma_threads_per_device=5)
 with mock.patch.object(MeshRing, "{lost}", lambda *_: None):
     jax.block_until_ready(
-        on_devices(lambda x: {f}(x, "first", BF16), mesh_of(2), normal(0, (8, 64)))
+        on_devices(lambda x: {f}(x, "first", BF16), mesh_of(2), gaussian(0, (8, 64)))
     )
 """
 
@@ -333,6 +335,7 @@ def test_what_is_refused_raises():
 
 @pytest.mark.parametrize("check", [True, False], ids=["checked", "unchecked"])
 @pytest.mark.parametrize(("sizes", "axis"), [((8,), "first"), ((2, 4), "first")], ids=str)
+@pytest.mark.drawn
 def test_the_kernels_and_their_gradients_lower_for_cuda(sizes, axis, check):
     mesh = mesh_of(*sizes)
     for f in (room.all_gather, room.reduce_scatter, room.all_reduce):
@@ -378,7 +381,7 @@ def test_the_kernels_fit_h200s(capfd, count, dtype):
 @pytest.mark.parametrize("n", [8 * 997, 1 << 22])
 def test_on_a_gpu_virtual_ranks_equal_the_plain_sum(size, n):
     ring, tuning = VirtualRing(size), room.Tuning(blocks=16)  # all of them run at once
-    x = normal(13, (size, size, n))
+    x = gaussian(13, (size, size, n))
     total: Any = jax.jit(lambda x: collectives_kernel.scatter(ring, x, BF16, tuning))(x)
     assert relative(total, x.sum(axis=0)) < 1e-2
     again = jax.jit(lambda x: collectives_kernel.scatter(ring, x, BF16, tuning))(x)
@@ -391,7 +394,7 @@ def test_on_a_gpu_virtual_ranks_equal_the_plain_sum(size, n):
 @pytest.mark.skipif(jax.default_backend() != "gpu", reason="no GPU is here")
 def test_on_all_gpus_of_a_host_the_kernels_equal_the_plain_forms():
     mesh = mesh_of(jax.device_count())
-    x = normal(14, (mesh.size * mesh.size * 1024, 768))
+    x = gaussian(14, (mesh.size * mesh.size * 1024, 768))
     for f, form in (
         (room.all_gather, plain.all_gather),
         (room.reduce_scatter, plain.reduce_scatter),

@@ -15,7 +15,7 @@ LAYERS = 2
 SUMS = 8  # total and weight of the loss, two float32 scalars
 
 
-def lowered(strategy, sizes, optimizer=None, model=gpt, **execution):
+def lowered(strategy, sizes, optimizer=None, model=mlps, **execution):
     strategy = strategy.edit(replicate_below=1024)
     layout = gpt_layout(strategy, sizes, optimizer, model=model)
     return layout, hfjax.train_step(layout, next_token_loss, **execution).lower(tokens())
@@ -37,7 +37,10 @@ def elements(layout, *, split, layers=None):
     )
 
 
-@pytest.mark.parametrize("accumulate", [1, 2, 4])
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize("accumulate", [1, pytest.param(2, marks=SLOW), 4])
 def test_ddp_reduces_each_gradient_once_whatever_the_number_of_microbatches(accumulate):
     layout, program = lowered(DDP, {"data": 4}, accumulate=accumulate)
     found = hfjax.collectives(program)
@@ -55,7 +58,7 @@ def test_hierarchical_reduction_scatters_in_the_node_adds_across_and_gathers():
     assert found.total("all-reduce", ("data", "fsdp")) == SUMS
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("accumulate", [pytest.param(1, marks=SLOW), 2])
 def test_zero1_scatters_once_a_step_and_gathers_the_new_parameters(accumulate):
     layout, program = lowered(ZERO1, {"data": 2, "fsdp": 2}, accumulate=accumulate)
     found, both = hfjax.collectives(program), ("data", "fsdp")
@@ -67,7 +70,7 @@ def test_zero1_scatters_once_a_step_and_gathers_the_new_parameters(accumulate):
     assert compiled.total("all-gather") == 4 * large
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("accumulate", [pytest.param(1, marks=SLOW), 2])
 def test_zero2_scatters_in_every_microbatch(accumulate):
     layout, program = lowered(ZERO2, {"data": 4}, accumulate=accumulate)
     found = hfjax.collectives(program)
@@ -78,6 +81,7 @@ def test_zero2_scatters_in_every_microbatch(accumulate):
 
 @pytest.mark.parametrize("remat", ["none", "full", "dots"])
 @pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.drawn
 def test_fsdp_gathers_each_layer_twice_and_scatters_it_once_per_microbatch(accumulate, remat):
     layout, program = lowered(FSDP, {"fsdp": 4}, accumulate=accumulate, remat=remat)
     found = hfjax.collectives(program)
@@ -89,6 +93,7 @@ def test_fsdp_gathers_each_layer_twice_and_scatters_it_once_per_microbatch(accum
 
 
 @pytest.mark.parametrize("remat", ["none", "full", "dots"])
+@pytest.mark.drawn
 def test_parameters_kept_after_the_forward_pass_are_gathered_once(remat):
     options = {"remat": remat, "reshard_after_forward": False}
     layout, program = lowered(FSDP, {"fsdp": 4}, **options)
@@ -142,12 +147,13 @@ def test_beside_a_tensor_axis_only_tensor_shards_move():
     [
         TENSOR | SEQUENCE,
         FSDP | TENSOR,
-        pytest.param(TENSOR, marks=pytest.mark.slow),
-        pytest.param(ZERO2 | TENSOR, marks=pytest.mark.slow),
+        pytest.param(TENSOR, marks=SLOW),
+        pytest.param(ZERO2 | TENSOR, marks=SLOW),
     ],
 )
+@pytest.mark.drawn
 def test_no_parameter_split_by_tensor_is_ever_gathered_over_it(strategy):
-    layout, program = lowered(strategy, {"fsdp": 2, "tensor": 2})
+    layout, program = lowered(strategy, {"fsdp": 2, "tensor": 2}, model=gpt)
     split = [p for p in layout.placed.values() if "tensor" in p.parameter]
     largest = {math.prod(p.shape[-2:]) for p in split if len(p.shape) > 1}
     gathers = [r for r in hfjax.collectives(program.compile()) if r.kind == "all-gather"]
@@ -155,8 +161,9 @@ def test_no_parameter_split_by_tensor_is_ever_gathered_over_it(strategy):
     assert not largest & set(over_tensor)
 
 
+@pytest.mark.slow  # Llama's, in test_llama.py, are counted every day
 def test_tensor_parallel_layers_add_four_activations_a_layer():
-    _, program = lowered(TENSOR, {"data": 2, "tensor": 2})
+    _, program = lowered(TENSOR, {"data": 2, "tensor": 2}, model=gpt)
     found = hfjax.collectives(program.compile())
     activation = (8, 24, 32)
     added = sum(row.count for row in found if row.shape == activation and row.kind == "all-reduce")
@@ -165,7 +172,7 @@ def test_tensor_parallel_layers_add_four_activations_a_layer():
 
 def test_what_an_optimizer_moves_by_itself_is_counted():
     muon, adam = (
-        hfjax.collectives(lowered(FSDP, {"fsdp": 4}, optimizer, mlps)[1].compile())
+        hfjax.collectives(lowered(FSDP, {"fsdp": 4}, optimizer)[1].compile())
         for optimizer in (optax.contrib.muon(1e-3), optax.adamw(1e-3))
     )
     assert muon.total() > adam.total()

@@ -21,10 +21,10 @@ from tests.h200 import h200s
 from tests.kernels import (  # noqa: F401
     assert_fits,
     figures,
+    gaussian,
     interpreted_ring,
     lowered,
     needs_interpreter,
-    normal,
     relative,
 )
 
@@ -59,7 +59,7 @@ def mapped(function, kind, mesh, axis="tensor", **options):
 
 def operands(shape, dtype):
     rows, depth, columns = shape
-    return normal(0, (rows, depth), dtype), normal(1, (depth, columns), dtype) / depth**0.5
+    return gaussian(0, (rows, depth), dtype), gaussian(1, (depth, columns), dtype) / depth**0.5
 
 
 def exact(x, w):
@@ -83,7 +83,7 @@ def test_the_reference_is_the_product_with_its_gradients(kind, size, checked):
     f = mapped(KINDS[kind].reference, kind, mesh_of(size), check_vma=checked)
     with jax.default_matmul_precision("highest"):
         assert relative(jax.jit(f)(x, w), exact(x, w)) < 1e-5
-        dy = normal(2, (6 * size, 7 * size))
+        dy = gaussian(2, (6 * size, 7 * size))
         for found, expected in zip(gradients(f, x, w, dy), exact_gradients(x, w, dy), strict=True):
             assert relative(found, expected) < 1e-5
 
@@ -99,7 +99,7 @@ def test_weights_that_another_axis_shares_get_its_summed_gradient(kind):
         in_specs=stacked[:2],
         out_specs=stacked[2],
     )
-    two, dy = jnp.stack([x, 2 * x]), normal(2, (2, 16, 24))
+    two, dy = jnp.stack([x, 2 * x]), gaussian(2, (2, 16, 24))
     with jax.default_matmul_precision("highest"):
         _, dw = gradients(f, two, w, dy)
     expected = sum(exact_gradients(two[i], w, dy[i])[1] for i in range(2))
@@ -155,20 +155,20 @@ def test_the_ring_is_any_axis_of_a_larger_mesh(interpreted_ring, kind, axis):  #
 def test_gradients_of_the_kernel_are_those_of_the_product(interpreted_ring, kind):  # noqa: F811
     x, w = operands(global_shape(kind, 2, 16, 48), jnp.bfloat16)
     f = on_mesh(KERNELS[kind], kind, mesh_of(2))
-    dy = normal(2, (x.shape[0], w.shape[1]), jnp.bfloat16)
+    dy = gaussian(2, (x.shape[0], w.shape[1]), jnp.bfloat16)
     for found, expected in zip(gradients(f, x, w, dy), exact_gradients(x, w, dy), strict=True):
         assert relative(found, expected) < 1e-2
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_virtual_ranks_compute_what_ranks_of_a_mesh_do(interpreted_ring, size):  # noqa: F811
-    x, w = normal(0, (size, 16, 80), jnp.bfloat16), normal(1, (size, 80, 144), jnp.bfloat16)
+    x, w = gaussian(0, (size, 16, 80), jnp.bfloat16), gaussian(1, (size, 80, 144), jnp.bfloat16)
     found = gather_matmul(VirtualRing(size), x, w, SMALL).reshape(size, size * 16, 144)
     meshed = on_mesh(KERNELS["gather"], "gather", mesh_of(size))
     expected = jax.jit(meshed)(x.reshape(-1, 80), jnp.concatenate(w, 1))
     np.testing.assert_array_equal(jnp.concatenate(found, 1), expected)
 
-    x = normal(0, (size, size, 16, 80), jnp.bfloat16)
+    x = gaussian(0, (size, size, 16, 80), jnp.bfloat16)
     found = matmul_scatter(VirtualRing(size), x, w, SMALL).reshape(size * 16, 144)
     meshed = on_mesh(KERNELS["scatter"], "scatter", mesh_of(size))
     expected = jax.jit(meshed)(jnp.concatenate(x.reshape(size, -1, 80), 1), jnp.concatenate(w, 0))
@@ -225,12 +225,13 @@ def test_a_bug_planted_in_a_kernel_is_seen(kind, bug, said):
 
 @pytest.mark.parametrize("checked", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.drawn
 def test_kernels_and_their_gradients_lower_for_cuda(kind, checked):
     x, w = operands((8 * 128, 8 * 128, 8 * 128), jnp.bfloat16)
     f = mapped(KERNELS[kind], kind, mesh_of(8), check_vma=checked)
     lowered(lambda x, w, dy: jax.vjp(f, x, w)[1](dy), x, w, x @ w)
     virtual = {"gather": gather_matmul, "scatter": matmul_scatter}[kind]
-    x = normal(0, {"gather": (4, 128, 64), "scatter": (4, 4, 128, 64)}[kind], jnp.bfloat16)
+    x = gaussian(0, {"gather": (4, 128, 64), "scatter": (4, 4, 128, 64)}[kind], jnp.bfloat16)
     tuning = Tuning(blocks=33)
     lowered(lambda x, w: virtual(VirtualRing(4), x, w, tuning), x, w.reshape(4, 64, -1)[..., :256])
 
@@ -316,13 +317,13 @@ def test_on_a_gpu_a_ring_of_one_is_the_product(kind, shape):
 def test_on_a_gpu_virtual_ranks_gather_and_scatter(size, shape):
     rows, depth, columns = shape
     tuning = Tuning(blocks=132 // size)
-    w = normal(1, (size, depth, columns), jnp.bfloat16) / depth**0.5
+    w = gaussian(1, (size, depth, columns), jnp.bfloat16) / depth**0.5
     for seed in range(3):  # in another order of events each time
-        x = normal(seed, (size, rows, depth), jnp.bfloat16)
+        x = gaussian(seed, (size, rows, depth), jnp.bfloat16)
         found = gather_matmul(VirtualRing(size), x, w, tuning)
         expected = jnp.einsum("smk,rkn->rsmn", x, w, preferred_element_type=jnp.float32)
         assert relative(found, expected) < 4e-3
-        x = normal(seed, (size, size, rows, depth), jnp.bfloat16)
+        x = gaussian(seed, (size, size, rows, depth), jnp.bfloat16)
         found = matmul_scatter(VirtualRing(size), x, w, tuning)
         expected = jnp.einsum("rsmk,rkn->smn", x, w, preferred_element_type=jnp.float32)
         assert relative(found, expected) < 6e-3

@@ -18,7 +18,7 @@ from hfjax.pallas_kernels.compressed import (
 )
 from hfjax.pallas_kernels.compressed.reference import Errors
 from hfjax.pallas_kernels.ring.peers import VirtualRing
-from tests.kernels import assert_fits, figures, interpreted_ring, lowered, normal  # noqa: F401
+from tests.kernels import assert_fits, figures, gaussian, interpreted_ring, lowered  # noqa: F401
 from tests.rings import EVERY_DAY, LONG, RINGS, bytes_sent, mapped, mesh_of, on_devices, on_h200s
 
 HOW = ("int8", "fp8")
@@ -27,7 +27,7 @@ F32 = jnp.float32
 
 
 def pair(shape, seed=0, dtype=F32):
-    return normal(seed, shape, dtype), normal(seed + 1, shape) * 0.01
+    return gaussian(seed, shape, dtype), gaussian(seed + 1, shape) * 0.01
 
 
 def close(found, expected, bound=2e-6):
@@ -47,8 +47,9 @@ def close(found, expected, bound=2e-6):
 def test_rows_are_summed_and_gathered_within_what_8_bits_keep(sizes, axis, how):
     mesh = mesh_of(*sizes)
     x, error = pair((mesh.size * mesh.shape[axis] * 3, 100))  # 300 elements: a short last block
-    run = lambda f: on_devices(lambda x, e: f(x, e, axis, how), mesh, x, error, check=True)
-    exact = lambda f: on_devices(lambda x: f(x, axis, tiled=True), mesh, x + error)
+    form = lambda f: on_devices(lambda x, e: f(x, e, axis, how), mesh, x, error, check=True)
+    run = lambda f: jax.device_get(form(f))
+    exact = lambda f: np.asarray(on_devices(lambda x: f(x, axis, tiled=True), mesh, x + error))
     shard, _ = run(plain.compressed_reduce_scatter)
     assert np.abs(shard - exact(lax.psum_scatter)).max() < 0.15 * mesh.shape[axis]
     whole, _ = run(plain.compressed_all_gather)
@@ -71,13 +72,14 @@ def reduced_over(mesh, how, reduce=plain.compressed_all_reduce):
 
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.drawn
 def test_what_was_applied_and_what_is_owed_are_the_true_gradients(size, how):
     step = reduced_over(mesh_of(size), how)
     shape = (size * 12, 50)
     errors = Errors(jnp.zeros(shape), jnp.zeros(shape[0] * 50 // size))
     applied = true = np.zeros((12, 50))
     for t in range(20):
-        gradients = normal(t, shape) * 2.0 ** (t % 5)
+        gradients = gaussian(t, shape) * 2.0 ** (t % 5)
         total, errors = step(gradients, errors)
         total = np.asarray(total, np.float64).reshape(size, 12, 50)
         np.testing.assert_array_equal(total, np.broadcast_to(total[:1], total.shape))
@@ -97,7 +99,7 @@ def descended(how, feedback, size=4, steps=400):
     """
     mesh = mesh_of(size)
     steep = jnp.zeros((size, 256)).at[:, 0].set(jnp.array([400.0, -400.0, 800.0, -800.0]))
-    targets = normal(0, (size, 256)) * 4 + steep
+    targets = gaussian(0, (size, 256)) * 4 + steep
     reduce = reduced_over(mesh, how)
 
     def step(_, held):
@@ -121,7 +123,7 @@ def test_sgd_converges_with_error_feedback_and_stalls_without(how):
 def test_a_broken_gradient_of_any_device_breaks_the_sum(how, bad):
     step = reduced_over(mesh_of(4), how)
     for row in range(16):  # of each device for itself and for the others
-        x = normal(2, (16, 64)).at[row, 5].set(bad)
+        x = gaussian(2, (16, 64)).at[row, 5].set(bad)
         errors = Errors(jnp.zeros((16, 64)), jnp.zeros(256))
         total, _ = step(x, errors)
         finite = np.isfinite(total).reshape(4, 4, 64)
@@ -277,6 +279,7 @@ def test_what_is_refused_raises():
 
 
 @pytest.mark.parametrize("how", HOW)
+@pytest.mark.drawn
 def test_the_kernels_lower_for_cuda(how):
     for sizes, axis, check in (((8,), "first", True), ((2, 4), "first", False)):
         mesh, (x, error) = mesh_of(*sizes), pair((512, 256))

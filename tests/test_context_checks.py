@@ -183,12 +183,6 @@ def test_a_loss_of_whole_rows_that_its_parts_do_not_make_is_refused(name):
         traced(own(lambda x: x), loss=LOSSES[name])
 
 
-def test_a_plain_mean_weighs_each_row_once():
-    step = made(own(lambda x: x), {"context": 4})
-    _, metrics = step(hfjax.init(step.layout), TOKENS)
-    assert float(metrics["weight"]) == 2.0
-
-
 def test_losses_that_are_means_over_positions_pass_without_a_warning(recwarn):
     def counting(y, batch):
         losses, counts = own_loss(y, batch)
@@ -241,12 +235,14 @@ def test_random_numbers_for_positions_differ_by_position():
         drawing(name)
 
 
-def test_keys_of_rows_are_those_of_one_device():
+def test_keys_of_rows_are_those_of_one_device_and_a_plain_mean_weighs_each_row_once():
     forward = lambda model, batch, row_keys: model(batch) * DRAWS["noise of rows"](0, 0, row_keys)
     told = []
     for sizes in ({"data": 1}, {"context": 2}):
         step = made(own(lambda x: x), sizes, forward=forward)
-        told.append(float(step(hfjax.init(step.layout), TOKENS)[1]["loss"]))
+        _, metrics = step(hfjax.init(step.layout), TOKENS)
+        assert float(metrics["weight"]) == 2.0
+        told.append(float(metrics["loss"]))
     assert abs(told[0] - told[1]) < 1e-6
 
 

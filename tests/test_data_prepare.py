@@ -15,6 +15,7 @@ import pyarrow.parquet
 import pytest
 import tokenizers
 
+from hfjax.__main__ import main
 from hfjax.cli.data import DataCommand, run
 from hfjax.data import TokenSet, load_tokenizer, prepare, standard_library, tokenizer, write_tokens
 from tests.full_disk import allowed_bytes
@@ -234,15 +235,6 @@ def fixture_waiting(tmp_path):
         started.communicate(timeout=60)
 
 
-def test_a_killed_run_leaves_nothing_that_looks_like_a_data_set(waiting, tmp_path):
-    waiting.kill()
-    waiting.wait(60)
-    assert not (tmp_path / "out").exists()
-    (left,) = tmp_path.glob(".out.unfinished-*")
-    with pytest.raises(ValueError, match=r"is not a data set: it has no meta\.json"):
-        TokenSet(left)
-
-
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 1), (signal.SIGTERM, 143)])
 def test_a_run_that_is_told_to_end_leaves_nothing(waiting, tmp_path, number, code):
     waiting.send_signal(number)
@@ -251,14 +243,18 @@ def test_a_run_that_is_told_to_end_leaves_nothing(waiting, tmp_path, number, cod
     assert "Error" not in waiting.stderr.read()
 
 
-def test_the_next_start_sweeps_what_a_killed_run_left_and_nothing_that_is_at_work(
+def test_a_killed_run_leaves_no_data_set_and_the_next_start_sweeps_it_but_nothing_at_work(
     waiting, tmp_path
 ):
     (beside,) = tmp_path.glob(".out.unfinished-*")
+    assert not (tmp_path / "out").exists()
     prepare(write(tmp_path / "in.txt", "text"), tmp_path / "out")
     assert beside.is_dir()
     waiting.kill()
     waiting.wait(60)
+    assert texts_of(TokenSet(tmp_path / "out")) == ["text"]
+    with pytest.raises(ValueError, match=r"is not a data set: it has no meta\.json"):
+        TokenSet(beside)
     prepare(tmp_path / "in.txt", tmp_path / "out", overwrite=True)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "in.txt", "out"]
 
@@ -331,32 +327,33 @@ def test_the_standard_library_is_enough_to_train_on(tmp_path):
     train.verify()
 
 
-def test_the_command_makes_and_shows_a_data_set(tmp_path):
+def test_the_command_makes_and_shows_a_data_set(tmp_path, capfd):
     for i, text in enumerate(TEXTS * 10):
         write(tmp_path / "in" / f"{i:02}.txt", text)
-    command = [sys.executable, "-c", COMMAND]
-    run = lambda *words: subprocess.run(
-        [*command, *words], capture_output=True, text=True, timeout=60
-    )
+
+    def run(*words):
+        code = main(["data", *map(str, words)])
+        return code, *capfd.readouterr()
+
     folder, out = tmp_path / "in", tmp_path / "out"
-    made = run(folder, "--out", out, "--valid", "0.1")
-    assert (made.returncode, made.stderr) == (0, "")
-    head, *parts = (line.split() for line in made.stdout.splitlines()[:3])
+    code, made, err = run(folder, "--out", out, "--valid", "0.1")
+    assert (code, err) == (0, "")
+    head, *parts = (line.split() for line in made.splitlines()[:3])
     assert " ".join(head) == "data set documents tokens vocabulary on disk tokens per byte"
     assert [[*part[:4], part[-1]] for part in parts] == [
         ["train", "27", "747", "256", "1.038"],
         ["valid", "3", "73", "256", "1.043"],
     ]
-    assert made.stdout.endswith(f"\nfiles read: 30; {out} is whole.\n")
-    shown = run("--show", out, "--verify")
-    assert shown.returncode == 0
+    assert made.endswith(f"\nfiles read: 30; {out} is whole.\n")
+    code, shown, _ = run("--show", out, "--verify")
+    assert code == 0
     about = f"uint8, tokenizer bytes, end of a document: token 0\nmade from {folder}\n"
-    assert f"train: {about}" in shown.stdout
-    assert "  | Als Gregor Samsa\n" in shown.stdout
-    assert "valid: every CRC32 is right (documents.npy, tokens.bin)" in shown.stdout
-    failed = run(folder, "--out", out)
-    assert (failed.returncode, failed.stdout) == (2, "")
-    assert failed.stderr.startswith(f"hfjax data: {out} holds a data set already.")
+    assert f"train: {about}" in shown
+    assert "  | Als Gregor Samsa\n" in shown
+    assert "valid: every CRC32 is right (documents.npy, tokens.bin)" in shown
+    code, told, err = run(folder, "--out", out)
+    assert (code, told) == (2, "")
+    assert err.startswith(f"hfjax data: {out} holds a data set already.")
 
 
 def test_tokens_of_other_programs_are_shown_without_text(tmp_path, capsys):

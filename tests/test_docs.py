@@ -22,6 +22,7 @@ from hfjax.models.gpt import GPT, GPTConfig, next_token_loss
 from tests.h200 import h200s
 from tests.pages import FENCE, Page, blocks, commands, output_of
 from tests.small_checkpoint import EVERYTHING, Two
+from tests.small_gpt import MLPs
 from tests.small_run import MODEL
 from tests.test_checkpoint_damage import flip
 from tests.workers import environment
@@ -34,9 +35,9 @@ SMALL = {  # what is too long for a test, and what stands for it
     "README.md": {
         EIGHT: "",
         "GPTConfig.tiny()": "GPTConfig.tiny(layers=1)",
-        "launch -n 4": "launch -n 2 --devices-per-process 2",
+        "launch -n 4": "launch -n 1 --devices-per-process 4",
         "hfjax train     ": f"hfjax train --steps 2 --log.sample 4 {SMALL_GPT}     ",
-        "--out runs/books\n": f"--out runs/books --steps 2 --log.sample 4 {SMALL_GPT}\n",
+        "--out runs/books\n": f"--out runs/books --steps 2 --log.sample 0 {SMALL_GPT}\n",
         "--valid 0.01": "--valid 0.1",
         '--prompt "Once "': '--prompt "Once " --tokens 4',
         "--gpu h200 --count 8": "--gpu here --compare none",
@@ -139,10 +140,9 @@ def for_checkpoints(names: dict[str, Any]) -> dict[str, Any]:
 def for_data(names: dict[str, Any]) -> dict[str, Any]:
     Path("texts").mkdir()
     library = Path(sysconfig.get_path("stdlib"))
-    for name in ("__future__", "abc", "bisect", "code", "glob", "heapq", "queue", "shelve"):
+    for name in ("__future__", "abc", "bisect", "keyword", "opcode", "sched", "this", "token"):
         shutil.copy(library / f"{name}.py", "texts")
-    names["init"] = lambda rngs: GPT(names["config"], rngs=rngs)
-    return trained(names)
+    return trained({**names, "init": lambda rngs: MLPs(names["config"], rngs=rngs)})
 
 
 def for_memory(names: dict[str, Any]) -> dict[str, Any]:

@@ -37,13 +37,13 @@ def test_a_document_in_a_row_has_the_logits_that_it_has_alone(name):
     model = MODELS[name](nnx.Rngs(0))
     batch = packed(4)
     run = nnx.jit(lambda model, batch: model(batch))
-    logits = run(model, batch)
+    logits = np.asarray(run(model, batch))
     for row, documents in enumerate(batch["documents"]):
         for number in (1, 2, 3):
             (at,) = np.nonzero(documents[:-1] == number)
             alone = np.zeros_like(batch["tokens"][:1])  # what comes later is not seen
             alone[0, : len(at) + 1] = batch["tokens"][row, [*at, at[-1] + 1]]
-            wanted = run(model, {"tokens": alone})[0, : len(at)]
+            wanted = np.asarray(run(model, {"tokens": alone}))[0, : len(at)]
             np.testing.assert_allclose(logits[row, at], wanted, atol=2e-6)
 
 
@@ -52,9 +52,9 @@ def test_a_document_in_a_row_has_the_logits_that_it_has_alone(name):
 def test_both_ways_to_attend_inside_documents_agree(length):
     q, k, v = jax.random.normal(jax.random.key(0), (3, 4, length, 2, 8))
     documents = jnp.sort(jax.random.randint(jax.random.key(1), (4, length), 0, 4))
-    found = blocked(q, k, v, documents)
-    np.testing.assert_allclose(found, dot_product(q, k, v, documents), atol=2e-6)
-    assert not np.allclose(found, blocked(q, k, v))
+    found = jax.jit(blocked)(q, k, v, documents)
+    np.testing.assert_allclose(found, jax.jit(dot_product)(q, k, v, documents), atol=2e-6)
+    assert not np.allclose(found, jax.jit(blocked)(q, k, v))
 
 
 def losses(layout, **execution):
@@ -76,11 +76,11 @@ def losses_of_one():
     [
         pytest.param(FSDP, {"fsdp": 8}, {"remat": "full"}, marks=pytest.mark.slow),
         (FSDP | TENSOR | SEQUENCE, {"data": 2, "fsdp": 2, "tensor": 2}, {"accumulate": 2}),
+        (PIPE | DDP, {"pipe": 2, "data": 2}, {"schedule": hfjax.Schedule("1f1b", 4)}),
         pytest.param(
-            *(PIPE | DDP, {"pipe": 2, "data": 2}, {"schedule": hfjax.Schedule("1f1b", 4)}),
+            *(PIPE | TENSOR, {"pipe": 2, "tensor": 2}, {"schedule": hfjax.Schedule("zb", 4)}),
             marks=pytest.mark.slow,
         ),
-        (PIPE | TENSOR, {"pipe": 2, "tensor": 2}, {"schedule": hfjax.Schedule("zb", 4)}),
     ],
 )
 @pytest.mark.drawn

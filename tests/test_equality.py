@@ -5,6 +5,7 @@ import re
 
 import jax
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 
@@ -21,15 +22,25 @@ def groups(devices, size=4):
     return [names[i : i + size] for i in range(0, len(names), size)]
 
 
+def values(case):
+    return getattr(case, "values", case)
+
+
 def cases(devices, names):
     known = strategies(devices)
     return {name: (known[name][0].edit(replicate_below=0), known[name][1]) for name in names}
 
 
-# Every day all strategies train MLPs on 8 devices. All train a whole GPT otherwise: what splits
-# most does so every day in test_kernels_in_steps, and a Llama in test_llama.
+MOMENTUM = optax.sgd(0.1, momentum=0.9)
+
+# Every day strategies train MLPs on 8 devices. All train a whole GPT otherwise: what splits most
+# does so every day in test_kernels_in_steps, and a Llama in test_llama.
+BOTH = ["FSDP+TENSOR", "ZERO1+TENSOR+SEQUENCE", "HSDP+TENSOR+SEQUENCE", "ZERO2+TENSOR"]
 GROUPS = [
-    *((mlps, 8, names) for names in groups(8)),
+    (mlps, 8, ["DDP", "ZERO1", "ZERO2"]),
+    (mlps, 8, ["FSDP", "TENSOR", "TENSOR+SEQUENCE"]),
+    (mlps, 8, ["HSDP", "ZERO2 on two axes"]),
+    pytest.param(mlps, 8, BOTH, marks=pytest.mark.slow),  # one does in float64, every day
     *(
         pytest.param(gpt, devices, names, marks=pytest.mark.slow)
         for devices in (2, 4, 8)
@@ -49,7 +60,8 @@ def test_strategies_equal_one_device_with_dropout_masks_microbatches_and_clippin
 ):
     mask = np.random.default_rng(0).integers(0, 2, (16, 24)).astype(np.float32)
     batch, options = tokens(mask=mask), {"accumulate": 2, "clip": 0.5}
-    options |= {"unroll": 1} if model is mlps else {}
+    if model is mlps:
+        options |= {"unroll": 1, "optimizer": MOMENTUM}
     assert_strategies_agree(
         model(dropout=0.1), next_token_loss, batch, cases(devices, names), **options
     )
@@ -65,7 +77,13 @@ IN_FLOAT64 = [
 def test_in_float64_parameters_agree_to_the_last_digits(name):
     with jax.enable_x64(True):
         found = assert_strategies_agree(
-            mlps(), next_token_loss, tokens(), cases(8, [name]), precision="fp64", clip=1.0
+            mlps(),
+            next_token_loss,
+            tokens(),
+            cases(8, [name]),
+            optimizer=MOMENTUM,
+            precision="fp64",
+            clip=1.0,
         )
     assert found[name] < 1e-12
 
@@ -82,8 +100,12 @@ def test_in_float64_parameters_agree_to_the_last_digits(name):
     ],
     ids=["full", "dots, unrolled", "kept", "a policy"],
 )
+@pytest.mark.drawn
 def test_no_option_of_the_layers_changes_the_result(options):
-    assert_strategies_agree(mlps(), next_token_loss, tokens(), cases(8, ["HSDP"]), **options)
+    chosen = cases(8, ["HSDP"])
+    assert_strategies_agree(
+        mlps(), next_token_loss, tokens(), chosen, optimizer=MOMENTUM, **options
+    )
 
 
 IN_TWO_LEVELS = {
@@ -107,8 +129,13 @@ def test_hierarchical_reduction_and_whole_accumulation_change_no_result(names):
         name: (IN_TWO_LEVELS[name].edit(replicate_below=0), {"data": 2, "fsdp": 4})
         for name in names
     }
-    options = {"reduction": "hierarchical", "accumulate": 2, "unroll": 1}
+    options = {"reduction": "hierarchical", "accumulate": 2, "unroll": 1, "optimizer": MOMENTUM}
     assert_strategies_agree(mlps(), next_token_loss, tokens(), chosen, **options)
+
+
+def test_all_strategies_train_mlps():
+    trained = [name for model, _, names in map(values, GROUPS) if model is mlps for name in names]
+    assert sorted(trained) == sorted(strategies(8))
 
 
 @pytest.mark.parametrize("devices", [1, 2, 3, 4, 6, 8])

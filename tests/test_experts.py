@@ -2,10 +2,9 @@
 
 import warnings
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -66,12 +65,15 @@ MODELS = {
 }
 
 
+MOMENTUM = optax.sgd(0.1, momentum=0.9)
+
+
 def trained(name, strategy, sizes, batch, steps=2, **execution):
     """Return what a run told, its parameters and variables, and its step."""
     devices = jax.devices()[: int(np.prod(list(sizes.values())))]
     mesh = hfjax.make_mesh(devices=devices, **sizes)
     model = lambda rngs: doubled(MoELlama(MODELS[name], rngs=rngs))
-    layout = hfjax.layout(model, optax.adamw(1e-2), mesh, strategy.edit(replicate_below=0))
+    layout = hfjax.layout(model, MOMENTUM, mesh, strategy.edit(replicate_below=0))
     step = hfjax.train_step(layout, next_token_loss, **execution)
     state, told, routing = hfjax.init(layout, 0, execution.get("schedule")), [], []
     for _ in range(steps):
@@ -177,17 +179,8 @@ CASES = {
 }  # fmt: skip
 
 
-DAILY = (
-    "E 8",
-    "E 2, tokens travel",
-    "E+D+M",
-    "in the backward pass",
-    "context",
-    "1F1B",
-    "dropless",
-    "unlike layers",
-    "over the batch",
-)
+# Experts with tensor, and unlike layers, train every day in test_moe_training.
+DAILY = ("E 8", "E 2, tokens travel", "1F1B", "dropless", "over the batch")
 MARKED = [pytest.param(c, marks=[] if c in DAILY else pytest.mark.slow) for c in CASES]
 
 
@@ -214,55 +207,70 @@ def test_an_optimizer_that_mixes_experts_is_told(optimizer, mixes):
     assert ["treats the experts of" in str(w.message) for w in told] == [True] * mixes
 
 
+def layout_of(config, strategy, optimizer=None, **sizes):
+    mesh = hfjax.make_mesh(devices=jax.devices()[: int(np.prod([*sizes.values()]))], **sizes)
+    model = lambda rngs: MoELlama(config, rngs=rngs)
+    return hfjax.layout(model, optimizer or optax.sgd(0.1), mesh, strategy.edit(replicate_below=0))
+
+
 def test_evaluation_and_prediction_equal_one_device_and_nothing_is_random():
-    made = {}
-    for sizes, strategy in (({"data": 1}, DDP), ({"expert": 4, "fsdp": 2}, FSDP | EXPERT)):
-        mesh = hfjax.make_mesh(devices=jax.devices()[: int(np.prod([*sizes.values()]))], **sizes)
-        model = lambda rngs: MoELlama(MODELS["drawn"], rngs=rngs)
-        layout = hfjax.layout(model, optax.sgd(0.1), mesh, strategy.edit(replicate_below=0))
-        state = hfjax.init(layout)
-        metrics = hfjax.eval_step(layout, next_token_loss)(state, TOKENS)
-        logits = hfjax.predict_step(layout)(state, TOKENS)
-        made[strategy.name] = jax.device_get((metrics["loss"], metrics["token_loss"], logits))
-    one, other = made.values()
+    alone = layout_of(MODELS["drawn"], DDP, data=1)
+    split = layout_of(MODELS["drawn"], FSDP | EXPERT, expert=4, fsdp=2)
+    state, made = jax.device_get(hfjax.init(alone)), []
+    for layout in (alone, split):
+        placed = jax.device_put(state, layout.shardings())
+        metrics = hfjax.eval_step(layout, next_token_loss)(placed, TOKENS)
+        np.testing.assert_allclose(np.asarray(metrics["expert_load"]).sum(1), 1, rtol=1e-6)
+        logits = hfjax.predict_step(layout)(placed, TOKENS)
+        made.append(jax.device_get((metrics["loss"], metrics["token_loss"], logits)))
+    one, other = made
     assert one[0] == one[1]  # routers add nothing to an evaluation
     assert apart(one, other) < 1e-5
 
 
-def test_a_state_goes_on_under_another_mesh_of_experts(tmp_path):
-    def layout_of(strategy, **sizes):
-        mesh = hfjax.make_mesh(devices=jax.devices()[: int(np.prod([*sizes.values()]))], **sizes)
-        model = lambda rngs: MoELlama(CONFIG, rngs=rngs)
-        return hfjax.layout(model, optax.adamw(1e-2), mesh, strategy.edit(replicate_below=0))
+class Begun(NamedTuple):
+    """A run after its first step, and what that told."""
 
-    first = layout_of(FSDP | EXPERT, expert=4, fsdp=2)
-    step = hfjax.train_step(first, next_token_loss)
-    state, _ = step(hfjax.init(first), TOKENS)
-    hfjax.save(tmp_path / "run", first, state)
+    layout: Any
+    step: Any
+    state: Any
+    metrics: Any
+
+
+@pytest.fixture(scope="module")
+def begun():
+    layout = layout_of(CONFIG, FSDP | EXPERT, MOMENTUM, expert=4, fsdp=2)
+    step = hfjax.train_step(layout, next_token_loss)
+    return Begun(layout, step, *step(hfjax.init(layout), TOKENS))
+
+
+ELSEWHERE = {
+    "E+Z1": (ZERO1 | EXPERT, {"expert": 2, "data": 2}),
+    "one device": (DDP, {"data": 1}),  # so does a bias every day, in test_moe_training
+}
+
+
+@pytest.mark.parametrize("where", ["E+Z1", pytest.param("one device", marks=pytest.mark.slow)])
+def test_a_state_goes_on_under_another_mesh_of_experts(tmp_path, begun, where):
+    strategy, sizes = ELSEWHERE[where]
+    other = layout_of(CONFIG, strategy, MOMENTUM, **sizes)
+    hfjax.save(tmp_path / "run", begun.layout, begun.state)
     losses = []
-    for layout in (first, layout_of(ZERO1 | EXPERT, expert=2, data=2), layout_of(DDP, data=1)):
+    for layout in (begun.layout, other):
         again = hfjax.restore(tmp_path / "run", layout).state
-        assert np.array_equal(*(flat(s.variables)[BIAS] for s in (again, state)))
-        go_on = step if layout is first else hfjax.train_step(layout, next_token_loss)
+        assert np.array_equal(*(flat(s.variables)[BIAS] for s in (again, begun.state)))
+        go_on = hfjax.train_step(layout, next_token_loss) if layout is other else begun.step
         losses.append(float(go_on(again, TOKENS)[1]["loss"]))
     assert max(losses) - min(losses) < 1e-5
 
 
-def test_metrics_say_how_even_loads_are_and_what_is_dropped():
-    with jax.enable_x64(True):
-        (_, routing, _, _), step = trained("mixtral", DDP | EXPERT, {"expert": 8}, TOKENS)
-    load, dropped = routing[:2]
+def test_metrics_say_how_even_loads_are_and_what_is_dropped(begun):
+    load, dropped = (np.asarray(begun.metrics[name]) for name in ("expert_load", "dropped"))
     assert load.shape == (2, 8)
     np.testing.assert_allclose(load.sum(1), 1, rtol=1e-6)
     places = 5 / (LENGTH * CONFIG.top_k)  # ceil(16 * 2 / 8 * 1.25) of a row's 32 choices
     assert (dropped >= load.max(1) - places - 1e-6).all()
-    assert "chosen" in str(step.experts)
-
-
-def layout_of(config, strategy, **sizes):
-    mesh = hfjax.make_mesh(devices=jax.devices()[: int(np.prod([*sizes.values()]))], **sizes)
-    model = lambda rngs: MoELlama(config, rngs=rngs)
-    return hfjax.layout(model, optax.sgd(0.1), mesh, strategy.edit(replicate_below=0))
+    assert "chosen" in str(begun.step.experts)
 
 
 @pytest.mark.parametrize("strategy", [FSDP, FSDP | TENSOR, hfjax.HSDP], ids=lambda s: s.name)
@@ -332,12 +340,17 @@ def test_a_router_that_cannot_be_is_refused(given, message):
 
 def test_draws_stay_in_the_groups_of_a_token_and_third_choices_are_not_drawn():
     router = Router(groups=4, best_groups=2, sample_second=True)
-    logits = jnp.asarray(np.random.default_rng(0).normal(size=(64, 8)))
-    noise = jnp.asarray(np.random.default_rng(1).gumbel(size=(64, 8)))
-    plain = choose(replace(router, sample_second=False), 3, logits, None, Drawn()).experts
-    drawn = choose(router, 3, logits, None, Drawn(second=noise)).experts
+    logits = np.random.default_rng(0).normal(size=(64, 8)).astype(np.float32)
+    noise = np.random.default_rng(1).gumbel(size=(64, 8)).astype(np.float32)
+    best = replace(router, sample_second=False)
+    # of all three at once: (the best 3, the drawn 3, the best 4) of each token
+    chosen = lambda logits, noise: (
+        choose(best, 3, logits, None, Drawn()).experts,
+        choose(router, 3, logits, None, Drawn(second=noise)).experts,
+        choose(best, 4, logits, None, Drawn()).experts,
+    )
+    plain, drawn, every = jax.device_get(jax.jit(chosen)(logits, noise))
     groups = lambda experts: [sorted(set((np.asarray(row) // 2).tolist())) for row in experts]
-    every = choose(replace(router, sample_second=False), 4, logits, None, Drawn()).experts
     assert all(set(a) <= set(b) for a, b in zip(groups(drawn), groups(every), strict=True))
     assert (drawn[:, 0] == plain[:, 0]).all()
     assert (drawn[:, 1] != plain[:, 1]).any()
@@ -345,9 +358,10 @@ def test_draws_stay_in_the_groups_of_a_token_and_third_choices_are_not_drawn():
 
 def test_kept_weights_are_scaled_after_they_are_normalised():
     x = jax.random.normal(jax.random.key(0), (1, 16, 8))
-    made = []
-    for scale in (1.0, 2.5):
+
+    def output(x, scale):
         router = Router(normalise="kept", scale=scale)
-        layer = MoE(8, 8, experts=4, router=router, rngs=nnx.Rngs(0))
-        made.append(nnx.jit(lambda layer, x: layer(x)[0])(layer, x))
+        return MoE(8, 8, experts=4, router=router, rngs=nnx.Rngs(0))(x)[0]
+
+    made = jax.jit(lambda x: [output(x, scale) for scale in (1.0, 2.5)])(x)
     np.testing.assert_allclose(2.5 * made[0], made[1], rtol=1e-5, atol=1e-9)

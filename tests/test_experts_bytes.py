@@ -1,5 +1,6 @@
 """What mixtures of experts send and multiply: as much as the formulas say, counted in programs."""
 
+import functools
 from dataclasses import replace
 
 import jax
@@ -51,6 +52,13 @@ def sent_by(step, batch):
     return sum(r.moved for r in found if r.axes == ("expert",) and r.kind in kinds)
 
 
+@functools.cache
+def lowered(n, config=CONFIG, **execution):
+    """Return a plan over n devices that was lowered for 16 rows, and what it sends."""
+    step = plan(config, {"expert": n}, **execution)
+    return step, sent_by(step, rows_of(16))
+
+
 def choice_of(step):
     """The one call that equal layers make, and the dispatch that it took."""
     assert step.experts is not None
@@ -72,13 +80,14 @@ def expected(way, n, groups, places=PLACES, tokens=LENGTH, k=K, size=4, again=0)
 @pytest.mark.drawn
 def test_each_dispatch_sends_the_bytes_of_its_formula(way, n):
     config, execution = WAYS[way]
-    step = plan(config, {"expert": n}, **execution)
-    assert sent_by(step, rows_of(16)) == LAYERS * expected(way, n, groups=16 // n)
+    step, sent = lowered(n, config, **execution)
+    assert sent == LAYERS * expected(way, n, groups=16 // n)
     call, chosen = choice_of(step)
-    assert LAYERS * sum(call.bytes(chosen)) == sent_by(step, rows_of(16))
+    assert LAYERS * sum(call.bytes(chosen)) == sent
 
 
 @pytest.mark.parametrize("way", WAYS)
+@pytest.mark.drawn
 def test_of_a_layer_that_is_computed_again_what_its_gradients_read_is_sent_again(way):
     config, execution = WAYS[way]
     step = plan(config, {"expert": 4}, remat="full", precision="bf16", **execution)
@@ -152,20 +161,17 @@ def test_on_16_and_64_devices_the_formulas_hold_as_well():
 )
 def test_auto_takes_what_sends_least(n, wanted):
     """Fewer devices than choices: tokens travel; more: their places do."""
-    sent = {
-        way: sent_by(plan(CONFIG, {"expert": n}, dispatch=way), rows_of(16))
-        for way in ("all_to_all", "gather")
-    }
-    step = plan(CONFIG, {"expert": n})
-    assert sent_by(step, rows_of(16)) == min(sent.values())
-    assert sent[wanted] == min(sent.values())
+    ways = ("all_to_all", "gather")
+    sends = {way: LAYERS * expected(way, n, groups=16 // n) for way in ways}
+    step, sent = lowered(n)
+    assert sent == min(sends.values())
+    assert sends[wanted] == min(sends.values())
     assert choice_of(step)[1] == wanted
 
 
 def test_a_step_tells_what_each_dispatch_sends_and_why_one_was_chosen():
-    step = plan(CONFIG, {"expert": 4})
-    assert step.experts is None
-    step.lower(rows_of(16))
+    assert plan(CONFIG, {"expert": 4}).experts is None
+    step, _ = lowered(4)
     head, names, *lines = str(step.experts).splitlines()
     assert head.startswith("experts on 4 devices")
     assert names.split("  ")[0] == "dispatch"
@@ -173,11 +179,9 @@ def test_a_step_tells_what_each_dispatch_sends_and_why_one_was_chosen():
         assert line.startswith(way)
         assert f"  {human(expected(way, 4, groups=4))}" in line
     assert lines[0].endswith("chosen: it sends least")
-    step = plan(CONFIG, {"expert": 4}, dispatch="gather")
-    step.lower(rows_of(16))
+    step, _ = lowered(4, dispatch="gather")
     assert str(step.experts).endswith("chosen: asked for")
-    step = plan(DROPLESS, {"expert": 4})
-    step.lower(rows_of(16))
+    step, _ = lowered(4, DROPLESS)
     assert "cannot: without a capacity no device knows" in str(step.experts)
 
 
@@ -208,9 +212,15 @@ def flops_of_experts(jaxpr) -> int:
     return total
 
 
-@pytest.mark.parametrize("n", [1, pytest.param(2, marks=SLOW), 8])
-@pytest.mark.parametrize("way", ["all_to_all", "gather"])
-@pytest.mark.parametrize("remat", ["none", "full"])
+PRODUCTS = [  # recomputed on one device every day, and not recomputed on eight
+    pytest.param(way, n, remat, marks=[] if (n, remat) in ((1, "full"), (8, "none")) else SLOW)
+    for remat in ("none", "full")
+    for way in ("all_to_all", "gather")
+    for n in (1, 2, 8)
+]
+
+
+@pytest.mark.parametrize(("way", "n", "remat"), PRODUCTS)
 @pytest.mark.drawn
 def test_experts_multiply_their_places_and_no_more(way, n, remat):
     step = plan(CONFIG, {"expert": n}, dispatch=way, remat=remat)
@@ -265,17 +275,24 @@ ROUTINGS = {
 @pytest.mark.drawn
 def test_blocks_are_as_many_as_choices_need_and_hold_each_choice_once(routing, size):
     experts = ROUTINGS[routing]
-    made = planned(jnp.asarray(experts, jnp.int32), EXPERTS, size)
+    most = -(-experts.size // size) + EXPERTS
+
+    @jax.jit
+    def blocks(experts):
+        made = planned(experts, EXPERTS, size)
+        numbers = jnp.arange(most, dtype=jnp.int32)
+        return made.total, jax.vmap(lambda i: made.block(i, size, experts.shape[1]))(numbers)
+
+    total, made = jax.device_get(blocks(experts.astype(np.int32)))
     counts = np.bincount(experts[(experts >= 0) & (experts < EXPERTS)], minlength=EXPERTS)
-    assert made.total == np.ceil(counts / size).sum()
-    assert made.total <= -(-experts.size // size) + EXPERTS
+    assert total == np.ceil(counts / size).sum()
+    assert total <= most
     held = []
-    for number in range(int(made.total)):
-        block = made.block(jnp.int32(number), size, experts.shape[1])
-        real = np.asarray(block.choices)[np.asarray(block.choices) < experts.size]
+    for expert, choices, tokens in zip(*(x[:total] for x in made), strict=True):
+        real = choices[choices < experts.size]
         assert len(real)
-        assert (experts.ravel()[real] == block.expert).all()
-        assert (np.asarray(block.tokens)[: len(real)] == real // experts.shape[1]).all()
+        assert (experts.ravel()[real] == expert).all()
+        assert (tokens[: len(real)] == real // experts.shape[1]).all()
         held += real.tolist()
     known = np.flatnonzero((experts.ravel() >= 0) & (experts.ravel() < EXPERTS))
     assert sorted(held) == known.tolist()
@@ -302,13 +319,11 @@ def test_products_in_blocks_equal_the_dense_answer_and_its_gradients(routing, si
         draw = np.random.default_rng(1)
         arrays = draw.normal(size=(EXPERTS, 6, 10)), draw.normal(size=(EXPERTS, 10, 6))
         x, weights = draw.normal(size=(len(experts), 6)), draw.random(experts.shape)
-        given = jax.tree.map(jnp.asarray, (arrays, x, weights))
-        towards = jnp.asarray(draw.normal(size=x.shape))
-        choices = jnp.asarray(experts, jnp.int32)
+        towards, choices = draw.normal(size=x.shape), experts.astype(np.int32)
         blocks = lambda a, x, w: jnp.vdot(in_blocks(gated, size, a, x, choices, w), towards)
         dense = lambda a, x, w: (densely(a, x, choices, w) * towards).sum()
-        found = jax.value_and_grad(blocks, (0, 1, 2))(*given)
-        wanted = jax.value_and_grad(dense, (0, 1, 2))(*given)
+        both = lambda *given: [jax.value_and_grad(f, (0, 1, 2))(*given) for f in (blocks, dense)]
+        found, wanted = jax.jit(both)(arrays, x, weights)
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-11), found, wanted)
 
 

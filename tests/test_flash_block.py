@@ -18,14 +18,14 @@ from hfjax.pallas_kernels.attention.mask import Tiles, visible, visits_of_keys, 
 from hfjax.pallas_kernels.attention.parts import Tile, Visit
 from tests import kernels
 from tests.h200 import h200s
-from tests.kernels import assert_fits, figures, lowered, normal, relative
+from tests.kernels import assert_fits, figures, gaussian, lowered, relative
 
 interpreted = kernels.interpreted
 FULL, CAUSAL = Mask(causal=False), Mask()
 
 
 def documents(length, size, first=0):
-    return ((jnp.arange(length, dtype=jnp.int32) + first) // size)[None]
+    return jnp.asarray(((np.arange(length, dtype=np.int32) + first) // size)[None])
 
 
 def within(length, keys, size, query_start=0, key_start=0):
@@ -56,8 +56,8 @@ def operands(case, dtype=jnp.float32):
     """Return q, k, v and gradients of the attention and of lse."""
     length, keys, heads, groups, width = case[:5]
     shapes = [(1, length, heads, width)] + [(1, keys, groups, width)] * 2
-    q, k, v, do = (normal(i, s, dtype) for i, s in enumerate([*shapes, shapes[0]]))
-    return (q, k, v), (do, normal(9, (1, heads, length)))
+    q, k, v, do = (gaussian(i, s, dtype) for i, s in enumerate([*shapes, shapes[0]]))
+    return (q, k, v), (do, gaussian(9, (1, heads, length)))
 
 
 def dense(q, k, v, mask, places):
@@ -150,7 +150,7 @@ def blocks_of_keys(case, count):
 
 def places_of(places, keys):
     documents = places.key_documents
-    documents = None if documents is None else documents[:, keys]
+    documents = None if documents is None else jnp.asarray(np.asarray(documents)[:, keys])
     return places._replace(key_start=places.key_start + keys.start, key_documents=documents)
 
 
@@ -158,9 +158,9 @@ def places_of(places, keys):
 @pytest.mark.drawn
 def test_blocks_of_keys_in_any_order_and_merged_are_one_block(small_blocks, count):
     case = CASES["documents elsewhere"]
-    (q, k, v), _ = operands(case)
+    (q, k, v), _ = jax.device_get(operands(case))
     mask, places = case[5:]
-    expected = dense(q, k, v, mask, places)
+    expected = jax.jit(dense, static_argnums=3)(q, k, v, mask, places)
     keys = blocks_of_keys(case, count)
     block = jax.jit(flash.reference, static_argnums=4)
     one = lambda b, state=None: block(q, k[:, b], v[:, b], state, mask, places_of(places, b))
@@ -221,7 +221,7 @@ def test_the_reference_keeps_no_scores():
 
 
 def test_the_reference_agrees_with_jaxs_own():
-    q, k, v = (normal(i, (2, 600, h, 16)) for i, h in enumerate((4, 2, 2)))
+    q, k, v = (gaussian(i, (2, 600, h, 16)) for i, h in enumerate((4, 2, 2)))
     theirs = jax.jit(partial(jax.nn.dot_product_attention, is_causal=True))(q, k, v)
     assert relative(jax.jit(flash.reference_attention)(q, k, v), theirs) < 1e-5
 
@@ -230,11 +230,18 @@ def test_the_reference_agrees_with_jaxs_own():
 @pytest.mark.drawn
 def test_tiles_that_are_not_visited_hold_nothing_and_whole_ones_hold_all(name):
     length, keys, *_, mask, places = CASES[name]
-    near, same = visible(mask, places, jnp.arange(length), jnp.arange(keys))
-    seen = np.asarray(near[None] if same is None else near[None] & same)[0]
-    for tiles in (Tiles(length, keys, 32, 16), Tiles(length, keys, 16, 48)):
-        by_query = np.asarray(visits_of_queries(mask, places, tiles))[0]
-        by_key = np.asarray(visits_of_keys(mask, places, tiles))[0]
+    tilings = (Tiles(length, keys, 32, 16), Tiles(length, keys, 16, 48))
+
+    @jax.jit
+    def all_of(places):
+        near, same = visible(mask, places, jnp.arange(length), jnp.arange(keys))
+        tables = [
+            (visits_of_queries(mask, places, t), visits_of_keys(mask, places, t)) for t in tilings
+        ]
+        return near[None] if same is None else near[None] & same, tables
+
+    (seen, *_), tables = jax.device_get(all_of(places))
+    for tiles, ((by_query, *_), (by_key, *_)) in zip(tilings, tables, strict=True):
         _check_visits(seen, by_query, tiles.query_tile, tiles.key_tile)
         _check_visits(seen.T, by_key, tiles.key_tile, tiles.query_tile, ragged=keys)
 
@@ -362,6 +369,7 @@ def _gradient(q, k, v, mask=CAUSAL, places=None, tuning=flash.TUNING):
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.drawn
 def test_the_kernels_lower_for_cuda(dtype, width):
     given = shapes(dtype, 500, width, 4, 2, 700)
     text = lowered(_gradient, *given)
@@ -438,8 +446,8 @@ def gpu():
 @pytest.mark.parametrize("width", [64, 128])
 @pytest.mark.parametrize("causal", [True, False])
 def test_on_a_gpu_the_kernels_agree_with_jaxs_attention(gpu, length, width, causal):
-    inputs = [normal(i, (2, length, h, width), jnp.bfloat16) for i, h in enumerate((8, 4, 4))]
-    do = normal(3, inputs[0].shape, jnp.bfloat16)
+    inputs = [gaussian(i, (2, length, h, width), jnp.bfloat16) for i, h in enumerate((8, 4, 4))]
+    do = gaussian(3, inputs[0].shape, jnp.bfloat16)
     theirs = partial(jax.nn.dot_product_attention, is_causal=causal, implementation="xla")
     ours = lambda q, k, v: flash.attention(q, k, v, Mask(causal))
     with_gradients = lambda f: lambda *x: (f(*x), *jax.vjp(f, *x)[1](do.astype(x[0].dtype)))
@@ -456,7 +464,7 @@ def test_on_a_gpu_the_kernels_agree_with_dense_attention(gpu, capfd, name):
 
 @pytest.mark.gpu
 def test_on_a_gpu_gradients_are_the_same_bits_every_time(gpu):
-    q, k, v = (normal(i, (2, 1000, h, 64), jnp.bfloat16) for i, h in enumerate((8, 2, 2)))
+    q, k, v = (gaussian(i, (2, 1000, h, 64), jnp.bfloat16) for i, h in enumerate((8, 2, 2)))
     pull = jax.jit(_gradient)
     first, second = pull(q, k, v), pull(q, k, v)
     for one, other in zip(first, second, strict=True):

@@ -29,7 +29,6 @@ from hfjax.run.loss_picture import figure, mean
 from hfjax.run.model import choose
 from hfjax.run.screen import Screen, Speed, line
 from tests.small_run import BIGRAMS, MODEL, corpus, small, told
-from tests.test_init_distributed import JOIN
 from tests.workers import finished, start
 
 ONE = Mesh(data=1)
@@ -77,7 +76,7 @@ def test_a_run_says_what_takes_long(data, tmp_path, impatient, capsys):
 def test_what_reads_a_run_says_what_takes_long(run, command, doing, impatient, capsys, monkeypatch):
     monkeypatch.setattr("hfjax.cli.run.start", lambda config: None)
     monkeypatch.setattr(Parts, "written", lambda *_: time.sleep(0.1) or "text")
-    assert main([command, str(run.out)]) == 0
+    assert main([command, str(run.out), "--mesh.data", "1"]) == 0
     out, err = capsys.readouterr()
     assert "reading the checkpoint … " in err
     assert doing in err
@@ -289,7 +288,7 @@ def test_a_launcher_without_a_command_says_what_to_type(capfd):
 def test_a_mistake_in_a_configuration_is_not_tried_again(tmp_path, capfd):
     (tmp_path / "run.py").write_text("config = nowhere\n")
     train = [sys.executable, "-m", "hfjax", "train", "--config", str(tmp_path / "run.py")]
-    assert main(["launch", "-n", "2", "--max-restarts", "3", "--", *train]) == 2
+    assert main(["launch", "-n", "1", "--max-restarts", "3", "--", *train]) == 2
     told = capfd.readouterr().err
     assert "NameError in line 1" in told
     assert "restart 1" not in told
@@ -310,7 +309,7 @@ def test_control_characters_of_a_model_are_shown_on_a_terminal_and_kept_elsewher
 def test_generate_shows_control_characters_on_a_terminal(run, monkeypatch, capsys):
     monkeypatch.setattr("hfjax.cli.run.start", lambda config: None)
     monkeypatch.setattr(Parts, "written", lambda *_: "a\x1bb")
-    words = ["generate", str(run.out)]
+    words = ["generate", str(run.out), "--mesh.data", "1"]
     assert main(words) == 0
     assert capsys.readouterr().out == "a\x1bb\n"
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
@@ -319,22 +318,6 @@ def test_generate_shows_control_characters_on_a_terminal(run, monkeypatch, capsy
 
 
 # -- processes ------------------------------------------------------------------------------
-
-
-def of_jax(process, port):
-    return {
-        "JAX_COORDINATOR_ADDRESS": f"localhost:{port}",
-        "JAX_NUM_PROCESSES": "2",
-        "JAX_PROCESS_ID": str(process),
-    }
-
-
-def test_two_processes_join_by_the_variables_of_kubeflow():
-    port = free_port()
-    ends = finished(*(start(JOIN, **of_jax(process, port)) for process in (0, 1)))
-    for process, (status, out, err) in enumerate(ends):
-        assert status == 0, err
-        assert f"joined {process} 2 2 JAX's variables" in out
 
 
 JOINED = """

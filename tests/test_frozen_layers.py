@@ -28,7 +28,7 @@ FROZEN = {  # name: strategy, mesh, schedule, optimizer, fields of the step
 
 
 def trained(layout, schedule=None, steps=2, **run):
-    step = hfjax.train_step(layout, next_token_loss, schedule=schedule, **run)
+    step = hfjax.train_step(layout, next_token_loss, schedule=schedule, unroll=1, **run)
     state = hfjax.init(layout, schedule=schedule)
     first = hfjax.full(hfjax.canonical(layout, state))
     for _ in range(steps):

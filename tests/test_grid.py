@@ -22,7 +22,7 @@ from hfjax.models.gpt import GPT, GPTConfig, next_token_loss
 from hfjax.models.llama import Llama, LlamaConfig
 from hfjax.models.parts import Dropout, Linear, RMSNorm, stacked
 from hfjax.testing import assert_strategies_agree
-from tests import small_gpt
+from tests import grid_bytes, small_gpt
 from tests.grid_bytes import LAYERS, LENGTH, ROWS, VOCAB, WIDE, WIDTH, batch, layout, step
 
 # fsdp, row, tensor. With row=1 it is what TENSOR | SEQUENCE has always been.
@@ -45,6 +45,11 @@ def tokens(rows=16, length=12):
     return {"tokens": rng.integers(0, 22, (rows, length + 1)).astype(np.int32), "mask": mask}
 
 
+DOCUMENTS = {
+    "documents": np.sort(np.random.default_rng(1).integers(0, 3, (16, 13))).astype(np.int32)
+}
+
+
 def of_sides(a, r, c, **others):
     grid = hfjax.GRID if r > 1 else hfjax.TENSOR | hfjax.SEQUENCE
     strategy = hfjax.FSDP | grid if a > 1 else grid
@@ -60,30 +65,40 @@ def agree(model, cases, given=None, loss=next_token_loss, **options):
 
 
 @pytest.mark.parametrize(
-    ("model", "every"),
+    ("model", "every", "more"),
     [
-        pytest.param(gpt(dropout=0.1), SIDES, id="gpt"),
-        pytest.param(llama(), [(2, 2, 2), (1, 2, 3)], id="llama"),
-        pytest.param(llama(), SIDES, id="llama, all sides", marks=pytest.mark.slow),
+        pytest.param(gpt(dropout=0.1), [(1, 2, 3)], DOCUMENTS, id="gpt, documents"),
+        pytest.param(llama(), [(2, 2, 2)], DOCUMENTS, id="llama, documents"),
+        pytest.param(gpt(dropout=0.1), [(1, 4, 2)], {}, id="gpt"),
+        pytest.param(gpt(dropout=0.1), SIDES, {}, id="gpt, all sides", marks=pytest.mark.slow),
+        pytest.param(llama(), SIDES, {}, id="llama, all sides", marks=pytest.mark.slow),
     ],
 )
 @pytest.mark.drawn
-def test_whole_models_equal_one_device_on_all_sides_masks_and_microbatches_too(model, every):
-    agree(model, {str(sides): of_sides(*sides) for sides in every}, accumulate=2, clip=0.5)
+def test_whole_models_equal_one_device_on_all_sides_masks_and_microbatches_too(model, every, more):
+    cases = {str(sides): of_sides(*sides) for sides in every}
+    agree(model, cases, tokens() | more, accumulate=2, clip=0.5)
 
 
 TWO: Any = {"row": 2, "tensor": 2}
 
 
-def test_a_grid_goes_beside_data_zero_and_stages():
-    beside = lambda strategy: (strategy | hfjax.GRID).edit(replicate_below=0)
-    schedule = lambda name: {"schedule": hfjax.Schedule(name, 2)}
-    cases = {
-        "data": (beside(hfjax.DDP), {"data": 2, **TWO}),
-        "ZERO2": (beside(hfjax.ZERO2), {"data": 2, **TWO}, {"remat": "full"}),
-        "1F1B": (beside(hfjax.PIPE), {"pipe": 2, **TWO}, schedule("1f1b")),
-        "ZB": (beside(hfjax.PIPE), {"pipe": 2, **TWO}, schedule("zb")),
-    }
+def beside(strategy):
+    return (strategy | hfjax.GRID).edit(replicate_below=0)
+
+
+BESIDE = {
+    "ZERO2": (beside(hfjax.ZERO2), {"data": 2, **TWO}, {"remat": "full"}),
+    "1F1B": (beside(hfjax.PIPE), {"pipe": 2, **TWO}, {"schedule": hfjax.Schedule("1f1b", 2)}),
+    "ZB": (beside(hfjax.PIPE), {"pipe": 2, **TWO}, {"schedule": hfjax.Schedule("zb", 2)}),
+    "data": (beside(hfjax.DDP), {"data": 2, **TWO}),
+}
+
+
+@pytest.mark.parametrize("name", [*list(BESIDE)[:3], pytest.param("data", marks=pytest.mark.slow)])
+@pytest.mark.drawn
+def test_a_grid_goes_beside_data_zero_and_stages(name):
+    cases = {name: BESIDE[name]}
     agree(small_gpt.mlps(dropout=0.1), cases, small_gpt.tokens(), accumulate=2)
 
 
@@ -94,20 +109,24 @@ def by_logits(logits, batch):
     return hfjax.Mean((losses * batch["mask"]).sum(), batch["mask"].sum(), {"most": losses.max()})
 
 
+@pytest.mark.slow  # each by itself: above, and with a norm of heads
 @pytest.mark.parametrize("model", [gpt(), llama(tied=True)], ids=["gpt", "llama"])
-@pytest.mark.drawn
 def test_documents_and_losses_of_logits_are_as_on_one_device(model):
-    documents = np.sort(np.random.default_rng(1).integers(0, 3, (16, 13))).astype(np.int32)
-    cases = {"grid": of_sides(2, 2, 2)}
-    agree(model, cases, tokens() | {"documents": documents})
-    agree(model, cases, loss=by_logits, steps=1)
+    agree(model, {"grid": of_sides(2, 2, 2)}, tokens() | DOCUMENTS, by_logits)
 
 
-def test_evaluations_and_outputs_are_as_on_one_device():
+@pytest.mark.parametrize(
+    "model",
+    [
+        pytest.param(small_gpt.mlps(vocab=22, pad_vocab_to=12, length=12), id="mlps"),
+        pytest.param(gpt(), id="gpt", marks=pytest.mark.slow),
+    ],
+)
+def test_evaluations_and_outputs_are_as_on_one_device(model):
     found = {}
     for name, strategy, sizes in (("grid", hfjax.GRID, TWO), ("one", hfjax.DDP, {"data": 1})):
         mesh = hfjax.make_mesh(devices=jax.devices()[: math.prod(sizes.values())], **sizes)
-        plan = hfjax.layout(gpt(), optax.sgd(0.1), mesh, strategy)
+        plan = hfjax.layout(model, optax.sgd(0.1), mesh, strategy)
         state, given = hfjax.init(plan), tokens()
         told = hfjax.eval_step(plan, next_token_loss)(state, given)
         found[name] = told["loss"], hfjax.predict_step(plan)(state, given)
@@ -144,6 +163,17 @@ def formula(a, r, c):
     }
 
 
+def agrees(sides, sent):
+    wanted = formula(*map(int, sides.split(",")))
+    assert {axis: sent[axis] for axis in wanted} == pytest.approx(wanted, rel=1e-12), sides
+
+
+@pytest.mark.parametrize("sides", HERE)
+@pytest.mark.drawn
+def test_activations_and_weights_send_exactly_what_the_general_formula_says(sides):
+    agrees(sides, grid_bytes.sent(tuple(map(int, sides.split(",")))))
+
+
 def counted(every):
     command = [sys.executable, "-W", "ignore", "-m", "tests.grid_bytes", *every]
     environment = os.environ | {"PYTHONPATH": str(Path(hfjax.__file__).parents[1])}
@@ -153,14 +183,12 @@ def counted(every):
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize("every", [HERE, FAR], ids=["up to 8 devices", "16, 27 and 64 devices"])
-@pytest.mark.drawn
-def test_activations_and_weights_send_exactly_what_the_general_formula_says(every):
-    found = counted(every)
+@pytest.mark.slow
+def test_16_27_and_64_devices_send_what_the_general_formula_says():
+    found = counted(FAR)
+    assert list(found) == FAR
     for sides, sent in found.items():
-        wanted = formula(*map(int, sides.split(",")))
-        assert {axis: sent[axis] for axis in wanted} == pytest.approx(wanted, rel=1e-12), sides
-    assert list(found) == every
+        agrees(sides, sent)
 
 
 def test_what_is_compiled_sends_the_same():
@@ -340,8 +368,9 @@ class WithNormedHeads(nnx.Module):
         return x + self.down(self.norm(self.up(x)))
 
 
-def test_a_norm_of_heads_is_of_each_device_alone():
-    agree(lambda rngs: Unlike(WithNormedHeads, rngs=rngs), {"grid": of_sides(2, 2, 2)})
+def test_a_norm_of_heads_is_of_each_device_alone_and_a_loss_of_logits_that_of_one_device():
+    model = lambda rngs: Unlike(WithNormedHeads, rngs=rngs)
+    agree(model, {"grid": of_sides(1, 2, 2)}, loss=by_logits, steps=1)
 
 
 def by_head(q, k, v):

@@ -1,6 +1,5 @@
 """What computes something else with parts than with the whole is refused on a grid, and why."""
 
-import itertools
 import math
 
 import jax
@@ -26,8 +25,8 @@ def tokens(rows=8, length=12):
 class Model(GPT):
     """A GPT with layers of its own."""
 
-    def __init__(self, block, *, rngs):
-        super().__init__(CONFIG, rngs=rngs)
+    def __init__(self, block, *, rngs, config=CONFIG):
+        super().__init__(config, rngs=rngs)
         self.layers = stacked(2, block, rngs)
 
 
@@ -51,7 +50,7 @@ def step_of(model, forward=None, **options):
 
 def refused(model, said, **options):
     with pytest.raises(ValueError, match=said):
-        step_of(model, **options).lower(tokens())
+        step_of(model, **options).trace(tokens())
 
 
 def norm(x):
@@ -122,21 +121,15 @@ def in_heads(x):
     return jnp.sort(x.reshape(*x.shape[:2], -1, 2), axis=-1).reshape(x.shape)
 
 
-ALLOWED = {
-    "elements": (jnp.tanh, jax.nn.silu),
-    "sequences inside": (None, along_the_sequence),
-    "pairs of neighbours": (in_heads, in_heads),
-}
-
-
-@pytest.mark.parametrize("case", ALLOWED)
-def test_what_is_right_for_parts_trains_as_on_one_device(case):
-    stream, inside = ALLOWED[case]
+def test_what_is_right_for_parts_trains_as_on_one_device():
+    """Elements, sequences inside, pairs of neighbours."""
+    stream = lambda x: in_heads(jnp.tanh(x))
+    inside = lambda x: in_heads(along_the_sequence(jax.nn.silu(x)))
     model = lambda rngs: Model(lambda rngs: Layer(rngs, stream, inside), rngs=rngs)
     grid = {"grid": (hfjax.GRID.edit(replicate_below=0), {"row": 2, "tensor": 2})}
     with jax.enable_x64(True):
         found = assert_strategies_agree(
-            model, next_token_loss, tokens(), grid, precision="fp64", steps=1
+            model, next_token_loss, tokens(), grid, precision="fp64", unroll=1, steps=1
         )
     assert max(found.values()) < 1e-9
 
@@ -256,11 +249,11 @@ def test_rules_of_derivatives_are_looked_at(rule, where):
     refused(model, f"in a gradient reduces entries of {split}")
 
 
-class Head(GPT):
+class Head(Model):
     """A subclass whose logits are more than its operands' product."""
 
-    def __init__(self, config, more, *, rngs):
-        super().__init__(config, rngs=rngs)
+    def __init__(self, more, *, rngs):
+        super().__init__(Layer, rngs=rngs)
         self.more = more
         self.bias = nnx.Param(jnp.ones(24), axes=("vocab",))
 
@@ -297,34 +290,39 @@ HEADS = {
 def test_a_head_that_is_no_plain_one_is_refused(case):
     more, said = HEADS[case]
     said = rf"logits\(\) has to be x @ kernel.T .*, and {said}" if said else "what it leads from"
-    refused(lambda rngs: Head(CONFIG, more, rngs=rngs), said)
+    refused(lambda rngs: Head(more, rngs=rngs), said)
 
 
 def test_no_kernel_takes_the_place_of_a_head_that_is_no_plain_one():
     """On any mesh: the model's own logits are made."""
     capped, told = HEADS["a soft cap"][0], {}
     plan = hfjax.layout(
-        lambda rngs: Head(CONFIG, capped, rngs=rngs), optax.sgd(0.1), hfjax.make_mesh(), hfjax.DDP
+        lambda rngs: Head(capped, rngs=rngs), optax.sgd(0.1), hfjax.make_mesh(), hfjax.DDP
     )
+    state = hfjax.init(plan)
     for word in ("xla", "reference"):
         step = hfjax.eval_step(plan, next_token_loss, kernels={"cross_entropy": word})
-        told[word] = step(hfjax.init(plan), tokens())["loss"]
+        told[word] = step(state, tokens())["loss"]
     np.testing.assert_allclose(told["reference"], told["xla"], rtol=1e-6)
 
 
-def test_heads_that_are_plain_pass_however_they_are_written():
-    ways = [
-        lambda x, w: x @ w.T,
-        lambda x, w: jnp.einsum("bsd,vd->bsv", x, w),
-        lambda x, w: (x.reshape(-1, x.shape[-1]) @ w.T).reshape(*x.shape[:2], -1),
-    ]
-    masks = [
-        lambda made, w: jnp.where(columns(w) < 20, made, -jnp.inf),
-        lambda made, w: jnp.where(columns(w) >= 20, -1e30, made),
-    ]
-    for way, mask in itertools.product(ways, masks):
-        more = lambda x, w, b, way=way, mask=mask: mask(way(x, w), w)
-        step_of(lambda rngs, more=more: Head(CONFIG, more, rngs=rngs)).lower(tokens())
+WAYS = {
+    "a product": lambda x, w: x @ w.T,
+    "einsum": lambda x, w: jnp.einsum("bsd,vd->bsv", x, w),
+    "rows in one": lambda x, w: (x.reshape(-1, x.shape[-1]) @ w.T).reshape(*x.shape[:2], -1),
+}
+MASKS = {
+    "what is kept": lambda made, w: jnp.where(columns(w) < 20, made, -jnp.inf),
+    "what is masked": lambda made, w: jnp.where(columns(w) >= 20, -1e30, made),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.drawn
+def test_heads_that_are_plain_pass_however_they_are_written(way, mask):
+    more = lambda x, w, b: MASKS[mask](WAYS[way](x, w), w)
+    step_of(lambda rngs: Head(more, rngs=rngs)).trace(tokens())
 
 
 class LocalRows(GPT):
@@ -354,7 +352,8 @@ def test_a_target_in_the_padding_of_the_vocabulary_is_as_on_one_device():
     losses = []
     for strategy, sizes in ((hfjax.DDP, {"data": 1}), (hfjax.GRID, {"row": 2, "tensor": 2})):
         mesh = hfjax.make_mesh(devices=jax.devices()[: math.prod(sizes.values())], **sizes)
-        plan = hfjax.layout(lambda rngs: GPT(config, rngs=rngs), optax.sgd(0.1), mesh, strategy)
+        model = lambda rngs: Model(Layer, rngs=rngs, config=config)
+        plan = hfjax.layout(model, optax.sgd(0.1), mesh, strategy)
         losses.append(hfjax.eval_step(plan, next_token_loss)(hfjax.init(plan), given)["loss"])
     np.testing.assert_allclose(*losses, rtol=1e-5)
 
@@ -365,7 +364,7 @@ def test_what_is_printed_changes_nothing():
         return x
 
     model = lambda rngs: Model(lambda rngs: Layer(rngs, stream=shown), rngs=rngs)
-    step_of(model).lower(tokens())
+    step_of(model).trace(tokens())
 
 
 class OwnHead(GPT):

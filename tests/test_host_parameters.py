@@ -14,18 +14,19 @@ import hfjax
 from hfjax import DDP, FSDP, HOST_OPTIMIZER, HOST_PARAMETERS, ZERO1
 from hfjax.models.attention import dot_product
 from hfjax.models.gpt import GPT, GPTConfig, next_token_loss
+from hfjax.models.parts import stacked
 from tests.h200 import OPTIMIZED, h200s
 from tests.small_gpt import gpt_layout, mlp_layout, tokens
-from tests.test_in_backward import Listed, rows, squared
+from tests.small_stack import Bent, Stack, rows, squared, stack_layout
+from tests.test_in_backward import Listed
 
 LAYERS = 3
 ADAMW = optax.adamw(1e-3, eps=1e-4)
 
 
-def run(layout, loss=next_token_loss, batch=None, steps=2, **execution):
+def run(layout, loss=squared, steps=2, **execution):
     """The metrics and the state at the end, in host memory; and what an evaluation tells."""
-    batch = tokens() if batch is None else batch
-    state, step = hfjax.init(layout), hfjax.train_step(layout, loss, **execution)
+    batch, state, step = rows(), hfjax.init(layout), hfjax.train_step(layout, loss, **execution)
     told = []
     for _ in range(steps):
         state, metrics = step(state, batch)
@@ -66,8 +67,7 @@ TRAINED = [
 @pytest.mark.drawn
 def test_parameters_on_the_host_train_and_evaluate(case, in_backward):
     strategy, sizes, execution = CASES[case]
-    devices = jax.devices()[:2]
-    layout = partial(mlp_layout, sizes=sizes, optimizer=ADAMW, devices=devices, layers=LAYERS)
+    layout = partial(stack_layout, sizes=sizes, optimizer=ADAMW, layers=LAYERS)
     execution = execution | {"optimizer_in_backward": in_backward}
     found = run(layout(strategy | HOST_PARAMETERS), **execution)
     wanted = run(layout(strategy), **execution)
@@ -84,23 +84,20 @@ def test_a_list_of_layers_is_fetched_one_by_one(in_backward):
     layout = lambda strategy: hfjax.layout(Listed, ADAMW, mesh, strategy.edit(replicate_below=0))
     execution = {"optimizer_in_backward": in_backward}
     found, wanted = (
-        run(layout(strategy), squared, rows(), **execution)
-        for strategy in (FSDP | HOST_PARAMETERS, FSDP)
+        run(layout(strategy), **execution) for strategy in (FSDP | HOST_PARAMETERS, FSDP)
     )
     assert_equal(found, wanted)
 
 
 def test_the_optimizer_on_the_host_too_is_streamed_by_the_layer_that_is_updated():
     far = FSDP | HOST_PARAMETERS | HOST_OPTIMIZER
-    layout = lambda strategy: mlp_layout(strategy, {"fsdp": 2}, ADAMW, jax.devices()[:2])
+    layout = lambda strategy: stack_layout(strategy, {"fsdp": 2}, ADAMW)
     found, wanted = (run(layout(s), optimizer_in_backward=True) for s in (far, FSDP))
     assert_equal(found, wanted)
 
 
 def test_master_weights_are_what_parameters_are_rounded_from():
-    layout = lambda strategy: mlp_layout(
-        strategy, {"fsdp": 2}, hfjax.master(ADAMW), jax.devices()[:2]
-    )
+    layout = lambda strategy: stack_layout(strategy, {"fsdp": 2}, hfjax.master(ADAMW))
     execution = {"optimizer_in_backward": True, "precision": "bf16"}
     found = run(layout(FSDP | HOST_PARAMETERS | HOST_OPTIMIZER), **execution)
     assert_equal(found, run(layout(FSDP), **execution))
@@ -131,9 +128,9 @@ def test_master_weights_are_what_parameters_are_rounded_from():
     ],
 )
 def test_what_keeps_layers_on_the_device_is_refused(execution, message):
-    layout = mlp_layout(FSDP | HOST_PARAMETERS, {"fsdp": 2}, ADAMW, jax.devices()[:2])
+    layout = stack_layout(FSDP | HOST_PARAMETERS, {"fsdp": 2}, ADAMW)
     with pytest.raises(ValueError, match=message):
-        hfjax.train_step(layout, next_token_loss, **execution)
+        hfjax.train_step(layout, squared, **execution)
 
 
 # --- what is transferred --------------------------------------------------------------------
@@ -243,20 +240,58 @@ def test_a_device_holds_two_layers_and_fetches_under_matmuls(in_backward):
     assert min(forward, backward) > 0.99
 
 
-@pytest.mark.parametrize(
-    ("strategy", "options"),
-    [
-        (FSDP | HOST_PARAMETERS, {}),
-        pytest.param(FSDP, {"optimizer_in_backward": True}, marks=pytest.mark.slow),
-    ],
-    ids=["on the host", "in backward"],
-)
-def test_documents_travel_beside_the_activations_of_layers(strategy, options):
+class Numbered(Bent):
+    def __call__(self, stream):
+        x, documents = stream
+        return super().__call__(x) * (1 + documents[:, None]), documents
+
+
+class Stream(Stack):
+    """Layers that are handed whole numbers beside the activations, as those of a GPT are."""
+
+    def __init__(self, *, rngs):
+        super().__init__(1, rngs=rngs)
+        self.layers = stacked(LAYERS, lambda rngs: Numbered(rngs=rngs), rngs)
+
+    def embed(self, batch):
+        return super().embed(batch), batch["documents"]
+
+    def head(self, x):
+        return super().head(x[0])
+
+
+def of_gpt(strategy):
     documents = np.repeat(np.arange(5), 5)[None].repeat(16, 0).astype(np.int32)
-    batch, losses = tokens() | {"documents": documents}, []
+    layout = gpt_layout(strategy, {"fsdp": 2}, devices=jax.devices()[:2])
+    return layout, next_token_loss, tokens(documents=documents)
+
+
+def of_stack(strategy):
+    mesh = hfjax.make_mesh(devices=jax.devices()[:2], fsdp=2)
+    init = lambda rngs: Stream(rngs=rngs)
+    layout = hfjax.layout(init, ADAMW, mesh, strategy.edit(replicate_below=0))
+    return layout, squared, rows(documents=np.arange(8, dtype=np.int32) // 3)
+
+
+IN_BACKWARD = (FSDP, {"optimizer_in_backward": True})
+
+
+@pytest.mark.parametrize(
+    ("of", "strategy", "options"),
+    [
+        (of_stack, FSDP | HOST_PARAMETERS, {}),
+        (of_stack, *IN_BACKWARD),
+        pytest.param(of_gpt, FSDP | HOST_PARAMETERS, {}, marks=pytest.mark.slow),
+        pytest.param(of_gpt, *IN_BACKWARD, marks=pytest.mark.slow),
+    ],
+    ids=["on the host", "in backward", "a GPT on the host", "a GPT in backward"],
+)
+@pytest.mark.drawn
+def test_documents_travel_beside_the_activations_of_layers(of, strategy, options):
+    losses = []
     for chosen, execution in ((FSDP, {}), (strategy, options)):
-        layout = gpt_layout(chosen, {"fsdp": 2}, devices=jax.devices()[:2])
-        step = hfjax.train_step(layout, next_token_loss, **execution)
+        layout, loss, batch = of(chosen)
+        step = hfjax.train_step(layout, loss, **execution)
         state, _ = step(hfjax.init(layout), batch)
         losses.append(float(step(state, batch)[1]["loss"]))
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)

@@ -1,5 +1,6 @@
 """State in host memory: where it lies, and that it is updated as on the device, to the bit."""
 
+import math
 from functools import partial
 from typing import Any
 
@@ -16,7 +17,8 @@ from hfjax.parallel.strategy import Strategy
 from hfjax.testing import _check_placement
 from tests.h200 import OPTIMIZED, h200s
 from tests.small_checkpoint import EVERYTHING, same, small_layout, state_at
-from tests.small_gpt import gpt, gpt_layout, mlps, tokens
+from tests.small_gpt import gpt_layout, mlp_layout, tokens
+from tests.small_stack import rows, squared, stack_layout
 
 DDP, FSDP, PIPE, TENSOR, ZERO1, ZERO2 = (
     hfjax.DDP,
@@ -37,17 +39,16 @@ def share(of):
     return Strategy(f"SHARE{of}", memory={"moments": of})
 
 
-def layout_of(strategy, sizes, optimizer=None, model=mlps, **changes):
-    devices = jax.devices()[: int(np.prod(list(sizes.values())))]
-    return gpt_layout(strategy, sizes, optimizer, devices, model, **changes)
+def mlps_layout(strategy, sizes):
+    return mlp_layout(strategy, sizes, devices=jax.devices()[: math.prod(sizes.values())])
 
 
-def steps(layout, count=3, batch=None, **execution):
+def steps(layout, count=3, loss=squared, batch=None, **execution):
     """The state and the losses after some steps; everything lies where the layout says."""
-    step = hfjax.train_step(layout, next_token_loss, **({"unroll": 1} | execution))
+    step = hfjax.train_step(layout, loss, **({"unroll": 1} | execution))
     state, losses = hfjax.init(layout, schedule=execution.get("schedule")), []
     for _ in range(count):
-        state, metrics = step(state, batch or tokens())
+        state, metrics = step(state, batch or rows())
         _check_placement(step.layout, state)
         losses.append(float(metrics["loss"]))
     return state, losses
@@ -108,8 +109,8 @@ def test_rows_that_mean_nothing_are_refused(rows: Any, message):
 
 
 def test_a_state_is_born_where_the_layout_says_and_its_bytes_are_counted_apart():
-    layout = layout_of(FSDP | HOST, {"fsdp": 8}, model=gpt)
-    state, plain = hfjax.init(layout), layout_of(FSDP, {"fsdp": 8}, model=gpt)
+    layout = stack_layout(FSDP | HOST, {"fsdp": 8})
+    state, plain = hfjax.init(layout), stack_layout(FSDP, {"fsdp": 8})
     _check_placement(layout, state)
     assert moments(state) == {"pinned_host"}
     assert kinds((state.params, state.step, state.optimizer[0].count)) == {"device"}
@@ -119,13 +120,13 @@ def test_a_state_is_born_where_the_layout_says_and_its_bytes_are_counted_apart()
     assert told["host moments"] == whole["moments"] - 4
     assert "host moments" not in whole
     assert "same on host" in str(layout)
-    assert "host moments 27.6 KiB" in str(layout)
+    assert "host moments 264 B" in str(layout)
     assert same(state, hfjax.init(plain))
 
 
 @pytest.mark.parametrize("asked", [0.1, 0.37, 0.8])
 def test_a_share_of_the_moments_is_met_within_one_array(asked):
-    layout = layout_of(FSDP | share(asked), {"fsdp": 8})
+    layout = stack_layout(FSDP | share(asked), {"fsdp": 8})
     told = layout.bytes_per_device()
     whole = told["host moments"] + told["moments"] - 4
     left = [
@@ -141,19 +142,19 @@ def test_a_share_of_the_moments_is_met_within_one_array(asked):
 
 def test_a_column_that_would_keep_nothing_on_the_host_is_refused():
     with pytest.raises(ValueError, match=r"moments -> host, .*keeps no array like a parameter and"):
-        layout_of(DDP | HOST, ONE, optax.sgd(1e-3))
+        stack_layout(DDP | HOST, ONE, optax.sgd(1e-3))
     with pytest.raises(ValueError, match=r"master -> host: .*keeps no master weights \(hfjax.mast"):
-        layout_of(Strategy("MASTER", memory={"master": "host"}), ONE)
+        stack_layout(Strategy("MASTER", memory={"master": "host"}), ONE)
 
 
 def test_devices_without_memory_of_the_host_are_refused(monkeypatch):
     monkeypatch.setattr("hfjax.parallel.memory._kinds", lambda mesh: ["device"])
     with pytest.raises(ValueError, match="these devices have no pinned_host memory"):
-        layout_of(DDP | HOST, ONE)
+        stack_layout(DDP | HOST, ONE)
 
 
 def test_parameters_on_the_host_are_stored_there():
-    layout = layout_of(FSDP | hfjax.HOST_PARAMETERS, {"fsdp": 8})
+    layout = stack_layout(FSDP | hfjax.HOST_PARAMETERS, {"fsdp": 8})
     state = hfjax.init(layout)
     assert kinds(state.params) == {"pinned_host"}
     told = layout.bytes_per_device()
@@ -182,8 +183,11 @@ MESHES = [
 @pytest.mark.drawn
 def test_moments_on_the_host_are_updated_as_on_the_device_to_the_bit(strategy, sizes, execution):
     host = share(0.5) if strategy == DDP else HOST
-    wanted, losses = steps_as_written(layout_of(strategy, sizes), **execution)
-    state, found = steps_as_written(layout_of(strategy | host, sizes), **execution)
+    layout, of = stack_layout, {}
+    if "tensor" in sizes:
+        layout, of = mlps_layout, {"loss": next_token_loss, "batch": tokens()}
+    wanted, losses = steps_as_written(layout(strategy, sizes), **execution, **of)
+    state, found = steps_as_written(layout(strategy | host, sizes), **execution, **of)
     assert found == losses
     assert same(wanted, state)
 
@@ -194,7 +198,7 @@ def grouped():
 
 
 OPTIMIZERS = {
-    "groups, factors and an average": hfjax.ema(hfjax.scaled(grouped(), {"tokens": 0.1}), 0.5),
+    "groups, factors and an average": hfjax.ema(hfjax.scaled(grouped(), {"before": 0.1}), 0.5),
     "lamb, whole arrays": optax.lamb(1e-3),
     "a norm of all gradients": optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-3)),
 }
@@ -207,8 +211,8 @@ RARE = ("lamb, whole arrays", "a norm of all gradients")
     "name", [pytest.param(n, marks=pytest.mark.slow) if n in RARE else n for n in OPTIMIZERS]
 )
 def test_optimizers_put_together_are_streamed_too(name):
-    frozen = ("positions", "layers/mlp/up/*")
-    of = lambda strategy: layout_of(strategy, {"fsdp": 2}, OPTIMIZERS[name]).freeze(*frozen)
+    frozen = ("norm/bias", "layers/bias")
+    of = lambda strategy: stack_layout(strategy, {"fsdp": 2}, OPTIMIZERS[name]).freeze(*frozen)
     (wanted, _), (state, _) = (steps_as_written(of(s), clip=0.5) for s in (FSDP, FSDP | HOST))
     assert moments(state) == {"pinned_host"}
     assert same(wanted, state)
@@ -216,23 +220,23 @@ def test_optimizers_put_together_are_streamed_too(name):
 
 def test_an_optimizer_that_needs_all_moments_at_once_is_right_and_says_what_it_costs():
     optimizer = optax.chain(optax.adamw(1e-3), optax.clip_by_global_norm(0.01))
-    wanted, _ = steps_as_written(layout_of(FSDP, {"fsdp": 2}, optimizer), 2)
+    wanted, _ = steps_as_written(stack_layout(FSDP, {"fsdp": 2}, optimizer), 2)
     with pytest.warns(RuntimeWarning, match="all that lies on the host is on the device at once"):
-        state, _ = steps_as_written(layout_of(FSDP | HOST, {"fsdp": 2}, optimizer), 2)
+        state, _ = steps_as_written(stack_layout(FSDP | HOST, {"fsdp": 2}, optimizer), 2)
     assert same(wanted, state)
 
 
 def test_a_step_that_is_not_finite_changes_nothing_on_the_host():
-    layout = layout_of(FSDP | HOST, {"fsdp": 2})
+    layout = stack_layout(FSDP | HOST, {"fsdp": 2})
 
     def bad(outputs, batch):
-        mean = next_token_loss(outputs, batch)
+        mean = squared(outputs, batch)
         return hfjax.Mean(mean.total * np.float32("nan"), mean.weight)
 
     state = hfjax.init(layout)
     before = hfjax.full(state)
     step = hfjax.train_step(layout, bad, nonfinite="skip")
-    state, metrics = step(state, tokens())
+    state, metrics = step(state, rows())
     assert not metrics["finite"]
     _check_placement(layout, state)
     assert same(before.params, hfjax.full(state.params))
@@ -241,36 +245,36 @@ def test_a_step_that_is_not_finite_changes_nothing_on_the_host():
 
 
 def test_a_state_that_lies_elsewhere_is_refused_and_says_how_to_move_it():
-    near, far = layout_of(FSDP, {"fsdp": 2}), layout_of(FSDP | HOST, {"fsdp": 2})
+    near, far = stack_layout(FSDP, {"fsdp": 2}), stack_layout(FSDP | HOST, {"fsdp": 2})
     for has, wants in ((near, far), (far, near)):
-        step = hfjax.train_step(wants, next_token_loss)
+        step = hfjax.train_step(wants, squared)
         with pytest.raises(ValueError, match=r"this state lies in .* memory where the layout"):
-            step(hfjax.init(has), tokens())
+            step(hfjax.init(has), rows())
 
 
 def test_a_share_too_small_for_any_array_is_told():
     with pytest.warns(UserWarning, match="the host keeps nothing. Raise the share"):
-        layout_of(DDP | share(1e-9), ONE)
+        stack_layout(DDP | share(1e-9), ONE)
 
 
 def test_stages_that_update_by_themselves_refuse_the_column():
-    layout = layout_of(PIPE | HOST, {"pipe": 2})
+    layout = stack_layout(PIPE | HOST, {"pipe": 2})
     with pytest.raises(
         ValueError, match="HOST_OPTIMIZER with schedule 2bw: HOST_OPTIMIZER keeps a part of the"
     ):
-        hfjax.train_step(layout, next_token_loss, schedule=hfjax.Schedule("2bw", 4))
+        hfjax.train_step(layout, squared, schedule=hfjax.Schedule("2bw", 4))
 
 
 def test_evaluation_and_another_order_of_layers_leave_moments_where_they_are():
-    layout = layout_of(PIPE | HOST, {"pipe": 2}, layers=4)
+    layout = stack_layout(PIPE | HOST, {"pipe": 2}, layers=4)
     schedule = hfjax.Schedule("interleaved", 4, chunks=2)
     state, _ = steps(layout, 1, schedule=schedule)
-    loss = hfjax.eval_step(layout, next_token_loss)(state, tokens())["loss"]
+    loss = hfjax.eval_step(layout, squared)(state, rows())["loss"]
     plain = hfjax.canonical(layout, state)
     _check_placement(layout.as_the_model, plain)
-    alone = layout_of(DDP, ONE, layers=4)
+    alone = stack_layout(DDP, ONE, layers=4)
     state, _ = steps(alone, 1)
-    wanted = hfjax.eval_step(alone, next_token_loss)(state, tokens())["loss"]
+    wanted = hfjax.eval_step(alone, squared)(state, rows())["loss"]
     np.testing.assert_allclose(loss, wanted, rtol=1e-5)
 
 
@@ -287,14 +291,14 @@ def rounded(state, masters):
 @pytest.mark.parametrize("strategy", [pytest.param(ZERO1, marks=pytest.mark.slow), ZERO1 | HOST])
 def test_parameters_are_their_master_weights_rounded_after_every_step(strategy):
     optimizer = hfjax.master(hfjax.ema(grouped(), 0.5))
-    layout = layout_of(strategy, {"data": 4}, optimizer)
+    layout = stack_layout(strategy, {"data": 4}, optimizer)
     state = hfjax.init(layout)
-    born = hfjax.init(layout_of(DDP, ONE))
+    born = hfjax.init(stack_layout(DDP, ONE))
     assert {str(x.dtype) for x in jax.tree.leaves(state.params)} == {"bfloat16"}
     assert same(born.params, state.optimizer.master)  # not what is rounded
-    step = hfjax.train_step(layout, next_token_loss, clip=0.5, precision="bf16")
+    step = hfjax.train_step(layout, squared, clip=0.5, precision="bf16")
     for _ in range(3):
-        state, _ = step(state, tokens())
+        state, _ = step(state, rows())
         assert rounded(state, state.optimizer.master)
         _check_placement(layout, state)
     assert moments(state) == {"pinned_host" if strategy.memory else "device"}
@@ -311,13 +315,13 @@ def test_the_optimizer_sees_master_weights_and_gradients_in_float32():
         return updates, state
 
     spy = optax.GradientTransformation(lambda params: optax.EmptyState(), update)
-    layout = layout_of(DDP, ONE, hfjax.master(optax.chain(spy, optax.sgd(1e-3))))
-    hfjax.train_step(layout, next_token_loss).trace(tokens())
+    layout = stack_layout(DDP, ONE, hfjax.master(optax.chain(spy, optax.sgd(1e-3))))
+    hfjax.train_step(layout, squared).trace(rows())
     assert set(seen) == {"float32"}
 
 
 def test_small_updates_that_bfloat16_would_lose_add_up_in_the_master_weights():
-    layout = layout_of(DDP, ONE, hfjax.master(optax.sgd(1e-6)))
+    layout = stack_layout(DDP, ONE, hfjax.master(optax.sgd(1e-6)))
     state, _ = steps(layout, 2)
     born = hfjax.init(layout)
     moved = lambda a, b: not same(a, b)
@@ -325,19 +329,20 @@ def test_small_updates_that_bfloat16_would_lose_add_up_in_the_master_weights():
 
 
 def test_master_weights_of_frozen_parameters_are_not_kept():
-    layout = layout_of(FSDP | HOST, {"fsdp": 2}, hfjax.master(optax.adamw(1e-3))).freeze("tokens")
+    layout = stack_layout(FSDP | HOST, {"fsdp": 2}, hfjax.master(optax.adamw(1e-3)))
+    layout = layout.freeze("before")
     state, _ = steps(layout, 2)
     first = hfjax.init(layout)
-    assert same(flatten(first.params)["tokens"], flatten(state.params)["tokens"])
+    assert same(flatten(first.params)["before"], flatten(state.params)["before"])
     paths = [jax.tree_util.keystr(k) for k, _ in jax.tree.leaves_with_path(state.optimizer)]
     assert any("master" in path for path in paths)
-    assert not any("'tokens'" in path for path in paths)
+    assert not any("'before'" in path for path in paths)
 
 
 @pytest.mark.parametrize("outer", [lambda inner: hfjax.ema(inner, 0.9), hfjax.master])
 def test_master_weights_inside_another_optimizer_are_refused(outer):
     with pytest.raises(ValueError, match=r"hfjax.master is inside another optimizer.* outermost"):
-        layout_of(DDP, ONE, outer(hfjax.master(optax.sgd(1e-3))))
+        stack_layout(DDP, ONE, outer(hfjax.master(optax.sgd(1e-3))))
 
 
 def test_a_dtype_that_needs_no_master_weights_is_refused():
@@ -366,12 +371,12 @@ def test_a_state_is_restored_into_the_memory_that_the_layout_says(tmp_path, save
 
 
 def test_a_run_goes_on_from_a_checkpoint_as_if_nothing_had_been(tmp_path):
-    layout = layout_of(FSDP | HOST, {"fsdp": 2}, hfjax.master(optax.adamw(1e-3)))
-    step = hfjax.train_step(layout, next_token_loss)
-    state, _ = step(hfjax.init(layout), tokens())
+    layout = stack_layout(FSDP | HOST, {"fsdp": 2}, hfjax.master(optax.adamw(1e-3)))
+    step = hfjax.train_step(layout, squared)
+    state, _ = step(hfjax.init(layout), rows())
     hfjax.save(tmp_path, layout, state)
-    state, _ = step(state, tokens())
-    again, _ = step(hfjax.restore(tmp_path, layout).state, tokens())
+    state, _ = step(state, rows())
+    again, _ = step(hfjax.restore(tmp_path, layout).state, rows())
     assert same(state, again)
     begun = hfjax.restore(tmp_path, layout, parameters_only=True).state
     _check_placement(layout, begun)

@@ -4,7 +4,7 @@ What it leaves is equal to rounding: to 1e-12 in float64.
 """
 
 import math
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -21,7 +21,8 @@ from hfjax.models.gpt import GPT, GPTConfig, next_token_loss
 from hfjax.models.parts import stacked
 from hfjax.testing import strategies
 from tests.h200 import OPTIMIZED, h200s
-from tests.small_gpt import gpt_layout, mlp_layout, tokens
+from tests.small_gpt import mlp_layout, tokens
+from tests.small_stack import rows, squared, stack_layout
 
 LAYERS = 3
 SUMS = 8  # total and weight of the loss, two float32 scalars
@@ -56,22 +57,25 @@ def assert_same(found, wanted, tolerance):
         assert norm(apart) <= tolerance * norm(theirs)
 
 
-def on(name):
-    strategy, sizes = strategies(8)[name]
-    return strategy, sizes
-
-
-def one_device(optimizer=ADAMW, **changes):
-    return mlp_layout(DDP, {"data": 1}, optimizer, jax.devices()[:1], layers=LAYERS, **changes)
-
-
 # --- the same result ------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def ordinary():
+def trained(strategy, sizes, of, **more):
+    """A stack, or where kernels are split over tensor what says which, in float64."""
     with jax.enable_x64(True):
-        return run(one_device(dropout=0.1), precision="fp64")
+        shape = {"optimizer": ADAMW, "layers": LAYERS, "dropout": 0.1}
+        if of == "stack":
+            layout, given = stack_layout(strategy, sizes, **shape), (squared, rows())
+        else:
+            devices = jax.devices()[: math.prod(sizes.values())]
+            layout = mlp_layout(strategy, sizes, devices=devices, **shape)
+            given = next_token_loss, tokens()
+        return run(layout, *given, precision="fp64", **more)
+
+
+@cache
+def ordinary(of):
+    return trained(DDP, {"data": 1}, of)
 
 
 SLOW = ("DDP", "ZERO2 on two axes", "ZERO2+TENSOR")
@@ -80,11 +84,9 @@ QUICK = ("ZERO1", "FSDP", "HSDP+TENSOR+SEQUENCE")
 
 @pytest.mark.parametrize("name", [*QUICK, *(pytest.param(n, marks=pytest.mark.slow) for n in SLOW)])
 @pytest.mark.drawn
-def test_every_strategy_trains_as_the_ordinary_step_does_on_one_device(ordinary, name):
-    with jax.enable_x64(True):
-        layout = mlp_layout(*on(name), ADAMW, layers=LAYERS, dropout=0.1)
-        found = run(layout, precision="fp64", **IN_BACKWARD)
-    assert_same(found, ordinary, 1e-12)
+def test_every_strategy_trains_as_the_ordinary_step_does_on_one_device(name):
+    of = "mlps" if "TENSOR" in name else "stack"
+    assert_same(trained(*strategies(8)[name], of, **IN_BACKWARD), ordinary(of), 1e-12)
 
 
 GROUPS = hfjax.by_path({"layers/*": optax.adamw(1e-2), "*norm*": optax.sgd(0.1), "*": ADAMW})
@@ -102,35 +104,29 @@ GROUPS = hfjax.by_path({"layers/*": optax.adamw(1e-2), "*norm*": optax.sgd(0.1),
             marks=pytest.mark.slow,
         ),
         (hfjax.ema(GROUPS, 0.9), (), {"fsdp": 2}, {"remat": "dots"}),
-        (ADAMW, ("tokens", "layers/mlp/*"), {"fsdp": 2}, {"unroll": True}),
+        (ADAMW, ("before", "layers/kernel"), {"fsdp": 2}, {"unroll": True}),
     ],
     ids=["bf16, remat", "kept gathered", "an average, by path", "frozen, unrolled"],
 )
 @pytest.mark.drawn
 def test_options_and_optimizers_go_with_it(optimizer, frozen, sizes, execution):
-    layout = mlp_layout(HSDP, sizes, optimizer, layers=LAYERS)
+    layout = stack_layout(HSDP, sizes, optimizer, LAYERS)
     layout = layout.freeze(*frozen) if frozen else layout
-    found, wanted = (run(layout, **execution, **more) for more in (IN_BACKWARD, {}))
+    found, wanted = (
+        run(layout, squared, rows(), **execution, **more) for more in (IN_BACKWARD, {})
+    )
     assert_same(found, wanted, 2e-3 if "precision" in execution else 1e-5)
 
 
 def test_a_reduction_in_two_levels_goes_layer_by_layer():
-    layout = mlp_layout(DDP, {"data": 2, "fsdp": 2}, ADAMW, layers=2)
-    step = hfjax.train_step(layout, next_token_loss, reduction="hierarchical", **IN_BACKWARD)
-    found = hfjax.collectives(step.lower(tokens()))
+    layout, loss = stack_layout(DDP, {"data": 2, "fsdp": 2}, ADAMW, LAYERS), (squared, rows())
+    more = {"reduction": "hierarchical", **IN_BACKWARD}
+    found = hfjax.collectives(hfjax.train_step(layout, squared, **more).lower(rows()))
     whole = sum(math.prod(p.shape) for p in layout.placed.values())
     assert found.total("reduce-scatter", "fsdp") == 4 * whole == found.total("all-gather", "fsdp")
     assert found.total("all-reduce", "data") == 4 * whole // 2
-    wanted = run(one_device())
-    assert_same(
-        run(
-            mlp_layout(DDP, {"data": 2, "fsdp": 2}, ADAMW, layers=LAYERS),
-            reduction="hierarchical",
-            **IN_BACKWARD,
-        ),
-        wanted,
-        1e-5,
-    )
+    wanted = run(stack_layout(DDP, {"data": 1}, ADAMW, LAYERS), *loss)
+    assert_same(run(layout, *loss, **more), wanted, 1e-5)
 
 
 class Listed(nnx.Module):
@@ -146,18 +142,6 @@ class Listed(nnx.Module):
 
     def head(self, x):
         return x @ self.before[...].T
-
-
-def squared(outputs, batch):
-    """Rows weigh unequally."""
-    apart = jnp.square(outputs - batch["y"]).sum(axis=1) * batch["weight"]
-    return Mean(apart.sum(), batch["weight"].sum(), {"first": outputs[:, 0].mean()})
-
-
-def rows(n=8):
-    rng = np.random.default_rng(0)
-    x, y = rng.normal(size=(2, n, 4)).astype(np.float32)
-    return {"x": x, "y": y, "weight": rng.integers(1, 5, n).astype(np.float32)}
 
 
 @pytest.mark.parametrize(
@@ -403,9 +387,9 @@ def test_apply_updates_whatever_comes():
     ],
 )
 def test_what_needs_all_gradients_at_once_is_refused(execution, message):
-    layout = gpt_layout(DDP, {"data": 1}, devices=jax.devices()[:1])
+    layout = stack_layout(DDP, {"data": 1})
     with pytest.raises(ValueError, match=message):
-        hfjax.train_step(layout, next_token_loss, **IN_BACKWARD, **execution)
+        hfjax.train_step(layout, squared, **IN_BACKWARD, **execution)
 
 
 @pytest.mark.parametrize(
@@ -419,11 +403,11 @@ def test_what_needs_all_gradients_at_once_is_refused(execution, message):
     ids=["clip_by_global_norm", "LAMB", "Adafactor", "Muon"],
 )
 def test_an_optimizer_that_does_not_work_element_by_element_is_refused(optimizer):
-    layout = gpt_layout(FSDP, {"fsdp": 2}, optimizer, jax.devices()[:2])
+    layout = stack_layout(FSDP, {"fsdp": 2}, optimizer)
     with pytest.raises(
         ValueError, match=r"an optimizer that .*, with optimizer_in_backward=True: each layer"
     ):
-        hfjax.train_step(layout, next_token_loss, **IN_BACKWARD)
+        hfjax.train_step(layout, squared, **IN_BACKWARD)
 
 
 def test_a_norm_of_each_row_is_refused_only_where_rows_are_split():

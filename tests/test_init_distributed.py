@@ -378,13 +378,22 @@ def open_mpi(process, port):
     }
 
 
+def of_jax(process, port):
+    return {
+        "JAX_COORDINATOR_ADDRESS": f"localhost:{port}",
+        "JAX_NUM_PROCESSES": "2",
+        "JAX_PROCESS_ID": str(process),
+    }
+
+
+@pytest.mark.drawn
 @pytest.mark.parametrize(
     ("variables_of", "source"),
     [
-        (own, "hfjax's variables"),
         (torchrun, "torchrun's variables"),
         (slurm, "SLURM"),
         (open_mpi, "Open MPI"),
+        (of_jax, "JAX's variables"),  # those of Kubeflow
     ],
 )
 def test_two_processes_join_by_the_variables_of(variables_of, source):
@@ -396,13 +405,17 @@ def test_two_processes_join_by_the_variables_of(variables_of, source):
         assert ("the first speaks" in out) == (process == 0)
 
 
-def test_sigterm_still_ends_a_process_that_has_joined():
+def test_two_processes_join_by_variables_of_hfjax_and_sigterm_still_ends_them():
     port = free_port()
     wait = f"{JOIN}time.sleep(60)"
     both = [start(wait, **own(process, port)) for process in (0, 1)]
-    for process in both:
-        while "joined" not in line(process):
+    for number, process in enumerate(both):
+        said = [line(process)]
+        while "joined" not in said[-1]:
             assert process.poll() is None
+            said.append(line(process))
+        assert f"joined {number} 2 2 hfjax's variables" in said[-1]
+        assert ("the first speaks" in "".join(said)) == (number == 0)
     for process in both:
         process.send_signal(signal.SIGTERM)
     assert [end[0] for end in finished(*both)] == [-signal.SIGTERM, -signal.SIGTERM]

@@ -16,6 +16,7 @@ from hfjax.testing import assert_strategies_agree, strategies
 from tests.h200 import OPTIMIZED, h200s
 from tests.small_gpt import gpt, gpt_layout, mlp_layout, tokens
 
+MOMENTUM = optax.sgd(0.1, momentum=0.9)
 KERNELS_HERE = ("flash_block", "cross_entropy", "all_gather", "reduce_scatter")
 
 
@@ -41,7 +42,7 @@ def forms(step):
 def test_under_every_strategy_the_references_train_as_on_one_device(name):
     mask = np.random.default_rng(0).integers(0, 2, (16, 24)).astype(np.float32)
     chosen = cases(name)
-    options = {"kernels": "reference", "accumulate": 2, "unroll": 1}
+    options = {"kernels": "reference", "accumulate": 2, "unroll": 1, "optimizer": MOMENTUM}
     assert_strategies_agree(
         gpt(vocab=60, pad_vocab_to=8), next_token_loss, padded(mask), chosen, **options
     )
@@ -52,11 +53,21 @@ def padded(mask):
     return batch | {"tokens": batch["tokens"] % 60}
 
 
-def test_the_references_train_as_plain_jax_does():
-    layout = gpt_layout(hfjax.FSDP | hfjax.TENSOR, {"fsdp": 4, "tensor": 2})
-    _, plain = trained(layout, tokens(), kernels="xla")
-    step, found = trained(layout, tokens(), kernels="reference")
+def both_layout():
+    return gpt_layout(hfjax.FSDP | hfjax.TENSOR, {"fsdp": 4, "tensor": 2}, MOMENTUM)
+
+
+def test_every_kernel_of_a_step_takes_the_reference_that_is_asked_for():
+    step = hfjax.train_step(both_layout(), next_token_loss, kernels="reference")
+    step.trace(tokens())
     assert forms(step) == {name: {"reference"} for name in KERNELS_HERE}
+
+
+@pytest.mark.slow  # every day on one device, in test_under_every_strategy
+def test_the_references_train_as_plain_jax_does():
+    layout = both_layout()
+    _, plain = trained(layout, tokens(), kernels="xla")
+    _, found = trained(layout, tokens(), kernels="reference")
     np.testing.assert_allclose(found, plain, rtol=1e-5)
 
 
@@ -124,13 +135,14 @@ def test_where_no_ring_can_go_round_a_product_is_xlas(sizes, schedule, why):
     layout = gpt_layout(strategy, sizes, devices=devices)
     step = hfjax.train_step(layout, next_token_loss, kernels=RINGS, schedule=schedule)
     batch = {"tokens": tokens()["tokens"][:, : 25 if schedule else 24]}
-    step.lower(batch)
+    step.trace(batch)
     for name in ("all_gather_matmul", "matmul_reduce_scatter"):
         assert step.kernels.forms(name) == {"xla"}
         assert all(why in choice.why for choice in step.kernels.choices[name])
 
 
 @pytest.mark.parametrize("form", ["xla", "reference"])
+@pytest.mark.drawn
 def test_tokens_of_any_integer_type_and_negative_ones_that_are_no_targets(form):
     layout = gpt_layout(hfjax.DDP, {"data": 1}, devices=jax.devices()[:1])
     batch = tokens()
@@ -149,10 +161,10 @@ def test_tokens_of_any_integer_type_and_negative_ones_that_are_no_targets(form):
 
 
 def test_a_loss_that_takes_logits_is_told_of():
-    layout = gpt_layout(hfjax.DDP, {"data": 1}, devices=jax.devices()[:1])
+    layout = mlp_layout(hfjax.DDP, {"data": 1}, devices=jax.devices()[:1])
     loss = lambda logits, batch: logits.mean()
     step = hfjax.train_step(layout, loss, kernels="reference")
-    step.lower(tokens())
+    step.trace(tokens())
     assert "the loss takes logits" in step.kernels.choices["cross_entropy"][0].why
 
 
@@ -165,7 +177,7 @@ def test_on_a_mesh_of_cpus_attention_is_the_cpus_whatever_jax_runs_on(monkeypatc
     mesh = hfjax.make_mesh(devices=jax.devices()[:2], data=2)
     for forward in (None, lambda model, batch: model(batch)):  # in three parts, and as it is
         layout = hfjax.layout(gpt(), optax.sgd(1e-3), mesh, hfjax.DDP, forward=forward)
-        hfjax.train_step(layout, next_token_loss, precision="bf16").lower(tokens())
+        hfjax.train_step(layout, next_token_loss, precision="bf16").trace(tokens())
     generate(layout, hfjax.init(layout), [1], 1, length=24, vocab=64)
 
 

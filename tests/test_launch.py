@@ -15,7 +15,7 @@ from hfjax.processes.job import Limits
 from hfjax.processes.launch import device_variables, launch, visible_gpus
 from tests.workers import LIMIT, finished, launched, line, start
 
-QUICK = Limits(grace=2, stop=5, backoff=0.1)
+QUICK = Limits(grace=1, stop=5, backoff=0.1)
 
 
 def sh(script):
@@ -184,7 +184,7 @@ def test_no_process_outlives_a_launcher_that_is_killed():
 
 def test_a_signal_between_restarts_ends_the_job():
     process = launched(["-n", 1, "--max-restarts", 9], *sh("exit 4"))
-    while "restart 3" not in line(process, "stderr"):
+    while "restart 2" not in line(process, "stderr"):
         assert process.poll() is None
     process.send_signal(signal.SIGTERM)
     assert finished(process)[0][0] == 4

@@ -25,7 +25,7 @@ from hfjax.parallel.strategy import (
     ZERO2,
     Strategy,
 )
-from tests.small_gpt import gpt_layout, tokens
+from tests.small_gpt import gpt_layout, mlp_layout, tokens
 
 MESH = hfjax.make_mesh(data=2, fsdp=2, tensor=2)
 ALL = {"replicate_below": 0}
@@ -66,9 +66,10 @@ def test_an_array_that_no_dimension_divides_stays_whole():
         (ZERO2 | TENSOR, {"data": 2, "fsdp": 2, "tensor": 2}, (2, 8, 8)),
     ],
 )
+@pytest.mark.drawn
 def test_bytes_of_each_zero_stage_are_those_of_the_formula(strategy, sizes, counts):
     """A stage divides the matrices of a column by its devices."""
-    layout = gpt_layout(strategy.edit(**ALL), sizes)
+    layout = mlp_layout(strategy.edit(**ALL), sizes)
     matrices = [p for p in layout.placed.values() if p.path.endswith("kernel")]
     whole = sum(4 * math.prod(p.shape) for p in matrices)
     state, paths = hfjax.init(layout), {p.path for p in matrices}
@@ -84,7 +85,7 @@ def test_bytes_of_each_zero_stage_are_those_of_the_formula(strategy, sizes, coun
 
 
 def test_the_totals_printed_are_the_bytes_of_the_arrays():
-    layout = gpt_layout((FSDP | TENSOR).edit(**ALL), MESH.shape)
+    layout = mlp_layout((FSDP | TENSOR).edit(**ALL), MESH.shape)
     state = hfjax.init(layout)
     held = lambda tree: sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(tree))
     total = layout.bytes_per_device()
@@ -94,7 +95,7 @@ def test_the_totals_printed_are_the_bytes_of_the_arrays():
 
 
 def test_no_device_ever_holds_the_whole_model_while_it_is_born():
-    layout = gpt_layout(FSDP.edit(**ALL), {"fsdp": 8}, vocab=512, embed=128)
+    layout = mlp_layout(FSDP.edit(**ALL), {"fsdp": 8}, vocab=512, embed=128)
     lowered = jax.jit(layout.create, out_shardings=layout.shardings()).lower(0)
     whole = sum(int(np.prod(p.shape)) * 4 for p in layout.placed.values())
     memory = lowered.compile().memory_analysis()
@@ -104,7 +105,7 @@ def test_no_device_ever_holds_the_whole_model_while_it_is_born():
 
 
 def test_an_edited_spec_moves_the_parameter_and_its_moments_follow():
-    layout = gpt_layout(FSDP.edit(**ALL), MESH.shape)
+    layout = mlp_layout(FSDP.edit(**ALL), MESH.shape)
     edited = layout.with_specs({UP: P(None, "fsdp", "tensor")})
     assert edited.placed[UP].moment == P(None, "fsdp", "tensor")
     state = hfjax.init(edited)
@@ -192,7 +193,7 @@ def test_names_for_an_unknown_path_or_of_the_wrong_length_are_refused():
 
 def test_moments_finer_than_gradients_come_on_top_of_them():
     finer = Strategy("finer", gradients={"*": "fsdp"}, moments={"*": ("fsdp", "data")})
-    layout = gpt_layout(finer, {"data": 2, "fsdp": 4})
+    layout = mlp_layout(finer, {"data": 2, "fsdp": 4})
     assert layout.placed[UP].gradient == P(None, "fsdp")
     assert layout.placed[UP].moment == P(None, "fsdp", "data")
     step = hfjax.train_step(layout, next_token_loss, accumulate=2)
@@ -200,7 +201,7 @@ def test_moments_finer_than_gradients_come_on_top_of_them():
 
 
 def test_one_dimension_over_fsdp_and_tensor_keeps_its_order():
-    layout = gpt_layout(FSDP | TENSOR, {"fsdp": 2, "tensor": 2}, optax.sgd(0.1))
+    layout = mlp_layout(FSDP | TENSOR, {"fsdp": 2, "tensor": 2}, optax.sgd(0.1))
     both = {
         UP: P(None, None, ("fsdp", "tensor")),
         "layers/mlp/down/kernel": P(None, ("fsdp", "tensor")),
@@ -296,7 +297,7 @@ def test_what_a_mesh_leaves_alike_is_printed_as_the_same():
 
 
 def test_optimizer_state_that_is_no_copy_of_a_parameter_stays_whole():
-    factored = gpt_layout(
+    factored = mlp_layout(
         FSDP.edit(**ALL), {"fsdp": 8}, optax.adafactor(1e-3, min_dim_size_to_factor=8)
     )
     specs = [s.spec for s in jax.tree.leaves(factored.shardings().optimizer)]
@@ -366,9 +367,10 @@ def test_a_strategy_that_would_split_nothing_is_refused_with_a_mesh_that_it_spli
 
 
 @pytest.mark.parametrize("strategy", [FSDP, ZERO1, PIPE, TENSOR | SEQUENCE | FSDP])
+@pytest.mark.drawn
 def test_on_one_device_a_strategy_that_splits_nothing_warns_and_runs(strategy):
     with pytest.warns(UserWarning, match=r"on one device: .* would split nothing: every array is"):
-        layout = gpt_layout(strategy, {}, devices=jax.devices()[:1])
+        layout = mlp_layout(strategy, {}, devices=jax.devices()[:1])
     hfjax.init(layout)
 
 

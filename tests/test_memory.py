@@ -7,17 +7,17 @@ import pytest
 import hfjax
 from hfjax.models.gpt import next_token_loss
 from hfjax.parallel.strategy import FSDP
-from tests.small_gpt import gpt_layout
+from tests.small_gpt import mlp_layout
 
 EMBED, LENGTH = 256, 64
-LAYER = 12 * EMBED * EMBED * 4  # bytes of one layer's kernels, gathered
+LAYER = 8 * EMBED * EMBED * 4  # bytes of the kernels of one layer, an MLP, gathered
 CARRY = LENGTH * EMBED * 4  # bytes of one row's residual stream
 
 
 def temporaries(layers, **execution):
     """Bytes beside the state and the gradients of FSDP on 8 devices, one row on each."""
     shape = {"layers": layers, "embed": EMBED, "length": LENGTH}
-    layout = gpt_layout(FSDP, {"fsdp": 8}, optax.sgd(1e-3), **shape)
+    layout = mlp_layout(FSDP, {"fsdp": 8}, optax.sgd(1e-3), **shape)
     batch = {"tokens": jax.ShapeDtypeStruct((8, LENGTH + 1), "int32")}
     step = hfjax.train_step(layout, next_token_loss, **execution)
     memory = step.lower(batch).compile().memory_analysis()

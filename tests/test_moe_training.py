@@ -57,7 +57,8 @@ def laid_out(config, strategy=DDP, optimizer=None, **sizes):
     devices = jax.devices()[: int(np.prod(list(sizes.values()), dtype=int))]
     mesh = hfjax.make_mesh(devices=devices, **sizes)
     model = lambda rngs: MoELlama(config, rngs=rngs)
-    optimizer = optimizer or optax.adamw(1e-2, weight_decay=0.5)
+    decayed = optax.chain(optax.add_decayed_weights(0.5), optax.sgd(0.1))
+    optimizer = optimizer or decayed
     return hfjax.layout(model, optimizer, mesh, strategy.edit(replicate_below=0))
 
 
@@ -102,14 +103,12 @@ def test_a_bias_moves_by_the_loads_of_a_step_whatever_the_optimizer_decays(tmp_p
     state, metrics = step(state, with_scale(1))
     np.testing.assert_array_equal(metrics["expert_load"], alone["expert_load"])
     np.testing.assert_array_equal(bias_of(restored), bias_of(state))
-    evaluated = hfjax.eval_step(layout, scaled_loss)(state, with_scale(1))
-    np.testing.assert_allclose(np.asarray(evaluated["expert_load"]).sum(1), 1, rtol=1e-6)
 
 
 def test_pyramids_train_and_tell_of_as_many_experts_as_each_layer_has():
     """A token goes to both experts of the first layer, and to three of the second."""
     config = MoEConfig(**SHAPE, experts=(2, 8), top_k=3, min_capacity=1)
-    experts = hfjax.by_path({"*/mlp/each/*": optax.adam(3e-2), "*": optax.adam(1e-2)})
+    experts = hfjax.by_path({"*/mlp/each/*": optax.sgd(1.0), "*": optax.sgd(0.5)})
     layout = laid_out(config, FSDP | EXPERT, experts, expert=2, fsdp=2)
     step, state = hfjax.train_step(layout, next_token_loss), hfjax.init(layout)
     state, first = step(state, TOKENS)
@@ -127,12 +126,19 @@ def test_pyramids_train_and_tell_of_as_many_experts_as_each_layer_has():
     assert 0 < float(metrics["router_entropy"][0]) <= np.log(2) * (1 + 1e-6)
 
 
-def test_experts_may_have_an_optimizer_of_their_own():
-    still = hfjax.by_path({"*/mlp/each/*": optax.sgd(0.0), "*": optax.sgd(0.1)})
-    layout = laid_out(BIASED, DDP | EXPERT, still, expert=2)
+@pytest.fixture(scope="module")
+def still():
+    """Experts that stay as they are: (layout, step)."""
+    optimizer = hfjax.by_path({"*/mlp/each/*": optax.sgd(0.0), "*": optax.sgd(0.1)})
+    layout = laid_out(replace(BIASED, router=Router()), DDP | EXPERT, optimizer, expert=2)
+    return layout, hfjax.train_step(layout, next_token_loss)
+
+
+def test_experts_may_have_an_optimizer_of_their_own(still):
+    layout, step = still
     state = hfjax.init(layout)
     before = flatten(hfjax.full(state.params))
-    state, _ = hfjax.train_step(layout, next_token_loss)(state, TOKENS)
+    state, _ = step(state, TOKENS)
     after = flatten(hfjax.full(state.params))
     same = {path for path, x in after.items() if np.array_equal(x, before[path])}
     assert same == {"layers/mlp/each/gate_up", "layers/mlp/each/down"}
@@ -181,7 +187,10 @@ OTHERS = pytest.param([name for name in OWN if name not in DAILY], marks=pytest.
 def test_models_that_are_called_as_they_are_train_as_on_one_device(names):
     batch = {name: RNG.normal(size=(16, 16)).astype(np.float32) for name in "xy"}
     cases = {name: (OWN[name][0].edit(replicate_below=0), *OWN[name][1:]) for name in names}
-    assert_strategies_agree(lambda rngs: Own(rngs=rngs), squares, batch, cases)
+    optimizer = optax.sgd(0.1, momentum=0.9)
+    assert_strategies_agree(
+        lambda rngs: Own(rngs=rngs), squares, batch, cases, optimizer=optimizer, steps=2
+    )
 
 
 # Errors
@@ -228,9 +237,9 @@ def test_a_list_of_unlike_mixtures_is_no_pipeline_with_an_expert_axis():
         hfjax.train_step(layout, next_token_loss, schedule=Schedule("1f1b", 4))
 
 
-def test_the_first_router_whose_logits_are_not_finite_is_named():
-    layout = laid_out(replace(BIASED, router=Router()), data=1)
-    step, state = hfjax.train_step(layout, next_token_loss), hfjax.init(layout)
+def test_the_first_router_whose_logits_are_not_finite_is_named(still):
+    layout, step = still
+    state = hfjax.init(layout)
     kernel = state.params["layers"]["mlp"]["router_kernel"]
     state.params["layers"]["mlp"]["router_kernel"] = kernel.at[1].set(3e38 * jnp.sign(kernel[1]))
     state, _ = step(state, TOKENS)

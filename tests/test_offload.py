@@ -13,10 +13,12 @@ from jax.ad_checkpoint import checkpoint_name
 
 import hfjax
 from hfjax.models.gpt import next_token_loss
+from hfjax.models.parts import stacked
 from hfjax.parallel.activation_offload import Tensor, share
 from hfjax.parallel.strategy import DDP, FSDP, PIPE, SEQUENCE, TENSOR
 from tests.h200 import OPTIMIZED, h200s
 from tests.small_gpt import gpt, gpt_layout, mlps, tokens
+from tests.small_stack import Bent, Stack, rows, squared
 
 Offload, Schedule = hfjax.Offload, hfjax.Schedule
 
@@ -25,10 +27,14 @@ def trained(strategy, sizes, offload=None, layers=2, model=mlps, **options):
     """Parameters and losses after two steps, and the step."""
     shape = {"dropout": 0.1, "layers": layers, "model": model}
     layout = gpt_layout(strategy, sizes, optax.adam(1e-3), **shape)
-    step = hfjax.train_step(layout, next_token_loss, offload=offload, **options)
+    return trained_by(layout, next_token_loss, tokens(), offload=offload, **options)
+
+
+def trained_by(layout, loss, batch, **options):
+    step = hfjax.train_step(layout, loss, **options)
     state, losses = hfjax.init(layout, schedule=options.get("schedule")), []
     for _ in range(2):
-        state, metrics = step(state, tokens())
+        state, metrics = step(state, batch)
         losses.append(float(metrics["loss"]))
     return jax.tree.map(np.asarray, state.params), losses, step
 
@@ -87,8 +93,8 @@ def test_training_is_bit_equal_to_no_offload(case):
 # -- how much -----------------------------------------------------------------------------------
 
 
-def step_of(strategy=FSDP, sizes=None, **options):
-    layout = gpt_layout(strategy, sizes or {"fsdp": 2}, optax.sgd(1e-3))
+def step_of(strategy=FSDP, sizes=None, model=mlps, **options):
+    layout = gpt_layout(strategy, sizes or {"fsdp": 2}, optax.sgd(1e-3), model=model)
     return hfjax.train_step(layout, next_token_loss, **options)
 
 
@@ -152,13 +158,46 @@ def test_an_empty_tensor_stays_where_it_is(cut):
 # -- by name, by kind ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("remat", [pytest.param("none", marks=pytest.mark.slow), "full"])
-def test_named_tensors_go_and_are_kept_even_if_all_else_is_computed_again(remat):
-    gpts = partial(trained, FSDP, {"fsdp": 2}, model=gpt, remat=remat)
-    wanted, found = gpts(), gpts(Offload(names=("mlp_up", "qkv")))
+class Named(Bent):
+    """A layer that names three tensors, each of which its backward pass reads."""
+
+    def __call__(self, x):
+        bent = checkpoint_name(super().__call__(x), "bent")
+        squared = checkpoint_name(bent * bent, "squared")
+        return x + checkpoint_name(jnp.sin(squared), "waved") ** 2
+
+
+class OfNamed(Stack):
+    def __init__(self, *, rngs):
+        super().__init__(1, rngs=rngs)
+        self.layers = stacked(3, lambda rngs: Named(rngs=rngs), rngs)
+
+
+def names_trained(remat, offload=None):
+    mesh = hfjax.make_mesh(devices=jax.devices()[:2], fsdp=2)
+    small = FSDP.edit(replicate_below=0)
+    layout = hfjax.layout(lambda rngs: OfNamed(rngs=rngs), optax.adam(1e-3), mesh, small)
+    return trained_by(layout, squared, rows(), remat=remat, offload=offload)
+
+
+def gpt_trained(remat, offload=None):
+    return trained(FSDP, {"fsdp": 2}, offload, model=gpt, remat=remat)
+
+
+@pytest.mark.parametrize(
+    ("run", "names", "remat"),
+    [
+        (names_trained, ("bent", "waved"), "full"),
+        pytest.param(gpt_trained, ("mlp_up", "qkv"), "full", marks=pytest.mark.slow),
+        pytest.param(gpt_trained, ("mlp_up", "qkv"), "none", marks=pytest.mark.slow),
+    ],
+    ids=["full", "a GPT, full", "a GPT, none"],
+)
+def test_named_tensors_go_and_are_kept_even_if_all_else_is_computed_again(run, names, remat):
+    wanted, found = run(remat), run(remat, Offload(names=names))
     assert_bit_equal(found[0], wanted[0])
     gone = [row for row in found[2].offloaded.rows.values() if row.moved]
-    assert {name for row in gone for name in row.tensor.names} == {"mlp_up", "qkv"}
+    assert {name for row in gone for name in row.tensor.names} == {*names}
 
 
 def test_matrix_products_go_alone():
@@ -309,7 +348,7 @@ def test_what_does_not_go_together_is_refused(options, message):
 
 def test_a_name_that_nothing_has_is_refused_with_those_there_are():
     with pytest.raises(ValueError, match=r"'mlp_uq'.*attended, mlp_up, qkv"):
-        step_of(offload=Offload(names=("mlp_uq",))).trace(tokens())
+        step_of(model=gpt, offload=Offload(names=("mlp_uq",))).trace(tokens())
 
 
 def test_an_offload_that_moves_nothing_warns():

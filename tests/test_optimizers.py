@@ -14,7 +14,8 @@ from hfjax.base.paths import flatten
 from hfjax.models.gpt import next_token_loss
 from hfjax.models.parts import run_stacked
 from hfjax.parallel.strategy import DDP, FSDP, PIPE, SEQUENCE, TENSOR, ZERO1, ZERO2
-from tests.small_gpt import gpt, mlp_layout, tokens
+from tests.small_gpt import mlp_layout, tokens
+from tests.small_stack import Stack, rows, squared, stack_layout
 
 ONE = {"data": 1}
 NO_NUMBER: Any = "0.001"
@@ -42,34 +43,38 @@ def grouped():
     )
 
 
-def after(layout, steps=4, batch=None, **execution):
-    step = hfjax.train_step(layout, next_token_loss, clip=0.5, unroll=1, **execution)
+def after(layout, steps=4, loss=squared, batch=None, **execution):
+    step = hfjax.train_step(layout, loss, clip=0.5, unroll=1, **execution)
     state, losses = hfjax.init(layout, schedule=execution.get("schedule")), []
     for _ in range(steps):
-        state, metrics = step(state, batch or tokens())
+        state, metrics = step(state, batch or rows())
         losses.append((float(metrics["loss"]), float(metrics["grad_norm"])))
     return hfjax.canonical(layout, state) if layout.order is not None else state, losses
 
 
 def alone(optimizer=None):
-    return mlp_layout(DDP, ONE, optimizer, devices=jax.devices()[:1])
+    return stack_layout(DDP, ONE, optimizer, layers=2)
 
 
 FROZEN = ("positions", "layers/mlp/up/*")
 
 
+def mlps_after(strategy, mesh, **execution):
+    devices = jax.devices()[: int(np.prod(list(mesh.values())))]
+    layout = mlp_layout(strategy, mesh, hfjax.ema(grouped(), 0.5), devices).freeze(*FROZEN)
+    return layout, *after(layout, loss=next_token_loss, batch=tokens(), **execution)
+
+
 @cache
 def grouped_alone():
-    return after(alone(hfjax.ema(grouped(), 0.5)).freeze(*FROZEN))
+    return mlps_after(DDP, ONE)[1:]
 
 
 @pytest.mark.parametrize(("strategy", "mesh", "execution"), MESHES)
 @pytest.mark.drawn
 def test_groups_frozen_parameters_and_an_average_are_those_of_one_device(strategy, mesh, execution):
-    devices = jax.devices()[: int(np.prod(list(mesh.values())))]
     wanted, losses = grouped_alone()
-    layout = mlp_layout(strategy, mesh, hfjax.ema(grouped(), 0.5), devices).freeze(*FROZEN)
-    state, found = after(layout, **execution)
+    layout, state, found = mlps_after(strategy, mesh, **execution)
     np.testing.assert_allclose(found, losses, rtol=2e-5)
     for tree in (lambda s: s.params, lambda s: hfjax.averaged(s).params):
         old, new = flatten(hfjax.full(tree(wanted))), flatten(hfjax.full(tree(state)))
@@ -104,14 +109,14 @@ def test_what_is_frozen_step_by_step_is_frozen_together():
     def norm(layout):
         return after(layout, steps=1)[1][0][1]
 
-    wanted = norm(alone().freeze("tokens", "layers/*"))
-    assert norm(alone().freeze("tokens").freeze("layers/*")) == wanted
-    assert norm(alone().freeze("layers/*").freeze("tokens")) == wanted
+    wanted = norm(alone().freeze("before", "layers/*"))
+    assert norm(alone().freeze("before").freeze("layers/*")) == wanted
+    assert norm(alone().freeze("layers/*").freeze("before")) == wanted
     assert norm(alone()) > wanted
 
 
 def test_averages_of_groups_are_put_together():
-    groups = {"tokens": hfjax.ema(optax.sgd(0.1), 0.5), "*": hfjax.ema(optax.sgd(0.1), 0.5)}
+    groups = {"before": hfjax.ema(optax.sgd(0.1), 0.5), "*": hfjax.ema(optax.sgd(0.1), 0.5)}
     several, _ = after(alone(hfjax.by_path(groups)))
     one, _ = after(alone(hfjax.ema(optax.sgd(0.1), 0.5)))
     jax.tree.map(
@@ -145,9 +150,9 @@ def test_frozen_layers_of_a_list_are_refused():
 
 
 def test_a_frozen_parameter_may_be_scaled_too():
-    layout = alone(hfjax.scaled(optax.sgd(0.1), {"*": 0.5})).freeze("tokens")
+    layout = alone(hfjax.scaled(optax.sgd(0.1), {"*": 0.5})).freeze("before")
     half, _ = after(layout, steps=1)
-    wanted, _ = after(alone(optax.sgd(0.05)).freeze("tokens"), steps=1)
+    wanted, _ = after(alone(optax.sgd(0.05)).freeze("before"), steps=1)
     for path, x in flatten(hfjax.full(wanted.params)).items():
         np.testing.assert_allclose(flatten(hfjax.full(half.params))[path], x, rtol=1e-6)
 
@@ -159,7 +164,7 @@ def test_a_frozen_parameter_may_be_scaled_too():
         (lambda x: x.freeze("*"), r"all parameters are, and nothing would train"),
         (
             lambda x: hfjax.init(alone(hfjax.by_path({"layers/*": optax.sgd(1.0)}))),
-            r"by_path: norm/bias \(and 3 more\) matches none of \['layers/\*'\]. Add a last",
+            r"by_path: before \(and 2 more\) matches none of \['layers/\*'\]. Add a last",
         ),
         (
             lambda x: hfjax.init(alone(hfjax.by_path({"x*": optax.sgd(1), "*": optax.sgd(1)}))),
@@ -187,11 +192,11 @@ def test_a_frozen_parameter_may_be_scaled_too():
             r"decay='cos', shape='linear'; decay is one of",
         ),
         (
-            lambda x: hfjax.train_step(x, next_token_loss, nonfinite="ignore"),
+            lambda x: hfjax.train_step(x, squared, nonfinite="ignore"),
             r"nonfinite='ignore': one of stop, skip, apply",
         ),
         (
-            lambda x: hfjax.train_step(x, next_token_loss, patience=0),
+            lambda x: hfjax.train_step(x, squared, patience=0),
             r"patience=0: a positive number of steps",
         ),
     ],
@@ -203,10 +208,10 @@ def test_what_makes_no_sense_is_refused(act, message):
 
 def test_an_average_follows_the_parameters_by_its_decay():
     layout = alone(hfjax.ema(optax.sgd(0.1), 0.9))
-    step, state = hfjax.train_step(layout, next_token_loss), hfjax.init(layout)
+    step, state = hfjax.train_step(layout, squared), hfjax.init(layout)
     wanted = flatten(hfjax.full(state.params))
     for _ in range(3):
-        state, _ = step(state, tokens())
+        state, _ = step(state, rows())
         new = flatten(hfjax.full(state.params))
         wanted = {path: 0.9 * x + 0.1 * new[path] for path, x in wanted.items()}
     for path, x in flatten(hfjax.full(hfjax.averaged(state).params)).items():
@@ -229,7 +234,7 @@ def test_a_rate_goes_up_stays_and_goes_down(fields, wanted):
 
 def poisoned(outputs, batch):
     """The loss stays finite; the gradient of what `poison` multiplies does not."""
-    mean = next_token_loss(outputs, batch)
+    mean = squared(outputs, batch)
     return mean.total * 1.0 + 0 * (batch["poison"].sum() * outputs.sum())
 
 
@@ -239,12 +244,12 @@ def run(step, state, batches):
     return state
 
 
-BAD = tokens(poison=np.full(16, np.inf, np.float32))
-GOOD = tokens(poison=np.zeros(16, np.float32))
+BAD = rows(poison=np.full(8, np.inf, np.float32))
+GOOD = rows(poison=np.zeros(8, np.float32))
 
 
 def test_steps_that_are_not_finite_are_skipped_told_and_not_counted_by_the_optimizer():
-    layout = mlp_layout(ZERO1, {"data": 4}, optax.adam(1e-3))
+    layout = stack_layout(ZERO1, {"data": 4}, optax.adam(1e-3))
     step = hfjax.train_step(layout, poisoned, nonfinite="skip")
     plain = hfjax.train_step(layout, poisoned)
     state, wanted = hfjax.init(layout), hfjax.init(layout)
@@ -256,7 +261,7 @@ def test_steps_that_are_not_finite_are_skipped_told_and_not_counted_by_the_optim
 
 
 def test_too_many_steps_in_a_row_that_are_not_finite_stop_the_run():
-    layout = mlp_layout(DDP, {"data": 4}, optax.sgd(0.1))
+    layout = stack_layout(DDP, {"data": 4}, optax.sgd(0.1))
     step = hfjax.train_step(layout, poisoned, nonfinite="skip", patience=3)
     state, told = hfjax.init(layout), pytest.warns(RuntimeWarning, match="skipped")
     with told, pytest.raises(FloatingPointError, match=r"3 in a row \(patience=3\).*step 4"):
@@ -273,12 +278,13 @@ breaks.defvjp(lambda x: (x, None), lambda _, dx: (dx * np.inf,))
 
 def test_the_parameter_whose_gradient_broke_is_named_and_the_loss_given():
     def forward(model, batch):
-        return model.head(run_stacked(model.layers, breaks(model.embed(batch))))
+        return model.head(breaks(run_stacked(model.layers, model.embed(batch))))
 
     mesh = hfjax.make_mesh(data=4, devices=jax.devices()[:4])
-    layout = hfjax.layout(gpt(), optax.sgd(0.1), mesh, DDP, forward=forward)
-    step = hfjax.train_step(layout, next_token_loss)
-    state, _ = step(hfjax.init(layout), tokens())
-    told = r"loss was 4\.\d+, the gradients of 2 of 16 .* the first is that of positions \(24, 32\)"
+    init = lambda rngs: Stack(3, rngs=rngs)
+    layout = hfjax.layout(init, optax.sgd(0.1), mesh, DDP, forward=forward)
+    step = hfjax.train_step(layout, squared)
+    state, _ = step(hfjax.init(layout), rows())
+    told = r"loss was 28\.\d+, the gradients of 3 of 5 .* the first is that of before \(4, 8\)"
     with pytest.raises(FloatingPointError, match=told):
         step.check(state)

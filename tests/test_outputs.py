@@ -40,16 +40,15 @@ def test_predicted_outputs_are_those_of_the_model_row_by_row(name):
     state = hfjax.init(layout, schedule=schedule, parameters=given(name))
     found = hfjax.predict_step(layout, schedule=schedule)(state, batch)
     rows = jax.sharding.NamedSharding(layout.mesh, jax.P(("data", "fsdp")))
-    for mine, wanted in zip(
-        jax.tree.leaves(found), jax.tree.leaves(plain(name, batch)), strict=True
-    ):
+    of_model = plain(name, batch)
+    for mine, wanted in zip(jax.tree.leaves(found), jax.tree.leaves(of_model), strict=True):
         limit = 0.05 if "HOST" in name else 1e-5  # its parameters are bfloat16
         np.testing.assert_allclose(np.asarray(mine, np.float32), wanted, atol=limit)
         assert mine.sharding.is_equivalent_to(rows, mine.ndim)
     assert isinstance(found, dict) == (loss_of(name)[0] is squares)
     own = hfjax.module(layout, state)  # the model itself, from any layout and schedule
     own.eval()
-    same(own(batch), plain(name, batch))
+    same(own(batch), of_model)
 
 
 def test_forward_takes_the_place_of_the_layouts_own():

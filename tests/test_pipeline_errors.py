@@ -13,7 +13,8 @@ from hfjax import DDP, FSDP, PIPE, Schedule
 from hfjax.models.gpt import next_token_loss
 from hfjax.models.parts import run_stacked, stacked
 from hfjax.testing import assert_strategies_agree
-from tests.small_gpt import mlp_layout, mlps, tokens
+from tests.constant_stack import rows, stack, stack_layout, weighted
+from tests.small_gpt import mlp_layout, tokens
 
 FOUR = Schedule("1f1b", 4)
 
@@ -142,24 +143,24 @@ def test_a_users_table_is_for_its_own_number_of_stages_and_runs_there():
     with pytest.raises(ValueError, match=r"for 2 stages, the mesh has 4"):
         train(PIPE, {"pipe": 4}, own, layers=4)
     case = {"own": (PIPE, {"pipe": 2}, {"schedule": own})}
-
-    assert_strategies_agree(mlps(), next_token_loss, tokens(), case, steps=2)
+    assert_strategies_agree(stack(layers=3), weighted, rows(), case, steps=2)
 
 
 def test_the_ends_of_a_model_may_be_split_over_the_stages():
     strategy = PIPE.edit(parameters={"vocab": "pipe"})
     case = {"ends": (strategy, {"pipe": 2}, {"schedule": FOUR})}
-    assert mlp_layout(strategy, {"pipe": 2}).specs["tokens"] == jax.sharding.PartitionSpec("pipe")
-    assert_strategies_agree(mlps(), next_token_loss, tokens(), case, steps=2)
+    layout = stack_layout(strategy, {"pipe": 2})
+    assert layout.specs["before"] == jax.sharding.PartitionSpec("pipe")
+    assert_strategies_agree(stack(layers=3), weighted, rows(), case, steps=2)
 
 
 def test_an_optimizer_that_takes_means_over_padded_layers_is_refused():
-    layout = mlp_layout(PIPE, {"pipe": 2}, optax.adafactor(1e-2), layers=3)
+    layout = stack_layout(PIPE, {"pipe": 2}, optax.adafactor(1e-2), layers=3)
     with pytest.raises(ValueError, match=r"3 layers are padded to 4 rows.*adamw"):
-        hfjax.train_step(layout, next_token_loss, schedule=FOUR)
+        hfjax.train_step(layout, weighted, schedule=FOUR)
     for optimizer in (optax.lamb(1e-3), optax.adamw(1e-3), optax.sgd(0.1, momentum=0.9)):
         hfjax.train_step(
-            mlp_layout(PIPE, {"pipe": 2}, optimizer, layers=3), next_token_loss, schedule=FOUR
+            stack_layout(PIPE, {"pipe": 2}, optimizer, layers=3), weighted, schedule=FOUR
         )
 
 

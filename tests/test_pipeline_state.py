@@ -1,6 +1,7 @@
 """What a pipeline stores: layers by stage, canonical when saved, any other layout when restored."""
 
 import dataclasses
+import functools
 import gc
 import weakref
 
@@ -14,35 +15,44 @@ import pytest
 import hfjax
 from hfjax import DDP, FSDP, PIPE, Schedule
 from hfjax.base.paths import flatten
-from hfjax.models.gpt import next_token_loss
-from tests.small_gpt import mlp_layout, tokens
+from tests.constant_stack import rows, stack_layout, weighted
 
 STAGES = {"pipe": 4}
 FOUR = Schedule("1f1b", 4)
 
 
 def trained(layout, schedule):
-    """Return the state after two steps, and the loss of a third."""
-    step = hfjax.train_step(layout, next_token_loss, schedule=schedule)
+    """Return the state after two steps, and the losses of two more."""
+    step = hfjax.train_step(layout, weighted, schedule=schedule)
     state = hfjax.init(layout, schedule=schedule)
     for _ in range(2):
-        state, _ = step(state, tokens())
-    kept = jax.tree.map(jnp.copy, state)
-    return kept, float(step(state, tokens())[1]["loss"])
+        state, _ = step(state, rows())
+    return state, after(step, jax.tree.map(jnp.copy, state))
 
 
 def continued(layout, state, schedule=None):
-    step = hfjax.train_step(layout, next_token_loss, schedule=schedule)
-    return float(step(state, tokens())[1]["loss"])
+    return after(hfjax.train_step(layout, weighted, schedule=schedule), state)
+
+
+def after(step, state):
+    """Return the losses of two steps: moments are in the second."""
+    state, first = step(state, rows())
+    return [float(first["loss"]), float(step(state, rows())[1]["loss"])]
+
+
+@functools.cache
+def six_on_four():
+    """Return the layout of six layers on four stages, and a state of it after two steps."""
+    layout = stack_layout(PIPE, STAGES, layers=6)
+    return layout, trained(layout, FOUR)[0]
 
 
 def test_specs_and_saved_state_name_the_models_own_arrays_whatever_the_schedule():
-    layout = mlp_layout(PIPE, STAGES, layers=6)
-    path = "layers/mlp/up/kernel"
+    layout, state = six_on_four()
+    path = "layers/up"
     assert layout.specs[path] == jax.sharding.PartitionSpec("pipe")
-    assert layout.arrays[path].shape == (6, 32, 128)
-    state, _ = trained(layout, FOUR)
-    assert flatten(state.params)[path].shape == (8, 32, 128)  # two of eight places are empty
+    assert layout.arrays[path].shape == (6, 8, 16)
+    assert flatten(state.params)[path].shape == (8, 8, 16)  # two of eight places are empty
     saved = flatten(hfjax.canonical(layout, state).params)
     assert {p: x.shape for p, x in saved.items()} == {
         p: array.shape for p, array in layout.arrays.items()
@@ -50,8 +60,7 @@ def test_specs_and_saved_state_name_the_models_own_arrays_whatever_the_schedule(
 
 
 def test_empty_places_stay_zero():
-    layout = mlp_layout(PIPE, STAGES, layers=6)
-    state, _ = trained(layout, FOUR)
+    _, state = six_on_four()
     for path, x in flatten(state.params).items():
         if path.startswith("layers/"):
             assert not np.asarray(x)[[5, 7]].any(), path
@@ -59,29 +68,29 @@ def test_empty_places_stay_zero():
 
 @pytest.mark.parametrize("layers", [6, pytest.param(8, marks=pytest.mark.slow)])
 def test_a_state_goes_from_one_schedule_to_another_and_to_no_pipeline(tmp_path, layers):
-    layout = mlp_layout(PIPE, {"pipe": 2}, layers=layers)
+    layout = stack_layout(PIPE, {"pipe": 2}, layers=layers)
     schedule = Schedule("interleaved", 4, 2)
     before, wanted = trained(layout, schedule)
     manager = ocp.StandardCheckpointer()
     manager.save(tmp_path / "saved", hfjax.canonical(layout, before))
-    other = mlp_layout(FSDP, {"fsdp": 4}, layers=layers)
+    other = stack_layout(FSDP, {"fsdp": 4}, layers=layers)
     manager.wait_until_finished()
     restored = manager.restore(tmp_path / "saved", other.abstract_state())
     assert continued(other, restored) == pytest.approx(wanted, rel=1e-5)
     assert continued(layout, before, Schedule("v", 4, 2)) == pytest.approx(wanted, rel=1e-5)
-    four = mlp_layout(PIPE, {"pipe": 4}, layers=layers)
+    four = stack_layout(PIPE, {"pipe": 4}, layers=layers)
     back = manager.restore(tmp_path / "saved", four.arranged(None).abstract_state())
     assert continued(four, back, FOUR) == pytest.approx(wanted, rel=1e-5)
 
 
 def test_a_state_saved_in_stages_tells_the_order_of_its_layers(tmp_path):
-    layout = mlp_layout(PIPE, {"pipe": 2}, layers=4)
+    layout = stack_layout(PIPE, {"pipe": 2}, layers=4)
     schedule = Schedule("interleaved", 4, 2)
     state, wanted = trained(layout, schedule)
     checkpointer = ocp.StandardCheckpointer()
     checkpointer.save(tmp_path / "saved", state)
     checkpointer.wait_until_finished()
-    plain = mlp_layout(DDP, {"data": 2}, layers=4)
+    plain = stack_layout(DDP, {"data": 2}, layers=4)
     restored = checkpointer.restore(tmp_path / "saved", plain.abstract_state())
     assert np.asarray(restored.order).tolist() == [0, 2, 1, 3]
     assert continued(plain, restored) == pytest.approx(wanted, rel=1e-5)
@@ -89,17 +98,21 @@ def test_a_state_saved_in_stages_tells_the_order_of_its_layers(tmp_path):
 
 @pytest.mark.parametrize("schedule", [None, Schedule("interleaved", 4, 2)])
 def test_evaluation_runs_forward_only_and_equals_one_device(schedule):
-    layout = mlp_layout(PIPE | DDP, {"pipe": 2, "data": 2}, layers=4, dropout=0.3)
+    layout = stack_layout(PIPE | DDP, {"pipe": 2, "data": 2}, layers=4, dropout=0.3)
     state = hfjax.init(layout, schedule=schedule)
-    found = hfjax.eval_step(layout, next_token_loss, schedule=schedule)(state, tokens())
-    one = mlp_layout(DDP, {"data": 1}, layers=4, dropout=0.3)
-    wanted = hfjax.eval_step(one, next_token_loss)(hfjax.init(one), tokens())
-    assert float(found["loss"]) == pytest.approx(float(wanted["loss"]), rel=1e-6)
+    found = hfjax.eval_step(layout, weighted, schedule=schedule)(state, rows())
+    assert float(found["loss"]) == pytest.approx(evaluated_on_one_device(), rel=1e-6)
+
+
+@functools.cache
+def evaluated_on_one_device():
+    one = stack_layout(DDP, {"data": 1}, layers=4, dropout=0.3)
+    return float(hfjax.eval_step(one, weighted)(hfjax.init(one), rows())["loss"])
 
 
 def test_what_is_compiled_for_a_layout_dies_with_it():
-    layout, schedule = mlp_layout(PIPE, {"pipe": 2}, layers=4), Schedule("interleaved", 4, 2)
-    step = hfjax.train_step(layout, next_token_loss, schedule=schedule)
+    layout, schedule = stack_layout(PIPE, {"pipe": 2}, layers=4), Schedule("interleaved", 4, 2)
+    step = hfjax.train_step(layout, weighted, schedule=schedule)
     state = hfjax.init(layout, schedule=schedule)
     assert not np.array_equal(hfjax.canonical(layout, state).order, state.order)
     held = [weakref.ref(x) for x in (layout, layout.as_the_model, layout.blueprint, step)]
@@ -109,31 +122,31 @@ def test_what_is_compiled_for_a_layout_dies_with_it():
 
 
 def test_an_order_that_was_looked_at_is_not_looked_at_again(monkeypatch):
-    layout, looked = mlp_layout(FSDP, {"fsdp": 2}), []
+    layout, looked = stack_layout(FSDP, {"fsdp": 2}, layers=2), []
     assert layout.order is layout.order
-    state, evaluate = hfjax.init(layout), hfjax.eval_step(layout, next_token_loss)
+    state, evaluate = hfjax.init(layout), hfjax.eval_step(layout, weighted)
     equal = np.array_equal
     look = lambda a, b: looked.append(b) or equal(a, b)
     monkeypatch.setattr("hfjax.plan.rearrange.np.array_equal", look)
     for _ in range(3):
-        evaluate(state, tokens())
+        evaluate(state, rows())
     assert len(looked) == 1
     other = dataclasses.replace(state, order=jnp.array([1, 0]))
     moved = hfjax.canonical(layout, other)
     assert len(looked) == 2
-    kernel = lambda state: np.asarray(flatten(state.params)["layers/mlp/up/kernel"])
+    kernel = lambda state: np.asarray(flatten(state.params)["layers/up"])
     np.testing.assert_array_equal(kernel(moved), kernel(state)[::-1])
 
 
 def test_adafactors_factored_moments_follow_their_layers():
     optimizer = optax.adafactor(1e-2, min_dim_size_to_factor=8)
-    layout = mlp_layout(PIPE, {"pipe": 2}, optimizer, layers=4)
+    layout = stack_layout(PIPE, {"pipe": 2}, optimizer, layers=4)
     before, wanted = trained(layout, Schedule("interleaved", 4, 2))
     assert continued(layout, before, Schedule("1f1b", 4)) == pytest.approx(wanted, rel=1e-5)
 
 
 def test_each_device_holds_its_stage_and_the_ends():
-    layout = mlp_layout(PIPE, STAGES, layers=8)
+    layout = stack_layout(PIPE, STAGES, layers=4)
     state = hfjax.init(layout)
     for path, x in flatten(state.params).items():
         piece = x.addressable_shards[0].data

@@ -124,6 +124,7 @@ def test_zero3_gathers_a_layer_in_both_slots_of_a_tick_or_once_a_step_if_kept(ke
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb"])
+@pytest.mark.drawn
 def test_the_program_does_not_grow_with_the_number_of_microbatches(schedule):
     step = lambda m: lowered(PIPE, {"pipe": 2}, Schedule(schedule, m), rows=2 * m)[1]
     lines = [step(m).as_text().count("\n") for m in (4, 8, 32)]
@@ -131,6 +132,7 @@ def test_the_program_does_not_grow_with_the_number_of_microbatches(schedule):
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
+@pytest.mark.drawn
 def test_no_message_of_a_compiled_program_lies_in_a_branch(name):
     strategy, sizes = PIPE | TENSOR | SEQUENCE, {"pipe": 2, "data": 2, "tensor": 2}
     _, program = lowered(strategy, sizes, Schedule(name, 4))

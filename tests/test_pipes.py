@@ -13,9 +13,9 @@ from flax import nnx
 
 import hfjax
 from hfjax import PIPE, TENSOR, ZERO2, GPipe, Interleaved1F1B, PipeDream, partition
-from hfjax.haiscale.partition import Chain
 from hfjax.models.parts import Dropout, stacked
 from hfjax.parallel.engine.parts import PlacedModel
+from tests.constant_stack import rows, stack_layout, weighted as of_rows
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(16, 6)).astype(np.float32)
@@ -118,7 +118,7 @@ PIPES = {
 @pytest.mark.drawn
 def test_a_pipe_trains_as_plain_jax_does(name):
     kind, chunks, sizes = PIPES[name]
-    layers = blocks(7)  # an even split is not possible
+    layers = blocks(5)  # an even split is not possible
     on = mesh(**sizes)
     pipe = kind(partition(layers, on.shape["pipe"], chunks=chunks), 4, mesh=on)
     wanted = stack_of(layers)
@@ -171,7 +171,7 @@ def test_evaluation_runs_forward_only_and_without_dropout():
             return self.dropout(super().__call__(x))
 
     rngs = nnx.Rngs(0)
-    parts = partition([Dropped(rngs=rngs) for _ in range(4)], 2)
+    parts = partition([Dropped(rngs=rngs) for _ in range(2)], 2)
     pipe = PipeDream(parts, 4, mesh=mesh(pipe=2, data=2))
     wanted = plain(hfjax.full(pipe.canonical()), X)
     few = slice(0, 6)  # rows that do not split into four microbatches
@@ -271,24 +271,22 @@ def test_except_last_keeps_the_last_microbatch_and_no_other(monkeypatch):
 
 
 def test_stages_that_update_by_themselves_keep_the_last_microbatch_too():
-    model = lambda rngs: Chain(stacked(4, lambda rngs: Block(rngs=rngs), rngs))
-    layout = hfjax.layout(model, optax.sgd(0.1), mesh(pipe=2), PIPE)
-    loss, schedule = lambda outputs, batch: squares(outputs, batch["y"]), hfjax.Schedule("2bw", 4)
-    after = []
+    schedule, after = hfjax.Schedule("2bw", 4), []
+    layout = stack_layout(PIPE, {"pipe": 2}, optax.sgd(0.1), layers=2)
     for remat in ("none", "except_last"):
-        step = hfjax.train_step(layout, loss, schedule=schedule, remat=remat)
-        state, _ = step(hfjax.init(layout, 0, schedule), {"x": X, "y": Y})
+        step = hfjax.train_step(layout, of_rows, schedule=schedule, remat=remat)
+        state, _ = step(hfjax.init(layout, 0, schedule), rows())
         after.append(hfjax.full(state.params))
     assert_close(*after)
 
 
 def test_what_is_kept_costs_memory():
     rngs = nnx.Rngs(0)
-    parts = partition([Block(rngs=rngs, width=256) for _ in range(4)], 2)
+    parts = partition([Block(rngs=rngs, width=256) for _ in range(2)], 1)
     x = jax.ShapeDtypeStruct((128, 6), jnp.float32)
 
     def temporary(remat):
-        pipe = GPipe(parts, 8, mesh=mesh(pipe=2), remat=remat)
+        pipe = GPipe(parts, 8, mesh=mesh(pipe=1), remat=remat)
         lowered = pipe.lower(x, criterion=squares, labels=(x,))
         used: Any = lowered.compile().memory_analysis()
         return used.temp_size_in_bytes

@@ -18,6 +18,7 @@ from tests.small_gpt import gpt_layout, mlp_layout, tokens
 FSDP_TENSOR = ((FSDP | TENSOR).edit(replicate_below=0), {"fsdp": 2, "tensor": 2}, None)
 POSITIONS = (FSDP | CONTEXT, {"context": 4}, None)
 PIPELINE = (PIPE | DDP, {"pipe": 2, "data": 2}, Schedule("1f1b", 2))
+CASES = {"rows": FSDP_TENSOR, "pipeline": PIPELINE, "positions": POSITIONS}
 WORKER = """
 import sys
 import jax
@@ -26,10 +27,10 @@ jax.config.update("jax_num_cpu_devices", 2)
 jax.config.update("jax_cpu_collectives_implementation", "gloo")
 rank = int(sys.argv[2])
 jax.distributed.initialize(f"localhost:{sys.argv[1]}", num_processes=2, process_id=rank)
-from tests.test_processes import FSDP_TENSOR, PIPELINE, POSITIONS, given, losses
-print("rows", *losses(slice(8 * rank, 8 * rank + 8), *FSDP_TENSOR))
-print("pipeline", *losses(slice(None), *PIPELINE))  # each is a stage: both give all rows
-print("positions", *losses(slice(None), *POSITIONS))  # each has a part of every row: the same
+from tests.test_processes import CASES, given, losses
+for case in sys.argv[3:]:  # stages and parts of all rows: both give all rows
+    rows = slice(8 * rank, 8 * rank + 8) if case == "rows" else slice(None)
+    print(case, *losses(rows, *CASES[case]))
 print("given", *given())
 """
 
@@ -63,15 +64,16 @@ def losses(rows, strategy, sizes, schedule):
 
 
 @pytest.fixture(scope="module")
-def told_by_two():
-    """What two processes that train both cases print."""
+def told_by_two(request):
+    """What two processes print that train the cases which were drawn."""
+    drawn = [case for case in CASES if any(f"[{case}]" in x.name for x in request.session.items)]
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = str(free.getsockname()[1])
     command = [sys.executable, "-W", "ignore", "-c", WORKER, port]
     path = f"{os.getcwd()}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
     run = lambda rank: subprocess.Popen(
-        [*command, str(rank)],
+        [*command, str(rank), *drawn],
         env=os.environ | {"PYTHONPATH": path},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -86,9 +88,6 @@ def told_by_two():
 def test_two_processes_are_asked_for_their_own_parts_of_given_parameters(told_by_two):
     lines = [re.findall(r"given (.*)", out)[0].split() for out in told_by_two]
     assert lines == [["4096.0", "4096.0", *rows] for rows in (["0", "16"], ["32", "48"])]
-
-
-CASES = {"rows": FSDP_TENSOR, "pipeline": PIPELINE, "positions": POSITIONS}
 
 
 @pytest.mark.parametrize("case", CASES)

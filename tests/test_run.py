@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from shutil import copytree
 from typing import Any, ClassVar, cast
 
 import jax
@@ -22,11 +23,17 @@ from hfjax.run.profile import Profile
 from hfjax.run.sampling import Sampling
 from hfjax.run.screen import line
 from tests.full_disk import allowed_bytes
-from tests.small_run import BIGRAMS, MODEL, QUIET, corpus, small, told
+from tests.small_run import BIGRAMS, MODEL, QUIET, STACK, corpus, small as small_gpt, told
 
 ROOT = Path(__file__).parents[1]
 ONE = Mesh(data=1)
-FIRST_TOKENS = 0.303189  # the sum of the table of tokens, with seed 0
+FIRST_TABLE = -7.972391  # the sum of the table of bigrams, with seed 0
+UNJUDGED = replace(QUIET, valid_every=0)
+
+
+def small(directory: Path, text: Path, **changes: Any) -> Train:
+    """A small run; where nothing looks into its model, of one that compiles quickly."""
+    return small_gpt(directory, text, **({"model": STACK} | changes))
 
 
 @pytest.fixture(scope="module")
@@ -39,6 +46,15 @@ def whole(tmp_path_factory, data):
     """A run that nobody disturbed, on one device."""
     directory = tmp_path_factory.mktemp("runs") / "whole"
     return directory, train(small(directory, data, mesh=ONE))
+
+
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory, data):
+    """The same run, stopped after its first step."""
+    directory = tmp_path_factory.mktemp("runs") / "begun"
+    stopped = train(small(directory, data, mesh=ONE, minutes=0.0))
+    assert (stopped.step, stopped.reason) == (1, "asked")
+    return directory
 
 
 class Heard(Watchdog):
@@ -110,11 +126,9 @@ def test_a_run_that_stops_at_a_step_which_is_just_being_saved_has_it(tmp_path, d
     assert train(replace(config, minutes=None, steps=2)).step == 2
 
 
-def test_a_run_that_was_stopped_goes_on_bit_for_bit(whole, data, tmp_path):
-    config = small(tmp_path, data, mesh=ONE)
-    stopped = train(replace(config, minutes=0.0))
-    assert (stopped.step, stopped.reason) == (1, "asked")
-    assert train(config).step == 12
+def test_a_run_that_was_stopped_goes_on_bit_for_bit(whole, begun, data, tmp_path):
+    copytree(begun, tmp_path, dirs_exist_ok=True)
+    assert train(small(tmp_path, data, mesh=ONE)).step == 12
     assert told(tmp_path) == told(whole[0])
     assert told(tmp_path, "valid_loss") == told(whole[0], "valid_loss")
 
@@ -132,16 +146,16 @@ def test_a_run_that_was_stopped_goes_on_bit_for_bit(whole, data, tmp_path):
         ),
     ],
 )
-def test_a_run_goes_on_under_another_strategy(whole, data, tmp_path, strategy, changes):
-    train(replace(small(tmp_path, data, mesh=ONE), minutes=0.0))
-    train(small(tmp_path, data, strategy=strategy, **changes))
+def test_a_run_goes_on_under_another_strategy(whole, begun, data, tmp_path, strategy, changes):
+    copytree(begun, tmp_path, dirs_exist_ok=True)
+    train(small(tmp_path, data, strategy=strategy, log=UNJUDGED, **changes))
     found, wanted = told(tmp_path), told(whole[0])
     np.testing.assert_allclose(list(found.values()), list(wanted.values()), rtol=1e-4)
 
 
 def test_a_run_whose_whole_state_lies_on_the_host_updates_layer_by_layer(data, tmp_path):
-    quiet = replace(QUIET, valid_every=0)
-    given = {"optimizer": Optimizer(rate=1e-2, clip=None), "steps": 3, "mesh": ONE, "log": quiet}
+    given = {"optimizer": Optimizer(rate=1e-2, clip=None), "steps": 3, "mesh": ONE}
+    given["log"] = UNJUDGED
     train(small(tmp_path / "here", data, **given))
     given["optimizer"] = replace(given["optimizer"], in_backward=True)
     given |= {"strategy": "fsdp+host_optimizer+host_parameters", "remat": "full"}
@@ -151,15 +165,12 @@ def test_a_run_whose_whole_state_lies_on_the_host_updates_layer_by_layer(data, t
     np.testing.assert_allclose(list(found.values()), list(wanted.values()), rtol=1e-5)
 
 
-def test_a_run_starts_in_a_pipeline_and_goes_on_without_one(data, tmp_path):
-    deep = replace(MODEL, layers=2)
-    given = {"model": deep, "steps": 4, "log": replace(QUIET, valid_every=0)}
-    train(small(tmp_path / "alone", data, mesh=ONE, **given))
-    pipeline = {"mesh": Mesh(pipe=2, data=2), "pipeline": Pipeline("1f1b", 2)}
-    piped = small(tmp_path / "piped", data, strategy="pipe", **pipeline, **given)
-    train(replace(piped, minutes=0.0))
+def test_a_run_starts_in_a_pipeline_and_goes_on_without_one(whole, data, tmp_path):
+    pipeline = {"mesh": Mesh(pipe=2, data=2), "pipeline": Pipeline("1f1b", 2), "log": UNJUDGED}
+    piped = small(tmp_path, data, strategy="pipe", **pipeline)
+    assert train(replace(piped, minutes=0.0)).step == 1
     train(replace(piped, strategy="fsdp", mesh=Mesh(fsdp=2)))
-    found, wanted = told(tmp_path / "piped"), told(tmp_path / "alone")
+    found, wanted = told(tmp_path), told(whole[0])
     np.testing.assert_allclose(list(found.values()), list(wanted.values()), rtol=1e-4)
 
 
@@ -199,7 +210,7 @@ def test_a_run_of_ones_own_model_loss_and_optimizer(data, tmp_path):
 
 def test_a_llama_is_a_preset_too(data, tmp_path):
     model = replace(MODEL, preset="llama-tiny")
-    config = small(tmp_path, data, steps=1, model=model, mesh=ONE)
+    config = small(tmp_path, data, steps=1, model=model, mesh=ONE, log=UNJUDGED)
     assert Parts(config).model.shape.kv_heads == 1
     assert train(config).step == 1
 
@@ -207,7 +218,8 @@ def test_a_llama_is_a_preset_too(data, tmp_path):
 def test_a_preset_with_experts_tells_how_even_their_loads_are(data, tmp_path, capfd):
     model = replace(MODEL, preset="mixtral-tiny", experts=4, top_k=1, capacity=1.0)
     spread = {"strategy": "fsdp+expert", "mesh": Mesh(expert=2)}
-    config = small(tmp_path, data, steps=3, model=model, log=replace(QUIET, every=1), **spread)
+    log = replace(UNJUDGED, every=1)
+    config = small(tmp_path, data, steps=3, model=model, log=log, **spread)
     assert train(config).step == 3
     lines = [line for line in read(tmp_path / "metrics.jsonl") if "loss" in line]
     assert all(1 <= line["load_max_over_mean"] <= 4 for line in lines)
@@ -221,7 +233,7 @@ def test_a_preset_with_experts_tells_how_even_their_loads_are(data, tmp_path, ca
 def test_a_run_begins_with_the_parameters_of_another(whole, data, tmp_path):
     directory, result = whole
     config = small(tmp_path, data, mesh=ONE, checkpoints=Checkpoints(start=str(directory)))
-    first = train(replace(config, steps=1))
+    first = train(replace(config, minutes=0.0))
     assert told(tmp_path)[0] < told(directory)[4]
     assert first.step == 1
     assert result.step == 12
@@ -296,7 +308,7 @@ def test_an_evaluation_in_which_nothing_weighs_is_refused_in_words():
 
 def greedy(parts, state, prompt, count):
     """Write by the likeliest token, plainly."""
-    module = parts.model.init(nnx.Rngs(0))
+    module = nnx.eval_shape(lambda: parts.model.init(nnx.Rngs(0)))
     nnx.update(module, jax.tree.map(jnp.asarray, hfjax.full(state.params)))
     graph, arrays = nnx.split(module)
     run = jax.jit(lambda row: nnx.merge(graph, arrays)({"tokens": row}))
@@ -317,11 +329,11 @@ def test_the_likeliest_text_is_the_same_on_many_devices_and_from_the_host(whole,
     many = {"strategy": "fsdp+tensor", "mesh": Mesh(fsdp=2, tensor=2)}
     host = {"strategy": "fsdp+host_parameters", "mesh": Mesh(fsdp=2)}
     fields = {"length": 16, "vocab": 256, "sampling": Sampling(temperature=0)}
+    wanted = greedy(Parts(small(directory, data, mesh=ONE)), whole[1].state, prompt, 12)
     for changes in ({"mesh": ONE}, many, host):
-        parts = Parts(small(directory, data, **changes))
-        state = hfjax.restore(directory / "checkpoints", parts.layout, parameters_only=True).state
-        found = generate(parts.layout, state, prompt, 12, **fields)
-        assert found == greedy(parts, state, prompt, 12)
+        layout = Parts(small(directory, data, **changes)).layout
+        state = hfjax.restore(directory / "checkpoints", layout, parameters_only=True).state
+        assert generate(layout, state, prompt, 12, **fields) == wanted
 
 
 def test_sampled_text_is_the_same_for_the_same_seed_and_another_for_another(whole, data):
@@ -353,7 +365,7 @@ def test_sampled_text_is_the_same_for_the_same_seed_and_another_for_another(whol
         ),
         ({"model": Model(loss="hfjax:latest")}, r"is a function of \(directory: .*outputs, batch"),
         ({"batch": 10**9}, r"a batch of 1000000000 rows: the data has 315 rows of 16 tokens"),
-        ({"mesh": Mesh(pipe=-1)}, r"1 layers for 8 parts \(stages x chunks\)"),
+        ({"mesh": Mesh(pipe=-1)}, r"2 layers for 8 parts \(stages x chunks\)"),
         ({"model": Model(preset="gpt-huge")}, r"--model.preset gpt-huge: one of gpt-tiny, "),
         ({"model": Model(own="x.py:make")}, r"--model.own x.py:make: there is no file x.py"),
         ({"model": Model(own="make")}, r"--model.own make: file.py:function or package"),
@@ -376,12 +388,15 @@ def test_sampled_text_is_the_same_for_the_same_seed_and_another_for_another(whol
         ({"model": Model(preset="llama-tiny", top_k=2)}, r"--model.top-k: llama-tiny has no exp"),
         ({"data": Data(valid="nowhere")}, r"nowhere"),
         ({"optimizer": Optimizer(scale=("tokens",))}, r"scale tokens: PATTERN=FACTOR"),
-        ({"optimizer": Optimizer(scale=("x=2",))}, r"pattern 'x' matches no parameter"),
+        (
+            {"model": BIGRAMS, "optimizer": Optimizer(scale=("x=2",))},
+            r"pattern 'x' matches no parameter",
+        ),
         ({"optimizer": Optimizer(no_decay=("biases",))}, r"'biases' matches no parameter"),
         ({"profile": "5"}, r"--profile 5: FIRST:END is expected, for instance 5:8"),
         ({"data": Data(train=("nowhere",))}, r"nowhere"),
         ({"mesh": Mesh(tensor=2)}, r"tensor splits neither the batch nor a parameter under DDP"),
-        ({"mesh": Mesh(pipe=2)}, r"1 layers for 2 parts \(stages x chunks\)"),
+        ({"mesh": Mesh(pipe=4)}, r"2 layers for 4 parts \(stages x chunks\)"),
     ],
 )
 def test_a_setting_that_makes_no_sense_is_refused(data, tmp_path, changes, message):
@@ -395,14 +410,15 @@ def test_a_model_that_is_too_short_for_the_rows_is_refused(data, tmp_path):
         parts.data.check(256, 8)
 
 
-def test_another_seed_or_model_does_not_go_on(data, tmp_path):
-    config = small(tmp_path, data, steps=1, mesh=ONE)
-    train(config)
+def test_another_seed_or_model_does_not_go_on(whole, data):
+    config = small(whole[0], data, steps=13, mesh=ONE)
     with pytest.raises(ValueError, match=r"its seed is 0, here it is 1"):
-        train(replace(config, seed=1, steps=2))
-    with pytest.raises(ValueError, match=r"--model.embed 64: .* was trained with --model.embed 32"):
-        train(replace(config, steps=2, model=replace(MODEL, embed=64)))
-    with pytest.raises(ValueError, match=r"--checkpoints.resume never: .* the latest of step 1"):
+        train(replace(config, seed=1))
+    with pytest.raises(
+        ValueError, match=r"--model.length 8: .* was trained with --model.length 16"
+    ):
+        train(replace(config, model=replace(STACK, length=8)))
+    with pytest.raises(ValueError, match=r"--checkpoints.resume never: .* the latest of step 12"):
         train(replace(config, checkpoints=Checkpoints(resume="never")))
 
 
@@ -494,14 +510,14 @@ def test_an_empty_value_is_no_folder():
 
 
 def test_seeds_go_up_to_32_bits_and_small_ones_stay_what_they_were(data, tmp_path):
-    layout = Parts(small(tmp_path, data, mesh=ONE)).layout
+    layout = Parts(small(tmp_path, data, model=BIGRAMS, mesh=ONE)).layout
     seeds = (0, 2**31 - 1, 2**31)
-    made = {seed: np.asarray(hfjax.init(layout, seed).params["tokens"]) for seed in seeds}
-    assert float(made[0].sum()) == pytest.approx(FIRST_TOKENS, abs=1e-4)
+    made = {seed: np.asarray(hfjax.init(layout, seed).params["table"]) for seed in seeds}
+    assert float(made[0].sum()) == pytest.approx(FIRST_TABLE, abs=1e-4)
     assert len({float(x.sum()) for x in made.values()}) == 3
     unsigned: Any = np.uint32(2**31)
-    assert (hfjax.init(layout, unsigned).params["tokens"] == made[2**31]).all()
-    assert (hfjax.init(layout, -1).params["tokens"] != made[0]).any()
+    assert (hfjax.init(layout, unsigned).params["table"] == made[2**31]).all()
+    assert (hfjax.init(layout, -1).params["table"] != made[0]).any()
     for seed in (2**32, -(2**31) - 1):
         wanted = f"seed={seed}: a whole number from -2147483648 to 4294967295 is expected"
         with pytest.raises(ValueError, match=wanted):
@@ -600,7 +616,7 @@ def test_skipped_steps_are_no_updates_for_the_learning_rate(data, tmp_path):
         "    bad = (batch['tokens'][:, 0] == ord('t')).any()\n"
         "    return hfjax.Mean(jnp.where(bad, jnp.nan, mean.total), mean.weight)\n"
     )
-    model = replace(MODEL, loss=f"{tmp_path}/own.py:loss")
+    model = replace(BIGRAMS, loss=f"{tmp_path}/own.py:loss")
     config = small(tmp_path, data, mesh=ONE, batch=4, model=model, nonfinite="skip")
     with pytest.warns(RuntimeWarning, match="was skipped"):
         train(config)
@@ -636,7 +652,7 @@ def test_a_loss_that_counts_empty_rows_is_refused_where_it_would_matter(data, tm
         "    mean = next_token_loss(outputs, {'tokens': batch['tokens']})\n"
         "    return mean.total / mean.weight\n"
     )
-    model = replace(MODEL, loss=f"{tmp_path}/own.py:loss")
+    model = replace(BIGRAMS, loss=f"{tmp_path}/own.py:loss")
     every = replace(QUIET, valid_batches=1000)
     with pytest.raises(ValueError, match=r"mask is 0 everywhere by 16: the rows that fill up"):
         train(small(tmp_path, data, mesh=ONE, model=model, log=every))

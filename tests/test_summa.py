@@ -67,7 +67,9 @@ def differences(depth, side):
     return found
 
 
-@pytest.mark.parametrize(("depth", "side"), [(1, 2), (2, 2)])
+@pytest.mark.parametrize(
+    ("depth", "side"), [pytest.param(1, 2, marks=pytest.mark.slow), (2, 2)]
+)  # 1, 3 follows, on nine devices
 def test_a_linear_map_and_an_mlp_with_gradients_equal_one_device_in_float64(depth, side):
     with jax.enable_x64(True):
         assert max(differences(depth, side)) < 1e-12
@@ -103,6 +105,7 @@ def lowered(function, weights, depth, side, gradients):
 
 @pytest.mark.parametrize(("depth", "side"), SQUARES)
 @pytest.mark.parametrize(("function", "weights"), [(one_map, (UP,)), (mlp, (UP, DOWN))])
+@pytest.mark.drawn
 def test_each_device_sends_what_the_formula_says(function, weights, depth, side):
     maps = dict(list(MAPS.items())[: len(weights)])
     activations = sum(T * k for k, _ in maps.values())

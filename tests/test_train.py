@@ -12,7 +12,7 @@ from hfjax.models.gpt import next_token_loss
 from hfjax.models.parts import Dropout
 from hfjax.parallel.strategy import DDP, FSDP, SEQUENCE, TENSOR, ZERO1
 from hfjax.run.config import Model
-from tests.small_gpt import gpt, gpt_layout, mlp_layout, tokens
+from tests.small_gpt import mlp_layout, mlps, tokens
 
 
 @pytest.fixture(scope="module")
@@ -32,9 +32,10 @@ def test_the_state_given_is_donated_and_counts_its_steps(ddp):
 
 
 def test_a_seed_gives_the_same_parameters_on_every_mesh():
-    one = hfjax.init(mlp_layout(DDP, {"data": 1}, devices=jax.devices()[:1]), seed=3)
+    alone = mlp_layout(DDP, {"data": 1}, devices=jax.devices()[:1])
+    one = hfjax.init(alone, seed=3)
     many = hfjax.init(mlp_layout(FSDP | TENSOR, {"fsdp": 4, "tensor": 2}), seed=3)
-    other = hfjax.init(mlp_layout(DDP, {"data": 8}), seed=4)
+    other = hfjax.init(alone, seed=4)
     pairs = zip(*(jax.tree.leaves(hfjax.full(s.params)) for s in (one, many, other)), strict=True)
     differs = []
     for a, b, c in pairs:
@@ -139,9 +140,9 @@ def test_dropout_masks_are_the_same_on_every_mesh_bit_by_bit():
     assert run(FSDP, {"data": 2, "fsdp": 2}, accumulate=2) == wanted
 
 
-def test_evaluation_drops_nothing_and_leaves_the_state():
+def test_evaluation_drops_nothing_and_leaves_the_state(ddp):
     layout = mlp_layout(FSDP | TENSOR | SEQUENCE, {"data": 2, "fsdp": 2, "tensor": 2}, dropout=0.5)
-    plain = mlp_layout(DDP, {"data": 8})
+    plain, _ = ddp
     wanted = hfjax.eval_step(plain, next_token_loss)(hfjax.init(plain), tokens())
     state = hfjax.init(layout)
     evaluate = hfjax.eval_step(layout, next_token_loss)
@@ -211,9 +212,9 @@ def test_an_unknown_keyword_of_train_step_is_refused():
 
 
 def test_the_model_alone_computes_what_the_step_computes():
-    model = gpt()(nnx.Rngs(jax.random.key(0)))
+    model = mlps()(nnx.Rngs(jax.random.key(0)))
     model.eval()
-    layout = gpt_layout(FSDP, {"fsdp": 8})
+    layout = mlp_layout(FSDP, {"fsdp": 8})
     found = hfjax.eval_step(layout, next_token_loss)(hfjax.init(layout), tokens())
     mean = next_token_loss(model(tokens()), tokens())
     np.testing.assert_allclose(found["loss"], mean.total / mean.weight, rtol=1e-5)
