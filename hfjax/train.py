@@ -20,6 +20,7 @@ from hfjax.batches import (
     microbatches_of,
     shard_batch,
 )
+from hfjax.branches import looked_at
 from hfjax.check_step import (
     check_alive,
     check_form,
@@ -148,7 +149,8 @@ class TrainStep:
         options = options_of(layout, execution)
         if layout.hosted or execution.offload:
             check_host_loops(layout.mesh, options)
-        self._jitted = self._program(donate_argnums=0, compiler_options=options)
+        program = self._program(donate_argnums=0, compiler_options=options)
+        self._jitted = looked_at(program, layout.mesh)
 
     def _program(self, **options: Any) -> Any:
         here = NamedSharding(self.layout.mesh, P())

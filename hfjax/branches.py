@@ -1,0 +1,71 @@
+"""The compiled program of a pipeline, looked at: a permute in a branch would wait for ever."""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from hfjax.parallel.mesh import PIPE_AXIS, partitioned
+
+# A permute of XLA's partitioner in one of our branches, which op it is of, and the frame it is in.
+_PERMUTE = re.compile(
+    r'collective-permute(?:-start)?\(.*op_name="[^"]*\bshard_map/'
+    r'[^"]*\bbranch_\d+_fun/[^"]*?(?P<op>[^/"]+)"(?:.*?stack_frame_id=(?P<frame>\d+))?'
+)
+
+
+def looked_at(jitted: Any, mesh: Mesh) -> Any:
+    """Return a jitted function whose programs are looked at before they run, if they need it."""
+    return Looked(jitted, mesh) if mesh.shape[PIPE_AXIS] > 1 and partitioned(mesh) else jitted
+
+
+class Looked:
+    """A jitted function of a pipeline on a mesh where XLA's partitioner adds collectives."""
+
+    def __init__(self, jitted: Any, mesh: Mesh):
+        self.jitted, self.axes = jitted, partitioned(mesh)
+        self.seen: set[Any] = set()
+
+    def __call__(self, *given: Any) -> Any:
+        batch = tuple((x.shape, x.dtype) for x in jax.tree.leaves(given[-1]))
+        if batch not in self.seen:
+            # The call below finds this program where JAX keeps them: it is compiled once.
+            check_branches(self.jitted.lower(*given).compile().as_text(), self.axes)
+            self.seen.add(batch)
+        return self.jitted(*given)
+
+    @property
+    def trace(self) -> Callable:
+        return self.jitted.trace
+
+
+def check_branches(text: str, axes: tuple[str, ...]) -> None:
+    """Refuse the text of a compiled pipeline in which a permute lies in a stage's branch."""
+    found = _PERMUTE.search(text)
+    if found is None:
+        return
+    raise ValueError(
+        "this program would wait for ever. Stages take different branches (one alone runs head and "
+        f"loss, for instance), and XLA has put a permute into one, for {found['op']!r}"
+        f"{_source(text, found['frame'])}: it waits for the devices of all stages. XLA needs it to "
+        f"cut, shift or pad a dimension that is split over {', '.join(axes)}. Put the array "
+        "together first: self.place(x, (None, …)), with a None for each dimension "
+        "(docs/any_model.md). Or leave that dimension of the parameter whole: give it a name that "
+        "the strategy does not split."
+    )
+
+
+def _source(text: str, frame: str) -> str:
+    """Return in which line a frame lies, by the tables at the head of the program's text."""
+
+    def row(table: str, key: str, number: str) -> str:
+        rows = re.search(rf"^{table}\n((?:\d+ .*\n)*)", text, re.MULTILINE)
+        found = re.search(rf"^{number} .*?{key}(\w+)", rows[1], re.MULTILINE) if rows else None
+        return found[1] if found else ""
+
+    location = row("StackFrames", "file_location_id=", frame)
+    file, line = (row("FileLocations", key, location) for key in ("file_name_id=", "line="))
+    name = re.search(rf'^FileNames\n(?:\d+ .*\n)*?{file} "(.*)"', text, re.MULTILINE)
+    return f", in {name[1]}:{line}" if name else ""
