@@ -1,5 +1,6 @@
 """The first layers stay as they are, bit by bit, whatever stores them, and all else trains."""
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -27,9 +28,21 @@ FROZEN = {  # name: strategy, mesh, schedule, optimizer, fields of the step
 }
 
 
+def begun(state):
+    """Return the state with moments that are not zero; copies of parameters are what they are."""
+
+    def more(keys, x):
+        copy = any(word in jax.tree_util.keystr(keys) for word in ("master", "average"))
+        still = copy or not x.ndim
+        return x if still else jax.device_put(np.asarray(x) + np.float32(1e-3), x.sharding)
+
+    moments = jax.tree_util.tree_map_with_path(more, state.optimizer)
+    return replace(state, optimizer=moments)
+
+
 def trained(layout, schedule=None, steps=2, **run):
     step = hfjax.train_step(layout, next_token_loss, schedule=schedule, unroll=1, **run)
-    state = hfjax.init(layout, schedule=schedule)
+    state = begun(hfjax.init(layout, schedule=schedule))
     first = hfjax.full(hfjax.canonical(layout, state))
     for _ in range(steps):
         state, _ = step(state, tokens(rows=8))

@@ -14,7 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 import hfjax
 from hfjax.models.gpt import next_token_loss
 from hfjax.models.parts import stacked
-from hfjax.parallel.activation_offload import Tensor, share
+from hfjax.parallel.activation_offload import Cut, Tensor, of_part, share
 from hfjax.parallel.strategy import DDP, FSDP, PIPE, SEQUENCE, TENSOR
 from tests.h200 import OPTIMIZED, h200s
 from tests.small_gpt import gpt, gpt_layout, mlps, tokens
@@ -64,7 +64,7 @@ CASES = {
 
 
 LONG = (
-    "FSDP, full remat",  # a GPT does it every day, with names
+    "FSDP, full remat",  # layers that name tensors do it every day
     "one device, unrolled",
     "FSDP in bfloat16",
     "FSDP, two microbatches",
@@ -155,6 +155,12 @@ def test_an_empty_tensor_stays_where_it_is(cut):
     assert 0 not in share(Offload(ratio=0.5), kept, cut)
 
 
+def test_rings_that_share_tensors_are_told_each_its_own_by_its_own_numbers():
+    chosen = {0: Cut(), 2: Cut(1, 3), 3: Cut()}
+    assert of_part(chosen, 0, 2) == {0: Cut()}
+    assert of_part(chosen, 2, None) == {0: Cut(1, 3), 1: Cut()}
+
+
 # -- by name, by kind ---------------------------------------------------------------------------
 
 
@@ -164,7 +170,7 @@ class Named(Bent):
     def __call__(self, x):
         bent = checkpoint_name(super().__call__(x), "bent")
         squared = checkpoint_name(bent * bent, "squared")
-        return x + checkpoint_name(jnp.sin(squared), "waved") ** 2
+        return x + checkpoint_name(jnp.sin(squared), "waved") * squared
 
 
 class OfNamed(Stack):
@@ -188,10 +194,11 @@ def gpt_trained(remat, offload=None):
     ("run", "names", "remat"),
     [
         (names_trained, ("bent", "waved"), "full"),
+        (names_trained, ("bent", "waved"), "none"),
         pytest.param(gpt_trained, ("mlp_up", "qkv"), "full", marks=pytest.mark.slow),
         pytest.param(gpt_trained, ("mlp_up", "qkv"), "none", marks=pytest.mark.slow),
     ],
-    ids=["full", "a GPT, full", "a GPT, none"],
+    ids=["full", "none", "a GPT, full", "a GPT, none"],
 )
 def test_named_tensors_go_and_are_kept_even_if_all_else_is_computed_again(run, names, remat):
     wanted, found = run(remat), run(remat, Offload(names=names))

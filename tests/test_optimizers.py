@@ -4,6 +4,7 @@ from functools import cache
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -204,6 +205,17 @@ def test_a_frozen_parameter_may_be_scaled_too():
 def test_what_makes_no_sense_is_refused(act, message):
     with pytest.raises(ValueError, match=message):
         act(alone())
+
+
+@pytest.mark.parametrize(("clip", "length"), [(None, 2.0), (3.0, 2.0), (0.5, 0.5)])
+def test_a_gradient_is_shortened_where_it_is_longer_than_clip_and_nowhere_else(clip, length):
+    mesh, forward = hfjax.make_mesh(data=2, devices=jax.devices()[:2]), lambda w, batch: batch @ w
+    layout = hfjax.layout(lambda rngs: jnp.zeros(4), optax.sgd(1.0), mesh, DDP, forward=forward)
+    step = hfjax.train_step(layout, lambda outputs, batch: outputs.mean(), clip=clip)
+    state, metrics = step(hfjax.init(layout), np.ones((8, 4), np.float32))
+    assert float(metrics["grad_norm"]) == pytest.approx(2.0)
+    moved = np.concatenate([np.ravel(x) for x in jax.tree.leaves(hfjax.full(state.params))])
+    assert float(np.linalg.norm(moved)) == pytest.approx(length)
 
 
 def test_an_average_follows_the_parameters_by_its_decay():

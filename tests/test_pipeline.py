@@ -1,5 +1,7 @@
 """Every schedule trains as one device does, alone and beside every other way to split."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,7 +14,7 @@ from hfjax import DDP, FSDP, PIPE, SEQUENCE, TENSOR, ZERO1, ZERO2, Mean, Schedul
 from hfjax.models.gpt import next_token_loss
 from hfjax.models.parts import run_stacked
 from hfjax.testing import assert_strategies_agree
-from tests.constant_stack import Stack, fixed, rows, stack, stack_layout, weighted
+from tests.constant_stack import Stack, Tied, fixed, rows, stack, stack_layout, weighted
 from tests.small_gpt import gpt, mlps, tokens
 
 SLOW = pytest.mark.slow
@@ -98,8 +100,8 @@ def test_a_pipeline_beside_other_axes_equals_one_device(name):
     strategy, sizes, schedule = MESHES[name]
     fields = {"schedule": Schedule(schedule, 2), "accumulate": 2}
     case = {name: (strategy.edit(replicate_below=0), sizes, fields)}
-    model = Stack if name == "tensor" else stack()  # no slice of what is split over tensor
-    given = (model, weighted, rows())
+    kind = Stack if name == "tensor" else Tied  # no slice of what is split over tensor
+    given = (partial(kind, dropout=0.1), weighted, rows())
     if "GPT" in name or "sequence" in name:  # layers that say where their stream lies
         given = ((gpt if "GPT" in name else mlps)(layers=4), next_token_loss, tokens())
     assert_strategies_agree(*given, case, steps=2, unroll=1)

@@ -147,6 +147,9 @@ def test_several_labels_a_weighted_mean_and_its_metrics():
     parameters = hfjax.full(pipe.canonical())
     wanted, gradients = jax.value_and_grad(mean_of)(parameters, weighted, X, labels)
     assert_close(pipe.canonical(pipe.gradients), gradients)
+    parts = [microbatch(m, 4, 2) for m in range(4)]
+    of_parts = [mean_of(parameters, weighted, X[r], (Y[r], WEIGHT[r])) for r in parts]
+    assert_close(losses, np.array(of_parts))
     error = np.mean(np.abs(plain(parameters, X) - Y))
     assert_close(pipe.metrics, {"loss": wanted, "error": error})
     assert_close(pipe.evaluate(X, criterion=weighted, labels=labels), pipe.metrics)

@@ -54,6 +54,7 @@ def begun(tmp_path_factory, data):
     directory = tmp_path_factory.mktemp("runs") / "begun"
     stopped = train(small(directory, data, mesh=ONE, minutes=0.0))
     assert (stopped.step, stopped.reason) == (1, "asked")
+    assert hfjax.latest(directory / "checkpoints") == 1
     return directory
 
 
@@ -620,12 +621,15 @@ def test_skipped_steps_are_no_updates_for_the_learning_rate(data, tmp_path):
     config = small(tmp_path, data, mesh=ONE, batch=4, model=model, nonfinite="skip")
     with pytest.warns(RuntimeWarning, match="was skipped"):
         train(config)
+    more = replace(config, steps=13)
+    train(more)  # goes on
     losses, rates = told(tmp_path), told(tmp_path, "lr")
     skipped, rate = 0, Parts(config).rate
-    for step, loss in losses.items():
+    for step in range(12):
         assert rates[step] == pytest.approx(float(rate(step - skipped)))
-        skipped += loss is None
+        skipped += losses[step] is None
     assert 0 < skipped < 12
+    assert rates[12] == pytest.approx(float(Parts(more).rate(12 - skipped)))
 
 
 def test_the_best_checkpoint_is_judged_by_its_own_validation(data, tmp_path):
