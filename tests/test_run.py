@@ -166,6 +166,36 @@ def test_a_run_whose_whole_state_lies_on_the_host_updates_layer_by_layer(data, t
     np.testing.assert_allclose(list(found.values()), list(wanted.values()), rtol=1e-5)
 
 
+OWN_STEP = {"precision": "bf16", "remat": "dots", "offload": "0.3", "nonfinite": "skip"}
+SPREAD = {"strategy": "fsdp+tensor", "mesh": Mesh(fsdp=2, tensor=2), "split_rows": 2}
+DEEP = replace(STACK, own=f"{ROOT}/tests/small_model.py:deep")
+PIPED = {"strategy": "pipe", "mesh": Mesh(pipe=2), "model": DEEP}
+
+
+@pytest.mark.parametrize(
+    ("changes", "fields"),
+    [
+        (OWN_STEP | {"mesh": ONE, "accumulate": 2}, OWN_STEP | {"accumulate": 2}),
+        (SPREAD | {"kernels": "xla"}, {"split_rows": 2, "kernels": "xla"}),
+        ({"mesh": ONE, "optimizer": Optimizer(clip=0.25)}, {"clip": 0.25}),
+        (
+            {"mesh": ONE, "optimizer": Optimizer(clip=None, in_backward=True)},
+            {"clip": None, "optimizer_in_backward": True},
+        ),
+        (
+            PIPED | {"pipeline": Pipeline("interleaved", 4, chunks=2)},
+            {"schedule": hfjax.Schedule("interleaved", 4, 2)},
+        ),
+    ],
+    ids=["a step of ones own", "parts of rows", "clip", "in backward", "pipeline"],
+)
+def test_what_is_set_is_how_the_step_runs(data, tmp_path, changes, fields):
+    parts, wanted = Parts(small(tmp_path, data, **changes)), hfjax.Execution(**fields)
+    found = hfjax.Execution(**parts.execution)
+    for name in fields:
+        assert getattr(found, name) == getattr(wanted, name), name
+
+
 def test_a_run_starts_in_a_pipeline_and_goes_on_without_one(whole, data, tmp_path):
     pipeline = {"mesh": Mesh(pipe=2, data=2), "pipeline": Pipeline("1f1b", 2), "log": UNJUDGED}
     piped = small(tmp_path, data, strategy="pipe", **pipeline)
