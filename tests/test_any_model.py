@@ -201,6 +201,22 @@ def written(value, change):
     return hfjax.full(state.variables)["held"]
 
 
+def test_a_variable_is_the_average_of_what_devices_write_to_it():
+    found = written(jnp.float32(0), lambda old, x: x.mean())
+    assert float(found) == pytest.approx(float(BATCH["x"].mean()), rel=1e-5)
+
+
+@pytest.mark.parametrize("strategy", [SPLIT, SPLIT | hfjax.HOST_OPTIMIZER], ids=["device", "host"])
+def test_a_step_that_is_not_finite_writes_to_no_variable(strategy):
+    init = lambda rngs: Writes(jnp.float32(0), lambda old, x: old + 1, rngs=rngs)
+    mesh, bad = hfjax.make_mesh(**FOUR), lambda outputs, batch: squares(outputs, batch) * np.nan
+    layout = hfjax.layout(init, optax.adam(0.1), mesh, strategy, forward=on_x)
+    step = hfjax.train_step(layout, bad, nonfinite="skip")
+    state, metrics = step(hfjax.init(layout), BATCH)
+    assert not metrics["finite"]
+    assert float(hfjax.full(state.variables)["held"]) == 0
+
+
 def test_narrow_variables_are_averaged_in_float32():
     half = written(jnp.ones(3, jnp.bfloat16), lambda old, x: old * jnp.bfloat16(0.5))
     assert (half.dtype, float(half[0])) == (jnp.bfloat16, 0.5)
