@@ -91,7 +91,7 @@ MESHES = {
         "zb",
     ),
 }
-SHORT = ("ZeRO-2", "ZeRO-3", "tensor")
+SHORT = ("ZeRO-2", "ZeRO-3", "tensor", "tensor, sequence")
 
 
 @pytest.mark.parametrize("name", [m if m in SHORT else pytest.param(m, marks=SLOW) for m in MESHES])
