@@ -60,12 +60,15 @@ def test_hierarchical_reduction_scatters_in_the_node_adds_across_and_gathers():
 
 @pytest.mark.parametrize("accumulate", [pytest.param(1, marks=SLOW), 2])
 def test_zero1_scatters_once_a_step_and_gathers_the_new_parameters(accumulate):
-    layout, program = lowered(ZERO1, {"data": 2, "fsdp": 2}, accumulate=accumulate)
+    options = {"accumulate": accumulate, "unroll": 1}
+    layout, program = lowered(ZERO1, {"data": 2, "fsdp": 2}, **options)
     found, both = hfjax.collectives(program), ("data", "fsdp")
     large, small = elements(layout, split=True), elements(layout, split=False)
     assert found.total("reduce-scatter", both) == 4 * large
     assert found.total("all-reduce", both) == 4 * small + SUMS
     assert found.total() == 4 * (large + small) + SUMS
+    in_loops = any(row.where for row in found if row.kind == "reduce-scatter")
+    assert in_loops == (accumulate == 1)  # at once, layer by layer, if nothing more is added
     compiled = hfjax.collectives(program.compile())
     assert compiled.total("all-gather") == 4 * large
 
@@ -140,6 +143,9 @@ def test_beside_a_tensor_axis_only_tensor_shards_move():
     outside = elements(layout, split=True, layers=False)
     assert found.total("reduce-scatter", "fsdp") == 4 * large // 2
     assert found.total("all-gather", "fsdp") == 4 * (2 * (large - outside) + outside) // 2
+    layout, program = lowered(ZERO1 | TENSOR, {"data": 2, "tensor": 2}, accumulate=2)
+    large = elements(layout, split=True)
+    assert hfjax.collectives(program).total("reduce-scatter", "data") == 4 * large // 2
 
 
 @pytest.mark.parametrize(
@@ -168,6 +174,7 @@ def test_tensor_parallel_layers_add_four_activations_a_layer():
     activation = (8, 24, 32)
     added = sum(row.count for row in found if row.shape == activation and row.kind == "all-reduce")
     assert added == 4 * LAYERS + 2  # the embedding, and the gradient that enters the head
+    assert {row.kind for row in found if "tensor" in row.axes} == {"all-reduce"}
 
 
 def test_what_an_optimizer_moves_by_itself_is_counted():

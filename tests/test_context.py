@@ -1,5 +1,7 @@
 """Rows that several devices share: as on one device, and the bytes of their formulas."""
 
+from typing import Any
+
 import jax
 import numpy as np
 import optax
@@ -167,7 +169,7 @@ def test_rows_on_several_devices_train_as_on_one(name, alone):
 
 
 def test_evaluations_and_predictions_are_those_of_one_device():
-    def predicted(strategy, sizes, context="auto"):
+    def predicted(strategy, sizes, context: Any = "auto"):
         devices = jax.devices()[: int(np.prod(list(sizes.values())))]
         mesh = hfjax.make_mesh(devices=devices, **sizes)
         layout = hfjax.layout(windowed_llama, optax.sgd(0.1), mesh, strategy)
@@ -177,7 +179,8 @@ def test_evaluations_and_predictions_are_those_of_one_device():
     outputs = predicted(DDP, {"data": 1})[-1]
     wanted = jax.jit(next_token_loss)(outputs, DOCUMENTS)
     split = (FSDP | CONTEXT).edit(replicate_below=0)
-    layout, state, found = predicted(split, {"context": 4}, "ring")
+    zigzag = Context("ring", order="zigzag")  # positions come back in another order
+    layout, state, found = predicted(split, {"context": 2}, zigzag)
     np.testing.assert_allclose(found, outputs, atol=1e-5)
     loss = hfjax.eval_step(layout, next_token_loss)(state, DOCUMENTS)["loss"]
     assert abs(float(wanted.total / wanted.weight) - float(loss)) < 1e-6
@@ -207,14 +210,13 @@ def chosen(step) -> Choice:
     return step.context
 
 
-def plan(n, context, precision="stored", kv_heads=2, length=64, **execution):
+def plan(n, context, precision="stored", kv_heads=2, length=64, tensor=1, **execution):
     config = LlamaConfig.tiny(
         vocab=64, length=length, layers=2, embed=64, heads=8, kv_heads=kv_heads, mlp=48
     )
-    mesh = hfjax.make_mesh(devices=jax.devices()[:n], context=n)
-    layout = hfjax.layout(
-        lambda rngs: Llama(config, rngs=rngs), optax.sgd(0.1), mesh, DDP | CONTEXT
-    )
+    mesh = hfjax.make_mesh(devices=jax.devices()[: n * tensor], context=n, tensor=tensor)
+    strategy = CONTEXT | TENSOR if tensor > 1 else DDP | CONTEXT
+    layout = hfjax.layout(lambda rngs: Llama(config, rngs=rngs), optax.sgd(0.1), mesh, strategy)
     return hfjax.train_step(
         layout, next_token_loss, context=context, precision=precision, unroll=1, **execution
     )
@@ -241,6 +243,15 @@ def test_each_form_sends_the_bytes_of_its_formula_and_auto_takes_the_least_and_t
     shown = str(step.context)
     assert "4 devices share a row, zigzag order" in shown
     assert shown.count("chosen") == 1
+
+
+@pytest.mark.parametrize("form", ["ring", "ulysses"])
+def test_beside_a_tensor_axis_only_heads_of_a_shard_are_sent(form):
+    """A shard has one head of keys: that is sent twice, however many the model has."""
+    u, shard = 2 if form == "ulysses" else 1, {"heads": 4, "groups": 1, "width": 8}
+    wanted = expected(form, 2, u, **shard, tokens=2 * 64 // 2, layers=2)
+    step = plan(2, form, tensor=2)
+    assert sent_by(step, ROWS) == chosen(step).option.total(chosen(step).calls) == wanted
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ from hfjax.models.attention import causal_attention, windowed
 from hfjax.models.bernoulli import part_of_bernoulli
 from hfjax.pallas_kernels.attention.mask import Mask
 from hfjax.parallel.context.deal import Deal, max_over_mean, work
+from hfjax.parallel.context.exchange import Exchange
 from hfjax.parallel.context.travel import Travel
 from hfjax.parallel.context.visits import AnyMask, Balanced, Block
 from hfjax.parallel.mesh import AXES
@@ -24,16 +25,19 @@ def across(deal, length, gathers, window=None, documents=None, kernels=False):
     plain = deal.order == "zigzag" and window is None and documents is None
     dealt, undone = deal.positions(length).ravel(), deal.undone(length)
 
-    def local(q, k, v, do):
-        held = None if documents is None else jnp.asarray(documents[:, dealt])
-        groups = None if held is None else held.reshape(B, deal.ring, -1).swapaxes(0, 1)
+    exchange = Exchange(deal, ("context",), lambda run: run)
+
+    def local(held, *operands):
+        groups = None if documents is None else exchange.documents(held)
+        q, k, v, do = map(exchange.to_heads, operands) if deal.ulysses > 1 else operands
         visit = Balanced(deal, Block(kernels))
         if not plain:
             visit = AnyMask(deal, Block(kernels), Mask(window=window), groups)
         hops = deal.hops(length, window)
         travel = Travel(deal, ("context",), visit, gathers, hops)
         out, kept = travel.forward(q, k, v)
-        return out, travel.backward((q, k, v), kept, do)
+        found = out, travel.backward((q, k, v), kept, do)
+        return jax.tree.map(exchange.to_positions, found) if deal.ulysses > 1 else found
 
     rows = P(None, "context")
     run = jax.shard_map(
@@ -47,7 +51,8 @@ def across(deal, length, gathers, window=None, documents=None, kernels=False):
 
     @jax.jit
     def whole(*operands):
-        found = run(*(x[:, dealt] for x in operands))
+        held = np.zeros((B, length), np.int32) if documents is None else documents
+        found = run(*(x[:, dealt] for x in (held, *operands)))
         return jax.tree.map(lambda x: x[:, undone], found)
 
     return whole
@@ -112,6 +117,15 @@ def test_tokens_of_documents_of_their_own_attend_to_themselves():
     with jax.enable_x64(True):
         x, documents = operands(8), np.tile(np.arange(8, dtype=np.int32), (B, 1))
         run = across(Deal(2, "zigzag"), 8, gathers=True, documents=documents)
+        assert apart(run(*x), on_one_device(*x, documents=documents)) < 1e-12
+
+
+@pytest.mark.parametrize("gathers", [False, True], ids=["ring", "allgather"])
+@pytest.mark.drawn
+def test_where_neighbours_exchange_heads_documents_are_those_of_all_of_a_group(gathers):
+    with jax.enable_x64(True):
+        x, documents = operands(16), np.array(B * [[0] * 3 + [1] * 6 + [2] * 7], np.int32)
+        run = across(Deal(4, "contiguous", ulysses=2), 16, gathers, documents=documents)
         assert apart(run(*x), on_one_device(*x, documents=documents)) < 1e-12
 
 

@@ -246,6 +246,17 @@ def test_keys_of_rows_are_those_of_one_device_and_a_plain_mean_weighs_each_row_o
     assert abs(told[0] - told[1]) < 1e-6
 
 
+def test_devices_that_share_rows_draw_other_numbers_from_a_key_of_the_device():
+    def told(y, batch):
+        count = jnp.float32(y.size)
+        return hfjax.Mean(y.sum(), count, {"square": hfjax.Mean((y**2).sum(), count)})
+
+    forward = lambda model, batch, key: 0 * model(batch) + R.normal(key)
+    step = made(own(lambda x: x), {"context": 2}, loss=told, forward=forward)
+    _, metrics = step(hfjax.init(step.layout), TOKENS)
+    assert metrics["square"] - metrics["loss"] ** 2 > 1e-3  # the variance
+
+
 class Attending(nnx.Module):
     """A model with an attention of its own, of (the model, q, k, v, and documents if any)."""
 

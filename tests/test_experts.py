@@ -37,6 +37,7 @@ from hfjax.models.moe import (
     with_routing,
 )
 from hfjax.models.moe.router import Drawn, choose
+from hfjax.testing import assert_strategies_agree
 from tests.test_context import apart, doubled
 
 LENGTH = 16
@@ -295,9 +296,10 @@ def test_what_stays_split_comes_first_on_its_dimension():
 class Own(nnx.Module):
     """A model that is called as it is, with one mixture."""
 
-    def __init__(self, rngs, router):
+    def __init__(self, rngs, router, group=4):
         self.first = nnx.Linear(8, 16, rngs=rngs)
-        self.mixture = MoE(16, 8, experts=4, group=4, min_capacity=1, router=router, rngs=rngs)
+        how = {"min_capacity": 1, "router": router, "rngs": rngs}
+        self.mixture = MoE(16, 8, experts=4, group=group, **how)
 
     def __call__(self, x):
         y, told = self.mixture(self.first(x))
@@ -308,6 +310,19 @@ class Own(nnx.Module):
 def small(outputs, batch):
     losses = (outputs.outputs**2).mean(-1)
     return with_routing(losses, np.ones(losses.shape, np.float32), outputs)
+
+
+def test_of_rows_that_devices_share_losses_and_draws_are_those_of_whole_rows():
+    router = Router(noise="jitter", balance_loss=0.5, balance_over="row")
+    model = lambda group: lambda rngs: Own(rngs, router, group)
+    batch = np.random.default_rng(0).normal(size=(4, 8, 8)).astype(np.float32)
+    case, optimizer = (DDP | CONTEXT, {"context": 2}), optax.sgd(0.1)
+    options = {"optimizer": optimizer, "steps": 1}
+    assert_strategies_agree(model(2), small, batch, {"context": case}, **options)
+    mesh = hfjax.make_mesh(devices=jax.devices()[:2], **case[1])
+    step = hfjax.train_step(hfjax.layout(model(None), optimizer, mesh, case[0]), small)
+    with pytest.raises(ValueError, match=r"groups of 8 tokens, and 2 that follow each other are"):
+        step.trace(batch)
 
 
 @pytest.mark.parametrize(

@@ -129,7 +129,8 @@ def test_evaluations_and_outputs_are_as_on_one_device(model):
         plan = hfjax.layout(model, optax.sgd(0.1), mesh, strategy)
         state, given = hfjax.init(plan), tokens()
         told = hfjax.eval_step(plan, next_token_loss)(state, given)
-        found[name] = told["loss"], hfjax.predict_step(plan)(state, given)
+        outputs = hfjax.predict_step(plan)(state, given)
+        found[name] = told["loss"], told["weight"], outputs
     for grid, one in zip(*found.values(), strict=True):
         np.testing.assert_allclose(grid, one, rtol=1e-5, atol=1e-6)
 

@@ -345,17 +345,20 @@ def test_misuse_of_lookup_and_outputs_is_refused():
     refused(lambda rngs: PartOfTokens(CONFIG, rngs=rngs), "tokens that are a part of their rows")
 
 
-def test_a_target_in_the_padding_of_the_vocabulary_is_as_on_one_device():
+def test_tokens_in_the_padding_of_the_vocabulary_or_below_0_are_as_on_one_device():
     config = GPTConfig.tiny(vocab=22, pad_vocab_to=24, length=12, layers=2, embed=24, heads=12)
-    given = tokens()
-    given["tokens"][0, 3] = 23
+    padding, negative = tokens(), {"tokens": tokens()["tokens"] % 22}
+    padding["tokens"][0, 3] = 23
+    negative["tokens"][:, 3] = -2  # no target, and read from the end
     losses = []
     for strategy, sizes in ((hfjax.DDP, {"data": 1}), (hfjax.GRID, {"row": 2, "tensor": 2})):
         mesh = hfjax.make_mesh(devices=jax.devices()[: math.prod(sizes.values())], **sizes)
         model = lambda rngs: Model(Layer, rngs=rngs, config=config)
         plan = hfjax.layout(model, optax.sgd(0.1), mesh, strategy)
-        losses.append(hfjax.eval_step(plan, next_token_loss)(hfjax.init(plan), given)["loss"])
-    np.testing.assert_allclose(*losses, rtol=1e-5)
+        step, state = hfjax.eval_step(plan, next_token_loss), hfjax.init(plan)
+        losses.append([step(state, given)["loss"] for given in (padding, negative)])
+    assert np.isfinite(losses[0]).tolist() == [False, True]
+    np.testing.assert_allclose(*losses, rtol=1e-6)
 
 
 def test_what_is_printed_changes_nothing():

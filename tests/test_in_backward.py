@@ -18,11 +18,12 @@ import hfjax
 from hfjax import DDP, FSDP, HSDP, ZERO1, ZERO2, Mean, Schedule
 from hfjax.models.attention import dot_product
 from hfjax.models.gpt import GPT, GPTConfig, next_token_loss
+from hfjax.models.moe import MoE, Router
 from hfjax.models.parts import stacked
 from hfjax.testing import strategies
 from tests.h200 import OPTIMIZED, h200s
 from tests.small_gpt import mlp_layout, tokens
-from tests.small_stack import rows, squared, stack_layout
+from tests.small_stack import Stack, rows, squared, stack_layout
 
 LAYERS = 3
 SUMS = 8  # total and weight of the loss, two float32 scalars
@@ -156,6 +157,30 @@ def test_a_list_of_unlike_layers_is_updated_one_by_one(strategy):
     mesh = hfjax.make_mesh(devices=jax.devices()[:4], data=2, fsdp=2)
     layout = hfjax.layout(Listed, ADAMW, mesh, strategy.edit(replicate_below=0))
     found, wanted = (run(layout, squared, rows(), **more) for more in (IN_BACKWARD, {}))
+    assert_same(found, wanted, 1e-6)
+
+
+class Mixed(nnx.Module):
+    """A layer of experts that tells nothing."""
+
+    def __init__(self, rngs):
+        how = {"top_k": 1, "min_capacity": 1, "router": Router(balance_loss=0), "scale": 0.5}
+        self.mixture = MoE(8, 8, experts=2, **how, rngs=rngs)
+
+    def __call__(self, x):
+        return x + self.mixture(x)[0]
+
+
+class OfExperts(Stack):
+    def __init__(self, rngs):
+        super().__init__(1, rngs=rngs)
+        self.layers = stacked(2, Mixed, rngs)
+
+
+def test_the_norm_of_gradients_is_that_of_the_experts_of_all_devices():
+    mesh, strategy = hfjax.make_mesh(devices=jax.devices()[:2], expert=2), DDP | hfjax.EXPERT
+    layout = hfjax.layout(OfExperts, optax.sgd(0.1), mesh, strategy)
+    found, wanted = (run(layout, squared, rows(), 1, **more) for more in (IN_BACKWARD, {}))
     assert_same(found, wanted, 1e-6)
 
 

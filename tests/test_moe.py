@@ -14,7 +14,7 @@ import pytest
 from flax import nnx
 
 from hfjax.base.paths import flatten
-from hfjax.models.moe import MoE, MoEConfig, MoELlama, Router, after_step
+from hfjax.models.moe import MoE, MoEConfig, MoELlama, Router, Told, after_step, over_batch
 from hfjax.models.moe.mixture import Choices
 from hfjax.models.moe.router import Drawn
 from hfjax.models.parts import Plain
@@ -352,6 +352,15 @@ def test_a_loss_over_the_batch_is_that_of_each_layer_and_they_add_up():
     of_layers = [x.reshape(-1, x.shape[-1]) for x in logits]
     wanted = sum(reference.batch_loss([x], 2) / 2 for x in of_layers)
     np.testing.assert_allclose(loss, 0.1 * wanted * np.ones((3, 12)), rtol=1e-12)
+
+
+def test_losses_of_layers_add_up_and_an_evaluation_adds_none():
+    told = lambda layers: Told.start(jnp.zeros((2, 3, D)), layers, E, scores=True)
+    layer, router = jax.tree.map(np.ones_like, told(1)), Router(balance_over="batch")
+    both = told(2).then(layer).then(layer)
+    np.testing.assert_array_equal(both.loss, np.full((2, 3), 2))
+    np.testing.assert_array_equal(over_batch(both, router, training=False).loss, both.loss)
+    assert (over_batch(both, router).loss > both.loss).all()
 
 
 @pytest.mark.parametrize("recentred", [False, True])

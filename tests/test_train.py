@@ -218,3 +218,14 @@ def test_the_model_alone_computes_what_the_step_computes():
     found = hfjax.eval_step(layout, next_token_loss)(hfjax.init(layout), tokens())
     mean = next_token_loss(model(tokens()), tokens())
     np.testing.assert_allclose(found["loss"], mean.total / mean.weight, rtol=1e-5)
+
+
+def test_gradients_of_microbatches_are_added_in_float32_whatever_they_are_computed_in():
+    """A bfloat16 of 256 stays what it is when 1 is added."""
+    layout = hfjax.layout(
+        lambda rngs: {"w": jnp.ones(())}, optax.sgd(0.0), hfjax.make_mesh(data=1), DDP
+    )
+    loss = lambda params, batch: hfjax.Mean((params["w"] * batch["x"]).sum(), jnp.float32(1))
+    step = hfjax.train_step(layout, loss, accumulate=8, precision="bf16")
+    _, metrics = step(hfjax.init(layout), {"x": np.array([256.0] + 7 * [1.0], np.float32)})
+    assert metrics["grad_norm"] == (256 + 7) / 8
