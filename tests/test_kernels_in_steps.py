@@ -49,7 +49,8 @@ def test_under_every_strategy_the_references_train_as_on_one_device(name):
 
 
 def padded(mask):
-    batch = tokens(mask=mask)
+    documents = np.sort(np.random.default_rng(1).integers(0, 3, (16, 25))).astype(np.int32)
+    batch = tokens(mask=mask, documents=documents)
     return batch | {"tokens": batch["tokens"] % 60}
 
 
