@@ -24,7 +24,7 @@ def fixed(*shape):
 class Layers(nnx.Module):
     """What `hfjax.models.parts.stacked` makes of so many layers; called with the arrays of one.
 
-    A layer of zeros changes what enters it, and has a gradient: so an empty place that runs is seen.
+    A layer of zeros changes what enters it, and has a gradient: empty places that run are seen.
     """
 
     def __init__(self, count, dropout, rngs):
