@@ -51,9 +51,10 @@ def check_branches(text: str, axes: tuple[str, ...]) -> None:
         f"loss, for instance), and XLA has put a permute into one, for {found['op']!r}"
         f"{_source(text, found['frame'])}: it waits for the devices of all stages. XLA needs it to "
         f"cut, shift or pad a dimension that is split over {', '.join(axes)}. Put the array "
-        "together first: self.place(x, (None, …)), with a None for each dimension "
-        "(docs/any_model.md). Or leave that dimension of the parameter whole: give it a name that "
-        "the strategy does not split."
+        "together first, in the model (where head returns it, if the loss cuts it): "
+        "self.place(x, (None, …)), with a None for each dimension (docs/any_model.md). Or "
+        "leave that dimension of the parameter whole: give it a name that the strategy does not "
+        "split."
     )
 
 
