@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
 
 from hfjax.parallel.mesh import PIPE_AXIS, partitioned
@@ -29,16 +30,21 @@ class Looked:
         self.seen: set[Any] = set()
 
     def __call__(self, *given: Any) -> Any:
-        batch = tuple((x.shape, x.dtype) for x in jax.tree.leaves(given[-1]))
-        if batch not in self.seen:
+        leaves, tree = jax.tree.flatten(given[1:])  # what comes beside the state or parameters
+        of = tree, *((np.shape(x), getattr(x, "dtype", type(x))) for x in leaves)
+        if of not in self.seen:
             # The call below finds this program where JAX keeps them: it is compiled once.
             check_branches(self.jitted.lower(*given).compile().as_text(), self.axes)
-            self.seen.add(batch)
+            self.seen.add(of)
         return self.jitted(*given)
 
     @property
     def trace(self) -> Callable:
         return self.jitted.trace
+
+    @property
+    def lower(self) -> Callable:
+        return self.jitted.lower
 
 
 def check_branches(text: str, axes: tuple[str, ...]) -> None:
@@ -47,14 +53,14 @@ def check_branches(text: str, axes: tuple[str, ...]) -> None:
     if found is None:
         return
     raise ValueError(
-        "this program would wait for ever. Stages take different branches (one alone runs head and "
-        f"loss, for instance), and XLA has put a permute into one, for {found['op']!r}"
+        "this program may wait for ever. XLA has put a permute into a branch that not all stages "
+        f"take (one alone runs head and loss; or a lax.cond of the model), for {found['op']!r}"
         f"{_source(text, found['frame'])}: it waits for the devices of all stages. XLA needs it to "
         f"cut, shift or pad a dimension that is split over {', '.join(axes)}. Put the array "
-        "together first, in the model (where head returns it, if the loss cuts it): "
-        "self.place(x, (None, …)), with a None for each dimension (docs/any_model.md). Or "
-        "leave that dimension of the parameter whole: give it a name that the strategy does not "
-        "split."
+        "together in the model, before and after: place(f(place(x, (None, …))), (None, …)), "
+        "with a None for each dimension and place = self.place (docs/any_model.md); if the loss "
+        "cuts it, where head returns it. Or leave that dimension of the parameter whole: give it a "
+        "name that the strategy does not split."
     )
 
 
