@@ -8,6 +8,8 @@ from flax import nnx
 
 import hfjax
 from hfjax import PIPE, TENSOR, Schedule
+from hfjax.haiscale.partition import partition
+from hfjax.haiscale.pipe import GPipe
 from hfjax.models.parts import anywhere
 from hfjax.testing import assert_strategies_agree
 from tests.constant_stack import Stack, Tied, fixed, rows, weighted
@@ -73,6 +75,23 @@ def test_a_batch_of_other_keys_is_another_program():
     batch["z"] = batch.pop("y")  # the same shapes
     with pytest.raises(ValueError, match="may wait for ever"):
         step(state, batch)
+
+
+class Waves(nnx.Module):
+    def __init__(self):
+        self.weight = nnx.Param(fixed(8, 8), axes=("embed", "mlp"))
+
+    def __call__(self, x):
+        return jnp.sin(x @ self.weight[...])
+
+
+def test_pipes_are_looked_at_too():
+    mesh = hfjax.make_mesh(pipe=2, tensor=2, devices=jax.devices()[:4])
+    parts, strategy = partition([Waves() for _ in range(4)], stages=2), PIPE | TENSOR
+    pipe = GPipe(parts, microbatches=2, mesh=mesh, strategy=strategy.edit(replicate_below=0))
+    apart, x = lambda y, wanted: jnp.mean((jnp.roll(y, 1, 1) - wanted) ** 2), jnp.ones((16, 8))
+    with pytest.raises(ValueError, match="may wait for ever"):
+        pipe.forward_backward(x, criterion=apart, labels=(x,))
 
 
 def test_what_predicts_by_a_pipeline_is_looked_at_too():
