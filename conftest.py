@@ -60,12 +60,13 @@ from jaxlib.mlir import ir  # noqa: E402
 
 if not ON_GPU:
     jax.config.update("jax_platforms", "cpu")
+# A context takes long to make: one for all saves a tenth of the suite's time.
 if version("jaxlib").startswith("0.10."):  # later versions share contexts themselves
     make_ir_context = mlir.make_ir_context
     for_all = functools.cache(make_ir_context)
 
     def shared() -> ir.Context:
-        """One MLIR context for all programs, a tenth of the suite's time; within one another."""
+        """Return one context for all programs; a new one while another program is lowered."""
         try:
             _ = ir.Context.current
         except ValueError:  # there is none

@@ -1,4 +1,4 @@
-"""The compiled program of a pipeline, looked at: a permute in a branch would wait for ever."""
+"""Check compiled pipelines: a permute in a branch that one stage takes waits for ever."""
 
 import re
 from collections.abc import Callable
@@ -10,19 +10,19 @@ from jax.sharding import Mesh
 
 from hfjax.parallel.mesh import PIPE_AXIS, partitioned
 
-# A permute of XLA's partitioner in one of our branches, which op it is of, and the frame it is in.
+# A permute in a branch inside shard_map: the operation that needs it, and its stack frame.
 _PERMUTE = re.compile(
     r'collective-permute(?:-start)?\(.*op_name="[^"]*\bshard_map/'
     r'[^"]*\bbranch_\d+_fun/[^"]*?(?P<op>[^/"]+)"(?:.*?stack_frame_id=(?P<frame>\d+))?'
 )
 
 
-def looked_at(jitted: Any, mesh: Mesh) -> Any:
-    """Return a jitted function whose programs are looked at before they run, if they need it."""
-    return Looked(jitted, mesh) if mesh.shape[PIPE_AXIS] > 1 and partitioned(mesh) else jitted
+def checked(jitted: Any, mesh: Mesh) -> Any:
+    """Return a jitted function that checks each program before it runs, if the mesh needs that."""
+    return Checked(jitted, mesh) if mesh.shape[PIPE_AXIS] > 1 and partitioned(mesh) else jitted
 
 
-class Looked:
+class Checked:
     """A jitted function of a pipeline on a mesh where XLA's partitioner adds collectives."""
 
     def __init__(self, jitted: Any, mesh: Mesh):

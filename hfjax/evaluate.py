@@ -12,7 +12,7 @@ from hfjax.base.keywords import known_keywords
 from hfjax.base.mean import Mean, metrics_of
 from hfjax.base.paths import Tree, flatten
 from hfjax.batches import check_batch, is_placed, shard_batch
-from hfjax.branches import looked_at
+from hfjax.branches import checked
 from hfjax.check_step import (
     check_alive,
     check_form,
@@ -158,7 +158,7 @@ def _execution(layout: Layout, schedule: Schedule | None, given: dict[str, Any])
 
 def _step(layout: Layout, run: Callable, options: Any, **places: Any) -> Callable:
     """Return (state, batch) -> what `run(params, variables, batch)` returns, jitted."""
-    jitted = looked_at(jax.jit(run, compiler_options=options, **places), layout.mesh)
+    jitted = checked(jax.jit(run, compiler_options=options, **places), layout.mesh)
     within = jax.jit(run, **places)  # in a program of the user's, whose options count
 
     def step(state: State, batch: Any) -> Any:

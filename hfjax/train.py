@@ -20,7 +20,7 @@ from hfjax.batches import (
     microbatches_of,
     shard_batch,
 )
-from hfjax.branches import looked_at
+from hfjax.branches import checked
 from hfjax.check_step import (
     check_alive,
     check_form,
@@ -150,7 +150,7 @@ class TrainStep:
         if layout.hosted or execution.offload:
             check_host_loops(layout.mesh, options)
         program = self._program(donate_argnums=0, compiler_options=options)
-        self._jitted = looked_at(program, layout.mesh)
+        self._jitted = checked(program, layout.mesh)
 
     def _program(self, **options: Any) -> Any:
         here = NamedSharding(self.layout.mesh, P())

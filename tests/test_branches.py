@@ -85,7 +85,7 @@ class Waves(nnx.Module):
         return jnp.sin(x @ self.weight[...])
 
 
-def test_pipes_are_looked_at_too():
+def test_pipes_are_checked_too():
     mesh = hfjax.make_mesh(pipe=2, tensor=2, devices=jax.devices()[:4])
     parts, strategy = partition([Waves() for _ in range(4)], stages=2), PIPE | TENSOR
     pipe = GPipe(parts, microbatches=2, mesh=mesh, strategy=strategy.edit(replicate_below=0))
@@ -94,7 +94,7 @@ def test_pipes_are_looked_at_too():
         pipe.forward_backward(x, criterion=apart, labels=(x,))
 
 
-def test_what_predicts_by_a_pipeline_is_looked_at_too():
+def test_predictions_by_a_pipeline_are_checked_too():
     layout = layout_of(Tied)
     with pytest.raises(ValueError, match="may wait for ever"):
         hfjax.predict_step(layout)(hfjax.init(layout), rows())
@@ -120,7 +120,7 @@ def test_arrays_put_together_and_layers_without_branches_train_as_one_device(mod
     assert_strategies_agree(model, weighted, rows(), cases, steps=2)
 
 
-def test_a_program_that_is_looked_at_is_compiled_once(caplog):
+def test_a_program_that_is_checked_is_compiled_once(caplog):
     layout = layout_of(Placed)
     step = hfjax.train_step(layout, weighted, schedule=Schedule("1f1b", 2))
     state = hfjax.init(layout)

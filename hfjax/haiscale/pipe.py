@@ -24,7 +24,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from hfjax.base.mean import Mean, as_mean
 from hfjax.base.paths import flatten, nest, path_of
 from hfjax.batches import check_batch as check_rows, full, shard_batch
-from hfjax.branches import looked_at
+from hfjax.branches import checked
 from hfjax.check_step import check_runs, is_traced
 from hfjax.haiscale.checks import (
     REMAT,
@@ -376,7 +376,7 @@ class Pipe:
         options = options_of(self.layout, self._execution)
         within = jax.jit(run, out_shardings=out_shardings)
         alone = jax.jit(run, out_shardings=out_shardings, compiler_options=options)
-        return _Jitted(looked_at(alone, self.mesh), within)
+        return _Jitted(checked(alone, self.mesh), within)
 
     def _on(self, spec: P) -> NamedSharding:
         return NamedSharding(self.mesh, spec)
