@@ -132,9 +132,53 @@ def test_what_cannot_be_cut_is_refused():
         lambda rngs: Told(rngs=rngs), optax.sgd(0.1), hfjax.make_mesh(data=8), hfjax.DDP
     )
     step = hfjax.train_step(plan, next_token_loss, split_rows=2)
-    with pytest.raises(ValueError, match=r"is not all of rows: \[2, 24, 32\], \[\]"):
+    with pytest.raises(ValueError, match=r"is not all of rows: \[\] where a device has 2 rows"):
         step.lower(tokens())
     given: Any
     for given in (0, True, 1.5):
         with pytest.raises(ValueError, match=f"split_rows={given}: a positive number of parts"):
             hfjax.Execution(split_rows=given)
+
+
+class PositionsFirst(GPT):
+    """A model whose layers are given [positions, rows, width]."""
+
+    def __init__(self, *, rngs):
+        super().__init__(GPTConfig.tiny(**small_gpt.SHAPE), rngs=rngs)
+        self.layers = stacked(2, lambda rngs: small_gpt.OnlyMLP(self.config, rngs=rngs), rngs)
+
+    def embed(self, batch):
+        return super().embed(batch).swapaxes(0, 1)
+
+    def head(self, x):
+        return super().head(x.swapaxes(0, 1))
+
+
+class HardCoded(PositionsFirst):
+    def embed(self, batch):
+        return super().embed(batch).reshape(8, 8, 32)
+
+
+def lowered_step(model, batch):
+    mesh = hfjax.make_mesh(devices=jax.devices()[:1])
+    plan = hfjax.layout(lambda rngs: model(rngs=rngs), optax.sgd(0.1), mesh, hfjax.DDP)
+    return hfjax.train_step(plan, next_token_loss, split_rows=2).lower(batch)
+
+
+def test_a_stream_that_does_not_begin_with_the_rows_is_refused():
+    with pytest.raises(ValueError, match=r"\[24, 16, 32\] where a device has 16 rows"):
+        lowered_step(PositionsFirst, tokens())
+
+
+def test_also_where_there_are_as_many_positions_as_rows():
+    with pytest.raises(ValueError, match=r"and of 4 to tell .*: \[8, 4, 32\] where .* has 4 rows"):
+        lowered_step(PositionsFirst, tokens(rows=8, length=8))
+    with pytest.raises(ValueError, match=r"\[8, 8, 32\] have this size twice, and embed of 4 rows"):
+        lowered_step(HardCoded, tokens(rows=8, length=8))
+
+
+def test_as_many_rows_as_positions_or_as_the_width_are_no_fault():
+    for rows, length in ((8, 8), (32, 8)):
+        lowered_step(
+            lambda rngs: small_gpt.mlps(dropout=0.1)(rngs), tokens(rows=rows, length=length)
+        )

@@ -136,12 +136,12 @@ def run_model(model: Any, stored: Mapping[str, Stored], batch: Any, run: LayerOp
 
     `stored` are the layers' parameters, by path; in the model each is `Placeholder`.
     """
-    layers, x = _run_list if is_list(model.layers) else _run_stack, model.embed(batch)
+    layers = _run_list if is_list(model.layers) else _run_stack
     if (parts := run.execution.split_rows) == 1:
-        return model.head(layers(model.layers, stored, x, run))
+        return model.head(layers(model.layers, stored, model.embed(batch), run))
     # XLA runs what is independent in an order that differs by device, on CPUs, and collectives of
     # one part then meet those of another.
-    in_parts = RowParts.of(x, parts, in_order=run.platform == "cpu")
+    in_parts = RowParts.of(model, batch, parts, in_order=run.platform == "cpu")
     return model.head(layers(model.layers, stored, in_parts, run).whole())
 
 

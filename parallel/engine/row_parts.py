@@ -28,29 +28,69 @@ class RowParts:
     in_order: bool  # nothing of a part may run before what the part before it has done
 
     @classmethod
-    def of(cls, x: Any, count: int, in_order: bool) -> "RowParts":
-        """Return x in so many parts; refuse what is not all of rows, or does not divide."""
-        leaves = jax.tree.leaves(x)
-        sizes = {jnp.shape(leaf)[0] if jnp.ndim(leaf) else 0 for leaf in leaves}
-        if len(sizes) != 1 or 0 in sizes:
-            shapes = ", ".join(str(list(jnp.shape(leaf))) for leaf in leaves)
-            raise ValueError(
-                f"split_rows={count}: what goes from layer to layer is not all of rows: {shapes}. "
-                "Let each array begin with the rows of the batch, or leave split_rows out."
-            )
-        (rows,) = sizes
+    def of(cls, model: Any, batch: Any, count: int, in_order: bool) -> "RowParts":
+        """Return what `embed` makes of a batch, in so many parts of its rows.
+
+        Refused is what does not begin with the rows, or does not divide.
+        """
+        x, rows = model.embed(batch), jax.tree.leaves(batch)[0].shape[0]
+        _check_begins(x, rows, f"split_rows={count}")
         if rows % count:
             fits = [n for n in range(2, rows + 1) if rows % n == 0]
             raise ValueError(
                 f"split_rows={count}: a device has {rows} rows in a microbatch, which do not "
                 f"divide: {f'{fits} would do' if fits else 'leave it out'}. Or take more rows."
             )
+        _check_chance(model, batch, x, rows, count)
         cut = lambda i: jax.tree.map(lambda x: _part(x, i, count), x)
         return cls(tuple(map(cut, range(count))), in_order)
 
     def whole(self) -> Any:
         """Return all rows together."""
         return jax.tree.map(lambda *x: jnp.concatenate(x), *self.parts)
+
+
+def _check_begins(x: Any, rows: int, who: str) -> None:
+    """Refuse arrays whose first size is not the number of rows."""
+    leaves = jax.tree.leaves(x)
+    if wrong := [leaf for leaf in leaves if jnp.shape(leaf)[:1] != (rows,)]:
+        raise ValueError(
+            f"{who}: what goes from layer to layer is not all of rows: {_shapes(wrong)} where a "
+            f"device has {rows} rows in a microbatch. {ROWS_FIRST}"
+        )
+
+
+def _check_chance(model: Any, batch: Any, x: Any, rows: int, count: int) -> None:
+    """Refuse an array that begins with something else, of which there are as many as rows.
+
+    The size alone does not tell where an array has it twice. `embed` of the first part does: what
+    begins with the rows has fewer of them.
+    """
+    if not any(rows in jnp.shape(leaf)[1:] for leaf in jax.tree.leaves(x)):
+        return
+
+    def of_part() -> Any:
+        graph, parameters, variables = nnx.split(model, nnx.Param, ...)
+        part = nnx.merge(graph, parameters, _of_part(variables, 0, count))
+        return part.embed(jax.tree.map(lambda x: _part(x, 0, count), batch))
+
+    who = f"split_rows={count}, of {rows} rows in a microbatch"
+    try:
+        found = jax.eval_shape(of_part)
+    except Exception as error:
+        raise ValueError(
+            f"{who}: arrays of {_shapes(jax.tree.leaves(x))} have this size twice, and embed of "
+            f"{rows // count} rows fails ({type(error).__name__}: {error}), so hfjax cannot tell "
+            "which dimension has the rows. Take another number of rows, or leave split_rows out."
+        ) from error
+    _check_begins(found, rows // count, f"{who}, and of {rows // count} to tell which they are")
+
+
+def _shapes(leaves: list) -> str:
+    return ", ".join(str(list(jnp.shape(leaf))) for leaf in leaves)
+
+
+ROWS_FIRST = "Let each array begin with the rows of the batch, or leave split_rows out."
 
 
 def _part(x: Any, number: int, count: int) -> Any:
