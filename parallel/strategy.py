@@ -150,7 +150,7 @@ class Strategy:
             mine  (arrays below 0 elements stay whole)
               parameters   * -> fsdp+expert+context
               gradients    * -> whole
-              moments      -
+              moments      as parameters
               activations  batch -> data+fsdp+expert
         """
         allowed = [f.name for f in fields(self) if f.name != "joined"]
@@ -165,14 +165,23 @@ class Strategy:
 
     def __str__(self) -> str:
         lines = [f"{self.name}  (arrays below {self.smallest} elements stay whole)"]
-        for column in COLUMNS:
-            rows = getattr(self, column)
-            shown = ", ".join(f"{name} -> {_show_axes(axes)}" for name, axes in rows.items())
-            lines.append(f"  {column:<12} {shown or '-'}")
+        lines += [f"  {column:<12} {self._shown(column)}" for column in COLUMNS]
         if self.memory:
             shown = ", ".join(f"{name} -> {show_memory(at)}" for name, at in self.memory.items())
             lines.append(f"  {'memory':<12} {shown}")
         return "\n".join(lines)
+
+    def _shown(self, column: str) -> str:
+        """Return the rows of a column; gradients and moments are split as what they belong to."""
+        rows = getattr(self, column)
+        shown = ", ".join(f"{name} -> {_show_axes(axes)}" for name, axes in rows.items())
+        base = "parameters"
+        if column == "moments" and () not in self.gradients.values():
+            base = "gradients" if self.gradients and self.gradients != rows else base
+        follows = column in ("gradients", "moments") and getattr(self, base)
+        if not follows or () in rows.values():  # gradients: whole, however parameters are split
+            return shown or "-"
+        return f"as {base}, then {shown}" if shown else f"as {base}"
 
 
 def _show_axes(axes: Axes) -> str:

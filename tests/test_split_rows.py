@@ -150,8 +150,8 @@ class PositionsFirst(GPT):
     def embed(self, batch):
         return super().embed(batch).swapaxes(0, 1)
 
-    def head(self, x):
-        return super().head(x.swapaxes(0, 1))
+    def head(self, stream):
+        return super().head(stream.swapaxes(0, 1))
 
 
 class HardCoded(PositionsFirst):

@@ -68,11 +68,22 @@ def test_a_strategy_prints_its_four_columns():
     assert str(TENSOR | SEQUENCE) == (
         "TENSOR|SEQUENCE  (arrays below 16384 elements stay whole)\n"
         "  parameters   vocab -> tensor, heads -> tensor, mlp -> tensor\n"
-        "  gradients    -\n"
-        "  moments      -\n"
+        "  gradients    as parameters\n"
+        "  moments      as parameters\n"
         "  activations  vocab -> tensor, heads -> tensor, mlp -> tensor, "
         "batch -> data+fsdp+expert, seq -> tensor"
     )
+
+
+def test_the_print_says_that_gradients_and_moments_are_split_as_their_parameter():
+    shown = lambda s: [line[15:] for line in str(s).splitlines()[2:4]]
+    every = "* -> context+expert+fsdp+data"
+    assert shown(FSDP) == ["as parameters", "as parameters"]
+    assert shown(hfjax.DDP) == ["-", "-"]
+    assert shown(hfjax.ZERO2) == [every, every]
+    assert shown(hfjax.ZERO2 | TENSOR) == [f"as parameters, then {every}"] * 2
+    assert shown(FSDP.edit(gradients={"*": ()})) == ["* -> whole", "as parameters"]
+    assert shown(hfjax.DDP.edit(gradients={"*": "fsdp"})) == ["* -> fsdp", "as gradients"]
 
 
 def test_execution_refuses_what_it_does_not_know():
