@@ -57,3 +57,9 @@ def stack_layout(strategy, sizes, optimizer=None, layers=3, dropout=0.0):
     init = lambda rngs: Stack(layers, dropout, rngs=rngs)
     small = strategy.edit(replicate_below=0)
     return hfjax.layout(init, optimizer or optax.adamw(1e-3), mesh, small)
+
+
+def of_stacks(params):
+    """Say that kernels of stacked layers are matrices, and nothing else is."""
+    matrix = optax.contrib.MuonDimensionNumbers(reduction_axis=1, output_axis=2)
+    return jax.tree.map(lambda x: matrix if x.ndim == 3 else None, params)

@@ -10,6 +10,7 @@ from hfjax.models.gpt import next_token_loss
 from hfjax.parallel.strategy import DDP, FSDP, HSDP, SEQUENCE, TENSOR, ZERO1, ZERO2
 from tests.h200 import OPTIMIZED, h200s
 from tests.small_gpt import gpt, gpt_layout, mlps, tokens
+from tests.small_stack import of_stacks
 
 LAYERS = 2
 SUMS = 8  # total and weight of the loss, two float32 scalars
@@ -180,7 +181,10 @@ def test_tensor_parallel_layers_add_four_activations_a_layer():
 def test_what_an_optimizer_moves_by_itself_is_counted():
     muon, adam = (
         hfjax.collectives(lowered(FSDP, {"fsdp": 4}, optimizer)[1].compile())
-        for optimizer in (optax.contrib.muon(1e-3), optax.adamw(1e-3))
+        for optimizer in (
+            optax.contrib.muon(1e-3, muon_weight_dimension_numbers=of_stacks),
+            optax.adamw(1e-3),
+        )
     )
     assert muon.total() > adam.total()
 

@@ -23,7 +23,7 @@ from hfjax.models.parts import stacked
 from hfjax.testing import strategies
 from tests.h200 import OPTIMIZED, h200s
 from tests.small_gpt import mlp_layout, tokens
-from tests.small_stack import Stack, rows, squared, stack_layout
+from tests.small_stack import Stack, of_stacks, rows, squared, stack_layout
 
 LAYERS = 3
 SUMS = 8  # total and weight of the loss, two float32 scalars
@@ -423,7 +423,7 @@ def test_what_needs_all_gradients_at_once_is_refused(execution, message):
         optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)),
         optax.lamb(1e-3),
         optax.adafactor(1e-3),
-        optax.contrib.muon(1e-3),
+        optax.contrib.muon(1e-3, muon_weight_dimension_numbers=of_stacks),
     ],
     ids=["clip_by_global_norm", "LAMB", "Adafactor", "Muon"],
 )

@@ -16,7 +16,7 @@ from hfjax.models.gpt import next_token_loss
 from hfjax.models.parts import run_stacked
 from hfjax.parallel.strategy import DDP, FSDP, PIPE, SEQUENCE, TENSOR, ZERO1, ZERO2
 from tests.small_gpt import mlp_layout, tokens
-from tests.small_stack import Stack, rows, squared, stack_layout
+from tests.small_stack import Stack, of_stacks, rows, squared, stack_layout
 
 ONE = {"data": 1}
 NO_NUMBER: Any = "0.001"
@@ -236,12 +236,41 @@ def test_an_average_follows_the_parameters_by_its_decay():
         ({"warmup": 4, "decay": "constant"}, [0.25, 0.5, 0.75, 1, 1, 1, 1, 1]),
         ({"steps": 4, "decay": "linear", "end": 0.5}, [1, 0.875, 0.75, 0.625, 0.5, 0.5]),
         ({"warmup": 1, "hold": 2, "steps": 5, "decay": "linear"}, [1, 1, 1, 1, 0.5, 0, 0]),
-        ({"warmup": 4, "shape": "log", "decay": "constant"}, [0, 0.5, 0.79248, 1, 1]),
+        ({"warmup": 4, "shape": "log", "decay": "constant"}, [0, 0, 0.5, 0.79248, 1]),
     ],
 )
 def test_a_rate_goes_up_stays_and_goes_down(fields, wanted):
     found = [float(hfjax.rate(1.0, **fields)(n)) for n in range(len(wanted))]
     np.testing.assert_allclose(found, wanted, atol=1e-5)
+
+
+def of_deepspeed(kind, update, warmup, steps, end):
+    """Return the rate of an update, from 0 on, where scheduler.step() follows each update."""
+    last = update - 1  # its last_batch_iteration
+    if last < 0:
+        return 0.0
+    if last < warmup:
+        return np.log(last + 1) / np.log(warmup)
+    if kind == "WarmupLR":
+        return 1.0
+    if kind == "WarmupDecayLR":
+        return max(0.0, (steps - last) / (steps - warmup))
+    part = min(1.0, (last - warmup + 1) / (steps - warmup))
+    return end + (1 - end) * (1 + np.cos(np.pi * part)) / 2
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        ("WarmupLR", {"decay": "constant"}),
+        ("WarmupDecayLR", {"decay": "linear", "hold": 1, "steps": 13}),
+        ("WarmupCosineLR", {"decay": "cosine", "end": 0.0001, "steps": 12}),
+    ],
+)
+def test_a_rate_is_that_of_deepspeed_at_every_update(kind, fields):
+    rate = hfjax.rate(1.0, warmup=5, shape="log", **fields)
+    wanted = [of_deepspeed(kind, n, 5, 12, 0.0001) for n in range(16)]
+    np.testing.assert_allclose([float(rate(n)) for n in range(16)], wanted, atol=1e-6)
 
 
 def poisoned(outputs, batch):
@@ -300,3 +329,57 @@ def test_the_parameter_whose_gradient_broke_is_named_and_the_loss_given():
     told = r"loss was 28\.\d+, the gradients of 3 of 5 .* the first is that of before \(4, 8\)"
     with pytest.raises(FloatingPointError, match=told):
         step.check(state)
+
+
+# -- muon: which arrays are matrices ----------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        optax.contrib.muon(1e-3),
+        optax.chain(optax.clip(1.0), optax.contrib.muon(1e-3)),
+        hfjax.by_path({"layers/*": optax.contrib.muon(1e-3), "*": optax.sgd(1e-3)}),
+        hfjax.ema(optax.contrib.muon(1e-3), 0.9),
+    ],
+    ids=["alone", "in a chain", "of some paths", "averaged"],
+)
+def test_muon_that_takes_stacks_of_vectors_for_matrices_is_refused(optimizer):
+    with pytest.raises(
+        ValueError, match=r"(?s)muon makes layers/\S*bias \[2, \d+\] orthogonal.*up"
+    ):
+        mlp_layout(DDP, ONE, optimizer)
+
+
+def test_muon_that_leaves_fused_kernels_to_adam_is_refused():
+    class Fused(nnx.Module):
+        def __init__(self, rngs):
+            axes = {"kernel_metadata": {"axes": ("embed", "heads", None)}}
+            self.qkv = nnx.LinearGeneral(8, (2, 4), use_bias=False, rngs=rngs, **axes)
+            self.out = nnx.Linear(8, 8, rngs=rngs)
+
+        def __call__(self, batch):
+            return self.out(self.qkv(batch["x"]).reshape(-1, 8))
+
+    with pytest.raises(ValueError, match=r"muon updates qkv/kernel \[8, 2, 4\], which holds matri"):
+        hfjax.layout(Fused, optax.contrib.muon(1e-3), hfjax.make_mesh(data=1), DDP)
+
+
+def test_muon_that_is_told_the_matrices_of_a_stack_trains_each_of_them_alone():
+    def moved(optimizer):
+        layout = mlp_layout(DDP, ONE, optimizer)
+        state = hfjax.init(layout)
+        kernel = lambda state: hfjax.full(state.params)["layers"]["mlp"]["up"]["kernel"]
+        before = kernel(state)
+        return kernel(hfjax.train_step(layout, next_token_loss)(state, tokens(rows=8))[0]) - before
+
+    found = moved(optax.contrib.muon(0.1, muon_weight_dimension_numbers=of_stacks))
+    alone = optax.contrib.muon(0.1)
+    for layer, gradient in zip(found, -moved(optax.sgd(1.0)), strict=True):
+        wanted, _ = alone.update(gradient, alone.init(gradient), gradient)
+        np.testing.assert_allclose(layer, wanted, rtol=1e-2, atol=1e-4)
+
+
+def test_muon_of_a_model_of_plain_matrices_stays_as_it_is():
+    model = lambda rngs: nnx.Sequential(nnx.Linear(8, 16, rngs=rngs), nnx.Linear(16, 4, rngs=rngs))
+    hfjax.layout(model, optax.contrib.muon(1e-3), hfjax.make_mesh(data=1), DDP)

@@ -25,8 +25,8 @@ def rate(
 ) -> Rate:
     """Return a learning rate: up to `peak` in `warmup` updates, held, then down to `end` * peak.
 
-    `decay="constant"` is DeepSpeed's WarmupLR, "linear" its WarmupDecayLR, "cosine" its
-    WarmupCosineLR; with `hold` it is warm-up, stable, decay (WSD).
+    With `shape="log"` it is DeepSpeed's WarmupLR (`decay="constant"`) or WarmupCosineLR, with
+    `hold` warm-up, stable, decay (WSD).
 
     Args:
         peak: The highest learning rate, above 0.
@@ -36,8 +36,8 @@ def rate(
         end: The last rate, as a part of the peak from 0 to 1; "constant" takes no notice of it.
         decay: Of the way down: cosine, linear or constant.
         hold: Updates at the peak before the way down.
-        shape: Of the way up: linear (the first rate is peak / warmup), or log (the first is zero,
-            unless the way up is one update).
+        shape: Of the way up: linear (the first rate is peak / warmup), or log (the first two are
+            zero, unless the way up is one update).
 
     Returns:
         A function of the number of updates done, as optax takes it.
@@ -60,7 +60,7 @@ def rate(
         """The first update of a linear warm-up already moves: its rate is peak / warmup."""
         part = jnp.minimum((count + 1) / max(warmup, 1), 1.0)
         if shape == "log" and warmup > 1:
-            part = jnp.minimum(jnp.log(count + 1.0) / math.log(warmup), 1.0)
+            part = jnp.minimum(jnp.log(jnp.maximum(count, 1.0)) / math.log(warmup), 1.0)
         return jnp.where(count < warmup, peak * part, down(jnp.maximum(count - first, 0)))
 
     return at

@@ -52,6 +52,7 @@ from hfjax.plan.check_layout import (
     first_layers,
     idle_axes,
 )
+from hfjax.plan.check_matrices import check_matrices
 from hfjax.plan.hosted import Hosted, kept_of
 from hfjax.plan.optimizer_state import parameter_of
 from hfjax.plan.report import (
@@ -542,6 +543,7 @@ def layout(  # noqa: PLR0913  options of one call
     made = made.arranged(made.source.on_each_stage(placed))
     tuple(unmatched(made.source, made.packed is not None))  # refuses
     check_master(optimizer, nest(plan.parameters))
+    check_matrices(optimizer, plan.parameters, arrays)
     made.hosted.check()
     if made.hosted:
         check_has_host_memory(mesh)

@@ -147,7 +147,7 @@ class Optimizer:
     """How parameters are updated."""
 
     name: str = "adamw"
-    """Any of optax that takes a schedule of learning rates: adamw, lion, sgd, adafactor, muon …"""
+    """Any of optax that takes a schedule of learning rates: adamw, lion, sgd, adafactor, …"""
     own: str | None = None
     """Your own: file.py:function, a function of the learning rate (a schedule) that returns any
     optax transformation."""
