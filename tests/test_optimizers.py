@@ -354,8 +354,8 @@ def test_muon_that_takes_stacks_of_vectors_for_matrices_is_refused(optimizer):
 def test_muon_that_leaves_fused_kernels_to_adam_is_refused():
     class Fused(nnx.Module):
         def __init__(self, rngs):
-            axes = {"kernel_metadata": {"axes": ("embed", "heads", None)}}
-            self.qkv = nnx.LinearGeneral(8, (2, 4), use_bias=False, rngs=rngs, **axes)
+            named = {"axes": ("embed", "heads", None)}
+            self.qkv = nnx.LinearGeneral(8, (2, 4), kernel_metadata=named, rngs=rngs)
             self.out = nnx.Linear(8, 8, rngs=rngs)
 
         def __call__(self, batch):
