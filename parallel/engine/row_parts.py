@@ -71,7 +71,7 @@ def _check_chance(model: Any, batch: Any, x: Any, rows: int, count: int) -> None
 
     def of_part() -> Any:
         graph, parameters, variables = nnx.split(model, nnx.Param, ...)
-        part = nnx.merge(graph, parameters, _of_part(variables, 0, count))
+        part = nnx.merge(graph, parameters, _of_part(variables, 0, count), copy=True)
         return part.embed(jax.tree.map(lambda x: _part(x, 0, count), batch))
 
     who = f"split_rows={count}, of {rows} rows in a microbatch"
