@@ -1,14 +1,18 @@
-"""What steps did before the code was rebuilt: losses to the last bit, each collective, each byte.
+"""What steps did before the code was rebuilt: losses to the last bit, collectives, bytes, text.
 
 `python -m tests.golden` writes it down anew, into golden.json: do so only where a change of
-these numbers is what is wanted, and say why.
+these numbers is what is wanted, and say why. `python -m tests.golden NAME …` does so for these
+cases only.
 """
 
 import dataclasses
+import hashlib
 import json
 import math
 import platform
-from collections.abc import Iterator, Mapping
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +22,26 @@ import optax
 from flax import nnx
 
 import hfjax
-from hfjax import DDP, FSDP, HOST_OPTIMIZER, HOST_PARAMETERS, PIPE, TENSOR, ZERO1, ZERO2, Schedule
+from hfjax import (
+    CONTEXT,
+    DDP,
+    EXPERT,
+    FSDP,
+    GRID,
+    HOST_OPTIMIZER,
+    HOST_PARAMETERS,
+    PIPE,
+    SEQUENCE,
+    TENSOR,
+    ZERO1,
+    ZERO2,
+    Schedule,
+)
+from hfjax.models import moe
 from hfjax.models.gpt import next_token_loss
 from hfjax.models.llama import Llama, LlamaConfig
 from hfjax.testing import strategies
-from tests.small_gpt import gpt, tokens
+from tests.small_gpt import gpt, mlps, tokens
 
 FILE = Path(__file__).with_name("golden.json")
 STEPS = 3
@@ -37,7 +56,9 @@ class Case:
     execution: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     model: Any = None
     optimizer: Any = None
-    forward: Any = None
+    loss: Any = next_token_loss
+    batch: Any = None
+    run: Callable | None = None  # (case, layout, batch) -> numbers, program, state; None: training
 
 
 class Called(nnx.Module):
@@ -56,6 +77,39 @@ def llama(rngs: nnx.Rngs) -> Llama:
     """Return a Llama of two layers."""
     shape = LlamaConfig.preset("tiny", vocab=64, length=24, layers=2, embed=32, heads=4)
     return Llama(shape, rngs=rngs)
+
+
+def of_experts(rngs: nnx.Rngs) -> nnx.Module:
+    """Return a mixture of eight experts."""
+    shape: Any = {"vocab": 64, "length": 24, "layers": 2, "heads": 4, "kv_heads": 2, "embed": 32}
+    return moe.MoELlama(moe.MoEConfig(**shape, mlp=16, min_capacity=1), rngs=rngs)
+
+
+class Unlike(nnx.Module):
+    """A model in three parts whose layers are a list of unlike ones."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        up, down = nnx.Linear(8, 24, rngs=rngs), nnx.Linear(24, 6, rngs=rngs)
+        self.layers = nnx.List([up, nnx.relu, jax.numpy.tanh, down])
+        self.last = nnx.Linear(6, 5, rngs=rngs)
+
+    def embed(self, batch: Any) -> jax.Array:
+        return batch["x"]
+
+    def head(self, x: jax.Array) -> jax.Array:
+        return self.last(x)
+
+
+def squares(outputs: jax.Array, batch: Any) -> jax.Array:
+    """Return the mean of squared errors."""
+    return jax.numpy.mean((outputs - batch["y"]) ** 2)
+
+
+def numbers() -> dict[str, np.ndarray]:
+    """Return a batch of rows of floats."""
+    rng = np.random.default_rng(0)
+    draw = lambda width: rng.normal(size=(16, width)).astype(np.float32)
+    return {"x": draw(8), "y": draw(5)}
 
 
 def piped(name: str, chunks: int = 1, strategy: Any = PIPE, **sizes: int) -> Case:
@@ -97,27 +151,106 @@ def cases() -> dict[str, Case]:
         "llama": Case(FSDP | TENSOR, {"fsdp": 4, "tensor": 2}, {}, llama),
         "kernels' plain forms": Case(FSDP, eight, {"kernels": "reference"}),
         "in one pass": Case(FSDP, eight, {"kernels": "reference"}, None, hfjax.adamw(1e-3)),
+        **wings(),
     }
 
 
+def wings() -> dict[str, Case]:
+    """Return cases of what the common core need not know of."""
+    four, half = {"context": 4}, {"schedule": Schedule("1f1b", 4)}
+    once = {"unroll": 1}
+    documents = np.sort(np.random.default_rng(1).integers(0, 3, (16, 25)), 1).astype(np.int32)
+    mixture: Any = {"model": of_experts, "loss": moe.next_token_loss}
+    small = {"vocab": 64, "length": 24, "layers": 2, "embed": 32, "heads": 4}
+    on_grid = Case(FSDP | GRID, {"fsdp": 2, "row": 2, "tensor": 2}, once, gpt(dropout=0.1, **small))
+    ring = Case(CONTEXT, four | {"data": 2}, once, batch=tokens(documents=documents))
+    gpts = {"model": gpt(dropout=0.1), "run": predicted}
+    unlike: Any = {"model": Unlike, "loss": squares, "batch": numbers()}
+    return {
+        "context": ring,
+        "context, Ulysses": Case(FSDP | CONTEXT, four | {"fsdp": 2}, {"context": "ulysses"}),
+        "context in a pipeline": Case(
+            PIPE | CONTEXT, {"pipe": 2, "context": 2}, half, gpt(layers=4, dropout=0.1)
+        ),
+        "experts": Case(EXPERT, {"expert": 4, "data": 2}, {"accumulate": 2}, **mixture),
+        "experts gathered": Case(
+            FSDP | EXPERT, {"expert": 2, "fsdp": 2}, {"dispatch": "gather"}, **mixture
+        ),
+        "grid": on_grid,
+        "unlike layers": Case(PIPE | FSDP, {"pipe": 2, "fsdp": 2}, half, **unlike),
+        "split rows": Case(
+            TENSOR | SEQUENCE, {"data": 2, "tensor": 2}, {"split_rows": 2}, mlps(dropout=0.1)
+        ),
+        "eval_step": Case(FSDP | TENSOR, {"fsdp": 4, "tensor": 2}, run=evaluated),
+        "eval_step, context": dataclasses.replace(ring, run=evaluated),
+        "eval_step, pipe": dataclasses.replace(piped("1f1b"), run=evaluated),
+        "predict_step": Case(FSDP | TENSOR, {"fsdp": 4, "tensor": 2}, **gpts),
+        "predict_step, experts": Case(
+            EXPERT, {"expert": 4}, {}, run=predicted, **{"model": of_experts}
+        ),
+        "haiscale": Case(DDP, {"pipe": 2, "data": 2}, batch=numbers(), run=of_haiscale),
+    }
+
+
+def trained(case: Case, layout: Any, batch: Any) -> tuple[list[jax.Array], Any, Any]:
+    """Return losses, the program and the state of a training step."""
+    step = hfjax.train_step(layout, case.loss, **case.execution)
+    state = hfjax.init(layout, 0, case.execution.get("schedule"))
+    losses, program = [], step.lower(batch)
+    for _ in range(STEPS):
+        state, metrics = step(state, batch)
+        losses.append(metrics["loss"])
+    return losses, program, state
+
+
+def evaluated(case: Case, layout: Any, batch: Any) -> tuple[list[jax.Array], Any, Any]:
+    """Return the loss, the program and the state of `eval_step`."""
+    schedule = case.execution.get("schedule")
+    step, state = hfjax.eval_step(layout, case.loss, schedule=schedule), hfjax.init(layout, 0)
+    return [step(state, batch)["loss"]], jax.jit(step).lower(state, batch), state
+
+
+def predicted(case: Case, layout: Any, batch: Any) -> tuple[list[jax.Array], Any, Any]:
+    """Return sums of the outputs, the program and the state of `predict_step`."""
+    step, state = hfjax.predict_step(layout), hfjax.init(layout, 0)
+    outputs = jax.tree.leaves(step(state, batch))
+    sums = [np.sum(np.square(hfjax.full(x), dtype=np.float64)) for x in outputs]
+    return sums, jax.jit(step).lower(state, batch), state
+
+
+def of_haiscale(case: Case, layout: Any, batch: Any) -> tuple[list[jax.Array], Any, Any]:
+    """Return losses and outputs, the program and the gradients of a pipe as haiscale has it."""
+    rngs = nnx.Rngs(0)
+    layers = [nnx.Linear(8, 8, rngs=rngs) for _ in range(4)]
+    pipe = hfjax.PipeDream(hfjax.partition(layers, stages=2), 4, mesh=layout.mesh)
+    criterion = lambda outputs: jax.numpy.mean(outputs**2)
+    losses, _ = pipe.forward_backward(batch["x"], criterion=criterion)
+    found = [*losses, pipe.forward(batch["x"]).sum()]
+    return found, pipe.lower(batch["x"], criterion=criterion), pipe.gradients
+
+
 def told(case: Case) -> dict[str, Any]:
-    """Return what a case does: losses, collectives of its program, bytes of its state."""
+    """Return what a case does: losses, collectives and text of its program, bytes of its state."""
     devices = jax.devices()[: math.prod(case.sizes.values())]
     mesh = hfjax.make_mesh(devices=devices, **case.sizes)
     strategy = case.strategy.edit(replicate_below=0)
     optimizer = case.optimizer or optax.adamw(1e-3)
     layout = hfjax.layout(case.model or gpt(dropout=0.1), optimizer, mesh, strategy)
-    step = hfjax.train_step(layout, next_token_loss, **case.execution)
-    state = hfjax.init(layout, 0, case.execution.get("schedule"))
-    losses, sent = [], step.lower(tokens())
-    for _ in range(STEPS):
-        state, metrics = step(state, tokens())
-        losses.append(float(metrics["loss"]).hex())
+    losses, program, state = (case.run or trained)(case, layout, case.batch or tokens())
     return {
-        "losses": losses,
-        "collectives": sorted(_lines(sent)),
+        "losses": [float(x).hex() for x in losses],
+        "collectives": sorted(_lines(program)),
         "bytes": sum(x.addressable_shards[0].data.nbytes for x in _arrays(state)),
+        "text": hashlib.sha256(plain_text(program).encode()).hexdigest()[:16],
     }
+
+
+def plain_text(program: Any) -> str:
+    """Return a lowered program, without locations, its functions named by their order."""
+    text = program.as_text()
+    names = re.findall(r"func\.func .*?@([\w.$-]+)\(", text)
+    number = {name: f"@function {i}" for i, name in enumerate(names)}
+    return re.sub(r"@([\w.$-]+)", lambda m: number.get(m[1], m[0]), text)
 
 
 def _lines(lowered: Any) -> Iterator[str]:
@@ -134,24 +267,50 @@ def _arrays(state: Any) -> list[jax.Array]:
 def here() -> dict[str, str]:
     """Return on what the last bits of a loss depend besides the code."""
     text = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
-    flags = next((line for line in text.splitlines() if line.startswith("flags")), "")
-    known = [name for name in ("avx2", "avx512f", "fma", "amx_tile") if name in flags.split()]
-    packages = {name: __import__(name).__version__ for name in ("jax", "jaxlib", "flax", "optax")}
-    return {"machine": platform.machine(), "instructions": " ".join(known), **packages}
+    found = dict(re.findall(r"^(model name|flags)\s*: (.*)$", text, re.M))
+    known = {"avx2", "avx512f", "fma", "amx_tile"} & {*found.get("flags", "").split()}
+    cpu = {"cpu": found.get("model name", ""), "instructions": " ".join(sorted(known))}
+    return {"machine": platform.machine(), **cpu, **packages()}
 
 
-def same(wanted: Mapping[str, Any], found: Mapping[str, Any], bits: bool) -> None:
-    """Refuse what differs; losses to the last digits only where the machine is another."""
+def packages() -> dict[str, str]:
+    """Return on what the text of a program depends besides the code."""
+    return {name: __import__(name).__version__ for name in ("jax", "jaxlib", "flax", "optax")}
+
+
+def same(wanted: Mapping[str, Any], found: Mapping[str, Any], where: Mapping[str, str]) -> None:
+    """Refuse what differs; the last digits and the text only where versions and machine allow it.
+
+    Args:
+        wanted: What is known of a case.
+        found: What it does now.
+        where: What `here` returned when that was written down.
+    """
     assert found["collectives"] == wanted["collectives"]
     assert found["bytes"] == wanted["bytes"]
     losses = [[float.fromhex(x) for x in each["losses"]] for each in (found, wanted)]
-    if bits:
+    if here() == where:
         assert found["losses"] == wanted["losses"], losses
     np.testing.assert_allclose(*losses, rtol=1e-5)
+    if packages().items() <= where.items():
+        assert found["text"] == wanted["text"], "the lowered program is another"
+
+
+def write(names: list[str]) -> None:
+    """Write down what these cases do, or all of them, and print what of it is new."""
+    before = json.loads(FILE.read_text(encoding="utf-8"))
+    known = {}
+    for name, case in cases().items():
+        known[name] = old = before["cases"].get(name)
+        if name in names or not names:
+            known[name] = told(case)
+            new = [field for field, value in known[name].items() if value != (old or {}).get(field)]
+            print(f"{name}: {', '.join(new) or 'as it was'}", flush=True)
+    where = before["here"] if names else here()
+    FILE.write_text(json.dumps({"here": where, "cases": known}, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
     import conftest  # noqa: F401  (the devices and the compiler of the tests)
 
-    known = {"here": here(), "cases": {name: told(case) for name, case in cases().items()}}
-    FILE.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
+    write(sys.argv[1:])
