@@ -61,10 +61,6 @@ def _scatters_layers(layout: Layout, _: Execution) -> bool:
     return any(p.split_dims("gradient") for path, p in placed if path.startswith(LAYERS))
 
 
-def _names_update(_: Layout, execution: Execution) -> bool:
-    return dict(execution.kernels.named).get("adamw_shard") == "pallas"
-
-
 PARTS = "methods embed(batch) and head(x), and `layers`; and no forward= in the layout"
 WAITS = 'Use a synchronous schedule, for instance hfjax.Schedule("1f1b", …), or '
 OR_LEAVE_IT_OUT = "or leave optimizer_in_backward out."
@@ -91,12 +87,6 @@ GRADIENTS_SCATTERED_PER_LAYER = Refusal(
 LAYER_BY_LAYER = Refusal(
     "layers then run in hfjax's own loop over layers (parallel/layerwise), each on all rows",
     "Leave split_rows out.",
-)
-ADAMW_KERNEL_UNUSED = Refusal(
-    "shards are not updated in one pass there, so the kernel adamw_shard would never run",
-    'Leave "adamw_shard" out of the kernels.',
-    condition_text='if kernels has {"adamw_shard": "pallas"}',
-    condition=_names_update,
 )
 
 REFUSED: dict[tuple[str, str], Refusal] = {
@@ -176,7 +166,6 @@ REFUSED: dict[tuple[str, str], Refusal] = {
         f"{ELEMENT_BY_ELEMENT}{OR_LEAVE_IT_OUT}",
         detected_later=TRIED,
     ),
-    ("kernels", "optimizer_in_backward"): ADAMW_KERNEL_UNUSED,
     # asynchronous schedules
     ("clip", "asynchronous schedule"): Refusal(
         "no stage knows the norm of the whole gradient",
@@ -211,9 +200,6 @@ REFUSED: dict[tuple[str, str], Refusal] = {
         f'{ELEMENT_BY_ELEMENT}or a synchronous schedule, for instance hfjax.Schedule("1f1b", …).',
         detected_later=TRIED,
     ),
-    ("kernels", "asynchronous schedule"): ADAMW_KERNEL_UNUSED,
-    ("kernels", "HOST_OPTIMIZER"): ADAMW_KERNEL_UNUSED,
-    ("kernels", "HOST_PARAMETERS"): ADAMW_KERNEL_UNUSED,
     # what is computed again, or waits on the host, in a pipeline
     (NOT_ELEMENT_BY_ELEMENT, "schedule"): Refusal(
         "the optimizer takes means over all layers (adafactor, block RMS), and here these would "

@@ -18,9 +18,9 @@ from hfjax.haiscale.pipe import (
     PipeDream as PipeDream,
 )
 from hfjax.initialise import init as init
-from hfjax.optimizers.fused_adamw import adamw as adamw
 from hfjax.optimizers.rates import rate as rate
 from hfjax.optimizers.transforms import (
+    adamw as adamw,
     averaged as averaged,
     by_path as by_path,
     ema as ema,

@@ -48,7 +48,6 @@ from hfjax.planes import data_plane, options_of, update_plane
 from hfjax.update.asynchronous import AsynchronousUpdate
 from hfjax.update.given_parameters import Follow
 from hfjax.update.in_backward import InBackwardUpdate, check_in_backward
-from hfjax.update.one_pass import OnePassUpdate
 from hfjax.update.separable import (
     check_packed_rows,
     check_padding,
@@ -372,8 +371,7 @@ def _update_of(layout: Layout, loss: Callable, run: Execution, table: Table | No
     versions = None if run.schedule is None else run.schedule.versions(layout.mesh.shape[PIPE_AXIS])
     if versions is not None and isinstance(plane, PipelinePlane):
         return AsynchronousUpdate.of(layout, plane, versions)
-    one_pass = OnePassUpdate.of(layout, plane)
-    return one_pass or (StreamedUpdate if layout.hosted else WholeUpdate)(layout, plane)
+    return (StreamedUpdate if layout.hosted else WholeUpdate)(layout, plane)
 
 
 def module(layout: Layout, state: State) -> Any:

@@ -8,6 +8,7 @@ kernel that was never seen to win is not the default.
 
 import json
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -20,11 +21,14 @@ HOPPER = "9.0"  # compute capability of what the kernels are written for
 KERNELS: Mapping[str, str] = {  # what each does in a training step
     "flash_block": "attention, block by block",
     "cross_entropy": "the loss of a vocabulary, without logits",
-    "adamw_shard": "the update of hfjax.adamw, in one pass",
     "all_gather_matmul": "the way into a tensor-parallel layer",
     "matmul_reduce_scatter": "the way out of a tensor-parallel layer",
     "all_gather": "parameters, cast while they are sent",
     "reduce_scatter": "gradients, cast while they are sent",
+}
+
+GONE = {  # kernels that were there once: naming one changes nothing but for this word
+    "adamw_shard": "hfjax.adamw runs what XLA makes of optax.adamw, which was as fast",
 }
 
 FASTER = 1.02  # a kernel that takes XLA's place: less is noise
@@ -73,13 +77,16 @@ class Wanted:
             return given
         words = dict(given) if isinstance(given, Mapping) else {"*": given}
         for name, word in words.items():
-            if name != "*" and name not in KERNELS:
+            if name != "*" and name not in KERNELS.keys() | GONE.keys():
                 raise ValueError(f"kernels: {name!r} is none of them: {', '.join(KERNELS)}, or *.")
             if not isinstance(word, str) or word not in WORDS:
                 raise ValueError(
                     f"kernels={word!r}: one of {', '.join(WORDS)}, or one of them for each kernel, "
                     'for instance {"flash_block": "pallas", "*": "auto"}.'
                 )
+        for name in words.keys() & GONE.keys():
+            warnings.warn(f"kernels: there is no {name} any more: {GONE[name]}.", stacklevel=2)
+            del words[name]
         rest = words.pop("*", "auto")
         return cls(tuple(sorted(words.items())), rest)
 

@@ -150,7 +150,6 @@ def cases() -> dict[str, Case]:
         "called, ZERO2": Case(ZERO2, two, {}, Called),
         "llama": Case(FSDP | TENSOR, {"fsdp": 4, "tensor": 2}, {}, llama),
         "kernels' plain forms": Case(FSDP, eight, {"kernels": "reference"}),
-        "in one pass": Case(FSDP, eight, {"kernels": "reference"}, None, hfjax.adamw(1e-3)),
         **wings(),
     }
 

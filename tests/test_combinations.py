@@ -267,12 +267,7 @@ def test_two_features_that_go_together_train_as_one_device_does(pair):
 # -- what is refused ----------------------------------------------------------------------------
 
 PIPELINE = {"own": {"schedule": hfjax.Schedule("1f1b", 4)}}
-BY_NAME = {"own": {"kernels": {"adamw_shard": "pallas"}}}
 CONDITIONS: dict[tuple[str, str], dict[str, Any]] = {  # where a pair is refused that else works
-    ("kernels", "optimizer_in_backward"): BY_NAME,
-    ("kernels", ASYNCHRONOUS): BY_NAME,
-    ("kernels", "HOST_OPTIMIZER"): BY_NAME,
-    ("kernels", "HOST_PARAMETERS"): BY_NAME,
     ("list of layers", "TENSOR"): PIPELINE,
     ("EXPERT", "list of layers"): PIPELINE,
     ("list of layers", "GRID"): PIPELINE,

@@ -23,7 +23,7 @@ from hfjax.parallel.execution import Execution
 from tests.kernels import lowered
 
 ROOT = Path(__file__).parents[1]
-QUICK = ["ceilings", "adamw_shard"]
+QUICK = ["ceilings", "cross_entropy"]
 
 
 def rows_of(capsys):
@@ -33,7 +33,7 @@ def rows_of(capsys):
 def case(**changes):
     """A kernel that doubles, beside a rival that adds."""
     given = {
-        "kernel": "adamw_shard",
+        "kernel": "cross_entropy",
         "name": "small",
         "operands": lambda seed: (jnp.arange(8.0) + seed,),
         "candidates": {"default": lambda x: 2 * x},
@@ -71,7 +71,7 @@ def test_a_dry_run_on_a_cpu_writes_what_its_sections_found(tmp_path):
     found, page = smoke(tmp_path, "--only", *QUICK)
     assert_complete(found, page, QUICK)
     kernels = {row["kernel"] for row in found["rows"]}
-    assert {"device", "copy", "product", "launch", "adamw_shard"} <= kernels
+    assert {"device", "copy", "product", "launch", "cross_entropy"} <= kernels
     more, _ = smoke(tmp_path, "--only", *QUICK, "--more")
     assert more["rows"] == found["rows"]
 
@@ -180,13 +180,13 @@ def test_a_case_that_fails_and_a_kernel_that_is_not_there_are_rows(capsys):
         yield case()
         there("no_such_kernel")
 
-    run_cases(Reporter("one", 60, smoke=True), "adamw_shard", cases)
+    run_cases(Reporter("one", 60, smoke=True), "cross_entropy", cases)
     statuses = [row["status"] for row in rows_of(capsys)]
     assert statuses == ["failed: ZeroDivisionError: division by zero", "ok", "not there"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("module", ["adamw", "attention", "loss", "products", "wires"])
+@pytest.mark.parametrize("module", ["attention", "loss", "products", "wires"])
 def test_every_candidate_of_a_kernel_lowers_for_cuda(module):
     found = import_module(f"benchmarks.gpu_sections.{module}")
     for one in found.cases(smoke=False):
@@ -200,7 +200,7 @@ def test_every_candidate_of_a_kernel_lowers_for_cuda(module):
 
 
 def measured_row(**changes):
-    row = {"section": "s", "kernel": "adamw_shard", "case": "one", "status": "ok", "ms": 2.0}
+    row = {"section": "s", "kernel": "cross_entropy", "case": "one", "status": "ok", "ms": 2.0}
     row["default_ms"] = 2.0
     return row | {"rival": "optax", "rival_ms": 3.0, "flops": 0, "bytes": 3e9} | changes
 
@@ -208,12 +208,12 @@ def measured_row(**changes):
 def test_what_is_recorded_of_each_shape_is_the_worst_ratio_of_kernels_that_were_right():
     small, large = {"shape": {"N": 8}}, {"shape": {"N": 64}, "case": "three"}
     rows = [measured_row(**small), measured_row(case="two", rival_ms=1.0, **small)]
-    (found,) = record.recorded(rows, "0.11.2")["adamw_shard"]
+    (found,) = record.recorded(rows, "0.11.2")["cross_entropy"]
     assert (found["shape"], found["ratio"]) == ({"N": 8}, 0.5)
     assert (found["rival"], found["jax"]) == ("optax", "0.11.2")
     assert found["cases"] == {"one": 1.5, "two": 0.5}
     ratios = lambda *more: [
-        one["ratio"] for one in record.recorded([*rows, *more], "0.11.2").get("adamw_shard", [])
+        one["ratio"] for one in record.recorded([*rows, *more], "0.11.2").get("cross_entropy", [])
     ]
     assert ratios(measured_row(**large)) == [0.5, 1.5]
     assert ratios(measured_row(status="failed: too much memory", **large)) == [0.5, 0]
@@ -225,20 +225,20 @@ def test_what_is_recorded_of_each_shape_is_the_worst_ratio_of_kernels_that_were_
 
 def test_what_is_recorded_counts_with_the_tuning_that_users_get():
     tuned = record.recorded([measured_row(default_ms=4.0, tuning="rows=2")], "0.11.2")
-    assert tuned["adamw_shard"][0]["ratio"] == 0.75
-    assert tuned["adamw_shard"][0]["best"] == {"tuning": "rows=2", "ratio": 1.5}
+    assert tuned["cross_entropy"][0]["ratio"] == 0.75
+    assert tuned["cross_entropy"][0]["best"] == {"tuning": "rows=2", "ratio": 1.5}
 
 
 def test_the_record_replaces_what_was_measured_again(tmp_path, monkeypatch):
     table = tmp_path / "kernels" / "measured.json"
     table.parent.mkdir()
-    old = {"adamw_shard": [{"ratio": 9}], "flash_block": [{"ratio": 2}]}
+    old = {"cross_entropy": [{"ratio": 9}], "flash_block": [{"ratio": 2}]}
     table.write_text(json.dumps({"NVIDIA H100": old, "NVIDIA H200": {"x": {}}}))
     monkeypatch.setattr(record, "MEASURED", table)
     record.write("NVIDIA H100 80GB HBM3", [measured_row()], "0.11.2", tmp_path)
     written = json.loads((tmp_path / "measured.json").read_text())
     assert written == json.loads(table.read_text())
-    assert [one["ratio"] for one in written["NVIDIA H100"]["adamw_shard"]] == [1.5]
+    assert [one["ratio"] for one in written["NVIDIA H100"]["cross_entropy"]] == [1.5]
     assert written["NVIDIA H100"]["flash_block"] == [{"ratio": 2}]
     assert written["NVIDIA H200"] == {"x": {}}
 

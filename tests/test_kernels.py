@@ -63,7 +63,7 @@ def test_a_kernel_that_loses_is_not(measured):
 
 
 def test_a_kernel_that_nobody_measured_is_not_taken(measured):
-    taken = Wanted.of("auto").choose("adamw_shard", H200)
+    taken = Wanted.of("auto").choose("all_gather", H200)
     assert (taken.form, taken.why) == (
         "xla",
         "not measured on NVIDIA H200 yet: `make gpu` measures",
@@ -80,13 +80,13 @@ def test_operands_that_a_kernel_cannot_take_go_to_xla(measured):
 
 
 def test_a_kernel_that_was_asked_for_is_taken_unmeasured():
-    assert Wanted.of("pallas").choose("adamw_shard", H200).form == "pallas"
+    assert Wanted.of("pallas").choose("all_gather", H200).form == "pallas"
 
 
 def test_each_kernel_may_have_its_own_word():
-    wanted = Wanted.of({"adamw_shard": "xla", "*": "pallas"})
+    wanted = Wanted.of({"flash_block": "xla", "*": "pallas"})
     forms = {kernel: wanted.choose(kernel, H200).form for kernel in KERNELS}
-    assert forms == {kernel: "pallas" for kernel in KERNELS} | {"adamw_shard": "xla"}
+    assert forms == {kernel: "pallas" for kernel in KERNELS} | {"flash_block": "xla"}
 
 
 @pytest.mark.parametrize(
@@ -98,8 +98,8 @@ def test_each_kernel_may_have_its_own_word():
     ids=["cpu", "A100"],
 )
 def test_asking_for_kernels_where_none_can_run_is_an_error(device, why):
-    with pytest.raises(ValueError, match=f'kernels="pallas": adamw_shard cannot run here: {why}'):
-        Wanted.of("pallas").choose("adamw_shard", device)
+    with pytest.raises(ValueError, match=f'kernels="pallas": flash_block cannot run here: {why}'):
+        Wanted.of("pallas").choose("flash_block", device)
 
 
 def test_a_step_or_an_evaluation_refuses_kernels_that_cannot_run():
@@ -172,7 +172,7 @@ def test_the_table_is_of_the_device_here():
 
 def test_a_kernel_that_wins_by_noise_is_not_taken(measured, monkeypatch):
     known = {
-        "NVIDIA H200": {"adamw_shard": [{"shape": {}, "ratio": 1.01, "rival": "optax", "jax": "0"}]}
+        "NVIDIA H200": {"flash_block": [{"shape": {}, "ratio": 1.01, "rival": "cuDNN", "jax": "0"}]}
     }
     monkeypatch.setattr(choice, "_table", lambda: known)
-    assert Wanted.of("auto").choose("adamw_shard", H200).form == "xla"
+    assert Wanted.of("auto").choose("flash_block", H200).form == "xla"

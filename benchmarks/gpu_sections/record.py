@@ -10,7 +10,7 @@ from benchmarks.gpu_sections.rows import ratio
 
 MEASURED = Path(__file__).parents[2] / "pallas_kernels" / "measured.json"
 FAMILIES = ("NVIDIA H100", "NVIDIA H200")
-CHOSEN = ("flash_block", "cross_entropy", "adamw_shard")  # not what rings of one GPU can tell
+CHOSEN = ("flash_block", "cross_entropy")  # not what rings of one GPU can tell
 
 
 def family(kind: str) -> str:

@@ -34,7 +34,7 @@ MAIN: Programs = {"hfjax": {}, TORCH: {}, "hfjax, all kernels": {"kernels": "pal
 DOTS: Programs = {"hfjax, remat dots": {"remat": "dots"}}
 ONE_KERNEL: Programs = {
     f"hfjax, {name}": {"kernels": {name: "pallas", "*": "xla"}}
-    for name in ("flash_block", "cross_entropy", "adamw_shard")
+    for name in ("flash_block", "cross_entropy")
 }
 VARIANTS: Programs = {
     "hfjax, layers in a loop": {"unroll": 1},

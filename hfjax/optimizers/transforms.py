@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
+from numbers import Real
 from typing import Any, NamedTuple
 
 import jax
@@ -11,6 +12,46 @@ import optax
 from jax.typing import DTypeLike
 
 from hfjax.base.paths import Flat, Tree, flatten, matches, nest, parameter_of
+
+
+def adamw(
+    learning_rate: optax.ScalarOrSchedule,
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-8,
+    weight_decay: float = 1e-4,
+    mask: Any = None,
+    mu_dtype: DTypeLike | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Return optax.adamw: the same numbers, the same state.
+
+    Args:
+        learning_rate: A number, or a schedule: a function of the number of updates done.
+        b1: Decay of the first moment.
+        b2: Decay of the second moment.
+        eps: What is added to the root of the second moment.
+        weight_decay: Strength of the decay, times the learning rate.
+        mask: Which parameters decay: a tree of booleans, or a function of the parameters that
+            returns one (`hfjax.matching`). None: all.
+        mu_dtype: The dtype of the first moment. None: that of the parameter.
+
+    Example:
+        >>> import hfjax, jax.numpy as jnp, optax
+        >>> params, gradients = {"w": jnp.ones(2)}, {"w": jnp.array([0.5, -0.5])}
+        >>> ours, theirs = hfjax.adamw(3e-4), optax.adamw(3e-4)
+        >>> a, _ = ours.update(gradients, ours.init(params), params)
+        >>> b, _ = theirs.update(gradients, theirs.init(params), params)
+        >>> bool((a["w"] == b["w"]).all())
+        True
+    """
+    numbers = {"b1": b1, "b2": b2, "eps": eps, "weight_decay": weight_decay}
+    for name, given in numbers.items():
+        if not isinstance(given, Real):
+            raise ValueError(
+                f"adamw: {name}={given!r}: a plain number is expected, the same in every step. "
+                "Use optax.adamw for one that changes."
+            )
+    return optax.adamw(learning_rate, b1, b2, eps, 0.0, mu_dtype, weight_decay, mask)
 
 
 def by_path(

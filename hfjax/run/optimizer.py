@@ -18,7 +18,7 @@ from hfjax.run.files import function
 
 NO_DECAY = ("*/bias", "*norm*", "norm*")
 MASKS = ("mask", "weight_decay_mask")  # optax's names of one thing
-OURS = {"adamw": hfjax.adamw}  # optax's own, which a step may run in one pass
+OURS = {"adamw": hfjax.adamw}
 
 
 def rate_of(config: Train) -> Callable:

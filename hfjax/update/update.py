@@ -1,9 +1,8 @@
-"""What the five ways to update a state have in common: one interface, and a step's gradients.
+"""What the four ways to update a state have in common: one interface, and a step's gradients.
 
 | way | when |
 |---|---|
 | `whole.WholeUpdate` | any optimizer, all shards at once |
-| `one_pass.OnePassUpdate` | hfjax.adamw, where a kernel or its plain form is chosen |
 | `streamed.StreamedUpdate` | the host keeps a part of the state (HOST_OPTIMIZER, HOST_PARAMETERS) |
 | `in_backward.InBackwardUpdate` | optimizer_in_backward: each layer in the backward pass |
 | `asynchronous.AsynchronousUpdate` | pipedream, 2bw: each stage by itself |
