@@ -25,8 +25,9 @@ from hfjax.check_step import (
 from hfjax.jax_errors import calling
 from hfjax.parallel.engine.blueprint import asked_by
 from hfjax.parallel.engine.step_context import check_rows
-from hfjax.parallel.execution import Execution, Precision
+from hfjax.parallel.execution import Execution
 from hfjax.parallel.mesh import batch_axes
+from hfjax.parallel.precision import Precision
 from hfjax.parallel.schedules.named import Schedule
 from hfjax.plan.layout import Layout, State
 from hfjax.plan.on_stages import on_stages

@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from hfjax.optimizers.transforms import Averaged, ema, master, stored_dtype
 from hfjax.pallas_kernels.choice import Wanted
 from hfjax.parallel.engine.blueprint import LAYERS
-from hfjax.parallel.execution import PRECISIONS, Execution
+from hfjax.parallel.execution import Execution
 from hfjax.parallel.mesh import (
     COLUMN_AXIS,
     EXPERT_AXES,
@@ -24,6 +24,7 @@ from hfjax.parallel.mesh import (
     on_grid,
     partitioned,
 )
+from hfjax.parallel.precision import PRECISIONS
 from hfjax.parallel.remat import Remat
 from hfjax.parallel.schedules.named import Schedule
 from hfjax.parallel.schedules.table import Table

@@ -14,9 +14,9 @@ from hfjax.base.mean import Mean
 from hfjax.base.paths import Flat
 from hfjax.parallel.asynchronous.weights import VersionedWeights
 from hfjax.parallel.autodiff.dissect import Dissected
+from hfjax.parallel.autodiff.model_parts import ModelParts
 from hfjax.parallel.engine.blueprint import LAYERS
 from hfjax.parallel.engine.gradients import StepInputs
-from hfjax.parallel.engine.parts import ModelParts
 from hfjax.parallel.engine.sequence import dealt
 from hfjax.parallel.engine.step_context import rows_of
 from hfjax.parallel.mesh import PIPE_AXIS, in_use

@@ -1,31 +1,52 @@
-"""Gathers and scatters along one dimension, in the form that is chosen when a step is built.
+"""Gathers and scatters along one dimension: XLA's collective, or a sender that the step was handed.
 
-The form is XLA's collective, a kernel of `pallas_kernels/collectives`, or its plain JAX.
+A sender takes the place of XLA's collective for single arrays (a kernel, or its plain JAX). It is
+chosen when a step is built.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import Mesh, PartitionSpec as P
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from hfjax.pallas_kernels.choice import Shape
-from hfjax.pallas_kernels.collectives import casting, reference
-from hfjax.parallel.for_models.on_shards import mapped
-from hfjax.parallel.mesh import TENSOR_AXES, size_of
+from hfjax.parallel.mesh import size_of
 from hfjax.parallel.placement import Dims
 from hfjax.parallel.strategy import Axes
 
-FORMS: dict[str, Any] = {"pallas": casting, "reference": reference}
-Form = Callable[[str, "str | None", Shape], str]  # (kernel, why it does not fit, shape) -> form
+
+class Sender(Protocol):
+    """What moves rows in place of XLA; equal and hashable from trace to trace."""
+
+    def all_gather(self, rows: jax.Array, axes: Axes, dtype: DTypeLike) -> jax.Array:
+        """Return the rows of all devices, in the dtype in which they are sent."""
+        ...
+
+    def reduce_scatter(self, rows: jax.Array, axes: Axes, dtype: DTypeLike) -> jax.Array:
+        """Return this device's rows of the sum, sent in a dtype."""
+        ...
 
 
-def xla(kernel: str, refusal: str | None, shape: Shape) -> str:
-    """Return XLA's form: beside a tensor axis no kernel moves parameters."""
-    return "xla"
+class Move(NamedTuple):
+    """What a sender is chosen for."""
+
+    kind: str  # all_gather or reduce_scatter
+    x: jax.ShapeDtypeStruct  # what a device has before
+    axes: Axes
+    devices: int
+    dim: int
+    dtype: DTypeLike  # what is sent
+
+
+Choose = Callable[[Move], "Sender | None"]
+
+
+def by_xla(move: Move) -> None:
+    """Return no sender: beside a tensor axis only XLA moves parameters."""
+    return None
 
 
 class Leg(NamedTuple):
@@ -33,60 +54,45 @@ class Leg(NamedTuple):
 
     dim: int
     axes: Axes
-    form: str = "xla"  # or pallas, reference
+    sender: Sender | None = None  # None: XLA
 
 
 def legs(
-    kernel: str, dims: Dims, x: Any, dtype: DTypeLike, mesh: Mesh, form: Form
+    kind: str,
+    dims: Dims,
+    x: jax.Array | jax.ShapeDtypeStruct,
+    dtype: DTypeLike,
+    mesh: Mesh,
+    choose: Choose,
 ) -> tuple[Leg, ...]:
-    """Return the legs of a gather or reduce_scatter, each in the form chosen for its array.
+    """Return the legs of an all_gather or reduce_scatter, each with what is chosen for its array.
 
     `x` is what a device has before the first of them, or its shape and dtype; `dtype` is what is
-    sent. Kernels add in float32, and move rows.
+    sent.
     """
     shape, found = list(x.shape), []
     for dim, axes in dims:
         size, like = size_of(axes, mesh), jax.ShapeDtypeStruct(tuple(shape), x.dtype)
-        refusal = _refuses(kernel, like, axes, size, len(shape) + dim, dtype)
-        found.append(Leg(dim, axes, form(kernel, refusal, {"N": like.size})))
-        shape[dim] = shape[dim] * size if kernel == "all_gather" else shape[dim] // size
+        sender = choose(Move(kind, like, axes, size, len(shape) + dim, dtype))
+        found.append(Leg(dim, axes, sender))
+        shape[dim] = shape[dim] * size if kind == "all_gather" else shape[dim] // size
     return tuple(found)
-
-
-def _refuses(
-    kernel: str, x: jax.ShapeDtypeStruct, axes: Axes, size: int, dim: int, dtype: DTypeLike
-) -> str | None:
-    """Return why the kernel cannot move an array, or None."""
-    if dim:
-        return f"an array of shape {x.shape} is split along dimension {dim}; the kernel moves rows"
-    return casting.refuses(kernel, x, _axis(axes), size, dtype)
-
-
-def _axis(axes: Axes) -> str | Axes:
-    return axes[0] if len(axes) == 1 else axes
 
 
 def gather(x: jax.Array, leg: Leg, gather_dtype: DTypeLike) -> jax.Array:
     """Return the array whole along a dimension, in the dtype in which it is sent."""
-    dim = x.ndim + leg.dim
-    if leg.form not in FORMS:
+    dim, sender = x.ndim + leg.dim, leg.sender
+    if sender is None:
         return lax.all_gather(x.astype(gather_dtype), leg.axes, axis=dim, tiled=True)
-    send = lambda rows: FORMS[leg.form].all_gather(rows, _axis(leg.axes), gather_dtype)
-    return _along(dim, x, _alone(send) if leg.form == "pallas" else send)
+    return _along(dim, x, lambda rows: sender.all_gather(rows, leg.axes, gather_dtype))
 
 
 def scatter(x: jax.Array, leg: Leg) -> jax.Array:
     """Return this device's part of the sum along a dimension; it is sent in the array's dtype."""
-    dim = x.ndim + leg.dim
-    if leg.form not in FORMS:
+    dim, sender = x.ndim + leg.dim, leg.sender
+    if sender is None:
         return lax.psum_scatter(x, leg.axes, scatter_dimension=dim, tiled=True)
-    send = lambda rows: FORMS[leg.form].reduce_scatter(rows, _axis(leg.axes), x.dtype)
-    return _along(dim, x, _alone(send) if leg.form == "pallas" else send)
-
-
-def _alone(send: Callable) -> Callable:
-    """Return `send` where a kernel can name its peers: manual over all axes of the mesh."""
-    return mapped(send, TENSOR_AXES, P(), P())
+    return _along(dim, x, lambda rows: sender.reduce_scatter(rows, leg.axes, x.dtype))
 
 
 def _along(dim: int, x: jax.Array, move: Callable) -> jax.Array:

@@ -1,7 +1,7 @@
 """A model in three parts as a pass over a batch sees it: before, in, and after its layers.
 
-`ModelParts` are the functions and values of one device; `PlacedModel` makes them. Pipeline stages
-and the loop over layers both run them.
+`PlacedModel` makes the `ModelParts` of one device, which pipeline stages and the loop over layers
+run.
 """
 
 from collections.abc import Callable, Mapping
@@ -10,32 +10,17 @@ from functools import cached_property, partial
 from typing import Any
 
 import jax
-import numpy as np
 from flax import nnx
 
 from hfjax.base.mean import Mean
 from hfjax.base.paths import Flat, Index
 from hfjax.parallel.arrangement import Arrangement
 from hfjax.parallel.autodiff.dissect import Dissected, dissect
+from hfjax.parallel.autodiff.model_parts import ModelParts
 from hfjax.parallel.engine.blueprint import LAYERS, Blueprint, Layer, fill, raw
 from hfjax.parallel.engine.fetch import Movement, Placeholder, Stored
 from hfjax.parallel.engine.layers import layer_function
 from hfjax.parallel.engine.step_context import is_random
-
-
-@dataclass(frozen=True)
-class ModelParts:
-    """What the stages run, each function for one microbatch `m`."""
-
-    first: Callable  # (outside, m) -> x, what enters the first layer
-    passes: Callable  # (known, slots, x, split) -> Dissected; known: (values of a unit, number, m)
-    last: Callable  # (outside, x, m) -> (total, aux): what is differentiated, and what is told
-    values: Any  # parameters of this stage's units, [chunks * units, ...]
-    outside: Any  # parameters of first and last
-    slots: Any  # shapes and dtypes of one unit's gradients
-    order: np.ndarray  # [stages, chunks, units]: number of the unit, -1 where there is none
-    keep: Callable | None = None  # the passes of the last microbatch, if that recomputes less
-
 
 IN_A_PIPELINE = (
     "in a pipeline nothing is written, since microbatches are in different layers at the same time"
@@ -53,7 +38,7 @@ NO_STATISTICS = (
 @partial(jax.tree_util.register_dataclass, data_fields=["means", "outputs"], meta_fields=[])
 @dataclass(frozen=True)
 class Extras:
-    """What a pipeline wanted on request: the mean of each microbatch, [M], and the outputs.
+    """What a pass tells where it is asked to: the mean of each microbatch, [M], and the outputs.
 
     Microbatch m of a step is the m-th microbatch of every device that holds rows. Outputs are in
     the order of the rows, or None if only the losses are asked for.

@@ -14,11 +14,11 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from hfjax.base.paths import Flat
-from hfjax.parallel.engine.legs import Form, Leg, legs, scatter, xla
-from hfjax.parallel.execution import Precision
+from hfjax.parallel.engine.legs import Choose, Leg, by_xla, legs, scatter
 from hfjax.parallel.for_models.on_shards import on_tensor_shards
 from hfjax.parallel.mesh import BATCH_AXES, TENSOR_AXES, in_use, size_of
 from hfjax.parallel.placement import Dims, Placed, entries_of, keep
+from hfjax.parallel.precision import Precision
 from hfjax.parallel.strategy import Axes
 
 
@@ -62,7 +62,7 @@ class Reduction:
 
     precision: Precision
     hierarchical: bool
-    form: Form  # of what is scattered, as `legs` asks for it
+    choose: Choose  # what scatters, as `legs` asks for it
     axes: Axes  # along which each device has a gradient of its own
     psum_at_once: Mapping[str, Axes]  # path -> axes over which its gradient is summed already
 
@@ -92,8 +92,8 @@ class Reduction:
         rest = [(dim, tuple(a for a in axes if a not in done)) for dim, axes in moments]
         todo = tuple((dim, axes) for dim, axes in rest if axes)
         todo = one_scatter_per_axis(todo) if self.hierarchical else todo
-        form = self.form if not p.tensor_dims else xla
-        scatters = legs("reduce_scatter", todo, gradient, gradient.dtype, p.mesh, form)
+        choose = by_xla if p.tensor_dims else self.choose
+        scatters = legs("reduce_scatter", todo, gradient, gradient.dtype, p.mesh, choose)
         gradient = scattered(gradient, scatters, p.tensor_dims)
         done |= {axis for _, axes in todo for axis in axes} | set(p.stays)
         done |= set(self.psum_at_once.get(p.path, ()))

@@ -26,7 +26,7 @@ from hfjax.base.paths import Flat, Index, Tree
 from hfjax.parallel.engine.blueprint import LAYERS, Blueprint
 from hfjax.parallel.engine.fetch import Movement, Stored
 from hfjax.parallel.engine.layers import LayerOptions
-from hfjax.parallel.engine.legs import Form, Leg, legs, xla
+from hfjax.parallel.engine.legs import Choose, Leg, by_xla, legs
 from hfjax.parallel.engine.reduce import Reduction, one_scatter_per_axis
 from hfjax.parallel.execution import Execution
 from hfjax.parallel.for_models.grid import Grid
@@ -226,22 +226,25 @@ class StepContext:
     def _gathers(self, p: Placed) -> tuple[Leg, ...]:
         dtype = self.execution.precision.of(p.dtype).gather
         x = self._read(p, p.local("parameter"), p.dtype)
-        return legs("all_gather", p.split_dims("parameter"), x, dtype, self.mesh, self._form(p))
+        return legs("all_gather", p.split_dims("parameter"), x, dtype, self.mesh, self._choose(p))
 
     def _scatters(self, p: Placed) -> tuple[Leg, ...]:
         dtype, dims = self.execution.precision.of(p.dtype).reduce, p.split_dims("gradient")
         dims = one_scatter_per_axis(dims) if self._hierarchical else dims
         x = self._read(p, p.here, dtype)
-        return legs("reduce_scatter", dims, x, dtype, self.mesh, self._form(p))
+        return legs("reduce_scatter", dims, x, dtype, self.mesh, self._choose(p))
 
     def _read(self, p: Placed, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
         """Return what is moved at once: of stacked layers one, unless all are for a whole step."""
         one = p.stacked and p.path not in self.gathered_for_step
         return jax.ShapeDtypeStruct(shape[1:] if one else shape, dtype)
 
-    def _form(self, p: Placed) -> Form:
-        own = p.tensor_dims or on_grid(self.mesh)
-        return xla if own else self.traced.kernels.form_of_one
+    def _choose(self, p: Placed) -> Choose:
+        return by_xla if p.tensor_dims else self._senders
+
+    @property
+    def _senders(self) -> Choose:
+        return by_xla if on_grid(self.mesh) else self.traced.kernels.sender
 
     def movements(self, training: bool) -> dict[str, Movement]:
         """Return how each parameter moves."""
@@ -284,8 +287,7 @@ class StepContext:
         """What sums gradients over the devices after the last microbatch."""
         psum_at_once = {path: self._psum_at_once(p) for path, p in self.placed.items()}
         precision = self.execution.precision
-        form = xla if on_grid(self.mesh) else self.traced.kernels.form_of_one
-        return Reduction(precision, self._hierarchical, form, self.axes, psum_at_once)
+        return Reduction(precision, self._hierarchical, self._senders, self.axes, psum_at_once)
 
     @property
     def _hierarchical(self) -> bool:

@@ -75,6 +75,12 @@ class Kernels:
             return self._keep(Choice(kernel, "xla", refusal), shape)
         return self.form(kernel, refusal, shape=shape)
 
+    def sender(self, move: Any) -> sharded_kernels.CastingSender | None:
+        """Return what moves an array (a `Move` of `engine/legs.py`) in place of XLA, or None."""
+        refusal = sharded_kernels.sending_refuses(move)
+        form = self.form_of_one(move.kind, refusal, {"N": move.x.size})
+        return sharded_kernels.CastingSender(form) if form in sharded_kernels.FORMS else None
+
     def forms(self, kernel: str) -> set[str]:
         """Return the forms that were taken of a kernel, over all operands."""
         return {choice.form for choice in self.choices.get(kernel, ())}

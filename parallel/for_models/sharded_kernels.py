@@ -4,24 +4,28 @@
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec as P
+from jax.typing import DTypeLike
 
 from hfjax.pallas_kernels.attention import block as flash_block
+from hfjax.pallas_kernels.collectives import casting, reference
 from hfjax.pallas_kernels.cross_entropy import logits, loss as cross_entropy
 from hfjax.pallas_kernels.ring import all_gather_matmul, matmul_reduce_scatter, products
 from hfjax.pallas_kernels.ring.tiles import Tuning
 from hfjax.pallas_kernels.varying import together
-from hfjax.parallel.for_models.on_shards import OnShards
+from hfjax.parallel.for_models.on_shards import OnShards, mapped
 from hfjax.parallel.mesh import TENSOR_AXES, in_use, size_of
 
 FORMS = ("pallas", "reference")  # those that are written here; xla is the plain program
 
 SPLIT = TENSOR_AXES  # of one dimension
+SENDERS: dict[str, Any] = {"pallas": casting, "reference": reference}
 RING = {"pallas": products.by_kernel, "reference": products.by_jax}
 MODULES: dict[str, Any] = {
     "all_gather_matmul": all_gather_matmul,
@@ -128,3 +132,34 @@ def ring_refuses(mesh: Mesh, kind: str, x_BSI: jax.Array, kernel_IO: jax.Array) 
     shape = jax.ShapeDtypeStruct
     x = shape((batch * length, inputs), x_BSI.dtype)
     return MODULES[kind].refuses(x, shape((inputs, outputs), kernel_IO.dtype), shards)
+
+
+@dataclass(frozen=True)
+class CastingSender:
+    """Moves rows and casts them on the way, in one of the forms: see `engine/legs.py`."""
+
+    form: str
+
+    def all_gather(self, rows: jax.Array, axes: tuple, dtype: DTypeLike) -> jax.Array:
+        """Return the rows of all devices, in the dtype in which they are sent."""
+        return self._alone(lambda x: SENDERS[self.form].all_gather(x, _axis(axes), dtype))(rows)
+
+    def reduce_scatter(self, rows: jax.Array, axes: tuple, dtype: DTypeLike) -> jax.Array:
+        """Return this device's rows of the sum, added in float32, sent in a dtype."""
+        return self._alone(lambda x: SENDERS[self.form].reduce_scatter(x, _axis(axes), dtype))(rows)
+
+    def _alone(self, send: Callable) -> Callable:
+        """Return `send` where a kernel can name its peers: manual over all axes of the mesh."""
+        return mapped(send, TENSOR_AXES, P(), P()) if self.form == "pallas" else send
+
+
+def sending_refuses(move: Any) -> str | None:
+    """Return why the kernel cannot move an array (a `Move` of `engine/legs.py`), or None."""
+    if move.dim:
+        split = f"is split along dimension {move.dim}; the kernel moves rows"
+        return f"an array of shape {move.x.shape} {split}"
+    return casting.refuses(move.kind, move.x, _axis(move.axes), move.devices, move.dtype)
+
+
+def _axis(axes: tuple) -> str | tuple:
+    return axes[0] if len(axes) == 1 else axes

@@ -17,9 +17,10 @@ from jax import lax
 
 from hfjax.base.paths import Flat, Index, Tree
 from hfjax.parallel.autodiff.dissect import Dissected, dissect
+from hfjax.parallel.autodiff.model_parts import ModelParts
 from hfjax.parallel.engine.blueprint import Layer
 from hfjax.parallel.engine.fetch import at_hand
-from hfjax.parallel.engine.parts import ModelParts, PlacedModel
+from hfjax.parallel.engine.parts import PlacedModel
 from hfjax.parallel.heterogeneous.packing import PACKED, PackedLayers, Packing
 
 

@@ -17,7 +17,7 @@ from jax import lax
 
 from hfjax.base.paths import Flat, Index
 from hfjax.parallel.autodiff.dissect import Dissected, arrays_of, cotangents
-from hfjax.parallel.engine.parts import ModelParts
+from hfjax.parallel.autodiff.model_parts import ModelParts
 from hfjax.parallel.memory import is_on_host
 
 Carry = Any  # what changes layer by layer

@@ -22,8 +22,8 @@ from jax import lax
 from hfjax.base.paths import Index
 from hfjax.parallel.activation_offload import Share, of_part
 from hfjax.parallel.autodiff.dissect import Dissected, arrays_of, cotangents
+from hfjax.parallel.autodiff.model_parts import ModelParts
 from hfjax.parallel.autodiff.program import packed
-from hfjax.parallel.engine.parts import ModelParts
 from hfjax.parallel.mesh import PIPE_AXIS
 from hfjax.parallel.pipeline.recompute import EveryMicrobatch, ExceptLast, UnitPasses
 from hfjax.parallel.pipeline.rings import Links, Ring, Slots

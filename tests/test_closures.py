@@ -1,0 +1,75 @@
+"""Whoever opens a file of the core reads the core: what must be loaded to load it, in lines."""
+
+import ast
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+FOLDERS = {"hfjax": "hfjax"} | {
+    name: f"hfjax.{name}" for name in ("models", "parallel", "pallas_kernels")
+}
+LIMITS = {  # module: lines; without any of pallas_kernels where it is in CORE
+    "hfjax.parallel.engine.fetch": 1_800,
+    "hfjax.parallel.pipeline.executor": 3_200,
+    "hfjax.parallel.engine.gradients": 14_700,
+    "hfjax.plan.layout": 15_300,
+}
+CORE = ("hfjax.parallel.engine.fetch", "hfjax.parallel.pipeline.executor")
+
+
+@cache
+def modules() -> dict[str, Path]:
+    """Return {dotted name: file}; the links inside hfjax are left out."""
+    found = {}
+    for folder, package in FOLDERS.items():
+        for path in (ROOT / folder).rglob("*.py"):
+            inside = path.relative_to(ROOT / folder)
+            if folder == "hfjax" and inside.parts[0] in FOLDERS:
+                continue
+            parts = [package, *inside.with_suffix("").parts]
+            found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+@cache
+def imports(name: str) -> frozenset[str]:
+    """Return what a module imports: in functions, for types, relatively, by name, too."""
+    path, found = modules()[name], set()
+    package = name.split(".")[: None if path.name == "__init__.py" else -1]
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom):
+            above = package[: len(package) - node.level + 1] if node.level else []
+            module = ".".join([*above, *filter(None, [node.module])])
+            found |= {module, *(f"{module}.{alias.name}" for alias in node.names)}
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.Call) and "import_module" in ast.unparse(node.func):
+            found |= {str(a.value) for a in node.args if isinstance(a, ast.Constant)}
+    return frozenset(found & modules().keys()) - {"hfjax"}
+
+
+def closure(start: str) -> set[str]:
+    """Return the modules that are loaded with one, itself included."""
+    seen, todo = set(), [start]
+    while todo:
+        if (name := todo.pop()) not in seen:
+            seen.add(name)
+            todo += imports(name)
+    return seen
+
+
+def lines(names: set[str]) -> int:
+    """Return how many lines modules have together."""
+    return sum(len(modules()[name].read_text(encoding="utf-8").splitlines()) for name in names)
+
+
+@pytest.mark.parametrize("name", LIMITS)
+def test_a_file_of_the_core_needs_no_more_lines_than_these(name):
+    assert lines(closure(name)) <= LIMITS[name]
+
+
+@pytest.mark.parametrize("name", CORE)
+def test_a_file_of_the_core_loads_no_kernel(name):
+    assert not [other for other in closure(name) if "pallas_kernels" in other]
