@@ -29,7 +29,6 @@ from hfjax.optimizers.transforms import (
     scaled as scaled,
 )
 from hfjax.parallel.activation_offload import Offload as Offload
-from hfjax.parallel.context.choice import Context as Context
 from hfjax.parallel.engine.fetch import gather_rows as gather_rows
 from hfjax.parallel.engine.offload_block import offload as offload
 from hfjax.parallel.execution import Execution as Execution
@@ -39,6 +38,7 @@ from hfjax.parallel.mesh import cube as cube, grid_2d as grid_2d, make_mesh as m
 from hfjax.parallel.precision import Precision as Precision
 from hfjax.parallel.remat import Remat as Remat
 from hfjax.parallel.schedules.named import Schedule as Schedule
+from hfjax.parallel.settings import Context as Context
 from hfjax.parallel.strategy import (
     CONTEXT as CONTEXT,
     DDP as DDP,

@@ -40,6 +40,7 @@ from hfjax.parallel.for_models.kernels import Kernels
 from hfjax.parallel.memory import is_host_sharding, of_results
 from hfjax.parallel.mesh import PIPE_AXIS, describe_mesh
 from hfjax.parallel.pipeline.plane import PipelinePlane
+from hfjax.parallel.schedules.named import Schedule
 from hfjax.parallel.schedules.table import Table
 from hfjax.plan.layout import Layout, State
 from hfjax.plan.on_stages import on_stages
@@ -368,7 +369,8 @@ def _update_of(layout: Layout, loss: Callable, run: Execution, table: Table | No
         layers = update_plane(layout, loss, run)
         return InBackwardUpdate(layout, layers.plane, layers)
     plane = data_plane(layout, loss, run, table)
-    versions = None if run.schedule is None else run.schedule.versions(layout.mesh.shape[PIPE_AXIS])
+    schedule, stages = run.schedule, layout.mesh.shape[PIPE_AXIS]
+    versions = schedule.versions(stages) if isinstance(schedule, Schedule) else None
     if versions is not None and isinstance(plane, PipelinePlane):
         return AsynchronousUpdate.of(layout, plane, versions)
     return (StreamedUpdate if layout.hosted else WholeUpdate)(layout, plane)

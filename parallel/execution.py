@@ -1,21 +1,38 @@
 """How a step runs. Nothing here says where a tensor lives: that is the strategy's."""
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
-from hfjax.base.keywords import known_fields
+from hfjax.base.keywords import is_positive, known_fields
 from hfjax.pallas_kernels.choice import Wanted
 from hfjax.parallel.activation_offload import Offload
 from hfjax.parallel.compiler import check_options
-from hfjax.parallel.context.choice import Context, context_of
-from hfjax.parallel.experts.choice import check_dispatch
 from hfjax.parallel.precision import Precision, precision_of
 from hfjax.parallel.remat import Remat
-from hfjax.parallel.schedules.named import Schedule, is_positive
+from hfjax.parallel.schedules.table import Table
+from hfjax.parallel.settings import Context, check_dispatch, context_of
 
 REDUCTIONS = ("flat", "hierarchical")
 NONFINITE = ("stop", "skip", "apply")
 COUNTS = {"accumulate": "microbatches", "split_rows": "parts", "patience": "steps in a row"}
+
+
+@runtime_checkable
+class PipelineSchedule(Protocol):
+    """What a step asks of its `hfjax.Schedule` (schedules/named.py)."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def microbatches(self) -> int: ...
+    @property
+    def balance(self) -> str | tuple[int, ...]: ...
+    @property
+    def asynchronous(self) -> bool: ...
+
+    def table(self, stages: int) -> Table:
+        """Return which stage does what in which tick."""
+        ...
 
 
 @known_fields
@@ -59,7 +76,7 @@ class Execution:
     """
 
     accumulate: int = 1
-    schedule: Schedule | None = None
+    schedule: PipelineSchedule | None = None
     clip: float | None = None
     precision: Precision = Precision()
     remat: Remat = Remat("none")
@@ -84,7 +101,7 @@ class Execution:
                 raise ValueError(f"{name}={given!r}: a positive number of {what}.")
         if isinstance(self.clip, bool) or (self.clip is not None and not self.clip > 0):
             raise ValueError(f"clip={self.clip!r}: a positive norm, or None for no clipping.")
-        if self.schedule is not None and not isinstance(self.schedule, Schedule):
+        if self.schedule is not None and not isinstance(self.schedule, PipelineSchedule):
             raise ValueError(
                 f"schedule={self.schedule!r}: a hfjax.Schedule is expected, for instance "
                 'hfjax.Schedule("1f1b", microbatches=8).'

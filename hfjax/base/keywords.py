@@ -74,3 +74,8 @@ def meanings(kind: type, indent: int) -> str:
     """
     text = (inspect.getdoc(kind) or "").partition("Attributes:\n")[2].partition("\n\n")[0]
     return textwrap.indent(textwrap.dedent(text), " " * indent)
+
+
+def is_positive(value: object) -> bool:
+    """Return whether a value is a whole number from 1 on; true and false are none."""
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0

@@ -1,12 +1,12 @@
 """Which layers each stage gets."""
 
 from hfjax.parallel.arrangement import arrange
+from hfjax.parallel.execution import PipelineSchedule
 from hfjax.parallel.mesh import PIPE_AXIS, describe_mesh
-from hfjax.parallel.schedules.named import Schedule
 from hfjax.plan.layout import Layout
 
 
-def on_stages(layout: Layout, schedule: Schedule | None) -> Layout:
+def on_stages(layout: Layout, schedule: PipelineSchedule | None) -> Layout:
     """Return the layout with its layers where the schedule wants them."""
     if not layout.blueprint.three_parts:  # there are no layers to arrange
         return layout

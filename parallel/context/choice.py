@@ -12,72 +12,13 @@ heads. Sent by each device:
 G counts heads as they are sent: where u does not divide them, each is repeated.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
-from hfjax.base.keywords import known_fields
 from hfjax.base.tables import aligned, human
-from hfjax.parallel.context.deal import ORDERS, Deal
+from hfjax.parallel.context.deal import Deal
 from hfjax.parallel.context.exchange import repeats
-
-FORMS = ("ring", "allgather", "ulysses")
-
-
-@known_fields
-@dataclass(frozen=True)
-class Context:
-    """How the devices that share a row work together: `train_step(…, context=hfjax.Context(…))`.
-
-    Attributes:
-        form: What travels. ring: keys and values, from device to device. allgather: the same, at
-            once. ulysses: heads of everything, for positions. auto: what sends the fewest bytes.
-        ulysses: How many neighbours exchange heads; rings join their groups. None: as `form` says
-            (all under ulysses, else 1; under auto whatever sends least).
-        order: Who holds what. zigzag: an early and a late part each, so that causal attention
-            costs every device the same. contiguous: one part each; under a window keys then travel
-            no farther than they are seen. auto: contiguous if every attention has a window.
-        sequence: The dimension of an array of the batch, by its path, that is the sequence; None
-            where none is. Of arrays that are not named it is dimension 1, if they have one.
-        check: Whether to refuse a model or a loss in which positions meet outside of attention, or
-            of which hfjax cannot tell.
-
-    Example:
-        >>> import hfjax
-        >>> hfjax.Context(form="ring", ulysses=2).order
-        'auto'
-    """
-
-    form: str = "auto"
-    ulysses: int | None = None
-    order: str = "auto"
-    sequence: Mapping[str, int | None] | None = field(default=None, hash=False)
-    check: bool = True
-
-    def __post_init__(self):
-        for name, allowed in (("form", ("auto", *FORMS)), ("order", ORDERS)):
-            if getattr(self, name) not in allowed:
-                raise ValueError(
-                    f"Context({name}={getattr(self, name)!r}): one of {', '.join(allowed)}."
-                )
-        u = self.ulysses
-        if u is not None and (not isinstance(u, int) or isinstance(u, bool) or u < 1):
-            raise ValueError(
-                f"Context(ulysses={u!r}): how many devices exchange heads, at least 1."
-            )
-
-
-def context_of(given: Any) -> Context:
-    """Return the settings that are given as such, as the name of a form, or as fields."""
-    if isinstance(given, Context):
-        return given
-    if isinstance(given, str):
-        return Context(given)
-    if isinstance(given, dict):
-        return Context(**given)
-    raise ValueError(
-        f"context={given!r}: a hfjax.Context is expected, or one of auto, {', '.join(FORMS)}."
-    )
+from hfjax.parallel.settings import CONTEXT_FORMS as FORMS, Context
 
 
 def check_devices(settings: Context, devices: int) -> None:

@@ -18,8 +18,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-ORDERS = ("auto", "zigzag", "contiguous")
-
 
 @dataclass(frozen=True)
 class Deal:

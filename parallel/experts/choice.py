@@ -18,17 +18,9 @@ back: (N - 1) G (T D e + 4 T k + w T k).
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from hfjax.base.tables import aligned, human
-
-DISPATCH = ("all_to_all", "gather")
-
-
-def check_dispatch(given: Any) -> None:
-    """Refuse what is no dispatch."""
-    if given not in ("auto", *DISPATCH):
-        raise ValueError(f"dispatch={given!r}: one of auto, {', '.join(DISPATCH)}.")
+from hfjax.parallel.settings import DISPATCH
 
 
 @dataclass(frozen=True)

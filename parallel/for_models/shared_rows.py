@@ -22,13 +22,14 @@ from jax.sharding import Mesh, PartitionSpec as P
 
 from hfjax.pallas_kernels.attention.mask import Mask
 from hfjax.parallel.autodiff.program import piece
-from hfjax.parallel.context.choice import Call, Choice, Context, choose
+from hfjax.parallel.context.choice import Call, Choice, choose
 from hfjax.parallel.context.deal import Deal
 from hfjax.parallel.context.exchange import Exchange, repeats
 from hfjax.parallel.context.travel import Travel
 from hfjax.parallel.context.visits import AnyMask, Balanced, Block, Visit
 from hfjax.parallel.for_models.on_shards import OnShards, mapped
 from hfjax.parallel.mesh import SEQUENCE_AXES, TENSOR_AXES, in_use, size_of
+from hfjax.parallel.settings import Context
 
 HEADS = P(None, None, TENSOR_AXES)  # of [B, S, H, D]
 

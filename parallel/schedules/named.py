@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from hfjax.base.keywords import known_fields
+from hfjax.base.keywords import is_positive, known_fields
 from hfjax.parallel.schedules import builders
 from hfjax.parallel.schedules.table import Homes, Table, check, check_homes, lane_of, lay_out
 from hfjax.parallel.schedules.text import parse_table
@@ -247,11 +247,6 @@ class Schedule:
         except OSError as wrong:
             raise ValueError(f"{path} cannot be read: {wrong.strerror}.") from None
         return cls.from_text(text, name=path.stem, balance=balance, branches=branches)
-
-
-def is_positive(value: object) -> bool:
-    """Return whether a value is a whole number from 1 on; true and false are none."""
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
 def _check_balance(balance: object) -> None:
