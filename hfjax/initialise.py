@@ -19,7 +19,7 @@ from hfjax.base.keywords import known_keywords
 from hfjax.base.paths import Flat, flatten, nest
 from hfjax.combinations import check
 from hfjax.parallel.engine.blueprint import raw
-from hfjax.parallel.execution import Execution
+from hfjax.parallel.execution import Execution, PipelineSchedule
 from hfjax.parallel.memory import (
     is_host_sharding,
     of_results,
@@ -27,7 +27,6 @@ from hfjax.parallel.memory import (
     to_device,
     to_host,
 )
-from hfjax.parallel.schedules.named import Schedule
 from hfjax.plan.layout import Layout, State
 from hfjax.plan.on_stages import on_stages
 from hfjax.plan.rearrange import stored
@@ -38,7 +37,7 @@ Slices = tuple[slice, ...]
 
 @known_keywords
 def init(
-    layout: Layout, seed: int = 0, schedule: Schedule | None = None, parameters: Any = None
+    layout: Layout, seed: int = 0, schedule: PipelineSchedule | None = None, parameters: Any = None
 ) -> State:
     """Return a new state, born sharded: no device ever holds the whole model.
 

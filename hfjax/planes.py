@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -21,6 +22,7 @@ from hfjax.parallel.for_models.grid import Grid
 from hfjax.parallel.for_models.kernels import Kernels, Traced
 from hfjax.parallel.for_models.shared_rows import SharedRows
 from hfjax.parallel.for_models.spread_experts import SpreadExperts
+from hfjax.parallel.heterogeneous.model import HeterogeneousModel
 from hfjax.parallel.layerwise.plane import LayerUpdatePlane, LayerwisePlane
 from hfjax.parallel.mesh import (
     PIPE_AXIS,
@@ -56,7 +58,9 @@ def data_plane(
         no_ring = _no_ring(layout, execution, table)
         fetched = lambda p: kept(p) or whole(p)
         context = _context(layout, loss, execution, False, fetched, no_ring)
-        return PipelinePlane(context, layout.arrangement, compile_table(table), layout.packed)
+        packed = layout.packed
+        unlike = None if packed is None else partial(HeterogeneousModel, packed=packed)
+        return PipelinePlane(context, layout.arrangement, compile_table(table), unlike)
     if layout.hosted.parameters and layout.blueprint.three_parts and not layout.forward:
         return LayerwisePlane(_context(layout, loss, execution, once, kept))
     return AutodiffPlane(_context(layout, loss, execution, once, whole))

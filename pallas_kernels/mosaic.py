@@ -10,8 +10,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
+from hfjax.base.varying import alike, varying
 from hfjax.pallas_kernels import plgpu
-from hfjax.pallas_kernels.varying import alike, varying
 
 WARPGROUP = 128  # threads that issue one matrix instruction together
 SWIZZLE = 128  # bytes of a row of a tile in shared memory, as the matrix units want it

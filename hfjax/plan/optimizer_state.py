@@ -6,7 +6,7 @@ from typing import Any
 import jax
 
 from hfjax.base.paths import Flat, Tree, parameter_of
-from hfjax.parallel.heterogeneous.packing import PACKED
+from hfjax.parallel.packing import PACKED
 
 Shapes = Mapping[str, tuple[int, ...]]  # of parameters, by path
 

@@ -12,8 +12,8 @@ from jax.sharding import NamedSharding
 
 from hfjax.base.paths import Flat, flatten, nest
 from hfjax.parallel.arrangement import Arrangement
-from hfjax.parallel.heterogeneous.packing import Mover, PackedLayers, packed_layers
 from hfjax.parallel.memory import one_by_one, to_device
+from hfjax.parallel.packing import Mover, PackedLayers, packed_layers
 from hfjax.plan.layout import Layout, State
 from hfjax.plan.optimizer_state import converted, reformed
 

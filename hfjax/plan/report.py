@@ -11,9 +11,9 @@ from jax.typing import DTypeLike
 from hfjax.base.paths import Tree
 from hfjax.base.tables import aligned, human
 from hfjax.parallel.arrangement import arrange
-from hfjax.parallel.heterogeneous.layer_costs import output_shapes
-from hfjax.parallel.heterogeneous.packing import PackedLayers, packed_layers
+from hfjax.parallel.layer_costs import output_shapes
 from hfjax.parallel.mesh import ROW_AXIS, STACK, TENSOR_AXES, describe_mesh, in_use, size_of
+from hfjax.parallel.packing import PackedLayers, packed_layers
 from hfjax.parallel.placement import Placed, entries_of, keep, pieces
 from hfjax.parallel.strategy import Strategy
 from hfjax.plan.hosted import Hosted

@@ -15,9 +15,9 @@ from jax.typing import DTypeLike
 from hfjax.parallel.arrangement import Arrangement, arrange, balanced, counts
 from hfjax.parallel.engine.blueprint import LAYERS, Blueprint
 from hfjax.parallel.engine.layers import items_of
-from hfjax.parallel.heterogeneous.layer_costs import flop_costs, parameter_costs
-from hfjax.parallel.heterogeneous.packing import packed_layers
+from hfjax.parallel.layer_costs import flop_costs, parameter_costs
 from hfjax.parallel.mesh import PIPE_AXIS, STACK
+from hfjax.parallel.packing import packed_layers
 from hfjax.parallel.placement import Array, Placed, columns, entries_of, pieces
 from hfjax.parallel.strategy import Strategy
 

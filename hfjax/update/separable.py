@@ -19,8 +19,8 @@ from hfjax.combinations import error_of
 from hfjax.features import NOT_ELEMENT_BY_ELEMENT
 from hfjax.optimizers.transforms import WithoutRows, unwrapped
 from hfjax.parallel.engine.blueprint import LAYERS
-from hfjax.parallel.heterogeneous.packing import PackedLayers
 from hfjax.parallel.mesh import EXPERTS
+from hfjax.parallel.packing import PackedLayers
 from hfjax.plan.layout import Layout
 from hfjax.plan.optimizer_state import converted, reformed
 from hfjax.update.parts import COUNT, NUMBER, OptimizerParts

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from hfjax.base.varying import together, zeros
 from hfjax.pallas_kernels.attention.mask import Mask, Places, Tiles, padded, tiles_seen, visible
-from hfjax.pallas_kernels.varying import together, zeros
 
 BLOCK = 512  # queries and keys
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from hfjax.pallas_kernels.varying import alike, varying
+from hfjax.base.varying import alike, varying
 
 Axis = str | tuple[str, ...]
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from hfjax.pallas_kernels.varying import zeros
+from hfjax.base.varying import zeros
 
 LOG2E = math.log2(math.e)
 LOWEST = -1e30  # the maximum of nothing: finite, so that no inf - inf appears

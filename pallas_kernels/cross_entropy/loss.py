@@ -39,9 +39,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from hfjax.base.varying import alike, varying, zeros
 from hfjax.pallas_kernels.cross_entropy import logits, tiles
 from hfjax.pallas_kernels.cross_entropy.logits import Columns, Tuning, product, take, wide
-from hfjax.pallas_kernels.varying import alike, varying, zeros
 
 __all__ = ["Tuning", "cross_entropy", "reference", "refuses"]
 

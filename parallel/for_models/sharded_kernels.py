@@ -13,12 +13,12 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec as P
 from jax.typing import DTypeLike
 
+from hfjax.base.varying import together
 from hfjax.pallas_kernels.attention import block as flash_block
 from hfjax.pallas_kernels.collectives import casting, reference
 from hfjax.pallas_kernels.cross_entropy import logits, loss as cross_entropy
 from hfjax.pallas_kernels.ring import all_gather_matmul, matmul_reduce_scatter, products
 from hfjax.pallas_kernels.ring.tiles import Tuning
-from hfjax.pallas_kernels.varying import together
 from hfjax.parallel.for_models.on_shards import OnShards, mapped
 from hfjax.parallel.mesh import TENSOR_AXES, in_use, size_of
 

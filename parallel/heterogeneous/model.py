@@ -21,7 +21,7 @@ from hfjax.parallel.autodiff.model_parts import ModelParts
 from hfjax.parallel.engine.blueprint import Layer
 from hfjax.parallel.engine.fetch import at_hand
 from hfjax.parallel.engine.parts import PlacedModel
-from hfjax.parallel.heterogeneous.packing import PACKED, PackedLayers, Packing
+from hfjax.parallel.packing import PACKED, PackedLayers, Packing
 
 
 @dataclass(frozen=True, eq=False)

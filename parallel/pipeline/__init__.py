@@ -1,6 +1,6 @@
 """Pipelines: one jitted program in which each stage does what its schedule says.
 
-`executor` runs a table tick by tick, `rings` holds what stages send and keep, `plane` joins it to
-the data plane. `heterogeneous` and `packing` are for layers that differ from each other,
-`layer_costs` balances them, `asynchronous` is PipeDream without a flush.
+`executor` runs a table tick by tick: `tick` what a stage does in one, `rings` what stages send and
+keep, `weights` where its parameters and their gradients lie, `recompute` a last microbatch that
+recomputes nothing. `plane` joins it to the data plane.
 """

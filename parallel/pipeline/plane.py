@@ -6,7 +6,7 @@ how much memory waits between ticks.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -15,17 +15,24 @@ from jax.sharding import PartitionSpec as P
 
 from hfjax.base.paths import Flat, Tree
 from hfjax.parallel.arrangement import Arrangement
+from hfjax.parallel.autodiff.model_parts import ModelParts
 from hfjax.parallel.autodiff.program import bytes_of
 from hfjax.parallel.engine.gradients import Plane
 from hfjax.parallel.engine.parts import Extras, PlacedModel
 from hfjax.parallel.engine.reduce import scattered
 from hfjax.parallel.engine.sequence import undealt
 from hfjax.parallel.engine.step_context import rows_of, variables_of
-from hfjax.parallel.heterogeneous.model import HeterogeneousModel
-from hfjax.parallel.heterogeneous.packing import PackedLayers
 from hfjax.parallel.mesh import EXPERT_AXES, PIPE_AXIS, SEQUENCE_AXES, in_use, on_grid
 from hfjax.parallel.pipeline.executor import Pipeline
 from hfjax.parallel.schedules.compile import Ticks
+
+
+class Staged(Protocol):
+    """What makes the functions that stages run: `PlacedModel`, or one of unlike layers."""
+
+    def model(self) -> ModelParts:
+        """Return what the executor runs."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -34,7 +41,7 @@ class PipelinePlane(Plane):
 
     arrangement: Arrangement  # of the layers on stages
     ticks: Ticks
-    packed: PackedLayers | None = None  # how a list of layers is stored on them
+    unlike: Callable[[PlacedModel], Staged] | None = None  # runs a list of layers, if it is one
     wanted: str | None = None  # "losses" or "outputs": gives `Extras` in place of a Mean
     watch: Callable[[Pipeline], None] | None = None  # shown the executor, within a trace
 
@@ -80,7 +87,7 @@ class PipelinePlane(Plane):
 
     def training(
         self, parameters: Flat, statistics: Flat, batch: Any, keys: Callable, number: Any
-    ) -> "PlacedModel | HeterogeneousModel":
+    ) -> Staged:
         """Return the model in three parts for a microbatch of the step, with its random keys."""
         count = self.ticks.table.microbatches
         rows = rows_of(batch) // count
@@ -90,9 +97,7 @@ class PipelinePlane(Plane):
 
         return self._placed(parameters, batch, variables, "train")
 
-    def _placed(
-        self, parameters: Flat, batch: Any, variables: Callable, mode: str
-    ) -> "PlacedModel | HeterogeneousModel":
+    def _placed(self, parameters: Flat, batch: Any, variables: Callable, mode: str) -> Staged:
         """Return the model in three parts for one pass over the microbatches of `batch`."""
         context, count = self.context, self.ticks.table.microbatches
         split = jax.tree.map(lambda x: x.reshape(count, -1, *x.shape[1:]), batch)
@@ -111,9 +116,9 @@ class PipelinePlane(Plane):
             wanted=self.wanted,
             keeps_last=context.options.remat.what == "except_last",
         )
-        return placed if self.packed is None else HeterogeneousModel(placed, self.packed)
+        return placed if self.unlike is None else self.unlike(placed)
 
-    def _run(self, placed: "PlacedModel | HeterogeneousModel") -> tuple[Any, Any, Any]:
+    def _run(self, placed: Staged) -> tuple[Any, Any, Any]:
         """Return the gradients of the layers, those of the rest, and the mean (or `Extras`)."""
         mesh = self.context.mesh
         own = on_grid(mesh) or in_use(mesh, (*EXPERT_AXES, *SEQUENCE_AXES))  # layers' collectives

@@ -18,7 +18,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from hfjax.base.paths import Flat, Tree
-from hfjax.pallas_kernels.varying import alike
+from hfjax.base.varying import alike
 from hfjax.parallel.arrangement import Arrangement
 from hfjax.parallel.autodiff.program import piece
 from hfjax.parallel.engine.blueprint import LAYERS, Blueprint
