@@ -14,6 +14,8 @@ import hfjax
 from hfjax import CONTEXT, DDP, GRID, PIPE, Schedule
 from hfjax.models.gpt import next_token_loss
 from hfjax.parallel.strategy import FSDP, SEQUENCE, TENSOR
+from hfjax.run import Parts, Train
+from hfjax.run.config import Mesh
 from tests.small_gpt import gpt_layout, mlp_layout, tokens
 
 FSDP_TENSOR = ((FSDP | TENSOR).edit(replicate_below=0), {"fsdp": 2, "tensor": 2}, None)
@@ -40,7 +42,7 @@ from tests.test_processes import CASES, MORE, given, losses, refused
 for case in sys.argv[5:]:  # the first of CASES alone splits rows between two processes
     rows = slice(8 * rank, 8 * rank + 8) if case == "rows" else slice(None)
     print(case, *losses(None if case in MORE else rows, *(CASES | MORE)[case]), flush=True)
-if sys.argv[5] in MORE:
+if MORE.keys() & {*sys.argv[5:]}:
     sys.exit()
 print("given", *given())
 for refusal in refused(rank):
@@ -72,6 +74,7 @@ def refused(rank):
     yield refusal(lambda: hfjax.eval_step(layout, next_token_loss)(state, tokens(16 - 8 * rank)))
     yield f"{float(step(state, ahead)[1]['loss']) > 0}"
     yield refusal(lambda: hfjax.make_mesh(data=2))
+    yield refusal(lambda: Parts(Train(mesh=Mesh(data=2))).mesh)
     yield refusal(lambda: mlp_layout(DDP, {"data": 2}, devices=jax.devices()[:2], layers=1))
 
 
@@ -130,7 +133,7 @@ def test_two_processes_are_asked_for_their_own_parts_of_given_parameters(told_by
 
 def test_rows_that_differ_and_processes_without_a_device_are_refused_by_number(told_by_two):
     first, second = (re.findall(r"refused (.*)", out) for out in told_by_two)
-    assert first[:4] == second[:4]
+    assert first[:5] == second[:5]
     differ = (
         "process 1 gave other rows of the batch than process 0: on mesh tensor=4 devices along "
     )
@@ -139,8 +142,9 @@ def test_rows_that_differ_and_processes_without_a_device_are_refused_by_number(t
     assert first[1] == first[0]  # also another number of them
     assert first[2] == "True"  # those that are the same are none
     assert first[3].startswith("mesh data=2 has no device of process 1 of 2: it would never")
-    assert first[4] == "nothing"  # a process may have a mesh of its own
-    assert second[4].startswith("mesh data=2 has no device of process 1 of 2, which is this one")
+    assert "data" in first[4]  # also by the command line
+    assert first[5] == "nothing"  # a process may have a mesh of its own
+    assert second[5].startswith("mesh data=2 has no device of process 1 of 2, which is this one")
 
 
 @pytest.mark.parametrize("case", CASES)
