@@ -1,6 +1,7 @@
 """Batches: split over devices and processes, checked before anything is traced."""
 
 from collections.abc import Iterable, Sequence
+from fractions import Fraction
 from typing import Any
 
 import jax
@@ -10,21 +11,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from hfjax.base.paths import Tree
 from hfjax.parallel.execution import Execution
-from hfjax.parallel.mesh import (
-    AXES,
-    BATCH_AXES,
-    PIPE_AXIS,
-    ROW_AXIS,
-    SAMPLE_AXES,
-    TENSOR_AXES,
-    batch_axes,
-    describe_mesh,
-    in_use,
-    on_grid,
-    size_of,
-)
+from hfjax.parallel.mesh import ROW_AXIS, batch_axes, describe_mesh, on_grid
 from hfjax.parallel.placement import batch_devices, row_shares
 from hfjax.plan.layout import Layout
+from hfjax.plan.same_rows import check_same_rows, note, shares
 
 
 def microbatches_of(execution: Execution) -> int:
@@ -41,8 +31,8 @@ def shard_batch(layout: Layout, batch: Any, microbatches: int = 1) -> Any:
     Args:
         layout: The layout of the step that takes the batch.
         batch: Pytree of arrays with the same number of rows. With several processes each gives its
-            own rows (`rows_of_process`); processes that hold other stages, or other positions, of
-            the same rows give the same rows, whole.
+            own rows (`rows_of_process`). Processes whose devices compute with the same rows (along
+            pipe, context, row and tensor) give the same; a step refuses those that differ.
         microbatches: Into how many the step splits the rows: rows have to divide by devices times
             microbatches.
 
@@ -57,12 +47,27 @@ def shard_batch(layout: Layout, batch: Any, microbatches: int = 1) -> Any:
         >>> batch["x"].addressable_shards[0].data.shape
         (2, 64)
     """
-    check_batch(layout, batch, microbatches, _shares(layout))
+    part = shares(layout.mesh)
+    check_batch(layout, batch, microbatches, part)
     if jax.process_count() == 1:
         return jax.device_put(batch, batch_sharding(layout.mesh))
-    _check_processes(layout)
-    put = jax.make_array_from_process_local_data
-    return jax.tree.map(lambda x: put(batch_sharding(layout.mesh), np.asarray(x)), batch)
+    placed = jax.tree.map(lambda x: _put(layout.mesh, np.asarray(x), part), batch)
+    note(layout.mesh, batch, placed)
+    return placed
+
+
+def _put(mesh: Mesh, mine: np.ndarray, part: Fraction) -> jax.Array:
+    """Return an array on the devices of all processes, of the rows that this one gives."""
+    shape = (int(len(mine) * part), *mine.shape[1:])
+    return jax.make_array_from_process_local_data(batch_sharding(mesh), mine, shape)
+
+
+def on_devices(layout: Layout, batch: Any, microbatches: int = 1) -> Any:
+    """Return a batch as a step takes it: on its devices, and the same in all that share rows."""
+    if not is_placed(layout.mesh, batch):
+        batch = shard_batch(layout, batch, microbatches)
+    check_same_rows(layout.mesh, batch)
+    return batch
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
@@ -92,22 +97,11 @@ def rows_of_process(layout: Layout, rows: int) -> np.ndarray:
     return np.unique(np.concatenate([numbers[index] for index in split.values() if index]))
 
 
-def _shares(layout: Layout) -> int:
-    """Return into how many parts the processes split the rows of a batch."""
-    me, groups = jax.process_index(), _by(layout.mesh, BATCH_AXES)
-    mine = [any(device.process_index == me for device in group) for group in groups]
-    return len(mine) // max(sum(mine), 1)
+def check_batch(layout: Layout, batch: Any, microbatches: int, part: Fraction | int = 1) -> None:
+    """Refuse a batch that is none, or whose rows do not split into microbatches and devices.
 
-
-def _by(mesh: Mesh, axes: Sequence[str]) -> np.ndarray:
-    """Return the devices [places along these axes, all others]."""
-    first = [AXES.index(axis) for axis in axes]
-    rest = [i for i in range(len(AXES)) if i not in first]
-    return mesh.devices.transpose(*first, *rest).reshape(size_of(axes, mesh), -1)
-
-
-def check_batch(layout: Layout, batch: Any, microbatches: int, shares: int = 1) -> None:
-    """Refuse a batch that is none, or whose rows do not split into microbatches and devices."""
+    The whole one has `part` times as many rows as this.
+    """
     leaves = jax.tree.leaves(batch)
     if not all(hasattr(x, "shape") for x in leaves):
         raise ValueError(
@@ -121,9 +115,9 @@ def check_batch(layout: Layout, batch: Any, microbatches: int, shares: int = 1) 
             f"a batch is a pytree of arrays with the same number of rows, at least one; "
             f"found rows: {_rows_by_name(batch, sizes)}."
         )
-    _check_rows_of_state(layout, sizes[0] * shares)
+    _check_rows_of_state(layout, sizes[0] * part)
     devices, mesh = batch_devices(layout.mesh), layout.mesh
-    rows, unit = sizes[0] * shares, microbatches * row_shares(mesh)
+    rows, unit = sizes[0] * part, microbatches * row_shares(mesh)
     if rows % unit:
         several = microbatches > 1
         below, above = rows // unit * unit, (rows // unit + 1) * unit
@@ -157,7 +151,7 @@ def _kinds(leaves: Iterable[Any]) -> str:
     return "Python numbers" if set(kinds) <= {"int", "float", "bool"} else ", ".join(kinds)
 
 
-def _check_rows_of_state(layout: Layout, rows: int) -> None:
+def _check_rows_of_state(layout: Layout, rows: Fraction | int) -> None:
     """Refuse a batch with other rows than the variables that have a row for each of them."""
     for path, template in layout.blueprint.variables.items():
         if layout.blueprint.of_rows(path) and template.shape[0] != rows:
@@ -165,16 +159,6 @@ def _check_rows_of_state(layout: Layout, rows: int) -> None:
                 f"{path} {tuple(template.shape)} has a row for each row of the batch, and this one "
                 f"has {rows}. Give {template.shape[0]} rows, or make the model for {rows}."
             )
-
-
-def _check_processes(layout: Layout) -> None:
-    groups = _by(layout.mesh, (PIPE_AXIS, *SAMPLE_AXES))
-    if any(len({device.process_index for device in group}) > 1 for group in groups):
-        within = " and ".join(in_use(layout.mesh, (ROW_AXIS, *TENSOR_AXES)))
-        raise ValueError(
-            f"{describe_mesh(layout.mesh)}: the devices that share rows of the batch belong to "
-            f"several processes. Keep {within} within the devices of one process."
-        )
 
 
 def is_placed(mesh: Mesh, batch: Any) -> bool:

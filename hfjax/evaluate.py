@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 from hfjax.base.keywords import known_keywords
 from hfjax.base.mean import Mean, metrics_of
 from hfjax.base.paths import Tree, flatten
-from hfjax.batches import check_batch, is_placed, shard_batch
+from hfjax.batches import check_batch, on_devices
 from hfjax.branches import checked
 from hfjax.check_step import (
     check_alive,
@@ -167,7 +167,7 @@ def _step(layout: Layout, run: Callable, options: Any, **places: Any) -> Callabl
             check_batch(layout, batch, 1)
             return within(state.params, state.variables, batch)
         check_alive(state)
-        batch = batch if is_placed(layout.mesh, batch) else shard_batch(layout, batch)
+        batch = on_devices(layout, batch)
         state = rearrange(layout, state)
         try:
             return jitted(state.params, state.variables, batch)

@@ -16,9 +16,8 @@ from hfjax.batches import (
     batch_sharding,
     check_batch,
     full,
-    is_placed,
     microbatches_of,
-    shard_batch,
+    on_devices,
 )
 from hfjax.branches import checked
 from hfjax.check_step import (
@@ -181,8 +180,7 @@ class TrainStep:
             return self._within(state, batch)
         check_alive(state)
         self._watch.check(state)
-        if not is_placed(self.layout.mesh, batch):
-            batch = shard_batch(self.layout, batch, microbatches_of(self.execution))
+        batch = on_devices(self.layout, batch, microbatches_of(self.execution))
         try:
             state, metrics, squares = self._jitted(self._follow(self._in_order(state)), batch)
         except (TypeError, ValueError):

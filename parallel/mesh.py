@@ -92,7 +92,8 @@ def make_mesh(*, devices: Sequence[Any] | None = None, **sizes: int) -> Mesh:
             named have size 1, which is off. One may be -1: it takes the devices that are left.
 
     Raises:
-        ValueError: An axis is unknown, or the sizes do not fit the number of devices.
+        ValueError: An axis is unknown, or the sizes do not fit the number of devices; or, where
+            none are given, a process would have no device of the mesh.
 
     Example:
         >>> import hfjax
@@ -100,7 +101,7 @@ def make_mesh(*, devices: Sequence[Any] | None = None, **sizes: int) -> Mesh:
         >>> mesh.shape["fsdp"]
         2
     """
-    devices = jax.devices() if devices is None else list(devices)
+    given, devices = devices, jax.devices() if devices is None else list(devices)
     _check_sizes(sizes)
     shape = {axis: sizes.get(axis, 1) for axis in AXES}
     shape = _infer(shape, len(devices))
@@ -111,10 +112,42 @@ def make_mesh(*, devices: Sequence[Any] | None = None, **sizes: int) -> Mesh:
             "Lower one axis, let one be inferred with -1, or run on more devices (on a CPU: "
             f'jax.config.update("jax_num_cpu_devices", {needed}) before the first use of JAX).'
         )
+    grid = np.array(devices[:needed]).reshape(tuple(shape.values()))
+    mesh = Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    if given is None:
+        check_processes(mesh)
     if needed < len(devices):
         _warn_of_idle(shape, needed, len(devices))
-    grid = np.array(devices[:needed]).reshape(tuple(shape.values()))
-    return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    return mesh
+
+
+def check_processes(mesh: Mesh) -> None:
+    """Refuse, in all processes, a mesh for all of them that has no device of some."""
+    found = {device.process_index for device in mesh.devices.flat}
+    if out := [str(process) for process in range(jax.process_count()) if process not in found]:
+        raise ValueError(
+            f"{_without(mesh, *out)}: it would never take part, and be waited for. Let an axis "
+            "take the devices that are left with -1 (data=-1; hfjax train: --mesh.data -1), or "
+            "start fewer processes."
+        )
+
+
+def check_own_process(mesh: Mesh) -> None:
+    """Refuse a mesh without a device of this process, which could compute nothing on it."""
+    me, real = jax.process_index(), {*jax.devices()}  # those of `target_devices` are not
+    own = any(device.process_index == me for device in mesh.devices.flat)
+    if jax.process_count() > 1 and not own and not real.isdisjoint(mesh.devices.flat):
+        raise ValueError(
+            f"{_without(mesh, str(me))}, which is this one: it could compute nothing. Give "
+            "make_mesh devices of all processes that use the mesh (devices=…), or use it in the "
+            "others only."
+        )
+
+
+def _without(mesh: Mesh, *out: str) -> str:
+    processes = f"process{'es' * (len(out) > 1)} {', '.join(out)}"
+    shape = _show(dict(mesh.shape))
+    return f"mesh {shape} has no device of {processes} of {jax.process_count()}"
 
 
 def _warn_of_idle(shape: dict[str, int], needed: int, found: int) -> None:

@@ -7,9 +7,11 @@ import socket
 import threading
 import time
 from dataclasses import replace
+from typing import Any
 
 import jax
 import pytest
+from jax._src.clusters import ClusterEnv
 
 from hfjax.processes import distributed
 from hfjax.processes.distributed import Cluster, init_distributed, preflight
@@ -28,6 +30,10 @@ SLURM = {
     "SLURM_PROCID": "1",
     "SLURM_LOCALID": "0",
 }
+NODES = (
+    *("SLURM_STEP_TASKS_PER_NODE", "SLURM_NODEID", "SLURM_STEP_NUM_NODES"),
+    "OMPI_COMM_WORLD_LOCAL_SIZE",
+)
 OPEN_MPI = {
     "OMPI_MCA_orte_hnp_uri": "28672.0;tcp://10.0.0.1:34911",
     "OMPI_COMM_WORLD_SIZE": "4",
@@ -39,7 +45,8 @@ OPEN_MPI = {
 @pytest.fixture
 def variables(monkeypatch):
     """A function that makes the variables given the only ones that tell of a run."""
-    for name in (*TORCHRUN, *OURS, *SLURM, *OPEN_MPI, "KUBERNETES_SERVICE_HOST"):
+    more = ("KUBERNETES_SERVICE_HOST", "CUDA_VISIBLE_DEVICES", *NODES)
+    for name in (*TORCHRUN, *OURS, *SLURM, *OPEN_MPI, *more):
         monkeypatch.delenv(name, raising=False)
     return lambda given: [monkeypatch.setenv(name, value) for name, value in given.items()]
 
@@ -104,6 +111,51 @@ def test_one_process_needs_no_coordinator(variables, given, source):
 )
 def test_of_several_torchrun_processes_on_a_machine_each_takes_its_own_gpu(more, gpu):
     assert settings(environment=TORCHRUN | more).gpu == gpu
+
+
+TWO_NODES = SLURM | {"SLURM_NTASKS": "2"}
+SEVERAL = {"SLURM_STEP_TASKS_PER_NODE": "2(x2),1", "SLURM_NTASKS": "5", "SLURM_PROCID": "4"}
+SAYS = ["process 1 of 2 is the only one on its node (SLURM): it takes all of its GPUs"]
+
+
+@pytest.mark.parametrize(
+    ("given", "gpus", "said"),
+    [
+        (TWO_NODES | {"SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_NODEID": "1"}, "all", SAYS),
+        (TWO_NODES | {"SLURM_STEP_NUM_NODES": "2"}, "all", SAYS),
+        (SLURM | SEVERAL | {"SLURM_NODEID": "2"}, "all", [SAYS[0].replace("1 of 2", "4 of 5")]),
+        (SLURM | SEVERAL | {"SLURM_NODEID": "1", "SLURM_LOCALID": "1"}, "1", []),
+        (SLURM | {"SLURM_STEP_NUM_NODES": "2", "SLURM_LOCALID": "1"}, "1", []),
+        (SLURM | {"SLURM_LOCALID": "1"}, "1", []),  # nobody says how many tasks are here
+        (SLURM | {"SLURM_LOCALID": "1", "CUDA_VISIBLE_DEVICES": "0"}, "all", []),  # its own
+        (
+            OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "1"},
+            "all",
+            ["process 1 of 4 is the only one on its node (Open MPI): it takes all of its GPUs"],
+        ),
+        (OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, "0", []),
+    ],
+)
+def test_a_process_takes_all_gpus_of_a_node_that_is_its_own(
+    variables, monkeypatch, given, gpus, said
+):
+    """What JAX is given: None, where it detects nothing more, are all; else it takes one."""
+    variables(given)
+    monkeypatch.setattr(distributed, "preflight", lambda *_: 60.0)
+    passed, told = [], []
+
+    def initialize(*them, local_device_ids, cluster_detection_method, **_):
+        if cluster_detection_method == "deactivate":
+            passed.append(local_device_ids)
+            return
+        detect: Any = ClusterEnv.auto_detect_unset_distributed_params
+        passed.append(detect(*them, local_device_ids, cluster_detection_method, 1)[3])
+
+    monkeypatch.setattr(jax.distributed, "initialize", initialize)
+    monkeypatch.setattr(distributed.xla_bridge, "backends_are_initialized", lambda: False)
+    distributed._join(settings(), 60, 10, told.append)
+    assert passed == [None if gpus == "all" else [int(gpus)]]
+    assert told == said
 
 
 @pytest.mark.parametrize(

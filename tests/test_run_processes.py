@@ -105,6 +105,34 @@ def test_several_processes_have_the_losses_of_one(shared, losses_of_one, process
     np.testing.assert_allclose(losses_of(shared, processes), losses_of_one, rtol=1e-6)
 
 
+@pytest.mark.slow
+def test_tensor_across_processes_trains_resumes_evaluates_and_writes_as_in_one(shared):
+    """Four processes with a device each, two with two; what they saved goes on in one."""
+    fields = {"strategy": "fsdp+tensor", "mesh": Mesh(tensor=2), "checkpoints": Checkpoints(0)}
+    found, directory = {}, None
+    for processes in (1, 2, 4):
+        file, directory = written(shared, f"width{processes}", steps=STEPS, **fields)
+        ended(launched(file, processes, 4 // processes, "--max-restarts", "3"))
+        found[processes] = list(told(directory).values())
+        np.testing.assert_allclose(found[processes], found[1], rtol=1e-6)
+    assert directory is not None
+    more = ["--cpu-devices", "4", "--steps", STEPS + 2]
+    for name in ("width1", "width4"):
+        ended(started("train", "--config", shared[0] / f"{name}.yaml", *more))
+    ones, fours = (list(told(shared[0] / name).values()) for name in ("width1", "width4"))
+    assert len(fours) == STEPS + 2
+    np.testing.assert_allclose(fours, ones, rtol=1e-6)
+
+    four = ["launch", "-n", 4, "--devices-per-process", 1, "--", *HFJAX]
+    tensor = ["--strategy", "fsdp+tensor", "--mesh.tensor", "2", "--cache", shared[0] / "programs"]
+    validated = lambda out: re.findall(r"validated after step \d+: loss ([\d.]+)", out)
+    several = validated(ended(started(*four, "eval", directory, *tensor)))
+    assert several == validated(ended(started("eval", directory, "--cpu-devices", "1"))) != []
+    write = ["generate", directory, "--prompt", "mesh", "--tokens", "8", "--temperature", "0"]
+    alone = ended(started(*write, "--cpu-devices", "1")).splitlines()[-1]
+    assert ended(started(*four, *write, *tensor)).splitlines()[-1] == f"[0] {alone}"
+
+
 def test_a_job_that_hangs_is_started_again_told_to_stop_and_ended_by_one_process(shared, tmp_path):
     """It loses no step, compiles no step again, and has the losses of one process all along.
 

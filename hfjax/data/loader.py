@@ -276,7 +276,7 @@ class Loader:
 def share(rows: int, process: int, processes: int) -> np.ndarray:
     """Return the row numbers of a process, if all processes have equally many.
 
-    `hfjax.rows_of_process` returns them for any mesh.
+    `hfjax.rows_of_process` returns them for any mesh, also where processes share rows.
 
     Args:
         rows: Rows of the global batch; processes have to divide them.

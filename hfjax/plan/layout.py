@@ -31,6 +31,7 @@ from hfjax.parallel.memory import check_has_host_memory, is_host_sharding, on_ho
 from hfjax.parallel.mesh import (
     STACK,
     batch_axes,
+    check_own_process,
     describe_mesh,
 )
 from hfjax.parallel.packing import OnStages, packed_layers
@@ -521,6 +522,7 @@ def layout(  # noqa: PLR0913  options of one call
     """
     check_arguments(model_init, optimizer, mesh, strategy)
     check_splits(strategy, mesh)
+    check_own_process(mesh)
     plan = blueprint(model_init, Placer(mesh, strategy), forward, sync_batch_norm)
     if not plan.parameters:
         raise ValueError(

@@ -168,6 +168,11 @@ def _join(found: Settings, timeout: float, heartbeat: int, say: Callable[[str], 
             "first, before any computation and jax.devices()."
         )
     left = preflight(found, timeout, say)
+    if found.alone:
+        say(
+            f"process {found.process} of {found.processes} is the only one on its node "
+            f"({found.source}): it takes all of its GPUs"
+        )
     _start_jax(found, max(left, 10), heartbeat)
     return cluster
 

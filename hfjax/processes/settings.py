@@ -21,10 +21,11 @@ class Settings:
     processes: int
     coordinator: str | None  # host:port
     source: str
-    detected: bool = False  # by JAX, which then chooses this process's GPUs too
+    detected: bool = False  # by JAX, which then chooses this process's one GPU too
     named: tuple[str, str, str] = OURS  # what a person would change: coordinator, count, number
     run: str = ""  # what the processes of this run alone know: HFJAX_RUN, or SLURM's job
     gpu: int | None = None  # the one GPU of this machine that is this process's; None: all visible
+    alone: bool = False  # on its node, as the cluster says
 
     @property
     def address(self) -> tuple[str, int]:
@@ -85,8 +86,13 @@ def _torchrun(environment: Mapping[str, str]) -> Settings:
 def _gpu(environment: Mapping[str, str]) -> int | None:
     """Return which GPU is torchrun's for this process: one each, where it started several here."""
     alone = environment.get("LOCAL_WORLD_SIZE", "1") == "1"
-    chosen = environment.get("CUDA_VISIBLE_DEVICES", ",")  # one name: it was chosen already
-    return None if alone or "," not in chosen else int(environment.get("LOCAL_RANK", "0"))
+    whole = alone or not _several_gpus(environment)
+    return None if whole else int(environment.get("LOCAL_RANK", "0"))
+
+
+def _several_gpus(environment: Mapping[str, str]) -> bool:
+    """Return whether a process may see several GPUs; one name says that its own was chosen."""
+    return "," in environment.get("CUDA_VISIBLE_DEVICES", ",")
 
 
 def _alone(environment: Mapping[str, str]) -> Settings:
@@ -117,7 +123,32 @@ def _detected_by_jax(environment: Mapping[str, str]) -> Settings | None:
     )
     named = ("JAX_COORDINATOR_ADDRESS", f"{name}'s count", f"{name}'s process number")
     found = (asked, count, _answer(name, kind.get_process_id))
-    return checked(name, named, found, detected=True)
+    alone = _answer(name, lambda: _processes_here(name, environment)) == 1
+    chosen = not _several_gpus(environment)
+    return replace(checked(name, named, found, detected=not alone and not chosen), alone=alone)
+
+
+def _processes_here(name: str, environment: Mapping[str, str]) -> int | None:
+    """Return how many processes of the run are on this node; None: the cluster does not say."""
+    if name == "Open MPI":
+        here = environment.get("OMPI_COMM_WORLD_LOCAL_SIZE")
+        return None if here is None else int(here)
+    if name != "SLURM":
+        return None
+    node, each = environment.get("SLURM_NODEID"), environment.get("SLURM_STEP_TASKS_PER_NODE")
+    if node and each:
+        return _of_each_node(each)[int(node)]
+    return 1 if environment["SLURM_NTASKS"] == environment.get("SLURM_STEP_NUM_NODES") else None
+
+
+def _of_each_node(told: str) -> list[int]:
+    """Return the tasks of each node, as SLURM writes them.
+
+    >>> _of_each_node("2(x3),1")
+    [2, 2, 2, 1]
+    """
+    runs = [part.rstrip(")").partition("(x") for part in told.split(",")]
+    return [int(tasks) for tasks, _, nodes in runs for _ in range(int(nodes or 1))]
 
 
 def _answer(name: str, question: Callable[[], Any]) -> Any:

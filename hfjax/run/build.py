@@ -13,7 +13,7 @@ import hfjax
 from hfjax.batches import rows_of_process
 from hfjax.data import Loader, TokenSet, standard_library
 from hfjax.data.tokens import SPLITS, check_same_tokenizer
-from hfjax.parallel.mesh import PIPE_AXIS, describe_mesh
+from hfjax.parallel.mesh import PIPE_AXIS, check_processes, describe_mesh
 from hfjax.run.config import Train
 from hfjax.run.model import ModelChoice, choose
 from hfjax.run.optimizer import optimizer_of, rate_of
@@ -61,7 +61,10 @@ class Parts:
     @cached_property
     def mesh(self) -> jax.sharding.Mesh:
         """The devices."""
-        return mesh_of(self.config, self.devices)
+        mesh = mesh_of(self.config, self.devices)
+        if self.devices is None:
+            check_processes(mesh)
+        return mesh
 
     @cached_property
     def layout(self) -> hfjax.Layout:
