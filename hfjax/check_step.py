@@ -13,6 +13,7 @@ from hfjax.base.mean import check_loss
 from hfjax.base.paths import Tree
 from hfjax.combinations import check
 from hfjax.parallel.execution import Execution
+from hfjax.parallel.for_models.kernel_choice import check_kernels
 from hfjax.parallel.memory import check_has_host_memory
 from hfjax.parallel.mesh import AXES, MEANING, PIPE_AXIS, describe_mesh, on_grid
 from hfjax.plan.check_layout import check_on_grid
@@ -121,7 +122,7 @@ def check_runs(layout: Layout, execution: Execution, training: bool = False) -> 
         _refuse_idle(layout, idle)
     if on_grid(layout.mesh):
         check_on_grid(layout.placed, layout.strategy.parameters)
-    execution.kernels.check(layout.mesh.devices.flat[0])
+    check_kernels(execution.kernels, layout.mesh.devices.flat[0])
     if training:
         _check_after_step(layout)
     stages = layout.mesh.shape[PIPE_AXIS]

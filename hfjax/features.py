@@ -11,7 +11,6 @@ import optax
 from jax.sharding import Mesh
 
 from hfjax.optimizers.transforms import Averaged, ema, master, stored_dtype
-from hfjax.pallas_kernels.choice import Wanted
 from hfjax.parallel.engine.blueprint import LAYERS
 from hfjax.parallel.execution import Execution
 from hfjax.parallel.mesh import (
@@ -28,6 +27,7 @@ from hfjax.parallel.precision import PRECISIONS
 from hfjax.parallel.remat import Remat
 from hfjax.parallel.schedules.named import Schedule
 from hfjax.parallel.schedules.table import Table
+from hfjax.parallel.settings import Wanted
 from hfjax.parallel.strategy import (
     CONTEXT,
     EXPERT,

@@ -16,10 +16,11 @@ from hfjax.parallel.compiler import (
     options_of_host,
 )
 from hfjax.parallel.engine.gradients import AutodiffPlane, Plane
+from hfjax.parallel.engine.local import Traced
 from hfjax.parallel.engine.step_context import StepContext, gradients_at_moments
 from hfjax.parallel.execution import Execution
 from hfjax.parallel.for_models.grid import Grid
-from hfjax.parallel.for_models.kernels import Kernels, Traced
+from hfjax.parallel.for_models.kernels import Kernels
 from hfjax.parallel.for_models.shared_rows import SharedRows
 from hfjax.parallel.for_models.spread_experts import SpreadExperts
 from hfjax.parallel.heterogeneous.model import HeterogeneousModel

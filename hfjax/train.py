@@ -301,7 +301,9 @@ class TrainStep:
     @property
     def kernels(self) -> Kernels:
         """Which form each kernel of the step takes, and why: print it. Known once it is traced."""
-        return self.plane.context.traced.kernels
+        kernels = self.plane.context.traced.kernels
+        assert isinstance(kernels, Kernels)
+        return kernels
 
     @property
     def context(self) -> Choice | None:

@@ -4,13 +4,12 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 from hfjax.base.keywords import is_positive, known_fields
-from hfjax.pallas_kernels.choice import Wanted
 from hfjax.parallel.activation_offload import Offload
 from hfjax.parallel.compiler import check_options
 from hfjax.parallel.precision import Precision, precision_of
 from hfjax.parallel.remat import Remat
 from hfjax.parallel.schedules.table import Table
-from hfjax.parallel.settings import Context, check_dispatch, context_of
+from hfjax.parallel.settings import Context, Wanted, check_dispatch, context_of
 
 REDUCTIONS = ("flat", "hierarchical")
 NONFINITE = ("stop", "skip", "apply")

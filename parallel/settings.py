@@ -1,5 +1,7 @@
 """Settings of a step as values: what they may be. Nothing here does what they say."""
 
+import json
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,6 +11,19 @@ from hfjax.base.keywords import known_fields
 CONTEXT_FORMS = ("ring", "allgather", "ulysses")
 CONTEXT_ORDERS = ("auto", "zigzag", "contiguous")
 DISPATCH = ("all_to_all", "gather")
+KERNEL_WORDS = ("auto", "pallas", "xla", "reference")
+KERNELS: Mapping[str, str] = {  # what each does in a training step
+    "flash_block": "attention, block by block",
+    "cross_entropy": "the loss of a vocabulary, without logits",
+    "all_gather_matmul": "the way into a tensor-parallel layer",
+    "matmul_reduce_scatter": "the way out of a tensor-parallel layer",
+    "all_gather": "parameters, cast while they are sent",
+    "reduce_scatter": "gradients, cast while they are sent",
+}
+
+GONE = {  # kernels that were there once: naming one changes nothing but for this word
+    "adamw_shard": "hfjax.adamw runs what XLA makes of optax.adamw, which was as fast",
+}
 
 
 @known_fields
@@ -72,3 +87,44 @@ def check_dispatch(given: Any) -> None:
     """Refuse what is no dispatch."""
     if given not in ("auto", *DISPATCH):
         raise ValueError(f"dispatch={given!r}: one of auto, {', '.join(DISPATCH)}.")
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What was asked for: a word for all capabilities, or a word for each that is named.
+
+    >>> Wanted.of("auto").word("flash_block"), Wanted.of({"flash_block": "xla"}).rest
+    ('auto', 'auto')
+    """
+
+    named: tuple[tuple[str, str], ...] = ()
+    rest: str = "auto"
+
+    @classmethod
+    def of(cls, given: Any) -> "Wanted":
+        """Return what a word, or words by name, ask for."""
+        if isinstance(given, Wanted):
+            return given
+        words = dict(given) if isinstance(given, Mapping) else {"*": given}
+        for name, word in words.items():
+            if name != "*" and name not in KERNELS.keys() | GONE.keys():
+                raise ValueError(f"kernels: {name!r} is none of them: {', '.join(KERNELS)}, or *.")
+            if not isinstance(word, str) or word not in KERNEL_WORDS:
+                raise ValueError(
+                    f"kernels={word!r}: one of {', '.join(KERNEL_WORDS)}, or one of them for each "
+                    'kernel, for instance {"flash_block": "pallas", "*": "auto"}.'
+                )
+        for name in words.keys() & GONE.keys():
+            warnings.warn(f"kernels: there is no {name} any more: {GONE[name]}.", stacklevel=2)
+            del words[name]
+        rest = words.pop("*", "auto")
+        return cls(tuple(sorted(words.items())), rest)
+
+    def word(self, kernel: str) -> str:
+        """Return the word for one capability."""
+        return dict(self.named).get(kernel, self.rest)
+
+    def without(self, kernel: str) -> str:
+        """Return what to write to leave one of them out."""
+        words = {**dict(self.named), kernel: "xla", "*": self.rest}
+        return json.dumps(words)

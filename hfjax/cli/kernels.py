@@ -8,7 +8,8 @@ import jax
 
 from hfjax.base.exits import carried_out
 from hfjax.base.tables import aligned
-from hfjax.pallas_kernels.choice import KERNELS, WORDS, Wanted, measured
+from hfjax.parallel.for_models.kernel_choice import choose, measured
+from hfjax.parallel.settings import KERNEL_WORDS, KERNELS, Wanted
 from hfjax.target import GPUS
 
 
@@ -16,7 +17,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command to its parser."""
     add = parser.add_argument
     add("--gpu", choices=GPUS, help="ask for this GPU (default: the first device here)")
-    add("--kernels", choices=WORDS, default="auto", help="what a step would be given (auto)")
+    add("--kernels", choices=KERNEL_WORDS, default="auto", help="what a step would be given (auto)")
 
 
 def command(argv: Sequence[str]) -> int:
@@ -38,7 +39,7 @@ def table(kernels: Any = "auto", gpu: str | None = None) -> str:
     shapes = lambda kernel: [one["shape"] for one in known.get(kernel, ())]
     by_shape = lambda kernel: shapes(kernel) if wanted.word(kernel) == "auto" else ()
     asked = [(kernel, shape) for kernel in KERNELS for shape in by_shape(kernel) or (None,)]
-    chosen = [wanted.choose(kernel, device, shape=shape) for kernel, shape in asked]
+    chosen = [choose(wanted, kernel, device, shape=shape) for kernel, shape in asked]
     rows = [[c.kernel, KERNELS[c.kernel], c.form, c.why] for c in chosen]
     head = ["kernel", "what it does", "form", "why"]
     return "\n".join([device.device_kind, *aligned([head, *rows])])

@@ -15,9 +15,9 @@ from hfjax.parallel.autodiff.saved import Choose, kept
 from hfjax.parallel.compiler import GPU
 from hfjax.parallel.engine.fetch import Placeholder, Stored, fetched
 from hfjax.parallel.engine.gather_on_use import in_a_model
+from hfjax.parallel.engine.local import Traced
 from hfjax.parallel.engine.row_parts import RowParts, by_parts
 from hfjax.parallel.execution import Execution
-from hfjax.parallel.for_models.kernels import Traced
 from hfjax.parallel.remat import Remat
 
 

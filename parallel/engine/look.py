@@ -15,6 +15,14 @@ from hfjax.base.paths import Flat
 from hfjax.parallel.engine.blueprint import TRAIN, asked_by, variable_of
 from hfjax.parallel.engine.layers import is_list, items_of
 from hfjax.parallel.engine.step_context import StepContext
+from hfjax.parallel.for_models.kernels import Kernels
+
+
+def kernels_of(context: StepContext) -> Kernels:
+    """Return what the step hands to modules, whose parts a look takes apart."""
+    kernels = context.traced.kernels
+    assert isinstance(kernels, Kernels)
+    return kernels
 
 
 def called(context: StepContext, model: Any, variables: Flat, inputs: Any, mode: str) -> Any:

@@ -21,7 +21,7 @@ from hfjax.base.paths import Flat
 from hfjax.parallel.autodiff.kept_apart import constants_along, differences, mixes
 from hfjax.parallel.autodiff.varying_state import differing
 from hfjax.parallel.engine.blueprint import raw
-from hfjax.parallel.engine.look import outputs_of_a_look
+from hfjax.parallel.engine.look import kernels_of, outputs_of_a_look
 from hfjax.parallel.engine.step_context import StepContext, differs_by_part
 from hfjax.parallel.for_models.grid import Grid
 from hfjax.parallel.for_models.grid_look import BUILD, POSITIONS, GridLook, Parts
@@ -39,7 +39,7 @@ def look_at_grid(context: StepContext, variables: Flat, batch: Any, mode: str) -
         batch: With the rows of this device.
         mode: "train" or "eval".
     """
-    grid = context.traced.kernels.grid
+    grid = kernels_of(context).grid
     if not isinstance(grid, Grid):
         return
     parts = _parts(context, grid, batch)
@@ -102,7 +102,7 @@ def _traced(
     With the shape of a probe: the program of the gradient of what is added to each lookup, so that
     rules of derivatives are seen too. (Gradients of parameters are sums over rows and positions.)
     """
-    parts, kernels = stand_in.parts, replace(context.traced.kernels, grid=stand_in)
+    parts, kernels = stand_in.parts, replace(kernels_of(context), grid=stand_in)
     context = replace(context, blueprint=context.blueprint.equipped(kernels))
     compute = lambda x: context.execution.precision.of(x.dtype)[0]
     parameters = {

@@ -27,7 +27,7 @@ from hfjax.parallel.autodiff.kept_apart import (
 )
 from hfjax.parallel.autodiff.varying_state import differing
 from hfjax.parallel.engine.blueprint import raw
-from hfjax.parallel.engine.look import outputs_of_a_look
+from hfjax.parallel.engine.look import kernels_of, outputs_of_a_look
 from hfjax.parallel.engine.look_at_grid import look_at_grid
 from hfjax.parallel.engine.step_context import StepContext, differs_by_part, rows_of
 from hfjax.parallel.for_models.shared_rows import SharedRows, dims_of
@@ -44,7 +44,8 @@ def dealt(context: StepContext, variables: Flat, keys: Callable | None, batch: A
         keys: As `StepContext.keys` returns it; None: it is an evaluation.
         batch: With whole rows.
     """
-    rows, grid = context.traced.kernels.rows, context.traced.kernels.grid
+    kernels = kernels_of(context)
+    rows, grid = kernels.rows, kernels.grid
     if rows is None and grid is None:
         return batch
     mode = "eval" if keys is None else "train"
@@ -62,7 +63,7 @@ def dealt(context: StepContext, variables: Flat, keys: Callable | None, batch: A
 
 def undealt(context: StepContext, outputs: Any) -> Any:
     """Return what the model made of its part of the rows, for whole rows."""
-    rows = context.traced.kernels.rows
+    rows = kernels_of(context).rows
     return outputs if rows is None else rows.undealt(outputs)
 
 

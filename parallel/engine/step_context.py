@@ -27,10 +27,9 @@ from hfjax.parallel.engine.blueprint import LAYERS, Blueprint
 from hfjax.parallel.engine.fetch import Movement, Stored
 from hfjax.parallel.engine.layers import LayerOptions
 from hfjax.parallel.engine.legs import Choose, Leg, by_xla, legs
+from hfjax.parallel.engine.local import Traced
 from hfjax.parallel.engine.reduce import Reduction, one_scatter_per_axis
 from hfjax.parallel.execution import Execution
-from hfjax.parallel.for_models.grid import Grid
-from hfjax.parallel.for_models.kernels import Traced
 from hfjax.parallel.mesh import (
     AXES,
     COLUMN_AXIS,
@@ -189,8 +188,7 @@ class StepContext:
         """Return the loss of a batch."""
         rows, sharers = rows_of(batch), size_of(SEQUENCE_AXES, self.mesh)
         mean = as_mean(self.loss(outputs, batch), rows / sharers if sharers > 1 else rows)
-        grid = self.traced.kernels.grid
-        return grid.counted_once(mean) if isinstance(grid, Grid) else mean
+        return self.traced.kernels.counted_once(mean)
 
     def outputs(self, outputs: Any, batch: Any) -> Any:
         """Return the outputs, which have a row for each row of the batch."""
@@ -240,11 +238,7 @@ class StepContext:
         return jax.ShapeDtypeStruct(shape[1:] if one else shape, dtype)
 
     def _choose(self, p: Placed) -> Choose:
-        return by_xla if p.tensor_dims else self._senders
-
-    @property
-    def _senders(self) -> Choose:
-        return by_xla if on_grid(self.mesh) else self.traced.kernels.sender
+        return by_xla if p.tensor_dims else self.traced.kernels.sender
 
     def movements(self, training: bool) -> dict[str, Movement]:
         """Return how each parameter moves."""
@@ -287,7 +281,8 @@ class StepContext:
         """What sums gradients over the devices after the last microbatch."""
         psum_at_once = {path: self._psum_at_once(p) for path, p in self.placed.items()}
         precision = self.execution.precision
-        return Reduction(precision, self._hierarchical, self._senders, self.axes, psum_at_once)
+        choose = self.traced.kernels.sender
+        return Reduction(precision, self._hierarchical, choose, self.axes, psum_at_once)
 
     @property
     def _hierarchical(self) -> bool:

@@ -1,6 +1,6 @@
 """The kernels of a step: handed to the modules and to the optimizer that have use for them."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, ClassVar
@@ -11,18 +11,18 @@ from jax.sharding import Mesh
 
 from hfjax.base.tables import aligned
 from hfjax.pallas_kernels.attention import block as flash_block
-from hfjax.pallas_kernels.choice import KERNELS, Choice, Shape, Wanted, show
 from hfjax.pallas_kernels.cross_entropy import loss as cross_entropy
 from hfjax.pallas_kernels.handing import Projection
-from hfjax.parallel.activation_offload import Offloaded
 from hfjax.parallel.for_models import sharded_kernels
 from hfjax.parallel.for_models.grid import Grid
 from hfjax.parallel.for_models.grid_look import GridLook
+from hfjax.parallel.for_models.kernel_choice import Choice, Shape, choose, show
 from hfjax.parallel.for_models.place import Names
 from hfjax.parallel.for_models.plain_head import not_plain
 from hfjax.parallel.for_models.shared_rows import SharedRows, window_of
 from hfjax.parallel.for_models.spread_experts import SpreadExperts
 from hfjax.parallel.mesh import PIPE_AXIS, SAMPLE_AXES, TENSOR_AXES, in_use, size_of
+from hfjax.parallel.settings import KERNELS, Wanted
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Kernels:
     ) -> str:
         """Return the form to take: pallas, xla or reference. See `Wanted.choose`."""
         device = self.mesh.devices.flat[0]
-        return self._keep(self.wanted.choose(kernel, device, refusal, impossible, shape), shape)
+        return self._keep(choose(self.wanted, kernel, device, refusal, impossible, shape), shape)
 
     def form_of_one(self, kernel: str, refusal: str | None, shape: Shape) -> str:
         """Return the form to take for one of many arrays; one that does not fit goes by XLA."""
@@ -77,9 +77,15 @@ class Kernels:
 
     def sender(self, move: Any) -> sharded_kernels.CastingSender | None:
         """Return what moves an array (a `Move` of `engine/legs.py`) in place of XLA, or None."""
+        if self.grid is not None:
+            return None
         refusal = sharded_kernels.sending_refuses(move)
         form = self.form_of_one(move.kind, refusal, {"N": move.x.size})
         return sharded_kernels.CastingSender(form) if form in sharded_kernels.FORMS else None
+
+    def counted_once(self, mean: Any) -> Any:
+        """Return the sums of a loss so that all devices together count them once."""
+        return self.grid.counted_once(mean) if isinstance(self.grid, Grid) else mean
 
     def forms(self, kernel: str) -> set[str]:
         """Return the forms that were taken of a kernel, over all operands."""
@@ -277,18 +283,3 @@ class Kernels:
         if not together:
             return [(kernel, "-", "nothing in this step has use for it", "")]
         return [(kernel, *key, "; ".join(filter(None, of))) for key, of in together.items()]
-
-
-@dataclass
-class Traced:
-    """Made with a step, and filled in while the step is traced."""
-
-    kernels: Kernels  # which form each kernel takes, and why
-    offloaded: Offloaded  # what layers keep for the backward pass, and what of it the host holds
-    names: set[str] = field(default_factory=set)  # of tensors, where remat asks for names
-    unread: set[str] = field(default_factory=set)  # parameters that nothing has read yet
-    written: set[str] = field(default_factory=set)  # variables that the model writes to
-
-    def begin(self, parameters: Iterable[str]) -> None:
-        """Begin a trace: what JAX kept of an earlier one, it must not take for this one's."""
-        self.unread, self.written = set(parameters), set()
