@@ -22,6 +22,7 @@ from hfjax.models.moe.told import Told
 from hfjax.models.parts import Linear, RowKey, anywhere, plain, project, stacked
 
 EXPERTS = "experts"  # the name of the dimension that stacks experts
+PIECES: Any = {"stays_split": True}  # a mixture takes pieces of a parameter: those on a device
 nowhere = partial(anywhere, names=())  # logits of routers are never split
 
 
@@ -35,13 +36,13 @@ class SwiGLUs(nnx.Module):
     def __init__(self, count: int, embed: int, mlp: int, scale: float, *, rngs: nnx.Rngs):
         normal = lambda scale, *shape: scale * jax.random.normal(rngs.params(), shape)
         up, down = normal(0.02, count, embed, mlp, 2), normal(scale, count, mlp, embed)
-        self.gate_up = nnx.Param(up, axes=(EXPERTS, "embed", "mlp", None))
-        self.down = nnx.Param(down, axes=(EXPERTS, "mlp", "embed"))
+        self.gate_up = nnx.Param(up, axes=(EXPERTS, "embed", "mlp", None), **PIECES)
+        self.down = nnx.Param(down, axes=(EXPERTS, "mlp", "embed"), **PIECES)
         self.place = anywhere
 
     def arrays(self) -> Any:
-        """Return the arrays of the experts that are here."""
-        return self.gate_up[...], self.down[...]
+        """Return the arrays of the experts that are here, which other reads would join."""
+        return self.gate_up.get_raw_value(), self.down.get_raw_value()
 
     def apply(self, arrays: Any, x_ND: jax.Array) -> jax.Array:
         """Return what one expert makes of some rows."""
@@ -66,7 +67,7 @@ class OwnExperts(nnx.Module):
             )
         for _, parameter in nnx.to_flat_state(nnx.state(self.each, nnx.Param)):
             names = parameter.get_metadata("axes", (None,) * (parameter[...].ndim - 1))
-            parameter.set_metadata(axes=(EXPERTS, *names))
+            parameter.set_metadata(axes=(EXPERTS, *names), **PIECES)
 
     def arrays(self) -> Any:
         """Return the arrays of the experts that are here."""
