@@ -15,6 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 from hfjax.base.keywords import known_fields, meanings
 from hfjax.models.llama import MLP
 from hfjax.models.moe.losses import balance, spread, z_losses
+from hfjax.base.rounding import widened
 from hfjax.models.moe.mixture import Choices, Mixture
 from hfjax.models.moe.places import capacity as capacity_of, in_order, places
 from hfjax.models.moe.router import JITTER, Chosen, Drawn, Router, choose, is_chosen
@@ -232,9 +233,9 @@ class MoE(nnx.Module):
     def _mixed(self, x: jax.Array, used: jax.Array | None) -> tuple[jax.Array, Told]:
         """Return what the experts make of tokens, and what this layer tells."""
         drawn = Drawn() if self.deterministic else self._drawn(x)
-        wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        wide = widened(x)
         seen = wide if drawn.jitter is None else wide * drawn.jitter
-        logits: Any = project(nowhere, seen, self.router_kernel[...].astype(wide.dtype))
+        logits: Any = project(nowhere, seen, widened(self.router_kernel[...]).astype(wide.dtype))
         bias = None if self.router_bias is None else self.router_bias[...].astype(wide.dtype)
         chosen = choose(self.router, self.mixing.top_k, logits, bias, drawn)
         if used is not None:
