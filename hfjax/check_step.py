@@ -14,7 +14,14 @@ from hfjax.base.paths import Tree
 from hfjax.combinations import check
 from hfjax.parallel.execution import Execution
 from hfjax.parallel.memory import check_has_host_memory
-from hfjax.parallel.mesh import AXES, MEANING, PIPE_AXIS, describe_mesh, on_grid
+from hfjax.parallel.mesh import (
+    AXES,
+    EXPERT_AXES,
+    MEANING,
+    PIPE_AXIS,
+    describe_mesh,
+    on_grid,
+)
 from hfjax.plan.check_layout import check_on_grid
 from hfjax.plan.layout import Layout, State
 
@@ -121,6 +128,8 @@ def check_runs(layout: Layout, execution: Execution, training: bool = False) -> 
         _refuse_idle(layout, idle)
     if on_grid(layout.mesh):
         check_on_grid(layout.placed, layout.strategy.parameters)
+    if execution.dispatch != "auto":
+        _check_travels(layout, execution.dispatch)
     execution.kernels.check(layout.mesh.devices.flat[0])
     if training:
         _check_after_step(layout)
@@ -150,6 +159,17 @@ def _refuse_idle(layout: Layout, idle: Sequence[str]) -> None:
         "Set it to 1, or add a strategy that uses it (hfjax.TENSOR uses tensor, hfjax.GRID row and "
         "tensor, hfjax.CONTEXT context, hfjax.EXPERT expert, hfjax.PIPE pipe)."
     )
+
+
+def _check_travels(layout: Layout, dispatch: str) -> None:
+    """Refuse to choose how tokens travel where none do."""
+    axes = {axis for p in layout.placed.values() for axis in p.stays}
+    if not axes.intersection(EXPERT_AXES):
+        raise ValueError(
+            f"dispatch={dispatch!r} on {describe_mesh(layout.mesh)} under {layout.strategy.name}: "
+            "no tokens travel, since no mixture of hfjax.models.moe has its experts on several "
+            "devices. Leave dispatch out, or take hfjax.EXPERT and make_mesh(expert=…)."
+        )
 
 
 def _check_after_step(layout: Layout) -> None:
