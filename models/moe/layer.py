@@ -9,18 +9,20 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
+from jax.core import Tracer
 
 from hfjax.base.keywords import known_fields, meanings
+from hfjax.base.rounding import widened
 from hfjax.models.llama import MLP
 from hfjax.models.moe.losses import balance, spread, z_losses
-from hfjax.base.rounding import widened
 from hfjax.models.moe.mixture import Choices, Mixture
 from hfjax.models.moe.places import capacity as capacity_of, in_order, places
 from hfjax.models.moe.router import JITTER, Chosen, Drawn, Router, choose, is_chosen
 from hfjax.models.moe.told import Told
-from hfjax.models.parts import Linear, RowKey, anywhere, plain, project, stacked
+from hfjax.models.parts import Linear, RowKey, anywhere, plain, project, stacked, unnumbered
 
 EXPERTS = "experts"  # the name of the dimension that stacks experts
 PIECES: Any = {"stays_split": True}  # a mixture takes pieces of a parameter: those on a device
@@ -89,7 +91,7 @@ class Mixing:
         capacity: How many tokens of a group an expert takes: this times the mean, rounded up.
             None: all that come.
         eval_capacity: The same in evaluations. "same": as in training.
-        min_capacity: The fewest tokens of a group that an expert takes.
+        min_capacity: The fewest tokens of a group that an expert takes; 0 is as 1.
         group: The tokens of a group: what divides a row, or a number of whole rows. None: a row.
         shared: Experts that every token goes to.
         residual: Whether an MLP is beside the experts, and each token mixes both (PR-MoE).
@@ -124,7 +126,7 @@ class Mixing:
                     f"{name}={factor!r} of a mixture: a positive factor of the mean number of "
                     "tokens of an expert, or None: an expert takes all that come."
                 )
-        least = {"top_k": 1, "min_capacity": 1, "group": 1, "block": 1, "shared": 0}
+        least = {"top_k": 1, "min_capacity": 0, "group": 1, "block": 1, "shared": 0}
         for name, low in least.items():
             number = getattr(self, name)
             whole = isinstance(number, int) and not isinstance(number, bool) and number >= low
@@ -179,7 +181,7 @@ class MoE(nnx.Module):
         **mixing: Any,
     ):
         self.mixing = how = Mixing(**mixing)
-        self.experts = experts
+        self.embed, self.experts = embed, experts
         _check(experts, how)
         normal = lambda *shape: 0.02 * jax.random.normal(rngs.params(), shape)
         self.router_kernel = nnx.Param(normal(embed, experts), axes=("embed", None))
@@ -197,7 +199,7 @@ class MoE(nnx.Module):
         draws = how.router.draws
         self.key = RowKey(rngs.dropout(), per_row=True, per_position=True) if draws else None
         self.deterministic = False
-        self.kernels = plain
+        self.number, self.kernels = unnumbered, plain
 
     @property
     def router(self) -> Router:
@@ -212,15 +214,20 @@ class MoE(nnx.Module):
         Args:
             x: Tokens [B, S, D]; or [B, D], or images [B, H, W, D].
             told: What the layers before told. None: this is the first and last that tells.
-            used: Which tokens count, [B, S]; the others go nowhere. None: all.
+            used: Which tokens count, [B, S], flags or 1 and 0; the others go nowhere. None: all.
         """
+        if x.ndim < 2 or x.shape[-1] != self.embed:
+            raise ValueError(
+                f"MoE(embed={self.embed}) is given an array of shape {x.shape}: tokens are "
+                f"[B, S, {self.embed}], [B, {self.embed}], or images [B, H, W, {self.embed}]."
+            )
         start = partial(Told.start, x, 1, self.experts, self.router.over_batch)
         before = start() if told is None else told
         rows = x.reshape(len(x), -1, x.shape[-1])
         if self.kernels.looks:  # positions meet in groups that no device cuts
             y, new = rows, start()
         else:
-            y, new = self._mixed(rows, None if used is None else used.reshape(len(x), -1))
+            y, new = self._mixed(rows, None if used is None else _flags(used, x))
         if self.shared is not None:
             y = y + self.shared(rows)
         if self.residual is not None:
@@ -244,7 +251,9 @@ class MoE(nnx.Module):
         group = self._group(x)
         by_group = lambda a: a.reshape(-1, group, a.shape[-1])
         routed, kept = self._routed(jax.tree.map(by_group, chosen), drawn, by_group)
-        mixture = Mixture(self.experts, self.each.arrays(), self.each.apply, self.mixing.block)
+        tells = self.router.tells and not self.deterministic
+        arrays, block = self.each.arrays(), self.mixing.block
+        mixture = Mixture(self.experts, arrays, self.each.apply, block, tells)
         y = self.kernels.experts(mixture, by_group(x), routed)
         return y.reshape(x.shape), self._told(logits, chosen, used, kept, by_group)
 
@@ -326,6 +335,7 @@ class MoE(nnx.Module):
             dropped=lost.reshape(rows, 1, -1).sum(-1).astype(logits.dtype),
             entropy=jax.lax.stop_gradient(of_row(entropy)[..., 0]),
             tokens=of_row(real[..., None].astype(logits.dtype))[..., 0],
+            number=jnp.full((rows, 1), self.number, logits.dtype),
             experts=self.experts,
         )
 
@@ -372,6 +382,24 @@ class MoE(nnx.Module):
         )
 
 
+def _flags(used: jax.Array, x: jax.Array) -> jax.Array:
+    """Return which tokens count as flags [B, S], or raise."""
+    other = not isinstance(used, Tracer) and not np.isin(np.asarray(used), (0, 1)).all()
+    used = jnp.asarray(used)
+    if used.shape != x.shape[:-1]:
+        raise ValueError(
+            f"MoE(…)(x, used=…) of shape {used.shape} for tokens {x.shape}: one flag for each "
+            f"token is expected, {x.shape[:-1]}."
+        )
+    if jnp.issubdtype(used.dtype, jnp.inexact) or other:
+        raise ValueError(
+            f"MoE(…)(x, used=…) of dtype {used.dtype}: flags, or whole numbers 1 and 0, are "
+            "expected: a token counts or does not. Write used=weights > 0; what a token weighs in "
+            "the loss belongs into with_routing."
+        )
+    return used.astype(bool).reshape(len(x), -1)
+
+
 def _check(experts: int, how: Mixing) -> None:
     """Refuse a number of experts that this mixture cannot have."""
     router = how.router
@@ -379,6 +407,11 @@ def _check(experts: int, how: Mixing) -> None:
         raise ValueError(
             f"MoE(experts={experts}, top_k={how.top_k}): a token chooses at least one expert, and "
             "each at most once. Choose top_k from 1 to the number of experts."
+        )
+    if router.sample_second and how.top_k == 1 < experts:
+        raise ValueError(
+            "MoE(top_k=1) with Router(sample_second=True): there is no second choice to draw. Take "
+            'top_k=2, or sample_second=False; noise="rsample" draws the first.'
         )
     if experts % router.groups:
         raise ValueError(

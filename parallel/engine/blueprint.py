@@ -21,6 +21,7 @@ from hfjax.parallel.engine.fetch import (
     devices_along,
     refuse_elsewhere,
 )
+from hfjax.parallel.engine.handing import hand, number
 from hfjax.parallel.engine.layers import has_three_parts, is_list, items_of
 from hfjax.parallel.mesh import EXPERTS, SAMPLE_AXES, STACK, STAYS
 
@@ -268,6 +269,7 @@ def blueprint(
             return None
         as_made = nnx.split(model, nnx.Param, ...)[0]
         hand(model, "place", "places_activations", place)
+        number(model)
         found["notes"] = tuple(_synchronised(model) if sync_batch_norm else ())
         _settle(model)
         graph, *states = nnx.split(model, nnx.Param, ...)
@@ -375,13 +377,6 @@ def _synchronise_linen(call: Callable, args: tuple, kwargs: dict, context: Any) 
         object.__setattr__(module, "axis_name", SAMPLE_AXES)  # of this call's own instance
         check_mask(module, kwargs.get("mask"))
     return call(*args, **kwargs)
-
-
-def hand(model: nnx.Module, name: str, mark: str, given: Any) -> None:
-    """Put `given` in the attribute `name` of all modules whose own one there is marked."""
-    for _, module in nnx.iter_modules(model):
-        if getattr(getattr(module, name, None), mark, False):
-            setattr(module, name, given)
 
 
 def _hooked(variable: nnx.Variable) -> nnx.Variable:

@@ -32,6 +32,7 @@ from hfjax.parallel.engine.fetch import Placeholder, Stored, fetched
 from hfjax.parallel.engine.gather_on_use import gather_on_use
 from hfjax.parallel.engine.layers import run_model
 from hfjax.parallel.engine.look import called
+from hfjax.parallel.engine.parts import mean_of
 from hfjax.parallel.engine.sequence import dealt, undealt
 from hfjax.parallel.engine.step_context import StepContext, is_random, rows_of
 from hfjax.parallel.mesh import BATCH_AXES, in_use
@@ -93,6 +94,7 @@ class Plane(ABC):
             gradients, mean, statistics = self._accumulate(microbatch, statistics, batch)
             context.warn_of_unread()
             context.check_kept()
+            context.traced.kernels.check_told(mean_of(mean).metrics)
             gradients = context.reduction(gradients, context.placed)
             changed = {p: x for p, x in statistics.items() if p in context.traced.written}
             mean = self.loss_over_devices(mean)
