@@ -17,9 +17,11 @@ from hfjax.parallel.memory import check_has_host_memory
 from hfjax.parallel.mesh import (
     AXES,
     EXPERT_AXES,
+    EXPERTS,
     MEANING,
     PIPE_AXIS,
     describe_mesh,
+    in_use,
     on_grid,
 )
 from hfjax.plan.check_layout import check_on_grid
@@ -162,9 +164,10 @@ def _refuse_idle(layout: Layout, idle: Sequence[str]) -> None:
 
 
 def _check_travels(layout: Layout, dispatch: str) -> None:
-    """Refuse to choose how tokens travel where none do."""
+    """Refuse to choose how tokens travel where none do; the axis of hfjax.EXPERT may be off."""
+    off = EXPERTS in layout.strategy.parameters and not in_use(layout.mesh, EXPERT_AXES)
     axes = {axis for p in layout.placed.values() for axis in p.stays}
-    if not axes.intersection(EXPERT_AXES):
+    if not off and not axes.intersection(EXPERT_AXES):
         raise ValueError(
             f"dispatch={dispatch!r} on {describe_mesh(layout.mesh)} under {layout.strategy.name}: "
             "no tokens travel, since no mixture of hfjax.models.moe has its experts on several "

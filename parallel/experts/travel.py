@@ -9,7 +9,6 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 
 
@@ -45,18 +44,9 @@ def all_to_all(mixture: Mixture, x_GTD: jax.Array, routed: Any, axes: Any) -> ja
     return mixture.from_experts(back, routed)
 
 
-def gather(
-    mixture: Mixture, x_GTD: jax.Array, routed: Any, axes: Any, adds_bf16: bool = True
-) -> jax.Array:
-    """Return what the experts of all devices make of the tokens here: tokens travel.
-
-    `adds_bf16` says whether devices can add in bfloat16: XLA:CPU ends the process on it. A gather
-    adds in its backward pass.
-    """
-    narrow = x_GTD.dtype == jnp.bfloat16 and not adds_bf16
-    sent = lambda x: x.astype(jnp.float32) if narrow and x.dtype == jnp.bfloat16 else x
-    every = lambda x: lax.all_gather(sent(x), axes, axis=0, tiled=True).astype(x.dtype)
+def gather(mixture: Mixture, x_GTD: jax.Array, routed: Any, axes: Any) -> jax.Array:
+    """Return what the experts of all devices make of the tokens here: tokens travel."""
+    every = lambda x: lax.all_gather(x, axes, axis=0, tiled=True)
     first = lax.axis_index(axes) * mixture.here
-    added = sent(mixture.part(every(x_GTD), routed, every, first))
-    here = lax.psum_scatter(added, axes, scatter_dimension=0, tiled=True)
-    return here.astype(x_GTD.dtype)
+    added = mixture.part(every(x_GTD), routed, every, first)
+    return lax.psum_scatter(added, axes, scatter_dimension=0, tiled=True)

@@ -8,7 +8,7 @@ from jax.sharding import Mesh
 
 from hfjax.parallel.experts.choice import Call, Choice, choose
 from hfjax.parallel.experts.travel import all_to_all, gather
-from hfjax.parallel.mesh import EXPERT_AXES, in_use, platform_of, size_of
+from hfjax.parallel.mesh import EXPERT_AXES, in_use, size_of
 
 
 @dataclass(frozen=True)
@@ -32,9 +32,7 @@ class SpreadExperts:
         axes = in_use(self.mesh, EXPERT_AXES)
         call = _call(size_of(axes, self.mesh), x_GTD, routed)
         way = self.calls.setdefault(call, choose(self.dispatch, call))
-        if way == "all_to_all":
-            return all_to_all(mixture, x_GTD, routed, axes)
-        return gather(mixture, x_GTD, routed, axes, adds_bf16=platform_of(self.mesh) != "cpu")
+        return (all_to_all if way == "all_to_all" else gather)(mixture, x_GTD, routed, axes)
 
     @property
     def choice(self) -> Choice | None:
