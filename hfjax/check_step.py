@@ -15,7 +15,16 @@ from hfjax.combinations import check
 from hfjax.parallel.execution import Execution
 from hfjax.parallel.for_models.kernel_choice import check_kernels
 from hfjax.parallel.memory import check_has_host_memory
-from hfjax.parallel.mesh import AXES, MEANING, PIPE_AXIS, describe_mesh, on_grid
+from hfjax.parallel.mesh import (
+    AXES,
+    EXPERT_AXES,
+    EXPERTS,
+    MEANING,
+    PIPE_AXIS,
+    describe_mesh,
+    in_use,
+    on_grid,
+)
 from hfjax.plan.check_layout import check_on_grid
 from hfjax.plan.layout import Layout, State
 
@@ -122,6 +131,8 @@ def check_runs(layout: Layout, execution: Execution, training: bool = False) -> 
         _refuse_idle(layout, idle)
     if on_grid(layout.mesh):
         check_on_grid(layout.placed, layout.strategy.parameters)
+    if execution.dispatch != "auto":
+        _check_travels(layout, execution.dispatch)
     check_kernels(execution.kernels, layout.mesh.devices.flat[0])
     if training:
         _check_after_step(layout)
@@ -151,6 +162,18 @@ def _refuse_idle(layout: Layout, idle: Sequence[str]) -> None:
         "Set it to 1, or add a strategy that uses it (hfjax.TENSOR uses tensor, hfjax.GRID row and "
         "tensor, hfjax.CONTEXT context, hfjax.EXPERT expert, hfjax.PIPE pipe)."
     )
+
+
+def _check_travels(layout: Layout, dispatch: str) -> None:
+    """Refuse to choose how tokens travel where none do; the axis of hfjax.EXPERT may be off."""
+    off = EXPERTS in layout.strategy.parameters and not in_use(layout.mesh, EXPERT_AXES)
+    axes = {axis for p in layout.placed.values() for axis in p.stays}
+    if not off and not axes.intersection(EXPERT_AXES):
+        raise ValueError(
+            f"dispatch={dispatch!r} on {describe_mesh(layout.mesh)} under {layout.strategy.name}: "
+            "no tokens travel, since no mixture of hfjax.models.moe has its experts on several "
+            "devices. Leave dispatch out, or take hfjax.EXPERT and make_mesh(expert=…)."
+        )
 
 
 def _check_after_step(layout: Layout) -> None:

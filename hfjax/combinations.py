@@ -290,9 +290,9 @@ REFUSED: dict[tuple[str, str], Refusal] = {
         "Use hfjax.CONTEXT with hfjax.TENSOR, or a grid without hfjax.CONTEXT.",
     ),
     ("EXPERT", "GRID"): Refusal(
-        WHOLE_ON_A_GRID,
-        BUILD,
-        detected_later=TRACED,
+        "routers, and the experts that tokens travel to, need the whole width of a token, and on a "
+        "grid each device has a part of it",
+        "Use hfjax.EXPERT with hfjax.TENSOR, or a grid and models without mixtures.",
     ),
     ("statistics that a model writes", "GRID"): Refusal(
         WHOLE_ON_A_GRID,

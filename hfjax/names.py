@@ -29,7 +29,7 @@ from hfjax.optimizers.transforms import (
     scaled as scaled,
 )
 from hfjax.parallel.activation_offload import Offload as Offload
-from hfjax.parallel.engine.fetch import gather_rows as gather_rows
+from hfjax.parallel.engine.gradients import gather_rows as gather_rows
 from hfjax.parallel.engine.offload_block import offload as offload
 from hfjax.parallel.execution import Execution as Execution
 from hfjax.parallel.experts.balance import balance_experts as balance_experts

@@ -41,6 +41,7 @@ from hfjax.parallel.mesh import PIPE_AXIS, describe_mesh
 from hfjax.parallel.pipeline.plane import PipelinePlane
 from hfjax.parallel.schedules.named import Schedule
 from hfjax.parallel.schedules.table import Table
+from hfjax.plan.check_layout import warn_of_gathered_experts
 from hfjax.plan.layout import Layout, State
 from hfjax.plan.on_stages import on_stages
 from hfjax.plan.rearrange import canonical, rearrange
@@ -130,6 +131,7 @@ class TrainStep:
         check_packed_rows(layout)
         check_padding(layout)
         warn_of_mixed_experts(layout)
+        warn_of_gathered_experts(layout)
         if execution.optimizer_in_backward:
             check_in_backward(layout)
         self.layout, self.execution = layout, execution

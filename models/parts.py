@@ -265,6 +265,15 @@ class Plain:
 plain = Plain()
 
 
+class Unnumbered(int):
+    """The number of a module that a layout numbers: 0 on its own."""
+
+    takes_number = True  # a layout puts the number of the module among its like in place of it
+
+
+unnumbered = Unnumbered(0)
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def project(place: Callable, x_BSI: jax.Array, kernel_IO: jax.Array) -> jax.Array:
     """Return x @ kernel; the gradient of the kernel contracts rows flattened to one dimension.

@@ -49,17 +49,24 @@ NOT_TRIED = (0, 13)
 
 
 def options_of_cpus(devices: int) -> dict[str, Any]:
-    """Return what programs for several CPU devices need: one thread for each device.
+    """Return what programs for CPU devices need: no number more exact than it is written.
 
-    With more, XLA runs independent parts of a program at once, each device in an order of its own,
-    and a collective may meet another one: seen in a pipeline beside FSDP and data, whose losses
-    were wrong in one step of five, or which hung.
+    XLA:CPU computes bfloat16 in float32, and leaves roundings out as it fuses: others in a program
+    for one device than in that for many, whose routers then choose other experts.
 
-    >>> options_of_cpus(8), options_of_cpus(1)
-    ({'xla_cpu_multi_thread_eigen': False}, {})
+    And one thread for each of several devices. With more, XLA runs independent parts of a program
+    at once, each device in an order of its own, and a collective may meet another one: seen in a
+    pipeline beside FSDP and data, whose losses were wrong in one step of five, or which hung.
+
+    >>> options_of_cpus(1)
+    {'xla_allow_excess_precision': False}
+    >>> sorted(options_of_cpus(8))
+    ['xla_allow_excess_precision', 'xla_cpu_multi_thread_eigen']
     """
-    tried = jax.__version_info__ < NOT_TRIED
-    return {"xla_cpu_multi_thread_eigen": False} if tried and devices > 1 else {}
+    if jax.__version_info__ >= NOT_TRIED:
+        return {}
+    as_written = {"xla_allow_excess_precision": False}
+    return as_written | ({"xla_cpu_multi_thread_eigen": False} if devices > 1 else {})
 
 
 def best_preset(gathered: bool, tensor: bool, split_rows: bool = False) -> str:

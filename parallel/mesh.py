@@ -19,6 +19,7 @@ from jax.sharding import AxisType, Mesh
 STACK = "layers"  # the dimension that stacks equal layers: sliced by a scan, split by stages only
 EXPERTS = "experts"  # the dimension that stacks the experts of a layer: tokens go to them
 ANY = "*"  # whatever a dimension is called
+STAYS = "stays_split"  # how a module marks a parameter of which it takes the pieces
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,8 @@ class Axis:
         stays: The logical name of a dimension, or `ANY`. Parameters that the axis splits along it
             are never gathered: the computation goes to the pieces, as microbatches go to a stage's
             layers and tokens to experts. Other parameters are not concerned.
+        marked: Only parameters stay that their module marks (`STAYS`), since it takes pieces. Those
+            of other modules are gathered when they are read, as over any axis of rows.
         partitioner: XLA's partitioner derives the collectives over it. Those over all other axes
             are written in our source, and so are these on a grid (`on_grid`).
     """
@@ -40,6 +43,7 @@ class Axis:
     rows: bool = False
     sequence: bool = False
     stays: str | None = None
+    marked: bool = False
     partitioner: bool = False
 
 
@@ -51,7 +55,7 @@ MEANING: Mapping[str, Axis] = {
     "pipe": Axis(stays=STACK),
     "data": Axis(rows=True),
     "fsdp": Axis(rows=True),
-    "expert": Axis(rows=True, stays=EXPERTS),
+    "expert": Axis(rows=True, stays=EXPERTS, marked=True),
     "context": Axis(sequence=True),
     "row": Axis(stays=ANY),
     "tensor": Axis(partitioner=True),
@@ -62,12 +66,21 @@ def _axes(wanted: Callable[[Axis], bool]) -> tuple[str, ...]:
     return tuple(name for name, axis in MEANING.items() if wanted(axis))
 
 
-def stays_split(axis: str, dimension: str | None) -> bool:
+def stays_split(axis: str, dimension: str | None, marked: bool = True) -> bool:
     """Return whether an axis keeps a dimension of this name split where it is read."""
-    stays = MEANING[axis].stays
-    return (
-        MEANING[axis].partitioner or stays == ANY or (dimension is not None and stays == dimension)
-    )
+    meaning = MEANING[axis]
+    if meaning.partitioner or meaning.stays == ANY:
+        return True
+    return stays_by_name(axis, dimension, marked)
+
+
+def stays_by_name(axis: str, dimension: str | None, marked: bool = True) -> bool:
+    """Return whether it does so because the dimension has this name.
+
+    `marked` says whether the module of the parameter takes pieces of it.
+    """
+    meaning = MEANING[axis]
+    return dimension is not None and meaning.stays == dimension and (marked or not meaning.marked)
 
 
 AXES = tuple(MEANING)

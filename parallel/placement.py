@@ -1,8 +1,9 @@
 """From rows to PartitionSpecs: where each dimension of one array lies, and every refusal."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from jax.sharding import Mesh, PartitionSpec as P
@@ -24,6 +25,7 @@ from hfjax.parallel.mesh import (
     on_grid,
     partitioned,
     size_of,
+    stays_by_name,
     stays_split,
 )
 from hfjax.parallel.strategy import Axes, Rows, Strategy
@@ -46,6 +48,7 @@ class Placed:
     axes: tuple[str | None, ...] = ()  # the logical name of each dimension
     frozen: bool = False  # no gradient, no moments
     still: int = 0  # of a stack, the first so many layers stay as they are
+    marked: bool = False  # its module takes pieces of it (see `Axis`)
 
     @property
     def stacked(self) -> bool:
@@ -62,15 +65,25 @@ class Placed:
         What stays split when it is read is not among them: a stage's layers, for instance.
         """
         dims = self._dims(self.manual(column))
-        moves = lambda dim, axis: not stays_split(axis, self._name(dim))
+        moves = lambda dim, axis: not stays_split(axis, self._name(dim), self.marked)
         moved = [(dim, tuple(axis for axis in axes if moves(dim, axis))) for dim, axes in dims]
         return tuple((dim, axes) for dim, axes in moved if axes)
 
     @property
     def stays(self) -> Axes:
         """The axes over which the parameter stays split: nothing gathers it, or sums over them."""
+        return self._split_by(lambda axis, name: stays_split(axis, name, self.marked))
+
+    @property
+    def gathered_unmarked(self) -> Axes:
+        """The axes over which it would stay split if its module took pieces of it."""
+        by_name = self._split_by(stays_by_name)
+        return tuple(axis for axis in by_name if axis not in self.stays)
+
+    def _split_by(self, does: Callable[[str, str | None], bool]) -> Axes:
+        """Return the manual axes that split the parameter and of which `does(axis, name)` holds."""
         dims = self._dims(self.manual("parameter"))
-        return tuple(a for dim, axes in dims for a in axes if stays_split(a, self._name(dim)))
+        return tuple(a for dim, axes in dims for a in axes if does(a, self._name(dim)))
 
     @property
     def here(self) -> tuple[int, ...]:
@@ -113,6 +126,7 @@ class Array:
     path: str
     shape: tuple[int, ...]
     axes: tuple[str | None, ...]
+    marked: bool = False  # its module takes pieces of it (see `Axis`)
 
     def __post_init__(self):
         if len(self.axes) != len(self.shape):
@@ -165,7 +179,8 @@ def columns(array: Array, strategy: Strategy, mesh: Mesh, spec: P | None = None)
         spec = place(array, strategy.parameters, mesh, smallest)
     if strategy.gradients.get("*") == ():  # asked for: accumulate whole, reduce once
         entries = zip(entries_of(spec, len(array.axes)), array.axes, strict=True)
-        whole = _spec([tuple(a for a in e if stays_split(a, name)) for e, name in entries])
+        stays = partial(stays_split, marked=array.marked)
+        whole = _spec([tuple(a for a in e if stays(a, name)) for e, name in entries])
         return spec, whole, place(array, strategy.moments, mesh, smallest, spec)
     gradient = place(array, strategy.gradients, mesh, smallest, spec)
     return spec, gradient, place(array, strategy.moments, mesh, smallest, gradient)
@@ -199,9 +214,9 @@ def _check_dim(array: Array, dim: int, axes: Axes, mesh: Mesh, given: str) -> No
             f"{' and '.join(TENSOR_AXES)} (the other order adds permutes and gathers to every "
             f"step). Write {legal}."
         )
-    gathered = [MEANING[a].stays != array.axes[dim] for a in axes]
-    if array.axes[dim] and gathered != sorted(gathered):
-        legal = tuple(sorted(axes, key=lambda a: MEANING[a].stays != array.axes[dim]))
+    moves = lambda axis: not stays_by_name(axis, array.axes[dim], array.marked)
+    if (gathered := list(map(moves, axes))) != sorted(gathered):
+        legal = tuple(sorted(axes, key=moves))
         raise ValueError(
             f"{given}: on dimension {dim} ({array.axes[dim]}), what stays split comes before what "
             f"is gathered. Write {legal}."

@@ -86,6 +86,9 @@ CASES = {
     "top-1, Jitter": Case({**ONE, "router": Router(normalise="none", noise="jitter")}, top1()),
     "a capacity factor": Case({**RANDOM, "capacity": 0.6, "min_capacity": 1}, top1(0.6, 1)),
     "a least capacity": Case({**RANDOM, "capacity": 0.5, "min_capacity": 5}, top1(0.5, 5)),
+    "a least capacity of 0 is one place": Case(
+        {**ONE, "router": FIRST, "capacity": 0.1, "min_capacity": 0}, top1(0.1, 0)
+    ),
     "a capacity of evaluations": Case(
         {**ONE, "router": FIRST, "eval_capacity": 0.5, "min_capacity": 1},
         top1(0.5, 1), NO_LOSS, train=False,
@@ -400,7 +403,7 @@ def test_biases_of_a_list_are_moved_by_their_own_layers_load():
     [
         ({"capacity": 0}, r"capacity=0 of a mixture: a positive factor .* or None"),
         ({"eval_capacity": -1.0}, r"eval_capacity=-1.0 of a mixture: a positive factor"),
-        ({"min_capacity": 0}, r"min_capacity=0 of a mixture: a whole number, at least 1"),
+        ({"min_capacity": -1}, r"min_capacity=-1 of a mixture: a whole number, at least 0"),
         ({"group": 0}, r"group=0 of a mixture: a whole number, at least 1. None: a row"),
         ({"top_k": 7}, r"MoE\(experts=6, top_k=7\): .* Choose top_k from 1 to the number of ex"),
         ({"top_k": True}, r"top_k=True of a mixture: a whole number, at least 1"),

@@ -1,6 +1,7 @@
 """Trees by path: `{"layers/mlp/up/kernel": …}` and back, and patterns of paths."""
 
 import difflib
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
@@ -79,3 +80,12 @@ def matches(patterns: Sequence[str], paths: Iterable[str]) -> dict[str, str]:
             raise ValueError(f"pattern {pattern!r} matches no parameter. {nearest(pattern, paths)}")
     found = {p: next((x for x in patterns if fnmatchcase(p, x)), None) for p in paths}
     return {path: pattern for path, pattern in found.items() if pattern is not None}
+
+
+def natural(path: str) -> list[Any]:
+    """Return a key that sorts paths by their numbers, not by the digits of these.
+
+    >>> sorted(["layers/10/", "layers/9/"], key=natural)
+    ['layers/9/', 'layers/10/']
+    """
+    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", path)]

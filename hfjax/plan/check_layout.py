@@ -88,20 +88,41 @@ def check_rows(plan: Blueprint, mesh: Mesh) -> None:
 def idle_axes(placed: Iterable[Placed], strategy: Strategy, mesh: Mesh) -> list[str]:
     """Return mesh axes larger than 1 whose devices would repeat each other's work.
 
-    An axis of rows for which some arrays are to stay split (that of experts) needs such an array.
+    An axis of rows that is for arrays with a dimension of some name (that of experts) needs one.
     """
     placed = list(placed)
     used = {a for p in placed for entry in entries_of(p.parameter, 0) for a in entry}
-    stays = {axis for p in placed for axis in p.stays}
+    named = {axis for p in placed for axis in (*p.stays, *p.gathered_unmarked)}
     shared = {a for axes in strategy.activations.values() for a in axes}.intersection(SEQUENCE_AXES)
 
     def works(axis: str) -> bool:
         meaning = MEANING[axis]
         if meaning.rows:
-            return axis in stays or not meaning.stays
+            return axis in named or not meaning.stays
         return axis in shared or (axis in used and bool(meaning.stays or meaning.partitioner))
 
     return [axis for axis in in_use(mesh, AXES) if not works(axis)]
+
+
+def warn_of_gathered_experts(layout: Any) -> None:
+    """Warn of arrays of experts that are gathered, since they are in no mixture of hfjax."""
+    if told := gathered_experts(layout.placed.values()):
+        warnings.warn(told, UserWarning, stacklevel=4)
+
+
+def gathered_experts(placed: Iterable[Placed]) -> str:
+    """Return which arrays of experts are gathered over the axis that splits them; "": none."""
+    found = {p.path: p.gathered_unmarked for p in placed if p.gathered_unmarked}
+    if not found:
+        return ""
+    axes = sorted({axis for of in found.values() for axis in of})
+    return (
+        f"{', '.join(found)}: split over {', '.join(axes)}, and in no mixture of hfjax. So each "
+        "device gathers all experts where the model reads them, and computes with its own rows: "
+        "numbers are those of one device, what is sent is that of hfjax.FSDP. For tokens to travel "
+        "to the experts, make the mixture of hfjax.models.moe.MoE(…, expert=lambda rngs: your "
+        "module) (docs/experts.md)."
+    )
 
 
 def check_paths(axes: Mapping[str, tuple], plan: Blueprint) -> None:

@@ -51,6 +51,7 @@ from hfjax.plan.check_layout import (
     check_rows,
     check_splits,
     first_layers,
+    gathered_experts,
     idle_axes,
 )
 from hfjax.plan.check_matrices import check_matrices
@@ -263,7 +264,8 @@ class Layout:
             *left_whole(self.strategy, self.placed),
         )
         still = (f"{path}: its first {n} layers stay as they are" for path, n in self.still.items())
-        return (*could_not, *self.hosted.notes(), *self.blueprint.notes, *still, *padding)
+        experts = filter(None, [gathered_experts(self.placed.values())])
+        return (*could_not, *experts, *self.hosted.notes(), *self.blueprint.notes, *still, *padding)
 
     @property
     def source(self) -> Source:
@@ -534,7 +536,9 @@ def layout(  # noqa: PLR0913  options of one call
     check_paths(axes or {}, plan)
     check_dtypes(plan)
     arrays = {
-        path: Array(path, tuple(template.shape), plan.axes(path, axes or {}))
+        path: Array(
+            path, tuple(template.shape), plan.axes(path, axes or {}), plan.takes_pieces(path)
+        )
         for path, template in plan.parameters.items()
     }
     placed = {

@@ -27,7 +27,8 @@ COLUMNS = ("parameter", "gradient", "moment")
 def place_array(array: Array, dtype: DTypeLike, strategy: Strategy, mesh: Mesh) -> Placed:
     """Return where a strategy puts an array."""
     small, specs = array.layer_size < strategy.smallest, columns(array, strategy, mesh)
-    return Placed(mesh, array.path, array.shape, dtype, *specs, small=small, axes=array.axes)
+    about = {"small": small, "axes": array.axes, "marked": array.marked}
+    return Placed(mesh, array.path, array.shape, dtype, *specs, **about)
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 from hfjax.base.keywords import check_keywords
 from hfjax.base.paths import Tree, flatten
+from hfjax.base.rounding import widened
 from hfjax.parallel.engine.blueprint import TRAIN, asked_by
 from hfjax.parallel.execution import Execution
 from hfjax.parallel.memory import to_device
@@ -196,7 +197,7 @@ class _Follow:
         def body(i, carry):
             rows, known, new = carry
             logits = self._logits(model, jnp.pad(rows, ((0, 0), (0, 1))))
-            last = logits[each, known - 1, : self.vocab].astype(jnp.float32)
+            last = widened(logits[each, known - 1, : self.vocab]).astype(jnp.float32)
             keys = jax.vmap(jax.random.fold_in, (0, None))(keys_B, i)
             tokens = jax.vmap(self.sampling.choose)(last, keys).astype(rows.dtype)
             full = known == length

@@ -9,19 +9,23 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
+from jax.core import Tracer
 
 from hfjax.base.keywords import known_fields, meanings
+from hfjax.base.rounding import widened
 from hfjax.models.llama import MLP
 from hfjax.models.moe.losses import balance, spread, z_losses
 from hfjax.models.moe.mixture import Choices, Mixture
 from hfjax.models.moe.places import capacity as capacity_of, in_order, places
 from hfjax.models.moe.router import JITTER, Chosen, Drawn, Router, choose, is_chosen
 from hfjax.models.moe.told import Told
-from hfjax.models.parts import Linear, RowKey, anywhere, plain, project, stacked
+from hfjax.models.parts import Linear, RowKey, anywhere, plain, project, stacked, unnumbered
 
 EXPERTS = "experts"  # the name of the dimension that stacks experts
+PIECES: Any = {"stays_split": True}  # a mixture takes pieces of a parameter: those on a device
 nowhere = partial(anywhere, names=())  # logits of routers are never split
 
 
@@ -35,13 +39,13 @@ class SwiGLUs(nnx.Module):
     def __init__(self, count: int, embed: int, mlp: int, scale: float, *, rngs: nnx.Rngs):
         normal = lambda scale, *shape: scale * jax.random.normal(rngs.params(), shape)
         up, down = normal(0.02, count, embed, mlp, 2), normal(scale, count, mlp, embed)
-        self.gate_up = nnx.Param(up, axes=(EXPERTS, "embed", "mlp", None))
-        self.down = nnx.Param(down, axes=(EXPERTS, "mlp", "embed"))
+        self.gate_up = nnx.Param(up, axes=(EXPERTS, "embed", "mlp", None), **PIECES)
+        self.down = nnx.Param(down, axes=(EXPERTS, "mlp", "embed"), **PIECES)
         self.place = anywhere
 
     def arrays(self) -> Any:
-        """Return the arrays of the experts that are here."""
-        return self.gate_up[...], self.down[...]
+        """Return the arrays of the experts that are here, which other reads would join."""
+        return self.gate_up.get_raw_value(), self.down.get_raw_value()
 
     def apply(self, arrays: Any, x_ND: jax.Array) -> jax.Array:
         """Return what one expert makes of some rows."""
@@ -66,7 +70,7 @@ class OwnExperts(nnx.Module):
             )
         for _, parameter in nnx.to_flat_state(nnx.state(self.each, nnx.Param)):
             names = parameter.get_metadata("axes", (None,) * (parameter[...].ndim - 1))
-            parameter.set_metadata(axes=(EXPERTS, *names))
+            parameter.set_metadata(axes=(EXPERTS, *names), **PIECES)
 
     def arrays(self) -> Any:
         """Return the arrays of the experts that are here."""
@@ -87,7 +91,7 @@ class Mixing:
         capacity: How many tokens of a group an expert takes: this times the mean, rounded up.
             None: all that come.
         eval_capacity: The same in evaluations. "same": as in training.
-        min_capacity: The fewest tokens of a group that an expert takes.
+        min_capacity: The fewest tokens of a group that an expert takes; 0 is as 1.
         group: The tokens of a group: what divides a row, or a number of whole rows. None: a row.
         shared: Experts that every token goes to.
         residual: Whether an MLP is beside the experts, and each token mixes both (PR-MoE).
@@ -122,7 +126,7 @@ class Mixing:
                     f"{name}={factor!r} of a mixture: a positive factor of the mean number of "
                     "tokens of an expert, or None: an expert takes all that come."
                 )
-        least = {"top_k": 1, "min_capacity": 1, "group": 1, "block": 1, "shared": 0}
+        least = {"top_k": 1, "min_capacity": 0, "group": 1, "block": 1, "shared": 0}
         for name, low in least.items():
             number = getattr(self, name)
             whole = isinstance(number, int) and not isinstance(number, bool) and number >= low
@@ -177,7 +181,7 @@ class MoE(nnx.Module):
         **mixing: Any,
     ):
         self.mixing = how = Mixing(**mixing)
-        self.experts = experts
+        self.embed, self.experts = embed, experts
         _check(experts, how)
         normal = lambda *shape: 0.02 * jax.random.normal(rngs.params(), shape)
         self.router_kernel = nnx.Param(normal(embed, experts), axes=("embed", None))
@@ -195,7 +199,7 @@ class MoE(nnx.Module):
         draws = how.router.draws
         self.key = RowKey(rngs.dropout(), per_row=True, per_position=True) if draws else None
         self.deterministic = False
-        self.kernels = plain
+        self.number, self.kernels = unnumbered, plain
 
     @property
     def router(self) -> Router:
@@ -210,15 +214,20 @@ class MoE(nnx.Module):
         Args:
             x: Tokens [B, S, D]; or [B, D], or images [B, H, W, D].
             told: What the layers before told. None: this is the first and last that tells.
-            used: Which tokens count, [B, S]; the others go nowhere. None: all.
+            used: Which tokens count, [B, S], flags or 1 and 0; the others go nowhere. None: all.
         """
+        if x.ndim < 2 or x.shape[-1] != self.embed:
+            raise ValueError(
+                f"MoE(embed={self.embed}) is given an array of shape {x.shape}: tokens are "
+                f"[B, S, {self.embed}], [B, {self.embed}], or images [B, H, W, {self.embed}]."
+            )
         start = partial(Told.start, x, 1, self.experts, self.router.over_batch)
         before = start() if told is None else told
         rows = x.reshape(len(x), -1, x.shape[-1])
         if self.kernels.looks:  # positions meet in groups that no device cuts
             y, new = rows, start()
         else:
-            y, new = self._mixed(rows, None if used is None else used.reshape(len(x), -1))
+            y, new = self._mixed(rows, None if used is None else _flags(used, x))
         if self.shared is not None:
             y = y + self.shared(rows)
         if self.residual is not None:
@@ -231,9 +240,9 @@ class MoE(nnx.Module):
     def _mixed(self, x: jax.Array, used: jax.Array | None) -> tuple[jax.Array, Told]:
         """Return what the experts make of tokens, and what this layer tells."""
         drawn = Drawn() if self.deterministic else self._drawn(x)
-        wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        wide = widened(x)
         seen = wide if drawn.jitter is None else wide * drawn.jitter
-        logits: Any = project(nowhere, seen, self.router_kernel[...].astype(wide.dtype))
+        logits: Any = project(nowhere, seen, widened(self.router_kernel[...]).astype(wide.dtype))
         bias = None if self.router_bias is None else self.router_bias[...].astype(wide.dtype)
         chosen = choose(self.router, self.mixing.top_k, logits, bias, drawn)
         if used is not None:
@@ -242,7 +251,9 @@ class MoE(nnx.Module):
         group = self._group(x)
         by_group = lambda a: a.reshape(-1, group, a.shape[-1])
         routed, kept = self._routed(jax.tree.map(by_group, chosen), drawn, by_group)
-        mixture = Mixture(self.experts, self.each.arrays(), self.each.apply, self.mixing.block)
+        tells = self.router.tells and not self.deterministic
+        arrays, block = self.each.arrays(), self.mixing.block
+        mixture = Mixture(self.experts, arrays, self.each.apply, block, tells)
         y = self.kernels.experts(mixture, by_group(x), routed)
         return y.reshape(x.shape), self._told(logits, chosen, used, kept, by_group)
 
@@ -324,6 +335,7 @@ class MoE(nnx.Module):
             dropped=lost.reshape(rows, 1, -1).sum(-1).astype(logits.dtype),
             entropy=jax.lax.stop_gradient(of_row(entropy)[..., 0]),
             tokens=of_row(real[..., None].astype(logits.dtype))[..., 0],
+            number=jnp.full((rows, 1), self.number, logits.dtype),
             experts=self.experts,
         )
 
@@ -370,6 +382,24 @@ class MoE(nnx.Module):
         )
 
 
+def _flags(used: jax.Array, x: jax.Array) -> jax.Array:
+    """Return which tokens count as flags [B, S], or raise."""
+    other = not isinstance(used, Tracer) and not np.isin(np.asarray(used), (0, 1)).all()
+    used = jnp.asarray(used)
+    if used.shape != x.shape[:-1]:
+        raise ValueError(
+            f"MoE(…)(x, used=…) of shape {used.shape} for tokens {x.shape}: one flag for each "
+            f"token is expected, {x.shape[:-1]}."
+        )
+    if jnp.issubdtype(used.dtype, jnp.inexact) or other:
+        raise ValueError(
+            f"MoE(…)(x, used=…) of dtype {used.dtype}: flags, or whole numbers 1 and 0, are "
+            "expected: a token counts or does not. Write used=weights > 0; what a token weighs in "
+            "the loss belongs into with_routing."
+        )
+    return used.astype(bool).reshape(len(x), -1)
+
+
 def _check(experts: int, how: Mixing) -> None:
     """Refuse a number of experts that this mixture cannot have."""
     router = how.router
@@ -377,6 +407,11 @@ def _check(experts: int, how: Mixing) -> None:
         raise ValueError(
             f"MoE(experts={experts}, top_k={how.top_k}): a token chooses at least one expert, and "
             "each at most once. Choose top_k from 1 to the number of experts."
+        )
+    if router.sample_second and how.top_k == 1 < experts:
+        raise ValueError(
+            "MoE(top_k=1) with Router(sample_second=True): there is no second choice to draw. Take "
+            'top_k=2, or sample_second=False; noise="rsample" draws the first.'
         )
     if experts % router.groups:
         raise ValueError(

@@ -62,15 +62,21 @@ def with_routing(losses: jax.Array, weights: jax.Array | np.ndarray, routed: Rou
 
 
 def _metrics(told: Told) -> dict[str, Mean]:
-    load = told.load.sum(0)
-    of_layer, tokens = load.sum(-1), told.tokens.sum(0)
-    chosen = of_layer.mean()
-    counted = jnp.where(tokens > 0, tokens.mean() / tokens, 0)
+    """Return the metrics of every layer, in the order of paths, whichever was called first."""
+    order = jnp.argsort(told.number[0], stable=True)
+    in_order = lambda x: x.sum(0)[order]
+    load, dropped, entropy, tokens = map(
+        in_order, (told.load, told.dropped, told.entropy, told.tokens)
+    )
+    of_layer = load.sum(-1)
+    chosen, used = of_layer.mean(), tokens.mean()
+    counted = jnp.where(tokens > 0, used / tokens, 0)
     even = jnp.where(of_layer > 0, chosen / of_layer, 0)  # layers may differ in `top_k`
+    some = lambda weight: jnp.maximum(weight, 1e-30)  # where no token is used anywhere: shares of 0
     return {
-        LOAD: Mean(load * even[:, None], chosen),
-        DROPPED: Mean(told.dropped.sum(0) * even, chosen),
-        ENTROPY: Mean(told.entropy.sum(0) * counted, tokens.mean()),
+        LOAD: Mean(load * even[:, None], some(chosen)),
+        DROPPED: Mean(dropped * even, some(chosen)),
+        ENTROPY: Mean(entropy * counted, some(used)),
     }
 
 

@@ -30,12 +30,14 @@ class Mixture:
         arrays: Those of the experts that are here, stacked.
         apply: (arrays of one expert, [N, D]) -> [N, D].
         block: Rows of a product, where there is no capacity.
+        tells: Whether the loss has to take part in what the router tells.
     """
 
     experts: int
     arrays: Any
     apply: Callable
     block: int
+    tells: bool = False
 
     @property
     def here(self) -> int:

@@ -181,7 +181,7 @@ class MoELlama(nnx.Module):
         router, training = self.config.router, not self.deterministic
         counts = [n for n in self.config.by_layer if n]
         told = over_batch(stream.told, router, self.kernels, counts, training)
-        needs = (router.has_losses or router.bias_rate > 0) and training
+        needs = router.tells and training
         return self.kernels.told(logits_of(self, stream.x), partial(Routed, told=told), needs)
 
     def after_step(self, variables: Mapping[str, Any], metrics: Mapping[str, Any]) -> Any:

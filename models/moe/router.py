@@ -96,6 +96,12 @@ class Router:
                 f"logits; scores={self.scores!r} and bias_rate={self.bias_rate} would have no part "
                 'in it. Take scores="softmax" and bias_rate=0, or draw nothing.'
             )
+        if self.first_choices_only and self.balance_over != "group":
+            raise ValueError(
+                f"Router(first_choices_only=True, balance_over={self.balance_over!r}): only the "
+                'loss over groups knows first choices. Take balance_over="group", or '
+                "first_choices_only=False."
+            )
         if not 1 <= self.best_groups <= self.groups:
             raise ValueError(
                 f"Router(groups={self.groups}, best_groups={self.best_groups}): a token chooses "
@@ -130,9 +136,9 @@ class Router:
         return self.balance_over == "batch" and self.balance_loss > 0
 
     @property
-    def has_losses(self) -> bool:
-        """Whether it adds to the loss."""
-        return self.balance_loss > 0 or self.z_loss > 0
+    def tells(self) -> bool:
+        """Whether it adds to the loss, or moves biases by what the loss is told."""
+        return self.balance_loss > 0 or self.z_loss > 0 or self.bias_rate > 0
 
 
 PRESETS: Mapping[str, Router] = {

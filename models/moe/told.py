@@ -4,7 +4,6 @@ Pipelines forbid writing to variables, and a microbatch may be recomputed: so no
 module. [B]atch, [S]equence, [L]ayers that are mixtures, [E]xperts.
 """
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from hfjax.base.mean import ENTROPY
+from hfjax.base.paths import natural
 
 BIAS = "router_bias"  # the name of the variable that holds a layer's biases
 LOAD, DROPPED = "expert_load", "dropped"  # metrics by layer
@@ -21,7 +21,7 @@ LOAD, DROPPED = "expert_load", "dropped"  # metrics by layer
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=["loss", "load", "scores", "dropped", "entropy", "tokens"],
+    data_fields=["loss", "load", "scores", "dropped", "entropy", "tokens", "number"],
     meta_fields=["experts"],
 )
 @dataclass(frozen=True)
@@ -36,6 +36,7 @@ class Told:
         dropped: [B, L]: how many choices found no place.
         entropy: [B, L]: the sum of the entropy of the tokens' scores.
         tokens: [B, L]: how many tokens were used.
+        number: [B, L]: that of the layer's mixture, in the order of paths in the model.
         experts: The number of experts, of those layers that tell.
     """
 
@@ -45,6 +46,7 @@ class Told:
     dropped: jax.Array
     entropy: jax.Array
     tokens: jax.Array
+    number: jax.Array
     experts: int
 
     @classmethod
@@ -61,7 +63,7 @@ class Told:
         zeros = lambda *shape: jnp.zeros((x.shape[0], *shape), dtype)
         sums = zeros(layers, experts), zeros(layers, experts if scores else 0)
         none = zeros(layers)
-        return cls(jnp.zeros(x.shape[:-1], dtype), *sums, none, none, none, experts)
+        return cls(jnp.zeros(x.shape[:-1], dtype), *sums, none, none, none, none, experts)
 
     def then(self, other: "Told") -> "Told":
         """Return this with what one more layer tells: layers move up, the newest comes last.
@@ -81,7 +83,7 @@ class Told:
                 f"({self.experts} experts, scores={bool(self.scores.shape[2])}): give the most "
                 "experts that a layer has, and scores=True where a router balances over the batch."
             )
-        names = ("load", "scores", "dropped", "entropy", "tokens")
+        names = ("load", "scores", "dropped", "entropy", "tokens", "number")
         joined = {name: join(getattr(self, name), getattr(other, name)) for name in names}
         return replace(self, loss=self.loss + other.loss, **joined)
 
@@ -117,7 +119,7 @@ def after_step(
         metrics: Those of the step.
         rate: `Router.bias_rate`.
         recentre: `Router.recentre`.
-        counts: The number of experts of each layer, where they differ.
+        counts: The number of experts of each layer, in the order of paths, where they differ.
     """
     if LOAD not in metrics:
         return {}, dict(metrics)
@@ -127,7 +129,8 @@ def after_step(
     told["load_max_over_mean"] = (load.max(-1) * jnp.asarray(counts)).max()
     for name in (DROPPED, ENTROPY):
         told[f"{name}_mean"] = metrics[name].mean()
-    paths = sorted((path for path in variables if _is_bias(path)), key=_natural)
+    mixture = lambda path: natural(path.removesuffix(BIAS))
+    paths = sorted((path for path in variables if _is_bias(path)), key=mixture)
     changed, first = {}, 0
     for path in paths if rate else ():
         bias = variables[path]
@@ -142,7 +145,7 @@ def after_step(
         raise ValueError(
             f"after_step: {first} layers have a {BIAS}, and {layers} told their load. A bias is "
             "moved by the load of its own layer: give all mixtures of a model a bias (Router("
-            "bias_rate=…)), or none, and hand `told` from layer to layer in the order of paths."
+            "bias_rate=…)), or none, call each once, and hand `told` from one to the next."
         )
     return changed, told
 
@@ -155,7 +158,3 @@ def _towards_mean(load: jax.Array) -> jax.Array:
 
 def _is_bias(path: str) -> bool:
     return path.rsplit("/", 1)[-1] == BIAS
-
-
-def _natural(path: str) -> list[Any]:
-    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", path)]

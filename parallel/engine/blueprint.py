@@ -15,9 +15,15 @@ import numpy as np
 from flax import linen, nnx
 
 from hfjax.base.paths import Flat, path_of
-from hfjax.parallel.engine.fetch import Placeholder, devices_along, refuse_elsewhere
+from hfjax.parallel.engine.fetch import (
+    Placeholder,
+    WholeElsewhere,
+    devices_along,
+    refuse_elsewhere,
+)
+from hfjax.parallel.engine.handing import hand, number
 from hfjax.parallel.engine.layers import has_three_parts, is_list, items_of
-from hfjax.parallel.mesh import SAMPLE_AXES, STACK
+from hfjax.parallel.mesh import EXPERTS, SAMPLE_AXES, STACK, STAYS
 
 LAYERS = "layers/"
 # Names by which models and libraries call the logical axes of a parameter.
@@ -175,6 +181,11 @@ class Blueprint:
         """Return whether a variable has a row for each row of the batch."""
         return _axes_of(self.variables[path])[:1] == ("batch",)
 
+    def takes_pieces(self, path: str) -> bool:
+        """Return whether the module of a parameter takes pieces of it: it marks it so."""
+        template = self.parameters[path]
+        return isinstance(template, nnx.Variable) and bool(template.get_metadata(STAYS, False))
+
     def axes(self, path: str, given: Mapping[str, tuple]) -> tuple[str | None, ...]:
         """Return the logical name of each dimension of a parameter."""
         template = self.parameters[path]
@@ -258,6 +269,7 @@ def blueprint(
             return None
         as_made = nnx.split(model, nnx.Param, ...)[0]
         hand(model, "place", "places_activations", place)
+        number(model)
         found["notes"] = tuple(_synchronised(model) if sync_batch_norm else ())
         _settle(model)
         graph, *states = nnx.split(model, nnx.Param, ...)
@@ -367,19 +379,16 @@ def _synchronise_linen(call: Callable, args: tuple, kwargs: dict, context: Any) 
     return call(*args, **kwargs)
 
 
-def hand(model: nnx.Module, name: str, mark: str, given: Any) -> None:
-    """Put `given` in the attribute `name` of all modules whose own one there is marked."""
-    for _, module in nnx.iter_modules(model):
-        if getattr(getattr(module, name, None), mark, False):
-            setattr(module, name, given)
-
-
 def _hooked(variable: nnx.Variable) -> nnx.Variable:
-    """Return the variable with a hook that refuses to read it where it is not."""
+    """Return the variable with hooks: reading it where it is not is refused, pieces are joined."""
     own = variable.get_metadata("on_get_value", ())
     own = own if isinstance(own, tuple) else (own,)
+    names, hooks = _axes_of(variable), [refuse_elsewhere]
+    if variable.get_metadata(STAYS, False) and EXPERTS in names:
+        dim = names.index(EXPERTS) - len(names)
+        hooks.append(WholeElsewhere(dim, variable.shape[dim]))
     variable = variable.copy()
-    variable.set_metadata(on_get_value=(refuse_elsewhere, *own))
+    variable.set_metadata(on_get_value=(*hooks, *own))
     return variable
 
 

@@ -19,7 +19,7 @@ from hfjax.parallel.engine.legs import Leg, gather
 from hfjax.parallel.engine.reduce import reduce_gradient
 from hfjax.parallel.for_models.on_shards import on_tensor_shards
 from hfjax.parallel.memory import to_device
-from hfjax.parallel.mesh import BATCH_AXES
+from hfjax.parallel.mesh import EXPERT_AXES
 from hfjax.parallel.placement import Dims
 from hfjax.parallel.strategy import Axes
 
@@ -114,6 +114,32 @@ def refuse_elsewhere(variable: Any, value: Any) -> Any:
     return value._refuse() if isinstance(value, Placeholder) else value
 
 
+@dataclass(frozen=True)
+class WholeElsewhere:
+    """A hook of a parameter of which a mixture takes the pieces on each device.
+
+    The mixture reads it without hooks (`get_raw_value`); what else reads it is given all pieces.
+    """
+
+    dim: int  # along which it is in pieces, counted from the end
+    size: int  # that of the whole
+
+    def __call__(self, variable: Any, value: Any) -> Any:
+        """Return what the variable holds, whole."""
+        axes = tuple(axis for axis in EXPERT_AXES if devices_along(axis) > 1)
+        pieces = variable.get_raw_value()
+        one_expert = pieces.ndim < -self.dim  # as its own module reads it
+        if not axes or one_expert or pieces.shape[self.dim] == self.size:
+            return value
+        if value is not pieces:  # a part of what is here
+            raise ValueError(
+                "a parameter of a mixture of experts is indexed outside of the mixture, and this "
+                f"device has {pieces.shape[self.dim]} of {self.size} experts. Read it whole, then "
+                "index it: parameter[...][index]."
+            )
+        return lax.all_gather(value, axes, axis=value.ndim + self.dim, tiled=True)
+
+
 def _gather(move: Movement, value: jax.Array) -> jax.Array:
     def run(x):
         for leg in move.gathers:
@@ -142,32 +168,6 @@ def _backward(move: Movement, like: jax.Array, cotangent: jax.Array):
 
 
 _fetch.defvjp(_forward, _backward)
-
-
-def gather_rows(x: Any) -> Any:
-    """Return the rows of all devices, for a loss that mixes rows (contrastive, ranking).
-
-    In a training step a loss sees the rows of its own device. This is the one differentiable
-    call that gives it all of them, on every device; outside a step it returns `x` itself. With
-    accumulate=k these are the rows of one microbatch: which rows those are depends on the mesh.
-
-    Args:
-        x: Pytree of arrays whose first dimension has a row for each row of the batch.
-
-    Example:
-        >>> import hfjax, jax.numpy as jnp, numpy as np, optax
-        >>> model = lambda rngs: {"w": jnp.ones((2, 2))}
-        >>> layout = hfjax.layout(model, optax.sgd(0.1), hfjax.make_mesh(data=8), hfjax.DDP)
-        >>> def loss(params, x):  # of 16 rows, whatever the mesh
-        ...     return hfjax.Mean(*map(jnp.float32, (0, 1)), {"rows": len(hfjax.gather_rows(x))})
-        >>> step = hfjax.eval_step(layout, loss)
-        >>> int(step(hfjax.init(layout), np.ones((16, 2), np.float32))["rows"])
-        16
-    """
-    axes = tuple(axis for axis in BATCH_AXES if devices_along(axis) > 1)
-    if not axes:
-        return x
-    return jax.tree.map(lambda rows: lax.all_gather(rows, axes, axis=0, tiled=True), x)
 
 
 def devices_along(axis: str) -> int:

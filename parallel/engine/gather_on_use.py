@@ -21,6 +21,7 @@ from jax.extend.core import JaxprEqn, Literal
 
 from hfjax.parallel.autodiff.program import bind, body_of, needed, parts_of_scan
 from hfjax.parallel.engine.fetch import Stored
+from hfjax.parallel.mesh import EXPERT_AXES
 
 
 def gather_on_use(
@@ -193,8 +194,13 @@ def _named_as(equation: JaxprEqn) -> Any:
 
 
 def _tell_split(scanned: Iterable[_Parameter]) -> None:
-    """Warn of stacks that have to be whole in a scan, since the layers themselves are split."""
-    split = [p.stored.movement for p in scanned if not p.slices]
+    """Warn of stacks that have to be whole in a scan, since the layers themselves are split.
+
+    A stack of experts is none of layers.
+    """
+    of_experts = lambda move: any(set(leg.axes) & set(EXPERT_AXES) for leg in move.gathers)
+    moves = [p.stored.movement for p in scanned if not p.slices]
+    split = [move for move in moves if not of_experts(move)]
     if split:
         rest = lambda move: ", ".join(["None"] * (len(move.shape) - 1))
         names = ", ".join(f'"{move.path}": ("layers", {rest(move)})' for move in split)

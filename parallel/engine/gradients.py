@@ -28,10 +28,11 @@ from hfjax.parallel.autodiff.varying_state import (
     warn_of_whole_numbers,
 )
 from hfjax.parallel.engine.blueprint import LAYERS
-from hfjax.parallel.engine.fetch import Placeholder, Stored, fetched
+from hfjax.parallel.engine.fetch import Placeholder, Stored, devices_along, fetched
 from hfjax.parallel.engine.gather_on_use import gather_on_use
 from hfjax.parallel.engine.layers import run_model
 from hfjax.parallel.engine.look import called
+from hfjax.parallel.engine.parts import mean_of
 from hfjax.parallel.engine.sequence import dealt, undealt
 from hfjax.parallel.engine.step_context import StepContext, is_random, rows_of
 from hfjax.parallel.mesh import BATCH_AXES, in_use
@@ -93,6 +94,7 @@ class Plane(ABC):
             gradients, mean, statistics = self._accumulate(microbatch, statistics, batch)
             context.warn_of_unread()
             context.check_kept()
+            context.traced.kernels.check_told(mean_of(mean).metrics)
             gradients = context.reduction(gradients, context.placed)
             changed = {p: x for p, x in statistics.items() if p in context.traced.written}
             mean = self.loss_over_devices(mean)
@@ -255,3 +257,29 @@ class AutodiffPlane(Plane):
         """Whether each device has a variable of its own: a key, or some rows."""
         blueprint = self.context.blueprint
         return is_random(blueprint.variables[path]) or blueprint.of_rows(path)
+
+
+def gather_rows(x: Any) -> Any:
+    """Return the rows of all devices, for a loss that mixes rows (contrastive, ranking).
+
+    In a training step a loss sees the rows of its own device. This is the one differentiable
+    call that gives it all of them, on every device; outside a step it returns `x` itself. With
+    accumulate=k these are the rows of one microbatch: which rows those are depends on the mesh.
+
+    Args:
+        x: Pytree of arrays whose first dimension has a row for each row of the batch.
+
+    Example:
+        >>> import hfjax, jax.numpy as jnp, numpy as np, optax
+        >>> model = lambda rngs: {"w": jnp.ones((2, 2))}
+        >>> layout = hfjax.layout(model, optax.sgd(0.1), hfjax.make_mesh(data=8), hfjax.DDP)
+        >>> def loss(params, x):  # of 16 rows, whatever the mesh
+        ...     return hfjax.Mean(*map(jnp.float32, (0, 1)), {"rows": len(hfjax.gather_rows(x))})
+        >>> step = hfjax.eval_step(layout, loss)
+        >>> int(step(hfjax.init(layout), np.ones((16, 2), np.float32))["rows"])
+        16
+    """
+    axes = tuple(axis for axis in BATCH_AXES if devices_along(axis) > 1)
+    if not axes:
+        return x
+    return jax.tree.map(lambda rows: lax.all_gather(rows, axes, axis=0, tiled=True), x)

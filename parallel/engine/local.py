@@ -1,6 +1,6 @@
 """What a step hands to the modules of a model and asks for itself, and what a trace tells it."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -45,6 +45,10 @@ class Local(Protocol):
 
     def sender(self, move: Move) -> Sender | None:
         """Return what moves a parameter or a gradient in place of XLA, or None."""
+        ...
+
+    def check_told(self, metrics: Mapping[str, Any]) -> None:
+        """Refuse a loss that has taken no part in what routers told."""
         ...
 
     def counted_once(self, mean: Mean) -> Mean:

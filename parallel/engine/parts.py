@@ -48,6 +48,11 @@ class Extras:
     outputs: Any
 
 
+def mean_of(told: Any) -> Mean:
+    """Return the Mean of what a pass tells: a Mean, or `Extras`."""
+    return told.means if isinstance(told, Extras) else told
+
+
 @dataclass(frozen=True)
 class PlacedModel:
     """One pass over the microbatches of a step, on this device."""

@@ -1,6 +1,6 @@
 """The kernels of a step: handed to the modules and to the optimizer that have use for them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, ClassVar
@@ -24,6 +24,15 @@ from hfjax.parallel.for_models.spread_experts import SpreadExperts
 from hfjax.parallel.mesh import PIPE_AXIS, SAMPLE_AXES, TENSOR_AXES, in_use, size_of
 from hfjax.parallel.settings import KERNELS, Wanted
 
+LOAD = "expert_load"  # the metric that a loss has of what routers told
+NOT_TOLD = (
+    "the routers of this model add to the loss, or balance their loads, and the loss takes no part "
+    "in it. Use hfjax.models.moe.next_token_loss; mark a loss of your own with "
+    "hfjax.models.moe.takes_routing, let the model return hfjax.models.moe.Routed with what its "
+    "mixtures told, and return hfjax.models.moe.with_routing(losses, weights, routed); or choose "
+    "Router(balance_loss=0, z_loss=0, bias_rate=0)."
+)
+
 
 @dataclass(frozen=True)
 class Kernels:
@@ -40,6 +49,7 @@ class Kernels:
     spread: SpreadExperts = field(default_factory=SpreadExperts)
     takes_routing: bool = False  # the loss takes what routers told
     choices: dict[str, list[Choice]] = field(default_factory=dict, compare=False)  # by kernel
+    routers: list[bool] = field(default_factory=list, compare=False)  # those that the loss needs
     chooses_kernels: ClassVar[bool] = True  # a look at the model puts others in their place
 
     @classmethod
@@ -144,6 +154,8 @@ class Kernels:
 
     def experts(self, mixture: Any, x_GTD: jax.Array, routed: Any) -> jax.Array:
         """Return what the experts of a layer, spread over devices or not, make of tokens."""
+        if mixture.tells:
+            self.routers.append(True)
         return self.spread.run(mixture, x_GTD, routed)
 
     def told(self, outputs: Any, routed: Callable, needed: bool) -> Any:
@@ -151,13 +163,13 @@ class Kernels:
         if self.takes_routing:
             return routed(outputs)
         if needed and not self.looks:
-            raise ValueError(
-                "the routers of this model add to the loss, or balance their loads, and the loss "
-                "takes no part in it. Use hfjax.models.moe.next_token_loss; mark a loss of your "
-                "own with hfjax.models.moe.takes_routing (it is given hfjax.models.moe.Routed); or "
-                "choose Router(balance_loss=0, z_loss=0, bias_rate=0)."
-            )
+            raise ValueError(NOT_TOLD)
         return outputs
+
+    def check_told(self, metrics: Mapping[str, Any]) -> None:
+        """Refuse a loss that has taken no part in what routers told: its metrics have no loads."""
+        if self.routers and LOAD not in metrics:
+            raise ValueError(NOT_TOLD)
 
     def matmul(self, place: Any, between: tuple, multiply: Callable) -> Callable:
         """Return the product of a linear map between two named dimensions.
