@@ -31,10 +31,17 @@ from hfjax.parallel.engine.blueprint import raw
 from hfjax.parallel.engine.look import outputs_of_a_look
 from hfjax.parallel.engine.look_at_grid import look_at_grid
 from hfjax.parallel.engine.step_context import StepContext, differs_by_part, rows_of
+from hfjax.parallel.for_models.grid import Grid
 from hfjax.parallel.for_models.shared_rows import SharedRows, dims_of
 
 
-def dealt(context: StepContext, variables: Flat, keys: Callable | None, batch: Any) -> Any:
+def dealt(
+    context: StepContext,
+    variables: Flat,
+    keys: Callable | None,
+    batch: Any,
+    joins: bool = False,
+) -> Any:
     """Return the part of a batch of whole rows that this device computes with.
 
     Where no devices share rows, that is the batch.
@@ -44,6 +51,7 @@ def dealt(context: StepContext, variables: Flat, keys: Callable | None, batch: A
         variables: Those of the model that hold no random keys; in an evaluation all.
         keys: As `StepContext.keys` returns it; None: it is an evaluation.
         batch: With whole rows.
+        joins: Whether outputs may be parts, because `undealt` joins them.
     """
     rows, grid = context.traced.kernels.rows, context.traced.kernels.grid
     if rows is None and grid is None:
@@ -51,7 +59,7 @@ def dealt(context: StepContext, variables: Flat, keys: Callable | None, batch: A
     mode = "eval" if keys is None else "train"
     random = {} if keys is None else keys(None, 0, rows_of(batch))
     if rows is None:
-        look_at_grid(context, {**variables, **random}, batch, mode)
+        look_at_grid(context, {**variables, **random}, batch, mode, joins)
         return batch
     whole = context.blueprint.prepared(batch)
     dims = dims_of(whole, rows.settings.sequence)
@@ -63,7 +71,9 @@ def dealt(context: StepContext, variables: Flat, keys: Callable | None, batch: A
 
 def undealt(context: StepContext, outputs: Any) -> Any:
     """Return what the model made of its part of the rows, for whole rows."""
-    rows = context.traced.kernels.rows
+    rows, grid = context.traced.kernels.rows, context.traced.kernels.grid
+    if isinstance(grid, Grid):
+        return grid.joined(outputs, context.traced.parts)
     return outputs if rows is None else rows.undealt(outputs)
 
 

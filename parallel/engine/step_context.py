@@ -192,11 +192,6 @@ class StepContext:
         grid = self.traced.kernels.grid
         return grid.counted_once(mean) if isinstance(grid, Grid) else mean
 
-    def outputs(self, outputs: Any, batch: Any) -> Any:
-        """Return the outputs, which have a row for each row of the batch."""
-        check_rows(outputs, batch)
-        return outputs
-
     # -- moving parameters and gradients --------------------------------------------------------
 
     def movement(self, p: Placed, training: bool = True) -> Movement:
