@@ -84,8 +84,9 @@ def _check_chance(model: Any, batch: Any, x: Any, rows: int, count: int) -> None
     except Exception as error:
         raise ValueError(
             f"{who}: arrays of {_shapes(jax.tree.leaves(x))} have this size, or a multiple, twice, "
-            f"and embed of {rows // count} rows fails ({type(error).__name__}: {error}), so hfjax cannot tell "
-            "which dimension has the rows. Take another number of rows, or leave split_rows out."
+            f"and embed of {rows // count} rows fails ({type(error).__name__}: {error}), so hfjax "
+            "cannot tell which dimension has the rows. Take another number of rows, or leave "
+            "split_rows out."
         ) from error
     _check_begins(found, rows // count, f"{who}, and of {rows // count} to tell which they are")
 
