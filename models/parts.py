@@ -223,7 +223,8 @@ class Plain:
         """Return the row of each token in a table, as the residual stream has them.
 
         Args:
-            table_VD: The table, of dimensions vocab and embed.
+            table_VD: The table [vocab, embed], a parameter whose dimensions have these names: on a
+                grid another one is refused.
             tokens_BS: Tokens of whole rows.
 
         Example:

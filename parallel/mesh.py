@@ -177,14 +177,19 @@ def _check_sizes(sizes: dict[str, int]) -> None:
     for axis, size in sizes.items():
         if axis not in AXES:
             raise ValueError(f"unknown mesh axis {axis!r}. Axes: {', '.join(AXES)}.")
-        whole = isinstance(size, int | np.integer) and not isinstance(size, bool)
-        if not whole or (size < 1 and size != -1):
+        if not _is_size(size):
             raise ValueError(
                 f"mesh axis {axis}={size!r}: a size is a positive integer, "
                 "or -1 to take the devices that are left."
             )
     if sum(size == -1 for size in sizes.values()) > 1:
         raise ValueError(f"mesh {_show(sizes)}: only one axis can be -1.")
+
+
+def _is_size(size: Any) -> bool:
+    """Whether it is the size of an axis: a positive integer, or -1 for what is left."""
+    whole = isinstance(size, int | np.integer) and not isinstance(size, bool)
+    return whole and bool(size >= 1 or size == -1)
 
 
 def _infer(shape: dict[str, int], n_devices: int) -> dict[str, int]:
@@ -216,6 +221,12 @@ def grid_2d(row: int, tensor: int) -> dict[str, Any]:
         >>> hfjax.make_mesh(data=2, **hfjax.grid_2d(2, 2)).shape["row"]
         2
     """
+    if not (_is_size(row) and _is_size(tensor)) or row == tensor == -1:
+        raise ValueError(
+            f"hfjax.grid_2d({row!r}, {tensor!r}): row and tensor are positive integers, whose "
+            "product is the number of devices of a grid; one of them may be -1 for the devices "
+            "that are left."
+        )
     return {ROW_AXIS: row, COLUMN_AXIS: tensor}
 
 
@@ -230,6 +241,12 @@ def cube(side: int) -> dict[str, Any]:
         >>> hfjax.cube(2)
         {'fsdp': 2, 'row': 2, 'tensor': 2}
     """
+    if not _is_size(side) or side < 1:
+        raise ValueError(
+            f"hfjax.cube({side!r}): its side is a positive integer, of which the third power is "
+            "the number of devices: hfjax.cube(2) has 8. For other numbers give the sizes: "
+            "make_mesh(fsdp=4, row=2, tensor=2)."
+        )
     return {"fsdp": side, **grid_2d(side, side)}
 
 

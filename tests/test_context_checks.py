@@ -345,7 +345,7 @@ NOT_ALIKE = {
 def test_an_attention_of_ones_own_that_does_not_treat_heads_alike_is_refused(what):
     attend, heads, groups, sizes, batch = NOT_ALIKE[what]
     names = {"keys/kernel": ("embed", "heads")} if "tensor" in sizes else None
-    with pytest.raises(ValueError, match="does not treat heads alike"):
+    with pytest.raises(ValueError, match=r"does not treat heads alike.*Context\(check=False\)"):
         traced(attending(attend, heads, groups), sizes, batch, axes=names)
 
 
@@ -360,6 +360,36 @@ ALIKE = {
 def test_an_attention_of_ones_own_that_treats_heads_alike_passes(what, recwarn):
     attend, heads, groups, sizes, batch = ALIKE[what]
     traced(attending(attend, heads, groups), sizes, batch)
+    assert not [w for w in recwarn if "could not try" in str(w.message)]
+
+
+class Closing(Attending):
+    """A model whose attention closes over what was made of each token."""
+
+    def __call__(self, batch):
+        x = self.embedding(batch["tokens"])
+        q = x.reshape(*x.shape[:2], -1, 4)
+        attend = self.kernels.attention(partial(self.attend, x))
+        return attend(q, q, q).reshape(x.shape)
+
+
+def gated(x, q, k, v):
+    return dot_product(q * jax.nn.sigmoid(x[:, :, None, :4]), k, v)
+
+
+def gated_by_head(x, q, k, v):
+    return dot_product(q * jax.nn.sigmoid(x.reshape(*x.shape[:2], -1, 4)), k, v)
+
+
+def gated_by_row(x, q, k, v):
+    return dot_product(q * jax.nn.sigmoid(x[:, :1, None, :4]), k, v)
+
+
+@pytest.mark.parametrize("attend", [gated, gated_by_head, gated_by_row])
+def test_an_attention_that_closes_over_positions_is_refused(attend, recwarn):
+    said = r"closes over an array \[2, 16, 16\] with positions .*Ulysses gives it whole rows"
+    with pytest.raises(ValueError, match=said):
+        traced(lambda rngs: Closing(attend, 4, 4, rngs), {"context": 2}, SIXTEEN)
     assert not [w for w in recwarn if "could not try" in str(w.message)]
 
 
@@ -404,6 +434,97 @@ def test_lengths_in_errors_are_those_of_the_rows():
 
     with pytest.raises(ValueError, match=r"attention of 32 queries to 5 keys.* the 32 positions"):
         traced(lambda rngs: Crossed(alike, 4, 4, rngs))
+
+    class WithOneMore(Attending):
+        def __call__(self, batch):
+            x = self.embedding(batch["tokens"]).reshape(2, -1, 4, 4)
+            keys = jnp.pad(x, ((0, 0), (1, 0), (0, 0), (0, 0)))
+            return self.kernels.attention(partial(self.attend, self))(x, keys, keys)
+
+    model = lambda rngs: WithOneMore(alike, 4, 4, rngs)
+    for check in (True, False):
+        with pytest.raises(ValueError, match=r"attention of 16 queries to 17 keys.* 16 positions"):
+            traced(model, {"context": 2}, SIXTEEN, context={"check": check})
+
+
+SIXTEEN = {"tokens": TOKENS["tokens"][:, :16]}  # of 16 positions the look makes 13
+
+
+class Fours(Own):
+    def __call__(self, batch):
+        if (length := batch["tokens"].shape[1]) % 4:
+            raise RuntimeError(f"{length} is no multiple of 4")
+        return super().__call__(batch)
+
+
+def in_chunks(y, batch):
+    """A mean over chunks of four positions."""
+    return (y.reshape(y.shape[0], -1, 4, y.shape[-1]) ** 2).mean((2, 3)).mean()
+
+
+@pytest.mark.parametrize(
+    ("model", "loss", "said"),
+    [
+        (Own, in_chunks, "TypeError: cannot reshape"),
+        (Fours, squares, "RuntimeError: 13 is no multiple of 4"),
+    ],
+    ids=["a loss in chunks", "a multiple of 4"],
+)
+def test_what_takes_some_lengths_only_runs_unchecked_and_the_message_says_so(model, loss, said):
+    given = [lambda rngs: model(lambda x: x, rngs), {"context": 2}, SIXTEEN]
+    message = rf"takes rows of 16 positions, but not of 13, .*Context\(check=False\).*{said}"
+    with pytest.raises(ValueError, match=message):
+        traced(*given, loss=loss)
+    traced(*given, loss=loss, context={"check": False})
+
+
+def test_an_error_of_ones_own_has_the_numbers_of_the_rows():
+    def failing(y, batch):
+        raise RuntimeError(f"no loss of {y.shape[1]} positions")
+
+    with pytest.raises(RuntimeError, match="no loss of 16 positions"):
+        traced(own(lambda x: x), {"context": 2}, SIXTEEN, loss=failing)
+
+
+def test_unchecked_nothing_is_traced_at_another_length_and_outputs_have_all_positions():
+    lengths = set()
+
+    def noting(x):
+        lengths.add(x.shape[1])
+        return x
+
+    def predicted(sizes, **how):
+        mesh = hfjax.make_mesh(devices=jax.devices()[: int(np.prod(list(sizes.values())))], **sizes)
+        layout = hfjax.layout(own(noting), optax.sgd(0.1), mesh, DDP | CONTEXT)
+        forward = lambda model, batch: (model(batch), model.embedding(batch["tokens"]))
+        return hfjax.predict_step(layout, forward, **how)(hfjax.init(layout), TOKENS)
+
+    context = hfjax.Context(check=False)  # 32 positions, and a width of 32
+    found = predicted({"context": 4}, context=context)
+    assert lengths == {32, 8}
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6), found, predicted({"data": 1}))
+
+
+def drawing_a_table(model, batch):
+    y = model(batch)
+    return y + R.normal(R.key(7), y.shape[1:])[None]
+
+
+@pytest.mark.parametrize(
+    ("meet", "loss", "how"),
+    [
+        (attend_here, squares, {}),
+        (lambda x: x / x.shape[1], squares, {}),
+        (lambda x: x + sines(x), squares, {}),
+        (lambda x: x, rows_of_counting, {}),
+        (lambda x: x, squares, {"forward": drawing_a_table}),
+    ],
+    ids=["meeting", "a number", "an array", "a loss", "a draw"],
+)
+def test_what_is_refused_is_told_of_the_switch(meet, loss, how):
+    with pytest.raises(ValueError, match=r"hfjax\.Context\(check=False\)"):
+        traced(own(meet), loss=loss, **how)
+    traced(own(meet), loss=loss, **how, context={"check": False})
 
 
 class Prepared(nnx.Module):
@@ -483,6 +604,12 @@ def test_a_ring_in_a_branch_is_refused_by_name(why):
     step.trace(TOKENS)
     assert step.context is not None
     assert step.context.option.form != "ring"
+
+
+def test_groups_of_one_beside_ulysses_are_refused():
+    said = r'ulysses=1.* all 4 devices exchange heads under form="ulysses".* Leave ulysses= out'
+    with pytest.raises(ValueError, match=said):
+        traced(attending(alike), context={"form": "ulysses", "ulysses": 1})
 
 
 def test_a_field_that_context_does_not_have_is_refused_with_those_that_it_has():

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +134,25 @@ def test_evaluations_and_outputs_are_as_on_one_device(model):
         found[name] = told["loss"], told["weight"], outputs
     for grid, one in zip(*found.values(), strict=True):
         np.testing.assert_allclose(grid, one, rtol=1e-5, atol=1e-6)
+
+
+def in_parts(model, batch):
+    """What is in the stream, and inside of a layer: of [B, S, D], of heads, of what is joined."""
+    stream = model.embed(batch)
+    up = jax.tree.map(lambda x: x[0], nnx.state(model.layers.mlp.up, nnx.Param))
+    inside = nnx.merge(nnx.graphdef(model.layers.mlp.up), up)(stream)
+    by_head = inside.reshape(*inside.shape[:2], -1, 8)
+    return {"stream": stream, "inside": by_head.swapaxes(1, 2), "logits": model.head(stream)}
+
+
+def test_outputs_that_devices_have_parts_of_are_as_on_one_device():
+    found = []
+    model = small_gpt.mlps(vocab=22, pad_vocab_to=12, length=12)
+    for strategy, sizes in ((hfjax.GRID, TWO), (hfjax.DDP, {"data": 1})):
+        mesh = hfjax.make_mesh(devices=jax.devices()[: math.prod(sizes.values())], **sizes)
+        plan = hfjax.layout(model, optax.sgd(0.1), mesh, strategy)
+        found.append(hfjax.predict_step(plan, in_parts)(hfjax.init(plan), tokens()))
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), *found)
 
 
 # -- what is sent -------------------------------------------------------------------------------
@@ -264,6 +284,25 @@ def test_the_page_shows_which_device_holds_which_block():
 def test_the_known_forms_have_names():
     assert hfjax.make_mesh(**hfjax.cube(2)).shape == hfjax.make_mesh(fsdp=2, row=2, tensor=2).shape
     assert hfjax.make_mesh(data=2, **hfjax.grid_2d(2, 2)).shape["fsdp"] == 1
+    assert hfjax.make_mesh(**hfjax.grid_2d(2, -1)).shape["tensor"] == 4  # what is left
+
+
+@pytest.mark.parametrize(
+    ("sizes", "given", "said"),
+    [
+        (hfjax.cube, (0,), "hfjax.cube(0): its side is a positive integer, of which the third"),
+        (hfjax.cube, (-1,), "hfjax.cube(-1): its side"),
+        (hfjax.cube, ("2",), "hfjax.cube('2'): its side"),
+        (hfjax.cube, (True,), "hfjax.cube(True): its side"),
+        (hfjax.grid_2d, (0, 2), "hfjax.grid_2d(0, 2): row and tensor are positive integers"),
+        (hfjax.grid_2d, (2, 1.0), "hfjax.grid_2d(2, 1.0): row and tensor"),
+        (hfjax.grid_2d, (None, 2), "hfjax.grid_2d(None, 2): row and tensor"),
+        (hfjax.grid_2d, (-1, -1), "hfjax.grid_2d(-1, -1): row and tensor"),
+    ],
+)
+def test_sizes_of_grids_that_make_no_sense_are_refused(sizes, given, said):
+    with pytest.raises(ValueError, match=re.escape(said)):
+        sizes(*given)
 
 
 # -- what is refused ----------------------------------------------------------------------------

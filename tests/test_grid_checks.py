@@ -200,7 +200,9 @@ class BareTable(GPT):
 
 
 def test_a_table_without_names_is_refused():
-    refused(lambda rngs: BareTable(CONFIG, rngs=rngs), "in a table whose dimensions are not named")
+    refused(
+        lambda rngs: BareTable(CONFIG, rngs=rngs), "dimensions are not named vocab and embed, in"
+    )
 
 
 MISUSED = {
@@ -391,6 +393,35 @@ class Squashed(GPT):
 def test_heads_of_a_subclass_are_looked_at_too():
     refused(lambda rngs: OwnHead(rngs=rngs), r"in place of self.kernels.outputs\(…\)")
     refused(lambda rngs: Squashed(CONFIG, rngs=rngs), "reduces entries of embed")
+
+
+OUTPUTS = {
+    "a mean of the stream": (lambda x: x.mean(1), "reduces positions of the residual stream"),
+    "a norm of the width": (norm, "reduces entries of embed"),
+    "twice": (
+        lambda x: (x[:, :, None] * jnp.ones((1, 1, 2, 1))).reshape(*x.shape[:2], -1),
+        "rearranges entries of embed",
+    ),
+    "pairs": (interleaved, "rearranges entries of embed"),
+    "all in one": (
+        lambda x: x.reshape(x.shape[0], -1),
+        r"joins positions of the residual stream and embed with something else in dimension 1 of 2",
+    ),
+    "positions and pairs": (
+        lambda x: x.reshape(*x.shape[:2], -1, 2).swapaxes(2, 3).reshape(x.shape[0], -1, 1),
+        "positions of the residual stream",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", OUTPUTS)
+def test_outputs_that_parts_do_not_make_are_refused(case):
+    made, said = OUTPUTS[case]
+    mesh = hfjax.make_mesh(devices=jax.devices()[:4], row=2, tensor=2)
+    plan = hfjax.layout(lambda rngs: GPT(CONFIG, rngs=rngs), optax.sgd(0.1), mesh, hfjax.GRID)
+    predict = hfjax.predict_step(plan, lambda model, batch: made(model.embed(batch)))
+    with pytest.raises(ValueError, match=said):
+        predict(hfjax.init(plan), tokens())
 
 
 def noisy(model, batch, row_keys):

@@ -7,6 +7,7 @@ import optax
 import pytest
 
 import hfjax
+from hfjax.base.mean import as_mean
 from hfjax.models.gpt import next_token_loss
 from hfjax.parallel.strategy import DDP, FSDP
 from hfjax.testing import assert_strategies_agree
@@ -49,6 +50,78 @@ def test_a_loss_that_mixes_rows_gathers_them_in_one_call():
         AssertionError, match=r"DDP \(DDP on .*differs from one device.*gather_rows"
     ):
         assert_strategies_agree(linear, forgotten, BATCH, CASES)
+
+
+def outputs_of(params, batch):
+    return batch["x"] @ params["w"]
+
+
+def entropies(logits, labels):
+    return optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+
+
+def clip_like(one, other):
+    """The contrastive loss of pairs: of each row the right one among all others."""
+    right = jnp.arange(len(one))
+    return entropies(one @ other.T, right).mean() + entropies(other @ one.T, right).mean()
+
+
+def normalised(x, every):
+    """Batch norm, written inline."""
+    mean, variance = (f(every, axis=0, keepdims=True) for f in (jnp.mean, jnp.var))
+    return (x - mean) / jnp.sqrt(variance + 1e-5)
+
+
+def squares(params, batch):
+    return (outputs_of(params, batch) ** 2).sum(-1)
+
+
+# Written for one device, and as docs/any_model.md says: where rows of a batch meet.
+ROWS_MEET = {
+    "a masked mean": (
+        lambda p, b: (squares(p, b) * b["weight"]).sum() / b["weight"].sum(),
+        lambda p, b: hfjax.Mean((squares(p, b) * b["weight"]).sum(), b["weight"].sum()),
+        {"accumulate": 2},
+    ),
+    "a contrastive loss": (
+        lambda p, b: clip_like(outputs_of(p, b), b["x"][:, :4]),
+        lambda p, b: clip_like(*hfjax.gather_rows((outputs_of(p, b), b["x"][:, :4]))),
+        {},
+    ),
+    "a sum": (
+        lambda p, b: squares(p, b).sum(),
+        lambda p, b: 16 * squares(p, b).mean(),
+        {"accumulate": 2},
+    ),
+    "batch norm": (
+        lambda p, b: (normalised(outputs_of(p, b), outputs_of(p, b)) ** 4).mean(),
+        lambda p, b: (
+            normalised(outputs_of(p, b), hfjax.gather_rows(outputs_of(p, b))) ** 4
+        ).mean(),
+        {},
+    ),
+}
+
+
+def test_what_joins_rows_is_as_on_one_device_if_written_as_the_page_says():
+    weights, fsdp = {"w": linear_weights()}, {"FSDP": CASES["FSDP"]}
+    mean = lambda loss: lambda params: (m := as_mean(loss(params, BATCH), 16)).total / m.weight
+    for plain, told, execution in ROWS_MEET.values():
+        assert_strategies_agree(linear, told, BATCH, fsdp, steps=2, **execution)
+        one, two = (jax.value_and_grad(mean(loss))(weights) for loss in (plain, told))
+        jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5), one, two)
+
+
+def test_a_metric_that_is_no_mean_is_made_of_all_rows():
+    def loss(params, batch):
+        rows = squares(params, batch)
+        most = hfjax.gather_rows(rows).max()
+        return hfjax.Mean(rows.sum(), len(rows), {"most": most, "here": rows.max()})
+
+    _, metrics = one_step(loss)
+    rows = squares({"w": linear_weights()}, BATCH)
+    np.testing.assert_allclose(metrics["most"], rows.max(), rtol=1e-5)
+    assert metrics["here"] < 0.9 * metrics["most"]  # a mean over devices
 
 
 def one_step(loss, model=linear, batch=BATCH):

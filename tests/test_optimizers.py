@@ -1,6 +1,6 @@
 """Parameter groups, frozen parameters, averages, learning rates; what was not finite, by name."""
 
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -246,7 +246,7 @@ def test_a_rate_goes_up_stays_and_goes_down(fields, wanted):
 
 def of_deepspeed(kind, update, warmup, steps, end):
     """Return the rate of an update, from 0 on, where scheduler.step() follows each update."""
-    last = update - 1  # its last_batch_iteration
+    last, warmup = update - 1, max(warmup, 2)  # its last_batch_iteration; no fewer than two
     if last < 0:
         return 0.0
     if last < warmup:
@@ -268,9 +268,10 @@ def of_deepspeed(kind, update, warmup, steps, end):
     ],
 )
 def test_a_rate_is_that_of_deepspeed_at_every_update(kind, fields):
-    rate = hfjax.rate(1.0, warmup=5, shape="log", **fields)
-    wanted = [of_deepspeed(kind, n, 5, 12, 0.0001) for n in range(16)]
-    np.testing.assert_allclose([float(rate(n)) for n in range(16)], wanted, atol=1e-6)
+    for warmup in (1, 2, 5):
+        rate = hfjax.rate(1.0, warmup=warmup, shape="log", **fields)
+        wanted = [of_deepspeed(kind, n, warmup, 12, 0.0001) for n in range(16)]
+        np.testing.assert_allclose([float(rate(n)) for n in range(16)], wanted, atol=1e-6)
 
 
 def poisoned(outputs, batch):
@@ -334,6 +335,10 @@ def test_the_parameter_whose_gradient_broke_is_named_and_the_loss_given():
 # -- muon: which arrays are matrices ----------------------------------------------------------
 
 
+def of_layers(params):
+    return {name: "muon" if name == "layers" else "sgd" for name in params}
+
+
 @pytest.mark.parametrize(
     "optimizer",
     [
@@ -341,8 +346,18 @@ def test_the_parameter_whose_gradient_broke_is_named_and_the_loss_given():
         optax.chain(optax.clip(1.0), optax.contrib.muon(1e-3)),
         hfjax.by_path({"layers/*": optax.contrib.muon(1e-3), "*": optax.sgd(1e-3)}),
         hfjax.ema(optax.contrib.muon(1e-3), 0.9),
+        hfjax.master(hfjax.scaled(optax.contrib.muon(1e-3), {"layers/*": 0.5})),
+        optax.partition({"muon": optax.contrib.muon(1e-3), "sgd": optax.sgd(1e-3)}, of_layers),
+        optax.masked(optax.contrib.muon(1e-3), lambda params: jax.tree.map(jnp.ndim, params)),
+        optax.inject_hyperparams(optax.contrib.muon)(learning_rate=1e-3),
+        optax.contrib.muon(hfjax.rate(1e-3, warmup=2, decay="constant")),
+        optax.MultiSteps(optax.contrib.muon(1e-3), 2).gradient_transformation(),
+        optax.apply_if_finite(optax.contrib.muon(1e-3), 3),
     ],
-    ids=["alone", "in a chain", "of some paths", "averaged"],
+    ids=[
+        *("alone", "in a chain", "of some paths", "averaged", "scaled", "in a partition"),
+        *("masked", "with a rate in its state", "with a schedule", "now and then", "if finite"),
+    ],
 )
 def test_muon_that_takes_stacks_of_vectors_for_matrices_is_refused(optimizer):
     with pytest.raises(
@@ -378,6 +393,49 @@ def test_muon_that_is_told_the_matrices_of_a_stack_trains_each_of_them_alone():
     for layer, gradient in zip(found, -moved(optax.sgd(1.0)), strict=True):
         wanted, _ = alone.update(gradient, alone.init(gradient), gradient)
         np.testing.assert_allclose(layer, wanted, rtol=1e-2, atol=1e-4)
+
+
+def by_plain_optax(model, optimizer, batch, steps):
+    """Return the parameters after some steps, by path: no engine is involved."""
+    graph, held = nnx.split(model, nnx.Param)
+
+    def loss(params):
+        nnx.replace_by_pure_dict(held, params)
+        found = next_token_loss(nnx.merge(graph, held)(batch), batch)
+        return found.total / found.weight
+
+    params: Any = nnx.to_pure_dict(held)
+    gradient = jax.jit(jax.grad(loss))
+    state = optimizer.init(params)
+    for _ in range(steps):
+        updates, state = optimizer.update(gradient(params), state, params)
+        params = optax.apply_updates(params, updates)
+    return flatten(params)
+
+
+def test_muon_that_is_told_its_matrices_trains_as_plain_optax_on_one_device():
+    muon, wanted = partial(optax.contrib.muon, hfjax.rate(0.01, warmup=2, decay="constant")), {}
+    for told in (of_stacks, None):
+        init = hfjax.init(mlp_layout(FSDP, {"fsdp": 4}))
+        tree = told or of_stacks(init.params)
+        layout = mlp_layout(FSDP, {"fsdp": 4}, muon(muon_weight_dimension_numbers=tree))
+        step, state = hfjax.train_step(layout, next_token_loss), hfjax.init(layout)
+        if not wanted:
+            one, plain = hfjax.module(layout, state), muon(muon_weight_dimension_numbers=of_stacks)
+            wanted = by_plain_optax(one, plain, tokens(), steps=2)
+        for _ in range(2):
+            state, _ = step(state, tokens())
+        for path, x in flatten(hfjax.full(state.params)).items():
+            np.testing.assert_allclose(x, wanted[path], rtol=1e-4, atol=1e-5)
+
+
+def test_muon_for_some_paths_says_nothing_of_the_others():
+    """What another optimizer updates, in words of one's own, is no matrix that muon has missed."""
+    muon, sgd = optax.contrib.muon(1e-3), optax.sgd(1e-3)
+    mlp_layout(DDP, ONE, hfjax.by_path({"tokens": muon, "*": sgd}))
+    kernels = optax.contrib.MuonDimensionNumbers(0, 1)
+    only = lambda params: {**jax.tree.map(lambda _: None, params), "tokens": kernels}
+    mlp_layout(DDP, ONE, optax.contrib.muon(1e-3, muon_weight_dimension_numbers=only))
 
 
 def test_muon_of_a_model_of_plain_matrices_stays_as_it_is():

@@ -159,6 +159,33 @@ class HardCoded(PositionsFirst):
         return super().embed(batch).reshape(8, 8, 32)
 
 
+class Merged(PositionsFirst):
+    """[positions, rows and heads, width of a head]."""
+
+    def embed(self, batch):
+        stream = super().embed(batch)
+        return stream.reshape(stream.shape[0], -1, 4)
+
+
+class Turning(nnx.Module):
+    """A layer that returns positions first."""
+
+    def __init__(self, *, rngs):
+        self.map = nnx.Linear(32, 32, rngs=rngs)
+
+    def __call__(self, x):
+        return self.map(x).swapaxes(0, 1)
+
+
+class TurnedAtTheEnd(PositionsFirst):
+    def __init__(self, *, rngs):
+        super().__init__(rngs=rngs)
+        self.layers = nnx.List([Turning(rngs=rngs)])
+
+    def embed(self, batch):
+        return super().embed(batch).swapaxes(0, 1)
+
+
 def lowered_step(model, batch):
     mesh = hfjax.make_mesh(devices=jax.devices()[:1])
     plan = hfjax.layout(lambda rngs: model(rngs=rngs), optax.sgd(0.1), mesh, hfjax.DDP)
@@ -168,13 +195,22 @@ def lowered_step(model, batch):
 def test_a_stream_that_does_not_begin_with_the_rows_is_refused():
     with pytest.raises(ValueError, match=r"\[24, 16, 32\] where a device has 16 rows"):
         lowered_step(PositionsFirst, tokens())
+    with pytest.raises(ValueError, match=r"all of rows: \[24, 8, 32\] where .* part has 8 rows"):
+        lowered_step(TurnedAtTheEnd, tokens())
 
 
 def test_also_where_there_are_as_many_positions_as_rows():
     with pytest.raises(ValueError, match=r"and of 4 to tell .*: \[8, 4, 32\] where .* has 4 rows"):
         lowered_step(PositionsFirst, tokens(rows=8, length=8))
-    with pytest.raises(ValueError, match=r"\[8, 8, 32\] have this size twice, and embed of 4 rows"):
+    with pytest.raises(
+        ValueError, match=r"\[8, 8, 32\] have this size, or a multiple, twice, and embed of 4 rows"
+    ):
         lowered_step(HardCoded, tokens(rows=8, length=8))
+
+
+def test_also_where_rows_are_part_of_another_dimension():
+    with pytest.raises(ValueError, match=r"and of 4 to tell .*: \[8, 32, 4\] where .* has 4 rows"):
+        lowered_step(Merged, tokens(rows=8, length=8))
 
 
 def test_as_many_rows_as_positions_or_as_the_width_are_no_fault():

@@ -27,14 +27,14 @@ class Mean:
         total: Scalar, the weighted sum over the rows at hand.
         weight: Scalar, the sum of the weights; it gets no gradient.
         metrics: {name: Mean, or the mean over the rows at hand}, without metrics of their own;
-            their totals may be arrays. The names loss, grad_norm, weight, finite and step are
-            taken.
+            their totals may be arrays. What is no mean (a maximum) is made of all rows first, by
+            `hfjax.gather_rows`. The names loss, grad_norm, weight, finite and step are taken.
 
     Example:
         >>> import hfjax, jax.numpy as jnp
         >>> mask = jnp.array([1.0, 1.0, 0.0])
         >>> losses = jnp.array([2.0, 4.0, 9.0])
-        >>> mean = hfjax.Mean((losses * mask).sum(), mask.sum(), metrics={"most": losses.max()})
+        >>> mean = hfjax.Mean((losses * mask).sum(), mask.sum(), metrics={"all": losses.mean()})
         >>> float(mean.total / mean.weight)
         3.0
     """

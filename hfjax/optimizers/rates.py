@@ -25,8 +25,8 @@ def rate(
 ) -> Rate:
     """Return a learning rate: up to `peak` in `warmup` updates, held, then down to `end` * peak.
 
-    With `shape="log"` it is DeepSpeed's WarmupLR (`decay="constant"`) or WarmupCosineLR, with
-    `hold` warm-up, stable, decay (WSD).
+    With `shape="log"` it is DeepSpeed's WarmupLR (`decay="constant"`), WarmupDecayLR or
+    WarmupCosineLR (docs/optimizers.md), with `hold` warm-up, stable, decay (WSD).
 
     Args:
         peak: The highest learning rate, above 0.
@@ -37,7 +37,7 @@ def rate(
         decay: Of the way down: cosine, linear or constant.
         hold: Updates at the peak before the way down.
         shape: Of the way up: linear (the first rate is peak / warmup), or log (the first two are
-            zero, unless the way up is one update).
+            zero: a way up of one update is one of two).
 
     Returns:
         A function of the number of updates done, as optax takes it.
@@ -49,6 +49,7 @@ def rate(
         [0.5, 1.0, 1.0, 0.854, 0.5, 0.146, 0.0]
     """
     _check_numbers(peak, warmup, end, hold)
+    warmup = max(warmup, 2) if warmup and shape == "log" else warmup
     _check_way(warmup + hold, steps, decay, shape)
     first = warmup + hold
     length = 1 if steps is None else max(steps - first, 1)
@@ -59,7 +60,7 @@ def rate(
     def at(count):
         """The first update of a linear warm-up already moves: its rate is peak / warmup."""
         part = jnp.minimum((count + 1) / max(warmup, 1), 1.0)
-        if shape == "log" and warmup > 1:
+        if warmup and shape == "log":
             part = jnp.minimum(jnp.log(jnp.maximum(count, 1.0)) / math.log(warmup), 1.0)
         return jnp.where(count < warmup, peak * part, down(jnp.maximum(count - first, 0)))
 

@@ -30,6 +30,12 @@ def check_devices(settings: Context, devices: int) -> None:
             f"{settings.ulysses} do not divide them. These do: {', '.join(map(str, fits))}."
         )
     if settings.form == "ulysses" and settings.ulysses not in (None, devices):
+        if settings.ulysses == 1:
+            raise ValueError(
+                f'Context(form="ulysses", ulysses=1): with ulysses=1 no heads are exchanged, and '
+                f'all {devices} devices exchange heads under form="ulysses". Leave ulysses= out, '
+                'or choose what travels instead of heads: form="ring" or form="allgather".'
+            )
         raise ValueError(
             f'Context(form="ulysses", ulysses={settings.ulysses}) on {devices} devices: groups of '
             f'{settings.ulysses} need something that joins them. Use form="ring" or '

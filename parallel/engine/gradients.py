@@ -34,7 +34,7 @@ from hfjax.parallel.engine.layers import run_model
 from hfjax.parallel.engine.look import called
 from hfjax.parallel.engine.parts import mean_of
 from hfjax.parallel.engine.sequence import dealt, undealt
-from hfjax.parallel.engine.step_context import StepContext, is_random, rows_of
+from hfjax.parallel.engine.step_context import StepContext, check_rows, is_random, rows_of
 from hfjax.parallel.mesh import BATCH_AXES, in_use
 
 
@@ -129,8 +129,10 @@ class Plane(ABC):
 
         def device(parameters, variables, batch):
             context.traced.begin(())
-            batch = dealt(context, variables, None, batch)
-            return undealt(context, self.predicted(parameters, variables, batch))
+            batch = dealt(context, variables, None, batch, joins=True)
+            outputs = undealt(context, self.predicted(parameters, variables, batch))
+            check_rows(outputs, batch)
+            return outputs
 
         held = context.variable_specs(variables)
         in_specs = (context.specs("parameter"), held, context.batch_spec)
@@ -188,7 +190,7 @@ class AutodiffPlane(Plane):
 
     def predicted(self, parameters: Flat, variables: Flat, batch: Any) -> Any:
         """Return the outputs of the model for this device's rows."""
-        return self._forward(parameters, variables, batch, self.context.outputs)
+        return self._forward(parameters, variables, batch, lambda outputs, batch: outputs)
 
     def _forward(self, parameters: Flat, variables: Flat, batch: Any, tell: Callable) -> Any:
         """Return what `tell(outputs, batch)` makes of this device's rows."""

@@ -65,6 +65,7 @@ class Traced:
     names: set[str] = field(default_factory=set)  # of tensors, where remat asks for names
     unread: set[str] = field(default_factory=set)  # parameters that nothing has read yet
     written: set[str] = field(default_factory=set)  # variables that the model writes to
+    parts: list[dict[int, str]] = field(default_factory=list)  # of outputs on a grid: see Grid
 
     def begin(self, parameters: Iterable[str]) -> None:
         """Begin a trace: what JAX kept of an earlier one, it must not take for this one's."""

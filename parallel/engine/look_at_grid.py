@@ -24,13 +24,16 @@ from hfjax.parallel.engine.blueprint import raw
 from hfjax.parallel.engine.look import kernels_of, outputs_of_a_look
 from hfjax.parallel.engine.step_context import StepContext, differs_by_part
 from hfjax.parallel.for_models.grid import Grid
-from hfjax.parallel.for_models.grid_look import BUILD, POSITIONS, GridLook, Parts
+from hfjax.parallel.for_models.grid_look import BUILD, POSITIONS, ROWS, GridLook, Parts
+from hfjax.parallel.mesh import COLUMN_AXIS, ROW_AXIS
 
 LIBRARIES = ("jax", "jaxlib", "numpy", "opt_einsum", "flax")
 WHOLE_ON_A_GRID = "on a grid each device has only a part, and this needs the whole"
 
 
-def look_at_grid(context: StepContext, variables: Flat, batch: Any, mode: str) -> None:
+def look_at_grid(
+    context: StepContext, variables: Flat, batch: Any, mode: str, joins: bool = False
+) -> None:
     """Refuse a model that computes something else with parts than with the whole.
 
     Args:
@@ -38,6 +41,7 @@ def look_at_grid(context: StepContext, variables: Flat, batch: Any, mode: str) -
         variables: Those of the model, also those that hold random keys.
         batch: With the rows of this device.
         mode: "train" or "eval".
+        joins: Whether outputs may be parts, which are joined then: noted is which they are.
     """
     grid = kernels_of(context).grid
     if not isinstance(grid, Grid):
@@ -46,11 +50,15 @@ def look_at_grid(context: StepContext, variables: Flat, batch: Any, mode: str) -
     stand_in = GridLook(grid, parts)
     look = partial(_traced, context, variables, batch, mode)
     program, outputs = look(stand_in)
+    if joins:
+        context.traced.parts = [_parts_of(x, stand_in) for x in jax.tree.leaves(outputs)]
+    else:
+        _check_whole(outputs, parts)
     probe = (stand_in.rows, parts.size(POSITIONS, stand_in.length), stand_in.width)
     gradient, _ = look(GridLook(grid, parts), probe)
     for name, prime in parts.times.items():
         outer = name in parts.shortest
-        for what, line in _meetings(program, outputs, int(prime), outer):
+        for what, line in _meetings(program, int(prime), outer):
             _refuse(name, what, line)
         for what, line in mixes(gradient.jaxpr, int(prime), in_loss=False, outer=outer):
             if "scatter" not in what:  # what is picked from along another dimension
@@ -136,14 +144,39 @@ def _traced(
         ) from error
 
 
-def _meetings(program: Any, outputs: Any, prime: int, outer: bool) -> Iterator[tuple[str, str]]:
+def _meetings(program: Any, prime: int, outer: bool) -> Iterator[tuple[str, str]]:
     """Yield (what, where) for what does not keep apart the entries along dimensions so long."""
     yield from mixes(program.jaxpr, prime, in_loss=False, outer=outer)
     for shape in constants_along(program, prime):
         yield "holds an array with a number for each of the", f"of {len(shape)} dimensions"
+
+
+def _check_whole(outputs: Any, parts: Parts) -> None:
+    """Refuse outputs that are parts: of such a loss knows nothing."""
     for x in jax.tree.leaves(outputs):
-        if any(n and n % prime == 0 for n in x.shape):
-            yield "returns, in place of self.kernels.outputs(…),", "its head"
+        for name, prime in parts.times.items():
+            if any(n and n % prime == 0 for n in x.shape):
+                _refuse(name, "returns, in place of self.kernels.outputs(…),", "its head")
+
+
+def _parts_of(x: Any, stand_in: GridLook) -> dict[int, str]:
+    """Return along which axis of the grid devices have parts of which dimension of an output."""
+    grid, parts, found = stand_in.grid, stand_in.parts, dict[int, str]()
+    axes = {POSITIONS: COLUMN_AXIS, ROWS: ROW_AXIS} | {n: grid.splits[n][0] for n in parts.shortest}
+    plain = {
+        POSITIONS: parts.size(POSITIONS, stand_in.length),
+        ROWS: parts.size(ROWS, stand_in.rows),
+    }
+    for dim, size in enumerate(x.shape):
+        names = [name for name, prime in parts.times.items() if size and size % prime == 0]
+        if len(names) > 1 or any(size != plain.get(name, size) for name in names):
+            raise ValueError(
+                f"an output joins {' and '.join(names)} with something else in dimension {dim} of "
+                f"{x.ndim}: {WHOLE_ON_A_GRID}. Return dimensions as they are: [B, S, …]."
+            )
+        if names:
+            found[dim] = axes[names[0]]
+    return found
 
 
 def _check_draws(

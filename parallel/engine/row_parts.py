@@ -7,7 +7,7 @@ that the end of a layer hides its collectives as well. The layer's parameters ar
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -19,12 +19,13 @@ from jax import lax
 from hfjax.base.paths import path_of
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["parts"], meta_fields=["in_order"])
+@partial(jax.tree_util.register_dataclass, data_fields=["parts"], meta_fields=["rows", "in_order"])
 @dataclass(frozen=True)
 class RowParts:
     """What goes from layer to layer, in parts of its rows."""
 
     parts: tuple[Any, ...]
+    rows: int  # of each part
     in_order: bool  # nothing of a part may run before what the part before it has done
 
     @classmethod
@@ -43,30 +44,33 @@ class RowParts:
             )
         _check_chance(model, batch, x, rows, count)
         cut = lambda i: jax.tree.map(lambda x: _part(x, i, count), x)
-        return cls(tuple(map(cut, range(count))), in_order)
+        return cls(tuple(map(cut, range(count))), rows // count, in_order)
 
     def whole(self) -> Any:
-        """Return all rows together."""
+        """Return all rows together; refuse what the last layer returns otherwise."""
+        who = f"split_rows={len(self.parts)}, after the last layer"
+        _check_begins(self.parts[0], self.rows, who, "a part has")
         return jax.tree.map(lambda *x: jnp.concatenate(x), *self.parts)
 
 
-def _check_begins(x: Any, rows: int, who: str) -> None:
+def _check_begins(x: Any, rows: int, who: str, has: str = "a device has") -> None:
     """Refuse arrays whose first size is not the number of rows."""
     leaves = jax.tree.leaves(x)
     if wrong := [leaf for leaf in leaves if jnp.shape(leaf)[:1] != (rows,)]:
         raise ValueError(
-            f"{who}: what goes from layer to layer is not all of rows: {_shapes(wrong)} where a "
-            f"device has {rows} rows in a microbatch. {ROWS_FIRST}"
+            f"{who}: what goes from layer to layer is not all of rows: {_shapes(wrong)} where "
+            f"{has} {rows} rows in a microbatch. {ROWS_FIRST}"
         )
 
 
 def _check_chance(model: Any, batch: Any, x: Any, rows: int, count: int) -> None:
     """Refuse an array that begins with something else, of which there are as many as rows.
 
-    The size alone does not tell where an array has it twice. `embed` of the first part does: what
-    begins with the rows has fewer of them.
+    The size alone does not tell where an array has it twice, or a multiple of it (rows and heads in
+    one). `embed` of the first part does: what begins with the rows has fewer of them.
     """
-    if not any(rows in jnp.shape(leaf)[1:] for leaf in jax.tree.leaves(x)):
+    again = lambda leaf: any(n and n % rows == 0 for n in jnp.shape(leaf)[1:])
+    if not any(map(again, jax.tree.leaves(x))):
         return
 
     def of_part() -> Any:
@@ -79,9 +83,10 @@ def _check_chance(model: Any, batch: Any, x: Any, rows: int, count: int) -> None
         found = jax.eval_shape(of_part)
     except Exception as error:
         raise ValueError(
-            f"{who}: arrays of {_shapes(jax.tree.leaves(x))} have this size twice, and embed of "
-            f"{rows // count} rows fails ({type(error).__name__}: {error}), so hfjax cannot tell "
-            "which dimension has the rows. Take another number of rows, or leave split_rows out."
+            f"{who}: arrays of {_shapes(jax.tree.leaves(x))} have this size, or a multiple, twice, "
+            f"and embed of {rows // count} rows fails ({type(error).__name__}: {error}), so hfjax "
+            "cannot tell which dimension has the rows. Take another number of rows, or leave "
+            "split_rows out."
         ) from error
     _check_begins(found, rows // count, f"{who}, and of {rows // count} to tell which they are")
 
@@ -116,7 +121,7 @@ def by_parts(layer: Callable, x: Any, variables: Any) -> tuple[Any, Any]:
         y, written = layer(part, _of_part(variables, number, len(x.parts)))
         _check_unwritten(written, len(x.parts))
         done.append(y)
-    return RowParts(tuple(done), x.in_order), written
+    return replace(x, parts=tuple(done)), written
 
 
 def _of_part(variables: Any, number: int, count: int) -> Any:

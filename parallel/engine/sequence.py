@@ -7,6 +7,7 @@ dimension: what contracts, shifts, sums or counts along such a dimension is refu
 
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from typing import Any
@@ -30,10 +31,17 @@ from hfjax.parallel.engine.blueprint import raw
 from hfjax.parallel.engine.look import kernels_of, outputs_of_a_look
 from hfjax.parallel.engine.look_at_grid import look_at_grid
 from hfjax.parallel.engine.step_context import StepContext, differs_by_part, rows_of
+from hfjax.parallel.for_models.grid import Grid
 from hfjax.parallel.for_models.shared_rows import SharedRows, dims_of
 
 
-def dealt(context: StepContext, variables: Flat, keys: Callable | None, batch: Any) -> Any:
+def dealt(
+    context: StepContext,
+    variables: Flat,
+    keys: Callable | None,
+    batch: Any,
+    joins: bool = False,
+) -> Any:
     """Return the part of a batch of whole rows that this device computes with.
 
     Where no devices share rows, that is the batch.
@@ -43,6 +51,7 @@ def dealt(context: StepContext, variables: Flat, keys: Callable | None, batch: A
         variables: Those of the model that hold no random keys; in an evaluation all.
         keys: As `StepContext.keys` returns it; None: it is an evaluation.
         batch: With whole rows.
+        joins: Whether outputs may be parts, because `undealt` joins them.
     """
     kernels = kernels_of(context)
     rows, grid = kernels.rows, kernels.grid
@@ -51,7 +60,7 @@ def dealt(context: StepContext, variables: Flat, keys: Callable | None, batch: A
     mode = "eval" if keys is None else "train"
     random = {} if keys is None else keys(None, 0, rows_of(batch))
     if rows is None:
-        look_at_grid(context, {**variables, **random}, batch, mode)
+        look_at_grid(context, {**variables, **random}, batch, mode, joins)
         return batch
     whole = context.blueprint.prepared(batch)
     dims = dims_of(whole, rows.settings.sequence)
@@ -63,7 +72,10 @@ def dealt(context: StepContext, variables: Flat, keys: Callable | None, batch: A
 
 def undealt(context: StepContext, outputs: Any) -> Any:
     """Return what the model made of its part of the rows, for whole rows."""
-    rows = kernels_of(context).rows
+    kernels = kernels_of(context)
+    rows, grid = kernels.rows, kernels.grid
+    if isinstance(grid, Grid):
+        return grid.joined(outputs, context.traced.parts)
     return outputs if rows is None else rows.undealt(outputs)
 
 
@@ -91,57 +103,120 @@ def _length(batch: Any, dims: Any) -> int:
 def look(
     context: StepContext, rows: SharedRows, variables: Flat, batch: Any, dims: Any, mode: str
 ) -> None:
-    """Tell `rows` which attentions the model asks for; refuse what else mixes positions."""
+    """Tell `rows` which attentions the model asks for; refuse what else mixes positions.
+
+    Unchecked, and where no length can be told apart, it is traced at the real length alone.
+    """
     templates = context.blueprint.parameters
     sizes = {n for x in templates.values() for n in raw(x).shape} | {rows_of(batch)}
     real = _length(batch, dims)
-    apart = a_length(real, sizes)  # None: nothing can be told apart
-    length = apart or real
-
-    def of_length(n: int) -> Any:
-        resize = lambda x, dim: x.shape if dim is None else _with(x.shape, dim, n)
-        made = lambda dim, x: jax.ShapeDtypeStruct(resize(x, dim), x.dtype)
-        return jax.tree.map(made, dims, batch, is_leaf=lambda x: x is None)
-
-    def traced(n: int, note: bool) -> tuple[Any, Any, Any]:
-        """Return the programs of the model and of the loss on rows of n positions, and outputs."""
-        with rows.looked_at(real, n, note):
-            model, outputs = program(parameters, variables, of_length(n))
-            return model, jax.make_jaxpr(context.loss)(outputs, of_length(n)), outputs
-
-    compute = lambda x: context.execution.precision.of(x.dtype)[0]
-    parameters = {
-        path: jax.ShapeDtypeStruct(raw(x).shape, compute(raw(x))) for path, x in templates.items()
-    }
-    run = partial(outputs_of_a_look, context, mode, times=rows.counted)
-    program = jax.make_jaxpr(run, return_shape=True)
-    try:
-        model, loss, outputs = traced(length, note=True)
-    except TypeError as error:
-        raise ValueError(
-            f"the model does not take rows of {length} positions in place of {real}. Dimension 1 "
-            "of each array of the batch is taken for the sequence; which it is can be said: "
-            'hfjax.Context(sequence={"image": None}). JAX says: ' + str(error)[:300]
-        ) from error
-    rows.outputs = [_dimension(x.shape, length) for x in jax.tree.leaves(outputs)]
-    if apart is None or not rows.settings.check:
+    apart = a_length(real, sizes) if rows.settings.check else None
+    rows.apart, rows.trial = apart is not None, apart or real
+    look_at = _Look(context, rows, variables, batch, dims, mode)
+    model, loss, outputs = _first(look_at)
+    rows.outputs = [x.shape for x in jax.tree.leaves(outputs)]
+    if apart is None:
         return
     for part, found in (("the model", model), ("the loss", loss)):
-        _check_apart(part, found, length, real)
+        _check_apart(part, found, apart, real)
+    _check_closed(rows, real)
     held = context.blueprint.variables
     own = {path: differs_by_part(held[path], mode == "train") for path in variables}
-    _check_draws(model, jax.tree.leaves((own, jax.tree.map(lambda _: True, batch))), rows, length)
+    _check_draws(model, jax.tree.leaves((own, jax.tree.map(lambda _: True, batch))), rows, apart)
     for n in {real, real // rows.devices} - {1}:
-        again = traced(n, note=False)
-        _check_same("the model", model, again[0], (length, n))
-        _check_same("the loss", loss, again[1], (length, n), numbers=False)
-    _check_parts(context.loss, outputs, of_length(length), loss, length)
+        again = look_at.at(n, note=False)
+        _check_same("the model", model, again[0], (apart, n))
+        _check_same("the loss", loss, again[1], (apart, n), numbers=False)
+    _check_parts(context.loss, outputs, look_at.resized(apart), loss, apart)
+
+
+@dataclass(frozen=True)
+class _Look:
+    """What a look traces: the model and the loss, on rows of a batch."""
+
+    context: StepContext
+    rows: SharedRows
+    variables: Flat
+    batch: Any
+    dims: Any
+    mode: str
+
+    @property
+    def real(self) -> int:
+        """The number of positions of the rows."""
+        return _length(self.batch, self.dims)
+
+    def at(self, length: int, note: bool) -> tuple[Any, Any, Any]:
+        """Return the programs of the model and of the loss on rows of a length, and outputs.
+
+        Where nothing is checked, the loss is not traced.
+        """
+        loss, given = self.context.loss, self.resized(length)
+        run = partial(outputs_of_a_look, self.context, self.mode, times=self.rows.counted)
+        with self.rows.looked_at(self.real, length, note):
+            program = jax.make_jaxpr(run, return_shape=True)
+            model, outputs = program(self._parameters, self.variables, given)
+            of_loss = jax.make_jaxpr(loss)(outputs, given) if self.rows.apart else None
+        return model, of_loss, outputs
+
+    def resized(self, length: int) -> Any:
+        """Return the shapes of the batch with rows of another length."""
+        resize = lambda x, dim: x.shape if dim is None else _with(x.shape, dim, length)
+        made = lambda dim, x: jax.ShapeDtypeStruct(resize(x, dim), x.dtype)
+        return jax.tree.map(made, self.dims, self.batch, is_leaf=lambda x: x is None)
+
+    @property
+    def _parameters(self) -> Flat:
+        compute = lambda x: self.context.execution.precision.of(x.dtype)[0]
+        templates = self.context.blueprint.parameters
+        made = lambda x: jax.ShapeDtypeStruct(x.shape, compute(x))
+        return {path: made(raw(x)) for path, x in templates.items()}
+
+
+def _first(look_at: _Look) -> tuple[Any, Any, Any]:
+    """Return the programs on rows of the trial's length.
+
+    If they cannot be made, they are tried on rows of the real length: what then fails is the
+    user's error, with the numbers that he knows.
+    """
+    trial, real = look_at.rows.trial, look_at.real
+    try:
+        return look_at.at(trial, note=True)
+    except Exception as error:
+        if trial == real:
+            raise
+        failed = error
+    look_at.at(real, note=True)
+    raise ValueError(
+        f"the model, or the loss, takes rows of {real} positions, but not of {trial}, with "
+        "which hfjax traces it to see where positions meet. Dimension 1 of each array of the batch "
+        "is taken for the sequence; which it is can be said: "
+        'hfjax.Context(sequence={"image": None}). '
+        f"If it takes some lengths only, switch the check off. {SWITCH} "
+        f"{type(failed).__name__}: {str(failed)[:300]}"
+    ) from failed
+
+
+def _check_closed(rows: SharedRows, real: int) -> None:
+    """Refuse an attention that closes over what has positions."""
+    for shape in rows.closed:
+        raise ValueError(
+            f"the attention that the model hands to kernels.attention closes over an array "
+            f"{_real_shape(shape, rows.trial, real)} with positions of a row: {APART}, and "
+            "Ulysses gives it whole rows. Make what it needs from q, k and v, or apply it to them "
+            "before; one more array may be handed over beside them, of shape [B, S]. Parameters "
+            "it may close over (docs/long_sequences.md)."
+        )
+
+
+def _real_shape(shape: tuple[int, ...], length: int, real: int) -> list[int]:
+    return [n if n % length else n // length * real for n in shape]
 
 
 def _check_apart(part: str, program: Any, length: int, real: int) -> None:
     """Refuse a program in which positions meet: traced with a length in place of the real one."""
     for shape in constants_along(program, length):
-        shown = [n if n % length else n // length * real for n in shape]
+        shown = _real_shape(shape, length, real)
         raise ValueError(
             f"{part} holds an array {shown} with a number for each position: {APART}. {MEET_BY}"
         )
@@ -162,7 +237,7 @@ def _check_draws(program: Any, differs: list[bool], rows: SharedRows, length: in
             f"does not differ by position: {APART}, and would draw the same for its own. Draw by "
             "hfjax.models.parts.Dropout, or from the `key` that forward may ask for; what is to "
             "stay the same belongs into model_init, as numbers for all positions, of which the "
-            "model takes those of self.kernels.positions(length)."
+            f"model takes those of self.kernels.positions(length). {SWITCH}"
         )
 
 
@@ -220,7 +295,8 @@ def _check_parts(loss: Callable, outputs: Any, batch: Any, program: Any, length:
             raise ValueError(
                 f"the loss of whole rows is not that of their parts together ({one:.4g} and "
                 f"{two:.4g} for random outputs): {APART}. Return sums over positions: hfjax.Mean("
-                "(losses * mask).sum(), mask.sum()), or the plain mean over all rows and positions."
+                "(losses * mask).sum(), mask.sum()), or the plain mean over all rows and "
+                f"positions. {SWITCH}"
             )
     if not tried:
         _warn_untried("no numbers that were tried give a finite loss")
@@ -262,19 +338,13 @@ def _warn_untried(why: str) -> None:
 
 
 APART = "the devices of the mesh axis context share each row, and each has only some positions"
+SWITCH = "hfjax.Context(check=False) switches this check off, if you know better."
 MEET_BY = (
     "Let positions meet in attention alone: attend through the step's kernels (self.kernels = "
     "hfjax.models.parts.plain; self.kernels.attention(attend)(q, k, v)), number positions by "
     "self.kernels.positions(length), and shift targets in a method prepare(batch) of the model, "
-    "which is given whole rows (docs/long_sequences.md)."
+    f"which is given whole rows (docs/long_sequences.md). {SWITCH}"
 )
-
-
-def _dimension(shape: tuple[int, ...], length: int) -> int | None:
-    """Return which dimension is the sequence, if one is; -1: it is part of one."""
-    found = [dim for dim, size in enumerate(shape) if size and size % length == 0]
-    plain = len(found) == 1 and found[0] > 0 and shape[found[0]] == length
-    return None if not found else found[0] if plain else -1
 
 
 def _with(shape: tuple[int, ...], dim: int, size: int) -> tuple[int, ...]:

@@ -190,11 +190,6 @@ class StepContext:
         mean = as_mean(self.loss(outputs, batch), rows / sharers if sharers > 1 else rows)
         return self.traced.kernels.counted_once(mean)
 
-    def outputs(self, outputs: Any, batch: Any) -> Any:
-        """Return the outputs, which have a row for each row of the batch."""
-        check_rows(outputs, batch)
-        return outputs
-
     # -- moving parameters and gradients --------------------------------------------------------
 
     def movement(self, p: Placed, training: bool = True) -> Movement:

@@ -14,7 +14,7 @@ scatter becomes a gather, every gather a scatter.
 [V]ocabulary. Shapes in names are those of one device.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -185,6 +185,22 @@ class Grid:
         losses = jnp.log(exponentials) + greatest - picked
         known = targets < kernel_VD.shape[0] * self.mesh.shape[COLUMN_AXIS]
         return _whole(jnp.where(known, losses, jnp.nan), ROW_AXIS, BATCH)
+
+    def joined(self, outputs: Any, parts: Sequence[Mapping[int, str]]) -> Any:
+        """Return whole outputs.
+
+        Args:
+            outputs: Any pytree of arrays.
+            parts: Of each array: dimension -> the mesh axis along which devices have parts of it.
+        """
+        leaves, form = jax.tree.flatten(outputs)
+
+        def whole(x: jax.Array, axes: Mapping[int, str]) -> jax.Array:
+            for dim, axis in axes.items():
+                x = _whole(x, axis, dim)
+            return x
+
+        return form.unflatten(map(whole, leaves, parts)) if parts else outputs
 
     def counted_once(self, tree: Any) -> Any:
         """Return sums as they are on one device of the grid, and 0 on the others.

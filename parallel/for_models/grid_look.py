@@ -160,7 +160,8 @@ class GridLook:
             names = [name for name in self.parts.shortest if splits[name] == (axis,)]
             if all(size % times[name] for name in names):
                 raise ValueError(
-                    "kernels.lookup in a table whose dimensions are not named vocab and embed. "
+                    "kernels.lookup in a table whose dimensions are not named vocab and embed, in "
+                    "this order: of each a device of a grid has a part. "
                     f"{BUILD}"
                 )
         if tokens_BS.shape[1] % times[POSITIONS] == 0 and times[POSITIONS] > 1:

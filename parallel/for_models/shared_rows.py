@@ -51,7 +51,10 @@ class SharedRows:
     no_ring: str | None = None
     calls: list[Call] = field(default_factory=list)
     choice: Choice | None = None
-    outputs: list[int | None] = field(default_factory=list)  # which dimension is the sequence
+    closed: list[tuple[int, ...]] = field(default_factory=list)  # what attentions close over
+    outputs: list[tuple[int, ...]] = field(default_factory=list)  # shapes in the look
+    trial: int = 0  # the length of rows in the look
+    apart: bool = True  # whether it divides no other dimension
     length: int = 0  # of whole rows, as they are traced
     looking: int | None = None  # the length of rows while the model is looked at
     noting: bool = True  # whether what it asks for is noted, and tried
@@ -88,7 +91,7 @@ class SharedRows:
             note: Whether to take note of it.
         """
         known, self.calls, self.looking, self.length = self.calls, [], length, traced
-        self.noting = note
+        self.noting, self.closed = note, [] if note else self.closed
         try:
             yield
         finally:
@@ -131,8 +134,8 @@ class SharedRows:
         """Return outputs with whole rows, in the order of positions."""
         leaves, form = jax.tree.flatten(outputs)
 
-        def whole(x: jax.Array, dim: int | None) -> jax.Array:
-            if dim is None:
+        def whole(x: jax.Array, looked_at: tuple[int, ...]) -> jax.Array:
+            if (dim := self._along(looked_at, x.shape)) is None:
                 return x
             if dim < 0:
                 raise ValueError(
@@ -143,6 +146,14 @@ class SharedRows:
             return every.take(self.deal.undone(every.shape[dim]), axis=dim)
 
         return form.unflatten(map(whole, leaves, self.outputs))
+
+    def _along(self, looked_at: tuple[int, ...], here: tuple[int, ...]) -> int | None:
+        """Return which dimension of an output is the sequence, if one is; -1: it is part of one."""
+        found = [dim for dim, size in enumerate(looked_at) if size and size % self.trial == 0]
+        if not self.apart:  # these were whole rows, of which a device has a part
+            found = [dim for dim in found if dim and looked_at[dim] != here[dim]]
+        plain = len(found) == 1 and found[0] > 0 and looked_at[found[0]] == self.trial
+        return None if not found else found[0] if plain else -1
 
     # -- attention ------------------------------------------------------------------------------
 
@@ -214,13 +225,8 @@ class SharedRows:
                 "the attention itself there, not by way of kernels.attention."
             )
         own = not getattr(plain, "is_causal_attention", False)
-        if (
-            own
-            and self.noting
-            and self.settings.check
-            and q.shape[2] % (self.devices * shards) == 0
-        ):
-            self._try_heads(plain, operands)
+        if own and self.noting and self.settings.check:
+            self._try(plain, operands)
         self.calls.append(
             Call(
                 rows=q.shape[0],
@@ -238,6 +244,17 @@ class SharedRows:
         found = jax.eval_shape(plain, *operands)
         return jnp.zeros(found.shape, found.dtype)
 
+    def _try(self, attend: Callable, operands: Sequence[Any]) -> None:
+        """Note what an attention of the model's own closes over; else try its heads."""
+        held = piece(attend, *map(jax.typeof, operands)).constants.values()
+        closed = [x.shape for x in held if isinstance(x, Tracer) and self._has_positions(x.shape)]
+        self.closed += closed
+        if not closed and operands[0].shape[2] % (self.devices * self._shards) == 0:
+            self._try_heads(attend, operands)
+
+    def _has_positions(self, shape: tuple[int, ...]) -> bool:
+        return self.apart and any(size and size % self.length == 0 for size in shape)
+
     def _try_heads(self, attend: Callable, operands: Sequence[Any]) -> None:
         """Refuse an attention of the model's own that does not treat heads alike."""
         try:
@@ -252,7 +269,9 @@ class SharedRows:
             )
             return
         if not alike:
-            raise unlike_heads("Ulysses", "another axis")
+            raise unlike_heads(
+                "Ulysses", "another axis, or hfjax.Context(check=False) if you know better"
+            )
 
 
 @dataclass(frozen=True)
