@@ -5,7 +5,6 @@ import os
 import reprlib
 import stat
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ KINDS = {
     stat.S_IFBLK: "a device",
     stat.S_IFSOCK: "a socket",
 }
-MISSING = "missing"
+MISSING, FOLDER, UNREACHED = "missing", KINDS[stat.S_IFDIR], "not to be reached"
 
 
 def what_is(path: Path) -> str:
@@ -35,7 +34,7 @@ def what_is(path: Path) -> str:
             f"a link to {os.readlink(path)}, which is not there" if path.is_symlink() else MISSING
         )
     except OSError as wrong:
-        return f"not to be reached ({wrong.strerror})"
+        return f"{UNREACHED} ({wrong.strerror})"
 
 
 def check_ordinary(path: Path) -> None:
@@ -48,18 +47,6 @@ def contents(path: Path) -> str:
     """Return the text of an ordinary file; ValueError says what is there instead."""
     check_ordinary(path)
     return path.read_text(encoding="utf-8")
-
-
-def replace_text(path: Path, text: str) -> None:
-    """Write a file in one piece: the one that is there stays until the new one is whole."""
-    new = path.with_name(f".{path.name}.new")
-    try:
-        new.write_text(text, encoding="utf-8")
-        os.replace(new, path)
-    except OSError as wrong:
-        with suppress(OSError):
-            new.unlink()
-        raise OSError(wrong.errno, wrong.strerror, str(path)) from None
 
 
 def parsed(text: str) -> Any:

@@ -6,12 +6,12 @@
 import fcntl
 import json
 import os
-import shutil
 import socket
 import time
 from pathlib import Path
 
-from hfjax.base.read_files import check_ordinary
+from hfjax.base.read_files import FOLDER, MISSING, UNREACHED, what_is
+from hfjax.base.write_files import check_no_link, delete, opened
 
 TEMPORARY = ".orbax-checkpoint-tmp"  # in the name of a step that is being written
 TRASH = ".deleted"  # steps are moved here at once, then deleted: a kill leaves no half step
@@ -27,9 +27,9 @@ def steps_in(directory: Path) -> list[int]:
 
 
 def check_directory(directory: Path) -> None:
-    """Refuse a file where a directory is expected."""
-    if directory.exists() and not directory.is_dir():
-        raise ValueError(f"{directory} is a file: checkpoints are saved in a directory.")
+    """Refuse what is there, and no directory."""
+    if not (kind := what_is(directory)).startswith((FOLDER, MISSING, UNREACHED)):
+        raise ValueError(f"{directory} is {kind}: checkpoints are saved in a directory.")
 
 
 def make_directory(directory: Path) -> None:
@@ -73,22 +73,40 @@ def _hint(directory: Path) -> str:
 
 def sweep(directory: Path) -> None:
     """Delete what is no step: unfinished ones, and the trash."""
-    for path in directory.glob(f"*{TEMPORARY}*"):
-        shutil.rmtree(path, ignore_errors=True)
     empty_trash(directory)
+    for path in directory.glob(f"*{TEMPORARY}*"):
+        if path.name.partition(TEMPORARY)[0].isdecimal():
+            delete(path)
 
 
 def empty_trash(directory: Path) -> None:
     """Delete the steps that were moved out of the way."""
-    for path in (directory / TRASH).glob("*"):
-        shutil.rmtree(path, ignore_errors=True)
+    for path in _trash(directory).glob("*"):
+        delete(path)
+
+
+def _trash(directory: Path) -> Path:
+    """Return where steps are deleted; a link would lead to what somebody else has."""
+    check_no_link(directory / TRASH)
+    return directory / TRASH
+
+
+def is_ours(step: Path) -> bool:
+    """Return whether hfjax has written a step; what else has a number for its name is not."""
+    return (step / "manifest.json").exists() or (step / "meta").exists()
 
 
 def discard(directory: Path, steps: list[int]) -> None:
     """Delete steps; each is gone as a step at once."""
-    (directory / TRASH).mkdir(exist_ok=True)
     for step in steps:
-        os.replace(directory / str(step), directory / TRASH / str(step))
+        if not is_ours(directory / str(step)):
+            raise ValueError(
+                f"step {step} of {directory} was not written by hfjax: it stays. Move it away, or "
+                "save to another directory."
+            )
+    (trash := _trash(directory)).mkdir(exist_ok=True)
+    for step in steps:
+        os.replace(directory / str(step), trash / str(step))
     empty_trash(directory)
 
 
@@ -109,7 +127,7 @@ class WriterLock:
     """The right to write into a directory; `release` gives it back."""
 
     def __init__(self, directory: Path):
-        self._file = os.path.realpath(directory / NAME)
+        self._file = os.path.join(os.path.realpath(directory), NAME)
         if self._file in _HELD:
             raise ValueError(_refusal(directory, "this process itself"))
         descriptor = _open(self._file)
@@ -140,10 +158,8 @@ class WriterLock:
 
 
 def _open(file: str) -> int:
-    if os.path.lexists(file):
-        check_ordinary(Path(file))
     try:
-        return os.open(file, os.O_RDWR | os.O_CREAT, 0o666)
+        return opened(Path(file), os.O_RDWR)
     except OSError as error:
         raise ValueError(
             f"{os.path.dirname(file)} cannot be written: {error.strerror}. Save to a directory "

@@ -28,7 +28,7 @@ KINDS = {"format": whole(1), "files": object_of("texts", TEXT[1])}
 def write_manifest(step: Path) -> None:
     """Write the size and CRC32 of every file below a directory into its manifest."""
     files = {name: f"{crc:08x} {size}" for name, (size, crc) in _sums(step, _files(step)).items()}
-    with open(step / NAME, "w") as file:
+    with open(step / NAME, "x") as file:
         json.dump({"format": FORMAT, "files": files}, file, indent=1)
         file.flush()
         os.fsync(file.fileno())

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from hfjax.base.read_files import ANYTHING, TEXT, check_fields, contents, object_of, parsed, whole
 from hfjax.checkpoint.arrays import KEY
+from hfjax.checkpoint.directory import is_ours
 from hfjax.parallel.mesh import describe_mesh
 from hfjax.plan.layout import Layout
 
@@ -135,7 +136,7 @@ def _check_number(step: Path, found: dict) -> None:
 
 def check_written(step: Path) -> None:
     """Refuse a directory that something else has written."""
-    if not (step / "manifest.json").exists() and not (step / "meta").exists():
+    if not is_ours(step):
         names = ", ".join(sorted(path.name for path in step.iterdir())) or "nothing"
         raise ValueError(
             f"step {step.name} of {step.parent} was not written by hfjax: no manifest.json and no "

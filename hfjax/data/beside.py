@@ -3,7 +3,6 @@
 import fcntl
 import os
 import secrets
-import shutil
 import signal
 import threading
 from collections.abc import Iterator
@@ -11,6 +10,8 @@ from contextlib import contextmanager, suppress
 from glob import escape
 from pathlib import Path
 from typing import NoReturn
+
+from hfjax.base.write_files import delete
 
 OLD = "-old"  # ends the name of the data set that is being replaced
 
@@ -28,7 +29,7 @@ def folder_beside(place: Path) -> Iterator[Path]:
         yield beside
     finally:
         for path in (new, beside):
-            shutil.rmtree(path, ignore_errors=True)
+            delete(path)
         os.close(handle)
 
 
@@ -41,7 +42,7 @@ def sweep(place: Path) -> None:
         maker = path.with_name(path.name.removesuffix(OLD))
         if not _at_work(maker):
             _move_back(maker.with_name(maker.name + OLD), maker, place)
-            shutil.rmtree(path, ignore_errors=True)
+            delete(path)
 
 
 def _move_back(old: Path, maker: Path, place: Path) -> None:
@@ -56,8 +57,8 @@ def _named(place: Path, what: str) -> Path:
 def _at_work(folder: Path) -> bool:
     """Return whether a process makes a data set in a folder."""
     try:
-        handle = os.open(folder, os.O_RDONLY)
-    except OSError:  # gone
+        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except OSError:  # gone, or no folder
         return False
     try:
         return not _locked(handle)

@@ -15,7 +15,8 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import yaml
 
-from hfjax.base.read_files import MISSING, contents, replace_text, shown, what_is
+from hfjax.base.read_files import MISSING, contents, shown, what_is
+from hfjax.base.write_files import replace_text
 from hfjax.parallel.activation_offload import several
 from hfjax.run.config import Train
 from hfjax.run.yaml_text import Lined, parsed

@@ -9,12 +9,15 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from hfjax.base.read_files import check_fields, check_ordinary, parsed, replace_text, whole
+from hfjax.base.read_files import check_fields, check_ordinary, parsed, whole
+from hfjax.base.write_files import check_no_link, opened, replace_text
 from hfjax.processes.agreement import say
 from hfjax.run.config import Log
 from hfjax.run.loss_picture import draw
 
 METRICS, PLOT = "metrics.jsonl", "loss.png"
+TENSORBOARD, WANDB = "tensorboard", "wandb"  # folders
+WRITTEN = (METRICS, PLOT, TENSORBOARD, WANDB)
 
 
 class Journal:
@@ -22,8 +25,10 @@ class Journal:
 
     def __init__(self, directory: Path, log: Log, config: Mapping[str, Any], start: int):
         self.directory = directory
+        check_no_link(directory / PLOT)
         _drop(directory / METRICS, start)
-        self._file = open(directory / METRICS, "a", encoding="utf-8")
+        handle = opened(directory / METRICS, os.O_WRONLY | os.O_APPEND)
+        self._file = open(handle, "a", encoding="utf-8")
         self._config, self._sinks = config, _sinks(directory, log, config)
 
     def write(self, step: int, **values: float) -> None:
@@ -48,8 +53,8 @@ class Journal:
             sink.close()
         try:
             draw(read(self.directory / METRICS), self.directory / PLOT, self._config)
-        except OSError as wrong:
-            say(f"{self.directory / PLOT} is not drawn: {wrong.strerror}")
+        except (OSError, ValueError) as wrong:
+            say(f"{self.directory / PLOT} is not drawn: {getattr(wrong, 'strerror', wrong)}")
 
     def __enter__(self) -> "Journal":
         return self
@@ -98,7 +103,7 @@ class _TensorBoard:
     def __init__(self, directory: Path):
         from tensorboardX import SummaryWriter
 
-        self._writer = SummaryWriter(str(directory / "tensorboard"))
+        self._writer = SummaryWriter(str(directory / TENSORBOARD))
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         for name, value in values.items():
@@ -125,6 +130,8 @@ class _Wandb:
 
 
 def _sinks(directory: Path, log: Log, config: Mapping[str, Any]) -> list[Any]:
+    for folder in (TENSORBOARD, WANDB):
+        check_no_link(directory / folder)
     try:
         found: list[Any] = [_TensorBoard(directory)] if log.tensorboard else []
         return found + ([_Wandb(directory, log.wandb, config)] if log.wandb else [])
