@@ -138,6 +138,21 @@ def test_a_configuration(tmp_path):
     refused(path, lambda: load(path))
 
 
+def test_a_configuration_whose_aliases_grow_without_end(tmp_path):
+    path = tmp_path / "run.yaml"
+    ways = {"{{<<: [{}]}}": "{k: 1, l: 2}", "{{a: [{}]}}": "{k: 1}", "[{}]": "text"}
+    message = r"run\.yaml:1 is no YAML: its aliases \(\*name\), written out, are more than 100000"
+    for way, first in ways.items():
+        lines = [f"l0: &l0 {first}"]
+        for n in range(400):  # each is eight of the one before
+            lines.append(f"l{n + 1}: &l{n + 1} " + way.format(", ".join([f"*l{n}"] * 8)))
+        path.write_text("\n".join(lines))
+        with pytest.raises(ValueError, match=message):
+            load(path)
+    path.write_text("checkpoints: &often {every: 3}\nlog: {<<: *often, sample: 0}\n")
+    assert (load(path).log.every, load(path).log.sample) == (3, 0)
+
+
 def test_the_metrics_of_a_run(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 0, "loss": 1.0}\n{"step": 1, "loss": 2.0}\n')
