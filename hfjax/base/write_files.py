@@ -11,14 +11,16 @@ from pathlib import Path
 from typing import BinaryIO
 
 from hfjax.base.read_files import check_ordinary
+from hfjax.base.tables import named
 
 
 def check_no_link(path: Path) -> None:
     """Refuse a link where something is to be written or deleted."""
     if path.is_symlink():
         raise ValueError(
-            f"{path} is a link to {os.readlink(path)}: hfjax writes and deletes nothing through "
-            f"links inside its folders. Take it out (rm {path}), or give another folder."
+            f"{named(path)} is a link to {named(os.readlink(path))}: hfjax writes and deletes "
+            "nothing through links inside its folders. Take it out "
+            f"(rm {named(path)}), or give another folder."
         )
 
 

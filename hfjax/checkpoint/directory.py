@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 from hfjax.base.read_files import FOLDER, MISSING, UNREACHED, what_is
+from hfjax.base.tables import named
 from hfjax.base.write_files import check_no_link, delete, opened
 
 TEMPORARY = ".orbax-checkpoint-tmp"  # in the name of a step that is being written
@@ -29,7 +30,7 @@ def steps_in(directory: Path) -> list[int]:
 def check_directory(directory: Path) -> None:
     """Refuse what is there, and no directory."""
     if not (kind := what_is(directory)).startswith((FOLDER, MISSING, UNREACHED)):
-        raise ValueError(f"{directory} is {kind}: checkpoints are saved in a directory.")
+        raise ValueError(f"{named(directory)} is {kind}: checkpoints are saved in a directory.")
 
 
 def make_directory(directory: Path) -> None:
@@ -39,8 +40,8 @@ def make_directory(directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ValueError(
-            f"{directory} cannot be made: {error.strerror}. Save to a directory in which you may "
-            "make files."
+            f"{named(directory)} cannot be made: {error.strerror}. Save to a directory in which "
+            "you may make files."
         ) from error
 
 
@@ -48,18 +49,23 @@ def check_step(directory: Path, step: int | None) -> int:
     """Return the step to read: the one asked for, or the latest; refuse what is not there."""
     steps = steps_in(directory)
     if not steps:
-        raise ValueError(f"no checkpoint in {directory}: {_found(directory)}.{_hint(directory)}")
+        raise ValueError(
+            f"no checkpoint in {named(directory)}: {_found(directory)}.{_hint(directory)}"
+        )
     if step is None:
         return steps[-1]
+    saved = f"Saved: {', '.join(map(str, steps))}."
+    if isinstance(step, bool) or not hasattr(step, "__index__"):
+        raise ValueError(f"step={step!r}: a whole number is expected, or None: the latest. {saved}")
     if step not in steps:
-        raise ValueError(f"step {step} is not in {directory}. Saved: {', '.join(map(str, steps))}.")
-    return step
+        raise ValueError(f"step {step} is not in {named(directory)}. {saved}")
+    return int(step)
 
 
 def _found(directory: Path) -> str:
     if not directory.exists():
         return "there is no such directory"
-    names = sorted(entry.name for entry in os.scandir(directory))
+    names = sorted(named(entry.name) for entry in os.scandir(directory))
     shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
     return f"found {shown}" if names else "it is empty"
 
@@ -68,7 +74,7 @@ def _hint(directory: Path) -> str:
     """Return where steps are, if they are one floor below or above."""
     below = [p for p in directory.glob("*") if p.is_dir() and steps_in(p)]
     near = [p for p in (*below, directory.parent) if p.is_dir() and steps_in(p)]
-    return f" {near[0]} holds steps {steps_in(near[0])}." if near else ""
+    return f" {named(near[0])} holds steps {steps_in(near[0])}." if near else ""
 
 
 def sweep(directory: Path) -> None:
@@ -101,8 +107,8 @@ def discard(directory: Path, steps: list[int]) -> None:
     for step in steps:
         if not is_ours(directory / str(step)):
             raise ValueError(
-                f"step {step} of {directory} was not written by hfjax: it stays. Move it away, or "
-                "save to another directory."
+                f"step {step} of {named(directory)} was not written by hfjax: it stays. Move it "
+                "away, or save to another directory."
             )
     (trash := _trash(directory)).mkdir(exist_ok=True)
     for step in steps:
@@ -162,8 +168,8 @@ def _open(file: str) -> int:
         return opened(Path(file), os.O_RDWR)
     except OSError as error:
         raise ValueError(
-            f"{os.path.dirname(file)} cannot be written: {error.strerror}. Save to a directory "
-            "in which you may make files."
+            f"{named(os.path.dirname(file))} cannot be written: {error.strerror}. Save to a "
+            "directory in which you may make files."
         ) from error
 
 
@@ -175,13 +181,13 @@ def _me() -> dict:
 def _holder(descriptor: int) -> str:
     try:
         found = json.loads(os.pread(descriptor, 4096, 0))
-        return f"process {found['pid']} on {found['host']} since {found['since']}"
+        return named(f"process {found['pid']} on {found['host']} since {found['since']}")
     except (ValueError, KeyError, TypeError):
         return "another process"
 
 
 def _refusal(directory: Path, holder: str) -> str:
     return (
-        f"{directory} is being written by {holder}: a directory has one writer. Close that one "
-        "first, or save elsewhere; to restore, hfjax.restore and hfjax.latest need no lock."
+        f"{named(directory)} is being written by {holder}: a directory has one writer. Close that "
+        "one first, or save elsewhere; to restore, hfjax.restore and hfjax.latest need no lock."
     )

@@ -20,6 +20,7 @@ from hfjax.base.read_files import (
     parsed,
     whole,
 )
+from hfjax.base.tables import named
 from hfjax.data.tokenizer import (
     FILE as TOKENIZER,
     MADE_BY,
@@ -81,10 +82,10 @@ class Meta:
                 return cls._of(found)
         except (ValueError, TypeError) as wrong:
             names = ", ".join(f.name for f in fields(cls))
-            why = str(wrong).rstrip(".")
+            why = named(str(wrong).rstrip("."))
             raise ValueError(
-                f"{path} is damaged ({why}): a JSON object of {names} is expected. Make the data "
-                "set again: hfjax data … --overwrite"
+                f"{named(path)} is damaged ({why}): a JSON object of {names} is expected. Make "
+                "the data set again: hfjax data … --overwrite"
             ) from None
         raise ValueError(
             f"{path}: format {found['format']}, this hfjax reads format {FORMAT}. Make the data "
@@ -198,8 +199,8 @@ class TokenSet:
         found = of(self.directory / name)
         if found != written[name]:
             raise ValueError(
-                f"{self.directory / name}: CRC32 {found:08x}, written was {written[name]:08x}: the "
-                "file changed. Copy it again, or make the data set again."
+                f"{named(self.directory / name)}: CRC32 {found:08x}, written was "
+                f"{written[name]:08x}: the file changed. Copy it again, or make the data set again."
             )
 
     def _check_ends(self, offsets: np.ndarray) -> None:

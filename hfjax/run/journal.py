@@ -9,7 +9,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from hfjax.base.read_files import check_fields, check_ordinary, parsed, whole
+from hfjax.base.read_files import check_fields, check_ordinary, is_number, parsed, whole
+from hfjax.base.tables import named
 from hfjax.base.write_files import check_no_link, opened, replace_text
 from hfjax.processes.agreement import say
 from hfjax.run.config import Log
@@ -39,7 +40,7 @@ class Journal:
             self._file.flush()
         except OSError as full:
             raise OSError(
-                f"{self.directory / METRICS} cannot be written: {full.strerror}. The latest "
+                f"{named(self.directory / METRICS)} cannot be written: {full.strerror}. The latest "
                 "checkpoint is whole: make room, and start again."
             ) from full
         for sink in self._sinks:
@@ -54,7 +55,8 @@ class Journal:
         try:
             draw(read(self.directory / METRICS), self.directory / PLOT, self._config)
         except (OSError, ValueError) as wrong:
-            say(f"{self.directory / PLOT} is not drawn: {getattr(wrong, 'strerror', wrong)}")
+            why = getattr(wrong, "strerror", wrong)
+            say(f"{named(self.directory / PLOT)} is not drawn: {why}")
 
     def __enter__(self) -> "Journal":
         return self
@@ -74,8 +76,8 @@ def read(path: Path) -> list[dict[str, Any]]:
             lines.append(_line(text))
         except ValueError as wrong:
             raise ValueError(
-                f"{path}:{number} is no line of a run ({wrong}). Take it out, or move the file "
-                "away."
+                f"{named(path)}:{number} is no line of a run ({wrong}). Take it out, or move the "
+                "file away."
             ) from None
     return lines
 
@@ -83,7 +85,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 def _line(text: bytes) -> dict[str, Any]:
     """Return a line of a metrics file; ValueError if a run has not written it."""
     line = check_fields(parsed(text.decode()), {"step": whole(0)})
-    number = lambda x: x is None or (type(x) in (int, float) and math.isfinite(x))
+    number = lambda x: x is None or (is_number(x) and math.isfinite(x))
     return check_fields(line, dict.fromkeys(line, ("a number or null", number)))
 
 

@@ -44,7 +44,7 @@ def go_on(loader: Loader, told: Any, step: Path) -> int:
     try:
         if isinstance(told, dict):
             told = {"skipped": 0, **told}
-        check_fields(told, {"data": ANYTHING, "skipped": whole(0)})
+        check_fields(told, {"data": ANYTHING, "skipped": whole(0, int(step.name))})
         file = f"{file}: data"
         check_fields(told["data"], {"rows": whole(0)})
     except ValueError as wrong:
@@ -383,7 +383,7 @@ class Run:
         with self._phase("writing a sample"):
             text = self.parts.written(self._judged, PROMPT, count, Sampling())
         self.screen.say(f"what it writes after {PROMPT!r}:")
-        self.screen.show(text)
+        self.screen.say(text)
 
     def _say_end(self, done: int, reason: str | None) -> None:
         directory = self.config.directory

@@ -6,6 +6,8 @@ from typing import Any, ClassVar
 import yaml
 from yaml.constructor import ConstructorError
 
+from hfjax.base.tables import named
+
 # What YAML 1.1 would guess: 5:8 is 308, 010 is 8, 3e-4 a text.
 GUESSED = {f"tag:yaml.org,2002:{name}" for name in ("int", "float", "timestamp")}
 MOST = 100_000  # characters that aliases (`*name`, also after `<<`) may stand for
@@ -33,7 +35,7 @@ def _mapping(loader: _Loader, node: yaml.MappingNode) -> Lined:
     seen = set()
     for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
         if key.value in seen:
-            raise ConstructorError(None, None, f"{key.value} is there twice", key.start_mark)
+            raise ConstructorError(None, None, f"{named(key.value)} is there twice", key.start_mark)
         seen.add(key.value)
     loader.flatten_mapping(node)  # what `<<` merges comes first
     for key, value in node.value:
@@ -85,4 +87,4 @@ def parsed(text: str, where: str) -> Any:
     except RecursionError:
         raise ValueError(f"{where} is no YAML that can be read: it is nested too deeply.") from None
     except Exception as wrong:  # of a tag like !!int, PyYAML raises whatever comes
-        raise ValueError(f"{where} is no YAML: {str(wrong).splitlines()[0]}.") from None
+        raise ValueError(f"{where} is no YAML: {named(str(wrong).splitlines()[0])}.") from None
