@@ -109,6 +109,25 @@ def test_unattended_a_damaged_step_is_passed_over_with_a_warning(tmp_path):
     assert hfjax.latest(tmp_path) == 3  # a reader changes nothing
 
 
+def test_an_empty_step_is_damaged_as_a_power_failure_leaves_it(tmp_path):
+    layout = saved(tmp_path, 1, 2)
+    for left in ([], ["_CHECKPOINT_METADATA"]):
+        shutil.rmtree(tmp_path / "2", ignore_errors=True)
+        (tmp_path / "2").mkdir()
+        for name in left:
+            (tmp_path / "2" / name).touch()
+        with pytest.raises(
+            ValueError, match=r"step 2 .* is damaged: manifest.json is missing\. Ste"
+        ):
+            hfjax.restore(tmp_path, layout)
+        with pytest.warns(RuntimeWarning, match="step 2 .* Restored step 1 instead"):
+            assert hfjax.restore(tmp_path, layout, on_damage="previous").step == 1
+    with hfjax.Checkpoints(tmp_path, layout) as checkpoints:
+        with pytest.warns(RuntimeWarning, match="step 2 .* Restored step 1 instead"):
+            assert checkpoints.restore(on_damage="previous").step == 1
+        assert checkpoints.steps() == [1]
+
+
 def test_a_run_that_passes_over_a_damaged_step_can_save_it_again(tmp_path):
     layout = saved(tmp_path, 1, 2)
     flip(arrays(tmp_path / "2"))

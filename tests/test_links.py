@@ -24,10 +24,11 @@ def fixture_mine(tmp_path):
     (folder / "thesis").mkdir(parents=True)
     (folder / "thesis/text").write_text("years of work")
     (folder / "2020").mkdir()
+    (folder / "2020/photo").write_text("a day")
     file.write_text("years of work")
     yield SimpleNamespace(folder=folder, file=file)
     names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
-    assert names == ["2020", "thesis", "thesis/text"]
+    assert names == ["2020", "2020/photo", "thesis", "thesis/text"]
     assert (folder / "thesis/text").read_text() == file.read_text() == "years of work"
 
 

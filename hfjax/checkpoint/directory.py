@@ -15,6 +15,7 @@ from hfjax.base.tables import named
 from hfjax.base.write_files import check_no_link, delete, opened
 
 TEMPORARY = ".orbax-checkpoint-tmp"  # in the name of a step that is being written
+ENDS = {"_CHECKPOINT_METADATA", "commit_success.txt"}  # of a step: Orbax writes them at its end
 TRASH = ".deleted"  # steps are moved here at once, then deleted: a kill leaves no half step
 
 
@@ -98,8 +99,12 @@ def _trash(directory: Path) -> Path:
 
 
 def is_ours(step: Path) -> bool:
-    """Return whether hfjax has written a step; what else has a number for its name is not."""
-    return (step / "manifest.json").exists() or (step / "meta").exists()
+    """Return whether hfjax has written a step; what else has a number for its name is not.
+
+    A power failure may have left an empty folder of it.
+    """
+    names = {path.name for path in step.iterdir()}
+    return names <= ENDS or not names.isdisjoint(("manifest.json", "meta"))
 
 
 def discard(directory: Path, steps: list[int]) -> None:

@@ -19,10 +19,11 @@ from hfjax.base.read_files import (
     whole,
 )
 from hfjax.base.tables import named
+from hfjax.checkpoint.directory import ENDS
 from hfjax.checkpoint.record import FILE, FORMAT, check_format
 
 NAME = "manifest.json"
-LATER = {NAME, "_CHECKPOINT_METADATA", "commit_success.txt"}  # written after it; never read
+LATER = {NAME, *ENDS}  # written after it; never read
 CHUNK = 1 << 22
 KINDS = {"format": whole(1), "files": object_of("texts", TEXT[1])}
 
