@@ -153,7 +153,7 @@ def _verify(data: TokenSet) -> None:
 def _begin(data: TokenSet, console: Console) -> None:
     """Print the first lines, or the first tokens where there is no tokenizer."""
     stop = int(data.documents[1]) - (data.meta.end is not None)
-    first = data.tokens[: min(SHOWN, stop)]
+    first = data.read(0, min(SHOWN, stop))
     if data.meta.tokenizer == "none":
         text = " ".join(map(str, first[:20]))
     else:

@@ -1,13 +1,14 @@
 """A data set on disk: `tokens.bin`, `documents.npy` and `meta.json` in a directory."""
 
 import json
+import mmap
 import os
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -134,8 +135,15 @@ class TokenSet:
         self.meta = Meta.load(self.directory)
         self._check_size()
         dtype = dtype_for(self.vocab)
-        self.tokens = np.memmap(self.directory / TOKENS, dtype, mode="r").view(np.ndarray)
+        with open(self.directory / TOKENS, "rb") as file:
+            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        self.tokens = np.frombuffer(self._map, dtype)
         self.documents = self._offsets()
+        self._of_documents = str(self.directory / DOCUMENTS)
+
+    def __reduce__(self) -> tuple:
+        """Open it again where a copy is made, in this process or another one."""
+        return TokenSet, (self.directory,)
 
     @property
     def vocab(self) -> int:
@@ -157,6 +165,45 @@ class TokenSet:
             f"vocabulary {meta.vocab})"
         )
 
+    def read(self, start: int, stop: int) -> np.ndarray:
+        """Return the tokens [start, stop) of the file; refuse one that was cut.
+
+        Rows are read so: what is gone of a memory map ends the process without a word.
+
+        Args:
+            start: The position of the first token.
+            stop: The position after the last one.
+
+        Example:
+            >>> import numpy as np, tempfile
+            >>> from hfjax.data import write_tokens
+            >>> folder = tempfile.TemporaryDirectory()
+            >>> write_tokens(folder.name, [np.arange(9)], vocab=64).read(3, 6).tolist()
+            [3, 4, 5]
+        """
+        if self._map.size() < len(self._map):  # of the file now, and when it was opened
+            self._was_cut(TOKENS, len(self._map))
+        return self.tokens[start:stop]
+
+    def check_documents(self) -> None:
+        """Refuse a file of documents that was cut since it was opened, before it is looked at.
+
+        Example:
+            >>> import numpy as np, tempfile
+            >>> from hfjax.data import write_tokens
+            >>> folder = tempfile.TemporaryDirectory()
+            >>> write_tokens(folder.name, [np.arange(3)], vocab=64).check_documents()
+        """
+        if os.stat(self._of_documents).st_size < self.documents.nbytes:
+            self._was_cut(DOCUMENTS, self.documents.nbytes)
+
+    def _was_cut(self, name: str, size: int) -> NoReturn:
+        path = self.directory / name
+        raise ValueError(
+            f"{named(path)} was cut while it is read: {path.stat().st_size} bytes, it had {size}. "
+            "Copy it again, or make the data set again; then start again."
+        )
+
     def verify(self) -> None:
         """Read all files; refuse one whose CRC32 is not that written, and tokens beyond vocab.
 
@@ -169,7 +216,7 @@ class TokenSet:
         for name in self.meta.crc32:
             self._compare(name, crc32, self.meta.crc32)
         for start in range(0, len(self), CHUNK):
-            self.check_vocab(self.tokens[start : start + CHUNK], start)
+            self.check_vocab(self.read(start, start + CHUNK), start)
         for start in range(0, self.meta.documents, CHUNK):
             self._check_ends(self.documents[start : start + CHUNK + 1])
 
