@@ -8,7 +8,10 @@ import warnings
 import pytest
 
 import hfjax
+from hfjax.checkpoint.arrays import arrays_of, raw
 from hfjax.checkpoint.manifest import find_damage
+from hfjax.checkpoint.record import read_record
+from hfjax.checkpoint.writer import room
 from tests.small_checkpoint import same, saved, small_layout, state_at
 
 
@@ -109,6 +112,25 @@ def test_unattended_a_damaged_step_is_passed_over_with_a_warning(tmp_path):
     assert hfjax.latest(tmp_path) == 3  # a reader changes nothing
 
 
+def test_an_empty_step_is_damaged_as_a_power_failure_leaves_it(tmp_path):
+    layout = saved(tmp_path, 1, 2)
+    for left in ([], ["_CHECKPOINT_METADATA"]):
+        shutil.rmtree(tmp_path / "2", ignore_errors=True)
+        (tmp_path / "2").mkdir()
+        for name in left:
+            (tmp_path / "2" / name).touch()
+        with pytest.raises(
+            ValueError, match=r"step 2 .* is damaged: manifest.json is missing\. Ste"
+        ):
+            hfjax.restore(tmp_path, layout)
+        with pytest.warns(RuntimeWarning, match="step 2 .* Restored step 1 instead"):
+            assert hfjax.restore(tmp_path, layout, on_damage="previous").step == 1
+    with hfjax.Checkpoints(tmp_path, layout) as checkpoints:
+        with pytest.warns(RuntimeWarning, match="step 2 .* Restored step 1 instead"):
+            assert checkpoints.restore(on_damage="previous").step == 1
+        assert checkpoints.steps() == [1]
+
+
 def test_a_run_that_passes_over_a_damaged_step_can_save_it_again(tmp_path):
     layout = saved(tmp_path, 1, 2)
     flip(arrays(tmp_path / "2"))
@@ -155,6 +177,16 @@ def test_a_step_in_a_later_format_asks_for_a_later_hfjax(tmp_path, file):
     path.write_text(json.dumps(json.loads(path.read_text()) | {"format": 2}))
     with pytest.raises(ValueError, match=r"written in format 2; this hfjax .* reads up to 1\. Up"):
         hfjax.restore(tmp_path, layout, verify=file == "manifest.json")
+
+
+def test_the_room_that_a_step_needs_is_that_of_all_its_files(tmp_path):
+    for number, layout in enumerate((small_layout(), small_layout(wide=8192, sizes={"fsdp": 8}))):
+        layout = saved(tmp_path / str(number), 1, layout=layout)
+        stored = {path: raw(x) for path, x in arrays_of(state_at(layout, 1)).items()}
+        step = tmp_path / str(number) / "1"
+        found = sum(path.stat().st_size for path in step.rglob("*") if path.is_file())
+        assert sum(x.nbytes for x in stored.values()) < found
+        assert found <= room(stored, read_record(step)) < found + 130_000
 
 
 def test_what_to_do_with_damage_is_one_of_two_words(tmp_path):

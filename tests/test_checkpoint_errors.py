@@ -49,6 +49,11 @@ def test_arguments_in_another_order_are_told_the_right_one(tmp_path):
 def test_a_step_that_is_not_there_is_told_with_those_that_are(tmp_path):
     layout = saved(tmp_path, 1, 2)
     refused(tmp_path, r"step 7 is not in \S+\. Saved: 1, 2\.", layout, 7)
+    for step in (2.0, True, "2"):
+        refused(
+            tmp_path, rf"step={step!r}: a whole number is expected, .* Saved: 1, 2\.", layout, step
+        )
+    assert hfjax.restore(tmp_path, layout, np.int64(2)).step == 2
 
 
 def test_what_something_else_has_written_is_no_checkpoint(tmp_path):

@@ -1,12 +1,15 @@
 """Whatever lies where a file is read: one error that names the file, no trace, no stall."""
 
+import copy
 import gzip
 import json
 import os
+import pickle
 import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow
@@ -16,6 +19,7 @@ import pytest
 import hfjax
 from hfjax.checkpoint.manifest import find_damage
 from hfjax.checkpoint.record import read_record
+from hfjax.cli.data import DataCommand, run
 from hfjax.data import (
     Loader,
     TokenSet,
@@ -32,6 +36,7 @@ from hfjax.run.journal import Journal
 from tests.small_checkpoint import saved, small_layout
 
 DEEP = "[" * 100_000
+MANY = b"9" * 400  # digits: a number that no float holds
 VALUES = (None, True, -1, 1.5, float("nan"), float("inf"), 10**30, "x", "", [], [1], {"a": 1})
 
 
@@ -138,11 +143,27 @@ def test_a_configuration(tmp_path):
     refused(path, lambda: load(path))
 
 
+def test_a_configuration_whose_aliases_grow_without_end(tmp_path):
+    path = tmp_path / "run.yaml"
+    ways = {"{{<<: [{}]}}": "{k: 1, l: 2}", "{{a: [{}]}}": "{k: 1}", "[{}]": "text"}
+    message = r"run\.yaml:1 is no YAML: its aliases \(\*name\), written out, are more than 100000"
+    for way, first in ways.items():
+        lines = [f"l0: &l0 {first}"]
+        for n in range(400):  # each is eight of the one before
+            lines.append(f"l{n + 1}: &l{n + 1} " + way.format(", ".join([f"*l{n}"] * 8)))
+        path.write_text("\n".join(lines))
+        with pytest.raises(ValueError, match=message):
+            load(path)
+    path.write_text("checkpoints: &often {every: 3}\nlog: {<<: *often, sample: 0}\n")
+    assert (load(path).log.every, load(path).log.sample) == (3, 0)
+
+
 def test_the_metrics_of_a_run(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 0, "loss": 1.0}\n{"step": 1, "loss": 2.0}\n')
     refused(path, lambda: Journal(tmp_path, Log(), {}, 1).close(), ODD)
-    for line in (b"\xff", DEEP.encode(), b"[1]", b'{"loss": 1}', b'{"step": -5, "loss": 1}'):
+    lines = [b"\xff", DEEP.encode(), b"[1]", b'{"loss": 1}', b'{"step": -5, "loss": 1}']
+    for line in (*lines, b'{"step": 1, "x": %s}' % MANY, b'{"step": %s}' % MANY, b'{"step":1}\0'):
         path.write_bytes(b'{"step": 0, "loss": 1.0}\n' + line + b'\n{"step": 2, "loss": 1.0}\n')
         with pytest.raises(ValueError, match=r"metrics\.jsonl:2 is no line of a run \(.*Take it"):
             Journal(tmp_path, Log(), {}, 3)
@@ -172,6 +193,78 @@ def test_the_files_beside_a_checkpoint(step):
         (step / "manifest.json").write_text(json.dumps(some | {"files": files}))
         assert told in find_damage(step)[0]
         (step / "manifest.json").write_text(whole)
+
+
+@pytest.mark.parametrize("name", ["a" * 5000, "a\0b", "\ud800", "a/" * 3000, "\x1b[31m\nred"])
+def test_a_manifest_with_a_name_that_no_file_has(tmp_path, name):
+    layout = saved(tmp_path, 1, 2)
+    path = tmp_path / "2/manifest.json"
+    whole = json.loads(path.read_text())
+    whole["files"][name] = "00000000 0"
+    path.write_text(json.dumps(whole))
+    with pytest.raises(
+        ValueError, match=r"step 2 of \S+ is damaged: .* is missing\. Step 1"
+    ) as told:
+        hfjax.restore(tmp_path, layout)
+    assert len(str(told.value)) < 1000
+    assert str(told.value).isprintable()
+    with pytest.warns(RuntimeWarning, match="step 2 .* is missing"):
+        assert hfjax.restore(tmp_path, layout, on_damage="previous").step == 1
+
+
+RED = "\x1b[31m\u202e[/red]"  # of a terminal, of the direction of writing, of rich's markup
+
+
+def test_control_characters_of_names_never_reach_a_terminal(tmp_path, step, capsys):
+    """Names of files and of keys, from whoever made the folder."""
+
+    def harmless(read: Callable[[], object], match: str) -> None:
+        with pytest.raises((ValueError, OSError), match=match) as told:
+            read()
+        assert all(line.isprintable() for line in str(told.value).splitlines())
+
+    code = r"\\x1b\[31m\\u202e"
+    texts = tmp_path / f"texts{RED.replace('/', '')}"
+    texts.mkdir()
+    for name, text in {"txt": b"\xff", "jsonl": json.dumps({RED: 1}).encode(), "json": b""}.items():
+        (texts / f"a.{name}").write_bytes(text)
+        harmless(lambda: prepare(texts, tmp_path / "o", pattern=f"*.{name}"), code)  # noqa: B023
+    pyarrow.parquet.write_table(pyarrow.table({RED: ["a"]}), texts / "a.parquet")
+    harmless(lambda: prepare(texts, tmp_path / "o", pattern="*.parquet"), f"it has {code}")
+    (tmp_path / "a.yaml").write_text('"\\e[31m": 1\n"\\e[31m": 1')
+    harmless(lambda: load(tmp_path / "a.yaml"), r"\\x1b\[31m is there twice")
+    shutil.copytree(step, tmp_path / "c/1")
+    record = json.loads((step / "meta/metadata").read_text())
+    arrays = record["arrays"] | {f"params/{RED}": ["float32", [1]]}
+    (tmp_path / "c/1/meta/metadata").write_text(json.dumps(record | {"arrays": arrays}))
+    layout = small_layout()
+    harmless(
+        lambda: hfjax.restore(tmp_path / "c", layout, verify=False), f"params/{code}.* is saved"
+    )
+    (tmp_path / "d" / RED.replace("/", "")).mkdir(parents=True)
+    harmless(lambda: hfjax.restore(tmp_path / "d", layout), f"found {code}")
+    made = write_tokens(tmp_path / "made", [np.arange(5)], 8).directory
+    meta = json.loads((made / "meta.json").read_text())
+    (made / "meta.json").write_text(json.dumps(meta | {RED: 1}))
+    harmless(lambda: TokenSet(made), f"meta.json is damaged .*{code}")
+    (made / "meta.json").write_text(json.dumps(meta | {"sources": [RED]}))
+    assert run(DataCommand(show=made, verify=True)) == 0
+    assert "made from \\x1b[31m\\u202e[/red]" in capsys.readouterr().out
+    assert run(DataCommand(show=tmp_path / RED)) == 2
+    assert "\x1b" not in capsys.readouterr().err
+
+
+def test_numbers_that_no_float_holds(step, tmp_path):
+    record = json.loads((step / "meta/metadata").read_text())
+    shutil.copytree(step, tmp_path / "1")
+    text = json.dumps(record | {"metrics": {"loss": int(MANY)}})
+    (tmp_path / "1/meta/metadata").write_text(text)
+    with pytest.raises(ValueError, match=r"meta/metadata does not parse: metrics is .* numbers is"):
+        read_record(tmp_path / "1")
+    hfjax.Checkpoints(tmp_path, small_layout(), keep=hfjax.Keep(best="loss")).close()
+    (tmp_path / "run.yaml").write_text(f"optimizer: {{rate: {int(MANY)}}}")
+    with pytest.raises(ValueError, match=r"run.yaml:1: optimizer: rate='999.*: a number is expec"):
+        load(tmp_path / "run.yaml")
 
 
 # -- fields of other kinds ----------------------------------------------------------------
@@ -293,3 +386,26 @@ def test_a_data_set_of_an_earlier_hfjax_has_no_samples(made):
     del whole["samples"]
     path.write_text(json.dumps(whole))
     assert Loader(made, 2, 8).at(0)["tokens"].shape == (2, 9)
+
+
+def test_a_file_that_is_cut_while_it_is_read_is_named(made):
+    """A memory map of it would end the process with SIGBUS, without a word."""
+    given: Any = ({}, {"documents": True}, {"packing": "documents"})
+    loaders = [Loader(made, 2, 8, threads=0, **options) for options in given]
+    copies = [copy.deepcopy(TokenSet(made)), pickle.loads(pickle.dumps(TokenSet(made)))]
+    assert all((data.read(3, 9) == np.arange(3, 9)).all() for data in copies)
+    whole = (made / "tokens.bin").read_bytes()
+    for loader in loaders:
+        loader.at(1)
+        os.truncate(made / "tokens.bin", 20)
+        with pytest.raises(
+            ValueError, match=r"tokens\.bin was cut while it is read: 20 .* Copy it"
+        ):
+            loader.at(1)
+        with pytest.raises(ValueError, match=r"tokens\.bin: CRC32|was cut while it is read"):
+            copies[0].verify()
+        (made / "tokens.bin").write_bytes(whole)
+        loader.at(1)
+    os.truncate(made / "documents.npy", 0)
+    with pytest.raises(ValueError, match=r"documents\.npy was cut while it is read: 0 bytes,"):
+        loaders[1].at(1)

@@ -84,6 +84,20 @@ def test_parquet_files_without_the_column_of_other_things_or_truncated(tmp_path,
     refused(path.name, whole, r"in\.parquet has no column 'text': it has id, body\. .* --field")
     refused(path.name, whole, r"in\.parquet: row 1: 'id' is int, text is expected", field="id")
     refused(path.name, whole[:-9], r"in\.parquet is no whole Parquet file")
+    table = pyarrow.table({"text": [f"text {number} äö" for number in range(999)]})
+    pyarrow.parquet.write_table(table, path, compression="snappy", use_dictionary=False)
+    whole = path.read_bytes()
+    begin = whole.index(b"text 0")
+    for at, message in {
+        begin + 500: r"in\.parquet is no whole Parquet file: Corrupt snappy compressed data\.",
+        5: r"in\.parquet is no whole Parquet file: Couldn't deserialize thrift: .*",
+    }.items():
+        broken = whole[:at] + b"\xff" * 40 + whole[at + 40 :]
+        refused(path.name, broken, f"{message}$")
+    pyarrow.parquet.write_table(table, path, compression="none", use_dictionary=False)
+    latin = path.read_bytes().replace("text 7 äö".encode(), b"text 7 \xe4\xf6..")
+    refused(path.name, latin, r"in\.parquet: row 8 is not UTF-8: byte 7 is 0xe4\. .*--errors repl")
+    prepare(path, tmp_path / "out", errors="replace")
 
 
 def test_gzip_files_that_are_truncated_or_none(refused):

@@ -3,10 +3,12 @@
 import gzip
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -382,3 +384,39 @@ def test_what_is_not_used_is_not_imported(tmp_path):
     write(tmp_path / "in.txt", "text")
     command = [sys.executable, "-c", code, tmp_path / "in.txt", tmp_path / "out"]
     assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+def test_ctrl_c_at_any_moment_of_a_replacement_leaves_the_old_data_or_the_new(
+    tmp_path, monkeypatch
+):
+    """Each rename and the first deletion: interrupted before it, and after it."""
+    place, calls = tmp_path / "out", []
+    rename, rmtree = Path.rename, shutil.rmtree
+
+    def interrupted(act, moment):
+        def do(*given, **more):
+            calls.append(act)
+            if len(calls) == moment:
+                raise KeyboardInterrupt
+            found = act(*given, **more)
+            if len(calls) == -moment:
+                calls.append(act)
+                raise KeyboardInterrupt
+            return found
+
+        return do
+
+    lengths = {}
+    for moment in (0, *range(1, 5), *range(-4, 0)):
+        with monkeypatch.context() as patch:
+            write_tokens(place, [np.arange(5)], 8, overwrite=True)
+            assert [path.name for path in tmp_path.iterdir()] == ["out"]  # all is swept
+            calls.clear()
+            patch.setattr(Path, "rename", interrupted(rename, moment))
+            patch.setattr(shutil, "rmtree", interrupted(rmtree, moment))
+            with pytest.raises(KeyboardInterrupt) if moment else nullcontext():
+                write_tokens(place, [np.arange(6)], 8, overwrite=True)
+        lengths[moment] = len(TokenSet(place))
+        if abs(moment) < 4:  # not while what is left is deleted
+            assert [path.name for path in tmp_path.iterdir()] == ["out"], moment
+    assert lengths == {0: 6, 1: 5, 2: 5, 3: 5, 4: 6, -1: 5, -2: 5, -3: 6, -4: 6}

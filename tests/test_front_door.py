@@ -299,10 +299,10 @@ def test_control_characters_of_a_model_are_shown_on_a_terminal_and_kept_elsewher
 ):
     text = "a\x1b[2J\x07\tb\r\n\x9bé\u00a0�"
     assert harmless(text) == "a\\x1b[2J\\x07\tb\\r\n\\x9bé\u00a0�"
-    Screen(1).show("a\x1bb")
+    Screen(1).say("a\x1bb")
     assert "a\x1bb" in capsys.readouterr().out
     monkeypatch.setenv("FORCE_COLOR", "1")
-    Screen(1).show("a\x1bb")
+    Screen(1).say("a\x1bb")
     assert "a\\x1bb" in capsys.readouterr().out
 
 

@@ -463,6 +463,7 @@ def test_another_seed_or_model_does_not_go_on(whole, data):
         ("a.yaml", "precision: fp8", r"precision='fp8': one of stored, fp32, bf16 is"),
         ("a.yaml", "data:\n  train: {}", r"data: train={}: a list is expected"),
         ("a.yaml", "steps: 0", r"--steps 0: a number from 1 on is needed"),
+        ("a.yaml", "offload_words: [dots]", r"a.yaml:1: no field 'offload_words'. Nearest: \['off"),
         (
             "a.yaml",
             "{",
@@ -569,6 +570,7 @@ def test_a_position_that_is_none_is_refused_with_its_file(data, tmp_path):
         ({"data": told["data"] | {"rows": 10**30}}, r"is at row 10{30}, the data ends at row"),
         ({"data": [1]}, r"1/meta/metadata: data: data: an object is expected, found \[1\]"),
         ({"skipped": "x"}, r"1/meta/metadata: data: skipped is 'x', a whole number"),
+        ({"skipped": 10**400}, r"skipped is 10+\.\.\.0+, a whole number from 0 to 1"),
     ):
         with pytest.raises(ValueError, match=message):
             go_on(loader, told | change, step)

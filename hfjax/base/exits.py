@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
+from hfjax.base.tables import harmless
+
 FAILED = 1  # what was asked for went wrong
 MISTAKE = 2  # what was given cannot be; argparse and tyro use the same
 WORDS = (ValueError, FloatingPointError, TimeoutError, OSError)  # told without a traceback
@@ -42,7 +44,7 @@ def _told(name: str, wrong: Exception) -> int:
     """Say what is wrong; return the exit status."""
     notes = getattr(wrong, "__notes__", [])
     more = [note for note in notes if not note.startswith("-----")]  # jax on its traceback
-    print("\n".join([f"hfjax {name}: {wrong}", *more]), file=sys.stderr)
+    print(harmless("\n".join([f"hfjax {name}: {wrong}", *more])), file=sys.stderr)
     return MISTAKE if isinstance(wrong, ValueError) else FAILED
 
 

@@ -4,10 +4,12 @@ import json
 import os
 import reprlib
 import stat
+import sys
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
+
+from hfjax.base.tables import named
 
 Kind = tuple[str, Callable[[Any], bool]]  # what a field is, in words, and whether a value is that
 
@@ -19,7 +21,8 @@ KINDS = {
     stat.S_IFBLK: "a device",
     stat.S_IFSOCK: "a socket",
 }
-MISSING = "missing"
+ORDINARY, FOLDER = KINDS[stat.S_IFREG], KINDS[stat.S_IFDIR]
+MISSING, UNREACHED = "missing", "not to be reached"
 
 
 def what_is(path: Path) -> str:
@@ -32,34 +35,26 @@ def what_is(path: Path) -> str:
         return KINDS.get(stat.S_IFMT(os.stat(path).st_mode), "no file")
     except FileNotFoundError:
         return (
-            f"a link to {os.readlink(path)}, which is not there" if path.is_symlink() else MISSING
+            f"a link to {named(os.readlink(path))}, which is not there"
+            if path.is_symlink()
+            else MISSING
         )
+    except ValueError:  # it has a character that no name has
+        return MISSING
     except OSError as wrong:
-        return f"not to be reached ({wrong.strerror})"
+        return f"{UNREACHED} ({wrong.strerror})"
 
 
 def check_ordinary(path: Path) -> None:
     """Refuse what is no ordinary file: a pipe would stall who reads it, a folder not be read."""
-    if (kind := what_is(path)) != KINDS[stat.S_IFREG]:
-        raise ValueError(f"{path} is {kind}: an ordinary file is expected.")
+    if (kind := what_is(path)) != ORDINARY:
+        raise ValueError(f"{named(path)} is {kind}: an ordinary file is expected.")
 
 
 def contents(path: Path) -> str:
     """Return the text of an ordinary file; ValueError says what is there instead."""
     check_ordinary(path)
     return path.read_text(encoding="utf-8")
-
-
-def replace_text(path: Path, text: str) -> None:
-    """Write a file in one piece: the one that is there stays until the new one is whole."""
-    new = path.with_name(f".{path.name}.new")
-    try:
-        new.write_text(text, encoding="utf-8")
-        os.replace(new, path)
-    except OSError as wrong:
-        with suppress(OSError):
-            new.unlink()
-        raise OSError(wrong.errno, wrong.strerror, str(path)) from None
 
 
 def parsed(text: str) -> Any:
@@ -97,21 +92,28 @@ def check_fields(found: Any, kinds: Mapping[str, Kind]) -> dict[str, Any]:
         raise ValueError(f"an object is expected, found {shown(found)}")
     for name, (words, holds) in kinds.items():
         if name not in found:
-            raise ValueError(f"it has no field {name}")
+            raise ValueError(f"it has no field {named(name)}")
         if not holds(found[name]):
-            raise ValueError(f"{name} is {shown(found[name])}, {words} is expected")
+            raise ValueError(f"{named(name)} is {shown(found[name])}, {words} is expected")
     return found
 
 
-def whole(least: int) -> Kind:
-    """Return the kind of whole numbers from a bound on."""
-    return f"a whole number from {least} on", lambda x: type(x) is int and x >= least
+def whole(least: int, most: int | None = None) -> Kind:
+    """Return the kind of whole numbers from a bound on, or to another one."""
+    to = "on" if most is None else f"to {most}"
+    fits = lambda x: type(x) is int and x >= least and (most is None or x <= most)
+    return f"a whole number from {least} {to}", fits
 
 
 def object_of(words: str, holds: Callable[[Any], bool]) -> Kind:
     """Return the kind of objects whose values are all of a kind."""
     every = lambda x: isinstance(x, dict) and all(map(holds, x.values()))
     return f"an object of {words}", every
+
+
+def is_number(x: Any) -> TypeGuard[int | float]:
+    """Return whether something is a number that a float holds; nan and infinity are."""
+    return type(x) is float or (type(x) is int and abs(x) <= sys.float_info.max)
 
 
 ANYTHING: Kind = ("anything", lambda _: True)

@@ -4,6 +4,7 @@ import dataclasses
 import re
 import unicodedata
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 Row = TypeVar("Row")
@@ -94,3 +95,23 @@ def harmless(text: str) -> str:
     """
     obeyed = lambda c: unicodedata.category(c) == "Cc" and c not in "\n\t"
     return "".join(ascii(c)[1:-1] if obeyed(c) else c for c in text)
+
+
+ODD = ("Cc", "Cf", "Cs", "Zl", "Zp")  # obeyed by terminals, turn the writing round, or are no text
+LONG, SHOWN = 300, 100  # letters: of a name that is cut, of each of its ends
+
+
+def named(name: object) -> str:
+    r"""Return how the name of a file or of a key stands in a message: odd characters as codes.
+
+    It is one line. What is longer than names are is cut, but no path.
+
+    >>> print(named("red\x1b[31m\nname"), len(named("a" * 5000)))
+    red\x1b[31m\nname 201
+    """
+    text = str(name)
+    if len(text) > LONG and not isinstance(name, Path):
+        text = f"{text[:SHOWN]}…{text[-SHOWN:]}"
+    if text.isprintable():
+        return text
+    return "".join(ascii(c)[1:-1] if unicodedata.category(c) in ODD else c for c in text)

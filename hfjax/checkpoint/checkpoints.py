@@ -22,6 +22,7 @@ from hfjax.checkpoint.directory import (
     WriterLock,
     check_step,
     discard,
+    is_ours,
     make_directory,
     set_aside,
     steps_in,
@@ -124,8 +125,13 @@ class Checkpoints:
         """Take the directory; return the metrics of the steps in it."""
         make_directory(self.directory)
         self._lock = WriterLock(self.directory)
-        sweep(self.directory)
-        return {str(step): _metrics(self.directory / str(step)) for step in self._steps()}
+        try:
+            sweep(self.directory)
+        except BaseException:
+            self._release()
+            raise
+        ours = [step for step in self._steps() if is_ours(self.directory / str(step))]
+        return {str(step): _metrics(self.directory / str(step)) for step in ours}
 
     def _steps(self) -> list[int]:
         return steps_in(self.directory)

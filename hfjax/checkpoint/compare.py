@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from hfjax.base.paths import flatten
+from hfjax.base.tables import named
 from hfjax.checkpoint.arrays import KEY, Described, arrays_of, describe
 from hfjax.plan.layout import Layout, State
 from hfjax.plan.rearrange import canonical
@@ -62,14 +63,15 @@ def _dtype_name(dtype: DTypeLike, wanted: Described) -> str | None:
 def _missing(found: Described, wanted: Described, there: str) -> Iterator[str]:
     for path in wanted:
         if path not in found:
-            yield f"{path}{_show(wanted[path])} is not {there}{_nearest(path, found, wanted)}"
+            near = _nearest(path, found, wanted)
+            yield f"{named(path)}{_show(wanted[path])} is not {there}{near}"
 
 
 def _extra(found: Described, wanted: Described, there: str) -> Iterator[str]:
     for path in found:
         if path not in wanted:
             near = _nearest(path, wanted, found)
-            yield f"{path}{_show(found[path])} is {there}, not wanted{near}"
+            yield f"{named(path)}{_show(found[path])} is {there}, not wanted{near}"
 
 
 def _unlike(found: Described, wanted: Described, cast: str | None, there: str) -> Iterator[str]:
@@ -77,7 +79,7 @@ def _unlike(found: Described, wanted: Described, cast: str | None, there: str) -
         if path not in found or found[path] == [dtype, shape]:
             continue
         if found[path][1] != shape or not (dtype == cast and _floating(found[path][0])):
-            yield f"{path} is{_show(found[path])} {there}, wanted as{_show(wanted[path])}"
+            yield f"{named(path)} is{_show(found[path])} {there}, wanted as{_show(wanted[path])}"
 
 
 def _advice(saved: Described, wanted: Described, cast: str | None) -> str:
@@ -104,7 +106,7 @@ def _nearest(path: str, known: Described, others: Described) -> str:
     part = path.split("/")[0]
     single = [p for p in known if p.startswith(part) and p not in others]
     near = difflib.get_close_matches(path, single, n=1)
-    return f" (nearest: {near[0]})" if near else ""
+    return f" (nearest: {named(near[0])})" if near else ""
 
 
 def _castable(found: list | None, wanted: list | None) -> bool:

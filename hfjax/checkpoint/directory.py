@@ -6,14 +6,16 @@
 import fcntl
 import json
 import os
-import shutil
 import socket
 import time
 from pathlib import Path
 
-from hfjax.base.read_files import check_ordinary
+from hfjax.base.read_files import FOLDER, MISSING, UNREACHED, what_is
+from hfjax.base.tables import named
+from hfjax.base.write_files import check_no_link, delete, opened
 
 TEMPORARY = ".orbax-checkpoint-tmp"  # in the name of a step that is being written
+ENDS = {"_CHECKPOINT_METADATA", "commit_success.txt"}  # of a step: Orbax writes them at its end
 TRASH = ".deleted"  # steps are moved here at once, then deleted: a kill leaves no half step
 
 
@@ -27,9 +29,9 @@ def steps_in(directory: Path) -> list[int]:
 
 
 def check_directory(directory: Path) -> None:
-    """Refuse a file where a directory is expected."""
-    if directory.exists() and not directory.is_dir():
-        raise ValueError(f"{directory} is a file: checkpoints are saved in a directory.")
+    """Refuse what is there, and no directory."""
+    if not (kind := what_is(directory)).startswith((FOLDER, MISSING, UNREACHED)):
+        raise ValueError(f"{named(directory)} is {kind}: checkpoints are saved in a directory.")
 
 
 def make_directory(directory: Path) -> None:
@@ -39,8 +41,8 @@ def make_directory(directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ValueError(
-            f"{directory} cannot be made: {error.strerror}. Save to a directory in which you may "
-            "make files."
+            f"{named(directory)} cannot be made: {error.strerror}. Save to a directory in which "
+            "you may make files."
         ) from error
 
 
@@ -48,18 +50,23 @@ def check_step(directory: Path, step: int | None) -> int:
     """Return the step to read: the one asked for, or the latest; refuse what is not there."""
     steps = steps_in(directory)
     if not steps:
-        raise ValueError(f"no checkpoint in {directory}: {_found(directory)}.{_hint(directory)}")
+        raise ValueError(
+            f"no checkpoint in {named(directory)}: {_found(directory)}.{_hint(directory)}"
+        )
     if step is None:
         return steps[-1]
+    saved = f"Saved: {', '.join(map(str, steps))}."
+    if isinstance(step, bool) or not hasattr(step, "__index__"):
+        raise ValueError(f"step={step!r}: a whole number is expected, or None: the latest. {saved}")
     if step not in steps:
-        raise ValueError(f"step {step} is not in {directory}. Saved: {', '.join(map(str, steps))}.")
-    return step
+        raise ValueError(f"step {step} is not in {named(directory)}. {saved}")
+    return int(step)
 
 
 def _found(directory: Path) -> str:
     if not directory.exists():
         return "there is no such directory"
-    names = sorted(entry.name for entry in os.scandir(directory))
+    names = sorted(named(entry.name) for entry in os.scandir(directory))
     shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
     return f"found {shown}" if names else "it is empty"
 
@@ -68,27 +75,49 @@ def _hint(directory: Path) -> str:
     """Return where steps are, if they are one floor below or above."""
     below = [p for p in directory.glob("*") if p.is_dir() and steps_in(p)]
     near = [p for p in (*below, directory.parent) if p.is_dir() and steps_in(p)]
-    return f" {near[0]} holds steps {steps_in(near[0])}." if near else ""
+    return f" {named(near[0])} holds steps {steps_in(near[0])}." if near else ""
 
 
 def sweep(directory: Path) -> None:
     """Delete what is no step: unfinished ones, and the trash."""
-    for path in directory.glob(f"*{TEMPORARY}*"):
-        shutil.rmtree(path, ignore_errors=True)
     empty_trash(directory)
+    for path in directory.glob(f"*{TEMPORARY}*"):
+        if path.name.partition(TEMPORARY)[0].isdecimal():
+            delete(path)
 
 
 def empty_trash(directory: Path) -> None:
     """Delete the steps that were moved out of the way."""
-    for path in (directory / TRASH).glob("*"):
-        shutil.rmtree(path, ignore_errors=True)
+    for path in _trash(directory).glob("*"):
+        delete(path)
+
+
+def _trash(directory: Path) -> Path:
+    """Return where steps are deleted; a link would lead to what somebody else has."""
+    check_no_link(directory / TRASH)
+    return directory / TRASH
+
+
+def is_ours(step: Path) -> bool:
+    """Return whether hfjax has written a step; what else has a number for its name is not.
+
+    A power failure may have left an empty folder of it.
+    """
+    names = {path.name for path in step.iterdir()}
+    return names <= ENDS or not names.isdisjoint(("manifest.json", "meta"))
 
 
 def discard(directory: Path, steps: list[int]) -> None:
     """Delete steps; each is gone as a step at once."""
-    (directory / TRASH).mkdir(exist_ok=True)
     for step in steps:
-        os.replace(directory / str(step), directory / TRASH / str(step))
+        if not is_ours(directory / str(step)):
+            raise ValueError(
+                f"step {step} of {named(directory)} was not written by hfjax: it stays. Move it "
+                "away, or save to another directory."
+            )
+    (trash := _trash(directory)).mkdir(exist_ok=True)
+    for step in steps:
+        os.replace(directory / str(step), trash / str(step))
     empty_trash(directory)
 
 
@@ -109,7 +138,7 @@ class WriterLock:
     """The right to write into a directory; `release` gives it back."""
 
     def __init__(self, directory: Path):
-        self._file = os.path.realpath(directory / NAME)
+        self._file = os.path.join(os.path.realpath(directory), NAME)
         if self._file in _HELD:
             raise ValueError(_refusal(directory, "this process itself"))
         descriptor = _open(self._file)
@@ -140,14 +169,12 @@ class WriterLock:
 
 
 def _open(file: str) -> int:
-    if os.path.lexists(file):
-        check_ordinary(Path(file))
     try:
-        return os.open(file, os.O_RDWR | os.O_CREAT, 0o666)
+        return opened(Path(file), os.O_RDWR)
     except OSError as error:
         raise ValueError(
-            f"{os.path.dirname(file)} cannot be written: {error.strerror}. Save to a directory "
-            "in which you may make files."
+            f"{named(os.path.dirname(file))} cannot be written: {error.strerror}. Save to a "
+            "directory in which you may make files."
         ) from error
 
 
@@ -159,13 +186,13 @@ def _me() -> dict:
 def _holder(descriptor: int) -> str:
     try:
         found = json.loads(os.pread(descriptor, 4096, 0))
-        return f"process {found['pid']} on {found['host']} since {found['since']}"
+        return named(f"process {found['pid']} on {found['host']} since {found['since']}")
     except (ValueError, KeyError, TypeError):
         return "another process"
 
 
 def _refusal(directory: Path, holder: str) -> str:
     return (
-        f"{directory} is being written by {holder}: a directory has one writer. Close that one "
-        "first, or save elsewhere; to restore, hfjax.restore and hfjax.latest need no lock."
+        f"{named(directory)} is being written by {holder}: a directory has one writer. Close that "
+        "one first, or save elsewhere; to restore, hfjax.restore and hfjax.latest need no lock."
     )

@@ -94,7 +94,8 @@ class Kept:
         self._keep, self._metrics = keep, metrics
 
     def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> Sequence[bool]:
-        """Return, step by step, whether it is kept."""
+        """Return, step by step, whether it is kept; what hfjax has not written always is."""
         steps = [info.step for info in checkpoints]
-        kept = self._keep.kept({step: self._metrics.get(step, {}) for step in steps})
-        return [step in kept for step in steps]
+        ours = {step: self._metrics[step] for step in steps if step in self._metrics}
+        kept = self._keep.kept(ours)
+        return [step in kept or step not in ours for step in steps]

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from hfjax.base.read_files import (
     MISSING,
+    ORDINARY,
     TEXT,
     check_fields,
     contents,
@@ -17,10 +18,12 @@ from hfjax.base.read_files import (
     what_is,
     whole,
 )
+from hfjax.base.tables import named
+from hfjax.checkpoint.directory import ENDS
 from hfjax.checkpoint.record import FILE, FORMAT, check_format
 
 NAME = "manifest.json"
-LATER = {NAME, "_CHECKPOINT_METADATA", "commit_success.txt"}  # written after it; never read
+LATER = {NAME, *ENDS}  # written after it; never read
 CHUNK = 1 << 22
 KINDS = {"format": whole(1), "files": object_of("texts", TEXT[1])}
 
@@ -28,7 +31,7 @@ KINDS = {"format": whole(1), "files": object_of("texts", TEXT[1])}
 def write_manifest(step: Path) -> None:
     """Write the size and CRC32 of every file below a directory into its manifest."""
     files = {name: f"{crc:08x} {size}" for name, (size, crc) in _sums(step, _files(step)).items()}
-    with open(step / NAME, "w") as file:
+    with open(step / NAME, "x") as file:
         json.dump({"format": FORMAT, "files": files}, file, indent=1)
         file.flush()
         os.fsync(file.fileno())
@@ -45,7 +48,7 @@ def find_damage(step: Path) -> list[str]:
     except (ValueError, OSError) as wrong:
         return [f"{NAME} does not parse ({str(wrong).rstrip('.')})"]
     check_format(step, found["format"])
-    here = _sums(step, [name for name in wanted if (step / name).is_file()])
+    here = _sums(step, [name for name in wanted if what_is(step / name) == ORDINARY])
     told = [_compared(name, wanted[name], here.get(name)) for name in sorted(wanted)]
     return [line for line in told if line is not None]
 
@@ -56,7 +59,7 @@ def _check_names(names: Collection[str]) -> None:
         raise ValueError(f"it does not name {FILE}")
     for name in names:
         if Path(name).is_absolute() or ".." in Path(name).parts:
-            raise ValueError(f"{name} is not of this step")
+            raise ValueError(f"{named(name)} is not of this step")
 
 
 def _parsed(told: str) -> tuple[int, int]:
@@ -65,12 +68,13 @@ def _parsed(told: str) -> tuple[int, int]:
 
 
 def _compared(name: str, wanted: tuple, found: tuple | None) -> str | None:
+    what = named(name)
     if found is None:
-        return f"{name} is missing"
+        return f"{what} is missing"
     if found[0] != wanted[0]:
-        return f"{name} has {found[0]} bytes, {wanted[0]} were written"
+        return f"{what} has {found[0]} bytes, {wanted[0]} were written"
     if found[1] != wanted[1]:
-        return f"{name} has CRC32 {found[1]:08x}, {wanted[1]:08x} was written"
+        return f"{what} has CRC32 {found[1]:08x}, {wanted[1]:08x} was written"
     return None
 
 

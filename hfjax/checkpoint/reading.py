@@ -11,6 +11,7 @@ import orbax.checkpoint as ocp
 
 from hfjax.base.paths import flatten, nest
 from hfjax.base.read_files import check_ordinary
+from hfjax.base.tables import named
 from hfjax.checkpoint.arrays import (
     arrays_of,
     describe,
@@ -94,7 +95,7 @@ def read(directory: Path, layout: Layout, step: int | None, options: ReadOptions
 
 
 def _origin(found: dict) -> str:
-    return f"{found['strategy']} on {found['mesh']}, processes: {found['processes']}"
+    return named(f"{found['strategy']} on {found['mesh']}, processes: {found['processes']}")
 
 
 def _choose(directory: Path, step: int | None, options: ReadOptions) -> dict:
@@ -122,7 +123,7 @@ def _check_files(step: Path) -> None:
 
 def _damaged(directory: Path, step: int, lines: list[str]) -> str:
     more = f" (and {len(lines) - 1} more files)" if len(lines) > 1 else ""
-    return f"step {step} of {directory} is damaged: {lines[0]}{more}."
+    return f"step {step} of {named(directory)} is damaged: {lines[0]}{more}."
 
 
 def _refusal(
@@ -145,7 +146,7 @@ def _state(path: Path, layout: Layout, saved: dict, options: ReadOptions) -> Sta
     wanted = describe(arrays)
     if options.parameters_only:
         saved, wanted = of_the_model(saved), of_the_model(wanted)
-    where = f"step {path.name} of {path.parent}"
+    where = f"step {path.name} of {named(path.parent)}"
     check_same(saved, wanted, options.dtype, where)
     found = _load(path / "state", {path: arrays[path] for path in wanted}, where)
     state = with_arrays(replace(like, order=_order(layout)), found)

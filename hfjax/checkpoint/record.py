@@ -10,8 +10,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from hfjax.base.read_files import ANYTHING, TEXT, check_fields, contents, object_of, parsed, whole
+from hfjax.base.read_files import (
+    ANYTHING,
+    TEXT,
+    check_fields,
+    contents,
+    is_number,
+    object_of,
+    parsed,
+    whole,
+)
+from hfjax.base.tables import named
 from hfjax.checkpoint.arrays import KEY
+from hfjax.checkpoint.directory import is_ours
 from hfjax.parallel.mesh import describe_mesh
 from hfjax.plan.layout import Layout
 
@@ -39,7 +50,7 @@ KINDS = {
     "arrays": object_of("[dtype, shape]", _is_array),
     "config": ANYTHING,
     "data": ANYTHING,
-    "metrics": object_of("numbers", lambda x: type(x) in (int, float)),
+    "metrics": object_of("numbers", is_number),
 }
 PACKAGES = ("hfjax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 
@@ -112,10 +123,12 @@ def read_record(step: Path) -> dict:
         if check_fields(found, {"format": whole(1)})["format"] <= FORMAT:
             check_fields({"step": 0, **found}, KINDS | {"step": whole(0)})  # earlier ones have none
     except OSError as error:
-        raise ValueError(f"step {step.name}: {step / FILE}: {error.strerror}.") from error
+        raise ValueError(f"step {step.name}: {named(step / FILE)}: {error.strerror}.") from error
     except ValueError as error:
         why = str(error).rstrip(".")
-        raise ValueError(f"step {step.name}: {step / FILE} does not parse: {why}.") from error
+        raise ValueError(
+            f"step {step.name}: {named(step / FILE)} does not parse: {why}."
+        ) from error
     check_format(step, found["format"])
     _check_number(step, found)
     return found
@@ -125,21 +138,22 @@ def _check_number(step: Path, found: dict) -> None:
     """Refuse a folder that bears the name of another step than the one that lies in it."""
     if str(written := found.get("step", step.name)) == step.name:
         return
-    place = step.parent / str(written)
-    first = f"mv {place} {place}.other && " if place.exists() else ""
+    there = (step.parent / str(written)).exists()
+    place, here = named(step.parent / str(written)), named(step)
+    first = f"mv {place} {place}.other && " if there else ""
     raise ValueError(
-        f"step {step.name} of {step.parent} is step {written}: its folder was renamed. Give it its "
-        f"name again: {first}mv {step} {place}"
+        f"step {step.name} of {named(step.parent)} is step {written}: its folder was renamed. Give "
+        f"it its name again: {first}mv {here} {place}"
     )
 
 
 def check_written(step: Path) -> None:
     """Refuse a directory that something else has written."""
-    if not (step / "manifest.json").exists() and not (step / "meta").exists():
-        names = ", ".join(sorted(path.name for path in step.iterdir())) or "nothing"
+    if not is_ours(step):
+        names = ", ".join(sorted(named(path.name) for path in step.iterdir())) or "nothing"
         raise ValueError(
-            f"step {step.name} of {step.parent} was not written by hfjax: no manifest.json and no "
-            f"meta in it, found {names}. Restore it with what wrote it, then hfjax.save it."
+            f"step {step.name} of {named(step.parent)} was not written by hfjax: no manifest.json "
+            f"and no meta in it, found {names}. Restore it with what wrote it, then hfjax.save it."
         )
 
 
@@ -147,6 +161,6 @@ def check_format(step: Path, number: int) -> None:
     """Refuse a step that a later hfjax wrote in a way that this one does not know."""
     if number > FORMAT:
         raise ValueError(
-            f"step {step.name} of {step.parent} is written in format {number}; this hfjax "
+            f"step {step.name} of {named(step.parent)} is written in format {number}; this hfjax "
             f"({_version('hfjax')}) reads up to {FORMAT}. Update hfjax: pip install -U hfjax."
         )

@@ -4,6 +4,7 @@ If a step cannot be written, the error says how many bytes it needs and how many
 """
 
 import contextlib
+import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -13,6 +14,7 @@ import jax
 import orbax.checkpoint as ocp
 
 from hfjax.base.paths import nest
+from hfjax.base.tables import named
 from hfjax.checkpoint.arrays import raw
 from hfjax.checkpoint.directory import TEMPORARY, TRASH, empty_trash, steps_in, sweep
 from hfjax.checkpoint.keep import Keep, Kept, Metrics
@@ -20,6 +22,8 @@ from hfjax.checkpoint.manifest import write_manifest
 from hfjax.checkpoint.quiet import keep_quiet
 
 NO_ROOM = ("No space left on device", "Disk quota exceeded", "File too large")
+OF_ARRAY, OF_DEVICE = 1500, 32  # bytes beside an array, and more of them for each device
+BLOCK, FILES = 4096, 24  # bytes of a block; files and folders that a process writes
 LATE = ("DEADLINE_EXCEEDED", "Timed out while waiting")  # for others: what is behind comes first
 
 
@@ -31,9 +35,20 @@ def failed(directory: Path, step: int, needed: int, error: BaseException) -> OSE
     no_room, reason = _reason(list(_chain(error)))
     advice = " Make room (Keep(latest=…) with fewer steps) and save again." if no_room else ""
     return OSError(
-        f"step {step} was not saved in {directory}: {reason}. It needs {needed} bytes, {free} are "
-        f"free. Steps saved before are intact: {steps}.{advice}"
+        f"step {step} was not saved in {named(directory)}: {reason}. It needs {needed} bytes, "
+        f"{free} are free. Steps saved before are intact: {steps}.{advice}"
     )
+
+
+def room(stored: Mapping[str, jax.Array], record: dict) -> int:
+    """Return how many bytes of a disk a step takes at most: those of all its files.
+
+    What Orbax writes of each array grows with its devices; each file ends within a block.
+    """
+    arrays = sum(
+        x.nbytes + OF_ARRAY + OF_DEVICE * len(x.sharding.device_set) for x in stored.values()
+    )
+    return arrays + len(json.dumps(record)) + BLOCK * FILES * jax.process_count()
 
 
 def _reason(errors: list[BaseException]) -> tuple[bool, str]:
@@ -106,7 +121,7 @@ class Writer:
     def start(self, step: int, arrays: Mapping[str, Any], record: dict) -> None:
         """Copy the arrays and begin to write them; return when they may change."""
         stored = {path: raw(x) for path, x in arrays.items()}
-        self._saving = (step, sum(x.nbytes for x in stored.values()))
+        self._saving = (step, room(stored, record))
         self._metrics[step] = record["metrics"]
         items = ocp.args.Composite(
             state=ocp.args.PyTreeSave(nest(stored)), meta=ocp.args.JsonSave(record)

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from hfjax.base.exits import carried_out, ending_in_words
-from hfjax.base.tables import aligned, harmless, human
+from hfjax.base.tables import aligned, harmless, human, named
 from hfjax.cli.words import parsed
 from hfjax.data.recipe import Prepared, Progress as Tell, Recipe, make
 from hfjax.data.tokens import META, SPLITS, Meta, TokenSet
@@ -72,7 +72,7 @@ def main(argv: Sequence[str]) -> int:
 
 def run(command: DataCommand) -> int:
     """Make or show a data set; return the exit status."""
-    console = Console(highlight=False, soft_wrap=True)
+    console = Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
     act = _make if command.show is None else _show
     return carried_out("data", lambda: act(command, console))
 
@@ -93,7 +93,7 @@ def _make(command: DataCommand, console: Console) -> None:
 
 def _summary(made: Prepared, console: Console) -> None:
     _tell(made.out, made.parts, console)
-    console.print(f"\nfiles read: {made.files}; {made.out} is whole.")
+    console.print(f"\nfiles read: {made.files}; {named(made.out)} is whole.")
     if made.passed_over:
         console.print(
             f"files of another kind, not read: {made.passed_over} (--pattern '**/*' reads all)."
@@ -116,10 +116,10 @@ def _tell(directory: Path, parts: dict[str, Meta], console: Console) -> None:
         size = sum(file.stat().st_size for file in place.iterdir() if file.is_file())
         rate = f"{meta.tokens / meta.text:.3f}" if meta.text else "-"
         numbers = [f"{n:,}" for n in (meta.documents, meta.tokens, meta.vocab)]
-        lines.append([name or directory.name, *numbers, human(size), rate])
+        lines.append([name or named(directory.name), *numbers, human(size), rate])
     head, *rows = aligned(lines, numbers=range(1, 6))
     console.print(head, style="bold")
-    console.print("\n".join(rows), markup=False)
+    console.print("\n".join(rows))
 
 
 def _show(command: DataCommand, console: Console) -> None:
@@ -130,16 +130,16 @@ def _show(command: DataCommand, console: Console) -> None:
     sets = {name: TokenSet(command.show / name) for name in parts}
     _tell(command.show, {name: data.meta for name, data in sets.items()}, console)
     for name, data in sets.items():
-        meta, title = data.meta, name or str(command.show)
+        meta, title = data.meta, name or named(command.show)
         end = "none" if meta.end is None else f"token {meta.end}"
         console.print(
             f"\n{title}: {meta.dtype}, tokenizer {meta.tokenizer}, end of a document: {end}"
-            f"\nmade from {', '.join(meta.sources) or 'tokens'}"
+            f"\nmade from {', '.join(map(named, meta.sources)) or 'tokens'}"
         )
         _begin(data, console)
         if command.verify:
             _verify(data)
-            console.print(f"{title}: every CRC32 is right ({', '.join(meta.crc32)})")
+            console.print(f"{title}: every CRC32 is right ({', '.join(map(named, meta.crc32))})")
 
 
 def _verify(data: TokenSet) -> None:
@@ -153,13 +153,13 @@ def _verify(data: TokenSet) -> None:
 def _begin(data: TokenSet, console: Console) -> None:
     """Print the first lines, or the first tokens where there is no tokenizer."""
     stop = int(data.documents[1]) - (data.meta.end is not None)
-    first = data.tokens[: min(SHOWN, stop)]
+    first = data.read(0, min(SHOWN, stop))
     if data.meta.tokenizer == "none":
         text = " ".join(map(str, first[:20]))
     else:
         text = data.tokenizer.decode(first)
     for line in text.splitlines()[:5]:
-        console.print(f"  | {harmless(line) if console.is_terminal else line}", markup=False)
+        console.print(f"  | {harmless(line) if console.is_terminal else line}")
 
 
 @contextmanager

@@ -3,33 +3,49 @@
 import fcntl
 import os
 import secrets
-import shutil
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from glob import escape
 from pathlib import Path
 from typing import NoReturn
+
+from hfjax.base.write_files import delete
 
 OLD = "-old"  # ends the name of the data set that is being replaced
 
 
 @contextmanager
 def folder_beside(place: Path) -> Iterator[Path]:
-    """Give a folder that nobody else writes to; it is gone at the end, unless it was moved."""
+    """Give a folder that nobody else writes to; it is gone at the end, unless it was moved.
+
+    So is what it replaced: moved back where nothing has taken its place.
+    """
     token = secrets.token_hex(4)
     new, beside = _named(place, f"new-{token}"), _named(place, f"unfinished-{token}")
-    new.mkdir(parents=True)
-    handle = os.open(new, os.O_RDONLY)
-    try:
+    with ExitStack() as at_end:
+        at_end.callback(_tidy, place, new, beside)
+        new.mkdir(parents=True)
+        handle = os.open(new, os.O_RDONLY)
+        at_end.callback(os.close, handle)
         _locked(handle)  # before it has the name by which `sweep` finds it
         new.rename(beside)
         yield beside
-    finally:
-        for path in (new, beside):
-            shutil.rmtree(path, ignore_errors=True)
-        os.close(handle)
+
+
+def _tidy(place: Path, new: Path, beside: Path) -> None:
+    """Put back what was to be replaced, if it was not, and delete what is left."""
+    old = old_of(beside)
+    if old.exists() and not place.exists():
+        old.rename(place)
+    for path in (new, beside, old):
+        delete(path)
+
+
+def old_of(folder: Path) -> Path:
+    """Return where the data set waits that such a folder replaces."""
+    return folder.with_name(folder.name + OLD)
 
 
 def sweep(place: Path) -> None:
@@ -40,8 +56,8 @@ def sweep(place: Path) -> None:
     for path in place.parent.glob(escape(_named(place, "unfinished-").name) + "*"):
         maker = path.with_name(path.name.removesuffix(OLD))
         if not _at_work(maker):
-            _move_back(maker.with_name(maker.name + OLD), maker, place)
-            shutil.rmtree(path, ignore_errors=True)
+            _move_back(old_of(maker), maker, place)
+            delete(path)
 
 
 def _move_back(old: Path, maker: Path, place: Path) -> None:
@@ -56,8 +72,8 @@ def _named(place: Path, what: str) -> Path:
 def _at_work(folder: Path) -> bool:
     """Return whether a process makes a data set in a folder."""
     try:
-        handle = os.open(folder, os.O_RDONLY)
-    except OSError:  # gone
+        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except OSError:  # gone, or no folder
         return False
     try:
         return not _locked(handle)

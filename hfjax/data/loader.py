@@ -9,6 +9,7 @@ from typing import Any
 import grain
 import numpy as np
 
+from hfjax.base.tables import named
 from hfjax.data.rows import DocumentRows, Row, Rows, StreamRows
 from hfjax.data.stream import Batches, fingerprint, order
 from hfjax.data.tokens import DOCUMENTS, TOKENS, TokenSet, check_same_tokenizer
@@ -108,7 +109,7 @@ class Loader:
             [[8, 9, 10, 11, 12], [12, 13, 14, 15, 16]]
         """
         count = len(self._batches(0))
-        if not 0 <= number < count:
+        if number not in range(count) or isinstance(number, bool | float):
             raise ValueError(f"batch {number}: there are {count}, from 0 on.")
         return self._batches(0)[number]
 
@@ -199,9 +200,10 @@ class Loader:
             raise ValueError(f"restore({state!r}): what `loader.state()` returned is expected.")
         for name, here in self.identity.items():
             if state.get(name) != here:
+                told = named(state.get(name))
                 raise ValueError(
-                    f"this state is of another stream of rows: its {name} is {state.get(name)}, "
-                    f"here it is {here}. Go on with what the run began with, or begin anew."
+                    f"this state is of another stream of rows: its {name} is {told}, here it is "
+                    f"{here}. Go on with what the run began with, or begin anew."
                 )
         if rows >= len(self._stream) + self.rows:
             raise ValueError(

@@ -162,7 +162,7 @@ class StreamRows:
 
     def __getitem__(self, index: int) -> Row:
         start = index * self.length
-        found = self.data.tokens[start : start + self.length + 1]
+        found = self.data.read(start, start + self.length + 1)
         self.data.check_vocab(found, start)
         row = {"tokens": found.astype(np.int32)}
         if not self.documents:
@@ -173,6 +173,7 @@ class StreamRows:
 
     def _begins(self, start: int, stop: int) -> np.ndarray:
         """Return 1 for each token of [start, stop] that begins a document, but the first."""
+        self.data.check_documents()
         offsets = self.data.documents
         found = offsets[np.searchsorted(offsets, start, "right") :][: stop - start]
         begins = np.zeros(stop - start + 1, np.int32)
@@ -201,6 +202,7 @@ class DocumentRows:
     @cached_property
     def plan(self) -> Packed:
         """The pieces of each row: computed once, the same on every machine."""
+        self.data.check_documents()
         return pack(*pieces(self.data.documents, self.length), self.length + 1)
 
     @property
@@ -220,7 +222,7 @@ class DocumentRows:
         tokens = np.zeros(self.length + 1, np.int32)
         numbers, at = np.zeros_like(tokens), 0
         for number, (start, size) in enumerate(self.plan.row(index), 1):
-            found = self.data.tokens[start : start + size]
+            found = self.data.read(start, start + size)
             self.data.check_vocab(found, start)
             tokens[at : at + size], numbers[at : at + size] = found, number
             at += size

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from hfjax.base.read_files import MISSING, parsed, what_is
+from hfjax.base.tables import named
 from hfjax.data.tokenizer import optional
 
 TEXT, LINES, TABLES = (".txt", ".md"), (".jsonl", ".ndjson"), (".parquet",)
@@ -62,41 +63,48 @@ class Sources:
     def _whole(self, path: Path) -> Iterator[Document]:
         with opened(path) as (file, raw):
             data = file.read()
-            yield Document(self._decode(data, str(path)), str(path), _read(raw))
+            yield Document(self._decode(data, named(path)), named(path), _read(raw))
 
     def _lines(self, path: Path) -> Iterator[Document]:
+        name = named(path)
         with opened(path) as (file, raw):
             for number, line in enumerate(file, 1):
-                where = f"{path}:{number}"
+                where = f"{name}:{number}"
                 if line.strip():
                     text = self._decode(line, where)
                     yield Document(self._text_of(text, where), where, _read(raw))
 
     def _rows(self, path: Path) -> Iterator[Document]:
-        parquet = optional("pyarrow.parquet", f"{path}: reading Parquet")
-        pyarrow = optional("pyarrow", f"{path}: reading Parquet")
+        parquet = optional("pyarrow.parquet", f"{named(path)}: reading Parquet")
+        pyarrow = optional("pyarrow", f"{named(path)}: reading Parquet")
         try:
             with parquet.ParquetFile(path) as table:
                 self._check_column(path, table.schema_arrow)
                 yield from self._column(path, table)
-        except pyarrow.ArrowException as wrong:
-            raise ValueError(f"{path} is no whole Parquet file: {wrong}") from None
+        except (pyarrow.ArrowException, OSError) as wrong:
+            if getattr(wrong, "errno", None) is not None:  # of the system
+                raise
+            what = named(next(iter(str(wrong).splitlines()), ""))
+            raise ValueError(f"{named(path)} is no whole Parquet file: {what}") from None
 
     def _column(self, path: Path, table: Any) -> Iterator[Document]:
-        size, row = path.stat().st_size, 0
+        size, row, name = path.stat().st_size, 0, named(path)
         total = max(table.metadata.num_rows, 1)
         batches = table.iter_batches(1024, columns=[self.field])
         for batch in batches:
-            for text in batch.column(0).to_pylist():
+            for text in _values(batch.column(0)):
                 row += 1
-                where = f"{path}: row {row}"
+                where = f"{name}: row {row}"
+                if isinstance(text, bytes):
+                    text = self._decode(text, where)
                 yield Document(self._string(text, where), where, size * row // total)
 
     def _check_column(self, path: Path, schema: Any) -> None:
         names = list(schema.names)
         if self.field not in names:
             raise ValueError(
-                f"{path} has no column {self.field!r}: it has {', '.join(names)}. Name the one "
+                f"{named(path)} has no column {self.field!r}: it has "
+                f"{', '.join(map(named, names))}. Name the one "
                 "with the text: --field NAME"
             )
 
@@ -117,7 +125,8 @@ class Sources:
         except ValueError as wrong:
             raise ValueError(f"{where} cannot be read: {wrong}. Take the line out.") from None
         if not isinstance(found, dict) or self.field not in found:
-            has = ", ".join(found) if isinstance(found, dict) else type(found).__name__
+            keys = isinstance(found, dict)
+            has = ", ".join(map(named, found)) if keys else type(found).__name__
             has = has or "none"
             raise ValueError(
                 f"{where} has no field {self.field!r}: it has {has}. Name the one with the text: "
@@ -139,6 +148,12 @@ class Sources:
         )
 
 
+def _values(column: Any) -> list[Any]:
+    """Return the values of a column; texts as bytes, which may be no UTF-8."""
+    text = str(column.type) in ("string", "large_string")
+    return column.cast("large_binary" if text else column.type).to_pylist()
+
+
 def find(inputs: tuple[str, ...], pattern: str | None = None) -> tuple[tuple[Path, ...], int]:
     """Return the files that inputs name, folders searched, in order; and how many were passed over.
 
@@ -149,7 +164,7 @@ def find(inputs: tuple[str, ...], pattern: str | None = None) -> tuple[tuple[Pat
         path = Path(name)
         if (kind := what_is(path)) not in READ:
             what = "no such file or folder" if kind == MISSING else f"it is {kind}"
-            raise ValueError(f"{name}: {what}. Name files and folders of text.")
+            raise ValueError(f"{named(name)}: {what}. Name files and folders of text.")
         if path.is_dir():
             inside = _visible(path, pattern or "**/*")
             wanted = [f for f in inside if pattern or suffix(f) in KNOWN]
@@ -169,15 +184,17 @@ def find(inputs: tuple[str, ...], pattern: str | None = None) -> tuple[tuple[Pat
 def _check_kinds(files: list[Path]) -> None:
     for path in files:
         if suffix(path) in TABLES and what_is(path) == "a pipe":
-            raise ValueError(f"{path} is a pipe, Parquet is read from its end: give a file.")
+            raise ValueError(f"{named(path)} is a pipe, Parquet is read from its end: give a file.")
         if suffix(path) in REFUSED:
             raise ValueError(
-                f"{path}: {suffix(path)} is not read. Convert it to .jsonl (one object a line) or "
-                ".parquet; if it is meant as plain text, copy it to a .txt file."
+                f"{named(path)}: {suffix(path)} is not read. Convert it to .jsonl (one object a "
+                "line) or .parquet; if it is meant as plain text, copy it to a .txt file."
             )
     twice = [path for path, times in Counter(files).items() if times > 1]
     if twice:
-        raise ValueError(f"{twice[0]} is named twice: its documents would be in the data twice.")
+        raise ValueError(
+            f"{named(twice[0])} is named twice: its documents would be in the data twice."
+        )
 
 
 def _visible(folder: Path, pattern: str) -> list[Path]:
@@ -203,7 +220,7 @@ def opened(path: Path) -> Iterator[tuple[BinaryIO, BinaryIO]]:
             zipped = path.name.lower().endswith(".gz")
             yield (cast(BinaryIO, gzip.GzipFile(fileobj=raw)) if zipped else raw), raw
         except (EOFError, zlib.error, gzip.BadGzipFile) as wrong:
-            raise ValueError(f"{path} is no whole gzip file: {wrong}") from None
+            raise ValueError(f"{named(path)} is no whole gzip file: {wrong}") from None
         except OSError as wrong:  # while reading, it knows no name
             raise OSError(wrong.errno, wrong.strerror, str(path)) from None
 
@@ -220,8 +237,8 @@ def _pipe(path: Path) -> BinaryIO:
             return opening.result(PATIENCE)
         except TimeoutError:
             raise ValueError(
-                f"{path} is a pipe, and for {PATIENCE:g} seconds nobody opened it to write. Start "
-                "what writes to it, or give a file."
+                f"{named(path)} is a pipe, and for {PATIENCE:g} seconds nobody opened it to write. "
+                "Start what writes to it, or give a file."
             ) from None
         finally:
             if not opening.done():  # be the one who writes, so that the other thread goes on

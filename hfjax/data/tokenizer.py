@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from hfjax.base.read_files import MISSING, Kind, check_fields, contents, parsed, what_is
+from hfjax.base.tables import named
 
 END = "<|endoftext|>"  # of the tokenizers trained here
 KNOWN_ENDS = (END, "</s>", "<|end_of_text|>", "<eos>", "<|im_end|>", "[SEP]")
@@ -162,8 +163,9 @@ def load_tokenizer(
         raise
     except Exception as wrong:  # the library raises bare Exceptions
         raise ValueError(
-            f"{path} is no tokenizer of the `tokenizers` library ({wrong}). It is written by "
-            "tokenizer.save(…), or by hfjax data --tokenizer bpe."
+            f"{named(path)} is no tokenizer of the `tokenizers` library "
+            f"({named(str(wrong))}). It is "
+            "written by tokenizer.save(…), or by hfjax data --tokenizer bpe."
         ) from None
 
 

@@ -1,13 +1,14 @@
 """A data set on disk: `tokens.bin`, `documents.npy` and `meta.json` in a directory."""
 
 import json
+import mmap
 import os
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -20,6 +21,7 @@ from hfjax.base.read_files import (
     parsed,
     whole,
 )
+from hfjax.base.tables import named
 from hfjax.data.tokenizer import (
     FILE as TOKENIZER,
     MADE_BY,
@@ -81,10 +83,10 @@ class Meta:
                 return cls._of(found)
         except (ValueError, TypeError) as wrong:
             names = ", ".join(f.name for f in fields(cls))
-            why = str(wrong).rstrip(".")
+            why = named(str(wrong).rstrip("."))
             raise ValueError(
-                f"{path} is damaged ({why}): a JSON object of {names} is expected. Make the data "
-                "set again: hfjax data … --overwrite"
+                f"{named(path)} is damaged ({why}): a JSON object of {names} is expected. Make "
+                "the data set again: hfjax data … --overwrite"
             ) from None
         raise ValueError(
             f"{path}: format {found['format']}, this hfjax reads format {FORMAT}. Make the data "
@@ -133,8 +135,15 @@ class TokenSet:
         self.meta = Meta.load(self.directory)
         self._check_size()
         dtype = dtype_for(self.vocab)
-        self.tokens = np.memmap(self.directory / TOKENS, dtype, mode="r").view(np.ndarray)
+        with open(self.directory / TOKENS, "rb") as file:
+            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        self.tokens = np.frombuffer(self._map, dtype)
         self.documents = self._offsets()
+        self._of_documents = str(self.directory / DOCUMENTS)
+
+    def __reduce__(self) -> tuple:
+        """Open it again where a copy is made, in this process or another one."""
+        return TokenSet, (self.directory,)
 
     @property
     def vocab(self) -> int:
@@ -156,6 +165,45 @@ class TokenSet:
             f"vocabulary {meta.vocab})"
         )
 
+    def read(self, start: int, stop: int) -> np.ndarray:
+        """Return the tokens [start, stop) of the file; refuse one that was cut.
+
+        Rows are read so: what is gone of a memory map ends the process without a word.
+
+        Args:
+            start: The position of the first token.
+            stop: The position after the last one.
+
+        Example:
+            >>> import numpy as np, tempfile
+            >>> from hfjax.data import write_tokens
+            >>> folder = tempfile.TemporaryDirectory()
+            >>> write_tokens(folder.name, [np.arange(9)], vocab=64).read(3, 6).tolist()
+            [3, 4, 5]
+        """
+        if self._map.size() < len(self._map):  # of the file now, and when it was opened
+            self._was_cut(TOKENS, len(self._map))
+        return self.tokens[start:stop]
+
+    def check_documents(self) -> None:
+        """Refuse a file of documents that was cut since it was opened, before it is looked at.
+
+        Example:
+            >>> import numpy as np, tempfile
+            >>> from hfjax.data import write_tokens
+            >>> folder = tempfile.TemporaryDirectory()
+            >>> write_tokens(folder.name, [np.arange(3)], vocab=64).check_documents()
+        """
+        if os.stat(self._of_documents).st_size < self.documents.nbytes:
+            self._was_cut(DOCUMENTS, self.documents.nbytes)
+
+    def _was_cut(self, name: str, size: int) -> NoReturn:
+        path = self.directory / name
+        raise ValueError(
+            f"{named(path)} was cut while it is read: {path.stat().st_size} bytes, it had {size}. "
+            "Copy it again, or make the data set again; then start again."
+        )
+
     def verify(self) -> None:
         """Read all files; refuse one whose CRC32 is not that written, and tokens beyond vocab.
 
@@ -168,7 +216,7 @@ class TokenSet:
         for name in self.meta.crc32:
             self._compare(name, crc32, self.meta.crc32)
         for start in range(0, len(self), CHUNK):
-            self.check_vocab(self.tokens[start : start + CHUNK], start)
+            self.check_vocab(self.read(start, start + CHUNK), start)
         for start in range(0, self.meta.documents, CHUNK):
             self._check_ends(self.documents[start : start + CHUNK + 1])
 
@@ -198,8 +246,8 @@ class TokenSet:
         found = of(self.directory / name)
         if found != written[name]:
             raise ValueError(
-                f"{self.directory / name}: CRC32 {found:08x}, written was {written[name]:08x}: the "
-                "file changed. Copy it again, or make the data set again."
+                f"{named(self.directory / name)}: CRC32 {found:08x}, written was "
+                f"{written[name]:08x}: the file changed. Copy it again, or make the data set again."
             )
 
     def _check_ends(self, offsets: np.ndarray) -> None:

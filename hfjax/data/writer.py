@@ -2,7 +2,6 @@
 
 import errno
 import os
-import shutil
 from array import array
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -10,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from hfjax.data.beside import OLD, folder_beside, sweep, sweeping_at_sigterm
+from hfjax.data.beside import folder_beside, old_of, sweep, sweeping_at_sigterm
 from hfjax.data.tokenizer import ByteTokenizer, TrainedTokenizer
 from hfjax.data.tokens import (
     DOCUMENTS,
@@ -170,21 +169,20 @@ def is_data_set(directory: Path) -> bool:
 
 
 def _replace(new: Path, place: Path, overwrite: bool) -> None:
-    """Move a folder to its place; what is there goes away after it, if that is wanted."""
-    old = new.with_name(new.name + OLD)
+    """Move a folder to its place; what is there first moves beside it, if that is wanted.
+
+    `folder_beside` deletes that at the end, or moves it back, however this ends.
+    """
     if overwrite and place.exists():
-        place.rename(old)
+        place.rename(old_of(new))
     try:
         new.rename(place)
     except OSError as wrong:
-        if old.exists():
-            old.rename(place)
         if wrong.errno in (errno.ENOTEMPTY, errno.EEXIST):
             what = "somebody else wrote here meanwhile"
             raise FileExistsError(wrong.errno, what, str(place)) from None
         raise
     _to_disk(place.parent)
-    shutil.rmtree(old, ignore_errors=True)
 
 
 def _to_disk(path: Path) -> None:

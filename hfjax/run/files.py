@@ -15,7 +15,9 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import yaml
 
-from hfjax.base.read_files import MISSING, contents, replace_text, shown, what_is
+from hfjax.base.read_files import MISSING, contents, is_number, shown, what_is
+from hfjax.base.tables import named
+from hfjax.base.write_files import replace_text
 from hfjax.parallel.activation_offload import several
 from hfjax.run.config import Train
 from hfjax.run.yaml_text import Lined, parsed
@@ -47,33 +49,33 @@ def load(path: str | Path) -> Train:
     path = Path(path)
     if (kind := what_is(path)) != "a file":
         found = "there is no such file" if kind == MISSING else f"it is {kind}, no file"
-        raise ValueError(f"--config {path}: {found}.")
+        raise ValueError(f"--config {named(path)}: {found}.")
     if path.suffix == ".py":
         return _from_python(path)
     try:
         text = contents(path)
     except UnicodeDecodeError as wrong:
-        raise ValueError(f"--config {path} is no YAML: {wrong}") from None
-    given = parsed(text, f"--config {path}")
+        raise ValueError(f"--config {named(path)} is no YAML: {wrong}") from None
+    given = parsed(text, f"--config {named(path)}")
     if isinstance(given, dict) and (ratios := several(given.get("offload"))):
         # Until November 2026 each stage of a pipeline could have its own.
         given["offload"] = f"{max(ratios):g}"
         warnings.warn(
-            f"{path}: offload has several ratios. All stages of a pipeline have one now: the "
-            f"largest, {max(ratios):g}, is taken. Write offload: {max(ratios):g}.",
+            f"{named(path)}: offload has several ratios. All stages of a pipeline have one now: "
+            f"the largest, {max(ratios):g}, is taken. Write offload: {max(ratios):g}.",
             stacklevel=2,
         )
-    return read(Train, {} if given is None else given, str(path))
+    return read(Train, {} if given is None else given, named(path))
 
 
 def _from_python(path: Path) -> Train:
     try:
         found = getattr(_module(path), "config", None)
     except Exception as wrong:  # whatever the file does
-        raise ValueError(f"--config {path}: {_raised(wrong, path)}") from wrong
+        raise ValueError(f"--config {named(path)}: {_raised(wrong, path)}") from wrong
     if not isinstance(found, Train):
         raise ValueError(
-            f"--config {path}: it must define `config`, a hfjax.run.Train; found {found!r}."
+            f"--config {named(path)}: it must define `config`, a hfjax.run.Train; found {found!r}."
         )
     return found
 
@@ -108,7 +110,8 @@ def read(kind: type, given: Any, where: str) -> Any:
 def _read(kind: type, given: Any, where: _Where) -> Any:
     if not isinstance(given, Mapping):
         raise ValueError(f"{where}: fields with values are expected, found {shown(given)}.")
-    hints = get_type_hints(kind)
+    kinds = get_type_hints(kind)
+    hints = {field.name: kinds[field.name] for field in fields(kind)}
     for name in given:
         if name not in hints:
             near = difflib.get_close_matches(str(name), hints, n=3)
@@ -156,7 +159,7 @@ def _plain(hint: Any, given: Any) -> tuple[bool, Any]:
     """Return whether a value is of a plain type, and the value as that type."""
     if hint in (int, float):
         number = _number(given)
-        if number is None or (hint is int and number != number // 1):  # also inf and nan
+        if not is_number(number) or (hint is int and number != number // 1):  # also inf and nan
             return False, given
         return True, hint(number)
     if hint in (str, Path) and isinstance(given, str):

@@ -9,12 +9,16 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from hfjax.base.read_files import check_fields, check_ordinary, parsed, replace_text, whole
+from hfjax.base.read_files import check_fields, check_ordinary, is_number, parsed, whole
+from hfjax.base.tables import named
+from hfjax.base.write_files import check_no_link, opened, replace_text
 from hfjax.processes.agreement import say
 from hfjax.run.config import Log
 from hfjax.run.loss_picture import draw
 
 METRICS, PLOT = "metrics.jsonl", "loss.png"
+TENSORBOARD, WANDB = "tensorboard", "wandb"  # folders
+WRITTEN = (METRICS, PLOT, TENSORBOARD, WANDB)
 
 
 class Journal:
@@ -22,8 +26,10 @@ class Journal:
 
     def __init__(self, directory: Path, log: Log, config: Mapping[str, Any], start: int):
         self.directory = directory
+        check_no_link(directory / PLOT)
         _drop(directory / METRICS, start)
-        self._file = open(directory / METRICS, "a", encoding="utf-8")
+        handle = opened(directory / METRICS, os.O_WRONLY | os.O_APPEND)
+        self._file = open(handle, "a", encoding="utf-8")
         self._config, self._sinks = config, _sinks(directory, log, config)
 
     def write(self, step: int, **values: float) -> None:
@@ -34,7 +40,7 @@ class Journal:
             self._file.flush()
         except OSError as full:
             raise OSError(
-                f"{self.directory / METRICS} cannot be written: {full.strerror}. The latest "
+                f"{named(self.directory / METRICS)} cannot be written: {full.strerror}. The latest "
                 "checkpoint is whole: make room, and start again."
             ) from full
         for sink in self._sinks:
@@ -48,8 +54,9 @@ class Journal:
             sink.close()
         try:
             draw(read(self.directory / METRICS), self.directory / PLOT, self._config)
-        except OSError as wrong:
-            say(f"{self.directory / PLOT} is not drawn: {wrong.strerror}")
+        except (OSError, ValueError) as wrong:
+            why = getattr(wrong, "strerror", wrong)
+            say(f"{named(self.directory / PLOT)} is not drawn: {why}")
 
     def __enter__(self) -> "Journal":
         return self
@@ -69,8 +76,8 @@ def read(path: Path) -> list[dict[str, Any]]:
             lines.append(_line(text))
         except ValueError as wrong:
             raise ValueError(
-                f"{path}:{number} is no line of a run ({wrong}). Take it out, or move the file "
-                "away."
+                f"{named(path)}:{number} is no line of a run ({wrong}). Take it out, or move the "
+                "file away."
             ) from None
     return lines
 
@@ -78,7 +85,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 def _line(text: bytes) -> dict[str, Any]:
     """Return a line of a metrics file; ValueError if a run has not written it."""
     line = check_fields(parsed(text.decode()), {"step": whole(0)})
-    number = lambda x: x is None or (type(x) in (int, float) and math.isfinite(x))
+    number = lambda x: x is None or (is_number(x) and math.isfinite(x))
     return check_fields(line, dict.fromkeys(line, ("a number or null", number)))
 
 
@@ -98,7 +105,7 @@ class _TensorBoard:
     def __init__(self, directory: Path):
         from tensorboardX import SummaryWriter
 
-        self._writer = SummaryWriter(str(directory / "tensorboard"))
+        self._writer = SummaryWriter(str(directory / TENSORBOARD))
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         for name, value in values.items():
@@ -125,6 +132,8 @@ class _Wandb:
 
 
 def _sinks(directory: Path, log: Log, config: Mapping[str, Any]) -> list[Any]:
+    for folder in (TENSORBOARD, WANDB):
+        check_no_link(directory / folder)
     try:
         found: list[Any] = [_TensorBoard(directory)] if log.tensorboard else []
         return found + ([_Wandb(directory, log.wandb, config)] if log.wandb else [])

@@ -16,6 +16,7 @@ import jax
 
 import hfjax
 from hfjax.base.read_files import ANYTHING, check_fields, whole
+from hfjax.base.write_files import check_no_links
 from hfjax.checkpoint import Checkpoints, Keep
 from hfjax.checkpoint.directory import steps_in
 from hfjax.data import Loader
@@ -24,7 +25,7 @@ from hfjax.parallel.context.deal import work_of
 from hfjax.processes.agreement import agreed, check_same, speaks
 from hfjax.processes.stop import Stop
 from hfjax.processes.watchdog import Watchdog
-from hfjax.run import files
+from hfjax.run import files, journal, profile
 from hfjax.run.build import Parts
 from hfjax.run.config import Train
 from hfjax.run.journal import Journal
@@ -33,6 +34,7 @@ from hfjax.run.sampling import Sampling
 from hfjax.run.screen import Screen, Speed, line, validation, waiting
 
 CONFIG, CHECKPOINTS = "config.yaml", "checkpoints"
+WRITTEN = (CONFIG, *journal.WRITTEN, *profile.WRITTEN)  # besides checkpoints
 UNFIT = "does not hold what this layout wants"  # of hfjax.checkpoint.compare
 
 
@@ -42,7 +44,7 @@ def go_on(loader: Loader, told: Any, step: Path) -> int:
     try:
         if isinstance(told, dict):
             told = {"skipped": 0, **told}
-        check_fields(told, {"data": ANYTHING, "skipped": whole(0)})
+        check_fields(told, {"data": ANYTHING, "skipped": whole(0, int(step.name))})
         file = f"{file}: data"
         check_fields(told["data"], {"rows": whole(0)})
     except ValueError as wrong:
@@ -169,6 +171,7 @@ class Run:
     def prepare(self, enter: Any) -> None:
         """Make or restore the state, and open what the run writes to."""
         config, directory = self.config, self.config.directory
+        agreed(lambda: check_no_links(directory, WRITTEN))
         self.screen = Screen(config.steps)
         with waiting("preparing the model and the data"):
             check_same("configuration", files.plain(config))
@@ -380,7 +383,7 @@ class Run:
         with self._phase("writing a sample"):
             text = self.parts.written(self._judged, PROMPT, count, Sampling())
         self.screen.say(f"what it writes after {PROMPT!r}:")
-        self.screen.show(text)
+        self.screen.say(text)
 
     def _say_end(self, done: int, reason: str | None) -> None:
         directory = self.config.directory

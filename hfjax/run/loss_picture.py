@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from hfjax.base.write_files import replacing
+
 HARD = "\u00a0"  # a space at which no line ends
 INK, LOSS, VALID, RATE = "#333333", "#2f6db5", "#c0392b", "#8a8a8a"
 LOAD, LOST = "#7a4fa3", "#c77d2e"
@@ -21,7 +23,9 @@ LEAST = 5
 def draw(lines: Sequence[Mapping[str, Any]], path: Path, settings: Mapping[str, Any]) -> None:
     """Draw the lines of a metrics file; without a loss in them nothing is drawn."""
     if any(line.get("loss") is not None for line in lines):
-        figure(lines, path.absolute().parent.name, settings).savefig(path, dpi=120)
+        made = figure(lines, path.absolute().parent.name, settings)
+        with replacing(path) as file:
+            made.savefig(file, format=path.suffix[1:], dpi=120)
 
 
 def figure(lines: Sequence[Mapping[str, Any]], name: str, settings: Mapping[str, Any]) -> Any:

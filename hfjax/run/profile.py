@@ -7,13 +7,16 @@ import jax
 
 from hfjax.processes.agreement import say, speaks
 
+PROFILE = "profile"
+WRITTEN = (PROFILE, f"{PROFILE}/plugins", f"{PROFILE}/plugins/profile")  # folders
+
 
 class Profile:
     """Traces the steps FIRST:END, in the first process."""
 
     def __init__(self, steps: str | None, directory: Path):
         self._first, self._end = (-1, -1) if steps is None else steps_of(steps)
-        self._place, self._running, self._begun = directory / "profile", False, steps is None
+        self._place, self._running, self._begun = directory / PROFILE, False, steps is None
 
     def before(self, step: int) -> None:
         """Begin, if this is the first step to trace that this run does."""

@@ -159,12 +159,9 @@ class Screen:
             self._bar.stop()
 
     def say(self, words: str = "") -> None:
-        """Print a line, above the progress bar."""
+        """Print a line, above the progress bar; a terminal shows its control characters."""
+        words = harmless(words) if self._console.is_terminal else words
         self._console.print(words, markup=False)
-
-    def show(self, text: str) -> None:
-        """Print text that a model wrote: a terminal shows its control characters."""
-        self.say(harmless(text) if self._console.is_terminal else text)
 
     @contextmanager
     def busy(self, what: str) -> Iterator[None]:

@@ -1,0 +1,85 @@
+"""Files and folders that hfjax writes and deletes: never through a link, which may lead anywhere.
+
+A folder may come from somebody else, and its links lead to files of the one who opens it.
+"""
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import BinaryIO
+
+from hfjax.base.read_files import check_ordinary
+from hfjax.base.tables import named
+
+
+def check_no_link(path: Path) -> None:
+    """Refuse a link where something is to be written or deleted."""
+    if path.is_symlink():
+        raise ValueError(
+            f"{named(path)} is a link to {named(os.readlink(path))}: hfjax writes and deletes "
+            "nothing through links inside its folders. Take it out "
+            f"(rm {named(path)}), or give another folder."
+        )
+
+
+def check_no_links(folder: Path, names: tuple[str, ...]) -> None:
+    """Refuse links in a folder where these files, each with its new one, and folders are written.
+
+    The folder itself may be a link.
+    """
+    for name in names:
+        check_no_link(folder / name)
+        check_no_link(_new(folder / name))
+
+
+def opened(path: Path, flags: int) -> int:
+    """Return the descriptor of an ordinary file that is there or is made; of no link."""
+    check_no_link(path)
+    if os.path.lexists(path):
+        check_ordinary(path)
+    return os.open(path, flags | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """Give a new file, which takes the place of another in one piece: when it is whole."""
+    new = _new(path)
+    check_no_link(path)
+    _remove_stale(new)
+    try:
+        with new.open("xb") as file:
+            yield file
+        os.replace(new, path)
+    except OSError as wrong:
+        raise OSError(wrong.errno, wrong.strerror, str(path)) from None
+    finally:
+        with suppress(OSError):
+            new.unlink()
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write a file in one piece: the one that is there stays until the new one is whole."""
+    with replacing(path) as file:
+        file.write(text.encode())
+
+
+def delete(path: Path) -> None:
+    """Delete what is there as well as can be: a folder with all in it; of a link, only the link."""
+    with suppress(OSError):
+        if path.is_symlink() or not path.is_dir():
+            path.unlink()
+    shutil.rmtree(path, ignore_errors=True)
+
+
+def _new(path: Path) -> Path:
+    return path.with_name(f".{path.name}.new")
+
+
+def _remove_stale(new: Path) -> None:
+    """Remove the new file that a kill left."""
+    check_no_link(new)
+    if os.path.lexists(new):
+        check_ordinary(new)
+        new.unlink()
