@@ -1,13 +1,15 @@
 """Runs small enough to train in seconds: a text of a few kilobytes, a model of one layer."""
 
 import json
+import math
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from hfjax.data import prepare
-from hfjax.run.config import Checkpoints, Data, Log, Model, Optimizer, Train
+from hfjax.run.config import Checkpoints, Data, Log, Mesh, Model, Optimizer, Train
 
 MODEL = Model(preset="gpt-tiny", length=16, layers=1, heads=2, embed=32)
 # The next token from this one alone: for what no model can change.
@@ -41,7 +43,14 @@ def small(directory: Path, text: Path, **changes: Any) -> Train:
         "checkpoints": Checkpoints(every=5),
         "log": QUIET,
     }
-    return Train(**(fields | changes))
+    return Train(**(fields | _devices(changes.get("mesh")) | changes))
+
+
+def _devices(mesh: Mesh | None) -> dict[str, Any]:
+    """Return how many of the eight fake devices a mesh takes, if sizes say so."""
+    sizes = [] if mesh is None else [size for size in asdict(mesh).values() if size is not None]
+    count = math.prod(sizes)
+    return {"devices": count} if sizes and 0 < count < 8 else {}
 
 
 def told(directory: Path, name: str = "loss") -> dict[int, float]:

@@ -125,22 +125,22 @@ def test_a_changed_bit_in_an_old_checkpoint_is_noticed(checkpoint):
 def test_an_old_run_goes_on_with_the_losses_of_one_that_was_left_alone(command):
     old = metrics_of(Path("run"), "loss")
     assert list(old) == [str(number) for number in range(STOPS)]
-    given = ["--config", "run/config.yaml", "--minutes", "None", "--mesh.fsdp", "4"]
+    given = ["--config", "run/config.yaml", "--minutes", "None", "--devices", "4"]
     assert f"going on after step {STOPS} of run" in command("train", *given)
     for name in ("loss", "valid_loss"):
         found, wanted = metrics_of(Path("run"), name), EXPECTED["run"][name]
         assert list(found) == list(wanted)
         close(list(found.values()), list(wanted.values()))
     assert hfjax.latest("run/checkpoints") == STEPS
-    same_words(command("eval", "run", "--mesh.data", "2"), "eval")
+    same_words(command("eval", "run", "--devices", "2"), "eval")
 
 
 def test_an_old_run_is_evaluated(command):
-    same_words(command("eval", "run", "--mesh.data", "2"), "eval when stopped")
+    same_words(command("eval", "run", "--devices", "2"), "eval when stopped")
 
 
 def test_an_old_run_writes_text(command):
-    words = ["run", "--mesh.data", "1", "--prompt", "mesh ", "--tokens", "4"]
+    words = ["run", "--devices", "1", "--prompt", "mesh ", "--tokens", "4"]
     assert command("generate", *words).startswith("mesh ")
 
 

@@ -76,7 +76,7 @@ def test_a_run_says_what_takes_long(data, tmp_path, impatient, capsys):
 def test_what_reads_a_run_says_what_takes_long(run, command, doing, impatient, capsys, monkeypatch):
     monkeypatch.setattr("hfjax.cli.run.start", lambda config: None)
     monkeypatch.setattr(Parts, "written", lambda *_: time.sleep(0.1) or "text")
-    assert main([command, str(run.out), "--mesh.data", "1"]) == 0
+    assert main([command, str(run.out), "--devices", "1"]) == 0
     out, err = capsys.readouterr()
     assert "reading the checkpoint … " in err
     assert doing in err
@@ -236,11 +236,50 @@ def test_sizes_that_do_not_divide_the_devices_are_told_by_their_flags():
         ("fsdp+tensor", Mesh(fsdp=2), {"fsdp": 2, "tensor": 4}),
         ("fsdp+host_optimizer", Mesh(), {"fsdp": 8}),
         ("host_optimizer", Mesh(), {"data": 8}),
+        ("hsdp", Mesh(fsdp=4), {"data": 2, "fsdp": 4}),
+        ("fsdp", Mesh(fsdp=2), {"data": 4, "fsdp": 2}),
+        ("fsdp", Mesh(fsdp=2, tensor=2), {"data": 2, "fsdp": 2, "tensor": 2}),
+        ("zero3+context", Mesh(fsdp=2, context=2), {"data": 2, "fsdp": 2, "context": 2}),
+        ("fsdp+pipe", Mesh(fsdp=2, pipe=2), {"data": 2, "fsdp": 2, "pipe": 2}),
+        ("fsdp+expert", Mesh(fsdp=2, expert=2), {"data": 2, "fsdp": 2, "expert": 2}),
+        ("fsdp+grid", Mesh(row=2, tensor=2), {"fsdp": 2, "row": 2, "tensor": 2}),
+        ("grid", Mesh(row=2, tensor=2), {"data": 2, "row": 2, "tensor": 2}),
+        ("zero1", Mesh(fsdp=2), {"data": 4, "fsdp": 2}),
+        ("ddp", Mesh(fsdp=2), {"data": 4, "fsdp": 2}),
     ],
 )
 def test_devices_that_no_flag_asks_for_go_to_the_axis_that_the_strategy_uses(strategy, mesh, sizes):
     found = mesh_of(Train(strategy=strategy, mesh=mesh)).shape
     assert {axis: size for axis, size in found.items() if size > 1} == sizes
+
+
+@pytest.mark.parametrize(
+    ("strategy", "mesh", "told"),
+    [
+        ("ddp", Mesh(data=1), r"^--mesh.data 1: 1 of the 8 devices is used, and 7 would"),
+        ("hsdp", Mesh(data=2, fsdp=2), r"^--mesh.data 2 --mesh.fsdp 2: 4 of the 8 devices are"),
+        ("tensor", Mesh(data=2, tensor=2), r"4 would .* out --mesh.data, which then is 4, or"),
+        ("zero1", Mesh(data=2), r"6 would stay idle\. .* is 8, or say .* are meant: --devices 2\."),
+        ("ddp", Mesh(data=1, tensor=3), r"5 would stay idle\. Give sizes whose product is 8, or"),
+    ],
+)
+def test_devices_that_would_stay_idle_are_refused_by_the_flags(strategy, mesh, told):
+    with pytest.raises(ValueError, match=told):
+        mesh_of(Train(strategy=strategy, mesh=mesh))
+    with pytest.raises(ValueError, match=told.replace("--devices", "--count")):
+        mesh_of(Train(strategy=strategy, mesh=mesh), jax.devices())
+
+
+def test_a_run_takes_the_first_devices_where_that_is_said(monkeypatch):
+    found = mesh_of(Train(devices=2))
+    assert list(found.devices.flat) == jax.devices()[:2]
+    with pytest.raises(ValueError, match=r"^--devices 9: there are 8\. Give a number from 1 to 8"):
+        mesh_of(Train(devices=9))
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(ValueError, match=r"^--devices 2: .* of 2 processes.* all of its devices"):
+        mesh_of(Train(devices=2))
+    with pytest.raises(ValueError, match=r"would stay idle\. Leave out --mesh.data, .* is 8\.$"):
+        mesh_of(Train(mesh=Mesh(data=2)))
 
 
 def test_a_strategy_of_two_axes_asks_how_the_devices_are_shared():
@@ -309,7 +348,7 @@ def test_control_characters_of_a_model_are_shown_on_a_terminal_and_kept_elsewher
 def test_generate_shows_control_characters_on_a_terminal(run, monkeypatch, capsys):
     monkeypatch.setattr("hfjax.cli.run.start", lambda config: None)
     monkeypatch.setattr(Parts, "written", lambda *_: "a\x1bb")
-    words = ["generate", str(run.out), "--mesh.data", "1"]
+    words = ["generate", str(run.out), "--devices", "1"]
     assert main(words) == 0
     assert capsys.readouterr().out == "a\x1bb\n"
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)

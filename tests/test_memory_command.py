@@ -222,10 +222,22 @@ def test_the_command_prints_a_table_and_writes_all_numbers(tmp_path):
     ran = [sys.executable, "-m", "hfjax", "memory", *words, "--out", str(tmp_path / "memory.png")]
     done = subprocess.run(ran, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    assert "gpt-tiny, DDP on data=2 (CPU), 32 rows of 64 tokens" in done.stdout
+    assert "gpt-tiny, DDP on data=2 (2 x CPU), 32 rows of 64 tokens" in done.stdout
     told = json.loads((tmp_path / "memory.json").read_text())
     assert [e["name"] for e in told["estimates"]] == ["remat=none", "remat=full"]
     assert (tmp_path / "memory.png").exists()
+
+
+def test_every_device_that_is_counted_on_is_used_and_told():
+    hsdp = replace(OF_MLPS, strategy="hsdp", mesh=Mesh(fsdp=4))
+    assert "HSDP on data=2 x fsdp=4 (8 x CPU)" in report(hsdp).title
+    layers = lambda given: next(iter(estimates(given).values())).layers
+    alone = layers(replace(hsdp, mesh=Mesh(data=1, fsdp=4), devices=4))
+    assert layers(hsdp) == alone / 2  # half of the rows
+    with pytest.raises(ValueError, match=r"4 of the 8 devices are used.* meant: --devices 4\."):
+        report(replace(hsdp, mesh=Mesh(data=1, fsdp=4)))
+    with pytest.raises(ValueError, match=r"4 of the 8 devices are used.* meant: --count 4\."):
+        report(replace(hsdp, gpu="h200", mesh=Mesh(data=1, fsdp=4)))
 
 
 def test_a_mistake_ends_the_command_in_words(capsys, monkeypatch):

@@ -54,5 +54,5 @@ def test_devices_that_are_left_over_are_told_of(sizes, told):
 def test_a_mesh_of_all_devices_that_it_is_given_says_nothing(recwarn):
     make_mesh(data=8)
     make_mesh(devices=jax.devices()[:2], fsdp=2)
-    mesh_of(Train(mesh=Mesh(data=2)))  # a run says by itself how many devices it uses
+    mesh_of(Train(mesh=Mesh(data=2), devices=2))  # a run says by itself how many devices it uses
     assert not recwarn.list

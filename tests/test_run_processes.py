@@ -140,7 +140,7 @@ def test_a_job_that_hangs_is_started_again_told_to_stop_and_ended_by_one_process
     """
     changes = {"model": BIGRAMS, "steps": LONG, "timeout": 6.0, "cache": None}
     file, directory = written(shared, "job", checkpoints=Checkpoints(every=30), **changes)
-    config = replace(files.load(file), mesh=Mesh(fsdp=2), log=replace(QUIET, every=0))
+    config = replace(files.load(file), mesh=Mesh(fsdp=2), devices=2, log=replace(QUIET, every=0))
     result = train(replace(config, out=tmp_path, checkpoints=Checkpoints(every=0)))
     assert result.state.params["table"].addressable_data(0).shape == (128, 256)  # split in two
     alone = told(tmp_path)
@@ -287,7 +287,7 @@ def test_the_commands_train_evaluate_and_write(shared, monkeypatch, capsys):
 
     changes = {"model": BIGRAMS, "strategy": "ddp", "optimizer": Optimizer(ema=0.5)}
     file, directory = written(shared, "commands", **changes)
-    one = ["--mesh.data", "1"]
+    one = ["--devices", "1"]
     assert "done: 12 steps" in here("train", "--config", file, "--log.sample", "8", *one)
     saved = [directory, "--trust", "--cache", shared[0] / "programs"]
     out = here("eval", *saved, "--batch", "24")

@@ -91,6 +91,8 @@ class Saved:
     """How to lay the parameters: as of `hfjax train`."""
     mesh: Mesh = Mesh()
     """On which devices."""
+    devices: int | None = None
+    """Use only the first so many devices; None: all."""
     cpu_devices: int | None = None
     """Run on so many fake CPU devices."""
     cache: Path | None = None
@@ -167,7 +169,8 @@ def _config(given: Saved) -> Train:
             f"{path} names Python code, {' and '.join(code)}, which would run as you. If you wrote "
             "it or have read it, give --trust."
         )
-    here = {name: getattr(given, name) for name in ("mesh", "strategy", "cpu_devices", "cache")}
+    names = ("mesh", "strategy", "devices", "cpu_devices", "cache")
+    here = {name: getattr(given, name) for name in names}
     return replace(config, **here)
 
 

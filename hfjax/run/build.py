@@ -263,18 +263,32 @@ def _names(joined: str) -> list[str]:
 def mesh_of(config: Train, devices: Sequence[Any] | None = None) -> jax.sharding.Mesh:
     """Return the mesh; devices that no size asks for go to the axis that the strategy uses.
 
-    Where sizes are given for all, it is of the first devices: the run tells how many there are.
+    None stays idle, but those that `config.devices` leaves out.
     """
     more = "--cpu-devices" if devices is None else "--count"
-    devices = devices or jax.devices()
+    devices = _first(config.devices, devices or jax.devices())
     sizes = asdict(config.mesh)
     free = _free_axis(config, len(devices))
     if sizes[free] is None and -1 not in sizes.values():
         sizes[free] = -1
     given = {axis: size for axis, size in sizes.items() if size is not None}
     _check_count(given, len(devices), more)
-    count = None if -1 in given.values() else math.prod(given.values())
-    return hfjax.make_mesh(devices=devices[:count], **given)
+    return hfjax.make_mesh(devices=devices, **given)
+
+
+def _first(count: int | None, devices: Sequence[Any]) -> Sequence[Any]:
+    """Return the first so many devices, if there are so many."""
+    if count is None:
+        return devices
+    if count > (found := len(devices)):
+        are = "is 1" if found == 1 else f"are {found}"
+        raise ValueError(f"--devices {count}: there {are}. Give a number from 1 to {found}.")
+    if (processes := jax.process_count()) > 1 and count < found:
+        raise ValueError(
+            f"--devices {count}: in a run of {processes} processes each takes part with all of its "
+            f"devices, {found} together. Start them with fewer, or start fewer."
+        )
+    return devices[:count]
 
 
 USES = {  # the names of a strategy by the axis that they split over
@@ -296,16 +310,18 @@ def _free_axis(config: Train, devices: int) -> str:
             f"says how many of the {devices} devices go to which. Give {flags}; the others go to "
             f"{unsaid[0]}."
         )
-    return next(iter(unsaid), "fsdp" if "fsdp" in used else "data")
+    return next(iter(unsaid), "data")
 
 
 def _check_count(given: dict[str, int], found: int, more: str) -> None:
     """Refuse a mesh of other devices than there are, by its flags."""
     typed = {axis: size for axis, size in given.items() if size != -1}
     needed, rest = math.prod(typed.values()), -1 in given.values()
-    if min(typed.values(), default=1) < 1 or (found % needed == 0 if rest else found >= needed):
+    if min(typed.values(), default=1) < 1 or (found % needed == 0 if rest else found == needed):
         return
     flags = " ".join(f"--mesh.{axis} {size}" for axis, size in typed.items())
+    if not rest and found > needed:
+        raise ValueError(f"{flags}: {_idle(typed, found, more)}")
     are = "is 1" if found == 1 else f"are {found}"
     fake = " makes fake ones" * (more == "--cpu-devices")
     todo = (
@@ -314,3 +330,20 @@ def _check_count(given: dict[str, int], found: int, more: str) -> None:
         else f"Give sizes whose product divides {found}."
     )
     raise ValueError(f"{flags}: {needed} devices are needed, and there {are}. {todo}")
+
+
+def _idle(typed: dict[str, int], found: int, more: str) -> str:
+    """Return how many devices a mesh leaves idle, and what to do."""
+    needed = math.prod(typed.values())
+    others = needed // typed["data"]
+    todo = (
+        f"Leave out --mesh.data, which then is {found // others}"
+        if found % others == 0
+        else f"Give sizes whose product is {found}"
+    )
+    flag = "--count" if more == "--count" else "--devices"
+    fewer = f", or say that so few are meant: {flag} {needed}" * (jax.process_count() == 1)
+    return (
+        f"{needed} of the {found} devices {'is' if needed == 1 else 'are'} used, and "
+        f"{found - needed} would stay idle. {todo}{fewer}."
+    )

@@ -77,7 +77,7 @@ class Model:
 @dataclass(frozen=True)
 class Mesh:
     """How many devices on each axis; -1: those that are left. Devices that no size asks for go to
-    the axis that the strategy uses: see --strategy."""
+    the axis that the strategy uses, or else to data: see --strategy."""
 
     data: int | None = None
     fsdp: int | None = None
@@ -242,8 +242,8 @@ class Train:
     strategy: str = "ddp"
     """ddp, zero1, zero2, zero3, fsdp, hsdp, tensor, sequence, grid, context, expert, pipe,
     host_optimizer, host_parameters, joined by +: fsdp+tensor; at most one of the first six. Devices
-    that no --mesh size asks for go to the axis that it uses (fsdp, tensor, context …), else to
-    data."""
+    that no --mesh size asks for go to the axis that it uses (fsdp, tensor, context …) or, if that
+    has a size, to data."""
     precision: Literal["stored", "fp32", "bf16"] = "stored"
     remat: str = "none"
     """What layers compute again in the backward pass: none, dots (all but matrix products), full,
@@ -271,6 +271,8 @@ class Train:
     optimizer: Optimizer = field(default_factory=Optimizer)
     checkpoints: Checkpoints = field(default_factory=Checkpoints)
     log: Log = field(default_factory=Log)
+    devices: int | None = None
+    """Use only the first so many devices; None: all."""
     cpu_devices: int | None = None
     """Run on so many fake CPU devices."""
     profile: str | None = None
@@ -286,7 +288,8 @@ class Train:
     """Where compiled programs are kept; None: in the user's cache."""
 
     def __post_init__(self):
-        at_least(self, "", steps=1, batch=1, accumulate=1, split_rows=1, cpu_devices=1)
+        at_least(self, "", steps=1, batch=1, accumulate=1, split_rows=1)
+        at_least(self, "", devices=1, cpu_devices=1)
         at_least(self, "", timeout=1, init_timeout=1, minutes=0)
         at_least(self, "", 2**32 - 1, seed=0)
         Remat.of(self.remat)

@@ -99,8 +99,8 @@ def report(given: Memory, tell: Callable[[str], Any] = lambda row: None) -> Repo
             tell(f"{name}: cannot be, as told below the table")
     kind = "CPU" if device.platform == "cpu" else device.device_kind
     rows = f"{given.batch} rows of {parts.model.length} tokens, precision {given.precision}"
-    where = f"{parts.layout.strategy.name} on {describe_mesh(parts.mesh)} ({kind})"
-    title = f"{parts.model.name}, {where}, {rows}"
+    where = f"{parts.layout.strategy.name} on {describe_mesh(parts.mesh)}"
+    title = f"{parts.model.name}, {where} ({parts.mesh.size} x {kind}), {rows}"
     if any(e.sent_whole for e in found):
         notes.append("sent in a step: some of it is counted whole along tensor, more than is sent.")
     notes = (*notes, *_notes(given, parts))
