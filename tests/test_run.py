@@ -12,6 +12,7 @@ import pytest
 from flax import nnx
 
 import hfjax
+from hfjax.cli.memory.settings import of_run
 from hfjax.cli.words import parsed
 from hfjax.data import Loader, prepare
 from hfjax.processes.watchdog import Watchdog
@@ -101,7 +102,7 @@ def test_a_run_learns_and_leaves_metrics_configuration_plot_and_checkpoints(whol
     assert result.loss == losses[11] < losses[0] - 0.5
     assert list(told(directory, "valid_loss")) == [6, 12]
     assert result.valid_loss == told(directory, "valid_loss")[12]
-    assert load(directory / "config.yaml") == small(directory, data, mesh=ONE)
+    assert load(directory / "config.yaml") == small(directory, data, mesh=ONE, devices=None)
     assert (directory / "loss.png").read_bytes()[:4] == b"\x89PNG"
     assert hfjax.latest(directory / "checkpoints") == 12
     assert result.reason is None
@@ -110,7 +111,11 @@ def test_a_run_learns_and_leaves_metrics_configuration_plot_and_checkpoints(whol
 def test_a_run_that_is_complete_does_nothing_more(whole, data, capsys):
     directory, result = whole
     again = train(small(directory, data, mesh=ONE))
-    assert "is complete: 12 steps" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert (
+        f"{directory} is complete: 12 steps, nothing was trained. To train on: --steps 24" in said
+    )
+    assert f"anew: --out ANOTHER, or --checkpoints.start {directory} --out ANOTHER" in said
     assert (again.step, again.loss) == (12, None)
     jax.tree.map(
         np.testing.assert_array_equal,
@@ -276,6 +281,8 @@ def test_the_data_ends_and_so_does_the_run(data, tmp_path, capsys):
     result = train(config)
     assert result.step == Parts(config).data.rows_per_epoch // 16
     assert "the data ends after 1 epochs" in capsys.readouterr().out
+    train(config)
+    assert "nothing was trained. To train on: --data.epochs 2" in capsys.readouterr().out
 
 
 def test_a_profile_is_written(data, tmp_path, capsys):
@@ -711,6 +718,18 @@ def test_a_configuration_is_saved_to_be_read_from_any_folder(data, tmp_path, mon
     monkeypatch.chdir(data.parent)
     train(small(tmp_path, Path("data"), model=BIGRAMS, steps=1, mesh=ONE))
     assert load(tmp_path / "config.yaml").data.train == (str(data),)
+
+
+def test_what_belongs_to_a_machine_or_to_one_start_is_not_saved(data, tmp_path):
+    keep = Checkpoints(every=5, resume="never")
+    here = {"devices": 1, "cpu_devices": 8, "cache": tmp_path / "cache"}
+    once = {"profile": "0:1", "minutes": 60.0, "checkpoints": keep}
+    config = small(tmp_path / "run", data, model=BIGRAMS, steps=1, **here, **once)
+    train(config)
+    there = dict.fromkeys([*here, "profile", "minutes"])
+    resumed = replace(config, checkpoints=replace(keep, resume="auto"), **there)
+    assert load(tmp_path / "run" / "config.yaml") == resumed
+    assert of_run(config).devices is None
 
 
 @pytest.mark.parametrize(

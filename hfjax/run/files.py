@@ -26,6 +26,10 @@ from hfjax.run.yaml_text import Lined, parsed
 STORED = tuple(f"optimizer.{name}" for name in ("name", "own", "ema", "master", "frozen", "scale"))
 
 
+# What belongs to a machine, or to one start of a run, and is not saved with it.
+HERE = ("devices", "cpu_devices", "cache", "profile", "minutes")
+
+
 def load(path: str | Path) -> Train:
     """Return the configuration in a YAML file, or `config` of a Python file.
 
@@ -204,6 +208,13 @@ def plain(config: Any) -> Any:
 def save(config: Train, path: Path) -> None:
     """Write a configuration that `load` reads, from any folder."""
     replace_text(path, yaml.safe_dump(plain(anywhere(config)), sort_keys=False))
+
+
+def lasting(config: Train) -> Train:
+    """Return the configuration without what belongs to this machine, or to this start."""
+    checkpoints = replace(config.checkpoints, resume=Train().checkpoints.resume)
+    here = {name: getattr(Train(), name) for name in HERE}
+    return replace(config, checkpoints=checkpoints, **here)
 
 
 def differing(config: Train, other: Any) -> list[tuple[str, str]]:

@@ -201,7 +201,7 @@ class Run:
         self.screen = enter(Screen(config.steps, self.first))
         self.journal = None
         if speaks():
-            files.save(config, directory / CONFIG)
+            files.save(files.lasting(config), directory / CONFIG)
             self.journal = enter(Journal(directory, config.log, files.plain(config), self.first))
 
     def _begin(self) -> None:
@@ -371,7 +371,7 @@ class Run:
             self.save(done)
         with self._phase("writing the last checkpoint"):
             self.checkpoints.wait()
-        if reason is None:
+        if done > self.first and reason is None:
             self._sample()
         self._say_end(done, reason)
         return Result(self.state, done, self.last.get("loss"), self.valid_loss, reason)
@@ -390,6 +390,13 @@ class Run:
         if reason is not None:
             self.screen.say(f"stopped after step {done} ({reason}); start again to go on")
         elif done == self.first:
-            self.screen.say(f"{directory} is complete: {done} steps. More: --steps; anew: --out")
+            ended = done < self.config.steps  # the data has
+            more = f"--data.epochs {2 * (self.config.data.epochs or 1)}"
+            more = more if ended else f"--steps {2 * done}"
+            self.screen.say(
+                f"{directory} is complete: {done} steps, nothing was trained. To train on: {more}; "
+                f"anew: --out ANOTHER, or --checkpoints.start {directory} --out ANOTHER to begin "
+                "with its parameters"
+            )
         else:
             self.screen.say(f"done: {done} steps; {directory} has the checkpoints and metrics")

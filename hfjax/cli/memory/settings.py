@@ -64,7 +64,7 @@ class Memory(Train):
 def of_run(config: Train, **changes: Any) -> Memory:
     """Return the configuration of a run as one that is only planned."""
     taken = {f.name: getattr(config, f.name) for f in fields(Train)}
-    return Memory(**{**taken, "out": None, "cpu_devices": None, **changes})
+    return Memory(**{**taken, "out": None, "devices": None, "cpu_devices": None, **changes})
 
 
 def alternatives(given: Memory) -> Iterator[tuple[str, Memory]]:
