@@ -15,9 +15,14 @@ test: $(VENV)/ok  ## the standard suite: each law, with cases drawn by the commi
 test-all: $(VENV)/ok  ## with the long matrix: every strategy in float64
 	$(PY) -m pytest -q -n 2 --dist worksteal
 
-wheels: $(VENV)/ok  ## install the wheels that compile for CUDA (no GPU is needed)
-	python3 -m pip --python $(VENV) install --quiet --no-deps \
+wheels: $(VENV)/cuda/ok  ## install the wheels that compile for CUDA (no GPU is needed)
+
+# Aside: among the other packages JAX would start them in every program.
+$(VENV)/cuda/ok: $(VENV)/ok
+	rm -rf $(VENV)/cuda
+	python3 -m pip --python $(VENV) install --quiet --no-deps --target $(VENV)/cuda \
 	  $$($(PY) -c "from hfjax.target import wheels; print(*wheels())")
+	touch $@
 
 test-cuda: wheels  ## run what reads programs compiled for GPUs
 	$(PY) -m pytest -q -m cuda

@@ -35,7 +35,7 @@ import hfjax
 from hfjax.models.attention import causal_attention
 from hfjax.models.gpt import GPT, GPTConfig, next_token_loss
 from hfjax.parallel.memory import on_host
-from hfjax.target import can_compile_for_gpus, target_devices, wheels
+from hfjax.target import can_compile_for_gpus, how_to_install, target_devices
 
 RESULTS = Path(__file__).parent / "results"
 RATIOS = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -259,7 +259,7 @@ COMPILED = """
 def compiled(given: argparse.Namespace) -> None:
     """Write the memory of all cases, compiled for an H200."""
     if not can_compile_for_gpus():
-        print(f"skipped: it needs pip install --no-deps {' '.join(wheels())}")
+        print(f"skipped: it needs {how_to_install()}")
         return
     setting, rows = Setting(given.rows, given.length, compiled=True), []
     for case in CASES:

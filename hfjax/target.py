@@ -1,13 +1,26 @@
-"""GPUs that are not here: devices to compile for, so that a plan is checked before it runs."""
+"""GPUs that are not here: devices to compile for, so that a plan is checked before it runs.
 
+What compiles for CUDA lies in a folder of its own (`ASIDE`), where JAX does not look: JAX would
+start it in every program and tell of the GPU that it does not find.
+"""
+
+import importlib
 import importlib.util
+import os
+import sys
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import jax
+from jax._src import lib, xla_bridge
 from jax.experimental import topologies
 
-PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
+PLUGINS = {"jax_cuda12_plugin": "xla_cuda12", "jax_cuda13_plugin": "xla_cuda13"}
+ASIDE = Path(sys.prefix) / "cuda"  # `make wheels` fills it
 
 
 @dataclass(frozen=True)
@@ -46,9 +59,56 @@ def wheels() -> list[str]:
     return [*plugin, "nvidia-cuda-nvcc", "nvidia-nvvm"]
 
 
+def how_to_install() -> str:
+    """Return the command that installs what compiles for CUDA, aside from all other packages."""
+    return f"pip install --no-deps --target {ASIDE} {' '.join(wheels())}"
+
+
 def can_compile_for_gpus() -> bool:
     """Return whether the wheels that compile for CUDA are installed (no GPU is needed)."""
+    return _installed() or _aside() is not None
+
+
+def _installed() -> bool:
+    """Return whether they are among all other packages, as on a machine with a GPU."""
     return any(importlib.util.find_spec(name) for name in PLUGINS)
+
+
+def _aside() -> str | None:
+    """Return the name of the plugin in the folder of its own, if one is there."""
+    return next((name for name in PLUGINS if (ASIDE / name).is_dir()), None)
+
+
+@cache
+def _take_aside() -> None:
+    """Let this process compile for CUDA with what lies aside; JAX does not run on it."""
+    plugin = _aside()
+    if plugin is None or _installed():
+        return
+    xla_bridge._discover_and_register_pjrt_plugins()  # those of JAX's own, and not this one
+    sys.path.append(str(ASIDE))
+    importlib.invalidate_caches()
+    lib.cuda_path = os.environ["MOSAIC_GPU_CUDA_ROOT"] = str(lib._cuda_path())
+    _take_runtime_of_kernels(plugin)
+    for name in [name for name in sys.modules if name.startswith("jaxlib.gpu_")]:
+        _take_calls(importlib.reload(sys.modules[name]))
+    with mock.patch.dict(os.environ, JAX_SKIP_CUDA_CONSTRAINTS_CHECK="1"):  # no GPU, no driver
+        importlib.import_module(f"jax_plugins.{PLUGINS[plugin]}").initialize()
+    xla_bridge._backend_factories.pop("cuda", None)
+
+
+def _take_runtime_of_kernels(plugin: str) -> None:
+    """Say where Mosaic's runtime is, as JAX does that finds the plugin when it starts."""
+    runtime = ASIDE / plugin / "libmosaic_gpu_runtime.so"
+    if runtime.exists():
+        os.environ["MOSAIC_GPU_RUNTIME_LIB_PATH"] = str(runtime)
+
+
+def _take_calls(module: ModuleType) -> None:
+    """Register the functions that programs for CUDA call, as JAX does when it starts."""
+    registrations = getattr(module, "registrations", dict)()
+    for name, value, version in registrations.get("CUDA", []):
+        jax.ffi.register_ffi_target(name, value, platform="CUDA", api_version=version)
 
 
 def target_devices(gpu: str = "h200", count: int = 8) -> list[Any]:
@@ -75,11 +135,12 @@ def target_devices(gpu: str = "h200", count: int = 8) -> list[Any]:
     if not can_compile_for_gpus():
         raise ValueError(
             f"compiling for a {gpu} needs the wheels that compile for CUDA (no GPU): "
-            f"pip install --no-deps {' '.join(wheels())}"
+            f"{how_to_install()}"
         )
     per_host = min(count, GPUS_PER_HOST)
     if count < 1 or count % per_host:
         raise ValueError(f"count={count}: up to 8, or a multiple of 8 (whole hosts).")
+    _take_aside()
     topology = topologies.get_topology_desc(
         "",
         platform="cuda",

@@ -310,7 +310,7 @@ def test_a_ratio_above_one_is_refused():
 def test_without_the_wheels_the_report_says_whose_numbers_these_are():
     found = report(replace(OF_MLPS, gpu="h200"))
     assert "those of a program compiled for CPUs" in found.notes[0]
-    assert "pip install --no-deps jax-cuda" in found.notes[0]
+    assert "pip install --no-deps --target" in found.notes[0]
     assert found.device == "NVIDIA H200"
 
 
@@ -324,7 +324,7 @@ def test_without_the_wheels_the_command_says_so_before_it_compiles(monkeypatch, 
     assert command(["--gpu", "h200"]) != 0
     first, _, then = capsys.readouterr().err.partition("now it compiles")
     assert re.search(
-        r"is compiled for the CPU.* not of a H200\..* pip install --no-deps jax-", first
+        r"is compiled for the CPU.* not of a H200\..* pip install --no-deps --target", first
     )
     assert not then.strip()
     command(["--gpu", "here"])

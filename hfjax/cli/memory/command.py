@@ -22,7 +22,7 @@ from hfjax.cli.memory.settings import AUTO, Memory, alternatives, of_run
 from hfjax.cli.run import config_of
 from hfjax.cli.words import parsed
 from hfjax.parallel.mesh import PIPE_AXIS, describe_mesh, in_use, partitioned
-from hfjax.target import GPUS, can_compile_for_gpus, target_devices, wheels
+from hfjax.target import GPUS, can_compile_for_gpus, how_to_install, target_devices
 
 WIDTH, COLUMN = 26, 11  # of the table: what is told, and the least for a number
 
@@ -42,7 +42,7 @@ def _tell(given: Memory, console: Console) -> int | None:
         print(
             f"no package here compiles for CUDA: this is compiled for the CPU, and what it says of "
             f"temporaries and peak is not of a {given.gpu.upper()}. Install what compiles for it "
-            f"(no GPU is needed): pip install --no-deps {' '.join(wheels())}",
+            f"(no GPU is needed): {how_to_install()}",
             file=sys.stderr,
             flush=True,
         )
@@ -115,7 +115,7 @@ def _least(given: Memory, devices: Any, memory: int | None, tell: Callable[[str]
     if not _for_gpu(given):
         raise ValueError(
             "--offload auto compares programs compiled for the GPU: the compiler for CPUs counts "
-            f"no offload. Install what compiles: pip install --no-deps {' '.join(wheels())}"
+            f"no offload. Install what compiles: {how_to_install()}"
         )
     if memory is None:
         raise ValueError("--offload auto: which memory is to be kept to? --device-memory 24GiB")
@@ -192,7 +192,7 @@ def _notes(given: Memory, parts: Planned) -> Iterator[str]:
         yield (
             "temporaries and peak are those of a program compiled for CPUs, which lays memory out "
             f"otherwise than a {given.gpu.upper()} and counts no offload. To compile for the GPU, "
-            f"which need not be here: pip install --no-deps {' '.join(wheels())}"
+            f"which need not be here: {how_to_install()}"
         )
     if parts.attention and parts.model.shape is not None:
         yield (
