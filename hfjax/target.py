@@ -46,6 +46,29 @@ GPUS = {
 GPUS_PER_HOST = 8
 
 
+FRACTION, OLD_FRACTION = "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"
+
+
+def fraction_taken() -> float:
+    """Return which part of a GPU's memory JAX takes: three quarters, if no variable says more."""
+    given = {name: text for name in (FRACTION, OLD_FRACTION) if (text := os.environ.get(name))}
+    if len(given) > 1:
+        raise ValueError(f"{FRACTION} and {OLD_FRACTION} are both set: JAX refuses. Unset one.")
+    if os.environ.get("XLA_PYTHON_CLIENT_ALLOCATOR", "").lower() == "platform":
+        return 1.0  # it allocates what is asked for
+    for name, text in given.items():
+        try:
+            found = float(text)
+        except ValueError:
+            found = 0.0
+        if not found > 0:
+            raise ValueError(
+                f"{name}={text}: a part of the memory of a GPU is expected, as in 0.9."
+            )
+        return min(found, 1.0)
+    return 0.75
+
+
 def wheels() -> list[str]:
     """Return what pip has to install, with --no-deps, to compile for CUDA beside this jax."""
     version = jax.__version__

@@ -25,7 +25,7 @@ from hfjax.cli.memory.planned import Planned
 from hfjax.cli.memory.report import table
 from hfjax.cli.memory.settings import Memory, alternatives, changed
 from hfjax.run.config import Data, Mesh, Model, Optimizer, Pipeline
-from hfjax.target import can_compile_for_gpus
+from hfjax.target import GPUS, can_compile_for_gpus
 from tests.h200 import h200s
 from tests.small_run import STACK, corpus
 
@@ -306,11 +306,53 @@ def test_a_ratio_above_one_is_refused():
         report(replace(GIVEN, offload="1.5"))
 
 
+@pytest.mark.parametrize(
+    ("given", "part"),
+    [
+        ({}, 0.75),
+        ({"XLA_CLIENT_MEM_FRACTION": ".9"}, 0.9),
+        ({"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.5"}, 0.5),
+        ({"XLA_CLIENT_MEM_FRACTION": "0.9", "XLA_PYTHON_CLIENT_ALLOCATOR": "platform"}, 1.0),
+    ],
+)
+def test_a_peak_is_compared_with_what_jax_takes_of_a_gpu(monkeypatch, given, part):
+    monkeypatch.setattr(memory_command, "can_compile_for_gpus", lambda: False)
+    names = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
+    for name in (*names, "XLA_PYTHON_CLIENT_ALLOCATOR"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    found = report(replace(OF_MLPS, gpu="h200"))
+    assert found.memory == int(part * GPUS["h200"].memory)
+    (note,) = (
+        (note for note in found.notes if "XLA_CLIENT_MEM_FRACTION" in note) if part < 1 else [""]
+    )
+    assert part == 1 or f"JAX takes {part:.0%} of the 141.0 GiB of a H200" in note
+    said = report(replace(OF_MLPS, gpu="h200", device_memory="24GiB"))
+    assert said.memory == 24 * 2**30
+    assert not any("XLA_CLIENT_MEM_FRACTION" in note for note in said.notes)
+
+
+@pytest.mark.parametrize("given", ["much", "0", "-1", "nan"])
+def test_a_fraction_that_is_none_is_refused(monkeypatch, given):
+    monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", given)
+    wanted = (
+        f"XLA_CLIENT_MEM_FRACTION={given}: a part of the memory of a GPU is expected, as in 0.9"
+    )
+    with pytest.raises(ValueError, match=wanted):
+        report(replace(OF_MLPS, gpu="h200"))
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.5")
+    with pytest.raises(
+        ValueError, match="XLA_PYTHON_CLIENT_MEM_FRACTION are both set: JAX refuses"
+    ):
+        report(replace(OF_MLPS, gpu="h200"))
+
+
 @pytest.mark.skipif(can_compile_for_gpus(), reason="the wheels are here")
 def test_without_the_wheels_the_report_says_whose_numbers_these_are():
     found = report(replace(OF_MLPS, gpu="h200"))
-    assert "those of a program compiled for CPUs" in found.notes[0]
-    assert "pip install --no-deps --target" in found.notes[0]
+    (note,) = (note for note in found.notes if "those of a program compiled for CPUs" in note)
+    assert "pip install --no-deps --target" in note
     assert found.device == "NVIDIA H200"
 
 

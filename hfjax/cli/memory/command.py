@@ -22,7 +22,14 @@ from hfjax.cli.memory.settings import AUTO, Memory, alternatives, of_run
 from hfjax.cli.run import config_of
 from hfjax.cli.words import parsed
 from hfjax.parallel.mesh import PIPE_AXIS, describe_mesh, in_use, partitioned
-from hfjax.target import GPUS, can_compile_for_gpus, how_to_install, target_devices
+from hfjax.target import (
+    FRACTION,
+    GPUS,
+    can_compile_for_gpus,
+    fraction_taken,
+    how_to_install,
+    target_devices,
+)
 
 WIDTH, COLUMN = 26, 11  # of the table: what is told, and the least for a number
 
@@ -177,17 +184,22 @@ def _planned(given: Memory, devices: Sequence[Any] | None) -> Planned:
 
 
 def _memory(given: Memory, device: Any) -> tuple[int | None, str]:
-    """Return the memory of a device, and of what it is."""
+    """Return the memory that a program has of a device, and of what it is."""
     if given.device_memory is not None:
         return bytes_of(given.device_memory), "device memory"
     if given.gpu != "here":
-        return GPUS[given.gpu].memory, GPUS[given.gpu].name
+        return int(fraction_taken() * GPUS[given.gpu].memory), GPUS[given.gpu].name
     stats = device.memory_stats() if device.platform != "cpu" else None
     return (stats or {}).get("bytes_limit"), device.device_kind
 
 
 def _notes(given: Memory, parts: Planned) -> Iterator[str]:
     """Yield what to bear in mind."""
+    if given.gpu != "here" and given.device_memory is None and (part := fraction_taken()) < 1:
+        yield (
+            f"JAX takes {part:.0%} of the {human(GPUS[given.gpu].memory)} of a "
+            f"{given.gpu.upper()}. For more set {FRACTION}, here and where it runs: {FRACTION}=0.95"
+        )
     if not _for_gpu(given) and given.gpu != "here":
         yield (
             "temporaries and peak are those of a program compiled for CPUs, which lays memory out "

@@ -36,7 +36,8 @@ class Memory(Train):
     count: int = 8
     """How many of them."""
     device_memory: str | None = None
-    """The memory of a device, for instance 24GiB; None: what the GPU has."""
+    """The memory that a step may use of a device, for instance 24GiB; None: what JAX takes of the
+    GPU: 75 %, or what XLA_CLIENT_MEM_FRACTION says."""
     compare: tuple[str, ...] | None = None
     """Settings to put beside, each as FLAG=VALUE,…: remat=full accumulate=4,remat=dots; None: each
     kind of remat, offload by half and whole, the optimizer on the host; none: only what is given.
