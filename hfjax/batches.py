@@ -131,6 +131,18 @@ def check_batch(layout: Layout, batch: Any, microbatches: int, part: Fraction | 
         )
 
 
+def missing_rows(layout: Layout, batch: Any) -> int:
+    """Return how many rows a batch lacks to divide by the devices; of one that is refused, none.
+
+    It is refused too if other processes have rows of it, or the model a variable for each row.
+    """
+    sizes = {x.shape[0] if getattr(x, "shape", ()) else 0 for x in jax.tree.leaves(batch)}
+    of_rows = any(map(layout.blueprint.of_rows, layout.blueprint.variables))
+    if len(sizes) != 1 or of_rows or jax.process_count() > 1:
+        return 0
+    return -sizes.pop() % row_shares(layout.mesh)
+
+
 def _sides_that_do(rows: int, mesh: Mesh) -> str:
     """Return which sides would split so many rows of a device and microbatch."""
     fits = [n for n in range(mesh.shape[ROW_AXIS], 1, -1) if rows % n == 0 < rows]

@@ -6,12 +6,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 from hfjax.base.keywords import known_keywords
 from hfjax.base.mean import Mean, metrics_of
 from hfjax.base.paths import Tree, flatten
-from hfjax.batches import check_batch, on_devices
+from hfjax.batches import check_batch, missing_rows, on_devices
 from hfjax.branches import checked
 from hfjax.check_step import (
     check_alive,
@@ -103,7 +104,9 @@ def predict_step(
 
     They are what `model(batch)` returns on one device in evaluation mode: any pytree of arrays that
     have a row for each row of the batch, in its order, split over the devices as it is. Devices
-    that share rows each get them whole.
+    that share rows each get them whole. A number of rows that does not divide by the devices is
+    filled up, and the filling dropped from the outputs, whose rows then lie where XLA puts them;
+    with several processes it is refused.
 
     Args:
         layout: Where everything lives, as `hfjax.layout` returns it.
@@ -140,7 +143,26 @@ def predict_step(
             return plane.predict(flatten(params), flatten(variables), batch)
 
     rows = NamedSharding(layout.mesh, P(batch_axes(layout.mesh)))
-    return _step(layout, predict, options_of(layout, run), out_shardings=rows)
+    return _filling(layout, _step(layout, predict, options_of(layout, run), out_shardings=rows))
+
+
+def _filling(layout: Layout, step: Callable) -> Callable:
+    """Return a step that takes any number of rows: it repeats the last, and drops what is more."""
+
+    def filled(state: State, batch: Any) -> Any:
+        if not (more := missing_rows(layout, batch)):
+            return step(state, batch)
+        rows = jax.tree.leaves(batch)[0].shape[0]
+        outputs = step(state, jax.tree.map(lambda x: _with_more(x, more), batch))
+        return jax.tree.map(lambda x: x[:rows], outputs)
+
+    return filled
+
+
+def _with_more(x: Any, more: int) -> Any:
+    """Return an array with its last row so many times more."""
+    arrays: Any = jnp if isinstance(x, jax.Array) else np
+    return arrays.concatenate([x, arrays.repeat(x[-1:], more, axis=0)])
 
 
 def _no_loss(outputs: Any, batch: Any) -> Mean:

@@ -345,6 +345,42 @@ def test_control_characters_of_a_model_are_shown_on_a_terminal_and_kept_elsewher
     assert "a\\x1bb" in capsys.readouterr().out
 
 
+def test_generate_writes_after_each_prompt_and_counts_the_seed_on(run, monkeypatch, capsys):
+    monkeypatch.setattr("hfjax.cli.run.start", lambda config: None)
+    told = lambda parts, state, prompt, count, sampling: f"{prompt} {count} {sampling.seed}"
+    monkeypatch.setattr(Parts, "written", told)
+    words = ["generate", str(run.out), "--devices", "1", "--tokens", "3", "--seed", "4294967295"]
+    assert main([*words, "--prompt", "one", "--prompt=two"]) == 0
+    assert capsys.readouterr().out == "one 3 4294967295\n\ntwo 3 0\n"
+    assert main(words) == 0
+    assert capsys.readouterr().out == "\n 3 4294967295\n"
+
+
+@pytest.mark.parametrize(
+    ("command", "flag"),
+    [("train", "--data.train"), ("train", "--optimizer.no-decay"), ("memory", "--compare")],
+)
+def test_a_flag_of_several_values_that_is_there_twice_is_refused(command, flag, capsys):
+    wanted = f"hfjax {command}: {flag} is there twice, and only its last values would count. Give"
+    for words in ([flag, "a", flag, "b"], [f"{flag}=a", f"{flag.replace('no-', 'no_')}=b"]):
+        status = None
+        try:
+            status = main([command, *words])
+        except SystemExit as end:
+            status = end.code
+        assert status == 2
+        assert capsys.readouterr().err.startswith(wanted)
+
+
+def test_any_number_of_rows_is_evaluated_each_row_once(run, monkeypatch, capsys):
+    monkeypatch.setattr("hfjax.cli.run.start", lambda config: None)
+    told = set()
+    for batch in ("5", "8", "16"):
+        assert main(["eval", str(run.out), "--batch", batch]) == 0
+        told.add(capsys.readouterr().out)
+    assert len(told) == 1
+
+
 def test_generate_shows_control_characters_on_a_terminal(run, monkeypatch, capsys):
     monkeypatch.setattr("hfjax.cli.run.start", lambda config: None)
     monkeypatch.setattr(Parts, "written", lambda *_: "a\x1bb")

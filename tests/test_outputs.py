@@ -62,6 +62,19 @@ def test_forward_takes_the_place_of_the_layouts_own():
     assert half.dtype == jnp.bfloat16
 
 
+@pytest.mark.parametrize("name", ["FSDP", "PIPE, interleaved"])
+def test_any_number_of_rows_is_predicted(name):
+    layout, schedule = made(name), CASES[name][2]
+    state = hfjax.init(layout, schedule=schedule, parameters=given(name))
+    predict = hfjax.predict_step(layout, schedule=schedule)
+    for rows in (1, 6):
+        found, wanted = predict(state, batch := tokens(rows=rows)), plain(name, batch)
+        assert found.shape == wanted.shape
+        np.testing.assert_allclose(found, wanted, atol=1e-5)
+    within = jax.jit(lambda state, batch: predict(state, batch))(state, batch)
+    np.testing.assert_allclose(within, wanted, atol=1e-5)
+
+
 def test_a_prediction_runs_inside_a_program_of_the_users():
     layout, batch = made("FSDP"), loss_of("FSDP")[1]
     state, predict = hfjax.init(layout, parameters=given("FSDP")), hfjax.predict_step(layout)
@@ -78,8 +91,8 @@ def test_a_prediction_runs_inside_a_program_of_the_users():
             r"forward\(model\): it is called with \(model, batch\)",
         ),
         (
-            lambda layout: hfjax.predict_step(layout)(hfjax.init(layout), tokens(rows=6)),
-            "batch of 6 rows does not divide by 4 devices",
+            lambda layout: hfjax.predict_step(layout)(hfjax.init(layout), tokens(rows=0)),
+            "the same number of rows, at least one; found rows",
         ),
         (
             lambda layout: hfjax.predict_step(

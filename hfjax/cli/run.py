@@ -19,12 +19,13 @@ from hfjax.base.tables import harmless
 from hfjax.checkpoint import Restored
 from hfjax.cli.words import parsed
 from hfjax.optimizers.transforms import averaged
+from hfjax.parallel.placement import row_shares
 from hfjax.processes.agreement import say, speaks
 from hfjax.processes.distributed import Cluster, init_distributed
 from hfjax.processes.exit_codes import exit_code
 from hfjax.processes.stop import leaving
 from hfjax.run import files
-from hfjax.run.build import Parts
+from hfjax.run.build import Parts, mesh_of
 from hfjax.run.config import Mesh, Train, at_least
 from hfjax.run.loop import CHECKPOINTS, CONFIG, train
 from hfjax.run.sampling import Sampling
@@ -108,7 +109,8 @@ class Evaluate(Saved):
     data: Path | None = None
     """The data set; None: what the run validates on."""
     batch: int | None = None
-    """Rows in a batch; None: as in training."""
+    """Rows in a batch, at least; None: as in training. It is raised to what divides by the
+    devices."""
     batches: int | None = None
     """At most so many batches; None: all."""
 
@@ -120,7 +122,9 @@ class Evaluate(Saved):
 class Generate(Saved):
     """Text from a trained model."""
 
-    prompt: str = "\n"
+    prompt: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """What to go on from; given several times, text for each, with the seed one higher each time.
+    Without it: a line break."""
     tokens: int = 200
     """How many to write."""
     sampling: tyro.conf.OmitArgPrefixes[Sampling] = Sampling()
@@ -136,9 +140,8 @@ def evaluate_command(argv: Sequence[str]) -> int:
 def _evaluate(given: Evaluate) -> None:
     config = _config(given)
     data = replace(config.data, valid=str(given.data)) if given.data else config.data
-    parts, restored = _restored(
-        given, replace(config, data=data, batch=given.batch or config.batch)
-    )
+    config = replace(config, data=data, batch=given.batch or config.batch)
+    parts, restored = _restored(given, config)
     if parts.valid is None:
         raise ValueError(f"{given.run} has no validation set. Give one: --data DIR.")
     with waiting("compiling and evaluating"):
@@ -153,7 +156,11 @@ def generate_command(argv: Sequence[str]) -> int:
         given: Generate = parsed(Generate, argv, "generate")
         parts, restored = _restored(given, _config(given))
         with waiting("compiling and writing"):
-            text = parts.written(restored.state, given.prompt, given.tokens, given.sampling)
+            texts = [
+                parts.written(restored.state, prompt, given.tokens, given.sampling.later(number))
+                for number, prompt in enumerate(given.prompt or ("\n",))
+            ]
+        text = "\n\n".join(texts)
         say(harmless(text) if sys.stdout.isatty() else text)
     return 0
 
@@ -177,9 +184,15 @@ def _config(given: Saved) -> Train:
 def _restored(given: Saved, config: Train) -> tuple[Parts, Restored]:
     """Return the parts of a run and its state; without an average only parameters are read."""
     start(config)
-    parts, place = Parts(config), given.run / CHECKPOINTS
+    parts, place = Parts(_dividing(config)), given.run / CHECKPOINTS
     with waiting("reading the checkpoint"):
         if not given.average or config.optimizer.ema is None:
             return parts, hfjax.restore(place, parts.layout, given.step, parameters_only=True)
         restored = hfjax.restore(place, parts.layout, given.step)
         return parts, replace(restored, state=averaged(restored.state))
+
+
+def _dividing(config: Train) -> Train:
+    """Return the configuration with batches that divide by the devices: the last one is filled."""
+    shares = row_shares(mesh_of(config))
+    return replace(config, batch=-(-config.batch // shares) * shares)

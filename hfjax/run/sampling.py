@@ -47,6 +47,10 @@ class Sampling:
         if not 0 <= self.seed < 1 << 32:
             raise ValueError(f"--seed {self.seed}: a number from 0 to {(1 << 32) - 1} is needed.")
 
+    def later(self, number: int) -> "Sampling":
+        """Return it for the prompt of this number: with the seed so much higher."""
+        return dataclasses.replace(self, seed=(self.seed + number) % (1 << 32))
+
     def choose(self, logits_V: jax.Array, key: jax.Array) -> jax.Array:
         """Return the next token."""
         if self.temperature == 0:
