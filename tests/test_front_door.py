@@ -8,6 +8,7 @@ from itertools import combinations
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -28,7 +29,7 @@ from hfjax.run.files import plain
 from hfjax.run.loss_picture import figure, mean
 from hfjax.run.model import choose
 from hfjax.run.screen import Screen, Speed, line
-from tests.small_run import BIGRAMS, MODEL, corpus, small, told
+from tests.small_run import BIGRAMS, MODEL, QUIET, STACK, corpus, small, told
 from tests.workers import finished, start
 
 ONE = Mesh(data=1)
@@ -378,6 +379,50 @@ def test_any_number_of_rows_is_evaluated_each_row_once(run, monkeypatch, capsys)
     for batch in ("5", "8", "16"):
         assert main(["eval", str(run.out), "--batch", batch]) == 0
         told.add(capsys.readouterr().out)
+    assert len(told) == 1
+
+
+@pytest.fixture
+def made(monkeypatch):
+    """The parts of runs that commands read, as they are made."""
+    monkeypatch.setattr("hfjax.cli.run.start", lambda config: None)
+    found = []
+    restore = lambda place, layout, *given, **fields: (
+        found.append((layout, hfjax.checkpoint.restore(place, layout, *given, **fields).state))
+        or hfjax.checkpoint.restore(place, layout, *given, **fields)
+    )
+    monkeypatch.setattr("hfjax.cli.run.hfjax.restore", restore)
+    return found
+
+
+@pytest.mark.parametrize("command", ["eval", "generate"])
+def test_what_reads_a_run_lays_it_out_as_the_run_was_if_that_fits(
+    data, tmp_path, made, command, capsys
+):
+    fields = {"steps": 1, "log": replace(QUIET, valid_every=0), "model": STACK}
+    fields["optimizer"] = Optimizer(master=True)
+    spread = {"strategy": "fsdp+tensor+host_optimizer", "mesh": Mesh(fsdp=2, tensor=2, data=2)}
+    config = small(tmp_path / "run", data, **fields, **spread)
+    train(config)
+    capsys.readouterr()
+    words, told = [command, str(config.out), "--trust"], set()
+    words += ["--tokens", "4", "--temperature", "0"] if command == "generate" else []
+    for more, on in (
+        ([], {"data": 2, "fsdp": 2, "tensor": 2}),
+        (["--devices", "2"], {"data": 2}),  # neither fsdp nor tensor is told how to share them
+        (["--devices", "1"], {}),
+        (["--strategy", "fsdp"], {"fsdp": 8}),
+        (["--mesh.tensor", "4"], {"fsdp": 2, "tensor": 4}),
+    ):
+        assert main([*words, *more]) == 0
+        layout, state = made[-1]
+        assert {axis: n for axis, n in layout.mesh.shape.items() if n > 1} == on
+        assert not jax.tree.leaves(state.optimizer)  # no moments, no master weights
+        assert {x.dtype for x in jax.tree.leaves(state.params)} == {jnp.bfloat16.dtype}
+        out, err = capsys.readouterr()
+        told.add(out[:24])
+        said = "FSDP|TENSOR" in err or "fsdp+tensor" in err
+        assert said == (more == ["--devices", "2"]), err
     assert len(told) == 1
 
 

@@ -307,7 +307,7 @@ def test_the_commands_train_evaluate_and_write(shared, monkeypatch, capsys):
     [
         ({"model": Model(own="stranger.py:make")}, "--model.own "),
         ({"model": Model(loss="stranger.py:make")}, "--model.loss "),
-        ({"optimizer": Optimizer(own="stranger.py:make")}, "--optimizer.own "),
+        ({"optimizer": Optimizer(own="stranger.py:make", ema=0.5)}, "--optimizer.own "),
     ],
 )
 def test_code_that_a_run_names_is_run_only_on_trust(

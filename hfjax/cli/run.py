@@ -25,7 +25,7 @@ from hfjax.processes.distributed import Cluster, init_distributed
 from hfjax.processes.exit_codes import exit_code
 from hfjax.processes.stop import leaving
 from hfjax.run import files
-from hfjax.run.build import Parts, mesh_of
+from hfjax.run.build import Parts, mesh_of, whole, without_optimizer
 from hfjax.run.config import Mesh, Train, at_least
 from hfjax.run.loop import CHECKPOINTS, CONFIG, train
 from hfjax.run.sampling import Sampling
@@ -88,10 +88,11 @@ class Saved:
     """Of which checkpoint; None: the latest."""
     average: bool = True
     """With the average of the parameters, if the run keeps one (--optimizer.ema)."""
-    strategy: str = "ddp"
-    """How to lay the parameters: as of `hfjax train`."""
+    strategy: str | None = None
+    """How to lay the parameters: as of `hfjax train`. None: as the run, if that fits the devices,
+    else ddp."""
     mesh: Mesh = Mesh()
-    """On which devices."""
+    """On which devices; none: as the run, if that fits them."""
     devices: int | None = None
     """Use only the first so many devices; None: all."""
     cpu_devices: int | None = None
@@ -176,20 +177,43 @@ def _config(given: Saved) -> Train:
             f"{path} names Python code, {' and '.join(code)}, which would run as you. If you wrote "
             "it or have read it, give --trust."
         )
-    names = ("mesh", "strategy", "devices", "cpu_devices", "cache")
-    here = {name: getattr(given, name) for name in names}
+    here = {name: getattr(given, name) for name in ("devices", "cpu_devices", "cache")}
     return replace(config, **here)
 
 
 def _restored(given: Saved, config: Train) -> tuple[Parts, Restored]:
     """Return the parts of a run and its state; without an average only parameters are read."""
     start(config)
-    parts, place = Parts(_dividing(config)), given.run / CHECKPOINTS
+    averages = given.average and config.optimizer.ema is not None
+    place = given.run / CHECKPOINTS
     with waiting("reading the checkpoint"):
-        if not given.average or config.optimizer.ema is None:
+        parts = _laid_out(given, config, averages)
+        if not averages:
             return parts, hfjax.restore(place, parts.layout, given.step, parameters_only=True)
         restored = hfjax.restore(place, parts.layout, given.step)
         return parts, replace(restored, state=averaged(restored.state))
+
+
+def _laid_out(given: Saved, config: Train, averages: bool) -> Parts:
+    """Return the parts of a run as it was laid out, or as the devices at hand allow."""
+    make = lambda config: Parts(_dividing(config), trains=averages)
+    if given.strategy is not None:
+        return make(replace(config, strategy=given.strategy, mesh=given.mesh))
+    own = config.strategy if averages else without_optimizer(config.strategy)
+    meshes = (config.mesh, Mesh()) if given.mesh == Mesh() else (given.mesh,)
+    alone = (config.devices or jax.device_count()) == 1
+    for mesh in () if alone else meshes:
+        try:
+            parts = make(replace(config, strategy=own, mesh=mesh))
+            _ = parts.evaluate
+            return parts
+        except ValueError:  # tried without it below, where another mistake is told
+            continue
+    plain = replace(config, strategy=whole(own), mesh=given.mesh)
+    if not alone:
+        told = f"--strategy {own} of the run does not fit these devices: {plain.strategy} is taken."
+        print(f"hfjax: {told}", file=sys.stderr, flush=True)
+    return make(plain)
 
 
 def _dividing(config: Train) -> Train:

@@ -16,7 +16,7 @@ from hfjax.data.tokens import SPLITS, check_same_tokenizer
 from hfjax.parallel.mesh import PIPE_AXIS, check_processes, describe_mesh
 from hfjax.run.config import Train
 from hfjax.run.model import ModelChoice, choose
-from hfjax.run.optimizer import optimizer_of, rate_of
+from hfjax.run.optimizer import keeps_nothing, optimizer_of, rate_of
 from hfjax.run.sampling import Evaluated, Sampling, check_weighs_by_mask, evaluate, generate
 
 STRATEGIES = (
@@ -38,6 +38,7 @@ class Parts:
         devices: The devices, in place of those at hand.
         vocab: The tokens of the vocabulary, in place of those of the data.
         attention: The attention of a model of ours, in place of its own.
+        trains: Whether there is a state of an optimizer; without one only to evaluate and to write.
 
     Example:
         >>> from hfjax.run import Parts, Train
@@ -50,6 +51,7 @@ class Parts:
     devices: Sequence[Any] | None = None
     vocab: int | None = None
     attention: Callable | None = None
+    trains: bool = True
 
     @cached_property
     def model(self) -> ModelChoice:
@@ -70,6 +72,8 @@ class Parts:
     def layout(self) -> hfjax.Layout:
         """Where everything lives."""
         strategy, frozen = strategy_of(self.config.strategy), self.config.optimizer.frozen
+        if not self.trains:
+            return hfjax.layout(self.model.init, keeps_nothing(self.config), self.mesh, strategy)
         optimizer = optimizer_of(self.config, self.rate)
         made = hfjax.layout(self.model.init, optimizer, self.mesh, strategy)
         return made.freeze(*frozen) if frozen else made
@@ -254,6 +258,24 @@ def strategy_of(names: str) -> hfjax.Strategy:
             f"and each name once. What goes with it: {', '.join(STRATEGIES[len(PLANES) :])}."
         )
     return reduce(lambda a, b: a | b, (getattr(hfjax, name.upper()) for name in given))
+
+
+def without_optimizer(names: str) -> str:
+    """Return a strategy for what has no state of an optimizer.
+
+    >>> without_optimizer("fsdp+host_optimizer"), without_optimizer("host_optimizer")
+    ('fsdp', 'ddp')
+    """
+    return "+".join(name for name in _names(names) if name != "host_optimizer") or "ddp"
+
+
+def whole(names: str) -> str:
+    """Return a strategy in which each device has all; what lay on the host stays there.
+
+    >>> whole("fsdp+tensor"), whole("fsdp+host_parameters")
+    ('ddp', 'ddp+host_parameters')
+    """
+    return "+".join(["ddp", *(name for name in _names(names) if name.startswith("host_"))])
 
 
 def _names(joined: str) -> list[str]:

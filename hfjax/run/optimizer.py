@@ -12,7 +12,7 @@ import optax
 
 import hfjax
 from hfjax.base.paths import Tree, flatten, matches, nest
-from hfjax.optimizers.transforms import scaled
+from hfjax.optimizers.transforms import Master, scaled
 from hfjax.run.config import Optimizer, Train
 from hfjax.run.files import function
 
@@ -36,6 +36,16 @@ def optimizer_of(config: Train, rate: Callable) -> Any:
     optimizer = scaled(optimizer, dict(map(_factor, given.scale)))
     optimizer = optimizer if given.ema is None else hfjax.ema(optimizer, given.ema)
     return hfjax.master(optimizer) if given.master else optimizer
+
+
+def keeps_nothing(config: Train) -> Any:
+    """Return an optimizer without a state, whose parameters are stored as those of the run."""
+    plain = optax.with_extra_args_support(optax.identity())
+    if not config.optimizer.master:
+        return plain
+    made = Master(plain.init, plain.update)
+    made.stored, made.inner = hfjax.master(plain).stored, plain
+    return made
 
 
 def _own(given: Optimizer, rate: Callable) -> Any:
