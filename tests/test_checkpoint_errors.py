@@ -53,7 +53,8 @@ def test_a_step_that_is_not_there_is_told_with_those_that_are(tmp_path):
         refused(
             tmp_path, rf"step={step!r}: a whole number is expected, .* Saved: 1, 2\.", layout, step
         )
-    assert hfjax.restore(tmp_path, layout, np.int64(2)).step == 2
+    two: Any = np.int64(2)
+    assert hfjax.restore(tmp_path, layout, two).step == 2
 
 
 def test_what_something_else_has_written_is_no_checkpoint(tmp_path):

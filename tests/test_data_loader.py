@@ -150,7 +150,7 @@ def test_a_batch_at_random_is_that_of_the_iteration(data):
     assert next(loader, None) is None
     assert same(next(loader.rewind()), loader.at(0))
     with pytest.raises(ValueError, match=r"batch 4\.0: there are 15, from 0 on"):
-        loader.at(4.0)
+        loader.at(4.0)  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="batch 15: there are 15, from 0 on"):
         loader.at(15)
 
