@@ -24,6 +24,7 @@ from hfjax.parallel.mesh import (
     size_of,
 )
 from hfjax.parallel.placement import batch_devices, row_shares
+from hfjax.plan.check_state import check_not_taken
 from hfjax.plan.layout import Layout
 
 
@@ -201,6 +202,7 @@ def full(params: Tree) -> Any:
         >>> type(kernel).__name__, kernel.shape
         ('ndarray', (8, 4))
     """
+    check_not_taken(params)
     return jax.tree.map(_whole, params)
 
 
