@@ -13,6 +13,7 @@ from hfjax.base.paths import Tree
 from hfjax.parallel.execution import Execution
 from hfjax.parallel.mesh import ROW_AXIS, batch_axes, describe_mesh, on_grid
 from hfjax.parallel.placement import batch_devices, row_shares
+from hfjax.plan.check_state import check_not_taken
 from hfjax.plan.layout import Layout
 from hfjax.plan.same_rows import check_same_rows, note, shares
 
@@ -197,6 +198,7 @@ def full(params: Tree) -> Any:
         >>> type(kernel).__name__, kernel.shape
         ('ndarray', (8, 4))
     """
+    check_not_taken(params)
     return jax.tree.map(_whole, params)
 
 

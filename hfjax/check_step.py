@@ -4,13 +4,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import numpy as np
 from flax import nnx
-from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding
 
 from hfjax.base.mean import check_loss
-from hfjax.base.paths import Tree
 from hfjax.combinations import check
 from hfjax.parallel.execution import Execution
 from hfjax.parallel.for_models.kernel_choice import check_kernels
@@ -26,6 +23,7 @@ from hfjax.parallel.mesh import (
     on_grid,
 )
 from hfjax.plan.check_layout import check_on_grid
+from hfjax.plan.check_state import is_traced
 from hfjax.plan.layout import Layout, State
 
 
@@ -43,42 +41,6 @@ def check_given(layout: Any, loss: Any) -> None:
             f"{type(layout).__name__} and {type(loss).__name__}."
         )
     check_loss(loss)
-
-
-def is_traced(tree: Tree) -> bool:
-    """Return whether a step is called within a program that is being traced."""
-    return any(isinstance(x, Tracer) for x in jax.tree.leaves(tree))
-
-
-def check_alive(state: Any) -> None:
-    """Refuse what is no state, and one whose memory a step has taken."""
-    if not isinstance(state, State):
-        raise ValueError(f"a hfjax.State is expected (hfjax.init), found {type(state).__name__}.")
-    if not is_traced(state.step) and getattr(state.step, "is_deleted", bool)():
-        raise ValueError(
-            "this state was given to an earlier step, which took its memory (donation). Go on "
-            "with the state that the step returned: state, metrics = step(state, batch)."
-        )
-
-
-def check_form(layout: Layout, state: State, optimizer: bool = True) -> None:
-    """Refuse a state of another model, or of another optimizer."""
-    order, ours = state.order, layout.order
-    other = ours is not None and not is_traced(order) and not np.array_equal(order, ours)
-    if order is not None and other:
-        return  # stored for another schedule
-    wanted = layout.state_shapes
-    for what in ("params", "variables", "optimizer")[: 3 if optimizer else 2]:
-        ours, theirs = (_shapes(getattr(x, what)) for x in (wanted, state))
-        apart = [path for path in {**ours, **theirs} if ours.get(path) != theirs.get(path)]
-        if apart:
-            found, known = (shapes.get(apart[0], "nothing") for shapes in (theirs, ours))
-            raise ValueError(
-                f"this state is not of this layout: {what}{apart[0]} is {found}, the layout "
-                f"has {known} (and {len(apart) - 1} more differ). A state belongs to a model "
-                "and an optimizer: make it with hfjax.init(layout), or give train_step the layout "
-                "that it was made with."
-            )
 
 
 def check_place(layout: Layout, state: State) -> None:
@@ -116,12 +78,6 @@ def _where(x: Any) -> str:
         return f"{sharding.spec} on {dict(mesh.shape)}"
     devices = getattr(sharding, "device_set", ())
     return f"{len(devices)} devices" if len(devices) > 1 else "one array"
-
-
-def _shapes(tree: Tree) -> dict[str, str]:
-    """Return path -> shape and dtype."""
-    pairs = jax.tree_util.tree_flatten_with_path(tree)[0]
-    return {jax.tree_util.keystr(keys): f"{x.dtype}{list(x.shape)}" for keys, x in pairs}
 
 
 def check_runs(layout: Layout, execution: Execution, training: bool = False) -> None:

@@ -14,15 +14,7 @@ from hfjax.base.mean import Mean, metrics_of
 from hfjax.base.paths import Tree, flatten
 from hfjax.batches import check_batch, missing_rows, on_devices
 from hfjax.branches import checked
-from hfjax.check_step import (
-    check_alive,
-    check_form,
-    check_given,
-    check_layout,
-    check_place,
-    check_runs,
-    is_traced,
-)
+from hfjax.check_step import check_given, check_layout, check_place, check_runs
 from hfjax.jax_errors import calling
 from hfjax.parallel.engine.blueprint import asked_by
 from hfjax.parallel.engine.step_context import check_rows
@@ -30,6 +22,7 @@ from hfjax.parallel.execution import Execution
 from hfjax.parallel.mesh import batch_axes
 from hfjax.parallel.precision import Precision
 from hfjax.parallel.schedules.named import Schedule
+from hfjax.plan.check_state import check_alive, check_form, is_traced
 from hfjax.plan.layout import Layout, State
 from hfjax.plan.on_stages import on_stages
 from hfjax.plan.rearrange import rearrange
@@ -181,8 +174,13 @@ def _execution(layout: Layout, schedule: Schedule | None, given: dict[str, Any])
 
 def _step(layout: Layout, run: Callable, options: Any, **places: Any) -> Callable:
     """Return (state, batch) -> what `run(params, variables, batch)` returns, jitted."""
-    jitted = checked(jax.jit(run, compiler_options=options, **places), layout.mesh)
-    within = jax.jit(run, **places)  # in a program of the user's, whose options count
+
+    def fitting(params: Tree, variables: Any, batch: Any) -> Any:
+        check_form(layout, State(None, params, None, variables), optimizer=False)
+        return run(params, variables, batch)
+
+    jitted = checked(jax.jit(fitting, compiler_options=options, **places), layout.mesh)
+    within = jax.jit(fitting, **places)  # in a program of the user's, whose options count
 
     def step(state: State, batch: Any) -> Any:
         if is_traced((state, batch)):

@@ -20,14 +20,7 @@ from hfjax.batches import (
     on_devices,
 )
 from hfjax.branches import checked
-from hfjax.check_step import (
-    check_alive,
-    check_form,
-    check_given,
-    check_place,
-    check_runs,
-    is_traced,
-)
+from hfjax.check_step import check_given, check_place, check_runs
 from hfjax.jax_errors import calling
 from hfjax.parallel.activation_offload import Offloaded
 from hfjax.parallel.autodiff.check_host_loops import check_host_loops
@@ -42,9 +35,17 @@ from hfjax.parallel.pipeline.plane import PipelinePlane
 from hfjax.parallel.schedules.named import Schedule
 from hfjax.parallel.schedules.table import Table
 from hfjax.plan.check_layout import warn_of_gathered_experts
+from hfjax.plan.check_state import (
+    check_alive,
+    check_form,
+    check_is_state,
+    check_stored,
+    check_takes,
+    is_traced,
+)
 from hfjax.plan.layout import Layout, State
 from hfjax.plan.on_stages import on_stages
-from hfjax.plan.rearrange import canonical, rearrange
+from hfjax.plan.rearrange import rearrange
 from hfjax.planes import data_plane, options_of, update_plane
 from hfjax.update.asynchronous import AsynchronousUpdate
 from hfjax.update.given_parameters import Follow
@@ -186,7 +187,7 @@ class TrainStep:
         try:
             state, metrics, squares = self._jitted(self._follow(self._in_order(state)), batch)
         except (TypeError, ValueError):
-            check_form(self.layout, state)
+            check_stored(self.layout, state)
             self._check_memory(state)
             check_place(self.layout, state)
             raise
@@ -196,7 +197,6 @@ class TrainStep:
     def _within(self, state: State, batch: Any) -> tuple[State, Metrics]:
         """Return what a step returns, within a program that is being traced."""
         check_alive(state)
-        check_form(self.layout, state)
         check_batch(self.layout, batch, microbatches_of(self.execution))
         new, metrics, _ = self._nested(replace(state, order=None), batch, state.order)
         return replace(new, order=state.order), metrics
@@ -333,6 +333,7 @@ class TrainStep:
             state: The state that the last call returned: the message says whether its parameters
                 are finite.
         """
+        check_is_state(state)
         self._watch.check(state, lag=0)
 
     def __repr__(self) -> str:
@@ -343,6 +344,7 @@ class TrainStep:
 
     def _step(self, state: State, batch: Any, fits: Any = True) -> tuple[State, Metrics, Flat]:
         """Return the next state, metrics and the squares of gradients; none if it does not fit."""
+        check_form(self.layout, state)
         check_batch(self.layout, batch, microbatches_of(self.execution))
         params, variables = flatten(state.params), flatten(state.variables)
         with calling(self.layout, batch):
@@ -397,9 +399,8 @@ def module(layout: Layout, state: State) -> Any:
         >>> type(linear).__name__, linear(np.ones((2, 8), np.float32)).shape
         ('Linear', (2, 4))
     """
-    if not isinstance(layout, Layout) or not isinstance(state, State):
-        found = f"{type(layout).__name__} and {type(state).__name__}"
-        raise ValueError(f"module(layout, state) takes a layout, then a state; found {found}.")
-    state = canonical(layout, state)
+    check_takes("module", layout, state)
+    state = rearrange(layout.as_the_model, state)
+    check_form(layout.as_the_model, state, optimizer=False)
     whole = lambda tree: {path: jnp.asarray(x) for path, x in flatten(full(tree)).items()}
     return layout.blueprint.merge(whole(state.params), whole(state.variables), "model")

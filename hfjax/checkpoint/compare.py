@@ -4,16 +4,16 @@
 """
 
 import difflib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from hfjax.base.paths import flatten
 from hfjax.base.tables import named
-from hfjax.checkpoint.arrays import KEY, Described, arrays_of, describe
+from hfjax.checkpoint.arrays import KEY, Described, arrays_of
+from hfjax.plan.check_state import check_is_state
 from hfjax.plan.layout import Layout, State
 from hfjax.plan.rearrange import canonical
 
@@ -122,8 +122,7 @@ def _floating(dtype: str) -> bool:
 
 def step_of(state: Any) -> int:
     """Return the number of steps that a state has taken; refuse what is none, or is gone."""
-    if not isinstance(state, State):
-        raise ValueError(f"save(state): a hfjax.State is expected, found {type(state).__name__}.")
+    check_is_state(state)
     if any(getattr(x, "is_deleted", bool)() for x in jax.tree.leaves(state)):
         raise ValueError(
             "this state was given to a later step, which took its memory (donation). Save the "
@@ -135,18 +134,4 @@ def step_of(state: Any) -> int:
 
 def arrays_to_save(layout: Layout, state: State) -> dict[str, Any]:
     """Return {path: array} of a state, its layers in the model's order."""
-    if not layout.blueprint.listed:
-        names = dict.fromkeys(flatten(state.params)), dict.fromkeys(layout.arrays)
-        _check(*({f"params/{path}": ["", []] for path in some} for some in names))
-    arrays = arrays_of(canonical(layout, state))
-    _check(describe(arrays), describe(arrays_of(layout.as_the_model.abstract_state())))
-    return arrays
-
-
-def _check(found: Mapping[str, list], wanted: Mapping[str, list]) -> None:
-    if lines := differences(dict(found), dict(wanted), None, "in this state"):
-        told = "\n".join(f"  {line}" for line in lines)
-        raise ValueError(
-            f"this state is not one of the layout that saves it:\n{told}\nSave it with the layout "
-            "under which it was trained."
-        )
+    return arrays_of(canonical(layout, state))

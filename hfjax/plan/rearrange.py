@@ -14,6 +14,7 @@ from hfjax.base.paths import Flat, flatten, nest
 from hfjax.parallel.arrangement import Arrangement
 from hfjax.parallel.memory import one_by_one, to_device
 from hfjax.parallel.packing import Mover, PackedLayers, packed_layers
+from hfjax.plan.check_state import check_form, check_like, check_takes, stored_form
 from hfjax.plan.layout import Layout, State
 from hfjax.plan.optimizer_state import converted, reformed
 
@@ -43,7 +44,10 @@ def canonical(layout: Layout, state: State) -> State:
         >>> state.order.tolist(), hfjax.canonical(layout, state).order.tolist()
         ([0, 2, 1, 3], [0, 1, 2, 3])
     """
-    return rearrange(layout.as_the_model, state)
+    check_takes("canonical", layout, state)
+    state = rearrange(layout.as_the_model, state)
+    check_form(layout.as_the_model, state)
+    return state
 
 
 def rearrange(layout: Layout, state: State) -> State:
@@ -94,6 +98,7 @@ def stored(layout: Layout, params: Flat) -> Flat:
 
 def _repacked(layout: Layout, old: Arrangement | None, state: State) -> State:
     """Return the state of a model whose layers are a list in the form that the layout has."""
+    check_like(stored_form(layout, old), state)
     was = None if old is None else packed_layers(layout.blueprint, layout.mesh, old)
 
     def convert(column: str, flat: Flat) -> Flat:
@@ -119,8 +124,10 @@ def _repacked(layout: Layout, old: Arrangement | None, state: State) -> State:
 def _rearranger(layout: Layout, old: Arrangement | None) -> Callable:
     """Return the compiled function of states whose stacked layers are in an order."""
     move, dims = partial(_move, layout.arrangement, old), _layer_dims(layout)
+    wanted = stored_form(layout, old)
 
     def run(state: State) -> State:
+        check_like(wanted, state)  # of another form it is traced anew
         params = one_by_one(move, state.params, dims.params)
         moments = one_by_one(move, state.optimizer, dims.optimizer)
         return replace(state, params=params, optimizer=moments, order=layout.order)

@@ -23,8 +23,9 @@ from hfjax.base.rounding import widened
 from hfjax.parallel.engine.blueprint import TRAIN, asked_by
 from hfjax.parallel.execution import Execution
 from hfjax.parallel.memory import to_device
+from hfjax.plan.check_state import check_form, check_takes
 from hfjax.plan.layout import Layout, State
-from hfjax.plan.rearrange import canonical
+from hfjax.plan.rearrange import rearrange
 from hfjax.planes import options_of
 
 
@@ -119,6 +120,7 @@ def generate(  # noqa: PLR0913  options of one call
     """
     check_keywords("generate", fields, [field.name for field in dataclasses.fields(Sampling)])
     sampling = dataclasses.replace(sampling, **fields)
+    check_takes("generate", layout, state)
     if count < 1:
         raise ValueError(f"generate: {count} tokens are asked for, at least 1 is needed.")
     alone = isinstance(prompt, str | bytes) or all(np.ndim(x) == 0 for x in _not_texts(prompt))
@@ -162,7 +164,7 @@ def _written(
     for row, tokens in zip(rows, known, strict=True):
         row[: len(tokens)] = tokens
     seeds = np.asarray([(seed + i) % (1 << 32) for i in range(len(known))], np.uint32)
-    state, run = canonical(layout, state), _program(follow)
+    state, run = rearrange(layout.as_the_model, state), _program(follow)
     with jax.set_mesh(layout.mesh):
         counts = np.asarray(list(map(len, known)), np.int32)
         found = run(state.params, state.variables, rows, counts, seeds)
@@ -193,6 +195,8 @@ class _Follow:
 
         Parameters of the host are fetched once, for all tokens: each device has its shards.
         """
+        plain = self.layout.as_the_model
+        check_form(plain, State(None, params, None, variables), optimizer=False)
         blueprint, params = self.layout.blueprint, to_device(flatten(params))
         model = blueprint.merge(params, flatten(variables), "eval")
         keys_B, length = jax.vmap(jax.random.key)(seeds_B), rows_BS.shape[1]
