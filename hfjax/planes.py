@@ -16,7 +16,8 @@ from hfjax.parallel.compiler import (
     options_of_host,
 )
 from hfjax.parallel.engine.gradients import AutodiffPlane, Plane
-from hfjax.parallel.engine.local import Traced
+from hfjax.parallel.engine.local import Dealing, Traced
+from hfjax.parallel.engine.sequence import dealt, undealt
 from hfjax.parallel.engine.step_context import StepContext, gradients_at_moments
 from hfjax.parallel.execution import Execution
 from hfjax.parallel.for_models.grid import Grid
@@ -111,6 +112,7 @@ def _context(
         loss=loss,
         forward=layout.forward,
         traced=Traced(kernels, Offloaded(execution.offload)),
+        dealing=Dealing(dealt, undealt),
         one_microbatch=one_microbatch,
         gathered_for_step=frozenset(path for path, p in placed.items() if gathered_once(p)),
     )

@@ -245,8 +245,8 @@ def told(case: Case) -> dict[str, Any]:
 
 
 def plain_text(program: Any) -> str:
-    """Return a lowered program, without locations, its functions named by their order."""
-    text = program.as_text()
+    """Return a lowered program, without locations and name, its functions named by their order."""
+    text = re.sub(r"^module @\S+", "module", program.as_text())
     names = re.findall(r"func\.func .*?@([\w.$-]+)\(", text)
     number = {name: f"@function {i}" for i, name in enumerate(names)}
     return re.sub(r"@([\w.$-]+)", lambda m: number.get(m[1], m[0]), text)

@@ -17,7 +17,6 @@ from hfjax.parallel.autodiff.dissect import Dissected
 from hfjax.parallel.autodiff.model_parts import ModelParts
 from hfjax.parallel.engine.blueprint import LAYERS
 from hfjax.parallel.engine.gradients import StepInputs
-from hfjax.parallel.engine.sequence import dealt
 from hfjax.parallel.engine.step_context import rows_of
 from hfjax.parallel.mesh import PIPE_AXIS, in_use
 from hfjax.parallel.pipeline.executor import Pipeline
@@ -72,7 +71,7 @@ class AsynchronousPlane:
         context, ticks = self.plane.context, self.plane.ticks
         random, statistics = context.sort(held.variables)
         keys = context.keys(random, rows_of(batch), step)
-        batch = dealt(context, statistics, keys, batch)
+        batch = context.dealt(statistics, keys, batch)
         model = weighed(self.plane.training(held.parameters, statistics, batch, keys, 0).model())
         columns = ticks.columns | self.versions.columns
         columns["B_first"] = _first_of_group(columns["B_microbatch"], columns["U_version"])

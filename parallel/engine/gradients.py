@@ -27,13 +27,11 @@ from hfjax.parallel.autodiff.varying_state import (
     warn_of_same_noise,
     warn_of_whole_numbers,
 )
-from hfjax.parallel.engine.blueprint import LAYERS
+from hfjax.parallel.engine.blueprint import LAYERS, TRAIN, asked_by, variable_of
 from hfjax.parallel.engine.fetch import Placeholder, Stored, devices_along, fetched
 from hfjax.parallel.engine.gather_on_use import gather_on_use
 from hfjax.parallel.engine.layers import run_model
-from hfjax.parallel.engine.look import called
 from hfjax.parallel.engine.parts import mean_of
-from hfjax.parallel.engine.sequence import dealt, undealt
 from hfjax.parallel.engine.step_context import StepContext, check_rows, is_random, rows_of
 from hfjax.parallel.mesh import BATCH_AXES, in_use
 
@@ -89,7 +87,7 @@ class Plane(ABC):
             parameters = context.gather_once(parameters)
             random, statistics = context.sort(variables)
             keys = context.keys(random, rows_of(batch), step)
-            batch = dealt(context, statistics, keys, batch)
+            batch = context.dealt(statistics, keys, batch)
             microbatch = self.microbatch(parameters, keys)
             gradients, mean, statistics = self._accumulate(microbatch, statistics, batch)
             context.warn_of_unread()
@@ -115,7 +113,7 @@ class Plane(ABC):
 
         def device(parameters, variables, batch):
             context.traced.begin(())
-            batch = dealt(context, variables, None, batch)
+            batch = context.dealt(variables, None, batch)
             return self.loss_over_devices(self.evaluated(parameters, variables, batch))
 
         held = context.variable_specs(variables)
@@ -129,8 +127,8 @@ class Plane(ABC):
 
         def device(parameters, variables, batch):
             context.traced.begin(())
-            batch = dealt(context, variables, None, batch, joins=True)
-            outputs = undealt(context, self.predicted(parameters, variables, batch))
+            batch = context.dealt(variables, None, batch, joins=True)
+            outputs = context.undealt(self.predicted(parameters, variables, batch))
             check_rows(outputs, batch)
             return outputs
 
@@ -259,6 +257,16 @@ class AutodiffPlane(Plane):
         """Whether each device has a variable of its own: a key, or some rows."""
         blueprint = self.context.blueprint
         return is_random(blueprint.variables[path]) or blueprint.of_rows(path)
+
+
+def called(context: StepContext, model: Any, variables: Flat, inputs: Any, mode: str) -> Any:
+    """Return the outputs of a model that is called as it is, or by the layout's `forward`."""
+    if context.forward is None:
+        return model(inputs) if callable(model) else model
+    training = mode == "train"
+    key = lambda name: variables[variable_of(name)] if training else None
+    asked = {n: training if n == TRAIN else key(n) for n in asked_by(context.forward)}
+    return context.forward(model, inputs, **asked)
 
 
 def gather_rows(x: Any) -> Any:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 
@@ -54,6 +54,15 @@ class Local(Protocol):
     def counted_once(self, mean: Mean) -> Mean:
         """Return the sums of a loss so that all devices together count them once."""
         ...
+
+
+class Dealing(NamedTuple):
+    """How the rows of a batch come to devices that share them, and their outputs together again."""
+
+    # (context, variables without keys, keys or None, batch, joins) -> this device's part of the
+    # batch; `joins`: outputs may be parts, since undealt joins them.
+    dealt: Callable
+    undealt: Callable  # (context, outputs of the parts) -> outputs of whole rows
 
 
 @dataclass

@@ -12,7 +12,7 @@ import jax
 from flax import nnx
 
 from hfjax.base.paths import Flat
-from hfjax.parallel.engine.blueprint import TRAIN, asked_by, variable_of
+from hfjax.parallel.engine.gradients import called
 from hfjax.parallel.engine.layers import is_list, items_of
 from hfjax.parallel.engine.step_context import StepContext
 from hfjax.parallel.for_models.kernels import Kernels
@@ -23,16 +23,6 @@ def kernels_of(context: StepContext) -> Kernels:
     kernels = context.traced.kernels
     assert isinstance(kernels, Kernels)
     return kernels
-
-
-def called(context: StepContext, model: Any, variables: Flat, inputs: Any, mode: str) -> Any:
-    """Return the outputs of a model that is called as it is, or by the layout's `forward`."""
-    if context.forward is None:
-        return model(inputs) if callable(model) else model
-    training = mode == "train"
-    key = lambda name: variables[variable_of(name)] if training else None
-    asked = {n: training if n == TRAIN else key(n) for n in asked_by(context.forward)}
-    return context.forward(model, inputs, **asked)
 
 
 def outputs_of_a_look(

@@ -27,7 +27,7 @@ from hfjax.parallel.engine.blueprint import LAYERS, Blueprint
 from hfjax.parallel.engine.fetch import Movement, Stored
 from hfjax.parallel.engine.layers import LayerOptions
 from hfjax.parallel.engine.legs import Choose, Leg, by_xla, legs
-from hfjax.parallel.engine.local import Traced
+from hfjax.parallel.engine.local import Dealing, Traced
 from hfjax.parallel.engine.reduce import Reduction, one_scatter_per_axis
 from hfjax.parallel.execution import Execution
 from hfjax.parallel.mesh import (
@@ -59,6 +59,7 @@ class StepContext:
     loss: Callable
     forward: Callable | None
     traced: Traced
+    dealing: Dealing
     one_microbatch: bool  # no gradient has to wait for another (in a pipeline: never)
     gathered_for_step: frozenset[str]  # paths of parameters that are gathered once in a step
 
@@ -183,6 +184,14 @@ class StepContext:
         dtype = self.execution.precision.compute
         cast = lambda x: dtype is not None and jnp.issubdtype(x.dtype, jnp.floating)
         return jax.tree.map(lambda x: x.astype(dtype) if cast(x) else x, batch)
+
+    def dealt(self, variables: Flat, keys: Callable | None, batch: Any, joins: bool = False) -> Any:
+        """Return the part of a batch of whole rows that this device computes with."""
+        return self.dealing.dealt(self, variables, keys, batch, joins)
+
+    def undealt(self, outputs: Any) -> Any:
+        """Return what the model made of its part of the rows, for whole rows."""
+        return self.dealing.undealt(self, outputs)
 
     def mean(self, outputs: Any, batch: Any) -> Mean:
         """Return the loss of a batch."""

@@ -24,7 +24,6 @@ from hfjax.parallel.engine.gradients import Plane, StepInputs
 from hfjax.parallel.engine.layers import offload_residuals
 from hfjax.parallel.engine.parts import IN_A_LOOP, PlacedModel
 from hfjax.parallel.engine.reduce import reduce_gradient
-from hfjax.parallel.engine.sequence import dealt
 from hfjax.parallel.engine.step_context import rows_of, variables_of
 from hfjax.parallel.layerwise.passes import ListedPasses, StackedPasses
 from hfjax.parallel.layerwise.update import Carry, LayerUpdate, ListedUpdate, StackedUpdate
@@ -231,7 +230,7 @@ class LayerUpdatePlane:
         context, rows = self.plane.context, rows_of(batch)
         random, statistics = context.sort(held.variables)
         keys = context.keys(random, rows, step)
-        batch = dealt(context, statistics, keys, batch)
+        batch = context.dealt(statistics, keys, batch)
         parameters = context.gather_once(held.parameters)
         variables = lambda m, i: {**variables_of(statistics, i), **keys(i, m, rows)}
         return self.plane.placed(parameters, variables, batch, "train")

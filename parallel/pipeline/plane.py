@@ -20,7 +20,6 @@ from hfjax.parallel.autodiff.program import bytes_of
 from hfjax.parallel.engine.gradients import Plane
 from hfjax.parallel.engine.parts import Extras, PlacedModel
 from hfjax.parallel.engine.reduce import scattered
-from hfjax.parallel.engine.sequence import undealt
 from hfjax.parallel.engine.step_context import rows_of, variables_of
 from hfjax.parallel.mesh import EXPERT_AXES, PIPE_AXIS, SEQUENCE_AXES, in_use, on_grid
 from hfjax.parallel.pipeline.executor import Pipeline
@@ -75,7 +74,7 @@ class PipelinePlane(Plane):
         """Return a Mean over all rows, or Extras with the means and outputs of all stages."""
         if not isinstance(mean, Extras):
             return self.context.sum(mean)
-        outputs = undealt(self.context, self._from_last_stage(mean.outputs))
+        outputs = self.context.undealt(self._from_last_stage(mean.outputs))
         return Extras(self.context.sum(mean.means), outputs)
 
     @property
