@@ -15,6 +15,7 @@ from hfjax.base.paths import Tree, flatten
 from hfjax.batches import check_batch, missing_rows, on_devices
 from hfjax.branches import checked
 from hfjax.check_step import check_given, check_layout, check_place, check_runs
+from hfjax.compose import data_plane
 from hfjax.jax_errors import calling
 from hfjax.parallel.engine.blueprint import asked_by
 from hfjax.parallel.engine.step_context import check_rows
@@ -24,9 +25,9 @@ from hfjax.parallel.precision import Precision
 from hfjax.parallel.schedules.named import Schedule
 from hfjax.plan.check_state import check_alive, check_form, is_traced
 from hfjax.plan.layout import Layout, State
-from hfjax.plan.on_stages import on_stages
+from hfjax.plan.on_stages import forward_table_of, on_stages
 from hfjax.plan.rearrange import rearrange
-from hfjax.planes import forward_plane, options_of
+from hfjax.plan.xla_options import options_of
 
 Metrics = dict[str, jax.Array]
 
@@ -74,7 +75,7 @@ def eval_step(
     run = _execution(layout, schedule, given | {"context": context})
 
     def evaluate(params: Tree, variables: Any, batch: Any) -> Metrics:
-        plane = forward_plane(layout, loss, run, schedule, batch)
+        plane = data_plane(layout, loss, run, forward_table_of(layout, schedule, batch))
         with calling(layout, batch):
             mean = plane.evaluate(flatten(params), flatten(variables), batch)
         metrics = {"loss": mean.total / mean.weight} | metrics_of(mean)
@@ -131,7 +132,7 @@ def predict_step(
     run = _execution(layout, schedule, given | {"context": context})
 
     def predict(params: Tree, variables: Any, batch: Any) -> Any:
-        plane = forward_plane(layout, _no_loss, run, schedule, batch)
+        plane = data_plane(layout, _no_loss, run, forward_table_of(layout, schedule, batch))
         with calling(layout, batch):
             return plane.predict(flatten(params), flatten(variables), batch)
 

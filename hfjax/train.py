@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec as P
 
+from hfjax import compose
 from hfjax.base.keywords import check_keywords, meanings
 from hfjax.base.mean import metrics_of
 from hfjax.base.paths import Flat, flatten, nest
@@ -20,21 +21,16 @@ from hfjax.batches import (
     on_devices,
 )
 from hfjax.branches import checked
-from hfjax.check_step import check_given, check_place, check_runs
+from hfjax.check_step import check_place
 from hfjax.jax_errors import calling
 from hfjax.parallel.activation_offload import Offloaded
-from hfjax.parallel.autodiff.check_host_loops import check_host_loops
 from hfjax.parallel.context.choice import Choice
 from hfjax.parallel.engine.gradients import Plane
 from hfjax.parallel.execution import Execution
 from hfjax.parallel.experts.choice import Choice as Dispatch
 from hfjax.parallel.for_models.kernels import Kernels
 from hfjax.parallel.memory import is_host_sharding, of_results
-from hfjax.parallel.mesh import PIPE_AXIS, describe_mesh
-from hfjax.parallel.pipeline.plane import PipelinePlane
-from hfjax.parallel.schedules.named import Schedule
-from hfjax.parallel.schedules.table import Table
-from hfjax.plan.check_layout import warn_of_gathered_experts
+from hfjax.parallel.mesh import describe_mesh
 from hfjax.plan.check_state import (
     check_alive,
     check_form,
@@ -44,20 +40,9 @@ from hfjax.plan.check_state import (
     is_traced,
 )
 from hfjax.plan.layout import Layout, State
-from hfjax.plan.on_stages import on_stages
 from hfjax.plan.rearrange import rearrange
-from hfjax.planes import data_plane, options_of, update_plane
-from hfjax.update.asynchronous import AsynchronousUpdate
 from hfjax.update.given_parameters import Follow
-from hfjax.update.in_backward import InBackwardUpdate, check_in_backward
-from hfjax.update.separable import (
-    check_packed_rows,
-    check_padding,
-    warn_of_mixed_experts,
-)
-from hfjax.update.streamed import StreamedUpdate
-from hfjax.update.update import Held, Update, placed_as_moments
-from hfjax.update.whole import WholeUpdate
+from hfjax.update.update import Held, placed_as_moments
 from hfjax.watch import Watch
 
 Metrics = dict[str, jax.Array]
@@ -126,31 +111,12 @@ class TrainStep:
     """
 
     def __init__(self, layout: Layout, loss: Callable, execution: Execution):
-        check_given(layout, loss)
-        layout = on_stages(layout, execution.schedule)
-        check_runs(layout, execution, training=True)
-        check_packed_rows(layout)
-        check_padding(layout)
-        warn_of_mixed_experts(layout)
-        warn_of_gathered_experts(layout)
-        if execution.optimizer_in_backward:
-            check_in_backward(layout)
+        layout, self._update, options = compose.training(layout, loss, execution)
         self.layout, self.execution = layout, execution
-        schedule, stages = execution.schedule, layout.mesh.shape[PIPE_AXIS]
-        table = None if schedule is None else schedule.table(stages)
-        if table is not None and not table.trains:
-            raise ValueError(
-                f"schedule {table.name} has no backward passes: it evaluates. Give train_step one "
-                'that trains, for instance hfjax.Schedule("1f1b", …).'
-            )
-        self._update = _update_of(layout, loss, execution, table)
         self._shardings = replace(layout.shardings(), order=None)
         self._batch = batch_sharding(layout.mesh)
         self._watch = Watch(layout, execution.nonfinite, execution.patience)
         self._follow = Follow(layout.state_shapes.optimizer)
-        options = options_of(layout, execution)
-        if layout.hosted or execution.offload:
-            check_host_loops(layout.mesh, options)
         program = self._program(donate_argnums=0, compiler_options=options)
         self._jitted = checked(program, layout.mesh)
 
@@ -365,19 +331,6 @@ class TrainStep:
         variables |= {p: jnp.where(keep, x, variables[p]) for p, x in changed.items()}
         after = State(state.step + 1, nest(new.parameters), new.optimizer, nest(variables))
         return after, metrics, found.squares
-
-
-def _update_of(layout: Layout, loss: Callable, run: Execution, table: Table | None) -> Update:
-    """Return the way in which a step updates its state."""
-    if run.optimizer_in_backward:
-        layers = update_plane(layout, loss, run)
-        return InBackwardUpdate(layout, layers.plane, layers)
-    plane = data_plane(layout, loss, run, table)
-    schedule, stages = run.schedule, layout.mesh.shape[PIPE_AXIS]
-    versions = schedule.versions(stages) if isinstance(schedule, Schedule) else None
-    if versions is not None and isinstance(plane, PipelinePlane):
-        return AsynchronousUpdate.of(layout, plane, versions)
-    return (StreamedUpdate if layout.hosted else WholeUpdate)(layout, plane)
 
 
 def module(layout: Layout, state: State) -> Any:

@@ -12,12 +12,12 @@ import optax
 import pytest
 
 import hfjax
-from hfjax import planes
 from hfjax.models.attention import dot_product
 from hfjax.models.gpt import GPT, GPTConfig, next_token_loss
 from hfjax.parallel.compiler import PRESETS, compiler_options, options_of_cpus
 from hfjax.parallel.execution import Execution
-from hfjax.planes import options_of
+from hfjax.plan import xla_options
+from hfjax.plan.xla_options import options_of
 from tests.h200 import OPTIMIZED, h200s
 from tests.small_gpt import gpt_layout, tokens
 
@@ -202,7 +202,7 @@ def test_a_step_on_gpus_takes_the_preset_that_was_measured_best(
 ):
     layout = gpt_layout(strategy.edit(replicate_below=0), sizes, layers=8)
     assert options_of(layout, Execution()) == options_of_cpus(8)
-    monkeypatch.setattr(planes, "platform_of", lambda mesh: "gpu")
+    monkeypatch.setattr(xla_options, "platform_of", lambda mesh: "gpu")
     assert options_of(layout, Execution()) == (PRESETS[preset] or None)
     assert options_of(layout, Execution(compiler_options="default")) is None
     monkeypatch.setattr(jax, "__version_info__", (0, 13, 0))

@@ -26,6 +26,7 @@ from hfjax.base.paths import flatten, nest, path_of
 from hfjax.batches import check_batch as check_rows, full, shard_batch
 from hfjax.branches import checked
 from hfjax.check_step import check_runs, is_traced
+from hfjax.compose import data_plane
 from hfjax.haiscale.checks import (
     REMAT,
     check_batch,
@@ -43,9 +44,9 @@ from hfjax.parallel.remat import Remat
 from hfjax.parallel.schedules.named import Schedule
 from hfjax.parallel.strategy import DDP, PIPE, Strategy
 from hfjax.plan.layout import State, layout
-from hfjax.plan.on_stages import on_stages
+from hfjax.plan.on_stages import forward_table_of, on_stages
 from hfjax.plan.rearrange import canonical, rearrange
-from hfjax.planes import data_plane, forward_plane, options_of
+from hfjax.plan.xla_options import options_of
 
 MANY = 8  # programs of one pipe, from which on it looks like a mistake
 NEW_CRITERIA = (
@@ -364,7 +365,8 @@ class Pipe:
 
         def run(parameters, variables, batch):
             loss = _loss(criterion)
-            plane = forward_plane(self.layout, loss, plain, self._schedule, batch)
+            table = forward_table_of(self.layout, self._schedule, batch)
+            plane = data_plane(self.layout, loss, plain, table)
             plane = replace(plane, wanted=wanted)
             with fitting(batch):
                 told = plane.evaluate(flatten(parameters), flatten(variables), batch)

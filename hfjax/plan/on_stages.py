@@ -1,8 +1,15 @@
-"""Which layers each stage gets."""
+"""Which layers each stage gets, and the table that stages follow."""
+
+from typing import Any
+
+import jax
 
 from hfjax.parallel.arrangement import arrange
 from hfjax.parallel.execution import PipelineSchedule
 from hfjax.parallel.mesh import PIPE_AXIS, describe_mesh
+from hfjax.parallel.placement import row_shares
+from hfjax.parallel.schedules.named import forward_table
+from hfjax.parallel.schedules.table import Table
 from hfjax.plan.layout import Layout
 
 
@@ -17,6 +24,29 @@ def on_stages(layout: Layout, schedule: PipelineSchedule | None) -> Layout:
     arranged = layout.arranged(arrange(layout.source.shares(len(homes), schedule.balance), homes))
     _check_split(arranged)
     return arranged
+
+
+def table_of(layout: Layout, schedule: PipelineSchedule | None) -> Table | None:
+    """Return the table of a training step; None: there is no pipeline."""
+    table = None if schedule is None else schedule.table(layout.mesh.shape[PIPE_AXIS])
+    if table is not None and not table.trains:
+        raise ValueError(
+            f"schedule {table.name} has no backward passes: it evaluates. Give train_step one "
+            'that trains, for instance hfjax.Schedule("1f1b", …).'
+        )
+    return table
+
+
+def forward_table_of(layout: Layout, schedule: PipelineSchedule | None, batch: Any) -> Table | None:
+    """Return the table that evaluates: as many microbatches as the rows of a batch allow."""
+    stages = layout.mesh.shape[PIPE_AXIS]
+    if stages == 1 and schedule is None:
+        return None
+    rows = jax.tree.leaves(batch)[0].shape[0] // row_shares(layout.mesh)
+    wanted = 4 * stages if schedule is None else schedule.microbatches
+    count = max(n for n in range(1, wanted + 1) if rows % n == 0)
+    assert layout.arrangement is not None
+    return forward_table(layout.arrangement.homes, count)
 
 
 def _check_split(layout: Layout) -> None:

@@ -26,7 +26,7 @@ from hfjax.parallel.memory import to_device
 from hfjax.plan.check_state import check_form, check_takes
 from hfjax.plan.layout import Layout, State
 from hfjax.plan.rearrange import rearrange
-from hfjax.planes import options_of
+from hfjax.plan.xla_options import options_of
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@
 | `in_backward.InBackwardUpdate` | optimizer_in_backward: each layer in the backward pass |
 | `asynchronous.AsynchronousUpdate` | pipedream, 2bw: each stage by itself |
 
-`train.py` chooses one when a step is built.
+`hfjax/compose.py` chooses one when a step is built.
 """
 
 from abc import ABC, abstractmethod

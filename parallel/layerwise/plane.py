@@ -24,7 +24,7 @@ from hfjax.parallel.engine.gradients import Plane, StepInputs
 from hfjax.parallel.engine.layers import offload_residuals
 from hfjax.parallel.engine.parts import IN_A_LOOP, PlacedModel
 from hfjax.parallel.engine.reduce import reduce_gradient
-from hfjax.parallel.engine.step_context import rows_of, variables_of
+from hfjax.parallel.engine.step_context import StepContext, rows_of, variables_of
 from hfjax.parallel.layerwise.passes import ListedPasses, StackedPasses
 from hfjax.parallel.layerwise.update import Carry, LayerUpdate, ListedUpdate, StackedUpdate
 from hfjax.parallel.memory import is_on_host, to_device
@@ -176,6 +176,12 @@ class LayerUpdatePlane:
     """
 
     plane: LayerwisePlane
+
+    @classmethod
+    def of(cls, context: StepContext) -> "LayerUpdatePlane":
+        """Return the plane: gradients go straight to where their moments are."""
+        placed = {path: replace(p, gradient=p.moment) for path, p in context.placed.items()}
+        return cls(LayerwisePlane(replace(context, placed=placed)))
 
     def train(
         self,

@@ -23,7 +23,9 @@ from hfjax.parallel.engine.reduce import scattered
 from hfjax.parallel.engine.step_context import rows_of, variables_of
 from hfjax.parallel.mesh import EXPERT_AXES, PIPE_AXIS, SEQUENCE_AXES, in_use, on_grid
 from hfjax.parallel.pipeline.executor import Pipeline
+from hfjax.parallel.remat import Remat
 from hfjax.parallel.schedules.compile import Ticks
+from hfjax.parallel.schedules.table import Table
 
 
 class Staged(Protocol):
@@ -174,6 +176,17 @@ class PipelinePlane(Plane):
             return lax.psum(x.astype(jnp.float32) if narrow else x, PIPE_AXIS).astype(x.dtype)
 
         return jax.tree.map(send, outputs)
+
+
+def no_permutes(table: Table, listed: bool, remat: Remat) -> str | None:
+    """Return why no layer can permute in a pipeline: it has branches, and one in them waits."""
+    branches = {
+        f"schedule {table.name} has branches": table.branches,
+        "a pipeline of a list of layers has a branch for each": listed,
+        'remat="except_last" has branches': remat.what == "except_last",
+    }
+    why = next((why for why, so in branches.items() if so), None)
+    return why and f"{why}, and a permute in one waits for ever"
 
 
 # what waits -> the rings (and queues) that it lies in
