@@ -35,7 +35,6 @@ SMALL = {  # what is too long for a test, and what stands for it
     "README.md": {
         EIGHT: "",
         "GPTConfig.tiny()": "GPTConfig.tiny(layers=1)",
-        "launch -n 4": "launch -n 2",
         "hfjax train     ": f"hfjax train --steps 2 --log.sample 4 {SMALL_GPT}     ",
         "--out runs/books\n": f"--out runs/books --steps 2 --log.sample 0 {SMALL_GPT}\n",
         "--out runs/four\n": f"--out runs/four --steps 2 --log.sample 0 {SMALL_GPT}\n",
