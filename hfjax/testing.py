@@ -6,21 +6,22 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from flax import nnx
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec as P
 
-from hfjax.base.mean import as_mean
-from hfjax.base.paths import flatten, path_of
+from hfjax.base.mean import Mean, as_mean, metrics_of
+from hfjax.base.paths import Flat, flatten, nest
 from hfjax.base.progress import said_while
 from hfjax.batches import full
 from hfjax.initialise import init
-from hfjax.parallel.engine.blueprint import asked_by, rngs_of
+from hfjax.parallel.engine.gradients import called
+from hfjax.parallel.engine.step_context import is_random, keys_for
 from hfjax.parallel.mesh import describe_mesh, make_mesh
 from hfjax.parallel.strategy import (
     DDP,
@@ -80,6 +81,8 @@ class Run(NamedTuple):
     losses: list[float]
     gradients: dict[str, np.ndarray]  # of the first step
     parameters: dict[str, np.ndarray]  # after the last step
+    variables: dict[str, np.ndarray]  # after the last step, but for random keys
+    metrics: dict[str, np.ndarray]  # of the loss, by name and step
 
 
 @dataclass(frozen=True)
@@ -102,40 +105,142 @@ class Case:
         recording = optax.chain(recorded_gradients(), self.optimizer)
         plan = layout(self.model_init, recording, mesh, strategy, **self.options)
         step = train_step(plan, self.loss, **{**self.execution, **(execution or {})})
-        state = init(plan, seed=0)
-        losses, gradients = [], {}
+        state, gradients, told = init(plan, seed=0), {}, []
         for number in range(self.steps):
             state, metrics = step(state, self.batch)
             _check_placement(step.layout, state)
-            losses.append(float(metrics["loss"]))
+            told.append(metrics)
             if number == 0:
                 gradients = flatten(full(canonical(plan, state).optimizer[0]))
-        return Run(losses, gradients, flatten(full(canonical(plan, state).params)))
+        last = canonical(plan, state)
+        variables = {p: x for p, x in flatten(last.variables).items() if not _is_key(x)}
+        losses = [float(metrics["loss"]) for metrics in told]
+        parameters = flatten(full(last.params))
+        return Run(losses, gradients, parameters, full(variables), _metrics_by_step(told))
 
     def plain(self) -> Run | None:
-        """Return what plain `jax.grad` gives for the first step, no engine involved.
+        """Return what a loop of plain JAX and optax leaves on one device: no data plane is in it.
 
-        None for a model with variables that are no parameters, or a forward that asks for keys: a
-        step gives those their meaning.
+        None where `precision` rounds, and for a model in three parts that cannot be called.
         """
-        if asked_by(self.options.get("forward")):
+        one = make_mesh(devices=jax.devices()[:1])
+        plan = layout(self.model_init, self.optimizer, one, DDP, **self.options)
+        model, forward = plan.blueprint.abstract("train"), plan.forward
+        parts_alone = plan.blueprint.three_parts and forward is None and not callable(model)
+        if "precision" in self.execution or parts_alone:
             return None
-        with nnx.use_eager_sharding(False):
-            model = self.model_init(rngs_of(0))
-        if not isinstance(model, nnx.Module) or nnx.state(model, nnx.Not(nnx.Param)):
-            return None
-        graph, parameters = nnx.split(model)
-        forward = self.options.get("forward") or (lambda model, batch: model(batch))
-        rows = jax.tree.leaves(self.batch)[0].shape[0]
+        return plain_run(self, plan)
 
-        def mean(parameters):
-            outputs = forward(nnx.merge(graph, parameters), self.batch)
-            value = as_mean(self.loss(outputs, self.batch), rows)
-            return value.total / value.weight
 
-        value, gradients = jax.jit(jax.value_and_grad(mean))(parameters)
-        flat = {path_of(k): v.get_raw_value() for k, v in nnx.to_flat_state(gradients)}
-        return Run([float(value)], jax.tree.map(np.asarray, flat), {})
+def plain_run(case: Case, plan: Layout) -> Run:
+    """Return what a loop of plain JAX and optax leaves, from the parameters of `hfjax.init`.
+
+    Random keys are those of a step on one device: the same masks.
+    """
+    state = init(plan, seed=0)
+    variables: dict[str, Any] = flatten(state.variables)
+    parameters: dict[str, Any] = flatten(state.params)
+    kept, first, told = case.optimizer.init(state.params), {}, []
+    specs: dict[str, Any] = {"in_specs": P(), "out_specs": P(), "check_vma": False}
+    # Axes that a model names are bound, each of one device.
+    step = jax.jit(jax.shard_map(_PlainStep(case, plan), mesh=plan.mesh, **specs))
+    for number in range(case.steps):
+        given = parameters, variables, kept, np.int32(number)
+        parameters, variables, kept, gradients, metrics = step(*given)
+        first = first or gradients
+        told.append(metrics)
+    losses = [float(metrics["loss"]) for metrics in told]
+    held = full({path: x for path, x in variables.items() if not _is_key(x)})
+    return Run(losses, full(first), full(parameters), held, _metrics_by_step(told))
+
+
+@dataclass(frozen=True)
+class _PlainStep:
+    """A step as one writes it for one device: microbatches, gradients, clipping, the optimizer."""
+
+    case: Case
+    plan: Layout
+
+    def __call__(
+        self, parameters: Flat, variables: Flat, kept: Any, number: jax.Array
+    ) -> tuple[Flat, Flat, Any, Flat, Flat]:
+        """Return parameters, variables, optimizer state; gradients and metrics of the step."""
+        gradients, means = [], []
+        for part in range(self.parts):
+            differentiated = jax.grad(self._total, has_aux=True)
+            gradient, (mean, written) = differentiated(parameters, variables, number, part)
+            gradients.append(gradient)
+            means.append(mean)
+            put = partial(self._put, variables, part)
+            variables = variables | {path: put(path, x) for path, x in written.items()}
+        mean: Mean = jax.tree.map(lambda *x: sum(x[1:], x[0]), *means)
+        summed = jax.tree.map(lambda *g: sum(g[1:], g[0]) / mean.weight, *gradients)
+        summed = self._clipped(summed)
+        updates, kept = self.case.optimizer.update(nest(summed), kept, nest(parameters))
+        new: Any = optax.apply_updates(nest(parameters), updates)
+        metrics = {"loss": mean.total / mean.weight} | metrics_of(mean)
+        changed, metrics = self.plan.blueprint.after_step(variables, metrics)
+        return flatten(new), variables | changed, kept, summed, metrics
+
+    @property
+    def parts(self) -> int:
+        """How many microbatches a step has."""
+        return self.case.execution.get("accumulate", 1)
+
+    @property
+    def rows(self) -> int:
+        """How many rows a microbatch has."""
+        return jax.tree.leaves(self.case.batch)[0].shape[0] // self.parts
+
+    def _of(self, x: Any, part: int) -> Any:
+        return x[part * self.rows : (part + 1) * self.rows]
+
+    def _total(
+        self, parameters: Flat, variables: Flat, number: jax.Array, part: int
+    ) -> tuple[jax.Array, tuple[Mean, Flat]]:
+        """Return the total of a microbatch; its Mean, and what the model writes to variables."""
+        blueprint = self.plan.blueprint
+        batch = jax.tree.map(lambda x: self._of(x, part), self.case.batch)
+        held = {path: self._held(path, x, number, part) for path, x in variables.items()}
+        model = blueprint.merge(parameters, held, "train")
+        outputs = called(self.plan.forward, model, held, batch, "train")
+        mean = as_mean(self.case.loss(outputs, batch), self.rows)
+        written = blueprint.variables_of(model).items()
+        statistic = lambda path: path in held and not is_random(blueprint.variables[path])
+        return mean.total, (mean, {path: x for path, x in written if statistic(path)})
+
+    def _held(self, path: str, x: jax.Array, number: jax.Array, part: int) -> jax.Array:
+        """Return what a variable holds for a microbatch: its rows, or random keys of its own."""
+        template = self.plan.blueprint.variables[path]
+        if is_random(template):
+            return keys_for(template, x, number, part * self.rows, self.rows, None)
+        return self._of(x, part) if self.plan.blueprint.of_rows(path) else x
+
+    def _put(self, variables: Flat, part: int, path: str, new: jax.Array) -> jax.Array:
+        """Return a variable after a microbatch has written to it."""
+        if not self.plan.blueprint.of_rows(path):
+            return new
+        return jax.lax.dynamic_update_slice_in_dim(variables[path], new, part * self.rows, 0)
+
+    def _clipped(self, gradients: Flat) -> Flat:
+        if (clip := self.case.execution.get("clip")) is None:
+            return gradients
+        norm = jnp.sqrt(sum(jnp.sum(jnp.square(g)) for g in gradients.values()))
+        return {path: g * jnp.minimum(1, clip / norm) for path, g in gradients.items()}
+
+
+def _is_key(x: Any) -> bool:
+    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def _metrics_by_step(told: list[dict[str, Any]]) -> dict[str, np.ndarray]:
+    """Return the metrics of a loss, and its weight, by name and step."""
+    own = lambda metrics: metrics.keys() - {"loss", "grad_norm", "finite", "step"}
+    return {
+        f"{name} of step {number}": np.asarray(metrics[name], np.float64)
+        for number, metrics in enumerate(told)
+        for name in sorted(own(metrics))
+    }
 
 
 def recorded_gradients() -> optax.GradientTransformation:
@@ -173,9 +278,12 @@ def assert_strategies_agree(
 ) -> dict[str, float]:
     """Train under each strategy and on one device; raise AssertionError where they differ.
 
-    Compared are the losses, the gradients of the first step and the parameters after the last
-    (relative to the norm of the whole tree), and the place of every array. Float64 parameters must
-    agree to 1e-9, others to 1e-5. Standard error has a line for each strategy as it goes.
+    Compared are the losses and their metrics, the gradients of the first step, parameters and
+    variables after the last (gradients and parameters relative to the norm of the whole tree), and
+    the place of every array. Float64 parameters must agree to 1e-9, others to 1e-5. One device is
+    compared with a loop of plain JAX and optax as well, to 1e-4, unless `precision` rounds or the
+    model cannot be called.
+    Standard error has a line for each strategy as it goes.
 
     Args:
         model_init: Function of rngs that returns the model, as `hfjax.layout` takes it.
@@ -183,7 +291,8 @@ def assert_strategies_agree(
         batch: One batch, which every step is given.
         strategies: {name: (strategy, mesh sizes)}, or with fields of its own execution:
             {"1F1B": (PIPE, {"pipe": 4}, {"schedule": Schedule("1f1b", 8)})}. None: each that the
-            model can have on the devices that are here, with every array split however small.
+            model can have on the devices that are here, with every array split however small; PIPE,
+            CONTEXT, EXPERT and GRID are not among them: give them by name.
         optimizer: Any optax transformation. None: AdamW with an eps of 1e-4; a smaller one
             amplifies rounding where a gradient is truly zero.
         steps: How many steps each takes.
@@ -194,8 +303,7 @@ def assert_strategies_agree(
 
     Example:
         >>> import hfjax, numpy as np
-        >>> from flax import nnx
-        >>> from hfjax.testing import assert_strategies_agree
+        >>>         >>> from hfjax.testing import assert_strategies_agree
         >>> model = lambda rngs: nnx.Linear(8, 8, rngs=rngs)
         >>> loss, batch = lambda outputs, batch: (outputs**2).mean(), np.ones((8, 8), np.float32)
         >>> cases = {"FSDP": (hfjax.FSDP.edit(replicate_below=0), {"fsdp": 8})}
@@ -231,29 +339,34 @@ def _told(where: str, result: str = "equal") -> Iterator[None]:
 
 def assert_same_run(run: Run, wanted: Run, who: str) -> float:
     """Return the greatest relative difference; raise AssertionError if it is more than rounding."""
-    found = dict(_differences(run, wanted))
     wide = all(x.dtype == np.float64 for x in wanted.parameters.values())
-    tolerance = 1e-9 if wide else 1e-5
-    greatest = float(np.max(list(found.values())))  # NaN if one is
-    worst = max(found, key=lambda what: np.nan_to_num(found[what], nan=np.inf))
+    return _compared(run, wanted, f"{who} differs from one device", 1e-9 if wide else 1e-5, ADVICE)
+
+
+ADVICE = (
+    " A loss or metric that is not the mean over the rows at hand (a masked mean, a sum, a count) "
+    "is hfjax.Mean(total, weight); one in which rows meet needs hfjax.gather_rows; random masks "
+    "need a key per row (hfjax.models.parts.Dropout); what a model writes to variables is averaged "
+    "over the devices (docs/any_model.md#where-rows-of-the-batch-meet)."
+)
+
+
+def _compared(run: Run, wanted: Run, who: str, tolerance: float, advice: str = "") -> float:
+    found = {what: (apart, values) for what, apart, values in _differences(run, wanted)}
+    greatest = float(np.max([apart for apart, _ in found.values()]))  # NaN if one is
+    worst = max(found, key=lambda what: np.nan_to_num(found[what][0], nan=np.inf))
     if not greatest <= tolerance:
+        apart, values = found[worst]
         raise AssertionError(
-            f"{who} differs from one device: {worst} by "
-            f"{found[worst]:.1e}, allowed {tolerance:.0e}. A loss that mixes rows needs "
-            "hfjax.gather_rows; random masks need a key per row (hfjax.models.parts.Dropout)."
+            f"{who}: {worst} by {apart:.1e}{values}, allowed {tolerance:.0e}.{advice}"
         )
     return greatest
 
 
 def _check_reference(case: Case, found: Run) -> None:
-    """Raise unless one device agrees with plain `jax.grad` of the model as it is written."""
-    plain = None if case.execution.keys() & {"precision", "clip"} else case.plain()
-    if plain is None:
-        return
-    found = Run(found.losses[:1], found.gradients, {})
-    for what, apart in _differences(found, plain):
-        if not apart <= 1e-4:
-            raise AssertionError(f"one device differs from plain JAX: {what} by {apart:.1e}.")
+    """Raise unless one device agrees with plain JAX, wherever that computes the same."""
+    if wanted := case.plain():
+        _compared(found, wanted, "one device differs from plain JAX", 1e-4)
 
 
 def default_cases(model_init: Callable) -> dict[str, tuple[Strategy, Sizes]]:
@@ -266,15 +379,32 @@ def default_cases(model_init: Callable) -> dict[str, tuple[Strategy, Sizes]]:
     return {name: (strategy.edit(replicate_below=0), n) for name, (strategy, n) in chosen.items()}
 
 
-def _differences(run: Run, wanted: Run) -> Iterator[tuple[str, float]]:
+def _differences(run: Run, wanted: Run) -> Iterator[tuple[str, float, str]]:
+    """Yield what is compared, how far it is apart, and both values where they are numbers."""
     for number, pair in enumerate(zip(run.losses, wanted.losses, strict=True)):
-        yield f"loss of step {number}", abs(pair[0] - pair[1]) / max(abs(pair[1]), 1e-30)
+        yield f"loss of step {number}", abs(pair[0] - pair[1]) / max(abs(pair[1]), 1e-30), ""
     for what, mine, theirs in (
         ("gradient", run.gradients, wanted.gradients),
         ("parameter", run.parameters, wanted.parameters),
     ):
         if theirs:
-            yield _tree_difference(what, mine, theirs)
+            yield *_tree_difference(what, mine, theirs), ""
+    for what, mine, theirs in (
+        ("variable", run.variables, wanted.variables),
+        ("metric", run.metrics, wanted.metrics),
+    ):
+        for name in theirs:
+            yield f"{what} {name}", *_apart(mine[name], theirs[name])
+
+
+def _apart(found: np.ndarray, wanted: np.ndarray) -> tuple[float, str]:
+    """Return how far two arrays are apart, relative to the norm of one, and what they are."""
+    found, wanted = (np.asarray(x, np.float64) for x in (found, wanted))
+    same = found == wanted  # infinities among them
+    distance = float(np.linalg.norm(np.where(same, 0, found - np.where(same, 0, wanted))))
+    apart = distance / max(float(np.linalg.norm(np.where(np.isfinite(wanted), wanted, 0))), 1e-2)
+    worst = np.unravel_index(np.argmax(np.abs(found - wanted)), found.shape) if found.size else ()
+    return apart, f" ({found[worst]:.6g} for {wanted[worst]:.6g})" if found.size else ""
 
 
 def _tree_difference(what: str, run: dict, wanted: dict) -> tuple[str, float]:

@@ -123,7 +123,7 @@ class Baseline:
             parameters, state, each = program(parameters, state, rows)
             losses.append(float(np.mean([each[worker] for worker in self.workers])))
             gradients = gradients if number else self._whole(state[0])
-        return Run(losses, gradients, self._whole(parameters))
+        return Run(losses, gradients, self._whole(parameters), {}, {})
 
     def _whole(self, stacked: Any) -> Any:
         if self.shards:

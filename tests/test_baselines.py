@@ -63,7 +63,7 @@ def test_baselines_train_as_one_device_does_in_float64(names):
         wanted = on_one_device(steps=3)
         for name in names:
             run = BASELINES[name].run(steps=3)
-            assert assert_same_run(run, wanted, name) < 1e-12
+            assert assert_same_run(run, wanted._replace(metrics={}), name) < 1e-12
 
 
 # --- what each sends: P bytes of parameters, on n devices -----------------------------------------

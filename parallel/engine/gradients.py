@@ -238,7 +238,7 @@ class AutodiffPlane(Plane):
         context, inputs = self.context, self.context.inputs(batch)
         if context.in_parts:
             return run_model(model, layers, inputs, context.options)
-        return called(context, model, variables, inputs, mode)
+        return called(context.forward, model, variables, inputs, mode)
 
     def _look(self, variables: Flat, batch: Any, jaxpr: Any, result: Any) -> None:
         """Warn of what is the same on all devices and should differ, and the other way round."""
@@ -259,14 +259,14 @@ class AutodiffPlane(Plane):
         return is_random(blueprint.variables[path]) or blueprint.of_rows(path)
 
 
-def called(context: StepContext, model: Any, variables: Flat, inputs: Any, mode: str) -> Any:
+def called(forward: Callable | None, model: Any, variables: Flat, inputs: Any, mode: str) -> Any:
     """Return the outputs of a model that is called as it is, or by the layout's `forward`."""
-    if context.forward is None:
+    if forward is None:
         return model(inputs) if callable(model) else model
     training = mode == "train"
     key = lambda name: variables[variable_of(name)] if training else None
-    asked = {n: training if n == TRAIN else key(n) for n in asked_by(context.forward)}
-    return context.forward(model, inputs, **asked)
+    asked = {n: training if n == TRAIN else key(n) for n in asked_by(forward)}
+    return forward(model, inputs, **asked)
 
 
 def gather_rows(x: Any) -> Any:

@@ -46,7 +46,7 @@ def outputs_of_a_look(
     model = context.blueprint.merge(parameters, variables, mode)
     inputs = context.inputs(batch)
     if not context.in_parts:
-        return called(context, model, variables, inputs, mode)
+        return called(context.forward, model, variables, inputs, mode)
     x = model.embed(inputs)
     if is_list(model.layers):
         for layer in items_of(model.layers):

@@ -1,0 +1,131 @@
+"""The equality kit sees what it says: losses, metrics, gradients, parameters, variables."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen, nnx
+
+import hfjax
+from hfjax.models.parts import Dropout
+from hfjax.testing import Case, assert_strategies_agree
+
+RNG = np.random.default_rng(0)
+BATCH = {
+    "x": RNG.normal(size=(16, 4)).astype(np.float32),
+    "mask": (RNG.random(16) < 0.4).astype(np.float32),
+}
+DDP: dict[str, Any] = {"DDP": (hfjax.DDP, {"data": 4})}
+
+
+class Counts(nnx.Module):
+    """A linear map that keeps something of the rows that it has seen."""
+
+    def __init__(self, rngs, keep):
+        self.map, self.keep = nnx.Linear(4, 3, rngs=rngs), keep
+        self.seen = nnx.BatchStat(jnp.zeros(()))
+
+    def __call__(self, batch):
+        self.seen[...] = self.keep(self.seen[...], batch["x"])
+        return self.map(batch["x"])
+
+
+KEPT = {
+    "a running sum": lambda seen, x: seen + (x**2).sum(),
+    "a running maximum": lambda seen, x: jnp.maximum(seen, x.max()),
+    "a count of rows": lambda seen, x: seen + x.shape[0],
+}
+
+
+def squares(outputs, batch):
+    return (outputs**2).mean()
+
+
+@pytest.mark.parametrize("kept", KEPT)
+def test_a_variable_that_is_another_on_a_mesh_is_seen_and_named_with_both_values(kept):
+    model = lambda rngs: Counts(rngs, KEPT[kept])
+    with pytest.raises(AssertionError, match=r"DDP .* variable seen by .* \(\S+ for \S+\)"):
+        assert_strategies_agree(model, squares, BATCH, DDP, steps=2)
+
+
+def test_a_metric_that_is_no_mean_is_seen():
+    def loss(outputs, batch):
+        mean = squares(outputs, batch)
+        return hfjax.Mean(mean * len(outputs), len(outputs) * 1.0, {"largest": outputs.max()})
+
+    model = lambda rngs: Counts(rngs, lambda seen, x: seen)
+    with pytest.raises(AssertionError, match=r"metric largest of step 0 by .* hfjax.Mean"):
+        assert_strategies_agree(model, loss, BATCH, DDP, steps=1)
+
+
+def test_a_masked_mean_is_told_of_mean():
+    def loss(outputs, batch):
+        return ((outputs**2).mean(-1) * batch["mask"]).sum() / batch["mask"].sum()
+
+    model = lambda rngs: Counts(rngs, lambda seen, x: seen)
+    with pytest.raises(AssertionError, match=r"is hfjax.Mean\(total, weight\); .*gather_rows"):
+        assert_strategies_agree(model, loss, BATCH, DDP, steps=1)
+
+
+class Noisy(nnx.Module):
+    """BatchNorm, masks with a key for each row, and masks of flax."""
+
+    def __init__(self, rngs):
+        self.map, self.norm = nnx.Linear(4, 8, rngs=rngs), nnx.BatchNorm(8, rngs=rngs)
+        self.drop, self.other = Dropout(0.3, rngs=rngs), nnx.Dropout(0.3, rngs=rngs)
+
+    def __call__(self, batch):
+        return self.other(self.drop(self.norm(self.map(batch["x"]))))
+
+
+class OfLinen(linen.Module):
+    @linen.compact
+    def __call__(self, batch):
+        return linen.Dense(3)(batch["x"])
+
+
+def linen_model(rngs):
+    return nnx.bridge.ToNNX(OfLinen(), rngs=rngs).lazy_init(BATCH)
+
+
+def tree(rngs):
+    return {"w": jax.random.normal(rngs.params(), (4, 3))}
+
+
+MODELS: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
+    "variables and keys": (Noisy, {}, {"accumulate": 2, "clip": 0.01}),
+    "linen": (linen_model, {}, {}),
+    "a tree": (tree, {"forward": lambda tree, batch: batch["x"] @ tree["w"]}, {}),
+    "forward asks for keys": (
+        tree,
+        {
+            "forward": lambda tree, batch, key: (
+                batch["x"] @ tree["w"] + jax.random.normal(key, (1, 3))
+            )
+        },
+        {},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_one_device_is_compared_with_plain_jax_whatever_the_model_is(name):
+    model, options, execution = MODELS[name]
+    case = Case(model, squares, BATCH, optax.adam(1e-2), 3, options, execution)
+    assert (plain := case.plain()) is not None
+    assert plain.gradients.keys() == plain.parameters.keys()
+    agree = assert_strategies_agree(
+        model, squares, BATCH, {"again": (hfjax.DDP, {"data": 1})}, **options, **execution
+    )
+    assert agree["again"] < 1e-5
+
+
+def test_one_device_that_differs_from_plain_jax_is_told(monkeypatch):
+    right = Case.plain
+    off = lambda run: run._replace(variables={p: x + 1 for p, x in run.variables.items()})
+    monkeypatch.setattr(Case, "plain", lambda case: off(right(case)))
+    with pytest.raises(AssertionError, match=r"one device differs from plain JAX: variable \S+ by"):
+        assert_strategies_agree(Noisy, squares, BATCH, DDP, steps=1)
