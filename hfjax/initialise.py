@@ -5,7 +5,9 @@ where a pipeline stores them, and the optimizer starts from them.
 """
 
 import difflib
+import os
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -14,9 +16,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh
 
 from hfjax.base.keywords import known_keywords
 from hfjax.base.paths import Flat, flatten, nest
+from hfjax.base.tables import human
 from hfjax.combinations import check
 from hfjax.parallel.engine.blueprint import raw
 from hfjax.parallel.execution import Execution, PipelineSchedule
@@ -27,6 +31,7 @@ from hfjax.parallel.memory import (
     to_device,
     to_host,
 )
+from hfjax.parallel.mesh import describe_mesh, platform_of
 from hfjax.plan.layout import Layout, State
 from hfjax.plan.on_stages import on_stages
 from hfjax.plan.rearrange import stored
@@ -73,9 +78,49 @@ def init(
     """
     layout = on_stages(layout, schedule)
     check(layout, Execution(schedule=schedule))
-    if parameters is None:
-        return creation(layout)(_seed(seed))
-    return _begun(layout, _seed(seed), stored(layout, _placed(layout, _seed(seed), parameters)))
+    seed = _seed(seed)
+    with _fitting(layout):
+        if parameters is None:
+            return jax.block_until_ready(creation(layout)(seed))
+        given = stored(layout, _placed(layout, seed, parameters))
+        return jax.block_until_ready(_begun(layout, seed, given))
+
+
+@contextmanager
+def _fitting(layout: Layout) -> Iterator[None]:
+    """Say what a state needs where the devices have no room for it: before it is made if it can be.
+
+    Nothing may wait for arrays whose making failed.
+    """
+    sizes = {k: n for k, n in layout.bytes_per_device().items() if k in ("parameters", "moments")}
+    if (room := _room(layout.mesh)) is not None and sum(sizes.values()) > room:
+        raise MemoryError(_too_large(layout, sizes, f"there is room for {human(room)}"))
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        told = f"JAX says: {str(error).splitlines()[0][:200]}"
+        raise MemoryError(_too_large(layout, sizes, told)) from None
+
+
+def _room(mesh: Mesh) -> int | None:
+    """Return how many bytes a device has at most, if that is known."""
+    here = mesh.local_devices
+    if platform_of(mesh) == "cpu" and here:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // len(here)
+    stats = here[0].memory_stats() if here else None
+    return stats.get("bytes_limit") if stats else None
+
+
+def _too_large(layout: Layout, sizes: Mapping[str, int], told: str) -> str:
+    needed = ", ".join(f"{what} {human(n)}" for what, n in sizes.items())
+    return (
+        f"the state does not fit: a device needs {needed} ({layout.strategy.name} on "
+        f"{describe_mesh(layout.mesh)}). Take a strategy that splits it (hfjax.FSDP, on more "
+        "devices), keep a part on the host (hfjax.HOST_OPTIMIZER), or make the model smaller; "
+        f"{told}."
+    )
 
 
 def _seed(given: Any) -> Any:

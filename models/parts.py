@@ -435,6 +435,9 @@ class Dropout(nnx.Module):
         return lambda key: part_of_bernoulli(key, rate, at, length, width, of)
 
 
+MOST_LAYERS = 100_000  # each has random numbers of its own, which are counted before they are made
+
+
 def stacked(count: int, create: Callable[[nnx.Rngs], nnx.Module], rngs: nnx.Rngs) -> nnx.Module:
     """Return one module whose arrays stack `count` layers along a new first dimension.
 
@@ -453,6 +456,8 @@ def stacked(count: int, create: Callable[[nnx.Rngs], nnx.Module], rngs: nnx.Rngs
         >>> layers.kernel.shape
         (4, 8, 16)
     """
+    if not 1 <= count <= MOST_LAYERS:
+        raise ValueError(f"layers={count}: from 1 to {MOST_LAYERS} layers are stacked.")
     make = nnx.vmap(create, in_axes=(0,), out_axes=0)
     return nnx.split_rngs(splits=count)(make)(rngs)
 

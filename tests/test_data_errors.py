@@ -251,6 +251,10 @@ def test_documents_that_are_truncated_or_of_another_data_set(made):
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(ValueError, match=r"documents\.npy is truncated or no array"):
         TokenSet(made)
+    for dtype in (np.uint64, np.uint32, np.int32, float):  # of unsigned ones differences wrap
+        np.save(path, np.array([0, 350, 400], dtype))
+        with pytest.raises(ValueError, match=r"numbers are \w+, int64 is what hfjax writes"):
+            TokenSet(made)
     np.save(path, np.array([0, 350]))
     with pytest.raises(ValueError, match=r"has shape \(2,\), meta.json says 3 offsets from 0"):
         TokenSet(made)

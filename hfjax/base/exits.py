@@ -14,7 +14,8 @@ from hfjax.base.tables import harmless
 
 FAILED = 1  # what was asked for went wrong
 MISTAKE = 2  # what was given cannot be; argparse and tyro use the same
-WORDS = (ValueError, FloatingPointError, TimeoutError, OSError)  # told without a traceback
+# Told without a traceback.
+WORDS = (ValueError, FloatingPointError, TimeoutError, OSError, MemoryError)
 
 
 @contextmanager
@@ -44,7 +45,8 @@ def _told(name: str, wrong: Exception) -> int:
     """Say what is wrong; return the exit status."""
     notes = getattr(wrong, "__notes__", [])
     more = [note for note in notes if not note.startswith("-----")]  # jax on its traceback
-    print(harmless("\n".join([f"hfjax {name}: {wrong}", *more])), file=sys.stderr)
+    first = f"hfjax {name}: {str(wrong) or 'memory is full'}"
+    print(harmless("\n".join([first, *more])), file=sys.stderr)
     return MISTAKE if isinstance(wrong, ValueError) else FAILED
 
 

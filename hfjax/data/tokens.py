@@ -302,8 +302,8 @@ class TokenSet:
         check_ordinary(path)
         try:
             offsets = np.lib.format.open_memmap(path, mode="r")
-            if offsets.dtype.kind not in "iu":
-                raise TypeError(f"its numbers are {offsets.dtype}")
+            if offsets.dtype != np.int64:  # differences of unsigned ones would wrap
+                raise TypeError(f"its numbers are {offsets.dtype}, int64 is what hfjax writes")
         except Exception as wrong:  # numpy raises of many kinds
             raise ValueError(
                 f"{path} is truncated or no array of numbers ({wrong}). Copy it again, or make the "
