@@ -13,6 +13,7 @@ from flax import nnx
 
 import hfjax
 from hfjax.cli.memory.settings import of_run
+from hfjax.cli.run import Generate
 from hfjax.cli.words import parsed
 from hfjax.data import Loader, prepare
 from hfjax.processes.watchdog import Watchdog
@@ -734,11 +735,29 @@ def test_what_belongs_to_a_machine_or_to_one_start_is_not_saved(data, tmp_path):
 
 @pytest.mark.parametrize(
     ("fields", "message"),
-    [({"temperature": -1}, r"temperature=-1"), ({"top_k": 0}, r"top_k=0: .*at least one token")],
+    [
+        ({"temperature": -1}, r"temperature=-1"),
+        ({"temperature": float("nan")}, r"temperature=nan.*0, or from 1e-30 to 1e\+30"),
+        ({"temperature": float("inf")}, r"temperature=inf.*0, or from 1e-30 to 1e\+30"),
+        ({"temperature": 1e-40}, r"temperature=1e-40.*0, or from 1e-30 to 1e\+30"),
+        ({"temperature": "1"}, r"temperature='1'"),
+        ({"temperature": True}, r"temperature=True"),
+        ({"top_k": 0}, r"top_k=0: .*at least one token"),
+        ({"top_k": 1.5}, r"top_k=1.5: .*a whole number \(top_k=None: all"),
+        ({"seed": 1.5}, r"--seed 1.5: a number from 0 to 4294967295 .* a whole one"),
+        ({"seed": True}, r"--seed True: a number from 0 to 4294967295"),
+    ],
 )
 def test_sampling_that_makes_no_sense_is_refused(fields, message):
     with pytest.raises(ValueError, match=message):
         Sampling(**fields)
+
+
+@pytest.mark.parametrize("given", ["nan", "inf"])
+def test_a_temperature_that_is_no_number_is_refused_on_the_command_line(given, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        parsed(Generate, ["runs/a", "--temperature", given], "generate")
+    assert f"temperature={given}, top_k=40: a temperature" in capsys.readouterr().err
 
 
 def test_a_prompt_without_a_token_is_refused(whole, data):
