@@ -64,6 +64,15 @@ def test_an_edit_adds_rows_and_an_unknown_field_is_refused():
         FSDP.edit(momenta={})
 
 
+@pytest.mark.parametrize("given", [float("nan"), -5, True, "3"])
+def test_a_size_that_is_none_is_refused(given):
+    wanted = rf"replicate_below={given!r}: a number of elements, at least 0"
+    with pytest.raises(ValueError, match=wanted):
+        FSDP.edit(replicate_below=given)
+    whole: Any = float("inf")
+    assert "arrays below inf elements stay whole" in str(FSDP.edit(replicate_below=whole))
+
+
 def test_a_strategy_prints_its_four_columns():
     assert str(TENSOR | SEQUENCE) == (
         "TENSOR|SEQUENCE  (arrays below 16384 elements stay whole)\n"
