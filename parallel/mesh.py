@@ -8,6 +8,7 @@ doctests that print the axes fail and show the line.
 
 import math
 import warnings
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,8 @@ from typing import Any
 import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
+
+from hfjax.base.read_files import shown
 
 STACK = "layers"  # the dimension that stacks equal layers: sliced by a scan, split by stages only
 EXPERTS = "experts"  # the dimension that stacks the experts of a layer: tokens go to them
@@ -115,6 +118,7 @@ def make_mesh(*, devices: Sequence[Any] | None = None, **sizes: int) -> Mesh:
         2
     """
     given, devices = devices, jax.devices() if devices is None else list(devices)
+    _check_devices(devices)
     _check_sizes(sizes)
     shape = {axis: sizes.get(axis, 1) for axis in AXES}
     shape = _infer(shape, len(devices))
@@ -132,6 +136,20 @@ def make_mesh(*, devices: Sequence[Any] | None = None, **sizes: int) -> Mesh:
     if needed < len(devices):
         _warn_of_idle(shape, needed, len(devices))
     return mesh
+
+
+def _check_devices(devices: list[Any]) -> None:
+    """Refuse what is no device, and one that is there twice: it would be two parts of a mesh."""
+    if other := [device for device in devices if not hasattr(device, "platform")]:
+        raise ValueError(
+            f"make_mesh(devices={shown(other)}): devices are expected, as jax.devices() lists them."
+        )
+    device, times = next(iter(Counter(devices).most_common(1)), (None, 0))
+    if times > 1:
+        raise ValueError(
+            f"make_mesh(devices={shown(devices)}): the same device is there {times} times, "
+            f"{device}. Give each once."
+        )
 
 
 def check_processes(mesh: Mesh) -> None:
