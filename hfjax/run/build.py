@@ -10,6 +10,7 @@ from typing import Any
 import jax
 
 import hfjax
+from hfjax.base.read_files import shown
 from hfjax.batches import rows_of_process
 from hfjax.data import Loader, TokenSet, standard_library
 from hfjax.data.tokens import SPLITS, check_same_tokenizer
@@ -333,6 +334,33 @@ def _free_axis(config: Train, devices: int) -> str:
             f"{unsaid[0]}."
         )
     return next(iter(unsaid), "data")
+
+
+SETTINGS_OF = {"context": "context", "pipeline": "pipe"}  # of these flags: what has to be there
+
+
+def check_used(configs: Sequence[Train], words: Sequence[str]) -> None:
+    """Refuse flags of a command line of which none of its configurations takes notice.
+
+    What a file of configuration says beside them stays: of a pipeline, say, that is off here.
+    """
+    typed = {word.partition("=")[0].removeprefix("--").replace("-", "_") for word in words}
+    for settings, needed in SETTINGS_OF.items():
+        if any(_uses(config, needed) for config in configs):
+            continue
+        for name, usual in asdict(getattr(Train(), settings)).items():
+            given = getattr(getattr(configs[0], settings), name)
+            if f"{settings}.{name}" in typed and given != usual:
+                strategy = configs[0].strategy
+                raise ValueError(
+                    f"--{settings}.{name} {shown(given)}: nothing takes notice of it, since "
+                    f"--strategy {strategy} has no {needed}. Add it: --strategy {strategy}+{needed}"
+                    f" --mesh.{needed} 2. Or leave the flag out."
+                )
+
+
+def _uses(config: Train, axis: str) -> bool:
+    return axis in _names(config.strategy) or getattr(config.mesh, axis) not in (None, 1)
 
 
 def _check_count(given: dict[str, int], found: int, more: str) -> None:
