@@ -103,6 +103,14 @@ def test_execution_refuses_what_it_does_not_know():
         ("precision", "fp8", "one of stored, fp32, bf16, fp64"),
         ("remat", "some", "one of none, dots, full"),
         ("reduction", "tree", "one of flat, hierarchical"),
+        ("clip", float("nan"), "a positive norm"),
+        ("clip", "3", "a positive norm"),
+        ("clip", True, "a positive norm"),
+        ("unroll", -5, "a positive number of layers"),
+        ("unroll", 0, "a positive number of layers"),
+        ("unroll", 1.5, "a positive number of layers"),
+        ("unroll", "3", "a positive number of layers"),
+        ("reshard_after_forward", "no", "true or false"),
     ):
         with pytest.raises(ValueError, match=f"{field}=.*{message}"):
             hfjax.Execution(**{field: given})
