@@ -530,6 +530,7 @@ def test_a_configuration_comes_from_yaml_or_python(tmp_path):
         (lambda: Optimizer(rate=1e-50), r"--optimizer.rate 1e-50: that is 0 in float32"),
         (lambda: hfjax.rate(1e40), r"rate: peak=1e\+40"),
         (lambda: Sampling(seed=2**32), r"--seed 4294967296: a number from 0 to 4294967295"),
+        (lambda: Train(steps=cast("Any", 1.5)), r"--steps 1.5: a number from 1 on is .* whole one"),
         (lambda: Model(layers=0), r"--model.layers 0: a number from 1 on"),
         (lambda: Model(dropout=2), r"--model.dropout 2: a part from 0 to 1"),
         (lambda: Checkpoints(every=-5), r"--checkpoints.every -5"),
@@ -558,8 +559,9 @@ def test_seeds_go_up_to_32_bits_and_small_ones_stay_what_they_were(data, tmp_pat
     unsigned: Any = np.uint32(2**31)
     assert (hfjax.init(layout, unsigned).params["table"] == made[2**31]).all()
     assert (hfjax.init(layout, -1).params["table"] != made[0]).any()
-    for seed in (2**32, -(2**31) - 1):
-        wanted = f"seed={seed}: a whole number from -2147483648 to 4294967295 is expected"
+    wrong: Any = (2**32, -(2**31) - 1, 1.5, float("nan"), True, "3", None)
+    for seed in wrong:
+        wanted = f"seed={seed!r}: a whole number from -2147483648 to 4294967295 is expected"
         with pytest.raises(ValueError, match=wanted):
             hfjax.init(layout, seed)
     config = small(tmp_path, data, model=BIGRAMS, mesh=ONE, seed=2**32 - 1, steps=1)
