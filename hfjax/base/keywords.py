@@ -92,6 +92,13 @@ def is_whole(value: Any, least: int, most: float = math.inf) -> bool:
     return isinstance(value, Integral) and is_real(value, least, most)
 
 
+def check_sizes(what: str, settings: Any, *names: str) -> None:
+    """Refuse fields that are no positive whole numbers."""
+    for name in names:
+        if not is_whole(given := getattr(settings, name), 1):
+            raise ValueError(f"{what}: {name}={given!r}; a whole number, at least 1, is expected.")
+
+
 def is_real(value: Any, least: float, most: float) -> bool:
     """Return whether a value is a number within bounds; true, false and NaN are none.
 
