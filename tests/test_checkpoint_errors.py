@@ -370,3 +370,15 @@ def test_closed_checkpoints_say_so(tmp_path):
 def test_steps_of_another_strategy_are_no_mistake(tmp_path):
     saved(tmp_path, 1)
     assert hfjax.restore(tmp_path, small_layout(ZERO1, sizes={"data": 8})).step == 1
+
+
+@pytest.mark.parametrize("given", [float("nan"), float("inf"), -5, 0, True, "3"])
+def test_a_time_that_is_no_number_of_seconds_is_refused(tmp_path, given):
+    wanted = f"timeout={given!r}; a number of seconds above 0"
+    with pytest.raises(ValueError, match=f"Checkpoints: {wanted}"):
+        hfjax.Checkpoints(tmp_path / "run", small_layout(), timeout=given)
+    assert not (tmp_path / "run").exists()
+    with pytest.raises(ValueError, match=f"init_distributed: {wanted}"):
+        hfjax.init_distributed(timeout=given)
+    with pytest.raises(ValueError, match=f"init_distributed: heartbeat={given!r}; a number of sec"):
+        hfjax.init_distributed(heartbeat=given)

@@ -99,6 +99,16 @@ def check_sizes(what: str, settings: Any, *names: str) -> None:
             raise ValueError(f"{what}: {name}={given!r}; a whole number, at least 1, is expected.")
 
 
+def check_seconds(what: str, **given: Any) -> None:
+    """Refuse times that are no positive numbers of seconds."""
+    for name, value in given.items():
+        if not (is_real(value, 0, (1 << 31) - 1) and value > 0):
+            raise ValueError(
+                f"{what}: {name}={value!r}; a number of seconds above 0, at most {(1 << 31) - 1}, "
+                "is expected."
+            )
+
+
 def is_real(value: Any, least: float, most: float) -> bool:
     """Return whether a value is a number within bounds; true, false and NaN are none.
 

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 from jax.typing import DTypeLike
 
+from hfjax.base.keywords import check_seconds
 from hfjax.checkpoint.arrays import describe
 from hfjax.checkpoint.compare import arrays_to_save, step_of
 from hfjax.checkpoint.directory import (
@@ -107,6 +108,7 @@ class Checkpoints:
     ):
         self.directory, self._layout = Path(os.path.abspath(folder_of(directory))), layout
         self._keep, self._config = keep or Keep(), plain("config", config)
+        check_seconds("Checkpoints", timeout=timeout)
         self._lock: WriterLock | None = None
         self._timeout = timeout
         self._writer = self._begun()
