@@ -125,11 +125,12 @@ def _too_large(layout: Layout, sizes: Mapping[str, int], told: str) -> str:
 
 def _seed(given: Any) -> Any:
     """Return a seed as a program takes it: a whole number of 32 bits, with a sign or without."""
+    least, most = -(1 << 31), (1 << 32) - 1
+    whole = jnp.issubdtype(getattr(given, "dtype", type(given)), jnp.integer)
+    if not whole or (isinstance(given, int) and not least <= given <= most):
+        raise ValueError(f"seed={given!r}: a whole number from {least} to {most} is expected.")
     if not isinstance(given, int):
         return given
-    least, most = -(1 << 31), (1 << 32) - 1
-    if not least <= given <= most:
-        raise ValueError(f"seed={given}: a whole number from {least} to {most} is expected.")
     return given if given < 1 << 31 else np.uint32(given)
 
 

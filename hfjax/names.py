@@ -34,7 +34,7 @@ from hfjax.parallel.engine.offload_block import offload as offload
 from hfjax.parallel.execution import Execution as Execution
 from hfjax.parallel.experts.balance import balance_experts as balance_experts
 from hfjax.parallel.grid_costs import best_grid as best_grid
-from hfjax.parallel.mesh import cube as cube, grid_2d as grid_2d, make_mesh as make_mesh
+from hfjax.parallel.make_mesh import cube as cube, grid_2d as grid_2d, make_mesh as make_mesh
 from hfjax.parallel.precision import Precision as Precision
 from hfjax.parallel.remat import Remat as Remat
 from hfjax.parallel.schedules.named import Schedule as Schedule

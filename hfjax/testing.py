@@ -22,7 +22,8 @@ from hfjax.batches import full
 from hfjax.initialise import init
 from hfjax.parallel.engine.gradients import called
 from hfjax.parallel.engine.step_context import is_random, keys_for
-from hfjax.parallel.mesh import describe_mesh, make_mesh
+from hfjax.parallel.make_mesh import make_mesh
+from hfjax.parallel.mesh import describe_mesh
 from hfjax.parallel.strategy import (
     DDP,
     FSDP,
@@ -303,7 +304,8 @@ def assert_strategies_agree(
 
     Example:
         >>> import hfjax, numpy as np
-        >>>         >>> from hfjax.testing import assert_strategies_agree
+        >>> from flax import nnx
+        >>> from hfjax.testing import assert_strategies_agree
         >>> model = lambda rngs: nnx.Linear(8, 8, rngs=rngs)
         >>> loss, batch = lambda outputs, batch: (outputs**2).mean(), np.ones((8, 8), np.float32)
         >>> cases = {"FSDP": (hfjax.FSDP.edit(replicate_below=0), {"fsdp": 8})}

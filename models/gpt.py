@@ -12,6 +12,7 @@ from flax import nnx
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
+from hfjax.base.keywords import check_sizes, is_real
 from hfjax.models.attention import causal_attention
 from hfjax.models.loss import next_token_loss, next_tokens
 from hfjax.models.parts import (
@@ -63,6 +64,12 @@ class GPTConfig:
     attention: Callable = causal_attention
 
     def __post_init__(self):
+        sizes = ("vocab", "length", "layers", "heads", "embed", "pad_vocab_to")
+        check_sizes("GPTConfig", self, *sizes)
+        if not is_real(self.dropout, 0, 1):
+            raise ValueError(
+                f"GPTConfig: dropout={self.dropout!r}; the part that is dropped is from 0 to 1."
+            )
         if self.embed % self.heads:
             raise ValueError(
                 f"GPTConfig: embed={self.embed} does not divide by heads={self.heads}. "

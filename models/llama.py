@@ -1,5 +1,6 @@
 """Llama in three parts: embed, layers, head. [B]atch, [S]equence, [D] embed, [V]ocabulary."""
 
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -9,6 +10,7 @@ import jax
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
+from hfjax.base.keywords import check_sizes, is_real
 from hfjax.models.attention import causal_attention, rotate
 from hfjax.models.loss import next_tokens
 from hfjax.models.parts import (
@@ -64,6 +66,14 @@ class LlamaConfig:
     known: ClassVar[Mapping[str, Any]]  # the named shapes
 
     def __post_init__(self):
+        sizes = ("vocab", "length", "layers", "heads", "kv_heads", "embed", "mlp")
+        check_sizes("LlamaConfig", self, *sizes)
+        for name, least in (("rotary_base", sys.float_info.min), ("epsilon", 0)):
+            if not is_real(given := getattr(self, name), least, sys.float_info.max):
+                raise ValueError(
+                    f"LlamaConfig: {name}={given!r}; a finite number is expected, "
+                    f"{'at least' if least == 0 else 'above'} 0."
+                )
         if self.embed % (2 * self.heads):
             raise ValueError(
                 f"LlamaConfig: embed={self.embed} does not divide by 2 * heads={self.heads} "

@@ -393,8 +393,8 @@ class Dropout(nnx.Module):
     """
 
     def __init__(self, rate: float, *, rngs: nnx.Rngs):
-        if not 0 <= rate <= 1:
-            raise ValueError(f"Dropout(rate={rate}): the part that is dropped is from 0 to 1.")
+        if isinstance(rate, bool | str) or not 0 <= rate <= 1:
+            raise ValueError(f"Dropout(rate={rate!r}): the part that is dropped is from 0 to 1.")
         self.rate = rate
         self.deterministic = False
         made = 0 < rate < 1

@@ -1,9 +1,10 @@
 """How a step runs. Nothing here says where a tensor lives: that is the strategy's."""
 
+import math
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
-from hfjax.base.keywords import is_positive, known_fields
+from hfjax.base.keywords import is_positive, is_real, known_fields
 from hfjax.parallel.activation_offload import Offload
 from hfjax.parallel.compiler import check_options
 from hfjax.parallel.precision import Precision, precision_of
@@ -95,11 +96,8 @@ class Execution:
     compiler_options: Any = field(default="auto", hash=False)
 
     def __post_init__(self):
-        for name, what in COUNTS.items():
-            if not is_positive(given := getattr(self, name)):
-                raise ValueError(f"{name}={given!r}: a positive number of {what}.")
-        if isinstance(self.clip, bool) or (self.clip is not None and not self.clip > 0):
-            raise ValueError(f"clip={self.clip!r}: a positive norm, or None for no clipping.")
+        self._check_numbers()
+        self._check_flags()
         if self.schedule is not None and not isinstance(self.schedule, PipelineSchedule):
             raise ValueError(
                 f"schedule={self.schedule!r}: a hfjax.Schedule is expected, for instance "
@@ -119,11 +117,24 @@ class Execution:
         object.__setattr__(self, "kernels", Wanted.of(self.kernels))
         check_dispatch(self.dispatch)
         check_options(self.compiler_options)
-        if not isinstance(self.optimizer_in_backward, bool):
-            raise ValueError(
-                f"optimizer_in_backward={self.optimizer_in_backward!r}: true or false."
-            )
         if self.reduction not in REDUCTIONS:
             raise ValueError(f"reduction={self.reduction!r}: one of {', '.join(REDUCTIONS)}.")
         if self.nonfinite not in NONFINITE:
             raise ValueError(f"nonfinite={self.nonfinite!r}: one of {', '.join(NONFINITE)}.")
+
+    def _check_numbers(self) -> None:
+        for name, what in COUNTS.items():
+            if not is_positive(given := getattr(self, name)):
+                raise ValueError(f"{name}={given!r}: a positive number of {what}.")
+        if self.clip is not None and not (is_real(self.clip, 0, math.inf) and self.clip > 0):
+            raise ValueError(f"clip={self.clip!r}: a positive norm, or None for no clipping.")
+        unroll = self.unroll
+        if not (unroll is None or isinstance(unroll, bool) or is_positive(unroll)):
+            raise ValueError(
+                f"unroll={unroll!r}: a positive number of layers, true (all of them), or None."
+            )
+
+    def _check_flags(self) -> None:
+        for name in ("optimizer_in_backward", "reshard_after_forward"):
+            if not isinstance(given := getattr(self, name), bool):
+                raise ValueError(f"{name}={given!r}: true or false.")

@@ -141,7 +141,7 @@ class Array:
         return math.prod(n for n, name in zip(self.shape, self.axes, strict=True) if name != STACK)
 
 
-def place(array: Array, rows: Rows, mesh: Mesh, smallest: int = 0, base: P | None = None) -> P:
+def place(array: Array, rows: Rows, mesh: Mesh, smallest: float = 0, base: P | None = None) -> P:
     """Return the spec that `rows` give an array, on top of `base`."""
     entries = entries_of(base or P(), len(array.shape))
     for dim, name in enumerate(array.axes):
@@ -311,7 +311,7 @@ def batch_devices(mesh: Mesh) -> int:
 def row_shares(mesh: Mesh) -> int:
     """Return into how many parts the rows of a microbatch are split; attention on a grid is last.
 
-    >>> from hfjax.parallel.mesh import make_mesh
+    >>> from hfjax.parallel.make_mesh import make_mesh
     >>> row_shares(make_mesh(fsdp=2, row=2, tensor=2))
     4
     """

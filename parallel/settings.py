@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from hfjax.base.keywords import known_fields
+from hfjax.base.keywords import is_whole, known_fields
 
 CONTEXT_FORMS = ("ring", "allgather", "ulysses")
 CONTEXT_ORDERS = ("auto", "zigzag", "contiguous")
+MOST = 2**31 - 1  # of numbers of dimensions
 DISPATCH = ("all_to_all", "gather")
 KERNEL_WORDS = ("auto", "pallas", "xla", "reference")
 KERNELS: Mapping[str, str] = {  # what each does in a training step
@@ -61,6 +62,14 @@ class Context:
             if getattr(self, name) not in allowed:
                 raise ValueError(
                     f"Context({name}={getattr(self, name)!r}): one of {', '.join(allowed)}."
+                )
+        if not isinstance(self.check, bool):
+            raise ValueError(f"Context(check={self.check!r}): true or false.")
+        for path, dimension in (self.sequence or {}).items():
+            if dimension is not None and not is_whole(dimension, -MOST, MOST):
+                raise ValueError(
+                    f"Context(sequence={{{path!r}: {dimension!r}}}): the number of a dimension, "
+                    "or None: the array has no sequence."
                 )
         u = self.ulysses
         if u is not None and (not isinstance(u, int) or isinstance(u, bool) or u < 1):

@@ -11,13 +11,14 @@ The row `*` means the first free dimension that divides. The column `memory` map
 to host memory: `moments -> host`.
 """
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
 from typing import Any, NoReturn
 
-from hfjax.base.keywords import check_keywords, known_fields
+from hfjax.base.keywords import check_keywords, is_real, known_fields
 from hfjax.parallel.memory import memory_rows, show_memory
 from hfjax.parallel.mesh import AXES, BATCH_AXES, EXPERTS, ROW_AXIS, SAMPLE_AXES, SEQUENCE_AXES
 
@@ -56,7 +57,8 @@ class Strategy:
         activations: Where rows, heads, the sequence and the like of activations lie.
         memory: What the host keeps: moments, master or parameters -> "host" or "device"; of
             moments also the share of their bytes from 0 to 1.
-        replicate_below: Arrays with fewer elements in a layer ignore the row `*`. None: 2**14.
+        replicate_below: Arrays with fewer elements in a layer ignore the row `*`; 0: none do,
+            math.inf: all. None: 2**14.
         joined: The strategies that `|` joined; () for one that is no union, or whose rows changed.
 
     Example:
@@ -71,7 +73,7 @@ class Strategy:
     moments: Mapping[str, Any] = field(default_factory=dict)
     activations: Mapping[str, Any] = field(default_factory=dict)
     memory: Mapping[str, Any] = field(default_factory=dict)  # moments, master, parameters -> host
-    replicate_below: int | None = None  # smaller arrays ignore the row *; None: SMALL elements
+    replicate_below: float | None = None  # smaller arrays ignore the row *; None: SMALL elements
     joined: tuple["Strategy", ...] = field(default=(), repr=False, compare=False)
 
     def __post_init__(self):
@@ -81,6 +83,13 @@ class Strategy:
         if self.gradients.get("*") == () and len(self.gradients) > 1:
             raise ValueError(
                 f"{self.name}: gradients row * -> whole stands alone, found {dict(self.gradients)}."
+            )
+
+        size = self.replicate_below
+        if size is not None and not is_real(size, 0, math.inf):
+            raise ValueError(
+                f"{self.name}: replicate_below={size!r}: a number of elements, at least 0, is "
+                "expected: 0 splits all arrays, math.inf keeps all whole, None means 2**14."
             )
 
     def __hash__(self) -> int:
@@ -102,7 +111,7 @@ class Strategy:
         raise TypeError(f"{self.name} + {name}: strategies are joined by |: {self.name} | {name}.")
 
     @property
-    def smallest(self) -> int:
+    def smallest(self) -> float:
         """The number of elements of a layer from which an array obeys the row `*`."""
         return SMALL if self.replicate_below is None else self.replicate_below
 

@@ -82,6 +82,28 @@ def test_a_directory_that_cannot_be_made_or_written_is_told_at_once(tmp_path):
             hfjax.Checkpoints(place, small_layout())
 
 
+def test_an_empty_name_is_no_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    layout = small_layout()
+    for call in (
+        lambda: hfjax.save("", layout, state_at(layout, 1)),
+        lambda: hfjax.Checkpoints("", layout),
+        lambda: hfjax.restore("", layout),
+        lambda: hfjax.latest(""),
+        lambda: hfjax.recorded(""),
+    ):
+        with pytest.raises(ValueError, match=r"'' is no directory.* \"\.\" is the folder at hand"):
+            call()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_step_below_zero_is_not_saved(tmp_path):
+    layout = small_layout()
+    with pytest.raises(ValueError, match=r"step -5 of this state: .* at least 0\. Give the state"):
+        hfjax.save(tmp_path, layout, state_at(layout, -5))
+    assert hfjax.latest(tmp_path) is None
+
+
 def test_another_model_is_refused_before_any_read_by_path_and_shape(tmp_path):
     saved(tmp_path, 4)
     refused(
@@ -348,3 +370,15 @@ def test_closed_checkpoints_say_so(tmp_path):
 def test_steps_of_another_strategy_are_no_mistake(tmp_path):
     saved(tmp_path, 1)
     assert hfjax.restore(tmp_path, small_layout(ZERO1, sizes={"data": 8})).step == 1
+
+
+@pytest.mark.parametrize("given", [float("nan"), float("inf"), -5, 0, True, "3"])
+def test_a_time_that_is_no_number_of_seconds_is_refused(tmp_path, given):
+    wanted = f"timeout={given!r}; a number of seconds above 0"
+    with pytest.raises(ValueError, match=f"Checkpoints: {wanted}"):
+        hfjax.Checkpoints(tmp_path / "run", small_layout(), timeout=given)
+    assert not (tmp_path / "run").exists()
+    with pytest.raises(ValueError, match=f"init_distributed: {wanted}"):
+        hfjax.init_distributed(timeout=given)
+    with pytest.raises(ValueError, match=f"init_distributed: heartbeat={given!r}; a number of sec"):
+        hfjax.init_distributed(heartbeat=given)

@@ -59,6 +59,21 @@ def test_a_rule_counts_in_positive_whole_numbers(wrong):
         Keep(**wrong)
 
 
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"best": 1.5}, r"best=1.5\): the name of a metric, or None"),
+        ({"best": True}, r"best=True\): the name of a metric, or None"),
+        ({"best": ""}, r"best=''\): the name of a metric, or None"),
+        ({"highest": "no"}, r"highest='no'\): true or false"),
+        ({"highest": float("nan")}, r"highest=nan\): true or false"),
+    ],
+)
+def test_a_rule_of_the_best_names_a_metric(wrong, message):
+    with pytest.raises(ValueError, match=message):
+        Keep(**wrong)
+
+
 def test_the_best_needs_its_metric(tmp_path):
     layout = small_layout()
     with hfjax.Checkpoints(tmp_path, layout, keep=Keep(best="loss")) as checkpoints:

@@ -612,6 +612,21 @@ def test_groups_of_one_beside_ulysses_are_refused():
         traced(attending(alike), context={"form": "ulysses", "ulysses": 1})
 
 
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"check": "no"}, r"Context\(check='no'\): true or false"),
+        ({"check": float("nan")}, r"Context\(check=nan\): true or false"),
+        ({"sequence": {"x": 1.5}}, r"Context\(sequence={'x': 1.5}\): the number of a dimension"),
+        ({"sequence": {"x": True}}, r"sequence={'x': True}\): the number of a dimension, or None"),
+        ({"sequence": {"x": "3"}}, r"sequence={'x': '3'}\): the number of a dimension, or None"),
+    ],
+)
+def test_a_field_of_context_that_is_no_number_is_refused(fields, message):
+    with pytest.raises(ValueError, match=message):
+        hfjax.Context(**fields)
+
+
 def test_a_field_that_context_does_not_have_is_refused_with_those_that_it_has():
     for made_of in (lambda x: hfjax.Execution(context=x), lambda x: hfjax.Context(**x)):
         with pytest.raises(TypeError, match=r"'orders'\. Did you mean order\? All: form, ulysses"):

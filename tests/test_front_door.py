@@ -1,5 +1,6 @@
 """The commands at the front door: nothing happens silently, mistakes are told in one style."""
 
+import re
 import sys
 import time
 from dataclasses import replace
@@ -23,8 +24,8 @@ from hfjax.processes import distributed
 from hfjax.processes.distributed import Cluster, init_distributed
 from hfjax.processes.ports import free_port
 from hfjax.run import Parts, Train, train
-from hfjax.run.build import mesh_of
-from hfjax.run.config import Checkpoints, Mesh, Model, Optimizer
+from hfjax.run.build import check_used, mesh_of
+from hfjax.run.config import Checkpoints, Mesh, Model, Optimizer, Pipeline
 from hfjax.run.files import plain
 from hfjax.run.loss_picture import figure, mean
 from hfjax.run.model import choose
@@ -371,6 +372,39 @@ def test_a_flag_of_several_values_that_is_there_twice_is_refused(command, flag, 
             status = end.code
         assert status == 2
         assert capsys.readouterr().err.startswith(wanted)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--context.ulysses", "2"], "--context.ulysses 2: .* --strategy ddp has no context"),
+        (["--context.form=ring"], r"--context.form 'ring': .*--strategy ddp\+context"),
+        (["--context.order", "zigzag"], "--context.order 'zigzag': nothing takes notice"),
+        (
+            ["--pipeline.microbatches", "4"],
+            r"ddp has no pipe. Add it: .*ddp\+pipe --mesh",
+        ),
+        (
+            ["--pipeline.name=gpipe", "--strategy", "fsdp"],
+            "'gpipe': .* fsdp has no pipe",
+        ),
+        (["--pipeline.chunks", "2", "--pipeline.name", "interleaved"], "Or leave the flag out"),
+    ],
+)
+@pytest.mark.parametrize("command", ["train", "memory"])
+def test_a_flag_without_effect_is_refused_by_its_name(command, words, told, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main([command, *words])
+    assert re.search(told, capsys.readouterr().err)
+
+
+def test_a_flag_at_its_default_and_one_that_a_configuration_uses_pass():
+    piped = [Train(strategy="pipe"), Train(mesh=Mesh(pipe=2)), Train(pipeline=Pipeline("gpipe"))]
+    check_used(piped[-1:], ["--steps", "3"])  # said in a file, of a pipeline that is off here
+    check_used([Train()], ["--pipeline.name", "1f1b", "--context.order", "auto"])
+    for config in piped[:2]:
+        given = replace(config, pipeline=Pipeline(microbatches=4))
+        check_used([Train(pipeline=given.pipeline), given], ["--pipeline.microbatches=4"])
 
 
 def test_any_number_of_rows_is_evaluated_each_row_once(run, monkeypatch, capsys):

@@ -1,5 +1,6 @@
 """Llama: the values of a plain implementation, published sizes, one device's result on any mesh."""
 
+import itertools
 import math
 
 import jax
@@ -11,6 +12,7 @@ from flax import nnx
 
 import hfjax
 from hfjax.models.attention import blocked, dot_product, rotate
+from hfjax.models.gpt import GPTConfig
 from hfjax.models.llama import PRESETS, Llama, LlamaConfig
 from hfjax.models.loss import next_token_loss
 from hfjax.parallel.strategy import SEQUENCE, TENSOR
@@ -196,3 +198,24 @@ def test_on_h200s_sequence_parallel_layers_gather_and_scatter_four_times_a_layer
     assert count("all-gather") == count("reduce-scatter") == 4 * 2 + 2
     assert {row.kind for row in stream} == {"all-gather", "reduce-scatter"}
     assert {row.kind for row in found} == {"all-gather", "reduce-scatter", "all-reduce"}
+
+
+NAN, INF = float("nan"), float("inf")
+SIZES = ("vocab", "length", "layers", "heads", "embed")
+
+
+@pytest.mark.parametrize(
+    ("kind", "names", "wrong"),
+    [
+        (GPTConfig, (*SIZES, "pad_vocab_to"), (NAN, INF, -5, 0, True, 1.5, "3")),
+        (GPTConfig, ("dropout",), (NAN, INF, -0.1, True, "3")),
+        (LlamaConfig, (*SIZES, "kv_heads", "mlp"), (NAN, INF, -5, 0, True, 1.5, "3")),
+        (LlamaConfig, ("rotary_base", "epsilon"), (NAN, INF, -5, True, "3")),
+    ],
+)
+def test_a_size_of_a_model_that_is_no_number_is_refused(kind, names, wrong):
+    for name, given in itertools.product(names, wrong):
+        with pytest.raises(ValueError, match=f"{kind.__name__}: {name}={given!r}; .* (from|expec)"):
+            kind(**{name: given})
+    with pytest.raises(ValueError, match="rotary_base=0; a finite number is expected, above 0"):
+        LlamaConfig(rotary_base=0)

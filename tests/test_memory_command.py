@@ -291,6 +291,23 @@ def test_where_more_offload_takes_more_memory_a_lesser_one_is_found_and_told():
     assert not found.monotone
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"steps": 0},
+        {"steps": float("nan")},
+        {"steps": 1.5},
+        {"memory": float("nan")},
+        {"memory": -5},
+        {"memory": "3"},
+    ],
+)
+def test_an_offload_is_not_looked_for_by_what_is_no_number(fields):
+    (name, given), *_ = fields.items()
+    with pytest.raises(ValueError, match=f"least_offload: .*{name}={given!r}.* are expected"):
+        least_offload(lambda ratio: 100, **({"memory": 60} | fields))
+
+
 def test_where_nothing_fits_there_is_no_ratio():
     found = least_offload(lambda ratio: 100, memory=60)
     assert (found.ratio, dict(found.peaks)) == (None, {0.0: 100, 1.0: 100})

@@ -4,7 +4,8 @@ import jax
 import pytest
 from jax.sharding import AxisType
 
-from hfjax.parallel.mesh import AXES, make_mesh
+from hfjax.parallel.make_mesh import make_mesh
+from hfjax.parallel.mesh import AXES
 from hfjax.run.build import mesh_of
 from hfjax.run.config import Mesh, Train
 
@@ -30,6 +31,11 @@ def test_minus_one_takes_the_devices_that_are_left():
         ({"model": 2}, "unknown mesh axis 'model'. Axes: pipe, data"),
         ({"data": 0}, "data=0: a size is a positive integer"),
         ({"tensor": (2, 2)}, r"tensor=\(2, 2\): a size is a positive integer"),
+        (
+            {"data": 2, "devices": [*jax.devices()[:1]] * 2},
+            r"devices=.*: the same device is there 2 times.*Give each once",
+        ),
+        ({"devices": ["cpu:0"]}, r"devices=\['cpu:0'\]\): devices are expected, as jax.devices"),
     ],
 )
 def test_a_mesh_that_cannot_be_is_refused(sizes, message):

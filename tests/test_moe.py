@@ -412,6 +412,11 @@ def test_biases_of_a_list_are_moved_by_their_own_layers_load():
             {"top_k": 3, "router": Router(groups=3)},
             r"top_k=3\): Router\(groups=3, best_groups=1\) leaves 2 of 6 experts",
         ),
+        ({"capacity": True}, r"capacity=True of a mixture: a positive factor"),
+        ({"capacity": float("nan")}, r"capacity=nan of a mixture: a positive factor"),
+        ({"capacity": float("inf")}, r"capacity=inf of a mixture: a positive factor"),
+        ({"residual": "no"}, r"residual='no' of a mixture: true or false"),
+        ({"router": 1.5}, r"router=1.5 of a mixture: a hfjax.models.moe.Router, or the name"),
         ({"router": "gshard"}, r"router preset 'gshard': one of mixtral, qwen3, deepseek-v3"),
     ],
 )
@@ -426,6 +431,14 @@ def test_a_mixture_that_cannot_be_is_refused(given, message):
         ({"scores": "tanh"}, r"Router\(scores='tanh'\): one of softmax, sigmoid"),
         ({"noise": "gaussian"}, r"noise='gaussian'\): one of None, jitter, rsample"),
         ({"z_loss": -1}, r"Router\(z_loss=-1\): a finite number, at least 0"),
+        ({"scale": "3"}, r"Router\(scale='3'\): a finite number, at least 0"),
+        ({"bias_rate": float("nan")}, r"Router\(bias_rate=nan\): a finite number"),
+        ({"balance_loss": True}, r"Router\(balance_loss=True\): a finite number"),
+        ({"balance_loss": float("inf")}, r"Router\(balance_loss=inf\): a finite number"),
+        ({"groups": 1.5}, r"groups=1.5, best_groups=1\): a token chooses .* whole numbers"),
+        ({"groups": float("inf")}, r"groups=inf, best_groups=1\): .* Give whole numbers"),
+        ({"groups": "3"}, r"groups='3', best_groups=1\): .* Give whole numbers"),
+        ({"recentre": "no"}, r"Router\(recentre='no'\): true or false"),
         ({"groups": 2, "best_groups": 3}, r"best_groups=3\): a token chooses at least one group"),
     ],
 )
@@ -452,7 +465,14 @@ def test_an_expert_of_ones_own_has_parameters_alone():
 
 @pytest.mark.parametrize(
     ("experts", "message"),
-    [((4,), r"experts=\(4,\) are 1 numbers for 2 layers"), ((0, 0), "no layer has experts")],
+    [
+        ((4,), r"experts=\(4,\) are 1 numbers for 2 layers"),
+        ((0, 0), "no layer has experts"),
+        (-5, "experts=-5: a whole number, at least 0, or one for each layer"),
+        (1.5, "experts=1.5: a whole number, at least 0"),
+        (True, "experts=True: a whole number, at least 0"),
+        ((4, float("nan")), r"experts=\(4, nan\): a whole number, at least 0"),
+    ],
 )
 def test_numbers_of_experts_that_do_not_fit_the_layers_are_refused(experts, message):
     with pytest.raises(ValueError, match=message):

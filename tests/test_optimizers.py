@@ -207,6 +207,45 @@ def test_what_makes_no_sense_is_refused(act, message):
         act(alone())
 
 
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"peak": True}, "peak=True, .*; numbers are expected"),
+        ({"warmup": 1.5}, "warmup=1.5, .*; updates are whole numbers"),
+        ({"warmup": NAN, "decay": "constant"}, "warmup=nan, .*; updates are whole"),
+        ({"warmup": INF, "decay": "constant"}, "warmup=inf, .*; updates are whole"),
+        ({"hold": True}, "hold=True, .*; updates are whole numbers"),
+        ({"hold": "3"}, "hold='3', .*; updates are whole numbers"),
+        ({"end": True}, "end=True; numbers of updates, and a fraction"),
+        ({"end": NAN}, "end=nan; numbers of updates, and a fraction"),
+        ({"steps": True}, "steps=True leave nothing to decay"),
+    ],
+)
+def test_a_rate_of_what_is_no_number_is_refused(fields, message):
+    given: Any = {"peak": 1.0, "steps": 100} | fields
+    with pytest.raises(ValueError, match=f"rate: .*{message}"):
+        hfjax.rate(**given)
+    whole: Any = {"warmup": 1e1, "steps": np.int64(50)}
+    assert float(hfjax.rate(1.0, **whole)(9)) == 1
+
+
+@pytest.mark.parametrize("name", ["learning_rate", "b1", "b2", "eps", "weight_decay"])
+@pytest.mark.parametrize("given", [NAN, INF, -1.0, True, "3"])
+def test_adamw_of_what_is_no_number_is_refused(name, given):
+    fields: Any = {"learning_rate": 1e-3} | {name: given}
+    with pytest.raises(ValueError, match=rf"adamw: {name}={given!r}: a (plain|finite) number"):
+        hfjax.adamw(**fields)
+
+
+@pytest.mark.parametrize("given", [NAN, INF, -1.0, True, "3"])
+def test_a_factor_that_is_no_number_is_refused(given):
+    with pytest.raises(ValueError, match=rf"scaled: w={given!r}; a finite factor"):
+        hfjax.scaled(optax.sgd(1.0), {"w": given})
+
+
 @pytest.mark.parametrize(("clip", "length"), [(None, 2.0), (3.0, 2.0), (0.5, 0.5)])
 def test_a_gradient_is_shortened_where_it_is_longer_than_clip_and_nowhere_else(clip, length):
     mesh, forward = hfjax.make_mesh(data=2, devices=jax.devices()[:2]), lambda w, batch: batch @ w

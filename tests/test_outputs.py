@@ -1,5 +1,6 @@
 """Outputs and text of a model are those of one device, under any strategy and schedule."""
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -157,6 +158,16 @@ def test_each_of_several_prompts_gets_what_it_gets_by_itself():
         (lambda f: f("text", 4), "a text is given and no tokenizer. Give tokens, or", ValueError),
         (lambda f: f([[]], 4), "the prompt has no token", ValueError),
         (lambda f: f([1], 0), "0 tokens are asked for", ValueError),
+        (lambda f: f([1], 1.5), "1.5 tokens are asked for, at least 1 is needed, a", ValueError),
+        (lambda f: f([1], 2, length=0), "length=0; a whole number of tokens, at least", ValueError),
+        (lambda f: f([1], 2, vocab=1.5), "vocab=1.5; a whole number of tokens", ValueError),
+        (lambda f: f([1.5, 2], 2), "the prompt holds 1.5; tokens are whole numbers", ValueError),
+        (lambda f: f([[1], [True]], 2), "the prompt holds True; tokens are whole", ValueError),
+        (lambda f: f([3, -1], 2), "the prompt holds -1; tokens are whole numbers", ValueError),
+        (lambda f: f([1, 64], 2, vocab=64), "holds 64; .* from 0 to 63. Give tokens", ValueError),
+        (lambda f: f([1, 9999], 2), r"holds 9999; .* from 0 to \d+. Give tokens of", ValueError),
+        (lambda f: f([1], 2, seed=1.5), "--seed 1.5: a number .* a whole one", ValueError),
+        (lambda f: f([1], 2, temperature=np.nan), "temperature=nan, .* of at least 0", ValueError),
         (lambda f: f([1], 30), "31 tokens a row, the model has 24 positions", ValueError),
         (lambda f: f([1], 2, topk=3), "no keyword 'topk'. Did you mean top_k", TypeError),
     ],
@@ -166,3 +177,13 @@ def test_what_cannot_be_written_is_refused(call, message, kind):
     state = hfjax.init(layout)
     with pytest.raises(kind, match=message):
         call(lambda *given, **fields: hfjax.generate(layout, state, *given, **fields))
+
+
+def test_no_token_is_chosen_by_logits_that_are_not_finite():
+    layout = alone("FSDP")
+    state = hfjax.init(layout)
+    broken = replace(state, params=jax.tree.map(lambda x: x * jnp.nan, state.params))
+    ways: Any = ({"temperature": 0}, {"seed": 3})
+    for fields in ways:
+        with pytest.raises(ValueError, match=r"logits of prompt 0 are not finite.* earlier step"):
+            hfjax.generate(layout, broken, [[1], [2]], 2, **fields)

@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 import hfjax
-from hfjax import train
+from hfjax import compose
 from hfjax.models.gpt import next_token_loss
 from hfjax.parallel.activation_offload import Cut
 from hfjax.parallel.autodiff import check_host_loops
@@ -59,7 +59,7 @@ def test_a_check_within_a_trace_runs_at_once(asked):
 @pytest.mark.parametrize("options", [{"offload": 0.5}, {"offload": "dots"}])
 def test_a_step_that_uses_the_host_asks_first(options, monkeypatch):
     asked = []
-    monkeypatch.setattr(train, "check_host_loops", lambda mesh, given: asked.append(given))
+    monkeypatch.setattr(compose, "check_host_loops", lambda mesh, given: asked.append(given))
     layout = gpt_layout(hfjax.DDP, {"data": 1})
     hfjax.train_step(layout, next_token_loss)
     assert asked == []

@@ -13,6 +13,7 @@ from flax import nnx
 
 import hfjax
 from hfjax.cli.memory.settings import of_run
+from hfjax.cli.run import Generate
 from hfjax.cli.words import parsed
 from hfjax.data import Loader, prepare
 from hfjax.processes.watchdog import Watchdog
@@ -529,6 +530,7 @@ def test_a_configuration_comes_from_yaml_or_python(tmp_path):
         (lambda: Optimizer(rate=1e-50), r"--optimizer.rate 1e-50: that is 0 in float32"),
         (lambda: hfjax.rate(1e40), r"rate: peak=1e\+40"),
         (lambda: Sampling(seed=2**32), r"--seed 4294967296: a number from 0 to 4294967295"),
+        (lambda: Train(steps=cast("Any", 1.5)), r"--steps 1.5: a number from 1 on is .* whole one"),
         (lambda: Model(layers=0), r"--model.layers 0: a number from 1 on"),
         (lambda: Model(dropout=2), r"--model.dropout 2: a part from 0 to 1"),
         (lambda: Checkpoints(every=-5), r"--checkpoints.every -5"),
@@ -557,8 +559,9 @@ def test_seeds_go_up_to_32_bits_and_small_ones_stay_what_they_were(data, tmp_pat
     unsigned: Any = np.uint32(2**31)
     assert (hfjax.init(layout, unsigned).params["table"] == made[2**31]).all()
     assert (hfjax.init(layout, -1).params["table"] != made[0]).any()
-    for seed in (2**32, -(2**31) - 1):
-        wanted = f"seed={seed}: a whole number from -2147483648 to 4294967295 is expected"
+    wrong: Any = (2**32, -(2**31) - 1, 1.5, float("nan"), True, "3", None)
+    for seed in wrong:
+        wanted = f"seed={seed!r}: a whole number from -2147483648 to 4294967295 is expected"
         with pytest.raises(ValueError, match=wanted):
             hfjax.init(layout, seed)
     config = small(tmp_path, data, model=BIGRAMS, mesh=ONE, seed=2**32 - 1, steps=1)
@@ -734,11 +737,29 @@ def test_what_belongs_to_a_machine_or_to_one_start_is_not_saved(data, tmp_path):
 
 @pytest.mark.parametrize(
     ("fields", "message"),
-    [({"temperature": -1}, r"temperature=-1"), ({"top_k": 0}, r"top_k=0: .*at least one token")],
+    [
+        ({"temperature": -1}, r"temperature=-1"),
+        ({"temperature": float("nan")}, r"temperature=nan.*0, or from 1e-30 to 1e\+30"),
+        ({"temperature": float("inf")}, r"temperature=inf.*0, or from 1e-30 to 1e\+30"),
+        ({"temperature": 1e-40}, r"temperature=1e-40.*0, or from 1e-30 to 1e\+30"),
+        ({"temperature": "1"}, r"temperature='1'"),
+        ({"temperature": True}, r"temperature=True"),
+        ({"top_k": 0}, r"top_k=0: .*at least one token"),
+        ({"top_k": 1.5}, r"top_k=1.5: .*a whole number \(top_k=None: all"),
+        ({"seed": 1.5}, r"--seed 1.5: a number from 0 to 4294967295 .* a whole one"),
+        ({"seed": True}, r"--seed True: a number from 0 to 4294967295"),
+    ],
 )
 def test_sampling_that_makes_no_sense_is_refused(fields, message):
     with pytest.raises(ValueError, match=message):
         Sampling(**fields)
+
+
+@pytest.mark.parametrize("given", ["nan", "inf"])
+def test_a_temperature_that_is_no_number_is_refused_on_the_command_line(given, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        parsed(Generate, ["runs/a", "--temperature", given], "generate")
+    assert f"temperature={given}, top_k=40: a temperature" in capsys.readouterr().err
 
 
 def test_a_prompt_without_a_token_is_refused(whole, data):

@@ -64,6 +64,15 @@ def test_an_edit_adds_rows_and_an_unknown_field_is_refused():
         FSDP.edit(momenta={})
 
 
+@pytest.mark.parametrize("given", [float("nan"), -5, True, "3"])
+def test_a_size_that_is_none_is_refused(given):
+    wanted = rf"replicate_below={given!r}: a number of elements, at least 0"
+    with pytest.raises(ValueError, match=wanted):
+        FSDP.edit(replicate_below=given)
+    whole: Any = float("inf")
+    assert "arrays below inf elements stay whole" in str(FSDP.edit(replicate_below=whole))
+
+
 def test_a_strategy_prints_its_four_columns():
     assert str(TENSOR | SEQUENCE) == (
         "TENSOR|SEQUENCE  (arrays below 16384 elements stay whole)\n"
@@ -94,6 +103,14 @@ def test_execution_refuses_what_it_does_not_know():
         ("precision", "fp8", "one of stored, fp32, bf16, fp64"),
         ("remat", "some", "one of none, dots, full"),
         ("reduction", "tree", "one of flat, hierarchical"),
+        ("clip", float("nan"), "a positive norm"),
+        ("clip", "3", "a positive norm"),
+        ("clip", True, "a positive norm"),
+        ("unroll", -5, "a positive number of layers"),
+        ("unroll", 0, "a positive number of layers"),
+        ("unroll", 1.5, "a positive number of layers"),
+        ("unroll", "3", "a positive number of layers"),
+        ("reshard_after_forward", "no", "true or false"),
     ):
         with pytest.raises(ValueError, match=f"{field}=.*{message}"):
             hfjax.Execution(**{field: given})

@@ -110,7 +110,7 @@ def test_dropout_of_everything_is_zero_and_so_is_its_gradient():
     assert metrics["finite"]
 
 
-@pytest.mark.parametrize("rate", [-0.1, 1.1, float("nan")])
+@pytest.mark.parametrize("rate", [-0.1, 1.1, float("nan"), True])
 def test_a_module_and_a_run_refuse_the_same_rates_of_dropout(rate):
     with pytest.raises(ValueError, match=r"Dropout\(rate=.*\): the part that is dropped is from 0"):
         Dropout(rate, rngs=nnx.Rngs(0))

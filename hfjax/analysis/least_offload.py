@@ -1,7 +1,10 @@
 """The least offload that fits a memory: bisection over compiled programs."""
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+
+from hfjax.base.keywords import is_real, is_whole
 
 STEPS = 16  # the ratios that are tried are 0/16, 1/16, …, 16/16
 
@@ -42,6 +45,11 @@ def least_offload(build: Callable[[float], int], memory: int, steps: int = STEPS
         >>> found.ratio, found.peaks[0.5]
         (0.5, 70)
     """
+    if not is_whole(steps, 1) or not is_real(memory, 0, math.inf):
+        raise ValueError(
+            f"least_offload: memory={memory!r}, steps={steps!r}: a number of bytes, at least 0, "
+            "and a whole number of steps of the grid, at least 1, are expected."
+        )
     peaks: dict[float, int] = {}
 
     def fits(step: int) -> bool:

@@ -6,8 +6,10 @@ And what the fields of a class mean, for the docstring of a function that takes 
 import difflib
 import functools
 import inspect
+import math
 import textwrap
 from collections.abc import Callable, Iterable
+from numbers import Integral, Real
 from types import FunctionType
 from typing import Any, ParamSpec, TypeVar
 
@@ -79,3 +81,40 @@ def meanings(kind: type, indent: int) -> str:
 def is_positive(value: object) -> bool:
     """Return whether a value is a whole number from 1 on; true and false are none."""
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def is_whole(value: Any, least: int, most: float = math.inf) -> bool:
+    """Return whether a value is a whole number within bounds; true and false are none.
+
+    >>> is_whole(3, 1), is_whole(1.5, 1), is_whole(True, 1), is_whole(0, 1)
+    (True, False, False, False)
+    """
+    return isinstance(value, Integral) and is_real(value, least, most)
+
+
+def check_sizes(what: str, settings: Any, *names: str) -> None:
+    """Refuse fields that are no positive whole numbers."""
+    for name in names:
+        if not is_whole(given := getattr(settings, name), 1):
+            raise ValueError(f"{what}: {name}={given!r}; a whole number, at least 1, is expected.")
+
+
+def check_seconds(what: str, **given: Any) -> None:
+    """Refuse times that are no positive numbers of seconds."""
+    for name, value in given.items():
+        if not (is_real(value, 0, (1 << 31) - 1) and value > 0):
+            raise ValueError(
+                f"{what}: {name}={value!r}; a number of seconds above 0, at most {(1 << 31) - 1}, "
+                "is expected."
+            )
+
+
+def is_real(value: Any, least: float, most: float) -> bool:
+    """Return whether a value is a number within bounds; true, false and NaN are none.
+
+    >>> is_real(0.5, 0, 1), is_real(math.nan, 0, 1), is_real("0.5", 0, 1)
+    (True, False, False)
+    """
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return False
+    return bool(least <= value <= most)  # type: ignore[operator]

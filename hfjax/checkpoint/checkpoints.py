@@ -16,12 +16,14 @@ from typing import Any, Protocol
 
 from jax.typing import DTypeLike
 
+from hfjax.base.keywords import check_seconds
 from hfjax.checkpoint.arrays import describe
 from hfjax.checkpoint.compare import arrays_to_save, step_of
 from hfjax.checkpoint.directory import (
     WriterLock,
     check_step,
     discard,
+    folder_of,
     is_ours,
     make_directory,
     set_aside,
@@ -104,8 +106,9 @@ class Checkpoints:
         config: Any = None,
         timeout: int = 600,
     ):
-        self.directory, self._layout = Path(os.path.abspath(directory)), layout
+        self.directory, self._layout = Path(os.path.abspath(folder_of(directory))), layout
         self._keep, self._config = keep or Keep(), plain("config", config)
+        check_seconds("Checkpoints", timeout=timeout)
         self._lock: WriterLock | None = None
         self._timeout = timeout
         self._writer = self._begun()
@@ -156,7 +159,7 @@ class Checkpoints:
                 up.
 
         Raises:
-            ValueError: The step or a later one is saved already, without `force`.
+            ValueError: The step is negative; or it or a later one is saved, without `force`.
         """
         self._check_open()
         step = step_of(state)
@@ -356,7 +359,7 @@ def restore(
             f"restore(directory, layout) takes a directory, then a layout; found {found}."
         )
     options = ReadOptions(dtype, parameters_only, verify, on_damage)
-    return read(Path(os.path.abspath(directory)), layout, step, options)
+    return read(Path(os.path.abspath(folder_of(directory))), layout, step, options)
 
 
 def latest(directory: str | os.PathLike) -> int | None:
@@ -370,7 +373,7 @@ def latest(directory: str | os.PathLike) -> int | None:
         >>> hfjax.latest("no/such/directory") is None
         True
     """
-    return max(steps_in(Path(directory)), default=None)
+    return max(steps_in(folder_of(directory)), default=None)
 
 
 def recorded(directory: str | os.PathLike, step: int | None = None) -> dict[str, Any]:
@@ -394,4 +397,5 @@ def recorded(directory: str | os.PathLike, step: int | None = None) -> dict[str,
         >>> hfjax.recorded(folder.name)["config"]
         {'width': 8}
     """
-    return read_record(Path(directory) / str(check_step(Path(directory), step)))
+    folder = folder_of(directory)
+    return read_record(folder / str(check_step(folder, step)))

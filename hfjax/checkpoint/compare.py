@@ -129,7 +129,12 @@ def step_of(state: Any) -> int:
             "state that the step returned, before the next step: state, metrics = step(state, "
             "batch); checkpoints.save(state)."
         )
-    return int(state.step)
+    if (step := int(state.step)) < 0:
+        raise ValueError(
+            f"step {step} of this state: the number of steps taken is at least 0. Give the state "
+            "the one that it has taken: dataclasses.replace(state, step=jnp.int32(…))."
+        )
+    return step
 
 
 def arrays_to_save(layout: Layout, state: State) -> dict[str, Any]:

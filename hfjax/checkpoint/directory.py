@@ -19,6 +19,16 @@ ENDS = {"_CHECKPOINT_METADATA", "commit_success.txt"}  # of a step: Orbax writes
 TRASH = ".deleted"  # steps are moved here at once, then deleted: a kill leaves no half step
 
 
+def folder_of(directory: str | os.PathLike) -> Path:
+    """Return the path of a directory; an empty one would be the folder at hand."""
+    if not os.fspath(directory):
+        raise ValueError(
+            f'{directory!r} is no directory of checkpoints. Give its name; "." is the folder at '
+            "hand."
+        )
+    return Path(directory)
+
+
 def steps_in(directory: Path) -> list[int]:
     """Return the steps that are saved there, in ascending order; none if there is no directory."""
     check_directory(directory)

@@ -39,6 +39,11 @@ class Keep:
             if not missing and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
                 raise ValueError(f"Keep({name}={value!r}): a positive whole number is expected.")
 
+        if not (self.best is None or (isinstance(self.best, str) and self.best)):
+            raise ValueError(f"Keep(best={self.best!r}): the name of a metric, or None: no best.")
+        if not isinstance(self.highest, bool):
+            raise ValueError(f"Keep(highest={self.highest!r}): true or false.")
+
     def kept(self, metrics: Mapping[int, Metrics]) -> list[int]:
         """Return those of the saved steps that are kept, in ascending order.
 

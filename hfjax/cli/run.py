@@ -25,7 +25,7 @@ from hfjax.processes.distributed import Cluster, init_distributed
 from hfjax.processes.exit_codes import exit_code
 from hfjax.processes.stop import leaving
 from hfjax.run import files
-from hfjax.run.build import Parts, mesh_of, whole, without_optimizer
+from hfjax.run.build import Parts, check_used, mesh_of, whole, without_optimizer
 from hfjax.run.config import Mesh, Train, at_least
 from hfjax.run.loop import CHECKPOINTS, CONFIG, train
 from hfjax.run.sampling import Sampling
@@ -61,6 +61,7 @@ def train_command(argv: Sequence[str]) -> int:
     ):  # in every process: the other ones may know of nothing
         default, rest = config_of(argv)
         config = parsed(Train, rest, "train", default)
+        check_used([config], rest)
         start(config)
         return exit_code(train(config).reason)
 

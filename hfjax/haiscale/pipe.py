@@ -39,7 +39,8 @@ from hfjax.haiscale.checks import (
 from hfjax.haiscale.partition import Partition, emptied, model_init, refilled, stack
 from hfjax.parallel.engine.blueprint import LAYERS
 from hfjax.parallel.execution import Execution
-from hfjax.parallel.mesh import batch_axes, describe_mesh, make_mesh
+from hfjax.parallel.make_mesh import make_mesh
+from hfjax.parallel.mesh import batch_axes, describe_mesh
 from hfjax.parallel.remat import Remat
 from hfjax.parallel.schedules.named import Schedule
 from hfjax.parallel.strategy import DDP, PIPE, Strategy

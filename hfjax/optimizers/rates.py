@@ -7,6 +7,8 @@ from typing import Any
 import jax.numpy as jnp
 import optax
 
+from hfjax.base.keywords import is_real, is_whole
+
 Rate = Callable[[Any], Any]
 DECAYS = ("cosine", "linear", "constant")
 SHAPES = ("linear", "log")
@@ -68,17 +70,21 @@ def rate(
 
 
 def _check_numbers(peak: float, warmup: int, end: float, hold: int) -> None:
-    numbers = (peak, warmup, end, hold)
-    if not all(isinstance(x, int | float) for x in numbers) or not 0 < peak <= LARGEST:
+    if not is_real(peak, 0, LARGEST) or not peak > 0:
         raise ValueError(
             f"rate: peak={peak!r}, warmup={warmup!r}, end={end!r}, hold={hold!r}; numbers are "
             "expected, peak a positive learning rate."
         )
-    if warmup < 0 or hold < 0 or not 0 <= end <= 1:
+    if not (_is_count(warmup) and _is_count(hold) and is_real(end, 0, 1)):
         raise ValueError(
-            f"rate: warmup={warmup}, hold={hold}, end={end}; numbers of updates, and a fraction of "
-            "the peak between 0 and 1."
+            f"rate: warmup={warmup!r}, hold={hold!r}, end={end!r}; numbers of updates, and a "
+            "fraction of the peak between 0 and 1, are expected; updates are whole numbers."
         )
+
+
+def _is_count(x: Any) -> bool:
+    """Return whether it counts updates: 100, and also 1e2."""
+    return is_whole(x, 0) or (isinstance(x, float) and x >= 0 and x.is_integer())
 
 
 def _check_way(first: int, steps: int | None, decay: str, shape: str) -> None:
@@ -87,8 +93,8 @@ def _check_way(first: int, steps: int | None, decay: str, shape: str) -> None:
             f"rate: decay={decay!r}, shape={shape!r}; decay is one of {', '.join(DECAYS)}, shape "
             f"one of {', '.join(SHAPES)}."
         )
-    if decay != "constant" and (not isinstance(steps, int) or steps <= first):
+    if decay != "constant" and not is_whole(steps, math.floor(first) + 1):
         raise ValueError(
-            f"rate: steps={steps} leave nothing to decay after warmup + hold = {first}. "
+            f"rate: steps={steps!r} leave nothing to decay after warmup + hold = {first}. "
             'Give more steps, or decay="constant".'
         )

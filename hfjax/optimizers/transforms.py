@@ -11,6 +11,7 @@ import numpy as np
 import optax
 from jax.typing import DTypeLike
 
+from hfjax.base.keywords import is_real
 from hfjax.base.paths import Flat, Tree, flatten, matches, nest, parameter_of
 
 
@@ -45,13 +46,25 @@ def adamw(
         True
     """
     numbers = {"b1": b1, "b2": b2, "eps": eps, "weight_decay": weight_decay}
+    most = dict.fromkeys(numbers, float(jnp.finfo(jnp.float32).max)) | {"b1": 1.0, "b2": 1.0}
     for name, given in numbers.items():
-        if not isinstance(given, Real):
+        if not is_real(given, 0, most[name]):
             raise ValueError(
-                f"adamw: {name}={given!r}: a plain number is expected, the same in every step. "
-                "Use optax.adamw for one that changes."
+                f"adamw: {name}={given!r}: a plain number is expected, the same in every step, "
+                f"from 0 to {most[name]:.4g}. Use optax.adamw for one that changes."
             )
+    _check_rate(learning_rate)
     return optax.adamw(learning_rate, b1, b2, eps, 0.0, mu_dtype, weight_decay, mask)
+
+
+def _check_rate(given: Any) -> None:
+    """Refuse a learning rate that is no number; arrays and schedules are not looked at."""
+    plain = isinstance(given, Real | str) or given is None
+    if plain and not is_real(given, 0, float(jnp.finfo(jnp.float32).max)):
+        raise ValueError(
+            f"adamw: learning_rate={given!r}: a finite number, at least 0, or a schedule, a "
+            "function of the number of updates (hfjax.rate), is expected."
+        )
 
 
 def by_path(
@@ -140,7 +153,7 @@ def scaled(
         {'head': -1.0, 'tokens': -0.5}
     """
     for pattern, factor in factors.items():
-        if not isinstance(factor, int | float) or not 0 <= factor <= jnp.finfo(jnp.float32).max:
+        if not is_real(factor, 0, float(jnp.finfo(jnp.float32).max)):
             raise ValueError(f"scaled: {pattern}={factor!r}; a finite factor of at least 0.")
     if not factors:
         return optimizer

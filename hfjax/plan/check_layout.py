@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 
 from hfjax.base.paths import nearest
 from hfjax.parallel.engine.blueprint import LAYERS, Blueprint
+from hfjax.parallel.make_mesh import grid_2d
 from hfjax.parallel.mesh import (
     AXES,
     BATCH_AXES,
@@ -20,7 +21,6 @@ from hfjax.parallel.mesh import (
     ROW_AXIS,
     SEQUENCE_AXES,
     describe_mesh,
-    grid_2d,
     in_use,
     on_grid,
     size_of,

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 from jax._src import distributed, xla_bridge
 
+from hfjax.base.keywords import check_seconds
 from hfjax.processes.guest import Guest, connection, words
 from hfjax.processes.meeting import LINGER, Meeting
 from hfjax.processes.ports import listener
@@ -129,6 +130,7 @@ def init_distributed(
         (0, 1)
     """
     global _joined
+    check_seconds("init_distributed", timeout=timeout, heartbeat=heartbeat)
     if _joined is None:
         _joined = _by_the_program() or _join(
             settings((coordinator, processes, process)), timeout, heartbeat, say

@@ -10,10 +10,12 @@ from typing import Any
 import jax
 
 import hfjax
+from hfjax.base.read_files import shown
 from hfjax.batches import rows_of_process
 from hfjax.data import Loader, TokenSet, standard_library
 from hfjax.data.tokens import SPLITS, check_same_tokenizer
-from hfjax.parallel.mesh import PIPE_AXIS, check_processes, describe_mesh
+from hfjax.parallel.make_mesh import check_processes
+from hfjax.parallel.mesh import PIPE_AXIS, describe_mesh
 from hfjax.run.config import Train
 from hfjax.run.model import ModelChoice, choose
 from hfjax.run.optimizer import keeps_nothing, optimizer_of, rate_of
@@ -333,6 +335,33 @@ def _free_axis(config: Train, devices: int) -> str:
             f"{unsaid[0]}."
         )
     return next(iter(unsaid), "data")
+
+
+SETTINGS_OF = {"context": "context", "pipeline": "pipe"}  # of these flags: what has to be there
+
+
+def check_used(configs: Sequence[Train], words: Sequence[str]) -> None:
+    """Refuse flags of a command line of which none of its configurations takes notice.
+
+    What a file of configuration says beside them stays: of a pipeline, say, that is off here.
+    """
+    typed = {word.partition("=")[0].removeprefix("--").replace("-", "_") for word in words}
+    for settings, needed in SETTINGS_OF.items():
+        if any(_uses(config, needed) for config in configs):
+            continue
+        for name, usual in asdict(getattr(Train(), settings)).items():
+            given = getattr(getattr(configs[0], settings), name)
+            if f"{settings}.{name}" in typed and given != usual:
+                strategy = configs[0].strategy
+                raise ValueError(
+                    f"--{settings}.{name} {shown(given)}: nothing takes notice of it, since "
+                    f"--strategy {strategy} has no {needed}. Add it: --strategy {strategy}+{needed}"
+                    f" --mesh.{needed} 2. Or leave the flag out."
+                )
+
+
+def _uses(config: Train, axis: str) -> bool:
+    return axis in _names(config.strategy) or getattr(config.mesh, axis) not in (None, 1)
 
 
 def _check_count(given: dict[str, int], found: int, more: str) -> None:

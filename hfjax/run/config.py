@@ -1,11 +1,13 @@
 """The configuration of a run: every field is a flag of `hfjax train`, and a line of its YAML."""
 
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import numpy as np
 
+from hfjax.base.keywords import is_real, is_whole
 from hfjax.base.read_files import shown
 from hfjax.parallel.activation_offload import Offload
 from hfjax.parallel.remat import Remat
@@ -25,7 +27,13 @@ def at_least(settings: Any, prefix: str, most: float = MOST, **least: float) -> 
         value = getattr(settings, name)
         if value is None:
             continue
-        number = isinstance(value, int | float) and not isinstance(value, bool)
+        number = is_real(value, -math.inf, math.inf)
+        counts = settings.__dataclass_fields__[name].type in (int, int | None)
+        if counts and number and not is_whole(value, -MOST, 2**63) and bound <= value <= most:
+            flag = f"{prefix}{name.replace('_', '-')}"
+            raise ValueError(
+                f"--{flag} {shown(value)}: a number from {bound} on is needed, a whole one."
+            )
         if not number or not bound <= value <= most:
             flag = f"{prefix}{name.replace('_', '-')}"
             to = f"to {int(most) if most < 2**53 else most}" if number and value > most else "on"

@@ -17,8 +17,9 @@ import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec as P
 
-from hfjax.base.keywords import check_keywords
+from hfjax.base.keywords import check_keywords, is_real, is_whole
 from hfjax.base.paths import Tree, flatten
+from hfjax.base.read_files import shown
 from hfjax.base.rounding import widened
 from hfjax.parallel.engine.blueprint import TRAIN, asked_by
 from hfjax.parallel.execution import Execution
@@ -27,6 +28,8 @@ from hfjax.plan.check_state import check_form, check_takes
 from hfjax.plan.layout import Layout, State
 from hfjax.plan.rearrange import rearrange
 from hfjax.plan.xla_options import options_of
+
+COLDEST, HOTTEST = 1e-30, 1e30  # logits over them are numbers of float32
 
 
 @dataclass(frozen=True)
@@ -40,13 +43,19 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self):
-        if self.temperature < 0 or (self.top_k is not None and self.top_k < 1):
+        least = 0 if is_real(self.temperature, 0, 0) else COLDEST
+        warm = is_real(self.temperature, least, HOTTEST)
+        if not warm or not (self.top_k is None or is_whole(self.top_k, 1)):
             raise ValueError(
-                f"temperature={self.temperature}, top_k={self.top_k}: a temperature of at least 0, "
-                "and at least one token to choose from."
+                f"temperature={shown(self.temperature)}, top_k={shown(self.top_k)}: a temperature "
+                f"of at least 0 (0, or from {COLDEST:g} to {HOTTEST:g}), and at least one token to "
+                "choose from, a whole number (top_k=None: all)."
             )
-        if not 0 <= self.seed < 1 << 32:
-            raise ValueError(f"--seed {self.seed}: a number from 0 to {(1 << 32) - 1} is needed.")
+        if not is_whole(self.seed, 0, (1 << 32) - 1):
+            raise ValueError(
+                f"--seed {shown(self.seed)}: a number from 0 to {(1 << 32) - 1} is needed, a whole "
+                "one."
+            )
 
     def later(self, number: int) -> "Sampling":
         """Return it for the prompt of this number: with the seed so much higher."""
@@ -85,8 +94,8 @@ def generate(  # noqa: PLR0913  options of one call
     Args:
         layout: The layout of a model that returns logits [B, S, V] of {"tokens": [B, S + 1]}.
         state: A state of it, its layers stored for any schedule.
-        prompt: At least one token; those beyond `vocab` are left out. Or a text, if there is a
-            tokenizer. Or a list of prompts: then a list is returned.
+        prompt: At least one token, each of the vocabulary. Or a text, if there is a tokenizer. Or a
+            list of prompts: then a list is returned.
         count: How many tokens, at least 1.
         length: How many of the last tokens the model sees, at most as many as it has positions.
             None: all.
@@ -97,6 +106,9 @@ def generate(  # noqa: PLR0913  options of one call
         sampling: Temperature, top_k and seed together.
         fields: Or each: temperature=0.8 (0 takes the likeliest token), top_k=40 (only among so many
             of the likeliest; None: among all), seed=0.
+
+    Raises:
+        ValueError: A number or a prompt is none that fits, or the logits are not finite.
 
     Example:
         >>> import hfjax, optax
@@ -121,8 +133,7 @@ def generate(  # noqa: PLR0913  options of one call
     check_keywords("generate", fields, [field.name for field in dataclasses.fields(Sampling)])
     sampling = dataclasses.replace(sampling, **fields)
     check_takes("generate", layout, state)
-    if count < 1:
-        raise ValueError(f"generate: {count} tokens are asked for, at least 1 is needed.")
+    _check_counts(count, length=length, vocab=vocab)
     alone = isinstance(prompt, str | bytes) or all(np.ndim(x) == 0 for x in _not_texts(prompt))
     prompts: Any = [prompt] if alone else list(prompt)
     vocab = getattr(tokenizer, "vocab", None) if vocab is None else vocab
@@ -133,6 +144,20 @@ def generate(  # noqa: PLR0913  options of one call
     told = lambda x, tokens: tokenizer.decode(tokens) if isinstance(x, str) else tokens
     texts = [told(*pair) for pair in zip(prompts, new, strict=True)]
     return texts[0] if alone else texts
+
+
+def _check_counts(count: int, **others: int | None) -> None:
+    """Refuse what is no positive whole number."""
+    if not is_whole(count, 1):
+        raise ValueError(
+            f"generate: {shown(count)} tokens are asked for, at least 1 is needed, a whole number."
+        )
+    for name, given in others.items():
+        if given is not None and not is_whole(given, 1):
+            raise ValueError(
+                f"generate: {name}={shown(given)}; a whole number of tokens, at least 1, is "
+                "expected, or None: all."
+            )
 
 
 def _not_texts(prompt: Any) -> Any:
@@ -149,10 +174,23 @@ def _known(prompt: Any, tokenizer: Any, vocab: int | None, length: int | None) -
                 'tokenizer=hfjax.data.load_tokenizer("bytes"), or that of your data.'
             )
         prompt = tokenizer.encode([prompt])[0].tolist()
-    tokens = [int(token) for token in prompt if vocab is None or token < vocab]
-    if not tokens:
+    tokens = np.asarray(list(prompt))
+    if not tokens.size:
         raise ValueError("generate: the prompt has no token. Give some text.")
-    return tokens if length is None else tokens[-length:]
+    _check_tokens(tokens, vocab)
+    return tokens.tolist()[-(length or 0) :]
+
+
+def _check_tokens(tokens: np.ndarray, vocab: int | None) -> None:
+    """Refuse a prompt of anything but tokens of the vocabulary."""
+    whole = tokens.dtype.kind in "iu"
+    most = np.iinfo(np.int32).max if vocab is None else vocab - 1
+    wrong = tokens[(tokens < 0) | (tokens > most)] if whole else tokens
+    if wrong.size:
+        raise ValueError(
+            f"generate: the prompt holds {shown(wrong.tolist()[0])}; tokens are whole numbers from "
+            f"0 to {most}. Give tokens of the model's vocabulary."
+        )
 
 
 def _written(
@@ -168,7 +206,16 @@ def _written(
     with jax.set_mesh(layout.mesh):
         counts = np.asarray(list(map(len, known)), np.int32)
         found = run(state.params, state.variables, rows, counts, seeds)
-    return np.asarray(found.addressable_data(0)).tolist()
+    new, finite, logits = (np.asarray(x.addressable_data(0)) for x in found)
+    for tokens in known:
+        _check_tokens(np.asarray(tokens), int(logits))
+    if not finite.all():
+        raise ValueError(
+            f"generate: the logits of prompt {int(finite.argmin())} are not finite, so that no "
+            "token can be chosen. The parameters of this state hold NaN or infinity, or overflow: "
+            "give the state of an earlier step."
+        )
+    return new.tolist()
 
 
 @lru_cache(maxsize=8)
@@ -181,7 +228,10 @@ def _program(follow: "_Follow") -> Any:
 
 @dataclass(frozen=True)
 class _Follow:
-    """The program that writes `count` tokens after each of some rows."""
+    """The program that writes `count` tokens after each of some rows.
+
+    It also tells of each row whether all logits were finite, and how many logits a token has.
+    """
 
     layout: Layout
     sampling: Sampling
@@ -190,7 +240,7 @@ class _Follow:
 
     def __call__(
         self, params: Tree, variables: Any, rows_BS: jax.Array, known_B: jax.Array, seeds_B: Any
-    ) -> jax.Array:
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Return the tokens that follow the first `known` of each row.
 
         Parameters of the host are fetched once, for all tokens: each device has its shards.
@@ -203,7 +253,7 @@ class _Follow:
         each = jnp.arange(len(rows_BS))
 
         def body(i, carry):
-            rows, known, new = carry
+            rows, known, new, finite, _ = carry
             logits = self._logits(model, jnp.pad(rows, ((0, 0), (0, 1))))
             last = widened(logits[each, known - 1, : self.vocab]).astype(jnp.float32)
             keys = jax.vmap(jax.random.fold_in, (0, None))(keys_B, i)
@@ -211,10 +261,13 @@ class _Follow:
             full = known == length
             rows = jnp.where(full[:, None], jnp.roll(rows, -1, axis=1), rows)
             rows = rows.at[each, jnp.where(full, length - 1, known)].set(tokens)
-            return rows, jnp.minimum(known + 1, length), new.at[:, i].set(tokens)
+            finite &= jnp.isfinite(last.max(-1))  # masked ones are -inf
+            known, new = jnp.minimum(known + 1, length), new.at[:, i].set(tokens)
+            return rows, known, new, finite, jnp.int32(logits.shape[-1])
 
         new = jnp.zeros((len(rows_BS), self.count), rows_BS.dtype)
-        return lax.fori_loop(0, self.count, body, (jnp.asarray(rows_BS), known_B, new))[2]
+        first = jnp.asarray(rows_BS), known_B, new, jnp.ones(len(rows_BS), bool), jnp.int32(0)
+        return lax.fori_loop(0, self.count, body, first)[2:]
 
     def _logits(self, model: Any, tokens_BS: jax.Array) -> jax.Array:
         forward, batch = self.layout.forward, {"tokens": tokens_BS}

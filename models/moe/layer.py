@@ -1,6 +1,6 @@
 """The layer: a router, experts, and what is beside them. [B]atch, [S]equence, [D] embed."""
 
-import math
+import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -14,7 +14,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.core import Tracer
 
-from hfjax.base.keywords import known_fields, meanings
+from hfjax.base.keywords import is_real, known_fields, meanings
 from hfjax.base.rounding import widened
 from hfjax.models.llama import MLP
 from hfjax.models.moe.losses import balance, spread, z_losses
@@ -120,12 +120,19 @@ class Mixing:
         for name in ("capacity", "eval_capacity"):
             factor = getattr(self, name)
             word = name == "eval_capacity" and factor == "same"
-            number = isinstance(factor, int | float) and 0 < factor < math.inf
+            number = is_real(factor, sys.float_info.min, sys.float_info.max)
             if factor is not None and not word and not number:
                 raise ValueError(
                     f"{name}={factor!r} of a mixture: a positive factor of the mean number of "
                     "tokens of an expert, or None: an expert takes all that come."
                 )
+        if not isinstance(self.residual, bool):
+            raise ValueError(f"residual={self.residual!r} of a mixture: true or false.")
+        if not isinstance(router, Router):
+            raise ValueError(
+                f"router={router!r} of a mixture: a hfjax.models.moe.Router, or the name of a "
+                "preset, is expected."
+            )
         least = {"top_k": 1, "min_capacity": 0, "group": 1, "block": 1, "shared": 0}
         for name, low in least.items():
             number = getattr(self, name)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 from flax import nnx
 
+from hfjax.base.keywords import is_whole
 from hfjax.models.llama import (
     MLP,
     Attention,
@@ -66,6 +67,12 @@ class MoEConfig(Mixing, LlamaConfig):
     def __post_init__(self):
         Mixing.__post_init__(self)
         LlamaConfig.__post_init__(self)
+        given: Any = self.experts if hasattr(self.experts, "__len__") else [self.experts]
+        if isinstance(given, str) or not all(is_whole(count, 0) for count in given):
+            raise ValueError(
+                f"MoEConfig: experts={self.experts!r}: a whole number, at least 0, or one for each "
+                "layer (0: a plain MLP)."
+            )
         if not isinstance(self.experts, int) and len(self.experts) != self.layers:
             raise ValueError(
                 f"MoEConfig: experts={self.experts} are {len(self.experts)} numbers for "

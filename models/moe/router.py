@@ -4,7 +4,7 @@ Everything here concerns one token by itself; what tokens of a group have to do 
 places in an expert's capacity and losses of balance, is in `places.py` and `losses.py`.
 """
 
-import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -12,6 +12,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+
+from hfjax.base.keywords import is_real, is_whole
 
 SCORES = ("softmax", "sigmoid")
 NORMALISE = ("none", "chosen", "kept")
@@ -85,10 +87,11 @@ class Router:
                     f"{', '.join(map(str, allowed))}."
                 )
         for name in ("bias_rate", "balance_loss", "z_loss", "scale"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ValueError(
-                    f"Router({name}={getattr(self, name)}): a finite number, at least 0."
-                )
+            if not is_real(given := getattr(self, name), 0, sys.float_info.max):
+                raise ValueError(f"Router({name}={given!r}): a finite number, at least 0.")
+        for name in ("recentre", "sample_second", "first_choices_only"):
+            if not isinstance(given := getattr(self, name), bool):
+                raise ValueError(f"Router({name}={given!r}): true or false.")
         draws_experts = self.noise == "rsample" or self.sample_second
         if draws_experts and (self.scores != "softmax" or self.bias_rate):
             raise ValueError(
@@ -102,10 +105,10 @@ class Router:
                 'loss over groups knows first choices. Take balance_over="group", or '
                 "first_choices_only=False."
             )
-        if not 1 <= self.best_groups <= self.groups:
+        if not (is_whole(self.groups, 1) and is_whole(self.best_groups, 1, self.groups)):
             raise ValueError(
-                f"Router(groups={self.groups}, best_groups={self.best_groups}): a token chooses "
-                "at least one group, and not more than there are."
+                f"Router(groups={self.groups!r}, best_groups={self.best_groups!r}): a token "
+                "chooses at least one group, and not more than there are. Give whole numbers."
             )
 
     @classmethod

@@ -22,6 +22,7 @@ from hfjax.cli.memory.settings import AUTO, Memory, alternatives, of_run
 from hfjax.cli.run import config_of
 from hfjax.cli.words import parsed
 from hfjax.parallel.mesh import PIPE_AXIS, describe_mesh, in_use, partitioned
+from hfjax.run.build import check_used
 from hfjax.target import (
     FRACTION,
     GPUS,
@@ -39,6 +40,7 @@ def main(argv: Sequence[str]) -> int:
     with ending_in_words("memory"):
         default, rest = config_of(argv)
         given: Memory = parsed(Memory, rest, "memory", of_run(default))
+        check_used([config for _, config in alternatives(given)], rest)
     console = Console(highlight=False)
     return carried_out("memory", lambda: _tell(given, console))
 

@@ -1,0 +1,180 @@
+"""Making a mesh: of all axes, of the devices and processes that are here."""
+
+import math
+import warnings
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh
+
+from hfjax.base.read_files import shown
+from hfjax.parallel.mesh import AXES, COLUMN_AXIS, ROW_AXIS, show_sizes
+
+
+def make_mesh(*, devices: Sequence[Any] | None = None, **sizes: int) -> Mesh:
+    """Return a mesh with every axis of `AXES`: pipe, data, fsdp, expert, context, row, tensor.
+
+    It is of the first devices; where some are left over, a warning says so.
+
+    Args:
+        devices: The devices to take, in order. None: `jax.devices()`.
+        sizes: The size of each axis by name, for instance `data=2, tensor=4`. Axes that are not
+            named have size 1, which is off. One may be -1: it takes the devices that are left.
+
+    Raises:
+        ValueError: An axis is unknown, or the sizes do not fit the number of devices; or, where
+            none are given, a process would have no device of the mesh.
+
+    Example:
+        >>> import hfjax
+        >>> mesh = hfjax.make_mesh(data=2, fsdp=-1, tensor=2)
+        >>> mesh.shape["fsdp"]
+        2
+    """
+    given, devices = devices, jax.devices() if devices is None else list(devices)
+    _check_devices(devices)
+    _check_sizes(sizes)
+    shape = {axis: sizes.get(axis, 1) for axis in AXES}
+    shape = _infer(shape, len(devices))
+    needed = math.prod(shape.values())
+    if needed > len(devices):
+        raise ValueError(
+            f"mesh {show_sizes(shape)} needs {needed} devices, found {len(devices)}. "
+            "Lower one axis, let one be inferred with -1, or run on more devices (on a CPU: "
+            f'jax.config.update("jax_num_cpu_devices", {needed}) before the first use of JAX).'
+        )
+    grid = np.array(devices[:needed]).reshape(tuple(shape.values()))
+    mesh = Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    if given is None:
+        check_processes(mesh)
+    if needed < len(devices):
+        _warn_of_idle(shape, needed, len(devices))
+    return mesh
+
+
+def _check_devices(devices: list[Any]) -> None:
+    """Refuse what is no device, and one that is there twice: it would be two parts of a mesh."""
+    if other := [device for device in devices if not hasattr(device, "platform")]:
+        raise ValueError(
+            f"make_mesh(devices={shown(other)}): devices are expected, as jax.devices() lists them."
+        )
+    device, times = next(iter(Counter(devices).most_common(1)), (None, 0))
+    if times > 1:
+        raise ValueError(
+            f"make_mesh(devices={shown(devices)}): the same device is there {times} times, "
+            f"{device}. Give each once."
+        )
+
+
+def check_processes(mesh: Mesh) -> None:
+    """Refuse, in all processes, a mesh for all of them that has no device of some."""
+    found = {device.process_index for device in mesh.devices.flat}
+    if out := [str(process) for process in range(jax.process_count()) if process not in found]:
+        raise ValueError(
+            f"{_without(mesh, *out)}: it would never take part, and be waited for. Let an axis "
+            "take the devices that are left with -1 (data=-1; hfjax train: --mesh.data -1), or "
+            "start fewer processes."
+        )
+
+
+def check_own_process(mesh: Mesh) -> None:
+    """Refuse a mesh without a device of this process, which could compute nothing on it."""
+    me, real = jax.process_index(), {*jax.devices()}  # those of `target_devices` are not
+    own = any(device.process_index == me for device in mesh.devices.flat)
+    if jax.process_count() > 1 and not own and not real.isdisjoint(mesh.devices.flat):
+        raise ValueError(
+            f"{_without(mesh, str(me))}, which is this one: it could compute nothing. Give "
+            "make_mesh devices of all processes that use the mesh (devices=…), or use it in the "
+            "others only."
+        )
+
+
+def _without(mesh: Mesh, *out: str) -> str:
+    processes = f"process{'es' * (len(out) > 1)} {', '.join(out)}"
+    shape = show_sizes(dict(mesh.shape))
+    return f"mesh {shape} has no device of {processes} of {jax.process_count()}"
+
+
+def _warn_of_idle(shape: dict[str, int], needed: int, found: int) -> None:
+    warnings.warn(
+        f"mesh {show_sizes(shape)} takes {needed} of {found} devices: {found - needed} stay idle. "
+        "Let an axis take what is left with -1 (data=-1), or, if it is meant, give the mesh its "
+        f"devices: make_mesh(devices=jax.devices()[:{needed}], …).",
+        UserWarning,
+        stacklevel=3,
+    )
+
+
+def _check_sizes(sizes: dict[str, int]) -> None:
+    for axis, size in sizes.items():
+        if axis not in AXES:
+            raise ValueError(f"unknown mesh axis {axis!r}. Axes: {', '.join(AXES)}.")
+        if not _is_size(size):
+            raise ValueError(
+                f"mesh axis {axis}={size!r}: a size is a positive integer, "
+                "or -1 to take the devices that are left."
+            )
+    if sum(size == -1 for size in sizes.values()) > 1:
+        raise ValueError(f"mesh {show_sizes(sizes)}: only one axis can be -1.")
+
+
+def _is_size(size: Any) -> bool:
+    """Whether it is the size of an axis: a positive integer, or -1 for what is left."""
+    whole = isinstance(size, int | np.integer) and not isinstance(size, bool)
+    return whole and bool(size >= 1 or size == -1)
+
+
+def _infer(shape: dict[str, int], n_devices: int) -> dict[str, int]:
+    known = math.prod(size for size in shape.values() if size != -1)
+    if -1 not in shape.values():
+        return shape
+    if n_devices % known:
+        raise ValueError(
+            f"mesh {show_sizes(shape)}: {n_devices} devices do not split into groups of {known}. "
+            "Change the given axes so that their product divides the number of devices."
+        )
+    return {axis: n_devices // known if size == -1 else size for axis, size in shape.items()}
+
+
+def grid_2d(row: int, tensor: int) -> dict[str, Any]:
+    """Return the sizes of a grid in two dimensions: weights are split over both, not gathered.
+
+    Args:
+        row: Over how many devices the residual stream is split along its width.
+        tensor: Over how many devices heads, the MLP and the vocabulary are split.
+
+    Example:
+        >>> import hfjax
+        >>> hfjax.make_mesh(data=2, **hfjax.grid_2d(2, 2)).shape["row"]
+        2
+    """
+    if not (_is_size(row) and _is_size(tensor)) or row == tensor == -1:
+        raise ValueError(
+            f"hfjax.grid_2d({row!r}, {tensor!r}): row and tensor are positive integers, whose "
+            "product is the number of devices of a grid; one of them may be -1 for the devices "
+            "that are left."
+        )
+    return {ROW_AXIS: row, COLUMN_AXIS: tensor}
+
+
+def cube(side: int) -> dict[str, Any]:
+    """Return the sizes of the cube of "3D" tensor parallelism: fsdp = row = tensor = side.
+
+    Args:
+        side: The number of devices along each of the three axes.
+
+    Example:
+        >>> import hfjax
+        >>> hfjax.cube(2)
+        {'fsdp': 2, 'row': 2, 'tensor': 2}
+    """
+    if not _is_size(side) or side < 1:
+        raise ValueError(
+            f"hfjax.cube({side!r}): its side is a positive integer, of which the third power is "
+            "the number of devices: hfjax.cube(2) has 8. For other numbers give the sizes: "
+            "make_mesh(fsdp=4, row=2, tensor=2)."
+        )
+    return {"fsdp": side, **grid_2d(side, side)}
