@@ -336,8 +336,8 @@ class TrainStep:
 def module(layout: Layout, state: State) -> Any:
     """Return the model as `model_init` makes it, with the parameters and variables of a state.
 
-    It is whole, on one device, and knows nothing of the mesh: call it, save it, hand it on. A bare
-    pytree comes back as its own tree.
+    It is whole, on one device, and knows nothing of the mesh: call it, save it, hand it on, train
+    it in a loop of your own (`nnx.Optimizer`). A bare pytree comes back as its own tree.
 
     Args:
         layout: The layout under which the state was made, trained or restored.

@@ -1,18 +1,23 @@
 """Outputs and text of a model are those of one device, under any strategy and schedule."""
 
+import warnings
 from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from flax import nnx
 
 import hfjax
+from hfjax.models.moe import MoEConfig, MoELlama
 from tests.small_gpt import tokens
 from tests.test_in_and_out import (
     CASES,
     INTERLEAVED,
+    Listed,
     alone,
     given,
     loss_of,
@@ -187,3 +192,25 @@ def test_no_token_is_chosen_by_logits_that_are_not_finite():
     for fields in ways:
         with pytest.raises(ValueError, match=r"logits of prompt 0 are not finite.* earlier step"):
             hfjax.generate(layout, broken, [[1], [2]], 2, **fields)
+
+
+def mixture(rngs):
+    return MoELlama(MoEConfig.tiny(), rngs=rngs)
+
+
+def told_of(model):
+    """What flax knows of each variable, beside the meshes that it may lie on."""
+    flat = nnx.to_flat_state(nnx.state(model))
+    return {keys: x.get_metadata() | {"eager_sharding": None} for keys, x in flat}
+
+
+def test_a_module_is_like_ones_own_and_has_no_hooks_of_which_flax_warns():
+    mesh = hfjax.make_mesh(fsdp=4, devices=jax.devices()[:4])
+    for model_init in (Listed, mixture):
+        layout = hfjax.layout(model_init, optax.sgd(0.1), mesh, hfjax.FSDP)
+        model, own = hfjax.module(layout, hfjax.init(layout)), model_init(nnx.Rngs(0))
+        assert told_of(model) == told_of(own)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+            optimizer.update(model, jax.tree.map(jnp.ones_like, nnx.state(model, nnx.Param)))

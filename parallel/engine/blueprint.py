@@ -5,7 +5,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -83,6 +83,7 @@ class Blueprint:
     sync_batch_norm: bool = True  # BatchNorm is over the rows of all devices
     notes: tuple[str, ...] = ()  # what was done to the model, and what of it is not trained
     prepare: Callable | None = None  # the model's own: batch -> batch, of whole rows
+    as_made: Mapping[str, Any] = field(default_factory=dict)  # `parameters` of nnx without hooks
 
     def prepared(self, batch: Any) -> Any:
         """Return a batch of whole rows as the model wants it, before positions are dealt."""
@@ -103,7 +104,7 @@ class Blueprint:
         states = [
             nnx.from_flat_state({self.keys[p]: _held(like[p], v) for p, v in values.items()})
             for like, values in (
-                (self.parameters, parameters),
+                (self.as_made if mode == "model" else self.parameters, parameters),
                 (self.variables, {p: v for p, v in variables.items() if p in self.keys}),
             )
         ]
@@ -298,6 +299,7 @@ def blueprint(
         sync_batch_norm=sync_batch_norm,
         create=create,
         parameters={path: _hooked(v) for path, v in parameters.items()},
+        as_made=parameters,
         variables=variables,
         keys={path_of(keys): keys for keys in where},
         **found,
