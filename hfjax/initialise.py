@@ -49,7 +49,10 @@ def init(
     Args:
         layout: Where everything lives, as `hfjax.layout` returns it.
         seed: Whole number of 32 bits from which `model_init` gets its random numbers. The same
-            seed gives the same parameters on every mesh.
+            seed gives the same parameters on every mesh: up to rounding, those of `model_init` with
+            `nnx.Rngs(key, dropout=jax.random.fold_in(key, 1))`, where `key = jax.random.key(seed)`.
+            Dropout has a stream of its own, so that a rate changes no parameter; with
+            `nnx.Rngs(seed)` a model that draws keys for dropout may have other parameters.
         schedule: The pipeline schedule of the training step. With it, layers are born on the
             stages that run them. None: the first step moves them there.
         parameters: The parameters to start from, in the model's own order, whatever the schedule:
@@ -75,6 +78,9 @@ def init(
         >>> given = {"kernel": np.ones((8, 16)), "bias": None}  # the bias: from the seed
         >>> float(hfjax.init(layout, parameters=given).params["kernel"].sum())
         128.0
+        >>> own = model(nnx.Rngs(0))  # hfjax from the parameters of a loop of your own
+        >>> state = hfjax.init(layout, parameters=own)
+        >>> own = hfjax.module(layout, state)  # a loop of your own from those of hfjax
     """
     layout = on_stages(layout, schedule)
     check(layout, Execution(schedule=schedule))
