@@ -31,6 +31,8 @@ SHAPE: dict[str, Any] = {
     "embed": 128,
 }  # heads of 64
 ROWS, STEPS = 2, 4
+# The gradients of key biases are zero but for rounding, which a smaller eps makes large updates of.
+EPS = 1e-4
 # Products as XLA chooses them without trying: two programs choose alike. And updates as written.
 ALIKE = {"xla_gpu_autotune_level": 0, "xla_disable_hlo_passes": "algsimp"}
 REFERENCE = "from tests.test_gpu import trained; import json; print(json.dumps(trained()[1]))"
@@ -39,7 +41,8 @@ REFERENCE = "from tests.test_gpu import trained; import json; print(json.dumps(t
 def layout_of(strategy=hfjax.DDP):
     config = GPTConfig(**SHAPE)
     mesh = hfjax.make_mesh(devices=jax.devices()[:1], data=1)
-    return hfjax.layout(lambda rngs: GPT(config, rngs=rngs), optax.adamw(1e-3), mesh, strategy)
+    optimizer = optax.adamw(1e-3, eps=EPS)
+    return hfjax.layout(lambda rngs: GPT(config, rngs=rngs), optimizer, mesh, strategy)
 
 
 def batch(number):
@@ -86,6 +89,13 @@ def assert_same_bits(one, other):
         np.testing.assert_array_equal(np.asarray(x), np.asarray(y), err_msg=path)
 
 
+def assert_same_but_for_rounding(one, other, limit=1e-4):
+    """Each parameter, relative to its norm: single numbers may be as good as zero."""
+    for (path, x), y in zip(flatten(one).items(), flatten(other).values(), strict=True):
+        apart = np.linalg.norm(np.asarray(x) - np.asarray(y)) / np.linalg.norm(np.asarray(y))
+        assert apart <= limit, (path, apart)
+
+
 def test_training_in_float32_gives_the_losses_of_a_cpu(reference):
     np.testing.assert_allclose(trained()[1], reference, rtol=1e-4)
 
@@ -106,8 +116,7 @@ def test_offload_changes_no_loss(ratio):
     plain, losses = trained(**alike(unroll=1))
     state, found = trained(**alike(offload=ratio))
     np.testing.assert_allclose(found, losses, rtol=1e-6)
-    for x, y in zip(jax.tree.leaves(state.params), jax.tree.leaves(plain.params), strict=True):
-        np.testing.assert_allclose(np.asarray(x), np.asarray(y), rtol=1e-4, atol=1e-5)
+    assert_same_but_for_rounding(state.params, plain.params)
 
 
 @pytest.mark.parametrize(
@@ -120,8 +129,7 @@ def test_a_state_on_the_host_stays_there_and_trains_as_on_the_device(strategy, p
     arrays = [x for x in jax.tree.leaves(getattr(state, part)) if x.ndim]
     assert {x.sharding.memory_kind for x in arrays} == {"pinned_host"}
     np.testing.assert_allclose(losses, expected, rtol=1e-5)
-    for x, y in zip(jax.tree.leaves(state.params), jax.tree.leaves(plain.params), strict=True):
-        np.testing.assert_allclose(np.asarray(x), np.asarray(y), rtol=1e-4, atol=1e-5)
+    assert_same_but_for_rounding(state.params, plain.params)
 
 
 def test_a_state_is_saved_and_restored(tmp_path):
