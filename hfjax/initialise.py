@@ -34,7 +34,7 @@ from hfjax.parallel.memory import (
 from hfjax.parallel.mesh import describe_mesh, platform_of
 from hfjax.plan.layout import Layout, State
 from hfjax.plan.on_stages import on_stages
-from hfjax.plan.rearrange import stored
+from hfjax.plan.rearrange import parameters_of, stored
 
 MOST = 8  # lines of a message about paths, of each kind
 Slices = tuple[slice, ...]
@@ -56,7 +56,8 @@ def init(
         schedule: The pipeline schedule of the training step. With it, layers are born on the
             stages that run them. None: the first step moves them there.
         parameters: The parameters to start from, in the model's own order, whatever the schedule:
-            NumPy or JAX arrays in a tree like `state.params`, or as {path: array}; or a function
+            NumPy or JAX arrays in a tree like `state.params`, or as {path: array}; a state or
+            `hfjax.full(state)`, whose layers may be stored for any schedule; or a function
             of (path, slices) that returns this part of the array, so that none is ever whole. In
             place of an array None says: from the seed. Floating-point arrays are cast to the
             model's dtype; moments, master weights and averages start from them.
@@ -190,6 +191,8 @@ def _placed(layout: Layout, seed: Any, parameters: Any) -> Flat:
         path: jax.ShapeDtypeStruct(x.shape, plain.blueprint.parameters[path].dtype)
         for path, x in plain.arrays.items()
     }
+    if isinstance(parameters, State):
+        parameters = parameters_of(layout, parameters)
     put = partial(_of_function, parameters)
     if not (callable(parameters) and jax.tree_util.all_leaves([parameters])):
         given = _by_path(parameters)
@@ -283,9 +286,9 @@ def _check_kind(parameters: Any, given: Flat, wanted: Mapping[str, Any]) -> None
     if named and others != ["array"]:
         found += f" with {type(given[others[0]]).__name__} at {others[0]}"
     raise ValueError(
-        "init(…, parameters=…): arrays in a tree like state.params, {path: array}, an nnx.Module "
-        f"or a function of (path, slices) is expected, found {found}. print(layout) shows the "
-        "paths. Make arrays of lists of numbers, np.asarray(…), and read a file first."
+        "init(…, parameters=…): arrays in a tree like state.params, {path: array}, a state, an "
+        f"nnx.Module or a function of (path, slices) is expected, found {found}. print(layout) "
+        "shows the paths. Make arrays of lists of numbers, np.asarray(…), and read a file first."
     )
 
 
@@ -297,7 +300,8 @@ def _check(given: Flat, wanted: Mapping[str, Any]) -> None:
             "these parameters are not those of the layout's model:\n  "
             + "\n  ".join(lines)
             + "\nPaths and shapes are those of the model's own order: "
-            "print(layout) shows them. None in place of an array takes it from the seed."
+            "print(layout) shows them. None in place of an array takes it from the seed. If they "
+            "lie as a pipeline stores them: give the whole state, parameters=hfjax.full(state)."
         )
 
 

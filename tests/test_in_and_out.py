@@ -194,6 +194,28 @@ def test_the_tree_may_be_that_of_a_state_or_a_module_in_numpy_or_jax_of_another_
         assert all(x.dtype == np.float32 for x in jax.tree.leaves(state.params))
 
 
+@pytest.mark.parametrize(
+    "name", ["FSDP", "a list", "PIPE, a list", "PIPE, padded", "PIPE, interleaved"]
+)
+def test_a_state_may_be_given_wherever_its_layers_lie(name):
+    layout, schedule = made(name), CASES[name][2]
+    state = hfjax.init(layout, schedule=schedule, seed=3)
+    wanted = hfjax.full(hfjax.canonical(layout, state).params)
+    for given in (state, hfjax.full(state), wanted):
+        for to, on in ((layout, schedule), (alone(name), None)):
+            found = hfjax.init(to, schedule=on, parameters=given)
+            same(hfjax.canonical(to, found).params, wanted)
+    if schedule is None:  # as the model has them
+        same(hfjax.init(layout, parameters=hfjax.full(state.params)).params, wanted)
+
+
+@pytest.mark.parametrize("name", ["PIPE, a list", "PIPE, padded"])
+def test_parameters_as_a_pipeline_stores_them_are_told_what_to_give(name):
+    state = hfjax.init(made(name), schedule=CASES[name][2])
+    with pytest.raises(ValueError, match=r"as a pipeline stores them: give the whole state"):
+        hfjax.init(alone(name), parameters=hfjax.full(state.params))
+
+
 def test_what_is_given_stays_the_users_own():
     """A step donates its state; the arrays that it was made of are none of it."""
     mine = jax.tree.map(jnp.array, hfjax.init(alone("FSDP"), seed=3).params)

@@ -96,6 +96,24 @@ def stored(layout: Layout, params: Flat) -> Flat:
     return params | jax.jit(store, out_shardings={path: on[path] for path in rows})(rows)
 
 
+def parameters_of(layout: Layout, state: State) -> Flat:
+    """Return the parameters of a state by path, in the model's order; its optimizer may be any."""
+    plain, params = layout.as_the_model, flatten(state.params)
+    if _equal(plain.order, state.order, plain.blueprint.listed):
+        return params
+    old = Arrangement(np.array(state.order, np.int32, ndmin=3))
+    params = {p: to_device(x) if isinstance(x, jax.Array) else x for p, x in params.items()}
+    if not plain.blueprint.listed:
+        rows = {path for path, p in plain.placed.items() if p.stacked}
+        return {path: old.restore(x, 0) if path in rows else x for path, x in params.items()}
+    on = {path: NamedSharding(plain.mesh, p.parameter) for path, p in plain.placed.items()}
+    was = packed_layers(plain.blueprint, plain.mesh, old)
+    devices = set(plain.mesh.devices.flat)
+    here = lambda x: isinstance(x, jax.Array) and x.sharding.device_set == devices
+    params = {path: x if here(x) else np.asarray(x) for path, x in params.items()}
+    return converted(Mover(was, plain.mesh, on), None, params)
+
+
 def _repacked(layout: Layout, old: Arrangement | None, state: State) -> State:
     """Return the state of a model whose layers are a list in the form that the layout has."""
     check_like(stored_form(layout, old), state)
