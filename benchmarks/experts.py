@@ -28,7 +28,7 @@ from hfjax.base.tables import human  # noqa: E402
 from hfjax.models.llama import Llama, LlamaConfig  # noqa: E402
 from hfjax.models.loss import next_token_loss as dense_loss  # noqa: E402
 from hfjax.models.moe import MoEConfig, MoELlama, Router, next_token_loss  # noqa: E402
-from hfjax.parallel.experts.choice import Call  # noqa: E402
+from hfjax.parallel.wings.experts.dispatch import Call  # noqa: E402
 
 LENGTH = 4096  # one row on each device
 MESHES = {8: {"expert": 8}, 64: {"fsdp": 8, "expert": 8}}

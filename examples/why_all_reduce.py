@@ -15,13 +15,13 @@ from jax.sharding import AbstractMesh, AxisType, PartitionSpec as P
 
 from hfjax.analysis.links import Links, links
 from hfjax.base.tables import aligned, human
-from hfjax.parallel.baselines.data_parallel import data_parallel_step
-from hfjax.parallel.baselines.halving_doubling import halving_doubling_all_reduce
-from hfjax.parallel.baselines.parameter_server import parameter_server_step
-from hfjax.parallel.baselines.pieces import in_pieces
-from hfjax.parallel.baselines.ring import ring_all_reduce
-from hfjax.parallel.baselines.training import Step, all_reduce_step
-from hfjax.parallel.baselines.two_level import two_level_all_reduce
+from hfjax.parallel.wings.baselines.data_parallel import data_parallel_step
+from hfjax.parallel.wings.baselines.halving_doubling import halving_doubling_all_reduce
+from hfjax.parallel.wings.baselines.parameter_server import parameter_server_step
+from hfjax.parallel.wings.baselines.pieces import in_pieces
+from hfjax.parallel.wings.baselines.ring import ring_all_reduce
+from hfjax.parallel.wings.baselines.training import Step, all_reduce_step
+from hfjax.parallel.wings.baselines.two_level import two_level_all_reduce
 
 DEVICES, NODE, ROWS = (2, 4, 8, 16, 32, 64), 8, 8  # in all; in a node; of a device
 KERNEL = jax.ShapeDtypeStruct((4096, 8192), jnp.float32)  # 128 MiB: all that is trained

@@ -5,145 +5,146 @@ Between `train_step(…)` and `jax.jit` lie these stations, each a call in `trai
 1. `check_given`: a layout and a loss.
 2. `on_stages`: the layers go where the schedule wants them.
 3. `check_runs`: what does not go together, or has nothing to do.
-4. `check_packed_rows`, `check_padding`: an optimizer that layers on stages would mislead.
-5. `warn_of_mixed_experts`, `warn_of_gathered_experts`.
-6. `check_in_backward`: an optimizer that cannot update layer by layer.
-7. `table_of`: which stage does what in which tick.
-8. `update_of`: how the state is updated; with it the data plane, which runs the model.
-9. `options_of`: what XLA is told.
-10. `check_host_loops`: whether XLA brings back what the host keeps.
+4. `check_optimizer`: an optimizer that packed or separate layers would mislead.
+5. `table_of`: which stage does what in which tick.
+6. `recipe`, `update_of`: how the state is updated; with it the data plane, which runs the model.
+7. `options_of`: what XLA is told.
+8. `check_host_loops`: whether XLA brings back what the host keeps.
 
-This file alone chooses among planes and updates, and what the modules of a model are handed.
+This file alone chooses planes, updates and what modules are handed. Where that depends on the model
+(`look`), `update_of` or `data_plane` is called again with what was seen.
 """
 
 from collections.abc import Callable
-from functools import partial
-from typing import Any
+from functools import cache, partial
+from typing import Any, NamedTuple
 
-from hfjax.check_step import check_given, check_runs
-from hfjax.parallel.activation_offload import Offloaded
+from hfjax.checks.check_step import check_given, check_runs
+from hfjax.checks.look import looked
+from hfjax.checks.look_along_rows import look_along_rows
+from hfjax.checks.look_at_grid import look_at_grid
+from hfjax.checks.optimizers import check_optimizer, takes_layers_alone
 from hfjax.parallel.autodiff.check_host_loops import check_host_loops
 from hfjax.parallel.engine.gradients import AutodiffPlane, Plane
-from hfjax.parallel.engine.local import Dealing, Local, Traced
-from hfjax.parallel.engine.sequence import dealt, undealt
-from hfjax.parallel.engine.step_context import StepContext, gradients_at_moments
+from hfjax.parallel.engine.local import Asked, Local, Traced
+from hfjax.parallel.engine.step_context import StepContext, gathered_once, gradients_at_moments
 from hfjax.parallel.execution import Execution
-from hfjax.parallel.for_models.grid import Grid
-from hfjax.parallel.for_models.kernels import Kernels
-from hfjax.parallel.for_models.shared_rows import SharedRows
-from hfjax.parallel.for_models.spread_experts import SpreadExperts
-from hfjax.parallel.heterogeneous.model import HeterogeneousModel
 from hfjax.parallel.layerwise.plane import LayerUpdatePlane, LayerwisePlane
-from hfjax.parallel.mesh import PIPE_AXIS, SEQUENCE_AXES, in_use, on_grid
+from hfjax.parallel.mesh import SEQUENCE_AXES, in_use, on_grid
 from hfjax.parallel.pipeline.plane import PipelinePlane, no_permutes
-from hfjax.parallel.placement import Placed
+from hfjax.parallel.place import Placer
 from hfjax.parallel.schedules.compile import compile_table
-from hfjax.parallel.schedules.named import Schedule
 from hfjax.parallel.schedules.table import Table
-from hfjax.plan.check_layout import warn_of_gathered_experts
+from hfjax.parallel.wings.context.on_shared_rows import OnSharedRows
+from hfjax.parallel.wings.experts.spread import SpreadExperts
+from hfjax.parallel.wings.grid.on_grid import OnGrid
+from hfjax.parallel.wings.heterogeneous.model import HeterogeneousModel
+from hfjax.parallel.wings.kernels.forms import Kernels, WithKernels
 from hfjax.plan.layout import Layout
 from hfjax.plan.on_stages import on_stages, table_of
-from hfjax.plan.xla_options import options_of
+from hfjax.plan.xla_options import Options, options_of
 from hfjax.update.asynchronous import AsynchronousUpdate
-from hfjax.update.in_backward import InBackwardUpdate, check_in_backward
-from hfjax.update.separable import check_packed_rows, check_padding, warn_of_mixed_experts
+from hfjax.update.in_backward import InBackwardUpdate
 from hfjax.update.streamed import StreamedUpdate
 from hfjax.update.update import Update
 from hfjax.update.whole import WholeUpdate
 
+LOOKS: dict[type, Callable] = {OnSharedRows: look_along_rows, OnGrid: look_at_grid}
 
-def training(
-    layout: Layout, loss: Callable, execution: Execution
-) -> tuple[Layout, Update, dict[str, Any] | None]:
-    """Return a step before it is jitted: layout with layers on stages, update, XLA's options."""
+
+class Recipe(NamedTuple):
+    """What a step is made of; kernels and experts tell what was chosen, once it is traced."""
+
+    layout: Layout
+    loss: Callable
+    run: Execution
+    table: Table | None
+    kernels: Kernels
+    experts: SpreadExperts
+    layers_alone: Callable[[], bool]
+
+
+def recipe(layout: Layout, loss: Callable, run: Execution, table: Table | None) -> Recipe:
+    """Return what a step is made of that follows a table, if there is one."""
+    kernels = Kernels.of(run.kernels, layout.mesh, loss)
+    experts = SpreadExperts(layout.mesh, run.dispatch)
+    alone = cache(partial(takes_layers_alone, layout))
+    return Recipe(layout, loss, run, table, kernels, experts, alone)
+
+
+def training(layout: Layout, loss: Callable, run: Execution) -> tuple[Recipe, Update, Options]:
+    """Return a step before it is jitted: what it is made of, its update, XLA's options."""
     check_given(layout, loss)
-    layout = on_stages(layout, execution.schedule)
-    check_runs(layout, execution, training=True)
-    check_packed_rows(layout)
-    check_padding(layout)
-    warn_of_mixed_experts(layout)
-    warn_of_gathered_experts(layout)
-    if execution.optimizer_in_backward:
-        check_in_backward(layout)
-    table = table_of(layout, execution.schedule)
-    update = update_of(layout, loss, execution, table)
-    options = options_of(layout, execution)
-    if layout.hosted or execution.offload:
+    layout = on_stages(layout, run.schedule)
+    check_runs(layout, run, training=True)
+    check_optimizer(layout, run)
+    table = table_of(layout, run.schedule)
+    made_of = recipe(layout, loss, run, table)
+    update, options = update_of(made_of), options_of(layout, run)
+    if layout.hosted or run.offload:
         check_host_loops(layout.mesh, options)
-    return layout, update, options
+    return made_of, update, options
 
 
-def update_of(layout: Layout, loss: Callable, run: Execution, table: Table | None) -> Update:
-    """Return the way in which a step updates its state."""
+def update_of(made_of: Recipe, seen: Local | None = None) -> Update:
+    """Return the way in which a step updates its state; `seen` is what a look at the model told."""
+    layout, run = made_of.layout, made_of.run
     if run.optimizer_in_backward:
-        layers = LayerUpdatePlane.of(context_of(layout, loss, run, True, kept_gathered(run)))
+        layers = LayerUpdatePlane.of(context_of(made_of, seen, alone=True, kept=True))
         return InBackwardUpdate(layout, layers.plane, layers)
-    plane, schedule = data_plane(layout, loss, run, table), run.schedule
-    stages = layout.mesh.shape[PIPE_AXIS]
-    versions = schedule.versions(stages) if isinstance(schedule, Schedule) else None
-    if versions is not None and isinstance(plane, PipelinePlane):
-        return AsynchronousUpdate.of(layout, plane, versions)
-    return (StreamedUpdate if layout.hosted else WholeUpdate)(layout, plane)
+    plane = data_plane(made_of, seen)
+    if run.schedule and run.schedule.asynchronous and isinstance(plane, PipelinePlane):
+        return AsynchronousUpdate.of(layout, plane, run.schedule)
+    if layout.hosted:
+        return StreamedUpdate(layout, plane, made_of.layers_alone)
+    return WholeUpdate(layout, plane)
 
 
-def data_plane(
-    layout: Layout, loss: Callable, execution: Execution, table: Table | None = None
-) -> Plane:
-    """Return the data plane of a layout, one that follows a table if there is one.
-
-    Planes differ in which split parameters they gather once for the whole step: those whose
-    gradient accumulates whole, and, where our code runs the layers, all of them under
-    reshard_after_forward=False.
-    """
-    once = execution.accumulate == 1
-    kept = kept_gathered(execution)
-    whole = lambda p: bool(p.split_dims("parameter")) and not p.split_dims("gradient")
+def data_plane(made_of: Recipe, seen: Local | None = None) -> Plane:
+    """Return what runs the model forward and backward."""
+    layout, run, table = made_of.layout, made_of.run, made_of.table
     if table is not None:
-        packed, fetched = layout.packed, lambda p: kept(p) or whole(p)
-        no_ring = no_permutes(table, packed is not None, execution.remat)
-        context = context_of(layout, loss, execution, False, fetched, no_ring)
-        unlike = None if packed is None else partial(HeterogeneousModel, packed=packed)
+        context = context_of(made_of, seen, kept=True, whole=True)
+        unlike = layout.packed and partial(HeterogeneousModel, packed=layout.packed)
         assert layout.arrangement is not None
         return PipelinePlane(context, layout.arrangement, compile_table(table), unlike)
     if layout.hosted.parameters and layout.blueprint.three_parts and not layout.forward:
-        return LayerwisePlane(context_of(layout, loss, execution, once, kept))
-    return AutodiffPlane(context_of(layout, loss, execution, once, whole))
+        return LayerwisePlane(context_of(made_of, seen, run.accumulate == 1, kept=True))
+    return AutodiffPlane(context_of(made_of, seen, run.accumulate == 1, whole=True))
 
 
-def kept_gathered(run: Execution) -> Callable[[Placed], bool]:
-    """Return whether a parameter stays gathered from its forward to its backward pass."""
-    return lambda p: bool(p.split_dims("parameter")) and not run.reshard_after_forward
-
-
-def context_of(
-    layout: Layout,
-    loss: Callable,
-    execution: Execution,
-    one_microbatch: bool,
-    gathered_once: Callable[[Placed], bool],
-    no_ring: str | None = None,
-) -> StepContext:
-    """Return what every plane knows of a step."""
-    kernels = handed(layout, loss, execution, no_ring)
-    placed = gradients_at_moments(layout.placed) if one_microbatch else layout.placed
+def context_of(made_of: Recipe, seen: Local | None, alone=False, **once: bool) -> StepContext:
+    """Return what a plane knows; `alone`: of one microbatch; `once`: what is gathered once."""
+    layout, run, kernels = made_of.layout, made_of.run, seen or handed(made_of)
+    placed = gradients_at_moments(layout.placed) if alone else layout.placed
     return StepContext(
         blueprint=layout.blueprint.equipped(kernels),
         placed=placed,
         mesh=layout.mesh,
-        execution=execution,
-        loss=loss,
+        execution=run,
+        loss=made_of.loss,
         forward=layout.forward,
-        traced=Traced(kernels, Offloaded(execution.offload)),
-        dealing=Dealing(dealt, undealt),
-        one_microbatch=one_microbatch,
-        gathered_for_step=frozenset(path for path, p in placed.items() if gathered_once(p)),
+        traced=Traced.of(kernels, run.offload),
+        one_microbatch=alone,
+        gathered_for_step=gathered_once(placed, run, **once),
     )
 
 
-def handed(layout: Layout, loss: Callable, execution: Execution, no_ring: str | None) -> Local:
-    """Return what modules are handed."""
-    mesh = layout.mesh
-    rows = SharedRows(execution.context, mesh, no_ring) if in_use(mesh, SEQUENCE_AXES) else None
-    grid = Grid(mesh, layout.strategy.parameters) if on_grid(mesh) else None
-    spread = SpreadExperts(mesh, execution.dispatch)
-    return Kernels.of(execution.kernels, mesh, loss, rows, grid, spread)
+def handed(made_of: Recipe) -> Local:
+    """Return what modules are handed: what they ask of a step on this mesh."""
+    layout, loss, run, table, kernels, experts, _ = made_of
+    takes_routing = getattr(loss, "takes_routing", False)
+    asked = Asked(Placer(layout.mesh, layout.strategy), experts.run, takes_routing)
+    if on_grid(layout.mesh):
+        return OnGrid(asked, layout.mesh, layout.strategy.parameters, kernels.without_logits)
+    if in_use(layout.mesh, SEQUENCE_AXES):
+        no_ring = table and no_permutes(table, bool(layout.packed), run.remat)
+        return OnSharedRows(asked, kernels, run.context, no_ring)
+    return WithKernels(asked, kernels)
+
+
+def look(plane: Plane, variables: Any, batch: Any, mode: str) -> Local | None:
+    """Return what modules are handed once a look at the model has told; None: nothing has to."""
+    kernels = plane.context.traced.kernels
+    see = LOOKS.get(type(kernels))
+    return see and looked(plane.context, variables, batch, mode, partial(see, kernels))

@@ -9,15 +9,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
 
+from hfjax import compose
 from hfjax.base.keywords import known_keywords
 from hfjax.base.mean import Mean, metrics_of
 from hfjax.base.paths import Tree, flatten
 from hfjax.batches import check_batch, missing_rows, on_devices
-from hfjax.branches import checked
-from hfjax.check_step import check_given, check_layout, check_place, check_runs
-from hfjax.compose import data_plane
-from hfjax.jax_errors import calling
+from hfjax.checks.branches import checked
+from hfjax.checks.check_step import check_given, check_layout, check_place, check_runs
+from hfjax.checks.jax_errors import calling
 from hfjax.parallel.engine.blueprint import asked_by
+from hfjax.parallel.engine.gradients import Plane
 from hfjax.parallel.engine.step_context import check_rows
 from hfjax.parallel.execution import Execution
 from hfjax.parallel.mesh import batch_axes
@@ -75,8 +76,9 @@ def eval_step(
     run = _execution(layout, schedule, given | {"context": context})
 
     def evaluate(params: Tree, variables: Any, batch: Any) -> Metrics:
-        plane = data_plane(layout, loss, run, forward_table_of(layout, schedule, batch))
+        made_of = compose.recipe(layout, loss, run, forward_table_of(layout, schedule, batch))
         with calling(layout, batch):
+            plane = _seeing(made_of, variables, batch, "eval")
             mean = plane.evaluate(flatten(params), flatten(variables), batch)
         metrics = {"loss": mean.total / mean.weight} | metrics_of(mean)
         return layout.blueprint.after_step(flatten(variables), metrics)[1]
@@ -132,12 +134,20 @@ def predict_step(
     run = _execution(layout, schedule, given | {"context": context})
 
     def predict(params: Tree, variables: Any, batch: Any) -> Any:
-        plane = data_plane(layout, _no_loss, run, forward_table_of(layout, schedule, batch))
+        made_of = compose.recipe(layout, _no_loss, run, forward_table_of(layout, schedule, batch))
         with calling(layout, batch):
+            plane = _seeing(made_of, variables, batch, "predict")
             return plane.predict(flatten(params), flatten(variables), batch)
 
     rows = NamedSharding(layout.mesh, P(batch_axes(layout.mesh)))
     return _filling(layout, _step(layout, predict, options_of(layout, run), out_shardings=rows))
+
+
+def _seeing(made_of: compose.Recipe, variables: Any, batch: Any, mode: str) -> Plane:
+    """Return the plane that runs a forward pass, once a look at the model has told."""
+    plane = compose.data_plane(made_of)
+    seen = compose.look(plane, flatten(variables), batch, mode)
+    return compose.data_plane(made_of, seen) if seen else plane
 
 
 def _filling(layout: Layout, step: Callable) -> Callable:

@@ -21,7 +21,7 @@ from jax.sharding import Mesh
 from hfjax.base.keywords import known_keywords
 from hfjax.base.paths import Flat, flatten, nest
 from hfjax.base.tables import human
-from hfjax.combinations import check
+from hfjax.checks.combinations import check
 from hfjax.parallel.engine.blueprint import raw
 from hfjax.parallel.execution import Execution, PipelineSchedule
 from hfjax.parallel.memory import (

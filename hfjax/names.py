@@ -32,8 +32,6 @@ from hfjax.parallel.activation_offload import Offload as Offload
 from hfjax.parallel.engine.gradients import gather_rows as gather_rows
 from hfjax.parallel.engine.offload_block import offload as offload
 from hfjax.parallel.execution import Execution as Execution
-from hfjax.parallel.experts.balance import balance_experts as balance_experts
-from hfjax.parallel.grid_costs import best_grid as best_grid
 from hfjax.parallel.make_mesh import cube as cube, grid_2d as grid_2d, make_mesh as make_mesh
 from hfjax.parallel.precision import Precision as Precision
 from hfjax.parallel.remat import Remat as Remat
@@ -56,6 +54,8 @@ from hfjax.parallel.strategy import (
     ZERO3 as ZERO3,
     Strategy as Strategy,
 )
+from hfjax.parallel.wings.experts.balance import balance_experts as balance_experts
+from hfjax.parallel.wings.grid.costs import best_grid as best_grid
 from hfjax.plan.layout import Layout as Layout, State as State, layout as layout
 from hfjax.plan.rearrange import canonical as canonical
 from hfjax.processes.distributed import init_distributed as init_distributed

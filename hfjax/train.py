@@ -20,15 +20,12 @@ from hfjax.batches import (
     microbatches_of,
     on_devices,
 )
-from hfjax.branches import checked
-from hfjax.check_step import check_place
-from hfjax.jax_errors import calling
+from hfjax.checks.branches import checked
+from hfjax.checks.check_step import check_place
+from hfjax.checks.jax_errors import calling
 from hfjax.parallel.activation_offload import Offloaded
-from hfjax.parallel.context.choice import Choice
 from hfjax.parallel.engine.gradients import Plane
 from hfjax.parallel.execution import Execution
-from hfjax.parallel.experts.choice import Choice as Dispatch
-from hfjax.parallel.for_models.kernels import Kernels
 from hfjax.parallel.memory import is_host_sharding, of_results
 from hfjax.parallel.mesh import describe_mesh
 from hfjax.plan.check_state import (
@@ -42,7 +39,7 @@ from hfjax.plan.check_state import (
 from hfjax.plan.layout import Layout, State
 from hfjax.plan.rearrange import rearrange
 from hfjax.update.given_parameters import Follow
-from hfjax.update.update import Held, placed_as_moments
+from hfjax.update.update import Held, Update, placed_as_moments
 from hfjax.watch import Watch
 
 Metrics = dict[str, jax.Array]
@@ -111,8 +108,8 @@ class TrainStep:
     """
 
     def __init__(self, layout: Layout, loss: Callable, execution: Execution):
-        layout, self._update, options = compose.training(layout, loss, execution)
-        self.layout, self.execution = layout, execution
+        self._recipe, self._update, options = compose.training(layout, loss, execution)
+        self.layout, self.execution = layout, execution = self._recipe.layout, execution
         self._shardings = replace(layout.shardings(), order=None)
         self._batch = batch_sharding(layout.mesh)
         self._watch = Watch(layout, execution.nonfinite, execution.patience)
@@ -267,28 +264,26 @@ class TrainStep:
         return self.plane.context.traced.offloaded
 
     @property
-    def kernels(self) -> Kernels:
+    def kernels(self) -> compose.Kernels:
         """Which form each kernel of the step takes, and why: print it. Known once it is traced."""
-        kernels = self.plane.context.traced.kernels
-        assert isinstance(kernels, Kernels)
-        return kernels
+        return self._recipe.kernels
 
     @property
-    def context(self) -> Choice | None:
+    def context(self) -> Any:
         """How devices that share rows work together, and what each form sends: print it.
 
         Known once the step is traced; None where no devices share rows.
         """
-        rows = self.kernels.rows
-        return None if rows is None else rows.choice
+        seen = getattr(self.plane.context.traced.kernels, "seen", None)
+        return seen and seen.choice
 
     @property
-    def experts(self) -> Dispatch | None:
+    def experts(self) -> Any:
         """How tokens get to experts on other devices, and what each way sends: print it.
 
         Known once the step is traced; None where no experts are spread.
         """
-        return self.kernels.spread.choice
+        return self._recipe.experts.choice
 
     def check(self, state: State) -> None:
         """Wait for the steps given so far; raise FloatingPointError if one was not finite.
@@ -308,13 +303,19 @@ class TrainStep:
 
     # -- the program ----------------------------------------------------------------------
 
+    def _seeing(self, variables: Flat, batch: Any) -> Update:
+        """Return the way in which the state is updated, once a look at the model has told."""
+        if seen := compose.look(self.plane, variables, batch, "train"):
+            self._update = compose.update_of(self._recipe, seen)
+        return self._update
+
     def _step(self, state: State, batch: Any, fits: Any = True) -> tuple[State, Metrics, Flat]:
         """Return the next state, metrics and the squares of gradients; none if it does not fit."""
         check_form(self.layout, state)
         check_batch(self.layout, batch, microbatches_of(self.execution))
         params, variables = flatten(state.params), flatten(state.variables)
         with calling(self.layout, batch):
-            found = self._update(state, batch)
+            found = self._seeing(variables, batch)(state, batch)
         metrics = {"loss": found.mean.total / found.mean.weight, "grad_norm": found.norm}
         metrics |= metrics_of(found.mean)
         if fits is not True:

@@ -7,9 +7,7 @@ from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
-from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from hfjax.base.keywords import check_sizes, is_real
@@ -23,7 +21,6 @@ from hfjax.models.parts import (
     Linear,
     anywhere,
     plain,
-    project,
     residual_scale,
     run_stacked,
     stacked,
@@ -244,17 +241,7 @@ class GPT(nnx.Module):
         """Return the logits [B, S, V], or a step's stand-in for them."""
         x_BSD, _ = without_documents(stream)
         x = self.place(self.norm(x_BSD), WHOLE, STREAM)
-        tokens = self.tokens[...]
-        logits = partial(self._logits, x, tokens)
-        return self.kernels.outputs(x, tokens, self.config.vocab, logits)
-
-    def _logits(self, x_BSD: jax.Array, tokens_VD: jax.Array) -> jax.Array:
-        place = partial(self.place, names=("batch", None, "vocab"))
-        logits = place(project(place, x_BSD, tokens_VD.T))
-        if self.config.padded_vocab == self.config.vocab:
-            return logits
-        real = lax.broadcasted_iota("int32", (1, 1, logits.shape[-1]), 2) < self.config.vocab
-        return jnp.where(real, logits, jnp.finfo(logits.dtype).min)
+        return self.kernels.outputs(x, self.tokens[...], self.config.vocab)
 
     def __call__(self, batch: Mapping[str, jax.Array]) -> jax.Array:
         return self.head(run_stacked(self.layers, self.embed(batch)))

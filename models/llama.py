@@ -20,7 +20,6 @@ from hfjax.models.parts import (
     RMSNorm,
     anywhere,
     plain,
-    project,
     residual_scale,
     run_stacked,
     stacked,
@@ -272,10 +271,4 @@ def logits_of(model: Any, x_BSD: jax.Array) -> Any:
     """Return the logits [B, S, V] of a model that has Llama's ends, or a step's stand-in."""
     x = model.place(model.norm(x_BSD), WHOLE, STREAM)
     kernel_VD = model.tokens[...] if model.unembed is None else model.unembed.kernel[...].T
-    logits = partial(_logits, model.place, x, kernel_VD)
-    return model.kernels.outputs(x, kernel_VD, model.config.vocab, logits)
-
-
-def _logits(place: Callable, x_BSD: jax.Array, kernel_VD: jax.Array) -> jax.Array:
-    by_vocab = partial(place, names=("batch", None, "vocab"))
-    return by_vocab(project(by_vocab, x_BSD, kernel_VD.T))
+    return model.kernels.outputs(x, kernel_VD, model.config.vocab)

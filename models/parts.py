@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from hfjax.base.head import logits_of, project
 from hfjax.models.bernoulli import part_of_bernoulli
 
 Axes = tuple[str | None, ...]
@@ -125,11 +126,6 @@ class Plain:
         """
         return length
 
-    @property
-    def looks(self) -> bool:
-        """Whether the model is only traced, to see where positions meet."""
-        return False
-
     def run_length(self, length: int) -> int:
         """Return how many positions follow each other, of those here: groups of them lie here.
 
@@ -190,17 +186,28 @@ class Plain:
         return multiply
 
     def outputs(
-        self, x_BSD: jax.Array, kernel_VD: Any, vocab: int, logits: Callable[[], jax.Array]
+        self, x_BSD: jax.Array, kernel_VD: Any, vocab: int, logits: Callable | None = None
     ) -> Any:
-        """Return what the loss is given: `logits()`, or a projection that stands for them.
+        """Return what the loss is given: logits x @ kernel.T, or a projection that stands for them.
 
         Args:
             x_BSD: What the head multiplies.
             kernel_VD: The head's matrix.
-            vocab: Its rows that count.
-            logits: Function that makes the logits in plain JAX.
+            vocab: Its rows that count: what follows pads it, and its logits are masked.
+            logits: () -> logits of the model's own, which are more than x @ kernel.T (a cap, a
+                bias). A grid, and a kernel that makes losses without logits, cannot take it: scale
+                x before, and put caps and biases into a loss that is given logits.
         """
-        return logits()
+        return logits() if logits else logits_of(anywhere, x_BSD, kernel_VD, vocab)
+
+    def mixed(self, mix: Callable[[], Any], left_out: Callable[[], Any]) -> Any:
+        """Return what a mixture of experts makes of its tokens.
+
+        Args:
+            mix: () -> that.
+            left_out: () -> what stands for it where a check only looks at the model.
+        """
+        return mix()
 
     # On a grid (hfjax.GRID) each device has a part of the residual stream's width.
 
@@ -273,31 +280,6 @@ class Unnumbered(int):
 
 
 unnumbered = Unnumbered(0)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def project(place: Callable, x_BSI: jax.Array, kernel_IO: jax.Array) -> jax.Array:
-    """Return x @ kernel; the gradient of the kernel contracts rows flattened to one dimension.
-
-    Two contracted dimensions are slow on a CPU. Only operands are flattened, never a result, so
-    that a partial sum can still be scattered along the sequence. `place` puts the cotangent.
-    """
-    return x_BSI @ kernel_IO
-
-
-def _project_forward(place: Callable, x_BSI: jax.Array, kernel_IO: jax.Array):
-    return x_BSI @ kernel_IO, (x_BSI, kernel_IO)
-
-
-def _project_backward(place: Callable, saved: tuple[jax.Array, jax.Array], dy_BSO: jax.Array):
-    x_BSI, kernel_IO = saved
-    dy = place(dy_BSO)
-    rows = lambda a: a.reshape(-1, a.shape[-1])
-    gradients = dy @ kernel_IO.T, rows(x_BSI).T @ rows(dy)
-    return tuple(g.astype(x.dtype) for g, x in zip(gradients, saved, strict=True))
-
-
-project.defvjp(_project_forward, _project_backward)
 
 
 class Linear(nnx.Module):

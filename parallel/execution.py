@@ -10,6 +10,7 @@ from hfjax.parallel.compiler import check_options
 from hfjax.parallel.precision import Precision, precision_of
 from hfjax.parallel.remat import Remat
 from hfjax.parallel.schedules.table import Table
+from hfjax.parallel.schedules.versions import Versions
 from hfjax.parallel.settings import Context, Wanted, check_dispatch, context_of
 
 REDUCTIONS = ("flat", "hierarchical")
@@ -32,6 +33,10 @@ class PipelineSchedule(Protocol):
 
     def table(self, stages: int) -> Table:
         """Return which stage does what in which tick."""
+        ...
+
+    def versions(self, stages: int) -> Versions | None:
+        """Return which version of the weights each task uses; None: there is only one."""
         ...
 
 

@@ -13,14 +13,14 @@ from jax.flatten_util import ravel_pytree
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec as P
 
 from hfjax.analysis.links import Links, links
-from hfjax.parallel.baselines.data_parallel import data_parallel_step
-from hfjax.parallel.baselines.halving_doubling import halving_doubling_all_reduce
-from hfjax.parallel.baselines.parameter_server import parameter_server_step
-from hfjax.parallel.baselines.pieces import in_pieces
-from hfjax.parallel.baselines.ring import ring_all_reduce
-from hfjax.parallel.baselines.training import Step, all_reduce_step
-from hfjax.parallel.baselines.two_level import two_level_all_reduce
 from hfjax.parallel.strategy import DDP
+from hfjax.parallel.wings.baselines.data_parallel import data_parallel_step
+from hfjax.parallel.wings.baselines.halving_doubling import halving_doubling_all_reduce
+from hfjax.parallel.wings.baselines.parameter_server import parameter_server_step
+from hfjax.parallel.wings.baselines.pieces import in_pieces
+from hfjax.parallel.wings.baselines.ring import ring_all_reduce
+from hfjax.parallel.wings.baselines.training import Step, all_reduce_step
+from hfjax.parallel.wings.baselines.two_level import two_level_all_reduce
 from hfjax.testing import Case, Run, recorded_gradients
 
 NODE, DEVICE = "node", "device"

@@ -13,9 +13,9 @@ from jax.sharding import PartitionSpec as P
 
 import hfjax
 from hfjax.analysis.links import links
-from hfjax.parallel.baselines.halving_doubling import halving_doubling_all_reduce
-from hfjax.parallel.baselines.parameter_server import check_servers, parameter_server_step
-from hfjax.parallel.baselines.ring import ring_all_reduce
+from hfjax.parallel.wings.baselines.halving_doubling import halving_doubling_all_reduce
+from hfjax.parallel.wings.baselines.parameter_server import check_servers, parameter_server_step
+from hfjax.parallel.wings.baselines.ring import ring_all_reduce
 from hfjax.testing import assert_same_run
 from tests.baselines import (
     DEVICE,

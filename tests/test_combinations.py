@@ -22,8 +22,8 @@ import pytest
 from flax import nnx
 
 import hfjax
-from hfjax.combinations import REFUSED, TRACED, cell, exclusions, reasons, refusals, table
-from hfjax.features import (
+from hfjax.checks.combinations import REFUSED, TRACED, cell, exclusions, reasons, refusals, table
+from hfjax.checks.features import (
     FEATURES,
     NOT_ELEMENT_BY_ELEMENT,
     NOT_IN_PARTS,
@@ -284,7 +284,7 @@ def test_a_pair_that_is_refused_raises_its_words(pair, monkeypatch):
     refusal = REFUSED[pair]
     assert bool(refusal.condition_text) == (pair in CONDITIONS) == (cell(*pair) == "?")
     if refusal.condition_text.startswith("on devices"):
-        monkeypatch.setattr("hfjax.combinations.platform_of", lambda mesh: "gpu")
+        monkeypatch.setattr("hfjax.checks.combinations.platform_of", lambda mesh: "gpu")
 
     words = () if any(FEATURES[name].model for name in pair) else ("no attention",)
 

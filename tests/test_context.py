@@ -14,7 +14,7 @@ from hfjax.models.attention import windowed
 from hfjax.models.gpt import GPT, GPTConfig, next_token_loss
 from hfjax.models.llama import Llama, LlamaConfig
 from hfjax.parallel.autodiff.varying_state import bodies
-from hfjax.parallel.context.choice import Choice
+from hfjax.parallel.wings.context.forms import Choice
 from tests.many_devices import printed
 
 LENGTH = 32

@@ -10,11 +10,11 @@ import hfjax
 from hfjax.models.attention import causal_attention, windowed
 from hfjax.models.bernoulli import part_of_bernoulli
 from hfjax.pallas_kernels.attention.mask import Mask
-from hfjax.parallel.context.deal import Deal, max_over_mean, work
-from hfjax.parallel.context.exchange import Exchange
-from hfjax.parallel.context.travel import Travel
-from hfjax.parallel.context.visits import AnyMask, Balanced, Block
 from hfjax.parallel.mesh import AXES
+from hfjax.parallel.wings.context.deal import Deal, max_over_mean, work
+from hfjax.parallel.wings.context.exchange import Exchange
+from hfjax.parallel.wings.context.travel import Travel
+from hfjax.parallel.wings.context.visits import AnyMask, Balanced, Block
 
 B, H, G, D = 2, 4, 2, 8
 

@@ -9,10 +9,10 @@ import hfjax
 from hfjax.__main__ import main
 from hfjax.cli import kernels
 from hfjax.models.gpt import next_token_loss
-from hfjax.parallel.for_models import kernel_choice
-from hfjax.parallel.for_models.kernel_choice import choose
-from hfjax.parallel.for_models.kernels import Kernels
 from hfjax.parallel.settings import KERNELS, Wanted
+from hfjax.parallel.wings.kernels import measured as kernel_choice
+from hfjax.parallel.wings.kernels.forms import Kernels
+from hfjax.parallel.wings.kernels.measured import choose
 from hfjax.target import GPUS
 from tests.small_gpt import gpt_layout
 

@@ -386,7 +386,7 @@ def test_devices_without_host_memory_are_refused(monkeypatch):
 def test_what_a_gpu_would_copy_from_host_to_host_is_refused(monkeypatch):
     step = partial(step_of, PIPE, {"pipe": 2}, offload=0.5)
     step(schedule=Schedule("zb-h1", 4))
-    monkeypatch.setattr("hfjax.combinations.platform_of", lambda mesh: "gpu")
+    monkeypatch.setattr("hfjax.checks.combinations.platform_of", lambda mesh: "gpu")
     with pytest.raises(ValueError, match=r"offload=0.5 with schedule zb-h1: .* does not branch"):
         step(schedule=Schedule("zb-h1", 4))
     step(schedule=Schedule("1f1b", 4))

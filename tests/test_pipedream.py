@@ -10,8 +10,8 @@ import pytest
 
 import hfjax
 from hfjax import DDP, FSDP, PIPE, TENSOR, ZERO1, ZERO2, Schedule
+from hfjax.checks.optimizers import check_element_by_element
 from hfjax.models.gpt import next_token_loss
-from hfjax.update.separable import check_element_by_element
 from tests.constant_stack import Stack, Tied, rows, weighted
 from tests.simulator import Simulator
 from tests.small_gpt import gpt, tokens

@@ -11,9 +11,9 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec as P
 
 from hfjax.analysis.links import links
-from hfjax.parallel.baselines.summa import summa_linear
-from hfjax.parallel.baselines.tesseract import tesseract_linear
-from hfjax.parallel.grid_costs import sent_by_summa
+from hfjax.parallel.wings.baselines.summa import summa_linear
+from hfjax.parallel.wings.baselines.tesseract import tesseract_linear
+from hfjax.parallel.wings.grid.costs import sent_by_summa
 from tests.workers import finished, start
 
 AXES = ("depth", "row", "column")

@@ -73,7 +73,7 @@ def links(program: jax.stages.Lowered) -> Links:
         raise ValueError(
             f"the program has {', '.join(others)} beside permutes: which links those take is not "
             "in the program. Count them with hfjax.collectives, or write them with "
-            "jax.lax.ppermute (hfjax.parallel.baselines has some)."
+            "jax.lax.ppermute (hfjax.parallel.wings.baselines has some)."
         )
     between: Counter[tuple[int, int]] = Counter()
     for transfer in found:

@@ -8,8 +8,8 @@ import jax
 
 from hfjax.base.exits import carried_out
 from hfjax.base.tables import aligned
-from hfjax.parallel.for_models.kernel_choice import choose, measured
 from hfjax.parallel.settings import KERNEL_WORDS, KERNELS, Wanted
+from hfjax.parallel.wings.kernels.measured import choose, measured
 from hfjax.target import GPUS
 
 

@@ -107,7 +107,7 @@ def idle_axes(placed: Iterable[Placed], strategy: Strategy, mesh: Mesh) -> list[
 def warn_of_gathered_experts(layout: Any) -> None:
     """Warn of arrays of experts that are gathered, since they are in no mixture of hfjax."""
     if told := gathered_experts(layout.placed.values()):
-        warnings.warn(told, UserWarning, stacklevel=4)
+        warnings.warn(told, UserWarning, stacklevel=5)
 
 
 def gathered_experts(placed: Iterable[Placed]) -> str:

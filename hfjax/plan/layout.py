@@ -26,11 +26,11 @@ from hfjax.optimizers.transforms import (
 )
 from hfjax.parallel.arrangement import Arrangement
 from hfjax.parallel.engine.blueprint import LAYERS, Blueprint, blueprint
-from hfjax.parallel.for_models.place import Placer
 from hfjax.parallel.make_mesh import check_own_process
 from hfjax.parallel.memory import check_has_host_memory, is_host_sharding, on_host
 from hfjax.parallel.mesh import STACK, batch_axes, describe_mesh
 from hfjax.parallel.packing import OnStages, packed_layers
+from hfjax.parallel.place import Placer
 from hfjax.parallel.placement import (
     Array,
     Placed,

@@ -15,8 +15,10 @@ from hfjax.parallel.mesh import SAMPLE_AXES, TENSOR_AXES, in_use, platform_of
 from hfjax.parallel.placement import entries_of
 from hfjax.plan.layout import Layout
 
+Options = dict[str, Any] | None  # of XLA, for one program
 
-def options_of(layout: Layout, execution: Execution) -> dict[str, Any] | None:
+
+def options_of(layout: Layout, execution: Execution) -> Options:
     """Return what XLA is told when it compiles for a layout, if anything."""
     platform, asked = platform_of(layout.mesh), execution.compiler_options
     if asked == "auto":

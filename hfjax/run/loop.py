@@ -21,7 +21,7 @@ from hfjax.checkpoint import Checkpoints, Keep
 from hfjax.checkpoint.directory import steps_in
 from hfjax.data import Loader
 from hfjax.optimizers.transforms import averaged
-from hfjax.parallel.context.deal import work_of
+from hfjax.parallel.wings.context.deal import work_of
 from hfjax.processes.agreement import agreed, check_same, speaks
 from hfjax.processes.stop import Stop
 from hfjax.processes.watchdog import Watchdog

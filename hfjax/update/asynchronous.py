@@ -9,13 +9,13 @@ import jax.numpy as jnp
 import optax
 
 from hfjax.base.paths import Flat, flatten
-from hfjax.parallel.asynchronous.plane import AsynchronousPlane
 from hfjax.parallel.engine.gradients import StepInputs
+from hfjax.parallel.execution import PipelineSchedule
+from hfjax.parallel.mesh import PIPE_AXIS
 from hfjax.parallel.pipeline.plane import PipelinePlane
-from hfjax.parallel.schedules.versions import Versions
+from hfjax.parallel.wings.asynchronous.plane import AsynchronousPlane
 from hfjax.plan.layout import Layout, State
 from hfjax.update.parts import COUNT, ENDS, LAYERS, NUMBER, OptimizerParts
-from hfjax.update.separable import check_element_by_element
 from hfjax.update.update import Found, Held, Update, unless_nonfinite
 
 
@@ -40,9 +40,12 @@ class AsynchronousUpdate(Update):
     stages: AsynchronousPlane  # of `plane`
 
     @classmethod
-    def of(cls, layout: Layout, plane: PipelinePlane, versions: Versions) -> "AsynchronousUpdate":
-        """Return the pass of a plane whose stages keep these versions of their layers."""
-        check_element_by_element(layout)
+    def of(
+        cls, layout: Layout, plane: PipelinePlane, schedule: PipelineSchedule
+    ) -> "AsynchronousUpdate":
+        """Return the pass of a plane whose stages keep versions of their layers."""
+        versions = schedule.versions(layout.mesh.shape[PIPE_AXIS])
+        assert versions is not None
         return cls(layout, plane, AsynchronousPlane(plane, versions))
 
     @cached_property

@@ -15,9 +15,8 @@ from hfjax.parallel.engine.gradients import StepInputs
 from hfjax.parallel.layerwise.plane import LayerUpdatePlane
 from hfjax.parallel.memory import is_on_host, to_device, to_host
 from hfjax.plan.hosted import MASTER
-from hfjax.plan.layout import Layout, State
+from hfjax.plan.layout import State
 from hfjax.update.parts import COUNT, ENDS, LAYERS, NUMBER, OptimizerParts
-from hfjax.update.separable import check_element_by_element
 from hfjax.update.update import Found, Held, Update
 
 
@@ -112,9 +111,3 @@ class InBackwardUpdate(Update):
 
     def _mean(self, gradient: jax.Array, weight: jax.Array) -> jax.Array:
         return gradient * (1 / weight).astype(gradient.dtype)
-
-
-def check_in_backward(layout: Layout) -> None:
-    """Refuse an optimizer that cannot update layer by layer, before all gradients are known."""
-    split = any(p.split_dims("moment") or p.stays for p in layout.placed.values())
-    check_element_by_element(layout, "optimizer_in_backward", "optimizer_in_backward=True", split)

@@ -25,7 +25,6 @@ from hfjax.parallel.mesh import PIPE_AXIS
 from hfjax.parallel.placement import Placed, entries_of
 from hfjax.plan.layout import State
 from hfjax.update.parts import OptimizerParts
-from hfjax.update.separable import check_element_by_element
 from hfjax.update.update import Found, Gradients, Held, Update, scaled, select
 
 Key = tuple[str, str]  # GRADIENT or PARAMETER and a path, or KEPT and a name
@@ -37,9 +36,11 @@ GRADIENT, PARAMETER, KEPT = "gradient", "parameter", "kept"
 class StreamedUpdate(Update):
     """The update of a layout whose state lies partly on the host (HOST_OPTIMIZER).
 
-    `train.py` makes it where `layout.hosted` is true, unless the optimizer runs in the backward
-    pass: then `parallel/layerwise` fetches and updates layer by layer.
+    Made where `layout.hosted` is true, unless the optimizer runs in the backward pass: then
+    `parallel/layerwise` fetches and updates layer by layer.
     """
+
+    layers_apart: Callable[[], bool]  # whether the optimizer updates each layer as if it were alone
 
     def __post_init__(self):
         assert self._parts, "tried out here, since no number is known inside of a trace"
@@ -144,11 +145,7 @@ class StreamedUpdate(Update):
         """Whether each layer can be updated alone, and there is one to fetch."""
         if not any(key in self.on_host for keys in self._stacks.values() for key in keys):
             return False
-        try:
-            check_element_by_element(self.layout)
-        except ValueError:
-            return False
-        return True
+        return self.layers_apart()
 
     @cached_property
     def _program(self) -> "_Program":

@@ -231,10 +231,8 @@ class MoE(nnx.Module):
         start = partial(Told.start, x, 1, self.experts, self.router.over_batch)
         before = start() if told is None else told
         rows = x.reshape(len(x), -1, x.shape[-1])
-        if self.kernels.looks:  # positions meet in groups that no device cuts
-            y, new = rows, start()
-        else:
-            y, new = self._mixed(rows, None if used is None else _flags(used, x))
+        mix = lambda: self._mixed(rows, None if used is None else _flags(used, x))
+        y, new = self.kernels.mixed(mix, lambda: (rows, start()))
         if self.shared is not None:
             y = y + self.shared(rows)
         if self.residual is not None:

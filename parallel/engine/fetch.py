@@ -17,9 +17,9 @@ from jax import lax
 from hfjax.base.paths import Index, Tree
 from hfjax.parallel.engine.legs import Leg, gather
 from hfjax.parallel.engine.reduce import reduce_gradient
-from hfjax.parallel.for_models.on_shards import on_tensor_shards
 from hfjax.parallel.memory import to_device
 from hfjax.parallel.mesh import EXPERT_AXES
+from hfjax.parallel.on_shards import on_tensor_shards
 from hfjax.parallel.placement import Dims
 from hfjax.parallel.strategy import Axes
 

@@ -87,7 +87,7 @@ class Plane(ABC):
             parameters = context.gather_once(parameters)
             random, statistics = context.sort(variables)
             keys = context.keys(random, rows_of(batch), step)
-            batch = context.dealt(statistics, keys, batch)
+            batch = context.dealt(batch)
             microbatch = self.microbatch(parameters, keys)
             gradients, mean, statistics = self._accumulate(microbatch, statistics, batch)
             context.warn_of_unread()
@@ -113,7 +113,7 @@ class Plane(ABC):
 
         def device(parameters, variables, batch):
             context.traced.begin(())
-            batch = context.dealt(variables, None, batch)
+            batch = context.dealt(batch)
             return self.loss_over_devices(self.evaluated(parameters, variables, batch))
 
         held = context.variable_specs(variables)
@@ -127,7 +127,7 @@ class Plane(ABC):
 
         def device(parameters, variables, batch):
             context.traced.begin(())
-            batch = context.dealt(variables, None, batch, joins=True)
+            batch = context.dealt(batch)
             outputs = context.undealt(self.predicted(parameters, variables, batch))
             check_rows(outputs, batch)
             return outputs

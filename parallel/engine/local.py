@@ -1,11 +1,18 @@
-"""What a step hands to the modules of a model and asks for itself, and what a trace tells it."""
+"""What a step hands to the modules of a model and asks for itself, and what a trace tells it.
+
+`Local` is the protocol. The class that answers is chosen once, in hfjax/compose.py: plain JAX or
+kernels in its place (wings/kernels), devices that share rows (wings/context), a grid (wings/grid).
+None of them knows the others; a check that looks at a model hands it one of its own. What most of
+them answer alike is here.
+"""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, Protocol
 
 import jax
 
+from hfjax.base.head import logits_of
 from hfjax.base.mean import Mean
 from hfjax.parallel.activation_offload import Offloaded
 from hfjax.parallel.engine.legs import Move, Sender
@@ -14,17 +21,40 @@ Names = tuple[str | None, ...]  # the logical axes of an activation
 
 
 class Local(Protocol):
-    """What a module asks of its step (`self.kernels`); `hfjax.models.parts.Plain` has no step.
-
-    `parallel/for_models` has what answers; the composition of a step chooses it.
-    """
+    """What a module asks of its step, as `hfjax.models.parts.Plain` says; then what a step asks."""
 
     def attention(self, attend: Callable) -> Callable:
         """Return the attention that a layer runs."""
         ...
 
+    def positions(self, length: int, names: Names = ()) -> jax.Array | None:
+        """Return the numbers, in whole rows, of the positions here; None: from 0 on."""
+        ...
+
+    def row_length(self, length: int, names: Names = ()) -> int:
+        """Return how many positions a whole row has of which there are so many here."""
+        ...
+
+    def run_length(self, length: int) -> int:
+        """Return how many positions follow each other, of those here."""
+        ...
+
+    def sum_over_row(self, x: Any) -> Any:
+        """Return sums of positions, added over the devices that share rows."""
+        ...
+
+    def sum_over_batch(self, x: Any) -> Any:
+        """Return sums of rows and positions, added over all devices that have others."""
+        ...
+
     def matmul(self, place: Any, between: Names, multiply: Callable) -> Callable:
         """Return the product of a linear map between two named dimensions."""
+        ...
+
+    def outputs(
+        self, x_BSD: jax.Array, kernel_VD: jax.Array, vocab: int, logits: Callable | None = None
+    ) -> Any:
+        """Return what the loss is given: logits, or a projection that they are never made of."""
         ...
 
     def mean(self, x: jax.Array, name: str | None) -> jax.Array:
@@ -35,46 +65,172 @@ class Local(Protocol):
         """Return the row of each token in a table."""
         ...
 
+    def of_stream(self, x_BS: jax.Array, /) -> jax.Array:
+        """Return what belongs to the positions of the stream that are here."""
+        ...
+
+    def columns(self, width: int) -> tuple[jax.Array, int] | None:
+        """Return the numbers of the stream's columns here, and of how many; None: all are."""
+        ...
+
     def experts(self, mixture: Any, x_GTD: jax.Array, routed: Any) -> jax.Array:
         """Return what the experts of a layer make of tokens."""
         ...
 
-    def positions(self, length: int, names: Names = ()) -> jax.Array | None:
-        """Return the numbers, in whole rows, of the positions here; None: from 0 on."""
+    def mixed(self, mix: Callable[[], Any], left_out: Callable[[], Any]) -> Any:
+        """Return what a mixture makes of its tokens; in a look at the model what stands for it."""
         ...
 
-    def sender(self, move: Move) -> Sender | None:
-        """Return what moves a parameter or a gradient in place of XLA, or None."""
+    def told(self, outputs: Any, routed: Callable, needed: bool) -> Any:
+        """Return outputs with what routers told, for a loss that takes it."""
         ...
 
     def check_told(self, metrics: Mapping[str, Any]) -> None:
         """Refuse a loss that has taken no part in what routers told."""
         ...
 
-    def counted_once(self, mean: Mean) -> Mean:
+    def sender(self, move: Move) -> Sender | None:
+        """Return what moves a parameter or a gradient in place of XLA, or None."""
+        ...
+
+    def dealt(self, prepared: Callable, batch: Any) -> Any:
+        """Return the part of a batch of whole rows that this device computes with."""
+        ...
+
+    def undealt(self, outputs: Any, /) -> Any:
+        """Return what the model made of its part, for whole rows and widths."""
+        ...
+
+    def counted_once(self, mean: Mean, /) -> Mean:
         """Return the sums of a loss so that all devices together count them once."""
         ...
 
 
-class Dealing(NamedTuple):
-    """How the rows of a batch come to devices that share them, and their outputs together again."""
+# -- what those answer that have nothing to say: methods of their classes -------------------------
 
-    # (context, variables without keys, keys or None, batch, joins) -> this device's part of the
-    # batch; `joins`: outputs may be parts, since undealt joins them.
-    dealt: Callable
-    undealt: Callable  # (context, outputs of the parts) -> outputs of whole rows
+
+def as_it_is(self: Any, x: Any) -> Any:
+    """Return x: devices have nothing to add up, to cut or to join."""
+    return x
+
+
+def whole_batch(self: Any, prepared: Callable, batch: Any) -> Any:
+    """Return the batch: its rows are whole."""
+    return batch
+
+
+def from_zero(self: Any, length: int, names: Names = ()) -> jax.Array | None:
+    """Return None: positions are numbered from 0 on."""
+    return None
+
+
+def all_here(self: Any, length: int, names: Names = ()) -> int:
+    """Return the length: all positions of a row are here, and follow each other."""
+    return length
+
+
+def all_columns(self: Any, width: int) -> tuple[jax.Array, int] | None:
+    """Return None: the whole width is here."""
+    return None
+
+
+def mean_here(self: Any, x: jax.Array, name: str | None) -> jax.Array:
+    """Return the mean over the last dimension, which is whole."""
+    return x.mean(-1, keepdims=True)
+
+
+def rows_of_table(self: Any, table_VD: jax.Array, tokens_BS: jax.Array) -> jax.Array:
+    """Return the row of each token in a table; XLA knows how the table is split."""
+    return table_VD[tokens_BS]
+
+
+def mix_now(self: Any, mix: Callable[[], Any], left_out: Callable[[], Any]) -> Any:
+    """Return what the mixture makes of its tokens."""
+    return mix()
+
+
+def by_xla(self: Any, move: Move) -> Sender | None:
+    """Return None: XLA moves parameters and gradients."""
+    return None
+
+
+def made_logits(
+    self: Any, x_BSD: jax.Array, kernel_VD: jax.Array, vocab: int, logits: Callable | None = None
+) -> jax.Array:
+    """Return logits, the model's own where it hands over a function that makes them."""
+    return logits() if logits else logits_of(self.step.place, x_BSD, kernel_VD, vocab)
+
+
+# -- what each of them needs of a step ------------------------------------------------------------
+
+LOAD = "expert_load"  # the metric that a loss has of what routers told
+NOT_TOLD = (
+    "the routers of this model add to the loss, or balance their loads, and the loss takes no part "
+    "in it. Use hfjax.models.moe.next_token_loss; mark a loss of your own with "
+    "hfjax.models.moe.takes_routing, let the model return hfjax.models.moe.Routed with what its "
+    "mixtures told, and return hfjax.models.moe.with_routing(losses, weights, routed); or choose "
+    "Router(balance_loss=0, z_loss=0, bias_rate=0)."
+)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What every `Local` is made of.
+
+    Attributes:
+        place: Where activations lie.
+        spread: (mixture, tokens, routed) -> what experts make of them, on devices or here.
+        takes_routing: Whether the loss takes what routers told.
+        routers: Those that the loss needs, once the model is traced.
+    """
+
+    place: Callable
+    spread: Callable
+    takes_routing: bool = False
+    routers: list[bool] = field(default_factory=list, compare=False)
+
+
+@dataclass(frozen=True)
+class InStep:
+    """The `Local` of a step, whatever devices share; the rest is its class's own."""
+
+    step: Asked
+    chooses_kernels: ClassVar[bool] = True  # a look at the model puts another in its place
+
+    def experts(self, mixture: Any, x_GTD: jax.Array, routed: Any) -> jax.Array:
+        """Return what the experts of a layer, spread over devices or not, make of tokens."""
+        if mixture.tells:
+            self.step.routers.append(True)
+        return self.step.spread(mixture, x_GTD, routed)
+
+    def told(self, outputs: Any, routed: Callable, needed: bool) -> Any:
+        """Return outputs with what routers told, for a loss that takes it."""
+        if self.step.takes_routing:
+            return routed(outputs)
+        if needed:
+            raise ValueError(NOT_TOLD)
+        return outputs
+
+    def check_told(self, metrics: Mapping[str, Any]) -> None:
+        """Refuse a loss that has taken no part in what routers told: its metrics have no loads."""
+        if self.step.routers and LOAD not in metrics:
+            raise ValueError(NOT_TOLD)
 
 
 @dataclass
 class Traced:
     """Made with a step, and filled in while the step is traced."""
 
-    kernels: Local  # which form each kernel takes, and why
+    kernels: Local
     offloaded: Offloaded  # what layers keep for the backward pass, and what of it the host holds
     names: set[str] = field(default_factory=set)  # of tensors, where remat asks for names
     unread: set[str] = field(default_factory=set)  # parameters that nothing has read yet
     written: set[str] = field(default_factory=set)  # variables that the model writes to
-    parts: list[dict[int, str]] = field(default_factory=list)  # of outputs on a grid: see Grid
+
+    @classmethod
+    def of(cls, kernels: Local, offload: Any) -> "Traced":
+        """Return what a trace fills in, where so much of what layers keep goes to the host."""
+        return cls(kernels, Offloaded(offload))
 
     def begin(self, parameters: Iterable[str]) -> None:
         """Begin a trace: what JAX kept of an earlier one, it must not take for this one's."""

@@ -27,7 +27,7 @@ from hfjax.parallel.engine.blueprint import LAYERS, Blueprint
 from hfjax.parallel.engine.fetch import Movement, Stored
 from hfjax.parallel.engine.layers import LayerOptions
 from hfjax.parallel.engine.legs import Choose, Leg, by_xla, legs
-from hfjax.parallel.engine.local import Dealing, Traced
+from hfjax.parallel.engine.local import Traced
 from hfjax.parallel.engine.reduce import Reduction, one_scatter_per_axis
 from hfjax.parallel.execution import Execution
 from hfjax.parallel.mesh import (
@@ -59,7 +59,6 @@ class StepContext:
     loss: Callable
     forward: Callable | None
     traced: Traced
-    dealing: Dealing
     one_microbatch: bool  # no gradient has to wait for another (in a pipeline: never)
     gathered_for_step: frozenset[str]  # paths of parameters that are gathered once in a step
 
@@ -185,13 +184,13 @@ class StepContext:
         cast = lambda x: dtype is not None and jnp.issubdtype(x.dtype, jnp.floating)
         return jax.tree.map(lambda x: x.astype(dtype) if cast(x) else x, batch)
 
-    def dealt(self, variables: Flat, keys: Callable | None, batch: Any, joins: bool = False) -> Any:
+    def dealt(self, batch: Any) -> Any:
         """Return the part of a batch of whole rows that this device computes with."""
-        return self.dealing.dealt(self, variables, keys, batch, joins)
+        return self.traced.kernels.dealt(self.blueprint.prepared, batch)
 
     def undealt(self, outputs: Any) -> Any:
-        """Return what the model made of its part of the rows, for whole rows."""
-        return self.dealing.undealt(self, outputs)
+        """Return what the model made of its part, for whole rows and widths."""
+        return self.traced.kernels.undealt(outputs)
 
     def mean(self, outputs: Any, batch: Any) -> Mean:
         """Return the loss of a batch."""
@@ -327,6 +326,23 @@ class StepContext:
 
 def _ignore(path: str) -> None:
     """Take no note of a parameter that is read."""
+
+
+def gathered_once(
+    placed: Mapping[str, Placed], run: Execution, kept: bool = False, whole: bool = False
+) -> frozenset[str]:
+    """Return the paths of the split parameters that are gathered once in a step.
+
+    Args:
+        placed: All parameters.
+        run: How the step runs.
+        kept: Those that stay gathered from their forward to their backward pass are.
+        whole: Those whose gradient accumulates whole are.
+    """
+    split = {path: p for path, p in placed.items() if p.split_dims("parameter")}
+    if kept and not run.reshard_after_forward:
+        return frozenset(split)
+    return frozenset(path for path, p in split.items() if whole and not p.split_dims("gradient"))
 
 
 def gradients_at_moments(placed: Mapping[str, Placed]) -> dict[str, Placed]:

@@ -236,7 +236,7 @@ class LayerUpdatePlane:
         context, rows = self.plane.context, rows_of(batch)
         random, statistics = context.sort(held.variables)
         keys = context.keys(random, rows, step)
-        batch = context.dealt(statistics, keys, batch)
+        batch = context.dealt(batch)
         parameters = context.gather_once(held.parameters)
         variables = lambda m, i: {**variables_of(statistics, i), **keys(i, m, rows)}
         return self.plane.placed(parameters, variables, batch, "train")

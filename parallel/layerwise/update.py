@@ -12,9 +12,9 @@ from jax import lax
 from hfjax.base.mean import Mean
 from hfjax.base.paths import Flat, Index
 from hfjax.parallel.engine.reduce import Reduction
-from hfjax.parallel.for_models.on_shards import on_tensor_shards
 from hfjax.parallel.memory import is_on_host, to_device, to_host
 from hfjax.parallel.mesh import partitioned, size_of
+from hfjax.parallel.on_shards import on_tensor_shards
 from hfjax.parallel.placement import Dims, Placed, auto_part
 
 

@@ -1,0 +1,44 @@
+"""The product of a linear map as models and steps write it, and the logits of a head."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def project(place: Callable, x_BSI: jax.Array, kernel_IO: jax.Array) -> jax.Array:
+    """Return x @ kernel; the gradient of the kernel contracts rows flattened to one dimension.
+
+    Two contracted dimensions are slow on a CPU. Only operands are flattened, never a result, so
+    that a partial sum can still be scattered along the sequence. `place` puts the cotangent.
+    """
+    return x_BSI @ kernel_IO
+
+
+def _forward(place: Callable, x_BSI: jax.Array, kernel_IO: jax.Array):
+    return x_BSI @ kernel_IO, (x_BSI, kernel_IO)
+
+
+def _backward(place: Callable, saved: tuple[jax.Array, jax.Array], dy_BSO: jax.Array):
+    x_BSI, kernel_IO = saved
+    dy = place(dy_BSO)
+    rows = lambda a: a.reshape(-1, a.shape[-1])
+    gradients = dy @ kernel_IO.T, rows(x_BSI).T @ rows(dy)
+    return tuple(g.astype(x.dtype) for g, x in zip(gradients, saved, strict=True))
+
+
+project.defvjp(_forward, _backward)
+
+
+def logits_of(place: Callable, x_BSD: jax.Array, kernel_VD: Any, vocab: int) -> jax.Array:
+    """Return x @ kernel.T, placed by vocabulary; entries that pad the vocabulary are masked."""
+    by_vocab = partial(place, names=("batch", None, "vocab"))
+    logits = by_vocab(project(by_vocab, x_BSD, kernel_VD.T))
+    if logits.shape[-1] == vocab:
+        return logits
+    real = lax.broadcasted_iota("int32", (1, 1, logits.shape[-1]), 2) < vocab
+    return jnp.where(real, logits, jnp.finfo(logits.dtype).min)

@@ -1,0 +1,146 @@
+"""What a step refuses before it is traced: what cannot run, or would run in vain."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+
+from hfjax.base.mean import check_loss
+from hfjax.checks.combinations import check
+from hfjax.parallel.execution import Execution
+from hfjax.parallel.memory import check_has_host_memory
+from hfjax.parallel.mesh import (
+    AXES,
+    EXPERT_AXES,
+    EXPERTS,
+    MEANING,
+    PIPE_AXIS,
+    describe_mesh,
+    in_use,
+    on_grid,
+)
+from hfjax.parallel.wings.kernels.measured import check_kernels
+from hfjax.plan.check_layout import check_on_grid, warn_of_gathered_experts
+from hfjax.plan.check_state import is_traced
+from hfjax.plan.layout import Layout, State
+
+
+def check_layout(layout: Any) -> None:
+    """Refuse what is no layout."""
+    if not isinstance(layout, Layout):
+        raise ValueError(f"a layout of hfjax.layout is expected, found {type(layout).__name__}.")
+
+
+def check_given(layout: Any, loss: Any) -> None:
+    """Refuse what is no layout, or no loss."""
+    if not isinstance(layout, Layout) or not callable(loss):
+        raise ValueError(
+            f"train_step and eval_step take a layout and a loss(outputs, batch), found "
+            f"{type(layout).__name__} and {type(loss).__name__}."
+        )
+    check_loss(loss)
+
+
+def check_place(layout: Layout, state: State) -> None:
+    """Refuse a state that lies as another layout of the model has it."""
+    wanted = layout.shardings()
+    for what in ("params", "optimizer"):
+        pairs = jax.tree_util.tree_flatten_with_path(getattr(state, what))[0]
+        places = jax.tree.leaves(getattr(wanted, what))
+        if len(pairs) != len(places):  # layers that another schedule has packed
+            return
+        for (keys, x), place in zip(pairs, places, strict=True):
+            if not is_traced(x) and not _lies(x, place):
+                raise ValueError(
+                    f"this state was made with another layout: {what}"
+                    f"{jax.tree_util.keystr(keys)} lies as {_where(x)}, and this layout "
+                    f"({layout.strategy.name} on {describe_mesh(layout.mesh)}) has it as "
+                    f"{place.spec}. Give train_step the layout that the state was made with, or "
+                    "move the state: jax.device_put(state, layout.shardings())."
+                )
+
+
+def _lies(x: Any, place: Any) -> bool:
+    """Return whether an array lies on these devices, split so."""
+    own = getattr(x, "sharding", None)
+    return own is not None and own.is_equivalent_to(place, x.ndim)
+
+
+def _where(x: Any) -> str:
+    """Return where an array lies, as people read it."""
+    sharding = getattr(x, "sharding", None)
+    if isinstance(sharding, NamedSharding):
+        mesh = sharding.mesh
+        if isinstance(mesh, Mesh) and mesh.axis_names == AXES:
+            return f"{sharding.spec} on {describe_mesh(mesh)}"
+        return f"{sharding.spec} on {dict(mesh.shape)}"
+    devices = getattr(sharding, "device_set", ())
+    return f"{len(devices)} devices" if len(devices) > 1 else "one array"
+
+
+def check_runs(layout: Layout, execution: Execution, training: bool = False) -> None:
+    """Refuse what cannot run, or would run in vain."""
+    check(layout, execution)
+    if idle := layout.unused_axes():
+        _refuse_idle(layout, idle)
+    if on_grid(layout.mesh):
+        check_on_grid(layout.placed, layout.strategy.parameters)
+    if execution.dispatch != "auto":
+        _check_travels(layout, execution.dispatch)
+    check_kernels(execution.kernels, layout.mesh.devices.flat[0])
+    if training:
+        _check_after_step(layout)
+        warn_of_gathered_experts(layout)
+    stages = layout.mesh.shape[PIPE_AXIS]
+    if training and stages > 1 and execution.schedule is None:
+        raise ValueError(
+            f"{describe_mesh(layout.mesh)}: a pipe axis needs a schedule, for instance "
+            f'schedule=hfjax.Schedule("1f1b", microbatches={4 * stages}).'
+        )
+    if execution.offload is not None:
+        check_has_host_memory(layout.mesh)
+
+
+def _refuse_idle(layout: Layout, idle: Sequence[str]) -> None:
+    """Refuse mesh axes whose devices would repeat each other's work."""
+    if alone := [axis for axis in idle if MEANING[axis].rows]:
+        named = MEANING[alone[0]].stays
+        raise ValueError(
+            f"mesh {describe_mesh(layout.mesh)}: no parameter stays split over {alone[0]} under "
+            f"{layout.strategy.name}. It is for arrays with a dimension named {named!r} "
+            "(hfjax.models.moe has such layers) and a strategy that splits it: add hfjax.EXPERT. "
+            "To split only rows, use data in its place."
+        )
+    raise ValueError(
+        f"mesh {describe_mesh(layout.mesh)}: {', '.join(idle)} splits neither the batch nor a "
+        f"parameter under {layout.strategy.name}: its devices would repeat each other's work. "
+        "Set it to 1, or add a strategy that uses it (hfjax.TENSOR uses tensor, hfjax.GRID row and "
+        "tensor, hfjax.CONTEXT context, hfjax.EXPERT expert, hfjax.PIPE pipe)."
+    )
+
+
+def _check_travels(layout: Layout, dispatch: str) -> None:
+    """Refuse to choose how tokens travel where none do; the axis of hfjax.EXPERT may be off."""
+    off = EXPERTS in layout.strategy.parameters and not in_use(layout.mesh, EXPERT_AXES)
+    axes = {axis for p in layout.placed.values() for axis in p.stays}
+    if not off and not axes.intersection(EXPERT_AXES):
+        raise ValueError(
+            f"dispatch={dispatch!r} on {describe_mesh(layout.mesh)} under {layout.strategy.name}: "
+            "no tokens travel, since no mixture of hfjax.models.moe has its experts on several "
+            "devices. Leave dispatch out, or take hfjax.EXPERT and make_mesh(expert=…)."
+        )
+
+
+def _check_after_step(layout: Layout) -> None:
+    """Refuse variables that the model's own `after_step` would have to change, if it has none."""
+    held = layout.blueprint.variables.items()
+    moves = lambda v: isinstance(v, nnx.Variable) and v.get_metadata("needs_after_step", False)
+    needs = [path for path, variable in held if moves(variable)]
+    if needs and not hasattr(layout.blueprint.abstract("train"), "after_step"):
+        raise ValueError(
+            f"{needs[0]} moves once in a step (Router(bias_rate=…)), and the model has no method "
+            "after_step(variables, metrics) that moves it. Give it one that returns "
+            "hfjax.models.moe.after_step(variables, metrics, rate), or take bias_rate=0."
+        )

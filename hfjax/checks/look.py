@@ -1,0 +1,71 @@
+"""Running a model for a look at it: only the first of its stacked layers.
+
+What is traced so is not run. `look_along_rows.py` looks for what meets along the sequence,
+`look_at_grid.py` for what meets along a dimension of which a device of a grid has a part.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from hfjax.base.paths import Flat
+from hfjax.parallel.engine.gradients import called
+from hfjax.parallel.engine.layers import is_list, items_of
+from hfjax.parallel.engine.step_context import StepContext, rows_of
+
+
+def outputs_of_a_look(
+    context: StepContext,
+    mode: str,
+    parameters: Flat,
+    variables: Flat,
+    batch: Any,
+    times: Callable[[int], AbstractContextManager] = nullcontext,
+) -> Any:
+    """Return what the model makes of a batch, of stacked layers only the first being run.
+
+    Args:
+        context: What is known of the step.
+        mode: "train" or "eval".
+        parameters: All of them.
+        variables: Also those that hold random keys.
+        batch: As the model reads it.
+        times: What is around a layer that stands for so many.
+    """
+    model = context.blueprint.merge(parameters, variables, mode)
+    inputs = context.inputs(batch)
+    if not context.in_parts:
+        return called(context.forward, model, variables, inputs, mode)
+    x = model.embed(inputs)
+    if is_list(model.layers):
+        for layer in items_of(model.layers):
+            x = layer(x)
+        return model.head(x)
+    graph, *arrays = nnx.split(model.layers, nnx.Param, ...)
+    with times(jax.tree.leaves(arrays)[0].shape[0]):
+        x = nnx.merge(graph, *jax.tree.map(lambda a: a[0], arrays))(x)
+    return model.head(x)
+
+
+def looked(context: StepContext, variables: Flat, batch: Any, mode: str, look: Callable) -> Any:
+    """Return `look(context, variables, batch, mode)`, traced on what one device has.
+
+    The variables that hold random keys are those of the rows there.
+    """
+    found: list[Any] = []
+
+    def device(variables: Flat, batch: Any) -> tuple:
+        if mode == "train":
+            random, statistics = context.sort(variables)
+            keys = context.keys(random, rows_of(batch), jnp.int32(0))
+            variables = {**statistics, **keys(None, 0, rows_of(batch))}
+        found.append(look(context, variables, batch, mode))
+        return ()
+
+    in_specs = (context.variable_specs(variables), context.batch_spec)
+    jax.eval_shape(context.shard_map(device, in_specs, ()), variables, batch)
+    return found[0]

@@ -1,0 +1,153 @@
+"""The data plane of a step in which stages update their layers themselves."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from hfjax.base.mean import Mean
+from hfjax.base.paths import Flat
+from hfjax.parallel.autodiff.dissect import Dissected
+from hfjax.parallel.autodiff.model_parts import ModelParts
+from hfjax.parallel.engine.blueprint import LAYERS
+from hfjax.parallel.engine.gradients import StepInputs
+from hfjax.parallel.engine.step_context import rows_of
+from hfjax.parallel.mesh import PIPE_AXIS, in_use
+from hfjax.parallel.pipeline.executor import Pipeline
+from hfjax.parallel.pipeline.plane import PipelinePlane
+from hfjax.parallel.schedules.versions import Versions
+from hfjax.parallel.wings.asynchronous.weights import VersionedWeights
+
+
+@dataclass(frozen=True)
+class AsynchronousPlane:
+    """A pipeline's plane, whose stages keep versions of their layers."""
+
+    plane: PipelinePlane
+    versions: Versions
+
+    def train(
+        self, held: StepInputs, batch: Any, step: jax.Array, apply: Callable
+    ) -> tuple[StepInputs, jax.Array, Flat, Mean]:
+        """Return what changed; mean squared norm of layers' gradients; other gradients; Mean.
+
+        `apply(gradients, (moments, counts), parameters) -> (parameters, (moments, counts))` is
+        given the gradients of a mean; those of the outside are of a total, over all microbatches.
+        """
+        context = self.plane.context
+        stages = in_use(context.mesh, (PIPE_AXIS,))
+
+        def device(held, batch, step):
+            context.traced.begin(context.placed)
+            layers, (moments, counts), squares, outside, means = self._stage(
+                held, batch, step, apply
+            )
+            outside = {path: self.plane.outside_scattered(path, g) for path, g in outside.items()}
+            outside = context.reduction(outside, context.placed)
+            agreed = lambda x: lax.pmax(x, stages) if stages else x  # all stages count alike
+            new = StepInputs(layers, {}, moments, jax.tree.map(agreed, counts))
+            context.check_kept()
+            squares = lax.psum(squares, stages) if stages else squares
+            return new, squares, outside, context.sum(jax.tree.map(lambda x: x.sum(0), means))
+
+        at_home = StepInputs(P(*stages), P(), P(*stages), P())
+        given = at_home._replace(parameters=context.specs("parameter"))
+        in_specs = (given, context.batch_spec, P())
+        out_specs = (at_home, P(), P(), P())
+        new, squares, *rest = context.shard_map(device, in_specs, out_specs)(held, batch, step)
+        return new, squares / self._updates_per_call, *rest
+
+    @property
+    def _updates_per_call(self) -> int:
+        return int((self.versions.columns["U_version"][:, 0] >= 0).sum())
+
+    def _stage(self, held: StepInputs, batch: Any, step: Any, apply: Callable) -> tuple:
+        """Return what one stage has after the last tick."""
+        context, ticks = self.plane.context, self.plane.ticks
+        random, statistics = context.sort(held.variables)
+        keys = context.keys(random, rows_of(batch), step)
+        batch = context.dealt(batch)
+        model = weighed(self.plane.training(held.parameters, statistics, batch, keys, 0).model())
+        columns = ticks.columns | self.versions.columns
+        columns["B_first"] = _first_of_group(columns["B_microbatch"], columns["U_version"])
+        weights = VersionedWeights(
+            versions=self.versions,
+            units=model.order.shape[2],
+            layers={p: a for p, a in held.parameters.items() if p.startswith(LAYERS)},
+            optimizer=(held.moments, held.counts),
+            reduce=self._reduce,
+            apply=apply,
+        )
+        ticks = replace(ticks, columns=columns)
+        plane = self.plane
+        stage = Pipeline(ticks, model, plane.unroll, plane.offloading, weights)
+        state = stage.run_ticks()
+        told = (state[name] for name in ("optimizer", "squares", "outside", "aux"))
+        return weights.final(stage, state), *told
+
+    def _reduce(self, gradients: Flat, weight: jax.Array) -> Flat:
+        """Return the gradients of the mean over the rows of all devices of a stage.
+
+        A microbatch without weight has no mean, and no gradient.
+        """
+        context = self.plane.context
+        summed = context.reduction(gradients, context.placed)
+        weight = lax.psum(weight, context.samples) if context.samples else weight
+        scale = jnp.where(weight == 0, 0, 1 / weight)
+        mean = lambda path, g: (g * scale.astype(g.dtype)).astype(context.placed[path].dtype)
+        return {path: mean(path, g) for path, g in summed.items()}
+
+
+def weighed(model: ModelParts) -> ModelParts:
+    """Return the model with a number beside x whose gradient is the weight of the microbatch.
+
+    It is zero on its way forward. Its gradient comes with every dy, so that each stage can make a
+    mean of what it has the total of; what the weight is, only the head knows.
+    """
+
+    def first(outside, m):
+        return model.first(outside, m), jnp.zeros(())
+
+    def with_weight(passes):
+        return lambda known, slots, carried, split: _beside(passes(known, slots, carried[0], split))
+
+    def last(outside, carried, m):
+        x, beside = carried
+        total, mean = model.last(outside, x, m)
+        return total + (beside * lax.stop_gradient(mean.weight)).astype(total.dtype), mean
+
+    keep = model.keep and with_weight(model.keep)
+    passes = with_weight(model.passes)
+    return replace(model, first=first, passes=passes, last=last, keep=keep)
+
+
+def _beside(own: Dissected) -> Dissected:
+    """Return the passes of layers that hand on a number beside x."""
+
+    def forward(known, carried):
+        y, *kept = own.forward(known, carried[0])
+        return (y, carried[1]), *kept
+
+    def backward(known, stash, late, dy):
+        dx, gradients = own.backward(known, stash, late, dy[0])
+        return (dx, dy[1]), gradients
+
+    return replace(own, forward=forward, backward=backward)
+
+
+def _first_of_group(backward: np.ndarray, updates: np.ndarray) -> np.ndarray:
+    """Return 1 where a backward is the first since the last update of its stage.
+
+    >>> backward, updates = np.array([[0, 1, -1, 2, 3]]).T, np.array([[-1, 0, -1, -1, 1]]).T
+    >>> _first_of_group(backward, updates).T
+    array([[1, 0, 0, 1, 0]], dtype=int32)
+    """
+    count = np.cumsum(backward >= 0, axis=0)
+    done = np.maximum.accumulate(np.where(updates >= 0, count, 0), axis=0)
+    before = np.concatenate([np.zeros_like(done[:1]), done[:-1]])
+    return ((backward >= 0) & (count == before + 1)).astype(np.int32)

@@ -1,0 +1,48 @@
+"""Experts of a model on the devices of a step: handed to mixtures through their `kernels`."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from hfjax.parallel.mesh import EXPERT_AXES, in_use, size_of
+from hfjax.parallel.wings.experts.dispatch import Call, Choice, choose
+from hfjax.parallel.wings.experts.travel import all_to_all, gather
+
+
+@dataclass(frozen=True)
+class SpreadExperts:
+    """How tokens get to experts on a mesh; remembers what each mixture was given.
+
+    Attributes:
+        mesh: The mesh; None: all experts are here.
+        dispatch: auto, all_to_all or gather.
+        calls: What the mixtures of a step asked for, once it is traced.
+    """
+
+    mesh: Mesh | None = None
+    dispatch: str = "auto"
+    calls: dict[Call, str] = field(default_factory=dict, compare=False)
+
+    def run(self, mixture: Any, x_GTD: jax.Array, routed: Any) -> jax.Array:
+        """Return what the experts make of the tokens here."""
+        if self.mesh is None or mixture.here == mixture.experts:
+            return mixture.whole(x_GTD, routed)
+        axes = in_use(self.mesh, EXPERT_AXES)
+        call = _call(size_of(axes, self.mesh), x_GTD, routed)
+        way = self.calls.setdefault(call, choose(self.dispatch, call))
+        return (all_to_all if way == "all_to_all" else gather)(mixture, x_GTD, routed, axes)
+
+    @property
+    def choice(self) -> Choice | None:
+        """What was chosen; None where no experts are spread."""
+        return Choice(tuple(self.calls.items()), self.dispatch) if self.calls else None
+
+
+def _call(devices: int, x_GTD: jax.Array, routed: Any) -> Call:
+    (groups, tokens, width), weights = x_GTD.shape, routed.weights
+    at = getattr(routed, "choice_at", None)
+    places = None if at is None else at.shape[1] * at.shape[2]
+    sizes = x_GTD.dtype.itemsize, weights.dtype.itemsize
+    return Call(devices, groups, tokens, weights.shape[-1], places, width, *sizes)

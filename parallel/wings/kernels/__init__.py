@@ -1,0 +1,1 @@
+"""Pallas kernels in a step: which form each capability takes, and both forms on tensor shards."""

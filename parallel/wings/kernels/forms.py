@@ -1,0 +1,211 @@
+"""The kernels of a step: handed to the modules and to the optimizer that have use for them."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, final
+
+import jax
+from jax import lax
+from jax.sharding import Mesh
+
+from hfjax.base.tables import aligned
+from hfjax.pallas_kernels.attention import block as flash_block
+from hfjax.pallas_kernels.cross_entropy import loss as cross_entropy
+from hfjax.pallas_kernels.handing import Projection
+from hfjax.parallel.engine import local
+from hfjax.parallel.mesh import PIPE_AXIS, SAMPLE_AXES, TENSOR_AXES, in_use, size_of
+from hfjax.parallel.settings import KERNELS, Wanted
+from hfjax.parallel.wings.kernels import on_tensor_shards
+from hfjax.parallel.wings.kernels.measured import Choice, Shape, choose, show
+
+OWN_LOGITS = (
+    "the model hands over logits of its own, and the kernel makes x @ kernel.T: scale x before, "
+    "and put caps and biases into a loss that is given logits"
+)
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """Chooses the form of each capability on a mesh, and remembers what was chosen: print it.
+
+    Known once the step is traced: what nothing in the step asked for is not in it.
+    """
+
+    wanted: Wanted
+    mesh: Mesh
+    without_logits: bool = False  # the loss takes a Projection in place of logits
+    choices: dict[str, list[Choice]] = field(default_factory=dict, compare=False)  # by kernel
+
+    @classmethod
+    def of(cls, wanted: Wanted, mesh: Mesh, loss: Callable) -> "Kernels":
+        """Return the kernels of a step with this loss."""
+        return cls(wanted, mesh, getattr(loss, "takes_projection", False))
+
+    def form(
+        self,
+        kernel: str,
+        refusal: str | None = None,
+        impossible: str | None = None,
+        shape: Shape | None = None,
+    ) -> str:
+        """Return the form to take: pallas, xla or reference. See `Wanted.choose`."""
+        device = self.mesh.devices.flat[0]
+        return self._keep(choose(self.wanted, kernel, device, refusal, impossible, shape), shape)
+
+    def form_of_one(self, kernel: str, refusal: str | None, shape: Shape) -> str:
+        """Return the form to take for one of many arrays; one that does not fit goes by XLA."""
+        if refusal and self.wanted.word(kernel) == "pallas":
+            return self._keep(Choice(kernel, "xla", refusal), shape)
+        return self.form(kernel, refusal, shape=shape)
+
+    def sender(self, move: Any) -> on_tensor_shards.CastingSender | None:
+        """Return what moves an array (a `Move` of `engine/legs.py`) in place of XLA, or None."""
+        refusal = on_tensor_shards.sending_refuses(move)
+        form = self.form_of_one(move.kind, refusal, {"N": move.x.size})
+        return on_tensor_shards.CastingSender(form) if form in on_tensor_shards.FORMS else None
+
+    def forms(self, kernel: str) -> set[str]:
+        """Return the forms that were taken of a kernel, over all operands."""
+        return {choice.form for choice in self.choices.get(kernel, ())}
+
+    def _keep(self, choice: Choice, shape: Shape | None) -> str:
+        """Return the form of a choice, which is remembered with what it was made for."""
+        known = self.choices.setdefault(choice.kernel, [])
+        choice = replace(choice, of=show(shape))
+        if choice not in known:
+            known.append(choice)
+        return choice.form
+
+    def matmul(self, place: Any, between: tuple, multiply: Callable) -> Callable:
+        """Return the product of a linear map between two named dimensions.
+
+        Where a tensor axis splits the sequence, and one of the two, it may go around the ring.
+        """
+        kind = ("all_gather_matmul", "matmul_reduce_scatter")[between[0] != "embed"]
+        if not place.axes("seq") or not any(map(place.axes, between)):
+            return multiply
+        return partial(self._multiply, kind, multiply)
+
+    def outputs(
+        self, x_BSD: jax.Array, kernel_VD: Any, vocab: int, own: Callable | None, made: Callable
+    ) -> Any:
+        """Return a projection that logits are never made of, or `made()`: logits.
+
+        Args:
+            x_BSD: What the head multiplies.
+            kernel_VD: Its matrix.
+            vocab: The rows of it that count.
+            own: What makes logits that are more than x @ kernel.T, or None.
+            made: What makes logits.
+        """
+        rows = jax.ShapeDtypeStruct((x_BSD[..., 0].size, x_BSD.shape[-1]), x_BSD.dtype)
+        labels = jax.ShapeDtypeStruct(rows.shape[:1], "int32")
+        refusal = cross_entropy.refuses(rows, kernel_VD, labels)
+        shape = {"N": rows.shape[0], "V": self._share(kernel_VD.shape[0]), "D": rows.shape[1]}
+        impossible = self._no_projection(kernel_VD) or (OWN_LOGITS if own else None)
+        form = self.form("cross_entropy", refusal, impossible, shape)
+        if form not in on_tensor_shards.FORMS:
+            return made()
+        return Projection(x_BSD, kernel_VD, on_tensor_shards.losses(self.mesh, form, vocab))
+
+    def attend(self, plain: Callable, *operands: jax.Array) -> jax.Array:
+        """Return attention of q_BSHD, k_BSGD, v_BSGD, and documents_BS if there are any."""
+        form = self.of_attention(*operands)
+        if form not in on_tensor_shards.FORMS:
+            return plain(*operands)
+        window = getattr(plain, "window", None)
+        return on_tensor_shards.attention(self.mesh, form, len(operands) == 4, window)(*operands)
+
+    def of_attention(self, *operands: jax.Array) -> str:
+        """Return the form of attention to take for these operands."""
+        q, k, v, *_ = operands
+        impossible = self._uneven("heads of keys", k.shape[2])
+        shape = {"S": q.shape[1], "D": q.shape[3]}
+        return self.form("flash_block", flash_block.refuses(q, k, v), impossible, shape)
+
+    def _multiply(self, kind: str, plain: Callable, x_BSI: jax.Array, kernel_IO: Any) -> jax.Array:
+        impossible = self._no_ring(x_BSI)
+        refusal = impossible or on_tensor_shards.ring_refuses(self.mesh, kind, x_BSI, kernel_IO)
+        rows, (inputs, outputs) = x_BSI[..., 0].size, kernel_IO.shape
+        form = self.form(kind, refusal, impossible, {"M": rows, "K": inputs, "N": outputs})
+        if form not in on_tensor_shards.FORMS:
+            return plain(x_BSI, kernel_IO)
+        return on_tensor_shards.ring(self.mesh, form, kind)(x_BSI, kernel_IO)
+
+    # -- what only XLA's form can do --------------------------------------------------------------
+
+    def _share(self, count: int) -> int:
+        return -(-count // size_of(TENSOR_AXES, self.mesh))
+
+    def _uneven(self, what: str, count: int) -> str | None:
+        shards = size_of(TENSOR_AXES, self.mesh)
+        if count % shards == 0:
+            return None
+        return f"{count} {what} do not divide by a tensor axis of {shards}"
+
+    def _no_projection(self, kernel_VD: jax.Array) -> str | None:
+        if self.without_logits:
+            return self._uneven("rows of the vocabulary", kernel_VD.shape[0])
+        return (
+            "the loss takes logits; mark one that takes a projection with "
+            "hfjax.pallas_kernels.handing.takes_projection"
+        )
+
+    def _no_ring(self, x_BSI: jax.Array) -> str | None:
+        if self.mesh.shape[PIPE_AXIS] > 1:
+            return "no ring in a pipeline: not all stages would take part in it"
+        return self._uneven("positions", x_BSI.shape[1])
+
+    def __str__(self) -> str:
+        lines = [line for kernel in KERNELS for line in self._lines(kernel)]
+        return "\n".join(aligned(lines))
+
+    def _lines(self, kernel: str) -> list[tuple[str, ...]]:
+        """Return a line for each form and reason: the kernel, both, and the operands that go so."""
+        together: dict[tuple[str, str], list[str]] = {}
+        for choice in self.choices.get(kernel, ()):
+            together.setdefault((choice.form, choice.why), []).append(choice.of)
+        if not together:
+            return [(kernel, "-", "nothing in this step has use for it", "")]
+        return [(kernel, *key, "; ".join(filter(None, of))) for key, of in together.items()]
+
+
+@final
+@dataclass(frozen=True)
+class WithKernels(local.InStep):
+    """Takes kernels where they are handed to it: attention, products around a ring, losses."""
+
+    kernels: Kernels
+
+    def attention(self, attend: Callable) -> Callable:
+        """Return the attention that a layer runs; one of the user's own stays as it is."""
+        replaceable = getattr(attend, "is_causal_attention", False)
+        return partial(self.kernels.attend, attend) if replaceable else attend
+
+    def matmul(self, place: Any, between: tuple, multiply: Callable) -> Callable:
+        """Return the product of a linear map; it may go around the ring of the tensor axis."""
+        return self.kernels.matmul(place, between, multiply)
+
+    def outputs(
+        self, x_BSD: jax.Array, kernel_VD: Any, vocab: int, logits: Callable | None = None
+    ) -> Any:
+        """Return what the loss is given: logits, or a projection that they are never made of."""
+        made = partial(local.made_logits, self, x_BSD, kernel_VD, vocab, logits)
+        return self.kernels.outputs(x_BSD, kernel_VD, vocab, logits, made)
+
+    def sender(self, move: local.Move) -> local.Sender | None:
+        """Return what moves an array in place of XLA, or None."""
+        return self.kernels.sender(move)
+
+    def sum_over_batch(self, x: Any) -> Any:
+        """Return sums of rows, added over all devices that have others."""
+        axes = in_use(self.kernels.mesh, SAMPLE_AXES)
+        return lax.psum(x, axes) if axes else x
+
+    positions = local.from_zero
+    row_length = run_length = local.all_here
+    sum_over_row = counted_once = of_stream = undealt = local.as_it_is
+    dealt = local.whole_batch
+    mean, lookup, columns = local.mean_here, local.rows_of_table, local.all_columns
+    mixed = local.mix_now
