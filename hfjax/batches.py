@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from hfjax.base.paths import Tree
 from hfjax.parallel.execution import Execution
-from hfjax.parallel.mesh import ROW_AXIS, batch_axes, describe_mesh, on_grid
+from hfjax.parallel.mesh import ROW_AXIS, batch_axes, describe_mesh, sides
 from hfjax.parallel.placement import batch_devices, row_shares
 from hfjax.plan.check_state import check_not_taken
 from hfjax.plan.layout import Layout
@@ -125,10 +125,10 @@ def check_batch(layout: Layout, batch: Any, microbatches: int, part: Fraction | 
         raise ValueError(
             f"batch of {rows} rows does not divide by "
             f"{f'{microbatches} microbatches x ' if several else ''}{devices} devices"
-            f"{f' x {ROW_AXIS}={mesh.shape[ROW_AXIS]}' if on_grid(mesh) else ''} "
+            f"{f' x {ROW_AXIS}={mesh.shape[ROW_AXIS]}' if sides(mesh) else ''} "
             f"({describe_mesh(mesh)}). Use {f'{below} or ' if below else ''}{above} rows"
             f"{', or change the number of microbatches (accumulate, schedule)' if several else ''}."
-            f"{_sides_that_do(rows // (microbatches * devices), mesh) if on_grid(mesh) else ''}"
+            f"{_sides_that_do(rows // (microbatches * devices), mesh) if sides(mesh) else ''}"
         )
 
 

@@ -30,7 +30,7 @@ from hfjax.parallel.engine.local import Asked, Local, Traced
 from hfjax.parallel.engine.step_context import StepContext, gathered_once, gradients_at_moments
 from hfjax.parallel.execution import Execution
 from hfjax.parallel.layerwise.plane import LayerUpdatePlane, LayerwisePlane
-from hfjax.parallel.mesh import SEQUENCE_AXES, in_use, on_grid
+from hfjax.parallel.mesh import SEQUENCE_AXES, in_use, sides
 from hfjax.parallel.pipeline.plane import PipelinePlane, no_permutes
 from hfjax.parallel.place import Placer
 from hfjax.parallel.schedules.compile import compile_table
@@ -135,7 +135,7 @@ def handed(made_of: Recipe) -> Local:
     layout, loss, run, table, kernels, experts, _ = made_of
     takes_routing = getattr(loss, "takes_routing", False)
     asked = Asked(Placer(layout.mesh, layout.strategy), experts.run, takes_routing)
-    if on_grid(layout.mesh):
+    if sides(layout.mesh):
         return OnGrid(asked, layout.mesh, layout.strategy.parameters, kernels.without_logits)
     if in_use(layout.mesh, SEQUENCE_AXES):
         no_ring = table and no_permutes(table, bool(layout.packed), run.remat)

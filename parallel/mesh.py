@@ -34,7 +34,7 @@ class Axis:
         marked: Only parameters stay that their module marks (`STAYS`), since it takes pieces. Those
             of other modules are gathered when they are read, as over any axis of rows.
         partitioner: XLA's partitioner derives the collectives over it. Those over all other axes
-            are written in our source, and so are these on a grid (`on_grid`).
+            are written in our source, and so are these on a grid (`meanings`).
     """
 
     rows: bool = False
@@ -128,9 +128,24 @@ def size_of(axes: Sequence[str], mesh: Mesh | Mapping[str, int]) -> int:
     return math.prod(shape[axis] for axis in axes)
 
 
-def on_grid(mesh: Mesh) -> bool:
-    """Return whether the devices form a grid of tensor parallelism: row is larger than 1."""
-    return mesh.shape[ROW_AXIS] > 1
+def meanings(mesh: Mesh) -> Mapping[str, Axis]:
+    """Return what each axis of a mesh does: where row is larger than 1, tensor is a grid's side.
+
+    >>> from hfjax import make_mesh
+    >>> meanings(make_mesh(row=2, tensor=4))["tensor"] == MEANING["row"]
+    True
+    """
+    return MEANING if mesh.shape[ROW_AXIS] == 1 else {**MEANING, COLUMN_AXIS: MEANING[ROW_AXIS]}
+
+
+def sides(mesh: Mesh) -> tuple[str, ...]:
+    """Return the axes of the grid that devices form, if they do: along them arrays stay split.
+
+    >>> from hfjax import make_mesh
+    >>> sides(make_mesh(row=2, tensor=4)), sides(make_mesh(data=2, tensor=4))
+    (('row', 'tensor'), ())
+    """
+    return in_use(mesh, [axis for axis, what in meanings(mesh).items() if what.stays == ANY])
 
 
 def partitioned(mesh: Mesh) -> tuple[str, ...]:
@@ -140,12 +155,12 @@ def partitioned(mesh: Mesh) -> tuple[str, ...]:
     >>> partitioned(make_mesh(data=2, tensor=4)), partitioned(make_mesh(row=2, tensor=4))
     (('tensor',), ())
     """
-    return () if on_grid(mesh) else in_use(mesh, TENSOR_AXES)
+    return in_use(mesh, [axis for axis, what in meanings(mesh).items() if what.partitioner])
 
 
 def manual_axes(mesh: Mesh) -> tuple[str, ...]:
     """Return the axes whose collectives our source writes: on a grid all."""
-    return AXES if on_grid(mesh) else MANUAL_AXES
+    return tuple(axis for axis, what in meanings(mesh).items() if not what.partitioner)
 
 
 def row_axes(mesh: Mesh) -> tuple[str, ...]:

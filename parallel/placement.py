@@ -11,7 +11,6 @@ from jax.sharding import Mesh, PartitionSpec as P
 from hfjax.parallel.mesh import (
     AXES,
     BATCH_AXES,
-    COLUMN_AXIS,
     EXPERTS,
     MEANING,
     PIPE_AXIS,
@@ -22,8 +21,8 @@ from hfjax.parallel.mesh import (
     in_use,
     manual_axes,
     off,
-    on_grid,
     partitioned,
+    sides,
     size_of,
     stays_by_name,
     stays_split,
@@ -161,7 +160,7 @@ def _place_anywhere(array: Array, entries: list[Axes], axes: Axes, mesh: Mesh) -
     On a grid they may join what row or tensor splits, as its minor part: gathered over them, the
     piece of each device is in order.
     """
-    joins = {ROW_AXIS, COLUMN_AXIS} if on_grid(mesh) else set()
+    joins = set(sides(mesh))
     for dim, (length, name) in enumerate(zip(array.shape, array.axes, strict=True)):
         free = joins.issuperset(entries[dim]) and name != STACK
         stays = name is not None and any(MEANING[a].stays == name for a in axes)
@@ -253,7 +252,7 @@ def _advice(array: Array, dim: int, axes: Axes, mesh: Mesh) -> str:
     if name == EXPERTS:
         fits = [n for n in range(2, length + 1) if length % n == 0]
         return f"Axes over which {length} experts can lie: {fits}; or choose a multiple of {size}."
-    if on_grid(mesh) and name:
+    if sides(mesh) and name:
         fits = [n for n in range(size, 1, -1) if length % n == 0]
         return f"A grid needs a {axes[0]} that divides it: {fits or 'only 1'} would do."
     legal = [d for d, n in enumerate(array.shape) if n % size == 0 and array.axes[d] != STACK]

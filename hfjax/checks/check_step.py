@@ -19,7 +19,7 @@ from hfjax.parallel.mesh import (
     PIPE_AXIS,
     describe_mesh,
     in_use,
-    on_grid,
+    sides,
 )
 from hfjax.parallel.wings.kernels.measured import check_kernels
 from hfjax.plan.check_layout import check_on_grid, warn_of_gathered_experts
@@ -85,7 +85,7 @@ def check_runs(layout: Layout, execution: Execution, training: bool = False) -> 
     check(layout, execution)
     if idle := layout.unused_axes():
         _refuse_idle(layout, idle)
-    if on_grid(layout.mesh):
+    if sides(layout.mesh):
         check_on_grid(layout.placed, layout.strategy.parameters)
     if execution.dispatch != "auto":
         _check_travels(layout, execution.dispatch)

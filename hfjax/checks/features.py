@@ -14,14 +14,12 @@ from hfjax.optimizers.transforms import Averaged, ema, master, stored_dtype
 from hfjax.parallel.engine.blueprint import LAYERS
 from hfjax.parallel.execution import Execution
 from hfjax.parallel.mesh import (
-    COLUMN_AXIS,
     EXPERT_AXES,
     PIPE_AXIS,
-    ROW_AXIS,
     SEQUENCE_AXES,
     in_use,
-    on_grid,
     partitioned,
+    sides,
 )
 from hfjax.parallel.precision import PRECISIONS
 from hfjax.parallel.remat import Remat
@@ -175,8 +173,8 @@ def _axis(axes_of: Callable[[Mesh], Sequence[str]]) -> AsWritten:
 
 
 def _grid(layout: Layout, _: Execution) -> str | None:
-    sizes = (f"{axis}={layout.mesh.shape[axis]}" for axis in (ROW_AXIS, COLUMN_AXIS))
-    return f"a grid of {' x '.join(sizes)}" if on_grid(layout.mesh) else None
+    sizes = [f"{axis}={layout.mesh.shape[axis]}" for axis in sides(layout.mesh)]
+    return f"a grid of {' x '.join(sizes)}" if sizes else None
 
 
 def _strategy_that(is_so: Callable[[Layout], Any]) -> AsWritten:

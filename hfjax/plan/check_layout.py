@@ -22,7 +22,7 @@ from hfjax.parallel.mesh import (
     SEQUENCE_AXES,
     describe_mesh,
     in_use,
-    on_grid,
+    sides,
     size_of,
 )
 from hfjax.parallel.placement import Placed, batch_devices, entries_of
@@ -274,9 +274,9 @@ def _sizes_that_split(strategy: Strategy, mesh: Mesh) -> dict[str, int] | None:
     useful = {*BATCH_AXES, *(axis for part in needy for axis in part.splits_over)}
     sizes = {axis: n if axis in useful else 1 for axis, n in mesh.shape.items()}
     sizes["data"] *= mesh.size // math.prod(sizes.values())
-    sides = [axis for axis in (ROW_AXIS, COLUMN_AXIS) if on_grid(mesh)]  # a grid stays one
     for number, part in enumerate(needy, 1):
-        wanted = [*(p.splits_over for p in needy[:number]), *((axis,) for axis in sides)]
+        stays = ((axis,) for axis in sides(mesh))  # a grid stays one
+        wanted = [*(p.splits_over for p in needy[:number]), *stays]
         works = lambda s, wanted=wanted: all(size_of(axes, s) > 1 for axes in wanted)
         tried = (sizes, *(_moved(sizes, axis, part) for axis in (*BATCH_AXES, *AXES)))
         if (found := next(filter(works, tried), None)) is None:

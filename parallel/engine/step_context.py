@@ -32,16 +32,14 @@ from hfjax.parallel.engine.reduce import Reduction, one_scatter_per_axis
 from hfjax.parallel.execution import Execution
 from hfjax.parallel.mesh import (
     AXES,
-    COLUMN_AXIS,
-    MEANING,
-    ROW_AXIS,
     SEQUENCE_AXES,
     in_use,
     manual_axes,
-    on_grid,
+    meanings,
     partitioned,
     platform_of,
     row_axes,
+    sides,
     size_of,
 )
 from hfjax.parallel.placement import Placed, auto_part
@@ -103,9 +101,9 @@ class StepContext:
     @property
     def axes(self) -> Axes:
         """The axes over which what is computed differs: of stages, a grid, rows, positions."""
-        stays = (axis for axis, what in MEANING.items() if what.stays and not what.rows)
-        grid = (COLUMN_AXIS,) if on_grid(self.mesh) else ()
-        return (*in_use(self.mesh, (*stays, *grid)), *self.samples)
+        of_mesh = meanings(self.mesh).items()
+        stays = [axis for axis, what in of_mesh if what.stays and not what.rows]
+        return (*in_use(self.mesh, stays), *self.samples)
 
     def shard_map(self, device: Callable, in_specs: Any, out_specs: Any) -> Callable:
         """Map over the manual axes.
@@ -166,8 +164,7 @@ class StepContext:
     def keys(self, random: Flat, local_rows: int, step: Any) -> Callable:
         """Return (layer or None, number of a microbatch, its rows) -> variables that hold keys."""
         template = self.blueprint.variables
-        grid = (ROW_AXIS, COLUMN_AXIS) if on_grid(self.mesh) else ()
-        positions = (*in_use(self.mesh, SEQUENCE_AXES), *grid)
+        positions = (*in_use(self.mesh, SEQUENCE_AXES), *sides(self.mesh))
 
         def keys(layer, number, rows):
             device = lax.axis_index(self.rows) if self.rows else 0

@@ -21,7 +21,7 @@ from hfjax.parallel.engine.gradients import Plane
 from hfjax.parallel.engine.parts import Extras, PlacedModel
 from hfjax.parallel.engine.reduce import scattered
 from hfjax.parallel.engine.step_context import rows_of, variables_of
-from hfjax.parallel.mesh import EXPERT_AXES, PIPE_AXIS, SEQUENCE_AXES, in_use, on_grid
+from hfjax.parallel.mesh import EXPERT_AXES, PIPE_AXIS, SEQUENCE_AXES, in_use, sides
 from hfjax.parallel.pipeline.executor import Pipeline
 from hfjax.parallel.remat import Remat
 from hfjax.parallel.schedules.compile import Ticks
@@ -122,7 +122,7 @@ class PipelinePlane(Plane):
     def _run(self, placed: Staged) -> tuple[Any, Any, Any]:
         """Return the gradients of the layers, those of the rest, and the mean (or `Extras`)."""
         mesh = self.context.mesh
-        own = on_grid(mesh) or in_use(mesh, (*EXPERT_AXES, *SEQUENCE_AXES))  # layers' collectives
+        own = sides(mesh) or in_use(mesh, (*EXPERT_AXES, *SEQUENCE_AXES))  # layers' collectives
         in_order = self.context.platform == "cpu" and bool(own)
         model, offloading = placed.model(), self.offloading
         pipeline = Pipeline(self.ticks, model, self.unroll, offloading, in_order=in_order)
