@@ -28,7 +28,7 @@ from hfjax.base.tables import human  # noqa: E402
 from hfjax.models.llama import Llama, LlamaConfig  # noqa: E402
 from hfjax.models.loss import next_token_loss as dense_loss  # noqa: E402
 from hfjax.models.moe import MoEConfig, MoELlama, Router, next_token_loss  # noqa: E402
-from hfjax.parallel.wings.experts.dispatch import Call  # noqa: E402
+from hfjax.parallel.wings.experts.dispatch import MixtureCall  # noqa: E402
 
 LENGTH = 4096  # one row on each device
 MESHES = {8: {"expert": 8}, 64: {"fsdp": 8, "expert": 8}}
@@ -47,7 +47,7 @@ def lowered(model: str, devices: int, capacity: float | None) -> tuple[jax.stage
     return program, step.experts.calls[0]
 
 
-def of_dispatch(found: list[Flight], call: Call, way: str) -> list[Flight]:
+def of_dispatch(found: list[Flight], call: MixtureCall, way: str) -> list[Flight]:
     """Return the flights that bring tokens to experts and back: known by their size."""
     there = way == "all_to_all"
     rows = call.places if there else call.devices * call.tokens

@@ -1,4 +1,10 @@
-"""hfjax: train a model on more than one device. A strategy is a table; the program follows it."""
+"""hfjax: train a model on more than one device. A strategy is a table; the program follows it.
+
+`train` has `hfjax.train_step`, `initialise` the state, `evaluate` losses and predictions; `compose`
+is the recipe of a step. `batches` brings batches to devices, `watch` warns of what is told late,
+`target` is GPUs to compile for, `testing` compares strategies with one device, `names` has what
+`hfjax.` offers.
+"""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

@@ -7,7 +7,7 @@ Between `train_step(…)` and `jax.jit` lie these stations, each a call in `trai
 3. `check_runs`: what does not go together, or has nothing to do.
 4. `check_optimizer`: an optimizer that packed or separate layers would mislead.
 5. `table_of`: which stage does what in which tick.
-6. `recipe`, `update_of`: how the state is updated; with it the data plane, which runs the model.
+6. `ingredients`, `update_of`: how the state is updated; in it the plane that runs the model.
 7. `options_of`: what XLA is told.
 8. `check_host_loops`: whether XLA brings back what the host keeps.
 
@@ -29,7 +29,7 @@ from hfjax.parallel.engine.gradients import AutodiffPlane, Plane
 from hfjax.parallel.engine.local import Asked, Local, Traced
 from hfjax.parallel.engine.step_context import StepContext, gathered_once, gradients_at_moments
 from hfjax.parallel.execution import Execution
-from hfjax.parallel.layerwise.plane import LayerUpdatePlane, LayerwisePlane
+from hfjax.parallel.layerwise.planes import LayerUpdatePlane, LayerwisePlane
 from hfjax.parallel.mesh import SEQUENCE_AXES, in_use, sides
 from hfjax.parallel.pipeline.plane import PipelinePlane, no_permutes
 from hfjax.parallel.place import Placer
@@ -38,8 +38,8 @@ from hfjax.parallel.schedules.table import Table
 from hfjax.parallel.wings.context.on_shared_rows import OnSharedRows
 from hfjax.parallel.wings.experts.spread import SpreadExperts
 from hfjax.parallel.wings.grid.on_grid import OnGrid
-from hfjax.parallel.wings.heterogeneous.model import HeterogeneousModel
-from hfjax.parallel.wings.kernels.forms import Kernels, WithKernels
+from hfjax.parallel.wings.heterogeneous.unlike_layers import HeterogeneousModel
+from hfjax.parallel.wings.kernels.in_step import Kernels, WithKernels
 from hfjax.plan.layout import Layout
 from hfjax.plan.on_stages import on_stages, table_of
 from hfjax.plan.xla_options import Options, options_of
@@ -52,7 +52,7 @@ from hfjax.update.whole import WholeUpdate
 LOOKS: dict[type, Callable] = {OnSharedRows: look_along_rows, OnGrid: look_at_grid}
 
 
-class Recipe(NamedTuple):
+class Ingredients(NamedTuple):
     """What a step is made of; kernels and experts tell what was chosen, once it is traced."""
 
     layout: Layout
@@ -64,29 +64,29 @@ class Recipe(NamedTuple):
     layers_alone: Callable[[], bool]
 
 
-def recipe(layout: Layout, loss: Callable, run: Execution, table: Table | None) -> Recipe:
+def ingredients(layout: Layout, loss: Callable, run: Execution, table: Table | None) -> Ingredients:
     """Return what a step is made of that follows a table, if there is one."""
     kernels = Kernels.of(run.kernels, layout.mesh, loss)
     experts = SpreadExperts(layout.mesh, run.dispatch)
     alone = cache(partial(takes_layers_alone, layout))
-    return Recipe(layout, loss, run, table, kernels, experts, alone)
+    return Ingredients(layout, loss, run, table, kernels, experts, alone)
 
 
-def training(layout: Layout, loss: Callable, run: Execution) -> tuple[Recipe, Update, Options]:
+def training(layout: Layout, loss: Callable, run: Execution) -> tuple[Ingredients, Update, Options]:
     """Return a step before it is jitted: what it is made of, its update, XLA's options."""
     check_given(layout, loss)
     layout = on_stages(layout, run.schedule)
     check_runs(layout, run, training=True)
     check_optimizer(layout, run)
     table = table_of(layout, run.schedule)
-    made_of = recipe(layout, loss, run, table)
+    made_of = ingredients(layout, loss, run, table)
     update, options = update_of(made_of), options_of(layout, run)
     if layout.hosted or run.offload:
         check_host_loops(layout.mesh, options)
     return made_of, update, options
 
 
-def update_of(made_of: Recipe, seen: Local | None = None) -> Update:
+def update_of(made_of: Ingredients, seen: Local | None = None) -> Update:
     """Return the way in which a step updates its state; `seen` is what a look at the model told."""
     layout, run = made_of.layout, made_of.run
     if run.optimizer_in_backward:
@@ -100,7 +100,7 @@ def update_of(made_of: Recipe, seen: Local | None = None) -> Update:
     return WholeUpdate(layout, plane)
 
 
-def data_plane(made_of: Recipe, seen: Local | None = None) -> Plane:
+def data_plane(made_of: Ingredients, seen: Local | None = None) -> Plane:
     """Return what runs the model forward and backward."""
     layout, run, table = made_of.layout, made_of.run, made_of.table
     if table is not None:
@@ -113,7 +113,7 @@ def data_plane(made_of: Recipe, seen: Local | None = None) -> Plane:
     return AutodiffPlane(context_of(made_of, seen, run.accumulate == 1, whole=True))
 
 
-def context_of(made_of: Recipe, seen: Local | None, alone=False, **once: bool) -> StepContext:
+def context_of(made_of: Ingredients, seen: Local | None, alone=False, **once: bool) -> StepContext:
     """Return what a plane knows; `alone`: of one microbatch; `once`: what is gathered once."""
     layout, run, kernels = made_of.layout, made_of.run, seen or handed(made_of)
     placed = gradients_at_moments(layout.placed) if alone else layout.placed
@@ -130,7 +130,7 @@ def context_of(made_of: Recipe, seen: Local | None, alone=False, **once: bool) -
     )
 
 
-def handed(made_of: Recipe) -> Local:
+def handed(made_of: Ingredients) -> Local:
     """Return what modules are handed: what they ask of a step on this mesh."""
     layout, loss, run, table, kernels, experts, _ = made_of
     takes_routing = getattr(loss, "takes_routing", False)

@@ -76,7 +76,7 @@ def eval_step(
     run = _execution(layout, schedule, given | {"context": context})
 
     def evaluate(params: Tree, variables: Any, batch: Any) -> Metrics:
-        made_of = compose.recipe(layout, loss, run, forward_table_of(layout, schedule, batch))
+        made_of = compose.ingredients(layout, loss, run, forward_table_of(layout, schedule, batch))
         with calling(layout, batch):
             plane = _seeing(made_of, variables, batch, "eval")
             mean = plane.evaluate(flatten(params), flatten(variables), batch)
@@ -134,7 +134,9 @@ def predict_step(
     run = _execution(layout, schedule, given | {"context": context})
 
     def predict(params: Tree, variables: Any, batch: Any) -> Any:
-        made_of = compose.recipe(layout, _no_loss, run, forward_table_of(layout, schedule, batch))
+        made_of = compose.ingredients(
+            layout, _no_loss, run, forward_table_of(layout, schedule, batch)
+        )
         with calling(layout, batch):
             plane = _seeing(made_of, variables, batch, "predict")
             return plane.predict(flatten(params), flatten(variables), batch)
@@ -143,7 +145,7 @@ def predict_step(
     return _filling(layout, _step(layout, predict, options_of(layout, run), out_shardings=rows))
 
 
-def _seeing(made_of: compose.Recipe, variables: Any, batch: Any, mode: str) -> Plane:
+def _seeing(made_of: compose.Ingredients, variables: Any, batch: Any, mode: str) -> Plane:
     """Return the plane that runs a forward pass, once a look at the model has told."""
     plane = compose.data_plane(made_of)
     seen = compose.look(plane, flatten(variables), batch, mode)

@@ -76,7 +76,7 @@ def strategies(devices: int, tensor: bool = True) -> dict[str, tuple[Strategy, S
     return cases
 
 
-class Run(NamedTuple):
+class Trained(NamedTuple):
     """What a few steps left behind, in host memory."""
 
     losses: list[float]
@@ -100,7 +100,7 @@ class Case:
 
     def run(
         self, strategy: Strategy, sizes: Sizes, execution: Mapping[str, Any] | None = None
-    ) -> Run:
+    ) -> Trained:
         """Return what training under a strategy leaves; checks where everything lies."""
         mesh = make_mesh(devices=jax.devices()[: math.prod(sizes.values())], **sizes)
         recording = optax.chain(recorded_gradients(), self.optimizer)
@@ -117,9 +117,9 @@ class Case:
         variables = {p: x for p, x in flatten(last.variables).items() if not _is_key(x)}
         losses = [float(metrics["loss"]) for metrics in told]
         parameters = flatten(full(last.params))
-        return Run(losses, gradients, parameters, full(variables), _metrics_by_step(told))
+        return Trained(losses, gradients, parameters, full(variables), _metrics_by_step(told))
 
-    def plain(self) -> Run | None:
+    def plain(self) -> Trained | None:
         """Return what a loop of plain JAX and optax leaves on one device: no data plane is in it.
 
         None where `precision` rounds, and for a model in three parts that cannot be called.
@@ -133,7 +133,7 @@ class Case:
         return plain_run(self, plan)
 
 
-def plain_run(case: Case, plan: Layout) -> Run:
+def plain_run(case: Case, plan: Layout) -> Trained:
     """Return what a loop of plain JAX and optax leaves, from the parameters of `hfjax.init`.
 
     Random keys are those of a step on one device: the same masks.
@@ -152,7 +152,7 @@ def plain_run(case: Case, plan: Layout) -> Run:
         told.append(metrics)
     losses = [float(metrics["loss"]) for metrics in told]
     held = full({path: x for path, x in variables.items() if not _is_key(x)})
-    return Run(losses, full(first), full(parameters), held, _metrics_by_step(told))
+    return Trained(losses, full(first), full(parameters), held, _metrics_by_step(told))
 
 
 @dataclass(frozen=True)
@@ -339,7 +339,7 @@ def _told(where: str, result: str = "equal") -> Iterator[None]:
     print(f"{where}: {result}, {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
 
 
-def assert_same_run(run: Run, wanted: Run, who: str) -> float:
+def assert_same_run(run: Trained, wanted: Trained, who: str) -> float:
     """Return the greatest relative difference; raise AssertionError if it is more than rounding."""
     wide = all(x.dtype == np.float64 for x in wanted.parameters.values())
     return _compared(run, wanted, f"{who} differs from one device", 1e-9 if wide else 1e-5, ADVICE)
@@ -353,7 +353,7 @@ ADVICE = (
 )
 
 
-def _compared(run: Run, wanted: Run, who: str, tolerance: float, advice: str = "") -> float:
+def _compared(run: Trained, wanted: Trained, who: str, tolerance: float, advice: str = "") -> float:
     found = {what: (apart, values) for what, apart, values in _differences(run, wanted)}
     greatest = float(np.max([apart for apart, _ in found.values()]))  # NaN if one is
     worst = max(found, key=lambda what: np.nan_to_num(found[what][0], nan=np.inf))
@@ -365,7 +365,7 @@ def _compared(run: Run, wanted: Run, who: str, tolerance: float, advice: str = "
     return greatest
 
 
-def _check_reference(case: Case, found: Run) -> None:
+def _check_reference(case: Case, found: Trained) -> None:
     """Raise unless one device agrees with plain JAX, wherever that computes the same."""
     if wanted := case.plain():
         _compared(found, wanted, "one device differs from plain JAX", 1e-4)
@@ -381,7 +381,7 @@ def default_cases(model_init: Callable) -> dict[str, tuple[Strategy, Sizes]]:
     return {name: (strategy.edit(replicate_below=0), n) for name, (strategy, n) in chosen.items()}
 
 
-def _differences(run: Run, wanted: Run) -> Iterator[tuple[str, float, str]]:
+def _differences(run: Trained, wanted: Trained) -> Iterator[tuple[str, float, str]]:
     """Yield what is compared, how far it is apart, and both values where they are numbers."""
     for number, pair in enumerate(zip(run.losses, wanted.losses, strict=True)):
         yield f"loss of step {number}", abs(pair[0] - pair[1]) / max(abs(pair[1]), 1e-30), ""

@@ -108,8 +108,8 @@ class TrainStep:
     """
 
     def __init__(self, layout: Layout, loss: Callable, execution: Execution):
-        self._recipe, self._update, options = compose.training(layout, loss, execution)
-        self.layout, self.execution = layout, execution = self._recipe.layout, execution
+        self._made_of, self._update, options = compose.training(layout, loss, execution)
+        self.layout, self.execution = layout, execution = self._made_of.layout, execution
         self._shardings = replace(layout.shardings(), order=None)
         self._batch = batch_sharding(layout.mesh)
         self._watch = Watch(layout, execution.nonfinite, execution.patience)
@@ -266,7 +266,7 @@ class TrainStep:
     @property
     def kernels(self) -> compose.Kernels:
         """Which form each kernel of the step takes, and why: print it. Known once it is traced."""
-        return self._recipe.kernels
+        return self._made_of.kernels
 
     @property
     def context(self) -> Any:
@@ -283,7 +283,7 @@ class TrainStep:
 
         Known once the step is traced; None where no experts are spread.
         """
-        return self._recipe.experts.choice
+        return self._made_of.experts.choice
 
     def check(self, state: State) -> None:
         """Wait for the steps given so far; raise FloatingPointError if one was not finite.
@@ -306,7 +306,7 @@ class TrainStep:
     def _seeing(self, variables: Flat, batch: Any) -> Update:
         """Return the way in which the state is updated, once a look at the model has told."""
         if seen := compose.look(self.plane, variables, batch, "train"):
-            self._update = compose.update_of(self._recipe, seen)
+            self._update = compose.update_of(self._made_of, seen)
         return self._update
 
     def _step(self, state: State, batch: Any, fits: Any = True) -> tuple[State, Metrics, Flat]:

@@ -86,6 +86,8 @@ class Plain:
         >>> from hfjax.models.parts import plain
         >>> plain.attention(jax.nn.dot_product_attention) is jax.nn.dot_product_attention
         True
+        >>> plain.mixed(lambda: "what experts make of tokens", lambda: None)
+        'what experts make of tokens'
     """
 
     chooses_kernels = True  # a step puts its own object in place of this one

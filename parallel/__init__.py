@@ -1,6 +1,12 @@
 """The mechanisms of parallel training.
 
-The files here say what is wanted: a mesh, a strategy, where arrays go, what is rematerialised or
-offloaded, how a step is executed. The folders do it: `engine` (the data plane), `pipeline`,
-`layerwise`, on top of `schedules` and `autodiff`.
+The files here say what is wanted. Where: `mesh`, `make_mesh`, `strategy`, `placement`, `place`
+(activations), `arrangement` (layers on stages), `layer_costs`, `packing` (arrays that differ by
+stage), `memory` (of the host). How: `execution`, `settings`, `precision`, `remat`,
+`activation_offload`, `compiler`, `on_shards`. The folders do it: `engine` (the data plane),
+`pipeline`, `layerwise`, on top of `schedules` and `autodiff`; what is special lies in `wings`,
+which none of them imports.
 """
+
+# Pages showed `hfjax.parallel.baselines` and `hfjax.parallel.context` before they lay in `wings`.
+__path__ = [*__path__, f"{__path__[0]}/wings"]

@@ -218,7 +218,7 @@ FSDP = ZERO3 = Strategy(
 # node), then shards are all-reduced over data (across nodes), once per step.
 HSDP = replace(FSDP, name="HSDP")
 TENSOR = Strategy("TENSOR", parameters=_MEGATRON, activations={**_MEGATRON, **_ROWS_OF_BATCH})
-# Weights are split over both sides of a grid, and so is what flows: for_models/grid.py.
+# Weights are split over both sides of a grid, and so is what flows: wings/grid/on_grid.py.
 GRID = Strategy(
     "GRID",
     parameters={**_MEGATRON, "embed": ROW_AXIS},

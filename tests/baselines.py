@@ -21,7 +21,7 @@ from hfjax.parallel.wings.baselines.pieces import in_pieces
 from hfjax.parallel.wings.baselines.ring import ring_all_reduce
 from hfjax.parallel.wings.baselines.training import Step, all_reduce_step
 from hfjax.parallel.wings.baselines.two_level import two_level_all_reduce
-from hfjax.testing import Case, Run, recorded_gradients
+from hfjax.testing import Case, Trained, recorded_gradients
 
 NODE, DEVICE = "node", "device"
 ROWS = 96
@@ -45,7 +45,7 @@ def loss(parameters, batch):
     return of_outputs(forward(parameters, batch), batch)
 
 
-def on_one_device(steps: int) -> Run:
+def on_one_device(steps: int) -> Trained:
     model = lambda rngs: jax.tree.map(jnp.asarray, PARAMETERS)
     case = Case(model, loss, BATCH, ADAM, steps, {}, {"precision": "fp64"})
     return case.run(DDP, {"data": 1})
@@ -108,7 +108,7 @@ class Baseline:
     def links(self) -> Links:
         return links(self.lowered())
 
-    def run(self, steps: int) -> Run:
+    def run(self, steps: int) -> Trained:
         """Return what training leaves, of whoever has it."""
         mesh = jax.make_mesh(
             tuple(self.sizes.values()),
@@ -123,7 +123,7 @@ class Baseline:
             parameters, state, each = program(parameters, state, rows)
             losses.append(float(np.mean([each[worker] for worker in self.workers])))
             gradients = gradients if number else self._whole(state[0])
-        return Run(losses, gradients, self._whole(parameters), {}, {})
+        return Trained(losses, gradients, self._whole(parameters), {}, {})
 
     def _whole(self, stacked: Any) -> Any:
         if self.shards:

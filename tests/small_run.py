@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from hfjax.data import prepare
-from hfjax.run.config import Checkpoints, Data, Log, Mesh, Model, Optimizer, Train
+from hfjax.run.config import CheckpointOptions, Data, Log, Mesh, Model, Optimizer, Train
 
 MODEL = Model(preset="gpt-tiny", length=16, layers=1, heads=2, embed=32)
 # The next token from this one alone: for what no model can change.
@@ -40,7 +40,7 @@ def small(directory: Path, text: Path, **changes: Any) -> Train:
         "model": MODEL,
         "data": Data(train=(str(text),)),
         "optimizer": Optimizer(rate=1e-2),
-        "checkpoints": Checkpoints(every=5),
+        "checkpoints": CheckpointOptions(every=5),
         "log": QUIET,
     }
     return Train(**(fields | _devices(changes.get("mesh")) | changes))

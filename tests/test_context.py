@@ -14,7 +14,7 @@ from hfjax.models.attention import windowed
 from hfjax.models.gpt import GPT, GPTConfig, next_token_loss
 from hfjax.models.llama import Llama, LlamaConfig
 from hfjax.parallel.autodiff.varying_state import bodies
-from hfjax.parallel.wings.context.forms import Choice
+from hfjax.parallel.wings.context.forms import ContextChoice
 from tests.many_devices import printed
 
 LENGTH = 32
@@ -205,7 +205,7 @@ def expected(form, n, u, heads, groups, width, tokens, layers, size=4, gradient=
     return layers * (exchange * 2 * size + keys * (size + size + gradient))
 
 
-def chosen(step) -> Choice:
+def chosen(step) -> ContextChoice:
     assert step.context is not None
     return step.context
 

@@ -12,9 +12,9 @@ from hfjax.models.bernoulli import part_of_bernoulli
 from hfjax.pallas_kernels.attention.mask import Mask
 from hfjax.parallel.mesh import AXES
 from hfjax.parallel.wings.context.deal import Deal, max_over_mean, work
-from hfjax.parallel.wings.context.exchange import Exchange
-from hfjax.parallel.wings.context.travel import Travel
-from hfjax.parallel.wings.context.visits import AnyMask, Balanced, Block
+from hfjax.parallel.wings.context.ring_attention import Travel
+from hfjax.parallel.wings.context.ulysses import Exchange
+from hfjax.parallel.wings.context.visits import AnyMask, AttendedBlock, Balanced
 
 B, H, G, D = 2, 4, 2, 8
 
@@ -30,9 +30,9 @@ def across(deal, length, gathers, window=None, documents=None, kernels=False):
     def local(held, *operands):
         groups = None if documents is None else exchange.documents(held)
         q, k, v, do = map(exchange.to_heads, operands) if deal.ulysses > 1 else operands
-        visit = Balanced(deal, Block(kernels))
+        visit = Balanced(deal, AttendedBlock(kernels))
         if not plain:
-            visit = AnyMask(deal, Block(kernels), Mask(window=window), groups)
+            visit = AnyMask(deal, AttendedBlock(kernels), Mask(window=window), groups)
         hops = deal.hops(length, window)
         travel = Travel(deal, ("context",), visit, gathers, hops)
         out, kept = travel.forward(q, k, v)
@@ -134,7 +134,7 @@ def test_in_zigzag_order_each_hop_has_two_equal_blocks_and_nothing_is_masked():
     n, length = 4, 64
     chunk = length // (2 * n)
     mesh = hfjax.make_mesh(devices=jax.devices()[:n], context=n)
-    travel = Travel(Deal(n), ("context",), Balanced(Deal(n), Block(False)), False, n - 1)
+    travel = Travel(Deal(n), ("context",), Balanced(Deal(n), AttendedBlock(False)), False, n - 1)
     rows = P(None, "context")
     forward = jax.shard_map(
         lambda q, k, v: travel.forward(q, k, v)[0], mesh=mesh, in_specs=rows, out_specs=rows,

@@ -399,7 +399,7 @@ def test_an_attention_that_cannot_be_tried_is_warned_of(monkeypatch):
             raise ValueError("rows are too short")
         return dot_product(q, k, v)
 
-    monkeypatch.setattr("hfjax.parallel.wings.context.on_shared_rows.POSITIONS_TRIED", 8)
+    monkeypatch.setattr("hfjax.checks.heads_alike.POSITIONS_TRIED", 8)
     with pytest.warns(UserWarning, match="could not try whether the model's own.*too short"):
         traced(attending(of_long_rows), {"context": 2})
 

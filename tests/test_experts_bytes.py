@@ -67,7 +67,7 @@ def choice_of(step):
 
 
 def expected(way, n, groups, places=PLACES, tokens=LENGTH, k=K, size=4, again=0):
-    """The formulas of parallel/experts/choice.py, told again: one layer, both directions."""
+    """The formulas of wings/experts/dispatch.py, told again: one layer, both directions."""
     if way == "all_to_all":
         return (2 + again) * 2 * (n - 1) * groups * places * WIDTH * size // n
     x, numbers, weights = tokens * WIDTH * size, 4 * tokens * k, 4 * tokens * k

@@ -25,10 +25,16 @@ from hfjax.processes.distributed import Cluster, init_distributed
 from hfjax.processes.ports import free_port
 from hfjax.run import Parts, Train, train
 from hfjax.run.build import check_used, mesh_of
-from hfjax.run.config import Checkpoints, Mesh, Model, Optimizer, Pipeline
+from hfjax.run.chosen_model import choose
+from hfjax.run.config import (
+    CheckpointOptions as Checkpoints,
+    Mesh,
+    Model,
+    Optimizer,
+    PipelineOptions as Pipeline,
+)
 from hfjax.run.files import plain
 from hfjax.run.loss_picture import figure, mean
-from hfjax.run.model import choose
 from hfjax.run.screen import Screen, Speed, line
 from tests.small_run import BIGRAMS, MODEL, QUIET, STACK, corpus, small, told
 from tests.workers import finished, start

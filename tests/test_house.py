@@ -39,6 +39,53 @@ def test_a_file_says_what_it_is_and_can_be_read_in_one_go(path):
     assert len(text.splitlines()) <= 560
 
 
+@pytest.mark.parametrize("folder", FOLDERS, ids=of_house)
+def test_a_folder_names_exactly_its_files(folder):
+    """In backticks: the files, and folders if it likes, but for names in capitals."""
+    text = ast.get_docstring(ast.parse((folder / "__init__.py").read_text())) or ""
+    named = set(re.findall(r"`([a-z_0-9]+)`", text))
+    files = {p.stem for p in folder.glob("*.py")} - {"__init__", "__main__"}
+    assert files <= named
+    assert named <= files | {p.parent.name for p in folder.glob("*/__init__.py")}
+
+
+# Names that stand for one role in several places: whoever knows one knows the others.
+ALIKE = {
+    "launch": "a command of `hfjax` is called as its file",
+    "schedule": "a command of `hfjax` is called as its file",
+    "kernels": "a command of `hfjax` is called as its file",
+    "Attention": "each family of models has its own, in one file with what uses it",
+    "Block": "each family of models has its own, in one file with what uses it",
+    "MLP": "each family of models has its own, in one file with what uses it",
+}
+
+
+def twice(names: Iterator[tuple[str, Path]]) -> dict[str, list[str]]:
+    """Return the names that stand in several files, with these."""
+    found: dict[str, list[str]] = {}
+    for name, path in names:
+        found.setdefault(name, []).append(of_house(path))
+    return {name: paths for name, paths in found.items() if len(paths) > 1 and name not in ALIKE}
+
+
+OF_KERNELS = "pallas_kernels"  # its folders may share names that mean one role
+
+
+def test_no_two_files_share_a_name():
+    ours = (path for path in FILES if not of_house(path).startswith(OF_KERNELS))
+    assert twice((p.stem, p) for p in ours if p.name != "__init__.py") == {}
+
+
+def test_no_two_public_classes_share_a_name():
+    def classes() -> Iterator[tuple[str, Path]]:
+        for path in FILES:
+            if not of_house(path).startswith(OF_KERNELS):
+                kinds = (x for x in ast.parse(path.read_text()).body if isinstance(x, ast.ClassDef))
+                yield from ((x.name, path) for x in kinds if not x.name.startswith("_"))
+
+    assert twice(classes()) == {}
+
+
 def test_the_design_names_every_folder():
     page = (ROOT / "docs/design.md").read_text()
     for folder in FOLDERS:

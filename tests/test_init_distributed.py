@@ -15,9 +15,9 @@ from jax._src.clusters import ClusterEnv
 
 from hfjax.processes import distributed
 from hfjax.processes.distributed import Cluster, init_distributed, preflight
+from hfjax.processes.environment import ALONE, Settings, settings
 from hfjax.processes.meeting import Meeting, problem
 from hfjax.processes.ports import free_port, listener
-from hfjax.processes.settings import ALONE, Settings, settings
 from hfjax.processes.spoken import hello, hello_in, spoken, word_in
 from tests.workers import finished, line, start
 

@@ -11,7 +11,7 @@ from hfjax.cli import kernels
 from hfjax.models.gpt import next_token_loss
 from hfjax.parallel.settings import KERNELS, Wanted
 from hfjax.parallel.wings.kernels import measured as kernel_choice
-from hfjax.parallel.wings.kernels.forms import Kernels
+from hfjax.parallel.wings.kernels.in_step import Kernels
 from hfjax.parallel.wings.kernels.measured import choose
 from hfjax.target import GPUS
 from tests.small_gpt import gpt_layout

@@ -12,7 +12,7 @@ from hfjax.cli.launch import LaunchCommand, main, run, split
 from hfjax.processes import children as output
 from hfjax.processes.children import Lines, tag, visible
 from hfjax.processes.job import Limits
-from hfjax.processes.launch import device_variables, launch, visible_gpus
+from hfjax.processes.launcher import device_variables, launch, visible_gpus
 from tests.workers import LIMIT, finished, launched, line, start
 
 QUICK = Limits(grace=1, stop=5, backoff=0.1)

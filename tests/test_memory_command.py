@@ -20,11 +20,11 @@ from hfjax.analysis.least_offload import least_offload
 from hfjax.analysis.stashes import stashes
 from hfjax.base.tables import bytes_of
 from hfjax.cli.memory import command as memory_command, picture as memory_picture
+from hfjax.cli.memory.alternatives import Memory, alternatives, changed
 from hfjax.cli.memory.command import main as command, report
+from hfjax.cli.memory.memory_table import table
 from hfjax.cli.memory.planned import Planned
-from hfjax.cli.memory.report import table
-from hfjax.cli.memory.settings import Memory, alternatives, changed
-from hfjax.run.config import Data, Mesh, Model, Optimizer, Pipeline
+from hfjax.run.config import Data, Mesh, Model, Optimizer, PipelineOptions
 from hfjax.target import GPUS, can_compile_for_gpus
 from tests.h200 import h200s
 from tests.small_run import STACK, corpus
@@ -135,7 +135,7 @@ def test_the_stages_of_a_pipeline_keep_all_slots_of_their_rings():
     """1F1B on two stages keeps three microbatches; each has one layer's input for two layers."""
     deep = Model(own=f"{ROOT}/tests/small_model.py:deep", length=LENGTH)
     piped = replace(GIVEN, model=deep, strategy="pipe", mesh=Mesh(pipe=2), remat="full")
-    given = replace(piped, batch=4 * 8 * ROWS, pipeline=Pipeline("1f1b", microbatches=8))
+    given = replace(piped, batch=4 * 8 * ROWS, pipeline=PipelineOptions("1f1b", microbatches=8))
     (e,) = estimates(given).values()
     assert e.layers == 3 * 2 * CARRY_OF_MLPS
     assert e.messages % CARRY_OF_MLPS == 0
@@ -144,7 +144,7 @@ def test_the_stages_of_a_pipeline_keep_all_slots_of_their_rings():
 
 def test_in_a_pipeline_the_rings_lie_on_the_host_as_far_as_they_are_offloaded():
     piped = replace(OF_MLPS, strategy="pipe", mesh=Mesh(pipe=2))
-    given = replace(piped, batch=4 * 4 * ROWS, pipeline=Pipeline("1f1b", microbatches=4))
+    given = replace(piped, batch=4 * 4 * ROWS, pipeline=PipelineOptions("1f1b", microbatches=4))
     here, there = estimates(replace(given, compare=("offload=1",))).values()
     assert (here.host_stashes, there.layers) == (0, 0)
     assert 0.9 * here.layers < there.host_stashes <= here.layers  # views are made again

@@ -104,6 +104,8 @@ hfjax.models.parts:plain
 hfjax.models.parts:stacked
 hfjax.pallas_kernels.handing:is_causal_attention
 hfjax.pallas_kernels.handing:takes_projection
+hfjax.parallel.baselines.ring:ring_all_reduce
+hfjax.parallel.context.deal:work
 hfjax.parallel.schedules.named:Schedule
 hfjax.plan:Layout
 hfjax.processes:Stop

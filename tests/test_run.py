@@ -12,13 +12,21 @@ import pytest
 from flax import nnx
 
 import hfjax
-from hfjax.cli.memory.settings import of_run
+from hfjax.cli.memory.alternatives import of_run
 from hfjax.cli.run import Generate
 from hfjax.cli.words import parsed
 from hfjax.data import Loader, prepare
 from hfjax.processes.watchdog import Watchdog
 from hfjax.run import Parts, Train, evaluate, generate, load, train
-from hfjax.run.config import Checkpoints, Data, Log, Mesh, Model, Optimizer, Pipeline
+from hfjax.run.config import (
+    CheckpointOptions as Checkpoints,
+    Data,
+    Log,
+    Mesh,
+    Model,
+    Optimizer,
+    PipelineOptions as Pipeline,
+)
 from hfjax.run.journal import Journal, read
 from hfjax.run.loop import Run, go_on
 from hfjax.run.profile import Profile

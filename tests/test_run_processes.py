@@ -18,7 +18,7 @@ from hfjax.__main__ import main
 from hfjax.cli.run import start
 from hfjax.run import files, train
 from hfjax.run.build import STRATEGIES
-from hfjax.run.config import Checkpoints, Log, Mesh, Model, Optimizer, Train
+from hfjax.run.config import CheckpointOptions as Checkpoints, Log, Mesh, Model, Optimizer, Train
 from tests.small_run import BIGRAMS, corpus, small, told
 
 STEPS, LONG = 6, 150

@@ -1,5 +1,7 @@
 """What a program does, read from its text or its jaxpr before it runs.
 
-Collectives with their bytes and counts, copies between host and device, what loops stash for the
-backward pass, and the least offload with which a step fits.
+`collectives` counts what is sent, by the readers `hlo` (compiled programs) and `stablehlo` (what
+our source wrote); `links` counts it by link. `transfers` counts copies between host and device, by
+`memory_copies`; `stashes` is what loops keep for the backward pass, `least_offload` the least
+offload with which a step fits.
 """

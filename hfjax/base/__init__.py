@@ -1,4 +1,7 @@
-"""What everything may use: means, paths of trees, tables of text, exits, files, progress.
+"""What everything may use.
 
-`varying` says over which axes of a mesh values differ, for a `shard_map` that tracks it.
+Numbers: `mean` (a loss as total and weight), `head` (a linear map, logits), `rounding` (numbers
+that stay rounded), `varying` (over which axes values differ, for a shard_map that tracks it). Trees
+and text: `paths`, `tables`. A program's manners: `errors`, `exits`, `keywords`, `progress`,
+`version`. Files: `read_files`, `write_files`.
 """

@@ -17,7 +17,7 @@ from hfjax.checks.heads_alike import heads_alike, unlike_heads
 from hfjax.parallel.autodiff.program import piece
 from hfjax.parallel.engine import local
 from hfjax.parallel.mesh import TENSOR_AXES, size_of
-from hfjax.parallel.wings.context.forms import Call
+from hfjax.parallel.wings.context.forms import AttentionCall
 from hfjax.parallel.wings.context.on_shared_rows import OnSharedRows, operands_of
 
 
@@ -41,7 +41,7 @@ class AlongRows(local.InStep):
     length: int
     apart: bool
     tries: bool
-    calls: list[Call] = field(default_factory=list)
+    calls: list[AttentionCall] = field(default_factory=list)
     closed: list[tuple[int, ...]] = field(default_factory=list)
 
     @contextmanager
@@ -76,13 +76,13 @@ class AlongRows(local.InStep):
             raise ValueError(
                 f"attention of {self._shown(q.shape[1])} queries to {self._shown(k.shape[1])} "
                 f"keys: those are not the {self.real} positions of the rows that devices share. "
-                "Call the attention itself there, not by way of kernels.attention."
+                "AttentionCall the attention itself there, not by way of kernels.attention."
             )
         own = not getattr(plain, "is_causal_attention", False)
         if own and self.tries:
             self._try(plain, operands)
         self.calls.append(
-            Call(
+            AttentionCall(
                 rows=q.shape[0],
                 positions=self.real,
                 heads=q.shape[2] // shards,

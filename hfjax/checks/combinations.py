@@ -23,7 +23,7 @@ from hfjax.checks.grid_stand_in import BUILD
 from hfjax.checks.look_along_rows import APART, MEET_BY
 from hfjax.checks.look_at_grid import WHOLE_ON_A_GRID
 from hfjax.parallel.engine.blueprint import LAYERS
-from hfjax.parallel.engine.parts import IN_A_LOOP, IN_A_PIPELINE, NO_STATISTICS
+from hfjax.parallel.engine.placed_model import IN_A_LOOP, IN_A_PIPELINE, NO_STATISTICS
 from hfjax.parallel.engine.row_parts import NO_STATISTICS_OF_PARTS, SOME_ROWS
 from hfjax.parallel.execution import Execution
 from hfjax.parallel.mesh import platform_of
@@ -282,7 +282,7 @@ REFUSED: dict[tuple[str, str], Refusal] = {
     ),
     ("kernels", "GRID"): Refusal(
         "linear maps, attention and the loss are written for a grid "
-        "(parallel/for_models/grid.py), and no kernel has a part in them",
+        "(parallel/wings/grid/on_grid.py), and no kernel has a part in them",
         "Leave kernels out.",
     ),
     ("CONTEXT", "GRID"): Refusal(

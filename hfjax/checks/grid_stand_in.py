@@ -27,7 +27,7 @@ POSITIONS, ROWS = "positions of the residual stream", "rows inside of attention 
 
 
 @dataclass(frozen=True)
-class Parts:
+class GridParts:
     """How long in a look what a device has a part of is: so many times as on one device.
 
     Attributes:
@@ -77,7 +77,7 @@ class Parts:
 
 
 @dataclass
-class Stream:
+class StreamSeen:
     """What a look has learnt of the residual stream: its rows, whole length and width.
 
     Attributes:
@@ -106,9 +106,9 @@ class LookAtGrid(local.InStep):
     """
 
     grid: OnGrid
-    parts: Parts
+    parts: GridParts
     tries: bool = False
-    stream: Stream = field(default_factory=Stream)
+    stream: StreamSeen = field(default_factory=StreamSeen)
 
     @property
     def _stream(self) -> tuple[int, int]:

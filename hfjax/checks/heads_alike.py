@@ -11,7 +11,7 @@ import numpy as np
 from jax.core import Tracer
 
 from hfjax.parallel.autodiff.program import piece
-from hfjax.parallel.wings.context.exchange import repeats
+from hfjax.parallel.wings.context.ulysses import repeats
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ from hfjax.parallel.autodiff.varying_state import differing
 from hfjax.parallel.engine.blueprint import raw
 from hfjax.parallel.engine.step_context import StepContext, differs_by_part, rows_of
 from hfjax.parallel.wings.context.forms import choose
-from hfjax.parallel.wings.context.on_shared_rows import Found, OnSharedRows, dims_of
+from hfjax.parallel.wings.context.on_shared_rows import FoundAlongRows, OnSharedRows, dims_of
 
 
 def look_along_rows(
@@ -63,7 +63,7 @@ def look_along_rows(
     choice = choose(rows.settings, rows.devices, noted.calls, rows.no_ring)
     choice.deal.check(real, "a batch")
     shapes = tuple(x.shape for x in jax.tree.leaves(outputs))
-    found = Found(choice, real, dims, shapes, apart or real, apart is not None)
+    found = FoundAlongRows(choice, real, dims, shapes, apart or real, apart is not None)
     return replace(rows, seen=found)
 
 

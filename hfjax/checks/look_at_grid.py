@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from hfjax.base.errors import module_of
 from hfjax.base.paths import Flat
-from hfjax.checks.grid_stand_in import BUILD, POSITIONS, ROWS, LookAtGrid, Parts
+from hfjax.checks.grid_stand_in import BUILD, POSITIONS, ROWS, GridParts, LookAtGrid
 from hfjax.checks.look import outputs_of_a_look
 from hfjax.parallel.autodiff.kept_apart import constants_along, differences, mixes
 from hfjax.parallel.autodiff.varying_state import differing
@@ -90,11 +90,11 @@ def _refuse(name: str, what: str, line: str) -> NoReturn:
     raise ValueError(f"the model {what} {where} ({line}): {WHOLE_ON_A_GRID}. {BUILD}")
 
 
-def _parts(context: StepContext, grid: OnGrid, batch: Any) -> Parts:
+def _parts(context: StepContext, grid: OnGrid, batch: Any) -> GridParts:
     dims = [pair for p in context.placed.values() for pair in zip(p.axes, p.shape, strict=True)]
     held = [raw(x) for x in context.blueprint.variables.values()]
     sizes = [n for x in (*held, *jax.tree.leaves(batch)) for n in x.shape]
-    return Parts.of(grid, dims, sizes)
+    return GridParts.of(grid, dims, sizes)
 
 
 def _traced(
@@ -151,7 +151,7 @@ def _meetings(program: Any, prime: int, outer: bool) -> Iterator[tuple[str, str]
         yield "holds an array with a number for each of the", f"of {len(shape)} dimensions"
 
 
-def _check_whole(outputs: Any, parts: Parts) -> None:
+def _check_whole(outputs: Any, parts: GridParts) -> None:
     """Refuse outputs that are parts: of such a loss knows nothing."""
     for x in jax.tree.leaves(outputs):
         for name, prime in parts.times.items():
@@ -180,7 +180,7 @@ def _parts_of(x: Any, stand_in: LookAtGrid) -> dict[int, str]:
 
 
 def _check_draws(
-    context: StepContext, program: Any, variables: Flat, batch: Any, mode: str, parts: Parts
+    context: StepContext, program: Any, variables: Flat, batch: Any, mode: str, parts: GridParts
 ) -> None:
     """Refuse random numbers that all devices of a grid would draw alike for their own parts."""
     held = context.blueprint.variables

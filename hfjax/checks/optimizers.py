@@ -24,7 +24,7 @@ from hfjax.parallel.mesh import EXPERTS
 from hfjax.parallel.packing import PackedLayers
 from hfjax.plan.layout import Layout
 from hfjax.plan.optimizer_state import converted, reformed
-from hfjax.update.parts import COUNT, NUMBER, OptimizerParts
+from hfjax.update.optimizer_parts import COUNT, NUMBER, OptimizerParts
 
 # Sizes of parameters and gradients to try: decay shows where parameters are large beside updates,
 # clipping where gradients are large beside parameters.

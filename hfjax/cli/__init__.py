@@ -1,1 +1,5 @@
-"""The commands of `hfjax`: one file for each, and what several of them use."""
+"""The commands of hfjax: one file for each, and what several of them use.
+
+`run` has train, eval and generate; then `launch`, `data`, `schedule` (drawn by `schedule_picture`),
+`kernels` and `demo`. `words` reads command lines.
+"""

@@ -9,7 +9,7 @@ import tyro
 from hfjax.base.exits import carried_out
 from hfjax.cli.words import parsed
 from hfjax.processes.job import Limits
-from hfjax.processes.launch import launch
+from hfjax.processes.launcher import launch
 
 
 @dataclass(frozen=True)

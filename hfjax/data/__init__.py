@@ -1,4 +1,9 @@
-"""Token files on disk and the rows that a run reads from them. Knows no mesh and no model."""
+"""Token files on disk and the rows that a run reads from them. Knows no mesh and no model.
+
+Making a data set: `recipe`, from `sources` (or `library`: Python's own source) by `tokenizer`,
+written by `token_writer` in the folder of `beside`. Reading one: `tokens`, cut into `rows`, in the
+order of `stream`, as the batches of `loader`.
+"""
 
 from typing import TYPE_CHECKING, Any
 
@@ -8,9 +13,9 @@ if TYPE_CHECKING:
     from hfjax.data.library import standard_library
     from hfjax.data.loader import Loader, share
     from hfjax.data.recipe import prepare
+    from hfjax.data.token_writer import write_tokens
     from hfjax.data.tokenizer import load_tokenizer
     from hfjax.data.tokens import TokenSet
-    from hfjax.data.writer import write_tokens
 
 __all__ = [
     "Loader",
@@ -29,7 +34,7 @@ _MODULES = {
     "prepare": "recipe",
     "share": "loader",
     "standard_library": "library",
-    "write_tokens": "writer",
+    "write_tokens": "token_writer",
 }
 
 

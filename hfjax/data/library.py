@@ -6,7 +6,7 @@ import sysconfig
 from pathlib import Path
 
 from hfjax.data.recipe import Recipe, make_of
-from hfjax.data.writer import is_data_set
+from hfjax.data.token_writer import is_data_set
 
 # Tests, what is not of the library, and tables of codes.
 SKIPPED = {"test", "tests", "idle_test", "lib2to3", "encodings", "__pycache__"}

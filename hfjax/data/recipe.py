@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from hfjax.data.sources import Document, Sources, find
+from hfjax.data.token_writer import TokenWriter, check_free, unfinished
 from hfjax.data.tokenizer import (
     GROUP,
     KNOWN_ENDS,
@@ -22,7 +23,6 @@ from hfjax.data.tokenizer import (
     train_bpe,
 )
 from hfjax.data.tokens import Meta
-from hfjax.data.writer import TokenWriter, check_free, unfinished
 
 
 def split(documents: Iterable[Document], valid: float) -> Iterator[tuple[Document, int]]:

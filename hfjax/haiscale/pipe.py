@@ -26,7 +26,7 @@ from hfjax.base.paths import flatten, nest, path_of
 from hfjax.batches import check_batch as check_rows, full, shard_batch
 from hfjax.checks.branches import checked
 from hfjax.checks.check_step import check_runs, is_traced
-from hfjax.compose import data_plane, recipe
+from hfjax.compose import data_plane, ingredients
 from hfjax.haiscale.checks import (
     REMAT,
     check_batch,
@@ -345,7 +345,7 @@ class Pipe:
 
     def _training(self, criterion: Callable, wanted: str) -> Callable:
         table = self._schedule.table(self.parts.stages)
-        plane = data_plane(recipe(self.layout, _loss(criterion), self._execution, table))
+        plane = data_plane(ingredients(self.layout, _loss(criterion), self._execution, table))
         plane = replace(plane, wanted=wanted)
 
         def run(parameters, variables, batch, step):
@@ -367,7 +367,7 @@ class Pipe:
         def run(parameters, variables, batch):
             loss = _loss(criterion)
             table = forward_table_of(self.layout, self._schedule, batch)
-            plane = data_plane(recipe(self.layout, loss, plain, table))
+            plane = data_plane(ingredients(self.layout, loss, plain, table))
             plane = replace(plane, wanted=wanted)
             with fitting(batch):
                 told = plane.evaluate(flatten(parameters), flatten(variables), batch)

@@ -19,7 +19,7 @@ from hfjax.parallel.strategy import Strategy
 MASTER = "master"  # the field of an optimizer's state that holds master weights
 
 
-class Kept(NamedTuple):
+class OptimizerArray(NamedTuple):
     """An array that the optimizer keeps of a parameter."""
 
     path: str  # of the parameter
@@ -27,7 +27,9 @@ class Kept(NamedTuple):
     bytes: int  # on a device
 
 
-def kept_of(optimizer: Any, owner: Callable[[tuple, Any], Placed | None]) -> dict[str, Kept]:
+def kept_of(
+    optimizer: Any, owner: Callable[[tuple, Any], Placed | None]
+) -> dict[str, OptimizerArray]:
     """Return what an optimizer's state keeps of parameters, given its shapes.
 
     The names are those of `jax.tree_util.keystr`; `owner` says of which parameter an array is.
@@ -36,7 +38,7 @@ def kept_of(optimizer: Any, owner: Callable[[tuple, Any], Placed | None]) -> dic
     for keys, leaf in jax.tree_util.tree_flatten_with_path(optimizer)[0]:
         if (p := owner(keys, leaf)) is not None:
             size = leaf.size * leaf.dtype.itemsize // pieces(p.moment, p.mesh)
-            found[jax.tree_util.keystr(keys)] = Kept(p.path, _row(keys), size)
+            found[jax.tree_util.keystr(keys)] = OptimizerArray(p.path, _row(keys), size)
     return found
 
 
@@ -45,7 +47,7 @@ class Hosted:
     """The arrays of a state that lie on the host."""
 
     strategy: Strategy
-    kept: Mapping[str, Kept]  # what the optimizer keeps of each parameter, by name
+    kept: Mapping[str, OptimizerArray]  # what the optimizer keeps of each parameter, by name
 
     @property
     def parameters(self) -> bool:

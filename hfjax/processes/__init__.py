@@ -1,4 +1,9 @@
-"""Several processes: how they find each other, stop together, and are watched."""
+"""Several processes: how they find each other, stop together, and are watched.
+
+Joining: `distributed`, by `environment` (who is in this run), `meeting` and `guest` (the two ends
+of a first talk), `spoken`, `ports`. Going on: `agreement`, `exchange`, `stop`, `watchdog`. Starting
+them: `launcher`, `job`, `children`, `guardian`, `exit_codes`.
+"""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

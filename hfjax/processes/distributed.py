@@ -14,10 +14,10 @@ import jax
 from jax._src import distributed, xla_bridge
 
 from hfjax.base.keywords import check_seconds
+from hfjax.processes.environment import Settings, settings
 from hfjax.processes.guest import Guest, connection, words
 from hfjax.processes.meeting import LINGER, Meeting
 from hfjax.processes.ports import listener
-from hfjax.processes.settings import Settings, settings
 from hfjax.processes.spoken import hello, spoken
 
 

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from hfjax.processes.settings import Settings
+from hfjax.processes.environment import Settings
 from hfjax.processes.spoken import LONGEST, hello, spoken, word_in
 
 TELL_EVERY = 5.0  # seconds

@@ -16,8 +16,8 @@ from hfjax.data import Loader, TokenSet, standard_library
 from hfjax.data.tokens import SPLITS, check_same_tokenizer
 from hfjax.parallel.make_mesh import check_processes
 from hfjax.parallel.mesh import PIPE_AXIS, describe_mesh
+from hfjax.run.chosen_model import ModelChoice, choose
 from hfjax.run.config import Train
-from hfjax.run.model import ModelChoice, choose
 from hfjax.run.optimizer import keeps_nothing, optimizer_of, rate_of
 from hfjax.run.sampling import Evaluated, Sampling, check_weighs_by_mask, evaluate, generate
 

@@ -97,7 +97,7 @@ class Mesh:
 
 
 @dataclass(frozen=True)
-class Context:
+class ContextOptions:
     """How devices share rows, where --mesh.context is above 1: docs/long_sequences.md."""
 
     form: Literal["auto", "ring", "allgather", "ulysses"] = "auto"
@@ -113,7 +113,7 @@ class Context:
 
 
 @dataclass(frozen=True)
-class Pipeline:
+class PipelineOptions:
     """The schedule of a pipeline, where --mesh.pipe is above 1."""
 
     name: str = "1f1b"
@@ -191,7 +191,7 @@ class Optimizer:
 
 
 @dataclass(frozen=True)
-class Checkpoints:
+class CheckpointOptions:
     """What is saved, and when."""
 
     every: int | None = None
@@ -273,11 +273,11 @@ class Train:
     seed: int = 0
     model: Model = field(default_factory=Model)
     mesh: Mesh = field(default_factory=Mesh)
-    context: Context = field(default_factory=Context)
-    pipeline: Pipeline = field(default_factory=Pipeline)
+    context: ContextOptions = field(default_factory=ContextOptions)
+    pipeline: PipelineOptions = field(default_factory=PipelineOptions)
     data: Data = field(default_factory=Data)
     optimizer: Optimizer = field(default_factory=Optimizer)
-    checkpoints: Checkpoints = field(default_factory=Checkpoints)
+    checkpoints: CheckpointOptions = field(default_factory=CheckpointOptions)
     log: Log = field(default_factory=Log)
     devices: int | None = None
     """Use only the first so many devices; None: all."""

@@ -2,6 +2,7 @@
 
 As a whole (`whole`), streamed through the device from host memory (`streamed`), layer by layer
 inside the backward pass, from host memory too (`in_backward`), stage by stage in an asynchronous
-pipeline (`asynchronous`). `hfjax/compose.py` chooses.
-`separable` finds out whether an optimizer can be cut up so.
+pipeline (`asynchronous`). `update` is their interface, `optimizer_parts` an optimizer run on one
+part after another, `given_parameters` one that is handed parameters with the gradients.
+`hfjax/compose.py` chooses.
 """

@@ -13,9 +13,9 @@ from hfjax.parallel.engine.gradients import StepInputs
 from hfjax.parallel.execution import PipelineSchedule
 from hfjax.parallel.mesh import PIPE_AXIS
 from hfjax.parallel.pipeline.plane import PipelinePlane
-from hfjax.parallel.wings.asynchronous.plane import AsynchronousPlane
+from hfjax.parallel.wings.asynchronous.own_updates import AsynchronousPlane
 from hfjax.plan.layout import Layout, State
-from hfjax.update.parts import COUNT, ENDS, LAYERS, NUMBER, OptimizerParts
+from hfjax.update.optimizer_parts import COUNT, ENDS, LAYERS, NUMBER, OptimizerParts
 from hfjax.update.update import Found, Held, Update, unless_nonfinite
 
 

@@ -12,11 +12,11 @@ from jax.sharding import NamedSharding
 
 from hfjax.base.paths import Flat, flatten
 from hfjax.parallel.engine.gradients import StepInputs
-from hfjax.parallel.layerwise.plane import LayerUpdatePlane
+from hfjax.parallel.layerwise.planes import LayerUpdatePlane
 from hfjax.parallel.memory import is_on_host, to_device, to_host
 from hfjax.plan.hosted import MASTER
 from hfjax.plan.layout import State
-from hfjax.update.parts import COUNT, ENDS, LAYERS, NUMBER, OptimizerParts
+from hfjax.update.optimizer_parts import COUNT, ENDS, LAYERS, NUMBER, OptimizerParts
 from hfjax.update.update import Found, Held, Update
 
 

@@ -24,7 +24,7 @@ from hfjax.parallel.memory import is_on_host, to_device, to_host
 from hfjax.parallel.mesh import PIPE_AXIS
 from hfjax.parallel.placement import Placed, entries_of
 from hfjax.plan.layout import State
-from hfjax.update.parts import OptimizerParts
+from hfjax.update.optimizer_parts import OptimizerParts
 from hfjax.update.update import Found, Gradients, Held, Update, scaled, select
 
 Key = tuple[str, str]  # GRADIENT or PARAMETER and a path, or KEPT and a name

@@ -1,7 +1,8 @@
 """Programs as data: JAX's traces cut into parts.
 
 What a backward pass keeps of the forward pass (`program`, `saved`), and a layer's passes read apart
-(`dissect`): into the gradient of its input and that of its weights. `check_host_loops` tries once
-whether XLA brings back from the host what was sent there, `varying_state` follows what differs
-between devices through a program.
+(`dissect`): into the gradient of its input and that of its weights. `model_parts` is a model in
+three parts as what runs it sees it. `check_host_loops` tries once whether XLA brings back from the
+host what was sent there, `varying_state` follows what differs between devices through a program,
+`kept_apart` says what joins the entries of a dimension.
 """

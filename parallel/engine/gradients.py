@@ -31,7 +31,7 @@ from hfjax.parallel.engine.blueprint import LAYERS, TRAIN, asked_by, variable_of
 from hfjax.parallel.engine.fetch import Placeholder, Stored, devices_along, fetched
 from hfjax.parallel.engine.gather_on_use import gather_on_use
 from hfjax.parallel.engine.layers import run_model
-from hfjax.parallel.engine.parts import mean_of
+from hfjax.parallel.engine.placed_model import mean_of
 from hfjax.parallel.engine.step_context import StepContext, check_rows, is_random, rows_of
 from hfjax.parallel.mesh import BATCH_AXES, in_use
 

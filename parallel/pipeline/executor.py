@@ -26,7 +26,7 @@ from hfjax.parallel.autodiff.model_parts import ModelParts
 from hfjax.parallel.autodiff.program import packed
 from hfjax.parallel.mesh import PIPE_AXIS
 from hfjax.parallel.pipeline.recompute import EveryMicrobatch, ExceptLast, UnitPasses
-from hfjax.parallel.pipeline.rings import Links, Ring, Slots
+from hfjax.parallel.pipeline.rings import Ring, Slots, StageLinks
 from hfjax.parallel.pipeline.tick import OUTSIDE, SegmentFacts, StageTick, State
 from hfjax.parallel.pipeline.weights import FIXED, Weights
 from hfjax.parallel.schedules.compile import SIDES, Ticks
@@ -66,8 +66,8 @@ class Pipeline:
         return lax.axis_index(PIPE_AXIS) if self.ticks.table.stages > 1 else 0
 
     @cached_property
-    def _links(self) -> Links:
-        return Links(self.ticks, self.stage)
+    def _links(self) -> StageLinks:
+        return StageLinks(self.ticks, self.stage)
 
     @cached_property
     def _x(self) -> Any:

@@ -1,7 +1,7 @@
 """Ring buffers of a pipeline: residuals that wait for backward passes, and links between stages.
 
-`Links` are the permutes between stages, `Slots` the arrays by unit and slot, `Ring` the residuals,
-of which parts may wait in host memory.
+`StageLinks` are the permutes between stages, `Slots` the arrays by unit and slot, `Ring` the
+residuals, of which parts may wait in host memory.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ from hfjax.parallel.schedules.compile import Ticks
 
 
 @dataclass(frozen=True)
-class Links:
+class StageLinks:
     """The links of a table, seen from one stage."""
 
     ticks: Ticks

@@ -1,7 +1,7 @@
 """Which parameters the passes of a pipeline use, and what becomes of a stage's gradients.
 
 In most schedules parameters stay as they are until all microbatches are done: `FixedWeights`. A
-stage of an asynchronous pipeline updates its own in between (`parallel/asynchronous`).
+stage of an asynchronous pipeline updates its own in between (`wings/asynchronous`).
 """
 
 from abc import ABC, abstractmethod

@@ -43,7 +43,7 @@ LONGEST = 24  # letters of a word that are shown
 NOTHING: Mapping[int, str] = {}
 
 
-class Place(NamedTuple):
+class WrittenAt(NamedTuple):
     """Where a cell is written."""
 
     line: int
@@ -64,7 +64,7 @@ class Written:
     def cells(self) -> list[list[tuple[Task, ...]]]:
         """The tasks of each word."""
         return [
-            [self._tasks(Place(s, i), word) for i, word in enumerate(line)]
+            [self._tasks(WrittenAt(s, i), word) for i, word in enumerate(line)]
             for s, line in enumerate(self.words)
         ]
 
@@ -73,11 +73,11 @@ class Written:
         """Whether the weights' part of a backward pass is a task of its own."""
         return any(task.kind in "IW" for task, _ in self.tasks())
 
-    def tasks(self) -> Iterator[tuple[Task, Place]]:
+    def tasks(self) -> Iterator[tuple[Task, WrittenAt]]:
         """Yield every task and where it is, line by line."""
         for s, line in enumerate(self.cells):
             for i, cell in enumerate(line):
-                yield from ((task, Place(s, i)) for task in cell)
+                yield from ((task, WrittenAt(s, i)) for task in cell)
 
     def slots(self, task: Task) -> tuple[Task, ...]:
         """Return a task as the slots that it takes: a whole B of a split table takes two."""
@@ -85,9 +85,9 @@ class Written:
         return tuple(task._replace(kind=kind) for kind in kinds)
 
     @cached_property
-    def found(self) -> dict[Task, tuple[Task, Place]]:
+    def found(self) -> dict[Task, tuple[Task, WrittenAt]]:
         """What takes a slot -> the first task that does, as it is written, and where."""
-        found: dict[Task, tuple[Task, Place]] = {}
+        found: dict[Task, tuple[Task, WrittenAt]] = {}
         for task, place in self.tasks():
             for slot in self.slots(task):
                 found.setdefault(slot, (task, place))
@@ -103,7 +103,7 @@ class Written:
         lines = [self._first(g)[1].line for g in range(self.virtual)]
         return tuple((line, lines[:g].count(line)) for g, line in enumerate(lines))
 
-    def _tasks(self, place: Place, word: str) -> tuple[Task, ...]:
+    def _tasks(self, place: WrittenAt, word: str) -> tuple[Task, ...]:
         parts = word.split("+") if word.strip(". ") else []
         matches = [_TASK.fullmatch(part.strip()) for part in parts]
         tasks = tuple(Task(m[2], int(m[1]), int(m[3])) for m in matches if m)
@@ -117,20 +117,22 @@ class Written:
             )
         return tasks
 
-    def refused(self, says: str, *marked: Place, beside: Mapping[int, str] = NOTHING) -> ValueError:
+    def refused(
+        self, says: str, *marked: WrittenAt, beside: Mapping[int, str] = NOTHING
+    ) -> ValueError:
         """Return the error that says what is wrong, over the words around the marked cells."""
         lines = self._lines(marked)
         shown = aligned([self._shown(s, marked) for s in lines], others=str.center)
         grid = (f"{row}{beside.get(s, '')}" for s, row in zip(lines, shown, strict=True))
         return ValueError("\n  ".join([f"{self.name}: {says}", *grid]))
 
-    def _lines(self, marked: Sequence[Place]) -> list[int]:
+    def _lines(self, marked: Sequence[WrittenAt]) -> list[int]:
         """Return which lines are shown: all, or those about the marked ones if there are many."""
         few = len(self.words) <= 4 * NEAR
         near = lambda s: any(abs(s - place.line) <= NEAR for place in marked)
         return [s for s in range(len(self.words)) if few or near(s)]
 
-    def _shown(self, s: int, marked: Sequence[Place]) -> list[str]:
+    def _shown(self, s: int, marked: Sequence[WrittenAt]) -> list[str]:
         """Return the words of a line around its marked cell, or around those of the others."""
         cells = [place.cell for place in marked]
         mine = [place.cell for place in marked if place.line == s]
@@ -163,14 +165,14 @@ class Written:
         for s, line in enumerate(self.cells):
             if not any(line):
                 says = f"stage {s} has no task. Write its tasks, or leave its line out."
-                raise self.refused(says, Place(s, 0))
+                raise self.refused(says, WrittenAt(s, 0))
             for i, cell in enumerate(line):
                 taken = Counter(slot.kind for task in cell for slot in self.slots(task))
                 if twice := [kind for kind in KINDS if taken[kind] > 1]:
                     raise self.refused(
                         f">{'+'.join(map(str, cell))}< has two tasks for the {twice[0]} slot, a "
                         "stage has one slot of each kind in a tick. Write them as two cells.",
-                        Place(s, i),
+                        WrittenAt(s, i),
                     )
 
     def _check_twice(self) -> None:
@@ -222,7 +224,7 @@ class Written:
             says, g = wrong
             raise self.refused(says, self._first(g)[1])
 
-    def _first(self, virtual: int) -> tuple[Task, Place]:
+    def _first(self, virtual: int) -> tuple[Task, WrittenAt]:
         return next(found for found in self.tasks() if found[0].virtual == virtual)
 
     @cached_property
@@ -272,7 +274,7 @@ class Written:
                 says = f"{task} is missing. Add it to stage {line}, {where} {near} (marked)."
                 raise self.refused(says, place)
 
-    def _near(self, task: Task, line: int) -> tuple[str, tuple[Task, Place]]:
+    def _near(self, task: Task, line: int) -> tuple[str, tuple[Task, WrittenAt]]:
         """Return a task that a missing one comes after, or before, preferably on its line."""
         for need, _ in needs(task, self.virtual):
             if need in self.found:

@@ -15,10 +15,10 @@ from hfjax.base.exits import FAILED, carried_out, ending_in_words
 from hfjax.base.progress import said_while
 from hfjax.base.tables import bytes_of, human
 from hfjax.cli.memory import picture
+from hfjax.cli.memory.alternatives import AUTO, Memory, alternatives, of_run
 from hfjax.cli.memory.estimate import compiled, estimate
+from hfjax.cli.memory.memory_table import Report, table
 from hfjax.cli.memory.planned import Planned, recomputed
-from hfjax.cli.memory.report import Report, table
-from hfjax.cli.memory.settings import AUTO, Memory, alternatives, of_run
 from hfjax.cli.run import config_of
 from hfjax.cli.words import parsed
 from hfjax.parallel.mesh import PIPE_AXIS, describe_mesh, in_use, partitioned

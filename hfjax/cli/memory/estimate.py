@@ -11,7 +11,7 @@ from hfjax.analysis.transfers import transfers
 from hfjax.base.paths import flatten
 from hfjax.cli.memory.planned import Planned
 from hfjax.parallel.engine.blueprint import LAYERS
-from hfjax.parallel.layerwise.plane import LayerwisePlane
+from hfjax.parallel.layerwise.planes import LayerwisePlane
 from hfjax.parallel.memory import KIND
 from hfjax.parallel.mesh import platform_of
 from hfjax.parallel.pipeline.plane import PipelinePlane, waiting

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from hfjax.base.tables import human
-from hfjax.cli.memory.report import Report
+from hfjax.cli.memory.memory_table import Report
 
 # what a bar is stacked of, from below -> the field of an estimate, and its colour
 PARTS = {

@@ -1,8 +1,10 @@
 """What trained models on several devices before, each written as its paper describes it.
 
-No strategy uses these files; they are for comparison. torch's DataParallel and a parameter server,
-the all-reduces that replaced them, and matrices that are split in two dimensions and a half. All
-are functions of what one device has: call them in a `jax.shard_map`. They send with
-`jax.lax.ppermute` only, so `hfjax.analysis.links.links` counts what each link carries, and
-tests/test_baselines.py compares it with the formula in the docstring of each file.
+No strategy uses these files; they are for comparison. torch's DataParallel (`data_parallel`) and a
+parameter server (`parameter_server`), the all-reduces that replaced them (`ring`,
+`halving_doubling`, `two_level`; a step that takes one: `training`; arrays in `pieces`), and
+matrices that are split in two dimensions (`summa`) and a half (`tesseract`). All are functions of
+what one device has: call them in a `jax.shard_map`. They send with `jax.lax.ppermute` only, so
+`hfjax.analysis.links.links` counts what each link carries, and tests/test_baselines.py compares it
+with the formula in the docstring of each file.
 """

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from hfjax.base.tables import aligned, human
 from hfjax.parallel.settings import CONTEXT_FORMS as FORMS, Context
 from hfjax.parallel.wings.context.deal import Deal
-from hfjax.parallel.wings.context.exchange import repeats
+from hfjax.parallel.wings.context.ulysses import repeats
 
 
 def check_devices(settings: Context, devices: int) -> None:
@@ -44,7 +44,7 @@ def check_devices(settings: Context, devices: int) -> None:
 
 
 @dataclass(frozen=True)
-class Call:
+class AttentionCall:
     """One attention that a model asks for, of a microbatch on one device (tensor axes divided)."""
 
     rows: int
@@ -84,7 +84,7 @@ class Option:
         crossed = 1 < self.ulysses < self.devices
         return f"{self.form}, ulysses={self.ulysses}" if crossed else self.form
 
-    def bytes(self, call: Call) -> tuple[int, int]:
+    def bytes(self, call: AttentionCall) -> tuple[int, int]:
         """Return the bytes that a device sends for one attention: forward, backward."""
         n, u, here = self.devices, self.ulysses, call.rows * call.positions // self.devices
         window = call.window if self.form == "ring" else None  # a gather sends everything
@@ -96,11 +96,11 @@ class Option:
         forward = exchanged + numbers * call.itemsize + documents
         return forward, exchanged + numbers * (call.itemsize + call.wide)
 
-    def total(self, calls: Iterable[Call]) -> int:
+    def total(self, calls: Iterable[AttentionCall]) -> int:
         """Return the bytes that a device sends for all of them, forward and backward."""
         return sum(sum(self.bytes(call)) * call.times for call in calls)
 
-    def refuses(self, calls: Iterable[Call]) -> str | None:
+    def refuses(self, calls: Iterable[AttentionCall]) -> str | None:
         """Return why these cannot go so, or None."""
         for call in calls:
             if call.heads % self.ulysses:
@@ -123,7 +123,7 @@ class Option:
         return None
 
 
-def _fits(ulysses: int, devices: int, call: Call) -> bool:
+def _fits(ulysses: int, devices: int, call: AttentionCall) -> bool:
     return devices % ulysses == 0 and call.heads % ulysses == 0
 
 
@@ -142,11 +142,11 @@ def options(settings: Context, devices: int, order: str) -> list[Option]:
 
 
 @dataclass(frozen=True)
-class Choice:
+class ContextChoice:
     """The form that a step takes, and what it and the others send: print it."""
 
     settings: Context
-    calls: tuple[Call, ...]
+    calls: tuple[AttentionCall, ...]
     option: Option
     lines: tuple[tuple[str, ...], ...]
 
@@ -166,8 +166,8 @@ class Choice:
 
 
 def choose(
-    settings: Context, devices: int, calls: Sequence[Call], no_ring: str | None = None
-) -> Choice:
+    settings: Context, devices: int, calls: Sequence[AttentionCall], no_ring: str | None = None
+) -> ContextChoice:
     """Return the form that sends least of those that can run; `no_ring` says why no ring can."""
     check_devices(settings, devices)
     packed, order = any(call.documents for call in calls), settings.order
@@ -185,10 +185,12 @@ def choose(
         raise ValueError(f'Context(form="{settings.form}"): {lines[0][1]}.')
     best = min(possible, key=lambda x: x[:2])[2]
     told = tuple(_line(option, why, calls, option == best) for option, why in lines)
-    return Choice(settings, tuple(calls), best, told)
+    return ContextChoice(settings, tuple(calls), best, told)
 
 
-def _line(option: Option, why: str | None, calls: Sequence[Call], best: bool) -> tuple[str, ...]:
+def _line(
+    option: Option, why: str | None, calls: Sequence[AttentionCall], best: bool
+) -> tuple[str, ...]:
     each = [option.bytes(call) for call in calls for _ in range(call.times)]
     forward, backward = (sum(sizes) for sizes in zip((0, 0), *each, strict=True))
     sizes = [human(n) for n in (forward, backward, forward + backward)]

@@ -1,8 +1,8 @@
 """What modules are handed where devices share rows: positions, and attention across the devices.
 
 Before a step is traced, a check looks at the model (hfjax/checks/look_along_rows.py). What it finds
-is a value, `Found`: which attentions the model asks for, hence the form that sends least; which
-dimension of each array is the sequence.
+is a value, `FoundAlongRows`: which attentions the model asks for, hence the form that sends least;
+which dimension of each array is the sequence.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,17 +20,17 @@ from hfjax.parallel.mesh import SAMPLE_AXES, SEQUENCE_AXES, TENSOR_AXES, in_use,
 from hfjax.parallel.on_shards import OnShards, mapped
 from hfjax.parallel.settings import Context
 from hfjax.parallel.wings.context.deal import Deal
-from hfjax.parallel.wings.context.exchange import Exchange
-from hfjax.parallel.wings.context.forms import Choice
-from hfjax.parallel.wings.context.travel import Travel
-from hfjax.parallel.wings.context.visits import AnyMask, Balanced, Block, Visit
-from hfjax.parallel.wings.kernels.forms import Kernels
+from hfjax.parallel.wings.context.forms import ContextChoice
+from hfjax.parallel.wings.context.ring_attention import Travel
+from hfjax.parallel.wings.context.ulysses import Exchange
+from hfjax.parallel.wings.context.visits import AnyMask, AttendedBlock, Balanced, Visit
+from hfjax.parallel.wings.kernels.in_step import Kernels
 
 HEADS = P(None, None, TENSOR_AXES)  # of [B, S, H, D]
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundAlongRows:
     """What a look at a model finds along its rows.
 
     Attributes:
@@ -42,7 +42,7 @@ class Found:
         apart: Whether it divides no other dimension.
     """
 
-    choice: Choice
+    choice: ContextChoice
     length: int
     dims: Any
     outputs: tuple[tuple[int, ...], ...]
@@ -73,7 +73,7 @@ class OnSharedRows(local.InStep):
     kernels: Kernels
     settings: Context
     no_ring: str | None = None
-    seen: Found | None = None
+    seen: FoundAlongRows | None = None
 
     @property
     def mesh(self) -> Mesh:
@@ -91,7 +91,7 @@ class OnSharedRows(local.InStep):
         return size_of(self.axes, self.mesh)
 
     @property
-    def found(self) -> Found:
+    def found(self) -> FoundAlongRows:
         """What a look at the model found."""
         assert self.seen is not None
         return self.seen
@@ -183,9 +183,9 @@ class OnSharedRows(local.InStep):
 
         def visit(documents: Sequence[jax.Array]) -> Visit:
             if deal.order == "zigzag" and not documents and window is None:
-                return Balanced(deal, Block(kernels))
+                return Balanced(deal, AttendedBlock(kernels))
             mask, inside = Mask(window=window), documents[0] if documents else None
-            return AnyMask(deal, Block(kernels), mask, inside)
+            return AnyMask(deal, AttendedBlock(kernels), mask, inside)
 
         def forward(q, k, v, *documents):
             return travel(visit(documents)).forward(q, k, v)

@@ -26,7 +26,7 @@ Gradients = tuple[jax.Array, jax.Array, jax.Array]
 
 
 @dataclass(frozen=True)
-class Block:
+class AttendedBlock:
     """One block of attention with its state in and out, and its gradients: kernels or plain."""
 
     kernels: bool
@@ -52,7 +52,7 @@ class Visit(ABC):
     """Which blocks of attention are due between the queries here and keys from some device."""
 
     deal: Deal
-    block: Block
+    block: AttendedBlock
 
     @abstractmethod
     def forward(self, q: jax.Array, kv: jax.Array, state: Any, me: Any, source: Any) -> State:

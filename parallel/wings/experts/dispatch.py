@@ -24,7 +24,7 @@ from hfjax.parallel.settings import DISPATCH
 
 
 @dataclass(frozen=True)
-class Call:
+class MixtureCall:
     """One mixture that a model asks for, of a microbatch on one device."""
 
     devices: int
@@ -62,10 +62,10 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Choice:
+class DispatchChoice:
     """How tokens get to the experts of a step, and what each way sends: print it."""
 
-    calls: tuple[tuple[Call, str], ...]
+    calls: tuple[tuple[MixtureCall, str], ...]
     asked: str = "auto"
 
     def __str__(self) -> str:
@@ -78,7 +78,7 @@ class Choice:
 
     __repr__ = __str__
 
-    def _line(self, call: Call, way: str, chosen: str) -> tuple[str, ...]:
+    def _line(self, call: MixtureCall, way: str, chosen: str) -> tuple[str, ...]:
         if why := call.refuses(way):
             return (way, "-", "-", "-", "-", f"cannot: {why}")
         both = call.bytes(way)
@@ -87,7 +87,7 @@ class Choice:
         return (way, *shown, f"chosen: {why}" if way == chosen else "")
 
 
-def choose(dispatch: str, call: Call) -> str:
+def choose(dispatch: str, call: MixtureCall) -> str:
     """Return the dispatch that is asked for; auto: the one that sends the fewest bytes."""
     possible: Sequence[str] = [way for way in DISPATCH if call.refuses(way) is None]
     if dispatch == "auto":

@@ -7,8 +7,8 @@ import jax
 from jax.sharding import Mesh
 
 from hfjax.parallel.mesh import EXPERT_AXES, in_use, size_of
-from hfjax.parallel.wings.experts.dispatch import Call, Choice, choose
-from hfjax.parallel.wings.experts.travel import all_to_all, gather
+from hfjax.parallel.wings.experts.dispatch import DispatchChoice, MixtureCall, choose
+from hfjax.parallel.wings.experts.token_exchange import all_to_all, gather
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class SpreadExperts:
 
     mesh: Mesh | None = None
     dispatch: str = "auto"
-    calls: dict[Call, str] = field(default_factory=dict, compare=False)
+    calls: dict[MixtureCall, str] = field(default_factory=dict, compare=False)
 
     def run(self, mixture: Any, x_GTD: jax.Array, routed: Any) -> jax.Array:
         """Return what the experts make of the tokens here."""
@@ -35,14 +35,14 @@ class SpreadExperts:
         return (all_to_all if way == "all_to_all" else gather)(mixture, x_GTD, routed, axes)
 
     @property
-    def choice(self) -> Choice | None:
+    def choice(self) -> DispatchChoice | None:
         """What was chosen; None where no experts are spread."""
-        return Choice(tuple(self.calls.items()), self.dispatch) if self.calls else None
+        return DispatchChoice(tuple(self.calls.items()), self.dispatch) if self.calls else None
 
 
-def _call(devices: int, x_GTD: jax.Array, routed: Any) -> Call:
+def _call(devices: int, x_GTD: jax.Array, routed: Any) -> MixtureCall:
     (groups, tokens, width), weights = x_GTD.shape, routed.weights
     at = getattr(routed, "choice_at", None)
     places = None if at is None else at.shape[1] * at.shape[2]
     sizes = x_GTD.dtype.itemsize, weights.dtype.itemsize
-    return Call(devices, groups, tokens, weights.shape[-1], places, width, *sizes)
+    return MixtureCall(devices, groups, tokens, weights.shape[-1], places, width, *sizes)

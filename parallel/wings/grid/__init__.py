@@ -1,1 +1,1 @@
-"""A grid of devices: linear maps split over two mesh axes, and what splits cost."""
+"""A grid of devices: linear maps split over two mesh axes (`on_grid`), and their `costs`."""

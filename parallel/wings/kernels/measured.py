@@ -36,7 +36,7 @@ def show(shape: Shape | None) -> str:
 
 
 @dataclass(frozen=True)
-class Choice:
+class KernelChoice:
     """The form that was taken of a capability, and why."""
 
     kernel: str
@@ -61,7 +61,7 @@ def choose(
     refusal: str | None = None,
     impossible: str | None = None,
     shape: Shape | None = None,
-) -> Choice:
+) -> KernelChoice:
     """Return the form to take on a device, for operands of a shape.
 
     `refusal` says why the kernel cannot take the operands, `impossible` why no form but XLA's
@@ -69,9 +69,9 @@ def choose(
     """
     word = wanted.word(kernel)
     if word == "xla":
-        return Choice(kernel, word, "asked for")
+        return KernelChoice(kernel, word, "asked for")
     if word == "reference":
-        return Choice(kernel, "xla" if impossible else word, impossible or "asked for")
+        return KernelChoice(kernel, "xla" if impossible else word, impossible or "asked for")
     obstacle = cannot_run(device) or impossible or refusal
     if word == "pallas":
         if obstacle:
@@ -79,8 +79,10 @@ def choose(
                 f'kernels="pallas": {kernel} cannot run here: {obstacle.rstrip(".")}. Use '
                 f'kernels="auto", or {wanted.without(kernel)}.'
             )
-        return Choice(kernel, "pallas", "asked for")
-    return Choice(kernel, "xla", obstacle) if obstacle else _as_measured(kernel, device, shape)
+        return KernelChoice(kernel, "pallas", "asked for")
+    return (
+        KernelChoice(kernel, "xla", obstacle) if obstacle else _as_measured(kernel, device, shape)
+    )
 
 
 def cannot_run(device: Any) -> str | None:
@@ -96,17 +98,17 @@ def cannot_run(device: Any) -> str | None:
     return None
 
 
-def _as_measured(kernel: str, device: Any, shape: Shape | None) -> Choice:
+def _as_measured(kernel: str, device: Any, shape: Shape | None) -> KernelChoice:
     known = measured(device.device_kind).get(kernel)
     if not known:
-        return Choice(
+        return KernelChoice(
             kernel, "xla", f"not measured on {device.device_kind} yet: `make gpu` measures"
         )
     found = min(known, key=lambda one: (_apart(one["shape"], shape or {}), one["ratio"]))
     at = f"at {where} " if (where := show(found["shape"])) else ""
     told = f"measured {found['ratio']:.2f}x {found['rival']} {at}on {device.device_kind}"
     form = "pallas" if found["ratio"] >= FASTER else "xla"
-    return Choice(kernel, form, f"{told}, jax {found['jax']}")
+    return KernelChoice(kernel, form, f"{told}, jax {found['jax']}")
 
 
 def _apart(one: Shape, other: Shape) -> float:

@@ -22,11 +22,11 @@ from hfjax.parallel.arrangement import arrange
 from hfjax.parallel.engine.blueprint import LAYERS, Layer
 from hfjax.parallel.engine.gradients import Plane, StepInputs
 from hfjax.parallel.engine.layers import offload_residuals
-from hfjax.parallel.engine.parts import IN_A_LOOP, PlacedModel
+from hfjax.parallel.engine.placed_model import IN_A_LOOP, PlacedModel
 from hfjax.parallel.engine.reduce import reduce_gradient
 from hfjax.parallel.engine.step_context import StepContext, rows_of, variables_of
+from hfjax.parallel.layerwise.one_layer import Carry, LayerUpdate, ListedUpdate, StackedUpdate
 from hfjax.parallel.layerwise.passes import ListedPasses, StackedPasses
-from hfjax.parallel.layerwise.update import Carry, LayerUpdate, ListedUpdate, StackedUpdate
 from hfjax.parallel.memory import is_on_host, to_device
 
 

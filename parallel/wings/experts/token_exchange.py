@@ -12,7 +12,7 @@ import jax
 from jax import lax
 
 
-class Mixture(Protocol):
+class ExpertsHere(Protocol):
     """What a model hands over: see hfjax/models/moe/mixture.py."""
 
     def to_experts(self, x_GTD: jax.Array, routed: Any) -> jax.Array:
@@ -37,14 +37,14 @@ class Mixture(Protocol):
         ...
 
 
-def all_to_all(mixture: Mixture, x_GTD: jax.Array, routed: Any, axes: Any) -> jax.Array:
+def all_to_all(mixture: ExpertsHere, x_GTD: jax.Array, routed: Any, axes: Any) -> jax.Array:
     """Return what the experts of all devices make of the tokens here: places travel."""
     there = lax.all_to_all(mixture.to_experts(x_GTD, routed), axes, 0, 1, tiled=True)
     back = lax.all_to_all(mixture.run(there), axes, 1, 0, tiled=True)
     return mixture.from_experts(back, routed)
 
 
-def gather(mixture: Mixture, x_GTD: jax.Array, routed: Any, axes: Any) -> jax.Array:
+def gather(mixture: ExpertsHere, x_GTD: jax.Array, routed: Any, axes: Any) -> jax.Array:
     """Return what the experts of all devices make of the tokens here: tokens travel."""
     every = lambda x: lax.all_gather(x, axes, axis=0, tiled=True)
     first = lax.axis_index(axes) * mixture.here

@@ -17,7 +17,7 @@ from hfjax.parallel.engine import local
 from hfjax.parallel.mesh import PIPE_AXIS, SAMPLE_AXES, TENSOR_AXES, in_use, size_of
 from hfjax.parallel.settings import KERNELS, Wanted
 from hfjax.parallel.wings.kernels import on_tensor_shards
-from hfjax.parallel.wings.kernels.measured import Choice, Shape, choose, show
+from hfjax.parallel.wings.kernels.measured import KernelChoice, Shape, choose, show
 
 OWN_LOGITS = (
     "the model hands over logits of its own, and the kernel makes x @ kernel.T: scale x before, "
@@ -35,7 +35,7 @@ class Kernels:
     wanted: Wanted
     mesh: Mesh
     without_logits: bool = False  # the loss takes a Projection in place of logits
-    choices: dict[str, list[Choice]] = field(default_factory=dict, compare=False)  # by kernel
+    choices: dict[str, list[KernelChoice]] = field(default_factory=dict, compare=False)  # by kernel
 
     @classmethod
     def of(cls, wanted: Wanted, mesh: Mesh, loss: Callable) -> "Kernels":
@@ -56,7 +56,7 @@ class Kernels:
     def form_of_one(self, kernel: str, refusal: str | None, shape: Shape) -> str:
         """Return the form to take for one of many arrays; one that does not fit goes by XLA."""
         if refusal and self.wanted.word(kernel) == "pallas":
-            return self._keep(Choice(kernel, "xla", refusal), shape)
+            return self._keep(KernelChoice(kernel, "xla", refusal), shape)
         return self.form(kernel, refusal, shape=shape)
 
     def sender(self, move: Any) -> on_tensor_shards.CastingSender | None:
@@ -69,7 +69,7 @@ class Kernels:
         """Return the forms that were taken of a kernel, over all operands."""
         return {choice.form for choice in self.choices.get(kernel, ())}
 
-    def _keep(self, choice: Choice, shape: Shape | None) -> str:
+    def _keep(self, choice: KernelChoice, shape: Shape | None) -> str:
         """Return the form of a choice, which is remembered with what it was made for."""
         known = self.choices.setdefault(choice.kernel, [])
         choice = replace(choice, of=show(shape))

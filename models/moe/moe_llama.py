@@ -20,7 +20,7 @@ from hfjax.models.llama import (
 )
 from hfjax.models.loss import next_tokens
 from hfjax.models.moe.layer import Mixing, MoE
-from hfjax.models.moe.loss import over_batch
+from hfjax.models.moe.routed_loss import over_batch
 from hfjax.models.moe.router import Router
 from hfjax.models.moe.told import Routed, Told, after_step
 from hfjax.models.parts import (

@@ -21,7 +21,7 @@ from hfjax.parallel.mesh import PIPE_AXIS, in_use
 from hfjax.parallel.pipeline.executor import Pipeline
 from hfjax.parallel.pipeline.plane import PipelinePlane
 from hfjax.parallel.schedules.versions import Versions
-from hfjax.parallel.wings.asynchronous.weights import VersionedWeights
+from hfjax.parallel.wings.asynchronous.weight_stashing import VersionedWeights
 
 
 @dataclass(frozen=True)
