@@ -1,7 +1,7 @@
 """Bytes through the busiest link, against the number of devices: why all-reduce won.
 
-Six ways to train with many devices, each as its paper describes it (`parallel/wings/baselines`), are
-lowered for as many devices as the table says, and counted. Nothing runs, so a laptop will do:
+Six ways to train with many devices, each as its paper describes it (parallel/wings/baselines),
+are lowered for as many devices as the table says, and counted. Nothing runs, so a laptop will do:
 
     python examples/why_all_reduce.py
 """
