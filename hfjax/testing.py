@@ -3,7 +3,7 @@
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -15,6 +15,7 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec as P
 
+from hfjax.base.errors import module_of
 from hfjax.base.mean import Mean, as_mean, metrics_of
 from hfjax.base.paths import Flat, flatten, nest
 from hfjax.base.progress import said_while
@@ -23,11 +24,16 @@ from hfjax.initialise import init
 from hfjax.parallel.engine.gradients import called
 from hfjax.parallel.engine.step_context import is_random, keys_for
 from hfjax.parallel.make_mesh import make_mesh
-from hfjax.parallel.mesh import describe_mesh
+from hfjax.parallel.mesh import EXPERTS, describe_mesh
+from hfjax.parallel.schedules.named import Schedule
 from hfjax.parallel.strategy import (
+    CONTEXT,
     DDP,
+    EXPERT,
     FSDP,
+    GRID,
     HSDP,
+    PIPE,
     SEQUENCE,
     TENSOR,
     ZERO1,
@@ -42,12 +48,16 @@ from hfjax.train import train_step
 Sizes = Mapping[str, int]
 
 
-def strategies(devices: int, tensor: bool = True) -> dict[str, tuple[Strategy, Sizes]]:
+def strategies(
+    devices: int, tensor: bool = True, of_parts: Collection[str] = ()
+) -> dict[str, tuple[Any, ...]]:
     """Return {name: (strategy, mesh sizes)}: each strategy and combination for so many devices.
 
     Args:
         devices: How many, for instance a power of two.
         tensor: Whether to include strategies that split layers over tensor.
+        of_parts: Which to include of those that ask more of a model: "PIPE", "CONTEXT", "EXPERT",
+            "GRID". PIPE comes with fields of its execution: (strategy, mesh sizes, fields).
 
     Example:
         >>> from hfjax.testing import strategies
@@ -55,7 +65,7 @@ def strategies(devices: int, tensor: bool = True) -> dict[str, tuple[Strategy, S
         {'fsdp': 2}
     """
     half, four = devices // 2, 4 if devices % 4 == 0 else 2
-    cases: dict[str, tuple[Strategy, Sizes]] = {"DDP": (DDP, {"data": devices})}
+    cases: dict[str, tuple[Any, ...]] = {"DDP": (DDP, {"data": devices})}
     if devices > 1:  # alone, a device has nothing to split
         cases["ZERO1"] = (ZERO1, {"data": devices})
         cases["ZERO2"] = (ZERO2, {"data": devices})
@@ -73,7 +83,17 @@ def strategies(devices: int, tensor: bool = True) -> dict[str, tuple[Strategy, S
         three = {"data": 2, "fsdp": half // 2, "tensor": 2}
         cases["HSDP+TENSOR+SEQUENCE"] = (HSDP | TENSOR | SEQUENCE, three)
         cases["ZERO2+TENSOR"] = (ZERO2 | TENSOR, three)
-    return cases
+    further: dict[str, tuple[int, tuple[Any, ...]]] = {  # name -> fewest devices, case
+        "PIPE": (2, (PIPE, {"pipe": 2, "data": half}, ONE_F_ONE_B)),
+        "CONTEXT": (2, (CONTEXT, {"data": half, "context": 2})),
+        "EXPERT": (2, (EXPERT, {"data": half, "expert": 2})),
+        "GRID": (4, (GRID, {"data": devices // 4, "row": 2, "tensor": 2})),
+    }
+    more = {name: case for name, (fewest, case) in further.items() if devices >= fewest}
+    return cases | {name: case for name, case in more.items() if name in of_parts}
+
+
+ONE_F_ONE_B = {"schedule": Schedule("1f1b", microbatches=2), "accumulate": 1}
 
 
 class Trained(NamedTuple):
@@ -292,8 +312,8 @@ def assert_strategies_agree(
         batch: One batch, which every step is given.
         strategies: {name: (strategy, mesh sizes)}, or with fields of its own execution:
             {"1F1B": (PIPE, {"pipe": 4}, {"schedule": Schedule("1f1b", 8)})}. None: each that the
-            model can have on the devices that are here, with every array split however small; PIPE,
-            CONTEXT, EXPERT and GRID are not among them: give them by name.
+            model can have on the devices that are here, with every array split however small. What
+            is left out then, and why, is printed.
         optimizer: Any optax transformation. None: AdamW with an eps of 1e-4; a smaller one
             amplifies rounding where a gradient is truly zero.
         steps: How many steps each takes.
@@ -312,8 +332,8 @@ def assert_strategies_agree(
         >>> assert_strategies_agree(model, loss, batch, cases, steps=1)["FSDP"] < 1e-5
         True
     """
-    cases: Mapping[str, tuple] = strategies or default_cases(model_init)
     of_layout = {name: options.pop(name) for name in ("forward", "axes") if name in options}
+    cases: Mapping[str, tuple] = strategies or default_cases(model_init, of_layout)
     chosen = optimizer or optax.adamw(1e-3, eps=1e-4)
     case = Case(model_init, loss, batch, chosen, steps, of_layout, options)
     with _told("one device", "trained"):
@@ -321,22 +341,42 @@ def assert_strategies_agree(
         _check_reference(case, wanted)
     differences = {}
     for name, (strategy, sizes, *own) in cases.items():
-        with _told(f"{name} on {' x '.join(f'{axis}={n}' for axis, n in sizes.items())}"):
-            run, who = case.run(strategy, sizes, *own), f"{name} ({strategy.name} on {dict(sizes)})"
+        with _told(f"{name} on {' x '.join(f'{axis}={n}' for axis, n in sizes.items())}") as told:
+            try:
+                run = case.run(strategy, sizes, *own)
+            except ValueError as error:
+                if strategies or not _refused(error):
+                    raise
+                told.result = f"left out: {error}"
+                continue
+            who = f"{name} ({strategy.name} on {dict(sizes)})"
             differences[name] = assert_same_run(run, wanted, who)
     return differences
 
 
+def _refused(error: ValueError) -> bool:
+    """Return whether a check of hfjax raised it; what JAX says in hfjax's words is no refusal."""
+    where = module_of(error)
+    return where.startswith("hfjax.") and where != "hfjax.checks.jax_errors"
+
+
+@dataclass
+class _Line:
+    """The end of a line on standard error."""
+
+    result: str
+
+
 @contextmanager
-def _told(where: str, result: str = "equal") -> Iterator[None]:
+def _told(where: str, result: str = "equal") -> Iterator[_Line]:
     """Say on standard error what is trained, and at the end the result and how long it took."""
+    line, began = _Line(result), time.monotonic()
     if not speaks():
-        yield
+        yield line
         return
-    began = time.monotonic()
     with said_while(f"{where}: compiling, training"):
-        yield
-    print(f"{where}: {result}, {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
+        yield line
+    print(f"{where}: {line.result}, {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
 
 
 def assert_same_run(run: Trained, wanted: Trained, who: str) -> float:
@@ -371,14 +411,35 @@ def _check_reference(case: Case, found: Trained) -> None:
         _compared(found, wanted, "one device differs from plain JAX", 1e-4)
 
 
-def default_cases(model_init: Callable) -> dict[str, tuple[Strategy, Sizes]]:
-    """Return the strategies that this model can have on the devices that are here."""
+def default_cases(
+    model_init: Callable, of_layout: Mapping[str, Any] | None = None
+) -> dict[str, tuple[Any, ...]]:
+    """Return the strategies that a model can have on the devices here; print what is left out.
+
+    Args:
+        model_init: Function of rngs that returns the model.
+        of_layout: `forward` and `axes` of `hfjax.layout`.
+    """
     one = make_mesh(devices=jax.devices()[:1])
-    plan = layout(model_init, optax.identity(), one, DDP)
-    named = {name for array in plan.arrays.values() for name in array.axes}
+    plan = layout(model_init, optax.identity(), one, DDP, **(of_layout or {}))
+    pairs = [pair for x in plan.arrays.values() for pair in zip(x.axes, x.shape, strict=True)]
+    named = {name for name, _ in pairs}
+    experts = [size for name, size in pairs if name == EXPERTS]
+    asked = {
+        "PIPE": ("the model is not in three parts", plan.blueprint.three_parts),
+        "CONTEXT": ("no dimension is named heads", "heads" in named),
+        "EXPERT": (f"no dimension named {EXPERTS} divides by 2", any(n % 2 == 0 for n in experts)),
+        "GRID": ("no dimensions are named embed and mlp", {"embed", "mlp"} <= named),
+    }
+    left_out = {name: why for name, (why, fits) in asked.items() if not fits}
     count = 2 ** (len(jax.devices()).bit_length() - 1)
-    chosen = strategies(count, tensor=bool(named & TENSOR.parameters.keys()))
-    return {name: (strategy.edit(replicate_below=0), n) for name, (strategy, n) in chosen.items()}
+    tensor = bool(named & TENSOR.parameters.keys())
+    chosen = strategies(count, tensor, asked.keys() - left_out.keys())
+    if speaks() and left_out:
+        why = "; ".join(f"{name} ({reason})" for name, reason in left_out.items())
+        print(f"left out: {why}", file=sys.stderr, flush=True)
+    whole = lambda strategy, *more: (strategy.edit(replicate_below=0), *more)
+    return {name: whole(*case) for name, case in chosen.items()}
 
 
 def _differences(run: Trained, wanted: Trained) -> Iterator[tuple[str, float, str]]:

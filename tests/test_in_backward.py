@@ -87,7 +87,8 @@ QUICK = ("ZERO1", "FSDP", "HSDP+TENSOR+SEQUENCE")
 @pytest.mark.drawn
 def test_every_strategy_trains_as_the_ordinary_step_does_on_one_device(name):
     of = "mlps" if "TENSOR" in name else "stack"
-    assert_same(trained(*strategies(8)[name], of, **IN_BACKWARD), ordinary(of), 1e-12)
+    strategy, sizes = strategies(8)[name]
+    assert_same(trained(strategy, sizes, of, **IN_BACKWARD), ordinary(of), 1e-12)
 
 
 GROUPS = hfjax.by_path({"layers/*": optax.adamw(1e-2), "*norm*": optax.sgd(0.1), "*": ADAMW})

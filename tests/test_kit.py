@@ -1,5 +1,6 @@
 """The equality kit sees what it says: losses, metrics, gradients, parameters, variables."""
 
+import re
 from typing import Any
 
 import jax
@@ -10,8 +11,11 @@ import pytest
 from flax import linen, nnx
 
 import hfjax
+from hfjax.models.gpt import next_token_loss
+from hfjax.models.moe import MoEConfig, MoELlama
 from hfjax.models.parts import Dropout
-from hfjax.testing import Case, assert_strategies_agree
+from hfjax.testing import Case, assert_strategies_agree, default_cases, strategies
+from tests.small_gpt import gpt, mlps, tokens
 
 RNG = np.random.default_rng(0)
 BATCH = {
@@ -129,3 +133,42 @@ def test_one_device_that_differs_from_plain_jax_is_told(monkeypatch):
     monkeypatch.setattr(Case, "plain", lambda case: off(right(case)))
     with pytest.raises(AssertionError, match=r"one device differs from plain JAX: variable \S+ by"):
         assert_strategies_agree(Noisy, squares, BATCH, DDP, steps=1)
+
+
+@pytest.mark.slow
+def test_by_default_a_gpt_has_a_pipeline_shared_rows_and_a_grid_too():
+    batch = tokens(rows=16)
+    found = assert_strategies_agree(gpt(layers=2), next_token_loss, batch, steps=1, accumulate=2)
+    assert {"PIPE", "CONTEXT", "GRID", "HSDP+TENSOR+SEQUENCE"} <= found.keys()
+
+
+def test_what_a_model_cannot_have_is_left_out_by_default_and_told_with_its_reason(capfd):
+    has_parts = {"PIPE", "CONTEXT", "GRID"}
+    assert has_parts <= default_cases(gpt(layers=2)).keys()
+    assert "left out: EXPERT (no dimension named experts divides by 2)\n" in capfd.readouterr().err
+    assert not has_parts & default_cases(lambda rngs: nnx.Linear(4, 4, rngs=rngs)).keys()
+    assert "PIPE (the model is not in three parts); CONTEXT (no dim" in capfd.readouterr().err
+    experts = lambda rngs: MoELlama(MoEConfig.tiny(), rngs=rngs)
+    assert {"EXPERT", "PIPE"} <= default_cases(experts).keys()
+
+
+def test_a_default_case_that_a_check_refuses_is_left_out_and_one_that_fails_fails(
+    monkeypatch, capfd
+):
+    """Four rows for two microbatches of four devices; a loss that knows one size."""
+    known = strategies(8, of_parts=["PIPE"])
+    cases = {"DDP": (hfjax.DDP, {"data": 2}), "PIPE": known["PIPE"]}
+    monkeypatch.setattr("hfjax.testing.default_cases", lambda *_: cases)
+    batch = tokens(rows=4)
+    found = assert_strategies_agree(mlps(), next_token_loss, batch, steps=1)
+    assert found.keys() == {"DDP"}
+    told = r"PIPE on pipe=2 x data=4: left out: batch of 4 rows does not divide by .*8 rows"
+    assert re.search(told, capfd.readouterr().err)
+
+    def of_four(outputs, batch):
+        if outputs.shape[0] != 4:
+            raise ValueError("four rows are expected")
+        return next_token_loss(outputs, batch)
+
+    with pytest.raises(ValueError, match="four rows are expected"):
+        assert_strategies_agree(mlps(), of_four, batch, steps=1)
