@@ -13,7 +13,7 @@ from hfjax.base.paths import Tree
 from hfjax.parallel.execution import Execution
 from hfjax.parallel.mesh import ROW_AXIS, batch_axes, describe_mesh, sides
 from hfjax.parallel.placement import batch_devices, row_shares
-from hfjax.plan.check_state import check_not_taken
+from hfjax.plan.check_state import check_layout, check_not_taken
 from hfjax.plan.layout import Layout
 from hfjax.plan.same_rows import check_same_rows, note, shares
 
@@ -48,6 +48,7 @@ def shard_batch(layout: Layout, batch: Any, microbatches: int = 1) -> Any:
         >>> batch["x"].addressable_shards[0].data.shape
         (2, 64)
     """
+    check_layout(layout)
     part = shares(layout.mesh)
     check_batch(layout, batch, microbatches, part)
     if jax.process_count() == 1:
@@ -103,12 +104,18 @@ def check_batch(layout: Layout, batch: Any, microbatches: int, part: Fraction | 
 
     The whole one has `part` times as many rows as this.
     """
+    check_layout(layout)
     leaves = jax.tree.leaves(batch)
     if not all(hasattr(x, "shape") for x in leaves):
         raise ValueError(
             "a batch is a pytree of arrays; found "
             f"{_kinds(x for x in leaves if not hasattr(x, 'shape'))} in it. Convert lists first: "
             "np.asarray(…)."
+        )
+    if odd := _no_numbers(batch):
+        raise ValueError(
+            f"a batch is a pytree of arrays of numbers; {odd}. Turn text into tokens, and lists of "
+            "rows of several lengths into one array, padded (with a mask)."
         )
     sizes = [x.shape[0] if x.shape else 0 for x in leaves]
     if not sizes or len(set(sizes)) > 1 or not sizes[0]:
@@ -151,11 +158,26 @@ def _sides_that_do(rows: int, mesh: Mesh) -> str:
     return f" On a grid attention splits rows over {ROW_AXIS}: {would} would do."
 
 
+def _no_numbers(batch: Any) -> str:
+    """Return which arrays of a batch hold what no device can: text, objects, dates; "": none."""
+    pairs = zip(_names(batch), jax.tree.leaves(batch), strict=True)
+    odd = [(n, x) for n, x in pairs if isinstance(x, np.ndarray) and x.dtype.kind in "OSUVMm"]
+    odd = [(name, x) for name, x in odd if not _is_of_ml_dtypes(x.dtype)]
+    return ", ".join(f"{name or 'the batch itself'} is of dtype {x.dtype}" for name, x in odd)
+
+
+def _is_of_ml_dtypes(dtype: np.dtype) -> bool:
+    return jnp.issubdtype(dtype, jnp.number)  # NumPy takes bfloat16 and float8 for bytes
+
+
+def _names(batch: Any) -> list[str]:
+    paths = [keys for keys, _ in jax.tree_util.tree_flatten_with_path(batch)[0]]
+    return [jax.tree_util.keystr(keys, simple=True, separator="/") for keys in paths]
+
+
 def _rows_by_name(batch: Any, sizes: Sequence[int]) -> str:
     """Return the name of each array of a batch and its number of rows."""
-    paths = [keys for keys, _ in jax.tree_util.tree_flatten_with_path(batch)[0]]
-    names = [jax.tree_util.keystr(keys, simple=True, separator="/") for keys in paths]
-    pairs = zip(names, sizes, strict=True)
+    pairs = zip(_names(batch), sizes, strict=True)
     return ", ".join(f"{name} {size}".strip() for name, size in pairs) or "none"
 
 

@@ -15,7 +15,7 @@ from hfjax.base.mean import Mean, metrics_of
 from hfjax.base.paths import Tree, flatten
 from hfjax.batches import check_batch, missing_rows, on_devices
 from hfjax.checks.branches import checked
-from hfjax.checks.check_step import check_given, check_layout, check_place, check_runs
+from hfjax.checks.check_step import check_given, check_place, check_runs
 from hfjax.checks.jax_errors import calling
 from hfjax.parallel.engine.blueprint import asked_by
 from hfjax.parallel.engine.gradients import Plane
@@ -24,7 +24,7 @@ from hfjax.parallel.execution import Execution
 from hfjax.parallel.mesh import batch_axes
 from hfjax.parallel.precision import Precision
 from hfjax.parallel.schedules.named import Schedule
-from hfjax.plan.check_state import check_alive, check_form, is_traced
+from hfjax.plan.check_state import check_alive, check_form, check_layout, is_traced
 from hfjax.plan.layout import Layout, State
 from hfjax.plan.on_stages import forward_table_of, on_stages
 from hfjax.plan.rearrange import rearrange

@@ -32,6 +32,7 @@ from hfjax.parallel.memory import (
     to_host,
 )
 from hfjax.parallel.mesh import describe_mesh, platform_of
+from hfjax.plan.check_state import check_layout
 from hfjax.plan.layout import Layout, State
 from hfjax.plan.on_stages import on_stages
 from hfjax.plan.rearrange import parameters_of, stored
@@ -83,6 +84,7 @@ def init(
         >>> state = hfjax.init(layout, parameters=own)
         >>> own = hfjax.module(layout, state)  # a loop of your own from those of hfjax
     """
+    check_layout(layout)
     layout = on_stages(layout, schedule)
     check(layout, Execution(schedule=schedule))
     seed = _seed(seed)

@@ -102,7 +102,7 @@ class Trained(NamedTuple):
     losses: list[float]
     gradients: dict[str, np.ndarray]  # of the first step
     parameters: dict[str, np.ndarray]  # after the last step
-    variables: dict[str, np.ndarray]  # after the last step, but for random keys
+    variables: dict[str, np.ndarray]  # after each step, by path and step, but for random keys
     metrics: dict[str, np.ndarray]  # of the loss, by name and step
 
 
@@ -126,18 +126,17 @@ class Case:
         recording = optax.chain(recorded_gradients(), self.optimizer)
         plan = layout(self.model_init, recording, mesh, strategy, **self.options)
         step = train_step(plan, self.loss, **{**self.execution, **(execution or {})})
-        state, gradients, told = init(plan, seed=0), {}, []
+        state, gradients, told, variables = init(plan, seed=0), {}, [], {}
         for number in range(self.steps):
             state, metrics = step(state, self.batch)
             _check_placement(step.layout, state)
             told.append(metrics)
             if number == 0:
                 gradients = flatten(full(canonical(plan, state).optimizer[0]))
-        last = canonical(plan, state)
-        variables = {p: x for p, x in flatten(last.variables).items() if not _is_key(x)}
+            variables |= _variables_of(flatten(state.variables), number)
         losses = [float(metrics["loss"]) for metrics in told]
-        parameters = flatten(full(last.params))
-        return Trained(losses, gradients, parameters, full(variables), _metrics_by_step(told))
+        parameters = flatten(full(canonical(plan, state).params))
+        return Trained(losses, gradients, parameters, variables, _metrics_by_step(told))
 
     def plain(self) -> Trained | None:
         """Return what a loop of plain JAX and optax leaves on one device: no data plane is in it.
@@ -161,7 +160,7 @@ def plain_run(case: Case, plan: Layout) -> Trained:
     state = init(plan, seed=0)
     variables: dict[str, Any] = flatten(state.variables)
     parameters: dict[str, Any] = flatten(state.params)
-    kept, first, told = case.optimizer.init(state.params), {}, []
+    kept, first, told, held = case.optimizer.init(state.params), {}, [], {}
     specs: dict[str, Any] = {"in_specs": P(), "out_specs": P(), "check_vma": False}
     # Axes that a model names are bound, each of one device.
     step = jax.jit(jax.shard_map(_PlainStep(case, plan), mesh=plan.mesh, **specs))
@@ -170,8 +169,8 @@ def plain_run(case: Case, plan: Layout) -> Trained:
         parameters, variables, kept, gradients, metrics = step(*given)
         first = first or gradients
         told.append(metrics)
+        held |= _variables_of(variables, number)
     losses = [float(metrics["loss"]) for metrics in told]
-    held = full({path: x for path, x in variables.items() if not _is_key(x)})
     return Trained(losses, full(first), full(parameters), held, _metrics_by_step(told))
 
 
@@ -254,6 +253,12 @@ def _is_key(x: Any) -> bool:
     return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
+def _variables_of(variables: Flat, number: int) -> dict[str, np.ndarray]:
+    """Return variables in host memory after a step, by path and step, but for random keys."""
+    held = full({path: x for path, x in variables.items() if not _is_key(x)})
+    return {f"{path} after step {number}": x for path, x in held.items()}
+
+
 def _metrics_by_step(told: list[dict[str, Any]]) -> dict[str, np.ndarray]:
     """Return the metrics of a loss, and its weight, by name and step."""
     own = lambda metrics: metrics.keys() - {"loss", "grad_norm", "finite", "step"}
@@ -299,11 +304,11 @@ def assert_strategies_agree(
 ) -> dict[str, float]:
     """Train under each strategy and on one device; raise AssertionError where they differ.
 
-    Compared are the losses and their metrics, the gradients of the first step, parameters and
-    variables after the last (gradients and parameters relative to the norm of the whole tree), and
-    the place of every array. Float64 parameters must agree to 1e-9, others to 1e-5. One device is
-    compared with a loop of plain JAX and optax as well, to 1e-4, unless `precision` rounds or the
-    model cannot be called.
+    Compared are the losses and their metrics, the gradients of the first step, parameters after the
+    last (both relative to the norm of the whole tree), variables after each step (whole numbers
+    exactly), and the place of every array. Float64 parameters must agree to 1e-9, others to 1e-5.
+    One device is compared with a loop of plain JAX and optax as well, to 1e-4, unless `precision`
+    rounds or the model cannot be called.
     Standard error has a line for each strategy as it goes.
 
     Args:
@@ -462,10 +467,12 @@ def _differences(run: Trained, wanted: Trained) -> Iterator[tuple[str, float, st
 
 def _apart(found: np.ndarray, wanted: np.ndarray) -> tuple[float, str]:
     """Return how far two arrays are apart, relative to the norm of one, and what they are."""
+    whole = np.issubdtype(wanted.dtype, np.integer)  # a count: it is the same, or it is not
     found, wanted = (np.asarray(x, np.float64) for x in (found, wanted))
     same = found == wanted  # infinities among them
     distance = float(np.linalg.norm(np.where(same, 0, found - np.where(same, 0, wanted))))
-    apart = distance / max(float(np.linalg.norm(np.where(np.isfinite(wanted), wanted, 0))), 1e-2)
+    norm = max(float(np.linalg.norm(np.where(np.isfinite(wanted), wanted, 0))), 1e-2)
+    apart = distance if whole else distance / norm
     worst = np.unravel_index(np.argmax(np.abs(found - wanted)), found.shape) if found.size else ()
     return apart, f" ({found[worst]:.6g} for {wanted[worst]:.6g})" if found.size else ""
 

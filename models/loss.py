@@ -30,11 +30,23 @@ def next_tokens(batch: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
     if "targets" in batch:
         return dict(batch)
     tokens = batch["tokens"]
+    _check_tokens(tokens)
     made = {**batch, "tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
     if "documents" in batch:
         made["documents"] = documents = batch["documents"][:, :-1]
         made["positions"] = position_in_document(documents)
     return made
+
+
+def _check_tokens(tokens: jax.Array) -> None:
+    """Refuse what no token predicts the next of; floating-point numbers an embedding refuses."""
+    if jnp.issubdtype(tokens.dtype, jnp.bool_) or jnp.issubdtype(tokens.dtype, jnp.complexfloating):
+        raise ValueError(f"tokens of dtype {tokens.dtype}: whole numbers are expected, int32.")
+    if tokens.ndim != 2 or tokens.shape[1] < 2:
+        raise ValueError(
+            f"tokens of shape {list(tokens.shape)}: [rows, positions] are expected, of two or "
+            "more positions, since each token predicts the next."
+        )
 
 
 @takes_projection

@@ -154,3 +154,42 @@ def test_an_error_of_the_model_itself_is_left_as_it_is():
 def test_a_loss_that_returns_something_else_is_refused(loss, message):
     with pytest.raises(ValueError, match=message):
         trace(made(Linear), BATCH, loss, forward=on_x)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "said"),
+    [
+        (TOKENS > 0, r"tokens of dtype bool: whole numbers are expected"),
+        (TOKENS + 0j, r"tokens of dtype complex64: whole numbers are expected"),
+        (TOKENS[:, 0], r"tokens of shape \[\d\]: \[rows, positions\] are expected"),
+        (TOKENS[:, :, None], r"tokens of shape \[\d, 9, 1\]: \[rows, positions\]"),
+        (TOKENS[:, :1], r"tokens of shape \[\d, 1\]: .* each token predicts the next"),
+        (TOKENS.astype(str), r"tokens is of dtype <U\d+\. Turn text into tokens"),
+        (TOKENS.astype(object), r"tokens is of dtype object\. .* padded"),
+        (TOKENS.astype("S1"), r"tokens is of dtype \|S1\."),
+    ],
+)
+def test_tokens_that_no_model_of_language_reads_are_refused_in_words(tokens, said):
+    with pytest.raises(ValueError, match=said):
+        trace(gpt(), {"tokens": tokens}, next_token_loss)
+    layout = hfjax.layout(gpt(), optax.sgd(0.1), hfjax.make_mesh(data=8), DDP)
+    with pytest.raises(ValueError, match=said):
+        hfjax.eval_step(layout, next_token_loss)(hfjax.init(layout), {"tokens": tokens})
+
+
+@pytest.mark.parametrize("batch", [None, {}, [], {"tokens": None}, {"tokens": 3}, "text"])
+def test_what_is_no_batch_is_refused_in_words(batch):
+    with pytest.raises(ValueError, match="a batch is a pytree of arrays"):
+        trace(gpt(), batch, next_token_loss)
+
+
+def test_numbers_that_devices_hold_in_few_bits_are_numbers():
+    half = X.astype(jnp.bfloat16)
+    trace(made(Linear), {"x": half, "kept": TOKENS > 0}, forward=on_x)
+
+
+@pytest.mark.parametrize("call", ["init", "shard_batch", "eval_step", "predict_step", "module"])
+def test_what_is_no_layout_is_refused_in_words(call):
+    given = {"init": (), "eval_step": (squares,), "predict_step": ()}.get(call, (BATCH,))
+    with pytest.raises(ValueError, match=r"layout.* found NoneType|not NoneType"):
+        getattr(hfjax, call)(None, *given)

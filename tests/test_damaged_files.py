@@ -26,9 +26,9 @@ from hfjax.data import (
     load_tokenizer,
     prepare,
     sources,
+    token_writer,
     tokens,
     write_tokens,
-    writer,
 )
 from hfjax.run import load
 from hfjax.run.config import Log
@@ -360,7 +360,7 @@ def test_a_bit_that_changes_in_a_small_data_set_is_found_by_the_next_loader(made
 
 def test_of_a_large_data_set_samples_are_compared(tmp_path, monkeypatch):
     """Two thirds of this one are in samples: every third block is not."""
-    for module in (tokens, writer):
+    for module in (tokens, token_writer):
         monkeypatch.setattr(module, "SMALL", 1 << 12)
     monkeypatch.setattr(tokens, "SAMPLE", 100)
     monkeypatch.setattr(tokens, "SAMPLES", 11)

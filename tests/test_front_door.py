@@ -24,7 +24,7 @@ from hfjax.processes import distributed
 from hfjax.processes.distributed import Cluster, init_distributed
 from hfjax.processes.ports import free_port
 from hfjax.run import Parts, Train, train
-from hfjax.run.build import check_used, mesh_of
+from hfjax.run.build import check_used, mesh_of, strategy_of
 from hfjax.run.chosen_model import choose
 from hfjax.run.config import (
     CheckpointOptions as Checkpoints,
@@ -576,3 +576,10 @@ def test_a_mean_is_of_those_around_and_of_nothing_else():
     assert found[0] == pytest.approx(values[:3].mean())
     assert found[8] == pytest.approx(values[6:].mean())
     assert mean(values[:1], 5) == pytest.approx(values[:1])
+
+
+def test_the_name_of_a_strategy_reaches_a_terminal_as_text():
+    for names in ("ddp\u202e", "\x1b[31mddp"):
+        with pytest.raises(ValueError, match=r"no strategy") as told:
+            strategy_of(names)
+        assert str(told.value).isprintable()

@@ -126,6 +126,18 @@ def test_pyramids_train_and_tell_of_as_many_experts_as_each_layer_has():
     assert 0 < float(metrics["router_entropy"][0]) <= np.log(2) * (1 + 1e-6)
 
 
+def test_in_bfloat16_tokens_that_are_gathered_train_as_those_that_are_exchanged():
+    """XLA aborts on CPUs where a sum over devices is of bfloat16."""
+    plain, found = replace(BIASED, router=Router()), {}
+    for way in ("gather", "all_to_all"):
+        layout = laid_out(plain, FSDP | EXPERT, expert=2, fsdp=2)
+        step = hfjax.train_step(layout, next_token_loss, precision="bf16", dispatch=way)
+        state, _ = step(hfjax.init(layout), TOKENS)
+        found[way] = float(step(state, TOKENS)[1]["loss"])
+    assert found["gather"] == pytest.approx(found["all_to_all"], rel=1e-3)
+    assert np.isfinite(found["gather"])
+
+
 @pytest.fixture(scope="module")
 def still():
     """Experts that stay as they are: (layout, step)."""

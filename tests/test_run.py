@@ -103,6 +103,13 @@ def test_a_run_gives_a_sign_of_life_for_each_batch(data, tmp_path, monkeypatch):
         assert silence not in told
 
 
+def test_a_run_that_is_told_to_stop_saves_and_leaves_though_a_validation_is_due(data, tmp_path):
+    run = small(tmp_path, data, mesh=ONE, minutes=0.0, log=Log(valid_every=1))
+    stopped = train(run)
+    assert (stopped.step, stopped.reason, stopped.valid_loss) == (1, "asked", None)
+    assert hfjax.latest(tmp_path / "checkpoints") == 1
+
+
 def test_a_run_learns_and_leaves_metrics_configuration_plot_and_checkpoints(whole, data):
     directory, result = whole
     losses = told(directory)

@@ -27,12 +27,6 @@ from hfjax.plan.check_state import is_traced
 from hfjax.plan.layout import Layout, State
 
 
-def check_layout(layout: Any) -> None:
-    """Refuse what is no layout."""
-    if not isinstance(layout, Layout):
-        raise ValueError(f"a layout of hfjax.layout is expected, found {type(layout).__name__}.")
-
-
 def check_given(layout: Any, loss: Any) -> None:
     """Refuse what is no layout, or no loss."""
     if not isinstance(layout, Layout) or not callable(loss):

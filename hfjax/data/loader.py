@@ -9,6 +9,7 @@ from typing import Any
 import grain
 import numpy as np
 
+from hfjax.base.keywords import is_whole
 from hfjax.base.tables import named
 from hfjax.data.rows import DocumentRows, Row, Rows, StreamRows
 from hfjax.data.stream import Batches, fingerprint, order
@@ -313,8 +314,11 @@ def _check_sizes(loader: Loader) -> None:
     """Refuse numbers that mean nothing."""
     least = {"rows": 1, "length": 1, "seed": 0, "threads": 0, "prefetch": loader.threads}
     for name, bound in least.items():
-        if not isinstance(getattr(loader, name), int) or getattr(loader, name) < bound:
+        if not is_whole(getattr(loader, name), bound):
             raise ValueError(f"{name}={getattr(loader, name)!r}: a whole number from {bound} on.")
+    for name in ("shuffle", "documents", "pad_last"):
+        if not isinstance(getattr(loader, name), bool | np.bool_):
+            raise ValueError(f"{name}={getattr(loader, name)!r}: True or False.")
     mine = np.arange(1) if loader.mine is None else np.asarray(loader.mine)
     whole = mine.ndim == 1 and mine.size and np.issubdtype(mine.dtype, np.integer)
     if not whole or mine.min() < 0 or mine.max() >= loader.rows:
@@ -327,7 +331,7 @@ def _check_sizes(loader: Loader) -> None:
 def _check_ends(loader: Loader) -> None:
     if loader.packing not in PACKINGS:
         raise ValueError(f"packing={loader.packing!r}: one of {', '.join(PACKINGS)}.")
-    if loader.epochs is not None and (not isinstance(loader.epochs, int) or loader.epochs < 1):
+    if loader.epochs is not None and not is_whole(loader.epochs, 1):
         raise ValueError(f"epochs={loader.epochs!r}: a whole number from 1 on, or None: no end.")
     if loader.pad_last and loader.epochs is None:
         raise ValueError("pad_last=True: without epochs there is no last batch. Give epochs=1.")

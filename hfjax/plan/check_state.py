@@ -21,6 +21,12 @@ from hfjax.plan.layout import Layout, State
 PARTS = ("params", "variables", "optimizer")
 
 
+def check_layout(layout: Any) -> None:
+    """Refuse what is no layout."""
+    if not isinstance(layout, Layout):
+        raise ValueError(f"a layout of hfjax.layout is expected, found {type(layout).__name__}.")
+
+
 def is_traced(tree: Tree) -> bool:
     """Return whether a step is called within a program that is being traced."""
     return any(isinstance(x, Tracer) for x in jax.tree.leaves(tree))

@@ -11,6 +11,7 @@ import jax
 
 import hfjax
 from hfjax.base.read_files import shown
+from hfjax.base.tables import named
 from hfjax.batches import rows_of_process
 from hfjax.data import Loader, TokenSet, standard_library
 from hfjax.data.tokens import SPLITS, check_same_tokenizer
@@ -250,14 +251,15 @@ def strategy_of(names: str) -> hfjax.Strategy:
     for name in given:
         if name not in STRATEGIES:
             raise ValueError(
-                f"--strategy {names}: no strategy {name!r}. Join some of {', '.join(STRATEGIES)} "
-                "by +, for instance fsdp+tensor."
+                f"--strategy {named(names)}: no strategy {name!r}. Join some of "
+                f"{', '.join(STRATEGIES)} by +, for instance fsdp+tensor."
             )
     planes = [name for name in given if name in PLANES]
     if len(planes) > 1 or len(set(given)) < len(given):
         raise ValueError(
-            f"--strategy {names}: at most one of {', '.join(PLANES)}, found {', '.join(planes)}; "
-            f"and each name once. What goes with it: {', '.join(STRATEGIES[len(PLANES) :])}."
+            f"--strategy {named(names)}: at most one of {', '.join(PLANES)}, found "
+            f"{', '.join(planes)}; and each name once. What goes with it: "
+            f"{', '.join(STRATEGIES[len(PLANES) :])}."
         )
     return reduce(lambda a, b: a | b, (getattr(hfjax, name.upper()) for name in given))
 

@@ -258,7 +258,8 @@ class Run:
             done = number + 1
             if limit is not None and time.monotonic() - began > limit:
                 stop.request()
-            if self._due(done, self._valid_every) and done < self.config.steps:
+            valid = self._due(done, self._valid_every) and done < self.config.steps
+            if valid and not stop.agreed():  # who is told to stop saves and leaves
                 self._tell_all(unread)
                 self.validate(done)
             if self._due(done, self._save_every) and done < self.config.steps:

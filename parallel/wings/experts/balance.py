@@ -113,7 +113,12 @@ def _packed(loads: np.ndarray, packs: int) -> list[list[int]]:
 
 def _checked_loads(loads: npt.ArrayLike) -> np.ndarray:
     """Return the loads as float32, or raise."""
-    found = np.asarray(loads, np.float32)
+    given = np.asarray(loads)
+    if given.dtype.kind not in "iuf":
+        raise ValueError(
+            f"balance_experts(loads=…) of {given.dtype}: numbers are expected, [layers, experts]."
+        )
+    found = given.astype(np.float32)
     if found.ndim != 2 or not found.size:
         raise ValueError(
             f"balance_experts(loads=…) of shape {found.shape}: one row for each layer is expected, "

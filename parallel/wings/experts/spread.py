@@ -6,7 +6,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from hfjax.parallel.mesh import EXPERT_AXES, in_use, size_of
+from hfjax.parallel.mesh import EXPERT_AXES, in_use, platform_of, size_of
 from hfjax.parallel.wings.experts.dispatch import DispatchChoice, MixtureCall, choose
 from hfjax.parallel.wings.experts.token_exchange import all_to_all, gather
 
@@ -32,7 +32,9 @@ class SpreadExperts:
         axes = in_use(self.mesh, EXPERT_AXES)
         call = _call(size_of(axes, self.mesh), x_GTD, routed)
         way = self.calls.setdefault(call, choose(self.dispatch, call))
-        return (all_to_all if way == "all_to_all" else gather)(mixture, x_GTD, routed, axes)
+        if way == "all_to_all":
+            return all_to_all(mixture, x_GTD, routed, axes)
+        return gather(mixture, x_GTD, routed, axes, wide=platform_of(self.mesh) == "cpu")
 
     @property
     def choice(self) -> DispatchChoice | None:

@@ -2,13 +2,15 @@
 
 In `all_to_all` each device sends the places of an expert to the device that has it. In `gather`
 every device is given all tokens and adds what its own experts make of them (a ring of experts).
-`choice.py` counts what both send.
+`dispatch.py` counts what both send.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 
@@ -44,9 +46,38 @@ def all_to_all(mixture: ExpertsHere, x_GTD: jax.Array, routed: Any, axes: Any) -
     return mixture.from_experts(back, routed)
 
 
-def gather(mixture: ExpertsHere, x_GTD: jax.Array, routed: Any, axes: Any) -> jax.Array:
-    """Return what the experts of all devices make of the tokens here: tokens travel."""
-    every = lambda x: lax.all_gather(x, axes, axis=0, tiled=True)
+def gather(
+    mixture: ExpertsHere, x_GTD: jax.Array, routed: Any, axes: Any, wide: bool = False
+) -> jax.Array:
+    """Return what the experts of all devices make of the tokens here: tokens travel.
+
+    `wide`: sums are of float32, also where tokens are of bfloat16 (XLA aborts on these on CPUs).
+    """
+    every = partial(_every, axes, wide)
     first = lax.axis_index(axes) * mixture.here
-    added = mixture.part(every(x_GTD), routed, every, first)
-    return lax.psum_scatter(added, axes, scatter_dimension=0, tiled=True)
+    return _summed(axes, wide, mixture.part(every(x_GTD), routed, every, first))
+
+
+def _summed(axes: Any, wide: bool, x: jax.Array) -> jax.Array:
+    """Return this device's part of the sum over devices."""
+    sent = x.astype(jnp.promote_types(x.dtype, jnp.float32)) if wide else x
+    return lax.psum_scatter(sent, axes, scatter_dimension=0, tiled=True).astype(x.dtype)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _gathered(axes: Any, wide: bool, x: jax.Array) -> jax.Array:
+    return lax.all_gather(x, axes, axis=0, tiled=True)
+
+
+_gathered.defvjp(
+    lambda axes, wide, x: (_gathered(axes, wide, x), None),
+    lambda axes, wide, _, dy: (_summed(axes, wide, dy),),
+)
+
+
+def _every(axes: Any, wide: bool, x: jax.Array) -> jax.Array:
+    """Return what all devices have of an array."""
+    narrow = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4
+    if wide and narrow:  # the derivative is a sum
+        return _gathered(axes, wide, x)
+    return lax.all_gather(x, axes, axis=0, tiled=True)
