@@ -134,3 +134,9 @@ def test_a_further_copy_goes_where_the_load_of_a_copy_is_highest():
 def test_what_cannot_be_balanced_is_told(loads, given, message):
     with pytest.raises(ValueError, match=message):
         hfjax.balance_experts(loads, **{**EXAMPLE, **given})
+
+
+def test_loads_that_are_no_numbers_are_refused():
+    for loads in ([["6", "1"]], [[True, False]], [[6, None]]):
+        with pytest.raises(ValueError, match=r"loads=…\) of .*: numbers are expected"):
+            hfjax.balance_experts(loads, replicas=2, groups=1, nodes=1, devices=1)

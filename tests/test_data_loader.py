@@ -282,6 +282,9 @@ def test_a_model_that_is_too_small_for_the_data_is_refused(data):
 REFUSED = {
     "rows=0: a whole number from 1": {"rows": 0},
     "rows=2.0: a whole number from 1": {"rows": 2.0},
+    "rows=True: a whole number from 1": {"rows": True},
+    "epochs=True: a whole number from 1 on, or None": {"epochs": True},
+    "shuffle=1: True or False": {"shuffle": 1},
     "length=0: a whole number": {"length": 0},
     "seed=-1: a whole number from 0": {"seed": -1},
     "prefetch=1: a whole number from 2": {"prefetch": 1},
