@@ -17,7 +17,7 @@ from hfjax.batches import check_batch, missing_rows, on_devices
 from hfjax.checks.branches import checked
 from hfjax.checks.check_step import check_given, check_place, check_runs
 from hfjax.checks.jax_errors import calling
-from hfjax.parallel.engine.blueprint import asked_by
+from hfjax.parallel.engine.forward_asks import asked_by
 from hfjax.parallel.engine.gradients import Plane
 from hfjax.parallel.engine.step_context import check_rows
 from hfjax.parallel.execution import Execution

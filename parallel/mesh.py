@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 from jax.sharding import Mesh
 
 STACK = "layers"  # the dimension that stacks equal layers: sliced by a scan, split by stages only
@@ -196,3 +197,10 @@ def show_sizes(shape: dict[str, int]) -> str:
     """Return the sizes of axes as people write them."""
     shown = {axis: size for axis, size in shape.items() if size != 1} or shape
     return " x ".join(f"{axis}={size}" for axis, size in shown.items())
+
+
+def on_one_device(function: Callable[[], Any]) -> Callable[[], Any]:
+    """Return a function in which the axes of rows have names: models may sum over them at once."""
+    for axis in SAMPLE_AXES:
+        function = jax.vmap(function, out_axes=None, axis_name=axis, axis_size=1)
+    return function

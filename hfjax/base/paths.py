@@ -89,3 +89,16 @@ def natural(path: str) -> list[Any]:
     ['layers/9/', 'layers/10/']
     """
     return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", path)]
+
+
+def check_paths(paths: Sequence[str]) -> None:
+    """Refuse two arrays of one path, or one that lies inside of another."""
+    known = set(paths)
+    parents = lambda path: ("/".join(path.split("/")[:i]) for i in range(1, path.count("/") + 1))
+    twice = [path for path in known if paths.count(path) > 1] if len(known) < len(paths) else []
+    inside = [path for path in paths if known.intersection(parents(path))]
+    if wrong := sorted(twice) + inside:
+        raise ValueError(
+            f"two arrays have the path {wrong[0]!r}, or a part of it: a name has a / in it, which "
+            "separates the names of a path. Rename it."
+        )

@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from hfjax.base.errors import module_of
-from hfjax.parallel.engine.blueprint import Blueprint, Tree
+from hfjax.parallel.engine.bare_trees import Tree
+from hfjax.parallel.engine.blueprint import Blueprint
 from hfjax.parallel.engine.step_context import rows_of
 from hfjax.parallel.mesh import BATCH_AXES
 from hfjax.plan.layout import Layout

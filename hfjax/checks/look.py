@@ -14,6 +14,7 @@ from flax import nnx
 
 from hfjax.base.paths import Flat
 from hfjax.parallel.engine.gradients import called
+from hfjax.parallel.engine.keys import keys_here
 from hfjax.parallel.engine.layers import is_list, items_of
 from hfjax.parallel.engine.step_context import StepContext, rows_of
 
@@ -60,9 +61,9 @@ def looked(context: StepContext, variables: Flat, batch: Any, mode: str, look: C
 
     def device(variables: Flat, batch: Any) -> tuple:
         if mode == "train":
-            random, statistics = context.sort(variables)
-            keys = context.keys(random, rows_of(batch), jnp.int32(0))
-            variables = {**statistics, **keys(None, 0, rows_of(batch))}
+            known, rows = context.blueprint.variables, rows_of(batch)
+            keys, statistics = keys_here(known, context.mesh, variables, rows, jnp.int32(0))
+            variables = {**statistics, **keys(None, 0, rows)}
         found.append(look(context, variables, batch, mode))
         return ()
 

@@ -30,7 +30,8 @@ from hfjax.parallel.autodiff.kept_apart import (
 )
 from hfjax.parallel.autodiff.varying_state import differing
 from hfjax.parallel.engine.blueprint import raw
-from hfjax.parallel.engine.step_context import StepContext, differs_by_part, rows_of
+from hfjax.parallel.engine.keys import differs_by_part
+from hfjax.parallel.engine.step_context import StepContext, rows_of
 from hfjax.parallel.wings.context.forms import choose
 from hfjax.parallel.wings.context.on_shared_rows import FoundAlongRows, OnSharedRows, dims_of
 

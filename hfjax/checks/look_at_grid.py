@@ -23,7 +23,8 @@ from hfjax.checks.look import outputs_of_a_look
 from hfjax.parallel.autodiff.kept_apart import constants_along, differences, mixes
 from hfjax.parallel.autodiff.varying_state import differing
 from hfjax.parallel.engine.blueprint import raw
-from hfjax.parallel.engine.step_context import StepContext, differs_by_part
+from hfjax.parallel.engine.keys import differs_by_part
+from hfjax.parallel.engine.step_context import StepContext
 from hfjax.parallel.mesh import COLUMN_AXIS, ROW_AXIS
 from hfjax.parallel.wings.grid.on_grid import OnGrid
 

@@ -21,7 +21,7 @@ from hfjax.base.keywords import check_keywords, is_real, is_whole
 from hfjax.base.paths import Tree, flatten
 from hfjax.base.read_files import shown
 from hfjax.base.rounding import widened
-from hfjax.parallel.engine.blueprint import TRAIN, asked_by
+from hfjax.parallel.engine.forward_asks import TRAIN, asked_by
 from hfjax.parallel.execution import Execution
 from hfjax.parallel.memory import to_device
 from hfjax.plan.check_state import check_form, check_takes

@@ -1,35 +1,25 @@
 """A model without its arrays: how to take one apart into named arrays and put it together again."""
 
-import functools
-import inspect
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 from flax import linen, nnx
 
-from hfjax.base.paths import Flat, path_of
-from hfjax.parallel.engine.fetch import (
-    Placeholder,
-    WholeElsewhere,
-    devices_along,
-    refuse_elsewhere,
-)
-from hfjax.parallel.engine.handing import hand, number
+from hfjax.base.paths import Flat, check_paths, natural, path_of
+from hfjax.parallel.engine.bare_trees import Tree, tree_apart
+from hfjax.parallel.engine.batch_norm import synchronise_linen, synchronised
+from hfjax.parallel.engine.fetch import Placeholder, WholeElsewhere, refuse_elsewhere
+from hfjax.parallel.engine.forward_asks import asked_by, keys_asked, with_keys
 from hfjax.parallel.engine.layers import has_three_parts, is_list, items_of
-from hfjax.parallel.mesh import EXPERTS, SAMPLE_AXES, STACK, STAYS
+from hfjax.parallel.mesh import EXPERTS, STACK, STAYS, on_one_device
 
 LAYERS = "layers/"
 # Names by which models and libraries call the logical axes of a parameter.
 _NAMES_OF_AXES = ("axes", "out_sharding", "sharding_names", "sharding")
-# What `forward` may ask for by name, beside the model and the batch.
-KEY, ROW_KEYS, TRAIN = "key", "row_keys", "train"
 
 
 Flattened = Sequence[tuple[tuple, Any]]  # keys inside a layer, variable
@@ -53,20 +43,6 @@ def fill(variables: Flattened, array_of: Callable[[str], Any]) -> nnx.State:
     """Return variables of a layer that hold the arrays of their paths."""
     held = [(keys, _held(v, array_of(raw(v).path))) for keys, v in variables]
     return nnx.from_flat_state(held)
-
-
-@dataclass(frozen=True)
-class Tree:
-    """A bare pytree without its arrays."""
-
-    definition: Any
-    leaves: tuple[Any, ...]  # paths of arrays, and what is no array as it is
-    is_path: tuple[bool, ...]
-
-    def filled(self, arrays: Flat) -> Any:
-        """Return the tree that holds these arrays."""
-        pairs = zip(self.leaves, self.is_path, strict=True)
-        return self.definition.unflatten([arrays[x] if path else x for x, path in pairs])
 
 
 @dataclass(frozen=True)
@@ -176,7 +152,7 @@ class Blueprint:
         """Return the context in which the model and the loss are called."""
         if not self.sync_batch_norm:
             return nullcontext()
-        return linen.intercept_methods(_synchronise_linen)
+        return linen.intercept_methods(synchronise_linen)
 
     def of_rows(self, path: str) -> bool:
         """Return whether a variable has a row for each row of the batch."""
@@ -271,7 +247,7 @@ def blueprint(
         as_made = nnx.split(model, nnx.Param, ...)[0]
         hand(model, "place", "places_activations", place)
         number(model)
-        found["notes"] = tuple(_synchronised(model) if sync_batch_norm else ())
+        found["notes"] = tuple(synchronised(model) if sync_batch_norm else ())
         _settle(model)
         graph, *states = nnx.split(model, nnx.Param, ...)
         model.eval()
@@ -283,17 +259,17 @@ def blueprint(
         return states
 
     with nnx.use_eager_sharding(False):  # names of axes are ours to read, on our own mesh
-        states = jax.eval_shape(_on_one_device(take_apart))
+        states = jax.eval_shape(on_one_device(take_apart))
     if states is None:
-        return _with_keys(replace(_of_tree(make), sync_batch_norm=sync_batch_norm), asks)
+        return _asking(Blueprint(**tree_apart(make), sync_batch_norm=sync_batch_norm), asks)
     where = [keys for state in states for keys, _ in nnx.to_flat_state(state)]
-    _check_paths(list(map(path_of, where)))
+    check_paths(list(map(path_of, where)))
     parameters, variables = map(_flat, states)
 
     @partial(jax.jit, inline=True)  # traced once, however many programs begin with it
     def create(seed):
         with nnx.use_eager_sharding(False):
-            return _on_one_device(lambda: _raw(nnx.split(make(seed), ...)[1]))()
+            return on_one_device(lambda: _raw(nnx.split(make(seed), ...)[1]))()
 
     made = Blueprint(
         sync_batch_norm=sync_batch_norm,
@@ -304,14 +280,14 @@ def blueprint(
         keys={path_of(keys): keys for keys in where},
         **found,
     )
-    return _with_keys(made, asks)
+    return _asking(made, asks)
 
 
-def _on_one_device(function: Callable[[], Any]) -> Callable[[], Any]:
-    """Return a function in which the axes of rows have names: models may sum over them at once."""
-    for axis in SAMPLE_AXES:
-        function = jax.vmap(function, out_axes=None, axis_name=axis, axis_size=1)
-    return function
+def _asking(made: Blueprint, asks: Sequence[str]) -> Blueprint:
+    """Return the blueprint whose state also holds the random keys that `forward` asks for."""
+    wanted = keys_asked(asks)
+    create = with_keys(made.create, wanted)
+    return replace(made, create=create, variables={**made.variables, **wanted})
 
 
 def _made(model_init: Callable, seed: Any) -> Any:
@@ -334,53 +310,6 @@ def _settle(model: nnx.Module) -> None:
                 setattr(module, name, False)
 
 
-def _synchronised(model: nnx.Module) -> list[str]:
-    """Let BatchNorm normalise over the rows of all devices, as one device does."""
-    count = 0
-    for _, module in nnx.iter_modules(model):
-        if isinstance(module, nnx.BatchNorm):
-            if type(module) is nnx.BatchNorm:
-                module.__class__ = SyncBatchNorm
-            setattr(module, "axis_name", SAMPLE_AXES)  # noqa: B010  flax declares one name
-            count += 1
-    if not count:
-        return []
-    return [
-        f"BatchNorm ({count}): normalises over the rows of all devices, as one device does "
-        "(sync_batch_norm=False: as the model is written)"
-    ]
-
-
-def check_mask(module: Any, mask: Any) -> None:
-    """Refuse a mask where flax would average the means of devices, however many rows each has."""
-    if mask is not None and math.prod(map(devices_along, SAMPLE_AXES)) > 1:
-        raise ValueError(
-            f"{type(module).__name__} with mask=: flax averages the statistics of devices whatever "
-            "number of rows of each counts, which is not what one device computes. Mask before "
-            "and after, or let each device normalise by itself: hfjax.layout(…, "
-            "sync_batch_norm=False)."
-        )
-
-
-class SyncBatchNorm(nnx.BatchNorm):
-    """BatchNorm over the rows of all devices."""
-
-    def __call__(self, x: Any, use_running_average: Any = None, *, mask: Any = None) -> Any:
-        """Normalise, over the rows of all devices unless by running averages."""
-        first = self.use_running_average if use_running_average is None else use_running_average
-        check_mask(self, None if first else mask)
-        return super().__call__(x, use_running_average, mask=mask)
-
-
-def _synchronise_linen(call: Callable, args: tuple, kwargs: dict, context: Any) -> Any:
-    """Let Linen's BatchNorm normalise over the rows of all devices: an interceptor of methods."""
-    module = context.module
-    if isinstance(module, linen.BatchNorm) and context.method_name == "__call__":
-        object.__setattr__(module, "axis_name", SAMPLE_AXES)  # of this call's own instance
-        check_mask(module, kwargs.get("mask"))
-    return call(*args, **kwargs)
-
-
 def _hooked(variable: nnx.Variable) -> nnx.Variable:
     """Return the variable with hooks: reading it where it is not is refused, pieces are joined."""
     own = variable.get_metadata("on_get_value", ())
@@ -394,154 +323,24 @@ def _hooked(variable: nnx.Variable) -> nnx.Variable:
     return variable
 
 
-def _check_paths(paths: Sequence[str]) -> None:
-    """Refuse two arrays of one path, or one that lies inside of another."""
-    known = set(paths)
-    parents = lambda path: ("/".join(path.split("/")[:i]) for i in range(1, path.count("/") + 1))
-    twice = [path for path in known if paths.count(path) > 1] if len(known) < len(paths) else []
-    inside = [path for path in paths if known.intersection(parents(path))]
-    if wrong := sorted(twice) + inside:
-        raise ValueError(
-            f"two arrays have the path {wrong[0]!r}, or a part of it: a name has a / in it, which "
-            "separates the names of a path. Rename it."
-        )
+# -- what modules are handed: those that mark an attribute of theirs get it ----------------------
 
 
-# -- what forward asks for ----------------------------------------------------------------------
+def hand(model: nnx.Module, name: str, mark: str, given: Any) -> None:
+    """Put `given` in the attribute `name` of all modules whose own one there is marked."""
+    for _, module in nnx.iter_modules(model):
+        if getattr(getattr(module, name, None), mark, False):
+            setattr(module, name, given)
 
 
-def asked_by(forward: Callable | None) -> tuple[str, ...]:
-    """Return what `forward` asks for by name beside the model and the batch."""
-    if forward is None:
-        return ()
-    if not callable(forward):
-        raise ValueError(f"forward={forward!r}: a function of (model, batch) is expected.")
-    try:
-        parameters = inspect.signature(forward).parameters
-    except (TypeError, ValueError):  # it has none to look at
-        return ()
-    bound = forward.keywords if isinstance(forward, functools.partial) else {}
-    asked = [name for name in list(parameters)[2:] if name not in bound]
-    names = tuple(name for name in (KEY, ROW_KEYS, TRAIN) if name in asked)
-    try:
-        inspect.signature(forward).bind_partial("model", "batch")
-    except TypeError as error:
-        raise ValueError(
-            f"forward{inspect.signature(forward)}: it is called with (model, batch)."
-        ) from error
-    needed = [
-        p.name
-        for p in list(parameters.values())[2:]
-        if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
-    ]
-    if unknown := [name for name in needed if name not in names]:
-        raise ValueError(
-            f"forward{inspect.signature(forward)}: {unknown[0]!r} is not known. It is given "
-            "(model, batch) and may ask by name for `key` (a random key of the step, another one "
-            "on each device), `row_keys` (one for each row, the same on every mesh) and `train` "
-            "(whether this is a training step)."
-        )
-    return names
+def number(model: nnx.Module) -> None:
+    """Give modules that take a number theirs, in the order of paths: one for all layers of a stack.
 
-
-def _with_keys(made: Blueprint, asks: Sequence[str]) -> Blueprint:
-    """Return the blueprint whose state also holds the random keys that `forward` asks for."""
-    abstract = jax.eval_shape(lambda: jax.random.key(0))
-    kinds = {
-        KEY: nnx.RngKey(abstract, tag="forward"),
-        ROW_KEYS: nnx.Variable(abstract, per_row=True),
-    }
-    wanted = {variable_of(name): kinds[name] for name in asks if name in kinds}
-    if not wanted:
-        return made
-
-    def create(seed):
-        key = jax.random.fold_in(jax.random.key(seed), 2)
-        return made.create(seed) | {
-            path: jax.random.fold_in(key, i) for i, path in enumerate(wanted)
-        }
-
-    return replace(made, create=create, variables={**made.variables, **wanted})
-
-
-def variable_of(name: str) -> str:
-    """Return the path in the state of a random key that `forward` asks for."""
-    return f"forward.{name}"
-
-
-# -- bare trees -----------------------------------------------------------------------------------
-
-
-def _of_tree(make: Callable[[Any], Any]) -> Blueprint:
-    """A bare pytree of arrays is a model too: its loss is given the tree.
-
-    Arrays of whole numbers and keys are variables; what is no array stays as it is.
+    They are those whose `number` is `hfjax.models.parts.unnumbered` (marked `takes_number`).
     """
-    found: list[tuple[Any, Any]] = []
-    form: Any = None
-
-    def arrays(seed):
-        nonlocal form
-        tree = make(seed)
-        if isinstance(tree, linen.Module):
-            raise ValueError(
-                f"model_init returned the Linen module {type(tree).__name__}, which holds no "
-                "arrays. Return flax.nnx.bridge.ToNNX(module, rngs=rngs).lazy_init(inputs), or "
-                "the parameters, module.init(rngs.params(), inputs), with forward=lambda params, "
-                "batch: module.apply(params, …)."
-            )
-        found[:], form = jax.tree_util.tree_flatten_with_path(tree)
-        return {i: leaf for i, (_, leaf) in enumerate(found) if _is_array(leaf)}
-
-    shapes = jax.eval_shape(_on_one_device(lambda: arrays(0)))
-    if not shapes:
-        raise ValueError(
-            f"model_init returned {_what(found, form)}: an nnx.Module or a pytree of arrays is "
-            "expected."
-        )
-    paths = [jax.tree_util.keystr(keys, simple=True, separator="/") or "array" for keys, _ in found]
-    _check_paths([paths[i] for i in shapes])
-    rest = {i: leaf for i, (_, leaf) in enumerate(found) if i not in shapes}
-    _check_numbers(found, rest, paths)
-    is_path = tuple(i in shapes for i in range(len(found)))
-    tree = Tree(form, tuple(rest.get(i, path) for i, path in enumerate(paths)), is_path)
-    trained = lambda x: jnp.issubdtype(x.dtype, jnp.inexact)
-
-    def create(seed):
-        made = _on_one_device(lambda: arrays(seed))()
-        return {paths[i]: x if trained(x) else jnp.asarray(x) for i, x in made.items()}
-
-    return Blueprint(
-        create=create,
-        parameters={paths[i]: x for i, x in shapes.items() if trained(x)},
-        variables={paths[i]: x for i, x in shapes.items() if not trained(x)},
-        graphs=dict.fromkeys(("model", "train", "eval"), tree),
-        keys={paths[i]: () for i in shapes},
-        notes=tuple(_numbers_left(rest, paths)),
-    )
-
-
-def _what(found: Sequence[tuple[Any, Any]], form: Any) -> str:
-    kinds = sorted({type(leaf).__name__ for _, leaf in found})
-    return f"no array, but {', '.join(kinds)}" if kinds else type(form.unflatten([])).__name__
-
-
-def _is_array(leaf: Any) -> bool:
-    return isinstance(leaf, jax.Array | np.ndarray | np.generic)
-
-
-def _check_numbers(found: Sequence, rest: Mapping[int, Any], paths: Sequence[str]) -> None:
-    """Refuse a Python float where it may be meant as a parameter: in a plain container."""
-    for i, leaf in rest.items():
-        attribute = any(isinstance(key, jax.tree_util.GetAttrKey) for key in found[i][0])
-        if isinstance(leaf, float | complex) and not attribute:
-            raise ValueError(
-                f"{paths[i]} is the Python number {leaf}: is it a parameter? Write "
-                f"jnp.asarray({leaf}) to train it, or leave it out of what model_init returns."
-            )
-
-
-def _numbers_left(rest: Mapping[int, Any], paths: Sequence[str]) -> Iterator[str]:
-    numbers = [paths[i] for i, leaf in rest.items() if isinstance(leaf, float | complex)]
-    if numbers:
-        yield f"Python numbers stay as they are and are not trained: {', '.join(numbers)}"
+    takes = lambda module: getattr(getattr(module, "number", None), "takes_number", False)
+    found = {
+        f"{path_of(keys)}/": module for keys, module in nnx.iter_modules(model) if takes(module)
+    }
+    for i, path in enumerate(sorted(found, key=natural)):
+        setattr(found[path], "number", i)  # noqa: B010  modules of any kind

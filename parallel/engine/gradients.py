@@ -27,12 +27,14 @@ from hfjax.parallel.autodiff.varying_state import (
     warn_of_same_noise,
     warn_of_whole_numbers,
 )
-from hfjax.parallel.engine.blueprint import LAYERS, TRAIN, asked_by, variable_of
+from hfjax.parallel.engine.blueprint import LAYERS
 from hfjax.parallel.engine.fetch import Placeholder, Stored, devices_along, fetched
+from hfjax.parallel.engine.forward_asks import TRAIN, asked_by, variable_of
 from hfjax.parallel.engine.gather_on_use import gather_on_use
+from hfjax.parallel.engine.keys import is_random, keys_here
 from hfjax.parallel.engine.layers import run_model
 from hfjax.parallel.engine.placed_model import mean_of
-from hfjax.parallel.engine.step_context import StepContext, check_rows, is_random, rows_of
+from hfjax.parallel.engine.step_context import StepContext, check_rows, rows_of
 from hfjax.parallel.mesh import BATCH_AXES, in_use
 
 
@@ -85,8 +87,8 @@ class Plane(ABC):
         def device(parameters, variables, batch, step):
             context.traced.begin(context.placed)
             parameters = context.gather_once(parameters)
-            random, statistics = context.sort(variables)
-            keys = context.keys(random, rows_of(batch), step)
+            known, rows = context.blueprint.variables, rows_of(batch)
+            keys, statistics = keys_here(known, context.mesh, variables, rows, step)
             batch = context.dealt(batch)
             microbatch = self.microbatch(parameters, keys)
             gradients, mean, statistics = self._accumulate(microbatch, statistics, batch)

@@ -19,8 +19,8 @@ from hfjax.parallel.autodiff.dissect import Dissected, dissect
 from hfjax.parallel.autodiff.model_parts import ModelParts
 from hfjax.parallel.engine.blueprint import LAYERS, Blueprint, Layer, fill, raw
 from hfjax.parallel.engine.fetch import Movement, Placeholder, Stored
+from hfjax.parallel.engine.keys import is_random
 from hfjax.parallel.engine.layers import layer_function
-from hfjax.parallel.engine.step_context import is_random
 
 IN_A_PIPELINE = (
     "in a pipeline nothing is written, since microbatches are in different layers at the same time"

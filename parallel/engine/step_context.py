@@ -3,10 +3,6 @@
 `StepContext` is made once, when the step is built: the model without its arrays, where each
 parameter lies, the mesh, how the step runs. Its `traced` is what becomes known while the step is
 traced.
-
-Random keys: a variable that holds a key and says `per_row=True` becomes one key per row of the
-global batch, so that no mesh changes a mask. Any other key, those of `nnx.Rngs` among them, becomes
-one per device and microbatch: as random, but other masks on another mesh.
 """
 
 import warnings
@@ -17,12 +13,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec as P
 
 from hfjax.base.mean import Mean, as_mean
-from hfjax.base.paths import Flat, Index, Tree
+from hfjax.base.paths import Flat, Tree
 from hfjax.parallel.engine.blueprint import LAYERS, Blueprint
 from hfjax.parallel.engine.fetch import Movement, Stored
 from hfjax.parallel.engine.layers import LayerOptions
@@ -39,7 +34,6 @@ from hfjax.parallel.mesh import (
     partitioned,
     platform_of,
     row_axes,
-    sides,
     size_of,
 )
 from hfjax.parallel.placement import Placed, auto_part
@@ -155,25 +149,6 @@ class StepContext:
     def of_rows(self, variables: Flat) -> Flat:
         """Return those variables that have a row for each row of the batch."""
         return {path: x for path, x in variables.items() if self.blueprint.of_rows(path)}
-
-    def sort(self, variables: Flat) -> tuple[Flat, Flat]:
-        """Return the variables that hold random keys, and the statistics."""
-        random = {p: v for p, v in variables.items() if is_random(self.blueprint.variables[p])}
-        return random, {p: v for p, v in variables.items() if p not in random}
-
-    def keys(self, random: Flat, local_rows: int, step: Any) -> Callable:
-        """Return (layer or None, number of a microbatch, its rows) -> variables that hold keys."""
-        template = self.blueprint.variables
-        positions = (*in_use(self.mesh, SEQUENCE_AXES), *sides(self.mesh))
-
-        def keys(layer, number, rows):
-            device = lax.axis_index(self.rows) if self.rows else 0
-            first = device * local_rows + number * rows
-            part = lax.axis_index(positions) if positions else None
-            of_layer = variables_of(random, layer).items()
-            return {p: keys_for(template[p], key, step, first, rows, part) for p, key in of_layer}
-
-        return keys
 
     def inputs(self, batch: Any) -> Any:
         """Return the batch with floating-point inputs in the compute dtype, if there is one."""
@@ -364,62 +339,3 @@ def check_rows(outputs: Any, batch: Any) -> None:
                 "hfjax.predict_step(layout, forward=lambda model, batch: model(batch)); a number "
                 "for all rows is a metric of eval_step's loss."
             )
-
-
-# -- random keys ----------------------------------------------------------------------------------
-
-
-def is_random(variable: Any) -> bool:
-    """Return whether a variable is the state of a random generator: any typed key is."""
-    return isinstance(variable, nnx.RngState) or _is_key(variable) or _per_row(variable)
-
-
-def _is_key(variable: Any) -> bool:
-    return jnp.issubdtype(variable.dtype, jax.dtypes.prng_key)
-
-
-def _per_row(variable: Any) -> bool:
-    return isinstance(variable, nnx.Variable) and bool(variable.get_metadata("per_row", False))
-
-
-def differs_by_part(variable: Any, training: bool) -> bool:
-    """Whether devices that share a row draw other numbers for their positions from a variable.
-
-    Its key says that it draws by the position in the whole row (`per_position`), or is one for each
-    device: then a step folds the device's part of the row in. The keys of rows are the same.
-    """
-    held = isinstance(variable, nnx.Variable)
-    by_position = held and bool(variable.get_metadata("per_position", False))
-    return by_position or (training and is_random(variable) and not _per_row(variable))
-
-
-def keys_for(
-    variable: Any, key: jax.Array, step: Any, first_row: Any, rows: int, part: Any
-) -> jax.Array:
-    """Return what a variable holds while the rows from `first_row` (counted globally) run.
-
-    `part` is the number of this device's positions, if a mesh axis splits them.
-    """
-    if not (_per_row(variable) or isinstance(variable, nnx.RngKey) or _is_key(variable)):
-        return key
-    if not _per_row(variable):
-        key = key if part is None else _fold(key, part)
-        return _fold(_fold(key, step), first_row)
-    ids = first_row + lax.iota("int32", rows)
-    return jax.vmap(_fold, (None, 0), key.ndim)(_fold(key, step), ids)
-
-
-def _fold(key: jax.Array, number: Index) -> jax.Array:
-    """Return the key, or each of the stacked keys, with a number folded in."""
-    fold = jax.random.fold_in
-    for _ in range(key.ndim):
-        fold = jax.vmap(fold, (0, None))
-    return fold(key, number)
-
-
-def variables_of(variables: Flat, layer: Any) -> Flat:
-    """Return the variables of one of the stacked layers (None: all as they are)."""
-    if layer is None:
-        return variables
-    pick = lambda x: lax.dynamic_index_in_dim(x, layer, 0, False)
-    return {path: pick(x) for path, x in variables.items() if path.startswith(LAYERS)}

@@ -21,10 +21,11 @@ from hfjax.base.paths import Flat, Index
 from hfjax.parallel.arrangement import arrange
 from hfjax.parallel.engine.blueprint import LAYERS, Layer
 from hfjax.parallel.engine.gradients import Plane, StepInputs
+from hfjax.parallel.engine.keys import keys_here, variables_of
 from hfjax.parallel.engine.layers import offload_residuals
 from hfjax.parallel.engine.placed_model import IN_A_LOOP, PlacedModel
 from hfjax.parallel.engine.reduce import reduce_gradient
-from hfjax.parallel.engine.step_context import StepContext, rows_of, variables_of
+from hfjax.parallel.engine.step_context import StepContext, rows_of
 from hfjax.parallel.layerwise.one_layer import Carry, LayerUpdate, ListedUpdate, StackedUpdate
 from hfjax.parallel.layerwise.passes import ListedPasses, StackedPasses
 from hfjax.parallel.memory import is_on_host, to_device
@@ -234,8 +235,8 @@ class LayerUpdatePlane:
     def _of_step(self, held: StepInputs, batch: Any, step: Any) -> PlacedModel:
         """Return the model in three parts, on the rows of this device."""
         context, rows = self.plane.context, rows_of(batch)
-        random, statistics = context.sort(held.variables)
-        keys = context.keys(random, rows, step)
+        known = context.blueprint.variables
+        keys, statistics = keys_here(known, context.mesh, held.variables, rows, step)
         batch = context.dealt(batch)
         parameters = context.gather_once(held.parameters)
         variables = lambda m, i: {**variables_of(statistics, i), **keys(i, m, rows)}

@@ -18,9 +18,10 @@ from hfjax.parallel.arrangement import Arrangement
 from hfjax.parallel.autodiff.model_parts import ModelParts
 from hfjax.parallel.autodiff.program import bytes_of
 from hfjax.parallel.engine.gradients import Plane
+from hfjax.parallel.engine.keys import variables_of
 from hfjax.parallel.engine.placed_model import Extras, PlacedModel
 from hfjax.parallel.engine.reduce import scattered
-from hfjax.parallel.engine.step_context import rows_of, variables_of
+from hfjax.parallel.engine.step_context import rows_of
 from hfjax.parallel.mesh import EXPERT_AXES, PIPE_AXIS, SEQUENCE_AXES, in_use, sides
 from hfjax.parallel.pipeline.executor import Pipeline
 from hfjax.parallel.remat import Remat

@@ -16,6 +16,7 @@ from hfjax.parallel.autodiff.dissect import Dissected
 from hfjax.parallel.autodiff.model_parts import ModelParts
 from hfjax.parallel.engine.blueprint import LAYERS
 from hfjax.parallel.engine.gradients import StepInputs
+from hfjax.parallel.engine.keys import keys_here
 from hfjax.parallel.engine.step_context import rows_of
 from hfjax.parallel.mesh import PIPE_AXIS, in_use
 from hfjax.parallel.pipeline.executor import Pipeline
@@ -69,8 +70,8 @@ class AsynchronousPlane:
     def _stage(self, held: StepInputs, batch: Any, step: Any, apply: Callable) -> tuple:
         """Return what one stage has after the last tick."""
         context, ticks = self.plane.context, self.plane.ticks
-        random, statistics = context.sort(held.variables)
-        keys = context.keys(random, rows_of(batch), step)
+        known, rows = context.blueprint.variables, rows_of(batch)
+        keys, statistics = keys_here(known, context.mesh, held.variables, rows, step)
         batch = context.dealt(batch)
         model = weighed(self.plane.training(held.parameters, statistics, batch, keys, 0).model())
         columns = ticks.columns | self.versions.columns

@@ -1,0 +1,104 @@
+"""Random keys on devices: one for each row of the global batch, or one for each device.
+
+A variable that holds a key and says `per_row=True` becomes one key per row of the global batch, so
+that no mesh changes a mask. Any other key, those of `nnx.Rngs` among them, becomes one per device
+and microbatch: as random, but other masks on another mesh.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jax.sharding import Mesh
+
+from hfjax.base.paths import Flat, Index
+from hfjax.parallel.engine.blueprint import LAYERS
+from hfjax.parallel.mesh import SEQUENCE_AXES, in_use, row_axes, sides
+
+
+def keys_here(
+    templates: Mapping[str, Any], mesh: Mesh, variables: Flat, local_rows: int, step: Any
+) -> tuple[Callable, Flat]:
+    """Return what gives the variables that hold keys on this device, and the other variables.
+
+    Args:
+        templates: Path -> template of a variable.
+        mesh: The mesh.
+        variables: What they hold in the state.
+        local_rows: How many rows of the batch this device has.
+        step: The number of the step.
+
+    Returns:
+        Function of (layer or None, number of a microbatch, its rows), and the statistics.
+    """
+    random = {p: v for p, v in variables.items() if is_random(templates[p])}
+    axes = row_axes(mesh)
+    positions = (*in_use(mesh, SEQUENCE_AXES), *sides(mesh))
+
+    def keys(layer: Any, number: Any, rows: int) -> Flat:
+        device = lax.axis_index(axes) if axes else 0
+        first = device * local_rows + number * rows
+        part = lax.axis_index(positions) if positions else None
+        of_layer = variables_of(random, layer).items()
+        return {p: keys_for(templates[p], key, step, first, rows, part) for p, key in of_layer}
+
+    return keys, {p: v for p, v in variables.items() if p not in random}
+
+
+def variables_of(variables: Flat, layer: Any) -> Flat:
+    """Return the variables of one of the stacked layers (None: all as they are)."""
+    if layer is None:
+        return variables
+    pick = lambda x: lax.dynamic_index_in_dim(x, layer, 0, False)
+    return {path: pick(x) for path, x in variables.items() if path.startswith(LAYERS)}
+
+
+def is_random(variable: Any) -> bool:
+    """Return whether a variable is the state of a random generator: any typed key is."""
+    return isinstance(variable, nnx.RngState) or _is_key(variable) or _per_row(variable)
+
+
+def _is_key(variable: Any) -> bool:
+    return jnp.issubdtype(variable.dtype, jax.dtypes.prng_key)
+
+
+def _per_row(variable: Any) -> bool:
+    return isinstance(variable, nnx.Variable) and bool(variable.get_metadata("per_row", False))
+
+
+def differs_by_part(variable: Any, training: bool) -> bool:
+    """Whether devices that share a row draw other numbers for their positions from a variable.
+
+    Its key says that it draws by the position in the whole row (`per_position`), or is one for each
+    device: then a step folds the device's part of the row in. The keys of rows are the same.
+    """
+    held = isinstance(variable, nnx.Variable)
+    by_position = held and bool(variable.get_metadata("per_position", False))
+    return by_position or (training and is_random(variable) and not _per_row(variable))
+
+
+def keys_for(
+    variable: Any, key: jax.Array, step: Any, first_row: Any, rows: int, part: Any
+) -> jax.Array:
+    """Return what a variable holds while the rows from `first_row` (counted globally) run.
+
+    `part` is the number of this device's positions, if a mesh axis splits them.
+    """
+    if not (_per_row(variable) or isinstance(variable, nnx.RngKey) or _is_key(variable)):
+        return key
+    if not _per_row(variable):
+        key = key if part is None else _fold(key, part)
+        return _fold(_fold(key, step), first_row)
+    ids = first_row + lax.iota("int32", rows)
+    return jax.vmap(_fold, (None, 0), key.ndim)(_fold(key, step), ids)
+
+
+def _fold(key: jax.Array, number: Index) -> jax.Array:
+    """Return the key, or each of the stacked keys, with a number folded in."""
+    fold = jax.random.fold_in
+    for _ in range(key.ndim):
+        fold = jax.vmap(fold, (0, None))
+    return fold(key, number)
