@@ -70,6 +70,8 @@ class Job:
     def _on_end(self, child: Child, status: int) -> None:
         self.running.discard(child)
         code = status if status >= 0 else 128 - status
+        if status == -signal.SIGKILL and self.failed and not self.ending:
+            self._on_kill(child, code)
         if code == 0 or self.failed:
             return
         if resumable(status) or (self.stopping and resumable(code)):
@@ -78,6 +80,11 @@ class Job:
                 self._limit(self.limits.stop)
         else:
             self._on_failure(child, status, code)
+
+    def _on_kill(self, child: Child, code: int) -> None:
+        """Tell of a kill that is seen late: its peers may fail before its memory is given back."""
+        self._code = code
+        self.say(f"process {child.process} {_how(-signal.SIGKILL)}: the others may fail for it")
 
     def _on_failure(self, child: Child, status: int, code: int) -> None:
         self.failed, self._code = True, code

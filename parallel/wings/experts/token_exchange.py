@@ -6,7 +6,6 @@ every device is given all tokens and adds what its own experts make of them (a r
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, Protocol
 
 import jax
@@ -53,31 +52,29 @@ def gather(
 
     `wide`: sums are of float32, also where tokens are of bfloat16 (XLA aborts on these on CPUs).
     """
-    every = partial(_every, axes, wide)
+    narrow = jnp.issubdtype(x_GTD.dtype, jnp.floating) and x_GTD.dtype.itemsize < 4
+    summed, every = _wide(axes) if wide and narrow else _as_they_are(axes)
     first = lax.axis_index(axes) * mixture.here
-    return _summed(axes, wide, mixture.part(every(x_GTD), routed, every, first))
+    return summed(mixture.part(every(x_GTD), routed, every, first))
 
 
-def _summed(axes: Any, wide: bool, x: jax.Array) -> jax.Array:
-    """Return this device's part of the sum over devices."""
-    sent = x.astype(jnp.promote_types(x.dtype, jnp.float32)) if wide else x
-    return lax.psum_scatter(sent, axes, scatter_dimension=0, tiled=True).astype(x.dtype)
+def _as_they_are(axes: Any) -> tuple[Callable, Callable]:
+    """Return this device's part of the sum over devices, and what all devices have."""
+    return (
+        lambda x: lax.psum_scatter(x, axes, scatter_dimension=0, tiled=True),
+        lambda x: lax.all_gather(x, axes, axis=0, tiled=True),
+    )
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _gathered(axes: Any, wide: bool, x: jax.Array) -> jax.Array:
-    return lax.all_gather(x, axes, axis=0, tiled=True)
+def _wide(axes: Any) -> tuple[Callable, Callable]:
+    """Return both with sums of float32; arrays that are gathered stay narrow."""
+    summed, every = _as_they_are(axes)
+    sum_of = lambda x: summed(x.astype(jnp.promote_types(x.dtype, jnp.float32))).astype(x.dtype)
+    return _with_derivative(sum_of, every), _with_derivative(every, sum_of)
 
 
-_gathered.defvjp(
-    lambda axes, wide, x: (_gathered(axes, wide, x), None),
-    lambda axes, wide, _, dy: (_summed(axes, wide, dy),),
-)
-
-
-def _every(axes: Any, wide: bool, x: jax.Array) -> jax.Array:
-    """Return what all devices have of an array."""
-    narrow = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4
-    if wide and narrow:  # the derivative is a sum
-        return _gathered(axes, wide, x)
-    return lax.all_gather(x, axes, axis=0, tiled=True)
+def _with_derivative(function: Callable, transposed: Callable) -> Callable:
+    """Return a linear function whose derivative is another."""
+    linear = jax.custom_vjp(function)
+    linear.defvjp(lambda x: (function(x), None), lambda _, dy: (transposed(dy),))
+    return linear
