@@ -70,7 +70,8 @@ class Job:
     def _on_end(self, child: Child, status: int) -> None:
         self.running.discard(child)
         code = status if status >= 0 else 128 - status
-        if status == -signal.SIGKILL and self.failed and not self.ending:
+        asked_to_end = self.ending or self.killed
+        if status == -signal.SIGKILL and self.failed and not asked_to_end:
             self._on_kill(child, code)
         if code == 0 or self.failed:
             return
