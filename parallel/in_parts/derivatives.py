@@ -1,0 +1,155 @@
+"""Rules of functions that have a derivative of their own: it is a program, and run in parts too.
+
+The rule is traced at the sizes of the whole. A `custom_vjp` is given cotangents: of a part its
+part, of what is the same on all devices a sum, which a rule that is not linear completes. What it
+returns for a value that is the same stays a sum: the gradients of devices are added later.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.custom_derivatives import SymbolicZero
+from jax.extend.core import JaxprEqn
+
+from hfjax.parallel.autodiff.program import bind, body_of
+from hfjax.parallel.in_parts.kinds import Kind, Later, Part, dual, is_value, kind_of, of_kind
+from hfjax.parallel.in_parts.programs import again, body_in, found_without_devices, held, settled
+from hfjax.parallel.in_parts.scope import Scope
+
+Values = Sequence[Any]
+
+
+def _given(scope: Scope, values: Values) -> list[Any]:
+    return settled(scope, [scope.whole(v) if isinstance(v, Later) else v for v in values])
+
+
+def _shapes(variables: Sequence[Any]) -> list[Any]:
+    return [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in variables]
+
+
+def _is_real(x: Any) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.inexact)
+
+
+def _traced(scope: Scope, function: Callable, *shapes: Any) -> Any:
+    """Return the program of a function, in which a user's own collective sees one device."""
+    alone = [(axis, 1) for axis in scope.side.axes]
+    return jax.make_jaxpr(function, axis_env=alone, return_shape=True)(*shapes)
+
+
+def _coerced(scope: Scope, values: Values, kinds: Sequence[Kind]) -> list[Any]:
+    return [jnp.asarray(scope.as_kind(v, k)) for v, k in zip(values, kinds, strict=True)]
+
+
+def _kinds_of_results(
+    scope: Scope, equation: JaxprEqn, arrays: Values, kinds: Sequence[Kind]
+) -> list[Kind]:
+    body = body_of(equation)
+    assert body is not None
+    return found_without_devices(scope, body_in(*body), arrays, kinds)[0]
+
+
+def custom_jvp(scope: Scope, equation: JaxprEqn, values: Values) -> Values:
+    """Run the function in parts, and the rule of its derivative, which is linear in tangents."""
+    values = _given(scope, values)
+    if not any(is_value(v) for v in values):
+        return bind(equation, values)
+    kinds_in, arrays = list(map(kind_of, values)), list(map(held, values))
+    kinds = _kinds_of_results(scope, equation, arrays, kinds_in)
+    shapes, count = _shapes(equation.invars), len(values)
+    body, constants = body_of(equation) or (None, ())
+
+    @jax.custom_jvp
+    def function(*arrays: Any) -> list[Any]:
+        inner = scope.inside()
+        return _coerced(inner, inner.run(inner, body, constants, again(arrays, kinds_in)), kinds)
+
+    def rule(primals: Any, tangents: Any) -> Any:
+        moving = [i for i, dx in enumerate(tangents) if not isinstance(dx, SymbolicZero)]
+
+        def whole(xs: Any, dxs: Any) -> Any:
+            def call(*some: Any) -> Any:
+                put = dict(zip(moving, some, strict=True))
+                return bind(equation, [put.get(i, x) for i, x in enumerate(xs)])
+
+            ys, dys = jax.jvp(call, [xs[i] for i in moving], dxs)
+            return ys, [dy for y, dy in zip(ys, dys, strict=True) if _is_real(y)]
+
+        traced, _ = _traced(scope, whole, shapes, [shapes[i] for i in moving])
+        inner = scope.inside()
+        inner.equation = equation
+        changes = again([tangents[i] for i in moving], [kinds_in[i] for i in moving])
+        given = [*again(primals, kinds_in), *changes]
+        found = inner.run(inner, traced.jaxpr, traced.consts, given)
+        ys = _coerced(inner, found[: len(kinds)], kinds)
+        left = iter(found[len(kinds) :])
+        as_kind = lambda k: jnp.asarray(inner.as_kind(next(left), k))
+        none = lambda y: np.zeros(y.shape, jax.dtypes.float0)
+        return ys, [as_kind(k) if _is_real(y) else none(y) for y, k in zip(ys, kinds, strict=True)]
+
+    function.defjvp(rule, symbolic_zeros=True)
+    assert count == len(shapes)
+    return again(function(*arrays), kinds)
+
+
+def custom_vjp(scope: Scope, equation: JaxprEqn, values: Values) -> Values:
+    """Run the function in parts, its forward rule, and its backward rule on cotangents."""
+    values = _given(scope, values)
+    kinds_in, arrays = list(map(kind_of, values)), list(map(held, values))
+    real = [i for i, v in enumerate(equation.invars) if _is_real(v.aval)]
+    if not real:
+        return scope.run(scope, *(body_of(equation) or ()), values)
+    kinds = _kinds_of_results(scope, equation, arrays, kinds_in)
+    shapes = _shapes(equation.invars)
+    body, constants = body_of(equation) or (None, ())
+
+    def whole(*xs: Any) -> Any:
+        def call(*some: Any) -> Any:
+            put = dict(zip(real, some, strict=True))
+            return bind(equation, [put.get(i, x) for i, x in enumerate(xs)])
+
+        return jax.vjp(call, *(xs[i] for i in real))
+
+    @jax.custom_vjp
+    def function(*arrays: Any) -> list[Any]:
+        inner = scope.inside()
+        return _coerced(inner, inner.run(inner, body, constants, again(arrays, kinds_in)), kinds)
+
+    pullback: list[Any] = []  # its form, and the shapes of what it keeps
+
+    def forward(*arrays: Any) -> Any:
+        traced, (_, pulls) = _traced(scope, whole, *shapes)
+        pullback[:] = jax.tree.structure(pulls), jax.tree.leaves(pulls)
+        inner = scope.inside()
+        inner.equation = equation
+        found = inner.run(inner, traced.jaxpr, traced.consts, again(arrays, kinds_in))
+        kept = settled(inner, found[len(kinds) :])
+        as_values = [v if isinstance(v, Part) else jnp.asarray(v) for v in kept]
+        return _coerced(inner, found[: len(kinds)], kinds), as_values
+
+    def backward(kept: Any, cotangents: Any) -> Any:
+        form, shapes_kept = pullback
+        out = [v.aval for v in equation.outvars]
+        given = [i for i, y in enumerate(out) if _is_real(y)]
+
+        def pull(kept: Any, some: Any) -> Any:
+            put = dict(zip(given, some, strict=True))
+            zero = lambda y: np.zeros(y.shape, jax.dtypes.float0)
+            dys = [put[i] if i in put else zero(y) for i, y in enumerate(out)]
+            return jax.tree.unflatten(form, kept)(dys)
+
+        dy_shapes = [jax.ShapeDtypeStruct(out[i].shape, out[i].dtype) for i in given]
+        traced, _ = _traced(scope, pull, shapes_kept, dy_shapes)
+        inner = scope.inside()
+        inner.equation = equation
+        dys = [of_kind(cotangents[i], dual(kinds[i])) for i in given]
+        found = inner.run(inner, traced.jaxpr, traced.consts, [*kept, *dys])
+        duals = [dual(kinds_in[i]) for i in real]
+        put = dict(zip(real, _coerced(inner, found, duals), strict=True))
+        return tuple(put.get(i) for i in range(len(kinds_in)))
+
+    function.defvjp(forward, backward)
+    return again(function(*arrays), kinds)

@@ -1,0 +1,154 @@
+"""Rules of equations that read or write at indices."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jax.extend.core import JaxprEqn
+
+from hfjax.parallel.in_parts.kinds import ROWS, Cut, Made, Part, Sum
+from hfjax.parallel.in_parts.moves import is_every_row
+from hfjax.parallel.in_parts.scope import Scope
+
+Values = Sequence[Any]
+
+
+def dynamic_slice(scope: Scope, equation: JaxprEqn, values: Values) -> Values | None:
+    """Slice other dimensions than the split one."""
+    x, *starts = values
+    sizes = equation.params["slice_sizes"]
+    if not isinstance(x, Part) or sizes[x.cut.dim] != scope.shape(x)[x.cut.dim]:
+        return None
+    starts = _from_zero([scope.whole(s) for s in starts], x.cut.dim)
+    local = scope.side.local(sizes, x.cut)
+    return [Part(*scope.bind(equation, [x.x, *starts], slice_sizes=local), x.cut)]
+
+
+def dynamic_update_slice(scope: Scope, equation: JaxprEqn, values: Values) -> Values | None:
+    """Write whole lengths of the split dimension."""
+    x, update, *starts = values
+    cut = next((v.cut for v in (x, update) if isinstance(v, Part)), None)
+    if cut is None or scope.shape(x)[cut.dim] != scope.shape(update)[cut.dim]:
+        return None
+    starts = _from_zero([scope.whole(s) for s in starts], cut.dim)
+    here = [scope.part(x, cut), scope.part(update, cut), *starts]
+    return [Part(*scope.bind(equation, here), cut)]
+
+
+def _from_zero(starts: list, dim: int) -> list:
+    """Return indices of which one has to be 0, since all of its dimension is taken."""
+    return [*starts[:dim], starts[dim] * 0, *starts[dim + 1 :]]
+
+
+def gather(scope: Scope, equation: JaxprEqn, values: Values) -> Values | None:
+    """Read a table at indices of rows, whole rows of what is split, or its own row for each."""
+    x, indices = values
+    numbers, sizes = equation.params["dimension_numbers"], equation.params["slice_sizes"]
+    picked = set(numbers.collapsed_slice_dims) | set(numbers.operand_batching_dims)
+    kept = [d for d in range(len(sizes)) if d not in picked]
+    out_dims = [
+        d for d in range(len(equation.outvars[0].aval.shape)) if d not in numbers.offset_dims
+    ]
+    if isinstance(x, Part):
+        cut = x.cut
+        if cut.dim in kept:
+            if sizes[cut.dim] != scope.shape(x)[cut.dim] or isinstance(indices, Part):
+                return None
+            at = cut.moved(numbers.offset_dims[kept.index(cut.dim)])
+            local = scope.side.local(sizes, cut)
+            here = [x.x, scope.whole(indices)]
+            return [Part(*scope.bind(equation, here, slice_sizes=local), at)]
+        if cut.dim in numbers.operand_batching_dims:
+            which = numbers.operand_batching_dims.index(cut.dim)
+            at = cut.moved(numbers.start_indices_batching_dims[which])
+            here = [x.x, scope.part(indices, at)]
+            return [Part(*scope.bind(equation, here), at.moved(out_dims[at.dim]))]
+        own = _own_row(scope, x, indices, numbers.start_index_map)
+        if own is None:
+            return None
+        here = scope.bind(equation, [x.x, own.x])
+        return [Part(*here, own.cut.moved(out_dims[own.cut.dim]))]
+    if not isinstance(indices, Part) or indices.cut.dim >= len(out_dims):
+        return None
+    cut = indices.cut
+    table = scope.whole(x)
+    if cut.dim in numbers.start_indices_batching_dims:
+        which = numbers.start_indices_batching_dims.index(cut.dim)
+        table = scope.part(x, cut.moved(numbers.operand_batching_dims[which]))
+    return [Part(*scope.bind(equation, [table, indices.x]), cut.moved(out_dims[cut.dim]))]
+
+
+def _own_row(scope: Scope, x: Part, indices: Any, index_map: Sequence[int]) -> Part | None:
+    """Return indices that count from this device's first row, if each row reads itself.
+
+    `x[jnp.arange(rows), labels]` is: the first of the indices that it joins is 0, 1, 2 …
+    """
+    _, pieces = scope.pieces.get(id(indices), (None, ()))
+    if isinstance(indices, Made) and scope.side.divides(indices.shape, ROWS):
+        indices = Part(scope.part(indices, ROWS))
+    if not isinstance(indices, Part) or len(pieces) != len(index_map) or x.cut.dim not in index_map:
+        return None
+    column = index_map.index(x.cut.dim)
+    rows = scope.shape(x)[x.cut.dim]
+    numbers = pieces[column]
+    fits = x.cut.outer == indices.cut.outer == 1 and scope.shape(numbers)[0] == rows
+    if not fits or indices.cut.dim != 0 or not is_every_row(scope, numbers):
+        return None
+    first = scope.side.here.astype(indices.x.dtype) * x.x.shape[x.cut.dim]
+    own = indices.x.at[..., column].add(-first)
+    return Part(own, indices.cut)
+
+
+def scatter(scope: Scope, equation: JaxprEqn, values: Values) -> Values | None:
+    """Write whole rows of what is split, each row its own, or add rows up."""
+    x, indices, updates = values
+    numbers, name = equation.params["dimension_numbers"], equation.primitive.name
+    picked = set(numbers.inserted_window_dims) | set(numbers.operand_batching_dims)
+    shape = scope.shape(x)
+    kept = [d for d in range(len(shape)) if d not in picked]
+    rows = [d for d in range(len(scope.shape(updates))) if d not in numbers.update_window_dims]
+    inner = len(scope.shape(indices)) - 1  # of the indices, the dimension of an index
+    parts = [v for v in (x, updates) if isinstance(v, Part)]
+
+    def written(cut: Cut, at: Cut, of_indices: Any) -> Values:
+        here = [scope.part(x, cut), of_indices, scope.part(updates, at)]
+        return [Part(*scope.bind(equation, here), cut)]
+
+    for cut in [v.cut for v in parts if v is x] + _entered(scope, updates, numbers, kept, shape):
+        if cut.dim in kept and not isinstance(indices, Part):
+            at = numbers.update_window_dims[kept.index(cut.dim)]
+            if scope.shape(updates)[at] == shape[cut.dim]:
+                return written(cut, cut.moved(at), scope.whole(indices))
+        if cut.dim in numbers.operand_batching_dims:
+            which = numbers.operand_batching_dims.index(cut.dim)
+            at = cut.moved(numbers.scatter_indices_batching_dims[which])
+            return written(cut, at.moved(rows[at.dim]), scope.part(indices, at))
+    if isinstance(x, Part):
+        own = _own_row(scope, x, indices, numbers.scatter_dims_to_operand_dims)
+        return own and written(x.cut, own.cut.moved(rows[own.cut.dim]), own.x)
+    cut = indices.cut if isinstance(indices, Part) else None
+    if cut is None and isinstance(updates, Part) and updates.cut.dim in rows:
+        cut = updates.cut.moved(rows.index(updates.cut.dim))
+    if name != "scatter-add" or cut is None or cut.dim >= inner:
+        return None
+    if cut.dim in numbers.scatter_indices_batching_dims:
+        return None
+    here = [scope.part(indices, cut), scope.part(updates, cut.moved(rows[cut.dim]))]
+    return [Sum(*scope.bind(equation, [scope.sum(x), *here]))]
+
+
+def _entered(scope: Scope, updates: Any, numbers: Any, kept: list, shape: tuple) -> list[Cut]:
+    """Return the cut that what is written to takes from what is written, if it is whole there."""
+    if not isinstance(updates, Part) or updates.cut.dim not in numbers.update_window_dims:
+        return []
+    dim = kept[numbers.update_window_dims.index(updates.cut.dim)]
+    return [updates.cut.moved(dim)] if scope.shape(updates)[updates.cut.dim] == shape[dim] else []
+
+
+RULES: dict[str, Callable] = {
+    "dynamic_slice": dynamic_slice,
+    "dynamic_update_slice": dynamic_update_slice,
+    "gather": gather,
+    **dict.fromkeys(
+        "scatter scatter-add scatter-mul scatter-min scatter-max scatter-sub".split(), scatter
+    ),
+}

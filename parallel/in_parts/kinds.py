@@ -1,0 +1,232 @@
+"""What a device holds of a value, where devices run one program on their own rows.
+
+A program is traced at the sizes of the whole batch. When it is run, a value is
+
+- an array: every device has the whole, the same one (`SAME`);
+- `Part`: a dimension is split, and a device has its entries (its kind is the `Cut`);
+- `Sum`: the sum over the devices is the value (`SUM`). What is linear leaves it so;
+- `Made`: whole, and not made yet (an iota, a mask, random bits). A part can be made by itself;
+- `Later`: whole, and not gathered yet (a parameter).
+
+Derivatives are JAX's own, since all of this is a program that JAX differentiates. The cotangent of
+a Part is its part, that of a Same value is a Sum, and that of a Sum is Same.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+Shape = tuple[int, ...]
+
+
+class Cut(NamedTuple):
+    """How a dimension is split: it has `outer` blocks, and a device its part of each of them.
+
+    [B] -> [S * B] has S blocks, for instance, and so has `concatenate` of S arrays of B rows.
+    """
+
+    dim: int
+    outer: int = 1
+
+    def moved(self, dim: int) -> "Cut":
+        """Return the same cut of another dimension."""
+        return Cut(dim, self.outer)
+
+
+SAME, SUM = "same", "sum"
+Kind = Cut | str
+ROWS = Cut(0)
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["x"], meta_fields=["cut"])
+@dataclass(frozen=True, eq=False)
+class Part:
+    """A value of which a device has its entries along a dimension."""
+
+    x: jax.Array
+    cut: Cut = ROWS
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["x"], meta_fields=[])
+@dataclass(frozen=True, eq=False)
+class Sum:
+    """A value that is the sum over the devices of what they have."""
+
+    x: jax.Array
+
+
+@dataclass(frozen=True, eq=False)
+class Made:
+    """A value that no device has made yet.
+
+    Attributes:
+        shape: Of the whole.
+        dtype: Its dtype.
+        make: (scope, cut or None) -> this device's part of it, or the whole.
+        fixed: Whether it follows from nothing but numbers that the program holds.
+    """
+
+    shape: Shape
+    dtype: Any
+    make: Callable[[Any, Cut | None], jax.Array]
+    fixed: bool = False
+
+
+@runtime_checkable
+class Later(Protocol):
+    """A parameter that is gathered when an equation uses it, once."""
+
+    stored: Any  # a pytree, which may enter a loop or a rematerialised function
+
+    def whole(self) -> jax.Array:
+        """Return the whole parameter."""
+        ...
+
+    @property
+    def slices(self) -> bool:
+        """Whether a loop may slice it before it is gathered."""
+        ...
+
+
+def kind_of(value: Any) -> Kind:
+    """Return what a device holds of a value."""
+    if isinstance(value, Part):
+        return value.cut
+    return SUM if isinstance(value, Sum) else SAME
+
+
+def of_kind(x: jax.Array, kind: Kind) -> Any:
+    """Return the value of which a device holds this."""
+    if isinstance(kind, Cut):
+        return Part(x, kind)
+    return Sum(x) if kind == SUM else x
+
+
+def dual(kind: Kind) -> Kind:
+    """Return what a device holds of the cotangent of a value."""
+    return kind if isinstance(kind, Cut) else SAME if kind == SUM else SUM
+
+
+def is_value(x: Any) -> bool:
+    """Return whether this is a value of which devices do not have the whole."""
+    return isinstance(x, Part | Sum)
+
+
+@dataclass(frozen=True)
+class Side:
+    """The devices that hold parts of the rows: along these mesh axes, so many."""
+
+    axes: tuple[str, ...]
+    size: int
+
+    @property
+    def here(self) -> jax.Array:
+        """The number of this device."""
+        return lax.axis_index(self.axes)
+
+    def local(self, shape: Shape, cut: Cut) -> Shape:
+        """Return the shape of a part."""
+        return (*shape[: cut.dim], shape[cut.dim] // self.size, *shape[cut.dim + 1 :])
+
+    def whole_shape(self, shape: Shape, cut: Cut) -> Shape:
+        """Return the shape of the whole that has parts of this one."""
+        return (*shape[: cut.dim], shape[cut.dim] * self.size, *shape[cut.dim + 1 :])
+
+    def divides(self, shape: Shape, cut: Cut) -> bool:
+        """Return whether an array can be split so."""
+        return shape[cut.dim] > 0 and shape[cut.dim] % (self.size * cut.outer) == 0
+
+    # -- what devices send each other --------------------------------------------------------
+
+    def whole_of(self, value: Any) -> jax.Array:
+        """Return the whole of a value, on every device."""
+        if isinstance(value, Part):
+            return self.joined(value.x, value.cut)
+        return self.total(value.x) if isinstance(value, Sum) else value
+
+    def total(self, x: jax.Array) -> jax.Array:
+        """Return the sum over the devices, of at least float32."""
+        return lax.psum(wide(x), self.axes).astype(x.dtype)
+
+    def greatest(self, x: jax.Array) -> jax.Array:
+        """Return the greatest over the devices."""
+        return lax.pmax(wide(x), self.axes).astype(x.dtype)
+
+    def least(self, x: jax.Array) -> jax.Array:
+        """Return the least over the devices."""
+        return lax.pmin(wide(x), self.axes).astype(x.dtype)
+
+    def stacked(self, x: jax.Array) -> jax.Array:
+        """Return what all devices have, [devices, ...]."""
+        return self.joined(x[None], ROWS)
+
+    def joined(self, x: jax.Array, cut: Cut) -> jax.Array:
+        """Return the whole of which the devices have parts."""
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            data = self.joined(jax.random.key_data(x), cut)
+            return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
+        if cut.outer == 1:
+            return self._gathered(x, cut.dim)
+        blocks = x.reshape(*x.shape[: cut.dim], cut.outer, -1, *x.shape[cut.dim + 1 :])
+        return self._gathered(blocks, cut.dim + 1).reshape(self.whole_shape(x.shape, cut))
+
+    def _gathered(self, x: jax.Array, dim: int) -> jax.Array:
+        gather = partial(lax.all_gather, axis_name=self.axes, axis=dim, tiled=True)
+        if x.dtype == jnp.bool_:
+            return gather(x.astype("uint8")).astype(bool)
+        if wide(x).dtype == x.dtype:
+            return gather(x)
+        narrow = jax.custom_vjp(gather)  # its derivative is a sum
+        narrow.defvjp(
+            lambda x: (gather(x), None), lambda _, dy: (self._scatter(dy, dim),)
+        )
+        return narrow(x)
+
+    def scattered(self, x: jax.Array, cut: Cut) -> jax.Array:
+        """Return this device's part of the sum over the devices."""
+        return self._scatter(x, cut.dim) if cut.outer == 1 else self.cut(self.total(x), cut)
+
+    def _scatter(self, x: jax.Array, dim: int) -> jax.Array:
+        found = lax.psum_scatter(wide(x), self.axes, scatter_dimension=dim, tiled=True)
+        return found.astype(x.dtype)
+
+    def cut(self, x: jax.Array, cut: Cut) -> jax.Array:
+        """Return this device's part of a whole array: nothing is sent."""
+        if cut.outer == 1:
+            size = x.shape[cut.dim] // self.size
+            return lax.dynamic_slice_in_dim(x, self.here * size, size, cut.dim)
+        blocks = x.reshape(*x.shape[: cut.dim], cut.outer, self.size, -1, *x.shape[cut.dim + 1 :])
+        mine = lax.dynamic_index_in_dim(blocks, self.here, cut.dim + 1, keepdims=False)
+        return mine.reshape(self.local(x.shape, cut))
+
+    def numbers(self, size: int, outer: int, dtype: Any = "int32") -> jax.Array:
+        """Return the numbers, in a dimension of this size, of the entries that are here."""
+        each = size // outer // self.size
+        here = self.here.astype(dtype) * each + lax.iota(dtype, each)
+        blocks = lax.iota(dtype, outer) * (size // outer)
+        return (blocks[:, None] + here[None]).reshape(-1)
+
+    def shared(self, x: jax.Array) -> jax.Array:
+        """Return this device's share of a whole array: the shares add up to it."""
+        if jnp.issubdtype(x.dtype, jnp.inexact):
+            return x / self.size
+        return jnp.where(self.here == 0, x, jnp.zeros_like(x))
+
+    def agreed(self, x: jax.Array) -> jax.Array:
+        """Return what the first device decides, where rounding may differ between devices."""
+        mine = jnp.where(self.here == 0, x.astype("int32"), 0)
+        return lax.psum(mine, self.axes).astype(x.dtype)
+
+
+def wide(x: jax.Array) -> jax.Array:
+    """Return an array of which sums are exact enough, and known to all of XLA's backends."""
+    if x.dtype == jnp.bool_:
+        return x.astype("int32")
+    if jnp.issubdtype(x.dtype, jnp.floating):
+        return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    return x

@@ -1,0 +1,100 @@
+"""Rules of what reaches out of a program: collectives of the user's own, and callbacks."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.core import DropVar
+from jax.extend.core import JaxprEqn
+
+from hfjax.parallel.in_parts.kinds import Part, Sum
+from hfjax.parallel.in_parts.programs import held
+from hfjax.parallel.in_parts.scope import Scope
+
+Values = Sequence[Any]
+
+
+def axes_of(equation: JaxprEqn) -> tuple[Any, ...]:
+    """Return the axes over which an equation communicates."""
+    axes = equation.params.get("axes", equation.params.get("axis_name", ()))
+    return tuple(axes) if isinstance(axes, tuple | list) else (axes,)
+
+
+def collective(scope: Scope, equation: JaxprEqn, values: Values) -> Values | None:
+    """Run a collective of the user's own: over an axis of rows it sees one device with all rows."""
+    axes, name = axes_of(equation), equation.primitive.name
+    rest = tuple(axis for axis in axes if axis not in scope.side.axes)
+    if len(rest) == len(axes):
+        return _elsewhere(scope, equation, values) if name in _SUMS else None
+    if name in _SUMS:
+        scope.told.append(_alone(scope, equation))
+        if not rest:
+            return values
+        return _elsewhere(scope, equation, values, axes=rest)
+    if rest:
+        return None
+    scope.told.append(_alone(scope, equation))
+    if name == "axis_index":
+        return [jnp.zeros((), equation.outvars[0].aval.dtype)]
+    if name == "ppermute":
+        return values
+    if name == "all_gather":
+        if equation.params["tiled"]:
+            return values
+        dim = equation.params["all_gather_dimension"]
+        return [_with_dimension(scope, v, dim) for v in values]
+    if equation.params.get("tiled", False):
+        return values
+    raise ValueError(
+        f"{scope.line}: lax.{name} over {', '.join(axes)}: the model and the loss see the rows of "
+        "all devices, as on one device, so there is nothing to send. Leave it out, or run that "
+        "part on each device's own rows: hfjax.own_rows(function)."
+    )
+
+
+_SUMS = ("psum", "pmax", "pmin", "pvary", "psum_invariant")
+COLLECTIVES = (*_SUMS, "axis_index", "ppermute", "all_gather", "all_to_all", "reduce_scatter")
+
+
+def _alone(scope: Scope, equation: JaxprEqn) -> Any:
+    from hfjax.parallel.in_parts.scope import Join  # noqa: PLC0415
+
+    return Join(scope.line, equation.primitive.name, "alone", 0, scope.times)
+
+
+def _elsewhere(scope: Scope, equation: JaxprEqn, values: Values, **sizes: Any) -> Values:
+    linear = equation.primitive.name not in ("pmax", "pmin")
+    given = [v if isinstance(v, Part) or (linear and isinstance(v, Sum)) else scope.whole(v) for v in values]
+    found = scope.bind(equation, list(map(held, given)), **sizes)
+    again = lambda x, v: Part(x, v.cut) if isinstance(v, Part) else Sum(x) if isinstance(v, Sum) else x
+    return [again(x, v) for x, v in zip(found, given, strict=True)]
+
+
+def _with_dimension(scope: Scope, value: Any, dim: int) -> Any:
+    if isinstance(value, Part):
+        cut = value.cut
+        return Part(jnp.expand_dims(value.x, dim), cut.moved(cut.dim + (dim <= cut.dim)))
+    return jnp.expand_dims(scope.whole(value), dim)
+
+
+def callback(scope: Scope, equation: JaxprEqn, values: Values) -> Values:
+    """Call back once, with whole rows, where nothing comes of it."""
+    given = list(map(scope.whole, values))
+    if equation.primitive.name == "pure_callback":
+        return scope.bind(equation, given)
+    if any(not isinstance(v, DropVar) for v in equation.outvars):
+        raise ValueError(
+            f"{scope.line}: {equation.primitive.name} returns a value that the model uses. On "
+            "several devices it would be called once on each, in any order. Use "
+            "jax.pure_callback, or give the value with the batch."
+        )
+    nothing = lambda: [jnp.zeros(v.aval.shape, v.aval.dtype) for v in equation.outvars]
+    called = lambda: list(scope.bind(equation, given))
+    return lax.cond(scope.side.here == 0, called, nothing)
+
+
+RULES: dict[str, Callable] = {
+    **dict.fromkeys(COLLECTIVES, collective),
+    **dict.fromkeys(("debug_callback", "debug_print", "pure_callback", "io_callback"), callback),
+}

@@ -1,0 +1,110 @@
+"""Rules of equations that treat each entry by itself, and of those that are linear in sums."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import JaxprEqn
+
+from hfjax.parallel.in_parts.kinds import Cut, Made, Part, Sum, is_value
+from hfjax.parallel.in_parts.scope import Scope
+
+Values = Sequence[Any]
+
+POINTWISE = frozenset(
+    """abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e
+    bitcast_convert_type cbrt ceil clamp clz complex conj convert_element_type copy copy_p cos cosh
+    digamma div eq eq_to erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igamma_grad_a igammac
+    imag integer_pow is_finite le le_to lgamma log log1p logistic lt lt_to max min mul name ne neg
+    nextafter not optimization_barrier or polygamma population_count pow random_fold_in
+    random_gamma_grad real reduce_precision regularized_incomplete_beta rem round rsqrt select_n
+    sharding_constraint shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt
+    square stop_gradient sub tan tanh threefry2x32 xor zeta""".split()
+)
+# Linear in their one operand, and in sums: they keep the shape.
+_LINEAR = frozenset("neg copy copy_p name real imag conj sharding_constraint stop_gradient".split())
+_ADDS = frozenset("add add_any sub".split())
+
+
+def pointwise(scope: Scope, equation: JaxprEqn, values: Values) -> Values:
+    """Run on parts, or put off what is not made yet; sums stay sums where that is linear."""
+    parts = [v for v in values if isinstance(v, Part)]
+    name = equation.primitive.name
+    if not parts and any(isinstance(v, Sum) for v in values):
+        linear = _in_sums(scope, equation, name, values)
+        if linear is not None:
+            return linear
+    if parts:
+        cut = max(parts, key=lambda v: v.x.size).cut
+        given = [scope.beside(v, cut) for v in values]
+        return [Part(x, cut) for x in scope.bind(equation, given)]
+    if any(isinstance(v, Made) for v in values):
+        return _put_off(
+            scope, equation, [scope.whole(v) if isinstance(v, Sum) else v for v in values]
+        )
+    return scope.bind(equation, list(map(scope.whole, values)))
+
+
+def _put_off(scope: Scope, equation: JaxprEqn, values: Values) -> Values:
+    """Return what is made of values when it is asked for."""
+    if scope.cut_of(equation.outvars[0].aval.shape) is None:
+        return scope.bind(equation, list(map(scope.whole, values)))
+
+    def make(number: int) -> Callable:
+        def run(scope: Scope, cut: Cut | None) -> Any:
+            as_wanted = scope.whole if cut is None else lambda v: scope.beside(v, cut)
+            return scope.bind(equation, list(map(as_wanted, values)))[number]
+
+        return run
+
+    fixed = all(is_fixed(v) for v in values)
+    return [
+        Made(v.aval.shape, v.aval.dtype, make(i), fixed) for i, v in enumerate(equation.outvars)
+    ]
+
+
+def is_fixed(value: Any) -> bool:
+    """Return whether a value follows from nothing but numbers that the program holds."""
+    return value.fixed if isinstance(value, Made) else jnp.ndim(value) == 0 and known(value)
+
+
+def known(x: Any) -> bool:
+    """Return whether a number is known while the program is traced."""
+    return not isinstance(x, jax.core.Tracer) and not is_value(x)
+
+
+def _in_sums(scope: Scope, equation: JaxprEqn, name: str, values: Values) -> Values | None:
+    """Return sums of what is linear in sums; None: they have to be completed."""
+    bind = lambda *arrays: [Sum(x) for x in scope.bind(equation, arrays)]
+    if name in _LINEAR or (name == "convert_element_type" and keeps(equation)):
+        return bind(values[0].x)
+    if name == "optimization_barrier":
+        found = scope.bind(equation, [v.x if is_value(v) else scope.whole(v) for v in values])
+        return [Sum(x) if isinstance(v, Sum) else x for x, v in zip(found, values, strict=True)]
+    if name in _ADDS:
+        return bind(*map(scope.sum, values))
+    if name == "mul":
+        a, b = values
+        first = not isinstance(a, Sum) or (isinstance(b, Sum) and not scope.is_whole(b))
+        whole, kept = (a, b) if first else (b, a)
+        whole = scope.whole(whole)
+        if scope.is_whole(kept):  # both were completed, or are one
+            return None
+        return bind(whole, kept.x) if first else bind(kept.x, whole)
+    real = jnp.issubdtype(equation.outvars[0].aval.dtype, jnp.inexact)
+    if name == "div" and real and isinstance(values[0], Sum) and not scope.is_whole(values[0]):
+        return bind(values[0].x, scope.whole(values[1]))
+    if name == "select_n" and not isinstance(values[0], Sum):
+        return bind(scope.whole(values[0]), *map(scope.sum, values[1:]))
+    return None
+
+
+def keeps(equation: JaxprEqn) -> bool:
+    """Return whether a conversion of a sum's terms is that of the sum."""
+    old, new = equation.invars[0].aval.dtype, equation.outvars[0].aval.dtype
+    if not jnp.issubdtype(new, jnp.inexact):
+        return jnp.issubdtype(old, jnp.integer) and jnp.issubdtype(new, jnp.integer) and (
+            new.itemsize >= old.itemsize
+        )
+    return not jnp.issubdtype(old, jnp.inexact) or new.itemsize >= old.itemsize

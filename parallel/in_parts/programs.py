@@ -1,0 +1,324 @@
+"""Rules of equations that hold programs: calls, rematerialised functions, loops, branches.
+
+What enters a program inside is an array by its kind; inside it is a value again. What a loop
+carries has one kind: the first that what the body returns can have again, found without devices.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import JaxprEqn
+
+from hfjax.parallel.autodiff.program import body_of, parts_of_scan
+from hfjax.parallel.in_parts.kinds import (
+    SAME,
+    SUM,
+    Cut,
+    Kind,
+    Later,
+    Made,
+    Part,
+    Sum,
+    kind_of,
+    of_kind,
+)
+from hfjax.parallel.in_parts.scope import Join, Scope
+
+Values = Sequence[Any]
+Body = Callable[[Scope, Values], Values]
+
+
+def call(scope: Scope, equation: JaxprEqn, values: Values) -> Values:
+    """Run the body in the place of the call."""
+    return scope.run(scope, *_body(equation), values)
+
+
+def _body(equation: JaxprEqn) -> tuple[Any, Sequence[Any]]:
+    body = body_of(equation)
+    assert body is not None
+    return body
+
+
+def body_in(jaxpr: Any, constants: Sequence[Any]) -> Body:
+    """Return (scope, values) -> values of a program."""
+    return lambda scope, values: scope.run(scope, jaxpr, constants, values)
+
+
+def settled(scope: Scope, values: Values) -> list[Any]:
+    """Return values as they may enter a program inside: sums complete, what is to be made made."""
+    done = (scope.whole(v) if isinstance(v, Sum) else scope.dealt(v) for v in values)
+    return list(done)
+
+
+def held(value: Any) -> Any:
+    """Return the array of which a value consists here."""
+    return value.x if isinstance(value, Part | Sum) else jnp.asarray(value)
+
+
+def again(arrays: Sequence[Any], kinds: Sequence[Kind]) -> list[Any]:
+    """Return values of these kinds."""
+    return [of_kind(x, kind) for x, kind in zip(arrays, kinds, strict=True)]
+
+
+def found_without_devices(
+    scope: Scope, body: Body, arrays: Sequence[Any], kinds: Sequence[Kind]
+) -> tuple[list[Kind], list[Join]]:
+    """Return the kinds of what a program returns, and what joins rows in it."""
+    told: list[Join] = []
+    found: list[Kind] = []
+
+    def run(arrays: Sequence[Any]) -> list[Any]:
+        inner = scope.inside(told=told)
+        values = [inner.dealt(v) for v in body(inner, again(arrays, kinds))]
+        found[:] = map(kind_of, values)
+        return list(map(held, values))
+
+    jax.eval_shape(run, arrays)
+    return found, told
+
+
+def joined_kinds(many: Sequence[Sequence[Kind]]) -> list[Kind]:
+    """Return the kinds that hold for what each of some programs returns."""
+    return [_either(set(kinds)) for kinds in zip(*many, strict=True)]
+
+
+def _either(kinds: set[Kind]) -> Kind:
+    cuts = [kind for kind in kinds if isinstance(kind, Cut)]
+    if cuts:
+        return cuts[0] if len(cuts) == 1 else SAME
+    return SUM if SUM in kinds else SAME
+
+
+def remat(scope: Scope, equation: JaxprEqn, values: Values) -> Values:
+    """Run inside, by the policy that is given: what is gathered there is gathered again."""
+    values = [v if isinstance(v, Later) else w for v, w in zip(values, _settle(scope, values))]
+    is_later = [isinstance(v, Later) for v in values]
+    kinds_in = [None if late else kind_of(v) for v, late in zip(values, is_later, strict=True)]
+    kinds: list[Kind] = []
+    body, constants = _body(equation)
+
+    def run(*arrays: Any) -> list[Any]:
+        inner = scope.inside()
+        given = [
+            scope.later(x) if kind is None else of_kind(x, kind)
+            for x, kind in zip(arrays, kinds_in, strict=True)
+        ]
+        found = [inner.dealt(v) for v in inner.run(inner, body, constants, given)]
+        found = [inner.whole(v) if isinstance(v, Later) else v for v in found]
+        kinds[:] = map(kind_of, found)
+        return list(map(held, found))
+
+    options = {name: equation.params[name] for name in ("policy", "prevent_cse")}
+    arrays = [v.stored if isinstance(v, Later) else held(v) for v in values]
+    return again(jax.checkpoint(run, **options)(*arrays), kinds)
+
+
+def _settle(scope: Scope, values: Values) -> list[Any]:
+    return [v if isinstance(v, Later) else w for v in values for w in settled(scope, [v])]
+
+
+def scan(scope: Scope, equation: JaxprEqn, values: Values) -> Values | None:
+    """Run a loop: over rows, if nothing is carried, each device its own; else all on all."""
+    n_consts, n_carry = parts_of_scan(equation)
+    jaxpr, constants = _body(equation)
+    consts = settled(scope, [scope.whole(v) if isinstance(v, Later) else v for v in values[:n_consts]])
+    first, sliced = values[n_consts : n_consts + n_carry], list(values[n_consts + n_carry :])
+    first = [scope.whole(v) if isinstance(v, Later) else v for v in first]
+    if any(isinstance(v, Part) and v.cut.dim == 0 for v in sliced):
+        mapped = _over_rows(scope, equation, consts, first, sliced)
+        if mapped is not None:
+            return mapped
+        sliced = [_whole_rows(scope, v) for v in sliced]
+    scope.tell_split([v for v in sliced if isinstance(v, Later)])
+    sliced = [_sliced(scope, v) for v in sliced]
+    kinds_of_consts = list(map(kind_of, consts))
+    of_slices = [
+        v if isinstance(v, Later) else k.moved(k.dim - 1) if isinstance(k := kind_of(v), Cut) else k
+        for v in sliced
+    ]
+    arrays_of_consts = list(map(held, consts))
+
+    def body(inner: Scope, carry: Values, slices: Sequence[Any]) -> Values:
+        here = [
+            inner.later(x) if isinstance(k, Later) else of_kind(x, k)
+            for x, k in zip(slices, of_slices, strict=True)
+        ]
+        given = [*again(arrays_of_consts, kinds_of_consts), *carry, *here]
+        return inner.run(inner, jaxpr, constants, given)
+
+    one = lambda x: jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), x)
+    arrays = [v.stored if isinstance(v, Later) else held(v) for v in sliced]
+    slices = list(map(one, arrays))
+    run = lambda inner, carry, slices: body(inner, carry, slices)[:n_carry]
+    kinds = _carried(scope, run, first, slices)
+    of_rows: list[Kind] = []
+
+    def step(carry: list, slices: list) -> tuple[list, list]:
+        inner = scope.inside(times=equation.params["length"])
+        out = body(inner, again(carry, kinds), slices)
+        out = [inner.whole(v) if isinstance(v, Later) else v for v in out]
+        new = [inner.as_kind(v, k) for v, k in zip(out[:n_carry], kinds, strict=True)]
+        rows = [inner.dealt(v) for v in out[n_carry:]]
+        of_rows[:] = map(kind_of, rows)
+        return new, list(map(held, rows))
+
+    options = {name: equation.params[name] for name in ("length", "reverse", "unroll")}
+    start = [jnp.asarray(scope.as_kind(v, k)) for v, k in zip(first, kinds, strict=True)]
+    last, rows = lax.scan(step, start, arrays, **options)
+    outer = [k.moved(k.dim + 1) if isinstance(k, Cut) else k for k in of_rows]
+    return [*again(last, kinds), *again(rows, outer)]
+
+
+def _whole_rows(scope: Scope, value: Any) -> Any:
+    split = isinstance(value, Part) and value.cut.dim == 0
+    return scope.whole(value) if split else value
+
+
+def _sliced(scope: Scope, value: Any) -> Any:
+    """Return what a loop slices: a parameter to be gathered slice by slice, a part or the whole."""
+    if isinstance(value, Later):
+        return value if value.slices else scope.whole(value)
+    if isinstance(value, Sum):
+        return scope.whole(value)
+    if isinstance(value, Made):
+        cut = scope.cut_of(value.shape[1:])
+        at = cut and cut.moved(cut.dim + 1)
+        return scope.whole(value) if at is None else Part(scope.part(value, at), at)
+    return value
+
+
+def _over_rows(
+    scope: Scope, equation: JaxprEqn, consts: Values, first: Values, sliced: Values
+) -> Values | None:
+    """Return what a loop over rows makes in which nothing is carried: each device has its own."""
+    cut = next(v.cut for v in sliced if isinstance(v, Part) and v.cut.dim == 0)
+    alone = not first and not any(isinstance(v, Part) for v in consts)
+    if not alone or any(isinstance(v, Part) and v.cut != cut for v in sliced):
+        return None
+    if _has_collectives(equation.params["jaxpr"].jaxpr, scope.side.axes):
+        return None
+    here = [scope.part(scope.whole(v) if isinstance(v, Later) else v, cut) for v in sliced]
+    length = equation.params["length"] // scope.side.size
+    found = scope.bind(equation, [*map(scope.whole, consts), *here], length=length)
+    return [Part(x, cut) for x in found]
+
+
+def _has_collectives(jaxpr: Any, axes: Sequence[str]) -> bool:
+    for equation in jaxpr.eqns:
+        named = equation.params.get("axes", equation.params.get("axis_name", ()))
+        named = named if isinstance(named, tuple | list) else (named,)
+        if any(isinstance(n, str) and n in axes for n in named):
+            return True
+        inside = body_of(equation)
+        if inside is not None and _has_collectives(inside[0], axes):
+            return True
+    return False
+
+
+def _carried(scope: Scope, body: Callable, first: Values, slices: Sequence[Any]) -> list[Kind]:
+    """Return the kinds of what a loop carries: (scope, carry, slices) -> carry keeps them."""
+    kinds = [SAME if isinstance(v, Sum) else kind_of(v) for v in first]
+    fixed: set[int] = set()  # those that were tried in another kind, and came back the same
+    shapes = [scope.shape(v) for v in first]
+    dtypes = [v.dtype if hasattr(v, "dtype") else jnp.asarray(held(v)).dtype for v in map(_x, first)]
+    while True:
+        local = [
+            jax.ShapeDtypeStruct(scope.side.local(s, k) if isinstance(k, Cut) else s, dtype)
+            for s, k, dtype in zip(shapes, kinds, dtypes, strict=True)
+        ]
+        count, now = len(first), list(kinds)
+        run = lambda inner, values: body(inner, values[:count], [v for v in values[count:]])
+        found, _ = _abstract(scope, run, local, now, slices)
+        new = [
+            k if i in fixed else _next(k, after, i, fixed)
+            for i, (k, after) in enumerate(zip(kinds, found, strict=True))
+        ]
+        if new == kinds:
+            return kinds
+        kinds = new
+
+
+def _x(value: Any) -> Any:
+    return value.x if isinstance(value, Part | Sum) else value
+
+
+def _abstract(
+    scope: Scope, run: Callable, local: Sequence[Any], kinds: Sequence[Kind], slices: Sequence[Any]
+) -> tuple[list[Kind], list[Join]]:
+    found: list[Kind] = []
+    told: list[Join] = []
+
+    def once(carry: list, slices: list) -> list:
+        inner = scope.inside(told=told)
+        values = run(inner, [*again(carry, kinds), *slices])
+        values = [inner.whole(v) if isinstance(v, Later) else inner.dealt(v) for v in values]
+        found[:] = map(kind_of, values)
+        return list(map(held, values))
+
+    jax.eval_shape(once, list(local), list(slices))
+    return found, told
+
+
+def _next(kind: Kind, found: Kind, number: int, fixed: set[int]) -> Kind:
+    """Return the kind to try next: what is whole may become a part or a sum, once."""
+    if found == kind or (isinstance(kind, Cut) and not isinstance(found, Cut)):
+        return kind
+    if kind == SAME:
+        return found
+    fixed.add(number)
+    return found if kind == SUM and isinstance(found, Cut) else SAME
+
+
+def while_loop(scope: Scope, equation: JaxprEqn, values: Values) -> Values:
+    """Run until the condition, of all rows, is false: on all devices at once."""
+    p = equation.params
+    n_cond, n_body = p["cond_nconsts"], p["body_nconsts"]
+    values = [scope.whole(v) if isinstance(v, Later) else v for v in values]
+    of_cond = settled(scope, values[:n_cond])
+    of_body = settled(scope, values[n_cond : n_cond + n_body])
+    first = values[n_cond + n_body :]
+    go = body_in(p["cond_jaxpr"].jaxpr, p["cond_jaxpr"].consts)
+    do = body_in(p["body_jaxpr"].jaxpr, p["body_jaxpr"].consts)
+    body = lambda inner, carry, _: do(inner, [*of_body, *carry])
+    kinds = _carried(scope, body, first, [])
+    start = [jnp.asarray(scope.as_kind(v, k)) for v, k in zip(first, kinds, strict=True)]
+    both = lambda inner, values: [*go(inner, [*of_cond, *values]), *do(inner, [*of_body, *values])]
+    _, told = found_without_devices(scope, both, start, kinds)
+
+    def condition(arrays: list) -> Any:
+        inner = scope.inside()
+        (found,) = go(inner, [*of_cond, *again(arrays, kinds)])
+        found = inner.whole(found)
+        return scope.side.agreed(found) if told else found
+
+    def step(arrays: list) -> list:
+        inner = scope.inside()
+        out = do(inner, [*of_body, *again(arrays, kinds)])
+        return [inner.as_kind(v, k) for v, k in zip(out, kinds, strict=True)]
+
+    return again(lax.while_loop(condition, step, start), kinds)
+
+
+def cond(scope: Scope, equation: JaxprEqn, values: Values) -> Values:
+    """Take one branch, on all devices the same: by what all rows say."""
+    index, *given = (scope.whole(v) if isinstance(v, Later) else v for v in values)
+    given, index = settled(scope, given), scope.whole(index)
+    kinds_in, arrays = list(map(kind_of, given)), list(map(held, given))
+    bodies = [body_in(b.jaxpr, b.consts) for b in equation.params["branches"]]
+    tried = [found_without_devices(scope, body, arrays, kinds_in) for body in bodies]
+    kinds = joined_kinds([found for found, _ in tried])
+    if any(told for _, told in tried):
+        index = scope.side.agreed(index)
+
+    def branch(body: Body) -> Callable:
+        def run(*arrays: Any) -> list[Any]:
+            inner = scope.inside()
+            found = body(inner, again(arrays, kinds_in))
+            return [jnp.asarray(inner.as_kind(v, k)) for v, k in zip(found, kinds, strict=True)]
+
+        return run
+
+    return again(lax.switch(index, list(map(branch, bodies)), *arrays), kinds)

@@ -1,0 +1,88 @@
+"""Rules of random numbers: a device draws the part that it is asked for, the bits of one device."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import JaxprEqn
+from jax.extend.random import threefry2x32_p
+
+from hfjax.parallel.in_parts.kinds import Cut, Made, Part
+from hfjax.parallel.in_parts.scope import Scope
+
+Values = Sequence[Any]
+_COUNTERS = 2**32  # beyond, a counter has a high word
+
+
+def random_bits(scope: Scope, equation: JaxprEqn, values: Values) -> Values:
+    """Return bits: of keys that are split, or bits that are drawn for the part asked for."""
+    (keys,), out = values, equation.outvars[0].aval
+    if isinstance(keys, Part):
+        return [Part(*scope.bind(equation, [keys.x]), keys.cut)]
+    ndim, whole = len(scope.shape(keys)), scope.whole(keys)
+    bits, shape = equation.params["bit_width"], equation.params["shape"]
+    if scope.cut_of(out.shape) is None:
+        return scope.bind(equation, [whole])
+    counts = ndim == 0 and math.prod(shape) < _COUNTERS and is_threefry(whole)
+
+    def make(scope: Scope, cut: Cut | None) -> Any:
+        if cut is not None and cut.dim < ndim:
+            return scope.bind(equation, [scope.part(whole, cut)])[0]
+        if cut is None or not counts:
+            found = scope.bind(equation, [whole])[0]
+            return found if cut is None else scope.side.cut(found, cut)
+        return _drawn(scope, whole, shape, cut, bits)
+
+    return [Made(out.shape, out.dtype, make)]
+
+
+def is_threefry(key: Any) -> bool:
+    """Return whether the bits of an entry are those of its number, by the configuration of JAX."""
+    by_counter = jax.config.jax_threefry_partitionable  # type: ignore[attr-defined]
+    return str(jax.random.key_impl(key)) == "threefry2x32" and by_counter
+
+
+def _drawn(scope: Scope, key: Any, shape: tuple, cut: Cut, bits: int) -> jax.Array:
+    """Return this device's part of the bits of threefry: entry i is that of counter i."""
+    local, number = scope.side.local(shape, cut), jnp.uint32(0)
+    for dim, size in enumerate(shape):
+        here = lax.broadcasted_iota("uint32", local, dim)
+        if dim == cut.dim:
+            numbers = scope.side.numbers(size, cut.outer, "uint32")
+            here = lax.broadcast_in_dim(numbers, local, (dim,))
+        number = number * jnp.uint32(size) + here
+    first, second = jax.random.key_data(key)
+    zero = number * 0  # all operands vary alike: under vmap too
+    high, low = threefry2x32_p.bind(first + zero, second + zero, zero, number)
+    if bits == 64:  # noqa: PLR2004
+        return lax.shift_left(high.astype("uint64"), jnp.uint64(32)) | low.astype("uint64")
+    return (high ^ low).astype(f"uint{bits}")
+
+
+def of_keys(scope: Scope, equation: JaxprEqn, values: Values) -> Values | None:
+    """Run on keys that are split: what is made of a key are further dimensions."""
+    (keys,) = values
+    if not isinstance(keys, Part):
+        return None
+    return [Part(*scope.bind(equation, [keys.x]), keys.cut)]
+
+
+def wrapped(scope: Scope, equation: JaxprEqn, values: Values) -> Values | None:
+    """Take the words of keys for keys: they are the last dimension."""
+    (words,) = values
+    if not isinstance(words, Part) or words.cut.dim == words.x.ndim - 1:
+        return None
+    return [Part(*scope.bind(equation, [words.x]), words.cut)]
+
+
+RULES: dict[str, Callable] = {
+    "random_bits": random_bits,
+    "random_split": of_keys,
+    "random_unwrap": of_keys,
+    "random_clone": of_keys,
+    "random_seed": of_keys,
+    "random_wrap": wrapped,
+}

@@ -1,0 +1,241 @@
+"""Rules of equations in which entries meet: reductions, products, cumulative sums, convolutions."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import JaxprEqn
+
+from hfjax.parallel.in_parts.kinds import Cut, Part, Sum
+from hfjax.parallel.in_parts.scope import Scope
+
+Values = Sequence[Any]
+
+
+def reduction(scope: Scope, equation: JaxprEqn, values: Values) -> Values | None:
+    """Reduce a part: a sum over rows stays a sum, other reductions are completed."""
+    (value,), axes = values, equation.params["axes"]
+    value = scope.dealt(value)
+    name = equation.primitive.name
+    if isinstance(value, Sum) and name == "reduce_sum":
+        return [Sum(*scope.bind(equation, [value.x]))]
+    if not isinstance(value, Part):
+        return scope.bind(equation, [scope.whole(value)])
+    cut = value.cut
+    if cut.dim not in axes:
+        left = cut.dim - sum(a < cut.dim for a in axes)
+        return [Part(*scope.bind(equation, [value.x]), cut.moved(left))]
+    if name == "reduce_sum":
+        return [Sum(*scope.bind(equation, [value.x]))]
+    over = _OVER.get(name)
+    if over is None:
+        return None
+    how, run = over
+    found = run(scope, equation, value)
+    if found is None:
+        return None
+    scope.tell(how, found)
+    return [found]
+
+
+def _extreme(scope: Scope, equation: JaxprEqn, value: Part) -> Any:
+    """Return the greatest or least of all rows; ties, on whatever device, share the derivative."""
+    side, axes = scope.side, equation.params["axes"]
+    complete = side.greatest if equation.primitive.name == "reduce_max" else side.least
+    local = lambda x: scope.bind(equation, [x])[0]
+    if not jnp.issubdtype(value.x.dtype, jnp.inexact):
+        return complete(local(value.x))
+    extreme = jax.custom_jvp(lambda x: complete(local(x)))
+
+    @extreme.defjvp
+    def _shares(primals: Any, tangents: Any) -> Any:
+        (x,), (dx,) = primals, tangents
+        found = complete(local(lax.stop_gradient(x)))
+        ties = (x == jnp.expand_dims(found, axes)).astype(x.dtype)
+        count = side.total(ties.sum(axes))
+        return found, side.total((dx * ties).sum(axes)) / count
+
+    return extreme(value.x)
+
+
+def _logical(scope: Scope, equation: JaxprEqn, value: Part) -> Any:
+    complete = scope.side.greatest if equation.primitive.name == "reduce_or" else scope.side.least
+    return complete(scope.bind(equation, [value.x])[0])
+
+
+def _product(scope: Scope, equation: JaxprEqn, value: Part) -> Any:
+    return scope.side.stacked(scope.bind(equation, [value.x])[0]).prod(0)
+
+
+def _position(scope: Scope, equation: JaxprEqn, value: Part) -> Any:
+    """Return where the greatest or least of all rows is: the first one, as on one device."""
+    (dim,), side = equation.params["axes"], scope.side
+    if value.cut.outer > 1:
+        return None
+    (here,) = scope.bind(equation, [value.x])
+    best = jnp.take_along_axis(value.x, jnp.expand_dims(here, dim), dim).squeeze(dim)
+    where = side.stacked(here + side.here.astype(here.dtype) * value.x.shape[dim])
+    (device,) = scope.bind(equation, [side.stacked(best)], axes=(0,))
+    return jnp.take_along_axis(where, device[None], 0)[0]
+
+
+_OVER: dict[str, tuple[str, Callable]] = {
+    "reduce_max": ("greatest", _extreme),
+    "reduce_min": ("least", _extreme),
+    "reduce_or": ("greatest", _logical),
+    "reduce_and": ("least", _logical),
+    "reduce_prod": ("gather", _product),
+    "argmax": ("greatest", _position),
+    "argmin": ("least", _position),
+}
+
+
+def cumulative(scope: Scope, equation: JaxprEqn, values: Values) -> Values | None:
+    """Run beside the split dimension; a sum along it begins with what earlier devices have."""
+    (value,) = values
+    axis, name = equation.params["axis"], equation.primitive.name
+    if isinstance(value, Sum) and name == "cumsum":
+        return [Sum(*scope.bind(equation, [value.x]))]
+    if not isinstance(value, Part):
+        return scope.bind(equation, [scope.whole(value)])
+    (here,) = scope.bind(equation, [value.x])
+    if value.cut.dim != axis:
+        return [Part(here, value.cut)]
+    if name != "cumsum" or value.cut.outer > 1:
+        return None
+    side, backward = scope.side, equation.params["reverse"]
+    totals = side.stacked(value.x.sum(axis, dtype=here.dtype))
+    scope.tell("gather", totals)
+    numbers = jnp.arange(side.size)
+    before = numbers > side.here if backward else numbers < side.here
+    first = jnp.where(before.reshape(-1, *[1] * (totals.ndim - 1)), totals, 0).sum(0)
+    return [Part(here + jnp.expand_dims(first, axis).astype(here.dtype), value.cut)]
+
+
+def dot_general(scope: Scope, equation: JaxprEqn, values: Values) -> Values | None:
+    """Multiply: over rows it is a sum; of rows of both the smaller is gathered."""
+    a, b = values
+    (over_a, over_b), (batch_a, batch_b) = equation.params["dimension_numbers"]
+    bind = lambda *arrays: scope.bind(equation, arrays)[0]
+    if isinstance(a, Part) and isinstance(b, Part) and not _aligned(a, b, over_a, over_b):
+        if not _aligned(a, b, batch_a, batch_b):
+            keep_a = a.x.size >= b.x.size
+            a, b = (a, scope.whole(b)) if keep_a else (scope.whole(a), b)
+    part, first = (a, True) if isinstance(a, Part) else (b, False)
+    if not isinstance(part, Part):
+        return _dot_of_sums(scope, bind, a, b)
+    over, other_over = (over_a, over_b) if first else (over_b, over_a)
+    batch, other_batch = (batch_a, batch_b) if first else (batch_b, batch_a)
+    other, cut = (b, part.cut) if first else (a, part.cut)
+    ordered = lambda mine, others: bind(mine, others) if first else bind(others, mine)
+    if cut.dim in over:
+        at = cut.moved(other_over[over.index(cut.dim)])
+        return [Sum(ordered(part.x, scope.part(other, at)))]
+    if cut.dim in batch:
+        at = cut.moved(other_batch[batch.index(cut.dim)])
+        return [Part(ordered(part.x, scope.part(other, at)), cut.moved(batch.index(cut.dim)))]
+    free = [d for d in range(part.x.ndim) if d not in over and d not in batch]
+    ahead = len(batch)
+    if not first:
+        ahead += len(scope.shape(a)) - len(over_a) - len(batch_a)
+    found = ordered(part.x, scope.whole(other))
+    return [Part(found, cut.moved(ahead + free.index(cut.dim)))]
+
+
+def _aligned(a: Part, b: Part, dims_a: Sequence[int], dims_b: Sequence[int]) -> bool:
+    pairs = zip(dims_a, dims_b, strict=True)
+    return any(a.cut.dim == x and b.cut == a.cut.moved(y) for x, y in pairs)
+
+
+def _dot_of_sums(scope: Scope, bind: Callable, a: Any, b: Any) -> Values:
+    if isinstance(a, Sum) and isinstance(b, Sum):
+        a, b = (scope.whole(a), b) if a.x.size <= b.x.size else (a, scope.whole(b))
+    if isinstance(a, Sum) and not scope.is_whole(a):
+        return [Sum(bind(a.x, scope.whole(b)))]
+    if isinstance(b, Sum) and not scope.is_whole(b):
+        return [Sum(bind(scope.whole(a), b.x))]
+    return [bind(scope.whole(a), scope.whole(b))]
+
+
+def convolution(scope: Scope, equation: JaxprEqn, values: Values) -> Values | None:
+    """Convolve rows with a whole kernel; with a kernel of rows it is a sum."""
+    x, kernel = values
+    numbers, groups = equation.params["dimension_numbers"], equation.params["batch_group_count"]
+    of_x, of_kernel, of_out = numbers.lhs_spec, numbers.rhs_spec, numbers.out_spec
+    if groups != 1 or not isinstance(x, Part):
+        return None
+    if x.cut.dim == of_x[0]:
+        found = scope.bind(equation, [x.x, scope.whole(kernel)])
+        return [Part(*found, x.cut.moved(of_out[0]))]
+    if x.cut.dim == of_x[1] and equation.params["feature_group_count"] == 1:
+        here = scope.part(kernel, x.cut.moved(of_kernel[1]))
+        return [Sum(*scope.bind(equation, [x.x, here]))]
+    return None
+
+
+# What works on some of the last dimensions, and on whatever is before them alike.
+def trailing(count: Callable[[JaxprEqn], int]) -> Callable:
+    """Return the rule of an equation that works on so many of its last dimensions."""
+
+    def rule(scope: Scope, equation: JaxprEqn, values: Values) -> Values | None:
+        parts = [v for v in values if isinstance(v, Part)]
+        if not parts:
+            return None
+        cut, inner = parts[0].cut, count(equation)
+        ndims = {len(scope.shape(v)) for v in values}
+        if len(ndims) > 1 or cut.dim >= ndims.pop() - inner:
+            return None
+        found = scope.bind(equation, [scope.part(v, cut) for v in values])
+        return [Part(x, cut) for x in found]
+
+    return rule
+
+
+def windows(scope: Scope, equation: JaxprEqn, values: Values) -> Values | None:
+    """Pool, or reduce windows of, other dimensions than the split one."""
+    parts = [v for v in values if isinstance(v, Part)]
+    if not parts:
+        return None
+    cut, p = parts[0].cut, equation.params
+    ones = ("window_dimensions", "window_strides", "base_dilation", "window_dilation")
+    flat = all(p[name][cut.dim] == 1 for name in ones if p.get(name) is not None)
+    if not flat or any(p["padding"][cut.dim]):
+        return None
+    part = lambda v: scope.part(v, cut) if scope.shape(v) else scope.whole(v)
+    return [Part(x, cut) for x in scope.bind(equation, list(map(part, values)))]
+
+
+def sort(scope: Scope, equation: JaxprEqn, values: Values) -> Values | None:
+    """Sort along another dimension than the split one."""
+    cut = next((v.cut for v in values if isinstance(v, Part)), None)
+    if cut is None or cut.dim == equation.params["dimension"]:
+        return None
+    return [Part(x, cut) for x in scope.bind(equation, [scope.part(v, cut) for v in values])]
+
+
+RULES: dict[str, Callable] = {
+    **dict.fromkeys(
+        "reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or argmax argmin".split(),
+        reduction,
+    ),
+    "reduce_xor": reduction,
+    **dict.fromkeys("cumsum cumprod cummax cummin cumlogsumexp".split(), cumulative),
+    "dot_general": dot_general,
+    "conv_general_dilated": convolution,
+    "sort": sort,
+    "top_k": trailing(lambda equation: 1),
+    "fft": trailing(lambda equation: len(equation.params["fft_lengths"])),
+    **dict.fromkeys(
+        "cholesky eigh eig lu qr geqrf householder_product svd triangular_solve schur".split(),
+        trailing(lambda equation: 2),
+    ),
+    **dict.fromkeys(
+        (
+            "reduce_window reduce_window_max reduce_window_min reduce_window_sum "
+            "select_and_gather_add select_and_scatter_add"
+        ).split(),
+        windows,
+    ),
+}

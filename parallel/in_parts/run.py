@@ -1,0 +1,135 @@
+"""The interpreter: one table of rules, and what is done where no rule knows an equation."""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import jax
+from jax.extend import source_info_util
+from jax.extend.core import JaxprEqn, Literal
+
+from hfjax.parallel.autodiff.program import needed
+from hfjax.parallel.in_parts import indexing, moves, outside, random_bits, reductions
+from hfjax.parallel.in_parts.derivatives import custom_jvp, custom_vjp
+from hfjax.parallel.in_parts.kinds import Cut, Later, Made, Part, Side, Sum, is_value
+from hfjax.parallel.in_parts.pointwise import POINTWISE, pointwise
+from hfjax.parallel.in_parts.programs import call, cond, remat, scan, while_loop
+from hfjax.parallel.in_parts.scope import Join, Scope
+
+Values = Sequence[Any]
+
+# Rules of programs: a parameter that is not gathered yet may enter.
+PROGRAMS: dict[str, Callable] = {
+    **dict.fromkeys(("jit", "pjit", "closed_call", "core_call"), call),
+    **dict.fromkeys(("checkpoint", "remat", "remat2"), remat),
+    "scan": scan,
+    "while": while_loop,
+    "cond": cond,
+    **dict.fromkeys(("custom_jvp_call", "custom_jvp_call_jaxpr"), custom_jvp),
+    **dict.fromkeys(("custom_vjp_call", "custom_vjp_call_jaxpr"), custom_vjp),
+}
+# Rules that matter also where all that enters is the same on all devices.
+MAKING: dict[str, Callable] = {
+    "iota": moves.iota,
+    "broadcast_in_dim": moves.moved,
+    "random_bits": random_bits.random_bits,
+    **outside.RULES,
+}
+RULES: dict[str, Callable] = {
+    **dict.fromkeys(POINTWISE, pointwise),
+    **dict.fromkeys(moves.MOVES, moves.moved),
+    "concatenate": moves.concatenate,
+    "pad": moves.pad,
+    "split": moves.split,
+    **reductions.RULES,
+    **indexing.RULES,
+    **random_bits.RULES,
+    **MAKING,
+    **PROGRAMS,
+}
+
+
+def run(scope: Scope, jaxpr: Any, constants: Values, values: Values) -> list[Any]:
+    """Return what a program makes of values, which may be parts as its inputs may."""
+    env = dict(zip(jaxpr.constvars, constants, strict=True))
+    env |= zip(jaxpr.invars, values, strict=True)
+    read = lambda v: v.val if isinstance(v, Literal) else env[v]
+    for number in sorted(needed(jaxpr.eqns, jaxpr.outvars)):
+        equation = jaxpr.eqns[number]
+        with _at(equation):
+            found = results(scope, equation, [read(v) for v in equation.invars])
+        for value in found:
+            if isinstance(value, Part):
+                scope.sizes.add(scope.shape(value)[value.cut.dim])
+        env.update(zip(equation.outvars, found, strict=True))
+    return [read(v) for v in jaxpr.outvars]
+
+
+def _at(equation: JaxprEqn) -> AbstractContextManager:
+    """Return the context of an equation: errors and profiles show the user's line and names."""
+    info = equation.source_info
+    names = source_info_util.current_name_stack() + info.name_stack
+    return source_info_util.user_context(info.traceback, name_stack=names)
+
+
+def results(scope: Scope, equation: JaxprEqn, values: Values) -> Sequence[Any]:
+    """Return what an equation makes of values, by its rule or on the whole."""
+    name = equation.primitive.name
+    scope.equation, scope.known = equation, True
+    rule = RULES.get(name)
+    special = any(is_value(v) or isinstance(v, Made | Later) for v in values)
+    if not special and name not in MAKING and name not in PROGRAMS:
+        return scope.bind(equation, values)
+    if name not in PROGRAMS:
+        values = [scope.whole(v) if isinstance(v, Later) else v for v in values]
+    found = rule(scope, equation, values) if rule else None
+    return on_the_whole(scope, equation, values) if found is None else list(found)
+
+
+def on_the_whole(scope: Scope, equation: JaxprEqn, values: Values) -> list[Any]:
+    """Gather rows, run the equation whole on every device, and deal what comes of it again."""
+    scope.equation, scope.known = equation, False
+    cut = next((v.cut for v in values if isinstance(v, Part)), None)
+    size = cut and next(scope.shape(v)[v.cut.dim] for v in values if isinstance(v, Part))
+    found = scope.bind(equation, list(map(scope.whole, values)))
+    scope.known = True
+    return list(found) if cut is None else [_dealt(scope, x, cut, size) for x in found]
+
+
+def _dealt(scope: Scope, x: Any, cut: Cut, size: Any) -> Any:
+    fits = [d for d, n in enumerate(x.shape) if n == size]
+    if not fits:
+        return x
+    at = cut if cut.dim in fits else Cut(fits[0])
+    return Part(scope.side.cut(x, at), at) if scope.side.divides(x.shape, at) else x
+
+
+def in_parts(
+    side: Side, function: Callable, *arguments: Any, told: list[Join] | None = None
+) -> Any:
+    """Return what a function makes of whole arguments, run on what this device has of them.
+
+    Args:
+        side: The devices.
+        function: Of trees of arrays; it is traced at the sizes of the whole.
+        arguments: Trees of arrays (whole), `Part` and `Sum`.
+        told: Is given what joins rows.
+
+    Returns:
+        A tree of arrays, `Part` and `Sum`.
+    """
+    leaves, form = jax.tree.flatten(arguments, is_leaf=is_value)
+    scope = Scope(side, [] if told is None else told, set(), run)
+    scope.sizes.update(scope.shape(v)[v.cut.dim] for v in leaves if isinstance(v, Part))
+    whole = [_whole(scope, v) for v in leaves]
+    alone = [(axis, 1) for axis in side.axes]
+    traced, result = jax.make_jaxpr(function, axis_env=alone, return_shape=True)(
+        *jax.tree.unflatten(form, whole)
+    )
+    found = run(scope, traced.jaxpr, traced.consts, leaves)
+    return jax.tree.unflatten(jax.tree.structure(result), [scope.dealt(v) for v in found])
+
+
+def _whole(scope: Scope, value: Any) -> jax.ShapeDtypeStruct:
+    x = value.x if isinstance(value, Part | Sum) else value
+    return jax.ShapeDtypeStruct(scope.shape(value), x.dtype)

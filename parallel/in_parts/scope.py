@@ -1,0 +1,184 @@
+"""A program that is being run in parts: how its values become whole, parts or sums; what is told.
+
+Each program inside of another (a loop, a branch, a rematerialised function) has a scope of its own,
+since what is made in one may not be used outside of it.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend import source_info_util
+from jax.extend.core import JaxprEqn
+
+from hfjax.parallel.autodiff.program import bind
+from hfjax.parallel.in_parts.kinds import SUM, Cut, Kind, Later, Made, Part, Shape, Side, Sum
+
+
+@dataclass(frozen=True)
+class Join:
+    """What devices did because an equation joins rows.
+
+    Attributes:
+        line: Where the user's program joins them.
+        operation: JAX's name of the operation.
+        how: "sum", "greatest", "least", "gather" or "alone" (a collective that sees one device).
+        bytes: The size of what is made: of a sum, or of the whole that is gathered.
+        times: How often in each run of the program.
+        known: Whether a rule asks for it; else everything is gathered since no rule knows better.
+    """
+
+    line: str
+    operation: str
+    how: str
+    bytes: int
+    times: int = 1
+    known: bool = True
+
+
+@dataclass
+class Scope:
+    """One program that is being run.
+
+    Attributes:
+        side: The devices.
+        told: What joined rows, in the order of the program.
+        sizes: The sizes of dimensions that were split.
+        run: (scope, jaxpr, constants, values) -> values: runs a program in a scope.
+        equation: The one that is being run.
+        times: How often this program runs.
+        known: Whether a rule knows the equation.
+        pieces: Of a value that was concatenated along a dimension that is not split: of what.
+    """
+
+    side: Side
+    told: list[Join]
+    sizes: set[int]
+    run: Callable
+    equation: JaxprEqn | None = None
+    times: int = 1
+    known: bool = True
+    pieces: dict[int, tuple[Any, Sequence[Any]]] = field(default_factory=dict)
+    _done: dict[int, tuple[Any, dict]] = field(default_factory=dict)
+
+    def inside(self, times: int = 1, told: list[Join] | None = None) -> "Scope":
+        """Return the scope of a program inside, which runs so often each time."""
+        told = self.told if told is None else told
+        return Scope(self.side, told, self.sizes, self.run, self.equation, self.times * times)
+
+    # -- values as they are wanted ---------------------------------------------------------------
+
+    def as_kind(self, value: Any, kind: Kind) -> jax.Array:
+        """Return what a device holds of a value where it is of this kind."""
+        if isinstance(kind, Cut):
+            return self.part(value, kind)
+        return self.sum(value) if kind == SUM else self.whole(value)
+
+    def whole(self, value: Any) -> Any:
+        """Return the whole of a value."""
+        if isinstance(value, Part):
+            return self._once(value, "whole", lambda: self._join(value))
+        if isinstance(value, Sum):
+            return self._once(value, "whole", lambda: self._complete(value))
+        if isinstance(value, Made):
+            return self._once(value, "whole", lambda: value.make(self, None))
+        return value.whole() if isinstance(value, Later) else value
+
+    def part(self, value: Any, cut: Cut) -> jax.Array:
+        """Return this device's part of a value that is split so."""
+        if isinstance(value, Part) and value.cut == cut:
+            return value.x
+        if isinstance(value, Made):
+            return self._once(value, cut, lambda: value.make(self, cut))
+        if isinstance(value, Sum) and not self.is_whole(value):
+            return self._once(value, cut, lambda: self._scatter(value, cut))
+        return self._once(value, cut, lambda: self.side.cut(jnp.asarray(self.whole(value)), cut))
+
+    def sum(self, value: Any) -> jax.Array:
+        """Return this device's share of a value."""
+        if isinstance(value, Sum):
+            return value.x
+        return self.side.shared(jnp.asarray(self.whole(value)))
+
+    def beside(self, value: Any, cut: Cut) -> Any:
+        """Return a value as it stands beside a part: a number, or one of size 1 there, as it is."""
+        shape = self.shape(value)
+        if not shape or shape[cut.dim] == 1:
+            return self.whole(value)
+        return self.part(value, cut)
+
+    def is_whole(self, value: Any) -> bool:
+        """Return whether the whole of a value is known already."""
+        return not isinstance(value, Part | Sum | Made) or "whole" in self._of(value)
+
+    def dealt(self, value: Any) -> Any:
+        """Return a value that is not made yet as a part, if it has a dimension as rows have."""
+        if not isinstance(value, Made):
+            return value
+        cut = self.cut_of(value.shape)
+        return self.whole(value) if cut is None else Part(self.part(value, cut), cut)
+
+    def cut_of(self, shape: Shape) -> Cut | None:
+        """Return a cut of the first dimension that has the size of one that was split."""
+        fits = (d for d, n in enumerate(shape) if n in self.sizes and n % self.side.size == 0)
+        dim = next(fits, None)
+        return None if dim is None else Cut(dim)
+
+    def _of(self, value: Any) -> dict:
+        return self._done.get(id(value), (value, {}))[1]
+
+    def _once(self, value: Any, kind: Any, make: Callable[[], Any]) -> Any:
+        found = self._done.setdefault(id(value), (value, {}))[1]  # the value stays, so does its id
+        if kind not in found:
+            found[kind] = make()
+        return found[kind]
+
+    def _join(self, value: Part) -> jax.Array:
+        found = self.side.joined(value.x, value.cut)
+        self.tell("gather", found)
+        return found
+
+    def _complete(self, value: Sum) -> jax.Array:
+        self.tell("sum", value.x)
+        return self.side.total(value.x)
+
+    def _scatter(self, value: Sum, cut: Cut) -> jax.Array:
+        self.tell("sum", value.x)
+        return self.side.scattered(value.x, cut)
+
+    def shape(self, value: Any) -> Shape:
+        """Return the shape of the whole."""
+        if isinstance(value, Part):
+            return self.side.whole_shape(value.x.shape, value.cut)
+        if isinstance(value, Made):
+            return value.shape
+        if isinstance(value, Later):
+            return value.stored.full_shape.shape
+        return jnp.shape(value.x if isinstance(value, Sum) else value)
+
+    # -- equations -------------------------------------------------------------------------------
+
+    def bind(self, equation: JaxprEqn, values: Sequence[Any], **sizes: Any) -> Sequence[Any]:
+        """Return what an equation gives for these arrays, its parameters changed so."""
+        if sizes:
+            equation = equation.replace(params={**equation.params, **sizes})
+        return bind(equation, values)
+
+    def tell(self, how: str, x: Any) -> None:
+        """Take note that rows were joined."""
+        name = self.equation.primitive.name if self.equation else "result"
+        self.told.append(Join(self.line, name, how, bytes_of(x), self.times, self.known))
+
+    @property
+    def line(self) -> str:
+        """The user's line of the equation that is being run."""
+        return source_info_util.summarize(self.equation.source_info) if self.equation else ""
+
+
+def bytes_of(x: Any) -> int:
+    """Return the bytes of an array."""
+    each = x.dtype.itemsize if not jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended) else 16
+    return math.prod(x.shape) * each
