@@ -223,7 +223,8 @@ class _PlainStep:
         batch = jax.tree.map(lambda x: self._of(x, part), self.case.batch)
         held = {path: self._held(path, x, number, part) for path, x in variables.items()}
         model = blueprint.merge(parameters, held, "train")
-        outputs = called(self.plan.forward, model, held, batch, "train")
+        with blueprint.around():
+            outputs = called(self.plan.forward, model, held, batch, "train")
         mean = as_mean(self.case.loss(outputs, batch), self.rows)
         written = blueprint.variables_of(model).items()
         statistic = lambda path: path in held and not is_random(blueprint.variables[path])

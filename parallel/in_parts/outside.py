@@ -5,8 +5,7 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
-from jax.core import DropVar
-from jax.extend.core import JaxprEqn
+from jax.extend.core import DropVar, JaxprEqn
 
 from hfjax.parallel.in_parts.kinds import Part, Sum
 from hfjax.parallel.in_parts.programs import held
@@ -58,16 +57,21 @@ COLLECTIVES = (*_SUMS, "axis_index", "ppermute", "all_gather", "all_to_all", "re
 
 
 def _alone(scope: Scope, equation: JaxprEqn) -> Any:
-    from hfjax.parallel.in_parts.scope import Join  # noqa: PLC0415
+    from hfjax.parallel.in_parts.scope import Join
 
     return Join(scope.line, equation.primitive.name, "alone", 0, scope.times)
 
 
 def _elsewhere(scope: Scope, equation: JaxprEqn, values: Values, **sizes: Any) -> Values:
     linear = equation.primitive.name not in ("pmax", "pmin")
-    given = [v if isinstance(v, Part) or (linear and isinstance(v, Sum)) else scope.whole(v) for v in values]
+    given = [
+        v if isinstance(v, Part) or (linear and isinstance(v, Sum)) else scope.whole(v)
+        for v in values
+    ]
     found = scope.bind(equation, list(map(held, given)), **sizes)
-    again = lambda x, v: Part(x, v.cut) if isinstance(v, Part) else Sum(x) if isinstance(v, Sum) else x
+    again = lambda x, v: (
+        Part(x, v.cut) if isinstance(v, Part) else Sum(x) if isinstance(v, Sum) else x
+    )
     return [again(x, v) for x, v in zip(found, given, strict=True)]
 
 

@@ -104,7 +104,9 @@ def keeps(equation: JaxprEqn) -> bool:
     """Return whether a conversion of a sum's terms is that of the sum."""
     old, new = equation.invars[0].aval.dtype, equation.outvars[0].aval.dtype
     if not jnp.issubdtype(new, jnp.inexact):
-        return jnp.issubdtype(old, jnp.integer) and jnp.issubdtype(new, jnp.integer) and (
-            new.itemsize >= old.itemsize
+        return (
+            jnp.issubdtype(old, jnp.integer)
+            and jnp.issubdtype(new, jnp.integer)
+            and (new.itemsize >= old.itemsize)
         )
     return not jnp.issubdtype(old, jnp.inexact) or new.itemsize >= old.itemsize

@@ -57,7 +57,7 @@ def _drawn(scope: Scope, key: Any, shape: tuple, cut: Cut, bits: int) -> jax.Arr
     first, second = jax.random.key_data(key)
     zero = number * 0  # all operands vary alike: under vmap too
     high, low = threefry2x32_p.bind(first + zero, second + zero, zero, number)
-    if bits == 64:  # noqa: PLR2004
+    if bits == 64:
         return lax.shift_left(high.astype("uint64"), jnp.uint64(32)) | low.astype("uint64")
     return (high ^ low).astype(f"uint{bits}")
 

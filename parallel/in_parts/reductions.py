@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import JaxprEqn
 
-from hfjax.parallel.in_parts.kinds import Cut, Part, Sum
+from hfjax.parallel.in_parts.kinds import Part, Sum
 from hfjax.parallel.in_parts.scope import Scope
 
 Values = Sequence[Any]

@@ -5,8 +5,8 @@ since what is made in one may not be used outside of it.
 """
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -39,6 +39,14 @@ class Join:
     known: bool = True
 
 
+def _none_later(stored: Any) -> Any:
+    raise AssertionError(f"{stored}: no parameter is to be gathered later")
+
+
+def _ignore(values: Sequence[Any]) -> None:
+    """Take no note of parameters that a loop is to slice."""
+
+
 @dataclass
 class Scope:
     """One program that is being run.
@@ -51,6 +59,9 @@ class Scope:
         equation: The one that is being run.
         times: How often this program runs.
         known: Whether a rule knows the equation.
+        later: Makes of what is stored of a parameter the parameter, to be gathered later.
+        watch: Is told which parameters a loop is to slice.
+        calls: Rules of calls that are known by their name.
         pieces: Of a value that was concatenated along a dimension that is not split: of what.
     """
 
@@ -61,13 +72,16 @@ class Scope:
     equation: JaxprEqn | None = None
     times: int = 1
     known: bool = True
+    later: Callable = _none_later
+    watch: Callable = _ignore
+    calls: Mapping[str, Callable] = field(default_factory=dict)
     pieces: dict[int, tuple[Any, Sequence[Any]]] = field(default_factory=dict)
     _done: dict[int, tuple[Any, dict]] = field(default_factory=dict)
 
     def inside(self, times: int = 1, told: list[Join] | None = None) -> "Scope":
         """Return the scope of a program inside, which runs so often each time."""
         told = self.told if told is None else told
-        return Scope(self.side, told, self.sizes, self.run, self.equation, self.times * times)
+        return replace(self, told=told, times=self.times * times, known=True, pieces={}, _done={})
 
     # -- values as they are wanted ---------------------------------------------------------------
 
@@ -120,6 +134,12 @@ class Scope:
             return value
         cut = self.cut_of(value.shape)
         return self.whole(value) if cut is None else Part(self.part(value, cut), cut)
+
+    def settled(self, value: Any) -> Any:
+        """Return a value as an array, a `Part` or a `Sum`."""
+        if isinstance(value, Part | Sum):
+            return value
+        return self.dealt(value) if isinstance(value, Made) else jnp.asarray(self.whole(value))
 
     def cut_of(self, shape: Shape) -> Cut | None:
         """Return a cut of the first dimension that has the size of one that was split."""
