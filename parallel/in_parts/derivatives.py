@@ -17,7 +17,7 @@ from jax.extend.core import JaxprEqn
 from hfjax.parallel.autodiff.program import bind, body_of
 from hfjax.parallel.in_parts.kinds import Kind, Later, Part, dual, is_value, kind_of, of_kind
 from hfjax.parallel.in_parts.programs import again, body_in, found_without_devices, held, settled
-from hfjax.parallel.in_parts.scope import Scope
+from hfjax.parallel.in_parts.scope import Scope, aval_of
 
 Values = Sequence[Any]
 
@@ -132,7 +132,7 @@ def custom_vjp(scope: Scope, equation: JaxprEqn, values: Values) -> Values:
 
     def backward(kept: Any, cotangents: Any) -> Any:
         form, shapes_kept = pullback
-        out = [v.aval for v in equation.outvars]
+        out = list(map(aval_of, equation.outvars))
         given = [i for i, y in enumerate(out) if _is_real(y)]
 
         def pull(kept: Any, some: Any) -> Any:

@@ -9,7 +9,7 @@ from jax.extend.core import DropVar, JaxprEqn
 
 from hfjax.parallel.in_parts.kinds import Part, Sum
 from hfjax.parallel.in_parts.programs import held
-from hfjax.parallel.in_parts.scope import Scope
+from hfjax.parallel.in_parts.scope import Join, Scope, aval_of
 
 Values = Sequence[Any]
 
@@ -35,7 +35,7 @@ def collective(scope: Scope, equation: JaxprEqn, values: Values) -> Values | Non
         return None
     scope.told.append(_alone(scope, equation))
     if name == "axis_index":
-        return [jnp.zeros((), equation.outvars[0].aval.dtype)]
+        return [jnp.zeros((), aval_of(equation.outvars[0]).dtype)]
     if name == "ppermute":
         return values
     if name == "all_gather":
@@ -57,7 +57,6 @@ COLLECTIVES = (*_SUMS, "axis_index", "ppermute", "all_gather", "all_to_all", "re
 
 
 def _alone(scope: Scope, equation: JaxprEqn) -> Any:
-    from hfjax.parallel.in_parts.scope import Join
 
     return Join(scope.line, equation.primitive.name, "alone", 0, scope.times)
 
@@ -93,7 +92,7 @@ def callback(scope: Scope, equation: JaxprEqn, values: Values) -> Values:
             "several devices it would be called once on each, in any order. Use "
             "jax.pure_callback, or give the value with the batch."
         )
-    nothing = lambda: [jnp.zeros(v.aval.shape, v.aval.dtype) for v in equation.outvars]
+    nothing = lambda: [jnp.zeros(y.shape, y.dtype) for y in map(aval_of, equation.outvars)]
     called = lambda: list(scope.bind(equation, given))
     return lax.cond(scope.side.here == 0, called, nothing)
 

@@ -25,7 +25,8 @@ class Join:
     Attributes:
         line: Where the user's program joins them.
         operation: JAX's name of the operation.
-        how: "sum", "greatest", "least", "gather" or "alone" (a collective that sees one device).
+        how: "sum", "greatest", "least", "gather"; "draw" (a part of random numbers for all rows);
+            "alone" (a collective of the user's own that sees one device).
         bytes: The size of what is made: of a sum, or of the whole that is gathered.
         times: How often in each run of the program.
         known: Whether a rule asks for it; else everything is gathered since no rule knows better.
@@ -187,6 +188,12 @@ class Scope:
             equation = equation.replace(params={**equation.params, **sizes})
         return bind(equation, values)
 
+    def parts(
+        self, cut: Cut, equation: JaxprEqn, values: Sequence[Any], **sizes: Any
+    ) -> list[Part]:
+        """Return what an equation gives for these arrays as parts that are cut so."""
+        return [Part(x, cut) for x in self.bind(equation, values, **sizes)]
+
     def tell(self, how: str, x: Any) -> None:
         """Take note that rows were joined."""
         name = self.equation.primitive.name if self.equation else "result"
@@ -198,7 +205,13 @@ class Scope:
         return source_info_util.summarize(self.equation.source_info) if self.equation else ""
 
 
+def aval_of(variable: Any) -> Any:
+    """Return shape and dtype of a variable of a program."""
+    return variable.aval
+
+
 def bytes_of(x: Any) -> int:
     """Return the bytes of an array."""
-    each = x.dtype.itemsize if not jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended) else 16
+    is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+    each = 4 * 4 if is_key else x.dtype.itemsize
     return math.prod(x.shape) * each
