@@ -1,0 +1,273 @@
+"""Programs over a whole batch, run on parts of its rows, give what one device gives."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from hfjax.parallel.in_parts import Cut, Part, Side, Sum, in_parts
+from tests.compare_rows import by_shard_map, compare, whole
+from tests.generated_rows import generated, of_steps
+from tests.typical_rows import SIZES, TYPICAL, named
+
+SLOW = pytest.mark.slow
+AT_ONCE = 10  # programs of one compilation
+BLOCK = 50  # programs of one test
+FAST, ALL = 300, 5_300  # seeds of `make test`, and of all
+
+
+def check(programs, n, at_once=AT_ONCE, **how):
+    """Assert that programs agree with one device; return those that gathered nothing."""
+    found = []
+    with jax.enable_x64(True):
+        for first in range(0, len(programs), at_once):
+            made = [make() for make in programs[first : first + at_once]]
+            found += compare(made, n, **how)
+    lines = [f"{f.program.name}, {n} devices: {line}" for f in found for line in f.wrong]
+    wrong = sum(bool(f.wrong) for f in found)
+    assert not lines, f"{wrong} of {len(found)} programs\n" + "\n".join(lines)
+    return [f.program.name for f in found if not f.gathers]
+
+
+def blocks(first, last, n):
+    """Return parameters of tests: programs, by turns on these numbers of devices."""
+    starts = range(first, last, BLOCK)
+    return [
+        pytest.param(at, n[i % len(n)], id=f"{at} on {n[i % len(n)]}")
+        for i, at in enumerate(starts)
+    ]
+
+
+def of_block(first, n, record_property):
+    without = check([functools.partial(generated, first + i) for i in range(BLOCK)], n)
+    record_property("programs without a gather", f"{len(without)} of {BLOCK}")
+    print(f"{len(without)} of {BLOCK} programs gather nothing")
+    return without
+
+
+@pytest.mark.parametrize(("first", "n"), blocks(0, FAST, (2, 4)))
+def test_programs_drawn_from_seeds_are_as_on_one_device(first, n, record_property):
+    assert len(of_block(first, n, record_property)) >= BLOCK // 2
+
+
+@SLOW
+@pytest.mark.parametrize(("first", "n"), blocks(0, FAST, (4, 2)) + blocks(FAST, ALL, (2, 4)))
+def test_and_many_more_programs(first, n, record_property):
+    of_block(first, n, record_property)
+
+
+NAMES = sorted(TYPICAL)
+TURNS = [(sizes, n) for n in (2, 4) for sizes in SIZES]  # the fast tests take one for each program
+
+
+def some_typical(turn):
+    """Return the typical programs, each with sizes and devices of its own, and others each turn."""
+    by_devices: dict[int, list] = {2: [], 4: []}
+    for i, name in enumerate(NAMES):
+        sizes, n = TURNS[(i + turn) % len(TURNS)]
+        by_devices[n].append(functools.partial(named, name, sizes, seed=turn))
+    return by_devices
+
+
+@pytest.mark.parametrize("n", [2, 4])
+@pytest.mark.parametrize("turn", [0, *(pytest.param(i, marks=SLOW) for i in range(1, len(TURNS)))])
+def test_what_people_write_is_as_on_one_device(turn, n, record_property):
+    programs = some_typical(turn)[n]
+    without = check(programs, n)
+    record_property("programs without a gather", f"{len(without)} of {len(programs)}")
+    print(f"{len(without)} of {len(programs)} programs gather nothing")
+
+
+# Loops, branches and collectives of several kinds: what differs among devices hangs or differs.
+FEW = [
+    "branch_in_a_loop",
+    "branch_on_all_rows",
+    "layers_with_batch_norm_and_dropout",
+    "shared_layers_until_small",
+    "clipped_in_every_layer",
+]
+MANY = [
+    "balance_of_experts",
+    "branches_without_sums_inside",
+    "chunks_of_words",
+    "clip_contrastive",
+    "codebook",
+    "fixed_point",
+    "k_means",
+    "loop_for_each_row",
+    "microbatches_with_a_sum_of_gradients",
+    "queue_of_keys",
+    "recurrence_over_rows",
+    "search_for_a_temperature",
+    "shuffled_rows",
+    "sinkhorn",
+    "worst_group",
+]
+LOOPS = ["until", "branch", "scan", "loop", "until", "layers", "branch", "reduce", "own_rule"]
+
+
+def looping(seed):
+    """Return a program of loops and branches."""
+    rng = np.random.default_rng(seed)
+    names = [LOOPS[i] for i in rng.permutation(len(LOOPS))[: int(rng.integers(3, 6))]]
+    return of_steps(seed, [(name, i) for i, name in enumerate(names)])
+
+
+@pytest.mark.parametrize("name", [*FEW, *(pytest.param(name, marks=SLOW) for name in MANY)])
+def test_loops_and_branches_on_real_devices(name):
+    check([lambda: named(name, "more")], 8, devices=by_shard_map)
+
+
+@pytest.mark.parametrize("n", [4, pytest.param(8, marks=SLOW)])
+def test_loops_and_branches_drawn_from_seeds_on_real_devices(n):
+    programs = [functools.partial(looping, 1000 * n + i) for i in range(10)]
+    check(programs, n, at_once=5, devices=by_shard_map)
+
+
+@SLOW
+@pytest.mark.parametrize("first", range(0, 100, 10))
+def test_more_loops_and_branches_on_real_devices(first):
+    programs = [functools.partial(looping, first + i) for i in range(10)]
+    check(programs, 8, at_once=5, devices=by_shard_map)
+
+
+TWO_AXES = functools.partial(by_shard_map, axes=("node", "chip"))
+
+
+@pytest.mark.parametrize("n", [4, pytest.param(8, marks=SLOW)])
+def test_rows_along_two_axes_of_the_mesh(n):
+    names = [
+        "dropout",
+        "recurrence_over_rows",
+        "clip_contrastive",
+        "numbers_of_rows",
+        "queue_of_keys",
+    ]
+    check([functools.partial(named, name, "more") for name in names], n, devices=TWO_AXES)
+
+
+# --- what the pieces promise --------------------------------------------------------------------
+
+
+def on_devices(n, function, *arguments, told=None):
+    """Return what n devices hold of the results, and the wholes that the side makes of these."""
+    side = Side(("rows",), n)
+    is_value = lambda v: isinstance(v, Part | Sum)
+
+    def device(arguments):
+        found = in_parts(side, function, *arguments, told=told)
+        return found, jax.tree.map(side.whole_of, found, is_leaf=is_value)
+
+    axes = jax.tree.map(lambda v: 0 if is_value(v) else None, arguments, is_leaf=is_value)
+    return jax.vmap(device, in_axes=(axes,), axis_name="rows", axis_size=n)(arguments)
+
+
+def rows_of(x, n, dim=0):
+    return Part(jnp.stack(jnp.split(jnp.asarray(x), n, dim)), Cut(dim))
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_the_whole_of_a_result_is_the_whole_on_every_device(n):
+    x = np.random.default_rng(0).normal(size=(3, 8, 5)).astype(np.float32)
+
+    def function(x):
+        return {
+            "rows": x + 1,
+            "turned": x.T,
+            "merged": x.reshape(24, 5),
+            "merged otherwise": jnp.swapaxes(x, 0, 1).reshape(24, 5),
+            "all": x.reshape(-1),
+            "sum": x.sum(1),
+            "mean": x.mean((0, 1)),
+            "greatest": x.max(1),
+            "shifted": jnp.roll(x, 3, 1),
+            "twice": jnp.concatenate([x, x], 1),
+            "split": x.reshape(3, 2, 4, 5),
+            "truths": x > 0,
+            "numbers": jnp.arange(8),
+            "nested": (x[:, :4], [x[:, 1::2], x[0, 0, 0]]),
+        }
+
+    found, wholes = on_devices(n, function, rows_of(x, n, 1))
+    is_value = lambda v: isinstance(v, Part | Sum)
+    flat = zip(
+        jax.tree.leaves(found, is_leaf=is_value),
+        jax.tree.leaves(wholes),
+        jax.tree.leaves(function(jnp.asarray(x))),
+        strict=True,
+    )
+    for value, own, expected in flat:
+        assert own.shape == (n, *expected.shape)
+        for each in own:
+            np.testing.assert_allclose(each, expected, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(whole(value, n), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_sums_over_devices_may_be_given(n):
+    rng = np.random.default_rng(0)
+    shares, x = rng.normal(size=(n, 3)).astype(np.float32), rng.normal(size=(8, 3))
+    x = x.astype(np.float32)
+
+    def function(total, x):
+        linear = total * 2 + total[::-1]
+        return linear, jnp.tanh(total), x * total[None], x @ total, total, total**2 + 1, -total
+
+    found, wholes = on_devices(n, function, Sum(jnp.asarray(shares)), rows_of(x, n))
+    expected = function(jnp.asarray(shares.sum(0)), jnp.asarray(x))
+    for own, right in zip(wholes, expected, strict=True):
+        for each in own:
+            np.testing.assert_allclose(each, right, rtol=1e-4, atol=1e-5)
+    assert len(found) == len(expected)
+
+
+def test_of_whole_arrays_everything_is_whole_and_nothing_is_told():
+    told: list = []
+    function = lambda x: (x.sum(), x @ x.T, jnp.sort(x, 0), {"x": x[::2]})
+    x = np.random.default_rng(0).normal(size=(8, 3)).astype(np.float32)
+    found, _ = on_devices(4, function, jnp.asarray(x), told=told)
+    assert told == []
+    assert not any(
+        isinstance(v, Part | Sum) for v in jax.tree.leaves(found, is_leaf=lambda v: True)
+    )
+    for own, right in zip(jax.tree.leaves(found), jax.tree.leaves(function(x)), strict=True):
+        np.testing.assert_allclose(own[3], right, rtol=1e-5, atol=1e-6)
+
+
+def test_what_is_sent_is_told_with_its_line():
+    told: list = []
+    function = lambda x: (jnp.sort(x, 0), jnp.max(x), jnp.tanh(x.sum()))
+    on_devices(4, function, rows_of(np.ones((8, 3), np.float32), 4), told=told)
+    assert {record.how for record in told} >= {"gather"}
+    assert {record.how for record in told} <= {"sum", "greatest", "least", "gather", "deal"}
+    for record in told:
+        assert record.operation
+        assert record.bytes > 0
+    assert any("test_in_parts.py" in record.line for record in told)
+
+
+def test_row_by_row_work_sends_nothing():
+    told: list = []
+
+    def function(w, x):
+        h = jax.nn.gelu(x @ w)
+        h = (h - h.mean(-1, keepdims=True)) / (1 + h.std(-1, keepdims=True))
+        return jnp.cumsum(jnp.sort(h, -1), -1), jax.nn.softmax(h), h.argmax(-1), h.sum()
+
+    x = np.random.default_rng(0).normal(size=(8, 3)).astype(np.float32)
+    found, _ = on_devices(4, function, jnp.asarray(x[:3]), rows_of(x, 4), told=told)
+    assert told == []
+    assert [type(v) for v in found] == [Part, Part, Part, Sum]
+
+
+def test_the_program_is_traced_at_the_sizes_of_the_whole_batch():
+    seen = []
+
+    def function(x):
+        seen.append(x.shape)
+        return x / len(x)
+
+    on_devices(4, function, rows_of(np.ones((3, 8), np.float32), 4, 1))
+    assert set(seen) == {(3, 8)}
