@@ -131,7 +131,7 @@ def stored_form(layout: Layout, old: Arrangement | None) -> State:
     Of an arrangement that is not of the model's layers: the shapes of the layout itself.
     """
     if old is None:
-        return _form(layout if layout.arrangement is None else layout.as_the_model)
+        return _form(layout if layout.storage.arrangement is None else layout.as_the_model)
     known = layout.order
     same = known is not None and old.rows.tolist() == known.reshape(-1).tolist()
     if same or not _arranges(layout, old):

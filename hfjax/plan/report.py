@@ -17,7 +17,7 @@ from hfjax.parallel.packing import PackedLayers, packed_layers
 from hfjax.parallel.placement import Placed, entries_of, keep, pieces
 from hfjax.parallel.strategy import Strategy
 from hfjax.plan.hosted import Hosted
-from hfjax.plan.stored import Source
+from hfjax.plan.storage import Source
 
 
 def unmatched(source: Source, packed: bool) -> Iterator[str]:
