@@ -33,6 +33,7 @@ def next_tokens(batch: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
     _check_tokens(tokens)
     made = {**batch, "tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
     if "documents" in batch:
+        _check_documents(batch["documents"], tokens)
         made["documents"] = documents = batch["documents"][:, :-1]
         made["positions"] = position_in_document(documents)
     return made
@@ -46,6 +47,15 @@ def _check_tokens(tokens: jax.Array) -> None:
         raise ValueError(
             f"tokens of shape {list(tokens.shape)}: [rows, positions] are expected, of two or "
             "more positions, since each token predicts the next."
+        )
+
+
+def _check_documents(documents: jax.Array, tokens: jax.Array) -> None:
+    """Refuse what are no numbers of the documents that tokens belong to."""
+    if documents.shape != tokens.shape or not jnp.issubdtype(documents.dtype, jnp.integer):
+        raise ValueError(
+            f"documents {documents.dtype}{list(documents.shape)} beside tokens "
+            f"{list(tokens.shape)}: the whole number of its document is expected for each token."
         )
 
 
@@ -67,8 +77,14 @@ def token_losses(
     targets = batch["targets"] if "targets" in batch else batch["tokens"][:, 1:]
     made = isinstance(outputs, Projection)
     losses = outputs.losses(targets) if made else _of_logits(outputs, targets)
-    mask = batch.get("mask", jnp.ones_like(losses)).astype(losses.dtype) * (targets >= 0)
-    return losses, mask
+    mask = batch.get("mask", jnp.ones_like(losses))
+    fits = mask.shape in (targets.shape, (len(targets), 1))  # one weight for a row, too
+    if not fits or jnp.issubdtype(mask.dtype, jnp.complexfloating):
+        raise ValueError(
+            f"mask {mask.dtype}{list(mask.shape)} beside targets {list(targets.shape)}: what each "
+            "of them weighs is expected, true and false or a number."
+        )
+    return losses, mask.astype(losses.dtype) * (targets >= 0)
 
 
 def _of_logits(logits_BSV: jax.Array, targets_BS: jax.Array) -> jax.Array:

@@ -73,8 +73,10 @@ def test_a_layout_says_how_a_state_stores_its_layers():
     packed = listed({"pipe": 2})
     found = [type(layout.storage).__name__ for layout in (plain, stacked, packed)]
     assert found == ["AsInModel", "Stacked", "Packed"]
-    assert np.array_equal(plain.order, [0, 1, 2])
-    assert np.array_equal(packed.order, [[0, 1], [2, -1]])
+    assert [np.asarray(layout.order).tolist() for layout in (plain, packed)] == [
+        [0, 1, 2],
+        [[0, 1], [2, -1]],
+    ]
     assert [type(x.as_the_model.storage).__name__ for x in (stacked, packed)] == 2 * ["AsInModel"]
     assert packed.storage.packed is not None
     held = [v for x in (plain, stacked, packed) for v in vars(x.storage).values()]
