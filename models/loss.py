@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from hfjax.base.head import countable
 from hfjax.base.mean import Mean
 from hfjax.models.parts import position_in_document
 from hfjax.pallas_kernels.handing import Projection, takes_projection
@@ -29,7 +30,7 @@ def next_tokens(batch: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
     """
     if "targets" in batch:
         return dict(batch)
-    tokens = batch["tokens"]
+    tokens = countable(batch["tokens"])
     _check_tokens(tokens)
     made = {**batch, "tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
     if "documents" in batch:
@@ -74,7 +75,7 @@ def token_losses(
     outputs: jax.Array | Projection, batch: Mapping[str, jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
     """Return the cross entropy of each next token and what it weighs, [B, S] both."""
-    targets = batch["targets"] if "targets" in batch else batch["tokens"][:, 1:]
+    targets = countable(batch["targets"] if "targets" in batch else batch["tokens"][:, 1:])
     made = isinstance(outputs, Projection)
     losses = outputs.losses(targets) if made else _of_logits(outputs, targets)
     mask = batch.get("mask", jnp.ones_like(losses))

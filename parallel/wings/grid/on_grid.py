@@ -23,6 +23,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh
 
+from hfjax.base.head import countable
 from hfjax.pallas_kernels.handing import Projection
 from hfjax.parallel.engine import local
 from hfjax.parallel.mesh import COLUMN_AXIS, ROW_AXIS, SAMPLE_AXES, in_use
@@ -109,7 +110,7 @@ class OnGrid(local.InStep):
         """Return the row of each token, as the stream has them; tensor splits the table."""
         rows, sides = table_VD.shape[0], self.mesh.shape[COLUMN_AXIS]
         self.check_length(tokens_BS.shape[SEQUENCE])
-        count = rows * sides
+        count, tokens_BS = rows * sides, countable(tokens_BS)
         tokens = jnp.clip(jnp.where(tokens_BS < 0, tokens_BS + count, tokens_BS), 0, count - 1)
         at = tokens - lax.axis_index(COLUMN_AXIS) * rows
         here = (at >= 0) & (at < rows)
