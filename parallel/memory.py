@@ -103,7 +103,7 @@ def one_by_one(change: Callable, tree: Tree, *rest: Any) -> Any:
     return form.unflatten(new)
 
 
-def is_on_host(x: Any) -> bool:
+def is_on_host(x: object) -> bool:
     """Return whether an array, or what stands for one in a trace, lies in host memory."""
     return getattr(jax.typeof(x), "memory_space", None) == jax.memory.Space.Host
 
