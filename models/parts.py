@@ -55,7 +55,7 @@ class Anywhere:
     places_activations = True  # a layout puts its own function in place of this one
 
     def __call__(self, x: jax.Array, names: Axes, gradient: Axes | None = None) -> jax.Array:
-        """Return x as it is; in a layout, x where the strategy's row of `activations` says.
+        """Return x as it is; in a layout, x where the strategy's rule of `activations` says.
 
         Args:
             x: An activation.
