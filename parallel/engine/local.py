@@ -8,7 +8,7 @@ them answer alike is here.
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import jax
 
@@ -17,6 +17,7 @@ from hfjax.base.mean import Mean
 from hfjax.parallel.activation_offload import Offloaded
 from hfjax.parallel.engine.legs import Move, Sender
 
+T = TypeVar("T")
 Names = tuple[str | None, ...]  # the logical axes of an activation
 
 
@@ -39,11 +40,11 @@ class Local(Protocol):
         """Return how many positions follow each other, of those here."""
         ...
 
-    def sum_over_row(self, x: Any) -> Any:
+    def sum_over_row(self, x: jax.Array) -> jax.Array:
         """Return sums of positions, added over the devices that share rows."""
         ...
 
-    def sum_over_batch(self, x: Any) -> Any:
+    def sum_over_batch(self, x: jax.Array) -> jax.Array:
         """Return sums of rows and positions, added over all devices that have others."""
         ...
 
@@ -77,7 +78,7 @@ class Local(Protocol):
         """Return what the experts of a layer make of tokens."""
         ...
 
-    def mixed(self, mix: Callable[[], Any], left_out: Callable[[], Any]) -> Any:
+    def mixed(self, mix: Callable[[], T], left_out: Callable[[], T]) -> T:
         """Return what a mixture makes of its tokens; in a look at the model what stands for it."""
         ...
 
@@ -144,7 +145,7 @@ def rows_of_table(self: Local, table_VD: jax.Array, tokens_BS: jax.Array) -> jax
     return table_VD[tokens_BS]
 
 
-def mix_now(self: Local, mix: Callable[[], Any], left_out: Callable[[], Any]) -> Any:
+def mix_now(self: Local, mix: Callable[[], T], left_out: Callable[[], T]) -> T:
     """Return what the mixture makes of its tokens."""
     return mix()
 
