@@ -1,13 +1,12 @@
 """Forward only: the loss of a batch (`eval_step`), or the outputs of the model (`predict_step`)."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec as P
 
 from hfjax import compose
 from hfjax.base.keywords import known_keywords
@@ -21,7 +20,7 @@ from hfjax.parallel.engine.forward_asks import asked_by
 from hfjax.parallel.engine.gradients import Plane
 from hfjax.parallel.engine.step_context import check_rows
 from hfjax.parallel.execution import Execution
-from hfjax.parallel.mesh import batch_axes
+from hfjax.parallel.in_parts.scope import Join
 from hfjax.parallel.precision import Precision
 from hfjax.parallel.schedules.named import Schedule
 from hfjax.plan.check_state import check_alive, check_form, check_layout, is_traced
@@ -98,11 +97,12 @@ def predict_step(
 ) -> Callable:
     """Return (state, batch) -> outputs of the model, jitted: nothing is random or donated.
 
-    They are what `model(batch)` returns on one device in evaluation mode: any pytree of arrays that
-    have a row for each row of the batch, in its order, split over the devices as it is. Devices
-    that share rows each get them whole. A number of rows that does not divide by the devices is
-    filled up, and the filling dropped from the outputs, whose rows then lie where XLA puts them;
-    with several processes it is refused.
+    They are what `model(batch)` returns on one device in evaluation mode: any pytree of arrays.
+    What has a row for each row of the batch is split over the devices as it is; what has none is
+    whole on each. (A model in three parts returns rows.) Devices that share rows each get them
+    whole. A number of rows that does not divide by the devices is filled up, and the filling
+    dropped from the outputs, whose rows then lie where XLA puts them; it is refused where rows
+    meet in the model, and with several processes.
 
     Args:
         layout: Where everything lives, as `hfjax.layout` returns it.
@@ -133,16 +133,19 @@ def predict_step(
     given: Any = {"precision": precision, "compiler_options": compiler_options, "kernels": kernels}
     run = _execution(layout, schedule, given | {"context": context})
 
+    joins: list[Join] = []  # what joins rows, once it is traced
+
     def predict(params: Tree, variables: Any, batch: Any) -> Any:
         made_of = compose.ingredients(
             layout, _no_loss, run, forward_table_of(layout, schedule, batch)
         )
         with calling(layout, batch):
             plane = _seeing(made_of, variables, batch, "predict")
-            return plane.predict(flatten(params), flatten(variables), batch)
+            outputs = plane.predict(flatten(params), flatten(variables), batch)
+        joins[:] = plane.context.traced.joins
+        return outputs
 
-    rows = NamedSharding(layout.mesh, P(batch_axes(layout.mesh)))
-    return _filling(layout, _step(layout, predict, options_of(layout, run), out_shardings=rows))
+    return _filling(layout, _step(layout, predict, options_of(layout, run)), joins)
 
 
 def _seeing(made_of: compose.Ingredients, variables: Any, batch: Any, mode: str) -> Plane:
@@ -152,7 +155,7 @@ def _seeing(made_of: compose.Ingredients, variables: Any, batch: Any, mode: str)
     return compose.data_plane(made_of, seen) if seen else plane
 
 
-def _filling(layout: Layout, step: Callable) -> Callable:
+def _filling(layout: Layout, step: Callable, joins: Sequence[Join]) -> Callable:
     """Return a step that takes any number of rows: it repeats the last, and drops what is more."""
 
     def filled(state: State, batch: Any) -> Any:
@@ -160,6 +163,14 @@ def _filling(layout: Layout, step: Callable) -> Callable:
             return step(state, batch)
         rows = jax.tree.leaves(batch)[0].shape[0]
         outputs = step(state, jax.tree.map(lambda x: _with_more(x, more), batch))
+        of_rows = all(x.shape[:1] == (rows + more,) for x in jax.tree.leaves(outputs))
+        if joins or not of_rows:
+            where = f" ({joins[0].line})" if joins else ""
+            raise ValueError(
+                f"a batch of {rows} rows does not divide by the devices that hold rows, and rows "
+                f"meet in the model{where}: those that are filled in would take part. Give "
+                f"{rows + more} rows, or a mesh by which {rows} rows divide."
+            )
         return jax.tree.map(lambda x: x[:rows], outputs)
 
     return filled
@@ -185,15 +196,15 @@ def _execution(layout: Layout, schedule: Schedule | None, given: dict[str, Any])
     return run
 
 
-def _step(layout: Layout, run: Callable, options: Any, **places: Any) -> Callable:
+def _step(layout: Layout, run: Callable, options: Any) -> Callable:
     """Return (state, batch) -> what `run(params, variables, batch)` returns, jitted."""
 
     def fitting(params: Tree, variables: Any, batch: Any) -> Any:
         check_form(layout, State(None, params, None, variables), optimizer=False)
         return run(params, variables, batch)
 
-    jitted = checked(jax.jit(fitting, compiler_options=options, **places), layout.mesh)
-    within = jax.jit(fitting, **places)  # in a program of the user's, whose options count
+    jitted = checked(jax.jit(fitting, compiler_options=options), layout.mesh)
+    within = jax.jit(fitting)  # in a program of the user's, whose options count
 
     def step(state: State, batch: Any) -> Any:
         if is_traced((state, batch)):

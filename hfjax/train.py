@@ -26,6 +26,7 @@ from hfjax.checks.jax_errors import calling
 from hfjax.parallel.activation_offload import Offloaded
 from hfjax.parallel.engine.gradients import Plane
 from hfjax.parallel.execution import Execution
+from hfjax.parallel.in_parts.report import Joins
 from hfjax.parallel.memory import is_host_sharding, of_results
 from hfjax.parallel.mesh import describe_mesh
 from hfjax.plan.check_state import (
@@ -284,6 +285,14 @@ class TrainStep:
         Known once the step is traced; None where no experts are spread.
         """
         return self._made_of.experts.choice
+
+    @property
+    def rows(self) -> Joins:
+        """What joins rows in the model and the loss, where, and what is sent for it: print it.
+
+        Known once the step is traced.
+        """
+        return Joins(tuple(self.plane.context.traced.joins))
 
     def check(self, state: State) -> None:
         """Wait for the steps given so far; raise FloatingPointError if one was not finite.

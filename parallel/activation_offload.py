@@ -103,7 +103,7 @@ class Tensor:
 
 
 @dataclass(frozen=True)
-class Cut:
+class ToHost:
     """How much of a tensor goes: the first `count` along `dim` (all of it, if `dim` is None)."""
 
     dim: int | None = None
@@ -144,7 +144,7 @@ def several(given: Any) -> list[float]:
     return ratios if len(ratios) > 1 and all(map(_is_fraction, ratios)) else []
 
 
-Share = dict[int, Cut]  # number of a tensor -> how much of it goes
+Share = dict[int, ToHost]  # number of a tensor -> how much of it goes
 Parts = tuple[list[jax.Array], list[jax.Array]]  # of a tensor: what goes, what stays
 
 
@@ -180,9 +180,9 @@ def share(offload: Offload, tensors: Sequence[Tensor], may_cut: bool) -> Share:
     """Return which tensors go to the host."""
     if offload.names:
         wanted = set(offload.names)
-        return {i: Cut() for i, t in enumerate(tensors) if t.names & wanted}
+        return {i: ToHost() for i, t in enumerate(tensors) if t.names & wanted}
     if offload.dots:
-        return {i: Cut() for i, t in enumerate(tensors) if t.what == "dot_general"}
+        return {i: ToHost() for i, t in enumerate(tensors) if t.what == "dot_general"}
     assert offload.ratio is not None
     return _by_ratio(offload.ratio, tensors, may_cut)
 
@@ -191,11 +191,11 @@ def _by_ratio(ratio: float, tensors: Sequence[Tensor], may_cut: bool) -> Share:
     sizes = {i: t.bytes for i, t in enumerate(tensors) if t.bytes}
     left = ratio * sum(sizes.values())
     whole, rest = largest_first(sizes, left + 0.5)
-    chosen, left = dict.fromkeys(whole, Cut()), left - sum(sizes[i] for i in whole)
+    chosen, left = dict.fromkeys(whole, ToHost()), left - sum(sizes[i] for i in whole)
     if rest and may_cut:
         chosen |= _cut_one(left, rest, tensors)
     elif rest and left > sizes[rest[-1]] / 2:
-        chosen[rest[-1]] = Cut()
+        chosen[rest[-1]] = ToHost()
     return chosen
 
 
@@ -209,7 +209,7 @@ def _cut_one(left: float, rest: Sequence[int], tensors: Sequence[Tensor]) -> Sha
         count = min(round(left / tensors[i].bytes * slices), slices)
         reached = abs(left - count * tensors[i].bytes / slices)
         if count and reached < apart - 0.5:
-            best, apart = {i: Cut(dim, count) if count < slices else Cut()}, reached
+            best, apart = {i: ToHost(dim, count) if count < slices else ToHost()}, reached
     return best
 
 

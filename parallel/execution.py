@@ -15,6 +15,7 @@ from hfjax.parallel.settings import Context, Wanted, check_dispatch, context_of
 
 REDUCTIONS = ("flat", "hierarchical")
 NONFINITE = ("stop", "skip", "apply")
+ROWS = ("all", "strict", "own")
 COUNTS = {"accumulate": "microbatches", "split_rows": "parts", "patience": "steps in a row"}
 
 
@@ -67,6 +68,9 @@ class Execution:
         unroll: Layers per turn of the scan. None: as measured per backend.
         split_rows: Parts of a device's rows that go through each layer one after the other: while
             the collectives over tensor of one are under way, products of another run.
+        rows: What rows a loss sees, and a model that is called as it is: all (those of all devices,
+            as on one), strict (the same, and what no rule runs on parts is refused), own (those of
+            each device).
         nonfinite: If a loss or gradient is not finite: stop (leave the state as it was, raise three
             calls later), skip (leave it, warn, go on), apply (update, raise).
         patience: Under skip: after how many such steps in a row to raise.
@@ -96,6 +100,7 @@ class Execution:
     kernels: Wanted = Wanted()
     unroll: int | bool | None = None
     split_rows: int = 1
+    rows: str = "all"
     nonfinite: str = "stop"
     patience: int = 10
     compiler_options: Any = field(default="auto", hash=False)
@@ -124,6 +129,8 @@ class Execution:
         check_options(self.compiler_options)
         if self.reduction not in REDUCTIONS:
             raise ValueError(f"reduction={self.reduction!r}: one of {', '.join(REDUCTIONS)}.")
+        if self.rows not in ROWS:
+            raise ValueError(f"rows={self.rows!r}: one of {', '.join(ROWS)}.")
         if self.nonfinite not in NONFINITE:
             raise ValueError(f"nonfinite={self.nonfinite!r}: one of {', '.join(NONFINITE)}.")
 

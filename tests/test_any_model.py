@@ -1,7 +1,6 @@
 """What a model is made of: modes, statistics, constants, names, keys, rows of state, bare trees."""
 
 import functools
-import warnings
 from typing import Any
 
 import jax

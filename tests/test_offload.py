@@ -14,7 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 import hfjax
 from hfjax.models.gpt import next_token_loss
 from hfjax.models.parts import stacked
-from hfjax.parallel.activation_offload import Cut, Tensor, of_part, share
+from hfjax.parallel.activation_offload import Tensor, ToHost, of_part, share
 from hfjax.parallel.strategy import DDP, FSDP, PIPE, SEQUENCE, TENSOR
 from tests.h200 import OPTIMIZED, h200s
 from tests.small_gpt import gpt, gpt_layout, mlps, tokens
@@ -156,9 +156,9 @@ def test_an_empty_tensor_stays_where_it_is(cut):
 
 
 def test_rings_that_share_tensors_are_told_each_its_own_by_its_own_numbers():
-    chosen = {0: Cut(), 2: Cut(1, 3), 3: Cut()}
-    assert of_part(chosen, 0, 2) == {0: Cut()}
-    assert of_part(chosen, 2, None) == {0: Cut(1, 3), 1: Cut()}
+    chosen = {0: ToHost(), 2: ToHost(1, 3), 3: ToHost()}
+    assert of_part(chosen, 0, 2) == {0: ToHost()}
+    assert of_part(chosen, 2, None) == {0: ToHost(1, 3), 1: ToHost()}
 
 
 # -- by name, by kind ---------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 import hfjax
 from hfjax import compose
 from hfjax.models.gpt import next_token_loss
-from hfjax.parallel.activation_offload import Cut
+from hfjax.parallel.activation_offload import ToHost
 from hfjax.parallel.autodiff import check_host_loops
 from hfjax.parallel.autodiff.saved import kept
 from hfjax.parallel.compiler import options_of_host
@@ -74,7 +74,7 @@ def strides(options):
     """Of each slice that a loop reads from the host and XLA thinks it can follow: its stride."""
     mesh = hfjax.make_mesh(devices=h200s(1), data=1)
     layer = lambda known, w, x: (jnp.tanh(x @ w), ())
-    run = kept(layer, lambda tensors: {i: Cut() for i in range(len(tensors))}, barrier=False)
+    run = kept(layer, lambda tensors: {i: ToHost() for i in range(len(tensors))}, barrier=False)
 
     def loss(weights, x):
         y, _ = jax.lax.scan(lambda x, w: (run((), w, x)[0], None), x, weights)

@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh
 
-from hfjax.parallel.activation_offload import Cut
+from hfjax.parallel.activation_offload import ToHost
 from hfjax.parallel.autodiff.saved import kept
 from hfjax.parallel.memory import is_target
 from hfjax.parallel.mesh import platform_of
@@ -55,7 +55,9 @@ def _gradient(device: Any, options: dict[str, Any], on_host: bool) -> list[np.nd
     def layer(known: Any, w: jax.Array, x: jax.Array) -> tuple[jax.Array, tuple]:
         return jnp.tanh(x @ w), ()
 
-    share = (lambda tensors: {i: Cut() for i in range(len(tensors))}) if on_host else lambda _: {}
+    share = (
+        (lambda tensors: {i: ToHost() for i in range(len(tensors))}) if on_host else lambda _: {}
+    )
     run = kept(layer, share, barrier=False)
 
     def loss(weights: jax.Array, x: jax.Array) -> jax.Array:

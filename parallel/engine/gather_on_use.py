@@ -17,9 +17,9 @@ from typing import Any
 import jax
 
 from hfjax.parallel.engine.fetch import Stored
+from hfjax.parallel.in_parts.interpreter import run, scope_of, traced_whole, whole_shapes
 from hfjax.parallel.in_parts.kinds import Later, Side, is_value
 from hfjax.parallel.in_parts.named_calls import NamedCall, is_recording, named, recording
-from hfjax.parallel.in_parts.run import run, scope_of, traced_whole, whole_shapes
 from hfjax.parallel.in_parts.scope import Join, Scope
 from hfjax.parallel.mesh import EXPERT_AXES
 
@@ -73,11 +73,6 @@ def _alone() -> Any:
     return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device))
 
 
-def in_a_model() -> bool:
-    """Return whether a model is being traced by `gather_on_use`."""
-    return is_recording()
-
-
 class _Parameter(Later):
     """A parameter that is gathered when an equation uses it, once."""
 
@@ -126,7 +121,7 @@ def wrapping(wrap: Callable, function: Callable) -> Callable:
     In a model that is being traced it is wrapped only when the program runs: it is then given
     stored parameters, and gathers them when and as often as it wants.
     """
-    return named(partial(_wrapped, wrap), function) if in_a_model() else wrap(function)
+    return named(partial(_wrapped, wrap), function) if is_recording() else wrap(function)
 
 
 def _wrapped(wrap: Callable, call: NamedCall, scope: Scope, body: Any, arguments: Any) -> Any:

@@ -34,10 +34,11 @@ from hfjax.parallel.engine.gather_on_use import gather_on_use
 from hfjax.parallel.engine.keys import is_random, keys_here, per_row
 from hfjax.parallel.engine.layers import run_model
 from hfjax.parallel.engine.placed_model import mean_of
-from hfjax.parallel.engine.step_context import StepContext, check_rows, rows_of
-from hfjax.parallel.in_parts import Part
+from hfjax.parallel.engine.step_context import StepContext, rows_here, rows_of
+from hfjax.parallel.in_parts import Cut, Part
+from hfjax.parallel.in_parts.interpreter import whole_shapes
+from hfjax.parallel.in_parts.kinds import is_value, kind_of
 from hfjax.parallel.in_parts.microbatches import dealt as rows_dealt
-from hfjax.parallel.in_parts.run import whole_shapes
 from hfjax.parallel.mesh import BATCH_AXES
 
 
@@ -69,7 +70,7 @@ class Plane(ABC):
 
     @abstractmethod
     def predicted(self, parameters: Flat, variables: Flat, batch: Any) -> Any:
-        """Return the outputs of the model for this device's rows, in their order."""
+        """Return the outputs of the model: a tree of arrays, `Part` and `Sum`."""
 
     @abstractmethod
     def loss_over_devices(self, mean: Any) -> Any:
@@ -91,13 +92,14 @@ class Plane(ABC):
             def run(dealt: bool) -> Any:
                 context.traced.begin(context.placed)
                 known, of = context.blueprint.variables, (context.mesh, variables, rows_of(batch))
-                keys, statistics = keys_here(known, *of, step, not context.in_parts, dealt)
+                keys, statistics = keys_here(known, *of, step, context.sees_all_rows, dealt)
                 microbatch = self.microbatch(context.gather_once(parameters), keys)
                 return self._accumulate(microbatch, statistics, batch, dealt)
 
             gradients, mean, statistics = self._of_one_device(run)
             context.warn_of_unread()
             context.check_kept()
+            context.check_gathers()
             context.traced.kernels.check_told(mean_of(mean).metrics)
             gradients = context.reduction(gradients, context.placed)
             changed = {p: x for p, x in statistics.items() if p in context.traced.written}
@@ -128,20 +130,27 @@ class Plane(ABC):
         return run(parameters, variables, batch)
 
     def predict(self, parameters: Flat, variables: Flat, batch: Any) -> Any:
-        """Return the outputs of the model, split as the rows are; nothing is random or changes."""
-        context = self.context
+        """Return the outputs of the model, split where they have rows; nothing is random."""
+        context, known = self.context, []
 
         def device(parameters, variables, batch):
             context.traced.begin(())
-            batch = context.dealt(batch)
-            outputs = context.undealt(self.predicted(parameters, variables, batch))
-            check_rows(outputs, batch)
-            return outputs
+            outputs = context.undealt(self.predicted(parameters, variables, context.dealt(batch)))
+            values, form = jax.tree.flatten(outputs, is_leaf=is_value)
+            values = [x if isinstance(x, Part) else context.side.whole_of(x) for x in values]
+            values = [x if _in_one_block(x) else context.side.whole_of(x) for x in values]
+            known[:] = form, list(map(kind_of, values))
+            return [x.x if isinstance(x, Part) else x for x in values]
 
-        held = context.variable_specs(variables)
+        held, rows = context.variable_specs(variables), context.rows
         in_specs = (context.specs("parameter"), held, context.batch_spec)
-        run = context.shard_map(device, in_specs, P(context.rows))
-        return run(parameters, variables, batch)
+        given = parameters, variables, batch
+        jax.eval_shape(
+            context.shard_map(device, in_specs, P()), *given
+        )  # which have rows, and where
+        place = lambda kind: P(*[None] * kind.dim, rows) if isinstance(kind, Cut) else P()
+        found = context.shard_map(device, in_specs, list(map(place, known[1])))(*given)
+        return known[0].unflatten(found)
 
     @property
     def pieces(self) -> int:
@@ -224,10 +233,11 @@ class AutodiffPlane(Plane):
         return self._loss(self.context.stored(parameters, None), variables, batch, "eval")[0]
 
     def predicted(self, parameters: Flat, variables: Flat, batch: Any) -> Any:
-        """Return the outputs of the model: an array has a row for each of this device's rows."""
+        """Return the outputs of the model: a tree of arrays, `Part` and `Sum`."""
         stored, tell = self.context.stored(parameters, None), lambda outputs, batch: outputs
         if self.context.in_parts:
-            return self._in_three_parts(stored, variables, batch, "eval", tell)[0]
+            outputs, _ = self._in_three_parts(stored, variables, batch, "eval", tell)
+            return rows_here(outputs, batch)
         return self._of_all_rows(stored, variables, batch, "eval", tell)[0]
 
     def _loss(
@@ -316,6 +326,10 @@ def called(forward: Callable | None, model: Any, variables: Flat, inputs: Any, m
     key = lambda name: variables[variable_of(name)] if training else None
     asked = {n: training if n == TRAIN else key(n) for n in asked_by(forward)}
     return forward(model, inputs, **asked)
+
+
+def _in_one_block(value: Any) -> bool:
+    return not isinstance(value, Part) or value.cut.outer == 1
 
 
 def check_written(path: str, old: Any, new: Any) -> None:

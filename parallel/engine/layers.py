@@ -14,10 +14,10 @@ from hfjax.parallel.activation_offload import Share, Tensor, share
 from hfjax.parallel.autodiff.saved import Choose, kept
 from hfjax.parallel.compiler import GPU
 from hfjax.parallel.engine.fetch import Placeholder, Stored, fetched
-from hfjax.parallel.engine.gather_on_use import in_a_model
 from hfjax.parallel.engine.local import Traced
 from hfjax.parallel.engine.row_parts import RowParts, by_parts
 from hfjax.parallel.execution import Execution
+from hfjax.parallel.in_parts.named_calls import is_recording
 from hfjax.parallel.remat import Remat
 
 
@@ -49,7 +49,9 @@ def offload_residuals(function: Callable, choose: Choose, barrier: bool = True) 
 def may_cut() -> bool:
     """Return whether a tensor can be cut without communication: on a device by itself."""
     mesh = jax.sharding.get_abstract_mesh()
-    if in_a_model() and not mesh.axis_names:  # which sees no mesh, and is on each device by itself
+    if (
+        is_recording() and not mesh.axis_names
+    ):  # which sees no mesh, and is on each device by itself
         return True
     manual = set(getattr(mesh, "manual_axes", ()))
     return bool(manual) and all(n == 1 for axis, n in mesh.shape.items() if axis not in manual)

@@ -27,6 +27,7 @@ from hfjax.parallel.engine.local import Traced
 from hfjax.parallel.engine.reduce import Reduction, one_scatter_per_axis
 from hfjax.parallel.execution import Execution
 from hfjax.parallel.in_parts import Part, Side, Sum, in_parts
+from hfjax.parallel.in_parts.report import check_gathers
 from hfjax.parallel.mesh import (
     AXES,
     SEQUENCE_AXES,
@@ -142,7 +143,7 @@ class StepContext:
 
         Of a model that is called as it is rows have been joined already, in its own program.
         """
-        axes = tuple(a for a in self.axes if self.in_parts or a not in self.rows)
+        axes = tuple(a for a in self.axes if not self.sees_all_rows or a not in self.rows)
 
         def average(x: jax.Array) -> jax.Array:
             if not axes:
@@ -178,7 +179,18 @@ class StepContext:
     @property
     def side(self) -> Side:
         """The devices that have other rows."""
+        if self.execution.rows == "own":
+            return Side((), 1)
         return Side(self.rows, size_of(self.rows, self.mesh))
+
+    @property
+    def sees_all_rows(self) -> bool:
+        """Whether the model sees the rows of all devices: it is called as it is."""
+        return not self.in_parts and self.execution.rows != "own"
+
+    def check_gathers(self) -> None:
+        """Tell what is gathered since no rule knows an operation, or refuse it."""
+        check_gathers(self.traced.joins, self.execution.rows == "strict")
 
     def mean(self, outputs: Any, batch: Any) -> Mean:
         """Return this device's share of the loss, which is computed of the rows of all devices.
@@ -373,6 +385,12 @@ def _is_opaque(outputs: Any) -> bool:
 def rows_of(batch: Any) -> int:
     """Return the number of rows of a batch."""
     return jax.tree.leaves(batch)[0].shape[0]
+
+
+def rows_here(outputs: Any, batch: Any) -> Any:
+    """Return outputs of this device's rows, in their order, as parts of those of all."""
+    check_rows(outputs, batch)
+    return jax.tree.map(Part, outputs)
 
 
 def check_rows(outputs: Any, batch: Any) -> None:

@@ -1,12 +1,14 @@
-"""Programs in parts: a program traced at the sizes of all rows, run on the rows of a device.
+"""Programs in parts: traced at the sizes of all rows, run on the rows that a device has.
 
-`run` is the interpreter with the table of rules; `kinds` what a device may hold of a value; `scope`
-one program that is being run, and what is told. The rules: `pointwise`, `moves`, `reductions`,
-`indexing`, `random_bits`, `programs` (calls, loops, branches), `derivatives` (functions with a rule
-of their own), `outside` (collectives and callbacks of the user's own).
+`interpreter` runs a program equation by equation, by the table of rules; `kinds` is what a device
+may hold of a value; `scope` one program that is being run, and what is told. The rules are in
+`pointwise`, `moves` (reshapes, slices …), `reductions` (and products), `indexing`, `random_bits`,
+`programs` (calls, loops, branches), `derivatives` (functions with a rule of their own), `outside`
+(collectives and callbacks of the user's own) and `named_calls` (what runs on each device's own rows
+on request). `report` is what a step says of rows that meet. `microbatches` deals rows so that microbatches are those of one device.
 """
 
+from hfjax.parallel.in_parts.interpreter import in_parts
 from hfjax.parallel.in_parts.kinds import Cut, Part, Side, Sum
-from hfjax.parallel.in_parts.run import in_parts
 
 __all__ = ["Cut", "Part", "Side", "Sum", "in_parts"]

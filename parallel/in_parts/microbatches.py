@@ -14,7 +14,7 @@ from jax import lax
 from hfjax.parallel.in_parts.kinds import Side
 
 
-class Travel(NamedTuple):
+class Trip(NamedTuple):
     """One piece on its way: a device and its piece, and where it becomes which piece."""
 
     device: int
@@ -23,9 +23,9 @@ class Travel(NamedTuple):
     place: int
 
     @property
-    def back(self) -> "Travel":
+    def back(self) -> "Trip":
         """The way back."""
-        return Travel(self.to, self.place, self.device, self.piece)
+        return Trip(self.to, self.place, self.device, self.piece)
 
 
 def dealt(side: Side, count: int, x: jax.Array, back: bool = False) -> jax.Array:
@@ -47,7 +47,7 @@ def _of(side: Side, numbers: list[int]) -> jax.Array:
     return jnp.asarray(numbers)[side.here]
 
 
-def turns(devices: int, count: int) -> list[list[Travel]]:
+def turns(devices: int, count: int) -> list[list[Trip]]:
     """Return which piece each device sends where, turn by turn.
 
     Piece j of device d is number d * count + j of all. Microbatch m of one device has the numbers
@@ -55,11 +55,11 @@ def turns(devices: int, count: int) -> list[list[Travel]]:
 
     Example:
         >>> turns(2, 2)[0]
-        [Travel(device=0, piece=0, to=0, place=0), Travel(device=1, piece=1, to=1, place=1)]
+        [Trip(device=0, piece=0, to=0, place=0), Trip(device=1, piece=1, to=1, place=1)]
     """
     left = [set() for _ in range(devices)]
     for number in range(devices * count):
-        way = Travel(number // count, number % count, number % devices, number // devices)
+        way = Trip(number // count, number % count, number % devices, number // devices)
         left[way.device].add(way)
     found = []
     for _ in range(count):
@@ -70,9 +70,9 @@ def turns(devices: int, count: int) -> list[list[Travel]]:
     return found
 
 
-def _one_for_each(left: list[set[Travel]]) -> list[Travel]:
+def _one_for_each(left: list[set[Trip]]) -> list[Trip]:
     """Return one way from each device, one to each: as many are left from and to all of them."""
-    taken: dict[int, Travel] = {}  # by who receives it
+    taken: dict[int, Trip] = {}  # by who receives it
 
     def send(device: int, seen: set[int]) -> bool:
         for way in sorted(left[device]):

@@ -20,7 +20,7 @@ from hfjax.parallel.in_parts.scope import Scope, aval_of
 Values = Sequence[Any]
 
 
-class Move(NamedTuple):
+class CutMove(NamedTuple):
     """How one equation moves a cut.
 
     Attributes:
@@ -69,7 +69,7 @@ def moved(scope: Scope, equation: JaxprEqn, values: Values) -> Values | None:
 WHOLE = Cut(-1)  # the part of a broadcast that needs all of what enters
 
 
-def _broadcast(scope: Scope, equation: JaxprEqn) -> Move:
+def _broadcast(scope: Scope, equation: JaxprEqn) -> CutMove:
     dims, shape = equation.params["broadcast_dimensions"], equation.params["shape"]
     before = aval_of(equation.invars[0]).shape
 
@@ -78,7 +78,7 @@ def _broadcast(scope: Scope, equation: JaxprEqn) -> Move:
         return WHOLE if at is None or before[at] != shape[cut.dim] else cut.moved(at)
 
     sizes = lambda local, cut: {"shape": local}
-    return Move(lambda cut: cut.moved(dims[cut.dim]), enters, sizes, linear=False)
+    return CutMove(lambda cut: cut.moved(dims[cut.dim]), enters, sizes, linear=False)
 
 
 def through_reshape(before: Shape, cut: Cut, after: Shape, devices: int) -> Cut | None:
@@ -91,35 +91,35 @@ def through_reshape(before: Shape, cut: Cut, after: Shape, devices: int) -> Cut 
     return None
 
 
-def _reshape(scope: Scope, equation: JaxprEqn) -> Move:
+def _reshape(scope: Scope, equation: JaxprEqn) -> CutMove:
     shape, before = equation.params["new_sizes"], aval_of(equation.invars[0]).shape
     if equation.params["dimensions"] is not None:
         nowhere = lambda cut: None
-        return Move(nowhere, nowhere, lambda local, cut: {})
+        return CutMove(nowhere, nowhere, lambda local, cut: {})
     through = lambda a, b: lambda cut: through_reshape(a, cut, b, scope.side.size)
     sizes = lambda local, cut: {"new_sizes": local}
-    return Move(through(before, shape), through(shape, before), sizes)
+    return CutMove(through(before, shape), through(shape, before), sizes)
 
 
-def _transpose(scope: Scope, equation: JaxprEqn) -> Move:
+def _transpose(scope: Scope, equation: JaxprEqn) -> CutMove:
     order = equation.params["permutation"]
     after = lambda cut: cut.moved(order.index(cut.dim))
-    return Move(after, lambda cut: cut.moved(order[cut.dim]), lambda local, cut: {})
+    return CutMove(after, lambda cut: cut.moved(order[cut.dim]), lambda local, cut: {})
 
 
-def _squeeze(scope: Scope, equation: JaxprEqn) -> Move:
+def _squeeze(scope: Scope, equation: JaxprEqn) -> CutMove:
     ndim = len(aval_of(equation.invars[0]).shape)
     left = [d for d in range(ndim) if d not in {d % ndim for d in equation.params["dimensions"]}]
     after = lambda cut: cut.moved(left.index(cut.dim)) if cut.dim in left else None
-    return Move(after, lambda cut: cut.moved(left[cut.dim]), lambda local, cut: {})
+    return CutMove(after, lambda cut: cut.moved(left[cut.dim]), lambda local, cut: {})
 
 
-def _rev(scope: Scope, equation: JaxprEqn) -> Move:
+def _rev(scope: Scope, equation: JaxprEqn) -> CutMove:
     same = lambda cut: None if cut.dim in equation.params["dimensions"] else cut
-    return Move(same, same, lambda local, cut: {})
+    return CutMove(same, same, lambda local, cut: {})
 
 
-def _slice(scope: Scope, equation: JaxprEqn) -> Move:
+def _slice(scope: Scope, equation: JaxprEqn) -> CutMove:
     start, stop = equation.params["start_indices"], equation.params["limit_indices"]
     strides = equation.params["strides"] or (1,) * len(start)
     whole, devices = aval_of(equation.invars[0]).shape, scope.side.size
@@ -146,18 +146,18 @@ def _slice(scope: Scope, equation: JaxprEqn) -> Move:
         put = lambda values, x: (*values[:d], x, *values[d + 1 :])
         return {"start_indices": put(start, first), "limit_indices": put(stop, last)}
 
-    return Move(after, before, sizes)
+    return CutMove(after, before, sizes)
 
 
-def _tile(scope: Scope, equation: JaxprEqn) -> Move:
+def _tile(scope: Scope, equation: JaxprEqn) -> CutMove:
     times = equation.params["reps"]
     before = lambda cut: cut if times[cut.dim] == 1 else None
-    return Move(
+    return CutMove(
         lambda cut: Cut(cut.dim, cut.outer * times[cut.dim]), before, lambda local, cut: {}, False
     )
 
 
-MOVES: dict[str, Callable[[Scope, JaxprEqn], Move]] = {
+MOVES: dict[str, Callable[[Scope, JaxprEqn], CutMove]] = {
     "broadcast_in_dim": _broadcast,
     "reshape": _reshape,
     "transpose": _transpose,

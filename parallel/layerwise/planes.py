@@ -25,7 +25,7 @@ from hfjax.parallel.engine.keys import keys_here, variables_of
 from hfjax.parallel.engine.layers import offload_residuals
 from hfjax.parallel.engine.placed_model import IN_A_LOOP, PlacedModel
 from hfjax.parallel.engine.reduce import reduce_gradient
-from hfjax.parallel.engine.step_context import StepContext, rows_of
+from hfjax.parallel.engine.step_context import StepContext, rows_here, rows_of
 from hfjax.parallel.layerwise.one_layer import Carry, LayerUpdate, ListedUpdate, StackedUpdate
 from hfjax.parallel.layerwise.passes import ListedPasses, StackedPasses
 from hfjax.parallel.memory import is_on_host, to_device
@@ -58,7 +58,7 @@ class LayerwisePlane(Plane):
 
     def predicted(self, parameters: Flat, variables: Flat, batch: Any) -> Any:
         """Return the outputs of the model for this device's rows."""
-        return self._forward(parameters, variables, batch, "outputs").outputs
+        return rows_here(self._forward(parameters, variables, batch, "outputs").outputs, batch)
 
     def _forward(self, parameters: Flat, variables: Flat, batch: Any, wanted: str | None) -> Any:
         of = lambda m, i: variables_of(variables, i)

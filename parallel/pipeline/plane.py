@@ -21,7 +21,7 @@ from hfjax.parallel.engine.gradients import Plane
 from hfjax.parallel.engine.keys import variables_of
 from hfjax.parallel.engine.placed_model import Extras, PlacedModel
 from hfjax.parallel.engine.reduce import scattered
-from hfjax.parallel.engine.step_context import rows_of
+from hfjax.parallel.engine.step_context import rows_here, rows_of
 from hfjax.parallel.mesh import EXPERT_AXES, PIPE_AXIS, SEQUENCE_AXES, in_use, sides
 from hfjax.parallel.pipeline.executor import Pipeline
 from hfjax.parallel.remat import Remat
@@ -71,7 +71,15 @@ class PipelinePlane(Plane):
     def predicted(self, parameters: Flat, variables: Flat, batch: Any) -> Any:
         """Return the outputs of this device's rows, from the last stage."""
         told = replace(self, wanted="outputs").evaluated(parameters, variables, batch)
-        return self._from_last_stage(told.outputs)
+        return rows_here(self._from_last_stage(told.outputs), batch)
+
+    @property
+    def pieces(self) -> int:
+        """In how many microbatches a step splits its rows.
+
+        A haiscale pipe tells the loss of each, so each device keeps its own.
+        """
+        return super().pieces * self.ticks.table.microbatches if self.wanted is None else 1
 
     def loss_over_devices(self, mean: Any) -> Any:
         """Return a Mean over all rows, or Extras with the means and outputs of all stages."""

@@ -1,0 +1,68 @@
+"""What a step says of rows that meet in it: a table to print, warnings, refusals."""
+
+import warnings
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hfjax.base.tables import aligned, human
+from hfjax.parallel.in_parts.scope import Join
+
+LARGE = 2**20  # bytes: what is gathered for want of a rule is told from here on
+
+_HOW = {
+    "sum": "summed over devices, {}",
+    "greatest": "greatest of all devices, {}",
+    "least": "least of all devices, {}",
+    "gather": "gathered, {}",
+    "draw": "each device draws its part, {}",
+    "alone": "a collective that sees one device with all rows",
+}
+
+
+@dataclass(frozen=True)
+class Joins:
+    """What joins rows in the model and the loss of a step; print it."""
+
+    joins: tuple[Join, ...]
+
+    def __str__(self) -> str:
+        if not self.joins:
+            return "no rows meet"
+        times: Counter = Counter()
+        for j in self.joins:
+            times[j.line, j.operation, j.how, j.bytes, j.known] += j.times
+        rows = [
+            (
+                line or "(no line)",
+                operation,
+                _HOW[how].format(human(size)) + ("" if known else ", since no rule knows it"),
+                f"{count} times" if count > 1 else "once",
+            )
+            for (line, operation, how, size, known), count in times.items()
+        ]
+        return "\n".join(aligned(rows))
+
+
+def check_gathers(joins: Sequence[Join], strict: bool) -> None:
+    """Warn of large arrays that are gathered since no rule knows an operation, or refuse all."""
+    unknown = [j for j in joins if j.how == "gather" and not j.known]
+    told = [j for j in unknown if strict or j.bytes * j.times >= LARGE]
+    for line, operation in dict.fromkeys((j.line, j.operation) for j in told):
+        found = [j for j in told if (j.line, j.operation) == (line, operation)]
+        size = human(sum(j.bytes * j.times for j in found))
+        text = (
+            f"{line}: {operation}: rows meet, and no rule runs this on parts of them, so each "
+            f"device gathers {size} in a microbatch and runs it whole. "
+        )
+        if strict:
+            raise ValueError(
+                f'{text}rows="strict" refuses that: keep rows apart, run it on each device\'s own '
+                'rows (hfjax.own_rows), or take rows="all".'
+            )
+        warnings.warn(
+            f"{text}The result is that of one device. To spare it keep rows apart, or run it on "
+            "each device's own rows (hfjax.own_rows).",
+            UserWarning,
+            stacklevel=2,
+        )

@@ -1,0 +1,193 @@
+"""What joins rows of the batch is what one device computes, in a loss and in a model."""
+
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import hfjax
+from hfjax.models.loss import token_losses
+from hfjax.testing import assert_strategies_agree
+from tests.small_gpt import mlps, tokens
+
+RNG = np.random.default_rng(0)
+BATCH = {
+    "x": RNG.normal(size=(16, 4)).astype(np.float32),
+    "mask": (RNG.random(16) < 0.4).astype(np.float32),
+}
+FOUR = {"DDP": (hfjax.DDP, {"data": 2, "fsdp": 2})}
+
+
+def masked(outputs, batch):
+    """The mean loss of tokens as people write it: a ratio of two sums over the batch."""
+    losses, _ = token_losses(outputs, batch)
+    return (losses * batch["mask"]).sum() / batch["mask"].sum()
+
+
+def contrastive(outputs, batch):
+    """Each row is to be nearest to itself, of all rows, by the mean of its logits."""
+    of_row = outputs.mean(1)
+    scores = of_row @ of_row.T
+    right = jnp.arange(len(scores))
+    return optax.softmax_cross_entropy_with_integer_labels(scores, right).mean()
+
+
+MASK = (RNG.random((16, 24)) < np.linspace(0.05, 1, 16)[:, None]).astype(np.float32)
+SPLIT = {
+    "ZERO2": (hfjax.ZERO2, {"data": 4}),
+    "FSDP": (hfjax.FSDP, {"fsdp": 4}),
+    "TENSOR": (hfjax.DDP | hfjax.TENSOR, {"data": 2, "tensor": 2}),
+    "HOST_PARAMETERS": (hfjax.FSDP | hfjax.HOST_PARAMETERS, {"fsdp": 4}),
+}
+
+
+@pytest.mark.drawn
+@pytest.mark.parametrize("strategy", SPLIT)
+@pytest.mark.parametrize("loss", [masked, contrastive])
+def test_a_loss_that_joins_rows_trains_a_model_in_three_parts_as_one_device_does(strategy, loss):
+    case = {strategy: SPLIT[strategy]}
+    assert_strategies_agree(mlps(), loss, tokens(mask=MASK), case, steps=2, accumulate=2)
+
+
+@pytest.mark.drawn
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1", "zb-v"])
+@pytest.mark.parametrize("loss", [masked, contrastive])
+def test_a_loss_that_joins_rows_trains_in_a_pipeline_with_the_microbatches_of_one_device(
+    name, loss
+):
+    """One device with as many microbatches is the reference."""
+    schedule = hfjax.Schedule(name, microbatches=2)
+    run = {"strategy": hfjax.PIPE | hfjax.FSDP, "sizes": {"pipe": 2, "fsdp": 4}}
+    found = trained(loss, **run, schedule=schedule)
+    wanted = trained(loss, hfjax.DDP, {"data": 1}, accumulate=2)
+    np.testing.assert_allclose(found, wanted, rtol=1e-5)
+
+
+def trained(loss, strategy, sizes, **execution):
+    """Return losses and norms of gradients."""
+    mesh = hfjax.make_mesh(devices=jax.devices()[: int(np.prod(list(sizes.values())))], **sizes)
+    layout = hfjax.layout(mlps(), optax.adam(1e-2), mesh, strategy)
+    step, state, told = hfjax.train_step(layout, loss, **execution), hfjax.init(layout), []
+    for _ in range(3):
+        state, metrics = step(state, tokens(mask=MASK))
+        told.append((float(metrics["loss"]), float(metrics["grad_norm"])))
+    return told
+
+
+class Joins(nnx.Module):
+    """Batch norm written inline, a running sum, a codebook, noise for the batch, a queue."""
+
+    def __init__(self, rngs):
+        self.map = nnx.Linear(4, 4, rngs=rngs)
+        self.book = nnx.BatchStat(jax.random.normal(rngs.params(), (5, 4)))
+        self.used, self.most = nnx.BatchStat(jnp.zeros(5)), nnx.BatchStat(jnp.float32(-9))
+        self.queue, self.at = nnx.BatchStat(jnp.zeros((32, 4))), nnx.BatchStat(jnp.int32(0))
+        self.drop = nnx.Dropout(0.3, rngs=rngs)
+
+    def __call__(self, batch):
+        x = self.map(batch["x"])
+        x = self.drop((x - x.mean(0)) / jnp.sqrt(x.var(0) + 1e-5))
+        nearest = ((x[:, None] - self.book[...]) ** 2).sum(-1).argmin(-1)
+        chosen = jax.nn.one_hot(nearest, 5)
+        self.used[...] = 0.9 * self.used[...] + chosen.sum(0)
+        self.book[...] = 0.9 * self.book[...] + 0.1 * (chosen.T @ x) / (1 + chosen.sum(0))[:, None]
+        self.most[...] = jnp.maximum(self.most[...], x.max())
+        self.queue[...] = jax.lax.dynamic_update_slice(self.queue[...], x, (self.at[...], 0))
+        self.at[...] = (self.at[...] + x.shape[0]) % 32
+        return x @ self.queue[...].T + self.book[nearest].sum(-1, keepdims=True)
+
+
+def squares(outputs, batch):
+    return (outputs**2).mean()
+
+
+@pytest.mark.parametrize("options", [{}, {"accumulate": 2}], ids=["once", "accumulated"])
+def test_a_model_that_joins_rows_writes_to_its_variables_what_one_device_writes(options):
+    assert_strategies_agree(Joins, squares, BATCH, FOUR, steps=3, **options)
+
+
+def step_of(loss=squares, model=lambda rngs: nnx.Linear(4, 3, rngs=rngs), **execution):
+    layout = hfjax.layout(
+        model, optax.sgd(0.1), hfjax.make_mesh(data=8), hfjax.DDP, forward=lambda m, b: m(b["x"])
+    )
+    return layout, hfjax.train_step(layout, loss, **execution)
+
+
+def ranked(outputs, batch):
+    return jnp.sort(outputs[:, 0])[-3:].mean()
+
+
+def test_a_step_prints_what_joins_rows_with_line_bytes_and_how_often():
+    _, step = step_of(lambda o, b: ((o**2).mean(-1) * b["mask"]).sum() / b["mask"].sum())
+    step.trace(BATCH)
+    assert "test_rows.py:" in str(step.rows)
+    assert "div" in str(step.rows)
+    assert "summed over devices, 4 B  once" in str(step.rows)
+    _, plain = step_of()
+    plain.trace(BATCH)
+    assert str(plain.rows) == "no rows meet"
+
+
+def test_what_no_rule_runs_on_parts_is_told_from_a_mebibyte_on_and_refused_on_request():
+    _, step = step_of(ranked)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step.trace(BATCH)
+    large = {"x": np.ones((2**20, 4), np.float32)}
+    with pytest.warns(UserWarning, match=r"test_rows.py.*sort: rows meet, .* gathers .*own_rows"):
+        step.trace(large)
+    _, strict = step_of(ranked, rows="strict")
+    with pytest.raises(ValueError, match=r'test_rows.py.*sort: .*rows="strict" refuses that'):
+        strict.trace(BATCH)
+
+
+def test_on_request_each_device_sees_its_own_rows():
+    count = lambda outputs, batch: hfjax.Mean(
+        (outputs**2).sum(), outputs.size, {"rows": jnp.float32(len(outputs))}
+    )
+    for rows, expected in (("all", 16), ("own", 2)):
+        layout, step = step_of(count, rows=rows)
+        assert float(step(hfjax.init(layout), BATCH)[1]["rows"]) == expected
+    with pytest.raises(ValueError, match="rows='some': one of all, strict, own"):
+        step_of(rows="some")
+
+
+def test_outputs_that_join_rows_or_have_them_elsewhere_are_those_of_one_device():
+    def outputs(model, batch):
+        y = model(batch["x"])
+        return {"y": y, "mean": y.mean(0), "across": y.T, "twice": jnp.concatenate([y, -y])}
+
+    init = lambda rngs: nnx.Linear(4, 3, rngs=rngs)
+    found = []
+    for sizes in ({"data": 1}, {"data": 4}):
+        mesh = hfjax.make_mesh(devices=jax.devices()[: sizes["data"]], **sizes)
+        layout = hfjax.layout(init, optax.sgd(0.1), mesh, hfjax.DDP)
+        predict = hfjax.predict_step(layout, outputs)
+        found.append(jax.tree.map(np.asarray, predict(hfjax.init(layout), BATCH)))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), *found)
+    odd = {name: x[:13] for name, x in BATCH.items()}
+    with pytest.raises(ValueError, match=r"13 rows does not divide .*rows meet in the model"):
+        predict(hfjax.init(layout), odd)
+
+
+def test_callbacks_see_all_rows_once_and_one_whose_value_is_used_is_refused():
+    seen = []
+
+    def loss(outputs, batch):
+        jax.debug.callback(lambda y: seen.append(y.shape), outputs)
+        return squares(outputs, batch)
+
+    layout, step = step_of(loss)
+    jax.block_until_ready(step(hfjax.init(layout), BATCH))
+    jax.effects_barrier()
+    assert seen == [(16, 3)]
+    used = lambda o, b: jax.experimental.io_callback(
+        lambda y: y.sum(), jax.ShapeDtypeStruct((), "float32"), o
+    )
+    _, step = step_of(used)
+    with pytest.raises(ValueError, match="io_callback returns a value that the model uses"):
+        step.trace(BATCH)
