@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.experimental import io_callback
 
 import hfjax
 from hfjax.models.loss import token_losses
@@ -70,7 +71,7 @@ def test_a_loss_that_joins_rows_trains_in_a_pipeline_with_the_microbatches_of_on
 def trained(loss, strategy, sizes, **execution):
     """Return losses and norms of gradients."""
     mesh = hfjax.make_mesh(devices=jax.devices()[: int(np.prod(list(sizes.values())))], **sizes)
-    layout = hfjax.layout(mlps(), optax.adam(1e-2), mesh, strategy)
+    layout = hfjax.layout(mlps(layers=4), optax.adam(1e-2), mesh, strategy)
     step, state, told = hfjax.train_step(layout, loss, **execution), hfjax.init(layout), []
     for _ in range(3):
         state, metrics = step(state, tokens(mask=MASK))
@@ -90,8 +91,8 @@ class Joins(nnx.Module):
 
     def __call__(self, batch):
         x = self.map(batch["x"])
-        x = self.drop((x - x.mean(0)) / jnp.sqrt(x.var(0) + 1e-5))
-        nearest = ((x[:, None] - self.book[...]) ** 2).sum(-1).argmin(-1)
+        x = self.drop((x - x.mean(0, keepdims=True)) / jnp.sqrt(x.var(0, keepdims=True) + 1e-5))
+        nearest = ((x[:, None] - self.book[...][None]) ** 2).sum(-1).argmin(-1)
         chosen = jax.nn.one_hot(nearest, 5)
         self.used[...] = 0.9 * self.used[...] + chosen.sum(0)
         self.book[...] = 0.9 * self.book[...] + 0.1 * (chosen.T @ x) / (1 + chosen.sum(0))[:, None]
@@ -185,9 +186,7 @@ def test_callbacks_see_all_rows_once_and_one_whose_value_is_used_is_refused():
     jax.block_until_ready(step(hfjax.init(layout), BATCH))
     jax.effects_barrier()
     assert seen == [(16, 3)]
-    used = lambda o, b: jax.experimental.io_callback(
-        lambda y: y.sum(), jax.ShapeDtypeStruct((), "float32"), o
-    )
+    used = lambda o, b: io_callback(lambda y: y.sum(), jax.ShapeDtypeStruct((), "float32"), o)
     _, step = step_of(used)
     with pytest.raises(ValueError, match="io_callback returns a value that the model uses"):
         step.trace(BATCH)

@@ -33,7 +33,10 @@ Body = Callable[[Scope, Values], Values]
 
 def call(scope: Scope, equation: JaxprEqn, values: Values) -> Values:
     """Run the body in the place of the call."""
-    return scope.run(scope, *_body(equation), values)
+    before, scope.place = scope.place, scope.line
+    found = scope.run(scope, *_body(equation), values)
+    scope.place = before
+    return found
 
 
 def _body(equation: JaxprEqn) -> tuple[Any, Sequence[Any]]:

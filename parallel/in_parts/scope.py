@@ -60,6 +60,7 @@ class Scope:
         equation: The one that is being run.
         times: How often this program runs.
         known: Whether a rule knows the equation.
+        place: The user's line around it, where the equation has none.
         later: Makes of what is stored of a parameter the parameter, to be gathered later.
         watch: Is told which parameters a loop is to slice.
         calls: Rules of calls that are known by their name.
@@ -73,6 +74,7 @@ class Scope:
     equation: JaxprEqn | None = None
     times: int = 1
     known: bool = True
+    place: str = ""
     later: Callable = _none_later
     watch: Callable = _ignore
     calls: Mapping[str, Callable] = field(default_factory=dict)
@@ -82,7 +84,15 @@ class Scope:
     def inside(self, times: int = 1, told: list[Join] | None = None) -> "Scope":
         """Return the scope of a program inside, which runs so often each time."""
         told = self.told if told is None else told
-        return replace(self, told=told, times=self.times * times, known=True, pieces={}, _done={})
+        return replace(
+            self,
+            told=told,
+            times=self.times * times,
+            known=True,
+            place=self.line,
+            pieces={},
+            _done={},
+        )
 
     # -- values as they are wanted ---------------------------------------------------------------
 
@@ -202,7 +212,8 @@ class Scope:
     @property
     def line(self) -> str:
         """The user's line of the equation that is being run."""
-        return source_info_util.summarize(self.equation.source_info) if self.equation else ""
+        found = source_info_util.summarize(self.equation.source_info) if self.equation else ""
+        return found or self.place
 
 
 def aval_of(variable: Any) -> Any:
