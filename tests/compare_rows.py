@@ -103,7 +103,7 @@ def by_shard_map(program: Program, n: int, told: list | None = None, axes: Any =
 def whole(value, n: int):
     """Return the whole of what n devices hold along a first dimension."""
     if isinstance(value, Sum):
-        return np.sum(np.asarray(value.x), 0)
+        return np.sum(np.asarray(value.x), 0, dtype=value.x.dtype)
     if not isinstance(value, Part):
         return np.asarray(value)[0]
     x, cut = np.asarray(value.x), value.cut

@@ -1545,6 +1545,130 @@ def argmax_by_a_reduction_of_pairs(w, b):
     return jnp.mean(value) + value[which, jnp.arange(3)].sum(), {"best": best, "which": which}
 
 
+@typical
+def two_crops_of_each_row(w, b):
+    """The loader gives twice as many crops as rows: pairs of neighbours, or the second half."""
+    d = b["x"].shape[1]
+    crops = jnp.tanh(b["crops"] @ w("a", d, 3))
+    mean = crops.reshape(-1, 2, 3).mean(1)
+    halves = crops.reshape(2, -1, 3)
+    loss = jnp.mean((mean - features(w, b)) ** 2) + jnp.mean(halves[1] * features(w, b, "other"))
+    return loss, {"even": crops[::2] * b["y"][:, None], "first": crops[: len(b["x"])], "h": halves}
+
+
+@typical
+def rows_repeated_as_crops(w, b):
+    crops, x = b["crops"] * w("a", 1, b["x"].shape[1]), b["x"]
+    near, far = jnp.repeat(x, 2, axis=0) - crops, jnp.tile(x, (2, 1)) - crops
+    both = jnp.concatenate([x, -x], 0) + crops
+    return jnp.mean(near**2) - 0.5 * jnp.mean(far**2) + jnp.mean(both**3), {"near": near}
+
+
+@typical
+def flat_tokens_from_the_loader(w, b):
+    flat = b["flat"] * w("a", 1)
+    line = flat.reshape(b["tokens"].shape)
+    other = b["tokens"].reshape(-1) * flat
+    return jnp.mean(line * b["mask"]) + jnp.mean(other**2), {
+        "line": line.sum(1),
+        "turned": flat.reshape(b["tokens"].shape[::-1]).sum(0),
+        "next": flat[1:] - flat[:-1],
+    }
+
+
+@typical
+def factors_that_are_not_finite(w, b):
+    """A sum times infinity, or over zero, where a device may have a sum of nothing."""
+    first = b["y"] * (jnp.arange(len(b["y"])) < 1)
+    zero = b["count"] - 2.0
+    return jnp.mean(features(w, b)), {
+        "over": first.sum() / zero,
+        "times": first.sum() * np.inf,
+        "plus": first.sum() + np.inf,
+        "of none": jnp.sum(first * 0) / zero,
+        "chosen": jnp.where(zero == 0, 1.0, first.sum()),
+    }
+
+
+@typical
+def large_whole_numbers(w, b):
+    """Sums of whole numbers that wrap around, as on one device."""
+    big = b["labels"].astype(jnp.int8) * jnp.int8(50)
+    total = jnp.sum(big, dtype=jnp.int8)
+    return jnp.mean(features(w, b)) * total, {
+        "total": total,
+        "half": total // 2,
+        "rest": b["tokens"].sum() % 5,
+        "wide": b["tokens"].sum().astype(jnp.int8),
+        "unsigned": b["tokens"].astype(jnp.uint32).sum() - jnp.uint32(1),
+        "or": jnp.bitwise_or.reduce(b["labels"]),
+        "and": jnp.bitwise_and.reduce(b["tokens"], axis=0),
+        "shifted": b["labels"].sum() >> 1,
+        "truth": b["labels"].sum().astype(bool),
+        "float": b["labels"].sum().astype(float) / 3,
+    }
+
+
+@typical
+def called_back(w, b):
+    """The host sees the rows, and hands something back."""
+    h = features(w, b)
+    jax.debug.callback(lambda x: None, h.mean())
+    shape = jax.ShapeDtypeStruct(b["tokens"].shape, np.int32)
+    order = lambda x: np.sort(x, 0)
+    seen = jax.pure_callback(order, shape, b["tokens"], vmap_method="sequential")
+    return jnp.mean(h[:, :1] * seen), {"seen": seen}
+
+
+@typical
+def keys_along_a_loop(w, b):
+    def body(h, given):
+        key, a = given
+        return jnp.tanh(h @ a) * jax.random.bernoulli(key, 0.7, h.shape), h.mean()
+
+    keys = jax.random.split(b["key"], 3)
+    h, means = lax.scan(body, features(w, b), (keys, w("a", 3, 3, 3)))
+    return jnp.mean(h**2), {"means": means}
+
+
+@typical
+def keys_of_rows_along_a_loop(w, b):
+    keys = jax.random.split(b["key"], len(b["x"]))
+
+    def body(total, given):
+        key, x = given
+        return total + jnp.sum(x * jax.random.normal(key, x.shape)), jax.random.uniform(key)
+
+    total, each = lax.scan(body, 0.0, (keys, features(w, b)))
+    return total / len(keys), {"each": each}
+
+
+@typical
+def ensemble(w, b):
+    """vmap over stacked weights."""
+    one = lambda a, c: jnp.mean((jnp.tanh(b["x"] @ a) @ c - b["y"]) ** 2)
+    losses = jax.vmap(one)(w("a", 3, b["x"].shape[1], 2), w("c", 3, 2))
+    return losses.sum(), {"losses": losses, "best": losses.argmin()}
+
+
+@typical
+def low_rank_updates(w, b):
+    d = b["x"].shape[1]
+    picked = w("left", 5, d, 2)[b["labels"]], w("right", 5, 2, 3)[b["labels"]]
+    out = jnp.einsum("bd,bdr,brf->bf", b["x"], *picked)
+    return jnp.mean((out.sum(1) - b["y"]) ** 2), {}
+
+
+@typical
+def deltas_of_a_memory(w, b):
+    """Fast weights: an outer product of rows, read by the rows."""
+    k, v, q = (features(w, b, name) for name in ("k", "v", "q"))
+    memory = jnp.einsum("bi,bj->ij", k, v) / len(k)
+    causal = jnp.cumsum(jnp.einsum("bi,bj->bij", k, v), 0)
+    read = jnp.einsum("bi,bij->bj", q, causal) / len(k)
+    return jnp.mean((q @ memory) ** 2) + jnp.mean(read**2), {"memory": memory}
+
+
 SIZES = {"plain": (8, 4, 3), "alike": (8, 8, 4), "more": (16, 4, 2)}  # rows, length, width
 
 
@@ -1560,6 +1684,8 @@ def batch_of(rows, length, width, seed=0) -> dict[str, Any]:
         "labels": rng.integers(0, 5, rows).astype(np.int32),
         "mask": rng.integers(0, 2, (rows, length)).astype(np.float64),
         "keep": rng.random(rows) < 0.6,
+        "crops": quarters(2 * rows, width),
+        "flat": quarters(rows * length),
         "shared": rng.normal(size=(length, width)),
         "key": jax.random.key(seed),
         "raw": jax.random.PRNGKey(seed + 1),
