@@ -82,6 +82,7 @@ __all__ = [
     "matching",
     "module",
     "offload",
+    "own_rows",
     "partition",
     "predict_step",
     "rate",

@@ -223,7 +223,8 @@ class _PlainStep:
         batch = jax.tree.map(lambda x: self._of(x, part), self.case.batch)
         held = {path: self._held(path, x, number, part) for path, x in variables.items()}
         model = blueprint.merge(parameters, held, "train")
-        outputs = called(self.plan.forward, model, held, batch, "train")
+        with blueprint.around():
+            outputs = called(self.plan.forward, model, held, batch, "train")
         mean = as_mean(self.case.loss(outputs, batch), self.rows)
         written = blueprint.variables_of(model).items()
         statistic = lambda path: path in held and not is_random(blueprint.variables[path])
@@ -391,10 +392,10 @@ def assert_same_run(run: Trained, wanted: Trained, who: str) -> float:
 
 
 ADVICE = (
-    " A loss or metric that is not the mean over the rows at hand (a masked mean, a sum, a count) "
-    "is hfjax.Mean(total, weight); one in which rows meet needs hfjax.gather_rows; random masks "
-    "need a key per row (hfjax.models.parts.Dropout); what a model writes to variables is averaged "
-    "over the devices (docs/any_model.md#where-rows-of-the-batch-meet)."
+    " What a program makes of its device's own rows depends on the mesh: hfjax.own_rows, and the "
+    "layers of a model in three parts. Random masks there need a key per row "
+    "(hfjax.models.parts.Dropout), a weighted mean there is hfjax.Mean(total, weight), and what is "
+    "written to variables is averaged (docs/any_model.md#where-rows-of-the-batch-meet)."
 )
 
 

@@ -48,11 +48,23 @@ def squares(outputs, batch):
     return (outputs**2).mean()
 
 
+def on_own_rows(keep):
+    """Return what a variable keeps, of a device's own rows: it depends on the mesh."""
+    return lambda seen, x: hfjax.own_rows(keep)(seen, x)
+
+
 @pytest.mark.parametrize("kept", KEPT)
 def test_a_variable_that_is_another_on_a_mesh_is_seen_and_named_with_both_values(kept):
-    model = lambda rngs: Counts(rngs, KEPT[kept])
+    model = lambda rngs: Counts(rngs, on_own_rows(KEPT[kept]))
     with pytest.raises(AssertionError, match=r"DDP .* variable seen after step \d by .* \(\S+ for"):
         assert_strategies_agree(model, squares, BATCH, DDP, steps=2)
+
+
+@pytest.mark.parametrize("kept", KEPT)
+def test_what_a_variable_keeps_of_all_rows_is_what_one_device_keeps(kept):
+    model = lambda rngs: Counts(rngs, KEPT[kept])
+    assert_strategies_agree(model, squares, BATCH, DDP, steps=2)
+    assert_strategies_agree(model, squares, BATCH, DDP, steps=2, accumulate=2)
 
 
 class Forgets(nnx.Module):
@@ -64,9 +76,9 @@ class Forgets(nnx.Module):
         self.seen, self.even = nnx.BatchStat(jnp.zeros(())), nnx.BatchStat(jnp.int32(0))
 
     def __call__(self, batch):
-        rows = batch["x"].shape[0]
+        rows, total = hfjax.own_rows(lambda x: (jnp.int32(len(x)), (x**2).sum()))(batch["x"])
         self.count[...] += rows == 16 if self.off == "count" else 1
-        self.seen[...] = (batch["x"] ** 2).sum() * (self.even[...] == 0) * (self.off == "seen")
+        self.seen[...] = total * (self.even[...] == 0) * (self.off == "seen")
         self.even[...] = 1 - self.even[...]
         return self.map(batch["x"])
 
@@ -78,23 +90,21 @@ def test_whole_numbers_are_compared_exactly_and_variables_after_each_step(off):
         assert_strategies_agree(model, squares, BATCH, DDP, steps=2)
 
 
-def test_a_metric_that_is_no_mean_is_seen():
+def largest(most):
+    """Return a loss with a metric that is no mean."""
+
     def loss(outputs, batch):
         mean = squares(outputs, batch)
-        return hfjax.Mean(mean * len(outputs), len(outputs) * 1.0, {"largest": outputs.max()})
+        return hfjax.Mean(mean * len(outputs), len(outputs) * 1.0, {"largest": most(outputs)})
 
+    return loss
+
+
+def test_a_metric_of_own_rows_is_seen_and_one_of_all_rows_agrees():
     model = lambda rngs: Counts(rngs, lambda seen, x: seen)
-    with pytest.raises(AssertionError, match=r"metric largest of step 0 by .* hfjax.Mean"):
-        assert_strategies_agree(model, loss, BATCH, DDP, steps=1)
-
-
-def test_a_masked_mean_is_told_of_mean():
-    def loss(outputs, batch):
-        return ((outputs**2).mean(-1) * batch["mask"]).sum() / batch["mask"].sum()
-
-    model = lambda rngs: Counts(rngs, lambda seen, x: seen)
-    with pytest.raises(AssertionError, match=r"is hfjax.Mean\(total, weight\); .*gather_rows"):
-        assert_strategies_agree(model, loss, BATCH, DDP, steps=1)
+    assert_strategies_agree(model, largest(jnp.max), BATCH, DDP, steps=1)
+    with pytest.raises(AssertionError, match=r"metric largest of step 0 by .*hfjax.own_rows"):
+        assert_strategies_agree(model, largest(hfjax.own_rows(jnp.max)), BATCH, DDP, steps=1)
 
 
 class Noisy(nnx.Module):
@@ -188,10 +198,14 @@ def test_a_default_case_that_a_check_refuses_is_left_out_and_one_that_fails_fail
     told = r"PIPE on pipe=2 x data=4: left out: batch of 4 rows does not divide by .*8 rows"
     assert re.search(told, capfd.readouterr().err)
 
-    def of_four(outputs, batch):
+    @hfjax.own_rows
+    def check(outputs):
         if outputs.shape[0] != 4:
             raise ValueError("four rows are expected")
-        return next_token_loss(outputs, batch)
+        return outputs
+
+    def of_four(outputs, batch):
+        return next_token_loss(check(outputs), batch)
 
     with pytest.raises(ValueError, match="four rows are expected"):
         assert_strategies_agree(mlps(), of_four, batch, steps=1)

@@ -1,12 +1,20 @@
-"""BatchNorm over the rows of all devices, as one device normalises: NNX's and Linen's."""
+"""BatchNorm over the rows of all devices, or over those of each: NNX's and Linen's.
+
+A model that is called as it is sees all rows; in three parts a layer is given its device's rows, so
+BatchNorm averages its statistics. Where each device is to normalise by itself it is the other way
+round: what sees all rows runs on each device's own.
+"""
 
 import math
 from collections.abc import Callable
+from dataclasses import fields
+from functools import cache
 from typing import Any
 
 from flax import linen, nnx
 
 from hfjax.parallel.engine.fetch import devices_along
+from hfjax.parallel.in_parts.named_calls import is_recording, own_rows
 from hfjax.parallel.mesh import SAMPLE_AXES
 
 
@@ -25,6 +33,61 @@ def synchronised(model: nnx.Module) -> list[str]:
         f"BatchNorm ({count}): normalises over the rows of all devices, as one device does "
         "(sync_batch_norm=False: as the model is written)"
     ]
+
+
+def on_own_rows(model: nnx.Module) -> list[str]:
+    """Let BatchNorm normalise over the rows of each device."""
+    count = 0
+    for _, module in nnx.iter_modules(model):
+        if isinstance(module, nnx.BatchNorm):
+            module.__class__ = _on_own_rows(type(module))
+            count += 1
+    note = f"BatchNorm ({count}): normalises over the rows of each device (sync_batch_norm=False)"
+    return [note] if count else []
+
+
+@cache
+def _on_own_rows(kind: type) -> type:
+    """Return a kind of BatchNorm whose calls run on each device's own rows."""
+
+    def call(self: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
+        graph, state = nnx.split(self)
+
+        def run(state: Any, x: Any, arrays: Any) -> Any:
+            module = nnx.merge(graph, state)
+            y = kind.__call__(module, x, *args, **{**kwargs, **arrays})
+            return y, nnx.state(module)
+
+        arrays = {name: v for name, v in kwargs.items() if hasattr(v, "shape")}
+        y, state = own_rows(run)(state, x, arrays)
+        nnx.update(self, state)
+        return y
+
+    return type(kind.__name__, (kind,), {"__call__": call})
+
+
+def linen_on_own_rows(call: Callable, args: tuple, kwargs: dict, context: Any) -> Any:
+    """Let Linen's BatchNorm normalise over the rows of each device: an interceptor of methods."""
+    module = context.module
+    own = isinstance(module, linen.BatchNorm) and context.method_name == "__call__"
+    if not own or module.is_initializing() or not is_recording():
+        return call(*args, **kwargs)
+    settings = {f.name: getattr(module, f.name) for f in fields(module) if f.init}
+    alone = type(module)(**{**settings, "parent": None})
+    writes = module.is_mutable_collection("batch_stats")
+    arrays = {name: v for name, v in kwargs.items() if hasattr(v, "shape")}
+
+    def run(held: Any, x: Any, arrays: Any) -> Any:
+        more: Any = {**kwargs, **arrays, "mutable": ["batch_stats"] if writes else False}
+        return alone.apply(held, x, *args[1:], **more)
+
+    found = own_rows(run)(dict(module.variables), args[0], arrays)
+    if not writes:
+        return found
+    y, written = found
+    for name, value in written["batch_stats"].items():
+        module.put_variable("batch_stats", name, value)
+    return y
 
 
 def check_mask(module: Any, mask: Any) -> None:

@@ -1,7 +1,7 @@
 """A model without its arrays: how to take one apart into named arrays and put it together again."""
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -11,7 +11,12 @@ from flax import linen, nnx
 
 from hfjax.base.paths import Flat, check_paths, natural, path_of
 from hfjax.parallel.engine.bare_trees import Tree, tree_apart
-from hfjax.parallel.engine.batch_norm import synchronise_linen, synchronised
+from hfjax.parallel.engine.batch_norm import (
+    linen_on_own_rows,
+    on_own_rows,
+    synchronise_linen,
+    synchronised,
+)
 from hfjax.parallel.engine.fetch import Placeholder, WholeElsewhere, refuse_elsewhere
 from hfjax.parallel.engine.forward_asks import asked_by, keys_asked, with_keys
 from hfjax.parallel.engine.layers import has_three_parts, is_list, items_of
@@ -150,9 +155,8 @@ class Blueprint:
 
     def around(self) -> AbstractContextManager:
         """Return the context in which the model and the loss are called."""
-        if not self.sync_batch_norm:
-            return nullcontext()
-        return linen.intercept_methods(synchronise_linen)
+        intercept = synchronise_linen if self.sync_batch_norm else linen_on_own_rows
+        return linen.intercept_methods(intercept)
 
     def of_rows(self, path: str) -> bool:
         """Return whether a variable has a row for each row of the batch."""
@@ -247,7 +251,7 @@ def blueprint(
         as_made = nnx.split(model, nnx.Param, ...)[0]
         hand(model, "place", "places_activations", place)
         number(model)
-        found["notes"] = tuple(synchronised(model) if sync_batch_norm else ())
+        found["notes"] = tuple((synchronised if sync_batch_norm else on_own_rows)(model))
         _settle(model)
         graph, *states = nnx.split(model, nnx.Param, ...)
         model.eval()

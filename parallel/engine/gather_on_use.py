@@ -1,57 +1,64 @@
 """A model's own program, in which each parameter is gathered where it is first used.
 
 A model that is called as it is (not in three parts) is traced as one device would run it: its
-parameters are whole arrays, and whatever it does with them is right. It may differentiate with
-respect to them, add up their squares, scan over them. Then its program is run equation by
-equation. A parameter is gathered, once, by the first equation that uses it; inside of a scan or of
-a rematerialised function it is gathered there, again for each layer and each pass.
+parameters and its rows are whole arrays, and whatever it does with them is right. It may
+differentiate with respect to parameters, add up their squares, scan over them. Then its program is
+run equation by equation, on the rows of this device (parallel/in_parts). A parameter is gathered,
+once, by the first equation that uses it; inside of a scan or of a rematerialised function it is
+gathered there, again for each layer and each pass.
 """
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
-from contextvars import ContextVar
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-from jax import lax
-from jax.extend.core import JaxprEqn, Literal
 
-from hfjax.parallel.autodiff.program import bind, body_of, needed, parts_of_scan
 from hfjax.parallel.engine.fetch import Stored
+from hfjax.parallel.in_parts.kinds import Later, Side, is_value
+from hfjax.parallel.in_parts.named_calls import NamedCall, is_recording, named, recording
+from hfjax.parallel.in_parts.run import run, scope_of, traced_whole, whole_shapes
+from hfjax.parallel.in_parts.scope import Join, Scope
 from hfjax.parallel.mesh import EXPERT_AXES
+
+ALONE = Side((), 1)
 
 
 def gather_on_use(
     function: Callable,
     parameters: Mapping[str, Stored],
     *arguments: Any,
+    side: Side = ALONE,
+    told: list[Join] | None = None,
     look: Callable[[Any, Any], None] | None = None,
 ) -> Any:
     """Return `function({path: whole parameter}, *arguments)`, given stored parameters.
 
-    `look` is shown the program, and the shapes of its result.
+    Args:
+        function: Of trees of whole arrays.
+        parameters: As this device stores them.
+        arguments: Trees of arrays, and of `Part`s where this device has some of the rows.
+        side: The devices that have the others.
+        told: Is given what joins rows.
+        look: Is shown the program, and the shapes of its result.
+
+    Returns:
+        A tree of arrays, which all devices have whole, of `Part` and of `Sum`.
     """
     whole = {path: stored.full_shape for path, stored in parameters.items()}
-    wrapped: dict[str, _DeferredWrap] = {}
-    before = _WRAPPED.set(wrapped)
-    try:
-        with _alone():
-            traced, result = jax.make_jaxpr(function, return_shape=True)(whole, *_like(arguments))
-    finally:
-        _WRAPPED.reset(before)
+    with recording() as calls, _alone():
+        shapes = whole_shapes(side, arguments)
+        traced, result = traced_whole(side, function, whole, *shapes)
     if look is not None:
         look(traced.jaxpr, result)
     pending = {path: _Parameter(stored) for path, stored in parameters.items()}
-    values = jax.tree.leaves((pending, arguments))
-    found = _Runner(wrapped).arrays(traced.jaxpr, traced.consts, values)
-    return jax.tree.unflatten(jax.tree.structure(result), found)
-
-
-def _like(arrays: Any) -> Any:
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arrays)
+    values = jax.tree.leaves((pending, arguments), is_leaf=is_value)
+    given = {"later": _Parameter, "watch": _tell_split, "calls": calls}
+    scope = scope_of(side, [] if told is None else told, values, **given)
+    found = run(scope, traced.jaxpr, traced.consts, values)
+    return jax.tree.unflatten(jax.tree.structure(result), list(map(scope.settled, found)))
 
 
 def _alone() -> Any:
@@ -68,16 +75,17 @@ def _alone() -> Any:
 
 def in_a_model() -> bool:
     """Return whether a model is being traced by `gather_on_use`."""
-    return _WRAPPED.get() is not None
+    return is_recording()
 
 
-class _Parameter:
+class _Parameter(Later):
     """A parameter that is gathered when an equation uses it, once."""
 
     def __init__(self, stored: Stored):
         self.stored, self._whole = stored, None
 
     def whole(self) -> jax.Array:
+        """Return the whole parameter."""
         if self._whole is None:
             self._whole = self.stored.fetch()
         return self._whole
@@ -89,111 +97,7 @@ class _Parameter:
         return all(leg.dim != -ndim for leg in (*move.gathers, *move.scatters))
 
 
-def _array(value: Any) -> Any:
-    return value.whole() if isinstance(value, _Parameter) else value
-
-
-def _pending(value: Any) -> Any:
-    return _Parameter(value) if isinstance(value, Stored) else value
-
-
-def _stored(value: Any) -> Any:
-    return value.stored if isinstance(value, _Parameter) else value
-
-
-@dataclass(frozen=True)
-class _Runner:
-    """Runs programs some of whose values are parameters yet to be gathered."""
-
-    wrapped: "Mapping[str, _DeferredWrap]"
-
-    def arrays(self, jaxpr: Any, constants: Sequence[Any], values: Sequence[Any]) -> list[Any]:
-        """Return the outputs of a program, given arrays and `Stored` or pending parameters."""
-        outputs = self.run(jaxpr, constants, list(map(_pending, values)))
-        return [jnp.asarray(_array(x)) for x in outputs]  # some may be Python numbers
-
-    def run(self, jaxpr: Any, constants: Sequence[Any], values: Sequence[Any]) -> list[Any]:
-        """Return the outputs of a program, which may be pending parameters as its inputs may."""
-        known = dict(zip(jaxpr.constvars, constants, strict=True))
-        known |= zip(jaxpr.invars, values, strict=True)
-        read = lambda v: v.val if isinstance(v, Literal) else known[v]
-        for number in sorted(needed(jaxpr.eqns, jaxpr.outvars)):
-            equation = jaxpr.eqns[number]
-            given = [read(v) for v in equation.invars]
-            with _named_as(equation):
-                known.update(zip(equation.outvars, self._results(equation, given), strict=True))
-        return [read(v) for v in jaxpr.outvars]
-
-    def _results(self, equation: JaxprEqn, given: Sequence[Any]) -> Sequence[Any]:
-        kind = equation.primitive.name
-        if kind in _CALLS and equation.params.get("name") in self.wrapped:
-            return self._wrap(equation, given)
-        if any(isinstance(value, _Parameter) for value in given):
-            if kind in _CALLS:
-                return self.run(*_body(equation), given)
-            if kind in _REMATS:
-                return self._remat(equation, given)
-            if kind == "scan":
-                return self._scan(equation, given)
-        return bind(equation, list(map(_array, given)))
-
-    def _wrap(self, equation: JaxprEqn, given: Sequence[Any]) -> Sequence[Any]:
-        """Return what a wrapped call returns: it gathers by itself, as what wraps it wants."""
-        call = self.wrapped[equation.params["name"]]
-        if len(given) != call.arguments.num_leaves:  # that of its derivative
-            return self.run(*_body(equation), given)
-        is_stored = lambda x: isinstance(x, Stored)
-
-        def run(*arguments: Any) -> Any:
-            leaves = jax.tree.leaves(arguments, is_leaf=is_stored)
-            return call.results.unflatten(self.arrays(*_body(equation), leaves))
-
-        found = call.wrap(run)(*call.arguments.unflatten(map(_stored, given)))
-        return jax.tree.leaves(found)
-
-    def _remat(self, equation: JaxprEqn, given: Sequence[Any]) -> Sequence[Any]:
-        """Gather inside: the backward pass then gathers again, and nothing whole is kept."""
-        run = lambda *values: self.arrays(*_body(equation), values)
-        options = {name: equation.params[name] for name in ("policy", "prevent_cse")}
-        return jax.checkpoint(run, **options)(*map(_stored, given))
-
-    def _scan(self, equation: JaxprEqn, given: Sequence[Any]) -> Sequence[Any]:
-        """Gather what the scan slices layer by layer; what it only reads, once and before."""
-        n_consts, n_carry = parts_of_scan(equation)
-        consts = list(map(_array, given[:n_consts]))
-        first = list(map(_array, given[n_consts : n_consts + n_carry]))
-        sliced = given[n_consts + n_carry :]
-        _tell_split(value for value in sliced if isinstance(value, _Parameter))
-        is_kept = lambda value: isinstance(value, _Parameter) and value.slices
-        slices = [value.stored if is_kept(value) else _array(value) for value in sliced]
-
-        def step(carry: list, slices: list) -> tuple[list, list]:
-            out = self.arrays(*_body(equation), [*consts, *carry, *slices])
-            return out[:n_carry], out[n_carry:]
-
-        options = {name: equation.params[name] for name in ("length", "reverse", "unroll")}
-        last, rows = lax.scan(step, first, slices, **options)
-        return [*last, *rows]
-
-
-# Equations whose body may use a parameter, beside scans; before any other it is gathered.
-_CALLS = ("jit", "pjit", "closed_call", "core_call")
-_REMATS = ("checkpoint", "remat", "remat2")
-
-
-def _body(equation: JaxprEqn) -> tuple[Any, Sequence[Any]]:
-    body = body_of(equation)
-    assert body is not None
-    return body
-
-
-def _named_as(equation: JaxprEqn) -> Any:
-    """Return the scope of an equation, so that profiles show the model's own names."""
-    name = str(equation.source_info.name_stack)
-    return jax.named_scope(name) if name and "(" not in name else nullcontext()
-
-
-def _tell_split(scanned: Iterable[_Parameter]) -> None:
+def _tell_split(scanned: Iterable[Any]) -> None:
     """Warn of stacks that have to be whole in a scan, since the layers themselves are split.
 
     A stack of experts is none of layers.
@@ -216,40 +120,26 @@ def _tell_split(scanned: Iterable[_Parameter]) -> None:
 # -- calls that are wrapped when the program runs -----------------------------------------------
 
 
-@dataclass(frozen=True)
-class _DeferredWrap:
-    """A call recorded while tracing, replaced by `wrap(function)` when its program is run."""
-
-    wrap: Callable
-    arguments: Any
-    results: Any
-
-
-_WRAPPED: ContextVar[dict[str, _DeferredWrap] | None] = ContextVar("wrapped", default=None)
-
-
 def wrapping(wrap: Callable, function: Callable) -> Callable:
     """Return `wrap(function)`, of a function of trees of arrays.
 
     In a model that is being traced it is wrapped only when the program runs: it is then given
     stored parameters, and gathers them when and as often as it wants.
     """
-    calls = _WRAPPED.get()
-    if calls is None:
-        return wrap(function)
+    return named(partial(_wrapped, wrap), function) if in_a_model() else wrap(function)
 
-    def run(*arguments: Any) -> Any:
-        leaves, form = jax.tree.flatten(arguments)
-        results: Any = None
 
-        def flat(*leaves: Any) -> list[Any]:
-            nonlocal results
-            found, results = jax.tree.flatten(function(*form.unflatten(leaves)))
-            return found
+def _wrapped(wrap: Callable, call: NamedCall, scope: Scope, body: Any, arguments: Any) -> Any:
+    """Return what a wrapped call returns: the rule of `wrapping`."""
+    is_stored = lambda x: isinstance(x, Stored) or is_value(x)
 
-        flat.__name__ = f"wrapped_{len(calls)}"
-        found = jax.jit(flat)(*leaves)
-        calls[flat.__name__] = _DeferredWrap(wrap, form, results)
-        return results.unflatten(found)
+    def function(*arguments: Any) -> Any:
+        inner = scope.inside()
+        leaves = jax.tree.leaves(arguments, is_leaf=is_stored)
+        here = [_Parameter(x) if isinstance(x, Stored) else x for x in leaves]
+        found = inner.run(inner, *body, here)
+        return call.results.unflatten(list(map(inner.settled, found)))
 
-    return run
+    leaves, form = jax.tree.flatten(arguments, is_leaf=is_value)
+    stored = [v.stored if isinstance(v, _Parameter) else scope.settled(v) for v in leaves]
+    return wrap(function)(*form.unflatten(stored))

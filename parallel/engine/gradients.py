@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.extend.core import jaxpr_as_fun
 from jax.sharding import PartitionSpec as P
 
 from hfjax.base.mean import Mean
@@ -25,17 +26,19 @@ from hfjax.base.paths import Flat
 from hfjax.parallel.autodiff.varying_state import (
     differing,
     warn_of_same_noise,
-    warn_of_whole_numbers,
 )
 from hfjax.parallel.engine.blueprint import LAYERS
 from hfjax.parallel.engine.fetch import Placeholder, Stored, devices_along, fetched
 from hfjax.parallel.engine.forward_asks import TRAIN, asked_by, variable_of
 from hfjax.parallel.engine.gather_on_use import gather_on_use
-from hfjax.parallel.engine.keys import is_random, keys_here
+from hfjax.parallel.engine.keys import is_random, keys_here, per_row
 from hfjax.parallel.engine.layers import run_model
 from hfjax.parallel.engine.placed_model import mean_of
 from hfjax.parallel.engine.step_context import StepContext, check_rows, rows_of
-from hfjax.parallel.mesh import BATCH_AXES, in_use
+from hfjax.parallel.in_parts import Part
+from hfjax.parallel.in_parts.microbatches import dealt as rows_dealt
+from hfjax.parallel.in_parts.run import whole_shapes
+from hfjax.parallel.mesh import BATCH_AXES
 
 
 class StepInputs(NamedTuple):
@@ -85,13 +88,14 @@ class Plane(ABC):
         context = self.context
 
         def device(parameters, variables, batch, step):
-            context.traced.begin(context.placed)
-            parameters = context.gather_once(parameters)
-            known, rows = context.blueprint.variables, rows_of(batch)
-            keys, statistics = keys_here(known, context.mesh, variables, rows, step)
-            batch = context.dealt(batch)
-            microbatch = self.microbatch(parameters, keys)
-            gradients, mean, statistics = self._accumulate(microbatch, statistics, batch)
+            def run(dealt: bool) -> Any:
+                context.traced.begin(context.placed)
+                known, of = context.blueprint.variables, (context.mesh, variables, rows_of(batch))
+                keys, statistics = keys_here(known, *of, step, not context.in_parts, dealt)
+                microbatch = self.microbatch(context.gather_once(parameters), keys)
+                return self._accumulate(microbatch, statistics, batch, dealt)
+
+            gradients, mean, statistics = self._of_one_device(run)
             context.warn_of_unread()
             context.check_kept()
             context.traced.kernels.check_told(mean_of(mean).metrics)
@@ -139,9 +143,40 @@ class Plane(ABC):
         run = context.shard_map(device, in_specs, P(context.rows))
         return run(parameters, variables, batch)
 
-    def _accumulate(self, microbatch: Callable, statistics: Flat, batch: Any):
+    @property
+    def pieces(self) -> int:
+        """In how many microbatches a step splits its rows."""
+        return self.context.execution.accumulate
+
+    def _of_one_device(self, run: Callable) -> Any:
+        """Return `run(dealt)`: rows are dealt as microbatches of one device where that matters.
+
+        It does where something joins rows of a microbatch, which the trace tells, or draws.
+        """
+        if self.pieces == 1 or self.context.side.size == 1:
+            return run(False)
+        traced, result = jax.make_jaxpr(lambda: run(False), return_shape=True)()
+        if any(join.how != "alone" for join in self.context.traced.joins):
+            return run(True)
+        found = jaxpr_as_fun(traced)()
+        return jax.tree.unflatten(jax.tree.structure(result), found)
+
+    def _accumulate(self, microbatch: Callable, statistics: Flat, batch: Any, dealt: bool):
         """Return gradients, Mean and statistics after all microbatches of this device."""
         context, count = self.context, self.context.execution.accumulate
+        deal = partial(rows_dealt, context.side, self.pieces)
+        if dealt:
+            batch = jax.tree.map(deal, batch)
+            statistics = statistics | {p: deal(x) for p, x in context.of_rows(statistics).items()}
+        batch = context.dealt(batch)
+        found = self._all(microbatch, statistics, batch, count)
+        if dealt:
+            back = {p: deal(x, back=True) for p, x in context.of_rows(found[2]).items()}
+            found = (*found[:2], found[2] | back)
+        return found
+
+    def _all(self, microbatch: Callable, statistics: Flat, batch: Any, count: int):
+        context = self.context
         if count == 1:
             return microbatch(statistics, batch, 0)
 
@@ -172,7 +207,7 @@ class AutodiffPlane(Plane):
         def total(slots, statistics, batch, number):
             variables = {**statistics, **keys(None, number, rows_of(batch))}
             stored = context.stored(parameters, slots)
-            mean, changed = self._told(stored, variables, batch, "train", context.mean)
+            mean, changed = self._loss(stored, variables, batch, "train")
             new = (path for path, old in statistics.items() if changed[path] is not old)
             context.traced.written.update(new)
             return mean.total, (mean, {path: changed[path] for path in statistics})
@@ -185,17 +220,25 @@ class AutodiffPlane(Plane):
         return run
 
     def evaluated(self, parameters: Flat, variables: Flat, batch: Any) -> Mean:
-        """Return the loss of this device's rows."""
-        return self._forward(parameters, variables, batch, self.context.mean)
+        """Return this device's share of the loss."""
+        return self._loss(self.context.stored(parameters, None), variables, batch, "eval")[0]
 
     def predicted(self, parameters: Flat, variables: Flat, batch: Any) -> Any:
-        """Return the outputs of the model for this device's rows."""
-        return self._forward(parameters, variables, batch, lambda outputs, batch: outputs)
+        """Return the outputs of the model: an array has a row for each of this device's rows."""
+        stored, tell = self.context.stored(parameters, None), lambda outputs, batch: outputs
+        if self.context.in_parts:
+            return self._in_three_parts(stored, variables, batch, "eval", tell)[0]
+        return self._of_all_rows(stored, variables, batch, "eval", tell)[0]
 
-    def _forward(self, parameters: Flat, variables: Flat, batch: Any, tell: Callable) -> Any:
-        """Return what `tell(outputs, batch)` makes of this device's rows."""
-        stored = self.context.stored(parameters, None)
-        return self._told(stored, variables, batch, "eval", tell)[0]
+    def _loss(
+        self, stored: dict[str, Stored], variables: Flat, batch: Any, mode: str
+    ) -> tuple[Mean, Flat]:
+        """Return this device's share of the loss, and the variables after it."""
+        context = self.context
+        if context.in_parts:
+            return self._in_three_parts(stored, variables, batch, mode, context.mean)
+        told, changed = self._of_all_rows(stored, variables, batch, mode, context.mean_of_rows)
+        return context.counted(context.side.shares(told)), changed
 
     def loss_over_devices(self, mean: Mean) -> Mean:
         """Return the mean over the rows of all devices."""
@@ -206,54 +249,58 @@ class AutodiffPlane(Plane):
         """Every device has the mean."""
         return P()
 
-    def _told(
+    def _in_three_parts(
         self, stored: dict[str, Stored], variables: Flat, batch: Any, mode: str, tell: Callable
     ) -> tuple[Any, Flat]:
-        """Return what `tell(outputs, batch)` makes of a batch, and the variables after it."""
-        context, in_parts = self.context, self.context.in_parts
-        in_layers = {p: x for p, x in stored.items() if in_parts and p.startswith(LAYERS)}
-        outside = {path: x for path, x in stored.items() if path not in in_layers}
+        """Return what `tell(outputs, batch)` makes of this device's rows, and the variables."""
+        in_layers = {p: x for p, x in stored.items() if p.startswith(LAYERS)}
+        ends = {path: x for path, x in stored.items() if path not in in_layers}
+        away = {path: Placeholder(path) for path in in_layers}
+        model = self.context.blueprint.merge(fetched(ends) | away, variables, mode)
+        inputs = self.context.inputs(batch)
+        told = tell(run_model(model, in_layers, inputs, self.context.options), batch)
+        return told, variables | self.context.blueprint.variables_of(model)
+
+    def _of_all_rows(
+        self, stored: dict[str, Stored], variables: Flat, batch: Any, mode: str, tell: Callable
+    ) -> tuple[Any, Flat]:
+        """Return what `tell(outputs, batch)` makes of all rows, as values, and the variables."""
+        context = self.context
 
         def run(parameters: Flat, variables: Flat, batch: Any) -> tuple[Any, Flat]:
-            away = {path: Placeholder(path) for path in in_layers}
-            model = context.blueprint.merge(parameters | away, variables, mode)
-            outputs = self._outputs(model, in_layers, variables, batch, mode)
-            told = tell(outputs, batch)
-            return told, variables | context.blueprint.variables_of(model)
+            model = context.blueprint.merge(parameters, variables, mode)
+            outputs = called(context.forward, model, variables, context.inputs(batch), mode)
+            return tell(outputs, batch), variables | context.blueprint.variables_of(model)
 
-        if in_parts:
-            return run(fetched(outside), variables, batch)
-        look = partial(self._look, variables, batch) if mode == "train" else None
-        told, changed = gather_on_use(run, stored, variables, batch, look=look)
-        for path, old in variables.items():
+        look = partial(self._look, variables, batch) if mode == "train" and context.shares else None
+        part = Part if context.side.size > 1 else lambda x: x
+        given = {p: part(x) if self._of_rows(p) else x for p, x in variables.items()}
+        with_rows = jax.tree.map(part, batch)
+        told, changed = gather_on_use(
+            run, stored, given, with_rows, side=context.side, told=context.traced.joins, look=look
+        )
+        for path, old in given.items():
             new = changed[path]
-            if new is not old and (new.shape, new.dtype) != (old.shape, old.dtype):
-                raise ValueError(
-                    f"{path} {old.shape} {old.dtype}: the model writes {new.shape} {new.dtype} to "
-                    "it. What a variable holds keeps its shape and dtype from step to step."
-                )
-        return told, changed
+            if new is not old:
+                check_written(path, *whole_shapes(context.side, (old, new)))
+        here = lambda p: (
+            context.side.of_rows if isinstance(given[p], Part) else context.side.whole_of
+        )
+        same = lambda p: changed[p] is given[p]
+        return told, {p: x if same(p) else here(p)(changed[p]) for p, x in variables.items()}
 
-    def _outputs(
-        self, model: Any, layers: dict[str, Stored], variables: Flat, batch: Any, mode: str
-    ) -> Any:
-        context, inputs = self.context, self.context.inputs(batch)
-        if context.in_parts:
-            return run_model(model, layers, inputs, context.options)
-        return called(context.forward, model, variables, inputs, mode)
+    def _of_rows(self, path: str) -> bool:
+        """Whether devices have rows of a variable."""
+        blueprint = self.context.blueprint
+        return blueprint.of_rows(path) or per_row(blueprint.variables[path])
 
     def _look(self, variables: Flat, batch: Any, jaxpr: Any, result: Any) -> None:
-        """Warn of what is the same on all devices and should differ, and the other way round."""
-        samples = self.context.samples
+        """Warn of noise that devices which share rows draw alike."""
+        samples = self.context.shares
         own = {path: self._is_own(path) for path in variables}  # of each device
         given = jax.tree.leaves((own, jax.tree.map(lambda _: True, batch)))
         found = differing(jaxpr, [False] * (len(jaxpr.invars) - len(given)) + given, samples)
         warn_of_same_noise(found.lines)
-        _, apart = jax.tree.unflatten(jax.tree.structure(result), found.outputs)
-        whole = lambda x: not jnp.issubdtype(x.dtype, jnp.inexact)
-        if in_use(self.context.mesh, BATCH_AXES):
-            mixed = [p for p, x in variables.items() if apart[p] and not own[p] and whole(x)]
-            warn_of_whole_numbers(mixed, samples)
 
     def _is_own(self, path: str) -> bool:
         """Whether each device has a variable of its own: a key, or some rows."""
@@ -271,12 +318,20 @@ def called(forward: Callable | None, model: Any, variables: Flat, inputs: Any, m
     return forward(model, inputs, **asked)
 
 
+def check_written(path: str, old: Any, new: Any) -> None:
+    """Refuse what a variable does not hold from step to step."""
+    if (new.shape, new.dtype) != (old.shape, old.dtype):
+        raise ValueError(
+            f"{path} {old.shape} {old.dtype}: the model writes {new.shape} {new.dtype} to it. What "
+            "a variable holds keeps its shape and dtype from step to step."
+        )
+
+
 def gather_rows(x: Any) -> Any:
     """Return the rows of all devices, for a loss that mixes rows (contrastive, ranking).
 
-    In a training step a loss sees the rows of its own device. This is the one differentiable
-    call that gives it all of them, on every device; outside a step it returns `x` itself. With
-    accumulate=k these are the rows of one microbatch: which rows those are depends on the mesh.
+    A loss sees the rows of all devices, as on one device, so this returns `x` itself. It is kept
+    for programs that were written when a loss had to ask for them.
 
     Args:
         x: Pytree of arrays whose first dimension has a row for each row of the batch.

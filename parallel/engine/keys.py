@@ -16,11 +16,17 @@ from jax.sharding import Mesh
 
 from hfjax.base.paths import Flat, Index
 from hfjax.parallel.engine.blueprint import LAYERS
-from hfjax.parallel.mesh import SEQUENCE_AXES, in_use, row_axes, sides
+from hfjax.parallel.mesh import SEQUENCE_AXES, in_use, row_axes, sides, size_of
 
 
 def keys_here(
-    templates: Mapping[str, Any], mesh: Mesh, variables: Flat, local_rows: int, step: Any
+    templates: Mapping[str, Any],
+    mesh: Mesh,
+    variables: Flat,
+    local_rows: int,
+    step: Any,
+    whole: bool = False,
+    dealt: bool = False,
 ) -> tuple[Callable, Flat]:
     """Return what gives the variables that hold keys on this device, and the other variables.
 
@@ -30,6 +36,9 @@ def keys_here(
         variables: What they hold in the state.
         local_rows: How many rows of the batch this device has.
         step: The number of the step.
+        whole: Keys are those of all rows of a microbatch, as one device has them; else those of
+            this device.
+        dealt: Microbatches have the rows that they have on one device.
 
     Returns:
         Function of (layer or None, number of a microbatch, its rows), and the statistics.
@@ -40,10 +49,13 @@ def keys_here(
 
     def keys(layer: Any, number: Any, rows: int) -> Flat:
         device = lax.axis_index(axes) if axes else 0
-        first = device * local_rows + number * rows
+        of_all = number * rows * size_of(axes, mesh)
+        first = of_all + device * rows if dealt else device * local_rows + number * rows
+        drawn = of_all if whole else first
         part = lax.axis_index(positions) if positions else None
         of_layer = variables_of(random, layer).items()
-        return {p: keys_for(templates[p], key, step, first, rows, part) for p, key in of_layer}
+        given = step, first, rows, part, drawn
+        return {p: keys_for(templates[p], key, *given) for p, key in of_layer}
 
     return keys, {p: v for p, v in variables.items() if p not in random}
 
@@ -58,14 +70,15 @@ def variables_of(variables: Flat, layer: Any) -> Flat:
 
 def is_random(variable: Any) -> bool:
     """Return whether a variable is the state of a random generator: any typed key is."""
-    return isinstance(variable, nnx.RngState) or _is_key(variable) or _per_row(variable)
+    return isinstance(variable, nnx.RngState) or _is_key(variable) or per_row(variable)
 
 
 def _is_key(variable: Any) -> bool:
     return jnp.issubdtype(variable.dtype, jax.dtypes.prng_key)
 
 
-def _per_row(variable: Any) -> bool:
+def per_row(variable: Any) -> bool:
+    """Return whether a variable holds one key for each row of the global batch."""
     return isinstance(variable, nnx.Variable) and bool(variable.get_metadata("per_row", False))
 
 
@@ -77,21 +90,28 @@ def differs_by_part(variable: Any, training: bool) -> bool:
     """
     held = isinstance(variable, nnx.Variable)
     by_position = held and bool(variable.get_metadata("per_position", False))
-    return by_position or (training and is_random(variable) and not _per_row(variable))
+    return by_position or (training and is_random(variable) and not per_row(variable))
 
 
 def keys_for(
-    variable: Any, key: jax.Array, step: Any, first_row: Any, rows: int, part: Any
+    variable: Any,
+    key: jax.Array,
+    step: Any,
+    first_row: Any,
+    rows: int,
+    part: Any,
+    drawn: Any = None,
 ) -> jax.Array:
     """Return what a variable holds while the rows from `first_row` (counted globally) run.
 
-    `part` is the number of this device's positions, if a mesh axis splits them.
+    `part` is the number of this device's positions, if a mesh axis splits them. A key that is not
+    one for each row is that of the row `drawn` (None: the first).
     """
-    if not (_per_row(variable) or isinstance(variable, nnx.RngKey) or _is_key(variable)):
+    if not (per_row(variable) or isinstance(variable, nnx.RngKey) or _is_key(variable)):
         return key
-    if not _per_row(variable):
+    if not per_row(variable):
         key = key if part is None else _fold(key, part)
-        return _fold(_fold(key, step), first_row)
+        return _fold(_fold(key, step), first_row if drawn is None else drawn)
     ids = first_row + lax.iota("int32", rows)
     return jax.vmap(_fold, (None, 0), key.ndim)(_fold(key, step), ids)
 

@@ -16,6 +16,7 @@ from hfjax.base.head import logits_of
 from hfjax.base.mean import Mean
 from hfjax.parallel.activation_offload import Offloaded
 from hfjax.parallel.engine.legs import Move, Sender
+from hfjax.parallel.in_parts.scope import Join
 
 Names = tuple[str | None, ...]  # the logical axes of an activation
 
@@ -226,6 +227,7 @@ class Traced:
     names: set[str] = field(default_factory=set)  # of tensors, where remat asks for names
     unread: set[str] = field(default_factory=set)  # parameters that nothing has read yet
     written: set[str] = field(default_factory=set)  # variables that the model writes to
+    joins: list[Join] = field(default_factory=list)  # what joins rows
 
     @classmethod
     def of(cls, kernels: Local, offload: Any) -> "Traced":
@@ -235,3 +237,4 @@ class Traced:
     def begin(self, parameters: Iterable[str]) -> None:
         """Begin a trace: what JAX kept of an earlier one, it must not take for this one's."""
         self.unread, self.written = set(parameters), set()
+        self.joins.clear()

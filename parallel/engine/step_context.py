@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec as P
 
@@ -25,6 +26,7 @@ from hfjax.parallel.engine.legs import Choose, Leg, by_xla, legs
 from hfjax.parallel.engine.local import Traced
 from hfjax.parallel.engine.reduce import Reduction, one_scatter_per_axis
 from hfjax.parallel.execution import Execution
+from hfjax.parallel.in_parts import Part, Side, Sum, in_parts
 from hfjax.parallel.mesh import (
     AXES,
     SEQUENCE_AXES,
@@ -88,9 +90,14 @@ class StepContext:
         return row_axes(self.mesh)
 
     @property
+    def shares(self) -> Axes:
+        """The axes whose devices have parts of the same rows."""
+        return in_use(self.mesh, SEQUENCE_AXES)
+
+    @property
     def samples(self) -> Axes:
         """The axes over which rows are split, and positions."""
-        return (*self.rows, *in_use(self.mesh, SEQUENCE_AXES))
+        return (*self.rows, *self.shares)
 
     @property
     def axes(self) -> Axes:
@@ -131,15 +138,19 @@ class StepContext:
         return lax.psum(tree, self.axes) if self.axes else tree
 
     def average(self, statistics: Flat) -> Flat:
-        """Return statistics averaged over the devices; whole numbers agree already."""
+        """Return statistics averaged over the devices; whole numbers agree already.
+
+        Of a model that is called as it is rows have been joined already, in its own program.
+        """
+        axes = tuple(a for a in self.axes if self.in_parts or a not in self.rows)
 
         def average(x: jax.Array) -> jax.Array:
-            if not self.axes:
+            if not axes:
                 return x
             if not jnp.issubdtype(x.dtype, jnp.inexact):
-                return lax.pmax(x, self.axes)
+                return lax.pmax(x, axes)
             wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-            return lax.pmean(wide, self.axes).astype(x.dtype)
+            return lax.pmean(wide, axes).astype(x.dtype)
 
         rows = self.of_rows(statistics)
         return {path: average(x) for path, x in statistics.items() if path not in rows}
@@ -164,11 +175,41 @@ class StepContext:
         """Return what the model made of its part, for whole rows and widths."""
         return self.traced.kernels.undealt(outputs)
 
+    @property
+    def side(self) -> Side:
+        """The devices that have other rows."""
+        return Side(self.rows, size_of(self.rows, self.mesh))
+
     def mean(self, outputs: Any, batch: Any) -> Mean:
-        """Return the loss of a batch."""
+        """Return this device's share of the loss, which is computed of the rows of all devices.
+
+        What a loss of hfjax's own models is given in place of logits stays as it is here: its
+        total and its weight are sums.
+        """
+        routed = getattr(self.loss, "takes_routing", False)
+        if self.side.size > 1 and not routed and not _is_opaque(outputs):
+            given = self._as_values(outputs, rows_of(batch)), jax.tree.map(Part, batch)
+            found = in_parts(self.side, self.mean_of_rows, *given, told=self.traced.joins)
+            return self.counted(self.side.shares(found))
+        return self.counted(self.mean_of_rows(outputs, batch))
+
+    def mean_of_rows(self, outputs: Any, batch: Any) -> Mean:
+        """Return the loss of a batch all of whose rows are given."""
         rows, sharers = rows_of(batch), size_of(SEQUENCE_AXES, self.mesh)
-        mean = as_mean(self.loss(outputs, batch), rows / sharers if sharers > 1 else rows)
+        return as_mean(self.loss(outputs, batch), rows / sharers if sharers > 1 else rows)
+
+    def counted(self, mean: Mean) -> Mean:
+        """Return the sums of a loss so that all devices together count them once."""
         return self.traced.kernels.counted_once(mean)
+
+    def _as_values(self, outputs: Any, rows: int) -> Any:
+        """Return outputs of this device's rows as parts; a number of its own as a share of one."""
+
+        def value(x: Any) -> Any:
+            x = jnp.asarray(x)
+            return Part(x) if x.shape[:1] == (rows,) else Sum(self.side.shares(x))
+
+        return jax.tree.map(value, outputs)
 
     # -- moving parameters and gradients --------------------------------------------------------
 
@@ -321,6 +362,12 @@ def gradients_at_moments(placed: Mapping[str, Placed]) -> dict[str, Placed]:
     """Return the placement for one microbatch: gradients go straight to where the moments are."""
     at_once = lambda p: replace(p, gradient=p.moment) if p.gradient == p.parameter else p
     return {path: at_once(p) for path, p in placed.items()}
+
+
+def _is_opaque(outputs: Any) -> bool:
+    """Return whether outputs hold what is no array: what stands for logits."""
+    arrays = jax.Array | np.ndarray | float | int
+    return any(not isinstance(x, arrays) for x in jax.tree.leaves(outputs))
 
 
 def rows_of(batch: Any) -> int:

@@ -17,7 +17,7 @@ from jax.extend.core import JaxprEqn
 from hfjax.parallel.autodiff.program import bind, body_of
 from hfjax.parallel.in_parts.kinds import Kind, Later, Part, dual, is_value, kind_of, of_kind
 from hfjax.parallel.in_parts.programs import again, body_in, found_without_devices, held, settled
-from hfjax.parallel.in_parts.scope import Scope
+from hfjax.parallel.in_parts.scope import Scope, aval_of
 
 Values = Sequence[Any]
 
@@ -100,8 +100,8 @@ def custom_vjp(scope: Scope, equation: JaxprEqn, values: Values) -> Values:
     values = _given(scope, values)
     kinds_in, arrays = list(map(kind_of, values)), list(map(held, values))
     real = [i for i, v in enumerate(equation.invars) if _is_real(v.aval)]
-    if not real:
-        return scope.run(scope, *(body_of(equation) or ()), values)
+    if not real or scope.side.size == 1:
+        return bind(equation, list(map(scope.whole, values)))
     kinds = _kinds_of_results(scope, equation, arrays, kinds_in)
     shapes = _shapes(equation.invars)
     body, constants = body_of(equation) or (None, ())
@@ -132,7 +132,7 @@ def custom_vjp(scope: Scope, equation: JaxprEqn, values: Values) -> Values:
 
     def backward(kept: Any, cotangents: Any) -> Any:
         form, shapes_kept = pullback
-        out = [v.aval for v in equation.outvars]
+        out = list(map(aval_of, equation.outvars))
         given = [i for i, y in enumerate(out) if _is_real(y)]
 
         def pull(kept: Any, some: Any) -> Any:

@@ -7,7 +7,7 @@ from jax.extend.core import JaxprEqn
 
 from hfjax.parallel.in_parts.kinds import ROWS, Cut, Made, Part, Sum
 from hfjax.parallel.in_parts.moves import is_every_row
-from hfjax.parallel.in_parts.scope import Scope
+from hfjax.parallel.in_parts.scope import Scope, aval_of
 
 Values = Sequence[Any]
 
@@ -20,7 +20,7 @@ def dynamic_slice(scope: Scope, equation: JaxprEqn, values: Values) -> Values | 
         return None
     starts = _from_zero([scope.whole(s) for s in starts], x.cut.dim)
     local = scope.side.local(sizes, x.cut)
-    return [Part(*scope.bind(equation, [x.x, *starts], slice_sizes=local), x.cut)]
+    return scope.parts(x.cut, equation, [x.x, *starts], slice_sizes=local)
 
 
 def dynamic_update_slice(scope: Scope, equation: JaxprEqn, values: Values) -> Values | None:
@@ -31,7 +31,7 @@ def dynamic_update_slice(scope: Scope, equation: JaxprEqn, values: Values) -> Va
         return None
     starts = _from_zero([scope.whole(s) for s in starts], cut.dim)
     here = [scope.part(x, cut), scope.part(update, cut), *starts]
-    return [Part(*scope.bind(equation, here), cut)]
+    return scope.parts(cut, equation, here)
 
 
 def _from_zero(starts: list, dim: int) -> list:
@@ -46,7 +46,7 @@ def gather(scope: Scope, equation: JaxprEqn, values: Values) -> Values | None:
     picked = set(numbers.collapsed_slice_dims) | set(numbers.operand_batching_dims)
     kept = [d for d in range(len(sizes)) if d not in picked]
     out_dims = [
-        d for d in range(len(equation.outvars[0].aval.shape)) if d not in numbers.offset_dims
+        d for d in range(len(aval_of(equation.outvars[0]).shape)) if d not in numbers.offset_dims
     ]
     if isinstance(x, Part):
         cut = x.cut
@@ -56,17 +56,17 @@ def gather(scope: Scope, equation: JaxprEqn, values: Values) -> Values | None:
             at = cut.moved(numbers.offset_dims[kept.index(cut.dim)])
             local = scope.side.local(sizes, cut)
             here = [x.x, scope.whole(indices)]
-            return [Part(*scope.bind(equation, here, slice_sizes=local), at)]
+            return scope.parts(at, equation, here, slice_sizes=local)
         if cut.dim in numbers.operand_batching_dims:
             which = numbers.operand_batching_dims.index(cut.dim)
             at = cut.moved(numbers.start_indices_batching_dims[which])
             here = [x.x, scope.part(indices, at)]
-            return [Part(*scope.bind(equation, here), at.moved(out_dims[at.dim]))]
+            return scope.parts(at.moved(out_dims[at.dim]), equation, here)
         own = _own_row(scope, x, indices, numbers.start_index_map)
         if own is None:
             return None
-        here = scope.bind(equation, [x.x, own.x])
-        return [Part(*here, own.cut.moved(out_dims[own.cut.dim]))]
+        at = own.cut.moved(out_dims[own.cut.dim])
+        return scope.parts(at, equation, [x.x, own.x])
     if not isinstance(indices, Part) or indices.cut.dim >= len(out_dims):
         return None
     cut = indices.cut
@@ -74,7 +74,7 @@ def gather(scope: Scope, equation: JaxprEqn, values: Values) -> Values | None:
     if cut.dim in numbers.start_indices_batching_dims:
         which = numbers.start_indices_batching_dims.index(cut.dim)
         table = scope.part(x, cut.moved(numbers.operand_batching_dims[which]))
-    return [Part(*scope.bind(equation, [table, indices.x]), cut.moved(out_dims[cut.dim]))]
+    return scope.parts(cut.moved(out_dims[cut.dim]), equation, [table, indices.x])
 
 
 def _own_row(scope: Scope, x: Part, indices: Any, index_map: Sequence[int]) -> Part | None:
@@ -111,7 +111,7 @@ def scatter(scope: Scope, equation: JaxprEqn, values: Values) -> Values | None:
 
     def written(cut: Cut, at: Cut, of_indices: Any) -> Values:
         here = [scope.part(x, cut), of_indices, scope.part(updates, at)]
-        return [Part(*scope.bind(equation, here), cut)]
+        return scope.parts(cut, equation, here)
 
     for cut in [v.cut for v in parts if v is x] + _entered(scope, updates, numbers, kept, shape):
         if cut.dim in kept and not isinstance(indices, Part):
@@ -133,7 +133,7 @@ def scatter(scope: Scope, equation: JaxprEqn, values: Values) -> Values | None:
     if cut.dim in numbers.scatter_indices_batching_dims:
         return None
     here = [scope.part(indices, cut), scope.part(updates, cut.moved(rows[cut.dim]))]
-    return [Sum(*scope.bind(equation, [scope.sum(x), *here]))]
+    return [Sum(x) for x in scope.bind(equation, [scope.sum(x), *here])]
 
 
 def _entered(scope: Scope, updates: Any, numbers: Any, kept: list, shape: tuple) -> list[Cut]:

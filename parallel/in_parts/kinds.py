@@ -12,10 +12,11 @@ Derivatives are JAX's own, since all of this is a program that JAX differentiate
 a Part is its part, that of a Same value is a Sum, and that of a Sum is Same.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -77,20 +78,19 @@ class Made:
     fixed: bool = False
 
 
-@runtime_checkable
-class Later(Protocol):
+class Later(ABC):
     """A parameter that is gathered when an equation uses it, once."""
 
     stored: Any  # a pytree, which may enter a loop or a rematerialised function
 
+    @abstractmethod
     def whole(self) -> jax.Array:
         """Return the whole parameter."""
-        ...
 
     @property
+    @abstractmethod
     def slices(self) -> bool:
         """Whether a loop may slice it before it is gathered."""
-        ...
 
 
 def kind_of(value: Any) -> Kind:
@@ -182,9 +182,7 @@ class Side:
         if wide(x).dtype == x.dtype:
             return gather(x)
         narrow = jax.custom_vjp(gather)  # its derivative is a sum
-        narrow.defvjp(
-            lambda x: (gather(x), None), lambda _, dy: (self._scatter(dy, dim),)
-        )
+        narrow.defvjp(lambda x: (gather(x), None), lambda _, dy: (self._scatter(dy, dim),))
         return narrow(x)
 
     def scattered(self, x: jax.Array, cut: Cut) -> jax.Array:
@@ -211,11 +209,28 @@ class Side:
         blocks = lax.iota(dtype, outer) * (size // outer)
         return (blocks[:, None] + here[None]).reshape(-1)
 
+    def average(self, x: jax.Array) -> jax.Array:
+        """Return the average over the devices; of whole numbers the greatest."""
+        if not jnp.issubdtype(x.dtype, jnp.inexact):
+            return self.greatest(x)
+        return (lax.psum(wide(x), self.axes) / self.size).astype(x.dtype)
+
     def shared(self, x: jax.Array) -> jax.Array:
         """Return this device's share of a whole array: the shares add up to it."""
         if jnp.issubdtype(x.dtype, jnp.inexact):
             return x / self.size
         return jnp.where(self.here == 0, x, jnp.zeros_like(x))
+
+    def shares(self, tree: Any) -> Any:
+        """Return this device's share of each value of a tree; of a part there is none."""
+        share = lambda v: v.x if isinstance(v, Sum) else self.shared(jnp.asarray(self.whole_of(v)))
+        return jax.tree.map(share, tree, is_leaf=is_value)
+
+    def of_rows(self, value: Any) -> jax.Array:
+        """Return this device's rows of a value that has a row for each row of the batch."""
+        if isinstance(value, Part) and value.cut == ROWS:
+            return value.x
+        return self.cut(jnp.asarray(self.whole_of(value)), ROWS)
 
     def agreed(self, x: jax.Array) -> jax.Array:
         """Return what the first device decides, where rounding may differ between devices."""

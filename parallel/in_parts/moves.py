@@ -15,7 +15,7 @@ from jax.extend.core import JaxprEqn
 
 from hfjax.parallel.in_parts.kinds import Cut, Made, Part, Shape, Sum
 from hfjax.parallel.in_parts.pointwise import is_fixed
-from hfjax.parallel.in_parts.scope import Scope
+from hfjax.parallel.in_parts.scope import Scope, aval_of
 
 Values = Sequence[Any]
 
@@ -39,16 +39,16 @@ class Move(NamedTuple):
 def moved(scope: Scope, equation: JaxprEqn, values: Values) -> Values | None:
     """Return what an equation of `MOVES` makes of its one operand; the rest are indices."""
     value, *rest = values
-    out = equation.outvars[0].aval
+    out = aval_of(equation.outvars[0])
     move = MOVES[equation.primitive.name](scope, equation)
     if isinstance(value, Part):
         cut = move.after(value.cut)
         if cut is None or not scope.side.divides(out.shape, cut):
             return None
         local = scope.side.local(out.shape, cut)
-        return [Part(*scope.bind(equation, [value.x, *rest], **move.sizes(local, cut)), cut)]
+        return scope.parts(cut, equation, [value.x, *rest], **move.sizes(local, cut))
     if isinstance(value, Sum) and move.linear:
-        return [Sum(*scope.bind(equation, [value.x, *rest]))]
+        return [Sum(x) for x in scope.bind(equation, [value.x, *rest])]
     larger = isinstance(value, Made) or math.prod(out.shape) > math.prod(scope.shape(value))
     if not larger or scope.cut_of(out.shape) is None:
         return scope.bind(equation, [scope.whole(value), *rest])
@@ -71,7 +71,7 @@ WHOLE = Cut(-1)  # the part of a broadcast that needs all of what enters
 
 def _broadcast(scope: Scope, equation: JaxprEqn) -> Move:
     dims, shape = equation.params["broadcast_dimensions"], equation.params["shape"]
-    before = equation.invars[0].aval.shape
+    before = aval_of(equation.invars[0]).shape
 
     def enters(cut: Cut) -> Cut:
         at = dims.index(cut.dim) if cut.dim in dims else None
@@ -92,7 +92,7 @@ def through_reshape(before: Shape, cut: Cut, after: Shape, devices: int) -> Cut 
 
 
 def _reshape(scope: Scope, equation: JaxprEqn) -> Move:
-    shape, before = equation.params["new_sizes"], equation.invars[0].aval.shape
+    shape, before = equation.params["new_sizes"], aval_of(equation.invars[0]).shape
     if equation.params["dimensions"] is not None:
         nowhere = lambda cut: None
         return Move(nowhere, nowhere, lambda local, cut: {})
@@ -108,7 +108,7 @@ def _transpose(scope: Scope, equation: JaxprEqn) -> Move:
 
 
 def _squeeze(scope: Scope, equation: JaxprEqn) -> Move:
-    ndim = len(equation.invars[0].aval.shape)
+    ndim = len(aval_of(equation.invars[0]).shape)
     left = [d for d in range(ndim) if d not in {d % ndim for d in equation.params["dimensions"]}]
     after = lambda cut: cut.moved(left.index(cut.dim)) if cut.dim in left else None
     return Move(after, lambda cut: cut.moved(left[cut.dim]), lambda local, cut: {})
@@ -122,7 +122,7 @@ def _rev(scope: Scope, equation: JaxprEqn) -> Move:
 def _slice(scope: Scope, equation: JaxprEqn) -> Move:
     start, stop = equation.params["start_indices"], equation.params["limit_indices"]
     strides = equation.params["strides"] or (1,) * len(start)
-    whole, devices = equation.invars[0].aval.shape, scope.side.size
+    whole, devices = aval_of(equation.invars[0]).shape, scope.side.size
 
     def after(cut: Cut) -> Cut | None:
         d, size = cut.dim, whole[cut.dim]
@@ -159,7 +159,8 @@ MOVES: dict[str, Callable[[Scope, JaxprEqn], Move]] = {
 
 def iota(scope: Scope, equation: JaxprEqn, values: Values) -> Values:
     """Return numbers that are made for the part that is asked for."""
-    shape, dim, out = equation.params["shape"], equation.params["dimension"], equation.outvars[0]
+    shape, dim = equation.params["shape"], equation.params["dimension"]
+    out = aval_of(equation.outvars[0])
 
     def make(scope: Scope, cut: Cut | None) -> Any:
         if cut is None:
@@ -167,12 +168,12 @@ def iota(scope: Scope, equation: JaxprEqn, values: Values) -> Values:
         local = scope.side.local(shape, cut)
         if cut.dim != dim:
             return scope.bind(equation, values, shape=local)[0]
-        numbers = scope.side.numbers(shape[dim], cut.outer).astype(out.aval.dtype)
+        numbers = scope.side.numbers(shape[dim], cut.outer).astype(out.dtype)
         return lax.broadcast_in_dim(numbers, local, (dim,))
 
     if scope.cut_of(shape) is None:
         return scope.bind(equation, values)
-    return [Made(out.aval.shape, out.aval.dtype, make, fixed=True)]
+    return [Made(out.shape, out.dtype, make, fixed=True)]
 
 
 def concatenate(scope: Scope, equation: JaxprEqn, values: Values) -> Values | None:
@@ -180,11 +181,11 @@ def concatenate(scope: Scope, equation: JaxprEqn, values: Values) -> Values | No
     dim, parts = equation.params["dimension"], [v for v in values if isinstance(v, Part)]
     if not parts:
         if any(isinstance(v, Sum) for v in values):
-            return [Sum(*scope.bind(equation, list(map(scope.sum, values))))]
+            return [Sum(x) for x in scope.bind(equation, list(map(scope.sum, values)))]
         return [_joined(scope, equation, values)]
     cut = parts[0].cut
     if cut.dim != dim:
-        found = Part(*scope.bind(equation, [scope.part(v, cut) for v in values]), cut)
+        (found,) = scope.parts(cut, equation, [scope.part(v, cut) for v in values])
         scope.pieces[id(found)] = (found, values)
         return [found]
     block = scope.shape(parts[0])[dim] // cut.outer
@@ -195,12 +196,12 @@ def concatenate(scope: Scope, equation: JaxprEqn, values: Values) -> Values | No
     if any(isinstance(v, Part) and v.cut != c for v, c in zip(values, cuts, strict=True)):
         return None
     here = [scope.part(v, c) for v, c in zip(values, cuts, strict=True)]
-    return [Part(*scope.bind(equation, here), Cut(dim, sum(sizes) // block))]
+    return scope.parts(Cut(dim, sum(sizes) // block), equation, here)
 
 
 def _joined(scope: Scope, equation: JaxprEqn, values: Values) -> Any:
     """Return what is concatenated when it is asked for, if some of it is not made yet."""
-    out, dim = equation.outvars[0].aval, equation.params["dimension"]
+    out, dim = aval_of(equation.outvars[0]), equation.params["dimension"]
     if not any(isinstance(v, Made) for v in values) or scope.cut_of(out.shape) is None:
         return scope.bind(equation, list(map(scope.whole, values)))[0]
 
@@ -220,7 +221,7 @@ def pad(scope: Scope, equation: JaxprEqn, values: Values) -> Values | None:
     x, filling = values
     if not isinstance(x, Part) or any(equation.params["padding_config"][x.cut.dim]):
         return None
-    return [Part(*scope.bind(equation, [x.x, scope.whole(filling)]), x.cut)]
+    return scope.parts(x.cut, equation, [x.x, scope.whole(filling)])
 
 
 def split(scope: Scope, equation: JaxprEqn, values: Values) -> Values | None:

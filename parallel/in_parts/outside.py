@@ -5,12 +5,11 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
-from jax.core import DropVar
-from jax.extend.core import JaxprEqn
+from jax.extend.core import DropVar, JaxprEqn
 
 from hfjax.parallel.in_parts.kinds import Part, Sum
 from hfjax.parallel.in_parts.programs import held
-from hfjax.parallel.in_parts.scope import Scope
+from hfjax.parallel.in_parts.scope import Join, Scope, aval_of
 
 Values = Sequence[Any]
 
@@ -36,7 +35,7 @@ def collective(scope: Scope, equation: JaxprEqn, values: Values) -> Values | Non
         return None
     scope.told.append(_alone(scope, equation))
     if name == "axis_index":
-        return [jnp.zeros((), equation.outvars[0].aval.dtype)]
+        return [jnp.zeros((), aval_of(equation.outvars[0]).dtype)]
     if name == "ppermute":
         return values
     if name == "all_gather":
@@ -58,16 +57,20 @@ COLLECTIVES = (*_SUMS, "axis_index", "ppermute", "all_gather", "all_to_all", "re
 
 
 def _alone(scope: Scope, equation: JaxprEqn) -> Any:
-    from hfjax.parallel.in_parts.scope import Join  # noqa: PLC0415
 
     return Join(scope.line, equation.primitive.name, "alone", 0, scope.times)
 
 
 def _elsewhere(scope: Scope, equation: JaxprEqn, values: Values, **sizes: Any) -> Values:
     linear = equation.primitive.name not in ("pmax", "pmin")
-    given = [v if isinstance(v, Part) or (linear and isinstance(v, Sum)) else scope.whole(v) for v in values]
+    given = [
+        v if isinstance(v, Part) or (linear and isinstance(v, Sum)) else scope.whole(v)
+        for v in values
+    ]
     found = scope.bind(equation, list(map(held, given)), **sizes)
-    again = lambda x, v: Part(x, v.cut) if isinstance(v, Part) else Sum(x) if isinstance(v, Sum) else x
+    again = lambda x, v: (
+        Part(x, v.cut) if isinstance(v, Part) else Sum(x) if isinstance(v, Sum) else x
+    )
     return [again(x, v) for x, v in zip(found, given, strict=True)]
 
 
@@ -89,7 +92,7 @@ def callback(scope: Scope, equation: JaxprEqn, values: Values) -> Values:
             "several devices it would be called once on each, in any order. Use "
             "jax.pure_callback, or give the value with the batch."
         )
-    nothing = lambda: [jnp.zeros(v.aval.shape, v.aval.dtype) for v in equation.outvars]
+    nothing = lambda: [jnp.zeros(y.shape, y.dtype) for y in map(aval_of, equation.outvars)]
     called = lambda: list(scope.bind(equation, given))
     return lax.cond(scope.side.here == 0, called, nothing)
 

@@ -3,12 +3,12 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jax.extend.core import JaxprEqn
 
 from hfjax.parallel.in_parts.kinds import Cut, Made, Part, Sum, is_value
-from hfjax.parallel.in_parts.scope import Scope
+from hfjax.parallel.in_parts.scope import Scope, aval_of
 
 Values = Sequence[Any]
 
@@ -48,7 +48,7 @@ def pointwise(scope: Scope, equation: JaxprEqn, values: Values) -> Values:
 
 def _put_off(scope: Scope, equation: JaxprEqn, values: Values) -> Values:
     """Return what is made of values when it is asked for."""
-    if scope.cut_of(equation.outvars[0].aval.shape) is None:
+    if scope.cut_of(aval_of(equation.outvars[0]).shape) is None:
         return scope.bind(equation, list(map(scope.whole, values)))
 
     def make(number: int) -> Callable:
@@ -60,7 +60,8 @@ def _put_off(scope: Scope, equation: JaxprEqn, values: Values) -> Values:
 
     fixed = all(is_fixed(v) for v in values)
     return [
-        Made(v.aval.shape, v.aval.dtype, make(i), fixed) for i, v in enumerate(equation.outvars)
+        Made(out.shape, out.dtype, make(i), fixed)
+        for i, out in enumerate(map(aval_of, equation.outvars))
     ]
 
 
@@ -71,7 +72,7 @@ def is_fixed(value: Any) -> bool:
 
 def known(x: Any) -> bool:
     """Return whether a number is known while the program is traced."""
-    return not isinstance(x, jax.core.Tracer) and not is_value(x)
+    return not isinstance(x, Tracer) and not is_value(x)
 
 
 def _in_sums(scope: Scope, equation: JaxprEqn, name: str, values: Values) -> Values | None:
@@ -92,7 +93,7 @@ def _in_sums(scope: Scope, equation: JaxprEqn, name: str, values: Values) -> Val
         if scope.is_whole(kept):  # both were completed, or are one
             return None
         return bind(whole, kept.x) if first else bind(kept.x, whole)
-    real = jnp.issubdtype(equation.outvars[0].aval.dtype, jnp.inexact)
+    real = jnp.issubdtype(aval_of(equation.outvars[0]).dtype, jnp.inexact)
     if name == "div" and real and isinstance(values[0], Sum) and not scope.is_whole(values[0]):
         return bind(values[0].x, scope.whole(values[1]))
     if name == "select_n" and not isinstance(values[0], Sum):
@@ -102,9 +103,11 @@ def _in_sums(scope: Scope, equation: JaxprEqn, name: str, values: Values) -> Val
 
 def keeps(equation: JaxprEqn) -> bool:
     """Return whether a conversion of a sum's terms is that of the sum."""
-    old, new = equation.invars[0].aval.dtype, equation.outvars[0].aval.dtype
+    old, new = aval_of(equation.invars[0]).dtype, aval_of(equation.outvars[0]).dtype
     if not jnp.issubdtype(new, jnp.inexact):
-        return jnp.issubdtype(old, jnp.integer) and jnp.issubdtype(new, jnp.integer) and (
-            new.itemsize >= old.itemsize
+        return (
+            jnp.issubdtype(old, jnp.integer)
+            and jnp.issubdtype(new, jnp.integer)
+            and (new.itemsize >= old.itemsize)
         )
     return not jnp.issubdtype(old, jnp.inexact) or new.itemsize >= old.itemsize

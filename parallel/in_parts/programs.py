@@ -64,19 +64,22 @@ def again(arrays: Sequence[Any], kinds: Sequence[Kind]) -> list[Any]:
 
 
 def found_without_devices(
-    scope: Scope, body: Body, arrays: Sequence[Any], kinds: Sequence[Kind]
+    scope: Scope, body: Body, arrays: Sequence[Any], kinds: Sequence[Kind], more: Any = ()
 ) -> tuple[list[Kind], list[Join]]:
-    """Return the kinds of what a program returns, and what joins rows in it."""
+    """Return the kinds of what a program returns, and what joins rows in it.
+
+    `body(scope, values, *more)` is given values of these kinds, and trees of arrays besides.
+    """
     told: list[Join] = []
     found: list[Kind] = []
 
-    def run(arrays: Sequence[Any]) -> list[Any]:
+    def run(arrays: Sequence[Any], more: Any) -> list[Any]:
         inner = scope.inside(told=told)
-        values = [inner.dealt(v) for v in body(inner, again(arrays, kinds))]
+        values = list(map(inner.settled, body(inner, again(arrays, kinds), *more)))
         found[:] = map(kind_of, values)
         return list(map(held, values))
 
-    jax.eval_shape(run, arrays)
+    jax.eval_shape(run, list(arrays), more)
     return found, told
 
 
@@ -94,7 +97,7 @@ def _either(kinds: set[Kind]) -> Kind:
 
 def remat(scope: Scope, equation: JaxprEqn, values: Values) -> Values:
     """Run inside, by the policy that is given: what is gathered there is gathered again."""
-    values = [v if isinstance(v, Later) else w for v, w in zip(values, _settle(scope, values))]
+    values = [v if isinstance(v, Later) else settled(scope, [v])[0] for v in values]
     is_later = [isinstance(v, Later) for v in values]
     kinds_in = [None if late else kind_of(v) for v, late in zip(values, is_later, strict=True)]
     kinds: list[Kind] = []
@@ -116,15 +119,13 @@ def remat(scope: Scope, equation: JaxprEqn, values: Values) -> Values:
     return again(jax.checkpoint(run, **options)(*arrays), kinds)
 
 
-def _settle(scope: Scope, values: Values) -> list[Any]:
-    return [v if isinstance(v, Later) else w for v in values for w in settled(scope, [v])]
-
-
 def scan(scope: Scope, equation: JaxprEqn, values: Values) -> Values | None:
     """Run a loop: over rows, if nothing is carried, each device its own; else all on all."""
     n_consts, n_carry = parts_of_scan(equation)
     jaxpr, constants = _body(equation)
-    consts = settled(scope, [scope.whole(v) if isinstance(v, Later) else v for v in values[:n_consts]])
+    consts = settled(
+        scope, [scope.whole(v) if isinstance(v, Later) else v for v in values[:n_consts]]
+    )
     first, sliced = values[n_consts : n_consts + n_carry], list(values[n_consts + n_carry :])
     first = [scope.whole(v) if isinstance(v, Later) else v for v in first]
     if any(isinstance(v, Part) and v.cut.dim == 0 for v in sliced):
@@ -132,7 +133,7 @@ def scan(scope: Scope, equation: JaxprEqn, values: Values) -> Values | None:
         if mapped is not None:
             return mapped
         sliced = [_whole_rows(scope, v) for v in sliced]
-    scope.tell_split([v for v in sliced if isinstance(v, Later)])
+    scope.watch([v for v in sliced if isinstance(v, Later)])
     sliced = [_sliced(scope, v) for v in sliced]
     kinds_of_consts = list(map(kind_of, consts))
     of_slices = [
@@ -222,16 +223,16 @@ def _carried(scope: Scope, body: Callable, first: Values, slices: Sequence[Any])
     """Return the kinds of what a loop carries: (scope, carry, slices) -> carry keeps them."""
     kinds = [SAME if isinstance(v, Sum) else kind_of(v) for v in first]
     fixed: set[int] = set()  # those that were tried in another kind, and came back the same
-    shapes = [scope.shape(v) for v in first]
-    dtypes = [v.dtype if hasattr(v, "dtype") else jnp.asarray(held(v)).dtype for v in map(_x, first)]
+
+    def local(value: Any, kind: Kind) -> jax.ShapeDtypeStruct:
+        shape, x = scope.shape(value), value if isinstance(value, Made) else held(value)
+        return jax.ShapeDtypeStruct(
+            scope.side.local(shape, kind) if isinstance(kind, Cut) else shape, x.dtype
+        )
+
     while True:
-        local = [
-            jax.ShapeDtypeStruct(scope.side.local(s, k) if isinstance(k, Cut) else s, dtype)
-            for s, k, dtype in zip(shapes, kinds, dtypes, strict=True)
-        ]
-        count, now = len(first), list(kinds)
-        run = lambda inner, values: body(inner, values[:count], [v for v in values[count:]])
-        found, _ = _abstract(scope, run, local, now, slices)
+        arrays = [local(v, k) for v, k in zip(first, kinds, strict=True)]
+        found, _ = found_without_devices(scope, body, arrays, kinds, (list(slices),))
         new = [
             k if i in fixed else _next(k, after, i, fixed)
             for i, (k, after) in enumerate(zip(kinds, found, strict=True))
@@ -239,27 +240,6 @@ def _carried(scope: Scope, body: Callable, first: Values, slices: Sequence[Any])
         if new == kinds:
             return kinds
         kinds = new
-
-
-def _x(value: Any) -> Any:
-    return value.x if isinstance(value, Part | Sum) else value
-
-
-def _abstract(
-    scope: Scope, run: Callable, local: Sequence[Any], kinds: Sequence[Kind], slices: Sequence[Any]
-) -> tuple[list[Kind], list[Join]]:
-    found: list[Kind] = []
-    told: list[Join] = []
-
-    def once(carry: list, slices: list) -> list:
-        inner = scope.inside(told=told)
-        values = run(inner, [*again(carry, kinds), *slices])
-        values = [inner.whole(v) if isinstance(v, Later) else inner.dealt(v) for v in values]
-        found[:] = map(kind_of, values)
-        return list(map(held, values))
-
-    jax.eval_shape(once, list(local), list(slices))
-    return found, told
 
 
 def _next(kind: Kind, found: Kind, number: int, fixed: set[int]) -> Kind:

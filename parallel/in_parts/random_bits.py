@@ -11,7 +11,7 @@ from jax.extend.core import JaxprEqn
 from jax.extend.random import threefry2x32_p
 
 from hfjax.parallel.in_parts.kinds import Cut, Made, Part
-from hfjax.parallel.in_parts.scope import Scope
+from hfjax.parallel.in_parts.scope import Scope, aval_of
 
 Values = Sequence[Any]
 _COUNTERS = 2**32  # beyond, a counter has a high word
@@ -19,9 +19,9 @@ _COUNTERS = 2**32  # beyond, a counter has a high word
 
 def random_bits(scope: Scope, equation: JaxprEqn, values: Values) -> Values:
     """Return bits: of keys that are split, or bits that are drawn for the part asked for."""
-    (keys,), out = values, equation.outvars[0].aval
+    (keys,), out = values, aval_of(equation.outvars[0])
     if isinstance(keys, Part):
-        return [Part(*scope.bind(equation, [keys.x]), keys.cut)]
+        return scope.parts(keys.cut, equation, [keys.x])
     ndim, whole = len(scope.shape(keys)), scope.whole(keys)
     bits, shape = equation.params["bit_width"], equation.params["shape"]
     if scope.cut_of(out.shape) is None:
@@ -34,7 +34,9 @@ def random_bits(scope: Scope, equation: JaxprEqn, values: Values) -> Values:
         if cut is None or not counts:
             found = scope.bind(equation, [whole])[0]
             return found if cut is None else scope.side.cut(found, cut)
-        return _drawn(scope, whole, shape, cut, bits)
+        found = _drawn(scope, whole, shape, cut, bits)
+        scope.tell("draw", found)
+        return found
 
     return [Made(out.shape, out.dtype, make)]
 
@@ -57,7 +59,7 @@ def _drawn(scope: Scope, key: Any, shape: tuple, cut: Cut, bits: int) -> jax.Arr
     first, second = jax.random.key_data(key)
     zero = number * 0  # all operands vary alike: under vmap too
     high, low = threefry2x32_p.bind(first + zero, second + zero, zero, number)
-    if bits == 64:  # noqa: PLR2004
+    if bits == 64:
         return lax.shift_left(high.astype("uint64"), jnp.uint64(32)) | low.astype("uint64")
     return (high ^ low).astype(f"uint{bits}")
 
@@ -67,7 +69,7 @@ def of_keys(scope: Scope, equation: JaxprEqn, values: Values) -> Values | None:
     (keys,) = values
     if not isinstance(keys, Part):
         return None
-    return [Part(*scope.bind(equation, [keys.x]), keys.cut)]
+    return scope.parts(keys.cut, equation, [keys.x])
 
 
 def wrapped(scope: Scope, equation: JaxprEqn, values: Values) -> Values | None:
@@ -75,7 +77,7 @@ def wrapped(scope: Scope, equation: JaxprEqn, values: Values) -> Values | None:
     (words,) = values
     if not isinstance(words, Part) or words.cut.dim == words.x.ndim - 1:
         return None
-    return [Part(*scope.bind(equation, [words.x]), words.cut)]
+    return scope.parts(words.cut, equation, [words.x])
 
 
 RULES: dict[str, Callable] = {

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import JaxprEqn
 
-from hfjax.parallel.in_parts.kinds import Cut, Part, Sum
+from hfjax.parallel.in_parts.kinds import Part, Sum
 from hfjax.parallel.in_parts.scope import Scope
 
 Values = Sequence[Any]
@@ -20,15 +20,15 @@ def reduction(scope: Scope, equation: JaxprEqn, values: Values) -> Values | None
     value = scope.dealt(value)
     name = equation.primitive.name
     if isinstance(value, Sum) and name == "reduce_sum":
-        return [Sum(*scope.bind(equation, [value.x]))]
+        return [Sum(x) for x in scope.bind(equation, [value.x])]
     if not isinstance(value, Part):
         return scope.bind(equation, [scope.whole(value)])
     cut = value.cut
     if cut.dim not in axes:
         left = cut.dim - sum(a < cut.dim for a in axes)
-        return [Part(*scope.bind(equation, [value.x]), cut.moved(left))]
+        return scope.parts(cut.moved(left), equation, [value.x])
     if name == "reduce_sum":
-        return [Sum(*scope.bind(equation, [value.x]))]
+        return [Sum(x) for x in scope.bind(equation, [value.x])]
     over = _OVER.get(name)
     if over is None:
         return None
@@ -97,7 +97,7 @@ def cumulative(scope: Scope, equation: JaxprEqn, values: Values) -> Values | Non
     (value,) = values
     axis, name = equation.params["axis"], equation.primitive.name
     if isinstance(value, Sum) and name == "cumsum":
-        return [Sum(*scope.bind(equation, [value.x]))]
+        return [Sum(x) for x in scope.bind(equation, [value.x])]
     if not isinstance(value, Part):
         return scope.bind(equation, [scope.whole(value)])
     (here,) = scope.bind(equation, [value.x])
@@ -167,11 +167,10 @@ def convolution(scope: Scope, equation: JaxprEqn, values: Values) -> Values | No
     if groups != 1 or not isinstance(x, Part):
         return None
     if x.cut.dim == of_x[0]:
-        found = scope.bind(equation, [x.x, scope.whole(kernel)])
-        return [Part(*found, x.cut.moved(of_out[0]))]
+        return scope.parts(x.cut.moved(of_out[0]), equation, [x.x, scope.whole(kernel)])
     if x.cut.dim == of_x[1] and equation.params["feature_group_count"] == 1:
         here = scope.part(kernel, x.cut.moved(of_kernel[1]))
-        return [Sum(*scope.bind(equation, [x.x, here]))]
+        return [Sum(x) for x in scope.bind(equation, [x.x, here])]
     return None
 
 

@@ -5,6 +5,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.extend import source_info_util
 from jax.extend.core import JaxprEqn, Literal
 
@@ -12,15 +13,17 @@ from hfjax.parallel.autodiff.program import needed
 from hfjax.parallel.in_parts import indexing, moves, outside, random_bits, reductions
 from hfjax.parallel.in_parts.derivatives import custom_jvp, custom_vjp
 from hfjax.parallel.in_parts.kinds import Cut, Later, Made, Part, Side, Sum, is_value
+from hfjax.parallel.in_parts.named_calls import recording
 from hfjax.parallel.in_parts.pointwise import POINTWISE, pointwise
 from hfjax.parallel.in_parts.programs import call, cond, remat, scan, while_loop
 from hfjax.parallel.in_parts.scope import Join, Scope
 
 Values = Sequence[Any]
 
+CALLS = ("jit", "pjit", "closed_call", "core_call")
 # Rules of programs: a parameter that is not gathered yet may enter.
 PROGRAMS: dict[str, Callable] = {
-    **dict.fromkeys(("jit", "pjit", "closed_call", "core_call"), call),
+    **dict.fromkeys(CALLS, call),
     **dict.fromkeys(("checkpoint", "remat", "remat2"), remat),
     "scan": scan,
     "while": while_loop,
@@ -77,8 +80,11 @@ def results(scope: Scope, equation: JaxprEqn, values: Values) -> Sequence[Any]:
     name = equation.primitive.name
     scope.equation, scope.known = equation, True
     rule = RULES.get(name)
+    if name in CALLS and equation.params.get("name") in scope.calls:
+        return list(scope.calls[equation.params["name"]](scope, equation, values))
     special = any(is_value(v) or isinstance(v, Made | Later) for v in values)
-    if not special and name not in MAKING and name not in PROGRAMS:
+    plain = scope.side.size == 1 or (name not in MAKING and name not in PROGRAMS)
+    if plain and not special:
         return scope.bind(equation, values)
     if name not in PROGRAMS:
         values = [scope.whole(v) if isinstance(v, Later) else v for v in values]
@@ -118,18 +124,38 @@ def in_parts(
     Returns:
         A tree of arrays, `Part` and `Sum`.
     """
-    leaves, form = jax.tree.flatten(arguments, is_leaf=is_value)
-    scope = Scope(side, [] if told is None else told, set(), run)
-    scope.sizes.update(scope.shape(v)[v.cut.dim] for v in leaves if isinstance(v, Part))
-    whole = [_whole(scope, v) for v in leaves]
-    alone = [(axis, 1) for axis in side.axes]
-    traced, result = jax.make_jaxpr(function, axis_env=alone, return_shape=True)(
-        *jax.tree.unflatten(form, whole)
-    )
+    leaves = jax.tree.leaves(arguments, is_leaf=is_value)
+    with recording() as calls:
+        traced, result = traced_whole(side, function, *whole_shapes(side, arguments))
+    scope = scope_of(side, [] if told is None else told, leaves, calls=calls)
     found = run(scope, traced.jaxpr, traced.consts, leaves)
-    return jax.tree.unflatten(jax.tree.structure(result), [scope.dealt(v) for v in found])
+    return jax.tree.unflatten(jax.tree.structure(result), list(map(scope.settled, found)))
 
 
-def _whole(scope: Scope, value: Any) -> jax.ShapeDtypeStruct:
-    x = value.x if isinstance(value, Part | Sum) else value
-    return jax.ShapeDtypeStruct(scope.shape(value), x.dtype)
+def scope_of(side: Side, told: list[Join], values: Values, **more: Any) -> Scope:
+    """Return the scope of a program that is given these values."""
+    scope = Scope(side, told, set(), run, **more)
+    scope.sizes.update(scope.shape(v)[v.cut.dim] for v in values if isinstance(v, Part))
+    return scope
+
+
+def traced_whole(side: Side, function: Callable, *shapes: Any) -> tuple[Any, Any]:
+    """Return the program of a function of whole arrays, and the shapes of what it returns.
+
+    A collective of the user's own, over an axis along which rows are split, sees one device.
+    """
+    alone = [(axis, 1) for axis in side.axes]
+    return jax.make_jaxpr(function, axis_env=alone, return_shape=True)(*shapes)
+
+
+def whole_shapes(side: Side, tree: Any) -> Any:
+    """Return the shapes of the whole of each value of a tree."""
+
+    def whole(value: Any) -> jax.ShapeDtypeStruct:
+        if isinstance(value, Part):
+            shape = side.whole_shape(value.x.shape, value.cut)
+            return jax.ShapeDtypeStruct(shape, value.x.dtype)
+        x = value.x if isinstance(value, Sum) else value
+        return jax.ShapeDtypeStruct(jnp.shape(x), x.dtype)
+
+    return jax.tree.map(whole, tree, is_leaf=is_value)

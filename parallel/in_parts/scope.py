@@ -5,8 +5,8 @@ since what is made in one may not be used outside of it.
 """
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -25,7 +25,8 @@ class Join:
     Attributes:
         line: Where the user's program joins them.
         operation: JAX's name of the operation.
-        how: "sum", "greatest", "least", "gather" or "alone" (a collective that sees one device).
+        how: "sum", "greatest", "least", "gather"; "draw" (a part of random numbers for all rows);
+            "alone" (a collective of the user's own that sees one device).
         bytes: The size of what is made: of a sum, or of the whole that is gathered.
         times: How often in each run of the program.
         known: Whether a rule asks for it; else everything is gathered since no rule knows better.
@@ -37,6 +38,14 @@ class Join:
     bytes: int
     times: int = 1
     known: bool = True
+
+
+def _none_later(stored: Any) -> Any:
+    raise AssertionError(f"{stored}: no parameter is to be gathered later")
+
+
+def _ignore(values: Sequence[Any]) -> None:
+    """Take no note of parameters that a loop is to slice."""
 
 
 @dataclass
@@ -51,6 +60,9 @@ class Scope:
         equation: The one that is being run.
         times: How often this program runs.
         known: Whether a rule knows the equation.
+        later: Makes of what is stored of a parameter the parameter, to be gathered later.
+        watch: Is told which parameters a loop is to slice.
+        calls: Rules of calls that are known by their name.
         pieces: Of a value that was concatenated along a dimension that is not split: of what.
     """
 
@@ -61,13 +73,16 @@ class Scope:
     equation: JaxprEqn | None = None
     times: int = 1
     known: bool = True
+    later: Callable = _none_later
+    watch: Callable = _ignore
+    calls: Mapping[str, Callable] = field(default_factory=dict)
     pieces: dict[int, tuple[Any, Sequence[Any]]] = field(default_factory=dict)
     _done: dict[int, tuple[Any, dict]] = field(default_factory=dict)
 
     def inside(self, times: int = 1, told: list[Join] | None = None) -> "Scope":
         """Return the scope of a program inside, which runs so often each time."""
         told = self.told if told is None else told
-        return Scope(self.side, told, self.sizes, self.run, self.equation, self.times * times)
+        return replace(self, told=told, times=self.times * times, known=True, pieces={}, _done={})
 
     # -- values as they are wanted ---------------------------------------------------------------
 
@@ -121,6 +136,12 @@ class Scope:
         cut = self.cut_of(value.shape)
         return self.whole(value) if cut is None else Part(self.part(value, cut), cut)
 
+    def settled(self, value: Any) -> Any:
+        """Return a value as an array, a `Part` or a `Sum`."""
+        if isinstance(value, Part | Sum):
+            return value
+        return self.dealt(value) if isinstance(value, Made) else jnp.asarray(self.whole(value))
+
     def cut_of(self, shape: Shape) -> Cut | None:
         """Return a cut of the first dimension that has the size of one that was split."""
         fits = (d for d, n in enumerate(shape) if n in self.sizes and n % self.side.size == 0)
@@ -167,6 +188,12 @@ class Scope:
             equation = equation.replace(params={**equation.params, **sizes})
         return bind(equation, values)
 
+    def parts(
+        self, cut: Cut, equation: JaxprEqn, values: Sequence[Any], **sizes: Any
+    ) -> list[Part]:
+        """Return what an equation gives for these arrays as parts that are cut so."""
+        return [Part(x, cut) for x in self.bind(equation, values, **sizes)]
+
     def tell(self, how: str, x: Any) -> None:
         """Take note that rows were joined."""
         name = self.equation.primitive.name if self.equation else "result"
@@ -178,7 +205,13 @@ class Scope:
         return source_info_util.summarize(self.equation.source_info) if self.equation else ""
 
 
+def aval_of(variable: Any) -> Any:
+    """Return shape and dtype of a variable of a program."""
+    return variable.aval
+
+
 def bytes_of(x: Any) -> int:
     """Return the bytes of an array."""
-    each = x.dtype.itemsize if not jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended) else 16
+    is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+    each = 4 * 4 if is_key else x.dtype.itemsize
     return math.prod(x.shape) * each

@@ -1,0 +1,138 @@
+"""Calls that a program keeps by name while it is traced: they run by a rule of their own.
+
+`own_rows` is one: a part of a model that runs on each device's own rows.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import JaxprEqn
+
+from hfjax.parallel.autodiff.program import body_of
+from hfjax.parallel.in_parts.kinds import Cut, Later, Made, Part, Sum, is_value
+from hfjax.parallel.in_parts.scope import Scope
+
+_CALLS: ContextVar[dict[str, "NamedCall"] | None] = ContextVar("named calls", default=None)
+
+
+@contextmanager
+def recording() -> Iterator[dict[str, "NamedCall"]]:
+    """Record the named calls of what is traced meanwhile."""
+    calls: dict[str, NamedCall] = {}
+    before = _CALLS.set(calls)
+    try:
+        yield calls
+    finally:
+        _CALLS.reset(before)
+
+
+def is_recording() -> bool:
+    """Return whether a program is being traced that will be run in parts."""
+    return _CALLS.get() is not None
+
+
+@dataclass(frozen=True)
+class NamedCall:
+    """A call that was recorded.
+
+    Attributes:
+        rule: (call, scope, arguments) -> results: trees of values. It may run `call.inside`.
+        function: What was called, of trees of arrays.
+        arguments: Their form.
+        results: The form of what it returned.
+    """
+
+    rule: Callable
+    function: Callable
+    arguments: Any
+    results: Any
+
+    def __call__(self, scope: Scope, equation: JaxprEqn, values: Sequence[Any]) -> Sequence[Any]:
+        """Return what the call makes of values."""
+        body = body_of(equation)
+        assert body is not None
+        if len(values) != self.arguments.num_leaves:  # that of its derivative
+            return scope.run(scope, *body, values)
+        found = self.rule(self, scope, body, self.arguments.unflatten(values))
+        return jax.tree.leaves(found, is_leaf=is_value)
+
+
+def named(rule: Callable, function: Callable) -> Callable:
+    """Return a function of trees of arrays that is kept by name in the program being traced."""
+    calls = _CALLS.get()
+    assert calls is not None
+
+    def run(*arguments: Any) -> Any:
+        leaves, form = jax.tree.flatten(arguments)
+        results: Any = None
+
+        def flat(*leaves: Any) -> list[Any]:
+            nonlocal results
+            found, results = jax.tree.flatten(function(*form.unflatten(leaves)))
+            return found
+
+        flat.__name__ = f"named_{len(calls)}"
+        found = jax.jit(flat)(*leaves)
+        calls[flat.__name__] = NamedCall(rule, function, form, results)
+        return results.unflatten(found)
+
+    return run
+
+
+def own_rows(function: Callable) -> Callable:
+    """Return the function run on each device's own rows, where devices have some each.
+
+    What it returns with a row for each row it is given is split as they are. Whatever else it
+    returns is averaged over the devices (of whole numbers the greatest is taken), so it depends on
+    the mesh. Outside of a step it is the function itself.
+
+    Args:
+        function: Of trees of arrays; it closes over no array that depends on the batch.
+
+    Example:
+        >>> import hfjax, jax.numpy as jnp
+        >>> centred = hfjax.own_rows(lambda x: x - x.mean(0))
+        >>> centred(jnp.array([[1.0], [3.0]])).tolist()
+        [[-1.0], [1.0]]
+    """
+
+    def alone(*arguments: Any) -> Any:  # what it calls runs on the same rows
+        before = _CALLS.set(None)
+        try:
+            return function(*arguments)
+        finally:
+            _CALLS.reset(before)
+
+    def run(*arguments: Any) -> Any:
+        return (named(_on_own_rows, alone) if is_recording() else function)(*arguments)
+
+    return run
+
+
+def _on_own_rows(call: NamedCall, scope: Scope, body: Any, arguments: Any) -> Any:
+    """Run a function on what is here: the rule of `own_rows`."""
+    leaves, form = jax.tree.flatten(arguments, is_leaf=_is_leaf)
+    settled = (scope.whole(v) if isinstance(v, Sum) else scope.settled(v) for v in leaves)
+    given = form.unflatten([v.x if isinstance(v, Part) else v for v in settled])
+    found = call.function(*given)
+    jaxpr, _ = body
+    pairs = zip(jax.tree.leaves(found), jaxpr.outvars, strict=True)
+    return [_joined(scope, jnp.asarray(x), v.aval.shape) for x, v in pairs]
+
+
+def _is_leaf(value: Any) -> bool:
+    return is_value(value) or isinstance(value, Made | Later)
+
+
+def _joined(scope: Scope, x: jax.Array, whole: tuple[int, ...]) -> Any:
+    """Return what devices have made of their rows as a value of the whole."""
+    split = [d for d, (n, m) in enumerate(zip(x.shape, whole, strict=True)) if n != m]
+    if split:
+        return Part(x, Cut(split[0]))
+    scope.tell("sum", x)
+    return scope.side.average(x)
