@@ -127,6 +127,8 @@ def _slice(scope: Scope, equation: JaxprEqn) -> Move:
     def after(cut: Cut) -> Cut | None:
         d, size = cut.dim, whole[cut.dim]
         block, each = size // cut.outer, size // cut.outer // devices
+        if stop[d] == start[d] or not each:
+            return None
         if strides[d] == 1 and start[d] % block == 0 and stop[d] % block == 0:
             return Cut(d, (stop[d] - start[d]) // block)
         count = -(-(stop[d] - start[d]) // strides[d])
@@ -147,6 +149,14 @@ def _slice(scope: Scope, equation: JaxprEqn) -> Move:
     return Move(after, before, sizes)
 
 
+def _tile(scope: Scope, equation: JaxprEqn) -> Move:
+    times = equation.params["reps"]
+    before = lambda cut: cut if times[cut.dim] == 1 else None
+    return Move(
+        lambda cut: Cut(cut.dim, cut.outer * times[cut.dim]), before, lambda local, cut: {}, False
+    )
+
+
 MOVES: dict[str, Callable[[Scope, JaxprEqn], Move]] = {
     "broadcast_in_dim": _broadcast,
     "reshape": _reshape,
@@ -154,6 +164,7 @@ MOVES: dict[str, Callable[[Scope, JaxprEqn], Move]] = {
     "squeeze": _squeeze,
     "rev": _rev,
     "slice": _slice,
+    "tile": _tile,
 }
 
 
@@ -189,6 +200,7 @@ def concatenate(scope: Scope, equation: JaxprEqn, values: Values) -> Values | No
         scope.pieces[id(found)] = (found, values)
         return [found]
     block = scope.shape(parts[0])[dim] // cut.outer
+    values = [v for v in values if scope.shape(v)[dim]]
     sizes = [scope.shape(v)[dim] for v in values]
     if any(size % block for size in sizes):
         return None
@@ -197,6 +209,25 @@ def concatenate(scope: Scope, equation: JaxprEqn, values: Values) -> Values | No
         return None
     here = [scope.part(v, c) for v, c in zip(values, cuts, strict=True)]
     return scope.parts(Cut(dim, sum(sizes) // block), equation, here)
+
+
+def stack(scope: Scope, equation: JaxprEqn, values: Values) -> Values:
+    """Stack parts beside each other, along a new dimension."""
+    axis, cut = equation.params["axis"], next((v.cut for v in values if isinstance(v, Part)), None)
+    if cut is None:
+        if any(isinstance(v, Sum) for v in values):
+            return [Sum(x) for x in scope.bind(equation, list(map(scope.sum, values)))]
+        return scope.bind(equation, list(map(scope.whole, values)))
+    at = cut.moved(cut.dim + (axis <= cut.dim))
+    return scope.parts(at, equation, [scope.part(v, cut) for v in values])
+
+
+def unstack(scope: Scope, equation: JaxprEqn, values: Values) -> Values | None:
+    """Take what was stacked apart, along another dimension than the split one."""
+    (x,), axis = values, equation.params["axis"]
+    if not isinstance(x, Part) or x.cut.dim == axis:
+        return None
+    return scope.parts(x.cut.moved(x.cut.dim - (axis < x.cut.dim)), equation, [x.x])
 
 
 def _joined(scope: Scope, equation: JaxprEqn, values: Values) -> Any:
@@ -233,7 +264,7 @@ def split(scope: Scope, equation: JaxprEqn, values: Values) -> Values | None:
         return [Part(piece, x.cut) for piece in scope.bind(equation, [x.x])]
     block = scope.shape(x)[axis] // x.cut.outer
     sizes = equation.params["sizes"]
-    if any(size % block for size in sizes):
+    if any(size % block or not size for size in sizes):
         return None
     here = tuple(size // scope.side.size for size in sizes)
     pieces = scope.bind(equation, [x.x], sizes=here)

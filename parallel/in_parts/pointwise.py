@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jax.extend.core import JaxprEqn
 
-from hfjax.parallel.in_parts.kinds import Cut, Made, Part, Sum, is_value
+from hfjax.parallel.in_parts.kinds import Cut, Made, Part, Sum, is_value, kind_of, of_kind
 from hfjax.parallel.in_parts.scope import Scope, aval_of
 
 Values = Sequence[Any]
@@ -16,8 +16,8 @@ POINTWISE = frozenset(
     """abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e
     bitcast_convert_type cbrt ceil clamp clz complex conj convert_element_type copy copy_p cos cosh
     digamma div eq eq_to erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igamma_grad_a igammac
-    imag integer_pow is_finite le le_to lgamma log log1p logistic lt lt_to max min mul name ne neg
-    nextafter not optimization_barrier or polygamma population_count pow random_fold_in
+    imag integer_pow is_finite le le_to lgamma log log1p log2 logistic lt lt_to max min mul mulhi name ne neg
+    nextafter not one_minus_square or polygamma population_count pow random_fold_in
     random_gamma_grad real reduce_precision regularized_incomplete_beta rem round rsqrt select_n
     sharding_constraint shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt
     square stop_gradient sub tan tanh threefry2x32 xor zeta""".split()
@@ -44,6 +44,13 @@ def pointwise(scope: Scope, equation: JaxprEqn, values: Values) -> Values:
             scope, equation, [scope.whole(v) if isinstance(v, Sum) else v for v in values]
         )
     return scope.bind(equation, list(map(scope.whole, values)))
+
+
+def barrier(scope: Scope, equation: JaxprEqn, values: Values) -> Values:
+    """Hold values back together, each as it is here."""
+    given = list(map(scope.settled, values))
+    found = scope.bind(equation, [v.x if is_value(v) else v for v in given])
+    return [of_kind(x, kind_of(v)) for x, v in zip(found, given, strict=True)]
 
 
 def _put_off(scope: Scope, equation: JaxprEqn, values: Values) -> Values:
@@ -80,9 +87,6 @@ def _in_sums(scope: Scope, equation: JaxprEqn, name: str, values: Values) -> Val
     bind = lambda *arrays: [Sum(x) for x in scope.bind(equation, arrays)]
     if name in _LINEAR or (name == "convert_element_type" and keeps(equation)):
         return bind(values[0].x)
-    if name == "optimization_barrier":
-        found = scope.bind(equation, [v.x if is_value(v) else scope.whole(v) for v in values])
-        return [Sum(x) if isinstance(v, Sum) else x for x, v in zip(found, values, strict=True)]
     if name in _ADDS:
         return bind(*map(scope.sum, values))
     if name == "mul":

@@ -271,15 +271,30 @@ def while_loop(scope: Scope, equation: JaxprEqn, values: Values) -> Values:
     def condition(arrays: list) -> Any:
         inner = scope.inside()
         (found,) = go(inner, [*of_cond, *again(arrays, kinds)])
+        if inner.shape(found):  # of a loop for each entry, as vmap makes it
+            here = held(inner.settled(found)).any()
+            return scope.side.greatest(here) if isinstance(found, Part) else here
         found = inner.whole(found)
         return scope.side.agreed(found) if told else found
 
     def step(arrays: list) -> list:
         inner = scope.inside()
-        out = do(inner, [*of_body, *again(arrays, kinds)])
-        return [inner.as_kind(v, k) for v, k in zip(out, kinds, strict=True)]
+        values = again(arrays, kinds)
+        out = do(inner, [*of_body, *values])
+        new = [inner.as_kind(v, k) for v, k in zip(out, kinds, strict=True)]
+        (on,) = go(inner, [*of_cond, *values])
+        if not inner.shape(on):
+            return new
+        return [_where(inner, on, x, y, k) for x, y, k in zip(new, arrays, kinds, strict=True)]
 
     return again(lax.while_loop(condition, step, start), kinds)
+
+
+def _where(scope: Scope, on: Any, new: Any, old: Any, kind: Kind) -> jax.Array:
+    """Return what goes on where a loop does, of leading dimensions."""
+    split = isinstance(kind, Cut) and kind.dim < len(scope.shape(on))
+    here = scope.as_kind(on, kind if split else SAME)
+    return jnp.where(here.reshape(*here.shape, *[1] * (new.ndim - here.ndim)), new, old)
 
 
 def cond(scope: Scope, equation: JaxprEqn, values: Values) -> Values:

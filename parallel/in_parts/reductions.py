@@ -60,13 +60,10 @@ def _extreme(scope: Scope, equation: JaxprEqn, value: Part) -> Any:
     return extreme(value.x)
 
 
-def _logical(scope: Scope, equation: JaxprEqn, value: Part) -> Any:
-    complete = scope.side.greatest if equation.primitive.name == "reduce_or" else scope.side.least
-    return complete(scope.bind(equation, [value.x])[0])
-
-
-def _product(scope: Scope, equation: JaxprEqn, value: Part) -> Any:
-    return scope.side.stacked(scope.bind(equation, [value.x])[0]).prod(0)
+def _of_each(scope: Scope, equation: JaxprEqn, value: Part) -> Any:
+    """Reduce what each device makes of its own: a product, or bits."""
+    here = scope.side.stacked(scope.bind(equation, [value.x])[0])
+    return scope.bind(equation, [here], axes=(0,))[0]
 
 
 def _position(scope: Scope, equation: JaxprEqn, value: Part) -> Any:
@@ -84,9 +81,10 @@ def _position(scope: Scope, equation: JaxprEqn, value: Part) -> Any:
 _OVER: dict[str, tuple[str, Callable]] = {
     "reduce_max": ("greatest", _extreme),
     "reduce_min": ("least", _extreme),
-    "reduce_or": ("greatest", _logical),
-    "reduce_and": ("least", _logical),
-    "reduce_prod": ("gather", _product),
+    "reduce_or": ("gather", _of_each),
+    "reduce_and": ("gather", _of_each),
+    "reduce_xor": ("gather", _of_each),
+    "reduce_prod": ("gather", _of_each),
     "argmax": ("greatest", _position),
     "argmin": ("least", _position),
 }

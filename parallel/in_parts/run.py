@@ -14,13 +14,13 @@ from hfjax.parallel.in_parts import indexing, moves, outside, random_bits, reduc
 from hfjax.parallel.in_parts.derivatives import custom_jvp, custom_vjp
 from hfjax.parallel.in_parts.kinds import Cut, Later, Made, Part, Side, Sum, is_value
 from hfjax.parallel.in_parts.named_calls import recording
-from hfjax.parallel.in_parts.pointwise import POINTWISE, pointwise
+from hfjax.parallel.in_parts.pointwise import POINTWISE, barrier, pointwise
 from hfjax.parallel.in_parts.programs import call, cond, remat, scan, while_loop
 from hfjax.parallel.in_parts.scope import Join, Scope
 
 Values = Sequence[Any]
 
-CALLS = ("jit", "pjit", "closed_call", "core_call")
+CALLS = ("jit", "pjit", "closed_call", "core_call", "composite")
 # Rules of programs: a parameter that is not gathered yet may enter.
 PROGRAMS: dict[str, Callable] = {
     **dict.fromkeys(CALLS, call),
@@ -41,7 +41,10 @@ MAKING: dict[str, Callable] = {
 RULES: dict[str, Callable] = {
     **dict.fromkeys(POINTWISE, pointwise),
     **dict.fromkeys(moves.MOVES, moves.moved),
+    "optimization_barrier": barrier,
     "concatenate": moves.concatenate,
+    "stack": moves.stack,
+    "unstack": moves.unstack,
     "pad": moves.pad,
     "split": moves.split,
     **reductions.RULES,
