@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
+from hfjax.base.keywords import is_whole
 from hfjax.base.paths import Tree
 from hfjax.parallel.execution import Execution
 from hfjax.parallel.mesh import ROW_AXIS, batch_axes, describe_mesh, sides
@@ -66,7 +67,7 @@ def _put(mesh: Mesh, mine: np.ndarray, part: Fraction) -> jax.Array:
 
 def on_devices(layout: Layout, batch: Any, microbatches: int = 1) -> Any:
     """Return a batch as a step takes it: on its devices, and the same in all that share rows."""
-    if not is_placed(layout.mesh, batch):
+    if not jax.tree.leaves(batch) or not is_placed(layout.mesh, batch):
         batch = shard_batch(layout, batch, microbatches)
     check_same_rows(layout.mesh, batch)
     return batch
@@ -91,6 +92,10 @@ def rows_of_process(layout: Layout, rows: int) -> np.ndarray:
         >>> hfjax.rows_of_process(layout, 8).tolist()  # of one process: all
         [0, 1, 2, 3, 4, 5, 6, 7]
     """
+    if not is_whole(rows, 1):
+        raise ValueError(
+            f"rows_of_process: rows={rows!r}; a whole number, at least 1, is expected."
+        )
     check_batch(layout, jax.ShapeDtypeStruct((rows,), "int32"), 1)
     split = NamedSharding(layout.mesh, P(batch_axes(layout.mesh))).addressable_devices_indices_map(
         (rows,)
@@ -105,6 +110,8 @@ def check_batch(layout: Layout, batch: Any, microbatches: int, part: Fraction | 
     The whole one has `part` times as many rows as this.
     """
     check_layout(layout)
+    if not is_whole(microbatches, 1):
+        raise ValueError(f"microbatches={microbatches!r}: a whole number, at least 1, is expected.")
     leaves = jax.tree.leaves(batch)
     if not all(hasattr(x, "shape") for x in leaves):
         raise ValueError(

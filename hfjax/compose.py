@@ -102,12 +102,12 @@ def update_of(made_of: Ingredients, seen: Local | None = None) -> Update:
 
 def data_plane(made_of: Ingredients, seen: Local | None = None) -> Plane:
     """Return what runs the model forward and backward."""
-    layout, run, table = made_of.layout, made_of.run, made_of.table
+    layout, run, table, stored = made_of.layout, made_of.run, made_of.table, made_of.layout.storage
     if table is not None:
         context = context_of(made_of, seen, kept=True, whole=True)
-        unlike = layout.packed and partial(HeterogeneousModel, packed=layout.packed)
-        assert layout.arrangement is not None
-        return PipelinePlane(context, layout.arrangement, compile_table(table), unlike)
+        unlike = stored.packed and partial(HeterogeneousModel, packed=stored.packed)
+        assert stored.arrangement is not None
+        return PipelinePlane(context, stored.arrangement, compile_table(table), unlike)
     if layout.hosted.parameters and layout.blueprint.three_parts and not layout.forward:
         return LayerwisePlane(context_of(made_of, seen, run.accumulate == 1, kept=True))
     return AutodiffPlane(context_of(made_of, seen, run.accumulate == 1, whole=True))
@@ -138,7 +138,7 @@ def handed(made_of: Ingredients) -> Local:
     if sides(layout.mesh):
         return OnGrid(asked, layout.mesh, layout.strategy.parameters, kernels.without_logits)
     if in_use(layout.mesh, SEQUENCE_AXES):
-        no_ring = table and no_permutes(table, bool(layout.packed), run.remat)
+        no_ring = table and no_permutes(table, bool(layout.storage.packed), run.remat)
         return OnSharedRows(asked, kernels, run.context, no_ring)
     return WithKernels(asked, kernels)
 

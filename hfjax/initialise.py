@@ -33,7 +33,7 @@ from hfjax.parallel.memory import (
 )
 from hfjax.parallel.mesh import describe_mesh, platform_of
 from hfjax.plan.check_state import check_layout
-from hfjax.plan.layout import Layout, State
+from hfjax.plan.layout import Layout, State, begun
 from hfjax.plan.on_stages import on_stages
 from hfjax.plan.rearrange import parameters_of, stored
 
@@ -168,7 +168,7 @@ def _begun(layout: Layout, seed: Any, params: Flat) -> State:
     shardings = replace(layout.shardings(), params=None)
 
     def beside(seed: Any, params: Flat) -> State:
-        made = layout.begun(layout.blueprint.create(seed), to_device(params))
+        made = begun(layout, layout.blueprint.create(seed), to_device(params))
         return jax.tree.map(_in_memory, replace(made, params=None), shardings)
 
     state = jax.jit(beside, out_shardings=of_results(shardings))(seed, params)

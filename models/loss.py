@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from hfjax.base.head import countable
 from hfjax.base.mean import Mean
 from hfjax.models.parts import position_in_document
 from hfjax.pallas_kernels.handing import Projection, takes_projection
@@ -29,10 +30,11 @@ def next_tokens(batch: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
     """
     if "targets" in batch:
         return dict(batch)
-    tokens = batch["tokens"]
+    tokens = countable(batch["tokens"])
     _check_tokens(tokens)
     made = {**batch, "tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
     if "documents" in batch:
+        _check_documents(batch["documents"], tokens)
         made["documents"] = documents = batch["documents"][:, :-1]
         made["positions"] = position_in_document(documents)
     return made
@@ -46,6 +48,15 @@ def _check_tokens(tokens: jax.Array) -> None:
         raise ValueError(
             f"tokens of shape {list(tokens.shape)}: [rows, positions] are expected, of two or "
             "more positions, since each token predicts the next."
+        )
+
+
+def _check_documents(documents: jax.Array, tokens: jax.Array) -> None:
+    """Refuse what are no numbers of the documents that tokens belong to."""
+    if documents.shape != tokens.shape or not jnp.issubdtype(documents.dtype, jnp.integer):
+        raise ValueError(
+            f"documents {documents.dtype}{list(documents.shape)} beside tokens "
+            f"{list(tokens.shape)}: the whole number of its document is expected for each token."
         )
 
 
@@ -64,11 +75,17 @@ def token_losses(
     outputs: jax.Array | Projection, batch: Mapping[str, jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
     """Return the cross entropy of each next token and what it weighs, [B, S] both."""
-    targets = batch["targets"] if "targets" in batch else batch["tokens"][:, 1:]
+    targets = countable(batch["targets"] if "targets" in batch else batch["tokens"][:, 1:])
     made = isinstance(outputs, Projection)
     losses = outputs.losses(targets) if made else _of_logits(outputs, targets)
-    mask = batch.get("mask", jnp.ones_like(losses)).astype(losses.dtype) * (targets >= 0)
-    return losses, mask
+    mask = batch.get("mask", jnp.ones_like(losses))
+    fits = mask.shape in (targets.shape, (len(targets), 1))  # one weight for a row, too
+    if not fits or jnp.issubdtype(mask.dtype, jnp.complexfloating):
+        raise ValueError(
+            f"mask {mask.dtype}{list(mask.shape)} beside targets {list(targets.shape)}: what each "
+            "of them weighs is expected, true and false or a number."
+        )
+    return losses, mask.astype(losses.dtype) * (targets >= 0)
 
 
 def _of_logits(logits_BSV: jax.Array, targets_BS: jax.Array) -> jax.Array:

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,7 @@ from flax import nnx
 from hfjax.base.head import logits_of, project
 from hfjax.models.bernoulli import part_of_bernoulli
 
+T = TypeVar("T")
 Axes = tuple[str | None, ...]
 
 STREAM = ("batch", "seq", None)  # the residual stream, norms and dropout: the sequence may be split
@@ -55,7 +56,7 @@ class Anywhere:
     places_activations = True  # a layout puts its own function in place of this one
 
     def __call__(self, x: jax.Array, names: Axes, gradient: Axes | None = None) -> jax.Array:
-        """Return x as it is; in a layout, x where the strategy's row of `activations` says.
+        """Return x as it is; in a layout, x where the strategy's rule of `activations` says.
 
         Args:
             x: An activation.
@@ -141,7 +142,7 @@ class Plain:
         """
         return length
 
-    def sum_over_row(self, x: Any) -> Any:
+    def sum_over_row(self, x: jax.Array) -> jax.Array:
         """Return sums of positions here, added to those of devices that share the rows.
 
         Args:
@@ -149,7 +150,7 @@ class Plain:
         """
         return x
 
-    def sum_over_batch(self, x: Any) -> Any:
+    def sum_over_batch(self, x: jax.Array) -> jax.Array:
         """Return sums of rows here, added to those of all devices that have others.
 
         Args:
@@ -202,7 +203,7 @@ class Plain:
         """
         return logits() if logits else logits_of(anywhere, x_BSD, kernel_VD, vocab)
 
-    def mixed(self, mix: Callable[[], Any], left_out: Callable[[], Any]) -> Any:
+    def mixed(self, mix: Callable[[], T], left_out: Callable[[], T]) -> T:
         """Return what a mixture of experts makes of its tokens.
 
         Args:

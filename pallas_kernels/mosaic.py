@@ -1,13 +1,12 @@
 """Kernels of Mosaic GPU (Pallas for Hopper), spelled in one way: `kernel` launches a body."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
 from hfjax.base.varying import alike, varying
@@ -50,24 +49,6 @@ def tiled(dtype: DTypeLike, columns: int | None = None) -> tuple:
     size = jnp.dtype(dtype).itemsize
     columns = columns or SWIZZLE // size
     return (plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(columns * size))
-
-
-def in_place(body: Callable, out: Any, scratch: Mapping[str, Any], **launch: Any) -> Callable:
-    """Return a function that runs `body(*inputs, *outputs, **scratch)` on refs.
-
-    An input that is a `jax.new_ref` is updated in place: XLA is told that it is an output too.
-    Within a `jax.shard_map` that takes check_vma=False. `plgpu.kernel` cannot do that on jax
-    0.10.2.
-    """
-    name = getattr(body, "__name__", None) or body.func.__name__  # pyright: ignore
-    # A body that never reads what another thread wrote needs no barrier around its stores.
-    params = plgpu.CompilerParams(unsafe_no_auto_barriers=launch.pop("without_barriers", False))
-
-    def scoped(*refs: Any) -> None:
-        pl.run_scoped(partial(body, *refs), **scratch)
-
-    how = {"mesh": plgpu.Mesh(**launch), "compiler_params": params, "name": name}
-    return pl.kernel(scoped, out_type=out, interpret=interpreter or False, **how)
 
 
 def root(x: jax.Array) -> jax.Array:

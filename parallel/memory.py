@@ -17,44 +17,44 @@ from hfjax.parallel.mesh import describe_mesh
 
 KIND = "pinned_host"
 Key = TypeVar("Key", int, str)
-ROWS = ("moments", "master", "parameters")  # what of a state may lie on the host
+KEPT = ("moments", "master", "parameters")  # what of a state may lie on the host
 
 
-def memory_rows(rows: Mapping[str, Any]) -> Mapping[str, str | float]:
-    """Return the rows of a strategy's column `memory`, checked.
+def memory_rules(rules: Mapping[str, Any]) -> Mapping[str, str | float]:
+    """Return the rules of a strategy's column `memory`, checked.
 
-    >>> dict(memory_rows({"moments": 1.0, "master": "host"}))
+    >>> dict(memory_rules({"moments": 1.0, "master": "host"}))
     {'moments': 'host', 'master': 'host'}
     """
     tidy: dict[str, str | float] = {}
-    for row, where in rows.items():
-        if row not in ROWS:
-            raise ValueError(f"memory row {row!r}: one of {', '.join(ROWS)}.")
-        tidy[row] = _memory_of(row, where)
+    for rule, where in rules.items():
+        if rule not in KEPT:
+            raise ValueError(f"memory row {rule!r}: one of {', '.join(KEPT)}.")
+        tidy[rule] = _memory_of(rule, where)
     return MappingProxyType(tidy)
 
 
-def _memory_of(row: str, where: Any) -> str | float:
+def _memory_of(rule: str, where: Any) -> str | float:
     if where in ("host", "device"):
         return where
     number = isinstance(where, int | float) and not isinstance(where, bool)
-    if row == "moments" and number and 0 <= where <= 1:
+    if rule == "moments" and number and 0 <= where <= 1:
         return "device" if where == 0 else "host" if where == 1 else float(where)
     if number:
         raise ValueError(
-            f"memory row {row} -> {where!r}: "
+            f"memory row {rule} -> {where!r}: "
             + (
                 "the share of the moments' bytes that lies on the host is from 0 to 1."
-                if row == "moments"
-                else f'only moments can be shared out; {row} are on the "host" or the "device".'
+                if rule == "moments"
+                else f'only moments can be shared out; {rule} are on the "host" or the "device".'
             )
         )
-    share = ", or a share of the bytes from 0 (device) to 1 (host)" if row == "moments" else ""
-    raise ValueError(f'memory row {row} -> {where!r}: "host" or "device"{share}.')
+    share = ", or a share of the bytes from 0 (device) to 1 (host)" if rule == "moments" else ""
+    raise ValueError(f'memory row {rule} -> {where!r}: "host" or "device"{share}.')
 
 
 def show_memory(where: str | float) -> str:
-    """Return a row of the column `memory` as people read it.
+    """Return a rule of the column `memory` as people read it.
 
     >>> show_memory(0.25)
     '25% host'
@@ -103,7 +103,7 @@ def one_by_one(change: Callable, tree: Tree, *rest: Any) -> Any:
     return form.unflatten(new)
 
 
-def is_on_host(x: Any) -> bool:
+def is_on_host(x: object) -> bool:
     """Return whether an array, or what stands for one in a trace, lies in host memory."""
     return getattr(jax.typeof(x), "memory_space", None) == jax.memory.Space.Host
 

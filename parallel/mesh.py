@@ -183,7 +183,7 @@ def batch_axes(mesh: Mesh) -> tuple[str, ...]:
 
 
 def off(mesh: Mesh) -> set[str]:
-    """Return the axes of size 1 that a row `*` leaves out: those that most meshes have no use for.
+    """Return the axes of size 1 that a rule `*` leaves out: those that most meshes have no use for.
 
     >>> import hfjax
     >>> sorted(off(hfjax.make_mesh(data=4, context=2)))

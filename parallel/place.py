@@ -16,7 +16,7 @@ Names = tuple[str | None, ...]  # of an activation's dimensions
 
 @dataclass(frozen=True, eq=False)
 class Placer:
-    """Puts an activation where the strategy's rows say; one on each mesh and strategy."""
+    """Puts an activation where the strategy's rules say; one on each mesh and strategy."""
 
     mesh: Mesh
     strategy: Strategy
@@ -27,13 +27,13 @@ class Placer:
 
     def axes(self, name: str | None) -> Axes:
         """Return the tensor axes that split a named dimension of activations."""
-        rows = self.strategy.activations.get(name or "", ())
-        return tuple(axis for axis in partitioned(self.mesh) if axis in rows)
+        axes = self.strategy.activations.get(name or "", ())
+        return tuple(axis for axis in partitioned(self.mesh) if axis in axes)
 
     def put(self, x: jax.Array, names: Names) -> jax.Array:
         """Return x, constrained."""
-        rows = [self.strategy.activations.get(name or "", ()) for name in names]
-        return lax.with_sharding_constraint(x, auto_part(P(*rows)))
+        split = [self.strategy.activations.get(name or "", ()) for name in names]
+        return lax.with_sharding_constraint(x, auto_part(P(*split)))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))

@@ -1,4 +1,4 @@
-"""From rows to PartitionSpecs: where each dimension of one array lies, and every refusal."""
+"""From rules to PartitionSpecs: where each dimension of one array lies, and every refusal."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -27,7 +27,7 @@ from hfjax.parallel.mesh import (
     stays_by_name,
     stays_split,
 )
-from hfjax.parallel.strategy import Axes, Rows, Strategy
+from hfjax.parallel.strategy import Axes, Rules, Strategy
 
 Dims = tuple[tuple[int, Axes], ...]  # (dimension, mesh axes); dimensions count from the end
 
@@ -140,17 +140,17 @@ class Array:
         return math.prod(n for n, name in zip(self.shape, self.axes, strict=True) if name != STACK)
 
 
-def place(array: Array, rows: Rows, mesh: Mesh, smallest: float = 0, base: P | None = None) -> P:
-    """Return the spec that `rows` give an array, on top of `base`."""
+def place(array: Array, rules: Rules, mesh: Mesh, smallest: float = 0, base: P | None = None) -> P:
+    """Return the spec that `rules` give an array, on top of `base`."""
     entries = entries_of(base or P(), len(array.shape))
     for dim, name in enumerate(array.axes):
-        entries[dim] += tuple(a for a in rows.get(name or "", ()) if a not in entries[dim])
+        entries[dim] += tuple(a for a in rules.get(name or "", ()) if a not in entries[dim])
     spec = _spec(entries)
     check_spec(array, spec, mesh)
-    if "*" not in rows or array.layer_size < smallest:
+    if "*" not in rules or array.layer_size < smallest:
         return spec
     used = {axis for entry in entries for axis in entry}
-    free = tuple(axis for axis in rows["*"] if axis not in used | off(mesh))
+    free = tuple(axis for axis in rules["*"] if axis not in used | off(mesh))
     return _place_anywhere(array, entries, free, mesh)
 
 
@@ -164,7 +164,7 @@ def _place_anywhere(array: Array, entries: list[Axes], axes: Axes, mesh: Mesh) -
     for dim, (length, name) in enumerate(zip(array.shape, array.axes, strict=True)):
         free = joins.issuperset(entries[dim]) and name != STACK
         stays = name is not None and any(MEANING[a].stays == name for a in axes)
-        free = free and not stays  # for what stays a row has to say so by name
+        free = free and not stays  # for what stays a rule has to say so by name
         if axes and free and length and length % size_of((*entries[dim], *axes), mesh) == 0:
             entries[dim] += axes
             break

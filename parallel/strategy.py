@@ -3,12 +3,12 @@
 Why logical axes? A model knows what its dimensions mean ("embed", "mlp", "heads", "vocab") but not
 on which devices it will run. A strategy knows the devices but no model. So the model names its
 dimensions once, and the table says which mesh axes split a dimension of that name. One model runs
-under every strategy, one strategy fits every model, and switching is editing a row.
+under every strategy, one strategy fits every model, and switching is editing a rule.
 
 Columns: `parameters`, `gradients` and `moments` of the optimizer, `activations`. ZeRO stages are
-nothing but columns: rows of `gradients` and `moments` come on top of the parameter's own placement.
-The row `*` means the first free dimension that divides. The column `memory` maps parts of the state
-to host memory: `moments -> host`.
+nothing but columns: the rules of `gradients` and `moments` come on top of the parameter's own
+placement. The rule `*` means the first free dimension that divides. The column `memory` maps parts
+of the state to host memory: `moments -> host`.
 """
 
 import math
@@ -19,18 +19,18 @@ from types import MappingProxyType
 from typing import Any, NoReturn
 
 from hfjax.base.keywords import check_keywords, is_real, known_fields
-from hfjax.parallel.memory import memory_rows, show_memory
+from hfjax.parallel.memory import memory_rules, show_memory
 from hfjax.parallel.mesh import AXES, BATCH_AXES, EXPERTS, ROW_AXIS, SAMPLE_AXES, SEQUENCE_AXES
 
 Axes = tuple[str, ...]  # mesh axes of one dimension, major to minor; () is "on no axis"
-Rows = Mapping[str, Axes]
+Rules = Mapping[str, Axes]
 SMALL = 2**14  # norms and biases of most models are smaller, their matrices larger
 COLUMNS = ("parameters", "gradients", "moments", "activations")
 TABLE = (*COLUMNS, "memory")
 
 
-def _rows(rows: Mapping[str, str | Axes]) -> Rows:
-    tidy = {name: (axes,) if isinstance(axes, str) else tuple(axes) for name, axes in rows.items()}
+def _rules(rules: Mapping[str, str | Axes]) -> Rules:
+    tidy = {name: (axes,) if isinstance(axes, str) else tuple(axes) for name, axes in rules.items()}
     for name, axes in tidy.items():
         for axis in axes:
             if axis not in AXES:
@@ -45,7 +45,7 @@ def _rows(rows: Mapping[str, str | Axes]) -> Rows:
 class Strategy:
     """A placement: where each kind of tensor lies. Plain data: print it, edit it, combine with `|`.
 
-    Each column is {logical axis: mesh axis, or several}. The row `*` stands for the first free
+    Each column is {logical axis: mesh axis, or several}. The rule `*` stands for the first free
     dimension that divides.
 
     Attributes:
@@ -57,9 +57,9 @@ class Strategy:
         activations: Where rows, heads, the sequence and the like of activations lie.
         memory: What the host keeps: moments, master or parameters -> "host" or "device"; of
             moments also the share of their bytes from 0 to 1.
-        replicate_below: Arrays with fewer elements in a layer ignore the row `*`; 0: none do,
+        replicate_below: Arrays with fewer elements in a layer ignore the rule `*`; 0: none do,
             math.inf: all. None: 2**14.
-        joined: The strategies that `|` joined; () for one that is no union, or whose rows changed.
+        joined: The strategies that `|` joined; () for one that is no union, or whose rules changed.
 
     Example:
         >>> import hfjax
@@ -73,13 +73,13 @@ class Strategy:
     moments: Mapping[str, Any] = field(default_factory=dict)
     activations: Mapping[str, Any] = field(default_factory=dict)
     memory: Mapping[str, Any] = field(default_factory=dict)  # moments, master, parameters -> host
-    replicate_below: float | None = None  # smaller arrays ignore the row *; None: SMALL elements
+    replicate_below: float | None = None  # smaller arrays ignore the rule *; None: SMALL elements
     joined: tuple["Strategy", ...] = field(default=(), repr=False, compare=False)
 
     def __post_init__(self):
         for column in COLUMNS:
-            object.__setattr__(self, column, _rows(getattr(self, column)))
-        object.__setattr__(self, "memory", memory_rows(self.memory))
+            object.__setattr__(self, column, _rules(getattr(self, column)))
+        object.__setattr__(self, "memory", memory_rules(self.memory))
         if self.gradients.get("*") == () and len(self.gradients) > 1:
             raise ValueError(
                 f"{self.name}: gradients row * -> whole stands alone, found {dict(self.gradients)}."
@@ -96,7 +96,7 @@ class Strategy:
         return hash((self.name, self.replicate_below))
 
     def __or__(self, other: "Strategy") -> "Strategy":
-        """Return both tables in one; a row that both set differently is refused."""
+        """Return both tables in one; a rule that both set differently is refused."""
         columns = {column: self._merge(other, column) for column in TABLE}
         sizes = {s.replicate_below for s in (self, other) if s.replicate_below is not None}
         if len(sizes) > 1:
@@ -112,7 +112,7 @@ class Strategy:
 
     @property
     def smallest(self) -> float:
-        """The number of elements of a layer from which an array obeys the row `*`."""
+        """The number of elements of a layer from which an array obeys the rule `*`."""
         return SMALL if self.replicate_below is None else self.replicate_below
 
     @property
@@ -128,18 +128,18 @@ class Strategy:
         (('context', 'expert', 'fsdp', 'data'), ())
         """
         columns = (getattr(self, column) for column in COLUMNS)
-        rows = [axes for rows in columns for name, axes in rows.items() if name != "batch"]
-        return tuple(dict.fromkeys(axis for axes in rows for axis in axes))
+        split = [axes for rules in columns for name, axes in rules.items() if name != "batch"]
+        return tuple(dict.fromkeys(axis for axes in split for axis in axes))
 
     def _merge(self, other: "Strategy", column: str) -> dict[str, Any]:
         show = show_memory if column == "memory" else _show_axes
         mine, theirs = getattr(self, column), getattr(other, column)
-        for row in mine.keys() & theirs.keys():
-            if mine[row] != theirs[row]:
+        for rule in mine.keys() & theirs.keys():
+            if mine[rule] != theirs[rule]:
                 raise ValueError(
-                    f"{self.name} | {other.name}: both place {column} row {row!r}: "
-                    f"{self.name} says {show(mine[row])}, "
-                    f"{other.name} says {show(theirs[row])}. "
+                    f"{self.name} | {other.name}: both place {column} row {rule!r}: "
+                    f"{self.name} says {show(mine[rule])}, "
+                    f"{other.name} says {show(theirs[rule])}. "
                     "Keep one of them, or build a Strategy with the row you mean."
                 )
         return {**mine, **theirs}
@@ -148,8 +148,8 @@ class Strategy:
         """Return a copy with some fields changed.
 
         Args:
-            changes: Fields by name. Rows given for a column (`parameters={"embed": "fsdp"}`) are
-                added to its rows, or replace them; other fields (`name`, `replicate_below`) are
+            changes: Fields by name. Rules given for a column (`parameters={"embed": "fsdp"}`) are
+                added to its rules, or replace them; other fields (`name`, `replicate_below`) are
                 replaced.
 
         Example:
@@ -168,7 +168,7 @@ class Strategy:
             name: {**getattr(self, name), **value} if name in TABLE else value
             for name, value in changes.items()
         }
-        if changes.keys() & set(COLUMNS):  # with rows of its own it is no longer their union
+        if changes.keys() & set(COLUMNS):  # with rules of its own it is no longer their union
             merged["joined"] = ()
         return replace(self, **merged)
 
@@ -181,14 +181,14 @@ class Strategy:
         return "\n".join(lines)
 
     def _shown(self, column: str) -> str:
-        """Return the rows of a column; gradients and moments are split as what they belong to."""
-        rows = getattr(self, column)
-        shown = ", ".join(f"{name} -> {_show_axes(axes)}" for name, axes in rows.items())
+        """Return the rules of a column; gradients and moments are split as what they belong to."""
+        rules = getattr(self, column)
+        shown = ", ".join(f"{name} -> {_show_axes(axes)}" for name, axes in rules.items())
         base = "parameters"
         if column == "moments" and () not in self.gradients.values():
-            base = "gradients" if self.gradients and self.gradients != rows else base
+            base = "gradients" if self.gradients and self.gradients != rules else base
         follows = column in ("gradients", "moments") and getattr(self, base)
-        if not follows or () in rows.values():  # gradients: whole, however parameters are split
+        if not follows or () in rules.values():  # gradients: whole, however parameters are split
             return shown or "-"
         return f"as {base}, then {shown}" if shown else f"as {base}"
 

@@ -181,6 +181,35 @@ def test_tokens_that_no_model_of_language_reads_are_refused_in_words(tokens, sai
 def test_what_is_no_batch_is_refused_in_words(batch):
     with pytest.raises(ValueError, match="a batch is a pytree of arrays"):
         trace(gpt(), batch, next_token_loss)
+    layout = hfjax.layout(gpt(), optax.sgd(0.1), hfjax.make_mesh(data=8), DDP)
+    for step in (hfjax.eval_step(layout, next_token_loss), hfjax.predict_step(layout)):
+        with pytest.raises(ValueError, match="a batch is a pytree of arrays"):
+            step(hfjax.init(layout), batch)
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"documents": FLOAT["tokens"]}, r"documents float32\[\d, 9\] beside tokens \[\d, 9\]: .*"),
+        ({"documents": TOKENS > 0}, r"documents bool\[\d, 9\] .* the whole number of its document"),
+        ({"documents": TOKENS[:, :3]}, r"documents int32\[\d, 3\] beside tokens \[\d, 9\]"),
+        ({"mask": TOKENS[:, :2]}, r"mask int32\[\d, 2\] beside targets \[\d, 8\]: what each"),
+        ({"mask": TOKENS[:, 1:] + 0j}, r"mask complex64\[\d, 8\] .*true and false or a number"),
+    ],
+)
+def test_what_lies_beside_tokens_has_their_form(more, said):
+    with pytest.raises(ValueError, match=said):
+        trace(gpt(), {"tokens": TOKENS, **more}, next_token_loss)
+    trace(gpt(), {"tokens": TOKENS, "mask": TOKENS[:, :1]}, next_token_loss)  # one for a row
+
+
+@pytest.mark.parametrize("number", ["a", None, 1.5, True, 0, -1, [8]])
+def test_numbers_of_rows_and_microbatches_are_whole(number):
+    layout = hfjax.layout(made(Linear), optax.sgd(0.1), hfjax.make_mesh(data=8), DDP)
+    with pytest.raises(ValueError, match=r"rows_of_process: rows=.*; a whole number, at least 1"):
+        hfjax.rows_of_process(layout, number)
+    with pytest.raises(ValueError, match=r"microbatches=.*: a whole number, at least 1"):
+        hfjax.shard_batch(layout, BATCH, number)
 
 
 def test_numbers_that_devices_hold_in_few_bits_are_numbers():

@@ -25,8 +25,6 @@ ENGINE = "the engine calls it, users do not"
 FIELDS = "a comment or a text beside each field says what it is"
 ARGUMENTS = {  # whose arguments need no list, and why
     "hfjax:Collectives": "hfjax.collectives makes it; the class says what its two fields are",
-    "hfjax:Layout.arranged": ENGINE,
-    "hfjax:Layout.begun": ENGINE,
     "hfjax:Layout.parameter_of": ENGINE,
     "hfjax:Layout.working_dtype": ENGINE,
     "hfjax:Partition": "hfjax.partition makes it; " + FIELDS,
@@ -38,8 +36,6 @@ ARGUMENTS = {  # whose arguments need no list, and why
 WITH_A_RUN = "it needs a trained run: docs/training.md shows one"
 HANDED = "the model's own layers call it: hfjax/models/gpt.py"
 EXAMPLES = {  # what has no example, and why
-    "hfjax:Layout.arranged": ENGINE,
-    "hfjax:Layout.begun": ENGINE,
     "hfjax:Layout.parameter_of": ENGINE,
     "hfjax:Layout.working_dtype": ENGINE,
     "hfjax:Remat.check": ENGINE,

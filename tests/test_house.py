@@ -86,6 +86,17 @@ def test_no_two_public_classes_share_a_name():
     assert twice(classes()) == {}
 
 
+def test_a_member_of_a_layout_is_shown_or_read_by_two_files_that_do_not_make_it():
+    pages = "".join(path.read_text() for path in [ROOT / "README.md", *ROOT.glob("docs/*.md")])
+    doctests = re.findall(r">>> (.*)", (ROOT / "hfjax/plan/layout.py").read_text())
+    others = [p.read_text() for p in FILES if not of_house(p).startswith("hfjax/plan")]
+    for name in {*hfjax.Layout.__dataclass_fields__, *vars(hfjax.Layout)}:
+        if not name.startswith("_"):
+            of = re.compile(rf"\.{name}\b")
+            shown = f"layout.{name}" in pages or any(map(of.search, doctests))
+            assert shown or len(list(filter(of.search, others))) >= 2, name
+
+
 def test_the_design_names_every_folder():
     page = (ROOT / "docs/design.md").read_text()
     for folder in FOLDERS:

@@ -1,5 +1,7 @@
 """The loss is a true mean over all rows; what cannot be one is refused."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +9,7 @@ import optax
 import pytest
 
 import hfjax
-from hfjax.models.gpt import next_token_loss
+from hfjax.models.gpt import GPT, GPTConfig, next_token_loss
 from hfjax.parallel.strategy import DDP, FSDP
 from hfjax.testing import assert_strategies_agree
 from tests.small_gpt import tokens
@@ -33,6 +35,23 @@ def test_weights_unequal_between_devices_give_the_global_mean():
         return hfjax.Mean((rows * batch["weight"]).sum(), batch["weight"].sum())
 
     assert_strategies_agree(linear, loss, BATCH, CASES, accumulate=2)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "strategy"), [({"data": 2}, DDP), ({"row": 2, "tensor": 2}, hfjax.GRID)]
+)
+def test_tokens_of_few_bits_have_the_loss_of_the_same_numbers(sizes, strategy):
+    config = dataclasses.replace(GPTConfig.tiny(), vocab=256, layers=1)
+    mesh = hfjax.make_mesh(**sizes)
+    layout = hfjax.layout(lambda rngs: GPT(config, rngs=rngs), optax.sgd(0.1), mesh, strategy)
+    state, evaluate = hfjax.init(layout), hfjax.eval_step(layout, next_token_loss)
+    numbers = np.random.default_rng(0).integers(0, 128, (4, 9))
+    losses = {
+        float(evaluate(state, {"tokens": numbers.astype(dtype)})["loss"])
+        for dtype in ("int32", "uint8", "int8", "uint16")
+    }
+    assert len(losses) == 1
+    assert np.isfinite(losses.pop())
 
 
 def test_a_loss_that_mixes_rows_sees_all_of_them_and_may_say_so():

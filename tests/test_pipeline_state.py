@@ -11,6 +11,7 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
+from flax import nnx
 
 import hfjax
 from hfjax import DDP, FSDP, PIPE, Schedule
@@ -59,6 +60,29 @@ def test_specs_and_saved_state_name_the_models_own_arrays_whatever_the_schedule(
     }
 
 
+class Listed(nnx.Module):
+    def __init__(self, rngs):
+        self.layers = nnx.List([nnx.Linear(8, 8, rngs=rngs) for _ in range(3)])
+
+    embed = head = lambda self, x: x
+
+
+def test_a_layout_says_how_a_state_stores_its_layers():
+    listed = lambda sizes: hfjax.layout(Listed, optax.sgd(0.1), hfjax.make_mesh(**sizes), PIPE)
+    plain, stacked = stack_layout(FSDP, {"fsdp": 2}, layers=3), six_on_four()[0]
+    packed = listed({"pipe": 2})
+    found = [type(layout.storage).__name__ for layout in (plain, stacked, packed)]
+    assert found == ["AsInModel", "Stacked", "Packed"]
+    assert [np.asarray(layout.order).tolist() for layout in (plain, packed)] == [
+        [0, 1, 2],
+        [[0, 1], [2, -1]],
+    ]
+    assert [type(x.as_the_model.storage).__name__ for x in (stacked, packed)] == 2 * ["AsInModel"]
+    assert packed.storage.packed is not None
+    held = [v for x in (plain, stacked, packed) for v in vars(x.storage).values()]
+    assert not [x for x in held if isinstance(x, dict | list | set)]  # nothing is kept in it
+
+
 def test_empty_places_stay_zero():
     _, state = six_on_four()
     for path, x in flatten(state.params).items():
@@ -79,7 +103,7 @@ def test_a_state_goes_from_one_schedule_to_another_and_to_no_pipeline(tmp_path, 
     assert continued(other, restored) == pytest.approx(wanted, rel=1e-5)
     assert continued(layout, before, Schedule("v", 4, 2)) == pytest.approx(wanted, rel=1e-5)
     four = stack_layout(PIPE, {"pipe": 4}, layers=layers)
-    back = manager.restore(tmp_path / "saved", four.arranged(None).abstract_state())
+    back = manager.restore(tmp_path / "saved", four.as_the_model.abstract_state())
     assert continued(four, back, FOUR) == pytest.approx(wanted, rel=1e-5)
 
 

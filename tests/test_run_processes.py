@@ -108,7 +108,8 @@ def test_several_processes_have_the_losses_of_one(shared, losses_of_one, process
 @pytest.mark.slow
 def test_tensor_across_processes_trains_resumes_evaluates_and_writes_as_in_one(shared):
     """Four processes with a device each, two with two; what they saved goes on in one."""
-    fields = {"strategy": "fsdp+tensor", "mesh": Mesh(tensor=2), "checkpoints": Checkpoints(0)}
+    fields = {"strategy": "fsdp+tensor", "checkpoints": Checkpoints(0)}
+    fields["mesh"] = Mesh(fsdp=2, tensor=2)
     found, directory = {}, None
     for processes in (1, 2, 4):
         file, directory = written(shared, f"width{processes}", steps=STEPS, **fields)

@@ -302,8 +302,8 @@ def test_layers_are_dealt_by_number_by_parameters_by_work_or_by_hand():
 
     def parts(balance):
         step = hfjax.train_step(plan, squares, **pipe(balance=balance))
-        assert step.layout.arrangement is not None
-        return step.layout.arrangement.parts
+        assert step.layout.storage.arrangement is not None
+        return step.layout.storage.arrangement.parts
 
     assert parts("even") == [[0, 1, 2], [3, 4]]
     assert parts("parameters") == [[0, 1, 2, 3], [4]]

@@ -1,4 +1,4 @@
-"""The product of a linear map as models and steps write it, and the logits of a head."""
+"""The product of a linear map as models and steps write it, the logits of a head, and tokens."""
 
 from collections.abc import Callable
 from functools import partial
@@ -32,6 +32,16 @@ def _backward(place: Callable, saved: tuple[jax.Array, jax.Array], dy_BSO: jax.A
 
 
 project.defvjp(_forward, _backward)
+
+
+def countable(tokens: jax.Array) -> jax.Array:
+    """Return whole numbers in 32 bits or more: those of bytes end before a vocabulary does.
+
+    >>> countable(jnp.uint8(255)) + 1
+    Array(256, dtype=int32)
+    """
+    short = jnp.issubdtype(tokens.dtype, jnp.integer) and tokens.dtype.itemsize < 4
+    return tokens.astype(jnp.int32) if short else tokens
 
 
 def logits_of(place: Callable, x_BSD: jax.Array, kernel_VD: Any, vocab: int) -> jax.Array:

@@ -83,7 +83,7 @@ def is_positive(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
-def is_whole(value: Any, least: int, most: float = math.inf) -> bool:
+def is_whole(value: object, least: int, most: float = math.inf) -> bool:
     """Return whether a value is a whole number within bounds; true and false are none.
 
     >>> is_whole(3, 1), is_whole(1.5, 1), is_whole(True, 1), is_whole(0, 1)
@@ -109,7 +109,7 @@ def check_seconds(what: str, **given: Any) -> None:
             )
 
 
-def is_real(value: Any, least: float, most: float) -> bool:
+def is_real(value: object, least: float, most: float) -> bool:
     """Return whether a value is a number within bounds; true, false and NaN are none.
 
     >>> is_real(0.5, 0, 1), is_real(math.nan, 0, 1), is_real("0.5", 0, 1)

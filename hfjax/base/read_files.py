@@ -111,7 +111,7 @@ def object_of(words: str, holds: Callable[[Any], bool]) -> Kind:
     return f"an object of {words}", every
 
 
-def is_number(x: Any) -> TypeGuard[int | float]:
+def is_number(x: object) -> TypeGuard[int | float]:
     """Return whether something is a number that a float holds; nan and infinity are."""
     return type(x) is float or (type(x) is int and abs(x) <= sys.float_info.max)
 

@@ -30,7 +30,7 @@ FORMAT = 1
 FILE = "meta/metadata"
 
 
-def _is_array(told: Any) -> bool:
+def _is_array(told: object) -> bool:
     """Return whether something is [dtype, shape]."""
     if not isinstance(told, list) or list(map(type, told)) != [str, list]:
         return False

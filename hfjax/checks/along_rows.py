@@ -136,7 +136,7 @@ class AlongRows(local.InStep):
         """Return a size of the rows to come, of one of those that are traced in their place."""
         return size // self.length * self.real if size % self.length == 0 else size
 
-    def mixed(self, mix: Callable[[], Any], left_out: Callable[[], Any]) -> Any:
+    def mixed(self, mix: Callable[[], local.T], left_out: Callable[[], local.T]) -> local.T:
         """Leave out a mixture: positions meet in groups that no device cuts."""
         return left_out()
 

@@ -27,7 +27,7 @@ from hfjax.plan.check_state import is_traced
 from hfjax.plan.layout import Layout, State
 
 
-def check_given(layout: Any, loss: Any) -> None:
+def check_given(layout: object, loss: object) -> None:
     """Refuse what is no layout, or no loss."""
     if not isinstance(layout, Layout) or not callable(loss):
         raise ValueError(

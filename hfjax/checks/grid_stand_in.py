@@ -258,7 +258,7 @@ class LookAtGrid(local.InStep):
     sum_over_row = counted_once = undealt = local.as_it_is
     dealt, mixed, sender = local.whole_batch, local.mix_now, local.by_xla
 
-    def sum_over_batch(self, x: Any) -> Any:
+    def sum_over_batch(self, x: jax.Array) -> jax.Array:
         """Return sums of rows, added over all devices that have others."""
         return self.grid.sum_over_batch(x)
 

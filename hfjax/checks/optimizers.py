@@ -24,6 +24,7 @@ from hfjax.parallel.mesh import EXPERTS
 from hfjax.parallel.packing import PackedLayers
 from hfjax.plan.layout import Layout
 from hfjax.plan.optimizer_state import converted, reformed
+from hfjax.plan.storage import Stacked
 from hfjax.update.optimizer_parts import COUNT, NUMBER, OptimizerParts
 
 # Sizes of parameters and gradients to try: decay shows where parameters are large beside updates,
@@ -120,7 +121,7 @@ def check_element_by_element(
     updates part after part, `as_written` as the user wrote it. `split`: parts are pieces of a
     layer's arrays as well, as they lie on devices.
     """
-    if layout.still:
+    if any(p.still for p in layout.placed.values()):
         how = "layout.freeze(…, first=…), which tells one layer from another,"
         raise error_of((NOT_ELEMENT_BY_ELEMENT, feature), how, as_written)
     forms = dict(_PARTS)
@@ -202,7 +203,7 @@ def _check_counts(parts: OptimizerParts, trial: _Trial) -> None:
 
 def check_packed_rows(layout: Layout) -> None:
     """Refuse an optimizer that would do something else with packed rows than with parameters."""
-    if (packed := layout.packed) is None:
+    if (packed := layout.storage.packed) is None:
         return
     like = {
         path: jax.ShapeDtypeStruct(v.shape, v.dtype)
@@ -236,7 +237,8 @@ def _refused(why: str) -> ValueError:
 
 def check_padding(layout: Layout) -> None:
     """Refuse an optimizer for which the empty places of stacked layers make a difference."""
-    if layout.arrangement is None or layout.packed or (layout.arrangement.rows >= 0).all():
+    storage = layout.storage
+    if not isinstance(storage, Stacked) or (storage.arrangement.rows >= 0).all():
         return
     stacked = {path for path, p in layout.placed.items() if p.stacked}
     pad = lambda x: jnp.concatenate([x, jnp.zeros_like(x[:1])])
@@ -244,7 +246,7 @@ def check_padding(layout: Layout) -> None:
     form = _Form(partial(each, pad), partial(each, lambda x: x[:-1]))
     if path := _otherwise(unwrapped(layout.optimizer, WithoutRows), layout.placed, form):
         how = f"an optimizer that moves {path} otherwise beside empty places,"
-        few, rows = layout.arrangement.layers, layout.arrangement.rows.size
+        few, rows = storage.arrangement.layers, storage.arrangement.rows.size
         stages = f"a schedule ({few} layers are padded to {rows} rows)"
         raise error_of((NOT_ELEMENT_BY_ELEMENT, "schedule"), how, stages)
 

@@ -51,5 +51,5 @@ def _of_several(kind: type, prefix: str = "--") -> Iterator[str]:
             yield flag
 
 
-def _is_tuple(hint: Any) -> bool:
+def _is_tuple(hint: object) -> bool:
     return any(get_origin(option) is tuple for option in (hint, *get_args(hint)))

@@ -15,7 +15,7 @@ from hfjax.data.tokens import TokenSet
 
 
 @dataclass(frozen=True)
-class Packed:
+class PackedDocuments:
     """Pieces [start, start + size) of the tokens in the order of rows; row i is first[i] on."""
 
     starts: np.ndarray
@@ -49,7 +49,7 @@ def pieces(offsets: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
     return starts, np.minimum(left, length) + 1
 
 
-def pack(starts: np.ndarray, sizes: np.ndarray, capacity: int) -> Packed:
+def pack(starts: np.ndarray, sizes: np.ndarray, capacity: int) -> PackedDocuments:
     """Return the pieces packed; rows follow their first pieces, pieces keep their order."""
     row_of = best_fit(sizes, capacity)
     by_row = np.argsort(row_of, kind="stable")
@@ -59,7 +59,7 @@ def pack(starts: np.ndarray, sizes: np.ndarray, capacity: int) -> Packed:
     rank[np.argsort(by_row[heads])] = np.arange(len(heads))
     order = np.argsort(rank[row_of], kind="stable")
     counts = np.bincount(rank[row_of], minlength=len(heads))
-    return Packed(starts[order], sizes[order], np.append(0, np.cumsum(counts)))
+    return PackedDocuments(starts[order], sizes[order], np.append(0, np.cumsum(counts)))
 
 
 def best_fit(sizes: np.ndarray, capacity: int) -> np.ndarray:
@@ -200,7 +200,7 @@ class DocumentRows:
             )
 
     @cached_property
-    def plan(self) -> Packed:
+    def plan(self) -> PackedDocuments:
         """The pieces of each row: computed once, the same on every machine."""
         self.data.check_documents()
         return pack(*pieces(self.data.documents, self.length), self.length + 1)

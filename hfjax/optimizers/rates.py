@@ -82,7 +82,7 @@ def _check_numbers(peak: float, warmup: int, end: float, hold: int) -> None:
         )
 
 
-def _is_count(x: Any) -> bool:
+def _is_count(x: object) -> bool:
     """Return whether it counts updates: 100, and also 1e2."""
     return is_whole(x, 0) or (isinstance(x, float) and x >= 0 and x.is_integer())
 

@@ -57,7 +57,7 @@ def adamw(
     return optax.adamw(learning_rate, b1, b2, eps, 0.0, mu_dtype, weight_decay, mask)
 
 
-def _check_rate(given: Any) -> None:
+def _check_rate(given: object) -> None:
     """Refuse a learning rate that is no number; arrays and schedules are not looked at."""
     plain = isinstance(given, Real | str) or given is None
     if plain and not is_real(given, 0, float(jnp.finfo(jnp.float32).max)):

@@ -26,7 +26,7 @@ from hfjax.parallel.mesh import (
     size_of,
 )
 from hfjax.parallel.placement import Placed, batch_devices, entries_of
-from hfjax.parallel.strategy import GRID, HSDP, Rows, Strategy, written
+from hfjax.parallel.strategy import GRID, HSDP, Rules, Strategy, written
 
 PACKED_TOGETHER = (
     "a pipeline packs the layers of a list into one row",
@@ -188,8 +188,8 @@ def check_dtypes(plan: Blueprint) -> None:
 def check_splits(strategy: Strategy, mesh: Mesh) -> None:
     """Refuse a part of a strategy that splits nothing on this mesh; warn where one device is all.
 
-    Each strategy that `|` joined needs an axis larger than 1 among those of its rows (the rows of
-    a batch aside).
+    Each strategy that `|` joined needs an axis larger than 1 among those of its rules (that of
+    the batch aside).
     """
     _check_sides(strategy, mesh)
     needy = [part for part in strategy.parts if part.splits_over]
@@ -239,12 +239,12 @@ def _advice_of_sides(strategy: Strategy, devices: int) -> str:
     return f"Write make_mesh({written}), for instance."
 
 
-def check_on_grid(placed: Mapping[str, Placed], splits: Rows) -> None:
+def check_on_grid(placed: Mapping[str, Placed], splits: Rules) -> None:
     """Refuse parameters that lie as no grid has them.
 
     Args:
         placed: Where each parameter lies.
-        splits: The strategy's rows of parameters.
+        splits: The strategy's rules of parameters.
     """
     for path, p in placed.items():
         for name, axes in zip(p.axes, entries_of(p.parameter, len(p.shape)), strict=True):

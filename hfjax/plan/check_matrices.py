@@ -57,15 +57,15 @@ def _found(state: Any, is_one: Callable[[Any], bool]) -> list[Any]:
     return [x for x in jax.tree.leaves(state, is_leaf=is_one) if is_one(x)]
 
 
-def _is_muon(state: Any) -> bool:
+def _is_muon(state: object) -> bool:
     return isinstance(state, optax.contrib.MuonState)
 
 
-def _is_adam(state: Any) -> bool:
+def _is_adam(state: object) -> bool:
     return isinstance(state, optax.ScaleByAdamState)
 
 
-def _is_whole_muon(state: Any) -> bool:
+def _is_whole_muon(state: object) -> bool:
     """Whether it is the state of optax.contrib.muon: of what it makes orthogonal, and of its Adam.
 
     A partition of the user's own may have the same names, and a whole muon as its part.
@@ -80,7 +80,7 @@ def _paths(state: Any) -> list[str]:
     return [path for path, moment in flatten(state.mu).items() if _is_array(moment)]
 
 
-def _is_array(x: Any) -> bool:
+def _is_array(x: object) -> bool:
     return hasattr(x, "shape")
 
 

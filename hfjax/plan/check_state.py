@@ -21,7 +21,7 @@ from hfjax.plan.layout import Layout, State
 PARTS = ("params", "variables", "optimizer")
 
 
-def check_layout(layout: Any) -> None:
+def check_layout(layout: object) -> None:
     """Refuse what is no layout."""
     if not isinstance(layout, Layout):
         raise ValueError(f"a layout of hfjax.layout is expected, found {type(layout).__name__}.")
@@ -49,7 +49,7 @@ def check_not_taken(tree: Tree) -> None:
         )
 
 
-def check_is_state(state: Any) -> None:
+def check_is_state(state: object) -> None:
     """Refuse what is no state."""
     if not isinstance(state, State):
         raise ValueError(
@@ -58,7 +58,7 @@ def check_is_state(state: Any) -> None:
         )
 
 
-def check_takes(what: str, layout: Any, state: Any) -> None:
+def check_takes(what: str, layout: object, state: object) -> None:
     """Refuse what is no layout or no state, and a state whose memory a step has taken."""
     if not isinstance(layout, Layout) or not isinstance(state, State):
         found = f"{type(layout).__name__} and {type(state).__name__}"
@@ -131,7 +131,7 @@ def stored_form(layout: Layout, old: Arrangement | None) -> State:
     Of an arrangement that is not of the model's layers: the shapes of the layout itself.
     """
     if old is None:
-        return _form(layout if layout.arrangement is None else layout.as_the_model)
+        return _form(layout if layout.storage.arrangement is None else layout.as_the_model)
     known = layout.order
     same = known is not None and old.rows.tolist() == known.reshape(-1).tolist()
     if same or not _arranges(layout, old):

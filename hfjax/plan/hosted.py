@@ -23,7 +23,7 @@ class OptimizerArray(NamedTuple):
     """An array that the optimizer keeps of a parameter."""
 
     path: str  # of the parameter
-    row: str  # of the column `memory`: moments or master
+    rule: str  # of the column `memory`: moments or master
     bytes: int  # on a device
 
 
@@ -78,7 +78,7 @@ class Hosted:
         return sum(sizes[name] for name in self._moments) / max(sum(sizes.values()), 1)
 
     def check(self) -> None:
-        """Refuse rows that find nothing to keep on the host; warn where a share is too small."""
+        """Refuse rules that find nothing to keep on the host; warn where a share is too small."""
         if self.reached == 0:
             warnings.warn(
                 f"strategy {self.strategy.name}, memory moments -> "
@@ -86,17 +86,17 @@ class Hosted:
                 "nothing. Raise the share.",
                 stacklevel=2,
             )
-        asked = [row for row in ("moments", MASTER) if self._wanted(row) != "device"]
-        if not asked or any(self._sizes[row] for row in asked):
+        asked = [rule for rule in ("moments", MASTER) if self._wanted(rule) != "device"]
+        if not asked or any(self._sizes[rule] for rule in asked):
             return
-        rows = ", ".join(f"{row} -> {self._wanted(row)}" for row in asked)
+        rules = ", ".join(f"{rule} -> {self._wanted(rule)}" for rule in asked)
         none = {
             "moments": "keeps no array like a parameter",
             MASTER: "keeps no master weights (hfjax.master(optimizer) does)",
         }
         raise ValueError(
-            f"strategy {self.strategy.name}, memory {rows}: the optimizer "
-            f"{' and '.join(none[row] for row in asked)}, so the host would keep nothing. Leave "
+            f"strategy {self.strategy.name}, memory {rules}: the optimizer "
+            f"{' and '.join(none[rule] for rule in asked)}, so the host would keep nothing. Leave "
             "the row out, or use an optimizer that does."
         )
 
@@ -110,8 +110,8 @@ class Hosted:
                 f"{len(self._sizes['moments'])}"
             )
 
-    def _wanted(self, row: str) -> Any:
-        return self.strategy.memory.get(row, "device")
+    def _wanted(self, rule: str) -> Any:
+        return self.strategy.memory.get(rule, "device")
 
     @cached_property
     def _moments(self) -> list[str]:
@@ -125,7 +125,7 @@ class Hosted:
         """Row -> name -> bytes on a device."""
         sizes: dict[str, dict[str, int]] = {"moments": {}, MASTER: {}}
         for name, kept in self.kept.items():
-            sizes[kept.row][name] = kept.bytes
+            sizes[kept.rule][name] = kept.bytes
         return sizes
 
 

@@ -1,7 +1,6 @@
 """Where everything lives: path, shape, PartitionSpec and bytes per device. Allocates nothing."""
 
-import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -29,7 +28,6 @@ from hfjax.parallel.engine.blueprint import LAYERS, Blueprint, blueprint
 from hfjax.parallel.make_mesh import check_own_process
 from hfjax.parallel.memory import check_has_host_memory, is_host_sharding, on_host
 from hfjax.parallel.mesh import STACK, batch_axes, describe_mesh
-from hfjax.parallel.packing import OnStages, packed_layers
 from hfjax.parallel.place import Placer
 from hfjax.parallel.placement import (
     Array,
@@ -61,7 +59,7 @@ from hfjax.plan.report import (
     table_of_stages,
     unmatched,
 )
-from hfjax.plan.stored import COLUMNS, Source, place_array
+from hfjax.plan.storage import COLUMNS, Source, Storage, place_array, storage_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,9 +75,8 @@ class Layout:
         blueprint: The model without its arrays.
         arrays: Path -> shape and logical axes of each parameter of the model.
         placed: Path -> where a stored parameter, its gradient and its moments lie.
+        storage: How a state stores the layers.
         forward: What was given to `hfjax.layout`.
-        arrangement: Of layers on stages; None: the model's own order.
-        example: A batch, or its shapes: what layers are weighed on.
 
     Example:
         >>> import hfjax, jax.numpy as jnp, optax
@@ -99,9 +96,8 @@ class Layout:
     blueprint: Blueprint
     arrays: Mapping[str, Array]
     placed: Mapping[str, Placed]
+    storage: Storage
     forward: Callable | None = None
-    arrangement: Arrangement | None = None  # of layers on stages; None: the model's own order
-    example: Any = None  # a batch, or its shapes: what layers are weighed on
 
     @property
     def specs(self) -> dict[str, P]:
@@ -180,7 +176,7 @@ class Layout:
             found, still = first_layers(found, first, self.blueprint), first
         stacked = {path for path in found if still and self.placed[path].stacked}
         frozen = {path for path, p in self.placed.items() if p.frozen} | (found - stacked)
-        check_frozen(frozen, self.blueprint, self.arrangement)
+        check_frozen(frozen, self.blueprint, self.storage.arrangement)
         more = lambda path, p: max(p.still, still) if path in stacked else p.still
         placed = {
             path: replace(p, frozen=path in frozen, still=0 if path in frozen else more(path, p))
@@ -195,44 +191,20 @@ class Layout:
         frozen = {path for path, p in self.placed.items() if p.frozen}
         optimizer = unwrapped(self.optimizer, WithoutRows)
         optimizer = without(optimizer, frozen) if frozen else optimizer
-        if self.still:
+        if still := _still(self.placed):
             number = np.asarray(self.order)
-            stay = {path: (0 <= number) & (number < n) for path, n in self.still.items()}
+            stay = {path: (0 <= number) & (number < n) for path, n in still.items()}
             optimizer = without_rows(optimizer, stay)
         return replace(self, optimizer=optimizer)
-
-    @property
-    def still(self) -> dict[str, int]:
-        """Path -> how many of the first layers of a stack stay as they are."""
-        return {path: p.still for path, p in self.placed.items() if p.still}
-
-    def arranged(self, arrangement: Arrangement | None) -> "Layout":
-        """Return the layout that stores layers so; None: as the model has them."""
-        frozen = {path for path, p in self.placed.items() if p.frozen}
-        check_frozen(frozen, self.blueprint, arrangement)
-        dtype = lambda p: stored_dtype(self.optimizer, p.dtype)
-        placed = {
-            path: replace(p, dtype=dtype(p))
-            for path, p in self.source.stored(self.placed, arrangement).items()
-        }
-        made = replace(self, arrangement=arrangement, placed=placed)
-        return made._with_frozen() if self.still else made
 
     @cached_property
     def as_the_model(self) -> "Layout":
         """The layout that stores layers as the model has them."""
-        return self.arranged(None)
+        return arranged(self, None)
 
     def _array(self, path: str) -> Array:
         """Return the array that is stored there."""
         return self.arrays.get(path) or Array(path, self.placed[path].shape, (STACK, None))
-
-    @cached_property
-    def packed(self) -> OnStages | None:
-        """How the layers of a list are stored on stages; None: they are not packed."""
-        if self.arrangement is None or not self.blueprint.listed:
-            return None
-        return packed_layers(self.blueprint, self.mesh, self.arrangement)
 
     @cached_property
     def hosted(self) -> Hosted:
@@ -251,46 +223,12 @@ class Layout:
         return {path: self.working_dtype(path) for path in self.placed}
 
     @cached_property
-    def notes(self) -> tuple[str, ...]:
-        """What a strategy could not do, and what padding costs."""
-        source, packed = self.source, self.packed
-        padding = () if packed is None else cost_of_padding(source, packed)
-        could_not = (
-            *unmatched(source, packed is not None),
-            *left_whole(self.strategy, self.placed),
-        )
-        still = (f"{path}: its first {n} layers stay as they are" for path, n in self.still.items())
-        experts = filter(None, [gathered_experts(self.placed.values())])
-        return (*could_not, *experts, *self.hosted.notes(), *self.blueprint.notes, *still, *padding)
-
-    @property
-    def source(self) -> Source:
-        """The model on the mesh, before its layers were put on stages."""
-        return Source(self.mesh, self.strategy, self.blueprint, self.arrays, self.example)
-
-    @cached_property
     def order(self) -> np.ndarray | None:
         """The number of the layer in each stored row, -1 where there is none.
 
         A packed row has several: [rows, most layers].
         """
-        if self.packed is not None:
-            order = self.packed.arrangement.order
-            return np.asarray(order.reshape(-1, order.shape[-1]), np.int32)
-        if self.arrangement is not None:
-            return np.asarray(self.arrangement.rows, np.int32)
-        layers = [self.arrays[p.path].shape[0] for p in self.placed.values() if p.stacked]
-        return np.arange(layers[0], dtype=np.int32) if layers else None
-
-    @cached_property
-    def orders_seen(self) -> list[weakref.ref]:
-        """The array of a state that was last found to be `order`: its value is not asked again."""
-        return []
-
-    @cached_property
-    def rearranging(self) -> dict[bytes | None, Callable]:
-        """The programs that bring layers into `order`, by the order that they come in."""
-        return {}
+        return self.storage.order
 
     def shardings(self) -> Any:
         """Return the sharding of every array of the state, in the state's own form.
@@ -347,24 +285,8 @@ class Layout:
             512.0
         """
         arrays = self.blueprint.create(seed)
-        return self.begun(arrays, self._store(arrays, seed))
-
-    def begun(self, arrays: Flat, params: Flat) -> "State":
-        """Return the state that begins with these parameters, and variables out of `arrays`."""
-        variables = nest({path: arrays[path] for path in self.blueprint.variables})
-        moments = self.optimizer.init(nest(params))  # master weights: before anything is rounded
-        params = nest({path: x.astype(self.placed[path].dtype) for path, x in params.items()})
-        return State(jnp.zeros((), jnp.int32), params, moments, variables, self.order)
-
-    def _store(self, arrays: Flat, seed: Any) -> Flat:
-        """Return the parameters as they are stored."""
-        if self.packed is not None:
-            arrays |= self.packed.create(self.blueprint.create, seed)
-        kept = {path: arrays[path] for path in self.placed}
-        if self.arrangement is None or self.packed is not None:
-            return kept
-        rows = {path: x for path, x in kept.items() if self.placed[path].stacked}
-        return kept | {path: self.arrangement.store(x) for path, x in rows.items()}
+        stored = self.storage.created(arrays, seed)
+        return begun(self, arrays, {path: stored[path] for path in self.placed})
 
     @cached_property
     def state_shapes(self) -> "State":
@@ -441,9 +363,10 @@ class Layout:
     def __str__(self) -> str:
         lines = [f"{self.strategy.name} on {describe_mesh(self.mesh)}"]
         lines += table_of(self.placed.values(), self.hosted)
-        lines += () if self.packed is None else table_of_stages(self.packed)
+        packed = self.storage.packed
+        lines += () if packed is None else table_of_stages(packed)
         totals = (f"{name} {human(size)}" for name, size in self.bytes_per_device().items())
-        notes = (f"note: {note}" for note in self.notes)
+        notes = (f"note: {note}" for note in _notes(self))
         return "\n".join([*lines, f"per device: {', '.join(totals)}", *notes])
 
     __repr__ = __str__
@@ -541,15 +464,57 @@ def layout(  # noqa: PLR0913  options of one call
         path: place_array(array, plan.parameters[path].dtype, strategy, mesh)
         for path, array in arrays.items()
     }
-    made = Layout(mesh, strategy, optimizer, plan, arrays, placed, forward, example=example)
-    made = made.arranged(made.source.on_each_stage(placed))
-    tuple(unmatched(made.source, made.packed is not None))  # refuses
+    source = Source(mesh, strategy, plan, arrays, example)
+    made = Layout(
+        mesh, strategy, optimizer, plan, arrays, placed, storage_of(source, None), forward
+    )
+    made = arranged(made, source.on_each_stage(placed))
+    tuple(unmatched(source, made.storage.packed is not None))  # refuses
     check_master(optimizer, nest(plan.parameters))
     check_matrices(optimizer, plan.parameters, arrays)
     made.hosted.check()
     if made.hosted:
         check_has_host_memory(mesh)
     return made
+
+
+def arranged(layout: Layout, arrangement: Arrangement | None) -> Layout:
+    """Return the layout that stores layers so; None: as the model has them."""
+    frozen = {path for path, p in layout.placed.items() if p.frozen}
+    check_frozen(frozen, layout.blueprint, arrangement)
+    storage = storage_of(layout.storage.source, arrangement)
+    dtype = lambda p: stored_dtype(layout.optimizer, p.dtype)
+    placed = {path: replace(p, dtype=dtype(p)) for path, p in storage.placed(layout.placed).items()}
+    made = replace(layout, storage=storage, placed=placed)
+    return made._with_frozen() if _still(placed) else made
+
+
+def begun(layout: Layout, arrays: Flat, params: Flat) -> State:
+    """Return the state that begins with these parameters, and variables out of `arrays`."""
+    variables = nest({path: arrays[path] for path in layout.blueprint.variables})
+    moments = layout.optimizer.init(nest(params))  # master weights: before anything is rounded
+    params = nest({path: x.astype(layout.placed[path].dtype) for path, x in params.items()})
+    return State(jnp.zeros((), jnp.int32), params, moments, variables, layout.order)
+
+
+def _notes(layout: Layout) -> Iterator[str]:
+    """Yield what a strategy could not do, and what padding costs."""
+    source, packed = layout.storage.source, layout.storage.packed
+    yield from unmatched(source, packed is not None)
+    yield from left_whole(layout.strategy, layout.placed)
+    if experts := gathered_experts(layout.placed.values()):
+        yield experts
+    yield from layout.hosted.notes()
+    yield from layout.blueprint.notes
+    for path, n in _still(layout.placed).items():
+        yield f"{path}: its first {n} layers stay as they are"
+    if packed is not None:
+        yield from cost_of_padding(source, packed)
+
+
+def _still(placed: Mapping[str, Placed]) -> dict[str, int]:
+    """Return path -> how many of the first layers of a stack stay as they are."""
+    return {path: p.still for path, p in placed.items() if p.still}
 
 
 def _wide(dtype: DTypeLike) -> Any:

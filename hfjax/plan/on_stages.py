@@ -10,7 +10,7 @@ from hfjax.parallel.mesh import PIPE_AXIS, describe_mesh
 from hfjax.parallel.placement import row_shares
 from hfjax.parallel.schedules.named import forward_table
 from hfjax.parallel.schedules.table import Table
-from hfjax.plan.layout import Layout
+from hfjax.plan.layout import Layout, arranged
 
 
 def on_stages(layout: Layout, schedule: PipelineSchedule | None) -> Layout:
@@ -19,11 +19,12 @@ def on_stages(layout: Layout, schedule: PipelineSchedule | None) -> Layout:
         return layout
     if schedule is None:
         alone = layout.mesh.shape[PIPE_AXIS] == 1
-        return layout.as_the_model if alone and layout.arrangement is not None else layout
+        return layout.as_the_model if alone and layout.storage.arrangement is not None else layout
     homes = schedule.table(layout.mesh.shape[PIPE_AXIS]).homes
-    arranged = layout.arranged(arrange(layout.source.shares(len(homes), schedule.balance), homes))
-    _check_split(arranged)
-    return arranged
+    shares = layout.storage.source.shares(len(homes), schedule.balance)
+    made = arranged(layout, arrange(shares, homes))
+    _check_split(made)
+    return made
 
 
 def table_of(layout: Layout, schedule: PipelineSchedule | None) -> Table | None:
@@ -45,8 +46,9 @@ def forward_table_of(layout: Layout, schedule: PipelineSchedule | None, batch: A
     rows = jax.tree.leaves(batch)[0].shape[0] // row_shares(layout.mesh)
     wanted = 4 * stages if schedule is None else schedule.microbatches
     count = max(n for n in range(1, wanted + 1) if rows % n == 0)
-    assert layout.arrangement is not None
-    return forward_table(layout.arrangement.homes, count)
+    arrangement = layout.storage.arrangement
+    assert arrangement is not None
+    return forward_table(arrangement.homes, count)
 
 
 def _check_split(layout: Layout) -> None:

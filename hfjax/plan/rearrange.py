@@ -57,10 +57,16 @@ def rearrange(layout: Layout, state: State) -> State:
     old = None if state.order is None else Arrangement(np.array(state.order, np.int32, ndmin=3))
     if layout.blueprint.listed:
         return _repacked(layout, old, state)
-    come = None if old is None else old.order.tobytes()
-    if come not in layout.rearranging:
-        layout.rearranging[come] = _rearranger(layout, old)
-    return layout.rearranging[come](state)
+    if layout not in _PROGRAMS:
+        _PROGRAMS[layout] = _rearranger(layout)
+    come = None if old is None else tuple(old.rows.tolist())
+    return _PROGRAMS[layout](come, state)
+
+
+# By layout, and gone with it: the program that brings layers into its order, and the array of a
+# state that was last found to be its order, whose value is not asked again.
+_PROGRAMS: weakref.WeakKeyDictionary[Layout, Callable] = weakref.WeakKeyDictionary()
+_SEEN: weakref.WeakKeyDictionary[Layout, weakref.ref] = weakref.WeakKeyDictionary()
 
 
 def _same(layout: Layout, found: Any) -> bool:
@@ -68,11 +74,11 @@ def _same(layout: Layout, found: Any) -> bool:
 
     To look at an array is to wait for the device: what was found to be so is known again.
     """
-    if found is not None and any(seen() is found for seen in layout.orders_seen):
+    if found is not None and layout in _SEEN and _SEEN[layout]() is found:
         return True
     same = _equal(layout.order, found, layout.blueprint.listed)
     if same and isinstance(found, jax.Array):
-        layout.orders_seen[:] = [weakref.ref(found)]
+        _SEEN[layout] = weakref.ref(found)
     return same
 
 
@@ -86,14 +92,7 @@ def _equal(wanted: np.ndarray | None, found: Any, listed: bool) -> bool:
 def stored(layout: Layout, params: Flat) -> Flat:
     """Return parameters by path, given in the model's order, as the layout stores them."""
     on = {path: NamedSharding(layout.mesh, p.parameter) for path, p in layout.placed.items()}
-    if layout.packed is not None:
-        return converted(None, Mover(layout.packed, layout.mesh, on), params)
-    arrangement = layout.arrangement
-    if arrangement is None:
-        return params
-    rows = {path: x for path, x in params.items() if layout.placed[path].stacked}
-    store = lambda rows: {path: arrangement.store(x) for path, x in rows.items()}
-    return params | jax.jit(store, out_shardings={path: on[path] for path in rows})(rows)
+    return layout.storage.stored(params, on)
 
 
 def parameters_of(layout: Layout, state: State) -> Flat:
@@ -125,7 +124,9 @@ def _repacked(layout: Layout, old: Arrangement | None, state: State) -> State:
             shardings = {path: spec(p) for path, p in to.placed.items()}
             return packed and Mover(packed, layout.mesh, shardings)
 
-        return converted(mover(was, layout.as_the_model), mover(layout.packed, layout), flat)
+        return converted(
+            mover(was, layout.as_the_model), mover(layout.storage.packed, layout), flat
+        )
 
     params, kept = flatten(to_device(state.params)), to_device(state.optimizer)
     before = {path: x.shape for path, x in params.items()}
@@ -139,18 +140,24 @@ def _repacked(layout: Layout, old: Arrangement | None, state: State) -> State:
     return jax.tree.map(own, new, layout.shardings())
 
 
-def _rearranger(layout: Layout, old: Arrangement | None) -> Callable:
-    """Return the compiled function of states whose stacked layers are in an order."""
-    move, dims = partial(_move, layout.arrangement, old), _layer_dims(layout)
-    wanted = stored_form(layout, old)
+def _rearranger(layout: Layout) -> Callable:
+    """Return the compiled function of (order, state): of stacked layers that come in an order.
 
-    def run(state: State) -> State:
-        check_like(wanted, state)  # of another form it is traced anew
+    It does not hold the layout, which is there whenever it is traced.
+    """
+    dims, new, of = _layer_dims(layout), layout.storage.arrangement, weakref.ref(layout)
+
+    def run(come: tuple[int, ...] | None, state: State) -> State:
+        old = None if come is None else Arrangement(np.array(come, np.int32, ndmin=3))
+        layout = of()
+        assert layout is not None
+        check_like(stored_form(layout, old), state)  # of another form it is traced anew
+        move = partial(_move, new, old)
         params = one_by_one(move, state.params, dims.params)
         moments = one_by_one(move, state.optimizer, dims.optimizer)
         return replace(state, params=params, optimizer=moments, order=layout.order)
 
-    return jax.jit(run, out_shardings=layout.shardings())
+    return jax.jit(run, static_argnums=0, out_shardings=layout.shardings())
 
 
 def _move(new: Arrangement | None, old: Arrangement | None, array: jax.Array, dim: int) -> Any:

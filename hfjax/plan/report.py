@@ -17,11 +17,11 @@ from hfjax.parallel.packing import PackedLayers, packed_layers
 from hfjax.parallel.placement import Placed, entries_of, keep, pieces
 from hfjax.parallel.strategy import Strategy
 from hfjax.plan.hosted import Hosted
-from hfjax.plan.stored import Source
+from hfjax.plan.storage import Source
 
 
 def unmatched(source: Source, packed: bool) -> Iterator[str]:
-    """Report rows that match no parameter; refuse if a mesh axis is left without any.
+    """Report rules that match no parameter; refuse if a mesh axis is left without any.
 
     `packed`: a list of layers lies in rows, which stages split as they split a stack.
     """
@@ -29,25 +29,25 @@ def unmatched(source: Source, packed: bool) -> Iterator[str]:
     names = {name for array in source.arrays.values() for name in array.axes if name}
     if packed:
         names.add(STACK)
-    rows = {row: axes for row, axes in strategy.parameters.items() if row != "*"}
-    matched = {axis for row in rows.keys() & names for axis in rows[row]}
-    for row, axes in rows.items():
-        if row in names:
+    rules = {rule: axes for rule, axes in strategy.parameters.items() if rule != "*"}
+    matched = {axis for rule in rules.keys() & names for axis in rules[rule]}
+    for rule, axes in rules.items():
+        if rule in names:
             continue
         idle = [axis for axis in axes if mesh.shape[axis] > 1 and axis not in matched]
         if idle and axes and set(axes) <= {ROW_AXIS, *TENSOR_AXES}:
             raise ValueError(
                 f"strategy {strategy.name}: no parameter has an axis named "
-                f"{', '.join(sorted(rows.keys() - names))}, so the mesh axis {idle[0]} "
+                f"{', '.join(sorted(rules.keys() - names))}, so the mesh axis {idle[0]} "
                 f"({describe_mesh(mesh)}) would split nothing. The model's axes: "
                 f"{', '.join(sorted(names)) or 'none are named'}. Name them: nnx.Param(x, "
                 'axes=("embed", "mlp")), or layout(…, axes={path: names}).'
             )
-        yield f"row {row} -> {'+'.join(axes)} of {strategy.name} matched no parameter"
+        yield f"row {rule} -> {'+'.join(axes)} of {strategy.name} matched no parameter"
 
 
 def left_whole(strategy: Strategy, placed: Mapping[str, Placed]) -> Iterator[str]:
-    """Report large arrays that the row `*` could not split, or that there is none."""
+    """Report large arrays that the rule `*` could not split, or that there is none."""
     stars = (*strategy.parameters.get("*", ()), *strategy.moments.get("*", ()))
     small = all(p.small for p in placed.values())
     if small and any(in_use(p.mesh, stars) for p in placed.values()):
@@ -55,8 +55,8 @@ def left_whole(strategy: Strategy, placed: Mapping[str, Placed]) -> Iterator[str
             f"no parameter has {strategy.smallest} elements a layer: nothing is split. Split all: "
             f"{strategy.name}.edit(replicate_below=0)"
         )
-    for column, rows in (("parameter", strategy.parameters), ("moment", strategy.moments)):
-        axes = rows.get("*", ())
+    for column, rules in (("parameter", strategy.parameters), ("moment", strategy.moments)):
+        axes = rules.get("*", ())
         for p in placed.values():
             split = {a for entry in entries_of(getattr(p, column), 0) for a in entry}
             if in_use(p.mesh, axes) and not p.small and not split & set(axes):

@@ -63,7 +63,7 @@ def _mapped(function: Any, tree: Tree, stop: Any) -> Any:
     return jax.tree.map(lambda x: _mapped(function, x, stop) if stop(x) else x, tree, is_leaf=stop)
 
 
-def _is_copy(x: Any) -> bool:
+def _is_copy(x: object) -> bool:
     return type(x) in COPIES
 
 

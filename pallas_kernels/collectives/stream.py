@@ -20,7 +20,6 @@ from hfjax.pallas_kernels import plgpu
 
 COLUMNS = 256  # the most elements of a side of one copy
 SLOTS = 2  # tiles on their way out
-ALIGNED = 16  # bytes: rows of a copy start at multiples of it
 SHARED = 200 * 1024  # bytes of shared memory that tiles may take
 
 

@@ -81,7 +81,7 @@ def _what(found: Sequence[tuple[Any, Any]], form: Any) -> str:
     return f"no array, but {', '.join(kinds)}" if kinds else type(form.unflatten([])).__name__
 
 
-def _is_array(leaf: Any) -> bool:
+def _is_array(leaf: object) -> bool:
     return isinstance(leaf, jax.Array | np.ndarray | np.generic)
 
 

@@ -68,7 +68,7 @@ def variables_of(variables: Flat, layer: Any) -> Flat:
     return {path: pick(x) for path, x in variables.items() if path.startswith(LAYERS)}
 
 
-def is_random(variable: Any) -> bool:
+def is_random(variable: object) -> bool:
     """Return whether a variable is the state of a random generator: any typed key is."""
     return isinstance(variable, nnx.RngState) or _is_key(variable) or per_row(variable)
 

@@ -8,7 +8,7 @@ them answer alike is here.
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import jax
 
@@ -18,6 +18,7 @@ from hfjax.parallel.activation_offload import Offloaded
 from hfjax.parallel.engine.legs import Move, Sender
 from hfjax.parallel.in_parts.scope import Join
 
+T = TypeVar("T")
 Names = tuple[str | None, ...]  # the logical axes of an activation
 
 
@@ -40,11 +41,11 @@ class Local(Protocol):
         """Return how many positions follow each other, of those here."""
         ...
 
-    def sum_over_row(self, x: Any) -> Any:
+    def sum_over_row(self, x: jax.Array) -> jax.Array:
         """Return sums of positions, added over the devices that share rows."""
         ...
 
-    def sum_over_batch(self, x: Any) -> Any:
+    def sum_over_batch(self, x: jax.Array) -> jax.Array:
         """Return sums of rows and positions, added over all devices that have others."""
         ...
 
@@ -78,7 +79,7 @@ class Local(Protocol):
         """Return what the experts of a layer make of tokens."""
         ...
 
-    def mixed(self, mix: Callable[[], Any], left_out: Callable[[], Any]) -> Any:
+    def mixed(self, mix: Callable[[], T], left_out: Callable[[], T]) -> T:
         """Return what a mixture makes of its tokens; in a look at the model what stands for it."""
         ...
 
@@ -110,53 +111,57 @@ class Local(Protocol):
 # -- what those answer that have nothing to say: methods of their classes -------------------------
 
 
-def as_it_is(self: Any, x: Any) -> Any:
+def as_it_is(self: Local, x: Any) -> Any:
     """Return x: devices have nothing to add up, to cut or to join."""
     return x
 
 
-def whole_batch(self: Any, prepared: Callable, batch: Any) -> Any:
+def whole_batch(self: Local, prepared: Callable, batch: Any) -> Any:
     """Return the batch: its rows are whole."""
     return batch
 
 
-def from_zero(self: Any, length: int, names: Names = ()) -> jax.Array | None:
+def from_zero(self: Local, length: int, names: Names = ()) -> jax.Array | None:
     """Return None: positions are numbered from 0 on."""
     return None
 
 
-def all_here(self: Any, length: int, names: Names = ()) -> int:
+def all_here(self: Local, length: int, names: Names = ()) -> int:
     """Return the length: all positions of a row are here, and follow each other."""
     return length
 
 
-def all_columns(self: Any, width: int) -> tuple[jax.Array, int] | None:
+def all_columns(self: Local, width: int) -> tuple[jax.Array, int] | None:
     """Return None: the whole width is here."""
     return None
 
 
-def mean_here(self: Any, x: jax.Array, name: str | None) -> jax.Array:
+def mean_here(self: Local, x: jax.Array, name: str | None) -> jax.Array:
     """Return the mean over the last dimension, which is whole."""
     return x.mean(-1, keepdims=True)
 
 
-def rows_of_table(self: Any, table_VD: jax.Array, tokens_BS: jax.Array) -> jax.Array:
+def rows_of_table(self: Local, table_VD: jax.Array, tokens_BS: jax.Array) -> jax.Array:
     """Return the row of each token in a table; XLA knows how the table is split."""
     return table_VD[tokens_BS]
 
 
-def mix_now(self: Any, mix: Callable[[], Any], left_out: Callable[[], Any]) -> Any:
+def mix_now(self: Local, mix: Callable[[], T], left_out: Callable[[], T]) -> T:
     """Return what the mixture makes of its tokens."""
     return mix()
 
 
-def by_xla(self: Any, move: Move) -> Sender | None:
+def by_xla(self: Local, move: Move) -> Sender | None:
     """Return None: XLA moves parameters and gradients."""
     return None
 
 
 def made_logits(
-    self: Any, x_BSD: jax.Array, kernel_VD: jax.Array, vocab: int, logits: Callable | None = None
+    self: "InStep",
+    x_BSD: jax.Array,
+    kernel_VD: jax.Array,
+    vocab: int,
+    logits: Callable | None = None,
 ) -> jax.Array:
     """Return logits, the model's own where it hands over a function that makes them."""
     return logits() if logits else logits_of(self.step.place, x_BSD, kernel_VD, vocab)

@@ -47,7 +47,7 @@ def moved(scope: Scope, equation: JaxprEqn, values: Values) -> Values | None:
             return None
         local = scope.side.local(out.shape, cut)
         return scope.parts(cut, equation, [value.x, *rest], **move.sizes(local, cut))
-    if isinstance(value, Sum) and move.linear:
+    if isinstance(value, Sum) and move.linear and not scope.is_whole(value):
         return [Sum(x) for x in scope.bind(equation, [value.x, *rest])]
     larger = isinstance(value, Made) or math.prod(out.shape) > math.prod(scope.shape(value))
     if not larger or scope.cut_of(out.shape) is None:

@@ -23,11 +23,13 @@ def axes_of(equation: JaxprEqn) -> tuple[Any, ...]:
 def collective(scope: Scope, equation: JaxprEqn, values: Values) -> Values | None:
     """Run a collective of the user's own: over an axis of rows it sees one device with all rows."""
     axes, name = axes_of(equation), equation.primitive.name
-    rest = tuple(axis for axis in axes if axis not in scope.side.axes)
-    if len(rest) == len(axes):
+    there = lambda axis: not isinstance(axis, str) or lax.axis_size(axis) > 1
+    rest = tuple(axis for axis in axes if axis not in scope.side.axes and there(axis))
+    if not any(axis in scope.side.axes for axis in axes):
         return _elsewhere(scope, equation, values) if name in _SUMS else None
     if name in _SUMS:
         scope.told.append(_alone(scope, equation))
+        values = [scope.whole(v) if isinstance(v, Sum) else v for v in values]
         if not rest:
             return values
         return _elsewhere(scope, equation, values, axes=rest)

@@ -14,16 +14,19 @@ Values = Sequence[Any]
 
 POINTWISE = frozenset(
     """abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e
-    bitcast_convert_type cbrt ceil clamp clz complex conj convert_element_type copy copy_p cos cosh
-    digamma div eq eq_to erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igamma_grad_a igammac
-    imag integer_pow is_finite le le_to lgamma log log1p log2 logistic lt lt_to max min mul mulhi name ne neg
-    nextafter not one_minus_square or polygamma population_count pow random_fold_in
-    random_gamma_grad real reduce_precision regularized_incomplete_beta rem round rsqrt select_n
-    sharding_constraint shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt
-    square stop_gradient sub tan tanh threefry2x32 xor zeta""".split()
+    bitcast_convert_type cbrt ceil clamp clz complex conj convert_element_type copy copy_p cos
+    cosh digamma div eq eq_to erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igamma_grad_a
+    igammac imag integer_pow is_finite le le_to lgamma log log1p log2 logistic lt lt_to max min
+    mul mulhi name ne neg nextafter not one_minus_square or polygamma population_count pow
+    random_fold_in random_gamma_grad real reduce_precision reshard regularized_incomplete_beta
+    rem round rsqrt select_n sharding_constraint shift_left shift_right_arithmetic
+    shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh threefry2x32 xor
+    zeta""".split()
 )
 # Linear in their one operand, and in sums: they keep the shape.
-_LINEAR = frozenset("neg copy copy_p name real imag conj sharding_constraint stop_gradient".split())
+_LINEAR = frozenset(
+    "neg copy copy_p name real imag conj sharding_constraint stop_gradient reshard".split()
+)
 _ADDS = frozenset("add add_any sub".split())
 
 
@@ -31,7 +34,7 @@ def pointwise(scope: Scope, equation: JaxprEqn, values: Values) -> Values:
     """Run on parts, or put off what is not made yet; sums stay sums where that is linear."""
     parts = [v for v in values if isinstance(v, Part)]
     name = equation.primitive.name
-    if not parts and any(isinstance(v, Sum) for v in values):
+    if not parts and any(not scope.is_whole(v) for v in values if isinstance(v, Sum)):
         linear = _in_sums(scope, equation, name, values)
         if linear is not None:
             return linear

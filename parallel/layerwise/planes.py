@@ -195,7 +195,7 @@ class LayerUpdatePlane:
         """Return the layers' new state; squares; finite; gradients outside the layers; Mean.
 
         `apply(gradients, moments, counts, parameters) -> (parameters, moments)` is given rows of
-        the layers' stacks and gradients of the mean; the outside' gradients are those of the total.
+        the layers' stacks and gradients of the mean; those of embed and head are of the total.
         `belongs` says of each of the moments to which parameter it belongs.
         """
         context = self.plane.context

@@ -38,7 +38,7 @@ class AsynchronousPlane:
         """Return what changed; mean squared norm of layers' gradients; other gradients; Mean.
 
         `apply(gradients, (moments, counts), parameters) -> (parameters, (moments, counts))` is
-        given the gradients of a mean; those of the outside are of a total, over all microbatches.
+        given the gradients of a mean; those of embed and head are of the total of all microbatches.
         """
         context = self.plane.context
         stages = in_use(context.mesh, (PIPE_AXIS,))

@@ -119,11 +119,11 @@ class OnSharedRows(local.InStep):
         shared = length * self.devices == self.found.length
         return self.deal.run(length * self.devices) if shared else length
 
-    def sum_over_row(self, x: Any) -> Any:
+    def sum_over_row(self, x: jax.Array) -> jax.Array:
         """Return sums of positions, added over the devices that share rows."""
         return lax.psum(x, self.axes)
 
-    def sum_over_batch(self, x: Any) -> Any:
+    def sum_over_batch(self, x: jax.Array) -> jax.Array:
         """Return sums of rows and positions, added over all devices that have others."""
         return lax.psum(x, in_use(self.mesh, SAMPLE_AXES))
 

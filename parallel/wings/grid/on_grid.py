@@ -23,6 +23,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh
 
+from hfjax.base.head import countable
+from hfjax.base.mean import Mean
 from hfjax.pallas_kernels.handing import Projection
 from hfjax.parallel.engine import local
 from hfjax.parallel.mesh import COLUMN_AXIS, ROW_AXIS, SAMPLE_AXES, in_use
@@ -109,7 +111,7 @@ class OnGrid(local.InStep):
         """Return the row of each token, as the stream has them; tensor splits the table."""
         rows, sides = table_VD.shape[0], self.mesh.shape[COLUMN_AXIS]
         self.check_length(tokens_BS.shape[SEQUENCE])
-        count = rows * sides
+        count, tokens_BS = rows * sides, countable(tokens_BS)
         tokens = jnp.clip(jnp.where(tokens_BS < 0, tokens_BS + count, tokens_BS), 0, count - 1)
         at = tokens - lax.axis_index(COLUMN_AXIS) * rows
         here = (at >= 0) & (at < rows)
@@ -193,7 +195,7 @@ class OnGrid(local.InStep):
 
         return form.unflatten(map(whole, leaves, self.parts)) if self.parts else outputs
 
-    def counted_once(self, mean: Any) -> Any:
+    def counted_once(self, mean: Mean) -> Mean:
         """Return sums as they are on one device of the grid, and 0 on the others.
 
         All of them know the loss of all their rows; gradients are of the sum over devices.
@@ -202,7 +204,7 @@ class OnGrid(local.InStep):
         first = lax.axis_index(axes) == 0
         return jax.tree.map(lambda x: jnp.where(first, x, jnp.zeros_like(x)), mean)
 
-    def sum_over_batch(self, x: Any) -> Any:
+    def sum_over_batch(self, x: jax.Array) -> jax.Array:
         """Return sums of rows, added over all devices that have others."""
         axes = in_use(self.mesh, SAMPLE_AXES)
         return lax.psum(x, axes) if axes else x

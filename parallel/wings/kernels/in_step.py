@@ -198,7 +198,7 @@ class WithKernels(local.InStep):
         """Return what moves an array in place of XLA, or None."""
         return self.kernels.sender(move)
 
-    def sum_over_batch(self, x: Any) -> Any:
+    def sum_over_batch(self, x: jax.Array) -> jax.Array:
         """Return sums of rows, added over all devices that have others."""
         axes = in_use(self.kernels.mesh, SAMPLE_AXES)
         return lax.psum(x, axes) if axes else x
