@@ -14,7 +14,7 @@ from tests.typical_rows import SIZES, TYPICAL, named
 
 SLOW = pytest.mark.slow
 AT_ONCE = 10  # programs of one compilation
-BLOCK = 50  # programs of one test
+BLOCK = 100  # programs of one test
 FAST, ALL = 300, 5_300  # seeds of `make test`, and of all
 
 
@@ -58,6 +58,7 @@ def test_and_many_more_programs(first, n, record_property):
     of_block(first, n, record_property)
 
 
+ON_MESHES_ONLY = {"ragged_products_of_experts"}  # JAX has no rule of it for vmap
 SETS = [(sizes, n) for n in (2, 4) for sizes in SIZES]
 TURNS = [pytest.param(turn, marks=[] if turn == 0 else SLOW) for turn in range(len(SETS))]
 
@@ -68,34 +69,34 @@ TURNS = [pytest.param(turn, marks=[] if turn == 0 else SLOW) for turn in range(l
 def test_what_people_write_is_as_on_one_device(which, turn, record_property):
     """Each turn runs every program once; all turns run it with all sizes and devices."""
     sizes, n = SETS[which]
-    names = sorted(TYPICAL)[(which + turn) % len(SETS) :: len(SETS)]
+    names = sorted(TYPICAL.keys() - ON_MESHES_ONLY)[(which + turn) % len(SETS) :: len(SETS)]
     without = check([functools.partial(named, name, sizes, seed=turn) for name in names], n)
     record_property("programs without a gather", f"{len(without)} of {len(names)}")
     print(f"{len(without)} of {len(names)} programs gather nothing")
 
 
 # Loops, branches and collectives of several kinds: what differs among devices hangs or differs.
-FEW = [
-    "branch_in_a_loop",
-    "loop_for_each_row",
-    "branch_on_all_rows",
-    "layers_with_batch_norm_and_dropout",
-    "shared_layers_until_small",
-    "clipped_in_every_layer",
-]
-MANY = [
+ON_MESHES = [
+    *sorted(ON_MESHES_ONLY),
     "balance_of_experts",
+    "branch_in_a_loop",
+    "branch_on_all_rows",
     "branches_without_sums_inside",
+    "called_back",
     "chunks_of_words",
     "clip_contrastive",
+    "clipped_in_every_layer",
     "codebook",
     "fixed_point",
     "k_means",
     "keys_of_rows_along_a_loop",
+    "layers_with_batch_norm_and_dropout",
+    "loop_for_each_row",
     "microbatches_with_a_sum_of_gradients",
     "queue_of_keys",
     "recurrence_over_rows",
     "search_for_a_temperature",
+    "shared_layers_until_small",
     "shuffled_rows",
     "sinkhorn",
     "worst_group",
@@ -110,7 +111,7 @@ def looping(seed):
     return of_steps(seed, [(name, i) for i, name in enumerate(names)])
 
 
-@pytest.mark.parametrize("name", [*FEW, *(pytest.param(name, marks=SLOW) for name in MANY)])
+@pytest.mark.parametrize("name", ON_MESHES)
 def test_loops_and_branches_on_real_devices(name):
     check([lambda: named(name, "more")], 8, devices=by_shard_map)
 
