@@ -1406,7 +1406,7 @@ def branch_in_a_loop(w, b):
 
     def body(i, carry):
         h, total = carry
-        h = lax.cond(h.sum() + i > 2, lambda h: h - h.mean(), lambda h: jnp.sin(h) + 0.1, h)
+        h = lax.cond(h.sum() + i > 2.3, lambda h: h - h.mean(), lambda h: jnp.sin(h) + 0.1, h)
         return h, total + h.max()
 
     h, total = lax.fori_loop(0, 4, body, (h, 0.0))
@@ -1604,6 +1604,7 @@ def large_whole_numbers(w, b):
         "or": jnp.bitwise_or.reduce(b["labels"]),
         "and": jnp.bitwise_and.reduce(b["tokens"], axis=0),
         "shifted": b["labels"].sum() >> 1,
+        "below": (b["keep"].sum(dtype=jnp.uint32) - jnp.uint32(1)).astype(float) / 3,
         "truth": b["labels"].sum().astype(bool),
         "float": b["labels"].sum().astype(float) / 3,
     }
