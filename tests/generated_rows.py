@@ -555,7 +555,7 @@ def whole_numbers(p):
         lambda: jnp.left_shift(at, 1) ^ at,
         lambda: at == at.max(),
         lambda: lax.population_count(at),
-        lambda: jnp.bitwise_or.reduce(at, 0),
+        lambda: jnp.bitwise_or.reduce(at, axis=0),
         lambda: (at.reshape(-1, 1) == at.reshape(1, -1)) if at.size <= 24 else at,
     ]
     return p.pick(kinds)()

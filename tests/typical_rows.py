@@ -557,7 +557,7 @@ def codebook(w, b):
 
 @typical
 def k_means(w, b):
-    x, centres = b["x"], b["x"][:3]
+    x, centres, at = b["x"], b["x"][:3], b["labels"]
     for _ in range(2):
         at = jnp.argmin(coarse(jnp.sum((x[:, None] - centres[None]) ** 2, -1)), 1)
         n = jnp.zeros(3).at[at].add(1.0)
@@ -1418,8 +1418,8 @@ def loop_for_each_row(w, b):
     """A while loop for every row, as long as the slowest needs."""
     start = jnp.abs(b["y"]) + b["labels"]
     one = lambda x: lax.while_loop(lambda s: s[0] > 0.5, lambda s: (s[0] * 0.6, s[1] + 1), (x, 0))
-    _, n = jax.vmap(one)(start)
-    return jnp.mean(features(w, b) * n[:, None]), {"n": n}
+    found: Any = jax.vmap(one)(start)
+    return jnp.mean(features(w, b) * found[1][:, None]), {"n": found[1]}
 
 
 @typical
