@@ -36,14 +36,13 @@ def on_one(program: Program) -> Callable[[Any, Any], Any]:
 def of_device(program: Program, side: Side, told: list | None = None) -> Callable[[Any, Any], Any]:
     """Return what a device makes of weights and its rows, as in `on_one`."""
 
-    def given(batch):
-        cuts = {name: CUTS.get(name, 0) for name in batch}
-        return {k: v if cuts[k] is None else Part(v, Cut(cuts[k])) for k, v in batch.items()}
+    def given(name, v):
+        dim = CUTS.get(name, 0)
+        return v if dim is None else Part(v, Cut(dim))
 
     def objective(weights, floats, batch):
-        loss, variables = in_parts(
-            side, program.function, weights, given(batch | floats), told=told
-        )
+        batch = {name: given(name, v) for name, v in (batch | floats).items()}
+        loss, variables = in_parts(side, program.function, weights, batch, told=told)
         assert not isinstance(loss, Part), "a scalar has no rows"
         return loss.x if isinstance(loss, Sum) else loss / side.size, (loss, variables)
 
@@ -53,7 +52,7 @@ def of_device(program: Program, side: Side, told: list | None = None) -> Callabl
         (_, (loss, variables)), (of_weights, of_batch) = grads(weights, floats, batch)
         of_weights = lax.psum(of_weights, side.axes)
         of_batch = {
-            k: lax.psum(v, side.axes) if CUTS.get(k, 0) is None else Part(v, Cut(CUTS.get(k, 0)))
+            k: lax.psum(v, side.axes) if CUTS.get(k, 0) is None else given(k, v)
             for k, v in of_batch.items()
         }
         return {"loss": loss, "variable": variables, "weights": of_weights, "batch": of_batch}
@@ -103,7 +102,7 @@ def by_shard_map(program: Program, n: int, told: list | None = None, axes: Any =
 def whole(value, n: int):
     """Return the whole of what n devices hold along a first dimension."""
     if isinstance(value, Sum):
-        return np.sum(np.asarray(value.x), 0)
+        return np.sum(np.asarray(value.x), 0, dtype=value.x.dtype)
     if not isinstance(value, Part):
         return np.asarray(value)[0]
     x, cut = np.asarray(value.x), value.cut

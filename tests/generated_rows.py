@@ -29,6 +29,8 @@ CUTS: dict[str, int | None] = {
     "labels": 0,  # [rows]
     "mask": 0,  # [rows, length], of 0 and 1
     "keep": 0,  # [rows], bool
+    "crops": 0,  # [2 * rows, width]
+    "flat": 0,  # [rows * length]
     "shared": None,  # [length, width]
     "key": None,
     "raw": None,
@@ -36,6 +38,9 @@ CUTS: dict[str, int | None] = {
 }
 VOCABULARY = 7
 LARGEST = 700  # elements of a value
+# Steps that mostly need all rows at once are drawn less often than they are here.
+RARE = ("order", "outer", "rows_by_index", "scatter", "cumulative", "shift", "join", "exchange")
+SHALLOW = 300  # programs of the first seeds are short
 
 
 class Skip(Exception):  # noqa: N818
@@ -172,7 +177,10 @@ UNARY = [
     lambda x: lax.stop_gradient(x) + 0.3 * x,
     lambda x: jnp.square(x) * 0.1,
     lambda x: lax.erf(x),
-    lambda x: x.astype(jnp.int32).astype(x.dtype) + x,
+    lambda x: coarse(x).astype(jnp.int32).astype(x.dtype) + x,
+    lambda x: coarse(x).astype(bool) * x,
+    lambda x: lax.rem(coarse(x), 1.5) + x,
+    lambda x: jnp.floor(coarse(x)) - x,
 ]
 BINARY = [
     jnp.add,
@@ -258,7 +266,7 @@ ONE_AXIS = [
     lambda x, axis: lax.reduce_precision(coarse(x), 8, 7).sum(axis),
     lambda x, axis: lax.reduce(coarse(x), -np.inf, lax.max, (axis,)),
     lambda x, axis: lax.reduce(
-        jnp.floor(x).astype(jnp.int32), np.int32(0), lax.bitwise_xor, (axis,)
+        jnp.floor(coarse(x)).astype(jnp.int32), np.int32(0), lax.bitwise_xor, (axis,)
     ),
 ]
 
@@ -322,6 +330,16 @@ def einsum(p):
         raise Skip
     spec = f"{''.join(left)},{''.join(right)}->{''.join(out)}"
     return tame(jnp.einsum(spec, x, y) / (x.shape[i] if summed else 1))
+
+
+@step
+def einsum_of_three(p):
+    x = p.take(lambda v: v.ndim == 2)
+    y = p.take(lambda v: v.ndim in (1, 2) and v.shape[0] == x.shape[0])
+    w = p.weight(x.shape[1], 3)
+    if y.ndim == 1:
+        return jnp.einsum("bd,b,df->f", x, y, w) / len(x)
+    return jnp.einsum("bd,be,df->ef", x, y, w) / len(x)
 
 
 @step
@@ -537,7 +555,7 @@ def whole_numbers(p):
         lambda: jnp.left_shift(at, 1) ^ at,
         lambda: at == at.max(),
         lambda: lax.population_count(at),
-        lambda: jnp.bitwise_or.reduce(at, 0),
+        lambda: jnp.bitwise_or.reduce(at, axis=0),
         lambda: (at.reshape(-1, 1) == at.reshape(1, -1)) if at.size <= 24 else at,
     ]
     return p.pick(kinds)()
@@ -664,11 +682,15 @@ def scan(p):
     xs = jnp.moveaxis(x, p.axis(x), 0)
     a, more = p.weight(*(1,) * (xs.ndim - 1)), p.take()
     start = p.pick([jnp.zeros(xs.shape[1:]), xs[0], xs.mean(0)])
-    back, kind = p.chance(0.3), p.number(0, 5)
+    back, kind = p.chance(0.3), p.number(0, 7)
 
     def body(carry, x):
         state, total, i = carry
         state = jnp.tanh(a * state + x)
+        if kind == 6:
+            state = lax.cond(coarse(state.sum()) > i, lambda: state - state.mean(), lambda: state)
+        if kind == 7:
+            state = lax.fori_loop(0, 2, lambda j, s: jnp.tanh(s + s.mean() * j), state)
         if kind == 1:
             state = state - state.mean()
         if kind == 2:
@@ -735,6 +757,34 @@ def loop(p):
     return tame(p.pick(kinds)())
 
 
+@step
+def exchange(p):
+    """Loops whose carry changes what it is: halves change places, squares are transposed."""
+    x = p.take(lambda v: v.ndim == 2 and v.shape[0] <= 16)
+    square, times = tame(x @ x.T), p.number(1, 3)
+    many = jnp.ones(x.shape)
+    a, flag = p.weight(1, x.shape[1]), p.number(0, 4)
+
+    def turn(i, carry):
+        one, two, three = carry
+        return two, three + one.mean(), tame(one * x)
+
+    def of_keys(h, key):
+        return h * jax.random.bernoulli(key, 0.7, h.shape), jax.random.uniform(key, h.shape[:1])
+
+    kinds = [
+        lambda: lax.fori_loop(0, times, lambda i, s: jnp.tanh(s.T @ s / len(s) + i), square),
+        lambda: list(lax.fori_loop(0, times, lambda i, c: (c[1], c[0] * 0.5), (x, many))),
+        lambda: list(lax.fori_loop(0, times, turn, (many, many * a, x))),
+        lambda: lax.fori_loop(0, times, lambda i, s: s + x.sum(0, keepdims=True) * 0.1, many * a),
+        lambda: list(lax.scan(of_keys, x, jax.random.split(p.batch["key"], 3))),
+        lambda: lax.fori_loop(0, times, lambda i, s: jnp.where(i == 1, x, s), many * flag),
+        lambda: lax.scan(lambda s, row: (s.at[0].set(row), s[-1]), x, x + 1)[0],
+        lambda: lax.scan(lambda s, i: (jnp.roll(s, 1, 0).at[0].add(x[i]), i), x, jnp.arange(3))[0],
+    ]
+    return p.pick(kinds)()
+
+
 def verdict(p):
     """A truth that follows from all rows, or from none."""
     x, kind = coarse(p.take()), p.number(0, 4)
@@ -754,7 +804,7 @@ def branch(p):
     x, y = p.take(), p.take()
     pred = verdict(p)
     a = p.weight(*(1,) * x.ndim)
-    kind = p.number(0, 4)
+    kind = p.number(0, 6)
     if kind == 0:
         return lax.cond(pred, lambda: x * a, lambda: jnp.sin(x))
     if kind == 1:
@@ -765,6 +815,10 @@ def branch(p):
     if kind == 3:
         first = lambda: (x.sum() * 0.1, x)
         return list(lax.cond(pred, first, lambda: (jnp.zeros(()), jnp.zeros_like(x))))
+    if kind == 4:
+        return list(lax.cond(pred, lambda: (x, x.mean()), lambda: (a * jnp.ones(x.shape), 0.0)))
+    if kind == 5:
+        return lax.cond(pred, lambda: x.sum(), lambda: coarse(x).max() + a.sum())
     return jnp.where(pred, x, jnp.mean(x))
 
 
@@ -1127,6 +1181,8 @@ def make_batch(rng) -> dict[str, Any]:
         "labels": rng.integers(0, width, rows).astype(np.int32),
         "mask": rng.integers(0, 2, (rows, length)).astype(np.float64),
         "keep": rng.random(rows) < 0.6,
+        "crops": quarters(2 * rows, width),
+        "flat": quarters(rows * length),
         "shared": rng.normal(size=(length, width)),
         "key": jax.random.key(seed),
         "raw": jax.random.PRNGKey(seed + 1),
@@ -1168,9 +1224,10 @@ def of_steps(seed: int, steps) -> Program:
 def generated(seed: int) -> Program:
     """Return the program of this seed."""
     rng = np.random.default_rng(seed)
-    names = list(STEPS)
-    depth = int(rng.integers(2, 9))
-    return of_steps(seed, [(names[rng.integers(len(names))], i) for i in range(depth)])
+    chances = np.array([0.4 if name in RARE else 1.0 for name in STEPS])
+    depth = int(rng.integers(2, 9 if seed < SHALLOW else 14))
+    names = rng.choice(list(STEPS), depth, p=chances / chances.sum())
+    return of_steps(seed, [(str(name), i) for i, name in enumerate(names)])
 
 
 def smaller(program: Program, fails: Callable[[Program], bool]) -> Program:

@@ -557,7 +557,7 @@ def codebook(w, b):
 
 @typical
 def k_means(w, b):
-    x, centres = b["x"], b["x"][:3]
+    x, centres, at = b["x"], b["x"][:3], b["labels"]
     for _ in range(2):
         at = jnp.argmin(coarse(jnp.sum((x[:, None] - centres[None]) ** 2, -1)), 1)
         n = jnp.zeros(3).at[at].add(1.0)
@@ -1406,7 +1406,7 @@ def branch_in_a_loop(w, b):
 
     def body(i, carry):
         h, total = carry
-        h = lax.cond(h.sum() + i > 2, lambda h: h - h.mean(), lambda h: jnp.sin(h) + 0.1, h)
+        h = lax.cond(h.sum() + i > 2.3, lambda h: h - h.mean(), lambda h: jnp.sin(h) + 0.1, h)
         return h, total + h.max()
 
     h, total = lax.fori_loop(0, 4, body, (h, 0.0))
@@ -1418,8 +1418,8 @@ def loop_for_each_row(w, b):
     """A while loop for every row, as long as the slowest needs."""
     start = jnp.abs(b["y"]) + b["labels"]
     one = lambda x: lax.while_loop(lambda s: s[0] > 0.5, lambda s: (s[0] * 0.6, s[1] + 1), (x, 0))
-    _, n = jax.vmap(one)(start)
-    return jnp.mean(features(w, b) * n[:, None]), {"n": n}
+    found: Any = jax.vmap(one)(start)
+    return jnp.mean(features(w, b) * found[1][:, None]), {"n": found[1]}
 
 
 @typical
@@ -1545,6 +1545,392 @@ def argmax_by_a_reduction_of_pairs(w, b):
     return jnp.mean(value) + value[which, jnp.arange(3)].sum(), {"best": best, "which": which}
 
 
+@typical
+def two_crops_of_each_row(w, b):
+    """The loader gives twice as many crops as rows: pairs of neighbours, or the second half."""
+    d = b["x"].shape[1]
+    crops = jnp.tanh(b["crops"] @ w("a", d, 3))
+    mean = crops.reshape(-1, 2, 3).mean(1)
+    halves = crops.reshape(2, -1, 3)
+    loss = jnp.mean((mean - features(w, b)) ** 2) + jnp.mean(halves[1] * features(w, b, "other"))
+    return loss, {"even": crops[::2] * b["y"][:, None], "first": crops[: len(b["x"])], "h": halves}
+
+
+@typical
+def rows_repeated_as_crops(w, b):
+    crops, x = b["crops"] * w("a", 1, b["x"].shape[1]), b["x"]
+    near, far = jnp.repeat(x, 2, axis=0) - crops, jnp.tile(x, (2, 1)) - crops
+    both = jnp.concatenate([x, -x], 0) + crops
+    return jnp.mean(near**2) - 0.5 * jnp.mean(far**2) + jnp.mean(both**3), {"near": near}
+
+
+@typical
+def flat_tokens_from_the_loader(w, b):
+    flat = b["flat"] * w("a", 1)
+    line = flat.reshape(b["tokens"].shape)
+    other = b["tokens"].reshape(-1) * flat
+    return jnp.mean(line * b["mask"]) + jnp.mean(other**2), {
+        "line": line.sum(1),
+        "turned": flat.reshape(b["tokens"].shape[::-1]).sum(0),
+        "next": flat[1:] - flat[:-1],
+    }
+
+
+@typical
+def factors_that_are_not_finite(w, b):
+    """A sum times infinity, or over zero, where a device may have a sum of nothing."""
+    first = b["y"] * (jnp.arange(len(b["y"])) < 1)
+    zero = b["count"] - 2.0
+    return jnp.mean(features(w, b)), {
+        "over": first.sum() / zero,
+        "times": first.sum() * np.inf,
+        "plus": first.sum() + np.inf,
+        "of none": jnp.sum(first * 0) / zero,
+        "chosen": jnp.where(zero == 0, 1.0, first.sum()),
+    }
+
+
+@typical
+def large_whole_numbers(w, b):
+    """Sums of whole numbers that wrap around, as on one device."""
+    big = b["labels"].astype(jnp.int8) * jnp.int8(50)
+    total = jnp.sum(big, dtype=jnp.int8)
+    return jnp.mean(features(w, b)) * total, {
+        "total": total,
+        "half": total // 2,
+        "rest": b["tokens"].sum() % 5,
+        "wide": b["tokens"].sum().astype(jnp.int8),
+        "unsigned": b["tokens"].astype(jnp.uint32).sum() - jnp.uint32(1),
+        "or": jnp.bitwise_or.reduce(b["labels"]),
+        "and": jnp.bitwise_and.reduce(b["tokens"], axis=0),
+        "shifted": b["labels"].sum() >> 1,
+        "below": (b["keep"].sum(dtype=jnp.uint32) - jnp.uint32(1)).astype(float) / 3,
+        "truth": b["labels"].sum().astype(bool),
+        "float": b["labels"].sum().astype(float) / 3,
+    }
+
+
+@typical
+def called_back(w, b):
+    """The host sees the rows, and hands something back."""
+    h = features(w, b)
+    jax.debug.callback(lambda x: None, h.mean())
+    shape = jax.ShapeDtypeStruct(b["tokens"].shape, np.int32)
+    order = lambda x: np.sort(x, 0)
+    seen = jax.pure_callback(order, shape, b["tokens"], vmap_method="sequential")
+    return jnp.mean(h[:, :1] * seen), {"seen": seen}
+
+
+@typical
+def keys_along_a_loop(w, b):
+    def body(h, given):
+        key, a = given
+        return jnp.tanh(h @ a) * jax.random.bernoulli(key, 0.7, h.shape), h.mean()
+
+    keys = jax.random.split(b["key"], 3)
+    h, means = lax.scan(body, features(w, b), (keys, w("a", 3, 3, 3)))
+    return jnp.mean(h**2), {"means": means}
+
+
+@typical
+def keys_of_rows_along_a_loop(w, b):
+    keys = jax.random.split(b["key"], len(b["x"]))
+
+    def body(total, given):
+        key, x = given
+        return total + jnp.sum(x * jax.random.normal(key, x.shape)), jax.random.uniform(key)
+
+    total, each = lax.scan(body, 0.0, (keys, features(w, b)))
+    return total / len(keys), {"each": each}
+
+
+@typical
+def ensemble(w, b):
+    """vmap over stacked weights."""
+    one = lambda a, c: jnp.mean((jnp.tanh(b["x"] @ a) @ c - b["y"]) ** 2)
+    losses = jax.vmap(one)(w("a", 3, b["x"].shape[1], 2), w("c", 3, 2))
+    return losses.sum(), {"losses": losses, "best": losses.argmin()}
+
+
+@typical
+def low_rank_updates(w, b):
+    d = b["x"].shape[1]
+    picked = w("left", 5, d, 2)[b["labels"]], w("right", 5, 2, 3)[b["labels"]]
+    out = jnp.einsum("bd,bdr,brf->bf", b["x"], *picked)
+    return jnp.mean((out.sum(1) - b["y"]) ** 2), {}
+
+
+@typical
+def deltas_of_a_memory(w, b):
+    """Fast weights: an outer product of rows, read by the rows."""
+    k, v, q = (features(w, b, name) for name in ("k", "v", "q"))
+    memory = jnp.einsum("bi,bj->ij", k, v) / len(k)
+    causal = jnp.cumsum(jnp.einsum("bi,bj->bij", k, v), 0)
+    read = jnp.einsum("bi,bij->bj", q, causal) / len(k)
+    return jnp.mean((q @ memory) ** 2) + jnp.mean(read**2), {"memory": memory}
+
+
+# --- operations that are seen less often ---------------------------------------------------------
+
+
+@typical
+def ragged_products_of_experts(w, b):
+    """Sorted tokens, and a product whose groups follow from the data."""
+    x = b["z"].reshape(-1, b["z"].shape[-1])
+    at = (x @ w("router", x.shape[1], 3)).argmax(-1)
+    order = jnp.argsort(at)
+    sizes = jnp.bincount(at, length=3).astype(jnp.int32)
+    done = lax.ragged_dot(x[order], w("experts", 3, x.shape[1], 2), sizes)
+    back = jnp.zeros_like(done).at[order].set(done)
+    return jnp.mean(back**3), {"sizes": sizes, "back": back}
+
+
+@typical
+def distributions(w, b):
+    key = b["key"]
+    split = functools.partial(jax.random.fold_in, key)
+    n, h = len(b["x"]), features(w, b)
+    mean = jnp.zeros(2)
+    draws = {
+        "gamma": jax.random.gamma(split(0), 1 + jnp.abs(b["y"])),
+        "beta": jax.random.beta(split(1), 1.5, 2.0, (n, 1)),
+        "dirichlet": jax.random.dirichlet(split(2), jnp.ones(3), (n,)),
+        "poisson": jax.random.poisson(split(3), 2.0, (n,)),
+        "normal": jax.random.truncated_normal(split(4), -1, 1, (n, 3)),
+        "many": jax.random.multivariate_normal(split(5), mean, jnp.eye(2), (n,)),
+        "signs": jax.random.rademacher(split(6), (n,)),
+        "bits": jax.random.bits(split(7), (3, n), jnp.uint32),
+        "choice": jax.random.choice(split(8), n, (n,), replace=False),
+        "laplace": jax.random.laplace(split(9), (n // 2, 2)),
+        "turn": jax.random.orthogonal(split(10), 3),
+    }
+    return jnp.mean(h * draws["normal"]) + jnp.mean(h @ draws["turn"]) ** 2, draws
+
+
+@typical
+def rows_of_random_bits_in_other_places(w, b):
+    """The rows are not the first dimension of what is drawn."""
+    n, s, d = b["z"].shape
+    key, noise = b["raw"], functools.partial(jax.random.normal, b["key"])
+    z = jnp.swapaxes(b["z"], 0, 1)
+    flat = noise((n * s, d)).reshape(n, s, d)
+    turned = jnp.swapaxes(noise((s, n, d)), 0, 1)
+    keep = jax.random.bernoulli(key, 0.5, (s * n,)).reshape(s, n, 1)
+    one = jnp.concatenate([noise((n,)), noise((n,))])
+    loss = jnp.mean(b["z"] * flat * turned * w("a", 1, 1, d)) + jnp.sum(z * keep) / n
+    return loss, {"one": one, "keep": keep}
+
+
+@typical
+def sorted_by_two_keys(w, b):
+    order = jnp.lexsort((b["y"], b["labels"]))
+    first, second, x = lax.sort((b["labels"], b["y"], b["x"][:, 0]), num_keys=2)
+    rank = jnp.zeros(len(order), int).at[order].set(jnp.arange(len(order)))
+    return jnp.mean(x * second * jnp.arange(len(x))) * w("a", 1)[0], {
+        "order": order,
+        "first": first,
+        "rank": rank,
+        "partition": jnp.sort(jnp.partition(b["y"], 2)[:2]),
+        "unique": jnp.unique(b["tokens"], size=5, fill_value=0, return_counts=True),
+    }
+
+
+@typical
+def decompositions(w, b):
+    x = features(w, b)
+    cov = x.T @ x / len(x) + jnp.diag(jnp.arange(3.0))
+    values, vectors = jnp.linalg.eigh(cov)
+    r = jnp.linalg.qr(x)[1]
+    low = jnp.linalg.cholesky(cov + jnp.eye(3))
+    half = jax.scipy.linalg.solve_triangular(low, x.T, lower=True)
+    return values.sum() + jnp.mean(half**2) + jnp.sum(jnp.abs(vectors[:, 0]) * values[0]), {
+        "singular": jnp.linalg.svd(x, compute_uv=False),
+        "r": jnp.abs(r),
+        "rank": jnp.linalg.matrix_rank(x),
+        "inverse": jnp.linalg.pinv(cov + jnp.eye(3)),
+    }
+
+
+@typical
+def interpolation(w, b):
+    p = jax.nn.sigmoid(features(w, b)[:, 0])
+    at = jnp.linspace(0, 1, 5)
+    value = jnp.interp(p, at, w("a", 5))
+    bins = jnp.digitize(p, at)
+    piece = jnp.select([p < 0.3, p < 0.6], [p, p**2], default=jnp.sin(p))
+    return jnp.mean(value * piece), {"bins": bins, "poly": jnp.polyval(jnp.ones(3), p)}
+
+
+@typical
+def resized_images(w, b):
+    image = jax.image.resize(b["z"], (len(b["z"]), 3, b["z"].shape[2]), "linear")
+    small = jnp.kron(b["x"], jnp.ones((1, 2)))
+    return jnp.mean((image @ w("a", b["z"].shape[2], 2)) ** 2) + jnp.mean(small**2), {}
+
+
+@typical
+def gradients_of_a_convolution_inside(w, b):
+    c = b["z"].shape[2]
+    dims = ("NWC", "WIO", "NWC")
+    conv = lambda k, z: lax.conv_general_dilated(z, k, (1,), "SAME", dimension_numbers=dims)
+    energy = lambda k, z: jnp.mean(jnp.tanh(conv(k, z)) ** 2)
+    of_kernel, of_rows = jax.grad(energy, (0, 1))(w("k", 2, c, 2), b["z"])
+    return jnp.sum(of_kernel**2) + 10 * jnp.sum(of_rows**2), {"of_rows": of_rows}
+
+
+@typical
+def gradients_of_pooling_inside(w, b):
+    z = b["z"] * w("a", 1, 1, b["z"].shape[2])
+    most = lambda z: lax.reduce_window(z, -np.inf, lax.max, (1, 2, 1), (1, 1, 1), "SAME")
+    mean = lambda z: lax.reduce_window(z, 0.0, lax.add, (1, 2, 1), (1, 1, 1), "SAME") / 2
+    slope = jax.grad(lambda z: jnp.sum(most(lax.stop_gradient(z) + z - z) * mean(z)))(z)
+    return jnp.mean(slope * z), {}
+
+
+@typical
+def windows_over_rows(w, b):
+    x = features(w, b)
+    add = lax.reduce_window(x, 0.0, lax.add, (3, 1), (1, 1), "SAME")
+    kernel = w("k", 3, 1, 1)
+    conv = lax.conv_general_dilated(
+        x.T[..., None], kernel, (1,), [(2, 0)], dimension_numbers=("NWC", "WIO", "NWC")
+    )
+    return jnp.mean(add * conv[..., 0].T), {"add": add[::3]}
+
+
+@typical
+def special_functions(w, b):
+    x = features(w, b)
+    found = jax.scipy.special.gammaln(2 + x) + jax.scipy.special.digamma(3 + x)
+    found = found + jax.scipy.stats.norm.logpdf(x) + jnp.cbrt(2 + x) + jnp.sinc(x)
+    angle = jnp.angle(x + 1j * b["y"][:, None])
+    return jnp.mean(found) + jnp.mean(jnp.real(jnp.exp(1j * x))), {"angle": angle, "c": x + 1j}
+
+
+@typical
+def other_types(w, b):
+    x = b["x"].astype(jnp.bfloat16)
+    return jnp.mean(features(w, b)), {
+        "greatest": x.max(0),
+        "turned": x.T,
+        "half": b["x"].astype(jnp.float16)[::-1],
+        "bits": lax.bitcast_convert_type(b["labels"], jnp.float32).view(jnp.int32),
+        "bytes": b["tokens"].astype(jnp.uint8).reshape(-1),
+        "complex": (b["x"] + 2j).sum(0),
+        "not": ~b["keep"],
+        "small": b["x"].astype(jnp.float8_e4m3fn).astype(float),
+    }
+
+
+@typical
+def a_rule_for_vmap(w, b):
+    @jax.custom_batching.custom_vmap
+    def shifted(x):
+        return x + 1.0
+
+    @shifted.def_vmap
+    def _(size, batched, x):
+        return x + 1.0, True
+
+    h = features(w, b)
+    return jnp.mean(h * jax.vmap(shifted)(lax.stop_gradient(h))), {}
+
+
+@typical
+def linearized(w, b):
+    a = w("a", b["x"].shape[1])
+    f = lambda x: jnp.tanh(x @ a)
+    value, push = jax.linearize(f, b["x"])
+    pull = jax.linear_transpose(lambda t: jnp.cumsum(t * 2.0, 0), b["y"])
+    jac = jax.jacrev(lambda a: jnp.tanh(b["x"] @ a))(a)
+    return jnp.mean(value * push(jnp.ones_like(b["x"]))) + jnp.sum(jac**2) / len(value), {
+        "pulled": pull(b["y"])[0],
+        "jac": jac,
+    }
+
+
+@typical
+def approximate_best(w, b):
+    score = features(w, b)[:, 0]
+    value, at = lax.approx_max_k(score, 3)
+    return jnp.mean(jnp.sort(value)), {"at": jnp.sort(at)}
+
+
+@typical
+def updates_in_place(w, b):
+    """Memories of all examples: the rows say which of them they are."""
+    n, d = len(b["x"]), b["x"].shape[1]
+    memory = jnp.asarray(np.random.default_rng(0).normal(size=(40, d)))
+    at = b["tokens"][:, 0] + 7 * (jnp.arange(n) % 5)
+    old = memory[at]
+    new = memory.at[at].add(0.1 * lax.stop_gradient(b["x"]))
+    own = jnp.arange(n) * 2
+    kept = memory.at[own].set(b["x"])
+    column = memory.at[:, 0].set(0.0).at[3].max(b["x"].max(0))
+    return jnp.mean((features(w, b) - old[:, :1]) ** 2), {"new": new, "kept": kept, "c": column}
+
+
+@typical
+def blocks_of_a_matrix(w, b):
+    h = features(w, b)
+    gram = h @ h.T
+    n = len(gram)
+    blocks = gram.reshape(n // 2, 2, n // 2, 2)
+    lower = gram[jnp.tril_indices(n)]
+    return jnp.mean(blocks.mean((1, 3)) ** 2) + jnp.mean(lower), {
+        "diagonal": jnp.diagonal(gram, 1),
+        "trace": jnp.trace(gram),
+        "rows": gram.sum(0) - gram.sum(1),
+        "wide": jnp.concatenate([gram, gram.T], 1).sum(0),
+        "up": jnp.triu(gram, 1).T,
+        "rolled": jnp.roll(gram, (1, 2), (0, 1)),
+    }
+
+
+@typical
+def a_batch_of_one_half_of_the_rows(w, b):
+    """Masks that choose halves, and rows taken by a table known beforehand."""
+    n = len(b["x"])
+    table = np.random.default_rng(3).permutation(n)
+    x = b["x"][table]
+    first = b["x"][np.arange(0, n, 2)]
+    picked = b["x"][np.random.default_rng(1).random(n) < 0.5]
+    return jnp.mean(jnp.tanh(x @ w("a", x.shape[1])) * b["y"]) + first.var(), {"p": picked}
+
+
+@typical
+def means_of_means(w, b):
+    """Statistics of statistics; sums that are divided, compared, chosen and shown."""
+    h = features(w, b)
+    total, square = h.sum(), (h**2).sum(0)
+    better = jnp.where(total > 0, total, -total)
+    chosen = jnp.where(square > 0.5, square, total)
+    stacked = jnp.stack([total, square[0], 1.0])
+    return better / (1 + square.sum()) + stacked @ jnp.ones(3), {
+        "stacked": stacked,
+        "joined": jnp.concatenate([square, stacked, jnp.ones(2)]),
+        "sorted": jnp.sort(square),
+        "reshaped": jnp.broadcast_to(square[None], (2, 3)).T,
+        "indexed": square[b["labels"]],
+        "chosen": chosen,
+        "padded": jnp.pad(square, 1, constant_values=2.0),
+        "at": square.at[1].set(total).at[0].add(1.0),
+        "clipped": jnp.clip(square, 0.1, total),
+        "product": square * total,
+        "over": square / total,
+        "under": 1 / square,
+        "outer": jnp.outer(square, h[:, 0]),
+        "with": h + square[None] - total,
+        "scan": lax.cumsum(square),
+        "max": jnp.maximum(square, total),
+        "sign": jnp.sign(total) * lax.round(square),
+        "dot": square @ square,
+        "loop": lax.fori_loop(0, 3, lambda i, t: t + square.sum(), total),
+        "pow": total**2,
+        "neg": -total + 1.0,
+    }
+
+
 SIZES = {"plain": (8, 4, 3), "alike": (8, 8, 4), "more": (16, 4, 2)}  # rows, length, width
 
 
@@ -1560,6 +1946,8 @@ def batch_of(rows, length, width, seed=0) -> dict[str, Any]:
         "labels": rng.integers(0, 5, rows).astype(np.int32),
         "mask": rng.integers(0, 2, (rows, length)).astype(np.float64),
         "keep": rng.random(rows) < 0.6,
+        "crops": quarters(2 * rows, width),
+        "flat": quarters(rows * length),
         "shared": rng.normal(size=(length, width)),
         "key": jax.random.key(seed),
         "raw": jax.random.PRNGKey(seed + 1),
