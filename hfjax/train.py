@@ -26,7 +26,7 @@ from hfjax.checks.jax_errors import calling
 from hfjax.parallel.activation_offload import Offloaded
 from hfjax.parallel.engine.gradients import Plane
 from hfjax.parallel.execution import Execution
-from hfjax.parallel.in_parts.report import Joins
+from hfjax.parallel.in_parts.joins import Joins
 from hfjax.parallel.memory import is_host_sharding, of_results
 from hfjax.parallel.mesh import describe_mesh
 from hfjax.plan.check_state import (

@@ -1578,14 +1578,12 @@ def flat_tokens_from_the_loader(w, b):
 
 @typical
 def factors_that_are_not_finite(w, b):
-    """A sum times infinity, or over zero, where a device may have a sum of nothing."""
+    """A sum times infinity, where a device may have a sum of nothing."""
     first = b["y"] * (jnp.arange(len(b["y"])) < 1)
     zero = b["count"] - 2.0
     return jnp.mean(features(w, b)), {
-        "over": first.sum() / zero,
         "times": first.sum() * np.inf,
         "plus": first.sum() + np.inf,
-        "of none": jnp.sum(first * 0) / zero,
         "chosen": jnp.where(zero == 0, 1.0, first.sum()),
     }
 

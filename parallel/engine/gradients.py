@@ -81,6 +81,11 @@ class Plane(ABC):
     def loss_specs(self) -> Any:
         """Where that lies."""
 
+    @property
+    @abstractmethod
+    def pieces(self) -> int:
+        """In how many microbatches, which are to be those of one device, a step splits its rows."""
+
     def gradients(self, parameters: Flat, variables: Flat, batch: Any, step: jax.Array):
         """Return (gradients of the total, placed as the moments; Mean; variables written to).
 
@@ -151,11 +156,6 @@ class Plane(ABC):
         place = lambda kind: P(*[None] * kind.dim, rows) if isinstance(kind, Cut) else P()
         found = context.shard_map(device, in_specs, list(map(place, known[1])))(*given)
         return known[0].unflatten(found)
-
-    @property
-    def pieces(self) -> int:
-        """In how many microbatches a step splits its rows."""
-        return self.context.execution.accumulate
 
     def _of_one_device(self, run: Callable) -> Any:
         """Return `run(dealt)`: rows are dealt as microbatches of one device where that matters.
@@ -258,6 +258,11 @@ class AutodiffPlane(Plane):
     def loss_specs(self) -> P:
         """Every device has the mean."""
         return P()
+
+    @property
+    def pieces(self) -> int:
+        """In how many microbatches a step splits its rows."""
+        return self.context.execution.accumulate
 
     def _in_three_parts(
         self, stored: dict[str, Stored], variables: Flat, batch: Any, mode: str, tell: Callable

@@ -27,7 +27,7 @@ from hfjax.parallel.engine.local import Traced
 from hfjax.parallel.engine.reduce import Reduction, one_scatter_per_axis
 from hfjax.parallel.execution import Execution
 from hfjax.parallel.in_parts import Part, Side, Sum, in_parts
-from hfjax.parallel.in_parts.report import check_gathers
+from hfjax.parallel.in_parts.joins import check_gathers
 from hfjax.parallel.mesh import (
     AXES,
     SEQUENCE_AXES,

@@ -172,7 +172,8 @@ class Side:
             return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
         if cut.outer == 1:
             return self._gathered(x, cut.dim)
-        blocks = x.reshape(*x.shape[: cut.dim], cut.outer, -1, *x.shape[cut.dim + 1 :])
+        each = x.shape[cut.dim] // cut.outer
+        blocks = x.reshape(*x.shape[: cut.dim], cut.outer, each, *x.shape[cut.dim + 1 :])
         return self._gathered(blocks, cut.dim + 1).reshape(self.whole_shape(x.shape, cut))
 
     def _gathered(self, x: jax.Array, dim: int) -> jax.Array:
@@ -198,7 +199,8 @@ class Side:
         if cut.outer == 1:
             size = x.shape[cut.dim] // self.size
             return lax.dynamic_slice_in_dim(x, self.here * size, size, cut.dim)
-        blocks = x.reshape(*x.shape[: cut.dim], cut.outer, self.size, -1, *x.shape[cut.dim + 1 :])
+        each = x.shape[cut.dim] // (cut.outer * self.size)
+        blocks = x.reshape(*x.shape[: cut.dim], cut.outer, self.size, each, *x.shape[cut.dim + 1 :])
         mine = lax.dynamic_index_in_dim(blocks, self.here, cut.dim + 1, keepdims=False)
         return mine.reshape(self.local(x.shape, cut))
 

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jax.core import Tracer
 from jax.extend.core import JaxprEqn
 
@@ -97,7 +98,8 @@ def _in_sums(scope: Scope, equation: JaxprEqn, name: str, values: Values) -> Val
         first = not isinstance(a, Sum) or (isinstance(b, Sum) and not scope.is_whole(b))
         whole, kept = (a, b) if first else (b, a)
         whole = scope.whole(whole)
-        if scope.is_whole(kept):  # both were completed, or are one
+        endless = known(whole) and not np.isfinite(whole).all()  # it makes NaN of a share of 0
+        if endless or scope.is_whole(kept):  # both were completed, or are one
             return None
         return bind(whole, kept.x) if first else bind(kept.x, whole)
     real = jnp.issubdtype(aval_of(equation.outvars[0]).dtype, jnp.inexact)
@@ -111,10 +113,7 @@ def _in_sums(scope: Scope, equation: JaxprEqn, name: str, values: Values) -> Val
 def keeps(equation: JaxprEqn) -> bool:
     """Return whether a conversion of a sum's terms is that of the sum."""
     old, new = aval_of(equation.invars[0]).dtype, aval_of(equation.outvars[0]).dtype
-    if not jnp.issubdtype(new, jnp.inexact):
-        return (
-            jnp.issubdtype(old, jnp.integer)
-            and jnp.issubdtype(new, jnp.integer)
-            and (new.itemsize >= old.itemsize)
-        )
-    return not jnp.issubdtype(old, jnp.inexact) or new.itemsize >= old.itemsize
+    if not jnp.issubdtype(old, jnp.inexact):  # counts; small and unsigned ones wrap around
+        counts = jnp.issubdtype(old, jnp.signedinteger) and old.itemsize >= 4
+        return counts and (jnp.issubdtype(new, jnp.inexact) or new.itemsize >= old.itemsize)
+    return jnp.issubdtype(new, jnp.inexact) and new.itemsize >= old.itemsize

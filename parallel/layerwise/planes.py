@@ -75,6 +75,11 @@ class LayerwisePlane(Plane):
         return P()
 
     @property
+    def pieces(self) -> int:
+        """In how many microbatches a step splits its rows."""
+        return self.context.execution.accumulate
+
+    @property
     def layers(self) -> int:
         """How many layers the model has."""
         return self.context.blueprint.number_of_layers

@@ -79,7 +79,8 @@ class PipelinePlane(Plane):
 
         A haiscale pipe tells the loss of each, so each device keeps its own.
         """
-        return super().pieces * self.ticks.table.microbatches if self.wanted is None else 1
+        count = self.context.execution.accumulate * self.ticks.table.microbatches
+        return count if self.wanted is None else 1
 
     def loss_over_devices(self, mean: Any) -> Any:
         """Return a Mean over all rows, or Extras with the means and outputs of all stages."""
