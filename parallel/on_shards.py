@@ -14,6 +14,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, PartitionSpec as P
 
+from hfjax.parallel.in_parts.named_calls import is_recording, own_rows
 from hfjax.parallel.mesh import partitioned
 from hfjax.parallel.placement import Dims
 
@@ -33,8 +34,9 @@ class OnShards:
     kept: Any
 
     def __call__(self, *operands: Any) -> Any:
-        """Return the result."""
-        return _run(self, operands)
+        """Return the result; in a program that is traced with all rows, on this device's own."""
+        run = lambda *operands: _run(self, operands)
+        return (own_rows(run) if is_recording() else run)(*operands)
 
     def map(self, function: Callable, in_specs: Any, out_specs: Any) -> Callable:
         """Return the function, run on each shard."""

@@ -53,18 +53,6 @@ def warn_of_same_noise(lines: set[str]) -> None:
         )
 
 
-def warn_of_whole_numbers(paths: Sequence[str], axes: Sequence[str]) -> None:
-    """Warn of whole numbers and flags of which each device would keep its own."""
-    if paths:
-        warnings.warn(
-            f"{', '.join(paths)}: whole numbers or flags that follow from the rows of a device, "
-            "and the greatest of all devices is kept. Make them agree: jax.lax.psum (or pmax, "
-            f"pmin) of what is added, over {tuple(axes)}.",
-            UserWarning,
-            stacklevel=2,
-        )
-
-
 def bodies(equation: JaxprEqn) -> Iterator[Any]:
     """Yield the programs inside of an equation."""
     yield from (getattr(body, "jaxpr", body) for body in closed_bodies(equation))

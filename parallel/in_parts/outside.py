@@ -26,7 +26,7 @@ def collective(scope: Scope, equation: JaxprEqn, values: Values) -> Values | Non
     there = lambda axis: not isinstance(axis, str) or lax.axis_size(axis) > 1
     rest = tuple(axis for axis in axes if axis not in scope.side.axes and there(axis))
     if not any(axis in scope.side.axes for axis in axes):
-        return _elsewhere(scope, equation, values) if name in _SUMS else None
+        return _elsewhere(scope, equation, values) if _keeps_rows(equation, values) else None
     if name in _SUMS:
         scope.told.append(_alone(scope, equation))
         values = [scope.whole(v) if isinstance(v, Sum) else v for v in values]
@@ -64,7 +64,7 @@ def _alone(scope: Scope, equation: JaxprEqn) -> Any:
 
 
 def _elsewhere(scope: Scope, equation: JaxprEqn, values: Values, **sizes: Any) -> Values:
-    linear = equation.primitive.name not in ("pmax", "pmin")
+    linear = equation.primitive.name in ("psum", "pvary", "psum_invariant")
     given = [
         v if isinstance(v, Part) or (linear and isinstance(v, Sum)) else scope.whole(v)
         for v in values
@@ -74,6 +74,14 @@ def _elsewhere(scope: Scope, equation: JaxprEqn, values: Values, **sizes: Any) -
         Part(x, v.cut) if isinstance(v, Part) else Sum(x) if isinstance(v, Sum) else x
     )
     return [again(x, v) for x, v in zip(found, given, strict=True)]
+
+
+def _keeps_rows(equation: JaxprEqn, values: Values) -> bool:
+    """Return whether a collective leaves the split dimension of its operands as it is."""
+    p, names = equation.params, ("split_axis", "concat_axis", "all_gather_dimension")
+    dims = [p[name] for name in (*names, "scatter_dimension") if name in p]
+    parts = [v for v in values if isinstance(v, Part)]
+    return not parts or (p.get("tiled", True) and all(v.cut.dim not in dims for v in parts))
 
 
 def _with_dimension(scope: Scope, value: Any, dim: int) -> Any:
