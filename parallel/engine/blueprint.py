@@ -7,7 +7,9 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import linen, nnx
+from jax import lax
 
 from hfjax.base.paths import Flat, check_paths, natural, path_of
 from hfjax.parallel.engine.bare_trees import Tree, tree_apart
@@ -17,10 +19,11 @@ from hfjax.parallel.engine.batch_norm import (
     synchronise_linen,
     synchronised,
 )
-from hfjax.parallel.engine.fetch import Placeholder, WholeElsewhere, refuse_elsewhere
+from hfjax.parallel.engine.fetch import Placeholder, devices_along, refuse_elsewhere
 from hfjax.parallel.engine.forward_asks import asked_by, keys_asked, with_keys
 from hfjax.parallel.engine.layers import has_three_parts, is_list, items_of
-from hfjax.parallel.mesh import EXPERTS, STACK, STAYS, on_one_device
+from hfjax.parallel.in_parts.named_calls import is_recording, named
+from hfjax.parallel.mesh import EXPERT_AXES, EXPERTS, STACK, STAYS, on_one_device
 
 LAYERS = "layers/"
 # Names by which models and libraries call the logical axes of a parameter.
@@ -312,6 +315,45 @@ def _settle(model: nnx.Module) -> None:
         for name in ("deterministic", "use_running_average"):
             if getattr(module, name, False) is None:
                 setattr(module, name, False)
+
+
+@dataclass(frozen=True)
+class WholeElsewhere:
+    """A hook of a parameter of which a mixture takes the pieces on each device.
+
+    The mixture reads it without hooks (`get_raw_value`); what else reads it is given all pieces.
+    """
+
+    dim: int  # along which it is in pieces, counted from the end
+    size: int  # that of the whole
+
+    def __call__(self, variable: Any, value: Any) -> Any:
+        """Return what the variable holds, whole."""
+        pieces = variable.get_raw_value()
+        one_expert = pieces.ndim < -self.dim  # as its own module reads it
+        if one_expert or pieces.shape[self.dim] == self.size:
+            return value
+        if not (_axes_of_experts() or is_recording()):  # on shapes
+            return value
+        if value is not pieces:  # a part of what is here
+            raise ValueError(
+                "a parameter of a mixture of experts is indexed outside of the mixture, and this "
+                f"device has {pieces.shape[self.dim]} of {self.size} experts. Read it whole, then "
+                "index it: parameter[...][index]."
+            )
+        join = partial(_joined, value.ndim + self.dim)
+        times = self.size // pieces.shape[self.dim]
+        alike = lambda x: jnp.concatenate([x] * times, self.dim)
+        rule = lambda call, scope, body, given: [join(*given)]
+        return named(rule, alike)(value) if is_recording() else join(value)
+
+
+def _axes_of_experts() -> tuple[str, ...]:
+    return tuple(axis for axis in EXPERT_AXES if devices_along(axis) > 1)
+
+
+def _joined(dim: int, pieces: jax.Array) -> jax.Array:
+    return lax.all_gather(pieces, _axes_of_experts(), axis=dim, tiled=True)
 
 
 def _hooked(variable: nnx.Variable) -> nnx.Variable:

@@ -18,7 +18,6 @@ from hfjax.base.paths import Index, Tree
 from hfjax.parallel.engine.legs import Leg, gather
 from hfjax.parallel.engine.reduce import reduce_gradient
 from hfjax.parallel.memory import to_device
-from hfjax.parallel.mesh import EXPERT_AXES
 from hfjax.parallel.on_shards import on_tensor_shards
 from hfjax.parallel.placement import Dims
 from hfjax.parallel.strategy import Axes
@@ -112,32 +111,6 @@ for _name in _OPERATORS.split():
 def refuse_elsewhere(variable: Any, value: Any) -> Any:
     """Return what a variable holds, unless that is elsewhere: a hook of every parameter."""
     return value._refuse() if isinstance(value, Placeholder) else value
-
-
-@dataclass(frozen=True)
-class WholeElsewhere:
-    """A hook of a parameter of which a mixture takes the pieces on each device.
-
-    The mixture reads it without hooks (`get_raw_value`); what else reads it is given all pieces.
-    """
-
-    dim: int  # along which it is in pieces, counted from the end
-    size: int  # that of the whole
-
-    def __call__(self, variable: Any, value: Any) -> Any:
-        """Return what the variable holds, whole."""
-        axes = tuple(axis for axis in EXPERT_AXES if devices_along(axis) > 1)
-        pieces = variable.get_raw_value()
-        one_expert = pieces.ndim < -self.dim  # as its own module reads it
-        if not axes or one_expert or pieces.shape[self.dim] == self.size:
-            return value
-        if value is not pieces:  # a part of what is here
-            raise ValueError(
-                "a parameter of a mixture of experts is indexed outside of the mixture, and this "
-                f"device has {pieces.shape[self.dim]} of {self.size} experts. Read it whole, then "
-                "index it: parameter[...][index]."
-            )
-        return lax.all_gather(value, axes, axis=value.ndim + self.dim, tiled=True)
 
 
 def _gather(move: Movement, value: jax.Array) -> jax.Array:

@@ -7,7 +7,7 @@ them answer alike is here.
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Protocol, TypeVar
 
 import jax
@@ -16,6 +16,7 @@ from hfjax.base.head import logits_of
 from hfjax.base.mean import Mean
 from hfjax.parallel.activation_offload import Offloaded
 from hfjax.parallel.engine.legs import Move, Sender
+from hfjax.parallel.in_parts.named_calls import is_recording, own_rows
 from hfjax.parallel.in_parts.scope import Join
 
 T = TypeVar("T")
@@ -207,7 +208,12 @@ class InStep:
         """Return what the experts of a layer, spread over devices or not, make of tokens."""
         if mixture.tells:
             self.step.routers.append(True)
-        return self.step.spread(mixture, x_GTD, routed)
+        if not is_recording():
+            return self.step.spread(mixture, x_GTD, routed)
+        # Tokens travel from each device's own rows.
+        here = lambda arrays: replace(mixture, arrays=arrays)
+        spread = lambda arrays, x, routed: self.step.spread(here(arrays), x, routed)
+        return own_rows(spread)(mixture.arrays, x_GTD, routed)
 
     def told(self, outputs: Any, routed: Callable, needed: bool) -> Any:
         """Return outputs with what routers told, for a loss that takes it."""

@@ -62,7 +62,7 @@ def gather(scope: Scope, equation: JaxprEqn, values: Values) -> Values | None:
             at = cut.moved(numbers.start_indices_batching_dims[which])
             here = [x.x, scope.part(indices, at)]
             return scope.parts(at.moved(out_dims[at.dim]), equation, here)
-        own = _own_row(scope, x, indices, numbers.start_index_map)
+        own = _own_row(scope, scope.shape(x)[cut.dim], cut, indices, numbers.start_index_map)
         if own is None:
             return None
         at = own.cut.moved(out_dims[own.cut.dim])
@@ -77,7 +77,9 @@ def gather(scope: Scope, equation: JaxprEqn, values: Values) -> Values | None:
     return scope.parts(cut.moved(out_dims[cut.dim]), equation, [table, indices.x])
 
 
-def _own_row(scope: Scope, x: Part, indices: Any, index_map: Sequence[int]) -> Part | None:
+def _own_row(
+    scope: Scope, rows: int, cut: Cut, indices: Any, index_map: Sequence[int]
+) -> Part | None:
     """Return indices that count from this device's first row, if each row reads itself.
 
     `x[jnp.arange(rows), labels]` is: the first of the indices that it joins is 0, 1, 2 …
@@ -85,15 +87,14 @@ def _own_row(scope: Scope, x: Part, indices: Any, index_map: Sequence[int]) -> P
     _, pieces = scope.pieces.get(id(indices), (None, ()))
     if isinstance(indices, Made) and scope.side.divides(indices.shape, ROWS):
         indices = Part(scope.part(indices, ROWS))
-    if not isinstance(indices, Part) or len(pieces) != len(index_map) or x.cut.dim not in index_map:
+    if not isinstance(indices, Part) or len(pieces) != len(index_map) or cut.dim not in index_map:
         return None
-    column = index_map.index(x.cut.dim)
-    rows = scope.shape(x)[x.cut.dim]
+    column = index_map.index(cut.dim)
     numbers = pieces[column]
-    fits = x.cut.outer == indices.cut.outer == 1 and scope.shape(numbers)[0] == rows
+    fits = cut.outer == indices.cut.outer == 1 and scope.shape(numbers)[0] == rows
     if not fits or indices.cut.dim != 0 or not is_every_row(scope, numbers):
         return None
-    first = scope.side.here.astype(indices.x.dtype) * x.x.shape[x.cut.dim]
+    first = scope.side.here.astype(indices.x.dtype) * (rows // scope.side.size)
     own = indices.x.at[..., column].add(-first)
     return Part(own, indices.cut)
 
@@ -122,9 +123,13 @@ def scatter(scope: Scope, equation: JaxprEqn, values: Values) -> Values | None:
             which = numbers.operand_batching_dims.index(cut.dim)
             at = cut.moved(numbers.scatter_indices_batching_dims[which])
             return written(cut, at.moved(rows[at.dim]), scope.part(indices, at))
+    dims = numbers.scatter_dims_to_operand_dims
+    for cut in [x.cut] if isinstance(x, Part) else map(Cut, dims):
+        own = _own_row(scope, shape[cut.dim], cut, indices, dims)
+        if own is not None and scope.side.divides(shape, cut):
+            return written(cut, own.cut.moved(rows[own.cut.dim]), own.x)
     if isinstance(x, Part):
-        own = _own_row(scope, x, indices, numbers.scatter_dims_to_operand_dims)
-        return own and written(x.cut, own.cut.moved(rows[own.cut.dim]), own.x)
+        return None
     cut = indices.cut if isinstance(indices, Part) else None
     if cut is None and isinstance(updates, Part) and updates.cut.dim in rows:
         cut = updates.cut.moved(rows.index(updates.cut.dim))

@@ -36,7 +36,8 @@ class Joins:
             (
                 line or "(no line)",
                 operation,
-                _HOW[how].format(human(size)) + ("" if known else ", since no rule knows it"),
+                _HOW[how].format(human(size))
+                + ("" if known or how != "gather" else ", since no rule knows it"),
                 f"{count} times" if count > 1 else "once",
             )
             for (line, operation, how, size, known), count in times.items()

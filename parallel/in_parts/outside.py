@@ -26,6 +26,8 @@ def collective(scope: Scope, equation: JaxprEqn, values: Values) -> Values | Non
     there = lambda axis: not isinstance(axis, str) or lax.axis_size(axis) > 1
     rest = tuple(axis for axis in axes if axis not in scope.side.axes and there(axis))
     if not any(axis in scope.side.axes for axis in axes):
+        if name == "axis_index":
+            return scope.bind(equation, values)
         return _elsewhere(scope, equation, values) if _keeps_rows(equation, values) else None
     if name in _SUMS:
         scope.told.append(_alone(scope, equation))
