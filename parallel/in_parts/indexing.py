@@ -102,19 +102,36 @@ def _own_row(
 def scatter(scope: Scope, equation: JaxprEqn, values: Values) -> Values | None:
     """Write whole rows of what is split, each row its own, or add rows up."""
     x, indices, updates = values
-    numbers, name = equation.params["dimension_numbers"], equation.primitive.name
-    picked = set(numbers.inserted_window_dims) | set(numbers.operand_batching_dims)
-    shape = scope.shape(x)
-    kept = [d for d in range(len(shape)) if d not in picked]
+    numbers = equation.params["dimension_numbers"]
     rows = [d for d in range(len(scope.shape(updates))) if d not in numbers.update_window_dims]
+    written = _written_rows(scope, equation, values, rows)
+    if written is not None or isinstance(x, Part) or equation.primitive.name != "scatter-add":
+        return written
     inner = len(scope.shape(indices)) - 1  # of the indices, the dimension of an index
-    parts = [v for v in (x, updates) if isinstance(v, Part)]
+    cut = indices.cut if isinstance(indices, Part) else None
+    if cut is None and isinstance(updates, Part) and updates.cut.dim in rows:
+        cut = updates.cut.moved(rows.index(updates.cut.dim))
+    if cut is None or cut.dim >= inner or cut.dim in numbers.scatter_indices_batching_dims:
+        return None
+    here = [scope.part(indices, cut), scope.part(updates, cut.moved(rows[cut.dim]))]
+    return [Sum(x) for x in scope.bind(equation, [scope.sum(x), *here])]
+
+
+def _written_rows(
+    scope: Scope, equation: JaxprEqn, values: Values, rows: Sequence[int]
+) -> Values | None:
+    """Write to what is split, or what may be split as the updates are; `rows`: not of a window."""
+    x, indices, updates = values
+    numbers, shape = equation.params["dimension_numbers"], scope.shape(x)
+    picked = set(numbers.inserted_window_dims) | set(numbers.operand_batching_dims)
+    kept = [d for d in range(len(shape)) if d not in picked]
 
     def written(cut: Cut, at: Cut, of_indices: Any) -> Values:
         here = [scope.part(x, cut), of_indices, scope.part(updates, at)]
         return scope.parts(cut, equation, here)
 
-    for cut in [v.cut for v in parts if v is x] + _entered(scope, updates, numbers, kept, shape):
+    first = [x.cut] if isinstance(x, Part) else []
+    for cut in first + _entered(scope, updates, numbers, kept, shape):
         if cut.dim in kept and not isinstance(indices, Part):
             at = numbers.update_window_dims[kept.index(cut.dim)]
             if scope.shape(updates)[at] == shape[cut.dim]:
@@ -124,21 +141,11 @@ def scatter(scope: Scope, equation: JaxprEqn, values: Values) -> Values | None:
             at = cut.moved(numbers.scatter_indices_batching_dims[which])
             return written(cut, at.moved(rows[at.dim]), scope.part(indices, at))
     dims = numbers.scatter_dims_to_operand_dims
-    for cut in [x.cut] if isinstance(x, Part) else map(Cut, dims):
+    for cut in first or map(Cut, dims):
         own = _own_row(scope, shape[cut.dim], cut, indices, dims)
         if own is not None and scope.side.divides(shape, cut):
             return written(cut, own.cut.moved(rows[own.cut.dim]), own.x)
-    if isinstance(x, Part):
-        return None
-    cut = indices.cut if isinstance(indices, Part) else None
-    if cut is None and isinstance(updates, Part) and updates.cut.dim in rows:
-        cut = updates.cut.moved(rows.index(updates.cut.dim))
-    if name != "scatter-add" or cut is None or cut.dim >= inner:
-        return None
-    if cut.dim in numbers.scatter_indices_batching_dims:
-        return None
-    here = [scope.part(indices, cut), scope.part(updates, cut.moved(rows[cut.dim]))]
-    return [Sum(x) for x in scope.bind(equation, [scope.sum(x), *here])]
+    return None
 
 
 def _entered(scope: Scope, updates: Any, numbers: Any, kept: list, shape: tuple) -> list[Cut]:

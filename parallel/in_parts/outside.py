@@ -35,8 +35,12 @@ def collective(scope: Scope, equation: JaxprEqn, values: Values) -> Values | Non
         if not rest:
             return values
         return _elsewhere(scope, equation, values, axes=rest)
-    if rest:
-        return None
+    return None if rest else _of_one_device(scope, equation, values)
+
+
+def _of_one_device(scope: Scope, equation: JaxprEqn, values: Values) -> Values:
+    """Return what a collective other than a sum gives on one device."""
+    name = equation.primitive.name
     scope.told.append(_alone(scope, equation))
     if name == "axis_index":
         return [jnp.zeros((), aval_of(equation.outvars[0]).dtype)]
@@ -50,7 +54,7 @@ def collective(scope: Scope, equation: JaxprEqn, values: Values) -> Values | Non
     if equation.params.get("tiled", False):
         return values
     raise ValueError(
-        f"{scope.line}: lax.{name} over {', '.join(axes)}: the model and the loss see the rows of "
+        f"{scope.line}: lax.{name} over {', '.join(axes_of(equation))}: the model and the loss see the rows of "
         "all devices, as on one device, so there is nothing to send. Leave it out, or run that "
         "part on each device's own rows: hfjax.own_rows(function)."
     )
