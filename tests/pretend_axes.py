@@ -71,6 +71,7 @@ def specialists(rngs: nnx.Rngs) -> dict[str, jax.Array]:
     return {"specialists": draw(4, 8, 8), "dense": draw(8, 8)}
 
 
+@hfjax.own_rows
 def meet(params: Any, x: jax.Array) -> jax.Array:
     """Return what all specialists make of x; each device has some and is given the others."""
     all_of = lax.all_gather(params["specialists"], "specialist", axis=0, tiled=True)

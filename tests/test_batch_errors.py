@@ -140,7 +140,7 @@ def test_an_error_of_the_model_itself_is_left_as_it_is():
         (lambda y, batch: None, "the loss is of type NoneType: a scalar is expected"),
         (lambda y, batch: True, "the loss is bool: a real floating-point number is expected"),
         (lambda y, batch: squares, "the loss is of type function: a scalar"),
-        (lambda y, batch: hfjax.Mean(y.sum(), y), r"its weight has shape \(1, 8\)"),
+        (lambda y, batch: hfjax.Mean(y.sum(), y), r"its weight has shape \(8, 8\)"),
         (
             lambda y, batch: hfjax.Mean(y.sum(), 1.0, metrics=NO_DICTIONARY),
             "of the loss: a dictionary by name is expected, not list",

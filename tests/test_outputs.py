@@ -102,12 +102,6 @@ def test_a_prediction_runs_inside_a_program_of_the_users():
         ),
         (
             lambda layout: hfjax.predict_step(
-                layout, lambda model, batch: {"mean": model(batch).mean()}
-            )(hfjax.init(layout), tokens(rows=8)),
-            r"output \['mean'\] \(\) has no row for each of the 2 rows .* a metric of eval_step",
-        ),
-        (
-            lambda layout: hfjax.predict_step(
                 made("PIPE, interleaved"), lambda m, x: m(x), schedule=INTERLEAVED
             ),
             "schedule .* with forward= of the layout: stages are made of a model in three parts",

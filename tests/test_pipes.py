@@ -398,7 +398,7 @@ WRONG_BATCHES = {
     r"labels is ndarray: a tuple is expected": lambda: run(labels=Y),
     r"criterion is int: a function": lambda: run(criterion=3),
     r"with 1 labels: missing a required argument: 'weight'": lambda: run(criterion=weighted),
-    r"the criterion returns has shape \(2, 6\)": lambda: run(criterion=lambda o, y: o - y),
+    r"the criterion returns has shape \(4, 6\)": lambda: run(criterion=lambda o, y: o - y),
     r"the criterion returns is a tuple": lambda: run(criterion=lambda *given: given),
     r"given float32\[2,6\] and returns float32\[2,12\]: stacked": lambda: run(layer=Wider),
     r"layers/down/bias is nothing, expected is float32 \(2, 6\)": lambda: setattr(

@@ -344,7 +344,7 @@ class WholeElsewhere:
         join = partial(_joined, value.ndim + self.dim)
         times = self.size // pieces.shape[self.dim]
         alike = lambda x: jnp.concatenate([x] * times, self.dim)
-        rule = lambda call, scope, body, given: [join(*given)]
+        rule = lambda call, scope, body, given: [join(scope.whole(given[0]))]
         return named(rule, alike)(value) if is_recording() else join(value)
 
 

@@ -16,7 +16,7 @@ from hfjax.base.head import logits_of
 from hfjax.base.mean import Mean
 from hfjax.parallel.activation_offload import Offloaded
 from hfjax.parallel.engine.legs import Move, Sender
-from hfjax.parallel.in_parts.named_calls import is_recording, own_rows
+from hfjax.parallel.in_parts.named_calls import is_recording, like_tokens
 from hfjax.parallel.in_parts.scope import Join
 
 T = TypeVar("T")
@@ -213,7 +213,7 @@ class InStep:
         # Tokens travel from each device's own rows.
         here = lambda arrays: replace(mixture, arrays=arrays)
         spread = lambda arrays, x, routed: self.step.spread(here(arrays), x, routed)
-        return own_rows(spread)(mixture.arrays, x_GTD, routed)
+        return like_tokens(spread)(mixture.arrays, x_GTD, routed)
 
     def told(self, outputs: Any, routed: Callable, needed: bool) -> Any:
         """Return outputs with what routers told, for a loss that takes it."""

@@ -55,7 +55,7 @@ def turns(devices: int, count: int) -> list[list[Trip]]:
 
     Example:
         >>> turns(2, 2)[0]
-        [Trip(device=0, piece=0, to=0, place=0), Trip(device=1, piece=1, to=1, place=1)]
+        [Trip(device=0, piece=1, to=1, place=0), Trip(device=1, piece=0, to=0, place=1)]
     """
     left = [set() for _ in range(devices)]
     for number in range(devices * count):

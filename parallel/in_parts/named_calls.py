@@ -45,25 +45,36 @@ class NamedCall:
         function: What was called, of trees of arrays.
         arguments: Their form.
         results: The form of what it returned.
+        stands_in: Whether what was traced has the right shapes only.
     """
 
     rule: Callable
     function: Callable
     arguments: Any
     results: Any
+    stands_in: bool = False
 
     def __call__(self, scope: Scope, equation: JaxprEqn, values: Sequence[Any]) -> Sequence[Any]:
         """Return what the call makes of values."""
         body = body_of(equation)
         assert body is not None
         if len(values) != self.arguments.num_leaves:  # that of its derivative
+            if self.stands_in:
+                raise ValueError(
+                    f"{scope.line}: the model differentiates with respect to something that goes "
+                    "through experts on other devices, within its own program. Use a mesh without "
+                    "expert devices, or a model in three parts."
+                )
             return scope.run(scope, *body, values)
         found = self.rule(self, scope, body, self.arguments.unflatten(values))
         return jax.tree.leaves(found, is_leaf=is_value)
 
 
-def named(rule: Callable, function: Callable) -> Callable:
-    """Return a function of trees of arrays that is kept by name in the program being traced."""
+def named(rule: Callable, function: Callable, shapes: Callable | None = None) -> Callable:
+    """Return a function of trees of arrays that is kept by name in the program being traced.
+
+    `shapes` is traced in its place, where it cannot be traced with all rows.
+    """
     calls = _CALLS.get()
     assert calls is not None
 
@@ -73,12 +84,12 @@ def named(rule: Callable, function: Callable) -> Callable:
 
         def flat(*leaves: Any) -> list[Any]:
             nonlocal results
-            found, results = jax.tree.flatten(function(*form.unflatten(leaves)))
+            found, results = jax.tree.flatten((shapes or function)(*form.unflatten(leaves)))
             return found
 
         flat.__name__ = f"named_{len(calls)}"
         found = jax.jit(flat)(*leaves)
-        calls[flat.__name__] = NamedCall(rule, function, form, results)
+        calls[flat.__name__] = NamedCall(rule, function, form, results, shapes is not None)
         return results.unflatten(found)
 
     return run
@@ -96,11 +107,24 @@ def own_rows(function: Callable) -> Callable:
 
     Example:
         >>> import hfjax, jax.numpy as jnp
-        >>> centred = hfjax.own_rows(lambda x: x - x.mean(0))
+        >>> centred = hfjax.own_rows(lambda x: x - x.mean(0, keepdims=True))
         >>> centred(jnp.array([[1.0], [3.0]])).tolist()
         [[-1.0], [1.0]]
     """
 
+    return lambda *arguments: _run_on_own_rows(function, None, *arguments)
+
+
+def like_tokens(function: Callable) -> Callable:
+    """Return the same of a function whose result is like its second argument.
+
+    It need not be traced with all rows: tokens travel in it from the rows of each device.
+    """
+    shapes = lambda arrays, x, *more: x + 0
+    return lambda *arguments: _run_on_own_rows(function, shapes, *arguments)
+
+
+def _run_on_own_rows(function: Callable, shapes: Callable | None, *arguments: Any) -> Any:
     def alone(*arguments: Any) -> Any:  # what it calls runs on the same rows
         before = _CALLS.set(None)
         try:
@@ -108,10 +132,9 @@ def own_rows(function: Callable) -> Callable:
         finally:
             _CALLS.reset(before)
 
-    def run(*arguments: Any) -> Any:
-        return (named(_on_own_rows, alone) if is_recording() else function)(*arguments)
-
-    return run
+    if not is_recording():
+        return function(*arguments)
+    return named(_on_own_rows, alone, shapes)(*arguments)
 
 
 def _on_own_rows(call: NamedCall, scope: Scope, body: Any, arguments: Any) -> Any:

@@ -42,6 +42,13 @@ def _of_one_device(scope: Scope, equation: JaxprEqn, values: Values) -> Values:
     """Return what a collective other than a sum gives on one device."""
     name = equation.primitive.name
     scope.told.append(_alone(scope, equation))
+    if values and not any(isinstance(v, Part) for v in values):
+        raise ValueError(
+            f"{scope.line}: lax.{name} over {', '.join(axes_of(equation))} of what has no rows: "
+            "the model sees all rows, as on one device, so each device would be given the same. If "
+            "devices hold something of their own there, run that part on each device's own rows: "
+            "hfjax.own_rows(function)."
+        )
     if name == "axis_index":
         return [jnp.zeros((), aval_of(equation.outvars[0]).dtype)]
     if name == "ppermute":
@@ -54,9 +61,9 @@ def _of_one_device(scope: Scope, equation: JaxprEqn, values: Values) -> Values:
     if equation.params.get("tiled", False):
         return values
     raise ValueError(
-        f"{scope.line}: lax.{name} over {', '.join(axes_of(equation))}: the model and the loss see the rows of "
-        "all devices, as on one device, so there is nothing to send. Leave it out, or run that "
-        "part on each device's own rows: hfjax.own_rows(function)."
+        f"{scope.line}: lax.{name} over {', '.join(axes_of(equation))}: the model and the loss see "
+        "the rows of all devices, as on one device, so there is nothing to send. Leave it out, or "
+        "run that part on each device's own rows: hfjax.own_rows(function)."
     )
 
 
