@@ -289,7 +289,7 @@ class AutodiffPlane(Plane):
 
         look = partial(self._look, variables, batch) if mode == "train" and context.shares else None
         part = Part if context.side.size > 1 else lambda x: x
-        given = {p: part(x) if self._of_rows(p) else x for p, x in variables.items()}
+        given = {p: part(x) if self._of_rows(p, mode) else x for p, x in variables.items()}
         with_rows = jax.tree.map(part, batch)
         told, changed = gather_on_use(
             run, stored, given, with_rows, side=context.side, told=context.traced.joins, look=look
@@ -304,10 +304,11 @@ class AutodiffPlane(Plane):
         same = lambda p: changed[p] is given[p]
         return told, {p: x if same(p) else here(p)(changed[p]) for p, x in variables.items()}
 
-    def _of_rows(self, path: str) -> bool:
-        """Whether devices have rows of a variable."""
+    def _of_rows(self, path: str, mode: str) -> bool:
+        """Whether devices have rows of a variable: keys of rows are made for a training step."""
         blueprint = self.context.blueprint
-        return blueprint.of_rows(path) or per_row(blueprint.variables[path])
+        keys = mode == "train" and per_row(blueprint.variables[path])
+        return blueprint.of_rows(path) or keys
 
     def _look(self, variables: Flat, batch: Any, jaxpr: Any, result: Any) -> None:
         """Warn of noise that devices which share rows draw alike."""
