@@ -13,7 +13,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec as P
 
@@ -198,8 +197,7 @@ class StepContext:
         What a loss of hfjax's own models is given in place of logits stays as it is here: its
         total and its weight are sums.
         """
-        routed = getattr(self.loss, "takes_routing", False)
-        if self.side.size > 1 and not routed and not _is_opaque(outputs):
+        if self.side.size > 1 and not self._stands_for_logits(outputs):
             given = self._as_values(outputs, rows_of(batch)), jax.tree.map(Part, batch)
             found = in_parts(self.side, self.mean_of_rows, *given, told=self.traced.joins)
             return self.counted(self.side.shares(found))
@@ -213,6 +211,13 @@ class StepContext:
     def counted(self, mean: Mean) -> Mean:
         """Return the sums of a loss so that all devices together count them once."""
         return self.traced.kernels.counted_once(mean)
+
+    def _stands_for_logits(self, outputs: Any) -> bool:
+        """Return whether outputs are what hfjax's losses know: a projection, what routers told."""
+        known = any(
+            getattr(self.loss, f"takes_{what}", False) for what in ("projection", "routing")
+        )
+        return known and not isinstance(outputs, jax.Array)
 
     def _as_values(self, outputs: Any, rows: int) -> Any:
         """Return outputs of this device's rows as parts; a number of its own as a share of one."""
@@ -374,12 +379,6 @@ def gradients_at_moments(placed: Mapping[str, Placed]) -> dict[str, Placed]:
     """Return the placement for one microbatch: gradients go straight to where the moments are."""
     at_once = lambda p: replace(p, gradient=p.moment) if p.gradient == p.parameter else p
     return {path: at_once(p) for path, p in placed.items()}
-
-
-def _is_opaque(outputs: Any) -> bool:
-    """Return whether outputs hold what is no array: what stands for logits."""
-    arrays = jax.Array | np.ndarray | float | int
-    return any(not isinstance(x, arrays) for x in jax.tree.leaves(outputs))
 
 
 def rows_of(batch: Any) -> int:
