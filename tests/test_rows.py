@@ -79,6 +79,36 @@ def trained(loss, strategy, sizes, **execution):
     return told
 
 
+KEY = jax.random.key(0)
+NUMBERED = np.linspace(0, 1, 64).astype(np.float32)
+# What depends on the number of a row in its microbatch.
+BY_NUMBER = {
+    "keys": lambda o: jax.vmap(lambda k: jax.random.normal(k, (3,)))(jax.random.split(KEY, len(o))),
+    "numbers": lambda o: jnp.arange(len(o))[:, None] * 0.1,
+    "a table": lambda o: jnp.asarray(NUMBERED)[: len(o), None],
+}
+
+
+@pytest.mark.parametrize("what", BY_NUMBER)
+def test_rows_have_the_number_that_they_have_in_a_microbatch_of_one_device(what):
+    loss = lambda o, b: ((o * BY_NUMBER[what](o) - 1) ** 2).mean()
+    init = lambda rngs: nnx.Linear(4, 3, rngs=rngs)
+    on_x = {"forward": lambda model, batch: model(batch["x"])}
+    assert_strategies_agree(init, loss, BATCH, FOUR, steps=2, accumulate=2, **on_x)
+
+
+def test_a_solver_that_has_not_converged_is_given_the_whole_cotangent():
+    def loss(params, batch):
+        matrix, right = params["d"], params["b"]
+        solve = lambda v: matrix.T @ (matrix @ v) + v
+        found, _ = jax.scipy.sparse.linalg.cg(solve, right, maxiter=2)
+        return ((batch["x"] @ found) ** 2).mean()
+
+    draw = lambda rngs, *shape: jax.random.normal(rngs.params(), shape)
+    init = lambda rngs: {"d": draw(rngs, 4, 4), "b": draw(rngs, 4, 2)}
+    assert_strategies_agree(init, loss, BATCH, FOUR, steps=2)
+
+
 class Joins(nnx.Module):
     """Batch norm written inline, a running sum, a codebook, noise for the batch, a queue."""
 

@@ -284,7 +284,8 @@ ELEMENTWISE = frozenset(
     """abs acos acosh add add_any and asin asinh atan atan2 atanh axis_index bitcast_convert_type
     broadcast_in_dim cbrt ceil clamp clz complex conj convert_element_type copy copy_p cos cosh
     device_put digamma div eq erf erf_inv erfc exp exp2 expand_dims expm1 floor ge gt imag
-    integer_pow is_finite le lgamma log log1p logistic lt max min mul name ne neg nextafter not
+    integer_pow is_finite le lgamma log log1p log2 logistic lt max min mul name ne neg nextafter not
+    one_minus_square
     optimization_barrier or polygamma population_count pow pvary real reduce_precision rem round
     mesh_cast reshard rsqrt select_n sharding_constraint shift_left shift_right_arithmetic
     shift_right_logical sign

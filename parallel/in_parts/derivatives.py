@@ -16,7 +16,14 @@ from jax.extend.core import JaxprEqn
 
 from hfjax.parallel.autodiff.program import bind, body_of
 from hfjax.parallel.in_parts.kinds import Kind, Later, Part, dual, is_value, kind_of, of_kind
-from hfjax.parallel.in_parts.programs import again, body_in, found_without_devices, held, settled
+from hfjax.parallel.in_parts.programs import (
+    Body,
+    again,
+    body_in,
+    found_without_devices,
+    held,
+    settled,
+)
 from hfjax.parallel.in_parts.scope import Scope, aval_of
 
 Values = Sequence[Any]
@@ -47,9 +54,15 @@ def _coerced(scope: Scope, values: Values, kinds: Sequence[Kind]) -> list[Any]:
 def _kinds_of_results(
     scope: Scope, equation: JaxprEqn, arrays: Values, kinds: Sequence[Kind]
 ) -> list[Kind]:
+    return found_without_devices(scope, _body(equation), arrays, kinds)[0]
+
+
+def _body(equation: JaxprEqn) -> Body:
+    """Return what runs the function: its program in parts, or, if it has none, the whole of it."""
     body = body_of(equation)
-    assert body is not None
-    return found_without_devices(scope, body_in(*body), arrays, kinds)[0]
+    if body is not None:
+        return body_in(*body)
+    return lambda scope, values: scope.bind(equation, list(map(scope.whole, values)))
 
 
 def custom_jvp(scope: Scope, equation: JaxprEqn, values: Values) -> Values:
@@ -59,13 +72,12 @@ def custom_jvp(scope: Scope, equation: JaxprEqn, values: Values) -> Values:
         return bind(equation, values)
     kinds_in, arrays = list(map(kind_of, values)), list(map(held, values))
     kinds = _kinds_of_results(scope, equation, arrays, kinds_in)
-    shapes, count = _shapes(equation.invars), len(values)
-    body, constants = body_of(equation) or (None, ())
+    shapes = _shapes(equation.invars)
 
     @jax.custom_jvp
     def function(*arrays: Any) -> list[Any]:
         inner = scope.inside()
-        return _coerced(inner, inner.run(inner, body, constants, again(arrays, kinds_in)), kinds)
+        return _coerced(inner, _body(equation)(inner, again(arrays, kinds_in)), kinds)
 
     def rule(primals: Any, tangents: Any) -> Any:
         moving = [i for i, dx in enumerate(tangents) if not isinstance(dx, SymbolicZero)]
@@ -91,7 +103,6 @@ def custom_jvp(scope: Scope, equation: JaxprEqn, values: Values) -> Values:
         return ys, [as_kind(k) if _is_real(y) else none(y) for y, k in zip(ys, kinds, strict=True)]
 
     function.defjvp(rule, symbolic_zeros=True)
-    assert count == len(shapes)
     return again(function(*arrays), kinds)
 
 
@@ -104,7 +115,6 @@ def custom_vjp(scope: Scope, equation: JaxprEqn, values: Values) -> Values:
         return bind(equation, list(map(scope.whole, values)))
     kinds = _kinds_of_results(scope, equation, arrays, kinds_in)
     shapes = _shapes(equation.invars)
-    body, constants = body_of(equation) or (None, ())
 
     def whole(*xs: Any) -> Any:
         def call(*some: Any) -> Any:
@@ -116,7 +126,7 @@ def custom_vjp(scope: Scope, equation: JaxprEqn, values: Values) -> Values:
     @jax.custom_vjp
     def function(*arrays: Any) -> list[Any]:
         inner = scope.inside()
-        return _coerced(inner, inner.run(inner, body, constants, again(arrays, kinds_in)), kinds)
+        return _coerced(inner, _body(equation)(inner, again(arrays, kinds_in)), kinds)
 
     pullback: list[Any] = []  # its form, and the shapes of what it keeps
 

@@ -29,7 +29,11 @@ PROGRAMS: dict[str, Callable] = {
     "while": while_loop,
     "cond": cond,
     **dict.fromkeys(("custom_jvp_call", "custom_jvp_call_jaxpr"), custom_jvp),
-    **dict.fromkeys(("custom_vjp_call", "custom_vjp_call_jaxpr"), custom_vjp),
+    # A solver by iterations is not linear in the cotangent that it is given.
+    **dict.fromkeys(
+        ("custom_vjp_call", "custom_vjp_call_jaxpr", "custom_linear_solve", "linear_call"),
+        custom_vjp,
+    ),
 }
 # Rules that matter also where all that enters is the same on all devices.
 MAKING: dict[str, Callable] = {

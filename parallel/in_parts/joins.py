@@ -15,6 +15,7 @@ _HOW = {
     "greatest": "greatest of all devices, {}",
     "least": "least of all devices, {}",
     "gather": "gathered, {}",
+    "cut": "each device takes its rows, {}",
     "draw": "each device draws its part, {}",
     "alone": "a collective that sees one device with all rows",
 }

@@ -180,6 +180,7 @@ def iota(scope: Scope, equation: JaxprEqn, values: Values) -> Values:
         if cut.dim != dim:
             return scope.bind(equation, values, shape=local)[0]
         numbers = scope.side.numbers(shape[dim], cut.outer).astype(out.dtype)
+        scope.tell("cut", numbers)
         return lax.broadcast_in_dim(numbers, local, (dim,))
 
     if scope.cut_of(shape) is None:

@@ -26,6 +26,7 @@ class Join:
         line: Where the user's program joins them.
         operation: JAX's name of the operation.
         how: "sum", "greatest", "least", "gather"; "draw" (a part of random numbers for all rows);
+            "cut" (the rows here of what is known for all rows, by their number);
             "alone" (a collective of the user's own that sees one device).
         bytes: The size of what is made: of a sum, or of the whole that is gathered.
         times: How often in each run of the program.
@@ -120,7 +121,7 @@ class Scope:
             return self._once(value, cut, lambda: value.make(self, cut))
         if isinstance(value, Sum) and not self.is_whole(value):
             return self._once(value, cut, lambda: self._scatter(value, cut))
-        return self._once(value, cut, lambda: self.side.cut(jnp.asarray(self.whole(value)), cut))
+        return self._once(value, cut, lambda: self._cut(value, cut))
 
     def sum(self, value: Any) -> jax.Array:
         """Return this device's share of a value."""
@@ -166,6 +167,11 @@ class Scope:
         if kind not in found:
             found[kind] = make()
         return found[kind]
+
+    def _cut(self, value: Any, cut: Cut) -> jax.Array:
+        found = self.side.cut(jnp.asarray(self.whole(value)), cut)
+        self.tell("cut", found)
+        return found
 
     def _join(self, value: Part) -> jax.Array:
         found = self.side.joined(value.x, value.cut)
