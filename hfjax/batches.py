@@ -205,7 +205,7 @@ def _check_rows_of_state(layout: Layout, rows: Fraction | int) -> None:
 
 def is_placed(mesh: Mesh, batch: Any) -> bool:
     """Return whether a batch already lies where it is wanted."""
-    placed = lambda x: x.sharding.is_equivalent_to(batch_sharding(mesh), x.ndim)
+    placed = lambda x: x.ndim and x.sharding.is_equivalent_to(batch_sharding(mesh), x.ndim)
     return all(isinstance(x, jax.Array) and placed(x) for x in jax.tree.leaves(batch))
 
 

@@ -93,8 +93,9 @@ BY_NUMBER = {
 def test_rows_have_the_number_that_they_have_in_a_microbatch_of_one_device(what):
     loss = lambda o, b: ((o * BY_NUMBER[what](o) - 1) ** 2).mean()
     init = lambda rngs: nnx.Linear(4, 3, rngs=rngs)
-    on_x = {"forward": lambda model, batch: model(batch["x"])}
-    assert_strategies_agree(init, loss, BATCH, FOUR, steps=2, accumulate=2, **on_x)
+    assert_strategies_agree(
+        init, loss, BATCH, FOUR, steps=2, accumulate=2, forward=lambda m, batch: m(batch["x"])
+    )
 
 
 def test_a_solver_that_has_not_converged_is_given_the_whole_cotangent():
@@ -220,3 +221,9 @@ def test_callbacks_see_all_rows_once_and_one_whose_value_is_used_is_refused():
     _, step = step_of(used)
     with pytest.raises(ValueError, match="io_callback returns a value that the model uses"):
         step.trace(BATCH)
+
+
+def test_a_number_in_a_batch_is_refused_in_words():
+    layout, step = step_of()
+    with pytest.raises(ValueError, match="arrays with the same number of rows, at least one"):
+        step(hfjax.init(layout), {**BATCH, "scale": jnp.float32(3)})
