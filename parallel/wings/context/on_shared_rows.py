@@ -17,7 +17,7 @@ from jax.sharding import Mesh, PartitionSpec as P
 from hfjax.pallas_kernels.attention.mask import Mask
 from hfjax.parallel.engine import local
 from hfjax.parallel.mesh import SAMPLE_AXES, SEQUENCE_AXES, TENSOR_AXES, in_use, size_of
-from hfjax.parallel.on_shards import OnShards, mapped
+from hfjax.parallel.on_shards import mapped
 from hfjax.parallel.settings import Context
 from hfjax.parallel.wings.context.deal import Deal
 from hfjax.parallel.wings.context.forms import ContextChoice
@@ -25,6 +25,7 @@ from hfjax.parallel.wings.context.ring_attention import Travel
 from hfjax.parallel.wings.context.ulysses import Exchange
 from hfjax.parallel.wings.context.visits import AnyMask, AttendedBlock, Balanced, Visit
 from hfjax.parallel.wings.kernels.in_step import Kernels
+from hfjax.parallel.wings.kernels.kernel_on_shards import OnShards
 
 HEADS = P(None, None, TENSOR_AXES)  # of [B, S, H, D]
 
