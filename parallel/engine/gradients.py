@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import jaxpr_as_fun
-from jax.sharding import PartitionSpec as P
+from jax.sharding import NamedSharding, PartitionSpec as P
 
 from hfjax.base.mean import Mean
 from hfjax.base.paths import Flat
@@ -154,8 +154,10 @@ class Plane(ABC):
             context.shard_map(device, in_specs, P()), *given
         )  # which have rows, and where
         place = lambda kind: P(*[None] * kind.dim, rows) if isinstance(kind, Cut) else P()
-        found = context.shard_map(device, in_specs, list(map(place, known[1])))(*given)
-        return known[0].unflatten(found)
+        specs = list(map(place, known[1]))
+        found = context.shard_map(device, in_specs, specs)(*given)
+        whole = lambda x, spec: lax.with_sharding_constraint(x, NamedSharding(context.mesh, spec))
+        return known[0].unflatten(map(whole, found, specs))
 
     def _of_one_device(self, run: Callable) -> Any:
         """Return `run(dealt)`: rows are dealt as microbatches of one device where that matters.
