@@ -25,10 +25,12 @@ from hfjax.checks.look_along_rows import look_along_rows
 from hfjax.checks.look_at_grid import look_at_grid
 from hfjax.checks.optimizers import check_optimizer, takes_layers_alone
 from hfjax.parallel.autodiff.check_host_loops import check_host_loops
-from hfjax.parallel.engine.gradients import AutodiffPlane, Plane
+from hfjax.parallel.called.called_model import CalledAsItIs
+from hfjax.parallel.engine.gradients import AutodiffPlane, InThreeParts, Plane
 from hfjax.parallel.engine.local import Asked, Local, Traced
 from hfjax.parallel.engine.step_context import StepContext, gathered_once, gradients_at_moments
 from hfjax.parallel.execution import Execution
+from hfjax.parallel.in_parts.interpreter import in_parts
 from hfjax.parallel.layerwise.planes import LayerUpdatePlane, LayerwisePlane
 from hfjax.parallel.mesh import SEQUENCE_AXES, in_use, sides
 from hfjax.parallel.pipeline.plane import PipelinePlane, no_permutes
@@ -48,8 +50,6 @@ from hfjax.update.in_backward import InBackwardUpdate
 from hfjax.update.streamed import StreamedUpdate
 from hfjax.update.update import Update
 from hfjax.update.whole import WholeUpdate
-
-LOOKS: dict[type, Callable] = {OnSharedRows: look_along_rows, OnGrid: look_at_grid}
 
 
 class Ingredients(NamedTuple):
@@ -110,7 +110,8 @@ def data_plane(made_of: Ingredients, seen: Local | None = None) -> Plane:
         return PipelinePlane(context, stored.arrangement, compile_table(table), unlike)
     if layout.hosted.parameters and layout.blueprint.three_parts and not layout.forward:
         return LayerwisePlane(context_of(made_of, seen, run.accumulate == 1, kept=True))
-    return AutodiffPlane(context_of(made_of, seen, run.accumulate == 1, whole=True))
+    context = context_of(made_of, seen, run.accumulate == 1, whole=True)
+    return AutodiffPlane(context, (InThreeParts if context.in_parts else CalledAsItIs)(context))
 
 
 def context_of(made_of: Ingredients, seen: Local | None, alone=False, **once: bool) -> StepContext:
@@ -124,7 +125,7 @@ def context_of(made_of: Ingredients, seen: Local | None, alone=False, **once: bo
         execution=run,
         loss=made_of.loss,
         forward=layout.forward,
-        traced=Traced.of(kernels, run.offload),
+        traced=Traced.of(kernels, run.offload, in_parts),
         one_microbatch=alone,
         gathered_for_step=gathered_once(placed, run, **once),
     )
@@ -133,8 +134,7 @@ def context_of(made_of: Ingredients, seen: Local | None, alone=False, **once: bo
 def handed(made_of: Ingredients) -> Local:
     """Return what modules are handed: what they ask of a step on this mesh."""
     layout, loss, run, table, kernels, experts, _ = made_of
-    takes_routing = getattr(loss, "takes_routing", False)
-    asked = Asked(Placer(layout.mesh, layout.strategy), experts.run, takes_routing)
+    asked = Asked(Placer(layout.mesh, layout.strategy), experts.run, loss)
     if sides(layout.mesh):
         return OnGrid(asked, layout.mesh, layout.strategy.parameters, kernels.without_logits)
     if in_use(layout.mesh, SEQUENCE_AXES):
@@ -146,5 +146,5 @@ def handed(made_of: Ingredients) -> Local:
 def look(plane: Plane, variables: Any, batch: Any, mode: str) -> Local | None:
     """Return what modules are handed once a look at the model has told; None: nothing has to."""
     kernels = plane.context.traced.kernels
-    see = LOOKS.get(type(kernels))
+    see = {OnSharedRows: look_along_rows, OnGrid: look_at_grid}.get(type(kernels))
     return see and looked(plane.context, variables, batch, mode, partial(see, kernels))

@@ -21,7 +21,7 @@ from hfjax.base.paths import Flat, flatten, nest
 from hfjax.base.progress import said_while
 from hfjax.batches import full
 from hfjax.initialise import init
-from hfjax.parallel.engine.gradients import called
+from hfjax.parallel.called.called_model import called
 from hfjax.parallel.engine.keys import is_random, keys_for
 from hfjax.parallel.make_mesh import make_mesh
 from hfjax.parallel.mesh import EXPERTS, describe_mesh

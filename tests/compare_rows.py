@@ -10,7 +10,8 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec as P
 
-from hfjax.parallel.in_parts import Cut, Part, Side, Sum, in_parts
+from hfjax.parallel.in_parts.interpreter import in_parts
+from hfjax.parallel.in_parts.kinds import Cut, Part, Side, Sum
 from tests.generated_rows import CUTS, Program
 
 ONE_AXIS = ("rows",)

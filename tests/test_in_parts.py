@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from hfjax.parallel.in_parts import Cut, Part, Side, Sum, in_parts
+from hfjax.parallel.in_parts.interpreter import in_parts
+from hfjax.parallel.in_parts.kinds import Cut, Part, Side, Sum
 from tests.compare_rows import by_shard_map, compare, whole
 from tests.generated_rows import generated, of_steps
 from tests.typical_rows import SIZES, TYPICAL, named

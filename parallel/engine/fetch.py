@@ -15,10 +15,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from hfjax.base.paths import Index, Tree
-from hfjax.parallel.engine.legs import Leg, gather
+from hfjax.parallel.engine.legs import Leg, gather, on_tensor_shards
 from hfjax.parallel.engine.reduce import reduce_gradient
 from hfjax.parallel.memory import to_device
-from hfjax.parallel.on_shards import on_tensor_shards
 from hfjax.parallel.placement import Dims
 from hfjax.parallel.strategy import Axes
 

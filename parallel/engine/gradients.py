@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -23,21 +23,13 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 from hfjax.base.mean import Mean
 from hfjax.base.paths import Flat
-from hfjax.parallel.autodiff.varying_state import (
-    differing,
-    warn_of_same_noise,
-)
 from hfjax.parallel.engine.blueprint import LAYERS
 from hfjax.parallel.engine.fetch import Placeholder, Stored, devices_along, fetched
-from hfjax.parallel.engine.forward_asks import TRAIN, asked_by, variable_of
-from hfjax.parallel.engine.gather_on_use import gather_on_use
-from hfjax.parallel.engine.keys import is_random, keys_here, per_row
+from hfjax.parallel.engine.keys import keys_here
 from hfjax.parallel.engine.layers import run_model
 from hfjax.parallel.engine.placed_model import mean_of
 from hfjax.parallel.engine.step_context import StepContext, rows_here, rows_of
-from hfjax.parallel.in_parts import Cut, Part
-from hfjax.parallel.in_parts.interpreter import whole_shapes
-from hfjax.parallel.in_parts.kinds import is_value, kind_of
+from hfjax.parallel.in_parts.kinds import Cut, Part, is_value, kind_of
 from hfjax.parallel.in_parts.microbatches import dealt as rows_dealt
 from hfjax.parallel.mesh import BATCH_AXES
 
@@ -207,9 +199,55 @@ class Plane(ABC):
         return gradients, jax.tree.map(lambda x: x.sum(0), means), held | of_rows
 
 
+class Forward(Protocol):
+    """What runs a model forward on the rows of a microbatch, before JAX differentiates it."""
+
+    def loss(
+        self, stored: dict[str, Stored], variables: Flat, batch: Any, mode: str
+    ) -> tuple[Mean, Flat]:
+        """Return this device's share of the loss, and the variables after it."""
+        ...
+
+    def outputs(self, stored: dict[str, Stored], variables: Flat, batch: Any) -> Any:
+        """Return the outputs of the model: a tree of arrays, `Part` and `Sum`."""
+        ...
+
+
+@dataclass(frozen=True)
+class InThreeParts:
+    """A model in three parts: this device's rows go through embed, layers and head."""
+
+    context: StepContext
+
+    def loss(
+        self, stored: dict[str, Stored], variables: Flat, batch: Any, mode: str
+    ) -> tuple[Mean, Flat]:
+        """Return this device's share of the loss, and the variables after it."""
+        return self._told(stored, variables, batch, mode, self.context.mean)
+
+    def outputs(self, stored: dict[str, Stored], variables: Flat, batch: Any) -> Any:
+        """Return the outputs of this device's rows."""
+        tell = lambda outputs, batch: outputs
+        return rows_here(self._told(stored, variables, batch, "eval", tell)[0], batch)
+
+    def _told(
+        self, stored: dict[str, Stored], variables: Flat, batch: Any, mode: str, tell: Callable
+    ) -> tuple[Any, Flat]:
+        """Return what `tell(outputs, batch)` makes of this device's rows, and the variables."""
+        in_layers = {p: x for p, x in stored.items() if p.startswith(LAYERS)}
+        ends = {path: x for path, x in stored.items() if path not in in_layers}
+        away = {path: Placeholder(path) for path in in_layers}
+        model = self.context.blueprint.merge(fetched(ends) | away, variables, mode)
+        inputs = self.context.inputs(batch)
+        told = tell(run_model(model, in_layers, inputs, self.context.options), batch)
+        return told, variables | self.context.blueprint.variables_of(model)
+
+
 @dataclass(frozen=True)
 class AutodiffPlane(Plane):
     """A plane whose gradients JAX derives, of a model in three parts or called as it is."""
+
+    model: Forward
 
     def microbatch(self, parameters: Flat, keys: Callable) -> Callable:
         """Return (statistics, batch, number) -> (gradients, Mean, statistics) of one microbatch."""
@@ -218,7 +256,7 @@ class AutodiffPlane(Plane):
         def total(slots, statistics, batch, number):
             variables = {**statistics, **keys(None, number, rows_of(batch))}
             stored = context.stored(parameters, slots)
-            mean, changed = self._loss(stored, variables, batch, "train")
+            mean, changed = self.model.loss(stored, variables, batch, "train")
             new = (path for path, old in statistics.items() if changed[path] is not old)
             context.traced.written.update(new)
             return mean.total, (mean, {path: changed[path] for path in statistics})
@@ -232,25 +270,11 @@ class AutodiffPlane(Plane):
 
     def evaluated(self, parameters: Flat, variables: Flat, batch: Any) -> Mean:
         """Return this device's share of the loss."""
-        return self._loss(self.context.stored(parameters, None), variables, batch, "eval")[0]
+        return self.model.loss(self.context.stored(parameters, None), variables, batch, "eval")[0]
 
     def predicted(self, parameters: Flat, variables: Flat, batch: Any) -> Any:
         """Return the outputs of the model: a tree of arrays, `Part` and `Sum`."""
-        stored, tell = self.context.stored(parameters, None), lambda outputs, batch: outputs
-        if self.context.in_parts:
-            outputs, _ = self._in_three_parts(stored, variables, batch, "eval", tell)
-            return rows_here(outputs, batch)
-        return self._of_all_rows(stored, variables, batch, "eval", tell)[0]
-
-    def _loss(
-        self, stored: dict[str, Stored], variables: Flat, batch: Any, mode: str
-    ) -> tuple[Mean, Flat]:
-        """Return this device's share of the loss, and the variables after it."""
-        context = self.context
-        if context.in_parts:
-            return self._in_three_parts(stored, variables, batch, mode, context.mean)
-        told, changed = self._of_all_rows(stored, variables, batch, mode, context.mean_of_rows)
-        return context.counted(context.side.shares(told)), changed
+        return self.model.outputs(self.context.stored(parameters, None), variables, batch)
 
     def loss_over_devices(self, mean: Mean) -> Mean:
         """Return the mean over the rows of all devices."""
@@ -266,87 +290,9 @@ class AutodiffPlane(Plane):
         """In how many microbatches a step splits its rows."""
         return self.context.execution.accumulate
 
-    def _in_three_parts(
-        self, stored: dict[str, Stored], variables: Flat, batch: Any, mode: str, tell: Callable
-    ) -> tuple[Any, Flat]:
-        """Return what `tell(outputs, batch)` makes of this device's rows, and the variables."""
-        in_layers = {p: x for p, x in stored.items() if p.startswith(LAYERS)}
-        ends = {path: x for path, x in stored.items() if path not in in_layers}
-        away = {path: Placeholder(path) for path in in_layers}
-        model = self.context.blueprint.merge(fetched(ends) | away, variables, mode)
-        inputs = self.context.inputs(batch)
-        told = tell(run_model(model, in_layers, inputs, self.context.options), batch)
-        return told, variables | self.context.blueprint.variables_of(model)
-
-    def _of_all_rows(
-        self, stored: dict[str, Stored], variables: Flat, batch: Any, mode: str, tell: Callable
-    ) -> tuple[Any, Flat]:
-        """Return what `tell(outputs, batch)` makes of all rows, as values, and the variables."""
-        context = self.context
-
-        def run(parameters: Flat, variables: Flat, batch: Any) -> tuple[Any, Flat]:
-            model = context.blueprint.merge(parameters, variables, mode)
-            outputs = called(context.forward, model, variables, context.inputs(batch), mode)
-            return tell(outputs, batch), variables | context.blueprint.variables_of(model)
-
-        look = partial(self._look, variables, batch) if mode == "train" and context.shares else None
-        part = Part if context.side.size > 1 else lambda x: x
-        given = {p: part(x) if self._of_rows(p, mode) else x for p, x in variables.items()}
-        with_rows = jax.tree.map(part, batch)
-        told, changed = gather_on_use(
-            run, stored, given, with_rows, side=context.side, told=context.traced.joins, look=look
-        )
-        for path, old in given.items():
-            new = changed[path]
-            if new is not old:
-                check_written(path, *whole_shapes(context.side, (old, new)))
-        here = lambda p: (
-            context.side.of_rows if isinstance(given[p], Part) else context.side.whole_of
-        )
-        same = lambda p: changed[p] is given[p]
-        return told, {p: x if same(p) else here(p)(changed[p]) for p, x in variables.items()}
-
-    def _of_rows(self, path: str, mode: str) -> bool:
-        """Whether devices have rows of a variable: keys of rows are made for a training step."""
-        blueprint = self.context.blueprint
-        keys = mode == "train" and per_row(blueprint.variables[path])
-        return blueprint.of_rows(path) or keys
-
-    def _look(self, variables: Flat, batch: Any, jaxpr: Any, result: Any) -> None:
-        """Warn of noise that devices which share rows draw alike."""
-        samples = self.context.shares
-        own = {path: self._is_own(path) for path in variables}  # of each device
-        given = jax.tree.leaves((own, jax.tree.map(lambda _: True, batch)))
-        found = differing(jaxpr, [False] * (len(jaxpr.invars) - len(given)) + given, samples)
-        warn_of_same_noise(found.lines)
-
-    def _is_own(self, path: str) -> bool:
-        """Whether each device has a variable of its own: a key, or some rows."""
-        blueprint = self.context.blueprint
-        return is_random(blueprint.variables[path]) or blueprint.of_rows(path)
-
-
-def called(forward: Callable | None, model: Any, variables: Flat, inputs: Any, mode: str) -> Any:
-    """Return the outputs of a model that is called as it is, or by the layout's `forward`."""
-    if forward is None:
-        return model(inputs) if callable(model) else model
-    training = mode == "train"
-    key = lambda name: variables[variable_of(name)] if training else None
-    asked = {n: training if n == TRAIN else key(n) for n in asked_by(forward)}
-    return forward(model, inputs, **asked)
-
 
 def _in_one_block(value: Any) -> bool:
     return not isinstance(value, Part) or value.cut.outer == 1
-
-
-def check_written(path: str, old: Any, new: Any) -> None:
-    """Refuse what a variable does not hold from step to step."""
-    if (new.shape, new.dtype) != (old.shape, old.dtype):
-        raise ValueError(
-            f"{path} {old.shape} {old.dtype}: the model writes {new.shape} {new.dtype} to it. What "
-            "a variable holds keeps its shape and dtype from step to step."
-        )
 
 
 def gather_rows(x: Any) -> Any:

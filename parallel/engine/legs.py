@@ -4,13 +4,13 @@ A sender takes the place of XLA's collective for single arrays (a kernel, or its
 chosen when a step is built.
 """
 
-from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec as P
 from jax.typing import DTypeLike
 
 from hfjax.parallel.mesh import size_of
@@ -98,3 +98,27 @@ def scatter(x: jax.Array, leg: Leg) -> jax.Array:
 def _along(dim: int, x: jax.Array, move: Callable) -> jax.Array:
     """Return what `move` does with rows, done with another dimension."""
     return jnp.moveaxis(move(jnp.moveaxis(x, dim, 0)), 0, dim) if dim else move(x)
+
+
+# -- beside a tensor axis -------------------------------------------------------------------------
+
+
+def mapped(function: Callable, axes: Iterable[str], in_specs: Any, out_specs: Any) -> Callable:
+    """Return the function, run by itself along axes that nothing around is manual over."""
+    specs: dict[str, Any] = {"in_specs": in_specs, "out_specs": out_specs}
+    return jax.shard_map(function, axis_names=set(axes), check_vma=False, **specs)
+
+
+def on_tensor_shards(move: Callable, split: Dims, ndim: int) -> Callable:
+    """Return `move` run on each tensor shard by itself.
+
+    Left to the partitioner, a gather or scatter over data axes beside a tensor axis is preceded by
+    a gather over the tensor axis, and sends the whole array.
+    """
+    if not split:
+        return move
+    at = {ndim + dim: axes for dim, axes in split}
+    spec = P(*(at.get(dim) for dim in range(ndim)))
+    names = {axis for axes in at.values() for axis in axes}
+    specs: dict[str, Any] = {"in_specs": spec, "out_specs": spec}
+    return jax.shard_map(move, axis_names=names, check_vma=False, **specs)

@@ -16,6 +16,7 @@ from hfjax.base.head import logits_of
 from hfjax.base.mean import Mean
 from hfjax.parallel.activation_offload import Offloaded
 from hfjax.parallel.engine.legs import Move, Sender
+from hfjax.parallel.in_parts.kinds import Side
 from hfjax.parallel.in_parts.named_calls import is_recording, like_tokens
 from hfjax.parallel.in_parts.scope import Join
 
@@ -187,13 +188,13 @@ class Asked:
     Attributes:
         place: Where activations lie.
         spread: (mixture, tokens, routed) -> what experts make of them, on devices or here.
-        takes_routing: Whether the loss takes what routers told.
+        loss: It may take what routers told.
         routers: Those that the loss needs, once the model is traced.
     """
 
     place: Callable
     spread: Callable
-    takes_routing: bool = False
+    loss: Callable
     routers: list[bool] = field(default_factory=list, compare=False)
 
 
@@ -217,7 +218,7 @@ class InStep:
 
     def told(self, outputs: Any, routed: Callable, needed: bool) -> Any:
         """Return outputs with what routers told, for a loss that takes it."""
-        if self.step.takes_routing:
+        if getattr(self.step.loss, "takes_routing", False):
             return routed(outputs)
         if needed:
             raise ValueError(NOT_TOLD)
@@ -234,6 +235,7 @@ class Traced:
     """Made with a step, and filled in while the step is traced."""
 
     kernels: Local
+    in_parts: Callable  # runs a program of all rows on those of this device
     offloaded: Offloaded  # what layers keep for the backward pass, and what of it the host holds
     names: set[str] = field(default_factory=set)  # of tensors, where remat asks for names
     unread: set[str] = field(default_factory=set)  # parameters that nothing has read yet
@@ -241,9 +243,13 @@ class Traced:
     joins: list[Join] = field(default_factory=list)  # what joins rows
 
     @classmethod
-    def of(cls, kernels: Local, offload: Any) -> "Traced":
+    def of(cls, kernels: Local, offload: Any, in_parts: Callable) -> "Traced":
         """Return what a trace fills in, where so much of what layers keep goes to the host."""
-        return cls(kernels, Offloaded(offload))
+        return cls(kernels, in_parts, Offloaded(offload))
+
+    def on_rows(self, side: Side, function: Callable, *given: Any) -> Any:
+        """Return what a function of all rows makes of values, run on the rows of this device."""
+        return self.in_parts(side, function, *given, told=self.joins)
 
     def begin(self, parameters: Iterable[str]) -> None:
         """Begin a trace: what JAX kept of an earlier one, it must not take for this one's."""

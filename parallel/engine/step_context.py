@@ -25,8 +25,8 @@ from hfjax.parallel.engine.legs import Choose, Leg, by_xla, legs
 from hfjax.parallel.engine.local import Traced
 from hfjax.parallel.engine.reduce import Reduction, one_scatter_per_axis
 from hfjax.parallel.execution import Execution
-from hfjax.parallel.in_parts import Part, Side, Sum, in_parts
 from hfjax.parallel.in_parts.joins import check_gathers
+from hfjax.parallel.in_parts.kinds import Part, Side, Sum
 from hfjax.parallel.mesh import (
     AXES,
     SEQUENCE_AXES,
@@ -199,7 +199,7 @@ class StepContext:
         """
         if self.side.size > 1 and not self._stands_for_logits(outputs):
             given = self._as_values(outputs, rows_of(batch)), jax.tree.map(Part, batch)
-            found = in_parts(self.side, self.mean_of_rows, *given, told=self.traced.joins)
+            found = self.traced.on_rows(self.side, self.mean_of_rows, *given)
             return self.counted(self.side.shares(found))
         return self.counted(self.mean_of_rows(outputs, batch))
 

@@ -8,8 +8,3 @@ may hold of a value; `scope` one program that is being run, and what is told. Th
 on request). `joins` is what a step says of rows that meet. `microbatches` deals rows so that
 microbatches are those of one device.
 """
-
-from hfjax.parallel.in_parts.interpreter import in_parts
-from hfjax.parallel.in_parts.kinds import Cut, Part, Side, Sum
-
-__all__ = ["Cut", "Part", "Side", "Sum", "in_parts"]

@@ -11,10 +11,10 @@ from jax import lax
 
 from hfjax.base.mean import Mean
 from hfjax.base.paths import Flat, Index
+from hfjax.parallel.engine.legs import on_tensor_shards
 from hfjax.parallel.engine.reduce import Reduction
 from hfjax.parallel.memory import is_on_host, to_device, to_host
 from hfjax.parallel.mesh import partitioned, size_of
-from hfjax.parallel.on_shards import on_tensor_shards
 from hfjax.parallel.placement import Dims, Placed, auto_part
 
 

@@ -16,8 +16,8 @@ from jax.sharding import Mesh, PartitionSpec as P
 
 from hfjax.pallas_kernels.attention.mask import Mask
 from hfjax.parallel.engine import local
+from hfjax.parallel.engine.legs import mapped
 from hfjax.parallel.mesh import SAMPLE_AXES, SEQUENCE_AXES, TENSOR_AXES, in_use, size_of
-from hfjax.parallel.on_shards import mapped
 from hfjax.parallel.settings import Context
 from hfjax.parallel.wings.context.deal import Deal
 from hfjax.parallel.wings.context.forms import ContextChoice

@@ -13,9 +13,9 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from hfjax.parallel.engine.legs import mapped
 from hfjax.parallel.in_parts.named_calls import is_recording, own_rows
 from hfjax.parallel.mesh import partitioned
-from hfjax.parallel.on_shards import mapped
 
 
 @dataclass(frozen=True, eq=False)

@@ -19,8 +19,8 @@ from hfjax.pallas_kernels.collectives import casting, reference
 from hfjax.pallas_kernels.cross_entropy import logits, loss as cross_entropy
 from hfjax.pallas_kernels.ring import all_gather_matmul, matmul_reduce_scatter, products
 from hfjax.pallas_kernels.ring.tiles import Tuning
+from hfjax.parallel.engine.legs import mapped
 from hfjax.parallel.mesh import TENSOR_AXES, in_use, size_of
-from hfjax.parallel.on_shards import mapped
 from hfjax.parallel.wings.kernels.kernel_on_shards import OnShards
 
 FORMS = ("pallas", "reference")  # those that are written here; xla is the plain program

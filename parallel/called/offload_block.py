@@ -12,7 +12,7 @@ from hfjax.base.paths import Tree
 from hfjax.parallel.activation_offload import Offload, Offloaded, Share, Tensor, share
 from hfjax.parallel.autodiff.check_host_loops import check_host_loops
 from hfjax.parallel.autodiff.saved import kept
-from hfjax.parallel.engine.gather_on_use import wrapping
+from hfjax.parallel.called.gather_on_use import wrapping
 from hfjax.parallel.engine.layers import may_cut, offload_residuals
 
 
