@@ -1170,15 +1170,21 @@ def make_batch(rng) -> dict[str, Any]:
     rows = int(rng.choice([8, 8, 16]))
     length = int(rng.choice([2, 3, 4, 5, 8]))
     width = int(rng.choice([2, 3, 4, 5]))
-    quarters = lambda *shape: rng.integers(-6, 7, shape) / 4
     seed = int(rng.integers(1000))
+    batch = arrays(rng, rows, length, width, labels=width, seed=seed)
+    return batch | {"count": np.int32(rng.integers(0, 4))}
+
+
+def arrays(rng, rows, length, width, labels, seed) -> dict[str, Any]:
+    """Return arrays of a batch: of every kind that programs read."""
+    quarters = lambda *shape: rng.integers(-6, 7, shape) / 4
     return {
         "x": quarters(rows, width),
         "y": rng.normal(size=rows),
         "z": rng.normal(size=(rows, length, width)),
         "across": quarters(length, rows),
         "tokens": rng.integers(0, VOCABULARY, (rows, length)).astype(np.int32),
-        "labels": rng.integers(0, width, rows).astype(np.int32),
+        "labels": rng.integers(0, labels, rows).astype(np.int32),
         "mask": rng.integers(0, 2, (rows, length)).astype(np.float64),
         "keep": rng.random(rows) < 0.6,
         "crops": quarters(2 * rows, width),
@@ -1186,7 +1192,6 @@ def make_batch(rng) -> dict[str, Any]:
         "shared": rng.normal(size=(length, width)),
         "key": jax.random.key(seed),
         "raw": jax.random.PRNGKey(seed + 1),
-        "count": np.int32(rng.integers(0, 4)),
     }
 
 

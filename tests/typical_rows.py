@@ -19,6 +19,7 @@ from jax.ad_checkpoint import checkpoint_name
 from tests.generated_rows import (
     Asked,
     Program,
+    arrays,
     clipped,
     coarse,
     make_weights,
@@ -1934,23 +1935,7 @@ SIZES = {"plain": (8, 4, 3), "alike": (8, 8, 4), "more": (16, 4, 2)}  # rows, le
 
 def batch_of(rows, length, width, seed=0) -> dict[str, Any]:
     rng = np.random.default_rng(seed)
-    quarters = lambda *shape: rng.integers(-6, 7, shape) / 4
-    return {
-        "x": quarters(rows, width),
-        "y": rng.normal(size=rows),
-        "z": rng.normal(size=(rows, length, width)),
-        "across": quarters(length, rows),
-        "tokens": rng.integers(0, V, (rows, length)).astype(np.int32),
-        "labels": rng.integers(0, 5, rows).astype(np.int32),
-        "mask": rng.integers(0, 2, (rows, length)).astype(np.float64),
-        "keep": rng.random(rows) < 0.6,
-        "crops": quarters(2 * rows, width),
-        "flat": quarters(rows * length),
-        "shared": rng.normal(size=(length, width)),
-        "key": jax.random.key(seed),
-        "raw": jax.random.PRNGKey(seed + 1),
-        "count": np.int32(2),
-    }
+    return arrays(rng, rows, length, width, labels=5, seed=seed) | {"count": np.int32(2)}
 
 
 def named(name: str, sizes: str = "plain", seed: int = 0) -> Program:

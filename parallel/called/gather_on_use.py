@@ -17,10 +17,10 @@ from typing import Any
 import jax
 
 from hfjax.parallel.engine.fetch import Stored
-from hfjax.parallel.in_parts.interpreter import run, scope_of, traced_whole, whole_shapes
+from hfjax.parallel.in_parts.interpreter import run, scope_of, whole_shapes
 from hfjax.parallel.in_parts.kinds import Later, Side, is_value
 from hfjax.parallel.in_parts.named_calls import NamedCall, is_recording, named, recording
-from hfjax.parallel.in_parts.scope import Join, Scope
+from hfjax.parallel.in_parts.scope import Join, Scope, traced_whole
 from hfjax.parallel.mesh import EXPERT_AXES
 
 ALONE = Side((), 1)

@@ -30,7 +30,7 @@ from hfjax.parallel.engine.layers import run_model
 from hfjax.parallel.engine.placed_model import mean_of
 from hfjax.parallel.engine.step_context import StepContext, rows_here, rows_of
 from hfjax.parallel.in_parts.kinds import Cut, Part, is_value, kind_of
-from hfjax.parallel.in_parts.microbatches import dealt as rows_dealt
+from hfjax.parallel.in_parts.microbatches import deal_rows
 from hfjax.parallel.mesh import BATCH_AXES
 
 
@@ -142,9 +142,8 @@ class Plane(ABC):
         held, rows = context.variable_specs(variables), context.rows
         in_specs = (context.specs("parameter"), held, context.batch_spec)
         given = parameters, variables, batch
-        jax.eval_shape(
-            context.shard_map(device, in_specs, P()), *given
-        )  # which have rows, and where
+        # On shapes first: which outputs have rows, and where.
+        jax.eval_shape(context.shard_map(device, in_specs, P()), *given)
         place = lambda kind: P(*[None] * kind.dim, rows) if isinstance(kind, Cut) else P()
         specs = list(map(place, known[1]))
         found = context.shard_map(device, in_specs, specs)(*given)
@@ -154,7 +153,7 @@ class Plane(ABC):
     def _of_one_device(self, run: Callable) -> Any:
         """Return `run(dealt)`: rows are dealt as microbatches of one device where that matters.
 
-        It does where something joins rows of a microbatch, which the trace tells, or draws.
+        It does where rows of a microbatch meet, or count, or are drawn for: the trace tells.
         """
         if self.pieces == 1 or self.context.side.size == 1:
             return run(False)
@@ -167,18 +166,19 @@ class Plane(ABC):
     def _accumulate(self, microbatch: Callable, statistics: Flat, batch: Any, dealt: bool):
         """Return gradients, Mean and statistics after all microbatches of this device."""
         context, count = self.context, self.context.execution.accumulate
-        deal = partial(rows_dealt, context.side, self.pieces)
+        deal = partial(deal_rows, context.side, self.pieces)
         if dealt:
             batch = jax.tree.map(deal, batch)
             statistics = statistics | {p: deal(x) for p, x in context.of_rows(statistics).items()}
         batch = context.dealt(batch)
-        found = self._all(microbatch, statistics, batch, count)
+        found = self._one_by_one(microbatch, statistics, batch, count)
         if dealt:
             back = {p: deal(x, back=True) for p, x in context.of_rows(found[2]).items()}
             found = (*found[:2], found[2] | back)
         return found
 
-    def _all(self, microbatch: Callable, statistics: Flat, batch: Any, count: int):
+    def _one_by_one(self, microbatch: Callable, statistics: Flat, batch: Any, count: int):
+        """Return the same of batches that are dealt."""
         context = self.context
         if count == 1:
             return microbatch(statistics, batch, 0)

@@ -5,7 +5,7 @@ part, of what is the same on all devices a sum, which a rule that is not linear 
 returns for a value that is the same stays a sum: the gradients of devices are added later.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -20,17 +20,17 @@ from hfjax.parallel.in_parts.programs import (
     Body,
     again,
     body_in,
+    entering,
     found_without_devices,
     held,
-    settled,
 )
-from hfjax.parallel.in_parts.scope import Scope, aval_of
+from hfjax.parallel.in_parts.scope import Scope, aval_of, traced_whole
 
 Values = Sequence[Any]
 
 
 def _given(scope: Scope, values: Values) -> list[Any]:
-    return settled(scope, [scope.whole(v) if isinstance(v, Later) else v for v in values])
+    return entering(scope, [scope.whole(v) if isinstance(v, Later) else v for v in values])
 
 
 def _shapes(variables: Sequence[Any]) -> list[Any]:
@@ -39,12 +39,6 @@ def _shapes(variables: Sequence[Any]) -> list[Any]:
 
 def _is_real(x: Any) -> bool:
     return jnp.issubdtype(x.dtype, jnp.inexact)
-
-
-def _traced(scope: Scope, function: Callable, *shapes: Any) -> Any:
-    """Return the program of a function, in which a user's own collective sees one device."""
-    alone = [(axis, 1) for axis in scope.side.axes]
-    return jax.make_jaxpr(function, axis_env=alone, return_shape=True)(*shapes)
 
 
 def _coerced(scope: Scope, values: Values, kinds: Sequence[Kind]) -> list[Any]:
@@ -90,7 +84,7 @@ def custom_jvp(scope: Scope, equation: JaxprEqn, values: Values) -> Values:
             ys, dys = jax.jvp(call, [xs[i] for i in moving], dxs)
             return ys, [dy for y, dy in zip(ys, dys, strict=True) if _is_real(y)]
 
-        traced, _ = _traced(scope, whole, shapes, [shapes[i] for i in moving])
+        traced, _ = traced_whole(scope.side, whole, shapes, [shapes[i] for i in moving])
         inner = scope.inside()
         inner.equation = equation
         changes = again([tangents[i] for i in moving], [kinds_in[i] for i in moving])
@@ -131,12 +125,12 @@ def custom_vjp(scope: Scope, equation: JaxprEqn, values: Values) -> Values:
     pullback: list[Any] = []  # its form, and the shapes of what it keeps
 
     def forward(*arrays: Any) -> Any:
-        traced, (_, pulls) = _traced(scope, whole, *shapes)
+        traced, (_, pulls) = traced_whole(scope.side, whole, *shapes)
         pullback[:] = jax.tree.structure(pulls), jax.tree.leaves(pulls)
         inner = scope.inside()
         inner.equation = equation
         found = inner.run(inner, traced.jaxpr, traced.consts, again(arrays, kinds_in))
-        kept = settled(inner, found[len(kinds) :])
+        kept = entering(inner, found[len(kinds) :])
         as_values = [v if isinstance(v, Part) else jnp.asarray(v) for v in kept]
         return _coerced(inner, found[: len(kinds)], kinds), as_values
 
@@ -152,7 +146,7 @@ def custom_vjp(scope: Scope, equation: JaxprEqn, values: Values) -> Values:
             return jax.tree.unflatten(form, kept)(dys)
 
         dy_shapes = [jax.ShapeDtypeStruct(out[i].shape, out[i].dtype) for i in given]
-        traced, _ = _traced(scope, pull, shapes_kept, dy_shapes)
+        traced, _ = traced_whole(scope.side, pull, shapes_kept, dy_shapes)
         inner = scope.inside()
         inner.equation = equation
         dys = [of_kind(cotangents[i], dual(kinds[i])) for i in given]

@@ -16,7 +16,7 @@ from hfjax.parallel.in_parts.kinds import Cut, Later, Made, Part, Side, Sum, is_
 from hfjax.parallel.in_parts.named_calls import recording
 from hfjax.parallel.in_parts.pointwise import POINTWISE, barrier, pointwise
 from hfjax.parallel.in_parts.programs import call, cond, remat, scan, while_loop
-from hfjax.parallel.in_parts.scope import Join, Scope
+from hfjax.parallel.in_parts.scope import Join, Scope, traced_whole
 
 Values = Sequence[Any]
 
@@ -144,15 +144,6 @@ def scope_of(side: Side, told: list[Join], values: Values, **more: Any) -> Scope
     scope = Scope(side, told, set(), run, **more)
     scope.sizes.update(scope.shape(v)[v.cut.dim] for v in values if isinstance(v, Part))
     return scope
-
-
-def traced_whole(side: Side, function: Callable, *shapes: Any) -> tuple[Any, Any]:
-    """Return the program of a function of whole arrays, and the shapes of what it returns.
-
-    A collective of the user's own, over an axis along which rows are split, sees one device.
-    """
-    alone = [(axis, 1) for axis in side.axes]
-    return jax.make_jaxpr(function, axis_env=alone, return_shape=True)(*shapes)
 
 
 def whole_shapes(side: Side, tree: Any) -> Any:

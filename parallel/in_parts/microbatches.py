@@ -28,7 +28,7 @@ class Trip(NamedTuple):
         return Trip(self.to, self.place, self.device, self.piece)
 
 
-def dealt(side: Side, count: int, x: jax.Array, back: bool = False) -> jax.Array:
+def deal_rows(side: Side, count: int, x: jax.Array, back: bool = False) -> jax.Array:
     """Return this device's rows as parts of the microbatches of one device, or back again."""
     pieces = x.reshape(count, -1, *x.shape[1:])
     found = jnp.zeros_like(pieces)

@@ -59,7 +59,7 @@ def moved(scope: Scope, equation: JaxprEqn, values: Values) -> Values | None:
             return scope.bind(equation, [scope.whole(given), *rest])[0]
         local, before = scope.side.local(out.shape, cut), move.before(cut)
         if before is None:
-            return scope.side.cut(scope.bind(equation, [scope.whole(given), *rest])[0], cut)
+            return scope.taken(scope.bind(equation, [scope.whole(given), *rest])[0], cut)
         here = scope.whole(given) if before is WHOLE else scope.part(given, before)
         return scope.bind(equation, [here, *rest], **move.sizes(local, cut))[0]
 
@@ -240,7 +240,7 @@ def _joined(scope: Scope, equation: JaxprEqn, values: Values) -> Any:
     def make(scope: Scope, cut: Cut | None) -> Any:
         if cut is None or cut.dim == dim:
             found = scope.bind(equation, list(map(scope.whole, values)))[0]
-            return found if cut is None else scope.side.cut(found, cut)
+            return found if cut is None else scope.taken(found, cut)
         return scope.bind(equation, [scope.part(v, cut) for v in values])[0]
 
     found = Made(out.shape, out.dtype, make, all(map(is_fixed, values)))

@@ -41,7 +41,7 @@ class NamedCall:
     """A call that was recorded.
 
     Attributes:
-        rule: (call, scope, arguments) -> results: trees of values. It may run `call.inside`.
+        rule: (call, scope, its program, arguments) -> results: trees of values.
         function: What was called, of trees of arrays.
         arguments: Their form.
         results: The form of what it returned.

@@ -71,8 +71,7 @@ _SUMS = ("psum", "pmax", "pmin", "pvary", "psum_invariant")
 COLLECTIVES = (*_SUMS, "axis_index", "ppermute", "all_gather", "all_to_all", "reduce_scatter")
 
 
-def _alone(scope: Scope, equation: JaxprEqn) -> Any:
-
+def _alone(scope: Scope, equation: JaxprEqn) -> Join:
     return Join(scope.line, equation.primitive.name, "alone", 0, scope.times)
 
 

@@ -50,9 +50,9 @@ def body_in(jaxpr: Any, constants: Sequence[Any]) -> Body:
     return lambda scope, values: scope.run(scope, jaxpr, constants, values)
 
 
-def settled(scope: Scope, values: Values) -> list[Any]:
+def entering(scope: Scope, values: Values) -> list[Any]:
     """Return values as they may enter a program inside: sums complete, what is to be made made."""
-    done = (scope.whole(v) if isinstance(v, Sum) else scope.dealt(v) for v in values)
+    done = (scope.whole(v) if isinstance(v, Sum) else scope.made(v) for v in values)
     return list(done)
 
 
@@ -100,7 +100,7 @@ def _either(kinds: set[Kind]) -> Kind:
 
 def remat(scope: Scope, equation: JaxprEqn, values: Values) -> Values:
     """Run inside, by the policy that is given: what is gathered there is gathered again."""
-    values = [v if isinstance(v, Later) else settled(scope, [v])[0] for v in values]
+    values = [v if isinstance(v, Later) else entering(scope, [v])[0] for v in values]
     is_later = [isinstance(v, Later) for v in values]
     kinds_in = [None if late else kind_of(v) for v, late in zip(values, is_later, strict=True)]
     kinds: list[Kind] = []
@@ -112,7 +112,7 @@ def remat(scope: Scope, equation: JaxprEqn, values: Values) -> Values:
             scope.later(x) if kind is None else of_kind(x, kind)
             for x, kind in zip(arrays, kinds_in, strict=True)
         ]
-        found = [inner.dealt(v) for v in inner.run(inner, body, constants, given)]
+        found = [inner.made(v) for v in inner.run(inner, body, constants, given)]
         found = [inner.whole(v) if isinstance(v, Later) else v for v in found]
         kinds[:] = map(kind_of, found)
         return list(map(held, found))
@@ -126,7 +126,7 @@ def scan(scope: Scope, equation: JaxprEqn, values: Values) -> Values | None:
     """Run a loop: over rows, if nothing is carried, each device its own; else all on all."""
     n_consts, n_carry = parts_of_scan(equation)
     jaxpr, constants = _body(equation)
-    consts = settled(
+    consts = entering(
         scope, [scope.whole(v) if isinstance(v, Later) else v for v in values[:n_consts]]
     )
     first, sliced = values[n_consts : n_consts + n_carry], list(values[n_consts + n_carry :])
@@ -165,7 +165,7 @@ def scan(scope: Scope, equation: JaxprEqn, values: Values) -> Values | None:
         out = body(inner, again(carry, kinds), slices)
         out = [inner.whole(v) if isinstance(v, Later) else v for v in out]
         new = [inner.as_kind(v, k) for v, k in zip(out[:n_carry], kinds, strict=True)]
-        rows = [inner.dealt(v) for v in out[n_carry:]]
+        rows = [inner.made(v) for v in out[n_carry:]]
         of_rows[:] = map(kind_of, rows)
         return new, list(map(held, rows))
 
@@ -260,8 +260,8 @@ def while_loop(scope: Scope, equation: JaxprEqn, values: Values) -> Values:
     p = equation.params
     n_cond, n_body = p["cond_nconsts"], p["body_nconsts"]
     values = [scope.whole(v) if isinstance(v, Later) else v for v in values]
-    of_cond = settled(scope, values[:n_cond])
-    of_body = settled(scope, values[n_cond : n_cond + n_body])
+    of_cond = entering(scope, values[:n_cond])
+    of_body = entering(scope, values[n_cond : n_cond + n_body])
     first = values[n_cond + n_body :]
     go = body_in(p["cond_jaxpr"].jaxpr, p["cond_jaxpr"].consts)
     do = body_in(p["body_jaxpr"].jaxpr, p["body_jaxpr"].consts)
@@ -285,9 +285,9 @@ def while_loop(scope: Scope, equation: JaxprEqn, values: Values) -> Values:
         values = again(arrays, kinds)
         out = do(inner, [*of_body, *values])
         new = [inner.as_kind(v, k) for v, k in zip(out, kinds, strict=True)]
-        (on,) = go(inner, [*of_cond, *values])
-        if not inner.shape(on):
+        if not p["cond_jaxpr"].out_avals[0].shape:
             return new
+        (on,) = go(inner, [*of_cond, *values])
         return [_where(inner, on, x, y, k) for x, y, k in zip(new, arrays, kinds, strict=True)]
 
     return again(lax.while_loop(condition, step, start), kinds)
@@ -303,7 +303,7 @@ def _where(scope: Scope, on: Any, new: Any, old: Any, kind: Kind) -> jax.Array:
 def cond(scope: Scope, equation: JaxprEqn, values: Values) -> Values:
     """Take one branch, on all devices the same: by what all rows say."""
     index, *given = (scope.whole(v) if isinstance(v, Later) else v for v in values)
-    given, index = settled(scope, given), scope.whole(index)
+    given, index = entering(scope, given), scope.whole(index)
     kinds_in, arrays = list(map(kind_of, given)), list(map(held, given))
     bodies = [body_in(b.jaxpr, b.consts) for b in equation.params["branches"]]
     tried = [found_without_devices(scope, body, arrays, kinds_in) for body in bodies]

@@ -33,7 +33,7 @@ def random_bits(scope: Scope, equation: JaxprEqn, values: Values) -> Values:
             return scope.bind(equation, [scope.part(whole, cut)])[0]
         if cut is None or not counts:
             found = scope.bind(equation, [whole])[0]
-            return found if cut is None else scope.side.cut(found, cut)
+            return found if cut is None else scope.taken(found, cut)
         found = _drawn(scope, whole, shape, cut, bits)
         scope.tell("draw", found)
         return found

@@ -17,7 +17,7 @@ Values = Sequence[Any]
 def reduction(scope: Scope, equation: JaxprEqn, values: Values) -> Values | None:
     """Reduce a part: a sum over rows stays a sum, other reductions are completed."""
     (value,), axes = values, equation.params["axes"]
-    value = scope.dealt(value)
+    value = scope.made(value)
     name = equation.primitive.name
     if isinstance(value, Sum) and name == "reduce_sum":
         return [Sum(x) for x in scope.bind(equation, [value.x])]

@@ -121,7 +121,7 @@ class Scope:
             return self._once(value, cut, lambda: value.make(self, cut))
         if isinstance(value, Sum) and not self.is_whole(value):
             return self._once(value, cut, lambda: self._scatter(value, cut))
-        return self._once(value, cut, lambda: self._cut(value, cut))
+        return self._once(value, cut, lambda: self.taken(self.whole(value), cut))
 
     def sum(self, value: Any) -> jax.Array:
         """Return this device's share of a value."""
@@ -140,7 +140,7 @@ class Scope:
         """Return whether the whole of a value is known already."""
         return not isinstance(value, Part | Sum | Made) or "whole" in self._of(value)
 
-    def dealt(self, value: Any) -> Any:
+    def made(self, value: Any) -> Any:
         """Return a value that is not made yet as a part, if it has a dimension as rows have."""
         if not isinstance(value, Made):
             return value
@@ -151,7 +151,7 @@ class Scope:
         """Return a value as an array, a `Part` or a `Sum`."""
         if isinstance(value, Part | Sum):
             return value
-        return self.dealt(value) if isinstance(value, Made) else jnp.asarray(self.whole(value))
+        return self.made(value) if isinstance(value, Made) else jnp.asarray(self.whole(value))
 
     def cut_of(self, shape: Shape) -> Cut | None:
         """Return a cut of the first dimension that has the size of one that was split."""
@@ -168,8 +168,9 @@ class Scope:
             found[kind] = make()
         return found[kind]
 
-    def _cut(self, value: Any, cut: Cut) -> jax.Array:
-        found = self.side.cut(jnp.asarray(self.whole(value)), cut)
+    def taken(self, x: jax.Array, cut: Cut) -> jax.Array:
+        """Return this device's part of a whole array, of which it is told."""
+        found = self.side.cut(jnp.asarray(x), cut)
         self.tell("cut", found)
         return found
 
@@ -232,3 +233,12 @@ def bytes_of(x: Any) -> int:
     is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
     each = 4 * 4 if is_key else x.dtype.itemsize
     return math.prod(x.shape) * each
+
+
+def traced_whole(side: Side, function: Callable, *shapes: Any) -> tuple[Any, Any]:
+    """Return the program of a function of whole arrays, and the shapes of what it returns.
+
+    A collective of the user's own, over an axis along which rows are split, sees one device.
+    """
+    alone = [(axis, 1) for axis in side.axes]
+    return jax.make_jaxpr(function, axis_env=alone, return_shape=True)(*shapes)
