@@ -110,6 +110,22 @@ def test_a_solver_that_has_not_converged_is_given_the_whole_cotangent():
     assert_strategies_agree(init, loss, BATCH, FOUR, steps=2)
 
 
+def by_name(x):
+    """Normalise and scale by the greatest, with collectives over the axis of a `vmap`."""
+    mean, most = jax.lax.pmean(x, "rows"), jax.lax.pmax(jax.lax.stop_gradient(jnp.abs(x)), "rows")
+    return (x - mean) / (1 + most) + jax.lax.psum(x, ("rows", "context"))
+
+
+@pytest.mark.parametrize("sizes", [{"data": 4}, {"data": 2, "fsdp": 2}])
+def test_collectives_over_the_axis_of_a_vmap_join_the_rows_of_all_devices(sizes):
+    def forward(model, batch):
+        return jax.vmap(lambda x: by_name(model(x)), axis_name="rows")(batch["x"])
+
+    init = lambda rngs: nnx.Linear(4, 4, rngs=rngs)  # as many features as rows on a device
+    case = {"DDP": (hfjax.DDP, sizes)}
+    assert_strategies_agree(init, squares, BATCH, case, steps=2, forward=forward)
+
+
 class Joins(nnx.Module):
     """Batch norm written inline, a running sum, a codebook, noise for the batch, a queue."""
 

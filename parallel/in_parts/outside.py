@@ -22,20 +22,44 @@ def axes_of(equation: JaxprEqn) -> tuple[Any, ...]:
 
 def collective(scope: Scope, equation: JaxprEqn, values: Values) -> Values | None:
     """Run a collective of the user's own: over an axis of rows it sees one device with all rows."""
-    axes, name = axes_of(equation), equation.primitive.name
-    there = lambda axis: not isinstance(axis, str) or lax.axis_size(axis) > 1
-    rest = tuple(axis for axis in axes if axis not in scope.side.axes and there(axis))
+    axes = axes_of(equation)
+    named = tuple(axis for axis in axes if isinstance(axis, str))
+    if len(named) == len(axes):
+        return _over_names(scope, equation, values, named)
+    dims = tuple(axis for axis in axes if not isinstance(axis, str))
+    values = [_over_dimensions(scope, equation, v, dims) for v in values]
+    return _over_names(scope, equation, values, named) if named else values
+
+
+def _over_names(
+    scope: Scope, equation: JaxprEqn, values: Values, axes: tuple[str, ...]
+) -> Values | None:
+    """Return what a collective over these axes of the mesh makes."""
+    name = equation.primitive.name
+    rest = tuple(a for a in axes if a not in scope.side.axes and lax.axis_size(a) > 1)
     if not any(axis in scope.side.axes for axis in axes):
         if name == "axis_index":
             return scope.bind(equation, values)
-        return _elsewhere(scope, equation, values) if _keeps_rows(equation, values) else None
+        kept = _keeps_rows(equation, values)
+        sizes = {"axes": axes} if "axes" in equation.params else {}
+        return _elsewhere(scope, equation, values, **sizes) if kept else None
     if name in _SUMS:
         scope.told.append(_alone(scope, equation))
         values = [scope.whole(v) if isinstance(v, Sum) else v for v in values]
-        if not rest:
-            return values
-        return _elsewhere(scope, equation, values, axes=rest)
+        return _elsewhere(scope, equation, values, axes=rest) if rest else values
     return None if rest else _of_one_device(scope, equation, values)
+
+
+def _over_dimensions(scope: Scope, equation: JaxprEqn, value: Any, dims: tuple[int, ...]) -> Any:
+    """Return what a collective makes of dimensions: they are those of a `vmap` with a name."""
+    bind = lambda x: scope.bind(equation, [x], axes=dims)[0]
+    adds = equation.primitive.name == "psum"
+    if isinstance(value, Part) and value.cut.dim not in dims:
+        left = value.cut.dim - sum(d < value.cut.dim for d in dims)
+        return Part(bind(value.x), value.cut.moved(left))
+    if adds and isinstance(value, Part | Sum):
+        return Sum(bind(value.x))
+    return bind(scope.whole(value))
 
 
 def _of_one_device(scope: Scope, equation: JaxprEqn, values: Values) -> Values:
