@@ -125,7 +125,7 @@ def context_of(made_of: Ingredients, seen: Local | None, alone=False, **once: bo
         execution=run,
         loss=made_of.loss,
         forward=layout.forward,
-        traced=Traced.of(kernels, run.offload, in_parts),
+        traced=Traced.of(kernels, run, layout.mesh, in_parts),
         one_microbatch=alone,
         gathered_for_step=gathered_once(placed, run, **once),
     )

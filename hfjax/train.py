@@ -292,7 +292,7 @@ class TrainStep:
 
         Known once the step is traced.
         """
-        return Joins(tuple(self.plane.context.traced.joins))
+        return Joins(tuple(self.plane.context.traced.rows.joins))
 
     def check(self, state: State) -> None:
         """Wait for the steps given so far; raise FloatingPointError if one was not finite.

@@ -229,7 +229,7 @@ def arrays_of(gradients: Any, like: Any) -> Any:
 
 
 def _check_same(x: Any, y: Any) -> None:
-    shape = lambda tree: jax.tree.map(lambda a: (jnp.shape(a), jnp.result_type(a)), tree)
+    shape = lambda tree: [(jnp.shape(a), jnp.result_type(a)) for a in jax.tree.leaves(tree)]
     if jax.tree.structure(x) != jax.tree.structure(y) or shape(x) != shape(y):
         size = lambda a: ",".join(map(str, jax.numpy.shape(a)))
         show = lambda tree: ", ".join(

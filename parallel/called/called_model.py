@@ -13,10 +13,8 @@ from hfjax.parallel.autodiff.varying_state import differing, warn_of_same_noise
 from hfjax.parallel.called.gather_on_use import gather_on_use
 from hfjax.parallel.engine.fetch import Stored
 from hfjax.parallel.engine.forward_asks import TRAIN, asked_by, variable_of
-from hfjax.parallel.engine.keys import is_random, per_row
+from hfjax.parallel.engine.keys import is_random
 from hfjax.parallel.engine.step_context import StepContext
-from hfjax.parallel.in_parts.interpreter import whole_shapes
-from hfjax.parallel.in_parts.kinds import Part
 
 
 @dataclass(frozen=True)
@@ -49,27 +47,13 @@ class CalledAsItIs:
             return tell(outputs, batch), variables | context.blueprint.variables_of(model)
 
         look = partial(self._look, variables, batch) if mode == "train" and context.shares else None
-        part = Part if context.side.size > 1 else lambda x: x
-        given = {p: part(x) if self._of_rows(p, mode) else x for p, x in variables.items()}
-        with_rows = jax.tree.map(part, batch)
-        told, changed = gather_on_use(
-            run, stored, given, with_rows, side=context.side, told=context.traced.joins, look=look
+        rows, templates = context.traced.rows, context.blueprint.variables
+        given, told = rows.of_variables(variables, templates), rows.telling("the model")
+        side, with_rows = context.side, rows.values(batch)
+        found, changed = gather_on_use(
+            run, stored, given, with_rows, side=side, told=told, look=look
         )
-        for path, old in given.items():
-            new = changed[path]
-            if new is not old:
-                check_written(path, *whole_shapes(context.side, (old, new)))
-        here = lambda p: (
-            context.side.of_rows if isinstance(given[p], Part) else context.side.whole_of
-        )
-        same = lambda p: changed[p] is given[p]
-        return told, {p: x if same(p) else here(p)(changed[p]) for p, x in variables.items()}
-
-    def _of_rows(self, path: str, mode: str) -> bool:
-        """Whether devices have rows of a variable: keys of rows are made for a training step."""
-        blueprint = self.context.blueprint
-        keys = mode == "train" and per_row(blueprint.variables[path])
-        return blueprint.of_rows(path) or keys
+        return found, rows.written(given, changed)
 
     def _look(self, variables: Flat, batch: Any, jaxpr: Any, result: Any) -> None:
         """Warn of noise that devices which share rows draw alike."""
@@ -93,12 +77,3 @@ def called(forward: Callable | None, model: Any, variables: Flat, inputs: Any, m
     key = lambda name: variables[variable_of(name)] if training else None
     asked = {n: training if n == TRAIN else key(n) for n in asked_by(forward)}
     return forward(model, inputs, **asked)
-
-
-def check_written(path: str, old: Any, new: Any) -> None:
-    """Refuse what a variable does not hold from step to step."""
-    if (new.shape, new.dtype) != (old.shape, old.dtype):
-        raise ValueError(
-            f"{path} {old.shape} {old.dtype}: the model writes {new.shape} {new.dtype} to it. What "
-            "a variable holds keeps its shape and dtype from step to step."
-        )

@@ -22,12 +22,11 @@ from hfjax.parallel.engine.batch_norm import (
 from hfjax.parallel.engine.fetch import Placeholder, devices_along, refuse_elsewhere
 from hfjax.parallel.engine.forward_asks import asked_by, keys_asked, with_keys
 from hfjax.parallel.engine.layers import has_three_parts, is_list, items_of
+from hfjax.parallel.engine.on_rows import axes_of
 from hfjax.parallel.in_parts.named_calls import is_recording, named
 from hfjax.parallel.mesh import EXPERT_AXES, EXPERTS, STACK, STAYS, on_one_device
 
 LAYERS = "layers/"
-# Names by which models and libraries call the logical axes of a parameter.
-_NAMES_OF_AXES = ("axes", "out_sharding", "sharding_names", "sharding")
 
 
 Flattened = Sequence[tuple[tuple, Any]]  # keys inside a layer, variable
@@ -163,7 +162,7 @@ class Blueprint:
 
     def of_rows(self, path: str) -> bool:
         """Return whether a variable has a row for each row of the batch."""
-        return _axes_of(self.variables[path])[:1] == ("batch",)
+        return axes_of(self.variables[path])[:1] == ("batch",)
 
     def takes_pieces(self, path: str) -> bool:
         """Return whether the module of a parameter takes pieces of it: it marks it so."""
@@ -175,7 +174,7 @@ class Blueprint:
         template = self.parameters[path]
         if path in given:
             return tuple(given[path])
-        axes = _axes_of(template)
+        axes = axes_of(template)
         stack = (STACK,) if self.stacked and path.startswith(LAYERS) else ()
         unnamed = (None,) * (len(template.shape) - len(stack))
         return (*stack, *(axes or unnamed))
@@ -188,25 +187,6 @@ def raw(template: Any) -> Any:
 
 def _held(template: Any, value: Any) -> Any:
     return template.replace(value) if isinstance(template, nnx.Variable) else value
-
-
-def _axes_of(template: Any) -> tuple[str | None, ...]:
-    """Return the names of a variable's dimensions, () if it has none.
-
-    `axes` are ours and have to fit. Those of flax may be of a mesh of the user's own: what is not
-    one name for each dimension is no name.
-    """
-    if not isinstance(template, nnx.Variable):
-        return ()
-    for key in _NAMES_OF_AXES:
-        names = template.get_metadata(key, None)
-        if names is None:
-            continue
-        if key == "axes":
-            return tuple(names)
-        if isinstance(names, tuple | list) and len(names) == len(template.shape):
-            return tuple(name if isinstance(name, str) else None for name in names)
-    return ()
 
 
 def _layer(layer: Any, away: Callable[[Any], Any]) -> Layer:
@@ -360,7 +340,7 @@ def _hooked(variable: nnx.Variable) -> nnx.Variable:
     """Return the variable with hooks: reading it where it is not is refused, pieces are joined."""
     own = variable.get_metadata("on_get_value", ())
     own = own if isinstance(own, tuple) else (own,)
-    names, hooks = _axes_of(variable), [refuse_elsewhere]
+    names, hooks = axes_of(variable), [refuse_elsewhere]
     if variable.get_metadata(STAYS, False) and EXPERTS in names:
         dim = names.index(EXPERTS) - len(names)
         hooks.append(WholeElsewhere(dim, variable.shape[dim]))

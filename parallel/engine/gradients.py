@@ -24,11 +24,13 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 from hfjax.base.mean import Mean
 from hfjax.base.paths import Flat
 from hfjax.parallel.engine.blueprint import LAYERS
-from hfjax.parallel.engine.fetch import Placeholder, Stored, devices_along, fetched
+from hfjax.parallel.engine.ends import Ends
+from hfjax.parallel.engine.fetch import Stored, devices_along, fetched
 from hfjax.parallel.engine.keys import keys_here
-from hfjax.parallel.engine.layers import run_model
+from hfjax.parallel.engine.layers import run_layers
 from hfjax.parallel.engine.placed_model import mean_of
-from hfjax.parallel.engine.step_context import StepContext, rows_here, rows_of
+from hfjax.parallel.engine.row_parts import RowParts
+from hfjax.parallel.engine.step_context import StepContext, rows_of
 from hfjax.parallel.in_parts.kinds import Cut, Part, is_value, kind_of
 from hfjax.parallel.in_parts.microbatches import deal_rows
 from hfjax.parallel.mesh import BATCH_AXES
@@ -158,7 +160,7 @@ class Plane(ABC):
         if self.pieces == 1 or self.context.side.size == 1:
             return run(False)
         traced, result = jax.make_jaxpr(lambda: run(False), return_shape=True)()
-        if any(join.how != "alone" for join in self.context.traced.joins):
+        if any(join.how != "alone" for join in self.context.traced.rows.joins):
             return run(True)
         found = jaxpr_as_fun(traced)()
         return jax.tree.unflatten(jax.tree.structure(result), found)
@@ -215,7 +217,7 @@ class Forward(Protocol):
 
 @dataclass(frozen=True)
 class InThreeParts:
-    """A model in three parts: this device's rows go through embed, layers and head."""
+    """A model in three parts: rows go through embed, layers and head, each on those here."""
 
     context: StepContext
 
@@ -226,21 +228,31 @@ class InThreeParts:
         return self._told(stored, variables, batch, mode, self.context.mean)
 
     def outputs(self, stored: dict[str, Stored], variables: Flat, batch: Any) -> Any:
-        """Return the outputs of this device's rows."""
-        tell = lambda outputs, batch: outputs
-        return rows_here(self._told(stored, variables, batch, "eval", tell)[0], batch)
+        """Return the outputs of the model: a tree of arrays, `Part` and `Sum`."""
+        return self._told(stored, variables, batch, "eval", lambda outputs, batch: outputs)[0]
 
     def _told(
         self, stored: dict[str, Stored], variables: Flat, batch: Any, mode: str, tell: Callable
     ) -> tuple[Any, Flat]:
-        """Return what `tell(outputs, batch)` makes of this device's rows, and the variables."""
+        """Return what `tell(outputs, batch)` makes of the rows here, and the variables."""
+        context, options = self.context, self.context.options
         in_layers = {p: x for p, x in stored.items() if p.startswith(LAYERS)}
-        ends = {path: x for path, x in stored.items() if path not in in_layers}
-        away = {path: Placeholder(path) for path in in_layers}
-        model = self.context.blueprint.merge(fetched(ends) | away, variables, mode)
-        inputs = self.context.inputs(batch)
-        told = tell(run_model(model, in_layers, inputs, self.context.options), batch)
-        return told, variables | self.context.blueprint.variables_of(model)
+        outside = fetched({path: x for path, x in stored.items() if path not in in_layers})
+        ends = Ends(context.blueprint, mode, context.traced.rows)
+        inputs, parts = context.inputs(batch), options.execution.split_rows
+        x, variables = ends.run("embed", outside, variables, context.traced.rows.values(inputs))
+        if parts > 1:
+            again = partial(ends.embed_of_part, outside, variables, inputs)
+            # XLA runs what is independent in an order that differs by device, on CPUs, and
+            # collectives of one part then meet those of another.
+            in_order = options.platform == "cpu"
+            x = RowParts.of(x, rows_of(batch), parts, again, in_order=in_order)
+        model = ends.model(outside, variables)
+        x = run_layers(model.layers, in_layers, x, options)
+        variables = variables | context.blueprint.variables_of(model)
+        x = x.whole() if isinstance(x, RowParts) else x
+        outputs, variables = ends.run("head", outside, variables, x)
+        return tell(outputs, batch), variables
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 
 from hfjax.base.paths import Flat, Index
 from hfjax.parallel.engine.blueprint import LAYERS
+from hfjax.parallel.engine.on_rows import per_row
 from hfjax.parallel.mesh import SEQUENCE_AXES, in_use, row_axes, sides, size_of
 
 
@@ -75,11 +76,6 @@ def is_random(variable: object) -> bool:
 
 def _is_key(variable: Any) -> bool:
     return jnp.issubdtype(variable.dtype, jax.dtypes.prng_key)
-
-
-def per_row(variable: Any) -> bool:
-    """Return whether a variable holds one key for each row of the global batch."""
-    return isinstance(variable, nnx.Variable) and bool(variable.get_metadata("per_row", False))
 
 
 def differs_by_part(variable: Any, training: bool) -> bool:

@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -15,7 +16,8 @@ from hfjax.parallel.autodiff.saved import Choose, kept
 from hfjax.parallel.compiler import GPU
 from hfjax.parallel.engine.fetch import Placeholder, Stored, fetched
 from hfjax.parallel.engine.local import Traced
-from hfjax.parallel.engine.row_parts import RowParts, by_parts
+from hfjax.parallel.engine.on_rows import OnRows
+from hfjax.parallel.engine.row_parts import by_parts
 from hfjax.parallel.execution import Execution
 from hfjax.parallel.in_parts.named_calls import is_recording
 from hfjax.parallel.remat import Remat
@@ -133,18 +135,12 @@ class LayerOptions:
         return chosen
 
 
-def run_model(model: Any, stored: Mapping[str, Stored], batch: Any, run: LayerOptions) -> Any:
-    """Return the outputs of a three-part model, layer by layer.
+def run_layers(layers: Any, stored: Mapping[str, Stored], x: Any, run: LayerOptions) -> Any:
+    """Return what layers make of x, values or a `RowParts`; they keep what they write.
 
-    `stored` are the layers' parameters, by path; in the model each is `Placeholder`.
+    `stored` are their parameters, by path; in the layers each is `Placeholder`.
     """
-    layers = _run_list if is_list(model.layers) else _run_stack
-    if (parts := run.execution.split_rows) == 1:
-        return model.head(layers(model.layers, stored, model.embed(batch), run))
-    # XLA runs what is independent in an order that differs by device, on CPUs, and collectives of
-    # one part then meet those of another.
-    in_parts = RowParts.of(model, batch, parts, in_order=run.platform == "cpu")
-    return model.head(layers(model.layers, stored, in_parts, run).whole())
+    return (_run_list if is_list(layers) else _run_stack)(layers, stored, x, run)
 
 
 def _split(layer: nnx.Module, stored: Mapping[str, Stored]) -> tuple[Any, Any, Any]:
@@ -156,28 +152,37 @@ def _split(layer: nnx.Module, stored: Mapping[str, Stored]) -> tuple[Any, Any, A
 
 
 def layer_function(
-    graph: nnx.GraphDef, policy: Callable | None, barrier: bool = True, row: int | None = None
+    graph: nnx.GraphDef,
+    policy: Callable | None,
+    rows: OnRows,
+    barrier: bool = True,
+    row: int | None = None,
+    name: str = "layers",
 ) -> Callable:
     """Return (parameters, variables, x) -> (x, variables) for one layer, rematerialised.
 
     The layer's parameters are fetched together, once, however often it reads them; given those of
     several layers it takes its row. Within a loop nothing merges what is recomputed with what it
     was computed from: a barrier against that would only keep the next layer's gathers from
-    starting early.
+    starting early. What `rows` is told is told of the part `name`.
     """
+
+    def call(parameters, variables, x):
+        before = _raw(variables)  # merged variables are those of the state: written in place
+        layer = nnx.merge(graph, parameters, variables)
+        x = layer(x)
+        return x, _written(layer, before)
 
     def apply(parameters, variables, x):
         if row is not None:
             parameters, variables = jax.tree.map(lambda a: a[row], (parameters, variables))
         here = fetched(parameters)
 
-        def run(x, variables):
-            before = _raw(variables)  # merged variables are those of the state: written in place
-            layer = nnx.merge(graph, here, variables)
-            x = layer(x)
-            return x, _written(layer, before)
+        def run(rows, x, variables):
+            x, written = rows.run(name, call, here, rows.of_state(variables), x)
+            return x, rows.here(written)
 
-        return by_parts(run, x, variables)
+        return by_parts(run, rows, name, x, variables)
 
     return apply if policy is None else jax.checkpoint(apply, policy=policy, prevent_cse=barrier)
 
@@ -199,12 +204,19 @@ def _run_stack(layers: nnx.Module, stored: Mapping[str, Stored], x: Any, run: La
     """Return x after all layers: a scan over units of them, and those that are left over."""
     graph, *arrays = _split(layers, stored)
     unroll, size = run.unroll(), run.remat.unit
-    barrier = unroll is True or unroll != 1
+    barrier, rows = unroll is True or unroll != 1, run.traced.rows
     count = jax.tree.leaves(arrays)[0].shape[0]
     units, rest = divmod(count, size)
     apply = run.offloading(_unit(graph, size, run, barrier), "layers", units, barrier)
-    many = _rows(arrays, 0, units, size)
-    x, written = lax.scan(lambda x, unit: apply(*unit, x), x, tuple(many), unroll=unroll)
+    many = tuple(_rows(arrays, 0, units, size))
+    one = jax.tree.map(lambda a: a[0], many)
+    kinds = rows.kinds(lambda x: _unit(graph, size, run, barrier)(*one, x)[0], x)
+
+    def turn(x, unit):
+        x, written = apply(*unit, x)
+        return rows.as_kinds(x, kinds), written
+
+    x, written = lax.scan(turn, rows.as_kinds(x, kinds), many, unroll=unroll)
     if size > 1:
         written = jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), written)
     if rest:
@@ -230,9 +242,11 @@ def _rows(arrays: Any, first: int, units: int, size: int) -> Any:
 def _unit(graph: nnx.GraphDef, size: int, run: LayerOptions, barrier: bool) -> Callable:
     """Return (parameters, variables, x) -> (x, variables) for so many stacked layers in a row."""
     if size == 1:
-        return _together(layer_function(graph, run.policy(), barrier), run, barrier)
+        function = layer_function(graph, run.policy(), run.traced.rows, barrier)
+        return _together(function, run, barrier)
     functions = [
-        layer_function(graph, run.policy(number), barrier, number) for number in range(size)
+        layer_function(graph, run.policy(number), run.traced.rows, barrier, number)
+        for number in range(size)
     ]
 
     def apply(parameters, variables, x):
@@ -273,16 +287,23 @@ def _run_list(layers: Any, stored: Mapping[str, Stored], x: Any, run: LayerOptio
 def _chain(part: list, first: int, run: LayerOptions) -> Callable:
     """Return (parameters, variables, x) -> (x, variables) of modules and functions in a row."""
     graphs = [nnx.graphdef(m) if isinstance(m, nnx.Module) else m for m in part]
+    rows = run.traced.rows
 
     def apply(parameters, variables, x):
         held, written = iter(zip(parameters, variables, strict=True)), []
         for number, graph in enumerate(graphs):
+            name = f"layers/{first + number}"
             if not isinstance(graph, nnx.GraphDef):  # a function, as nnx.Sequential may hold
-                x, _ = by_parts(lambda x, _, graph=graph: (graph(x), None), x, None)
+                x, _ = by_parts(partial(_function, graph, name), rows, name, x, None)
                 continue
-            function = layer_function(graph, run.policy((first + number) % run.remat.every))
+            policy = run.policy((first + number) % run.remat.every)
+            function = layer_function(graph, policy, rows, name=name)
             x, new = function(*next(held), x)
             written.append(new)
         return x, written
 
     return apply
+
+
+def _function(function: Callable, name: str, rows: OnRows, x: Any, _: Any) -> tuple[Any, None]:
+    return rows.run(name, function, x), None

@@ -11,14 +11,17 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Protocol, TypeVar
 
 import jax
+from jax.sharding import Mesh
 
 from hfjax.base.head import logits_of
 from hfjax.base.mean import Mean
 from hfjax.parallel.activation_offload import Offloaded
 from hfjax.parallel.engine.legs import Move, Sender
+from hfjax.parallel.engine.on_rows import OnRows
+from hfjax.parallel.execution import Execution
 from hfjax.parallel.in_parts.kinds import Side
 from hfjax.parallel.in_parts.named_calls import is_recording, like_tokens
-from hfjax.parallel.in_parts.scope import Join
+from hfjax.parallel.mesh import row_axes, size_of
 
 T = TypeVar("T")
 Names = tuple[str | None, ...]  # the logical axes of an activation
@@ -235,23 +238,20 @@ class Traced:
     """Made with a step, and filled in while the step is traced."""
 
     kernels: Local
-    in_parts: Callable  # runs a program of all rows on those of this device
+    rows: OnRows  # how parts of the model see the rows of all devices
     offloaded: Offloaded  # what layers keep for the backward pass, and what of it the host holds
     names: set[str] = field(default_factory=set)  # of tensors, where remat asks for names
     unread: set[str] = field(default_factory=set)  # parameters that nothing has read yet
     written: set[str] = field(default_factory=set)  # variables that the model writes to
-    joins: list[Join] = field(default_factory=list)  # what joins rows
 
     @classmethod
-    def of(cls, kernels: Local, offload: Any, in_parts: Callable) -> "Traced":
-        """Return what a trace fills in, where so much of what layers keep goes to the host."""
-        return cls(kernels, in_parts, Offloaded(offload))
-
-    def on_rows(self, side: Side, function: Callable, *given: Any) -> Any:
-        """Return what a function of all rows makes of values, run on the rows of this device."""
-        return self.in_parts(side, function, *given, told=self.joins)
+    def of(cls, kernels: Local, run: Execution, mesh: Mesh, in_parts: Callable) -> "Traced":
+        """Return what a trace of a step fills in; `in_parts` runs programs of all rows."""
+        axes = () if run.rows == "own" else row_axes(mesh)
+        rows = OnRows(Side(axes, size_of(axes, mesh)), in_parts)
+        return cls(kernels, rows, Offloaded(run.offload))
 
     def begin(self, parameters: Iterable[str]) -> None:
         """Begin a trace: what JAX kept of an earlier one, it must not take for this one's."""
         self.unread, self.written = set(parameters), set()
-        self.joins.clear()
+        self.rows.told.clear()

@@ -4,13 +4,15 @@
 run.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 
 from hfjax.base.mean import Mean
 from hfjax.base.paths import Flat, Index
@@ -18,9 +20,12 @@ from hfjax.parallel.arrangement import Arrangement
 from hfjax.parallel.autodiff.dissect import Dissected, dissect
 from hfjax.parallel.autodiff.model_parts import ModelParts
 from hfjax.parallel.engine.blueprint import LAYERS, Blueprint, Layer, fill, raw
-from hfjax.parallel.engine.fetch import Movement, Placeholder, Stored
+from hfjax.parallel.engine.ends import Ends
+from hfjax.parallel.engine.fetch import Movement, Stored
 from hfjax.parallel.engine.keys import is_random
 from hfjax.parallel.engine.layers import layer_function
+from hfjax.parallel.engine.on_rows import OnRows
+from hfjax.parallel.in_parts.kinds import Kind
 
 IN_A_PIPELINE = (
     "in a pipeline nothing is written, since microbatches are in different layers at the same time"
@@ -65,6 +70,7 @@ class PlacedModel:
     variables: Callable  # (m, number of a layer or None) -> variables for this microbatch
     inputs: Callable  # m -> what the model is given
     mean: Callable  # (outputs, m) -> Mean
+    rows: OnRows
     mode: str
     policy: Callable | None
     wanted: str | None  # "losses" or "outputs": see Extras
@@ -98,23 +104,37 @@ class PlacedModel:
         """Return what a device stores of a parameter, with the slot of its gradient."""
         return Stored(value, slot, self.movements[path])
 
-    def _merge(self, outside: Flat, variables: Flat) -> Any:
-        layers = [path for path in self.blueprint.parameters if path.startswith(LAYERS)]
-        parameters = outside | {path: Placeholder(path) for path in layers}
-        return self.blueprint.merge(parameters, variables, self.mode)
-
     def first(self, outside: Flat, m: Index) -> Any:
         """Return what enters the first layer."""
-        model, before = self._holding(outside, m)
-        x = model.embed(self.inputs(m))
-        self._check_ends(model, before, "embed")
-        return x
+        return self.rows.as_kinds(self._embedded(outside, m), self._kinds)
+
+    def _embedded(self, outside: Flat, m: Index) -> Any:
+        return self._end("embed", outside, self.rows.values(self.inputs(m)), m)
+
+    def _end(self, name: str, outside: Flat, x: Any, m: Index) -> Any:
+        """Return what embed or head makes of x."""
+        before = self.variables(m, None)
+        y, after = Ends(self.blueprint, self.mode, self.rows).run(name, outside, before, x)
+        self._check_unwritten(name, [p for p, x in after.items() if x is not before[p]])
+        return y
+
+    @cached_property
+    def _kinds(self) -> Sequence[Kind] | None:
+        """The kinds of what stacked layers hand on; None: layers of a list hand on what they do."""
+        if self.blueprint.listed or self.rows.side.size == 1:
+            return None
+        layers = {path: x for path, x in self.parameters.items() if path.startswith(LAYERS)}
+        zero = jnp.int32(0)
+
+        def layer(x: Any) -> Any:
+            one = {path: lax.index_in_dim(x, 0, 0, False) for path, x in layers.items()}
+            return self._unit((one, zero, zero), {}, x, as_it_is=True)
+
+        return self.rows.kinds(layer, jax.eval_shape(self._embedded, self.outside, zero))
 
     def last(self, outside: Flat, x: Any, m: Index) -> tuple[jax.Array, Any]:
         """Return the total of the loss, which is differentiated, and what is told."""
-        model, before = self._holding(outside, m)
-        outputs = model.head(x)
-        self._check_ends(model, before, "head")
+        outputs = self._end("head", outside, x, m)
         mean = self.mean(outputs, m)
         return mean.total, self._told(mean, outputs)
 
@@ -122,10 +142,6 @@ class PlacedModel:
         if self.wanted is None:
             return mean
         return Extras(mean, outputs if self.wanted == "outputs" else None)
-
-    def _holding(self, outside: Flat, m: Index) -> tuple[Any, Flat]:
-        variables = self.variables(m, None)
-        return self._merge(outside, variables), variables
 
     @cached_property
     def layers(self) -> list[Layer]:
@@ -136,12 +152,13 @@ class PlacedModel:
         """Return the passes of a unit: of one layer."""
         return dissect(self._unit, known, slots, x, split)
 
-    def _unit(self, known: Any, slots: Flat, x: Any) -> Any:
+    def _unit(self, known: Any, slots: Flat, x: Any, as_it_is: bool = False) -> Any:
         values, number, m = known
         layer = self.layers[0]
         held = self.variables(m, number) if layer.variables else {}
         stored = lambda path: self.stored(path, values[path], slots.get(path))
-        return self.apply(layer, stored, held, x)
+        y = self.apply(layer, stored, held, x)
+        return y if as_it_is else self.rows.as_kinds(y, self._kinds)
 
     def run(self, layer: Layer, values: Flat, slots: Flat, x: Any) -> Any:
         """Return what a layer of a list makes of `x`, its parameters being stored ones."""
@@ -152,17 +169,13 @@ class PlacedModel:
     def apply(self, layer: Layer, parameter: Callable, variables: Flat, x: Any) -> Any:
         """Return what a layer makes of `x`."""
         if not isinstance(layer.graph, nnx.GraphDef):
-            return layer.graph(x)
-        function = self.keeping(layer_function(layer.graph, self.policy))
+            return self.rows.run("layers", layer.graph, x)
+        function = self.keeping(layer_function(layer.graph, self.policy, self.rows))
         held = fill(layer.variables, variables.__getitem__)
         y, written = function(fill(layer.parameters, parameter), held, x)
         path = {keys: raw(variable).path for keys, variable in layer.variables}
         self._check_unwritten("a layer", [path[keys] for keys, _ in nnx.to_flat_state(written)])
         return y
-
-    def _check_ends(self, model: Any, before: Flat, part: str) -> None:
-        after = self.blueprint.variables_of(model)
-        self._check_unwritten(part, [p for p, value in after.items() if value is not before[p]])
 
     def _check_unwritten(self, part: str, written: list[str]) -> None:
         """Refuse to lose what is written; random generators have other keys in each microbatch."""

@@ -6,7 +6,7 @@ products of the other run (Domino, Wang et al., 2024). Between the layers the pa
 that the end of a layer hides its collectives as well. The layer's parameters are gathered once.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -17,6 +17,9 @@ from flax import nnx
 from jax import lax
 
 from hfjax.base.paths import path_of
+from hfjax.parallel.engine.on_rows import OnRows, cut_of
+from hfjax.parallel.in_parts.kinds import ROWS, Part, Side, is_value, kind_of
+from hfjax.parallel.in_parts.scope import Join
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["parts"], meta_fields=["rows", "in_order"])
@@ -29,12 +32,12 @@ class RowParts:
     in_order: bool  # nothing of a part may run before what the part before it has done
 
     @classmethod
-    def of(cls, model: Any, batch: Any, count: int, in_order: bool) -> "RowParts":
-        """Return what `embed` makes of a batch, in so many parts of its rows.
+    def of(cls, x: Any, rows: int, count: int, again: Callable, in_order: bool) -> "RowParts":
+        """Return what `embed` makes of a batch of so many rows here, in parts of them.
 
-        Refused is what does not begin with the rows, or does not divide.
+        Refused is what does not begin with the rows, or does not divide. `again(count)` is what
+        `embed` makes of the first part.
         """
-        x, rows = model.embed(batch), jax.tree.leaves(batch)[0].shape[0]
         _check_begins(x, rows, f"split_rows={count}")
         if rows % count:
             fits = [n for n in range(2, rows + 1) if rows % n == 0]
@@ -42,8 +45,8 @@ class RowParts:
                 f"split_rows={count}: a device has {rows} rows in a microbatch, which do not "
                 f"divide: {f'{fits} would do' if fits else 'leave it out'}. Or take more rows."
             )
-        _check_chance(model, batch, x, rows, count)
-        cut = lambda i: jax.tree.map(lambda x: _part(x, i, count), x)
+        _check_chance(again, x, rows, count)
+        cut = lambda i: jax.tree.map(lambda x: part_of(x, i, count), x)
         return cls(tuple(map(cut, range(count))), rows // count, in_order)
 
     def whole(self) -> Any:
@@ -55,15 +58,18 @@ class RowParts:
 
 def _check_begins(x: Any, rows: int, who: str, has: str = "a device has") -> None:
     """Refuse arrays whose first size is not the number of rows."""
-    leaves = jax.tree.leaves(x)
-    if wrong := [leaf for leaf in leaves if jnp.shape(leaf)[:1] != (rows,)]:
+    leaves = jax.tree.leaves(x, is_leaf=is_value)
+    on_devices = any(map(is_value, leaves))  # which have rows each
+    elsewhere = lambda v: on_devices and kind_of(v) != ROWS
+    leaves = [(v.x if is_value(v) else v, elsewhere(v)) for v in leaves]
+    if wrong := [leaf for leaf, off in leaves if off or jnp.shape(leaf)[:1] != (rows,)]:
         raise ValueError(
             f"{who}: what goes from layer to layer is not all of rows: {_shapes(wrong)} where "
             f"{has} {rows} rows in a microbatch. {ROWS_FIRST}"
         )
 
 
-def _check_chance(model: Any, batch: Any, x: Any, rows: int, count: int) -> None:
+def _check_chance(embed: Callable, x: Any, rows: int, count: int) -> None:
     """Refuse an array that begins with something else, of which there are as many as rows.
 
     The size alone does not tell where an array has it twice, or a multiple of it (rows and heads in
@@ -73,14 +79,9 @@ def _check_chance(model: Any, batch: Any, x: Any, rows: int, count: int) -> None
     if not any(map(again, jax.tree.leaves(x))):
         return
 
-    def of_part() -> Any:
-        graph, parameters, variables = nnx.split(model, nnx.Param, ...)
-        part = nnx.merge(graph, parameters, _of_part(variables, 0, count), copy=True)
-        return part.embed(jax.tree.map(lambda x: _part(x, 0, count), batch))
-
     who = f"split_rows={count}, of {rows} rows in a microbatch"
     try:
-        found = jax.eval_shape(of_part)
+        found = jax.eval_shape(partial(embed, count))
     except Exception as error:
         raise ValueError(
             f"{who}: arrays of {_shapes(jax.tree.leaves(x))} have this size, or a multiple, twice, "
@@ -98,51 +99,66 @@ def _shapes(leaves: list) -> str:
 ROWS_FIRST = "Let each array begin with the rows of the batch, or leave split_rows out."
 
 
-def _part(x: Any, number: int, count: int) -> Any:
+def part_of(x: Any, number: int, count: int) -> Any:
+    """Return one of so many parts of the rows with which an array begins."""
     rows = x.shape[0] // count
     return lax.slice_in_dim(x, number * rows, (number + 1) * rows)
 
 
-def by_parts(layer: Callable, x: Any, variables: Any) -> tuple[Any, Any]:
-    """Return layer(x, variables), a pair of the result and of what was written; part by part.
+def by_parts(run: Callable, rows: OnRows, name: str, x: Any, variables: Any) -> tuple[Any, Any]:
+    """Return run(rows, x, variables), a pair of the result and of what was written; part by part.
 
     Args:
-        layer: The function.
-        x: What enters the layer, all rows together or a `RowParts`.
+        run: The layer, on rows as the first argument says.
+        rows: How a layer sees the rows of all devices.
+        name: That of the layer.
+        x: What enters it, all rows together or a `RowParts`.
         variables: A state; what has something for each row is cut as the rows are.
     """
     if not isinstance(x, RowParts):
-        return layer(x, variables)
+        return run(rows, x, variables)
     done: list[Any] = []
     written: Any = None
     for number, part in enumerate(x.parts):
         if done and x.in_order:
             part, done[-1] = lax.optimization_barrier((part, done[-1]))
-        y, written = layer(part, _of_part(variables, number, len(x.parts)))
+        y, written = run(rows, part, _of_part(variables, number, len(x.parts)))
         _check_unwritten(written, len(x.parts))
         done.append(y)
+    if rows.side.size == 1:  # as if devices had the parts
+        rows = OnRows(Side(("part",), len(x.parts)), rows.in_parts)
+        part = jax.tree.map(Part, x.parts[0])
+        try_it = lambda: run(rows, part, _of_part(variables, 0, len(x.parts)))
+        jax.make_jaxpr(try_it, axis_env=[("part", len(x.parts))])()
+    _check_apart(rows.told.get(name, ()), len(x.parts))
     return replace(x, parts=tuple(done)), written
+
+
+def _check_apart(joins: Sequence[Join], count: int) -> None:
+    """Refuse a layer in which rows meet, or are numbered: a part has not all of them."""
+    if found := [join for join in joins if join.how != "draw"]:
+        raise ValueError(
+            f"split_rows={count}: {found[0].line}: {found[0].operation}: a layer joins rows of the "
+            "batch, or counts them, and sees a part of them at a time. Leave split_rows out."
+        )
 
 
 def _of_part(variables: Any, number: int, count: int) -> Any:
     """Return what a part of the rows reads: its rows, and random keys of its own."""
 
-    def mine(variable: Any) -> Any:
-        value = variable.get_raw_value()
-        if _of_rows(variable):
-            return variable.replace(_part(value, number, count))
-        if number and jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
-            return variable.replace(jax.random.fold_in(value, number))
-        return variable
-
     if variables is None:
         return None
+    mine = lambda v: v.replace(of_part(v, v.get_raw_value(), number, count))
     return nnx.from_flat_state([(keys, mine(v)) for keys, v in nnx.to_flat_state(variables)])
 
 
-def _of_rows(variable: Any) -> bool:
-    axes = variable.get_metadata("axes", None) or ()
-    return bool(variable.get_metadata("per_row", False)) or tuple(axes)[:1] == ("batch",)
+def of_part(variable: Any, value: Any, number: int, count: int) -> Any:
+    """Return what a variable that holds this value holds for a part of the rows."""
+    if isinstance(variable, nnx.Variable) and cut_of(variable.replace(value)):
+        return part_of(value, number, count)
+    if number and jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+        return jax.random.fold_in(value, number)
+    return value
 
 
 def _check_unwritten(written: Any, count: int) -> None:

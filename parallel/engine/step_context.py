@@ -26,7 +26,7 @@ from hfjax.parallel.engine.local import Traced
 from hfjax.parallel.engine.reduce import Reduction, one_scatter_per_axis
 from hfjax.parallel.execution import Execution
 from hfjax.parallel.in_parts.joins import check_gathers
-from hfjax.parallel.in_parts.kinds import Part, Side, Sum
+from hfjax.parallel.in_parts.kinds import Part, Side
 from hfjax.parallel.mesh import (
     AXES,
     SEQUENCE_AXES,
@@ -140,7 +140,7 @@ class StepContext:
     def average(self, statistics: Flat) -> Flat:
         """Return statistics averaged over the devices; whole numbers agree already.
 
-        Of a model that is called as it is rows have been joined already, in its own program.
+        Where the model sees all rows they have been joined already, in its own program.
         """
         axes = tuple(a for a in self.axes if not self.sees_all_rows or a not in self.rows)
 
@@ -178,30 +178,28 @@ class StepContext:
     @property
     def side(self) -> Side:
         """The devices that have other rows."""
-        if self.execution.rows == "own":
-            return Side((), 1)
-        return Side(self.rows, size_of(self.rows, self.mesh))
+        return self.traced.rows.side
 
     @property
     def sees_all_rows(self) -> bool:
-        """Whether the model sees the rows of all devices: it is called as it is."""
-        return not self.in_parts and self.execution.rows != "own"
+        """Whether the model sees the rows of all devices, not its own device's only."""
+        return self.execution.rows != "own"
 
     def check_gathers(self) -> None:
         """Tell what is gathered since no rule knows an operation, or refuse it."""
-        check_gathers(self.traced.joins, self.execution.rows == "strict")
+        check_gathers(self.traced.rows.joins, self.execution.rows == "strict")
 
     def mean(self, outputs: Any, batch: Any) -> Mean:
         """Return this device's share of the loss, which is computed of the rows of all devices.
 
-        What a loss of hfjax's own models is given in place of logits stays as it is here: its
+        What a loss of hfjax's own models is given in place of logits is of the rows here: its
         total and its weight are sums.
         """
-        if self.side.size > 1 and not self._stands_for_logits(outputs):
-            given = self._as_values(outputs, rows_of(batch)), jax.tree.map(Part, batch)
-            found = self.traced.on_rows(self.side, self.mean_of_rows, *given)
-            return self.counted(self.side.shares(found))
-        return self.counted(self.mean_of_rows(outputs, batch))
+        rows = self.traced.rows
+        if self._stands_for_logits(outputs):
+            return self.counted(self.mean_of_rows(rows.here(outputs), batch))
+        found = rows.run("the loss", self.mean_of_rows, outputs, rows.values(batch))
+        return self.counted(self.side.shares(found))
 
     def mean_of_rows(self, outputs: Any, batch: Any) -> Mean:
         """Return the loss of a batch all of whose rows are given."""
@@ -217,16 +215,7 @@ class StepContext:
         known = any(
             getattr(self.loss, f"takes_{what}", False) for what in ("projection", "routing")
         )
-        return known and not isinstance(outputs, jax.Array)
-
-    def _as_values(self, outputs: Any, rows: int) -> Any:
-        """Return outputs of this device's rows as parts; a number of its own as a share of one."""
-
-        def value(x: Any) -> Any:
-            x = jnp.asarray(x)
-            return Part(x) if x.shape[:1] == (rows,) else Sum(self.side.shares(x))
-
-        return jax.tree.map(value, outputs)
+        return known and not isinstance(outputs, jax.Array | Part)
 
     # -- moving parameters and gradients --------------------------------------------------------
 
@@ -384,22 +373,3 @@ def gradients_at_moments(placed: Mapping[str, Placed]) -> dict[str, Placed]:
 def rows_of(batch: Any) -> int:
     """Return the number of rows of a batch."""
     return jax.tree.leaves(batch)[0].shape[0]
-
-
-def rows_here(outputs: Any, batch: Any) -> Any:
-    """Return outputs of this device's rows, in their order, as parts of those of all."""
-    check_rows(outputs, batch)
-    return jax.tree.map(Part, outputs)
-
-
-def check_rows(outputs: Any, batch: Any) -> None:
-    """Refuse outputs that do not have a row for each row of the batch."""
-    rows = rows_of(batch)
-    for keys, x in jax.tree_util.tree_flatten_with_path(outputs)[0]:
-        if jnp.shape(x)[:1] != (rows,):
-            raise ValueError(
-                f"output {jax.tree_util.keystr(keys)} {jnp.shape(x)} has no row for each of the "
-                f"{rows} rows that the model was given. Return what belongs to rows, for instance "
-                "hfjax.predict_step(layout, forward=lambda model, batch: model(batch)); a number "
-                "for all rows is a metric of eval_step's loss."
-            )

@@ -130,7 +130,7 @@ def _written_rows(
         here = [scope.part(x, cut), of_indices, scope.part(updates, at)]
         return scope.parts(cut, equation, here)
 
-    first = [x.cut] if isinstance(x, Part) else []
+    first = [x.cut] if isinstance(x, Part) else _beside(indices, numbers)
     for cut in first + _entered(scope, updates, numbers, kept, shape):
         if cut.dim in kept and not isinstance(indices, Part):
             at = numbers.update_window_dims[kept.index(cut.dim)]
@@ -146,6 +146,14 @@ def _written_rows(
         if own is not None and scope.side.divides(shape, cut):
             return written(cut, own.cut.moved(rows[own.cut.dim]), own.x)
     return None
+
+
+def _beside(indices: Any, numbers: Any) -> list[Cut]:
+    """Return the cut that what is written to takes from indices, each of which has its own."""
+    batching = numbers.scatter_indices_batching_dims
+    if not isinstance(indices, Part) or indices.cut.dim not in batching:
+        return []
+    return [indices.cut.moved(numbers.operand_batching_dims[batching.index(indices.cut.dim)])]
 
 
 def _entered(scope: Scope, updates: Any, numbers: Any, kept: list, shape: tuple) -> list[Cut]:

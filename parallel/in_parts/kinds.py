@@ -112,6 +112,19 @@ def dual(kind: Kind) -> Kind:
     return kind if isinstance(kind, Cut) else SAME if kind == SUM else SUM
 
 
+def next_kind(kind: Kind, found: Kind, number: int, fixed: set[int]) -> Kind:
+    """Return the kind to try next, of what a loop carries under this number.
+
+    What is whole may become a part or a sum, once; `fixed` are those that came back the same.
+    """
+    if found == kind or (isinstance(kind, Cut) and not isinstance(found, Cut)):
+        return kind
+    if kind == SAME:
+        return found
+    fixed.add(number)
+    return found if kind == SUM and isinstance(found, Cut) else SAME
+
+
 def is_value(x: Any) -> bool:
     """Return whether this is a value of which devices do not have the whole."""
     return isinstance(x, Part | Sum)
@@ -229,6 +242,15 @@ class Side:
             return tree
         share = lambda v: v.x if isinstance(v, Sum) else self.shared(jnp.asarray(self.whole_of(v)))
         return jax.tree.map(share, tree, is_leaf=is_value)
+
+    def as_kind(self, value: Any, kind: Kind) -> jax.Array:
+        """Return what a device holds of a value where it is of this kind."""
+        if kind_of(value) == kind:
+            return value.x if is_value(value) else jnp.asarray(value)
+        whole = jnp.asarray(self.whole_of(value))
+        if isinstance(kind, Cut):
+            return self.cut(whole, kind)
+        return self.shares(whole) if kind == SUM else whole
 
     def of_rows(self, value: Any) -> jax.Array:
         """Return this device's rows of a value that has a row for each row of the batch."""

@@ -250,7 +250,7 @@ def _joined(scope: Scope, equation: JaxprEqn, values: Values) -> Any:
 
 def pad(scope: Scope, equation: JaxprEqn, values: Values) -> Values | None:
     """Pad other dimensions than the split one."""
-    x, filling = values
+    x, filling = scope.made(values[0]), values[1]
     if not isinstance(x, Part) or any(equation.params["padding_config"][x.cut.dim]):
         return None
     return scope.parts(x.cut, equation, [x.x, scope.whole(filling)])

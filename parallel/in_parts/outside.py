@@ -106,9 +106,13 @@ def _elsewhere(scope: Scope, equation: JaxprEqn, values: Values, **sizes: Any) -
         for v in values
     ]
     found = scope.bind(equation, list(map(held, given)), **sizes)
-    again = lambda x, v: (
-        Part(x, v.cut) if isinstance(v, Part) else Sum(x) if isinstance(v, Sum) else x
-    )
+
+    def again(x: Any, value: Any) -> Any:
+        if isinstance(value, Part):
+            new = x.ndim > value.x.ndim and equation.params["all_gather_dimension"] <= value.cut.dim
+            return Part(x, value.cut.moved(value.cut.dim + new))
+        return Sum(x) if isinstance(value, Sum) else x
+
     return [again(x, v) for x, v in zip(found, given, strict=True)]
 
 
@@ -117,6 +121,8 @@ def _keeps_rows(equation: JaxprEqn, values: Values) -> bool:
     p, names = equation.params, ("split_axis", "concat_axis", "all_gather_dimension")
     dims = [p[name] for name in (*names, "scatter_dimension") if name in p]
     parts = [v for v in values if isinstance(v, Part)]
+    if equation.primitive.name == "all_gather" and not p["tiled"]:
+        return True  # along a dimension of its own
     return not parts or (p.get("tiled", True) and all(v.cut.dim not in dims for v in parts))
 
 

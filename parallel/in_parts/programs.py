@@ -23,6 +23,7 @@ from hfjax.parallel.in_parts.kinds import (
     Part,
     Sum,
     kind_of,
+    next_kind,
     of_kind,
 )
 from hfjax.parallel.in_parts.scope import Join, Scope
@@ -237,22 +238,12 @@ def _carried(scope: Scope, body: Callable, first: Values, slices: Sequence[Any])
         arrays = [local(v, k) for v, k in zip(first, kinds, strict=True)]
         found, _ = found_without_devices(scope, body, arrays, kinds, (list(slices),))
         new = [
-            k if i in fixed else _next(k, after, i, fixed)
+            k if i in fixed else next_kind(k, after, i, fixed)
             for i, (k, after) in enumerate(zip(kinds, found, strict=True))
         ]
         if new == kinds:
             return kinds
         kinds = new
-
-
-def _next(kind: Kind, found: Kind, number: int, fixed: set[int]) -> Kind:
-    """Return the kind to try next: what is whole may become a part or a sum, once."""
-    if found == kind or (isinstance(kind, Cut) and not isinstance(found, Cut)):
-        return kind
-    if kind == SAME:
-        return found
-    fixed.add(number)
-    return found if kind == SUM and isinstance(found, Cut) else SAME
 
 
 def while_loop(scope: Scope, equation: JaxprEqn, values: Values) -> Values:

@@ -25,7 +25,7 @@ from hfjax.parallel.engine.keys import keys_here, variables_of
 from hfjax.parallel.engine.layers import offload_residuals
 from hfjax.parallel.engine.placed_model import IN_A_LOOP, PlacedModel
 from hfjax.parallel.engine.reduce import reduce_gradient
-from hfjax.parallel.engine.step_context import StepContext, rows_here, rows_of
+from hfjax.parallel.engine.step_context import StepContext, rows_of
 from hfjax.parallel.layerwise.one_layer import Carry, LayerUpdate, ListedUpdate, StackedUpdate
 from hfjax.parallel.layerwise.passes import ListedPasses, StackedPasses
 from hfjax.parallel.memory import is_on_host, to_device
@@ -58,7 +58,7 @@ class LayerwisePlane(Plane):
 
     def predicted(self, parameters: Flat, variables: Flat, batch: Any) -> Any:
         """Return the outputs of the model for this device's rows."""
-        return rows_here(self._forward(parameters, variables, batch, "outputs").outputs, batch)
+        return self._forward(parameters, variables, batch, "outputs").outputs
 
     def _forward(self, parameters: Flat, variables: Flat, batch: Any, wanted: str | None) -> Any:
         of = lambda m, i: variables_of(variables, i)
@@ -97,6 +97,7 @@ class LayerwisePlane(Plane):
             variables=variables,
             inputs=lambda m: inputs,
             mean=lambda outputs, m: context.mean(outputs, batch),
+            rows=context.traced.rows,
             mode=mode,
             policy=context.policy(),
             wanted=None,
@@ -241,7 +242,8 @@ class LayerUpdatePlane:
         """Return the model in three parts, on the rows of this device."""
         context, rows = self.plane.context, rows_of(batch)
         known = context.blueprint.variables
-        keys, statistics = keys_here(known, context.mesh, held.variables, rows, step)
+        of = known, context.mesh, held.variables, rows, step
+        keys, statistics = keys_here(*of, context.sees_all_rows)
         batch = context.dealt(batch)
         parameters = context.gather_once(held.parameters)
         variables = lambda m, i: {**variables_of(statistics, i), **keys(i, m, rows)}

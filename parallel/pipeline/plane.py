@@ -21,7 +21,7 @@ from hfjax.parallel.engine.gradients import Plane
 from hfjax.parallel.engine.keys import variables_of
 from hfjax.parallel.engine.placed_model import Extras, PlacedModel
 from hfjax.parallel.engine.reduce import scattered
-from hfjax.parallel.engine.step_context import rows_here, rows_of
+from hfjax.parallel.engine.step_context import rows_of
 from hfjax.parallel.mesh import EXPERT_AXES, PIPE_AXIS, SEQUENCE_AXES, in_use, sides
 from hfjax.parallel.pipeline.executor import Pipeline
 from hfjax.parallel.remat import Remat
@@ -53,7 +53,7 @@ class PipelinePlane(Plane):
 
         def run(statistics, batch, number):
             placed = self.training(parameters, statistics, batch, keys, number)
-            gradients, outside, told = self._run(placed)
+            gradients, outside, told = self._run(placed, rows_of(batch))
             trained = {p: g for p, g in outside.items() if not context.placed[p].frozen}
             found = gradients | {
                 path: self.outside_scattered(path, g) for path, g in trained.items()
@@ -66,12 +66,12 @@ class PipelinePlane(Plane):
     def evaluated(self, parameters: Flat, variables: Flat, batch: Any) -> Any:
         """Return the loss of this device's rows."""
         of = lambda m, layer: variables_of(variables, layer)
-        return self._run(self._placed(parameters, batch, of, "eval"))[2]
+        return self._run(self._placed(parameters, batch, of, "eval"), rows_of(batch))[2]
 
     def predicted(self, parameters: Flat, variables: Flat, batch: Any) -> Any:
         """Return the outputs of this device's rows, from the last stage."""
         told = replace(self, wanted="outputs").evaluated(parameters, variables, batch)
-        return rows_here(self._from_last_stage(told.outputs), batch)
+        return self.context.traced.rows.values(self._from_last_stage(told.outputs))
 
     @property
     def pieces(self) -> int:
@@ -122,6 +122,7 @@ class PipelinePlane(Plane):
             variables=variables,
             inputs=lambda m: context.inputs(at(m)),
             mean=lambda outputs, m: context.mean(outputs, at(m)),
+            rows=context.traced.rows,
             mode=mode,
             policy=context.policy(views=context.options.tells_names),
             wanted=self.wanted,
@@ -129,7 +130,7 @@ class PipelinePlane(Plane):
         )
         return placed if self.unlike is None else self.unlike(placed)
 
-    def _run(self, placed: Staged) -> tuple[Any, Any, Any]:
+    def _run(self, placed: Staged, rows: int) -> tuple[Any, Any, Any]:
         """Return the gradients of the layers, those of the rest, and the mean (or `Extras`)."""
         mesh = self.context.mesh
         own = sides(mesh) or in_use(mesh, (*EXPERT_AXES, *SEQUENCE_AXES))  # layers' collectives
@@ -142,7 +143,9 @@ class PipelinePlane(Plane):
         if self.wanted is None:
             return layers, outside, jax.tree.map(lambda x: x.sum(0), told)
         by_row = lambda x: x.reshape(-1, *x.shape[2:])
-        return layers, outside, Extras(told.means, jax.tree.map(by_row, told.outputs))
+        begin = self.ticks.table.microbatches, rows // self.ticks.table.microbatches
+        outputs = self.context.traced.rows.first(told.outputs, begin)
+        return layers, outside, Extras(told.means, jax.tree.map(by_row, outputs))
 
     @property
     def offloading(self) -> Callable | None:

@@ -27,6 +27,7 @@ from hfjax.base.head import countable
 from hfjax.base.mean import Mean
 from hfjax.pallas_kernels.handing import Projection
 from hfjax.parallel.engine import local
+from hfjax.parallel.in_parts.named_calls import own_rows
 from hfjax.parallel.mesh import COLUMN_AXIS, ROW_AXIS, SAMPLE_AXES, in_use
 from hfjax.parallel.strategy import Axes
 
@@ -215,18 +216,28 @@ class OnGrid(local.InStep):
 
 
 def _whole(x: jax.Array, axis: str, dim: int) -> jax.Array:
-    return lax.all_gather(x, axis, axis=dim, tiled=True)
+    return _run(lambda x: lax.all_gather(x, axis, axis=dim, tiled=True), x, dim)
 
 
 def _sum_of_parts(x: jax.Array, axis: str, dim: int) -> jax.Array:
     """Return this device's part, along a dimension, of the sum over an axis."""
-    return lax.psum_scatter(x, axis, scatter_dimension=dim, tiled=True)
+    scatter = lambda x: lax.psum_scatter(x, axis, scatter_dimension=dim, tiled=True)
+    return _run(scatter, x, dim)
+
+
+def _run(move: Callable, x: jax.Array, dim: int) -> jax.Array:
+    """Return what a move makes of an array; along rows it is of those that are here."""
+    return own_rows(move)(x) if dim == BATCH else move(x)
 
 
 def _mine(x: jax.Array, axis: str, dim: int) -> jax.Array:
     """Return this device's part of what all along an axis have."""
-    size = x.shape[dim] // lax.axis_size(axis)
-    return lax.dynamic_slice_in_dim(x, lax.axis_index(axis) * size, size, dim)
+
+    def mine(x: jax.Array) -> jax.Array:
+        size = x.shape[dim] // lax.axis_size(axis)
+        return lax.dynamic_slice_in_dim(x, lax.axis_index(axis) * size, size, dim)
+
+    return _run(mine, x, dim)
 
 
 def _numbers(logits: jax.Array) -> jax.Array:

@@ -14,7 +14,8 @@ from hfjax.pallas_kernels.attention import block as flash_block
 from hfjax.pallas_kernels.cross_entropy import loss as cross_entropy
 from hfjax.pallas_kernels.handing import Projection
 from hfjax.parallel.engine import local
-from hfjax.parallel.mesh import PIPE_AXIS, SAMPLE_AXES, TENSOR_AXES, in_use, size_of
+from hfjax.parallel.in_parts.named_calls import is_recording
+from hfjax.parallel.mesh import PIPE_AXIS, SAMPLE_AXES, TENSOR_AXES, in_use, row_axes, size_of
 from hfjax.parallel.settings import KERNELS, Wanted
 from hfjax.parallel.wings.kernels import on_tensor_shards
 from hfjax.parallel.wings.kernels.measured import KernelChoice, Shape, choose, show
@@ -99,7 +100,7 @@ class Kernels:
             own: What makes logits that are more than x @ kernel.T, or None.
             made: What makes logits.
         """
-        rows = jax.ShapeDtypeStruct((x_BSD[..., 0].size, x_BSD.shape[-1]), x_BSD.dtype)
+        rows = jax.ShapeDtypeStruct((self._here(x_BSD[..., 0].size), x_BSD.shape[-1]), x_BSD.dtype)
         labels = jax.ShapeDtypeStruct(rows.shape[:1], "int32")
         refusal = cross_entropy.refuses(rows, kernel_VD, labels)
         shape = {"N": rows.shape[0], "V": self._share(kernel_VD.shape[0]), "D": rows.shape[1]}
@@ -127,13 +128,17 @@ class Kernels:
     def _multiply(self, kind: str, plain: Callable, x_BSI: jax.Array, kernel_IO: Any) -> jax.Array:
         impossible = self._no_ring(x_BSI)
         refusal = impossible or on_tensor_shards.ring_refuses(self.mesh, kind, x_BSI, kernel_IO)
-        rows, (inputs, outputs) = x_BSI[..., 0].size, kernel_IO.shape
+        rows, (inputs, outputs) = self._here(x_BSI[..., 0].size), kernel_IO.shape
         form = self.form(kind, refusal, impossible, {"M": rows, "K": inputs, "N": outputs})
         if form not in on_tensor_shards.FORMS:
             return plain(x_BSI, kernel_IO)
         return on_tensor_shards.ring(self.mesh, form, kind)(x_BSI, kernel_IO)
 
     # -- what only XLA's form can do --------------------------------------------------------------
+
+    def _here(self, count: int) -> int:
+        """Return how many positions of rows are here; a model that is traced sees all."""
+        return count // size_of(row_axes(self.mesh), self.mesh) if is_recording() else count
 
     def _share(self, count: int) -> int:
         return -(-count // size_of(TENSOR_AXES, self.mesh))

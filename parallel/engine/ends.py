@@ -1,0 +1,46 @@
+"""What of a model in three parts lies around its layers: `embed` and `head`, on rows."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from hfjax.base.paths import Flat
+from hfjax.parallel.engine.blueprint import LAYERS, Blueprint
+from hfjax.parallel.engine.fetch import Placeholder
+from hfjax.parallel.engine.on_rows import OnRows
+from hfjax.parallel.engine.row_parts import of_part, part_of
+
+
+@dataclass(frozen=True)
+class Ends:
+    """Runs `embed` and `head` of a model, whose layers are elsewhere."""
+
+    blueprint: Blueprint
+    mode: str
+    rows: OnRows
+
+    def model(self, outside: Flat, variables: Flat) -> Any:
+        """Return the model with what lies outside of its layers."""
+        layers = [path for path in self.blueprint.parameters if path.startswith(LAYERS)]
+        parameters = outside | {path: Placeholder(path) for path in layers}
+        return self.blueprint.merge(parameters, variables, self.mode)
+
+    def run(self, name: str, outside: Flat, variables: Flat, x: Any) -> tuple[Any, Flat]:
+        """Return the values that `embed` or `head` makes of values, and the variables after it."""
+
+        def run(outside: Flat, variables: Flat, x: Any) -> tuple[Any, Flat]:
+            model = self.model(outside, variables)
+            y = getattr(model, name)(x)
+            return y, variables | self.blueprint.variables_of(model)
+
+        before = self.rows.of_variables(variables, self.blueprint.variables)
+        y, after = self.rows.run(name, run, outside, before, x)
+        return y, self.rows.written(before, after)
+
+    def embed_of_part(self, outside: Flat, variables: Flat, batch: Any, count: int) -> Any:
+        """Return what `embed` makes of the first of so many parts of the rows here."""
+        templates = self.blueprint.variables
+        held = {path: of_part(templates[path], x, 0, count) for path, x in variables.items()}
+        inputs = jax.tree.map(lambda x: part_of(x, 0, count), batch)
+        return self.model(outside, held).embed(inputs)

@@ -1,0 +1,207 @@
+"""How parts of a model, and the loss, see the rows of all devices while each runs on its own.
+
+What they are given, and what one hands to the next, are values (parallel/in_parts/kinds.py): an
+array is the same on all devices, of a `Part` each has its rows, of a `Sum` its share. On one
+device, and where each device is to see its own rows only (rows="own"), they are plain arrays.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from hfjax.base.paths import Flat
+from hfjax.parallel.in_parts.kinds import (
+    ROWS,
+    SAME,
+    Cut,
+    Kind,
+    Part,
+    Side,
+    Sum,
+    is_value,
+    kind_of,
+    next_kind,
+    of_kind,
+)
+from hfjax.parallel.in_parts.scope import Join
+
+# Names by which models and libraries call the logical axes of a parameter.
+_NAMES_OF_AXES = ("axes", "out_sharding", "sharding_names", "sharding")
+
+
+def per_row(variable: Any) -> bool:
+    """Return whether a variable holds one key for each row of the global batch."""
+    return isinstance(variable, nnx.Variable) and bool(variable.get_metadata("per_row", False))
+
+
+def axes_of(template: Any) -> tuple[str | None, ...]:
+    """Return the names of a variable's dimensions, () if it has none.
+
+    `axes` are ours and have to fit. Those of flax may be of a mesh of the user's own: what is not
+    one name for each dimension is no name.
+    """
+    if not isinstance(template, nnx.Variable):
+        return ()
+    for key in _NAMES_OF_AXES:
+        names = template.get_metadata(key, None)
+        if names is None:
+            continue
+        if key == "axes":
+            return tuple(names)
+        if isinstance(names, tuple | list) and len(names) == len(template.shape):
+            return tuple(name if isinstance(name, str) else None for name in names)
+    return ()
+
+
+def cut_of(variable: Any) -> Cut | None:
+    """Return where a variable of a layer, or of the model, has the rows of a batch."""
+    if per_row(variable):
+        ndim = jnp.ndim(variable.get_raw_value())  # in an evaluation no key is drawn for rows
+        return Cut(ndim - 1) if ndim else None
+    return ROWS if axes_of(variable)[:1] == ("batch",) else None
+
+
+@dataclass(frozen=True)
+class OnRows:
+    """Runs functions of all rows on the rows of this device.
+
+    Attributes:
+        side: The devices that have other rows.
+        in_parts: (side, function, *values, told) -> values: runs a program in parts.
+        told: What joined rows, by the part of the model that was traced last.
+    """
+
+    side: Side
+    in_parts: Callable
+    told: dict[str, list[Join]] = field(default_factory=dict, compare=False)
+
+    @property
+    def joins(self) -> list[Join]:
+        """What joins rows, in the order in which the parts were first traced."""
+        return [join for joins in self.told.values() for join in joins]
+
+    def telling(self, part: str) -> list[Join]:
+        """Return the list that is to be told what joins rows in a part of the model."""
+        self.told[part] = []
+        return self.told[part]
+
+    def run(self, part: str, function: Callable, *given: Any) -> Any:
+        """Return the values that a function of all rows makes of values."""
+        if self.side.size == 1:
+            return function(*given)
+        return self.in_parts(self.side, function, *given, told=self.telling(part))
+
+    # -- values ---------------------------------------------------------------------------------
+
+    def values(self, tree: Any) -> Any:
+        """Return arrays that have a row for each row here as parts of those of all devices."""
+        return tree if self.side.size == 1 else jax.tree.map(Part, tree)
+
+    def of_variables(self, variables: Flat, templates: Any) -> Flat:
+        """Return what variables of the model hold as values."""
+
+        def value(path: str, x: Any) -> Any:
+            template = templates[path]
+            if not isinstance(template, nnx.Variable):
+                return x
+            if per_row(template):  # of stacked layers there is a key for each layer first
+                return Part(x, Cut(template.ndim)) if x.ndim > template.ndim else x
+            cut = cut_of(template)
+            return x if cut is None else Part(x, cut)
+
+        held = self.side.size > 1
+        return {path: value(path, x) if held else x for path, x in variables.items()}
+
+    def of_state(self, state: Any) -> Any:
+        """Return a state of one layer that holds values."""
+        if self.side.size == 1:
+            return state
+
+        def value(variable: Any) -> Any:
+            x, cut = variable.get_raw_value(), cut_of(variable)
+            return variable if cut is None else variable.replace(Part(x, cut))
+
+        return nnx.from_flat_state([(keys, value(v)) for keys, v in nnx.to_flat_state(state)])
+
+    def here(self, tree: Any) -> Any:
+        """Return this device's rows of what has rows in a tree of values, of the rest the whole."""
+        one = lambda v: v.x if isinstance(v, Part) and v.cut == ROWS else self.side.whole_of(v)
+        return jax.tree.map(one, tree, is_leaf=is_value)
+
+    def first(self, tree: Any, begin: tuple[int, int]) -> Any:
+        """Return this device's rows of outputs [microbatches, rows, …], which are values."""
+
+        def rows(value: Any) -> Any:
+            x = value.x if is_value(value) else value
+            if x.shape[:2] != begin or (self.side.size > 1 and kind_of(value) != ROWS):
+                raise ValueError(
+                    f"an output of a microbatch, {list(self._form(value)[0][1:])}, does not begin "
+                    "with its rows, as each does in a pipeline. Return what belongs to rows; a "
+                    "number for all rows is a metric of eval_step's loss."
+                )
+            return x
+
+        return jax.tree.map(rows, tree, is_leaf=is_value)
+
+    def written(self, before: Flat, after: Flat) -> Flat:
+        """Return what variables hold on this device, given their values before and after."""
+
+        def here(path: str, old: Any) -> Any:
+            new = after[path]
+            if new is not old:
+                self._check_written(path, old, new)
+                return self.side.as_kind(new, kind_of(old))
+            return old.x if isinstance(old, Part) else old
+
+        return {path: here(path, old) for path, old in before.items()}
+
+    def _check_written(self, path: str, old: Any, new: Any) -> None:
+        """Refuse what a variable does not hold from step to step."""
+        (shape, dtype), (held, kept) = self._form(new), self._form(old)
+        if (shape, dtype) != (held, kept):
+            raise ValueError(
+                f"{path} {held} {kept}: the model writes {shape} {dtype} to it. What a variable "
+                "holds keeps its shape and dtype from step to step."
+            )
+
+    def _form(self, value: Any) -> tuple[tuple[int, ...], Any]:
+        x = value.x if is_value(value) else jnp.asarray(value)
+        split = isinstance(value, Part)
+        return self.side.whole_shape(x.shape, value.cut) if split else x.shape, x.dtype
+
+    # -- what layers hand on --------------------------------------------------------------------
+
+    def kinds(self, body: Callable, x: Any) -> Sequence[Kind] | None:
+        """Return the kinds of x that `body(x)`, which returns something like x, keeps."""
+        if self.side.size == 1:
+            return None
+        kinds = [SAME if isinstance(v, Sum) else kind_of(v) for v in _leaves(x)]
+        fixed: set[int] = set()
+        while True:
+            run = lambda x, kinds=kinds: body(self.as_kinds(x, kinds))
+            found = list(map(kind_of, _leaves(jax.eval_shape(run, x))))
+            if len(found) != len(kinds):  # which JAX refuses
+                return kinds
+            new = [
+                kind if i in fixed else next_kind(kind, after, i, fixed)
+                for i, (kind, after) in enumerate(zip(kinds, found, strict=True))
+            ]
+            if new == kinds:
+                return kinds
+            kinds = new
+
+    def as_kinds(self, x: Any, kinds: Sequence[Kind] | None) -> Any:
+        """Return a tree of values in these kinds."""
+        leaves, form = jax.tree.flatten(x, is_leaf=is_value)
+        if kinds is None or len(leaves) != len(kinds):
+            return x
+        pairs = zip(leaves, kinds, strict=True)
+        return form.unflatten([of_kind(self.side.as_kind(v, k), k) for v, k in pairs])
+
+
+def _leaves(tree: Any) -> list[Any]:
+    return jax.tree.leaves(tree, is_leaf=is_value)
