@@ -11,8 +11,7 @@ Between `train_step(…)` and `jax.jit` lie these stations, each a call in `trai
 7. `options_of`: what XLA is told.
 8. `check_host_loops`: whether XLA brings back what the host keeps.
 
-This file alone chooses planes, updates and what modules are handed. Where that depends on the model
-(`look`), `update_of` or `data_plane` is called again with what was seen.
+It alone chooses planes, updates and what modules are handed; again where a `look` at a model told.
 """
 
 from collections.abc import Callable
@@ -26,7 +25,7 @@ from hfjax.checks.look_at_grid import look_at_grid
 from hfjax.checks.optimizers import check_optimizer, takes_layers_alone
 from hfjax.parallel.autodiff.check_host_loops import check_host_loops
 from hfjax.parallel.called.called_model import CalledAsItIs
-from hfjax.parallel.engine.gradients import AutodiffPlane, InThreeParts, Plane
+from hfjax.parallel.engine.gradients import AutodiffPlane, Plane
 from hfjax.parallel.engine.local import Asked, Local, Traced
 from hfjax.parallel.engine.step_context import StepContext, gathered_once, gradients_at_moments
 from hfjax.parallel.execution import Execution
@@ -37,6 +36,7 @@ from hfjax.parallel.pipeline.plane import PipelinePlane, no_permutes
 from hfjax.parallel.place import Placer
 from hfjax.parallel.schedules.compile import compile_table
 from hfjax.parallel.schedules.table import Table
+from hfjax.parallel.three_parts.in_three_parts import InThreeParts
 from hfjax.parallel.wings.context.on_shared_rows import OnSharedRows
 from hfjax.parallel.wings.experts.spread import SpreadExperts
 from hfjax.parallel.wings.grid.on_grid import OnGrid

@@ -14,8 +14,8 @@ from flax import nnx
 
 from hfjax.base.paths import Flat
 from hfjax.parallel.called.called_model import called
+from hfjax.parallel.engine.blueprint import is_list, items_of
 from hfjax.parallel.engine.keys import keys_here
-from hfjax.parallel.engine.layers import is_list, items_of
 from hfjax.parallel.engine.step_context import StepContext, rows_of
 
 

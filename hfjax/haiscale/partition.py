@@ -17,7 +17,7 @@ from jax import lax
 from hfjax.base.paths import path_of
 from hfjax.base.tables import aligned
 from hfjax.parallel.arrangement import balanced, counts
-from hfjax.parallel.engine.layers import is_list, items_of
+from hfjax.parallel.engine.blueprint import is_list, items_of
 from hfjax.parallel.layer_costs import flop_costs, parameter_costs
 
 BALANCES = ("parameters", "flops")  # a schedule has "even" too

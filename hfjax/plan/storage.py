@@ -16,8 +16,7 @@ from jax.typing import DTypeLike
 
 from hfjax.base.paths import Flat
 from hfjax.parallel.arrangement import Arrangement, arrange, balanced, counts
-from hfjax.parallel.engine.blueprint import LAYERS, Blueprint
-from hfjax.parallel.engine.layers import items_of
+from hfjax.parallel.engine.blueprint import LAYERS, Blueprint, items_of
 from hfjax.parallel.layer_costs import flop_costs, parameter_costs
 from hfjax.parallel.mesh import PIPE_AXIS, STACK
 from hfjax.parallel.packing import Mover, OnStages, packed_layers

@@ -2,10 +2,13 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+import jax
 import numpy as np
 
+from hfjax.base.mean import Mean
 from hfjax.base.paths import Flat
 
 
@@ -21,3 +24,21 @@ class ModelParts:
     slots: Mapping[str, Any]  # shapes and dtypes of one unit's gradients
     order: np.ndarray  # [stages, chunks, units]: number of the unit, -1 where there is none
     keep: Callable | None = None  # the passes of the last microbatch, if that recomputes less
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["means", "outputs"], meta_fields=[])
+@dataclass(frozen=True)
+class Extras:
+    """What a pass tells where it is asked to: the mean of each microbatch, [M], and the outputs.
+
+    Microbatch m of a step is the m-th microbatch of every device that holds rows. Outputs are in
+    the order of the rows, or None if only the losses are asked for.
+    """
+
+    means: Any  # a Mean
+    outputs: Any
+
+
+def mean_of(told: Any) -> Mean:
+    """Return the Mean of what a pass tells: a Mean, or `Extras`."""
+    return told.means if isinstance(told, Extras) else told

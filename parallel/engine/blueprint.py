@@ -1,6 +1,7 @@
 """A model without its arrays: how to take one apart into named arrays and put it together again."""
 
-from collections.abc import Callable, Mapping, Sequence
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -21,7 +22,6 @@ from hfjax.parallel.engine.batch_norm import (
 )
 from hfjax.parallel.engine.fetch import Placeholder, devices_along, refuse_elsewhere
 from hfjax.parallel.engine.forward_asks import asked_by, keys_asked, with_keys
-from hfjax.parallel.engine.layers import has_three_parts, is_list, items_of
 from hfjax.parallel.engine.on_rows import axes_of
 from hfjax.parallel.in_parts.named_calls import is_recording, named
 from hfjax.parallel.mesh import EXPERT_AXES, EXPERTS, STACK, STAYS, on_one_device
@@ -178,6 +178,22 @@ class Blueprint:
         stack = (STACK,) if self.stacked and path.startswith(LAYERS) else ()
         unnamed = (None,) * (len(template.shape) - len(stack))
         return (*stack, *(axes or unnamed))
+
+
+def is_list(layers: Any) -> bool:
+    """Return whether the layers are a list of modules (else: one module of stacked arrays)."""
+    return isinstance(layers, nnx.List | nnx.Sequential | list | tuple)
+
+
+def items_of(layers: Any) -> Iterable[Any]:
+    """Return the modules and functions of a list of layers."""
+    return layers.layers if isinstance(layers, nnx.Sequential) else layers
+
+
+def has_three_parts(model: Any) -> bool:
+    """Return whether a model has `layers`, and methods `embed` and `head`."""
+    methods = [getattr(type(model), name, None) for name in ("embed", "head")]
+    return hasattr(model, "layers") and all(map(inspect.isfunction, methods))
 
 
 def raw(template: Any) -> Any:

@@ -23,13 +23,9 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 from hfjax.base.mean import Mean
 from hfjax.base.paths import Flat
-from hfjax.parallel.engine.blueprint import LAYERS
-from hfjax.parallel.engine.ends import Ends
-from hfjax.parallel.engine.fetch import Stored, devices_along, fetched
+from hfjax.parallel.autodiff.model_parts import mean_of
+from hfjax.parallel.engine.fetch import Stored, devices_along
 from hfjax.parallel.engine.keys import keys_here
-from hfjax.parallel.engine.layers import run_layers
-from hfjax.parallel.engine.placed_model import mean_of
-from hfjax.parallel.engine.row_parts import RowParts
 from hfjax.parallel.engine.step_context import StepContext, rows_of
 from hfjax.parallel.in_parts.kinds import Cut, Part, is_value, kind_of
 from hfjax.parallel.in_parts.microbatches import deal_rows
@@ -213,46 +209,6 @@ class Forward(Protocol):
     def outputs(self, stored: dict[str, Stored], variables: Flat, batch: Any) -> Any:
         """Return the outputs of the model: a tree of arrays, `Part` and `Sum`."""
         ...
-
-
-@dataclass(frozen=True)
-class InThreeParts:
-    """A model in three parts: rows go through embed, layers and head, each on those here."""
-
-    context: StepContext
-
-    def loss(
-        self, stored: dict[str, Stored], variables: Flat, batch: Any, mode: str
-    ) -> tuple[Mean, Flat]:
-        """Return this device's share of the loss, and the variables after it."""
-        return self._told(stored, variables, batch, mode, self.context.mean)
-
-    def outputs(self, stored: dict[str, Stored], variables: Flat, batch: Any) -> Any:
-        """Return the outputs of the model: a tree of arrays, `Part` and `Sum`."""
-        return self._told(stored, variables, batch, "eval", lambda outputs, batch: outputs)[0]
-
-    def _told(
-        self, stored: dict[str, Stored], variables: Flat, batch: Any, mode: str, tell: Callable
-    ) -> tuple[Any, Flat]:
-        """Return what `tell(outputs, batch)` makes of the rows here, and the variables."""
-        context, options = self.context, self.context.options
-        in_layers = {p: x for p, x in stored.items() if p.startswith(LAYERS)}
-        outside = fetched({path: x for path, x in stored.items() if path not in in_layers})
-        ends = Ends(context.blueprint, mode, context.traced.rows)
-        inputs, parts = context.inputs(batch), options.execution.split_rows
-        x, variables = ends.run("embed", outside, variables, context.traced.rows.values(inputs))
-        if parts > 1:
-            again = partial(ends.embed_of_part, outside, variables, inputs)
-            # XLA runs what is independent in an order that differs by device, on CPUs, and
-            # collectives of one part then meet those of another.
-            in_order = options.platform == "cpu"
-            x = RowParts.of(x, rows_of(batch), parts, again, in_order=in_order)
-        model = ends.model(outside, variables)
-        x = run_layers(model.layers, in_layers, x, options)
-        variables = variables | context.blueprint.variables_of(model)
-        x = x.whole() if isinstance(x, RowParts) else x
-        outputs, variables = ends.run("head", outside, variables, x)
-        return tell(outputs, batch), variables
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,6 @@
 """Running a model's layers: the layer is the unit of gathering and of rematerialisation."""
 
-import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -14,6 +13,7 @@ from jax import lax
 from hfjax.parallel.activation_offload import Share, Tensor, share
 from hfjax.parallel.autodiff.saved import Choose, kept
 from hfjax.parallel.compiler import GPU
+from hfjax.parallel.engine.blueprint import is_list, items_of
 from hfjax.parallel.engine.fetch import Placeholder, Stored, fetched
 from hfjax.parallel.engine.local import Traced
 from hfjax.parallel.engine.on_rows import OnRows
@@ -57,22 +57,6 @@ def may_cut() -> bool:
         return True
     manual = set(getattr(mesh, "manual_axes", ()))
     return bool(manual) and all(n == 1 for axis, n in mesh.shape.items() if axis not in manual)
-
-
-def is_list(layers: Any) -> bool:
-    """Return whether the layers are a list of modules (else: one module of stacked arrays)."""
-    return isinstance(layers, nnx.List | nnx.Sequential | list | tuple)
-
-
-def items_of(layers: Any) -> Iterable[Any]:
-    """Return the modules and functions of a list of layers."""
-    return layers.layers if isinstance(layers, nnx.Sequential) else layers
-
-
-def has_three_parts(model: Any) -> bool:
-    """Return whether a model has `layers`, and methods `embed` and `head`."""
-    methods = [getattr(type(model), name, None) for name in ("embed", "head")]
-    return hasattr(model, "layers") and all(map(inspect.isfunction, methods))
 
 
 @dataclass(frozen=True)

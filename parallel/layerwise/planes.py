@@ -23,12 +23,12 @@ from hfjax.parallel.engine.blueprint import LAYERS, Layer
 from hfjax.parallel.engine.gradients import Plane, StepInputs
 from hfjax.parallel.engine.keys import keys_here, variables_of
 from hfjax.parallel.engine.layers import offload_residuals
-from hfjax.parallel.engine.placed_model import IN_A_LOOP, PlacedModel
 from hfjax.parallel.engine.reduce import reduce_gradient
 from hfjax.parallel.engine.step_context import StepContext, rows_of
 from hfjax.parallel.layerwise.one_layer import Carry, LayerUpdate, ListedUpdate, StackedUpdate
 from hfjax.parallel.layerwise.passes import ListedPasses, StackedPasses
 from hfjax.parallel.memory import is_on_host, to_device
+from hfjax.parallel.three_parts.placed_model import IN_A_LOOP, PlacedModel
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,7 @@ class Pipeline:
     # Slots of a tick follow one another, though they are of different microbatches. XLA runs what
     # is independent in an order that differs by device, on CPUs, and a layer's collectives of one
     # microbatch then meet those of another.
-    in_order: bool = False
+    in_order: Callable[[], bool] = lambda: False  # asked once what came before is traced
 
     @property
     def _trains(self) -> bool:
@@ -197,10 +197,10 @@ class Pipeline:
         before, state = state, self._receive(dict(state), at)
         if "F" in kinds:
             state = self._forward(state, at)
-            at = at.after(state) if self.in_order else at
+            at = at.after(state) if self.in_order() else at
         if "B" in kinds:
             state = self._backward(state, at)
-            at = at.after(state) if self.in_order else at
+            at = at.after(state) if self.in_order() else at
         if "W" in kinds:
             state = self._weight_half(state, at)
         return self.weights.after_tick(self, kinds, before, state, at), None

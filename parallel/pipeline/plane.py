@@ -15,11 +15,10 @@ from jax.sharding import PartitionSpec as P
 
 from hfjax.base.paths import Flat, Tree
 from hfjax.parallel.arrangement import Arrangement
-from hfjax.parallel.autodiff.model_parts import ModelParts
+from hfjax.parallel.autodiff.model_parts import Extras, ModelParts
 from hfjax.parallel.autodiff.program import bytes_of
 from hfjax.parallel.engine.gradients import Plane
 from hfjax.parallel.engine.keys import variables_of
-from hfjax.parallel.engine.placed_model import Extras, PlacedModel
 from hfjax.parallel.engine.reduce import scattered
 from hfjax.parallel.engine.step_context import rows_of
 from hfjax.parallel.mesh import EXPERT_AXES, PIPE_AXIS, SEQUENCE_AXES, in_use, sides
@@ -27,6 +26,7 @@ from hfjax.parallel.pipeline.executor import Pipeline
 from hfjax.parallel.remat import Remat
 from hfjax.parallel.schedules.compile import Ticks
 from hfjax.parallel.schedules.table import Table
+from hfjax.parallel.three_parts.placed_model import PlacedModel
 
 
 class Staged(Protocol):
@@ -134,7 +134,8 @@ class PipelinePlane(Plane):
         """Return the gradients of the layers, those of the rest, and the mean (or `Extras`)."""
         mesh = self.context.mesh
         own = sides(mesh) or in_use(mesh, (*EXPERT_AXES, *SEQUENCE_AXES))  # layers' collectives
-        in_order = self.context.platform == "cpu" and bool(own)
+        joins = lambda: bool(own or self.context.traced.rows.joins)
+        in_order = lambda: self.context.platform == "cpu" and joins()
         model, offloading = placed.model(), self.offloading
         pipeline = Pipeline(self.ticks, model, self.unroll, offloading, in_order=in_order)
         if self.watch is not None:

@@ -20,8 +20,8 @@ from hfjax.parallel.autodiff.dissect import Dissected, dissect
 from hfjax.parallel.autodiff.model_parts import ModelParts
 from hfjax.parallel.engine.blueprint import Layer
 from hfjax.parallel.engine.fetch import at_hand
-from hfjax.parallel.engine.placed_model import PlacedModel
 from hfjax.parallel.packing import PACKED, PackedLayers, Packing
+from hfjax.parallel.three_parts.placed_model import PlacedModel
 
 
 @dataclass(frozen=True, eq=False)

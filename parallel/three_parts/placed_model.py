@@ -6,7 +6,7 @@ run.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -18,14 +18,14 @@ from hfjax.base.mean import Mean
 from hfjax.base.paths import Flat, Index
 from hfjax.parallel.arrangement import Arrangement
 from hfjax.parallel.autodiff.dissect import Dissected, dissect
-from hfjax.parallel.autodiff.model_parts import ModelParts
+from hfjax.parallel.autodiff.model_parts import Extras, ModelParts
 from hfjax.parallel.engine.blueprint import LAYERS, Blueprint, Layer, fill, raw
-from hfjax.parallel.engine.ends import Ends
 from hfjax.parallel.engine.fetch import Movement, Stored
 from hfjax.parallel.engine.keys import is_random
 from hfjax.parallel.engine.layers import layer_function
 from hfjax.parallel.engine.on_rows import OnRows
 from hfjax.parallel.in_parts.kinds import Kind
+from hfjax.parallel.three_parts.ends import Ends
 
 IN_A_PIPELINE = (
     "in a pipeline nothing is written, since microbatches are in different layers at the same time"
@@ -38,24 +38,6 @@ NO_STATISTICS = (
     "Normalise without running statistics (LayerNorm, GroupNorm, RMSNorm), and hand auxiliary "
     "losses on beside the activations: a layer may take and return a pytree."
 )
-
-
-@partial(jax.tree_util.register_dataclass, data_fields=["means", "outputs"], meta_fields=[])
-@dataclass(frozen=True)
-class Extras:
-    """What a pass tells where it is asked to: the mean of each microbatch, [M], and the outputs.
-
-    Microbatch m of a step is the m-th microbatch of every device that holds rows. Outputs are in
-    the order of the rows, or None if only the losses are asked for.
-    """
-
-    means: Any  # a Mean
-    outputs: Any
-
-
-def mean_of(told: Any) -> Mean:
-    """Return the Mean of what a pass tells: a Mean, or `Extras`."""
-    return told.means if isinstance(told, Extras) else told
 
 
 @dataclass(frozen=True)
