@@ -98,8 +98,8 @@ def predict_step(
 
     They are what `model(batch)` returns on one device in evaluation mode: any pytree of arrays.
     What has a row for each row of the batch is split over the devices as it is; what has none is
-    whole on each. (A model in three parts returns rows.) Devices that share rows each get them
-    whole. A number of rows that does not divide by the devices is filled up, and the filling
+    whole on each. (In a pipeline outputs begin with the rows.) Devices that share rows each get
+    them whole. A number of rows that does not divide by the devices is filled up, and the filling
     dropped from the outputs, whose rows then lie where XLA puts them; it is refused where rows
     meet in the model, and with several processes.
 

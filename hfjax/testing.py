@@ -392,10 +392,8 @@ def assert_same_run(run: Trained, wanted: Trained, who: str) -> float:
 
 
 ADVICE = (
-    " What a program makes of its device's own rows depends on the mesh: hfjax.own_rows, and the "
-    "layers of a model in three parts. Random masks there need a key per row "
-    "(hfjax.models.parts.Dropout), a weighted mean there is hfjax.Mean(total, weight), and what is "
-    "written to variables is averaged (docs/any_model.md#where-rows-of-the-batch-meet)."
+    " What a program makes of its device's own rows depends on the mesh: hfjax.own_rows, and "
+    "rows='own' (docs/any_model.md#where-rows-of-the-batch-meet)."
 )
 
 

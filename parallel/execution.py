@@ -68,9 +68,8 @@ class Execution:
         unroll: Layers per turn of the scan. None: as measured per backend.
         split_rows: Parts of a device's rows that go through each layer one after the other: while
             the collectives over tensor of one are under way, products of another run.
-        rows: What rows a loss sees, and a model that is called as it is: all (those of all devices,
-            as on one), strict (the same, and what no rule runs on parts is refused), own (those of
-            each device).
+        rows: What rows model and loss see: all (those of all devices, as on one), strict (the same,
+            and what no rule runs on parts is refused), own (those of each device).
         nonfinite: If a loss or gradient is not finite: stop (leave the state as it was, raise three
             calls later), skip (leave it, warn, go on), apply (update, raise).
         patience: Under skip: after how many such steps in a row to raise.

@@ -27,8 +27,8 @@ class Mean:
         total: Scalar, the weighted sum over the rows at hand.
         weight: Scalar, the sum of the weights; it gets no gradient.
         metrics: {name: Mean, or the mean over the rows at hand}, without metrics of their own;
-            their totals may be arrays. What is no mean (a maximum) is made of all rows first, by
-            `hfjax.gather_rows`. The names loss, grad_norm, weight, finite and step are taken.
+            their totals may be arrays, and so may their weights. The names loss, grad_norm, weight,
+            finite and step are taken.
 
     Example:
         >>> import hfjax, jax.numpy as jnp
@@ -48,7 +48,8 @@ def as_mean(value: Any, rows: float, what: str = LOSS) -> Mean:
     """Return what a loss returned as a `Mean`; a scalar is the mean over this device's rows."""
     if isinstance(value, Mean):
         total = _number(value.total, what) if what != LOSS else _scalar(value.total, what)
-        weight = _scalar(value.weight, "its weight")
+        weight = _number(value.weight, "its weight")
+        weight = _scalar(weight, "its weight") if what == LOSS else _beside(weight, total, what)
         if not isinstance(value.metrics, Mapping):
             kind = type(value.metrics).__name__
             raise ValueError(
@@ -111,6 +112,19 @@ def _scalar(value: Any, what: str) -> jax.Array:
             "Take the mean over the rows, or return hfjax.Mean(sum of the losses, their number)."
         )
     return array
+
+
+def _beside(weight: jax.Array, total: jax.Array, what: str) -> jax.Array:
+    """Return the weight of a metric, or refuse one that does not fit its total."""
+    fits = weight.ndim in (0, total.ndim) and all(
+        n in (1, m) for n, m in zip(weight.shape, total.shape if weight.ndim else (), strict=True)
+    )
+    if not fits:
+        raise ValueError(
+            f"{what}: a weight of shape {weight.shape} beside a total of shape {total.shape}: a "
+            "number is expected, or as many dimensions, each of that size or 1."
+        )
+    return weight
 
 
 def _number(value: Any, what: str) -> jax.Array:

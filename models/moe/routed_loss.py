@@ -63,20 +63,19 @@ def with_routing(losses: jax.Array, weights: jax.Array | np.ndarray, routed: Rou
 
 def _metrics(told: Told) -> dict[str, Mean]:
     """Return the metrics of every layer, in the order of paths, whichever was called first."""
-    order = jnp.argsort(told.number[0], stable=True)
-    in_order = lambda x: x.sum(0)[order]
-    load, dropped, entropy, tokens = map(
-        in_order, (told.load, told.dropped, told.entropy, told.tokens)
-    )
-    of_layer = load.sum(-1)
-    chosen, used = of_layer.mean(), tokens.mean()
-    counted = jnp.where(tokens > 0, used / tokens, 0)
-    even = jnp.where(of_layer > 0, chosen / of_layer, 0)  # layers may differ in `top_k`
-    some = lambda weight: jnp.maximum(weight, 1e-30)  # where no token is used anywhere: shares of 0
+    order = jnp.argsort(told.number, axis=1, stable=True)
+
+    def in_order(x: jax.Array) -> jax.Array:
+        numbers = order.reshape(*order.shape, *[1] * (x.ndim - 2))
+        return jnp.take_along_axis(x, numbers, 1).sum(0)
+
+    load, dropped, entropy = map(in_order, (told.load, told.dropped, told.entropy))
+    some = lambda weight: weight + 1e-30  # where no token is used anywhere: shares of 0
+    chosen, used = some(load.sum(-1)), some(in_order(told.tokens))
     return {
-        LOAD: Mean(load * even[:, None], some(chosen)),
-        DROPPED: Mean(dropped * even, some(chosen)),
-        ENTROPY: Mean(entropy * counted, some(used)),
+        LOAD: Mean(load, chosen[:, None]),
+        DROPPED: Mean(dropped, chosen),
+        ENTROPY: Mean(entropy, used),
     }
 
 

@@ -48,14 +48,14 @@ def gather_on_use(
         A tree of arrays, which all devices have whole, of `Part` and of `Sum`.
     """
     whole = {path: stored.full_shape for path, stored in parameters.items()}
-    with recording() as calls, _alone():
+    with recording(), _alone():
         shapes = whole_shapes(side, arguments)
         traced, result = traced_whole(side, function, whole, *shapes)
     if look is not None:
         look(traced.jaxpr, result)
     pending = {path: _Parameter(stored) for path, stored in parameters.items()}
     values = jax.tree.leaves((pending, arguments), is_leaf=is_value)
-    given = {"later": _Parameter, "watch": _tell_split, "calls": calls}
+    given = {"later": _Parameter, "watch": _tell_split}
     scope = scope_of(side, [] if told is None else told, values, **given)
     found = run(scope, traced.jaxpr, traced.consts, values)
     return jax.tree.unflatten(jax.tree.structure(result), list(map(scope.settled, found)))

@@ -36,6 +36,7 @@ Flattened = Sequence[tuple[tuple, Any]]  # keys inside a layer, variable
 class Layer:
     """One layer without its arrays: the variables hold where each lies in the model."""
 
+    number: int
     graph: Any  # a graph definition, or the function that the layer is
     parameters: Flattened = ()
     variables: Flattened = ()
@@ -107,7 +108,8 @@ class Blueprint:
             paths = {id(x): path for path, x in (parameters | variables).items()}
             away = lambda x: _held(templates[paths[id(x)]], Placeholder(paths[id(x)]))
             layers = self.merge(parameters, variables, mode).layers
-            found[:] = [_layer(x, away) for x in (items_of(layers) if self.listed else [layers])]
+            items = items_of(layers) if self.listed else [layers]
+            found[:] = [_layer(number, x, away) for number, x in enumerate(items)]
 
         jax.eval_shape(take_apart, *self._shapes)
         return found
@@ -205,12 +207,12 @@ def _held(template: Any, value: Any) -> Any:
     return template.replace(value) if isinstance(template, nnx.Variable) else value
 
 
-def _layer(layer: Any, away: Callable[[Any], Any]) -> Layer:
+def _layer(number: int, layer: Any, away: Callable[[Any], Any]) -> Layer:
     if not isinstance(layer, nnx.Module):  # a function, as nnx.Sequential may hold
-        return Layer(layer)
+        return Layer(number, layer)
     graph, *states = nnx.split(layer, nnx.Param, ...)
     held = [[(keys, away(raw(x))) for keys, x in nnx.to_flat_state(state)] for state in states]
-    return Layer(graph, *held)
+    return Layer(number, graph, *held)
 
 
 def rngs_of(seed: Any) -> nnx.Rngs:

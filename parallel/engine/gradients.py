@@ -91,7 +91,7 @@ class Plane(ABC):
                 microbatch = self.microbatch(context.gather_once(parameters), keys)
                 return self._accumulate(microbatch, statistics, batch, dealt)
 
-            gradients, mean, statistics = self._of_one_device(run)
+            gradients, mean, statistics = self.of_one_device(run)
             context.warn_of_unread()
             context.check_kept()
             context.check_gathers()
@@ -148,7 +148,7 @@ class Plane(ABC):
         whole = lambda x, spec: lax.with_sharding_constraint(x, NamedSharding(context.mesh, spec))
         return known[0].unflatten(map(whole, found, specs))
 
-    def _of_one_device(self, run: Callable) -> Any:
+    def of_one_device(self, run: Callable) -> Any:
         """Return `run(dealt)`: rows are dealt as microbatches of one device where that matters.
 
         It does where rows of a microbatch meet, or count, or are drawn for: the trace tells.
@@ -161,12 +161,16 @@ class Plane(ABC):
         found = jaxpr_as_fun(traced)()
         return jax.tree.unflatten(jax.tree.structure(result), found)
 
+    def dealt(self, batch: Any) -> Any:
+        """Return this device's rows as parts of the microbatches of one device."""
+        return jax.tree.map(partial(deal_rows, self.context.side, self.pieces), batch)
+
     def _accumulate(self, microbatch: Callable, statistics: Flat, batch: Any, dealt: bool):
         """Return gradients, Mean and statistics after all microbatches of this device."""
         context, count = self.context, self.context.execution.accumulate
         deal = partial(deal_rows, context.side, self.pieces)
         if dealt:
-            batch = jax.tree.map(deal, batch)
+            batch = self.dealt(batch)
             statistics = statistics | {p: deal(x) for p, x in context.of_rows(statistics).items()}
         batch = context.dealt(batch)
         found = self._one_by_one(microbatch, statistics, batch, count)

@@ -142,13 +142,15 @@ def layer_function(
     barrier: bool = True,
     row: int | None = None,
     name: str = "layers",
+    times: int = 1,
 ) -> Callable:
     """Return (parameters, variables, x) -> (x, variables) for one layer, rematerialised.
 
     The layer's parameters are fetched together, once, however often it reads them; given those of
     several layers it takes its row. Within a loop nothing merges what is recomputed with what it
     was computed from: a barrier against that would only keep the next layer's gathers from
-    starting early. What `rows` is told is told of the part `name`.
+    starting early. What `rows` is told is told of the part `name`, which
+    stands for so many layers.
     """
 
     def call(parameters, variables, x):
@@ -163,7 +165,7 @@ def layer_function(
         here = fetched(parameters)
 
         def run(rows, x, variables):
-            x, written = rows.run(name, call, here, rows.of_state(variables), x)
+            x, written = rows.run(name, call, here, rows.of_state(variables), x, times=times)
             return x, rows.here(written)
 
         return by_parts(run, rows, name, x, variables)
@@ -191,10 +193,11 @@ def _run_stack(layers: nnx.Module, stored: Mapping[str, Stored], x: Any, run: La
     barrier, rows = unroll is True or unroll != 1, run.traced.rows
     count = jax.tree.leaves(arrays)[0].shape[0]
     units, rest = divmod(count, size)
-    apply = run.offloading(_unit(graph, size, run, barrier), "layers", units, barrier)
+    unit = _unit(graph, size, count, run, barrier)
+    apply = run.offloading(unit, "layers", units, barrier)
     many = tuple(_rows(arrays, 0, units, size))
     one = jax.tree.map(lambda a: a[0], many)
-    kinds = rows.kinds(lambda x: _unit(graph, size, run, barrier)(*one, x)[0], x)
+    kinds = rows.kinds(lambda x: unit(*one, x)[0], x)
 
     def turn(x, unit):
         x, written = apply(*unit, x)
@@ -204,7 +207,7 @@ def _run_stack(layers: nnx.Module, stored: Mapping[str, Stored], x: Any, run: La
     if size > 1:
         written = jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), written)
     if rest:
-        last = run.offloading(_unit(graph, rest, run, True), "last layers", 1, True)
+        last = run.offloading(_unit(graph, rest, count, run, True), "last layers", 1, True)
         few = jax.tree.map(lambda a: a[0], _rows(arrays, units * size, 1, rest))
         x, more = last(*few, x)
         more = jax.tree.map(lambda a: a.reshape(rest, *a.shape[rest > 1 :]), more)
@@ -223,15 +226,13 @@ def _rows(arrays: Any, first: int, units: int, size: int) -> Any:
     return jax.tree.map(split, arrays)
 
 
-def _unit(graph: nnx.GraphDef, size: int, run: LayerOptions, barrier: bool) -> Callable:
-    """Return (parameters, variables, x) -> (x, variables) for so many stacked layers in a row."""
+def _unit(graph: nnx.GraphDef, size: int, count: int, run: LayerOptions, barrier: bool) -> Callable:
+    """Return (parameters, variables, x) -> (x, variables) for some of `count` stacked layers."""
+    rows = run.traced.rows
+    one = lambda i, row: layer_function(graph, run.policy(i), rows, barrier, row, times=count)
     if size == 1:
-        function = layer_function(graph, run.policy(), run.traced.rows, barrier)
-        return _together(function, run, barrier)
-    functions = [
-        layer_function(graph, run.policy(number), run.traced.rows, barrier, number)
-        for number in range(size)
-    ]
+        return _together(one(0, None), run, barrier)
+    functions = [one(number, number) for number in range(size)]
 
     def apply(parameters, variables, x):
         written = []

@@ -6,7 +6,7 @@ device, and where each device is to see its own rows only (rows="own"), they are
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -89,11 +89,14 @@ class OnRows:
         self.told[part] = []
         return self.told[part]
 
-    def run(self, part: str, function: Callable, *given: Any) -> Any:
-        """Return the values that a function of all rows makes of values."""
+    def run(self, part: str, function: Callable, *given: Any, times: int = 1) -> Any:
+        """Return the values that a function of all rows makes of values; it runs so many times."""
         if self.side.size == 1:
             return function(*given)
-        return self.in_parts(self.side, function, *given, told=self.telling(part))
+        told = self.telling(part)
+        found = self.in_parts(self.side, function, *given, told=told)
+        told[:] = [replace(join, times=join.times * times) for join in told]
+        return found
 
     # -- values ---------------------------------------------------------------------------------
 

@@ -26,7 +26,7 @@ from hfjax.parallel.engine.local import Traced
 from hfjax.parallel.engine.reduce import Reduction, one_scatter_per_axis
 from hfjax.parallel.execution import Execution
 from hfjax.parallel.in_parts.joins import check_gathers
-from hfjax.parallel.in_parts.kinds import Part, Side
+from hfjax.parallel.in_parts.kinds import Side
 from hfjax.parallel.mesh import (
     AXES,
     SEQUENCE_AXES,
@@ -190,14 +190,8 @@ class StepContext:
         check_gathers(self.traced.rows.joins, self.execution.rows == "strict")
 
     def mean(self, outputs: Any, batch: Any) -> Mean:
-        """Return this device's share of the loss, which is computed of the rows of all devices.
-
-        What a loss of hfjax's own models is given in place of logits is of the rows here: its
-        total and its weight are sums.
-        """
+        """Return this device's share of the loss, which is computed of the rows of all devices."""
         rows = self.traced.rows
-        if self._stands_for_logits(outputs):
-            return self.counted(self.mean_of_rows(rows.here(outputs), batch))
         found = rows.run("the loss", self.mean_of_rows, outputs, rows.values(batch))
         return self.counted(self.side.shares(found))
 
@@ -209,13 +203,6 @@ class StepContext:
     def counted(self, mean: Mean) -> Mean:
         """Return the sums of a loss so that all devices together count them once."""
         return self.traced.kernels.counted_once(mean)
-
-    def _stands_for_logits(self, outputs: Any) -> bool:
-        """Return whether outputs are what hfjax's losses know: a projection, what routers told."""
-        known = any(
-            getattr(self.loss, f"takes_{what}", False) for what in ("projection", "routing")
-        )
-        return known and not isinstance(outputs, jax.Array | Part)
 
     # -- moving parameters and gradients --------------------------------------------------------
 

@@ -13,7 +13,7 @@ from hfjax.parallel.autodiff.program import needed
 from hfjax.parallel.in_parts import indexing, moves, outside, random_bits, reductions
 from hfjax.parallel.in_parts.derivatives import custom_jvp, custom_vjp
 from hfjax.parallel.in_parts.kinds import Cut, Later, Made, Part, Side, Sum, is_value
-from hfjax.parallel.in_parts.named_calls import recording
+from hfjax.parallel.in_parts.named_calls import call_of, recording
 from hfjax.parallel.in_parts.pointwise import POINTWISE, barrier, pointwise
 from hfjax.parallel.in_parts.programs import call, cond, remat, scan, while_loop
 from hfjax.parallel.in_parts.scope import Join, Scope, traced_whole
@@ -87,8 +87,8 @@ def results(scope: Scope, equation: JaxprEqn, values: Values) -> Sequence[Any]:
     name = equation.primitive.name
     scope.equation, scope.known = equation, True
     rule = RULES.get(name)
-    if name in CALLS and equation.params.get("name") in scope.calls:
-        return list(scope.calls[equation.params["name"]](scope, equation, values))
+    if name in CALLS and (kept := call_of(equation)):
+        return list(kept(scope, equation, values))
     special = any(is_value(v) or isinstance(v, Made | Later) for v in values)
     plain = scope.side.size == 1 or (name not in MAKING and name not in PROGRAMS)
     if plain and not special:
@@ -132,9 +132,9 @@ def in_parts(
         A tree of arrays, `Part` and `Sum`.
     """
     leaves = jax.tree.leaves(arguments, is_leaf=is_value)
-    with recording() as calls:
+    with recording():
         traced, result = traced_whole(side, function, *whole_shapes(side, arguments))
-    scope = scope_of(side, [] if told is None else told, leaves, calls=calls)
+    scope = scope_of(side, [] if told is None else told, leaves)
     found = run(scope, traced.jaxpr, traced.consts, leaves)
     return jax.tree.unflatten(jax.tree.structure(result), list(map(scope.settled, found)))
 

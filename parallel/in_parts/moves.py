@@ -78,7 +78,8 @@ def _broadcast(scope: Scope, equation: JaxprEqn) -> CutMove:
         return WHOLE if at is None or before[at] != shape[cut.dim] else cut.moved(at)
 
     sizes = lambda local, cut: {"shape": local}
-    return CutMove(lambda cut: cut.moved(dims[cut.dim]), enters, sizes, linear=False)
+    alike = math.prod(before) == math.prod(shape)
+    return CutMove(lambda cut: cut.moved(dims[cut.dim]), enters, sizes, linear=alike)
 
 
 def through_reshape(before: Shape, cut: Cut, after: Shape, devices: int) -> Cut | None:

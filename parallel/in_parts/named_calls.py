@@ -17,23 +17,35 @@ from hfjax.parallel.autodiff.program import body_of
 from hfjax.parallel.in_parts.kinds import Cut, Later, Made, Part, Sum, is_value
 from hfjax.parallel.in_parts.scope import Scope
 
-_CALLS: ContextVar[dict[str, "NamedCall"] | None] = ContextVar("named calls", default=None)
+_RECORDING: ContextVar[bool] = ContextVar("named calls are kept", default=False)
 
 
 @contextmanager
-def recording() -> Iterator[dict[str, "NamedCall"]]:
-    """Record the named calls of what is traced meanwhile."""
-    calls: dict[str, NamedCall] = {}
-    before = _CALLS.set(calls)
+def recording(on: bool = True) -> Iterator[None]:
+    """Keep named calls in what is traced meanwhile."""
+    before = _RECORDING.set(on)
     try:
-        yield calls
+        yield
     finally:
-        _CALLS.reset(before)
+        _RECORDING.reset(before)
 
 
 def is_recording() -> bool:
     """Return whether a program is being traced that will be run in parts."""
-    return _CALLS.get() is not None
+    return _RECORDING.get()
+
+
+class CallName(str):
+    """The name of a call in a program; it holds the call, however often JAX reuses the program."""
+
+    __slots__ = ("call",)
+    call: "NamedCall"
+
+
+def call_of(equation: JaxprEqn) -> "NamedCall | None":
+    """Return the named call that an equation is, if it is one."""
+    name = equation.params.get("name")
+    return name.call if isinstance(name, CallName) else None
 
 
 @dataclass(frozen=True)
@@ -75,8 +87,6 @@ def named(rule: Callable, function: Callable, shapes: Callable | None = None) ->
 
     `shapes` is traced in its place, where it cannot be traced with all rows.
     """
-    calls = _CALLS.get()
-    assert calls is not None
 
     def run(*arguments: Any) -> Any:
         leaves, form = jax.tree.flatten(arguments)
@@ -87,9 +97,9 @@ def named(rule: Callable, function: Callable, shapes: Callable | None = None) ->
             found, results = jax.tree.flatten((shapes or function)(*form.unflatten(leaves)))
             return found
 
-        flat.__name__ = f"named_{len(calls)}"
+        flat.__name__ = name = CallName("named")
         found = jax.jit(flat)(*leaves)
-        calls[flat.__name__] = NamedCall(rule, function, form, results, shapes is not None)
+        name.call = NamedCall(rule, function, form, results, shapes is not None)
         return results.unflatten(found)
 
     return run
@@ -126,11 +136,8 @@ def like_tokens(function: Callable) -> Callable:
 
 def _run_on_own_rows(function: Callable, shapes: Callable | None, *arguments: Any) -> Any:
     def alone(*arguments: Any) -> Any:  # what it calls runs on the same rows
-        before = _CALLS.set(None)
-        try:
+        with recording(False):
             return function(*arguments)
-        finally:
-            _CALLS.reset(before)
 
     if not is_recording():
         return function(*arguments)

@@ -5,7 +5,7 @@ since what is made in one may not be used outside of it.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -64,7 +64,6 @@ class Scope:
         place: The user's line around it, where the equation has none.
         later: Makes of what is stored of a parameter the parameter, to be gathered later.
         watch: Is told which parameters a loop is to slice.
-        calls: Rules of calls that are known by their name.
         pieces: Of a value that was concatenated along a dimension that is not split: of what.
     """
 
@@ -78,7 +77,6 @@ class Scope:
     place: str = ""
     later: Callable = _none_later
     watch: Callable = _ignore
-    calls: Mapping[str, Callable] = field(default_factory=dict)
     pieces: dict[int, tuple[Any, Sequence[Any]]] = field(default_factory=dict)
     _done: dict[int, tuple[Any, dict]] = field(default_factory=dict)
 
@@ -241,4 +239,5 @@ def traced_whole(side: Side, function: Callable, *shapes: Any) -> tuple[Any, Any
     A collective of the user's own, over an axis along which rows are split, sees one device.
     """
     alone = [(axis, 1) for axis in side.axes]
-    return jax.make_jaxpr(function, axis_env=alone, return_shape=True)(*shapes)
+    anew = lambda *arguments: function(*arguments)  # no trace of before, whose constants are gone
+    return jax.make_jaxpr(anew, axis_env=alone, return_shape=True)(*shapes)

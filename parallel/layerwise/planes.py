@@ -214,6 +214,7 @@ class LayerUpdatePlane:
             through = self.plane.passes(placed, stored, update)
             carry, outside, mean = through.run(self._carry(held), context.sum)
             context.warn_of_unread()
+            context.check_gathers()
             context.traced.kernels.check_told(mean.metrics)
             gradients = update.reduction(self.plane.reduced(outside, placed), context.placed)
             new = StepInputs(carry.parameters, {}, carry.moments, {})

@@ -132,12 +132,8 @@ class PipelinePlane(Plane):
 
     def _run(self, placed: Staged, rows: int) -> tuple[Any, Any, Any]:
         """Return the gradients of the layers, those of the rest, and the mean (or `Extras`)."""
-        mesh = self.context.mesh
-        own = sides(mesh) or in_use(mesh, (*EXPERT_AXES, *SEQUENCE_AXES))  # layers' collectives
-        joins = lambda: bool(own or self.context.traced.rows.joins)
-        in_order = lambda: self.context.platform == "cpu" and joins()
         model, offloading = placed.model(), self.offloading
-        pipeline = Pipeline(self.ticks, model, self.unroll, offloading, in_order=in_order)
+        pipeline = Pipeline(self.ticks, model, self.unroll, offloading, in_order=self.in_order)
         if self.watch is not None:
             self.watch(pipeline)
         layers, outside, told = pipeline.run()
@@ -155,6 +151,12 @@ class PipelinePlane(Plane):
         if options.keeps_all:
             return None
         return lambda tensors, layers: options.choose(tensors, "layers", layers)
+
+    def in_order(self) -> bool:
+        """Return whether layers that have been traced have collectives of their own, on a CPU."""
+        mesh = self.context.mesh
+        own = sides(mesh) or in_use(mesh, (*EXPERT_AXES, *SEQUENCE_AXES))
+        return self.context.platform == "cpu" and bool(own or self.context.traced.rows.joins)
 
     @property
     def unroll(self) -> int | bool:

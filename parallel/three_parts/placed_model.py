@@ -151,8 +151,12 @@ class PlacedModel:
     def apply(self, layer: Layer, parameter: Callable, variables: Flat, x: Any) -> Any:
         """Return what a layer makes of `x`."""
         if not isinstance(layer.graph, nnx.GraphDef):
-            return self.rows.run("layers", layer.graph, x)
-        function = self.keeping(layer_function(layer.graph, self.policy, self.rows))
+            return self.rows.run(f"{LAYERS}{layer.number}", layer.graph, x)
+        listed = self.blueprint.listed
+        name = f"{LAYERS}{layer.number}" if listed else "layers"
+        times = 1 if listed else self.blueprint.number_of_layers
+        run = layer_function(layer.graph, self.policy, self.rows, name=name, times=times)
+        function = self.keeping(run)
         held = fill(layer.variables, variables.__getitem__)
         y, written = function(fill(layer.parameters, parameter), held, x)
         path = {keys: raw(variable).path for keys, variable in layer.variables}

@@ -45,14 +45,15 @@ class AsynchronousPlane:
 
         def device(held, batch, step):
             context.traced.begin(context.placed)
-            layers, (moments, counts), squares, outside, means = self._stage(
-                held, batch, step, apply
-            )
+            run = lambda dealt: self._stage(held, batch, step, apply, dealt)
+            layers, (moments, counts), *rest = self.plane.of_one_device(run)
+            squares, outside, means = rest
             outside = {path: self.plane.outside_scattered(path, g) for path, g in outside.items()}
             outside = context.reduction(outside, context.placed)
             agreed = lambda x: lax.pmax(x, stages) if stages else x  # all stages count alike
             new = StepInputs(layers, {}, moments, jax.tree.map(agreed, counts))
             context.check_kept()
+            context.check_gathers()
             squares = lax.psum(squares, stages) if stages else squares
             return new, squares, outside, context.sum(jax.tree.map(lambda x: x.sum(0), means))
 
@@ -67,12 +68,15 @@ class AsynchronousPlane:
     def _updates_per_call(self) -> int:
         return int((self.versions.columns["U_version"][:, 0] >= 0).sum())
 
-    def _stage(self, held: StepInputs, batch: Any, step: Any, apply: Callable) -> tuple:
-        """Return what one stage has after the last tick."""
+    def _stage(
+        self, held: StepInputs, batch: Any, step: Any, apply: Callable, dealt: bool
+    ) -> tuple:
+        """Return what one stage has after the last tick; `dealt`: of one device's microbatches."""
         context, ticks = self.plane.context, self.plane.ticks
         known, rows = context.blueprint.variables, rows_of(batch)
-        keys, statistics = keys_here(known, context.mesh, held.variables, rows, step)
-        batch = context.dealt(batch)
+        of = known, context.mesh, held.variables, rows, step
+        keys, statistics = keys_here(*of, context.sees_all_rows, dealt)
+        batch = context.dealt(self.plane.dealt(batch) if dealt else batch)
         model = weighed(self.plane.training(held.parameters, statistics, batch, keys, 0).model())
         columns = ticks.columns | self.versions.columns
         columns["B_first"] = _first_of_group(columns["B_microbatch"], columns["U_version"])
@@ -86,7 +90,7 @@ class AsynchronousPlane:
         )
         ticks = replace(ticks, columns=columns)
         plane = self.plane
-        stage = Pipeline(ticks, model, plane.unroll, plane.offloading, weights)
+        stage = Pipeline(ticks, model, plane.unroll, plane.offloading, weights, plane.in_order)
         state = stage.run_ticks()
         told = (state[name] for name in ("optimizer", "squares", "outside", "aux"))
         return weights.final(stage, state), *told
