@@ -23,6 +23,7 @@ from hfjax.base.paths import Flat, flatten, nest
 from hfjax.base.tables import human
 from hfjax.checks.combinations import check
 from hfjax.parallel.engine.blueprint import raw
+from hfjax.parallel.engine.built import holding
 from hfjax.parallel.execution import Execution, PipelineSchedule
 from hfjax.parallel.memory import (
     is_host_sharding,
@@ -150,7 +151,21 @@ def creation(layout: Layout) -> Any:
     def born(seed: Any) -> State:
         return jax.tree.map(_in_memory, layout.create(seed), shardings)
 
-    return jax.jit(born, out_shardings=of_results(shardings))
+    return _of_a_seed(layout, born, shardings)
+
+
+def _of_a_seed(layout: Layout, run: Callable, shardings: Any) -> Any:
+    """Return `run(seed, *arguments)` as a program; of a model that is built it is given arrays."""
+    where, built = of_results(shardings), layout.blueprint.built
+    if built is None:
+        return jax.jit(run, out_shardings=where)
+
+    def holds(arrays: Any, *given: Any) -> Any:
+        with holding(arrays):
+            return run(*given)
+
+    program = jax.jit(holds, out_shardings=where)
+    return lambda seed, *given: program(built.arrays(seed), seed, *given)
 
 
 def _in_memory(x: jax.Array, where: Any) -> jax.Array:
@@ -171,7 +186,7 @@ def _begun(layout: Layout, seed: Any, params: Flat) -> State:
         made = begun(layout, layout.blueprint.create(seed), to_device(params))
         return jax.tree.map(_in_memory, replace(made, params=None), shardings)
 
-    state = jax.jit(beside, out_shardings=of_results(shardings))(seed, params)
+    state = _of_a_seed(layout, beside, shardings)(seed, params)
     return replace(state, params=nest(_cast(layout, params)))
 
 
@@ -215,7 +230,7 @@ def _of_seed(plain: Layout, seed: Any, paths: list[str]) -> Flat:
         arrays = plain.blueprint.create(seed)
         return {path: _in_memory(arrays[path], where) for path, where in shardings.items()}
 
-    return jax.jit(made, out_shardings=of_results(shardings))(seed)
+    return _of_a_seed(plain, made, shardings)(seed)
 
 
 def _of_array(x: Any, like: jax.ShapeDtypeStruct, sharding: Any) -> jax.Array | None:

@@ -20,6 +20,7 @@ from hfjax.parallel.engine.batch_norm import (
     synchronise_linen,
     synchronised,
 )
+from hfjax.parallel.engine.built import UNTRACEABLE, Built, HoldsLayersError, in_functions
 from hfjax.parallel.engine.fetch import Placeholder, devices_along, refuse_elsewhere
 from hfjax.parallel.engine.forward_asks import asked_by, keys_asked, with_keys
 from hfjax.parallel.engine.on_rows import axes_of
@@ -68,6 +69,7 @@ class Blueprint:
     notes: tuple[str, ...] = ()  # what was done to the model, and what of it is not trained
     prepare: Callable | None = None  # the model's own: batch -> batch, of whole rows
     as_made: Mapping[str, Any] = field(default_factory=dict)  # `parameters` of nnx without hooks
+    built: Built | None = None  # what built the model, where its constructor cannot be traced
 
     def prepared(self, batch: Any) -> Any:
         """Return a batch of whole rows as the model wants it, before positions are dealt."""
@@ -243,6 +245,7 @@ def blueprint(
     """
     asks = asked_by(forward)
     make = lambda seed: _made(model_init, seed)
+    built: Built | None = None
     found: dict[str, Any] = {}
 
     def take_apart() -> Any:
@@ -252,7 +255,11 @@ def blueprint(
         as_made = nnx.split(model, nnx.Param, ...)[0]
         hand(model, "place", "places_activations", place)
         number(model)
-        found["notes"] = tuple((synchronised if sync_batch_norm else on_own_rows)(model))
+        if (hidden := in_functions(model)) and built is None:
+            raise HoldsLayersError(f"{', '.join(hidden)} keep layers in functions")
+        frozen = [f"not trained, since functions keep them: layers of {', '.join(hidden)}"]
+        notes = (synchronised if sync_batch_norm else on_own_rows)(model)
+        found["notes"] = (*notes, *(frozen if hidden else ()))
         _settle(model)
         graph, *states = nnx.split(model, nnx.Param, ...)
         model.eval()
@@ -264,21 +271,27 @@ def blueprint(
         return states
 
     with nnx.use_eager_sharding(False):  # names of axes are ours to read, on our own mesh
-        states = jax.eval_shape(on_one_device(take_apart))
+        try:
+            states = jax.eval_shape(on_one_device(take_apart))
+        except UNTRACEABLE as why:
+            make = built = Built(make, why)
+            states = jax.eval_shape(on_one_device(take_apart))
     if states is None:
-        return _asking(Blueprint(**tree_apart(make), sync_batch_norm=sync_batch_norm), asks)
+        made = Blueprint(**tree_apart(make), sync_batch_norm=sync_batch_norm, built=built)
+        return _asking(made, asks)
     where = [keys for state in states for keys, _ in nnx.to_flat_state(state)]
     check_paths(list(map(path_of, where)))
     parameters, variables = map(_flat, states)
 
-    @partial(jax.jit, inline=True)  # traced once, however many programs begin with it
     def create(seed):
         with nnx.use_eager_sharding(False):
             return on_one_device(lambda: _raw(nnx.split(make(seed), ...)[1]))()
 
     made = Blueprint(
         sync_batch_norm=sync_batch_norm,
-        create=create,
+        # Traced once, however many programs begin with it; what is built has other arrays in each.
+        create=create if built else jax.jit(create, inline=True),
+        built=built,
         parameters={path: _hooked(v) for path, v in parameters.items()},
         as_made=parameters,
         variables=variables,
@@ -292,7 +305,8 @@ def _asking(made: Blueprint, asks: Sequence[str]) -> Blueprint:
     """Return the blueprint whose state also holds the random keys that `forward` asks for."""
     wanted = keys_asked(asks)
     create = with_keys(made.create, wanted)
-    return replace(made, create=create, variables={**made.variables, **wanted})
+    notes = (*made.notes, *(made.built.notes if made.built else ()))
+    return replace(made, create=create, variables={**made.variables, **wanted}, notes=notes)
 
 
 def _made(model_init: Callable, seed: Any) -> Any:
