@@ -20,7 +20,7 @@ from hfjax.parallel.engine.batch_norm import (
     synchronise_linen,
     synchronised,
 )
-from hfjax.parallel.engine.built import UNTRACEABLE, Built, HoldsLayersError, in_functions
+from hfjax.parallel.engine.built import UNTRACEABLE, Built, HoldsLayersError, built_by, in_functions
 from hfjax.parallel.engine.fetch import Placeholder, devices_along, refuse_elsewhere
 from hfjax.parallel.engine.forward_asks import asked_by, keys_asked, with_keys
 from hfjax.parallel.engine.on_rows import axes_of
@@ -274,7 +274,7 @@ def blueprint(
         try:
             states = jax.eval_shape(on_one_device(take_apart))
         except UNTRACEABLE as why:
-            make = built = Built(make, why)
+            make = built = built_by(model_init, make, why)
             states = jax.eval_shape(on_one_device(take_apart))
     if states is None:
         made = Blueprint(**tree_apart(make), sync_batch_norm=sync_batch_norm, built=built)
