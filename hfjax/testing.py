@@ -104,6 +104,7 @@ class Trained(NamedTuple):
     parameters: dict[str, np.ndarray]  # after the last step
     variables: dict[str, np.ndarray]  # after each step, by path and step, but for random keys
     metrics: dict[str, np.ndarray]  # of the loss, by name and step
+    rows: str = ""  # where rows meet
 
 
 @dataclass(frozen=True)
@@ -136,7 +137,8 @@ class Case:
             variables |= _variables_of(flatten(state.variables), number)
         losses = [float(metrics["loss"]) for metrics in told]
         parameters = flatten(full(canonical(plan, state).params))
-        return Trained(losses, gradients, parameters, variables, _metrics_by_step(told))
+        found = losses, gradients, parameters, variables, _metrics_by_step(told)
+        return Trained(*found, rows=str(step.rows))
 
     def plain(self) -> Trained | None:
         """Return what a loop of plain JAX and optax leaves on one device: no data plane is in it.
@@ -388,7 +390,8 @@ def _told(where: str, result: str = "equal") -> Iterator[_Line]:
 def assert_same_run(run: Trained, wanted: Trained, who: str) -> float:
     """Return the greatest relative difference; raise AssertionError if it is more than rounding."""
     wide = all(x.dtype == np.float64 for x in wanted.parameters.values())
-    return _compared(run, wanted, f"{who} differs from one device", 1e-9 if wide else 1e-5, ADVICE)
+    advice = f"{ADVICE} Rows meet in it here:\n{run.rows}" if run.rows else ADVICE
+    return _compared(run, wanted, f"{who} differs from one device", 1e-9 if wide else 1e-5, advice)
 
 
 ADVICE = (

@@ -180,14 +180,23 @@ def test_a_step_prints_what_joins_rows_with_line_bytes_and_how_often():
     assert str(plain.rows) == "no rows meet"
 
 
-def test_what_no_rule_runs_on_parts_is_told_from_a_mebibyte_on_and_refused_on_request():
-    _, step = step_of(ranked)
+def test_what_no_rule_runs_on_parts_is_told_where_it_is_much_and_refused_on_request():
+    """Much is 1 MiB, or 1 % of the bytes of the gradients."""
+    wide = lambda rngs: nnx.Linear(4, 2**17, rngs=rngs)  # 2.6 MB of gradients
+    _, step = step_of(ranked, wide)
+    rows = lambda count: {"x": np.ones((count, 4), np.float32)}
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        step.trace(BATCH)
-    large = {"x": np.ones((2**20, 4), np.float32)}
-    with pytest.warns(UserWarning, match=r"test_rows.py.*sort: rows meet, .* gathers .*own_rows"):
-        step.trace(large)
+        step.trace(rows(16))
+    told = r"test_rows.py.*sort: rows meet, .* gathers .*own_rows"
+    with pytest.warns(UserWarning, match=told):
+        step.trace(rows(2**13))  # 32 KiB
+    _, step = step_of(ranked, lambda rngs: nnx.Linear(4, 2**25, use_bias=False, rngs=rngs))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step.trace(rows(2**17))  # 512 KiB
+    with pytest.warns(UserWarning, match=told):
+        step.trace(rows(2**18))
     _, strict = step_of(ranked, rows="strict")
     with pytest.raises(ValueError, match=r'test_rows.py.*sort: .*rows="strict" refuses that'):
         strict.trace(BATCH)

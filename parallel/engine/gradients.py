@@ -116,8 +116,9 @@ class Plane(ABC):
 
         def device(parameters, variables, batch):
             context.traced.begin(())
-            batch = context.dealt(batch)
-            return self.loss_over_devices(self.evaluated(parameters, variables, batch))
+            found = self.evaluated(parameters, variables, context.dealt(batch))
+            context.check_gathers()
+            return self.loss_over_devices(found)
 
         held = context.variable_specs(variables)
         in_specs = (context.specs("parameter"), held, context.batch_spec)
@@ -135,6 +136,7 @@ class Plane(ABC):
             values = [x if isinstance(x, Part) else context.side.whole_of(x) for x in values]
             values = [x if _in_one_block(x) else context.side.whole_of(x) for x in values]
             known[:] = form, list(map(kind_of, values))
+            context.check_gathers()
             return [x.x if isinstance(x, Part) else x for x in values]
 
         held, rows = context.variable_specs(variables), context.rows

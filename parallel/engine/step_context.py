@@ -5,6 +5,7 @@ parameter lies, the mesh, how the step runs. Its `traced` is what becomes known 
 traced.
 """
 
+import math
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -187,7 +188,9 @@ class StepContext:
 
     def check_gathers(self) -> None:
         """Tell what is gathered since no rule knows an operation, or refuse it."""
-        check_gathers(self.traced.rows.joins, self.execution.rows == "strict")
+        gradients = (math.prod(self.placed[path].here) * 4 for path in self.trained)
+        joins, strict = self.traced.rows.joins, self.execution.rows == "strict"
+        check_gathers(joins, strict, sum(gradients))
 
     def mean(self, outputs: Any, batch: Any) -> Mean:
         """Return this device's share of the loss, which is computed of the rows of all devices."""

@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from hfjax.base.tables import aligned, human
 from hfjax.parallel.in_parts.scope import Join
 
-LARGE = 2**20  # bytes: what is gathered for want of a rule is told from here on
+LARGE, SHARE = 2**20, 0.01  # what is gathered for want of a rule is told from so many bytes on
 
 _HOW = {
     "sum": "summed over devices, {}",
     "greatest": "greatest of all devices, {}",
     "least": "least of all devices, {}",
+    "average": "averaged over devices, of their own rows, {}",
     "gather": "gathered, {}",
     "cut": "each device takes its rows, {}",
     "draw": "each device draws its part, {}",
@@ -46,10 +47,14 @@ class Joins:
         return "\n".join(aligned(rows))
 
 
-def check_gathers(joins: Sequence[Join], strict: bool) -> None:
-    """Warn of large arrays that are gathered since no rule knows an operation, or refuse all."""
+def check_gathers(joins: Sequence[Join], strict: bool, sent: int) -> None:
+    """Warn of arrays that are gathered since no rule knows an operation, or refuse all.
+
+    They are those of 1 MiB, or of 1 % of the bytes that a step sends for its gradients.
+    """
     unknown = [j for j in joins if j.how == "gather" and not j.known]
-    told = [j for j in unknown if strict or j.bytes * j.times >= LARGE]
+    least = min(LARGE, SHARE * sent)
+    told = [j for j in unknown if strict or j.bytes * j.times >= least]
     for line, operation in dict.fromkeys((j.line, j.operation) for j in told):
         found = [j for j in told if (j.line, j.operation) == (line, operation)]
         size = human(sum(j.bytes * j.times for j in found))

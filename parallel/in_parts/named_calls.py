@@ -11,11 +11,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend import source_info_util
 from jax.extend.core import JaxprEqn
 
 from hfjax.parallel.autodiff.program import body_of
 from hfjax.parallel.in_parts.kinds import Cut, Later, Made, Part, Sum, is_value
 from hfjax.parallel.in_parts.scope import Scope
+
+source_info_util.register_exclusion(__file__)  # the line of a named call is the user's
 
 _RECORDING: ContextVar[bool] = ContextVar("named calls are kept", default=False)
 
@@ -164,5 +167,5 @@ def _joined(scope: Scope, x: jax.Array, whole: tuple[int, ...]) -> Any:
     split = [d for d, (n, m) in enumerate(zip(x.shape, whole, strict=True)) if n != m]
     if split:
         return Part(x, Cut(split[0]))
-    scope.tell("sum", x)
+    scope.tell("average", x)
     return scope.side.average(x)

@@ -25,7 +25,8 @@ class Join:
     Attributes:
         line: Where the user's program joins them.
         operation: JAX's name of the operation.
-        how: "sum", "greatest", "least", "gather"; "draw" (a part of random numbers for all rows);
+        how: "sum", "greatest", "least", "gather"; "average" (of what is of own rows);
+            "draw" (a part of random numbers for all rows);
             "cut" (the rows here of what is known for all rows, by their number);
             "alone" (a collective of the user's own that sees one device).
         bytes: The size of what is made: of a sum, or of the whole that is gathered.
