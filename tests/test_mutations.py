@@ -1,0 +1,154 @@
+"""The tests of programs in parts find a rule that is wrong: each is made wrong once."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from hfjax.parallel.in_parts import derivatives, interpreter, reductions, scope
+from hfjax.parallel.in_parts.kinds import Made, Part, Side, Sum
+from tests.compare_rows import by_vmap, compare, parts
+from tests.generated_rows import generated
+from tests.typical_rows import TYPICAL, named
+
+N = 4
+
+
+def found_wrong(*programs):
+    """Return how many of these programs differ from one device, or fail."""
+    with jax.enable_x64(True):
+        return sum(bool(f.wrong) for f in compare([make() for make in programs], N))
+
+
+def typical(*names):
+    return [functools.partial(named, name) for name in names]
+
+
+# -- mistakes that are easily made ----------------------------------------------------------------
+
+
+def not_divided(patch):
+    patch.setattr(Side, "shared", lambda self, x: x)
+
+
+def not_completed(patch):
+    patch.setattr(scope.Scope, "_complete", lambda self, value: value.x)
+
+
+def cotangents_are_the_same(patch):
+    patch.setattr(derivatives, "dual", lambda kind: kind)
+
+
+def rows_are_numbered_anew(patch):
+    numbers = lambda self, size, outer, dtype="int32": jax.lax.iota(dtype, size // self.size)
+    patch.setattr(Side, "numbers", numbers)
+
+
+def parts_are_the_first(patch):
+    patch.setattr(Side, "here", property(lambda self: jnp.int32(0)))
+
+
+def greatest_of_own_rows(patch):
+    patch.setattr(Side, "greatest", lambda self, x: x)
+
+
+def ties_of_own_rows(patch):
+    """The derivative of the greatest of each device's rows, in place of a rule for all."""
+
+    def rule(scope, equation, value):
+        local = scope.bind(equation, [value.x])[0]
+        most = scope.side.greatest(jax.lax.stop_gradient(local))
+        ours = (local == most).astype(local.dtype)
+        return most + scope.side.total(ours * (local - jax.lax.stop_gradient(local)))
+
+    patch.setitem(reductions._OVER, "reduce_max", ("greatest", rule))
+
+
+def blocks_are_forgotten(patch):
+    joined = Side.joined
+    patch.setattr(Side, "joined", lambda self, x, cut: joined(self, x, type(cut)(cut.dim)))
+
+
+MISTAKES = {
+    "a total is not divided by the devices": (not_divided, ["linear_regression"]),
+    "a sum is read before it is complete": (not_completed, ["masked_tokens", "batch_norm"]),
+    "a cotangent is not completed": (
+        cotangents_are_the_same,
+        ["gradient_of_length_one", "gradient_clipped_by_its_norm"],
+    ),
+    "rows are numbered anew on each device": (rows_are_numbered_anew, ["clip_contrastive"]),
+    "every device takes the first rows": (parts_are_the_first, ["dropout", "in_batch_softmax"]),
+    "a maximum is that of own rows": (greatest_of_own_rows, ["range_of_activations"]),
+    "ties are counted on own rows": (ties_of_own_rows, ["ties_at_the_maximum"]),
+    "blocks of a dimension are forgotten": (blocks_are_forgotten, ["simclr"]),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_found_by_what_people_write(mistake, monkeypatch):
+    make, names = MISTAKES[mistake]
+    make(monkeypatch)
+    assert found_wrong(*typical(*names))
+
+
+# -- every rule -----------------------------------------------------------------------------------
+
+
+def spoiled(value):
+    """Return a value that is another."""
+    if isinstance(value, Part | Sum):
+        return dataclasses.replace(value, x=spoiled(value.x))
+    if isinstance(value, Made):
+        make = value.make
+        return dataclasses.replace(value, make=lambda scope, cut: spoiled(make(scope, cut)))
+    if not hasattr(value, "dtype") or jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+        return value
+    if value.dtype == jnp.bool_:
+        return ~value
+    return value * 2 + 1 if jnp.issubdtype(value.dtype, jnp.inexact) else value + 1
+
+
+def reached():
+    """Return, for each rule, programs of which it runs on what is not the same everywhere."""
+    found = {}
+
+    def noting(name, rule, program):
+        def run(scope, equation, values):
+            results = rule(scope, equation, values)
+            if results is not None and any(isinstance(v, Part | Sum | Made) for v in results):
+                found.setdefault(name, {})[program] = None
+            return results
+
+        return run
+
+    programs = [functools.partial(generated, seed) for seed in range(200)]
+    for make in (*typical(*sorted(TYPICAL)), *programs):
+        program = make()
+        with pytest.MonkeyPatch.context() as patch:
+            for name, rule in interpreter.RULES.items():
+                patch.setitem(interpreter.RULES, name, noting(name, rule, make))
+            try:
+                run = by_vmap(program, N)
+                jax.eval_shape(run, program.weights, parts(program.batch, N))
+            except NotImplementedError:  # JAX has no rule of it for vmap
+                continue
+    return found
+
+
+@pytest.mark.slow
+def test_every_rule_that_is_spoiled_is_found():
+    with jax.enable_x64(True):
+        programs = reached()
+    missed = []
+    for name, by in programs.items():
+        rule = interpreter.RULES[name]
+        with pytest.MonkeyPatch.context() as patch:
+            wrong = lambda *given, rule=rule: [spoiled(v) for v in rule(*given) or ()] or None
+            patch.setitem(interpreter.RULES, name, wrong)
+            if not found_wrong(*list(by)[:3]):
+                missed.append(name)
+    unreached = sorted(interpreter.RULES.keys() - programs.keys())
+    print(f"{len(programs)} rules are found; no program reaches {', '.join(unreached)}")
+    assert not missed
