@@ -84,7 +84,7 @@ def dissect(layer: Callable, known: Any, slots: Any, x: Any, split: bool) -> Dis
 
     def with_pullback(known, x):
         y, pullback = jax.vjp(lambda slots, x: layer(known, slots, x), slots, x)
-        _check_same(x, y)
+        check_same(x, y)
         return y, pullback
 
     ahead = Residuals(with_pullback, known, x)
@@ -228,7 +228,8 @@ def arrays_of(gradients: Any, like: Any) -> Any:
     return jax.tree.map(zeros, gradients, like)
 
 
-def _check_same(x: Any, y: Any) -> None:
+def check_same(x: Any, y: Any) -> None:
+    """Refuse a stacked layer that hands on something else than it is given."""
     shape = lambda tree: [(jnp.shape(a), jnp.result_type(a)) for a in jax.tree.leaves(tree)]
     if jax.tree.structure(x) != jax.tree.structure(y) or shape(x) != shape(y):
         size = lambda a: ",".join(map(str, jax.numpy.shape(a)))

@@ -53,7 +53,7 @@ class CalledAsItIs:
         found, changed = gather_on_use(
             run, stored, given, with_rows, side=side, told=told, look=look
         )
-        return found, rows.written(given, changed)
+        return found, rows.written(given, changed, "the model")
 
     def _look(self, variables: Flat, batch: Any, jaxpr: Any, result: Any) -> None:
         """Warn of noise that devices which share rows draw alike."""

@@ -153,12 +153,15 @@ class Plane(ABC):
     def of_one_device(self, run: Callable) -> Any:
         """Return `run(dealt)`: rows are dealt as microbatches of one device where that matters.
 
-        It does where rows of a microbatch meet, or count, or are drawn for: the trace tells.
+        It does where rows of a microbatch meet, or count, or are drawn for, or where a variable
+        goes from one microbatch to the next: the trace tells.
         """
         if self.pieces == 1 or self.context.side.size == 1:
             return run(False)
         traced, result = jax.make_jaxpr(lambda: run(False), return_shape=True)()
-        if any(join.how != "alone" for join in self.context.traced.rows.joins):
+        told, known = self.context.traced, self.context.blueprint
+        goes_on = any(not known.of_rows(path) for path in told.written)
+        if goes_on or any(join.how != "alone" for join in told.rows.joins):
             return run(True)
         found = jaxpr_as_fun(traced)()
         return jax.tree.unflatten(jax.tree.structure(result), found)

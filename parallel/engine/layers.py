@@ -11,6 +11,7 @@ from flax import nnx
 from jax import lax
 
 from hfjax.parallel.activation_offload import Share, Tensor, share
+from hfjax.parallel.autodiff.dissect import check_same
 from hfjax.parallel.autodiff.saved import Choose, kept
 from hfjax.parallel.compiler import GPU
 from hfjax.parallel.engine.blueprint import is_list, items_of
@@ -166,7 +167,7 @@ def layer_function(
 
         def run(rows, x, variables):
             x, written = rows.run(name, call, here, rows.of_state(variables), x, times=times)
-            return x, rows.here(written)
+            return x, rows.here(written, f"variables of {name}", times)
 
         return by_parts(run, rows, name, x, variables)
 
@@ -200,10 +201,12 @@ def _run_stack(layers: nnx.Module, stored: Mapping[str, Stored], x: Any, run: La
     kinds = rows.kinds(lambda x: unit(*one, x)[0], x)
 
     def turn(x, unit):
-        x, written = apply(*unit, x)
-        return rows.as_kinds(x, kinds), written
+        y, written = apply(*unit, x)
+        y = rows.as_kinds(y, kinds, "between layers", count)
+        check_same(x, y)
+        return y, written
 
-    x, written = lax.scan(turn, rows.as_kinds(x, kinds), many, unroll=unroll)
+    x, written = lax.scan(turn, rows.as_kinds(x, kinds, "before layers"), many, unroll=unroll)
     if size > 1:
         written = jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), written)
     if rest:

@@ -27,7 +27,7 @@ from hfjax.parallel.in_parts.kinds import (
     next_kind,
     of_kind,
 )
-from hfjax.parallel.in_parts.scope import Join
+from hfjax.parallel.in_parts.scope import Join, bytes_of
 
 # Names by which models and libraries call the logical axes of a parameter.
 _NAMES_OF_AXES = ("axes", "out_sharding", "sharding_names", "sharding")
@@ -130,10 +130,23 @@ class OnRows:
 
         return nnx.from_flat_state([(keys, value(v)) for keys, v in nnx.to_flat_state(state)])
 
-    def here(self, tree: Any) -> Any:
+    def _tell(
+        self, part: str, values: Sequence[Any], kinds: Sequence[Kind], times: int = 1
+    ) -> None:
+        """Take note of what is completed or gathered where no equation asks for it."""
+        self.told[part] = [
+            Join(f"({part})", "", "sum" if isinstance(v, Sum) else "gather", bytes_of(v.x), times)
+            for v, kind in zip(values, kinds, strict=True)
+            if is_value(v) and kind_of(v) != kind
+        ]
+
+    def here(self, tree: Any, part: str, times: int = 1) -> Any:
         """Return this device's rows of what has rows in a tree of values, of the rest the whole."""
-        one = lambda v: v.x if isinstance(v, Part) and v.cut == ROWS else self.side.whole_of(v)
-        return jax.tree.map(one, tree, is_leaf=is_value)
+        values = _leaves(tree)
+        kinds = [ROWS if kind_of(v) == ROWS else SAME for v in values]
+        self._tell(part, values, kinds, times)
+        found = [self.side.as_kind(v, k) for v, k in zip(values, kinds, strict=True)]
+        return jax.tree.structure(tree, is_leaf=is_value).unflatten(found)
 
     def first(self, tree: Any, begin: tuple[int, int]) -> Any:
         """Return this device's rows of outputs [microbatches, rows, …], which are values."""
@@ -150,8 +163,11 @@ class OnRows:
 
         return jax.tree.map(rows, tree, is_leaf=is_value)
 
-    def written(self, before: Flat, after: Flat) -> Flat:
+    def written(self, before: Flat, after: Flat, part: str) -> Flat:
         """Return what variables hold on this device, given their values before and after."""
+        new = [path for path, old in before.items() if after[path] is not old]
+        kinds = [kind_of(before[path]) for path in new]
+        self._tell(f"variables of {part}", [after[path] for path in new], kinds)
 
         def here(path: str, old: Any) -> Any:
             new = after[path]
@@ -197,11 +213,13 @@ class OnRows:
                 return kinds
             kinds = new
 
-    def as_kinds(self, x: Any, kinds: Sequence[Kind] | None) -> Any:
-        """Return a tree of values in these kinds."""
+    def as_kinds(self, x: Any, kinds: Sequence[Kind] | None, part: str = "", times: int = 1) -> Any:
+        """Return a tree of values in these kinds; `part` says where, for what is told."""
         leaves, form = jax.tree.flatten(x, is_leaf=is_value)
         if kinds is None or len(leaves) != len(kinds):
             return x
+        if part:
+            self._tell(part, leaves, kinds, times)
         pairs = zip(leaves, kinds, strict=True)
         return form.unflatten([of_kind(self.side.as_kind(v, k), k) for v, k in pairs])
 

@@ -17,7 +17,7 @@ _HOW = {
     "average": "averaged over devices, of their own rows, {}",
     "gather": "gathered, {}",
     "cut": "each device takes its rows, {}",
-    "draw": "each device draws its part, {}",
+    "draw": "drawn for the batch, {}",
     "alone": "a collective that sees one device with all rows",
 }
 

@@ -11,11 +11,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax.errors import TraceContextError
 from jax.extend import source_info_util
 from jax.extend.core import JaxprEqn
 
 from hfjax.parallel.autodiff.program import body_of
-from hfjax.parallel.in_parts.kinds import Cut, Later, Made, Part, Sum, is_value
+from hfjax.parallel.in_parts.kinds import ROWS, Cut, Later, Made, Part, Sum, is_value
 from hfjax.parallel.in_parts.scope import Scope
 
 source_info_util.register_exclusion(__file__)  # the line of a named call is the user's
@@ -60,32 +61,34 @@ class NamedCall:
         function: What was called, of trees of arrays.
         arguments: Their form.
         results: The form of what it returned.
-        stands_in: Whether what was traced has the right shapes only.
+        refuses: What it is, and what to do, where its program is not that of all rows.
     """
 
     rule: Callable
     function: Callable
     arguments: Any
     results: Any
-    stands_in: bool = False
+    refuses: str = ""
 
     def __call__(self, scope: Scope, equation: JaxprEqn, values: Sequence[Any]) -> Sequence[Any]:
         """Return what the call makes of values."""
         body = body_of(equation)
         assert body is not None
-        if len(values) != self.arguments.num_leaves:  # that of its derivative
-            if self.stands_in:
+        sizes = len(values), len(equation.outvars)
+        if sizes != (self.arguments.num_leaves, self.results.num_leaves):  # that of its derivative
+            if self.refuses:
                 raise ValueError(
-                    f"{scope.line}: the model differentiates with respect to something that goes "
-                    "through experts on other devices, within its own program. Use a mesh without "
-                    "expert devices, or a model in three parts."
+                    f"{scope.line}: the model differentiates, within its own program, with respect "
+                    f"to something that goes through {self.refuses}"
                 )
             return scope.run(scope, *body, values)
         found = self.rule(self, scope, body, self.arguments.unflatten(values))
         return jax.tree.leaves(found, is_leaf=is_value)
 
 
-def named(rule: Callable, function: Callable, shapes: Callable | None = None) -> Callable:
+def named(
+    rule: Callable, function: Callable, shapes: Callable | None = None, refuses: str = ""
+) -> Callable:
     """Return a function of trees of arrays that is kept by name in the program being traced.
 
     `shapes` is traced in its place, where it cannot be traced with all rows.
@@ -102,7 +105,7 @@ def named(rule: Callable, function: Callable, shapes: Callable | None = None) ->
 
         flat.__name__ = name = CallName("named")
         found = jax.jit(flat)(*leaves)
-        name.call = NamedCall(rule, function, form, results, shapes is not None)
+        name.call = NamedCall(rule, function, form, results, refuses)
         return results.unflatten(found)
 
     return run
@@ -125,26 +128,53 @@ def own_rows(function: Callable) -> Callable:
         [[-1.0], [1.0]]
     """
 
-    return lambda *arguments: _run_on_own_rows(function, None, *arguments)
+    return _kept(function, _on_own_rows, refuses=OWN_ROWS)
+
+
+OWN_ROWS = (
+    "hfjax.own_rows, which has no derivative there. Take the derivative inside of it: "
+    "hfjax.own_rows(jax.grad(function))."
+)
+EXPERTS = (
+    "experts on other devices. Use a mesh without expert devices, or a model in three parts that "
+    "differentiates outside of its mixtures."
+)
+WRITES = (
+    "hfjax.own_rows(function): the function writes to a module that was made outside of it. Split "
+    "the module, hand its state in and out (nnx.split, nnx.merge), or let BatchNorm normalise over "
+    "each device's rows with hfjax.layout(…, sync_batch_norm=False)."
+)
+
+
+def row_by_row(function: Callable) -> Callable:
+    """Return the same of a function that does not join rows: its derivative is that of all rows."""
+    return _kept(function, _on_own_rows)
 
 
 def like_tokens(function: Callable) -> Callable:
-    """Return the same of a function whose result is like its second argument.
+    """Return the same of a function of (arrays, groups of tokens, …) that returns such groups.
 
-    It need not be traced with all rows: tokens travel in it from the rows of each device.
+    It need not be traced with all rows: tokens travel in it from the groups of each device.
     """
-    shapes = lambda arrays, x, *more: x + 0
-    return lambda *arguments: _run_on_own_rows(function, shapes, *arguments)
+    return _kept(function, _on_own_groups, lambda arrays, x, *more: x + 0, EXPERTS)
 
 
-def _run_on_own_rows(function: Callable, shapes: Callable | None, *arguments: Any) -> Any:
+def _kept(
+    function: Callable, rule: Callable, shapes: Callable | None = None, refuses: str = ""
+) -> Callable:
     def alone(*arguments: Any) -> Any:  # what it calls runs on the same rows
         with recording(False):
             return function(*arguments)
 
-    if not is_recording():
-        return function(*arguments)
-    return named(_on_own_rows, alone, shapes)(*arguments)
+    def run(*arguments: Any) -> Any:
+        if not is_recording():
+            return function(*arguments)
+        try:
+            return named(rule, alone, shapes, refuses)(*arguments)
+        except TraceContextError as error:
+            raise ValueError(WRITES) from error
+
+    return run
 
 
 def _on_own_rows(call: NamedCall, scope: Scope, body: Any, arguments: Any) -> Any:
@@ -156,6 +186,18 @@ def _on_own_rows(call: NamedCall, scope: Scope, body: Any, arguments: Any) -> An
     jaxpr, _ = body
     pairs = zip(jax.tree.leaves(found), jaxpr.outvars, strict=True)
     return [_joined(scope, jnp.asarray(x), v.aval.shape) for x, v in pairs]
+
+
+def _on_own_groups(call: NamedCall, scope: Scope, body: Any, arguments: Any) -> Any:
+    """Run a function on the groups of tokens that are here, or on all where they do not divide."""
+    arrays, *tokens = arguments
+    leaves, form = jax.tree.flatten(tokens, is_leaf=_is_leaf)
+    fits = (scope.shape(v) and scope.side.divides(scope.shape(v), ROWS) for v in leaves)
+    divides = scope.side.size > 1 and all(fits)
+    here = [scope.part(v, ROWS) if divides else scope.whole(v) for v in leaves]
+    whole = jax.tree.map(scope.whole, arrays, is_leaf=_is_leaf)
+    found = call.function(whole, *form.unflatten(here))
+    return [Part(x) if divides else x for x in jax.tree.leaves(found)]
 
 
 def _is_leaf(value: Any) -> bool:

@@ -256,18 +256,27 @@ def while_loop(scope: Scope, equation: JaxprEqn, values: Values) -> Values:
     first = values[n_cond + n_body :]
     go = body_in(p["cond_jaxpr"].jaxpr, p["cond_jaxpr"].consts)
     do = body_in(p["body_jaxpr"].jaxpr, p["body_jaxpr"].consts)
-    body = lambda inner, carry, _: do(inner, [*of_body, *carry])
+    for_each = bool(p["cond_jaxpr"].out_avals[0].shape)  # a loop for each entry, as vmap makes it
+
+    def body(inner: Scope, carry: Values, _: Any) -> Values:
+        out = do(inner, [*of_body, *carry])
+        on = inner.settled(go(inner, [*of_cond, *carry])[0]) if for_each else None
+        return [_beside(inner, v, on.cut) for v in out] if isinstance(on, Part) else out
+
     kinds = _carried(scope, body, first, [])
     start = [jnp.asarray(scope.as_kind(v, k)) for v, k in zip(first, kinds, strict=True)]
     both = lambda inner, values: [*go(inner, [*of_cond, *values]), *do(inner, [*of_body, *values])]
     _, told = found_without_devices(scope, both, start, kinds)
+    alone = not told and all(isinstance(kind, Cut) for kind in kinds)  # each device on its own
+    if for_each and not alone:
+        scope.tell("greatest", jnp.zeros((), "int32"))
 
     def condition(arrays: list) -> Any:
         inner = scope.inside()
         (found,) = go(inner, [*of_cond, *again(arrays, kinds)])
-        if inner.shape(found):  # of a loop for each entry, as vmap makes it
+        if for_each:
             here = held(inner.settled(found)).any()
-            return scope.side.greatest(here) if isinstance(found, Part) else here
+            return here if alone or not isinstance(found, Part) else scope.side.greatest(here)
         found = inner.whole(found)
         return scope.side.agreed(found) if told else found
 
@@ -276,12 +285,17 @@ def while_loop(scope: Scope, equation: JaxprEqn, values: Values) -> Values:
         values = again(arrays, kinds)
         out = do(inner, [*of_body, *values])
         new = [inner.as_kind(v, k) for v, k in zip(out, kinds, strict=True)]
-        if not p["cond_jaxpr"].out_avals[0].shape:
+        if not for_each:
             return new
         (on,) = go(inner, [*of_cond, *values])
         return [_where(inner, on, x, y, k) for x, y, k in zip(new, arrays, kinds, strict=True)]
 
     return again(lax.while_loop(condition, step, start), kinds)
+
+
+def _beside(scope: Scope, value: Any, cut: Cut) -> Any:
+    """Return what a loop for each entry carries as what it asks of each entry is split."""
+    return value if isinstance(value, Part) else Part(scope.part(value, cut), cut)
 
 
 def _where(scope: Scope, on: Any, new: Any, old: Any, kind: Kind) -> jax.Array:

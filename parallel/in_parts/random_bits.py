@@ -25,7 +25,9 @@ def random_bits(scope: Scope, equation: JaxprEqn, values: Values) -> Values:
     ndim, whole = len(scope.shape(keys)), scope.whole(keys)
     bits, shape = equation.params["bit_width"], equation.params["shape"]
     if scope.cut_of(out.shape) is None:
-        return scope.bind(equation, [whole])
+        found = scope.bind(equation, [whole])
+        scope.tell("draw", found[0])  # for the microbatch, by its number
+        return found
     counts = ndim == 0 and math.prod(shape) < _COUNTERS and is_threefry(whole)
 
     def make(scope: Scope, cut: Cut | None) -> Any:
@@ -33,6 +35,7 @@ def random_bits(scope: Scope, equation: JaxprEqn, values: Values) -> Values:
             return scope.bind(equation, [scope.part(whole, cut)])[0]
         if cut is None or not counts:
             found = scope.bind(equation, [whole])[0]
+            scope.tell("draw", found)
             return found if cut is None else scope.taken(found, cut)
         found = _drawn(scope, whole, shape, cut, bits)
         scope.tell("draw", found)

@@ -26,7 +26,7 @@ class Join:
         line: Where the user's program joins them.
         operation: JAX's name of the operation.
         how: "sum", "greatest", "least", "gather"; "average" (of what is of own rows);
-            "draw" (a part of random numbers for all rows);
+            "draw" (random numbers for all rows, or a part of them);
             "cut" (the rows here of what is known for all rows, by their number);
             "alone" (a collective of the user's own that sees one device).
         bytes: The size of what is made: of a sum, or of the whole that is gathered.

@@ -36,7 +36,7 @@ class Ends:
 
         before = self.rows.of_variables(variables, self.blueprint.variables)
         y, after = self.rows.run(name, run, outside, before, x)
-        return y, self.rows.written(before, after)
+        return y, self.rows.written(before, after, name)
 
     def embed_of_part(self, outside: Flat, variables: Flat, batch: Any, count: int) -> Any:
         """Return what `embed` makes of the first of so many parts of the rows here."""

@@ -88,7 +88,7 @@ class PlacedModel:
 
     def first(self, outside: Flat, m: Index) -> Any:
         """Return what enters the first layer."""
-        return self.rows.as_kinds(self._embedded(outside, m), self._kinds)
+        return self.rows.as_kinds(self._embedded(outside, m), self._kinds, "before layers")
 
     def _embedded(self, outside: Flat, m: Index) -> Any:
         return self._end("embed", outside, self.rows.values(self.inputs(m)), m)
@@ -140,7 +140,9 @@ class PlacedModel:
         held = self.variables(m, number) if layer.variables else {}
         stored = lambda path: self.stored(path, values[path], slots.get(path))
         y = self.apply(layer, stored, held, x)
-        return y if as_it_is else self.rows.as_kinds(y, self._kinds)
+        if as_it_is:
+            return y
+        return self.rows.as_kinds(y, self._kinds, "between layers", self.blueprint.number_of_layers)
 
     def run(self, layer: Layer, values: Flat, slots: Flat, x: Any) -> Any:
         """Return what a layer of a list makes of `x`, its parameters being stored ones."""

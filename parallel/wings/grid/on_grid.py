@@ -27,7 +27,7 @@ from hfjax.base.head import countable
 from hfjax.base.mean import Mean
 from hfjax.pallas_kernels.handing import Projection
 from hfjax.parallel.engine import local
-from hfjax.parallel.in_parts.named_calls import own_rows
+from hfjax.parallel.in_parts.named_calls import row_by_row
 from hfjax.parallel.mesh import COLUMN_AXIS, ROW_AXIS, SAMPLE_AXES, in_use
 from hfjax.parallel.strategy import Axes
 
@@ -227,7 +227,7 @@ def _sum_of_parts(x: jax.Array, axis: str, dim: int) -> jax.Array:
 
 def _run(move: Callable, x: jax.Array, dim: int) -> jax.Array:
     """Return what a move makes of an array; along rows it is of those that are here."""
-    return own_rows(move)(x) if dim == BATCH else move(x)
+    return row_by_row(move)(x) if dim == BATCH else move(x)
 
 
 def _mine(x: jax.Array, axis: str, dim: int) -> jax.Array:

@@ -14,7 +14,7 @@ import jax
 from jax.sharding import Mesh
 
 from hfjax.parallel.engine.legs import mapped
-from hfjax.parallel.in_parts.named_calls import is_recording, own_rows
+from hfjax.parallel.in_parts.named_calls import row_by_row
 from hfjax.parallel.mesh import partitioned
 
 
@@ -35,7 +35,7 @@ class OnShards:
     def __call__(self, *operands: Any) -> Any:
         """Return the result; in a program that is traced with all rows, on this device's own."""
         run = lambda *operands: _run(self, operands)
-        return (own_rows(run) if is_recording() else run)(*operands)
+        return row_by_row(run)(*operands)
 
     def map(self, function: Callable, in_specs: Any, out_specs: Any) -> Callable:
         """Return the function, run on each shard."""
