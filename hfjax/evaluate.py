@@ -100,8 +100,8 @@ def predict_step(
     What has a row for each row of the batch is split over the devices as it is; what has none is
     whole on each. (In a pipeline outputs begin with the rows.) Devices that share rows each get
     them whole. A number of rows that does not divide by the devices is filled up, and the filling
-    dropped from the outputs, whose rows then lie where XLA puts them; it is refused where rows
-    meet in the model, and with several processes.
+    dropped from the outputs, whose rows then lie where XLA puts them (`x.shape[0]` counts them); it
+    is refused where rows meet in the model, and with several processes.
 
     Args:
         layout: Where everything lives, as `hfjax.layout` returns it.

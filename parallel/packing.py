@@ -171,6 +171,12 @@ class PackedLayers:
 
 
 def _name(array: Any) -> str:
+    if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+        raise ValueError(
+            f"layers of a list hand on a random key {array.dtype}{list(array.shape)}: in a "
+            "pipeline that travels in a buffer of numbers. Hand on jax.random.key_data(key), and "
+            "take jax.random.wrap_key_data of it in the layer."
+        )
     return jnp.dtype(array.dtype).name
 
 

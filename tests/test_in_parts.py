@@ -9,6 +9,7 @@ import pytest
 
 from hfjax.parallel.in_parts.interpreter import in_parts
 from hfjax.parallel.in_parts.kinds import Cut, Part, Side, Sum
+from hfjax.parallel.in_parts.named_calls import own_rows
 from tests.compare_rows import by_shard_map, compare, whole
 from tests.generated_rows import generated, of_steps
 from tests.typical_rows import SIZES, TYPICAL, named
@@ -241,6 +242,17 @@ def test_a_function_may_close_over_weights_and_be_derived(n):
     for many, one in zip(found, expected, strict=True):
         for each in many:
             np.testing.assert_allclose(each, one, rtol=1e-4, atol=1e-5)
+
+
+def test_a_function_that_jax_has_traced_before_keeps_what_runs_on_own_rows():
+    centre = jax.jit(own_rows(lambda x: x - x.mean(0, keepdims=True)))
+    function = lambda x: centre(jnp.exp(centre(x)))
+    x = np.random.default_rng(0).normal(size=(8, 3)).astype(np.float32)
+    _, first = on_devices(4, function, rows_of(x, 4))
+    _, again = on_devices(4, function, rows_of(x, 4))
+    expected = np.concatenate([function(each) for each in np.split(x, 4)])
+    for found in (first, again):
+        np.testing.assert_allclose(found[0], expected, rtol=1e-5, atol=1e-6)
 
 
 def test_of_whole_arrays_everything_is_whole_and_nothing_is_told():

@@ -165,6 +165,30 @@ def test_experts_of_hfjax_are_whole_for_what_reads_them_beside_their_mixture(mod
     assert_strategies_agree(model, squares, BATCH, cases, optimizer=optax.sgd(0.1), steps=2)
 
 
+class InGroups(nnx.Module):
+    """Groups of tokens that lie on several devices; the mixture runs twice in one function."""
+
+    def __init__(self, rngs, group, width):
+        self.into = nnx.Linear(4, width, rngs=rngs)
+        options = {"group": group, "min_capacity": 1, "router": QUIET}
+        self.mix = MoE(width, 8, 4, top_k=2, **options, rngs=rngs)
+        self.out = nnx.Linear(width, 4, rngs=rngs)
+
+    def __call__(self, batch):
+        step = nnx.jit(lambda mix, x: x + mix(x)[0])
+        return self.out(step(self.mix, step(self.mix, self.into(batch["x"]))))
+
+
+@pytest.mark.parametrize(("group", "width"), [(8, 6), (4, 8), (2, 8)])
+@pytest.mark.parametrize("axis", ["data", "expert"])
+def test_groups_of_any_size_have_the_experts_of_one_device(group, width, axis):
+    strategy = hfjax.EXPERT if axis == "expert" else hfjax.DDP
+    batch = {"x": np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32)}
+    loss = lambda outputs, batch: ((outputs - 1) ** 2).mean()
+    init = lambda rngs: InGroups(rngs, group, width)
+    assert_strategies_agree(init, loss, batch, {axis: (strategy, {axis: 4})}, steps=1)
+
+
 def test_which_experts_are_gathered_and_what_to_use_instead_is_told():
     message = r"mixture/kernels_of_experts: split over expert, and in no mixture .*moe.MoE\("
     mesh = hfjax.make_mesh(expert=4, data=2)

@@ -126,6 +126,68 @@ def test_collectives_over_the_axis_of_a_vmap_join_the_rows_of_all_devices(sizes)
     assert_strategies_agree(init, squares, BATCH, case, steps=2, forward=forward)
 
 
+class Averages(nnx.Module):
+    """A moving average of means: linear in what each device has."""
+
+    def __init__(self, rngs):
+        self.map, self.mean = nnx.Linear(4, 3, rngs=rngs), nnx.BatchStat(jnp.zeros(3))
+
+    def __call__(self, batch):
+        y = self.map(batch["x"])
+        self.mean[...] = 0.9 * self.mean[...] + 0.1 * jax.lax.stop_gradient(y).mean(0)
+        return y
+
+
+class Counts(nnx.Module):
+    """Scales by the number of the microbatch."""
+
+    def __init__(self, rngs):
+        self.map, self.count = nnx.Linear(4, 3, rngs=rngs), nnx.BatchStat(jnp.float32(0))
+
+    def __call__(self, batch):
+        self.count[...] += 1
+        return self.map(batch["x"]) * self.count[...]
+
+
+class Masks(nnx.Module):
+    """One mask for all rows of a microbatch."""
+
+    def __init__(self, rngs):
+        self.map = nnx.Linear(4, 3, rngs=rngs)
+        self.drop = nnx.Dropout(0.5, broadcast_dims=(0,), rngs=rngs)
+
+    def __call__(self, batch):
+        return self.drop(self.map(batch["x"]))
+
+
+@pytest.mark.parametrize("model", [Averages, Counts, Masks])
+def test_what_only_microbatches_have_is_that_of_one_device(model):
+    """Nothing joins rows by itself."""
+    case = {"DDP": (hfjax.DDP, {"data": 2})}
+    assert_strategies_agree(model, squares, BATCH, case, steps=1, accumulate=2)
+
+
+def test_a_key_for_the_microbatch_draws_the_number_of_one_device():
+    init, scaled = lambda rngs: nnx.Linear(4, 3, rngs=rngs), jax.random.uniform
+    forward = lambda model, batch, key: model(batch["x"]) * scaled(key)
+    assert_strategies_agree(init, squares, BATCH, FOUR, steps=1, accumulate=2, forward=forward)
+
+
+def test_a_loop_for_each_row_sends_nothing():
+    def forward(model, batch):
+        def count(row):
+            return jax.lax.while_loop(lambda c: c < row[0], lambda c: c + 1, jnp.float32(0))
+
+        counts = jax.lax.stop_gradient(jax.vmap(count)(batch["x"]))
+        return model(batch["x"]) * counts[:, None]
+
+    mesh, init = hfjax.make_mesh(data=8), lambda rngs: nnx.Linear(4, 3, rngs=rngs)
+    layout = hfjax.layout(init, optax.sgd(0.1), mesh, hfjax.DDP, forward=forward)
+    step = hfjax.train_step(layout, squares)
+    assert {c.shape for c in hfjax.collectives(step.lower(BATCH))} == {(4, 3), (3,), ()}
+    assert str(step.rows) == "no rows meet"
+
+
 class Joins(nnx.Module):
     """Batch norm written inline, a running sum, a codebook, noise for the batch, a queue."""
 

@@ -118,7 +118,7 @@ def test_also_where_layers_are_fetched_from_the_host_one_by_one(listed, accumula
     assert_strategies_agree(init, loss, BATCH, case, steps=2, accumulate=accumulate)
 
 
-def trained(init, strategy, sizes, **execution):
+def trained(init, strategy, sizes, loss=loss, **execution):
     """Return losses and norms of gradients."""
     mesh = hfjax.make_mesh(devices=jax.devices()[: int(np.prod(list(sizes.values())))], **sizes)
     layout = hfjax.layout(init, optax.adam(1e-2), mesh, strategy)
@@ -128,6 +128,46 @@ def trained(init, strategy, sizes, **execution):
         state, metrics = step(state, BATCH)
         told.append((float(metrics["loss"]), float(metrics["grad_norm"])))
     return told
+
+
+class Pooled(nnx.Module):
+    """A stack that is handed the mean of all rows, and a number of them."""
+
+    def __init__(self, rngs):
+        make = nnx.vmap(Maps, in_axes=0, out_axes=0)
+        self.layers = nnx.split_rngs(splits=4)(make)(rngs)
+
+    def embed(self, batch):
+        return batch["x"].mean(0, keepdims=True), batch["x"].sum()
+
+    def head(self, given):
+        x, number = given
+        return {"x": x + 0 * x.sum(), "added": number}
+
+
+class Maps(nnx.Module):
+    """Hands on a sum as it is."""
+
+    def __init__(self, rngs):
+        self.map = nnx.Linear(4, 4, rngs=rngs)
+
+    def __call__(self, given):
+        x, number = given
+        return jnp.tanh(self.map(x)), number * 1.5
+
+
+def pooled_loss(outputs, batch):
+    return ((outputs["x"] - batch["y"].mean(0, keepdims=True)) ** 2).mean() + outputs["added"] ** 2
+
+
+@pytest.mark.parametrize("schedule", [None, "1f1b"])
+def test_what_is_linear_in_rows_is_handed_on_as_on_one_device(schedule):
+    how = {"schedule": hfjax.Schedule(schedule, 2)} if schedule else {"accumulate": 2}
+    sizes = {"pipe": 2, "data": 2} if schedule else {"data": 2}
+    strategy = hfjax.PIPE if schedule else hfjax.DDP
+    found = trained(Pooled, strategy, sizes, pooled_loss, **how)
+    wanted = trained(Pooled, hfjax.DDP, {"data": 1}, pooled_loss, accumulate=2)
+    np.testing.assert_allclose(found, wanted, rtol=1e-5)
 
 
 PIPES = {
