@@ -111,11 +111,16 @@ def spoiled(value):
 
 
 def reached():
-    """Return, for each rule, programs of which it runs on what is not the same everywhere."""
-    found = {}
+    """Return, for each rule, programs of which it runs on what is not the same everywhere.
+
+    Programs that loop until something holds are left out: with a spoiled rule they may never end.
+    """
+    found, loop = {}, set()
 
     def noting(name, rule, program):
         def run(scope, equation, values):
+            if name == "while":
+                loop.add(program)
             results = rule(scope, equation, values)
             if results is not None and any(isinstance(v, Part | Sum | Made) for v in results):
                 found.setdefault(name, {})[program] = None
@@ -123,7 +128,7 @@ def reached():
 
         return run
 
-    programs = [functools.partial(generated, seed) for seed in range(200)]
+    programs = [functools.partial(generated, seed) for seed in range(80)]
     for make in (*typical(*sorted(TYPICAL)), *programs):
         program = make()
         with pytest.MonkeyPatch.context() as patch:
@@ -134,7 +139,10 @@ def reached():
                 jax.eval_shape(run, program.weights, parts(program.batch, N))
             except NotImplementedError:  # JAX has no rule of it for vmap
                 continue
-    return found
+    return {
+        name: [make for make in by if name == "while" or make not in loop]
+        for name, by in found.items()
+    }
 
 
 @pytest.mark.slow
@@ -143,11 +151,13 @@ def test_every_rule_that_is_spoiled_is_found():
         programs = reached()
     missed = []
     for name, by in programs.items():
+        if not by:
+            continue
         rule = interpreter.RULES[name]
         with pytest.MonkeyPatch.context() as patch:
             wrong = lambda *given, rule=rule: [spoiled(v) for v in rule(*given) or ()] or None
             patch.setitem(interpreter.RULES, name, wrong)
-            if not found_wrong(*list(by)[:3]):
+            if not any(map(found_wrong, by[:5])):
                 missed.append(name)
     unreached = sorted(interpreter.RULES.keys() - programs.keys())
     print(f"{len(programs)} rules are found; no program reaches {', '.join(unreached)}")

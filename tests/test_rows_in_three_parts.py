@@ -130,6 +130,38 @@ def trained(init, strategy, sizes, loss=loss, **execution):
     return told
 
 
+class Remembers(nnx.Module):
+    """A layer that keeps the rows it was given last: all of them, and in each row its own."""
+
+    def __init__(self, rngs):
+        self.map = nnx.Linear(4, 4, rngs=rngs)
+        self.last = nnx.BatchStat(jnp.zeros((16, 4)))
+        self.rows = nnx.Cache(jnp.zeros((16, 4)), axes=("batch", None))
+
+    def __call__(self, x):
+        y = jnp.tanh(self.map(x)) + 0.1 * self.last[...] + 0.1 * self.rows[...]
+        self.last[...] = jax.lax.stop_gradient(y)
+        self.rows[...] = jax.lax.stop_gradient(x)
+        return y
+
+
+class OfRemembering(nnx.Module):
+    def __init__(self, rngs):
+        self.layers = nnx.List([Remembers(rngs) for _ in range(2)])
+
+    def embed(self, batch):
+        return batch["x"]
+
+    def head(self, x):
+        return x
+
+
+def test_variables_of_layers_hold_the_rows_of_all_devices_or_those_here():
+    squares = lambda outputs, batch: ((outputs - batch["y"]) ** 2).mean()
+    cases = {name: STRATEGIES[name] for name in ("DDP", "HSDP")}
+    assert_strategies_agree(OfRemembering, squares, BATCH, cases, steps=3)
+
+
 class Pooled(nnx.Module):
     """A stack that is handed the mean of all rows, and a number of them."""
 

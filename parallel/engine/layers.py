@@ -167,7 +167,7 @@ def layer_function(
 
         def run(rows, x, variables):
             x, written = rows.run(name, call, here, rows.of_state(variables), x, times=times)
-            return x, rows.here(written, f"variables of {name}", times)
+            return x, rows.state_here(written, f"variables of {name}", times)
 
         return by_parts(run, rows, name, x, variables)
 

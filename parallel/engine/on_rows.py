@@ -60,7 +60,7 @@ def axes_of(template: Any) -> tuple[str | None, ...]:
 def cut_of(variable: Any) -> Cut | None:
     """Return where a variable of a layer, or of the model, has the rows of a batch."""
     if per_row(variable):
-        ndim = jnp.ndim(variable.get_raw_value())  # in an evaluation no key is drawn for rows
+        ndim = variable.get_raw_value().ndim  # in an evaluation no key is drawn for rows
         return Cut(ndim - 1) if ndim else None
     return ROWS if axes_of(variable)[:1] == ("batch",) else None
 
@@ -140,13 +140,16 @@ class OnRows:
             if is_value(v) and kind_of(v) != kind
         ]
 
-    def here(self, tree: Any, part: str, times: int = 1) -> Any:
-        """Return this device's rows of what has rows in a tree of values, of the rest the whole."""
-        values = _leaves(tree)
-        kinds = [ROWS if kind_of(v) == ROWS else SAME for v in values]
+    def state_here(self, state: Any, part: str, times: int = 1) -> Any:
+        """Return a state that a layer has written, of values, as this device holds it."""
+        flat = nnx.to_flat_state(state)
+        values = [variable.get_raw_value() for _, variable in flat]
+        kinds = [ROWS if axes_of(v)[:1] == ("batch",) else SAME for _, v in flat]
         self._tell(part, values, kinds, times)
-        found = [self.side.as_kind(v, k) for v, k in zip(values, kinds, strict=True)]
-        return jax.tree.structure(tree, is_leaf=is_value).unflatten(found)
+        pairs = zip(flat, values, kinds, strict=True)
+        return nnx.from_flat_state(
+            [(keys, v.replace(self.side.as_kind(x, kind))) for (keys, v), x, kind in pairs]
+        )
 
     def first(self, tree: Any, begin: tuple[int, int]) -> Any:
         """Return this device's rows of outputs [microbatches, rows, …], which are values."""
