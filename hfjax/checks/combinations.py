@@ -23,10 +23,10 @@ from hfjax.checks.grid_stand_in import BUILD
 from hfjax.checks.look_along_rows import APART, MEET_BY
 from hfjax.checks.look_at_grid import WHOLE_ON_A_GRID
 from hfjax.parallel.engine.blueprint import LAYERS
-from hfjax.parallel.engine.row_parts import NO_STATISTICS_OF_PARTS, SOME_ROWS
 from hfjax.parallel.execution import Execution
 from hfjax.parallel.mesh import platform_of
 from hfjax.parallel.three_parts.placed_model import IN_A_LOOP, IN_A_PIPELINE, NO_STATISTICS
+from hfjax.parallel.three_parts.row_parts import NO_STATISTICS_OF_PARTS, SOME_ROWS
 from hfjax.plan.check_layout import PACKED_TOGETHER
 from hfjax.plan.layout import Layout
 

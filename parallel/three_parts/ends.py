@@ -9,7 +9,7 @@ from hfjax.base.paths import Flat
 from hfjax.parallel.engine.blueprint import LAYERS, Blueprint
 from hfjax.parallel.engine.fetch import Placeholder
 from hfjax.parallel.engine.on_rows import OnRows
-from hfjax.parallel.engine.row_parts import of_part, part_of
+from hfjax.parallel.three_parts.row_parts import of_part, part_of
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,10 @@ from hfjax.base.mean import Mean
 from hfjax.base.paths import Flat
 from hfjax.parallel.engine.blueprint import LAYERS
 from hfjax.parallel.engine.fetch import Stored, fetched
-from hfjax.parallel.engine.layers import run_layers
-from hfjax.parallel.engine.row_parts import RowParts
 from hfjax.parallel.engine.step_context import StepContext, rows_of
 from hfjax.parallel.three_parts.ends import Ends
+from hfjax.parallel.three_parts.row_parts import RowParts
+from hfjax.parallel.three_parts.run_layers import run_layers
 
 
 @dataclass(frozen=True)

@@ -22,10 +22,10 @@ from hfjax.parallel.autodiff.model_parts import Extras, ModelParts
 from hfjax.parallel.engine.blueprint import LAYERS, Blueprint, Layer, fill, raw
 from hfjax.parallel.engine.fetch import Movement, Stored
 from hfjax.parallel.engine.keys import is_random
-from hfjax.parallel.engine.layers import layer_function
 from hfjax.parallel.engine.on_rows import OnRows
 from hfjax.parallel.in_parts.kinds import Kind
 from hfjax.parallel.three_parts.ends import Ends
+from hfjax.parallel.three_parts.run_layers import layer_function
 
 IN_A_PIPELINE = (
     "in a pipeline nothing is written, since microbatches are in different layers at the same time"

@@ -1,0 +1,194 @@
+"""Running a model's layers: the layer is the unit of gathering and of rematerialisation."""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+from hfjax.parallel.autodiff.dissect import check_same
+from hfjax.parallel.engine.blueprint import is_list, items_of
+from hfjax.parallel.engine.fetch import Placeholder, Stored, fetched
+from hfjax.parallel.engine.layers import LayerOptions
+from hfjax.parallel.engine.on_rows import OnRows
+from hfjax.parallel.three_parts.row_parts import by_parts
+
+
+def run_layers(layers: Any, stored: Mapping[str, Stored], x: Any, run: LayerOptions) -> Any:
+    """Return what layers make of x, values or a `RowParts`; they keep what they write.
+
+    `stored` are their parameters, by path; in the layers each is `Placeholder`.
+    """
+    return (_run_list if is_list(layers) else _run_stack)(layers, stored, x, run)
+
+
+def _split(layer: nnx.Module, stored: Mapping[str, Stored]) -> tuple[Any, Any, Any]:
+    """Return a layer's graph, its parameters, which are stored ones, and its variables."""
+    graph, parameters, variables = nnx.split(layer, nnx.Param, ...)
+    is_away = lambda x: isinstance(x, Placeholder)
+    parameters = jax.tree.map(lambda x: stored[x.path], parameters, is_leaf=is_away)
+    return graph, parameters, variables
+
+
+def layer_function(
+    graph: nnx.GraphDef,
+    policy: Callable | None,
+    rows: OnRows,
+    barrier: bool = True,
+    row: int | None = None,
+    name: str = "layers",
+    times: int = 1,
+) -> Callable:
+    """Return (parameters, variables, x) -> (x, variables) for one layer, rematerialised.
+
+    The layer's parameters are fetched together, once, however often it reads them; given those of
+    several layers it takes its row. Within a loop nothing merges what is recomputed with what it
+    was computed from: a barrier against that would only keep the next layer's gathers from
+    starting early. What `rows` is told is told of the part `name`, which
+    stands for so many layers.
+    """
+
+    def call(parameters, variables, x):
+        before = _raw(variables)  # merged variables are those of the state: written in place
+        layer = nnx.merge(graph, parameters, variables)
+        x = layer(x)
+        return x, _written(layer, before)
+
+    def apply(parameters, variables, x):
+        if row is not None:
+            parameters, variables = jax.tree.map(lambda a: a[row], (parameters, variables))
+        here = fetched(parameters)
+
+        def run(rows, x, variables):
+            x, written = rows.run(name, call, here, rows.of_state(variables), x, times=times)
+            return x, rows.state_here(written, f"variables of {name}", times)
+
+        return by_parts(run, rows, name, x, variables)
+
+    return apply if policy is None else jax.checkpoint(apply, policy=policy, prevent_cse=barrier)
+
+
+def _written(layer: nnx.Module, before: dict) -> nnx.State:
+    """Return the variables that the layer has written to."""
+    now = nnx.state(layer, nnx.Not(nnx.Param))
+    values = _raw(now)
+    flat = nnx.to_flat_state(now)
+    return nnx.from_flat_state([(keys, v) for keys, v in flat if values[keys] is not before[keys]])
+
+
+def _raw(state: nnx.State) -> dict:
+    raw = lambda x: x.get_raw_value() if isinstance(x, nnx.Variable) else x
+    return {keys: raw(variable) for keys, variable in nnx.to_flat_state(state)}
+
+
+def _run_stack(layers: nnx.Module, stored: Mapping[str, Stored], x: Any, run: LayerOptions) -> Any:
+    """Return x after all layers: a scan over units of them, and those that are left over."""
+    graph, *arrays = _split(layers, stored)
+    unroll, size = run.unroll(), run.remat.unit
+    barrier, rows = unroll is True or unroll != 1, run.traced.rows
+    count = jax.tree.leaves(arrays)[0].shape[0]
+    units, rest = divmod(count, size)
+    unit = _unit(graph, size, count, run, barrier)
+    apply = run.offloading(unit, "layers", units, barrier)
+    many = tuple(_rows(arrays, 0, units, size))
+    one = jax.tree.map(lambda a: a[0], many)
+    kinds = rows.kinds(lambda x: unit(*one, x)[0], x)
+
+    def turn(x, unit):
+        y, written = apply(*unit, x)
+        y = rows.as_kinds(y, kinds, "between layers", count)
+        check_same(x, y)
+        return y, written
+
+    x, written = lax.scan(turn, rows.as_kinds(x, kinds, "before layers"), many, unroll=unroll)
+    if size > 1:
+        written = jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), written)
+    if rest:
+        last = run.offloading(_unit(graph, rest, count, run, True), "last layers", 1, True)
+        few = jax.tree.map(lambda a: a[0], _rows(arrays, units * size, 1, rest))
+        x, more = last(*few, x)
+        more = jax.tree.map(lambda a: a.reshape(rest, *a.shape[rest > 1 :]), more)
+        written = jax.tree.map(lambda *parts: jnp.concatenate(parts), written, more)
+    nnx.update(layers, written)
+    return x
+
+
+def _rows(arrays: Any, first: int, units: int, size: int) -> Any:
+    """Return [units, size, ...] of stacked layers, from the first on; [units, ...] if size is 1."""
+
+    def split(a):
+        part = a if units * size == len(a) else a[first : first + units * size]
+        return part if size == 1 else part.reshape(units, size, *a.shape[1:])
+
+    return jax.tree.map(split, arrays)
+
+
+def _unit(graph: nnx.GraphDef, size: int, count: int, run: LayerOptions, barrier: bool) -> Callable:
+    """Return (parameters, variables, x) -> (x, variables) for some of `count` stacked layers."""
+    rows = run.traced.rows
+    one = lambda i, row: layer_function(graph, run.policy(i), rows, barrier, row, times=count)
+    if size == 1:
+        return _together(one(0, None), run, barrier)
+    functions = [one(number, number) for number in range(size)]
+
+    def apply(parameters, variables, x):
+        written = []
+        for function in functions:
+            x, new = function(parameters, variables, x)
+            written.append(new)
+        return x, jax.tree.map(lambda *layers: jnp.stack(layers), *written)
+
+    return _together(apply, run, barrier)
+
+
+def _together(apply: Callable, run: LayerOptions, barrier: bool) -> Callable:
+    """Return the function of a group of layers, of which only what enters it is kept."""
+    if run.remat.group == 1:
+        return apply
+    nothing = jax.checkpoint_policies.nothing_saveable
+    return jax.checkpoint(apply, policy=nothing, prevent_cse=barrier)
+
+
+def _run_list(layers: Any, stored: Mapping[str, Stored], x: Any, run: LayerOptions) -> Any:
+    modules = list(items_of(layers))
+    group = run.remat.group
+    for first in range(0, len(modules), group):
+        part = modules[first : first + group]
+        apply = _together(_chain(part, first, run), run, barrier=True)
+        apply = run.offloading(apply, f"layers/{first}", 1, barrier=True)
+        split = [_split(m, stored) for m in part if isinstance(m, nnx.Module)]
+        parameters, variables = [s[1] for s in split], [s[2] for s in split]
+        x, written = apply(parameters, variables, x)
+        for module, new in zip(
+            (m for m in part if isinstance(m, nnx.Module)), written, strict=True
+        ):
+            nnx.update(module, new)
+    return x
+
+
+def _chain(part: list, first: int, run: LayerOptions) -> Callable:
+    """Return (parameters, variables, x) -> (x, variables) of modules and functions in a row."""
+    graphs = [nnx.graphdef(m) if isinstance(m, nnx.Module) else m for m in part]
+    rows = run.traced.rows
+
+    def apply(parameters, variables, x):
+        held, written = iter(zip(parameters, variables, strict=True)), []
+        for number, graph in enumerate(graphs):
+            name = f"layers/{first + number}"
+            if not isinstance(graph, nnx.GraphDef):  # a function, as nnx.Sequential may hold
+                x, _ = by_parts(partial(_function, graph, name), rows, name, x, None)
+                continue
+            policy = run.policy((first + number) % run.remat.every)
+            function = layer_function(graph, policy, rows, name=name)
+            x, new = function(*next(held), x)
+            written.append(new)
+        return x, written
+
+    return apply
+
+
+def _function(function: Callable, name: str, rows: OnRows, x: Any, _: Any) -> tuple[Any, None]:
+    return rows.run(name, function, x), None
