@@ -93,6 +93,8 @@ def test_each_seed_has_parameters_of_its_own_and_those_of_plain_flax():
         own = AsksForAValue(nnx.Rngs(key, dropout=jax.random.fold_in(key, 1)))
         found = hfjax.full(hfjax.init(layout, seed).params)
         np.testing.assert_array_equal(found["map"]["kernel"], own.map.kernel[...])
+        by_hand = hfjax.full(layout.create(seed).params)
+        np.testing.assert_array_equal(by_hand["map"]["kernel"], own.map.kernel[...])
 
 
 def test_layers_that_functions_keep_are_told_not_to_train():

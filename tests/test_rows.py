@@ -173,6 +173,37 @@ def test_a_key_for_the_microbatch_draws_the_number_of_one_device():
     assert_strategies_agree(init, squares, BATCH, FOUR, steps=1, accumulate=2, forward=forward)
 
 
+def centred(rows):
+    return rows - rows.mean(1, keepdims=True)
+
+
+REFUSED = {
+    "jax.vmap is around hfjax.own_rows": lambda m, b: jax.vmap(hfjax.own_rows(centred))(
+        jnp.stack([m(b["x"]), m(b["x"])])
+    ),
+    r"closes over \(hand it in as an argument\) is in hfjax.own_rows": lambda m, b: hfjax.own_rows(
+        lambda rows, w=m.kernel[...]: rows * w[:1, :1]
+    )(m(b["x"])),
+    "differentiates, within its own program, .* in hfjax.own_rows": lambda m, b: jax.grad(
+        lambda x: hfjax.own_rows(jnp.square)(x).sum()
+    )(m(b["x"])),
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_what_own_rows_cannot_be_is_refused_on_several_devices(words):
+    init = lambda rngs: nnx.Linear(4, 3, rngs=rngs)
+    for devices in (1, 4):
+        mesh = hfjax.make_mesh(devices=jax.devices()[:devices], data=devices)
+        layout = hfjax.layout(init, optax.sgd(0.1), mesh, hfjax.DDP, forward=REFUSED[words])
+        step = hfjax.train_step(layout, squares)
+        if devices == 1:
+            step.lower(BATCH)
+        else:
+            with pytest.raises(ValueError, match=words):
+                step.lower(BATCH)
+
+
 def test_a_loop_for_each_row_sends_nothing():
     def forward(model, batch):
         def count(row):

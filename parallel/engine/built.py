@@ -53,6 +53,7 @@ class Built:
         self._graph, self._form, leaves = _apart(model)
         self._is_key = [_is_key(x) for x in leaves]
         self._first = list(map(_on_host, leaves))
+        self._last = 0, self._first  # a seed, and what was built for it
         size = human(sum(x.nbytes for x in self._first))
         self.notes = (
             f"model_init cannot be traced ({_first_line(why)}): the model is built for real, on "
@@ -61,11 +62,17 @@ class Built:
 
     def arrays(self, seed: Any) -> list[np.ndarray]:
         """Return the arrays of the model that is built for a seed."""
-        return self._first if seed == 0 else list(map(_on_host, _apart(self._for_real(seed))[2]))
+        if seed == 0:
+            return self._first
+        if seed != self._last[0]:
+            self._last = seed, list(map(_on_host, _apart(self._for_real(seed))[2]))
+        return self._last[1]
 
     def __call__(self, seed: Any) -> Any:
-        """Return the model with the arrays that are held, else with those of seed 0."""
+        """Return the model with the arrays that are held; of a seed that is traced those of 0."""
         given = _GIVEN.get()
+        if given is None and not isinstance(seed, jax.core.Tracer):
+            given = self.arrays(seed)
         arrays = map(jnp.asarray, self._first if given is None else given)
         pairs = zip(arrays, self._is_key, strict=True)
         leaves = [jax.random.wrap_key_data(x) if is_key else x for x, is_key in pairs]

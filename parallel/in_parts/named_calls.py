@@ -17,7 +17,7 @@ from jax.extend.core import JaxprEqn
 
 from hfjax.parallel.autodiff.program import body_of
 from hfjax.parallel.in_parts.kinds import ROWS, Cut, Later, Made, Part, Sum, is_value
-from hfjax.parallel.in_parts.scope import Scope
+from hfjax.parallel.in_parts.scope import Scope, aval_of
 
 source_info_util.register_exclusion(__file__)  # the line of a named call is the user's
 
@@ -61,26 +61,39 @@ class NamedCall:
         function: What was called, of trees of arrays.
         arguments: Their form.
         results: The form of what it returned.
+        shapes: Those of its arguments.
         refuses: What it is, and what to do, where its program is not that of all rows.
+        stands_in: Whether what was traced has the right shapes only.
     """
 
     rule: Callable
     function: Callable
     arguments: Any
     results: Any
+    shapes: Any
     refuses: str = ""
+    stands_in: bool = False
+
+    def _another(self, equation: JaxprEqn) -> str:
+        """Return what JAX has made of the call, if it is another: its derivative, or a `vmap`."""
+        results = len(equation.outvars) == self.results.num_leaves
+        if len(equation.invars) == self.arguments.num_leaves and results:
+            same = [aval_of(v).shape for v in equation.invars] == self.shapes
+            return "" if same else "jax.vmap is around"
+        if results:
+            return "an array that the function closes over (hand it in as an argument) is in"
+        return "the model differentiates, within its own program, with respect to something in"
 
     def __call__(self, scope: Scope, equation: JaxprEqn, values: Sequence[Any]) -> Sequence[Any]:
         """Return what the call makes of values."""
         body = body_of(equation)
         assert body is not None
-        sizes = len(values), len(equation.outvars)
-        if sizes != (self.arguments.num_leaves, self.results.num_leaves):  # that of its derivative
-            if self.refuses:
-                raise ValueError(
-                    f"{scope.line}: the model differentiates, within its own program, with respect "
-                    f"to something that goes through {self.refuses}"
-                )
+        another = self._another(equation)
+        if another and scope.side.size == 1 and not self.stands_in:
+            return scope.run(scope, *body, values)
+        if another and self.refuses:
+            raise ValueError(f"{scope.line}: {another} {self.refuses}")
+        if another:
             return scope.run(scope, *body, values)
         found = self.rule(self, scope, body, self.arguments.unflatten(values))
         return jax.tree.leaves(found, is_leaf=is_value)
@@ -105,7 +118,9 @@ def named(
 
         flat.__name__ = name = CallName("named")
         found = jax.jit(flat)(*leaves)
-        name.call = NamedCall(rule, function, form, results, refuses)
+        sizes = [jnp.shape(leaf) for leaf in leaves]
+        stands_in = shapes is not None
+        name.call = NamedCall(rule, function, form, results, sizes, refuses, stands_in)
         return results.unflatten(found)
 
     return run
@@ -119,7 +134,7 @@ def own_rows(function: Callable) -> Callable:
     the mesh. Outside of a step it is the function itself.
 
     Args:
-        function: Of trees of arrays; it closes over no array that depends on the batch.
+        function: Of trees of arrays; it closes over none.
 
     Example:
         >>> import hfjax, jax.numpy as jnp
@@ -132,12 +147,12 @@ def own_rows(function: Callable) -> Callable:
 
 
 OWN_ROWS = (
-    "hfjax.own_rows, which has no derivative there. Take the derivative inside of it: "
+    "hfjax.own_rows. Let own_rows be around: hfjax.own_rows(jax.vmap(function)), "
     "hfjax.own_rows(jax.grad(function))."
 )
 EXPERTS = (
-    "experts on other devices. Use a mesh without expert devices, or a model in three parts that "
-    "differentiates outside of its mixtures."
+    "a mixture of experts, whose tokens travel between devices. Call it on all tokens at once, and "
+    "differentiate outside of the model."
 )
 WRITES = (
     "hfjax.own_rows(function): the function writes to a module that was made outside of it. Split "
