@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from flax.errors import TraceContextError
+from jax.core import Tracer
 
 from hfjax.base.tables import human
 
@@ -71,7 +72,7 @@ class Built:
     def __call__(self, seed: Any) -> Any:
         """Return the model with the arrays that are held; of a seed that is traced those of 0."""
         given = _GIVEN.get()
-        if given is None and not isinstance(seed, jax.core.Tracer):
+        if given is None and not isinstance(seed, Tracer):
             given = self.arrays(seed)
         arrays = map(jnp.asarray, self._first if given is None else given)
         pairs = zip(arrays, self._is_key, strict=True)
