@@ -187,6 +187,9 @@ REFUSED = {
     "differentiates, within its own program, .* in hfjax.own_rows": lambda m, b: jax.grad(
         lambda x: hfjax.own_rows(jnp.square)(x).sum()
     )(m(b["x"])),
+    "differentiates, within its own program, with .* in hfjax.own_rows": lambda m, b: jax.grad(
+        lambda x: hfjax.own_rows(lambda x: 2 * x + 1)(x).sum()  # whose tangent is not it
+    )(m(b["x"])),
 }
 
 

@@ -61,7 +61,7 @@ class NamedCall:
         function: What was called, of trees of arrays.
         arguments: Their form.
         results: The form of what it returned.
-        shapes: Those of its arguments.
+        form: That of its program: operations, and the shapes of what it is given.
         refuses: What it is, and what to do, where its program is not that of all rows.
         stands_in: Whether what was traced has the right shapes only.
     """
@@ -70,18 +70,20 @@ class NamedCall:
     function: Callable
     arguments: Any
     results: Any
-    shapes: Any
+    form: Any
     refuses: str = ""
     stands_in: bool = False
 
     def _another(self, equation: JaxprEqn) -> str:
         """Return what JAX has made of the call, if it is another: its derivative, or a `vmap`."""
         results = len(equation.outvars) == self.results.num_leaves
-        if len(equation.invars) == self.arguments.num_leaves and results:
-            same = [aval_of(v).shape for v in equation.invars] == self.shapes
-            return "" if same else "jax.vmap is around"
-        if results:
+        if results and len(equation.invars) > self.arguments.num_leaves:
             return "an array that the function closes over (hand it in as an argument) is in"
+        operations, shapes = _form(equation.params["jaxpr"])
+        if results and shapes != self.form[1]:
+            return "jax.vmap is around"
+        if results and operations == self.form[0]:
+            return ""
         return "the model differentiates, within its own program, with respect to something in"
 
     def __call__(self, scope: Scope, equation: JaxprEqn, values: Sequence[Any]) -> Sequence[Any]:
@@ -97,6 +99,11 @@ class NamedCall:
             return scope.run(scope, *body, values)
         found = self.rule(self, scope, body, self.arguments.unflatten(values))
         return jax.tree.leaves(found, is_leaf=is_value)
+
+
+def _form(program: Any) -> tuple[list[str], list[Any]]:
+    inputs = [aval_of(v).shape for v in program.jaxpr.invars]
+    return [equation.primitive.name for equation in program.jaxpr.eqns], inputs
 
 
 def named(
@@ -117,10 +124,10 @@ def named(
             return found
 
         flat.__name__ = name = CallName("named")
-        found = jax.jit(flat)(*leaves)
-        sizes = [jnp.shape(leaf) for leaf in leaves]
-        stands_in = shapes is not None
-        name.call = NamedCall(rule, function, form, results, sizes, refuses, stands_in)
+        call = jax.jit(flat)
+        program, stands_in = _form(call.trace(*leaves).jaxpr), shapes is not None
+        found = call(*leaves)
+        name.call = NamedCall(rule, function, form, results, program, refuses, stands_in)
         return results.unflatten(found)
 
     return run
