@@ -107,7 +107,7 @@ def spoiled(value):
         return value
     if value.dtype == jnp.bool_:
         return ~value
-    return value * 2 + 1 if jnp.issubdtype(value.dtype, jnp.inexact) else value + 1
+    return value * 3 + 5  # also of the bits of a random number
 
 
 def reached():
@@ -145,6 +145,10 @@ def reached():
     }
 
 
+# logsumexp asks whether its maximum is finite, and what it takes in its place cancels.
+NEUTRAL = {"is_finite"}
+
+
 @pytest.mark.slow
 def test_every_rule_that_is_spoiled_is_found():
     with jax.enable_x64(True):
@@ -161,4 +165,4 @@ def test_every_rule_that_is_spoiled_is_found():
                 missed.append(name)
     unreached = sorted(interpreter.RULES.keys() - programs.keys())
     print(f"{len(programs)} rules are found; no program reaches {', '.join(unreached)}")
-    assert not missed
+    assert set(missed) <= NEUTRAL, missed
