@@ -137,7 +137,7 @@ def reached():
             try:
                 run = by_vmap(program, N)
                 jax.eval_shape(run, program.weights, parts(program.batch, N))
-            except NotImplementedError:  # JAX has no rule of it for vmap
+            except NotImplementedError:  # JAX itself cannot vmap a ragged product
                 continue
     return {
         name: [make for make in by if name == "while" or make not in loop]

@@ -23,8 +23,8 @@ from hfjax.parallel.in_parts.kinds import (
     Side,
     Sum,
     is_value,
+    kept_kinds,
     kind_of,
-    next_kind,
     of_kind,
 )
 from hfjax.parallel.in_parts.scope import Join, bytes_of
@@ -202,19 +202,12 @@ class OnRows:
         if self.side.size == 1:
             return None
         kinds = [SAME if isinstance(v, Sum) else kind_of(v) for v in _leaves(x)]
-        fixed: set[int] = set()
-        while True:
-            run = lambda x, kinds=kinds: body(self.as_kinds(x, kinds))
-            found = list(map(kind_of, _leaves(jax.eval_shape(run, x))))
-            if len(found) != len(kinds):  # which JAX refuses
-                return kinds
-            new = [
-                kind if i in fixed else next_kind(kind, after, i, fixed)
-                for i, (kind, after) in enumerate(zip(kinds, found, strict=True))
-            ]
-            if new == kinds:
-                return kinds
-            kinds = new
+
+        def run(kinds: list[Kind]) -> list[Kind]:
+            found = jax.eval_shape(lambda x: body(self.as_kinds(x, kinds)), x)
+            return list(map(kind_of, _leaves(found)))
+
+        return kept_kinds(kinds, run)
 
     def as_kinds(self, x: Any, kinds: Sequence[Kind] | None, part: str = "", times: int = 1) -> Any:
         """Return a tree of values in these kinds; `part` says where, for what is told."""

@@ -112,7 +112,7 @@ def dual(kind: Kind) -> Kind:
     return kind if isinstance(kind, Cut) else SAME if kind == SUM else SUM
 
 
-def next_kind(kind: Kind, found: Kind, number: int, fixed: set[int]) -> Kind:
+def _next_kind(kind: Kind, found: Kind, number: int, fixed: set[int]) -> Kind:
     """Return the kind to try next, of what a loop carries under this number.
 
     What is whole may become a part or a sum, once; `fixed` are those that came back the same.
@@ -123,6 +123,22 @@ def next_kind(kind: Kind, found: Kind, number: int, fixed: set[int]) -> Kind:
         return found
     fixed.add(number)
     return found if kind == SUM and isinstance(found, Cut) else SAME
+
+
+def kept_kinds(kinds: list[Kind], run: Callable[[list[Kind]], list[Kind]]) -> list[Kind]:
+    """Return the kinds that a loop keeps: the first that `run(kinds)`, one turn, returns again."""
+    fixed: set[int] = set()
+    while True:
+        found = run(kinds)
+        if len(found) != len(kinds):  # which JAX refuses
+            return kinds
+        new = [
+            kind if i in fixed else _next_kind(kind, after, i, fixed)
+            for i, (kind, after) in enumerate(zip(kinds, found, strict=True))
+        ]
+        if new == kinds:
+            return kinds
+        kinds = new
 
 
 def is_value(x: Any) -> bool:
@@ -251,12 +267,6 @@ class Side:
         if isinstance(kind, Cut):
             return self.cut(whole, kind)
         return self.shares(whole) if kind == SUM else whole
-
-    def of_rows(self, value: Any) -> jax.Array:
-        """Return this device's rows of a value that has a row for each row of the batch."""
-        if isinstance(value, Part) and value.cut == ROWS:
-            return value.x
-        return self.cut(jnp.asarray(self.whole_of(value)), ROWS)
 
     def agreed(self, x: jax.Array) -> jax.Array:
         """Return what the first device decides, where rounding may differ between devices."""

@@ -22,8 +22,8 @@ from hfjax.parallel.in_parts.kinds import (
     Made,
     Part,
     Sum,
+    kept_kinds,
     kind_of,
-    next_kind,
     of_kind,
 )
 from hfjax.parallel.in_parts.scope import Join, Scope
@@ -226,7 +226,6 @@ def _has_collectives(jaxpr: Any, axes: Sequence[str]) -> bool:
 def _carried(scope: Scope, body: Callable, first: Values, slices: Sequence[Any]) -> list[Kind]:
     """Return the kinds of what a loop carries: (scope, carry, slices) -> carry keeps them."""
     kinds = [SAME if isinstance(v, Sum) else kind_of(v) for v in first]
-    fixed: set[int] = set()  # those that were tried in another kind, and came back the same
 
     def local(value: Any, kind: Kind) -> jax.ShapeDtypeStruct:
         shape, x = scope.shape(value), value if isinstance(value, Made) else held(value)
@@ -234,16 +233,11 @@ def _carried(scope: Scope, body: Callable, first: Values, slices: Sequence[Any])
             scope.side.local(shape, kind) if isinstance(kind, Cut) else shape, x.dtype
         )
 
-    while True:
+    def run(kinds: list[Kind]) -> list[Kind]:
         arrays = [local(v, k) for v, k in zip(first, kinds, strict=True)]
-        found, _ = found_without_devices(scope, body, arrays, kinds, (list(slices),))
-        new = [
-            k if i in fixed else next_kind(k, after, i, fixed)
-            for i, (k, after) in enumerate(zip(kinds, found, strict=True))
-        ]
-        if new == kinds:
-            return kinds
-        kinds = new
+        return found_without_devices(scope, body, arrays, kinds, (list(slices),))[0]
+
+    return kept_kinds(kinds, run)
 
 
 def while_loop(scope: Scope, equation: JaxprEqn, values: Values) -> Values:
