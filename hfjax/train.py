@@ -294,6 +294,14 @@ class TrainStep:
         """
         return Joins(tuple(self.plane.context.traced.rows.joins))
 
+    @property
+    def positions(self) -> Joins:
+        """What joins positions of rows that devices share, beside attention: print it.
+
+        Known once the step is traced.
+        """
+        return Joins(tuple(self.plane.context.traced.rows.joins_inner), "positions")
+
     def check(self, state: State) -> None:
         """Wait for the steps given so far; raise FloatingPointError if one was not finite.
 

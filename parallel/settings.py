@@ -11,6 +11,7 @@ from hfjax.base.keywords import is_whole, known_fields
 CONTEXT_FORMS = ("ring", "allgather", "ulysses")
 CONTEXT_ORDERS = ("auto", "zigzag", "contiguous")
 MOST = 2**31 - 1  # of numbers of dimensions
+MOST_BYTES = 2**63 - 1
 DISPATCH = ("all_to_all", "gather")
 KERNEL_WORDS = ("auto", "pallas", "xla", "reference")
 KERNELS: Mapping[str, str] = {  # what each does in a training step
@@ -42,8 +43,9 @@ class Context:
             no farther than they are seen. auto: contiguous if every attention has a window.
         sequence: The dimension of an array of the batch, by its path, that is the sequence; None
             where none is. Of arrays that are not named it is dimension 1, if they have one.
-        check: Whether to refuse a model or a loss in which positions meet outside of attention, or
-            of which hfjax cannot tell.
+        gather: How many bytes of positions, of a microbatch and of all layers, each device may
+            gather where they meet outside of attention. None: as many as attention or gradients
+            send, whichever is more, and 1 MiB at least.
 
     Example:
         >>> import hfjax
@@ -55,7 +57,7 @@ class Context:
     ulysses: int | None = None
     order: str = "auto"
     sequence: Mapping[str, int | None] | None = field(default=None, hash=False)
-    check: bool = True
+    gather: int | None = None
 
     def __post_init__(self):
         for name, allowed in (("form", ("auto", *CONTEXT_FORMS)), ("order", CONTEXT_ORDERS)):
@@ -63,8 +65,8 @@ class Context:
                 raise ValueError(
                     f"Context({name}={getattr(self, name)!r}): one of {', '.join(allowed)}."
                 )
-        if not isinstance(self.check, bool):
-            raise ValueError(f"Context(check={self.check!r}): true or false.")
+        if self.gather is not None and not is_whole(self.gather, 0, MOST_BYTES):
+            raise ValueError(f"Context(gather={self.gather!r}): a number of bytes, or None.")
         for path, dimension in (self.sequence or {}).items():
             if dimension is not None and not is_whole(dimension, -MOST, MOST):
                 raise ValueError(

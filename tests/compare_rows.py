@@ -12,10 +12,43 @@ from jax.sharding import Mesh, PartitionSpec as P
 
 from hfjax.parallel.in_parts.interpreter import in_parts
 from hfjax.parallel.in_parts.kinds import Cut, Part, Side, Sum
+from hfjax.parallel.in_parts.two_sides import Along, InnerSide
 from tests.generated_rows import CUTS, Program
 
 ONE_AXIS = ("rows",)
 RTOL, ATOL = 1e-9, 1e-11
+
+
+@dataclasses.dataclass(frozen=True)
+class Dealt:
+    """What of a batch devices have parts of, and who has which: rows, unless said otherwise.
+
+    Attributes:
+        dims: The dimension of each array that is dealt; None: every device has the whole.
+        folds: True: each device has an early piece and a late one (zigzag).
+        name: That of the side.
+    """
+
+    dims: Any = dataclasses.field(default_factory=lambda: CUTS, hash=False)
+    folds: bool = False
+    name: str = "rows"
+
+    def side(self, n: int, axes: Any = ONE_AXIS) -> Side:
+        pairs = tuple((i, 2 * n - 1 - i) for i in range(n))
+        return Side(tuple(axes), n, self.name, pairs if self.folds else None)
+
+    def cut(self, name: str, batch: dict[str, Any]) -> Cut | None:
+        dim = self.dims.get(name, 0)
+        if dim is None:
+            return None
+        flat = self.name == "positions" and name == "flat"
+        return Cut(dim, ROWS_OF_FLAT if flat else 1)
+
+
+ROWS_OF_FLAT = 8
+ROWS = Dealt()
+POSITIONS = {"z": 1, "tokens": 1, "mask": 1, "across": 0, "flat": 0, "shared": 0}
+POSITIONS |= dict.fromkeys(("x", "y", "labels", "keep", "crops", "key", "raw", "count"))
 
 
 def of_floats(tree: dict[str, Any]) -> dict[str, Any]:
@@ -34,12 +67,14 @@ def on_one(program: Program) -> Callable[[Any, Any], Any]:
     return one
 
 
-def of_device(program: Program, side: Side, told: list | None = None) -> Callable[[Any, Any], Any]:
+def of_device(
+    program: Program, side: Side, told: list | None = None, dealt: Dealt = ROWS
+) -> Callable[[Any, Any], Any]:
     """Return what a device makes of weights and its rows, as in `on_one`."""
 
     def given(name, v):
-        dim = CUTS.get(name, 0)
-        return v if dim is None else Part(v, Cut(dim))
+        cut = dealt.cut(name, program.batch)
+        return v if cut is None else Part(v, cut)
 
     def objective(weights, floats, batch):
         batch = {name: given(name, v) for name, v in (batch | floats).items()}
@@ -53,7 +88,7 @@ def of_device(program: Program, side: Side, told: list | None = None) -> Callabl
         (_, (loss, variables)), (of_weights, of_batch) = grads(weights, floats, batch)
         of_weights = lax.psum(of_weights, side.axes)
         of_batch = {
-            k: lax.psum(v, side.axes) if CUTS.get(k, 0) is None else given(k, v)
+            k: lax.psum(v, side.axes) if dealt.cut(k, program.batch) is None else given(k, v)
             for k, v in of_batch.items()
         }
         return {"loss": loss, "variable": variables, "weights": of_weights, "batch": of_batch}
@@ -61,34 +96,55 @@ def of_device(program: Program, side: Side, told: list | None = None) -> Callabl
     return device
 
 
-def parts(batch: dict[str, Any], n: int) -> dict[str, Any]:
+def parts(batch: dict[str, Any], side: Side, dealt: Dealt = ROWS) -> dict[str, Any]:
     """Return the batch with its parts along a new first dimension."""
-    cuts = {name: CUTS.get(name, 0) for name in batch}
-    stack = lambda x, dim: np.stack(np.split(x, n, dim))
+    cuts = {name: dealt.cut(name, batch) for name in batch}
+
+    def stack(x, cut):
+        pieces = in_pieces(x, cut, side)
+        each = [np.take(pieces, held, cut.dim + 1) for held in side.held]
+        shape = (*x.shape[: cut.dim], x.shape[cut.dim] // side.size, *x.shape[cut.dim + 1 :])
+        return np.stack([part.reshape(shape) for part in each])
+
     return {k: x if cuts[k] is None else stack(x, cuts[k]) for k, x in batch.items()}
 
 
-def by_vmap(program: Program, n: int, told: list | None = None) -> Callable[[Any, Any], Any]:
+def in_pieces(x, cut: Cut, side: Side):
+    """Return an array with a dimension for the pieces of what is cut."""
+    each = x.shape[cut.dim] // (cut.outer * side.count)
+    sizes = (cut.outer, side.count, each)
+    return np.asarray(x).reshape(*x.shape[: cut.dim], *sizes, *x.shape[cut.dim + 1 :])
+
+
+def by_vmap(
+    program: Program, n: int, told: list | None = None, dealt: Dealt = ROWS
+) -> Callable[[Any, Any], Any]:
     """Return what n devices of `vmap` make of weights and the parts of a batch."""
-    device = of_device(program, Side(ONE_AXIS, n), told)
+    device = of_device(program, dealt.side(n), told, dealt)
 
     def devices(weights, batch):
-        axes = {name: None if CUTS.get(name, 0) is None else 0 for name in batch}
+        axes = {name: None if dealt.cut(name, program.batch) is None else 0 for name in batch}
         mapped = jax.vmap(device, in_axes=(None, axes), axis_name=ONE_AXIS[0], axis_size=n)
         return mapped(weights, batch)
 
     return devices
 
 
-def by_shard_map(program: Program, n: int, told: list | None = None, axes: Any = ONE_AXIS) -> Any:
+def by_shard_map(
+    program: Program,
+    n: int,
+    told: list | None = None,
+    dealt: Dealt = ROWS,
+    axes: Any = ONE_AXIS,
+) -> Any:
     """Return the same of n devices of a mesh, of one axis or of two."""
     sizes = (n,) if len(axes) == 1 else (2, n // 2)
     mesh = Mesh(np.array(jax.devices()[:n]).reshape(sizes), axes)
-    of_one = of_device(program, Side(axes, n), told)
+    of_one = of_device(program, dealt.side(n, axes), told, dealt)
 
     def devices(weights, batch):
-        specs = {name: P() if CUTS.get(name, 0) is None else P(axes) for name in batch}
-        own = {name for name in batch if CUTS.get(name, 0) is not None}
+        own = {name for name in batch if dealt.cut(name, program.batch) is not None}
+        specs = {name: P(axes) if name in own else P() for name in batch}
 
         def device(weights, batch):
             batch = {name: v[0] if name in own else v for name, v in batch.items()}
@@ -100,19 +156,92 @@ def by_shard_map(program: Program, n: int, told: list | None = None, axes: Any =
     return devices
 
 
-def whole(value, n: int):
+def whole(value, n: int, side: Side | None = None):
     """Return the whole of what n devices hold along a first dimension."""
     if isinstance(value, Sum):
         return np.sum(np.asarray(value.x), 0, dtype=value.x.dtype)
     if not isinstance(value, Part):
         return np.asarray(value)[0]
-    x, cut = np.asarray(value.x), value.cut
-    size = x.shape[1 + cut.dim]
-    assert size % cut.outer == 0, f"{cut} of {x.shape[1:]}"
+    x, cut, side = np.asarray(value.x), value.cut, side or Side(ONE_AXIS, n)
+    size, number = x.shape[1 + cut.dim], len(side.held[0])
+    assert size % (cut.outer * number) == 0, f"{cut} of {x.shape[1:]}"
     before, after = x.shape[1 : 1 + cut.dim], x.shape[2 + cut.dim :]
-    x = x.reshape(n, *before, cut.outer, size // cut.outer, *after)
+    each = size // cut.outer // number
+    x = x.reshape(n, *before, cut.outer, number, each, *after)
     x = np.moveaxis(x, 0, len(before) + 1)
+    x = x.reshape(*before, cut.outer, side.count, each, *after)
+    x = np.take(x, np.argsort([i for held in side.held for i in held]), len(before) + 1)
     return x.reshape(*before, n * size, *after)
+
+
+def by_two_sides(
+    program: Program, n: int, told: list | None = None, dealt: Dealt = ROWS
+) -> Callable[[Any, Any], Any]:
+    """Return what 2 x n devices make that have other rows, and other positions of them."""
+    side, inner = Side(("data",), 2), InnerSide(dealt.side(n, ("context",)), in_parts)
+    told = [] if told is None else told
+
+    def value(name, v):
+        dim, cut = CUTS.get(name, 0), dealt.cut(name, program.batch)
+        if name == "flat":  # of rows and positions in one dimension: each device has all of it
+            return v
+        v = v if dim is None else Part(v, Cut(dim))
+        return v if cut is None else Along(v, cut)
+
+    def objective(weights, floats, batch):
+        batch = {name: value(name, v) for name, v in (batch | floats).items()}
+        function = inner.running(program.function, told)
+        loss, variables = in_parts(side, function, weights, batch, told=told)
+        whole = jax.tree.map(
+            side.whole_of, inner.whole(side, variables), is_leaf=lambda v: isinstance(v, Part | Sum)
+        )
+        share = side.shares(inner.shares(side, loss))
+        return share, (lax.psum(share, ("data", "context")), whole)
+
+    def device(weights, batch):
+        floats = of_floats(batch)
+        grads = jax.value_and_grad(objective, (0, 1), has_aux=True)
+        (_, (loss, variables)), (of_weights, of_batch) = grads(weights, floats, batch)
+        of_batch = {k: whole_gradient(k, v) for k, v in of_batch.items()}
+        of_weights = lax.psum(of_weights, ("data", "context"))
+        return {"loss": loss, "variable": variables, "weights": of_weights, "batch": of_batch}
+
+    def whole_gradient(name, v):
+        dim, cut = CUTS.get(name, 0), dealt.cut(name, program.batch)
+        if name == "flat":
+            return lax.psum(v, ("data", "context"))
+        v = lax.psum(v, "context") if cut is None else inner.side.joined(v, cut)
+        return lax.psum(v, "data") if dim is None else side.joined(v, Cut(dim))
+
+    def devices(weights, batch):
+        dims = {k: None if k == "flat" else CUTS.get(k, 0) for k in batch}
+        cuts = {k: None if k == "flat" else dealt.cut(k, program.batch) for k in batch}
+        axes = lambda of: {k: None if of[k] is None else 0 for k in batch}
+        along = {"axis_name": "context", "axis_size": n}
+        inside = jax.vmap(device, in_axes=(None, axes(cuts)), **along)
+        within = {k: None if dims[k] is None else 0 if cuts[k] is None else 1 for k in batch}
+        rows = {"axis_name": "data", "axis_size": 2}
+        found = jax.vmap(inside, in_axes=(None, within), **rows)(weights, batch)
+        return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), found)
+
+    return devices
+
+
+def parts_of_two(batch: dict[str, Any], side: Side, dealt: Dealt) -> dict[str, Any]:
+    """Return the parts of a batch for `by_two_sides`: [positions, rows, ...]."""
+    rows = Side(("data",), 2)
+
+    def of(name, x):
+        if name == "flat":
+            return x
+        dim, cut = CUTS.get(name, 0), dealt.cut(name, batch)
+        pieces = [x] if dim is None else np.split(x, rows.size, dim)
+        if cut is not None:
+            each = [parts({name: piece}, side, dealt)[name] for piece in pieces]
+            return each[0] if dim is None else np.stack(each, 1)
+        return pieces[0] if dim is None else np.stack(pieces)
+
+    return {name: of(name, x) for name, x in batch.items()}
 
 
 def kind(value) -> str:
@@ -138,7 +267,7 @@ def far(found, expected) -> str:
     return f"off by {gap.max():.3g}: {found} for {expected}"
 
 
-def differences(found, expected, n: int) -> list[str]:
+def differences(found, expected, n: int, side: Side | None = None) -> list[str]:
     """Return where what n devices hold is not what one has, or not the same on all."""
     is_value = lambda v: isinstance(v, Sum | Part)
     flat, tree = jax.tree_util.tree_flatten_with_path(found, is_leaf=is_value)
@@ -154,7 +283,7 @@ def differences(found, expected, n: int) -> list[str]:
             ):
                 lines.append(f"{at} is not the same on every device: {every}")
                 continue
-        gap = far(whole(value, n), leaf)
+        gap = far(whole(value, n, side), leaf)
         if gap:
             lines.append(f"{at} {gap}")
     return lines
@@ -173,7 +302,9 @@ class Found:
         return any(record.how == "gather" for record in self.told)
 
 
-def compare(programs: Sequence[Program], n: int, *, devices=by_vmap, compiled=True) -> list[Found]:
+def compare(
+    programs: Sequence[Program], n: int, *, devices=by_vmap, compiled=True, dealt: Dealt = ROWS
+) -> list[Found]:
     """Run the programs on n devices and on one, all in one compilation."""
     tolds: list[list] = [[] for _ in programs]
     wrong: list[list[str]] = [[] for _ in programs]
@@ -187,15 +318,18 @@ def compare(programs: Sequence[Program], n: int, *, devices=by_vmap, compiled=Tr
         for i, (program, (weights, batch)) in enumerate(zip(programs, given, strict=True)):
             tolds[i].clear()
             try:
-                results.append(devices(program, n, tolds[i])(weights, batch))
+                results.append(devices(program, n, tolds[i], dealt)(weights, batch))
             except Exception as error:  # of one program; the others are run
                 wrong[i] = [f"{type(error).__name__}: {error}"]
                 results.append(None)
         return results
 
     expected = compiler(all_of_one)([(p.weights, p.batch) for p in programs])
-    found = compiler(all_of_many)([(p.weights, parts(p.batch, n)) for p in programs])
+    side = dealt.side(n)
+    deal = parts_of_two if devices is by_two_sides else parts
+    given = [(p.weights, deal(p.batch, side, dealt)) for p in programs]
+    found = compiler(all_of_many)(given)
     for i, result in enumerate(found):
         if result is not None:
-            wrong[i] = differences(result, jax.device_get(expected[i]), n)
+            wrong[i] = differences(result, jax.device_get(expected[i]), n, side)
     return [Found(*each) for each in zip(programs, wrong, tolds, strict=True)]

@@ -23,7 +23,8 @@ def across(deal, length, gathers, window=None, documents=None, kernels=False):
     """Return (q, k, v, do) -> (attended, gradients), in the order of positions."""
     mesh = hfjax.make_mesh(devices=jax.devices()[: deal.devices], context=deal.devices)
     plain = deal.order == "zigzag" and window is None and documents is None
-    dealt, undone = deal.positions(length).ravel(), deal.undone(length)
+    dealt = deal.positions(length).ravel()
+    undone = np.argsort(dealt)
 
     exchange = Exchange(deal, ("context",), lambda run: run)
 
@@ -180,7 +181,8 @@ def test_positions_are_dealt_once_each_in_every_order():
     ):
         length = 2 * deal.unit
         assert sorted(deal.positions(length).ravel()) == list(range(length))
-        whole = deal.positions(length).ravel()[deal.undone(length)]
+        dealt = deal.positions(length).ravel()
+        whole = dealt[np.argsort(dealt)]
         np.testing.assert_array_equal(whole, np.arange(length))
 
 

@@ -10,8 +10,9 @@ import pytest
 from hfjax.parallel.in_parts.interpreter import in_parts
 from hfjax.parallel.in_parts.kinds import Cut, Part, Side, Sum
 from hfjax.parallel.in_parts.named_calls import own_rows
-from tests.compare_rows import by_shard_map, compare, whole
+from tests.compare_rows import POSITIONS, Dealt, by_shard_map, by_two_sides, compare, whole
 from tests.generated_rows import generated, of_steps
+from tests.typical_positions import PROGRAMS
 from tests.typical_rows import SIZES, TYPICAL, named
 
 SLOW = pytest.mark.slow
@@ -58,6 +59,60 @@ def test_programs_drawn_from_seeds_are_as_on_one_device(first, n, record_propert
 @pytest.mark.parametrize(("first", "n"), blocks(0, FAST, (4, 2)) + blocks(FAST, ALL, (2, 4)))
 def test_and_many_more_programs(first, n, record_property):
     of_block(first, n, record_property)
+
+
+@pytest.mark.parametrize(("first", "n"), blocks(FAST, FAST + 100, (2,)))
+def test_rows_in_two_pieces_each_are_as_on_one_device(first, n):
+    check([functools.partial(generated, first + i) for i in range(BLOCK)], n, dealt=FOLDED)
+
+
+@SLOW
+@pytest.mark.parametrize(("first", "n"), blocks(0, FAST, (2, 4)))
+def test_and_many_more_in_two_pieces(first, n):
+    check([functools.partial(generated, first + i) for i in range(BLOCK)], n, dealt=FOLDED)
+
+
+FOLDED = Dealt(folds=True)
+# How positions are dealt, with the sizes of the batch and the number of devices.
+ALONG = {
+    "in order": (Dealt(POSITIONS, False, "positions"), "few", 2),
+    "zigzag": (Dealt(POSITIONS, True, "positions"), "few", 2),
+    "square": (Dealt(POSITIONS, False, "positions"), "square", 2),
+    "long": (Dealt(POSITIONS, True, "positions"), "long", 4),
+}
+ORDERS = [pytest.param(name, marks=() if name == "zigzag" else SLOW) for name in ALONG]
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("first", range(4))
+@pytest.mark.drawn
+def test_what_people_write_along_positions_is_as_on_one_device(order, first, record_property):
+    dealt, sizes, n = ALONG[order]
+    names = sorted(PROGRAMS)[first::4]
+    programs = [functools.partial(named, name, sizes, among=PROGRAMS) for name in names]
+    without = check(programs, n, dealt=dealt)
+    record_property("programs without a gather", f"{len(without)} of {len(names)}")
+
+
+TYPICAL_TURNS = [pytest.param(turn, marks=() if turn == 0 else SLOW) for turn in range(4)]
+
+
+@pytest.mark.parametrize("turn", TYPICAL_TURNS)
+@pytest.mark.parametrize("folds", [True, False])
+def test_what_people_write_along_rows_holds_along_positions(turn, folds):
+    names = sorted(TYPICAL.keys() - ON_MESHES_ONLY)[turn + 4 * folds :: 8]
+    dealt = Dealt(POSITIONS, folds, "positions")
+    check([functools.partial(named, name, "plain", seed=turn) for name in names], 2, dealt=dealt)
+
+
+@pytest.mark.parametrize("turn", TYPICAL_TURNS)
+@pytest.mark.parametrize("folds", [True, False])
+def test_rows_and_positions_are_split_at_once(turn, folds):
+    dealt = Dealt(POSITIONS, folds, "positions")
+    along = [functools.partial(named, n, "square", 0, PROGRAMS) for n in sorted(PROGRAMS)]
+    others = [functools.partial(named, n, "alike") for n in sorted(TYPICAL.keys() - ON_MESHES_ONLY)]
+    programs = (along + others)[turn + 4 * folds :: 8]
+    check(programs, 2, dealt=dealt, devices=by_two_sides)
 
 
 ON_MESHES_ONLY = {"ragged_products_of_experts"}  # JAX has no rule of it for vmap

@@ -9,7 +9,7 @@ import pytest
 
 from hfjax.parallel.in_parts import derivatives, interpreter, reductions, scope
 from hfjax.parallel.in_parts.kinds import Made, Part, Side, Sum
-from tests.compare_rows import by_vmap, compare, parts
+from tests.compare_rows import ROWS, by_vmap, compare, parts
 from tests.generated_rows import generated
 from tests.typical_rows import TYPICAL, named
 
@@ -136,7 +136,7 @@ def reached():
                 patch.setitem(interpreter.RULES, name, noting(name, rule, make))
             try:
                 run = by_vmap(program, N)
-                jax.eval_shape(run, program.weights, parts(program.batch, N))
+                jax.eval_shape(run, program.weights, parts(program.batch, ROWS.side(N)))
             except NotImplementedError:  # JAX itself cannot vmap a ragged product
                 continue
     return {

@@ -1931,6 +1931,7 @@ def means_of_means(w, b):
 
 
 SIZES = {"plain": (8, 4, 3), "alike": (8, 8, 4), "more": (16, 4, 2)}  # rows, length, width
+LONG = {"long": (2, 16, 3), "square": (8, 8, 4), "few": (3, 8, 5)}
 
 
 def batch_of(rows, length, width, seed=0) -> dict[str, Any]:
@@ -1938,10 +1939,12 @@ def batch_of(rows, length, width, seed=0) -> dict[str, Any]:
     return arrays(rng, rows, length, width, labels=5, seed=seed) | {"count": np.int32(2)}
 
 
-def named(name: str, sizes: str = "plain", seed: int = 0) -> Program:
+def named(
+    name: str, sizes: str = "plain", seed: int = 0, among: dict[str, Any] = TYPICAL
+) -> Program:
     """Return the program of this name, with a batch of these sizes."""
-    function = TYPICAL[name]
-    batch, shapes = batch_of(*SIZES[sizes], seed), {}
+    function = among[name]
+    batch, shapes = batch_of(*(SIZES | LONG)[sizes], seed), {}
     asked = set()
 
     def ask(name, *shape):

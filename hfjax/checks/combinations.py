@@ -20,7 +20,6 @@ from hfjax.checks.features import (
     lineage,
 )
 from hfjax.checks.grid_stand_in import BUILD
-from hfjax.checks.look_along_rows import APART, MEET_BY
 from hfjax.checks.look_at_grid import WHOLE_ON_A_GRID
 from hfjax.parallel.engine.blueprint import LAYERS
 from hfjax.parallel.execution import Execution
@@ -297,11 +296,6 @@ REFUSED: dict[tuple[str, str], Refusal] = {
     ("statistics that a model writes", "GRID"): Refusal(
         WHOLE_ON_A_GRID,
         BUILD,
-        detected_later=TRACED,
-    ),
-    ("statistics that a model writes", "CONTEXT"): Refusal(
-        APART,
-        MEET_BY,
         detected_later=TRACED,
     ),
     ("statistics that a model writes", "schedule"): Refusal(

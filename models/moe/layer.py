@@ -321,11 +321,10 @@ class MoE(nnx.Module):
         if router.balance_loss and router.balance_over != "batch" and not self.deterministic:
             whole_row = router.balance_over == "row"
             cut = (lambda a: a.reshape(rows, -1, a.shape[-1])) if whole_row else by_group
-            sum_over = self.kernels.sum_over_row if whole_row else None
             if whole_row:  # of a sequence, by scores alone: DeepSeek-V3's report, equation 18
                 best = jax.lax.top_k(jax.lax.stop_gradient(scores), self.mixing.top_k)[1]
                 share = is_chosen(best, self.experts).sum(-2, dtype=load.dtype) * real[..., None]
-            found = balance(cut(share), cut(scores), sum_over)
+            found = balance(cut(share), cut(scores))
             losses += router.balance_loss * spread(found, real.shape)
         if router.z_loss and not self.deterministic:
             losses += router.z_loss * z_losses(logits)

@@ -24,19 +24,6 @@ from hfjax.parallel.autodiff.program import CALLS
 from hfjax.parallel.autodiff.varying_state import bodies, closed_bodies
 
 
-def a_length(longest: int, sizes: set[int]) -> int | None:
-    """Return the greatest prime up to `longest` that divides none of these sizes.
-
-    >>> a_length(16, {13, 22, 64})
-    7
-    """
-    for n in range(longest, 2, -1):
-        prime = all(n % d for d in range(2, int(n**0.5) + 1))
-        if prime and all(size % n for size in sizes):
-            return n
-    return None
-
-
 def mixes(
     jaxpr: Any, length: int, in_loss: bool, place: str = "", outer: bool = False
 ) -> Iterator[tuple[str, str]]:
@@ -156,14 +143,6 @@ def _equal_constants(a: Any, b: Any) -> bool:
 def _numbers(x: Any) -> np.ndarray:
     held = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
     return np.asarray(jax.random.key_data(x) if held else x)
-
-
-def numbers_in(program: Any) -> Iterator[Any]:
-    """Yield every number that is written into a program."""
-    for equation in program.eqns:
-        yield from (v.val for v in equation.invars if isinstance(v, Literal) and not _shape(v))
-        for body in bodies(equation):
-            yield from numbers_in(body)
 
 
 def _shape(v: Any) -> tuple[int, ...]:

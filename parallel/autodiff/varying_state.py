@@ -4,7 +4,6 @@ Random numbers should, and do not if the key is one that the model closes over. 
 that a step keeps should not.
 """
 
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -37,20 +36,6 @@ def differing(
     """
     follow = _Follow(frozenset(axes), set(), drawn)
     return Differing(follow(jaxpr, inputs, ""), follow.lines)
-
-
-def warn_of_same_noise(lines: set[str]) -> None:
-    """Warn of random numbers into which nothing goes that differs between devices."""
-    if lines:
-        warnings.warn(
-            f"random numbers are the same on every device: {'; '.join(sorted(lines))}. Their key "
-            "is a constant (then they are the same in every step, too), or a variable that holds "
-            "no typed key. Let the step give one: forward(model, batch, key), or row_keys (one "
-            "for each row), in hfjax.layout(…, forward=…). Numbers that are to stay the same "
-            "belong into model_init.",
-            UserWarning,
-            stacklevel=2,
-        )
 
 
 def bodies(equation: JaxprEqn) -> Iterator[Any]:

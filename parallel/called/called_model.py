@@ -2,18 +2,13 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
-
-import jax
 
 from hfjax.base.mean import Mean
 from hfjax.base.paths import Flat
-from hfjax.parallel.autodiff.varying_state import differing, warn_of_same_noise
 from hfjax.parallel.called.gather_on_use import gather_on_use
 from hfjax.parallel.engine.fetch import Stored
 from hfjax.parallel.engine.forward_asks import TRAIN, asked_by, variable_of
-from hfjax.parallel.engine.keys import is_random
 from hfjax.parallel.engine.step_context import StepContext
 
 
@@ -29,7 +24,7 @@ class CalledAsItIs:
         """Return this device's share of the loss, and the variables after it."""
         context = self.context
         told, changed = self._told(stored, variables, batch, mode, context.mean_of_rows)
-        return context.counted(context.side.shares(told)), changed
+        return context.counted(context.traced.rows.shares(told)), changed
 
     def outputs(self, stored: dict[str, Stored], variables: Flat, batch: Any) -> Any:
         """Return the outputs of the model: a tree of arrays, `Part` and `Sum`."""
@@ -46,27 +41,12 @@ class CalledAsItIs:
             outputs = called(context.forward, model, variables, context.inputs(batch), mode)
             return tell(outputs, batch), variables | context.blueprint.variables_of(model)
 
-        look = partial(self._look, variables, batch) if mode == "train" and context.shares else None
         rows, templates = context.traced.rows, context.blueprint.variables
         given, told = rows.of_variables(variables, templates), rows.telling("the model")
         side, with_rows = context.side, rows.values(batch)
-        found, changed = gather_on_use(
-            run, stored, given, with_rows, side=side, told=told, look=look
-        )
+        here = rows.within("the model", run)
+        found, changed = gather_on_use(here, stored, given, with_rows, side=side, told=told)
         return found, rows.written(given, changed, "the model")
-
-    def _look(self, variables: Flat, batch: Any, jaxpr: Any, result: Any) -> None:
-        """Warn of noise that devices which share rows draw alike."""
-        samples = self.context.shares
-        own = {path: self._is_own(path) for path in variables}  # of each device
-        given = jax.tree.leaves((own, jax.tree.map(lambda _: True, batch)))
-        found = differing(jaxpr, [False] * (len(jaxpr.invars) - len(given)) + given, samples)
-        warn_of_same_noise(found.lines)
-
-    def _is_own(self, path: str) -> bool:
-        """Whether each device has a variable of its own: a key, or some rows."""
-        blueprint = self.context.blueprint
-        return is_random(blueprint.variables[path]) or blueprint.of_rows(path)
 
 
 def called(forward: Callable | None, model: Any, variables: Flat, inputs: Any, mode: str) -> Any:

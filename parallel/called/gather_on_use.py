@@ -32,7 +32,6 @@ def gather_on_use(
     *arguments: Any,
     side: Side = ALONE,
     told: list[Join] | None = None,
-    look: Callable[[Any, Any], None] | None = None,
 ) -> Any:
     """Return `function({path: whole parameter}, *arguments)`, given stored parameters.
 
@@ -42,7 +41,6 @@ def gather_on_use(
         arguments: Trees of arrays, and of `Part`s where this device has some of the rows.
         side: The devices that have the others.
         told: Is given what joins rows.
-        look: Is shown the program, and the shapes of its result.
 
     Returns:
         A tree of arrays, which all devices have whole, of `Part` and of `Sum`.
@@ -51,8 +49,6 @@ def gather_on_use(
     with recording(), _alone():
         shapes = whole_shapes(side, arguments)
         traced, result = traced_whole(side, function, whole, *shapes)
-    if look is not None:
-        look(traced.jaxpr, result)
     pending = {path: _Parameter(stored) for path, stored in parameters.items()}
     values = jax.tree.leaves((pending, arguments), is_leaf=is_value)
     given = {"later": _Parameter, "watch": _tell_split}
@@ -137,4 +133,4 @@ def _wrapped(wrap: Callable, call: NamedCall, scope: Scope, body: Any, arguments
 
     leaves, form = jax.tree.flatten(arguments, is_leaf=is_value)
     stored = [v.stored if isinstance(v, _Parameter) else scope.settled(v) for v in leaves]
-    return wrap(function)(*form.unflatten(stored))
+    return wrapping(wrap, function)(*form.unflatten(stored))  # again, if another program is traced

@@ -1,8 +1,8 @@
 """BatchNorm over the rows of all devices, or over those of each: NNX's and Linen's.
 
-A model sees all rows. Of positions that are split it sees those here, so BatchNorm averages its
-statistics over the devices that share rows. Where each device is to normalise by itself, what sees
-all rows runs on each device's own.
+A model sees all rows, and all positions of each, so BatchNorm is that of one device. Where a model
+sees its own rows only (rows="own"), it averages its statistics over devices. Where each device is
+to normalise by itself, what sees all rows runs on each device's own.
 """
 
 import math
@@ -15,7 +15,7 @@ from flax import linen, nnx
 
 from hfjax.parallel.engine.fetch import devices_along
 from hfjax.parallel.in_parts.named_calls import is_recording, own_rows
-from hfjax.parallel.mesh import SAMPLE_AXES, SEQUENCE_AXES
+from hfjax.parallel.mesh import SAMPLE_AXES
 
 
 def synchronised(model: nnx.Module) -> list[str]:
@@ -92,8 +92,7 @@ def linen_on_own_rows(call: Callable, args: tuple, kwargs: dict, context: Any) -
 
 def check_mask(module: Any, mask: Any) -> None:
     """Refuse a mask where flax would average the means of devices, however many rows each has."""
-    axes = SEQUENCE_AXES if is_recording() else SAMPLE_AXES
-    if mask is not None and math.prod(map(devices_along, axes)) > 1:
+    if mask is not None and math.prod(map(devices_along, SAMPLE_AXES)) > 1:
         raise ValueError(
             f"{type(module).__name__} with mask=: flax averages the statistics of devices whatever "
             "number of rows of each counts, which is not what one device computes. Mask before "

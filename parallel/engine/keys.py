@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 from hfjax.base.paths import Flat, Index
 from hfjax.parallel.engine.blueprint import LAYERS
 from hfjax.parallel.engine.on_rows import per_row
-from hfjax.parallel.mesh import SEQUENCE_AXES, in_use, row_axes, sides, size_of
+from hfjax.parallel.mesh import row_axes, sides, size_of
 
 
 def keys_here(
@@ -46,7 +46,7 @@ def keys_here(
     """
     random = {p: v for p, v in variables.items() if is_random(templates[p])}
     axes = row_axes(mesh)
-    positions = (*in_use(mesh, SEQUENCE_AXES), *sides(mesh))
+    positions = sides(mesh)
 
     def keys(layer: Any, number: Any, rows: int) -> Flat:
         device = lax.axis_index(axes) if axes else 0

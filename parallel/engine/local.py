@@ -6,7 +6,7 @@ None of them knows the others; a check that looks at a model hands it one of its
 them answer alike is here.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Protocol, TypeVar
 
@@ -21,6 +21,8 @@ from hfjax.parallel.engine.on_rows import OnRows
 from hfjax.parallel.execution import Execution
 from hfjax.parallel.in_parts.kinds import Side
 from hfjax.parallel.in_parts.named_calls import is_recording, like_tokens
+from hfjax.parallel.in_parts.scope import Join
+from hfjax.parallel.in_parts.two_sides import InnerSide
 from hfjax.parallel.mesh import row_axes, size_of
 
 T = TypeVar("T")
@@ -112,8 +114,25 @@ class Local(Protocol):
         """Return the sums of a loss so that all devices together count them once."""
         ...
 
+    def shared_side(self) -> Side | None:
+        """Return the devices that have other positions of the rows here, if there are any."""
+        ...
+
+    def check_positions(self, joins: Sequence[Join], sent: int) -> None:
+        """Refuse what devices that share rows send each other beyond a limit."""
+        ...
+
 
 # -- what those answer that have nothing to say: methods of their classes -------------------------
+
+
+def no_side(self: Local) -> Side | None:
+    """Return None: every device has whole rows, or a part that the model knows of."""
+    return None
+
+
+def none_joined(self: Local, joins: Sequence[Join], sent: int) -> None:
+    """Check nothing: no positions are elsewhere."""
 
 
 def as_it_is(self: Local, x: Any) -> Any:
@@ -248,10 +267,13 @@ class Traced:
     def of(cls, kernels: Local, run: Execution, mesh: Mesh, in_parts: Callable) -> "Traced":
         """Return what a trace of a step fills in; `in_parts` runs programs of all rows."""
         axes = () if run.rows == "own" else row_axes(mesh)
-        rows = OnRows(Side(axes, size_of(axes, mesh)), in_parts)
+        shared = kernels.shared_side()
+        inner = InnerSide(shared, in_parts) if shared else None
+        rows = OnRows(Side(axes, size_of(axes, mesh)), in_parts, inner)
         return cls(kernels, rows, Offloaded(run.offload))
 
     def begin(self, parameters: Iterable[str]) -> None:
         """Begin a trace: what JAX kept of an earlier one, it must not take for this one's."""
         self.unread, self.written = set(parameters), set()
         self.rows.told.clear()
+        self.rows.told_inner.clear()

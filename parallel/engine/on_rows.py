@@ -6,8 +6,8 @@ device, and where each device is to see its own rows only (rows="own"), they are
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +28,7 @@ from hfjax.parallel.in_parts.kinds import (
     of_kind,
 )
 from hfjax.parallel.in_parts.scope import Join, bytes_of
+from hfjax.parallel.in_parts.two_sides import InnerSide, many_times
 
 # Names by which models and libraries call the logical axes of a parameter.
 _NAMES_OF_AXES = ("axes", "out_sharding", "sharding_names", "sharding")
@@ -65,6 +66,13 @@ def cut_of(variable: Any) -> Cut | None:
     return ROWS if axes_of(variable)[:1] == ("batch",) else None
 
 
+class Kinds(NamedTuple):
+    """The kinds of what layers hand on, along rows and along the inner side, if there is one."""
+
+    rows: list[Kind]
+    inner: list[Kind] | None
+
+
 @dataclass(frozen=True)
 class OnRows:
     """Runs functions of all rows on the rows of this device.
@@ -72,31 +80,63 @@ class OnRows:
     Attributes:
         side: The devices that have other rows.
         in_parts: (side, function, *values, told) -> values: runs a program in parts.
+        inner: Runs them on parts of positions besides, if devices share rows.
         told: What joined rows, by the part of the model that was traced last.
+        told_inner: What joined positions, the same.
     """
 
     side: Side
     in_parts: Callable
+    inner: InnerSide | None = None
     told: dict[str, list[Join]] = field(default_factory=dict, compare=False)
+    told_inner: dict[str, list[Join]] = field(default_factory=dict, compare=False)
 
     @property
     def joins(self) -> list[Join]:
         """What joins rows, in the order in which the parts were first traced."""
         return [join for joins in self.told.values() for join in joins]
 
+    @property
+    def joins_inner(self) -> list[Join]:
+        """What joins positions, in the order in which the parts were first traced."""
+        return [join for joins in self.told_inner.values() for join in joins]
+
+    @property
+    def alone(self) -> bool:
+        """Whether this device has all rows, and the whole of each."""
+        return self.side.size == 1 and self.inner is None
+
     def telling(self, part: str) -> list[Join]:
         """Return the list that is to be told what joins rows in a part of the model."""
         self.told[part] = []
         return self.told[part]
 
+    def within(self, part: str, function: Callable) -> Callable:
+        """Return what runs a function of whole rows on the part of each that is here."""
+        if self.inner is None:
+            return function
+        told = self.told_inner[part] = []
+        return self.inner.running(function, told)
+
     def run(self, part: str, function: Callable, *given: Any, times: int = 1) -> Any:
         """Return the values that a function of all rows makes of values; it runs so many times."""
-        if self.side.size == 1:
-            return function(*given)
+        function = self.within(part, function)
         told = self.telling(part)
-        found = self.in_parts(self.side, function, *given, told=told)
-        told[:] = [replace(join, times=join.times * times) for join in told]
+        if self.side.size == 1:
+            found = function(*given)
+        else:
+            found = self.in_parts(self.side, function, *given, told=told)
+        many_times(told, times)
+        many_times(self.told_inner.get(part, []), times)
         return found
+
+    def whole_rows(self, tree: Any) -> Any:
+        """Return values with the whole of each row that is here."""
+        return self.inner.whole(self.side, tree) if self.inner else tree
+
+    def shares(self, tree: Any) -> Any:
+        """Return this device's share of each value of a tree."""
+        return self.side.shares(self.inner.shares(self.side, tree) if self.inner else tree)
 
     # -- values ---------------------------------------------------------------------------------
 
@@ -143,7 +183,7 @@ class OnRows:
     def state_here(self, state: Any, part: str, times: int = 1) -> Any:
         """Return a state that a layer has written, of values, as this device holds it."""
         flat = nnx.to_flat_state(state)
-        values = [variable.get_raw_value() for _, variable in flat]
+        values = self.whole_rows([variable.get_raw_value() for _, variable in flat])
         kinds = [ROWS if axes_of(v)[:1] == ("batch",) else SAME for _, v in flat]
         self._tell(part, values, kinds, times)
         pairs = zip(flat, values, kinds, strict=True)
@@ -168,6 +208,7 @@ class OnRows:
 
     def written(self, before: Flat, after: Flat, part: str) -> Flat:
         """Return what variables hold on this device, given their values before and after."""
+        after = self.whole_rows(after)
         new = [path for path, old in before.items() if after[path] is not old]
         kinds = [kind_of(before[path]) for path in new]
         self._tell(f"variables of {part}", [after[path] for path in new], kinds)
@@ -197,26 +238,40 @@ class OnRows:
 
     # -- what layers hand on --------------------------------------------------------------------
 
-    def kinds(self, body: Callable, x: Any) -> Sequence[Kind] | None:
+    def kinds(self, body: Callable, x: Any) -> Kinds | None:
         """Return the kinds of x that `body(x)`, which returns something like x, keeps."""
-        if self.side.size == 1:
+        if self.alone:
             return None
-        kinds = [SAME if isinstance(v, Sum) else kind_of(v) for v in _leaves(x)]
+        inner = self.inner.kept(self.side, body, x) if self.inner else None
+        x = self._inner_kinds(x, inner)
+        rows = [SAME if isinstance(v, Sum) else kind_of(v) for v in _leaves(x)]
 
-        def run(kinds: list[Kind]) -> list[Kind]:
-            found = jax.eval_shape(lambda x: body(self.as_kinds(x, kinds)), x)
-            return list(map(kind_of, _leaves(found)))
+        def run(rows: list[Kind]) -> list[Kind]:
+            def turn(x: Any) -> Any:
+                return self._inner_kinds(body(self.as_kinds(x, Kinds(rows, inner))), inner)
 
-        return kept_kinds(kinds, run)
+            return list(map(kind_of, _leaves(jax.eval_shape(turn, x))))
 
-    def as_kinds(self, x: Any, kinds: Sequence[Kind] | None, part: str = "", times: int = 1) -> Any:
+        return Kinds(kept_kinds(rows, run) if self.side.size > 1 else rows, inner)
+
+    def _inner_kinds(self, x: Any, kinds: Sequence[Kind] | None) -> Any:
+        return (
+            x if self.inner is None or kinds is None else self.inner.as_kinds(self.side, x, kinds)
+        )
+
+    def as_kinds(self, x: Any, kinds: Kinds | None, part: str = "", times: int = 1) -> Any:
         """Return a tree of values in these kinds; `part` says where, for what is told."""
+        if kinds is None:
+            return x
+        if part and self.inner and kinds.inner is not None:
+            self.told_inner[part] = self.inner.joins(part, x, kinds.inner, times)
+        x = self._inner_kinds(x, kinds.inner)
         leaves, form = jax.tree.flatten(x, is_leaf=is_value)
-        if kinds is None or len(leaves) != len(kinds):
+        if len(leaves) != len(kinds.rows):
             return x
         if part:
-            self._tell(part, leaves, kinds, times)
-        pairs = zip(leaves, kinds, strict=True)
+            self._tell(part, leaves, kinds.rows, times)
+        pairs = zip(leaves, kinds.rows, strict=True)
         return form.unflatten([of_kind(self.side.as_kind(v, k), k) for v, k in pairs])
 
 

@@ -37,7 +37,6 @@ from hfjax.parallel.mesh import (
     partitioned,
     platform_of,
     row_axes,
-    size_of,
 )
 from hfjax.parallel.placement import Placed, auto_part
 from hfjax.parallel.strategy import Axes
@@ -141,9 +140,10 @@ class StepContext:
     def average(self, statistics: Flat) -> Flat:
         """Return statistics averaged over the devices; whole numbers agree already.
 
-        Where the model sees all rows they have been joined already, in its own program.
+        Rows and positions that the model sees have been joined already, in its own program.
         """
-        axes = tuple(a for a in self.axes if not self.sees_all_rows or a not in self.rows)
+        joined = (*self.shares, *(self.rows if self.sees_all_rows else ()))
+        axes = tuple(axis for axis in self.axes if axis not in joined)
 
         def average(x: jax.Array) -> jax.Array:
             if not axes:
@@ -174,7 +174,7 @@ class StepContext:
 
     def undealt(self, outputs: Any) -> Any:
         """Return what the model made of its part, for whole rows and widths."""
-        return self.traced.kernels.undealt(outputs)
+        return self.traced.kernels.undealt(self.traced.rows.whole_rows(outputs))
 
     @property
     def side(self) -> Side:
@@ -189,19 +189,20 @@ class StepContext:
     def check_gathers(self) -> None:
         """Tell what is gathered since no rule knows an operation, or refuse it."""
         gradients = (math.prod(self.placed[path].here) * 4 for path in self.trained)
-        joins, strict = self.traced.rows.joins, self.execution.rows == "strict"
-        check_gathers(joins, strict, sum(gradients))
+        rows, strict = self.traced.rows, self.execution.rows == "strict"
+        sent = sum(gradients)
+        check_gathers(rows.joins, strict, sent)
+        self.traced.kernels.check_positions(rows.joins_inner, sent)
 
     def mean(self, outputs: Any, batch: Any) -> Mean:
         """Return this device's share of the loss, which is computed of the rows of all devices."""
         rows = self.traced.rows
         found = rows.run("the loss", self.mean_of_rows, outputs, rows.values(batch))
-        return self.counted(self.side.shares(found))
+        return self.counted(rows.shares(found))
 
     def mean_of_rows(self, outputs: Any, batch: Any) -> Mean:
         """Return the loss of a batch all of whose rows are given."""
-        rows, sharers = rows_of(batch), size_of(SEQUENCE_AXES, self.mesh)
-        return as_mean(self.loss(outputs, batch), rows / sharers if sharers > 1 else rows)
+        return as_mean(self.loss(outputs, batch), rows_of(batch))
 
     def counted(self, mean: Mean) -> Mean:
         """Return the sums of a loss so that all devices together count them once."""

@@ -15,14 +15,22 @@ from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import JaxprEqn
 
 from hfjax.parallel.autodiff.program import bind, body_of
-from hfjax.parallel.in_parts.kinds import Kind, Later, Part, dual, is_value, kind_of, of_kind
+from hfjax.parallel.in_parts.kinds import (
+    Kind,
+    Later,
+    Part,
+    dual,
+    held,
+    is_value,
+    kind_of,
+    of_kind,
+)
 from hfjax.parallel.in_parts.programs import (
     Body,
     again,
     body_in,
     entering,
     found_without_devices,
-    held,
 )
 from hfjax.parallel.in_parts.scope import Scope, aval_of, traced_whole
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from jax import lax
 from jax.extend.core import JaxprEqn
 
 from hfjax.parallel.in_parts.kinds import ROWS, Cut, Made, Part, Sum
@@ -80,7 +81,7 @@ def gather(scope: Scope, equation: JaxprEqn, values: Values) -> Values | None:
 def _own_row(
     scope: Scope, rows: int, cut: Cut, indices: Any, index_map: Sequence[int]
 ) -> Part | None:
-    """Return indices that count from this device's first row, if each row reads itself.
+    """Return indices that count the rows that are here, if each row reads itself.
 
     `x[jnp.arange(rows), labels]` is: the first of the indices that it joins is 0, 1, 2 …
     """
@@ -94,9 +95,8 @@ def _own_row(
     fits = cut.outer == indices.cut.outer == 1 and scope.shape(numbers)[0] == rows
     if not fits or indices.cut.dim != 0 or not is_every_row(scope, numbers):
         return None
-    first = scope.side.here.astype(indices.x.dtype) * (rows // scope.side.size)
-    own = indices.x.at[..., column].add(-first)
-    return Part(own, indices.cut)
+    place = lax.broadcasted_iota(indices.x.dtype, indices.x.shape[:-1], 0)
+    return Part(indices.x.at[..., column].set(place), indices.cut)
 
 
 def scatter(scope: Scope, equation: JaxprEqn, values: Values) -> Values | None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.extend import source_info_util
 from jax.extend.core import JaxprEqn, Literal
 
@@ -104,9 +105,20 @@ def on_the_whole(scope: Scope, equation: JaxprEqn, values: Values) -> list[Any]:
     scope.equation, scope.known = equation, False
     cut = next((v.cut for v in values if isinstance(v, Part)), None)
     size = cut and next(scope.shape(v)[v.cut.dim] for v in values if isinstance(v, Part))
-    found = scope.bind(equation, list(map(scope.whole, values)))
+    given = list(map(scope.whole, values))
+    if equation.primitive.name == "fft":
+        given = list(map(_in_order, given))
+    found = scope.bind(equation, given)
     scope.known = True
     return list(found) if cut is None else [_dealt(scope, x, cut, size) for x in found]
+
+
+def _in_order(x: jax.Array) -> jax.Array:
+    """Return an array that lies in memory in the order of its dimensions.
+
+    XLA's CPU lays out what is gathered as it likes, and its fft takes no other order.
+    """
+    return lax.optimization_barrier(x.reshape(-1)).reshape(x.shape)
 
 
 def _dealt(scope: Scope, x: Any, cut: Cut, size: Any) -> Any:

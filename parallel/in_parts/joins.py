@@ -16,7 +16,7 @@ _HOW = {
     "least": "least of all devices, {}",
     "average": "averaged over devices, of their own rows, {}",
     "gather": "gathered, {}",
-    "cut": "each device takes its rows, {}",
+    "cut": "each device takes part, {}",
     "draw": "drawn for the batch, {}",
     "alone": "a collective that sees one device with all rows",
 }
@@ -27,10 +27,11 @@ class Joins:
     """What joins rows in the model and the loss of a step; print it."""
 
     joins: tuple[Join, ...]
+    of: str = "rows"
 
     def __str__(self) -> str:
         if not self.joins:
-            return "no rows meet"
+            return f"no {self.of} meet"
         times: Counter = Counter()
         for j in self.joins:
             times[j.line, j.operation, j.how, j.bytes, j.known] += j.times

@@ -1,6 +1,6 @@
-"""What a device holds of a value, where devices run one program on their own rows.
+"""What a device holds of a value, where devices run one program on parts: of rows, of positions.
 
-A program is traced at the sizes of the whole batch. When it is run, a value is
+A program is traced at the sizes of the whole. When it is run, a value is
 
 - an array: every device has the whole, the same one (`SAME`);
 - `Part`: a dimension is split, and a device has its entries (its kind is the `Cut`);
@@ -146,17 +146,47 @@ def is_value(x: Any) -> bool:
     return isinstance(x, Part | Sum)
 
 
+def held(value: Any) -> Any:
+    """Return the array of which a value consists here."""
+    return value.x if isinstance(value, Part | Sum) else jnp.asarray(value)
+
+
 @dataclass(frozen=True)
 class Side:
-    """The devices that hold parts of the rows: along these mesh axes, so many."""
+    """The devices that hold parts of something: of rows, of positions, of heads.
+
+    Attributes:
+        axes: The mesh axes along which they lie.
+        size: How many they are.
+        name: What they hold parts of.
+        pieces: Which pieces of a dimension each of them holds, in order; all pieces are of one
+            size. None: one each, one after the other.
+    """
 
     axes: tuple[str, ...]
     size: int
+    name: str = "rows"
+    pieces: tuple[tuple[int, ...], ...] | None = None
 
     @property
     def here(self) -> jax.Array:
         """The number of this device."""
         return lax.axis_index(self.axes)
+
+    @property
+    def held(self) -> tuple[tuple[int, ...], ...]:
+        """The pieces that each device holds."""
+        return self.pieces or tuple((i,) for i in range(self.size))
+
+    @property
+    def count(self) -> int:
+        """How many pieces a dimension has."""
+        return self.size * len(self.held[0])
+
+    @property
+    def held_here(self) -> jax.Array:
+        """The numbers of the pieces that this device holds."""
+        return jnp.asarray(self.held, "int32")[self.here] if self.pieces else self.here[None]
 
     def local(self, shape: Shape, cut: Cut) -> Shape:
         """Return the shape of a part."""
@@ -168,7 +198,7 @@ class Side:
 
     def divides(self, shape: Shape, cut: Cut) -> bool:
         """Return whether an array can be split so."""
-        return shape[cut.dim] > 0 and shape[cut.dim] % (self.size * cut.outer) == 0
+        return shape[cut.dim] > 0 and shape[cut.dim] % (self.count * cut.outer) == 0
 
     # -- what devices send each other --------------------------------------------------------
 
@@ -192,18 +222,35 @@ class Side:
 
     def stacked(self, x: jax.Array) -> jax.Array:
         """Return what all devices have, [devices, ...]."""
-        return self.joined(x[None], ROWS)
+        return self._gathered(x[None], 0)
 
     def joined(self, x: jax.Array, cut: Cut) -> jax.Array:
         """Return the whole of which the devices have parts."""
         if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
             data = self.joined(jax.random.key_data(x), cut)
             return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
-        if cut.outer == 1:
+        if cut.outer == 1 and not self.pieces:
             return self._gathered(x, cut.dim)
-        each = x.shape[cut.dim] // cut.outer
-        blocks = x.reshape(*x.shape[: cut.dim], cut.outer, each, *x.shape[cut.dim + 1 :])
-        return self._gathered(blocks, cut.dim + 1).reshape(self.whole_shape(x.shape, cut))
+        blocks = self._blocks(x, cut.dim, cut.outer, x.shape[cut.dim] // cut.outer)
+        found = self._gathered(blocks, cut.dim + 1)
+        if self.pieces:
+            order = sorted(range(self.count), key=self._in_turn.__getitem__)
+            found = self._reordered(found, cut.dim + 1, order)
+        return found.reshape(self.whole_shape(x.shape, cut))
+
+    @property
+    def _in_turn(self) -> list[int]:
+        """The pieces of all devices, one device after the other."""
+        return [piece for pieces in self.held for piece in pieces]
+
+    def _blocks(self, x: jax.Array, dim: int, *sizes: int) -> jax.Array:
+        return x.reshape(*x.shape[:dim], *sizes, *x.shape[dim + 1 :])
+
+    def _reordered(self, x: jax.Array, dim: int, order: list[int]) -> jax.Array:
+        """Return an array whose pieces along a dimension are in this order."""
+        pieces = self._blocks(x, dim, self.count, x.shape[dim] // self.count)
+        at = lambda i: lax.index_in_dim(pieces, i, dim, keepdims=False)
+        return lax.concatenate([at(i) for i in order], dim)
 
     def _gathered(self, x: jax.Array, dim: int) -> jax.Array:
         gather = partial(lax.all_gather, axis_name=self.axes, axis=dim, tiled=True)
@@ -217,7 +264,10 @@ class Side:
 
     def scattered(self, x: jax.Array, cut: Cut) -> jax.Array:
         """Return this device's part of the sum over the devices."""
-        return self._scatter(x, cut.dim) if cut.outer == 1 else self.cut(self.total(x), cut)
+        if cut.outer > 1:
+            return self.cut(self.total(x), cut)
+        in_turn = self._reordered(x, cut.dim, self._in_turn) if self.pieces else x
+        return self._scatter(in_turn, cut.dim)
 
     def _scatter(self, x: jax.Array, dim: int) -> jax.Array:
         found = lax.psum_scatter(wide(x), self.axes, scatter_dimension=dim, tiled=True)
@@ -225,18 +275,25 @@ class Side:
 
     def cut(self, x: jax.Array, cut: Cut) -> jax.Array:
         """Return this device's part of a whole array: nothing is sent."""
+        each = x.shape[cut.dim] // (cut.outer * self.count)
         if cut.outer == 1:
-            size = x.shape[cut.dim] // self.size
-            return lax.dynamic_slice_in_dim(x, self.here * size, size, cut.dim)
-        each = x.shape[cut.dim] // (cut.outer * self.size)
-        blocks = x.reshape(*x.shape[: cut.dim], cut.outer, self.size, each, *x.shape[cut.dim + 1 :])
-        mine = lax.dynamic_index_in_dim(blocks, self.here, cut.dim + 1, keepdims=False)
+            take = lambda i: lax.dynamic_slice_in_dim(x, i * each, each, cut.dim)
+            return _concatenated([take(i) for i in self._each_here], cut.dim)
+        blocks = self._blocks(x, cut.dim, cut.outer, self.count, each)
+        index = lambda i: lax.dynamic_index_in_dim(blocks, i, cut.dim + 1, keepdims=False)
+        mine = _concatenated([index(i) for i in self._each_here], cut.dim + 1)
         return mine.reshape(self.local(x.shape, cut))
+
+    @property
+    def _each_here(self) -> list[jax.Array]:
+        """The number of each piece that this device holds."""
+        return [self.held_here[i] for i in range(len(self.held[0]))] if self.pieces else [self.here]
 
     def numbers(self, size: int, outer: int, dtype: Any = "int32") -> jax.Array:
         """Return the numbers, in a dimension of this size, of the entries that are here."""
-        each = size // outer // self.size
-        here = self.here.astype(dtype) * each + lax.iota(dtype, each)
+        each = size // outer // self.count
+        first = self.held_here.astype(dtype) * each
+        here = (first[:, None] + lax.iota(dtype, each)[None]).reshape(-1)
         blocks = lax.iota(dtype, outer) * (size // outer)
         return (blocks[:, None] + here[None]).reshape(-1)
 
@@ -272,6 +329,10 @@ class Side:
         """Return what the first device decides, where rounding may differ between devices."""
         mine = jnp.where(self.here == 0, x.astype("int32"), 0)
         return lax.psum(mine, self.axes).astype(x.dtype)
+
+
+def _concatenated(arrays: list[jax.Array], dim: int) -> jax.Array:
+    return arrays[0] if len(arrays) == 1 else lax.concatenate(arrays, dim)
 
 
 def wide(x: jax.Array) -> jax.Array:

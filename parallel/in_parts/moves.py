@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn
@@ -41,18 +42,27 @@ def moved(scope: Scope, equation: JaxprEqn, values: Values) -> Values | None:
     value, *rest = values
     out = aval_of(equation.outvars[0])
     move = MOVES[equation.primitive.name](scope, equation)
+    larger = math.prod(out.shape) > math.prod(scope.shape(value))
     if isinstance(value, Part):
         cut = move.after(value.cut)
         if cut is None or not scope.side.divides(out.shape, cut):
-            return None
+            return _picked(scope, equation, value)
         local = scope.side.local(out.shape, cut)
-        return scope.parts(cut, equation, [value.x, *rest], **move.sizes(local, cut))
+        (found,) = scope.parts(cut, equation, [value.x, *rest], **move.sizes(local, cut))
+        if larger:  # for another cut the smaller one is gathered
+            scope.makes[id(found)] = found, _later(equation, move, value, rest)
+        return [found]
     if isinstance(value, Sum) and move.linear and not scope.is_whole(value):
         return [Sum(x) for x in scope.bind(equation, [value.x, *rest])]
-    larger = isinstance(value, Made) or math.prod(out.shape) > math.prod(scope.shape(value))
-    if not larger or scope.cut_of(out.shape) is None:
+    if not (larger or isinstance(value, Made)) or scope.cut_of(out.shape) is None:
         return scope.bind(equation, [scope.whole(value), *rest])
     given = scope.whole(value) if isinstance(value, Sum) else value
+    return [_later(equation, move, given, rest)]
+
+
+def _later(equation: JaxprEqn, move: CutMove, given: Any, rest: Values) -> Made:
+    """Return what a move makes of a value when it is asked for."""
+    out = aval_of(equation.outvars[0])
 
     def make(scope: Scope, cut: Cut | None) -> Any:
         if cut is None:
@@ -63,7 +73,31 @@ def moved(scope: Scope, equation: JaxprEqn, values: Values) -> Values | None:
         here = scope.whole(given) if before is WHOLE else scope.part(given, before)
         return scope.bind(equation, [here, *rest], **move.sizes(local, cut))[0]
 
-    return [Made(out.shape, out.dtype, make, is_fixed(given))]
+    return Made(out.shape, out.dtype, make, not isinstance(given, Part) and is_fixed(given))
+
+
+def _picked(scope: Scope, equation: JaxprEqn, value: Part) -> Values | None:
+    """Return a slice of a few entries as a sum: who has an entry adds it, the others add zeros."""
+    if equation.primitive.name != "slice" or value.cut.outer > 1:
+        return None
+    dim, p = value.cut.dim, equation.params
+    size, each = scope.shape(value)[dim], value.x.shape[dim]
+    strides = p["strides"] or (1,) * value.x.ndim
+    wanted = np.arange(p["start_indices"][dim], p["limit_indices"][dim], strides[dim])
+    if not 0 < len(wanted) <= each or jnp.issubdtype(value.x.dtype, jax.dtypes.prng_key):
+        return None
+    put = lambda values, x: (*values[:dim], x, *values[dim + 1 :])
+    sizes = {
+        "start_indices": put(p["start_indices"], 0),
+        "limit_indices": put(p["limit_indices"], each),
+        "strides": put(strides, 1),
+    }
+    (here,) = scope.bind(equation, [value.x], **sizes)
+    numbers = scope.side.numbers(size, 1)
+    found = numbers[None] == jnp.asarray(wanted, numbers.dtype)[:, None]  # [wanted, here]
+    taken = jnp.take(here, found.argmax(1), axis=dim)
+    shown = found.any(1).reshape(-1, *[1] * (here.ndim - dim - 1))
+    return [Sum(jnp.where(shown[(None,) * dim], taken, jnp.zeros((), here.dtype)))]
 
 
 WHOLE = Cut(-1)  # the part of a broadcast that needs all of what enters
@@ -82,12 +116,12 @@ def _broadcast(scope: Scope, equation: JaxprEqn) -> CutMove:
     return CutMove(lambda cut: cut.moved(dims[cut.dim]), enters, sizes, linear=alike)
 
 
-def through_reshape(before: Shape, cut: Cut, after: Shape, devices: int) -> Cut | None:
+def through_reshape(before: Shape, cut: Cut, after: Shape, pieces: int) -> Cut | None:
     """Return the cut, of an array that is reshaped, of which each device has the same entries."""
     blocks = math.prod(before[: cut.dim]) * cut.outer
     for dim, size in enumerate(after):
         ahead = math.prod(after[:dim])
-        if size > 1 and blocks % ahead == 0 and size % (blocks // ahead * devices) == 0:
+        if size > 1 and blocks % ahead == 0 and size % (blocks // ahead * pieces) == 0:
             return Cut(dim, blocks // ahead)
     return None
 
@@ -97,7 +131,7 @@ def _reshape(scope: Scope, equation: JaxprEqn) -> CutMove:
     if equation.params["dimensions"] is not None:
         nowhere = lambda cut: None
         return CutMove(nowhere, nowhere, lambda local, cut: {})
-    through = lambda a, b: lambda cut: through_reshape(a, cut, b, scope.side.size)
+    through = lambda a, b: lambda cut: through_reshape(a, cut, b, scope.side.count)
     sizes = lambda local, cut: {"new_sizes": local}
     return CutMove(through(before, shape), through(shape, before), sizes)
 
@@ -127,7 +161,7 @@ def _slice(scope: Scope, equation: JaxprEqn) -> CutMove:
 
     def after(cut: Cut) -> Cut | None:
         d, size = cut.dim, whole[cut.dim]
-        block, each = size // cut.outer, size // cut.outer // devices
+        block, each = size // cut.outer, size // cut.outer // scope.side.count
         if stop[d] == start[d] or not each:
             return None
         if strides[d] == 1 and start[d] % block == 0 and stop[d] % block == 0:

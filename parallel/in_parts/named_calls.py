@@ -16,11 +16,25 @@ from jax.extend import source_info_util
 from jax.extend.core import JaxprEqn
 
 from hfjax.parallel.autodiff.program import body_of
-from hfjax.parallel.in_parts.kinds import ROWS, Cut, Later, Made, Part, Sum, is_value
-from hfjax.parallel.in_parts.scope import Scope, aval_of
+from hfjax.parallel.in_parts.kinds import (
+    ROWS,
+    Cut,
+    Kind,
+    Later,
+    Made,
+    Part,
+    Side,
+    Sum,
+    held,
+    is_value,
+    kind_of,
+    of_kind,
+)
+from hfjax.parallel.in_parts.scope import Scope, aval_of, traced_whole
 
 source_info_util.register_exclusion(__file__)  # the line of a named call is the user's
 
+ROWS_SIDE = Side((), 1).name
 _RECORDING: ContextVar[bool] = ContextVar("named calls are kept", default=False)
 
 
@@ -59,6 +73,7 @@ class NamedCall:
     Attributes:
         rule: (call, scope, its program, arguments) -> results: trees of values.
         function: What was called, of trees of arrays.
+        again: The same, kept by name if it is called while another program is traced.
         arguments: Their form.
         results: The form of what it returned.
         form: That of its program: operations, and the shapes of what it is given.
@@ -68,6 +83,7 @@ class NamedCall:
 
     rule: Callable
     function: Callable
+    again: Callable
     arguments: Any
     results: Any
     form: Any
@@ -124,11 +140,15 @@ def named(
             return found
 
         flat.__name__ = name = CallName("named")
-        call = jax.jit(flat)
-        program, stands_in = _form(call.trace(*leaves).jaxpr), shapes is not None
-        found = call(*leaves)
-        name.call = NamedCall(rule, function, form, results, program, refuses, stands_in)
+        jitted = jax.jit(flat)
+        program, stands_in = _form(jitted.trace(*leaves).jaxpr), shapes is not None
+        found = jitted(*leaves)
+        call = NamedCall(rule, function, again, form, results, program, refuses, stands_in)
+        name.call = call
         return results.unflatten(found)
+
+    def again(*arguments: Any) -> Any:
+        return run(*arguments) if is_recording() else function(*arguments)
 
     return run
 
@@ -170,7 +190,7 @@ WRITES = (
 
 def row_by_row(function: Callable) -> Callable:
     """Return the same of a function that does not join rows: its derivative is that of all rows."""
-    return _kept(function, _on_own_rows)
+    return _kept(function, _on_own_parts)
 
 
 def like_tokens(function: Callable) -> Callable:
@@ -199,27 +219,55 @@ def _kept(
     return run
 
 
-def _on_own_rows(call: NamedCall, scope: Scope, body: Any, arguments: Any) -> Any:
-    """Run a function on what is here: the rule of `own_rows`."""
+def _on_own_parts(call: NamedCall, scope: Scope, body: Any, arguments: Any) -> Any:
+    """Run a function on what is here."""
     leaves, form = jax.tree.flatten(arguments, is_leaf=_is_leaf)
-    settled = (scope.whole(v) if isinstance(v, Sum) else scope.settled(v) for v in leaves)
-    given = form.unflatten([v.x if isinstance(v, Part) else v for v in settled])
-    found = call.function(*given)
+    found = call.again(*form.unflatten([held(v) for v in _settled(scope, leaves)]))
     jaxpr, _ = body
     pairs = zip(jax.tree.leaves(found), jaxpr.outvars, strict=True)
     return [_joined(scope, jnp.asarray(x), v.aval.shape) for x, v in pairs]
+
+
+def _on_own_rows(call: NamedCall, scope: Scope, body: Any, arguments: Any) -> Any:
+    """Run a function on the rows that are here, of which it sees all positions."""
+    if scope.side.name == ROWS_SIDE:
+        return _on_own_parts(call, scope, body, arguments)
+    leaves, form = jax.tree.flatten(arguments, is_leaf=_is_leaf)
+    values = _settled(scope, leaves)
+    kinds_in, kinds = list(map(kind_of, values)), list[Kind]()
+
+    def function(*arrays: Any) -> list[Any]:
+        given = [of_kind(x, kind) for x, kind in zip(arrays, kinds_in, strict=True)]
+        shapes = [jax.ShapeDtypeStruct(scope.shape(v), held(v).dtype) for v in given]
+        flat = lambda *leaves: jax.tree.leaves(call.function(*form.unflatten(leaves)))
+        traced, _ = traced_whole(scope.side, flat, *shapes)
+        inner = scope.inside()
+        found = inner.run(inner, traced.jaxpr, traced.consts, given)
+        found = list(map(inner.settled, found))
+        kinds[:] = map(kind_of, found)
+        return list(map(held, found))
+
+    found = own_rows(function)(*map(held, values))
+    return [of_kind(x, kind) for x, kind in zip(found, kinds, strict=True)]
+
+
+def _settled(scope: Scope, values: Sequence[Any]) -> list[Any]:
+    """Return values as parts and arrays."""
+    return [scope.whole(v) if isinstance(v, Sum) else scope.settled(v) for v in values]
 
 
 def _on_own_groups(call: NamedCall, scope: Scope, body: Any, arguments: Any) -> Any:
     """Run a function on the groups of tokens that are here, or on all where they do not divide."""
     arrays, *tokens = arguments
     leaves, form = jax.tree.flatten(tokens, is_leaf=_is_leaf)
-    fits = (scope.shape(v) and scope.side.divides(scope.shape(v), ROWS) for v in leaves)
+    of_groups = isinstance(leaves[0], Part) and leaves[0].cut.dim == 0
+    cut = leaves[0].cut if of_groups else ROWS
+    fits = (scope.shape(v) and scope.side.divides(scope.shape(v), cut) for v in leaves)
     divides = scope.side.size > 1 and all(fits)
-    here = [scope.part(v, ROWS) if divides else scope.whole(v) for v in leaves]
+    here = [scope.part(v, cut) if divides else scope.whole(v) for v in leaves]
     whole = jax.tree.map(scope.whole, arrays, is_leaf=_is_leaf)
-    found = call.function(whole, *form.unflatten(here))
-    return [Part(x) if divides else x for x in jax.tree.leaves(found)]
+    found = call.again(whole, *form.unflatten(here))
+    return [Part(x, cut) if divides else x for x in jax.tree.leaves(found)]
 
 
 def _is_leaf(value: Any) -> bool:

@@ -7,8 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import DropVar, JaxprEqn
 
-from hfjax.parallel.in_parts.kinds import Part, Sum
-from hfjax.parallel.in_parts.programs import held
+from hfjax.parallel.in_parts.kinds import Part, Sum, held
 from hfjax.parallel.in_parts.scope import Join, Scope, aval_of
 
 Values = Sequence[Any]

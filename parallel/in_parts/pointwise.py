@@ -40,7 +40,7 @@ def pointwise(scope: Scope, equation: JaxprEqn, values: Values) -> Values:
         if linear is not None:
             return linear
     if parts:
-        cut = max(parts, key=lambda v: v.x.size).cut
+        cut = max(parts, key=lambda v: v.x.size * v.x.dtype.itemsize).cut
         given = [scope.beside(v, cut) for v in values]
         return [Part(x, cut) for x in scope.bind(equation, given)]
     if any(isinstance(v, Made) for v in values):

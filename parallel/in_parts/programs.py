@@ -22,6 +22,7 @@ from hfjax.parallel.in_parts.kinds import (
     Made,
     Part,
     Sum,
+    held,
     kept_kinds,
     kind_of,
     of_kind,
@@ -55,11 +56,6 @@ def entering(scope: Scope, values: Values) -> list[Any]:
     """Return values as they may enter a program inside: sums complete, what is to be made made."""
     done = (scope.whole(v) if isinstance(v, Sum) else scope.made(v) for v in values)
     return list(done)
-
-
-def held(value: Any) -> Any:
-    """Return the array of which a value consists here."""
-    return value.x if isinstance(value, Part | Sum) else jnp.asarray(value)
 
 
 def again(arrays: Sequence[Any], kinds: Sequence[Kind]) -> list[Any]:
@@ -198,17 +194,56 @@ def _sliced(scope: Scope, value: Any) -> Any:
 def _over_rows(
     scope: Scope, equation: JaxprEqn, consts: Values, first: Values, sliced: Values
 ) -> Values | None:
-    """Return what a loop over rows makes in which nothing is carried: each device has its own."""
+    """Return what a loop over rows makes that carries sums at most: each device has its own turns.
+
+    What is carried may be added to, and is then a sum; or it stays as it is.
+    """
     cut = next(v.cut for v in sliced if isinstance(v, Part) and v.cut.dim == 0)
-    alone = not first and not any(isinstance(v, Part) for v in consts)
-    if not alone or any(isinstance(v, Part) and v.cut != cut for v in sliced):
+    split = any(isinstance(v, Part) for v in consts)
+    if split or any(isinstance(v, Part) and v.cut != cut for v in sliced):
         return None
-    if _has_collectives(equation.params["jaxpr"].jaxpr, scope.side.axes):
+    jaxpr = equation.params["jaxpr"].jaxpr
+    carried = jaxpr.invars[len(consts) : len(consts) + len(first)]
+    stays = [v is out for v, out in zip(carried, jaxpr.outvars, strict=False)]
+    adds = [_is_added_to(jaxpr, v, out) for v, out in zip(carried, jaxpr.outvars, strict=False)]
+    if not all(map(any, zip(stays, adds, strict=True))):
+        return None
+    if _has_collectives(jaxpr, scope.side.axes):
         return None
     here = [scope.part(scope.whole(v) if isinstance(v, Later) else v, cut) for v in sliced]
     length = equation.params["length"] // scope.side.size
-    found = scope.bind(equation, [*map(scope.whole, consts), *here], length=length)
-    return [Part(x, cut) for x in found]
+    start = [scope.sum(v) if add else scope.whole(v) for v, add in zip(first, adds, strict=True)]
+    found = scope.bind(equation, [*map(scope.whole, consts), *start, *here], length=length)
+    last = [Sum(x) if add else x for x, add in zip(found, adds, strict=False)]
+    return [*last, *(Part(x, cut) for x in found[len(first) :])]
+
+
+def _is_added_to(jaxpr: Any, before: Any, after: Any) -> bool:
+    """Return whether a program adds to a value, and does nothing else with it."""
+    users = [e for e in jaxpr.eqns if any(v is before for v in e.invars)]
+    if len(users) != 1 or before in jaxpr.outvars:
+        return False
+    (user,) = users
+    if user.primitive.name == "convert_element_type":  # of a number without a dtype of its own
+        (new,) = user.outvars
+        return new.aval.dtype == before.aval.dtype and _is_added_to(jaxpr, new, after)
+    if after not in user.outvars:
+        return False
+    places = [i for i, v in enumerate(user.invars) if v is before]
+    real = jnp.issubdtype(before.aval.dtype, jnp.inexact) or before.aval.dtype.itemsize >= 4
+    if len(places) != 1 or not real or jaxpr.outvars.count(after) != 1:
+        return False
+    if user.primitive.name in ("add", "add_any"):
+        return user.outvars[0].aval.shape == before.aval.shape
+    body = body_of(user) if user.primitive.name in CALLED else None
+    if body is None or len(body[0].invars) != len(user.invars):
+        return False
+    inside, out = body[0], user.outvars.index(after)
+    return _is_added_to(inside, inside.invars[places[0]], inside.outvars[out])
+
+
+# What runs its program once, on what enters.
+CALLED = ("jit", "pjit", "closed_call", "core_call", "checkpoint", "remat", "remat2")
 
 
 def _has_collectives(jaxpr: Any, axes: Sequence[str]) -> bool:

@@ -28,7 +28,7 @@ def random_bits(scope: Scope, equation: JaxprEqn, values: Values) -> Values:
         found = scope.bind(equation, [whole])
         scope.tell("draw", found[0])  # for the microbatch, by its number
         return found
-    counts = ndim == 0 and math.prod(shape) < _COUNTERS and is_threefry(whole)
+    counts = math.prod(shape) < _COUNTERS and is_threefry(whole)
 
     def make(scope: Scope, cut: Cut | None) -> Any:
         if cut is not None and cut.dim < ndim:
@@ -52,15 +52,20 @@ def is_threefry(key: Any) -> bool:
 
 def _drawn(scope: Scope, key: Any, shape: tuple, cut: Cut, bits: int) -> jax.Array:
     """Return this device's part of the bits of threefry: entry i is that of counter i."""
-    local, number = scope.side.local(shape, cut), jnp.uint32(0)
+    of_key = cut.moved(cut.dim - key.ndim)  # each key draws so
+    local, number = scope.side.local(shape, of_key), jnp.uint32(0)
     for dim, size in enumerate(shape):
         here = lax.broadcasted_iota("uint32", local, dim)
-        if dim == cut.dim:
+        if dim == of_key.dim:
             numbers = scope.side.numbers(size, cut.outer, "uint32")
             here = lax.broadcast_in_dim(numbers, local, (dim,))
         number = number * jnp.uint32(size) + here
-    first, second = jax.random.key_data(key)
-    zero = number * 0  # all operands vary alike: under vmap too
+    words = jax.random.key_data(key)
+    words = words.reshape(*key.shape, *[1] * len(shape), 2)
+    first, second = words[..., 0], words[..., 1]
+    number = number.reshape(*[1] * key.ndim, *local)
+    zero = number * 0 + first * 0  # all operands vary alike: under vmap too
+    number = number + zero
     high, low = threefry2x32_p.bind(first + zero, second + zero, zero, number)
     if bits == 64:
         return lax.shift_left(high.astype("uint64"), jnp.uint64(32)) | low.astype("uint64")

@@ -9,7 +9,7 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 
 from hfjax.parallel.in_parts.kinds import Part, Sum
-from hfjax.parallel.in_parts.scope import Scope
+from hfjax.parallel.in_parts.scope import Scope, aval_of
 
 Values = Sequence[Any]
 
@@ -73,8 +73,12 @@ def _position(scope: Scope, equation: JaxprEqn, value: Part) -> Any:
         return None
     (here,) = scope.bind(equation, [value.x])
     best = jnp.take_along_axis(value.x, jnp.expand_dims(here, dim), dim).squeeze(dim)
-    where = side.stacked(here + side.here.astype(here.dtype) * value.x.shape[dim])
-    (device,) = scope.bind(equation, [side.stacked(best)], axes=(0,))
+    numbers = side.numbers(scope.shape(value)[dim], 1, here.dtype)
+    where, bests = side.stacked(numbers[here]), side.stacked(best)
+    if side.pieces:  # of equals the first
+        in_order = where.argsort(0)
+        where, bests = (jnp.take_along_axis(x, in_order, 0) for x in (where, bests))
+    (device,) = scope.bind(equation, [bests], axes=(0,))
     return jnp.take_along_axis(where, device[None], 0)[0]
 
 
@@ -98,18 +102,24 @@ def cumulative(scope: Scope, equation: JaxprEqn, values: Values) -> Values | Non
         return [Sum(x) for x in scope.bind(equation, [value.x])]
     if not isinstance(value, Part):
         return scope.bind(equation, [scope.whole(value)])
-    (here,) = scope.bind(equation, [value.x])
     if value.cut.dim != axis:
-        return [Part(here, value.cut)]
+        return scope.parts(value.cut, equation, [value.x])
     if name != "cumsum" or value.cut.outer > 1:
         return None
     side, backward = scope.side, equation.params["reverse"]
-    totals = side.stacked(value.x.sum(axis, dtype=here.dtype))
+    number = len(side.held[0])
+    pieces = value.x.reshape(*value.x.shape[:axis], number, -1, *value.x.shape[axis + 1 :])
+    (here,) = scope.bind(equation, [pieces], axis=axis + 1)
+    totals = jnp.moveaxis(pieces.sum(axis + 1, dtype=here.dtype), axis, 0)
+    totals = side.stacked(totals)  # [devices, pieces of each, ...]
     scope.tell("gather", totals)
-    numbers = jnp.arange(side.size)
-    before = numbers > side.here if backward else numbers < side.here
-    first = jnp.where(before.reshape(-1, *[1] * (totals.ndim - 1)), totals, 0).sum(0)
-    return [Part(here + jnp.expand_dims(first, axis).astype(here.dtype), value.cut)]
+    of_all, mine = jnp.asarray(side.held), side.held_here
+    later = of_all[None] > mine[:, None, None]
+    before = later if backward else of_all[None] < mine[:, None, None]
+    before = before.reshape(*before.shape, *[1] * (totals.ndim - 2))
+    first = jnp.where(before, totals[None], 0).sum((1, 2))
+    first = jnp.expand_dims(jnp.moveaxis(first, 0, axis), axis + 1)
+    return [Part((here + first.astype(here.dtype)).reshape(value.x.shape), value.cut)]
 
 
 def dot_general(scope: Scope, equation: JaxprEqn, values: Values) -> Values | None:
@@ -166,10 +176,21 @@ def convolution(scope: Scope, equation: JaxprEqn, values: Values) -> Values | No
         return None
     if x.cut.dim == of_x[0]:
         return scope.parts(x.cut.moved(of_out[0]), equation, [x.x, scope.whole(kernel)])
+    if x.cut.dim in of_x[2:] and _stays(equation, of_x[2:].index(x.cut.dim)):
+        at = of_out[2:][of_x[2:].index(x.cut.dim)]
+        return scope.parts(x.cut.moved(at), equation, [x.x, scope.whole(kernel)])
     if x.cut.dim == of_x[1] and equation.params["feature_group_count"] == 1:
         here = scope.part(kernel, x.cut.moved(of_kernel[1]))
         return [Sum(x) for x in scope.bind(equation, [x.x, here])]
     return None
+
+
+def _stays(equation: JaxprEqn, place: int) -> bool:
+    """Return whether a convolution leaves the positions along a spatial dimension as they are."""
+    p = equation.params
+    kernel = aval_of(equation.invars[1]).shape[p["dimension_numbers"].rhs_spec[2:][place]]
+    how = p["window_strides"][place], p["lhs_dilation"][place], tuple(p["padding"][place])
+    return kernel == 1 and how == (1, 1, (0, 0))
 
 
 # What works on some of the last dimensions, and on whatever is before them alike.

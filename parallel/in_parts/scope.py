@@ -66,6 +66,7 @@ class Scope:
         later: Makes of what is stored of a parameter the parameter, to be gathered later.
         watch: Is told which parameters a loop is to slice.
         pieces: Of a value that was concatenated along a dimension that is not split: of what.
+        makes: Of a part that a smaller one became: the same, not made yet, for another cut.
     """
 
     side: Side
@@ -79,6 +80,7 @@ class Scope:
     later: Callable = _none_later
     watch: Callable = _ignore
     pieces: dict[int, tuple[Any, Sequence[Any]]] = field(default_factory=dict)
+    makes: dict[int, tuple[Any, Made]] = field(default_factory=dict)
     _done: dict[int, tuple[Any, dict]] = field(default_factory=dict)
 
     def inside(self, times: int = 1, told: list[Join] | None = None) -> "Scope":
@@ -91,6 +93,7 @@ class Scope:
             known=True,
             place=self.line,
             pieces={},
+            makes={},
             _done={},
         )
 
@@ -120,6 +123,8 @@ class Scope:
             return self._once(value, cut, lambda: value.make(self, cut))
         if isinstance(value, Sum) and not self.is_whole(value):
             return self._once(value, cut, lambda: self._scatter(value, cut))
+        if id(value) in self.makes:
+            return self.part(self.makes[id(value)][1], cut)
         return self._once(value, cut, lambda: self.taken(self.whole(value), cut))
 
     def sum(self, value: Any) -> jax.Array:
@@ -154,7 +159,7 @@ class Scope:
 
     def cut_of(self, shape: Shape) -> Cut | None:
         """Return a cut of the first dimension that has the size of one that was split."""
-        fits = (d for d, n in enumerate(shape) if n in self.sizes and n % self.side.size == 0)
+        fits = (d for d, n in enumerate(shape) if n in self.sizes and n % self.side.count == 0)
         dim = next(fits, None)
         return None if dim is None else Cut(dim)
 

@@ -4,7 +4,7 @@
 run.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -22,8 +22,7 @@ from hfjax.parallel.autodiff.model_parts import Extras, ModelParts
 from hfjax.parallel.engine.blueprint import LAYERS, Blueprint, Layer, fill, raw
 from hfjax.parallel.engine.fetch import Movement, Stored
 from hfjax.parallel.engine.keys import is_random
-from hfjax.parallel.engine.on_rows import OnRows
-from hfjax.parallel.in_parts.kinds import Kind
+from hfjax.parallel.engine.on_rows import Kinds, OnRows
 from hfjax.parallel.three_parts.ends import Ends
 from hfjax.parallel.three_parts.run_layers import layer_function
 
@@ -101,9 +100,9 @@ class PlacedModel:
         return y
 
     @cached_property
-    def _kinds(self) -> Sequence[Kind] | None:
+    def _kinds(self) -> Kinds | None:
         """The kinds of what stacked layers hand on; None: layers of a list hand on what they do."""
-        if self.blueprint.listed or self.rows.side.size == 1:
+        if self.blueprint.listed or self.rows.alone:
             return None
         layers = {path: x for path, x in self.parameters.items() if path.startswith(LAYERS)}
         zero = jnp.int32(0)

@@ -13,10 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 
 @dataclass(frozen=True)
@@ -65,6 +62,18 @@ class Deal:
         held = self.chunks[..., None] * size + np.arange(size)
         return held.reshape(self.devices, -1)
 
+    @property
+    def pieces(self) -> tuple[tuple[int, ...], ...] | None:
+        """The pieces that each device holds, as few as can be; None: one each, in order.
+
+        >>> Deal(2, "zigzag").pieces, Deal(2, "contiguous").pieces
+        (((0, 3), (1, 2)), None)
+        """
+        held = self.positions(self.unit)
+        if (held == np.arange(self.unit).reshape(self.devices, -1)).all():
+            return None
+        return tuple(tuple(pieces.tolist()) for pieces in held)
+
     def run(self, length: int) -> int:
         """Return how many positions that a device holds follow each other, from a multiple on.
 
@@ -72,10 +81,6 @@ class Deal:
         (4, 8)
         """
         return math.gcd(length // self.chunks.size, length // self.devices)
-
-    def undone(self, length: int) -> np.ndarray:
-        """Return where each position lies once the parts of all devices follow each other."""
-        return np.argsort(self.positions(length).ravel())
 
     def hops(self, length: int, window: int | None) -> int:
         """Return how many groups before a group have keys that it may see.
@@ -86,16 +91,6 @@ class Deal:
         if window is None or self.order == "zigzag":
             return self.ring - 1
         return min(self.ring - 1, -(-(window - 1) // (length // self.ring)))
-
-    def mine(self, x: jax.Array, device: jax.Array, dim: int = 1) -> jax.Array:
-        """Return the part of a whole row that a device holds, along a dimension."""
-        size = x.shape[dim] // self.chunks.size
-        group, member = device // self.ulysses, device % self.ulysses
-        starts = jnp.asarray(self.chunks * size)[group]
-        cut = lambda start: lax.dynamic_slice_in_dim(x, start, size, dim)
-        held = jnp.concatenate([cut(starts[i]) for i in range(self.chunks.shape[1])], dim)
-        each = held.shape[dim] // self.ulysses
-        return lax.dynamic_slice_in_dim(held, member * each, each, dim)
 
     def check(self, length: int, what: str) -> None:
         """Refuse a number of positions that the devices cannot share equally."""

@@ -54,7 +54,7 @@ class AttentionCall:
     width: int
     itemsize: int
     documents: bool
-    whole_rows_only: bool  # the user's own: it is given whole rows, or nothing
+    own: bool  # the user's: without an exchange of all heads its keys and values are gathered
     window: int | None = None
     value_width: int | None = None  # if it is another than that of queries and keys
     times: int = 1  # layers
@@ -87,6 +87,9 @@ class Option:
     def bytes(self, call: AttentionCall) -> tuple[int, int]:
         """Return the bytes that a device sends for one attention: forward, backward."""
         n, u, here = self.devices, self.ulysses, call.rows * call.positions // self.devices
+        if call.own and u < n:
+            gathered = (n - 1) * 2 * here * call.key_heads * call.width
+            return gathered * call.itemsize, gathered * call.wide
         window = call.window if self.form == "ring" else None  # a gather sends everything
         hops = self.deal.hops(call.positions, window)
         groups = call.key_heads * repeats(call.key_heads, u)
@@ -103,6 +106,8 @@ class Option:
     def refuses(self, calls: Iterable[AttentionCall]) -> str | None:
         """Return why these cannot go so, or None."""
         for call in calls:
+            if call.own and self.ulysses < self.devices:
+                continue  # by its own equations
             if call.heads % self.ulysses:
                 fits = [u for u in range(1, self.devices + 1) if _fits(u, self.devices, call)]
                 return (
@@ -110,15 +115,16 @@ class Option:
                     f"{call.heads} heads that a device has do not divide. These groups do: "
                     f"ulysses={', '.join(map(str, fits))}"
                 )
+            if call.own and call.key_heads % self.ulysses:
+                return (
+                    f"the model's own attention has {call.key_heads} heads of keys for "
+                    f"{self.ulysses} devices: with each of them repeated it is another program. "
+                    "Repeat them in the model, before it asks for attention"
+                )
             if call.value_width not in (None, call.width) and self.ulysses < self.devices:
                 return (
                     f"values of width {call.value_width} beside keys of width {call.width} can "
                     'only be exchanged: form="ulysses"'
-                )
-            if call.whole_rows_only and self.ulysses < self.devices:
-                return (
-                    "the model hands an attention of its own to kernels.attention, which only "
-                    'Ulysses can give whole rows: form="ulysses"'
                 )
         return None
 

@@ -1,8 +1,9 @@
-"""What modules are handed where devices share rows: positions, and attention across the devices.
+"""What modules are handed where devices share rows: attention across the devices.
 
-Before a step is traced, a check looks at the model (hfjax/checks/look_along_rows.py). What it finds
-is a value, `FoundAlongRows`: which attentions the model asks for, hence the form that sends least;
-which dimension of each array is the sequence.
+Model and loss see whole rows. What they do is run on the positions that a device has
+(parallel/in_parts); an attention that they ask for is kept by name, and goes across the devices in
+a form of its own. Before a step is traced, a look at the model finds which attentions it asks for
+(hfjax/checks/look_along_rows.py), hence the form that sends least: `FoundAlongRows`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -11,12 +12,19 @@ from functools import partial
 from typing import Any, final
 
 import jax
-from jax import lax
+from jax.extend import source_info_util
+from jax.extend.core import jaxpr_as_fun
 from jax.sharding import Mesh, PartitionSpec as P
 
+from hfjax.base.tables import human
 from hfjax.pallas_kernels.attention.mask import Mask
 from hfjax.parallel.engine import local
 from hfjax.parallel.engine.legs import mapped
+from hfjax.parallel.in_parts.interpreter import in_parts
+from hfjax.parallel.in_parts.kinds import Cut, Part, Side, is_value
+from hfjax.parallel.in_parts.named_calls import NamedCall, named
+from hfjax.parallel.in_parts.scope import Join, Scope
+from hfjax.parallel.in_parts.two_sides import InnerSide
 from hfjax.parallel.mesh import SAMPLE_AXES, SEQUENCE_AXES, TENSOR_AXES, in_use, size_of
 from hfjax.parallel.settings import Context
 from hfjax.parallel.wings.context.deal import Deal
@@ -27,7 +35,10 @@ from hfjax.parallel.wings.context.visits import AnyMask, AttendedBlock, Balanced
 from hfjax.parallel.wings.kernels.in_step import Kernels
 from hfjax.parallel.wings.kernels.kernel_on_shards import OnShards
 
+source_info_util.register_exclusion(__file__)  # the line of an attention is the user's
+
 HEADS = P(None, None, TENSOR_AXES)  # of [B, S, H, D]
+POSITIONS = Cut(1)
 
 
 @dataclass(frozen=True)
@@ -38,25 +49,11 @@ class FoundAlongRows:
         choice: The form in which devices work together.
         length: Positions of whole rows.
         dims: The dimension of each array of a batch that is the sequence, or None.
-        outputs: Shapes of the model's outputs in the look, of rows of `trial` positions.
-        trial: A length of rows.
-        apart: Whether it divides no other dimension.
     """
 
     choice: ContextChoice
     length: int
     dims: Any
-    outputs: tuple[tuple[int, ...], ...]
-    trial: int
-    apart: bool
-
-    def along(self, looked_at: tuple[int, ...], here: tuple[int, ...]) -> int | None:
-        """Return which dimension of an output is the sequence, if one is; -1: it is part of one."""
-        found = [dim for dim, size in enumerate(looked_at) if size and size % self.trial == 0]
-        if not self.apart:  # these were whole rows, of which a device has a part
-            found = [dim for dim in found if dim and looked_at[dim] != here[dim]]
-        plain = len(found) == 1 and found[0] > 0 and looked_at[found[0]] == self.trial
-        return None if not found else found[0] if plain else -1
 
 
 @final
@@ -104,58 +101,87 @@ class OnSharedRows(local.InStep):
 
     # -- positions ------------------------------------------------------------------------------
 
-    def positions(self, length: int, names: local.Names = ()) -> jax.Array | None:
-        """Return the numbers, in the whole row, of the positions here; None: these are no rows."""
-        if length * self.devices != self.found.length:
+    def shared_side(self) -> Side | None:
+        """Return the devices that have other positions, once a look has told who has which."""
+        if self.seen is None:
             return None
-        every = lax.iota("int32", length * self.devices)
-        return self.deal.mine(every, lax.axis_index(self.axes), dim=0)
-
-    def row_length(self, length: int, names: local.Names = ()) -> int:
-        """Return how many positions a whole row has of which there are so many here."""
-        return length * self.devices
+        return Side(self.axes, self.devices, "positions", self.deal.pieces)
 
     def run_length(self, length: int) -> int:
-        """Return how many positions follow each other, of those here."""
-        shared = length * self.devices == self.found.length
-        return self.deal.run(length * self.devices) if shared else length
-
-    def sum_over_row(self, x: jax.Array) -> jax.Array:
-        """Return sums of positions, added over the devices that share rows."""
-        return lax.psum(x, self.axes)
+        """Return how many positions of a row follow each other on one device."""
+        return self.deal.run(length) if length == self.found.length else length
 
     def sum_over_batch(self, x: jax.Array) -> jax.Array:
         """Return sums of rows and positions, added over all devices that have others."""
-        return lax.psum(x, in_use(self.mesh, SAMPLE_AXES))
+        return jax.lax.psum(x, in_use(self.mesh, SAMPLE_AXES))
 
     def dealt(self, prepared: Callable, batch: Any) -> Any:
         """Return the part of a batch of whole rows that this device computes with."""
-        batch, device = prepared(batch), lax.axis_index(self.axes)
-        cut = lambda x, dim: x if dim is None else self.deal.mine(x, device, dim)
-        return jax.tree.map(cut, batch, self.found.dims, is_leaf=lambda x: x is None)
+        side = self.shared_side()
+        assert side is not None
+        inner = InnerSide(side, in_parts)
+        cut = lambda dim, x: x if dim is None else inner.mine(x, Cut(dim))
+        return jax.tree.map(cut, self.found.dims, prepared(batch), is_leaf=lambda x: x is None)
 
-    def undealt(self, outputs: Any) -> Any:
-        """Return outputs with whole rows, in the order of positions."""
-        leaves, form = jax.tree.flatten(outputs)
-
-        def whole(x: jax.Array, looked_at: tuple[int, ...]) -> jax.Array:
-            if (dim := self.found.along(looked_at, x.shape)) is None:
-                return x
-            if dim < 0:
-                raise ValueError(
-                    f"an output {list(x.shape)} has positions and something else in one dimension, "
-                    "or twice: where devices share rows, return [B, S, …]."
-                )
-            every = lax.all_gather(x, self.axes, axis=dim, tiled=True)
-            return every.take(self.deal.undone(every.shape[dim]), axis=dim)
-
-        return form.unflatten(map(whole, leaves, self.found.outputs))
+    def check_positions(self, joins: Sequence[Join], sent: int) -> None:
+        """Refuse to gather more along rows than the step sends besides."""
+        gathers = [join for join in joins if join.how == "gather"]
+        choice, limit = self.found.choice, self.settings.gather
+        if limit is None:
+            limit = max(LEAST, sent, choice.option.total(choice.calls))
+        size = sum(join.bytes * join.times for join in gathers)
+        if size <= limit:
+            return
+        lines: dict[tuple[str, str], int] = {}
+        for join in gathers:
+            key = join.line, join.operation
+            lines[key] = lines.get(key, 0) + join.bytes * join.times
+        first = sorted(lines.items(), key=lambda item: -item[1])
+        shown = "; ".join(f"{line}: {name}: {human(n)}" for (line, name), n in first[:5])
+        raise ValueError(
+            f"positions of a row meet outside of attention: {self.devices} devices share rows, and "
+            f"gather {human(size)} in a microbatch, more than the limit of {human(limit)} "
+            f"({shown}). {INSTEAD} Or raise the limit: hfjax.Context(gather=…), in bytes."
+        )
 
     # -- attention ------------------------------------------------------------------------------
 
     def attention(self, attend: Callable) -> Callable:
         """Return attention of the queries here to whole rows; one of the user's own stays it."""
-        return lambda *given, **named: self._attend(attend, *operands_of(given, named))
+        return lambda *given, **more: self._named(attend, operands_of(given, more))
+
+    def _named(self, attend: Callable, operands: tuple[jax.Array, ...]) -> jax.Array:
+        """Return what is attended to; the call is kept by name in the program of whole rows."""
+        program, form = jax.make_jaxpr(attend, return_shape=True)(*operands)
+
+        def whole(held: Sequence[Any], *operands: Any) -> Any:
+            leaves = jaxpr_as_fun(program.replace(consts=held))(*operands)
+            return jax.tree.unflatten(jax.tree.structure(form), leaves)
+
+        return named(partial(self._rule, attend), whole)(program.consts, *operands)
+
+    def _rule(
+        self, attend: Callable, call: NamedCall, scope: Scope, body: Any, arguments: Any
+    ) -> Any:
+        """Attend across devices, or run an attention of the user's own by its equations."""
+        held, *operands = arguments
+        own = not getattr(attend, "is_causal_attention", False)
+        split = any(isinstance(v, Part) for v in operands)
+        whole_rows = all(scope.shape(v)[1] == self.found.length for v in operands)
+        spread = own and self.deal.ulysses < self.devices
+        if not (split and whole_rows) or spread or any(map(is_value, held)):
+            return scope.run(scope, *body, jax.tree.leaves(arguments, is_leaf=is_value))
+        if own:
+            held = list(map(scope.whole, held))
+            attend = partial(self._of_own_heads, partial(call.function, held))
+        return Part(self._attend(attend, *(scope.part(v, POSITIONS) for v in operands)), POSITIONS)
+
+    def _of_own_heads(self, attend: Callable, *operands: jax.Array) -> jax.Array:
+        """Return what an attention of all heads makes of those that are here."""
+        side, heads = Side(self.axes, self.devices, "heads"), Cut(2, self._shards)
+        given = [Part(x, heads) if x.ndim == 4 else x for x in operands]
+        (found,) = jax.tree.leaves(in_parts(side, attend, *given), is_leaf=is_value)
+        return side.as_kind(found, heads)
 
     def _attend(self, attend: Callable, *operands: Any) -> jax.Array:
         """The operands: q_BSHD, k_BSGD, v_BSGD, and documents_BS if there are any."""
@@ -226,9 +252,19 @@ class OnSharedRows(local.InStep):
         """Return what moves an array in place of XLA, or None."""
         return self.kernels.sender(move)
 
-    counted_once = of_stream = local.as_it_is
+    positions = local.from_zero
+    row_length = local.all_here
+    sum_over_row = counted_once = of_stream = undealt = local.as_it_is
     mean, lookup, columns = local.mean_here, local.rows_of_table, local.all_columns
     mixed = local.mix_now
+
+
+LEAST = 2**20  # less is sent without a word
+INSTEAD = (
+    "Let attention be asked for (self.kernels = hfjax.models.parts.plain; "
+    "self.kernels.attention(attend)(q, k, v)), shift targets in a method prepare(batch) of the "
+    "model, or keep positions apart; print(step.positions) shows what meets."
+)
 
 
 def operands_of(given: Sequence[Any], named: Mapping[str, Any]) -> tuple[Any, ...]:

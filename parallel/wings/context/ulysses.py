@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from hfjax.parallel.in_parts.named_calls import row_by_row
 from hfjax.parallel.wings.context.deal import Deal
 
 Axes = tuple[str, ...]
@@ -31,11 +32,14 @@ class Exchange:
 
     def to_heads(self, x: jax.Array) -> jax.Array:
         """Return the positions of all neighbours, of a part of the heads."""
-        return _exchanged(self, True, x)
+        return self._run(True, x)
 
     def to_positions(self, x: jax.Array) -> jax.Array:
         """Return all heads, of the positions that are dealt to this device."""
-        return _exchanged(self, False, x)
+        return self._run(False, x)
+
+    def _run(self, to_heads: bool, x: jax.Array) -> jax.Array:
+        return row_by_row(partial(_exchanged, self, to_heads))(x)
 
     def documents(self, documents_BS: jax.Array) -> jax.Array:
         """Return the documents of all positions, as each group holds them: [ring, B, S / ring]."""

@@ -15,7 +15,15 @@ from hfjax.pallas_kernels.cross_entropy import loss as cross_entropy
 from hfjax.pallas_kernels.handing import Projection
 from hfjax.parallel.engine import local
 from hfjax.parallel.in_parts.named_calls import is_recording
-from hfjax.parallel.mesh import PIPE_AXIS, SAMPLE_AXES, TENSOR_AXES, in_use, row_axes, size_of
+from hfjax.parallel.mesh import (
+    PIPE_AXIS,
+    SAMPLE_AXES,
+    SEQUENCE_AXES,
+    TENSOR_AXES,
+    in_use,
+    row_axes,
+    size_of,
+)
 from hfjax.parallel.settings import KERNELS, Wanted
 from hfjax.parallel.wings.kernels import on_tensor_shards
 from hfjax.parallel.wings.kernels.measured import KernelChoice, Shape, choose, show
@@ -138,7 +146,12 @@ class Kernels:
 
     def _here(self, count: int) -> int:
         """Return how many positions of rows are here; a model that is traced sees all."""
-        return count // size_of(row_axes(self.mesh), self.mesh) if is_recording() else count
+        return count // size_of(self._parts, self.mesh) if is_recording() else count
+
+    @property
+    def _parts(self) -> tuple[str, ...]:
+        """The axes whose devices have other rows and positions than those of a model's trace."""
+        return (*row_axes(self.mesh), *in_use(self.mesh, SEQUENCE_AXES))
 
     def _share(self, count: int) -> int:
         return -(-count // size_of(TENSOR_AXES, self.mesh))
@@ -160,7 +173,8 @@ class Kernels:
     def _no_ring(self, x_BSI: jax.Array) -> str | None:
         if self.mesh.shape[PIPE_AXIS] > 1:
             return "no ring in a pipeline: not all stages would take part in it"
-        return self._uneven("positions", x_BSI.shape[1])
+        shared = size_of(SEQUENCE_AXES, self.mesh) if is_recording() else 1
+        return self._uneven("positions", x_BSI.shape[1] // shared)
 
     def __str__(self) -> str:
         lines = [line for kernel in KERNELS for line in self._lines(kernel)]
@@ -214,3 +228,4 @@ class WithKernels(local.InStep):
     dealt = local.whole_batch
     mean, lookup, columns = local.mean_here, local.rows_of_table, local.all_columns
     mixed = local.mix_now
+    shared_side, check_positions = local.no_side, local.none_joined
