@@ -142,14 +142,6 @@ class Plain:
         """
         return length
 
-    def sum_over_row(self, x: jax.Array) -> jax.Array:
-        """Return sums of positions here, added to those of devices that share the rows.
-
-        Args:
-            x: An array.
-        """
-        return x
-
     def sum_over_batch(self, x: jax.Array) -> jax.Array:
         """Return sums of rows here, added to those of all devices that have others.
 

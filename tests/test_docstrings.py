@@ -49,7 +49,6 @@ EXAMPLES = {  # what has no example, and why
     "hfjax.models.parts:Plain.outputs": HANDED,
     "hfjax.models.parts:Plain.experts": HANDED,
     "hfjax.models.parts:Plain.sum_over_batch": HANDED,
-    "hfjax.models.parts:Plain.sum_over_row": HANDED,
     "hfjax.models.parts:Plain.told": HANDED,
 }
 SKIPPED = {  # whose example does not run here, and why

@@ -471,6 +471,43 @@ def test_outputs_have_all_positions_in_their_order():
         jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), found, wanted)
 
 
+class Normalising(nnx.Module):
+    """BatchNorm of some positions, and transforms of what lies on several devices."""
+
+    def __init__(self, rngs):
+        wide = jnp.float64 if jax.config.jax_enable_x64 else jnp.float32
+        self.table = Table(64, 8, rngs)
+        self.norm = nnx.BatchNorm(8, dtype=wide, param_dtype=wide, rngs=rngs)
+
+    def __call__(self, batch):
+        x = self.table(batch["tokens"])
+        normed = self.norm(x, mask=(batch["tokens"] > 20)[..., None])
+        return {
+            "rows": jnp.fft.fft(x, axis=0).real,
+            "row": jnp.fft.fft(x, axis=1).real,
+            "x": normed,
+        }
+
+
+@pytest.mark.parametrize("sizes", [{"context": 2, "data": 2}, {"data": 2}])
+@pytest.mark.filterwarnings("ignore:.*rows meet, and no rule")
+def test_statistics_and_transforms_are_of_all_rows_and_positions(sizes):
+    same_as_one_device(lambda rngs: Normalising(rngs), sizes)
+
+
+class Counting(Own):
+    """A model that takes its own number of rows and positions only."""
+
+    def __call__(self, batch):
+        assert batch["tokens"].shape == (2, 32)
+        return super().__call__(batch)
+
+
+def test_a_model_is_traced_with_all_rows():
+    model = lambda rngs: Counting({"x": lambda x: x.reshape(64, 32)}, rngs)
+    same_as_one_device(model, {"context": 2, "data": 2})
+
+
 # -- what is sent, and what of it is refused ----------------------------------------------------
 
 

@@ -25,11 +25,13 @@ class AlongRows(local.InStep):
     Attributes:
         rows: What it stands for.
         length: That of the rows.
+        parts: On how many devices other rows lie.
         calls: The attentions.
     """
 
     rows: OnSharedRows
     length: int
+    parts: int
     calls: list[AttentionCall] = field(default_factory=list)
 
     @contextmanager
@@ -48,7 +50,7 @@ class AlongRows(local.InStep):
         found = jax.eval_shape(attend, *operands)
         if {x.shape[1] for x in operands} == {self.length}:
             call = AttentionCall(
-                rows=q.shape[0],
+                rows=q.shape[0] // self.parts,
                 positions=self.length,
                 heads=q.shape[2] // shards,
                 key_heads=k.shape[2] // shards,
@@ -73,6 +75,6 @@ class AlongRows(local.InStep):
     outputs = local.made_logits
     positions, row_length, run_length = local.from_zero, local.all_here, local.all_here
     shared_side, check_positions = local.no_side, local.none_joined
-    sum_over_row = sum_over_batch = counted_once = of_stream = undealt = local.as_it_is
+    sum_over_batch = counted_once = of_stream = undealt = local.as_it_is
     dealt, sender = local.whole_batch, local.by_xla
     mean, lookup, columns = local.mean_here, local.rows_of_table, local.all_columns

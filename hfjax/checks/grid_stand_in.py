@@ -255,7 +255,7 @@ class LookAtGrid(local.InStep):
         return _made((self.stream.rows, self.stream.length, whole), x_BSD, kernel_VD)
 
     run_length = local.all_here
-    sum_over_row = counted_once = undealt = local.as_it_is
+    counted_once = undealt = local.as_it_is
     dealt, mixed, sender = local.whole_batch, local.mix_now, local.by_xla
 
     def sum_over_batch(self, x: jax.Array) -> jax.Array:

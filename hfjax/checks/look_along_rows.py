@@ -11,6 +11,10 @@ from hfjax.checks.along_rows import AlongRows
 from hfjax.checks.look import outputs_of_a_look
 from hfjax.parallel.engine.blueprint import raw
 from hfjax.parallel.engine.step_context import StepContext
+from hfjax.parallel.in_parts.interpreter import whole_shapes
+from hfjax.parallel.in_parts.kinds import Side
+from hfjax.parallel.in_parts.named_calls import recording
+from hfjax.parallel.in_parts.scope import traced_whole
 from hfjax.parallel.wings.context.forms import choose
 from hfjax.parallel.wings.context.on_shared_rows import FoundAlongRows, OnSharedRows, dims_of
 
@@ -30,14 +34,19 @@ def look_along_rows(
     whole = context.blueprint.prepared(batch)
     dims = dims_of(whole, rows.settings.sequence)
     length = _length(whole, dims)
-    noted = AlongRows(rows.step, rows, length)
+    noted = AlongRows(rows.step, rows, length, context.side.size)
     compute = lambda x: context.execution.precision.of(x.dtype)[0]
     made = lambda x: jax.ShapeDtypeStruct(x.shape, compute(x))
     parameters = {path: made(raw(x)) for path, x in context.blueprint.parameters.items()}
     seen = replace(context, blueprint=context.blueprint.equipped(noted))
     mode = "train" if mode == "train" else "eval"
     look = partial(outputs_of_a_look, seen, mode, times=noted.counted)
-    jax.eval_shape(look, parameters, variables, whole)
+    of_rows = context.traced.rows
+    held = of_rows.of_variables(variables, context.blueprint.variables)
+    shapes = whole_shapes(of_rows.side, (held, of_rows.values(whole)))
+    others = Side((*of_rows.side.axes, *rows.axes), of_rows.side.size * rows.devices)
+    with recording():
+        traced_whole(others, look, parameters, *shapes)
     choice = choose(rows.settings, rows.devices, noted.calls, rows.no_ring)
     choice.deal.check(length, "a batch")
     return replace(rows, seen=FoundAlongRows(choice, length, dims))

@@ -48,10 +48,6 @@ class Local(Protocol):
         """Return how many positions follow each other, of those here."""
         ...
 
-    def sum_over_row(self, x: jax.Array) -> jax.Array:
-        """Return sums of positions, added over the devices that share rows."""
-        ...
-
     def sum_over_batch(self, x: jax.Array) -> jax.Array:
         """Return sums of rows and positions, added over all devices that have others."""
         ...

@@ -254,7 +254,7 @@ class OnSharedRows(local.InStep):
 
     positions = local.from_zero
     row_length = local.all_here
-    sum_over_row = counted_once = of_stream = undealt = local.as_it_is
+    counted_once = of_stream = undealt = local.as_it_is
     mean, lookup, columns = local.mean_here, local.rows_of_table, local.all_columns
     mixed = local.mix_now
 

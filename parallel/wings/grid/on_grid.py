@@ -211,7 +211,7 @@ class OnGrid(local.InStep):
         return lax.psum(x, axes) if axes else x
 
     run_length = local.all_here
-    sum_over_row, dealt = local.as_it_is, local.whole_batch
+    dealt = local.whole_batch
     mixed, sender = local.mix_now, local.by_xla
     shared_side, check_positions = local.no_side, local.none_joined
 
