@@ -475,7 +475,7 @@ class Normalising(nnx.Module):
     """BatchNorm of some positions, and transforms of what lies on several devices."""
 
     def __init__(self, rngs):
-        wide = jnp.float64 if jax.config.jax_enable_x64 else jnp.float32
+        wide: Any = jnp.zeros(()).dtype  # float64 in x64 mode
         self.table = Table(64, 8, rngs)
         self.norm = nnx.BatchNorm(8, dtype=wide, param_dtype=wide, rngs=rngs)
 
