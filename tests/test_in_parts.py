@@ -61,9 +61,9 @@ def test_and_many_more_programs(first, n, record_property):
     of_block(first, n, record_property)
 
 
-@pytest.mark.parametrize(("first", "n"), blocks(FAST, FAST + 100, (2,)))
-def test_rows_in_two_pieces_each_are_as_on_one_device(first, n):
-    check([functools.partial(generated, first + i) for i in range(BLOCK)], n, dealt=FOLDED)
+@pytest.mark.parametrize("first", [FAST, FAST + 20])
+def test_rows_in_two_pieces_each_are_as_on_one_device(first):
+    check([functools.partial(generated, first + i) for i in range(20)], 2, dealt=FOLDED)
 
 
 @SLOW
@@ -103,6 +103,18 @@ def test_what_people_write_along_rows_holds_along_positions(turn, folds):
     names = sorted(TYPICAL.keys() - ON_MESHES_ONLY)[turn + 4 * folds :: 8]
     dealt = Dealt(POSITIONS, folds, "positions")
     check([functools.partial(named, name, "plain", seed=turn) for name in names], 2, dealt=dealt)
+
+
+@pytest.mark.parametrize("turn", TYPICAL_TURNS)
+def test_what_people_write_along_positions_holds_along_rows(turn):
+    names = sorted(PROGRAMS)[(turn + 2) % 4 :: 4]
+    check([functools.partial(named, name, "square", among=PROGRAMS) for name in names], 2)
+
+
+def test_determinants_and_solutions_of_each_row_send_nothing():
+    names = ["likelihoods_of_covariances", "solved_over_features"]
+    programs = [functools.partial(named, name, "square", among=PROGRAMS) for name in names]
+    assert len(check(programs, 2)) == len(names)
 
 
 @pytest.mark.parametrize("turn", TYPICAL_TURNS)

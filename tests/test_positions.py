@@ -420,6 +420,28 @@ def test_an_attention_of_ones_own_goes_around_no_ring():
     same_as_one_device(*given, loss=mean_square, context="ring", close=FLOAT32)
 
 
+class OtherShapes(Attending):
+    """Attentions without heads, of a pair, and given by name."""
+
+    def __call__(self, batch):
+        x = self.embedding(batch["tokens"])
+        of_heads, kernels = x.reshape(*x.shape[:2], 4, 4), self.kernels
+        bare = kernels.attention(lambda q, k, v: jax.nn.softmax(q @ k.swapaxes(1, 2)) @ v)(x, x, x)
+        pair = kernels.attention(lambda q, k, v: (dot_product(q, k, v), q.sum(-1) * k.mean(-1)))
+        y, sums = pair(of_heads, of_heads, of_heads)
+        inside = jnp.cumsum(batch["tokens"] == 3, axis=1)
+        causal = kernels.attention(causal_attention)
+        z = causal(of_heads, v_BSGD=of_heads, k_BSGD=of_heads, documents_BS=inside)
+        return bare + y.reshape(x.shape) + sums.sum(-1, keepdims=True) + z.reshape(x.shape)
+
+
+@pytest.mark.parametrize("context", ["auto", "ring", "ulysses"])
+def test_attentions_of_other_shapes_are_run_by_their_equations(context):
+    model = lambda rngs: OtherShapes(alike, 4, 4, rngs)
+    how = {"loss": mean_square, "context": context, "close": FLOAT32}
+    same_as_one_device(model, {"context": 2, "data": 2}, SIXTEEN, **how)
+
+
 class Crossed(Attending):
     """Attention of all positions to the first five, and to one more than there are."""
 
@@ -493,6 +515,49 @@ class Normalising(nnx.Module):
 @pytest.mark.filterwarnings("ignore:.*rows meet, and no rule")
 def test_statistics_and_transforms_are_of_all_rows_and_positions(sizes):
     same_as_one_device(lambda rngs: Normalising(rngs), sizes)
+
+
+class Told(nnx.Module):
+    """A layer that hands on a number for each row, beside the activations."""
+
+    def __init__(self, rngs):
+        self.linear = nnx.Linear(8, 8, rngs=rngs)
+
+    def __call__(self, stream):
+        y = stream["x"] + jnp.tanh(self.linear(stream["x"]))
+        return {"x": y, "told": stream["told"] + (y**2).mean((1, 2))}
+
+
+class Tells(nnx.Module):
+    """A model whose layers add up what they tell, from zeros on."""
+
+    def __init__(self, rngs):
+        self.table, self.layers = Table(64, 8, rngs), stacked(2, Told, rngs)
+
+    def embed(self, batch):
+        x = self.table(batch["tokens"])
+        return {"x": x, "told": jnp.zeros(len(x))}
+
+    def head(self, stream):
+        return stream["x"] + stream["told"][:, None, None]
+
+
+@pytest.mark.parametrize("sizes", [{"context": 2}, {"context": 2, "pipe": 2}])
+def test_layers_hand_on_sums_of_whole_rows(sizes):
+    with jax.enable_x64(True):
+        found = [
+            of_a_step(Tells, {"data": 1}, loss=mean_square),
+            of_a_step(
+                Tells,
+                sizes,
+                loss=mean_square,
+                strategy=PIPE if "pipe" in sizes else DDP,
+                schedule=Schedule("1f1b", 2) if "pipe" in sizes else None,
+            ),
+        ]
+    (one, _), (many, _) = found
+    np.testing.assert_allclose(many["loss"], one["loss"], rtol=1e-7)
+    np.testing.assert_allclose(many["grad_norm"], one["grad_norm"], rtol=1e-6)
 
 
 class Counting(Own):

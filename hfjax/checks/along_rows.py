@@ -14,7 +14,11 @@ import jax.numpy as jnp
 from hfjax.parallel.engine import local
 from hfjax.parallel.mesh import TENSOR_AXES, size_of
 from hfjax.parallel.wings.context.forms import AttentionCall
-from hfjax.parallel.wings.context.on_shared_rows import OnSharedRows, operands_of
+from hfjax.parallel.wings.context.on_shared_rows import (
+    OnSharedRows,
+    is_attention,
+    operands_of,
+)
 
 
 @final
@@ -43,12 +47,12 @@ class AlongRows(local.InStep):
 
     def attention(self, attend: Callable) -> Callable:
         """Return what notes an attention, and makes something of the shape of its result."""
-        return lambda *given, **named: self._noted(attend, *operands_of(given, named))
+        return lambda *given, **named: self._noted(attend, *operands_of(attend, given, named))
 
-    def _noted(self, attend: Callable, *operands: Any) -> jax.Array:
+    def _noted(self, attend: Callable, *operands: Any) -> Any:
         (q, k, v, *rest), shards = operands, size_of(TENSOR_AXES, self.rows.mesh)
         found = jax.eval_shape(attend, *operands)
-        if {x.shape[1] for x in operands} == {self.length}:
+        if is_attention(operands, jax.tree.leaves(found), self.length):
             call = AttentionCall(
                 rows=q.shape[0] // self.parts,
                 positions=self.length,
@@ -62,7 +66,7 @@ class AlongRows(local.InStep):
                 value_width=None if v.shape[3] == q.shape[3] else v.shape[3],
             )
             self.calls.append(call)
-        return jnp.zeros(found.shape, found.dtype)
+        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), found)
 
     def mixed(self, mix: Callable[[], local.T], left_out: Callable[[], local.T]) -> local.T:
         """Leave out a mixture: positions meet in groups that no device cuts."""

@@ -6,6 +6,7 @@ None of them knows the others; a check that looks at a model hands it one of its
 them answer alike is here.
 """
 
+import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Protocol, TypeVar
@@ -120,6 +121,19 @@ class Local(Protocol):
 
 
 # -- what those answer that have nothing to say: methods of their classes -------------------------
+
+
+def by_position(
+    function: Callable, given: Sequence[Any], named: Mapping[str, Any]
+) -> tuple[Sequence[Any], Mapping[str, Any]]:
+    """Return arguments by position, and those that can only be given by name."""
+    if not named:
+        return given, named
+    try:
+        bound = inspect.signature(function).bind(*given, **named)
+    except (TypeError, ValueError):  # which the call itself will say
+        return given, named
+    return bound.args, bound.kwargs
 
 
 def no_side(self: Local) -> Side | None:

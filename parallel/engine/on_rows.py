@@ -243,7 +243,7 @@ class OnRows:
         if self.alone:
             return None
         inner = self.inner.kept(self.side, body, x) if self.inner else None
-        x = self._inner_kinds(x, inner)
+        x = jax.eval_shape(lambda x: self._inner_kinds(x, inner), x)
         rows = [SAME if isinstance(v, Sum) else kind_of(v) for v in _leaves(x)]
 
         def run(rows: list[Kind]) -> list[Kind]:

@@ -11,11 +11,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import JaxprEqn
 
 from hfjax.parallel.autodiff.program import bind, body_of
 from hfjax.parallel.in_parts.kinds import (
+    Cut,
     Kind,
     Later,
     Part,
@@ -165,3 +167,55 @@ def custom_vjp(scope: Scope, equation: JaxprEqn, values: Values) -> Values:
 
     function.defvjp(forward, backward)
     return again(function(*arrays), kinds)
+
+
+def linear_solve(scope: Scope, equation: JaxprEqn, values: Values) -> Values:
+    """Solve linear equations: those of each part by themselves, if its programs join nothing."""
+    lengths, programs = equation.params["const_lengths"], equation.params["jaxprs"]
+    if any(_iterates(program.jaxpr) for program in programs if program is not None):
+        return custom_vjp(scope, equation, values)  # not linear in the cotangent that it is given
+    values = _given(scope, values)
+    if not any(is_value(v) for v in values):
+        return bind(equation, values)
+    sizes = [lengths.matvec, lengths.vecmat, lengths.solve, lengths.transpose_solve]
+    ends = np.cumsum(sizes).tolist()
+    held_by = [values[end - size : end] for end, size in zip(ends, sizes, strict=True)]
+    sides = values[ends[-1] :]
+
+    def body(which: int) -> Body:
+        program = programs[which]
+        given = held_by[which]
+        return lambda inner, b: inner.run(inner, program.jaxpr, program.consts, [*given, *b])
+
+    used = [i for i in range(4) if programs[i] is not None]
+
+    def tried(kinds: Sequence[Kind]) -> list[Any]:
+        arrays = [jnp.asarray(scope.as_kind(v, k)) for v, k in zip(sides, kinds, strict=True)]
+        return [found_without_devices(scope, body(i), arrays, kinds) for i in used]
+
+    kinds = list(map(kind_of, sides))
+    if not all(isinstance(k, Cut) for k in kinds):  # what is given whole may be found in parts
+        kinds = tried(kinds)[0][0][: len(kinds)]
+    found = tried(kinds)
+    alone = all(kinds_found == kinds and not told for kinds_found, told in found)
+    if not alone or not all(isinstance(k, Cut) for k in kinds):
+        return custom_vjp(scope, equation, values)
+
+    def run(which: int) -> Any:
+        def solved(arrays: Sequence[Any]) -> list[Any]:
+            inner = scope.inside()
+            return _coerced(inner, body(which)(inner, again(arrays, kinds)), kinds)
+
+        return solved
+
+    arrays = [jnp.asarray(scope.as_kind(v, k)) for v, k in zip(sides, kinds, strict=True)]
+    back = None if programs[3] is None else lambda _, b: run(3)(b)
+    solution = lax.custom_linear_solve(run(0), arrays, lambda _, b: run(2)(b), back)
+    return again(solution, kinds)
+
+
+def _iterates(jaxpr: Any) -> bool:
+    """Return whether a program has loops, as solvers by iterations have."""
+    inside = (body_of(equation) for equation in jaxpr.eqns)
+    loops = any(equation.primitive.name in ("while", "scan") for equation in jaxpr.eqns)
+    return loops or any(_iterates(body[0]) for body in inside if body)

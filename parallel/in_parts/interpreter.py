@@ -12,7 +12,7 @@ from jax.extend.core import JaxprEqn, Literal
 
 from hfjax.parallel.autodiff.program import needed
 from hfjax.parallel.in_parts import indexing, moves, outside, random_bits, reductions
-from hfjax.parallel.in_parts.derivatives import custom_jvp, custom_vjp
+from hfjax.parallel.in_parts.derivatives import custom_jvp, custom_vjp, linear_solve
 from hfjax.parallel.in_parts.kinds import Cut, Later, Made, Part, Side, Sum, is_value
 from hfjax.parallel.in_parts.named_calls import call_of, recording
 from hfjax.parallel.in_parts.pointwise import POINTWISE, barrier, pointwise
@@ -30,11 +30,8 @@ PROGRAMS: dict[str, Callable] = {
     "while": while_loop,
     "cond": cond,
     **dict.fromkeys(("custom_jvp_call", "custom_jvp_call_jaxpr"), custom_jvp),
-    # A solver by iterations is not linear in the cotangent that it is given.
-    **dict.fromkeys(
-        ("custom_vjp_call", "custom_vjp_call_jaxpr", "custom_linear_solve", "linear_call"),
-        custom_vjp,
-    ),
+    **dict.fromkeys(("custom_vjp_call", "custom_vjp_call_jaxpr", "linear_call"), custom_vjp),
+    "custom_linear_solve": linear_solve,
 }
 # Rules that matter also where all that enters is the same on all devices.
 MAKING: dict[str, Callable] = {

@@ -148,7 +148,7 @@ class OnSharedRows(local.InStep):
 
     def attention(self, attend: Callable) -> Callable:
         """Return attention of the queries here to whole rows; one of the user's own stays it."""
-        return lambda *given, **more: self._named(attend, operands_of(given, more))
+        return lambda *given, **more: self._named(attend, operands_of(attend, given, more))
 
     def _named(self, attend: Callable, operands: tuple[jax.Array, ...]) -> jax.Array:
         """Return what is attended to; the call is kept by name in the program of whole rows."""
@@ -167,9 +167,11 @@ class OnSharedRows(local.InStep):
         held, *operands = arguments
         own = not getattr(attend, "is_causal_attention", False)
         split = any(isinstance(v, Part) for v in operands)
-        whole_rows = all(scope.shape(v)[1] == self.found.length for v in operands)
+        shapes = [jax.ShapeDtypeStruct(scope.shape(v), "float32") for v in operands]
+        results = [v.aval for v in body[0].outvars]
+        known = split and is_attention(shapes, results, self.found.length)
         spread = own and self.deal.ulysses < self.devices
-        if not (split and whole_rows) or spread or any(map(is_value, held)):
+        if not known or spread or any(map(is_value, held)):
             return scope.run(scope, *body, jax.tree.leaves(arguments, is_leaf=is_value))
         if own:
             held = list(map(scope.whole, held))
@@ -267,16 +269,30 @@ INSTEAD = (
 )
 
 
-def operands_of(given: Sequence[Any], named: Mapping[str, Any]) -> tuple[Any, ...]:
+def operands_of(
+    attend: Callable, given: Sequence[Any], named: Mapping[str, Any]
+) -> tuple[jax.Array, ...]:
     """Return the operands of an attention over rows that devices share, or raise."""
-    operands = tuple(x for x in given if x is not None)
-    if named or not 3 <= len(operands) <= 4:
+    positional, rest = local.by_position(attend, given, named)
+    operands = tuple(x for x in positional if x is not None)
+    if rest or not 3 <= len(operands) <= 4:
         raise ValueError(
-            f"attention with {len(operands)} arrays{', and ' if named else ''}"
-            f"{', '.join(named)}: where devices share rows it takes (q, k, v), and one array "
+            f"attention with {len(operands)} arrays{', and ' if rest else ''}"
+            f"{', '.join(rest)}: where devices share rows it takes (q, k, v), and one array "
             "[B, S] more, without names. Close over anything else."
         )
     return operands
+
+
+def is_attention(operands: Sequence[Any], results: Sequence[Any], length: int) -> bool:
+    """Return whether shapes are those of attention of whole rows: of q, k, v [B, S, H, D]."""
+    of_heads = all(len(x.shape) == 4 for x in (*operands[:3], *results))
+    whole_rows = all(len(x.shape) > 1 and x.shape[1] == length for x in (*operands, *results))
+    return of_heads and whole_rows and len(results) == 1 and _heads(results) == _heads(operands)
+
+
+def _heads(arrays: Sequence[Any]) -> int:
+    return arrays[0].shape[2]
 
 
 def dims_of(batch: Any, given: Mapping[str, int | None] | None = None) -> Any:

@@ -120,6 +120,7 @@ class Kernels:
 
     def attend(self, plain: Callable, *operands: jax.Array) -> jax.Array:
         """Return attention of q_BSHD, k_BSGD, v_BSGD, and documents_BS if there are any."""
+        operands = tuple(x for x in operands if x is not None)
         form = self.of_attention(*operands)
         if form not in on_tensor_shards.FORMS:
             return plain(*operands)
@@ -200,7 +201,10 @@ class WithKernels(local.InStep):
     def attention(self, attend: Callable) -> Callable:
         """Return the attention that a layer runs; one of the user's own stays as it is."""
         replaceable = getattr(attend, "is_causal_attention", False)
-        return partial(self.kernels.attend, attend) if replaceable else attend
+        if not replaceable:
+            return attend
+        by_position = partial(local.by_position, attend)
+        return lambda *given, **named: self.kernels.attend(attend, *by_position(given, named)[0])
 
     def matmul(self, place: Any, between: tuple, multiply: Callable) -> Callable:
         """Return the product of a linear map; it may go around the ring of the tensor axis."""
