@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 from hfjax.checks.check_step import check_given, check_runs
 from hfjax.checks.look import looked
 from hfjax.checks.look_along_rows import look_along_rows
-from hfjax.checks.look_at_grid import look_at_grid
 from hfjax.checks.optimizers import check_optimizer, takes_layers_alone
 from hfjax.parallel.autodiff.check_host_loops import check_host_loops
 from hfjax.parallel.called.called_model import CalledAsItIs
@@ -146,5 +145,6 @@ def handed(made_of: Ingredients) -> Local:
 def look(plane: Plane, variables: Any, batch: Any, mode: str) -> Local | None:
     """Return what modules are handed once a look at the model has told; None: nothing has to."""
     kernels = plane.context.traced.kernels
-    see = {OnSharedRows: look_along_rows, OnGrid: look_at_grid}.get(type(kernels))
-    return see and looked(plane.context, variables, batch, mode, partial(see, kernels))
+    if not isinstance(kernels, OnSharedRows):
+        return None
+    return looked(plane.context, variables, batch, mode, partial(look_along_rows, kernels))

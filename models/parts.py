@@ -395,8 +395,7 @@ class Dropout(nnx.Module):
         if len(keys) != len(x):
             raise ValueError(
                 f"Dropout of {x.shape} with keys for {len(keys)} rows: these are not the rows of "
-                "the batch. On a grid (hfjax.GRID) dropout belongs where the residual stream is, "
-                "not inside attention or MLP."
+                "the batch, with which an array to drop from begins."
             )
         kept = jax.vmap(self._draw(x))(keys)
         return jnp.where(kept, x / (1 - self.rate), jnp.zeros((), x.dtype))

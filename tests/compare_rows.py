@@ -12,7 +12,7 @@ from jax.sharding import Mesh, PartitionSpec as P
 
 from hfjax.parallel.in_parts.interpreter import in_parts
 from hfjax.parallel.in_parts.kinds import Cut, Part, Side, Sum
-from hfjax.parallel.in_parts.two_sides import Along, InnerSide
+from hfjax.parallel.in_parts.two_sides import Along, InnerSides
 from tests.generated_rows import CUTS, Program
 
 ONE_AXIS = ("rows",)
@@ -178,7 +178,7 @@ def by_two_sides(
     program: Program, n: int, told: list | None = None, dealt: Dealt = ROWS
 ) -> Callable[[Any, Any], Any]:
     """Return what 2 x n devices make that have other rows, and other positions of them."""
-    side, inner = Side(("data",), 2), InnerSide(dealt.side(n, ("context",)), in_parts)
+    side, inner = Side(("data",), 2), InnerSides((dealt.side(n, ("context",)),), in_parts)
     told = [] if told is None else told
 
     def value(name, v):
@@ -186,7 +186,7 @@ def by_two_sides(
         if name == "flat":  # of rows and positions in one dimension: each device has all of it
             return v
         v = v if dim is None else Part(v, Cut(dim))
-        return v if cut is None else Along(v, cut)
+        return v if cut is None else Along(v, cut, dealt.name)
 
     def objective(weights, floats, batch):
         batch = {name: value(name, v) for name, v in (batch | floats).items()}
@@ -210,7 +210,7 @@ def by_two_sides(
         dim, cut = CUTS.get(name, 0), dealt.cut(name, program.batch)
         if name == "flat":
             return lax.psum(v, ("data", "context"))
-        v = lax.psum(v, "context") if cut is None else inner.side.joined(v, cut)
+        v = lax.psum(v, "context") if cut is None else inner.sides[0].joined(v, cut)
         return lax.psum(v, "data") if dim is None else side.joined(v, Cut(dim))
 
     def devices(weights, batch):

@@ -2,8 +2,8 @@
 
 Train, evaluate and the pipes call them by name, through hfjax/compose.py; no data plane does.
 `check_step` is what a step refuses; `features` and `combinations` are the table of what goes
-together; `optimizers` tries whether an optimizer works element by element. `look` runs a model for
-a look at it: along sequences (`look_along_rows`, with the stand-in `along_rows`), or on a grid
-(`look_at_grid`, with `grid_stand_in`); `heads_alike` tries an attention. `branches` reads compiled
-pipelines, `jax_errors` puts errors of JAX in hfjax's words.
+together; `optimizers` tries whether an optimizer works element by element. `look` runs a model
+for a look at which attentions it asks for along its rows (`look_along_rows`, with the stand-in
+`along_rows`). `branches` reads compiled pipelines, `jax_errors` puts errors of JAX in hfjax's
+words.
 """

@@ -78,7 +78,8 @@ class AlongRows(local.InStep):
 
     outputs = local.made_logits
     positions, row_length, run_length = local.from_zero, local.all_here, local.all_here
-    shared_side, check_positions = local.no_side, local.none_joined
+    inner_sides, named_sides = local.no_sides, local.no_names
+    check_positions = local.none_joined
     sum_over_batch = counted_once = of_stream = undealt = local.as_it_is
     dealt, sender = local.whole_batch, local.by_xla
     mean, lookup, columns = local.mean_here, local.rows_of_table, local.all_columns

@@ -19,8 +19,6 @@ from hfjax.checks.features import (
     as_written,
     lineage,
 )
-from hfjax.checks.grid_stand_in import BUILD
-from hfjax.checks.look_at_grid import WHOLE_ON_A_GRID
 from hfjax.parallel.engine.blueprint import LAYERS
 from hfjax.parallel.execution import Execution
 from hfjax.parallel.mesh import platform_of
@@ -292,11 +290,6 @@ REFUSED: dict[tuple[str, str], Refusal] = {
         "routers, and the experts that tokens travel to, need the whole width of a token, and on a "
         "grid each device has a part of it",
         "Use hfjax.EXPERT with hfjax.TENSOR, or a grid and models without mixtures.",
-    ),
-    ("statistics that a model writes", "GRID"): Refusal(
-        WHOLE_ON_A_GRID,
-        BUILD,
-        detected_later=TRACED,
     ),
     ("statistics that a model writes", "schedule"): Refusal(
         IN_A_PIPELINE, NO_STATISTICS, detected_later=TRACED

@@ -1,7 +1,6 @@
 """Running a model for a look at it: only the first of its stacked layers.
 
-What is traced so is not run. `look_along_rows.py` looks for what meets along the sequence,
-`look_at_grid.py` for what meets along a dimension of which a device of a grid has a part.
+What is traced so is not run: `look_along_rows.py` looks which attentions it asks for.
 """
 
 from collections.abc import Callable

@@ -3,6 +3,5 @@
 What a backward pass keeps of the forward pass (`program`, `saved`), and a layer's passes read apart
 (`dissect`): into the gradient of its input and that of its weights. `model_parts` is a model in
 three parts as what runs it sees it. `check_host_loops` tries once whether XLA brings back from the
-host what was sent there, `varying_state` follows what differs between devices through a program,
-`kept_apart` says what joins the entries of a dimension.
+host what was sent there.
 """

@@ -44,7 +44,8 @@ class CalledAsItIs:
         rows, templates = context.traced.rows, context.blueprint.variables
         given, told = rows.of_variables(variables, templates), rows.telling("the model")
         side, with_rows = context.side, rows.values(batch)
-        here = rows.within("the model", run)
+        whole, parameters = rows.within("the model", run), context.blueprint.parameters
+        here = lambda held, *more: whole(rows.of_parameters(held, parameters), *more)
         found, changed = gather_on_use(here, stored, given, with_rows, side=side, told=told)
         return found, rows.written(given, changed, "the model")
 

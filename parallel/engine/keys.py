@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 from hfjax.base.paths import Flat, Index
 from hfjax.parallel.engine.blueprint import LAYERS
 from hfjax.parallel.engine.on_rows import per_row
-from hfjax.parallel.mesh import row_axes, sides, size_of
+from hfjax.parallel.mesh import row_axes, size_of
 
 
 def keys_here(
@@ -46,16 +46,14 @@ def keys_here(
     """
     random = {p: v for p, v in variables.items() if is_random(templates[p])}
     axes = row_axes(mesh)
-    positions = sides(mesh)
 
     def keys(layer: Any, number: Any, rows: int) -> Flat:
         device = lax.axis_index(axes) if axes else 0
         of_all = number * rows * size_of(axes, mesh)
         first = of_all + device * rows if dealt else device * local_rows + number * rows
         drawn = of_all if whole else first
-        part = lax.axis_index(positions) if positions else None
         of_layer = variables_of(random, layer).items()
-        given = step, first, rows, part, drawn
+        given = step, first, rows, drawn
         return {p: keys_for(templates[p], key, *given) for p, key in of_layer}
 
     return keys, {p: v for p, v in variables.items() if p not in random}
@@ -78,35 +76,21 @@ def _is_key(variable: Any) -> bool:
     return jnp.issubdtype(variable.dtype, jax.dtypes.prng_key)
 
 
-def differs_by_part(variable: Any, training: bool) -> bool:
-    """Whether devices that share a row draw other numbers for their positions from a variable.
-
-    Its key says that it draws by the position in the whole row (`per_position`), or is one for each
-    device: then a step folds the device's part of the row in. The keys of rows are the same.
-    """
-    held = isinstance(variable, nnx.Variable)
-    by_position = held and bool(variable.get_metadata("per_position", False))
-    return by_position or (training and is_random(variable) and not per_row(variable))
-
-
 def keys_for(
     variable: Any,
     key: jax.Array,
     step: Any,
     first_row: Any,
     rows: int,
-    part: Any,
     drawn: Any = None,
 ) -> jax.Array:
     """Return what a variable holds while the rows from `first_row` (counted globally) run.
 
-    `part` is the number of this device's positions, if a mesh axis splits them. A key that is not
-    one for each row is that of the row `drawn` (None: the first).
+    A key that is not one for each row is that of the row `drawn` (None: the first).
     """
     if not (per_row(variable) or isinstance(variable, nnx.RngKey) or _is_key(variable)):
         return key
     if not per_row(variable):
-        key = key if part is None else _fold(key, part)
         return _fold(_fold(key, step), first_row if drawn is None else drawn)
     ids = first_row + lax.iota("int32", rows)
     return jax.vmap(_fold, (None, 0), key.ndim)(_fold(key, step), ids)

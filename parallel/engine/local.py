@@ -23,7 +23,7 @@ from hfjax.parallel.execution import Execution
 from hfjax.parallel.in_parts.kinds import Side
 from hfjax.parallel.in_parts.named_calls import is_recording, like_tokens
 from hfjax.parallel.in_parts.scope import Join
-from hfjax.parallel.in_parts.two_sides import InnerSide
+from hfjax.parallel.in_parts.two_sides import InnerSides
 from hfjax.parallel.mesh import row_axes, size_of
 
 T = TypeVar("T")
@@ -111,8 +111,12 @@ class Local(Protocol):
         """Return the sums of a loss so that all devices together count them once."""
         ...
 
-    def shared_side(self) -> Side | None:
-        """Return the devices that have other positions of the rows here, if there are any."""
+    def inner_sides(self) -> tuple[Side, ...]:
+        """Return the devices that have other parts of the rows here, along each side."""
+        ...
+
+    def named_sides(self) -> Mapping[str, str]:
+        """Return which side has parts of a dimension of parameters, by its name."""
         ...
 
     def check_positions(self, joins: Sequence[Join], sent: int) -> None:
@@ -136,9 +140,14 @@ def by_position(
     return bound.args, bound.kwargs
 
 
-def no_side(self: Local) -> Side | None:
-    """Return None: every device has whole rows, or a part that the model knows of."""
-    return None
+def no_sides(self: Local) -> tuple[Side, ...]:
+    """Return none: every device has whole rows."""
+    return ()
+
+
+def no_names(self: Local) -> Mapping[str, str]:
+    """Return none: parameters are whole where a module reads them."""
+    return {}
 
 
 def none_joined(self: Local, joins: Sequence[Join], sent: int) -> None:
@@ -277,8 +286,8 @@ class Traced:
     def of(cls, kernels: Local, run: Execution, mesh: Mesh, in_parts: Callable) -> "Traced":
         """Return what a trace of a step fills in; `in_parts` runs programs of all rows."""
         axes = () if run.rows == "own" else row_axes(mesh)
-        shared = kernels.shared_side()
-        inner = InnerSide(shared, in_parts) if shared else None
+        sides = kernels.inner_sides()
+        inner = InnerSides(sides, in_parts, kernels.named_sides()) if sides else None
         rows = OnRows(Side(axes, size_of(axes, mesh)), in_parts, inner)
         return cls(kernels, rows, Offloaded(run.offload))
 

@@ -28,7 +28,7 @@ from hfjax.parallel.in_parts.kinds import (
     of_kind,
 )
 from hfjax.parallel.in_parts.scope import Join, bytes_of
-from hfjax.parallel.in_parts.two_sides import InnerSide, many_times
+from hfjax.parallel.in_parts.two_sides import InnerSides, many_times
 
 # Names by which models and libraries call the logical axes of a parameter.
 _NAMES_OF_AXES = ("axes", "out_sharding", "sharding_names", "sharding")
@@ -67,10 +67,10 @@ def cut_of(variable: Any) -> Cut | None:
 
 
 class Kinds(NamedTuple):
-    """The kinds of what layers hand on, along rows and along the inner side, if there is one."""
+    """The kinds of what layers hand on, along rows and along each inner side."""
 
     rows: list[Kind]
-    inner: list[Kind] | None
+    inner: list[list[Kind]] | None
 
 
 @dataclass(frozen=True)
@@ -80,14 +80,14 @@ class OnRows:
     Attributes:
         side: The devices that have other rows.
         in_parts: (side, function, *values, told) -> values: runs a program in parts.
-        inner: Runs them on parts of positions besides, if devices share rows.
+        inner: Runs them on parts of positions and widths besides, if devices have such.
         told: What joined rows, by the part of the model that was traced last.
-        told_inner: What joined positions, the same.
+        told_inner: What joined positions, or widths, the same.
     """
 
     side: Side
     in_parts: Callable
-    inner: InnerSide | None = None
+    inner: InnerSides | None = None
     told: dict[str, list[Join]] = field(default_factory=dict, compare=False)
     told_inner: dict[str, list[Join]] = field(default_factory=dict, compare=False)
 
@@ -98,7 +98,7 @@ class OnRows:
 
     @property
     def joins_inner(self) -> list[Join]:
-        """What joins positions, in the order in which the parts were first traced."""
+        """What joins positions or widths, in the order in which the parts were first traced."""
         return [join for joins in self.told_inner.values() for join in joins]
 
     @property
@@ -158,6 +158,18 @@ class OnRows:
 
         held = self.side.size > 1
         return {path: value(path, x) if held else x for path, x in variables.items()}
+
+    def of_parameters(self, parameters: Any, templates: Any = None) -> Any:
+        """Return parameters as this device holds them: a state of variables, or a dict by path."""
+        inner = self.inner
+        if inner is None or not inner.splits:
+            return parameters
+        if templates is not None:
+            names = lambda path: axes_of(templates[path]) if path in templates else ()
+            return {path: inner.parameter(names(path), x) for path, x in parameters.items()}
+        value = lambda v: v.replace(inner.parameter(axes_of(v), v.get_raw_value()))
+        flat = nnx.to_flat_state(parameters)
+        return nnx.from_flat_state([(keys, value(v)) for keys, v in flat])
 
     def of_state(self, state: Any) -> Any:
         """Return a state of one layer that holds values."""
@@ -254,7 +266,7 @@ class OnRows:
 
         return Kinds(kept_kinds(rows, run) if self.side.size > 1 else rows, inner)
 
-    def _inner_kinds(self, x: Any, kinds: Sequence[Kind] | None) -> Any:
+    def _inner_kinds(self, x: Any, kinds: Sequence[Sequence[Kind]] | None) -> Any:
         return (
             x if self.inner is None or kinds is None else self.inner.as_kinds(self.side, x, kinds)
         )

@@ -37,6 +37,7 @@ from hfjax.parallel.mesh import (
     partitioned,
     platform_of,
     row_axes,
+    sides,
 )
 from hfjax.parallel.placement import Placed, auto_part
 from hfjax.parallel.strategy import Axes
@@ -142,7 +143,7 @@ class StepContext:
 
         Rows and positions that the model sees have been joined already, in its own program.
         """
-        joined = (*self.shares, *(self.rows if self.sees_all_rows else ()))
+        joined = (*self.shares, *sides(self.mesh), *(self.rows if self.sees_all_rows else ()))
         axes = tuple(axis for axis in self.axes if axis not in joined)
 
         def average(x: jax.Array) -> jax.Array:

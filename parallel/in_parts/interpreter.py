@@ -64,20 +64,20 @@ def run(scope: Scope, jaxpr: Any, constants: Values, values: Values) -> list[Any
     read = lambda v: v.val if isinstance(v, Literal) else env[v]
     for number in sorted(needed(jaxpr.eqns, jaxpr.outvars)):
         equation = jaxpr.eqns[number]
-        with _at(equation):
+        with _at(scope, equation):
             found = results(scope, equation, [read(v) for v in equation.invars])
         for value in found:
-            if isinstance(value, Part):
-                scope.sizes.add(scope.shape(value)[value.cut.dim])
+            scope.note(value)
         env.update(zip(equation.outvars, found, strict=True))
     return [read(v) for v in jaxpr.outvars]
 
 
-def _at(equation: JaxprEqn) -> AbstractContextManager:
+def _at(scope: Scope, equation: JaxprEqn) -> AbstractContextManager:
     """Return the context of an equation: errors and profiles show the user's line and names."""
     info = equation.source_info
     names = source_info_util.current_name_stack() + info.name_stack
-    return source_info_util.user_context(info.traceback, name_stack=names)
+    where = info if scope.place is None or source_info_util.summarize(info) else scope.place
+    return source_info_util.user_context(where.traceback, name_stack=names)
 
 
 def results(scope: Scope, equation: JaxprEqn, values: Values) -> Sequence[Any]:
@@ -150,8 +150,9 @@ def in_parts(
 
 def scope_of(side: Side, told: list[Join], values: Values, **more: Any) -> Scope:
     """Return the scope of a program that is given these values."""
-    scope = Scope(side, told, set(), run, **more)
-    scope.sizes.update(scope.shape(v)[v.cut.dim] for v in values if isinstance(v, Part))
+    scope = Scope(side, told, {}, run, **more)
+    for value in values:
+        scope.note(value)
     return scope
 
 

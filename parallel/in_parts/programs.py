@@ -35,7 +35,7 @@ Body = Callable[[Scope, Values], Values]
 
 def call(scope: Scope, equation: JaxprEqn, values: Values) -> Values:
     """Run the body in the place of the call."""
-    before, scope.place = scope.place, scope.line
+    before, scope.place = scope.place, scope.where
     found = scope.run(scope, *_body(equation), values)
     scope.place = before
     return found

@@ -57,12 +57,12 @@ class Scope:
     Attributes:
         side: The devices.
         told: What joined rows, in the order of the program.
-        sizes: The sizes of dimensions that were split.
+        sizes: The sizes of dimensions that were split, each with the blocks of the first.
         run: (scope, jaxpr, constants, values) -> values: runs a program in a scope.
         equation: The one that is being run.
         times: How often this program runs.
         known: Whether a rule knows the equation.
-        place: The user's line around it, where the equation has none.
+        place: Where it lies, of the user's, where the equation does not say so.
         later: Makes of what is stored of a parameter the parameter, to be gathered later.
         watch: Is told which parameters a loop is to slice.
         pieces: Of a value that was concatenated along a dimension that is not split: of what.
@@ -71,12 +71,12 @@ class Scope:
 
     side: Side
     told: list[Join]
-    sizes: set[int]
+    sizes: dict[int, int]
     run: Callable
     equation: JaxprEqn | None = None
     times: int = 1
     known: bool = True
-    place: str = ""
+    place: Any = None
     later: Callable = _none_later
     watch: Callable = _ignore
     pieces: dict[int, tuple[Any, Sequence[Any]]] = field(default_factory=dict)
@@ -91,7 +91,7 @@ class Scope:
             told=told,
             times=self.times * times,
             known=True,
-            place=self.line,
+            place=self.where,
             pieces={},
             makes={},
             _done={},
@@ -159,9 +159,13 @@ class Scope:
 
     def cut_of(self, shape: Shape) -> Cut | None:
         """Return a cut of the first dimension that has the size of one that was split."""
-        fits = (d for d, n in enumerate(shape) if n in self.sizes and n % self.side.count == 0)
-        dim = next(fits, None)
-        return None if dim is None else Cut(dim)
+        cuts = (Cut(d, self.sizes[n]) for d, n in enumerate(shape) if n in self.sizes)
+        return next((cut for cut in cuts if self.side.divides(shape, cut)), None)
+
+    def note(self, value: Any) -> None:
+        """Take note of the size of a dimension that is split."""
+        if isinstance(value, Part):
+            self.sizes.setdefault(self.shape(value)[value.cut.dim], value.cut.outer)
 
     def _of(self, value: Any) -> dict:
         return self._done.get(id(value), (value, {}))[1]
@@ -221,10 +225,15 @@ class Scope:
         self.told.append(Join(self.line, name, how, bytes_of(x), self.times, self.known))
 
     @property
+    def where(self) -> Any:
+        """Where in the user's program the equation lies that is being run."""
+        known = self.equation and source_info_util.summarize(self.equation.source_info)
+        return self.equation.source_info if self.equation and known else self.place
+
+    @property
     def line(self) -> str:
         """The user's line of the equation that is being run."""
-        found = source_info_util.summarize(self.equation.source_info) if self.equation else ""
-        return found or self.place
+        return source_info_util.summarize(self.where) if self.where else ""
 
 
 def aval_of(variable: Any) -> Any:

@@ -1,13 +1,14 @@
-"""Two sides at once: devices that have other rows, and other positions of the same rows.
+"""Several sides at once: devices that have other rows, and of these rows other parts.
 
-The table of rules knows one side. So a program of whole rows and whole positions is run twice: on
-parts of the positions first, while it is traced with all rows; what that makes is a program of all
-rows, and is run on parts of those. Outside of programs a value of which devices have parts of
-positions is `Along`: around whatever they have of its rows.
+The table of rules knows one side. So a program of whole rows, whole positions and whole widths is
+run for each side in turn: on parts of the first inner side, while it is traced whole along the
+others; what that makes is a program, and is run on parts of the next, and last of the rows. Outside
+of programs a value of which devices have parts along an inner side is `Along`: around what they
+have of it along the sides that come after.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -17,6 +18,7 @@ import jax.numpy as jnp
 from hfjax.parallel.in_parts.kinds import (
     SAME,
     SUM,
+    Cut,
     Kind,
     Side,
     is_value,
@@ -27,13 +29,14 @@ from hfjax.parallel.in_parts.kinds import (
 from hfjax.parallel.in_parts.scope import Join, bytes_of
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["x"], meta_fields=["kind"])
+@partial(jax.tree_util.register_dataclass, data_fields=["x"], meta_fields=["kind", "side"])
 @dataclass(frozen=True, eq=False)
 class Along:
-    """What a device holds of a value along the inner side: an array, or a value of rows."""
+    """What a device holds of a value along an inner side, by its name: an array, or a value."""
 
     x: Any
     kind: Kind
+    side: str
 
 
 def _is_leaf(value: Any) -> bool:
@@ -44,99 +47,144 @@ def _leaves(tree: Any) -> list[Any]:
     return jax.tree.leaves(tree, is_leaf=_is_leaf)
 
 
-def _kind(value: Any) -> Kind:
-    return value.kind if isinstance(value, Along) else SAME
-
-
 @dataclass(frozen=True)
-class InnerSide:
-    """Runs functions on parts of the inner side, within what is run on parts of the rows.
+class InnerSides:
+    """Runs functions on parts of the inner sides, within what is run on parts of the rows.
 
     Attributes:
-        side: The devices that have other parts.
+        sides: The devices along each; programs are run on parts of the first first.
         in_parts: (side, function, *values, told) -> values: runs a program in parts.
+        splits: Name of a dimension of parameters -> the side that has parts of it.
     """
 
-    side: Side
+    sides: tuple[Side, ...]
     in_parts: Callable
+    splits: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     def running(self, function: Callable, told: list[Join]) -> Callable:
-        """Return the function of values of the inner side that runs a function of the whole."""
+        """Return the function of values of the inner sides that runs a function of the whole."""
+        return self._through(self.sides, function, told)
 
-        def value(v: Any) -> Any:
-            return of_kind(v.x, v.kind) if isinstance(v, Along) else v
+    def _through(self, sides: Sequence[Side], function: Callable, told: list[Join]) -> Callable:
+        for side in sides:
+            function = partial(self._run, side, function, told)
+        return function
 
-        def run(*given: Any) -> Any:
-            values = jax.tree.map(value, given, is_leaf=lambda v: isinstance(v, Along))
-            found = self.in_parts(self.side, function, *values, told=told)
-            again = lambda v: Along(v.x, kind_of(v)) if is_value(v) else v
-            return jax.tree.map(again, found, is_leaf=is_value)
+    def _run(self, side: Side, function: Callable, told: list[Join], *given: Any) -> Any:
+        mine = lambda v: isinstance(v, Along) and v.side == side.name
+        value = lambda v: of_kind(v.x, v.kind) if mine(v) else v
+        values = jax.tree.map(value, given, is_leaf=mine)
+        found = self.in_parts(side, function, *values, told=told)
+        again = lambda v: Along(v.x, kind_of(v), side.name) if is_value(v) else v
+        return jax.tree.map(again, found, is_leaf=is_value)
 
-        return run
+    # -- what comes in ----------------------------------------------------------------------------
 
-    def mine(self, x: jax.Array, kind: Kind) -> Along:
-        """Return what this device holds of a whole array."""
-        return Along(self.side.as_kind(x, kind), kind)
+    def mine(self, x: jax.Array, cut: Cut) -> Along:
+        """Return what this device holds of a whole array along the one side that there is."""
+        (side,) = self.sides
+        return Along(side.cut(x, cut), cut, side.name)
 
-    def _on_rows(self, rows: Side, function: Callable, value: Any) -> Any:
-        """Return what a function of a value over all rows makes of what is here of these."""
-        return self.in_parts(rows, function, value) if rows.size > 1 else function(value)
+    def parameter(self, names: Sequence[str | None], x: Any) -> Any:
+        """Return what this device holds of a parameter, by the names of its dimensions."""
+        more = jnp.ndim(x) - len(names)  # of stacked layers all, or one
+        names = [*[None] * more, *names[max(0, -more) :]]
+        for side in reversed(self.sides):
+            dims = [d for d, name in enumerate(names) if self.splits.get(name or "") == side.name]
+            x = Along(x, Cut(dims[0]), side.name) if dims else x
+        return x
 
-    def _whole(self, value: Along) -> jax.Array:
-        return self.side.whole_of(of_kind(value.x, value.kind))
+    # -- other kinds ------------------------------------------------------------------------------
+
+    def _kind(self, level: int, value: Any) -> Kind:
+        while isinstance(value, Along):
+            if value.side == self.sides[level].name:
+                return value.kind
+            value = value.x
+        return SAME
+
+    def _turned(self, level: int, rows: Side, turn: Callable, value: Any) -> Any:
+        """Return a value with `turn(kind, array)` of what is held along a side."""
+        side, inner = self.sides[level], [side.name for side in self.sides[:level]]
+        if isinstance(value, Along) and value.side in inner:
+            return replace(value, x=self._turned(level, rows, turn, value.x))
+        kind = self._kind(level, value)
+        x = value.x if isinstance(value, Along) and value.side == side.name else value
+        function = self._through(self.sides[level + 1 :], partial(turn, kind), [])
+        return self.in_parts(rows, function, x) if rows.size > 1 else function(x)
+
+    def _as_kind(self, level: int, rows: Side, kind: Kind, value: Any) -> Any:
+        if self._kind(level, value) == kind:
+            return value
+        side = self.sides[level]
+
+        def turn(before: Kind, x: Any) -> Any:
+            found = side.as_kind(of_kind(x, before), kind)
+            return found if kind == SAME else Along(found, kind, side.name)
+
+        return self._turned(level, rows, turn, value)
 
     def whole(self, rows: Side, tree: Any) -> Any:
-        """Return the whole of each value along the inner side; what is whole is itself."""
-        whole = partial(self._on_rows, rows, self._whole)
-        of = lambda v: whole(v) if isinstance(v, Along) else v
-        return jax.tree.map(of, tree, is_leaf=_is_leaf)
+        """Return the whole of each value along the inner sides; what is whole is itself."""
+
+        def whole(value: Any) -> Any:
+            for level in range(len(self.sides)):
+                value = self._as_kind(level, rows, SAME, value)
+            return value
+
+        return jax.tree.map(whole, tree, is_leaf=_is_leaf)
 
     def shares(self, rows: Side, tree: Any) -> Any:
         """Return this device's share of each value; the shares add up to it."""
 
-        def share(value: Any) -> jax.Array:
-            along = isinstance(value, Along)
-            return self.side.shares(of_kind(value.x, value.kind) if along else jnp.asarray(value))
+        def share(value: Any) -> Any:
+            for level, side in enumerate(self.sides):
+                turn = lambda kind, x, side=side: side.shares(of_kind(jnp.asarray(x), kind))
+                value = self._turned(level, rows, turn, value)
+            return value
 
-        return jax.tree.map(partial(self._on_rows, rows, share), tree, is_leaf=_is_leaf)
+        return jax.tree.map(share, tree, is_leaf=_is_leaf)
 
-    def as_kinds(self, rows: Side, tree: Any, kinds: Sequence[Kind]) -> Any:
-        """Return a tree of values in these kinds."""
-        leaves, form = jax.tree.flatten(tree, is_leaf=_is_leaf)
-        if len(leaves) != len(kinds):
-            return tree
+    def as_kinds(self, rows: Side, tree: Any, kinds: Sequence[Sequence[Kind]]) -> Any:
+        """Return a tree of values in these kinds, along each side."""
+        for level, wanted in enumerate(kinds):
+            leaves, form = jax.tree.flatten(tree, is_leaf=_is_leaf)
+            if len(leaves) != len(wanted):
+                return tree
+            pairs = zip(leaves, wanted, strict=True)
+            tree = form.unflatten([self._as_kind(level, rows, kind, v) for v, kind in pairs])
+        return tree
 
-        def again(value: Any, kind: Kind) -> Any:
-            x = value.x if isinstance(value, Along) else value
-            found = self.side.as_kind(of_kind(x, _kind(value)), kind)
-            return found if kind == SAME else Along(found, kind)
-
-        turned = lambda v, kind: self._on_rows(rows, partial(again, kind=kind), v)
-        pairs = zip(leaves, kinds, strict=True)
-        return form.unflatten([v if _kind(v) == k else turned(v, k) for v, k in pairs])
-
-    def joins(self, part: str, tree: Any, kinds: Sequence[Kind], times: int) -> list[Join]:
+    def joins(
+        self, part: str, tree: Any, kinds: Sequence[Sequence[Kind]], times: int
+    ) -> list[Join]:
         """Return what is completed or gathered where values are taken in these kinds."""
+        found: list[Join] = []
         leaves = _leaves(tree)
-        if len(leaves) != len(kinds):
-            return []
-        of = lambda v: "sum" if v.kind == SUM else "gather"
-        size = lambda v: sum(map(bytes_of, jax.tree.leaves(v.x)))
-        return [
-            Join(f"({part})", "", of(v), size(v), times)
-            for v, kind in zip(leaves, kinds, strict=True)
-            if isinstance(v, Along) and v.kind != kind
-        ]
+        for level, wanted in enumerate(kinds):
+            if len(leaves) != len(wanted):
+                return found
+            for value, kind in zip(leaves, wanted, strict=True):
+                now = self._kind(level, value)
+                if now not in (kind, SAME):
+                    size = sum(map(bytes_of, jax.tree.leaves(value)))
+                    how = "sum" if now == SUM else "gather"
+                    found.append(Join(f"({part})", "", how, size, times))
+        return found
 
-    def kept(self, rows: Side, body: Callable, x: Any) -> list[Kind]:
+    def kept(self, rows: Side, body: Callable, x: Any) -> list[list[Kind]]:
         """Return the kinds of x that `body(x)`, which returns something like x, keeps."""
+        known: list[list[Kind]] = []
+        for level in range(len(self.sides)):
 
-        def run(kinds: list[Kind]) -> list[Kind]:
-            found = jax.eval_shape(lambda x: body(self.as_kinds(rows, x, kinds)), x)
-            return list(map(_kind, _leaves(found)))
+            def run(kinds: list[Kind], level: int = level) -> list[Kind]:
+                turn = lambda x: body(self.as_kinds(rows, x, [*known, kinds]))
+                found = jax.eval_shape(turn, x)
+                return [self._kind(level, v) for v in _leaves(found)]
 
-        first = [SAME if kind == SUM else kind for kind in map(_kind, _leaves(x))]
-        return kept_kinds(first, run)
+            first = [self._kind(level, v) for v in _leaves(x)]
+            known.append(kept_kinds([SAME if kind == SUM else kind for kind in first], run))
+        return known
 
 
 def many_times(joins: list[Join], times: int) -> None:

@@ -35,7 +35,8 @@ class Ends:
             return y, variables | self.blueprint.variables_of(model)
 
         before = self.rows.of_variables(variables, self.blueprint.variables)
-        y, after = self.rows.run(name, run, outside, before, x)
+        given = self.rows.of_parameters(outside, self.blueprint.parameters)
+        y, after = self.rows.run(name, run, given, before, x)
         return y, self.rows.written(before, after, name)
 
     def embed_of_part(self, outside: Flat, variables: Flat, batch: Any, count: int) -> Any:

@@ -63,7 +63,8 @@ def layer_function(
         here = fetched(parameters)
 
         def run(rows, x, variables):
-            x, written = rows.run(name, call, here, rows.of_state(variables), x, times=times)
+            given = rows.of_parameters(here), rows.of_state(variables), x
+            x, written = rows.run(name, call, *given, times=times)
             return x, rows.state_here(written, f"variables of {name}", times)
 
         return by_parts(run, rows, name, x, variables)

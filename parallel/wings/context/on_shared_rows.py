@@ -24,7 +24,7 @@ from hfjax.parallel.in_parts.interpreter import in_parts
 from hfjax.parallel.in_parts.kinds import Cut, Part, Side, is_value
 from hfjax.parallel.in_parts.named_calls import NamedCall, named
 from hfjax.parallel.in_parts.scope import Join, Scope
-from hfjax.parallel.in_parts.two_sides import InnerSide
+from hfjax.parallel.in_parts.two_sides import InnerSides
 from hfjax.parallel.mesh import SAMPLE_AXES, SEQUENCE_AXES, TENSOR_AXES, in_use, size_of
 from hfjax.parallel.settings import Context
 from hfjax.parallel.wings.context.deal import Deal
@@ -101,11 +101,11 @@ class OnSharedRows(local.InStep):
 
     # -- positions ------------------------------------------------------------------------------
 
-    def shared_side(self) -> Side | None:
+    def inner_sides(self) -> tuple[Side, ...]:
         """Return the devices that have other positions, once a look has told who has which."""
         if self.seen is None:
-            return None
-        return Side(self.axes, self.devices, "positions", self.deal.pieces)
+            return ()
+        return (Side(self.axes, self.devices, "positions", self.deal.pieces),)
 
     def run_length(self, length: int) -> int:
         """Return how many positions of a row follow each other on one device."""
@@ -117,9 +117,7 @@ class OnSharedRows(local.InStep):
 
     def dealt(self, prepared: Callable, batch: Any) -> Any:
         """Return the part of a batch of whole rows that this device computes with."""
-        side = self.shared_side()
-        assert side is not None
-        inner = InnerSide(side, in_parts)
+        inner = InnerSides(self.inner_sides(), in_parts)
         cut = lambda dim, x: x if dim is None else inner.mine(x, Cut(dim))
         return jax.tree.map(cut, self.found.dims, prepared(batch), is_leaf=lambda x: x is None)
 
@@ -254,6 +252,7 @@ class OnSharedRows(local.InStep):
         """Return what moves an array in place of XLA, or None."""
         return self.kernels.sender(move)
 
+    named_sides = local.no_names
     positions = local.from_zero
     row_length = local.all_here
     counted_once = of_stream = undealt = local.as_it_is

@@ -10,28 +10,37 @@ A linear map leads from one to the other. Weights are [D/row, F/tensor] on each 
 them further, and they are gathered over it like all others. JAX derives the backward passes: every
 scatter becomes a gather, every gather a scatter.
 
+A model sees whole arrays. It is run on parts along `tensor` first, then along `row`
+(parallel/in_parts). What a module asks for is kept by name and has a rule here; whatever else a
+model does is run by its equations.
+
 [B]atch: the rows of one place along data and fsdp. [S]equence, [D] embed, [F]: heads or mlp,
-[V]ocabulary. Shapes in names are those of one device.
+[V]ocabulary.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, final
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.extend import source_info_util
 from jax.sharding import Mesh
 
 from hfjax.base.head import countable
-from hfjax.base.mean import Mean
 from hfjax.pallas_kernels.handing import Projection
 from hfjax.parallel.engine import local
-from hfjax.parallel.in_parts.named_calls import row_by_row
-from hfjax.parallel.mesh import COLUMN_AXIS, ROW_AXIS, SAMPLE_AXES, in_use
+from hfjax.parallel.in_parts.kinds import Cut, Part, Side, is_value
+from hfjax.parallel.in_parts.named_calls import NamedCall, named, row_by_row
+from hfjax.parallel.in_parts.scope import Scope
+from hfjax.parallel.mesh import COLUMN_AXIS, ROW_AXIS, SAMPLE_AXES, in_use, row_axes, size_of
 from hfjax.parallel.strategy import Axes
 
-BATCH, SEQUENCE = 0, 1  # dimensions of an activation
+source_info_util.register_exclusion(__file__)  # the line of what is asked for is the user's
+
+BATCH, SEQUENCE, LAST = 0, 1, 2  # dimensions of an activation
 
 
 @final
@@ -43,81 +52,93 @@ class OnGrid(local.InStep):
         mesh: The mesh.
         splits: The strategy's rows of parameters: logical axis -> mesh axes.
         without_logits: Whether the loss takes a projection in place of logits.
-        parts: Of each output of the model: dimension -> the mesh axis along which devices have
-            parts of it. A check finds them (hfjax/checks/look_at_grid.py).
     """
 
     mesh: Mesh
     splits: Mapping[str, Axes]
     without_logits: bool = False
-    parts: Sequence[Mapping[int, str]] = ()
+
+    def inner_sides(self) -> tuple[Side, ...]:
+        """Return the devices along tensor, and those along row."""
+        return tuple(Side((axis,), self.mesh.shape[axis], axis) for axis in (COLUMN_AXIS, ROW_AXIS))
+
+    def named_sides(self) -> Mapping[str, str]:
+        """Return which side has parts of a dimension of parameters, by its name."""
+        sides = (COLUMN_AXIS, ROW_AXIS)
+        return {name: axes[0] for name, axes in self.splits.items() if axes and axes[0] in sides}
+
+    def _part(self, axis: str) -> Cut:
+        """Return what the stream, or the inside, has a part of along an axis beside widths.
+
+        Rows of the inside are parts of those that each place along data and fsdp has.
+        """
+        if axis == COLUMN_AXIS:
+            return Cut(SEQUENCE)
+        return Cut(BATCH, size_of(row_axes(self.mesh), self.mesh))
 
     # -- linear maps ----------------------------------------------------------------------------
 
     def matmul(self, place: Any, between: tuple, multiply: Callable) -> Callable:
-        """Return the product of a linear map between two named dimensions."""
-        way = self._into if self.leads_into(between) else self._out_of
-        return lambda x, kernel: way(x, lambda x: multiply(x, kernel))
+        """Return the product of a linear map between two named dimensions.
 
-    def leads_into(self, between: tuple[str | None, str | None]) -> bool:
-        """Return whether a map leads out of the stream: else it leads back; others are refused."""
+        One that leads neither out of the stream nor back is run by its equations.
+        """
+        into = self.leads_into(between)
+        return multiply if into is None else named(partial(self._product, into), multiply)
+
+    def leads_into(self, between: tuple[str | None, str | None]) -> bool | None:
+        """Return whether a map leads out of the stream; False: back; None: neither."""
         ways: dict[tuple[Axes, ...], bool] = {
             ((ROW_AXIS,), (COLUMN_AXIS,)): True,
             ((COLUMN_AXIS,), (ROW_AXIS,)): False,
         }
-        way = ways.get(tuple(self.splits.get(name or "", ()) for name in between))
-        if way is None:
-            raise ValueError(
-                f"a linear map from {between[0]} to {between[1]}: on a grid each leads from what "
-                f"{ROW_AXIS} splits ({self._names(ROW_AXIS)}) to what {COLUMN_AXIS} splits "
-                f"({self._names(COLUMN_AXIS)}), or back. Name its dimensions so, or use "
-                "hfjax.TENSOR | hfjax.SEQUENCE with row=1."
-            )
-        return way
+        return ways.get(tuple(self.splits.get(name or "", ()) for name in between))
 
-    def _names(self, axis: str) -> str:
-        return ", ".join(name for name, axes in self.splits.items() if axes == (axis,))
+    def _product(self, into: bool, call: NamedCall, scope: Scope, body: Any, arguments: Any) -> Any:
+        """Multiply along one side: gather what is not contracted, or scatter the sum.
 
-    def _into(self, x_BSD: jax.Array, multiply: Callable) -> jax.Array:
-        """Return what the stream becomes inside: the sequence comes together, rows are dealt."""
-        return _sum_of_parts(multiply(_whole(x_BSD, COLUMN_AXIS, SEQUENCE)), ROW_AXIS, BATCH)
+        Into: the sequence comes together over tensor, and rows are dealt over row. Out of: the
+        rows come together over row, and the sequence is dealt over tensor.
+        """
+        (x, kernel), side = arguments, scope.side
+        shape = scope.shape(x)
+        known = side.name in (COLUMN_AXIS, ROW_AXIS) and len(shape) == 3
+        if not known or not isinstance(kernel, Part) or kernel.cut.outer > 1:
+            return scope.run(scope, *body, jax.tree.leaves(arguments, is_leaf=is_value))
+        gathers = (side.name == COLUMN_AXIS) == into
+        at, contracted = self._part(side.name), kernel.cut.dim == 0
+        if contracted == gathers or not side.divides(shape, at):
+            return scope.run(scope, *body, jax.tree.leaves(arguments, is_leaf=is_value))
+        if gathers:
+            whole = self._whole(scope, x, at)
+            return Part(call.again(whole, kernel.x), Cut(LAST))
+        parts = call.again(scope.part(x, Cut(LAST)), kernel.x)
+        return Part(_sum_of_parts(parts, side.name, at.dim), at)
 
-    def _out_of(self, x_BSF: jax.Array, multiply: Callable) -> jax.Array:
-        """Return what the inside becomes in the stream: `_into` with row and tensor swapped."""
-        return _sum_of_parts(multiply(_whole(x_BSF, ROW_AXIS, BATCH)), COLUMN_AXIS, SEQUENCE)
+    def _whole(self, scope: Scope, x: Any, at: Cut) -> jax.Array:
+        if not isinstance(x, Part) or x.cut != at:
+            return scope.whole(x)
+        return _gathered(x.x, scope.side.name, at.dim)
 
     # -- the stream -----------------------------------------------------------------------------
 
-    def mean(self, x: jax.Array, name: str | None) -> jax.Array:
-        """Return the mean over the whole of the last dimension: of the stream, over its width."""
-        mean, axes = x.mean(-1, keepdims=True), self.splits.get(name or "", ())
-        return lax.pmean(mean, axes) if axes else mean
-
-    def positions(self, length: int, names: local.Names = ()) -> jax.Array | None:
-        """Return the numbers of the positions of the stream that are here; None: all are."""
-        if "seq" not in names:
-            return None
-        return lax.axis_index(COLUMN_AXIS) * length + jnp.arange(length)
-
-    def row_length(self, length: int, names: local.Names = ()) -> int:
-        """Return how many positions a row has of which the stream has so many here."""
-        return length * self.mesh.shape[COLUMN_AXIS] if "seq" in names else length
-
-    def columns(self, width: int) -> tuple[jax.Array, int]:
-        """Return the numbers of the columns of the stream that are here, and of how many."""
-        numbers = lax.axis_index(ROW_AXIS) * width + jnp.arange(width)
-        return numbers, width * self.mesh.shape[ROW_AXIS]
-
     def lookup(self, table_VD: jax.Array, tokens_BS: jax.Array) -> jax.Array:
-        """Return the row of each token, as the stream has them; tensor splits the table."""
-        rows, sides = table_VD.shape[0], self.mesh.shape[COLUMN_AXIS]
-        self.check_length(tokens_BS.shape[SEQUENCE])
-        count, tokens_BS = rows * sides, countable(tokens_BS)
-        tokens = jnp.clip(jnp.where(tokens_BS < 0, tokens_BS + count, tokens_BS), 0, count - 1)
-        at = tokens - lax.axis_index(COLUMN_AXIS) * rows
-        here = (at >= 0) & (at < rows)
-        found = jnp.where(here[..., None], table_VD[jnp.clip(at, 0, rows - 1)], 0)
-        return _sum_of_parts(found, COLUMN_AXIS, SEQUENCE)
+        """Return the row of each token; along tensor, which splits the table, of the stream."""
+        return named(self._looked_up, partial(local.rows_of_table, self))(table_VD, tokens_BS)
+
+    def _looked_up(self, call: NamedCall, scope: Scope, body: Any, arguments: Any) -> Any:
+        table, tokens = arguments
+        if scope.side.name != COLUMN_AXIS or not isinstance(table, Part) or table.cut != Cut(0):
+            return scope.run(scope, *body, jax.tree.leaves(arguments, is_leaf=is_value))
+        tokens, at = scope.whole(tokens), Cut(SEQUENCE)
+        self.check_length(tokens.shape[SEQUENCE])
+        rows, sides = table.x.shape[0], scope.side.size
+        count, tokens = rows * sides, countable(tokens)
+        tokens = jnp.clip(jnp.where(tokens < 0, tokens + count, tokens), 0, count - 1)
+        here = tokens - lax.axis_index(COLUMN_AXIS) * rows
+        mine = (here >= 0) & (here < rows)
+        found = jnp.where(mine[..., None], table.x[jnp.clip(here, 0, rows - 1)], 0)
+        return Part(_sum_of_parts(found, COLUMN_AXIS, SEQUENCE), at)
 
     def check_length(self, length: int) -> None:
         """Refuse rows of a length that the devices along tensor cannot split."""
@@ -130,93 +151,110 @@ class OnGrid(local.InStep):
                 f"{COLUMN_AXIS}."
             )
 
-    def of_stream(self, x_BS: jax.Array) -> jax.Array:
-        """Return the positions of an array [B, S] that the stream has here."""
-        return _mine(x_BS, COLUMN_AXIS, SEQUENCE)
-
     # -- inside ---------------------------------------------------------------------------------
 
     def attention(self, attend: Callable) -> Callable:
-        """Return the attention of the rows and heads that are here."""
+        """Return the attention to run; hfjax's own is run on the rows and heads that are here."""
+        if not getattr(attend, "is_causal_attention", False):
+            return attend
+        run = named(self._attended, attend)
+        by_position = partial(local.by_position, attend)
+        return lambda *given, **more: run(
+            *(x for x in by_position(given, more)[0] if x is not None)
+        )
 
-        def run(q_BSHD, k_BSGD, v_BSGD, *others):
-            operands = (q_BSHD, k_BSGD, v_BSGD, *(_mine(x, ROW_AXIS, BATCH) for x in others))
-            return attend(*operands)
-
-        return run
+    def _attended(self, call: NamedCall, scope: Scope, body: Any, arguments: Any) -> Any:
+        q, *others = arguments
+        known = scope.side.name in (COLUMN_AXIS, ROW_AXIS) and isinstance(q, Part)
+        if not known or q.cut.dim not in (BATCH, LAST):
+            return scope.run(scope, *body, jax.tree.leaves(arguments, is_leaf=is_value))
+        has = lambda v: q.cut.dim == BATCH or len(scope.shape(v)) == 4  # documents have no heads
+        if not all(scope.side.divides(scope.shape(v), q.cut) for v in others if has(v)):
+            return scope.run(scope, *body, jax.tree.leaves(arguments, is_leaf=is_value))
+        here = [scope.part(v, q.cut) if has(v) else scope.whole(v) for v in others]
+        return Part(call.again(q.x, *here), q.cut)
 
     # -- the head and the loss --------------------------------------------------------------------
 
     def outputs(
         self, x_BSD: jax.Array, kernel_VD: Any, vocab: int, logits: Callable | None = None
     ) -> Projection | jax.Array:
-        """Return what the loss is given: what makes the losses, or logits, gathered.
-
-        A look has seen that the model has no logits of its own.
-        """
+        """Return what the loss is given: what makes the losses, or logits."""
+        if logits is not None:
+            return logits()
         if self.without_logits:
-            return Projection(x_BSD, kernel_VD, lambda *operands: self._losses(vocab, *operands))
-        of_rows = _whole(self._logits(x_BSD, kernel_VD, vocab), COLUMN_AXIS, 2)
-        return _whole(of_rows, ROW_AXIS, BATCH)
+            losses = named(partial(self._lost, vocab), partial(self._losses, vocab))
+            return Projection(x_BSD, kernel_VD, losses)
+        return self._logits(vocab, x_BSD, kernel_VD)
 
-    def _logits(self, x_BSD: jax.Array, kernel_VD: jax.Array, vocab: int) -> jax.Array:
-        """Return logits [B/row, S, V/tensor]; those that pad the vocabulary are masked."""
-
-        def multiply(x):
-            return (x.reshape(-1, x.shape[-1]) @ kernel_VD.T).reshape(*x.shape[:-1], -1)
-
-        logits = self._into(x_BSD, multiply)
-        if vocab == kernel_VD.shape[0] * self.mesh.shape[COLUMN_AXIS]:
+    def _logits(self, vocab: int, x_BSD: jax.Array, kernel_VD: jax.Array) -> jax.Array:
+        """Return logits; those that pad the vocabulary are masked."""
+        flat = lambda x, kernel: (x.reshape(-1, x.shape[-1]) @ kernel).reshape(*x.shape[:-1], -1)
+        logits = self.matmul(None, ("embed", "vocab"), flat)(x_BSD, kernel_VD.T)
+        if vocab == kernel_VD.shape[0]:
             return logits
-        return jnp.where(_numbers(logits) < vocab, logits, jnp.finfo(logits.dtype).min)
+        numbers = lax.broadcasted_iota("int32", (1, 1, logits.shape[-1]), 2)
+        return jnp.where(numbers < vocab, logits, jnp.finfo(logits.dtype).min)
 
     def _losses(
         self, vocab: int, x_BSD: jax.Array, kernel_VD: jax.Array, targets_BS: jax.Array
     ) -> jax.Array:
-        """Return the cross entropy of each target, of all rows; the vocabulary stays split."""
-        logits = self._logits(x_BSD, kernel_VD, vocab)
-        logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
-        targets = _mine(targets_BS, ROW_AXIS, BATCH)
-        greatest = lax.pmax(lax.stop_gradient(logits.max(-1)), COLUMN_AXIS)
-        picked = jnp.where(_numbers(logits) == targets[..., None], logits, 0).sum(-1)
-        exponentials = jnp.exp(logits - greatest[..., None]).sum(-1)
-        exponentials, picked = lax.psum(jnp.stack([exponentials, picked]), COLUMN_AXIS)
-        losses = jnp.log(exponentials) + greatest - picked
-        known = targets < kernel_VD.shape[0] * self.mesh.shape[COLUMN_AXIS]
-        return _whole(jnp.where(known, losses, jnp.nan), ROW_AXIS, BATCH)
+        """Return the cross entropy of each target."""
+        logits = self._logits(vocab, x_BSD, kernel_VD)
+        return _cross_entropy(logits, targets_BS, lambda x: x, lambda x: x, 0, kernel_VD.shape[0])
 
-    def undealt(self, outputs: Any) -> Any:
-        """Return whole outputs, any pytree of arrays."""
-        leaves, form = jax.tree.flatten(outputs)
-
-        def whole(x: jax.Array, axes: Mapping[int, str]) -> jax.Array:
-            for dim, axis in axes.items():
-                x = _whole(x, axis, dim)
-            return x
-
-        return form.unflatten(map(whole, leaves, self.parts)) if self.parts else outputs
-
-    def counted_once(self, mean: Mean) -> Mean:
-        """Return sums as they are on one device of the grid, and 0 on the others.
-
-        All of them know the loss of all their rows; gradients are of the sum over devices.
-        """
-        axes = (ROW_AXIS, COLUMN_AXIS)
-        first = lax.axis_index(axes) == 0
-        return jax.tree.map(lambda x: jnp.where(first, x, jnp.zeros_like(x)), mean)
+    def _lost(self, vocab: int, call: NamedCall, scope: Scope, body: Any, arguments: Any) -> Any:
+        """Return the same along tensor, where the vocabulary stays split."""
+        x, kernel, targets = arguments
+        split = isinstance(kernel, Part) and kernel.cut == Cut(0)
+        if scope.side.name != COLUMN_AXIS or not split:
+            return scope.run(scope, *body, jax.tree.leaves(arguments, is_leaf=is_value))
+        here, count = kernel.x.shape[0], kernel.x.shape[0] * scope.side.size
+        first = lax.axis_index(COLUMN_AXIS) * here
+        whole = self._whole(scope, x, Cut(SEQUENCE))
+        flat = lambda x, kernel: (x.reshape(-1, x.shape[-1]) @ kernel).reshape(*x.shape[:-1], -1)
+        logits = self.matmul(None, ("embed", "vocab"), flat)(whole, kernel.x.T)
+        if vocab < count:
+            numbers = first + lax.broadcasted_iota("int32", (1, 1, here), 2)
+            logits = jnp.where(numbers < vocab, logits, jnp.finfo(logits.dtype).min)
+        greatest, total = (
+            partial(lax.pmax, axis_name=COLUMN_AXIS),
+            partial(lax.psum, axis_name=COLUMN_AXIS),
+        )
+        return _cross_entropy(logits, scope.whole(targets), greatest, total, first, count)
 
     def sum_over_batch(self, x: jax.Array) -> jax.Array:
         """Return sums of rows, added over all devices that have others."""
         axes = in_use(self.mesh, SAMPLE_AXES)
         return lax.psum(x, axes) if axes else x
 
-    run_length = local.all_here
-    dealt = local.whole_batch
+    positions, columns = local.from_zero, local.all_columns
+    row_length = run_length = local.all_here
+    counted_once = of_stream = undealt = local.as_it_is
+    dealt, mean, check_positions = local.whole_batch, local.mean_here, local.none_joined
     mixed, sender = local.mix_now, local.by_xla
-    shared_side, check_positions = local.no_side, local.none_joined
 
 
-def _whole(x: jax.Array, axis: str, dim: int) -> jax.Array:
+def _cross_entropy(
+    logits: jax.Array,
+    targets_BS: jax.Array,
+    greatest_of: Callable,
+    total: Callable,
+    first: Any,
+    count: int,
+) -> jax.Array:
+    """Return the cross entropy of each target, of logits of which the first has this number."""
+    logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+    numbers = first + lax.broadcasted_iota("int32", (1, 1, logits.shape[-1]), 2)
+    greatest = greatest_of(lax.stop_gradient(logits.max(-1)))
+    picked = jnp.where(numbers == targets_BS[..., None], logits, 0).sum(-1)
+    exponentials = jnp.exp(logits - greatest[..., None]).sum(-1)
+    exponentials, picked = total(jnp.stack([exponentials, picked]))
+    losses = jnp.log(exponentials) + greatest - picked
+    return jnp.where(targets_BS < count, losses, jnp.nan)
+
+
+def _gathered(x: jax.Array, axis: str, dim: int) -> jax.Array:
     return _run(lambda x: lax.all_gather(x, axis, axis=dim, tiled=True), x, dim)
 
 
@@ -229,19 +267,3 @@ def _sum_of_parts(x: jax.Array, axis: str, dim: int) -> jax.Array:
 def _run(move: Callable, x: jax.Array, dim: int) -> jax.Array:
     """Return what a move makes of an array; along rows it is of those that are here."""
     return row_by_row(move)(x) if dim == BATCH else move(x)
-
-
-def _mine(x: jax.Array, axis: str, dim: int) -> jax.Array:
-    """Return this device's part of what all along an axis have."""
-
-    def mine(x: jax.Array) -> jax.Array:
-        size = x.shape[dim] // lax.axis_size(axis)
-        return lax.dynamic_slice_in_dim(x, lax.axis_index(axis) * size, size, dim)
-
-    return _run(mine, x, dim)
-
-
-def _numbers(logits: jax.Array) -> jax.Array:
-    """Return the number in the vocabulary of each logit that is here."""
-    here = lax.broadcasted_iota("int32", (1, 1, logits.shape[-1]), 2)
-    return here + lax.axis_index(COLUMN_AXIS) * logits.shape[-1]

@@ -232,4 +232,5 @@ class WithKernels(local.InStep):
     dealt = local.whole_batch
     mean, lookup, columns = local.mean_here, local.rows_of_table, local.all_columns
     mixed = local.mix_now
-    shared_side, check_positions = local.no_side, local.none_joined
+    inner_sides, named_sides = local.no_sides, local.no_names
+    check_positions = local.none_joined
