@@ -1,5 +1,5 @@
 """Flax NNX modules in three parts (embed, layers, head). They name their axes and know no mesh.
 
 `gpt` and `llama` are the models, of `parts` and `attention`; `loss` is what they are trained on.
-`bernoulli` draws masks that no mesh changes, `stateful` makes modules of functions.
+`stateful` makes modules of functions.
 """

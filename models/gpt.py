@@ -214,7 +214,7 @@ class GPT(nnx.Module):
         begin at 0.
         """
         made = next_tokens(batch)
-        length = self.kernels.row_length(made["tokens"].shape[1])
+        length = made["tokens"].shape[1]
         if length > self.config.length:
             raise ValueError(
                 f"{length} tokens a row, the model has {self.config.length} positions: shorten the "
@@ -232,10 +232,8 @@ class GPT(nnx.Module):
     def _positions(self, length: int, in_documents_BS: jax.Array | None) -> jax.Array:
         """Return the embedding of each token's position."""
         if in_documents_BS is not None:
-            at = self.kernels.of_stream(in_documents_BS)
-            return self.place(self.positions[...][at], WHOLE)
-        at = self.kernels.positions(length, STREAM)
-        return self.positions[...][None, :length] if at is None else self.positions[...][at][None]
+            return self.place(self.positions[...][in_documents_BS], WHOLE)
+        return self.positions[...][None, :length]
 
     def head(self, stream: Any) -> Any:
         """Return the logits [B, S, V], or a step's stand-in for them."""

@@ -160,7 +160,7 @@ class Attention(nnx.Module):
         qkv = self.place(self.qkv(x_BSD), ("batch", None, "heads", None, None))
         qkv = checkpoint_name(qkv, "qkv")
         qk, v = (
-            rotate(qkv[:, :, :, :-1], self.base, self.kernels.positions(qkv.shape[1])),
+            rotate(qkv[:, :, :, :-1], self.base),
             qkv[:, :, :, -1],
         )
         q, k = qk[:, :, :, :-1], qk[:, :, :, -1]
@@ -257,7 +257,7 @@ def unembedding(config: LlamaConfig, rngs: nnx.Rngs) -> Linear | None:
 
 def residual_stream(model: Any, tokens_BS: jax.Array) -> jax.Array:
     """Return what enters the layers of a model that has Llama's ends."""
-    length = model.kernels.row_length(tokens_BS.shape[1])
+    length = tokens_BS.shape[1]
     if length > model.config.length:
         raise ValueError(
             f"{length} tokens a row, the model is made for {model.config.length}: "

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 from flax import nnx
 
 from hfjax.base.head import logits_of, project
-from hfjax.models.bernoulli import part_of_bernoulli
 
 T = TypeVar("T")
 Axes = tuple[str | None, ...]
@@ -87,8 +86,6 @@ class Plain:
         >>> from hfjax.models.parts import plain
         >>> plain.attention(jax.nn.dot_product_attention) is jax.nn.dot_product_attention
         True
-        >>> plain.mixed(lambda: "what experts make of tokens", lambda: None)
-        'what experts make of tokens'
     """
 
     chooses_kernels = True  # a step puts its own object in place of this one
@@ -100,34 +97,6 @@ class Plain:
             attend: Function of (q, k, v), and of the documents if there are any.
         """
         return attend
-
-    def positions(self, length: int, names: Axes = ()) -> jax.Array | None:
-        """Return the numbers, in whole rows, of the positions here; None: from 0 on.
-
-        Args:
-            length: How many positions are here.
-            names: Of the activation that has them; those of the residual stream: STREAM.
-
-        Example:
-            >>> from hfjax.models.parts import plain
-            >>> plain.positions(8) is None  # an array where devices share rows
-            True
-        """
-        return None
-
-    def row_length(self, length: int, names: Axes = ()) -> int:
-        """Return how many positions a whole row has.
-
-        Args:
-            length: How many positions are here.
-            names: Of the activation that has them; those of the residual stream: STREAM.
-
-        Example:
-            >>> from hfjax.models.parts import plain
-            >>> plain.row_length(8)  # more where devices share rows
-            8
-        """
-        return length
 
     def run_length(self, length: int) -> int:
         """Return how many positions follow each other, of those here: groups of them lie here.
@@ -195,32 +164,6 @@ class Plain:
         """
         return logits() if logits else logits_of(anywhere, x_BSD, kernel_VD, vocab)
 
-    def mixed(self, mix: Callable[[], T], left_out: Callable[[], T]) -> T:
-        """Return what a mixture of experts makes of its tokens.
-
-        Args:
-            mix: () -> that.
-            left_out: () -> what stands for it where a check only looks at the model.
-        """
-        return mix()
-
-    # On a grid (hfjax.GRID) each device has a part of the residual stream's width.
-
-    def mean(self, x: jax.Array, name: str | None) -> jax.Array:
-        """Return the mean over the whole of the last dimension, which stays, of length 1.
-
-        Args:
-            x: An activation, for instance the residual stream.
-            name: The logical axis of its last dimension, for instance "embed".
-
-        Example:
-            >>> import jax.numpy as jnp
-            >>> from hfjax.models.parts import plain
-            >>> plain.mean(jnp.array([[1.0, 3.0]]), "embed").tolist()
-            [[2.0]]
-        """
-        return x.mean(-1, keepdims=True)
-
     def lookup(self, table_VD: jax.Array, tokens_BS: jax.Array) -> jax.Array:
         """Return the row of each token in a table, as the residual stream has them.
 
@@ -236,33 +179,6 @@ class Plain:
             [[[0.0, 0.0, 1.0], [1.0, 0.0, 0.0]]]
         """
         return table_VD[tokens_BS]
-
-    def of_stream(self, x_BS: jax.Array) -> jax.Array:
-        """Return what of an array with a number for each position belongs to the stream here.
-
-        Args:
-            x_BS: Of whole rows.
-
-        Example:
-            >>> import jax.numpy as jnp
-            >>> from hfjax.models.parts import plain
-            >>> plain.of_stream(jnp.ones((2, 8))).shape  # on a grid the sequence is split
-            (2, 8)
-        """
-        return x_BS
-
-    def columns(self, width: int) -> tuple[jax.Array, int] | None:
-        """Return the numbers of the stream's columns here, and of how many; None: all are here.
-
-        Args:
-            width: How many are here.
-
-        Example:
-            >>> from hfjax.models.parts import plain
-            >>> plain.columns(16) is None
-            True
-        """
-        return None
 
 
 plain = Plain()
@@ -327,8 +243,8 @@ class LayerNorm(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-        centred = wide - self.kernels.mean(wide, self.axis)
-        unit = centred * jax.lax.rsqrt(self.kernels.mean(centred**2, self.axis) + 1e-5)
+        centred = wide - wide.mean(-1, keepdims=True)
+        unit = centred * jax.lax.rsqrt((centred**2).mean(-1, keepdims=True) + 1e-5)
         like = lambda p: p[...].reshape((1,) * (x.ndim - 1) + (-1,))
         return (unit * like(self.scale) + like(self.bias)).astype(x.dtype)
 
@@ -343,7 +259,7 @@ class RMSNorm(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-        unit = wide * jax.lax.rsqrt(self.kernels.mean(wide**2, self.axis) + self.epsilon)
+        unit = wide * jax.lax.rsqrt((wide**2).mean(-1, keepdims=True) + self.epsilon)
         return (unit * self.scale[...].reshape((1,) * (x.ndim - 1) + (-1,))).astype(x.dtype)
 
 
@@ -402,13 +318,7 @@ class Dropout(nnx.Module):
 
     def _draw(self, x: jax.Array) -> Callable[[jax.Array], jax.Array]:
         """Return (key of a row) -> which of its elements are kept."""
-        kernels, rate = self.kernels, 1 - self.rate
-        at = kernels.positions(x.shape[1], STREAM) if x.ndim > 1 else None
-        if at is None:
-            return lambda key: jax.random.bernoulli(key, rate, x.shape[1:])
-        length, columns = kernels.row_length(x.shape[1], STREAM), kernels.columns(x.shape[-1])
-        of, width = (None, x.shape[2:]) if columns is None else (columns[0], columns[1:])
-        return lambda key: part_of_bernoulli(key, rate, at, length, width, of)
+        return lambda key: jax.random.bernoulli(key, 1 - self.rate, x.shape[1:])
 
 
 MOST_LAYERS = 100_000  # each has random numbers of its own, which are counted before they are made

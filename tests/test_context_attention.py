@@ -8,7 +8,6 @@ from jax.sharding import PartitionSpec as P
 
 import hfjax
 from hfjax.models.attention import causal_attention, windowed
-from hfjax.models.bernoulli import part_of_bernoulli
 from hfjax.pallas_kernels.attention.mask import Mask
 from hfjax.parallel.mesh import AXES
 from hfjax.parallel.wings.context.deal import Deal, max_over_mean, work
@@ -184,20 +183,3 @@ def test_positions_are_dealt_once_each_in_every_order():
         dealt = deal.positions(length).ravel()
         whole = dealt[np.argsort(dealt)]
         np.testing.assert_array_equal(whole, np.arange(length))
-
-
-@pytest.mark.parametrize("wide", [False, True])
-def test_a_part_of_a_mask_is_that_of_the_whole_and_is_drawn_alone(wide):
-    with jax.enable_x64(wide):
-        key, at = jax.random.key(3), jnp.array([0, 7, 8, 99_999])
-        whole = jax.random.bernoulli(key, 0.9, (100_000, 3, 5))
-        drawn = jax.jit(part_of_bernoulli, static_argnums=(1, 3, 4))
-        traced = drawn.trace(key, 0.9, at, 100_000, (3, 5))
-        np.testing.assert_array_equal(drawn(key, 0.9, at, 100_000, (3, 5)), np.asarray(whole)[at])
-        assert "100000" not in str(traced.jaxpr)
-
-
-def test_keys_of_another_kind_draw_the_whole():
-    key, at = jax.random.key(3, impl="rbg"), jnp.array([1, 5])
-    whole = jax.random.bernoulli(key, 0.5, (6, 4))
-    np.testing.assert_array_equal(part_of_bernoulli(key, 0.5, at, 6, (4,)), whole[at])

@@ -252,6 +252,7 @@ DRAWS = {
     "noise of positions from keys of rows": lambda y, key, row_keys: jax.vmap(
         lambda key: R.normal(key, y.shape[1:])
     )(row_keys),
+    "from a key of another kind": lambda y, key, row_keys: R.normal(R.key(7, impl="rbg"), y.shape),
     "the same for all positions": lambda y, key, row_keys: R.normal(R.key(7), (1, 1, 64)),
     "noise from a key of the device": lambda y, key, row_keys: R.normal(key, y.shape),
     "noise of rows": lambda y, key, row_keys: jax.vmap(R.normal)(row_keys)[:, None, None],

@@ -14,7 +14,7 @@ from flax import nnx
 
 import hfjax
 from hfjax.models.gpt import GPT, GPTConfig, next_token_loss
-from hfjax.models.parts import STREAM, Dropout, Linear, RMSNorm, plain, stacked
+from hfjax.models.parts import Dropout, Linear, RMSNorm, plain, stacked
 from hfjax.testing import assert_strategies_agree
 
 CONFIG = GPTConfig.tiny(vocab=24, length=12, layers=2, embed=24, heads=12)
@@ -85,10 +85,6 @@ def interleaved(x):
     return halves.swapaxes(-1, -2).reshape(x.shape)
 
 
-def plain_mean(x):
-    return plain.mean(x, "embed")
-
-
 def along_the_sequence(x):
     number = jnp.arange(x.shape[1], dtype=x.dtype)[None, :, None]
     return jnp.cumsum(jnp.roll(x, 1, axis=1), axis=1) / (1 + number) + x.mean(1, keepdims=True)
@@ -110,7 +106,7 @@ IN_THE_STREAM = {
     "a constant of one device": lambda x: x * jnp.ones((1, 1, 24)),
     "sorting": lambda x: jnp.sort(x, axis=-1),
     "the greatest": lambda x: jnp.where(x == x.max(-1, keepdims=True), x, 0),
-    "a mean under another name": lambda x: x - plain_mean(x),
+    "a mean under another name": lambda x: x - x.mean(-1, keepdims=True),
     "elements": jnp.tanh,
     "pairs of neighbours": in_heads,
     "softmax": jax.nn.softmax,
@@ -141,20 +137,12 @@ class Twice(Layer):
         return x + self.down(self.up(self.up(x)))
 
 
-class Asks(Layer):
-    """A layer that asks the step's kernels."""
-
-    def __init__(self, rngs):
-        super().__init__(rngs)
-        self.kernels = plain
-
-
-class MeanInside(Asks):
-    """The step's mean over the width, asked for inside."""
+class MeanInside(Layer):
+    """A mean over the width inside."""
 
     def __call__(self, x):
         y = self.up(x)
-        return x + self.down(y - self.kernels.mean(y, "embed"))
+        return x + self.down(y - y.mean(-1, keepdims=True))
 
 
 class DropsRoutes(Layer):
@@ -165,17 +153,16 @@ class DropsRoutes(Layer):
         self.dropout = Dropout(0.5, rngs=rngs)
 
     def __call__(self, x):
-        dropped = self.dropout(self.up.kernels.mean(x, "embed"))
+        dropped = self.dropout(x.mean(-1, keepdims=True))
         return x + dropped + self.down(self.dropout(self.up(x)))
 
 
-class Positions(Asks):
-    """The stream's positions, asked for inside."""
+class Positions(Layer):
+    """Positions inside."""
 
     def __call__(self, x):
         y = self.up(x)
-        at = self.kernels.positions(y.shape[1], STREAM)
-        return x + self.down(y if at is None else y * at[None, :, None])
+        return x + self.down(y * jnp.arange(y.shape[1])[None, :, None])
 
 
 class Bare(Layer):
@@ -243,7 +230,7 @@ class BareTable(GPT):
 
     def embed(self, batch):
         tokens = batch["tokens"][:, :-1]
-        found = self.kernels.lookup(self.tokens[...], self.kernels.of_stream(tokens))
+        found = self.kernels.lookup(self.tokens[...], tokens[:, ::-1])
         return super().embed(batch) + self.kernels.lookup(self.more[...], tokens) + found
 
 

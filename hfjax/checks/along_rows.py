@@ -68,18 +68,15 @@ class AlongRows(local.InStep):
             self.calls.append(call)
         return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), found)
 
-    def mixed(self, mix: Callable[[], local.T], left_out: Callable[[], local.T]) -> local.T:
-        """Leave out a mixture: positions meet in groups that no device cuts."""
-        return left_out()
-
     def matmul(self, place: Any, between: tuple, multiply: Callable) -> Callable:
         """Return the product as it is."""
         return multiply
 
-    outputs = local.made_logits
-    positions, row_length, run_length = local.from_zero, local.all_here, local.all_here
+    def sum_over_batch(self, x: jax.Array) -> jax.Array:
+        """Return sums as they are."""
+        return x
+
+    outputs, run_length = local.made_logits, local.all_here
     inner_sides, named_sides = local.no_sides, local.no_names
-    check_positions = local.none_joined
-    sum_over_batch = counted_once = of_stream = undealt = local.as_it_is
-    dealt, sender = local.whole_batch, local.by_xla
-    mean, lookup, columns = local.mean_here, local.rows_of_table, local.all_columns
+    check_positions, dealt = local.none_joined, local.whole_batch
+    lookup, sender = local.rows_of_table, local.by_xla

@@ -231,8 +231,7 @@ class MoE(nnx.Module):
         start = partial(Told.start, x, 1, self.experts, self.router.over_batch)
         before = start() if told is None else told
         rows = x.reshape(len(x), -1, x.shape[-1])
-        mix = lambda: self._mixed(rows, None if used is None else _flags(used, x))
-        y, new = self.kernels.mixed(mix, lambda: (rows, start()))
+        y, new = self._mixed(rows, None if used is None else _flags(used, x))
         if self.shared is not None:
             y = y + self.shared(rows)
         if self.residual is not None:
@@ -347,7 +346,7 @@ class MoE(nnx.Module):
         """Return the number of tokens of a group."""
         (rows, row), run = x.shape[:2], self.kernels.run_length(x.shape[1])
         wanted = self.mixing.group
-        group = self.kernels.row_length(row) if wanted is None else wanted
+        group = row if wanted is None else wanted
         whole_rows = run == row and group % row == 0 and rows * row % group == 0
         if run % group and not whole_rows:
             fits = [n for n in range(1, run + 1) if run % n == 0]
@@ -367,8 +366,7 @@ class MoE(nnx.Module):
         keys, router = self.key[...], self.router
         if keys.ndim == 0:  # outside a training step: the rows are those of x
             keys = jax.vmap(jax.random.fold_in, (None, 0))(keys, jnp.arange(len(x)))
-        at = self.kernels.positions(x.shape[1])
-        at = jnp.arange(x.shape[1]) if at is None else at
+        at = jnp.arange(x.shape[1])
         keys = jax.vmap(jax.vmap(jax.random.fold_in, (None, 0)), (0, None))(keys, at)
 
         def draw(number: int, make: Callable, *shape: int) -> jax.Array:

@@ -131,7 +131,8 @@ class Plane(ABC):
 
         def device(parameters, variables, batch):
             context.traced.begin(())
-            outputs = context.undealt(self.predicted(parameters, variables, context.dealt(batch)))
+            outputs = self.predicted(parameters, variables, context.dealt(batch))
+            outputs = context.traced.rows.whole_rows(outputs)
             values, form = jax.tree.flatten(outputs, is_leaf=is_value)
             values = [x if isinstance(x, Part) else context.side.whole_of(x) for x in values]
             values = [x if _in_one_block(x) else context.side.whole_of(x) for x in values]

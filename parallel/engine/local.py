@@ -15,7 +15,6 @@ import jax
 from jax.sharding import Mesh
 
 from hfjax.base.head import logits_of
-from hfjax.base.mean import Mean
 from hfjax.parallel.activation_offload import Offloaded
 from hfjax.parallel.engine.legs import Move, Sender
 from hfjax.parallel.engine.on_rows import OnRows
@@ -37,14 +36,6 @@ class Local(Protocol):
         """Return the attention that a layer runs."""
         ...
 
-    def positions(self, length: int, names: Names = ()) -> jax.Array | None:
-        """Return the numbers, in whole rows, of the positions here; None: from 0 on."""
-        ...
-
-    def row_length(self, length: int, names: Names = ()) -> int:
-        """Return how many positions a whole row has of which there are so many here."""
-        ...
-
     def run_length(self, length: int) -> int:
         """Return how many positions follow each other, of those here."""
         ...
@@ -63,28 +54,12 @@ class Local(Protocol):
         """Return what the loss is given: logits, or a projection that they are never made of."""
         ...
 
-    def mean(self, x: jax.Array, name: str | None) -> jax.Array:
-        """Return the mean over the whole of the last dimension."""
-        ...
-
     def lookup(self, table_VD: jax.Array, tokens_BS: jax.Array) -> jax.Array:
         """Return the row of each token in a table."""
         ...
 
-    def of_stream(self, x_BS: jax.Array, /) -> jax.Array:
-        """Return what belongs to the positions of the stream that are here."""
-        ...
-
-    def columns(self, width: int) -> tuple[jax.Array, int] | None:
-        """Return the numbers of the stream's columns here, and of how many; None: all are."""
-        ...
-
     def experts(self, mixture: Any, x_GTD: jax.Array, routed: Any) -> jax.Array:
         """Return what the experts of a layer make of tokens."""
-        ...
-
-    def mixed(self, mix: Callable[[], T], left_out: Callable[[], T]) -> T:
-        """Return what a mixture makes of its tokens; in a look at the model what stands for it."""
         ...
 
     def told(self, outputs: Any, routed: Callable, needed: bool) -> Any:
@@ -101,14 +76,6 @@ class Local(Protocol):
 
     def dealt(self, prepared: Callable, batch: Any) -> Any:
         """Return the part of a batch of whole rows that this device computes with."""
-        ...
-
-    def undealt(self, outputs: Any, /) -> Any:
-        """Return what the model made of its part, for whole rows and widths."""
-        ...
-
-    def counted_once(self, mean: Mean, /) -> Mean:
-        """Return the sums of a loss so that all devices together count them once."""
         ...
 
     def inner_sides(self) -> tuple[Side, ...]:
@@ -154,19 +121,9 @@ def none_joined(self: Local, joins: Sequence[Join], sent: int) -> None:
     """Check nothing: no positions are elsewhere."""
 
 
-def as_it_is(self: Local, x: Any) -> Any:
-    """Return x: devices have nothing to add up, to cut or to join."""
-    return x
-
-
 def whole_batch(self: Local, prepared: Callable, batch: Any) -> Any:
     """Return the batch: its rows are whole."""
     return batch
-
-
-def from_zero(self: Local, length: int, names: Names = ()) -> jax.Array | None:
-    """Return None: positions are numbered from 0 on."""
-    return None
 
 
 def all_here(self: Local, length: int, names: Names = ()) -> int:
@@ -174,24 +131,9 @@ def all_here(self: Local, length: int, names: Names = ()) -> int:
     return length
 
 
-def all_columns(self: Local, width: int) -> tuple[jax.Array, int] | None:
-    """Return None: the whole width is here."""
-    return None
-
-
-def mean_here(self: Local, x: jax.Array, name: str | None) -> jax.Array:
-    """Return the mean over the last dimension, which is whole."""
-    return x.mean(-1, keepdims=True)
-
-
 def rows_of_table(self: Local, table_VD: jax.Array, tokens_BS: jax.Array) -> jax.Array:
     """Return the row of each token in a table; XLA knows how the table is split."""
     return table_VD[tokens_BS]
-
-
-def mix_now(self: Local, mix: Callable[[], T], left_out: Callable[[], T]) -> T:
-    """Return what the mixture makes of its tokens."""
-    return mix()
 
 
 def by_xla(self: Local, move: Move) -> Sender | None:

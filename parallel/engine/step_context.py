@@ -173,10 +173,6 @@ class StepContext:
         """Return the part of a batch of whole rows that this device computes with."""
         return self.traced.kernels.dealt(self.blueprint.prepared, batch)
 
-    def undealt(self, outputs: Any) -> Any:
-        """Return what the model made of its part, for whole rows and widths."""
-        return self.traced.kernels.undealt(self.traced.rows.whole_rows(outputs))
-
     @property
     def side(self) -> Side:
         """The devices that have other rows."""
@@ -199,15 +195,11 @@ class StepContext:
         """Return this device's share of the loss, which is computed of the rows of all devices."""
         rows = self.traced.rows
         found = rows.run("the loss", self.mean_of_rows, outputs, rows.values(batch))
-        return self.counted(rows.shares(found))
+        return rows.shares(found)
 
     def mean_of_rows(self, outputs: Any, batch: Any) -> Mean:
         """Return the loss of a batch all of whose rows are given."""
         return as_mean(self.loss(outputs, batch), rows_of(batch))
-
-    def counted(self, mean: Mean) -> Mean:
-        """Return the sums of a loss so that all devices together count them once."""
-        return self.traced.kernels.counted_once(mean)
 
     # -- moving parameters and gradients --------------------------------------------------------
 

@@ -86,7 +86,7 @@ class PipelinePlane(Plane):
         """Return a Mean over all rows, or Extras with the means and outputs of all stages."""
         if not isinstance(mean, Extras):
             return self.context.sum(mean)
-        outputs = self.context.undealt(self._from_last_stage(mean.outputs))
+        outputs = self.context.traced.rows.whole_rows(self._from_last_stage(mean.outputs))
         return Extras(self.context.sum(mean.means), outputs)
 
     @property

@@ -252,12 +252,7 @@ class OnSharedRows(local.InStep):
         """Return what moves an array in place of XLA, or None."""
         return self.kernels.sender(move)
 
-    named_sides = local.no_names
-    positions = local.from_zero
-    row_length = local.all_here
-    counted_once = of_stream = undealt = local.as_it_is
-    mean, lookup, columns = local.mean_here, local.rows_of_table, local.all_columns
-    mixed = local.mix_now
+    named_sides, lookup = local.no_names, local.rows_of_table
 
 
 LEAST = 2**20  # less is sent without a word

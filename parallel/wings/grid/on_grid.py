@@ -228,11 +228,8 @@ class OnGrid(local.InStep):
         axes = in_use(self.mesh, SAMPLE_AXES)
         return lax.psum(x, axes) if axes else x
 
-    positions, columns = local.from_zero, local.all_columns
-    row_length = run_length = local.all_here
-    counted_once = of_stream = undealt = local.as_it_is
-    dealt, mean, check_positions = local.whole_batch, local.mean_here, local.none_joined
-    mixed, sender = local.mix_now, local.by_xla
+    run_length, dealt = local.all_here, local.whole_batch
+    check_positions, sender = local.none_joined, local.by_xla
 
 
 def _cross_entropy(

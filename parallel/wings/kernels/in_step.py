@@ -226,11 +226,6 @@ class WithKernels(local.InStep):
         axes = in_use(self.kernels.mesh, SAMPLE_AXES)
         return lax.psum(x, axes) if axes else x
 
-    positions = local.from_zero
-    row_length = run_length = local.all_here
-    counted_once = of_stream = undealt = local.as_it_is
-    dealt = local.whole_batch
-    mean, lookup, columns = local.mean_here, local.rows_of_table, local.all_columns
-    mixed = local.mix_now
+    run_length, dealt, lookup = local.all_here, local.whole_batch, local.rows_of_table
     inner_sides, named_sides = local.no_sides, local.no_names
     check_positions = local.none_joined
