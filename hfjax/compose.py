@@ -135,7 +135,8 @@ def handed(made_of: Ingredients) -> Local:
     layout, loss, run, table, kernels, experts, _ = made_of
     asked = Asked(Placer(layout.mesh, layout.strategy), experts.run, loss)
     if sides(layout.mesh):
-        return OnGrid(asked, layout.mesh, layout.strategy.parameters, kernels.without_logits)
+        grid = layout.strategy.parameters, kernels.without_logits, run.rows == "own"
+        return OnGrid(asked, layout.mesh, *grid)
     if in_use(layout.mesh, SEQUENCE_AXES):
         no_ring = table and no_permutes(table, bool(layout.storage.packed), run.remat)
         return OnSharedRows(asked, kernels, run.context, no_ring)
@@ -145,6 +146,5 @@ def handed(made_of: Ingredients) -> Local:
 def look(plane: Plane, variables: Any, batch: Any, mode: str) -> Local | None:
     """Return what modules are handed once a look at the model has told; None: nothing has to."""
     kernels = plane.context.traced.kernels
-    if not isinstance(kernels, OnSharedRows):
-        return None
-    return looked(plane.context, variables, batch, mode, partial(look_along_rows, kernels))
+    see = partial(look_along_rows, kernels) if isinstance(kernels, OnSharedRows) else None
+    return see and looked(plane.context, variables, batch, mode, see)

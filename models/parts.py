@@ -217,7 +217,9 @@ class Linear(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         kernel = jnp.asarray(self.kernel[...])
         rows, inputs = x.shape[: -self.inputs], math.prod(kernel.shape[: self.inputs])
-        multiply = self.kernels.matmul(self.place, self.between, self._multiply)
+        multiply = partial(project, lambda x: x)
+        if len(rows) == 2:  # of [B, S, …] dimensions have names
+            multiply = self.kernels.matmul(self.place, self.between, self._multiply)
         y: Any = multiply(x.reshape(*rows, inputs), kernel.reshape(inputs, -1))
         y = y.reshape(*y.shape[:-1], *kernel.shape[self.inputs :])
         if self.bias is None:

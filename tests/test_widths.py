@@ -221,6 +221,105 @@ def test_modules_of_every_kind_train_as_on_one_device():
     agree(lambda rngs: Model(*blocks, Convolving, rngs=rngs), CUBE)
 
 
+class OnOtherRows(nnx.Module):
+    """Linear maps of something else than all rows in their order: `of` says of what."""
+
+    def __init__(self, rngs, of):
+        self.layer, self.of = Layer(rngs), of
+        self.more = nnx.Linear(8, 8, param_dtype=jnp.zeros(()).dtype, rngs=rngs)
+
+    def __call__(self, x):
+        map_of = lambda x: self.layer.down(jnp.tanh(self.layer.up(x)))
+        return x + self.of(self, map_of, x)
+
+
+def mixed_rows(self, y):
+    """Return rows mixed by a module of flax that knows only the last dimension."""
+    return self.more(y.T).T
+
+
+OTHER_ROWS = {
+    "half of them": lambda self, f, x: jnp.concatenate([f(x[:4]), x[4:]]),
+    "in turn": lambda self, f, x: f(x.swapaxes(0, 1)).swapaxes(0, 1),
+    "twice": lambda self, f, x: f(jnp.concatenate([x, jnp.sin(x)])).reshape(2, *x.shape).sum(0),
+    "turned, then mixed": lambda self, f, x: mixed_rows(self, f(x.swapaxes(0, 1)).swapaxes(0, 1)),
+    "mixed inside": lambda self, f, x: self.layer.down(mixed_rows(self, self.layer.up(x))),
+    "summed up to here": lambda self, f, x: mixed_rows(self, self.layer.up(x).cumsum(0)),
+    "one position": lambda self, f, x: f(x[:, 0])[:, None],
+    "a mean": lambda self, f, x: f(x.mean(1))[:, None],
+    "for each": lambda self, f, x: jax.vmap(f)(x),
+    "pairs": lambda self, f, x: f(x.reshape(8, 4, -1, 24)).reshape(x.shape),
+}
+
+
+class Square(GPT):
+    """A GPT of eight positions and eight rows."""
+
+    def __init__(self, *, rngs):
+        super().__init__(CONFIG, rngs=rngs)
+        self.layers = nnx.List([OnOtherRows(rngs, of) for of in OTHER_ROWS.values()])
+
+    def __call__(self, batch):
+        x = self.embed(batch)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+SEQUENCE = (hfjax.TENSOR | hfjax.SEQUENCE).edit(replicate_below=0)
+SHAPES = {
+    "square": (8, CUBE),
+    "longer": (12, CUBE),
+    "tensor": (8, {"tensor": (SEQUENCE, {"data": 2, "tensor": 2})}),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_linear_maps_may_be_given_other_rows(shape):
+    """Also where as many rows as positions lie on devices, of several places."""
+    length, cases = SHAPES[shape]
+    with jax.enable_x64(True):
+        found = assert_strategies_agree(
+            lambda rngs: Square(rngs=rngs), next_token_loss, tokens(8, length), cases,
+            precision="fp64", unroll=1, steps=1,
+        )  # fmt: skip
+    assert max(found.values()) < 1e-9
+
+
+class HeadOfOthers(GPT):
+    """A head that is given rows twice, and half of them."""
+
+    def head(self, stream):
+        outputs = lambda x: self.kernels.outputs(x, self.tokens[...], 24)
+        x = self.norm(stream)
+        both = outputs(jnp.concatenate([x, 2 * x]))
+        return both[: len(x)] + both[len(x) :] + outputs(x.swapaxes(0, 1)).swapaxes(0, 1)
+
+
+def by_logits(logits, batch):
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["tokens"][:, 1:])
+    return hfjax.Mean(losses.sum(), jnp.asarray(losses.size, losses.dtype))
+
+
+def test_a_head_may_be_given_other_rows():
+    agree(lambda rngs: HeadOfOthers(CONFIG, rngs=rngs), CUBE, by_logits)
+
+
+@pytest.mark.parametrize("more", [{"fsdp": 2}, {"data": 2}])
+def test_a_model_that_sees_its_own_rows_does_so_on_a_grid(more):
+    told = []
+    plain_one, on_grid = (hfjax.DDP, hfjax.GRID) if "data" in more else (hfjax.FSDP, BOTH)
+    for strategy, sizes in ((plain_one, more), (on_grid, more | {"row": 2, "tensor": 2})):
+        mesh = hfjax.make_mesh(devices=jax.devices()[: math.prod(sizes.values())], **sizes)
+        model = lambda rngs: GPT(CONFIG, rngs=rngs)
+        step = hfjax.train_step(
+            hfjax.layout(model, optax.sgd(0.1), mesh, strategy), next_token_loss, rows="own"
+        )
+        _, metrics = step(hfjax.init(step.layout), tokens())
+        told.append((metrics["loss"], metrics["grad_norm"]))
+    np.testing.assert_allclose(*told, rtol=1e-5)
+
+
 class BareTable(GPT):
     """A table whose dimensions have no names, and one that a part of the tokens is looked up in."""
 

@@ -33,7 +33,7 @@ from hfjax.base.head import countable
 from hfjax.pallas_kernels.handing import Projection
 from hfjax.parallel.engine import local
 from hfjax.parallel.in_parts.kinds import Cut, Part, Side, is_value
-from hfjax.parallel.in_parts.named_calls import NamedCall, named, row_by_row
+from hfjax.parallel.in_parts.named_calls import NamedCall, named
 from hfjax.parallel.in_parts.scope import Scope
 from hfjax.parallel.mesh import COLUMN_AXIS, ROW_AXIS, SAMPLE_AXES, in_use, row_axes, size_of
 from hfjax.parallel.strategy import Axes
@@ -52,11 +52,13 @@ class OnGrid(local.InStep):
         mesh: The mesh.
         splits: The strategy's rows of parameters: logical axis -> mesh axes.
         without_logits: Whether the loss takes a projection in place of logits.
+        own_rows: Whether a model sees the rows of its own place along data and fsdp only.
     """
 
     mesh: Mesh
     splits: Mapping[str, Axes]
     without_logits: bool = False
+    own_rows: bool = False
 
     def inner_sides(self) -> tuple[Side, ...]:
         """Return the devices along tensor, and those along row."""
@@ -74,7 +76,8 @@ class OnGrid(local.InStep):
         """
         if axis == COLUMN_AXIS:
             return Cut(SEQUENCE)
-        return Cut(BATCH, size_of(row_axes(self.mesh), self.mesh))
+        rows = () if self.own_rows else row_axes(self.mesh)
+        return Cut(BATCH, size_of(rows, self.mesh))
 
     # -- linear maps ----------------------------------------------------------------------------
 
@@ -113,12 +116,12 @@ class OnGrid(local.InStep):
             whole = self._whole(scope, x, at)
             return Part(call.again(whole, kernel.x), Cut(LAST))
         parts = call.again(scope.part(x, Cut(LAST)), kernel.x)
-        return Part(_sum_of_parts(parts, side.name, at.dim), at)
+        return Part(_sum_of_parts(parts, side.name, at), at)
 
     def _whole(self, scope: Scope, x: Any, at: Cut) -> jax.Array:
         if not isinstance(x, Part) or x.cut != at:
             return scope.whole(x)
-        return _gathered(x.x, scope.side.name, at.dim)
+        return _gathered(x.x, scope.side.name, at)
 
     # -- the stream -----------------------------------------------------------------------------
 
@@ -138,7 +141,7 @@ class OnGrid(local.InStep):
         here = tokens - lax.axis_index(COLUMN_AXIS) * rows
         mine = (here >= 0) & (here < rows)
         found = jnp.where(mine[..., None], table.x[jnp.clip(here, 0, rows - 1)], 0)
-        return Part(_sum_of_parts(found, COLUMN_AXIS, SEQUENCE), at)
+        return Part(_sum_of_parts(found, COLUMN_AXIS, at), at)
 
     def check_length(self, length: int) -> None:
         """Refuse rows of a length that the devices along tensor cannot split."""
@@ -251,16 +254,22 @@ def _cross_entropy(
     return jnp.where(targets_BS < count, losses, jnp.nan)
 
 
-def _gathered(x: jax.Array, axis: str, dim: int) -> jax.Array:
-    return _run(lambda x: lax.all_gather(x, axis, axis=dim, tiled=True), x, dim)
+def _gathered(x: jax.Array, axis: str, at: Cut) -> jax.Array:
+    """Return the whole of which the devices along an axis have parts."""
+    gather = lambda x, dim: lax.all_gather(x, axis, axis=dim, tiled=True)
+    return _in_blocks(gather, x, at)
 
 
-def _sum_of_parts(x: jax.Array, axis: str, dim: int) -> jax.Array:
-    """Return this device's part, along a dimension, of the sum over an axis."""
-    scatter = lambda x: lax.psum_scatter(x, axis, scatter_dimension=dim, tiled=True)
-    return _run(scatter, x, dim)
+def _sum_of_parts(x: jax.Array, axis: str, at: Cut) -> jax.Array:
+    """Return this device's part of the sum over an axis."""
+    scatter = lambda x, dim: lax.psum_scatter(x, axis, scatter_dimension=dim, tiled=True)
+    return _in_blocks(scatter, x, at)
 
 
-def _run(move: Callable, x: jax.Array, dim: int) -> jax.Array:
-    """Return what a move makes of an array; along rows it is of those that are here."""
-    return row_by_row(move)(x) if dim == BATCH else move(x)
+def _in_blocks(move: Callable, x: jax.Array, at: Cut) -> jax.Array:
+    """Return what a move along a dimension makes of each of its blocks."""
+    if at.outer == 1:
+        return move(x, at.dim)
+    before, after = x.shape[: at.dim], x.shape[at.dim + 1 :]
+    found = move(x.reshape(*before, at.outer, -1, *after), at.dim + 1)
+    return found.reshape(*before, -1, *after)
