@@ -1,6 +1,7 @@
 """Programs over a whole batch, run on parts of its rows, give what one device gives."""
 
 import functools
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ from hfjax.parallel.in_parts.kinds import Cut, Part, Side, Sum
 from hfjax.parallel.in_parts.named_calls import own_rows
 from tests.compare_rows import POSITIONS, Dealt, by_shard_map, by_two_sides, compare, whole
 from tests.generated_rows import generated, of_steps
+from tests.rules_page import table
 from tests.typical_positions import PROGRAMS
 from tests.typical_rows import SIZES, TYPICAL, named
 
@@ -370,3 +372,8 @@ def test_the_program_is_traced_at_the_sizes_of_the_whole_batch():
 
     on_devices(4, function, rows_of(np.ones((3, 8), np.float32), 4, 1))
     assert set(seen) == {(3, 8)}
+
+
+def test_the_page_shows_the_table_of_rules():
+    page = (Path(__file__).parents[1] / "docs/own_programs.md").read_text(encoding="utf-8")
+    assert f"\n{table()}\n" in page, "paste the output of python -m tests.rules_page"

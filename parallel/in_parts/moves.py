@@ -38,7 +38,7 @@ class CutMove(NamedTuple):
 
 
 def moved(scope: Scope, equation: JaxprEqn, values: Values) -> Values | None:
-    """Return what an equation of `MOVES` makes of its one operand; the rest are indices."""
+    """Move entries: a part stays one if a device has all it takes; a few are picked as a sum."""
     value, *rest = values
     out = aval_of(equation.outvars[0])
     move = MOVES[equation.primitive.name](scope, equation)

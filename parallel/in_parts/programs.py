@@ -120,7 +120,7 @@ def remat(scope: Scope, equation: JaxprEqn, values: Values) -> Values:
 
 
 def scan(scope: Scope, equation: JaxprEqn, values: Values) -> Values | None:
-    """Run a loop: over rows, if nothing is carried, each device its own; else all on all."""
+    """Run a loop: over rows, if sums are carried at most, each device its own; else all on all."""
     n_consts, n_carry = parts_of_scan(equation)
     jaxpr, constants = _body(equation)
     consts = entering(

@@ -168,7 +168,7 @@ def _dot_of_sums(scope: Scope, bind: Callable, a: Any, b: Any) -> Values:
 
 
 def convolution(scope: Scope, equation: JaxprEqn, values: Values) -> Values | None:
-    """Convolve rows with a whole kernel; with a kernel of rows it is a sum."""
+    """Convolve rows with a whole kernel, of width 1 along them; with a kernel of rows: a sum."""
     x, kernel = values
     numbers, groups = equation.params["dimension_numbers"], equation.params["batch_group_count"]
     of_x, of_kernel, of_out = numbers.lhs_spec, numbers.rhs_spec, numbers.out_spec
@@ -198,6 +198,7 @@ def trailing(count: Callable[[JaxprEqn], int]) -> Callable:
     """Return the rule of an equation that works on so many of its last dimensions."""
 
     def rule(scope: Scope, equation: JaxprEqn, values: Values) -> Values | None:
+        """Work on the last dimensions, where another one is split."""
         parts = [v for v in values if isinstance(v, Part)]
         if not parts:
             return None
