@@ -16,6 +16,7 @@ from hfjax.base.write_files import check_no_link, delete, opened
 
 TEMPORARY = ".orbax-checkpoint-tmp"  # in the name of a step that is being written
 ENDS = {"_CHECKPOINT_METADATA", "commit_success.txt"}  # of a step: Orbax writes them at its end
+QUIET, WAIT = 5, 0.05  # times, seconds
 TRASH = ".deleted"  # steps are moved here at once, then deleted: a kill leaves no half step
 
 
@@ -94,6 +95,13 @@ def sweep(directory: Path) -> None:
     for path in directory.glob(f"*{TEMPORARY}*"):
         if path.name.partition(TEMPORARY)[0].isdecimal():
             delete(path)
+
+
+def sweep_behind(directory: Path) -> None:
+    """Sweep after a save that failed: its other writes may still run and make folders again."""
+    for _ in range(QUIET):
+        sweep(directory)
+        time.sleep(WAIT)
 
 
 def empty_trash(directory: Path) -> None:

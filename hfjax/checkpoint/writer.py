@@ -16,7 +16,7 @@ import orbax.checkpoint as ocp
 from hfjax.base.paths import nest
 from hfjax.base.tables import named
 from hfjax.checkpoint.arrays import raw
-from hfjax.checkpoint.directory import TEMPORARY, TRASH, empty_trash, steps_in, sweep
+from hfjax.checkpoint.directory import TEMPORARY, TRASH, empty_trash, steps_in, sweep_behind
 from hfjax.checkpoint.keep import Keep, Kept, Metrics
 from hfjax.checkpoint.manifest import write_manifest
 from hfjax.checkpoint.quiet import keep_quiet
@@ -150,7 +150,7 @@ class Writer:
         (step, needed), self._saving = self._saving, None
         self.forget([step])
         if jax.process_index() == 0 and self._holds():
-            sweep(self._directory)
+            sweep_behind(self._directory)
         return failed(self._directory, step, needed, error)
 
     def forget(self, steps: list[int]) -> None:
