@@ -1,22 +1,22 @@
-"""Whether an optimizer works element by element: on a part, in packed rows, beside empty places.
+"""Whether an optimizer works entry by entry: on a part, in packed rows, beside empty places.
 
-It is tried out on small arrays, as they are and in that form. What it does to one array may not
-depend on the others, nor on how they are stored.
+It is decided by the optimizer's own program, for arrays as they are and in that form: an update
+is made of the same terms in both, and entries meet along no dimension in which the forms differ.
 """
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from functools import cached_property, partial
-from typing import Any, NamedTuple, cast
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from hfjax.base.paths import Flat, flatten, nest
+from hfjax.base.paths import Flat, nest
 from hfjax.checks.combinations import error_of
 from hfjax.checks.features import NOT_ELEMENT_BY_ELEMENT
+from hfjax.checks.optimizer_program import NONE, Entries, OptimizerProgram, Terms
 from hfjax.optimizers.transforms import WithoutRows, unwrapped
 from hfjax.parallel.engine.blueprint import LAYERS
 from hfjax.parallel.execution import Execution
@@ -27,83 +27,61 @@ from hfjax.plan.optimizer_state import converted, reformed
 from hfjax.plan.storage import Stacked
 from hfjax.update.optimizer_parts import COUNT, NUMBER, OptimizerParts
 
-# Sizes of parameters and gradients to try: decay shows where parameters are large beside updates,
-# clipping where gradients are large beside parameters.
-PARAMETERS = (1e3, 1e-3)
-GRADIENTS = (1e-3, 1.0, 1e3)  # step by step
-ROUNDING = 1e-5  # of updates: what they may differ by
-
-
-class _Form(NamedTuple):
-    """Another form of arrays by path: into it, and back to those that it has."""
-
-    into: Callable[[Flat], Flat]
-    back: Callable[[Flat], Flat]
+UNFIT = (TypeError, ValueError, KeyError, IndexError, AttributeError)  # of one that goes by shapes
 
 
 @dataclass(frozen=True)
-class _Trial:
-    """A few steps of an optimizer, on small arrays of the paths and dimensions of parameters."""
+class _Form:
+    """Another form of a model's parameters.
 
-    optimizer: Any
-    parameters: Flat
-    gradients: list[Flat]
+    Attributes:
+        of: Path -> whose entries an array has where arrays are as they are.
+        shapes: Path in the form -> shape and dtype.
+        of_form: Path in the form -> whose entries it has.
+        places: Path -> where it is in the form; of those to compare.
+        dims: Path -> dimensions along which the form has other entries.
+        more: Whether the form has more entries, which are 0.
+    """
 
-    def run(self, form: _Form | None = None, state: Any = None) -> tuple[list[Flat], Any]:
-        """Return what the optimizer adds in each step, by path, and its state afterwards."""
-        into, back = form or (dict, dict)
-        own, added = nest(into(self.parameters)), []
-        state = self.optimizer.init(own) if state is None else state
-        for gradients in self.gradients:
-            updates, state = self.optimizer.update(nest(into(gradients)), state, own)
-            added.append(back(flatten(cast(dict, updates))))
-        return added, state
-
-    @cached_property
-    def whole(self) -> tuple[list[Flat], Any]:
-        """The run of arrays as they are."""
-        return self.run()
-
-    def differs(self, form: _Form) -> tuple[str | None, Any]:
-        """Return a parameter that is moved otherwise in a form, and the state that is left."""
-        added, state = self.run(form)
-        for found, wanted in zip(added, self.whole[0], strict=True):
-            for path, update in form.back(form.into(wanted)).items():
-                if not _apart(found[path], update) <= ROUNDING:  # NaN is apart, too
-                    return path, state
-        return None, state
+    of: Mapping[str, Entries]
+    shapes: Flat
+    of_form: Mapping[str, Entries]
+    places: Mapping[str, Sequence[str]]
+    dims: Mapping[str, Sequence[int]]
+    more: bool = False
 
 
-def _trials(optimizer: Any, like: Mapping[str, Any]) -> Iterator[_Trial]:
-    """Yield a trial for each size of parameters; its arrays are float32, or wider."""
-    rng = np.random.default_rng(0)
-
-    def draw(size: float, x: Any, slope: int = 0) -> jax.Array:
-        """Return an array whose rows are of sizes 1, 1 + slope … of `size`."""
-        shape = _small(x).shape
-        rows = 1 + slope * np.indices(shape)[0] if shape else 1
-        drawn = size * rows * rng.normal(size=shape)
-        return jnp.asarray(drawn, jnp.promote_types(x.dtype, jnp.float32))
-
-    for size in PARAMETERS:
-        parameters = {path: draw(size, x) for path, x in like.items()}
-        steps = [{path: draw(g, x, slope=9) for path, x in like.items()} for g in GRADIENTS]
-        yield _Trial(optimizer, parameters, steps)
+class _DependsError(Exception):
+    """What an update of a part depends on that is no part of it."""
 
 
-def _small(x: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct([min(n, 2) for n in x.shape], x.dtype)
+def _compared(optimizer: Any, like: Flat, form: _Form) -> tuple[str | None, OptimizerProgram]:
+    """Return a parameter that the optimizer moves otherwise in a form, and its program."""
+    terms: Terms = {}
+    whole = OptimizerProgram(optimizer, like, form.of, terms)
+    other = OptimizerProgram(optimizer, form.shapes, form.of_form, terms)
+    terms_of = lambda program, path: [v.term for v in program.of_path(path)]
+    joined: dict[Any, bool] = {}
 
+    def same(path: str) -> bool:
+        own = terms_of(whole, path)
+        if not whole.own_only(path) or any(terms_of(other, p) != own for p in form.places[path]):
+            return False
+        for dim in form.dims.get(path, ()):
+            if like[path].shape[dim] > 1:
+                key = (*own, like[path].shape, dim)
+                if key not in joined:
+                    joined[key] = whole.joins(path, dim)
+                if joined[key]:
+                    return False
+        return True
 
-def _apart(x: jax.Array, wanted: jax.Array) -> float:
-    found, right = np.asarray(x, np.float64), np.asarray(wanted, np.float64)
-    return float(np.linalg.norm(found - right) / max(np.linalg.norm(right), 1e-30))
-
-
-def _otherwise(optimizer: Any, like: Mapping[str, Any], form: _Form) -> str | None:
-    """Return a parameter that the optimizer moves otherwise in this form than as it is."""
-    paths = (trial.differs(form)[0] for trial in _trials(optimizer, like))
-    return next(filter(None, paths), None)
+    path = next((path for path in form.places if not same(path)), None)
+    kept = other.numbers
+    otherwise = any(kept.get(name, term) != term for name, term in whole.numbers.items())
+    if path is None and (otherwise or (form.more and whole.zeros_matter())):
+        path = next(iter(form.places), None)
+    return path, whole
 
 
 # -- on a part of the parameters ----------------------------------------------------------
@@ -124,7 +102,7 @@ def check_element_by_element(
     if any(p.still for p in layout.placed.values()):
         how = "layout.freeze(…, first=…), which tells one layer from another,"
         raise error_of((NOT_ELEMENT_BY_ELEMENT, feature), how, as_written)
-    forms = dict(_PARTS)
+    forms = _forms(layout)
     if layout.blueprint.listed:
         del forms["a layer"]
     elif not split:
@@ -137,23 +115,28 @@ def check_element_by_element(
         ) from error
 
 
-def _part(of_layers: bool, cut: Callable[[jax.Array], jax.Array]) -> _Form:
-    """Return the form in which only layers (or only what is outside of them) have elements."""
-    mine = lambda path: path.startswith(LAYERS) == of_layers
-    nothing = lambda x: x[:0] if x.ndim else jnp.zeros_like(x)
-    into = lambda flat: {path: cut(x) if mine(path) else nothing(x) for path, x in flat.items()}
-    return _Form(into, lambda flat: {path: x for path, x in flat.items() if mine(path)})
+def _part(layout: Layout, of_layers: bool, cut: Callable, dims: Callable) -> _Form:
+    """Return the form in which only layers (or only what is outside of them) have entries."""
+    mine = [path for path in layout.placed if path.startswith(LAYERS) == of_layers]
+    shape = lambda path, x: cut(x.shape) if path in mine else (*(0,)[: len(x.shape)], *x.shape[1:])
+    more = lambda path: (path, f"{path} beyond") if of_layers else (path,)
+    of = {path: frozenset(more(path)) for path in layout.placed}
+    return _Form(
+        of,
+        {path: jax.ShapeDtypeStruct(shape(path, x), x.dtype) for path, x in layout.placed.items()},
+        {path: frozenset((path,)) if path in mine else NONE for path in layout.placed},
+        {path: (path,) for path in mine},
+        {path: dims(layout.placed[path].shape) for path in mine},
+    )
 
 
-_PARTS = {
-    "a layer": _part(True, lambda x: x[:1]),
-    "a piece of a layer": _part(True, lambda x: x[(slice(1),) * x.ndim]),
-    "the ends": _part(False, lambda x: x),
-}
-
-
-class _DependsError(Exception):
-    """What an update of a part depends on that is no part of it."""
+def _forms(layout: Layout) -> dict[str, _Form]:
+    every = lambda shape: range(len(shape))
+    return {
+        "a layer": _part(layout, True, lambda shape: (1, *shape[1:]), lambda shape: (0,)),
+        "a piece of a layer": _part(layout, True, lambda shape: (1,) * len(shape), every),
+        "the ends": _part(layout, False, lambda shape: shape, lambda shape: ()),
+    }
 
 
 def _check_parts(parts: OptimizerParts, forms: Mapping[str, _Form]) -> None:
@@ -162,39 +145,27 @@ def _check_parts(parts: OptimizerParts, forms: Mapping[str, _Form]) -> None:
         if parts.roles[name] in (COUNT, NUMBER) and not number:
             what = f"{leaf.dtype}{list(leaf.shape)}"
             raise _DependsError(f"keeps {name} {what}, neither like a parameter nor a number")
-    for trial in _trials(parts.layout.optimizer, parts.layout.placed):
+    for what, form in forms.items():
         try:
-            for what, form in forms.items():
-                _check_part(parts, trial, what, form)
-        except (TypeError, KeyError, IndexError, AttributeError) as error:
+            path, program = _compared(parts.layout.optimizer, dict(parts.layout.placed), form)
+        except UNFIT as error:
             raise _DependsError("cannot be given a part of the parameters") from error
-        _check_counts(parts, trial)
+        _check_numbers(parts, program)
+        if path is not None:
+            raise _DependsError(f"updates {path} otherwise if it is given {what} alone")
 
 
-def _check_part(parts: OptimizerParts, trial: _Trial, what: str, form: _Form) -> None:
-    path, state = trial.differs(form)
-    if path is not None:
-        raise _DependsError(f"updates {path} otherwise if it is given {what} alone")
-    found = parts.of(state, COUNT, NUMBER)
-    for name, number in parts.of(trial.whole[1], COUNT, NUMBER).items():
-        if number != found[name]:
-            raise _DependsError(f"keeps {name}, a number that depends on the gradients")
-
-
-def _check_counts(parts: OptimizerParts, trial: _Trial) -> None:
-    """Refuse a number beside moments that is neither constant nor counts their updates.
+def _check_numbers(parts: OptimizerParts, program: OptimizerProgram) -> None:
+    """Refuse a number that depends on gradients, and one beside moments that counts nothing.
 
     A count goes on counting wherever it starts: the ends have another one than the layers.
     """
-    state, first = trial.optimizer.init(nest(trial.parameters)), trial.gradients[:1]
-    before, counted = parts.of(state, COUNT), parts.of(trial.whole[1], COUNT)
-    once = parts.of(replace(trial, gradients=first).run()[1], COUNT)
-    late = {name: x + 1000 * (counted[name] != x) for name, x in before.items()}
-    then = parts.of(trial.run(state=parts.join(state, late))[1], COUNT)
-    for name, x in before.items():
-        by, by_one = counted[name] - x, once[name] - x
-        counts = by_one in (0, 1) and by == len(GRADIENTS) * by_one
-        if not counts or then[name] - late[name] != by:
+    for name, (_, leaf) in parts.leaves.items():
+        if parts.roles[name] not in (COUNT, NUMBER):
+            continue
+        if program.state[name].depends:
+            raise _DependsError(f"keeps {name}, a number that depends on the gradients")
+        if parts.roles[name] == COUNT and not program.counts(name, leaf):
             raise _DependsError(f"keeps {name}, which is neither constant nor a count of updates")
 
 
@@ -209,16 +180,23 @@ def check_packed_rows(layout: Layout) -> None:
         path: jax.ShapeDtypeStruct(v.shape, v.dtype)
         for path, v in layout.blueprint.parameters.items()
     }
-    layers = [{path: _small(x) for path, x in layer.items()} for layer in packed.layers]
-    small = PackedLayers(packed.arrangement, layers, 8)
-    form = _Form(partial(converted, None, small), partial(converted, small, None))
     try:
         jax.eval_shape(partial(_packed_state, layout.optimizer, packed), like)
-        path = _otherwise(layout.optimizer, like, form)
-    except (ValueError, TypeError, KeyError) as error:
+        path, _ = _compared(layout.optimizer, like, _packed_form(packed, like))
+    except UNFIT as error:
         raise _refused(f"its state cannot be packed ({error})") from error
     if path is not None:
         raise _refused(f"it moves {path} otherwise than by itself")
+
+
+def _packed_form(packed: PackedLayers, like: Flat) -> _Form:
+    own = {path: frozenset((path,)) for path in like}
+    places = {path: (place.array,) for path, place in packed.places.items()}
+    rest = {path: x for path, x in like.items() if path not in places}
+    held = {row: NONE.union(*(own[p] for p in places if row in places[p])) for row in packed.shapes}
+    dims = {path: range(len(like[path].shape)) for path in places}
+    of_form = held | {path: own[path] for path in rest}
+    return _Form(own, rest | packed.shapes, of_form, places, dims, more=True)
 
 
 def _packed_state(optimizer: Any, packed: PackedLayers, flat: Flat) -> Any:
@@ -240,11 +218,20 @@ def check_padding(layout: Layout) -> None:
     storage = layout.storage
     if not isinstance(storage, Stacked) or (storage.arrangement.rows >= 0).all():
         return
+    like = dict(layout.placed)
     stacked = {path for path, p in layout.placed.items() if p.stacked}
-    pad = lambda x: jnp.concatenate([x, jnp.zeros_like(x[:1])])
-    each = lambda f, flat: {path: f(x) if path in stacked else x for path, x in flat.items()}
-    form = _Form(partial(each, pad), partial(each, lambda x: x[:-1]))
-    if path := _otherwise(unwrapped(layout.optimizer, WithoutRows), layout.placed, form):
+    longer = lambda x: jax.ShapeDtypeStruct((x.shape[0] + 1, *x.shape[1:]), x.dtype)
+    of = {path: frozenset((path,)) for path in like}
+    form = _Form(
+        of,
+        {path: longer(x) if path in stacked else x for path, x in like.items()},
+        of,
+        {path: (path,) for path in like},
+        dict.fromkeys(stacked, (0,)),
+        more=True,
+    )
+    path, _ = _compared(unwrapped(layout.optimizer, WithoutRows), like, form)
+    if path is not None:
         how = f"an optimizer that moves {path} otherwise beside empty places,"
         few, rows = storage.arrangement.layers, storage.arrangement.rows.size
         stages = f"a schedule ({few} layers are padded to {rows} rows)"
@@ -259,20 +246,11 @@ def warn_of_mixed_experts(layout: Layout) -> None:
         if EXPERTS in p.axes and not p.frozen
     }
 
-    def apart(flat: Flat) -> Flat:
-        pieces = {f"{p}/{i}": x.take(i, at[p]) for p, x in flat.items() if p in at for i in (0, 1)}
-        return {path: x for path, x in flat.items() if path not in at} | pieces
-
-    def together(flat: Flat) -> Flat:
-        join = lambda path: jnp.stack([flat[f"{path}/{i}"] for i in (0, 1)], at[path])
-        rest = {p: x for p, x in flat.items() if p.rpartition("/")[0] not in at}
-        return rest | {path: join(path) for path in at}
-
     if not at or any(layout.placed[path].shape[dim] < 2 for path, dim in at.items()):
         return
     try:
-        path = _otherwise(layout.optimizer, layout.placed, _Form(apart, together))
-    except (ValueError, TypeError, KeyError):  # it goes by names, or by numbers of dimensions
+        path, _ = _compared(layout.optimizer, dict(layout.placed), _experts_apart(layout, at))
+    except UNFIT:  # it goes by names, or by numbers of dimensions
         return
     if path is not None:
         warnings.warn(
@@ -282,6 +260,19 @@ def warn_of_mixed_experts(layout: Layout) -> None:
             UserWarning,
             stacklevel=5,
         )
+
+
+def _experts_apart(layout: Layout, at: Mapping[str, int]) -> _Form:
+    """Return the form in which two experts stand for all, each an array of its own."""
+    pieces = {path: [f"{path}/{i}" for i in (0, 1)] for path in at}
+    one = lambda path, x: jax.ShapeDtypeStruct(
+        x.shape[: at[path]] + x.shape[at[path] + 1 :], x.dtype
+    )
+    of = {path: frozenset(pieces.get(path, [path])) for path in layout.placed}
+    placed = [(path, p, x) for path, x in layout.placed.items() for p in pieces.get(path, [path])]
+    shapes = {p: one(path, x) if path in at else x for path, p, x in placed}
+    dims = {path: (dim,) for path, dim in at.items()}
+    return _Form(of, shapes, {p: frozenset((p,)) for p in shapes}, pieces, dims)
 
 
 # -- what a step asks ----------------------------------------------------------------------

@@ -1,0 +1,396 @@
+"""What an optimizer does, read from its own program: nothing is run.
+
+`OptimizerProgram` gives all that an optimizer computes a term: which operations make it, of what.
+Arrays have no size in a term, and a parameter no name, so that terms of a parameter and of a part
+of it are the same if the same is done with each. What is added up over arrays says over which.
+`joins` asks the table of rules whether entries along a dimension meet.
+"""
+
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+from jax.extend.core import Literal, Var
+
+from hfjax.base.paths import Flat, flatten, nest, parameter_of
+from hfjax.checks.at_zero import (
+    AtZero,
+    Moved,
+    at_zero_of,
+    chosen_at_zero,
+    moved_unless,
+    other_choices,
+)
+from hfjax.parallel.autodiff.program import CALLS, Piece, bind, body_of, piece
+from hfjax.parallel.in_parts.interpreter import run, scope_of
+from hfjax.parallel.in_parts.kinds import Cut, Part, Side
+from hfjax.parallel.in_parts.pointwise import POINTWISE
+from hfjax.parallel.in_parts.scope import Join, aval_of
+
+Entries = frozenset[str]  # of what parameters, or parts of them
+NONE: Entries = frozenset()
+Terms = dict[Hashable, int]  # each has a number
+
+# Reductions of all entries, what puts two of them together, and the entry that changes nothing.
+_TOTALS = {
+    "reduce_sum": (("add", "add_any"), 0),
+    "reduce_and": (("and",), 1),
+    "reduce_or": (("or",), 0),
+    "reduce_max": (("max",), None),
+    "reduce_min": (("min",), None),
+}
+_COMBINES = {name: total for total, (names, _) in _TOTALS.items() for name in names}
+_FORMS = ("reshape", "broadcast_in_dim", "squeeze", "expand_dims")
+_SHAPES = ("shape", "sharding", "out_sharding", "new_sizes", "broadcast_dimensions", "weak_type")
+_AXES = ("axes", "axis", "dimension", "dimensions")
+
+
+class Value(NamedTuple):
+    """What is known of a value.
+
+    Attributes:
+        term: The number of its term.
+        of: Whose entries it has; none if it is a number.
+        depends: Whether it follows from a gradient, a parameter or what is kept of them.
+        at_zero: What it is where the arrays that it follows from are 0.
+        totals: If it is a total: of what kind, of which terms, over whose entries.
+        moved: Where more zeros would move it: (a number that chooses, its choice), ALWAYS.
+        number: Whether it is one number, of whatever shape.
+    """
+
+    term: int
+    of: Entries = NONE
+    depends: bool = False
+    at_zero: AtZero = None
+    totals: tuple[str, frozenset[tuple[int, tuple[str, ...]]]] | None = None
+    moved: Moved = frozenset()
+    number: bool = False
+
+
+class OptimizerProgram:
+    """An optimizer's update of parameters of these shapes.
+
+    Args:
+        optimizer: Any of optax.
+        parameters: Path -> shape and dtype.
+        of: Path -> whose entries it has.
+        terms: Those of the programs that it is compared with.
+    """
+
+    def __init__(
+        self,
+        optimizer: Any,
+        parameters: Flat,
+        of: Mapping[str, Entries],
+        terms: Terms,
+    ):
+        self._terms, self._of, self._optimizer = terms, of, optimizer
+        like = {path: _wide(x) for path, x in parameters.items()}
+        state = jax.eval_shape(optimizer.init, nest(like))
+        found, form = jax.tree_util.tree_flatten_with_path(state)
+        self.names = [jax.tree_util.keystr(keys) for keys, _ in found]
+
+        def update(gradients: Flat, kept: list[Any], parameters: Flat) -> Any:
+            given = (nest(gradients), form.unflatten(kept), nest(parameters))
+            updates, state = optimizer.update(*given)
+            return flatten(cast(dict, updates)), jax.tree.leaves(state)
+
+        kept = [leaf for _, leaf in found]
+        self._piece: Piece = _straight(update, like, kept, like)
+        self._shapes = {path: x.shape for path, x in like.items()}
+        self._places = [_place(keys, leaf, self._shapes) for keys, leaf in found]
+        self._paths, self._outs = sorted(like), self._piece.outputs
+        self._zeros = self._zero_at_first(like)
+        self._values = self._read()
+        while not self._zeros <= (zeros := self._zeros_of(self._kept)):
+            self._zeros &= zeros
+            self._values = self._read()
+        self._totals = {v: None for v, value in self._values.items() if value.totals}
+        updates = map(self._value, self._outs[: len(self._paths)])
+        self.updates = dict(zip(self._paths, updates, strict=True))
+        self.state = dict(zip(self.names, self._kept, strict=True))
+
+    @property
+    def _kept(self) -> list[Value]:
+        return list(map(self._value, self._outs[len(self._paths) :]))
+
+    # -- terms ------------------------------------------------------------------------------------
+
+    def _term(self, *of: Hashable) -> int:
+        return self._terms.setdefault(of, len(self._terms))
+
+    def _read(self) -> dict[Var, Value]:
+        """Return what is known of each value."""
+        labels = [(path, "gradient") for path in self._paths]
+        pairs = zip(self._places, self.names, strict=True)
+        labels += [place or ("", name) for place, name in pairs]
+        labels += [(path, "parameter") for path in self._paths]
+        known: dict[Var, Value] = {}
+        for variable, (path, what) in zip(self._piece.inputs, labels, strict=True):
+            number = aval_of(variable).shape == ()
+            at_zero = 0 if what in ("gradient", "parameter", *self._zeros) else None
+            known[variable] = (
+                Value(self._term("own", what), self._of[path], True, at_zero)
+                if path
+                else Value(self._term("kept", what), depends=not number, number=number)
+            )
+        for variable, constant in self._piece.constants.items():
+            known[variable] = self._constant(constant)
+        self._run(self._piece.equations, known)
+        return known
+
+    def _constant(self, x: Any) -> Value:
+        if jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key):
+            x = jax.random.key_data(x)
+        plain = np.asarray(x)
+        number = plain.shape == ()
+        term = self._term("constant", str(plain.dtype), plain.shape, plain.tobytes())
+        return Value(term, at_zero=0 if number and not plain.any() else None, number=number)
+
+    def _value(self, v: Any, known: Mapping[Var, Value] | None = None) -> Value:
+        if isinstance(v, Literal):
+            return self._constant(v.val)
+        return (self._values if known is None else known)[v]
+
+    def _run(self, equations: Iterable[Any], known: dict[Var, Value]) -> None:
+        for equation in equations:
+            given = [self._value(v, known) for v in equation.invars]
+            known.update(zip(equation.outvars, self._results(equation, given), strict=True))
+
+    def _results(self, equation: Any, given: list[Value]) -> list[Value]:
+        name, variables = equation.primitive.name, equation.outvars
+        if (handed := self._handed(equation, given)) is not None:
+            return [handed]
+        ndim = max((v.aval.ndim for v in equation.invars), default=0)
+        key = (name, *_plain(name, equation.params, ndim, variables[0].aval.ndim))
+        key = (*key, *self._bodies(equation, given))
+        chooses = name == "select_n" and given[0].number
+        zeros = [v.at_zero for v in given]
+        alike = len({v.term for v in given}) == 1
+        at_zero = at_zero_of(name, zeros, alike)
+        if chooses:
+            at_zero = chosen_at_zero(given[0].term, zeros[1:])
+        made = self._made(key, given)._replace(at_zero=at_zero)
+        one = made.number and (name in POINTWISE or variables[0].aval.size == 1)
+        made = made._replace(number=one)
+        if chooses:
+            cases = [v.moved - other_choices(given[0].term, i) for i, v in enumerate(given[1:])]
+            made = made._replace(moved=given[0].moved.union(*cases))
+        return [made._replace(term=self._term(made.term, i)) for i in range(len(variables))]
+
+    def _made(self, key: tuple, given: Sequence[Value]) -> Value:
+        """Return what an operation makes; where entries of several meet, the term says of whom."""
+        apart = len({v.of for v in given if v.of}) > 1
+        operands = [(v.term, tuple(sorted(v.of))) if apart else v.term for v in given]
+        of, moved = NONE.union(*(v.of for v in given)), Moved()
+        depends, number = any(v.depends for v in given), all(v.number for v in given)
+        moved = moved.union(*_moved(given))
+        return Value(
+            self._term(*key, *operands), of, depends, None, None, moved, number and bool(given)
+        )
+
+    def _bodies(self, equation: Any, given: Sequence[Value]) -> Iterator[Hashable]:
+        """Yield the terms of the programs of a loop, of what enters them."""
+        of = NONE.union(*(v.of for v in given))
+        for name in ("jaxpr", "cond_jaxpr", "body_jaxpr"):
+            if (body := equation.params.get(name)) is not None and hasattr(body, "consts"):
+                enter = [Value(self._term("in", i), of, True) for i in range(len(body.in_avals))]
+                known = dict(
+                    zip(body.jaxpr.constvars, map(self._constant, body.consts), strict=True)
+                )
+                known |= zip(body.jaxpr.invars, enter, strict=True)
+                self._run(body.jaxpr.eqns, known)
+                yield (name, *(self._value(v, known).term for v in body.jaxpr.outvars))
+
+    def _handed(self, equation: Any, given: list[Value]) -> Value | None:
+        """Return a total, a number that totals have become, or several in a row; None: neither."""
+        name, out = equation.primitive.name, equation.outvars[0].aval
+        kinds = {v.totals and v.totals[0] for v in given}
+        if name in _FORMS and (
+            given[0].number or len(out.shape) == 1 < equation.invars[0].aval.ndim
+        ):
+            return given[0]
+        if name in ("concatenate", "stack") and len(kinds) == 1 and (kind := kinds.pop()):
+            return self._totalled(kind, given)
+        if out.shape != ():
+            return None
+        if name == "dot_general" and _in_pairs(equation) and len({v.of for v in given}) == 1:
+            inner = self._made(("mul",), given)._replace(
+                at_zero=at_zero_of("mul", [v.at_zero for v in given])
+            )
+            return self._totalled("reduce_sum", [inner])
+        if name in _TOTALS and kinds <= {None, name}:
+            return self._totalled(name, given)
+        total = _COMBINES.get(name, "")
+        if kinds == {None} or not total:
+            return None
+        parts = [v for v, x in zip(given, equation.invars, strict=True) if not _adds_nothing(x)]
+        fits = all(v.totals[0] == total if v.totals else v.of for v in parts)
+        return self._totalled(total, parts) if fits else None
+
+    def _totalled(self, name: str, parts: Sequence[Value]) -> Value:
+        """Return the total of these; a value that is none is one entry, or an array of them."""
+        over: dict[int, list[str]] = {}
+        moved = Moved().union(*_moved(parts))
+        for v in parts:
+            for term, of in v.totals[1] if v.totals else {(v.term, tuple(v.of))}:
+                over[term] = sorted([*over.get(term, []), *of])
+            if not v.totals:
+                moved |= moved_unless(v.at_zero, _TOTALS[name][1])
+        totals = frozenset((term, tuple(of)) for term, of in over.items())
+        depends = any(v.depends for v in parts)
+        return Value(self._term(name, totals), NONE, depends, None, (name, totals), moved, True)
+
+    def _zero_at_first(self, like: Flat) -> set[str]:
+        """Return which moments are zeros where parameters are, at the beginning."""
+        begun = _straight(lambda p: jax.tree.leaves(self._optimizer.init(nest(p))), like)
+        known = dict.fromkeys(begun.inputs, Value(self._term("begin"), NONE, True, 0))
+        known |= {v: self._constant(x) for v, x in begun.constants.items()}
+        self._run(begun.equations, known)
+        return self._zeros_of([self._value(v, known) for v in begun.outputs])
+
+    def _zeros_of(self, kept: Sequence[Value]) -> set[str]:
+        """Return the trees of moments of which all are zeros."""
+        pairs = [(place[1], v) for place, v in zip(self._places, kept, strict=True) if place]
+        return {tree for tree, _ in pairs} - {tree for tree, v in pairs if v.at_zero != 0}
+
+    # -- what meets -------------------------------------------------------------------------------
+
+    def of_path(self, path: str) -> list[Value]:
+        """Return what is computed for a parameter: its update, and what is kept of it."""
+        pairs = zip(self._places, self.names, strict=True)
+        kept = [self.state[name] for place, name in pairs if place and place[0] == path]
+        return [self.updates[path], *kept]
+
+    @property
+    def numbers(self) -> dict[str, int]:
+        """What becomes of the numbers that are kept, and of all that is like no parameter."""
+        pairs = zip(self._places, self.names, strict=True)
+        return {name: self.state[name].term for place, name in pairs if not place}
+
+    def own_only(self, path: str) -> bool:
+        """Return whether a parameter's update is of its own entries, numbers and totals."""
+        return all(v.of <= self._of[path] for v in self.of_path(path))
+
+    def counts(self, name: str, like: Any) -> bool:
+        """Return whether a number that is kept stays as it is, or counts updates."""
+        for count in (lambda x: x, lambda x: x + 1, optax.safe_increment):
+            counter = _straight(count, like)
+            known = {counter.inputs[0]: Value(self._term("kept", name))}
+            self._run(counter.equations, known)
+            if self._value(counter.outputs[0], known).term == self.state[name].term:
+                return True
+        return False
+
+    def zeros_matter(self) -> bool:
+        """Return whether more zeros would change what is computed."""
+        return any(self._value(v).moved for v in self._outs)
+
+    def joins(self, path: str, dim: int) -> bool:
+        """Return whether entries of a parameter meet along a dimension, but for totals."""
+        program, inputs, split = self._part(path)
+        shape = self._shapes[path]
+        side, cut, told = Side(("parts",), shape[dim], "entries"), Cut(dim), list[Join]()
+
+        def in_parts(*arrays: jax.Array) -> list[jax.Array]:
+            given = [Part(x, cut) if s else x for x, s in zip(arrays, split, strict=True)]
+            scope = scope_of(side, told, given)
+            scope.sizes.setdefault(side.size, 1)  # of what is made of no array, zeros for instance
+            found = run(scope, program.jaxpr, program.consts, given)
+            like_it = [scope.shape(v) == shape for v in found]
+            return [scope.part(v, cut) for v, s in zip(found, like_it, strict=True) if s]
+
+        local = [
+            jax.ShapeDtypeStruct(side.local(x.shape, cut), x.dtype) if s else x
+            for x, s in zip(inputs, split, strict=True)
+        ]
+        traced = jax.make_jaxpr(in_parts, axis_env=[("parts", side.size)])(*local)
+        return bool(told or traced.jaxpr.effects)
+
+    def _part(self, path: str) -> tuple[Any, list[Any], list[bool]]:
+        """Return what makes a parameter's update, with totals given; its inputs, which are split.
+
+        It returns the arrays that totals are of as well.
+        """
+        paths = (*self._paths, *(place and place[0] for place in self._places))
+        outputs = zip(paths, self._outs, strict=True)
+        targets = [v for of, v in outputs if of == path]
+        for equation in self._piece.equations:
+            if equation.outvars[0] in self._totals:
+                given = [v for v in equation.invars if isinstance(v, Var)]
+                targets += [v for v in given if self._values[v].of == self._of[path]]
+        left = [e for e in self._piece.equations if e.outvars[0] not in self._totals]
+        given = [*self._piece.inputs, *self._totals]
+        part = replace(self._piece, equations=left, inputs=given).part(targets)
+        part = part.part(targets, [v for v in given if v in part.reads])
+        inputs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in map(aval_of, part.inputs)]
+        of = [self._values[v].of for v in part.inputs]
+        own = [bool(o) and x.shape == self._shapes[path] for o, x in zip(of, inputs, strict=True)]
+        return jax.make_jaxpr(part)(*inputs), inputs, own
+
+
+def _place(keys: tuple, leaf: Any, shapes: Mapping[str, tuple]) -> tuple[str, str] | None:
+    """Return of which parameter a leaf of the state is, and in which tree; None: of none."""
+    at = parameter_of(keys, leaf.shape, shapes)
+    return at and (at[1], jax.tree_util.keystr(keys[: at[0]]))
+
+
+def _wide(x: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, jnp.promote_types(x.dtype, jnp.float32))
+
+
+def _adds_nothing(x: Any) -> bool:
+    return isinstance(x, Literal) and x.val == 0
+
+
+def _in_pairs(equation: Any) -> bool:
+    """Return whether a product adds up entries times those in the same place."""
+    (left, right), _ = equation.params["dimension_numbers"]
+    return tuple(left) == tuple(right)
+
+
+def _moved(given: Sequence[Value]) -> list[Moved]:
+    return [v.moved for v in given]
+
+
+def _straight(function: Callable, *like: Any) -> Piece:
+    """Return the program of a function without calls; of branches all are in it, and a choice."""
+
+    def run(*arguments: Any) -> Any:
+        traced, result = jax.make_jaxpr(function, return_shape=True)(*arguments)
+        found = _evaluated(traced.jaxpr, traced.consts, jax.tree.leaves(arguments))
+        return jax.tree.unflatten(jax.tree.structure(result), found)
+
+    return piece(run, *like)
+
+
+def _evaluated(jaxpr: Any, constants: Sequence[Any], values: Sequence[Any]) -> list[Any]:
+    known = dict(zip(jaxpr.constvars, constants, strict=True))
+    known |= zip(jaxpr.invars, values, strict=True)
+    read = lambda v: v.val if isinstance(v, Literal) else known[v]
+    for equation in jaxpr.eqns:
+        given = list(map(read, equation.invars))
+        if equation.primitive.name == "cond":
+            which, *rest = given
+            cases = [_evaluated(b.jaxpr, b.consts, rest) for b in equation.params["branches"]]
+            found = [lax.select_n(which, *each) for each in zip(*cases, strict=True)]
+        elif equation.primitive.name in CALLS and (body := body_of(equation)):
+            found = _evaluated(*body, given)
+        else:
+            found = bind(equation, given)
+        known.update(zip(equation.outvars, found, strict=True))
+    return list(map(read, jaxpr.outvars))
+
+
+def _plain(name: str, params: Mapping[str, Any], ndim: int, out: int) -> list[tuple[str, str]]:
+    """Return an equation's parameters without sizes, dimensions counted from the last."""
+    ranks = [("ranks", str(out - ndim))] if name in ("reshape", "broadcast_in_dim") and ndim else []
+    last = lambda v: str([d - (ndim or out) for d in (v if isinstance(v, tuple) else (v,))])
+    told = {k: v for k, v in sorted(params.items()) if k not in _SHAPES and v is not None}
+    told = {k: v for k, v in told.items() if not hasattr(v, "jaxpr")}
+    return [*ranks, *((k, last(v) if k in _AXES else str(v)) for k, v in told.items())]
