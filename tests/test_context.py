@@ -10,10 +10,10 @@ from flax import nnx
 
 import hfjax
 from hfjax import CONTEXT, DDP, FSDP, PIPE, SEQUENCE, TENSOR, ZERO1, Context, Schedule
-from hfjax.analysis.memory_copies import bodies_of
 from hfjax.models.attention import windowed
 from hfjax.models.gpt import GPT, GPTConfig, next_token_loss
 from hfjax.models.llama import Llama, LlamaConfig
+from hfjax.parallel.autodiff.program import bodies_of
 from hfjax.parallel.wings.context.forms import ContextChoice
 from tests.many_devices import printed
 
@@ -362,7 +362,7 @@ def test_what_is_recomputed_keeps_no_array_as_large_as_the_scores(monkeypatch):
 def variables_in(jaxpr):
     for equation in jaxpr.eqns:
         yield from equation.outvars
-        for body in bodies_of(equation):
+        for body, _ in bodies_of(equation):
             yield from variables_in(body)
 
 

@@ -12,11 +12,11 @@ from flax import nnx
 
 import hfjax
 from hfjax import DDP, EXPERT, FSDP, TENSOR
-from hfjax.analysis.memory_copies import bodies_of
 from hfjax.base.paths import flatten
 from hfjax.base.tables import human
 from hfjax.models.moe import MoE, MoEConfig, MoELlama, Router, next_token_loss
 from hfjax.models.moe.blocks import in_blocks, planned
+from hfjax.parallel.autodiff.program import bodies_of
 from tests.many_devices import printed
 
 SLOW = pytest.mark.slow
@@ -196,7 +196,7 @@ def equations(jaxpr, times=1):
     for equation in jaxpr.eqns:
         yield equation, times
         turns = equation.params["length"] if equation.primitive.name == "scan" else 1
-        for body in bodies_of(equation):
+        for body, _ in bodies_of(equation):
             yield from equations(body, times * turns)
 
 

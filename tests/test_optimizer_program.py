@@ -44,7 +44,7 @@ def transposed_pairs(updates, state, params=None):
     return jax.tree.map(paired, updates), state
 
 
-def early(step: Any) -> Any:
+def early(step: Any, **_: Any) -> Any:
     return step < 3
 
 

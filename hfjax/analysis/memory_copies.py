@@ -14,7 +14,7 @@ from jax.extend.core import Literal, Var
 from jax.interpreters import partial_eval
 
 from hfjax.analysis import hlo
-from hfjax.parallel.autodiff.program import parts_of_scan
+from hfjax.parallel.autodiff.program import bodies_of, parts_of_scan
 
 TO_HOST, TO_DEVICE = "to host", "to device"
 HOST = jax.memory.Space.Host
@@ -56,20 +56,8 @@ def _meshes(jaxpr: Any) -> Iterator[Any]:
             mesh = getattr(value, "mesh", value)
             if isinstance(mesh, jax.sharding.Mesh | jax.sharding.AbstractMesh):
                 yield mesh
-        for body in bodies_of(equation):
+        for body, _ in bodies_of(equation):
             yield from _meshes(body)
-
-
-def bodies_of(equation: Any) -> Iterator[Any]:
-    """Yield the programs that an equation calls: once each, whatever it hands them."""
-    if equation.primitive.name == "pallas_call":
-        return
-    for value in equation.params.values():
-        for body in value if isinstance(value, tuple | list) else (value,):
-            if hasattr(getattr(body, "jaxpr", None), "eqns"):
-                yield body.jaxpr
-            elif hasattr(body, "eqns"):
-                yield body
 
 
 # -- a walk over the equations; `local`: shapes are those of one device -----------------------
@@ -96,7 +84,7 @@ def _visit(equation: Any, given: list[Split], local: bool) -> Seen:
         return [], [_constrained(params["sharding"], ndim, given[0], free)]
     if name == "optimization_barrier":
         return [], given
-    bodies = list(bodies_of(equation))
+    bodies = [body for body, _ in bodies_of(equation)]
     if len(bodies) == 1 and len(bodies[0].invars) == len(given):
         return _region(bodies[0], given, local)
     found = [c for body in bodies for c in _region(body, [None] * len(body.invars), local)[0]]

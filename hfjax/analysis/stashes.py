@@ -12,8 +12,8 @@ from typing import Any
 import jax
 from jax.extend.core import JaxprEqn, Var
 
-from hfjax.analysis.memory_copies import bodies_of, lies_on_host
-from hfjax.parallel.autodiff.program import variables
+from hfjax.analysis.memory_copies import lies_on_host
+from hfjax.parallel.autodiff.program import bodies_of, variables
 
 BACKWARD = "transpose("
 
@@ -65,7 +65,7 @@ def _regions(jaxpr: Any) -> Iterator[Any]:
     """Yield a program and those within it, outer ones first."""
     yield jaxpr
     for equation in jaxpr.eqns:
-        for body in bodies_of(equation):
+        for body, _ in bodies_of(equation):
             yield from _regions(body)
 
 

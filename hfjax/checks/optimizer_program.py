@@ -26,7 +26,7 @@ from hfjax.checks.at_zero import (
     moved_unless,
     other_choices,
 )
-from hfjax.parallel.autodiff.program import CALLS, Piece, bind, body_of, piece
+from hfjax.parallel.autodiff.program import CALLS, Piece, bind, bodies_of, body_of, piece
 from hfjax.parallel.in_parts.interpreter import run, scope_of
 from hfjax.parallel.in_parts.kinds import Cut, Part, Side
 from hfjax.parallel.in_parts.pointwise import POINTWISE
@@ -197,15 +197,12 @@ class OptimizerProgram:
     def _bodies(self, equation: Any, given: Sequence[Value]) -> Iterator[Hashable]:
         """Yield the terms of the programs of a loop, of what enters them."""
         of = NONE.union(*(v.of for v in given))
-        for name in ("jaxpr", "cond_jaxpr", "body_jaxpr"):
-            if (body := equation.params.get(name)) is not None and hasattr(body, "consts"):
-                enter = [Value(self._term("in", i), of, True) for i in range(len(body.in_avals))]
-                known = dict(
-                    zip(body.jaxpr.constvars, map(self._constant, body.consts), strict=True)
-                )
-                known |= zip(body.jaxpr.invars, enter, strict=True)
-                self._run(body.jaxpr.eqns, known)
-                yield (name, *(self._value(v, known).term for v in body.jaxpr.outvars))
+        for body, constants in bodies_of(equation):
+            enter = [Value(self._term("in", i), of, True) for i in range(len(body.invars))]
+            known = dict(zip(body.constvars, map(self._constant, constants), strict=True))
+            known |= zip(body.invars, enter, strict=True)
+            self._run(body.eqns, known)
+            yield tuple(self._value(v, known).term for v in body.outvars)
 
     def _handed(self, equation: Any, given: list[Value]) -> Value | None:
         """Return a total, a number that totals have become, or several in a row; None: neither."""
@@ -391,6 +388,6 @@ def _plain(name: str, params: Mapping[str, Any], ndim: int, out: int) -> list[tu
     """Return an equation's parameters without sizes, dimensions counted from the last."""
     ranks = [("ranks", str(out - ndim))] if name in ("reshape", "broadcast_in_dim") and ndim else []
     last = lambda v: str([d - (ndim or out) for d in (v if isinstance(v, tuple) else (v,))])
-    told = {k: v for k, v in sorted(params.items()) if k not in _SHAPES and v is not None}
-    told = {k: v for k, v in told.items() if not hasattr(v, "jaxpr")}
+    left_out = lambda k, v: k in _SHAPES or v is None or "jaxpr" in k
+    told = {k: v for k, v in sorted(params.items()) if not left_out(k, v)}
     return [*ranks, *((k, last(v) if k in _AXES else str(v)) for k, v in told.items())]

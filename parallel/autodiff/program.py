@@ -7,7 +7,7 @@ operation that made it, and its name.
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
@@ -18,12 +18,10 @@ from jax.tree_util import treedef_tuple
 
 from hfjax.parallel.activation_offload import Tensor
 
+PLAIN_CALLS = ("jit", "pjit", "closed_call", "core_call")
 # Calls whose body is put in their place, so that dataflow is seen through them.
 CALLS = (
-    "pjit",
-    "jit",
-    "closed_call",
-    "core_call",
+    *PLAIN_CALLS,
     "remat2",
     "checkpoint",
     "custom_jvp_call",
@@ -106,11 +104,22 @@ def bind(equation: JaxprEqn, values: Sequence[Any]) -> Sequence[Any]:
 
 def body_of(equation: JaxprEqn) -> tuple[Any, Sequence[Any]] | None:
     """Return the program of a call, loop or branch with its constants; None if it has none."""
-    for name in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
-        if (body := equation.params.get(name)) is not None:
-            closed = hasattr(body, "jaxpr")
-            return (body.jaxpr, body.consts) if closed else (body, ())
-    return None
+    named = (equation.params.get(name) for name in ("jaxpr", "call_jaxpr", "fun_jaxpr"))
+    return next((_with_constants(body) for body in named if body is not None), None)
+
+
+def bodies_of(equation: JaxprEqn) -> Iterator[tuple[Any, Sequence[Any]]]:
+    """Yield all programs that an equation holds, with their constants; of a kernel none."""
+    if equation.primitive.name == "pallas_call":
+        return
+    for value in equation.params.values():
+        for body in value if isinstance(value, tuple | list) else (value,):
+            if hasattr(getattr(body, "jaxpr", body), "eqns"):
+                yield _with_constants(body)
+
+
+def _with_constants(body: Any) -> tuple[Any, Sequence[Any]]:
+    return (body.jaxpr, body.consts) if hasattr(body, "jaxpr") else (body, ())
 
 
 def parts_of_scan(equation: JaxprEqn) -> tuple[int, int]:

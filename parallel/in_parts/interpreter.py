@@ -10,7 +10,7 @@ from jax import lax
 from jax.extend import source_info_util
 from jax.extend.core import JaxprEqn, Literal
 
-from hfjax.parallel.autodiff.program import needed
+from hfjax.parallel.autodiff.program import PLAIN_CALLS, needed
 from hfjax.parallel.in_parts import indexing, moves, outside, random_bits, reductions
 from hfjax.parallel.in_parts.derivatives import custom_jvp, custom_vjp, linear_solve
 from hfjax.parallel.in_parts.kinds import Cut, Later, Made, Part, Side, Sum, is_value
@@ -21,7 +21,7 @@ from hfjax.parallel.in_parts.scope import Join, Scope, traced_whole
 
 Values = Sequence[Any]
 
-CALLS = ("jit", "pjit", "closed_call", "core_call", "composite")
+CALLS = (*PLAIN_CALLS, "composite")
 # Rules of programs: a parameter that is not gathered yet may enter.
 PROGRAMS: dict[str, Callable] = {
     **dict.fromkeys(CALLS, call),
