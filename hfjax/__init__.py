@@ -47,6 +47,7 @@ __all__ = [
     "Interleaved1F1B",
     "Keep",
     "Layout",
+    "LossScale",
     "Mean",
     "Offload",
     "Partition",

@@ -1,5 +1,6 @@
 """Train: one jitted step; the model that it leaves."""
 
+import warnings
 from collections.abc import Callable
 from dataclasses import fields, replace
 from functools import cached_property
@@ -29,6 +30,7 @@ from hfjax.parallel.execution import Execution
 from hfjax.parallel.in_parts.joins import Joins
 from hfjax.parallel.memory import is_host_sharding, of_results
 from hfjax.parallel.mesh import describe_mesh
+from hfjax.parallel.precision import LossScale
 from hfjax.plan.check_state import (
     check_alive,
     check_form,
@@ -40,6 +42,7 @@ from hfjax.plan.check_state import (
 from hfjax.plan.layout import Layout, State
 from hfjax.plan.rearrange import rearrange
 from hfjax.update.given_parameters import Follow
+from hfjax.update.loss_scale import fresh, judged
 from hfjax.update.update import Held, Update, placed_as_moments
 from hfjax.watch import Watch
 
@@ -111,7 +114,9 @@ class TrainStep:
     def __init__(self, layout: Layout, loss: Callable, execution: Execution):
         self._made_of, self._update, options = compose.training(layout, loss, execution)
         self.layout, self.execution = layout, execution = self._made_of.layout, execution
-        self._shardings = replace(layout.shardings(), order=None)
+        self._loss_scale = execution.precision.scale
+        scale = NamedSharding(layout.mesh, P()) if self._loss_scale else None
+        self._shardings = replace(layout.shardings(), order=None, scale=scale)
         self._batch = batch_sharding(layout.mesh)
         self._watch = Watch(layout, execution.nonfinite, execution.patience)
         self._follow = Follow(layout.state_shapes.optimizer)
@@ -149,7 +154,8 @@ class TrainStep:
         self._watch.check(state)
         batch = on_devices(self.layout, batch, microbatches_of(self.execution))
         try:
-            state, metrics, squares = self._jitted(self._follow(self._in_order(state)), batch)
+            given = self._with_scale(self._follow(self._in_order(state)))
+            state, metrics, squares = self._jitted(given, batch)
         except (TypeError, ValueError):
             check_stored(self.layout, state)
             self._check_memory(state)
@@ -162,7 +168,8 @@ class TrainStep:
         """Return what a step returns, within a program that is being traced."""
         check_alive(state)
         check_batch(self.layout, batch, microbatches_of(self.execution))
-        new, metrics, _ = self._nested(replace(state, order=None), batch, state.order)
+        given = self._with_scale(replace(state, order=None))
+        new, metrics, _ = self._nested(given, batch, state.order)
         return replace(new, order=state.order), metrics
 
     @cached_property
@@ -183,6 +190,25 @@ class TrainStep:
             in_shardings=(self._shardings, self._batch, here),
             out_shardings=(of_results(self._shardings), here, here),
         )
+
+    def _with_scale(self, state: State) -> State:
+        """Return the state with the loss scale that this step needs, or without one."""
+        if (settings := self._loss_scale) is None:
+            return replace(state, scale=None)
+        return state if state.scale is not None else self._begun(state, settings)
+
+    def _begun(self, state: State, settings: LossScale) -> State:
+        """Return the state with the scale of a run that begins; of one that goes on, tell it."""
+        if not is_traced(state) and int(state.step) > 0:
+            warnings.warn(
+                f"this state of step {int(state.step)} has no loss scale: it begins at "
+                f"{settings.initial:g}.",
+                UserWarning,
+                stacklevel=4,
+            )
+        here = NamedSharding(self.layout.mesh, P())
+        put = lambda x: jnp.asarray(x) if is_traced(state) else jax.device_put(x, here)
+        return replace(state, scale=jax.tree.map(put, fresh(settings)))
 
     def _check_memory(self, state: State) -> None:
         """Refuse a state that lies in other memory than the layout says."""
@@ -248,7 +274,9 @@ class TrainStep:
         """
         check_batch(self.layout, batch, microbatches_of(self.execution))
         shape = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._batch)
-        state = replace(self.layout.abstract_state(), order=None)
+        settings = self._loss_scale
+        scale = settings and jax.eval_shape(lambda: jax.tree.map(jnp.asarray, fresh(settings)))
+        state = replace(self.layout.abstract_state(), order=None, scale=scale)
         return self._jitted.trace(state, jax.tree.map(shape, batch))
 
     @property
@@ -339,6 +367,12 @@ class TrainStep:
             metrics["loss"] = jnp.where(fits, metrics["loss"], jnp.nan)
         metrics["finite"] = jnp.isfinite(metrics["loss"]) & jnp.isfinite(found.norm)
         metrics["step"] = state.step
+        scale = None
+        if (settings := self._loss_scale) and state.scale:
+            overflow = jnp.isfinite(metrics["loss"]) & ~metrics["finite"]
+            scale, exhausted = judged(settings, state.scale, overflow)
+            metrics |= {"loss_scale": state.scale.value, "skipped": scale.skipped}
+            metrics |= {"overflow": overflow, "exhausted": exhausted}
         if not self.layout.hosted.parameters:
             params = placed_as_moments(params, self.layout.placed)
         held = Held(params, state.optimizer, {path: variables[path] for path in found.variables})
@@ -347,7 +381,8 @@ class TrainStep:
         changed, metrics = self.layout.blueprint.after_step(variables, metrics)
         keep = metrics["finite"] | (self.execution.nonfinite == "apply")
         variables |= {p: jnp.where(keep, x, variables[p]) for p, x in changed.items()}
-        after = State(state.step + 1, nest(new.parameters), new.optimizer, nest(variables))
+        params = nest(new.parameters)
+        after = State(state.step + 1, params, new.optimizer, nest(variables), scale=scale)
         return after, metrics, found.squares
 
 

@@ -13,6 +13,7 @@ from hfjax.base.mean import ENTROPY
 from hfjax.base.paths import flatten
 from hfjax.plan.layout import Layout, State
 
+SPAN, OFTEN = 1000, 0.05  # steps, and the part of them that may overflow unsaid
 LAG = 2  # steps; the same in every process, so that all stop at the same call
 
 
@@ -24,6 +25,9 @@ class Seen(NamedTuple):
     finite: Any
     squares: Mapping[str, Any]  # of the gradients, by path; by layer if each is updated by itself
     entropy: Any  # of routers, by layer; none of a model without
+    overflow: Any = False  # of float16: the loss scale has judged this step, and skipped it
+    exhausted: Any = False  # it did so at the least scale
+    scale: Any = 1.0
 
 
 class Watch:
@@ -34,11 +38,14 @@ class Watch:
         self.skipped = 0  # steps in all
         self._in_a_row = 0
         self._unseen: deque[Seen] = deque()
+        self._overflows: deque[int] = deque()  # steps whose gradient overflowed, of the last ones
+        self._told = -SPAN  # the step at which many of them were told
 
     def add(self, metrics: Mapping[str, Any], squares: Mapping[str, Any]) -> None:
         """Take note of a step."""
         step, loss, finite = (metrics[name] for name in ("step", "loss", "finite"))
-        self._unseen.append(Seen(step, loss, finite, squares, metrics.get(ENTROPY, ())))
+        of_scale = (metrics.get(name, False) for name in ("overflow", "exhausted", "loss_scale"))
+        self._unseen.append(Seen(step, loss, finite, squares, metrics.get(ENTROPY, ()), *of_scale))
 
     def check(self, state: State, lag: int = LAG) -> None:
         """Raise FloatingPointError for a step, at least `lag` steps ago, that was not finite.
@@ -50,6 +57,9 @@ class Watch:
             if seen.finite:
                 self._in_a_row = 0
                 continue
+            if seen.overflow:
+                self._judge(state, seen)
+                continue
             self.skipped, self._in_a_row = self.skipped + 1, self._in_a_row + 1
             told = self._explain(state, seen)
             if self.policy == "skip" and self._in_a_row < self.patience:
@@ -58,6 +68,34 @@ class Watch:
             self._unseen.clear()
             many = f"{self._in_a_row} in a row (patience={self.patience}): "
             raise FloatingPointError((many if self.policy == "skip" else "") + told)
+
+    def _judge(self, state: State, seen: Seen) -> None:
+        """Tell of overflows that are more than the loss scale is made for; raise if it is spent."""
+        self.skipped += 1
+        step, before = int(seen.step), self._overflows
+        before.append(step)
+        while before[0] <= step - SPAN:
+            before.popleft()
+        broken = self._parameters_that_are_not_finite(state)
+        if seen.exhausted or broken:
+            self._unseen.clear()
+            told = self._explain(state, seen)
+            if not broken:
+                many = f"{self.skipped} steps were skipped, {len(before)} of the last {SPAN}."
+                told = f"The loss scale is the least, {float(seen.scale):g}, and {told} {many}"
+            raise FloatingPointError(told)
+        two = len(before) > 1 and before[-2] == step - 1
+        often = len(before) > OFTEN * SPAN and step - self._told >= SPAN
+        if often:
+            self._told = step
+        if two or often:
+            what = "two steps in a row" if two else f"{len(before)} of the last {SPAN} steps"
+            warnings.warn(
+                f"step {step}: the gradient of {what} overflowed float16, and they were skipped; "
+                f"the loss scale was {float(seen.scale):g}. {self._gradients_of(seen)}",
+                RuntimeWarning,
+                stacklevel=4,
+            )
 
     def _explain(self, state: State, seen: Seen) -> str:
         told = f"loss or gradient of step {int(seen.step)} is not finite. "

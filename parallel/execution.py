@@ -50,7 +50,7 @@ class Execution:
         accumulate: Microbatches of a step; gradients are reduced as the strategy says.
         schedule: A `hfjax.Schedule` of a pipeline; it splits each microbatch again.
         clip: Greatest global norm of the gradient. None: it is not clipped.
-        precision: A `hfjax.Precision`, or a word: stored, fp32, bf16, fp64.
+        precision: A `hfjax.Precision`, or a word: stored, fp32, bf16, fp16, fp64.
         remat: What layers compute again: none, full, dots, names:…, every:k, group:k, except_last;
             a `hfjax.Remat`, or a policy of jax.
         offload: What of their activations waits on the host: a fraction, dots, names:…, or a
@@ -132,6 +132,11 @@ class Execution:
             raise ValueError(f"rows={self.rows!r}: one of {', '.join(ROWS)}.")
         if self.nonfinite not in NONFINITE:
             raise ValueError(f"nonfinite={self.nonfinite!r}: one of {', '.join(NONFINITE)}.")
+        if self.nonfinite == "apply" and self.precision.scale:
+            raise ValueError(
+                'nonfinite="apply" with a loss scale: it lives by skipping steps that overflow. '
+                'Use nonfinite="stop" or "skip", which judge steps whose loss is not finite.'
+            )
 
     def _check_numbers(self) -> None:
         for name, what in COUNTS.items():

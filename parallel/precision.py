@@ -1,11 +1,13 @@
-"""In which dtypes a step computes, gathers parameters and reduces gradients."""
+"""In which dtypes a step computes, gathers parameters and reduces gradients; the loss scale."""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from hfjax.base.keywords import known_fields
+from hfjax.base.keywords import is_positive, is_real, known_fields
+
+WIDE = ("float32", "float64", "bfloat16")
 
 
 class Dtypes(NamedTuple):
@@ -18,14 +20,64 @@ class Dtypes(NamedTuple):
 
 @known_fields
 @dataclass(frozen=True)
+class LossScale:
+    """By what a float16 step multiplies its loss, so that small gradients do not become zero.
+
+    A step whose gradient overflows is skipped. The rules are DeepSpeed's (docs/precision.md).
+
+    Attributes:
+        initial: The first scale.
+        window: Steps without an overflow after which the scale doubles. None: it is fixed.
+        hysteresis: How many overflows until the scale halves; with 2 the first costs its step only.
+        minimum: The least scale; an overflow there stops the run.
+        maximum: The greatest.
+        consecutive: Whether each step without an overflow, not each doubling, forgets overflows.
+
+    Example:
+        >>> import hfjax
+        >>> scale = hfjax.LossScale(initial=2**15, window=500)
+        >>> hfjax.Precision("float16", scale=scale).scale.hysteresis
+        2
+    """
+
+    initial: float = 2.0**16
+    window: int | None = 1000
+    hysteresis: int = 2
+    minimum: float = 1.0
+    maximum: float = 2.0**24
+    consecutive: bool = False
+
+    def __post_init__(self):
+        for name in ("initial", "minimum", "maximum"):
+            if not (is_real(x := getattr(self, name), 0, 2.0**126) and x > 0):
+                raise ValueError(f"loss scale {name}={x!r}: a positive number is expected.")
+        if not self.minimum <= self.initial <= self.maximum:
+            raise ValueError(
+                f"loss scale initial={self.initial:g}: it lies outside of minimum="
+                f"{self.minimum:g} and maximum={self.maximum:g}. Choose it between them."
+            )
+        if not (self.window is None or is_positive(self.window)):
+            raise ValueError(
+                f"loss scale window={self.window!r}: a positive number of steps, or None for a "
+                "scale that is fixed."
+            )
+        if not is_positive(self.hysteresis):
+            raise ValueError(f"loss scale hysteresis={self.hysteresis!r}: at least 1 overflow.")
+        if not isinstance(self.consecutive, bool):
+            raise ValueError(f"loss scale consecutive={self.consecutive!r}: True or False.")
+
+
+@known_fields
+@dataclass(frozen=True)
 class Precision:
-    """Dtypes of a step: float32, bfloat16 or float64 each, by name or as a dtype.
+    """Dtypes of a step: float32, bfloat16, float16 or float64 each, by name or as a dtype.
 
     Attributes:
         compute: Of the arithmetic. None: as each parameter is stored.
         gather: Of what a gather of parameters sends. None: as `compute`.
         reduce: Of what a reduction of gradients sends and adds. None: float32, or wider where a
-            parameter is stored wider.
+            parameter is stored wider. Never float16: a sum over devices overflows.
+        scale: A `hfjax.LossScale`, which float16 needs.
 
     Example:
         >>> import hfjax
@@ -36,17 +88,29 @@ class Precision:
     compute: Any = None
     gather: Any = None
     reduce: Any = None
+    scale: LossScale | None = None
 
     def __post_init__(self):
         for name in ("compute", "gather", "reduce"):
             given = getattr(self, name)
             dtype = None if given is None else jnp.dtype(given)
-            if dtype is not None and dtype.name not in ("float32", "float64", "bfloat16"):
-                raise ValueError(
-                    f"precision {name}={dtype.name}: float32, bfloat16 or float64. float16 needs "
-                    "a loss scale, which is not there yet: use bfloat16."
-                )
+            known = WIDE if name == "reduce" else (*WIDE, "float16")
+            if dtype is not None and dtype.name not in known:
+                why = " A sum over devices overflows float16." if dtype == jnp.float16 else ""
+                raise ValueError(f"precision {name}={dtype.name}: one of {', '.join(known)}.{why}")
             object.__setattr__(self, name, dtype)
+        if self.scale is not None and not isinstance(self.scale, LossScale):
+            raise ValueError(f"precision scale={self.scale!r}: a hfjax.LossScale is expected.")
+        if self.scale is None and self.compute == jnp.float16:
+            raise ValueError(
+                "precision compute=float16 without a loss scale: small gradients become zero. Use "
+                'precision="fp16", or Precision(compute="float16", scale=hfjax.LossScale()).'
+            )
+        if self.scale is not None and self.compute not in (None, jnp.float16):
+            raise ValueError(
+                f"precision compute={self.compute.name} with a loss scale: only float16 needs one. "
+                'Leave scale out, or compute in "float16".'
+            )
 
     def of(self, stored: Any) -> Dtypes:
         """Return the dtypes of arithmetic, gathers and reductions for a stored parameter.
@@ -60,10 +124,10 @@ class Precision:
             dtype(bfloat16)
         """
         compute = self.compute or stored
-        if compute == jnp.float16:
+        if compute == jnp.float16 and self.scale is None:
             raise ValueError(
-                "a float16 parameter needs a loss scale, which is not there yet: store it in "
-                'bfloat16 or float32, or compute otherwise (precision="bf16").'
+                "a float16 parameter needs a loss scale: Precision(scale=hfjax.LossScale()). Or "
+                'store it in bfloat16 or float32, or compute otherwise (precision="bf16").'
             )
         reduce = self.reduce or jnp.promote_types(stored, "float32")
         return Dtypes(compute, self.gather or compute, reduce)
@@ -73,6 +137,7 @@ PRECISIONS = {
     "stored": Precision(),
     "fp32": Precision(compute=jnp.float32),
     "bf16": Precision(compute=jnp.bfloat16),
+    "fp16": Precision(compute=jnp.float16, scale=LossScale()),
     "fp64": Precision(compute=jnp.float64),
 }
 

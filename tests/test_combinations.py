@@ -45,6 +45,7 @@ WRITES, ASYNCHRONOUS = "statistics that a model writes", "asynchronous schedule"
 MATHEMATICS = {
     "clip",
     "precision",
+    "loss scale",
     ASYNCHRONOUS,
     "hfjax.master",
     "hfjax.ema",
@@ -54,7 +55,7 @@ MATHEMATICS = {
     "list of layers",
     WRITES,
 }
-ROUNDED = {"precision", "hfjax.master"}  # to bfloat16
+ROUNDED = {"precision", "loss scale", "hfjax.master"}  # to 16 bits
 # Cells without an equal on one device, and why.
 ALONE = {("accumulate", WRITES): "which rows a microbatch normalises over depends on the mesh"}
 

@@ -28,7 +28,7 @@ class Mean:
         weight: Scalar, the sum of the weights; it gets no gradient.
         metrics: {name: Mean, or the mean over the rows at hand}, without metrics of their own;
             their totals may be arrays, and so may their weights. The names loss, grad_norm, weight,
-            finite and step are taken.
+            finite and step are taken, and those of a loss scale.
 
     Example:
         >>> import hfjax, jax.numpy as jnp
@@ -64,6 +64,7 @@ def as_mean(value: Any, rows: float, what: str = LOSS) -> Mean:
             "metrics={…}) for a weighted loss or for further metrics."
         )
     mean = _scalar(value, what)
+    mean = mean.astype("float32") if mean.dtype == jnp.float16 else mean  # rows overflow it
     return Mean(mean * rows, jnp.asarray(rows, mean.dtype))
 
 
@@ -91,7 +92,8 @@ def check_loss(given: Any, what: str = LOSS) -> None:
         )
 
 
-RESERVED = ("loss", "grad_norm", "weight", "finite", "step")  # what a step tells by itself
+OF_SCALE = ("loss_scale", "skipped", "overflow", "exhausted")
+RESERVED = ("loss", "grad_norm", "weight", "finite", "step", *OF_SCALE)  # a step tells these
 
 
 def _metric(name: str, value: Any, rows: float) -> Mean:

@@ -1,5 +1,6 @@
 """Restore: one process chooses a step and verifies its files; all compare and read it."""
 
+import math
 import warnings
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,8 +26,10 @@ from hfjax.checkpoint.directory import check_step, steps_in
 from hfjax.checkpoint.manifest import find_damage
 from hfjax.checkpoint.record import check_written, read_record
 from hfjax.parallel.memory import to_device
+from hfjax.parallel.precision import LossScale
 from hfjax.plan.layout import Layout, State
 from hfjax.processes.agreement import agreed
+from hfjax.update.loss_scale import fresh
 
 ON_DAMAGE = ("refuse", "previous")
 
@@ -142,6 +145,8 @@ def _refusal(
 def _state(path: Path, layout: Layout, saved: dict, options: ReadOptions) -> State:
     """Return the state that is read from the directory of a step."""
     like = layout.as_the_model.abstract_state()
+    if any(p.startswith("scale/") for p in saved):
+        like = replace(like, scale=_scale_like(layout))
     arrays = arrays_of(like)
     wanted = describe(arrays)
     if options.parameters_only:
@@ -150,7 +155,26 @@ def _state(path: Path, layout: Layout, saved: dict, options: ReadOptions) -> Sta
     check_same(saved, wanted, options.dtype, where)
     found = _load(path / "state", {path: arrays[path] for path in wanted}, where)
     state = with_arrays(replace(like, order=_order(layout)), found)
-    return _begun(layout, state) if options.parameters_only else state
+    if options.parameters_only:
+        return _begun(layout, replace(state, scale=None))
+    _check_scale(state, where)
+    return state
+
+
+def _scale_like(layout: Layout) -> Any:
+    """Return the numbers of a loss scale, as shapes on the devices of the layout."""
+    here = layout.shardings().step
+    number = lambda x: jax.ShapeDtypeStruct((), x.dtype, sharding=here)
+    return jax.tree.map(number, fresh(LossScale()))
+
+
+def _check_scale(state: State, where: str) -> None:
+    """Refuse a loss scale with which no step can be taken."""
+    if state.scale is not None and not (math.isfinite(x := float(state.scale.value)) and x > 0):
+        raise ValueError(
+            f"{where} holds a loss scale of {x:g}: a positive number is expected. Go on from an "
+            "earlier step, or without it: dataclasses.replace(state, scale=None)."
+        )
 
 
 def _load(path: Path, wanted: dict[str, Any], where: str) -> dict[str, Any]:

@@ -4,11 +4,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
 from hfjax.base.mean import check_loss
 from hfjax.checks.combinations import check
+from hfjax.optimizers.transforms import stored_dtype
 from hfjax.parallel.execution import Execution
 from hfjax.parallel.memory import check_has_host_memory
 from hfjax.parallel.mesh import (
@@ -21,6 +23,7 @@ from hfjax.parallel.mesh import (
     in_use,
     sides,
 )
+from hfjax.parallel.precision import Precision
 from hfjax.parallel.wings.kernels.measured import check_kernels
 from hfjax.plan.check_layout import check_on_grid, warn_of_gathered_experts
 from hfjax.plan.check_state import is_traced
@@ -85,6 +88,7 @@ def check_runs(layout: Layout, execution: Execution, training: bool = False) -> 
         _check_travels(layout, execution.dispatch)
     check_kernels(execution.kernels, layout.mesh.devices.flat[0])
     if training:
+        _check_scale(layout, execution.precision)
         _check_after_step(layout)
         warn_of_gathered_experts(layout)
     stages = layout.mesh.shape[PIPE_AXIS]
@@ -124,6 +128,21 @@ def _check_travels(layout: Layout, dispatch: str) -> None:
             f"dispatch={dispatch!r} on {describe_mesh(layout.mesh)} under {layout.strategy.name}: "
             "no tokens travel, since no mixture of hfjax.models.moe has its experts on several "
             "devices. Leave dispatch out, or take hfjax.EXPERT and make_mesh(expert=…)."
+        )
+
+
+def _check_scale(layout: Layout, precision: Precision) -> None:
+    """Refuse float16 parameters that are updated as they are, and a loss scale without float16."""
+    half = [path for path, p in layout.placed.items() if p.dtype == jnp.float16 and not p.frozen]
+    if half and precision.scale and stored_dtype(layout.optimizer, None) is None:
+        raise ValueError(
+            f"{half[0]} is stored in float16: its updates would be too small for it. Store it in "
+            "float32, or keep a float32 copy: hfjax.master(optimizer)."
+        )
+    if precision.scale and not half and precision.compute is None:
+        raise ValueError(
+            "a loss scale, and nothing is float16: no parameter, and precision computes as they "
+            'are stored. Use Precision(compute="float16", scale=…), or leave the scale out.'
         )
 
 

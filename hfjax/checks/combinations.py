@@ -72,7 +72,7 @@ OWN_LOOP = (
 ELEMENT_BY_ELEMENT = (
     "Use an optimizer that works element by element (optax.sgd, adam, adamw, lion …), "
 )
-TRIED = "Detected when train_step is called, by running the optimizer on small arrays."
+TRIED = "Detected when train_step is called, from the optimizer's own program."
 TRACED = "Detected at the first call, while the step is traced."
 BY_STAGE = Refusal("stages keep versions of whole layers", f"{WAITS}hfjax.PIPE | hfjax.DDP.")
 GRADIENTS_SCATTERED_PER_LAYER = Refusal(
@@ -163,7 +163,15 @@ REFUSED: dict[tuple[str, str], Refusal] = {
         f"{ELEMENT_BY_ELEMENT}{OR_LEAVE_IT_OUT}",
         detected_later=TRIED,
     ),
+    ("loss scale", "optimizer_in_backward"): Refusal(
+        "layers are updated before it is known whether a gradient overflows",
+        f'Use precision="bf16", which needs no scale, {OR_LEAVE_IT_OUT}',
+    ),
     # asynchronous schedules
+    ("loss scale", "asynchronous schedule"): Refusal(
+        "stages update their layers before it is known whether a gradient overflows",
+        f'{WAITS}precision="bf16", which needs no scale.',
+    ),
     ("clip", "asynchronous schedule"): Refusal(
         "no stage knows the norm of the whole gradient",
         f"{WAITS}clip element by element: optax.chain(optax.clip(…), …).",
@@ -360,7 +368,7 @@ def table() -> str:
         + works; - refused; ? refused under a condition; . same setting, or one needs the other
     """
     letters = string.ascii_letters[: len(FEATURES)]
-    width = 28  # longer names go on in a second line
+    width = 24  # longer names go on in a second line
     lines = [" ".join([" " * (width + 2), *letters])]
     for letter, name in zip(letters, FEATURES, strict=True):
         cells = " ".join(cell(name, other) for other in FEATURES)

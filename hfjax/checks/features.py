@@ -219,6 +219,15 @@ FEATURES: dict[str, Feature] = {
     "accumulate": Feature(_of("accumulate", 1), {"accumulate": 2}),
     "clip": Feature(_of("clip", None), {"clip": 0.1}),
     "precision": Feature(_precision, {"precision": "bf16"}),
+    "loss scale": Feature(
+        lambda _, execution: (
+            f"a loss scale ({execution.precision.compute or 'float16'})"
+            if execution.precision.scale
+            else None
+        ),
+        {"precision": "fp16"},
+        needs=("precision",),
+    ),
     "remat": Feature(_remat, {"remat": "full"}),
     "remat every, group": Feature(
         _remat_that(lambda remat: remat.unit > 1), {"remat": "every:2"}, needs=("remat",)

@@ -374,6 +374,18 @@ class Layout:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
+class Scale:
+    """The loss scale of a float16 run, and what it depends on: numbers."""
+
+    value: Any
+    steps: Any  # judged so far, those that were skipped too
+    last: Any  # the step of the last overflow; -1: none
+    hysteresis: Any  # overflows left until the scale halves
+    skipped: Any  # steps, in all
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class State:
     """The state of a training run: plain arrays, sharded as the layout says.
 
@@ -385,6 +397,7 @@ class State:
         optimizer: What the optax optimizer keeps.
         variables: What is not a parameter: statistics, random keys.
         order: The number of the layer in each row of what stacks layers; None if nothing does.
+        scale: The loss scale of a float16 run; None before its first step, and without one.
 
     Example:
         >>> import hfjax, optax
@@ -401,6 +414,7 @@ class State:
     optimizer: Any
     variables: Any  # what is not a parameter: statistics, random keys
     order: Any = None  # the number of the layer in each row of what stacks layers
+    scale: Scale | None = None
 
 
 @known_keywords

@@ -96,6 +96,7 @@ def _unfit(told: str, config: Train, steps: Path, resumes: bool) -> str:
     )
 
 
+UNREAD = ("step", "finite", "overflow", "exhausted")  # metrics that a journal has otherwise
 LAG = 2  # steps behind which metrics are read: nothing waits for the device
 COMPILING = 3600.0  # seconds that what compiles may take, at least
 WRITING = 600.0  # and a checkpoint
@@ -313,7 +314,7 @@ class Run:
     def _tell(self, metrics: Any) -> None:
         """Read the metrics of a step, which is done then, and tell them."""
         numbers = {name: x for name, x in metrics.items() if not x.shape}
-        read = {name: float(x) for name, x in numbers.items() if name not in ("step", "finite")}
+        read = {name: float(x) for name, x in numbers.items() if name not in UNREAD}
         step, skips = int(metrics["step"]), not bool(metrics["finite"])
         self.watchdog.beat(f"step {step + 1}")
         self.profile.after(step)

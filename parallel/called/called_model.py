@@ -24,7 +24,7 @@ class CalledAsItIs:
         """Return this device's share of the loss, and the variables after it."""
         context = self.context
         told, changed = self._told(stored, variables, batch, mode, context.mean_of_rows)
-        return context.traced.rows.shares(told), changed
+        return context.share(told), changed
 
     def outputs(self, stored: dict[str, Stored], variables: Flat, batch: Any) -> Any:
         """Return the outputs of the model: a tree of arrays, `Part` and `Sum`."""

@@ -76,16 +76,26 @@ class Plane(ABC):
     def pieces(self) -> int:
         """In how many microbatches, which are to be those of one device, a step splits its rows."""
 
-    def gradients(self, parameters: Flat, variables: Flat, batch: Any, step: jax.Array):
+    def gradients(
+        self,
+        parameters: Flat,
+        variables: Flat,
+        batch: Any,
+        step: jax.Array,
+        seed: Any = None,
+    ):
         """Return (gradients of the total, placed as the moments; Mean; variables written to).
 
+        A seed makes them larger, and knows afterwards by how much (`context.traced.seed`).
         A pipeline whose plane has `wanted` returns `Extras` (engine/parts.py) in place of the Mean.
         """
         context = self.context
 
-        def device(parameters, variables, batch, step):
+        def device(parameters, variables, batch, step, seed):
+            context.traced.begin(context.placed, seed and seed.of(batch))
+
             def run(dealt: bool) -> Any:
-                context.traced.begin(context.placed)
+                context.traced.begin(context.placed, context.traced.seed)
                 known, of = context.blueprint.variables, (context.mesh, variables, rows_of(batch))
                 keys, statistics = keys_here(known, *of, step, context.sees_all_rows, dealt)
                 microbatch = self.microbatch(context.gather_once(parameters), keys)
@@ -105,9 +115,9 @@ class Plane(ABC):
         gradient_specs = {path: moments[path] for path in context.trained}
         out_specs = (gradient_specs, self.loss_specs, P(), P(context.rows))
         held = context.variable_specs(variables)
-        in_specs = (context.specs("parameter"), held, context.batch_spec, P())
+        in_specs = (context.specs("parameter"), held, context.batch_spec, P(), P())
         run = context.shard_map(device, in_specs, out_specs)
-        gradients, mean, changed, of_rows = run(parameters, variables, batch, step)
+        gradients, mean, changed, of_rows = run(parameters, variables, batch, step, seed)
         return gradients, mean, changed | of_rows
 
     def evaluate(self, parameters: Flat, variables: Flat, batch: Any) -> Any:

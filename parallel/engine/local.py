@@ -223,6 +223,7 @@ class Traced:
     names: set[str] = field(default_factory=set)  # of tensors, where remat asks for names
     unread: set[str] = field(default_factory=set)  # parameters that nothing has read yet
     written: set[str] = field(default_factory=set)  # variables that the model writes to
+    seed: Any = None  # by what the backward pass begins; None: 1
 
     @classmethod
     def of(cls, kernels: Local, run: Execution, mesh: Mesh, in_parts: Callable) -> "Traced":
@@ -233,8 +234,9 @@ class Traced:
         rows = OnRows(Side(axes, size_of(axes, mesh)), in_parts, inner)
         return cls(kernels, rows, Offloaded(run.offload))
 
-    def begin(self, parameters: Iterable[str]) -> None:
+    def begin(self, parameters: Iterable[str], seed: Any = None) -> None:
         """Begin a trace: what JAX kept of an earlier one, it must not take for this one's."""
+        self.seed = seed
         self.unread, self.written = set(parameters), set()
         self.rows.told.clear()
         self.rows.told_inner.clear()

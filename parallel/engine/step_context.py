@@ -194,12 +194,19 @@ class StepContext:
     def mean(self, outputs: Any, batch: Any) -> Mean:
         """Return this device's share of the loss, which is computed of the rows of all devices."""
         rows = self.traced.rows
-        found = rows.run("the loss", self.mean_of_rows, outputs, rows.values(batch))
-        return rows.shares(found)
+        return self.share(rows.run("the loss", self.mean_of_rows, outputs, rows.values(batch)))
+
+    def share(self, mean: Mean) -> Mean:
+        """Return this device's share of a loss; the backward pass begins with the loss scale."""
+        mine, seed = self.traced.rows.shares(mean), self.traced.seed
+        return mine if seed is None else replace(mine, total=seed(mine.total))
 
     def mean_of_rows(self, outputs: Any, batch: Any) -> Mean:
         """Return the loss of a batch all of whose rows are given."""
-        return as_mean(self.loss(outputs, batch), rows_of(batch))
+        found = self.loss(outputs, batch)
+        if self.traced.seed is not None:
+            self.traced.seed.weighed = isinstance(found, Mean)
+        return as_mean(found, rows_of(batch))
 
     # -- moving parameters and gradients --------------------------------------------------------
 
