@@ -53,6 +53,7 @@ __all__ = [
     "Partition",
     "PipeDream",
     "Precision",
+    "PrecisionByPath",
     "Remat",
     "Restored",
     "Schedule",

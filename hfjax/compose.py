@@ -16,11 +16,9 @@ It alone chooses planes, updates and what modules are handed; again where a `loo
 
 from collections.abc import Callable
 from functools import cache, partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from hfjax.checks.check_step import check_given, check_runs
-from hfjax.checks.look import looked
-from hfjax.checks.look_along_rows import look_along_rows
 from hfjax.checks.optimizers import check_optimizer, takes_layers_alone
 from hfjax.parallel.autodiff.check_host_loops import check_host_loops
 from hfjax.parallel.called.called_model import CalledAsItIs
@@ -141,10 +139,3 @@ def handed(made_of: Ingredients) -> Local:
         no_ring = table and no_permutes(table, bool(layout.storage.packed), run.remat)
         return OnSharedRows(asked, kernels, run.context, no_ring)
     return WithKernels(asked, kernels)
-
-
-def look(plane: Plane, variables: Any, batch: Any, mode: str) -> Local | None:
-    """Return what modules are handed once a look at the model has told; None: nothing has to."""
-    kernels = plane.context.traced.kernels
-    see = partial(look_along_rows, kernels) if isinstance(kernels, OnSharedRows) else None
-    return see and looked(plane.context, variables, batch, mode, see)

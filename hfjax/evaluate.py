@@ -16,11 +16,12 @@ from hfjax.batches import check_batch, missing_rows, on_devices
 from hfjax.checks.branches import checked
 from hfjax.checks.check_step import check_given, check_place, check_runs
 from hfjax.checks.jax_errors import calling
+from hfjax.checks.look_along_rows import look
 from hfjax.parallel.engine.forward_asks import asked_by
 from hfjax.parallel.engine.gradients import Plane
 from hfjax.parallel.execution import Execution
 from hfjax.parallel.in_parts.scope import Join
-from hfjax.parallel.precision import Precision
+from hfjax.parallel.precision_by_path import by_path
 from hfjax.parallel.schedules.named import Schedule
 from hfjax.plan.check_state import check_alive, check_form, check_layout, is_traced
 from hfjax.plan.layout import Layout, State
@@ -35,7 +36,7 @@ Metrics = dict[str, jax.Array]
 def eval_step(
     layout: Layout,
     loss: Callable,
-    precision: Precision | str = "stored",
+    precision: Any = "stored",
     schedule: Schedule | None = None,
     compiler_options: Any = "auto",
     kernels: Any = "auto",
@@ -48,7 +49,8 @@ def eval_step(
     Args:
         layout: Where everything lives, as `hfjax.layout` returns it.
         loss: Function of (outputs, batch), as `train_step` takes it.
-        precision: A `hfjax.Precision`, or a word: stored, fp32, bf16, fp64.
+        precision: A `hfjax.Precision`, a word (stored, fp32, bf16, fp16, fp64), or
+            {pattern of paths: one of them}.
         schedule: The schedule of the training step. A state whose layers are stored otherwise is
             rearranged in each call.
         compiler_options: As in `hfjax.Execution`: "auto", the name of a preset, or a dict.
@@ -70,7 +72,11 @@ def eval_step(
     """
     check_given(layout, loss)
     layout = on_stages(layout, schedule)
-    given: Any = {"precision": precision, "compiler_options": compiler_options, "kernels": kernels}
+    given: Any = {
+        "precision": by_path(precision),
+        "compiler_options": compiler_options,
+        "kernels": kernels,
+    }
     run = _execution(layout, schedule, given | {"context": context})
 
     def evaluate(params: Tree, variables: Any, batch: Any) -> Metrics:
@@ -88,7 +94,7 @@ def eval_step(
 def predict_step(
     layout: Layout,
     forward: Callable | None = None,
-    precision: Precision | str = "stored",
+    precision: Any = "stored",
     schedule: Schedule | None = None,
     compiler_options: Any = "auto",
     kernels: Any = "auto",
@@ -106,7 +112,8 @@ def predict_step(
     Args:
         layout: Where everything lives, as `hfjax.layout` returns it.
         forward: Function of (model, batch) that returns the outputs. None: that of the layout.
-        precision: A `hfjax.Precision`, or a word: stored, fp32, bf16, fp64.
+        precision: A `hfjax.Precision`, a word (stored, fp32, bf16, fp16, fp64), or
+            {pattern of paths: one of them}.
         schedule: The schedule of the training step. A state whose layers are stored otherwise is
             rearranged in each call.
         compiler_options: As in `hfjax.Execution`: "auto", the name of a preset, or a dict.
@@ -129,7 +136,11 @@ def predict_step(
     check_layout(layout)
     asked_by(forward)  # refuses
     layout = on_stages(layout if forward is None else replace(layout, forward=forward), schedule)
-    given: Any = {"precision": precision, "compiler_options": compiler_options, "kernels": kernels}
+    given: Any = {
+        "precision": by_path(precision),
+        "compiler_options": compiler_options,
+        "kernels": kernels,
+    }
     run = _execution(layout, schedule, given | {"context": context})
 
     joins: list[Join] = []  # what joins rows, once it is traced
@@ -150,7 +161,7 @@ def predict_step(
 def _seeing(made_of: compose.Ingredients, variables: Any, batch: Any, mode: str) -> Plane:
     """Return the plane that runs a forward pass, once a look at the model has told."""
     plane = compose.data_plane(made_of)
-    seen = compose.look(plane, flatten(variables), batch, mode)
+    seen = look(plane, flatten(variables), batch, mode)
     return compose.data_plane(made_of, seen) if seen else plane
 
 

@@ -24,13 +24,15 @@ from hfjax.batches import (
 from hfjax.checks.branches import checked
 from hfjax.checks.check_step import check_place
 from hfjax.checks.jax_errors import calling
+from hfjax.checks.look_along_rows import look
 from hfjax.parallel.activation_offload import Offloaded
 from hfjax.parallel.engine.gradients import Plane
 from hfjax.parallel.execution import Execution
 from hfjax.parallel.in_parts.joins import Joins
 from hfjax.parallel.memory import is_host_sharding, of_results
 from hfjax.parallel.mesh import describe_mesh
-from hfjax.parallel.precision import LossScale
+from hfjax.parallel.precision import LossScale, Precision
+from hfjax.parallel.precision_by_path import by_path
 from hfjax.plan.check_state import (
     check_alive,
     check_form,
@@ -78,7 +80,8 @@ def train_step(layout: Layout, loss: Callable, **execution: Any) -> "TrainStep":
         (['finite', 'grad_norm', 'loss', 'step', 'weight'], 1)
     """
     check_keywords("train_step", execution, [f.name for f in fields(Execution)])
-    return TrainStep(layout, loss, Execution(**execution))
+    precision = by_path(execution.pop("precision", Precision()))
+    return TrainStep(layout, loss, Execution(precision=precision, **execution))
 
 
 train_step.__doc__ = (train_step.__doc__ or "").replace(
@@ -350,7 +353,7 @@ class TrainStep:
 
     def _seeing(self, variables: Flat, batch: Any) -> Update:
         """Return the way in which the state is updated, once a look at the model has told."""
-        if seen := compose.look(self.plane, variables, batch, "train"):
+        if seen := look(self.plane, variables, batch, "train"):
             self._update = compose.update_of(self._made_of, seen)
         return self._update
 

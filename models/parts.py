@@ -215,16 +215,17 @@ class Linear(nnx.Module):
         self.place, self.kernels = anywhere, plain
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        kernel = jnp.asarray(self.kernel[...])
+        kernel, entered = jnp.asarray(self.kernel[...]), x.dtype
+        x = x.astype(kernel.dtype)  # precision by path: what leaves has the dtype of what entered
         rows, inputs = x.shape[: -self.inputs], math.prod(kernel.shape[: self.inputs])
         multiply = partial(project, lambda x: x)
         if len(rows) == 2:  # of [B, S, …] dimensions have names
             multiply = self.kernels.matmul(self.place, self.between, self._multiply)
         y: Any = multiply(x.reshape(*rows, inputs), kernel.reshape(inputs, -1))
         y = y.reshape(*y.shape[:-1], *kernel.shape[self.inputs :])
-        if self.bias is None:
-            return y
-        return y + jnp.expand_dims(jnp.asarray(self.bias[...]), range(len(rows)))
+        if self.bias is not None:
+            y = y + jnp.expand_dims(jnp.asarray(self.bias[...]), range(len(rows)))
+        return y.astype(entered)
 
     def _multiply(self, x_BSI: jax.Array, kernel_IO: jax.Array) -> jax.Array:
         """Return x @ kernel; of a sequence that is split, the whole enters a layer."""

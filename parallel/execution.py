@@ -50,7 +50,8 @@ class Execution:
         accumulate: Microbatches of a step; gradients are reduced as the strategy says.
         schedule: A `hfjax.Schedule` of a pipeline; it splits each microbatch again.
         clip: Greatest global norm of the gradient. None: it is not clipped.
-        precision: A `hfjax.Precision`, or a word: stored, fp32, bf16, fp16, fp64.
+        precision: A `hfjax.Precision`, a word (stored, fp32, bf16, fp16, fp64), or by path:
+            {"*": "bf16", "*norm*": "fp32"}, `hfjax.PrecisionByPath`.
         remat: What layers compute again: none, full, dots, names:…, every:k, group:k, except_last;
             a `hfjax.Remat`, or a policy of jax.
         offload: What of their activations waits on the host: a fraction, dots, names:…, or a

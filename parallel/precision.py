@@ -57,10 +57,8 @@ class LossScale:
                 f"{self.minimum:g} and maximum={self.maximum:g}. Choose it between them."
             )
         if not (self.window is None or is_positive(self.window)):
-            raise ValueError(
-                f"loss scale window={self.window!r}: a positive number of steps, or None for a "
-                "scale that is fixed."
-            )
+            what = "a positive number of steps, or None for a scale that is fixed."
+            raise ValueError(f"loss scale window={self.window!r}: {what}")
         if not is_positive(self.hysteresis):
             raise ValueError(f"loss scale hysteresis={self.hysteresis!r}: at least 1 overflow.")
         if not isinstance(self.consecutive, bool):
@@ -81,7 +79,7 @@ class Precision:
 
     Example:
         >>> import hfjax
-        >>> hfjax.Precision(compute="bfloat16", reduce="float32").reduce
+        >>> hfjax.Precision(compute="bfloat16", reduce="float32").at("tokens").reduce
         dtype('float32')
     """
 
@@ -111,6 +109,14 @@ class Precision:
                 f"precision compute={self.compute.name} with a loss scale: only float16 needs one. "
                 'Leave scale out, or compute in "float16".'
             )
+
+    def at(self, path: str) -> "Precision":
+        """Return the precision of a parameter: of each this one.
+
+        Args:
+            path: Its path.
+        """
+        return self
 
     def of(self, stored: Any) -> Dtypes:
         """Return the dtypes of arithmetic, gathers and reductions for a stored parameter.
@@ -142,11 +148,11 @@ PRECISIONS = {
 }
 
 
-def precision_of(given: Precision | str) -> Precision:
+def precision_of(given: Any) -> Precision:
     """Return a precision that was given, or the one that a word stands for."""
-    if isinstance(given, Precision):
+    if hasattr(given, "at"):
         return given
-    if given not in PRECISIONS:
+    if not isinstance(given, str) or given not in PRECISIONS:
         raise ValueError(
             f"precision={given!r}: one of {', '.join(PRECISIONS)}, or hfjax.Precision(compute=…, "
             "gather=…, reduce=…)."

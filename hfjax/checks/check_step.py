@@ -24,6 +24,7 @@ from hfjax.parallel.mesh import (
     sides,
 )
 from hfjax.parallel.precision import Precision
+from hfjax.parallel.precision_by_path import PrecisionByPath, check_patterns, named
 from hfjax.parallel.wings.kernels.measured import check_kernels
 from hfjax.plan.check_layout import check_on_grid, warn_of_gathered_experts
 from hfjax.plan.check_state import is_traced
@@ -87,6 +88,8 @@ def check_runs(layout: Layout, execution: Execution, training: bool = False) -> 
     if execution.dispatch != "auto":
         _check_travels(layout, execution.dispatch)
     check_kernels(execution.kernels, layout.mesh.devices.flat[0])
+    if isinstance(by_path := execution.precision, PrecisionByPath):
+        _check_by_path(layout, by_path)
     if training:
         _check_scale(layout, execution.precision)
         _check_after_step(layout)
@@ -128,6 +131,26 @@ def _check_travels(layout: Layout, dispatch: str) -> None:
             f"dispatch={dispatch!r} on {describe_mesh(layout.mesh)} under {layout.strategy.name}: "
             "no tokens travel, since no mixture of hfjax.models.moe has its experts on several "
             "devices. Leave dispatch out, or take hfjax.EXPERT and make_mesh(expert=…)."
+        )
+
+
+def _check_by_path(layout: Layout, precision: PrecisionByPath) -> None:
+    """Refuse patterns that match nothing, and those that tell apart what one row stores."""
+    check_patterns(precision, layout.blueprint.parameters)
+    experts: dict[str, set[Any]] = {}
+    for path, p in layout.placed.items():
+        if EXPERTS in p.axes:
+            experts.setdefault(path.rpartition("/")[0], set()).add(precision.at(path))
+    if split := [path for path, found in experts.items() if len(found) > 1]:
+        raise ValueError(
+            f"precision by path tells the arrays of the experts {split[0]} apart, which are "
+            f'computed together. Name all of them: "{split[0]}*".'
+        )
+    packed = layout.storage.packed
+    if packed and (apart := [path for path in packed.places if named(precision, path)]):
+        raise ValueError(
+            f"precision by path, and {apart[0]} is packed into one row with others: a pipeline of "
+            "unlike layers has one precision for all layers. Name only what is outside of them."
         )
 
 

@@ -13,9 +13,10 @@ from flax import nnx
 
 from hfjax.base.paths import Flat
 from hfjax.parallel.called.called_model import called
-from hfjax.parallel.engine.blueprint import is_list, items_of
+from hfjax.parallel.engine.blueprint import is_list, items_of, raw
 from hfjax.parallel.engine.keys import keys_here
 from hfjax.parallel.engine.step_context import StepContext, rows_of
+from hfjax.parallel.three_parts.ends import entering
 
 
 def outputs_of_a_look(
@@ -40,7 +41,9 @@ def outputs_of_a_look(
     inputs = context.inputs(batch)
     if not context.in_parts:
         return called(context.forward, model, variables, inputs, mode)
-    x = model.embed(inputs)
+    merge = lambda parameters: context.blueprint.merge(parameters, variables, mode)
+    embed = lambda parameters: merge(parameters).embed(inputs)
+    x = entering(model.embed(inputs), embed, parameters, context.traced.rows.enters)
     if is_list(model.layers):
         for layer in items_of(model.layers):
             x = layer(x)
@@ -49,6 +52,14 @@ def outputs_of_a_look(
     with times(jax.tree.leaves(arrays)[0].shape[0]):
         x = nnx.merge(graph, *jax.tree.map(lambda a: a[0], arrays))(x)
     return model.head(x)
+
+
+def computed_shapes(context: StepContext, precision: Any = None) -> Flat:
+    """Return the parameters of a model, as shapes, in the dtypes in which a step computes."""
+    at = (precision or context.execution.precision).at
+    held = {path: raw(x) for path, x in context.blueprint.parameters.items()}
+    compute = {path: at(path).of(x.dtype).compute for path, x in held.items()}
+    return {path: jax.ShapeDtypeStruct(x.shape, compute[path]) for path, x in held.items()}
 
 
 def looked(context: StepContext, variables: Flat, batch: Any, mode: str, look: Callable) -> Any:

@@ -8,13 +8,16 @@ import jax
 
 from hfjax.base.paths import Flat
 from hfjax.checks.along_rows import AlongRows
-from hfjax.checks.look import outputs_of_a_look
-from hfjax.parallel.engine.blueprint import raw
+from hfjax.checks.look import computed_shapes, looked, outputs_of_a_look
+from hfjax.checks.wider import check_products
+from hfjax.parallel.engine.gradients import Plane
+from hfjax.parallel.engine.local import Local
 from hfjax.parallel.engine.step_context import StepContext
 from hfjax.parallel.in_parts.interpreter import whole_shapes
 from hfjax.parallel.in_parts.kinds import Side
 from hfjax.parallel.in_parts.named_calls import recording
 from hfjax.parallel.in_parts.scope import traced_whole
+from hfjax.parallel.precision_by_path import PrecisionByPath
 from hfjax.parallel.wings.context.forms import choose
 from hfjax.parallel.wings.context.on_shared_rows import FoundAlongRows, OnSharedRows, dims_of
 
@@ -35,9 +38,7 @@ def look_along_rows(
     dims = dims_of(whole, rows.settings.sequence)
     length = _length(whole, dims)
     noted = AlongRows(rows.step, rows, length, context.side.size)
-    compute = lambda x: context.execution.precision.of(x.dtype)[0]
-    made = lambda x: jax.ShapeDtypeStruct(x.shape, compute(x))
-    parameters = {path: made(raw(x)) for path, x in context.blueprint.parameters.items()}
+    parameters = computed_shapes(context)
     seen = replace(context, blueprint=context.blueprint.equipped(noted))
     mode = "train" if mode == "train" else "eval"
     look = partial(outputs_of_a_look, seen, mode, times=noted.counted)
@@ -71,3 +72,12 @@ def _length(batch: Any, dims: Any) -> int:
             'hfjax.Context(sequence={"tokens": 1, "image": None}).'
         )
     return next(iter(found.values()))
+
+
+def look(plane: Plane, variables: Flat, batch: Any, mode: str) -> Local | None:
+    """Look at a model: return what its modules are handed then; None: what they were."""
+    context, kernels = plane.context, plane.context.traced.kernels
+    if isinstance(precision := context.execution.precision, PrecisionByPath):
+        looked(context, variables, batch, mode, partial(check_products, precision))
+    see = partial(look_along_rows, kernels) if isinstance(kernels, OnSharedRows) else None
+    return see and looked(context, variables, batch, mode, see)

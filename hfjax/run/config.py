@@ -252,7 +252,8 @@ class Train:
     host_optimizer, host_parameters, joined by +: fsdp+tensor; at most one of the first six. Devices
     that no --mesh size asks for go to the axis that it uses (fsdp, tensor, context …) or, if that
     has a size, to data."""
-    precision: Literal["stored", "fp32", "bf16", "fp16"] = "stored"
+    precision: str = "stored"
+    """stored, fp32, bf16, fp16; or by path, the first for all else: bf16,*norm*=fp32."""
     remat: str = "none"
     """What layers compute again in the backward pass: none, dots (all but matrix products), full,
     except_last (in a pipeline), every:2, group:4, names:qkv,mlp_up (all but these)."""

@@ -239,7 +239,7 @@ class MoE(nnx.Module):
             share = jax.nn.softmax(self.mix(rows))
             y = y * share[..., :1] + self.residual(rows) * share[..., 1:]
         new = replace(new, loss=new.loss.reshape(x.shape[:-1]))
-        return y.reshape(x.shape), before.then(new)
+        return y.reshape(x.shape).astype(x.dtype), before.then(new)
 
     def _mixed(self, x: jax.Array, used: jax.Array | None) -> tuple[jax.Array, Told]:
         """Return what the experts make of tokens, and what this layer tells."""
@@ -258,8 +258,10 @@ class MoE(nnx.Module):
         tells = self.router.tells and not self.deterministic
         arrays, block = self.each.arrays(), self.mixing.block
         mixture = Mixture(self.experts, arrays, self.each.apply, block, tells)
-        y = self.kernels.experts(mixture, by_group(x), routed)
-        return y.reshape(x.shape), self._told(logits, chosen, used, kept, by_group)
+        dtypes = {a.dtype for a in jax.tree.leaves(arrays)}
+        alike = x.astype(*dtypes) if len(dtypes) == 1 else x  # precision by path: theirs
+        y = self.kernels.experts(mixture, by_group(alike), routed)
+        return y.reshape(x.shape).astype(x.dtype), self._told(logits, chosen, used, kept, by_group)
 
     def _routed(self, chosen: Chosen, drawn: Drawn, by_group: Callable) -> tuple[Any, Any]:
         """Return where tokens of groups go, and which choices have a place (None: all)."""

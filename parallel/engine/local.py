@@ -231,7 +231,8 @@ class Traced:
         axes = () if run.rows == "own" else row_axes(mesh)
         sides = kernels.inner_sides()
         inner = InnerSides(sides, in_parts, kernels.named_sides()) if sides else None
-        rows = OnRows(Side(axes, size_of(axes, mesh)), in_parts, inner)
+        side, enters = Side(axes, size_of(axes, mesh)), getattr(run.precision, "enters", None)
+        rows = OnRows(side, in_parts, inner, enters=enters)
         return cls(kernels, rows, Offloaded(run.offload))
 
     def begin(self, parameters: Iterable[str], seed: Any = None) -> None:

@@ -83,6 +83,7 @@ class OnRows:
         inner: Runs them on parts of positions and widths besides, if devices have such.
         told: What joined rows, by the part of the model that was traced last.
         told_inner: What joined positions, or widths, the same.
+        enters: The dtype of what enters the first layer; None: as it is.
     """
 
     side: Side
@@ -90,6 +91,7 @@ class OnRows:
     inner: InnerSides | None = None
     told: dict[str, list[Join]] = field(default_factory=dict, compare=False)
     told_inner: dict[str, list[Join]] = field(default_factory=dict, compare=False)
+    enters: Any = None
 
     @property
     def joins(self) -> list[Join]:

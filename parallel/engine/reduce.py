@@ -69,7 +69,7 @@ class Reduction:
         """Return the gradients summed over all devices, each placed as its moments."""
         groups: dict[Axes, Flat] = {}
         for path, gradient in gradients.items():
-            dtype = self.precision.of(placed[path].dtype).reduce
+            dtype = self.precision.at(path).of(placed[path].dtype).reduce
             shard, axes = self._scatter(placed[path], gradient.astype(dtype))
             groups.setdefault(axes, {})[path] = shard
         summed: Flat = {}

@@ -40,6 +40,7 @@ from hfjax.parallel.mesh import (
     sides,
 )
 from hfjax.parallel.placement import Placed, auto_part
+from hfjax.parallel.precision import Dtypes
 from hfjax.parallel.strategy import Axes
 
 
@@ -212,7 +213,7 @@ class StepContext:
 
     def movement(self, p: Placed, training: bool = True) -> Movement:
         """Return how a parameter moves: gathered when it is read, its gradient scattered."""
-        dtypes = self.execution.precision.of(p.dtype)
+        dtypes = self._dtypes(p)
         gathers, scatters = self._legs[p.path]
         if training and p.path in self.gathered_for_step:
             gathers = ()
@@ -229,18 +230,21 @@ class StepContext:
             read=self.traced.unread.discard,
         )
 
+    def _dtypes(self, p: Placed) -> Dtypes:
+        return self.execution.precision.at(p.path).of(p.dtype)
+
     @cached_property
     def _legs(self) -> dict[str, tuple[tuple[Leg, ...], tuple[Leg, ...]]]:
         """How each parameter is gathered and its gradient scattered, in forms chosen here."""
         return {path: (self._gathers(p), self._scatters(p)) for path, p in self.placed.items()}
 
     def _gathers(self, p: Placed) -> tuple[Leg, ...]:
-        dtype = self.execution.precision.of(p.dtype).gather
+        dtype = self._dtypes(p).gather
         x = self._read(p, p.local("parameter"), p.dtype)
         return legs("all_gather", p.split_dims("parameter"), x, dtype, self.mesh, self._choose(p))
 
     def _scatters(self, p: Placed) -> tuple[Leg, ...]:
-        dtype, dims = self.execution.precision.of(p.dtype).reduce, p.split_dims("gradient")
+        dtype, dims = self._dtypes(p).reduce, p.split_dims("gradient")
         dims = one_scatter_per_axis(dims) if self._hierarchical else dims
         x = self._read(p, p.here, dtype)
         return legs("reduce_scatter", dims, x, dtype, self.mesh, self._choose(p))

@@ -1,9 +1,11 @@
 """What of a model in three parts lies around its layers: `embed` and `head`, on rows."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from hfjax.base.paths import Flat
 from hfjax.parallel.engine.blueprint import LAYERS, Blueprint
@@ -32,6 +34,13 @@ class Ends:
         def run(outside: Flat, variables: Flat, x: Any) -> tuple[Any, Flat]:
             model = self.model(outside, variables)
             y = getattr(model, name)(x)
+            if name == "embed":
+                y = entering(
+                    y,
+                    lambda outside: self.model(outside, variables).embed(x),
+                    outside,
+                    self.rows.enters,
+                )
             return y, variables | self.blueprint.variables_of(model)
 
         before = self.rows.of_variables(variables, self.blueprint.variables)
@@ -44,4 +53,22 @@ class Ends:
         templates = self.blueprint.variables
         held = {path: of_part(templates[path], x, 0, count) for path, x in variables.items()}
         inputs = jax.tree.map(lambda x: part_of(x, 0, count), batch)
-        return self.model(outside, held).embed(inputs)
+        embed = lambda outside: self.model(outside, held).embed(inputs)
+        return entering(embed(outside), embed, outside, self.rows.enters)
+
+
+def entering(x: Any, embed: Callable, parameters: Flat, dtype: Any) -> Any:
+    """Return what enters the first layer as it is where all parameters have this dtype.
+
+    Args:
+        x: What `embed(parameters)` returned.
+        embed: Function of the parameters.
+        parameters: In the dtypes that precision by path says.
+        dtype: That of all that it does not name; None: there is no such precision.
+    """
+    if dtype is None:
+        return x
+    floats = lambda a: jnp.issubdtype(a.dtype, jnp.floating)
+    alone = lambda a: jax.ShapeDtypeStruct(a.shape, dtype if floats(a) else a.dtype)
+    like = jax.eval_shape(embed, jax.tree.map(alone, parameters))
+    return jax.tree.map(lambda x, like: x.astype(like.dtype), x, like)

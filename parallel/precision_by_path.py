@@ -1,0 +1,106 @@
+"""Precision by path: patterns of paths, each with the dtypes of the parameters that it matches."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import cached_property
+from typing import Any
+
+from hfjax.base.paths import nearest
+from hfjax.parallel.precision import LossScale, Precision, precision_of
+
+ALL = "*"
+
+
+@dataclass(frozen=True)
+class PrecisionByPath:
+    """Dtypes of a step by the paths of parameters: the last pattern that matches counts.
+
+    The arithmetic of a module follows its parameters. What enters the first layer, and the batch,
+    have the dtype of `"*"`. Where one entry is float16 the whole step has a loss scale.
+
+    Args:
+        given: {pattern: a word, or a `hfjax.Precision`}; `*` stands for anything, also for `/`.
+            One of them is `"*"`.
+
+    Example:
+        >>> import hfjax
+        >>> precision = hfjax.PrecisionByPath({"*": "bf16", "*norm*": "fp32"})
+        >>> precision.at("layers/norm_1/scale").compute, precision.at("tokens").compute
+        (dtype('float32'), dtype(bfloat16))
+    """
+
+    given: Any
+
+    def __post_init__(self):
+        if not isinstance(self.given, Mapping) or not all(isinstance(k, str) for k in self.given):
+            raise ValueError(f'precision={self.given!r}: {{pattern: word}} is expected, with "*".')
+        if ALL not in self.given:
+            raise ValueError(
+                f'precision by path, of {", ".join(self.given)}: what is all else? Add "*" as the '
+                'first pattern, for instance {"*": "bf16", …}.'
+            )
+        entries = tuple((pattern, precision_of(x)) for pattern, x in self.given.items())
+        object.__setattr__(self, "given", entries)
+        if len({precision.scale for _, precision in entries if precision.scale}) > 1:
+            raise ValueError("precision by path: a step has one loss scale. Give one LossScale.")
+
+    def at(self, path: str) -> Precision:
+        """Return the precision of a parameter.
+
+        Args:
+            path: Its path.
+
+        Example:
+            >>> import hfjax
+            >>> hfjax.PrecisionByPath({"*": "bf16", "*norm*": "fp32"}).at("tokens").compute
+            dtype(bfloat16)
+        """
+        return next(x for pattern, x in reversed(self.given) if fnmatchcase(path, pattern))
+
+    @property
+    def compute(self) -> Any:
+        """The dtype of the batch, and of what enters the first layer."""
+        return dict(self.given)[ALL].compute
+
+    @property
+    def enters(self) -> Any:
+        """The dtype of what enters the first layer."""
+        return self.compute
+
+    @property
+    def reduce(self) -> Any:
+        """The dtype of reductions, of all that no other pattern matches."""
+        return dict(self.given)[ALL].reduce
+
+    @cached_property
+    def scale(self) -> LossScale | None:
+        """The loss scale of the step."""
+        return next((x.scale for _, x in self.given if x.scale), None)
+
+    def __str__(self) -> str:
+        words = (f"{pattern}: {x.compute or 'stored'}" for pattern, x in self.given)
+        return f"{{{', '.join(words)}}}"
+
+
+def named(precision: PrecisionByPath, path: str) -> bool:
+    """Return whether a pattern other than "*" matches a path."""
+    return any(pattern != ALL and fnmatchcase(path, pattern) for pattern, _ in precision.given)
+
+
+def check_patterns(precision: PrecisionByPath, paths: Iterable[str]) -> None:
+    """Refuse a pattern that matches no parameter."""
+    paths = list(paths)
+    for pattern, _ in precision.given:
+        if pattern != ALL and not any(fnmatchcase(path, pattern) for path in paths):
+            near = nearest(pattern, paths)
+            raise ValueError(f"precision: pattern {pattern!r} matches no parameter. {near}")
+
+
+def by_path(given: Any) -> Any:
+    """Return a precision, by path if it is given so: {"*": "bf16", …}, or "bf16,*norm*=fp32"."""
+    if isinstance(given, str) and "=" in given:
+        first, *rest = given.split(",")
+        pairs = {path: word for path, _, word in (entry.partition("=") for entry in rest)}
+        return PrecisionByPath({ALL: first, **pairs})
+    return PrecisionByPath(given) if isinstance(given, Mapping) else given
