@@ -91,6 +91,7 @@ WORD, SHIFT = whole(*A, high=2**31 - 1), whole(*A, low=0, high=32)
 ONE, COLUMN, WIDTH, SQUARE = real(), real(24), real(12), real(12, 12)
 IMAGE = real(12, 12, 8, 4)
 MATRICES = real(12, 4, 4)
+ORDERS = whole(*A, low=1, high=4, dtype="float64")
 BITS = whole(24, low=0, high=2**32, dtype="uint32")
 KEY, KEYS = words(), words(24)
 
@@ -186,7 +187,7 @@ POINTWISE = {
         ),
         of(lambda k, x: words_of(jax.random.fold_in(keyed(k), x)), KEY, whole(low=0)),
     ],
-    "polygamma": [of(lambda m, x: lax.polygamma(lax.stop_gradient(m), x), POS, POS)],
+    "polygamma": [of(lambda m, x: lax.polygamma(lax.stop_gradient(m), x), ORDERS, POS)],
     "reduce_precision": [of(lambda x: lax.reduce_precision(x, 8, 7), X)],
     "regularized_incomplete_beta": [
         of(
@@ -318,13 +319,17 @@ def _convolved(numbers: Any, *draws: Draw, strides: Any = (1, 1), **more: Any) -
     return of(lambda x, k: lax.conv_general_dilated(x, k, strides, **more), *draws)
 
 
+def _pool(first: float, by: Callable, how: tuple) -> Callable:
+    return lambda x: lax.reduce_window(x, first, by, *how)
+
+
 def _pooled(first: float, by: Callable, draw: Draw) -> list[Sample]:
-    hows: Any = (((1, 2), (1, 2), "VALID"), ((2, 1), (2, 1), "VALID"), ((3, 3), (1, 1), "SAME"))
-    return [of(lambda x, how=how: lax.reduce_window(x, first, by, *how), draw) for how in hows]
+    hows = ((*BESIDE, "VALID"), (*DOWN, "VALID"), ((3, 3), (1, 1), "SAME"))
+    return [of(_pool(first, by, how), draw) for how in hows]
 
 
 def _greatest(how: tuple) -> Callable:
-    return lambda x: lax.reduce_window(x, -jnp.inf, lax.max, *how, "VALID")
+    return _pool(-jnp.inf, lax.max, (*how, "VALID"))
 
 
 BESIDE, DOWN = ((1, 2), (1, 2)), ((2, 1), (2, 1))
@@ -462,10 +467,10 @@ INDEXING = {
         of(lambda x, i: x[i], INTS, FAR),
     ],
     "scatter": _written("set"),
-    "scatter-mul": _written("multiply")[2:6],
-    "scatter-min": _written("min")[2:6],
-    "scatter-max": _written("max")[2:6],
-    "scatter-sub": _written("subtract")[2:6],
+    "scatter-mul": _written("multiply")[2:4],
+    "scatter-min": _written("min")[2:4],
+    "scatter-max": _written("max")[2:4],
+    "scatter-sub": _written("subtract")[2:4],
     "scatter-add": [
         *_written("add"),
         of(lambda x, i, y: x.at[i].add(y), SQUARE, PLACE, X),
@@ -685,7 +690,11 @@ SAMPLES: dict[str, list[Sample]] = {
 # Operations that no rule knows.
 UNKNOWN = {
     "tridiagonal_solve": [
-        of(linalg.tridiagonal_solve, *[real(12, 4, low=3, high=4)] * 3, MATRICES)
+        of(
+            lambda d, b: linalg.tridiagonal_solve(d / 9, d, d / 7, b),
+            real(12, 4, low=3, high=4),
+            MATRICES,
+        )
     ],
     "reduce": [of(lambda x: lax.reduce(x, 1.0, lambda x, y: x * y + x + y, (0,)), X)],
 }

@@ -7,7 +7,6 @@ import functools
 import itertools
 import re
 import zlib
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -194,6 +193,7 @@ def on_one(name: str, number: int, made: int | None) -> tuple[list, list | None,
         if not re.search("ifferenti|JVP|Derivative", str(error)):
             raise
         return jax.jit(of_axis(name, only))(arrays), None, None
+    assert all(np.isfinite(y).any() for y in ys if is_real(y) and y.size), "says nothing"
     return ys, dys, grads
 
 
@@ -302,13 +302,15 @@ def operations(jaxpr: Any) -> set[str]:
 
 
 def drawn(every: Sequence[Case], count: int) -> list[Case]:
-    """Return some cases, of all samples alike."""
-    rng, turns = np.random.default_rng(len(every)), Counter()
-    found = []
-    for i in rng.permutation(len(every)):
-        turns[every[i].number] += 1
-        found.append((turns[every[i].number], i))
-    return [every[i] for _, i in sorted(found)[:count]]
+    """Return some cases, of all samples alike; the first of each has rows."""
+    order = np.random.default_rng(len(every)).permutation(len(every))
+    turns: dict[int, list[Case]] = {}
+    for case in (every[i] for i in order):
+        turn = turns.setdefault(case.number, [])
+        first = ROWS in case.kinds and not (turn and ROWS in turn[0].kinds)
+        turn.insert(0 if first else len(turn), case)
+    in_turn = itertools.zip_longest(*(turns[number] for number in sorted(turns)))
+    return [case for turn in in_turn for case in turn if case is not None][:count]
 
 
 def check(some: Sequence[Case]) -> None:

@@ -203,8 +203,7 @@ def trailing(count: Callable[[JaxprEqn], int]) -> Callable:
         if not parts:
             return None
         cut, inner = parts[0].cut, count(equation)
-        ndims = {len(scope.shape(v)) for v in values}
-        if len(ndims) > 1 or cut.dim >= ndims.pop() - inner:
+        if cut.dim >= len(scope.shape(values[0])) - inner:
             return None
         found = scope.bind(equation, [scope.part(v, cut) for v in values])
         return [Part(x, cut) for x in found]
