@@ -114,7 +114,9 @@ def custom_vjp(scope: Scope, equation: JaxprEqn, values: Values) -> Values:
     """Run the function in parts, its forward rule, and its backward rule on cotangents."""
     values = _given(scope, values)
     kinds_in, arrays = list(map(kind_of, values)), list(map(held, values))
-    real = [i for i, v in enumerate(equation.invars) if _is_real(v.aval)]
+    p = equation.params  # a linear call has no derivative by what it closes over
+    fixed = p["num_callee_consts"] + p["num_res"] if "num_res" in p else 0
+    real = [i for i, v in enumerate(equation.invars) if _is_real(v.aval) and i >= fixed]
     if not real or scope.side.size == 1:
         return bind(equation, list(map(scope.whole, values)))
     kinds = _kinds_of_results(scope, equation, arrays, kinds_in)

@@ -31,7 +31,7 @@ _LINEAR = frozenset(
 _ADDS = frozenset("add add_any sub".split())
 
 
-def pointwise(scope: Scope, equation: JaxprEqn, values: Values) -> Values:
+def pointwise(scope: Scope, equation: JaxprEqn, values: Values) -> Values | None:
     """Run on parts, or put off what is not made yet; sums stay sums where that is linear."""
     parts = [v for v in values if isinstance(v, Part)]
     name = equation.primitive.name
@@ -41,6 +41,8 @@ def pointwise(scope: Scope, equation: JaxprEqn, values: Values) -> Values:
             return linear
     if parts:
         cut = max(parts, key=lambda v: v.x.size * v.x.dtype.itemsize).cut
+        if cut.dim >= len(aval_of(equation.outvars[0]).shape):  # bits along it become one number
+            return None
         given = [scope.beside(v, cut) for v in values]
         return [Part(x, cut) for x in scope.bind(equation, given)]
     if any(isinstance(v, Made) for v in values):

@@ -203,8 +203,7 @@ def trailing(count: Callable[[JaxprEqn], int]) -> Callable:
         if not parts:
             return None
         cut, inner = parts[0].cut, count(equation)
-        ndims = {len(scope.shape(v)) for v in values}
-        if len(ndims) > 1 or cut.dim >= ndims.pop() - inner:
+        if cut.dim >= len(scope.shape(values[0])) - inner:
             return None
         found = scope.bind(equation, [scope.part(v, cut) for v in values])
         return [Part(x, cut) for x in found]
@@ -227,9 +226,10 @@ def windows(scope: Scope, equation: JaxprEqn, values: Values) -> Values | None:
 
 
 def sort(scope: Scope, equation: JaxprEqn, values: Values) -> Values | None:
-    """Sort along another dimension than the split one."""
-    cut = next((v.cut for v in values if isinstance(v, Part)), None)
-    if cut is None or cut.dim == equation.params["dimension"]:
+    """Sort, or take the greatest few, along another dimension than the split one."""
+    cut, p = next((v.cut for v in values if isinstance(v, Part)), None), equation.params
+    dim = p["axis"] if equation.primitive.name == "top_k" else p["dimension"]
+    if cut is None or cut.dim == dim % len(scope.shape(values[0])):
         return None
     return [Part(x, cut) for x in scope.bind(equation, [scope.part(v, cut) for v in values])]
 
@@ -244,7 +244,7 @@ RULES: dict[str, Callable] = {
     "dot_general": dot_general,
     "conv_general_dilated": convolution,
     "sort": sort,
-    "top_k": trailing(lambda equation: 1),
+    "top_k": sort,
     "fft": trailing(lambda equation: len(equation.params["fft_lengths"])),
     **dict.fromkeys(
         "cholesky eigh eig lu qr geqrf householder_product svd triangular_solve schur".split(),
