@@ -27,28 +27,32 @@ class Dealt:
         dims: The dimension of each array that is dealt; None: every device has the whole.
         folds: True: each device has an early piece and a late one (zigzag).
         name: That of the side.
+        others: The dimension of what `dims` does not name.
     """
 
     dims: Any = dataclasses.field(default_factory=lambda: CUTS, hash=False)
     folds: bool = False
     name: str = "rows"
+    others: int | None = 0
 
     def side(self, n: int, axes: Any = ONE_AXIS) -> Side:
         pairs = tuple((i, 2 * n - 1 - i) for i in range(n))
         return Side(tuple(axes), n, self.name, pairs if self.folds else None)
 
     def cut(self, name: str, batch: dict[str, Any]) -> Cut | None:
-        dim = self.dims.get(name, 0)
+        dim = self.dims.get(name, self.others)
         if dim is None:
             return None
         flat = self.name == "positions" and name == "flat"
-        return Cut(dim, ROWS_OF_FLAT if flat else 1)
+        return Cut(dim % batch[name].ndim, len(batch.get("z", EIGHT)) if flat else 1)
 
 
-ROWS_OF_FLAT = 8
+EIGHT = range(8)  # rows, where a batch does not say
 ROWS = Dealt()
 POSITIONS = {"z": 1, "tokens": 1, "mask": 1, "across": 0, "flat": 0, "shared": 0}
 POSITIONS |= dict.fromkeys(("x", "y", "labels", "keep", "crops", "key", "raw", "count"))
+WIDTHS: dict[str, int | None] = dict.fromkeys(CUTS)
+WIDTHS |= dict.fromkeys(("x", "z", "crops", "shared"), -1)
 
 
 def of_floats(tree: dict[str, Any]) -> dict[str, Any]:

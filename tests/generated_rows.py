@@ -1165,11 +1165,13 @@ def run(weights, batch, steps, seed):
     return loss, {f"v{i}": v for i, v in enumerate(made[-4:])}
 
 
-def make_batch(rng) -> dict[str, Any]:
+Sizes = tuple[int, int, int] | None  # rows, length, width; None: drawn
+
+
+def make_batch(rng, sizes: Sizes = None) -> dict[str, Any]:
     """Return a batch; its sizes may be alike, so that only rules can tell rows from others."""
-    rows = int(rng.choice([8, 8, 16]))
-    length = int(rng.choice([2, 3, 4, 5, 8]))
-    width = int(rng.choice([2, 3, 4, 5]))
+    drawn = (int(rng.choice(of)) for of in ([8, 8, 16], [2, 3, 4, 5, 8], [2, 3, 4, 5]))
+    rows, length, width = sizes or drawn
     seed = int(rng.integers(1000))
     batch = arrays(rng, rows, length, width, labels=width, seed=seed)
     return batch | {"count": np.int32(rng.integers(0, 4))}
@@ -1211,9 +1213,9 @@ def make_weights(rng, shapes):
     return {n: rng.normal(size=s) / math.sqrt(max(1, *s, 1)) for n, s in sorted(shapes.items())}
 
 
-def of_steps(seed: int, steps) -> Program:
+def of_steps(seed: int, steps, sizes: Sizes = None) -> Program:
     """Return the program of these steps, with the batch and the draws of the seed."""
-    batch = make_batch(np.random.default_rng([seed, 0]))
+    batch = make_batch(np.random.default_rng([seed, 0]), sizes)
     shapes: dict[str, tuple[int, ...]] = {}
 
     def ask(name, shape):
@@ -1226,23 +1228,24 @@ def of_steps(seed: int, steps) -> Program:
     return Program(f"seed {seed}", program, weights, batch, tuple(steps))
 
 
-def generated(seed: int) -> Program:
+def generated(seed: int, sizes: Sizes = None) -> Program:
     """Return the program of this seed."""
     rng = np.random.default_rng(seed)
     chances = np.array([0.4 if name in RARE else 1.0 for name in STEPS])
     depth = int(rng.integers(2, 9 if seed < SHALLOW else 14))
     names = rng.choice(list(STEPS), depth, p=chances / chances.sum())
-    return of_steps(seed, [(str(name), i) for i, name in enumerate(names)])
+    return of_steps(seed, [(str(name), i) for i, name in enumerate(names)], sizes)
 
 
 def smaller(program: Program, fails: Callable[[Program], bool]) -> Program:
     """Return a program of as few steps as possible that still fails."""
     seed = int(program.name.split()[1])
+    sizes = program.batch["z"].shape
     again = True
     while again:
         again = False
         for i in range(len(program.steps)):
-            less = of_steps(seed, program.steps[:i] + program.steps[i + 1 :])
+            less = of_steps(seed, program.steps[:i] + program.steps[i + 1 :], sizes)
             if fails(less):
                 program, again = less, True
                 break

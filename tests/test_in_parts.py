@@ -12,6 +12,7 @@ from hfjax.parallel.in_parts.interpreter import in_parts
 from hfjax.parallel.in_parts.kinds import Cut, Part, Side, Sum
 from hfjax.parallel.in_parts.named_calls import own_rows
 from tests.compare_rows import POSITIONS, Dealt, by_shard_map, by_two_sides, compare, whole
+from tests.drawn_sides import SIDES
 from tests.generated_rows import generated, of_steps
 from tests.rules_page import table
 from tests.typical_positions import PROGRAMS
@@ -45,10 +46,10 @@ def blocks(first, last, n):
     ]
 
 
-def of_block(first, n, record_property):
-    without = check([functools.partial(generated, first + i) for i in range(BLOCK)], n)
-    record_property("programs without a gather", f"{len(without)} of {BLOCK}")
-    print(f"{len(without)} of {BLOCK} programs gather nothing")
+def of_block(first, n, record_property, count=BLOCK, make=generated, **how):
+    without = check([functools.partial(make, first + i) for i in range(count)], n, **how)
+    record_property("programs without a gather", f"{len(without)} of {count}")
+    print(f"{len(without)} of {count} programs gather nothing")
     return without
 
 
@@ -72,6 +73,31 @@ def test_rows_in_two_pieces_each_are_as_on_one_device(first):
 @pytest.mark.parametrize(("first", "n"), blocks(0, FAST, (2, 4)))
 def test_and_many_more_in_two_pieces(first, n):
     check([functools.partial(generated, first + i) for i in range(BLOCK)], n, dealt=FOLDED)
+
+
+FEW = 16  # programs of one side, on each number of devices
+
+
+def of_side(side, first, n, record_property, count=BLOCK):
+    drawn = SIDES[side]
+    how = {"devices": drawn.devices, "dealt": drawn.dealt}
+    make = functools.partial(drawn.program, n=n)
+    return of_block(first, n, record_property, count, make, **how)
+
+
+@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.drawn
+def test_programs_along_other_sides_are_as_on_one_device(side, record_property):
+    """Of those along one side at least half gather nothing."""
+    without = [of_side(side, FEW * n, n, record_property, FEW) for n in (2, 3, 4)]
+    assert sum(map(len, without)) >= 3 * FEW / 2 or SIDES[side].devices is by_two_sides
+
+
+@SLOW
+@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize(("first", "n"), blocks(100, 1_100, (2, 3, 4)))
+def test_and_many_more_along_other_sides(side, first, n, record_property):
+    of_side(side, first, n, record_property)
 
 
 FOLDED = Dealt(folds=True)
@@ -175,11 +201,11 @@ ON_MESHES = [
 LOOPS = ["until", "branch", "scan", "loop", "until", "layers", "branch", "reduce", "own_rule"]
 
 
-def looping(seed):
+def looping(seed, sizes=None):
     """Return a program of loops and branches."""
     rng = np.random.default_rng(seed)
     names = [LOOPS[i] for i in rng.permutation(len(LOOPS))[: int(rng.integers(3, 6))]]
-    return of_steps(seed, [(name, i) for i, name in enumerate(names)])
+    return of_steps(seed, [(name, i) for i, name in enumerate(names)], sizes)
 
 
 @pytest.mark.parametrize("name", ON_MESHES)
@@ -198,6 +224,18 @@ def test_loops_and_branches_drawn_from_seeds_on_real_devices(n):
 def test_more_loops_and_branches_on_real_devices(first):
     programs = [functools.partial(looping, first + i) for i in range(10)]
     check(programs, 8, at_once=5, devices=by_shard_map)
+
+
+TENS = [pytest.param(first, marks=SLOW if first else ()) for first in range(0, 160, 10)]
+ON_MESH_SIDES = ["positions", "zigzag", pytest.param("widths", marks=SLOW)]
+
+
+@pytest.mark.parametrize("side", ON_MESH_SIDES)
+@pytest.mark.parametrize("first", TENS)
+def test_loops_and_branches_along_other_sides_on_real_devices(side, first):
+    make = functools.partial(SIDES[side].program, n=4, make=looping)
+    programs = [functools.partial(make, first + i) for i in range(10)]
+    check(programs, 4, at_once=5, devices=by_shard_map, dealt=SIDES[side].dealt)
 
 
 TWO_AXES = functools.partial(by_shard_map, axes=("node", "chip"))
