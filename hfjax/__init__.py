@@ -70,6 +70,7 @@ __all__ = [
     "cube",
     "ema",
     "eval_step",
+    "from_deepspeed",
     "full",
     "gather_rows",
     "generate",

@@ -10,6 +10,7 @@ from hfjax.batches import (
     rows_of_process as rows_of_process,
     shard_batch as shard_batch,
 )
+from hfjax.deepspeed.from_file import from_deepspeed as from_deepspeed
 from hfjax.evaluate import eval_step as eval_step, predict_step as predict_step
 from hfjax.haiscale.partition import Partition as Partition, partition as partition
 from hfjax.haiscale.pipe import (

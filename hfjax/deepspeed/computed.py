@@ -1,0 +1,117 @@
+"""How a step computes by a file: precision, clipping, remat and offload."""
+
+from typing import Any
+
+from hfjax.deepspeed.json_file import Given
+from hfjax.parallel.precision import LossScale, Precision
+
+MOST = 2.0**24  # of our scales; DeepSpeed's have no upper limit
+STORED = "parameters are stored, and gradients added, in float32"
+RULES = "; without ZeRO DeepSpeed has no hysteresis and no stop: ZeRO's rules are taken"
+FLOAT16 = "float16 overflows in a sum over devices, which DeepSpeed divides first: write fp32"
+TYPES = {"fp32": "float32", "bf16": "bfloat16"}
+
+
+def computed(given: Given) -> dict[str, Any]:
+    """Return the arguments of train_step that a file says, but for the microbatches."""
+    clip = given.of("gradient_clipping") or None
+    near = "" if clip is None else ": norms above it are divided by norm, there by norm + 1e-6"
+    given.take("gradient_clipping", f"clip={clip}{near}")
+    given.imply("gradient_clipping", f"clip={clip}, DeepSpeed's default{near}")
+    return {"clip": clip, **_types(given), **_kept(given)}
+
+
+def word_of(fields: dict[str, Any]) -> str:
+    """Return how `--precision` calls the types of a step."""
+    given = fields.get("precision", "stored")
+    words = {"float16": "fp16", "bfloat16": "bf16", "None": "stored"}
+    return given if isinstance(given, str) else words[str(given.compute)]
+
+
+def _types(given: Given) -> dict[str, Any]:
+    half, brain = given.of("fp16.enabled"), given.of("bf16.enabled")
+    for section, on in {"fp16": half, "bf16": brain}.items():
+        if half and brain:
+            given.refuse(f"{section}.enabled", "fp16 and bf16 are both enabled: keep one")
+        for path in (p for p in given.values if p.startswith(f"{section}.") and not on):
+            given.ignore(path, f"{section}.enabled is not true")
+    fields: dict[str, Any] = {"reduce": _reduced(given)}
+    if half:
+        fields |= {"compute": "float16", "scale": _scale(given)}
+        given.take(
+            "fp16.enabled",
+            f'Precision(compute="float16", scale=…); {STORED}'
+            + RULES * (not given.of("zero_optimization.stage")),
+        )
+    elif brain:
+        fields["compute"] = "bfloat16"
+        given.take("bf16.enabled", f'precision="bf16"; {STORED}')
+    fields = {name: value for name, value in fields.items() if value is not None}
+    if not fields:
+        return {}
+    precision = "bf16" if fields == {"compute": "bfloat16"} else Precision(**fields)
+    skips = {"nonfinite": _nonfinite(given)} if brain and not half else {}
+    return {"precision": precision, **skips}
+
+
+def _reduced(given: Given) -> str | None:
+    word, path = given.of("communication_data_type"), "communication_data_type"
+    if word is None:
+        return None
+    if word.lower() == "fp16":
+        given.refuse(path, FLOAT16)
+    elif word.lower() not in TYPES:
+        given.refuse(path, f"there are {', '.join(TYPES)}")
+    given.take(path, f'Precision(reduce="{TYPES.get(word.lower())}")')
+    return TYPES.get(word.lower())
+
+
+def _nonfinite(given: Given) -> str:
+    skips, path = given.of("bf16.check_grad_overflow"), "bf16.check_grad_overflow"
+    given.take(path, 'nonfinite="skip"' if skips else 'nonfinite="stop": there it is applied')
+    given.imply(path, f"nonfinite={'skip' if skips else 'stop'!r}, DeepSpeed's default")
+    return "skip" if skips else "stop"
+
+
+def _scale(given: Given) -> LossScale:
+    """Return the scale as ZeRO has it; it moves unless `loss_scale` says a number."""
+    of = lambda key: given.of(f"fp16.{key}")
+    static, least = float(of("loss_scale")), float(of("min_loss_scale"))
+    keys = ("initial_scale_power", "loss_scale_window", "hysteresis", "consecutive_hysteresis")
+    if static:
+        for key in (*keys, "min_loss_scale"):
+            given.ignore(f"fp16.{key}", "loss_scale says a scale that stays")
+        given.take("fp16.loss_scale", f"LossScale({static}, window=None); ZeRO's rules")
+        return LossScale(static, window=None, minimum=min(least, static))
+    power, window, hysteresis, consecutive = map(of, keys)
+    if bad := [key for key in keys[1:3] if of(key) < 1]:
+        given.refuse(f"fp16.{bad[0]}", "a number from 1 on is expected")
+    if power > 100 or not 0 < least <= (initial := 2.0**power):
+        given.refuse("fp16.min_loss_scale", f"it has to be above 0, at most 2**{power}, the first")
+        return LossScale()
+    for say in (given.take, given.imply):
+        say("fp16.loss_scale", f"a scale that moves, at most {max(MOST, initial):.0f}")
+    return LossScale(
+        initial, int(window), int(hysteresis), least, max(MOST, initial), bool(consecutive)
+    )
+
+
+def _kept(given: Given) -> dict[str, Any]:
+    """Return what is computed again, and what of the kept tensors waits on the host."""
+    section, path = "activation_checkpointing", "pipeline.activation_checkpoint_interval"
+    splits, tensor = (
+        given.of(f"{section}.partition_activations"),
+        given.of("tensor_parallel.autotp_size"),
+    )
+    if splits and max(tensor, given.of("tensor_parallel.tp.tp_size")) > 1:
+        why = "activations are split over tensor by SEQUENCE: give the strategy yourself"
+        given.refuse(f"{section}.partition_activations", why)
+    elif splits is not None:
+        given.ignore(f"{section}.partition_activations", "no tensors are split over tensor")
+    layers = int(given.of(path))
+    remat = {"remat": "full" if layers == 1 else f"group:{layers}"} if layers else {}
+    given.take(path, f"remat={remat['remat']!r}" if remat else 'remat="none"')
+    if given.of(f"{section}.cpu_checkpointing"):
+        return {"remat": "full", **remat, "offload": 1.0}
+    given.ignore(f"{section}.cpu_checkpointing", "it is false: what layers keep stays on devices")
+    return remat

@@ -1,0 +1,201 @@
+"""Where everything lies by a file: strategy, mesh, and the rows of a batch."""
+
+import math
+from functools import reduce
+from typing import Any, NamedTuple
+
+from hfjax.deepspeed.json_file import Given
+from hfjax.parallel import strategy as strategies
+from hfjax.parallel.schedules.named import Schedule
+from hfjax.parallel.strategy import Strategy
+
+STAGES = ("ddp", "zero1", "zero2", "fsdp")
+ZERO = "zero_optimization"
+BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+
+
+class Placing(NamedTuple):
+    """A strategy by its names, how many devices each axis but those of rows has, and edits."""
+
+    names: tuple[str, ...]
+    tensor: int
+    pipe: int
+    expert: int
+    group: int  # how many devices divide parameters among them; 0: all
+    edits: dict[str, Any]
+
+    @property
+    def strategy(self) -> Strategy:
+        """The strategy."""
+        found = (getattr(strategies, name.upper()) for name in self.names)
+        return reduce(lambda a, b: a | b, found).edit(**self.edits)
+
+    @property
+    def others(self) -> int:
+        """How many devices share the rows of one place."""
+        return self.tensor * self.pipe
+
+
+# -- strategy -----------------------------------------------------------------------------
+
+
+def placed(given: Given) -> Placing:
+    """Return what a file says of the strategy; it asks for no number of devices."""
+    stage = int(given.of(f"{ZERO}.stage"))
+    if stage not in range(4):
+        given.refuse(f"{ZERO}.stage", "the stages are 0 (DDP), 1, 2 (ZERO1, ZERO2) and 3 (FSDP)")
+        stage = 0
+    group = _group(given, stage)
+    names = ["hsdp" if group else STAGES[stage]]
+    given.take(f"{ZERO}.stage", names[0].upper())
+    edits = _offloaded(given, stage, names)
+    threshold = f"{ZERO}.stage3_param_persistence_threshold"
+    if stage != 3:
+        given.ignore(threshold, "only stage 3 divides parameters")
+    elif threshold in given.values:
+        edits["replicate_below"] = given.of(threshold)
+    tensor, pipe, expert = _tensor(given), _stages(given, stage), _experts(given, group)
+    axes = {"tensor": tensor, "expert": expert, "pipe": pipe}
+    names += [name for name, size in axes.items() if size > 1]
+    return Placing(tuple(names), tensor, pipe, expert, group, edits)
+
+
+def _group(given: Given, stage: int) -> int:
+    """Return how many devices divide parameters among them, by ZeRO++ or MiCS; 0: all."""
+    found = 0
+    for key in ("zero_hpz_partition_size", "mics_shard_size"):
+        path, size = f"{ZERO}.{key}", int(given.of(f"{ZERO}.{key}"))
+        if size <= 1:
+            given.ignore(path, "no groups are asked for")
+        elif stage != 3:
+            given.refuse(path, "groups of devices need stage 3")
+        elif found not in (0, size):
+            given.refuse(path, f"zero_hpz_partition_size is {found}: keep one")
+        else:
+            given.take(path, f"HSDP, fsdp={size}; the state is divided among these {size} too")
+            found = size
+    return found
+
+
+def _offloaded(given: Given, stage: int, names: list[str]) -> dict[str, Any]:
+    """Add what the host keeps to the names; return edits of the strategy."""
+    told = {"offload_optimizer": ("host_optimizer", 1), "offload_param": ("host_parameters", 3)}
+    for (section, (name, least)), old in zip(
+        told.items(), ("cpu_offload", "cpu_offload_param"), strict=True
+    ):
+        path = f"{ZERO}.{section}.device"
+        device = given.of(path)
+        path, device = (f"{ZERO}.{old}", "cpu") if given.of(f"{ZERO}.{old}") else (path, device)
+        if device == "none":
+            given.ignore(path, "nothing is offloaded")
+        elif device != "cpu":
+            why = "NVMe is not here" if device == "nvme" else "there are cpu and none"
+            given.refuse(path, f'{why}: write "cpu"')
+        elif stage < least:
+            what = (
+                "the optimizer needs stage 1, 2 or 3" if least == 1 else "parameters needs stage 3"
+            )
+            given.refuse(path, f"stage is {stage}, and offload of {what}")
+        else:
+            names.append(name)
+            given.take(path, name.upper())
+    ratio, path = given.of(f"{ZERO}.offload_optimizer.ratio"), f"{ZERO}.offload_optimizer.ratio"
+    if ratio > 1 or (ratio < 1 and stage != 3):
+        given.refuse(path, "a part below 1 needs stage 3" if ratio < 1 else "it is a part, 0 to 1")
+    elif ratio < 1 and "host_optimizer" in names:
+        return {"memory": {"moments": ratio}}
+    return {}
+
+
+def _tensor(given: Given) -> int:
+    paths = ("tensor_parallel.autotp_size", "tensor_parallel.tp.tp_size")
+    size = max(int(given.of(path)) for path in paths)
+    for path in paths:
+        given.take(path, f"TENSOR, tensor={size}" if size > 1 else "tensor=1, which is off")
+    return max(size, 1)
+
+
+def _stages(given: Given, stage: int) -> int:
+    path, stages = "pipeline.stages", given.of("pipeline.stages")
+    if stages == "auto":
+        given.ignore(path, "it is no number: PIPE and make_mesh(pipe=…) say it here")
+        return 1
+    if type(stages) is not int or stages < 1:
+        given.refuse(path, "a whole number from 1 on is expected")
+        return 1
+    if stages > 1 and stage > 1:
+        given.refuse(path, f"DeepSpeed's pipelines take stage 0 or 1, and stage is {stage}")
+    given.take(path, f'PIPE, pipe={stages}, Schedule("1f1b", gradient_accumulation_steps)')
+    return stages
+
+
+def _experts(given: Given, group: int) -> int:
+    on, size = given.of("expert_parallel.enabled"), int(given.of("expert_parallel.autoep_size"))
+    for path in ("expert_parallel.enabled", "expert_parallel.autoep_size"):
+        if not on or size == 1:
+            given.ignore(path, "each device has all experts")
+        elif group:
+            given.refuse(path, "groups of devices and experts do not go together")
+        else:
+            given.take(path, f"EXPERT, expert={size}")
+    return max(size, 1) if on else 1
+
+
+# -- how many -----------------------------------------------------------------------------
+
+
+def sizes(given: Given, place: Placing, world: int) -> dict[str, int]:
+    """Return the size of each axis that is in use, on so many devices."""
+    group = place.group or 1
+    needed = place.others * math.lcm(place.expert, group)
+    if world % needed:
+        raise ValueError(
+            f"{given.file}: {world} devices do not divide by {needed}: {'+'.join(place.names)} has "
+            f"tensor={place.tensor}, pipe={place.pipe}, expert={place.expert}, groups of {group}. "
+            "Change these sizes, or the number of devices."
+        )
+    rest = world // place.others // place.expert
+    whole = place.names[0] == "fsdp"
+    fsdp = place.group or (rest if whole else 1)
+    found = {"pipe": place.pipe, "data": rest // fsdp, "fsdp": fsdp}
+    found |= {"expert": place.expert, "tensor": place.tensor}
+    main = "fsdp" if whole else "data"
+    return {axis: size for axis, size in found.items() if size > 1 or axis == main}
+
+
+def batch(given: Given, shares: int) -> tuple[int, int]:
+    """Return the rows of a batch and its microbatches: rows = micro * accumulate * shares."""
+    rows, micro, times = (given.of(path) for path in BATCH)
+    for path, value in zip(BATCH, (rows, micro, times), strict=True):
+        if value is not None and value < 1:
+            raise ValueError(f"{given.file}: {path} is {value}: a number from 1 on is expected.")
+    if rows is None and micro is None:
+        raise ValueError(
+            f"{given.file}: neither train_batch_size nor train_micro_batch_size_per_gpu: how many "
+            "rows a step has is not known. Write train_batch_size."
+        )
+    if rows is not None and micro is not None and times is None:
+        times = rows // (micro * shares)
+    times = 1 if times is None else times
+    micro = rows // (times * shares) if micro is None else micro
+    product = int(micro * times * shares)
+    if rows not in (None, product) or not product:
+        written = (
+            f"train_batch_size {int(rows)} is not {int(micro)} rows * {int(times)} microbatches"
+        )
+        nearest = max(1, round(rows / (times * shares))) * int(times) * shares
+        raise ValueError(
+            f"{given.file}: {written} * {shares} devices that share the batch = {product}. "
+            f"Write train_batch_size {product or nearest}, or change one of the others "
+            f"({', '.join(BATCH[1:])}), or the devices."
+        )
+    given.imply(BATCH[0], f"rows={product}, of all devices")
+    given.imply(BATCH[2], f"accumulate={int(times)}")
+    return product, int(times)
+
+
+def microbatches(place: Placing, times: int) -> dict[str, Any]:
+    """Return how a step runs them: by accumulation, or through the stages of a pipeline."""
+    if place.pipe == 1:
+        return {"accumulate": times}
+    return {"accumulate": 1, "schedule": Schedule("1f1b", times)}

@@ -1,0 +1,67 @@
+"""Updates that optax has in another form: Adagrad as in torch, Lamb as in DeepSpeed's kernel."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from optax import tree_utils
+
+
+def adagrad(rate: Callable, start: float, eps: float) -> optax.GradientTransformation:
+    """Return Adagrad with `eps` outside of the root, as torch has it.
+
+    >>> import numpy as np
+    >>> made = adagrad(lambda count: 0.5, 0.0, 1e-10)
+    >>> x = np.array([3.0, -0.1], np.float32)
+    >>> made.update(x, made.init(x))[0].tolist()
+    [-0.5, 0.5]
+    """
+
+    def init(params: Any) -> Any:
+        return optax.ScaleByRssState(tree_utils.tree_full_like(params, start))
+
+    def update(gradients: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        squares = jax.tree.map(lambda s, g: s + g * g, state.sum_of_squares, gradients)
+        scaled = jax.tree.map(lambda s, g: g / (jnp.sqrt(s) + eps), squares, gradients)
+        return scaled, optax.ScaleByRssState(squares)
+
+    first = optax.GradientTransformation(init, update)
+    return optax.chain(first, optax.scale_by_learning_rate(rate))
+
+
+def lamb(rate: Callable, given: dict[str, Any]) -> optax.GradientTransformation:
+    """Return Lamb with bounded ratios: moments are not corrected, the rate is.
+
+    Args:
+        rate: The learning rate, by the number of updates.
+        given: The parameters of FusedLamb.
+    """
+    b1, b2 = given["betas"]
+    inside, eps = given["eps_inside_sqrt"], given["eps"]
+    low, high, decay = (given[name] for name in ("min_coeff", "max_coeff", "weight_decay"))
+    root = lambda v: jnp.sqrt(v + eps) if inside else jnp.sqrt(v) + eps
+
+    def bounded(update: Any, param: Any) -> Any:
+        of_param, of_update = jnp.linalg.norm(param), jnp.linalg.norm(update)
+        moves = (of_param > 0) & (of_update > 0)
+        ratio = jnp.clip(of_param / jnp.where(moves, of_update, 1.0), low, high)
+        return update * jnp.where(moves, ratio, 1.0)
+
+    def init(params: Any) -> Any:
+        zeros = tree_utils.tree_zeros_like(params)
+        return optax.ScaleByAdamState(jnp.zeros([], jnp.int32), zeros, zeros)
+
+    def update(gradients: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        count = state.count + 1
+        mu = tree_utils.tree_update_moment(gradients, state.mu, b1, 1)
+        nu = tree_utils.tree_update_moment_per_elem_norm(gradients, state.nu, b2, 2)
+        step = -rate(state.count)
+        if given["bias_correction"]:
+            step = step * jnp.sqrt(1 - b2**count) / (1 - b1**count)
+        moved = jax.tree.map(lambda m, v, p: m / root(v) + decay * p, mu, nu, params)
+        updates = jax.tree.map(lambda u, p: step * bounded(u, p), moved, params)
+        return updates, optax.ScaleByAdamState(count, mu, nu)
+
+    return optax.GradientTransformation(init, update)
