@@ -27,6 +27,7 @@ from hfjax.processes.stop import leaving
 from hfjax.run import files
 from hfjax.run.build import Parts, check_used, mesh_of, whole, without_optimizer
 from hfjax.run.config import Mesh, Train, at_least
+from hfjax.run.deepspeed_flags import FILE, with_file
 from hfjax.run.loop import CHECKPOINTS, CONFIG, train
 from hfjax.run.sampling import Sampling
 from hfjax.run.screen import validation, waiting
@@ -63,6 +64,9 @@ def train_command(argv: Sequence[str]) -> int:
         config = parsed(Train, rest, "train", default)
         check_used([config], rest)
         start(config)
+        config, setup = with_file(config, rest, config.devices or jax.device_count())
+        if setup is not None:
+            say(str(setup))
         return exit_code(train(config).reason)
 
 
@@ -179,6 +183,8 @@ def _config(given: Saved) -> Train:
             "it or have read it, give --trust."
         )
     here = {name: getattr(given, name) for name in ("devices", "cpu_devices", "cache")}
+    if config.deepspeed is not None:
+        here["deepspeed"] = given.run / FILE
     return replace(config, **here)
 
 

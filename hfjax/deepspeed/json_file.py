@@ -78,10 +78,12 @@ class Given:
 
 def read(source: str | Path | Mapping[str, Any]) -> Given:
     """Return what a file or a dict says; what no row of the table allows is refused."""
-    if isinstance(source, Mapping):
-        given = Given("the configuration", dict(_leaves(source)))
-    else:
-        given = Given(named(source), dict(_leaves(_parsed(Path(source)))))
+    plain = isinstance(source, Mapping)
+    file = "the configuration" if plain else named(source)
+    found = source if plain else _parsed(Path(source))
+    if not isinstance(found, Mapping):
+        raise ValueError(f"{file}: an object of JSON is expected, found {shown(found)}.")
+    given = Given(file, dict(_leaves(found)))
     mistakes = [
         told for path, value in given.values.items() if (told := _wrong(given, path, value))
     ]
@@ -93,18 +95,20 @@ def read(source: str | Path | Mapping[str, Any]) -> Given:
 
 
 def _parsed(path: Path) -> Any:
+    text = ""
     try:
         text = contents(path)
         return json.loads(text, object_pairs_hook=_once, parse_constant=_constant)
     except json.JSONDecodeError as wrong:
-        line = text.splitlines()[wrong.lineno - 1] if text.strip() else ""
-        comment = any(mark in line for mark in ("//", "/*", "#"))
+        lines = text.splitlines()[wrong.lineno - 1 : wrong.lineno]
+        comment = any(mark in line for mark in ("//", "/*", "#") for line in lines)
         why = "JSON has no comments: remove it" if comment else f"it is no JSON: {wrong.msg}"
         raise ValueError(f"{named(path)}, line {wrong.lineno}: {why}.") from None
-    except (UnicodeDecodeError, RecursionError) as wrong:
-        raise ValueError(f"{named(path)}: it is no JSON: {wrong}") from None
+    except RecursionError:
+        raise ValueError(f"{named(path)}: it is nested too deeply.") from None
     except ValueError as wrong:
-        raise ValueError(str(wrong) if str(path) in str(wrong) else f"{path}: {wrong}") from None
+        told = str(wrong)
+        raise ValueError(told if named(path) in told else f"{named(path)}: {told}") from None
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -122,10 +126,8 @@ def _constant(word: str) -> None:
     raise ValueError(f"{word} is no number of JSON: write a finite one.")
 
 
-def _leaves(given: Any, outer: str = "") -> Iterator[tuple[str, Any]]:
+def _leaves(given: Mapping[str, Any], outer: str = "") -> Iterator[tuple[str, Any]]:
     """Yield every path with its value; an object without keys is a value."""
-    if not isinstance(given, Mapping):
-        raise ValueError(f"an object of JSON is expected, found {shown(given)}.")
     for name, value in given.items():
         path = f"{outer}{name}"
         if isinstance(value, Mapping) and value:

@@ -1,6 +1,7 @@
 """Rows of the table of DeepSpeed's keys: what a key is, its default, and what becomes of it."""
 
-from collections.abc import Iterable, Mapping
+import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -20,25 +21,37 @@ class KeyRow:
 
 
 Rows = dict[str, KeyRow]
+TYPES = {"bool": bool, "int": int, "float": float, "str": str, "list": list, "any": object}
 
 
-def taken(section: str, **keys: tuple[Any, str]) -> Rows:
-    """Return rows of what is taken: {key: (default, as what)}; `{}` stands for the value."""
-    return {_path(section, key): KeyRow(TAKEN, *given) for key, given in keys.items()}
+def taken(section: str, keys: str) -> Rows:
+    """Return rows of what is taken: `key=default key:type | as what`; `{}` stands for the value.
+
+    >>> taken("fp16", "hysteresis=2 | LossScale(hysteresis={})")
+    {'fp16.hysteresis': KeyRow(verdict='taken as', default=2, words='LossScale(hysteresis={})')}
+    """
+    names, _, words = keys.partition(" | ")
+    return _rows(TAKEN, section, names, words or "{}")
 
 
-def ignored(section: str, why: str, /, **keys: Any) -> Rows:
-    """Return rows of what changes neither numbers nor memory here: {key: default}."""
-    return {_path(section, key): KeyRow(IGNORED, given, why) for key, given in keys.items()}
+def ignored(section: str, why: str, keys: str) -> Rows:
+    """Return rows of what changes neither numbers nor memory here."""
+    return _rows(IGNORED, section, keys, why)
 
 
-def refused(section: str, why: str, /, **keys: Any) -> Rows:
+def refused(section: str, why: str, keys: str) -> Rows:
     """Return rows of what is refused unless it has its default, by which it is off."""
-    return {_path(section, key): KeyRow(REFUSED, given, why) for key, given in keys.items()}
+    return _rows(REFUSED, section, keys, why)
 
 
-def _path(section: str, key: str) -> str:
-    return f"{section}.{key}" if section else key
+def _rows(verdict: str, section: str, keys: str, words: str) -> Rows:
+    found: Rows = {}
+    for key in keys.split():
+        name, given, default = key.partition("=")
+        name, _, kind = (name, "", "") if given else key.partition(":")
+        path = f"{section}.{name}" if section else name
+        found[path] = KeyRow(verdict, json.loads(default) if given else TYPES[kind], words)
+    return found
 
 
 def joined(*rows: Rows) -> Rows:
@@ -72,7 +85,7 @@ def kind_of(row: KeyRow) -> str:
         return "anything"
     kind = row.default if isinstance(row.default, type) else type(row.default)
     words = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
-    return words.get(kind, "a list" if kind in (list, tuple) else "anything")
+    return words.get(kind, "a list" if kind is list else "anything")
 
 
 def fits(row: KeyRow, value: Any) -> bool:
@@ -93,14 +106,11 @@ def fits(row: KeyRow, value: Any) -> bool:
 
 def is_default(row: KeyRow, value: Any) -> bool:
     """Return whether a value changes nothing: it is DeepSpeed's default, or nothing."""
-    listed = list(row.default) if isinstance(row.default, tuple) else row.default
-    return value in (None, [], listed)
+    return value in (None, [], row.default)
 
 
 def to_write(row: KeyRow) -> str:
     """Return what to write in place of "auto"."""
     if isinstance(row.default, type):
         return f"{kind_of(row)}, or leave it out"
-    words: Mapping[Any, str] = {True: "true", False: "false"}
-    value = words.get(row.default) if isinstance(row.default, bool) else row.default
-    return f"{list(value) if isinstance(value, tuple) else value} (DeepSpeed's default)"
+    return f"{json.dumps(row.default)} (DeepSpeed's default)"

@@ -1,9 +1,9 @@
 """The table of DeepSpeed's keys, of version 0.19 and before: what becomes of each one.
 
-A row is a key with DeepSpeed's default (or, where it has none, the type of its value). `taken` is
-carried out by the other files here. `ignored` changes neither numbers nor memory. `refused` does
-change them and is not here: only its default, by which it is off, is let through. What changes
-numbers or memory is never ignored. `*` stands for any keys.
+A row is a key with DeepSpeed's default, `key=default`, or, where it has none, the type of its
+value, `key:int`. `taken` is carried out by the other files here. `ignored` changes neither numbers
+nor memory. `refused` does change them and is not here: only its default, by which it is off, is let
+through. What changes numbers or memory is never ignored. `*` stands for any keys.
 """
 
 from hfjax.deepspeed.key_rows import ignored, joined, refused, taken
@@ -15,427 +15,298 @@ LAYERS = "each layer is gathered before it is used, and dropped after"
 NVME = "only offload to NVMe uses it, which is not here"
 TOLD = "it only changes what is told; hfjax train has --log.every and --profile"
 CHECKPOINTS = "checkpoints are hfjax's own (docs/checkpoints.md): each restores on any mesh"
-WITH_ENABLED = "it only matters where the section is enabled"
-NO_COMPRESSION = "hfjax compresses no model"
-OF_RATES = "part of the rate"
+DISABLED = "it only matters where the section is enabled"
 COMPRESSES = "it compresses gradients, which changes numbers: use Adam or Lamb"
+NO_COMPRESSION = "hfjax compresses no model"
+FORM = "it says which code runs, not what it computes"
+NO_FORM = "it is not here: leave it out, or give your own optimizer"
+ON_DEVICE = "the update runs on the device, part by part"
+GRADIENTS = "gradients are added in float32, and their mean is the same wherever it is divided"
+RATE = "| part of the rate"
 
 # -- optimizers and schedules, by type ------------------------------------------------------
 
 # As DeepSpeed compares them, in small letters, and as the table writes them.
-OPTIMIZERS = {
-    name.lower(): name for name in ("Adam", "AdamW", "Lamb", "Lion", "Adagrad", "SGD", "Muon")
-}
+OPTIMIZERS = {x.lower(): x for x in ("Adam", "AdamW", "Lamb", "Lion", "Adagrad", "SGD", "Muon")}
 COMPRESSING = ("OneBitAdam", "ZeroOneAdam", "OneBitLamb")  # refused with all that they say
 SCHEDULES = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "OneCycle", "LRRangeTest")
 
-DECAYED = {"lr": (1e-3, "{}"), "weight_decay": (0.0, "{}")}
-BETAS = {"betas": ((0.9, 0.999), "b1, b2 = {}")}
-EPSILON = {"eps": (1e-8, "{}")}
-FORM = "it says which code runs, not what it computes"
-FORMS = {"fused": False, "foreach": bool, "capturable": False, "differentiable": False}
-ADAM = joined(
-    *(
-        taken(f"optimizer({name}).params", **DECAYED, **BETAS, **EPSILON)
-        | taken(f"optimizer({name}).params", adam_w_mode=(True, "{}"))
-        | ignored(f"optimizer({name}).params", FORM, torch_adam=False, set_grad_none=True, **FORMS)
-        | refused(
-            f"optimizer({name}).params",
-            "optax's adamw has no such form: leave it out, or give your own optimizer",
-            **{"amsgrad": False, "bias_correction": True, "maximize": False},
-            decoupled_weight_decay=False,
-            fp32_optimizer_states=True,
-        )
-        for name in ("Adam", "AdamW")
+FORMS = "fused=false foreach:bool capturable=false differentiable=false set_grad_none=true"
+DECAYED = "lr=0.001 weight_decay=0.0"
+MOMENTS = f"{DECAYED} betas=[0.9,0.999] eps=1e-8"
+ADAMS = [
+    rows
+    for of in ("optimizer(Adam).params", "optimizer(AdamW).params")
+    for rows in (
+        taken(of, f"{MOMENTS} adam_w_mode=true"),
+        ignored(of, FORM, f"torch_adam=false {FORMS}"),
+        refused(of, NO_FORM, "amsgrad=false bias_correction=true maximize=false"),
+        refused(of, NO_FORM, "decoupled_weight_decay=false fp32_optimizer_states=true"),
     )
-)
-OTHERS = joined(
-    taken("optimizer(Lamb).params", **DECAYED, **BETAS, **EPSILON),
-    taken(
-        "optimizer(Lamb).params",
-        max_coeff=(10.0, "the greatest ratio of norms"),
-        min_coeff=(0.01, "the least ratio of norms"),
-        bias_correction=(True, "{}"),
-        eps_inside_sqrt=(False, "{}"),
+]
+UPDATES = joined(
+    *ADAMS,
+    taken("optimizer(Lamb).params", f"{MOMENTS} bias_correction=true eps_inside_sqrt=false"),
+    taken("optimizer(Lamb).params", "max_coeff=10.0 | the greatest ratio of norms"),
+    taken("optimizer(Lamb).params", "min_coeff=0.01 | the least ratio of norms"),
+    refused("optimizer(Lamb).params", "use gradient_clipping", "max_grad_norm=0.0"),
+    refused("optimizer(Lamb).params", NO_FORM, "amsgrad=false"),
+    taken("optimizer(Lion).params", f"{DECAYED} betas=[0.9,0.999]"),
+    ignored("optimizer(Lion).params", FORM, "set_grad_none=true"),
+    taken("optimizer(Adagrad).params", "lr=0.01 weight_decay=0.0 eps=1e-10"),
+    taken("optimizer(Adagrad).params", "initial_accumulator_value=0.0 | the squares at the start"),
+    refused("optimizer(Adagrad).params", NO_FORM, "lr_decay=0.0 maximize=false amsgrad=false"),
+    refused("optimizer(Adagrad).params", NO_FORM, "fp32_optimizer_states=true"),
+    ignored("optimizer(Adagrad).params", FORM, FORMS),
+    taken("optimizer(SGD).params", f"{DECAYED} momentum=0.0 nesterov=false"),
+    refused("optimizer(SGD).params", NO_FORM, "dampening=0.0 maximize=false"),
+    ignored("optimizer(SGD).params", FORM, FORMS),
+    taken("optimizer(Muon).params", f"{MOMENTS} momentum=0.95"),
+    taken("optimizer(Muon).params", 'ns_method="gram" muon_lr:float adam_lr:float'),
+    *(ignored(f"optimizer({name}).params", COMPRESSES, "*:any") for name in COMPRESSING),
+    *(
+        taken(f"scheduler({name}).params", f'warmup_num_steps=1000 warmup_type="log" {RATE}')
+        for name in SCHEDULES[:3]
     ),
-    refused("optimizer(Lamb).params", "there is none: use gradient_clipping", max_grad_norm=0.0),
-    refused("optimizer(Lamb).params", "FusedLamb has none either", amsgrad=False),
-    taken("optimizer(Lion).params", **DECAYED, **BETAS),
-    ignored("optimizer(Lion).params", FORM, set_grad_none=True),
-    taken("optimizer(Adagrad).params", lr=(1e-2, "{}"), weight_decay=(0.0, "{}")),
-    taken(
-        "optimizer(Adagrad).params",
-        eps=(1e-10, "{}"),
-        initial_accumulator_value=(0.0, "the squares at the start"),
-    ),
-    refused(
-        "optimizer(Adagrad).params",
-        "it is not here: leave it out, or give your own optimizer",
-        **{"lr_decay": 0.0, "maximize": False, "amsgrad": False, "fp32_optimizer_states": True},
-    ),
-    ignored("optimizer(Adagrad).params", FORM, **FORMS),
-    taken("optimizer(SGD).params", **DECAYED),
-    taken("optimizer(SGD).params", momentum=(0.0, "{}"), nesterov=(False, "{}")),
-    refused(
-        "optimizer(SGD).params",
-        "it is not here: leave it out, or give your own optimizer",
-        **{"dampening": 0.0, "maximize": False},
-    ),
-    ignored("optimizer(SGD).params", FORM, **FORMS),
-    taken("optimizer(Muon).params", **DECAYED, **BETAS, **EPSILON),
-    taken("optimizer(Muon).params", momentum=(0.95, "{}"), ns_method=("gram", "{}")),
-    taken("optimizer(Muon).params", muon_lr=(float, "{}"), adam_lr=(float, "{}")),
-    *(ignored(f"optimizer({name}).params", COMPRESSES, **{"*": object}) for name in COMPRESSING),
-)
-WARMUP = {"warmup_num_steps": (1000, OF_RATES), "warmup_type": ("log", OF_RATES)}
-RATES = joined(
-    taken("scheduler(WarmupLR).params", warmup_max_lr=(float, OF_RATES)),
-    taken("scheduler(WarmupLR).params", warmup_min_lr=(0.0, OF_RATES), **WARMUP),
-    taken("scheduler(WarmupDecayLR).params", warmup_max_lr=(1e-3, OF_RATES)),
-    taken("scheduler(WarmupDecayLR).params", warmup_min_lr=(0.0, OF_RATES), **WARMUP),
-    taken("scheduler(WarmupDecayLR).params", total_num_steps=(int, OF_RATES)),
-    taken("scheduler(WarmupCosineLR).params", total_num_steps=(int, OF_RATES), **WARMUP),
-    taken(
-        "scheduler(WarmupCosineLR).params",
-        warmup_min_ratio=(0.0, OF_RATES),
-        cos_min_ratio=(0.0001, OF_RATES),
-    ),
-    taken("scheduler(OneCycle).params", cycle_min_lr=(float, OF_RATES)),
-    taken("scheduler(OneCycle).params", cycle_max_lr=(float, OF_RATES)),
+    taken("scheduler(WarmupLR).params", f"warmup_min_lr=0.0 warmup_max_lr:float {RATE}"),
+    taken("scheduler(WarmupDecayLR).params", f"warmup_min_lr=0.0 warmup_max_lr=0.001 {RATE}"),
+    taken("scheduler(WarmupDecayLR).params", f"total_num_steps:int {RATE}"),
+    taken("scheduler(WarmupCosineLR).params", f"total_num_steps:int {RATE}"),
+    taken("scheduler(WarmupCosineLR).params", f"warmup_min_ratio=0.0 cos_min_ratio=0.0001 {RATE}"),
     taken(
         "scheduler(OneCycle).params",
-        cycle_first_step_size=(2000, OF_RATES),
-        cycle_second_step_size=(int, OF_RATES),
-        cycle_first_stair_count=(0, OF_RATES),
-        cycle_second_stair_count=(int, OF_RATES),
-        decay_step_size=(0, OF_RATES),
-        decay_lr_rate=(0.0, OF_RATES),
-        cycle_momentum=(True, "{}"),
+        "cycle_min_lr:float cycle_max_lr:float cycle_first_step_size=2000 "
+        "cycle_second_step_size:int cycle_first_stair_count=0 cycle_second_stair_count:int "
+        f"decay_step_size=0 decay_lr_rate=0.0 {RATE}",
     ),
+    taken("scheduler(OneCycle).params", "cycle_momentum=true"),
     ignored(
         "scheduler(OneCycle).params",
         "the momentum is not cycled",
-        **{"cycle_min_mom": 0.8, "cycle_max_mom": 0.9, "decay_mom_rate": 0.0},
+        "cycle_min_mom=0.8 cycle_max_mom=0.9 decay_mom_rate=0.0",
     ),
     taken(
         "scheduler(LRRangeTest).params",
-        lr_range_test_min_lr=(1e-3, OF_RATES),
-        lr_range_test_step_size=(2000, OF_RATES),
-        lr_range_test_step_rate=(1.0, OF_RATES),
-        lr_range_test_staircase=(False, OF_RATES),
+        "lr_range_test_min_lr=0.001 lr_range_test_step_size=2000 lr_range_test_step_rate=1.0 "
+        f"lr_range_test_staircase=false {RATE}",
     ),
 )
 
-# -- batch, types, clipping -------------------------------------------------------------------
+# -- batch, types, clipping -----------------------------------------------------------------
 
 STEP = joined(
-    taken(
-        "",
-        train_batch_size=(int, "rows={}, of all devices"),
-        train_micro_batch_size_per_gpu=(int, "rows of a device in a microbatch"),
-        gradient_accumulation_steps=(int, "accumulate={}"),
-        gradient_clipping=(1.0, "clip={}"),
-        communication_data_type=(str, "the type of a reduction"),
-    ),
-    taken("optimizer", type=(str, "the optimizer")),
-    taken("scheduler", type=(str, "the rate")),
-    ignored("optimizer", FORM, legacy_fusion=False),
+    taken("", "train_batch_size:int | rows={}, of all devices"),
+    taken("", "train_micro_batch_size_per_gpu:int | rows of a device in a microbatch"),
+    taken("", "gradient_accumulation_steps:int | accumulate={}"),
+    taken("", "gradient_clipping=1.0 | clip={}"),
+    taken("", "communication_data_type:str | the type of a reduction"),
+    taken("", "optimizer.type:str | the optimizer"),
+    taken("", "scheduler.type:str | the rate"),
+    ignored("", FORM, "optimizer.legacy_fusion=false"),
+    ignored("", GRADIENTS, "prescale_gradients=false gradient_predivide_factor=1.0"),
     refused(
-        "",
-        "one call of the step takes all microbatches and then updates",
-        managed_gradient_accumulation=True,
+        "", "one call of the step takes all microbatches", "managed_gradient_accumulation=true"
     ),
-    refused("", "hfjax takes the mean: multiply the loss yourself", gradient_allreduce_op="mean"),
-    refused("", "gradients of embeddings are dense here", sparse_gradients=False),
-    refused("", "new parameters are always gathered", disable_allgather=False),
-    refused("", "CONTEXT sends as hfjax.Context says", seq_parallel_communication_data_type="fp32"),
-    refused(
-        "",
-        "write hfjax.CONTEXT and make_mesh(context=…), docs/long_sequences.md",
-        sequence_parallel_size=1,
-    ),
-    ignored(
-        "",
-        "gradients are added in float32, and the mean is the same wherever it is divided",
-        **{"prescale_gradients": False, "gradient_predivide_factor": 1.0},
-    ),
-    taken(
-        "fp16",
-        enabled=(False, 'precision=Precision(compute="float16", scale=…)'),
-        loss_scale=(0.0, "a scale that moves"),
-        initial_scale_power=(16, "LossScale(initial=2**{})"),
-        loss_scale_window=(1000, "LossScale(window={})"),
-        hysteresis=(2, "LossScale(hysteresis={})"),
-        consecutive_hysteresis=(False, "LossScale(consecutive={})"),
-        min_loss_scale=(1.0, "LossScale(minimum={})"),
-    ),
-    refused("fp16", "cast the batch yourself: hfjax casts parameters", auto_cast=False),
+    refused("", "hfjax takes the mean: multiply the loss", 'gradient_allreduce_op="mean"'),
+    refused("", "gradients of embeddings are dense here", "sparse_gradients=false"),
+    refused("", "new parameters are always gathered", "disable_allgather=false"),
+    refused("", "float32 is sent where it matters", 'seq_parallel_communication_data_type="fp32"'),
+    refused("", "write hfjax.CONTEXT, docs/long_sequences.md", "sequence_parallel_size=1"),
+    taken("fp16", 'enabled=false | precision=Precision(compute="float16", scale=…)'),
+    taken("fp16", "loss_scale=0.0 | a scale that moves"),
+    taken("fp16", "initial_scale_power=16 | LossScale(initial=2**{})"),
+    taken("fp16", "loss_scale_window=1000 | LossScale(window={})"),
+    taken("fp16", "hysteresis=2 | LossScale(hysteresis={})"),
+    taken("fp16", "consecutive_hysteresis=false | LossScale(consecutive={})"),
+    taken("fp16", "min_loss_scale=1.0 | LossScale(minimum={})"),
+    refused("fp16", "cast the batch yourself: hfjax casts parameters", "auto_cast=false"),
     refused(
         "fp16",
         "parameters are stored in float32 here; hfjax.master(optimizer) stores less",
-        **{"fp16_master_weights_and_grads": False},
+        "fp16_master_weights_and_grads=false",
     ),
-    taken(
-        "bf16",
-        enabled=(False, 'precision="bf16"'),
-        check_grad_overflow=(True, 'nonfinite="skip"'),
-    ),
-    ignored("bf16", "it says when, not what is added", immediate_grad_update=False),
+    taken("bf16", 'enabled=false | precision="bf16"'),
+    taken("bf16", 'check_grad_overflow=true | nonfinite="skip"'),
+    ignored("bf16", "it says when, not what is added", "immediate_grad_update=false"),
     refused(
         "bf16",
         "master parameters, gradients and moments are float32 here; hfjax.adamw has mu_dtype",
-        **{"bf16_master_weights_and_grads": False, "bf16_optimizer_states": False},
+        "bf16_master_weights_and_grads=false bf16_optimizer_states=false",
     ),
-    refused("bfloat16", "the section is called bf16", **{"*": False}),
-    refused("amp", "Apex's types by operation are not here: write bf16", enabled=False),
-    ignored("amp", WITH_ENABLED, **{"*": object}),
+    refused("bfloat16", "the section is called bf16", "*=false"),
+    refused("amp", "Apex's types by operation are not here: write bf16", "enabled=false"),
+    ignored("amp", DISABLED, "*:any"),
     refused(
         "torch_autocast",
         "torch's types by operation are not here: write bf16 (norms, routers and the loss of "
         "hfjax's models stay in float32)",
-        enabled=False,
+        "enabled=false",
     ),
-    ignored(
-        "torch_autocast",
-        WITH_ENABLED,
-        dtype="bfloat16",
-        lower_precision_safe_modules=list,
-    ),
-    refused("data_types", "gradients are added in float32 here", grad_accum_dtype="fp32"),
+    ignored("torch_autocast", DISABLED, 'dtype="bfloat16" lower_precision_safe_modules:list'),
+    refused("data_types", "gradients are added in float32 here", 'grad_accum_dtype="fp32"'),
     refused(
         "data_types",
         "parameters are stored in float32 here; hfjax.master(optimizer) stores bfloat16",
-        param_dtype="fp32",
+        'param_dtype="fp32"',
     ),
-    refused("data_types", "variables keep the type that the model gives them", buffer_dtype=str),
-    refused(
-        "data_types", "a list of paths is a mapping of precisions here", keep_in_fp32_modules="auto"
-    ),
+    refused("data_types", "variables keep the type that the model gives them", "buffer_dtype:str"),
+    refused("data_types", "types by path are not in this file", 'keep_in_fp32_modules="auto"'),
 )
 
-# -- where everything lies --------------------------------------------------------------------
+# -- where everything lies ------------------------------------------------------------------
 
-ZERO = joined(
-    taken(
-        "zero_optimization",
-        stage=(0, "the strategy"),
-        zero_hpz_partition_size=(1, "HSDP"),
-        mics_shard_size=(-1, "HSDP"),
-        stage3_param_persistence_threshold=(100_000, "replicate_below={} of the strategy"),
-        cpu_offload=(False, "HOST_OPTIMIZER"),
-        cpu_offload_param=(False, "HOST_PARAMETERS"),
-    ),
-    taken(
-        "zero_optimization.offload_optimizer",
-        device=("none", "HOST_OPTIMIZER"),
-        ratio=(1.0, 'memory={{"moments": {}}} of the strategy'),
-    ),
-    taken("zero_optimization.offload_param", device=("none", "HOST_PARAMETERS")),
+PLACES = joined(
+    taken("zero_optimization", "stage=0 | the strategy"),
+    taken("zero_optimization", "zero_hpz_partition_size=1 mics_shard_size=-1 | HSDP"),
+    taken("zero_optimization", "stage3_param_persistence_threshold=100000 | replicate_below={}"),
+    taken("zero_optimization", "cpu_offload=false | HOST_OPTIMIZER"),
+    taken("zero_optimization", "cpu_offload_param=false | HOST_PARAMETERS"),
+    taken("zero_optimization", 'offload_optimizer.device="none" | HOST_OPTIMIZER'),
+    taken("zero_optimization", 'offload_optimizer.ratio=1.0 | memory={{"moments": {}}}'),
+    taken("zero_optimization", 'offload_param.device="none" | HOST_PARAMETERS'),
     ignored(
         "zero_optimization",
         SCHEDULED,
-        allgather_partitions=True,
-        allgather_bucket_size=500_000_000,
-        reduce_bucket_size=500_000_000,
-        reduce_scatter=True,
-        overlap_comm=bool,
-        contiguous_gradients=True,
-        use_multi_rank_bucket_allreduce=True,
-        round_robin_gradients=False,
-        grad_hooks=True,
-        sub_group_size=1_000_000_000,
-        parameter_alignment=False,
-        stage3_prefetch_bucket_size=50_000_000,
-        stage3_allgather_sequential=False,
-        stage3_use_all_reduce_for_fetch_params=False,
-        mics_hierarchical_params_gather=False,
+        "allgather_partitions=true allgather_bucket_size=500000000 reduce_bucket_size=500000000 "
+        "reduce_scatter=true overlap_comm:bool contiguous_gradients=true grad_hooks=true "
+        "use_multi_rank_bucket_allreduce=true round_robin_gradients=false "
+        "parameter_alignment=false sub_group_size=1000000000 stage3_prefetch_bucket_size=50000000 "
+        "stage3_allgather_sequential=false stage3_use_all_reduce_for_fetch_params=false "
+        "mics_hierarchical_params_gather=false",
     ),
     ignored(
         "zero_optimization",
         LAYERS,
-        stage3_max_live_parameters=1_000_000_000,
-        stage3_max_reuse_distance=1_000_000_000,
-        stage3_module_granularity_threshold=0,
-        memory_efficient_linear=True,
-        override_module_apply=True,
-        **{"leaf_module.*": list},
+        "stage3_max_live_parameters=1000000000 stage3_max_reuse_distance=1000000000 "
+        "stage3_module_granularity_threshold=0 memory_efficient_linear=true "
+        "override_module_apply=true leaf_module.*:list",
     ),
     ignored(
         "zero_optimization",
         CHECKPOINTS,
-        load_from_fp32_weights=True,
-        elastic_checkpoint=False,
-        pipeline_loading_checkpoint=False,
-        stage3_gather_16bit_weights_on_model_save=False,
-        stage3_gather_fp16_weights_on_model_save=False,
+        "load_from_fp32_weights=true elastic_checkpoint=false pipeline_loading_checkpoint=false "
+        "stage3_gather_16bit_weights_on_model_save=false "
+        "stage3_gather_fp16_weights_on_model_save=false",
     ),
-    ignored("zero_optimization", "the norm is always told", compute_grad_norm=True),
-    ignored(
-        "zero_optimization",
-        "the first step names parameters that the loss does not use",
-        ignore_unused_parameters=True,
-    ),
-    ignored("zero_optimization", TOLD, log_trace_cache_warnings=False, enable_sanity_checks=False),
-    ignored("zero_optimization", NVME, save_muon_momentum_buffer_in_memory=False),
+    ignored("zero_optimization", "the norm is always told", "compute_grad_norm=true"),
+    ignored("zero_optimization", "the first step names them", "ignore_unused_parameters=true"),
+    ignored("zero_optimization", TOLD, "log_trace_cache_warnings=false enable_sanity_checks=false"),
     ignored(
         "zero_optimization",
         "host memory is always pinned",
-        cpu_offload_use_pin_memory=bool,
-        **{"offload_optimizer.pin_memory": True, "offload_param.pin_memory": True},
+        "cpu_offload_use_pin_memory:bool offload_optimizer.pin_memory=true "
+        "offload_param.pin_memory=true",
     ),
     ignored(
-        "zero_optimization.offload_optimizer",
+        "zero_optimization",
         NVME,
-        nvme_path=str,
-        buffer_count=4,
-        pipeline_read=False,
-        pipeline_write=False,
-        fast_init=False,
-    ),
-    ignored(
-        "zero_optimization.offload_param",
-        NVME,
-        nvme_path=str,
-        buffer_count=5,
-        buffer_size=100_000_000,
-        max_in_cpu=1_000_000_000,
-    ),
-    ignored(
-        "zero_optimization.offload_optimizer",
-        "the update runs on the device, part by part",
-        cpuadam_cores_perc=0.8,
+        "offload_optimizer.nvme_path:str offload_optimizer.buffer_count=4 "
+        "offload_optimizer.pipeline_read=false offload_optimizer.pipeline_write=false "
+        "offload_optimizer.fast_init=false offload_param.nvme_path:str "
+        "offload_param.buffer_count=5 offload_param.buffer_size=100000000 "
+        "offload_param.max_in_cpu=1000000000 save_muon_momentum_buffer_in_memory=false",
     ),
     refused(
         "zero_optimization",
         "it rounds what is sent, which changes numbers",
-        zero_quantized_weights=False,
-        zero_quantized_nontrainable_weights=False,
-        zero_quantized_gradients=False,
-        **{"zeropp_loco_param.*": None},
+        "zero_quantized_weights=false zero_quantized_nontrainable_weights=false "
+        "zero_quantized_gradients=false zeropp_loco_param.*=null",
     ),
     refused(
         "zero_optimization",
-        "it updates with old gradients: write HOST_OPTIMIZER alone",
-        **{"zenflow.*": None, "offload_optimizer.super_offload": False},
+        'it updates with old gradients: write only "device": "cpu"',
+        "zenflow.*=null offload_optimizer.super_offload=false",
     ),
     refused(
         "zero_optimization",
         "what stays whole is said by stage3_param_persistence_threshold alone",
-        stage3_model_persistence_threshold=9_223_372_036_854_775_807,
+        "stage3_model_persistence_threshold=9223372036854775807",
     ),
-    refused("zero_optimization", "stage 1 has one form here", legacy_stage1=False),
-    ignored("", "any optimizer of optax is taken", zero_allow_untested_optimizer=False),
-    ignored("", "the update runs on the device, part by part", zero_force_ds_cpu_optimizer=True),
-    ignored("aio", NVME, **{"*": object}),
-)
-AXES = joined(
-    taken("tensor_parallel", autotp_size=(0, "TENSOR")),
-    taken("tensor_parallel.tp", tp_size=(1, "TENSOR")),
+    refused("zero_optimization", "stage 1 has one form here", "legacy_stage1=false"),
+    ignored("zero_optimization", ON_DEVICE, "offload_optimizer.cpuadam_cores_perc=0.8"),
+    ignored("", ON_DEVICE, "zero_force_ds_cpu_optimizer=true"),
+    ignored("", "any optimizer of optax is taken", "zero_allow_untested_optimizer=false"),
+    ignored("", NVME, "aio.*:any"),
+    taken("tensor_parallel", "autotp_size=0 tp.tp_size=1 | TENSOR"),
     refused(
         "tensor_parallel",
         "write the rules of your layers into the strategy: docs/strategies.md",
-        **{"partition_config.*": None, "partition_config": None, "injection_policy_tuple": None},
+        "partition_config=null partition_config.*=null injection_policy_tuple=null",
     ),
     ignored(
         "tensor_parallel",
         "the model names its dimensions, and TENSOR splits them by name",
-        preset_model=str,
-        tp_overlap_comm=False,
-        vocab_parallel_lm_head=bool,
-        vocab_parallel_ce_backend="torch",
-        keep_module_on_host=False,
-        kernel_inject=False,
-        dtype=object,
-        **{"tp.*": object},
+        "preset_model:str tp_overlap_comm=false vocab_parallel_lm_head:bool dtype:any tp.*:any "
+        'vocab_parallel_ce_backend="torch" keep_module_on_host=false kernel_inject=false',
     ),
-    taken("expert_parallel", enabled=(False, "EXPERT"), autoep_size=(1, "EXPERT")),
-    refused("expert_parallel", "DeepSpeed takes only 1 too", expert_tensor_parallel_size=1),
+    taken("expert_parallel", "enabled=false autoep_size=1 | EXPERT"),
     refused(
         "expert_parallel",
         "routing is the model's: give it to the model (docs/experts.md)",
-        score_func="auto",
-        score_apply="auto",
-        route_norm=None,
-        route_scale=1.0,
-        top_k="auto",
-        routed_scaling_factor="auto",
-        num_expert_groups=None,
-        num_limited_groups=None,
-        load_balance_coeff=None,
+        'score_func="auto" score_apply="auto" top_k="auto" routed_scaling_factor="auto" '
+        "route_norm=null route_scale=1.0 num_expert_groups=null num_limited_groups=null "
+        "load_balance_coeff=null expert_tensor_parallel_size=1",
     ),
-    ignored("expert_parallel", "the model's own modules say what experts are", **{"*": object}),
-    taken(
-        "pipeline",
-        stages=("auto", "PIPE"),
-        activation_checkpoint_interval=(0, "remat"),
+    ignored("expert_parallel", "the model's own modules say what experts are", "*:any"),
+    taken("pipeline", 'stages="auto" | PIPE'),
+    taken("pipeline", "activation_checkpoint_interval=0 | remat"),
+    refused("pipeline", "stages are cut by Schedule(balance=…)", 'partition="best"'),
+    refused("pipeline", "layers draw by their own keys", "seed_layers=false"),
+    ignored(
+        "pipeline", "TENSOR splits what stages send", "pipe_partitioned=true grad_partitioned=true"
     ),
-    refused("pipeline", "stages are cut by Schedule(balance=…)", partition="best"),
-    refused("pipeline", "layers draw by their own keys", seed_layers=False),
-    ignored("pipeline", "TENSOR splits what stages send", pipe_partitioned=True),
-    ignored("pipeline", "TENSOR splits what stages send", grad_partitioned=True),
-    ignored("", "the mesh orders the devices", use_data_before_expert_parallelism=False),
-    taken(
-        "activation_checkpointing",
-        cpu_checkpointing=(False, 'remat="full", offload=1.0'),
-        partition_activations=(False, "SEQUENCE"),
-    ),
+    ignored("", "the mesh orders the devices", "use_data_before_expert_parallelism=false"),
+    taken("activation_checkpointing", 'cpu_checkpointing=false | remat="full", offload=1.0'),
+    taken("activation_checkpointing", "partition_activations=false | SEQUENCE"),
     ignored(
         "activation_checkpointing",
         "it says how, not what is computed again: that is remat=",
-        contiguous_memory_optimization=False,
-        number_checkpoints=int,
-        synchronize_checkpoint_boundary=False,
-        profile=False,
+        "contiguous_memory_optimization=false number_checkpoints:int profile=false "
+        "synchronize_checkpoint_boundary=false",
     ),
 )
 
-# -- what only tells, and what is another program ---------------------------------------------
+# -- what only tells, and what is another program -------------------------------------------
 
+ENABLED = {  # sections that are refused where they are enabled
+    "autotuning": "it changes the batch: hfjax memory says what fits",
+    "elasticity": "it changes the batch: write train_batch_size",
+    "hybrid_engine": "hfjax.generate writes text with the same parameters",
+    "data_efficiency": "it drops tokens and draws other rows",
+    "curriculum_learning": "it shortens rows: give shorter batches",
+    "progressive_layer_drop": "it drops layers",
+    "eigenvalue": NO_COMPRESSION,
+}
 TOOLS = joined(
+    *(refused(section, why, "enabled=false") for section, why in ENABLED.items()),
+    *(ignored(section, DISABLED, "*:any") for section in ENABLED),
     ignored(
         "",
         TOLD,
-        steps_per_print=int,
-        wall_clock_breakdown=False,
-        memory_breakdown=False,
-        dump_state=False,
-        log_level=str,
-        vocabulary_size=int,
-        **{"timers.*": object, "comms_logger.*": object, "flops_profiler.*": object},
+        "steps_per_print:int wall_clock_breakdown=false memory_breakdown=false dump_state=false "
+        "log_level:str vocabulary_size:int timers.*:any comms_logger.*:any flops_profiler.*:any",
     ),
-    ignored("", "it frees no memory of devices", disable_python_gc=False),
-    ignored("", "batches come from your own loader, or hfjax.data", dataloader_drop_last=False),
-    ignored("", "hfjax train has --log.tensorboard", **{"tensorboard.*": object}),
-    ignored("", "hfjax train has --log.wandb PROJECT", **{"wandb.*": object}),
-    ignored("", "a run leaves metrics.jsonl", **{"comet.*": object, "csv_monitor.*": object}),
-    ignored("", CHECKPOINTS, **{"checkpoint.*": object, "nebula.*": object}),
-    ignored("", CHECKPOINTS, **{"datastates.*": object, "datastates_ckpt.*": object}),
-    refused("autotuning", "it changes the batch: hfjax memory says what fits", enabled=False),
-    ignored("autotuning", WITH_ENABLED, **{"*": object}),
-    refused("elasticity", "it changes the batch: write train_batch_size", enabled=False),
-    ignored("elasticity", WITH_ENABLED, **{"*": object}),
-    refused("hybrid_engine", "hfjax.generate writes text with the same parameters", enabled=False),
-    ignored("hybrid_engine", WITH_ENABLED, **{"*": object}),
-    refused("sparse_attention", "attention is the model's: give it there", **{"*": None}),
-    refused("data_efficiency", "it drops tokens and draws other rows", enabled=False),
-    ignored("data_efficiency", WITH_ENABLED, **{"*": object}),
-    refused("curriculum_learning", "it shortens rows: give shorter batches", enabled=False),
-    ignored("curriculum_learning", WITH_ENABLED, **{"*": object}),
-    refused("progressive_layer_drop", "it drops layers", enabled=False),
-    ignored("progressive_layer_drop", WITH_ENABLED, **{"*": object}),
-    refused("eigenvalue", NO_COMPRESSION, enabled=False),
-    ignored("eigenvalue", WITH_ENABLED, **{"*": object}),
-    refused("", NO_COMPRESSION, **{"compression_training.*enabled": False}),
-    ignored("compression_training", WITH_ENABLED, **{"*": object}),
-    refused("", NO_COMPRESSION, **{"quantize_training.*": None, "weight_quantization.*": None}),
-    refused("compile", "DeepCompile's passes are not here: write remat= and offload=", passes=None),
+    ignored("", "hfjax train has --log.tensorboard", "tensorboard.*:any"),
+    ignored("", "hfjax train has --log.wandb PROJECT", "wandb.*:any"),
+    ignored("", "a run leaves metrics.jsonl", "comet.*:any csv_monitor.*:any"),
+    ignored(
+        "", CHECKPOINTS, "checkpoint.*:any nebula.*:any datastates.*:any datastates_ckpt.*:any"
+    ),
+    ignored("", "it frees no memory of devices", "disable_python_gc=false"),
+    ignored("", "batches come from your loader, or hfjax.data", "dataloader_drop_last=false"),
+    refused("", "attention is the model's: give it there", "sparse_attention.*=null"),
+    refused("", NO_COMPRESSION, "compression_training.*enabled=false"),
+    ignored("", DISABLED, "compression_training.*:any"),
+    refused("", NO_COMPRESSION, "quantize_training.*=null weight_quantization.*=null"),
+    refused(
+        "compile", "DeepCompile's passes are not here: write remat= and offload=", "passes=null"
+    ),
     refused(
         "compile",
         "write offload=, HOST_OPTIMIZER or HOST_PARAMETERS",
-        **{"offload_activation": False, "offload_opt_states": False, "offload_parameters": False},
+        "offload_activation=false offload_opt_states=false offload_parameters=false",
     ),
-    ignored("compile", "XLA compiles the step", **{"*": object}),
-    ignored("", "XLA compiles the step", graph_harvesting=False),
+    ignored("", "XLA compiles the step", "compile.*:any graph_harvesting=false"),
 )
 
-TABLE = joined(ADAM, OTHERS, RATES, STEP, ZERO, AXES, TOOLS)
+TABLE = joined(UPDATES, STEP, PLACES, TOOLS)

@@ -165,33 +165,26 @@ def sizes(given: Given, place: Placing, world: int) -> dict[str, int]:
 
 def batch(given: Given, shares: int) -> tuple[int, int]:
     """Return the rows of a batch and its microbatches: rows = micro * accumulate * shares."""
-    rows, micro, times = (given.of(path) for path in BATCH)
-    for path, value in zip(BATCH, (rows, micro, times), strict=True):
-        if value is not None and value < 1:
-            raise ValueError(f"{given.file}: {path} is {value}: a number from 1 on is expected.")
-    if rows is None and micro is None:
+    for path in (path for path in BATCH if given.values.get(path) == 0):
+        raise ValueError(f"{given.file}: {path} is 0: a number from 1 on is expected.")
+    rows, micro, times = (int(given.of(path) or 0) for path in BATCH)  # 0: it is not said
+    if not rows and not micro:
         raise ValueError(
             f"{given.file}: neither train_batch_size nor train_micro_batch_size_per_gpu: how many "
             "rows a step has is not known. Write train_batch_size."
         )
-    if rows is not None and micro is not None and times is None:
-        times = rows // (micro * shares)
-    times = 1 if times is None else times
-    micro = rows // (times * shares) if micro is None else micro
-    product = int(micro * times * shares)
-    if rows not in (None, product) or not product:
-        written = (
-            f"train_batch_size {int(rows)} is not {int(micro)} rows * {int(times)} microbatches"
-        )
-        nearest = max(1, round(rows / (times * shares))) * int(times) * shares
+    times = times or (rows // (micro * shares) if rows and micro else 1)
+    micro = micro or rows // (times * shares)
+    product = micro * times * shares
+    if rows not in (0, product) or not product:
         raise ValueError(
-            f"{given.file}: {written} * {shares} devices that share the batch = {product}. "
-            f"Write train_batch_size {product or nearest}, or change one of the others "
-            f"({', '.join(BATCH[1:])}), or the devices."
+            f"{given.file}: train_batch_size {rows} is not {micro} rows * {times} microbatches * "
+            f"{shares} devices that share the batch = {product}. Write train_batch_size "
+            f"{product or times * shares}, or change {' or '.join(BATCH[1:])}, or the devices."
         )
     given.imply(BATCH[0], f"rows={product}, of all devices")
-    given.imply(BATCH[2], f"accumulate={int(times)}")
-    return product, int(times)
+    given.imply(BATCH[2], f"accumulate={times}")
+    return product, times
 
 
 def microbatches(place: Placing, times: int) -> dict[str, Any]:

@@ -22,9 +22,9 @@ def adagrad(rate: Callable, start: float, eps: float) -> optax.GradientTransform
     def init(params: Any) -> Any:
         return optax.ScaleByRssState(tree_utils.tree_full_like(params, start))
 
-    def update(gradients: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        squares = jax.tree.map(lambda s, g: s + g * g, state.sum_of_squares, gradients)
-        scaled = jax.tree.map(lambda s, g: g / (jnp.sqrt(s) + eps), squares, gradients)
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        squares = jax.tree.map(lambda s, g: s + g * g, state.sum_of_squares, updates)
+        scaled = jax.tree.map(lambda s, g: g / (jnp.sqrt(s) + eps), squares, updates)
         return scaled, optax.ScaleByRssState(squares)
 
     first = optax.GradientTransformation(init, update)
@@ -53,15 +53,15 @@ def lamb(rate: Callable, given: dict[str, Any]) -> optax.GradientTransformation:
         zeros = tree_utils.tree_zeros_like(params)
         return optax.ScaleByAdamState(jnp.zeros([], jnp.int32), zeros, zeros)
 
-    def update(gradients: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         count = state.count + 1
-        mu = tree_utils.tree_update_moment(gradients, state.mu, b1, 1)
-        nu = tree_utils.tree_update_moment_per_elem_norm(gradients, state.nu, b2, 2)
+        mu = tree_utils.tree_update_moment(updates, state.mu, b1, 1)
+        nu = tree_utils.tree_update_moment_per_elem_norm(updates, state.nu, b2, 2)
         step = -rate(state.count)
         if given["bias_correction"]:
             step = step * jnp.sqrt(1 - b2**count) / (1 - b1**count)
         moved = jax.tree.map(lambda m, v, p: m / root(v) + decay * p, mu, nu, params)
-        updates = jax.tree.map(lambda u, p: step * bounded(u, p), moved, params)
-        return updates, optax.ScaleByAdamState(count, mu, nu)
+        moved = jax.tree.map(lambda u, p: step * bounded(u, p), moved, params)
+        return moved, optax.ScaleByAdamState(count, mu, nu)
 
     return optax.GradientTransformation(init, update)

@@ -18,6 +18,10 @@ NEEDED = ("total_num_steps", "cycle_min_lr", "cycle_max_lr")
 COUNTS = ("warmup_num_steps", "cycle_first_step_size", "lr_range_test_step_size")
 
 
+class InWords(str):
+    """What a file says and no flag of hfjax train could say."""
+
+
 class Updates(NamedTuple):
     """An optimizer and a rate, None if the file has none; `flags` are those of hfjax train."""
 
@@ -145,7 +149,7 @@ def _rate_flags(given: Given, of: Params) -> dict[str, Any]:
     name = given.kind("scheduler")
     if name not in SCHEDULES:
         return {"rate": of["lr"], "warmup": 0, "hold": 0, "decay": "constant"}
-    params, own = _params(given, "scheduler", name), f"what {name} says"
+    params, own = _params(given, "scheduler", name), InWords(f"as {name} does")
     peaks = (params.get(x) for x in ("warmup_max_lr", "cycle_max_lr", "lr_range_test_min_lr"))
     peak = next((peak for peak in peaks if peak is not None), of.get("lr"))
     warmup = params.get("warmup_num_steps", own)

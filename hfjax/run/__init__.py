@@ -2,7 +2,8 @@
 
 `config` has every setting; `build` makes what runs of them, with `chosen_model` and `optimizer`.
 `loop` trains, `sampling` evaluates and generates. `files` and `yaml_text` read and write
-configurations; `journal`, `loss_picture`, `profile` and `screen` are what a run leaves and shows.
+configurations, `deepspeed_flags` those of DeepSpeed; `journal`, `loss_picture`, `profile` and
+`screen` are what a run leaves and shows.
 """
 
 from typing import TYPE_CHECKING, Any

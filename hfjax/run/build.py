@@ -15,6 +15,8 @@ from hfjax.base.tables import named
 from hfjax.batches import rows_of_process
 from hfjax.data import Loader, TokenSet, standard_library
 from hfjax.data.tokens import SPLITS, check_same_tokenizer
+from hfjax.deepspeed.from_file import OnAnyDevices, of_file
+from hfjax.deepspeed.json_file import read
 from hfjax.parallel.make_mesh import check_processes
 from hfjax.parallel.mesh import PIPE_AXIS, describe_mesh
 from hfjax.run.chosen_model import ModelChoice, choose
@@ -74,17 +76,32 @@ class Parts:
     @cached_property
     def layout(self) -> hfjax.Layout:
         """Where everything lives."""
-        strategy, frozen = strategy_of(self.config.strategy), self.config.optimizer.frozen
+        strategy, frozen = self._strategy, self.config.optimizer.frozen
         if not self.trains:
             return hfjax.layout(self.model.init, keeps_nothing(self.config), self.mesh, strategy)
-        optimizer = optimizer_of(self.config, self.rate)
+        given = None if self.file is None else self.file.updates.optimizer
+        optimizer = optimizer_of(self.config, self.rate, given)
         made = hfjax.layout(self.model.init, optimizer, self.mesh, strategy)
         return made.freeze(*frozen) if frozen else made
 
     @cached_property
     def rate(self) -> Callable:
         """The learning rate, by the number of updates."""
-        return rate_of(self.config)
+        given = None if self.file is None else self.file.updates.rate
+        return given or rate_of(self.config)
+
+    @cached_property
+    def file(self) -> OnAnyDevices | None:
+        """What a configuration of DeepSpeed says."""
+        given = self.config.deepspeed
+        return None if given is None else of_file(read(given))
+
+    @property
+    def _strategy(self) -> hfjax.Strategy:
+        """That of the file in its details, unless another one is asked for."""
+        found = strategy_of(self.config.strategy)
+        told = found if self.file is None else self.file.place.strategy
+        return told if told.name == found.name else found
 
     @cached_property
     def schedule(self) -> hfjax.Schedule | None:
@@ -99,11 +116,12 @@ class Parts:
     def execution(self) -> dict[str, Any]:
         """How the training step runs: fields of `Execution`."""
         c = self.config
+        told = {} if self.file is None else self.file.execution
         return {
             "accumulate": c.accumulate,
             "schedule": self.schedule,
             "clip": c.optimizer.clip,
-            "precision": c.precision,
+            "precision": told.get("precision", c.precision),
             "remat": c.remat,
             "offload": c.offload,
             "optimizer_in_backward": c.optimizer.in_backward,

@@ -247,6 +247,8 @@ class Train:
     """Rows in a step, on all devices together."""
     accumulate: int = 1
     """Microbatches in a step."""
+    deepspeed: Path | None = None
+    """A configuration of DeepSpeed, ds_config.json: the flags that it speaks of are as it says."""
     strategy: str = "ddp"
     """ddp, zero1, zero2, zero3, fsdp, hsdp, tensor, sequence, grid, context, expert, pipe,
     host_optimizer, host_parameters, joined by +: fsdp+tensor; at most one of the first six. Devices

@@ -257,7 +257,9 @@ def anywhere(config: Train) -> Train:
     model = replace(config.model, own=code(config.model.own), loss=code(config.model.loss))
     optimizer = replace(config.optimizer, own=code(config.optimizer.own))
     start = replace(config.checkpoints, start=whole(config.checkpoints.start))
-    return replace(config, data=data, model=model, optimizer=optimizer, checkpoints=start)
+    file = None if config.deepspeed is None else Path(os.path.abspath(config.deepspeed))
+    paths = {"deepspeed": file, "checkpoints": start}
+    return replace(config, data=data, model=model, optimizer=optimizer, **paths)
 
 
 def code_of(config: Train) -> list[str]:

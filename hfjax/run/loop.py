@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import jax
 
 import hfjax
-from hfjax.base.read_files import ANYTHING, check_fields, whole
-from hfjax.base.write_files import check_no_links
+from hfjax.base.read_files import ANYTHING, check_fields, contents, whole
+from hfjax.base.write_files import check_no_links, replace_text
 from hfjax.checkpoint import Checkpoints, Keep
 from hfjax.checkpoint.directory import steps_in
 from hfjax.data import Loader
@@ -28,13 +28,14 @@ from hfjax.processes.watchdog import Watchdog
 from hfjax.run import files, journal, profile
 from hfjax.run.build import Parts
 from hfjax.run.config import Train
+from hfjax.run.deepspeed_flags import FILE
 from hfjax.run.journal import Journal
 from hfjax.run.profile import Profile
 from hfjax.run.sampling import Sampling
 from hfjax.run.screen import Screen, Speed, line, validation, waiting
 
 CONFIG, CHECKPOINTS = "config.yaml", "checkpoints"
-WRITTEN = (CONFIG, *journal.WRITTEN, *profile.WRITTEN)  # besides checkpoints
+WRITTEN = (CONFIG, FILE, *journal.WRITTEN, *profile.WRITTEN)  # besides checkpoints
 UNFIT = "does not hold what this layout wants"  # of hfjax.checkpoint.compare
 
 
@@ -202,8 +203,16 @@ class Run:
         self.screen = enter(Screen(config.steps, self.first))
         self.journal = None
         if speaks():
-            files.save(files.lasting(config), directory / CONFIG)
+            self._save_config(directory)
             self.journal = enter(Journal(directory, config.log, files.plain(config), self.first))
+
+    def _save_config(self, directory: Path) -> None:
+        """Write what the run is made of, with its own copy of a file of DeepSpeed."""
+        config = files.lasting(self.config)
+        if config.deepspeed is not None:
+            replace_text(directory / FILE, contents(config.deepspeed))
+            config = replace(config, deepspeed=directory / FILE)
+        files.save(config, directory / CONFIG)
 
     def _begin(self) -> None:
         latest = self.checkpoints.latest()

@@ -29,10 +29,11 @@ def rate_of(config: Train) -> Callable:
     return hfjax.rate(given.rate, steps=steps, decay=given.decay, **fields)
 
 
-def optimizer_of(config: Train, rate: Callable) -> Any:
-    """Return the optimizer of a configuration."""
+def optimizer_of(config: Train, rate: Callable, optimizer: Any = None) -> Any:
+    """Return the optimizer of a configuration; one that is given is taken in place of its name."""
     given = config.optimizer
-    optimizer = _named(given, rate) if given.own is None else _own(given, rate)
+    if optimizer is None:
+        optimizer = _named(given, rate) if given.own is None else _own(given, rate)
     optimizer = scaled(optimizer, dict(map(_factor, given.scale)))
     optimizer = optimizer if given.ema is None else hfjax.ema(optimizer, given.ema)
     return hfjax.master(optimizer) if given.master else optimizer

@@ -23,6 +23,7 @@ from hfjax.cli.run import config_of
 from hfjax.cli.words import parsed
 from hfjax.parallel.mesh import PIPE_AXIS, describe_mesh, in_use, partitioned
 from hfjax.run.build import check_used
+from hfjax.run.deepspeed_flags import with_file
 from hfjax.target import (
     FRACTION,
     GPUS,
@@ -40,6 +41,9 @@ def main(argv: Sequence[str]) -> int:
     with ending_in_words("memory"):
         default, rest = config_of(argv)
         given: Memory = parsed(Memory, rest, "memory", of_run(default))
+        if given.deepspeed is not None:
+            here = given.cpu_devices or (jax.device_count() if given.gpu == "here" else given.count)
+            given, _ = with_file(given, rest, here)
         check_used([config for _, config in alternatives(given)], rest)
     console = Console(highlight=False)
     return carried_out("memory", lambda: _tell(given, console))

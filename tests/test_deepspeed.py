@@ -1,0 +1,420 @@
+"""A configuration of DeepSpeed, read as it is: each key, what is refused, rates, a real step."""
+
+import json
+import re
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import hfjax
+from hfjax.__main__ import main
+from hfjax.deepspeed.key_rows import REFUSED, is_section, row_of
+from hfjax.deepspeed.known_keys import TABLE
+from hfjax.models.gpt import next_token_loss
+from hfjax.parallel.precision import LossScale, Precision
+from hfjax.run.config import Train
+from hfjax.run.deepspeed_flags import with_file
+from tests.make_deepspeed import LR, RATES, TORCH, gradient
+from tests.small_gpt import mlps, tokens
+
+HERE = Path(__file__).parent
+EXAMPLE = HERE.parent / "examples/deepspeed_config.json"
+KEYS = (HERE / "deepspeed_keys.txt").read_text().split()
+ADAM = {"type": "Adam", "params": {"lr": LR}}
+
+
+def example(**changes):
+    """Return the example in float32, or in what is given instead."""
+    given = json.loads(EXAMPLE.read_text())
+    return {name: x for name, x in {**given, "fp16": None, **changes}.items() if x is not None}
+
+
+def setup(world=8, **keys):
+    return hfjax.from_deepspeed({"train_batch_size": 8 * world, **keys}, world)
+
+
+def zero(stage, **keys):
+    return {"zero_optimization": {"stage": stage, **keys}}
+
+
+# -- every key ----------------------------------------------------------------------------
+
+
+def test_every_key_of_deepspeed_and_of_its_page_has_a_row():
+    missing = [key for key in KEYS if row_of(TABLE, key) is None and not is_section(TABLE, key)]
+    assert missing == []
+    assert len(KEYS) > 500
+
+
+def test_what_may_be_refused_is_let_through_with_the_default_of_deepspeed():
+    for key, row in TABLE.items():
+        if row.verdict == REFUSED and "*" not in key and "(" not in key:
+            value: object = row.default
+            for name in reversed(key.split(".")):
+                value = {name: None if isinstance(value, type) else value}
+            assert isinstance(value, dict)
+            assert "ignored because" in str(setup(**value)), key
+
+
+TABLE_OF_EXAMPLE = """
+train_batch_size 32 taken as rows=32, of all devices
+gradient_accumulation_steps 2 taken as accumulate=2
+steps_per_print 10 ignored because it only changes what is told
+optimizer.type "Adam" taken as optax.adamw
+optimizer.params.lr 0.001 ignored because WarmupLR says the rate
+optimizer.params.betas [0.8, 0.999] taken as [0.8, 0.999]
+scheduler.type "WarmupLR" taken as DeepSpeed's WarmupLR, equal at every update
+scheduler.params.warmup_num_steps 1000 taken as part of the rate
+gradient_clipping 1.0 taken as clip=1.0: norms above it are divided by norm, there by norm + 1e-6
+fp16.enabled true taken as Precision(compute="float16", scale=…)
+fp16.loss_scale 0 taken as a scale that moves, at most 16777216
+fp16.loss_scale_window 500 taken as LossScale(window=500)
+fp16.initial_scale_power 15 taken as LossScale(initial=2**15)
+zero_optimization.stage 2 taken as ZERO2
+zero_optimization.offload_optimizer.device "cpu" taken as HOST_OPTIMIZER
+zero_optimization.overlap_comm true ignored because XLA schedules the program
+""".strip().splitlines()
+
+
+def test_the_table_says_what_becomes_of_each_key_of_the_example():
+    made = hfjax.from_deepspeed(EXAMPLE, world=8)
+    lines = [re.sub(" +", " ", line) for line in str(made).splitlines()]
+    assert lines[0].endswith("ZERO2|HOST_OPTIMIZER on data=8, 32 rows in 2 microbatches")
+    for line in TABLE_OF_EXAMPLE:
+        assert any(found.startswith(line) for found in lines), line
+    assert len(lines) == 30  # a title, the head, and a line for each key
+    assert made.mesh == {"data": 8}
+    assert made.rows == 32
+    scale = LossScale(2.0**15, 500, 2, 1.0)
+    precision = Precision(compute="float16", scale=scale)
+    assert made.execution == {"accumulate": 2, "clip": 1.0, "precision": precision}
+
+
+# -- what is taken ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("keys", "strategy", "mesh"),
+    [
+        ({}, hfjax.DDP, {"data": 8}),
+        (zero(0), hfjax.DDP, {"data": 8}),
+        (zero(1), hfjax.ZERO1, {"data": 8}),
+        (zero(2, cpu_offload=True), hfjax.ZERO2 | hfjax.HOST_OPTIMIZER, {"data": 8}),
+        (zero(3), hfjax.FSDP, {"fsdp": 8}),
+        (zero(3, mics_shard_size=4), hfjax.HSDP, {"data": 2, "fsdp": 4}),
+        (zero(3, zero_hpz_partition_size=2), hfjax.HSDP, {"data": 4, "fsdp": 2}),
+        (
+            zero(3, offload_optimizer={"device": "cpu"}, offload_param={"device": "cpu"}),
+            hfjax.FSDP | hfjax.HOST_OPTIMIZER | hfjax.HOST_PARAMETERS,
+            {"fsdp": 8},
+        ),
+        (
+            zero(3, offload_optimizer={"device": "cpu", "ratio": 0.25}),
+            (hfjax.FSDP | hfjax.HOST_OPTIMIZER).edit(memory={"moments": 0.25}),
+            {"fsdp": 8},
+        ),
+        (
+            zero(3, stage3_param_persistence_threshold=1e4),
+            hfjax.FSDP.edit(replicate_below=1e4),
+            {"fsdp": 8},
+        ),
+        (
+            {**zero(1), "tensor_parallel": {"autotp_size": 2}},
+            hfjax.ZERO1 | hfjax.TENSOR,
+            {"data": 4, "tensor": 2},
+        ),
+        (
+            {**zero(3), "expert_parallel": {"enabled": True, "autoep_size": 4}},
+            hfjax.FSDP | hfjax.EXPERT,
+            {"fsdp": 2, "expert": 4},
+        ),
+        (
+            {"pipeline": {"stages": 4}, "gradient_accumulation_steps": 8},
+            hfjax.DDP | hfjax.PIPE,
+            {"pipe": 4, "data": 2},
+        ),
+    ],
+)
+def test_where_everything_lies(keys, strategy, mesh):
+    made = setup(**keys)
+    assert made.strategy == strategy
+    assert made.mesh == mesh
+    if "pipe" in mesh:
+        assert made.execution["schedule"] == hfjax.Schedule("1f1b", 8)
+        assert made.execution["accumulate"] == 1
+
+
+@pytest.mark.parametrize(
+    ("keys", "execution"),
+    [
+        ({}, {"clip": 1.0}),
+        ({"gradient_clipping": 0}, {"clip": None}),
+        ({"bf16": {"enabled": True}}, {"precision": "bf16", "nonfinite": "skip"}),
+        (
+            {"bf16": {"enabled": True, "check_grad_overflow": False}},
+            {"precision": "bf16", "nonfinite": "stop"},
+        ),
+        ({"fp16": {"enabled": False, "hysteresis": 5}}, {"clip": 1.0}),
+        (
+            {"communication_data_type": "fp32", "bf16": {"enabled": True}},
+            {"precision": Precision(compute="bfloat16", reduce="float32")},
+        ),
+        (
+            {"fp16": {"enabled": True}},
+            {"precision": Precision(compute="float16", scale=LossScale())},
+        ),
+        (
+            {"fp16": {"enabled": True, "loss_scale": 128.0, "hysteresis": 4}},
+            {"precision": Precision(compute="float16", scale=LossScale(128.0, window=None))},
+        ),
+        ({"activation_checkpointing": {"cpu_checkpointing": True}}, {"offload": 1.0}),
+        ({"pipeline": {"activation_checkpoint_interval": 2}}, {"remat": "group:2"}),
+        ({"pipeline": {"activation_checkpoint_interval": 1}}, {"remat": "full"}),
+    ],
+)
+def test_how_a_step_computes(keys, execution):
+    found = setup(**keys).execution
+    assert {name: found.get(name) for name in execution} == execution
+
+
+@pytest.mark.parametrize(
+    ("sizes", "rows", "times"),
+    [
+        *[((64, None, None), 64, 1), ((64, 2, None), 64, 4), ((64, None, 8), 64, 8)],
+        *[((None, 3, None), 24, 1), ((None, 3, 2), 48, 2), ((64, 4, 2), 64, 2)],
+    ],
+)
+def test_rows_are_those_of_a_device_times_microbatches_times_devices(sizes, rows, times):
+    names = "train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps".split()
+    given = dict(zip(names, sizes, strict=True))
+    made = hfjax.from_deepspeed({name: x for name, x in given.items() if x is not None}, world=8)
+    assert (made.rows, made.execution["accumulate"]) == (rows, times)
+    tensor = {"tensor_parallel": {"autotp_size": 2}}
+    assert hfjax.from_deepspeed({names[1]: 3, **tensor}, world=8).rows == 12
+
+
+# -- what is not --------------------------------------------------------------------------
+
+REFUSALS = [
+    ({"train_batchsize": 8}, r"train_batchsize: DeepSpeed has no such key. Did you mean train_b"),
+    ({"stage": 2}, r"stage: DeepSpeed has no such key. Did you mean zero_optimization.stage\?"),
+    (zero("auto"), r'zero_optimization.stage is "auto", which a Trainer fills in: write 0 \(Deep'),
+    ({"gradient_clipping": "auto"}, r'"auto", which a Trainer fills in: write 1.0 \(DeepSpeed'),
+    ({"gradient_clipping": "1e-3"}, 'is "1e-3": a number is expected. Write 1e-3 without quotes'),
+    ({"gradient_clipping": -1}, "gradient_clipping is -1: a number is expected"),
+    (zero(2.5), "stage is 2.5: a whole number is expected"),
+    ({"fp16": True}, "fp16 is true: an object is expected"),
+    (zero(4), r"stage +4 +refused because the stages are 0 \(DDP\), 1, 2 \(ZERO1, ZERO2\) and 3"),
+    (zero(2, offload_param={"device": "cpu"}), "stage is 2, and offload of parameters needs stage"),
+    (zero(0, offload_optimizer={"device": "cpu"}), "offload of the optimizer needs stage 1, 2"),
+    (zero(3, offload_param={"device": "nvme"}), 'NVMe is not here: write "cpu"'),
+    (zero(2, offload_optimizer={"device": "cpu", "ratio": 0.5}), "a part below 1 needs stage 3"),
+    (zero(2, zero_quantized_gradients=True), "refused because it rounds what is sent"),
+    (zero(2, mics_shard_size=2), "groups of devices need stage 3"),
+    ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "fp16 and bf16 are both enabled"),
+    ({"fp16": {"enabled": True, "hysteresis": 0}}, "hysteresis +0 +refused because a number fro"),
+    ({"fp16": {"enabled": True, "min_loss_scale": 2**17}}, r"at most 2\*\*16, the first"),
+    ({"communication_data_type": "fp16"}, "float16 overflows in a sum over devices"),
+    ({"gradient_allreduce_op": "sum"}, "hfjax takes the mean"),
+    ({"optimizer": {"type": "OneBitAdam"}}, "refused because it compresses gradients"),
+    ({"optimizer": {"type": "Muon"}}, "hfjax has no muon yet; it has Adam, AdamW, Lamb"),
+    ({"optimizer": {"type": "Admw"}}, "give others yourself. Did you mean Adam"),
+    ({"optimizer": {"type": "SGD", "params": {"betas": [0, 1]}}}, "SGD has no such key. It has"),
+    ({"optimizer": {"type": "Adam", "params": {"betas": [0.9]}}}, "two numbers from 0 to 1 are"),
+    ({"optimizer": {"type": "Adam", "params": {"amsgrad": True}}}, "amsgrad +true +refused"),
+    ({"scheduler": {"type": "Warmup"}}, "there are WarmupLR, .* Did you mean WarmupLR"),
+    ({"scheduler": {"type": "WarmupLR"}}, "highest rate is not in the file: write warmup_max_lr"),
+    ({"scheduler": {"type": "WarmupDecayLR"}}, "scheduler.params needs total_num_steps"),
+    (
+        {"scheduler": {"type": "OneCycle", "params": {"cycle_min_lr": 1, "cycle_max_lr": 2}}},
+        'cycle_momentum +not there +refused because .* write "cycle_momentum": false',
+    ),
+    ({"torch_autocast": {"enabled": True}}, "torch's types by operation are not here: write bf16"),
+    ({"sparse_attention": {"mode": "fixed"}}, "attention is the model's"),
+    ({"compression_training": {"layer_reduction": {"enabled": True}}}, "compresses no model"),
+    (
+        {**zero(2), "pipeline": {"stages": 2}},
+        "DeepSpeed's pipelines take stage 0 or 1, and stage is 2",
+    ),
+    ({"tensor_parallel": {"autotp_size": 3}}, "8 devices do not divide by 3: ddp.tensor has"),
+    ({"train_batch_size": 30}, r"30 is not 3 rows \* 1 microbatches \* 8 devices .*= 24. Write"),
+    ({"train_batch_size": 0}, "train_batch_size is 0: a number from 1 on"),
+    ({"gradient_accumulation_steps": 16, "train_batch_size": 64}, "is not 0 rows .* Write train"),
+    (
+        {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 1},
+        r"64 is not 4 rows \* 1 microbatches \* 8 devices .* = 32. Write train_batch_size 32",
+    ),
+]
+
+
+@pytest.mark.parametrize(("keys", "message"), REFUSALS)
+def test_what_is_not_here_is_an_error_with_what_to_write(keys, message):
+    with pytest.raises(ValueError, match=message):
+        setup(**keys)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{\n  "bf16": {}, // mine\n "a": 1}', "line 2: JSON has no comments: remove it"),
+        ('{"steps_per_print": 1,}', "line 1: it is no JSON"),
+        ('{"a": {"stage": 1, "stage": 2}}', r"the key stage is there twice, 1 and 2: keep one"),
+        ('{"gradient_clipping": NaN}', "NaN is no number of JSON"),
+        ("[1]", r"an object of JSON is expected, found \[1\]"),
+        ("", "line 1: it is no JSON"),
+        ("[" * 100_000, "it is nested too deeply"),
+    ],
+)
+def test_a_file_that_is_no_json_is_told(tmp_path, text, message):
+    path = tmp_path / "ds.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=rf"ds.json.*{message}"):
+        hfjax.from_deepspeed(path)
+
+
+def test_a_number_of_devices_is_one():
+    with pytest.raises(ValueError, match="world=0: a number of devices is expected"):
+        hfjax.from_deepspeed({}, world=0)
+    with pytest.raises(ValueError, match="neither train_batch_size nor train_micro_batch_size"):
+        hfjax.from_deepspeed({}, world=1)
+
+
+# -- numbers ------------------------------------------------------------------------------
+
+REFERENCE = np.load(HERE / "deepspeed_rates.npz")
+
+
+@pytest.mark.parametrize("name", RATES)
+def test_a_rate_is_that_of_deepspeed_in_2000_updates(name):
+    kind, params = RATES[name]
+    rate = setup(optimizer=ADAM, scheduler={"type": kind, "params": params}).rate
+    assert rate is not None
+    found = jax.vmap(rate)(jnp.arange(2000))
+    most = float(REFERENCE[name].max())
+    np.testing.assert_allclose(found, REFERENCE[name], rtol=1e-6, atol=1e-6 * most)
+
+
+def walk(optimizer, steps):
+    x = np.array([1.0, 2.0, 3.0], np.float32)
+    state, found = optimizer.init(x), []
+    for _ in range(steps):
+        updates, state = optimizer.update(gradient(x), state, x)
+        x = np.asarray(optax.apply_updates(x, updates))
+        found.append(x)
+    return np.array(found)
+
+
+@pytest.mark.parametrize("name", TORCH)
+def test_an_optimizer_goes_where_that_of_torch_goes(name):
+    _, params, more = TORCH[name]
+    given = {"type": name.partition(",")[0], "params": {"lr": LR, **params, **more}}
+    found = walk(setup(optimizer=given).optimizer, 20)
+    np.testing.assert_allclose(found, REFERENCE[f"optimizer {name}"], rtol=1e-6)
+
+
+def test_torch_adam_brings_the_decay_that_torch_has_by_default():
+    plain = setup(optimizer={"type": "AdamW", "params": {"torch_adam": True}}).optimizer
+    np.testing.assert_array_equal(walk(plain, 3), walk(optax.adamw(1e-3, weight_decay=1e-2), 3))
+
+
+def test_lion_and_lamb_are_those_of_the_kernels_of_deepspeed():
+    lion = setup(optimizer={"type": "Lion", "params": {"lr": 0.1, "weight_decay": 0.1}}).optimizer
+    np.testing.assert_array_equal(
+        walk(lion, 3), walk(optax.lion(0.1, 0.9, 0.999, weight_decay=0.1), 3)
+    )
+    given = {"lr": 0.1, "weight_decay": 0.1, "max_coeff": 0.5}
+    found = walk(setup(optimizer={"type": "lamb", "params": given}).optimizer, 5)
+    x, m, v = np.array([1.0, 2.0, 3.0]), 0.0, 0.0
+    for t in range(1, 6):
+        g = gradient(x)
+        m, v = 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g * g
+        moved = m / (np.sqrt(v) + 1e-8) + 0.1 * x
+        ratio = min(max(np.linalg.norm(x) / np.linalg.norm(moved), 0.01), 0.5)
+        x = x - 0.1 * np.sqrt(1 - 0.999**t) / (1 - 0.9**t) * ratio * moved
+        np.testing.assert_allclose(found[t - 1], x, rtol=1e-5)
+
+
+BY_HAND = {"accumulate": 2, "clip": 1.0}
+
+
+@pytest.mark.parametrize("section", [{}, {"bf16": {"enabled": True}}], ids=["fp32", "bf16"])
+def test_the_example_trains_as_what_is_written_by_hand(section):
+    """ZeRO-2, the optimizer on the host, Adam(0.8, 0.999), WarmupLR, clipping."""
+    made = hfjax.from_deepspeed(example(**section), world=4)
+    rate = hfjax.rate(1e-3, warmup=1000, decay="constant", shape="log")
+    mine = optax.adamw(rate, 0.8, 0.999, 1e-8, weight_decay=3e-7)
+    types = {"precision": "bf16", "nonfinite": "skip"} if section else {}
+    results = []
+    for strategy, optimizer, execution in (
+        (made.strategy, made.optimizer, made.execution),
+        (hfjax.ZERO2 | hfjax.HOST_OPTIMIZER, mine, {**BY_HAND, **types}),
+    ):
+        mesh = hfjax.make_mesh(devices=jax.devices()[:4], **made.mesh)
+        layout = hfjax.layout(mlps(layers=1), optimizer, mesh, strategy)
+        step, state = hfjax.train_step(layout, next_token_loss, **execution), hfjax.init(layout)
+        for _ in range(5):
+            state, metrics = step(state, tokens(rows=made.rows))
+        results.append((jax.device_get(state.params), float(metrics["loss"])))
+    assert results[0][1] == results[1][1]
+    jax.tree.map(np.testing.assert_array_equal, *(params for params, _ in results))
+
+
+# -- hfjax train --------------------------------------------------------------------------
+
+
+def written(path, **keys):
+    path.write_text(json.dumps(keys))
+    return path
+
+
+def test_a_run_is_configured_by_the_file_and_flags_that_say_the_same(tmp_path):
+    path = written(tmp_path / "ds.json", **example(bf16={"enabled": True}))
+    given = Train(deepspeed=path, strategy="host_optimizer+zero2", steps=7)
+    config, made = with_file(given, ["--strategy", "--steps"], 8)
+    assert made is not None
+    assert (config.batch, config.accumulate, config.steps) == (32, 2, 7)
+    assert (config.strategy, config.precision) == ("zero2+host_optimizer", "bf16")
+    assert (config.mesh.data, config.mesh.fsdp) == (8, 1)
+    assert (config.optimizer.clip, config.optimizer.warmup) == (1.0, 1000)
+    assert with_file(config, [], 8)[0] == config  # a run that goes on
+    assert with_file(Train(), ["--steps"], 8) == (Train(), None)
+
+
+@pytest.mark.parametrize(
+    ("changes", "typed", "message"),
+    [
+        ({}, "--batch", "--batch 32: --deepspeed .*ds.json says something else, 16"),
+        ({"accumulate": 4}, "", "--accumulate 4: --deepspeed .* says something else, 2"),
+        ({"strategy": "fsdp"}, "--strategy", "--strategy fsdp: .* else, zero2.host_optimizer"),
+        ({}, "--precision", "--precision stored: .* something else, bf16"),
+        ({}, "--optimizer.rate", "--optimizer.rate 0.003: .* something else, 0.001"),
+        ({}, "--optimizer.hold=0", "--optimizer.hold 0: .* something else, as WarmupLR does"),
+    ],
+)
+def test_a_flag_that_says_something_else_is_an_error_with_both_values(
+    tmp_path, changes, typed, message
+):
+    keys = example(bf16={"enabled": True}, train_batch_size=16)
+    path = written(tmp_path / "ds.json", **keys)
+    with pytest.raises(ValueError, match=message):
+        with_file(Train(deepspeed=path, **changes), [typed], 8)
+
+
+def test_the_command_trains_evaluates_and_refuses(tmp_path, capsys):
+    path = written(tmp_path / "ds.json", **example(train_batch_size=16))
+    small = "--model.layers 1 --model.embed 16 --model.heads 2 --model.length 16 --log.sample 0"
+    run = ["--out", str(tmp_path / "run"), "--log.valid-every", "0", *small.split()]
+    run += ["--devices", "2", "--steps", "2"]
+    assert main(["train", "--deepspeed", str(path), *run]) == 0
+    told = capsys.readouterr().out
+    assert re.search(r'zero_optimization.offload_optimizer.device +"cpu" +taken as HOST_OPT', told)
+    path.unlink()  # the run has its own copy
+    assert main(["eval", str(tmp_path / "run"), "--batches", "1", "--devices", "1"]) == 0
+    capsys.readouterr()
+    with pytest.raises(SystemExit):
+        main(["train", "--deepspeed", str(path), *run])
+    assert "ds.json: there is no such file" in capsys.readouterr().err
