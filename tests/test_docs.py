@@ -61,6 +61,7 @@ SMALL = {  # what is too long for a test, and what stands for it
         "GPTConfig.tiny()": "GPTConfig.tiny(layers=1, embed=32)",
         "GPTConfig.tiny(layers=8)": "GPTConfig.tiny(layers=4, embed=32)",
         "--model.layers 8 --model.embed 128": "--model.layers 4 --model.embed 32",
+        "zero2.json --cpu-devices 8": f"zero2.json {SMALL_GPT} --cpu-devices 8",
         "--cpu-devices 8": "--steps 2 --log.sample 0 --log.valid-every 0",
     },
     "docs/processes.md": {
@@ -153,6 +154,12 @@ def for_memory(names: dict[str, Any]) -> dict[str, Any]:
     return trained(names) | {"block": block, "schedule": schedule, "staged": staged}
 
 
+def for_migration(names: dict[str, Any]) -> dict[str, Any]:
+    page = (ROOT / "docs/migration.md").read_text(encoding="utf-8")
+    Path("zero2.json").write_text(re.findall(r"(?s)```json\n(.*?)```", page)[0])
+    return {}
+
+
 def for_optimizers(names: dict[str, Any]) -> dict[str, Any]:
     root = lambda outputs, batch: jnp.sqrt(0 * outputs).mean()
     return trained(names) | {"with_a_square_root_of_zero": root}
@@ -190,6 +197,7 @@ MAKES = {
     "docs/data.md": for_data,
     "docs/kernels.md": trained,
     "docs/memory.md": for_memory,
+    "docs/migration.md": for_migration,
     "docs/optimizers.md": for_optimizers,
     "docs/pipelines.md": for_pipelines,
     "docs/processes.md": for_processes,
