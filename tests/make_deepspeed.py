@@ -32,6 +32,7 @@ RATES = {  # name: type, parameters
             "warmup_type": "linear",
         },
     ),
+    "WarmupDecayLR, by default": ("WarmupDecayLR", {"total_num_steps": 1700}),
     "WarmupDecayLR": ("WarmupDecayLR", {"total_num_steps": 1800, "warmup_min_lr": 1e-4}),
     "WarmupDecayLR, linear": (
         "WarmupDecayLR",

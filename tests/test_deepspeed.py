@@ -197,6 +197,26 @@ def test_rows_are_those_of_a_device_times_microbatches_times_devices(sizes, rows
     assert hfjax.from_deepspeed({names[1]: 3, **tensor}, world=8).rows == 12
 
 
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        (zero(2, cpu_offload=False), "cpu_offload +false +ignored because it is false"),
+        (zero(2, offload_optimizer={"device": "none", "ratio": 0.5}), "ratio +0.5 +ignored"),
+        (zero(1, stage3_param_persistence_threshold=9), "9 +ignored because only stage 3 divides"),
+        ({"fp16": {"loss_scale": 3}}, "loss_scale +3 +ignored because fp16.enabled is not true"),
+        ({"fp16": {"enabled": True}}, "without ZeRO DeepSpeed has no hysteresis and no stop"),
+        ({}, "gradient_clipping +not there +taken as clip=1.0, DeepSpeed's default"),
+        ({"optimizer": {"type": "adam"}}, "optimizer.type +.adam. +taken as optax.adamw"),
+        (
+            {"optimizer": {"type": "Adam", "params": {"adam_w_mode": False, "weight_decay": 1}}},
+            "taken as optax.adam, decay added to gradients",
+        ),
+    ],
+)
+def test_the_table_says_when_a_key_does_nothing(keys, words):
+    assert re.search(words, str(setup(**keys)))
+
+
 # -- what is not --------------------------------------------------------------------------
 
 REFUSALS = [
@@ -222,8 +242,19 @@ REFUSALS = [
     ({"gradient_allreduce_op": "sum"}, "hfjax takes the mean"),
     ({"optimizer": {"type": "OneBitAdam"}}, "refused because it compresses gradients"),
     ({"optimizer": {"type": "Muon"}}, "hfjax has no muon yet; it has Adam, AdamW, Lamb"),
+    (
+        {"optimizer": {"type": "RMSprop", "params": {"alpha": 0.9}}},
+        "type +.RMSprop. +refused because there are Adam, AdamW, Lamb, Lion, Adagrad, SGD; give",
+    ),
+    (
+        {"scheduler": {"type": "WarmupLR", "params": {"warmup_steps": 1}}},
+        "no such key. Did you mean warmup_num_steps",
+    ),
     ({"optimizer": {"type": "Admw"}}, "give others yourself. Did you mean Adam"),
-    ({"optimizer": {"type": "SGD", "params": {"betas": [0, 1]}}}, "SGD has no such key. It has"),
+    (
+        {"optimizer": {"type": "SGD", "params": {"betas": [0, 1]}}},
+        r"optimizer.SGD..params has no such key. There are lr, w",
+    ),
     ({"optimizer": {"type": "Adam", "params": {"betas": [0.9]}}}, "two numbers from 0 to 1 are"),
     ({"optimizer": {"type": "Adam", "params": {"amsgrad": True}}}, "amsgrad +true +refused"),
     ({"scheduler": {"type": "Warmup"}}, "there are WarmupLR, .* Did you mean WarmupLR"),
@@ -264,9 +295,11 @@ def test_what_is_not_here_is_an_error_with_what_to_write(keys, message):
         ('{"steps_per_print": 1,}', "line 1: it is no JSON"),
         ('{"a": {"stage": 1, "stage": 2}}', r"the key stage is there twice, 1 and 2: keep one"),
         ('{"gradient_clipping": NaN}', "NaN is no number of JSON"),
+        ('{"fp16.enabled": true}', "fp16.enabled: DeepSpeed has no such key: nest objects"),
         ("[1]", r"an object of JSON is expected, found \[1\]"),
         ("", "line 1: it is no JSON"),
         ("[" * 100_000, "it is nested too deeply"),
+        ('{"a": ' * 950 + "1" + "}" * 950, "DeepSpeed has no such key|recursion"),
     ],
 )
 def test_a_file_that_is_no_json_is_told(tmp_path, text, message):
@@ -296,6 +329,22 @@ def test_a_rate_is_that_of_deepspeed_in_2000_updates(name):
     found = jax.vmap(rate)(jnp.arange(2000))
     most = float(REFERENCE[name].max())
     np.testing.assert_allclose(found, REFERENCE[name], rtol=1e-6, atol=1e-6 * most)
+
+
+@pytest.mark.parametrize(
+    ("name", "rate"),
+    [
+        ("WarmupLR, by default", {"warmup": 1000, "decay": "constant"}),
+        (
+            "WarmupDecayLR, by default",
+            {"warmup": 1000, "hold": 1, "steps": 1701, "decay": "linear"},
+        ),
+        ("WarmupCosineLR", {"warmup": 1000, "steps": 1900, "end": 0.0001}),
+    ],
+)
+def test_the_rows_of_the_page_on_optimizers_are_the_classes_of_deepspeed(name, rate):
+    found = jax.vmap(hfjax.rate(1e-3 if "Decay" in name else LR, shape="log", **rate))
+    np.testing.assert_allclose(found(jnp.arange(2000)), REFERENCE[name], rtol=1e-6, atol=1e-9)
 
 
 def walk(optimizer, steps):

@@ -98,20 +98,15 @@ def _scale(given: Given) -> LossScale:
 
 def _kept(given: Given) -> dict[str, Any]:
     """Return what is computed again, and what of the kept tensors waits on the host."""
-    section, path = "activation_checkpointing", "pipeline.activation_checkpoint_interval"
-    splits, tensor = (
-        given.of(f"{section}.partition_activations"),
-        given.of("tensor_parallel.autotp_size"),
-    )
-    if splits and max(tensor, given.of("tensor_parallel.tp.tp_size")) > 1:
-        why = "activations are split over tensor by SEQUENCE: give the strategy yourself"
-        given.refuse(f"{section}.partition_activations", why)
-    elif splits is not None:
-        given.ignore(f"{section}.partition_activations", "no tensors are split over tensor")
+    splits = "activation_checkpointing.partition_activations"
+    if given.of(splits) and given.tensor > 1:
+        given.refuse(splits, "SEQUENCE splits what is kept over tensor: give the strategy yourself")
+    given.ignore(splits, "nothing that is kept is whole on several devices")
+    path = "pipeline.activation_checkpoint_interval"
     layers = int(given.of(path))
     remat = {"remat": "full" if layers == 1 else f"group:{layers}"} if layers else {}
-    given.take(path, f"remat={remat['remat']!r}" if remat else 'remat="none"')
-    if given.of(f"{section}.cpu_checkpointing"):
+    given.take(path, f"remat={remat.get('remat', 'none')!r}")
+    if given.of("activation_checkpointing.cpu_checkpointing"):
         return {"remat": "full", **remat, "offload": 1.0}
-    given.ignore(f"{section}.cpu_checkpointing", "it is false: what layers keep stays on devices")
+    given.ignore("activation_checkpointing.cpu_checkpointing", "nothing waits on the host")
     return remat

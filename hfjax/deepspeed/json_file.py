@@ -54,6 +54,12 @@ class Given:
         kind = str(self.values.get(f"{section}.type"))
         return OPTIMIZERS.get(kind.lower(), kind) if section == "optimizer" else kind
 
+    @property
+    def tensor(self) -> int:
+        """Over how many devices a layer is split."""
+        sizes = (self.of(f"tensor_parallel.{key}") for key in ("autotp_size", "tp.tp_size"))
+        return int(max(1, *sizes))
+
     def take(self, path: str, words: str) -> None:
         """Say as what a path is taken, if the file has it and it is not refused."""
         self._say(path, f"{TAKEN} {words}")
@@ -83,7 +89,10 @@ def read(source: str | Path | Mapping[str, Any]) -> Given:
     found = source if plain else _parsed(Path(source))
     if not isinstance(found, Mapping):
         raise ValueError(f"{file}: an object of JSON is expected, found {shown(found)}.")
-    given = Given(file, dict(_leaves(found)))
+    try:
+        given = Given(file, dict(_leaves(found)))
+    except (ValueError, RecursionError) as wrong:
+        raise ValueError(f"{file}: {wrong}") from None
     mistakes = [
         told for path, value in given.values.items() if (told := _wrong(given, path, value))
     ]
@@ -129,6 +138,8 @@ def _constant(word: str) -> None:
 def _leaves(given: Mapping[str, Any], outer: str = "") -> Iterator[tuple[str, Any]]:
     """Yield every path with its value; an object without keys is a value."""
     for name, value in given.items():
+        if "." in str(name):
+            raise ValueError(f"{outer}{named(name)}: DeepSpeed has no such key: nest objects.")
         path = f"{outer}{name}"
         if isinstance(value, Mapping) and value:
             yield from _leaves(value, f"{path}.")
@@ -139,39 +150,33 @@ def _leaves(given: Mapping[str, Any], outer: str = "") -> Iterator[tuple[str, An
 def _wrong(given: Given, path: str, value: Any) -> str | None:
     """Return what is wrong with a key, if something is: it is unknown, or no such value."""
     typed = given.typed(path)
-    row = row_of(TABLE, typed)
+    row, nothing = row_of(TABLE, typed), value in ({}, None)
     if row is None:
+        section, params, _ = typed.partition(").params")
+        if params and not is_section(TABLE, f"{section}{params}"):
+            return None  # the type is refused
         if is_section(TABLE, typed):
-            return (
-                None if value in ({}, None) else f"{path} is {_json(value)}: an object is expected."
-            )
-        if typed.endswith(".params") and value in ({}, None):
-            return None
-        return _unknown(given, path)
+            return None if nothing else f"{path} is {_json(value)}: an object is expected."
+        return _unknown(path, typed)
     if value == "auto" and row.default != "auto":
         return f'{path} is "auto", which a Trainer fills in: write {to_write(row)}.'
     if fits(row, value):
         return None
-    quoted = isinstance(value, str) and "number" in kind_of(row)
-    todo = f" Write {value} without quotes." if quoted and _spells_number(value) else ""
+    quoted = isinstance(value, str) and "number" in kind_of(row) and _spells_number(value)
+    todo = f" Write {value} without quotes." if quoted else ""
     return f"{path} is {_json(value)}: {kind_of(row)} is expected.{todo}"
 
 
-def _unknown(given: Given, path: str) -> str:
-    section, kind = path.partition(".")[0], None
-    if ".params." in path and section in ("optimizer", "scheduler"):
-        kind = given.kind(section)
-        inside = given.typed(f"{section}.params.")
-        if not is_section(TABLE, inside.rstrip(".")):
-            return f"{path}: {section}.type {kind} is none that is known here."
-        names = [key.removeprefix(inside) for key in TABLE if key.startswith(inside)]
-        name = path.rpartition(".")[2]
-        return (
-            f"{path}: {kind} has no such key.{nearest_of(name, names)} It has {', '.join(names)}."
-        )
-    names = {key.rpartition(".")[2]: key for key in TABLE if "*" not in key and "(" not in key}
-    near = nearest_of(path, TABLE)
-    if not near and (last := nearest_of(path.rpartition(".")[2], names)):
+def _unknown(path: str, typed: str) -> str:
+    """Return what is said of a key that DeepSpeed does not have, with the nearest of its place."""
+    inside, _, name = typed.rpartition(".")
+    beside = {key.rpartition(".")[2]: key for key in TABLE if key.startswith(f"{inside}.")}
+    if ").params" in typed:
+        all_of = f" There are {', '.join(beside)}."
+        return f"{path}: {inside} has no such key.{nearest_of(name, beside)}{all_of}"
+    names = {key.rpartition(".")[2]: key for key in TABLE if "(" not in key} | beside
+    near = nearest_of(typed, TABLE)
+    if not near and (last := nearest_of(name, names)):
         near = f" Did you mean {names[last.split()[-1].rstrip('?')]}?"
     return f"{path}: DeepSpeed has no such key.{near}"
 
@@ -195,7 +200,7 @@ def _by_table(given: Given, path: str, value: Any) -> None:
     """Say what the table says; what is taken is said again by who takes it."""
     row = row_of(TABLE, given.typed(path))
     if row is None or value == {}:
-        given.ignore(path, "it says nothing")
+        given.ignore(path, "nothing here takes it")
     elif row.verdict == TAKEN:
         given.take(path, row.words.format(_json(value)))
     elif row.verdict == IGNORED:

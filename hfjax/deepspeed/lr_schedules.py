@@ -60,20 +60,16 @@ def _warmup_cosine(params: Params, lr: float) -> Rate:
 
 def _one_cycle(params: Params, lr: float) -> Rate:
     least, most, first = (params[f"cycle_{x}"] for x in ("min_lr", "max_lr", "first_step_size"))
-    given = params["cycle_second_step_size"]
-    second = first if given is None else given
-    stairs, later_stairs = (params[f"cycle_{x}_stair_count"] for x in ("first", "second"))
-    later_stairs = stairs if later_stairs is None else later_stairs
+    second, stairs = params["cycle_second_step_size"], params["cycle_first_stair_count"]
+    second = first if second is None else second
+    later = params["cycle_second_stair_count"]
+    later = stairs if later is None else later
     whole, size, by = first + second, params["decay_step_size"], params["decay_lr_rate"]
-    floor = lambda part, count: jnp.floor(part * count) / count if count else part
+    part = lambda n, of, stairs: jnp.floor(n * stairs / of) / stairs if stairs else n / of
 
     def at(n: Any) -> Any:
         here = n % whole
-        up = (
-            floor(here / first, stairs) if not stairs else jnp.floor(here * stairs / first) / stairs
-        )
-        down = (whole - here) * max(later_stairs, 1) / max(second, 1)
-        down = jnp.floor(down) / later_stairs if later_stairs else down
+        up, down = part(here, first, stairs), part(whole - here, max(second, 1), later)
         cycle = least + (most - least) * jnp.where(here <= first, up, down)
         after = least / (1 + by * (n - whole) / size) if size and by else least
         return jnp.where(n <= whole, cycle, after)
@@ -84,8 +80,7 @@ def _one_cycle(params: Params, lr: float) -> Rate:
 def _range_test(params: Params, lr: float) -> Rate:
     least, size, rate = (params[f"lr_range_test_{x}"] for x in ("min_lr", "step_size", "step_rate"))
     stairs = params["lr_range_test_staircase"]
-    part = lambda n: jnp.floor(n / size) if stairs else n / size
-    return lambda n: least * (1 + rate * part(n))
+    return lambda n: least * (1 + rate * (jnp.floor(n / size) if stairs else n / size))
 
 
 KINDS = {

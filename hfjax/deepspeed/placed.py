@@ -11,6 +11,16 @@ from hfjax.parallel.strategy import Strategy
 
 STAGES = ("ddp", "zero1", "zero2", "fsdp")
 ZERO = "zero_optimization"
+OFFLOADS = (  # section, its older key, strategy, least stage, and that in words
+    (
+        "offload_optimizer",
+        "cpu_offload",
+        "host_optimizer",
+        1,
+        "the optimizer needs stage 1, 2 or 3",
+    ),
+    ("offload_param", "cpu_offload_param", "host_parameters", 3, "parameters needs stage 3"),
+)
 BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 
@@ -54,7 +64,10 @@ def placed(given: Given) -> Placing:
         given.ignore(threshold, "only stage 3 divides parameters")
     elif threshold in given.values:
         edits["replicate_below"] = given.of(threshold)
-    tensor, pipe, expert = _tensor(given), _stages(given, stage), _experts(given, group)
+    tensor, pipe, expert = given.tensor, _stages(given, stage), _experts(given, group)
+    words = f"TENSOR, tensor={tensor}" if tensor > 1 else "tensor=1"
+    for key in ("autotp_size", "tp.tp_size"):
+        given.take(f"tensor_parallel.{key}", words)
     axes = {"tensor": tensor, "expert": expert, "pipe": pipe}
     names += [name for name, size in axes.items() if size > 1]
     return Placing(tuple(names), tensor, pipe, expert, group, edits)
@@ -79,40 +92,32 @@ def _group(given: Given, stage: int) -> int:
 
 def _offloaded(given: Given, stage: int, names: list[str]) -> dict[str, Any]:
     """Add what the host keeps to the names; return edits of the strategy."""
-    told = {"offload_optimizer": ("host_optimizer", 1), "offload_param": ("host_parameters", 3)}
-    for (section, (name, least)), old in zip(
-        told.items(), ("cpu_offload", "cpu_offload_param"), strict=True
-    ):
-        path = f"{ZERO}.{section}.device"
-        device = given.of(path)
-        path, device = (f"{ZERO}.{old}", "cpu") if given.of(f"{ZERO}.{old}") else (path, device)
+    for section, old, name, least, needs in OFFLOADS:
+        path, old = f"{ZERO}.{section}.device", f"{ZERO}.{old}"
+        if given.of(old):
+            path, device = old, "cpu"
+        else:
+            given.ignore(old, "it is false")
+            device = given.of(path)
         if device == "none":
             given.ignore(path, "nothing is offloaded")
         elif device != "cpu":
             why = "NVMe is not here" if device == "nvme" else "there are cpu and none"
             given.refuse(path, f'{why}: write "cpu"')
         elif stage < least:
-            what = (
-                "the optimizer needs stage 1, 2 or 3" if least == 1 else "parameters needs stage 3"
-            )
-            given.refuse(path, f"stage is {stage}, and offload of {what}")
+            given.refuse(path, f"stage is {stage}, and offload of {needs}")
         else:
             names.append(name)
             given.take(path, name.upper())
-    ratio, path = given.of(f"{ZERO}.offload_optimizer.ratio"), f"{ZERO}.offload_optimizer.ratio"
-    if ratio > 1 or (ratio < 1 and stage != 3):
+    path = f"{ZERO}.offload_optimizer.ratio"
+    ratio = given.of(path)
+    if "host_optimizer" not in names:
+        given.ignore(path, "nothing is offloaded")
+    elif ratio > 1 or (ratio < 1 and stage != 3):
         given.refuse(path, "a part below 1 needs stage 3" if ratio < 1 else "it is a part, 0 to 1")
-    elif ratio < 1 and "host_optimizer" in names:
+    elif ratio < 1:
         return {"memory": {"moments": ratio}}
     return {}
-
-
-def _tensor(given: Given) -> int:
-    paths = ("tensor_parallel.autotp_size", "tensor_parallel.tp.tp_size")
-    size = max(int(given.of(path)) for path in paths)
-    for path in paths:
-        given.take(path, f"TENSOR, tensor={size}" if size > 1 else "tensor=1, which is off")
-    return max(size, 1)
 
 
 def _stages(given: Given, stage: int) -> int:
