@@ -71,7 +71,7 @@ scheduler.type "WarmupLR" taken as DeepSpeed's WarmupLR, equal at every update
 scheduler.params.warmup_num_steps 1000 taken as part of the rate
 gradient_clipping 1.0 taken as clip=1.0: norms above it are divided by norm, there by norm + 1e-6
 fp16.enabled true taken as Precision(compute="float16", scale=…)
-fp16.loss_scale 0 taken as a scale that moves, at most 16777216
+fp16.loss_scale 0 taken as a scale that moves, at most 16777216 (DeepSpeed: no limit)
 fp16.loss_scale_window 500 taken as LossScale(window=500)
 fp16.initial_scale_power 15 taken as LossScale(initial=2**15)
 zero_optimization.stage 2 taken as ZERO2
@@ -238,6 +238,7 @@ REFUSALS = [
     ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "fp16 and bf16 are both enabled"),
     ({"fp16": {"enabled": True, "hysteresis": 0}}, "hysteresis +0 +refused because a number fro"),
     ({"fp16": {"enabled": True, "min_loss_scale": 2**17}}, r"at most 2\*\*16, the first"),
+    ({"fp16": {"enabled": True, "initial_scale_power": 200}}, r"holds scales up to 2\*\*126"),
     ({"communication_data_type": "fp16"}, "float16 overflows in a sum over devices"),
     ({"gradient_allreduce_op": "sum"}, "hfjax takes the mean"),
     ({"optimizer": {"type": "OneBitAdam"}}, "refused because it compresses gradients"),

@@ -38,11 +38,8 @@ def _types(given: Given) -> dict[str, Any]:
     fields: dict[str, Any] = {"reduce": _reduced(given)}
     if half:
         fields |= {"compute": "float16", "scale": _scale(given)}
-        given.take(
-            "fp16.enabled",
-            f'Precision(compute="float16", scale=…); {STORED}'
-            + RULES * (not given.of("zero_optimization.stage")),
-        )
+        rules = RULES * (not given.of("zero_optimization.stage"))
+        given.take("fp16.enabled", f'Precision(compute="float16", scale=…); {STORED}{rules}')
     elif brain:
         fields["compute"] = "bfloat16"
         given.take("bf16.enabled", f'precision="bf16"; {STORED}')
@@ -82,18 +79,20 @@ def _scale(given: Given) -> LossScale:
         for key in (*keys, "min_loss_scale"):
             given.ignore(f"fp16.{key}", "loss_scale says a scale that stays")
         given.take("fp16.loss_scale", f"LossScale({static}, window=None); ZeRO's rules")
-        return LossScale(static, window=None, minimum=min(least, static))
+        least = min(least or static, static)
+        return LossScale(static, window=None, minimum=least, maximum=max(MOST, static))
     power, window, hysteresis, consecutive = map(of, keys)
-    if bad := [key for key in keys[1:3] if of(key) < 1]:
-        given.refuse(f"fp16.{bad[0]}", "a number from 1 on is expected")
-    if power > 100 or not 0 < least <= (initial := 2.0**power):
+    initial, most = 2.0 ** min(power, 126), max(MOST, 2.0 ** min(power, 126))
+    for key in (key for key in keys[1:3] if of(key) < 1):
+        given.refuse(f"fp16.{key}", "a number from 1 on is expected")
+    if power > 126:
+        given.refuse("fp16.initial_scale_power", "float32 holds scales up to 2**126")
+    elif not 0 < least <= initial:
         given.refuse("fp16.min_loss_scale", f"it has to be above 0, at most 2**{power}, the first")
-        return LossScale()
+        least = 1.0
     for say in (given.take, given.imply):
-        say("fp16.loss_scale", f"a scale that moves, at most {max(MOST, initial):.0f}")
-    return LossScale(
-        initial, int(window), int(hysteresis), least, max(MOST, initial), bool(consecutive)
-    )
+        say("fp16.loss_scale", f"a scale that moves, at most {most:.0f} (DeepSpeed: no limit)")
+    return LossScale(initial, int(window), int(hysteresis), least, most, bool(consecutive))
 
 
 def _kept(given: Given) -> dict[str, Any]:

@@ -135,9 +135,7 @@ def _rate(given: Given, of: Params | None, kind: str) -> Callable | None:
         word = "optimizer.params.lr" if name == "WarmupCosineLR" else "warmup_max_lr"
         return given.refuse("scheduler.type", f"its highest rate is not in the file: write {word}")
     if params.get("cycle_momentum") and kind not in ("SGD", "Adagrad"):
-        return refuse(
-            "cycle_momentum", 'betas stay as they are here: write "cycle_momentum": false'
-        )
+        return refuse("cycle_momentum", 'betas stay as they are: write "cycle_momentum": false')
     if not ours:
         given.ignore("optimizer.params.lr", f"{name} says the rate")
     given.take("scheduler.type", f"DeepSpeed's {name}, equal at every update")
