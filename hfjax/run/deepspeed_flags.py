@@ -32,14 +32,16 @@ def with_file(config: Kind, words: Sequence[str], world: int) -> tuple[Kind, Dee
     setup = from_deepspeed(config.deepspeed, world)
     typed = {word.partition("=")[0].removeprefix("--").replace("-", "_") for word in words}
     usual, changes = Train(), {}
+    left = f"mesh.{'fsdp' if setup.strategy.parts[0].name == 'FSDP' else 'data'}"
     for flag, value in setup.flags.items():
         mine = _get(config, flag)
         if not _same(flag, mine, value) and (flag in typed or mine != _get(usual, flag)):
             raise ValueError(
                 f"--{flag.replace('_', '-')} {mine}: --deepspeed {named(config.deepspeed)} says "
-                f"something else, {value}. Leave the flag out, or change the file."
+                f"something else for {world} devices, {value}. Leave the flag out (or that line of "
+                "--config), or change the file."
             )
-        if not isinstance(value, InWords):
+        if not isinstance(value, InWords) and flag != left:  # it takes the devices that are left
             outer, _, name = flag.rpartition(".")
             changes.setdefault(outer, {})[name] = value
     plain = changes.pop("", {})
