@@ -44,6 +44,54 @@ def transposed_pairs(updates, state, params=None):
     return jax.tree.map(paired, updates), state
 
 
+leaves = jax.tree.leaves
+
+
+def at_first(x):
+    return jnp.full_like(x, 1 + (len(x) if x.ndim else 0))
+
+
+def cosines(g):
+    return jnp.sum(jnp.cos(g))
+
+
+def begins(first):
+    """Return an optimizer that keeps what it begins with."""
+    scaled = lambda u, s: (
+        jax.tree.map(lambda g, x: g / x, u, s)
+        if isinstance(s, dict)
+        else (jax.tree.map(lambda g: g / s, u))
+    )
+    update: Any = lambda u, s, params=None: (scaled(u, s), s)
+    return optax.GradientTransformation(first, update)
+
+
+def of_norms(choose, power=lambda g: g * g):
+    """Return an optimizer that divides by what it chooses of the sums of all arrays."""
+
+    def update(updates, state, params=None):
+        by = 1e-3 + choose([jnp.sum(power(g)) for g in leaves(updates)])
+        return jax.tree.map(lambda g: g / by, updates), state
+
+    return optax.GradientTransformation(optax.init_empty_state, update)
+
+
+def kept(number):
+    """Return an optimizer that divides by a number of the step before."""
+
+    def update(updates, state, params=None):
+        new = sum(number(g) for g in leaves(updates) if g.size)
+        return jax.tree.map(lambda g: g / (1 + state), updates), new
+
+    return optax.GradientTransformation(lambda params: jnp.float32(0), update)
+
+
+def drifts(updates: Any, state: Any, params: Any = None) -> Any:
+    """Also where gradients and parameters are 0."""
+    norm = optax.global_norm(params)
+    return jax.tree.map(lambda g: jnp.where(g >= 0, 1, -1) * 0.02 * norm, updates), state
+
+
 def early(step: Any, **_: Any) -> Any:
     return step < 3
 
@@ -95,6 +143,26 @@ OPTIMIZERS = {
     "of size": (each(lambda g: g / (g.size or 1)), "-----"),
     "sorted": (each(lambda g: jnp.sort(g, axis=0) if g.ndim else g), "-----"),
     "pairs": (optax.GradientTransformation(optax.init_empty_state, transposed_pairs), "-----"),
+    "sizes at first": (begins(lambda p: jnp.float32(sum(x.size for x in leaves(p)))), "++--+"),
+    "a number of arrays": (begins(lambda p: jnp.float32(len(leaves(p)))), "++-++"),
+    "a shape at first": (begins(lambda p: jax.tree.map(at_first, p)), "++--+"),
+    "the greatest norm": (of_norms(lambda norms: jnp.max(jnp.stack(norms))), "---+-"),
+    "the first norm": (of_norms(lambda norms: jnp.stack(norms)[0]), "---+-"),
+    "0 over 0": (
+        optax.chain(optax.scale_by_adam(eps=0), optax.clip_by_global_norm(1.0), optax.sgd(RATE)),
+        "----+",
+    ),
+    "powers": (of_norms(lambda norms: 1 / sum(norms), lambda g: g**-2), "----+"),
+    "ones": (each(lambda g: g / (1 + jnp.sum(jnp.ones_like(g)))), "-----"),
+    "a flattened turn": (each(lambda g: g * (1 + jnp.vdot(g, g.T))), "-----"),
+    "by rows": (each(lambda g: g * (2.0 if g.ndim and len(g) >= 6 else 1.0)), "++--+"),
+    "a sort that is kept": (kept(lambda g: jnp.sort(jnp.abs(g).ravel())[0]), "-----"),
+    "a loop": (
+        each(lambda g: g / jax.lax.fori_loop(0, 2, lambda _, a: a + cosines(g), 1.0)),
+        "-----",
+    ),
+    "drifts": (optax.GradientTransformation(optax.init_empty_state, drifts), "----+"),
+    "a print": (each(lambda g: (jax.debug.print("{}", 1), g)[1]), "+++++"),
 }
 
 

@@ -2,7 +2,8 @@
 
 `OptimizerProgram` gives all that an optimizer computes a term: which operations make it, of what.
 Arrays have no size in a term, and a parameter no name, so that terms of a parameter and of a part
-of it are the same if the same is done with each. What is added up over arrays says over which.
+of it are the same if the same is done with each. What is added up over arrays says over which; what
+the program adds up of its own, of which shape.
 `joins` asks the table of rules whether entries along a dimension meet.
 """
 
@@ -19,6 +20,7 @@ from jax.extend.core import Literal, Var
 
 from hfjax.base.paths import Flat, flatten, nest, parameter_of
 from hfjax.checks.at_zero import (
+    NUMBER,
     AtZero,
     Moved,
     at_zero_of,
@@ -26,7 +28,7 @@ from hfjax.checks.at_zero import (
     moved_unless,
     other_choices,
 )
-from hfjax.parallel.autodiff.program import CALLS, Piece, bind, bodies_of, body_of, piece
+from hfjax.parallel.autodiff.program import CALLS, Piece, bind, bodies_of, body_of
 from hfjax.parallel.in_parts.interpreter import run, scope_of
 from hfjax.parallel.in_parts.kinds import Cut, Part, Side
 from hfjax.parallel.in_parts.pointwise import POINTWISE
@@ -35,6 +37,7 @@ from hfjax.parallel.in_parts.scope import Join, aval_of
 Entries = frozenset[str]  # of what parameters, or parts of them
 NONE: Entries = frozenset()
 Terms = dict[Hashable, int]  # each has a number
+GRADIENT, PARAMETER, ROW = "gradient", "parameter", "row of "
 
 # Reductions of all entries, what puts two of them together, and the entry that changes nothing.
 _TOTALS = {
@@ -58,9 +61,11 @@ class Value(NamedTuple):
         of: Whose entries it has; none if it is a number.
         depends: Whether it follows from a gradient, a parameter or what is kept of them.
         at_zero: What it is where the arrays that it follows from are 0.
-        totals: If it is a total: of what kind, of which terms, over whose entries.
+        totals: If it is a total: of what kind, of which terms, over whose entries. Of a row of
+            totals, that of all.
         moved: Where more zeros would move it: (a number that chooses, its choice), ALWAYS.
         number: Whether it is one number, of whatever shape.
+        entrywise: Whether each entry is made of the entries in its place, and of numbers.
     """
 
     term: int
@@ -70,6 +75,7 @@ class Value(NamedTuple):
     totals: tuple[str, frozenset[tuple[int, tuple[str, ...]]]] | None = None
     moved: Moved = frozenset()
     number: bool = False
+    entrywise: bool = False
 
 
 class OptimizerProgram:
@@ -80,6 +86,7 @@ class OptimizerProgram:
         parameters: Path -> shape and dtype.
         of: Path -> whose entries it has.
         terms: Those of the programs that it is compared with.
+        more: Of whose entries there may be more, which are 0.
     """
 
     def __init__(
@@ -88,8 +95,9 @@ class OptimizerProgram:
         parameters: Flat,
         of: Mapping[str, Entries],
         terms: Terms,
+        more: Entries = NONE,
     ):
-        self._terms, self._of, self._optimizer = terms, of, optimizer
+        self._terms, self._of, self._more = terms, of, more
         like = {path: _wide(x) for path, x in parameters.items()}
         state = jax.eval_shape(optimizer.init, nest(like))
         found, form = jax.tree_util.tree_flatten_with_path(state)
@@ -98,26 +106,24 @@ class OptimizerProgram:
         def update(gradients: Flat, kept: list[Any], parameters: Flat) -> Any:
             given = (nest(gradients), form.unflatten(kept), nest(parameters))
             updates, state = optimizer.update(*given)
-            return flatten(cast(dict, updates)), jax.tree.leaves(state)
+            begun = optimizer.init(nest(parameters))
+            return flatten(cast(dict, updates)), jax.tree.leaves(state), jax.tree.leaves(begun)
 
         kept = [leaf for _, leaf in found]
         self._piece: Piece = _straight(update, like, kept, like)
         self._shapes = {path: x.shape for path, x in like.items()}
         self._places = [_place(keys, leaf, self._shapes) for keys, leaf in found]
         self._paths, self._outs = sorted(like), self._piece.outputs
-        self._zeros = self._zero_at_first(like)
+        self._zeros = {PARAMETER, *(place[1] for place in self._places if place)}
         self._values = self._read()
-        while not self._zeros <= (zeros := self._zeros_of(self._kept)):
+        while not self._zeros <= (zeros := self._zero_afterwards()):
             self._zeros &= zeros
             self._values = self._read()
         self._totals = {v: None for v, value in self._values.items() if value.totals}
-        updates = map(self._value, self._outs[: len(self._paths)])
-        self.updates = dict(zip(self._paths, updates, strict=True))
-        self.state = dict(zip(self.names, self._kept, strict=True))
-
-    @property
-    def _kept(self) -> list[Value]:
-        return list(map(self._value, self._outs[len(self._paths) :]))
+        values = iter(map(self._value, self._outs))
+        self.updates = dict(zip(self._paths, values, strict=False))
+        self.state = dict(zip(self.names, values, strict=False))
+        self.begun = dict(zip(self.names, values, strict=True))
 
     # -- terms ------------------------------------------------------------------------------------
 
@@ -126,18 +132,18 @@ class OptimizerProgram:
 
     def _read(self) -> dict[Var, Value]:
         """Return what is known of each value."""
-        labels = [(path, "gradient") for path in self._paths]
+        labels = [(path, GRADIENT) for path in self._paths]
         pairs = zip(self._places, self.names, strict=True)
         labels += [place or ("", name) for place, name in pairs]
-        labels += [(path, "parameter") for path in self._paths]
+        labels += [(path, PARAMETER) for path in self._paths]
         known: dict[Var, Value] = {}
         for variable, (path, what) in zip(self._piece.inputs, labels, strict=True):
             number = aval_of(variable).shape == ()
-            at_zero = 0 if what in ("gradient", "parameter", *self._zeros) else None
+            at_zero = 0.0 if what in (GRADIENT, *self._zeros) else None
             known[variable] = (
-                Value(self._term("own", what), self._of[path], True, at_zero)
+                Value(self._term("own", what), self._of[path], True, at_zero, entrywise=True)
                 if path
-                else Value(self._term("kept", what), depends=not number, number=number)
+                else _number(self._term("kept", what), number)
             )
         for variable, constant in self._piece.constants.items():
             known[variable] = self._constant(constant)
@@ -148,9 +154,11 @@ class OptimizerProgram:
         if jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key):
             x = jax.random.key_data(x)
         plain = np.asarray(x)
-        number = plain.shape == ()
         term = self._term("constant", str(plain.dtype), plain.shape, plain.tobytes())
-        return Value(term, at_zero=0 if number and not plain.any() else None, number=number)
+        if plain.shape != ():
+            return Value(term)
+        exact = plain.dtype.kind in "biuf" and np.isfinite(plain)
+        return _number(term)._replace(at_zero=float(plain) if exact else None)
 
     def _value(self, v: Any, known: Mapping[Var, Value] | None = None) -> Value:
         if isinstance(v, Literal):
@@ -159,6 +167,8 @@ class OptimizerProgram:
 
     def _run(self, equations: Iterable[Any], known: dict[Var, Value]) -> None:
         for equation in equations:
+            if not equation.outvars:  # a print
+                continue
             given = [self._value(v, known) for v in equation.invars]
             known.update(zip(equation.outvars, self._results(equation, given), strict=True))
 
@@ -166,18 +176,26 @@ class OptimizerProgram:
         name, variables = equation.primitive.name, equation.outvars
         if (handed := self._handed(equation, given)) is not None:
             return [handed]
-        ndim = max((v.aval.ndim for v in equation.invars), default=0)
-        key = (name, *_plain(name, equation.params, ndim, variables[0].aval.ndim))
-        key = (*key, *self._bodies(equation, given))
+        shapes = [v.aval.shape for v in equation.invars]
+        ndim, out = max(map(len, shapes), default=0), variables[0].aval
+        key = (name, *_plain(name, equation.params, ndim, out.ndim))
+        bodies = list(self._bodies(equation, given))
+        key = (*key, *(tuple(v.term for v in body) for body in bodies))
+        if out.ndim < ndim and not any(v.of for v in given):  # of its own arrays, or of numbers
+            key = (*key, *shapes)
         chooses = name == "select_n" and given[0].number
-        zeros = [v.at_zero for v in given]
+        zeros = [NUMBER if v.number and v.at_zero is None else v.at_zero for v in given]
         alike = len({v.term for v in given}) == 1
-        at_zero = at_zero_of(name, zeros, alike)
+        at_zero = at_zero_of(name, zeros, equation.params, alike)
         if chooses:
             at_zero = chosen_at_zero(given[0].term, zeros[1:])
-        made = self._made(key, given)._replace(at_zero=at_zero)
-        one = made.number and (name in POINTWISE or variables[0].aval.size == 1)
-        made = made._replace(number=one)
+        made = self._made(key, given)
+        number = all(v.number for v in given) and bool(given)
+        number &= name in POINTWISE or out.size == 1
+        entrywise = name in POINTWISE and all(v.entrywise for v in given)
+        known = None if number and not isinstance(at_zero, float) else at_zero
+        made = made._replace(at_zero=known, number=number, entrywise=entrywise or number)
+        made = made._replace(moved=made.moved.union(*(v.moved for body in bodies for v in body)))
         if chooses:
             cases = [v.moved - other_choices(given[0].term, i) for i, v in enumerate(given[1:])]
             made = made._replace(moved=given[0].moved.union(*cases))
@@ -187,98 +205,106 @@ class OptimizerProgram:
         """Return what an operation makes; where entries of several meet, the term says of whom."""
         apart = len({v.of for v in given if v.of}) > 1
         operands = [(v.term, tuple(sorted(v.of))) if apart else v.term for v in given]
-        of, moved = NONE.union(*(v.of for v in given)), Moved()
-        depends, number = any(v.depends for v in given), all(v.number for v in given)
-        moved = moved.union(*_moved(given))
-        return Value(
-            self._term(*key, *operands), of, depends, None, None, moved, number and bool(given)
-        )
+        of, depends = NONE.union(*(v.of for v in given)), any(v.depends for v in given)
+        moved = Moved().union(*(v.moved for v in given))
+        return Value(self._term(*key, *operands), of, depends, moved=moved)
 
-    def _bodies(self, equation: Any, given: Sequence[Value]) -> Iterator[Hashable]:
-        """Yield the terms of the programs of a loop, of what enters them."""
+    def _bodies(self, equation: Any, given: Sequence[Value]) -> Iterator[list[Value]]:
+        """Yield what the programs of a loop make of what enters them."""
         of = NONE.union(*(v.of for v in given))
         for body, constants in bodies_of(equation):
             enter = [Value(self._term("in", i), of, True) for i in range(len(body.invars))]
             known = dict(zip(body.constvars, map(self._constant, constants), strict=True))
             known |= zip(body.invars, enter, strict=True)
             self._run(body.eqns, known)
-            yield tuple(self._value(v, known).term for v in body.outvars)
+            yield [self._value(v, known) for v in body.outvars]
 
     def _handed(self, equation: Any, given: list[Value]) -> Value | None:
-        """Return a total, a number that totals have become, or several in a row; None: neither."""
+        """Return a number in another form, or a total; None: neither."""
         name, out = equation.primitive.name, equation.outvars[0].aval
-        kinds = {v.totals and v.totals[0] for v in given}
         if name in _FORMS and (
             given[0].number or len(out.shape) == 1 < equation.invars[0].aval.ndim
         ):
             return given[0]
+        kinds = {v.totals and v.totals[0] for v in given}
         if name in ("concatenate", "stack") and len(kinds) == 1 and (kind := kinds.pop()):
-            return self._totalled(kind, given)
+            row = self._made((ROW,), given)
+            total = self._totalled(kind, given)
+            return row._replace(totals=(ROW + kind, total.totals[1]), moved=total.moved)  # type: ignore[index]
         if out.shape != ():
             return None
-        if name == "dot_general" and _in_pairs(equation) and len({v.of for v in given}) == 1:
-            inner = self._made(("mul",), given)._replace(
-                at_zero=at_zero_of("mul", [v.at_zero for v in given])
-            )
-            return self._totalled("reduce_sum", [inner])
-        if name in _TOTALS and kinds <= {None, name}:
-            return self._totalled(name, given)
         total = _COMBINES.get(name, "")
-        if kinds == {None} or not total:
-            return None
-        parts = [v for v, x in zip(given, equation.invars, strict=True) if not _adds_nothing(x)]
-        fits = all(v.totals[0] == total if v.totals else v.of for v in parts)
-        return self._totalled(total, parts) if fits else None
+        if total and any(v.totals for v in given):
+            pairs = zip(given, equation.invars, strict=True)
+            parts = [v for v, x in pairs if not _adds_nothing(x)]
+            fits = all(v.totals[0] == total if v.totals else v.of for v in parts)
+            return self._totalled(total, parts) if fits else None
+        if name in _TOTALS and kinds == {ROW + name}:
+            return self._totalled(name, given)
+        of_entries = all(v.of and v.entrywise for v in given) and kinds == {None}
+        if of_entries and name == "dot_general" and _in_pairs(equation):
+            inner = self._made(("mul",), given)
+            zeros = [v.at_zero for v in given]
+            inner = inner._replace(at_zero=at_zero_of("mul", zeros, {}))
+            return (
+                self._totalled("reduce_sum", [inner]) if len({v.of for v in given}) == 1 else None
+            )
+        return self._totalled(name, given) if of_entries and name in _TOTALS else None
 
     def _totalled(self, name: str, parts: Sequence[Value]) -> Value:
         """Return the total of these; a value that is none is one entry, or an array of them."""
         over: dict[int, list[str]] = {}
-        moved = Moved().union(*_moved(parts))
+        moved = Moved().union(*(v.moved for v in parts))
         for v in parts:
             for term, of in v.totals[1] if v.totals else {(v.term, tuple(v.of))}:
                 over[term] = sorted([*over.get(term, []), *of])
-            if not v.totals:
+            if not v.totals and v.of & self._more:
                 moved |= moved_unless(v.at_zero, _TOTALS[name][1])
         totals = frozenset((term, tuple(of)) for term, of in over.items())
         depends = any(v.depends for v in parts)
-        return Value(self._term(name, totals), NONE, depends, None, (name, totals), moved, True)
+        found = _number(self._term(name, totals))
+        return found._replace(depends=depends, totals=(name, totals), moved=moved)
 
-    def _zero_at_first(self, like: Flat) -> set[str]:
-        """Return which moments are zeros where parameters are, at the beginning."""
-        begun = _straight(lambda p: jax.tree.leaves(self._optimizer.init(nest(p))), like)
-        known = dict.fromkeys(begun.inputs, Value(self._term("begin"), NONE, True, 0))
-        known |= {v: self._constant(x) for v, x in begun.constants.items()}
-        self._run(begun.equations, known)
-        return self._zeros_of([self._value(v, known) for v in begun.outputs])
-
-    def _zeros_of(self, kept: Sequence[Value]) -> set[str]:
-        """Return the trees of moments of which all are zeros."""
-        pairs = [(place[1], v) for place, v in zip(self._places, kept, strict=True) if place]
-        return {tree for tree, _ in pairs} - {tree for tree, v in pairs if v.at_zero != 0}
+    def _zero_afterwards(self) -> set[str]:
+        """Return what is 0 in places that are added: if it begins so and an update leaves it so."""
+        values, count = list(map(self._value, self._outs)), len(self._paths)
+        added = lambda path: bool(self._of[path] & self._more)
+        moved = [v for v, path in zip(values, self._paths, strict=False) if added(path)]
+        other = set() if all(v.at_zero == 0 for v in moved) else {PARAMETER}
+        for number, place in enumerate(self._places):
+            kept = values[count + number], values[count + len(self._places) + number]
+            if place and added(place[0]) and any(v.at_zero != 0 for v in kept):
+                other.add(place[1])
+        return {PARAMETER, *(place[1] for place in self._places if place)} - other
 
     # -- what meets -------------------------------------------------------------------------------
 
-    def of_path(self, path: str) -> list[Value]:
-        """Return what is computed for a parameter: its update, and what is kept of it."""
+    def of_path(self, path: str, begins: bool = False) -> list[Value]:
+        """Return what is computed for a parameter: its update, what is kept, and what was first."""
         pairs = zip(self._places, self.names, strict=True)
-        kept = [self.state[name] for place, name in pairs if place and place[0] == path]
-        return [self.updates[path], *kept]
+        names = [name for place, name in pairs if place and place[0] == path]
+        first = [self.begun[name] for name in names if begins]
+        return [self.updates[path], *(self.state[name] for name in names), *first]
 
-    @property
-    def numbers(self) -> dict[str, int]:
-        """What becomes of the numbers that are kept, and of all that is like no parameter."""
+    def numbers(self, begins: bool) -> dict[str, list[Value]]:
+        """Return what becomes of numbers that are kept, and of all that is like no parameter."""
         pairs = zip(self._places, self.names, strict=True)
-        return {name: self.state[name].term for place, name in pairs if not place}
+        names = [name for place, name in pairs if not place]
+        return {n: [self.state[n], *([self.begun[n]] if begins else [])] for n in names}
 
     def own_only(self, path: str) -> bool:
         """Return whether a parameter's update is of its own entries, numbers and totals."""
-        return all(v.of <= self._of[path] for v in self.of_path(path))
+        return all(v.of <= self._of[path] for v in self.of_path(path, True))
+
+    def entrywise(self, path: str) -> bool:
+        """Return whether all that is computed for a parameter is so entry by entry."""
+        return all(v.entrywise for v in self.of_path(path))
 
     def counts(self, name: str, like: Any) -> bool:
         """Return whether a number that is kept stays as it is, or counts updates."""
         for count in (lambda x: x, lambda x: x + 1, optax.safe_increment):
             counter = _straight(count, like)
-            known = {counter.inputs[0]: Value(self._term("kept", name))}
+            known = {counter.inputs[0]: _number(self._term("kept", name))}
             self._run(counter.equations, known)
             if self._value(counter.outputs[0], known).term == self.state[name].term:
                 return True
@@ -314,8 +340,8 @@ class OptimizerProgram:
 
         It returns the arrays that totals are of as well.
         """
-        paths = (*self._paths, *(place and place[0] for place in self._places))
-        outputs = zip(paths, self._outs, strict=True)
+        kept = [place and place[0] for place in self._places]
+        outputs = zip((*self._paths, *kept, *kept), self._outs, strict=True)
         targets = [v for of, v in outputs if of == path]
         for equation in self._piece.equations:
             if equation.outvars[0] in self._totals:
@@ -351,19 +377,19 @@ def _in_pairs(equation: Any) -> bool:
     return tuple(left) == tuple(right)
 
 
-def _moved(given: Sequence[Value]) -> list[Moved]:
-    return [v.moved for v in given]
+def _number(term: int, number: bool = True) -> Value:
+    """Return a number; else an array that is like no parameter."""
+    return Value(term, depends=not number, number=number, entrywise=number)
 
 
 def _straight(function: Callable, *like: Any) -> Piece:
     """Return the program of a function without calls; of branches all are in it, and a choice."""
 
-    def run(*arguments: Any) -> Any:
-        traced, result = jax.make_jaxpr(function, return_shape=True)(*arguments)
-        found = _evaluated(traced.jaxpr, traced.consts, jax.tree.leaves(arguments))
-        return jax.tree.unflatten(jax.tree.structure(result), found)
-
-    return piece(run, *like)
+    traced = jax.make_jaxpr(function)(*like)
+    run = lambda *values: _evaluated(traced.jaxpr, traced.consts, values)
+    flat = jax.make_jaxpr(run)(*jax.tree.leaves(like))
+    constants = dict(zip(flat.jaxpr.constvars, flat.consts, strict=True))
+    return Piece(flat.jaxpr.eqns, flat.jaxpr.invars, flat.jaxpr.outvars, constants)
 
 
 def _evaluated(jaxpr: Any, constants: Sequence[Any], values: Sequence[Any]) -> list[Any]:
@@ -371,6 +397,8 @@ def _evaluated(jaxpr: Any, constants: Sequence[Any], values: Sequence[Any]) -> l
     known |= zip(jaxpr.invars, values, strict=True)
     read = lambda v: v.val if isinstance(v, Literal) else known[v]
     for equation in jaxpr.eqns:
+        if not equation.outvars:
+            continue
         given = list(map(read, equation.invars))
         if equation.primitive.name == "cond":
             which, *rest = given

@@ -27,61 +27,77 @@ from hfjax.plan.optimizer_state import converted, reformed
 from hfjax.plan.storage import Stacked
 from hfjax.update.optimizer_parts import COUNT, NUMBER, OptimizerParts
 
-UNFIT = (TypeError, ValueError, KeyError, IndexError, AttributeError)  # of one that goes by shapes
-
 
 @dataclass(frozen=True)
 class _Form:
     """Another form of a model's parameters.
 
     Attributes:
-        of: Path -> whose entries an array has where arrays are as they are.
         shapes: Path in the form -> shape and dtype.
-        of_form: Path in the form -> whose entries it has.
+        of: Path in the form -> whose entries it has.
         places: Path -> where it is in the form; of those to compare.
         dims: Path -> dimensions along which the form has other entries.
-        more: Whether the form has more entries, which are 0.
+        more: Whether the form has more entries, which are 0; its state begins in that form.
+        mixed: Whether numbers of the whole may not depend on how entries lie.
     """
 
-    of: Mapping[str, Entries]
     shapes: Flat
-    of_form: Mapping[str, Entries]
+    of: Mapping[str, Entries]
     places: Mapping[str, Sequence[str]]
     dims: Mapping[str, Sequence[int]]
     more: bool = False
+    mixed: bool = False
 
 
 class _DependsError(Exception):
     """What an update of a part depends on that is no part of it."""
 
 
-def _compared(optimizer: Any, like: Flat, form: _Form) -> tuple[str | None, OptimizerProgram]:
-    """Return a parameter that the optimizer moves otherwise in a form, and its program."""
-    terms: Terms = {}
-    whole = OptimizerProgram(optimizer, like, form.of, terms)
-    other = OptimizerProgram(optimizer, form.shapes, form.of_form, terms)
-    terms_of = lambda program, path: [v.term for v in program.of_path(path)]
-    joined: dict[Any, bool] = {}
+class _Compared:
+    """An optimizer's program for parameters as they are, with which it is compared in forms."""
 
-    def same(path: str) -> bool:
-        own = terms_of(whole, path)
-        if not whole.own_only(path) or any(terms_of(other, p) != own for p in form.places[path]):
-            return False
-        for dim in form.dims.get(path, ()):
-            if like[path].shape[dim] > 1:
-                key = (*own, like[path].shape, dim)
-                if key not in joined:
+    def __init__(self, optimizer: Any, like: Flat, of: Mapping[str, Entries], more: Entries = NONE):
+        self._optimizer, self._like, self._terms = optimizer, like, Terms()
+        try:
+            self.whole = OptimizerProgram(optimizer, like, of, self._terms, more)
+        except Exception as error:
+            raise ValueError(
+                "the optimizer cannot be traced with gradients, its state and parameters alone: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+
+    def otherwise(self, form: _Form) -> str | None:
+        """Return a parameter that the optimizer moves otherwise in a form."""
+        whole, joined = self.whole, dict[Any, bool]()
+        other = OptimizerProgram(self._optimizer, form.shapes, form.of, self._terms)
+
+        def same(path: str) -> bool:
+            own, shape = _terms(whole.of_path(path, form.more)), self._like[path].shape
+            if not whole.own_only(path) or any(
+                _terms(other.of_path(p, form.more)) != own for p in form.places[path]
+            ):
+                return False
+            dims = form.dims.get(path, ())
+            if form.more and any(shape[d] == 1 for d in dims) and not whole.entrywise(path):
+                return False
+            for dim in dims:
+                if (key := (*own, shape, dim)) not in joined and shape[dim] > 1:
                     joined[key] = whole.joins(path, dim)
-                if joined[key]:
-                    return False
-        return True
+            return not any(joined.get((*own, shape, dim)) for dim in dims)
 
-    path = next((path for path in form.places if not same(path)), None)
-    kept = other.numbers
-    otherwise = any(kept.get(name, term) != term for name, term in whole.numbers.items())
-    if path is None and (otherwise or (form.more and whole.zeros_matter())):
-        path = next(iter(form.places), None)
-    return path, whole
+        path = next((path for path in form.places if not same(path)), None)
+        kept = {name: _terms(values) for name, values in other.numbers(form.more).items()}
+        numbers = any(
+            kept.get(name, _terms(values)) != _terms(values) or (form.mixed and values[0].of)
+            for name, values in whole.numbers(form.more).items()
+        )
+        if path is None and (numbers or (form.more and whole.zeros_matter())):
+            path = next(iter(form.places), None)
+        return path
+
+
+def _terms(values: Sequence[Any]) -> list[int]:
+    return [v.term for v in values]
 
 
 # -- on a part of the parameters ----------------------------------------------------------
@@ -115,16 +131,20 @@ def check_element_by_element(
         ) from error
 
 
-def _part(layout: Layout, of_layers: bool, cut: Callable, dims: Callable) -> _Form:
+def _beyond(path: str) -> Entries:
+    """Return a part of a parameter's entries, and the others."""
+    return frozenset((path, f"{path} beyond"))
+
+
+def _part(layout: Layout, of_layers: bool, cut: Callable | None, dims: Callable) -> _Form:
     """Return the form in which only layers (or only what is outside of them) have entries."""
     mine = [path for path in layout.placed if path.startswith(LAYERS) == of_layers]
-    shape = lambda path, x: cut(x.shape) if path in mine else (*(0,)[: len(x.shape)], *x.shape[1:])
-    more = lambda path: (path, f"{path} beyond") if of_layers else (path,)
-    of = {path: frozenset(more(path)) for path in layout.placed}
+    part = cut or (lambda shape: shape)
+    shape = lambda path, x: part(x.shape) if path in mine else (*(0,)[: len(x.shape)], *x.shape[1:])
+    own = lambda path: frozenset((path,)) if cut else _beyond(path)
     return _Form(
-        of,
         {path: jax.ShapeDtypeStruct(shape(path, x), x.dtype) for path, x in layout.placed.items()},
-        {path: frozenset((path,)) if path in mine else NONE for path in layout.placed},
+        {path: own(path) if path in mine else NONE for path in layout.placed},
         {path: (path,) for path in mine},
         {path: dims(layout.placed[path].shape) for path in mine},
     )
@@ -135,7 +155,7 @@ def _forms(layout: Layout) -> dict[str, _Form]:
     return {
         "a layer": _part(layout, True, lambda shape: (1, *shape[1:]), lambda shape: (0,)),
         "a piece of a layer": _part(layout, True, lambda shape: (1,) * len(shape), every),
-        "the ends": _part(layout, False, lambda shape: shape, lambda shape: ()),
+        "the ends": _part(layout, False, None, lambda shape: ()),
     }
 
 
@@ -145,12 +165,14 @@ def _check_parts(parts: OptimizerParts, forms: Mapping[str, _Form]) -> None:
         if parts.roles[name] in (COUNT, NUMBER) and not number:
             what = f"{leaf.dtype}{list(leaf.shape)}"
             raise _DependsError(f"keeps {name} {what}, neither like a parameter nor a number")
+    placed = parts.layout.placed
+    compared = _Compared(parts.layout.optimizer, dict(placed), {p: _beyond(p) for p in placed})
+    _check_numbers(parts, compared.whole)
     for what, form in forms.items():
         try:
-            path, program = _compared(parts.layout.optimizer, dict(parts.layout.placed), form)
-        except UNFIT as error:
+            path = compared.otherwise(form)
+        except Exception as error:
             raise _DependsError("cannot be given a part of the parameters") from error
-        _check_numbers(parts, program)
         if path is not None:
             raise _DependsError(f"updates {path} otherwise if it is given {what} alone")
 
@@ -182,8 +204,10 @@ def check_packed_rows(layout: Layout) -> None:
     }
     try:
         jax.eval_shape(partial(_packed_state, layout.optimizer, packed), like)
-        path, _ = _compared(layout.optimizer, like, _packed_form(packed, like))
-    except UNFIT as error:
+        own = {path: frozenset((path,)) for path in like}
+        more = NONE.union(*(own[path] for path in packed.places))
+        path = _Compared(layout.optimizer, like, own, more).otherwise(_packed_form(packed, like))
+    except Exception as error:
         raise _refused(f"its state cannot be packed ({error})") from error
     if path is not None:
         raise _refused(f"it moves {path} otherwise than by itself")
@@ -195,8 +219,8 @@ def _packed_form(packed: PackedLayers, like: Flat) -> _Form:
     rest = {path: x for path, x in like.items() if path not in places}
     held = {row: NONE.union(*(own[p] for p in places if row in places[p])) for row in packed.shapes}
     dims = {path: range(len(like[path].shape)) for path in places}
-    of_form = held | {path: own[path] for path in rest}
-    return _Form(own, rest | packed.shapes, of_form, places, dims, more=True)
+    of = held | {path: own[path] for path in rest}
+    return _Form(rest | packed.shapes, of, places, dims, more=True, mixed=True)
 
 
 def _packed_state(optimizer: Any, packed: PackedLayers, flat: Flat) -> Any:
@@ -218,19 +242,12 @@ def check_padding(layout: Layout) -> None:
     storage = layout.storage
     if not isinstance(storage, Stacked) or (storage.arrangement.rows >= 0).all():
         return
-    like = dict(layout.placed)
-    stacked = {path for path, p in layout.placed.items() if p.stacked}
-    longer = lambda x: jax.ShapeDtypeStruct((x.shape[0] + 1, *x.shape[1:]), x.dtype)
+    like, stored = dict(layout.as_the_model.placed), dict(layout.placed)
+    stacked = [path for path, p in layout.placed.items() if p.stacked]
     of = {path: frozenset((path,)) for path in like}
-    form = _Form(
-        of,
-        {path: longer(x) if path in stacked else x for path, x in like.items()},
-        of,
-        {path: (path,) for path in like},
-        dict.fromkeys(stacked, (0,)),
-        more=True,
-    )
-    path, _ = _compared(unwrapped(layout.optimizer, WithoutRows), like, form)
+    more, dims = NONE.union(*(of[path] for path in stacked)), dict.fromkeys(stacked, (0,))
+    form = _Form(stored, of, {path: (path,) for path in like}, dims, more=True, mixed=True)
+    path = _Compared(unwrapped(layout.optimizer, WithoutRows), like, of, more).otherwise(form)
     if path is not None:
         how = f"an optimizer that moves {path} otherwise beside empty places,"
         few, rows = storage.arrangement.layers, storage.arrangement.rows.size
@@ -249,8 +266,10 @@ def warn_of_mixed_experts(layout: Layout) -> None:
     if not at or any(layout.placed[path].shape[dim] < 2 for path, dim in at.items()):
         return
     try:
-        path, _ = _compared(layout.optimizer, dict(layout.placed), _experts_apart(layout, at))
-    except UNFIT:  # it goes by names, or by numbers of dimensions
+        apart = _experts_apart(layout, at)
+        of = {path: frozenset(apart.places.get(path, (path,))) for path in layout.placed}
+        path = _Compared(layout.optimizer, dict(layout.placed), of).otherwise(apart)
+    except Exception:  # it goes by names, or by numbers of dimensions
         return
     if path is not None:
         warnings.warn(
@@ -268,11 +287,10 @@ def _experts_apart(layout: Layout, at: Mapping[str, int]) -> _Form:
     one = lambda path, x: jax.ShapeDtypeStruct(
         x.shape[: at[path]] + x.shape[at[path] + 1 :], x.dtype
     )
-    of = {path: frozenset(pieces.get(path, [path])) for path in layout.placed}
     placed = [(path, p, x) for path, x in layout.placed.items() for p in pieces.get(path, [path])]
     shapes = {p: one(path, x) if path in at else x for path, p, x in placed}
     dims = {path: (dim,) for path, dim in at.items()}
-    return _Form(of, shapes, {p: frozenset((p,)) for p in shapes}, pieces, dims)
+    return _Form(shapes, {p: frozenset((p,)) for p in shapes}, pieces, dims, mixed=True)
 
 
 # -- what a step asks ----------------------------------------------------------------------
