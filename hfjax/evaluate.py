@@ -161,7 +161,7 @@ def predict_step(
 def _seeing(made_of: compose.Ingredients, variables: Any, batch: Any, mode: str) -> Plane:
     """Return the plane that runs a forward pass, once a look at the model has told."""
     plane = compose.data_plane(made_of)
-    seen = look(plane, flatten(variables), batch, mode)
+    seen = look(plane, made_of.layout.blueprint, flatten(variables), batch, mode)
     return compose.data_plane(made_of, seen) if seen else plane
 
 

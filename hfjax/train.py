@@ -353,7 +353,7 @@ class TrainStep:
 
     def _seeing(self, variables: Flat, batch: Any) -> Update:
         """Return the way in which the state is updated, once a look at the model has told."""
-        if seen := look(self.plane, variables, batch, "train"):
+        if seen := look(self.plane, self.layout.blueprint, variables, batch, "train"):
             self._update = compose.update_of(self._made_of, seen)
         return self._update
 

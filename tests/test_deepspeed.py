@@ -300,7 +300,7 @@ def test_what_is_not_here_is_an_error_with_what_to_write(keys, message):
         ("[1]", r"an object of JSON is expected, found \[1\]"),
         ("", "line 1: it is no JSON"),
         ("[" * 100_000, "it is nested too deeply"),
-        ('{"a": ' * 950 + "1" + "}" * 950, "DeepSpeed has no such key|recursion"),
+        ('{"a": ' * 950 + "1" + "}" * 950, "DeepSpeed has no such key|nested too deeply"),
     ],
 )
 def test_a_file_that_is_no_json_is_told(tmp_path, text, message):

@@ -207,12 +207,11 @@ REFUSED: dict[tuple[str, str], Refusal] = {
     ),
     # what is computed again, or waits on the host, in a pipeline
     (NOT_ELEMENT_BY_ELEMENT, "schedule"): Refusal(
-        "the optimizer takes means over all layers (adafactor, block RMS), and here these would "
-        "include padding",
+        "what the optimizer computes of all layers together (means, sorts) would include padding",
         "Choose stages and chunks that divide the number of layers, or an optimizer that works "
         "element by element (sgd, adam, adamw, lion, …).",
-        condition_text="if the optimizer takes means over layers, and the stages do not divide "
-        "their number",
+        condition_text="if empty places change what the optimizer computes, and the stages do not "
+        "divide the number of layers",
         detected_later=TRIED,
     ),
     ("remat every, group", "schedule"): Refusal(

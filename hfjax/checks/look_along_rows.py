@@ -10,6 +10,7 @@ from hfjax.base.paths import Flat
 from hfjax.checks.along_rows import AlongRows
 from hfjax.checks.look import computed_shapes, looked, outputs_of_a_look
 from hfjax.checks.wider import check_products
+from hfjax.parallel.engine.blueprint import Blueprint
 from hfjax.parallel.engine.gradients import Plane
 from hfjax.parallel.engine.local import Local
 from hfjax.parallel.engine.step_context import StepContext
@@ -74,10 +75,15 @@ def _length(batch: Any, dims: Any) -> int:
     return next(iter(found.values()))
 
 
-def look(plane: Plane, variables: Flat, batch: Any, mode: str) -> Local | None:
-    """Look at a model: return what its modules are handed then; None: what they were."""
+def look(
+    plane: Plane, blueprint: Blueprint, variables: Flat, batch: Any, mode: str
+) -> Local | None:
+    """Look at a model: return what its modules are handed then; None: what they were.
+
+    `blueprint` is the model as it was given, whose modules are handed nothing.
+    """
     context, kernels = plane.context, plane.context.traced.kernels
     if isinstance(precision := context.execution.precision, PrecisionByPath):
-        looked(context, variables, batch, mode, partial(check_products, precision))
+        looked(context, variables, batch, mode, partial(check_products, precision, blueprint))
     see = partial(look_along_rows, kernels) if isinstance(kernels, OnSharedRows) else None
     return see and looked(context, variables, batch, mode, see)

@@ -10,8 +10,8 @@ from jax.extend.core import Literal
 
 from hfjax.base.paths import Flat
 from hfjax.checks.look import computed_shapes, outputs_of_a_look
-from hfjax.models.parts import plain
 from hfjax.parallel.autodiff.program import bodies_of
+from hfjax.parallel.engine.blueprint import Blueprint
 from hfjax.parallel.engine.step_context import StepContext
 from hfjax.parallel.in_parts.interpreter import whole_shapes
 from hfjax.parallel.in_parts.named_calls import recording
@@ -36,9 +36,15 @@ class Product(NamedTuple):
 
 
 def check_products(
-    precision: PrecisionByPath, context: StepContext, variables: Flat, batch: Any, mode: str
+    precision: PrecisionByPath,
+    blueprint: Blueprint,
+    context: StepContext,
+    variables: Flat,
+    batch: Any,
+    mode: str,
 ) -> None:
     """Refuse a model in which a product is wider by path than without, and names no reason."""
+    context = replace(context, blueprint=blueprint)
     alone = dict(precision.given)[ALL]
     look = partial(_products, partial(named, precision), context, variables, batch, mode)
     by_path, by_one = map(look, (precision, alone))
@@ -63,13 +69,12 @@ def _products(
     precision: Precision | PrecisionByPath,
 ) -> list[Product]:
     """Return the products of a model whose parameters have these dtypes, as they are written."""
-    rows, blueprint = context.traced.rows, context.blueprint.equipped(plain)
-    seen = replace(context, blueprint=blueprint)
+    rows, blueprint = context.traced.rows, context.blueprint
     parameters = computed_shapes(context, precision)
     held = rows.of_variables(variables, blueprint.variables)
-    whole = context.blueprint.prepared(batch)
+    whole = blueprint.prepared(batch)
     shapes = whole_shapes(rows.side, (held, rows.values(whole)))
-    look = partial(outputs_of_a_look, seen, "train" if mode == "train" else "eval")
+    look = partial(outputs_of_a_look, context, "train" if mode == "train" else "eval")
     with recording():
         traced, _ = traced_whole(rows.side, look, parameters, *shapes)
     first = [is_named(path) for path in sorted(parameters)]

@@ -92,7 +92,8 @@ def _scale(given: Given) -> LossScale:
         least = 1.0
     for say in (given.take, given.imply):
         say("fp16.loss_scale", f"a scale that moves, at most {most:.0f} (DeepSpeed: no limit)")
-    return LossScale(initial, int(window), int(hysteresis), least, most, bool(consecutive))
+    window, hysteresis = (max(int(n), 1) for n in (window, hysteresis))  # refused if they are less
+    return LossScale(initial, window, hysteresis, least, most, bool(consecutive))
 
 
 def _kept(given: Given) -> dict[str, Any]:
