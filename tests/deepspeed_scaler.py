@@ -23,6 +23,7 @@ class Simulated:
         else:
             if given.consecutive:
                 self.left = given.hysteresis
+            assert given.window is not None
             stable = self.step - self.last - 1
             if stable > 0 and stable % given.window == 0:
                 self.left = self.left if given.consecutive else given.hysteresis
