@@ -32,7 +32,7 @@ from hfjax.parallel.in_parts.joins import Joins
 from hfjax.parallel.memory import is_host_sharding, of_results
 from hfjax.parallel.mesh import describe_mesh
 from hfjax.parallel.precision import LossScale, Precision
-from hfjax.parallel.precision_by_path import by_path
+from hfjax.parallel.precision_by_path import DtypesByPath, by_path
 from hfjax.plan.check_state import (
     check_alive,
     check_form,
@@ -308,6 +308,12 @@ class TrainStep:
         """
         seen = getattr(self.plane.context.traced.kernels, "seen", None)
         return seen and seen.choice
+
+    @property
+    def dtypes(self) -> DtypesByPath:
+        """In which dtypes each parameter is computed with, gathered and reduced: print it."""
+        at, placed = self.execution.precision.at, self.layout.placed
+        return DtypesByPath({path: at(path).of(p.dtype) for path, p in placed.items()})
 
     @property
     def experts(self) -> Any:

@@ -6,8 +6,11 @@ from fnmatch import fnmatchcase
 from functools import cached_property
 from typing import Any
 
+import jax.numpy as jnp
+
 from hfjax.base.paths import nearest
-from hfjax.parallel.precision import LossScale, Precision, precision_of
+from hfjax.base.tables import aligned
+from hfjax.parallel.precision import Dtypes, LossScale, Precision, precision_of
 
 ALL = "*"
 
@@ -81,6 +84,17 @@ class PrecisionByPath:
     def __str__(self) -> str:
         words = (f"{pattern}: {x.compute or 'stored'}" for pattern, x in self.given)
         return f"{{{', '.join(words)}}}"
+
+
+@dataclass(frozen=True)
+class DtypesByPath:
+    """In which dtypes a step computes with each parameter, gathers and reduces it; print it."""
+
+    found: Mapping[str, Dtypes]
+
+    def __str__(self) -> str:
+        rows = [(path, *(jnp.dtype(x).name for x in found)) for path, found in self.found.items()]
+        return "\n".join(aligned([("parameter", "computed", "gathered", "reduced"), *rows]))
 
 
 def named(precision: PrecisionByPath, path: str) -> bool:

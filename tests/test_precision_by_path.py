@@ -116,6 +116,15 @@ def test_a_path_is_gathered_and_reduced_in_its_own_type():
     assert narrow[1] - halved[1] == 2 * mlp
 
 
+def test_the_table_of_a_step_shows_the_types():
+    layout = gpt_layout(DDP, {"data": 1})
+    told = str(hfjax.train_step(layout, next_token_loss, precision=NORMS).dtypes).splitlines()
+    assert told[0].split() == ["parameter", "computed", "gathered", "reduced"]
+    by_path = dict(line.split(maxsplit=1) for line in told[1:])
+    assert by_path["norm/scale"].split() == ["float32"] * 3
+    assert by_path["tokens"].split() == ["bfloat16", "bfloat16", "float32"]
+
+
 def test_one_float16_entry_puts_the_step_under_the_scale():
     _, step = losses(gpt_layout(DDP, {"data": 1}), CASES["float16"], 1)
     assert step.execution.precision.scale == hfjax.LossScale()
