@@ -387,6 +387,7 @@ WRONG_PIPES = {
     r"microbatches=0: a positive number": lambda: PipeDream(two(), 0),
     r"remat='sometimes': one of never": lambda: PipeDream(two(), 2, remat="sometimes"),
     r"clip: no option of a pipe": lambda: PipeDream(two(), 2, clip=1.0),
+    r"keeps no loss scale for float16": lambda: PipeDream(two(), 2, precision="fp16"),
     r"has 4 stages \(pipe\), the partition 2": lambda: PipeDream(two(), 2, mesh=mesh(pipe=4)),
     r"mesh is 4: a mesh of hfjax.make_mesh": lambda: PipeDream(two(), 2, mesh=wrong(4)),
 }

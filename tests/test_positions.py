@@ -3,6 +3,7 @@
 Most cases were refused, or silently another number, while a model was traced at the size of a part.
 """
 
+import re
 from functools import partial
 from typing import Any
 
@@ -621,6 +622,9 @@ def test_nothing_larger_than_a_part_is_made_beside_what_is_gathered():
         if hasattr(v.aval, "shape") and v.aval.shape.count(length) > 1
     ]
     assert not sizes
+    compiled = traced_step.lower().compile().as_text()
+    shapes = {tuple(found.split(",")) for found in re.findall(r"\[([\d,]+)\]", compiled)}
+    assert not [shape for shape in shapes if shape.count(str(length)) > 1]
 
 
 class Prepared(nnx.Module):

@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 from hfjax.base.paths import Tree, flatten
 from hfjax.haiscale.partition import Partition
 from hfjax.parallel.mesh import AXES, PIPE_AXIS, SEQUENCE_AXES, describe_mesh, in_use
+from hfjax.parallel.precision import precision_of
 
 REMAT = {"never": "none", "except_last": "except_last", "always": "full"}
 OPTIONS = ("precision", "reduction", "reshard_after_forward", "unroll", "compiler_options")
@@ -47,6 +48,11 @@ def check_options(microbatches: int | None, remat: str, options: Mapping[str, An
         raise ValueError(
             f"{', '.join(unknown)}: no option of a pipe. Options: mesh, strategy, remat, "
             f"{', '.join(OPTIONS)}. Clipping and the like belong to the optax optimizer."
+        )
+    if precision_of(options.get("precision", "stored")).scale:
+        raise ValueError(
+            "a pipe hands its gradients to you, and keeps no loss scale for float16: use "
+            'precision="bf16", or hfjax.train_step with hfjax.PIPE.'
         )
     if remat not in REMAT:
         raise ValueError(f"remat={remat!r}: one of {', '.join(REMAT)}.")
