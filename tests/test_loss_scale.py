@@ -124,6 +124,7 @@ def in_float32():
     return losses
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("name", MESHES)
 def test_scales_and_skips_are_those_of_one_device(name, in_float32):
     strategy, sizes, run = MESHES[name]

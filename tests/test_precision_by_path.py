@@ -54,6 +54,7 @@ def losses(layout, precision, steps=3, **run):
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("where", MESHES)
+@pytest.mark.drawn
 def test_a_mapping_trains_as_on_one_device(name, where):
     strategy, sizes, run = MESHES[where]
     found, _ = losses(gpt_layout(strategy.edit(replicate_below=0), sizes), CASES[name], **run)
