@@ -44,7 +44,7 @@ from hfjax.plan.check_state import (
 from hfjax.plan.layout import Layout, State
 from hfjax.plan.rearrange import rearrange
 from hfjax.update.given_parameters import Follow
-from hfjax.update.loss_scale import fresh, judged
+from hfjax.update.loss_scale import fresh, judged, within
 from hfjax.update.update import Held, Update, placed_as_moments
 from hfjax.watch import Watch
 
@@ -173,7 +173,8 @@ class TrainStep:
         check_batch(self.layout, batch, microbatches_of(self.execution))
         given = self._with_scale(replace(state, order=None))
         new, metrics, _ = self._nested(given, batch, state.order)
-        return replace(new, order=state.order), metrics
+        scale = new.scale if self._loss_scale else state.scale
+        return replace(new, order=state.order, scale=scale), metrics
 
     @cached_property
     def _nested(self) -> Any:
@@ -367,6 +368,8 @@ class TrainStep:
         """Return the next state, metrics and the squares of gradients; none if it does not fit."""
         check_form(self.layout, state)
         check_batch(self.layout, batch, microbatches_of(self.execution))
+        if (settings := self._loss_scale) and state.scale:
+            state = replace(state, scale=within(settings, state.scale))
         params, variables = flatten(state.params), flatten(state.variables)
         with calling(self.layout, batch):
             found = self._seeing(variables, batch)(state, batch)
@@ -380,8 +383,10 @@ class TrainStep:
         if (settings := self._loss_scale) and state.scale:
             overflow = jnp.isfinite(metrics["loss"]) & ~metrics["finite"]
             scale, exhausted = judged(settings, state.scale, overflow)
-            metrics |= {"loss_scale": state.scale.value, "skipped": scale.skipped}
-            metrics |= {"overflow": overflow, "exhausted": exhausted}
+            counts = jnp.isfinite(metrics["loss"])  # else the step says nothing of the scale
+            scale = jax.tree.map(lambda new, old: jnp.where(counts, new, old), scale, state.scale)
+            metrics |= {"loss_scale": state.scale.value, "skipped_steps": scale.skipped}
+            metrics |= {"loss_scale_overflow": overflow, "loss_scale_exhausted": exhausted}
         if not self.layout.hosted.parameters:
             params = placed_as_moments(params, self.layout.placed)
         held = Held(params, state.optimizer, {path: variables[path] for path in found.variables})

@@ -239,7 +239,8 @@ class GPT(nnx.Module):
         """Return the logits [B, S, V], or a step's stand-in for them."""
         x_BSD, _ = without_documents(stream)
         x = self.place(self.norm(x_BSD), WHOLE, STREAM)
-        return self.kernels.outputs(x, self.tokens[...], self.config.vocab)
+        kernel_VD: Any = self.tokens[...]
+        return self.kernels.outputs(x.astype(kernel_VD.dtype), kernel_VD, self.config.vocab)
 
     def __call__(self, batch: Mapping[str, jax.Array]) -> jax.Array:
         return self.head(run_stacked(self.layers, self.embed(batch)))

@@ -271,4 +271,4 @@ def logits_of(model: Any, x_BSD: jax.Array) -> Any:
     """Return the logits [B, S, V] of a model that has Llama's ends, or a step's stand-in."""
     x = model.place(model.norm(x_BSD), WHOLE, STREAM)
     kernel_VD = model.tokens[...] if model.unembed is None else model.unembed.kernel[...].T
-    return model.kernels.outputs(x, kernel_VD, model.config.vocab)
+    return model.kernels.outputs(x.astype(kernel_VD.dtype), kernel_VD, model.config.vocab)

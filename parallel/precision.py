@@ -61,6 +61,8 @@ class LossScale:
             raise ValueError(f"loss scale window={self.window!r}: {what}")
         if not is_positive(self.hysteresis):
             raise ValueError(f"loss scale hysteresis={self.hysteresis!r}: at least 1 overflow.")
+        if max(self.window or 1, self.hysteresis) >= 2**31:
+            raise ValueError("loss scale: window and hysteresis are less than 2^31.")
         if not isinstance(self.consecutive, bool):
             raise ValueError(f"loss scale consecutive={self.consecutive!r}: True or False.")
 
@@ -130,11 +132,6 @@ class Precision:
             dtype(bfloat16)
         """
         compute = self.compute or stored
-        if compute == jnp.float16 and self.scale is None:
-            raise ValueError(
-                "a float16 parameter needs a loss scale: Precision(scale=hfjax.LossScale()). Or "
-                'store it in bfloat16 or float32, or compute otherwise (precision="bf16").'
-            )
         reduce = self.reduce or jnp.promote_types(stored, "float32")
         return Dtypes(compute, self.gather or compute, reduce)
 

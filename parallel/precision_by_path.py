@@ -43,6 +43,8 @@ class PrecisionByPath:
                 f'precision by path, of {", ".join(self.given)}: what is all else? Add "*" as the '
                 'first pattern, for instance {"*": "bf16", …}.'
             )
+        if any(isinstance(x, PrecisionByPath) for x in self.given.values()):
+            raise ValueError("precision by path: an entry is a word or a Precision, not a mapping.")
         entries = tuple((pattern, precision_of(x)) for pattern, x in self.given.items())
         object.__setattr__(self, "given", entries)
         if len({precision.scale for _, precision in entries if precision.scale}) > 1:
@@ -114,7 +116,12 @@ def check_patterns(precision: PrecisionByPath, paths: Iterable[str]) -> None:
 def by_path(given: Any) -> Any:
     """Return a precision, by path if it is given so: {"*": "bf16", …}, or "bf16,*norm*=fp32"."""
     if isinstance(given, str) and "=" in given:
-        first, *rest = given.split(",")
+        first, *rest = (entry.strip() for entry in given.split(","))
         pairs = {path: word for path, _, word in (entry.partition("=") for entry in rest)}
+        if "=" in first or ALL in pairs or len(pairs) < len(rest):
+            raise ValueError(
+                f"precision={given!r}: a word for all else comes first, then pattern=word, each "
+                "pattern once: bf16,*norm*=fp32."
+            )
         return PrecisionByPath({ALL: first, **pairs})
     return PrecisionByPath(given) if isinstance(given, Mapping) else given

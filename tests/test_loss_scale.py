@@ -95,7 +95,7 @@ def trained(layout, steps=13, precision=HALF, batches=planted, **run) -> tuple[A
         warnings.simplefilter("ignore", RuntimeWarning)
         for n in range(steps):
             state, metrics = step(state, batches(n))
-            told.append([float(metrics[k]) for k in ("loss", "loss_scale", "skipped")])
+            told.append([float(metrics[k]) for k in ("loss", "loss_scale", "skipped_steps")])
         step.check(state)
     return np.array(told).T, state
 
@@ -219,6 +219,24 @@ def test_a_scale_that_is_none_is_refused(tmp_path, value):
         hfjax.restore(tmp_path, layout)
 
 
+def test_a_scale_that_is_fixed_is_so_after_one_that_moved():
+    layout = stack_layout(DDP, {"data": 1})
+    _, state = trained(layout, 1)
+    fixed = Precision("float16", scale=LossScale(128, window=None))
+    _, metrics = hfjax.train_step(layout, scaled_loss, precision=fixed)(state, rows(8))
+    assert float(metrics["loss_scale"]) == 128
+
+
+def test_a_loss_that_is_not_finite_leaves_the_scale_as_it_is():
+    layout = stack_layout(DDP, {"data": 1})
+    scale = Precision("float16", scale=LossScale(2.0**8, window=1))
+    step = hfjax.train_step(layout, scaled_loss, precision=scale, nonfinite="skip")
+    state: Any = hfjax.init(layout)
+    for _ in range(4):
+        state, _ = step(state, rows(8) | {"y": np.full((8, 4), np.nan, np.float32)})
+    assert (float(state.scale.value), int(state.scale.steps)) == (256, 0)
+
+
 # -- what goes wrong --------------------------------------------------------------------------
 
 
@@ -310,5 +328,7 @@ def test_float16_parameters_need_a_float32_copy():
     loss = lambda outputs, batch: outputs["w"].mean()
     with pytest.raises(ValueError, match=r"w is stored in float16: .*hfjax.master"):
         hfjax.train_step(layout, loss, precision="fp16")
-    with pytest.raises(ValueError, match="a float16 parameter needs a loss scale"):
-        hfjax.train_step(layout, loss).lower(np.ones((8, 4), np.float32))
+    kept = hfjax.layout(model, hfjax.master(optax.sgd(0.1), "float16"), layout.mesh, DDP)
+    with pytest.raises(ValueError, match="w is computed in float16, which needs a loss scale"):
+        hfjax.train_step(kept, loss)
+    hfjax.eval_step(kept, loss)(hfjax.init(kept), np.ones((8, 4), np.float32))

@@ -622,7 +622,7 @@ def test_nothing_larger_than_a_part_is_made_beside_what_is_gathered():
         if hasattr(v.aval, "shape") and v.aval.shape.count(length) > 1
     ]
     assert not sizes
-    compiled = traced_step.lower().compile().as_text()
+    compiled = str(traced_step.lower().compile().as_text())
     shapes = {tuple(found.split(",")) for found in re.findall(r"\[([\d,]+)\]", compiled)}
     assert not [shape for shape in shapes if shape.count(str(length)) > 1]
 

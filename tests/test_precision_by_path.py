@@ -206,3 +206,49 @@ def test_packed_layers_have_one_precision():
     with pytest.raises(ValueError, match="layers/0/bias is packed into one row with others"):
         hfjax.train_step(layout, loss, precision={"*": "bf16", "layers/0/*": "fp32"}, **run)
     hfjax.train_step(layout, loss, precision={"*": "bf16", "after/*": "fp32"}, **run)
+
+
+def narrowed(mapping):
+    """A map in bfloat16 of what enters in float32."""
+    model = lambda rngs: nnx.Linear(8, 8, rngs=rngs)
+    layout = hfjax.layout(model, optax.sgd(0.1), hfjax.make_mesh(data=8), DDP)
+    step = hfjax.train_step(layout, lambda y, batch: (y**2).mean(), precision=mapping)
+    return step.lower(np.ones((8, 8), np.float32))
+
+
+def test_a_parameter_that_meets_something_wider_is_refused():
+    with pytest.raises(ValueError, match=r"in float32 of a parameter that kernel has in bfloat16"):
+        narrowed({"*": "fp32", "kernel": "bf16"})
+    with pytest.raises(ValueError, match="in float32"):
+        own_step(False, {"*": "bf16", "norm": "fp32", "second*": "bf16"}).lower(
+            np.ones((8, 8), np.float32)
+        )
+    layout = gpt_layout(DDP, {"data": 1})
+    step = hfjax.train_step(layout, next_token_loss, precision={"*": "fp32", "tokens": "bf16"})
+    wide = products(hfjax.train_step(layout, next_token_loss, precision="fp32"))
+    assert products(step) == {"bf16": 3, "f32": wide["f32"] - 3}
+
+
+MADE_OF = {
+    "scaled": lambda w: w * 2,
+    "normed": lambda w: w / jnp.linalg.norm(w),
+    "joined": lambda w: jnp.concatenate([w, w], 1),
+    "chosen": lambda w: jnp.where(w > 0, w, 0),
+    "in a function": jax.jit(lambda w: w.T),
+}
+
+
+@pytest.mark.parametrize("name", MADE_OF)
+def test_what_is_made_of_a_named_parameter_alone_is_named(name):
+    forward = lambda model, x: (x @ model["first"]) @ MADE_OF[name](model["second"])
+    model = lambda rngs: {"first": jnp.eye(8), "second": jnp.eye(8)}
+    layout = hfjax.layout(model, optax.sgd(0.1), hfjax.make_mesh(data=8), DDP, forward=forward)
+    loss, precision = lambda y, batch: (y**2).mean(), {"*": "bf16", "second": "fp32"}
+    hfjax.train_step(layout, loss, precision=precision).lower(np.ones((8, 8), np.float32))
+
+
+@pytest.mark.parametrize("given", ["bf16,*=fp32", "bf16,*norm*=fp32,*norm*=bf16", "*norm*=fp32"])
+def test_words_that_contradict_each_other_are_refused(given):
+    with pytest.raises(ValueError, match="a word for all else comes first"):
+        by_path(given)
+    assert by_path("bf16, *norm*=fp32") == PrecisionByPath(NORMS)

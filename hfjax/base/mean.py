@@ -92,7 +92,7 @@ def check_loss(given: Any, what: str = LOSS) -> None:
         )
 
 
-OF_SCALE = ("loss_scale", "skipped", "overflow", "exhausted")
+OF_SCALE = ("loss_scale", "skipped_steps", "loss_scale_overflow", "loss_scale_exhausted")
 RESERVED = ("loss", "grad_norm", "weight", "finite", "step", *OF_SCALE)  # a step tells these
 
 

@@ -23,7 +23,6 @@ from hfjax.parallel.mesh import (
     in_use,
     sides,
 )
-from hfjax.parallel.precision import Precision
 from hfjax.parallel.precision_by_path import PrecisionByPath, check_patterns, named
 from hfjax.parallel.wings.kernels.measured import check_kernels
 from hfjax.plan.check_layout import check_on_grid, warn_of_gathered_experts
@@ -154,18 +153,25 @@ def _check_by_path(layout: Layout, precision: PrecisionByPath) -> None:
         )
 
 
-def _check_scale(layout: Layout, precision: Precision) -> None:
-    """Refuse float16 parameters that are updated as they are, and a loss scale without float16."""
+def _check_scale(layout: Layout, precision: Any) -> None:
+    """Refuse float16 without a loss scale, without float32 copies, and a scale without float16."""
     half = [path for path, p in layout.placed.items() if p.dtype == jnp.float16 and not p.frozen]
-    if half and precision.scale and stored_dtype(layout.optimizer, None) is None:
+    if half and stored_dtype(layout.optimizer, None) is None:
         raise ValueError(
             f"{half[0]} is stored in float16: its updates would be too small for it. Store it in "
             "float32, or keep a float32 copy: hfjax.master(optimizer)."
         )
-    if precision.scale and not half and precision.compute is None:
+    computed = {path: precision.at(path).of(p.dtype).compute for path, p in layout.placed.items()}
+    needs = [path for path, dtype in computed.items() if dtype == jnp.float16]
+    if needs and not precision.scale:
         raise ValueError(
-            "a loss scale, and nothing is float16: no parameter, and precision computes as they "
-            'are stored. Use Precision(compute="float16", scale=…), or leave the scale out.'
+            f"{needs[0]} is computed in float16, which needs a loss scale: "
+            'Precision(scale=hfjax.LossScale()). Or compute otherwise (precision="bf16").'
+        )
+    if precision.scale and not needs:
+        raise ValueError(
+            "a loss scale, and nothing is float16: no parameter is stored or computed in it. Use "
+            'Precision(compute="float16", scale=…), or leave the scale out.'
         )
 
 

@@ -38,12 +38,13 @@ def outputs_of_a_look(
         times: What is around a layer that stands for so many.
     """
     model = context.blueprint.merge(parameters, variables, mode)
+    enters = getattr(context.execution.precision, "enters", None)
     inputs = context.inputs(batch)
     if not context.in_parts:
         return called(context.forward, model, variables, inputs, mode)
     merge = lambda parameters: context.blueprint.merge(parameters, variables, mode)
     embed = lambda parameters: merge(parameters).embed(inputs)
-    x = entering(model.embed(inputs), embed, parameters, context.traced.rows.enters)
+    x = entering(model.embed(inputs), embed, parameters, enters)
     if is_list(model.layers):
         for layer in items_of(model.layers):
             x = layer(x)

@@ -1,10 +1,11 @@
 """Precision by path: whether what one parameter made wider makes products of others wider."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 from jax.extend import source_info_util
 from jax.extend.core import Literal
 
@@ -20,19 +21,21 @@ from hfjax.parallel.precision import Precision
 from hfjax.parallel.precision_by_path import ALL, PrecisionByPath, named
 
 PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
-# What hands a parameter on as it is, or in another form or dtype.
-FORMS = frozenset(
-    """broadcast_in_dim convert_element_type copy dynamic_slice gather reshape rev
-    sharding_constraint slice squeeze transpose""".split()
-)
+
+
+class Of(NamedTuple):
+    """What a value is made of: of parameters alone or not, and in which dtype a named one is."""
+
+    parameters: bool
+    named: Any = None
 
 
 class Product(NamedTuple):
-    """A product in a program: where it is, its widest operand, whether a named one is in it."""
+    """A product in a program: where it is, its widest operand, the dtype of a named parameter."""
 
     line: str
     dtype: Any
-    of_named: bool
+    named: Any
 
 
 def check_products(
@@ -45,23 +48,32 @@ def check_products(
 ) -> None:
     """Refuse a model in which a product is wider by path than without, and names no reason."""
     context = replace(context, blueprint=blueprint)
-    alone = dict(precision.given)[ALL]
-    look = partial(_products, partial(named, precision), context, variables, batch, mode)
-    by_path, by_one = map(look, (precision, alone))
-    if len(by_path) != len(by_one):  # the model asks for dtypes, and takes another way
-        return
-    for now, before in zip(by_path, by_one, strict=True):
-        if now.dtype.itemsize > before.dtype.itemsize and not now.of_named:
-            patterns = ", ".join(pattern for pattern, _ in precision.given if pattern != ALL)
+    look = partial(_products, precision, context, variables, batch, mode)
+    by_path, by_one = look(precision), look(dict(precision.given)[ALL])
+    in_one = {x.named: look(_uniform(x.named, precision)) for x in by_path if x.named is not None}
+    if any(len(found) != len(by_path) for found in (by_one, *in_one.values())):
+        return  # the model asks for dtypes, and takes another way
+    patterns = ", ".join(pattern for pattern, _ in precision.given if pattern != ALL)
+    for number, (now, before) in enumerate(zip(by_path, by_one, strict=True)):
+        if now.named is None and now.dtype.itemsize > before.dtype.itemsize:
             raise ValueError(
                 f"{now.line}: a product in {now.dtype}, which is in {before.dtype} without "
                 f"{patterns}: what these parameters make wider goes on so. Cast what leaves their "
                 f"module to what entered it: y.astype(x.dtype)."
             )
+        if now.named is not None and now.dtype != in_one[now.named][number].dtype:
+            raise ValueError(
+                f"{now.line}: a product in {now.dtype} of a parameter that {patterns} has in "
+                f"{now.named}: what enters is wider. Cast it: x.astype(kernel.dtype)."
+            )
+
+
+def _uniform(dtype: Any, precision: PrecisionByPath) -> Precision:
+    return Precision(dtype, scale=precision.scale if dtype == jnp.float16 else None)
 
 
 def _products(
-    is_named: Callable[[str], bool],
+    by_path: PrecisionByPath,
     context: StepContext,
     variables: Flat,
     batch: Any,
@@ -70,35 +82,45 @@ def _products(
 ) -> list[Product]:
     """Return the products of a model whose parameters have these dtypes, as they are written."""
     rows, blueprint = context.traced.rows, context.blueprint
+    seen = replace(context, execution=replace(context.execution, precision=precision))
     parameters = computed_shapes(context, precision)
     held = rows.of_variables(variables, blueprint.variables)
     whole = blueprint.prepared(batch)
     shapes = whole_shapes(rows.side, (held, rows.values(whole)))
-    look = partial(outputs_of_a_look, context, "train" if mode == "train" else "eval")
+    look = partial(outputs_of_a_look, seen, "train" if mode == "train" else "eval")
     with recording():
         traced, _ = traced_whole(rows.side, look, parameters, *shapes)
-    first = [is_named(path) for path in sorted(parameters)]
+    first = [
+        Of(True, x.dtype if named(by_path, path) else None)
+        for path, x in sorted(parameters.items())
+    ]
     known = dict(zip(traced.jaxpr.invars, first, strict=False))
     return list(_walk(traced.jaxpr, known))
 
 
-def _walk(jaxpr: Any, known: Mapping[Any, bool]) -> Iterator[Product]:
-    """Yield products in order; `known` says which inputs are of parameters that are named."""
-    known = dict(known)
-    of = lambda v: not isinstance(v, Literal) and known.get(v, False)
+def _walk(jaxpr: Any, known: dict[Any, Of]) -> Iterator[Product]:
+    """Yield products in order; take note of what is made of parameters alone."""
+    of = lambda v: Of(True) if isinstance(v, Literal) else known.get(v, Of(False))
+    known |= dict.fromkeys(jaxpr.constvars, Of(True))
     for equation in jaxpr.eqns:
-        name, given = equation.primitive.name, [of(v) for v in equation.invars]
+        name, given = equation.primitive.name, list(map(of, equation.invars))
         if name in PRODUCTS:
             dtypes = [v.aval.dtype for v in equation.invars[:2]]
-            widest = max(dtypes, key=lambda dtype: dtype.itemsize)
             line = source_info_util.summarize(equation.source_info)
-            yield Product(line, widest, any(given[:2]))
+            named = [x.named for x in given[:2] if x.named is not None]
+            yield Product(line, _widest(dtypes), _widest(named) if named else None)
         for body, _ in bodies_of(equation):
-            yield from _walk(body, dict(_entered(body.invars, given)))
-        if name in FORMS and given[0]:
-            known[equation.outvars[0]] = True
+            inner = dict(_entered(body.invars, given))
+            yield from _walk(body, inner)
+        if given and all(x.parameters for x in given):
+            named = [x.named for x in given if x.named is not None]
+            known |= dict.fromkeys(equation.outvars, Of(True, _widest(named) if named else None))
 
 
-def _entered(inputs: Sequence[Any], given: Sequence[bool]) -> Iterator[tuple[Any, bool]]:
-    """Yield what of a program's inputs is named, told from the end: branches take one less."""
+def _widest(dtypes: Sequence[Any]) -> Any:
+    return max(dtypes, key=lambda dtype: dtype.itemsize)
+
+
+def _entered(inputs: Sequence[Any], given: Sequence[Of]) -> Iterator[tuple[Any, Of]]:
+    """Yield what a program's inputs are made of, told from the end: branches take one less."""
     yield from zip(reversed(inputs), reversed(given), strict=False)

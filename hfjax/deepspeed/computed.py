@@ -75,6 +75,9 @@ def _scale(given: Given) -> LossScale:
     of = lambda key: given.of(f"fp16.{key}")
     static, least = float(of("loss_scale")), float(of("min_loss_scale"))
     keys = ("initial_scale_power", "loss_scale_window", "hysteresis", "consecutive_hysteresis")
+    if static and not 2.0**-126 <= static <= 2.0**126:
+        given.refuse("fp16.loss_scale", "float32 holds scales from 2**-126 to 2**126")
+        static = 1.0
     if static:
         for key in (*keys, "min_loss_scale"):
             given.ignore(f"fp16.{key}", "loss_scale says a scale that stays")

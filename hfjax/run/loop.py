@@ -97,7 +97,12 @@ def _unfit(told: str, config: Train, steps: Path, resumes: bool) -> str:
     )
 
 
-UNREAD = ("step", "finite", "overflow", "exhausted")  # metrics that a journal has otherwise
+UNREAD = (
+    "step",
+    "finite",
+    "loss_scale_overflow",
+    "loss_scale_exhausted",
+)  # metrics that a journal has otherwise
 LAG = 2  # steps behind which metrics are read: nothing waits for the device
 COMPILING = 3600.0  # seconds that what compiles may take, at least
 WRITING = 600.0  # and a checkpoint

@@ -195,7 +195,7 @@ def line(values: Mapping[str, Any], steps: int, left: float | None = None) -> st
         told.append(f"load of experts {values['load_max_over_mean']:.2f} of the mean")
         told.append(f"dropped {values['dropped_mean']:.1%}")
     if "loss_scale" in values:
-        told.append(f"loss scale {values['loss_scale']:g}, {values['skipped']:g} skipped")
+        told.append(f"loss scale {values['loss_scale']:g}, {values['skipped_steps']:g} skipped")
     if "tokens_per_second" in values:
         told.append(f"{short(values['tokens_per_second'])} tokens/s/device")
         told.append(f"{values['tflops']:.3g} TFLOP/s/device")

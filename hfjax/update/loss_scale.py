@@ -1,6 +1,6 @@
 """The loss scale of float16: where it goes, and DeepSpeed's rules of how it changes."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -63,6 +63,14 @@ def fresh(settings: LossScale) -> Scale:
     whole = lambda n: np.int32(n)
     begin = np.float32(settings.initial)
     return Scale(begin, whole(0), whole(-1), whole(settings.hysteresis), whole(0))
+
+
+def within(settings: LossScale, scale: Scale) -> Scale:
+    """Return the scale of a state as these settings have it: one that is fixed, or its limits."""
+    least, most = settings.minimum, settings.maximum
+    if settings.window is None:
+        least = most = settings.initial
+    return replace(scale, value=jnp.clip(scale.value, least, most).astype(jnp.float32))
 
 
 class Judged(NamedTuple):
