@@ -332,3 +332,22 @@ def test_float16_parameters_need_a_float32_copy():
     with pytest.raises(ValueError, match="w is computed in float16, which needs a loss scale"):
         hfjax.train_step(kept, loss)
     hfjax.eval_step(kept, loss)(hfjax.init(kept), np.ones((8, 4), np.float32))
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_the_simulator_is_deepspeeds_own_class(name):
+    scaler = pytest.importorskip("deepspeed.runtime.fp16.loss_scaler")
+    scaler.dist.get_rank = lambda: 0
+    given = SETTINGS[name]
+    theirs = scaler.DynamicLossScaler(
+        init_scale=given.initial,
+        scale_window=given.window,
+        min_scale=given.minimum,
+        delayed_shift=given.hysteresis,
+        consecutive_hysteresis=given.consecutive,
+        raise_error_at_min_scale=False,
+    )
+    ours = Simulated(given)
+    for overflow in np.random.default_rng(1).random(200) < 0.12:
+        theirs.update_scale(overflow)
+        assert ours.after(overflow) == theirs.cur_scale
