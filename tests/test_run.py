@@ -483,7 +483,7 @@ def test_another_seed_or_model_does_not_go_on(whole, data):
         ("a.yaml", "steps: many", r"a.yaml:1: steps='many': a whole number is expected"),
         ("a.yaml", "mesh: 3", r"a.yaml:1: mesh: fields with values are expected, found '3'"),
         ("a.yaml", "mesh:\n  data: [1]", r"a.yaml:2: mesh: data=\['1'\]: a whole number is"),
-        ("a.yaml", "precision: fp8", r"precision='fp8': one of stored, fp32, bf16 is"),
+        ("a.yaml", "precision: fp8", r"precision='fp8': one of stored, fp32, bf16, fp16"),
         ("a.yaml", "data:\n  train: {}", r"data: train={}: a list is expected"),
         ("a.yaml", "steps: 0", r"--steps 0: a number from 1 on is needed"),
         ("a.yaml", "offload_words: [dots]", r"a.yaml:1: no field 'offload_words'. Nearest: \['off"),

@@ -100,7 +100,7 @@ def test_execution_refuses_what_it_does_not_know():
     for field, given, message in (
         ("accumulate", 0, "a positive number of microbatches"),
         ("clip", 0.0, "a positive norm"),
-        ("precision", "fp8", "one of stored, fp32, bf16, fp64"),
+        ("precision", "fp8", "one of stored, fp32, bf16, fp16, fp64"),
         ("remat", "some", "one of none, dots, full"),
         ("reduction", "tree", "one of flat, hierarchical"),
         ("clip", float("nan"), "a positive norm"),

@@ -10,6 +10,8 @@ import numpy as np
 from hfjax.base.keywords import is_real, is_whole
 from hfjax.base.read_files import shown
 from hfjax.parallel.activation_offload import Offload
+from hfjax.parallel.precision import precision_of
+from hfjax.parallel.precision_by_path import by_path
 from hfjax.parallel.remat import Remat
 from hfjax.parallel.schedules.named import Schedule
 from hfjax.run.profile import steps_of
@@ -304,6 +306,7 @@ class Train:
         at_least(self, "", timeout=1, init_timeout=1, minutes=0)
         at_least(self, "", 2**32 - 1, seed=0)
         Remat.of(self.remat)
+        precision_of(by_path(self.precision))
         self._check_offload()
         self._check_microbatches()
         self._check_profile()
