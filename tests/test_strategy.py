@@ -114,7 +114,7 @@ def test_execution_refuses_what_it_does_not_know():
     ):
         with pytest.raises(ValueError, match=f"{field}=.*{message}"):
             hfjax.Execution(**{field: given})
-    with pytest.raises(ValueError, match=r"float16 needs a loss scale"):
+    with pytest.raises(ValueError, match=r"compute=float16 without a loss scale"):
         hfjax.Precision(compute="float16")
 
 
