@@ -21,7 +21,7 @@ from hfjax.parallel.engine.forward_asks import asked_by
 from hfjax.parallel.engine.gradients import Plane
 from hfjax.parallel.execution import Execution
 from hfjax.parallel.in_parts.scope import Join
-from hfjax.parallel.precision_by_path import by_path
+from hfjax.parallel.precision.by_path import by_path
 from hfjax.parallel.schedules.named import Schedule
 from hfjax.plan.check_state import check_alive, check_form, check_layout, is_traced
 from hfjax.plan.layout import Layout, State

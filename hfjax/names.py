@@ -35,8 +35,8 @@ from hfjax.parallel.engine.gradients import gather_rows as gather_rows
 from hfjax.parallel.execution import Execution as Execution
 from hfjax.parallel.in_parts.named_calls import own_rows as own_rows
 from hfjax.parallel.make_mesh import cube as cube, grid_2d as grid_2d, make_mesh as make_mesh
-from hfjax.parallel.precision import LossScale as LossScale, Precision as Precision
-from hfjax.parallel.precision_by_path import PrecisionByPath as PrecisionByPath
+from hfjax.parallel.precision.by_path import PrecisionByPath as PrecisionByPath
+from hfjax.parallel.precision.dtypes import LossScale as LossScale, Precision as Precision
 from hfjax.parallel.remat import Remat as Remat
 from hfjax.parallel.schedules.named import Schedule as Schedule
 from hfjax.parallel.settings import Context as Context

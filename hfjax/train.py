@@ -31,8 +31,8 @@ from hfjax.parallel.execution import Execution
 from hfjax.parallel.in_parts.joins import Joins
 from hfjax.parallel.memory import is_host_sharding, of_results
 from hfjax.parallel.mesh import describe_mesh
-from hfjax.parallel.precision import LossScale, Precision
-from hfjax.parallel.precision_by_path import DtypesByPath, by_path
+from hfjax.parallel.precision.by_path import DtypesByPath, by_path
+from hfjax.parallel.precision.dtypes import LossScale, Precision
 from hfjax.plan.check_state import (
     check_alive,
     check_form,

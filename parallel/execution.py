@@ -7,7 +7,7 @@ from typing import Any, Protocol, runtime_checkable
 from hfjax.base.keywords import is_positive, is_real, known_fields
 from hfjax.parallel.activation_offload import Offload
 from hfjax.parallel.compiler import check_options
-from hfjax.parallel.precision import Precision, precision_of
+from hfjax.parallel.precision.dtypes import Precision, precision_of
 from hfjax.parallel.remat import Remat
 from hfjax.parallel.schedules.table import Table
 from hfjax.parallel.schedules.versions import Versions

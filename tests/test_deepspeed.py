@@ -18,7 +18,7 @@ from hfjax.__main__ import main
 from hfjax.deepspeed.key_rows import REFUSED, is_section, row_of
 from hfjax.deepspeed.known_keys import TABLE
 from hfjax.models.gpt import next_token_loss
-from hfjax.parallel.precision import LossScale, Precision
+from hfjax.parallel.precision.dtypes import LossScale, Precision
 from hfjax.run.config import Train
 from hfjax.run.deepspeed_flags import with_file
 from tests.make_deepspeed import LR, RATES, TORCH, gradient

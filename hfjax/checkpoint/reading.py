@@ -26,7 +26,7 @@ from hfjax.checkpoint.directory import check_step, steps_in
 from hfjax.checkpoint.manifest import find_damage
 from hfjax.checkpoint.record import check_written, read_record
 from hfjax.parallel.memory import to_device
-from hfjax.parallel.precision import LossScale
+from hfjax.parallel.precision.dtypes import LossScale
 from hfjax.plan.layout import Layout, State
 from hfjax.processes.agreement import agreed
 from hfjax.update.loss_scale import fresh

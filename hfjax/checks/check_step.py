@@ -9,6 +9,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
 from hfjax.base.mean import check_loss
+from hfjax.base.paths import matches
 from hfjax.checks.combinations import check
 from hfjax.optimizers.transforms import stored_dtype
 from hfjax.parallel.execution import Execution
@@ -23,7 +24,7 @@ from hfjax.parallel.mesh import (
     in_use,
     sides,
 )
-from hfjax.parallel.precision_by_path import PrecisionByPath, check_patterns, named
+from hfjax.parallel.precision.by_path import PrecisionByPath, named
 from hfjax.parallel.wings.kernels.measured import check_kernels
 from hfjax.plan.check_layout import check_on_grid, warn_of_gathered_experts
 from hfjax.plan.check_state import is_traced
@@ -135,7 +136,7 @@ def _check_travels(layout: Layout, dispatch: str) -> None:
 
 def _check_by_path(layout: Layout, precision: PrecisionByPath) -> None:
     """Refuse patterns that match nothing, and those that tell apart what one row stores."""
-    check_patterns(precision, layout.blueprint.parameters)
+    matches([pattern for pattern, _ in precision.given], layout.blueprint.parameters)
     experts: dict[str, set[Any]] = {}
     for path, p in layout.placed.items():
         if EXPERTS in p.axes:

@@ -21,7 +21,7 @@ from hfjax.parallel.mesh import (
     partitioned,
     sides,
 )
-from hfjax.parallel.precision import PRECISIONS
+from hfjax.parallel.precision.dtypes import PRECISIONS
 from hfjax.parallel.remat import Remat
 from hfjax.parallel.schedules.named import Schedule
 from hfjax.parallel.schedules.table import Table

@@ -18,7 +18,7 @@ from hfjax.parallel.in_parts.interpreter import whole_shapes
 from hfjax.parallel.in_parts.kinds import Side
 from hfjax.parallel.in_parts.named_calls import recording
 from hfjax.parallel.in_parts.scope import traced_whole
-from hfjax.parallel.precision_by_path import PrecisionByPath
+from hfjax.parallel.precision.by_path import PrecisionByPath
 from hfjax.parallel.wings.context.forms import choose
 from hfjax.parallel.wings.context.on_shared_rows import FoundAlongRows, OnSharedRows, dims_of
 

@@ -17,8 +17,8 @@ from hfjax.parallel.engine.step_context import StepContext
 from hfjax.parallel.in_parts.interpreter import whole_shapes
 from hfjax.parallel.in_parts.named_calls import recording
 from hfjax.parallel.in_parts.scope import traced_whole
-from hfjax.parallel.precision import Precision
-from hfjax.parallel.precision_by_path import ALL, PrecisionByPath, named
+from hfjax.parallel.precision.by_path import ALL, PrecisionByPath, named
+from hfjax.parallel.precision.dtypes import Precision
 
 PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
 

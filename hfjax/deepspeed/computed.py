@@ -3,7 +3,7 @@
 from typing import Any
 
 from hfjax.deepspeed.json_file import Given
-from hfjax.parallel.precision import LossScale, Precision
+from hfjax.parallel.precision.dtypes import LossScale, Precision
 
 MOST = 2.0**24  # of our scales; DeepSpeed's have no upper limit
 STORED = "parameters are stored, and gradients added, in float32"

@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from hfjax.base.paths import Tree, flatten
 from hfjax.haiscale.partition import Partition
 from hfjax.parallel.mesh import AXES, PIPE_AXIS, SEQUENCE_AXES, describe_mesh, in_use
-from hfjax.parallel.precision import precision_of
+from hfjax.parallel.precision.dtypes import precision_of
 
 REMAT = {"never": "none", "except_last": "except_last", "always": "full"}
 OPTIONS = ("precision", "reduction", "reshard_after_forward", "unroll", "compiler_options")

@@ -10,8 +10,8 @@ import numpy as np
 from hfjax.base.keywords import is_real, is_whole
 from hfjax.base.read_files import shown
 from hfjax.parallel.activation_offload import Offload
-from hfjax.parallel.precision import precision_of
-from hfjax.parallel.precision_by_path import by_path
+from hfjax.parallel.precision.by_path import by_path
+from hfjax.parallel.precision.dtypes import precision_of
 from hfjax.parallel.remat import Remat
 from hfjax.parallel.schedules.named import Schedule
 from hfjax.run.profile import steps_of

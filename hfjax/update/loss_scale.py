@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hfjax.parallel.precision import LossScale
+from hfjax.parallel.precision.dtypes import LossScale
 from hfjax.plan.layout import Scale
 
 

@@ -40,7 +40,7 @@ from hfjax.parallel.mesh import (
     sides,
 )
 from hfjax.parallel.placement import Placed, auto_part
-from hfjax.parallel.precision import Dtypes
+from hfjax.parallel.precision.dtypes import Dtypes
 from hfjax.parallel.strategy import Axes
 
 

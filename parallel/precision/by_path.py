@@ -1,6 +1,6 @@
 """Precision by path: patterns of paths, each with the dtypes of the parameters that it matches."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -8,9 +8,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from hfjax.base.paths import nearest
 from hfjax.base.tables import aligned
-from hfjax.parallel.precision import Dtypes, LossScale, Precision, precision_of
+from hfjax.parallel.precision.dtypes import Dtypes, LossScale, Precision, precision_of
 
 ALL = "*"
 
@@ -75,8 +74,9 @@ class PrecisionByPath:
 
     @property
     def reduce(self) -> Any:
-        """The dtype of reductions, of all that no other pattern matches."""
-        return dict(self.given)[ALL].reduce
+        """The narrowest dtype of a reduction that an entry asks for."""
+        asked = [x.reduce for _, x in self.given if x.reduce is not None]
+        return min(asked, key=lambda dtype: dtype.itemsize, default=None)
 
     @cached_property
     def scale(self) -> LossScale | None:
@@ -102,15 +102,6 @@ class DtypesByPath:
 def named(precision: PrecisionByPath, path: str) -> bool:
     """Return whether a pattern other than "*" matches a path."""
     return any(pattern != ALL and fnmatchcase(path, pattern) for pattern, _ in precision.given)
-
-
-def check_patterns(precision: PrecisionByPath, paths: Iterable[str]) -> None:
-    """Refuse a pattern that matches no parameter."""
-    paths = list(paths)
-    for pattern, _ in precision.given:
-        if pattern != ALL and not any(fnmatchcase(path, pattern) for path in paths):
-            near = nearest(pattern, paths)
-            raise ValueError(f"precision: pattern {pattern!r} matches no parameter. {near}")
 
 
 def by_path(given: Any) -> Any:
