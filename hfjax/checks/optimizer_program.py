@@ -7,7 +7,7 @@ the program adds up of its own, of which shape.
 `joins` asks the table of rules whether entries along a dimension meet.
 """
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
@@ -28,7 +28,7 @@ from hfjax.checks.at_zero import (
     moved_unless,
     other_choices,
 )
-from hfjax.parallel.autodiff.program import CALLS, Piece, bind, bodies_of, body_of
+from hfjax.parallel.autodiff.program import Piece, bodies_of, evaluated, inlined, piece
 from hfjax.parallel.in_parts.interpreter import run, scope_of
 from hfjax.parallel.in_parts.kinds import Cut, Part, Side
 from hfjax.parallel.in_parts.pointwise import POINTWISE
@@ -110,7 +110,7 @@ class OptimizerProgram:
             return flatten(cast(dict, updates)), jax.tree.leaves(state), jax.tree.leaves(begun)
 
         kept = [leaf for _, leaf in found]
-        self._piece: Piece = _straight(update, like, kept, like)
+        self._piece: Piece = piece(update, like, kept, like, instead=_straight)
         self._shapes = {path: x.shape for path, x in like.items()}
         self._places = [_place(keys, leaf, self._shapes) for keys, leaf in found]
         self._paths, self._outs = sorted(like), self._piece.outputs
@@ -303,7 +303,7 @@ class OptimizerProgram:
     def counts(self, name: str, like: Any) -> bool:
         """Return whether a number that is kept stays as it is, or counts updates."""
         for count in (lambda x: x, lambda x: x + 1, optax.safe_increment):
-            counter = _straight(count, like)
+            counter = piece(count, like)
             known = {counter.inputs[0]: _number(self._term("kept", name))}
             self._run(counter.equations, known)
             if self._value(counter.outputs[0], known).term == self.state[name].term:
@@ -382,34 +382,18 @@ def _number(term: int, number: bool = True) -> Value:
     return Value(term, depends=not number, number=number, entrywise=number)
 
 
-def _straight(function: Callable, *like: Any) -> Piece:
-    """Return the program of a function without calls; of branches all are in it, and a choice."""
+def _straight(equation: Any, values: Sequence[Any]) -> Any:
+    """Return what a call, a branch or a print gives in a program that has none; None: as it is.
 
-    traced = jax.make_jaxpr(function)(*like)
-    run = lambda *values: _evaluated(traced.jaxpr, traced.consts, values)
-    flat = jax.make_jaxpr(run)(*jax.tree.leaves(like))
-    constants = dict(zip(flat.jaxpr.constvars, flat.consts, strict=True))
-    return Piece(flat.jaxpr.eqns, flat.jaxpr.invars, flat.jaxpr.outvars, constants)
-
-
-def _evaluated(jaxpr: Any, constants: Sequence[Any], values: Sequence[Any]) -> list[Any]:
-    known = dict(zip(jaxpr.constvars, constants, strict=True))
-    known |= zip(jaxpr.invars, values, strict=True)
-    read = lambda v: v.val if isinstance(v, Literal) else known[v]
-    for equation in jaxpr.eqns:
-        if not equation.outvars:
-            continue
-        given = list(map(read, equation.invars))
-        if equation.primitive.name == "cond":
-            which, *rest = given
-            cases = [_evaluated(b.jaxpr, b.consts, rest) for b in equation.params["branches"]]
-            found = [lax.select_n(which, *each) for each in zip(*cases, strict=True)]
-        elif equation.primitive.name in CALLS and (body := body_of(equation)):
-            found = _evaluated(*body, given)
-        else:
-            found = bind(equation, given)
-        known.update(zip(equation.outvars, found, strict=True))
-    return list(map(read, jaxpr.outvars))
+    Of branches all are run, and one is chosen.
+    """
+    if not equation.outvars:
+        return ()
+    if equation.primitive.name != "cond":
+        return inlined(equation, values, _straight)
+    which, *rest = values
+    cases = [evaluated(*body, rest, _straight) for body in bodies_of(equation)]
+    return [lax.select_n(which, *each) for each in zip(*cases, strict=True)]
 
 
 def _plain(name: str, params: Mapping[str, Any], ndim: int, out: int) -> list[tuple[str, str]]:

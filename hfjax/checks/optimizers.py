@@ -38,7 +38,7 @@ class _Form:
         places: Path -> where it is in the form; of those to compare.
         dims: Path -> dimensions along which the form has other entries.
         more: Whether the form has more entries, which are 0; its state begins in that form.
-        mixed: Whether numbers of the whole may not depend on how entries lie.
+        mixed: Whether entries lie otherwise: numbers that are kept may follow from totals only.
     """
 
     shapes: Flat
@@ -262,7 +262,6 @@ def warn_of_mixed_experts(layout: Layout) -> None:
         for path, p in layout.placed.items()
         if EXPERTS in p.axes and not p.frozen
     }
-
     if not at or any(layout.placed[path].shape[dim] < 2 for path, dim in at.items()):
         return
     try:

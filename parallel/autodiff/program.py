@@ -62,31 +62,39 @@ class Piece:
         return {v for values in (*used, self.outputs) for v in variables(values)}
 
 
-def piece(function: Callable, *arguments: Any) -> Piece:
+def piece(function: Callable, *arguments: Any, instead: Callable | None = None) -> Piece:
     """Return the program of a function of trees, with the bodies of calls in their place.
 
     Its inputs and outputs are the leaves of what the function is given and returns.
+    `instead(equation, values)` may be run in place of an equation, by default `inlined`.
     """
     traced = jax.make_jaxpr(function)(*arguments)
-    run = lambda *values: _inline(traced.jaxpr, traced.consts, values)
+    run = lambda *values: evaluated(traced.jaxpr, traced.consts, values, instead or inlined)
     flat = jax.make_jaxpr(run)(*jax.tree.leaves(arguments))
     constants = dict(zip(flat.jaxpr.constvars, flat.consts, strict=True))
     return Piece(flat.jaxpr.eqns, flat.jaxpr.invars, flat.jaxpr.outvars, constants)
 
 
-def _inline(jaxpr: Any, constants: Sequence[Any], values: Sequence[Any]) -> list[Any]:
+def evaluated(jaxpr: Any, constants: Sequence[Any], values: Sequence[Any], instead: Callable):
+    """Return what a program gives for these values."""
     known = dict(zip(jaxpr.constvars, constants, strict=True))
     known |= zip(jaxpr.invars, values, strict=True)
-    return _run(jaxpr.eqns, known, jaxpr.outvars, inline=True)
+    return _run(jaxpr.eqns, known, jaxpr.outvars, instead)
 
 
-def _run(equations: Sequence[Any], known: dict, outputs: Sequence[Any], inline: bool = False):
+def inlined(equation: JaxprEqn, values: Sequence[Any], instead: Callable | None = None) -> Any:
+    """Return what the body of a call gives; None: it is no call."""
+    body = body_of(equation) if equation.primitive.name in CALLS else None
+    fits = body is not None and len(body[0].invars) == len(values)
+    return evaluated(*body, values, instead or inlined) if body and fits else None
+
+
+def _run(equations: Sequence[Any], known: dict, outputs: Sequence[Any], instead: Any = None):
     read = lambda v: v.val if isinstance(v, Literal) else known[v]
     for equation in equations:
         values = [read(v) for v in equation.invars]
-        body = body_of(equation) if inline and equation.primitive.name in CALLS else None
-        fits = body is not None and len(body[0].invars) == len(values)
-        results = _inline(*body, values) if body and fits else bind(equation, values)
+        results = instead and instead(equation, values)
+        results = bind(equation, values) if results is None else results
         known.update(zip(equation.outvars, results, strict=True))
     return [read(v) for v in outputs]
 

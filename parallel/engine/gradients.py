@@ -77,12 +77,7 @@ class Plane(ABC):
         """In how many microbatches, which are to be those of one device, a step splits its rows."""
 
     def gradients(
-        self,
-        parameters: Flat,
-        variables: Flat,
-        batch: Any,
-        step: jax.Array,
-        seed: Any = None,
+        self, parameters: Flat, variables: Flat, batch: Any, step: jax.Array, seed: Any = None
     ):
         """Return (gradients of the total, placed as the moments; Mean; variables written to).
 
