@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 from hfjax import compose
 from hfjax.base.keywords import check_keywords, meanings
-from hfjax.base.mean import metrics_of
+from hfjax.base.mean import EXHAUSTED, OVERFLOW, SCALE, SKIPPED, metrics_of
 from hfjax.base.paths import Flat, flatten, nest
 from hfjax.batches import (
     batch_sharding,
@@ -385,8 +385,8 @@ class TrainStep:
             scale, exhausted = judged(settings, state.scale, overflow)
             counts = jnp.isfinite(metrics["loss"])  # else the step says nothing of the scale
             scale = jax.tree.map(lambda new, old: jnp.where(counts, new, old), scale, state.scale)
-            metrics |= {"loss_scale": state.scale.value, "skipped_steps": scale.skipped}
-            metrics |= {"loss_scale_overflow": overflow, "loss_scale_exhausted": exhausted}
+            metrics |= {SCALE: state.scale.value, SKIPPED: scale.skipped}
+            metrics |= {OVERFLOW: overflow, EXHAUSTED: exhausted}
         if not self.layout.hosted.parameters:
             params = placed_as_moments(params, self.layout.placed)
         held = Held(params, state.optimizer, {path: variables[path] for path in found.variables})

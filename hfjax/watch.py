@@ -9,12 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hfjax.base.mean import ENTROPY
+from hfjax.base.mean import ENTROPY, EXHAUSTED, OVERFLOW, SCALE
 from hfjax.base.paths import flatten
 from hfjax.plan.layout import Layout, State
 
 SPAN, OFTEN = 1000, 0.05  # steps, and the part of them that may overflow unsaid
-OVERFLOWS = ("loss_scale_overflow", "loss_scale_exhausted")
 LAG = 2  # steps; the same in every process, so that all stop at the same call
 
 
@@ -45,7 +44,7 @@ class Watch:
     def add(self, metrics: Mapping[str, Any], squares: Mapping[str, Any]) -> None:
         """Take note of a step."""
         step, loss, finite = (metrics[name] for name in ("step", "loss", "finite"))
-        of_scale = (metrics.get(name, False) for name in (*OVERFLOWS, "loss_scale"))
+        of_scale = (metrics.get(name, False) for name in (OVERFLOW, EXHAUSTED, SCALE))
         self._unseen.append(Seen(step, loss, finite, squares, metrics.get(ENTROPY, ()), *of_scale))
 
     def check(self, state: State, lag: int = LAG) -> None:

@@ -189,7 +189,7 @@ def on_one(name: str, number: int, made: int | None) -> tuple[list, list | None,
     try:
         pull = lambda arrays, dys: pulled(function, arrays, lambda: dys)
         ys, grads = jax.jit(of_axis(name, pull))(arrays, dys)
-    except (NotImplementedError, ValueError) as error:
+    except (NotImplementedError, ValueError) as error:  # JAX has no derivative of it
         if not re.search("ifferenti|JVP|Derivative", str(error)):
             raise
         return jax.jit(of_axis(name, only))(arrays), None, None

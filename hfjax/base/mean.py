@@ -93,6 +93,7 @@ def check_loss(given: Any, what: str = LOSS) -> None:
 
 
 OF_SCALE = ("loss_scale", "skipped_steps", "loss_scale_overflow", "loss_scale_exhausted")
+SCALE, SKIPPED, OVERFLOW, EXHAUSTED = OF_SCALE
 RESERVED = ("loss", "grad_norm", "weight", "finite", "step", *OF_SCALE)  # a step tells these
 
 

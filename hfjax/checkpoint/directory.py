@@ -16,7 +16,7 @@ from hfjax.base.write_files import check_no_link, delete, opened
 
 TEMPORARY = ".orbax-checkpoint-tmp"  # in the name of a step that is being written
 ENDS = {"_CHECKPOINT_METADATA", "commit_success.txt"}  # of a step: Orbax writes them at its end
-QUIET, WAIT = 5, 0.05  # times, seconds
+SWEEPS, PAUSE = 5, 0.05  # after a save that failed: how often, and seconds between
 TRASH = ".deleted"  # steps are moved here at once, then deleted: a kill leaves no half step
 
 
@@ -99,9 +99,9 @@ def sweep(directory: Path) -> None:
 
 def sweep_behind(directory: Path) -> None:
     """Sweep after a save that failed: its other writes may still run and make folders again."""
-    for _ in range(QUIET):
+    for _ in range(SWEEPS):
         sweep(directory)
-        time.sleep(WAIT)
+        time.sleep(PAUSE)
 
 
 def empty_trash(directory: Path) -> None:

@@ -1,4 +1,7 @@
-"""Which attentions a model asks for along its rows, found by tracing it once: hence the form."""
+"""What is looked for in a model before it is run: `look`.
+
+Along rows that devices share: which attentions it asks for, and so their form.
+"""
 
 from dataclasses import replace
 from functools import partial
@@ -9,7 +12,7 @@ import jax
 from hfjax.base.paths import Flat
 from hfjax.checks.along_rows import AlongRows
 from hfjax.checks.look import computed_shapes, looked, outputs_of_a_look
-from hfjax.checks.wider import check_products
+from hfjax.checks.products_by_path import check_products
 from hfjax.parallel.engine.blueprint import Blueprint
 from hfjax.parallel.engine.gradients import Plane
 from hfjax.parallel.engine.local import Local

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import jax
 
 import hfjax
+from hfjax.base.mean import EXHAUSTED, OVERFLOW
 from hfjax.base.read_files import ANYTHING, check_fields, contents, whole
 from hfjax.base.write_files import check_no_links, replace_text
 from hfjax.checkpoint import Checkpoints, Keep
@@ -97,12 +98,7 @@ def _unfit(told: str, config: Train, steps: Path, resumes: bool) -> str:
     )
 
 
-UNREAD = (
-    "step",
-    "finite",
-    "loss_scale_overflow",
-    "loss_scale_exhausted",
-)  # metrics that a journal has otherwise
+UNREAD = ("step", "finite", OVERFLOW, EXHAUSTED)  # metrics that are told otherwise
 LAG = 2  # steps behind which metrics are read: nothing waits for the device
 COMPILING = 3600.0  # seconds that what compiles may take, at least
 WRITING = 600.0  # and a checkpoint

@@ -23,6 +23,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from hfjax.base.mean import SCALE, SKIPPED
 from hfjax.base.progress import said_while
 from hfjax.base.tables import harmless, human
 from hfjax.parallel.engine.blueprint import LAYERS
@@ -194,8 +195,8 @@ def line(values: Mapping[str, Any], steps: int, left: float | None = None) -> st
     if "load_max_over_mean" in values:
         told.append(f"load of experts {values['load_max_over_mean']:.2f} of the mean")
         told.append(f"dropped {values['dropped_mean']:.1%}")
-    if "loss_scale" in values:
-        told.append(f"loss scale {values['loss_scale']:g}, {values['skipped_steps']:g} skipped")
+    if SCALE in values:
+        told.append(f"loss scale {values[SCALE]:g}, {values[SKIPPED]:g} skipped")
     if "tokens_per_second" in values:
         told.append(f"{short(values['tokens_per_second'])} tokens/s/device")
         told.append(f"{values['tflops']:.3g} TFLOP/s/device")

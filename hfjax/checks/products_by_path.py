@@ -1,4 +1,4 @@
-"""Precision by path: whether what one parameter made wider makes products of others wider."""
+"""Precision by path: whether each product of a model is in the dtype that the paths ask for."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -46,7 +46,11 @@ def check_products(
     batch: Any,
     mode: str,
 ) -> None:
-    """Refuse a model in which a product is wider by path than without, and names no reason."""
+    """Refuse a product that is wider than it was asked to be.
+
+    It is so if it is wider than with `"*"` alone and multiplies by no parameter that is named, or
+    not in the dtype of the named one that it multiplies by.
+    """
     context = replace(context, blueprint=blueprint)
     look = partial(_products, precision, context, variables, batch, mode)
     by_path, by_one = look(precision), look(dict(precision.given)[ALL])
