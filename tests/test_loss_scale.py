@@ -24,9 +24,11 @@ from hfjax import (
     Precision,
     Schedule,
 )
+from hfjax.base.mean import OVERFLOW, SCALE
 from hfjax.base.paths import flatten
 from hfjax.models.gpt import next_token_loss
 from hfjax.update.loss_scale import fresh, judged
+from hfjax.watch import Watch
 from tests.deepspeed_scaler import Simulated
 from tests.small_gpt import gpt_layout, tokens
 from tests.small_stack import rows, squared, stack_layout
@@ -261,6 +263,23 @@ def test_an_overflow_for_good_stops_the_run_at_the_least_scale():
         ),
     ):
         run_until_told(layout, planted(3), LossScale(2.0**8, minimum=64, window=4))
+
+
+def test_many_overflows_that_are_apart_are_told_once():
+    layout = stack_layout(DDP, {"data": 1})
+    state, watch = hfjax.init(layout), Watch(layout, "stop", 10)
+    squares = {path: np.float32(np.inf if path == "before" else 1) for path in layout.placed}
+    told = []
+    for step in range(0, 140, 2):
+        metrics = {"step": step, "loss": 1.0, "finite": False, OVERFLOW: True, SCALE: 64.0}
+        watch.add(metrics, squares)
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            watch.check(state, lag=0)
+        told += [str(w.message) for w in found]
+    assert len(told) == 1
+    assert "step 100: the gradient of 51 of the last 1000 steps overflowed float16" in told[0]
+    assert "the first is that of before" in told[0]
 
 
 def test_an_overflow_never_counts_towards_patience():
