@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 from hfjax import compose
 from hfjax.base.keywords import check_keywords, meanings
-from hfjax.base.mean import EXHAUSTED, OVERFLOW, SCALE, SKIPPED, metrics_of
+from hfjax.base.mean import metrics_of
 from hfjax.base.paths import Flat, flatten, nest
 from hfjax.batches import (
     batch_sharding,
@@ -44,7 +44,7 @@ from hfjax.plan.check_state import (
 from hfjax.plan.layout import Layout, State
 from hfjax.plan.rearrange import rearrange
 from hfjax.update.given_parameters import Follow
-from hfjax.update.loss_scale import fresh, judged, within
+from hfjax.update.loss_scale import after_step, fresh, within
 from hfjax.update.update import Held, Update, placed_as_moments
 from hfjax.watch import Watch
 
@@ -381,12 +381,8 @@ class TrainStep:
         metrics["step"] = state.step
         scale = None
         if (settings := self._loss_scale) and state.scale:
-            overflow = jnp.isfinite(metrics["loss"]) & ~metrics["finite"]
-            scale, exhausted = judged(settings, state.scale, overflow)
-            counts = jnp.isfinite(metrics["loss"])  # else the step says nothing of the scale
-            scale = jax.tree.map(lambda new, old: jnp.where(counts, new, old), scale, state.scale)
-            metrics |= {SCALE: state.scale.value, SKIPPED: scale.skipped}
-            metrics |= {OVERFLOW: overflow, EXHAUSTED: exhausted}
+            scale, told = after_step(settings, state.scale, metrics["loss"], metrics["finite"])
+            metrics |= told
         if not self.layout.hosted.parameters:
             params = placed_as_moments(params, self.layout.placed)
         held = Held(params, state.optimizer, {path: variables[path] for path in found.variables})

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from hfjax.base.mean import EXHAUSTED, OVERFLOW, SCALE, SKIPPED
 from hfjax.parallel.precision.dtypes import LossScale
 from hfjax.plan.layout import Scale
 
@@ -19,10 +20,10 @@ from hfjax.plan.layout import Scale
 )
 @dataclass
 class Seed:
-    """By what a backward pass begins: the loss scale, over the entries of a place.
+    """The cotangent of the loss: the loss scale, divided by the entries of a place.
 
-    A place is what devices share that have the same rows. Its entries are the rows that go to it
-    in a step; times their length, if the loss says how much it weighs.
+    A place is all devices that share the same rows. Its entries are the rows that go to it in a
+    step, times their length if the loss says how much it weighs (`hfjax.Mean`).
     """
 
     scale: jax.Array
@@ -42,7 +43,7 @@ class Seed:
         return self.rows * (self.length if self.weighed else 1)
 
     def __call__(self, total: jax.Array) -> jax.Array:
-        """Return a total whose gradient is larger."""
+        """Return the total, its cotangent multiplied by the seed."""
         wide = total.astype(jnp.promote_types(total.dtype, "float32"))
         return _times_backward(wide, self.scale / self.entries)
 
@@ -104,3 +105,17 @@ def judged(settings: LossScale, scale: Scale, overflow: jax.Array) -> Judged:
         skipped=scale.skipped + overflow,
     )
     return Judged(jax.tree.map(lambda new, old: new.astype(old.dtype), after, scale), exhausted)
+
+
+def after_step(
+    settings: LossScale, scale: Scale, loss: jax.Array, finite: jax.Array
+) -> tuple[Scale, dict[str, jax.Array]]:
+    """Return the scale after a step, and its metrics.
+
+    A loss that is not finite says nothing of the scale, which stays as it is.
+    """
+    overflow = jnp.isfinite(loss) & ~finite
+    after, exhausted = judged(settings, scale, overflow)
+    after = jax.tree.map(lambda new, old: jnp.where(jnp.isfinite(loss), new, old), after, scale)
+    metrics = {SCALE: scale.value, SKIPPED: after.skipped}
+    return after, {**metrics, OVERFLOW: overflow, EXHAUSTED: exhausted}

@@ -81,7 +81,7 @@ class Plane(ABC):
     ):
         """Return (gradients of the total, placed as the moments; Mean; variables written to).
 
-        A seed makes them larger, and knows afterwards by how much (`context.traced.seed`).
+        With a seed, the cotangent of the loss, they are larger; `context.traced.seed` says by what.
         A pipeline whose plane has `wanted` returns `Extras` (engine/parts.py) in place of the Mean.
         """
         context = self.context

@@ -223,7 +223,7 @@ class Traced:
     names: set[str] = field(default_factory=set)  # of tensors, where remat asks for names
     unread: set[str] = field(default_factory=set)  # parameters that nothing has read yet
     written: set[str] = field(default_factory=set)  # variables that the model writes to
-    seed: Any = None  # by what the backward pass begins; None: 1
+    seed: Any = None  # the cotangent of the loss, with a loss scale; None: 1
 
     @classmethod
     def of(cls, kernels: Local, run: Execution, mesh: Mesh, in_parts: Callable) -> "Traced":
