@@ -39,6 +39,8 @@ ONE_KERNEL: Programs = {
 VARIANTS: Programs = {
     "hfjax, layers in a loop": {"unroll": 1},
     "hfjax, remat full": {"remat": "full"},
+    "hfjax, remat full, no loop": {"remat": "full", "unroll": True},
+    "hfjax, float16": {"precision": "fp16"},
     "hfjax, XLA's attention": {"attention": "xla"},
     "hfjax, plain loss in parts": {"kernels": {"cross_entropy": "reference", "*": "xla"}},
 }
