@@ -109,7 +109,7 @@ class Program:
         _, heads, _, width = p["qkv"].shape
         qkv = _linear(x_BSD, p["qkv"].reshape(x_BSD.shape[-1], -1))
         qkv = qkv.reshape(*x_BSD.shape[:2], heads, 3, width)
-        q, k = (_rotated(qkv[:, :, :, i], self.config.rotary_base) for i in range(2))
+        q, k = (_rotated(qkv[:, :, :, i], self.config.rotary.base) for i in range(2))
         y = _attend(q, k, qkv[:, :, :, 2]).reshape(*x_BSD.shape[:2], -1)
         return _linear(y, p["out"].reshape(-1, x_BSD.shape[-1]))
 

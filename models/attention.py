@@ -4,6 +4,7 @@
 H / G heads of queries that follow one another (grouped-query attention, Ainslie et al., 2023).
 """
 
+import sys
 import warnings
 from collections.abc import Callable
 from functools import cache, partial
@@ -12,6 +13,8 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
+from hfjax.base.keywords import is_real, is_whole
+from hfjax.models.rope import EitherRope, Rope
 from hfjax.pallas_kernels import current_platform
 from hfjax.pallas_kernels.handing import is_causal_attention
 
@@ -68,6 +71,38 @@ def windowed(window: int) -> Callable:
     return is_causal_attention(attend, window)
 
 
+@cache
+def capped(cap: float, window: int | None = None) -> Callable:
+    """Return causal attention whose scores are capped softly: cap * tanh(score / cap).
+
+    It is plain JAX everywhere: no kernel takes its place.
+
+    Args:
+        cap: What no score goes beyond.
+        window: How many positions a query sees, itself among them. None: all before it.
+
+    Example:
+        >>> from hfjax.models.attention import capped
+        >>> capped(50.0, window=4096).window
+        4096
+    """
+    if not is_real(cap, sys.float_info.min, sys.float_info.max):
+        raise ValueError(f"capped({cap!r}): a finite number above 0 is expected.")
+    if not (window is None or is_whole(window, 1)):
+        raise ValueError(f"capped(window={window!r}): at least 1 (a query sees itself), or None.")
+
+    def attend(
+        q_BSHD: jax.Array,
+        k_BSGD: jax.Array,
+        v_BSGD: jax.Array,
+        documents_BS: jax.Array | None = None,
+    ) -> jax.Array:
+        return blocked(q_BSHD, k_BSGD, v_BSGD, documents_BS, window, cap)
+
+    attend.cap, attend.window = cap, window  # type: ignore[attr-defined]
+    return attend
+
+
 def _of_gpus(q_BSHD: jax.Array, *others: Any, **mask: Any) -> jax.Array:
     """Return cuDNN's attention in half precision, XLA's in others and where cuDNN is missing."""
     if q_BSHD.dtype not in (jnp.bfloat16, jnp.float16):
@@ -104,8 +139,12 @@ def blocked(
     v_BSGD: jax.Array,
     documents_BS: jax.Array | None = None,
     window: int | None = None,
+    cap: float | None = None,
 ) -> jax.Array:
-    """Return causal attention per block of queries, without the keys that no query of it sees."""
+    """Return causal attention per block of queries, without the keys that no query of it sees.
+
+    With a cap no score goes beyond it, by a tanh.
+    """
     length, shared = q_BSHD.shape[1], q_BSHD.shape[2] // k_BSGD.shape[2]
     k_BSHD, v_BSHD = (jnp.repeat(x, shared, axis=2) for x in (k_BSGD, v_BSGD))
     blocks = BLOCKS if length % BLOCKS == 0 else 1
@@ -115,7 +154,7 @@ def blocked(
         first = 0 if window is None else max(0, end - size - window + 1)
         same = _same(documents_BS, size, first, end)
         queries, seen = q_BSHD[:, end - size : end], slice(first, end)
-        parts.append(_block(queries, k_BSHD[:, seen], v_BSHD[:, seen], same, window))
+        parts.append(_block(queries, k_BSHD[:, seen], v_BSHD[:, seen], same, window, cap))
     return jnp.concatenate(parts, axis=1) if blocks > 1 else parts[0]
 
 
@@ -128,13 +167,19 @@ def _same(documents_BS: jax.Array | None, size: int, first: int, end: int) -> An
 
 
 def _block(
-    q_BQHD: jax.Array, k_BKHD: jax.Array, v_BKHD: jax.Array, same: Any, window: int | None
+    q_BQHD: jax.Array,
+    k_BKHD: jax.Array,
+    v_BKHD: jax.Array,
+    same: Any,
+    window: int | None,
+    cap: float | None,
 ) -> jax.Array:
     """The queries are the last ones: query i may see the keys up to K - Q + i."""
     queries, keys = q_BQHD.shape[1], k_BKHD.shape[1]
     wide = jnp.promote_types(q_BQHD.dtype, jnp.float32)
     scale = jnp.asarray(q_BQHD.shape[-1] ** -0.5, q_BQHD.dtype)
     scores = jnp.einsum("bqhd,bkhd->bhqk", q_BQHD * scale, k_BKHD, preferred_element_type=wide)
+    scores = scores if cap is None else cap * jnp.tanh(scores / cap)
     at, of = jnp.arange(queries)[:, None] + keys - queries, jnp.arange(keys)[None]
     visible = of <= at if window is None else (of <= at) & (of > at - window)
     scores = jnp.where(visible[None, None] & same, scores, jnp.finfo(wide).min)
@@ -142,20 +187,29 @@ def _block(
     return jnp.einsum("bhqk,bkhd->bqhd", weights, v_BKHD)
 
 
-def rotate(x_BSHD: jax.Array, base: float, positions_S: jax.Array | None = None) -> jax.Array:
-    """Return x, dimensions i and i + D/2 turned by position * base ** (-2i / D) radians.
+def rotate(
+    x_BSHD: jax.Array,
+    rotary: Rope | EitherRope,
+    positions_S: jax.Array | None = None,
+    times: jax.Array | None = None,
+) -> jax.Array:
+    """Return x, dimensions i and i + D/2 turned by position * speed i radians.
 
-    Positions are counted from 0 unless they are given.
+    Positions are counted from 0 unless they are given. `times` is what x is multiplied by besides:
+    [H, 1] for heads as x has them before D.
 
     Rotary positions (Su et al., 2021), halves paired as in the weights of Hugging Face's Llama.
     Between S and D there may be any number of dimensions. Computed in float32 or wider.
     """
     length, half = x_BSHD.shape[1], x_BSHD.shape[-1] // 2
     wide = jnp.promote_types(x_BSHD.dtype, jnp.float32)
-    speeds = base ** (-jnp.arange(half, dtype=wide) / half)
+    speeds = rotary.speeds(half, wide)
     at = jnp.arange(length, dtype=wide) if positions_S is None else positions_S.astype(wide)
     angles = jnp.outer(at, speeds)
     angles = angles.reshape(1, length, *(1,) * (x_BSHD.ndim - 3), half)
     cos, sin = jnp.cos(angles), jnp.sin(angles)
+    for factor in (rotary.grows, times):
+        if factor is not None and not (isinstance(factor, float) and factor == 1):
+            cos, sin = cos * factor, sin * factor
     x, y = jnp.split(x_BSHD.astype(wide), 2, axis=-1)
     return jnp.concatenate([x * cos - y * sin, y * cos + x * sin], axis=-1).astype(x_BSHD.dtype)

@@ -1,5 +1,9 @@
-"""Llama in three parts: embed, layers, head. [B]atch, [S]equence, [D] embed, [V]ocabulary."""
+"""Llama in three parts: embed, layers, head. [B]atch, [S]equence, [D] embed, [V]ocabulary.
 
+One decoder: what Llama, Qwen, Mistral and Gemma differ in are fields of its configuration.
+"""
+
+import math
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -7,10 +11,12 @@ from functools import partial
 from typing import Any, ClassVar, Self
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from hfjax.base.keywords import check_sizes, is_real
+from hfjax.base.head import logits_of as product_of, masked
+from hfjax.base.keywords import check_sizes, is_real, is_whole
 from hfjax.models.attention import causal_attention, rotate
 from hfjax.models.loss import next_tokens
 from hfjax.models.parts import (
@@ -26,6 +32,51 @@ from hfjax.models.parts import (
     with_documents,
     without_documents,
 )
+from hfjax.models.rope import EitherRope, Rope
+
+ACTIVATIONS: Mapping[str, Callable] = {
+    "silu": jax.nn.silu,
+    "gelu_tanh": partial(jax.nn.gelu, approximate=True),
+}
+
+
+@dataclass(frozen=True)
+class LocalLayers:
+    """Some layers of a stack attend in another way than the others.
+
+    All layers stay one stack: which kind a layer is of is data.
+
+    Attributes:
+        layers: The numbers of these layers, the first is 0.
+        attention: Theirs: `hfjax.models.attention.windowed`, for instance.
+        rotary: Their rotary positions. None: those of the others.
+
+    Example:
+        >>> from hfjax.models.attention import windowed
+        >>> from hfjax.models.llama import LlamaConfig, LocalLayers
+        >>> LlamaConfig.tiny(local=LocalLayers((0, 1, 2), windowed(16))).local.layers
+        (0, 1, 2)
+    """
+
+    layers: tuple[int, ...]
+    attention: Callable
+    rotary: Rope | None = None
+
+    def check(self, what: str, layers: int) -> None:
+        """Refuse numbers that are not those of some of so many layers."""
+        numbers = [n for n in self.layers if is_whole(n, 0, layers - 1)]
+        if len(numbers) != len(self.layers) or len(set(numbers)) not in range(1, layers):
+            raise ValueError(
+                f"{what}: local.layers={self.layers}: numbers of some of {layers} layers, from 0 "
+                f"to {layers - 1}. Where all are alike, set attention= and rotary= in place of "
+                "local=."
+            )
+        if not callable(self.attention):
+            raise ValueError(
+                f"{what}: local.attention={self.attention!r}: a function of (q, k, v)."
+            )
+        if not isinstance(self.rotary, Rope | None):
+            raise ValueError(f"{what}: local.rotary={self.rotary!r}: a {ROPE}, or None.")
 
 
 @dataclass(frozen=True)
@@ -40,15 +91,28 @@ class LlamaConfig:
         kv_heads: The number of heads of keys and values: each serves heads / kv_heads queries.
         embed: The width of the residual stream.
         mlp: The width of the MLP.
-        rotary_base: The base of the rotary positions' wavelengths.
+        rotary: The rotary positions.
         epsilon: Of the norms.
         tied: Whether the head is the embedding, transposed.
         attention: Function of (q, k, v), and of the documents if there are any.
+        head: The width of one head. None: embed / heads.
+        qkv_bias: Whether queries, keys and values have biases.
+        qk_norm: Whether each head's query and key are normalised (RMS) before they are turned.
+        norms_after: Whether what attention and MLP make is normalised before it is added, too.
+        norm_plus_one: Whether norms multiply by 1 + their scale, which then begins at 0.
+        activation: Of the MLP's gate: silu or gelu_tanh.
+        embedding_scale: What the embedding is multiplied by. None: nothing.
+        query_scale: What scores of attention are multiplied by. None: head ** -0.5.
+        logit_cap: The logits' soft cap: cap * tanh(logit / cap). None: no cap.
+        local: Layers of another kind. None: all are alike.
+        pad_vocab_to: The embedding has a multiple of so many rows; logits beyond are masked.
 
     Example:
         >>> from hfjax.models.llama import LlamaConfig
         >>> LlamaConfig(heads=16, kv_heads=4).width
         256
+        >>> LlamaConfig(vocab=32003, pad_vocab_to=128).padded_vocab
+        32128
     """
 
     vocab: int = 32000
@@ -58,43 +122,63 @@ class LlamaConfig:
     kv_heads: int = 32
     embed: int = 4096
     mlp: int = 11008
-    rotary_base: float = 10000.0
+    rotary: Rope = Rope()
     epsilon: float = 1e-5  # of the norms
     tied: bool = False  # the head is the embedding, transposed
     attention: Callable = causal_attention
+    head: int | None = None  # the width of one; None: embed / heads
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    norms_after: bool = False
+    norm_plus_one: bool = False
+    activation: str = "silu"
+    embedding_scale: float | None = None
+    query_scale: float | None = None  # None: head ** -0.5
+    logit_cap: float | None = None
+    local: LocalLayers | None = None  # layers of another kind
+    pad_vocab_to: int = 1
     known: ClassVar[Mapping[str, Any]]  # the named shapes
 
     def __post_init__(self):
-        sizes = ("vocab", "length", "layers", "heads", "kv_heads", "embed", "mlp")
-        check_sizes("LlamaConfig", self, *sizes)
-        for name, least in (("rotary_base", sys.float_info.min), ("epsilon", 0)):
-            if not is_real(given := getattr(self, name), least, sys.float_info.max):
-                raise ValueError(
-                    f"LlamaConfig: {name}={given!r}; a finite number is expected, "
-                    f"{'at least' if least == 0 else 'above'} 0."
-                )
-        if self.embed % (2 * self.heads):
+        what = type(self).__name__
+        sizes = ("vocab", "length", "layers", "heads", "kv_heads", "embed", "mlp", "pad_vocab_to")
+        check_sizes(what, self, *sizes)
+        _check_numbers(what, self)
+        _check_words(what, self)
+        if self.head is None and self.embed % (2 * self.heads):
             raise ValueError(
-                f"LlamaConfig: embed={self.embed} does not divide by 2 * heads={self.heads} "
+                f"{what}: embed={self.embed} does not divide by 2 * heads={self.heads} "
                 "(rotary positions turn pairs of dimensions). Choose heads that do."
+            )
+        if not (self.head is None or is_whole(self.head, 2)) or self.width % 2:
+            raise ValueError(
+                f"{what}: head={self.head!r}: an even number of dimensions (rotary positions turn "
+                "pairs of them), or None: embed / heads."
             )
         if self.heads % self.kv_heads:
             raise ValueError(
-                f"LlamaConfig: heads={self.heads} does not divide by kv_heads={self.kv_heads}. "
+                f"{what}: heads={self.heads} does not divide by kv_heads={self.kv_heads}. "
                 "Choose kv_heads that divide heads."
             )
+        if self.local is not None:
+            self.local.check(what, self.layers)
 
     @property
     def width(self) -> int:
         """The dimensions of one head."""
-        return self.embed // self.heads
+        return self.embed // self.heads if self.head is None else self.head
+
+    @property
+    def padded_vocab(self) -> int:
+        """The number of rows of the embedding."""
+        return math.ceil(self.vocab / self.pad_vocab_to) * self.pad_vocab_to
 
     @property
     def linear_maps(self) -> dict[str, tuple[int, int]]:
         """A layer's maps, inputs and outputs: in turn from the residual stream, and back to it."""
         d, qkv = self.embed, (self.heads + 2 * self.kv_heads) * self.width
-        gate_up, down = (d, 2 * self.mlp), (self.mlp, d)
-        return {"qkv": (d, qkv), "out": (d, d), "gate_up": gate_up, "down": down}
+        out, gate_up, down = (self.heads * self.width, d), (d, 2 * self.mlp), (self.mlp, d)
+        return {"qkv": (d, qkv), "out": out, "gate_up": gate_up, "down": down}
 
     @classmethod
     def preset(cls, name: str, **changes) -> Self:
@@ -129,7 +213,37 @@ class LlamaConfig:
         return cls.preset(next(iter(cls.known)), **changes)
 
 
-_LLAMA3 = LlamaConfig(vocab=128256, length=8192, kv_heads=8, mlp=14336, rotary_base=500000.0)
+ROPE = "hfjax.models.rope.Rope"
+OPTIONAL = ("embedding_scale", "query_scale", "logit_cap")
+
+
+def _check_numbers(what: str, config: LlamaConfig) -> None:
+    """Refuse numbers that are not finite, or too small."""
+    given = [name for name in OPTIONAL if getattr(config, name) is not None]
+    for name, least in (("epsilon", 0), *((name, sys.float_info.min) for name in given)):
+        if not is_real(given := getattr(config, name), least, sys.float_info.max):
+            raise ValueError(
+                f"{what}: {name}={given!r}; a finite number is expected, "
+                f"{'at least' if least == 0 else 'above'} 0."
+            )
+
+
+def _check_words(what: str, config: LlamaConfig) -> None:
+    """Refuse fields that are none of a few values."""
+    if not isinstance(config.rotary, Rope):
+        raise ValueError(f"{what}: rotary={config.rotary!r}; a {ROPE} is expected.")
+    if config.activation not in ACTIVATIONS:
+        raise ValueError(
+            f"{what}: activation={config.activation!r}; one of {', '.join(ACTIVATIONS)}."
+        )
+    for name in ("tied", "qkv_bias", "qk_norm", "norms_after", "norm_plus_one"):
+        if not isinstance(given := getattr(config, name), bool):
+            raise ValueError(f"{what}: {name}={given!r}; true or false.")
+    if not isinstance(config.local, LocalLayers | None):
+        raise ValueError(f"{what}: local={config.local!r}; a LocalLayers, or None, is expected.")
+
+
+_LLAMA3 = LlamaConfig(vocab=128256, length=8192, kv_heads=8, mlp=14336, rotary=Rope(500000.0))
 PRESETS: Mapping[str, LlamaConfig] = {
     "tiny": LlamaConfig(vocab=256, length=64, layers=4, heads=8, kv_heads=4, embed=128, mlp=352),
     "llama2-7b": LlamaConfig(),
@@ -140,6 +254,16 @@ PRESETS: Mapping[str, LlamaConfig] = {
 LlamaConfig.known = PRESETS
 
 
+class LayerKind(nnx.Variable):
+    """Whether a layer is one of `LlamaConfig.local`. It is data; no step changes it."""
+
+
+def norm_of(config: LlamaConfig, size: int | None = None) -> RMSNorm:
+    """Return a norm of the residual stream, or of heads of a size."""
+    axis = "embed" if size is None else None
+    return RMSNorm(size or config.embed, config.epsilon, axis, plus_one=config.norm_plus_one)
+
+
 class Attention(nnx.Module):
     """Causal self-attention with rotary positions, kv heads first.
 
@@ -148,67 +272,99 @@ class Attention(nnx.Module):
     """
 
     def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
-        groups, width = config.kv_heads, config.width
+        groups, width, bias = config.kv_heads, config.width, config.qkv_bias
         shape = (config.embed, groups, config.heads // groups + 2, width)
-        self.qkv = Linear(shape, ("embed", "heads", None, None), 3, 0.02, bias=False, rngs=rngs)
+        self.qkv = Linear(shape, ("embed", "heads", None, None), 3, 0.02, bias=bias, rngs=rngs)
         shape, scale = (config.heads, width, config.embed), residual_scale(config.layers)
         self.out = Linear(shape, ("heads", None, "embed"), 1, scale, bias=False, rngs=rngs)
-        self.attend, self.base = config.attention, config.rotary_base
+        self.q_norm = norm_of(config, width) if config.qk_norm else None
+        self.k_norm = norm_of(config, width) if config.qk_norm else None
+        self.attend, self.rotary, self.local = config.attention, config.rotary, config.local
+        self.is_local = None if config.local is None else LayerKind(jnp.zeros((), bool))
+        scale = config.query_scale
+        self.grown = None if scale is None else scale * width**0.5  # kernels divide by its root
         self.place, self.kernels = anywhere, plain
 
     def __call__(self, x_BSD: jax.Array, documents_BS: jax.Array | None = None) -> jax.Array:
         qkv = self.place(self.qkv(x_BSD), ("batch", None, "heads", None, None))
         qkv = checkpoint_name(qkv, "qkv")
-        qk, v = (
-            rotate(qkv[:, :, :, :-1], self.base),
-            qkv[:, :, :, -1],
-        )
+        qk, v = self._turned(qkv[:, :, :, :-1]), qkv[:, :, :, -1]
         q, k = qk[:, :, :, :-1], qk[:, :, :, -1]
         q = q.reshape(*q.shape[:2], -1, q.shape[-1])
         inside = () if documents_BS is None else (documents_BS,)
-        attend = self.kernels.attention(self.attend)
-        attended = checkpoint_name(attend(q, k, v, *inside), "attended")
+        attended = checkpoint_name(self._attend(q, k, v, *inside), "attended")
         return self.out(self.place(attended, ("batch", None, "heads", None)))
+
+    def _turned(self, qk: jax.Array) -> jax.Array:
+        """Return queries and keys, normalised if they are, and turned by their positions."""
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(qk[:, :, :, :-1]), self.k_norm(qk[:, :, :, -1:])
+            qk = jnp.concatenate([q, k], axis=3)
+        times = None
+        if self.grown not in (None, 1):  # of queries alone; in float32, before they are rounded
+            times = jnp.array([self.grown] * (qk.shape[3] - 1) + [1])[:, None]
+        return rotate(qk, self._rotary, times=times)
+
+    @property
+    def _rotary(self) -> Rope | EitherRope:
+        if self.is_local is None or self.local is None or self.local.rotary is None:
+            return self.rotary
+        return EitherRope(self.is_local[...], self.local.rotary, self.rotary)
+
+    def _attend(self, *operands: jax.Array) -> jax.Array:
+        """Return what is attended to, in the way of this layer."""
+        attend = self.kernels.attention(self.attend)
+        if self.is_local is None or self.local is None or self.local.attention is self.attend:
+            return attend(*operands)
+        of_local = self.kernels.attention(self.local.attention)
+        return jax.lax.cond(self.is_local[...], of_local, attend, *operands)
 
 
 class MLP(nnx.Module):
     """SwiGLU (Shazeer, 2020). Gate and up share one kernel, mlp first: [D, mlp, 2]."""
 
-    def __init__(self, embed: int, mlp: int, scale: float, *, rngs: nnx.Rngs):
+    def __init__(
+        self, embed: int, mlp: int, scale: float, activation: str = "silu", *, rngs: nnx.Rngs
+    ):
         shape = (embed, mlp, 2)
         self.gate_up = Linear(shape, ("embed", "mlp", None), 2, 0.02, bias=False, rngs=rngs)
         self.down = Linear((mlp, embed), ("mlp", "embed"), 1, scale, bias=False, rngs=rngs)
+        self.activation = activation
         self.place = anywhere
 
     def __call__(self, x_BSD: jax.Array) -> jax.Array:
         gate_up = self.place(self.gate_up(x_BSD), ("batch", None, "mlp", None))
         gate_up = checkpoint_name(gate_up, "mlp_up")
-        return self.down(jax.nn.silu(gate_up[..., 0]) * gate_up[..., 1])
+        return self.down(ACTIVATIONS[self.activation](gate_up[..., 0]) * gate_up[..., 1])
 
 
 class Block(nnx.Module):
     """One layer: attention and MLP, each behind a norm and added to the residual stream."""
 
     def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
-        self.norm1 = RMSNorm(config.embed, config.epsilon)
-        self.norm2 = RMSNorm(config.embed, config.epsilon)
+        self.norm1, self.norm2 = norm_of(config), norm_of(config)
+        self.norm1_after = norm_of(config) if config.norms_after else None
+        self.norm2_after = norm_of(config) if config.norms_after else None
         self.attention = Attention(config, rngs=rngs)
-        self.mlp = MLP(config.embed, config.mlp, residual_scale(config.layers), rngs=rngs)
+        scale = residual_scale(config.layers)
+        self.mlp = MLP(config.embed, config.mlp, scale, config.activation, rngs=rngs)
         self.place = anywhere
 
     def __call__(self, stream: Any) -> Any:
         x_BSD, documents = without_documents(stream)
-        x = self._add(x_BSD, partial(self.attention, documents_BS=documents), self.norm1)
-        return with_documents(self._add(x, self.mlp, self.norm2), documents)
+        attention = partial(self.attention, documents_BS=documents)
+        x = self._add(x_BSD, attention, self.norm1, self.norm1_after)
+        return with_documents(self._add(x, self.mlp, self.norm2, self.norm2_after), documents)
 
-    def _add(self, x: jax.Array, part: Callable, norm: RMSNorm) -> jax.Array:
-        """The norm works on the sequence as the residual stream is split."""
+    def _add(self, x: jax.Array, part: Callable, norm: RMSNorm, after: RMSNorm | None) -> jax.Array:
+        """The norms work on the sequence as the residual stream is split."""
         normed = norm(self.place(x, STREAM))
-        return x + self.place(part(normed), STREAM)
+        made = self.place(part(normed), STREAM)
+        return x + (made if after is None else after(made))
 
 
 class Llama(nnx.Module):
-    """Llama 2 and 3; `layers` is one module of stacked arrays.
+    """Llama 2 and 3, and their like; `layers` is one module of stacked arrays.
 
     Named in each layer, for remat and offload: qkv, attended, mlp_up.
     """
@@ -217,7 +373,8 @@ class Llama(nnx.Module):
         self.config = config
         self.tokens = embedding(config, rngs)
         self.layers = stacked(config.layers, lambda rngs: Block(config, rngs=rngs), rngs)
-        self.norm = RMSNorm(config.embed, config.epsilon)
+        mark_local(config, self.layers)
+        self.norm = norm_of(config)
         self.unembed = unembedding(config, rngs)
         self.place, self.kernels = anywhere, plain
 
@@ -243,27 +400,36 @@ class Llama(nnx.Module):
         return self.head(run_stacked(self.layers, self.embed(batch)))
 
 
+def mark_local(config: LlamaConfig, layers: Any) -> None:
+    """Write into stacked layers which of them are of `config.local`."""
+    if config.local is not None:
+        numbers = jnp.array(config.local.layers)
+        layers.attention.is_local[...] = jnp.zeros(config.layers, bool).at[numbers].set(True)
+
+
 def embedding(config: LlamaConfig, rngs: nnx.Rngs) -> nnx.Param:
     """Return the embedding of tokens."""
-    kernel = 0.02 * jax.random.normal(rngs.params(), (config.vocab, config.embed))
+    kernel = 0.02 * jax.random.normal(rngs.params(), (config.padded_vocab, config.embed))
     return nnx.Param(kernel, axes=("vocab", "embed"))
 
 
 def unembedding(config: LlamaConfig, rngs: nnx.Rngs) -> Linear | None:
     """Return the head, None if it is the embedding."""
-    shape, axes = (config.embed, config.vocab), ("embed", "vocab")
+    shape, axes = (config.embed, config.padded_vocab), ("embed", "vocab")
     return None if config.tied else Linear(shape, axes, 1, 0.02, bias=False, rngs=rngs)
 
 
 def residual_stream(model: Any, tokens_BS: jax.Array) -> jax.Array:
     """Return what enters the layers of a model that has Llama's ends."""
-    length = tokens_BS.shape[1]
+    length, scale = tokens_BS.shape[1], model.config.embedding_scale
     if length > model.config.length:
         raise ValueError(
             f"{length} tokens a row, the model is made for {model.config.length}: "
             f"shorten the rows, or raise {type(model.config).__name__}.length."
         )
     x = model.kernels.lookup(model.tokens[...], tokens_BS)
+    if scale is not None:
+        x = x * jnp.asarray(scale, x.dtype)  # rounded first, as Gemma was trained
     return model.place(model.place(x, WHOLE), STREAM)
 
 
@@ -271,4 +437,11 @@ def logits_of(model: Any, x_BSD: jax.Array) -> Any:
     """Return the logits [B, S, V] of a model that has Llama's ends, or a step's stand-in."""
     x = model.place(model.norm(x_BSD), WHOLE, STREAM)
     kernel_VD = model.tokens[...] if model.unembed is None else model.unembed.kernel[...].T
-    return model.kernels.outputs(x.astype(kernel_VD.dtype), kernel_VD, model.config.vocab)
+    x, vocab, cap = x.astype(kernel_VD.dtype), model.config.vocab, model.config.logit_cap
+    own = None if cap is None else partial(_capped, model.place, x, kernel_VD, vocab, cap)
+    return model.kernels.outputs(x, kernel_VD, vocab, own)
+
+
+def _capped(place: Any, x_BSD: jax.Array, kernel_VD: Any, vocab: int, cap: float) -> jax.Array:
+    logits = product_of(place, x_BSD, kernel_VD, len(kernel_VD))
+    return masked(cap * jnp.tanh(logits / cap), vocab)

@@ -253,17 +253,30 @@ class LayerNorm(nnx.Module):
 
 
 class RMSNorm(nnx.Module):
-    """x over its root mean square, scaled; along the last dimension, in float32 or wider."""
+    """x over its root mean square, scaled; along the last dimension, in float32 or wider.
 
-    def __init__(self, size: int, epsilon: float = 1e-5, axis: str | None = "embed"):
-        self.epsilon = epsilon
-        self.scale = nnx.Param(jnp.ones((size,)), axes=(axis,))
+    With `plus_one` it is scaled by 1 + the parameter.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        epsilon: float = 1e-5,
+        axis: str | None = "embed",
+        plus_one: bool = False,
+    ):
+        self.epsilon, self.plus_one = epsilon, plus_one
+        first = jnp.zeros if plus_one else jnp.ones
+        self.scale = nnx.Param(first((size,)), axes=(axis,))
         self.axis, self.kernels = axis, plain
 
     def __call__(self, x: jax.Array) -> jax.Array:
         wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
         unit = wide * jax.lax.rsqrt((wide**2).mean(-1, keepdims=True) + self.epsilon)
-        return (unit * self.scale[...].reshape((1,) * (x.ndim - 1) + (-1,))).astype(x.dtype)
+        scale = self.scale[...].reshape((1,) * (x.ndim - 1) + (-1,))
+        if self.plus_one:
+            scale = 1 + scale.astype(wide.dtype)
+        return (unit * scale).astype(x.dtype)
 
 
 class RowKey(nnx.Variable):

@@ -15,6 +15,7 @@ from hfjax.models.attention import blocked, dot_product, rotate
 from hfjax.models.gpt import GPTConfig
 from hfjax.models.llama import PRESETS, Llama, LlamaConfig
 from hfjax.models.loss import next_token_loss
+from hfjax.models.rope import Rope
 from hfjax.parallel.strategy import SEQUENCE, TENSOR
 from hfjax.testing import assert_strategies_agree, strategies
 from tests.h200 import OPTIMIZED, h200s
@@ -77,8 +78,8 @@ def plain_attention(p, x_SD, config):
     queries, y = config.heads // config.kv_heads, np.zeros_like(x_SD)
     for head in range(config.heads):
         kv, member = divmod(head, queries)
-        q = plain_rotary(x_SD @ qkv[:, kv, member], config.rotary_base)
-        k = plain_rotary(x_SD @ qkv[:, kv, queries], config.rotary_base)
+        q = plain_rotary(x_SD @ qkv[:, kv, member], config.rotary.base)
+        k = plain_rotary(x_SD @ qkv[:, kv, queries], config.rotary.base)
         v = x_SD @ qkv[:, kv, queries + 1]
         scores = q @ k.T / math.sqrt(q.shape[1])
         scores[np.triu_indices(len(x_SD), 1)] = -np.inf
@@ -105,7 +106,7 @@ def plain_llama(p, tokens_S, config):
 @pytest.mark.parametrize("changes", [{}, {"tied": True, "kv_heads": 1}, {"kv_heads": 8}])
 def test_logits_are_those_of_a_plain_implementation(changes):
     rng = np.random.default_rng(0)
-    config = LlamaConfig.tiny(**SHAPE, rotary_base=100.0, epsilon=0.1, **changes)
+    config = LlamaConfig.tiny(**SHAPE, rotary=Rope(100.0), epsilon=0.1, **changes)
     with jax.enable_x64(True):
         model = nnx.eval_shape(lambda: Llama(config, rngs=nnx.Rngs(0)))
         graph, parameters = nnx.split(model)
@@ -130,7 +131,7 @@ def test_a_group_of_heads_shares_its_key_and_value(length):
 
 def test_rotation_keeps_lengths_and_depends_on_the_distance_alone():
     x, y = np.random.default_rng(0).normal(size=(2, 1, 1, 1, 8)).astype(np.float32)
-    everywhere = lambda x: rotate(jnp.broadcast_to(x, (1, 12, 1, 8)), 10000.0)[0, :, 0]
+    everywhere = lambda x: rotate(jnp.broadcast_to(x, (1, 12, 1, 8)), Rope())[0, :, 0]
     turned, other = everywhere(x), everywhere(y)
     np.testing.assert_allclose(jnp.linalg.norm(turned, axis=-1), np.linalg.norm(x), rtol=1e-5)
     products = np.asarray(turned @ other.T)
@@ -209,13 +210,21 @@ SIZES = ("vocab", "length", "layers", "heads", "embed")
     [
         (GPTConfig, (*SIZES, "pad_vocab_to"), (NAN, INF, -5, 0, True, 1.5, "3")),
         (GPTConfig, ("dropout",), (NAN, INF, -0.1, True, "3")),
-        (LlamaConfig, (*SIZES, "kv_heads", "mlp"), (NAN, INF, -5, 0, True, 1.5, "3")),
-        (LlamaConfig, ("rotary_base", "epsilon"), (NAN, INF, -5, True, "3")),
+        (
+            LlamaConfig,
+            (*SIZES, "kv_heads", "mlp", "pad_vocab_to"),
+            (NAN, INF, -5, 0, True, 1.5, "3"),
+        ),
+        (
+            LlamaConfig,
+            ("epsilon", "query_scale", "embedding_scale", "logit_cap"),
+            (NAN, INF, -5, True, "3"),
+        ),
     ],
 )
 def test_a_size_of_a_model_that_is_no_number_is_refused(kind, names, wrong):
     for name, given in itertools.product(names, wrong):
         with pytest.raises(ValueError, match=f"{kind.__name__}: {name}={given!r}; .* (from|expec)"):
             kind(**{name: given})
-    with pytest.raises(ValueError, match="rotary_base=0; a finite number is expected, above 0"):
-        LlamaConfig(rotary_base=0)
+    with pytest.raises(ValueError, match="logit_cap=0; a finite number is expected, above 0"):
+        LlamaConfig(logit_cap=0)

@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from hfjax.base.keywords import is_whole
@@ -15,6 +16,8 @@ from hfjax.models.llama import (
     LlamaConfig,
     embedding,
     logits_of,
+    mark_local,
+    norm_of,
     residual_stream,
     unembedding,
 )
@@ -33,6 +36,7 @@ from hfjax.models.parts import (
     run_stacked,
     stacked,
 )
+from hfjax.models.rope import Rope
 
 
 class Stream(NamedTuple):
@@ -78,6 +82,10 @@ class MoEConfig(Mixing, LlamaConfig):
                 f"MoEConfig: experts={self.experts} are {len(self.experts)} numbers for "
                 f"{self.layers} layers. Give one for each layer (0: a plain MLP), or one for all."
             )
+        if self.activation != "silu":
+            raise ValueError(
+                f"MoEConfig: activation={self.activation!r}: the gates of experts have silu alone."
+            )
         if not any(self.by_layer):
             raise ValueError("MoEConfig: no layer has experts. That is a hfjax.models.llama.Llama.")
 
@@ -90,7 +98,7 @@ class MoEConfig(Mixing, LlamaConfig):
 
 
 _TINY = MoEConfig(vocab=256, length=64, layers=4, heads=8, kv_heads=4, embed=128, mlp=176)
-_MIXTRAL = MoEConfig(kv_heads=8, mlp=14336, rotary_base=1e6, capacity=None)
+_MIXTRAL = MoEConfig(kv_heads=8, mlp=14336, rotary=Rope(1e6), capacity=None)
 PRESETS: Mapping[str, MoEConfig] = {
     "mixtral-tiny": _TINY,
     "deepseek-tiny": replace(
@@ -110,7 +118,7 @@ PRESETS: Mapping[str, MoEConfig] = {
         kv_heads=16,
         embed=2048,
         mlp=1408,
-        rotary_base=1e4,
+        rotary=Rope(1e4),
         experts=64,
         top_k=6,
         shared=2,
@@ -125,8 +133,9 @@ class Block(nnx.Module):
     """One layer: attention, and a mixture or an MLP, each behind a norm."""
 
     def __init__(self, config: MoEConfig, experts: int, *, rngs: nnx.Rngs):
-        self.norm1 = RMSNorm(config.embed, config.epsilon)
-        self.norm2 = RMSNorm(config.embed, config.epsilon)
+        self.norm1, self.norm2 = norm_of(config), norm_of(config)
+        self.norm1_after = norm_of(config) if config.norms_after else None
+        self.norm2_after = norm_of(config) if config.norms_after else None
         self.attention = Attention(config, rngs=rngs)
         scale = residual_scale(config.layers)
         if experts:
@@ -142,12 +151,16 @@ class Block(nnx.Module):
     def __call__(self, stream: Stream) -> Stream:
         x, documents, told = stream
         normed = self.norm1(self.place(x, STREAM))
-        x = x + self.place(self.attention(normed, documents), STREAM)
+        x = self._add(x, self.attention(normed, documents), self.norm1_after)
         normed = self.norm2(self.place(x, STREAM))
         if isinstance(self.mlp, MLP):
-            return Stream(x + self.place(self.mlp(normed), STREAM), documents, told)
+            return Stream(self._add(x, self.mlp(normed), self.norm2_after), documents, told)
         y, told = self.mlp(self.place(normed, WHOLE, STREAM), told)
-        return Stream(x + self.place(y, STREAM), documents, told)
+        return Stream(self._add(x, y, self.norm2_after), documents, told)
+
+    def _add(self, x: jax.Array, y: jax.Array, after: RMSNorm | None) -> jax.Array:
+        y = self.place(y, STREAM)
+        return x + (y if after is None else after(y))
 
 
 class MoELlama(nnx.Module):
@@ -163,9 +176,12 @@ class MoELlama(nnx.Module):
         if len(set(counts)) == 1:
             make = lambda rngs: Block(config, counts[0], rngs=rngs)
             self.layers: Any = stacked(config.layers, make, rngs)
+            mark_local(config, self.layers)
         else:
             self.layers = nnx.List([Block(config, count, rngs=rngs) for count in counts])
-        self.norm = RMSNorm(config.embed, config.epsilon)
+            for number in () if config.local is None else config.local.layers:
+                self.layers[number].attention.is_local[...] = jnp.ones((), bool)
+        self.norm = norm_of(config)
         self.unembed = unembedding(config, rngs)
         self.deterministic = False
         self.place, self.kernels = anywhere, plain

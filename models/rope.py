@@ -1,0 +1,155 @@
+"""How fast rotary positions turn: by the base alone, or stretched to rows longer than trained on.
+
+Speeds of the stretched kinds are made by NumPy, step by step as `transformers` makes them: at
+position 100,000 the last bit of a speed is a hundredth of a radian.
+"""
+
+import math
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from hfjax.base.keywords import is_real
+
+KINDS = ("default", "linear", "llama3", "yarn")
+ABOVE_ZERO = {"base": 0, "factor": 0, "original": 1, "low": 0, "high": 0, "fast": 0, "slow": 0}
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary positions: base ** (-2i / D) radians a position for the dimensions i and i + D/2.
+
+    Attributes:
+        base: The base of the wavelengths.
+        kind: default: these speeds. linear: all slower by `factor`. llama3: slow ones are slower by
+            `factor`, fast ones as they are, and between them something between. yarn: the same with
+            another border, and queries and keys grow by `attention`.
+        factor: How many times longer rows may be.
+        original: How long they were before: the kinds llama3 and yarn measure wavelengths by it.
+        low: llama3: waves that turn fewer times than this in `original` positions are slow.
+        high: llama3: those that turn more often are fast.
+        fast: yarn: dimensions that turn more often than this in `original` positions are fast.
+        slow: yarn: those that turn fewer times are slow.
+        attention: yarn: what queries and keys are multiplied by. None: 1 + log(factor) / 10.
+        truncate: yarn: whether the borders are moved to whole dimensions.
+
+    Example:
+        >>> from hfjax.models.rope import Rope
+        >>> Rope(10000.0, "linear", factor=8.0).speeds(2, "float32").tolist()
+        [0.125, 0.0012499999720603228]
+    """
+
+    base: float = 10000.0
+    kind: str = "default"
+    factor: float = 1.0
+    original: int = 8192
+    low: float = 1.0
+    high: float = 4.0
+    fast: float = 32.0
+    slow: float = 1.0
+    attention: float | None = None
+    truncate: bool = True
+
+    def __post_init__(self):
+        if self.kind not in KINDS:
+            raise ValueError(f"Rope(kind={self.kind!r}): one of {', '.join(KINDS)}.")
+        numbers = ABOVE_ZERO if self.attention is None else {**ABOVE_ZERO, "attention": 0}
+        for name, least in numbers.items():
+            given = getattr(self, name)
+            if not is_real(given, least or sys.float_info.min, sys.float_info.max):
+                raise ValueError(
+                    f"Rope({name}={given!r}): a finite number is expected, "
+                    f"{'at least 1' if least else 'above 0'}."
+                )
+        if self.low >= self.high:
+            raise ValueError(
+                f"Rope(low={self.low}, high={self.high}): waves that turn fewer than `low` times "
+                "are slow, more than `high` times fast. Choose a low below high."
+            )
+        if not isinstance(self.truncate, bool):
+            raise ValueError(f"Rope(truncate={self.truncate!r}): true or false.")
+        if self.kind == "default" and self.factor != 1:
+            raise ValueError(
+                f"Rope(factor={self.factor}): the kind default stretches nothing. Choose kind= "
+                f"from {', '.join(KINDS[1:])}, or leave factor out."
+            )
+
+    @property
+    def grows(self) -> Any:
+        """What cosines and sines are multiplied by; 1.0 but for yarn."""
+        if self.kind != "yarn":
+            return 1.0
+        if self.attention is not None:
+            return self.attention
+        return 1.0 if self.factor <= 1 else 0.1 * math.log(self.factor) + 1.0
+
+    def speeds(self, half: int, dtype: Any) -> Any:
+        """Return how many radians each pair of dimensions turns in a position.
+
+        Args:
+            half: How many pairs there are.
+            dtype: In which they are computed.
+        """
+        if self.kind == "default":
+            return self.base ** (-jnp.arange(half, dtype=dtype) / half)
+        dimensions = np.arange(0, 2 * half, 2).astype(dtype) / (2 * half)
+        waves = np.asarray(self.base**dimensions, dtype)
+        made = {"linear": self._linear, "llama3": self._llama3, "yarn": self._yarn}[self.kind](
+            waves
+        )
+        return made.astype(dtype)
+
+    def _linear(self, waves: np.ndarray) -> np.ndarray:
+        return 1.0 / waves / self.factor
+
+    def _llama3(self, waves: np.ndarray) -> np.ndarray:
+        speeds = 1.0 / waves
+        lengths = 2 * math.pi / speeds
+        part = (self.original / lengths - self.low) / (self.high - self.low)
+        between = (1 - part) * speeds / self.factor + part * speeds
+        slow, fast = lengths > self.original / self.low, lengths < self.original / self.high
+        return np.where(slow, speeds / self.factor, np.where(fast, speeds, between))
+
+    def _yarn(self, waves: np.ndarray) -> np.ndarray:
+        half = len(waves)
+        first, last = self._border(self.fast, half), self._border(self.slow, half)
+        if self.truncate:
+            first, last = math.floor(first), math.ceil(last)
+        first, last = max(first, 0), min(last, 2 * half - 1)
+        last = last + 0.001 if first == last else last
+        ramp = np.clip((np.arange(half).astype(waves.dtype) - first) / (last - first), 0, 1)
+        kept = 1 - ramp
+        return 1.0 / (self.factor * waves) * (1 - kept) + 1.0 / waves * kept
+
+    def _border(self, turns: float, half: int) -> float:
+        """Return the pair of dimensions that turns so many times in the original length."""
+        return half * math.log(self.original / (turns * 2 * math.pi)) / math.log(self.base)
+
+
+@dataclass(frozen=True)
+class EitherRope:
+    """The rotary positions of a layer whose kind is data.
+
+    Attributes:
+        first: Whether it has those of `yes`.
+        yes: The ones.
+        no: The others.
+    """
+
+    first: jax.Array
+    yes: Rope
+    no: Rope
+
+    @property
+    def grows(self) -> Any:
+        """What cosines and sines are multiplied by."""
+        yes, no = self.yes.grows, self.no.grows
+        return yes if yes == no else jnp.where(self.first, yes, no)
+
+    def speeds(self, half: int, dtype: Any) -> Any:
+        """Return how many radians each pair of dimensions turns in a position."""
+        return jnp.where(self.first, self.yes.speeds(half, dtype), self.no.speeds(half, dtype))
