@@ -59,10 +59,11 @@ def init(
             stages that run them. None: the first step moves them there.
         parameters: The parameters to start from, in the model's own order, whatever the schedule:
             NumPy or JAX arrays in a tree like `state.params`, or as {path: array}; a state or
-            `hfjax.full(state)`, whose layers may be stored for any schedule; or a function
-            of (path, slices) that returns this part of the array, so that none is ever whole. In
-            place of an array None says: from the seed. Floating-point arrays are cast to the
-            model's dtype; moments, master weights and averages start from them.
+            `hfjax.full(state)`, whose layers may be stored for any schedule; the `weights` of
+            `hfjax.pretrained`, which stream from their files; or a function of (path, slices) that
+            returns this part of the array, so that none is ever whole. In place of an array None
+            says: from the seed. Floating-point arrays are cast to the model's dtype; moments,
+            master weights and averages start from them.
 
     Raises:
         ValueError: A given path is unknown or missing, or an array has another shape, or is not of
@@ -203,6 +204,8 @@ def _cast(layout: Layout, params: Flat) -> Flat:
 def _placed(layout: Layout, seed: Any, parameters: Any) -> Flat:
     """Return all parameters on their shards, as the model has them and in its dtypes."""
     plain = layout.as_the_model
+    if hasattr(parameters, "into"):  # they are read into their places
+        return parameters.into(plain)
     shardings = flatten(plain.shardings().params)
     wanted = {
         path: jax.ShapeDtypeStruct(x.shape, plain.blueprint.parameters[path].dtype)

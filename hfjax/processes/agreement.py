@@ -1,19 +1,21 @@
 """Processes agree: the same data and settings, one reader of a directory, one process that prints.
 
-`check_same` compares settings. `agreed` runs a function on process 0 and gives all its result, so
-that all go on or fail together. `say` prints on the first process only.
+`check_same` compares settings. `agreed` runs a function on process 0 and gives all its result, and
+`in_all` runs it in each, so that all go on or fail together. `say` prints on the first one only.
 """
 
 import json
 import zlib
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
 from jax._src import distributed
 
 SHOWN = 6  # differences in a message
+
+T = TypeVar("T")
 
 
 def check_same(what: str, value: Any) -> None:
@@ -32,17 +34,37 @@ def check_same(what: str, value: Any) -> None:
     """
     if jax.process_count() == 1:
         return
+    if (values := _of_all(value)) is not None:
+        raise ValueError(unlike(what, values))
+
+
+def _of_all(value: Any) -> list[Any] | None:
+    """Return a value of JSON of each process; None: all are equal."""
     mine = json.dumps(value, sort_keys=True).encode()
     found = _gathered(np.array([zlib.crc32(mine), len(mine)], np.uint32))
     if (found[:, 0] == found[0, 0]).all():
-        return
+        return None
     text = np.zeros(found[:, 1].max(), np.uint8)
     text[: len(mine)] = np.frombuffer(mine, np.uint8)
-    values = [
-        json.loads(bytes(row[:size]))
-        for row, size in zip(_gathered(text), found[:, 1], strict=True)
-    ]
-    raise ValueError(unlike(what, values))
+    pairs = zip(_gathered(text), found[:, 1], strict=True)
+    return [json.loads(bytes(row[:size])) for row, size in pairs]
+
+
+def in_all(ask: Callable[[], T]) -> T:
+    """Return what `ask()` returns here; if it fails in one process, all raise what that one says.
+
+    All processes call it.
+    """
+    if not distributed.global_state.client or jax.process_count() == 1:
+        return ask()
+    try:
+        made, refusal = [ask()], None
+    except (ValueError, OSError) as wrong:
+        made, refusal = [], str(wrong)
+    for process, told in enumerate(_of_all(refusal) or [refusal] * (refusal is not None)):
+        if told is not None:
+            raise ValueError(told if process == 0 else f"process {process}: {told}")
+    return made[0]
 
 
 def unlike(what: str, values: list[Any]) -> str:

@@ -1,0 +1,155 @@
+"""Where the tensors of each family lie in hfjax's decoders: GPT-2, Llama and its kin, mixtures.
+
+[V]ocabulary, [D] embed, [H]eads, [G] heads of keys, [Q]ueries of each, head width d, [M]lp.
+"""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from hfjax.weights.name_rules import Rule, Table, as_it_is, turned
+
+LAYER = "model.layers.{layer}."
+OURS = "layers/"
+HEAD = "lm_head.weight"
+BUFFERS = ("*.rotary_emb.inv_freq", "*.attn.bias", "*.attn.masked_bias")
+
+
+class Experts(NamedTuple):
+    """What a family calls the parts of a mixture."""
+
+    router: str
+    gate: str
+    up: str
+    down: str
+
+
+OF_MIXTRAL = Experts(
+    "block_sparse_moe.gate",
+    *(f"block_sparse_moe.experts.{{expert}}.{name}" for name in ("w1", "w3", "w2")),
+)
+OF_QWEN = Experts(
+    "mlp.gate", *(f"mlp.experts.{{expert}}.{name}_proj" for name in ("gate", "up", "down"))
+)
+NORMS = {"input_layernorm": "norm1", "post_attention_layernorm": "norm2"}
+NORMS_AROUND = {  # Gemma: before and after
+    "input_layernorm": "norm1",
+    "post_attention_layernorm": "norm1_after",
+    "pre_feedforward_layernorm": "norm2",
+    "post_feedforward_layernorm": "norm2_after",
+}
+
+
+def gpt_table(c: Any) -> Table:
+    """Return the table of GPT-2; its matrices are [in, out] in the files, too."""
+    D, H, d = c.embed, c.heads, c.embed // c.heads
+    theirs, ours = "transformer.h.{layer}.", OURS
+    rules = [
+        Rule("transformer.wte.weight", "tokens", *2 * [(c.vocab, D)], (0, 1), 0, twin=HEAD),
+        as_it_is("transformer.wpe.weight", "positions", c.length, D),
+        Rule(
+            *(f"{theirs}attn.c_attn.weight", f"{ours}attention/qkv/kernel", (D, 3 * D)),
+            *((D, 3, H, d), (0, 2, 1, 3)),
+            transform="heads first",
+        ),
+        Rule(
+            *(f"{theirs}attn.c_attn.bias", f"{ours}attention/qkv/bias", (3 * D,)),
+            *((3, H, d), (1, 0, 2)),
+            transform="heads first",
+        ),
+        Rule(
+            *(f"{theirs}attn.c_proj.weight", f"{ours}attention/out/kernel", (D, D)),
+            *((H, d, D), (0, 1, 2)),
+            transform="heads",
+        ),
+        as_it_is(f"{theirs}attn.c_proj.bias", f"{ours}attention/out/bias", D),
+        as_it_is(f"{theirs}mlp.c_fc.weight", f"{ours}mlp/up/kernel", D, 4 * D),
+        as_it_is(f"{theirs}mlp.c_fc.bias", f"{ours}mlp/up/bias", 4 * D),
+        as_it_is(f"{theirs}mlp.c_proj.weight", f"{ours}mlp/down/kernel", 4 * D, D),
+        as_it_is(f"{theirs}mlp.c_proj.bias", f"{ours}mlp/down/bias", D),
+    ]
+    for norm, path in (("ln_1", f"{ours}norm1"), ("ln_2", f"{ours}norm2")):
+        rules += _norm(f"{theirs}{norm}", path, D)
+    rules += _norm("transformer.ln_f", "norm", D)
+    return Table(rules, {"layer": c.layers}, "transformer.", BUFFERS)
+
+
+def _norm(theirs: str, ours: str, width: int) -> list[Rule]:
+    words = {"weight": "scale", "bias": "bias"}
+    return [as_it_is(f"{theirs}.{a}", f"{ours}/{b}", width) for a, b in words.items()]
+
+
+def decoder_table(c: Any, experts: Experts | None = None) -> Table:
+    """Return the table of a Llama or its kin; of one with experts by what its family calls them."""
+    V, D = c.vocab, c.embed
+    shared = HEAD if c.tied else None
+    rules = [Rule("model.embed_tokens.weight", "tokens", (V, D), (V, D), (0, 1), 0, twin=shared)]
+    if not c.tied:
+        rules += [Rule(HEAD, "unembed/kernel", (V, D), (V, D), (1, 0), 1, transform="transpose")]
+    rules += [as_it_is("model.norm.weight", "norm/scale", D)]
+    counts = getattr(c, "by_layer", (0,) * c.layers)
+    unlike = len({*counts}) > 1
+    ours = "layers/{layer}/" if unlike else OURS
+    rules += _attention(c, ours)
+    norms = NORMS_AROUND if c.norms_after else NORMS
+    rules += [as_it_is(f"{LAYER}{a}.weight", f"{ours}{b}/scale", D) for a, b in norms.items()]
+    if experts is None:
+        return Table([*rules, *_mlp(c.mlp, D, ours, None)], {"layer": c.layers}, "model.", BUFFERS)
+    sparse = frozenset(i for i, n in enumerate(counts) if n)
+    some = sparse if unlike else None
+    rules += _mixture(c, max(counts), experts, ours, some)
+    if unlike:
+        wide = c.dense or c.top_k * c.mlp
+        rules += _mlp(wide, D, ours, frozenset(range(c.layers)) - sparse)
+    return Table(rules, {"layer": c.layers, "expert": max(counts)}, "model.", BUFFERS)
+
+
+def _attention(c: Any, ours: str) -> Iterator[Rule]:
+    D, G, Q, d = c.embed, c.kv_heads, c.heads // c.kv_heads, c.width
+    path, theirs = f"{ours}attention/", f"{LAYER}self_attn."
+    for name, start, n in (("q", 0, Q), ("k", Q, 1), ("v", Q + 1, 1)):
+        rows = G * n * d
+        yield Rule(
+            *(f"{theirs}{name}_proj.weight", f"{path}qkv/kernel", (rows, D)),
+            *((G, n, d, D), (3, 0, 1, 2), 2, start),
+            transform="transpose, heads of keys first",
+        )
+        if c.qkv_bias:
+            yield Rule(
+                *(f"{theirs}{name}_proj.bias", f"{path}qkv/bias", (rows,)),
+                *((G, n, d), (0, 1, 2), 1, start),
+                transform="heads of keys first",
+            )
+    yield Rule(
+        *(f"{theirs}o_proj.weight", f"{path}out/kernel", (D, G * Q * d)),
+        *((D, G * Q, d), (1, 2, 0)),
+        transform="transpose, heads",
+    )
+    if c.qk_norm:
+        for name in ("q", "k"):
+            yield as_it_is(f"{theirs}{name}_norm.weight", f"{path}{name}_norm/scale", d)
+
+
+def _mlp(M: int, D: int, ours: str, layers: frozenset[int] | None) -> Iterator[Rule]:
+    yield from _gated(f"{LAYER}mlp.gate_proj", f"{LAYER}mlp.up_proj", f"{ours}mlp/gate_up/kernel", M, D, layers)
+    yield turned(f"{LAYER}mlp.down_proj.weight", f"{ours}mlp/down/kernel", D, M, layers=layers)
+
+
+def _gated(
+    gate: str, up: str, ours: str, M: int, D: int, layers: frozenset[int] | None
+) -> Iterator[Rule]:
+    """Yield the rules of a gate and what it gates, which lie beside each other."""
+    for at, name in enumerate((gate, up)):
+        yield Rule(
+            *(f"{name}.weight", ours, (M, D), (M, D, 1), (1, 0, 2), 2, at, layers),
+            transform="transpose, gate beside up",
+        )
+
+
+def _mixture(
+    c: Any, count: int, names: Experts, ours: str, layers: frozenset[int] | None
+) -> Iterator[Rule]:
+    M, D = c.mlp, c.embed
+    router, each = f"{LAYER}{names.router}.weight", f"{ours}mlp/each/"
+    yield turned(router, f"{ours}mlp/router_kernel", count, D, layers=layers)
+    yield from _gated(f"{LAYER}{names.gate}", f"{LAYER}{names.up}", f"{each}gate_up", M, D, layers)
+    yield turned(f"{LAYER}{names.down}.weight", f"{each}down", D, M, layers=layers)

@@ -1,0 +1,146 @@
+"""A model's folder as Hugging Face has them: config.json, an index, and files of tensors.
+
+The index decides which files belong to the model; without one it is `model.safetensors`. Pickles
+are never opened.
+"""
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from hfjax.base.read_files import (
+    FOLDER,
+    TEXT,
+    Kind,
+    check_fields,
+    contents,
+    object_of,
+    parsed,
+    what_is,
+)
+from hfjax.base.tables import named
+from hfjax.weights.tensor_files import Tensor, read_header
+
+CONFIG, WHOLE = "config.json", "model.safetensors"
+INDEX = "model.safetensors.index.json"
+GENERATION = "generation_config.json"
+TOKENIZER = "tokenizer.json"
+PICKLES = ("*.bin", "*.pth", "*.pt", "*.ckpt")
+OBJECT: Kind = ("an object", lambda x: isinstance(x, dict))
+NAMES = object_of("names of files", lambda x: isinstance(x, str))
+
+
+@dataclass(frozen=True)
+class ModelFolder:
+    """What is in a model's folder; no weight was read.
+
+    Attributes:
+        path: The folder.
+        config: What config.json says.
+        tensors: By name, each with the file it is in.
+    """
+
+    path: Path
+    config: Mapping[str, Any]
+    tensors: Mapping[str, Tensor]
+
+    @cached_property
+    def generation(self) -> Mapping[str, Any]:
+        """What generation_config.json says; nothing if it is not there."""
+        path = self.path / GENERATION
+        return read_object(path) if what_is(path) == "a file" else {}
+
+    @property
+    def files(self) -> list[Path]:
+        """The files of tensors, each once."""
+        return list(dict.fromkeys(tensor.file for tensor in self.tensors.values()))
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A hash of config.json, and of what lies where in which file: no weight is read for it."""
+        told = hashlib.sha256(contents(self.path / CONFIG).encode())
+        for name, t in sorted(self.tensors.items()):
+            told.update(f"{name} {t.file.name} {t.dtype} {t.shape} {t.begin}\n".encode())
+        return told.hexdigest()[:16]
+
+
+def read_folder(path: Path) -> ModelFolder:
+    """Return what is in a folder; ValueError says what is missing or damaged."""
+    if (kind := what_is(path)) != FOLDER:
+        raise ValueError(
+            f"{named(path)} is {kind}: the folder of a model is expected, with {CONFIG} and files "
+            "of safetensors, as transformers' save_pretrained writes it."
+        )
+    if what_is(path / CONFIG) != "a file":
+        raise ValueError(
+            f"{named(path)} has no {CONFIG}, which says what the model is. Give the folder that "
+            "holds it: one of a model as transformers' save_pretrained writes it."
+        )
+    config = read_object(path / CONFIG)
+    index = path / INDEX
+    if what_is(index) == "a file":
+        return ModelFolder(path, config, _of_index(path, index))
+    if what_is(path / WHOLE) == "a file":
+        return ModelFolder(path, config, read_header(path / WHOLE))
+    raise ValueError(_nothing(path))
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """Return the object of JSON that a file holds."""
+    try:
+        found = parsed(contents(path))
+        if not isinstance(found, dict):
+            raise ValueError("an object is expected")
+    except ValueError as wrong:
+        raise ValueError(f"{named(path)} cannot be read: {wrong}.".replace("..", ".")) from None
+    return found
+
+
+def _of_index(path: Path, index: Path) -> dict[str, Tensor]:
+    """Return the tensors that an index names, each from the file that it says."""
+    try:
+        shards = check_fields(read_object(index), {"weight_map": NAMES})["weight_map"]
+    except ValueError as wrong:
+        raise ValueError(f"{named(index)}: {wrong}.".replace("..", ".")) from None
+    for shard in sorted({*shards.values()}):
+        if Path(shard).name != shard or shard in ("", ".", ".."):
+            raise ValueError(
+                f"{named(index)} names the file {named(shard)}, which is not in the folder itself: "
+                "files of a model lie beside their index."
+            )
+        if (kind := what_is(path / shard)) != "a file":
+            raise ValueError(
+                f"{named(index)} names the file {named(shard)}, which is {kind}: get it again."
+            )
+    headers = {shard: read_header(path / shard) for shard in dict.fromkeys(shards.values())}
+    lost = [name for name, shard in shards.items() if name not in headers[shard]]
+    if lost:
+        where = f"{named(lost[0])} in {named(shards[lost[0]])}"
+        more = f", and {len(lost) - 1} more" * (len(lost) > 1)
+        raise ValueError(
+            f"{named(index)} names tensors that their files do not hold: {where}{more}. The index "
+            "and the files are not of one model: get them again."
+        )
+    return {name: headers[shard][name] for name, shard in shards.items()}
+
+
+def _nothing(path: Path) -> str:
+    """Return what to say of a folder without weights that can be read."""
+    pickles = sorted(p.name for pattern in PICKLES for p in path.glob(pattern))
+    if pickles:
+        return (
+            f"{named(path)} holds its weights as pickles ({named(pickles[0])}), which run code when "
+            f"they are read: they are never opened. Get the model as safetensors ({WHOLE}), or "
+            "write it with transformers: model.save_pretrained(folder)."
+        )
+    others = sorted(p.name for p in path.glob("*.safetensors"))
+    if others:
+        return (
+            f"{named(path)} has neither {WHOLE} nor {INDEX}, which says what the files are "
+            f"({named(others[0])}{', …' * (len(others) > 1)}). Get the index, too; an adapter is "
+            "no model: merge it into one first."
+        )
+    return f"{named(path)} has no weights: neither {WHOLE} nor {INDEX} with its files."

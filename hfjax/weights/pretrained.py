@@ -1,0 +1,258 @@
+"""`hfjax.pretrained`: a model's folder becomes a model to lay out, and weights that stream into it.
+
+`hfjax.export` is the way back.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.typing import DTypeLike
+
+from hfjax.base.keywords import known_keywords
+from hfjax.base.paths import Flat
+from hfjax.base.tables import bytes_of, human, named
+from hfjax.data.tokenizer import load_tokenizer
+from hfjax.plan.check_state import check_layout
+from hfjax.plan.layout import Layout, State
+from hfjax.processes.agreement import check_same, in_all
+from hfjax.weights.families import Family, family_of
+from hfjax.weights.model_folder import TOKENIZER, ModelFolder, read_folder
+from hfjax.weights.name_rules import Piece, Shape, Table, check_covers, lines_of
+from hfjax.weights.stream_in import Stream
+from hfjax.weights.tensor_files import DTYPES
+from hfjax.weights.write_out import write_out
+
+STORED = {"float32": "float32", "bfloat16": "bfloat16", "fp32": "float32", "bf16": "bfloat16"}
+SHARD = "5GB"
+
+
+@dataclass(frozen=True, eq=False)
+class Pretrained:
+    """A model as its folder describes it; no weight was read. Prints as the table of its tensors.
+
+    Attributes:
+        folder: What is in the folder.
+        family: Its row in the table of families.
+        config: The shape of the model, in hfjax's words.
+        stored: The type in which parameters are stored.
+
+    Example:
+        >>> import hfjax
+        >>> model = hfjax.pretrained("llama-3.2-1b")  # doctest: +SKIP
+        >>> layout = hfjax.layout(model.create, optimizer, mesh, hfjax.FSDP)  # doctest: +SKIP
+        >>> state = hfjax.init(layout, parameters=model.weights)  # doctest: +SKIP
+    """
+
+    folder: ModelFolder
+    family: Family
+    config: Any
+    stored: str = "float32"
+
+    def create(self, rngs: nnx.Rngs) -> nnx.Module:
+        """Return the model with random weights: what `hfjax.layout` takes.
+
+        Args:
+            rngs: Where random numbers come from.
+        """
+        model = self.family.model(self.config, rngs=rngs)
+        if self.stored != "float32":
+            cast = lambda x: x.astype(self.stored)
+            nnx.update(model, jax.tree.map(cast, nnx.state(model, nnx.Param)))
+        return model
+
+    @cached_property
+    def table(self) -> Table:
+        """Which tensor lies where."""
+        return self.family.table(self.config)
+
+    @cached_property
+    def shapes(self) -> dict[str, Shape]:
+        """The shape of each parameter, by path."""
+        made = nnx.eval_shape(lambda: self.create(nnx.Rngs(0)))
+        found = nnx.to_flat_state(nnx.state(made, nnx.Param))
+        return {"/".join(map(str, path)): x.get_value().shape for path, x in found}
+
+    @cached_property
+    def pieces(self) -> list[Piece]:
+        """Every tensor with its place; ValueError says what does not fit."""
+        try:
+            return self.table.found(self.folder.tensors, self.shapes)
+        except ValueError as wrong:
+            raise ValueError(f"{named(self.folder.path)}: {wrong}") from None
+
+    @property
+    def weights(self) -> "Weights":
+        """What `hfjax.init(layout, parameters=…)` reads the weights from."""
+        return Weights(self)
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """The tokenizer of the folder; its `end` is the model's own end of a text."""
+        found: Any = load_tokenizer(self.folder.path / TOKENIZER)
+        if self.ends:
+            found.end = self.ends[0]
+        if found.vocab > self.config.vocab:
+            raise ValueError(
+                f"{named(self.folder.path / TOKENIZER)} has {found.vocab} tokens, the model's "
+                f"embedding {self.config.vocab} rows (vocab_size of config.json): the two are not "
+                "of one model."
+            )
+        return found
+
+    @property
+    def ends(self) -> list[int]:
+        """The tokens that end a text: of generation_config.json, else of config.json."""
+        for of in (self.folder.generation, self.folder.config):
+            given = of.get("eos_token_id")
+            found = given if isinstance(given, list) else [given]
+            if found and all(type(x) is int for x in found):
+                return found
+        return []
+
+    @property
+    def bytes(self) -> int:
+        """The bytes of all tensors that are read."""
+        return sum(t.bytes for p in self.pieces for t in (p.tensor, p.twin) if t is not None)
+
+    def __str__(self) -> str:
+        kinds = sorted({str(p.tensor.dtype) for p in self.pieces if p.tensor is not None})
+        files = len(self.folder.files)
+        head = (
+            f"{named(self.folder.path)}: {self.folder.config['model_type']}, "
+            f"{len(self.pieces)} tensors of {', '.join(kinds)}, {human(self.bytes)} in "
+            f"{files} file{'s' * (files > 1)}; stored as {self.stored}"
+        )
+        used = {t.name for p in self.pieces for t in (p.tensor, p.twin) if t is not None}
+        left = [name for name in self.folder.tensors if name not in used]
+        over = f"not read, since they follow from config.json: {', '.join(map(named, left[:4]))}"
+        more = f" and {len(left) - 4} more" * (len(left) > 4)
+        lines = [head, *(f"  {line}" for line in lines_of(self.table))]
+        return "\n".join([*lines, *[f"  {over}{more}"] * bool(left)])
+
+
+@dataclass(eq=False)
+class Weights:
+    """The weights of a folder, for `hfjax.init(layout, parameters=…)`.
+
+    Attributes:
+        model: Whose weights they are.
+        read: The bytes that this process has read, once they are in a layout.
+    """
+
+    model: Pretrained
+    read: int = 0
+
+    def into(self, layout: Layout) -> Flat:
+        """Return the parameters of a layout that stores layers as the model does."""
+        check_same("folder of the model", {"hash": self.model.folder.fingerprint})
+        pieces = in_all(lambda: self._fitting(layout))
+        stream = Stream(layout, pieces)
+        found = stream.parameters()
+        self.read = sum(stream.files.moved.values())
+        return found
+
+    def _fitting(self, layout: Layout) -> list[Piece]:
+        shapes = {path: x.shape for path, x in layout.arrays.items()}
+        check_covers(self.model.pieces, shapes)
+        return self.model.pieces
+
+
+@known_keywords
+def pretrained(path: str | Path, stored: str = "float32", **changes: Any) -> Pretrained:
+    """Return the model of a folder from Hugging Face; its configuration is read, no weight is.
+
+    Args:
+        path: A folder with config.json and files of safetensors, as transformers' save_pretrained
+            writes it. In a run of several processes all of them call this, and see it.
+        stored: The type in which parameters are stored and trained: float32, as hfjax stores its
+            own models, or bfloat16 (with `hfjax.master`, which keeps a float32 copy: without it
+            small updates are lost).
+        changes: Other values for fields of `config`, for instance `length=8192`.
+
+    Raises:
+        ValueError: The folder is not of a model that is known, or something in it is damaged.
+
+    Example:
+        >>> import hfjax
+        >>> print(hfjax.pretrained("path/to/llama-3.2-1b"))  # doctest: +SKIP
+    """
+    if stored not in STORED:
+        raise ValueError(f"stored={stored!r}: one of {', '.join(STORED)} is expected.")
+    folder = in_all(lambda: read_folder(Path(path)))
+    family = family_of(folder.config, path)
+    config = replace(family.config(folder.config), **changes)
+    made = Pretrained(folder, family, config, STORED[stored])
+    in_all(lambda: len(made.pieces))
+    return made
+
+
+@known_keywords
+def export(
+    path: str | Path,
+    layout: Layout,
+    state: State,
+    like: Pretrained | str | Path | None = None,
+    dtype: DTypeLike | None = None,
+    shard: str | int = SHARD,
+) -> int:
+    """Write a state as a model's folder, which transformers loads; return the bytes written here.
+
+    Args:
+        path: The new folder. It must not be there yet, and it appears when it is whole.
+        layout: The layout of the state. All processes call this.
+        state: Whose parameters are written, in any layout, stored for any schedule.
+        like: The model that it began as, or its folder: names, types, order, configuration and
+            tokenizer are as there.
+        dtype: The type of all tensors: float32, bfloat16 or float16. None: each as in `like`.
+        shard: The largest size of a file.
+
+    Raises:
+        ValueError: The folder is there, there is no room, or the state is not of the model `like`.
+
+    Example:
+        >>> hfjax.export("my-llama", layout, state, like=model)  # doctest: +SKIP
+    """
+    check_layout(layout)
+    if like is None:
+        raise ValueError(
+            "hfjax.export(…, like=None): the names, types and configuration of the files are those "
+            "of a model from Hugging Face. Give the one that this one began as: like=FOLDER."
+        )
+    model = like if isinstance(like, Pretrained) else pretrained(like)
+    _check_like(model, layout)
+    kind = None if dtype is None else np.dtype(jnp.dtype(dtype))
+    if kind is not None and kind not in [DTYPES[word] for word in ("F32", "F16", "BF16", "F64")]:
+        raise ValueError(f"dtype={dtype!r}: one of float32, bfloat16, float16 is expected.")
+    most = bytes_of(str(shard), "shard")
+    if most < 1:
+        raise ValueError(f"shard={shard!r}: a size of at least one byte is expected.")
+    return write_out(Path(path), layout, state, model.folder, model.pieces, kind, most)
+
+
+def _check_like(model: Pretrained, layout: Layout) -> None:
+    """Refuse a layout of another model, with both shapes."""
+    shapes = {path: tuple(x.shape) for path, x in layout.arrays.items()}
+    lines = [
+        f"{path} is {_shape(shapes.get(path))} in the state, {_shape(model.shapes.get(path))} in "
+        "the model"
+        for path in sorted({*shapes, *model.shapes})
+        if shapes.get(path) != model.shapes.get(path)
+    ]
+    if lines:
+        more = [f"… and {len(lines) - 8} more"] * (len(lines) > 8)
+        raise ValueError(
+            f"the state is not of the model {named(model.folder.path)}:\n  "
+            + "\n  ".join([*lines[:8], *more])
+            + "\nGive the folder of the model that it began as: like=FOLDER."
+        )
+
+
+def _shape(shape: Mapping | Shape | None) -> str:
+    return "missing" if shape is None else f"[{', '.join(map(str, shape))}]"

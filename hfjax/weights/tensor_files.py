@@ -1,0 +1,195 @@
+"""A file of tensors: eight bytes, a header in JSON, then the tensors row by row.
+
+A header that says anything else than the file holds is refused before a tensor is read. Rows are
+read and written at their offsets, so that several processes can share a file.
+"""
+
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from hfjax.base.read_files import check_ordinary, shown
+from hfjax.base.tables import named
+
+DTYPES: Mapping[str, np.dtype] = {
+    **{"F64": np.dtype(np.float64), "F32": np.dtype(np.float32), "F16": np.dtype(np.float16)},
+    **{"BF16": np.dtype(ml_dtypes.bfloat16), "BOOL": np.dtype(np.bool_)},
+    **{"F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn), "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2)},
+    **{f"I{8 * n}": np.dtype(f"i{n}") for n in (1, 2, 4, 8)},
+    **{f"U{8 * n}": np.dtype(f"u{n}") for n in (1, 2, 4, 8)},
+}
+WORDS = {dtype: word for word, dtype in DTYPES.items()}
+METADATA = "__metadata__"
+LONGEST = 100_000_000  # bytes of a header: what the reference reader allows
+START = 8  # bytes that hold the length of the header
+ALIGNED = 64  # bytes: what a device takes without a copy, where it can
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A tensor of a file, and where it lies in it.
+
+    Attributes:
+        file: The file.
+        name: What the file calls it.
+        dtype: Its type.
+        shape: Its shape.
+        begin: Its first byte in the file.
+    """
+
+    file: Path
+    name: str
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    begin: int
+
+    @property
+    def bytes(self) -> int:
+        """How many bytes it has."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def rows(self) -> int:
+        """How many rows: the first dimension; a single number is one."""
+        return self.shape[0] if self.shape else 1
+
+    @property
+    def row_bytes(self) -> int:
+        """The bytes of a row."""
+        return self.bytes // max(self.rows, 1)
+
+
+def read_header(path: Path) -> dict[str, Tensor]:
+    """Return the tensors of a file by name; ValueError says what is wrong with it."""
+    check_ordinary(path)
+    with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        length = int.from_bytes(file.read(START), "little")
+        if size < START or length > min(size - START, LONGEST):
+            raise _damaged(path, f"its header has {length} bytes, the file {size}")
+        text = file.read(length)
+    try:
+        found = json.loads(text.decode(), object_pairs_hook=_once)
+    except RecursionError:
+        raise _damaged(path, "its header is nested too deeply") from None
+    except ValueError as wrong:
+        raise _damaged(path, f"its header is no JSON ({wrong})") from None
+    if not isinstance(found, dict):
+        raise _damaged(path, f"its header is {shown(found)}, an object is expected")
+    entries = {name: entry for name, entry in found.items() if name != METADATA}
+    tensors = {name: _tensor(path, name, entries[name], START + length) for name in entries}
+    _check_places(path, tensors.values(), START + length, size)
+    return tensors
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return an object of JSON; refuse one that names a thing twice."""
+    names = [name for name, _ in pairs]
+    if len({*names}) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"{named(twice)} stands in it twice")
+    return dict(pairs)
+
+
+def _tensor(path: Path, name: str, entry: Any, data: int) -> Tensor:
+    """Return what an entry of a header says."""
+    whole = lambda x: type(x) is int and 0 <= x < 1 << 62
+    fields = entry if isinstance(entry, dict) else {}
+    dtype, shape, ends = (fields.get(name) for name in ("dtype", "shape", "data_offsets"))
+    if dtype not in DTYPES:
+        raise _damaged(path, f"{named(name)} is of dtype {shown(dtype)}: one of {', '.join(DTYPES)}")
+    if not isinstance(shape, list) or not all(map(whole, shape)):
+        raise _damaged(path, f"{named(name)} has the shape {shown(shape)}")
+    if not isinstance(ends, list) or len(ends) != 2 or not all(map(whole, ends)):
+        raise _damaged(path, f"{named(name)} lies at {shown(ends)}")
+    made = Tensor(path, name, DTYPES[dtype], tuple(shape), data + ends[0])
+    if made.bytes != ends[1] - ends[0]:
+        raise _damaged(
+            path,
+            f"{named(name)} {dtype}{shape} has {made.bytes} bytes, its offsets {ends} leave "
+            f"{ends[1] - ends[0]}",
+        )
+    return made
+
+
+def _check_places(path: Path, tensors: Any, data: int, size: int) -> None:
+    """Refuse tensors that overlap, leave holes, or run past the end of the file."""
+    at, last = data, "the header"
+    for tensor in sorted(tensors, key=lambda t: (t.begin, t.bytes)):
+        if tensor.begin != at:
+            what = "overlaps" if tensor.begin < at else "leaves a hole after"
+            raise _damaged(path, f"{named(tensor.name)} {what} {last}")
+        at, last = at + tensor.bytes, named(tensor.name)
+    if at != size:
+        what = f"the file ends {at - size} bytes before" if at > size else f"{size - at} bytes after"
+        raise _damaged(path, f"{what} the end of {last}")
+
+
+def _damaged(path: Path, what: str) -> ValueError:
+    return ValueError(
+        f"{named(path)} is no whole file of safetensors: {what}. Get it again, or write it with "
+        "hfjax export or safetensors' own save_file."
+    )
+
+
+def read_rows(tensor: Tensor, first: int, count: int) -> np.ndarray:
+    """Return `count` rows of a tensor from a row on, in memory that a device takes as it is."""
+    made = aligned((count, *tensor.shape[1:]), tensor.dtype)
+    descriptor = os.open(tensor.file, os.O_RDONLY)
+    try:
+        fill(descriptor, tensor.begin + first * tensor.row_bytes, made, tensor)
+    finally:
+        os.close(descriptor)
+    return made
+
+
+def aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """Return an array that nothing was written to, at a multiple of `ALIGNED` bytes."""
+    size = math.prod(shape) * dtype.itemsize
+    raw = np.empty(size + ALIGNED, np.uint8)
+    start = -raw.ctypes.data % ALIGNED
+    return raw[start : start + size].view(dtype).reshape(shape)
+
+
+def fill(descriptor: int, at: int, into: np.ndarray, tensor: Tensor) -> None:
+    """Read bytes of a file from a place on until an array is full."""
+    left = memoryview(into.reshape(-1).view(np.uint8))
+    while left:
+        got = os.preadv(descriptor, [left], at)
+        if got == 0:
+            raise ValueError(
+                f"{named(tensor.file)} ends within {named(tensor.name)}: it was cut while it was "
+                "read. Get it again."
+            )
+        left, at = left[got:], at + got
+
+
+def header_of(tensors: Mapping[str, tuple[np.dtype, tuple[int, ...]]]) -> tuple[bytes, int]:
+    """Return what a file of these tensors begins with, and how many bytes the whole file has.
+
+    They lie in the order given; the header ends at a multiple of eight bytes.
+    """
+    entries: dict[str, Any] = {METADATA: {"format": "pt"}}
+    at = 0
+    for name, (dtype, shape) in tensors.items():
+        end = at + math.prod(shape) * dtype.itemsize
+        entries[name] = {"dtype": WORDS[dtype], "shape": list(shape), "data_offsets": [at, end]}
+        at = end
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(START, "little") + text, START + len(text) + at
+
+
+def placed(path: Path, tensors: Mapping[str, tuple[np.dtype, tuple[int, ...]]]) -> Iterator[Tensor]:
+    """Yield where tensors of a file that is to be written will lie."""
+    at = len(header_of(tensors)[0])
+    for name, (dtype, shape) in tensors.items():
+        yield Tensor(path, name, dtype, shape, at)
+        at += math.prod(shape) * dtype.itemsize

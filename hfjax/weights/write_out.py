@@ -1,0 +1,288 @@
+"""A state goes out as a model's folder: rows in the files' own order, each process its own.
+
+The folder is written under another name and renamed when it is whole, so that one that was cut off
+at any point does not load.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+from hfjax.base.read_files import what_is
+from hfjax.base.tables import human, named
+from hfjax.base.write_files import delete, opened
+from hfjax.parallel.memory import is_host_sharding
+from hfjax.parallel.placement import entries_of
+from hfjax.plan.layout import Layout, State
+from hfjax.plan.rearrange import parameters_of
+from hfjax.processes.agreement import agreed, in_all
+from hfjax.weights.model_folder import CONFIG, GENERATION, INDEX, WHOLE, ModelFolder
+from hfjax.weights.name_rules import Piece, Rule, Shape
+from hfjax.weights.row_moves import Way
+from hfjax.weights.rows_of_files import RowsOfFiles
+from hfjax.weights.stream_in import (
+    AT_ONCE,
+    Group,
+    Mover,
+    by_path,
+    groups_of,
+    mover,
+    of_program,
+    own_index,
+)
+from hfjax.weights.tensor_files import Tensor, header_of, placed
+
+Kinds = dict[str, tuple[np.dtype, Shape]]  # of a file: what it holds, in order
+BESIDE = (  # what else goes along, if the model's folder has it
+    *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt"),
+    *("chat_template*", GENERATION),
+)
+BITS = {2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint64}
+
+
+def write_out(
+    target: Path,
+    layout: Layout,
+    state: State,
+    folder: ModelFolder,
+    pieces: Sequence[Piece],
+    dtype: np.dtype | None,
+    shard: int,
+) -> int:
+    """Write the parameters of a state as a model's folder; return the bytes written here."""
+    kinds = kinds_of(pieces, folder, dtype)
+    files = dict(in_files(kinds, shard))
+    new = target.with_name(f".{target.name}.new")
+    agreed(lambda: _begin(target, new, files))
+    try:
+        written = in_all(lambda: _written(new, layout, state, pieces, files))
+        agreed(lambda: _finish(target, new, files, folder, dtype))
+    except BaseException:
+        if jax.process_index() == 0:
+            delete(new)
+        raise
+    return written
+
+
+def kinds_of(pieces: Sequence[Piece], folder: ModelFolder, dtype: np.dtype | None) -> Kinds:
+    """Return what is written: names, types and shapes, in the order of the model's own files."""
+    shapes = {t.name: p.rule.shape for p in pieces for t in (p.tensor, p.twin) if t is not None}
+    ours = [tensor for tensor in folder.tensors.values() if tensor.name in shapes]
+    return {t.name: (dtype or t.dtype, t.shape) for t in ours}
+
+
+def in_files(kinds: Kinds, most: int) -> Iterator[tuple[str, Kinds]]:
+    """Yield the files, of at most so many bytes unless one tensor has more."""
+    shards: list[Kinds] = [{}]
+    size = 0
+    for name, (dtype, shape) in kinds.items():
+        bytes_ = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+        if shards[-1] and size + bytes_ > most:
+            shards, size = [*shards, {}], 0
+        shards[-1][name] = dtype, shape
+        size += bytes_
+    for number, held in enumerate(shards, 1):
+        yield (WHOLE if len(shards) == 1 else name_of(number, len(shards))), held
+
+
+def name_of(number: int, count: int) -> str:
+    """Return what transformers calls a file of several.
+
+    >>> name_of(1, 4)
+    'model-00001-of-00004.safetensors'
+    """
+    return f"model-{number:05}-of-{count:05}.safetensors"
+
+
+def _begin(target: Path, new: Path, files: Mapping[str, Kinds]) -> None:
+    """Make the files in their whole size, with their headers: a disk without room says so now."""
+    if os.path.lexists(target):
+        raise ValueError(
+            f"{named(target)} is {what_is(target)} already: nothing is written over it. Give "
+            "another --out, or remove it."
+        )
+    delete(new)
+    try:
+        new.mkdir(parents=True)
+        for name, kinds in files.items():
+            header, size = header_of(kinds)
+            descriptor = opened(new / name, os.O_WRONLY)
+            try:
+                os.posix_fallocate(descriptor, 0, size)
+                os.pwrite(descriptor, header, 0)
+            finally:
+                os.close(descriptor)
+    except OSError as wrong:
+        delete(new)
+        total = sum(header_of(kinds)[1] for kinds in files.values())
+        raise ValueError(
+            f"{named(target)} cannot be written ({wrong.strerror}): it needs {human(total)}."
+        ) from None
+
+
+def _written(
+    new: Path,
+    layout: Layout,
+    state: State,
+    pieces: Sequence[Piece],
+    files: Mapping[str, Kinds],
+) -> int:
+    """Write the rows that are here; return how many bytes they have."""
+    places = {t.name: t for name, kinds in files.items() for t in placed(new / name, kinds)}
+    params, rows = parameters_of(layout, state), RowsOfFiles(layout.mesh, writes=True)
+    last: tuple[Group, Taken] | None = None
+    try:
+        for path, of_path in by_path(pieces).items():
+            array = _on_device(params[path], layout)
+            for group in groups_of(of_path, AT_ONCE * jax.process_count()):
+                made = _taken(group, places, array)
+                if last is not None:  # written while the devices make the next
+                    _write(rows, places, *last)
+                last = group, made
+        if last is not None:
+            _write(rows, places, *last)
+    finally:
+        rows.close()
+    return sum(rows.moved.values())
+
+
+def _on_device(x: Any, layout: Layout) -> jax.Array:
+    """Return a parameter in the memory of the layout's devices."""
+    if isinstance(x, jax.Array) and not is_host_sharding(x.sharding):
+        return x
+    spec = x.sharding.spec if isinstance(x, jax.Array) else P()
+    return jax.device_put(x, NamedSharding(layout.mesh, spec))
+
+
+def _write(
+    rows: RowsOfFiles, places: Mapping[str, Tensor], group: Group, taken: "Taken"
+) -> None:
+    """Write the rows of each slot, and again where the model's files have a tensor twice."""
+    for slot, way, array in zip(group.slots, taken.ways, taken.rows, strict=True):
+        for of in ([p.tensor for p in slot], [p.twin for p in slot]):
+            if tensors := [places[t.name] for t in of if t is not None]:
+                rows.write(tensors, array, way)
+
+
+class Taken(NamedTuple):
+    """The rows of a group's tensors, and the way that they came."""
+
+    ways: Sequence[Way]
+    rows: Sequence[jax.Array]
+
+
+def _taken(group: Group, places: Mapping[str, Tensor], array: jax.Array) -> Taken:
+    """Return the rows of a group's tensors on the devices, in their types."""
+    kinds = tuple(places[t.name].dtype for slot, t in _one_each(group))
+    where = array.sharding
+    assert isinstance(where, NamedSharding)
+    where = NamedSharding(where.mesh, P(*where.spec))
+    twins = (False,) * len(group.slots)
+    dtype = np.dtype(array.dtype)
+    way = mover(of_program(group.rules), twins, group.first, array.shape, dtype, where)
+    rows = _taker(way, kinds)(array, np.array(group.index, np.int32))
+    return Taken(way.ways, rows)
+
+
+def _one_each(group: Group) -> Iterator[tuple[int, Tensor]]:
+    """Yield the first tensor of each slot: all of a slot have one type."""
+    for number, slot in enumerate(group.slots):
+        assert slot[0].tensor is not None
+        yield number, slot[0].tensor
+
+
+@cache
+def _taker(mover: Mover, kinds: tuple[np.dtype, ...]) -> Any:
+    """Return the program (stack, index) -> rows of each slot: a mover the other way round."""
+    where, numbered, first = mover.where, mover.numbered, len(mover.first)
+
+    def on_device(stack: jax.Array, index: jax.Array) -> list[jax.Array]:
+        block = mover.ways[0].whole(_block(where, stack, index) if numbered else stack)
+        return [
+            way.leave(_slot(block, way.rule, first, way.padded is not None).astype(kind))
+            for way, kind in zip(mover.ways, kinds, strict=True)
+        ]
+
+    specs: Any = {"in_specs": (where.spec, P()), "out_specs": [w.spec for w in mover.ways]}
+    return jax.jit(jax.shard_map(on_device, mesh=where.mesh, check_vma=False, **specs))
+
+
+def _slot(block: jax.Array, rule: Rule, first: int, alone: bool) -> jax.Array:
+    """Return what of a block is one tensor; of one alone with what pads it."""
+    if rule.along is None or alone:
+        return block
+    count = rule.block[rule.along]
+    return lax.slice_in_dim(block, rule.start, rule.start + count, axis=first + rule.along)
+
+
+def _block(where: NamedSharding, stack: jax.Array, index: jax.Array) -> jax.Array:
+    """Return the block at an index of the first dimensions, which may be split; bit for bit."""
+    numbered = len(index)
+    at, here = own_index(where, stack.shape[:numbered], index)
+    size = (*[1] * numbered, *stack.shape[numbered:])
+    block = lax.dynamic_slice(stack, [*at, *[0] * (stack.ndim - numbered)], size)
+    block = block.reshape(stack.shape[numbered:])
+    if here is None:
+        return block
+    axes = [a for of in entries_of(where.spec, stack.ndim)[:numbered] for a in of]
+    bits = lax.bitcast_convert_type(block, BITS[block.dtype.itemsize])  # a sum keeps no -0
+    bits = lax.psum(jnp.where(here, bits, jnp.zeros_like(bits)), axes)
+    return lax.bitcast_convert_type(bits, block.dtype)
+
+
+def _finish(
+    target: Path,
+    new: Path,
+    files: Mapping[str, Kinds],
+    folder: ModelFolder,
+    dtype: np.dtype | None,
+) -> None:
+    """Write what goes along, the index, and the configuration; then give the folder its name."""
+    try:
+        for pattern in BESIDE:
+            for path in sorted(folder.path.glob(pattern)):
+                if path.is_file():
+                    shutil.copyfile(path, new / path.name)
+        if len(files) > 1:
+            _json(new / INDEX, _index(files))
+        _json(new / CONFIG, _config(folder.config, dtype))
+        descriptor = os.open(new, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        os.rename(new, target)
+    except OSError as wrong:
+        raise ValueError(f"{named(target)} cannot be written: {wrong.strerror}.") from None
+
+
+def _index(files: Mapping[str, Kinds]) -> dict[str, Any]:
+    sizes = [np.prod(s, dtype=np.int64) * d.itemsize for k in files.values() for d, s in k.values()]
+    where = {name: file for file, kinds in files.items() for name in kinds}
+    return {"metadata": {"total_size": int(sum(sizes))}, "weight_map": where}
+
+
+def _config(config: Mapping[str, Any], dtype: np.dtype | None) -> dict[str, Any]:
+    """Return the configuration, with the type that the tensors have now."""
+    if dtype is None:
+        return dict(config)
+    key = "torch_dtype" if "torch_dtype" in config else "dtype"
+    return {**config, key: dtype.name}
+
+
+def _json(path: Path, value: Any) -> None:
+    with path.open("x") as file:
+        json.dump(value, file, indent=2)
+        file.write("\n")
+        file.flush()
+        os.fsync(file.fileno())
