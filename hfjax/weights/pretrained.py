@@ -22,7 +22,8 @@ from hfjax.data.tokenizer import load_tokenizer
 from hfjax.plan.check_state import check_layout
 from hfjax.plan.layout import Layout, State
 from hfjax.processes.agreement import check_same, in_all
-from hfjax.weights.families import Family, family_of
+from hfjax.weights.config_keys import config_of
+from hfjax.weights.families import FAMILIES, Family
 from hfjax.weights.model_folder import TOKENIZER, ModelFolder, read_folder
 from hfjax.weights.name_rules import Piece, Shape, Table, check_covers, lines_of
 from hfjax.weights.stream_in import Stream
@@ -186,9 +187,11 @@ def pretrained(path: str | Path, stored: str = "float32", **changes: Any) -> Pre
     if stored not in STORED:
         raise ValueError(f"stored={stored!r}: one of {', '.join(STORED)} is expected.")
     folder = in_all(lambda: read_folder(Path(path)))
-    family = family_of(folder.config, path)
-    config = replace(family.config(folder.config), **changes)
-    made = Pretrained(folder, family, config, STORED[stored])
+    try:
+        config = replace(config_of(folder.config), **changes)
+    except ValueError as wrong:
+        raise ValueError(f"{named(folder.path)}: {wrong}") from None
+    made = Pretrained(folder, FAMILIES[folder.config["model_type"]], config, STORED[stored])
     in_all(lambda: len(made.pieces))
     return made
 
