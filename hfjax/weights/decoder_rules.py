@@ -44,7 +44,7 @@ def gpt_table(c: Any) -> Table:
     D, H, d = c.embed, c.heads, c.embed // c.heads
     theirs, ours = "transformer.h.{layer}.", OURS
     rules = [
-        Rule("transformer.wte.weight", "tokens", *2 * [(c.vocab, D)], (0, 1), 0, twin=HEAD),
+        Rule("transformer.wte.weight", "tokens", (c.vocab, D), (c.vocab, D), (0, 1), 0, twin=HEAD),
         as_it_is("transformer.wpe.weight", "positions", c.length, D),
         Rule(
             *(f"{theirs}attn.c_attn.weight", f"{ours}attention/qkv/kernel", (D, 3 * D)),
@@ -130,7 +130,9 @@ def _attention(c: Any, ours: str) -> Iterator[Rule]:
 
 
 def _mlp(M: int, D: int, ours: str, layers: frozenset[int] | None) -> Iterator[Rule]:
-    yield from _gated(f"{LAYER}mlp.gate_proj", f"{LAYER}mlp.up_proj", f"{ours}mlp/gate_up/kernel", M, D, layers)
+    yield from _gated(
+        f"{LAYER}mlp.gate_proj", f"{LAYER}mlp.up_proj", f"{ours}mlp/gate_up/kernel", M, D, layers
+    )
     yield turned(f"{LAYER}mlp.down_proj.weight", f"{ours}mlp/down/kernel", D, M, layers=layers)
 
 

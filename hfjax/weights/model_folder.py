@@ -13,7 +13,6 @@ from typing import Any
 
 from hfjax.base.read_files import (
     FOLDER,
-    TEXT,
     Kind,
     check_fields,
     contents,
@@ -132,9 +131,9 @@ def _nothing(path: Path) -> str:
     pickles = sorted(p.name for pattern in PICKLES for p in path.glob(pattern))
     if pickles:
         return (
-            f"{named(path)} holds its weights as pickles ({named(pickles[0])}), which run code when "
-            f"they are read: they are never opened. Get the model as safetensors ({WHOLE}), or "
-            "write it with transformers: model.save_pretrained(folder)."
+            f"{named(path)} holds its weights as pickles ({named(pickles[0])}), which run code "
+            f"when they are read: they are never opened. Get the model as safetensors ({WHOLE}), "
+            "or write it with transformers: model.save_pretrained(folder)."
         )
     others = sorted(p.name for p in path.glob("*.safetensors"))
     if others:

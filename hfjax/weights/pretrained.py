@@ -3,7 +3,7 @@
 `hfjax.export` is the way back.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -112,8 +112,8 @@ class Pretrained:
         """The tokens that end a text: of generation_config.json, else of config.json."""
         for of in (self.folder.generation, self.folder.config):
             given = of.get("eos_token_id")
-            found = given if isinstance(given, list) else [given]
-            if found and all(type(x) is int for x in found):
+            found = [x for x in (given if isinstance(given, list) else [given]) if type(x) is int]
+            if found:
                 return found
         return []
 

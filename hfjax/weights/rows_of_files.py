@@ -44,9 +44,7 @@ class RowsOfFiles:
         """Return the rows of each device that is here; of those that a file has not, zeros."""
         return [self._of_device(tensors, way, *way.place(at)) for at, _ in self._here]
 
-    def _of_device(
-        self, tensors: Sequence[Tensor], way: Way, start: int, count: int
-    ) -> np.ndarray:
+    def _of_device(self, tensors: Sequence[Tensor], way: Way, start: int, count: int) -> np.ndarray:
         like = tensors[0]
         made = aligned((len(tensors), way.rows, *like.shape[1:]), like.dtype)
         for into, tensor in zip(made, tensors, strict=True):
@@ -96,7 +94,7 @@ class RowsOfFiles:
 
 
 def _put(descriptor: int, at: int, rows: np.ndarray) -> None:
-    left = memoryview(np.ascontiguousarray(rows).reshape(-1).view(np.uint8))
+    left = np.ascontiguousarray(rows).reshape(-1).view(np.uint8).data
     while left:
         done = os.pwrite(descriptor, left, at)
         left, at = left[done:], at + done

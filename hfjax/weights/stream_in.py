@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec as P
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from hfjax.base.paths import Flat, flatten
 from hfjax.parallel.memory import is_host_sharding, of_results, to_host
@@ -35,13 +35,13 @@ class Group(NamedTuple):
 
     Attributes:
         path: The parameter.
-        index: Where in its first dimensions.
+        at: Where in its first dimensions.
         first: The sizes of the dimensions after these that number tensors.
         slots: For each rule, its pieces in order.
     """
 
     path: str
-    index: tuple[int, ...]
+    at: tuple[int, ...]
     first: tuple[int, ...]
     slots: tuple[tuple[Piece, ...], ...]
 
@@ -124,9 +124,7 @@ class Stream:
     def _read(self, group: Group) -> list[list[np.ndarray]]:
         """Return the rows that are here, of each slot and of the twins."""
         ways = self._mover(group).ways
-        return [
-            self.files.read(tensors, ways[slot]) for slot, tensors in tensors_of(group)
-        ]
+        return [self.files.read(tensors, ways[slot]) for slot, tensors in tensors_of(group)]
 
     def _moved(self, group: Group, here: Sequence[Sequence[np.ndarray]], stack: Any) -> Any:
         mover = self._mover(group)
@@ -135,10 +133,10 @@ class Stream:
             self.files.on_devices(parts, mover.ways[slot])
             for slot, parts in zip(slots, here, strict=True)
         ]
-        if stack is None and group.index:
+        if stack is None and group.at:
             stack = mover.empty()
         kept = () if stack is None else (stack,)
-        return mover.program(kept, np.array(group.index, np.int32), rows)
+        return mover.program(kept, np.array(group.at, np.int32), rows)
 
     def _mover(self, group: Group) -> "Mover":
         spec = self._shardings[group.path].spec
@@ -171,8 +169,8 @@ def check_told(told: Sequence[tuple[Group, Any]]) -> None:
             for piece, ok in zip(pieces, fine.reshape(-1), strict=True):
                 if not ok:
                     raise ValueError(
-                        f"{piece.name} holds numbers that are not finite (NaN or infinite): nothing "
-                        "can be trained from it. Get the file again, or mend the tensor."
+                        f"{piece.name} holds numbers that are not finite (NaN or infinite): "
+                        "nothing can be trained from it. Get the file again, or mend the tensor."
                     )
         twins = [p[0] for p, twin in zip(group.slots, group.twins, strict=True) if twin]
         for piece, same in zip(twins, alike, strict=True):
@@ -218,12 +216,16 @@ class Mover:
         """The way of each slot."""
         entries = entries_of(self.where.spec, len(self.shape))[self.numbered :]
         shape = self.shape[self.numbered + len(self.first) :]
-        return ways_of(self.where.mesh, self.rules, self.first, entries, shape)
+        mesh = self.where.mesh
+        assert isinstance(mesh, Mesh)
+        return ways_of(mesh, self.rules, self.first, entries, shape)
 
     @cached_property
     def inner(self) -> P:
         """How a block is split."""
-        return P(*(e or None for e in entries_of(self.where.spec, len(self.shape))[self.numbered :]))
+        return P(
+            *(e or None for e in entries_of(self.where.spec, len(self.shape))[self.numbered :])
+        )
 
     def empty(self) -> jax.Array:
         """Return a parameter that nothing was put into."""

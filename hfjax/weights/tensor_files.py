@@ -103,8 +103,10 @@ def _tensor(path: Path, name: str, entry: Any, data: int) -> Tensor:
     whole = lambda x: type(x) is int and 0 <= x < 1 << 62
     fields = entry if isinstance(entry, dict) else {}
     dtype, shape, ends = (fields.get(name) for name in ("dtype", "shape", "data_offsets"))
-    if dtype not in DTYPES:
-        raise _damaged(path, f"{named(name)} is of dtype {shown(dtype)}: one of {', '.join(DTYPES)}")
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        raise _damaged(
+            path, f"{named(name)} is of dtype {shown(dtype)}: one of {', '.join(DTYPES)}"
+        )
     if not isinstance(shape, list) or not all(map(whole, shape)):
         raise _damaged(path, f"{named(name)} has the shape {shown(shape)}")
     if not isinstance(ends, list) or len(ends) != 2 or not all(map(whole, ends)):
@@ -128,7 +130,9 @@ def _check_places(path: Path, tensors: Any, data: int, size: int) -> None:
             raise _damaged(path, f"{named(tensor.name)} {what} {last}")
         at, last = at + tensor.bytes, named(tensor.name)
     if at != size:
-        what = f"the file ends {at - size} bytes before" if at > size else f"{size - at} bytes after"
+        what = (
+            f"the file ends {at - size} bytes before" if at > size else f"{size - at} bytes after"
+        )
         raise _damaged(path, f"{what} the end of {last}")
 
 
@@ -160,7 +164,7 @@ def aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
 
 def fill(descriptor: int, at: int, into: np.ndarray, tensor: Tensor) -> None:
     """Read bytes of a file from a place on until an array is full."""
-    left = memoryview(into.reshape(-1).view(np.uint8))
+    left = into.reshape(-1).view(np.uint8).data
     while left:
         got = os.preadv(descriptor, [left], at)
         if got == 0:

@@ -21,7 +21,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 from hfjax.base.read_files import what_is
 from hfjax.base.tables import human, named
 from hfjax.base.write_files import delete, opened
-from hfjax.parallel.memory import is_host_sharding
+from hfjax.parallel.memory import to_device
 from hfjax.parallel.placement import entries_of
 from hfjax.plan.layout import Layout, State
 from hfjax.plan.rearrange import parameters_of
@@ -141,11 +141,15 @@ def _written(
     places = {t.name: t for name, kinds in files.items() for t in placed(new / name, kinds)}
     params, rows = parameters_of(layout, state), RowsOfFiles(layout.mesh, writes=True)
     last: tuple[Group, Taken] | None = None
+    where = {
+        path: NamedSharding(layout.mesh, P(*of.parameter))
+        for path, of in layout.as_the_model.placed.items()
+    }
     try:
         for path, of_path in by_path(pieces).items():
-            array = _on_device(params[path], layout)
+            array = _on_device(params[path], where[path])
             for group in groups_of(of_path, AT_ONCE * jax.process_count()):
-                made = _taken(group, places, array)
+                made = _taken(group, places, array, where[path])
                 if last is not None:  # written while the devices make the next
                     _write(rows, places, *last)
                 last = group, made
@@ -156,17 +160,14 @@ def _written(
     return sum(rows.moved.values())
 
 
-def _on_device(x: Any, layout: Layout) -> jax.Array:
-    """Return a parameter in the memory of the layout's devices."""
-    if isinstance(x, jax.Array) and not is_host_sharding(x.sharding):
+def _on_device(x: Any, where: NamedSharding) -> jax.Array:
+    """Return a parameter on the devices, split as the layout says."""
+    if isinstance(x, jax.Array) and x.sharding.is_equivalent_to(where, x.ndim):
         return x
-    spec = x.sharding.spec if isinstance(x, jax.Array) else P()
-    return jax.device_put(x, NamedSharding(layout.mesh, spec))
+    return jax.jit(to_device, out_shardings=where)(x)
 
 
-def _write(
-    rows: RowsOfFiles, places: Mapping[str, Tensor], group: Group, taken: "Taken"
-) -> None:
+def _write(rows: RowsOfFiles, places: Mapping[str, Tensor], group: Group, taken: "Taken") -> None:
     """Write the rows of each slot, and again where the model's files have a tensor twice."""
     for slot, way, array in zip(group.slots, taken.ways, taken.rows, strict=True):
         for of in ([p.tensor for p in slot], [p.twin for p in slot]):
@@ -181,16 +182,15 @@ class Taken(NamedTuple):
     rows: Sequence[jax.Array]
 
 
-def _taken(group: Group, places: Mapping[str, Tensor], array: jax.Array) -> Taken:
+def _taken(
+    group: Group, places: Mapping[str, Tensor], array: jax.Array, where: NamedSharding
+) -> Taken:
     """Return the rows of a group's tensors on the devices, in their types."""
     kinds = tuple(places[t.name].dtype for slot, t in _one_each(group))
-    where = array.sharding
-    assert isinstance(where, NamedSharding)
-    where = NamedSharding(where.mesh, P(*where.spec))
     twins = (False,) * len(group.slots)
     dtype = np.dtype(array.dtype)
     way = mover(of_program(group.rules), twins, group.first, array.shape, dtype, where)
-    rows = _taker(way, kinds)(array, np.array(group.index, np.int32))
+    rows = _taker(way, kinds)(array, np.array(group.at, np.int32))
     return Taken(way.ways, rows)
 
 
