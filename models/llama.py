@@ -302,7 +302,7 @@ class Attention(nnx.Module):
             qk = jnp.concatenate([q, k], axis=3)
         times = None
         if self.grown not in (None, 1):  # of queries alone; in float32, before they are rounded
-            times = jnp.array([self.grown] * (qk.shape[3] - 1) + [1])[:, None]
+            times = [self.grown] * (qk.shape[3] - 1) + [1.0]
         return rotate(qk, self._rotary, times=times)
 
     @property
