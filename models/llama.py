@@ -280,7 +280,8 @@ class Attention(nnx.Module):
         self.q_norm = norm_of(config, width) if config.qk_norm else None
         self.k_norm = norm_of(config, width) if config.qk_norm else None
         self.attend, self.rotary, self.local = config.attention, config.rotary, config.local
-        self.is_local = None if config.local is None else LayerKind(jnp.zeros((), bool))
+        kind = LayerKind(jnp.zeros((), bool), chooses_branch=True)
+        self.is_local = None if config.local is None else kind
         scale = config.query_scale
         self.grown = None if scale is None else scale * width**0.5  # kernels divide by its root
         self.place, self.kernels = anywhere, plain
