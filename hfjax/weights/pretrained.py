@@ -156,7 +156,7 @@ class Weights:
         pieces = in_all(lambda: self._fitting(layout))
         stream = Stream(layout, pieces)
         found = stream.parameters()
-        self.read = sum(stream.files.moved.values())
+        self.read = stream.read
         return found
 
     def _fitting(self, layout: Layout) -> list[Piece]:

@@ -22,6 +22,7 @@ from hfjax.base.paths import Flat, flatten
 from hfjax.parallel.memory import is_host_sharding, of_results, to_host
 from hfjax.parallel.placement import entries_of
 from hfjax.plan.layout import Layout
+from hfjax.processes.agreement import in_all
 from hfjax.weights.name_rules import Piece, Rule, Shape
 from hfjax.weights.row_moves import Way, ways_of
 from hfjax.weights.rows_of_files import RowsOfFiles
@@ -92,6 +93,7 @@ class Stream:
 
     layout: Layout
     pieces: Sequence[Piece]
+    read: int = 0  # bytes, by this process
 
     def __post_init__(self):
         self.files = RowsOfFiles(self.layout.mesh)
@@ -122,6 +124,7 @@ class Stream:
                     found[group.path] = _to_host(stack, where) if to_host_now else stack
             finally:
                 self.files.close()
+        self.read = in_all(self.files.ended)
         check_told(told)
         return found
 

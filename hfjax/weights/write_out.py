@@ -157,7 +157,7 @@ def _written(
             _write(rows, places, *last)
     finally:
         rows.close()
-    return sum(rows.moved.values())
+    return rows.ended()
 
 
 def _on_device(x: Any, where: NamedSharding) -> jax.Array:
