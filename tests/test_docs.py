@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec as P
 import hfjax
 from hfjax.models.gpt import GPT, GPTConfig, next_token_loss
 from tests.h200 import h200s
+from tests.model_folders import CONFIGS, drawn, written
 from tests.pages import FENCE, Page, blocks, commands, output_of
 from tests.small_checkpoint import EVERYTHING, Two
 from tests.small_gpt import MLPs
@@ -191,6 +192,11 @@ def for_readme(names: dict[str, Any]) -> dict[str, Any]:
     return {}
 
 
+def for_pretrained(names: dict[str, Any]) -> dict[str, Any]:
+    written(Path("llama-3.2-1b"), CONFIGS["llama"], drawn())
+    return {}
+
+
 MAKES = {
     "README.md": for_readme,
     "docs/checkpoints.md": for_checkpoints,
@@ -200,6 +206,7 @@ MAKES = {
     "docs/migration.md": for_migration,
     "docs/optimizers.md": for_optimizers,
     "docs/pipelines.md": for_pipelines,
+    "docs/pretrained.md": for_pretrained,
     "docs/processes.md": for_processes,
     "docs/strategies.md": trained,
     "docs/training.md": lambda names: {"SMALL_MODEL": MODEL},
