@@ -64,8 +64,8 @@ class LocalLayers:
 
     def check(self, what: str, layers: int) -> None:
         """Refuse numbers that are not those of some of so many layers."""
-        numbers = [n for n in self.layers if is_whole(n, 0, layers - 1)]
-        if len(numbers) != len(self.layers) or len(set(numbers)) not in range(1, layers):
+        numbers = {n for n in self.layers if is_whole(n, 0, layers - 1)}
+        if len(numbers) != len(self.layers) or len(numbers) not in range(1, layers):
             raise ValueError(
                 f"{what}: local.layers={self.layers}: numbers of some of {layers} layers, from 0 "
                 f"to {layers - 1}. Where all are alike, set attention= and rotary= in place of "
