@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from hfjax.weights.row_moves import Way
-from hfjax.weights.tensor_files import Tensor, aligned, fill
+from hfjax.weights.tensor_files import FileTensor, aligned, fill
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,11 +45,13 @@ class RowsOfFiles:
         mine = jax.process_index()
         return [(at, d) for at, d in np.ndenumerate(self.mesh.devices) if d.process_index == mine]
 
-    def read(self, tensors: Sequence[Tensor], way: Way) -> list[np.ndarray]:
+    def read(self, tensors: Sequence[FileTensor], way: Way) -> list[np.ndarray]:
         """Return the rows of each device that is here; of those that a file has not, zeros."""
         return [self._of_device(tensors, way, *way.place(at)) for at, _ in self._here]
 
-    def _of_device(self, tensors: Sequence[Tensor], way: Way, start: int, count: int) -> np.ndarray:
+    def _of_device(
+        self, tensors: Sequence[FileTensor], way: Way, start: int, count: int
+    ) -> np.ndarray:
         like = tensors[0]
         made = aligned((len(tensors), way.rows, *like.shape[1:]), like.dtype)
         for into, tensor in zip(made, tensors, strict=True):
@@ -64,7 +66,7 @@ class RowsOfFiles:
         held = [jax.device_put(x, d) for x, (_, d) in zip(parts, self._here, strict=True)]
         return jax.make_array_from_single_device_arrays(way.shape, way.sharding, held)
 
-    def write(self, tensors: Sequence[Tensor], array: jax.Array, way: Way) -> None:
+    def write(self, tensors: Sequence[FileTensor], array: jax.Array, way: Way) -> None:
         """Write the rows that are here, at their places in the files."""
         places = {device: way.place(at) for at, device in self._here}
         for shard in array.addressable_shards:
@@ -76,7 +78,7 @@ class RowsOfFiles:
                     _put(descriptor, tensor.begin + start * tensor.row_bytes, x[:count])
 
     @contextmanager
-    def _kept(self, tensor: Tensor, rows: int) -> Iterator[int]:
+    def _kept(self, tensor: FileTensor, rows: int) -> Iterator[int]:
         """Give a file's descriptor; count the bytes of rows, or keep why it failed."""
         try:
             yield self.descriptor(tensor.file)
