@@ -136,7 +136,7 @@ def handed(made_of: Ingredients) -> Local:
         grid = layout.strategy.parameters, kernels.without_logits, run.rows == "own"
         return OnGrid(asked, layout.mesh, *grid)
     if in_use(layout.mesh, SEQUENCE_AXES):
-        listed, kinds = bool(layout.storage.packed), layout.blueprint.has_kinds
-        no_ring = table and no_permutes(table, listed, run.remat, kinds)
+        listed, variables = bool(layout.storage.packed), layout.blueprint.variables.values()
+        no_ring = table and no_permutes(table, listed, run.remat, variables)
         return OnSharedRows(asked, kernels, run.context, no_ring)
     return WithKernels(asked, kernels)

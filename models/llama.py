@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from hfjax.base.head import logits_of as product_of, masked
+from hfjax.base.head import logits_of as product_of
 from hfjax.base.keywords import check_sizes, is_real, is_whole
 from hfjax.models.attention import causal_attention, rotate
 from hfjax.models.loss import next_tokens
@@ -444,5 +444,8 @@ def logits_of(model: Any, x_BSD: jax.Array) -> Any:
 
 
 def _capped(place: Any, x_BSD: jax.Array, kernel_VD: Any, vocab: int, cap: float) -> jax.Array:
-    logits = product_of(place, x_BSD, kernel_VD, len(kernel_VD))
-    return masked(cap * jnp.tanh(logits / cap), vocab)
+    logits = product_of(place, x_BSD, kernel_VD, vocab)
+    soft = cap * jnp.tanh(logits / cap)
+    if len(kernel_VD) == vocab:
+        return soft
+    return jnp.where(logits == jnp.finfo(logits.dtype).min, logits, soft)  # what pads stays out

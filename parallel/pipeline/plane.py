@@ -4,12 +4,13 @@
 how much memory waits between ticks.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
@@ -194,10 +195,16 @@ class PipelinePlane(Plane):
         return jax.tree.map(send, outputs)
 
 
-def no_permutes(table: Table, listed: bool, remat: Remat, kinds: bool) -> str | None:
-    """Return why no layer can permute in a pipeline: it has branches, and one in them waits."""
+def no_permutes(table: Table, listed: bool, remat: Remat, variables: Iterable[Any]) -> str | None:
+    """Return why no layer can permute in a pipeline: it has branches, and one in them waits.
+
+    A layer that takes a branch by a variable of its own marks that `chooses_branch=True`.
+    """
+    held = [v for v in variables if isinstance(v, nnx.Variable)]
     branches = {
-        "layers of two kinds have a branch for each": kinds,
+        "layers of two kinds have a branch for each": any(
+            v.get_metadata("chooses_branch", False) for v in held
+        ),
         f"schedule {table.name} has branches": table.branches,
         "a pipeline of a list of layers has a branch for each": listed,
         'remat="except_last" has branches': remat.what == "except_last",
