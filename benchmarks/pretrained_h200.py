@@ -27,7 +27,7 @@ from hfjax.models.attention import dot_product
 from hfjax.models.llama import Llama
 from hfjax.models.moe import MoELlama, next_token_loss
 from hfjax.target import target_devices
-from hfjax.weights.config_keys import config_of
+from hfjax.weights.families import config_of
 
 RESULTS = Path(__file__).parent / "results"
 LLAMA = {

@@ -37,8 +37,7 @@ def write_file(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
 
 def names_of(folder: Path, config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     """Return names and shapes of the tensors of a model, by its family's table."""
-    from hfjax.weights.config_keys import config_of
-    from hfjax.weights.families import FAMILIES
+    from hfjax.weights.families import FAMILIES, config_of
 
     table = FAMILIES[config["model_type"]].table(config_of(config))
     return {piece.name: piece.rule.shape for piece in table.pieces()}

@@ -15,7 +15,7 @@ from hfjax.models.gpt import GPT, GPTConfig
 from hfjax.models.llama import Llama
 from hfjax.models.moe.moe_llama import MoEConfig, MoELlama
 from hfjax.models.rope import Rope
-from hfjax.weights.config_keys import FAMILIES, config_of, dtype_of
+from hfjax.weights.families import FAMILIES, config_of
 
 FOLDER = Path(__file__).with_name("pretrained")
 read = lambda name: json.loads((FOLDER / name).read_text(encoding="utf-8"))
@@ -116,14 +116,6 @@ def test_a_model_of_pictures_has_a_part_that_reads_text():
     assert config_of({"model_type": "gemma3", "text_config": text}) == config_of(text)
     with pytest.raises(ValueError, match="text_config is absent: the keys of the part"):
         config_of({"model_type": "gemma3"})
-
-
-def test_dtypes_by_either_name():
-    assert dtype_of({"dtype": "float32"}) == "float32"
-    assert dtype_of({"torch_dtype": "bfloat16"}) == "bfloat16"
-    assert dtype_of({}) is None
-    with pytest.raises(ValueError, match="dtype is 'int8': one of float32, bfloat16, float16"):
-        dtype_of({"dtype": "int8"})
 
 
 ROPES = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0}

@@ -22,7 +22,6 @@ Shape = GPTConfig | LlamaConfig | MoEConfig
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
-DTYPES = ("float32", "bfloat16", "float16")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 LATER_ROPES = {
     "dynamic": "its speeds depend on the longest row so far",
@@ -32,46 +31,11 @@ LATER_ROPES = {
 }
 
 
-def config_of(keys: Mapping[str, Any]) -> Shape:
-    """Return the shape of the model that a config.json describes.
-
-    Args:
-        keys: Those of the file.
-
-    Example:
-        >>> from hfjax.weights.config_keys import config_of
-        >>> config_of({"model_type": "qwen3", "num_key_value_heads": 8}).qk_norm
-        True
-    """
-    values, family = ConfigValues(keys), keys.get("model_type")
-    if isinstance(family, str) and family in REFUSED:
-        values.refuse("model_type", REFUSED[family])
-    if not isinstance(family, str) or family not in FAMILIES:
-        values.refuse("model_type", f"one of {', '.join(FAMILIES)} is expected.")
-    if "quantization_config" in values:
-        values.refuse(
-            "quantization_config",
-            f"weights are read in {', '.join(DTYPES)} alone. Take the files of the model before "
-            "it was quantized.",
-        )
-    return FAMILIES[family](values.with_defaults(DEFAULTS[family]))
-
-
-def dtype_of(keys: Mapping[str, Any]) -> str | None:
-    """Return the dtype in which a config.json says that the weights are, if it does.
-
-    >>> dtype_of({"torch_dtype": "bfloat16"})
-    'bfloat16'
-    """
-    values = ConfigValues(keys)
-    name = "dtype" if "dtype" in values else "torch_dtype"
-    return values.word(name, DTYPES, "") if name in values else None
-
-
 # -- families ------------------------------------------------------------------------------------
 
 
-def _gpt2(of: ConfigValues) -> GPTConfig:
+def gpt2_shape(of: ConfigValues) -> GPTConfig:
+    """Return the shape of a GPT-2."""
     embed = of.whole("n_embd")
     of.only("n_inner", 4 * embed, "an MLP is four times as wide as the residual stream:")
     of.only("activation_function", "gelu_new", "GPT's MLP has one activation:")
@@ -114,22 +78,26 @@ def _activation(of: ConfigValues, name: str = "hidden_act") -> dict[str, str]:
     return {"activation": of.word(name, ACTIVATIONS)}
 
 
-def _llama(of: ConfigValues) -> LlamaConfig:
+def llama_shape(of: ConfigValues) -> LlamaConfig:
+    """Return the shape of a Llama 2 or 3."""
     known = {**_decoder(of), **_activation(of)}
     return LlamaConfig(**known, rotary=_rotary(of))
 
 
-def _mistral(of: ConfigValues) -> LlamaConfig:
+def mistral_shape(of: ConfigValues) -> LlamaConfig:
+    """Return the shape of a Mistral."""
     known = {**_decoder(of), **_activation(of)}
     return LlamaConfig(**known, **_one_kind(of, of.maybe_whole("sliding_window")))
 
 
-def _qwen2(of: ConfigValues) -> LlamaConfig:
+def qwen2_shape(of: ConfigValues) -> LlamaConfig:
+    """Return the shape of a Qwen2."""
     known = {**_decoder(of), **_activation(of)}
     return LlamaConfig(**known, **_qwen_layers(of), qkv_bias=True)
 
 
-def _qwen3(of: ConfigValues) -> LlamaConfig:
+def qwen3_shape(of: ConfigValues) -> LlamaConfig:
+    """Return the shape of a Qwen3."""
     known = {**_decoder(of), **_activation(of)}
     return LlamaConfig(**known, **_qwen_layers(of), qk_norm=True)
 
@@ -146,24 +114,26 @@ def _qwen_window(of: ConfigValues) -> int | None:
     return of.maybe_whole("sliding_window") if of.flag("use_sliding_window") else None
 
 
-def _gemma2(of: ConfigValues) -> LlamaConfig:
+def gemma2_shape(of: ConfigValues) -> LlamaConfig:
+    """Return the shape of a Gemma 2."""
     rotary = _rotary(of)
     sees = lambda i: SLIDING if (i + 1) % 2 else FULL
     return LlamaConfig(**_of_gemma(of, sees, {FULL: rotary, SLIDING: rotary}))
 
 
-def _gemma3_text(of: ConfigValues) -> LlamaConfig:
+def gemma3_text_shape(of: ConfigValues) -> LlamaConfig:
+    """Return the shape of a Gemma 3."""
     every = of.whole("sliding_window_pattern")
     sees = lambda i: SLIDING if (i + 1) % every else FULL
     return LlamaConfig(**_of_gemma(of, sees, _gemma3_rotary(of)), qk_norm=True)
 
 
-def _gemma3(of: ConfigValues) -> LlamaConfig:
+def gemma3_shape(of: ConfigValues) -> LlamaConfig:
     """Return the shape of the part that reads text."""
     text = of.part("text_config")
     if text is None:
         of.refuse("text_config", "the keys of the part that reads text are expected there.")
-    return _gemma3_text(text.with_defaults(DEFAULTS["gemma3_text"]))
+    return gemma3_text_shape(text.with_defaults(GEMMA3))
 
 
 def _of_gemma(of: ConfigValues, sees: Callable, rotary: Mapping[str, Rope]) -> dict[str, Any]:
@@ -185,14 +155,16 @@ def _of_gemma(of: ConfigValues, sees: Callable, rotary: Mapping[str, Rope]) -> d
     }
 
 
-def _mixtral(of: ConfigValues) -> MoEConfig:
+def mixtral_shape(of: ConfigValues) -> MoEConfig:
+    """Return the shape of a Mixtral."""
     if of.keys.get("router_jitter_noise"):
         of.refuse("router_jitter_noise", "take 0; Router(noise=) has noise of training.")
     window = of.maybe_whole("sliding_window")
     return MoEConfig(**_mixture(of, window, normalised=True), experts=_experts(of, 8))
 
 
-def _qwen3_moe(of: ConfigValues) -> MoEConfig:
+def qwen3_moe_shape(of: ConfigValues) -> MoEConfig:
+    """Return the shape of a Qwen3 with experts."""
     known = _mixture(of, _qwen_window(of), of.flag("norm_topk_prob"))
     dense, layers = known.pop("mlp"), known["layers"]
     every, plain = of.whole("decoder_sparse_step"), of.numbers_below("mlp_only_layers", layers)
@@ -348,25 +320,7 @@ def _yarn(found: ConfigValues, base: float, original: int, length: int) -> Rope:
     )
 
 
-# -- tables ----------------------------------------------------------------------------------------
-
-FAMILIES: Mapping[str, Callable[[ConfigValues], Shape]] = {
-    "gpt2": _gpt2,
-    "llama": _llama,
-    "mistral": _mistral,
-    "qwen2": _qwen2,
-    "qwen3": _qwen3,
-    "gemma2": _gemma2,
-    "gemma3_text": _gemma3_text,
-    "gemma3": _gemma3,
-    "mixtral": _mixtral,
-    "qwen3_moe": _qwen3_moe,
-}
-_LATENT = (
-    "its attention has latent keys and values, and turns neighbouring dimensions, which no model "
-    "here does."
-)
-REFUSED = dict.fromkeys(("deepseek_v2", "deepseek_v3"), _LATENT)
+# -- defaults --------------------------------------------------------------------------------------
 
 # Of keys that a file does not have: as in the classes of transformers' configurations.
 _OF_ALL = {
@@ -378,26 +332,27 @@ _OF_ALL = {
     "rope_theta": 1e4,
     "sliding_window": 4096,
 }
-_LLAMA = {
+LLAMA = {
     **_OF_ALL,
     "vocab_size": 32000,
     "intermediate_size": 11008,
     "max_position_embeddings": 2048,
 }
-_MISTRAL = {
-    **_LLAMA,
+MISTRAL = {
+    **LLAMA,
     "intermediate_size": 14336,
     "num_key_value_heads": 8,
     "max_position_embeddings": 4096 * 32,
 }
-_MIXTRAL = {
+MIXTRAL = {
+    **MISTRAL,
     "rms_norm_eps": 1e-5,
     "rope_theta": 1e6,
     "sliding_window": None,
     "num_experts_per_tok": 2,
     "router_aux_loss_coef": 0.001,
 }
-_QWEN2 = {
+QWEN2 = {
     **_OF_ALL,
     "vocab_size": 151936,
     "intermediate_size": 22016,
@@ -405,7 +360,8 @@ _QWEN2 = {
     "max_position_embeddings": 32768,
     "max_window_layers": 28,
 }
-_QWEN3_MOE = {
+QWEN3_MOE = {
+    **QWEN2,
     "hidden_size": 2048,
     "intermediate_size": 6144,
     "num_hidden_layers": 24,
@@ -415,7 +371,7 @@ _QWEN3_MOE = {
     "num_experts_per_tok": 8,
     "router_aux_loss_coef": 0.001,
 }
-_GEMMA2 = {
+GEMMA2 = {
     **_OF_ALL,
     "vocab_size": 256000,
     "hidden_size": 2304,
@@ -431,7 +387,8 @@ _GEMMA2 = {
     "attn_logit_softcapping": 50.0,
     "final_logit_softcapping": 30.0,
 }
-_GEMMA3 = {
+GEMMA3 = {
+    **GEMMA2,
     "vocab_size": 262208,
     "max_position_embeddings": 131072,
     "attn_logit_softcapping": None,
@@ -440,16 +397,5 @@ _GEMMA3 = {
     "rope_theta": 1e6,
     "rope_local_base_freq": 1e4,
 }
-_GPT2 = {"vocab_size": 50257, "n_positions": 1024, "n_embd": 768, "n_layer": 12, "n_head": 12}
-DEFAULTS: Mapping[str, Mapping[str, Any]] = {
-    "gpt2": _GPT2,
-    "llama": _LLAMA,
-    "mistral": _MISTRAL,
-    "qwen2": _QWEN2,
-    "qwen3": {**_QWEN2, "head_dim": 128},
-    "gemma2": _GEMMA2,
-    "gemma3_text": {**_GEMMA2, **_GEMMA3},
-    "gemma3": {},
-    "mixtral": {**_MISTRAL, **_MIXTRAL},
-    "qwen3_moe": {**_QWEN2, **_QWEN3_MOE},
-}
+GPT2 = {"vocab_size": 50257, "n_positions": 1024, "n_embd": 768, "n_layer": 12, "n_head": 12}
+QWEN3 = {**QWEN2, "head_dim": 128}

@@ -22,8 +22,7 @@ from hfjax.data.tokenizer import load_tokenizer
 from hfjax.plan.check_state import check_layout
 from hfjax.plan.layout import Layout, State
 from hfjax.processes.agreement import check_same, in_all
-from hfjax.weights.config_keys import config_of
-from hfjax.weights.families import FAMILIES, Family
+from hfjax.weights.families import FAMILIES, Family, config_of
 from hfjax.weights.model_folder import TOKENIZER, ModelFolder, read_folder
 from hfjax.weights.name_rules import PlacedTensor, RuleTable, Shape, check_covers, lines_of
 from hfjax.weights.stream_in import WeightStream
