@@ -254,7 +254,10 @@ def anywhere(config: Train) -> Train:
         train=tuple(os.path.abspath(place) for place in config.data.train),
         valid=whole(config.data.valid),
     )
-    model = replace(config.model, own=code(config.model.own), loss=code(config.model.loss))
+    given = config.model.pretrained
+    pretrained = None if given is None else Path(os.path.abspath(given))
+    own, loss = code(config.model.own), code(config.model.loss)
+    model = replace(config.model, own=own, loss=loss, pretrained=pretrained)
     optimizer = replace(config.optimizer, own=code(config.optimizer.own))
     start = replace(config.checkpoints, start=whole(config.checkpoints.start))
     file = None if config.deepspeed is None else Path(os.path.abspath(config.deepspeed))
