@@ -26,12 +26,17 @@ from hfjax.weights.pretrained import Pretrained, of_folder
 LONGEST = 4096  # tokens of a row, where no flag says how many
 
 
-def model_of(given: Model) -> Pretrained:
-    """Return the model of a folder, or of a run's own copy of one. All processes call it."""
+def model_of(given: Model, pad: int = ROUND_TO) -> Pretrained:
+    """Return the model of a folder, or of a run's own copy of one. All processes call it.
+
+    Args:
+        given: What says of which folder, and how it is stored.
+        pad: The embedding has a multiple of so many rows.
+    """
     path = Path(given.pretrained or "")
     folder = in_all(lambda: read_copy(path) if is_copy(path) else read_folder(path))
     check_same("folder of the model", {"hash": folder.fingerprint})
-    found = of_folder(folder, given.stored, pad_vocab_to=ROUND_TO)
+    found = of_folder(folder, given.stored, pad_vocab_to=pad)
     changes = _changes(given, found.config)
     return replace(found, config=replace(found.config, **changes)) if changes else found
 
@@ -107,13 +112,13 @@ def begun_with(
     seconds = time.monotonic() - began
     kinds = sorted({str(p.dtype) for p in layout.placed.values()})
     return state, (
-        f"read {_by_process(weights.read)} of {path} in {seconds:.1f} s; parameters are stored in "
+        f"read {by_process(weights.read)} of {path} in {seconds:.1f} s; parameters are stored in "
         f"{' and '.join(kinds)}"
     )
 
 
-def _by_process(mine: int) -> str:
-    """Return how many bytes each process has read."""
+def by_process(mine: int) -> str:
+    """Return how many bytes each process has read or written."""
     count = jax.process_count()
     if count == 1:
         return human(mine)
