@@ -401,7 +401,7 @@ def check_used(configs: Sequence[Train], words: Sequence[str]) -> None:
     typed = {word.partition("=")[0].removeprefix("--").replace("-", "_") for word in words}
     model = configs[0].model
     if model.pretrained is not None and "model.preset" in typed:  # the usual one, even
-        raise ValueError(beside_pretrained("preset", model.preset, model.pretrained))
+        raise ValueError(beside_pretrained("--model.preset", model.preset, model.pretrained))
     for settings, needed in SETTINGS_OF.items():
         if any(_uses(config, needed) for config in configs):
             continue

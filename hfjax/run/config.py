@@ -53,10 +53,10 @@ def in_float32(settings: Any, prefix: str, *names: str) -> None:
             raise ValueError(f"--{flag} {value}: that is 0 in float32. Give 0, or more.")
 
 
-def beside_pretrained(name: str, given: Any, folder: Path) -> str:
-    """Return what to say of a field that is given beside a folder."""
+def beside_pretrained(flag: str, given: Any, folder: Path) -> str:
+    """Return what to say of a flag that is given beside a folder."""
     return (
-        f"--model.{name.replace('_', '-')} {given} beside --model.pretrained {named(folder)}: the "
+        f"{flag.replace('_', '-')} {given} beside --model.pretrained {named(folder)}: the "
         "folder says what the model is. Leave out one of the two."
     )
 
@@ -111,7 +111,7 @@ class Model:
             return
         for name in ("preset", "own", "layers", "heads", "embed", "experts", "top_k"):
             if (given := getattr(self, name)) != type(self).__dataclass_fields__[name].default:
-                raise ValueError(beside_pretrained(name, given, self.pretrained))
+                raise ValueError(beside_pretrained(f"--model.{name}", given, self.pretrained))
 
 
 @dataclass(frozen=True)

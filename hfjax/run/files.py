@@ -220,7 +220,9 @@ def lasting(config: Train) -> Train:
 def differing(config: Train, other: Any) -> list[tuple[str, str]]:
     """Return the flags of what is stored that differ from those of another run: here, and there."""
     mine, theirs = (_flat(x) for x in (plain(config), other))
-    stored = (flag for flag in mine if flag.startswith("model.") or flag in STORED)
+    stored = [flag for flag in mine if flag.startswith("model.") or flag in STORED]
+    if mine["model.pretrained"] or theirs.get("model.pretrained"):  # in place of a preset
+        stored.remove("model.preset")
     return [
         (_flag(flag, mine[flag], ""), _flag(flag, theirs[flag], "with "))
         for flag in stored

@@ -276,6 +276,10 @@ class Run:
         with waiting(f"reading {named(model.folder.path)}"):
             state, said = begun_with(model, self.parts.layout, seed, schedule)
         self.screen.say(said)
+        if model.stored == "bfloat16" and not self.config.optimizer.master:
+            self.screen.say(
+                "without --optimizer.master, updates that bfloat16 rounds away are lost"
+            )
         self.begins_with = model.folder
         return state
 
