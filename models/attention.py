@@ -6,7 +6,7 @@ H / G heads of queries that follow one another (grouped-query attention, Ainslie
 
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any, Literal
 
@@ -191,12 +191,12 @@ def rotate(
     x_BSHD: jax.Array,
     rotary: Rope | EitherRope,
     positions_S: jax.Array | None = None,
-    times: jax.Array | None = None,
+    times: Sequence[float] | None = None,
 ) -> jax.Array:
     """Return x, dimensions i and i + D/2 turned by position * speed i radians.
 
-    Positions are counted from 0 unless they are given. `times` is what x is multiplied by besides:
-    [H, 1] for heads as x has them before D.
+    Positions are counted from 0 unless they are given. `times` is what x is multiplied by besides,
+    for each entry of its last dimension but one.
 
     Rotary positions (Su et al., 2021), halves paired as in the weights of Hugging Face's Llama.
     Between S and D there may be any number of dimensions. Computed in float32 or wider.
@@ -208,8 +208,10 @@ def rotate(
     angles = jnp.outer(at, speeds)
     angles = angles.reshape(1, length, *(1,) * (x_BSHD.ndim - 3), half)
     cos, sin = jnp.cos(angles), jnp.sin(angles)
-    for factor in (rotary.grows, times):
-        if factor is not None and not (isinstance(factor, float) and factor == 1):
-            cos, sin = cos * factor, sin * factor
+    if not (isinstance(rotary.grows, float) and rotary.grows == 1):
+        cos, sin = cos * rotary.grows, sin * rotary.grows
+    if times is not None:
+        by_head = jnp.asarray(times, wide).reshape(*(1,) * (x_BSHD.ndim - 2), -1, 1)
+        cos, sin = cos * by_head, sin * by_head
     x, y = jnp.split(x_BSHD.astype(wide), 2, axis=-1)
     return jnp.concatenate([x * cos - y * sin, y * cos + x * sin], axis=-1).astype(x_BSHD.dtype)

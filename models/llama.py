@@ -280,7 +280,8 @@ class Attention(nnx.Module):
         self.q_norm = norm_of(config, width) if config.qk_norm else None
         self.k_norm = norm_of(config, width) if config.qk_norm else None
         self.attend, self.rotary, self.local = config.attention, config.rotary, config.local
-        self.is_local = None if config.local is None else LayerKind(jnp.zeros((), bool))
+        kind = LayerKind(jnp.zeros((), bool), chooses_branch=True)
+        self.is_local = None if config.local is None else kind
         scale = config.query_scale
         self.grown = None if scale is None else scale * width**0.5  # kernels divide by its root
         self.place, self.kernels = anywhere, plain
@@ -302,7 +303,7 @@ class Attention(nnx.Module):
             qk = jnp.concatenate([q, k], axis=3)
         times = None
         if self.grown not in (None, 1):  # of queries alone; in float32, before they are rounded
-            times = jnp.array([self.grown] * (qk.shape[3] - 1) + [1])[:, None]
+            times = [self.grown] * (qk.shape[3] - 1) + [1.0]
         return rotate(qk, self._rotary, times=times)
 
     @property

@@ -4,7 +4,7 @@
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 
-from hfjax.base.keywords import known_keywords
+from hfjax.base.keywords import check_keywords, known_keywords
 from hfjax.base.paths import Flat
 from hfjax.base.read_files import ORDINARY, what_is
 from hfjax.base.tables import bytes_of, human, named
@@ -164,7 +164,6 @@ class Weights:
         return self.model.pieces
 
 
-@known_keywords
 def pretrained(path: str | Path, stored: str = "float32", **changes: Any) -> Pretrained:
     """Return the model of a folder from Hugging Face; its configuration is read, no weight is.
 
@@ -191,7 +190,9 @@ def pretrained(path: str | Path, stored: str = "float32", **changes: Any) -> Pre
 def of_folder(folder: ModelFolder, stored: str = "float32", **changes: Any) -> Pretrained:
     """Return the model that a folder describes: `pretrained` without reading it."""
     try:
-        config = replace(config_of(folder.config), **changes)
+        config = config_of(folder.config)
+        check_keywords("pretrained", changes, [field.name for field in fields(config)])
+        config = replace(config, **changes)
     except ValueError as wrong:
         raise ValueError(f"{named(folder.path)}: {wrong}") from None
     made = Pretrained(folder, FAMILIES[folder.config["model_type"]], config, STORED[stored])

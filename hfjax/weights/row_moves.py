@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
@@ -142,7 +143,8 @@ class Way:
 
     def arrive(self, x: jax.Array) -> jax.Array:
         """Return the block that a device has, of the rows that it read."""
-        n = len(self.first)
+        n, dtype = len(self.first), x.dtype
+        x = _bits(x)
         x = x.reshape(*x.shape[: n + 1], *self.view[self.of_rows :])
         for dimension, axes in reversed(self.exchanges):
             x = lax.all_to_all(x, axes, dimension, n, tiled=True)
@@ -150,22 +152,26 @@ class Way:
             x = lax.all_gather(x, self.gathers, axis=n, tiled=True)
         x = lax.slice_in_dim(x, 0, self.part, axis=n)
         x = x.reshape(*x.shape[:n], *self._rows_apart(), *x.shape[n + 1 :])
-        return x.transpose([*range(n), *(n + i for i in self.rule.order)])
+        x = x.transpose([*range(n), *(n + i for i in self.rule.order)])
+        return lax.bitcast_convert_type(x, dtype)
 
     def leave(self, block: jax.Array) -> jax.Array:
         """Return the rows that a device writes, of the block that it has."""
-        n = len(self.first)
+        n, dtype = len(self.first), block.dtype
+        block = _bits(block)
         back = sorted(range(len(self.rule.order)), key=self.rule.order.__getitem__)
         x = block.transpose([*range(n), *(n + i for i in back)])
         x = x.reshape(*x.shape[:n], self.part, *x.shape[n + self.of_rows :])
         short = self.rows * (self.size(self.order) // self.size(self.split)) - self.part
         if short:
-            zero = jax.numpy.zeros((), x.dtype)
+            zero = jnp.zeros((), x.dtype)
             x = lax.pad(x, zero, [(0, short * (i == n), 0) for i in range(x.ndim)])
+            x = lax.optimization_barrier(x)  # an exchange of known zeros does not compile (XLA)
         x = _own_part(x, n, self.gathers, self.size(self.gathers))
         for dimension, axes in self.exchanges:
             x = lax.all_to_all(x, axes, n, dimension, tiled=True)
-        return x.reshape(*x.shape[: n + 1], *self.rule.shape[1:])
+        x = x.reshape(*x.shape[: n + 1], *self.rule.shape[1:])
+        return lax.bitcast_convert_type(x, dtype)
 
     def _rows_apart(self) -> Shape:
         first, *others = self.view[: self.of_rows]
@@ -182,6 +188,11 @@ class Way:
         for dimension, axes in self.late:
             block = lax.all_gather(block, axes, axis=dimension, tiled=True)
         return block
+
+
+def _bits(x: jax.Array) -> jax.Array:
+    """Return the bits of numbers: what moves is not looked at, nor widened where that is usual."""
+    return lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")
 
 
 def _own_part(x: jax.Array, dimension: int, axes: Axes, count: int) -> jax.Array:

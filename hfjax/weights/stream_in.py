@@ -97,23 +97,27 @@ class Stream:
         self.files = RowsOfFiles(self.layout.mesh)
         self._shardings = flatten(self.layout.shardings().params)
 
+    @cached_property
+    def groups(self) -> list[Group]:
+        """What moves together, in the order of the parameters."""
+        most = AT_ONCE * jax.process_count()
+        return [g for pieces in by_path(self.pieces).values() for g in groups_of(pieces, most)]
+
     def parameters(self) -> Flat:
         """Return all parameters on their shards."""
-        most = AT_ONCE * jax.process_count()
-        groups = [g for pieces in by_path(self.pieces).values() for g in groups_of(pieces, most)]
         found: Flat = {}
         told: list[tuple[Group, Any]] = []
         with ThreadPoolExecutor(1) as beside:
             try:
-                rows = beside.submit(self._read, groups[0])
-                for at, group in enumerate(groups):
-                    here, last = rows.result(), at + 1 == len(groups)
+                rows = beside.submit(self.rows_here, self.groups[0])
+                for at, group in enumerate(self.groups):
+                    here, last = rows.result(), at + 1 == len(self.groups)
                     if not last:
-                        rows = beside.submit(self._read, groups[at + 1])
-                    stack, flags = self._moved(group, here, found.get(group.path))
+                        rows = beside.submit(self.rows_here, self.groups[at + 1])
+                    stack, flags = self.moved(group, here, found.get(group.path))
                     told.append((group, jax.block_until_ready(flags)))
                     where = self._shardings[group.path]
-                    ended = last or groups[at + 1].path != group.path
+                    ended = last or self.groups[at + 1].path != group.path
                     to_host_now = ended and is_host_sharding(where)
                     found[group.path] = _to_host(stack, where) if to_host_now else stack
             finally:
@@ -121,12 +125,13 @@ class Stream:
         check_told(told)
         return found
 
-    def _read(self, group: Group) -> list[list[np.ndarray]]:
-        """Return the rows that are here, of each slot and of the twins."""
+    def rows_here(self, group: Group) -> list[list[np.ndarray]]:
+        """Return the rows that are here, of each slot and of the twins: they are read."""
         ways = self._mover(group).ways
         return [self.files.read(tensors, ways[slot]) for slot, tensors in tensors_of(group)]
 
-    def _moved(self, group: Group, here: Sequence[Sequence[np.ndarray]], stack: Any) -> Any:
+    def moved(self, group: Group, here: Sequence[Sequence[np.ndarray]], stack: Any) -> Any:
+        """Return a parameter with rows in their place, and whether these are well."""
         mover = self._mover(group)
         slots = [slot for slot, _ in tensors_of(group)]
         rows = [

@@ -256,7 +256,7 @@ def _finish(
     try:
         for pattern in BESIDE:
             for path in sorted(folder.path.glob(pattern)):
-                if path.is_file():
+                if path.is_file() and not path.is_symlink():
                     shutil.copyfile(path, new / path.name)
         if len(files) > 1:
             _json(new / INDEX, _index(files))

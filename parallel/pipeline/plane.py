@@ -194,9 +194,10 @@ class PipelinePlane(Plane):
         return jax.tree.map(send, outputs)
 
 
-def no_permutes(table: Table, listed: bool, remat: Remat) -> str | None:
+def no_permutes(table: Table, listed: bool, remat: Remat, kinds: bool) -> str | None:
     """Return why no layer can permute in a pipeline: it has branches, and one in them waits."""
     branches = {
+        "layers of two kinds have a branch for each": kinds,
         f"schedule {table.name} has branches": table.branches,
         "a pipeline of a list of layers has a branch for each": listed,
         'remat="except_last" has branches': remat.what == "except_last",
