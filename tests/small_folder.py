@@ -1,4 +1,4 @@
-"""The folder of a model as transformers writes it, small enough to make in a moment."""
+"""The folder of a small model with a tokenizer, as transformers writes it."""
 
 import json
 from pathlib import Path
@@ -7,10 +7,8 @@ from typing import Any
 import numpy as np
 
 from hfjax.data.tokenizer import train_bpe
-from hfjax.weights.config_keys import config_of
-from hfjax.weights.families import FAMILIES
-from hfjax.weights.model_folder import CONFIG, GENERATION, INDEX, WHOLE
-from hfjax.weights.tensor_files import header_of
+from hfjax.weights.model_folder import GENERATION
+from tests.model_folders import drawn, written
 
 VOCAB, END = 270, 5
 LLAMA: dict[str, Any] = {
@@ -26,28 +24,10 @@ WORDS = "tensor pipe data mesh step loss axis row Once upon a time def return im
 
 
 def small_folder(
-    path: Path,
-    keys: dict[str, Any] = LLAMA,
-    seed: int = 0,
-    tokens: int = VOCAB,
-    shards: bool = False,
-    dtype: Any = np.float32,
+    path: Path, keys: dict[str, Any] = LLAMA, dtype: Any = np.float32, files: int = 1
 ) -> Path:
     """Write a model's folder with drawn weights and a tokenizer; return its path."""
-    path.mkdir(parents=True)
-    (path / CONFIG).write_text(json.dumps(keys))
+    written(path, keys, drawn(dtype), files)
     (path / GENERATION).write_text(json.dumps({"eos_token_id": [END, 7]}))
-    rng, table = np.random.default_rng(seed), FAMILIES[keys["model_type"]].table(config_of(keys))
-    shapes = {piece.name: piece.rule.shape for piece in table.pieces()}
-    names = list(shapes)
-    parts = [names[::2], names[1::2]] if shards else [names]
-    files = [f"model-0000{n + 1}-of-00002.safetensors" for n in range(2)] if shards else [WHOLE]
-    for file, of in zip(files, parts, strict=True):
-        header, _ = header_of({name: (np.dtype(dtype), shapes[name]) for name in of})
-        drawn = [(0.1 * rng.standard_normal(shapes[name])).astype(dtype) for name in of]
-        (path / file).write_bytes(header + b"".join(x.tobytes() for x in drawn))
-    if shards:
-        where = {name: file for file, of in zip(files, parts, strict=True) for name in of}
-        (path / INDEX).write_text(json.dumps({"weight_map": where}))
-    train_bpe([f"{WORDS} " * 8 + " ".join(map(chr, range(32, 127)))], tokens).save(path)
+    train_bpe([f"{WORDS} " * 8 + " ".join(map(chr, range(32, 127)))], VOCAB).save(path)
     return path
