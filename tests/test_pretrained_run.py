@@ -101,6 +101,19 @@ def test_a_run_begins_with_the_weights_and_says_what_it_has_read(place, capsys):
     assert f"validated before the first step: loss {losses[0]:.4f}" in said
 
 
+def test_a_run_that_was_killed_before_it_saved_begins_with_the_weights_again(place):
+    config = small(place, "killed", steps=1)
+    train(config)
+    first = told(place / "killed", "valid_loss")
+    shutil.rmtree(place / "killed" / "checkpoints")
+    (place / "killed" / COPY / CONFIG).write_text("{")  # it was writing this
+    train(config)
+    assert told(place / "killed", "valid_loss") == first
+    assert (
+        read_copy(place / "killed" / COPY).fingerprint == read_folder(place / "llama").fingerprint
+    )
+
+
 def test_parameters_are_stored_in_bfloat16_beside_a_copy_or_with_a_word(place, tmp_path, capsys):
     model = Model(pretrained=place / "llama", length=16, stored="bf16")
     log = replace(SHORT, valid_every=0)
@@ -252,6 +265,7 @@ def test_rows_are_as_long_as_the_model_takes_but_no_longer_than_is_useful(place,
     assert of(long).model.name == "long"
     more = of(place / "llama", length=40)
     assert (more.model.length, more.model.most) == (40, 40)
+    assert more.pretrained is not None
     assert told_of_rows(more.pretrained, 40).startswith(
         "warning: rows of 40 tokens are longer than those that the model was trained for (32)"
     )

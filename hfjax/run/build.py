@@ -22,7 +22,7 @@ from hfjax.parallel.mesh import PIPE_AXIS, describe_mesh
 from hfjax.run.chosen_model import ROUND_TO, ModelChoice, choose
 from hfjax.run.config import Train, beside_pretrained
 from hfjax.run.optimizer import keeps_nothing, optimizer_of, rate_of
-from hfjax.run.pretrained_model import choice_of, model_of
+from hfjax.run.pretrained_model import choice_of, model_of, without_tokenizer
 from hfjax.run.sampling import Evaluated, Sampling, check_weighs_by_mask, evaluate, generate
 from hfjax.weights.pretrained import Pretrained
 
@@ -81,6 +81,12 @@ class Parts:
         if self.pretrained is not None and self.pretrained.has_tokenizer:
             return self.pretrained.tokenizer
         return self.tokens[0].tokenizer
+
+    @property
+    def reads_text(self) -> bool:
+        """Whether there is a tokenizer: some data is of tokens alone."""
+        of_folder = self.pretrained is not None and self.pretrained.has_tokenizer
+        return of_folder or self.tokens[0].meta.tokenizer != "none"
 
     @cached_property
     def mesh(self) -> jax.sharding.Mesh:
@@ -180,6 +186,8 @@ class Parts:
         """What there is to read where no data is named."""
         if self.pretrained is None:
             return standard_library()
+        if not self.pretrained.has_tokenizer:
+            raise ValueError(without_tokenizer(self.pretrained.folder.path))
         return standard_library(tokenizer=self.pretrained.folder.path)
 
     def _of_model(self, tokens: TokenSet) -> TokenSet:

@@ -32,7 +32,7 @@ from hfjax.run.build import Parts
 from hfjax.run.config import Train
 from hfjax.run.deepspeed_flags import FILE
 from hfjax.run.journal import Journal
-from hfjax.run.pretrained_model import begun_with, told_of_rows
+from hfjax.run.pretrained_model import FROM_NOTHING, begun_with, told_of_rate, told_of_rows
 from hfjax.run.profile import Profile
 from hfjax.run.sampling import Sampling
 from hfjax.run.screen import Screen, Speed, line, validation, waiting
@@ -190,6 +190,8 @@ class Run:
         self.screen.say(told)
         if self.parts.pretrained is not None:
             self.screen.say(told_of_rows(self.parts.pretrained, self.parts.model.length))
+            if self.parts.file is None and config.optimizer.rate >= FROM_NOTHING:
+                self.screen.say(told_of_rate(config.optimizer.rate))
         for name, value in files.changed(config).items():
             self.screen.say(f"  {name}: {value}")
         keep = config.checkpoints
@@ -428,7 +430,7 @@ class Run:
 
     def _sample(self) -> None:
         """Show what the model writes."""
-        if not (count := self.config.log.sample):
+        if not (count := self.config.log.sample) or not self.parts.reads_text:
             return
         with self._phase("writing a sample"):
             text = self.parts.written(self._judged, PROMPT, count, Sampling())

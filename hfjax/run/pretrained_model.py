@@ -20,9 +20,10 @@ from hfjax.run.chosen_model import ROUND_TO, ModelChoice, loss_of
 from hfjax.run.config import Model, Train
 from hfjax.run.own_copy import is_copy, name_of_model, read_copy
 from hfjax.weights.config_keys import config_of
-from hfjax.weights.model_folder import read_folder
+from hfjax.weights.model_folder import TOKENIZER, read_folder
 from hfjax.weights.pretrained import Pretrained, of_folder
 
+FROM_NOTHING = 1e-3  # from this learning rate on a trained model forgets
 LONGEST = 4096  # tokens of a row, where no flag says how many
 
 
@@ -93,6 +94,23 @@ def told_of_rows(model: Pretrained, length: int) -> str:
         )
     more = f"; the model takes {trained}: --model.length" * (length < trained)
     return f"rows of {length} tokens{more}"
+
+
+def told_of_rate(rate: float) -> str:
+    """Return what to say of a rate by which a model forgets what it knows."""
+    return (
+        f"warning: a learning rate of {rate:g} is for models that begin from nothing; trained ones "
+        "are trained on with about 1e-5: --optimizer.rate"
+    )
+
+
+def without_tokenizer(folder: Path) -> str:
+    """Return what to say of a folder where text has to be read."""
+    return (
+        f"--model.pretrained {named(folder)}: it has no {TOKENIZER}, and no data is named: text "
+        "cannot be read. Put it there (transformers' AutoTokenizer writes it: "
+        "tokenizer.save_pretrained(folder)), or give tokens: --data.train DIR."
+    )
 
 
 def begun_with(
