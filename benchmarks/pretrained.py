@@ -1,4 +1,4 @@
-"""Weights from files into a layout: time beside its two parts, bytes and memory by process.
+"""FolderWeights from files into a layout: time beside its two parts, bytes and memory by process.
 
 A model of random bfloat16 weights is written once; then it is read by `np.fromfile`, as rows by
 `RowsOfFiles`, moved by the programs alone, and brought in as `hfjax.init` does. Then real processes
@@ -31,7 +31,7 @@ import numpy as np
 import optax
 
 import hfjax
-from hfjax.weights.stream_in import Stream
+from hfjax.weights.stream_in import WeightStream
 from hfjax.weights.tensor_files import header_of
 
 RESULTS = Path(__file__).parent / "results"
@@ -100,14 +100,14 @@ def plain(model: Any) -> None:
         np.fromfile(file, np.uint8)
 
 
-def read(stream: Stream) -> None:
+def read(stream: WeightStream) -> None:
     """Read all rows, and let go of them."""
     for group in stream.groups:
         stream.rows_here(group)
     stream.files.close()
 
 
-def moved(stream: Stream, kept: dict) -> None:
+def moved(stream: WeightStream, kept: dict) -> None:
     """Move rows that are here; of each shape the same ones."""
     found: dict[str, Any] = {}
     for group in stream.groups:
@@ -123,7 +123,7 @@ def alone(folder: Path) -> list[str]:
     """Return the lines of one process."""
     model = hfjax.pretrained(folder)
     layout = layout_of(model)
-    make_stream = lambda: Stream(layout.as_the_model, model.pieces)
+    make_stream = lambda: WeightStream(layout.as_the_model, model.pieces)
     kept: dict = {}
     whole = lambda: jax.block_until_ready(make_stream().parameters())
     runs = {
@@ -182,7 +182,7 @@ def worker(folder: Path, strategy: str) -> None:
     hfjax.init_distributed()
     model = hfjax.pretrained(folder)
     layout = layout_of(model, strategy)
-    small = Stream(layout.as_the_model, model.pieces)
+    small = WeightStream(layout.as_the_model, model.pieces)
     weights = model.weights
     with Peak() as peak:
         found = weights.into(layout.as_the_model)
@@ -239,7 +239,7 @@ def main() -> None:
         cases = cases[1:2] if given.smoke else cases
         page = "\n".join(
             [
-                "# Weights from files into a layout",
+                "# FolderWeights from files into a layout",
                 "",
                 f"`python -m benchmarks.pretrained --gigabytes {given.gigabytes:g}`, "
                 f"{date.today()}, jax {jax.__version__}, {os.cpu_count()} cores, page cache warm.",

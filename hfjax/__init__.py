@@ -17,12 +17,15 @@ if TYPE_CHECKING:
     from hfjax.checkpoint import Checkpoints, Keep, Restored, latest, recorded, restore, save
     from hfjax.names import *  # noqa: F403
     from hfjax.run.sampling import generate
+    from hfjax.weights.pretrained import export, pretrained
 
 # Imported when they are first asked for, so that a launcher or `hfjax --version` needs no JAX:
 # parts of hfjax, and names with where they are; all others are in hfjax/names.py.
 _LATER = ("checkpoint", "data", "models", "run", "testing")
 _CHECKPOINTS = ("Checkpoints", "Keep", "Restored", "latest", "recorded", "restore", "save")
+_WEIGHTS = ("export", "pretrained")
 _FROM = {"generate": "hfjax.run.sampling", **dict.fromkeys(_CHECKPOINTS, "hfjax.checkpoint")}
+_FROM |= dict.fromkeys(_WEIGHTS, "hfjax.weights.pretrained")
 __version__ = _version()
 __all__ = [
     "CONTEXT",

@@ -136,7 +136,7 @@ def handed(made_of: Ingredients) -> Local:
         grid = layout.strategy.parameters, kernels.without_logits, run.rows == "own"
         return OnGrid(asked, layout.mesh, *grid)
     if in_use(layout.mesh, SEQUENCE_AXES):
-        listed, kinds = bool(layout.storage.packed), layout.blueprint.has_kinds
-        no_ring = table and no_permutes(table, listed, run.remat, kinds)
+        listed, blueprint = bool(layout.storage.packed), layout.blueprint
+        no_ring = table and no_permutes(table, listed, run.remat, blueprint)
         return OnSharedRows(asked, kernels, run.context, no_ring)
     return WithKernels(asked, kernels)

@@ -64,4 +64,3 @@ from hfjax.plan.rearrange import canonical as canonical
 from hfjax.processes.distributed import init_distributed as init_distributed
 from hfjax.target import target_devices as target_devices
 from hfjax.train import module as module, train_step as train_step
-from hfjax.weights.pretrained import export as export, pretrained as pretrained

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from hfjax.base.head import logits_of as product_of, masked
+from hfjax.base.head import logits_of as product_of
 from hfjax.base.keywords import check_sizes, is_real, is_whole
 from hfjax.models.attention import causal_attention, rotate
 from hfjax.models.loss import next_tokens
@@ -64,8 +64,8 @@ class LocalLayers:
 
     def check(self, what: str, layers: int) -> None:
         """Refuse numbers that are not those of some of so many layers."""
-        numbers = [n for n in self.layers if is_whole(n, 0, layers - 1)]
-        if len(numbers) != len(self.layers) or len(set(numbers)) not in range(1, layers):
+        numbers = {n for n in self.layers if is_whole(n, 0, layers - 1)}
+        if len(numbers) != len(self.layers) or len(numbers) not in range(1, layers):
             raise ValueError(
                 f"{what}: local.layers={self.layers}: numbers of some of {layers} layers, from 0 "
                 f"to {layers - 1}. Where all are alike, set attention= and rotary= in place of "
@@ -439,10 +439,5 @@ def logits_of(model: Any, x_BSD: jax.Array) -> Any:
     x = model.place(model.norm(x_BSD), WHOLE, STREAM)
     kernel_VD = model.tokens[...] if model.unembed is None else model.unembed.kernel[...].T
     x, vocab, cap = x.astype(kernel_VD.dtype), model.config.vocab, model.config.logit_cap
-    own = None if cap is None else partial(_capped, model.place, x, kernel_VD, vocab, cap)
+    own = None if cap is None else partial(product_of, model.place, x, kernel_VD, vocab, cap)
     return model.kernels.outputs(x, kernel_VD, vocab, own)
-
-
-def _capped(place: Any, x_BSD: jax.Array, kernel_VD: Any, vocab: int, cap: float) -> jax.Array:
-    logits = product_of(place, x_BSD, kernel_VD, len(kernel_VD))
-    return masked(cap * jnp.tanh(logits / cap), vocab)

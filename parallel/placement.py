@@ -265,10 +265,8 @@ def entries_of(spec: P, ndim: int) -> list[Axes]:
     >>> entries_of(P("fsdp", ("data", "tensor")), 3)
     [('fsdp',), ('data', 'tensor'), ()]
     """
-    entries: list[Axes] = [
-        () if e is None else (e,) if isinstance(e, str) else tuple(e) for e in spec
-    ]
-    return entries + [()] * (ndim - len(entries))
+    of = lambda e: () if e is None else (e,) if isinstance(e, str) else tuple(e)
+    return [*map(of, spec), *[()] * (ndim - len(spec))]
 
 
 def _spec(entries: Sequence[Axes]) -> P:

@@ -21,6 +21,7 @@ import hfjax
 from hfjax.data import prepare
 from hfjax.models.gpt import GPT, GPTConfig, next_token_loss
 from tests.h200 import h200s
+from tests.model_folders import CONFIGS, drawn, written
 from tests.pages import FENCE, Page, blocks, commands, output_of
 from tests.small_checkpoint import EVERYTHING, Two
 from tests.small_folder import LLAMA, small_folder
@@ -199,16 +200,21 @@ def texts(folder: str) -> None:
         Path(f"{folder}/{number}.txt").write_text(f"Once upon a time there were {number} of them. ")
 
 
-def for_pretrained(names: dict[str, Any]) -> dict[str, Any]:
+def for_pretrained_cli(names: dict[str, Any]) -> dict[str, Any]:
     small_folder(Path("qwen3"), LLAMA | {"model_type": "qwen3"})
     texts("texts")
     return {}
 
 
 def for_readme(names: dict[str, Any]) -> dict[str, Any]:
-    for_pretrained(names)
+    for_pretrained_cli(names)
     texts("books")
     prepare("texts", "data/qwen3", tokenizer="qwen3", valid=0.1)
+    return {}
+
+
+def for_pretrained(names: dict[str, Any]) -> dict[str, Any]:
+    written(Path("llama-3.2-1b"), CONFIGS["llama"], drawn())
     return {}
 
 
@@ -221,7 +227,8 @@ MAKES = {
     "docs/migration.md": for_migration,
     "docs/optimizers.md": for_optimizers,
     "docs/pipelines.md": for_pipelines,
-    "docs/pretrained_cli.part.md": for_pretrained,
+    "docs/pretrained.md": for_pretrained,
+    "docs/pretrained_cli.part.md": for_pretrained_cli,
     "docs/processes.md": for_processes,
     "docs/strategies.md": trained,
     "docs/training.md": lambda names: {"SMALL_MODEL": MODEL},

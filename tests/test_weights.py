@@ -157,7 +157,7 @@ def test_the_programs_are_one_for_each_shape(tmp_path):
     written(tmp_path / "in", CONFIGS["llama"] | {"num_hidden_layers": 6})
     model = hfjax.pretrained(tmp_path / "in")
     layout = layout_of(model)
-    stream = stream_in.Stream(layout, model.pieces)
+    stream = stream_in.WeightStream(layout, model.pieces)
     programs = {id(stream._mover(group)) for group in stream.groups}
     assert len(programs) < len(layout.arrays) + 1
 

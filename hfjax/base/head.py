@@ -44,15 +44,11 @@ def countable(tokens: jax.Array) -> jax.Array:
     return tokens.astype(jnp.int32) if short else tokens
 
 
-def logits_of(place: Callable, x_BSD: jax.Array, kernel_VD: Any, vocab: int) -> jax.Array:
+def logits_of(place: Callable, x_BSD: jax.Array, kernel_VD: Any, vocab: int, cap=0.0) -> jax.Array:
     """Return x @ kernel.T, placed by vocabulary; entries that pad the vocabulary are masked."""
     by_vocab = partial(place, names=("batch", None, "vocab"))
     logits = by_vocab(project(by_vocab, x_BSD, kernel_VD.T))
-    return masked(logits, vocab)
-
-
-def masked(logits: jax.Array, vocab: int) -> jax.Array:
-    """Return logits, the least number in place of those that pad the vocabulary."""
+    logits = cap * jnp.tanh(logits / cap) if cap else logits  # a soft one
     if logits.shape[-1] == vocab:
         return logits
     real = lax.broadcasted_iota("int32", (1, 1, logits.shape[-1]), 2) < vocab

@@ -30,7 +30,7 @@ from hfjax.checkpoint.directory import steps_in
 from hfjax.processes.agreement import agreed
 from hfjax.run.config import Train
 from hfjax.weights.model_folder import CONFIG, ModelFolder, read_folder, read_object
-from hfjax.weights.tensor_files import DTYPES, WORDS, Tensor
+from hfjax.weights.tensor_files import DTYPES, WORDS, FileTensor
 from hfjax.weights.write_out import BESIDE
 
 COPY, TENSORS = "model", "tensors.json"
@@ -121,9 +121,9 @@ def read_copy(path: Path) -> ModelFolder:
     return folder
 
 
-def _tensor(path: Path, name: str, of: Any) -> Tensor:
+def _tensor(path: Path, name: str, of: Any) -> FileTensor:
     check_fields(of, KINDS)
-    return Tensor(path / of["file"], name, DTYPES[of["dtype"]], tuple(of["shape"]), of["begin"])
+    return FileTensor(path / of["file"], name, DTYPES[of["dtype"]], tuple(of["shape"]), of["begin"])
 
 
 def name_of_model(folder: ModelFolder) -> str:

@@ -6,7 +6,7 @@
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from hfjax.weights.name_rules import Rule, Table, as_it_is, turned
+from hfjax.weights.name_rules import Rule, RuleTable, as_it_is, turned
 
 LAYER = "model.layers.{layer}."
 OURS = "layers/"
@@ -39,7 +39,7 @@ NORMS_AROUND = {  # Gemma: before and after
 }
 
 
-def gpt_table(c: Any) -> Table:
+def gpt_table(c: Any) -> RuleTable:
     """Return the table of GPT-2; its matrices are [in, out] in the files, too."""
     D, H, d = c.embed, c.heads, c.embed // c.heads
     theirs, ours = "transformer.h.{layer}.", OURS
@@ -70,7 +70,7 @@ def gpt_table(c: Any) -> Table:
     for norm, path in (("ln_1", f"{ours}norm1"), ("ln_2", f"{ours}norm2")):
         rules += _norm(f"{theirs}{norm}", path, D)
     rules += _norm("transformer.ln_f", "norm", D)
-    return Table(rules, {"layer": c.layers}, "transformer.", BUFFERS)
+    return RuleTable(rules, {"layer": c.layers}, "transformer.", BUFFERS)
 
 
 def _norm(theirs: str, ours: str, width: int) -> list[Rule]:
@@ -78,7 +78,7 @@ def _norm(theirs: str, ours: str, width: int) -> list[Rule]:
     return [as_it_is(f"{theirs}.{a}", f"{ours}/{b}", width) for a, b in words.items()]
 
 
-def decoder_table(c: Any, experts: Experts | None = None) -> Table:
+def decoder_table(c: Any, experts: Experts | None = None) -> RuleTable:
     """Return the table of a Llama or its kin; of one with experts by what its family calls them."""
     V, D = c.vocab, c.embed
     shared = HEAD if c.tied else None
@@ -93,14 +93,16 @@ def decoder_table(c: Any, experts: Experts | None = None) -> Table:
     norms = NORMS_AROUND if c.norms_after else NORMS
     rules += [as_it_is(f"{LAYER}{a}.weight", f"{ours}{b}/scale", D) for a, b in norms.items()]
     if experts is None:
-        return Table([*rules, *_mlp(c.mlp, D, ours, None)], {"layer": c.layers}, "model.", BUFFERS)
+        return RuleTable(
+            [*rules, *_mlp(c.mlp, D, ours, None)], {"layer": c.layers}, "model.", BUFFERS
+        )
     sparse = frozenset(i for i, n in enumerate(counts) if n)
     some = sparse if unlike else None
     rules += _mixture(c, max(counts), experts, ours, some)
     if unlike:
         wide = c.dense or c.top_k * c.mlp
         rules += _mlp(wide, D, ours, frozenset(range(c.layers)) - sparse)
-    return Table(rules, {"layer": c.layers, "expert": max(counts)}, "model.", BUFFERS)
+    return RuleTable(rules, {"layer": c.layers, "expert": max(counts)}, "model.", BUFFERS)
 
 
 def _attention(c: Any, ours: str) -> Iterator[Rule]:

@@ -12,7 +12,7 @@ from hfjax.models.gpt import GPT
 from hfjax.models.llama import Llama
 from hfjax.models.moe.moe_llama import MoELlama
 from hfjax.weights.decoder_rules import OF_MIXTRAL, OF_QWEN, decoder_table, gpt_table
-from hfjax.weights.name_rules import Table
+from hfjax.weights.name_rules import RuleTable
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Family:
     """
 
     model: Callable[..., Any]
-    table: Callable[[Any], Table]
+    table: Callable[[Any], RuleTable]
 
 
 _LLAMA = Family(Llama, decoder_table)

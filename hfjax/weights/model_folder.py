@@ -21,7 +21,7 @@ from hfjax.base.read_files import (
     what_is,
 )
 from hfjax.base.tables import named
-from hfjax.weights.tensor_files import Tensor, read_header
+from hfjax.weights.tensor_files import FileTensor, read_header
 
 CONFIG, WHOLE = "config.json", "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -44,7 +44,7 @@ class ModelFolder:
 
     path: Path
     config: Mapping[str, Any]
-    tensors: Mapping[str, Tensor]
+    tensors: Mapping[str, FileTensor]
 
     @cached_property
     def generation(self) -> Mapping[str, Any]:
@@ -98,7 +98,7 @@ def read_object(path: Path) -> dict[str, Any]:
     return found
 
 
-def _of_index(path: Path, index: Path) -> dict[str, Tensor]:
+def _of_index(path: Path, index: Path) -> dict[str, FileTensor]:
     """Return the tensors that an index names, each from the file that it says."""
     try:
         shards = check_fields(read_object(index), {"weight_map": NAMES})["weight_map"]

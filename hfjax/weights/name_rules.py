@@ -14,7 +14,7 @@ from itertools import product
 from typing import Any
 
 from hfjax.base.tables import aligned as in_columns, named
-from hfjax.weights.tensor_files import Tensor
+from hfjax.weights.tensor_files import FileTensor
 
 MOST = 8  # lines of a message, of each kind
 Shape = tuple[int, ...]
@@ -71,7 +71,7 @@ def turned(theirs: str, ours: str, rows: int, columns: int, **more: Any) -> Rule
 
 
 @dataclass(frozen=True)
-class Piece:
+class PlacedTensor:
     """One tensor of a file: its rule, and where it lies among layers and experts.
 
     Attributes:
@@ -87,12 +87,12 @@ class Piece:
     name: str
     path: str
     index: tuple[int, ...]
-    tensor: Tensor | None = None
-    twin: Tensor | None = None
+    tensor: FileTensor | None = None
+    twin: FileTensor | None = None
 
 
 @dataclass(frozen=True)
-class Table:
+class RuleTable:
     """The rules of a model, with how many layers and experts it has.
 
     Attributes:
@@ -107,7 +107,7 @@ class Table:
     prefix: str = ""
     ignored: tuple[str, ...] = ()
 
-    def pieces(self) -> Iterator[Piece]:
+    def pieces(self) -> Iterator[PlacedTensor]:
         """Yield every tensor with its place, rule by rule."""
         for rule in self.rules:
             counted = [name for name in self.counts if f"{{{name}}}" in rule.theirs]
@@ -116,9 +116,13 @@ class Table:
                 of = dict(zip(counted, numbers, strict=True))
                 if rule.layers is None or of["layer"] in rule.layers:
                     index = tuple(of[name] for name in inner)
-                    yield Piece(rule, rule.theirs.format(**of), rule.ours.format(**of), index)
+                    yield PlacedTensor(
+                        rule, rule.theirs.format(**of), rule.ours.format(**of), index
+                    )
 
-    def found(self, tensors: Mapping[str, Tensor], shapes: Mapping[str, Shape]) -> list[Piece]:
+    def found(
+        self, tensors: Mapping[str, FileTensor], shapes: Mapping[str, Shape]
+    ) -> list[PlacedTensor]:
         """Return every piece with its tensor; ValueError says all that does not fit, at once.
 
         Args:
@@ -139,7 +143,9 @@ class Table:
             )
         return pieces
 
-    def _with_tensors(self, piece: Piece, tensors: Mapping[str, Tensor], cut: int) -> Piece:
+    def _with_tensors(
+        self, piece: PlacedTensor, tensors: Mapping[str, FileTensor], cut: int
+    ) -> PlacedTensor:
         at = lambda name: None if name is None else tensors.get(name[cut:], tensors.get(name))
         return replace(piece, tensor=at(piece.name), twin=at(piece.rule.twin))
 
@@ -147,7 +153,7 @@ class Table:
         return any(fnmatchcase(name, pattern) for pattern in self.ignored)
 
 
-def check_covers(pieces: Sequence[Piece], shapes: Mapping[str, Shape]) -> None:
+def check_covers(pieces: Sequence[PlacedTensor], shapes: Mapping[str, Shape]) -> None:
     """Refuse rules that do not fill each parameter of a model, each place once."""
     filled: dict[str, int] = {}
     for piece in pieces:
@@ -174,7 +180,7 @@ def _fits(rule: Rule, shape: Shape) -> bool:
 
 
 def _missing(
-    pieces: Iterable[Piece], tensors: Mapping[str, Tensor], over: Sequence[Tensor]
+    pieces: Iterable[PlacedTensor], tensors: Mapping[str, FileTensor], over: Sequence[FileTensor]
 ) -> list[str]:
     lost = [piece for piece in pieces if piece.tensor is None]
     left = [tensor.name for tensor in over]
@@ -187,7 +193,7 @@ def _missing(
     )
 
 
-def _misshapen(pieces: Iterable[Piece]) -> list[str]:
+def _misshapen(pieces: Iterable[PlacedTensor]) -> list[str]:
     both = [(p, t) for p in pieces for t in (p.tensor, p.twin) if t is not None]
     real = lambda t: t.dtype.kind == "f" or t.dtype.name == "bfloat16"
     return _few(
@@ -200,7 +206,7 @@ def _misshapen(pieces: Iterable[Piece]) -> list[str]:
     )
 
 
-def _over(over: Sequence[Tensor], pieces: Sequence[Piece]) -> list[str]:
+def _over(over: Sequence[FileTensor], pieces: Sequence[PlacedTensor]) -> list[str]:
     known = [piece.name for piece in pieces if piece.tensor is None]
     return _few(
         [
@@ -224,7 +230,7 @@ def _shape(shape: Shape) -> str:
     return f"[{', '.join(map(str, shape))}]"
 
 
-def lines_of(table: Table) -> list[str]:
+def lines_of(table: RuleTable) -> list[str]:
     """Return the table as people read it, a line for each rule."""
     rows = [("tensor of the files", "shape", "parameter", "where in it", "how")]
     for rule in table.rules:

@@ -26,8 +26,8 @@ from hfjax.processes.agreement import check_same, in_all
 from hfjax.weights.config_keys import config_of
 from hfjax.weights.families import FAMILIES, Family
 from hfjax.weights.model_folder import TOKENIZER, ModelFolder, read_folder
-from hfjax.weights.name_rules import Piece, Shape, Table, check_covers, lines_of
-from hfjax.weights.stream_in import Stream
+from hfjax.weights.name_rules import PlacedTensor, RuleTable, Shape, check_covers, lines_of
+from hfjax.weights.stream_in import WeightStream
 from hfjax.weights.tensor_files import DTYPES
 from hfjax.weights.write_out import write_out
 
@@ -70,7 +70,7 @@ class Pretrained:
         return model
 
     @cached_property
-    def table(self) -> Table:
+    def table(self) -> RuleTable:
         """Which tensor lies where."""
         return self.family.table(self.config)
 
@@ -82,7 +82,7 @@ class Pretrained:
         return {"/".join(map(str, path)): x.get_value().shape for path, x in found}
 
     @cached_property
-    def pieces(self) -> list[Piece]:
+    def pieces(self) -> list[PlacedTensor]:
         """Every tensor with its place; ValueError says what does not fit."""
         try:
             return self.table.found(self.folder.tensors, self.shapes)
@@ -90,9 +90,9 @@ class Pretrained:
             raise ValueError(f"{named(self.folder.path)}: {wrong}") from None
 
     @property
-    def weights(self) -> "Weights":
+    def weights(self) -> "FolderWeights":
         """What `hfjax.init(layout, parameters=…)` reads the weights from."""
-        return Weights(self)
+        return FolderWeights(self)
 
     @property
     def has_tokenizer(self) -> bool:
@@ -138,7 +138,7 @@ class Pretrained:
 
 
 @dataclass(eq=False)
-class Weights:
+class FolderWeights:
     """The weights of a folder, for `hfjax.init(layout, parameters=…)`.
 
     Attributes:
@@ -153,12 +153,12 @@ class Weights:
         """Return the parameters of a layout that stores layers as the model does."""
         check_same("folder of the model", {"hash": self.model.folder.fingerprint})
         pieces = in_all(lambda: self._fitting(layout))
-        stream = Stream(layout, pieces)
+        stream = WeightStream(layout, pieces)
         found = stream.parameters()
-        self.read = sum(stream.files.moved.values())
+        self.read = stream.read
         return found
 
-    def _fitting(self, layout: Layout) -> list[Piece]:
+    def _fitting(self, layout: Layout) -> list[PlacedTensor]:
         shapes = {path: x.shape for path, x in layout.arrays.items()}
         check_covers(self.model.pieces, shapes)
         return self.model.pieces

@@ -5,7 +5,8 @@ one process; what lies where on the devices is another program's affair (`stream
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -16,12 +17,15 @@ import numpy as np
 from jax.sharding import Mesh
 
 from hfjax.weights.row_moves import Way
-from hfjax.weights.tensor_files import Tensor, aligned, fill
+from hfjax.weights.tensor_files import FileTensor, aligned, fill
 
 
 @dataclass(frozen=True, eq=False)
 class RowsOfFiles:
     """Rows of tensors on the devices of a mesh; files stay open until `close`.
+
+    What fails in one process must not keep the others waiting for its collectives: it is kept, rows
+    go on as zeros, and `ended` raises it.
 
     Attributes:
         mesh: The devices.
@@ -33,6 +37,7 @@ class RowsOfFiles:
     writes: bool = False
     moved: dict[Path, int] = field(default_factory=dict)
     _open: dict[Path, int] = field(default_factory=dict)
+    _failures: list[Exception] = field(default_factory=list)
 
     @cached_property
     def _here(self) -> list[tuple[tuple[int, ...], Any]]:
@@ -40,19 +45,20 @@ class RowsOfFiles:
         mine = jax.process_index()
         return [(at, d) for at, d in np.ndenumerate(self.mesh.devices) if d.process_index == mine]
 
-    def read(self, tensors: Sequence[Tensor], way: Way) -> list[np.ndarray]:
+    def read(self, tensors: Sequence[FileTensor], way: Way) -> list[np.ndarray]:
         """Return the rows of each device that is here; of those that a file has not, zeros."""
         return [self._of_device(tensors, way, *way.place(at)) for at, _ in self._here]
 
-    def _of_device(self, tensors: Sequence[Tensor], way: Way, start: int, count: int) -> np.ndarray:
+    def _of_device(
+        self, tensors: Sequence[FileTensor], way: Way, start: int, count: int
+    ) -> np.ndarray:
         like = tensors[0]
         made = aligned((len(tensors), way.rows, *like.shape[1:]), like.dtype)
         for into, tensor in zip(made, tensors, strict=True):
-            if count:
-                at = tensor.begin + start * tensor.row_bytes
-                fill(self.descriptor(tensor.file), at, into[:count], tensor)
-                self._count(tensor, count)
             into[count:] = 0
+            with self._kept(tensor, count) as descriptor:
+                at = tensor.begin + start * tensor.row_bytes
+                fill(descriptor, at, into[:count], tensor)
         return made.reshape(*way.first, way.rows, *like.shape[1:])
 
     def on_devices(self, parts: Sequence[np.ndarray], way: Way) -> jax.Array:
@@ -60,7 +66,7 @@ class RowsOfFiles:
         held = [jax.device_put(x, d) for x, (_, d) in zip(parts, self._here, strict=True)]
         return jax.make_array_from_single_device_arrays(way.shape, way.sharding, held)
 
-    def write(self, tensors: Sequence[Tensor], array: jax.Array, way: Way) -> None:
+    def write(self, tensors: Sequence[FileTensor], array: jax.Array, way: Way) -> None:
         """Write the rows that are here, at their places in the files."""
         places = {device: way.place(at) for at, device in self._here}
         for shard in array.addressable_shards:
@@ -68,13 +74,24 @@ class RowsOfFiles:
             part = np.asarray(shard.data)
             rows = part.reshape(len(tensors), way.rows, *part.shape[len(way.first) + 1 :])
             for tensor, x in zip(tensors, rows, strict=True):
-                if count:
-                    at = tensor.begin + start * tensor.row_bytes
-                    _put(self.descriptor(tensor.file), at, x[:count])
-                    self._count(tensor, count)
+                with self._kept(tensor, count) as descriptor:
+                    _put(descriptor, tensor.begin + start * tensor.row_bytes, x[:count])
 
-    def _count(self, tensor: Tensor, rows: int) -> None:
-        self.moved[tensor.file] = self.moved.get(tensor.file, 0) + rows * tensor.row_bytes
+    @contextmanager
+    def _kept(self, tensor: FileTensor, rows: int) -> Iterator[int]:
+        """Give a file's descriptor; count the bytes of rows, or keep why it failed."""
+        try:
+            yield self.descriptor(tensor.file)
+            self.moved[tensor.file] = self.moved.get(tensor.file, 0) + rows * tensor.row_bytes
+        except (OSError, ValueError) as failure:
+            self._failures.append(failure)
+
+    def ended(self) -> int:
+        """Return how many bytes were moved here; raise what failed first."""
+        self.close()
+        if self._failures:
+            raise self._failures[0]
+        return sum(self.moved.values())
 
     def descriptor(self, file: Path) -> int:
         """Return the descriptor of a file, opened when it is first asked for."""

@@ -22,10 +22,11 @@ from hfjax.base.paths import Flat, flatten
 from hfjax.parallel.memory import is_host_sharding, of_results, to_host
 from hfjax.parallel.placement import entries_of
 from hfjax.plan.layout import Layout
-from hfjax.weights.name_rules import Piece, Rule, Shape
+from hfjax.processes.agreement import in_all
+from hfjax.weights.name_rules import PlacedTensor, Rule, Shape
 from hfjax.weights.row_moves import Way, ways_of
 from hfjax.weights.rows_of_files import RowsOfFiles
-from hfjax.weights.tensor_files import Tensor
+from hfjax.weights.tensor_files import FileTensor
 
 AT_ONCE = 128 << 20  # bytes of files that move together, for each process
 
@@ -43,7 +44,7 @@ class Group(NamedTuple):
     path: str
     at: tuple[int, ...]
     first: tuple[int, ...]
-    slots: tuple[tuple[Piece, ...], ...]
+    slots: tuple[tuple[PlacedTensor, ...], ...]
 
     @property
     def rules(self) -> tuple[Rule, ...]:
@@ -56,7 +57,7 @@ class Group(NamedTuple):
         return tuple(pieces[0].twin is not None for pieces in self.slots)
 
 
-def groups_of(pieces: Sequence[Piece], most: int) -> list[Group]:
+def groups_of(pieces: Sequence[PlacedTensor], most: int) -> list[Group]:
     """Return what of one parameter moves together: at most so many bytes, if it can be cut so."""
     numbered = len(pieces[0].index)
     sizes = tuple(1 + max(p.index[i] for p in pieces) for i in range(numbered))
@@ -65,7 +66,7 @@ def groups_of(pieces: Sequence[Piece], most: int) -> list[Group]:
     while cut < numbered and bytes_ > most:
         bytes_ //= sizes[cut]
         cut += 1
-    found: dict[tuple[int, ...], dict[Rule, list[Piece]]] = {}
+    found: dict[tuple[int, ...], dict[Rule, list[PlacedTensor]]] = {}
     for piece in sorted(pieces, key=lambda p: (p.index, p.rule.start)):
         found.setdefault(piece.index[:cut], {}).setdefault(piece.rule, []).append(piece)
     return [
@@ -74,24 +75,25 @@ def groups_of(pieces: Sequence[Piece], most: int) -> list[Group]:
     ]
 
 
-def _bytes(piece: Piece) -> int:
+def _bytes(piece: PlacedTensor) -> int:
     return math.prod(piece.rule.shape) * (piece.tensor.dtype.itemsize if piece.tensor else 4)
 
 
-def by_path(pieces: Sequence[Piece]) -> dict[str, list[Piece]]:
+def by_path(pieces: Sequence[PlacedTensor]) -> dict[str, list[PlacedTensor]]:
     """Return the pieces of each parameter."""
-    found: dict[str, list[Piece]] = {}
+    found: dict[str, list[PlacedTensor]] = {}
     for piece in pieces:
         found.setdefault(piece.path, []).append(piece)
     return found
 
 
 @dataclass(eq=False)
-class Stream:
+class WeightStream:
     """What is read into the parameters of a layout; `parameters` does it."""
 
     layout: Layout
-    pieces: Sequence[Piece]
+    pieces: Sequence[PlacedTensor]
+    read: int = 0  # bytes, by this process
 
     def __post_init__(self):
         self.files = RowsOfFiles(self.layout.mesh)
@@ -122,6 +124,7 @@ class Stream:
                     found[group.path] = _to_host(stack, where) if to_host_now else stack
             finally:
                 self.files.close()
+        self.read = in_all(self.files.ended)
         check_told(told)
         return found
 
@@ -143,7 +146,7 @@ class Stream:
         kept = () if stack is None else (stack,)
         return mover.program(kept, np.array(group.at, np.int32), rows)
 
-    def _mover(self, group: Group) -> "Mover":
+    def _mover(self, group: Group) -> "RowMover":
         spec = self._shardings[group.path].spec
         shape = tuple(self.layout.arrays[group.path].shape)
         dtype = np.dtype(self.layout.blueprint.parameters[group.path].dtype)
@@ -157,7 +160,7 @@ def of_program(rules: Sequence[Rule]) -> tuple[Rule, ...]:
     return tuple(replace(rule, **plain) for rule in rules)
 
 
-def tensors_of(group: Group) -> Iterator[tuple[int, list[Tensor]]]:
+def tensors_of(group: Group) -> Iterator[tuple[int, list[FileTensor]]]:
     """Yield the tensors of each slot, then those of the twins, with the slot's number."""
     for slot, pieces in enumerate(group.slots):
         yield slot, [p.tensor for p in pieces if p.tensor is not None]
@@ -192,7 +195,7 @@ def _to_host(x: jax.Array, sharding: Any) -> jax.Array:
 
 
 @dataclass(frozen=True)
-class Mover:
+class RowMover:
     """The program that moves groups of one shape.
 
     Attributes:
@@ -285,9 +288,9 @@ class Mover:
 
 
 @cache
-def mover(*fields: Any) -> Mover:
+def mover(*fields: Any) -> RowMover:
     """Return the mover with these fields: one for each shape, so that it compiles once."""
-    return Mover(*fields)
+    return RowMover(*fields)
 
 
 def own_index(where: NamedSharding, sizes: Shape, index: jax.Array) -> tuple[list[Any], Any]:

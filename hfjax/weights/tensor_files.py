@@ -33,7 +33,7 @@ ALIGNED = 64  # bytes: what a device takes without a copy, where it can
 
 
 @dataclass(frozen=True)
-class Tensor:
+class FileTensor:
     """A tensor of a file, and where it lies in it.
 
     Attributes:
@@ -66,7 +66,7 @@ class Tensor:
         return self.bytes // max(self.rows, 1)
 
 
-def read_header(path: Path) -> dict[str, Tensor]:
+def read_header(path: Path) -> dict[str, FileTensor]:
     """Return the tensors of a file by name; ValueError says what is wrong with it."""
     check_ordinary(path)
     with path.open("rb") as file:
@@ -98,7 +98,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return dict(pairs)
 
 
-def _tensor(path: Path, name: str, entry: Any, data: int) -> Tensor:
+def _tensor(path: Path, name: str, entry: Any, data: int) -> FileTensor:
     """Return what an entry of a header says."""
     whole = lambda x: type(x) is int and 0 <= x < 1 << 62
     fields = entry if isinstance(entry, dict) else {}
@@ -111,7 +111,7 @@ def _tensor(path: Path, name: str, entry: Any, data: int) -> Tensor:
         raise _damaged(path, f"{named(name)} has the shape {shown(shape)}")
     if not isinstance(ends, list) or len(ends) != 2 or not all(map(whole, ends)):
         raise _damaged(path, f"{named(name)} lies at {shown(ends)}")
-    made = Tensor(path, name, DTYPES[dtype], tuple(shape), data + ends[0])
+    made = FileTensor(path, name, DTYPES[dtype], tuple(shape), data + ends[0])
     if made.bytes != ends[1] - ends[0]:
         raise _damaged(
             path,
@@ -143,7 +143,7 @@ def _damaged(path: Path, what: str) -> ValueError:
     )
 
 
-def read_rows(tensor: Tensor, first: int, count: int) -> np.ndarray:
+def read_rows(tensor: FileTensor, first: int, count: int) -> np.ndarray:
     """Return `count` rows of a tensor from a row on, in memory that a device takes as it is."""
     made = aligned((count, *tensor.shape[1:]), tensor.dtype)
     descriptor = os.open(tensor.file, os.O_RDONLY)
@@ -162,7 +162,7 @@ def aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     return raw[start : start + size].view(dtype).reshape(shape)
 
 
-def fill(descriptor: int, at: int, into: np.ndarray, tensor: Tensor) -> None:
+def fill(descriptor: int, at: int, into: np.ndarray, tensor: FileTensor) -> None:
     """Read bytes of a file from a place on until an array is full."""
     left = into.reshape(-1).view(np.uint8).data
     while left:
@@ -191,9 +191,11 @@ def header_of(tensors: Mapping[str, tuple[np.dtype, tuple[int, ...]]]) -> tuple[
     return len(text).to_bytes(START, "little") + text, START + len(text) + at
 
 
-def placed(path: Path, tensors: Mapping[str, tuple[np.dtype, tuple[int, ...]]]) -> Iterator[Tensor]:
+def placed(
+    path: Path, tensors: Mapping[str, tuple[np.dtype, tuple[int, ...]]]
+) -> Iterator[FileTensor]:
     """Yield where tensors of a file that is to be written will lie."""
     at = len(header_of(tensors)[0])
     for name, (dtype, shape) in tensors.items():
-        yield Tensor(path, name, dtype, shape, at)
+        yield FileTensor(path, name, dtype, shape, at)
         at += math.prod(shape) * dtype.itemsize

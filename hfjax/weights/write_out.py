@@ -27,20 +27,20 @@ from hfjax.plan.layout import Layout, State
 from hfjax.plan.rearrange import parameters_of
 from hfjax.processes.agreement import agreed, in_all
 from hfjax.weights.model_folder import CONFIG, GENERATION, INDEX, WHOLE, ModelFolder
-from hfjax.weights.name_rules import Piece, Rule, Shape
+from hfjax.weights.name_rules import PlacedTensor, Rule, Shape
 from hfjax.weights.row_moves import Way
 from hfjax.weights.rows_of_files import RowsOfFiles
 from hfjax.weights.stream_in import (
     AT_ONCE,
     Group,
-    Mover,
+    RowMover,
     by_path,
     groups_of,
     mover,
     of_program,
     own_index,
 )
-from hfjax.weights.tensor_files import Tensor, header_of, placed
+from hfjax.weights.tensor_files import FileTensor, header_of, placed
 
 Kinds = dict[str, tuple[np.dtype, Shape]]  # of a file: what it holds, in order
 BESIDE = (  # what else goes along, if the model's folder has it
@@ -55,7 +55,7 @@ def write_out(
     layout: Layout,
     state: State,
     folder: ModelFolder,
-    pieces: Sequence[Piece],
+    pieces: Sequence[PlacedTensor],
     dtype: np.dtype | None,
     shard: int,
 ) -> int:
@@ -74,7 +74,7 @@ def write_out(
     return written
 
 
-def kinds_of(pieces: Sequence[Piece], folder: ModelFolder, dtype: np.dtype | None) -> Kinds:
+def kinds_of(pieces: Sequence[PlacedTensor], folder: ModelFolder, dtype: np.dtype | None) -> Kinds:
     """Return what is written: names, types and shapes, in the order of the model's own files."""
     shapes = {t.name: p.rule.shape for p in pieces for t in (p.tensor, p.twin) if t is not None}
     ours = [tensor for tensor in folder.tensors.values() if tensor.name in shapes]
@@ -139,7 +139,7 @@ def _written(
     new: Path,
     layout: Layout,
     state: State,
-    pieces: Sequence[Piece],
+    pieces: Sequence[PlacedTensor],
     files: Mapping[str, Kinds],
 ) -> int:
     """Write the rows that are here; return how many bytes they have."""
@@ -162,7 +162,7 @@ def _written(
             _write(rows, places, *last)
     finally:
         rows.close()
-    return sum(rows.moved.values())
+    return rows.ended()
 
 
 def _on_device(x: Any, where: NamedSharding) -> jax.Array:
@@ -172,7 +172,9 @@ def _on_device(x: Any, where: NamedSharding) -> jax.Array:
     return jax.jit(to_device, out_shardings=where)(x)
 
 
-def _write(rows: RowsOfFiles, places: Mapping[str, Tensor], group: Group, taken: "Taken") -> None:
+def _write(
+    rows: RowsOfFiles, places: Mapping[str, FileTensor], group: Group, taken: "Taken"
+) -> None:
     """Write the rows of each slot, and again where the model's files have a tensor twice."""
     for slot, way, array in zip(group.slots, taken.ways, taken.rows, strict=True):
         for of in ([p.tensor for p in slot], [p.twin for p in slot]):
@@ -188,7 +190,7 @@ class Taken(NamedTuple):
 
 
 def _taken(
-    group: Group, places: Mapping[str, Tensor], array: jax.Array, where: NamedSharding
+    group: Group, places: Mapping[str, FileTensor], array: jax.Array, where: NamedSharding
 ) -> Taken:
     """Return the rows of a group's tensors on the devices, in their types."""
     kinds = tuple(places[t.name].dtype for slot, t in _one_each(group))
@@ -199,7 +201,7 @@ def _taken(
     return Taken(way.ways, rows)
 
 
-def _one_each(group: Group) -> Iterator[tuple[int, Tensor]]:
+def _one_each(group: Group) -> Iterator[tuple[int, FileTensor]]:
     """Yield the first tensor of each slot: all of a slot have one type."""
     for number, slot in enumerate(group.slots):
         assert slot[0].tensor is not None
@@ -207,7 +209,7 @@ def _one_each(group: Group) -> Iterator[tuple[int, Tensor]]:
 
 
 @cache
-def _taker(mover: Mover, kinds: tuple[np.dtype, ...]) -> Any:
+def _taker(mover: RowMover, kinds: tuple[np.dtype, ...]) -> Any:
     """Return the program (stack, index) -> rows of each slot: a mover the other way round."""
     where, numbered, first = mover.where, mover.numbered, len(mover.first)
 

@@ -168,12 +168,6 @@ class Blueprint:
         """Return whether a variable has a row for each row of the batch."""
         return axes_of(self.variables[path])[:1] == ("batch",)
 
-    @property
-    def has_kinds(self) -> bool:
-        """Whether layers take a branch by a variable: one that is marked `chooses_branch=True`."""
-        variables = [v for v in self.variables.values() if isinstance(v, nnx.Variable)]
-        return any(v.get_metadata("chooses_branch", False) for v in variables)
-
     def takes_pieces(self, path: str) -> bool:
         """Return whether the module of a parameter takes pieces of it: it marks it so."""
         template = self.parameters[path]

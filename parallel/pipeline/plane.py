@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
@@ -17,6 +18,7 @@ from hfjax.base.paths import Flat, Tree
 from hfjax.parallel.arrangement import Arrangement
 from hfjax.parallel.autodiff.model_parts import Extras, ModelParts
 from hfjax.parallel.autodiff.program import bytes_of
+from hfjax.parallel.engine.blueprint import Blueprint
 from hfjax.parallel.engine.gradients import Plane
 from hfjax.parallel.engine.keys import variables_of
 from hfjax.parallel.engine.reduce import scattered
@@ -194,10 +196,10 @@ class PipelinePlane(Plane):
         return jax.tree.map(send, outputs)
 
 
-def no_permutes(table: Table, listed: bool, remat: Remat, kinds: bool) -> str | None:
+def no_permutes(table: Table, listed: bool, remat: Remat, blueprint: Blueprint) -> str | None:
     """Return why no layer can permute in a pipeline: it has branches, and one in them waits."""
     branches = {
-        "layers of two kinds have a branch for each": kinds,
+        "layers of two kinds have a branch for each": has_kinds(blueprint),
         f"schedule {table.name} has branches": table.branches,
         "a pipeline of a list of layers has a branch for each": listed,
         'remat="except_last" has branches': remat.what == "except_last",
@@ -232,3 +234,9 @@ def _bytes(tree: Tree) -> tuple[int, int]:
     on_host = [getattr(x, "memory_space", None) == jax.memory.Space.Host for x in leaves]
     host = [x for x, there in zip(leaves, on_host, strict=True) if there]
     return bytes_of(leaves) - bytes_of(host), bytes_of(host)
+
+
+def has_kinds(blueprint: Blueprint) -> bool:
+    """Return whether layers take a branch by a variable: one marked `chooses_branch=True`."""
+    marked = lambda v: isinstance(v, nnx.Variable) and v.get_metadata("chooses_branch", False)
+    return any(map(marked, blueprint.variables.values()))

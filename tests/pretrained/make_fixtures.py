@@ -5,9 +5,11 @@ Run it where torch and transformers are installed (jax is not needed):
     PYTHONPATH=. python tests/pretrained/make_fixtures.py [family …]
 
 A folder has the model's config.json, tensors.json (names, shapes and dtypes as in its files, and
-the versions) and expected.npz. Weights are drawn from their names (weights_of.py).
+the versions) and expected.npz. Weights are drawn from their names (weights_of.py). rope.json has
+the speeds of rotary positions of published models, whose keys are in published.json.
 """
 
+import importlib
 import json
 import sys
 import tempfile
@@ -152,8 +154,30 @@ def write(family: str) -> None:
     assert size <= 200_000
 
 
+def rotary_of(keys: dict[str, Any]) -> dict[str, Any]:
+    """Return the keys as they are saved today, and the speeds of each kind of layer."""
+    family = keys["model_type"]
+    config = transformers.AutoConfig.for_model(**keys)
+    folder = family.removesuffix("_text")
+    module = importlib.import_module(f"transformers.models.{folder}.modeling_{folder}")
+    (name,) = [n for n in vars(module) if n.endswith("RotaryEmbedding") and "Vision" not in n]
+    made = getattr(module, name)(config)
+    speeds = {n: x.tolist() for n, x in made.named_buffers() if "original" not in n}
+    grows = {n: x for n, x in vars(made).items() if n.endswith("attention_scaling")}
+    return {"saved": config.to_diff_dict() | {"model_type": family}, **speeds, **grows}
+
+
+def write_rotary() -> None:
+    """Write what transformers makes of the rotary positions of published models."""
+    published = json.loads((HERE / "published.json").read_text(encoding="utf-8"))
+    found = {n: rotary_of(keys) for n, keys in published.items() if keys["model_type"] != "gpt2"}
+    text = json.dumps(found, indent=0, default=str)
+    (HERE / "rope.json").write_text(text + "\n", encoding="utf-8")
+
+
 VERSIONS = (torch, transformers, np, safetensors)
 
 if __name__ == "__main__":
+    write_rotary()
     for one in sys.argv[1:] or FAMILIES:
         write(one)
