@@ -12,6 +12,8 @@ COMMANDS = {  # name: what it does, and the function that takes its arguments
     "train": ("train a model; --help lists every setting", "hfjax.cli.run:train_command"),
     "eval": ("the loss of a trained model", "hfjax.cli.run:evaluate_command"),
     "generate": ("text from a trained model", "hfjax.cli.run:generate_command"),
+    "import": ("what is in a model's folder", "hfjax.cli.in_and_out:import_command"),
+    "export": ("a model's folder from a run", "hfjax.cli.in_and_out:export_command"),
     "data": ("make token files of text, JSONL or Parquet", "hfjax.cli.data:main"),
     "launch": ("start several processes on this machine", "hfjax.cli.launch:main"),
     "memory": (

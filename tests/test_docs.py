@@ -18,11 +18,13 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 import hfjax
+from hfjax.data import prepare
 from hfjax.models.gpt import GPT, GPTConfig, next_token_loss
 from tests.h200 import h200s
 from tests.model_folders import CONFIGS, drawn, written
 from tests.pages import FENCE, Page, blocks, commands, output_of
 from tests.small_checkpoint import EVERYTHING, Two
+from tests.small_folder import LLAMA, small_folder
 from tests.small_gpt import MLPs
 from tests.small_run import MODEL
 from tests.test_checkpoint_damage import flip
@@ -42,6 +44,7 @@ SMALL = {  # what is too long for a test, and what stands for it
         "--valid 0.01": "--valid 0.1",
         '--prompt "Once "': '--prompt "Once " --tokens 4',
         "--gpu h200 --count 8": "--gpu here --compare none",
+        "qwen3/ --optimizer.rate 1e-5 ": "qwen3/ --data.train data/qwen3 --steps 2 --log.sample 0 ",
     },
     "docs/ahead_of_time.md": {'"h200", 512), data=64': '"h200", 16), data=2'},
     "docs/data.md": {
@@ -64,6 +67,12 @@ SMALL = {  # what is too long for a test, and what stands for it
         "--model.layers 8 --model.embed 128": "--model.layers 4 --model.embed 32",
         "zero2.json --cpu-devices 8": f"zero2.json {SMALL_GPT} --cpu-devices 8",
         "--cpu-devices 8": "--steps 2 --log.sample 0 --log.valid-every 0",
+    },
+    "docs/pretrained_cli.part.md": {
+        "--valid 0.01": "--valid 0.1",
+        "--optimizer.rate 1e-5\n": "--steps 2 --log.sample 0 --model.length 16\n",
+        "DDP on one device (NVIDIA H100 80GB HBM3)": "DDP on data=8 (cpu)",
+        '--prompt "Once "': '--prompt "Once " --tokens 4',
     },
     "docs/processes.md": {
         "-n 8 -- python": "-n 1 -- python",
@@ -185,10 +194,22 @@ def for_processes(names: dict[str, Any]) -> dict[str, Any]:
     return {}
 
 
-def for_readme(names: dict[str, Any]) -> dict[str, Any]:
-    Path("books").mkdir()
+def texts(folder: str) -> None:
+    Path(folder).mkdir()
     for number in range(40):
-        Path(f"books/{number}.txt").write_text(f"Once upon a time there were {number} of them. ")
+        Path(f"{folder}/{number}.txt").write_text(f"Once upon a time there were {number} of them. ")
+
+
+def for_pretrained_cli(names: dict[str, Any]) -> dict[str, Any]:
+    small_folder(Path("qwen3"), LLAMA | {"model_type": "qwen3"})
+    texts("texts")
+    return {}
+
+
+def for_readme(names: dict[str, Any]) -> dict[str, Any]:
+    for_pretrained_cli(names)
+    texts("books")
+    prepare("texts", "data/qwen3", tokenizer="qwen3", valid=0.1)
     return {}
 
 
@@ -207,6 +228,7 @@ MAKES = {
     "docs/optimizers.md": for_optimizers,
     "docs/pipelines.md": for_pipelines,
     "docs/pretrained.md": for_pretrained,
+    "docs/pretrained_cli.part.md": for_pretrained_cli,
     "docs/processes.md": for_processes,
     "docs/strategies.md": trained,
     "docs/training.md": lambda names: {"SMALL_MODEL": MODEL},

@@ -30,7 +30,8 @@ class DataCommand:
     """The directory to make; it appears when it is whole."""
 
     tokenizer: str = "bytes"
-    """bytes, bpe (trained on the text), the path of a tokenizer.json, or another data set."""
+    """bytes, bpe (trained on the text), the path of a tokenizer.json, another data set, or the
+    folder of a model from Hugging Face."""
 
     vocab: int | None = None
     """The size of a bpe vocabulary (8192)."""
@@ -45,7 +46,7 @@ class DataCommand:
     """Which files of a folder, for instance '**/*.py'."""
 
     append_end: bool = True
-    """Put a token after each document: byte 0, or the tokenizer's end of text."""
+    """Put a token after each document: byte 0, or the tokenizer's (a model's own) end of text."""
 
     end_token: str | None = None
     """The name of that token in a tokenizer.json, if it is none of the usual ones."""

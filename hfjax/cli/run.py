@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import jax
 import tyro
@@ -29,6 +30,7 @@ from hfjax.run.build import Parts, check_used, mesh_of, whole, without_optimizer
 from hfjax.run.config import Mesh, Train, at_least
 from hfjax.run.deepspeed_flags import FILE, with_file
 from hfjax.run.loop import CHECKPOINTS, CONFIG, train
+from hfjax.run.own_copy import COPY
 from hfjax.run.sampling import Sampling
 from hfjax.run.screen import validation, waiting
 
@@ -144,10 +146,10 @@ def evaluate_command(argv: Sequence[str]) -> int:
 
 
 def _evaluate(given: Evaluate) -> None:
-    config = _config(given)
+    config = saved_config(given)
     data = replace(config.data, valid=str(given.data)) if given.data else config.data
     config = replace(config, data=data, batch=given.batch or config.batch)
-    parts, restored = _restored(given, config)
+    parts, restored = saved_state(given, config)
     if parts.valid is None:
         raise ValueError(f"{given.run} has no validation set. Give one: --data DIR.")
     with waiting("compiling and evaluating"):
@@ -160,7 +162,7 @@ def generate_command(argv: Sequence[str]) -> int:
     """Write text; return the exit status."""
     with leaving(), ending_in_words("generate"):
         given: Generate = parsed(Generate, argv, "generate")
-        parts, restored = _restored(given, _config(given))
+        parts, restored = saved_state(given, saved_config(given))
         with waiting("compiling and writing"):
             texts = [
                 parts.written(restored.state, prompt, given.tokens, given.sampling.later(number))
@@ -171,7 +173,7 @@ def generate_command(argv: Sequence[str]) -> int:
     return 0
 
 
-def _config(given: Saved) -> Train:
+def saved_config(given: Saved) -> Train:
     """Return the configuration of a saved run on the devices at hand."""
     path = given.run / CONFIG
     if not path.is_file():
@@ -182,13 +184,17 @@ def _config(given: Saved) -> Train:
             f"{path} names Python code, {' and '.join(code)}, which would run as you. If you wrote "
             "it or have read it, give --trust."
         )
-    here = {name: getattr(given, name) for name in ("devices", "cpu_devices", "cache")}
+    here: dict[str, Any] = {
+        name: getattr(given, name) for name in ("devices", "cpu_devices", "cache")
+    }
     if config.deepspeed is not None:
         here["deepspeed"] = given.run / FILE
+    if config.model.pretrained is not None:
+        here["model"] = replace(config.model, pretrained=given.run / COPY)
     return replace(config, **here)
 
 
-def _restored(given: Saved, config: Train) -> tuple[Parts, Restored]:
+def saved_state(given: Saved, config: Train) -> tuple[Parts, Restored]:
     """Return the parts of a run and its state; without an average only parameters are read."""
     start(config)
     averages = given.average and config.optimizer.ema is not None

@@ -1,5 +1,6 @@
 """The text that every machine has: the source of Python's own standard library."""
 
+import hashlib
 import os
 import platform
 import sysconfig
@@ -7,6 +8,7 @@ from pathlib import Path
 
 from hfjax.data.recipe import Recipe, make_of
 from hfjax.data.token_writer import is_data_set
+from hfjax.data.tokenizer import ByteTokenizer, load_tokenizer
 
 # Tests, what is not of the library, and tables of codes.
 SKIPPED = {"test", "tests", "idle_test", "lib2to3", "encodings", "__pycache__"}
@@ -14,13 +16,14 @@ SKIPPED |= {"site-packages", "dist-packages"}
 VALID = 0.05
 
 
-def standard_library(directory: str | Path | None = None) -> Path:
-    """Return a data set of this Python's standard library, in bytes: made once, in a second.
+def standard_library(directory: str | Path | None = None, tokenizer: str | Path = "bytes") -> Path:
+    """Return a data set of this Python's standard library: made once, in bytes in a second.
 
     It has two parts, `train` and `valid`.
 
     Args:
         directory: Where it is made, or was made. None: the user's cache.
+        tokenizer: As `hfjax.data.load_tokenizer` takes it.
 
     Example:
         >>> import tempfile
@@ -31,11 +34,12 @@ def standard_library(directory: str | Path | None = None) -> Path:
         >>> len(TokenSet(place / "train")) > len(TokenSet(place / "valid")) > 100_000
         True
     """
-    name = f"standard-library-{platform.python_version()}"
+    name = f"standard-library-{platform.python_version()}{_suffix(tokenizer)}"
     place = _cache() / name if directory is None else Path(directory)
     if is_data_set(place):
         return place
-    recipe = Recipe((f"Python {platform.python_version()} standard library",), place, valid=VALID)
+    source = f"Python {platform.python_version()} standard library"
+    recipe = Recipe((source,), place, str(tokenizer), valid=VALID)
     place.absolute().parent.mkdir(parents=True, exist_ok=True)
     try:
         make_of(recipe, library_files(Path(sysconfig.get_path("stdlib"))))
@@ -43,6 +47,15 @@ def standard_library(directory: str | Path | None = None) -> Path:
         if not is_data_set(place):
             raise
     return place
+
+
+def _suffix(tokenizer: str | Path) -> str:
+    """Return what tells data sets of different tokenizers apart in the cache."""
+    found = load_tokenizer(tokenizer)
+    if isinstance(found, ByteTokenizer):
+        return ""
+    told = f"{found.end} {found.inner.to_str()}"
+    return f"-{hashlib.sha256(told.encode()).hexdigest()[:16]}"
 
 
 def library_files(root: Path) -> tuple[Path, ...]:

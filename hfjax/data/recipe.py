@@ -77,7 +77,7 @@ class Recipe:
 
     inputs: tuple[str, ...]
     out: Path
-    tokenizer: str = "bytes"  # or bpe, or the path of a tokenizer.json
+    tokenizer: str = "bytes"  # or bpe, or where one is
     vocab: int | None = None  # of bpe: 8192
     valid: float = 0.0  # the part of the documents that is for validation
     field: str = "text"  # of JSONL, or the column of Parquet
@@ -131,10 +131,11 @@ def prepare(
         inputs: A file or a folder, or several.
         out: The directory to make. It must not be there yet, or be empty.
         progress: What is called with (what is done, bytes read, bytes in all).
-        options: `tokenizer` ("bytes", "bpe", or the path of a tokenizer.json), `vocab` (of bpe),
-            `valid` (the part of the documents for validation: the data set then has the parts
-            `train` and `valid`), `field` (of JSONL and Parquet), `pattern` (of the files of a
-            folder), `append_end`, `end_token`, `errors` (strict or replace, of UTF-8), `overwrite`.
+        options: `tokenizer` ("bytes", "bpe", the path of a tokenizer.json, or a model's folder),
+            `vocab` (of bpe), `valid` (the part of the documents for validation: the data set then
+            has the parts `train` and `valid`), `field` (of JSONL and Parquet), `pattern` (of the
+            files of a folder), `append_end`, `end_token`, `errors` (strict or replace, of UTF-8),
+            `overwrite`.
 
     Returns:
         An object that tells what was made: `out`, `parts`, `files`, `passed_over`, `empty`.

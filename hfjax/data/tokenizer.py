@@ -3,7 +3,7 @@
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cached_property
 from importlib import import_module
 from pathlib import Path
@@ -17,6 +17,7 @@ from hfjax.base.tables import named
 END = "<|endoftext|>"  # of the tokenizers trained here
 KNOWN_ENDS = (END, "</s>", "<|end_of_text|>", "<eos>", "<|im_end|>", "[SEP]")
 FILE = "tokenizer.json"
+MODEL = ("generation_config.json", "config.json")  # of a model: what says its end of a text
 KNOWN = ("bytes", FILE, "none")  # what a data set may be made by
 MADE_BY: Kind = (f"one of {', '.join(KNOWN)}", lambda x: x in KNOWN)
 PIECE = 1 << 20  # characters: where a long document may be cut to be encoded
@@ -54,6 +55,8 @@ class TrainedTokenizer:
     def __init__(self, inner: Any, end: str | None = None):
         self.inner = inner
         inner.encode_special_tokens = True  # "<|endoftext|>" in a text is text
+        inner.no_truncation()  # as a folder may have them that a model was trained in
+        inner.no_padding()
         tokens = inner.get_vocab(with_added_tokens=True)
         self.vocab = max(tokens.values()) + 1  # ids may have gaps
         names = KNOWN_ENDS if end is None else (end,)
@@ -81,6 +84,15 @@ class TrainedTokenizer:
     def save(self, directory: Path) -> None:
         """Write `tokenizer.json` to a directory."""
         (directory / FILE).write_text(self.inner.to_str(pretty=True), encoding="utf-8")
+
+    def tells_like(self, other: Any) -> bool:
+        """Return whether another one makes the same tokens of a text."""
+        return isinstance(other, TrainedTokenizer) and self._tokens_by == other._tokens_by
+
+    @cached_property
+    def _tokens_by(self) -> list[Any]:
+        found = json.loads(self.inner.to_str())
+        return [found[name] for name in ("normalizer", "pre_tokenizer", "model", "added_tokens")]
 
     def _pieces(self, text: str) -> Iterator[str]:
         """Yield a long text in pieces, cut where no token can lie across, else whole."""
@@ -122,12 +134,13 @@ def in_groups(items: Iterable[T], most: int, size: Callable[[T], int]) -> Iterat
 def load_tokenizer(
     source: str | Path, end: str | None = None
 ) -> "ByteTokenizer | TrainedTokenizer":
-    """Return the tokenizer named: "bytes", a `tokenizer.json`, or that of a data set.
+    """Return the tokenizer named: "bytes", a `tokenizer.json`, or that of a data set or a model.
 
     Args:
-        source: The word, or the path of the file or of the data set's directory.
-        end: The name of the token that ends a document, in a `tokenizer.json`. None: the first of
-            the usual names that it has.
+        source: The word, or the path of the file, of the data set's directory, or of the folder of
+            a model from Hugging Face.
+        end: The name of the token that ends a document, in a `tokenizer.json`. None: the one that
+            the model's folder says, else the first of the usual names that it has.
 
     Returns:
         An object with `encode(texts)`, `decode(tokens)`, `vocab` and `end`.
@@ -154,11 +167,13 @@ def load_tokenizer(
         found = "no such file" if kind == MISSING else f"{path} is {kind}"
         raise ValueError(
             f"tokenizer {str(source)!r}: {found}. Give bytes, bpe (trained on the text), the "
-            f"path of a {FILE}, or a data set's directory."
+            f"path of a {FILE}, a data set's directory, or the folder of a model that has "
+            f"{FILE} (transformers' AutoTokenizer writes it: tokenizer.save_pretrained(folder))."
         )
     library = tokenizers_library()
     try:
-        return TrainedTokenizer(library.Tokenizer.from_file(str(path)), end)
+        found = TrainedTokenizer(library.Tokenizer.from_file(str(path)), end)
+        return found if end is not None or path.parent != Path(source) else _of_model(found, path)
     except ValueError:
         raise
     except Exception as wrong:  # the library raises bare Exceptions
@@ -167,6 +182,43 @@ def load_tokenizer(
             f"({named(str(wrong))}). It is "
             "written by tokenizer.save(…), or by hfjax data --tokenizer bpe."
         ) from None
+
+
+def ends_of(*files: Mapping[str, Any]) -> list[int]:
+    """Return the tokens that end a text, by the first of a model's files that says them.
+
+    >>> ends_of({}, {"eos_token_id": 2}), ends_of({"eos_token_id": [5, 7]}, {"eos_token_id": 2})
+    ([2], [5, 7])
+    """
+    for file in files:
+        given = file.get("eos_token_id")
+        found = [x for x in (given if isinstance(given, list) else [given]) if type(x) is int]
+        if found:
+            return found
+    return []
+
+
+def _of_model(tokenizer: TrainedTokenizer, path: Path) -> TrainedTokenizer:
+    """Return the tokenizer of a folder, with the end of a text that a model there says."""
+    ends = ends_of(*(_keys(path.with_name(name)) for name in MODEL))
+    if ends and not 0 <= ends[0] < tokenizer.vocab:
+        raise ValueError(
+            f"{named(path)} has {tokenizer.vocab} tokens, and the model beside it ends a text with "
+            f"token {ends[0]} (eos_token_id of {' or '.join(MODEL)}): the two are not of one "
+            "model. Get the folder again, or put its own eos_token_id there."
+        )
+    tokenizer.end = ends[0] if ends else tokenizer.end
+    return tokenizer
+
+
+def _keys(path: Path) -> dict[str, Any]:
+    """Return the keys of a file of a model; none if it is not there."""
+    if what_is(path) == MISSING:
+        return {}
+    try:
+        return check_fields(parsed(contents(path)), {})
+    except ValueError as wrong:
+        raise ValueError(f"{named(path)} cannot be read: {str(wrong).rstrip('.')}.") from None
 
 
 def train_bpe(texts: Iterable[str], vocab: int) -> TrainedTokenizer:

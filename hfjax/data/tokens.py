@@ -331,6 +331,17 @@ def check_same_tokenizer(sets: Sequence[TokenSet]) -> None:
             )
 
 
+def check_made_by(data: TokenSet, tokenizer: Any, source: Path) -> None:
+    """Refuse a data set whose numbers do not mean the tokens of a model's tokenizer."""
+    if data.meta.tokenizer == "none" or tokenizer.tells_like(data.tokenizer):
+        return
+    raise ValueError(
+        f"{data.directory} was made by another tokenizer ({data.meta.tokenizer} with a vocabulary "
+        f"of {data.vocab}) than that of the model {named(source)} ({tokenizer.vocab} tokens): its "
+        f"numbers mean other tokens. Make it again: hfjax data … --tokenizer {named(source)}"
+    )
+
+
 def _size(path: Path) -> int:
     check_ordinary(path)
     return path.stat().st_size

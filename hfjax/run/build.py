@@ -14,15 +14,17 @@ from hfjax.base.read_files import shown
 from hfjax.base.tables import named
 from hfjax.batches import rows_of_process
 from hfjax.data import Loader, TokenSet, standard_library
-from hfjax.data.tokens import SPLITS, check_same_tokenizer
+from hfjax.data.tokens import SPLITS, check_made_by, check_same_tokenizer
 from hfjax.deepspeed.from_file import OnAnyDevices, of_file
 from hfjax.deepspeed.json_file import read
 from hfjax.parallel.make_mesh import check_processes
 from hfjax.parallel.mesh import PIPE_AXIS, describe_mesh
-from hfjax.run.chosen_model import ModelChoice, choose
-from hfjax.run.config import Train
+from hfjax.run.chosen_model import ROUND_TO, ModelChoice, choose
+from hfjax.run.config import Train, beside_pretrained
 from hfjax.run.optimizer import keeps_nothing, optimizer_of, rate_of
+from hfjax.run.pretrained_model import choice_of, model_of, without_tokenizer
 from hfjax.run.sampling import Evaluated, Sampling, check_weighs_by_mask, evaluate, generate
+from hfjax.weights.pretrained import Pretrained
 
 STRATEGIES = (
     *("ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp", "tensor", "sequence", "grid", "context"),
@@ -60,10 +62,31 @@ class Parts:
 
     @cached_property
     def model(self) -> ModelChoice:
-        """The model, for the vocabulary of the data."""
+        """The model, for the vocabulary of the data; or that of a folder."""
+        if self.pretrained is not None:
+            return choice_of(self.config, self.pretrained, self.attention)
         vocab = self.vocab or max(tokens.vocab for tokens in self.tokens)
         chosen = choose(self.config, vocab)
         return chosen if self.attention is None else chosen.with_attention(self.attention)
+
+    @cached_property
+    def pretrained(self) -> Pretrained | None:
+        """The model of `--model.pretrained`; no weight is read. All processes ask for it."""
+        given = self.config.model
+        return None if given.pretrained is None else model_of(given)
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """The tokenizer: that of the model's folder, or else of the data."""
+        if self.pretrained is not None and self.pretrained.has_tokenizer:
+            return self.pretrained.tokenizer
+        return self.tokens[0].tokenizer
+
+    @property
+    def reads_text(self) -> bool:
+        """Whether there is a tokenizer: some data is of tokens alone."""
+        of_folder = self.pretrained is not None and self.pretrained.has_tokenizer
+        return of_folder or self.tokens[0].meta.tokenizer != "none"
 
     @cached_property
     def mesh(self) -> jax.sharding.Mesh:
@@ -155,8 +178,23 @@ class Parts:
     def tokens(self) -> list[TokenSet]:
         """The data sets to train on."""
         given = self.config.data.train
-        places = [Path(place) for place in given] if given else [standard_library()]
-        return [TokenSet(part(place, SPLITS[0]) or place) for place in places]
+        places = [Path(place) for place in given] if given else [self._library]
+        return [self._of_model(TokenSet(part(place, SPLITS[0]) or place)) for place in places]
+
+    @cached_property
+    def _library(self) -> Path:
+        """What there is to read where no data is named."""
+        if self.pretrained is None:
+            return standard_library()
+        if not self.pretrained.has_tokenizer:
+            raise ValueError(without_tokenizer(self.pretrained.folder.path))
+        return standard_library(tokenizer=self.pretrained.folder.path)
+
+    def _of_model(self, tokens: TokenSet) -> TokenSet:
+        """Return a data set; refuse one whose numbers are no tokens of the folder's model."""
+        if self.pretrained is not None and self.pretrained.has_tokenizer:
+            check_made_by(tokens, self.tokenizer, self.pretrained.folder.path)
+        return tokens
 
     @cached_property
     def data(self) -> Loader:
@@ -168,12 +206,13 @@ class Parts:
     def valid(self) -> Loader | None:
         """The batches to validate on: each row once, in order; None: there are none."""
         c = self.config.data
-        given = c.valid or (c.train[0] if c.train else standard_library())
+        given = c.valid or (c.train[0] if c.train else self._library)
         place = part(Path(given), SPLITS[1])
         if place is None and c.valid is None:
             return None
-        tokens = TokenSet(place or Path(given))
-        check_same_tokenizer([self.tokens[0], tokens])
+        tokens = self._of_model(TokenSet(place or Path(given)))
+        if self.pretrained is None or not self.pretrained.has_tokenizer:
+            check_same_tokenizer([self.tokens[0], tokens])
         return self._loader(tokens, shuffle=False, epochs=1, pad_last=True)
 
     def check_validation(self, state: hfjax.State, most: int | None = None) -> None:
@@ -215,11 +254,13 @@ class Parts:
             count: How many tokens.
             sampling: How the next token is chosen, `hfjax.run.sampling.Sampling()`.
         """
-        tokens = self.tokens[0]
-        known = tokens.tokenizer.encode([prompt])[0].tolist()
-        fields: Any = {"length": self.model.length, "vocab": tokens.vocab, "sampling": sampling}
+        tokenizer = self.tokenizer
+        known = tokenizer.encode([prompt])[0].tolist()
+        needed = -(-(len(known) + count) // ROUND_TO) * ROUND_TO  # prompts share a program
+        length = min(self.model.length, needed)
+        fields: Any = {"length": length, "vocab": tokenizer.vocab, "sampling": sampling}
         new = generate(self.layout, state, known, count, **fields)
-        return tokens.tokenizer.decode([*known, *new])
+        return tokenizer.decode([*known, *new])
 
     def _loader(self, data: Any, **fields: Any) -> Loader:
         batch, packing = self.config.batch, self.config.data.packing
@@ -366,6 +407,9 @@ def check_used(configs: Sequence[Train], words: Sequence[str]) -> None:
     What a file of configuration says beside them stays: of a pipeline, say, that is off here.
     """
     typed = {word.partition("=")[0].removeprefix("--").replace("-", "_") for word in words}
+    model = configs[0].model
+    if model.pretrained is not None and "model.preset" in typed:  # the usual one, even
+        raise ValueError(beside_pretrained("--model.preset", model.preset, model.pretrained))
     for settings, needed in SETTINGS_OF.items():
         if any(_uses(config, needed) for config in configs):
             continue

@@ -1,4 +1,4 @@
-"""The model of a configuration: a preset, or one's own."""
+"""The model of a configuration: a preset, or one's own; `pretrained_model` has those of folders."""
 
 import inspect
 import math
@@ -8,7 +8,7 @@ from typing import Any
 
 from hfjax.base.mean import check_loss
 from hfjax.models import gpt, llama, moe
-from hfjax.run.config import Train
+from hfjax.run.config import Model, Train
 from hfjax.run.files import function
 
 ROUND_TO = 128  # a vocabulary that divides over the devices, and fits their matmuls
@@ -31,7 +31,7 @@ class ModelChoice:
     vocab: int
     length: int  # of the rows
     most: int | None = None  # the longest row that the model takes, if it has a limit
-    shape: Any = None  # the configuration of a preset
+    shape: Any = None  # the configuration of a preset, or of a folder's model
 
     @property
     def own_loss(self) -> bool:
@@ -49,8 +49,7 @@ class ModelChoice:
 
 def choose(config: Train, vocab: int) -> ModelChoice:
     """Return the model of a configuration for a vocabulary."""
-    given = config.model
-    loss = moe.next_token_loss if given.loss is None else _loss(given.loss)
+    given, loss = config.model, loss_of(config.model)
     if given.own is not None:
         return _own(config, vocab, loss)
     if given.preset not in presets():
@@ -72,9 +71,12 @@ def choose(config: Train, vocab: int) -> ModelChoice:
     return ModelChoice(given.preset, init, loss, shape.vocab, shape.length, shape.length, shape)
 
 
-def _loss(name: str) -> Callable:
-    loss = function(name, "--model.loss")
-    check_loss(loss, f"--model.loss {name}")
+def loss_of(given: Model) -> Callable:
+    """Return the loss of a configuration's model: that of the next token, or one's own."""
+    if given.loss is None:
+        return moe.next_token_loss
+    loss = function(given.loss, "--model.loss")
+    check_loss(loss, f"--model.loss {given.loss}")
     return loss
 
 

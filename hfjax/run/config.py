@@ -1,6 +1,7 @@
 """The configuration of a run: every field is a flag of `hfjax train`, and a line of its YAML."""
 
 import math
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -9,6 +10,7 @@ import numpy as np
 
 from hfjax.base.keywords import is_real, is_whole
 from hfjax.base.read_files import shown
+from hfjax.base.tables import named
 from hfjax.parallel.activation_offload import Offload
 from hfjax.parallel.precision.by_path import by_path
 from hfjax.parallel.precision.dtypes import precision_of
@@ -51,6 +53,14 @@ def in_float32(settings: Any, prefix: str, *names: str) -> None:
             raise ValueError(f"--{flag} {value}: that is 0 in float32. Give 0, or more.")
 
 
+def beside_pretrained(flag: str, given: Any, folder: Path) -> str:
+    """Return what to say of a flag that is given beside a folder."""
+    return (
+        f"{flag.replace('_', '-')} {given} beside --model.pretrained {named(folder)}: the "
+        "folder says what the model is. Leave out one of the two."
+    )
+
+
 @dataclass(frozen=True)
 class Model:
     """What is trained."""
@@ -61,10 +71,16 @@ class Model:
     own: str | None = None
     """Your own model in place of a preset: file.py:function, a function of (vocab, length) that
     returns model_init(rngs)."""
+    pretrained: Path | None = None
+    """A model from Hugging Face in place of a preset: its folder, with config.json, files of
+    safetensors and tokenizer.json. Training begins with its weights."""
+    stored: Literal["fp32", "bf16"] = "fp32"
+    """Of --model.pretrained: in which type parameters are stored and updated. bf16 loses small
+    updates: --optimizer.master keeps a float32 copy beside it."""
     loss: str | None = None
     """Your own loss(outputs, batch): file.py:function; without it, that of the next token."""
     length: int | None = None
-    """Tokens in a row; None: what the preset has."""
+    """Tokens in a row; None: what the preset has; of --model.pretrained its own, at most 4096."""
     layers: int | None = None
     heads: int | None = None
     embed: int | None = None
@@ -82,6 +98,20 @@ class Model:
         at_least(self, "model.", experts=1, top_k=1, capacity=0)
         if self.dropout > 1:
             raise ValueError(f"--model.dropout {self.dropout}: a part from 0 to 1 is needed.")
+        self._check_pretrained()
+
+    def _check_pretrained(self) -> None:
+        """Refuse what else says of which shape a model is, beside a folder that does."""
+        if self.pretrained is None:
+            if self.stored != "fp32":
+                raise ValueError(
+                    f"--model.stored {self.stored}: it is of --model.pretrained, which is not "
+                    "given. Other models are stored in bfloat16 by --optimizer.master."
+                )
+            return
+        for name in ("preset", "own", "layers", "heads", "embed", "experts", "top_k"):
+            if (given := getattr(self, name)) != type(self).__dataclass_fields__[name].default:
+                raise ValueError(beside_pretrained(f"--model.{name}", given, self.pretrained))
 
 
 @dataclass(frozen=True)
@@ -243,7 +273,7 @@ class Train:
     """
 
     out: Path | None = None
-    """The directory of the run; None: runs/PRESET."""
+    """The directory of the run; None: runs/PRESET, or runs/ and the name of the model's folder."""
     steps: int = 300
     batch: int = 32
     """Rows in a step, on all devices together."""
@@ -339,5 +369,8 @@ class Train:
     @property
     def directory(self) -> Path:
         """The directory of the run."""
-        own = "own" if self.model.own else self.model.preset
-        return self.out if self.out is not None else Path("runs") / own
+        if self.out is not None:
+            return self.out
+        if self.model.pretrained is not None:
+            return Path("runs") / Path(os.path.abspath(self.model.pretrained)).name
+        return Path("runs") / ("own" if self.model.own else self.model.preset)

@@ -220,7 +220,9 @@ def lasting(config: Train) -> Train:
 def differing(config: Train, other: Any) -> list[tuple[str, str]]:
     """Return the flags of what is stored that differ from those of another run: here, and there."""
     mine, theirs = (_flat(x) for x in (plain(config), other))
-    stored = (flag for flag in mine if flag.startswith("model.") or flag in STORED)
+    stored = [flag for flag in mine if flag.startswith("model.") or flag in STORED]
+    if mine["model.pretrained"] or theirs.get("model.pretrained"):  # in place of a preset
+        stored.remove("model.preset")
     return [
         (_flag(flag, mine[flag], ""), _flag(flag, theirs[flag], "with "))
         for flag in stored
@@ -254,7 +256,10 @@ def anywhere(config: Train) -> Train:
         train=tuple(os.path.abspath(place) for place in config.data.train),
         valid=whole(config.data.valid),
     )
-    model = replace(config.model, own=code(config.model.own), loss=code(config.model.loss))
+    given = config.model.pretrained
+    pretrained = None if given is None else Path(os.path.abspath(given))
+    own, loss = code(config.model.own), code(config.model.loss)
+    model = replace(config.model, own=own, loss=loss, pretrained=pretrained)
     optimizer = replace(config.optimizer, own=code(config.optimizer.own))
     start = replace(config.checkpoints, start=whole(config.checkpoints.start))
     file = None if config.deepspeed is None else Path(os.path.abspath(config.deepspeed))

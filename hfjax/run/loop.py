@@ -17,6 +17,7 @@ import jax
 import hfjax
 from hfjax.base.mean import EXHAUSTED, OVERFLOW
 from hfjax.base.read_files import ANYTHING, check_fields, contents, whole
+from hfjax.base.tables import named
 from hfjax.base.write_files import check_no_links, replace_text
 from hfjax.checkpoint import Checkpoints, Keep
 from hfjax.checkpoint.directory import steps_in
@@ -26,17 +27,20 @@ from hfjax.parallel.wings.context.deal import work_of
 from hfjax.processes.agreement import agreed, check_same, speaks
 from hfjax.processes.stop import Stop
 from hfjax.processes.watchdog import Watchdog
-from hfjax.run import files, journal, profile
+from hfjax.run import files, journal, own_copy, profile
 from hfjax.run.build import Parts
 from hfjax.run.config import Train
 from hfjax.run.deepspeed_flags import FILE
 from hfjax.run.journal import Journal
+from hfjax.run.pretrained_model import FROM_NOTHING, begun_with, told_of_rate, told_of_rows
 from hfjax.run.profile import Profile
 from hfjax.run.sampling import Sampling
 from hfjax.run.screen import Screen, Speed, line, validation, waiting
+from hfjax.weights.model_folder import ModelFolder
+from hfjax.weights.pretrained import Pretrained
 
 CONFIG, CHECKPOINTS = "config.yaml", "checkpoints"
-WRITTEN = (CONFIG, FILE, *journal.WRITTEN, *profile.WRITTEN)  # besides checkpoints
+WRITTEN = (CONFIG, FILE, own_copy.COPY, *journal.WRITTEN, *profile.WRITTEN)  # besides checkpoints
 UNFIT = "does not hold what this layout wants"  # of hfjax.checkpoint.compare
 
 
@@ -167,6 +171,7 @@ class Run:
     validated: int = -1  # after which step
     saved: int = -1  # the step of the last checkpoint that was begun
     skipped: int = 0  # steps that were not finite: no updates
+    begins_with: ModelFolder | None = None  # whose weights this call begins with
     begun: set[str] = field(default_factory=set)  # phases that have compiled
 
     # -- before the first step ------------------------------------------------------------
@@ -178,10 +183,15 @@ class Run:
         self.screen = Screen(config.steps)
         with waiting("preparing the model and the data"):
             check_same("configuration", files.plain(config))
+            self._find_model()
             check_same("data", self.parts.data.identity)
             _ = self.parts.step, self.parts.evaluate, self.parts.valid  # a mistake is told now
             told = str(self.parts)
         self.screen.say(told)
+        if self.parts.pretrained is not None:
+            self.screen.say(told_of_rows(self.parts.pretrained, self.parts.model.length))
+            if self.parts.file is None and config.optimizer.rate >= FROM_NOTHING:
+                self.screen.say(told_of_rate(config.optimizer.rate))
         for name, value in files.changed(config).items():
             self.screen.say(f"  {name}: {value}")
         keep = config.checkpoints
@@ -205,7 +215,21 @@ class Run:
         self.journal = None
         if speaks():
             self._save_config(directory)
+            if self.begins_with is not None:
+                own_copy.keep(self.begins_with, directory)
             self.journal = enter(Journal(directory, config.log, files.plain(config), self.first))
+
+    def _find_model(self) -> None:
+        """Read what the model is: of a folder, or if the run goes on of its own copy."""
+        folder, directory = self.config.model.pretrained, self.config.directory
+        going_on, said = own_copy.going_on(self.config, directory / CHECKPOINTS)
+        if going_on is not self.config:
+            self.parts = replace(self.parts, config=going_on)
+        elif folder is not None:
+            agreed(lambda: own_copy.check_apart(folder, directory))
+        if said is not None:
+            self.screen.say(said)
+        _ = self.parts.pretrained
 
     def _save_config(self, directory: Path) -> None:
         """Write what the run is made of, with its own copy of a file of DeepSpeed."""
@@ -238,6 +262,8 @@ class Run:
 
     def _fresh(self) -> hfjax.State:
         other, layout = self.config.checkpoints.start, self.parts.layout
+        if other is None and self.parts.pretrained is not None:
+            return self._of_folder(self.parts.pretrained)
         if other is None:
             with waiting("compiling what makes the parameters"):
                 return hfjax.init(layout, self.config.seed, self.parts.schedule)
@@ -247,12 +273,26 @@ class Run:
         self.screen.say(f"starting with the parameters of {other}, step {found.step}")
         return found.state
 
+    def _of_folder(self, model: Pretrained) -> hfjax.State:
+        seed, schedule = self.config.seed, self.parts.schedule
+        with waiting(f"reading {named(model.folder.path)}"):
+            state, said = begun_with(model, self.parts.layout, seed, schedule)
+        self.screen.say(said)
+        if model.stored == "bfloat16" and not self.config.optimizer.master:
+            self.screen.say(
+                "without --optimizer.master, updates that bfloat16 rounds away are lost"
+            )
+        self.begins_with = model.folder
+        return state
+
     # -- steps ----------------------------------------------------------------------------
 
     def go(self, stop: Stop) -> Result:
         """Run the steps that are left."""
         began, unread, done = time.monotonic(), deque[Any](), self.first
         limit = None if self.config.minutes is None else 60 * self.config.minutes
+        if self.begins_with and self._valid_every and not stop.agreed():
+            self.validate(0)
         for number in range(self.first, self.config.steps):
             if stop.agreed():
                 break
@@ -390,7 +430,7 @@ class Run:
 
     def _sample(self) -> None:
         """Show what the model writes."""
-        if not (count := self.config.log.sample):
+        if not (count := self.config.log.sample) or not self.parts.reads_text:
             return
         with self._phase("writing a sample"):
             text = self.parts.written(self._judged, PROMPT, count, Sampling())

@@ -47,9 +47,9 @@ PEAKS = {
 def flops_per_token(parts: Parts) -> float:
     """Return what training needs for one token: 6 for each parameter of a matmul, and attention.
 
-    As in PaLM's appendix B: nothing is counted for what is computed again, nor less for causality;
-    of experts those that a token goes to; embeddings count where they are the head's matrix. Of
-    one's own model every matrix is counted, and no attention.
+    As in PaLM's appendix B: nothing is counted for what is computed again, nor less for causality,
+    but for windows of attention it is; of experts those that a token goes to; embeddings count
+    where they are the head's matrix. Of one's own model every matrix is counted, and no attention.
     """
     shape = parts.model.shape
     arrays = parts.layout.arrays.items()
@@ -57,10 +57,25 @@ def flops_per_token(parts: Parts) -> float:
     if shape is None:
         return 6.0 * sum(matrices.values())
     used = lambda path: _share_in_use(shape, parts.layout.arrays[path].axes)
-    in_layers = {path: size for path, size in matrices.items() if path.startswith(LAYERS)}
+    in_layers = {path: size for path, size in matrices.items() if _is_matrix_of_layer(path)}
     layers = sum(size * used(path) for path, size in in_layers.items())
     head = shape.embed * shape.vocab
-    return 6.0 * (layers + head) + 12.0 * shape.layers * shape.embed * parts.model.length
+    width = shape.heads * getattr(shape, "width", shape.embed // shape.heads)
+    return 6.0 * (layers + head) + 12.0 * width * _positions(shape, parts.model.length)
+
+
+def _is_matrix_of_layer(path: str) -> bool:
+    """Return whether tokens are multiplied by a parameter: biases and norms are no matrices."""
+    return path.startswith(LAYERS) and not path.endswith(("/bias", "/scale"))
+
+
+def _positions(shape: Any, length: int) -> int:
+    """Return how many positions a token is scored against, by all layers together."""
+    seen = lambda attend: min(getattr(attend, "window", None) or length, length)
+    local = getattr(shape, "local", None)
+    some = 0 if local is None else len(local.layers)
+    others = (shape.layers - some) * seen(shape.attention)
+    return others + (some * seen(local.attention) if local is not None else 0)
 
 
 def _share_in_use(shape: Any, axes: tuple) -> float:
@@ -210,4 +225,5 @@ def validation(step: int, loss: float, tokens: int) -> str:
     """Return the line of a validation."""
     perplexity = math.exp(min(loss, 700.0))
     told = f"loss {loss:.4f}, perplexity {perplexity:.2f}, {tokens} tokens"
-    return f"validated after step {step}: {told}"
+    when = f"after step {step}" if step else "before the first step"
+    return f"validated {when}: {told}"

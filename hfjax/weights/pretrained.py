@@ -17,8 +17,9 @@ from jax.typing import DTypeLike
 
 from hfjax.base.keywords import check_keywords, known_keywords
 from hfjax.base.paths import Flat
+from hfjax.base.read_files import ORDINARY, what_is
 from hfjax.base.tables import bytes_of, human, named
-from hfjax.data.tokenizer import load_tokenizer
+from hfjax.data.tokenizer import ends_of, load_tokenizer
 from hfjax.plan.check_state import check_layout
 from hfjax.plan.layout import Layout, State
 from hfjax.processes.agreement import check_same, in_all
@@ -92,12 +93,15 @@ class Pretrained:
         """What `hfjax.init(layout, parameters=…)` reads the weights from."""
         return FolderWeights(self)
 
+    @property
+    def has_tokenizer(self) -> bool:
+        """Whether the folder has a tokenizer that can be read."""
+        return what_is(self.folder.path / TOKENIZER) == ORDINARY
+
     @cached_property
     def tokenizer(self) -> Any:
         """The tokenizer of the folder; its `end` is the model's own end of a text."""
-        found: Any = load_tokenizer(self.folder.path / TOKENIZER)
-        if self.ends:
-            found.end = self.ends[0]
+        found: Any = load_tokenizer(self.folder.path)
         if found.vocab > self.config.vocab:
             raise ValueError(
                 f"{named(self.folder.path / TOKENIZER)} has {found.vocab} tokens, the model's "
@@ -109,12 +113,7 @@ class Pretrained:
     @property
     def ends(self) -> list[int]:
         """The tokens that end a text: of generation_config.json, else of config.json."""
-        for of in (self.folder.generation, self.folder.config):
-            given = of.get("eos_token_id")
-            found = [x for x in (given if isinstance(given, list) else [given]) if type(x) is int]
-            if found:
-                return found
-        return []
+        return ends_of(self.folder.generation, self.folder.config)
 
     @property
     def bytes(self) -> int:
@@ -184,7 +183,11 @@ def pretrained(path: str | Path, stored: str = "float32", **changes: Any) -> Pre
     """
     if stored not in STORED:
         raise ValueError(f"stored={stored!r}: one of {', '.join(STORED)} is expected.")
-    folder = in_all(lambda: read_folder(Path(path)))
+    return of_folder(in_all(lambda: read_folder(Path(path))), stored, **changes)
+
+
+def of_folder(folder: ModelFolder, stored: str = "float32", **changes: Any) -> Pretrained:
+    """Return the model that a folder describes: `pretrained` without reading it."""
     try:
         config = config_of(folder.config)
         check_keywords("pretrained", changes, [field.name for field in fields(config)])

@@ -104,13 +104,18 @@ def name_of(number: int, count: int) -> str:
     return f"model-{number:05}-of-{count:05}.safetensors"
 
 
-def _begin(target: Path, new: Path, files: Mapping[str, Kinds]) -> None:
-    """Make the files in their whole size, with their headers: a disk without room says so now."""
+def check_free_to_write(target: Path) -> None:
+    """Refuse a folder that is there."""
     if os.path.lexists(target):
         raise ValueError(
             f"{named(target)} is {what_is(target)} already: nothing is written over it. Give "
             "another --out, or remove it."
         )
+
+
+def _begin(target: Path, new: Path, files: Mapping[str, Kinds]) -> None:
+    """Make the files in their whole size, with their headers: a disk without room says so now."""
+    check_free_to_write(target)
     delete(new)
     try:
         new.mkdir(parents=True)

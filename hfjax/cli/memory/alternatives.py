@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 from hfjax.base.tables import bytes_of
 from hfjax.parallel.activation_offload import Offload
 from hfjax.run import files
-from hfjax.run.config import Train, at_least
+from hfjax.run.config import Train, at_least, beside_pretrained
 from hfjax.run.yaml_text import parsed
 
 AUTO = "auto"  # the least offload that fits
@@ -43,7 +43,7 @@ class Memory(Train):
     kind of remat, offload by half and whole, the optimizer on the host; none: only what is given.
     """
     vocab: int | None = None
-    """Tokens in the vocabulary; None: those of the data."""
+    """Tokens in the vocabulary; None: those of the data, or of --model.pretrained."""
     offload: str | None = None
     """As in hfjax train; auto: the smallest part of the bytes that fits the memory of a device."""
     offload_words: ClassVar[tuple[str, ...]] = (AUTO,)
@@ -56,6 +56,8 @@ class Memory(Train):
                 f"--cpu-devices {self.cpu_devices} goes with --gpu here: how many GPUs to compile "
                 "for is said by --count."
             )
+        if self.vocab is not None and self.model.pretrained is not None:
+            raise ValueError(beside_pretrained("--vocab", self.vocab, self.model.pretrained))
         if self.device_memory is not None:
             bytes_of(self.device_memory, "--device-memory")
         if self.out is not None and self.out.suffix != ".png":

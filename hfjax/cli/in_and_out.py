@@ -1,0 +1,130 @@
+"""`hfjax import` and `hfjax export`: a model's folder looked at, and written from a run."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal
+
+import tyro
+
+from hfjax.base.exits import ending_in_words
+from hfjax.base.tables import bytes_of, named
+from hfjax.cli.run import Saved, saved_config, saved_state
+from hfjax.cli.words import parsed
+from hfjax.processes.agreement import say
+from hfjax.processes.stop import leaving
+from hfjax.run.build import Parts
+from hfjax.run.chosen_model import ROUND_TO
+from hfjax.run.config import Model, Train
+from hfjax.run.pretrained_model import by_process, model_of
+from hfjax.run.screen import waiting
+from hfjax.weights.pretrained import SHARD, Pretrained, export, pretrained
+from hfjax.weights.write_out import check_free_to_write
+
+OF_TRAINING = ("vocab", "pad_vocab_to", "length", "dropout", "capacity", "router")
+
+
+@dataclass(frozen=True)
+class Import:
+    """What is in the folder of a model from Hugging Face: its tensors, and where each of them goes.
+
+    No weight is read and no run starts: hfjax train --model.pretrained FOLDER does that.
+    """
+
+    folder: tyro.conf.Positional[Path]
+    """The folder, with config.json and files of safetensors."""
+
+
+@dataclass(frozen=True)
+class Export(Saved):
+    """Write the model of a run as a folder that transformers loads."""
+
+    out: Path = field(kw_only=True)
+    """The new folder; it appears when it is whole."""
+    like: Path | None = None
+    """The folder of a model of the same shape: names, configuration and tokenizer are as there.
+    None: as in the one that the run began from."""
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    """The type of all tensors; None: each as in that model."""
+    shard: str = SHARD
+    """The largest size of a file."""
+
+    def __post_init__(self):
+        if bytes_of(self.shard, "--shard") < 1:
+            raise ValueError(f"--shard {self.shard}: at least one byte is needed, as in 5GB.")
+
+
+def import_command(argv: Sequence[str]) -> int:
+    """Print what is in a folder; return the exit status."""
+    with ending_in_words("import"):
+        given: Import = parsed(Import, argv, "import")
+        print(pretrained(given.folder))
+    return 0
+
+
+def export_command(argv: Sequence[str]) -> int:
+    """Write the model of a run; return the exit status."""
+    with leaving(), ending_in_words("export"):
+        _export(parsed(Export, argv, "export"))
+    return 0
+
+
+def _export(given: Export) -> None:
+    check_free_to_write(given.out)
+    config = saved_config(given)
+    if config.model.pretrained is None and given.like is None:
+        raise ValueError(_of_no_folder(given, config))
+    parts, restored = saved_state(given, config)
+    like = _like(given, parts)
+    with waiting(f"writing {named(given.out)}"):
+        written = export(given.out, parts.layout, restored.state, like, given.dtype, given.shard)
+    say(
+        f"{named(given.out)}: {named(given.run)} after step {restored.step}, "
+        f"{len(like.pieces)} tensors; wrote {by_process(written)}"
+    )
+
+
+def _of_no_folder(given: Export, config: Train) -> str:
+    own = config.model.own
+    what = f"--model.preset {config.model.preset}" if own is None else f"--model.own {own}"
+    return (
+        f"{named(given.run)} began from no model's folder ({what}), which would say what files, "
+        "names and configuration of transformers are those of this model. Give one of the same "
+        "shape: --like FOLDER."
+    )
+
+
+def _like(given: Export, parts: Parts) -> Pretrained:
+    """Return the model whose names the files get; refuse one that computes something else."""
+    if given.like is None:
+        assert parts.pretrained is not None
+        return parts.pretrained
+    pad = 1 if parts.config.model.own else ROUND_TO
+    like = model_of(Model(pretrained=given.like), pad)
+    if parts.model.shape is not None:
+        _check_computes(given, parts.model.shape, like.config)
+    tokens = max(tokens.vocab for tokens in parts.tokens) if parts.pretrained is None else 0
+    if tokens > like.config.vocab:
+        raise ValueError(
+            f"--like {named(given.like)}: its vocabulary has {like.config.vocab} tokens, and the "
+            f"run's data {tokens}: the others would be lost. Give a model with at least so many."
+        )
+    return like
+
+
+def _check_computes(given: Export, mine: Any, theirs: Any) -> None:
+    """Refuse a model whose configuration would make something else of the same weights."""
+    of = lambda config: {f.name: getattr(config, f.name) for f in fields(config)}
+    ours, others = of(mine), of(theirs)
+    names = [n for n in {**ours, **others} if n not in OF_TRAINING]
+    differ = [
+        f"{n} is {ours.get(n)} in the run, {others.get(n)} there"
+        for n in names
+        if ours.get(n) != others.get(n)
+    ]
+    if differ or type(mine) is not type(theirs):
+        what = "; ".join(differ[:6]) or f"it is a {type(theirs).__name__[:-6]}"
+        raise ValueError(
+            f"--like {named(given.like)}: its config.json describes another model than that of "
+            f"{named(given.run)}: {what}. Give one of the same shape."
+        )
