@@ -68,7 +68,7 @@ SMALL = {  # what is too long for a test, and what stands for it
         "zero2.json --cpu-devices 8": f"zero2.json {SMALL_GPT} --cpu-devices 8",
         "--cpu-devices 8": "--steps 2 --log.sample 0 --log.valid-every 0",
     },
-    "docs/pretrained_cli.part.md": {
+    "docs/pretrained.md": {
         "--valid 0.01": "--valid 0.1",
         "--optimizer.rate 1e-5\n": "--steps 2 --log.sample 0 --model.length 16\n",
         "DDP on one device (NVIDIA H100 80GB HBM3)": "DDP on data=8 (cpu)",
@@ -214,6 +214,7 @@ def for_readme(names: dict[str, Any]) -> dict[str, Any]:
 
 
 def for_pretrained(names: dict[str, Any]) -> dict[str, Any]:
+    for_pretrained_cli(names)
     written(Path("llama-3.2-1b"), CONFIGS["llama"], drawn())
     return {}
 
@@ -228,7 +229,6 @@ MAKES = {
     "docs/optimizers.md": for_optimizers,
     "docs/pipelines.md": for_pipelines,
     "docs/pretrained.md": for_pretrained,
-    "docs/pretrained_cli.part.md": for_pretrained_cli,
     "docs/processes.md": for_processes,
     "docs/strategies.md": trained,
     "docs/training.md": lambda names: {"SMALL_MODEL": MODEL},

@@ -19,7 +19,7 @@ from hfjax.processes.exchange import exchanged
 from hfjax.run.chosen_model import ROUND_TO, ModelChoice, loss_of
 from hfjax.run.config import Model, Train
 from hfjax.run.own_copy import is_copy, name_of_model, read_copy
-from hfjax.weights.config_keys import config_of
+from hfjax.weights.families import config_of
 from hfjax.weights.model_folder import TOKENIZER, read_folder
 from hfjax.weights.pretrained import Pretrained, of_folder
 
