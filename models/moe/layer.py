@@ -344,11 +344,17 @@ class MoE(nnx.Module):
             experts=self.experts,
         )
 
+    @property
+    def _needs_no_group(self) -> bool:
+        """Whether tokens have nothing to do with each other: no places, and no loss of groups."""
+        of_groups = self.router.balance_loss > 0 and self.router.balance_over == "group"
+        return self.mixing.factor(not self.deterministic) is None and not of_groups
+
     def _group(self, x: jax.Array) -> int:
         """Return the number of tokens of a group."""
         (rows, row), run = x.shape[:2], self.kernels.run_length(x.shape[1])
         wanted = self.mixing.group
-        group = row if wanted is None else wanted
+        group = (run if self._needs_no_group else row) if wanted is None else wanted
         whole_rows = run == row and group % row == 0 and rows * row % group == 0
         if run % group and not whole_rows:
             fits = [n for n in range(1, run + 1) if run % n == 0]
