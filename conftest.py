@@ -82,7 +82,7 @@ if jax.__version_info__ < (0, 11, 2):  # what they add to is not there yet
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """--draw 3: of the cases of a test marked drawn, one in three runs; one in six of drawn(2)."""
+    """--draw 4: of the cases of a test marked drawn, one in four runs; one in eight of drawn(2)."""
     words = "of each test marked drawn, run one case in so many (at least one), by the commit"
     parser.addoption("--draw", type=int, default=1, help=words)
 

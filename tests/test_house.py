@@ -136,9 +136,7 @@ def test_the_walk_names_what_is_there():
         assert re.search(rf"(?m)^ *(def|class) {name}\b", (ROOT / path).read_text()), (name, path)
 
 
-def test_of_the_cases_within_a_test_the_standard_suite_runs_a_third_in_their_order(
-    draw, request, monkeypatch
-):
+def test_of_the_cases_within_a_test_some_are_drawn_and_keep_their_order(draw, request, monkeypatch):
     cases = {name: name.upper() for name in "abcdefg"}
     monkeypatch.setattr(request.config.option, "draw", 1)
     assert draw(cases) == cases

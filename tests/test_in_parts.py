@@ -68,10 +68,10 @@ def test_and_many_more_programs(first, n, record_property):
     of_block(first, n, record_property)
 
 
-@pytest.mark.parametrize("first", [FAST, FAST + 20])
+@pytest.mark.parametrize("first", range(FAST, FAST + 40, 10))
 @pytest.mark.drawn
 def test_rows_in_two_pieces_each_are_as_on_one_device(first):
-    check([functools.partial(generated, first + i) for i in range(20)], 2, dealt=FOLDED)
+    check([functools.partial(generated, first + i) for i in range(10)], 2, dealt=FOLDED)
 
 
 @SLOW
@@ -117,11 +117,11 @@ ORDERS = [pytest.param(name, marks=() if name == "zigzag" else SLOW) for name in
 
 
 @pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("first", range(4))
+@pytest.mark.parametrize("first", range(8))
 @pytest.mark.drawn(2)
 def test_what_people_write_along_positions_is_as_on_one_device(order, first, record_property):
     dealt, sizes, n = ALONG[order]
-    names = sorted(PROGRAMS)[first::4]
+    names = sorted(PROGRAMS)[first::8]
     programs = [functools.partial(named, name, sizes, among=PROGRAMS) for name in names]
     without = check(programs, n, dealt=dealt)
     record_property("programs without a gather", f"{len(without)} of {len(names)}")
@@ -151,14 +151,14 @@ def test_determinants_and_solutions_of_each_row_send_nothing():
     assert len(check(programs, 2)) == len(names)
 
 
-@pytest.mark.parametrize("turn", TYPICAL_TURNS)
+@pytest.mark.parametrize("turn", range(8))
 @pytest.mark.parametrize("folds", [True, False])
-@pytest.mark.drawn
+@pytest.mark.drawn(4)
 def test_rows_and_positions_are_split_at_once(turn, folds):
     dealt = Dealt(POSITIONS, folds, "positions")
     along = [functools.partial(named, n, "square", 0, PROGRAMS) for n in sorted(PROGRAMS)]
     others = [functools.partial(named, n, "alike") for n in sorted(TYPICAL.keys() - ON_MESHES_ONLY)]
-    programs = (along + others)[turn + 4 * folds :: 8]
+    programs = (along + others)[turn + 8 * folds :: 16]
     check(programs, 2, dealt=dealt, devices=by_two_sides)
 
 
