@@ -12,7 +12,9 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable, Mapping
 from importlib.metadata import version
+from typing import Any
 
 ON_GPU = os.environ.get("HFJAX_TEST_GPU") == "1"
 FAST_COMPILES = [
@@ -67,11 +69,7 @@ if version("jaxlib").startswith("0.10."):  # later versions share contexts thems
 
     def shared() -> ir.Context:
         """Return one context for all programs; a new one while another program is lowered."""
-        try:
-            _ = ir.Context.current
-        except ValueError:  # there is none
-            return for_all()
-        return make_ir_context()
+        return for_all() if ir.Context.current is None else make_ir_context()
 
     mlir.make_ir_context = shared
 
@@ -84,31 +82,51 @@ if jax.__version_info__ < (0, 11, 2):  # what they add to is not there yet
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """--draw 3: of the cases of a test marked drawn, one in three runs."""
+    """--draw 4: of the cases of a test marked drawn, one in four runs; one in eight of drawn(2)."""
     words = "of each test marked drawn, run one case in so many (at least one), by the commit"
     parser.addoption("--draw", type=int, default=1, help=words)
 
 
+def drawn(config: pytest.Config, names: list[str], times: int = 1) -> set[str]:
+    """Return the names that run: some, others with each commit; all without --draw."""
+    one_in: int = config.getoption("--draw") or 1
+    if one_in == 1:
+        return set(names)
+    rank = lambda name: hashlib.sha256(f"{commit(config.rootpath)}{name}".encode()).digest()
+    return set(sorted(names, key=rank)[: math.ceil(len(names) / (one_in * times))])
+
+
+@functools.cache
+def commit(root: os.PathLike[str]) -> str:
+    """Return the name of the commit that is checked out; nothing where git knows of none."""
+    head = ["git", "-C", str(root), "rev-parse", "HEAD"]
+    return subprocess.run(head, capture_output=True, check=False).stdout.decode()
+
+
 @pytest.hookimpl(trylast=True)  # after -m has taken its own
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of the cases of a test marked drawn, keep some: others with each commit."""
-    one_in: int = config.getoption("--draw") or 1
-    families: dict[str, list[pytest.Item]] = {}
-    if one_in == 1:
-        return
+    """Of the cases of a test marked drawn, keep some."""
+    families: dict[tuple[str, int], list[str]] = {}
     for item in items:
-        if item.get_closest_marker("drawn"):
-            families.setdefault(item.nodeid.split("[")[0], []).append(item)
-    head = ["git", "-C", str(config.rootpath), "rev-parse", "HEAD"]
-    commit = subprocess.run(head, capture_output=True, check=False).stdout.decode()
-    rank = lambda item: hashlib.sha256(f"{commit}{item.nodeid}".encode()).digest()
-    left_out = {
-        item
-        for family in families.values()
-        for item in sorted(family, key=rank)[math.ceil(len(family) / one_in) :]
-    }
+        if mark := item.get_closest_marker("drawn"):
+            family = item.nodeid.split("[")[0], *(mark.args or (1,))
+            families.setdefault(family, []).append(item.nodeid)
+    every = {name for family in families.values() for name in family}
+    kept = {n for (_, times), names in families.items() for n in drawn(config, names, times)}
+    left_out = {item for item in items if item.nodeid in every - kept}
     config.hook.pytest_deselected(items=list(left_out))
     items[:] = [item for item in items if item not in left_out]
+
+
+@pytest.fixture
+def draw(request: pytest.FixtureRequest) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
+    """Return what keeps some of the cases of a test that runs them all, as if it were drawn."""
+
+    def some(cases: Mapping[str, Any]) -> dict[str, Any]:
+        kept = drawn(request.config, [f"{request.node.nodeid} {name}" for name in cases])
+        return {k: case for k, case in cases.items() if f"{request.node.nodeid} {k}" in kept}
+
+    return some
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -236,7 +236,7 @@ MAKES = {
 
 
 @pytest.mark.parametrize("page", PAGES)
-@pytest.mark.drawn
+@pytest.mark.drawn(2)
 def test_what_a_page_says_can_be_done(page, tmp_path, monkeypatch):
     if page == "docs/ahead_of_time.md":
         h200s()

@@ -166,6 +166,7 @@ def sizes_of(layout):
 
 @pytest.mark.parametrize("strategy", [DDP, FSDP], ids=["DDP", "FSDP"])
 @pytest.mark.parametrize("remat", ["none", "full"])
+@pytest.mark.drawn
 def test_each_layer_comes_twice_in_a_step_and_one_more(strategy, remat):
     """The last layer stays for its backward pass; the first comes once more, for nothing."""
     sizes = {"data": 2} if strategy is DDP else {"fsdp": 2}

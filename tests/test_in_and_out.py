@@ -197,6 +197,7 @@ def test_the_tree_may_be_that_of_a_state_or_a_module_in_numpy_or_jax_of_another_
 @pytest.mark.parametrize(
     "name", ["FSDP", "a list", "PIPE, a list", "PIPE, padded", "PIPE, interleaved"]
 )
+@pytest.mark.drawn
 def test_a_state_may_be_given_wherever_its_layers_lie(name):
     layout, schedule = made(name), CASES[name][2]
     state = hfjax.init(layout, schedule=schedule, seed=3)

@@ -147,6 +147,7 @@ def test_scales_and_skips_are_those_of_one_device(name, in_float32):
         pytest.param(HOST_OPTIMIZER | FSDP, {"fsdp": 4}, marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.drawn
 def test_a_language_model_trains_as_in_float32(strategy, sizes):
     layout = gpt_layout(strategy, sizes)
     found = {}

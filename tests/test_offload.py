@@ -200,6 +200,7 @@ def gpt_trained(remat, offload=None):
     ],
     ids=["full", "none", "a GPT, full", "a GPT, none"],
 )
+@pytest.mark.drawn
 def test_named_tensors_go_and_are_kept_even_if_all_else_is_computed_again(run, names, remat):
     wanted, found = run(remat), run(remat, Offload(names=names))
     assert_bit_equal(found[0], wanted[0])

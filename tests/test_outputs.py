@@ -69,6 +69,7 @@ def test_forward_takes_the_place_of_the_layouts_own():
 
 
 @pytest.mark.parametrize("name", ["FSDP", "PIPE, interleaved"])
+@pytest.mark.drawn
 def test_any_number_of_rows_is_predicted(name):
     layout, schedule = made(name), CASES[name][2]
     state = hfjax.init(layout, schedule=schedule, parameters=given(name))
@@ -120,6 +121,7 @@ WITH_TEXT = ("FSDP+TENSOR", "PIPE, interleaved", "HOST_PARAMETERS")
 
 
 @pytest.mark.parametrize("name", WITH_TEXT)
+@pytest.mark.drawn
 def test_text_is_that_of_one_device(name):
     layout, one = made(name), hfjax.init(alone(name), parameters=given(name))
     state = hfjax.init(layout, schedule=CASES[name][2], parameters=given(name))

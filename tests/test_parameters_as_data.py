@@ -144,6 +144,7 @@ class Scanned(nnx.Module):
 
 
 @pytest.mark.parametrize("layers", [4, 5])
+@pytest.mark.drawn
 def test_a_stack_of_layers_trains_whether_or_not_its_dimension_is_split(cases, layers):
     """FSDP splits the dimension of 4 layers by 4, and then gathers the stack before the scan."""
     init = lambda rngs: Scanned(layers, rngs=rngs)

@@ -43,6 +43,7 @@ def activation(rows):
 
 @pytest.mark.parametrize("stages", [2, 4])
 @pytest.mark.parametrize("microbatches", [4, 8])
+@pytest.mark.drawn
 def test_one_activation_goes_up_and_one_gradient_down_in_every_tick(stages, microbatches):
     _, program = lowered(PIPE, {"pipe": stages}, Schedule("1f1b", microbatches))
     found = hfjax.collectives(program)

@@ -144,6 +144,7 @@ MESHES = {
 
 
 @pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.drawn
 def test_positions_may_meet(mesh):
     sizes, given = MESHES[mesh]
     given = given if "order" in str(given) else {}
@@ -438,6 +439,7 @@ class OtherShapes(Attending):
 
 
 @pytest.mark.parametrize("context", ["auto", "ring", "ulysses"])
+@pytest.mark.drawn
 def test_attentions_of_other_shapes_are_run_by_their_equations(context):
     model = lambda rngs: OtherShapes(alike, 4, 4, rngs)
     how = {"loss": mean_square, "context": context, "close": FLOAT32}
@@ -545,6 +547,7 @@ class Tells(nnx.Module):
 
 
 @pytest.mark.parametrize("sizes", [{"context": 2}, {"context": 2, "pipe": 2}])
+@pytest.mark.drawn
 def test_layers_hand_on_sums_of_whole_rows(sizes):
     with jax.enable_x64(True):
         found = [

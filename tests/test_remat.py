@@ -143,6 +143,7 @@ class Counting(nnx.Module):
 
 
 @pytest.mark.parametrize("remat", ["every:2", "group:2"])
+@pytest.mark.drawn
 def test_layers_of_a_list_go_together_and_keep_their_statistics(remat):
     mesh, batch = (
         hfjax.make_mesh(data=1),

@@ -330,6 +330,7 @@ def test_each_rule_has_samples_or_a_reason():
 
 
 @pytest.mark.parametrize("name", [*ALONE, *UNKNOWN])
+@pytest.mark.drawn
 def test_a_rule_alone_is_as_on_one_device(name):
     others = {other for other, ours in OTHER_NAMES.items() if ours == name}
     with jax.enable_x64(True):

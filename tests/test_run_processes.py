@@ -19,6 +19,9 @@ from hfjax.cli.run import start
 from hfjax.run import files, train
 from hfjax.run.build import STRATEGIES
 from hfjax.run.config import CheckpointOptions as Checkpoints, Log, Mesh, Model, Optimizer, Train
+from hfjax.run.loop import LAG
+from tests import hanging_train
+from tests.hanging_train import HANGS, SLOW
 from tests.small_run import BIGRAMS, corpus, small, told
 
 STEPS, LONG = 6, 150
@@ -149,16 +152,13 @@ def test_a_job_that_hangs_is_started_again_told_to_stop_and_ended_by_one_process
     kept = {"JAX_COMPILATION_CACHE_DIR": str(shared[0] / "kept")}
     kept["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
     programs = lambda: sorted((shared[0] / "kept").glob("*step*"))
-    job = launched(file, 2, 1, "--grace", "1", "--max-restarts", "1", **kept)
-    reached(job, directory, 35)
-    while not (saved := hfjax.latest(directory / "checkpoints")):
-        reached(job, directory, 35)
-        time.sleep(0.02)
-    reached(job, directory, saved + 5)
-    os.kill(workers(job)[1], signal.SIGSTOP)
-    time.sleep(1)
+    own = ["launch", "-n", 2, "--devices-per-process", 1, "--grace", "1", "--max-restarts", "1"]
+    command = [sys.executable, "-W", "ignore", hanging_train.__file__, "--config", file]
+    job = started(*own, "--", *command, **kept)
+    reached(job, directory, HANGS - LAG)
     before, compiled = told(directory), programs()
-    reached(job, directory, len(before) + 15)  # started again
+    assert (saved := hfjax.latest(directory / "checkpoints"))
+    reached(job, directory, SLOW + LAG)  # started again
     job.terminate()
     out = ended(job, 143)
     step = stopped_after(directory)
@@ -166,9 +166,9 @@ def test_a_job_that_hangs_is_started_again_told_to_stop_and_ended_by_one_process
     assert "process 0 failed with exit code 124; ending process 1" in out
     assert "not ended 1 s after the failure: killing process 1" in out
     (again,) = map(int, re.findall(r"going on after step (\d+)", out))
-    assert saved <= again < len(before)
+    assert saved <= again < len(before) <= HANGS
     assert f"stopped after step {step} (SIGTERM)" in out
-    assert len(before) + 15 <= step < LONG
+    assert SLOW < step < LONG
     assert compiled == programs() != []
     found = told(directory)
     assert list(found) == list(range(step))

@@ -124,9 +124,10 @@ INSIDE = {
 
 
 @pytest.mark.parametrize("cases", [GRID, CUBE], ids=["grid", "cube"])
-def test_what_needs_the_whole_stream_or_inside_is_as_on_one_device(cases):
-    blocks = [layers_of(stream=function) for function in IN_THE_STREAM.values()]
-    blocks += [layers_of(inside=function) for function in INSIDE.values()]
+@pytest.mark.drawn
+def test_what_needs_the_whole_stream_or_inside_is_as_on_one_device(cases, draw):
+    blocks = [layers_of(stream=function) for function in draw(IN_THE_STREAM).values()]
+    blocks += [layers_of(inside=function) for function in draw(INSIDE).values()]
     agree(lambda rngs: Model(*blocks, rngs=rngs), cases)
 
 
@@ -216,8 +217,9 @@ class Convolving(nnx.Module):
         return x + self.conv(x)
 
 
-def test_modules_of_every_kind_train_as_on_one_device():
-    blocks = [Twice, MeanInside, DropsRoutes, Positions, Bare, Sideways, Norm, WithNormedHeads]
+def test_modules_of_every_kind_train_as_on_one_device(draw):
+    kinds = [Twice, MeanInside, DropsRoutes, Positions, Bare, Sideways, Norm, WithNormedHeads]
+    blocks = draw({kind.__name__: kind for kind in kinds}).values()
     agree(lambda rngs: Model(*blocks, Convolving, rngs=rngs), CUBE)
 
 
@@ -275,6 +277,7 @@ SHAPES = {
 
 
 @pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.drawn
 def test_linear_maps_may_be_given_other_rows(shape):
     """Also where as many rows as positions lie on devices, of several places."""
     length, cases = SHAPES[shape]
@@ -306,6 +309,7 @@ def test_a_head_may_be_given_other_rows():
 
 
 @pytest.mark.parametrize("more", [{"fsdp": 2}, {"data": 2}])
+@pytest.mark.drawn
 def test_a_model_that_sees_its_own_rows_does_so_on_a_grid(more):
     told = []
     plain_one, on_grid = (hfjax.DDP, hfjax.GRID) if "data" in more else (hfjax.FSDP, BOTH)
