@@ -28,7 +28,7 @@ from hfjax.weights.row_moves import Way, ways_of
 from hfjax.weights.rows_of_files import RowsOfFiles
 from hfjax.weights.tensor_files import FileTensor
 
-AT_ONCE = 128 << 20  # bytes of files that move together, for each process
+AT_ONCE = 32 << 20  # bytes of files that move together, for each process
 
 
 class Group(NamedTuple):
