@@ -16,6 +16,7 @@ import hfjax
 from hfjax.__main__ import main
 from hfjax.run import load
 from tests.make_before import SHAPE, STEPS, STOPS, going_on, judged, layout, metrics_of
+from tests.make_before_decoder import layout_of, losses
 
 BEFORE = Path(__file__).with_name("before")
 EXPECTED = json.loads((BEFORE / "expected.json").read_text(encoding="utf-8"))
@@ -155,3 +156,20 @@ def test_a_configuration_with_a_ratio_for_each_stage_is_read_with_the_largest(tm
     path.write_text('steps: 3\noffload: "0.5,0.1"\n')
     with pytest.warns(UserWarning, match=r"offload has several ratios.*the largest, 0\.5"):
         assert load(path).offload == "0.5"
+
+
+DECODERS = {
+    "llama on 1": ("llama", hfjax.DDP, {"data": 1}),
+    "llama, FSDP+TENSOR": ("llama", hfjax.FSDP | hfjax.TENSOR, {"fsdp": 2, "tensor": 2}),
+    "mixture, FSDP+EXPERT": ("mixture", hfjax.FSDP | hfjax.EXPERT, {"fsdp": 2, "expert": 2}),
+}
+
+
+@pytest.mark.parametrize("case", DECODERS)
+def test_checkpoints_of_the_decoders_before_they_were_one_go_on(case, tmp_path):
+    name, strategy, sizes = DECODERS[case]
+    shutil.copytree(BEFORE / name, tmp_path / name)
+    layout = layout_of(name, strategy, **sizes)
+    restored = hfjax.restore(tmp_path / name, layout)
+    wanted = json.loads((BEFORE / "decoder.json").read_text(encoding="utf-8"))[name]
+    close(losses(layout, restored.state, 2)[0], wanted)
