@@ -107,7 +107,9 @@ def test_experts_by_either_name_and_in_some_layers():
     assert some.experts == (0, 128, 0, 0)
     assert some.dense == 6144
     assert of(norm_topk_prob=False).router.normalise == "none"
-    assert of(output_router_logits=True).router.balance_loss == 0.001
+    told = of(output_router_logits=True)
+    assert told.router.balance_loss == 0.001 * told.top_k
+    assert told.router.pools_layers
     assert of().router.balance_loss == 0
 
 

@@ -366,6 +366,20 @@ def test_losses_of_layers_add_up_and_an_evaluation_adds_none():
     assert (over_batch(both, router).loss > both.loss).all()
 
 
+def test_a_loss_of_all_layers_together_is_that_of_transformers():
+    """It is theirs over k: a choice counts as one there, and as 1 / k here."""
+    logits = [RNG.normal(size=(3, 5, E)) for _ in range(2)]
+    gates = np.stack([reference.softmax(x) for x in logits], 1)  # [rows, layers, tokens, E]
+    chosen = reference.mask_of(reference.largest(gates.reshape(-1, E), 2), E).reshape(gates.shape)
+    told = Told.start(jnp.zeros((3, 5, D)), 2, E, scores=True)
+    told = replace(told, load=jnp.asarray(chosen.sum(2)), scores=jnp.asarray(gates.sum(2)))
+    router = Router(balance_loss=0.1, balance_over="batch", pools_layers=True)
+    wanted = reference.batch_loss([x.reshape(-1, E) for x in logits], 2) / 2
+    np.testing.assert_allclose(over_batch(told, router).loss, 0.1 * wanted, rtol=1e-5)
+    with pytest.raises(ValueError, match="only the loss over the batch is added when all layers"):
+        Router(balance_over="row", pools_layers=True)
+
+
 @pytest.mark.parametrize("recentred", [False, True])
 def test_biases_move_towards_even_loads(recentred):
     """As many tokens as the mean: no move, though a third of them is rounded."""

@@ -7,6 +7,7 @@ is left out: it is a setting of training.
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -186,14 +187,17 @@ def _mixture(of: ConfigValues, window: int | None, normalised: bool) -> dict[str
     The loss of balance is there if `transformers` adds one.
     """
     of.only("hidden_act", "silu", "the gates of experts have one activation:")
-    loss = of.number("router_aux_loss_coef", least=0) if of.flag("output_router_logits") else 0.0
-    how = "chosen" if normalised else "none"
+    how, chosen = "chosen" if normalised else "none", of.whole("num_experts_per_tok")
+    router = Router(normalise=how, balance_loss=0)
+    if of.flag("output_router_logits"):  # of all layers together, and a choice counts as one
+        loss = chosen * of.number("router_aux_loss_coef", least=0)
+        router = replace(router, balance_loss=loss, balance_over="batch", pools_layers=True)
     return {
         **_decoder(of),
         **_one_kind(of, window),
-        "top_k": of.whole("num_experts_per_tok"),
+        "top_k": chosen,
         "capacity": None,
-        "router": Router(normalise=how, balance_loss=loss, balance_over="batch"),
+        "router": router,
     }
 
 

@@ -88,8 +88,8 @@ def over_batch(
 ) -> Told:
     """Return what was told, with the loss of balance over all rows of the microbatch added.
 
-    That is one loss for each layer, added up, if the router asks for it. A model calls it once,
-    after its last mixture.
+    That is one loss for each layer, added up, or one of all layers, if the router asks for it. A
+    model calls it once, after its last mixture.
 
     Args:
         told: By all mixtures of the model.
@@ -103,6 +103,9 @@ def over_batch(
     added = jnp.zeros(())
     if training:
         chosen, scored = (x.sum(0)[:, None] for x in (told.load, told.scores))
+        if router.pools_layers:
+            chosen, scored = chosen.sum(0, keepdims=True), scored.sum(0, keepdims=True)
+            counts = counts and [max(counts)]
         losses = balance(chosen, scored, kernels.sum_over_batch)
         real = counts or [told.experts] * len(losses)  # where fewer, they are padded
         added = router.balance_loss * (jnp.asarray(real) / told.experts * losses).sum()

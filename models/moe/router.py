@@ -49,6 +49,8 @@ class Router:
         balance_over: Over what these means are: each group of tokens, each row of the batch, or
             all rows of a microbatch on all devices.
         first_choices_only: Whether that loss, over groups, counts first choices only.
+        pools_layers: Whether that loss, over the batch, is one of the choices of all layers
+            together (transformers), in place of one for each layer.
         z_loss: The factor of the mean square of log(sum(exp(logits))).
 
     Example:
@@ -71,6 +73,7 @@ class Router:
     balance_over: str = "group"
     first_choices_only: bool = False
     z_loss: float = 0.0
+    pools_layers: bool = False
 
     def __post_init__(self):
         words = {
@@ -89,7 +92,7 @@ class Router:
         for name in ("bias_rate", "balance_loss", "z_loss", "scale"):
             if not is_real(given := getattr(self, name), 0, sys.float_info.max):
                 raise ValueError(f"Router({name}={given!r}): a finite number, at least 0.")
-        for name in ("recentre", "sample_second", "first_choices_only"):
+        for name in ("recentre", "sample_second", "first_choices_only", "pools_layers"):
             if not isinstance(given := getattr(self, name), bool):
                 raise ValueError(f"Router({name}={given!r}): true or false.")
         draws_experts = self.noise == "rsample" or self.sample_second
@@ -104,6 +107,11 @@ class Router:
                 f"Router(first_choices_only=True, balance_over={self.balance_over!r}): only the "
                 'loss over groups knows first choices. Take balance_over="group", or '
                 "first_choices_only=False."
+            )
+        if self.pools_layers and self.balance_over != "batch":
+            raise ValueError(
+                f"Router(pools_layers=True, balance_over={self.balance_over!r}): only the loss "
+                'over the batch is added when all layers have run. Take balance_over="batch".'
             )
         if not (is_whole(self.groups, 1) and is_whole(self.best_groups, 1, self.groups)):
             raise ValueError(
