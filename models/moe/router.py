@@ -102,17 +102,17 @@ class Router:
                 f"logits; scores={self.scores!r} and bias_rate={self.bias_rate} would have no part "
                 'in it. Take scores="softmax" and bias_rate=0, or draw nothing.'
             )
-        if self.first_choices_only and self.balance_over != "group":
-            raise ValueError(
-                f"Router(first_choices_only=True, balance_over={self.balance_over!r}): only the "
-                'loss over groups knows first choices. Take balance_over="group", or '
-                "first_choices_only=False."
-            )
-        if self.pools_layers and self.balance_over != "batch":
-            raise ValueError(
-                f"Router(pools_layers=True, balance_over={self.balance_over!r}): only the loss "
-                'over the batch is added when all layers have run. Take balance_over="batch".'
-            )
+        of_groups = "only the loss over groups knows first choices"
+        of_all = "only the loss over the batch is added when all layers have run"
+        for name, over, why in (
+            ("first_choices_only", "group", of_groups),
+            ("pools_layers", "batch", of_all),
+        ):
+            if getattr(self, name) and self.balance_over != over:
+                raise ValueError(
+                    f"Router({name}=True, balance_over={self.balance_over!r}): {why}. Take "
+                    f'balance_over="{over}", or {name}=False.'
+                )
         if not (is_whole(self.groups, 1) and is_whole(self.best_groups, 1, self.groups)):
             raise ValueError(
                 f"Router(groups={self.groups!r}, best_groups={self.best_groups!r}): a token "
