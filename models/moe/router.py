@@ -102,6 +102,15 @@ class Router:
                 f"logits; scores={self.scores!r} and bias_rate={self.bias_rate} would have no part "
                 'in it. Take scores="softmax" and bias_rate=0, or draw nothing.'
             )
+        self._check_over()
+        if not (is_whole(self.groups, 1) and is_whole(self.best_groups, 1, self.groups)):
+            raise ValueError(
+                f"Router(groups={self.groups!r}, best_groups={self.best_groups!r}): a token "
+                "chooses at least one group, and not more than there are. Give whole numbers."
+            )
+
+    def _check_over(self) -> None:
+        """Refuse what only one kind of balance loss has."""
         of_groups = "only the loss over groups knows first choices"
         of_all = "only the loss over the batch is added when all layers have run"
         for name, over, why in (
@@ -113,11 +122,6 @@ class Router:
                     f"Router({name}=True, balance_over={self.balance_over!r}): {why}. Take "
                     f'balance_over="{over}", or {name}=False.'
                 )
-        if not (is_whole(self.groups, 1) and is_whole(self.best_groups, 1, self.groups)):
-            raise ValueError(
-                f"Router(groups={self.groups!r}, best_groups={self.best_groups!r}): a token "
-                "chooses at least one group, and not more than there are. Give whole numbers."
-            )
 
     @classmethod
     def preset(cls, name: str) -> "Router":
