@@ -3,6 +3,8 @@
 import json
 import os
 import re
+import shutil
+from dataclasses import replace
 
 import jax
 import numpy as np
@@ -202,6 +204,9 @@ def test_the_index_decides_what_belongs_to_the_model(folder):
     for name in ("consolidated.safetensors", "adapter_model.safetensors"):
         (folder / name).write_bytes(b"nothing that is read")
     assert len(hfjax.pretrained(folder).pieces) == 39
+    shutil.copy(folder / "part-0.safetensors", folder / "model.safetensors")
+    assert "model.safetensors.index.json of other files: which one is the model" in refusal(folder)
+    (folder / "model.safetensors").unlink()
     index = folder / "model.safetensors.index.json"
     right = json.loads(index.read_text())["weight_map"]
 
@@ -373,10 +378,106 @@ def test_what_goes_along_goes_along(folder, tmp_path):
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "README.md"):
         (folder / name).write_text("{}")
     (folder / "chat_template.jinja").write_text("")
-    (folder / "special_tokens_map.json").symlink_to("/etc/hostname")
     model = hfjax.pretrained(folder)
     layout = layout_of(model)
     hfjax.export(tmp_path / "out", layout, hfjax.init(layout, parameters=model.weights), like=model)
     names = {p.name for p in (tmp_path / "out").iterdir()}
     beside = {"tokenizer.json", "tokenizer_config.json", "generation_config.json"}
     assert names == beside | {"config.json", "model.safetensors", "chat_template.jinja"}
+
+
+# -- types that differ -----------------------------------------------------------------------------
+
+
+def cast_some(tensors, dtypes):
+    """Tensors in types by the beginning of their names; the others in bfloat16."""
+    kind = lambda name: next((d for start, d in dtypes.items() if name.startswith(start)), BF16)
+    return {name: x.astype(kind(name)) for name, x in tensors.items()}
+
+
+MIXED = {
+    "a layer": ("llama", {"model.layers.1.": np.dtype("float16")}),
+    "a norm": ("llama", {"model.layers.2.input": np.dtype("float32")}),
+    "an expert": ("mixtral", {"model.layers.3.block_sparse_moe.experts.2": np.dtype("float32")}),
+}
+
+
+@pytest.mark.parametrize("case", MIXED)
+def test_files_may_mix_types_and_come_out_as_they_were(case, tmp_path):
+    name, dtypes = MIXED[case]
+    plain = written(tmp_path / "plain", CONFIGS[name], drawn(BF16))
+    values = {name: x.astype(np.float32) for name, x in plain.items()}
+    shutil.copytree(tmp_path / "plain", tmp_path / "in")
+    write_file(tmp_path / "in" / "model.safetensors", cast_some(values, dtypes))
+    model = hfjax.pretrained(tmp_path / "in", **PADDED)
+    wanted = parameters(one := hfjax.pretrained(tmp_path / "plain", **PADDED), layout_of(one))
+    layout = layout_of(model, "FSDP|TENSOR")
+    for path, x in parameters(model, layout).items():
+        np.testing.assert_allclose(x, wanted[path], rtol=0, atol=1e-7, err_msg=path)
+    state = hfjax.init(layout, parameters=model.weights)
+    hfjax.export(tmp_path / "out", layout, state, like=model)
+    assert_same_bits(tmp_path / "out", tmp_path / "in")
+
+
+def test_a_tied_head_in_another_type_is_refused(tmp_path):
+    tensors = written(tmp_path, CONFIGS["tied"], drawn(BF16))
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].astype(np.float32)
+    write_file(tmp_path / "model.safetensors", tensors)
+    told = refusal(tmp_path)
+    assert "lm_head.weight is float32, and model.embed_tokens.weight, which is the same" in told
+
+
+def test_what_cannot_be_read_again_is_not_written(folder, tmp_path):
+    model = hfjax.pretrained(folder)
+    layout = layout_of(model)
+    state = hfjax.init(layout, parameters=model.weights)  # numbers up to 50,000
+    large = jax.tree.map(lambda x: x * 2, state.params)
+    with pytest.raises(ValueError, match=r"down_proj\.weight\) would hold numbers that are not"):
+        hfjax.export(tmp_path / "a", layout, replace(state, params=large), model, dtype="float16")
+    assert not list(tmp_path.glob("*a*"))
+
+
+def test_a_configuration_that_was_changed_is_not_written_over_by_the_old_one(folder, tmp_path):
+    model = hfjax.pretrained(folder, epsilon=0.1, length=16)
+    layout = layout_of(model)
+    state = hfjax.init(layout, parameters=model.weights)
+    with pytest.raises(ValueError, match=r"epsilon is 0.1 in the state, 1e-06 in the model"):
+        hfjax.export(tmp_path / "out", layout, state, like=model)
+    shutil.copytree(folder, tmp_path / "other")
+    changed(tmp_path / "other", rope_theta=5e4)
+    shorter = hfjax.pretrained(folder, length=16)
+    layout = layout_of(shorter)
+    with pytest.raises(ValueError, match=r"rotary is Rope\(base=10000.0"):
+        hfjax.export(tmp_path / "out", layout, state, like=tmp_path / "other")
+    hfjax.export(tmp_path / "out", layout, state, like=folder)
+
+
+def test_master_weights_go_out_in_full_and_averages_as_averages(tmp_path):
+    written(tmp_path / "in", CONFIGS["llama"], drawn())
+    model = hfjax.pretrained(tmp_path / "in", stored="float32")
+    mesh = hfjax.make_mesh(fsdp=8)
+    optimizer = hfjax.master(hfjax.ema(optax.sgd(0.1), 0.5))
+    layout = hfjax.layout(model.create, optimizer, mesh, SPLIT)
+    state = hfjax.init(layout, parameters=model.weights)
+    assert state.params["tokens"].dtype == jax.numpy.bfloat16
+    hfjax.export(tmp_path / "out", layout, state, like=model)
+    assert_same_bits(tmp_path / "out", tmp_path / "in")
+    moved = jax.tree.map(lambda x: x + 1, hfjax.averaged(state).params)
+    hfjax.export(tmp_path / "moved", layout, replace(state, params=moved), like=model)
+    tensor = hfjax.pretrained(tmp_path / "moved").folder.tensors["model.norm.weight"]
+    np.testing.assert_array_equal(read_rows(tensor, 0, 32), np.asarray(moved["norm"]["scale"]))
+
+
+def test_a_folder_of_links_as_a_hub_keeps_it_is_whole(folder, tmp_path):
+    for name in ("tokenizer.json", "generation_config.json", "chat_template.jinja"):
+        (folder / name).write_text("{}")
+    (tmp_path / "links").mkdir()
+    for path in folder.iterdir():
+        (tmp_path / "links" / path.name).symlink_to(path)
+    model = hfjax.pretrained(tmp_path / "links")
+    layout = layout_of(model)
+    hfjax.export(tmp_path / "out", layout, hfjax.init(layout, parameters=model.weights), model)
+    names = {p.name for p in (tmp_path / "out").iterdir()}
+    assert {"tokenizer.json", "generation_config.json", "chat_template.jinja"} < names
+    with pytest.raises(ValueError, match="the name of a new folder is expected"):
+        hfjax.export("/", layout, hfjax.init(layout), model)

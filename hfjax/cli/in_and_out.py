@@ -1,9 +1,9 @@
 """`hfjax import` and `hfjax export`: a model's folder looked at, and written from a run."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import tyro
 
@@ -20,8 +20,6 @@ from hfjax.run.pretrained_model import by_process, model_of
 from hfjax.run.screen import waiting
 from hfjax.weights.pretrained import SHARD, Pretrained, export, pretrained
 from hfjax.weights.write_out import check_free_to_write
-
-OF_TRAINING = ("vocab", "pad_vocab_to", "length", "dropout", "capacity", "router")
 
 
 @dataclass(frozen=True)
@@ -74,7 +72,7 @@ def _export(given: Export) -> None:
     config = saved_config(given)
     if config.model.pretrained is None and given.like is None:
         raise ValueError(_of_no_folder(given, config))
-    parts, restored = saved_state(given, config)
+    parts, restored = saved_state(given, config, master=config.optimizer.master)
     like = _like(given, parts)
     with waiting(f"writing {named(given.out)}"):
         written = export(given.out, parts.layout, restored.state, like, given.dtype, given.shard)
@@ -101,8 +99,6 @@ def _like(given: Export, parts: Parts) -> Pretrained:
         return parts.pretrained
     pad = 1 if parts.config.model.own else ROUND_TO
     like = model_of(Model(pretrained=given.like), pad)
-    if parts.model.shape is not None:
-        _check_computes(given, parts.model.shape, like.config)
     tokens = max(tokens.vocab for tokens in parts.tokens) if parts.pretrained is None else 0
     if tokens > like.config.vocab:
         raise ValueError(
@@ -110,21 +106,3 @@ def _like(given: Export, parts: Parts) -> Pretrained:
             f"run's data {tokens}: the others would be lost. Give a model with at least so many."
         )
     return like
-
-
-def _check_computes(given: Export, mine: Any, theirs: Any) -> None:
-    """Refuse a model whose configuration would make something else of the same weights."""
-    of = lambda config: {f.name: getattr(config, f.name) for f in fields(config)}
-    ours, others = of(mine), of(theirs)
-    names = [n for n in {**ours, **others} if n not in OF_TRAINING]
-    differ = [
-        f"{n} is {ours.get(n)} in the run, {others.get(n)} there"
-        for n in names
-        if ours.get(n) != others.get(n)
-    ]
-    if differ or type(mine) is not type(theirs):
-        what = "; ".join(differ[:6]) or f"it is a {type(theirs).__name__[:-6]}"
-        raise ValueError(
-            f"--like {named(given.like)}: its config.json describes another model than that of "
-            f"{named(given.run)}: {what}. Give one of the same shape."
-        )

@@ -194,25 +194,29 @@ def saved_config(given: Saved) -> Train:
     return replace(config, **here)
 
 
-def saved_state(given: Saved, config: Train) -> tuple[Parts, Restored]:
-    """Return the parts of a run and its state; without an average only parameters are read."""
+def saved_state(given: Saved, config: Train, master: bool = False) -> tuple[Parts, Restored]:
+    """Return the parts of a run and its state.
+
+    Without an average, and unless master weights are asked for, only parameters are read.
+    """
     start(config)
     averages = given.average and config.optimizer.ema is not None
     place = given.run / CHECKPOINTS
     with waiting("reading the checkpoint"):
-        parts = _laid_out(given, config, averages)
-        if not averages:
+        parts = _laid_out(given, config, averages or master)
+        if not (averages or master):
             return parts, hfjax.restore(place, parts.layout, given.step, parameters_only=True)
         restored = hfjax.restore(place, parts.layout, given.step)
-        return parts, replace(restored, state=averaged(restored.state))
+        state = averaged(restored.state) if averages else restored.state
+        return parts, replace(restored, state=state)
 
 
-def _laid_out(given: Saved, config: Train, averages: bool) -> Parts:
+def _laid_out(given: Saved, config: Train, trains: bool) -> Parts:
     """Return the parts of a run as it was laid out, or as the devices at hand allow."""
-    make = lambda config: Parts(_dividing(config), trains=averages)
+    make = lambda config: Parts(_dividing(config), trains=trains)
     if given.strategy is not None:
         return make(replace(config, strategy=given.strategy, mesh=given.mesh))
-    own = config.strategy if averages else without_optimizer(config.strategy)
+    own = config.strategy if trains else without_optimizer(config.strategy)
     meshes = (config.mesh, Mesh()) if given.mesh == Mesh() else (given.mesh,)
     alone = (config.devices or jax.device_count()) == 1
     for mesh in () if alone else meshes:

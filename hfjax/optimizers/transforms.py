@@ -316,6 +316,14 @@ def from_master(params: Mapping[str, Any], state: Any) -> dict[str, Any]:
     return new
 
 
+def in_full(params: Mapping[str, Any], state: Any) -> Flat:
+    """Return parameters by path, master weights as they are in place of those that have one."""
+    new = dict(params)
+    for kept in _within(state, Mastered):
+        new |= {path: x for path, x in flatten(kept.master).items() if hasattr(x, "astype")}
+    return new
+
+
 def _within(state: Any, kind: type) -> list[Any]:
     """Return the parts of an optimizer's state that are of a kind."""
     wanted = lambda x: isinstance(x, kind)

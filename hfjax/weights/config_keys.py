@@ -124,6 +124,7 @@ def gemma2_shape(of: ConfigValues) -> LlamaConfig:
 
 def gemma3_text_shape(of: ConfigValues) -> LlamaConfig:
     """Return the shape of a Gemma 3."""
+    of.only("attn_logit_softcapping", None, "transformers' Gemma 3 leaves this cap out:")
     every = of.whole("sliding_window_pattern")
     sees = lambda i: SLIDING if (i + 1) % every else FULL
     return LlamaConfig(**_of_gemma(of, sees, _gemma3_rotary(of)), qk_norm=True)

@@ -81,6 +81,11 @@ def read_folder(path: Path) -> ModelFolder:
     config = read_object(path / CONFIG)
     index = path / INDEX
     if what_is(index) == "a file":
+        if what_is(path / WHOLE) == "a file" and WHOLE not in _shards(index).values():
+            raise ValueError(
+                f"{named(path)} has {WHOLE} and {INDEX} of other files: which one is the model? "
+                "Take one of them out."
+            )
         return ModelFolder(path, config, _of_index(path, index))
     if what_is(path / WHOLE) == "a file":
         return ModelFolder(path, config, read_header(path / WHOLE))
@@ -100,10 +105,7 @@ def read_object(path: Path) -> dict[str, Any]:
 
 def _of_index(path: Path, index: Path) -> dict[str, FileTensor]:
     """Return the tensors that an index names, each from the file that it says."""
-    try:
-        shards = check_fields(read_object(index), {"weight_map": NAMES})["weight_map"]
-    except ValueError as wrong:
-        raise ValueError(f"{named(index)}: {wrong}.".replace("..", ".")) from None
+    shards = _shards(index)
     for shard in sorted({*shards.values()}):
         if Path(shard).name != shard or shard in ("", ".", ".."):
             raise ValueError(
@@ -124,6 +126,14 @@ def _of_index(path: Path, index: Path) -> dict[str, FileTensor]:
             "and the files are not of one model: get them again."
         )
     return {name: headers[shard][name] for name, shard in shards.items()}
+
+
+def _shards(index: Path) -> dict[str, str]:
+    """Return the file of each tensor, as an index says."""
+    try:
+        return check_fields(read_object(index), {"weight_map": NAMES})["weight_map"]
+    except ValueError as wrong:
+        raise ValueError(f"{named(index)}: {wrong}.".replace("..", ".")) from None
 
 
 def _nothing(path: Path) -> str:

@@ -134,7 +134,8 @@ class RuleTable:
         check_covers(pieces, shapes)
         used = {t.name for piece in pieces for t in (piece.tensor, piece.twin) if t is not None}
         over = [t for name, t in tensors.items() if name not in used and not self._ignores(name)]
-        lines = [*_missing(pieces, tensors, over), *_misshapen(pieces), *_over(over, pieces)]
+        wrong = [*_misshapen(pieces), *_of_two_types(pieces)]
+        lines = [*_missing(pieces, tensors, over), *wrong, *_over(over, pieces)]
         if lines:
             raise ValueError(
                 "the tensors of the files are not those of the model that config.json describes:"
@@ -204,6 +205,15 @@ def _misshapen(pieces: Iterable[PlacedTensor]) -> list[str]:
             if t.shape != p.rule.shape or not real(t)
         ]
     )
+
+
+def _of_two_types(pieces: Iterable[PlacedTensor]) -> list[str]:
+    return [
+        f"{named(t.name)} is {t.dtype}, and {named(p.tensor.name)}, which is the same (config.json "
+        f"says tie_word_embeddings), {p.tensor.dtype}: store it once, or both in one type"
+        for p in pieces
+        if (t := p.twin) is not None and p.tensor is not None and p.tensor.dtype != t.dtype
+    ]
 
 
 def _over(over: Sequence[FileTensor], pieces: Sequence[PlacedTensor]) -> list[str]:

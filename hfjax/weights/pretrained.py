@@ -20,6 +20,10 @@ from hfjax.base.paths import Flat
 from hfjax.base.read_files import ORDINARY, what_is
 from hfjax.base.tables import bytes_of, human, named
 from hfjax.data.tokenizer import ends_of, load_tokenizer
+from hfjax.models.gpt import GPTConfig
+from hfjax.models.llama import LlamaConfig, LocalLayers
+from hfjax.models.moe.layer import Mixing
+from hfjax.models.moe.moe_llama import MoEConfig
 from hfjax.plan.check_state import check_layout
 from hfjax.plan.layout import Layout, State
 from hfjax.processes.agreement import check_same, in_all
@@ -243,7 +247,7 @@ def export(
 
 
 def _check_like(model: Pretrained, layout: Layout) -> None:
-    """Refuse a layout of another model, with both shapes."""
+    """Refuse a layout of another model: with both shapes, or what it computes otherwise."""
     shapes = {path: tuple(x.shape) for path, x in layout.arrays.items()}
     lines = [
         f"{path} is {_shape(shapes.get(path))} in the state, {_shape(model.shapes.get(path))} in "
@@ -251,13 +255,49 @@ def _check_like(model: Pretrained, layout: Layout) -> None:
         for path in sorted({*shapes, *model.shapes})
         if shapes.get(path) != model.shapes.get(path)
     ]
+    made = getattr(layout.blueprint.abstract("eval"), "config", None)
+    if not lines and isinstance(made, GPTConfig | LlamaConfig):
+        lines = differences(made, config_of(model.folder.config))
     if lines:
         more = [f"… and {len(lines) - 8} more"] * (len(lines) > 8)
         raise ValueError(
             f"the state is not of the model {named(model.folder.path)}:\n  "
             + "\n  ".join([*lines[:8], *more])
-            + "\nGive the folder of the model that it began as: like=FOLDER."
+            + "\nIts config.json would describe another model. Give the folder of the model that "
+            "it began as, and change nothing of that: like=FOLDER."
         )
+
+
+def differences(made: Any, written: Any) -> list[str]:
+    """Return what two configurations compute otherwise, whatever they are trained with."""
+    ours, theirs = (_computes(config) for config in (made, written))
+    return [
+        f"{name} is {ours.get(name)} in the state, {theirs.get(name)} in the model"
+        for name in {**ours, **theirs}
+        if ours.get(name) != theirs.get(name)
+    ]
+
+
+OF_TRAINING = {"vocab", "pad_vocab_to", "length", "dropout", "router", "dense"}
+OF_ROUTERS = ("scores", "normalise", "scale", "groups", "best_groups")
+OF_ATTENTION = ("window", "cap")
+
+
+def _computes(config: Any) -> dict[str, Any]:
+    """Return what of a configuration decides what a model makes of its weights."""
+    words = {f.name: getattr(config, f.name) for f in fields(config) if f.name not in OF_MIXING}
+    words = {name: x for name, x in words.items() if name not in OF_TRAINING}
+    words["attention"] = [getattr(config.attention, name, None) for name in OF_ATTENTION]
+    if isinstance(local := words.get("local"), LocalLayers):
+        seen = [getattr(local.attention, name, None) for name in OF_ATTENTION]
+        words["local"] = [local.layers, seen, local.rotary]
+    if isinstance(config, MoEConfig):
+        words |= {name: getattr(config, name) for name in ("top_k", "shared", "residual")}
+        words |= {f"router.{name}": getattr(config.router, name) for name in OF_ROUTERS}
+    return words
+
+
+OF_MIXING = {f.name for f in fields(Mixing)}
 
 
 def _shape(shape: Mapping | Shape | None) -> str:

@@ -62,7 +62,7 @@ def groups_of(pieces: Sequence[PlacedTensor], most: int) -> list[Group]:
     numbered = len(pieces[0].index)
     sizes = tuple(1 + max(p.index[i] for p in pieces) for i in range(numbered))
     bytes_ = sum(_bytes(piece) for piece in pieces)
-    cut = 0
+    cut = numbered if _of_many_types(pieces) else 0  # rows of one array have one type
     while cut < numbered and bytes_ > most:
         bytes_ //= sizes[cut]
         cut += 1
@@ -73,6 +73,12 @@ def groups_of(pieces: Sequence[PlacedTensor], most: int) -> list[Group]:
         Group(pieces[0].path, index, sizes[cut:], tuple(map(tuple, slots.values())))
         for index, slots in found.items()
     ]
+
+
+def _of_many_types(pieces: Sequence[PlacedTensor]) -> bool:
+    """Return whether tensors of one rule differ in type."""
+    kinds = {(piece.rule, piece.tensor.dtype) for piece in pieces if piece.tensor is not None}
+    return len(kinds) > len({piece.rule for piece in pieces})
 
 
 def _bytes(piece: PlacedTensor) -> int:
@@ -259,15 +265,15 @@ class RowMover:
 
     def _on_device(self, kept: tuple, index: jax.Array, given: Sequence[jax.Array]) -> Any:
         rows, others = given[: len(self.ways)], given[len(self.ways) :]
-        finite = [self._every(jnp.isfinite(x), len(self.first)) for x in rows]
+        finite = [self.every(jnp.isfinite(x), len(self.first)) for x in rows]
         twins = [x for x, twin in zip(rows, self.twins, strict=True) if twin]
-        alike = [self._every(x == y, 0) for x, y in zip(twins, others, strict=True)]
+        alike = [self.every(x == y, 0) for x, y in zip(twins, others, strict=True)]
         block = self._joined([way.arrive(x) for way, x in zip(self.ways, rows, strict=True)])
         block = self.ways[0].cut(block).astype(self.dtype)
         flags = jnp.stack(finite), jnp.array(alike)
         return (self._put(kept[0], block, index) if kept else block), flags
 
-    def _every(self, flags: jax.Array, first: int) -> jax.Array:
+    def every(self, flags: jax.Array, first: int) -> jax.Array:
         """Return whether all are set, on all devices, for each tensor."""
         here = flags.all(tuple(range(first, flags.ndim))).astype(jnp.int32)
         return lax.pmin(here, self.where.mesh.axis_names) > 0

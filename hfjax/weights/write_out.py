@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,9 +19,11 @@ import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec as P
 
+from hfjax.base.paths import Flat, flatten, nest
 from hfjax.base.read_files import what_is
 from hfjax.base.tables import human, named
 from hfjax.base.write_files import delete, opened
+from hfjax.optimizers.transforms import in_full
 from hfjax.parallel.memory import to_device
 from hfjax.parallel.placement import entries_of
 from hfjax.plan.layout import Layout, State
@@ -62,7 +65,7 @@ def write_out(
     """Write the parameters of a state as a model's folder; return the bytes written here."""
     kinds = kinds_of(pieces, folder, dtype)
     files = dict(in_files(kinds, shard))
-    new = target.with_name(f".{target.name}.new")
+    new = _beside(target)
     agreed(lambda: _begin(target, new, files))
     try:
         written = in_all(lambda: _written(new, layout, state, pieces, files))
@@ -72,6 +75,13 @@ def write_out(
             delete(new)
         raise
     return written
+
+
+def _beside(target: Path) -> Path:
+    """Return what the folder is called until it is whole."""
+    if not target.name:
+        raise ValueError(f"{named(target)} is there already: the name of a new folder is expected.")
+    return target.with_name(f".{target.name}.new")
 
 
 def kinds_of(pieces: Sequence[PlacedTensor], folder: ModelFolder, dtype: np.dtype | None) -> Kinds:
@@ -144,7 +154,8 @@ def _written(
 ) -> int:
     """Write the rows that are here; return how many bytes they have."""
     places = {t.name: t for name, kinds in files.items() for t in placed(new / name, kinds)}
-    params, rows = parameters_of(layout, state), RowsOfFiles(layout.mesh, writes=True)
+    params, rows = _in_full(layout, state), RowsOfFiles(layout.mesh, writes=True)
+    told: list[tuple[Group, Any]] = []
     last: tuple[Group, Taken] | None = None
     where = {
         path: NamedSharding(layout.mesh, P(*of.parameter))
@@ -155,6 +166,7 @@ def _written(
             array = _on_device(params[path], where[path])
             for group in groups_of(of_path, AT_ONCE * jax.process_count()):
                 made = _taken(group, places, array, where[path])
+                told.append((group, made.finite))
                 if last is not None:  # written while the devices make the next
                     _write(rows, places, *last)
                 last = group, made
@@ -162,7 +174,36 @@ def _written(
             _write(rows, places, *last)
     finally:
         rows.close()
-    return rows.ended()
+    written = rows.ended()
+    _check_finite(told)
+    return written
+
+
+def _in_full(layout: Layout, state: State) -> Flat:
+    """Return parameters by path; of those that are master weights, rounded, these themselves.
+
+    A state with averages in place of parameters keeps its averages.
+    """
+    params = parameters_of(layout, state)
+    kept = in_full(flatten(state.params), state.optimizer)
+    if layout.storage.packed or kept.keys() != flatten(state.params).keys():
+        return params
+    full = parameters_of(layout, replace(state, params=nest(kept)))
+    rounded = jax.jit(lambda x, full: jnp.all(to_device(full).astype(x.dtype) == to_device(x)))
+    same = lambda path, x: full[path].dtype == x.dtype or not rounded(x, full[path])
+    return {path: x if same(path, x) else full[path] for path, x in params.items()}
+
+
+def _check_finite(told: Sequence[tuple[Group, Any]]) -> None:
+    """Refuse numbers that nothing can be read from again."""
+    for group, flags in told:
+        for slot, fine in zip(group.slots, np.asarray(flags), strict=True):
+            if not fine:
+                raise ValueError(
+                    f"{slot[0].path} (our name of {slot[0].name}) would hold numbers that are not "
+                    "finite: the state has them, or they are too large for the type of the files. "
+                    'Give a wider one, dtype="float32", or an earlier state.'
+                )
 
 
 def _on_device(x: Any, where: NamedSharding) -> jax.Array:
@@ -187,6 +228,7 @@ class Taken(NamedTuple):
 
     ways: Sequence[Way]
     rows: Sequence[jax.Array]
+    finite: jax.Array  # of each slot
 
 
 def _taken(
@@ -197,8 +239,8 @@ def _taken(
     twins = (False,) * len(group.slots)
     dtype = np.dtype(array.dtype)
     way = mover(of_program(group.rules), twins, group.first, array.shape, dtype, where)
-    rows = _taker(way, kinds)(array, np.array(group.at, np.int32))
-    return Taken(way.ways, rows)
+    rows, finite = _taker(way, kinds)(array, np.array(group.at, np.int32))
+    return Taken(way.ways, rows, finite)
 
 
 def _one_each(group: Group) -> Iterator[tuple[int, FileTensor]]:
@@ -213,14 +255,15 @@ def _taker(mover: RowMover, kinds: tuple[np.dtype, ...]) -> Any:
     """Return the program (stack, index) -> rows of each slot: a mover the other way round."""
     where, numbered, first = mover.where, mover.numbered, len(mover.first)
 
-    def on_device(stack: jax.Array, index: jax.Array) -> list[jax.Array]:
+    def on_device(stack: jax.Array, index: jax.Array) -> tuple[list[jax.Array], jax.Array]:
         block = mover.ways[0].whole(_block(where, stack, index) if numbered else stack)
-        return [
+        rows = [
             way.leave(_slot(block, way.rule, first, way.padded is not None).astype(kind))
             for way, kind in zip(mover.ways, kinds, strict=True)
         ]
+        return rows, jnp.stack([mover.every(jnp.isfinite(x), 0) for x in rows])
 
-    specs: Any = {"in_specs": (where.spec, P()), "out_specs": [w.spec for w in mover.ways]}
+    specs: Any = {"in_specs": (where.spec, P()), "out_specs": ([w.spec for w in mover.ways], P())}
     return jax.jit(jax.shard_map(on_device, mesh=where.mesh, check_vma=False, **specs))
 
 
@@ -258,7 +301,7 @@ def _finish(
     try:
         for pattern in BESIDE:
             for path in sorted(folder.path.glob(pattern)):
-                if path.is_file() and not path.is_symlink():
+                if path.is_file():  # of a hub's cache it is a link
                     shutil.copyfile(path, new / path.name)
         if len(files) > 1:
             _json(new / INDEX, _index(files))
