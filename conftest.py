@@ -62,7 +62,7 @@ from jaxlib.mlir import ir  # noqa: E402
 
 if not ON_GPU:
     jax.config.update("jax_platforms", "cpu")
-# A context takes long to make: one for all saves a tenth of the suite's time.
+# A context takes long to make: one for all saves a twentieth of the suite's time.
 if version("jaxlib").startswith("0.10."):  # later versions share contexts themselves
     make_ir_context = mlir.make_ir_context
     for_all = functools.cache(make_ir_context)
@@ -109,8 +109,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     families: dict[tuple[str, int], list[str]] = {}
     for item in items:
         if mark := item.get_closest_marker("drawn"):
-            family = item.nodeid.split("[")[0], *(mark.args or (1,))
-            families.setdefault(family, []).append(item.nodeid)
+            times = mark.args[0] if mark.args else 1
+            families.setdefault((item.nodeid.split("[")[0], times), []).append(item.nodeid)
     every = {name for family in families.values() for name in family}
     kept = {n for (_, times), names in families.items() for n in drawn(config, names, times)}
     left_out = {item for item in items if item.nodeid in every - kept}
