@@ -83,8 +83,8 @@ def make(folder: Path, gigabytes: float, tiny: bool) -> None:
 def layout_of(model: Any, strategy: str = "FSDP") -> hfjax.Layout:
     """Return a layout of the model on all devices."""
     table, axis = STRATEGIES[strategy]
-    mesh = hfjax.make_mesh(**{axis: jax.device_count()})
-    return hfjax.layout(model.create, optax.sgd(0.1), mesh, table)
+    sizes: Any = {axis: jax.device_count()}
+    return hfjax.layout(model.create, optax.sgd(0.1), hfjax.make_mesh(**sizes), table)
 
 
 def seconds(run: Any) -> float:

@@ -14,7 +14,7 @@ BF16 = np.dtype(ml_dtypes.bfloat16)
 WIDTHS = {"vocab_size": 90, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4}
 WIDTHS |= {"num_key_value_heads": 2, "intermediate_size": 48, "max_position_embeddings": 32}
 GPT2 = {"vocab_size": 90, "n_positions": 32, "n_embd": 32, "n_layer": 4, "n_head": 4}
-CONFIGS: Mapping[str, Mapping[str, Any]] = {
+CONFIGS: dict[str, dict[str, Any]] = {
     "gpt2": {"model_type": "gpt2", **GPT2},
     "llama": {"model_type": "llama", **WIDTHS},
     "tied": {"model_type": "llama", **WIDTHS, "tie_word_embeddings": True},

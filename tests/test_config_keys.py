@@ -1,5 +1,9 @@
 """A config.json: both spellings are one shape, published sizes, and what cannot be read is said."""
 
+# pyright: reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
+# pyright: reportFunctionMemberAccess=false
+# pyright: reportArgumentType=false
+
 import json
 import math
 from pathlib import Path

@@ -9,6 +9,7 @@ import shutil
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -83,7 +84,8 @@ def test_logits_loss_and_gradients_are_those_of_transformers(family, tmp_path):
     model, wanted = pretrained_of(family, tmp_path / "in"), expected(family)
     mesh = hfjax.make_mesh(devices=jax.devices()[:1])
     layout = hfjax.layout(model.create, optax.sgd(RATE), mesh, hfjax.DDP)
-    state, batch = hfjax.init(layout, parameters=model.weights), {"tokens": wanted["tokens"]}
+    state = hfjax.init(layout, parameters=model.weights)
+    batch: Any = {"tokens": wanted["tokens"]}
     graph, parameters, rest = nnx.split(hfjax.module(layout, state), nnx.Param, ...)
 
     def loss(parameters):

@@ -1,5 +1,7 @@
 """One stack of layers of two kinds, and caps: one device's result on any mesh."""
 
+# pyright: reportArgumentType=false
+
 import jax
 import numpy as np
 import optax

@@ -87,7 +87,6 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-@pytest.mark.drawn
 def test_a_mistake_is_found_by_what_people_write(mistake, monkeypatch):
     make, names = MISTAKES[mistake]
     make(monkeypatch)

@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 from dataclasses import replace
+from typing import Any
 
 import jax
 import numpy as np
@@ -19,7 +20,7 @@ from hfjax.weights.tensor_files import read_rows
 from tests.model_folders import BF16, CONFIGS, drawn, write_file, written
 
 SPLIT = hfjax.FSDP.edit(replicate_below=0)
-LAYOUTS = {
+LAYOUTS: dict[str, Any] = {
     "DDP": (hfjax.DDP, {"data": 8}),
     "FSDP": (SPLIT, {"fsdp": 8}),
     "HSDP": (hfjax.HSDP.edit(replicate_below=0), {"data": 2, "fsdp": 4}),
@@ -30,7 +31,7 @@ LAYOUTS = {
     "HOST": (SPLIT | hfjax.HOST_PARAMETERS, {"fsdp": 8}),
 }
 WITH_EXPERTS = {"mixtral", "qwen3_moe"}
-PADDED = {"pad_vocab_to": 32}
+PADDED: dict[str, Any] = {"pad_vocab_to": 32}
 
 
 def layout_of(model, name="FSDP"):

@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -18,7 +19,7 @@ from tests.model_folders import BF16, CONFIGS, drawn, written
 from tests.test_weights import PADDED, assert_same_bits
 
 SPLIT = hfjax.FSDP.edit(replicate_below=0)
-CASES = {
+CASES: dict[str, Any] = {
     "DDP": (hfjax.DDP, {"data": 4}),
     "FSDP": (SPLIT, {"fsdp": 4}),
     "TENSOR": (SPLIT | hfjax.TENSOR, {"fsdp": 2, "tensor": 2}),

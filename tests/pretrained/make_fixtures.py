@@ -9,6 +9,8 @@ the versions) and expected.npz. Weights are drawn from their names (weights_of.p
 the speeds of rotary positions of published models, whose keys are in published.json.
 """
 
+# pyright: reportMissingImports=false, reportReturnType=false, reportArgumentType=false
+
 import importlib
 import json
 import sys
