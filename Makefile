@@ -10,7 +10,7 @@ demo: $(VENV)/ok  ## train a GPT on 8 fake CPU devices under every strategy
 	$(PY) -m hfjax demo
 
 test: $(VENV)/ok  ## the standard suite: each law, with cases drawn by the commit
-	$(PY) -m pytest -q -n 2 --dist worksteal -m "not slow" --draw 4
+	$(PY) -m pytest -q -n 2 --dist worksteal -m "not slow" --draw 6
 
 test-all: $(VENV)/ok  ## with the long matrix: every strategy in float64
 	$(PY) -m pytest -q -n 2 --dist worksteal

@@ -14,6 +14,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from importlib.metadata import version
+from importlib.util import find_spec
 from typing import Any
 
 ON_GPU = os.environ.get("HFJAX_TEST_GPU") == "1"
@@ -76,13 +77,13 @@ if version("jaxlib").startswith("0.10."):  # later versions share contexts thems
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
-
+collect_ignore = [] if find_spec("torch") else ["tests/pretrained/make_fixtures.py"]
 if jax.__version_info__ < (0, 11, 2):  # what they add to is not there yet
-    collect_ignore = ["tests/interpreter.py", "tests/interpreter_memory.py"]
+    collect_ignore += ["tests/interpreter.py", "tests/interpreter_memory.py"]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """--draw 4: of the cases of a test marked drawn, one in four runs; one in eight of drawn(2)."""
+    """--draw 6: of the cases of a test marked drawn, one in six runs; one in twelve of drawn(2)."""
     words = "of each test marked drawn, run one case in so many (at least one), by the commit"
     parser.addoption("--draw", type=int, default=1, help=words)
 

@@ -1,4 +1,4 @@
-"""FolderWeights from files into a layout: time beside its two parts, bytes and memory by process.
+"""Weights from files into a layout: time beside its two parts, bytes and memory by process.
 
 A model of random bfloat16 weights is written once; then it is read by `np.fromfile`, as rows by
 `RowsOfFiles`, moved by the programs alone, and brought in as `hfjax.init` does. Then real processes
@@ -239,7 +239,7 @@ def main() -> None:
         cases = cases[1:2] if given.smoke else cases
         page = "\n".join(
             [
-                "# FolderWeights from files into a layout",
+                "# Weights from files into a layout",
                 "",
                 f"`python -m benchmarks.pretrained --gigabytes {given.gigabytes:g}`, "
                 f"{date.today()}, jax {jax.__version__}, {os.cpu_count()} cores, page cache warm.",

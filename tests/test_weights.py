@@ -433,7 +433,7 @@ def test_what_cannot_be_read_again_is_not_written(folder, tmp_path):
     layout = layout_of(model)
     state = hfjax.init(layout, parameters=model.weights)  # numbers up to 50,000
     large = jax.tree.map(lambda x: x * 2, state.params)
-    with pytest.raises(ValueError, match=r"down_proj\.weight\) would hold numbers that are not"):
+    with pytest.raises(ValueError, match=r"\.weight \(our .*\) would hold numbers that are not"):
         hfjax.export(tmp_path / "a", layout, replace(state, params=large), model, dtype="float16")
     assert not list(tmp_path.glob("*a*"))
 

@@ -198,12 +198,13 @@ def _check_finite(told: Sequence[tuple[Group, Any]]) -> None:
     """Refuse numbers that nothing can be read from again."""
     for group, flags in told:
         for slot, fine in zip(group.slots, np.asarray(flags), strict=True):
-            if not fine:
-                raise ValueError(
-                    f"{slot[0].path} (our name of {slot[0].name}) would hold numbers that are not "
-                    "finite: the state has them, or they are too large for the type of the files. "
-                    'Give a wider one, dtype="float32", or an earlier state.'
-                )
+            for piece, ok in zip(slot, fine.reshape(-1), strict=True):
+                if not ok:
+                    raise ValueError(
+                        f"{piece.name} (our {piece.path}) would hold numbers that are not finite: "
+                        "the state has them, or they are too large for the type of the files. Give "
+                        'a wider one, dtype="float32", or an earlier state.'
+                    )
 
 
 def _on_device(x: Any, where: NamedSharding) -> jax.Array:
@@ -261,7 +262,7 @@ def _taker(mover: RowMover, kinds: tuple[np.dtype, ...]) -> Any:
             way.leave(_slot(block, way.rule, first, way.padded is not None).astype(kind))
             for way, kind in zip(mover.ways, kinds, strict=True)
         ]
-        return rows, jnp.stack([mover.every(jnp.isfinite(x), 0) for x in rows])
+        return rows, jnp.stack([mover.every(jnp.isfinite(x), first) for x in rows])
 
     specs: Any = {"in_specs": (where.spec, P()), "out_specs": ([w.spec for w in mover.ways], P())}
     return jax.jit(jax.shard_map(on_device, mesh=where.mesh, check_vma=False, **specs))
