@@ -66,7 +66,7 @@ def test_every_element_of_every_file_has_one_place(name, folders):
     assert (np.sort(numbers)[padding:] == 1 + np.arange(numbers.size - padding)).all()
 
 
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize("most", [1 << 30, 1 << 10])
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "DDP"])
