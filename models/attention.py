@@ -91,14 +91,7 @@ def capped(cap: float, window: int | None = None) -> Callable:
     if not (window is None or is_whole(window, 1)):
         raise ValueError(f"capped(window={window!r}): at least 1 (a query sees itself), or None.")
 
-    def attend(
-        q_BSHD: jax.Array,
-        k_BSGD: jax.Array,
-        v_BSGD: jax.Array,
-        documents_BS: jax.Array | None = None,
-    ) -> jax.Array:
-        return blocked(q_BSHD, k_BSGD, v_BSGD, documents_BS, window, cap)
-
+    attend = partial(blocked, window=window, cap=cap)
     attend.cap, attend.window = cap, window  # type: ignore[attr-defined]
     return attend
 

@@ -3,8 +3,6 @@
 import json
 import os
 import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +15,7 @@ import hfjax
 from hfjax.weights import stream_in
 from tests.model_folders import BF16, CONFIGS, drawn, written
 from tests.test_weights import PADDED, assert_same_bits
+from tests.workers import finished, start
 
 SPLIT = hfjax.FSDP.edit(replicate_below=0)
 CASES: dict[str, Any] = {
@@ -93,22 +92,10 @@ def told_by(processes, root):
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = str(free.getsockname()[1])
-    path = f"{os.getcwd()}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
-    run = lambda rank: subprocess.Popen(
-        [sys.executable, "-W", "ignore", "-c", WORKER, port, str(rank), str(processes), str(root)],
-        env=os.environ | {"PYTHONPATH": path},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    workers = [run(rank) for rank in range(processes)]
-    try:
-        told = [worker.communicate(timeout=150) for worker in workers]
-    finally:
-        for worker in workers:
-            worker.kill()
-    assert {worker.returncode for worker in workers} == {0}, told
-    return [[json.loads(x) for x in out.splitlines() if x[:1] == "{"] for out, _ in told]
+    workers = [start(WORKER, port, rank, processes, root) for rank in range(processes)]
+    told = finished(*workers, limit=150)
+    assert {status for status, *_ in told} == {0}, told
+    return [[json.loads(x) for x in out.splitlines() if x[:1] == "{"] for _, out, _ in told]
 
 
 @pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.slow)])

@@ -29,10 +29,10 @@ def start(source, *arguments, **more):
     )
 
 
-def finished(*processes):
+def finished(*processes, limit=LIMIT):
     """Return (exit status, standard output, standard error) of each, when all have ended."""
     try:
-        told = [process.communicate(timeout=LIMIT) for process in processes]
+        told = [process.communicate(timeout=limit) for process in processes]
     finally:
         for process in processes:
             process.kill()

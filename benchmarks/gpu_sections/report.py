@@ -31,7 +31,7 @@ def page(found: Mapping[str, Any]) -> str:
     parts = [
         "# On one GPU\n",
         *[f"`{command}`" for command in found["command"].split("; ")],
-        f"{found['date']}, {_device(device)}.",
+        *wrap(f"{found['date']}, {_device(device)}.", 100),
         *wrap(", ".join(f"{k} {v}" for k, v in found["versions"].items() if v) + ".", 100),
         "",
         *_ceilings(rates),

@@ -320,7 +320,7 @@ def in_full(params: Mapping[str, Any], state: Any) -> Flat:
     """Return parameters by path, master weights as they are in place of those that have one."""
     new = dict(params)
     for kept in _within(state, Mastered):
-        new |= {path: x for path, x in flatten(kept.master).items() if hasattr(x, "astype")}
+        new |= _kept(kept.master)
     return new
 
 
@@ -332,8 +332,12 @@ def _within(state: Any, kind: type) -> list[Any]:
 
 def _as_stored(tree: Tree, params: Mapping[str, Any]) -> Flat:
     """Return what is kept of parameters, by path, in their dtypes; of frozen ones there is none."""
-    kept = {path: x for path, x in flatten(tree).items() if hasattr(x, "astype")}
-    return {path: x.astype(params[path].dtype) for path, x in kept.items()}
+    return {path: x.astype(params[path].dtype) for path, x in _kept(tree).items()}
+
+
+def _kept(tree: Tree) -> Flat:
+    """Return what is kept of parameters, by path."""
+    return {path: x for path, x in flatten(tree).items() if hasattr(x, "astype")}
 
 
 class Averaged(NamedTuple):

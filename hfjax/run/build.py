@@ -75,18 +75,21 @@ class Parts:
         given = self.config.model
         return None if given.pretrained is None else model_of(given)
 
+    @property
+    def _reader(self) -> Pretrained | None:
+        """The model of a folder that has a tokenizer, by which all text is read."""
+        given = self.pretrained
+        return given if given is not None and given.has_tokenizer else None
+
     @cached_property
     def tokenizer(self) -> Any:
         """The tokenizer: that of the model's folder, or else of the data."""
-        if self.pretrained is not None and self.pretrained.has_tokenizer:
-            return self.pretrained.tokenizer
-        return self.tokens[0].tokenizer
+        return self.tokens[0].tokenizer if self._reader is None else self._reader.tokenizer
 
     @property
     def reads_text(self) -> bool:
         """Whether there is a tokenizer: some data is of tokens alone."""
-        of_folder = self.pretrained is not None and self.pretrained.has_tokenizer
-        return of_folder or self.tokens[0].meta.tokenizer != "none"
+        return self._reader is not None or self.tokens[0].meta.tokenizer != "none"
 
     @cached_property
     def mesh(self) -> jax.sharding.Mesh:
@@ -192,8 +195,8 @@ class Parts:
 
     def _of_model(self, tokens: TokenSet) -> TokenSet:
         """Return a data set; refuse one whose numbers are no tokens of the folder's model."""
-        if self.pretrained is not None and self.pretrained.has_tokenizer:
-            check_made_by(tokens, self.tokenizer, self.pretrained.folder.path)
+        if self._reader is not None:
+            check_made_by(tokens, self._reader.tokenizer, self._reader.folder.path)
         return tokens
 
     @cached_property
@@ -211,7 +214,7 @@ class Parts:
         if place is None and c.valid is None:
             return None
         tokens = self._of_model(TokenSet(place or Path(given)))
-        if self.pretrained is None or not self.pretrained.has_tokenizer:
+        if self._reader is None:
             check_same_tokenizer([self.tokens[0], tokens])
         return self._loader(tokens, shuffle=False, epochs=1, pad_last=True)
 

@@ -93,7 +93,7 @@ def _drop(path: Path, start: int) -> None:
     """Take out the steps that are done again: from the checkpoint on that the run goes on from."""
     lines = read(path)
     kept = [line for line in lines if line["step"] < start or "loss" not in line]
-    kept = [line for line in kept if line["step"] <= start and start]
+    kept = [line for line in kept if line["step"] <= start] if start else []
     if path.exists():
         replace_text(path, "".join(json.dumps(line) + "\n" for line in kept))
 

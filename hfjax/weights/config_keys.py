@@ -2,8 +2,8 @@
 
 Keys that are absent are as `transformers` has them. Both spellings of what has changed in it are
 read: `rope_parameters`, and before it `rope_scaling` and `rope_theta`; `num_experts` and
-`num_local_experts`; `layer_types` and `sliding_window_pattern`; `dtype` and `torch_dtype`. Dropout
-is left out: it is a setting of training.
+`num_local_experts`; `layer_types` and `sliding_window_pattern`. Dropout is left out: it is a
+setting of training.
 """
 
 from collections.abc import Callable, Mapping

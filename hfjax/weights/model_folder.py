@@ -46,12 +46,6 @@ class ModelFolder:
     config: Mapping[str, Any]
     tensors: Mapping[str, FileTensor]
 
-    @cached_property
-    def generation(self) -> Mapping[str, Any]:
-        """What generation_config.json says; nothing if it is not there."""
-        path = self.path / GENERATION
-        return read_object(path) if what_is(path) == "a file" else {}
-
     @property
     def files(self) -> list[Path]:
         """The files of tensors, each once."""

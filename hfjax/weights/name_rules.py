@@ -6,7 +6,6 @@ same table read from right to left.
 """
 
 import difflib
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -155,17 +154,16 @@ class RuleTable:
 
 
 def check_covers(pieces: Sequence[PlacedTensor], shapes: Mapping[str, Shape]) -> None:
-    """Refuse rules that do not fill each parameter of a model, each place once."""
-    filled: dict[str, int] = {}
+    """Refuse tensors that do not fit their parameters, and parameters that have no tensor."""
     for piece in pieces:
         shape, rule = shapes.get(piece.path), piece.rule
         own = None if shape is None else shape[len(piece.index) :]
         if shape is None or not _fits(rule, own or ()):
             there = "is not in the model" if shape is None else f"is {_shape(shape)} there"
             raise ValueError(f"{piece.name} -> {piece.path} {_shape(rule.block)}: it {there}.")
-        filled[piece.path] = filled.get(piece.path, 0) + math.prod(rule.block)
+    filled = {piece.path for piece in pieces}
     for path, shape in shapes.items():
-        if filled.get(path, 0) == 0:
+        if path not in filled:
             raise ValueError(
                 f"{path} {_shape(shape)} of the model has no tensor in the files of its family: "
                 "the layout is not of the model that hfjax.pretrained returned."

@@ -19,7 +19,7 @@ from hfjax.base.keywords import check_keywords, known_keywords
 from hfjax.base.paths import Flat
 from hfjax.base.read_files import ORDINARY, what_is
 from hfjax.base.tables import bytes_of, human, named
-from hfjax.data.tokenizer import ends_of, load_tokenizer
+from hfjax.data.tokenizer import load_tokenizer
 from hfjax.models.gpt import GPTConfig
 from hfjax.models.llama import LlamaConfig, LocalLayers
 from hfjax.models.moe.layer import Mixing
@@ -113,11 +113,6 @@ class Pretrained:
                 "of one model."
             )
         return found
-
-    @property
-    def ends(self) -> list[int]:
-        """The tokens that end a text: of generation_config.json, else of config.json."""
-        return ends_of(self.folder.generation, self.folder.config)
 
     @property
     def bytes(self) -> int:

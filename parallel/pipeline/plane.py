@@ -199,7 +199,7 @@ class PipelinePlane(Plane):
 def no_permutes(table: Table, listed: bool, remat: Remat, blueprint: Blueprint) -> str | None:
     """Return why no layer can permute in a pipeline: it has branches, and one in them waits."""
     branches = {
-        "layers of two kinds have a branch for each": has_kinds(blueprint),
+        "layers of two kinds have a branch for each": _has_kinds(blueprint),
         f"schedule {table.name} has branches": table.branches,
         "a pipeline of a list of layers has a branch for each": listed,
         'remat="except_last" has branches': remat.what == "except_last",
@@ -236,7 +236,7 @@ def _bytes(tree: Tree) -> tuple[int, int]:
     return bytes_of(leaves) - bytes_of(host), bytes_of(host)
 
 
-def has_kinds(blueprint: Blueprint) -> bool:
+def _has_kinds(blueprint: Blueprint) -> bool:
     """Return whether layers take a branch by a variable: one marked `chooses_branch=True`."""
     marked = lambda v: isinstance(v, nnx.Variable) and v.get_metadata("chooses_branch", False)
     return any(map(marked, blueprint.variables.values()))
