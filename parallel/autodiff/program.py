@@ -191,6 +191,7 @@ class Residuals:
         stash: Those of what is stashed.
         tensors: A description of each.
         constants: What the program closes over.
+        reads: Which leaves of `known` the pullback reads.
     """
 
     def __init__(self, function: Callable, known: Any, x: Any):
@@ -209,6 +210,8 @@ class Residuals:
         at_hand = depends.union(self._known, program.constants)
         self._remake = program.part([v for v in kept if v not in at_hand], self._known)
         self._stashed = [v for v in kept if v in depends]
+        read = self._remake.reads.union(kept)
+        self.reads = [v in read for v in self._known]
         form = treedef_tuple((out, jax.tree.structure(self._stashed)))
         self.forward = program.function(program.inputs, [*outputs, *self._stashed], form)
         self.out, self.stash = ([v.aval for v in values] for values in (outputs, self._stashed))

@@ -134,9 +134,13 @@ def _forward(move: Movement, value: jax.Array, slot: jax.Array):
 
 
 def _backward(move: Movement, like: jax.Array, cotangent: jax.Array):
-    scatters, psum_at_once, dims = move.scatters, move.psum_at_once, move.tensor_dims
-    dtypes = move.reduce_dtype, like.dtype
-    return None, reduce_gradient(cotangent, scatters, psum_at_once, dims, *dtypes)
+    return None, reduced(move, cotangent, like.dtype)
+
+
+def reduced(move: Movement, cotangent: jax.Array, dtype: Any) -> jax.Array:
+    """Return what is added to a gradient of this dtype, of the cotangent of a whole parameter."""
+    moves = move.scatters, move.psum_at_once, move.tensor_dims
+    return reduce_gradient(cotangent, *moves, move.reduce_dtype, dtype)
 
 
 _fetch.defvjp(_forward, _backward)

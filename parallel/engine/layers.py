@@ -7,7 +7,6 @@ import jax
 
 from hfjax.parallel.activation_offload import Share, Tensor, share
 from hfjax.parallel.autodiff.saved import Choose, kept
-from hfjax.parallel.compiler import GPU
 from hfjax.parallel.engine.fetch import Stored
 from hfjax.parallel.engine.local import Traced
 from hfjax.parallel.execution import Execution
@@ -57,6 +56,7 @@ class LayerOptions:
 
     execution: Execution
     gathers: bool  # parameters of layers are split: each layer gathers its own
+    only_rows: bool  # the mesh has no axes but those of rows
     platform: str
     traced: Traced  # is told what layers keep, and what of it goes to the host
 
@@ -71,18 +71,6 @@ class LayerOptions:
         keep = self.gathers and not self.execution.reshard_after_forward
         views = self.gathers or self.tells_names
         return self.remat.policy(number, views, keep, self.traced.names)
-
-    def unroll(self) -> int | bool:
-        """Return layers per turn of the scan: all, if none is recomputed (gathered parameters are).
-
-        A loop copies each layer's parameters out of their stack and what it keeps into another:
-        GPT-2 takes 50 % longer with it on an H100, and 10 % on a CPU. Outside of a loop XLA:CPU
-        merges what is recomputed with what it was computed from.
-        """
-        if self.execution.unroll is not None:
-            return self.execution.unroll
-        as_is = self.policy() is None and self.remat.group == 1 and self.execution.offload is None
-        return (self.platform in ("cpu", *GPU) and as_is) or 1
 
     def offloading(self, function: Callable, name: str, times: int, barrier: bool) -> Callable:
         """Return (parameters, variables, x) -> (x, variables) that keeps a part on the host."""

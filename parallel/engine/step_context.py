@@ -78,7 +78,9 @@ class StepContext:
         """How layers run."""
         in_layers = (p for path, p in self.placed.items() if path.startswith(LAYERS))
         gathers = any(p.split_dims("parameter") for p in in_layers)
-        return LayerOptions(self.execution, gathers, self.platform, self.traced)
+        of_mesh = meanings(self.mesh).items()
+        others = in_use(self.mesh, [a for a, what in of_mesh if what.stays or not what.rows])
+        return LayerOptions(self.execution, gathers, not others, self.platform, self.traced)
 
     def policy(self, views: bool = False) -> Callable | None:
         """Return what a layer may save whose parameters are fetched outside of it."""

@@ -14,6 +14,13 @@ from hfjax.parallel.engine.blueprint import is_list, items_of
 from hfjax.parallel.engine.fetch import Placeholder, Stored, fetched
 from hfjax.parallel.engine.layers import LayerOptions
 from hfjax.parallel.engine.on_rows import OnRows
+from hfjax.parallel.three_parts.layers_in_turn import (
+    InTurn,
+    apart,
+    goes_in_turn,
+    run_in_turn,
+    unroll,
+)
 from hfjax.parallel.three_parts.row_parts import by_parts
 
 
@@ -51,17 +58,26 @@ def layer_function(
     stands for so many layers.
     """
 
+    layer = on_rows(graph, rows, name, times)
+
+    def apply(parameters, variables, x):
+        if row is not None:
+            parameters, variables = jax.tree.map(lambda a: a[row], (parameters, variables))
+        return layer(fetched(parameters), variables, x)
+
+    return apply if policy is None else jax.checkpoint(apply, policy=policy, prevent_cse=barrier)
+
+
+def on_rows(graph: nnx.GraphDef, rows: OnRows, name: str, times: int = 1) -> Callable:
+    """Return (whole parameters, variables, x) -> (x, variables) for one layer."""
+
     def call(parameters, variables, x):
         before = _raw(variables)  # merged variables are those of the state: written in place
         layer = nnx.merge(graph, parameters, variables)
         x = layer(x)
         return x, _written(layer, before)
 
-    def apply(parameters, variables, x):
-        if row is not None:
-            parameters, variables = jax.tree.map(lambda a: a[row], (parameters, variables))
-        here = fetched(parameters)
-
+    def apply(here, variables, x):
         def run(rows, x, variables):
             given = rows.of_parameters(here), rows.of_state(variables), x
             x, written = rows.run(name, call, *given, times=times)
@@ -69,7 +85,7 @@ def layer_function(
 
         return by_parts(run, rows, name, x, variables)
 
-    return apply if policy is None else jax.checkpoint(apply, policy=policy, prevent_cse=barrier)
+    return apply
 
 
 def _written(layer: nnx.Module, before: dict) -> nnx.State:
@@ -88,8 +104,8 @@ def _raw(state: nnx.State) -> dict:
 def _run_stack(layers: nnx.Module, stored: Mapping[str, Stored], x: Any, run: LayerOptions) -> Any:
     """Return x after all layers: a scan over units of them, and those that are left over."""
     graph, *arrays = _split(layers, stored)
-    unroll, size = run.unroll(), run.remat.unit
-    barrier, rows = unroll is True or unroll != 1, run.traced.rows
+    turns, size = unroll(run), run.remat.unit
+    barrier, rows = turns is True or turns != 1, run.traced.rows
     count = jax.tree.leaves(arrays)[0].shape[0]
     units, rest = divmod(count, size)
     unit = _unit(graph, size, count, run, barrier)
@@ -98,13 +114,18 @@ def _run_stack(layers: nnx.Module, stored: Mapping[str, Stored], x: Any, run: La
     one = jax.tree.map(lambda a: a[0], many)
     kinds = rows.kinds(lambda x: unit(*one, x)[0], x)
 
-    def turn(x, unit):
+    def turn(x, unit, apply=apply):
         y, written = apply(*unit, x)
         y = rows.as_kinds(y, kinds, "between layers", count)
         check_same(x, y)
         return y, written
 
-    x, written = lax.scan(turn, rows.as_kinds(x, kinds, "before layers"), many, unroll=unroll)
+    x = rows.as_kinds(x, kinds, "before layers")
+    if goes_in_turn(run):
+        layer = on_rows(graph, rows, "layers", count)
+        x, written = _stack_in_turn(lambda *given: turn(given[2], given[:2], layer), many, x, run)
+    else:
+        x, written = lax.scan(turn, x, many, unroll=turns)
     if size > 1:
         written = jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), written)
     if rest:
@@ -115,6 +136,19 @@ def _run_stack(layers: nnx.Module, stored: Mapping[str, Stored], x: Any, run: La
         written = jax.tree.map(lambda *parts: jnp.concatenate(parts), written, more)
     nnx.update(layers, written)
     return x
+
+
+def _stack_in_turn(layer: Callable, stacks: Any, x: Any, run: LayerOptions) -> tuple[Any, Any]:
+    """Return x after stacked layers without a loop, and what they wrote, stacked."""
+    parameters, variables = stacks
+    one, count = InTurn(layer, parameters, run), jax.tree.leaves(stacks)[0].shape[0]
+    slots = apart(one.slots(parameters)) or [[]] * count
+    parameters, variables = zip(
+        *(jax.tree.map(lambda a, i=i: a[i], (parameters, variables)) for i in range(count)),
+        strict=True,
+    )
+    x, written = run_in_turn([one] * count, parameters, slots, variables, x)
+    return x, jax.tree.map(lambda *rows: jnp.stack(rows), *written)
 
 
 def _rows(arrays: Any, first: int, units: int, size: int) -> Any:
@@ -155,6 +189,8 @@ def _together(apply: Callable, run: LayerOptions, barrier: bool) -> Callable:
 
 def _run_list(layers: Any, stored: Mapping[str, Stored], x: Any, run: LayerOptions) -> Any:
     modules = list(items_of(layers))
+    if modules and goes_in_turn(run):
+        return _list_in_turn(modules, stored, x, run)
     group = run.remat.group
     for first in range(0, len(modules), group):
         part = modules[first : first + group]
@@ -170,6 +206,26 @@ def _run_list(layers: Any, stored: Mapping[str, Stored], x: Any, run: LayerOptio
     return x
 
 
+def _list_in_turn(modules: list, stored: Mapping[str, Stored], x: Any, run: LayerOptions) -> Any:
+    """Return x after listed layers, each gathered beside the one before it."""
+    rows, turns = run.traced.rows, []
+    parts = [_split(m, stored) if isinstance(m, nnx.Module) else (m, [], None) for m in modules]
+    for number, (graph, parameters, _) in enumerate(parts):
+        name = f"layers/{number}"
+        if isinstance(graph, nnx.GraphDef):
+            layer = on_rows(graph, rows, name)
+        else:  # a function, as nnx.Sequential may hold
+            layer = partial(_call_function, graph, name, rows)
+        turns.append(InTurn(layer, parameters, run))
+    _, parameters, variables = zip(*parts, strict=True)
+    slots = [one.slots(its) for one, its in zip(turns, parameters, strict=True)]
+    x, written = run_in_turn(turns, parameters, slots, variables, x)
+    for module, new in zip(modules, written, strict=True):
+        if isinstance(module, nnx.Module):
+            nnx.update(module, new)
+    return x
+
+
 def _chain(part: list, first: int, run: LayerOptions) -> Callable:
     """Return (parameters, variables, x) -> (x, variables) of modules and functions in a row."""
     graphs = [nnx.graphdef(m) if isinstance(m, nnx.Module) else m for m in part]
@@ -180,7 +236,7 @@ def _chain(part: list, first: int, run: LayerOptions) -> Callable:
         for number, graph in enumerate(graphs):
             name = f"layers/{first + number}"
             if not isinstance(graph, nnx.GraphDef):  # a function, as nnx.Sequential may hold
-                x, _ = by_parts(partial(_function, graph, name), rows, name, x, None)
+                x, _ = _call_function(graph, name, rows, None, None, x)
                 continue
             policy = run.policy((first + number) % run.remat.every)
             function = layer_function(graph, policy, rows, name=name)
@@ -189,6 +245,10 @@ def _chain(part: list, first: int, run: LayerOptions) -> Callable:
         return x, written
 
     return apply
+
+
+def _call_function(function: Callable, name: str, rows: OnRows, _: Any, __: Any, x: Any) -> Any:
+    return by_parts(partial(_function, function, name), rows, name, x, None)
 
 
 def _function(function: Callable, name: str, rows: OnRows, x: Any, _: Any) -> tuple[Any, None]:

@@ -1,0 +1,137 @@
+"""Layers in no loop, tied to one another: those of one device; they send what a loop does."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import hfjax
+from hfjax.models.gpt import next_token_loss
+from hfjax.testing import assert_strategies_agree
+from tests.small_gpt import gpt, gpt_layout, tokens
+from tests.test_rows_in_three_parts import BATCH, loss, model
+
+STRATEGIES = {
+    "FSDP": (hfjax.FSDP.edit(replicate_below=0), {"fsdp": 4}),
+    "HSDP": (hfjax.HSDP.edit(replicate_below=0), {"data": 2, "fsdp": 4}),
+    "DDP": (hfjax.DDP, {"data": 4}),
+    "ZERO2": (hfjax.ZERO2.edit(replicate_below=0), {"data": 2, "fsdp": 2}),
+}
+RUNS = {
+    "kept": {"remat": "none"},
+    "full": {"remat": "full"},
+    "dots": {"remat": "dots"},
+    "microbatches": {"remat": "full", "accumulate": 2},
+    "gathered once": {"remat": "full", "reshard_after_forward": False},
+}
+
+
+@pytest.mark.drawn(3)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("listed", [False, True], ids=["stack", "list"])
+def test_layers_in_turn_are_those_of_one_device(strategy, run, listed):
+    """Rows that join, statistics and dropout in each layer."""
+    init = model(listed=listed, layers=3, writes=True, rate=0.3)
+    case = {strategy: STRATEGIES[strategy]}
+    assert_strategies_agree(init, loss, BATCH, case, steps=2, unroll=True, **RUNS[run])
+
+
+TENSORS = {
+    "FSDP | TENSOR | SEQUENCE": (
+        hfjax.FSDP | hfjax.TENSOR | hfjax.SEQUENCE,
+        {"fsdp": 2, "tensor": 2},
+    ),
+    "FSDP | CONTEXT": (hfjax.FSDP | hfjax.CONTEXT, {"fsdp": 2, "context": 2}),
+    "FSDP, rows in parts": (hfjax.FSDP, {"fsdp": 2}, {"split_rows": 2}),
+}
+
+
+@pytest.mark.drawn(2)
+@pytest.mark.parametrize("name", TENSORS)
+@pytest.mark.parametrize("remat", ["none", "full", "names:qkv"])
+def test_also_of_a_gpt(name, remat):
+    strategy, *rest = TENSORS[name]
+    case = {name: (strategy.edit(replicate_below=0), *rest)}
+    execution = {"unroll": True, "remat": remat if remat != "names:qkv" else "names:mlp_up"}
+    assert_strategies_agree(gpt(), next_token_loss, tokens(), case, steps=2, **execution)
+
+
+class Bare(nnx.Module):
+    """A layer without parameters."""
+
+    def __call__(self, x):
+        return jnp.sin(x)
+
+
+class Unlike(nnx.Module):
+    """Layers that are not alike: one has no parameters, one is a function."""
+
+    def __init__(self, rngs):
+        one = lambda: nnx.Linear(4, 4, rngs=rngs)
+        self.layers = nnx.Sequential(one(), Bare(), jnp.tanh, nnx.BatchNorm(4, rngs=rngs), one())
+
+    def embed(self, batch):
+        return batch["x"]
+
+    def head(self, x):
+        return {"x": x, "added": 0.0}
+
+
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_layers_of_a_list_may_be_anything(remat):
+    cases = {name: STRATEGIES[name] for name in ("FSDP", "HSDP")}
+    execution = {"unroll": True, "remat": remat}
+    assert_strategies_agree(Unlike, loss, BATCH, cases, steps=2, **execution)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_one_layer_has_no_neighbours(count):
+    case = {"FSDP": STRATEGIES["FSDP"]}
+    init = model(layers=count, rate=0.3)
+    assert_strategies_agree(init, loss, BATCH, case, steps=2, unroll=True, remat="full")
+
+
+def steps(plan, batch, **execution):
+    step, state, told = hfjax.train_step(plan, next_token_loss, **execution), hfjax.init(plan), []
+    for _ in range(3):
+        state, metrics = step(state, batch)
+        told.append((float(metrics["loss"]), float(metrics["grad_norm"])))
+    return step, told
+
+
+@pytest.mark.parametrize("remat", ["none", "full"])
+@pytest.mark.parametrize(
+    "frozen", [("layers/mlp/*",), ("layers/*",), ("tokens*", "layers/attention/*")]
+)
+def test_frozen_parameters_have_no_gradient(remat, frozen):
+    plan = gpt_layout(hfjax.FSDP, {"fsdp": 8}, dropout=0.1).freeze(*frozen)
+    _, wanted = steps(plan, tokens(), remat=remat, unroll=1)
+    _, found = steps(plan, tokens(), remat=remat, unroll=True)
+    np.testing.assert_allclose(found, wanted, rtol=1e-5)
+
+
+@pytest.mark.parametrize("remat", ["none", "full"])
+@pytest.mark.parametrize("precision", ["stored", "bf16"])
+def test_a_loop_sends_the_same(remat, precision):
+    """Each parameter is gathered twice, its gradient scattered once, whatever the form."""
+    plan, batch = gpt_layout(hfjax.HSDP, {"data": 2, "fsdp": 4}, layers=4), tokens()
+    sent = []
+    for unroll in (1, True):
+        step = hfjax.train_step(
+            plan, next_token_loss, remat=remat, unroll=unroll, precision=precision
+        )
+        found = {}
+        for c in hfjax.collectives(step.lower(batch)):
+            found[c.kind, c.axes, c.dtype] = (
+                found.get((c.kind, c.axes, c.dtype), 0) + c.bytes * c.count
+            )
+        sent.append(found)
+    assert sent[0] == sent[1]
+
+
+def test_a_number_that_does_not_divide_the_layers_is_taken_as_it_is():
+    plan, batch = gpt_layout(hfjax.FSDP, {"fsdp": 8}, layers=3), tokens()
+    _, wanted = steps(plan, batch, unroll=1)
+    for unroll in (2, True, 7):
+        np.testing.assert_allclose(steps(plan, batch, unroll=unroll)[1], wanted, rtol=1e-5)
