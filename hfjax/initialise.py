@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
+from jax.typing import DTypeLike
 
 from hfjax.base.keywords import known_keywords
 from hfjax.base.paths import Flat, flatten, nest
@@ -268,7 +269,7 @@ def _of_function(
     return jax.make_array_from_callback(like.shape, sharding, part)
 
 
-def _part(given: Any, path: str, slices: Slices, dtype: Any) -> np.ndarray | None:
+def _part(given: Any, path: str, slices: Slices, dtype: DTypeLike) -> np.ndarray | None:
     """Return a part that a function gave, in the model's dtype."""
     if given is None:
         return None

@@ -116,7 +116,7 @@ def on_host(mesh: Mesh, spec: P) -> NamedSharding:
     return NamedSharding(mesh, spec, memory_kind=KIND)
 
 
-def is_host_sharding(sharding: Any) -> bool:
+def is_host_sharding(sharding: jax.sharding.Sharding) -> bool:
     """Return whether what is placed so lies in host memory."""
     return sharding.memory_kind == KIND
 

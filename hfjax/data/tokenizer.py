@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cached_property
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import Any, TypeVar
 
 import numpy as np
@@ -242,12 +243,12 @@ def train_bpe(texts: Iterable[str], vocab: int) -> TrainedTokenizer:
     return TrainedTokenizer(inner, END)
 
 
-def tokenizers_library() -> Any:
+def tokenizers_library() -> ModuleType:
     """Return the `tokenizers` library, or say how to get it."""
     return optional("tokenizers", "a trained tokenizer")
 
 
-def optional(module: str, what: str) -> Any:
+def optional(module: str, what: str) -> ModuleType:
     """Return a module of the `text` extra, or say how to get it."""
     try:
         return import_module(module)

@@ -196,7 +196,7 @@ def check_told(told: Sequence[tuple[Group, Any]]) -> None:
                 )
 
 
-def _to_host(x: jax.Array, sharding: Any) -> jax.Array:
+def _to_host(x: jax.Array, sharding: jax.sharding.Sharding) -> jax.Array:
     return jax.jit(to_host, out_shardings=of_results(sharding))(x)
 
 

@@ -124,7 +124,7 @@ def block(
     return State(o[:, :queries], m[:, :, :queries], l[:, :, :queries])
 
 
-def _rows(plan: Plan) -> Any:
+def _rows(plan: Plan) -> jax.ShapeDtypeStruct:
     shape = plan.shape
     return jax.ShapeDtypeStruct((shape.batch, shape.heads, shape.queries), jnp.float32)
 

@@ -79,11 +79,11 @@ class Tiles:
             0, self._mine(), lambda i, carry: visit(block + i * self.blocks, carry), carry
         )
 
-    def last(self) -> Any:
+    def last(self) -> jax.Array:
         """Return the number of this block's last tile, negative if it has none."""
         return lax.axis_index("block") + (self._mine() - 1) * self.blocks
 
-    def _mine(self) -> Any:
+    def _mine(self) -> jax.Array:
         after = jnp.int32(self.steps * self.each_step + self.blocks - 1) - lax.axis_index("block")
         return lax.div(after, jnp.int32(self.blocks))
 
@@ -110,10 +110,10 @@ class Stages:
     empty: Any
     tuning: Tuning
 
-    def place(self, number: Any) -> Any:
+    def place(self, number: Any) -> jax.Array:
         return lax.rem(number, jnp.int32(self.tuning.stages))
 
-    def claim(self, number: Any) -> Any:
+    def claim(self, number: Any) -> jax.Array:
         """Return the place of copy `number` once it is free again (the copier asks)."""
         place = self.place(number)
 
@@ -123,7 +123,7 @@ class Stages:
 
         return place
 
-    def filled(self, number: Any) -> Any:
+    def filled(self, number: Any) -> jax.Array:
         """Return the place of copy `number` once it holds its data (a consumer asks)."""
         plgpu.barrier_wait(self.full.at[self.place(number)])
         return self.place(number)
