@@ -146,7 +146,7 @@ def _seed(given: Any) -> Any:
     return given if given < 1 << 31 else np.uint32(given)
 
 
-def creation(layout: Layout) -> Any:
+def creation(layout: Layout) -> jax.stages.Wrapped:
     """Return the jitted program that makes a new state from a seed."""
     shardings = layout.shardings()
 

@@ -127,7 +127,7 @@ class TrainStep:
         program = self._program(donate_argnums=0, compiler_options=options)
         self._jitted = checked(program, layout.mesh)
 
-    def _program(self, **options: Any) -> Any:
+    def _program(self, **options: Any) -> jax.stages.Wrapped:
         here = NamedSharding(self.layout.mesh, P())
         return jax.jit(
             self._step,
@@ -178,7 +178,7 @@ class TrainStep:
         return replace(new, order=state.order, scale=scale), metrics
 
     @cached_property
-    def _nested(self) -> Any:
+    def _nested(self) -> jax.stages.Wrapped:
         """The program that runs within others: it is given the order in which layers are stored.
 
         It cannot be looked at while it is traced. A state that another schedule has arranged counts
