@@ -183,26 +183,39 @@ def test_names_that_no_layer_gives_are_refused(loop):
         step.trace(tokens(ROWS, LENGTH))
 
 
+class Longer(OnlyMLP):
+    """A layer that keeps one tensor more of long rows, and names it."""
+
+    def __call__(self, x):
+        y = super().__call__(x)
+        return jnp.sin(checkpoint_name(jnp.sin(y), "long")) if x.shape[1] == LENGTH else y
+
+
+class Lengths(MLPs):
+    def __init__(self, config, *, rngs):
+        super().__init__(config, rngs=rngs)
+        self.layers = stacked(config.layers, lambda rngs: Longer(config, rngs=rngs), rngs)
+
+
+def by_length(**changes):
+    return lambda rngs: Lengths(GPTConfig.tiny(**(SHAPE | changes)), rngs=rngs)
+
+
 def test_names_are_those_of_the_trace_that_asks_for_them():
     """Not of one before it, of a batch of another shape."""
-
-    class Naming(OnlyMLP):
-        def __call__(self, x):
-            y = super().__call__(x)
-            return checkpoint_name(y, "long") if x.shape[1] == LENGTH else y
-
-    class Names(MLPs):
-        def __init__(self, config, *, rngs):
-            super().__init__(config, rngs=rngs)
-            self.layers = stacked(config.layers, lambda rngs: Naming(config, rngs=rngs), rngs)
-
-    config = GPTConfig.tiny(**(SHAPE | {"length": LENGTH}))
-    model = lambda **changes: lambda rngs: Names(config, rngs=rngs)
-    step = gpt_step("names:long", model=model)
+    step = gpt_step("names:long", model=by_length)
     step.trace(tokens(ROWS, LENGTH))
     with pytest.raises(ValueError, match=r"no tensor of a layer is named 'long'; named are"):
         step.trace(tokens(ROWS, LENGTH // 2))
     step.trace(tokens(ROWS, LENGTH))  # JAX kept it: nothing is traced
+
+
+def test_the_report_of_what_is_offloaded_is_of_the_last_trace():
+    both, short = (gpt_step("none", model=by_length, offload=0.5) for _ in range(2))
+    both.trace(tokens(ROWS, LENGTH))
+    for step in both, short:
+        step.trace(tokens(ROWS, LENGTH // 2))
+    assert both.offloaded.total == short.offloaded.total
 
 
 def test_a_model_without_layers_has_none_to_compute_again():

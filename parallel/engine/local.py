@@ -239,5 +239,6 @@ class Traced:
         self.seed = seed
         self.unread, self.written = set(parameters), set()
         self.names.clear()
+        self.offloaded.rows.clear()
         self.rows.told.clear()
         self.rows.told_inner.clear()
