@@ -297,7 +297,7 @@ def _by_path(parameters: Any) -> Flat:
     return {path(keys): raw(x) for keys, x in found}
 
 
-def _check_kind(parameters: Any, given: Flat, wanted: Mapping[str, Any]) -> None:
+def _check_kind(parameters: object, given: Flat, wanted: Mapping[str, Any]) -> None:
     """Refuse what holds no arrays, and a list where the model has names."""
     others = [path for path, x in given.items() if x is not None and not hasattr(x, "dtype")]
     named = given.keys() & wanted.keys() or not isinstance(parameters, list | tuple)

@@ -165,7 +165,7 @@ class _OnTargetHost(NamedSharding):
     def __hash__(self) -> int:
         return hash((self.mesh, self.spec, KIND))
 
-    def __eq__(self, other: Any) -> bool:
+    def __eq__(self, other: object) -> bool:
         return (
             isinstance(other, _OnTargetHost) and self.mesh == other.mesh and self.spec == other.spec
         )

@@ -180,7 +180,7 @@ def _save_gathers(prim, *_, **params) -> bool:
     return prim.name == "all_gather" and not _of_activations(prim, params)
 
 
-def _unknown(given: Any) -> ValueError:
+def _unknown(given: object) -> ValueError:
     return ValueError(
         f"remat={given!r}: one of {', '.join(WHAT)}, names:a,b, every:2, group:4, a hfjax.Remat, "
         "or a jax.checkpoint policy."

@@ -300,7 +300,7 @@ class OptimizerProgram:
         """Return whether all that is computed for a parameter is so entry by entry."""
         return all(v.entrywise for v in self.of_path(path))
 
-    def counts(self, name: str, like: Any) -> bool:
+    def counts(self, name: str, like: object) -> bool:
         """Return whether a number that is kept stays as it is, or counts updates."""
         for count in (lambda x: x, lambda x: x + 1, optax.safe_increment):
             counter = piece(count, like)

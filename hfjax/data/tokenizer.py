@@ -86,7 +86,7 @@ class TrainedTokenizer:
         """Write `tokenizer.json` to a directory."""
         (directory / FILE).write_text(self.inner.to_str(pretty=True), encoding="utf-8")
 
-    def tells_like(self, other: Any) -> bool:
+    def tells_like(self, other: object) -> bool:
         """Return whether another one makes the same tokens of a text."""
         return isinstance(other, TrainedTokenizer) and self._tokens_by == other._tokens_by
 

@@ -155,7 +155,7 @@ def check_arguments(model_init: Any, optimizer: Any, mesh: Any, strategy: Any) -
     _check_takes_rngs(model_init)
 
 
-def _check_takes_rngs(model_init: Any) -> None:
+def _check_takes_rngs(model_init: object) -> None:
     """Refuse a class that is not called with rngs alone, as model_init is."""
     if not isinstance(model_init, type):
         return

@@ -270,7 +270,7 @@ def _on_own_groups(call: NamedCall, scope: Scope, body: Any, arguments: Any) -> 
     return [Part(x, cut) if divides else x for x in jax.tree.leaves(found)]
 
 
-def _is_leaf(value: Any) -> bool:
+def _is_leaf(value: object) -> bool:
     return is_value(value) or isinstance(value, Made | Later)
 
 
