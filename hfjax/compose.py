@@ -1,17 +1,19 @@
 """What a step is made of, in the order in which it happens: a recipe.
 
-Between `train_step(…)` and `jax.jit` lie these stations, each a call in `training`:
+`train_step(…)` checks its keywords and makes the `Execution`, which checks each setting. Then come
+these stations, each a call in `training`:
 
-1. `check_given`: a layout and a loss.
-2. `on_stages`: the layers go where the schedule wants them.
-3. `check_runs`: what does not go together, or has nothing to do.
-4. `check_optimizer`: an optimizer that packed or separate layers would mislead.
-5. `table_of`: which stage does what in which tick.
+1. `check_given`: a layout and a loss (checks/check_step.py).
+2. `on_stages`: the layers go where the schedule wants them (plan/on_stages.py).
+3. `check_runs`: what does not go together, or has nothing to do (checks/check_step.py).
+4. `check_optimizer`: one that packed or separate layers would mislead (checks/optimizers.py).
+5. `table_of`: which stage does what in which tick (plan/on_stages.py).
 6. `ingredients`, `update_of`: how the state is updated; in it the plane that runs the model.
-7. `options_of`: what XLA is told.
-8. `check_host_loops`: whether XLA brings back what the host keeps.
+7. `options_of`: what XLA is told (plan/xla_options.py).
+8. `check_host_loops`: if the host keeps something, whether XLA brings it back (autodiff).
 
-It alone chooses planes, updates and what modules are handed; again where a `look` at a model told.
+Then `jax.jit`, and `checked` (checks/branches.py) around it, which reads what XLA compiled. Only
+here planes, updates and what modules are handed are chosen; again where a `look` at a model told.
 """
 
 from collections.abc import Callable
@@ -87,7 +89,7 @@ def update_of(made_of: Ingredients, seen: Local | None = None) -> Update:
     """Return the way in which a step updates its state; `seen` is what a look at the model told."""
     layout, run = made_of.layout, made_of.run
     if run.optimizer_in_backward:
-        layers = LayerUpdatePlane.of(context_of(made_of, seen, alone=True, kept=True))
+        layers = LayerUpdatePlane.of(step_context(made_of, seen, alone=True, kept=True))
         return InBackwardUpdate(layout, layers.plane, layers)
     plane = data_plane(made_of, seen)
     if run.schedule and run.schedule.asynchronous and isinstance(plane, PipelinePlane):
@@ -101,17 +103,19 @@ def data_plane(made_of: Ingredients, seen: Local | None = None) -> Plane:
     """Return what runs the model forward and backward."""
     layout, run, table, stored = made_of.layout, made_of.run, made_of.table, made_of.layout.storage
     if table is not None:
-        context = context_of(made_of, seen, kept=True, whole=True)
+        context = step_context(made_of, seen, kept=True, whole=True)
         unlike = stored.packed and partial(HeterogeneousModel, packed=stored.packed)
         assert stored.arrangement is not None
         return PipelinePlane(context, stored.arrangement, compile_table(table), unlike)
     if layout.hosted.parameters and layout.blueprint.three_parts and not layout.forward:
-        return LayerwisePlane(context_of(made_of, seen, run.accumulate == 1, kept=True))
-    context = context_of(made_of, seen, run.accumulate == 1, whole=True)
+        return LayerwisePlane(step_context(made_of, seen, run.accumulate == 1, kept=True))
+    context = step_context(made_of, seen, run.accumulate == 1, whole=True)
     return AutodiffPlane(context, (InThreeParts if context.in_parts else CalledAsItIs)(context))
 
 
-def context_of(made_of: Ingredients, seen: Local | None, alone=False, **once: bool) -> StepContext:
+def step_context(
+    made_of: Ingredients, seen: Local | None, alone=False, **once: bool
+) -> StepContext:
     """Return what a plane knows; `alone`: of one microbatch; `once`: what is gathered once."""
     layout, run, kernels = made_of.layout, made_of.run, seen or handed(made_of)
     placed = gradients_at_moments(layout.placed) if alone else layout.placed

@@ -72,12 +72,8 @@ def eval_step(
     """
     check_given(layout, loss)
     layout = on_stages(layout, schedule)
-    given: Any = {
-        "precision": by_path(precision),
-        "compiler_options": compiler_options,
-        "kernels": kernels,
-    }
-    run = _execution(layout, schedule, given | {"context": context})
+    given = {"compiler_options": compiler_options, "kernels": kernels, "context": context}
+    run = _execution(layout, schedule, {"precision": by_path(precision), **given})
 
     def evaluate(params: Tree, variables: Any, batch: Any) -> Metrics:
         made_of = compose.ingredients(layout, loss, run, forward_table_of(layout, schedule, batch))
@@ -136,19 +132,14 @@ def predict_step(
     check_layout(layout)
     asked_by(forward)  # refuses
     layout = on_stages(layout if forward is None else replace(layout, forward=forward), schedule)
-    given: Any = {
-        "precision": by_path(precision),
-        "compiler_options": compiler_options,
-        "kernels": kernels,
-    }
-    run = _execution(layout, schedule, given | {"context": context})
+    given = {"compiler_options": compiler_options, "kernels": kernels, "context": context}
+    run = _execution(layout, schedule, {"precision": by_path(precision), **given})
 
     joins: list[Join] = []  # what joins rows, once it is traced
 
     def predict(params: Tree, variables: Any, batch: Any) -> Any:
-        made_of = compose.ingredients(
-            layout, _no_loss, run, forward_table_of(layout, schedule, batch)
-        )
+        table = forward_table_of(layout, schedule, batch)
+        made_of = compose.ingredients(layout, _no_loss, run, table)
         with calling(layout, batch):
             plane = _seeing(made_of, variables, batch, "predict")
             outputs = plane.predict(flatten(params), flatten(variables), batch)

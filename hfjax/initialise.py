@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
+from jax.typing import DTypeLike
 
 from hfjax.base.keywords import known_keywords
 from hfjax.base.paths import Flat, flatten, nest
@@ -145,7 +146,7 @@ def _seed(given: Any) -> Any:
     return given if given < 1 << 31 else np.uint32(given)
 
 
-def creation(layout: Layout) -> Any:
+def creation(layout: Layout) -> jax.stages.Wrapped:
     """Return the jitted program that makes a new state from a seed."""
     shardings = layout.shardings()
 
@@ -268,7 +269,7 @@ def _of_function(
     return jax.make_array_from_callback(like.shape, sharding, part)
 
 
-def _part(given: Any, path: str, slices: Slices, dtype: Any) -> np.ndarray | None:
+def _part(given: Any, path: str, slices: Slices, dtype: DTypeLike) -> np.ndarray | None:
     """Return a part that a function gave, in the model's dtype."""
     if given is None:
         return None
@@ -296,7 +297,7 @@ def _by_path(parameters: Any) -> Flat:
     return {path(keys): raw(x) for keys, x in found}
 
 
-def _check_kind(parameters: Any, given: Flat, wanted: Mapping[str, Any]) -> None:
+def _check_kind(parameters: object, given: Flat, wanted: Mapping[str, Any]) -> None:
     """Refuse what holds no arrays, and a list where the model has names."""
     others = [path for path, x in given.items() if x is not None and not hasattr(x, "dtype")]
     named = given.keys() & wanted.keys() or not isinstance(parameters, list | tuple)

@@ -24,7 +24,7 @@ from hfjax.batches import (
 from hfjax.checks.branches import checked
 from hfjax.checks.check_step import check_place
 from hfjax.checks.jax_errors import calling
-from hfjax.checks.look_along_rows import look
+from hfjax.checks.look_along_rows import choice_along_rows, look
 from hfjax.parallel.activation_offload import Offloaded
 from hfjax.parallel.engine.gradients import Plane
 from hfjax.parallel.execution import Execution
@@ -33,6 +33,7 @@ from hfjax.parallel.memory import is_host_sharding, of_results
 from hfjax.parallel.mesh import describe_mesh
 from hfjax.parallel.precision.by_path import DtypesByPath, by_path
 from hfjax.parallel.precision.dtypes import LossScale, Precision
+from hfjax.parallel.wings.context.forms import ContextChoice
 from hfjax.plan.check_state import (
     check_alive,
     check_form,
@@ -126,7 +127,7 @@ class TrainStep:
         program = self._program(donate_argnums=0, compiler_options=options)
         self._jitted = checked(program, layout.mesh)
 
-    def _program(self, **options: Any) -> Any:
+    def _program(self, **options: Any) -> jax.stages.Wrapped:
         here = NamedSharding(self.layout.mesh, P())
         return jax.jit(
             self._step,
@@ -177,7 +178,7 @@ class TrainStep:
         return replace(new, order=state.order, scale=scale), metrics
 
     @cached_property
-    def _nested(self) -> Any:
+    def _nested(self) -> jax.stages.Wrapped:
         """The program that runs within others: it is given the order in which layers are stored.
 
         It cannot be looked at while it is traced. A state that another schedule has arranged counts
@@ -302,13 +303,12 @@ class TrainStep:
         return self._made_of.kernels
 
     @property
-    def context(self) -> Any:
+    def context(self) -> ContextChoice | None:
         """How devices that share rows work together, and what each form sends: print it.
 
         Known once the step is traced; None where no devices share rows.
         """
-        seen = getattr(self.plane.context.traced.kernels, "seen", None)
-        return seen and seen.choice
+        return choice_along_rows(self.plane.context.traced.kernels)
 
     @property
     def dtypes(self) -> DtypesByPath:

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,6 @@ from flax import nnx
 
 from hfjax.base.head import logits_of, project
 
-T = TypeVar("T")
 Axes = tuple[str | None, ...]
 
 STREAM = ("batch", "seq", None)  # the residual stream, norms and dropout: the sequence may be split

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from hfjax.base.keywords import is_real
 
@@ -87,7 +88,7 @@ class Rope:
             return self.attention
         return 1.0 if self.factor <= 1 else 0.1 * math.log(self.factor) + 1.0
 
-    def speeds(self, half: int, dtype: Any) -> Any:
+    def speeds(self, half: int, dtype: DTypeLike) -> Any:
         """Return how many radians each pair of dimensions turns in a position.
 
         Args:
@@ -150,6 +151,6 @@ class EitherRope:
         yes, no = self.yes.grows, self.no.grows
         return yes if yes == no else jnp.where(self.first, yes, no)
 
-    def speeds(self, half: int, dtype: Any) -> Any:
+    def speeds(self, half: int, dtype: DTypeLike) -> jax.Array:
         """Return how many radians each pair of dimensions turns in a position."""
         return jnp.where(self.first, self.yes.speeds(half, dtype), self.no.speeds(half, dtype))

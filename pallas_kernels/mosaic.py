@@ -60,7 +60,7 @@ def root(x: jax.Array) -> jax.Array:
     return jnp.where((x > 0) & (x < jnp.inf), x * inverse, x)
 
 
-def load(ref: Any, layout: Any) -> Any:
+def load(ref: Any, layout: Any) -> jax.Array:
     """Return what a ref (of device memory, too) holds, laid out over registers as told."""
     index = ((),) if jax.__version_info__ < (0, 11) else ()
     return plgpu.load(ref, *index, layout=layout, optimized=False)

@@ -121,7 +121,7 @@ def _is_fraction(ratio: Any) -> bool:
     return number and 0 <= float(ratio) <= 1
 
 
-def _refused(given: Any) -> ValueError:
+def _refused(given: object) -> ValueError:
     """Return the error of what is no fraction; several of them were given for several stages."""
     if ratios := several(given):
         return ValueError(

@@ -116,7 +116,7 @@ def on_host(mesh: Mesh, spec: P) -> NamedSharding:
     return NamedSharding(mesh, spec, memory_kind=KIND)
 
 
-def is_host_sharding(sharding: Any) -> bool:
+def is_host_sharding(sharding: jax.sharding.Sharding) -> bool:
     """Return whether what is placed so lies in host memory."""
     return sharding.memory_kind == KIND
 
@@ -165,7 +165,7 @@ class _OnTargetHost(NamedSharding):
     def __hash__(self) -> int:
         return hash((self.mesh, self.spec, KIND))
 
-    def __eq__(self, other: Any) -> bool:
+    def __eq__(self, other: object) -> bool:
         return (
             isinstance(other, _OnTargetHost) and self.mesh == other.mesh and self.spec == other.spec
         )

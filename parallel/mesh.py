@@ -1,9 +1,8 @@
 """The mesh: always the same named axes, from the slowest link to the fastest; size 1 means off.
 
 `MEANING` says what an axis is for. Batches, placement, gathers, reductions, random keys and checks
-derive what they do from it: to the engine a new axis is one line there. The command line does not
-follow by itself: add a field to `Mesh` in hfjax/run/config.py. Then run `make test`: tests and
-doctests that print the axes fail and show the line.
+derive what they do from it: to the engine a new axis is one line there. tests/pretend_axes.py has
+four with all that trains on them. What a user sees does not follow by itself: CONTRIBUTING.md.
 """
 
 import math
@@ -31,9 +30,9 @@ class Axis:
             summed over it too.
         stays: The logical name of a dimension, or `ANY`. Parameters that the axis splits along it
             are never gathered: the computation goes to the pieces, as microbatches go to a stage's
-            layers and tokens to experts. Other parameters are not concerned.
-        marked: Only parameters stay that their module marks (`STAYS`), since it takes pieces. Those
-            of other modules are gathered when they are read, as over any axis of rows.
+            layers and tokens to experts. Other parameters are not concerned. Over an axis of rows
+            only those stay that their module marks (`STAYS`), since it takes pieces, within
+            `own_rows`; all others are gathered when they are read, as over any axis of rows.
         partitioner: XLA's partitioner derives the collectives over it. Those over all other axes
             are written in our source, and so are these on a grid (`meanings`).
     """
@@ -41,7 +40,6 @@ class Axis:
     rows: bool = False
     sequence: bool = False
     stays: str | None = None
-    marked: bool = False
     partitioner: bool = False
 
 
@@ -53,7 +51,7 @@ MEANING: Mapping[str, Axis] = {
     "pipe": Axis(stays=STACK),
     "data": Axis(rows=True),
     "fsdp": Axis(rows=True),
-    "expert": Axis(rows=True, stays=EXPERTS, marked=True),
+    "expert": Axis(rows=True, stays=EXPERTS),
     "context": Axis(sequence=True),
     "row": Axis(stays=ANY),
     "tensor": Axis(partitioner=True),
@@ -78,7 +76,7 @@ def stays_by_name(axis: str, dimension: str | None, marked: bool = True) -> bool
     `marked` says whether the module of the parameter takes pieces of it.
     """
     meaning = MEANING[axis]
-    return dimension is not None and meaning.stays == dimension and (marked or not meaning.marked)
+    return dimension is not None and meaning.stays == dimension and (marked or not meaning.rows)
 
 
 AXES = tuple(MEANING)
@@ -88,7 +86,6 @@ BATCH_AXES = _axes(lambda axis: axis.rows)
 SEQUENCE_AXES = _axes(lambda axis: axis.sequence)
 EXPERT_AXES = _axes(lambda axis: axis.stays == EXPERTS)
 TENSOR_AXES = _axes(lambda axis: axis.partitioner)
-MANUAL_AXES = _axes(lambda axis: not axis.partitioner)
 SAMPLE_AXES = (*BATCH_AXES, *SEQUENCE_AXES)  # each device computes with its own part of a batch
 
 

@@ -1,4 +1,7 @@
-"""Where activations lie: the `place` that a layout hands to every module that asks for it."""
+"""Where activations lie: the `place` that a layout hands to every module that asks for it.
+
+`hand` (engine/blueprint.py) puts it in place of a module's `anywhere` (models/parts.py).
+"""
 
 from dataclasses import dataclass
 from functools import partial

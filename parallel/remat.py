@@ -125,7 +125,7 @@ class Remat:
         return policies.save_from_both_policies(policy, _save_gathers) if keep else policy
 
     def check(self, seen: set[str]) -> None:
-        """Refuse names that no layer gave; `seen` are those that layers gave."""
+        """Refuse names that no layer gave; `seen` are those that layers gave (`check_kept`)."""
         if missing := sorted(set(self.names) - seen):
             raise ValueError(
                 f"remat names={self.names}: no tensor of a layer is named {missing[0]!r}; named "
@@ -180,7 +180,7 @@ def _save_gathers(prim, *_, **params) -> bool:
     return prim.name == "all_gather" and not _of_activations(prim, params)
 
 
-def _unknown(given: Any) -> ValueError:
+def _unknown(given: object) -> ValueError:
     return ValueError(
         f"remat={given!r}: one of {', '.join(WHAT)}, names:a,b, every:2, group:4, a hfjax.Remat, "
         "or a jax.checkpoint policy."

@@ -94,7 +94,7 @@ def context_of(given: Any) -> Context:
     )
 
 
-def check_dispatch(given: Any) -> None:
+def check_dispatch(given: object) -> None:
     """Refuse what is no dispatch."""
     if given not in ("auto", *DISPATCH):
         raise ValueError(f"dispatch={given!r}: one of auto, {', '.join(DISPATCH)}.")

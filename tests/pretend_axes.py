@@ -6,6 +6,7 @@
 import json
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -66,16 +67,28 @@ def next_of(logits: jax.Array, batch: Any) -> hfjax.Mean:
     return hfjax.Mean(losses.sum(), jnp.float32(losses.size))
 
 
-def specialists(rngs: nnx.Rngs) -> dict[str, jax.Array]:
-    draw = lambda *shape: 0.1 * jax.random.normal(rngs.params(), shape)
-    return {"specialists": draw(4, 8, 8), "dense": draw(8, 8)}
+class Specialists(nnx.Module):
+    """A matrix before some others, of which the module takes the pieces here, or not."""
+
+    def __init__(self, rngs: nnx.Rngs, pieces: bool):
+        draw = lambda *shape: 0.1 * jax.random.normal(rngs.params(), shape)
+        names = ("specialists", None, None)
+        self.some = nnx.Param(draw(4, 8, 8), axes=names, stays_split=pieces)
+        self.dense, self.pieces = nnx.Param(draw(8, 8)), pieces
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return (meet if self.pieces else all_at_once)(self.some[...], self.dense[...], x)
+
+
+def all_at_once(specialists: jax.Array, dense: jax.Array, x: jax.Array) -> jax.Array:
+    """Return what all specialists make of x."""
+    return jnp.einsum("bi,eij->bj", x @ dense, specialists)
 
 
 @hfjax.own_rows
-def meet(params: Any, x: jax.Array) -> jax.Array:
-    """Return what all specialists make of x; each device has some and is given the others."""
-    all_of = lax.all_gather(params["specialists"], "specialist", axis=0, tiled=True)
-    return jnp.einsum("bi,eij->bj", x @ params["dense"], all_of)
+def meet(specialists: jax.Array, dense: jax.Array, x: jax.Array) -> jax.Array:
+    """Return the same; each device has some and is given the others."""
+    return all_at_once(lax.all_gather(specialists, "specialist", axis=0, tiled=True), dense, x)
 
 
 def trained(model: Callable, strategy: Strategy, sizes: dict, loss: Callable, batch: Any, **given):
@@ -123,17 +136,9 @@ def cases() -> dict[str, Callable[[], float]]:
     matrix = Strategy("MATRIX", parameters=grid, activations={**grid, **ROWS})
     own = Strategy("OWN", parameters={"specialists": "specialist"}, activations=ROWS)
     x = np.random.default_rng(1).normal(size=(16, 8)).astype(np.float32)
-    names = {"specialists": ("specialists", None, None)}
-    stays = lambda strategy, **sizes: (
-        lambda: apart(
-            specialists,
-            strategy,
-            sizes,
-            lambda y, _: (y**2).mean() + y.mean(),
-            x,
-            forward=meet,
-            axes=names,
-        )
+    total = lambda y, _: (y**2).mean() + y.mean()
+    stays = lambda strategy, pieces=True, **sizes: (
+        lambda: apart(partial(Specialists, pieces=pieces), strategy, sizes, total, x)
     )
     return {
         "rows, FSDP": dense(mlps, FSDP, pretend_rows=2, data=2, fsdp=2),
@@ -159,6 +164,7 @@ def cases() -> dict[str, Callable[[], float]]:
             gpt, ZERO2, {"pretend_rows": 4, "fsdp": 2}, next_token_loss, TOKENS, in_backward=True
         ),
         "rows and stays": stays(own, specialist=4, data=2),
+        "rows and stays, read as a whole": stays(own, False, specialist=4, data=2),
         "rows and stays, ZERO2": stays(own | ZERO2, specialist=2, data=2, fsdp=2),
         "sequence": in_positions(DDP, positions=4, data=2),
         "sequence, FSDP": in_positions(FSDP, positions=2, data=2, fsdp=2),

@@ -335,17 +335,6 @@ def run_scan(params, batch):
     return jax.lax.scan(cell, jnp.zeros_like(batch["x"]), steps)[0]
 
 
-class Until(nnx.Module):
-    """A while loop that begins with constants."""
-
-    def __init__(self, *, rngs):
-        self.up = linear(rngs)
-
-    def __call__(self, x):
-        step = lambda carry: (carry[0] + 1, jnp.tanh(self.up(x)) + carry[1])
-        return jax.lax.fori_loop(0, 3, lambda _, carry: step(carry), (0, jnp.zeros((1, 8))[0]))[1]
-
-
 # Orthogonal kernels, as cells have by default, take long to compile.
 NORMAL: Any = {"recurrent_kernel_init": nnx.initializers.lecun_normal()}
 

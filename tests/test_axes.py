@@ -7,19 +7,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
 import hfjax
-from hfjax.parallel.mesh import (
-    AXES,
-    BATCH_AXES,
-    MANUAL_AXES,
-    MEANING,
-    TENSOR_AXES,
-    stays_split,
-)
+from hfjax.checks import check_step
+from hfjax.parallel.mesh import AXES, BATCH_AXES, MEANING, TENSOR_AXES, Axis, stays_split
+from hfjax.plan import check_layout
 from tests import pretend_axes
 
 BEFORE, AFTER = '    "data": Axis(rows=True),\n', '    "tensor": Axis(partitioner=True),\n'
@@ -28,7 +24,8 @@ MANUAL = """    "pretend_rows": Axis(rows=True),
     "positions": Axis(sequence=True),
 """
 PARTITIONED = '    "matrix": Axis(partitioner=True),\n'
-DAILY = ("rows, FSDP", "rows and stays", "sequence, FSDP", "partitioner")
+STAYS = ("rows and stays", "rows and stays, read as a whole")
+DAILY = ("rows, FSDP", *STAYS, "sequence, FSDP", "partitioner")
 
 
 def trained(folder: Path, *cases: str) -> dict[str, float]:
@@ -60,18 +57,29 @@ def test_a_new_axis_of_each_meaning_needs_one_line_in_MEANING(tmp_path):  # noqa
 @pytest.mark.slow
 def test_new_axes_train_as_one_device_under_every_strategy_and_schedule(tmp_path):
     found = trained(tmp_path)
-    assert len(found) == 11
-    assert max(found.values()) < 2e-5, found
+    assert len(found) == 12
+    assert max(found.values()) < 3e-5, found
 
 
 def test_groups_of_axes_follow_from_the_table():
     assert AXES == tuple(MEANING)
-    assert (*MANUAL_AXES, *TENSOR_AXES) == AXES
+    assert AXES[-len(TENSOR_AXES) :] == TENSOR_AXES  # after all others
     assert BATCH_AXES == ("data", "fsdp", "expert")
     assert stays_split("pipe", "layers")
     assert stays_split("expert", "experts")
     assert not stays_split("pipe", None)
     assert not stays_split("fsdp", "layers")
+
+
+def test_an_idle_axis_of_a_meaning_like_experts_is_not_told_to_add_experts(monkeypatch):
+    like = {**MEANING, "data": Axis(rows=True, stays="specialists")}
+    monkeypatch.setattr(check_step, "MEANING", like)
+    monkeypatch.setattr(check_layout, "MEANING", like)
+    mesh = hfjax.make_mesh(data=2, devices=jax.devices()[:2])
+    layout = hfjax.layout(pretend_axes.gpt, optax.sgd(0.1), mesh, hfjax.DDP)
+    message = r"over data under DDP\. .*'specialists' and a .* parameters=\{'specialists': 'data'\}"
+    with pytest.raises(ValueError, match=message):
+        hfjax.train_step(layout, lambda y, batch: y.mean())
 
 
 @pytest.mark.parametrize("given", [{}, {"norm/scale": P("expert")}], ids=["idle", "in a spec"])

@@ -62,7 +62,7 @@ def test_a_fault_while_a_tokenizer_is_trained_is_told_too(refused):
     refused("in.txt", b"abc\xe4", r"in\.txt is not UTF-8: byte 3", tokenizer="bpe")
 
 
-def test_lines_that_are_not_utf8_no_json_or_without_the_field(tmp_path, refused):
+def test_lines_that_are_not_utf8_no_json_or_without_the_field(refused):
     good = b'{"text": "a"}\n'
     faults = {
         b'{"text": "\xff"}': r"in\.jsonl:2 is not UTF-8: byte 10 is 0xff",
@@ -147,7 +147,7 @@ def test_a_tokenizer_without_an_end_of_documents(tmp_path):
     assert make("c", append_end=False).parts[""].end is None
 
 
-def test_a_package_that_is_missing(tmp_path, monkeypatch, refused):
+def test_a_package_that_is_missing(monkeypatch, refused):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
     message = r"a trained tokenizer needs the package tokenizers: pip install 'hfjax\[text\]'"

@@ -133,6 +133,12 @@ def test_what_keeps_layers_on_the_device_is_refused(execution, message):
         hfjax.train_step(layout, squared, **execution)
 
 
+def test_a_pipe_axis_is_refused_before_the_rule_that_it_lacks_is_advised():
+    layout = stack_layout(FSDP | HOST_PARAMETERS, {"pipe": 2, "fsdp": 2}, ADAMW)
+    with pytest.raises(ValueError, match=r"with schedule gpipe: .* Set pipe=1 and leave the sch"):
+        hfjax.train_step(layout, squared, schedule=hfjax.Schedule("gpipe", 2))
+
+
 # --- what is transferred --------------------------------------------------------------------
 
 

@@ -5,7 +5,7 @@ What it leaves is equal to rounding: to 1e-12 in float64.
 
 import math
 from functools import cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -446,6 +446,25 @@ def test_a_norm_of_each_row_is_refused_only_where_rows_are_split():
     hfjax.train_step(whole, plain, **IN_BACKWARD)
     with pytest.raises(ValueError, match=r"updates .* otherwise if it is given a piece of a layer"):
         hfjax.train_step(split, plain, **IN_BACKWARD)
+
+
+class Average(NamedTuple):
+    """A state whose field has the name that master weights have."""
+
+    master: Any
+
+
+def test_a_field_of_an_optimizer_that_is_called_master_is_no_master_weight():
+    def update(updates, state, params=None):
+        mixed = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, state.master, updates)
+        return jax.tree.map(lambda m: -0.1 * m, mixed), Average(mixed)
+
+    zeros = lambda params: Average(jax.tree.map(jnp.zeros_like, params))
+    mixing = optax.GradientTransformation(zeros, update)
+    for optimizer in (mixing, hfjax.master(mixing)):
+        layout = stack_layout(DDP, {"data": 2}, optimizer)
+        found, wanted = (run(layout, squared, rows(), **more) for more in (IN_BACKWARD, {}))
+        assert_same(found, wanted, 1e-2 if optimizer is not mixing else 1e-5)
 
 
 def test_a_model_in_one_piece_is_refused():

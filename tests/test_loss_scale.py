@@ -201,7 +201,7 @@ def test_a_scale_is_saved_and_goes_on_under_another_mesh(tmp_path):
     assert hfjax.restore(tmp_path, other, parameters_only=True).state.scale is None
 
 
-def test_a_state_without_a_scale_begins_one_and_tells_it(tmp_path):
+def test_a_state_without_a_scale_begins_one_and_tells_it():
     layout = stack_layout(DDP, {"data": 1})
     step, half = (hfjax.train_step(layout, scaled_loss, precision=p) for p in ("fp32", HALF))
     state, _ = step(hfjax.init(layout), rows(8))

@@ -236,6 +236,28 @@ def test_a_loss_that_takes_no_routing_is_refused_where_routers_add_to_it():
     hfjax.train_step(laid_out(quiet, data=1), of_tokens).lower(TOKENS)
 
 
+@takes_routing
+def forgetful(outputs, batch):
+    """Return the loss of tokens alone, though it is given what routers told."""
+    return of_tokens(outputs.outputs, batch)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "sizes", "fields"),
+    [
+        (DDP, {"data": 1}, {}),
+        (DDP, {"data": 1}, {"optimizer_in_backward": True}),
+        (PIPE, {"pipe": 2}, {"schedule": Schedule("pipedream", 2)}),
+    ],
+    ids=["autodiff", "in backward", "asynchronous"],
+)
+def test_a_loss_that_forgets_what_routers_told_is_refused_in_every_loop(strategy, sizes, fields):
+    told = replace(BIASED, router=Router())
+    step = hfjax.train_step(laid_out(told, strategy, optax.sgd(0.1), **sizes), forgetful, **fields)
+    with pytest.raises(ValueError, match=r"the loss takes no part in it.*moe.next_token_loss"):
+        step.trace(TOKENS)
+
+
 def test_groups_that_do_not_divide_what_a_device_has_of_a_row_are_refused():
     step = hfjax.train_step(laid_out(replace(BIASED, group=3), data=1), next_token_loss)
     with pytest.raises(ValueError, match=r"MoE\(group=3\): .* choose one of 1, 2, 4, 8"):

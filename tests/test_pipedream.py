@@ -12,6 +12,7 @@ import hfjax
 from hfjax import DDP, FSDP, PIPE, TENSOR, ZERO1, ZERO2, Schedule
 from hfjax.checks.optimizers import check_element_by_element
 from hfjax.models.gpt import next_token_loss
+from hfjax.parallel.schedules.named import SCHEDULES
 from tests.constant_stack import Stack, Tied, rows, weighted
 from tests.simulator import Simulator
 from tests.small_gpt import gpt, tokens
@@ -114,6 +115,11 @@ def test_a_call_is_what_the_simulator_does_event_by_event(name):
 def test_a_parameter_that_both_ends_read_is_updated_once_with_both_gradients():
     with jax.enable_x64(True):
         assert_simulated((Schedule("pipedream", 3), ADAM, 2, 1), Tied)
+
+
+def test_every_schedule_whose_stages_update_by_themselves_is_simulated():
+    wanted = {name for name, builder in SCHEDULES.items() if builder.every is not None}
+    assert {case[0].name for case, _ in CASES.values()} == wanted
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ import hfjax
 from hfjax import DDP, FSDP, PIPE, SEQUENCE, TENSOR, ZERO1, ZERO2, Mean, Schedule
 from hfjax.models.gpt import next_token_loss
 from hfjax.models.parts import run_stacked
+from hfjax.parallel.schedules.named import SCHEDULES
 from hfjax.testing import assert_strategies_agree
 from tests.constant_stack import Stack, Tied, fixed, rows, stack, stack_layout, weighted
 from tests.small_gpt import gpt, mlps, tokens
@@ -37,6 +38,13 @@ MORE = {  # other orders of what these families do
     "more chunks": [("looped-bfs", 2, 4, 2), ("v", 2, 8, 2)],
     "more backward passes in two": [("zb", 4, 8, 1), ("zb", 2, 4, 2), ("v-zb", 2, 8, 2)],
 }
+NAMED = {name for family in (FAMILIES | MORE).values() for name, *_ in family}
+# A new row of SCHEDULES is here by itself; what stages update on the way: test_pipedream.py.
+MORE["all other rows"] = [
+    (name, 2, 4, builder.chunks)
+    for name, builder in SCHEDULES.items()
+    if name not in NAMED and builder.every is None and builder(2, 4, builder.chunks).trains
+]
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, *(pytest.param(m, marks=SLOW) for m in MORE)])

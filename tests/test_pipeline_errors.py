@@ -88,6 +88,14 @@ def test_a_pipe_axis_needs_a_strategy_that_places_the_layers_on_it():
         train(DDP, {"pipe": 2, "data": 2}, FOUR)
 
 
+def test_stacked_arrays_of_a_model_in_one_part_are_no_stages():
+    mesh = hfjax.make_mesh(pipe=2, devices=jax.devices()[:2])
+    model, named = lambda rngs: {"w": jnp.ones((2, 8, 8))}, {"w": ("layers", None, None)}
+    layout = hfjax.layout(model, optax.sgd(0.1), mesh, PIPE, axes=named)
+    with pytest.raises(ValueError, match=r"pipe=2 with .*: stages are made of a model in three"):
+        hfjax.train_step(layout, next_token_loss)
+
+
 def test_more_stages_than_layers_are_refused():
     with pytest.raises(ValueError, match=r"2 layers for 4 parts .*fewer stages.*or fewer chunks"):
         mlp_layout(PIPE, {"pipe": 4}, layers=2)

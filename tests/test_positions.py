@@ -408,10 +408,6 @@ def gated_by_head(x, q, k, v):
     return dot_product(q * jax.nn.sigmoid(x.reshape(*x.shape[:2], -1, 4)), k, v)
 
 
-def gated_by_row(x, q, k, v):
-    return dot_product(q * jax.nn.sigmoid(x[:, :1, None, :4]), k, v)
-
-
 @pytest.mark.parametrize("attend", [gated, pytest.param(gated_by_head, marks=pytest.mark.slow)])
 def test_an_attention_may_close_over_positions(attend):
     model = lambda rngs: Closing(attend, 4, 4, rngs)

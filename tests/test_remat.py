@@ -8,12 +8,14 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
 import hfjax
+from hfjax import DDP, FSDP, HOST_PARAMETERS, PIPE, Schedule
 from hfjax.analysis.stashes import stashes
-from hfjax.models.gpt import next_token_loss
-from hfjax.parallel.strategy import DDP, FSDP
-from tests.small_gpt import gpt, gpt_layout, mlps, tokens
+from hfjax.models.gpt import GPTConfig, next_token_loss
+from hfjax.models.parts import stacked
+from tests.small_gpt import SHAPE, MLPs, OnlyMLP, gpt, gpt_layout, mlps, tokens
 
 Remat = hfjax.Remat
 LAYERS, ROWS, LENGTH, EMBED = 6, 8, 32, 32
@@ -164,9 +166,56 @@ def test_layers_of_a_list_go_together_and_keep_their_statistics(remat):
     jax.tree.map(same, trained(remat, offload=0.5), found)
 
 
-def test_names_that_no_layer_gives_are_refused():
+LOOPS = {
+    "autodiff": (DDP, {"data": 1}, {}),
+    "a pipeline": (PIPE, {"pipe": 2}, {"schedule": Schedule("1f1b", 2)}),
+    "asynchronous": (PIPE, {"pipe": 2}, {"schedule": Schedule("pipedream", 2)}),
+    "from the host": (HOST_PARAMETERS, {"data": 1}, {}),
+    "in backward": (DDP, {"data": 1}, {"optimizer_in_backward": True}),
+}
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_names_that_no_layer_gives_are_refused(loop):
+    strategy, sizes, fields = LOOPS[loop]
+    step = gpt_step("names:qkv,nope", strategy, sizes, **fields)
     with pytest.raises(ValueError, match=r"no tensor of a layer is named 'nope'; named are .*qkv"):
-        gpt_step("names:qkv,nope").trace(tokens(ROWS, LENGTH))
+        step.trace(tokens(ROWS, LENGTH))
+
+
+class Longer(OnlyMLP):
+    """A layer that keeps one tensor more of long rows, and names it."""
+
+    def __call__(self, x):
+        y = super().__call__(x)
+        return jnp.sin(checkpoint_name(jnp.sin(y), "long")) if x.shape[1] == LENGTH else y
+
+
+class Lengths(MLPs):
+    def __init__(self, config, *, rngs):
+        super().__init__(config, rngs=rngs)
+        self.layers = stacked(config.layers, lambda rngs: Longer(config, rngs=rngs), rngs)
+
+
+def by_length(**changes):
+    return lambda rngs: Lengths(GPTConfig.tiny(**(SHAPE | changes)), rngs=rngs)
+
+
+def test_names_are_those_of_the_trace_that_asks_for_them():
+    """Not of one before it, of a batch of another shape."""
+    step = gpt_step("names:long", model=by_length)
+    step.trace(tokens(ROWS, LENGTH))
+    with pytest.raises(ValueError, match=r"no tensor of a layer is named 'long'; named are"):
+        step.trace(tokens(ROWS, LENGTH // 2))
+    step.trace(tokens(ROWS, LENGTH))  # JAX kept it: nothing is traced
+
+
+def test_the_report_of_what_is_offloaded_is_of_the_last_trace():
+    both, short = (gpt_step("none", model=by_length, offload=0.5) for _ in range(2))
+    both.trace(tokens(ROWS, LENGTH))
+    for step in both, short:
+        step.trace(tokens(ROWS, LENGTH // 2))
+    assert both.offloaded.total == short.offloaded.total
 
 
 def test_a_model_without_layers_has_none_to_compute_again():

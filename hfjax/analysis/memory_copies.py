@@ -10,7 +10,7 @@ from math import prod
 from typing import Any
 
 import jax
-from jax.extend.core import Literal, Var
+from jax.extend.core import JaxprEqn, Literal, Var
 from jax.interpreters import partial_eval
 
 from hfjax.analysis import hlo
@@ -91,7 +91,7 @@ def _visit(equation: Any, given: list[Split], local: bool) -> Seen:
     return found, [_followed(equation.invars, given, v.aval.shape) for v in results]
 
 
-def _placed(equation: Any, given: list[Split], local: bool) -> Seen:
+def _placed(equation: JaxprEqn, given: list[Split], local: bool) -> Seen:
     splits = _divided(equation.params["devices"], equation.invars, given)
     found = []
     for old, new, split in zip(equation.invars, equation.outvars, splits, strict=True):
@@ -115,14 +115,14 @@ def lies_on_host(value: Any) -> bool:
     return getattr(value.aval, "memory_space", None) == HOST
 
 
-def _jit(equation: Any, given: list[Split], local: bool) -> Seen:
+def _jit(equation: JaxprEqn, given: list[Split], local: bool) -> Seen:
     params = equation.params
     inside = _divided(params["in_shardings"], equation.invars, given)
     found, results = _region(params["jaxpr"].jaxpr, inside, local)
     return found, _divided(params["out_shardings"], equation.outvars, results)
 
 
-def _scan(equation: Any, given: list[Split], local: bool) -> Seen:
+def _scan(equation: JaxprEqn, given: list[Split], local: bool) -> Seen:
     """Return the copies of a scan: over the rows of what is neither constant nor carried."""
     constants, carried = parts_of_scan(equation)
     row = lambda split: split[1:] if split and split[0] == 1 else None
@@ -134,7 +134,7 @@ def _scan(equation: Any, given: list[Split], local: bool) -> Seen:
     return hlo.loop(equation.params["length"], found, []), after
 
 
-def _while(equation: Any, given: list[Split], local: bool) -> Seen:
+def _while(equation: JaxprEqn, given: list[Split], local: bool) -> Seen:
     params = equation.params
     tests, constants = params["cond_nconsts"], params["body_nconsts"]
     carried = given[tests + constants :]
@@ -144,12 +144,12 @@ def _while(equation: Any, given: list[Split], local: bool) -> Seen:
     return hlo.loop(None, found, tested), results
 
 
-def _cond(equation: Any, given: list[Split], local: bool) -> Seen:
+def _cond(equation: JaxprEqn, given: list[Split], local: bool) -> Seen:
     seen = [_region(branch.jaxpr, given[1:], local) for branch in equation.params["branches"]]
     return hlo.heaviest([found for found, _ in seen]), seen[0][1]
 
 
-def _shard_map(equation: Any, given: list[Split], local: bool) -> Seen:
+def _shard_map(equation: JaxprEqn, given: list[Split], local: bool) -> Seen:
     """Return the copies of a shard_map; over all axes its shapes are those of one device."""
     params = equation.params
     body, mesh = params["jaxpr"], params["mesh"]

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
-from typing import Any
+from types import ModuleType
 
 from hfjax.base.tables import harmless
 
@@ -56,7 +56,7 @@ def nobody_reads() -> int:
     return FAILED
 
 
-def imported(module: str, what: str) -> Any:
+def imported(module: str, what: str) -> ModuleType:
     """Return a module of hfjax, imported now; a package that it needs and is not there is named.
 
     >>> imported("hfjax.base.exits", "this line").__name__

@@ -92,7 +92,7 @@ def is_whole(value: object, least: int, most: float = math.inf) -> bool:
     return isinstance(value, Integral) and is_real(value, least, most)
 
 
-def check_sizes(what: str, settings: Any, *names: str) -> None:
+def check_sizes(what: str, settings: object, *names: str) -> None:
     """Refuse fields that are no positive whole numbers."""
     for name in names:
         if not is_whole(given := getattr(settings, name), 1):

@@ -73,7 +73,7 @@ def metrics_of(mean: Mean) -> dict[str, jax.Array]:
     return {name: m.total / m.weight for name, m in mean.metrics.items()} | {"weight": mean.weight}
 
 
-def check_loss(given: Any, what: str = LOSS) -> None:
+def check_loss(given: object, what: str = LOSS) -> None:
     """Refuse what is no loss(outputs, batch)."""
     kind = None
     if not callable(given) or isinstance(given, type | BuiltinFunctionType):

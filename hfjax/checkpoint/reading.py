@@ -110,7 +110,7 @@ def _choose(directory: Path, step: int | None, options: ReadOptions) -> dict:
         damaged.append((step, lines))
         before = [s for s in steps_in(directory) if s < step]
         if options.on_damage == "refuse" or not before:
-            raise ValueError(_refusal(directory, damaged[0], before, options))
+            raise ValueError(_refusal(directory, damaged[0], before))
         step = before[-1]
     if not options.verify:
         _check_files(directory / str(step))
@@ -129,9 +129,7 @@ def _damaged(directory: Path, step: int, lines: list[str]) -> str:
     return f"step {step} of {named(directory)} is damaged: {lines[0]}{more}."
 
 
-def _refusal(
-    directory: Path, found: tuple[int, list[str]], before: list[int], options: ReadOptions
-) -> str:
+def _refusal(directory: Path, found: tuple[int, list[str]], before: list[int]) -> str:
     good = next((s for s in reversed(before) if not find_damage(directory / str(s))), None)
     offer = (
         "No earlier step is whole."

@@ -1,6 +1,7 @@
 """Checks of what a user gives: settings, features together, models, optimizers, what XLA made.
 
-Train, evaluate and the pipes call them by name, through hfjax/compose.py; no data plane does.
+They are called by name: of a step by hfjax/compose.py, of an evaluation by hfjax/evaluate.py, of
+haiscale's pipes by hfjax/haiscale/pipe.py; no data plane calls one.
 `check_step` is what a step refuses; `features` and `combinations` are the table of what goes
 together; `optimizers` asks whether an optimizer works entry by entry, of its own program
 (`optimizer_program`, and `at_zero` for empty places). `look` runs a model for a look at which

@@ -99,6 +99,6 @@ def moved_unless(at_zero: AtZero, neutral: float | None) -> Moved:
     return frozenset() if at_zero == neutral and neutral is not None else frozenset((ALWAYS,))
 
 
-def other_choices(by: int, case: int, most: int = 8) -> Moved:
-    """Return the other choices of a number."""
-    return frozenset((by, i) for i in range(most) if i != case)
+def other_choices(by: int, case: int) -> Moved:
+    """Return the other choices of a number, of the first 8."""
+    return frozenset((by, i) for i in range(8) if i != case)

@@ -107,12 +107,17 @@ def check_runs(layout: Layout, execution: Execution, training: bool = False) -> 
 def _refuse_idle(layout: Layout, idle: Sequence[str]) -> None:
     """Refuse mesh axes whose devices would repeat each other's work."""
     if alone := [axis for axis in idle if MEANING[axis].rows]:
-        named = MEANING[alone[0]].stays
+        axis, named = alone[0], MEANING[alone[0]].stays
         raise ValueError(
-            f"mesh {describe_mesh(layout.mesh)}: no parameter stays split over {alone[0]} under "
+            f"mesh {describe_mesh(layout.mesh)}: no parameter stays split over {axis} under "
             f"{layout.strategy.name}. It is for arrays with a dimension named {named!r} "
-            "(hfjax.models.moe has such layers) and a strategy that splits it: add hfjax.EXPERT. "
-            "To split only rows, use data in its place."
+            + (
+                "(hfjax.models.moe has such layers) and a strategy that splits it: add "
+                "hfjax.EXPERT. "
+                if axis in EXPERT_AXES
+                else f"and a strategy that splits it: parameters={{{named!r}: {axis!r}}}. "
+            )
+            + "To split only rows, use data in its place."
         )
     raise ValueError(
         f"mesh {describe_mesh(layout.mesh)}: {', '.join(idle)} splits neither the batch nor a "

@@ -120,7 +120,8 @@ REFUSED: dict[tuple[str, str], Refusal] = {
     ),
     # parameters on the host
     ("HOST_PARAMETERS", "schedule"): Refusal(
-        "a pipeline keeps its stages' layers on the device", f"Leave the schedule out, {ON_HOST}"
+        "a pipeline keeps its stages' layers on the device",
+        f"Set pipe=1 and leave the schedule out, {ON_HOST}",
     ),
     ("HOST_PARAMETERS", "offload"): Refusal(
         OWN_LOOP,

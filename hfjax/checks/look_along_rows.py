@@ -22,7 +22,7 @@ from hfjax.parallel.in_parts.kinds import Side
 from hfjax.parallel.in_parts.named_calls import recording
 from hfjax.parallel.in_parts.scope import traced_whole
 from hfjax.parallel.precision.by_path import PrecisionByPath
-from hfjax.parallel.wings.context.forms import choose
+from hfjax.parallel.wings.context.forms import ContextChoice, choose
 from hfjax.parallel.wings.context.on_shared_rows import FoundAlongRows, OnSharedRows, dims_of
 
 
@@ -76,6 +76,12 @@ def _length(batch: Any, dims: Any) -> int:
             'hfjax.Context(sequence={"tokens": 1, "image": None}).'
         )
     return next(iter(found.values()))
+
+
+def choice_along_rows(kernels: Local) -> ContextChoice | None:
+    """Return how devices that share rows work together; None: none do, or no look has told."""
+    seen = kernels.seen if isinstance(kernels, OnSharedRows) else None
+    return seen and seen.choice
 
 
 def look(

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
-from jax.extend.core import Literal, Var
+from jax.extend.core import JaxprEqn, Literal, Var
 
 from hfjax.base.paths import Flat, flatten, nest, parameter_of
 from hfjax.checks.at_zero import (
@@ -209,7 +209,7 @@ class OptimizerProgram:
         moved = Moved().union(*(v.moved for v in given))
         return Value(self._term(*key, *operands), of, depends, moved=moved)
 
-    def _bodies(self, equation: Any, given: Sequence[Value]) -> Iterator[list[Value]]:
+    def _bodies(self, equation: JaxprEqn, given: Sequence[Value]) -> Iterator[list[Value]]:
         """Yield what the programs of a loop make of what enters them."""
         of = NONE.union(*(v.of for v in given))
         for body, constants in bodies_of(equation):
@@ -300,7 +300,7 @@ class OptimizerProgram:
         """Return whether all that is computed for a parameter is so entry by entry."""
         return all(v.entrywise for v in self.of_path(path))
 
-    def counts(self, name: str, like: Any) -> bool:
+    def counts(self, name: str, like: object) -> bool:
         """Return whether a number that is kept stays as it is, or counts updates."""
         for count in (lambda x: x, lambda x: x + 1, optax.safe_increment):
             counter = piece(count, like)
@@ -371,7 +371,7 @@ def _adds_nothing(x: Any) -> bool:
     return isinstance(x, Literal) and x.val == 0
 
 
-def _in_pairs(equation: Any) -> bool:
+def _in_pairs(equation: JaxprEqn) -> bool:
     """Return whether a product adds up entries times those in the same place."""
     (left, right), _ = equation.params["dimension_numbers"]
     return tuple(left) == tuple(right)
@@ -382,7 +382,7 @@ def _number(term: int, number: bool = True) -> Value:
     return Value(term, depends=not number, number=number, entrywise=number)
 
 
-def _straight(equation: Any, values: Sequence[Any]) -> Any:
+def _straight(equation: JaxprEqn, values: Sequence[Any]) -> Any:
     """Return what a call, a branch or a print gives in a program that has none; None: as it is.
 
     Of branches all are run, and one is chosen.

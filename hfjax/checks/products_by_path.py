@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax.extend import source_info_util
 from jax.extend.core import Literal
+from jax.typing import DTypeLike
 
 from hfjax.base.paths import Flat
 from hfjax.checks.look import computed_shapes, outputs_of_a_look
@@ -72,7 +73,7 @@ def check_products(
             )
 
 
-def _uniform(dtype: Any, precision: PrecisionByPath) -> Precision:
+def _uniform(dtype: DTypeLike, precision: PrecisionByPath) -> Precision:
     return Precision(dtype, scale=precision.scale if dtype == jnp.float16 else None)
 
 

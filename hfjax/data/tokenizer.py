@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cached_property
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import Any, TypeVar
 
 import numpy as np
@@ -85,7 +86,7 @@ class TrainedTokenizer:
         """Write `tokenizer.json` to a directory."""
         (directory / FILE).write_text(self.inner.to_str(pretty=True), encoding="utf-8")
 
-    def tells_like(self, other: Any) -> bool:
+    def tells_like(self, other: object) -> bool:
         """Return whether another one makes the same tokens of a text."""
         return isinstance(other, TrainedTokenizer) and self._tokens_by == other._tokens_by
 
@@ -242,12 +243,12 @@ def train_bpe(texts: Iterable[str], vocab: int) -> TrainedTokenizer:
     return TrainedTokenizer(inner, END)
 
 
-def tokenizers_library() -> Any:
+def tokenizers_library() -> ModuleType:
     """Return the `tokenizers` library, or say how to get it."""
     return optional("tokenizers", "a trained tokenizer")
 
 
-def optional(module: str, what: str) -> Any:
+def optional(module: str, what: str) -> ModuleType:
     """Return a module of the `text` extra, or say how to get it."""
     try:
         return import_module(module)

@@ -104,7 +104,7 @@ def fits(row: KeyRow, value: Any) -> bool:
     return holds.get(kind_of(row), True)
 
 
-def is_default(row: KeyRow, value: Any) -> bool:
+def is_default(row: KeyRow, value: object) -> bool:
     """Return whether a value changes nothing: it is DeepSpeed's default, or nothing."""
     return value in (None, [], row.default)
 

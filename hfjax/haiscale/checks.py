@@ -18,7 +18,7 @@ REMAT = {"never": "none", "except_last": "except_last", "always": "full"}
 OPTIONS = ("precision", "reduction", "reshard_after_forward", "unroll", "compiler_options")
 
 
-def check_parts(kind: type, chunked: bool, parts: Any) -> None:
+def check_parts(kind: type, chunked: bool, parts: object) -> None:
     """Refuse a partition that this class does not run."""
     if not isinstance(parts, Partition):
         raise ValueError(
@@ -83,7 +83,7 @@ def check_mesh(mesh: Any, parts: Partition) -> Mesh:
     return mesh
 
 
-def check_like(what: str, new: Any, old: Mapping[str, Any]) -> None:
+def check_like(what: str, new: object, old: Mapping[str, Any]) -> None:
     """Refuse parameters of another form than those that are there."""
     if not isinstance(new, Mapping):
         raise ValueError(f"{what}: a dictionary is expected, found {type(new).__name__}.")
@@ -124,7 +124,7 @@ def fitting(batch: Any) -> Iterator[None]:
         ) from error
 
 
-def _check_labels(labels: Any) -> None:
+def _check_labels(labels: object) -> None:
     if not isinstance(labels, tuple | list):
         raise ValueError(
             f"labels is {type(labels).__name__}: a tuple is expected, what the criterion takes "
@@ -132,7 +132,7 @@ def _check_labels(labels: Any) -> None:
         )
 
 
-def _check_criterion(criterion: Any, labels: tuple) -> None:
+def _check_criterion(criterion: object, labels: tuple) -> None:
     if not callable(criterion):
         raise ValueError(
             f"criterion is {type(criterion).__name__}: a function (outputs, *labels) -> mean is "

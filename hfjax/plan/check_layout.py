@@ -17,6 +17,7 @@ from hfjax.parallel.mesh import (
     AXES,
     BATCH_AXES,
     COLUMN_AXIS,
+    EXPERT_AXES,
     MEANING,
     ROW_AXIS,
     SEQUENCE_AXES,
@@ -112,7 +113,8 @@ def warn_of_gathered_experts(layout: Any) -> None:
 
 def gathered_experts(placed: Iterable[Placed]) -> str:
     """Return which arrays of experts are gathered over the axis that splits them; "": none."""
-    found = {p.path: p.gathered_unmarked for p in placed if p.gathered_unmarked}
+    experts = lambda p: [axis for axis in p.gathered_unmarked if axis in EXPERT_AXES]
+    found = {p.path: axes for p in placed if (axes := experts(p))}
     if not found:
         return ""
     axes = sorted({axis for of in found.values() for axis in of})
@@ -153,7 +155,7 @@ def check_arguments(model_init: Any, optimizer: Any, mesh: Any, strategy: Any) -
     _check_takes_rngs(model_init)
 
 
-def _check_takes_rngs(model_init: Any) -> None:
+def _check_takes_rngs(model_init: object) -> None:
     """Refuse a class that is not called with rngs alone, as model_init is."""
     if not isinstance(model_init, type):
         return

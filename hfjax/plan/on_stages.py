@@ -52,7 +52,7 @@ def forward_table_of(layout: Layout, schedule: PipelineSchedule | None, batch: A
 
 
 def _check_split(layout: Layout) -> None:
-    if layout.mesh.shape[PIPE_AXIS] == 1:
+    if layout.mesh.shape[PIPE_AXIS] == 1 or layout.hosted.parameters:  # refused beside schedules
         return
     for path, p in layout.placed.items():
         if p.stacked and PIPE_AXIS not in p.stays:

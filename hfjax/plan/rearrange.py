@@ -69,7 +69,7 @@ _PROGRAMS: weakref.WeakKeyDictionary[Layout, Callable] = weakref.WeakKeyDictiona
 _SEEN: weakref.WeakKeyDictionary[Layout, weakref.ref] = weakref.WeakKeyDictionary()
 
 
-def _same(layout: Layout, found: Any) -> bool:
+def _same(layout: Layout, found: object) -> bool:
     """Return whether layers that are stored in an order lie as the layout has them.
 
     To look at an array is to wait for the device: what was found to be so is known again.

@@ -88,7 +88,7 @@ class Source:
             over_stages = stages > 1 and PIPE_AXIS in self.strategy.parameters.get(STACK, ())
         else:
             over_stages = any(PIPE_AXIS in p.stays for p in placed.values())
-        if not over_stages:
+        if not (over_stages and self.blueprint.three_parts):
             return None
         parts = counts(self.number_of_layers, stages)
         return arrange(parts, [(stage, 0) for stage in range(stages)])

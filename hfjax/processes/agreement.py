@@ -18,7 +18,7 @@ SHOWN = 6  # differences in a message
 T = TypeVar("T")
 
 
-def check_same(what: str, value: Any) -> None:
+def check_same(what: str, value: object) -> None:
     """Refuse, in all processes, a value that differs between processes: all of them call it.
 
     Args:

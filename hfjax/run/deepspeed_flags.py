@@ -53,7 +53,7 @@ def _get(config: Any, flag: str) -> Any:
     return reduce(getattr, flag.split("."), config)
 
 
-def _same(flag: str, mine: Any, value: Any) -> bool:
+def _same(flag: str, mine: object, value: object) -> bool:
     """Return whether a flag says what the file says, perhaps in other words."""
     if flag == "strategy":
         names = lambda joined: {

@@ -219,7 +219,7 @@ def _written(
 
 
 @lru_cache(maxsize=8)
-def _program(follow: "_Follow") -> Any:
+def _program(follow: "_Follow") -> jax.stages.Wrapped:
     """Return the compiled program: asked again for the same, it is not made anew."""
     options = options_of(follow.layout, Execution())
     here = NamedSharding(follow.layout.mesh, P())

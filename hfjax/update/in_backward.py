@@ -9,8 +9,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding
+from jax.tree_util import GetAttrKey
 
 from hfjax.base.paths import Flat, flatten
+from hfjax.optimizers.transforms import Mastered
 from hfjax.parallel.engine.gradients import StepInputs
 from hfjax.parallel.layerwise.planes import LayerUpdatePlane
 from hfjax.parallel.memory import is_on_host, to_device, to_host
@@ -80,9 +82,12 @@ class InBackwardUpdate(Update):
 
     @cached_property
     def _masters(self) -> set[str]:
-        """The names of master weights among what the optimizer keeps."""
-        is_master = lambda keys: any(getattr(key, "name", None) == MASTER for key in keys)
-        return {name for name, (keys, _) in self.parts.leaves.items() if is_master(keys)}
+        """The names of master weights among what the optimizer keeps: of `Mastered`, no other's."""
+        kept, has_them = self.layout.abstract_state().optimizer, lambda x: isinstance(x, Mastered)
+        parts = jax.tree_util.tree_leaves_with_path(kept, is_leaf=has_them)
+        where = [(*keys, GetAttrKey(MASTER)) for keys, part in parts if has_them(part)]
+        is_one = lambda keys: any(keys[: len(start)] == start for start in where)
+        return {name for name, (keys, _) in self.parts.leaves.items() if is_one(keys)}
 
     def _ends(self, gradients: Flat, params: Flat, optimizer: Any, finite: Any) -> tuple:
         """Return the ends and what the optimizer keeps of them, and counts, after their update."""

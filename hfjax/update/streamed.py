@@ -243,9 +243,9 @@ class _Run:
         old = {key: x for key, x in old.items() if key in part.reads or key in part.keys}
         if part.rows is None:
             return self._new(part, old, part.keys)
-        return self._row_by_row(part, old, part.rows)
+        return self._row_by_row(part, old)
 
-    def _row_by_row(self, part: _Part, old: Arrays, rows: int) -> Arrays:
+    def _row_by_row(self, part: _Part, old: Arrays) -> Arrays:
         """Return stacks whose rows are updated in place, on each stage its own."""
         carried = {key: old[key] for key in part.keys}
         fixed = {key: x for key, x in old.items() if key not in carried}

@@ -13,7 +13,6 @@ from typing import Any
 
 from hfjax.base.read_files import (
     FOLDER,
-    Kind,
     check_fields,
     contents,
     object_of,
@@ -28,7 +27,6 @@ INDEX = "model.safetensors.index.json"
 GENERATION = "generation_config.json"
 TOKENIZER = "tokenizer.json"
 PICKLES = ("*.bin", "*.pth", "*.pt", "*.ckpt")
-OBJECT: Kind = ("an object", lambda x: isinstance(x, dict))
 NAMES = object_of("names of files", lambda x: isinstance(x, str))
 
 

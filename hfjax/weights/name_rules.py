@@ -134,7 +134,7 @@ class RuleTable:
         used = {t.name for piece in pieces for t in (piece.tensor, piece.twin) if t is not None}
         over = [t for name, t in tensors.items() if name not in used and not self._ignores(name)]
         wrong = [*_misshapen(pieces), *_of_two_types(pieces)]
-        lines = [*_missing(pieces, tensors, over), *wrong, *_over(over, pieces)]
+        lines = [*_missing(pieces, over), *wrong, *_over(over, pieces)]
         if lines:
             raise ValueError(
                 "the tensors of the files are not those of the model that config.json describes:"
@@ -178,9 +178,7 @@ def _fits(rule: Rule, shape: Shape) -> bool:
     return all(end(i, n) for i, n in enumerate(rule.block))
 
 
-def _missing(
-    pieces: Iterable[PlacedTensor], tensors: Mapping[str, FileTensor], over: Sequence[FileTensor]
-) -> list[str]:
+def _missing(pieces: Iterable[PlacedTensor], over: Sequence[FileTensor]) -> list[str]:
     lost = [piece for piece in pieces if piece.tensor is None]
     left = [tensor.name for tensor in over]
     return _few(

@@ -196,7 +196,7 @@ def check_told(told: Sequence[tuple[Group, Any]]) -> None:
                 )
 
 
-def _to_host(x: jax.Array, sharding: Any) -> jax.Array:
+def _to_host(x: jax.Array, sharding: jax.sharding.Sharding) -> jax.Array:
     return jax.jit(to_host, out_shardings=of_results(sharding))(x)
 
 
@@ -246,7 +246,7 @@ class RowMover:
         return jax.jit(lambda: jnp.zeros(self.shape, self.dtype), out_shardings=self.where)()
 
     @cached_property
-    def program(self) -> Any:
+    def program(self) -> jax.stages.Wrapped:
         """The program (stack or nothing, index, rows) -> (stack, whether rows are well)."""
         mesh, spec = self.where.mesh, self.where.spec
         slots = [*range(len(self.rules)), *(i for i, twin in enumerate(self.twins) if twin)]

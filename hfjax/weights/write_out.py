@@ -252,7 +252,7 @@ def _one_each(group: Group) -> Iterator[tuple[int, FileTensor]]:
 
 
 @cache
-def _taker(mover: RowMover, kinds: tuple[np.dtype, ...]) -> Any:
+def _taker(mover: RowMover, kinds: tuple[np.dtype, ...]) -> jax.stages.Wrapped:
     """Return the program (stack, index) -> rows of each slot: a mover the other way round."""
     where, numbered, first = mover.where, mover.numbered, len(mover.first)
 

@@ -203,7 +203,7 @@ def choose(
     scores = jax.nn.softmax(logits) if softmax else jax.nn.sigmoid(logits)
     ranked = scores if bias is None else scores + bias.reshape((1,) * (scores.ndim - 1) + (-1,))
     ranked = _of_best_groups(router, lax.stop_gradient(ranked))
-    experts = _top(router, k, ranked, lax.stop_gradient(logits), drawn)
+    experts = _top(k, ranked, lax.stop_gradient(logits), drawn)
     weights = picked(scores, experts)
     if router.normalise == "chosen":
         weights = weights / (weights.sum(-1, keepdims=True) + 1e-20)
@@ -233,7 +233,7 @@ def _of_best_groups(router: Router, ranked: jax.Array) -> jax.Array:
     return jnp.where(allowed[..., None], by_group, -jnp.inf).reshape(ranked.shape)
 
 
-def _top(router: Router, k: int, ranked: jax.Array, logits: jax.Array, drawn: Drawn) -> jax.Array:
+def _top(k: int, ranked: jax.Array, logits: jax.Array, drawn: Drawn) -> jax.Array:
     """Return the numbers of the k experts that each token ranks highest, best first."""
     if drawn.first is None and drawn.second is None:
         return lax.top_k(ranked, k)[1]

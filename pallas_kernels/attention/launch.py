@@ -29,7 +29,6 @@ from hfjax.pallas_kernels.attention.reference import Final, State
 
 HALF = (jnp.bfloat16, jnp.float16)
 WIDTHS = (64, 128)
-SHARED_MEMORY = 227 * 1024  # bytes of a block of threads on Hopper
 
 
 @dataclass(frozen=True)
@@ -125,7 +124,7 @@ def block(
     return State(o[:, :queries], m[:, :, :queries], l[:, :, :queries])
 
 
-def _rows(plan: Plan) -> Any:
+def _rows(plan: Plan) -> jax.ShapeDtypeStruct:
     shape = plan.shape
     return jax.ShapeDtypeStruct((shape.batch, shape.heads, shape.queries), jnp.float32)
 

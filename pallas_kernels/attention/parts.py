@@ -99,11 +99,11 @@ class Visit(NamedTuple):
     def steps(self) -> Any:
         return self.end - self.start
 
-    def tile(self, step: Any) -> Any:
+    def tile(self, step: Any) -> jax.Array:
         """Return the number of the tile visited in a step."""
         return jnp.where(step < self.whole, self.full + step, self.part(step))
 
-    def part(self, step: Any) -> Any:
+    def part(self, step: Any) -> jax.Array:
         """Return the number of a tile that is seen in part: those before and after the whole."""
         rest, before = step - self.whole, self.full - self.start
         return jnp.where(rest < before, self.start + rest, self.full_end + rest - before)
@@ -172,7 +172,7 @@ def by_roles(plan: Plan, multiply: Callable[[Any], None], feed: Callable[[], Non
         feed()
 
 
-def slot_of(step: Any, stages: int) -> Any:
+def slot_of(step: Any, stages: int) -> jax.Array:
     """Return the place in shared memory of a step's tile."""
     return lax.rem(step, jnp.int32(stages))
 
@@ -256,7 +256,7 @@ def across(x: Any, shape: tuple[int, int]) -> Any:
     return lax.broadcast_in_dim(x, shape, [0])
 
 
-def down(x: Any, shape: tuple[int, int]) -> Any:
+def down(x: Any, shape: tuple[int, int]) -> jax.Array:
     """Return one number per column as a matrix."""
     return lax.broadcast_in_dim(x, shape, [1])
 

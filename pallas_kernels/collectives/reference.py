@@ -7,10 +7,10 @@ device are those of the kernels; what the kernels save is the cast copy in memor
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
@@ -24,7 +24,7 @@ def differing(x: jax.Array, axis: Axis) -> jax.Array:
     return alike(x, varying(lax.axis_index(axis)))
 
 
-def sum_dtype(dtype: DTypeLike) -> Any:
+def sum_dtype(dtype: DTypeLike) -> np.dtype:
     """Return the dtype in which contributions are added: float32, or wider where they are."""
     return jnp.promote_types(dtype, jnp.float32)
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from math import gcd
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -40,7 +41,7 @@ class Tiles:
         """The rows of all tiles: what is written has so many."""
         return self.count * self.tile
 
-    def steps(self) -> Any:
+    def steps(self) -> jax.Array:
         """Return how many tiles this block takes."""
         return lax.div(self.count - lax.axis_index("block") + self.blocks - 1, self.blocks)
 

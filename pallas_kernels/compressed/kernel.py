@@ -46,7 +46,7 @@ class Run:
     def rows(self, each: Any, turn: Index) -> Any:
         return pl.ds(self.part(self.tiles.at(each), turn) * self.tile, self.tile)
 
-    def rank_of(self, turn: Index) -> Any:
+    def rank_of(self, turn: Index) -> jax.Array:
         """Return which of the ranks, in some order, a turn with a group is about."""
         return lax.div(turn, jnp.int32(self.parts))
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
@@ -93,7 +94,7 @@ def take(a_CPD: jax.Array, part: Any) -> jax.Array:
     return lax.dynamic_index_in_dim(a_CPD, part, 1, keepdims=False)
 
 
-def wide(dtype: DTypeLike) -> Any:
+def wide(dtype: DTypeLike) -> np.dtype:
     """Return the dtype in which sums are taken: float32, or wider."""
     return jnp.promote_types(dtype, jnp.float32)
 

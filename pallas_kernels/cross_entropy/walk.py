@@ -49,11 +49,11 @@ class Walk:
         lane, row = divmod_(within, height)
         return band * self.group + row, lane
 
-    def mine(self, block: Any) -> Any:
+    def mine(self, block: Any) -> jax.Array:
         """Return how many units a block takes: numbers block, block + blocks, …"""
         return lax.div(self.units - block + self.blocks - 1, jnp.int32(self.blocks))
 
-    def tiles(self, lane: Any) -> Any:
+    def tiles(self, lane: Any) -> jax.Array:
         """Return how many tiles of columns a lane has."""
         return lax.div(self.columns - lane + self.lanes - 1, jnp.int32(self.lanes))
 
@@ -163,7 +163,7 @@ class Ring:
         """The stages that one tile takes."""
         return self.x.shape[1] // self.tuning.depth
 
-    def slot(self, step: Any) -> Any:
+    def slot(self, step: Any) -> jax.Array:
         return lax.rem(step, jnp.int32(self.tuning.stages))
 
     def each_tile(self, start: Callable, tile: Callable, end: Callable) -> Any:
@@ -186,7 +186,7 @@ class Ring:
 
         return lax.fori_loop(0, self.walk.mine(block), unit, jnp.int32(0))
 
-    def column(self, lane: Any, number: Any) -> Any:
+    def column(self, lane: Any, number: Any) -> jax.Array:
         column = (number * self.walk.lanes + lane) * self.tuning.columns
         return pl.multiple_of(column, self.tuning.columns)
 

@@ -86,7 +86,7 @@ class VirtualRing:
     def ranks(self) -> tuple:
         return (self.size,)
 
-    def rank(self) -> Any:
+    def rank(self) -> jax.Array:
         return lax.axis_index("rank")
 
     def mine(self, ref: Any) -> Any:
@@ -110,7 +110,7 @@ class VirtualRing:
 Ring = MeshRing | VirtualRing
 
 
-def ahead(ring: Ring, steps: Any) -> Any:
+def ahead(ring: Ring, steps: Any) -> jax.Array:
     """Return the rank that is `steps` (at most the ring's size) places after this one."""
     return lax.rem(ring.rank() + steps, jnp.int32(ring.size))
 

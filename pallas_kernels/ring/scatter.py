@@ -11,7 +11,6 @@ are.
 from functools import partial
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -40,16 +39,8 @@ def matmul_scatter(ring: Ring, x: Any, w: Any, tuning: Tuning) -> Any:
     x: [S, M, K], the columns of this rank for the rows of each rank. w: [K, N].
     """
     rows, columns = x.shape[-2], w.shape[-1]
-    shapes = [(rows, columns), (ring.size - 1, rows, columns)]
-    shapes = shapes[: min(ring.size, 2)]  # alone, nothing lands
-    out = [jax.ShapeDtypeStruct((*ring.ranks, *shape), x.dtype) for shape in shapes]
-
-    def matmul_reduce_scatter(stages, *refs):
-        x, w, out, *landed = refs
-        work = _Scatter(ring, stages, ring.mine(x), ring.mine(w), ring.mine(out), landed)
-        return work.copies, work.consumes
-
-    return launch(matmul_reduce_scatter, ring, out, x, w, tuning)[0]
+    shapes = (rows, columns), (ring.size - 1, rows, columns)
+    return launch("matmul_reduce_scatter", _Scatter, ring, shapes, x, w, tuning)
 
 
 class _Scatter:

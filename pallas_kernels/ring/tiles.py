@@ -11,7 +11,7 @@ multiples of a tile: TMA reads zeros beyond an edge and writes nothing there.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,11 +79,11 @@ class Tiles:
             0, self._mine(), lambda i, carry: visit(block + i * self.blocks, carry), carry
         )
 
-    def last(self) -> Any:
+    def last(self) -> jax.Array:
         """Return the number of this block's last tile, negative if it has none."""
         return lax.axis_index("block") + (self._mine() - 1) * self.blocks
 
-    def _mine(self) -> Any:
+    def _mine(self) -> jax.Array:
         after = jnp.int32(self.steps * self.each_step + self.blocks - 1) - lax.axis_index("block")
         return lax.div(after, jnp.int32(self.blocks))
 
@@ -110,10 +110,10 @@ class Stages:
     empty: Any
     tuning: Tuning
 
-    def place(self, number: Any) -> Any:
+    def place(self, number: Any) -> jax.Array:
         return lax.rem(number, jnp.int32(self.tuning.stages))
 
-    def claim(self, number: Any) -> Any:
+    def claim(self, number: Any) -> jax.Array:
         """Return the place of copy `number` once it is free again (the copier asks)."""
         place = self.place(number)
 
@@ -123,7 +123,7 @@ class Stages:
 
         return place
 
-    def filled(self, number: Any) -> Any:
+    def filled(self, number: Any) -> jax.Array:
         """Return the place of copy `number` once it holds its data (a consumer asks)."""
         plgpu.barrier_wait(self.full.at[self.place(number)])
         return self.place(number)
@@ -219,35 +219,46 @@ def write_back(stages: Stages, chunks: tuple, store: Callable) -> None:
         store(staged, number * CHUNK)
 
 
-def launch(body: Callable, ring: Ring, out: Any, x: Any, w: Any, tuning: Tuning) -> list:
-    """Return what a kernel makes of x and w.
+def launch(
+    name: str,
+    body: Callable,
+    ring: Ring,
+    shapes: Sequence[tuple[int, ...]],
+    x: Any,
+    w: Any,
+    tuning: Tuning,
+) -> Any:
+    """Return what a kernel makes of x and w: of `shapes`, that of its result and of what lands.
 
-    `body(stages, *refs)` returns what the copier does and what a consumer does.
+    `body(ring, stages, x, w, out, landed)` has what the copier does, and what a consumer does.
     """
+    shapes = shapes[: min(ring.size, 2)]  # alone, nothing lands
+    made = [jax.ShapeDtypeStruct((*ring.ranks, *shape), x.dtype) for shape in shapes]
 
     def whole(*refs):
-        *refs, a, b, staged, full, empty = refs
-        copies, consumes = body(Stages(a, b, staged, full, empty, tuning), *refs)
+        x, w, out, *landed, a, b, staged, full, empty = refs
+        stages = Stages(a, b, staged, full, empty, tuning)
+        work = body(ring, stages, ring.mine(x), ring.mine(w), ring.mine(out), landed)
         warpgroup = lax.axis_index("warpgroup")
 
         @pl.when(warpgroup == CONSUMERS)
         def _():
             plgpu.set_max_registers(COPIER_REGISTERS, action="decrease")
-            copies()
+            work.copies()
 
         @pl.when(warpgroup < CONSUMERS)
         def _():
             plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
-            consumes()
+            work.consumes()
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    whole.__name__ = body.__name__
+    whole.__name__ = name
     return kernel(
         whole,
-        out,
+        made,
         scratch(tuning, jax.ShapeDtypeStruct(w.shape[-2:], w.dtype)),
         grid=(*ring.ranks, tuning.blocks),
         grid_names=(*ring.rank_names, "block"),
         num_threads=CONSUMERS + 1,
         thread_name="warpgroup",
-    )(x, w)
+    )(x, w)[0]

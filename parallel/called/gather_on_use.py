@@ -5,7 +5,8 @@ parameters and its rows are whole arrays, and whatever it does with them is righ
 differentiate with respect to parameters, add up their squares, scan over them. Then its program is
 run equation by equation, on the rows of this device (parallel/in_parts). A parameter is gathered,
 once, by the first equation that uses it; inside of a scan or of a rematerialised function it is
-gathered there, again for each layer and each pass.
+gathered there, again for each layer and each pass. (A model in three parts is gathered layer by
+layer: three_parts/run_layers.py.)
 """
 
 import warnings

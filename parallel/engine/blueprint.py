@@ -184,7 +184,7 @@ class Blueprint:
         return (*stack, *(axes or unnamed))
 
 
-def is_list(layers: Any) -> bool:
+def is_list(layers: object) -> bool:
     """Return whether the layers are a list of modules (else: one module of stacked arrays)."""
     return isinstance(layers, nnx.List | nnx.Sequential | list | tuple)
 
@@ -194,7 +194,7 @@ def items_of(layers: Any) -> Iterable[Any]:
     return layers.layers if isinstance(layers, nnx.Sequential) else layers
 
 
-def has_three_parts(model: Any) -> bool:
+def has_three_parts(model: object) -> bool:
     """Return whether a model has `layers`, and methods `embed` and `head`."""
     methods = [getattr(type(model), name, None) for name in ("embed", "head")]
     return hasattr(model, "layers") and all(map(inspect.isfunction, methods))

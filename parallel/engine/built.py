@@ -115,7 +115,7 @@ def in_functions(model: nnx.Module) -> list[str]:
     return names if len(names) < 5 else [*names[:3], f"{len(names) - 3} others"]
 
 
-def _keeps_layers(value: Any) -> bool:
+def _keeps_layers(value: object) -> bool:
     cells = [cell.cell_contents for cell in getattr(value, "__closure__", None) or ()]
     return any(isinstance(x, nnx.Module) or _keeps_layers(x) for x in cells)
 

@@ -82,7 +82,7 @@ class Plane(ABC):
         """Return (gradients of the total, placed as the moments; Mean; variables written to).
 
         With a seed, the cotangent of the loss, they are larger; `context.traced.seed` says by what.
-        A pipeline whose plane has `wanted` returns `Extras` (engine/parts.py) in place of the Mean.
+        A pipeline whose plane has `wanted` returns `Extras` (autodiff/model_parts.py), no Mean.
         """
         context = self.context
 
@@ -97,10 +97,7 @@ class Plane(ABC):
                 return self._accumulate(microbatch, statistics, batch, dealt)
 
             gradients, mean, statistics = self.of_one_device(run)
-            context.warn_of_unread()
-            context.check_kept()
-            context.check_gathers()
-            context.traced.kernels.check_told(mean_of(mean).metrics)
+            check_traced(context, mean_of(mean))
             gradients = context.reduction(gradients, context.placed)
             changed = {p: x for p, x in statistics.items() if p in context.traced.written}
             mean = self.loss_over_devices(mean)
@@ -139,8 +136,8 @@ class Plane(ABC):
             outputs = self.predicted(parameters, variables, context.dealt(batch))
             outputs = context.traced.rows.whole_rows(outputs)
             values, form = jax.tree.flatten(outputs, is_leaf=is_value)
-            values = [x if isinstance(x, Part) else context.side.whole_of(x) for x in values]
-            values = [x if _in_one_block(x) else context.side.whole_of(x) for x in values]
+            in_one_block = lambda x: isinstance(x, Part) and x.cut.outer == 1
+            values = [x if in_one_block(x) else context.side.whole_of(x) for x in values]
             known[:] = form, list(map(kind_of, values))
             context.check_gathers()
             return [x.x if isinstance(x, Part) else x for x in values]
@@ -212,6 +209,14 @@ class Plane(ABC):
         return gradients, jax.tree.map(lambda x: x.sum(0), means), held | of_rows
 
 
+def check_traced(context: StepContext, mean: Mean) -> None:
+    """Tell, or refuse, what only the trace of a training step shows: every plane calls it."""
+    context.warn_of_unread()
+    context.check_kept()
+    context.check_gathers()
+    context.traced.kernels.check_told(mean.metrics)
+
+
 class Forward(Protocol):
     """What runs a model forward on the rows of a microbatch, before JAX differentiates it."""
 
@@ -272,10 +277,6 @@ class AutodiffPlane(Plane):
     def pieces(self) -> int:
         """In how many microbatches a step splits its rows."""
         return self.context.execution.accumulate
-
-
-def _in_one_block(value: Any) -> bool:
-    return not isinstance(value, Part) or value.cut.outer == 1
 
 
 def gather_rows(x: Any) -> Any:

@@ -9,7 +9,7 @@ them answer alike is here.
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar, Protocol
 
 import jax
 from jax.sharding import Mesh
@@ -25,7 +25,6 @@ from hfjax.parallel.in_parts.scope import Join
 from hfjax.parallel.in_parts.two_sides import InnerSides
 from hfjax.parallel.mesh import row_axes, size_of
 
-T = TypeVar("T")
 Names = tuple[str | None, ...]  # the logical axes of an activation
 
 
@@ -126,7 +125,7 @@ def whole_batch(self: Local, prepared: Callable, batch: Any) -> Any:
     return batch
 
 
-def all_here(self: Local, length: int, names: Names = ()) -> int:
+def all_here(self: Local, length: int) -> int:
     """Return the length: all positions of a row are here, and follow each other."""
     return length
 
@@ -239,5 +238,7 @@ class Traced:
         """Begin a trace: what JAX kept of an earlier one, it must not take for this one's."""
         self.seed = seed
         self.unread, self.written = set(parameters), set()
+        self.names.clear()
+        self.offloaded.rows.clear()
         self.rows.told.clear()
         self.rows.told_inner.clear()

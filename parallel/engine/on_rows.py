@@ -34,7 +34,7 @@ from hfjax.parallel.in_parts.two_sides import InnerSides, many_times
 _NAMES_OF_AXES = ("axes", "out_sharding", "sharding_names", "sharding")
 
 
-def per_row(variable: Any) -> bool:
+def per_row(variable: object) -> bool:
     """Return whether a variable holds one key for each row of the global batch."""
     return isinstance(variable, nnx.Variable) and bool(variable.get_metadata("per_row", False))
 

@@ -100,7 +100,7 @@ def kind_of(value: Any) -> Kind:
     return SUM if isinstance(value, Sum) else SAME
 
 
-def of_kind(x: jax.Array, kind: Kind) -> Any:
+def of_kind(x: jax.Array, kind: Kind) -> Part | Sum | jax.Array:
     """Return the value of which a device holds this."""
     if isinstance(kind, Cut):
         return Part(x, kind)
@@ -146,7 +146,7 @@ def is_value(x: Any) -> bool:
     return isinstance(x, Part | Sum)
 
 
-def held(value: Any) -> Any:
+def held(value: Any) -> jax.Array:
     """Return the array of which a value consists here."""
     return value.x if isinstance(value, Part | Sum) else jnp.asarray(value)
 

@@ -307,7 +307,7 @@ def split(scope: Scope, equation: JaxprEqn, values: Values) -> Values | None:
     return [Part(p, Cut(axis, n // block)) for p, n in zip(pieces, sizes, strict=True)]
 
 
-def is_every_row(scope: Scope, value: Any) -> bool:
+def is_every_row(scope: Scope, value: object) -> bool:
     """Return whether a value is 0, 1, 2 … along its first dimension of some size, and that only."""
     if not isinstance(value, Made) or not value.fixed:
         return False

@@ -270,11 +270,11 @@ def _on_own_groups(call: NamedCall, scope: Scope, body: Any, arguments: Any) -> 
     return [Part(x, cut) if divides else x for x in jax.tree.leaves(found)]
 
 
-def _is_leaf(value: Any) -> bool:
+def _is_leaf(value: object) -> bool:
     return is_value(value) or isinstance(value, Made | Later)
 
 
-def _joined(scope: Scope, x: jax.Array, whole: tuple[int, ...]) -> Any:
+def _joined(scope: Scope, x: jax.Array, whole: tuple[int, ...]) -> Part | jax.Array:
     """Return what devices have made of their rows as a value of the whole."""
     split = [d for d, (n, m) in enumerate(zip(x.shape, whole, strict=True)) if n != m]
     if split:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import DropVar, JaxprEqn
@@ -125,7 +126,7 @@ def _keeps_rows(equation: JaxprEqn, values: Values) -> bool:
     return not parts or (p.get("tiled", True) and all(v.cut.dim not in dims for v in parts))
 
 
-def _with_dimension(scope: Scope, value: Any, dim: int) -> Any:
+def _with_dimension(scope: Scope, value: Any, dim: int) -> Part | jax.Array:
     if isinstance(value, Part):
         cut = value.cut
         return Part(jnp.expand_dims(value.x, dim), cut.moved(cut.dim + (dim <= cut.dim)))

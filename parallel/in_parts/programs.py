@@ -322,7 +322,7 @@ def while_loop(scope: Scope, equation: JaxprEqn, values: Values) -> Values:
     return again(lax.while_loop(condition, step, start), kinds)
 
 
-def _beside(scope: Scope, value: Any, cut: Cut) -> Any:
+def _beside(scope: Scope, value: Any, cut: Cut) -> Part:
     """Return what a loop for each entry carries as what it asks of each entry is split."""
     return value if isinstance(value, Part) else Part(scope.part(value, cut), cut)
 

@@ -40,7 +40,7 @@ def reduction(scope: Scope, equation: JaxprEqn, values: Values) -> Values | None
     return [found]
 
 
-def _extreme(scope: Scope, equation: JaxprEqn, value: Part) -> Any:
+def _extreme(scope: Scope, equation: JaxprEqn, value: Part) -> jax.Array:
     """Return the greatest or least of all rows; ties, on whatever device, share the derivative."""
     side, axes = scope.side, equation.params["axes"]
     complete = side.greatest if equation.primitive.name == "reduce_max" else side.least
@@ -66,7 +66,7 @@ def _of_each(scope: Scope, equation: JaxprEqn, value: Part) -> Any:
     return scope.bind(equation, [here], axes=(0,))[0]
 
 
-def _position(scope: Scope, equation: JaxprEqn, value: Part) -> Any:
+def _position(scope: Scope, equation: JaxprEqn, value: Part) -> jax.Array | None:
     """Return where the greatest or least of all rows is: the first one, as on one device."""
     (dim,), side = equation.params["axes"], scope.side
     if value.cut.outer > 1:

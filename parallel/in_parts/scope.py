@@ -140,7 +140,7 @@ class Scope:
             return self.whole(value)
         return self.part(value, cut)
 
-    def is_whole(self, value: Any) -> bool:
+    def is_whole(self, value: object) -> bool:
         """Return whether the whole of a value is known already."""
         return not isinstance(value, Part | Sum | Made) or "whole" in self._of(value)
 

@@ -39,7 +39,7 @@ class Along:
     side: str
 
 
-def _is_leaf(value: Any) -> bool:
+def _is_leaf(value: object) -> bool:
     return isinstance(value, Along) or is_value(value)
 
 

@@ -20,7 +20,7 @@ from hfjax.base.mean import Mean
 from hfjax.base.paths import Flat, Index
 from hfjax.parallel.arrangement import arrange
 from hfjax.parallel.engine.blueprint import LAYERS, Layer
-from hfjax.parallel.engine.gradients import Plane, StepInputs
+from hfjax.parallel.engine.gradients import Plane, StepInputs, check_traced
 from hfjax.parallel.engine.keys import keys_here, variables_of
 from hfjax.parallel.engine.layers import offload_residuals
 from hfjax.parallel.engine.reduce import reduce_gradient
@@ -213,9 +213,7 @@ class LayerUpdatePlane:
             stored = lambda carry: self._stored(carry, placed)
             through = self.plane.passes(placed, stored, update)
             carry, outside, mean = through.run(self._carry(held), context.sum)
-            context.warn_of_unread()
-            context.check_gathers()
-            context.traced.kernels.check_told(mean.metrics)
+            check_traced(context, mean)
             gradients = update.reduction(self.plane.reduced(outside, placed), context.placed)
             new = StepInputs(carry.parameters, {}, carry.moments, {})
             return new, carry.squares, carry.finite, gradients, mean

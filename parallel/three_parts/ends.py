@@ -16,7 +16,10 @@ from hfjax.parallel.three_parts.row_parts import of_part, part_of
 
 @dataclass(frozen=True)
 class Ends:
-    """Runs `embed` and `head` of a model, whose layers are elsewhere."""
+    """Runs `embed` and `head` of a model, whose layers are elsewhere.
+
+    What they read, `outside`, is whole: whoever calls has fetched it.
+    """
 
     blueprint: Blueprint
     mode: str

@@ -99,7 +99,7 @@ def _shapes(leaves: list) -> str:
 ROWS_FIRST = "Let each array begin with the rows of the batch, or leave split_rows out."
 
 
-def part_of(x: Any, number: int, count: int) -> Any:
+def part_of(x: Any, number: int, count: int) -> jax.Array:
     """Return one of so many parts of the rows with which an array begins."""
     rows = x.shape[0] // count
     return lax.slice_in_dim(x, number * rows, (number + 1) * rows)

@@ -1,4 +1,7 @@
-"""Running a model's layers: the layer is the unit of gathering and of rematerialisation."""
+"""Running a model's layers: the layer is the unit of gathering and of rematerialisation.
+
+A model without layers that we know of is gathered by called/gather_on_use.py.
+"""
 
 from collections.abc import Callable, Mapping
 from functools import partial

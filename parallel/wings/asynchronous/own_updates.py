@@ -15,7 +15,7 @@ from hfjax.base.paths import Flat
 from hfjax.parallel.autodiff.dissect import Dissected
 from hfjax.parallel.autodiff.model_parts import ModelParts
 from hfjax.parallel.engine.blueprint import LAYERS
-from hfjax.parallel.engine.gradients import StepInputs
+from hfjax.parallel.engine.gradients import StepInputs, check_traced
 from hfjax.parallel.engine.keys import keys_here
 from hfjax.parallel.engine.step_context import rows_of
 from hfjax.parallel.mesh import PIPE_AXIS, in_use
@@ -52,8 +52,7 @@ class AsynchronousPlane:
             outside = context.reduction(outside, context.placed)
             agreed = lambda x: lax.pmax(x, stages) if stages else x  # all stages count alike
             new = StepInputs(layers, {}, moments, jax.tree.map(agreed, counts))
-            context.check_kept()
-            context.check_gathers()
+            check_traced(context, means)
             squares = lax.psum(squares, stages) if stages else squares
             return new, squares, outside, context.sum(jax.tree.map(lambda x: x.sum(0), means))
 

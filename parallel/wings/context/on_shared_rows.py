@@ -32,7 +32,7 @@ from hfjax.parallel.wings.context.forms import ContextChoice
 from hfjax.parallel.wings.context.ring_attention import Travel
 from hfjax.parallel.wings.context.ulysses import Exchange
 from hfjax.parallel.wings.context.visits import AnyMask, AttendedBlock, Balanced, Visit
-from hfjax.parallel.wings.kernels.in_step import Kernels
+from hfjax.parallel.wings.kernels.in_step import TakesKernels
 from hfjax.parallel.wings.kernels.kernel_on_shards import OnShards
 
 source_info_util.register_exclusion(__file__)  # the line of an attention is the user's
@@ -58,17 +58,15 @@ class FoundAlongRows:
 
 @final
 @dataclass(frozen=True)
-class OnSharedRows(local.InStep):
+class OnSharedRows(TakesKernels):
     """Deals positions, and attends across the devices that share a row.
 
     Attributes:
-        kernels: Forms of attention and of products on this device.
         settings: What the user asked for.
         no_ring: Why keys and values cannot go around a ring, if they cannot.
         seen: What a look at the model found; None before it.
     """
 
-    kernels: Kernels
     settings: Context
     no_ring: str | None = None
     seen: FoundAlongRows | None = None
@@ -234,23 +232,6 @@ class OnSharedRows(local.InStep):
     def _on_shards(self, function: Callable) -> Callable:
         axes = in_use(self.mesh, TENSOR_AXES)
         return mapped(function, axes, HEADS, HEADS) if axes else function
-
-    # -- as on whole rows -----------------------------------------------------------------------
-
-    def matmul(self, place: Any, between: tuple, multiply: Callable) -> Callable:
-        """Return the product of a linear map; it may go around the ring of the tensor axis."""
-        return self.kernels.matmul(place, between, multiply)
-
-    def outputs(
-        self, x_BSD: jax.Array, kernel_VD: Any, vocab: int, logits: Callable | None = None
-    ) -> Any:
-        """Return what the loss is given: logits, or a projection that they are never made of."""
-        made = partial(local.made_logits, self, x_BSD, kernel_VD, vocab, logits)
-        return self.kernels.outputs(x_BSD, kernel_VD, vocab, logits, made)
-
-    def sender(self, move: local.Move) -> local.Sender | None:
-        """Return what moves an array in place of XLA, or None."""
-        return self.kernels.sender(move)
 
     named_sides, lookup = local.no_names, local.rows_of_table
 

@@ -22,7 +22,6 @@ from hfjax.pallas_kernels.attention.reference import Final, State, nothing_seen
 from hfjax.parallel.wings.context.deal import Deal
 
 CAUSAL, EVERYTHING = Mask(), Mask(causal=False)
-Gradients = tuple[jax.Array, jax.Array, jax.Array]
 
 
 @dataclass(frozen=True)

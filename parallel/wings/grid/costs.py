@@ -22,7 +22,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any, Protocol
+from typing import Protocol
 
 from hfjax.base.tables import aligned, human
 
@@ -204,7 +204,7 @@ def _check_that_some_can_be(rows: list[GridCost], devices: int, tokens: int) -> 
     )
 
 
-def _check(config: Any, devices: Any, tokens: Any, itemsize: Any) -> None:
+def _check(config: object, devices: object, tokens: object, itemsize: object) -> None:
     if not hasattr(config, "linear_maps") or not hasattr(config, "heads"):
         raise ValueError(
             f"config is {config!r}: a GPTConfig or LlamaConfig of hfjax.models is expected, or an "

@@ -191,20 +191,11 @@ class Kernels:
         return [(kernel, *key, "; ".join(filter(None, of))) for key, of in together.items()]
 
 
-@final
 @dataclass(frozen=True)
-class WithKernels(local.InStep):
-    """Takes kernels where they are handed to it: attention, products around a ring, losses."""
+class TakesKernels(local.InStep):
+    """What those have in common that take kernels where they are handed to them."""
 
     kernels: Kernels
-
-    def attention(self, attend: Callable) -> Callable:
-        """Return the attention that a layer runs; one of the user's own stays as it is."""
-        replaceable = getattr(attend, "is_causal_attention", False)
-        if not replaceable:
-            return attend
-        by_position = partial(local.by_position, attend)
-        return lambda *given, **named: self.kernels.attend(attend, *by_position(given, named)[0])
 
     def matmul(self, place: Any, between: tuple, multiply: Callable) -> Callable:
         """Return the product of a linear map; it may go around the ring of the tensor axis."""
@@ -220,6 +211,20 @@ class WithKernels(local.InStep):
     def sender(self, move: local.Move) -> local.Sender | None:
         """Return what moves an array in place of XLA, or None."""
         return self.kernels.sender(move)
+
+
+@final
+@dataclass(frozen=True)
+class WithKernels(TakesKernels):
+    """The `Local` of devices that have whole rows: their kernels are all that is asked for."""
+
+    def attention(self, attend: Callable) -> Callable:
+        """Return the attention that a layer runs; one of the user's own stays as it is."""
+        replaceable = getattr(attend, "is_causal_attention", False)
+        if not replaceable:
+            return attend
+        by_position = partial(local.by_position, attend)
+        return lambda *given, **named: self.kernels.attend(attend, *by_position(given, named)[0])
 
     def sum_over_batch(self, x: jax.Array) -> jax.Array:
         """Return sums of rows, added over all devices that have others."""
