@@ -183,6 +183,10 @@ class Program:
                 parts[made] = dict(given)
             elif op.opcode == "tuple":
                 parts[made] = {i: holds[x] for i, x in enumerate(op.operands) if holds[x]}
+            elif op.opcode == "all-gather-done" and self.types[name][made].startswith("("):
+                parts[made] = {
+                    int(k.partition("#")[2]): {k: b} for k, b in holds[op.operands[0]].items()
+                }
             elif op.opcode == "while":
                 state = parts.get(op.operands[0], {})
                 parts[made], loops[at] = self._loop(made, op, state)
@@ -213,7 +217,7 @@ class Program:
             return {}
         results = _ARRAYS.findall(self.types[name][made])[-len(op.operands) :]
         sizes = [size(f"{dtype}[{dims}]") for dtype, dims in results]
-        return {f"{made}.{i}": b for i, b in enumerate(sizes) if b >= LEAST}
+        return {f"{made}#{i}": b for i, b in enumerate(sizes) if b >= LEAST}
 
 
 def _handed_on(made: str, op: hlo._Op, parts: Mapping, holds: Mapping[str, Arrays]) -> Arrays:
@@ -234,6 +238,8 @@ def _at_once(
     for at, (made, op) in enumerate(ops.items()):
         for array in holds[made]:
             born.setdefault(array, at)
+        if op.opcode.endswith("-done") or op.opcode == "get-tuple-element":
+            continue  # no use of its own: who reads it is
         until |= {array: at for x in (made, *op.operands) for array in holds.get(x, ())}
     until |= dict.fromkeys(holds[root], len(ops))
     most = arrays = 0

@@ -15,9 +15,11 @@ from hfjax.parallel.compiler import GPU
 from hfjax.parallel.engine.fetch import Stored, reduced
 from hfjax.parallel.engine.layers import LayerOptions
 
+AT_MOST = 40  # layers in no loop: 32 take 2.6 times as long to compile as a loop, 80 five times
 
-def unroll(run: LayerOptions) -> int | bool:
-    """Return layers per turn of a loop: all of them, in none, where that was measured to be better.
+
+def unroll(run: LayerOptions, count: int) -> int | bool:
+    """Return how many of `count` layers a turn of a loop has: all, where that is measured better.
 
     A loop copies each layer's parameters out of their stack and what it keeps into another: GPT-2
     takes 50 % longer with it on an H100, and 10 % on a CPU. Outside of a loop XLA:CPU merges what
@@ -27,14 +29,15 @@ def unroll(run: LayerOptions) -> int | bool:
     if run.execution.unroll is not None:
         return run.execution.unroll
     if run.policy() is not None:
-        return (run.platform in GPU and run.only_rows and _makes_again(run)) or 1
+        few = run.platform in GPU and run.only_rows and count <= AT_MOST
+        return (few and _makes_again(run)) or 1
     as_is = run.remat.group == 1 and run.execution.offload is None
     return (run.platform in ("cpu", *GPU) and as_is) or 1
 
 
-def goes_in_turn(run: LayerOptions) -> bool:
+def goes_in_turn(run: LayerOptions, count: int = 1) -> bool:
     """Return whether layers are tied: they make something again, and are in no loop."""
-    return unroll(run) is True and _makes_again(run)
+    return unroll(run, count) is True and _makes_again(run)
 
 
 def _makes_again(run: LayerOptions) -> bool:

@@ -107,9 +107,9 @@ def _raw(state: nnx.State) -> dict:
 def _run_stack(layers: nnx.Module, stored: Mapping[str, Stored], x: Any, run: LayerOptions) -> Any:
     """Return x after all layers: a scan over units of them, and those that are left over."""
     graph, *arrays = _split(layers, stored)
-    turns, size = unroll(run), run.remat.unit
-    barrier, rows = turns is True or turns != 1, run.traced.rows
-    count = jax.tree.leaves(arrays)[0].shape[0]
+    count, size = jax.tree.leaves(arrays)[0].shape[0], run.remat.unit
+    turns, rows = unroll(run, count), run.traced.rows
+    barrier = turns is True or turns != 1
     units, rest = divmod(count, size)
     unit = _unit(graph, size, count, run, barrier)
     apply = run.offloading(unit, "layers", units, barrier)
@@ -124,7 +124,7 @@ def _run_stack(layers: nnx.Module, stored: Mapping[str, Stored], x: Any, run: La
         return y, written
 
     x = rows.as_kinds(x, kinds, "before layers")
-    if goes_in_turn(run):
+    if goes_in_turn(run, count):
         layer = on_rows(graph, rows, "layers", count)
         x, written = _stack_in_turn(lambda *given: turn(given[2], given[:2], layer), many, x, run)
     else:
