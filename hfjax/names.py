@@ -31,7 +31,7 @@ from hfjax.optimizers.transforms import (
 )
 from hfjax.parallel.activation_offload import Offload as Offload
 from hfjax.parallel.called.offload_block import offload as offload
-from hfjax.parallel.engine.gradients import gather_rows as gather_rows
+from hfjax.parallel.engine.gather_rows import gather_rows as gather_rows
 from hfjax.parallel.execution import Execution as Execution
 from hfjax.parallel.in_parts.named_calls import own_rows as own_rows
 from hfjax.parallel.make_mesh import cube as cube, grid_2d as grid_2d, make_mesh as make_mesh

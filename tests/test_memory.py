@@ -1,12 +1,16 @@
 """What a step needs beside its state, read from the compiled program, does not grow unasked."""
 
+import math
+
 import jax
 import optax
 import pytest
 
 import hfjax
+from hfjax.base.paths import flatten
 from hfjax.models.gpt import next_token_loss
-from hfjax.parallel.strategy import FSDP
+from hfjax.parallel.strategy import FSDP, ZERO1, ZERO2
+from tests.h200 import OPTIMIZED, h200s
 from tests.small_gpt import mlp_layout
 
 EMBED, LENGTH = 256, 64
@@ -40,3 +44,32 @@ def test_gathered_parameters_are_never_saved_for_the_backward_pass_unless_asked(
     dropped = growth()
     kept = growth(reshard_after_forward=False)
     assert kept - dropped >= 0.9 * LAYER
+
+
+def needed_by_gradients(step, batch):
+    """Bytes beside the state until gradients are there, and they themselves."""
+
+    def gradients(state, batch):
+        return step.plane.gradients(flatten(state.params), {}, batch, state.step)[0]
+
+    given = step.layout.abstract_state(), batch
+    memory = jax.jit(gradients).lower(*given).compile(OPTIMIZED).memory_analysis()
+    assert memory is not None
+    return memory.temp_size_in_bytes + memory.output_size_in_bytes
+
+
+@pytest.mark.parametrize("strategy", [ZERO1, ZERO2], ids=["ZERO1", "ZERO2"])
+@pytest.mark.cuda
+def test_on_h200s_new_parameters_are_gathered_into_the_place_of_the_old_ones(strategy):
+    shape = {"layers": 16, "embed": EMBED, "length": LENGTH}
+    layout = mlp_layout(strategy, {"data": 8}, devices=h200s(), **shape)
+    batch = {"tokens": jax.ShapeDtypeStruct((8, LENGTH + 1), "int32")}
+    step = hfjax.train_step(layout, next_token_loss, remat="full", accumulate=1)
+    compiled = step.lower(batch).compile(OPTIMIZED)
+    memory = compiled.memory_analysis()
+    assert memory is not None
+    largest = max(math.prod(p.shape) * 4 for p in layout.placed.values())
+    assert memory.temp_size_in_bytes <= needed_by_gradients(step, batch) + largest // 8
+    sent = hfjax.collectives(compiled)
+    split = [p for p in layout.placed.values() if p.moment != p.parameter]
+    assert sent.total("all-gather") == sum(math.prod(p.shape) * 4 for p in split)

@@ -253,3 +253,17 @@ def test_on_gpus_layers_follow_each_other_without_a_loop():
     steps = [hfjax.train_step(layout, next_token_loss, unroll=unroll) for unroll in (None, 1)]
     loops = [step.lower(tokens()).as_text().count("stablehlo.while") for step in steps]
     assert loops == [0, 2]
+
+
+@pytest.mark.cuda
+def test_a_pipeline_sums_gradients_of_layers_beside_its_last_backward_pass():
+    sizes, shape = {"pipe": 4, "data": 2}, {"length": 256, "embed": 512, "layers": 16}
+    layout = gpt_layout(hfjax.PIPE, sizes, devices=h200s(), **shape)
+    options = {"schedule": hfjax.Schedule("1f1b", 8), "remat": "dots"}
+    train = hfjax.train_step(layout, next_token_loss, **options)
+    batch = {"tokens": jax.ShapeDtypeStruct((128, 257), jnp.int32)}
+    found = hidden_bytes.flights(train.lower(batch).compile(OPTIMIZED))
+    sums = [f for f in found if f.axes == ("data",)]
+    layers = [p for path, p in layout.placed.items() if path.startswith("layers/")]
+    assert sum(f.total for f in sums) == sum(4 * math.prod(p.shape) for p in layers) // 4
+    assert sum(f.total for f in sums if f.flops) > sum(f.total for f in sums) // 2

@@ -115,6 +115,30 @@ def test_a_pipeline_beside_other_axes_equals_one_device(name):
     assert_strategies_agree(*given, case, steps=2, unroll=1)
 
 
+LAST_TICKS = {
+    "one chunk": (PIPE, {"pipe": 2, "data": 2}, Schedule("1f1b", 4)),
+    "other chunks, too": (PIPE, {"pipe": 2, "data": 2}, Schedule("interleaved", 4, 2)),
+    "on a V": (PIPE, {"pipe": 2, "data": 2}, Schedule("v", 4, 2)),
+    "halves of backward passes": (PIPE, {"pipe": 2, "data": 2}, Schedule("zb", 4)),
+    "what is split already": (
+        PIPE | FSDP,
+        {"pipe": 2, "data": 2, "fsdp": 2},
+        Schedule("interleaved", 2, 2),
+    ),
+    "stages of unlike length": (PIPE, {"pipe": 2, "data": 2}, Schedule("1f1b", 2, balance=(3, 1))),
+}
+
+
+@pytest.mark.parametrize("unroll", [1, pytest.param(True, marks=SLOW)])
+def test_gradients_summed_in_the_last_tick_are_those_of_one_device(unroll):
+    cases = {
+        name: (strategy.edit(replicate_below=0), sizes, {"schedule": schedule})
+        for name, (strategy, sizes, schedule) in LAST_TICKS.items()
+    }
+    given = partial(Tied, dropout=0.1), weighted, rows()
+    assert_strategies_agree(*given, cases, steps=2, unroll=unroll, clip=0.5)
+
+
 class Gated(nnx.Module):
     """Layers with a gate whose balance is a loss: the stream is (activations, sum of losses)."""
 

@@ -90,12 +90,28 @@ def test_a_schedule_reports_the_permutes_that_its_program_has(name):
     assert permutes(table) >= needed > 0
 
 
-def test_gradients_are_reduced_once_a_step_outside_of_every_tick():
-    layout, program = lowered(PIPE | DDP, {"pipe": 2, "data": 2}, Schedule("1f1b", 4))
-    found = hfjax.collectives(program)
-    assert found.total("all-reduce", "data") == bytes_of(layout, layers=True) // 2
-    assert found.total("all-reduce", ("pipe", "data")) == bytes_of(layout, layers=False) + SUMS
-    assert all(row.kind == "permute" for row in found if row.where)
+@pytest.mark.parametrize("name", ["1f1b", "interleaved", "v", "zb", "zb-h1"])
+@pytest.mark.drawn(2)
+def test_gradients_are_reduced_once_a_step_whatever_the_number_of_microbatches(name):
+    for microbatches in (2, 6):
+        schedule = Schedule(name, microbatches)
+        layout, program = lowered(PIPE | DDP, {"pipe": 2, "data": 2}, schedule, rows=12)
+        found = hfjax.collectives(program)
+        assert found.total("all-reduce", "data") == bytes_of(layout, layers=True) // 2
+        assert found.total("all-reduce", ("pipe", "data")) == bytes_of(layout, layers=False) + SUMS
+
+
+@pytest.mark.parametrize("name", ["1f1b", "interleaved", "zb"])
+@pytest.mark.drawn(2)
+def test_large_gradients_of_layers_are_summed_in_the_last_tick_each_by_itself(name):
+    """What a tick adds to as soon as it is there, and the other chunk; small ones go together."""
+    schedule, sizes = Schedule(name, 4), {"pipe": 2, "data": 2}
+    layout, program = lowered(PIPE, sizes, schedule)
+    large = [p for path, p in layout.placed.items() if path.startswith("layers/") and not p.small]
+    kernels = {p.shape[1:] for p in large}
+    rows = [row for row in hfjax.collectives(program) if row.axes == ("data",)]
+    assert sum(row.count for row in rows if row.shape in kernels) == len(large) * 4 // 2
+    assert not any(row.shape in {p.shape for p in large} for row in rows)
 
 
 def test_zero1_scatters_once_a_step_whatever_the_number_of_microbatches():
@@ -103,7 +119,8 @@ def test_zero1_scatters_once_a_step_whatever_the_number_of_microbatches():
     few = hfjax.collectives(lowered(PIPE | ZERO1, sizes, Schedule("interleaved", 2, 2))[1])
     many = hfjax.collectives(lowered(PIPE | ZERO1, sizes, Schedule("interleaved", 8, 2))[1])
     assert few.total("reduce-scatter") == many.total("reduce-scatter") > 0
-    assert all(row.kind == "permute" for row in many if row.where)
+    assert few.total("all-gather") == many.total("all-gather") > 0  # of new parameters, by layer
+    assert all(row.kind in ("permute", "all-gather") for row in many if row.where)
 
 
 @pytest.mark.parametrize("keep", [False, True])

@@ -9,6 +9,7 @@ import optax
 from hfjax.base.paths import Flat, flatten, nest
 from hfjax.optimizers.transforms import from_master
 from hfjax.plan.layout import State
+from hfjax.update.gathered import gathered
 from hfjax.update.update import (
     Found,
     Gradients,
@@ -32,11 +33,17 @@ class WholeUpdate(Update):
             given = scaled(gradients.summed, gradients.scale(), self.layout.working_dtypes)
             return Held(*self._updated(given, held), gradients.variables)
 
-        execution, placed = self.plane.context.execution, self.layout.placed
-        return gradients.found(lambda h, ok: unless_nonfinite(execution, placed, ok, new, h))
+        context, placed = self.plane.context, self.layout.placed
+
+        def update(held: Held, finite: Any) -> Held:
+            after = unless_nonfinite(context.execution, placed, finite, new, held)
+            whole = gathered(context, after.parameters, flatten(state.params))
+            return after._replace(parameters=whole)
+
+        return gradients.found(update)
 
     def _updated(self, gradients: Flat, held: Held) -> tuple[Flat, Any]:
-        """Return parameters and the optimizer's state; what leaves the step is then gathered."""
+        """Return parameters and the optimizer's state, on each device its part."""
         params, placed = held.parameters, self.layout.placed
         gradients = {path: jnp.zeros_like(x) for path, x in params.items()} | gradients
         given = nest(placed_as_moments(gradients, placed)), held.optimizer, nest(params)

@@ -24,6 +24,7 @@ from hfjax.parallel.in_parts.named_calls import is_recording, like_tokens
 from hfjax.parallel.in_parts.scope import Join
 from hfjax.parallel.in_parts.two_sides import InnerSides
 from hfjax.parallel.mesh import row_axes, size_of
+from hfjax.parallel.strategy import Axes
 
 Names = tuple[str | None, ...]  # the logical axes of an activation
 
@@ -222,6 +223,7 @@ class Traced:
     names: set[str] = field(default_factory=set)  # of tensors, where remat asks for names
     unread: set[str] = field(default_factory=set)  # parameters that nothing has read yet
     written: set[str] = field(default_factory=set)  # variables that the model writes to
+    summed: dict[str, Axes] = field(default_factory=dict)  # gradients that are summed already
     seed: Any = None  # the cotangent of the loss, with a loss scale; None: 1
 
     @classmethod

@@ -299,6 +299,7 @@ class StepContext:
     def reduction(self) -> Reduction:
         """What sums gradients over the devices after the last microbatch."""
         psum_at_once = {path: self._psum_at_once(p) for path, p in self.placed.items()}
+        psum_at_once |= self.traced.summed
         precision = self.execution.precision
         choose = self.traced.kernels.sender
         return Reduction(precision, self._hierarchical, choose, self.axes, psum_at_once)
@@ -315,6 +316,10 @@ class StepContext:
         """
         if p.small or self._hierarchical or not (self.in_parts and self.one_microbatch):
             return ()
+        return self.summed_over(p)
+
+    def summed_over(self, p: Placed) -> Axes:
+        """Return the axes over which a gradient is summed, and not split."""
         dims = (*p.split_dims("gradient"), *p.split_dims("moment"))
         split = {axis for _, axes in dims for axis in axes}
         return tuple(axis for axis in self.axes if axis not in split.union(p.stays))

@@ -28,7 +28,7 @@ from hfjax.parallel.mesh import PIPE_AXIS
 from hfjax.parallel.pipeline.recompute import EveryMicrobatch, ExceptLast, UnitPasses
 from hfjax.parallel.pipeline.rings import Ring, Slots, StageLinks
 from hfjax.parallel.pipeline.tick import OUTSIDE, SegmentFacts, StageTick, State
-from hfjax.parallel.pipeline.weights import FIXED, Weights
+from hfjax.parallel.pipeline.weights import FixedWeights, Weights
 from hfjax.parallel.schedules.compile import SIDES, Ticks
 
 
@@ -43,11 +43,12 @@ class Pipeline:
     model: ModelParts
     unroll: int | bool = 1
     choose: Callable | None = None  # (tensors, layers of a stage) -> which go to the host
-    weights: Weights = FIXED
+    weights: Weights = FixedWeights()
     # Slots of a tick follow one another, though they are of different microbatches. XLA runs what
     # is independent in an order that differs by device, on CPUs, and a layer's collectives of one
     # microbatch then meet those of another.
     in_order: Callable[[], bool] = lambda: False  # asked once what came before is traced
+    last: Any = None  # `LastTick`, if it sums gradients over devices
 
     @property
     def _trains(self) -> bool:
@@ -203,6 +204,7 @@ class Pipeline:
             at = at.after(state) if self.in_order() else at
         if "W" in kinds:
             state = self._weight_half(state, at)
+        state = self.last.others(self.chunks, before, state, at) if self._closes(at) else state
         return self.weights.after_tick(self, kinds, before, state, at), None
 
     def _receive(self, state: State, at: StageTick) -> State:
@@ -315,12 +317,14 @@ class Pipeline:
         def step(carry, unit):
             dy, gradients = carry
             stash = self._take(state, "stash", unit, at.positive("B_stash"))
+            if self._closes(at):  # or XLA recomputes several layers at once
+                stash, dy = lax.optimization_barrier((stash, dy))
             known = self._known(self._used(state, at, "B", unit), unit, chunk, m)
             dx, new = self.unit.backward(known, stash, dy, state["kept"], at, unit)
             gradients = self._accumulate(gradients, new, unit, chunk, at, "B")
             return (self._if_there(unit, chunk, dx, dy), gradients)
 
-        dx, gradients = self._units(step, (dy, state["gradients"]))
+        dx, gradients = self._units(step, (dy, state["gradients"]), at)
         return dx, state | {"gradients": gradients}
 
     def _input_half(self, state: State, dy: Any, at: StageTick, m: Index, chunk: Index):
@@ -334,7 +338,7 @@ class Pipeline:
                 cross = self._ring("cross").put(cross, unit, at["B_cross"], crossing)
             return (self._if_there(unit, chunk, dx, dy), cross)
 
-        dx, cross = self._units(step, (dy, state["cross"]))
+        dx, cross = self._units(step, (dy, state["cross"]), at)
         return dx, state | {"cross": cross}
 
     def _weight_half(self, state: State, at: StageTick) -> State:
@@ -348,12 +352,16 @@ class Pipeline:
                 new = self._passes.weight_backward(known, late, cross)
                 return self._accumulate(gradients, new, unit, chunk, at, "W")
 
-            return state | {"gradients": self._units(step, state["gradients"])}, None
+            return state | {"gradients": self._units(step, state["gradients"], at)}, None
 
         return self._guarded("W", at, run, state, ("gradients",), None)[0]
 
-    def _units(self, step: Callable, carry: Any) -> Any:
-        return self.chunks.loop(step, carry, reverse=True, unroll=int(self.unroll))
+    def _closes(self, at: StageTick) -> bool:
+        return self.last is not None and at.facts.start == self.ticks.table.ticks - 1
+
+    def _units(self, step: Callable, carry: Any, at: StageTick) -> Any:
+        unroll = self._closes(at) or int(self.unroll)
+        return self.chunks.loop(step, carry, reverse=True, unroll=unroll)
 
     def _take(self, state: State, name: str, unit: Index, slot: Index) -> list:
         return self._ring(name).get(state[name], unit, slot)
@@ -368,8 +376,9 @@ class Pipeline:
             real = there if real is None else real & there
         if real is not None:
             new = jax.tree.map(lambda a: jnp.where(real, a, jnp.zeros((), a.dtype)), new)
-        old = self.weights.sums(self, gradients, unit, chunk, at)
-        return self.chunks.put(gradients, unit, chunk, _add(old, new))
+        total = _add(self.weights.sums(self, gradients, unit, chunk, at), new)
+        total = self.last.sum(total) if self._closes(at) else total
+        return self.chunks.put(gradients, unit, chunk, total)
 
     def _embedding(self, state: State, at: StageTick, dx: Any, m: Index) -> State:
         """On the first stage: the gradient of what came before the layers."""

@@ -6,6 +6,7 @@ how much memory waits between ticks.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Protocol
 
 import jax
@@ -18,16 +19,18 @@ from hfjax.base.paths import Flat, Tree
 from hfjax.parallel.arrangement import Arrangement
 from hfjax.parallel.autodiff.model_parts import Extras, ModelParts
 from hfjax.parallel.autodiff.program import bytes_of
-from hfjax.parallel.engine.blueprint import Blueprint
+from hfjax.parallel.engine.blueprint import LAYERS, Blueprint
 from hfjax.parallel.engine.gradients import Plane
 from hfjax.parallel.engine.keys import variables_of
 from hfjax.parallel.engine.reduce import scattered
 from hfjax.parallel.engine.step_context import rows_of
 from hfjax.parallel.mesh import EXPERT_AXES, PIPE_AXIS, SEQUENCE_AXES, in_use, sides
 from hfjax.parallel.pipeline.executor import Pipeline
+from hfjax.parallel.pipeline.reduced import LastTick, last_apart
 from hfjax.parallel.remat import Remat
 from hfjax.parallel.schedules.compile import Ticks
 from hfjax.parallel.schedules.table import Table
+from hfjax.parallel.strategy import Axes
 from hfjax.parallel.three_parts.placed_model import PlacedModel
 
 
@@ -135,7 +138,13 @@ class PipelinePlane(Plane):
     def _run(self, placed: Staged, rows: int) -> tuple[Any, Any, Any]:
         """Return the gradients of the layers, those of the rest, and the mean (or `Extras`)."""
         model, offloading = placed.model(), self.offloading
-        pipeline = Pipeline(self.ticks, model, self.unroll, offloading, in_order=self.in_order)
+        ticks, last = self.ticks, None
+        if self.summed_in_last_tick and ticks.table.trains:
+            self.context.traced.summed.update(self.summed_in_last_tick)
+            ticks, last = last_apart(ticks), LastTick(ticks.table, self._sum_layer)
+        pipeline = Pipeline(
+            ticks, model, self.unroll, offloading, in_order=self.in_order, last=last
+        )
         if self.watch is not None:
             self.watch(pipeline)
         layers, outside, told = pipeline.run()
@@ -171,6 +180,31 @@ class PipelinePlane(Plane):
         if context.execution.unroll is not None:
             return context.execution.unroll
         return (context.platform == "cpu" and context.options.remat.what == "none") or 1
+
+    # -- over devices ---------------------------------------------------------------------------
+
+    @cached_property
+    def summed_in_last_tick(self) -> dict[str, Axes]:
+        """Path -> axes over which the gradient of a layer is summed in the last tick.
+
+        Nothing may be added later, and no stage may skip it; small ones go together afterwards.
+        """
+        context, run = self.context, self.context.execution
+        if run.accumulate > 1 or run.reduction == "hierarchical" or self.ticks.table.branches:
+            return {}
+        large = [p for p in map(context.placed.get, context.trained) if p and not p.small]
+        axes = {p.path: context.summed_over(p) for p in large if p.path.startswith(LAYERS)}
+        return {path: over for path, over in axes.items() if over}
+
+    def _sum_layer(self, gradients: Flat) -> Flat:
+        """Return the gradients of a layer, the large ones summed over devices."""
+
+        def add(path: str, gradient: jax.Array, axes: Axes) -> jax.Array:
+            sent = self.context.movement(self.context.placed[path]).reduce_dtype
+            return lax.psum(gradient.astype(sent), axes).astype(gradient.dtype)
+
+        large = self.summed_in_last_tick
+        return gradients | {p: add(p, gradients[p], axes) for p, axes in large.items()}
 
     # -- between stages -------------------------------------------------------------------------
 

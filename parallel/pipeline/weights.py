@@ -65,6 +65,3 @@ class FixedWeights(Weights):
     ) -> State:
         """Change nothing."""
         return after
-
-
-FIXED = FixedWeights()
