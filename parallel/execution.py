@@ -30,15 +30,15 @@ class PipelineSchedule(Protocol):
     @property
     def balance(self) -> str | tuple[int, ...]: ...
     @property
+    def branches(self) -> bool | str: ...
+    @property
     def asynchronous(self) -> bool: ...
 
     def table(self, stages: int) -> Table:
         """Return which stage does what in which tick."""
-        ...
 
     def versions(self, stages: int) -> Versions | None:
-        """Return which version of the weights each task uses; None: there is only one."""
-        ...
+        """Return which version of the weights each task uses; None: one."""
 
 
 @known_fields

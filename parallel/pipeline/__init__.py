@@ -2,5 +2,5 @@
 
 `executor` runs a table tick by tick: `tick` what a stage does in one, `rings` what stages send and
 keep, `weights` where its parameters and their gradients lie, `recompute` a last microbatch that
-recomputes nothing. `plane` joins it to the data plane.
+recomputes nothing, `skipping` what idle slots leave out. `plane` joins it to the data plane.
 """
