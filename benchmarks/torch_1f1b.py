@@ -14,7 +14,7 @@ import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
-LAYERS, WIDTH, ROWS, MICROBATCHES, ROUNDS = 8, 512, 512, 8, 6
+LAYERS, WIDTH, ROWS, MICROBATCHES, ROUNDS = 8, 512, 512, 8, 4
 
 
 class Layer(nn.Module):

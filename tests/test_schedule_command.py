@@ -61,6 +61,7 @@ def test_it_prints_the_grid_and_what_it_costs(run):
         "stash     4 3 1: microbatches whose activations each stage keeps",
         "permutes  12 in each stage's program; no stage has more than 8 to send",
         "messages  0->1 6 for 4, 1->0 6 for 4, 1->2 6 for 4, 2->1 6 for 4: sent, for those needed",
+        "empty     8 of 24 messages, 33% of the bytes sent",
     ]
 
 

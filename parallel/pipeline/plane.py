@@ -24,13 +24,13 @@ from hfjax.parallel.engine.keys import variables_of
 from hfjax.parallel.engine.reduce import scattered
 from hfjax.parallel.engine.step_context import rows_of
 from hfjax.parallel.mesh import PIPE_AXIS, in_use, partitioned
+from hfjax.parallel.pipeline.executor import Pipeline
 from hfjax.parallel.pipeline.skipping import (
     after_gathers,
     check_permutes,
     own_axes,
     permuted_axes,
 )
-from hfjax.parallel.pipeline.executor import Pipeline
 from hfjax.parallel.remat import Remat
 from hfjax.parallel.schedules.compile import Ticks
 from hfjax.parallel.schedules.table import Table
