@@ -286,7 +286,7 @@ NOTES = f"""\
   branch.
 - Schedules that need branches wrote to rings within them before: on a CPU that is cheaper (with 256
   rows 1f1b-published 0.92, zb-h1 1.02, zb-v 1.05, dualpipe-v 0.99; in this form 1.14, 1.20, 1.25,
-  1.29), for what a layer keeps is now copied into its ring, and idle slots write back what is there.
+  1.29): what a layer keeps is now copied into its ring, and idle slots write back what is there.
   For H200s it was dearer: XLA copied the rings in each branch, 1f1b-published took 4,156 MiB of
   temporaries, not 2,982, and half of what it sent was not asynchronous.
 - torch: `torch.distributed.pipelining.Schedule1F1B` over gloo, one thread a process, the sum of all
