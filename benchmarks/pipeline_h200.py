@@ -14,6 +14,7 @@ import itertools
 import os
 import re
 import time
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -161,11 +162,21 @@ def others(program: jax.stages.Compiled) -> str:
 
 def sends_in_branches(text: str) -> int:
     """Return how many permutes lie in any branch of a conditional: stages would wait for ever."""
+    permutes = ("collective-permute", "collective-permute-start")
+    return sum(hlo._parse(line).opcode in permutes for line in in_branches(text))
+
+
+def copied_in_branches(text: str) -> dict[str, int]:
+    """Return how many copies lie in branches of conditionals, by what is copied: "bf16[4,8]"."""
+    lines = [line for line in in_branches(text) if hlo._parse(line).opcode.startswith("copy")]
+    return Counter("{}[{}]".format(*hlo._ARRAY.findall(line)[0]) for line in lines)
+
+
+def in_branches(text: str) -> list[str]:
+    """Return the instructions in all branches of conditionals, and in what these call."""
     computations, _ = hlo._computations(text)
-    ops = {
-        name: [hlo._parse(rest) for rest in lines.values() if "(" in rest]
-        for name, lines in computations.items()
-    }
+    lines = {name: [r for r in held.values() if "(" in r] for name, held in computations.items()}
+    ops = {name: list(map(hlo._parse, held)) for name, held in lines.items()}
     keys = (*hlo._CALLS, *hlo._BRANCHES, "body", "condition")
 
     def reached(name: str) -> set[str]:
@@ -173,9 +184,7 @@ def sends_in_branches(text: str) -> int:
 
     conditionals = (op for held in ops.values() for op in held if op.opcode == "conditional")
     branches = {b for op in conditionals for b in op.calls(hlo._BRANCHES)}
-    inside = set().union(*map(reached, branches))
-    permutes = ("collective-permute", "collective-permute-start")
-    return sum(op.opcode in permutes for name in inside for op in ops[name])
+    return [line for name in set().union(*map(reached, branches)) for line in lines[name]]
 
 
 # -- results ------------------------------------------------------------------------------

@@ -190,7 +190,7 @@ def _no_loss(outputs: Any, batch: Any) -> Mean:
 
 def _execution(layout: Layout, schedule: Schedule | None, given: dict[str, Any]) -> Execution:
     """Return how a forward pass runs, if it does."""
-    forward = None if schedule is None else Schedule("forward")  # all that runs of a schedule
+    forward = None if schedule is None else Schedule("forward", branches=schedule.branches)
     run = Execution(**given, schedule=forward)
     check_runs(layout, run)
     return run

@@ -30,6 +30,8 @@ class PipelineSchedule(Protocol):
     @property
     def balance(self) -> str | tuple[int, ...]: ...
     @property
+    def branches(self) -> bool | str: ...
+    @property
     def asynchronous(self) -> bool: ...
 
     def table(self, stages: int) -> Table:
@@ -37,7 +39,7 @@ class PipelineSchedule(Protocol):
         ...
 
     def versions(self, stages: int) -> Versions | None:
-        """Return which version of the weights each task uses; None: there is only one."""
+        """Return which version of the weights each task uses; None: one."""
         ...
 
 

@@ -28,18 +28,32 @@ class Replay:
         slots = {"F": self.forward, "B": self.backward, "W": self.weights}
         for first, end, kinds in self.ticks.segments:
             for tick in range(first, end):
-                self.receive(tick)
+                self.receive(tick, first, end)
                 for kind in kinds:
                     for stage in range(self.table.stages):
                         slots[kind](tick, stage)
         return self.done
 
-    def receive(self, tick: int) -> None:
+    def receive(self, tick: int, first: int, end: int) -> None:
+        """Write what was sent in the last tick, on the links on which the segment receives."""
         for kind, ring in (("F", "x"), ("B", "dy")):
             for hop in self.ticks.links[kind]:
-                for stage in range(self.table.stages):
-                    label = self.sent[kind][(stage - hop) % self.table.stages]
+                for stage in range(
+                    self.table.stages if self.receives(kind, hop, first, end) else 0
+                ):
+                    label = self.message(kind, (stage - hop) % self.table.stages)
                     self.write(f"{ring}_{SIDES[hop]}", ring, tick, stage, label)
+
+    def receives(self, kind: str, hop: int, first: int, end: int) -> bool:
+        return self.ticks.arriving(kind, hop, first, end)
+
+    def message(self, kind: str, stage: int) -> Label:
+        """Return what a stage sent: where kinds share permutes, the one thing that it made."""
+        made = [self.sent["F"][stage], self.sent["B"][stage]]
+        if not self.ticks.shared:
+            return self.sent[kind][stage]
+        assert JUNK in made
+        return next((label for label in made if label != JUNK), JUNK)
 
     def forward(self, tick: int, stage: int) -> None:
         g, m = self.task("F", tick, stage)

@@ -185,7 +185,8 @@ def test_the_rings_of_a_split_backward_take_what_is_told_of_them():
         compiled.append(step.lower(batch).compile().memory_analysis().temp_size_in_bytes)
     layers, x = 2, 4 * rows * 2
     assert told == [4 * layers * x, (4 + 4) * layers * x]  # a Linear keeps x, and dy crosses
-    assert 0.9 < (compiled[1] - compiled[0]) / (told[1] - told[0]) < 1.1
+    more = (compiled[1] - compiled[0]) - (told[1] - told[0])
+    assert 0 <= more <= x  # what a layer's branch hands to the ring
 
 
 @pytest.mark.cuda

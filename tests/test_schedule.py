@@ -114,6 +114,20 @@ def test_writes_never_lack_a_slot_and_links_are_those_in_use():
     assert two.links == {"F": (0, 1), "B": (0, -1)}  # left and right are the same stage
 
 
+def test_forward_and_backward_share_permutes_where_a_stage_makes_one_message_a_tick():
+    """zb-v on 4 stages: two permutes in a tick, not four. dualpipe-v makes two messages in one."""
+    shared = {name for name, chunks in KINDS_OF_TABLES if compiled_on_four(name, chunks).shared}
+    assert shared == {"zb-v"}
+    assert sum(link != 0 for _, link in compiled_on_four("zb-v", 2).lines) == 2
+    assert sum(link != 0 for _, link in compiled_on_four("dualpipe-v", 2).lines) == 4
+    never = replace(SCHEDULES["zb-v"](4, 8, 2), branches=False)
+    assert not compile_table(never).shared
+
+
+def compiled_on_four(name, chunks):
+    return compile_table(SCHEDULES[name](4, 8, chunks))
+
+
 def test_segments_cover_the_ticks_with_the_kinds_that_they_use():
     table = SCHEDULES["zb"](4, 16, 1)
     segments = compile_table(table).segments

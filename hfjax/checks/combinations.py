@@ -81,6 +81,18 @@ GRADIENTS_SCATTERED_PER_LAYER = Refusal(
     'Use hfjax.ZERO1, which scatters at the end, or remat="full" or "none".',
     condition=_scatters_layers,
 )
+HOST_COPIED = Refusal(
+    "XLA copies everything that lies on the host in each tick in which stages branch",
+    "Use a schedule that does not branch (1f1b, interleaved, gpipe, zb, v, without branches=True), "
+    "or remat instead of offload.",
+    condition_text="on devices other than CPUs",
+    condition=lambda layout, _: platform_of(layout.mesh) != "cpu",
+)
+MAY_PERMUTE = Refusal(
+    "what layers send over this axis may be a permute, which waits for the devices of all stages, "
+    "and stages that skip their layers would let the others wait for ever",
+    'Use branches="auto" or branches=False, by which no stage skips them here.',
+)
 LAYER_BY_LAYER = Refusal(
     "layers then run in hfjax's own loop over layers (parallel/layerwise), each on all rows",
     "Leave split_rows out.",
@@ -230,13 +242,12 @@ REFUSED: dict[tuple[str, str], Refusal] = {
     ),
     ("remat except_last", "ZERO2"): GRADIENTS_SCATTERED_PER_LAYER,
     ("remat except_last", "FSDP"): GRADIENTS_SCATTERED_PER_LAYER,
-    ("offload", "schedule that branches"): Refusal(
-        "XLA copies everything that lies on the host in each tick in which stages branch",
-        "Use a schedule that does not branch (1f1b, interleaved, gpipe, zb, v), or remat instead "
-        "of offload.",
-        condition_text="on devices other than CPUs",
-        condition=lambda layout, _: platform_of(layout.mesh) != "cpu",
-    ),
+    ("offload", "schedule that branches"): HOST_COPIED,
+    ("offload", "branches=True"): HOST_COPIED,
+    ("branches=True", "TENSOR"): MAY_PERMUTE,
+    ("branches=True", "GRID"): MAY_PERMUTE,
+    ("branches=True", "EXPERT"): MAY_PERMUTE,
+    ("branches=True", "CONTEXT"): MAY_PERMUTE,
     # others
     ("offload", "reshard_after_forward=False"): Refusal(
         "offload frees device memory, and reshard_after_forward=False fills it with gathered "

@@ -142,6 +142,13 @@ def _table_that(is_so: Callable[[Table], bool]) -> AsWritten:
     return as_written
 
 
+def _branches(layout: Layout, execution: Execution) -> str | None:
+    schedule, stages = execution.schedule, layout.mesh.shape[PIPE_AXIS]
+    if schedule is None or schedule.branches is not True or schedule.table(stages).branches:
+        return None  # a table that needs branches has them anyway
+    return f"schedule {schedule.name}, branches=True"
+
+
 def _asynchronous(layout: Layout, execution: Execution) -> str | None:
     schedule = execution.schedule
     there = schedule is not None and schedule.asynchronous
@@ -211,8 +218,9 @@ def _called(layout: Layout, _: Execution) -> str | None:
 # -- the rows -----------------------------------------------------------------------------------
 
 
-def _scheduled(name: str, as_written: AsWritten, *needs: str) -> Feature:
-    return Feature(as_written, {"schedule": Schedule(name, 4)}, PIPE, {"pipe": 2}, needs=needs)
+def _scheduled(name: str, as_written: AsWritten, *needs: str, **fields: Any) -> Feature:
+    execution = {"schedule": Schedule(name, 4, **fields)}
+    return Feature(as_written, execution, PIPE, {"pipe": 2}, needs=needs)
 
 
 FEATURES: dict[str, Feature] = {
@@ -258,6 +266,7 @@ FEATURES: dict[str, Feature] = {
     "schedule that branches": _scheduled(
         "1f1b-published", _table_that(lambda table: bool(table.branches)), "schedule"
     ),
+    "branches=True": _scheduled("1f1b", _branches, "schedule", branches=True),
     "asynchronous schedule": _scheduled("pipedream", _asynchronous, "schedule"),
     "ZERO1": Feature(_split("moment"), strategy=ZERO1, mesh={"data": 2}),
     "ZERO2": Feature(_split("gradient"), strategy=ZERO2, mesh={"data": 2}),

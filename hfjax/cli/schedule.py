@@ -198,6 +198,8 @@ def _print_messages(table: Table, console: Console) -> None:
     )
     links = (f"{a}->{b} {count} for {needed[a, b]}" for (a, b), count in sent(table).items())
     console.print(f"messages  {', '.join(links)}: sent, for those needed")
+    whole, empty = sum(sent(table).values()), sum(sent(table).values()) - sum(needed.values())
+    console.print(f"empty     {empty} of {whole} messages, {empty / whole:.0%} of the bytes sent")
 
 
 def _write(table: Table, given: argparse.Namespace) -> None:

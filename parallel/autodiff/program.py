@@ -241,16 +241,8 @@ def _following(inputs: Iterable[Var], equations: Iterable[Any]) -> set[Var]:
 
 # What hands a tensor on in another form: the one that made it is further back.
 _SAME = (
-    "reshape",
-    "transpose",
-    "squeeze",
-    "expand_dims",
-    "copy",
-    "convert_element_type",
-    "name",
-    "sharding_constraint",
-    "reduce_precision",
-    "optimization_barrier",
+    *("reshape", "transpose", "squeeze", "expand_dims", "copy", "convert_element_type", "name"),
+    *("sharding_constraint", "reduce_precision", "optimization_barrier"),
 )
 
 

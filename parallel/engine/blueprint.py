@@ -121,7 +121,8 @@ class Blueprint:
         """How many layers a model in three parts has."""
         if self.listed:
             return len(self.layers("train"))
-        return next(v.shape[0] for path, v in self.parameters.items() if path.startswith(LAYERS))
+        held = {**self.parameters, **self.variables}.items()
+        return next(v.shape[0] for path, v in held if path.startswith(LAYERS))
 
     def equipped(self, kernels: Any) -> "Blueprint":
         """Return the blueprint whose modules choose kernels by `kernels`.

@@ -2,6 +2,6 @@
 
 `executor` runs a table tick by tick: `tick` what a stage does in one, `rings` what stages send and
 keep, `weights` where its parameters and their gradients lie, `reduced` their sums over devices in
-the last tick, `recompute` a last microbatch that recomputes nothing. `plane` joins it to the data
-plane.
+the last tick, `recompute` a last microbatch that recomputes nothing, `skipping` what idle slots
+leave out. `plane` joins it to the data plane.
 """

@@ -49,6 +49,8 @@ class Pipeline:
     # microbatch then meet those of another.
     in_order: Callable[[], bool] = lambda: False  # asked once what came before is traced
     last: Any = None  # `LastTick`, if it sums gradients over devices
+    # Asked with what traces a layer: a `lax.cond` by which idle slots skip it, None where none may.
+    branches: Callable[[Callable], Callable | None] = lambda program: None
 
     @property
     def _trains(self) -> bool:
@@ -58,17 +60,13 @@ class Pipeline:
     def _split(self) -> bool:
         return self.ticks.table.split
 
-    @property
-    def _branches(self) -> bool:
-        return self.ticks.table.branches
-
     @cached_property
     def stage(self) -> Any:
         return lax.axis_index(PIPE_AXIS) if self.ticks.table.stages > 1 else 0
 
     @cached_property
     def _links(self) -> StageLinks:
-        return StageLinks(self.ticks, self.stage)
+        return StageLinks(self.ticks, self.stage, keeps=self._either is None)
 
     @cached_property
     def _x(self) -> Any:
@@ -99,6 +97,11 @@ class Pipeline:
         return self._dissected(self.model.passes)
 
     @cached_property
+    def _either(self) -> Callable | None:
+        given = self._known_of_one, self._x
+        return self.branches(partial(jax.make_jaxpr(self._passes.forward), *given))
+
+    @cached_property
     def unit(self) -> UnitPasses:
         """How a layer runs in a tick."""
         if self.model.keep is None or not self._trains:
@@ -107,19 +110,17 @@ class Pipeline:
         return ExceptLast(self._passes, keeping, self.chunks, last)
 
     def _dissected(self, passes: Callable) -> Dissected:
-        zeros = lambda a: jnp.zeros(a.shape, a.dtype)
-        slots, m = jax.tree.map(zeros, self.model.slots), jnp.int32(0)
-        known = self._known(self.chunks.get(self.values, 0, 0), 0, 0, m)
-        return passes(known, slots, self._x, self._split)
+        return passes(self._known_of_one, self._no_gradients, self._x, self._split)
+
+    @property
+    def _known_of_one(self) -> Any:
+        return self._known(self.chunks.get(self.values, 0, 0), 0, 0, jnp.int32(0))
 
     def _used(self, state: State, at: StageTick, kind: str, unit: Index) -> Any:
         return self.weights.parameters(self, state, at, kind, unit)
 
     def _known(self, parameters: Any, unit: Index, chunk: Index, m: Index) -> Any:
         return parameters, jnp.maximum(self._layers[chunk, unit], 0), m
-
-    def _ring(self, name: str) -> Ring:
-        return self._rings[name]
 
     @cached_property
     def _rings(self) -> dict[str, Ring]:
@@ -151,7 +152,6 @@ class Pipeline:
 
     def start(self) -> State:
         """Return the state before the first tick."""
-        shape = lambda tree: jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), tree)
         m, table = jnp.int32(0), self.ticks.table
         _, aux = jax.eval_shape(self.model.last, self.model.outside, self._x, m)
         tell = lambda a: jnp.zeros((table.microbatches, *a.shape), a.dtype)
@@ -159,16 +159,14 @@ class Pipeline:
         if self.ticks.depth["x"]:  # idle slots run layers too: on what layers are used to
             x = self.model.first(self.model.outside, m)
             state["x"] = self.queue("x").filled(x)
-            state["sent"] = dict.fromkeys(self.ticks.links["F"], x)
+            state["sent"] = {link: x for kind, link in self.ticks.lines if "F" in kind}
         if not self._trains:
             return state
-        state |= {"dx": self._x, "dy": self.queue("dy").full(self._x)}
-        for name, ring in self._rings.items():
-            state[name] = ring.empty()
-        state["kept"] = self.unit.empty()
-        state["gradients"] = self.chunks.full(self.model.slots)
+        state |= {"made": self._x, "dy": self.queue("dy").full(self._x)}
+        state |= {name: ring.empty() for name, ring in self._rings.items()}
+        state |= {"kept": self.unit.empty(), "gradients": self.chunks.full(self.model.slots)}
         wide = lambda a: jnp.zeros(a.shape, jnp.promote_types(a.dtype, jnp.float32))
-        state["outside"] = jax.tree.map(wide, shape(self.model.outside))
+        state["outside"] = jax.tree.map(wide, self.model.outside)
         return state | self.weights.start(self)
 
     def run(self) -> tuple[Any, Any, Any]:
@@ -202,6 +200,8 @@ class Pipeline:
         if "B" in kinds:
             state = self._backward(state, at)
             at = at.after(state) if self.in_order() else at
+        if self.ticks.shared:
+            state = self._sent(state, "FB", state["made"], at)
         if "W" in kinds:
             state = self._weight_half(state, at)
         state = self.last.others(self.chunks, before, state, at) if self._closes(at) else state
@@ -210,36 +210,34 @@ class Pipeline:
     def _receive(self, state: State, at: StageTick) -> State:
         """Put what neighbours sent in the last tick into its slots.
 
-        dx is sent here, so that it travels under the forward slot.
+        dx is sent here, so that it travels under the forward slot, unless it shares a permute.
         """
-        if at.facts.arriving("F"):
-            for link, x in state["sent"].items():
-                x = x if self.ticks.sends_at_once else self._links.send(x, "F", link)
-                slot = at[f"x_{SIDES[link]}"]
+        for link in self.ticks.links["F"]:
+            if at.facts.arriving("F", link):
+                x, slot = state["sent"][link], at[f"x_{SIDES[link]}"]
                 x = self._links.arrived(x, self.queue("x").get(state["x"], 0, slot), link)
                 state["x"] = self.queue("x").put(state["x"], 0, slot, x)
-        if at.facts.arriving("B"):
-            for link in self.ticks.links["B"]:
-                dy, slot = self._links.send(state["dx"], "B", link), at[f"dy_{SIDES[link]}"]
+        for link in self.ticks.links["B"]:
+            if at.facts.arriving("B", link):
+                send, slot = partial(self._links.send, state["made"]), at[f"dy_{SIDES[link]}"]
+                dy = state["sent"][link] if self.ticks.shared else send("B", link)
                 state["dy"] = self.queue("dy").put(state["dy"], 0, slot, dy)
         return state
+
+    def _sent(self, state: State, kind: str, message: Any, at: StageTick) -> State:
+        """Return the state with what arrives where this message is sent."""
+        used = [link for kinds, link in self.ticks.lines if kinds == kind]
+        used = [link for link in used if at.facts.arriving(kind, link, later=1)]
+        new = {link: self._links.send(message, kind, link) for link in used}
+        return state | {"sent": state["sent"] | new}
 
     # -- forward ----------------------------------------------------------------------------
 
     def _forward(self, state: State, at: StageTick) -> State:
         m, chunk = at.positive("F_microbatch"), at.positive("F_chunk")
-
-        def run(state):
-            y, state = self._layers_forward(state, self._entering(state, at, m), at, m, chunk)
-            return self._head(state, at, y, m), y
-
-        names = ("stash", "late", "kept", "dy", "aux", "outside", "x")
-        state, y = self._guarded("F", at, run, state, names, self._x)
-        state["sent"] = {
-            link: self._links.send(y, "F", link) if self.ticks.sends_at_once else y
-            for link in self.ticks.links["F"]
-        }
-        return state
+        y, state = self._layers_forward(state, self._entering(state, at, m), at, m, chunk)
+        state = state | {"made": y} if self.ticks.shared else self._sent(state, "F", y, at)
+        return self._head(state, at, y, m)
 
     def _entering(self, state: State, at: StageTick, m: Index) -> Any:
         """Return what enters the chunk: from the neighbour, or from the batch."""
@@ -250,28 +248,46 @@ class Pipeline:
         return at.branch("first", embed, lambda: x)
 
     def _layers_forward(self, state: State, x: Any, at: StageTick, m: Index, chunk: Index):
-        def step(carry, unit):
-            x, stash, late, kept = carry
-            known = self._known(self._used(state, at, "F", unit), unit, chunk, m)
-            (y, saved, waiting), kept = self.unit.forward(known, x, kept, at, unit)
-            if self._trains:
-                ring = self._ring("stash")
-                stash = ring.put(stash, unit, at["F_stash"], saved) if saved else stash
-            if self._trains and waiting:
-                late = self._ring("late").put(late, unit, at["F_late"], waiting)
-            return (self._if_there(unit, chunk, y, x), stash, late, kept)
+        names = ("stash", "late") if self._trains else ()
 
-        names = ("stash", "late", "kept")
-        y, *held = self.chunks.loop(step, (x, *map(state.get, names)), unroll=int(self.unroll))
-        new = zip(names, held, strict=True)
-        return y, state | {name: value for name, value in new if name in state}
+        def step(carry, unit):
+            x, rings, kept = carry
+
+            def run(x, kept):
+                known = self._known(self._used(state, at, "F", unit), unit, chunk, m)
+                (y, *saved), kept = self.unit.forward(known, x, kept, at, unit)
+                return y, dict(zip(names, saved, strict=False)), kept
+
+            taken = lambda: {name: self._take(rings, name, unit, at, "F") for name in names}
+            skip = lambda x, kept: (x, taken(), kept)
+            y, saved, kept = self._at_work(("F", at, unit, chunk), run, skip, x, kept)
+            rings = {name: self._put(rings, name, unit, at, "F", saved[name]) for name in names}
+            return self._if_there(unit, chunk, y, x), rings, kept
+
+        carry = x, {name: state[name] for name in names}, state.get("kept")
+        y, rings, kept = self.chunks.loop(step, carry, unroll=int(self.unroll))
+        return y, state | rings | ({"kept": kept} if "kept" in state else {})
 
     def _if_there(self, unit: Index, chunk: Index, new: Any, old: Any) -> Any:
         """Return `new` if there is a layer at this place, `old` where storage is only padded."""
-        if not self._padded:
+        if not self._padded or self._either:
             return new
         there = self._layers[chunk, unit] >= 0
         return jax.tree.map(lambda a, b: jnp.where(there, a, b), new, old)
+
+    def _at_work(self, slot: tuple, run: Callable, skip: Callable, *operands: Any) -> Any:
+        """Return `run(*operands)`; with branches `skip(*operands)` where there is nothing to do.
+
+        Neither rings nor messages pass through a branch: rings would be copied, and a permute
+        would wait for stages that take the other.
+        """
+        kind, at, unit, chunk = slot
+        if self._either is None or (at.facts.always(kind) and not self._padded):
+            return run(*operands)
+        there = at.active(kind)
+        if self._padded:
+            there &= self._layers[chunk, unit] >= 0
+        return self._either(there, run, skip, *operands)
 
     def _head(self, state: State, at: StageTick, y: Any, m: Index) -> State:
         """On the last stage: tell the loss of this microbatch, and begin its backward pass."""
@@ -290,37 +306,39 @@ class Pipeline:
             return (tell(told, aux), _add(outside, gradients), arrays_of(dy, y))
 
         def skip(aux, outside):
-            return aux, outside, self._x
+            return aux, outside, self.queue("dy").get(state["dy"], 0, at.positive("H_dy"))
 
         aux, outside, dy = at.branch("last", run, skip, state["aux"], state["outside"])
         state |= {"aux": aux, "outside": outside}
         if at.facts.never("last"):
             return state
-        return state | {"dy": self.queue("dy").put(state["dy"], 0, at["H_dy"], dy)}
+        return state | {"dy": self.queue("dy").put(state["dy"], 0, at.positive("H_dy"), dy)}
 
     # -- backward ---------------------------------------------------------------------------
 
     def _backward(self, state: State, at: StageTick) -> State:
         m, chunk = at.positive("B_microbatch"), at.positive("B_chunk")
-
-        def run(state):
-            dy = self.queue("dy").get(state["dy"], 0, at.positive("B_dy"))
-            half = self._input_half if self._split else self._both_halves
-            dx, state = half(state, dy, at, m, chunk)
-            return self._embedding(state, at, dx, m), dx
-
-        names = ("gradients", "cross", "outside")
-        state, state["dx"] = self._guarded("B", at, run, state, names, self._x)
-        return state
+        dy = self.queue("dy").get(state["dy"], 0, at.positive("B_dy"))
+        half = self._input_half if self._split else self._both_halves
+        dx, state = half(state, dy, at, m, chunk)
+        state = self._embedding(state, at, dx, m)
+        if self.ticks.shared:  # a stage that runs no B may have made a y
+            dx = jax.tree.map(partial(jnp.where, at.active("B")), dx, state["made"])
+        return state | {"made": dx}
 
     def _both_halves(self, state: State, dy: Any, at: StageTick, m: Index, chunk: Index):
         def step(carry, unit):
             dy, gradients = carry
-            stash = self._take(state, "stash", unit, at.positive("B_stash"))
-            if self._closes(at):  # or XLA recomputes several layers at once
-                stash, dy = lax.optimization_barrier((stash, dy))
-            known = self._known(self._used(state, at, "B", unit), unit, chunk, m)
-            dx, new = self.unit.backward(known, stash, dy, state["kept"], at, unit)
+
+            def run(dy):
+                stash = self._take(state, "stash", unit, at, "B")
+                if self._closes(at):  # or XLA recomputes several layers at once
+                    stash, dy = lax.optimization_barrier((stash, dy))
+                known = self._known(self._used(state, at, "B", unit), unit, chunk, m)
+                return self.unit.backward(known, stash, dy, state["kept"], at, unit)
+
+            skip = lambda dy: (dy, self._no_gradients)
+            dx, new = self._at_work(("B", at, unit, chunk), run, skip, dy)
             gradients = self._accumulate(gradients, new, unit, chunk, at, "B")
             return (self._if_there(unit, chunk, dx, dy), gradients)
 
@@ -330,12 +348,15 @@ class Pipeline:
     def _input_half(self, state: State, dy: Any, at: StageTick, m: Index, chunk: Index):
         def step(carry, unit):
             dy, cross = carry
-            stash = self._take(state, "stash", unit, at.positive("B_stash"))
-            late = self._take(state, "late", unit, at.positive("B_late"))
-            known = self._known(self._used(state, at, "B", unit), unit, chunk, m)
-            dx, crossing = self._passes.input_backward(known, stash, late, dy)
-            if crossing:
-                cross = self._ring("cross").put(cross, unit, at["B_cross"], crossing)
+
+            def run(dy):
+                stash, late = (self._take(state, name, unit, at, "B") for name in ("stash", "late"))
+                known = self._known(self._used(state, at, "B", unit), unit, chunk, m)
+                return self._passes.input_backward(known, stash, late, dy)
+
+            skip = lambda dy: (dy, self._take({"cross": cross}, "cross", unit, at, "B"))
+            dx, crossing = self._at_work(("B", at, unit, chunk), run, skip, dy)
+            cross = self._put({"cross": cross}, "cross", unit, at, "B", crossing)
             return (self._if_there(unit, chunk, dx, dy), cross)
 
         dx, cross = self._units(step, (dy, state["cross"]), at)
@@ -344,17 +365,16 @@ class Pipeline:
     def _weight_half(self, state: State, at: StageTick) -> State:
         m, chunk = at.positive("W_microbatch"), at.positive("W_chunk")
 
-        def run(state):
-            def step(gradients, unit):
-                late = self._take(state, "late", unit, at.positive("W_late"))
-                cross = self._take(state, "cross", unit, at.positive("W_cross"))
+        def step(gradients, unit):
+            def run():
+                late, cross = (self._take(state, name, unit, at, "W") for name in ("late", "cross"))
                 known = self._known(self._used(state, at, "W", unit), unit, chunk, m)
-                new = self._passes.weight_backward(known, late, cross)
-                return self._accumulate(gradients, new, unit, chunk, at, "W")
+                return self._passes.weight_backward(known, late, cross)
 
-            return state | {"gradients": self._units(step, state["gradients"], at)}, None
+            new = self._at_work(("W", at, unit, chunk), run, lambda: self._no_gradients)
+            return self._accumulate(gradients, new, unit, chunk, at, "W")
 
-        return self._guarded("W", at, run, state, ("gradients",), None)[0]
+        return state | {"gradients": self._units(step, state["gradients"], at)}
 
     def _closes(self, at: StageTick) -> bool:
         return self.last is not None and at.facts.start == self.ticks.table.ticks - 1
@@ -363,15 +383,22 @@ class Pipeline:
         unroll = self._closes(at) or int(self.unroll)
         return self.chunks.loop(step, carry, reverse=True, unroll=unroll)
 
-    def _take(self, state: State, name: str, unit: Index, slot: Index) -> list:
-        return self._ring(name).get(state[name], unit, slot)
+    @property
+    def _no_gradients(self) -> Any:
+        return jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), self.model.slots)
+
+    def _take(self, rings: State, name: str, unit: Index, at: StageTick, kind: str) -> Any:
+        return self._rings[name].get(rings[name], unit, at.positive(f"{kind}_{name}"))
+
+    def _put(self, rings: State, name: str, unit: Index, at: StageTick, kind: str, new: Any) -> Any:
+        return self._rings[name].put(rings[name], unit, at.positive(f"{kind}_{name}"), new)
 
     def _accumulate(
         self, gradients: Any, new: Any, unit: Index, chunk: Index, at: StageTick, kind: str
     ):
         """Add a layer's gradient, unless the slot is idle or there is no layer."""
-        real = None if self._branches or at.facts.always(kind) else at.active(kind)
-        if self._padded:
+        real = None if self._either or at.facts.always(kind) else at.active(kind)
+        if self._padded and not self._either:
             there = self._layers[chunk, unit] >= 0
             real = there if real is None else real & there
         if real is not None:
@@ -391,21 +418,6 @@ class Pipeline:
         return state | {
             "outside": at.branch("first_backward", run, lambda outside: outside, state["outside"])
         }
-
-    def _guarded(
-        self, kind: str, at: StageTick, run: Callable, state: State, names: tuple, idle: Any
-    ) -> tuple[State, Any]:
-        """Run a slot; in a table with branches only on the stages that have a task in it."""
-        if not self._branches or at.facts.always(kind):
-            return run(state)
-        held = {name: state[name] for name in names if name in state}
-
-        def active(held):
-            new, result = run(state | held)
-            return ({name: new[name] for name in held}, result)
-
-        held, result = lax.cond(at.active(kind), active, lambda held: (held, idle), held)
-        return state | held, result
 
 
 def _add(sums: Any, new: Any) -> Any:

@@ -24,9 +24,15 @@ from hfjax.parallel.engine.gradients import Plane
 from hfjax.parallel.engine.keys import variables_of
 from hfjax.parallel.engine.reduce import scattered
 from hfjax.parallel.engine.step_context import rows_of
-from hfjax.parallel.mesh import EXPERT_AXES, PIPE_AXIS, SEQUENCE_AXES, in_use, sides
+from hfjax.parallel.mesh import PIPE_AXIS, in_use, partitioned
 from hfjax.parallel.pipeline.executor import Pipeline
 from hfjax.parallel.pipeline.reduced import LastTick, last_apart
+from hfjax.parallel.pipeline.skipping import (
+    after_gathers,
+    check_permutes,
+    own_axes,
+    permuted_axes,
+)
 from hfjax.parallel.remat import Remat
 from hfjax.parallel.schedules.compile import Ticks
 from hfjax.parallel.schedules.table import Table
@@ -142,9 +148,8 @@ class PipelinePlane(Plane):
         if self.summed_in_last_tick and ticks.table.trains:
             self.context.traced.summed.update(self.summed_in_last_tick)
             ticks, last = last_apart(ticks), LastTick(ticks.table, self._sum_layer)
-        pipeline = Pipeline(
-            ticks, model, self.unroll, offloading, in_order=self.in_order, last=last
-        )
+        asked = {"in_order": self.in_order, "branches": self.branches}
+        pipeline = Pipeline(ticks, model, self.unroll, offloading, last=last, **asked)
         if self.watch is not None:
             self.watch(pipeline)
         layers, outside, told = pipeline.run()
@@ -165,9 +170,38 @@ class PipelinePlane(Plane):
 
     def in_order(self) -> bool:
         """Return whether layers that have been traced have collectives of their own, on a CPU."""
-        mesh = self.context.mesh
-        own = sides(mesh) or in_use(mesh, (*EXPERT_AXES, *SEQUENCE_AXES))
+        own = own_axes(self.context.mesh)
         return self.context.platform == "cpu" and bool(own or self.context.traced.rows.joins)
+
+    def branches(self, program: Callable) -> Callable | None:
+        """Return how idle slots skip their layers: as `lax.cond` does; None: they do not.
+
+        `program()` traces a layer. What it gathers stays outside of the branch, where XLA starts it
+        early; not in a table in which idle slots are many, since all of them would gather.
+        """
+        table, schedule = self.ticks.table, self.context.execution.schedule
+        wanted = "auto" if schedule is None else schedule.branches
+        if wanted is False:
+            return None
+        permuted = permuted_axes(program().jaxpr)
+        if table.branches or wanted is True:
+            check_permutes(
+                permuted, f"schedule {table.name}" + ", branches=True" * (wanted is True)
+            )
+            return lax.cond if table.branches else after_gathers
+        return None if permuted or self._own_collectives or self._waits_on_host else after_gathers
+
+    @property
+    def _own_collectives(self) -> bool:
+        """Whether layers that have been traced send anything but their parameters."""
+        mesh, told = self.context.mesh, self.context.traced.rows.told
+        joined = any(told[part] for part in told if part.startswith(("layers", "between")))
+        return bool(joined or own_axes(mesh) or partitioned(mesh))
+
+    @property
+    def _waits_on_host(self) -> bool:
+        """Whether XLA would copy what lies on the host for each branch: not on a CPU."""
+        return self.offloading is not None and self.context.platform != "cpu"
 
     @property
     def unroll(self) -> int | bool:
@@ -245,7 +279,7 @@ def no_permutes(table: Table, listed: bool, remat: Remat, blueprint: Blueprint) 
 # what waits -> the rings (and queues) that it lies in
 WAITING = {
     "activations": ("stash", "late", "cross", "kept"),
-    "messages": ("x", "dy", "sent", "dx"),
+    "messages": ("x", "dy", "sent", "made"),
 }
 
 

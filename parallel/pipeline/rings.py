@@ -26,6 +26,7 @@ class StageLinks:
 
     ticks: Ticks
     stage: Any  # the number of this one
+    keeps: bool  # idle slots compute, on what layers are used to
 
     def send(self, x: Any, kind: str, link: int) -> Any:
         """Return what arrives on this link: nothing is sent where the table never sends."""
@@ -36,7 +37,7 @@ class StageLinks:
 
     def arrived(self, x: Any, old: Any, link: int) -> Any:
         """Return what arrived, `old` on a stage to which the table never sends (zeros arrive)."""
-        if self.ticks.table.branches or link == 0:
+        if not self.keeps or link == 0:
             return x
         to = [there for _, there in self.ticks.route("F", link)]
         reached = jnp.asarray(np.isin(np.arange(self.ticks.table.stages), to))

@@ -37,9 +37,9 @@ class SegmentFacts:
     def never(self, what: str) -> bool:
         return not self.when[what].any()
 
-    def arriving(self, kind: str) -> bool:
-        """Whether anything is sent in a tick whose messages arrive in this segment."""
-        return self.ticks.arriving(kind, self.start, self.end)
+    def arriving(self, kind: str, link: int, later: int = 0) -> bool:
+        """Whether anything arrives by a link in this segment, or so many ticks later."""
+        return self.ticks.arriving(kind, link, self.start + later, self.end + later)
 
     @cached_property
     def when(self) -> dict[str, np.ndarray]:

@@ -1,8 +1,8 @@
 """The functions that build the named schedules.
 
 Looped schedules: the model goes round the stages once (chunks=1) or several times. Combined ones
-run a forward and a backward (and weights) slot side by side in every tick, on all stages, without
-a branch; the others run one task per stage and tick.
+run a forward and a backward (and weights) slot side by side in every tick, on all stages; the
+others run one task per stage and tick.
 
 Schedules on a V: the model goes down the stages and up again, two chunks on each stage. Stage 0
 holds the first and the last chunk, so the loss is computed where the model begins.
@@ -82,7 +82,7 @@ def _all_then_all(name: str, stages: int, microbatches: int, chunks: int) -> Tab
 
 
 def one_f_one_b(stages: int, microbatches: int, chunks: int) -> Table:
-    """A forward and a backward in every tick, no branches (1F1B, combined)."""
+    """A forward and a backward in every tick (1F1B, combined)."""
     return _combined("1f1b", stages, microbatches, chunks)
 
 
@@ -171,7 +171,7 @@ def vee(stages: int) -> Homes:
 
 
 def v_combined(stages: int, microbatches: int, chunks: int = 2) -> Table:
-    """1f1b on a V: about half its memory, no branches."""
+    """1f1b on a V: about half its memory."""
     last = 2 * stages - 1
     lanes = []
     for mine in ((stage, last - stage) for stage in range(stages)):

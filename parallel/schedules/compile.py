@@ -5,9 +5,11 @@ phase that writes it to the phase that reads it last. Two values share a slot if
 meet (interval colouring), so a ring has no more slots than values that live at once.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import groupby, pairwise
+from typing import Any
 
 import numpy as np
 
@@ -41,42 +43,43 @@ class Ticks:
     columns: dict[str, np.ndarray]  # int32 [ticks, stages]
     depth: dict[str, int]  # slots of each ring; 0: the ring is not used
     segments: tuple[tuple[int, int, str], ...]  # first tick, end, kinds in use
-    links: dict[str, tuple[int, ...]]  # "F", "B" -> 0 from itself, 1 from stage - 1, -1 from + 1
+    # "F", "B" -> link (0 from itself, 1 from stage - 1, -1 from + 1) -> whether anything arrives
+    arrivals: Mapping[str, Mapping[int, Any]]  # bool [ticks]
 
-    @property
-    def sends_at_once(self) -> bool:
-        """Whether a forward's message leaves in its own slot, not in the tick after, as a B's."""
-        return not self.table.branches  # a permute in a branch would wait for ever
+    @cached_property
+    def links(self) -> dict[str, tuple[int, ...]]:
+        """The links in use."""
+        used = lambda found: tuple(link for link, there in found.items() if there.any())
+        return {kind: used(found) for kind, found in self.arrivals.items()}
 
-    def arriving(self, kind: str, start: int, end: int) -> bool:
-        """Whether anything that a task of this kind makes arrives in these ticks."""
-        tasks = self.table.cells[max(start - 1, 0) : end - 1, :, KINDS.index(kind)]
-        last = self.table.virtual - 1 if kind == "F" else 0
-        return bool(((tasks >= 0) & (tasks % self.table.virtual != last)).any())
+    @cached_property
+    def shared(self) -> bool:
+        """Whether F and B share permutes: a stage makes one message a tick, on a link of both.
+
+        Only with branches: without them idle slots would compute on messages of the other kind.
+        """
+        both = {*self.links["F"]} & {*self.links["B"]} - {0}
+        busy = self.table.cells[:, :, :2] >= 0
+        return bool(both) and self.table.branches and not busy.all(axis=2).any()
+
+    def arriving(self, kind: str, link: int, start: int, end: int) -> bool:
+        """Whether anything that a task of these kinds made arrives by a link in these ticks."""
+        return any(self.arrivals[k][link][start:end].any() for k in kind)
 
     def route(self, kind: str, link: int) -> list[tuple[int, int]]:
         """Return which stage sends to which on a link: activations up, their gradients down."""
         homes = [stage for stage, _ in self.table.homes]
         up = [(here, there) for here, there in pairwise(homes) if here != there]
-        ever = up if kind == "F" else [(there, here) for here, there in up]
+        down = [(there, here) for here, there in up]
         on = lambda here, there: (there - here - link) % self.table.stages == 0
-        return sorted({pair for pair in ever if on(*pair)})
+        return sorted({pair for pair in up * ("F" in kind) + down * ("B" in kind) if on(*pair)})
 
-    def permutes(self) -> Iterator[tuple[str, int, int]]:
-        """Yield kind, link and number of the permutes of a program, segment by segment.
-
-        Every tick of a segment sends on all links of a kind, or none of its ticks does.
-        """
-        for start, end, kinds in self.segments:
-            for kind, links in self.links.items():
-                at_once = kind == "F" and self.sends_at_once
-                if kind in kinds if at_once else self.arriving(kind, start, end):
-                    yield from ((kind, link, end - start) for link in links if link)
-
-    def used(self, ring: str) -> list[int]:
-        """Return how many slots of a ring each stage uses."""
-        columns = [self.columns[name] for name, into in WRITES.items() if into == ring]
-        return (np.stack(columns).max(axis=(0, 1)) + 1).tolist()
+    @property
+    def lines(self) -> list[tuple[str, int]]:
+        """Kind and link of each message of a tick."""
+        links = sorted({*self.links["F"], *self.links["B"]}, key=[*SIDES].index)
+        apart = [(kind, link) for kind in "FB" for link in self.links[kind]]
+        return [("FB", link) for link in links] if self.shared else apart
 
 
 def compile_table(table: Table) -> Ticks:
@@ -90,16 +93,14 @@ def compile_table(table: Table) -> Ticks:
     values = list(_values(check(table)))
     columns, segments = _work(table), _segments(table)
     columns |= {name: np.full_like(columns["F_chunk"], -1) for name in (*WRITES, *READS)}
-    depth = {}
+    lives = {ring: [value for value in values if value.ring == ring] for ring in RINGS}
+    depth = {ring: _place(lives[ring], columns, table) for ring in RINGS}
+    comes = lambda ring, side: np.any(columns[f"{ring}_{side}"] >= 0, axis=1)
+    rings = {"F": "x", "B": "dy"}.items()
+    arrivals = {k: {hop: comes(r, side) for hop, side in SIDES.items()} for k, r in rings}
     for ring in RINGS:
-        lives = [value for value in values if value.ring == ring]
-        depth[ring] = _place(lives, columns, table)
-        _fill(ring, lives, columns, _runs(table, columns, segments), depth)
-    links = {
-        kind: tuple(hop for hop, side in SIDES.items() if (columns[f"{ring}_{side}"] >= 0).any())
-        for kind, ring in (("F", "x"), ("B", "dy"))
-    }
-    return Ticks(table, columns, depth, segments, links)
+        _fill(ring, lives[ring], columns, _runs(table, columns, segments), depth)
+    return Ticks(table, columns, depth, segments, arrivals)
 
 
 @dataclass(frozen=True)

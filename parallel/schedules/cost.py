@@ -5,11 +5,12 @@ for one microbatch, `weights` is the part of `backward` that the W slot runs in 
 """
 
 from collections import Counter
+from collections.abc import Iterator
 from functools import lru_cache
 
 import numpy as np
 
-from hfjax.parallel.schedules.compile import compile_table
+from hfjax.parallel.schedules.compile import WRITES, compile_table
 from hfjax.parallel.schedules.table import Table, Task, needs
 
 _compiled = lru_cache(maxsize=1)(compile_table)
@@ -86,8 +87,8 @@ def _neighbour(durations: np.ndarray) -> float:
 def _free(table: Table, durations: np.ndarray) -> float:
     """Return the time if a stage begins a tick as soon as all that its tasks need is there.
 
-    As in the executor its slots run one after another and their messages leave at the end: no F
-    overlaps a B. (Only without branches a forward's message leaves after its slot.)
+    As in the executor its slots run one after another, no F overlaps a B, and a forward's message
+    leaves after its slot.
     """
     cells: dict[tuple[int, int], list[Task]] = {}
     for task, tick, stage in table.tasks():
@@ -98,7 +99,7 @@ def _free(table: Table, durations: np.ndarray) -> float:
         inputs = {need for task in tasks for need, _ in needs(task, table.virtual)}
         begin = max([ends[stage], *(there[need] for need in inputs.difference(tasks))])
         ends[stage] = begin + durations[tick, stage].sum()
-        first = ends[stage] if table.branches else begin + durations[tick, stage, 0]
+        first = begin + durations[tick, stage, 0]
         there |= {task: first if task.kind == "F" else ends[stage] for task in tasks}
     return float(ends.max())
 
@@ -149,7 +150,9 @@ def crossing(table: Table) -> tuple[float, ...]:
     >>> crossing(Schedule("zb-h1", microbatches=16).table(stages=4))
     (1.0, 2.0, 3.0, 4.0)
     """
-    return tuple(slots / table.chunks for slots in _compiled(table).used("cross"))
+    columns = [_compiled(table).columns[name] for name, into in WRITES.items() if into == "cross"]
+    slots = np.stack(columns).max(axis=(0, 1)) + 1
+    return tuple((slots / table.chunks).tolist())
 
 
 def messages(table: Table) -> dict[tuple[int, int], int]:
@@ -170,19 +173,29 @@ def messages(table: Table) -> dict[tuple[int, int], int]:
 def permutes(table: Table) -> int:
     """Return how many collective-permutes the program has, for each array that layers hand on.
 
-    Each tick of a segment sends on every link in use, whether or not a task needs it.
+    Each tick of a segment sends on every link that the segment uses, needed or not.
 
     >>> from hfjax.parallel.schedules import Schedule
     >>> permutes(Schedule("1f1b", microbatches=16).table(stages=4))  # 2 (16 + 4 - 1)
     38
     """
-    return sum(count for _, _, count in _compiled(table).permutes())
+    return sum(count for _, _, count in _permutes(table))
+
+
+def _permutes(table: Table) -> Iterator[tuple[str, int, int]]:
+    """Yield kind, link and number of the permutes of a program, segment by segment."""
+    ticks = _compiled(table)
+    for start, end, _ in ticks.segments:
+        for kind, link in ticks.lines:
+            later = kind != "B"  # which is sent at the start of the next tick
+            if link and ticks.arriving(kind, link, start + later, end + later):
+                yield kind, link, end - start
 
 
 def sent(table: Table) -> dict[tuple[int, int], int]:
     """Return how many messages one stage sends another, needed or not, in their order."""
     ticks, found = _compiled(table), Counter()
-    for kind, link, count in ticks.permutes():
+    for kind, link, count in _permutes(table):
         for pair in ticks.route(kind, link):
             found[pair] += count
     return dict(sorted(found.items()))

@@ -1,7 +1,7 @@
 """Schedules by name, and the user's own: what `hfjax.Schedule` says, as a table."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hfjax.base.keywords import is_positive, known_fields
@@ -88,6 +88,9 @@ class Schedule:
             model's order.
         own: A table of your own, instead of one by name: see `from_text` and `from_csv`.
         every: Of 2bw: microbatches of one update. None: as many as stages, at least 2.
+        branches: Whether a stage skips its layers in a slot in which it has no task, instead of
+            computing something and dropping it. auto: where layers send nothing that stages might
+            wait for, and in all tables that have different tasks in one slot (1f1b-published …).
 
     Example:
         >>> import hfjax
@@ -101,10 +104,13 @@ class Schedule:
     balance: str | tuple[int, ...] = "even"  # layers of each virtual stage
     own: Table | None = None  # a table of the user's, instead of one by name
     every: int | None = None  # 2bw: microbatches of one update; None: as many as stages
+    branches: bool | str = "auto"  # whether idle slots skip their layers
 
     def __post_init__(self):
         _check_balance(self.balance)
         _check_every(self)
+        if self.branches != "auto" and not isinstance(self.branches, bool):
+            raise ValueError(f'branches={self.branches!r}: True, False or "auto".')
         if self.own is not None and not isinstance(self.own, Table):
             raise ValueError(f"own={self.own!r}: a Table is expected; text: Schedule.from_text(…).")
         if self.own is not None:
@@ -156,14 +162,13 @@ class Schedule:
         """
         if not is_positive(stages):
             raise ValueError(f"stages={stages!r}: a positive number of stages.")
-        if self.own is None:
-            return SCHEDULES[self.name](stages, self.microbatches, self.chunks or 1)
-        if self.own.stages != stages:
+        table = self.own or SCHEDULES[self.name](stages, self.microbatches, self.chunks or 1)
+        if table.stages != stages:
             raise ValueError(
-                f"{self.name} is a table for {self.own.stages} stages, the mesh has {stages}. "
-                f"Use pipe={self.own.stages}, or write a table with {stages} lines."
+                f"{self.name} is a table for {table.stages} stages, the mesh has {stages}. "
+                f"Use pipe={table.stages}, or write a table with {stages} lines."
             )
-        return self.own
+        return table if self.branches is not False else replace(table, branches=False)
 
     @property
     def asynchronous(self) -> bool:
@@ -195,7 +200,7 @@ class Schedule:
         *,
         name: str = "own",
         balance: str | tuple[int, ...] = "even",
-        branches: bool | None = None,
+        branches: bool | str | None = None,
     ) -> "Schedule":
         """Return the schedule written as a line per stage (`hfjax.parallel.schedules.text`).
 
@@ -204,8 +209,7 @@ class Schedule:
                 kind (F, B, I or W), microbatch. `.` is idle.
             name: What is shown.
             balance: As in `Schedule`: even, parameters, flops, or layers of each virtual stage.
-            branches: Whether a stage branches on what it has to do in a tick, so that it does only
-                that. None: only if a model of the costs says that it is faster.
+            branches: As in `Schedule`; None is auto.
 
         Example:
             >>> import hfjax
@@ -214,7 +218,9 @@ class Schedule:
             0F0 0F1     0B0     0B1
             .   1F0+1B0 1F1+1B1 .
         """
-        return cls(own=parse_table(text, name, branches), balance=balance)
+        asked = "auto" if branches is None else branches
+        wanted = asked if isinstance(asked, bool) else None
+        return cls(own=parse_table(text, name, wanted), balance=balance, branches=asked)
 
     @classmethod
     def from_csv(
@@ -222,7 +228,7 @@ class Schedule:
         path: str | Path,
         *,
         balance: str | tuple[int, ...] = "even",
-        branches: bool | None = None,
+        branches: bool | str | None = None,
     ) -> "Schedule":
         """Return the schedule of a CSV or text file, a row per stage; its name is the file's.
 

@@ -44,7 +44,7 @@ class Table:
     chunks: int  # pieces of the model on each stage
     homes: Homes  # virtual stage, in model order -> (stage, chunk)
     cells: np.ndarray  # int32 [ticks, stages, slots]: microbatch * virtual + virtual stage, or -1
-    branches: bool = False  # False: all stages run all slots that a tick uses, idle ones masked
+    branches: bool = False  # stages run different tasks in one tick: idle slots must be skipped
 
     @property
     def virtual(self) -> int:

@@ -309,8 +309,8 @@ def _short(word: str) -> str:
 def parse_table(text: str, name: str = "own", branches: bool | None = None) -> Table:
     """Return the table that a text describes.
 
-    `branches` None: only if they make the table faster, with a backward of two forwards. They do
-    not where cells pair a forward and a backward, as combined ticks do.
+    `branches` None: it needs them only if they make it faster, with a backward of two forwards.
+    They do not where cells pair a forward and a backward, as combined ticks do.
 
     >>> print(parse_table("0F0 0B0\\n1F0+1B0"))
     0F0 .       0B0

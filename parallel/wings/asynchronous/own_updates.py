@@ -89,7 +89,8 @@ class AsynchronousPlane:
         )
         ticks = replace(ticks, columns=columns)
         plane = self.plane
-        stage = Pipeline(ticks, model, plane.unroll, plane.offloading, weights, plane.in_order)
+        given = plane.offloading, weights, plane.in_order, plane.branches
+        stage = Pipeline(ticks, model, plane.unroll, *given)
         state = stage.run_ticks()
         told = (state[name] for name in ("optimizer", "squares", "outside", "aux"))
         return weights.final(stage, state), *told
