@@ -48,9 +48,9 @@ class Pipeline:
     # is independent in an order that differs by device, on CPUs, and a layer's collectives of one
     # microbatch then meet those of another.
     in_order: Callable[[], bool] = lambda: False  # asked once what came before is traced
-    last: Any = None  # `LastTick`, if it sums gradients over devices
     # Asked with what traces a layer: a `lax.cond` by which idle slots skip it, None where none may.
     branches: Callable[[Callable], Callable | None] = lambda program: None
+    last: Any = None  # `LastTick`, if it sums gradients over devices
 
     @property
     def _trains(self) -> bool:
