@@ -48,6 +48,7 @@ STRATEGIES: dict[str, tuple[hfjax.Strategy, dict[str, int]]] = {
 }
 # model: (rows for each device, tokens in a row)
 MODELS = {"124M": (8, 1024), "medium": (8, 1024), "8B": (1, 4096), "70B": (1, 4096)}
+DEEP = ("8B-32", "8B-80")  # with so many layers
 FORMS = ("1", "2", "4", "true")
 COLUMNS = (
     *("jax", "model", "strategy", "remat", "attention", "layers", "preset"),
@@ -111,8 +112,10 @@ ATTENTION = {
 def model(name: str, attention: str) -> Any:
     """Return a model's constructor: GPT-2 with all its layers, Llama with 8."""
     attend = ATTENTION[attention]
-    if name in ("8B", "70B"):
-        config = LlamaConfig.preset(f"llama3-{name.lower()}", layers=8, attention=attend)
+    width, _, layers = name.partition("-")
+    if width in ("8B", "70B"):
+        sizes = {"layers": int(layers or 8), "attention": attend}
+        config = LlamaConfig.preset(f"llama3-{width.lower()}", **sizes)
         return lambda rngs: Llama(config, rngs=rngs)
     preset = {"124M": "small"}.get(name, name)
     config = GPTConfig.preset(preset, pad_vocab_to=128, attention=attend)
@@ -126,7 +129,7 @@ def compiled(
     table, sizes = STRATEGIES[strategy]
     mesh = hfjax.make_mesh(devices=target_devices("h200", math.prod(sizes.values())), **sizes)
     plan = hfjax.layout(model(name, attention), optax.adamw(1e-3), mesh, table)
-    rows, length = MODELS[name]
+    rows, length = MODELS[name.partition("-")[0]]
     batch = {"tokens": jax.ShapeDtypeStruct((rows * batch_devices(mesh), length + 1), jnp.int32)}
     step = hfjax.train_step(
         plan,
@@ -184,6 +187,9 @@ def table() -> Iterator[tuple[str, str, str, str, str, str]]:
                     yield name, strategy, remat, "lean", unroll, best(strategy, unroll)
     for unroll in FORMS:
         yield "medium", "fsdp", "none", "kept", unroll, best("fsdp", unroll)
+    for name in DEEP:
+        for unroll in ("1", "true"):
+            yield name, "fsdp", "none", "lean", unroll, best("fsdp", unroll)
 
 
 def best(strategy: str, unroll: str) -> str:
@@ -210,7 +216,7 @@ HEAD = """# Loops over layers, ahead of time
 
 `python -m benchmarks.loops` (last rows: {date}). Train steps compiled for 8 H200s; nothing ran.
 bfloat16, AdamW, clipped. 124M and medium are GPT-2 with all their layers, 8 rows of 1,024 tokens a
-device or tensor group; 8B and 70B are 8 layers of Llama 3's widths, a row of 4,096.
+device or tensor group; 8B and 70B are 8 layers of Llama 3's widths (8B-32: 32), a row of 4,096.
 ddp is data=8, fsdp is fsdp=8, fsdp_tensor is FSDP|TENSOR|SEQUENCE on fsdp=2 x tensor=4.
 
 - **moved**: bytes read and written by what only moves (slices, updates of slices, copies,

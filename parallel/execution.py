@@ -68,7 +68,7 @@ class Execution:
         dispatch: How tokens get to experts on other devices: auto (what sends the fewest bytes),
             all_to_all, gather.
         kernels: auto, pallas, xla, reference; or {kernel: word}.
-        unroll: Layers per turn of the scan. None: as measured per backend.
+        unroll: Layers per turn of a loop over them; True: no loop. None: as measured per backend.
         split_rows: Parts of a device's rows that go through each layer one after the other: while
             the collectives over tensor of one are under way, products of another run.
         rows: What rows model and loss see: all (those of all devices, as on one), strict (the same,
