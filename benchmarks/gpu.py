@@ -64,6 +64,7 @@ SECTIONS: Mapping[str, Section] = {
     "124M-32": Section("training:small 32", 130, 65),
     "medium-32": Section("training:medium 32", 140, 75),
     "offload": Section("training:offload", 130, 65),
+    "forms": Section("training:forms", 150, 90),
     "variants": Section("training:variants", 180, 100),  # with --more: the others fill the time
 }
 

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 BETAS = (0.9, 0.95)
 
@@ -41,8 +42,9 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """GPT-2; returns the loss of rows of tokens, of which the last is only a target."""
 
-    def __init__(self, config: Any):
+    def __init__(self, config: Any, again: bool = False):
         super().__init__()
+        self.again = again  # each layer is computed again in the backward pass
         self.tokens = nn.Embedding(config.padded_vocab, config.embed)
         self.positions = nn.Embedding(config.length, config.embed)
         layers = (Block(config.embed, config.heads) for _ in range(config.layers))
@@ -53,7 +55,7 @@ class GPT(nn.Module):
         """Return the mean cross entropy."""
         x = self.tokens(rows[:, :-1]) + self.positions.weight[: rows.shape[1] - 1]
         for layer in self.layers:
-            x = layer(x)
+            x = checkpoint(layer, x, use_reentrant=False) if self.again else layer(x)
         logits = functional.linear(self.norm(x), self.tokens.weight)
         return functional.cross_entropy(logits.flatten(0, 1).float(), rows[:, 1:].flatten())
 
@@ -143,9 +145,14 @@ class Program:
         return torch.cuda.max_memory_allocated() if self.cuda else None
 
 
-def prepared(config: Any, flat: dict[str, np.ndarray], rate: float, decay: float) -> Program:
-    """Return the program of a model with hfjax's parameters, by path; on a GPU if one is there."""
+def prepared(
+    config: Any, flat: dict[str, np.ndarray], rate: float, decay: float, again: bool = False
+) -> Program:
+    """Return the program of a model with hfjax's parameters, by path; on a GPU if one is there.
+
+    `again`: each layer is computed again in the backward pass.
+    """
     cuda = torch.cuda.is_available() and not os.environ.get("BENCHMARK_ON_CPU")
     torch.set_float32_matmul_precision("high")
-    model = loaded(GPT(config), flat, config.layers).to("cuda" if cuda else "cpu")
+    model = loaded(GPT(config, again), flat, config.layers).to("cuda" if cuda else "cpu")
     return Program(model, rate, decay)

@@ -740,3 +740,27 @@ def test_random_numbers_that_differ_are_not_told():
     lower(lambda rngs: Keyed(rngs=rngs))
     by_row = lambda row: row * jax.random.normal(jax.random.key(row[0].astype(int)), (8,))
     lower(linear, forward=lambda model, batch: jax.vmap(by_row)(model(batch["x"])))
+
+
+class TwoStacks(nnx.Module):
+    """Two stacks of unlike depths under one name, the shallower one first by path."""
+
+    def __init__(self, rngs):
+        draw = lambda depth: jax.random.normal(rngs.params(), (depth, 8, 8)) / 4
+        axes = ("layers", None, None)
+        self.a, self.b = nnx.Param(draw(2), axes=axes), nnx.Param(draw(4), axes=axes)
+
+    def __call__(self, batch):
+        x = batch["x"] @ jnp.ones((batch["x"].shape[-1], 8)) / 4
+        for stack in (self.a, self.b):
+            x, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w) + x, None), x, stack[...])
+        return x
+
+
+def test_stacks_of_unlike_depths_are_updated_to_their_last_layer():
+    cases = {
+        strategy.name: (strategy.edit(replicate_below=0), {"data": 2, "fsdp": 2})
+        for strategy in (hfjax.ZERO1, hfjax.ZERO2, hfjax.FSDP)
+    }
+    loss = lambda outputs, batch: (outputs**2).mean()
+    assert_strategies_agree(TwoStacks, loss, {"x": BATCH["x"]}, cases, steps=2)

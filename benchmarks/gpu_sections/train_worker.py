@@ -11,7 +11,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
 RATE, DECAY, BETAS = 6e-4, 0.1, (0.9, 0.95)
@@ -134,6 +134,8 @@ def _hfjax(asked: Asked) -> Ready:
 
     layout = _layout(asked)
     execution = {"precision": "bf16", "clip": 1.0, **asked.execution}
+    if execution.pop("gathered", False):
+        _as_if_gathered()
     step = hfjax.train_step(layout, next_token_loss, **execution)
     batches = [hfjax.shard_batch(layout, {"tokens": _rows(asked, i)}) for i in range(BATCHES)]
     step._jitted = step.lower(batches[0]).compile()  # pyright: ignore
@@ -151,6 +153,15 @@ def _hfjax(asked: Asked) -> Ready:
     parameters = _count(layout.abstract_state().params)
     told = {"parameters": parameters, "kept": _kept(step)}
     return Ready(one, wait, peak, lambda: None, told)
+
+
+def _as_if_gathered() -> None:
+    """Run layers as if they gathered their parameters, which one device does not."""
+    from hfjax.parallel.engine.step_context import StepContext
+
+    options: Any = StepContext.__dict__["options"].func
+    as_if = property(lambda self: replace(options(self), gathers=True))
+    StepContext.options = as_if  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _count(params: Any) -> int:
@@ -177,7 +188,7 @@ def _torch(asked: Asked) -> Ready:
     config = asked.config()
     params = hfjax.init(_layout(asked)).params
     flat = {path: np.asarray(x) for path, x in flatten(params).items()}
-    program = prepared(config, flat, RATE, DECAY)
+    program = prepared(config, flat, RATE, DECAY, asked.execution.get("checkpoint", False))
     batches = [program.place(_rows(asked, i)) for i in range(BATCHES)]
     program.compile(batches[0])
     step = lambda i: program.step(batches[i % BATCHES])

@@ -38,11 +38,21 @@ ONE_KERNEL: Programs = {
 }
 VARIANTS: Programs = {
     "hfjax, layers in a loop": {"unroll": 1},
-    "hfjax, remat full": {"remat": "full"},
-    "hfjax, remat full, no loop": {"remat": "full", "unroll": True},
     "hfjax, float16": {"precision": "fp16"},
     "hfjax, XLA's attention": {"attention": "xla"},
     "hfjax, plain loss in parts": {"kernels": {"cross_entropy": "reference", "*": "xla"}},
+}
+# On one GPU nothing is gathered: `gathered` runs layers as if it were, by the policy of FSDP.
+FORMS: Programs = {
+    "hfjax": {},
+    TORCH: {},
+    "gathered, in no loop": {"gathered": True},
+    "gathered, in a loop": {"gathered": True, "unroll": 1},
+    "remat full, in no loop": {"remat": "full"},
+    "remat full, in a loop": {"remat": "full", "unroll": 1},
+    "remat dots, in no loop": {"remat": "dots"},
+    "remat dots, in a loop": {"remat": "dots", "unroll": 1},
+    f"{TORCH}, checkpointing": {"checkpoint": True},
 }
 OFFLOAD: Programs = {
     "offload 0": {},
@@ -74,7 +84,7 @@ class Setting:
         if tiny and "kernels" in execution:
             execution["kernels"] = "reference"  # no kernel runs on a CPU
         attention = execution.pop("attention", "cudnn")
-        which = "torch" if program == TORCH else "hfjax"
+        which = "torch" if program.startswith(TORCH) else "hfjax"
         rows, length = (2, 32) if tiny else (self.rows, self.length)
         return Asked(which, self.preset, rows, length, execution, attention, tiny)
 
@@ -91,6 +101,7 @@ SETTINGS = {
     "small 32": Setting("small", 32, {**MAIN, **DOTS}),
     "medium 32": Setting("medium", 32, {**MAIN, **DOTS}),
     "offload": Setting("medium", 4, OFFLOAD, length=4096, dry=2),
+    "forms": Setting("small", 32, FORMS),
     "variants": Setting("small", 32, {"hfjax again": {}, **ONE_KERNEL, **VARIANTS}),
 }
 
@@ -106,6 +117,11 @@ class Worker:
     ms: list[float] = field(default_factory=list)
     peak: int | None = None
     process: Any = None  # subprocess.Popen
+
+    @property
+    def of_torch(self) -> bool:
+        """Whether it is a rival."""
+        return self.asked.program == "torch"
 
     def start(self, tuned: str) -> None:
         """Start it; it goes on to compile. `tuned` is a folder of what XLA found out by trying."""
@@ -192,9 +208,9 @@ def able(setting: Setting) -> list[str]:
     """Return the programs that can run here: torch may not be there, nor a field."""
     from hfjax.parallel.execution import Execution
 
-    known = {f.name for f in dataclasses.fields(Execution)} | {"attention"}
+    known = {f.name for f in dataclasses.fields(Execution)} | {"attention", "gathered"}
     torch = find_spec("torch") is not None
-    can = lambda name, given: torch if name == TORCH else given.keys() <= known
+    can = lambda name, given: torch if name.startswith(TORCH) else given.keys() <= known
     return [name for name, given in setting.programs.items() if can(name, given)]
 
 
@@ -202,8 +218,8 @@ def _compile(reporter: Reporter, workers: Sequence[Worker]) -> None:
     """Start all; the first of hfjax and torch at once, the others when that one is ready."""
     with tempfile.TemporaryDirectory() as alone:
         tuned = os.environ.get("BENCHMARK_TUNED", alone)
-        first = next(w for w in workers if w.name != TORCH)
-        early = [w for w in workers if w is first or w.name == TORCH]
+        first = next(w for w in workers if not w.of_torch)
+        early = [w for w in workers if w is first or w.of_torch]
         for worker in early:
             worker.start(tuned)
         first.hear(min(READY_S, reporter.left))
@@ -216,8 +232,8 @@ def _compile(reporter: Reporter, workers: Sequence[Worker]) -> None:
 
 def _visited(reporter: Reporter, workers: Sequence[Worker]) -> Iterator[Worker]:
     """Yield programs of hfjax when they are measured, torch between them; torch at last."""
-    torch = [w for w in workers if w.name == TORCH]
-    for worker in (w for w in workers if w.name != TORCH):
+    torch = [w for w in workers if w.of_torch]
+    for worker in (w for w in workers if not w.of_torch):
         for beside in torch:
             _visit(reporter, beside)
         _visit(reporter, worker)

@@ -27,12 +27,16 @@ def gathered(context: StepContext, new: Flat, old: Flat) -> Flat:
 
     def device(new: Flat, old: Flat) -> Flat:
         def layer(i: Index, stacks: Flat) -> Flat:
-            here = {path: lax.dynamic_index_in_dim(x, i, 0, False) for path, x in new.items()}
+            here = {path: lax.dynamic_index_in_dim(new[path], i, 0, False) for path in stacks}
             whole = {path: _whole(placed[path], x) for path, x in here.items()}
             put = partial(lax.dynamic_update_index_in_dim, index=i, axis=0)
             return {path: put(stacks[path], x) for path, x in whole.items()}
 
-        return lax.fori_loop(0, len(next(iter(new.values()))), layer, old)
+        depths: dict[int, Flat] = {}
+        for path, x in old.items():
+            depths.setdefault(len(x), {})[path] = x
+        done = (lax.fori_loop(0, depth, layer, stacks) for depth, stacks in depths.items())
+        return {path: x for stacks in done for path, x in stacks.items()}
 
     moments, parameters = (
         {path: p.manual(column) for path, p in placed.items()} for column in ("moment", "parameter")
