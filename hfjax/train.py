@@ -26,13 +26,14 @@ from hfjax.checks.check_step import check_place
 from hfjax.checks.jax_errors import calling
 from hfjax.checks.look_along_rows import choice_along_rows, look
 from hfjax.parallel.activation_offload import Offloaded
-from hfjax.parallel.engine.gradients import Plane
+from hfjax.parallel.engine.gradients import AutodiffPlane, Plane
 from hfjax.parallel.execution import Execution
 from hfjax.parallel.in_parts.joins import Joins
 from hfjax.parallel.memory import is_host_sharding, of_results
 from hfjax.parallel.mesh import describe_mesh
 from hfjax.parallel.precision.by_path import DtypesByPath, by_path
 from hfjax.parallel.precision.dtypes import LossScale, Precision
+from hfjax.parallel.three_parts.layers_in_turn import told
 from hfjax.parallel.wings.context.forms import ContextChoice
 from hfjax.plan.check_state import (
     check_alive,
@@ -354,7 +355,11 @@ class TrainStep:
 
     def __repr__(self) -> str:
         where = f"{self.layout.strategy.name} on {describe_mesh(self.layout.mesh)}"
-        return f"TrainStep({where}, {self.execution})"
+        context = self.plane.context
+        layers = ""
+        if isinstance(self.plane, AutodiffPlane) and context.in_parts:
+            layers = f", layers {told(context.options, context.blueprint.number_of_layers)}"
+        return f"TrainStep({where}{layers}, {self.execution})"
 
     # -- the program ----------------------------------------------------------------------
 

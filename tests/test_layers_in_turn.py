@@ -1,5 +1,7 @@
 """Layers in no loop, tied to one another: those of one device; they send what a loop does."""
 
+import dataclasses
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -7,6 +9,7 @@ from flax import nnx
 
 import hfjax
 from hfjax.models.gpt import next_token_loss
+from hfjax.parallel.three_parts.layers_in_turn import told
 from hfjax.testing import assert_strategies_agree
 from tests.small_gpt import gpt, gpt_layout, tokens
 from tests.test_rows_in_three_parts import BATCH, loss, model
@@ -135,3 +138,31 @@ def test_a_number_that_does_not_divide_the_layers_is_taken_as_it_is():
     _, wanted = steps(plan, batch, unroll=1)
     for unroll in (2, True, 7):
         np.testing.assert_allclose(steps(plan, batch, unroll=unroll)[1], wanted, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("execution", "words"),
+    [
+        ({}, "layers in a loop (as measured on CPUs)"),
+        ({"unroll": True}, "layers in no loop, tied to their neighbours"),
+        ({"unroll": 2}, "layers in a loop (unroll=2)"),
+        ({"reshard_after_forward": False}, "layers in no loop,"),
+    ],
+)
+def test_a_step_tells_how_its_layers_run(execution, words):
+    plan = gpt_layout(hfjax.FSDP, {"fsdp": 8})
+    assert words in repr(hfjax.train_step(plan, next_token_loss, **execution))
+
+
+def test_on_gpus_the_reason_for_a_loop_is_told():
+    options = gpt_layout(hfjax.FSDP, {"fsdp": 8})
+    step = hfjax.train_step(options, next_token_loss)
+    run = dataclasses.replace(step.plane.context.options, platform="gpu")
+    assert told(run, 40) == "in no loop, tied to their neighbours"
+    assert told(run, 41) == "in a loop (more than 40)"
+    others = dataclasses.replace(run, only_rows=False)
+    assert told(others, 2) == "in a loop (the mesh has axes that are not of rows)"
+    grouped = dataclasses.replace(run, execution=hfjax.Execution(remat=hfjax.Remat.of("group:2")))
+    assert told(grouped, 2) == "in a loop (remat is of several)"
+    sent = dataclasses.replace(run, execution=hfjax.Execution(offload=hfjax.Offload.of(0.5)))
+    assert told(sent, 2) == "in a loop (the host keeps a part)"

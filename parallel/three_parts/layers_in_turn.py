@@ -35,6 +35,23 @@ def unroll(run: LayerOptions, count: int) -> int | bool:
     return (run.platform in ("cpu", *GPU) and as_is) or 1
 
 
+def told(run: LayerOptions, count: int) -> str:
+    """Return how `count` layers of a model in three parts run, and why, in words."""
+    turns = unroll(run, count)
+    if turns is True:
+        return "in no loop, tied to their neighbours" if _makes_again(run) else "in no loop"
+    reasons = {
+        f"unroll={turns}": run.execution.unroll is not None,
+        "as measured on CPUs": run.platform == "cpu",
+        "the host keeps a part": run.execution.offload is not None,
+        "remat is of several": run.remat.unit > 1,
+        "the mesh has axes that are not of rows": not run.only_rows,
+        f"more than {AT_MOST}": count > AT_MOST,
+        "not measured": True,
+    }
+    return f"in a loop ({next(why for why, holds in reasons.items() if holds)})"
+
+
 def goes_in_turn(run: LayerOptions, count: int = 1) -> bool:
     """Return whether layers are tied: they make something again, and are in no loop."""
     return unroll(run, count) is True and _makes_again(run)
