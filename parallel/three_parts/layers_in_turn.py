@@ -15,7 +15,9 @@ from hfjax.parallel.compiler import GPU
 from hfjax.parallel.engine.fetch import Stored, reduced
 from hfjax.parallel.engine.layers import LayerOptions
 
-AT_MOST = 40  # layers in no loop: 32 take 2.2 to 2.6 times as long to compile as a loop, 80 five times
+AT_MOST = (
+    40  # layers in no loop: 32 compile in up to 2.6 times the time of a loop, 80 in five times
+)
 
 
 def unroll(run: LayerOptions, count: int) -> int | bool:
