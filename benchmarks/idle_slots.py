@@ -272,9 +272,9 @@ bytes of `copy` instructions inside of conditionals, each loop's counted once; w
 def head() -> str:
     return (
         f"`python -m benchmarks.idle_slots`, {date.today()}, jax {jax.__version__}, Python "
-        f"{platform.python_version()}, {os.cpu_count()} cores. {STAGES} stages on as many fake CPU "
-        f"devices, {MICROBATCHES} microbatches of {ROWS} rows, {LAYERS} layers of width {WIDTH}, "
-        f"float32, SGD."
+        f"{platform.python_version()}, {os.cpu_count()} cores. {STAGES}\n"
+        f"stages on as many fake CPU devices, {MICROBATCHES} microbatches of {ROWS} rows,\n"
+        f"{LAYERS} layers of width {WIDTH}, float32, SGD."
     )
 
 

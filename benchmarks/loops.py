@@ -13,11 +13,10 @@ row of scores, as a GPU's does; `kept` leaves to XLA what it saves.
 """
 
 import argparse
-import datetime
 import math
 import os
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,6 +32,7 @@ import hfjax
 from benchmarks.hidden_bytes import flights
 from benchmarks.moved_bytes import Program, most
 from benchmarks.overlap import cells
+from benchmarks.result_rows import put
 from hfjax.models.attention import dot_product
 from hfjax.models.gpt import GPT, GPTConfig, next_token_loss
 from hfjax.models.llama import Llama, LlamaConfig
@@ -199,19 +199,6 @@ def best(strategy: str, unroll: str) -> str:
     )
 
 
-def write(rows: Iterable[tuple[str, ...]]) -> None:
-    """Put these rows into the results, in place of those of the same program."""
-    old = RESULTS.read_text() if RESULTS.exists() else ""
-    kept = [tuple(line[2:-2].split(" | ")) for line in old.splitlines() if line.startswith("| 0.")]
-    found = {row[:7]: row for row in (*kept, *rows)}
-    line = lambda cells: f"| {' | '.join(cells)} |"
-    notes = old.partition("## Notes")[2] or "\n"
-    head = HEAD.format(date=datetime.date.today())
-    cells = COLUMNS, ["---"] * len(COLUMNS), *(found[key] for key in sorted(found))
-    body = "\n".join(map(line, cells))
-    RESULTS.write_text(f"{head}\n{body}\n\n## Notes{notes}")
-
-
 HEAD = """# Loops over layers, ahead of time
 
 `python -m benchmarks.loops` (last rows: {date}). Train steps compiled for 8 H200s; nothing ran.
@@ -242,7 +229,7 @@ def main() -> None:
     for name, strategy, remat, attention, unroll, preset in wanted:
         found = measure(name, strategy, remat, attention, unroll, given.preset or preset)
         print(" | ".join(found), flush=True)
-        write([found])
+        put(RESULTS, HEAD, COLUMNS, found, key=7)
 
 
 if __name__ == "__main__":

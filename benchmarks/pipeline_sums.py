@@ -8,9 +8,7 @@ results/pipeline_sums.md.
 """
 
 import argparse
-import datetime
 import os
-import re
 from functools import partial
 from pathlib import Path
 
@@ -22,6 +20,7 @@ import optax
 
 import hfjax
 from benchmarks.hidden_bytes import Flight, flights
+from benchmarks.result_rows import put
 from hfjax.models.attention import dot_product
 from hfjax.models.gpt import GPT, GPTConfig
 from hfjax.models.loss import next_token_loss
@@ -74,17 +73,6 @@ def sizes(found: list[Flight]) -> tuple[str, str]:
     return f"{total / 2**20:.0f} MiB", f"{sum(f.hidden for f in found) / total:.0%}"
 
 
-def write(row: tuple[str, ...]) -> None:
-    """Put a row into the results, in place of that of the same jax and schedule."""
-    old = RESULTS.read_text() if RESULTS.exists() else ""
-    kept = (tuple(re.split(r" \| ", line[2:-2])) for line in old.splitlines() if "| " in line)
-    table = {row[:2]: row for row in kept if row[0] not in (COLUMNS[0], "---")} | {row[:2]: row}
-    lines = [COLUMNS, ("---",) * len(COLUMNS), *(table[key] for key in sorted(table))]
-    text = "\n".join(f"| {' | '.join(row)} |" for row in lines)
-    notes = old[old.index("\n## ") :] if "\n## " in old else ""
-    RESULTS.write_text(f"{HEAD.format(date=datetime.date.today())}\n{text}\n{notes}")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description="Sums of gradients beside matmuls, in pipelines.")
     parser.add_argument("--schedule", choices=[*SCHEDULES], help="default: all")
@@ -95,7 +83,7 @@ def main() -> None:
     for name in [given.schedule] if given.schedule else SCHEDULES:
         row = measure(name)
         print("  ".join(row), flush=True)
-        write(row)
+        put(RESULTS, HEAD, COLUMNS, row)
 
 
 if __name__ == "__main__":

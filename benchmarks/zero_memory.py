@@ -9,10 +9,8 @@ results/zero_memory.md.
 """
 
 import argparse
-import datetime
 import math
 import os
-import re
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,6 +22,7 @@ import jax.numpy as jnp
 import optax
 
 import hfjax
+from benchmarks.result_rows import put
 from hfjax.base.paths import flatten
 from hfjax.models.attention import dot_product
 from hfjax.models.gpt import GPT, GPTConfig, next_token_loss
@@ -74,17 +73,6 @@ def mib(size: int) -> str:
     return f"{size / 2**20:.0f} MiB"
 
 
-def write(row: tuple[str, ...]) -> None:
-    """Put a row into the results, in place of that of the same jax and strategy."""
-    old = RESULTS.read_text() if RESULTS.exists() else ""
-    kept = (tuple(re.split(r" \| ", line[2:-2])) for line in old.splitlines() if "| " in line)
-    table = {row[:2]: row for row in kept if row[0] not in (COLUMNS[0], "---")} | {row[:2]: row}
-    lines = [COLUMNS, ("---",) * len(COLUMNS), *(table[key] for key in sorted(table))]
-    text = "\n".join(f"| {' | '.join(row)} |" for row in lines)
-    notes = old[old.index("\n## ") :] if "\n## " in old else "\n"
-    RESULTS.write_text(f"{HEAD.format(date=datetime.date.today())}\n{text}\n{notes}")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description="Memory of ZERO1 and ZERO2, ahead of time.")
     parser.add_argument("--config", choices=[*CONFIGS], help="default: both")
@@ -95,7 +83,7 @@ def main() -> None:
     for name in [given.config] if given.config else CONFIGS:
         row = measure(name)
         print("  ".join(row), flush=True)
-        write(row)
+        put(RESULTS, HEAD, COLUMNS, row)
 
 
 if __name__ == "__main__":

@@ -358,7 +358,9 @@ class TrainStep:
         context = self.plane.context
         layers = ""
         if isinstance(self.plane, AutodiffPlane) and context.in_parts:
-            layers = f", layers {told(context.options, context.blueprint.number_of_layers)}"
+            blueprint = context.blueprint
+            how = told(context.options, blueprint.number_of_layers, blueprint.listed)
+            layers = f", layers {how}"
         return f"TrainStep({where}{layers}, {self.execution})"
 
     # -- the program ----------------------------------------------------------------------

@@ -15,9 +15,7 @@ from hfjax.parallel.compiler import GPU
 from hfjax.parallel.engine.fetch import Stored, reduced
 from hfjax.parallel.engine.layers import LayerOptions
 
-AT_MOST = (
-    40  # layers in no loop: 32 compile in up to 2.6 times the time of a loop, 80 in five times
-)
+AT_MOST = 40  # layers in no loop: 32 take up to 2.6 times as long to compile, 80 five times
 
 
 def unroll(run: LayerOptions, count: int) -> int | bool:
@@ -37,11 +35,16 @@ def unroll(run: LayerOptions, count: int) -> int | bool:
     return (run.platform in ("cpu", *GPU) and as_is) or 1
 
 
-def told(run: LayerOptions, count: int) -> str:
-    """Return how `count` layers of a model in three parts run, and why, in words."""
-    turns = unroll(run, count)
-    if turns is True:
-        return "in no loop, tied to their neighbours" if _makes_again(run) else "in no loop"
+def told(run: LayerOptions, count: int, listed: bool = False) -> str:
+    """Return how `count` layers of a model in three parts run, and why, in words.
+
+    Those of a list (`listed`) are never in a loop.
+    """
+    turns = unroll(run, 1 if listed else count)
+    if turns is True and _makes_again(run):
+        return "in no loop, tied to their neighbours"
+    if turns is True or listed:
+        return "in no loop"
     reasons = {
         f"unroll={turns}": run.execution.unroll is not None,
         "as measured on CPUs": run.platform == "cpu",

@@ -117,17 +117,18 @@ def _run_stack(layers: nnx.Module, stored: Mapping[str, Stored], x: Any, run: La
     one = jax.tree.map(lambda a: a[0], many)
     kinds = rows.kinds(lambda x: unit(*one, x)[0], x)
 
-    def turn(x, unit, apply=apply):
-        y, written = apply(*unit, x)
+    def kept(layer, parameters, variables, x):
+        y, written = layer(parameters, variables, x)
         y = rows.as_kinds(y, kinds, "between layers", count)
         check_same(x, y)
         return y, written
 
     x = rows.as_kinds(x, kinds, "before layers")
     if goes_in_turn(run, count):
-        layer = on_rows(graph, rows, "layers", count)
-        x, written = _stack_in_turn(lambda *given: turn(given[2], given[:2], layer), many, x, run)
+        layer = partial(kept, on_rows(graph, rows, "layers", count))
+        x, written = _stack_in_turn(layer, many, x, run)
     else:
+        turn = lambda x, unit: kept(apply, unit[0], unit[1], x)
         x, written = lax.scan(turn, x, many, unroll=turns)
     if size > 1:
         written = jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), written)
