@@ -7,8 +7,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from benchmarks.gpu_sections.cases import Case, Goal, run_cases, there, tunings
+from benchmarks.gpu_sections.cases import Case, Goal, run_cases, tunings
 from benchmarks.gpu_sections.rows import Reporter
+from hfjax.pallas_kernels.attention.block import (
+    Mask,
+    State,
+    Tuning,
+    attention,
+    flash_block,
+    reference,
+    reference_attention,
+    refuses,
+)
 
 KERNEL = "flash_block"
 TOKENS, WIDTH = 16384, 1024  # of a batch; heads times their dimension
@@ -24,27 +34,26 @@ TILES: Mapping[str, tuple] = {  # consumers, rows of a tile, stages
 
 def run(reporter: Reporter) -> None:
     """Measure every shape with the backward pass, then forward."""
-    run_cases(reporter, KERNEL, cases)
+    run_cases(reporter, cases)
 
 
 def cases(smoke: bool) -> Iterator[Case]:
     """Yield cases, those of a training step first."""
-    module = there(KERNEL, "attention", "reference_attention", "Tuning", "refuses")
     shapes = TINY if smoke else SHAPES
     for length, head in shapes:
-        yield _both(module, length, head, smoke)
+        yield _both(length, head, smoke)
     for length, head in shapes:
-        yield _forward(module, length, head, smoke)
-    yield _of_a_ring(module, *shapes[-1], smoke)
+        yield _forward(length, head, smoke)
+    yield _of_a_ring(*shapes[-1], smoke)
 
 
-def _forward(module: Any, length: int, head: int, smoke: bool) -> Case:
+def _forward(length: int, head: int, smoke: bool) -> Case:
     size = _size(length, head, smoke)
     return Case(
         KERNEL,
         f"forward, S={length} D={head}",
         operands=partial(_operands, size, 3),
-        candidates=_candidates(module, size, ("forward",), smoke, lambda attend: attend),
+        candidates=_candidates(size, ("forward",), smoke, lambda attend: attend),
         rivals=_rivals(smoke, lambda attend: attend),
         oracle=lambda *operands: _exact(*(_first(x) for x in operands)),
         flops=FORWARD * _pairs(size),
@@ -55,13 +64,13 @@ def _forward(module: Any, length: int, head: int, smoke: bool) -> Case:
     )
 
 
-def _both(module: Any, length: int, head: int, smoke: bool) -> Case:
+def _both(length: int, head: int, smoke: bool) -> Case:
     size = _size(length, head, smoke)
     return Case(
         KERNEL,
         f"forward and backward, S={length} D={head}",
         operands=partial(_operands, size, 4),
-        candidates=_candidates(module, size, ("queries", "keys"), smoke, _with_gradients),
+        candidates=_candidates(size, ("queries", "keys"), smoke, _with_gradients),
         rivals=_rivals(smoke, _with_gradients),
         oracle=lambda *operands: _with_gradients(_exact)(*(_first(x) for x in operands)),
         flops=BOTH * _pairs(size),
@@ -71,19 +80,17 @@ def _both(module: Any, length: int, head: int, smoke: bool) -> Case:
     )
 
 
-def _of_a_ring(module: Any, length: int, head: int, smoke: bool) -> Case:
+def _of_a_ring(length: int, head: int, smoke: bool) -> Case:
     """Return a case of one block of a ring: all keys are seen, the state comes in and goes out."""
-    size, mask = _size(length, head, smoke), module.Mask(causal=False)
+    size, mask = _size(length, head, smoke), Mask(causal=False)
     rows, length, heads, head = size
-    block = lambda visit: (
-        lambda q, k, v, o, m, l: tuple(visit(q, k, v, module.State(o, m, l), mask=mask))
-    )
-    plain = block(module.reference)
+    block = lambda visit: lambda q, k, v, o, m, l: tuple(visit(q, k, v, State(o, m, l), mask=mask))
+    plain = block(reference)
     return Case(
         f"{KERNEL}, state in and out",
         f"all seen, S={length} D={head}",
         operands=partial(_with_state, size),
-        candidates={"reference": plain} if smoke else {"default": block(module.flash_block)},
+        candidates={"reference": plain} if smoke else {"default": block(flash_block)},
         rivals={"plain JAX": plain},
         oracle=lambda *operands: plain(*(x.astype(jnp.float32) for x in operands)),
         flops=FORWARD * 2 * _pairs(size) * length / (length + 1),
@@ -147,17 +154,17 @@ def _rivals(smoke: bool, of: Callable[[Callable], Callable]) -> dict[str, Callab
 
 
 def _candidates(
-    module: Any, size: tuple, which: tuple[str, ...], smoke: bool, of: Callable
+    size: tuple, which: tuple[str, ...], smoke: bool, of: Callable
 ) -> dict[str, Callable]:
     """Return the kernel with the tunings that it accepts."""
     if smoke:
-        return {"reference": of(module.reference_attention)}
-    default, shape = module.Tuning(), jax.ShapeDtypeStruct(size, jnp.bfloat16)
+        return {"reference": of(reference_attention)}
+    default, shape = Tuning(), jax.ShapeDtypeStruct(size, jnp.bfloat16)
     changes = [{name: _tile(default, name, t)} for name in which for t in TILES[name]]
     found = tunings(default, *changes)
-    takes = lambda tuning: module.refuses(shape, shape, shape, tuning=tuning) is None
+    takes = lambda tuning: refuses(shape, shape, shape, tuning=tuning) is None
     kept = {name: tuning for name, tuning in found.items() if takes(tuning) or name == "default"}
-    return {name: of(partial(module.attention, tuning=tuning)) for name, tuning in kept.items()}
+    return {name: of(partial(attention, tuning=tuning)) for name, tuning in kept.items()}
 
 
 def _tile(default: Any, name: str, numbers: tuple) -> Any:

@@ -2,13 +2,13 @@
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from benchmarks.gpu_sections.cases import Case, Goal, run_cases, there, tunings
+from benchmarks.gpu_sections.cases import Case, Goal, run_cases, tunings
 from benchmarks.gpu_sections.rows import Reporter
+from hfjax.pallas_kernels.cross_entropy.loss import Tuning, cross_entropy, reference
 
 KERNEL = "cross_entropy"
 SIZE, TINY = (16384, 50304, 768), (64, 256, 64)  # rows, vocabulary, width
@@ -24,32 +24,31 @@ PARTS = ({"parts": 4}, {"parts": 6}, {"parts": 12}, {"columns": 128})
 
 def run(reporter: Reporter) -> None:
     """Measure the loss with its gradients, then alone."""
-    run_cases(reporter, KERNEL, cases)
+    run_cases(reporter, cases)
 
 
 def cases(smoke: bool) -> Iterator[Case]:
     """Yield both cases."""
-    module = there(KERNEL, KERNEL, "reference", "Tuning")
     size = TINY if smoke else SIZE
     name = "N={} V={} D={}".format(*size)
-    yield _case(module, f"forward and backward, {name}", size, smoke, _both)
-    yield _case(module, f"forward, {name}", size, smoke, _mean)
+    yield _case(f"forward and backward, {name}", size, smoke, _both)
+    yield _case(f"forward, {name}", size, smoke, _mean)
 
 
-def _case(module: Any, name: str, size: tuple, smoke: bool, of: Callable) -> Case:
+def _case(name: str, size: tuple, smoke: bool, of: Callable) -> Case:
     rows, vocab, width = size
     both = of is _both
-    candidates = {"reference": of(module.reference)}
+    candidates = {"reference": of(reference)}
     if not smoke:
-        found = tunings(module.Tuning(), *(PARTS if both else TUNINGS))
-        make = lambda tuning: of(partial(module.cross_entropy, tuning=tuning))
+        found = tunings(Tuning(), *(PARTS if both else TUNINGS))
+        make = lambda tuning: of(partial(cross_entropy, tuning=tuning))
         candidates = {text: make(tuning) for text, tuning in found.items()}
     return Case(
         KERNEL,
         name,
         operands=partial(_operands, size),
         candidates=candidates,
-        rivals={"XLA": of(_plain)} | ({} if smoke else {"plain parts": of(module.reference)}),
+        rivals={"XLA": of(_plain)} | ({} if smoke else {"plain parts": of(reference)}),
         oracle=of(_exact),
         flops=(6 if both else 2) * rows * vocab * width,
         bytes=(4 if both else 2) * (rows + vocab) * width,

@@ -7,23 +7,35 @@ the whole ring on one GPU (ranks as a grid axis): the same events, all links bei
 from collections.abc import Callable, Iterator
 from functools import partial
 from math import prod
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from benchmarks.gpu_sections.cases import Case, Goal, run_cases, there, tunings
+from benchmarks.gpu_sections.cases import Case, Goal, run_cases, tunings
 from benchmarks.gpu_sections.rows import Reporter
 from benchmarks.gpu_sections.wires import AXIS, alone
+from hfjax.pallas_kernels.ring.all_gather_matmul import (
+    all_gather_matmul,
+    reference as reference_gather,
+)
+from hfjax.pallas_kernels.ring.gather import gather_matmul
+from hfjax.pallas_kernels.ring.matmul_reduce_scatter import (
+    matmul_reduce_scatter,
+    reference as reference_scatter,
+)
+from hfjax.pallas_kernels.ring.peers import VirtualRing
+from hfjax.pallas_kernels.ring.scatter import matmul_scatter
+from hfjax.pallas_kernels.ring.tiles import Tuning
 
 SIDE, TINY = 8192, 64
 RANKS, ROWS, WIDE = 4, 1024, 4096  # virtual: of each rank x [ROWS, WIDE], w [WIDE, WIDE]
 PROCESSORS = 132
 KERNELS = ("all_gather_matmul", "matmul_reduce_scatter")
-BODIES = {
-    KERNELS[0]: ("ring_gather", "gather_matmul"),
-    KERNELS[1]: ("ring_scatter", "matmul_scatter"),
+PRODUCTS = {  # the kernel, and the same in plain JAX
+    KERNELS[0]: (all_gather_matmul, reference_gather),
+    KERNELS[1]: (matmul_reduce_scatter, reference_scatter),
 }
+BODIES = {KERNELS[0]: gather_matmul, KERNELS[1]: matmul_scatter}
 TUNINGS = (
     {"columns": 128},
     {"stages": 3},
@@ -36,10 +48,10 @@ TUNINGS = (
 def run(reporter: Reporter) -> None:
     """Measure both products alone, then as virtual rings."""
     for kernel in KERNELS:
-        run_cases(reporter, kernel, partial(_alone, kernel))
+        run_cases(reporter, partial(_alone, kernel))
     if not reporter.smoke:
         for kernel in KERNELS:
-            run_cases(reporter, f"{kernel}, virtual", partial(_virtual, kernel))
+            run_cases(reporter, partial(_virtual, kernel))
 
 
 def cases(smoke: bool) -> Iterator[Case]:
@@ -50,13 +62,13 @@ def cases(smoke: bool) -> Iterator[Case]:
 
 
 def _alone(kernel: str, smoke: bool) -> Iterator[Case]:
-    module = there(kernel, kernel, "reference", "Tuning")
+    ours, plain = PRODUCTS[kernel]
     side = TINY if smoke else SIDE
     of = lambda product, *more: alone(lambda x, w: product(x, w, AXIS, *more), inputs=2)
-    candidates = {"reference": of(module.reference)}
+    candidates = {"reference": of(plain)}
     if not smoke:
-        found = tunings(module.Tuning(), *TUNINGS)
-        candidates = {text: of(getattr(module, kernel), t) for text, t in found.items()}
+        found = tunings(Tuning(), *TUNINGS)
+        candidates = {text: of(ours, t) for text, t in found.items()}
     yield Case(
         kernel,
         f"ring of 1, {side}^3",
@@ -73,11 +85,8 @@ def _alone(kernel: str, smoke: bool) -> Iterator[Case]:
 
 def _virtual(kernel: str, smoke: bool) -> Iterator[Case]:
     del smoke
-    name, body = BODIES[kernel]
-    run_body = getattr(there(name, body), body)
-    ring = there("ring", "VirtualRing").VirtualRing(RANKS)
-    default = there(kernel, "Tuning").Tuning()
-    found = tunings(default, *({"blocks": n} for n in (PROCESSORS // RANKS, 32, 16)))
+    body = partial(_body, BODIES[kernel], VirtualRing(RANKS))
+    found = tunings(Tuning(), *({"blocks": n} for n in (PROCESSORS // RANKS, 32, 16)))
     found.pop("default")  # more blocks than processors would wait for each other for ever
     gather = kernel == KERNELS[0]
     x = (RANKS, ROWS, WIDE) if gather else (RANKS, RANKS, ROWS, WIDE // RANKS)
@@ -87,7 +96,7 @@ def _virtual(kernel: str, smoke: bool) -> Iterator[Case]:
         f"{kernel}, virtual",
         f"{RANKS} virtual ranks, x {list(x[1:])}, w {list(w[1:])}",
         operands=partial(_operands, (x, w)),
-        candidates={text: partial(_body, run_body, ring, t) for text, t in found.items()},
+        candidates={text: partial(body, t) for text, t in found.items()},
         rivals={"XLA": product},
         oracle=_wide(product),
         flops=2.0 * RANKS * RANKS * ROWS * w[1] * WIDE,
@@ -96,7 +105,9 @@ def _virtual(kernel: str, smoke: bool) -> Iterator[Case]:
     )
 
 
-def _body(body: Callable, ring: Any, tuning: Any, x: jax.Array, w: jax.Array) -> jax.Array:
+def _body(
+    body: Callable, ring: VirtualRing, tuning: Tuning, x: jax.Array, w: jax.Array
+) -> jax.Array:
     return body(ring, x, w, tuning)
 
 

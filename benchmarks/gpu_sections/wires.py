@@ -5,15 +5,23 @@ On one GPU nothing travels: what is seen is that the cast runs at the speed of a
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec as P
 
-from benchmarks.gpu_sections.cases import FP32, Case, Goal, run_cases, there, tunings
+from benchmarks.gpu_sections.cases import FP32, Case, Goal, run_cases, tunings
 from benchmarks.gpu_sections.rows import Reporter
+from hfjax.pallas_kernels.collectives.casting import Tuning, tuned
+from hfjax.pallas_kernels.collectives.reference import all_gather, reduce_scatter
+from hfjax.pallas_kernels.compressed.quantize import (
+    Tuning as Rows,
+    compress,
+    quantize,
+    reference as reference_quantize,
+    reference_compress,
+)
 
 ROWS, TINY, WIDTH = 2**15, 8, 4096
 AXIS = "tensor"
@@ -24,8 +32,8 @@ TILES = ({"tile": 8}, {"stages": 2}, {"stages": 4}, {"tile": 8, "stages": 4})
 
 def run(reporter: Reporter) -> None:
     """Measure the collectives, then the quantisation."""
-    run_cases(reporter, "all_gather", collectives)
-    run_cases(reporter, "quantize", quantised)
+    run_cases(reporter, collectives)
+    run_cases(reporter, quantised)
 
 
 def alone(function: Callable, inputs: int = 1) -> Callable:
@@ -43,15 +51,14 @@ def cases(smoke: bool) -> Iterator[Case]:
 
 def collectives(smoke: bool) -> Iterator[Case]:
     """Yield a case for each collective."""
-    module = there("collectives", "all_gather", "reduce_scatter", "Tuning", "tuned")
-    plain = there("collectives_reference")
     size = _elements(smoke)
-    for i, (name, left) in enumerate({"all_gather": 2, "reduce_scatter": 4}.items()):
-        reference = _of(getattr(plain, name))
+    both = (("all_gather", 2, all_gather), ("reduce_scatter", 4, reduce_scatter))
+    for i, (name, left, move) in enumerate(both):
+        reference = _of(move)
         candidates = {"reference": reference}
         if not smoke:
-            found = tunings(module.Tuning(), *TUNINGS)
-            candidates = {text: _of(module.tuned(t)[i]) for text, t in found.items()}
+            found = tunings(Tuning(), *TUNINGS)
+            candidates = {text: _of(tuned(t)[i]) for text, t in found.items()}
         yield Case(
             name,
             f"ring of 1, float32, {jnp.bfloat16.__name__} on the wire, {size / 2**20:g}Mi",
@@ -73,20 +80,20 @@ def _of(collective: Callable) -> Callable:
 
 def quantised(smoke: bool) -> Iterator[Case]:
     """Yield a case for each code, without and with the error of earlier rounds."""
-    module = there("quantize", "quantize", "compress", "reference", "reference_compress", "Tuning")
+    once = ("quantize", 1, quantize, reference_quantize)
+    again = ("compress", 2, compress, reference_compress)
     for how in ("int8", "fp8"):
-        yield _coded(module, how, "quantize", 1, smoke)
-        yield _coded(module, how, "compress", 2, smoke)
+        yield _coded(how, *once, smoke)
+        yield _coded(how, *again, smoke)
 
 
-def _coded(module: Any, how: str, name: str, count: int, smoke: bool) -> Case:
+def _coded(how: str, name: str, count: int, kernel: Callable, plain: Callable, smoke: bool) -> Case:
     size = _elements(smoke)
-    plain = module.reference if count == 1 else module.reference_compress
     reference = lambda *operands: plain(*operands, how)
     candidates: dict[str, Callable] = {"reference": reference}
     if not smoke:
-        make = lambda t: lambda *x: getattr(module, name)(*x, how, tuning=t)
-        found = tunings(module.Tuning(), *TILES)
+        make = lambda t: lambda *x: kernel(*x, how, tuning=t)
+        found = tunings(Rows(), *TILES)
         candidates = {text: make(tuning) for text, tuning in found.items()}
     return Case(
         name,
