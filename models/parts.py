@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from hfjax.base.head import logits_of, project
+from hfjax.base.moments import moments
 
 Axes = tuple[str | None, ...]
 
@@ -117,6 +118,25 @@ class Plain:
             x: An array.
         """
         return x
+
+    def moments(self, x: jax.Array, axes: Any = None) -> tuple[jax.Array, jax.Array, int]:
+        """Return mean and variance of each channel over rows and positions, and their number.
+
+        In a step they are those of the rows of all devices, in one message. They are of at least
+        float32.
+
+        Args:
+            x: An array whose last dimension are channels.
+            axes: Mesh axes over whose rows a model goes that sees each device's own.
+
+        Example:
+            >>> import jax.numpy as jnp
+            >>> from hfjax.models.parts import plain
+            >>> mean, variance, count = plain.moments(jnp.array([[1000.0], [1002.0]]))
+            >>> mean.tolist(), variance.tolist(), count
+            ([1001.0], [1.0], 2)
+        """
+        return *moments(x), x.size // x.shape[-1]
 
     def experts(self, mixture: Any, x_GTD: jax.Array, routed: Any) -> jax.Array:
         """Return what the experts of a layer make of tokens; a step may spread them over devices.

@@ -10,6 +10,7 @@ import jax
 from hfjax.parallel.mesh import COLUMN_AXIS, ROW_AXIS
 
 WHAT = ("none", "dots", "full", "except_last")
+STATISTICS = "statistics"  # of a norm over all rows: two numbers a channel, and a message
 
 # Cheap to redo, and the way by which a gathered parameter could be saved under another name.
 _MOVES = (
@@ -138,10 +139,10 @@ class Remat:
         if callable(self.what):
             return self.what
         if self.names:
-            return partial(_save_named, self.names, seen)
-        return {"dots": policies.dots_with_no_batch_dims_saveable}.get(
-            self.what, policies.nothing_saveable
-        )
+            return partial(_save_named, (*self.names, STATISTICS), seen)
+        small = policies.save_only_these_names(STATISTICS)
+        dots = policies.save_from_both_policies(policies.dots_with_no_batch_dims_saveable, small)
+        return dots if self.what == "dots" else small
 
 
 def names_of(given: Any, what: str) -> tuple[str, ...]:

@@ -44,6 +44,10 @@ class Local(Protocol):
         """Return sums of rows and positions, added over all devices that have others."""
         ...
 
+    def moments(self, x: jax.Array, axes: Any = None) -> tuple[jax.Array, jax.Array, int]:
+        """Return mean and variance of each channel over rows and positions, and their number."""
+        ...
+
     def matmul(self, place: Any, between: Names, multiply: Callable) -> Callable:
         """Return the product of a linear map between two named dimensions."""
         ...

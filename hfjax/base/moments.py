@@ -1,0 +1,19 @@
+"""Mean and variance of each channel, as a norm over rows and positions needs them."""
+
+import jax
+import jax.numpy as jnp
+
+
+def moments(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return mean and variance over all dimensions but the last, of at least float32.
+
+    The variance is that of the deviations from the mean, divided by their number; x² is not made.
+
+    >>> mean, variance = moments(jnp.array([[1000.0], [1002.0]]))
+    >>> float(mean[0]), float(variance[0])
+    (1001.0, 1.0)
+    """
+    x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    over = tuple(range(x.ndim - 1))
+    mean = x.mean(over)
+    return mean, jnp.square(x - mean).mean(over)

@@ -1,0 +1,87 @@
+"""Mean and variance of each channel over the rows of all devices, in one message each way.
+
+Each device computes the mean of its rows and the squares of their deviations from it; all devices
+have each other's, and join them by the formula of Chan, Golub and LeVeque (1979). So a mean that is
+large beside the deviation costs no digits. The backward pass sums what it is given, once.
+"""
+
+import math
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.extend import source_info_util
+
+from hfjax.base.moments import moments
+from hfjax.parallel.in_parts.kinds import Part, Side, held
+from hfjax.parallel.in_parts.named_calls import NamedCall, is_recording, named
+from hfjax.parallel.in_parts.scope import Scope
+from hfjax.parallel.remat import STATISTICS
+
+source_info_util.register_exclusion(__file__)  # the line of a norm is the user's
+
+Moments = tuple[jax.Array, jax.Array]
+
+
+def of_rows(
+    self: Any, x: jax.Array, axes: tuple[str, ...] | None = None
+) -> tuple[jax.Array, jax.Array, int]:
+    """Return mean and variance of each channel, and of how many numbers: a method of `Local`.
+
+    A model that sees the rows of all devices gets those of all rows. One that sees its own gets
+    those of the rows along `axes`, if it asks for any.
+    """
+    here = x.size // x.shape[-1]
+    if is_recording():
+        return *named(_in_parts, moments)(x), here
+    along = tuple(axis for axis in axes or () if _bound(axis) > 1)
+    side = Side(along, math.prod(map(_bound, along)))
+    return *(joined(side, x) if along else moments(x)), here * side.size
+
+
+def _bound(axis: str) -> int:
+    """Return the devices along an axis: 1 where it is not bound."""
+    try:
+        return lax.axis_size(axis)
+    except NameError:
+        return 1
+
+
+def _in_parts(call: NamedCall, scope: Scope, body: Any, arguments: Any) -> list[jax.Array]:
+    """Run by the rule if rows or positions are split; else as it is written."""
+    x = scope.settled(arguments[0])
+    last = len(scope.shape(x)) - 1
+    if scope.side.size == 1 or not isinstance(x, Part) or x.cut.dim == last:
+        return scope.run(scope, *body, [x])
+    mean, variance = joined(scope.side, held(x))
+    scope.tell("gather", jnp.zeros((scope.side.size, 2, mean.size), mean.dtype))
+    return [mean, variance]
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def joined(side: Side, x: jax.Array) -> Moments:
+    """Return mean and variance over what all devices of a side have, equally much of it."""
+    here = jnp.stack(moments(x))
+    means, variances = jnp.moveaxis(side.stacked(here), 1, 0)
+    mean = means.mean(0)
+    variance = (variances + jnp.square(means - mean)).mean(0)
+    named = partial(checkpoint_name, name=STATISTICS)  # kept where layers are computed again
+    return named(mean), named(variance)
+
+
+def _forward(side: Side, x: jax.Array) -> tuple[Moments, tuple[jax.Array, jax.Array]]:
+    mean, variance = joined(side, x)
+    return (mean, variance), (x, mean)
+
+
+def _backward(side: Side, saved: tuple[jax.Array, jax.Array], given: Moments) -> tuple[jax.Array]:
+    x, mean = saved
+    of_mean, of_variance = side.total(jnp.stack(given)) / (side.size * (x.size // x.shape[-1]))
+    deviation = x.astype(mean.dtype) - mean
+    return ((of_mean + 2 * of_variance * deviation).astype(x.dtype),)
+
+
+joined.defvjp(_forward, _backward)
