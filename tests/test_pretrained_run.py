@@ -20,7 +20,7 @@ from hfjax.run.build import check_used
 from hfjax.run.config import CheckpointOptions as Checkpoints, Data, Mesh, Model
 from hfjax.run.own_copy import COPY, TENSORS, keep, read_copy
 from hfjax.run.pretrained_model import told_of_rows
-from hfjax.run.screen import flops_per_token
+from hfjax.run.tasks.texts import flops_per_token
 from hfjax.weights.model_folder import CONFIG, read_folder
 from hfjax.weights.tensor_files import read_rows
 from tests.small_folder import END, GPT2, LLAMA, VOCAB, small_folder
@@ -339,9 +339,8 @@ def test_without_data_the_library_is_read_by_the_tokenizer_of_the_model(
 
 
 def flops_of(folder, **model):
-    return flops_per_token(
-        Parts(Train(model=Model(pretrained=folder, **model), mesh=ONE, devices=1))
-    )
+    parts = Parts(Train(model=Model(pretrained=folder, **model), mesh=ONE, devices=1))
+    return flops_per_token(parts.model, parts.layout)
 
 
 def test_operations_are_those_of_the_model_itself(place, tmp_path):

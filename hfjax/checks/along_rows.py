@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from hfjax.parallel.engine import local
-from hfjax.parallel.in_parts import moments
+from hfjax.parallel.in_parts import row_moments
 from hfjax.parallel.mesh import TENSOR_AXES, size_of
 from hfjax.parallel.wings.context.forms import AttentionCall
 from hfjax.parallel.wings.context.on_shared_rows import (
@@ -77,7 +77,7 @@ class AlongRows(local.InStep):
         """Return sums as they are."""
         return x
 
-    moments = moments.of_rows
+    moments = row_moments.of_rows
     outputs, run_length = local.made_logits, local.all_here
     inner_sides, named_sides = local.no_sides, local.no_names
     check_positions, dealt = local.none_joined, local.whole_batch

@@ -155,7 +155,7 @@ def _evaluate(given: Evaluate) -> None:
     with waiting("compiling and evaluating"):
         parts.check_validation(restored.state, given.batches)
         found = parts.validated(restored.state, given.batches)
-    say(validation(restored.step, *found))
+    say(validation(restored.step, found.line))
 
 
 def generate_command(argv: Sequence[str]) -> int:

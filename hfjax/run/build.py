@@ -4,7 +4,6 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property, reduce
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -13,17 +12,17 @@ import hfjax
 from hfjax.base.read_files import shown
 from hfjax.base.tables import named
 from hfjax.batches import rows_of_process
-from hfjax.data import Loader, TokenSet, standard_library
-from hfjax.data.tokens import SPLITS, check_made_by, check_same_tokenizer
+from hfjax.data import Loader, TokenSet
 from hfjax.deepspeed.from_file import OnAnyDevices, of_file
 from hfjax.deepspeed.json_file import read
 from hfjax.parallel.make_mesh import check_processes
 from hfjax.parallel.mesh import PIPE_AXIS, describe_mesh
-from hfjax.run.chosen_model import ROUND_TO, ModelChoice, choose
 from hfjax.run.config import Train, beside_pretrained
 from hfjax.run.optimizer import keeps_nothing, optimizer_of, rate_of
-from hfjax.run.pretrained_model import choice_of, model_of, without_tokenizer
-from hfjax.run.sampling import Evaluated, Sampling, check_weighs_by_mask, evaluate, generate
+from hfjax.run.pretrained_model import model_of
+from hfjax.run.sampling import Sampling, metrics_of_batches
+from hfjax.run.tasks.task import Scores, TaskOfRun
+from hfjax.run.tasks.texts import Texts
 from hfjax.weights.pretrained import Pretrained
 
 STRATEGIES = (
@@ -33,7 +32,6 @@ STRATEGIES = (
 
 
 PLANES = STRATEGIES[:6]  # each says where parameters and moments lie: one of them
-PADDED = 1 << 16  # rows of a batch that a small set may be filled up to
 
 
 @dataclass(frozen=True)
@@ -61,13 +59,25 @@ class Parts:
     trains: bool = True
 
     @cached_property
-    def model(self) -> ModelChoice:
-        """The model, for the vocabulary of the data; or that of a folder."""
-        if self.pretrained is not None:
-            return choice_of(self.config, self.pretrained, self.attention)
-        vocab = self.vocab or max(tokens.vocab for tokens in self.tokens)
-        chosen = choose(self.config, vocab)
-        return chosen if self.attention is None else chosen.with_attention(self.attention)
+    def task(self) -> TaskOfRun:
+        """What the run learns from."""
+        return self._texts
+
+    @cached_property
+    def _texts(self) -> Texts:
+        return Texts(self.config, self.pretrained, self.vocab, self.attention)
+
+    @property
+    def texts(self) -> Texts:
+        """The task, if it is of text."""
+        if not isinstance(self.task, Texts):
+            raise ValueError(f"{self.task.model.name}: it is of {self.task.unit}, and has no text.")
+        return self.task
+
+    @property
+    def model(self) -> Any:
+        """The model, and what is known of it."""
+        return self.task.model
 
     @cached_property
     def pretrained(self) -> Pretrained | None:
@@ -76,20 +86,19 @@ class Parts:
         return None if given.pretrained is None else model_of(given)
 
     @property
-    def _reader(self) -> Pretrained | None:
-        """The model of a folder that has a tokenizer, by which all text is read."""
-        given = self.pretrained
-        return given if given is not None and given.has_tokenizer else None
-
-    @cached_property
     def tokenizer(self) -> Any:
         """The tokenizer: that of the model's folder, or else of the data."""
-        return self.tokens[0].tokenizer if self._reader is None else self._reader.tokenizer
+        return self.texts.tokenizer
+
+    @property
+    def tokens(self) -> list[TokenSet]:
+        """The data sets to train on, of tokens."""
+        return self.texts.tokens
 
     @property
     def reads_text(self) -> bool:
-        """Whether there is a tokenizer: some data is of tokens alone."""
-        return self._reader is not None or self.tokens[0].meta.tokenizer != "none"
+        """Whether there is a tokenizer: some data is of tokens alone, or of no text."""
+        return isinstance(self.task, Texts) and self.task.reads_text
 
     @cached_property
     def mesh(self) -> jax.sharding.Mesh:
@@ -175,48 +184,20 @@ class Parts:
         kernels = "auto" if c.kernels == "pallas" else c.kernels  # also where no kernel runs
         shared: Any = {"precision": c.precision, "schedule": self.schedule, "kernels": kernels}
         shared["context"] = self.context
-        return hfjax.eval_step(self.layout, self.model.loss, **shared)
-
-    @cached_property
-    def tokens(self) -> list[TokenSet]:
-        """The data sets to train on."""
-        given = self.config.data.train
-        places = [Path(place) for place in given] if given else [self._library]
-        return [self._of_model(TokenSet(part(place, SPLITS[0]) or place)) for place in places]
-
-    @cached_property
-    def _library(self) -> Path:
-        """What there is to read where no data is named."""
-        if self.pretrained is None:
-            return standard_library()
-        if not self.pretrained.has_tokenizer:
-            raise ValueError(without_tokenizer(self.pretrained.folder.path))
-        return standard_library(tokenizer=self.pretrained.folder.path)
-
-    def _of_model(self, tokens: TokenSet) -> TokenSet:
-        """Return a data set; refuse one whose numbers are no tokens of the folder's model."""
-        if self._reader is not None:
-            check_made_by(tokens, self._reader.tokenizer, self._reader.folder.path)
-        return tokens
+        return hfjax.eval_step(self.layout, self.task.scored, **shared)
 
     @cached_property
     def data(self) -> Loader:
         """The batches to train on: of the rows that this process gives."""
-        c = self.config.data
-        return self._loader(self.tokens, epochs=c.epochs, weights=c.weights, seed=self.config.seed)
+        return self.task.batches(self._mine)
 
     @cached_property
     def valid(self) -> Loader | None:
         """The batches to validate on: each row once, in order; None: there are none."""
-        c = self.config.data
-        given = c.valid or (c.train[0] if c.train else self._library)
-        place = part(Path(given), SPLITS[1])
-        if place is None and c.valid is None:
-            return None
-        tokens = self._of_model(TokenSet(place or Path(given)))
-        if self._reader is None:
-            check_same_tokenizer([self.tokens[0], tokens])
-        return self._loader(tokens, shuffle=False, epochs=1, pad_last=True)
+        return self.task.checks(self._mine)
+
+    def _mine(self, batch: int) -> Any:
+        return rows_of_process(self.layout, batch)
 
     def check_validation(self, state: hfjax.State, most: int | None = None) -> None:
         """Refuse one's own loss if it would count the rows that fill up the last batch.
@@ -230,15 +211,15 @@ class Parts:
         count = len(self.valid)
         padded = count * self.config.batch > self.valid.rows_per_epoch
         if padded and (most is None or most >= count):
-            check_weighs_by_mask(self.evaluate, state, self.valid.at(0))
+            self.task.check_validation(self.evaluate, state, self.valid.at(0))
 
     def validated(
         self,
         state: hfjax.State,
         most: int | None = None,
         beat: Callable[[], Any] = lambda: None,
-    ) -> Evaluated:
-        """Return the loss on the validation set, or on its first `most` batches.
+    ) -> Scores:
+        """Return the scores on the validation set, or on its first `most` batches.
 
         Args:
             state: A state of the layout.
@@ -246,7 +227,8 @@ class Parts:
             beat: What is called for each batch: validating gets on.
         """
         assert self.valid is not None
-        return evaluate(self.evaluate, state, self.valid.rewind(), most, beat)
+        batches = self.valid.rewind()
+        return self.task.read(metrics_of_batches(self.evaluate, state, batches, most, beat))
 
     def written(self, state: hfjax.State, prompt: str, count: int, sampling: Sampling) -> str:
         """Return a prompt and the text of `count` tokens that the model writes after it.
@@ -257,25 +239,7 @@ class Parts:
             count: How many tokens.
             sampling: How the next token is chosen, `hfjax.run.sampling.Sampling()`.
         """
-        tokenizer = self.tokenizer
-        known = tokenizer.encode([prompt])[0].tolist()
-        needed = -(-(len(known) + count) // ROUND_TO) * ROUND_TO  # prompts share a program
-        length = min(self.model.length, needed)
-        fields: Any = {"length": length, "vocab": tokenizer.vocab, "sampling": sampling}
-        new = generate(self.layout, state, known, count, **fields)
-        return tokenizer.decode([*known, *new])
-
-    def _loader(self, data: Any, **fields: Any) -> Loader:
-        batch, packing = self.config.batch, self.config.data.packing
-        loader = Loader(data, batch, self.model.length, packing=packing, **fields)
-        loader.check(self.model.vocab, self.model.most)
-        if batch > max(loader.rows_per_epoch, PADDED):
-            raise ValueError(
-                f"a batch of {batch} rows: the data to validate on has {loader.rows_per_epoch} "
-                f"rows of {loader.length} tokens. Lower --batch."
-            )
-        loader.mine = rows_of_process(self.layout, batch)  # not of a batch that is refused
-        return loader
+        return self.texts.written(self.layout, state, prompt, count, sampling)
 
     def __str__(self) -> str:
         count = sum(math.prod(a.shape) for a in self.layout.arrays.values())
@@ -300,11 +264,6 @@ def short(count: float) -> str:
         if count >= size:
             return f"{count / size:.1f}{letter}"
     return f"{count:.4g}"
-
-
-def part(place: Path, name: str) -> Path | None:
-    """Return that part of a data set, if it has one."""
-    return place / name if (place / name).is_dir() else None
 
 
 def strategy_of(names: str) -> hfjax.Strategy:

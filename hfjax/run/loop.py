@@ -17,7 +17,6 @@ import jax
 import hfjax
 from hfjax.base.mean import EXHAUSTED, OVERFLOW
 from hfjax.base.read_files import ANYTHING, check_fields, contents, whole
-from hfjax.base.tables import named
 from hfjax.base.write_files import check_no_links, replace_text
 from hfjax.checkpoint import Checkpoints, Keep
 from hfjax.checkpoint.directory import steps_in
@@ -32,12 +31,10 @@ from hfjax.run.build import Parts
 from hfjax.run.config import Train
 from hfjax.run.deepspeed_flags import FILE
 from hfjax.run.journal import Journal
-from hfjax.run.pretrained_model import FROM_NOTHING, begun_with, told_of_rate, told_of_rows
 from hfjax.run.profile import Profile
 from hfjax.run.sampling import Sampling
 from hfjax.run.screen import Screen, Speed, line, validation, waiting
 from hfjax.weights.model_folder import ModelFolder
-from hfjax.weights.pretrained import Pretrained
 
 CONFIG, CHECKPOINTS = "config.yaml", "checkpoints"
 WRITTEN = (CONFIG, FILE, own_copy.COPY, *journal.WRITTEN, *profile.WRITTEN)  # besides checkpoints
@@ -172,6 +169,7 @@ class Run:
     saved: int = -1  # the step of the last checkpoint that was begun
     skipped: int = 0  # steps that were not finite: no updates
     begins_with: ModelFolder | None = None  # whose weights this call begins with
+    begins_trained: bool = False  # with some weights
     begun: set[str] = field(default_factory=set)  # phases that have compiled
 
     # -- before the first step ------------------------------------------------------------
@@ -188,10 +186,8 @@ class Run:
             _ = self.parts.step, self.parts.evaluate, self.parts.valid  # a mistake is told now
             told = str(self.parts)
         self.screen.say(told)
-        if self.parts.pretrained is not None:
-            self.screen.say(told_of_rows(self.parts.pretrained, self.parts.model.length))
-            if self.parts.file is None and config.optimizer.rate >= FROM_NOTHING:
-                self.screen.say(told_of_rate(config.optimizer.rate))
+        for words in self.parts.task.told():
+            self.screen.say(words)
         for name, value in files.changed(config).items():
             self.screen.say(f"  {name}: {value}")
         keep = config.checkpoints
@@ -262,27 +258,27 @@ class Run:
 
     def _fresh(self) -> hfjax.State:
         other, layout = self.config.checkpoints.start, self.parts.layout
-        if other is None and self.parts.pretrained is not None:
-            return self._of_folder(self.parts.pretrained)
         if other is None:
-            with waiting("compiling what makes the parameters"):
-                return hfjax.init(layout, self.config.seed, self.parts.schedule)
+            return self._begun()
         steps = Path(agreed(lambda: str(steps_of(Path(other)))))
         restore = partial(hfjax.restore, steps, layout, parameters_only=True)
         found = restored(restore, self.config, steps)
         self.screen.say(f"starting with the parameters of {other}, step {found.step}")
         return found.state
 
-    def _of_folder(self, model: Pretrained) -> hfjax.State:
+    def _begun(self) -> hfjax.State:
+        """Return a state of the seed, or of the weights that the task has for it."""
         seed, schedule = self.config.seed, self.parts.schedule
-        with waiting(f"reading {named(model.folder.path)}"):
-            state, said = begun_with(model, self.parts.layout, seed, schedule)
-        self.screen.say(said)
-        if model.stored == "bfloat16" and not self.config.optimizer.master:
-            self.screen.say(
-                "without --optimizer.master, updates that bfloat16 rounds away are lost"
-            )
-        self.begins_with = model.folder
+        with waiting("compiling what makes the parameters"):
+            found = self.parts.task.begun(self.parts.layout, seed, schedule)
+            if found is None:
+                return hfjax.init(self.parts.layout, seed, schedule)
+        state, said = found
+        for words in said:
+            self.screen.say(words)
+        if self.parts.pretrained is not None:
+            self.begins_with = self.parts.pretrained.folder
+        self.begins_trained = True
         return state
 
     # -- steps ----------------------------------------------------------------------------
@@ -291,7 +287,7 @@ class Run:
         """Run the steps that are left."""
         began, unread, done = time.monotonic(), deque[Any](), self.first
         limit = None if self.config.minutes is None else 60 * self.config.minutes
-        if self.begins_with and self._valid_every and not stop.agreed():
+        if self.begins_trained and self._valid_every and not stop.agreed():
             self.validate(0)
         for number in range(self.first, self.config.steps):
             if stop.agreed():
@@ -394,9 +390,9 @@ class Run:
                 jax.block_until_ready(self.parts.evaluate(self._judged, batch))
         found = self.parts.validated(self._judged, self.config.log.valid_batches, beat)
         self.valid_loss, self.validated = found.loss, done
-        self.screen.say(validation(done, *found))
+        self.screen.say(validation(done, found.line))
         if self.journal is not None:
-            self.journal.write(done, valid_loss=found.loss)
+            self.journal.write(done, valid_loss=found.loss, **found.numbers)
 
     @property
     def _judged(self) -> hfjax.State:

@@ -5,6 +5,7 @@ Text: one token after the other, the whole row computed for each. Loss: each row
 
 import dataclasses
 import itertools
+import math
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -297,6 +298,17 @@ class Evaluated(NamedTuple):
     loss: float
     tokens: int
 
+    @property
+    def numbers(self) -> Mapping[str, float]:
+        """Further numbers by name: none."""
+        return {}
+
+    @property
+    def line(self) -> str:
+        """What it found."""
+        perplexity = math.exp(min(self.loss, 700.0))
+        return f"loss {self.loss:.4f}, perplexity {perplexity:.2f}, {self.tokens} tokens"
+
 
 def evaluate(
     step: Callable,
@@ -326,21 +338,38 @@ def evaluate(
         >>> evaluate(step, hfjax.init(layout), [np.full(8, 1.0), np.full(8, 3.0)])
         Evaluated(loss=2.0, tokens=16)
     """
-    read: list[tuple[float, float]] = []
+    return mean_of(metrics_of_batches(step, state, batches, most, beat))
+
+
+def metrics_of_batches(
+    step: Callable,
+    state: State,
+    batches: Iterable[Any],
+    most: int | None = None,
+    beat: Callable[[], Any] = lambda: None,
+) -> list[Mapping[str, np.ndarray]]:
+    """Return the metrics of all batches, or of the first `most`; nothing waits for the device."""
+    read: list[Mapping[str, np.ndarray]] = []
     unread = deque[Any]()
+    on_host = lambda metrics: {name: np.asarray(x) for name, x in metrics.items()}
     for batch in itertools.islice(batches, most):
         beat()
         unread.append(step(state, batch))
         while len(unread) > LAG:
-            read.append(_read(unread.popleft()))
+            read.append(on_host(unread.popleft()))
             beat()
-    read += map(_read, unread)
-    if not read:
+    return read + [on_host(metrics) for metrics in unread]
+
+
+def mean_of(metrics: Sequence[Mapping[str, Any]], what: str = "token") -> Evaluated:
+    """Return the mean loss of batches by their weights."""
+    if not metrics:
         raise ValueError("evaluate: there is no batch. Give a data set with at least one row.")
+    read = list(map(_read, metrics))
     tokens = sum(weight for weight, _ in read)
     if not tokens:
         raise ValueError(
-            f"evaluate: no token of {len(read)} batches has a weight, so that there is no mean. "
+            f"evaluate: no {what} of {len(read)} batches has a weight, so that there is no mean. "
             "Look at the data set and its masks."
         )
     total = sum(weight * loss for weight, loss in read if weight)

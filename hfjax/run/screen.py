@@ -26,8 +26,6 @@ from rich.progress import (
 from hfjax.base.mean import SCALE, SKIPPED
 from hfjax.base.progress import said_while
 from hfjax.base.tables import harmless, human
-from hfjax.parallel.engine.blueprint import LAYERS
-from hfjax.parallel.mesh import EXPERTS
 from hfjax.processes.agreement import speaks
 from hfjax.run.build import Parts, short
 
@@ -42,46 +40,6 @@ PEAKS = {
     "V100": 125e12,
     "B200": 2250e12,
 }
-
-
-def flops_per_token(parts: Parts) -> float:
-    """Return what training needs for one token: 6 for each parameter of a matmul, and attention.
-
-    As in PaLM's appendix B: nothing is counted for what is computed again, nor less for causality,
-    but for windows of attention it is; of experts those that a token goes to; embeddings count
-    where they are the head's matrix. Of one's own model every matrix is counted, and no attention.
-    """
-    shape = parts.model.shape
-    arrays = parts.layout.arrays.items()
-    matrices = {path: math.prod(a.shape) for path, a in arrays if len(a.shape) > 1}
-    if shape is None:
-        return 6.0 * sum(matrices.values())
-    used = lambda path: _share_in_use(shape, parts.layout.arrays[path].axes)
-    in_layers = {path: size for path, size in matrices.items() if _is_matrix_of_layer(path)}
-    layers = sum(size * used(path) for path, size in in_layers.items())
-    head = shape.embed * shape.vocab
-    width = shape.heads * getattr(shape, "width", shape.embed // shape.heads)
-    return 6.0 * (layers + head) + 12.0 * width * _positions(shape, parts.model.length)
-
-
-def _is_matrix_of_layer(path: str) -> bool:
-    """Return whether tokens are multiplied by a parameter: biases and norms are no matrices."""
-    return path.startswith(LAYERS) and not path.endswith(("/bias", "/scale"))
-
-
-def _positions(shape: Any, length: int) -> int:
-    """Return how many positions a token is scored against, by all layers together."""
-    seen = lambda attend: min(getattr(attend, "window", None) or length, length)
-    local = getattr(shape, "local", None)
-    some = 0 if local is None else len(local.layers)
-    others = (shape.layers - some) * seen(shape.attention)
-    return others + (some * seen(local.attention) if local is not None else 0)
-
-
-def _share_in_use(shape: Any, axes: tuple) -> float:
-    """Return which part of an array a token computes with: of experts, those that it chose."""
-    most = getattr(shape, "by_layer", (1,))
-    return shape.top_k / max(most) if EXPERTS in axes else 1.0
 
 
 def peak_flops(device: Any) -> float | None:
@@ -104,11 +62,12 @@ def waiting(what: str) -> Any:
 
 
 class Speed:
-    """Tokens a second since the last look, without what the run did between its steps."""
+    """Tokens (or images) a second since the last look, without what a run does between steps."""
 
     def __init__(self, parts: Parts):
-        self._each = parts.config.batch * parts.model.length / parts.mesh.size
-        self._flops = flops_per_token(parts)
+        self._unit, each = parts.task.unit, parts.task.each
+        self._each = parts.config.batch * each / parts.mesh.size
+        self._flops = parts.task.flops(parts.layout)
         self._peak = peak_flops(parts.mesh.devices.flat[0])
         self._device = parts.mesh.local_devices[0]
         self._since: float | None = None  # None: the first step, which compiles, is not counted
@@ -127,16 +86,16 @@ class Speed:
         self._since, self._steps = None, 0
 
     def look(self) -> Mapping[str, Any]:
-        """Return tokens/s, TFLOP/s and MFU per device since the last look; {} if too little ran."""
+        """Return the rate, TFLOP/s and MFU per device since the last look; {} if too little ran."""
         found: dict[str, Any] = {"memory": memory(self._device)}
         if self._since is None or not self._steps:
             return found
         now = time.perf_counter()
         self._seconds = (now - self._since) / self._steps
-        tokens = self._each / self._seconds
+        rate = self._each / self._seconds
         self._since, self._steps = now, 0
-        flops = tokens * self._flops
-        found |= {"tokens_per_second": tokens, "tflops": flops / 1e12}
+        flops = rate * self._flops
+        found |= {f"{self._unit}{RATE}": rate, "tflops": flops / 1e12}
         return found | ({"mfu": flops / self._peak} if self._peak else {})
 
     def left(self, steps: int) -> float | None:
@@ -144,6 +103,7 @@ class Speed:
         return None if self._seconds is None else self._seconds * steps
 
 
+RATE = "_per_second"  # ends the name of what a device goes through in that time
 PERIOD = 600.0  # seconds of steps by which a bar tells the time left: some take minutes
 
 
@@ -212,8 +172,8 @@ def line(values: Mapping[str, Any], steps: int, left: float | None = None) -> st
         told.append(f"dropped {values['dropped_mean']:.1%}")
     if SCALE in values:
         told.append(f"loss scale {values[SCALE]:g}, {values[SKIPPED]:g} skipped")
-    if "tokens_per_second" in values:
-        told.append(f"{short(values['tokens_per_second'])} tokens/s/device")
+    for name in (name for name in values if name.endswith(RATE)):
+        told.append(f"{short(values[name])} {name.removesuffix(RATE)}/s/device")
         told.append(f"{values['tflops']:.3g} TFLOP/s/device")
     if "mfu" in values:
         told.append(f"MFU {values['mfu']:.1%}")
@@ -221,9 +181,7 @@ def line(values: Mapping[str, Any], steps: int, left: float | None = None) -> st
     return "  ".join(told + ([f"{timedelta(seconds=math.ceil(left))} left"] if left else []))
 
 
-def validation(step: int, loss: float, tokens: int) -> str:
-    """Return the line of a validation."""
-    perplexity = math.exp(min(loss, 700.0))
-    told = f"loss {loss:.4f}, perplexity {perplexity:.2f}, {tokens} tokens"
+def validation(step: int, told: str) -> str:
+    """Return the line of a validation, of what it found in words."""
     when = f"after step {step}" if step else "before the first step"
     return f"validated {when}: {told}"

@@ -111,7 +111,7 @@ def report(given: Memory, tell: Callable[[str], Any] = lambda row: None) -> Repo
             refused[name] = str(wrong)
             tell(f"{name}: cannot be, as told below the table")
     kind = "CPU" if device.platform == "cpu" else device.device_kind
-    rows = f"{given.batch} rows of {parts.model.length} tokens, precision {given.precision}"
+    rows = f"{given.batch} {parts.task.rows()}, precision {given.precision}"
     where = f"{parts.layout.strategy.name} on {describe_mesh(parts.mesh)}"
     title = f"{parts.model.name}, {where} ({parts.mesh.size} x {kind}), {rows}"
     if any(e.sent_whole for e in found):

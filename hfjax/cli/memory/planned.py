@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from hfjax.models.attention import dot_product
 from hfjax.run.build import Parts
@@ -16,13 +15,8 @@ class Planned(Parts):
 
     @property
     def batch(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """The shapes of a batch of token rows."""
-        rows, length = self.config.batch, self.model.length
-        batch = {"tokens": jax.ShapeDtypeStruct((rows, length + 1), jnp.int32)}
-        if self.config.data.packing == "documents":
-            batch["documents"] = jax.ShapeDtypeStruct((rows, length + 1), jnp.int32)
-            batch["mask"] = jax.ShapeDtypeStruct((rows, length), jnp.float32)
-        return batch
+        """The shapes of a batch."""
+        return self.task.shapes()
 
 
 @jax.custom_vjp

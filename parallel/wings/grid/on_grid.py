@@ -32,7 +32,7 @@ from jax.sharding import Mesh
 from hfjax.base.head import countable
 from hfjax.pallas_kernels.handing import Projection
 from hfjax.parallel.engine import local
-from hfjax.parallel.in_parts import moments
+from hfjax.parallel.in_parts import row_moments
 from hfjax.parallel.in_parts.kinds import Cut, Part, Side, is_value
 from hfjax.parallel.in_parts.named_calls import NamedCall, named
 from hfjax.parallel.in_parts.scope import Scope
@@ -60,7 +60,7 @@ class OnGrid(local.InStep):
     splits: Mapping[str, Axes]
     without_logits: bool = False
     own_rows: bool = False
-    moments = moments.of_rows
+    moments = row_moments.of_rows
 
     def inner_sides(self) -> tuple[Side, ...]:
         """Return the devices along tensor, and those along row."""

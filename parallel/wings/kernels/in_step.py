@@ -14,7 +14,7 @@ from hfjax.pallas_kernels.attention import block as flash_block
 from hfjax.pallas_kernels.cross_entropy import loss as cross_entropy
 from hfjax.pallas_kernels.handing import Projection
 from hfjax.parallel.engine import local
-from hfjax.parallel.in_parts import moments
+from hfjax.parallel.in_parts import row_moments
 from hfjax.parallel.in_parts.named_calls import is_recording
 from hfjax.parallel.mesh import (
     PIPE_AXIS,
@@ -197,7 +197,7 @@ class TakesKernels(local.InStep):
     """What those have in common that take kernels where they are handed to them."""
 
     kernels: Kernels
-    moments = moments.of_rows
+    moments = row_moments.of_rows
 
     def matmul(self, place: Any, between: tuple, multiply: Callable) -> Callable:
         """Return the product of a linear map; it may go around the ring of the tensor axis."""
