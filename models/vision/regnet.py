@@ -44,6 +44,11 @@ class RegNetBlockShape(NamedTuple):
     squeezed: int
     stride: int
 
+    @property
+    def skips(self) -> bool:
+        """Whether what enters is added as it is; else a 1x1 and a norm go between."""
+        return self.stride == 1 and self.inside == self.outside
+
 
 @dataclass(frozen=True)
 class RegNetConfig(ConvNetConfig):
@@ -173,8 +178,7 @@ class RegNetBlock(nnx.Module):
         made = lambda size, inside, stride=1: ConvNorm(
             Conv((size, size, inside, outside), stride=stride, rngs=rngs), config, rngs=rngs
         )
-        skips = shape.stride == 1 and inside == outside
-        self.skip = None if skips else made(1, inside, shape.stride)
+        self.skip = None if shape.skips else made(1, inside, shape.stride)
         self.narrow = made(1, inside)
         self.grouped = made(3, shape.group, shape.stride)
         self.weigh = SqueezeExcitation(outside, shape.squeezed, rngs=rngs)

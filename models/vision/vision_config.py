@@ -31,12 +31,13 @@ class VisionConfig:
         check_sizes(what, self, "classes")
         for name, least in (("mean", -math.inf), ("std", 0.0)):
             given = getattr(self, name)
-            fits = isinstance(given, tuple | list) and len(given) == 3
+            fits = isinstance(given, tuple) and len(given) == 3
             if not fits or not all(is_real(x, -1e30, 1e30) and x > least for x in given):
                 above = " above 0" if least == 0 else ""
                 raise ValueError(
-                    f"{what}: {name}={given!r}; three finite numbers{above}, one for each of red, "
-                    f"green and blue. Those of ImageNet are {MEAN if name == 'mean' else STD}."
+                    f"{what}: {name}={given!r}; three finite numbers{above} are expected, "
+                    "of red, green and blue. Those of ImageNet are "
+                    f"{MEAN if name == 'mean' else STD}."
                 )
 
     @classmethod
@@ -92,7 +93,9 @@ class ConvNetConfig(VisionConfig):
 def check_tuple(what: str, name: str, given: Any, count: int | None = None) -> None:
     """Refuse what is no tuple of positive whole numbers, of so many if a count is given."""
     whole = lambda x: isinstance(x, int) and not isinstance(x, bool) and x > 0
-    fits = isinstance(given, tuple | list) and len(given) > 0 and all(map(whole, given))
+    fits = isinstance(given, tuple) and len(given) > 0 and all(map(whole, given))
     if not fits or len(given) != (count or len(given)):
         many = "whole numbers" if count is None else f"{count} whole numbers"
-        raise ValueError(f"{what}: {name}={given!r}; {many}, at least 1 each, are expected.")
+        raise ValueError(
+            f"{what}: {name}={given!r}; a tuple of {many}, at least 1 each, is expected."
+        )
