@@ -1,7 +1,7 @@
 """Small parts of a transformer: linear, norms, dropout. Axes are named on every parameter."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -13,6 +13,7 @@ from hfjax.base.head import logits_of, project
 from hfjax.base.moments import moments
 
 Axes = tuple[str | None, ...]
+Draw = Callable[[jax.Array, tuple[int, ...]], jax.Array]  # of a key and a shape
 
 STREAM = ("batch", "seq", None)  # the residual stream, norms and dropout: the sequence may be split
 WHOLE = ("batch", None, None)  # what enters a linear map
@@ -213,22 +214,28 @@ unnumbered = Unnumbered(0)
 
 
 class Linear(nnx.Module):
-    """x @ kernel (+ bias) over the last `len(shape) - outputs` dimensions of x."""
+    """x @ kernel (+ bias) over the last `len(shape) - outputs` dimensions of x.
+
+    The kernel is drawn from normal numbers times `scale`, or by it if it is a function of a key and
+    a shape; the bias is zeros, or what such a function draws.
+    """
 
     def __init__(
         self,
         shape: tuple[int, ...],
         axes: Axes,
         outputs: int,
-        scale: float,
+        scale: float | Draw,
         *,
-        bias: bool = True,
+        bias: bool | Draw = True,
         rngs: nnx.Rngs,
     ):
         self.inputs = len(shape) - outputs
-        kernel = scale * jax.random.normal(rngs.params(), shape)
-        self.kernel = nnx.Param(kernel, axes=axes)
-        zeros = lambda: jnp.zeros(shape[self.inputs :])
+        key = rngs.params()
+        drawn = scale(key, shape) if callable(scale) else scale * jax.random.normal(key, shape)
+        self.kernel = nnx.Param(drawn, axes=axes)
+        of_bias = shape[self.inputs :]
+        zeros = lambda: bias(rngs.params(), of_bias) if callable(bias) else jnp.zeros(of_bias)
         self.bias = nnx.Param(zeros(), axes=axes[self.inputs :]) if bias else None
         self.between = (axes[0], axes[self.inputs])  # embed, and what may be split: heads, mlp
         self.place, self.kernels = anywhere, plain
@@ -258,15 +265,15 @@ class Linear(nnx.Module):
 class LayerNorm(nnx.Module):
     """Layer normalisation over the last dimension, computed in float32 or wider."""
 
-    def __init__(self, size: int, axis: str | None = "embed"):
+    def __init__(self, size: int, axis: str | None = "embed", epsilon: float = 1e-5):
         self.scale = nnx.Param(jnp.ones((size,)), axes=(axis,))
         self.bias = nnx.Param(jnp.zeros((size,)), axes=(axis,))
-        self.axis, self.kernels = axis, plain
+        self.epsilon, self.axis, self.kernels = epsilon, axis, plain
 
     def __call__(self, x: jax.Array) -> jax.Array:
         wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
         centred = wide - wide.mean(-1, keepdims=True)
-        unit = centred * jax.lax.rsqrt((centred**2).mean(-1, keepdims=True) + 1e-5)
+        unit = centred * jax.lax.rsqrt((centred**2).mean(-1, keepdims=True) + self.epsilon)
         like = lambda p: p[...].reshape((1,) * (x.ndim - 1) + (-1,))
         return (unit * like(self.scale) + like(self.bias)).astype(x.dtype)
 
@@ -387,6 +394,13 @@ def run_stacked(layers: nnx.Module, x: Any) -> Any:
     """Return x after each of the layers of a `stacked` module, as they are written."""
     graph, arrays = nnx.split(layers)
     return jax.lax.scan(lambda x, layer: (nnx.merge(graph, layer)(x), None), x, arrays)[0]
+
+
+def run_listed(layers: Iterable[Callable], x: Any) -> Any:
+    """Return x after each of the layers of a list, as they are written."""
+    for layer in layers:
+        x = layer(x)
+    return x
 
 
 def residual_scale(layers: int) -> float:

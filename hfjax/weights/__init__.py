@@ -5,4 +5,7 @@ which type each value is), and `decoder_rules` says which tensor lies where (`na
 a rule is). `model_folder` and `tensor_files` read what is on disk. `rows_of_files` shares its rows
 out, `row_moves` brings them to where a layout has them, `stream_in` and `write_out` do so for a
 whole model. `pretrained` has what users call.
+
+Models of images are one file with torchvision's names: `vision_rules` says which tensor lies where,
+`vision_files` reads and writes it, and `torch_to_safetensors` makes one of a .pth where torch is.
 """

@@ -133,9 +133,7 @@ class RuleTable:
         check_covers(pieces, shapes)
         used = {t.name for piece in pieces for t in (piece.tensor, piece.twin) if t is not None}
         over = [t for name, t in tensors.items() if name not in used and not self._ignores(name)]
-        wrong = [*_misshapen(pieces), *_of_two_types(pieces)]
-        lines = [*_missing(pieces, over), *wrong, *_over(over, pieces)]
-        if lines:
+        if lines := misfits(pieces, over):
             raise ValueError(
                 "the tensors of the files are not those of the model that config.json describes:"
                 "\n  " + "\n  ".join(lines) + "\nNo weight was read. Give the folder of one model "
@@ -176,6 +174,12 @@ def _fits(rule: Rule, shape: Shape) -> bool:
         return False
     end = lambda i, n: rule.start + n <= shape[i] if i == rule.along else n == shape[i]
     return all(end(i, n) for i, n in enumerate(rule.block))
+
+
+def misfits(pieces: Sequence[PlacedTensor], over: Sequence[FileTensor]) -> list[str]:
+    """Return what does not fit, a line each: of pieces with their tensors, and of tensors left."""
+    wrong = [*_misshapen(pieces), *_of_two_types(pieces)]
+    return [*_missing(pieces, over), *wrong, *_over(over, pieces)]
 
 
 def _missing(pieces: Iterable[PlacedTensor], over: Sequence[FileTensor]) -> list[str]:

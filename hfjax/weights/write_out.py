@@ -154,7 +154,7 @@ def _written(
 ) -> int:
     """Write the rows that are here; return how many bytes they have."""
     places = {t.name: t for name, kinds in files.items() for t in placed(new / name, kinds)}
-    params, rows = _in_full(layout, state), RowsOfFiles(layout.mesh, writes=True)
+    params, rows = in_full_precision(layout, state), RowsOfFiles(layout.mesh, writes=True)
     told: list[tuple[Group, Any]] = []
     last: tuple[Group, Taken] | None = None
     where = {
@@ -179,7 +179,7 @@ def _written(
     return written
 
 
-def _in_full(layout: Layout, state: State) -> Flat:
+def in_full_precision(layout: Layout, state: State) -> Flat:
     """Return parameters by path; of those that are master weights, rounded, these themselves.
 
     A state with averages in place of parameters keeps its averages.

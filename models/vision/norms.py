@@ -1,0 +1,182 @@
+"""What normalises channels: over all rows, by running statistics, or within a row. As torch does.
+
+All compute in float32 or wider and return the type that they were given.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+from hfjax.models.parts import plain
+from hfjax.models.vision.vision_config import ConvNetConfig
+
+CHANNELS = ("channel_out",)
+EPSILON = 1e-5
+
+
+def norm_after(config: ConvNetConfig, size: int, *, rngs: nnx.Rngs) -> nnx.Module:
+    """Return the norm that a model has after a convolution to so many channels."""
+    if config.norm == "group":
+        return GroupNorm(size, config.norm_groups)
+    return FrozenBatchNorm(size) if config.norm == "frozen" else BatchNorm(size, rngs=rngs)
+
+
+class BatchNorm(nnx.BatchNorm):
+    """torch's BatchNorm: a channel less its mean, over its deviation; over all rows and positions.
+
+    Running statistics take a tenth of those of each step, and their variance counts one number
+    less (Bessel's correction). Statistics are float32 or wider, whatever the type of x.
+
+    Args:
+        size: The number of channels.
+        momentum: The part of a step's statistics in the new running ones.
+        epsilon: What is added to a variance.
+        rngs: Nothing is drawn from it.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from flax import nnx
+        >>> from hfjax.models.vision.norms import BatchNorm
+        >>> norm = BatchNorm(1, rngs=nnx.Rngs(0))
+        >>> norm(jnp.array([[1.0], [3.0]])).round(3).tolist()
+        [[-1.0], [1.0]]
+        >>> [round(float(x[0]), 6) for x in (norm.mean[...], norm.var[...])]
+        [0.2, 1.1]
+    """
+
+    def __init__(
+        self, size: int, *, momentum: float = 0.1, epsilon: float = EPSILON, rngs: nnx.Rngs
+    ):
+        named: Any = {"scale_metadata": {"axes": CHANNELS}, "bias_metadata": {"axes": CHANNELS}}
+        wide: Any = jnp.zeros(()).dtype  # float64 in x64 mode
+        super().__init__(
+            size, momentum=1 - momentum, epsilon=epsilon, param_dtype=wide, rngs=rngs, **named
+        )
+        self.mean = nnx.BatchStat(jnp.zeros((size,)))
+        self.var = nnx.BatchStat(jnp.ones((size,)))
+        self.kernels = plain
+
+    def __call__(
+        self, x: jax.Array, use_running_average: bool | None = None, *, mask: Any = None
+    ) -> jax.Array:
+        """Return x normalised by its own statistics, in evaluations by the running ones.
+
+        Args:
+            x: [rows, ..., channels].
+            use_running_average: Whether by the running ones. None: as `train` and `eval` said.
+            mask: None: all rows count.
+        """
+        if mask is not None:
+            raise ValueError("BatchNorm(x, mask=…): all rows and positions count. Leave mask out.")
+        running = self.use_running_average if use_running_average is None else use_running_average
+        mean, variance = (self.mean[...], self.var[...]) if running else self._of_batch(x)
+        assert self.scale is not None
+        assert self.bias is not None
+        return _normalised(x, mean, variance, self.scale[...], self.bias[...], self.epsilon)
+
+    def _of_batch(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Return mean and variance of x; running ones are kept."""
+        mean, variance, count = self.kernels.moments(x, self.axis_name)
+        if count < 2:
+            raise ValueError(
+                f"BatchNorm in training of {list(x.shape)}: one number a channel, and a variance "
+                "needs more than one. Give more rows or larger images, evaluate, or choose "
+                'norm="group" or norm="frozen".'
+            )
+        new = (mean, variance * (count / (count - 1)))
+        for kept, found in zip((self.mean, self.var), new, strict=True):
+            old = kept[...]
+            mixed = self.momentum * old + (1 - self.momentum) * found.astype(old.dtype)
+            kept[...] = lax.stop_gradient(mixed)
+        return mean, variance
+
+
+class FrozenBatchNorm(nnx.Module):
+    """BatchNorm by running statistics in training too. Scale and bias are no parameters.
+
+    They are variables as the statistics are: a step changes none of them, no optimizer has moments
+    for them, and their names are those of `BatchNorm`.
+
+    Args:
+        size: The number of channels.
+        epsilon: What is added to a variance.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from hfjax.models.vision.norms import FrozenBatchNorm
+        >>> FrozenBatchNorm(1, epsilon=0.0)(jnp.array([[1.0], [3.0]])).tolist()
+        [[1.0], [3.0]]
+    """
+
+    def __init__(self, size: int, *, epsilon: float = EPSILON):
+        self.scale, self.bias = nnx.BatchStat(jnp.ones((size,))), nnx.BatchStat(jnp.zeros((size,)))
+        self.mean, self.var = nnx.BatchStat(jnp.zeros((size,))), nnx.BatchStat(jnp.ones((size,)))
+        self.epsilon = epsilon
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Return x normalised by the running statistics.
+
+        Args:
+            x: [rows, ..., channels].
+        """
+        held = (self.mean, self.var, self.scale, self.bias)
+        mean, variance, scale, bias = (variable[...] for variable in held)
+        return _normalised(x, mean, variance, scale, bias, self.epsilon)
+
+
+class GroupNorm(nnx.Module):
+    """Normalises groups of channels that follow each other, over the positions of a row.
+
+    Args:
+        size: The number of channels.
+        groups: How many groups.
+        epsilon: What is added to a variance.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from hfjax.models.vision.norms import GroupNorm
+        >>> GroupNorm(2, 1)(jnp.array([[[1.0, 3.0]]])).round(3).tolist()
+        [[[-1.0, 1.0]]]
+    """
+
+    def __init__(self, size: int, groups: int, *, epsilon: float = EPSILON):
+        self.scale = nnx.Param(jnp.ones((size,)), axes=CHANNELS)
+        self.bias = nnx.Param(jnp.zeros((size,)), axes=CHANNELS)
+        self.groups, self.epsilon = groups, epsilon
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Return x normalised.
+
+        Args:
+            x: [rows, ..., channels].
+        """
+        grouped = x.reshape(x.shape[0], -1, self.groups, x.shape[-1] // self.groups)
+        wide = grouped.astype(jnp.promote_types(x.dtype, jnp.float32))
+        centred = wide - wide.mean((1, 3), keepdims=True)
+        variance = (centred**2).mean((1, 3), keepdims=True)
+        unit = (centred * lax.rsqrt(variance + self.epsilon)).reshape(x.shape)
+        return (unit * _like(x, self.scale[...]) + _like(x, self.bias[...])).astype(x.dtype)
+
+
+def _normalised(
+    x: jax.Array,
+    mean: jax.Array,
+    variance: jax.Array,
+    scale: jax.Array,
+    bias: jax.Array,
+    epsilon: float,
+) -> jax.Array:
+    """Return x less the mean over the deviation, scaled and moved, channel by channel."""
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    factor = lax.rsqrt(variance.astype(wide) + epsilon) * scale.astype(wide)
+    y = (x.astype(wide) - _like(x, mean)) * _like(x, factor) + _like(x, bias)
+    return y.astype(x.dtype)
+
+
+def _like(x: jax.Array, of_channels: jax.Array) -> jax.Array:
+    """Return numbers of channels with the dimensions of x, in float32 or wider."""
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    return of_channels.astype(wide).reshape((1,) * (x.ndim - 1) + (-1,))

@@ -1,0 +1,55 @@
+"""How images enter a model: bytes are normalised, floating-point numbers are taken as they are."""
+
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from hfjax.models.vision.vision_config import VisionConfig
+
+
+def pixels_of(batch: Mapping[str, jax.Array], config: VisionConfig, dtype: DTypeLike) -> jax.Array:
+    """Return `batch["image"]` [B, H, W, 3], normalised, in the type that a model computes in.
+
+    Args:
+        batch: Images of bytes are normalised here, (x / 255 - mean) / std; those of floating-point
+            numbers were before.
+        config: It has mean and std.
+        dtype: The type.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from hfjax.models.vision.pixels import pixels_of
+        >>> from hfjax.models.vision.vision_config import VisionConfig
+        >>> config = VisionConfig(mean=(0.0, 0.5, 1.0), std=(1.0, 0.5, 0.5))
+        >>> white = {"image": jnp.full((1, 1, 1, 3), 255, jnp.uint8)}
+        >>> pixels_of(white, config, jnp.float32).tolist()
+        [[[[1.0, 1.0, 0.0]]]]
+    """
+    if "image" not in batch:
+        raise ValueError(
+            f"a batch of {', '.join(batch) or 'nothing'}: a model of images reads batch['image']."
+        )
+    image = batch["image"]
+    _check(image)
+    if jnp.issubdtype(image.dtype, jnp.floating):
+        return image.astype(dtype)
+    wide = jnp.promote_types(dtype, jnp.float32)
+    mean, std = (np.array(x, wide).reshape(1, 1, 1, 3) for x in (config.mean, config.std))
+    return ((image.astype(wide) / 255 - mean) / std).astype(dtype)
+
+
+def _check(image: jax.Array) -> None:
+    """Refuse what are no images in colour, of bytes or floating-point numbers."""
+    if image.ndim != 4 or image.shape[3] != 3:
+        raise ValueError(
+            f"images of shape {list(image.shape)}: [rows, height, width, 3] is expected, channels "
+            "last. Transpose [rows, 3, height, width]; repeat a grey channel three times."
+        )
+    if not (image.dtype == jnp.uint8 or jnp.issubdtype(image.dtype, jnp.floating)):
+        raise ValueError(
+            f"images of {image.dtype}: uint8 is expected (0 to 255, which the model normalises), "
+            "or floating-point numbers, normalised already."
+        )

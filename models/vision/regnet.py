@@ -1,0 +1,215 @@
+"""RegNet-Y in three parts: stem, blocks with squeeze and excitation, and a linear map.
+
+Four numbers give the widths of all blocks (Radosavovic et al., 2020), as torchvision rounds them.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import groupby
+from typing import NamedTuple
+
+import jax
+from flax import nnx
+
+from hfjax.base.keywords import check_sizes, is_real
+from hfjax.models.parts import Linear, run_listed
+from hfjax.models.vision.convolutions import Conv, ConvNorm, mean_of_positions
+from hfjax.models.vision.pixels import pixels_of
+from hfjax.models.vision.vision_config import ConvNetConfig
+
+__all__ = ["PRESETS", "RegNet", "RegNetConfig"]
+
+QUANTUM = 8  # widths are its multiples
+
+
+class RegNetBlockShape(NamedTuple):
+    """Where a block stands, and what enters and leaves it.
+
+    Attributes:
+        stage: The number of its stage, the first is 0.
+        number: Its own in the stage.
+        inside: Channels that enter.
+        outside: Channels that leave; all of its convolutions have as many.
+        group: Channels of a group of its 3x3.
+        squeezed: Channels between squeeze and excitation.
+        stride: Of its 3x3.
+    """
+
+    stage: int
+    number: int
+    inside: int
+    outside: int
+    group: int
+    squeezed: int
+    stride: int
+
+    @property
+    def skips(self) -> bool:
+        """Whether what enters is added as it is; else a 1x1 and a norm go between."""
+        return self.stride == 1 and self.inside == self.outside
+
+
+@dataclass(frozen=True)
+class RegNetConfig(ConvNetConfig):
+    """The shape of a RegNet-Y.
+
+    Attributes:
+        classes: The number of classes.
+        mean: What is subtracted from images of bytes, once they are divided by 255.
+        std: What they are divided by then.
+        norm: batch, frozen or group.
+        norm_groups: How many groups the channels of a group norm are in.
+        depth: The number of blocks.
+        first: The width of the first block (w_0), a multiple of 8.
+        slope: How much wider each block is than the one before (w_a), before widths are rounded.
+        step: The ratio of widths that they are rounded to (w_m), above 1.
+        group: The channels of a group of the 3x3.
+        squeeze: Channels between squeeze and excitation, as a part of those that enter the block.
+        stem: The channels of the stem.
+
+    Example:
+        >>> from hfjax.models.vision.regnet import RegNetConfig
+        >>> [(width, depth) for width, _, depth in RegNetConfig.preset("regnet-y-400mf").stages]
+        [(48, 1), (104, 3), (208, 6), (440, 6)]
+    """
+
+    depth: int = 16
+    first: int = 48
+    slope: float = 27.89
+    step: float = 2.09
+    group: int = 8
+    squeeze: float = 0.25
+    stem: int = 32
+
+    def __post_init__(self):
+        super().__post_init__()
+        what = type(self).__name__
+        check_sizes(what, self, "depth", "first", "group", "stem")
+        if self.first % QUANTUM:
+            raise ValueError(
+                f"{what}: first={self.first}; a multiple of {QUANTUM} is expected, as all widths "
+                "are."
+            )
+        for name, least, above in (("slope", 0, False), ("step", 1, True), ("squeeze", 0, True)):
+            given = getattr(self, name)
+            if not is_real(given, least, 1e9) or (above and given <= least):
+                words = "above" if above else "at least"
+                raise ValueError(f"{what}: {name}={given!r}; a number {words} {least} is expected.")
+        self.check_norms(self.stem, *(width for width, _, _ in self.stages))
+
+    @property
+    def stages(self) -> list[tuple[int, int, int]]:
+        """The width, the channels of a group, and the number of blocks of each stage."""
+        powers = [
+            round(math.log((self.first + n * self.slope) / self.first) / math.log(self.step))
+            for n in range(self.depth)
+        ]
+        widths = [QUANTUM * round(self.first * self.step**n / QUANTUM) for n in powers]
+        found = []
+        for width, alike in groupby(widths):
+            group = min(self.group, width)
+            found.append((_nearest(width, group), group, len(list(alike))))
+        return found
+
+    @property
+    def blocks(self) -> list[RegNetBlockShape]:
+        """The shape of each block, in order."""
+        found, inside = [], self.stem
+        for stage, (width, group, depth) in enumerate(self.stages):
+            for number in range(depth):
+                squeezed, stride = round(self.squeeze * inside), 2 if number == 0 else 1
+                found.append(
+                    RegNetBlockShape(stage, number, inside, width, group, squeezed, stride)
+                )
+                inside = width
+        return found
+
+
+def _nearest(width: int, group: int) -> int:
+    """Return the multiple of a group that is nearest, and not smaller by more than a tenth.
+
+    >>> _nearest(112, 24), _nearest(8, 24)
+    (120, 24)
+    """
+    near = max(group, (width + group // 2) // group * group)
+    return near + group if near < 0.9 * width else near
+
+
+def _sizes(depth: int, first: int, slope: float, step: float, group: int) -> RegNetConfig:
+    return RegNetConfig(depth=depth, first=first, slope=slope, step=step, group=group)
+
+
+PRESETS: Mapping[str, RegNetConfig] = {
+    "regnet-tiny": RegNetConfig(
+        classes=10, depth=3, first=16, slope=8.0, step=2.0, group=8, stem=8, norm_groups=4
+    ),
+    "regnet-y-400mf": _sizes(16, 48, 27.89, 2.09, 8),
+    "regnet-y-800mf": _sizes(14, 56, 38.84, 2.4, 16),
+    "regnet-y-1.6gf": _sizes(27, 48, 20.71, 2.65, 24),
+    "regnet-y-3.2gf": _sizes(21, 80, 42.63, 2.66, 24),
+    "regnet-y-8gf": _sizes(17, 192, 76.82, 2.19, 56),
+    "regnet-y-16gf": _sizes(18, 200, 106.23, 2.48, 112),
+    "regnet-y-32gf": _sizes(20, 232, 115.89, 2.53, 232),
+    "regnet-y-128gf": _sizes(27, 456, 160.83, 2.52, 264),
+}
+
+RegNetConfig.known = PRESETS
+
+
+class SqueezeExcitation(nnx.Module):
+    """Channels times what two linear maps make of their means over the image, between 0 and 1."""
+
+    def __init__(self, inside: int, squeezed: int, *, rngs: nnx.Rngs):
+        self.squeeze = Conv((1, 1, inside, squeezed), bias=True, rngs=rngs)
+        self.excite = Conv((1, 1, squeezed, inside), bias=True, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Return the channels, weighed."""
+        mean = mean_of_positions(x).reshape(x.shape[0], 1, 1, -1)
+        return x * jax.nn.sigmoid(self.excite(jax.nn.relu(self.squeeze(mean))))
+
+
+class RegNetBlock(nnx.Module):
+    """A 3x3 in groups between two 1x1, weighed by what it sees, added to what entered."""
+
+    def __init__(self, shape: RegNetBlockShape, config: RegNetConfig, *, rngs: nnx.Rngs):
+        inside, outside = shape.inside, shape.outside
+        made = lambda size, inside, stride=1: ConvNorm(
+            Conv((size, size, inside, outside), stride=stride, rngs=rngs), config, rngs=rngs
+        )
+        self.skip = None if shape.skips else made(1, inside, shape.stride)
+        self.narrow = made(1, inside)
+        self.grouped = made(3, shape.group, shape.stride)
+        self.weigh = SqueezeExcitation(outside, shape.squeezed, rngs=rngs)
+        self.widen = made(1, outside)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Return what leaves the block."""
+        y = jax.nn.relu(self.grouped(jax.nn.relu(self.narrow(x))))
+        y = self.widen(self.weigh(y))
+        return jax.nn.relu((x if self.skip is None else self.skip(x)) + y)
+
+
+class RegNet(nnx.Module):
+    """A RegNet-Y; `layers` is a list of blocks, each gathered by itself."""
+
+    def __init__(self, config: RegNetConfig, *, rngs: nnx.Rngs):
+        self.config = config
+        conv = Conv((3, 3, 3, config.stem), stride=2, rngs=rngs)
+        self.stem = ConvNorm(conv, config, rngs=rngs)
+        self.layers = nnx.List([RegNetBlock(shape, config, rngs=rngs) for shape in config.blocks])
+        shape, axes = (config.blocks[-1].outside, config.classes), ("channel_in", "class")
+        self.fc = Linear(shape, axes, 1, 0.01, rngs=rngs)
+
+    def embed(self, batch: Mapping[str, jax.Array]) -> jax.Array:
+        """Return what the first block is given of `batch["image"]` [B, H, W, 3]."""
+        image = pixels_of(batch, self.config, self.stem.conv.kernel[...].dtype)
+        return jax.nn.relu(self.stem(image))
+
+    def head(self, x: jax.Array) -> jax.Array:
+        """Return the logits [B, classes]."""
+        return self.fc(mean_of_positions(x))
+
+    def __call__(self, batch: Mapping[str, jax.Array]) -> jax.Array:
+        return self.head(run_listed(self.layers, self.embed(batch)))

@@ -1,0 +1,251 @@
+"""ResNets in three parts: stem, blocks, and the mean of positions with a linear map.
+
+The stride of a bottleneck is in its 3x3, as torchvision has it (v1.5). A model that segments keeps
+the size of later stages: their strides become dilations.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+from flax import nnx
+
+from hfjax.base.keywords import is_whole
+from hfjax.models.parts import Linear, run_listed
+from hfjax.models.vision.convolutions import (
+    Conv,
+    ConvNorm,
+    by_inputs,
+    max_pool,
+    mean_of_positions,
+)
+from hfjax.models.vision.norms import norm_after
+from hfjax.models.vision.pixels import pixels_of
+from hfjax.models.vision.vision_config import ConvNetConfig, check_tuple
+
+__all__ = ["PRESETS", "ResNet", "ResNetConfig"]
+
+WIDER = {"basic": 1, "bottleneck": 4}  # what a block hands on, in widths of its own
+STEMS = {"imagenet": 4, "small": 1}  # and how many pixels of a side become one
+
+
+class BlockShape(NamedTuple):
+    """Where a block stands, and what enters and leaves it.
+
+    Attributes:
+        stage: The number of its stage, the first is 0.
+        number: Its own in the stage.
+        inside: Channels that enter.
+        width: Channels of its 3x3.
+        outside: Channels that leave.
+        stride: Of its first 3x3.
+        dilation: Of that.
+    """
+
+    stage: int
+    number: int
+    inside: int
+    width: int
+    outside: int
+    stride: int
+    dilation: int
+
+    @property
+    def skips(self) -> bool:
+        """Whether what enters is added as it is; else a 1x1 and a norm go between."""
+        return self.stride == 1 and self.inside == self.outside
+
+
+@dataclass(frozen=True)
+class ResNetConfig(ConvNetConfig):
+    """The shape of a ResNet.
+
+    Attributes:
+        classes: The number of classes.
+        mean: What is subtracted from images of bytes, once they are divided by 255.
+        std: What they are divided by then.
+        norm: batch, frozen or group.
+        norm_groups: How many groups the channels of a group norm are in.
+        block: "basic" (two 3x3) or "bottleneck" (a 3x3 between two 1x1, four times as wide).
+        depths: The number of blocks of each stage.
+        widths: The channels of the 3x3 of each stage; the stem has those of the first.
+        stem: "imagenet" (7x7 and a pool: a quarter of each side) or "small" (3x3, for images of few
+            pixels).
+        output_stride: How many pixels of a side become one, at most: strides beyond become
+            dilations. None: each stage but the first halves a side.
+
+    Example:
+        >>> from hfjax.models.vision.resnet import ResNetConfig
+        >>> len(ResNetConfig(depths=(3, 4, 23, 3)).blocks)
+        33
+    """
+
+    block: str = "bottleneck"
+    depths: tuple[int, ...] = (3, 4, 6, 3)
+    widths: tuple[int, ...] = (64, 128, 256, 512)
+    stem: str = "imagenet"
+    output_stride: int | None = None
+
+    def __post_init__(self):
+        super().__post_init__()
+        what = type(self).__name__
+        for name, known in (("block", WIDER), ("stem", STEMS)):
+            if (given := getattr(self, name)) not in known:
+                raise ValueError(f"{what}: {name}={given!r}; one of {', '.join(known)}.")
+        check_tuple(what, "depths", self.depths)
+        check_tuple(what, "widths", self.widths, len(self.depths))
+        self._check_stride(what)
+        self.check_norms(*self.widths)
+
+    def _check_stride(self, what: str) -> None:
+        """Refuse an output stride that no strides make, and basic blocks that are dilated."""
+        begin = STEMS[self.stem]
+        allowed = [begin * 2**n for n in range(len(self.depths))]
+        given = self.output_stride
+        if given is not None and not (is_whole(given, 1) and given in allowed):
+            raise ValueError(
+                f"{what}: output_stride={given!r}; one of {', '.join(map(str, allowed))} with "
+                f'stem="{self.stem}" and {len(self.depths)} stages, or None.'
+            )
+        if given not in (None, allowed[-1]) and self.block == "basic":
+            raise ValueError(
+                f"{what}: output_stride={given} dilates blocks, and basic blocks are not dilated "
+                '(torchvision has none). Choose block="bottleneck".'
+            )
+
+    @property
+    def blocks(self) -> list[BlockShape]:
+        """The shape of each block, in order."""
+        found: list[BlockShape] = []
+        inside, at, dilation = self.widths[0], STEMS[self.stem], 1
+        for stage, (depth, width) in enumerate(zip(self.depths, self.widths, strict=True)):
+            outside, before = width * WIDER[self.block], dilation
+            stride = 1 if stage == 0 else 2
+            if stride == 2 and at == self.output_stride:
+                stride, dilation = 1, 2 * dilation
+            at *= stride
+            found += [BlockShape(stage, 0, inside, width, outside, stride, before)]
+            later = partial(BlockShape, inside=outside, width=width, outside=outside)
+            found += [later(stage, n, stride=1, dilation=dilation) for n in range(1, depth)]
+            inside = outside
+        return found
+
+
+_RESNET = ResNetConfig()
+PRESETS: Mapping[str, ResNetConfig] = {
+    "resnet-tiny": ResNetConfig(
+        classes=10, block="basic", depths=(1, 1), widths=(16, 32), stem="small", norm_groups=4
+    ),
+    "resnet-18": replace(_RESNET, block="basic", depths=(2, 2, 2, 2)),
+    "resnet-34": replace(_RESNET, block="basic"),
+    "resnet-50": _RESNET,
+    "resnet-101": replace(_RESNET, depths=(3, 4, 23, 3)),
+}
+
+ResNetConfig.known = PRESETS
+
+
+@partial(
+    jax.tree_util.register_dataclass, data_fields=["x", "kept"], meta_fields=["height", "width"]
+)
+@dataclass(frozen=True)
+class Features:
+    """What goes from block to block of a model that segments; the size of the image is no array.
+
+    Attributes:
+        x: What leaves a block.
+        kept: What left the stage before the last, once it did.
+        height: Of the image.
+        width: Of the image.
+    """
+
+    x: jax.Array
+    kept: jax.Array | None
+    height: int
+    width: int
+
+
+class Stem(nnx.Module):
+    """What images enter by: a convolution, a norm, and a pool that halves each side."""
+
+    def __init__(self, config: ResNetConfig, *, rngs: nnx.Rngs):
+        self.small = config.stem == "small"
+        size, stride = (3, 1) if self.small else (7, 2)
+        self.conv = Conv((size, size, 3, config.widths[0]), stride=stride, rngs=rngs)
+        self.norm = norm_after(config, config.widths[0], rngs=rngs)
+        self.config = config
+
+    def __call__(self, batch: Mapping[str, jax.Array]) -> jax.Array:
+        """Return what the first block is given of the images of a batch."""
+        image = pixels_of(batch, self.config, self.conv.kernel[...].dtype)
+        x = jax.nn.relu(self.norm(self.conv(image)))
+        return x if self.small else max_pool(x)
+
+
+class Block(nnx.Module):
+    """Two convolutions of 3x3, or one between two of 1x1, added to what entered.
+
+    Of `Features` it replaces `x`; with `keeps` it hands on what it made as `kept`, too.
+    """
+
+    def __init__(self, shape: BlockShape, config: ResNetConfig, *, rngs: nnx.Rngs):
+        inside, width, outside = shape.inside, shape.width, shape.outside
+        first = partial(Conv, stride=shape.stride, dilation=shape.dilation, rngs=rngs)
+        norm = partial(norm_after, config, rngs=rngs)
+        narrows = config.block == "bottleneck"
+        if narrows:
+            self.conv1 = Conv((1, 1, inside, width), rngs=rngs)
+            self.conv2 = first((3, 3, width, width))
+        else:
+            self.conv1 = first((3, 3, inside, width))
+            self.conv2 = Conv((3, 3, width, width), rngs=rngs)
+        self.conv3 = Conv((1, 1, width, outside), rngs=rngs) if narrows else None
+        self.norm1, self.norm2 = norm(width), norm(width)
+        self.norm3 = norm(outside) if narrows else None
+        skip = partial(Conv, (1, 1, inside, outside), stride=shape.stride, rngs=rngs)
+        self.skip = None if shape.skips else ConvNorm(skip(), config, rngs=rngs)
+        self.keeps = False
+
+    def __call__(self, stream: Any) -> Any:
+        """Return what leaves the block, `Features` if such entered."""
+        if not isinstance(stream, Features):
+            return self._added(stream)
+        x = self._added(stream.x)
+        return replace(stream, x=x, kept=x if self.keeps else stream.kept)
+
+    def _added(self, x: jax.Array) -> jax.Array:
+        y = self.norm2(self.conv2(jax.nn.relu(self.norm1(self.conv1(x)))))
+        if self.conv3 is not None and self.norm3 is not None:
+            y = self.norm3(self.conv3(jax.nn.relu(y)))
+        return jax.nn.relu(y + (x if self.skip is None else self.skip(x)))
+
+
+def blocks_of(config: ResNetConfig, rngs: nnx.Rngs) -> nnx.List:
+    """Return the blocks of a ResNet."""
+    return nnx.List([Block(shape, config, rngs=rngs) for shape in config.blocks])
+
+
+class ResNet(nnx.Module):
+    """A ResNet; `layers` is a list of blocks, each gathered by itself."""
+
+    def __init__(self, config: ResNetConfig, *, rngs: nnx.Rngs):
+        self.config = config
+        self.stem = Stem(config, rngs=rngs)
+        self.layers = blocks_of(config, rngs)
+        inside = config.blocks[-1].outside
+        draw = by_inputs(inside)
+        shape, axes = (inside, config.classes), ("channel_in", "class")
+        self.fc = Linear(shape, axes, 1, draw, bias=draw, rngs=rngs)
+
+    def embed(self, batch: Mapping[str, jax.Array]) -> jax.Array:
+        """Return what the first block is given of `batch["image"]` [B, H, W, 3]."""
+        return self.stem(batch)
+
+    def head(self, x: jax.Array) -> jax.Array:
+        """Return the logits [B, classes]."""
+        return self.fc(mean_of_positions(x))
+
+    def __call__(self, batch: Mapping[str, jax.Array]) -> jax.Array:
+        return self.head(run_listed(self.layers, self.embed(batch)))

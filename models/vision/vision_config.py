@@ -1,0 +1,101 @@
+"""The fields that all models of images share, and how wrong ones are refused."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Self
+
+from hfjax.base.keywords import check_sizes, is_real
+
+NORMS = ("batch", "group", "frozen")
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet's images
+
+
+@dataclass(frozen=True)
+class VisionConfig:
+    """What every model of images has.
+
+    Attributes:
+        classes: The number of classes.
+        mean: What is subtracted from images of bytes, once they are divided by 255.
+        std: What they are divided by then.
+    """
+
+    classes: int = 1000
+    mean: tuple[float, ...] = MEAN
+    std: tuple[float, ...] = STD
+    known: ClassVar[Mapping[str, Any]] = {}  # the named shapes
+
+    def __post_init__(self):
+        what = type(self).__name__
+        check_sizes(what, self, "classes")
+        for name, least in (("mean", -math.inf), ("std", 0.0)):
+            given = getattr(self, name)
+            fits = isinstance(given, tuple) and len(given) == 3
+            if not fits or not all(is_real(x, -1e30, 1e30) and x > least for x in given):
+                above = " above 0" if least == 0 else ""
+                raise ValueError(
+                    f"{what}: {name}={given!r}; three finite numbers{above} are expected, "
+                    "of red, green and blue. Those of ImageNet are "
+                    f"{MEAN if name == 'mean' else STD}."
+                )
+
+    @classmethod
+    def preset(cls, name: str, **changes) -> Self:
+        """Return a named shape, some fields changed.
+
+        Args:
+            name: One of the PRESETS of the model's file.
+            changes: Fields by name.
+
+        Example:
+            >>> from hfjax.models.vision.resnet import ResNetConfig
+            >>> ResNetConfig.preset("resnet-50", classes=37).depths
+            (3, 4, 6, 3)
+        """
+        if name not in cls.known:
+            model = cls.__name__.removesuffix("Config")
+            raise ValueError(f"{model} preset {name!r}: one of {', '.join(cls.known)}.")
+        return replace(cls.known[name], **changes)
+
+
+@dataclass(frozen=True)
+class ConvNetConfig(VisionConfig):
+    """What every model made of convolutions and norms has.
+
+    Attributes:
+        norm: What follows each convolution: "batch" (over all rows, running statistics in
+            evaluations), "frozen" (by running statistics always; nothing of it is trained), or
+            "group" (within a row).
+        norm_groups: How many groups the channels of a group norm are in.
+    """
+
+    norm: str = "batch"
+    norm_groups: int = 32
+
+    def __post_init__(self):
+        super().__post_init__()
+        what = type(self).__name__
+        check_sizes(what, self, "norm_groups")
+        if self.norm not in NORMS:
+            raise ValueError(f"{what}: norm={self.norm!r}; one of {', '.join(NORMS)}.")
+
+    def check_norms(self, *widths: int) -> None:
+        """Refuse channels that do not divide into the groups of a group norm."""
+        for width in widths if self.norm == "group" else ():
+            if width % self.norm_groups:
+                raise ValueError(
+                    f"{type(self).__name__}: {width} channels do not divide into "
+                    f"norm_groups={self.norm_groups}. Choose a number that divides all widths."
+                )
+
+
+def check_tuple(what: str, name: str, given: Any, count: int | None = None) -> None:
+    """Refuse what is no tuple of positive whole numbers, of so many if a count is given."""
+    whole = lambda x: isinstance(x, int) and not isinstance(x, bool) and x > 0
+    fits = isinstance(given, tuple) and len(given) > 0 and all(map(whole, given))
+    if not fits or len(given) != (count or len(given)):
+        many = "whole numbers" if count is None else f"{count} whole numbers"
+        raise ValueError(
+            f"{what}: {name}={given!r}; a tuple of {many}, at least 1 each, is expected."
+        )

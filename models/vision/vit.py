@@ -1,0 +1,240 @@
+"""Vision transformers in three parts: patches, equal layers, and the class token's linear map.
+
+[B]atch, [S]equence of a class token and patches, [D] embed, [H]eads. A layer's names of dimensions
+are those of GPT, so that what splits it splits these.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+
+from hfjax.base.keywords import check_sizes, is_real
+from hfjax.models.parts import (
+    STREAM,
+    WHOLE,
+    Draw,
+    Dropout,
+    LayerNorm,
+    Linear,
+    anywhere,
+    plain,
+    run_stacked,
+    stacked,
+)
+from hfjax.models.vision.convolutions import by_inputs
+from hfjax.models.vision.pixels import pixels_of
+from hfjax.models.vision.vision_config import VisionConfig
+
+__all__ = ["PRESETS", "ViT", "ViTConfig", "full_attention"]
+
+EPSILON = 1e-6  # of the norms
+
+
+def full_attention(q_BSHD: jax.Array, k_BSHD: jax.Array, v_BSHD: jax.Array) -> jax.Array:
+    """Return attention of every position to every other, scores in float32 or wider.
+
+    >>> ones = jnp.ones((1, 3, 2, 4))
+    >>> bool((full_attention(ones, ones, 2 * ones) == 2).all())
+    True
+    """
+    wide = jnp.promote_types(q_BSHD.dtype, jnp.float32)
+    scale = jnp.asarray(q_BSHD.shape[-1] ** -0.5, q_BSHD.dtype)
+    scores = jnp.einsum("bqhd,bkhd->bhqk", q_BSHD * scale, k_BSHD, preferred_element_type=wide)
+    weights = jax.nn.softmax(scores, axis=-1).astype(v_BSHD.dtype)
+    return jnp.einsum("bhqk,bkhd->bqhd", weights, v_BSHD)
+
+
+@dataclass(frozen=True)
+class ViTConfig(VisionConfig):
+    """The shape of a vision transformer.
+
+    Attributes:
+        classes: The number of classes.
+        mean: What is subtracted from images of bytes, once they are divided by 255.
+        std: What they are divided by then.
+        image: The pixels of a side of an image.
+        patch: The pixels of a side of a patch; they divide `image`.
+        layers: The number of layers.
+        heads: The number of heads; they divide `embed`.
+        embed: The width of the residual stream.
+        mlp: The width of the MLP.
+        dropout: The part that is dropped, after the embedding, in the MLP and before additions.
+        attention: Function of (q, k, v).
+
+    Example:
+        >>> from hfjax.models.vision.vit import ViTConfig
+        >>> ViTConfig.preset("vit-b-16", image=384).positions
+        577
+    """
+
+    image: int = 224
+    patch: int = 16
+    layers: int = 12
+    heads: int = 12
+    embed: int = 768
+    mlp: int = 3072
+    dropout: float = 0.0
+    attention: Callable = full_attention
+
+    def __post_init__(self):
+        super().__post_init__()
+        what = type(self).__name__
+        check_sizes(what, self, "image", "patch", "layers", "heads", "embed", "mlp")
+        if not is_real(self.dropout, 0, 1):
+            raise ValueError(
+                f"{what}: dropout={self.dropout!r}; the part that is dropped is from 0 to 1."
+            )
+        if self.image % self.patch:
+            raise ValueError(
+                f"{what}: image={self.image} does not divide by patch={self.patch}. Choose a patch "
+                "that divides the image, or images of another size."
+            )
+        if self.embed % self.heads:
+            raise ValueError(
+                f"{what}: embed={self.embed} does not divide by heads={self.heads}. "
+                "Choose heads that divide embed."
+            )
+
+    @property
+    def positions(self) -> int:
+        """The number of patches, and one for the class token."""
+        return (self.image // self.patch) ** 2 + 1
+
+    @property
+    def linear_maps(self) -> dict[str, tuple[int, int]]:
+        """A layer's maps, inputs and outputs: in turn from the residual stream, and back to it."""
+        d, m = self.embed, self.mlp
+        return {"qkv": (d, 3 * d), "out": (d, d), "up": (d, m), "down": (m, d)}
+
+
+_VIT = ViTConfig()
+PRESETS: Mapping[str, ViTConfig] = {
+    "vit-tiny": ViTConfig(classes=10, image=8, patch=2, layers=2, heads=2, embed=32, mlp=64),
+    "vit-b-16": _VIT,
+    "vit-l-16": replace(_VIT, layers=24, heads=16, embed=1024, mlp=4096),
+}
+
+ViTConfig.known = PRESETS
+
+
+def evenly(inputs: int, outputs: int) -> Draw:
+    """Return what draws a matrix evenly, its variance 2 / (inputs + outputs): Xavier's."""
+    bound = math.sqrt(6 / (inputs + outputs))
+    return lambda key, shape: jax.random.uniform(key, shape, minval=-bound, maxval=bound)
+
+
+def nearly_zero(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Return normal numbers times a millionth: biases of the MLP begin so."""
+    return 1e-6 * jax.random.normal(key, shape)
+
+
+class Attention(nnx.Module):
+    """Self-attention. Query, key and value share one kernel, heads first: [D, H, 3, d]."""
+
+    def __init__(self, config: ViTConfig, *, rngs: nnx.Rngs):
+        width, embed = config.embed // config.heads, config.embed
+        heads, axes = (config.heads, 3, width), ("embed", "heads", None, None)
+        draw = evenly(embed, 3 * embed)
+        self.qkv = Linear((embed, *heads), axes, 3, draw, rngs=rngs)
+        shape = (config.heads, width, embed)
+        self.out = Linear(shape, ("heads", None, "embed"), 1, by_inputs(embed), rngs=rngs)
+        self.attend = config.attention
+        self.place, self.kernels = anywhere, plain
+
+    def __call__(self, x_BSD: jax.Array) -> jax.Array:
+        qkv = self.place(self.qkv(x_BSD), ("batch", None, "heads", None, None))
+        qkv = checkpoint_name(qkv, "qkv")
+        q, k, v = (qkv[:, :, :, i] for i in range(3))
+        attended = checkpoint_name(self.kernels.attention(self.attend)(q, k, v), "attended")
+        return self.out(self.place(attended, ("batch", None, "heads", None)))
+
+
+class MLP(nnx.Module):
+    """Two linear maps with a GELU between, exact as torch's."""
+
+    def __init__(self, config: ViTConfig, *, rngs: nnx.Rngs):
+        wide = (config.embed, config.mlp)
+        drawn: Any = {"scale": evenly(*wide), "bias": nearly_zero, "rngs": rngs}
+        self.up = Linear(wide, ("embed", "mlp"), 1, **drawn)
+        self.down = Linear(wide[::-1], ("mlp", "embed"), 1, **drawn)
+        self.dropout = Dropout(config.dropout, rngs=rngs)
+        self.place = anywhere
+
+    def __call__(self, x_BSD: jax.Array) -> jax.Array:
+        up = checkpoint_name(self.place(self.up(x_BSD), ("batch", None, "mlp")), "mlp_up")
+        return self.down(self.dropout(jax.nn.gelu(up, approximate=False)))
+
+
+class Block(nnx.Module):
+    """One layer: attention and MLP, each behind a norm and added to the residual stream."""
+
+    def __init__(self, config: ViTConfig, *, rngs: nnx.Rngs):
+        self.norm1 = LayerNorm(config.embed, epsilon=EPSILON)
+        self.norm2 = LayerNorm(config.embed, epsilon=EPSILON)
+        self.attention = Attention(config, rngs=rngs)
+        self.mlp = MLP(config, rngs=rngs)
+        self.dropout1 = Dropout(config.dropout, rngs=rngs)
+        self.dropout2 = Dropout(config.dropout, rngs=rngs)
+        self.place = anywhere
+
+    def __call__(self, x_BSD: jax.Array) -> jax.Array:
+        x = self._add(x_BSD, self.attention, self.norm1, self.dropout1)
+        return self._add(x, self.mlp, self.norm2, self.dropout2)
+
+    def _add(self, x: jax.Array, part: Callable, norm: LayerNorm, dropout: Dropout) -> jax.Array:
+        """The norm and the dropout work on the sequence as the residual stream is split."""
+        normed = norm(self.place(x, STREAM))
+        return x + dropout(self.place(part(normed), STREAM))
+
+
+class ViT(nnx.Module):
+    """A vision transformer; `layers` is one module of stacked arrays.
+
+    Named in each layer, for remat and offload: qkv, attended, mlp_up.
+    """
+
+    def __init__(self, config: ViTConfig, *, rngs: nnx.Rngs):
+        self.config = config
+        embed, patch = config.embed, config.patch
+        shape, axes = (patch, patch, 3, embed), (None, None, None, "embed")
+        scale = 1 / math.sqrt(patch * patch * 3)
+        self.patches = Linear(shape, axes, 1, scale, rngs=rngs)
+        self.token = nnx.Param(jnp.zeros((embed,)), axes=("embed",))
+        positions = 0.02 * jax.random.normal(rngs.params(), (config.positions, embed))
+        self.positions = nnx.Param(positions, axes=("position", "embed"))
+        self.dropout = Dropout(config.dropout, rngs=rngs)
+        self.layers = stacked(config.layers, lambda rngs: Block(config, rngs=rngs), rngs)
+        self.norm = LayerNorm(embed, epsilon=EPSILON)
+        self.fc = Linear((embed, config.classes), ("embed", "class"), 1, 0.0, rngs=rngs)
+        self.place = anywhere
+
+    def embed(self, batch: Mapping[str, jax.Array]) -> jax.Array:
+        """Return the residual stream of `batch["image"]` [B, H, W, 3]: a token, then patches."""
+        x = pixels_of(batch, self.config, self.patches.kernel[...].dtype)
+        size, patch = self.config.image, self.config.patch
+        if x.shape[1:3] != (size, size):
+            raise ValueError(
+                f"images of {x.shape[1]}x{x.shape[2]} pixels, the model is made for {size}x{size}: "
+                f"resize them, or set ViTConfig.image (a multiple of patch={patch})."
+            )
+        side = size // patch
+        cut = x.reshape(x.shape[0], side, patch, side, patch, 3).transpose(0, 1, 3, 2, 4, 5)
+        made = self.patches(cut.reshape(x.shape[0], side * side, patch, patch, 3))
+        token = jnp.broadcast_to(self.token[...].reshape(1, 1, -1), (x.shape[0], 1, made.shape[2]))
+        joined = jnp.concatenate([token.astype(made.dtype), made], axis=1)
+        joined = self.place(joined, WHOLE) + self.positions[...][None]
+        return self.dropout(self.place(joined, STREAM))
+
+    def head(self, x_BSD: jax.Array) -> jax.Array:
+        """Return the logits [B, classes]."""
+        x = self.place(self.norm(x_BSD), WHOLE, STREAM)
+        return self.fc(x[:, 0])
+
+    def __call__(self, batch: Mapping[str, jax.Array]) -> jax.Array:
+        return self.head(run_stacked(self.layers, self.embed(batch)))
