@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
+from hfjax.base.exits import optional
 from hfjax.base.read_files import MISSING, parsed, what_is
 from hfjax.base.tables import named
-from hfjax.data.tokenizer import optional
 
 TEXT, LINES, TABLES = (".txt", ".md"), (".jsonl", ".ndjson"), (".parquet",)
 KNOWN = TEXT + LINES + TABLES
@@ -75,8 +75,9 @@ class Sources:
                     yield Document(self._text_of(text, where), where, _read(raw))
 
     def _rows(self, path: Path) -> Iterator[Document]:
-        parquet = optional("pyarrow.parquet", f"{named(path)}: reading Parquet")
-        pyarrow = optional("pyarrow", f"{named(path)}: reading Parquet")
+        what = f"{named(path)}: reading Parquet"
+        parquet = optional("pyarrow.parquet", what, "text")
+        pyarrow = optional("pyarrow", what, "text")
         try:
             with parquet.ParquetFile(path) as table:
                 self._check_column(path, table.schema_arrow)
