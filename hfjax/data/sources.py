@@ -167,7 +167,7 @@ def find(inputs: tuple[str, ...], pattern: str | None = None) -> tuple[tuple[Pat
             what = "no such file or folder" if kind == MISSING else f"it is {kind}"
             raise ValueError(f"{named(name)}: {what}. Name files and folders of text.")
         if path.is_dir():
-            inside = _visible(path, pattern or "**/*")
+            inside = visible(path, pattern or "**/*")
             wanted = [f for f in inside if pattern or suffix(f) in KNOWN]
             files, passed = files + wanted, passed + len(inside) - len(wanted)
         else:
@@ -198,7 +198,8 @@ def _check_kinds(files: list[Path]) -> None:
         )
 
 
-def _visible(folder: Path, pattern: str) -> list[Path]:
+def visible(folder: Path, pattern: str) -> list[Path]:
+    """Return the files of a folder that match a pattern, sorted, but for hidden ones."""
     hidden = lambda path: any(part.startswith(".") for part in path.relative_to(folder).parts)
     return sorted(path for path in folder.glob(pattern) if path.is_file() and not hidden(path))
 

@@ -3,6 +3,7 @@
 A folder is found by `find_images` and opened as an `image_set`; one file of it is decoded by
 `decode`. What `image_rows` makes of it is drawn in `augment` and computed in `pixels`.
 `image_loader` has batches of rows, in the order and with the resume of hfjax.data.
+`image_report` tells what is in a folder.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -43,9 +43,15 @@ def allow(most_pixels: int) -> None:
 
 
 def read_image(path: Path, most_pixels: int = MOST_PIXELS) -> "Image":
-    """Return an image upright and as RGB, by Pillow's `convert`: what is transparent is dropped."""
+    """Return an image upright and as RGB, by Pillow's `convert`: transparency is dropped."""
+    return with_mode(path, most_pixels)[1]
+
+
+def with_mode(path: Path, most_pixels: int = MOST_PIXELS) -> "tuple[str, Image]":
+    """Return the mode in which an image is stored, and the image."""
     with _opened(path, most_pixels) as image:
-        return _as_rgb(_loaded(path, image), path)
+        mode = image.mode
+        return mode, _as_rgb(_loaded(path, image), path)
 
 
 def read_mask(path: Path, most_pixels: int = MOST_PIXELS) -> np.ndarray:
@@ -59,18 +65,12 @@ def read_mask(path: Path, most_pixels: int = MOST_PIXELS) -> np.ndarray:
         return np.asarray(_loaded(path, image), np.uint8)
 
 
-def header(path: Path, most_pixels: int = MOST_PIXELS) -> str:
-    """Return the mode in which an image is stored."""
-    with _opened(path, most_pixels) as image:
-        return image.mode
-
-
 @contextmanager
 def _opened(path: Path, most_pixels: int) -> Iterator["Image"]:
     """Give an image whose header is read, if its pixels are not too many."""
     library = pillow()
+    check_ordinary(path)
     try:
-        check_ordinary(path)
         image = library.open(path)
     except (library.DecompressionBombError, library.DecompressionBombWarning) as wrong:
         raise ValueError(_too_large(path, str(wrong), most_pixels)) from None
@@ -92,10 +92,8 @@ def _too_large(path: Path, what: str, most: int) -> str:
 
 
 def _damaged(path: Path, wrong: Exception) -> Exception:
-    """Return the error of a file that does not decode; what the system says stays."""
+    """Return the error of a file that does not decode; what the system says stays as it is."""
     if isinstance(wrong, MemoryError) or getattr(wrong, "errno", None) is not None:
-        return wrong
-    if isinstance(wrong, ValueError) and named(path) in str(wrong):
         return wrong
     told = named(str(wrong)).replace(repr(str(path)), "it").rstrip(".")
     return DamagedImageError(

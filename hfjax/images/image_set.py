@@ -6,14 +6,14 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
 from hfjax.base.image_names import is_litter
 from hfjax.base.keywords import is_whole
 from hfjax.base.tables import named
-from hfjax.images.decode import MOST_PIXELS, allow, pillow, read_image, read_mask
+from hfjax.images.decode import MOST_PIXELS, DamagedImageError, allow, pillow, read_image, read_mask
 from hfjax.images.find_images import (
     IMAGES,
     MASKS,
@@ -32,6 +32,9 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 SHOWN = 5  # names in a message
+TOGETHER = 1024  # images that wait for threads
+
+T = TypeVar("T")
 
 
 class ImageSet:
@@ -57,6 +60,7 @@ class ImageSet:
         kind: "classes" or "masks".
         classes: Names, in the order of labels.
         names: The images, relative to the folder, in the order of rows.
+        sizes: Bytes of these files, then of their masks.
         passed_over: How many other files there are.
 
     Example:
@@ -108,7 +112,7 @@ class ImageSet:
                     f"{images.others} other files. Add images, or remove the folder."
                 )
         self.names = [f"{f}/{x}" for f, i in zip(folders, found, strict=True) for x in i.names]
-        self._sizes = [size for images in found for size in images.sizes]
+        self.sizes = [size for images in found for size in images.sizes]
         numbers = [self.classes.index(name) for name in folders]
         self.labels = np.repeat(np.array(numbers, np.int32), [len(i.names) for i in found])
         beside = sum(1 for entry in os.scandir(self.directory) if _counts(entry))
@@ -133,7 +137,7 @@ class ImageSet:
             )
         self.names = images.names
         self.masks = paired(self.directory, images, masks)
-        self._sizes = images.sizes + _sizes_of(masks, self.masks)
+        self.sizes = images.sizes + _sizes_of(masks, self.masks)
         self.labels = np.zeros(0, np.int32)
         beside = sum(1 for entry in os.scandir(self.directory) if _counts(entry))
         spare = len(masks.names) - len(self.masks)
@@ -151,14 +155,22 @@ class ImageSet:
         return classes if isinstance(classes, list) else list(map(str, range(count)))
 
     def _largest_label(self) -> int:
-        found = (labels[labels != IGNORED] for labels in self._each(self.mask))
-        largest = max((int(labels.max()) for labels in found if labels.size), default=None)
-        if largest is None:
+        largest = max(self.each(self._largest_of))
+        if largest < 0:
             raise ValueError(
                 f"{named(self.directory / MASKS)}: every label is {IGNORED}, which does not count. "
                 "Labels of classes are 0, 1, …: give other masks."
             )
         return largest
+
+    def _largest_of(self, index: int) -> int:
+        """Return the largest label of a mask; -1 if there is none, or the file is damaged."""
+        try:
+            mask = self.mask(index)
+        except DamagedImageError:  # said when its row is read
+            return -1
+        counted = mask[mask != IGNORED]
+        return int(counted.max()) if counted.size else -1
 
     # -- what is in it --------------------------------------------------------------------
 
@@ -177,7 +189,7 @@ class ImageSet:
         if self.kind == "classes":
             return image, self.labels[index]
         mask = self.mask(index)
-        self._check_mask(index, image, mask)
+        self.check_mask(index, image, mask)
         return image, mask
 
     def path(self, index: int) -> Path:
@@ -220,7 +232,26 @@ class ImageSet:
         """
         return read_mask(self.directory / MASKS / self.masks[index], self.most_pixels)
 
-    def _check_mask(self, index: int, image: "Image", mask: np.ndarray) -> None:
+    def check_mask(self, index: int, image: "Image", mask: np.ndarray) -> None:
+        """Refuse a mask of another size than its image, and one with labels beyond the classes.
+
+        Args:
+            index: The number of the image, for the message.
+            image: The image.
+            mask: Its labels, uint8.
+
+        Example:
+            >>> import tempfile
+            >>> from pathlib import Path
+            >>> from PIL import Image
+            >>> from hfjax.images import ImageSet
+            >>> folder = tempfile.TemporaryDirectory()
+            >>> for name, mode in (("images", "RGB"), ("masks", "L")):
+            ...     Path(folder.name, name).mkdir()
+            ...     Image.new(mode, (40, 30)).save(Path(folder.name, name, "1.png"))
+            >>> data = ImageSet(folder.name)
+            >>> data.check_mask(0, *data[0])
+        """
         path = named(self.directory / MASKS / self.masks[index])
         if mask.shape != (image.height, image.width):
             raise ValueError(
@@ -258,17 +289,34 @@ class ImageSet:
         told = [f"{label} ({n} pixels)" for label, n in zip(labels, counts, strict=True)]
         return ", ".join(told[:SHOWN]) + (f" and {len(told) - SHOWN} more" * (len(told) > SHOWN))
 
-    def _each(self, read: Callable[[int], Any]) -> Iterator[Any]:
-        """Yield what is read of each image, in order, by as many threads as there are cores."""
+    def each(self, read: Callable[[int], T]) -> Iterator[T]:
+        """Yield what is read of each image, in order, by as many threads as there are cores.
+
+        Args:
+            read: A function of the number of an image.
+
+        Example:
+            >>> import tempfile
+            >>> from pathlib import Path
+            >>> from PIL import Image
+            >>> from hfjax.images import ImageSet
+            >>> folder = tempfile.TemporaryDirectory()
+            >>> Path(folder.name, "cat").mkdir()
+            >>> Image.new("RGB", (40, 30)).save(Path(folder.name, "cat", "1.png"))
+            >>> data = ImageSet(folder.name)
+            >>> list(data.each(lambda index: data[index][0].size))
+            [(40, 30)]
+        """
         with ThreadPoolExecutor(cores()) as pool:
-            yield from pool.map(read, range(len(self)))
+            for start in range(0, len(self), TOGETHER):
+                yield from pool.map(read, range(start, min(start + TOGETHER, len(self))))
 
     @cached_property
     def fingerprint(self) -> str:
         """A hash of names and sizes of all files, and of the classes."""
         found = hashlib.sha256()
         names = [*self.names, *self.masks]
-        lines = [f"{name}\0{size}" for name, size in zip(names, self._sizes, strict=True)]
+        lines = [f"{name}\0{size}" for name, size in zip(names, self.sizes, strict=True)]
         for text in (self.kind, *self.classes, *lines):
             found.update(text.encode("utf-8", "surrogateescape") + b"\n")
         return found.hexdigest()[:16]
@@ -282,6 +330,8 @@ def cores() -> int:
 
 def check_same_classes(train: ImageSet, valid: ImageSet) -> None:
     """Refuse a set to validate on whose labels do not mean the classes of the training set.
+
+    Masks to validate on may lack the last classes: their labels are numbers already.
 
     Args:
         train: The set that a model is trained on.
@@ -307,7 +357,8 @@ def check_same_classes(train: ImageSet, valid: ImageSet) -> None:
             f"{named(train.directory)} is a set of {train.kind}, {named(valid.directory)} one of "
             f"{valid.kind}: give two of one kind."
         )
-    if train.classes == valid.classes:
+    named_alike = train.classes[: len(valid.classes)] == valid.classes
+    if train.classes == valid.classes or (train.kind == "masks" and named_alike):
         return
     more = [name for name in valid.classes if name not in train.classes]
     fewer = [name for name in train.classes if name not in valid.classes]
