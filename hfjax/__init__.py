@@ -13,7 +13,13 @@ from hfjax.base.keywords import nearest_of
 from hfjax.base.version import version as _version
 
 if TYPE_CHECKING:
-    from hfjax import data as data, models as models, run as run, testing as testing
+    from hfjax import (
+        data as data,
+        images as images,
+        models as models,
+        run as run,
+        testing as testing,
+    )
     from hfjax.checkpoint import Checkpoints, Keep, Restored, latest, recorded, restore, save
     from hfjax.names import *  # noqa: F403
     from hfjax.run.sampling import generate
@@ -21,7 +27,7 @@ if TYPE_CHECKING:
 
 # Imported when they are first asked for, so that a launcher or `hfjax --version` needs no JAX:
 # parts of hfjax, and names with where they are; all others are in hfjax/names.py.
-_LATER = ("checkpoint", "data", "models", "run", "testing")
+_LATER = ("checkpoint", "data", "images", "models", "run", "testing")
 _CHECKPOINTS = ("Checkpoints", "Keep", "Restored", "latest", "recorded", "restore", "save")
 _WEIGHTS = ("export", "pretrained")
 _FROM = {"generate": "hfjax.run.sampling", **dict.fromkeys(_CHECKPOINTS, "hfjax.checkpoint")}

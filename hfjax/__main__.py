@@ -14,7 +14,7 @@ COMMANDS = {  # name: what it does, and the function that takes its arguments
     "generate": ("text from a trained model", "hfjax.cli.run:generate_command"),
     "import": ("what is in a model's folder", "hfjax.cli.in_and_out:import_command"),
     "export": ("a model's folder from a run", "hfjax.cli.in_and_out:export_command"),
-    "data": ("make token files of text, JSONL or Parquet", "hfjax.cli.data:main"),
+    "data": ("make token files of text; tell what is in a folder of images", "hfjax.cli.data:main"),
     "launch": ("start several processes on this machine", "hfjax.cli.launch:main"),
     "memory": (
         "what a training step would take, before it runs",

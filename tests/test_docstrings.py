@@ -8,7 +8,7 @@ from functools import reduce
 
 import pytest
 
-PUBLIC = ("hfjax", "hfjax.data", "hfjax.run", "hfjax.processes")
+PUBLIC = ("hfjax", "hfjax.data", "hfjax.images", "hfjax.run", "hfjax.processes")
 MORE = """
 hfjax.testing:assert_strategies_agree
 hfjax.testing:strategies

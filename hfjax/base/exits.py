@@ -72,3 +72,17 @@ def imported(module: str, what: str) -> ModuleType:
             f"{what} needs the package {package}, which is not installed: pip install {package}",
             name=missing.name,
         ) from missing
+
+
+def optional(module: str, what: str, extra: str) -> ModuleType:
+    """Return a module of a package that hfjax does not need; or say which extra brings it.
+
+    >>> optional("json", "this line", "text").__name__
+    'json'
+    """
+    try:
+        return import_module(module)
+    except ImportError:
+        package = {"PIL": "pillow"}.get(name := module.split(".")[0], name)
+        how = f"pip install 'hfjax[{extra}]'"
+        raise ValueError(f"{what} needs the package {package}: {how}") from None

@@ -10,21 +10,30 @@ import tyro
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-from hfjax.base.exits import carried_out, ending_in_words
+from hfjax.base.exits import FAILED, carried_out, ending_in_words
+from hfjax.base.image_names import holds_images
 from hfjax.base.tables import aligned, harmless, human, named
 from hfjax.cli.words import parsed
 from hfjax.data.recipe import Prepared, Progress as Tell, Recipe, make
+from hfjax.data.sources import KNOWN, suffix, visible
 from hfjax.data.tokens import META, SPLITS, Meta, TokenSet
+from hfjax.images import ImageSet, check_same_classes, parts_of
+from hfjax.images.find_images import CLASSES
+from hfjax.images.image_report import examined, lines
 
 SHOWN = 400  # tokens that are decoded
 
 
 @dataclass(frozen=True)
 class DataCommand:
-    """Make a data set of token files from text, JSONL or Parquet; or --show one."""
+    """Make a data set of token files from text, JSONL or Parquet; or --show one.
+
+    Of a folder of images it tells what is in it: images are read as they lie, nothing is written.
+    """
 
     inputs: tyro.conf.Positional[tuple[str, ...]] = ()
-    """Files or folders: .txt and .md (a file is a document), .jsonl, .parquet; also .gz of them."""
+    """Files or folders: .txt and .md (a file is a document), .jsonl, .parquet; also .gz of them.
+    Or one folder of images: of classes (photos/cat/1.jpg), or images/ and masks/."""
 
     out: Path | None = None
     """The directory to make; it appears when it is whole."""
@@ -78,9 +87,11 @@ def run(command: DataCommand) -> int:
     return carried_out("data", lambda: act(command, console))
 
 
-def _make(command: DataCommand, console: Console) -> None:
+def _make(command: DataCommand, console: Console) -> int | None:
     if command.verify:
         raise ValueError("--verify goes with --show DIR.")
+    if _are_images(command):
+        return _tell_images(command, console)
     if command.out is None or not command.inputs:
         raise ValueError(
             "name what to read and where to write: hfjax data INPUT … --out DIR; or a data set to "
@@ -90,6 +101,48 @@ def _make(command: DataCommand, console: Console) -> None:
     with _progress() as tell:
         made = make(Recipe(**given), tell)
     _summary(made, console)
+    return None
+
+
+def _are_images(command: DataCommand) -> bool:
+    """Return whether folders of images are given; with --out those that also hold text are text."""
+    folders = [Path(name) for name in command.inputs]
+    if not folders or command.pattern or not all(p.is_dir() and holds_images(p) for p in folders):
+        return False
+    return command.out is None or not any(
+        suffix(path) in KNOWN and path.name != CLASSES
+        for folder in folders
+        for path in visible(folder, "**/*")
+    )
+
+
+def _tell_images(command: DataCommand, console: Console) -> int:
+    """Print what is in a folder of images; return 1 if some cannot be used."""
+    place = command.inputs[0]
+    if command.out is not None:
+        raise ValueError(
+            f"--out {named(command.out)}: {named(place)} holds images, which are read as they lie, "
+            f"so nothing is written. Leave --out away to see what is in it; give the folder itself "
+            "to hfjax.images.ImageLoader."
+        )
+    if len(command.inputs) > 1:
+        raise ValueError("of folders of images give one at a time.")
+    for field in fields(command):
+        if field.name != "inputs" and getattr(command, field.name) != field.default:
+            raise ValueError(
+                f"--{field.name.replace('_', '-')}: {named(place)} holds images; leave it out."
+            )
+    parts = parts_of(place) or {"": Path(place)}
+    sets = [ImageSet(folder) for folder in parts.values()]
+    faults = 0
+    for number, data in enumerate(sets):
+        with _progress() as tell:
+            report = examined(data, tell)
+        console.print("\n".join([*[""] * (number > 0), *lines(report)]))
+        faults += len(report.faults)
+    if len(sets) == 2:
+        check_same_classes(*sets)
+    return FAILED if faults else 0
 
 
 def _summary(made: Prepared, console: Console) -> None:

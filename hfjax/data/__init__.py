@@ -2,7 +2,7 @@
 
 Making a data set: `recipe`, from `sources` (or `library`: Python's own source) by `tokenizer`,
 written by `token_writer` in the folder of `beside`. Reading one: `tokens`, cut into `rows`, in the
-order of `stream`, as the batches of `loader`.
+order of `stream`, as the batches of `loader`; `row_loader` is what it shares with that of images.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -1,7 +1,7 @@
 """Batches of a run: the same global batches on any number of processes, and exact resume."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -9,10 +9,9 @@ from typing import Any
 import grain
 import numpy as np
 
-from hfjax.base.keywords import is_whole
-from hfjax.base.tables import named
-from hfjax.data.rows import DocumentRows, Row, Rows, StreamRows
-from hfjax.data.stream import Batches, fingerprint, order
+from hfjax.data.row_loader import RowLoader, check_epochs, check_numbers
+from hfjax.data.rows import DocumentRows, Rows, StreamRows, TokenRows
+from hfjax.data.stream import order
 from hfjax.data.tokens import DOCUMENTS, TOKENS, TokenSet, check_same_tokenizer
 
 PACKINGS = ("stream", "documents")
@@ -20,7 +19,7 @@ Sets = TokenSet | str | Path | Sequence[TokenSet | str | Path]
 
 
 @dataclass(eq=False)
-class Loader:
+class Loader(RowLoader):
     """An iterator over batches {"tokens": int32 [rows, length + 1], …} of one or several data sets.
 
     The order is a function of data, length, packing, weights, shuffle and seed: not of processes,
@@ -64,12 +63,13 @@ class Loader:
     pad_last: bool = False  # the last batch is filled up with rows of mask 0, not dropped
     threads: int = 2
     prefetch: int = 4  # batches that wait
-    _position: int = field(default=0, init=False, repr=False)
-    _iterator: Any = field(default=None, init=False, repr=False)
 
     def __post_init__(self):
-        _check_sizes(self)
-        _check_ends(self)
+        least = {"rows": 1, "length": 1, "seed": 0, "threads": 0, "prefetch": self.threads}
+        check_numbers(self, least, ("shuffle", "documents", "pad_last"))
+        if self.packing not in PACKINGS:
+            raise ValueError(f"packing={self.packing!r}: one of {', '.join(PACKINGS)}.")
+        check_epochs(self)
         _check_weights(self)
         if self.rows > self.rows_per_epoch and not self.pad_last:
             raise ValueError(
@@ -77,58 +77,10 @@ class Loader:
                 f"{self.length} tokens. Lower rows or length, or give more data."
             )
 
-    # -- the batches ----------------------------------------------------------------------
-
-    def __iter__(self) -> Iterator[Row]:
-        return self
-
-    def __next__(self) -> Row:
-        """Return the next batch; StopIteration after the last one."""
-        if self._iterator is None:
-            options = grain.ReadOptions(self.threads, self.prefetch)
-            self._iterator = iter(self._batches(self._position).to_iter_dataset(options))
-        try:
-            batch = next(self._iterator)
-        except BaseException:  # also Ctrl-C: the next call tries the same batch
-            self._go_to(self._position)
-            raise
-        self._position += self.rows
-        return batch
-
-    def at(self, number: int) -> Row:
-        """Return batch `number`, counted from the beginning; the position stays.
-
-        Args:
-            number: From 0 on.
-
-        Example:
-            >>> import numpy as np, tempfile
-            >>> from hfjax.data import Loader, write_tokens
-            >>> folder = tempfile.TemporaryDirectory()
-            >>> tokens = write_tokens(folder.name, [np.arange(33)], vocab=64)
-            >>> Loader(tokens, rows=2, length=4, shuffle=False).at(1)["tokens"].tolist()
-            [[8, 9, 10, 11, 12], [12, 13, 14, 15, 16]]
-        """
-        count = len(self._batches(0))
-        if number not in range(count) or isinstance(number, bool | float):
-            raise ValueError(f"batch {number}: there are {count}, from 0 on.")
-        return self._batches(0)[number]
-
-    def __len__(self) -> int:
-        """Return the number of batches of all epochs, counted from the beginning."""
-        if self.epochs is None:
-            raise TypeError("a loader without epochs has no end, so no length. Give epochs=1.")
-        return len(self._batches(0))
-
     @property
     def rows_per_epoch(self) -> int:
         """The rows of all data sets together."""
         return sum(map(len, self._sets))
-
-    @property
-    def epoch(self) -> float:
-        """How often the rows were gone through: 1.5 is the middle of the second time."""
-        return self._position / self.rows_per_epoch
 
     @property
     def dropped(self) -> int:
@@ -166,86 +118,6 @@ class Loader:
                 "rows, or give the model more."
             )
 
-    # -- the position ---------------------------------------------------------------------
-
-    def state(self) -> dict[str, Any]:
-        """Return the position as JSON: rows consumed of the stream, and which stream it is.
-
-        Save it with a checkpoint: `checkpoints.save(state, data=loader.state())`. `restore` has an
-        example.
-        """
-        return {"rows": self._position, **self.identity}
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on at a position. Batch size and processes may be others, the stream not.
-
-        Args:
-            state: What `state()` returned, also after a way through JSON.
-
-        Raises:
-            ValueError: It is of another stream of rows, or beyond the end of the data.
-
-        Example:
-            >>> import numpy as np, tempfile
-            >>> from hfjax.data import Loader, write_tokens
-            >>> folder = tempfile.TemporaryDirectory()
-            >>> tokens = write_tokens(folder.name, [np.arange(33)], vocab=64)
-            >>> loader, other = Loader(tokens, rows=2, length=4), Loader(tokens, rows=1, length=4)
-            >>> _ = next(loader)
-            >>> other.restore(loader.state())
-            >>> bool((next(other)["tokens"][0] == next(loader)["tokens"][0]).all())
-            True
-        """
-        rows = state.get("rows") if isinstance(state, Mapping) else None
-        if not isinstance(rows, int) or isinstance(rows, bool) or rows < 0:
-            raise ValueError(f"restore({state!r}): what `loader.state()` returned is expected.")
-        for name, here in self.identity.items():
-            if state.get(name) != here:
-                told = named(state.get(name))
-                raise ValueError(
-                    f"this state is of another stream of rows: its {name} is {told}, here it is "
-                    f"{here}. Go on with what the run began with, or begin anew."
-                )
-        if rows >= len(self._stream) + self.rows:
-            raise ValueError(
-                f"this state is at row {rows}, the data ends at row {len(self._stream)} (epochs="
-                f"{self.epochs}). Give more epochs."
-            )
-        self._go_to(rows)
-
-    def rewind(self) -> "Loader":
-        """Go back to the beginning and return the loader: `for batch in loader.rewind(): …`.
-
-        Example:
-            >>> import numpy as np, tempfile
-            >>> from hfjax.data import Loader, write_tokens
-            >>> folder = tempfile.TemporaryDirectory()
-            >>> tokens = write_tokens(folder.name, [np.arange(33)], vocab=64)
-            >>> loader = Loader(tokens, rows=2, length=4, epochs=1)
-            >>> [sum(1 for batch in loader.rewind()) for _ in range(2)]
-            [4, 4]
-        """
-        self._go_to(0)
-        return self
-
-    def _go_to(self, position: int) -> None:
-        if self._iterator is not None:
-            self._iterator.close()
-        self._iterator, self._position = None, position
-
-    @cached_property
-    def identity(self) -> dict[str, Any]:
-        """What the stream of rows is a function of; `order` tells the shuffle of another grain."""
-        return {
-            "length": self.length,
-            "packing": self.packing,
-            "shuffle": self.shuffle,
-            "seed": self.seed,
-            "weights": self._weights,
-            "data": [_identity_of(rows) for rows in self._sets],
-            "order": fingerprint(self._order(None)),
-        }
-
     # -- what it reads --------------------------------------------------------------------
 
     @cached_property
@@ -267,13 +139,21 @@ class Loader:
         counts = list(map(len, self._sets))
         return order(counts, self._weights, self.seed, self.shuffle, epochs)
 
-    @cached_property
-    def _stream(self) -> grain.MapDataset[int]:
-        return self._order(self.epochs)
+    def _function_of(self) -> dict[str, Any]:
+        return {
+            "length": self.length,
+            "packing": self.packing,
+            "shuffle": self.shuffle,
+            "seed": self.seed,
+            "weights": self._weights,
+            "data": [_identity_of(rows) for rows in self._sets],
+        }
 
-    def _batches(self, start: int) -> Batches:
-        mine = np.arange(self.rows) if self.mine is None else np.asarray(self.mine)
-        return Batches(self._stream, self._sets, self.rows, mine, start, self.pad_last)
+    def _reader(self) -> TokenRows:
+        return TokenRows(self._sets, self.pad_last)
+
+    def _read_options(self) -> grain.ReadOptions:
+        return grain.ReadOptions(self.threads, self.prefetch)
 
 
 def share(rows: int, process: int, processes: int) -> np.ndarray:
@@ -308,33 +188,6 @@ def _identity_of(rows: Rows) -> dict[str, int]:
         "crc32": crc32[TOKENS],
         "crc32 of documents": crc32[DOCUMENTS],
     }
-
-
-def _check_sizes(loader: Loader) -> None:
-    """Refuse numbers that mean nothing."""
-    least = {"rows": 1, "length": 1, "seed": 0, "threads": 0, "prefetch": loader.threads}
-    for name, bound in least.items():
-        if not is_whole(getattr(loader, name), bound):
-            raise ValueError(f"{name}={getattr(loader, name)!r}: a whole number from {bound} on.")
-    for name in ("shuffle", "documents", "pad_last"):
-        if not isinstance(getattr(loader, name), bool | np.bool_):
-            raise ValueError(f"{name}={getattr(loader, name)!r}: True or False.")
-    mine = np.arange(1) if loader.mine is None else np.asarray(loader.mine)
-    whole = mine.ndim == 1 and mine.size and np.issubdtype(mine.dtype, np.integer)
-    if not whole or mine.min() < 0 or mine.max() >= loader.rows:
-        raise ValueError(
-            f"mine={loader.mine}: the numbers of this process's rows, from 0 to {loader.rows - 1}, "
-            "as share(rows, process, processes) gives them."
-        )
-
-
-def _check_ends(loader: Loader) -> None:
-    if loader.packing not in PACKINGS:
-        raise ValueError(f"packing={loader.packing!r}: one of {', '.join(PACKINGS)}.")
-    if loader.epochs is not None and not is_whole(loader.epochs, 1):
-        raise ValueError(f"epochs={loader.epochs!r}: a whole number from 1 on, or None: no end.")
-    if loader.pad_last and loader.epochs is None:
-        raise ValueError("pad_last=True: without epochs there is no last batch. Give epochs=1.")
 
 
 def _check_weights(loader: Loader) -> None:

@@ -5,7 +5,7 @@ Improve Language Modeling", arXiv:2404.10830).
 """
 
 from bisect import bisect_left, insort
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -230,6 +230,29 @@ class DocumentRows:
 
 
 Rows = StreamRows | DocumentRows
+
+
+class TokenRows:
+    """The rows of one or several data sets: those of set i are numbered after those of set i - 1.
+
+    With `masked` each has a mask, and that of a row of nothing is zeros.
+    """
+
+    def __init__(self, sets: Sequence[Rows], masked: bool):
+        self._sets, self._masked = sets, masked
+        self._first = np.cumsum([0, *map(len, sets)])  # row numbers at which each set begins
+
+    def row(self, number: int, place: int) -> Row:
+        """Return a row, which is the same wherever it stands in the stream."""
+        of = int(np.searchsorted(self._first, number, "right")) - 1
+        row = self._sets[of][number - int(self._first[of])]
+        if not self._masked or "mask" in row:
+            return row
+        return {**row, "mask": np.ones(len(row["tokens"]) - 1, np.float32)}
+
+    def nothing(self) -> Row:
+        """Return a row of zeros."""
+        return {name: np.zeros_like(x) for name, x in self.row(0, 0).items()}
 
 
 def mask_of(documents: np.ndarray) -> np.ndarray:

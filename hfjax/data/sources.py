@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
+from hfjax.base.exits import optional
 from hfjax.base.read_files import MISSING, parsed, what_is
 from hfjax.base.tables import named
-from hfjax.data.tokenizer import optional
 
 TEXT, LINES, TABLES = (".txt", ".md"), (".jsonl", ".ndjson"), (".parquet",)
 KNOWN = TEXT + LINES + TABLES
@@ -75,8 +75,9 @@ class Sources:
                     yield Document(self._text_of(text, where), where, _read(raw))
 
     def _rows(self, path: Path) -> Iterator[Document]:
-        parquet = optional("pyarrow.parquet", f"{named(path)}: reading Parquet")
-        pyarrow = optional("pyarrow", f"{named(path)}: reading Parquet")
+        what = f"{named(path)}: reading Parquet"
+        parquet = optional("pyarrow.parquet", what, "text")
+        pyarrow = optional("pyarrow", what, "text")
         try:
             with parquet.ParquetFile(path) as table:
                 self._check_column(path, table.schema_arrow)
@@ -166,7 +167,7 @@ def find(inputs: tuple[str, ...], pattern: str | None = None) -> tuple[tuple[Pat
             what = "no such file or folder" if kind == MISSING else f"it is {kind}"
             raise ValueError(f"{named(name)}: {what}. Name files and folders of text.")
         if path.is_dir():
-            inside = _visible(path, pattern or "**/*")
+            inside = visible(path, pattern or "**/*")
             wanted = [f for f in inside if pattern or suffix(f) in KNOWN]
             files, passed = files + wanted, passed + len(inside) - len(wanted)
         else:
@@ -197,7 +198,8 @@ def _check_kinds(files: list[Path]) -> None:
         )
 
 
-def _visible(folder: Path, pattern: str) -> list[Path]:
+def visible(folder: Path, pattern: str) -> list[Path]:
+    """Return the files of a folder that match a pattern, sorted, but for hidden ones."""
     hidden = lambda path: any(part.startswith(".") for part in path.relative_to(folder).parts)
     return sorted(path for path in folder.glob(pattern) if path.is_file() and not hidden(path))
 

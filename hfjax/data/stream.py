@@ -7,12 +7,12 @@ process reads its own rows of each batch.
 import zlib
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import grain
 import numpy as np
 
-from hfjax.data.rows import Row, Rows
+from hfjax.data.rows import Row
 
 MOST_ROWS = 1 << 32  # what grain's shuffle can number
 
@@ -44,22 +44,33 @@ def fingerprint(stream: grain.MapDataset[int]) -> int:
     return zlib.crc32(np.array(numbers, "<i8").tobytes())
 
 
+class RowSource(Protocol):
+    """What reads rows by their numbers; every row has the same names and shapes."""
+
+    def row(self, number: int, place: int) -> Row:
+        """Return a row; `place` is where it stands in the stream, so it tells the epoch."""
+        ...
+
+    def nothing(self) -> Row:
+        """Return a row that counts for nothing: the last batch is filled up with it."""
+        ...
+
+
 class Batches(grain.MapDataset):
     """Batch b of a process: its rows of stream[start + b * rows] and the following ones."""
 
     def __init__(
         self,
         stream: grain.MapDataset[int],
-        sets: Sequence[Rows],
+        source: RowSource,
         rows: int,
         mine: np.ndarray,
         start: int,
         pad_last: bool,
     ):
         super().__init__(stream)
-        self._stream, self._sets, self._rows, self._mine = stream, sets, rows, mine
+        self._stream, self._source, self._rows, self._mine = stream, source, rows, mine
         self._start, self._pad_last = start, pad_last
-        self._first = np.cumsum([0, *map(len, sets)])  # row numbers at which each set begins
 
     def __len__(self) -> int:
         left = max(len(self._stream) - self._start, 0)
@@ -73,12 +84,7 @@ class Batches(grain.MapDataset):
         return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
 
     def _row(self, place: int) -> Row:
-        """Return a row of the stream; beyond its end one of zeros."""
+        """Return a row of the stream; beyond its end one of nothing."""
         if place >= len(self._stream):
-            return {name: np.zeros_like(x) for name, x in self._row(0).items()}
-        number = cast(int, self._stream[place])
-        of = int(np.searchsorted(self._first, number, "right")) - 1
-        row = self._sets[of][number - int(self._first[of])]
-        if not self._pad_last or "mask" in row:
-            return row
-        return {**row, "mask": np.ones(len(row["tokens"]) - 1, np.float32)}
+            return self._source.nothing()
+        return self._source.row(cast(int, self._stream[place]), place)

@@ -5,13 +5,13 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cached_property
-from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
 import numpy as np
 
+from hfjax.base.exits import optional
 from hfjax.base.read_files import MISSING, Kind, check_fields, contents, parsed, what_is
 from hfjax.base.tables import named
 
@@ -245,16 +245,7 @@ def train_bpe(texts: Iterable[str], vocab: int) -> TrainedTokenizer:
 
 def tokenizers_library() -> ModuleType:
     """Return the `tokenizers` library, or say how to get it."""
-    return optional("tokenizers", "a trained tokenizer")
-
-
-def optional(module: str, what: str) -> ModuleType:
-    """Return a module of the `text` extra, or say how to get it."""
-    try:
-        return import_module(module)
-    except ImportError:
-        package = module.split(".")[0]
-        raise ValueError(f"{what} needs the package {package}: pip install 'hfjax[text]'") from None
+    return optional("tokenizers", "a trained tokenizer", "text")
 
 
 def _kind_of(directory: Path) -> str:

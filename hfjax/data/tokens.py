@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
+from hfjax.base.image_names import holds_images
 from hfjax.base.read_files import (
     TEXT,
     check_fields,
@@ -391,6 +392,11 @@ def _no_data_set(directory: Path) -> str:
     if splits:
         inside = " and ".join(str(directory / name) for name in splits)
         return f"{directory} holds several data sets: open {inside}, one at a time."
+    if holds_images(directory):
+        return (
+            f"{directory} holds images, not tokens: hfjax.images.ImageSet opens it, and hfjax data "
+            f"{directory} shows what is in it. Here a data set of tokens is expected."
+        )
     return (
         f"{directory} is not a data set: it has no {META}. Make one: hfjax data … --out DIR; if "
         "one was being made here, it was not finished."

@@ -1,0 +1,116 @@
+"""Row = f(seed, epoch, number): an image of a set, cut and changed, with its label or mask."""
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from hfjax.data.rows import Row
+from hfjax.images.augment import Augment, colours, crop, generator, uniform, whole
+from hfjax.images.decode import DamagedImageError
+from hfjax.images.image_set import ImageSet
+from hfjax.images.pixels import (
+    FILL,
+    IGNORED,
+    Box,
+    array,
+    centre,
+    coloured,
+    filled_up,
+    longer_to,
+    nearest_part,
+    resized_crop,
+    resized_part,
+    shorter_to,
+)
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+
+@dataclass(frozen=True)
+class ImageRows:
+    """The rows of a set. Without `augment` as they are evaluated; `skipped` are the broken ones."""
+
+    data: ImageSet
+    size: int
+    seed: int
+    augment: Augment | None
+    resize: int  # the shorter side before the middle is cut out; of classes, evaluated
+    skip: bool
+    masked: bool
+    skipped: set[str] = field(default_factory=set)
+
+    def row(self, number: int, place: int) -> Row:
+        """Return a row; in place of one that does not decode, the next one that does."""
+        draw = None
+        if self.augment is not None:
+            draw = generator(self.seed, place // len(self.data), number)
+        image, label = self._decoded(number)
+        make = self._of_class if self.data.kind == "classes" else self._of_mask
+        row = make(image, label, draw)
+        return {**row, "mask": np.ones((), np.float32)} if self.masked else row
+
+    def _decoded(self, number: int) -> tuple["Image", np.ndarray]:
+        count = len(self.data)
+        for index in range(number, number + count):
+            try:
+                return self.data[index % count]
+            except DamagedImageError:
+                if not self.skip:
+                    raise
+                self.skipped.add(self.data.names[index % count])
+        raise ValueError(f"{self.data}: none of its images decodes.")
+
+    def nothing(self) -> Row:
+        """Return a black image of mask 0: of class 0, or with ignored labels."""
+        image = np.zeros((self.size, self.size, 3), np.uint8)
+        label = np.zeros((), np.int32)
+        if self.data.kind == "masks":
+            label = np.full((self.size, self.size), IGNORED, np.int32)
+        return {"image": image, "label": label, "mask": np.zeros((), np.float32)}
+
+    # -- classes --------------------------------------------------------------------------
+
+    def _of_class(self, image: "Image", label: np.ndarray, draw: np.random.Generator | None) -> Row:
+        if draw is None:
+            sides = shorter_to(*image.size, self.resize)
+            found = array(resized_part(image, sides, centre(*sides, self.size)))
+        else:
+            found = self._changed(image, draw)
+        return {"image": found, "label": np.asarray(label, np.int32)}
+
+    def _changed(self, image: "Image", draw: np.random.Generator) -> np.ndarray:
+        assert self.augment is not None
+        part = resized_crop(image, crop(draw, *image.size, self.augment), self.size)
+        flip = draw.random() < self.augment.flip
+        found = array(coloured(part, colours(draw, self.augment)))
+        return found[:, ::-1] if flip else found
+
+    # -- masks ----------------------------------------------------------------------------
+
+    def _of_mask(self, image: "Image", mask: np.ndarray, draw: np.random.Generator | None) -> Row:
+        sides, box, flip = self._fitted(image.size, draw)
+        part, labels = resized_part(image, sides, box), nearest_part(mask, sides, box)
+        if draw is not None and self.augment is not None:
+            part = coloured(part, colours(draw, self.augment))
+        pixels = array(part)
+        if flip:
+            pixels, labels = pixels[:, ::-1], labels[:, ::-1]
+        return {
+            "image": filled_up(pixels, self.size, FILL),
+            "label": filled_up(labels.astype(np.int32), self.size, IGNORED),
+        }
+
+    def _fitted(
+        self, size: tuple[int, int], draw: np.random.Generator | None
+    ) -> tuple[tuple[int, int], Box, bool]:
+        """Return the sides after scaling, the part of it that is taken, and whether to flip it."""
+        if draw is None or self.augment is None or self.augment.scale is None:
+            sides = longer_to(*size, self.size)
+            return sides, (0, 0, *sides), False
+        scale, flip, x, y = draw.random(4)
+        width, height = longer_to(*size, self.size * uniform(scale, *self.augment.scale))
+        w, h = min(width, self.size), min(height, self.size)
+        left, top = whole(x, width - w), whole(y, height - h)
+        return (width, height), (left, top, left + w, top + h), bool(flip < self.augment.flip)
