@@ -8,7 +8,7 @@ from typing import Literal
 import tyro
 
 from hfjax.base.exits import ending_in_words
-from hfjax.base.tables import bytes_of, named
+from hfjax.base.tables import bytes_of, human, named
 from hfjax.cli.run import Saved, saved_config, saved_state
 from hfjax.cli.words import parsed
 from hfjax.processes.agreement import say
@@ -18,8 +18,12 @@ from hfjax.run.chosen_model import ROUND_TO
 from hfjax.run.config import Model, Train
 from hfjax.run.pretrained_model import by_process, model_of
 from hfjax.run.screen import waiting
+from hfjax.run.tasks.pictures import of_images
 from hfjax.weights.pretrained import SHARD, Pretrained, export, pretrained
+from hfjax.weights.vision_files import write_vision
 from hfjax.weights.write_out import check_free_to_write
+
+FILE = ".safetensors"
 
 
 @dataclass(frozen=True)
@@ -35,13 +39,14 @@ class Import:
 
 @dataclass(frozen=True)
 class Export(Saved):
-    """Write the model of a run as a folder that transformers loads."""
+    """Write the model of a run as a folder that transformers loads; of images as a file that
+    torchvision loads."""
 
     out: Path = field(kw_only=True)
-    """The new folder; it appears when it is whole."""
+    """The new folder, or FILE.safetensors; it appears when it is whole."""
     like: Path | None = None
-    """The folder of a model of the same shape: names, configuration and tokenizer are as there.
-    None: as in the one that the run began from."""
+    """The folder of a model of the same shape: names, configuration and tokenizer are as there; of
+    images a file, whose types are kept. None: as in the one that the run began from."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """The type of all tensors; None: each as in that model."""
     shard: str = SHARD
@@ -70,6 +75,8 @@ def export_command(argv: Sequence[str]) -> int:
 def _export(given: Export) -> None:
     check_free_to_write(given.out)
     config = saved_config(given)
+    if of_images(config):
+        return _export_images(given, config)
     if config.model.pretrained is None and given.like is None:
         raise ValueError(_of_no_folder(given, config))
     parts, restored = saved_state(given, config, master=config.optimizer.master)
@@ -79,6 +86,28 @@ def _export(given: Export) -> None:
     say(
         f"{named(given.out)}: {named(given.run)} after step {restored.step}, "
         f"{len(like.pieces)} tensors; wrote {by_process(written)}"
+    )
+
+
+def _export_images(given: Export, config: Train) -> None:
+    """Write a model of images as one file, with torchvision's names."""
+    if given.out.suffix != FILE:
+        raise ValueError(
+            f"--out {named(given.out)}: a model of images is one file with torchvision's names: "
+            f"give a name that ends in {FILE}."
+        )
+    if config.model.own is not None:
+        raise ValueError(f"--model.own {config.model.own}: torchvision has no names for it.")
+    if given.dtype is not None or given.shard != SHARD:
+        raise ValueError("--dtype, --shard: of models of text. Leave them out.")
+    began = config.model.weights
+    like = given.like or (began if began is not None and began.is_file() else None)
+    parts, restored = saved_state(given, config, master=config.optimizer.master)
+    with waiting(f"writing {named(given.out)}"):
+        write_vision(given.out, parts.layout, restored.state, parts.model.shape, like)
+    say(
+        f"{named(given.out)}: {named(given.run)} after step {restored.step}, "
+        f"{human(given.out.stat().st_size)}"
     )
 
 

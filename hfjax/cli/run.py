@@ -112,7 +112,8 @@ class Saved:
 
 @dataclass(frozen=True)
 class Evaluate(Saved):
-    """The mean loss of a trained model over a whole data set, each row once."""
+    """The mean loss of a trained model over a whole data set, each row once; of images also how
+    many are right, or intersection over union by class."""
 
     data: Path | None = None
     """The data set; None: what the run validates on."""
@@ -155,7 +156,7 @@ def _evaluate(given: Evaluate) -> None:
     with waiting("compiling and evaluating"):
         parts.check_validation(restored.state, given.batches)
         found = parts.validated(restored.state, given.batches)
-    say(validation(restored.step, found.line))
+    say("\n".join(filter(None, [validation(restored.step, found.line), found.table])))
 
 
 def generate_command(argv: Sequence[str]) -> int:

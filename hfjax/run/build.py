@@ -12,7 +12,8 @@ import hfjax
 from hfjax.base.read_files import shown
 from hfjax.base.tables import named
 from hfjax.batches import rows_of_process
-from hfjax.data import Loader, TokenSet
+from hfjax.data import TokenSet
+from hfjax.data.row_loader import RowLoader
 from hfjax.deepspeed.from_file import OnAnyDevices, of_file
 from hfjax.deepspeed.json_file import read
 from hfjax.parallel.make_mesh import check_processes
@@ -21,6 +22,7 @@ from hfjax.run.config import Train, beside_pretrained
 from hfjax.run.optimizer import keeps_nothing, optimizer_of, rate_of
 from hfjax.run.pretrained_model import model_of
 from hfjax.run.sampling import Sampling, metrics_of_batches
+from hfjax.run.tasks.pictures import Pictures, check_no_images, of_images
 from hfjax.run.tasks.task import Scores, TaskOfRun
 from hfjax.run.tasks.texts import Texts
 from hfjax.weights.pretrained import Pretrained
@@ -61,10 +63,9 @@ class Parts:
     @cached_property
     def task(self) -> TaskOfRun:
         """What the run learns from."""
-        return self._texts
-
-    @cached_property
-    def _texts(self) -> Texts:
+        if of_images(self.config):
+            return Pictures(self.config)
+        check_no_images(self.config)
         return Texts(self.config, self.pretrained, self.vocab, self.attention)
 
     @property
@@ -187,12 +188,12 @@ class Parts:
         return hfjax.eval_step(self.layout, self.task.scored, **shared)
 
     @cached_property
-    def data(self) -> Loader:
+    def data(self) -> RowLoader:
         """The batches to train on: of the rows that this process gives."""
         return self.task.batches(self._mine)
 
     @cached_property
-    def valid(self) -> Loader | None:
+    def valid(self) -> RowLoader | None:
         """The batches to validate on: each row once, in order; None: there are none."""
         return self.task.checks(self._mine)
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from hfjax.base.mean import check_loss
 from hfjax.models import gpt, llama, moe
+from hfjax.models.vision import all_presets
 from hfjax.run.config import Model, Train
 from hfjax.run.files import function
 
@@ -53,7 +54,8 @@ def choose(config: Train, vocab: int) -> ModelChoice:
     if given.own is not None:
         return _own(config, vocab, loss)
     if given.preset not in presets():
-        raise ValueError(f"--model.preset {given.preset}: one of {', '.join(presets())}.")
+        known = ", ".join([*presets(), *all_presets.PRESETS])
+        raise ValueError(f"--model.preset {given.preset}: one of {known}.")
     model, name = presets()[given.preset]
     changes: dict[str, Any] = {n: getattr(given, n) for n in SHAPE if getattr(given, n) is not None}
     of_experts = _of_experts(given, model)
@@ -73,8 +75,13 @@ def choose(config: Train, vocab: int) -> ModelChoice:
 
 def loss_of(given: Model) -> Callable:
     """Return the loss of a configuration's model: that of the next token, or one's own."""
+    return own_loss_of(given) or moe.next_token_loss
+
+
+def own_loss_of(given: Model) -> Callable | None:
+    """Return one's own loss, if the configuration names one."""
     if given.loss is None:
-        return moe.next_token_loss
+        return None
     loss = function(given.loss, "--model.loss")
     check_loss(loss, f"--model.loss {given.loss}")
     return loss

@@ -67,10 +67,11 @@ class Model:
 
     preset: str = "gpt-tiny"
     """gpt-tiny, gpt-small (124M), gpt-medium, gpt-large, gpt-xl, llama-tiny, llama2-7b, llama3-8b
-    and others; with experts mixtral-tiny, deepseek-tiny, mixtral-8x7b, deepseek-16b."""
+    and others; with experts mixtral-tiny, deepseek-tiny, mixtral-8x7b, deepseek-16b. Of images:
+    resnet50, regnet-y-400mf, deeplabv3-resnet101, vit-b-16 and others."""
     own: str | None = None
     """Your own model in place of a preset: file.py:function, a function of (vocab, length) that
-    returns model_init(rngs)."""
+    returns model_init(rngs); of (classes, size) where --data.train is a folder of images."""
     pretrained: Path | None = None
     """A model from Hugging Face in place of a preset: its folder, with config.json, files of
     safetensors and tokenizer.json. Training begins with its weights."""
@@ -92,10 +93,24 @@ class Model:
     capacity: float | None = None
     """How many tokens of a row an expert takes: this times the mean; 0: all that come. None: what
     the preset has."""
+    weights: Path | None = None
+    """Of a preset of images: a file of safetensors with torchvision's names, to begin with."""
+    new_head: bool = False
+    """Leave out the last layer of --model.weights: it is of other classes."""
+    classes: int | None = None
+    """How many classes a model of images has; None: those of the data."""
+    frozen_norms: bool = False
+    """Keep BatchNorm as it is in --model.weights: its statistics, its scale and its bias."""
+    group_norms: bool = False
+    """GroupNorm in place of BatchNorm: no statistics, so that rows do not meet."""
+    smoothing: float = 0.0
+    """Of classes of images: the part of a target that is spread over all of them."""
 
     def __post_init__(self):
         at_least(self, "model.", length=1, layers=1, heads=1, embed=1, dropout=0)
-        at_least(self, "model.", experts=1, top_k=1, capacity=0)
+        at_least(self, "model.", experts=1, top_k=1, capacity=0, classes=1, smoothing=0)
+        if self.smoothing >= 1:
+            raise ValueError(f"--model.smoothing {self.smoothing}: a part from 0 to below 1.")
         if self.dropout > 1:
             raise ValueError(f"--model.dropout {self.dropout}: a part from 0 to 1 is needed.")
         self._check_pretrained()
@@ -168,7 +183,8 @@ class Data:
 
     train: Names = ()
     """Directories that `hfjax data` made (with a part `train`, or whole); none: the source of
-    Python's own standard library, in bytes."""
+    Python's own standard library, in bytes. Of a model of images: a folder of them, with a folder
+    for each class, or with images/ and masks/."""
     valid: str | None = None
     """The directory to validate on; None: the part `valid` of the first, if there is one."""
     weights: tuple[float, ...] | None = None
@@ -177,9 +193,28 @@ class Data:
     """stream: rows cut from the text as it follows; documents: whole ones, packed and masked."""
     epochs: int | None = None
     """Stop after going over the data so often, if --steps has not come first."""
+    size: int | None = None
+    """Height and width of images in pixels; None: 224, with masks 513, of small presets 32."""
+    broken: Literal["refuse", "skip"] = "refuse"
+    """What to do where an image does not decode: stop, or take the next one and tell at the end."""
+    scale: tuple[float, float] | None = None
+    """Images are cut at random: the least and the largest part of the area; with masks how much
+    larger they get. None: 0.08 1, and 0.5 2."""
+    flip: float = 0.5
+    """How often left and right of an image are exchanged."""
+    brightness: float = 0.0
+    """0.4: times 0.6 to 1.4; contrast and saturation likewise."""
+    contrast: float = 0.0
+    saturation: float = 0.0
 
     def __post_init__(self):
-        at_least(self, "data.", epochs=1)
+        at_least(self, "data.", epochs=1, size=1)
+        at_least(self, "data.", 1, flip=0)
+        in_float32(self, "data.", "brightness", "contrast", "saturation")
+        if self.scale is not None and not 0 < self.scale[0] <= self.scale[1] < MOST:
+            raise ValueError(
+                f"--data.scale {self.scale[0]} {self.scale[1]}: the least and the largest, above 0."
+            )
 
 
 @dataclass(frozen=True)
@@ -193,6 +228,8 @@ class Optimizer:
     optax transformation."""
     rate: float = 3e-3
     """The highest learning rate."""
+    momentum: float | None = None
+    """Of an optimizer that has it: sgd, rmsprop, …; None: what optax has (of sgd: none)."""
     warmup: int | None = None
     """Steps to go up to it; None: 20, or a quarter of a short run."""
     decay: Literal["cosine", "linear", "constant"] = "cosine"
@@ -201,7 +238,7 @@ class Optimizer:
     hold: int = 0
     """Steps at the highest rate before it decays."""
     weight_decay: float | None = None
-    """None: 0.1 where the optimizer has it."""
+    """None: 0.1 where the optimizer has it; of sgd 0."""
     no_decay: Names | None = None
     """Patterns of paths that do not decay; None: biases and norms."""
     frozen: Names = ()
@@ -219,6 +256,7 @@ class Optimizer:
 
     def __post_init__(self):
         at_least(self, "optimizer.", warmup=0, hold=0)
+        at_least(self, "optimizer.", 1, momentum=0)
         in_float32(self, "optimizer.", "rate", "weight_decay", "clip")
 
 

@@ -20,7 +20,7 @@ from hfjax.base.read_files import ANYTHING, check_fields, contents, whole
 from hfjax.base.write_files import check_no_links, replace_text
 from hfjax.checkpoint import Checkpoints, Keep
 from hfjax.checkpoint.directory import steps_in
-from hfjax.data import Loader
+from hfjax.data.row_loader import RowLoader
 from hfjax.optimizers.transforms import averaged
 from hfjax.parallel.wings.context.deal import work_of
 from hfjax.processes.agreement import agreed, check_same, speaks
@@ -41,7 +41,7 @@ WRITTEN = (CONFIG, FILE, own_copy.COPY, *journal.WRITTEN, *profile.WRITTEN)  # b
 UNFIT = "does not hold what this layout wants"  # of hfjax.checkpoint.compare
 
 
-def go_on(loader: Loader, told: Any, step: Path) -> int:
+def go_on(loader: RowLoader, told: Any, step: Path) -> int:
     """Put a loader where a step's record says; return how many steps were left out by then."""
     file = f"{step / 'meta' / 'metadata'}: data"
     try:
@@ -293,7 +293,8 @@ class Run:
             if stop.agreed():
                 break
             self.watchdog.beat(f"reading the batch of step {number}")
-            batch = next(self.parts.data, None)
+            with self.speed.reading():
+                batch = next(self.parts.data, None)
             if batch is None:
                 self.screen.say(f"the data ends after {self.config.data.epochs} epochs")
                 break
@@ -434,6 +435,8 @@ class Run:
         self.screen.say(text)
 
     def _say_end(self, done: int, reason: str | None) -> None:
+        for words in self.parts.task.after(self.parts.data):
+            self.screen.say(words)
         directory = self.config.directory
         if reason is not None:
             self.screen.say(f"stopped after step {done} ({reason}); start again to go on")

@@ -18,7 +18,24 @@ from hfjax.run.files import function
 
 NO_DECAY = ("*/bias", "*norm*", "norm*")
 MASKS = ("mask", "weight_decay_mask")  # optax's names of one thing
-OURS = {"adamw": hfjax.adamw}
+
+
+def sgd(
+    learning_rate: Callable,
+    momentum: float | None = None,
+    weight_decay: float = 0.0,
+    mask: Any = None,
+) -> Any:
+    """Return optax's sgd; what decays is added to gradients before the momentum, as torch does."""
+    plain = optax.sgd(learning_rate, momentum)
+    return (
+        optax.chain(optax.add_decayed_weights(weight_decay, mask), plain) if weight_decay else plain
+    )
+
+
+OURS = {"adamw": hfjax.adamw, "sgd": sgd}
+USUAL = {"sgd": 0.0}  # what decays where nothing is said; of the others DECAY
+DECAY = 0.1
 
 
 def rate_of(config: Train) -> Callable:
@@ -50,7 +67,7 @@ def keeps_nothing(config: Train) -> Any:
 
 
 def _own(given: Optimizer, rate: Callable) -> Any:
-    for name in ("weight_decay", "no_decay"):
+    for name in ("weight_decay", "no_decay", "momentum"):
         if getattr(given, name) is not None:
             flag = name.replace("_", "-")
             raise ValueError(
@@ -75,7 +92,7 @@ def _named(given: Optimizer, rate: Callable) -> Any:
             f"--optimizer.name {given.name}: optax has no optimizer of a learning rate by this "
             "name. For instance adamw, lion, sgd, adafactor; or --optimizer.own file.py:function."
         )
-    fields = _decay(given, names)
+    fields = _decay(given, names) | _momentum(given, names)
     try:
         plain: Any = make(learning_rate=rate)
         matrix = jnp.zeros((2, 2))
@@ -102,8 +119,21 @@ def _decay(given: Optimizer, names: list[str]) -> dict[str, Any]:
             )
     if mask is None or "weight_decay" not in names:
         return {} if given.weight_decay is None else {"weight_decay": given.weight_decay}
-    decay = 0.1 if given.weight_decay is None else given.weight_decay
+    usual = USUAL.get(given.name, DECAY)
+    decay = usual if given.weight_decay is None else given.weight_decay
     return {"weight_decay": decay, mask: _decayed(given.no_decay)}
+
+
+def _momentum(given: Optimizer, names: list[str]) -> dict[str, Any]:
+    """Return the argument that is the momentum, if one is asked for."""
+    if given.momentum is None:
+        return {}
+    if "momentum" not in names:
+        raise ValueError(
+            f"--optimizer.momentum {given.momentum}: optax's {given.name} cannot be told. Use sgd, "
+            "or leave it out."
+        )
+    return {"momentum": given.momentum}
 
 
 def _decayed(no_decay: tuple[str, ...] | None) -> Callable:

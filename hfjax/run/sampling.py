@@ -304,6 +304,11 @@ class Evaluated(NamedTuple):
         return {}
 
     @property
+    def table(self) -> str:
+        """What else it found: nothing."""
+        return ""
+
+    @property
     def line(self) -> str:
         """What it found."""
         perplexity = math.exp(min(self.loss, 700.0))

@@ -73,17 +73,25 @@ class Speed:
         self._since: float | None = None  # None: the first step, which compiles, is not counted
         self._steps = 0
         self._seconds: float | None = None  # that a step took when it was last measured
+        self._waited = 0.0  # for batches
 
     def count(self) -> None:
         """A step is done."""
         if self._since is None:
-            self._since = time.perf_counter()
+            self._since, self._waited = time.perf_counter(), 0.0
         else:
             self._steps += 1
 
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """What is done within is waiting for a batch."""
+        began = time.perf_counter()
+        yield
+        self._waited += time.perf_counter() - began
+
     def pause(self) -> None:
         """What follows is no step; the next step begins a new measurement."""
-        self._since, self._steps = None, 0
+        self._since, self._steps, self._waited = None, 0, 0.0
 
     def look(self) -> Mapping[str, Any]:
         """Return the rate, TFLOP/s and MFU per device since the last look; {} if too little ran."""
@@ -92,10 +100,10 @@ class Speed:
             return found
         now = time.perf_counter()
         self._seconds = (now - self._since) / self._steps
-        rate = self._each / self._seconds
-        self._since, self._steps = now, 0
+        rate, waited = self._each / self._seconds, self._waited / (now - self._since)
+        self._since, self._steps, self._waited = now, 0, 0.0
         flops = rate * self._flops
-        found |= {f"{self._unit}{RATE}": rate, "tflops": flops / 1e12}
+        found |= {f"{self._unit}{RATE}": rate, "tflops": flops / 1e12, "waiting_for_data": waited}
         return found | ({"mfu": flops / self._peak} if self._peak else {})
 
     def left(self, steps: int) -> float | None:
@@ -103,6 +111,7 @@ class Speed:
         return None if self._seconds is None else self._seconds * steps
 
 
+WORTH_TELLING = 0.02  # of the time
 RATE = "_per_second"  # ends the name of what a device goes through in that time
 PERIOD = 600.0  # seconds of steps by which a bar tells the time left: some take minutes
 
@@ -177,6 +186,8 @@ def line(values: Mapping[str, Any], steps: int, left: float | None = None) -> st
         told.append(f"{values['tflops']:.3g} TFLOP/s/device")
     if "mfu" in values:
         told.append(f"MFU {values['mfu']:.1%}")
+    if (waited := values.get("waiting_for_data", 0)) >= WORTH_TELLING:
+        told.append(f"waiting for data {waited:.0%}")
     told.append(f"memory {human(values['memory'])}")
     return "  ".join(told + ([f"{timedelta(seconds=math.ceil(left))} left"] if left else []))
 

@@ -93,7 +93,7 @@ def read_vision(
         ValueError: The file is none of safetensors, or not of this model: all that does not fit.
 
     Example:
-        >>> config = ResNetConfig.preset("resnet-50")  # doctest: +SKIP
+        >>> config = ResNetConfig.preset("resnet50")  # doctest: +SKIP
         >>> weights = hfjax.weights.vision_files.read_vision(
         ...     "resnet50.safetensors", config
         ... )  # doctest: +SKIP

@@ -33,7 +33,7 @@ def vision_table(config: VisionConfig) -> RuleTable:
     Example:
         >>> from hfjax.models.vision.resnet import ResNetConfig
         >>> from hfjax.weights.vision_rules import vision_table
-        >>> rule = vision_table(ResNetConfig.preset("resnet-18")).rules[0]
+        >>> rule = vision_table(ResNetConfig.preset("resnet18")).rules[0]
         >>> rule.theirs, rule.shape, rule.ours, rule.block
         ('conv1.weight', (64, 3, 7, 7), 'stem/conv/kernel', (7, 7, 3, 64))
     """

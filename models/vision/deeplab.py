@@ -53,7 +53,7 @@ class DeepLabConfig(ResNetConfig):
 
     Example:
         >>> from hfjax.models.vision.deeplab import DeepLabConfig
-        >>> config = DeepLabConfig.preset("deeplabv3-resnet-101", classes=19)
+        >>> config = DeepLabConfig.preset("deeplabv3-resnet101", classes=19)
         >>> config.blocks[-1].dilation, config.rates
         (4, (12, 24, 36))
     """
@@ -103,8 +103,8 @@ PRESETS: Mapping[str, DeepLabConfig] = {
         rates=(2, 4, 6),
         pyramid=16,
     ),
-    "deeplabv3-resnet-50": DeepLabConfig(),
-    "deeplabv3-resnet-101": DeepLabConfig(depths=RESNETS["resnet-101"].depths),
+    "deeplabv3-resnet50": DeepLabConfig(),
+    "deeplabv3-resnet101": DeepLabConfig(depths=RESNETS["resnet101"].depths),
 }
 
 DeepLabConfig.known = PRESETS

@@ -15,7 +15,7 @@ from flax import nnx
 from hfjax.base.keywords import check_sizes, is_real
 from hfjax.models.parts import Linear, run_listed
 from hfjax.models.vision.convolutions import Conv, ConvNorm, mean_of_positions
-from hfjax.models.vision.pixels import pixels_of
+from hfjax.models.vision.image_input import pixels_of
 from hfjax.models.vision.vision_config import ConvNetConfig
 
 __all__ = ["PRESETS", "RegNet", "RegNetConfig"]

@@ -21,8 +21,8 @@ from hfjax.models.vision.convolutions import (
     max_pool,
     mean_of_positions,
 )
+from hfjax.models.vision.image_input import pixels_of
 from hfjax.models.vision.norms import norm_after
-from hfjax.models.vision.pixels import pixels_of
 from hfjax.models.vision.vision_config import ConvNetConfig, check_tuple
 
 __all__ = ["PRESETS", "ResNet", "ResNetConfig"]
@@ -138,10 +138,10 @@ PRESETS: Mapping[str, ResNetConfig] = {
     "resnet-tiny": ResNetConfig(
         classes=10, block="basic", depths=(1, 1), widths=(16, 32), stem="small", norm_groups=4
     ),
-    "resnet-18": replace(_RESNET, block="basic", depths=(2, 2, 2, 2)),
-    "resnet-34": replace(_RESNET, block="basic"),
-    "resnet-50": _RESNET,
-    "resnet-101": replace(_RESNET, depths=(3, 4, 23, 3)),
+    "resnet18": replace(_RESNET, block="basic", depths=(2, 2, 2, 2)),
+    "resnet34": replace(_RESNET, block="basic"),
+    "resnet50": _RESNET,
+    "resnet101": replace(_RESNET, depths=(3, 4, 23, 3)),
 }
 
 ResNetConfig.known = PRESETS

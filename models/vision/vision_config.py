@@ -50,7 +50,7 @@ class VisionConfig:
 
         Example:
             >>> from hfjax.models.vision.resnet import ResNetConfig
-            >>> ResNetConfig.preset("resnet-50", classes=37).depths
+            >>> ResNetConfig.preset("resnet50", classes=37).depths
             (3, 4, 6, 3)
         """
         if name not in cls.known:

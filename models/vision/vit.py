@@ -28,7 +28,7 @@ from hfjax.models.parts import (
     stacked,
 )
 from hfjax.models.vision.convolutions import by_inputs
-from hfjax.models.vision.pixels import pixels_of
+from hfjax.models.vision.image_input import pixels_of
 from hfjax.models.vision.vision_config import VisionConfig
 
 __all__ = ["PRESETS", "ViT", "ViTConfig", "full_attention"]

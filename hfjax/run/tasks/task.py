@@ -6,7 +6,7 @@ from typing import Any, Protocol
 import jax
 
 import hfjax
-from hfjax.data import Loader
+from hfjax.data.row_loader import RowLoader
 
 
 class Scores(Protocol):
@@ -25,6 +25,11 @@ class Scores(Protocol):
     @property
     def line(self) -> str:
         """What was found, in a line."""
+        ...
+
+    @property
+    def table(self) -> str:
+        """What else was found, for `hfjax eval` alone."""
         ...
 
 
@@ -61,11 +66,11 @@ class TaskOfRun(Protocol):
         """Return what a row is, in words: rows of 64 tokens."""
         ...
 
-    def batches(self, mine: Callable) -> Loader:
+    def batches(self, mine: Callable) -> RowLoader:
         """Return the batches to train on; `mine(rows)` are the rows of this process."""
         ...
 
-    def checks(self, mine: Callable) -> Loader | None:
+    def checks(self, mine: Callable) -> RowLoader | None:
         """Return the batches to validate on: each row once, in order; None: there are none."""
         ...
 
@@ -77,6 +82,10 @@ class TaskOfRun(Protocol):
         self, layout: hfjax.Layout, seed: int, schedule: hfjax.Schedule | None
     ) -> tuple[hfjax.State, list[str]] | None:
         """Return a state that begins with given weights, and what to say; None: none are given."""
+        ...
+
+    def after(self, loader: Any) -> list[str]:
+        """Return what to say after training on the batches of a loader."""
         ...
 
     def read(self, metrics: Sequence[Mapping[str, Any]]) -> Scores:

@@ -180,6 +180,10 @@ class Texts:
         loader.mine = mine(batch)  # not of a batch that is refused
         return loader
 
+    def after(self, loader: Any) -> list[str]:
+        """Return what to say after training: nothing."""
+        return []
+
     # -- scores and text ------------------------------------------------------------------
 
     def read(self, metrics: Sequence[Mapping[str, Any]]) -> Evaluated:

@@ -21,7 +21,7 @@ def pixels_of(batch: Mapping[str, jax.Array], config: VisionConfig, dtype: DType
 
     Example:
         >>> import jax.numpy as jnp
-        >>> from hfjax.models.vision.pixels import pixels_of
+        >>> from hfjax.models.vision.image_input import pixels_of
         >>> from hfjax.models.vision.vision_config import VisionConfig
         >>> config = VisionConfig(mean=(0.0, 0.5, 1.0), std=(1.0, 0.5, 0.5))
         >>> white = {"image": jnp.full((1, 1, 1, 3), 255, jnp.uint8)}
