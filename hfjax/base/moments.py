@@ -15,5 +15,5 @@ def moments(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """
     x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     over = tuple(range(x.ndim - 1))
-    mean = x.mean(over)
-    return mean, jnp.square(x - mean).mean(over)
+    mean = x.mean(over, keepdims=True)
+    return mean.reshape(-1), jnp.square(x - mean).mean(over)

@@ -187,6 +187,14 @@ def check_dtypes(plan: Blueprint) -> None:
             )
 
 
+def check_axes_of_model(plan: Blueprint, mesh: Mesh) -> None:
+    """Refuse an axis that a model says it cannot be split over, by its `refuses`: {axis: why}."""
+    model = plan.abstract("train")
+    for axis, why in getattr(type(model), "refuses", {}).items():
+        if mesh.shape[axis] > 1:
+            raise ValueError(f"{type(model).__name__} on {describe_mesh(mesh)}: {why}")
+
+
 def check_splits(strategy: Strategy, mesh: Mesh) -> None:
     """Refuse a part of a strategy that splits nothing on this mesh; warn where one device is all.
 

@@ -38,6 +38,7 @@ from hfjax.parallel.placement import (
 from hfjax.parallel.strategy import Strategy
 from hfjax.plan.check_layout import (
     check_arguments,
+    check_axes_of_model,
     check_dtypes,
     check_frozen,
     check_paths,
@@ -466,6 +467,7 @@ def layout(  # noqa: PLR0913  options of one call
             "bare tree."
         )
     check_rows(plan, mesh)
+    check_axes_of_model(plan, mesh)
     check_paths(axes or {}, plan)
     check_dtypes(plan)
     arrays = {

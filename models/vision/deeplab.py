@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,7 @@ from hfjax.models.vision.resnet import (
     Stem,
     blocks_of,
 )
-from hfjax.models.vision.vision_config import check_tuple
+from hfjax.models.vision.vision_config import OF_CONVOLUTIONS, check_tuple
 
 __all__ = ["PRESETS", "DeepLab", "DeepLabConfig"]
 
@@ -165,6 +165,8 @@ class DeepLab(nnx.Module):
     The outputs are {"out": logits [B, H, W, classes], "aux": those of the auxiliary classifier},
     in evaluations too; without `auxiliary` there is no "aux".
     """
+
+    refuses: ClassVar[Mapping[str, str]] = OF_CONVOLUTIONS
 
     def __init__(self, config: DeepLabConfig, *, rngs: nnx.Rngs):
         self.config = config

@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import groupby
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import jax
 from flax import nnx
@@ -16,7 +16,7 @@ from hfjax.base.keywords import check_sizes, is_real
 from hfjax.models.parts import Linear, run_listed
 from hfjax.models.vision.convolutions import Conv, ConvNorm, mean_of_positions
 from hfjax.models.vision.image_input import pixels_of
-from hfjax.models.vision.vision_config import ConvNetConfig
+from hfjax.models.vision.vision_config import OF_CONVOLUTIONS, ConvNetConfig
 
 __all__ = ["PRESETS", "RegNet", "RegNetConfig"]
 
@@ -193,6 +193,8 @@ class RegNetBlock(nnx.Module):
 
 class RegNet(nnx.Module):
     """A RegNet-Y; `layers` is a list of blocks, each gathered by itself."""
+
+    refuses: ClassVar[Mapping[str, str]] = OF_CONVOLUTIONS
 
     def __init__(self, config: RegNetConfig, *, rngs: nnx.Rngs):
         self.config = config

@@ -7,7 +7,7 @@ the size of later stages: their strides become dilations.
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 from flax import nnx
@@ -23,7 +23,7 @@ from hfjax.models.vision.convolutions import (
 )
 from hfjax.models.vision.image_input import pixels_of
 from hfjax.models.vision.norms import norm_after
-from hfjax.models.vision.vision_config import ConvNetConfig, check_tuple
+from hfjax.models.vision.vision_config import OF_CONVOLUTIONS, ConvNetConfig, check_tuple
 
 __all__ = ["PRESETS", "ResNet", "ResNetConfig"]
 
@@ -229,6 +229,8 @@ def blocks_of(config: ResNetConfig, rngs: nnx.Rngs) -> nnx.List:
 
 class ResNet(nnx.Module):
     """A ResNet; `layers` is a list of blocks, each gathered by itself."""
+
+    refuses: ClassVar[Mapping[str, str]] = OF_CONVOLUTIONS
 
     def __init__(self, config: ResNetConfig, *, rngs: nnx.Rngs):
         self.config = config

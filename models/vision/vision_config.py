@@ -7,6 +7,15 @@ from typing import Any, ClassVar, Self
 
 from hfjax.base.keywords import check_sizes, is_real
 
+# Mesh axes over which models of images are not split, and what to do: hfjax.layout refuses them.
+OF_IMAGES: Mapping[str, str] = {
+    "context": "CONTEXT shares long rows of tokens, and images are none. Use data or fsdp.",
+    "row": "GRID is not for models of images. Use data or fsdp, for a ViT also tensor.",
+}
+OF_CONVOLUTIONS: Mapping[str, str] = {
+    **OF_IMAGES,
+    "tensor": "TENSOR and SEQUENCE do not split convolutions. Use data or fsdp.",
+}
 NORMS = ("batch", "group", "frozen")
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet's images
 

@@ -7,7 +7,7 @@ are those of GPT, so that what splits it splits these.
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +29,7 @@ from hfjax.models.parts import (
 )
 from hfjax.models.vision.convolutions import by_inputs
 from hfjax.models.vision.image_input import pixels_of
-from hfjax.models.vision.vision_config import VisionConfig
+from hfjax.models.vision.vision_config import OF_IMAGES, VisionConfig
 
 __all__ = ["PRESETS", "ViT", "ViTConfig", "full_attention"]
 
@@ -198,6 +198,8 @@ class ViT(nnx.Module):
 
     Named in each layer, for remat and offload: qkv, attended, mlp_up.
     """
+
+    refuses: ClassVar[Mapping[str, str]] = OF_IMAGES
 
     def __init__(self, config: ViTConfig, *, rngs: nnx.Rngs):
         self.config = config

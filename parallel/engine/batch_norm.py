@@ -6,6 +6,7 @@ to normalise by itself, what sees all rows runs on each device's own.
 """
 
 import math
+import warnings
 from collections.abc import Callable
 from dataclasses import fields
 from functools import cache
@@ -46,6 +47,12 @@ def on_own_rows(model: nnx.Module) -> list[str]:
     return [note] if count else []
 
 
+ONE_ROW = (
+    "sync_batch_norm=False: each device has one row, of which BatchNorm takes its statistics. Leave "
+    "sync_batch_norm at True, give more rows, or use GroupNorm."
+)
+
+
 @cache
 def _on_own_rows(kind: type) -> type:
     """Return a kind of BatchNorm whose calls run on each device's own rows."""
@@ -54,6 +61,8 @@ def _on_own_rows(kind: type) -> type:
         graph, state = nnx.split(self)
 
         def run(state: Any, x: Any, arrays: Any) -> Any:
+            if x.shape[0] == 1:
+                warnings.warn(ONE_ROW, UserWarning, stacklevel=2)
             module = nnx.merge(graph, state)
             y = kind.__call__(module, x, *args, **{**kwargs, **arrays})
             return y, nnx.state(module)

@@ -67,7 +67,7 @@ def joined(side: Side, x: jax.Array) -> Moments:
     here = jnp.stack(moments(x))
     means, variances = jnp.moveaxis(side.stacked(here), 1, 0)
     mean = means.mean(0)
-    variance = (variances + jnp.square(means - mean)).mean(0)
+    variance = (variances + jnp.square(means - mean[None])).mean(0)
     named = partial(checkpoint_name, name=STATISTICS)  # kept where layers are computed again
     return named(mean), named(variance)
 
@@ -79,9 +79,10 @@ def _forward(side: Side, x: jax.Array) -> tuple[Moments, tuple[jax.Array, jax.Ar
 
 def _backward(side: Side, saved: tuple[jax.Array, jax.Array], given: Moments) -> tuple[jax.Array]:
     x, mean = saved
-    of_mean, of_variance = side.total(jnp.stack(given)) / (side.size * (x.size // x.shape[-1]))
-    deviation = x.astype(mean.dtype) - mean
-    return ((of_mean + 2 * of_variance * deviation).astype(x.dtype),)
+    sums = side.total(jnp.stack(given)) / (side.size * (x.size // x.shape[-1]))
+    like = lambda of_channels: of_channels.reshape(*[1] * (x.ndim - 1), -1)
+    deviation = x.astype(mean.dtype) - like(mean)
+    return ((like(sums[0]) + 2 * like(sums[1]) * deviation).astype(x.dtype),)
 
 
 joined.defvjp(_forward, _backward)

@@ -34,7 +34,8 @@ IN_A_LOOP = (
     "over layers (parallel/layerwise), which writes to no variable"
 )
 NO_STATISTICS = (
-    "Normalise without running statistics (LayerNorm, GroupNorm, RMSNorm), and hand auxiliary "
+    "In place of BatchNorm normalise without running statistics (GroupNorm, LayerNorm, RMSNorm), "
+    'or by frozen ones (of hfjax\'s models of images: norm="group", norm="frozen"). Hand auxiliary '
     "losses on beside the activations: a layer may take and return a pytree."
 )
 
