@@ -11,7 +11,6 @@ import pytest
 from flax import nnx
 
 import hfjax
-from hfjax.base.paths import flatten
 from hfjax.models.vision.deeplab import DeepLabConfig
 from hfjax.models.vision.image_losses import classification_loss, segmentation_loss
 from hfjax.models.vision.regnet import RegNetConfig
