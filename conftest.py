@@ -78,6 +78,7 @@ jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 collect_ignore = [] if find_spec("torch") else ["tests/pretrained/make_fixtures.py"]
+collect_ignore += [] if find_spec("torchvision") else ["tests/make_vision.py"]
 if jax.__version_info__ < (0, 11, 2):  # what they add to is not there yet
     collect_ignore += ["tests/interpreter.py", "tests/interpreter_memory.py"]
 

@@ -9,6 +9,7 @@ the steps of the state.
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -225,7 +226,7 @@ def _statistics(state: State, config: VisionConfig) -> Flat:
 def _write(
     path: Path, arrays: Flat, config: VisionConfig, like: Mapping[str, FileTensor], steps: int
 ) -> None:
-    made = dict(_tensors(arrays, config, like, steps))
+    made = dict(named_tensors(arrays, config, like, steps))
     tensors = {name: made[name] for name in (*(n for n in like if n in made), *made)}
     header, _ = header_of({name: (x.dtype, x.shape) for name, x in tensors.items()})
     with replacing(path) as file:
@@ -234,8 +235,11 @@ def _write(
             file.write(np.ascontiguousarray(x).tobytes())
 
 
-def _tensors(
-    arrays: Flat, config: VisionConfig, like: Mapping[str, FileTensor], steps: int
+def named_tensors(
+    arrays: Flat,
+    config: VisionConfig,
+    like: Mapping[str, FileTensor] = MappingProxyType({}),
+    steps: int = 0,
 ) -> Iterator[tuple[str, np.ndarray]]:
     """Yield the tensors of a file by name, in torch's order of dimensions."""
     pieces = list(vision_table(config).pieces())
