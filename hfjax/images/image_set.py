@@ -284,6 +284,8 @@ class ImageSet:
             >>> ImageSet(folder.name, classes=2).beyond(np.array([[0, 1], [7, 255]], np.uint8))
             '7 (1 pixels)'
         """
+        if (mask + np.uint8(1)).max(initial=0) <= len(self.classes):  # 255 becomes 0
+            return ""
         high = mask[(mask >= len(self.classes)) & (mask != IGNORED)]
         labels, counts = np.unique(high, return_counts=True)
         told = [f"{label} ({n} pixels)" for label, n in zip(labels, counts, strict=True)]
