@@ -60,18 +60,18 @@ def draw(folder: Path, count: int, masks: bool) -> None:
         smooth = np.asarray(coarse.resize((WIDTH, HEIGHT), Image.Resampling.BICUBIC), np.float32)
         noisy = smooth + random_.normal(0, 12, (HEIGHT, WIDTH, 1))
         image = Image.fromarray(noisy.clip(0, 255).astype(np.uint8))
-        linked(folder / (places[0] if masks else places[i % 2]), f"{i}.jpg", image, quality=88)
+        linked(folder / (places[0] if masks else places[i % 2]) / f"{i}.jpg", image)
         if masks:
             labels = random_.integers(0, 21, (12, 16), np.uint8)
             big = Image.fromarray(labels).resize((WIDTH, HEIGHT), Image.Resampling.NEAREST)
-            linked(folder / "masks", f"{i}.png", big)
+            linked(folder / "masks" / f"{i}.png", big)
 
 
-def linked(folder: Path, name: str, image: Image.Image, **options: int) -> None:
+def linked(path: Path, image: Image.Image) -> None:
     """Write an image under several names; the file is there once."""
-    image.save(folder / name, **options)
+    image.save(path, quality=88)  # of JPEG
     for number in range(1, NAMES):
-        os.link(folder / name, folder / f"{number}-{name}")
+        os.link(path, path.with_name(f"{number}-{path.name}"))
 
 
 # -- the plain loop -----------------------------------------------------------------------
