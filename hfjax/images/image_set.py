@@ -60,6 +60,8 @@ class ImageSet:
         kind: "classes" or "masks".
         classes: Names, in the order of labels.
         names: The images, relative to the folder, in the order of rows.
+        labels: The label of each image; none of a set with masks.
+        masks: The names of the masks; none of a set of classes.
         sizes: Bytes of these files, then of their masks.
         passed_over: How many other files there are.
 
