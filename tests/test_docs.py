@@ -16,6 +16,7 @@ import optax
 import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
+from PIL import Image
 
 import hfjax
 from hfjax.data import prepare
@@ -26,6 +27,7 @@ from tests.pages import FENCE, Page, blocks, commands, output_of
 from tests.small_checkpoint import EVERYTHING, Two
 from tests.small_folder import LLAMA, small_folder
 from tests.small_gpt import MLPs
+from tests.small_images import photos
 from tests.small_run import MODEL
 from tests.test_checkpoint_damage import flip
 from tests.workers import environment
@@ -219,6 +221,14 @@ def for_pretrained(names: dict[str, Any]) -> dict[str, Any]:
     return {}
 
 
+def for_vision(names: dict[str, Any]) -> dict[str, Any]:
+    for part, each in (("train", 12), ("valid", 4)):
+        photos(Path("photos") / part, each, ("cat", "dog"))
+    Path("photos/train/notes.txt").write_text("Drawn for a test.")
+    Image.new("L", (40, 30)).save("photos/train/cat/1.png")
+    return {}
+
+
 MAKES = {
     "README.md": for_readme,
     "docs/checkpoints.md": for_checkpoints,
@@ -232,6 +242,7 @@ MAKES = {
     "docs/processes.md": for_processes,
     "docs/strategies.md": trained,
     "docs/training.md": lambda names: {"SMALL_MODEL": MODEL},
+    "docs/vision.md": for_vision,
 }
 
 

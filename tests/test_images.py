@@ -244,6 +244,23 @@ def test_a_part_of_what_is_resized_is_what_the_whole_would_be(folder):
     np.testing.assert_array_equal(found, np.asarray(mask.crop(box)))
 
 
+@pytest.mark.parametrize("size", [(1, 1), (1, 300), (300, 2), (7, 5)])
+@pytest.mark.parametrize("train", [True, False])
+def test_images_of_any_shape_fill_their_square(tmp_path, size, train):
+    for name in ("images", "masks", "classes/one"):
+        (tmp_path / name).mkdir(parents=True)
+    Image.new("RGB", size, (10, 20, 30)).save(tmp_path / "images" / "0.png")
+    Image.new("RGB", size, (10, 20, 30)).save(tmp_path / "classes" / "one" / "0.png")
+    Image.new("L", size, 3).save(tmp_path / "masks" / "0.png")
+    found = ImageLoader(tmp_path / "classes", 1, 24, train).at(0)
+    assert (found["image"] == (10, 20, 30)).all()
+    found = ImageLoader(tmp_path, 1, 24, train).at(0)
+    counts = found["label"] == 3
+    assert counts.any()
+    assert (found["image"][counts] == (10, 20, 30)).all()
+    assert (found["label"][~counts] == 255).all()
+
+
 def test_colours_change_as_by_pillows_enhancers():
     image = smooth(0, 30, 20)
     found = coloured(image, [("Contrast", 1.3), ("Brightness", 0.7), ("Color", 0.2)])

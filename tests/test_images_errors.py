@@ -95,6 +95,7 @@ def test_names_of_classes_that_are_none(tmp_path):
     place = photos(tmp_path / "photos")
     refused("classes=3: .*photos has folders of classes; give names", place, classes=3)
     refused("classes: 'cat' is empty, no text, or comes twice", place, classes=["cat", "cat"])
+    refused("classes='cat': a list of names is expected", place, classes="cat")
     city = street(tmp_path / "street")
     refused("classes=256: masks have 1 to 255 classes", city, classes=256)
     refused("classes=0: masks have 1 to 255 classes", city, classes=0)
@@ -200,7 +201,7 @@ def test_a_file_that_is_gone_is_not_skipped(tmp_path):
     place = photos(tmp_path / "photos", 1)
     loader = ImageLoader(place, 3, 16, broken="skip")
     (place / "cat" / "0.jpg").unlink()
-    with pytest.raises(ValueError, match=r"cat/0.jpg is missing: an ordinary file is expected"):
+    with pytest.raises(FileNotFoundError, match=r"No such file or directory: .*cat/0.jpg"):
         next(loader)
 
 

@@ -254,6 +254,10 @@ class TokenRows:
         """Return a row of zeros."""
         return {name: np.zeros_like(x) for name, x in self.row(0, 0).items()}
 
+    def together(self, rows: list[Row]) -> Row:
+        """Return rows as a batch."""
+        return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
+
 
 def mask_of(documents: np.ndarray) -> np.ndarray:
     """Return 1 for each target that is of the same document as the token before it.

@@ -55,6 +55,10 @@ class RowSource(Protocol):
         """Return a row that counts for nothing: the last batch is filled up with it."""
         ...
 
+    def together(self, rows: list[Row]) -> Row:
+        """Return rows as a batch."""
+        ...
+
 
 class Batches(grain.MapDataset):
     """Batch b of a process: its rows of stream[start + b * rows] and the following ones."""
@@ -80,8 +84,7 @@ class Batches(grain.MapDataset):
         if isinstance(index, slice):
             return self.slice(index)
         places = self._start + index * self._rows + self._mine
-        rows = [self._row(int(place)) for place in places]
-        return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
+        return self._source.together([self._row(int(place)) for place in places])
 
     def _row(self, place: int) -> Row:
         """Return a row of the stream; beyond its end one of nothing."""

@@ -134,6 +134,8 @@ def central(width: int, height: int, ratio: tuple[float, float]) -> tuple[int, i
 def colours(draw: np.random.Generator, augment: Augment) -> Iterator[tuple[str, float]]:
     """Yield what of the colours is changed and by which factor, in an order that is drawn."""
     amounts = augment.brightness, augment.contrast, augment.saturation
+    if not any(amounts):
+        return
     factors, ranks = draw.random(3), draw.random(3)
     for i in np.argsort(ranks, kind="stable"):
         if amount := amounts[i]:

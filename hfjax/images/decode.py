@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hfjax.base.exits import optional
-from hfjax.base.read_files import check_ordinary
 from hfjax.base.tables import human, named
 
 if TYPE_CHECKING:
@@ -69,7 +68,6 @@ def read_mask(path: Path, most_pixels: int = MOST_PIXELS) -> np.ndarray:
 def _opened(path: Path, most_pixels: int) -> Iterator["Image"]:
     """Give an image whose header is read, if its pixels are not too many."""
     library = pillow()
-    check_ordinary(path)
     try:
         image = library.open(path)
     except (library.DecompressionBombError, library.DecompressionBombWarning) as wrong:

@@ -208,6 +208,8 @@ def written_classes(directory: Path) -> list[str] | None:
 
 def checked_names(names: Iterable[str], where: str) -> list[str]:
     """Return names of classes; refuse none, empty ones and one that comes twice."""
+    if isinstance(names, str):
+        raise ValueError(f"{where}={names!r}: a list of names is expected.")
     given = list(names)
     wrong = [name for name in given if not isinstance(name, str) or not name]
     wrong += [name for name, times in Counter(given).items() if times > 1]

@@ -10,13 +10,14 @@ from hfjax.images.augment import Augment, colours, crop, generator, uniform, who
 from hfjax.images.decode import DamagedImageError
 from hfjax.images.image_set import ImageSet
 from hfjax.images.pixels import (
-    FILL,
     IGNORED,
     Box,
     array,
     centre,
     coloured,
     filled_up,
+    flipped,
+    ignored_up,
     longer_to,
     nearest_part,
     resized_crop,
@@ -65,10 +66,15 @@ class ImageRows:
     def nothing(self) -> Row:
         """Return a black image of mask 0: of class 0, or with ignored labels."""
         image = np.zeros((self.size, self.size, 3), np.uint8)
-        label = np.zeros((), np.int32)
+        label = np.zeros((), np.uint8)
         if self.data.kind == "masks":
-            label = np.full((self.size, self.size), IGNORED, np.int32)
+            label = np.full((self.size, self.size), IGNORED, np.uint8)
         return {"image": image, "label": label, "mask": np.zeros((), np.float32)}
+
+    def together(self, rows: list[Row]) -> Row:
+        """Return rows as a batch; labels, one byte so far, become int32."""
+        types = {"label": np.int32}
+        return {k: np.stack([row[k] for row in rows], dtype=types.get(k)) for k in rows[0]}
 
     # -- classes --------------------------------------------------------------------------
 
@@ -78,28 +84,25 @@ class ImageRows:
             found = array(resized_part(image, sides, centre(*sides, self.size)))
         else:
             found = self._changed(image, draw)
-        return {"image": found, "label": np.asarray(label, np.int32)}
+        return {"image": found, "label": label}
 
     def _changed(self, image: "Image", draw: np.random.Generator) -> np.ndarray:
         assert self.augment is not None
         part = resized_crop(image, crop(draw, *image.size, self.augment), self.size)
-        flip = draw.random() < self.augment.flip
-        found = array(coloured(part, colours(draw, self.augment)))
-        return found[:, ::-1] if flip else found
+        if draw.random() < self.augment.flip:
+            part = flipped(part)
+        return array(coloured(part, colours(draw, self.augment)))
 
     # -- masks ----------------------------------------------------------------------------
 
     def _of_mask(self, image: "Image", mask: np.ndarray, draw: np.random.Generator | None) -> Row:
         sides, box, flip = self._fitted(image.size, draw)
-        part, labels = resized_part(image, sides, box), nearest_part(mask, sides, box)
+        part, labels = resized_part(image, sides, box), nearest_part(mask, sides, box, flip)
         if draw is not None and self.augment is not None:
-            part = coloured(part, colours(draw, self.augment))
-        pixels = array(part)
-        if flip:
-            pixels, labels = pixels[:, ::-1], labels[:, ::-1]
+            part = coloured(flipped(part) if flip else part, colours(draw, self.augment))
         return {
-            "image": filled_up(pixels, self.size, FILL),
-            "label": filled_up(labels.astype(np.int32), self.size, IGNORED),
+            "image": array(filled_up(part, self.size)),
+            "label": ignored_up(labels, self.size),
         }
 
     def _fitted(

@@ -60,6 +60,8 @@ class ImageSet:
         kind: "classes" or "masks".
         classes: Names, in the order of labels.
         names: The images, relative to the folder, in the order of rows.
+        labels: The label of each image; none of a set with masks.
+        masks: The names of the masks; none of a set of classes.
         sizes: Bytes of these files, then of their masks.
         passed_over: How many other files there are.
 
@@ -284,6 +286,8 @@ class ImageSet:
             >>> ImageSet(folder.name, classes=2).beyond(np.array([[0, 1], [7, 255]], np.uint8))
             '7 (1 pixels)'
         """
+        if (mask + np.uint8(1)).max(initial=0) <= len(self.classes):  # 255 becomes 0
+            return ""
         high = mask[(mask >= len(self.classes)) & (mask != IGNORED)]
         labels, counts = np.unique(high, return_counts=True)
         told = [f"{label} ({n} pixels)" for label, n in zip(labels, counts, strict=True)]

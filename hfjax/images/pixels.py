@@ -66,25 +66,40 @@ def resized_part(image: "Image", whole: tuple[int, int], box: Box) -> "Image":
     return image.resize((right - left, bottom - top), pillow().Resampling.BILINEAR, box=at)
 
 
-def nearest_part(labels: np.ndarray, whole: tuple[int, int], box: Box) -> np.ndarray:
+def nearest_part(
+    labels: np.ndarray, whole: tuple[int, int], box: Box, flip: bool = False
+) -> np.ndarray:
     """Return a part of labels resized to `whole`: each place has the label nearest to it."""
     left, top, right, bottom = box
     rows = _nearest(top, bottom, labels.shape[0], whole[1])
     columns = _nearest(left, right, labels.shape[1], whole[0])
-    return labels[rows[:, None], columns]
+    return labels.take(rows, 0).take(columns[::-1] if flip else columns, 1)
 
 
 def _nearest(start: int, stop: int, before: int, after: int) -> np.ndarray:
     return (2 * np.arange(start, stop) + 1) * before // (2 * after)
 
 
-def filled_up(part: np.ndarray, size: int, fill: Any) -> np.ndarray:
-    """Return a square with a part at its top left."""
-    if part.shape[:2] == (size, size):
+def flipped(image: "Image") -> "Image":
+    """Return an image with left and right exchanged."""
+    return image.transpose(pillow().Transpose.FLIP_LEFT_RIGHT)
+
+
+def filled_up(part: "Image", size: int) -> "Image":
+    """Return a square with a part at its top left; the rest has the mean colour."""
+    if part.size == (size, size):
         return part
-    square = np.empty((size, size, *part.shape[2:]), part.dtype)
-    square[:] = np.asarray(fill, part.dtype)
-    square[: part.shape[0], : part.shape[1]] = part
+    square = pillow().new("RGB", (size, size), FILL)
+    square.paste(part, (0, 0))
+    return square
+
+
+def ignored_up(labels: np.ndarray, size: int) -> np.ndarray:
+    """Return a square with labels at its top left; the rest does not count."""
+    if labels.shape == (size, size):
+        return labels
+    square = np.full((size, size), IGNORED, labels.dtype)
+    square[: labels.shape[0], : labels.shape[1]] = labels
     return square
 
 
