@@ -1,9 +1,9 @@
 """Everything that only a GPU can tell, in one command that fits in ten minutes: `make gpu`.
 
 What the device can do, the tests marked gpu, each kernel beside its rivals and its floor, GPT-2
-trained by hfjax and by torch.compile, the offload curve. Each section is a process of its own with
-a limit: one that fails, hangs or breaks the device costs nobody else's results. gpu.json and gpu.md
-are written after every row.
+and models of images trained by hfjax and by torch.compile, the offload curve. Each section is a
+process of its own with a limit: one that fails, hangs or breaks the device costs nobody else's
+results. gpu.json and gpu.md are written after every row.
 
     python -m benchmarks.gpu [--out DIR] [--seconds N] [--only SECTION …] [--more] [--record]
     python -m benchmarks.gpu --smoke      tiny, on a CPU: all sections run, nothing is measured
@@ -65,6 +65,8 @@ SECTIONS: Mapping[str, Section] = {
     "medium-32": Section("training:medium 32", 140, 75),
     "offload": Section("training:offload", 130, 65),
     "forms": Section("training:forms", 150, 90),
+    "vision": Section("vision:main", 240, 170),
+    "regnet": Section("vision:more", 150, 90),
     "variants": Section("training:variants", 180, 100),  # with --more: the others fill the time
 }
 

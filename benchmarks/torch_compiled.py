@@ -6,6 +6,7 @@ As nanoGPT writes it: float32 weights, bfloat16 under autocast, tied embeddings,
 # pyright: reportMissingImports=false
 
 import os
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -92,42 +93,47 @@ def _copy(to: Any, array: np.ndarray) -> None:
 
 
 class Program:
-    """A model under training; weights of two or more dimensions decay."""
+    """A model under training, which returns its loss of a batch.
 
-    def __init__(self, model: GPT, rate: float, decay: float):
+    Args:
+        model: It is on its device.
+        optimizer: Of its parameters.
+        clip: The greatest norm of all gradients. None: any.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, clip: float | None):
         self.device = next(model.parameters()).device
         self.cuda = self.device.type == "cuda"
-        groups = [
-            {"params": [p for p in model.parameters() if p.dim() >= 2], "weight_decay": decay},
-            {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0},
-        ]
         self.parameters = list(model.parameters())
-        self.optimizer = torch.optim.AdamW(groups, lr=rate, betas=BETAS, fused=self.cuda)
+        self.optimizer, self.clip = optimizer, clip
         self.loss: Any = torch.compile(model, backend="inductor" if self.cuda else "eager")
 
-    def compile(self, rows: Any) -> None:
-        """Compile by a pass that changes nothing."""
-        self._gradients(rows)
+    def compile(self, batch: Any) -> None:
+        """Compile by a pass that changes no parameter; what it took counts in no peak."""
+        self._gradients(batch)
         self.optimizer.zero_grad(set_to_none=True)
         self.rest()
+        if self.cuda:
+            torch.cuda.reset_peak_memory_stats()
 
-    def step(self, rows: Any) -> Any:
+    def step(self, batch: Any) -> Any:
         """Take a step; return the loss."""
-        loss = self._gradients(rows)
-        torch.nn.utils.clip_grad_norm_(self.parameters, 1.0)
+        loss = self._gradients(batch)
+        if self.clip is not None:
+            torch.nn.utils.clip_grad_norm_(self.parameters, self.clip)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return loss
 
-    def _gradients(self, rows: Any) -> Any:
+    def _gradients(self, batch: Any) -> Any:
         with torch.autocast(self.device.type, dtype=torch.bfloat16):
-            loss = self.loss(rows)
+            loss = self.loss(batch)
         loss.backward()
         return loss.detach()
 
-    def place(self, rows: np.ndarray) -> Any:
+    def place(self, batch: Mapping[str, np.ndarray]) -> Any:
         """Return rows of tokens on the device."""
-        return torch.tensor(rows, dtype=torch.long, device=self.device)
+        return torch.tensor(batch["tokens"], dtype=torch.long, device=self.device)
 
     def wait(self) -> None:
         """Wait for all that was asked for."""
@@ -152,7 +158,22 @@ def prepared(
 
     `again`: each layer is computed again in the backward pass.
     """
-    cuda = torch.cuda.is_available() and not os.environ.get("BENCHMARK_ON_CPU")
     torch.set_float32_matmul_precision("high")
-    model = loaded(GPT(config, again), flat, config.layers).to("cuda" if cuda else "cpu")
-    return Program(model, rate, decay)
+    model = loaded(GPT(config, again), flat, config.layers).to(chosen_device())
+    return Program(model, _adamw(model, rate, decay), clip=1.0)
+
+
+def chosen_device() -> str:
+    """Return where programs of torch run."""
+    cuda = torch.cuda.is_available() and not os.environ.get("BENCHMARK_ON_CPU")
+    return "cuda" if cuda else "cpu"
+
+
+def _adamw(model: nn.Module, rate: float, decay: float) -> torch.optim.Optimizer:
+    """Return AdamW; weights of two or more dimensions decay."""
+    groups = [
+        {"params": [p for p in model.parameters() if p.dim() >= 2], "weight_decay": decay},
+        {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    fused = next(model.parameters()).device.type == "cuda"
+    return torch.optim.AdamW(groups, lr=rate, betas=BETAS, fused=fused)

@@ -8,7 +8,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "torch", "triton")
+PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
+PACKAGES += ("torch", "torchvision", "triton")  # of rivals
 # Of the SXM parts, NVIDIA's data sheets: dense bf16 operations, bytes of device memory a second.
 SHEETS = {"H100": (989e12, 3.35e12), "H200": (989e12, 4.8e12)}
 UNKNOWN = (0.0, 0.0)

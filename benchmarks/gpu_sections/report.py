@@ -1,15 +1,18 @@
-"""The results as a page: a table of kernels, one of training, what was not measured and why."""
+"""The results as a page: tables of kernels and of training, what was not measured and why."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from textwrap import wrap
 from typing import Any
 
 from benchmarks.gpu_sections.device import sheet
 from benchmarks.gpu_sections.rows import floor_ms, ratio
 from benchmarks.gpu_sections.training import SETTINGS, agree
+from benchmarks.gpu_sections.vision import IMAGES
 
 Row = dict[str, Any]
-TRAINED = {setting.name for setting in SETTINGS.values()}
+READ = {setting.name for setting in SETTINGS.values()}  # models of tokens
+SEEN = {setting.name for group in IMAGES.values() for setting in group}  # and of images
+TRAINED = READ | SEEN
 NOTES = """
 - *of floor*: the floor's time over the kernel's. The floor is the larger of the bytes that must be
   moved over the data sheet's bandwidth and the operations over its dense bf16 rate. *Of ceiling*:
@@ -19,7 +22,9 @@ NOTES = """
   has no time. *Memory*: temporaries and results, as compiled; of training, the most in use.
 - A time is the median of blocks of queued calls, programs in turn, on random data, sets of operands
   larger than the cache in rotation. *MFU*: 6 (P - positions) + 12 layers embed length operations a
-  token, over the data sheet's rate; attention in full, nothing computed again counted."""
+  token, over the data sheet's rate; attention in full, nothing computed again counted. Of images: 6
+  for each multiplication that convolutions have in a forward pass. *Compiled*: what XLA planned to
+  hold; the peak may have what was tried while it compiled."""
 
 
 def page(found: Mapping[str, Any]) -> str:
@@ -36,7 +41,8 @@ def page(found: Mapping[str, Any]) -> str:
         "",
         *_ceilings(rates),
         *_kernels([r for r in rows if _is_kernel(r)], rates),
-        *_training([r for r in rows if r.get("kernel") in TRAINED], rates),
+        *_training([r for r in rows if r.get("kernel") in READ], rates),
+        *_images([r for r in rows if r.get("kernel") in SEEN], rates),
         *_tests([r for r in rows if r.get("kernel") == "tests"]),
         *_sections(found["sections"]),
         NOTES,
@@ -151,24 +157,46 @@ def _size(count: float | None) -> str:
 
 def _training(rows: Sequence[Row], rates: _Rates) -> list[str]:
     columns = ["model", "program", "step", "tokens/s", "of torch", "MFU", "peak", "ready"]
+    lines = [cells for _, cells in _compared(rows, "tokens_s", rates)]
+    return ["## Training\n", *table(columns, lines), *_apart(rows)]
+
+
+def _images(rows: Sequence[Row], rates: _Rates) -> list[str]:
+    if not rows:
+        return []
+    columns = ["model", "program", "step", "images/s", "of torch", "MFU", "peak", "ready"]
+    columns += ["TFLOP/s", "compiled"]
     lines = []
+    for row, cells in _compared(rows, "images_s", rates):
+        done = f"{row['flops'] / row['ms'] / 1e9:.0f}" if row["status"] == "ok" else ""
+        lines.append([*cells, done, _size(row.get("compiled"))])
+    return ["## Training on images\n", *table(columns, lines), *_apart(rows)]
+
+
+def _compared(rows: Sequence[Row], rate: str, rates: _Rates) -> Iterator[tuple[Row, list[str]]]:
+    """Yield each row with its cells, model by model."""
     for name in dict.fromkeys(row["kernel"] for row in rows):
         own = [row for row in rows if row["kernel"] == name]
-        torch = next((r.get("tokens_s") for r in own if r["case"].startswith("torch")), None)
-        lines += [_trained(row, torch, rates.promised[0]) for row in own]
-    apart = [agree(row for row in rows if row["kernel"] == name) for name in sorted(TRAINED)]
+        torch = next((r.get(rate) for r in own if r["case"].startswith("torch")), None)
+        yield from ((row, _trained(row, rate, torch, rates.promised[0])) for row in own)
+
+
+def _apart(rows: Sequence[Row]) -> list[str]:
+    """Return which programs did not train alike."""
+    names = sorted({row["kernel"] for row in rows})
+    apart = [agree(row for row in rows if row["kernel"] == name) for name in names]
     told = [f"- **not the same training**: {what}" for what in apart if what]
-    return ["## Training\n", *table(columns, lines), *told, *([""] if told else [])]
+    return [*told, ""] if told else []
 
 
-def _trained(row: Row, torch: float | None, flops: float) -> list[str]:
+def _trained(row: Row, rate: str, torch: float | None, flops: float) -> list[str]:
     if row["status"] != "ok":
         return [row["kernel"], row["case"], f"**{row['status']}**", *[""] * 5]
     used = 1e3 * row["flops"] / row["ms"] / flops if flops else None
     moved = (row.get("kept") or {}).get("moved")
     name = f"{row['case']} ({_size(moved)} on the host)" if moved else row["case"]
-    cells = [row["kernel"], name, f"{row['ms']:.1f} ms", f"{row['tokens_s']:,.0f}"]
-    cells += [f"{row['tokens_s'] / torch:.2f}" if torch else "", f"{used:.1%}" if used else ""]
+    cells = [row["kernel"], name, f"{row['ms']:.1f} ms", f"{row[rate]:,.0f}"]
+    cells += [f"{row[rate] / torch:.2f}" if torch else "", f"{used:.1%}" if used else ""]
     return [*cells, _size(row.get("memory")), f"{row.get('ready_s', 0):.0f} s"]
 
 

@@ -3,7 +3,8 @@
 Started with a JSON of `Asked`; it prints one line of JSON when it has compiled, then one for each
 line that it reads: `steps N` takes N steps, `end` ends. So programs compile beside each other, are
 timed in turn, and the peak of memory is each one's own. Until its first step a program of hfjax
-holds next to nothing of the device; torch gives back what it can after each block.
+holds next to nothing of the device (models of images: their state, which is small); torch gives
+back what it can after each block.
 """
 
 import json
@@ -28,17 +29,30 @@ class Asked:
     program: str  # hfjax or torch
     preset: str
     rows: int
-    length: int = 1024
+    length: int = 1024  # of a row of tokens; of an image the side
     execution: dict[str, Any] = field(default_factory=dict)  # fields of hfjax's Execution
     attention: str = "cudnn"
     tiny: bool = False
+    images: bool = False  # what the model reads; else tokens
 
     def config(self) -> Any:
-        """Return the shape of the model."""
+        """Return the shape of a model of tokens."""
         from hfjax.models.gpt import GPTConfig
 
         changes: dict[str, Any] = {"length": self.length, "vocab": VOCAB}
         return GPTConfig.preset(self.preset, **(changes | (TINY if self.tiny else {})))
+
+
+class Task(NamedTuple):
+    """What both programs of a model are made of."""
+
+    layout: Any
+    loss: Callable
+    batch: Callable[[int], Any]  # of a number, on the host
+    execution: dict[str, Any]  # fields that hfjax has if no others are asked for
+    rival: Callable[[dict[str, Any]], Any]  # first parameters by path -> program of torch
+    told: Callable[[], dict[str, Any]] = dict  # more that is to be known of the model
+    early: bool = False  # whether hfjax draws its first state before it is ready
 
 
 class Ready(NamedTuple):
@@ -112,6 +126,29 @@ def _optimizer() -> Any:
     return make(RATE, **given, mask=hfjax.matching(*DECAYED))
 
 
+def _task(asked: Asked) -> Task:
+    """Return what is trained; only then are its modules loaded."""
+    if asked.images:
+        from benchmarks.gpu_sections.train_images import task_of
+
+        return task_of(asked)
+    return _tokens(asked)
+
+
+def _tokens(asked: Asked) -> Task:
+    from hfjax.models.gpt import next_token_loss
+
+    def rival(flat: dict[str, Any]) -> Any:
+        from benchmarks.torch_compiled import prepared
+
+        again = asked.execution.get("checkpoint", False)
+        return prepared(asked.config(), flat, RATE, DECAY, again)
+
+    batch = lambda number: {"tokens": _rows(asked, number)}
+    execution = {"precision": "bf16", "clip": 1.0}
+    return Task(_layout(asked), next_token_loss, batch, execution, rival)
+
+
 def _layout(asked: Asked) -> Any:
     import jax
 
@@ -130,16 +167,16 @@ def _hfjax(asked: Asked) -> Ready:
     import jax
 
     import hfjax
-    from hfjax.models.gpt import next_token_loss
 
-    layout = _layout(asked)
-    execution = {"precision": "bf16", "clip": 1.0, **asked.execution}
+    task = _task(asked)
+    layout = task.layout
+    execution = {**task.execution, **asked.execution}
     if execution.pop("gathered", False):
         _as_if_gathered()
-    step = hfjax.train_step(layout, next_token_loss, **execution)
-    batches = [hfjax.shard_batch(layout, {"tokens": _rows(asked, i)}) for i in range(BATCHES)]
-    step._jitted = step.lower(batches[0]).compile()  # pyright: ignore
-    held: dict[str, Any] = {}
+    step = hfjax.train_step(layout, task.loss, **execution)
+    batches = [hfjax.shard_batch(layout, task.batch(i)) for i in range(BATCHES)]
+    step._jitted = program = step.lower(batches[0]).compile()  # pyright: ignore
+    held: dict[str, Any] = {"state": hfjax.init(layout)} if task.early else {}
 
     def one(number: int) -> Any:
         state = held.pop("state", None) or hfjax.init(layout)
@@ -151,8 +188,17 @@ def _hfjax(asked: Asked) -> Ready:
 
     wait = lambda: jax.block_until_ready(held.get("state"))
     parameters = _count(layout.abstract_state().params)
-    told = {"parameters": parameters, "kept": _kept(step)}
-    return Ready(one, wait, peak, lambda: None, told)
+    told = {"parameters": parameters, "kept": _kept(step), "compiled": _planned(program)}
+    return Ready(one, wait, peak, lambda: None, told | task.told())
+
+
+def _planned(program: Any) -> int | None:
+    """Return the bytes that a compiled step takes: its arguments, temporaries and results."""
+    seen = program.memory_analysis()
+    if seen is None:
+        return None
+    results = seen.output_size_in_bytes - seen.alias_size_in_bytes
+    return seen.argument_size_in_bytes + seen.temp_size_in_bytes + results
 
 
 def _as_if_gathered() -> None:
@@ -182,18 +228,17 @@ def _torch(asked: Asked) -> Ready:
 
     jax.config.update("jax_platforms", "cpu")  # the same first weights, drawn on the host
     import hfjax
-    from benchmarks.torch_compiled import prepared
     from hfjax.base.paths import flatten
 
-    config = asked.config()
-    params = hfjax.init(_layout(asked)).params
+    task = _task(asked)
+    params = hfjax.init(task.layout).params
     flat = {path: np.asarray(x) for path, x in flatten(params).items()}
-    program = prepared(config, flat, RATE, DECAY, asked.execution.get("checkpoint", False))
-    batches = [program.place(_rows(asked, i)) for i in range(BATCHES)]
+    program = task.rival(flat)
+    batches = [program.place(task.batch(i)) for i in range(BATCHES)]
     program.compile(batches[0])
     step = lambda i: program.step(batches[i % BATCHES])
     told = {"parameters": _count(params)}
-    return Ready(step, program.wait, program.peak, program.rest, told)
+    return Ready(step, program.wait, program.peak, program.rest, told | task.told())
 
 
 if __name__ == "__main__":

@@ -3,9 +3,10 @@
 Each program is a process of its own (train_worker.py). The first of hfjax compiles beside torch;
 when it is ready, the others compile, which find what was tuned for it. Then blocks of steps are
 taken one program at a time, torch's between hfjax's; a program of hfjax is ended before the next
-one begins, so that each has the whole device. The MFU counts 6 (P - positions) + 12 layers embed
-length operations for a token (P parameters; attention in full, as nanoGPT and PaLM count it; what
-is computed again not), over the data sheet's rate.
+one begins, so that each has the whole device. Models of images (vision.py) are trained so too, a
+few of them in one section: all compile, then each is measured. The MFU counts 6 (P - positions) +
+12 layers embed length operations for a token (P parameters; attention in full, as nanoGPT and PaLM
+count it; what is computed again not), over the data sheet's rate.
 """
 
 import dataclasses
@@ -19,13 +20,14 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, ClassVar
 
 from benchmarks.gpu_sections.rows import Reporter
 from benchmarks.gpu_sections.train_worker import Asked
 
 BLOCKS, BLOCK_S = 4, 0.8  # blocks of steps at each visit, seconds of a block
 READY_S, STEPS_S = 150.0, 30.0  # the longest wait for a compiler, for a block
+VISIT_S = 5.0  # that a visit takes: so much of the time is kept for each while compilers run
 SHAPES = {"small": (12, 768), "medium": (24, 1024)}  # layers, embed
 SAME = 0.01  # by how much first losses may differ, relative
 TORCH = "torch.compile"
@@ -71,6 +73,7 @@ class Setting:
     programs: Programs
     length: int = 1024
     dry: int = 1  # programs of a dry run
+    rivals: ClassVar[Sequence[str]] = ("torch",)  # packages that a rival needs
 
     @property
     def name(self) -> str:
@@ -93,6 +96,11 @@ class Setting:
         layers, embed = SHAPES[self.preset]
         per_token = 6 * (parameters - self.length * embed) + 12 * layers * embed * self.length
         return float(self.rows * self.length * per_token)
+
+    def numbers(self, ms: float, asked: Asked, told: Mapping[str, Any]) -> dict[str, float]:
+        """Return what a row has of a step that took so long, by what its worker told."""
+        rate = 1e3 * asked.rows * asked.length / ms
+        return {"tokens_s": rate, "flops": self.flops(told["parameters"])}
 
 
 SETTINGS = {
@@ -188,20 +196,27 @@ def section(which: str) -> Callable[[Reporter], None]:
     return lambda reporter: run(reporter, SETTINGS[which])
 
 
-def run(reporter: Reporter, setting: Setting) -> None:
-    """Train with every program and print their rows."""
-    names = able(setting)[: setting.dry if reporter.smoke else None]
-    workers = [Worker(name, setting.asked(name, reporter.smoke)) for name in names]
-    for name in setting.programs.keys() - set(able(setting)):
-        reporter.row(kernel=setting.name, case=name, status="not there")
+def run(reporter: Reporter, *settings: Setting) -> None:
+    """Train with every program of each setting and print their rows."""
+    groups = [_workers(reporter, setting) for setting in settings]
     try:
-        _compile(reporter, workers)
-        for worker in _visited(reporter, workers):
-            worker.end()
-            reporter.row(**row_of(setting, worker))
+        _compile(reporter, groups)
+        for setting, group in zip(settings, groups, strict=True):
+            for worker in _visited(reporter, group):
+                worker.end()
+                reporter.row(**row_of(setting, worker))
     finally:
-        for worker in workers:
+        for worker in (worker for group in groups for worker in group):
             worker.end()
+
+
+def _workers(reporter: Reporter, setting: Setting) -> list[Worker]:
+    """Return the programs that can run here; those that cannot are rows that say so."""
+    can = able(setting)
+    for name in setting.programs.keys() - set(can):
+        reporter.row(kernel=setting.name, case=name, status="not there")
+    names = can[: setting.dry if reporter.smoke else None]
+    return [Worker(name, setting.asked(name, reporter.smoke)) for name in names]
 
 
 def able(setting: Setting) -> list[str]:
@@ -209,25 +224,36 @@ def able(setting: Setting) -> list[str]:
     from hfjax.parallel.execution import Execution
 
     known = {f.name for f in dataclasses.fields(Execution)} | {"attention", "gathered"}
-    torch = find_spec("torch") is not None
+    torch = all(find_spec(name) is not None for name in setting.rivals)
     can = lambda name, given: torch if name.startswith(TORCH) else given.keys() <= known
     return [name for name, given in setting.programs.items() if can(name, given)]
 
 
-def _compile(reporter: Reporter, workers: Sequence[Worker]) -> None:
-    """Start all; the first of hfjax and torch at once, the others when that one is ready."""
+def _compile(reporter: Reporter, groups: Sequence[Sequence[Worker]]) -> None:
+    """Start all; of each group the first of hfjax and torch at once, others when that is ready."""
     with tempfile.TemporaryDirectory() as alone:
         tuned = os.environ.get("BENCHMARK_TUNED", alone)
-        first = next(w for w in workers if not w.of_torch)
-        early = [w for w in workers if w is first or w.of_torch]
+        firsts = [next(w for w in group if not w.of_torch) for group in groups]
+        workers = [worker for group in groups for worker in group]
+        early = [w for w in workers if w in firsts or w.of_torch]
         for worker in early:
             worker.start(tuned)
-        first.hear(min(READY_S, reporter.left))
-        others = [w for w in workers if w not in early]
-        for worker in others:
-            worker.start(tuned)
-        for worker in (w for w in workers if w is not first):
-            worker.hear(min(READY_S, reporter.left))
+        for first, group in zip(firsts, groups, strict=True):
+            first.hear(_patience(reporter, groups))
+            for worker in (w for w in group if w not in early):
+                worker.start(tuned)
+        for worker in (w for w in workers if w not in firsts):
+            worker.hear(_patience(reporter, groups))
+
+
+def _patience(reporter: Reporter, groups: Sequence[Sequence[Worker]]) -> float:
+    """Return how long to wait for a compiler, so that what is ready can still be measured."""
+    visits = 0
+    for group in groups:
+        rivals = sum(w.of_torch for w in group)
+        ours = len(group) - rivals
+        visits += ours * (1 + rivals) + rivals
+    return min(READY_S, reporter.left - VISIT_S * visits)
 
 
 def _visited(reporter: Reporter, workers: Sequence[Worker]) -> Iterator[Worker]:
@@ -260,9 +286,7 @@ def row_of(setting: Setting, worker: Worker) -> dict[str, Any]:
         return row | {"status": f"failed: {worker.failure or 'no time left'}"}
     ms, asked = statistics.median(worker.ms), worker.asked
     row |= {"status": "ok", "ms": ms, "blocks_ms": worker.ms, "memory": worker.peak}
-    row |= {"tokens_s": 1e3 * asked.rows * asked.length / ms}
-    row |= {"flops": setting.flops(worker.told["parameters"])}
-    return row | worker.told
+    return row | setting.numbers(ms, asked, worker.told) | worker.told
 
 
 def agree(rows: Iterable[Mapping[str, Any]]) -> str | None:
