@@ -57,8 +57,8 @@ def convolve(
         [[8.0, 12.0, 8.0], [12.0, 18.0, 12.0], [8.0, 12.0, 8.0]]
     """
     both = lambda n: (n, n) if isinstance(n, int) else tuple(n)
-    pads = ((padding, padding),) * 2 if isinstance(padding, int) else tuple(map(tuple, padding))
-    window = Window(both(stride), pads, both(dilation), groups)
+    pads = [(padding, padding)] * 2 if isinstance(padding, int) else list(padding)
+    window = Window(both(stride), tuple((a, b) for a, b in pads), both(dilation), groups)
     out = jax.eval_shape(lambda x, k: as_one(x, k, window), x_NHWC, kernel_HWIO)  # XLA's own errors
     if current_platform.platform() != "cpu" or not jnp.issubdtype(out.dtype, jnp.floating):
         return as_one(x_NHWC, kernel_HWIO, window)
@@ -70,11 +70,11 @@ class Window:
     """How a kernel moves over images, as in `convolve`."""
 
     stride: tuple[int, ...] = (1, 1)
-    padding: tuple[tuple[int, ...], ...] = ((0, 0), (0, 0))
+    padding: tuple[tuple[int, int], ...] = ((0, 0), (0, 0))
     dilation: tuple[int, ...] = (1, 1)
     groups: int = 1
 
-    def places(self, x: Sequence[int], kernel: Sequence[int]) -> list[tuple["Seen", "Seen"]]:
+    def places(self, x: Sequence[int], kernel: Sequence[int]) -> list[tuple["Overlap", "Overlap"]]:
         """Return what each place of a kernel sees of images, row by row; shapes are given."""
         rows, columns = ([self._seen(d, x, kernel, t) for t in range(kernel[d])] for d in (0, 1))
         return [(row, column) for row in rows for column in columns]
@@ -84,16 +84,16 @@ class Window:
         reach = self.dilation[dim] * (kernel[dim] - 1) + 1
         return max(0, (x[dim + 1] + sum(self.padding[dim]) - reach) // self.stride[dim] + 1)
 
-    def _seen(self, dim: int, x: Sequence[int], kernel: Sequence[int], place: int) -> "Seen":
+    def _seen(self, dim: int, x: Sequence[int], kernel: Sequence[int], place: int) -> "Overlap":
         step, before = self.stride[dim], place * self.dilation[dim] - self.padding[dim][0]
         size = self.size(dim, x, kernel)
         start = min(size, max(0, -(before // step)))
         stop = max(start, min(size, (x[dim + 1] - 1 - before) // step + 1))
-        return Seen(start, stop, size, start * step + before, step)
+        return Overlap(start, stop, size, start * step + before, step)
 
 
 @dataclass(frozen=True)
-class Seen:
+class Overlap:
     """What one place of a kernel sees of images, along one dimension.
 
     Attributes:
@@ -185,7 +185,7 @@ def between(kernel: jax.Array, groups: int) -> jax.Array:
     if groups == 1:
         return kernel
     height, width, inside, outside = kernel.shape
-    same = jnp.eye(groups, dtype=kernel.dtype)[:, None, :, None]
+    same = jnp.eye(groups, dtype=kernel.dtype)[None, None, :, None, :, None]
     each = kernel.reshape(height, width, 1, inside, groups, outside // groups)
     return (each * same).reshape(height, width, groups * inside, outside)
 
@@ -217,7 +217,7 @@ def shifted(x: jax.Array, kernel: jax.Array, window: Window) -> jax.Array:
 def patches(x: jax.Array, kernel: jax.Array, window: Window) -> jax.Array:
     """Return one product, of all that each pixel sees and of the whole dense kernel."""
     wide = jnp.promote_types(x.dtype, jnp.float32)
-    around = ((0, 0, 0), *((*pads, 0) for pads in window.padding), (0, 0, 0))
+    around = ((0, 0, 0), *((a, b, 0) for a, b in window.padding), (0, 0, 0))
     x = lax.pad(x, jnp.zeros((), x.dtype), around)
     inner = replace(window, padding=((0, 0), (0, 0)))
     seen = [
