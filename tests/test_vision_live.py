@@ -47,7 +47,7 @@ MODELS: Mapping[str, tuple[Any, Callable]] = {
     },
     **{f"vit-{c}-16": (vit, getattr(theirs, f"vit_{c}_16")) for c in "bl"},
 }
-ENTRIES = {"deeplabv3-resnet-101": 676, "resnet-101": 626, "vit-b-16": 152}
+ENTRIES = {"deeplabv3-resnet101": 676, "resnet101": 626, "vit-b-16": 152}
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -108,10 +108,10 @@ def distance(found: Mapping[str, np.ndarray], wanted: Mapping[str, np.ndarray]) 
 
 
 WHOLE = {
-    "resnet-101": (2, 224),
+    "resnet101": (2, 224),
     "regnet-y-400mf": (2, 224),
     "vit-b-16": (2, 224),
-    "deeplabv3-resnet-101": (1, 321),
+    "deeplabv3-resnet101": (1, 321),
 }
 
 

@@ -9,11 +9,11 @@ from flax import nnx
 from jax import lax
 
 from hfjax.models.parts import Draw
+from hfjax.models.vision.convolution_forms import convolve
 from hfjax.models.vision.norms import norm_after
 from hfjax.models.vision.vision_config import ConvNetConfig
 
 OF_KERNEL = (None, None, "channel_in", "channel_out")
-LAYOUTS = ("NHWC", "HWIO", "NHWC")
 
 
 def by_outputs(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
@@ -28,36 +28,6 @@ def by_inputs(inputs: int) -> Draw:
     """Return what draws numbers evenly within 1 / sqrt(inputs): how torch's layers begin."""
     bound = 1 / math.sqrt(inputs)
     return lambda key, shape: jax.random.uniform(key, shape, minval=-bound, maxval=bound)
-
-
-def convolve(
-    x: jax.Array, kernel: jax.Array, stride: int = 1, dilation: int = 1, padding: int | None = None
-) -> jax.Array:
-    """Return the convolution of images with a kernel [h, w, in / groups, out].
-
-    Args:
-        x: [B, H, W, in].
-        kernel: It says how many groups there are: x has so many times its inputs.
-        stride: From one position to the next.
-        dilation: From one row and column of the kernel to the next.
-        padding: Zeros around. None: as many as keep the size, if the stride is 1.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> from hfjax.models.vision.convolutions import convolve
-        >>> convolve(jnp.ones((1, 4, 4, 2)), jnp.ones((3, 3, 2, 8)), stride=2).shape
-        (1, 2, 2, 8)
-    """
-    around = [dilation * (n - 1) // 2 if padding is None else padding for n in kernel.shape[:2]]
-    return lax.conv_general_dilated(
-        x,
-        kernel,
-        (stride, stride),
-        [(n, n) for n in around],
-        rhs_dilation=(dilation, dilation),
-        dimension_numbers=LAYOUTS,
-        feature_group_count=x.shape[3] // kernel.shape[2],
-    )
 
 
 class Conv(nnx.Module):
@@ -98,7 +68,10 @@ class Conv(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         """Return the convolution of images [B, H, W, in]."""
         kernel = jnp.asarray(self.kernel[...])
-        y = convolve(x.astype(kernel.dtype), kernel, self.stride, self.dilation)
+        around = [(n, n) for n in (self.dilation * (k - 1) // 2 for k in kernel.shape[:2])]
+        groups = x.shape[-1] // kernel.shape[2]
+        x_here = x.astype(kernel.dtype)
+        y = convolve(x_here, kernel, self.stride, around, self.dilation, groups)
         if self.bias is not None:
             y = y + self.bias[...].reshape(1, 1, 1, -1)
         return y.astype(x.dtype)

@@ -48,7 +48,7 @@ def on_own_rows(model: nnx.Module) -> list[str]:
 
 
 ONE_ROW = (
-    "sync_batch_norm=False: each device has one row, of which BatchNorm takes its statistics. Leave "
+    "sync_batch_norm=False: each device has one row, the one that BatchNorm sees. Leave "
     "sync_batch_norm at True, give more rows, or use GroupNorm."
 )
 
