@@ -1,6 +1,7 @@
 """`make gpu` without a GPU: its sections run, fail alone, and what they found is written."""
 
 import json
+import math
 import os
 import re
 import subprocess
@@ -14,12 +15,15 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import pytest
+from flax import nnx
 
 from benchmarks import gpu
-from benchmarks.gpu_sections import device, record, report, training
+from benchmarks.gpu_sections import device, record, report, train_images, training, vision
 from benchmarks.gpu_sections.cases import Case, measured, run_cases, tunings
 from benchmarks.gpu_sections.rows import Reporter, ratio, row_in
+from hfjax.models.vision import convolutions
 from hfjax.parallel.execution import Execution
+from hfjax.weights.vision_rules import model_of
 from tests.kernels import lowered
 
 ROOT = Path(__file__).parents[1]
@@ -258,7 +262,8 @@ def test_the_page_tells_goals_that_are_reached_and_missed():
 
 
 def test_every_program_of_the_training_is_one_that_hfjax_knows():
-    for setting in training.SETTINGS.values():
+    images = [setting for group in vision.IMAGES.values() for setting in group]
+    for setting in [*training.SETTINGS.values(), *images]:
         for name in training.able(setting):
             asked = setting.asked(name, tiny=True)
             if asked.program == "hfjax":
@@ -272,6 +277,53 @@ def test_operations_of_a_step_are_those_of_the_parameters_and_of_attention():
     setting = training.SETTINGS["small 16"]
     per_token = 6 * (124_475_904 - 1024 * 768) + 12 * 12 * 768 * 1024
     assert setting.flops(124_475_904) == 16 * 1024 * per_token
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        pytest.param(setting, marks=() if setting.preset == "resnet50" else pytest.mark.slow)
+        for group in vision.IMAGES.values()
+        for setting in group
+    ],
+    ids=lambda setting: setting.preset,
+)
+def test_operations_on_images_are_the_products_of_convolutions(setting, monkeypatch):
+    config = train_images.shape_of(setting.asked("hfjax", tiny=False))
+    found, convolve = [], convolutions.convolve
+
+    def counting(x, kernel, *given):
+        y = convolve(x, kernel, *given)
+        found.append(y[0].size * math.prod(kernel.shape[:3]))
+        return y
+
+    monkeypatch.setattr(convolutions, "convolve", counting)
+    image = jax.ShapeDtypeStruct((2, setting.length, setting.length, 3), jnp.float32)
+    jax.eval_shape(lambda image: model_of(config)(nnx.Rngs(0))({"image": image}), image)
+    assert sum(found) == setting.products
+    flops = setting.numbers(1e3, setting.asked("hfjax", tiny=False), {})["flops"]
+    assert flops == 6 * setting.rows * setting.products
+
+
+def trained_images(**changes):
+    name = vision.IMAGES["main"][0].name
+    row = {"section": "vision", "kernel": name, "case": "hfjax", "status": "ok", "ms": 50.0}
+    row |= {"images_s": 2560.0, "flops": 3.1e12, "memory": 2**33, "compiled": 2**32}
+    return row | {"losses": [6.9], "ready_s": 30.0} | changes
+
+
+def test_the_page_compares_training_on_images_with_torch():
+    slow = trained_images(case="torch.compile", ms=100.0, images_s=1280.0, compiled=None)
+    failed = trained_images(case="hfjax, remat full", status="failed: no time left")
+    rows = [{"kernel": "device", "kind": "NVIDIA H100"}, trained_images(), slow, failed]
+    found = {"command": "gpu", "date": "today", "versions": {}, "sections": [], "rows": rows}
+    page = report.page(found)
+    numbers = "hfjax | 50.0 ms | 2,560 | 2.00 | 6.3% | 8.00 GiB | 30 s | 62 | 4.00 GiB |"
+    assert f"{rows[1]['kernel']} | {numbers}" in page.partition("## Training on images")[2]
+    assert "| **failed: no time left** |" in page
+    assert "not the same training" not in page
+    rows[2]["losses"] = [7.9]
+    assert "**not the same training**: torch.compile: first losses [7.9]" in report.page(found)
 
 
 @dataclass(frozen=True)

@@ -3,11 +3,10 @@
 import math
 from dataclasses import replace
 from typing import Any
-from unittest import mock
 
 from benchmarks.gpu_sections.train_worker import Asked, Task
 
-RATE, MOMENTUM = 0.01, 0.9
+RATE, MOMENTUM = 1e-3, 0.9
 # As users write it: products in bfloat16, norms and their statistics in float32.
 EXECUTION = {"precision": {"*": "bf16", "*norm*": "fp32"}}
 SMALL_SHAPES: dict[str, dict[str, Any]] = {
@@ -36,14 +35,14 @@ def task_of(asked: Asked) -> Task:
 
         return of_images(config, flat, RATE, MOMENTUM)
 
+    layout = hfjax.layout(model_of(config), sgd, mesh, hfjax.DDP)
     return Task(
-        layout=hfjax.layout(model_of(config), sgd, mesh, hfjax.DDP),
+        layout=layout,
         loss=segmentation_loss if segments(config) else classification_loss,
         batch=lambda number: drawn(asked, config, number),
         execution=EXECUTION,
         rival=rival,
-        told=lambda: {"multiply_adds": multiply_adds(config, asked.length)},
-        early=True,
+        weights=lambda: weights_of(layout, config.classes),
     )
 
 
@@ -76,26 +75,19 @@ def drawn(asked: Asked, config: Any, number: int) -> dict[str, Any]:
     return {"image": image, "label": draw.integers(0, config.classes, shape, np.int32)}
 
 
-def multiply_adds(config: Any, side: int) -> int:
-    """Return the products that the convolutions of one image are sums of, in a forward pass.
+def weights_of(layout: Any, classes: int) -> dict[str, Any]:
+    """Return first parameters by path: normal numbers as torchvision has them, ones and zeros.
 
-    Those with the zeros around an image count too, as papers count.
+    What has the classes as a dimension begins small: losses are near the logarithm of their number.
     """
-    import jax
-    import jax.numpy as jnp
-    from flax import nnx
+    import numpy as np
 
-    from hfjax.models.vision import convolutions
-    from hfjax.weights.vision_rules import model_of
-
-    found, convolve = [], convolutions.convolve
-
-    def counting(x: Any, kernel: Any, *given: Any) -> Any:
-        y = convolve(x, kernel, *given)
-        found.append(y[0].size * math.prod(kernel.shape[:3]))
-        return y
-
-    image = jax.ShapeDtypeStruct((2, side, side, 3), jnp.float32)
-    with mock.patch.object(convolutions, "convolve", counting):
-        jax.eval_shape(lambda image: model_of(config)(nnx.Rngs(0))({"image": image}), image)
-    return sum(found)
+    draw, found = np.random.default_rng(0), {}
+    for path, x in layout.arrays.items():
+        if path.endswith("/kernel"):
+            usual = math.sqrt(2 / math.prod((*x.shape[:-2], x.shape[-1])))
+            deviation = 0.01 if x.shape[-1] == classes else usual
+            found[path] = deviation * draw.standard_normal(x.shape, np.float32)
+        else:
+            found[path] = np.full(x.shape, path.endswith("/scale"), np.float32)
+    return found

@@ -51,8 +51,7 @@ class Task(NamedTuple):
     batch: Callable[[int], Any]  # of a number, on the host
     execution: dict[str, Any]  # fields that hfjax has if no others are asked for
     rival: Callable[[dict[str, Any]], Any]  # first parameters by path -> program of torch
-    told: Callable[[], dict[str, Any]] = dict  # more that is to be known of the model
-    early: bool = False  # whether hfjax draws its first state before it is ready
+    weights: Callable[[], dict[str, Any]] | None = None  # these; None: hfjax draws them, when asked
 
 
 class Ready(NamedTuple):
@@ -176,7 +175,8 @@ def _hfjax(asked: Asked) -> Ready:
     step = hfjax.train_step(layout, task.loss, **execution)
     batches = [hfjax.shard_batch(layout, task.batch(i)) for i in range(BATCHES)]
     step._jitted = program = step.lower(batches[0]).compile()  # pyright: ignore
-    held: dict[str, Any] = {"state": hfjax.init(layout)} if task.early else {}
+    first = task.weights and hfjax.init(layout, parameters=task.weights())
+    held: dict[str, Any] = {"state": first}
 
     def one(number: int) -> Any:
         state = held.pop("state", None) or hfjax.init(layout)
@@ -189,7 +189,7 @@ def _hfjax(asked: Asked) -> Ready:
     wait = lambda: jax.block_until_ready(held.get("state"))
     parameters = _count(layout.abstract_state().params)
     told = {"parameters": parameters, "kept": _kept(step), "compiled": _planned(program)}
-    return Ready(one, wait, peak, lambda: None, told | task.told())
+    return Ready(one, wait, peak, lambda: None, told)
 
 
 def _planned(program: Any) -> int | None:
@@ -231,14 +231,14 @@ def _torch(asked: Asked) -> Ready:
     from hfjax.base.paths import flatten
 
     task = _task(asked)
-    params = hfjax.init(task.layout).params
-    flat = {path: np.asarray(x) for path, x in flatten(params).items()}
+    drawn = task.weights or (lambda: flatten(hfjax.init(task.layout).params))
+    flat = {path: np.asarray(x) for path, x in drawn().items()}
     program = task.rival(flat)
     batches = [program.place(task.batch(i)) for i in range(BATCHES)]
     program.compile(batches[0])
     step = lambda i: program.step(batches[i % BATCHES])
-    told = {"parameters": _count(params)}
-    return Ready(step, program.wait, program.peak, program.rest, told | task.told())
+    told = {"parameters": _count(flat)}
+    return Ready(step, program.wait, program.peak, program.rest, told)
 
 
 if __name__ == "__main__":
