@@ -67,7 +67,8 @@ def main(epochs: int = 10) -> tuple[float, float]:
             state, metrics = step(state, batch)
             losses.append(float(metrics["loss"]))
         accuracy = float(evaluate(state, unseen)["top1"])
-        print(f"epoch {epoch + 1}: loss {losses[-1]:.4f}, {accuracy:.1%} of {HELD_OUT} are right")
+        told = f"loss {losses[-1]:.4f}, {accuracy:.1%} of {HELD_OUT} are right"
+        print(f"epoch {epoch + 1}: {told}", flush=True)
     print(f"\n{step.rows}\n")
 
     one, state = trainer(hfjax.make_mesh(devices=jax.devices()[:1]), hfjax.DDP, steps)
