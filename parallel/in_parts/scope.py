@@ -222,6 +222,8 @@ class Scope:
     def tell(self, how: str, x: Any) -> None:
         """Take note that rows were joined."""
         name = self.equation.primitive.name if self.equation else "result"
+        if self.equation and (kept := getattr(self.equation.params.get("name"), "call", None)):
+            name = kept.function.__name__
         self.told.append(Join(self.line, name, how, bytes_of(x), self.times, self.known))
 
     @property
