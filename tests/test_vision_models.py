@@ -80,7 +80,7 @@ def of_names(case: str, kind: str, config, arrays) -> dict[str, float]:
     assert kept <= set(found)
     size = lambda x: max(np.linalg.norm(x), 1e-9)
     wanted = lambda name: expected()[f"{case}/{kind}/{name}"]
-    return {n: abs(told(n, found[n]) - wanted(n)) / size(found[n]) for n in kept}
+    return {n: float(abs(told(n, found[n]) - wanted(n)) / size(found[n])) for n in kept}
 
 
 @pytest.mark.drawn
