@@ -25,7 +25,7 @@ from hfjax.models.vision.deeplab import DeepLabConfig
 from hfjax.models.vision.vision_config import ConvNetConfig, VisionConfig
 from hfjax.parallel.execution import PipelineSchedule
 from hfjax.plan.layout import Layout, State
-from hfjax.processes.agreement import agreed
+from hfjax.processes.agreement import agreed, in_all
 from hfjax.weights.model_folder import PICKLES
 from hfjax.weights.name_rules import PlacedTensor, Shape, check_covers, misfits
 from hfjax.weights.stream_in import by_path
@@ -98,11 +98,13 @@ def read_vision(
 
     Example:
         >>> config = ResNetConfig.preset("resnet-50")  # doctest: +SKIP
-        >>> weights = hfjax.weights.vision_files.read_vision(
-        ...     "resnet50.safetensors", config
-        ... )  # doctest: +SKIP
+        >>> weights = read_vision("resnet50.safetensors", config)  # doctest: +SKIP
     """
-    path = Path(file)
+    return in_all(lambda: _arrays_of(Path(file), config, new_head))
+
+
+def _arrays_of(path: Path, config: VisionConfig, new_head: bool) -> dict[str, FileArray | None]:
+    """Return what lies where in a file, once all of it fits."""
     _refuse_pickles(path)
     tensors, shapes = read_header(path), shapes_of(config)
     alone = _is_backbone(config, tensors)

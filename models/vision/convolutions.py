@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 from hfjax.models.parts import Draw
 from hfjax.models.vision.norms import norm_after
@@ -96,9 +97,10 @@ class Conv(nnx.Module):
         self.stride, self.dilation = stride, dilation
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Return the convolution of images [B, H, W, in]."""
+        """Return the convolution of images [B, H, W, in], named conv for remat."""
         kernel = jnp.asarray(self.kernel[...])
         y = convolve(x.astype(kernel.dtype), kernel, self.stride, self.dilation)
+        y = checkpoint_name(y, "conv")
         if self.bias is not None:
             y = y + self.bias[...].reshape(1, 1, 1, -1)
         return y.astype(x.dtype)
