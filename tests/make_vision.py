@@ -154,7 +154,7 @@ def main() -> None:
     found = {}
     for case in MODELS:
         found |= expected(case)
-    packed = packed_of(found)
+    packed: Any = packed_of(found)
     np.savez_compressed(Path(__file__).with_name("vision.npz"), **packed)
 
 

@@ -21,10 +21,11 @@ from hfjax.base.tables import named
 from hfjax.base.write_files import replacing
 from hfjax.batches import full
 from hfjax.initialise import init
+from hfjax.models.vision.deeplab import DeepLabConfig
 from hfjax.models.vision.vision_config import ConvNetConfig, VisionConfig
 from hfjax.parallel.execution import PipelineSchedule
 from hfjax.plan.layout import Layout, State
-from hfjax.processes.agreement import agreed
+from hfjax.processes.agreement import agreed, in_all
 from hfjax.weights.model_folder import PICKLES
 from hfjax.weights.name_rules import PlacedTensor, Shape, check_covers, misfits
 from hfjax.weights.stream_in import by_path
@@ -32,7 +33,8 @@ from hfjax.weights.tensor_files import FileTensor, header_of, read_header, read_
 from hfjax.weights.vision_rules import COUNTER, HEADS, shapes_of, vision_table
 from hfjax.weights.write_out import in_full_precision
 
-VARIANCE = "running_var"
+VARIANCE, BACKBONE = "running_var", "backbone."
+NEW_HEAD = "--model.new-head (read_vision(…, new_head=True))"
 
 
 @dataclass(frozen=True)
@@ -88,30 +90,48 @@ def read_vision(
         file: Of safetensors, with torchvision's names. `python -m
             hfjax.weights.torch_to_safetensors` makes one of a model.pth.
         config: The shape of the model.
-        new_head: Whether what has the classes as a dimension is left out: None, from the seed.
+        new_head: Whether what has the classes as a dimension is left out: None, from the seed. A
+            model that segments may then begin from a ResNet that classifies, too.
 
     Raises:
         ValueError: The file is none of safetensors, or not of this model: all that does not fit.
 
     Example:
         >>> config = ResNetConfig.preset("resnet50")  # doctest: +SKIP
-        >>> weights = hfjax.weights.vision_files.read_vision(
-        ...     "resnet50.safetensors", config
-        ... )  # doctest: +SKIP
+        >>> weights = read_vision("resnet50.safetensors", config)  # doctest: +SKIP
     """
-    path = Path(file)
+    return in_all(lambda: _arrays_of(Path(file), config, new_head))
+
+
+def _arrays_of(path: Path, config: VisionConfig, new_head: bool) -> dict[str, FileArray | None]:
+    """Return what lies where in a file, once all of it fits."""
     _refuse_pickles(path)
-    tensors = read_header(path)
-    shapes = shapes_of(config)
+    tensors, shapes = read_header(path), shapes_of(config)
+    alone = _is_backbone(config, tensors)
+    if alone:
+        if not new_head:
+            raise ValueError(
+                f"{named(path)} is of a ResNet alone, without what segments. To keep the backbone "
+                f"and draw the rest anew: {NEW_HEAD}."
+            )
+        fits = lambda name: not name.startswith("fc.")
+        tensors = {f"{BACKBONE}{name}": t for name, t in tensors.items() if fits(name)}
     pieces = list(vision_table(config).pieces())
     check_covers(pieces, shapes)
     pieces = [replace(piece, tensor=tensors.get(piece.name)) for piece in pieces]
-    kept = [piece for piece in pieces if not (new_head and _of_head(piece.path))]
+    drawn = lambda p: _of_head(p.path) or (alone and not p.name.startswith(BACKBONE))
+    kept = [piece for piece in pieces if not (new_head and drawn(piece))]
     _check(path, pieces, kept, tensors)
     found: dict[str, FileArray | None] = dict.fromkeys(shapes)
     for of, parts in by_path(kept).items():
         found[of] = FileArray(sorted(parts, key=lambda p: p.index), shapes[of])
     return found
+
+
+def _is_backbone(config: VisionConfig, tensors: Mapping[str, FileTensor]) -> bool:
+    """Return whether a file is of the ResNet alone of a model that segments."""
+    segments = isinstance(config, DeepLabConfig)
+    return segments and "conv1.weight" in tensors and f"{BACKBONE}conv1.weight" not in tensors
 
 
 def _refuse_pickles(path: Path) -> None:

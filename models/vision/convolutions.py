@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 from hfjax.models.parts import Draw
 from hfjax.models.vision.convolution_forms import convolve
@@ -66,12 +67,13 @@ class Conv(nnx.Module):
         self.stride, self.dilation = stride, dilation
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Return the convolution of images [B, H, W, in]."""
+        """Return the convolution of images [B, H, W, in], named conv for remat."""
         kernel = jnp.asarray(self.kernel[...])
         around = [(n, n) for n in (self.dilation * (k - 1) // 2 for k in kernel.shape[:2])]
         groups = x.shape[-1] // kernel.shape[2]
         x_here = x.astype(kernel.dtype)
         y = convolve(x_here, kernel, self.stride, around, self.dilation, groups)
+        y = checkpoint_name(y, "conv")
         if self.bias is not None:
             y = y + self.bias[...].reshape(1, 1, 1, -1)
         return y.astype(x.dtype)

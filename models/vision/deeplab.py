@@ -183,8 +183,9 @@ class DeepLab(nnx.Module):
 
     def embed(self, batch: Mapping[str, jax.Array]) -> Features:
         """Return what the first block is given of `batch["image"]` [B, H, W, 3], of any size."""
+        x = self.stem(batch)
         _, height, width, _ = batch["image"].shape
-        return Features(self.stem(batch), None, height, width)
+        return Features(x, None, height, width)
 
     def head(self, features: Features) -> dict[str, jax.Array]:
         """Return the logits of each pixel."""

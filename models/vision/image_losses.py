@@ -44,6 +44,11 @@ def classification_loss(
             f"classification_loss(smoothing={smoothing!r}): the part of a target that is spread "
             "over all classes is from 0 to below 1."
         )
+    if isinstance(outputs, Mapping):
+        raise ValueError(
+            f"outputs {{{', '.join(outputs)}}}: logits [rows, classes] are expected. Of a model "
+            "that segments use segmentation_loss."
+        )
     labels = _labels(batch, outputs.shape[:-1], "[rows], one class for each image")
     weights = _of_rows(batch, labels) * (labels >= 0)
     logits = _wide(outputs)

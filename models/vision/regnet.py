@@ -192,7 +192,10 @@ class RegNetBlock(nnx.Module):
 
 
 class RegNet(nnx.Module):
-    """A RegNet-Y; `layers` is a list of blocks, each gathered by itself."""
+    """A RegNet-Y; `layers` is a list of blocks, each gathered by itself.
+
+    Named in each layer, for remat: conv, what a convolution makes.
+    """
 
     refuses: ClassVar[Mapping[str, str]] = OF_CONVOLUTIONS
 

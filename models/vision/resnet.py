@@ -228,7 +228,10 @@ def blocks_of(config: ResNetConfig, rngs: nnx.Rngs) -> nnx.List:
 
 
 class ResNet(nnx.Module):
-    """A ResNet; `layers` is a list of blocks, each gathered by itself."""
+    """A ResNet; `layers` is a list of blocks, each gathered by itself.
+
+    Named in each layer, for remat: conv, what a convolution makes.
+    """
 
     refuses: ClassVar[Mapping[str, str]] = OF_CONVOLUTIONS
 
