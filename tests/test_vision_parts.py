@@ -11,8 +11,8 @@ from flax import nnx
 from hfjax.models.parts import plain, run_listed, run_stacked
 from hfjax.models.vision.convolutions import Conv, max_pool, resized
 from hfjax.models.vision.deeplab import DeepLab, DeepLabConfig
+from hfjax.models.vision.image_input import pixels_of
 from hfjax.models.vision.norms import BatchNorm, FrozenBatchNorm, GroupNorm
-from hfjax.models.vision.pixels import pixels_of
 from hfjax.models.vision.regnet import RegNet, RegNetConfig
 from hfjax.models.vision.resnet import ResNet, ResNetConfig
 from hfjax.models.vision.vision_config import MEAN, STD, VisionConfig
@@ -119,7 +119,8 @@ def test_groups_are_normalised_within_a_row():
 
 def test_moments_are_of_all_but_the_last_dimension():
     x = jnp.asarray(RNG.normal(size=(3, 4, 5, 6)), jnp.bfloat16)
-    mean, variance = plain.moments(x)
+    mean, variance, count = plain.moments(x)
+    assert count == 60
     wide = np.asarray(x, np.float64).reshape(-1, 6)
     np.testing.assert_allclose(mean, wide.mean(0), rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(variance, wide.var(0), rtol=1e-5)

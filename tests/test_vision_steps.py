@@ -3,6 +3,7 @@
 import warnings
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +28,7 @@ ROWS = {
     "FSDP, remat": (hfjax.FSDP.edit(replicate_below=0), {"fsdp": 4}, {"remat": "full"}),
     "DDP, dots": (hfjax.DDP, {"data": 4}, {"remat": "dots"}),
 }
-SHARED = {
+SHARED: dict[str, Any] = {
     "TENSOR|SEQUENCE": (hfjax.TENSOR | hfjax.SEQUENCE, {"data": 2, "tensor": 2}),
     "PIPE": (hfjax.PIPE, {"pipe": 2, "data": 2}, {"schedule": hfjax.Schedule("1f1b", 2)}),
 }
@@ -68,8 +69,8 @@ def test_statistics_are_those_of_each_microbatch_in_order(name):
     """Two microbatches: those of one device, after which running statistics were mixed twice."""
     case = {"DDP": (hfjax.DDP, {"data": 4}), "FSDP": (hfjax.FSDP, {"data": 2, "fsdp": 2})}
     with jax.enable_x64(True):
-        fields = {"steps": 2, "accumulate": 2}
-        assert_strategies_agree(model(name), loss_of(name), images(name), case, **fields)
+        given = model(name), loss_of(name), images(name), case
+        assert_strategies_agree(*given, steps=2, accumulate=2)
 
 
 def test_two_microbatches_mix_running_statistics_twice():
@@ -90,15 +91,16 @@ def test_two_microbatches_mix_running_statistics_twice():
 @pytest.mark.parametrize("name", ["resnet-tiny", "deeplabv3-tiny"])
 def test_in_bfloat16_as_on_one_device_in_bfloat16(name):
     """Statistics are float32 there too; activations round, so the law is a looser one."""
-    losses, means = [], []
+    losses, means = list[float](), list[np.ndarray]()
     for devices, strategy in ((1, hfjax.DDP), (8, hfjax.DDP), (8, hfjax.FSDP)):
         axis = "fsdp" if strategy is hfjax.FSDP else "data"
-        mesh = hfjax.make_mesh(**{axis: devices}, devices=jax.devices()[:devices])
+        sizes: Any = {axis: devices}
+        mesh = hfjax.make_mesh(devices=jax.devices()[:devices], **sizes)
         layout = hfjax.layout(model(name), optax.sgd(0.1), mesh, strategy)
         step = hfjax.train_step(layout, loss_of(name), precision="bf16")
         state, batch = hfjax.init(layout), images(name)
-        for _ in range(2):
-            state, metrics = step(state, batch)
+        state, _ = step(state, batch)
+        state, metrics = step(state, batch)
         losses.append(float(metrics["loss"]))
         means.append(np.asarray(hfjax.module(layout, state).stem.norm.mean[...]))
         assert means[-1].dtype == np.float32
@@ -140,10 +142,9 @@ def test_one_message_forward_and_one_backward_for_each_norm(name, remat):
     found = hfjax.collectives(step.lower(images(name)).compile())
     sent, wanted = Counter(), norms_of(init)
     for entry in found:
-        shape = entry.payload[entry.payload.index("[") + 1 : -1]
-        numbers = [int(n) for n in shape.split(",") if n]
+        numbers = entry.shape
         if entry.kind == "all-gather":
-            assert numbers[:2] == [8, 2]
+            assert numbers[:2] == (8, 2)
             sent["forward", numbers[2]] += entry.count
         elif entry.kind == "all-reduce" and len(numbers) == 2 and numbers[0] == 2:
             sent["backward", numbers[1]] += entry.count
@@ -200,7 +201,7 @@ def test_gradients_through_norms_are_exact_where_devices_have_unlike_rows():
 
 # -- what is refused ------------------------------------------------------------------------------
 
-WRONG = {
+WRONG: dict[str, Any] = {
     "TENSOR": (hfjax.TENSOR, {"data": 4, "tensor": 2}),
     "SEQUENCE": (hfjax.TENSOR | hfjax.SEQUENCE, {"data": 4, "tensor": 2}),
     "CONTEXT": (hfjax.CONTEXT, {"data": 4, "context": 2}),
@@ -225,7 +226,7 @@ def test_a_vit_refuses_what_splits_no_images(strategy):
 
 def test_batch_norm_in_a_pipeline_is_refused_by_name():
     strategy, sizes, fields = SHARED["PIPE"]
-    mesh = hfjax.make_mesh(**sizes, devices=jax.devices()[:4])
+    mesh = hfjax.make_mesh(devices=jax.devices()[:4], **sizes)
     layout = hfjax.layout(model("resnet-tiny"), optax.sgd(0.1), mesh, strategy)
     step = hfjax.train_step(layout, classification_loss, **fields)
     with pytest.raises(ValueError, match=r"BatchNorm.*norm=.group., norm=.frozen."):
@@ -234,8 +235,8 @@ def test_batch_norm_in_a_pipeline_is_refused_by_name():
 
 def test_one_row_a_device_without_synchronising_is_a_warning():
     mesh = hfjax.make_mesh(data=8)
-    fields = {"sync_batch_norm": False}
-    layout = hfjax.layout(model("resnet-tiny"), optax.sgd(0.1), mesh, hfjax.DDP, **fields)
+    given = model("resnet-tiny"), optax.sgd(0.1), mesh, hfjax.DDP
+    layout = hfjax.layout(*given, sync_batch_norm=False)
     step, state = hfjax.train_step(layout, classification_loss), hfjax.init(layout)
     with pytest.warns(UserWarning, match="one row.*GroupNorm"):
         step.lower(images("resnet-tiny", rows=8))

@@ -36,10 +36,12 @@ def of_rows(
     """
     here = x.size // x.shape[-1]
     if is_recording():
-        return *named(_in_parts, moments)(x), here
+        mean, variance = named(_in_parts, moments)(x)
+        return mean, variance, here
     along = tuple(axis for axis in axes or () if _bound(axis) > 1)
     side = Side(along, math.prod(map(_bound, along)))
-    return *(joined(side, x) if along else moments(x)), here * side.size
+    mean, variance = joined(side, x) if along else moments(x)
+    return mean, variance, here * side.size
 
 
 def _bound(axis: str) -> int:
@@ -61,9 +63,14 @@ def _in_parts(call: NamedCall, scope: Scope, body: Any, arguments: Any) -> list[
     return [mean, variance]
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
 def joined(side: Side, x: jax.Array) -> Moments:
     """Return mean and variance over what all devices of a side have, equally much of it."""
+    found: Any = _joined(side, x)
+    return found
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _joined(side: Side, x: jax.Array) -> Moments:
     here = jnp.stack(moments(x))
     means, variances = jnp.moveaxis(side.stacked(here), 1, 0)
     mean = means.mean(0)
@@ -73,8 +80,8 @@ def joined(side: Side, x: jax.Array) -> Moments:
 
 
 def _forward(side: Side, x: jax.Array) -> tuple[Moments, tuple[jax.Array, jax.Array]]:
-    mean, variance = joined(side, x)
-    return (mean, variance), (x, mean)
+    found = joined(side, x)
+    return found, (x, found[0])
 
 
 def _backward(side: Side, saved: tuple[jax.Array, jax.Array], given: Moments) -> tuple[jax.Array]:
@@ -85,4 +92,4 @@ def _backward(side: Side, saved: tuple[jax.Array, jax.Array], given: Moments) ->
     return ((like(sums[0]) + 2 * like(sums[1]) * deviation).astype(x.dtype),)
 
 
-joined.defvjp(_forward, _backward)
+_joined.defvjp(_forward, _backward)
