@@ -37,7 +37,7 @@ ROWS, NAMES = 16, 8
 WIDTH, HEIGHT = 500, 375
 COLUMNS = (
     *("case", "cores", "plain, images/s and core", "hfjax, images/s and core", "ratio"),
-    *("plain, CPU ms an image", "hfjax, CPU ms an image", "CPU ratio"),
+    *("plain, CPU ms an image", "hfjax, CPU ms an image", "CPU ratio", "load"),
 )
 HEAD = f"""# Decoding of images
 
@@ -45,7 +45,9 @@ HEAD = f"""# Decoding of images
 of {ROWS}, with all transforms. *plain* is a loop over Pillow that does the same, a process for each
 core; *hfjax* an `ImageLoader` in one process with a thread for each core. Both go over all images
 once, in turn; a ratio is hfjax's speed over that of the plain loop, the median of rounds. CPU time
-counts all threads and feels less of what else runs on the machine. The goal is {GOAL}.
+counts all threads and feels less of what else runs on the machine. *load* is how many programs
+waited for cores in the last minute: where it is well above *cores*, others ran, speeds are too low
+and ratios on the clock uncertain. The goal is {GOAL}.
 """
 
 
@@ -197,6 +199,7 @@ def measured(name: str, rounds: int, workers: int, place: Path) -> tuple[str, ..
     return (
         *(name, str(workers), f"{speed(0):.0f}", f"{speed(1):.0f}", f"**{ratio:.2f}**"),
         *(f"{cpu(0):.2f}", f"{cpu(1):.2f}", f"{of_cpu:.2f}"),
+        f"{os.getloadavg()[0]:.0f}",
     )
 
 
