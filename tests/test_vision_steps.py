@@ -128,7 +128,7 @@ def norms_of(init):
     """Return the channels of each BatchNorm."""
     made = nnx.eval_shape(lambda: init(nnx.Rngs(0)))
     found = [m for _, m in nnx.iter_modules(made) if isinstance(m, BatchNorm)]
-    return Counter(int(norm.mean[...].shape[0]) for norm in found)
+    return Counter(norm.num_features for norm in found)
 
 
 @pytest.mark.drawn(3)

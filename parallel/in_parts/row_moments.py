@@ -35,12 +35,12 @@ def of_rows(
     those of the rows along `axes`, if it asks for any.
     """
     here = x.size // x.shape[-1]
-    if is_recording():
-        mean, variance = named(_in_parts, moments)(x)
-        return mean, variance, here
     along = tuple(axis for axis in axes or () if _bound(axis) > 1)
     side = Side(along, math.prod(map(_bound, along)))
-    mean, variance = joined(side, x) if along else moments(x)
+    if along:
+        mean, variance = joined(side, x)
+    else:
+        mean, variance = named(_in_parts, moments)(x) if is_recording() else moments(x)
     return mean, variance, here * side.size
 
 
@@ -69,8 +69,7 @@ def joined(side: Side, x: jax.Array) -> Moments:
     return found
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _joined(side: Side, x: jax.Array) -> Moments:
+def _found(side: Side, x: jax.Array) -> Moments:
     here = jnp.stack(moments(x))
     means, variances = jnp.moveaxis(side.stacked(here), 1, 0)
     mean = means.mean(0)
@@ -80,7 +79,7 @@ def _joined(side: Side, x: jax.Array) -> Moments:
 
 
 def _forward(side: Side, x: jax.Array) -> tuple[Moments, tuple[jax.Array, jax.Array]]:
-    found = joined(side, x)
+    found = _found(side, x)
     return found, (x, found[0])
 
 
@@ -92,4 +91,5 @@ def _backward(side: Side, saved: tuple[jax.Array, jax.Array], given: Moments) ->
     return ((like(sums[0]) + 2 * like(sums[1]) * deviation).astype(x.dtype),)
 
 
+_joined = jax.custom_vjp(_found, nondiff_argnums=(0,))
 _joined.defvjp(_forward, _backward)
