@@ -27,7 +27,7 @@ from benchmarks.gpu_sections.train_worker import Asked
 
 BLOCKS, BLOCK_S = 4, 0.8  # blocks of steps at each visit, seconds of a block
 READY_S, STEPS_S = 150.0, 30.0  # the longest wait for a compiler, for a block
-VISIT_S = 5.0  # that a visit takes: so much of the time is kept for each while compilers run
+VISIT_S = 4.0  # that a visit takes: so much of the time is kept for each while compilers run
 SHAPES = {"small": (12, 768), "medium": (24, 1024)}  # layers, embed
 SAME = 0.01  # by how much first losses may differ, relative
 TORCH = "torch.compile"

@@ -32,7 +32,7 @@ class ImageSetting(Setting):
     def asked(self, program: str, tiny: bool) -> Asked:
         """Return what a worker is asked for."""
         which = "torch" if program.startswith(TORCH) else "hfjax"
-        rows, side = (8, SIDE) if tiny else (self.rows, self.length)
+        rows, side = (4, SIDE) if tiny else (self.rows, self.length)
         execution = dict(self.programs[program])
         tries = execution.pop("tries", ())
         return Asked(which, self.preset, rows, side, execution, "", tiny, images=True, tries=tries)
@@ -48,14 +48,12 @@ class ImageSetting(Setting):
 
 RESNET: Programs = {
     **BOTH,
-    "hfjax, all in bf16": {"precision": "bf16"},
     "hfjax, nothing checked": {"nonfinite": "apply"},
     "hfjax, moments in one pass": {"tries": ("moments",)},
 }
 DEEPLAB: Programs = {
     **BOTH,
     "hfjax, plain kernels' gradients": {"tries": ("dilated",)},
-    "hfjax, and moments in one pass": {"tries": ("moments", "dilated")},
     "hfjax, remat full": {"remat": "full"},
 }
 IMAGES: Mapping[str, Sequence[ImageSetting]] = {
