@@ -299,7 +299,8 @@ def test_operations_on_images_are_the_products_of_convolutions(setting, monkeypa
 
     monkeypatch.setattr(convolutions, "convolve", counting)
     image = jax.ShapeDtypeStruct((2, setting.length, setting.length, 3), jnp.float32)
-    jax.eval_shape(lambda image: model_of(config)(nnx.Rngs(0))({"image": image}), image)
+    with jax.numpy_rank_promotion("allow"):
+        jax.eval_shape(lambda image: model_of(config)(nnx.Rngs(0))({"image": image}), image)
     assert sum(found) == setting.products
     flops = setting.numbers(1e3, setting.asked("hfjax", tiny=False), {})["flops"]
     assert flops == 6 * setting.rows * setting.products

@@ -27,7 +27,7 @@ from benchmarks.gpu_sections.train_worker import Asked
 
 BLOCKS, BLOCK_S = 4, 0.8  # blocks of steps at each visit, seconds of a block
 READY_S, STEPS_S = 150.0, 30.0  # the longest wait for a compiler, for a block
-VISIT_S = 5.0  # that a visit takes: so much of the time is kept for each while compilers run
+VISIT_S = 4.0  # that a visit takes: so much of the time is kept for each while compilers run
 SHAPES = {"small": (12, 768), "medium": (24, 1024)}  # layers, embed
 SAME = 0.01  # by how much first losses may differ, relative
 TORCH = "torch.compile"
@@ -223,7 +223,7 @@ def able(setting: Setting) -> list[str]:
     """Return the programs that can run here: torch may not be there, nor a field."""
     from hfjax.parallel.execution import Execution
 
-    known = {f.name for f in dataclasses.fields(Execution)} | {"attention", "gathered"}
+    known = {f.name for f in dataclasses.fields(Execution)} | {"attention", "gathered", "tries"}
     torch = all(find_spec(name) is not None for name in setting.rivals)
     can = lambda name, given: torch if name.startswith(TORCH) else given.keys() <= known
     return [name for name, given in setting.programs.items() if can(name, given)]

@@ -34,7 +34,8 @@ class ImageSetting(Setting):
         which = "torch" if program.startswith(TORCH) else "hfjax"
         rows, side = (4, SIDE) if tiny else (self.rows, self.length)
         execution = dict(self.programs[program])
-        return Asked(which, self.preset, rows, side, execution, tiny=tiny, images=True)
+        tries = execution.pop("tries", ())
+        return Asked(which, self.preset, rows, side, execution, "", tiny, images=True, tries=tries)
 
     def numbers(self, ms: float, asked: Asked, told: Mapping[str, Any]) -> dict[str, float]:
         """Return what a row has of a step that took so long, by what its worker told.
@@ -47,10 +48,14 @@ class ImageSetting(Setting):
 
 RESNET: Programs = {
     **BOTH,
-    "hfjax, all in bf16": {"precision": "bf16"},
     "hfjax, nothing checked": {"nonfinite": "apply"},
+    "hfjax, moments in one pass": {"tries": ("moments",)},
 }
-DEEPLAB: Programs = {**BOTH, "hfjax, remat full": {"remat": "full"}}
+DEEPLAB: Programs = {
+    **BOTH,
+    "hfjax, plain kernels' gradients": {"tries": ("dilated",)},
+    "hfjax, remat full": {"remat": "full"},
+}
 IMAGES: Mapping[str, Sequence[ImageSetting]] = {
     "main": (
         ImageSetting("resnet50", 128, RESNET, 224, 2, 4_087_136_256),
