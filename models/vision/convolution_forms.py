@@ -259,10 +259,13 @@ def product(x: jax.Array, matrix: jax.Array) -> jax.Array:
     """
     wide = jnp.promote_types(x.dtype, jnp.float32)
     inside, outside = matrix.shape
-    if inside >= 2 * outside and x.size >= TURNED * inside:
+    rows = x.reshape(-1, inside)  # of four dimensions XLA would transpose what comes back
+    if inside >= 2 * outside and rows.shape[0] >= TURNED:
         turned = lax.optimization_barrier(matrix.T)  # else XLA turns it back
-        return jnp.einsum("nhwi,oi->nhwo", x, turned, preferred_element_type=wide)
-    return jnp.einsum("nhwi,io->nhwo", x, matrix, preferred_element_type=wide)
+        found = jnp.einsum("ri,oi->ro", rows, turned, preferred_element_type=wide)
+    else:
+        found = jnp.einsum("ri,io->ro", rows, matrix, preferred_element_type=wide)
+    return found.reshape(*x.shape[:3], outside)
 
 
 FORMS: dict[str, Callable[[jax.Array, jax.Array, Window], jax.Array]] = {
