@@ -10,6 +10,7 @@ torch is left out where it is not installed.
 """
 
 import argparse
+import ctypes
 import os
 import re
 import time
@@ -89,12 +90,21 @@ NETWORKS = {
     ),
     "others, 224 px": (
         "56 128>128 k3 g32",
-        "56 96>96 k7 g96",
-        "14 384>384 k7 g384",
+        "14 512>512 k3 g32",
+        "28 96>96 k7 g96",
+        "56 144>144 k3 s2 g144",
         "28 192>192 k3 g192",
+        "14 192>192 k3 g192",
     ),
 }
 COLUMNS = ("jax", "network", "layer", "form", "XLA", "hfjax", "torch", "of XLA's", "of torch's")
+
+
+def keep_memory() -> None:
+    """Let the process keep what it frees: else each new page of a large array costs a fault."""
+    of_c = ctypes.CDLL(None)
+    of_c.mallopt(-4, 0)  # M_MMAP_MAX: take nothing from the system that goes back when freed
+    of_c.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
 
 
 def layer(text: str) -> tuple[tuple[int, ...], tuple[int, ...], Window]:
@@ -104,8 +114,8 @@ def layer(text: str) -> tuple[tuple[int, ...], tuple[int, ...], Window]:
     size, inside, outside, kernel, stride, dilation, groups = (
         int(n or 1) for n in numbers.groups()
     )
-    pads = (dilation * (kernel - 1) // 2,) * 2
-    window = Window((stride,) * 2, (pads,) * 2, (dilation,) * 2, groups)
+    pad = dilation * (kernel - 1) // 2
+    window = Window((stride,) * 2, ((pad, pad),) * 2, (dilation,) * 2, groups)
     return (ROWS, size, size, inside), (kernel, kernel, inside // groups, outside), window
 
 
@@ -185,7 +195,8 @@ def row(network: str, text: str, found: dict[str, float]) -> tuple[str, ...]:
 HEAD = """# Convolutions on a CPU, by layer
 
 `python -m benchmarks.convolution_forms` (last rows: {date}). Value and both gradients, float32,
-4 images; processor time in one thread, the least of rounds in which the programs take turns.
+4 images; processor time in one thread, the least of rounds in which the programs take turns, with
+memory that stays with the process, as it does from layer to layer in a whole step.
 A layer is: size of the map, channels in > out, [k]ernel, [s]tride, [d]ilation, [g]roups. torch's is
 the quicker of both orders of its dimensions. *form* is what hfjax chooses
 (models/vision/convolution_forms.py).
@@ -198,6 +209,7 @@ def main() -> None:
     parser.add_argument("--only", default="", metavar="TEXT", help="part of a layer's name")
     parser.add_argument("--seconds", type=float, default=4.0, help="for each layer")
     given = parser.parse_args()
+    keep_memory()
     print(" | ".join(COLUMNS))
     for network, layers in NETWORKS.items():
         for text in layers:

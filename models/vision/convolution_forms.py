@@ -2,14 +2,17 @@
 
 On GPUs that is one call of XLA's convolution. On CPUs XLA's is quick in itself and slow in some
 shapes, for which `quickest` names another form (benchmarks/results/convolution_forms.md has the
-times of each):
+times):
 
 - `joined`: XLA computes the gradient of a grouped kernel in a plain loop. Here groups are joined
   until they have `WIDTH` channels, each a dense convolution whose kernel is zero between groups:
   more products, and all of them quick.
+- `each`: where each channel is a group, and the kernel is small, a sum of entries times numbers.
 - `shifted`: of a kernel dilated by as much as the image is wide most products only see padding, and
-  XLA computes them. Here each place of the kernel is one matrix product, of what it sees.
-- `patches`: with fewer pixels than channels it is quicker to lay out what each pixel sees.
+  XLA computes them. Here each place of the kernel is one matrix product, of what it sees. With one
+  place that is a product, whose gradients XLA's convolution takes twice the time for.
+- `patches`: what each pixel sees is laid out, and a product taken of it. That is quicker while it
+  stays in a cache, and there are channels enough to make up for laying it out.
 
 All are sums of products of JAX, so derivatives of any order, `vmap` and sharding work. What is zero
 between joined groups is multiplied too: an infinite number in one is a NaN in the others.
@@ -28,7 +31,10 @@ from hfjax.pallas_kernels import current_platform
 
 ORDER = ("NHWC", "HWIO", "NHWC")
 WIDTH = 32  # channels that joined groups have: fewer fill no register, more are mostly zeros
-SEEN = 0.8  # of all products: where fewer see the image, the others are left out
+SEEN = 0.75  # of all products: where fewer see the image, the others are left out
+CHANNELS, BYTES = 256, 2**25  # that come out of `patches`, at least; that these take, at most
+PLACES = 9  # that `each` takes at most
+TURNED = 1024  # pixels from which on it pays to turn a matrix around
 Both = int | Sequence[int]
 
 
@@ -132,21 +138,24 @@ def quickest(x: Sequence[int], kernel: Sequence[int], window: Window) -> str:
     The first that fits:
 
     - nothing comes out: XLA's;
+    - each channel by itself, and at most `PLACES` in the kernel: `each`;
     - several groups: `joined`;
     - a kernel of one place, or one that mostly sees padding: `shifted`;
-    - no more pixels than channels out: `patches`;
+    - many channels come out, and patches are few enough: `patches`;
     - else XLA's.
     """
     places = window.places(x, kernel)
     pixels = [row.size * column.size for row, column in places]
+    seen = [row.count * column.count for row, column in places]
     if not sum(pixels) * x[0]:
         return "as_one"
     if window.groups > 1:
-        return "joined"
-    seen = [row.count * column.count for row, column in places]
-    if len(places) == 1 or sum(seen) < SEEN * sum(pixels):
+        alone = kernel[2] == 1 and kernel[3] == window.groups and len(places) <= PLACES
+        return "each" if alone else "joined"
+    if len(places) == 1 or (min(kernel[2:]) >= 128 and sum(seen) < SEEN * sum(pixels)):
         return "shifted"
-    return "patches" if x[0] * pixels[0] <= kernel[-1] else "as_one"
+    size = 4 * x[0] * sum(pixels) * x[3]
+    return "patches" if kernel[3] >= CHANNELS and size <= BYTES else "as_one"
 
 
 def as_one(x: jax.Array, kernel: jax.Array, window: Window) -> jax.Array:
@@ -180,6 +189,16 @@ def joined(x: jax.Array, kernel: jax.Array, window: Window) -> jax.Array:
     return jnp.concatenate(found, axis=3) if len(found) > 1 else found[0]
 
 
+def each(x: jax.Array, kernel: jax.Array, window: Window) -> jax.Array:
+    """Return each channel's own convolution: entries times the numbers of the kernel, summed."""
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    padded, inner = enlarged(x, window)
+    numbers = kernel.reshape(-1, 1, 1, 1, kernel.shape[3]).astype(wide)
+    places = zip(inner.places(padded.shape, kernel.shape), numbers, strict=True)
+    total = sum(what(padded, *place) * number for place, number in places)
+    return jnp.asarray(total, x.dtype)
+
+
 def between(kernel: jax.Array, groups: int) -> jax.Array:
     """Return the dense kernel of so many groups: zero from one to another."""
     if groups == 1:
@@ -192,52 +211,66 @@ def between(kernel: jax.Array, groups: int) -> jax.Array:
 
 def shifted(x: jax.Array, kernel: jax.Array, window: Window) -> jax.Array:
     """Return the sum, over the places of a dense kernel, of what each sees times its matrix."""
-    wide = jnp.promote_types(x.dtype, jnp.float32)
-    places = window.places(x.shape, kernel.shape)
-    matrices = kernel.reshape(-1, *kernel.shape[2:])
     total: jax.Array | None = None
-    for (row, column), matrix in zip(places, matrices, strict=True):
+    matrices = kernel.reshape(-1, *kernel.shape[2:])
+    for place, matrix in zip(window.places(x.shape, kernel.shape), matrices, strict=True):
+        row, column = place
         if row.count and column.count:
-            part = lax.slice(
-                x,
-                (0, row.first, column.first, 0),
-                (x.shape[0], row.limit, column.limit, x.shape[3]),
-                (1, row.step, column.step, 1),
-            )
-            product = jnp.einsum("nhwi,io->nhwo", part, matrix, preferred_element_type=wide)
+            part = product(what(x, *place), matrix)
             around = ((0, 0, 0), row.around, column.around, (0, 0, 0))
-            placed = lax.pad(product, jnp.zeros((), wide), around)
-            total = placed if total is None else total + placed
-    if total is None:
-        height, width = (window.size(dim, x.shape, kernel.shape) for dim in (0, 1))
-        return jnp.zeros((x.shape[0], height, width, kernel.shape[-1]), x.dtype)
-    return total.astype(x.dtype)
+            part = lax.pad(part, jnp.zeros((), part.dtype), around)
+            total = part if total is None else total + part
+    return as_one(x, kernel, window) if total is None else total.astype(x.dtype)
 
 
 def patches(x: jax.Array, kernel: jax.Array, window: Window) -> jax.Array:
-    """Return one product, of all that each pixel sees and of the whole dense kernel."""
-    wide = jnp.promote_types(x.dtype, jnp.float32)
+    """Return one product, of all that each pixel sees and of the whole dense kernel.
+
+    The backward pass lays it out again: it is many times as large as the images.
+    """
+
+    @jax.checkpoint
+    def run(x: jax.Array, kernel: jax.Array) -> jax.Array:
+        padded, inner = enlarged(x, window)
+        seen = [what(padded, *place) for place in inner.places(padded.shape, kernel.shape)]
+        matrix = kernel.reshape(-1, kernel.shape[3])
+        return product(jnp.concatenate(seen, axis=3), matrix).astype(x.dtype)
+
+    return run(x, kernel)
+
+
+def enlarged(x: jax.Array, window: Window) -> tuple[jax.Array, Window]:
+    """Return images with their padding, and how a kernel moves over them."""
     around = ((0, 0, 0), *((a, b, 0) for a, b in window.padding), (0, 0, 0))
-    x = lax.pad(x, jnp.zeros((), x.dtype), around)
     inner = replace(window, padding=((0, 0), (0, 0)))
-    seen = [
-        lax.slice(
-            x,
-            (0, row.first, column.first, 0),
-            (x.shape[0], row.limit, column.limit, x.shape[3]),
-            (1, row.step, column.step, 1),
-        )
-        for row, column in inner.places(x.shape, kernel.shape)
-    ]
-    matrix = kernel.reshape(-1, kernel.shape[-1])
-    found = jnp.einsum(
-        "nhwi,io->nhwo", jnp.concatenate(seen, axis=3), matrix, preferred_element_type=wide
-    )
-    return found.astype(x.dtype)
+    return lax.pad(x, jnp.zeros((), x.dtype), around), inner
+
+
+def what(x: jax.Array, row: Overlap, column: Overlap) -> jax.Array:
+    """Return what a place of a kernel sees of images."""
+    start, stop = (0, row.first, column.first, 0), (x.shape[0], row.limit, column.limit, x.shape[3])
+    return lax.slice(x, start, stop, (1, row.step, column.step, 1))
+
+
+def product(x: jax.Array, matrix: jax.Array) -> jax.Array:
+    """Return what a matrix makes of each pixel, summed in float32 or wider.
+
+    XLA's CPU takes half as long for the gradient of a matrix with fewer rows than columns.
+    """
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    inside, outside = matrix.shape
+    rows = x.reshape(-1, inside)  # of four dimensions XLA would transpose what comes back
+    if inside >= 2 * outside and rows.shape[0] >= TURNED:
+        turned = lax.optimization_barrier(matrix.T)  # else XLA turns it back
+        found = jnp.einsum("ri,oi->ro", rows, turned, preferred_element_type=wide)
+    else:
+        found = jnp.einsum("ri,io->ro", rows, matrix, preferred_element_type=wide)
+    return found.reshape(*x.shape[:3], outside)
 
 
 FORMS: dict[str, Callable[[jax.Array, jax.Array, Window], jax.Array]] = {
     "as_one": as_one,
+    "each": each,
     "joined": joined,
     "shifted": shifted,
     "patches": patches,
