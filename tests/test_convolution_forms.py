@@ -12,7 +12,14 @@ from flax import nnx
 
 import hfjax
 from hfjax.models.vision import convolution_forms
-from hfjax.models.vision.convolution_forms import FORMS, Window, convolve, quickest
+from hfjax.models.vision.convolution_forms import (
+    FORMS,
+    Window,
+    as_one,
+    convolve,
+    on_a_gpu,
+    quickest,
+)
 from hfjax.target import GPUS
 
 # images, kernel, stride, padding, dilation, groups
@@ -203,3 +210,35 @@ def test_in_a_step_on_eight_devices_each_works_on_its_rows(monkeypatch):
         assert str(step.rows) == "no rows meet"
     assert set(taken) == set(FORMS)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), *found)
+
+
+@pytest.mark.parametrize("rate", [2, 3, 12])
+@pytest.mark.parametrize("size", [(9, 9), (8, 13)])
+def test_on_a_gpu_the_gradient_of_a_dilated_kernel_is_that_of_a_plain_one(rate, size):
+    window = Window(padding=((rate, rate),) * 2, dilation=(rate, rate))
+    draw = np.random.default_rng(3)
+    with jax.enable_x64(True):
+        x, kernel = draw.normal(size=(2, *size, 3)), draw.normal(size=(3, 3, 3, 4))
+        total = lambda form: lambda x, k: (jnp.sin(form(x, k, window)) ** 2).sum()
+        both = lambda form: jax.grad(total(form), (0, 1))(x, kernel)
+        for got, wanted in zip(both(on_a_gpu), both(as_one), strict=True):
+            np.testing.assert_allclose(got, wanted, rtol=1e-11, atol=1e-11)
+        again = lambda form: jax.grad(lambda k: (jax.grad(total(form))(x, k) ** 2).sum())(kernel)
+        np.testing.assert_allclose(again(on_a_gpu), again(as_one), rtol=1e-9, atol=1e-9)
+
+
+def test_that_form_runs_on_each_device_s_rows(monkeypatch):
+    """As if the mesh were of GPUs: nothing is gathered, and the step is that of one device."""
+    monkeypatch.setattr(convolution_forms.current_platform, "platform", lambda: "gpu")
+    x = np.random.default_rng(0).normal(size=(8, 9, 9, 3)).astype(np.float32)
+    init = lambda rngs: {"kernel": jax.random.normal(rngs.params(), (3, 3, 3, 4))}
+    loss = lambda tree, x: (convolve(x, tree["kernel"], 1, 2, 2) ** 2).mean()
+    states = []
+    for count in (1, 8):
+        mesh = hfjax.make_mesh(data=count, devices=jax.devices()[:count])
+        layout = hfjax.layout(init, optax.sgd(0.1), mesh, hfjax.DDP)
+        step = hfjax.train_step(layout, loss, rows="strict")
+        states.append(step(hfjax.init(layout), x)[0])
+        assert "gathered" not in str(step.rows)
+    one, eight = (np.asarray(state.params["kernel"]) for state in states)
+    np.testing.assert_allclose(one, eight, rtol=1e-5, atol=1e-6)

@@ -53,7 +53,7 @@ RESNET: Programs = {
 }
 DEEPLAB: Programs = {
     **BOTH,
-    "hfjax, plain kernels' gradients": {"tries": ("dilated",)},
+    "hfjax, XLA's gradients of dilated kernels": {"tries": ("dilated",)},
     "hfjax, remat full": {"remat": "full"},
 }
 IMAGES: Mapping[str, Sequence[ImageSetting]] = {

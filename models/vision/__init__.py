@@ -3,5 +3,5 @@
 `resnet`, `regnet` and `vit` classify, `deeplab` segments with a ResNet; `vision_config` has the
 fields that all of them share, `all_presets` the named shapes of all. `image_input` is how images
 enter, `norms` and `convolutions` are the parts, `convolution_forms` what is quickest on a CPU,
-`image_losses` what the models are trained on.
+`dilated_gradient` what is on a GPU, `image_losses` what the models are trained on.
 """

@@ -1,6 +1,7 @@
 """A convolution, in the form that is quickest on the devices of the mesh around.
 
-On GPUs that is one call of XLA's convolution. On CPUs XLA's is quick in itself and slow in some
+On GPUs that is one call of XLA's convolution (`dilated_gradient`: of a dilated one the kernel's
+gradient is another). On CPUs XLA's is quick in itself and slow in some
 shapes, for which `quickest` names another form (benchmarks/results/convolution_forms.md has the
 times):
 
@@ -22,11 +23,13 @@ between joined groups is multiplied too: an infinite number in one is a NaN in t
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from hfjax.models.vision.dilated_gradient import dilated
 from hfjax.pallas_kernels import current_platform
 
 ORDER = ("NHWC", "HWIO", "NHWC")
@@ -66,8 +69,10 @@ def convolve(
     pads = [(padding, padding)] * 2 if isinstance(padding, int) else list(padding)
     window = Window(both(stride), tuple((a, b) for a, b in pads), both(dilation), groups)
     out = jax.eval_shape(lambda x, k: as_one(x, k, window), x_NHWC, kernel_HWIO)  # XLA's own errors
-    if current_platform.platform() != "cpu" or not jnp.issubdtype(out.dtype, jnp.floating):
+    if not jnp.issubdtype(out.dtype, jnp.floating):
         return as_one(x_NHWC, kernel_HWIO, window)
+    if current_platform.platform() != "cpu":
+        return on_a_gpu(x_NHWC, kernel_HWIO, window)
     return FORMS[quickest(x_NHWC.shape, kernel_HWIO.shape, window)](x_NHWC, kernel_HWIO, window)
 
 
@@ -156,6 +161,19 @@ def quickest(x: Sequence[int], kernel: Sequence[int], window: Window) -> str:
         return "shifted"
     size = 4 * x[0] * sum(pixels) * x[3]
     return "patches" if kernel[3] >= CHANNELS and size <= BYTES else "as_one"
+
+
+def on_a_gpu(x: jax.Array, kernel: jax.Array, window: Window) -> jax.Array:
+    """Return XLA's convolution; where it is dilated, with another form of the kernel's gradient."""
+    rate, sides = window.dilation[0], kernel.shape[:2]
+    around = tuple((n // 2, n // 2) for n in sides)
+    keeps = tuple((rate * a, rate * b) for a, b in around) == window.padding
+    odd = all(n % 2 for n in sides) and window.dilation == (rate, rate)
+    if rate == 1 or window.stride != (1, 1) or window.groups > 1 or not (keeps and odd):
+        return as_one(x, kernel, window)
+    plain = replace(window, dilation=(1, 1), padding=around)
+    whole, of_plain = (partial(as_one, window=w) for w in (window, plain))
+    return dilated(whole, of_plain, rate, x, kernel)
 
 
 def as_one(x: jax.Array, kernel: jax.Array, window: Window) -> jax.Array:

@@ -1,0 +1,215 @@
+"""`hfjax train`, `eval`, `export`: from a folder of images to a score, and back to torchvision."""
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import pytest
+from PIL import Image
+
+import hfjax
+from hfjax.cli.in_and_out import export_command
+from hfjax.cli.run import evaluate_command
+from hfjax.models.vision.all_presets import PRESETS
+from hfjax.run import Parts, Train, train
+from hfjax.run.config import Data, Log, Mesh, Model, Optimizer
+from hfjax.run.optimizer import sgd
+from hfjax.run.tasks.pictures import intersection_over_union
+from hfjax.weights.vision_files import read_vision
+
+COLOURS = {"blue": (20, 20, 160), "green": (20, 160, 20), "red": (160, 20, 20)}
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory):
+    """Three classes; 11 images each to validate on, which no batch divides."""
+    place, draw = tmp_path_factory.mktemp("photos"), np.random.default_rng(0)
+    for part, count in (("train", 16), ("valid", 11)):
+        for name, colour in COLOURS.items():
+            folder = place / part / name
+            folder.mkdir(parents=True)
+            for i in range(count):
+                pixels = draw.integers(0, 60, (20, 24, 3)) + np.array(colour).reshape(1, 1, 3)
+                Image.fromarray(pixels.astype(np.uint8)).save(folder / f"{i}.png")
+    return place
+
+
+@pytest.fixture(scope="module")
+def street(tmp_path_factory):
+    place, draw = tmp_path_factory.mktemp("street"), np.random.default_rng(0)
+    for part, count in (("train", 8), ("valid", 5)):
+        for folder in ("images", "masks"):
+            (place / part / folder).mkdir(parents=True)
+        for i in range(count):
+            pixels, mask = draw.integers(0, 80, (16, 20, 3)), np.zeros((16, 20), np.uint8)
+            pixels[4:12, 5:15] += 150
+            mask[4:12, 5:15], mask[0] = 1, 255
+            Image.fromarray(pixels.astype(np.uint8)).save(place / part / "images" / f"{i}.png")
+            Image.fromarray(mask).save(place / part / "masks" / f"{i}.png")
+    return place
+
+
+def of_photos(photos, out, **changes) -> Train:
+    fields = {"steps": 4, "batch": 8, "mesh": Mesh(data=2), "devices": 2} | changes
+    model, data = fields.pop("model", {}), fields.pop("data", {})
+    return Train(
+        out=out,
+        model=Model(**({"preset": "resnet-tiny"} | model)),
+        data=Data(train=(str(photos),), **({"size": 16} | data)),
+        log=Log(every=2, valid_every=2),
+        **fields,
+    )
+
+
+def lines_of(out):
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_from_a_folder_to_scores(photos, tmp_path, capsys):
+    train(of_photos(photos, tmp_path / "run", optimizer=Optimizer(name="sgd", momentum=0.9)))
+    told = capsys.readouterr().out
+    assert "48 images of 3 classes; 16 x 16 pixels" in told
+    assert "normalised by mean 0.485 0.456 0.406, deviation 0.229 0.224 0.225" in told
+    assert "images/s/device" in told
+    journal = lines_of(tmp_path / "run")
+    assert {"waiting_for_data", "images_per_second", "top1"} <= {
+        k for line in journal for k in line
+    }
+    assert evaluate_command([str(tmp_path / "run"), "--devices", "4"]) == 0
+    found = capsys.readouterr().out
+    assert "top-1" in found
+    assert "33 images" in found
+    valid = [line["valid_top1"] for line in journal if "valid_top1" in line]
+    assert f"top-1 {valid[-1]:.2%}" in found
+
+
+def test_scores_are_those_of_a_plain_loop_over_all_images(photos, tmp_path):
+    """The last batch is filled up: rows that do not count."""
+    parts = Parts(of_photos(photos, tmp_path))
+    state = hfjax.init(parts.layout)
+    module = hfjax.module(parts.layout, state)
+    module.eval()
+    right, losses, valid = 0, [], parts.valid
+    assert valid is not None
+    for batch in valid.rewind():
+        logits = np.asarray(module(batch), np.float64)
+        logp = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+        for row, label, counts in zip(logp, batch["label"], batch["mask"], strict=True):
+            if counts:
+                right, losses = right + (row.argmax() == label), [*losses, -row[label]]
+    found: Any = parts.validated(state)
+    assert found.count == len(losses) == 33
+    assert found.numbers["valid_top1"] == pytest.approx(right / 33)
+    assert found.loss == pytest.approx(np.mean(losses), rel=1e-5)
+
+
+def test_a_run_that_was_stopped_goes_on_as_if_it_was_not(photos, tmp_path):
+    alike = {"optimizer": Optimizer(decay="constant", warmup=0)}
+    train(of_photos(photos, tmp_path / "whole", steps=8, **alike))
+    train(of_photos(photos, tmp_path / "parts", steps=3, **alike))
+    assert train(of_photos(photos, tmp_path / "parts", steps=8, **alike)).step == 8
+    losses = lambda out: [line["loss"] for line in lines_of(out) if "loss" in line]
+    assert len(losses(tmp_path / "whole")) == 8
+    np.testing.assert_allclose(losses(tmp_path / "parts"), losses(tmp_path / "whole"), rtol=1e-6)
+
+
+def test_iou_of_each_class(street, tmp_path, capsys):
+    config = of_photos(street, tmp_path / "run", model={"preset": "deeplabv3-tiny"}, batch=4)
+    train(config)
+    parts = Parts(config)
+    state = hfjax.init(parts.layout)
+    module = hfjax.module(parts.layout, state)
+    module.eval()
+    counts, valid = np.zeros((2, 2), np.int64), parts.valid
+    assert valid is not None
+    for batch in valid.rewind():
+        seen = np.asarray(module(batch)["out"]).argmax(-1)
+        for truth, guess, here in zip(batch["label"], seen, batch["mask"], strict=True):
+            kept = (truth != 255) & bool(here)
+            np.add.at(counts, (truth[kept], guess[kept]), 1)
+    found: Any = parts.validated(state)
+    assert list(found.iou.values()) == intersection_over_union(counts)
+    capsys.readouterr()
+    assert evaluate_command([str(tmp_path / "run"), "--devices", "1"]) == 0
+    told = capsys.readouterr().out.splitlines()
+    assert "IoU" in told[-3]
+    assert [line.split()[0] for line in told[-2:]] == ["0", "1"]
+
+
+def test_weights_in_and_out_and_a_new_head(photos, tmp_path, capsys):
+    first, file = tmp_path / "first", tmp_path / "net.safetensors"
+    train(of_photos(photos, first, steps=2))
+    assert export_command([str(first), "--out", str(file), "--devices", "2"]) == 0
+    shape = replace(PRESETS["resnet-tiny"], classes=3)
+    assert all(x is not None for x in read_vision(file, shape).values())
+    more = {"preset": "resnet-tiny", "weights": file, "classes": 5}
+    with pytest.raises(ValueError, match=r"(?s)other classes.*--model.new-head"):
+        train(of_photos(photos, tmp_path / "five", model=more, steps=1))
+    frozen = more | {"new_head": True, "frozen_norms": True}
+    result = train(of_photos(photos, tmp_path / "six", model=frozen, steps=2))
+    assert "drawn anew: fc/bias, fc/kernel" in capsys.readouterr().out
+    given = np.asarray(read_vision(file, shape)["stem/norm/mean"])
+    np.testing.assert_array_equal(result.state.variables["stem"]["norm"]["mean"], given)
+    capsys.readouterr()
+    with pytest.raises(SystemExit):
+        export_command([str(first), "--out", str(tmp_path / "folder"), "--devices", "2"])
+    assert "a name that ends in .safetensors" in capsys.readouterr().err
+
+
+WRONG = {
+    "masks for classes": (
+        {"model": {"preset": "deeplabv3-tiny"}},
+        "folders of classes, and .*what each pixel shows",
+    ),
+    "fewer classes": ({"model": {"preset": "resnet-tiny", "classes": 2}}, "has 3 classes. Give 3"),
+    "text": ({"model": {"preset": "resnet-tiny", "length": 8}}, "--model.length 8: .* of images"),
+    "packing": ({"data": {"packing": "documents"}}, "--data.packing .documents.: .* of images"),
+    "two norms": (
+        {"model": {"preset": "resnet-tiny", "frozen_norms": True, "group_norms": True}},
+        "one of the two",
+    ),
+    "no norms": ({"model": {"preset": "vit-tiny", "frozen_norms": True}}, "has no BatchNorm"),
+    "a head alone": ({"model": {"preset": "resnet-tiny", "new_head": True}}, "--model.weights"),
+    "a patch": (
+        {"model": {"preset": "vit-tiny"}, "data": {"size": 9}},
+        "does not divide by patch=2",
+    ),
+    "images for text": ({"model": {"preset": "gpt-tiny"}, "data": {}}, "--data.size 16: .*images"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_settings_are_told_by_their_flags(photos, tmp_path, name):
+    changes, words = WRONG[name]
+    with pytest.raises(ValueError, match=words):
+        _ = Parts(of_photos(photos, tmp_path / "run", **changes)).layout
+
+
+def test_no_data_is_told(tmp_path):
+    config = Train(out=tmp_path, model=Model(preset="resnet-tiny"))
+    with pytest.raises(ValueError, match="trained on one folder"):
+        _ = Parts(config).data
+
+
+def test_a_pickle_is_never_opened(photos, tmp_path):
+    model = {"preset": "resnet-tiny", "weights": tmp_path / "net.pth"}
+    with pytest.raises(ValueError, match=r"never opened.*torch_to_safetensors"):
+        train(of_photos(photos, tmp_path / "run", model=model))
+
+
+def test_sgd_decays_before_the_momentum_as_torch_does():
+    """By hand: buf = m * buf + g + wd * p; p -= rate * buf."""
+    made = sgd(lambda step: 0.1, momentum=0.9, weight_decay=0.01)
+    p, buffer = np.array([1.0, -2.0]), np.zeros(2)
+    mine: Any = jax.numpy.asarray(p)
+    state = made.init(mine)
+    for step in range(3):
+        g = np.array([0.5, step])
+        buffer = 0.9 * buffer + g + 0.01 * p
+        p = p - 0.1 * buffer
+        updates, state = made.update(jax.numpy.asarray(g), state, mine)
+        mine = optax.apply_updates(mine, updates)
+    np.testing.assert_allclose(mine, p, rtol=1e-6)
