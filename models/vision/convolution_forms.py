@@ -142,6 +142,8 @@ def quickest(x: Sequence[int], kernel: Sequence[int], window: Window) -> str:
     - a kernel of one place, or one that mostly sees padding: `shifted`;
     - no more pixels come out than channels: `patches`;
     - else XLA's.
+
+    Images are those that a program is traced with: in a step, those of all devices.
     """
     places = window.places(x, kernel)
     pixels = [row.size * column.size for row, column in places]
