@@ -1,6 +1,6 @@
 """Convolutions of known networks on a CPU, layer by layer: XLA's, hfjax's and torch's.
 
-Value and both gradients in one program, processor time in one thread, the quickest of rounds in
+Value and all gradients in one program, processor time in one thread, the quickest of rounds in
 which the programs take turns. Writes a row for each layer to results/convolution_forms.md.
 
     python -m benchmarks.convolution_forms                       # all layers
@@ -14,7 +14,8 @@ import ctypes
 import os
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -96,6 +97,19 @@ NETWORKS = {
         "28 192>192 k3 g192",
         "14 192>192 k3 g192",
     ),
+    "whole blocks": (
+        "17 1024>256 d2",
+        "17 2048>512 d4",
+        "56 256>64",
+        "28 512>128",
+        "14 1024>256",
+        "7 2048>512",
+        "28 104>104 g13",
+        "14 208>208 g26",
+        "7 440>440 g55",
+        "28 216>216 g9",
+        "14 576>576 g24",
+    ),
 }
 COLUMNS = ("jax", "network", "layer", "form", "XLA", "hfjax", "torch", "of XLA's", "of torch's")
 
@@ -107,65 +121,97 @@ def keep_memory() -> None:
     of_c.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
 
 
-def layer(text: str) -> tuple[tuple[int, ...], tuple[int, ...], Window]:
-    """Return the shapes of images and kernel, and how it moves."""
-    numbers = re.fullmatch(r"(\d+) (\d+)>(\d+) k(\d+)(?: s(\d+))?(?: d(\d+))?(?: g(\d+))?", text)
-    assert numbers, text
-    size, inside, outside, kernel, stride, dilation, groups = (
-        int(n or 1) for n in numbers.groups()
-    )
-    pad = dilation * (kernel - 1) // 2
-    window = Window((stride,) * 2, ((pad, pad),) * 2, (dilation,) * 2, groups)
-    return (ROWS, size, size, inside), (kernel, kernel, inside // groups, outside), window
+def numbers(text: str) -> tuple[int, ...]:
+    """Return size, channels in and out, kernel (0: it is a block), stride, dilation and groups."""
+    found = re.fullmatch(r"(\d+) (\d+)>(\d+)(?: k(\d+))?(?: s(\d+))?(?: d(\d+))?(?: g(\d+))?", text)
+    assert found, text
+    return tuple(int(n or at != 3) for at, n in enumerate(found.groups()))
 
 
-def programs(x: np.ndarray, k: np.ndarray, window: Window) -> Iterator[tuple[str, Callable]]:
-    """Yield what computes a value and both gradients: XLA's way and ours, and torch's in two."""
-    out = jax.eval_shape(lambda x, k: as_one(x, k, window), x, k).shape
-    back = np.random.default_rng(2).standard_normal(out, np.float32)
-    ours = (window.stride, window.padding, window.dilation, window.groups)
-    given = tuple(map(jnp.asarray, (x, k, back)))
-    forms = {"XLA": lambda x, k: as_one(x, k, window), "hfjax": lambda x, k: convolve(x, k, *ours)}
-    for name, form in forms.items():
+def shapes(text: str) -> list[tuple[int, ...]]:
+    """Return the shapes of images and kernels."""
+    size, inside, outside, kernel, _, _, groups = numbers(text)
+    images = (ROWS, size, size, inside)
+    if kernel:
+        return [images, (kernel, kernel, inside // groups, outside)]
+    middle = (3, 3, outside // groups, outside)
+    return [images, (1, 1, inside, outside), middle, (1, 1, outside, inside)]
 
-        def whole(x: Any, k: Any, back: Any, form: Callable = form) -> Any:
-            y, pull = jax.vjp(form, x, k)
+
+def computed(text: str, convolution: Callable, after: Callable, x: Any, *kernels: Any) -> Any:
+    """Return what a layer makes of images; or a block, by what is done after each convolution."""
+    _, _, _, kernel, stride, dilation, groups = numbers(text)
+    if kernel:
+        return convolution(x, *kernels, stride, dilation * (kernel - 1) // 2, dilation, groups)
+    first, second, third = kernels
+    y = after(convolution(x, first, 1, 0, 1, 1))
+    y = after(convolution(y, second, 1, dilation, dilation, groups))
+    return x + after(convolution(y, third, 1, 0, 1, 1))
+
+
+def by_xla(x: Any, k: Any, stride: int, pad: int, dilation: int, groups: int) -> Any:
+    """Return XLA's convolution."""
+    return as_one(x, k, Window((stride,) * 2, ((pad, pad),) * 2, (dilation,) * 2, groups))
+
+
+def normed(x: Any) -> Any:
+    """Return what is positive of channels less their mean, over their deviation."""
+    mean = x.mean((0, 1, 2), keepdims=True)
+    variance = jnp.square(x - mean).mean((0, 1, 2), keepdims=True)
+    return jax.nn.relu((x - mean) * jax.lax.rsqrt(variance + 1e-5))
+
+
+def programs(text: str) -> Iterator[tuple[str, Callable]]:
+    """Yield what computes a value and all gradients: XLA's way and ours, and torch's in two."""
+    draw = np.random.default_rng(1).standard_normal
+    arrays = [draw(shape, np.float32) for shape in shapes(text)]
+    given = tuple(map(jnp.asarray, arrays))
+    for name, convolution in (("XLA", by_xla), ("hfjax", convolve)):
+        form = partial(computed, text, convolution, normed)
+
+        def whole(back: Any, *given: Any, form: Callable = form) -> Any:
+            y, pull = jax.vjp(form, *given)
             return y, pull(back)
 
-        run = jax.jit(whole).lower(*given).compile()
-        yield name, lambda run=run: jax.block_until_ready(run(*given))
+        out = jax.eval_shape(form, *given)
+        back = jnp.asarray(np.random.default_rng(2).standard_normal(out.shape, np.float32))
+        run = jax.jit(whole).lower(back, *given).compile()
+        yield name, lambda run=run, back=back: jax.block_until_ready(run(back, *given))
     if find_spec("torch"):
-        yield from of_torch(x, k, back, window)
+        yield from of_torch(text, arrays)
 
 
-def of_torch(
-    x: np.ndarray, k: np.ndarray, back: np.ndarray, window: Window
-) -> Iterator[tuple[str, Callable]]:
+def of_torch(text: str, arrays: Sequence[np.ndarray]) -> Iterator[tuple[str, Callable]]:
     """Yield torch's programs, of channels that come first and last."""
     import torch  # pyright: ignore[reportMissingImports]
 
     torch.set_num_threads(1)
-    pads = [before for before, _ in window.padding]
-    how = (window.stride, pads, window.dilation, window.groups)
+    call = torch.nn.functional
     orders = {"torch": torch.contiguous_format, "torch, channels last": torch.channels_last}
+    convolution = lambda x, k, *how: call.conv2d(x, k, None, *how)
+    after = lambda x: call.relu(call.batch_norm(x, None, None, training=True), inplace=True)
     for name, order in orders.items():
-        of = lambda a, *dims: torch.tensor(np.ascontiguousarray(a.transpose(*dims)))
-        given = [of(a, 0, 3, 1, 2).contiguous(memory_format=order) for a in (x, back)]
-        kernel = of(k, 3, 2, 0, 1).contiguous(memory_format=order).requires_grad_()
-        image = given[0].requires_grad_()
+        turned = [
+            a.transpose(3, 2, 0, 1) if at else a.transpose(0, 3, 1, 2)
+            for at, a in enumerate(arrays)
+        ]
+        given = [
+            torch.tensor(np.ascontiguousarray(a)).contiguous(memory_format=order) for a in turned
+        ]
+        given = [a.requires_grad_() for a in given]
+        back = torch.randn_like(computed(text, convolution, after, *given))
 
-        def run(image: Any = image, kernel: Any = kernel, back: Any = given[1]) -> None:
-            image.grad = kernel.grad = None
-            torch.nn.functional.conv2d(image, kernel, None, *how).backward(back)
+        def run(given: Any = given, back: Any = back) -> None:
+            for array in given:
+                array.grad = None
+            computed(text, convolution, after, *given).backward(back)
 
         yield name, run
 
 
 def measure(text: str, seconds: float) -> dict[str, float]:
     """Return the processor seconds of each program: the least of its turns."""
-    images, kernel, window = layer(text)
-    draw = np.random.default_rng(1).standard_normal
-    runs = dict(programs(draw(images, np.float32), draw(kernel, np.float32), window))
+    runs = dict(programs(text))
     for run in runs.values():
         run()
     best, start, rounds = dict.fromkeys(runs, float("inf")), time.monotonic(), 0
@@ -185,21 +231,31 @@ def row(network: str, text: str, found: dict[str, float]) -> tuple[str, ...]:
     ms = lambda seconds: "-" if seconds is None else f"{seconds * 1e3:.1f} ms"
     ours = found["hfjax"]
     return (
-        *(jax.__version__, network, text, quickest(*layer(text))),
+        *(jax.__version__, network, text, chosen(text)),
         *map(ms, (found["XLA"], ours, torch)),
         f"{ours / found['XLA']:.2f}",
         "-" if torch is None else f"{ours / torch:.2f}",
     )
 
 
+def chosen(text: str) -> str:
+    """Return the form that hfjax takes for a layer."""
+    _, _, _, kernel, stride, dilation, groups = numbers(text)
+    pad = dilation * (kernel - 1) // 2
+    window = Window((stride,) * 2, ((pad, pad),) * 2, (dilation,) * 2, groups)
+    images, of_kernel, *_ = shapes(text)
+    return quickest(images, of_kernel, window) if kernel else "-"
+
+
 HEAD = """# Convolutions on a CPU, by layer
 
-`python -m benchmarks.convolution_forms` (last rows: {date}). Value and both gradients, float32,
+`python -m benchmarks.convolution_forms` (last rows: {date}). Value and all gradients, float32,
 4 images; processor time in one thread, the least of rounds in which the programs take turns, with
 memory that stays with the process, as it does from layer to layer in a whole step.
 A layer is: size of the map, channels in > out, [k]ernel, [s]tride, [d]ilation, [g]roups. torch's is
 the quicker of both orders of its dimensions. *form* is what hfjax chooses
-(models/vision/convolution_forms.py).
+(models/vision/convolution_forms.py). A whole block is 1x1, 3x3 and 1x1, each with a batch norm and
+a ReLU after it, and what went in added.
 """
 
 

@@ -391,9 +391,25 @@ def stacked(count: int, create: Callable[[nnx.Rngs], nnx.Module], rngs: nnx.Rngs
 
 
 def run_stacked(layers: nnx.Module, x: Any) -> Any:
-    """Return x after each of the layers of a `stacked` module, as they are written."""
+    """Return x after each of the layers of a `stacked` module, as they are written.
+
+    What a layer writes to its variables (running statistics, say) is kept.
+    """
     graph, arrays = nnx.split(layers)
-    return jax.lax.scan(lambda x, layer: (nnx.merge(graph, layer)(x), None), x, arrays)[0]
+    read = lambda state: dict(nnx.to_flat_state(state))
+
+    def run(x: Any, layer: Any) -> tuple[Any, dict]:
+        given = {path: v.get_raw_value() for path, v in read(layer).items()}
+        module = nnx.merge(graph, layer)
+        x = module(x)
+        after = {path: v.get_raw_value() for path, v in read(nnx.state(module)).items()}
+        return x, {path: new for path, new in after.items() if new is not given[path]}
+
+    x, written = jax.lax.scan(run, x, arrays)
+    if written:
+        held = read(arrays)
+        nnx.update(layers, nnx.from_flat_state({p: held[p].replace(v) for p, v in written.items()}))
+    return x
 
 
 def run_listed(layers: Iterable[Callable], x: Any) -> Any:

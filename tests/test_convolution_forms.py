@@ -63,6 +63,7 @@ def fitting(kernel, groups):
 
 
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.drawn
 def test_each_form_has_the_values_and_gradients_of_xla(name):
     images, kernel, *how = CASES[name]
     with jax.enable_x64(True):
@@ -81,6 +82,7 @@ def test_each_form_has_the_values_and_gradients_of_xla(name):
 
 
 @pytest.mark.parametrize("name", ["groups", "depthwise", "dilated", "strided, odd and even"])
+@pytest.mark.drawn
 def test_second_derivatives_and_vmap_are_those_of_xla(name):
     images, kernel, *how = CASES[name]
     with jax.enable_x64(True):

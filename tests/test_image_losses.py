@@ -168,3 +168,12 @@ def test_what_does_not_fit_is_refused(loss, outputs, batch, match):
 def test_more_rows_than_are_exact_are_refused(rows):
     with pytest.raises(ValueError, match=rf"rows={rows}\): from 1 to 4096 rows"):
         counts_of(np.zeros((3, 2, 2)), rows)
+
+
+def test_what_is_no_number_is_never_right():
+    logits, labels = jnp.full((4, 7), jnp.nan), jnp.arange(4)
+    made = classification_loss(logits, {"label": labels})
+    assert float(made.metrics["top1"].total) == float(made.metrics["top5"].total) == 0
+    one = jnp.zeros((1, 7)).at[0, 3].set(jnp.nan)
+    made = classification_loss(one, {"label": jnp.array([0])})
+    assert float(made.metrics["top1"].total) == 0

@@ -1,6 +1,7 @@
 """`hfjax train`, `eval`, `export`: from a folder of images to a score, and back to torchvision."""
 
 import json
+import shutil
 from dataclasses import replace
 from typing import Any
 
@@ -171,8 +172,16 @@ WRONG = {
         {"model": {"preset": "resnet-tiny", "frozen_norms": True, "group_norms": True}},
         "one of the two",
     ),
-    "no norms": ({"model": {"preset": "vit-tiny", "frozen_norms": True}}, "has no BatchNorm"),
+    "no norms": ({"model": {"preset": "vit-tiny", "group_norms": True}}, "has no BatchNorm"),
     "a head alone": ({"model": {"preset": "resnet-tiny", "new_head": True}}, "--model.weights"),
+    "frozen, of nothing": (
+        {"model": {"preset": "resnet-tiny", "frozen_norms": True}},
+        "add --model",
+    ),
+    "smooth masks": (
+        {"model": {"preset": "resnet-tiny", "smoothing": 0.1, "loss": "a.py:b"}},
+        "say it there",
+    ),
     "a patch": (
         {"model": {"preset": "vit-tiny"}, "data": {"size": 9}},
         "does not divide by patch=2",
@@ -213,3 +222,21 @@ def test_sgd_decays_before_the_momentum_as_torch_does():
         updates, state = made.update(jax.numpy.asarray(g), state, mine)
         mine = optax.apply_updates(mine, updates)
     np.testing.assert_allclose(mine, p, rtol=1e-6)
+
+
+def test_an_image_that_does_not_decode_counts_in_no_score(photos, tmp_path, capsys):
+    place = tmp_path / "photos"
+    shutil.copytree(photos, place)
+    for part, number in (("train", 3), ("valid", 0)):
+        (place / part / "red" / f"{number}.png").write_text("none")
+    with pytest.raises(ValueError, match=r"red/3.png"):
+        list(Parts(of_photos(place, tmp_path, data={"epochs": 1})).data)
+    out, skip = tmp_path / "run", {"broken": "skip", "epochs": 1}
+    train(of_photos(place, out, data=skip, steps=20))
+    told = capsys.readouterr().out
+    assert "train: 1 images did not decode, and others took their places: red/3.png" in told
+    assert "valid: 1 images did not decode, and they do not count: red/0.png" in told
+    assert evaluate_command([str(out), "--devices", "2"]) == 0
+    told = capsys.readouterr().out
+    assert "32 images" in told
+    assert "red/0.png" in told

@@ -13,6 +13,7 @@ import pytest
 from flax import nnx
 
 import hfjax
+from hfjax.models.parts import run_stacked, stacked
 from hfjax.models.vision.all_presets import PRESETS
 from hfjax.models.vision.image_losses import classification_loss, segmentation_loss
 from hfjax.models.vision.norms import BatchNorm
@@ -265,3 +266,15 @@ def test_tokens_are_no_images_and_images_no_tokens():
     step = hfjax.train_step(layout, next_token_loss)
     with pytest.raises(ValueError, match="tokens"):
         step(hfjax.init(layout), images("resnet-tiny", rows=8))
+
+
+def test_run_stacked_keeps_what_layers_write():
+    """As a list of the same layers does, and as a step does that runs the model as written."""
+    layers: Any = stacked(3, lambda rngs: BatchNorm(4, rngs=rngs), nnx.Rngs(0))
+    x = jnp.asarray(np.random.default_rng(0).normal(2, 3, (8, 4)), jnp.float32)
+    y, each = run_stacked(layers, x), [BatchNorm(4, rngs=nnx.Rngs(0)) for _ in range(3)]
+    for norm in each:
+        x = norm(x)
+    np.testing.assert_allclose(y, x, rtol=1e-6)
+    wanted = np.stack([norm.mean[...] for norm in each])
+    np.testing.assert_allclose(layers.mean[...], wanted, rtol=1e-6)

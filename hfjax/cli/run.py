@@ -156,7 +156,8 @@ def _evaluate(given: Evaluate) -> None:
     with waiting("compiling and evaluating"):
         parts.check_validation(restored.state, given.batches)
         found = parts.validated(restored.state, given.batches)
-    say("\n".join(filter(None, [validation(restored.step, found.line), found.table])))
+    told = [validation(restored.step, found.line), found.table, *parts.task.after(parts.valid)]
+    say("\n".join(filter(None, told)))
 
 
 def generate_command(argv: Sequence[str]) -> int:

@@ -43,14 +43,25 @@ class ImageRows:
     skipped: set[str] = field(default_factory=set)
 
     def row(self, number: int, place: int) -> Row:
-        """Return a row; in place of one that does not decode, the next one that does."""
+        """Return a row; of one that does not decode the next one that does, or one of mask 0."""
         draw = None
+        if self.skip and self.masked and self._is_broken(number):
+            return self.nothing()
         if self.augment is not None:
             draw = generator(self.seed, place // len(self.data), number)
         image, label = self._decoded(number)
         make = self._of_class if self.data.kind == "classes" else self._of_mask
         row = make(image, label, draw)
         return {**row, "mask": np.ones((), np.float32)} if self.masked else row
+
+    def _is_broken(self, number: int) -> bool:
+        """Return whether an image does not decode; each counts once where scores are told."""
+        try:
+            _ = self.data[number]
+        except DamagedImageError:
+            self.skipped.add(self.data.names[number])
+            return True
+        return False
 
     def _decoded(self, number: int) -> tuple["Image", np.ndarray]:
         count = len(self.data)

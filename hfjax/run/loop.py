@@ -435,8 +435,9 @@ class Run:
         self.screen.say(text)
 
     def _say_end(self, done: int, reason: str | None) -> None:
-        for words in self.parts.task.after(self.parts.data):
-            self.screen.say(words)
+        for loader in (self.parts.data, self.parts.valid):
+            for words in [] if loader is None else self.parts.task.after(loader):
+                self.screen.say(words)
         directory = self.config.directory
         if reason is not None:
             self.screen.say(f"stopped after step {done} ({reason}); start again to go on")

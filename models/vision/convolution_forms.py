@@ -12,8 +12,8 @@ times):
 - `shifted`: of a kernel dilated by as much as the image is wide most products only see padding, and
   XLA computes them. Here each place of the kernel is one matrix product, of what it sees. With one
   place that is a product, whose gradients XLA's convolution takes twice the time for.
-- `patches`: what each pixel sees is laid out, and a product taken of it. That is quicker while it
-  stays in a cache, and there are channels enough to make up for laying it out.
+- `patches`: with fewer pixels than channels it is quicker to lay out what each pixel sees, and to
+  take a product of it.
 
 All are sums of products of JAX, so derivatives of any order, `vmap` and sharding work. What is zero
 between joined groups is multiplied too: an infinite number in one is a NaN in the others.
@@ -35,9 +35,8 @@ from hfjax.pallas_kernels import current_platform
 ORDER = ("NHWC", "HWIO", "NHWC")
 WIDTH = 32  # channels that joined groups have: fewer fill no register, more are mostly zeros
 SEEN = 0.75  # of all products: where fewer see the image, the others are left out
-CHANNELS, BYTES = 256, 2**25  # that come out of `patches`, at least; that these take, at most
 PLACES = 9  # that `each` takes at most
-TURNED = 1024  # pixels from which on it pays to turn a matrix around
+TURNED = 512  # pixels from which on it pays to turn a matrix around
 Both = int | Sequence[int]
 
 
@@ -65,8 +64,8 @@ def convolve(
         >>> convolve(jnp.ones((1, 3, 3, 2)), jnp.ones((3, 3, 2, 1)), padding=1)[0, :, :, 0].tolist()
         [[8.0, 12.0, 8.0], [12.0, 18.0, 12.0], [8.0, 12.0, 8.0]]
     """
-    both = lambda n: (n, n) if isinstance(n, int) else tuple(n)
-    pads = [(padding, padding)] * 2 if isinstance(padding, int) else list(padding)
+    both = lambda n: tuple(n) if isinstance(n, Sequence) else (n, n)
+    pads = padding if isinstance(padding, Sequence) else [(padding, padding)] * 2
     window = Window(both(stride), tuple((a, b) for a, b in pads), both(dilation), groups)
     out = jax.eval_shape(lambda x, k: as_one(x, k, window), x_NHWC, kernel_HWIO)  # XLA's own errors
     if not jnp.issubdtype(out.dtype, jnp.floating):
@@ -146,8 +145,10 @@ def quickest(x: Sequence[int], kernel: Sequence[int], window: Window) -> str:
     - each channel by itself, and at most `PLACES` in the kernel: `each`;
     - several groups: `joined`;
     - a kernel of one place, or one that mostly sees padding: `shifted`;
-    - many channels come out, and patches are few enough: `patches`;
+    - no more pixels come out than channels: `patches`;
     - else XLA's.
+
+    Images are those that a program is traced with: in a step, those of all devices.
     """
     places = window.places(x, kernel)
     pixels = [row.size * column.size for row, column in places]
@@ -159,8 +160,7 @@ def quickest(x: Sequence[int], kernel: Sequence[int], window: Window) -> str:
         return "each" if alone else "joined"
     if len(places) == 1 or (min(kernel[2:]) >= 128 and sum(seen) < SEEN * sum(pixels)):
         return "shifted"
-    size = 4 * x[0] * sum(pixels) * x[3]
-    return "patches" if kernel[3] >= CHANNELS and size <= BYTES else "as_one"
+    return "patches" if x[0] * pixels[0] <= kernel[3] else "as_one"
 
 
 def on_a_gpu(x: jax.Array, kernel: jax.Array, window: Window) -> jax.Array:

@@ -208,10 +208,13 @@ def _picked(logits: jax.Array, labels: jax.Array) -> jax.Array:
 
 
 def _rank(logits: jax.Array, labels: jax.Array) -> jax.Array:
-    """Return how many classes come before the label: greater logits, and equal ones to its left."""
+    """Return how many classes come before the label: greater logits, and equal ones to its left.
+
+    What is no number comes before, so that it is never right.
+    """
     of_label, columns = _picked(logits, labels)[..., None], _columns(logits)
-    before = (logits > of_label) | ((logits == of_label) & (columns < labels[..., None]))
-    return before.sum(-1)
+    after = (logits < of_label) | ((logits == of_label) & (columns >= labels[..., None]))
+    return (~after).sum(-1)
 
 
 def _columns(logits: jax.Array) -> jax.Array:

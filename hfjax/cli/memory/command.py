@@ -212,7 +212,7 @@ def _notes(given: Memory, parts: Planned) -> Iterator[str]:
             f"otherwise than a {given.gpu.upper()} and counts no offload. To compile for the GPU, "
             f"which need not be here: {how_to_install()}"
         )
-    if parts.attention and parts.model.shape is not None:
+    if parts.attention and parts.model.shape is not None and parts.task.unit == "tokens":
         yield (
             "attention keeps queries, keys and values and computes its scores again, which is what "
             "cuDNN's keeps; cuDNN's own working memory is less than what is compiled here."

@@ -159,9 +159,11 @@ class Pictures:
 
     @property
     def _usual_loss(self) -> Callable:
-        if self.kind == MASKS:
-            return segmentation_loss
         smoothing = self.config.model.smoothing
+        if self.kind == MASKS:
+            if smoothing:
+                raise ValueError(f"--model.smoothing {smoothing}: it is of classes, not of masks.")
+            return segmentation_loss
         if not smoothing:
             return classification_loss
         return lambda outputs, batch: classification_loss(outputs, batch, smoothing)
@@ -304,7 +306,9 @@ class Pictures:
         if not (left := loader.skipped):
             return []
         some = ", ".join(map(named, left[:5])) + ", …" * (len(left) > 5)
-        return [f"{len(left)} images did not decode, and others took their places: {some}"]
+        where = named(loader.images.directory)
+        instead = "others took their places" if loader.train else "they do not count"
+        return [f"{where}: {len(left)} images did not decode, and {instead}: {some}"]
 
     # -- scores ---------------------------------------------------------------------------
 
@@ -377,10 +381,36 @@ def _check_words(config: Train) -> None:
                 raise ValueError(f"{flag} {shown(given)}: {of}. Leave it out.")
     if config.model.weights is not None and config.model.own is not None:
         raise ValueError("--model.weights is of presets: load the weights in --model.own yourself.")
-    if config.model.new_head and config.model.weights is None:
-        raise ValueError("--model.new-head goes with --model.weights FILE: a head is new anyway.")
     if config.model.frozen_norms and config.model.group_norms:
         raise ValueError("--model.frozen-norms and --model.group-norms: give one of the two.")
+    _check_nothing_ignored(config)
+    if config.model.new_head and config.model.weights is None:
+        raise ValueError("--model.new-head goes with --model.weights FILE: a head is new anyway.")
+
+
+OF_PRESETS = ("frozen_norms", "group_norms", "dropout")
+
+
+def _check_nothing_ignored(config: Train) -> None:
+    """Refuse flags of which nothing takes notice beside others."""
+    given, start = config.model, config.checkpoints.start
+    if given.own is not None and (flags := [name for name in OF_PRESETS if getattr(given, name)]):
+        raise ValueError(
+            f"--model.{flags[0].replace('_', '-')} is of presets, and --model.own {given.own} is "
+            "none: say it there."
+        )
+    if given.smoothing and given.loss is not None:
+        raise ValueError(f"--model.smoothing beside --model.loss {given.loss}: say it there.")
+    if given.weights is not None and start is not None:
+        raise ValueError(
+            f"--model.weights {given.weights} beside --checkpoints.start {start}: a run begins "
+            "with one of the two. Leave the other out."
+        )
+    if given.frozen_norms and given.weights is None and start is None:
+        raise ValueError(
+            "--model.frozen-norms keeps norms as weights have them, and none are given: add "
+            "--model.weights FILE or --checkpoints.start RUN, or take --model.group-norms."
+        )
 
 
 def of_images(config: Train) -> bool:
