@@ -19,10 +19,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-DEVICES = 2
 # One thread a device.
 os.environ["XLA_FLAGS"] = (
-    f"--xla_force_host_platform_device_count={DEVICES} --xla_cpu_multi_thread_eigen=false "
+    "--xla_force_host_platform_device_count=2 --xla_cpu_multi_thread_eigen=false "
     "intra_op_parallelism_threads=1"
 )
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -36,7 +35,7 @@ import hfjax
 from benchmarks import plain_deeplab
 from benchmarks.gpu_sections.train_images import NO_DROPOUT, segments, weights_of
 from benchmarks.result_rows import put
-from benchmarks.torch_ddp_vision import Workers
+from benchmarks.torch_ddp_vision import Task, Workers
 from hfjax.base.paths import flatten
 from hfjax.models.vision.all_presets import PRESETS
 from hfjax.models.vision.convolution_forms import convolve
@@ -44,6 +43,7 @@ from hfjax.models.vision.image_losses import classification_loss, segmentation_l
 from hfjax.weights.vision_rules import model_of
 
 RESULTS = Path(__file__).parent / "results" / "deeplab_cpu.md"
+DEVICES = 2  # as XLA_FLAGS says
 RATE, MOMENTUM = 1e-3, 0.9
 Step = Callable[[], tuple[float, float]]  # takes one; returns processor seconds and the loss
 
@@ -85,7 +85,8 @@ def programs(preset: str, rows: int, side: int) -> tuple[dict[str, Step], Callab
     workers = {}
     if find_spec("torch"):
         for name, last in (("torch", False), ("torch, channels last", True)):
-            workers[name] = Workers(config, weights, batch, DEVICES, last, RATE, MOMENTUM)
+            task = Task(config, weights, batch, last, RATE, MOMENTUM)
+            workers[name] = Workers(task, DEVICES)
             found[name] = workers[name].step
     return found, lambda: end(workers)
 
@@ -150,7 +151,7 @@ def measure(steps: Mapping[str, Step], rounds: int) -> tuple[dict[str, list[floa
     for _ in range(rounds):
         for name, step in steps.items():
             found[name].append(step()[0])
-        print({name: round(seconds[-1], 2) for name, seconds in found.items()}, flush=True)
+            print(f"{name}: {found[name][-1]:.2f} s", flush=True)
     return found, first
 
 
@@ -165,10 +166,10 @@ HEAD = f"""# A step of models of images on {DEVICES} fake CPU devices
 take for one step, one thread each: the least of the rounds in which the programs take turns, the
 median in brackets. float32, SGD with momentum, nothing dropped, first weights and images alike.
 
-*hfjax*: `train_step` under DDP, BatchNorm over all devices. *Plain JAX*: benchmarks/plain_deeplab.py,
-by hand with `shard_map`, BatchNorm over all devices; the same with
-`hfjax.models.vision.convolution_forms.convolve` in place of `lax.conv_general_dilated` compares all
-but convolutions. *torch*: torchvision's model under DistributedDataParallel over gloo, BatchNorm in
+*hfjax*: `train_step` under DDP, BatchNorm over all devices. *Plain JAX*: by hand with `shard_map`,
+BatchNorm over all devices (benchmarks/plain_deeplab.py); the same with `convolve` of
+hfjax.models.vision.convolution_forms in place of `lax.conv_general_dilated` compares all but
+convolutions. *torch*: torchvision's model under DistributedDataParallel over gloo, BatchNorm in
 each process; *of torch* is of the quicker order of its dimensions. Losses are the first ones, of
 the programs of JAX.
 """

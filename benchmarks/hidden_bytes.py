@@ -4,7 +4,8 @@ XLA prints a GPU program in the order in which it will be enqueued. A collective
 its `-start` to its `-done`; what stands between runs beside it. Here
 
 - compute is matmuls only: a `dot`, alone or inside a fusion, and calls of cuBLAS and of cuDNN's
-  convolutions; a loop between start and done counts with all its turns. Norms, softmax, copies and other collectives hide nothing.
+  convolutions; a loop between start and done counts with all its turns. Norms, softmax, copies and
+  other collectives hide nothing.
 - a collective is HIDDEN if at least `SUBSTANTIAL` FLOP of matmuls stand between start and done. One
   that XLA made synchronous, or left without a start, is exposed.
 - COVERED is stricter: the share of its transfer time for which those matmuls last, at `FLOPS` and

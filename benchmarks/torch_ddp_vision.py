@@ -11,35 +11,38 @@ import os
 import socket
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
 
 
-class Workers:
-    """The processes of a model, one for each part of the batch.
+@dataclass(frozen=True)
+class Task:
+    """What is trained.
 
-    Args:
+    Attributes:
         config: The shape, as hfjax has it.
         flat: Its first parameters, by path.
         batch: Images of bytes and labels, of all processes.
-        count: How many processes.
         last: Whether channels come last in memory.
         rate: The learning rate of SGD.
         momentum: Of SGD.
     """
 
-    def __init__(
-        self,
-        config: Any,
-        flat: Mapping[str, np.ndarray],
-        batch: Mapping[str, np.ndarray],
-        count: int,
-        last: bool,
-        rate: float,
-        momentum: float,
-    ):
+    config: Any
+    flat: Mapping[str, np.ndarray]
+    batch: Mapping[str, np.ndarray]
+    last: bool
+    rate: float
+    momentum: float
+
+
+class Workers:
+    """The processes of a task, one for each part of the batch."""
+
+    def __init__(self, task: Task, count: int):
         with socket.socket() as free:
             free.bind(("localhost", 0))
             port = free.getsockname()[1]
@@ -47,8 +50,8 @@ class Workers:
         self.pipes, self.processes = [], []
         for rank in range(count):
             ours, theirs = context.Pipe()
-            part = {name: np.array_split(x, count)[rank] for name, x in batch.items()}
-            given = (theirs, rank, count, port, config, flat, part, last, rate, momentum)
+            part = {name: np.array_split(x, count)[rank] for name, x in task.batch.items()}
+            given = (theirs, rank, count, port, replace(task, batch=part))
             self.processes.append(context.Process(target=work, args=given, daemon=True))
             self.processes[-1].start()
             self.pipes.append(ours)
@@ -67,18 +70,7 @@ class Workers:
             process.join()
 
 
-def work(
-    orders: Connection,
-    rank: int,
-    count: int,
-    port: int,
-    config: Any,
-    flat: Mapping[str, np.ndarray],
-    batch: Mapping[str, np.ndarray],
-    last: bool,
-    rate: float,
-    momentum: float,
-) -> None:
+def work(orders: Connection, rank: int, count: int, port: int, task: Task) -> None:
     """Take a step for each order."""
     import torch
     import torch.distributed as dist
@@ -88,14 +80,14 @@ def work(
     torch.set_num_threads(1)
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
     dist.init_process_group("gloo", rank=rank, world_size=count)
-    order = torch.channels_last if last else torch.contiguous_format
-    model = MODELS[type(config)](config)
-    given_weights(model, config, flat)
-    whole = WithLoss(model, config).to(memory_format=order).train()
-    program = torch.nn.parallel.DistributedDataParallel(whole)
-    sgd = torch.optim.SGD(program.parameters(), lr=rate, momentum=momentum)
-    image = torch.tensor(batch["image"]).permute(0, 3, 1, 2).contiguous(memory_format=order)
-    given = {"image": image, "label": torch.tensor(batch["label"], dtype=torch.long)}
+    order = torch.channels_last if task.last else torch.contiguous_format
+    model = MODELS[type(task.config)](task.config)
+    given_weights(model, task.config, task.flat)
+    whole: Any = WithLoss(model, task.config).to(memory_format=order)
+    program = torch.nn.parallel.DistributedDataParallel(whole.train())
+    sgd = torch.optim.SGD(program.parameters(), lr=task.rate, momentum=task.momentum)
+    image = torch.tensor(task.batch["image"]).permute(0, 3, 1, 2).contiguous(memory_format=order)
+    given = {"image": image, "label": torch.tensor(task.batch["label"], dtype=torch.long)}
     while orders.recv():
         start = time.process_time()
         loss = program(given)

@@ -39,7 +39,8 @@ Bytes are those of a device and a step. *Beside products*: the part of the bytes
 collectives have convolutions or matmuls of 1 GFLOP or more between start and done. *Covered*: the
 part of the modelled time of transfers for which these last; *exposed*: the rest of that time.
 *Products*: the modelled time of all convolutions and matmuls, at 500 TFLOP/s
-(benchmarks/hidden_bytes.py). *Compiled in*: on the clock, and the processor's.
+(benchmarks/hidden_bytes.py). *Compiled in*: on the clock, and seconds of the processor in this
+process (ptxas runs in others).
 """
 
 
