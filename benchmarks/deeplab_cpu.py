@@ -130,7 +130,7 @@ def of_plain(
     step = plain_deeplab.train_step(config, mesh, sgd(), convolution)
     whole, split = (NamedSharding(mesh, spec) for spec in (P(), P("data")))
     params = jax.device_put(dict(weights), whole)
-    state = (params, jax.device_put(dict(kept), whole), jax.jit(sgd().init)(params))
+    state = jax.device_put((params, dict(kept), sgd().init(params)), whole)
     placed = jax.device_put(dict(batch), split)
 
     def run(state: Any) -> tuple[Any, Any]:

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
-from jax.sharding import Mesh, PartitionSpec as P
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from hfjax.models.vision.deeplab import DeepLabConfig
 
@@ -142,7 +142,7 @@ def train_step(
 
     spread = jax.shard_map(gradients, mesh=mesh, in_specs=(P(), P(), P("data")), out_specs=P())
 
-    @partial(jax.jit, donate_argnums=(0, 1, 2))
+    @partial(jax.jit, donate_argnums=(0, 1, 2), out_shardings=NamedSharding(mesh, P()))
     def step(params: Arrays, kept: Arrays, moments: Any, batch: Arrays) -> Any:
         loss, new, grads = spread(params, kept, batch)
         updates, moments = optimizer.update(grads, moments, params)
