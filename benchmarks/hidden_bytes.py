@@ -3,8 +3,9 @@
 XLA prints a GPU program in the order in which it will be enqueued. A collective is under way from
 its `-start` to its `-done`; what stands between runs beside it. Here
 
-- compute is matmuls only: a `dot`, alone or inside a fusion, and cuBLAS calls; a loop between start
-  and done counts with all its turns. Norms, softmax, copies and other collectives hide nothing.
+- compute is matmuls only: a `dot`, alone or inside a fusion, and calls of cuBLAS and of cuDNN's
+  convolutions; a loop between start and done counts with all its turns. Norms, softmax, copies and
+  other collectives hide nothing.
 - a collective is HIDDEN if at least `SUBSTANTIAL` FLOP of matmuls stand between start and done. One
   that XLA made synchronous, or left without a start, is exposed.
 - COVERED is stricter: the share of its transfer time for which those matmuls last, at `FLOPS` and
@@ -190,7 +191,7 @@ class Schedule:
         if op.opcode == "dot":
             return [_dot(op, lines, lines[name])]
         if op.opcode == "custom-call":
-            return _cublas(op, lines, lines[name])
+            return _cublas(op, lines, lines[name]) or _cudnn(op, lines, lines[name])
         if op.opcode == "while":
             turns = self._trips(op)
             body = self.products(op.calls(["body"])[0])
@@ -253,3 +254,21 @@ def _cublas(op: hlo._Op, lines: dict[str, str], result: str) -> list[Product]:
     keys["lhs_contracting_dims"] = "lhs_contracting_dimensions"
     attributes = {ours: spell(theirs) for ours, theirs in keys.items()}
     return [_dot(replace(op, attributes=attributes), lines, result.lstrip("("))]
+
+
+def _cudnn(op: hlo._Op, lines: dict[str, str], result: str) -> list[Product]:
+    """Return the product that a convolution of cuDNN is, none of any other custom call.
+
+    Positions times channels out, each of them a sum over the places and channels of the kernel.
+    """
+    found = re.search(r"__cudnn\$conv(\w+)", op.attributes.get("custom_call_target", ""))
+    if not found:
+        return []
+    arrays = [hlo._array(lines[operand]) for operand in op.operands[:2]]
+    arrays.append(hlo._array(result.lstrip("(")))
+    place = {"BackwardInput": (0, 1), "BackwardFilter": (1, 2)}  # of what comes out, and the kernel
+    output, kernel = (arrays[n][1] for n in place.get(found[1], (2, 1)))
+    labels = op.attributes["dim_labels"].split("_")[1].split("->")[0]
+    n = kernel[labels.index("o")]
+    size = sum(Transfer("", (), dtype, shape).bytes for dtype, shape in arrays)
+    return [Product(1, math.prod(output) // n, n, math.prod(kernel) // n, size)]
