@@ -187,7 +187,7 @@ def cells(model: str, found: Mapping[str, list[float]], first: list[float]) -> t
         *(jax.__version__, model),
         *(shown(name) if name in found else "-" for name in names),
         *(of(least.get(names[1])), of(least.get(names[2])), of(best)),
-        f"{max(losses) - min(losses):.0e}",
+        f"{max(losses) - min(losses):.0e}" if len(losses) > 1 else "-",
         str(len(found["hfjax"])),
     )
 
