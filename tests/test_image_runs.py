@@ -182,6 +182,10 @@ WRONG = {
         {"model": {"preset": "resnet-tiny", "smoothing": 0.1, "loss": "a.py:b"}},
         "say it there",
     ),
+    "more than all": (
+        {"data": {"scale": (0.5, 2.0)}},
+        "--data.scale 0.5 2.0: of classes it is the part of the area",
+    ),
     "a patch": (
         {"model": {"preset": "vit-tiny"}, "data": {"size": 9}},
         "does not divide by patch=2",
@@ -193,8 +197,9 @@ WRONG = {
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_settings_are_told_by_their_flags(photos, tmp_path, name):
     changes, words = WRONG[name]
+    made = lambda parts: (parts.layout, parts.data)
     with pytest.raises(ValueError, match=words):
-        _ = Parts(of_photos(photos, tmp_path / "run", **changes)).layout
+        made(Parts(of_photos(photos, tmp_path / "run", **changes)))
 
 
 def test_no_data_is_told(tmp_path):

@@ -92,6 +92,9 @@ def _make(command: DataCommand, console: Console) -> int | None:
         raise ValueError("--verify goes with --show DIR.")
     if _are_images(command):
         return _tell_images(command, console)
+    missing = [name for name in command.inputs if not Path(name).exists()]
+    if command.out is None and missing:
+        raise ValueError(f"{named(missing[0])}: there is no such file or folder.")
     if command.out is None or not command.inputs:
         raise ValueError(
             "name what to read and where to write: hfjax data INPUT … --out DIR; or a data set to "

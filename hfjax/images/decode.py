@@ -96,7 +96,7 @@ def _damaged(path: Path, wrong: Exception) -> Exception:
     told = named(str(wrong)).replace(repr(str(path)), "it").rstrip(".")
     return DamagedImageError(
         f"{named(path)} does not decode: {told or type(wrong).__name__}. Copy it again, or take it "
-        "out; broken='skip' takes the next image instead."
+        "out; broken='skip' (--data.broken skip) takes the next image instead."
     )
 
 

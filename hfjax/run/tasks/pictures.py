@@ -277,6 +277,11 @@ class Pictures:
         given = self.config.data
         changed = {name: getattr(given, name) for name in ("flip", *COLOURS)}
         augment = Augment(scale=given.scale, **changed)
+        if self.kind == CLASSES and given.scale is not None and given.scale[1] > 1:
+            raise ValueError(
+                f"--data.scale {given.scale[0]} {given.scale[1]}: of classes it is the part of the "
+                "area that is cut out, from above 0 to 1."
+            )
         fields: Any = {"augment": augment, "epochs": given.epochs, "seed": self.config.seed}
         return self._loader(mine, self.images, train=True, **fields)
 
