@@ -428,8 +428,14 @@ def test_sampled_text_is_the_same_for_the_same_seed_and_another_for_another(whol
         ({"mesh": Mesh(data=3, tensor=4)}, r"--mesh.data 3 --mesh.tensor 4: 12 devices are needed"),
         ({"batch": 12, "mesh": Mesh(data=8)}, r"batch of 12 rows does not divide by 8 devices"),
         ({"optimizer": Optimizer(name="adamx")}, r"name adamx: optax has no optimizer"),
-        ({"optimizer": Optimizer(name="sgd", weight_decay=0.1)}, r"optax's sgd cannot be told"),
-        ({"optimizer": Optimizer(name="sgd", no_decay=("tokens",))}, r"no-decay: optax's sgd"),
+        (
+            {"optimizer": Optimizer(name="rmsprop", weight_decay=0.1)},
+            r"optax's rmsprop cannot be told",
+        ),
+        (
+            {"optimizer": Optimizer(name="rmsprop", no_decay=("tokens",))},
+            r"no-decay: optax's rmsprop",
+        ),
         ({"optimizer": Optimizer(name="lbfgs")}, r"lbfgs cannot be used here: it needs more"),
         ({"optimizer": Optimizer(name="scale_by_learning_rate")}, r"optax has no optimizer"),
         ({"optimizer": Optimizer(own="hfjax:save")}, r"a function of the learning rate is exp"),

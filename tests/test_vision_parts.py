@@ -258,7 +258,7 @@ def test_a_shape_that_makes_no_model_is_refused(kind, given, match):
         (N, "RegNet preset 'huge': one of regnet-tiny, regnet-y-400mf, .*, regnet-y-128gf"),
         (
             D,
-            "DeepLab preset 'huge': one of deeplabv3-tiny, deeplabv3-resnet50, deeplabv3-resnet-1",
+            "DeepLab preset 'huge': one of deeplabv3-tiny, deeplabv3-resnet50, deeplabv3-resnet1",
         ),
         (V, "ViT preset 'huge': one of vit-tiny, vit-b-16, vit-l-16"),
     ],
