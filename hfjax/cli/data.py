@@ -92,13 +92,12 @@ def _make(command: DataCommand, console: Console) -> int | None:
         raise ValueError("--verify goes with --show DIR.")
     if _are_images(command):
         return _tell_images(command, console)
-    missing = [name for name in command.inputs if not Path(name).exists()]
-    if command.out is None and missing:
-        raise ValueError(f"{named(missing[0])}: there is no such file or folder.")
     if command.out is None or not command.inputs:
+        missing = [name for name in command.inputs if not Path(name).exists()]
+        gone = f"{named(missing[0])}: there is no such file or folder; " if missing else ""
         raise ValueError(
-            "name what to read and where to write: hfjax data INPUT … --out DIR; or a data set to "
-            "look at: hfjax data --show DIR"
+            f"{gone}name what to read and where to write: hfjax data INPUT … --out DIR; or a data "
+            "set to look at: hfjax data --show DIR"
         )
     given = {field.name: getattr(command, field.name) for field in fields(Recipe)}
     with _progress() as tell:
