@@ -203,11 +203,11 @@ patch.setattr(Stages, "claim", lambda stages, number: stages.place(number))
 """
 
 
-@needs_interpreter
 RACE = "RACE DETECTED"
 BARRIER = "Barrier completed phase"  # where threads are late, it is seen there first
 
 
+@needs_interpreter
 @pytest.mark.parametrize(
     ("kind", "bug", "said"),
     [
