@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from hfjax.models.vision import convolution_forms
-from hfjax.parallel.in_parts import row_moments
+from hfjax.parallel.wings.kernels import row_moments
 
 Moments = tuple[jax.Array, jax.Array]
 

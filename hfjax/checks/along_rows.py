@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 
 from hfjax.parallel.engine import local
-from hfjax.parallel.in_parts import row_moments
 from hfjax.parallel.mesh import TENSOR_AXES, size_of
 from hfjax.parallel.wings.context.forms import AttentionCall
 from hfjax.parallel.wings.context.on_shared_rows import (
@@ -20,6 +19,7 @@ from hfjax.parallel.wings.context.on_shared_rows import (
     is_attention,
     operands_of,
 )
+from hfjax.parallel.wings.kernels import row_moments
 
 
 @final

@@ -21,7 +21,7 @@ from hfjax.parallel.mesh import PIPE_AXIS, describe_mesh
 from hfjax.run.config import Train, beside_pretrained
 from hfjax.run.optimizer import keeps_nothing, optimizer_of, rate_of
 from hfjax.run.pretrained_model import model_of
-from hfjax.run.sampling import Sampling, metrics_of_batches
+from hfjax.run.sampling import Sampling, check_weighs_by_mask, metrics_of_batches
 from hfjax.run.tasks.pictures import Pictures, check_no_images, of_images
 from hfjax.run.tasks.task import Scores, TaskOfRun
 from hfjax.run.tasks.texts import Texts
@@ -212,7 +212,7 @@ class Parts:
         count = len(self.valid)
         padded = count * self.config.batch > self.valid.rows_per_epoch
         if padded and (most is None or most >= count):
-            self.task.check_validation(self.evaluate, state, self.valid.at(0))
+            check_weighs_by_mask(self.evaluate, state, self.valid.at(0))
 
     def validated(
         self,

@@ -17,6 +17,7 @@ import jax
 import hfjax
 from hfjax.base.mean import EXHAUSTED, OVERFLOW
 from hfjax.base.read_files import ANYTHING, check_fields, contents, whole
+from hfjax.base.tables import named
 from hfjax.base.write_files import check_no_links, replace_text
 from hfjax.checkpoint import Checkpoints, Keep
 from hfjax.checkpoint.directory import steps_in
@@ -269,7 +270,9 @@ class Run:
     def _begun(self) -> hfjax.State:
         """Return a state of the seed, or of the weights that the task has for it."""
         seed, schedule = self.config.seed, self.parts.schedule
-        with waiting("compiling what makes the parameters"):
+        given = self.config.model.pretrained or self.config.model.weights
+        doing = f"reading {named(given)}" if given else "compiling what makes the parameters"
+        with waiting(doing):
             found = self.parts.task.begun(self.parts.layout, seed, schedule)
             if found is None:
                 return hfjax.init(self.parts.layout, seed, schedule)

@@ -283,7 +283,7 @@ LAG = 2  # batches behind which results are read: nothing waits for the device
 
 def check_weighs_by_mask(step: Callable, state: State, batch: Mapping[str, Any]) -> None:
     """Refuse a loss that counts rows of mask 0, as they fill up the last batch."""
-    empty = dict(batch, mask=np.zeros_like(batch["tokens"][:, 1:], np.float32))
+    empty = dict(batch, mask=np.zeros_like(batch["mask"]))
     if weight := float(step(state, empty)["weight"]):
         raise ValueError(
             f"the loss weighs a batch whose mask is 0 everywhere by {weight:g}: the rows that fill "

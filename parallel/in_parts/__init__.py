@@ -5,7 +5,6 @@ may hold of a value; `scope` one program that is being run, and what is told. Th
 `pointwise`, `moves` (reshapes, slices …), `reductions` (and products), `indexing`, `random_bits`,
 `programs` (calls, loops, branches), `derivatives` (functions with a rule of their own), `outside`
 (collectives and callbacks of the user's own) and `named_calls` (what runs on each device's own rows
-on request), with `row_moments`, those of all rows. `two_sides` runs one on positions within rows.
-`joins` is what a step says of rows that meet. `microbatches` deals rows so that microbatches are
-those of one device.
+on request). `two_sides` runs one on positions within rows. `joins` is what a step says of rows that
+meet. `microbatches` deals rows so that microbatches are those of one device.
 """

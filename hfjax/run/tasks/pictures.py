@@ -337,16 +337,6 @@ class Pictures:
         names = [*self.images.classes, *map(str, range(len(self.images.classes), len(iou)))]
         return ImageScores(loss, count, unit, numbers, dict(zip(names, iou, strict=True)))
 
-    def check_validation(self, step: Callable, state: hfjax.State, batch: Mapping) -> None:
-        """Refuse a loss of one's own that counts rows which fill up the last batch."""
-        empty = dict(batch, mask=np.zeros_like(np.asarray(batch["mask"])))
-        if weight := float(step(state, empty)["weight"]):
-            raise ValueError(
-                f"the loss weighs a batch whose mask is 0 everywhere by {weight:g}: the rows that "
-                'fill up the last batch would count. Let it use batch["mask"] [rows] and return '
-                "hfjax.Mean(total, mask.sum()), or validate with a --batch that divides the images."
-            )
-
 
 COLOURS = ("brightness", "contrast", "saturation")
 

@@ -91,7 +91,3 @@ class TaskOfRun(Protocol):
     def read(self, metrics: Sequence[Mapping[str, Any]]) -> Scores:
         """Return the scores of an evaluation, of the metrics of all its batches."""
         ...
-
-    def check_validation(self, step: Callable, state: hfjax.State, batch: Mapping) -> None:
-        """Refuse a loss that counts rows which fill up the last batch."""
-        ...

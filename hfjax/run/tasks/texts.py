@@ -28,7 +28,6 @@ from hfjax.run.pretrained_model import (
 from hfjax.run.sampling import (
     Evaluated,
     Sampling,
-    check_weighs_by_mask,
     generate,
     mean_of,
 )
@@ -189,11 +188,6 @@ class Texts:
     def read(self, metrics: Sequence[Mapping[str, Any]]) -> Evaluated:
         """Return the mean loss of all batches."""
         return mean_of(metrics)
-
-    def check_validation(self, step: Callable, state: hfjax.State, batch: Mapping) -> None:
-        """Refuse one's own loss if it would count the rows that fill up the last batch."""
-        if self.model.own_loss:
-            check_weighs_by_mask(step, state, batch)
 
     def written(
         self, layout: hfjax.Layout, state: hfjax.State, prompt: str, count: int, sampling: Sampling

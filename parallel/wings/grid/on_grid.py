@@ -32,12 +32,12 @@ from jax.sharding import Mesh
 from hfjax.base.head import countable
 from hfjax.pallas_kernels.handing import Projection
 from hfjax.parallel.engine import local
-from hfjax.parallel.in_parts import row_moments
 from hfjax.parallel.in_parts.kinds import Cut, Part, Side, is_value
 from hfjax.parallel.in_parts.named_calls import NamedCall, named
 from hfjax.parallel.in_parts.scope import Scope
 from hfjax.parallel.mesh import COLUMN_AXIS, ROW_AXIS, SAMPLE_AXES, in_use, row_axes, size_of
 from hfjax.parallel.strategy import Axes
+from hfjax.parallel.wings.kernels import row_moments
 
 source_info_util.register_exclusion(__file__)  # the line of what is asked for is the user's
 

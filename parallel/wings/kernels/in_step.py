@@ -14,7 +14,6 @@ from hfjax.pallas_kernels.attention import block as flash_block
 from hfjax.pallas_kernels.cross_entropy import loss as cross_entropy
 from hfjax.pallas_kernels.handing import Projection
 from hfjax.parallel.engine import local
-from hfjax.parallel.in_parts import row_moments
 from hfjax.parallel.in_parts.named_calls import is_recording
 from hfjax.parallel.mesh import (
     PIPE_AXIS,
@@ -26,7 +25,7 @@ from hfjax.parallel.mesh import (
     size_of,
 )
 from hfjax.parallel.settings import KERNELS, Wanted
-from hfjax.parallel.wings.kernels import on_tensor_shards
+from hfjax.parallel.wings.kernels import on_tensor_shards, row_moments
 from hfjax.parallel.wings.kernels.measured import KernelChoice, Shape, choose, show
 
 OWN_LOGITS = (
