@@ -21,9 +21,9 @@ jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 
 import hfjax  # noqa: E402
-from benchmarks.hidden_bytes import Flight, flights  # noqa: E402
 from benchmarks.long_sequences import FLASH, write  # noqa: E402
 from benchmarks.plain_moe import Program, weights_of  # noqa: E402
+from hfjax.analysis.flights import Flight, flights  # noqa: E402
 from hfjax.base.tables import human  # noqa: E402
 from hfjax.models.llama import Llama, LlamaConfig  # noqa: E402
 from hfjax.models.loss import next_token_loss as dense_loss  # noqa: E402

@@ -35,8 +35,8 @@ import optax
 from flax import nnx
 
 import hfjax
-from benchmarks.hidden_bytes import Flight, flights
 from benchmarks.pipeline_h200 import copied_in_branches, sends_in_branches
+from hfjax.analysis.flights import Flight, flights
 from hfjax.models.attention import dot_product
 from hfjax.models.gpt import GPT, GPTConfig
 from hfjax.models.loss import next_token_loss

@@ -24,7 +24,7 @@ jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 
 import hfjax  # noqa: E402
-from benchmarks.hidden_bytes import flights  # noqa: E402
+from hfjax.analysis.flights import flights  # noqa: E402
 from hfjax.base.tables import human  # noqa: E402
 from hfjax.models.gpt import GPT, GPTConfig, next_token_loss  # noqa: E402
 from hfjax.models.llama import Llama, LlamaConfig  # noqa: E402

@@ -1,7 +1,7 @@
 """Loops over layers, ahead of time: what a train step moves, gathers, keeps and hides by its form.
 
 Compiles steps for 8 H200s (none is needed, only the CUDA wheels) with layers in a loop, in turns of
-2 and 4, and in no loop, and reads the programs: `moved_bytes.py` and `hidden_bytes.py` say what
+2 and 4, and in no loop, and reads the programs: `moved_bytes.py` and analysis/flights.py say what
 counts. Writes one row for each to results/loops.md, next to the rows that are there.
 
     python -m benchmarks.loops                                   # the table
@@ -29,10 +29,10 @@ import optax
 from jax import lax
 
 import hfjax
-from benchmarks.hidden_bytes import flights
 from benchmarks.moved_bytes import Program, most
 from benchmarks.overlap import cells
 from benchmarks.result_rows import put
+from hfjax.analysis.flights import flights
 from hfjax.models.attention import dot_product
 from hfjax.models.gpt import GPT, GPTConfig, next_token_loss
 from hfjax.models.llama import Llama, LlamaConfig

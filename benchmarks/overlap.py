@@ -1,8 +1,8 @@
 """Overlap, ahead of time: how much of what a train step sends runs under its matmuls.
 
 Compiles GPT-2 medium's real step for 8 H200s, or two nodes of them (none is needed, only the CUDA
-wheels), under each strategy, reads the schedule (`hidden_bytes.py` says what counts), and writes
-one row for each strategy and setting to results/overlap.md, next to the rows that are there.
+wheels), under each strategy, reads the schedule (hfjax/analysis/flights.py says what counts), and
+writes one row for each strategy and setting to results/overlap.md, next to the rows that are there.
 
     python -m benchmarks.overlap                           # every strategy and preset
     python -m benchmarks.overlap --config fsdp             # one strategy
@@ -27,12 +27,15 @@ import jax.numpy as jnp
 import optax
 
 import hfjax
-from benchmarks.hidden_bytes import BETWEEN, FLOPS, INSIDE, NODE, Flight, flights
+from hfjax.analysis.flights import Flight, flights
+from hfjax.machines.machine import H200
 from hfjax.models.attention import dot_product
 from hfjax.models.gpt import GPT, GPTConfig, next_token_loss
 from hfjax.parallel.compiler import PRESETS, compiler_options
 from hfjax.parallel.placement import batch_devices
 from hfjax.target import can_compile_for_gpus, target_devices
+
+NODE, INSIDE, BETWEEN, FLOPS = H200.per_node, H200.inside, H200.between, H200.scheduled_flops
 
 STRATEGIES: Mapping[str, tuple[hfjax.Strategy, dict[str, int]]] = {
     "ddp": (hfjax.DDP, {"data": 8}),

@@ -28,8 +28,8 @@ import jax.numpy as jnp
 import optax
 
 import hfjax
-from benchmarks.hidden_bytes import Flight, flights
 from hfjax.analysis import hlo
+from hfjax.analysis.flights import Flight, flights
 from hfjax.models.attention import dot_product
 from hfjax.models.gpt import GPT, GPTConfig
 from hfjax.models.llama import Llama, LlamaConfig

@@ -1,7 +1,7 @@
 """Ahead of time: which sums of gradients a pipeline beside data runs beside its matmuls.
 
 Compiles GPT-2 medium on pipe=4, data=2 for 8 H200s (none is needed, only the CUDA wheels), reads
-the schedule (`hidden_bytes.py` says what counts) and writes a row for each pipeline to
+the schedule (hfjax/analysis/flights.py says what counts) and writes a row for each pipeline to
 results/pipeline_sums.md.
 
     python -m benchmarks.pipeline_sums [--schedule NAME]
@@ -19,8 +19,8 @@ import jax.numpy as jnp
 import optax
 
 import hfjax
-from benchmarks.hidden_bytes import Flight, flights
 from benchmarks.result_rows import put
+from hfjax.analysis.flights import Flight, flights
 from hfjax.models.attention import dot_product
 from hfjax.models.gpt import GPT, GPTConfig
 from hfjax.models.loss import next_token_loss

@@ -22,7 +22,7 @@ import jax
 import optax
 
 import hfjax
-from benchmarks.hidden_bytes import flights
+from hfjax.analysis.flights import flights
 from hfjax.models.attention import dot_product
 from hfjax.models.llama import Llama
 from hfjax.models.moe import MoELlama, next_token_loss
@@ -105,8 +105,8 @@ def main() -> None:
             "|---|---|---|---|---|---|---|---|---|",
             *lines,
             "",
-            "Exposed: the modelled time of transfers that no matmul covers (benchmarks/"
-            "hidden_bytes.py).",
+            "Exposed: the modelled time of transfers that no matmul covers (hfjax/"
+            "analysis/flights.py).",
         ]
     )
     if given.layers is None and given.only is None:

@@ -10,13 +10,10 @@ results/tensor_overlap.md, next to the rows that are there.
     python -m benchmarks.tensor_overlap                       # every model
     python -m benchmarks.tensor_overlap --model llama2-7b/2   # one of them
 
-The model: a step takes its exposed transfers (`hidden_bytes.py` says what counts) and then all of
-its products, one after another. A product takes a fixed start-up, and then the time of
-
-- whole waves of tiles of 128 x 256, one tile on each of 132 SMs, at 500 TFLOP/s when all are busy;
-- or, if that is longer, of its operands and its result through memory, at 4.8 TB/s;
-- with its inner dimension in 1, 2, 4, 8 or 16 parts, whichever is fastest: each part is a tile of
-  its own, and partial sums in float32 are written and read.
+The model: a step takes its exposed transfers (hfjax/analysis/flights.py says what counts) and then
+all of its products, one after another (hfjax/analysis/product_time.py says what each takes), with
+tiles of 128 x 256, one on each of 132 SMs, at 500 TFLOP/s when all are busy, and 4.8 TB/s of
+memory.
 
 Halves also add two gradients of each kernel: three passes of bfloat16 through memory. Norms,
 softmax, copies and the optimizer are left out: the same elements pass through them, whole or
@@ -27,7 +24,6 @@ GPT-2's kernels) is a batch of parts, whose partial sums are written and the mod
 
 import argparse
 import datetime
-import math
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -43,58 +39,29 @@ import jax.numpy as jnp
 import optax
 
 import hfjax
-from benchmarks.hidden_bytes import FLOPS, Product, flights, products
+from hfjax.analysis.flights import flights, products
+from hfjax.analysis.product_time import ProductModel, seconds
+from hfjax.machines.machine import H200
 from hfjax.models.attention import dot_product
 from hfjax.models.gpt import GPT, GPTConfig
 from hfjax.models.llama import Llama, LlamaConfig
 from hfjax.models.loss import next_token_loss
 from hfjax.parallel.compiler import PRESETS
 from hfjax.parallel.placement import batch_devices
-from hfjax.target import GPUS, can_compile_for_gpus, target_devices
+from hfjax.target import can_compile_for_gpus, target_devices
 
-SMS = 132
-SPLITS = (1, 2, 4, 8, 16)
-MEMORY = GPUS["h200"].bandwidth
-
-
-@dataclass(frozen=True)
-class Machine:
-    """What the model takes a GPU to be."""
-
-    flops: float = FLOPS  # per second, all SMs busy
-    start_up: float = 3e-6  # seconds, of each product
-    tile: tuple[int, int] = (128, 256)
-    whole_waves: bool = True
-    beside: float = 0.0  # seconds that products lose for each second that transfers run beside them
-
-
+BASE = ProductModel.scheduled(H200)
 MODEL = "the model"
-MACHINES: Mapping[str, Machine] = {
-    MODEL: Machine(),
-    "start-up 0": Machine(start_up=0.0),
-    "start-up 6 us": Machine(start_up=6e-6),
-    "400 TFLOP/s": Machine(flops=400e12),
-    "600 TFLOP/s": Machine(flops=600e12),
-    "tiles 128 x 128": Machine(tile=(128, 128)),
-    "parts of waves": Machine(whole_waves=False),
-    "beside transfers 15 % slower": Machine(beside=0.15),
+MACHINES: Mapping[str, ProductModel] = {
+    MODEL: BASE,
+    "start-up 0": replace(BASE, start_up=0.0),
+    "start-up 6 us": replace(BASE, start_up=6e-6),
+    "400 TFLOP/s": replace(BASE, flops=400e12),
+    "600 TFLOP/s": replace(BASE, flops=600e12),
+    "tiles 128 x 128": replace(BASE, tile=(128, 128)),
+    "parts of waves": replace(BASE, whole_waves=False),
+    "beside transfers 15 % slower": replace(BASE, beside=0.15),
 }
-
-
-def seconds(p: Product, on: Machine) -> float:
-    """Return how long one run of a product takes."""
-    return on.start_up + min(_in_parts(p, parts, on) for parts in SPLITS)
-
-
-def _in_parts(p: Product, parts: int, on: Machine) -> float:
-    """Return how long a product takes whose inner dimension is cut into so many parts."""
-    high, wide = on.tile
-    along = lambda a, b: math.ceil(p.m / a) * math.ceil(p.n / b)
-    waves = p.batch * parts * min(along(high, wide), along(wide, high)) / SMS
-    waves = math.ceil(waves) if on.whole_waves else max(waves, 1.0)
-    one_wave = 2 * high * wide * math.ceil(p.k / parts) * SMS / on.flops
-    partial_sums = 0 if parts == 1 else 2 * 4 * parts * p.batch * p.m * p.n
-    return max(waves * one_wave, p.bytes / MEMORY) + partial_sums / MEMORY
 
 
 # -- models -------------------------------------------------------------------------------
@@ -167,7 +134,8 @@ def costs(program: jax.stages.Compiled, sums: float) -> Costs:
     result["seconds"] = sum(f.seconds * f.count for f in found)
     result["temporaries"] = memory.temp_size_in_bytes
     for name, machine in MACHINES.items():
-        exposed = sum(f.exposed for f in flights(program, machine.flops))
+        judged = replace(H200, scheduled_flops=machine.flops)
+        exposed = sum(f.exposed for f in flights(program, judged))
         result[f"{name}: exposed"] = exposed
         busy = sums + sum(seconds(p, machine) * p.count for p in made)
         result[f"{name}: products"] = busy + machine.beside * (result["seconds"] - exposed)
@@ -176,7 +144,7 @@ def costs(program: jax.stages.Compiled, sums: float) -> Costs:
 
 def measure(model: Model, setting: str) -> Costs:
     """Return the costs of a step, or of one layer, the difference of two steps."""
-    sums = 3 * model.kernel_bytes / MEMORY if setting.startswith(HALVES) else 0.0
+    sums = 3 * model.kernel_bytes / BASE.memory if setting.startswith(HALVES) else 0.0
     whole, *less = (costs(compiled(model, setting, n), n * sums) for n in model.layers)
     if not less:
         return whole
@@ -245,6 +213,7 @@ Of `together`; below 0 halves take longer. Each column changes one number of the
 
 def heading() -> str:
     """Return what stands above the first table."""
+    flops, memory, sms = BASE.flops, BASE.memory, BASE.sms
     return f"""# Tensor overlap, ahead of time
 
 `python -m benchmarks.tensor_overlap` (last rows: {datetime.date.today()}). Compiled for 8 H200s;
@@ -259,9 +228,9 @@ of steps with 6 and 2 layers.
   `halves, merged`: XLA's defaults.
 - **hidden**: share of collective bytes with at least 1 GFLOP of matmuls between start and done.
 - **exposed**: what of the transfers' modelled time no matmul covers (results/overlap.md).
-- **products**: all matmuls, one after another: {Machine().start_up * 1e6:.0f} us each, then whole
-  waves of tiles of 128 x 256 over {SMS} SMs at {FLOPS / 1e12:.0f} TFLOP/s, with the best split of
-  the inner dimension, never faster than memory ({MEMORY / 1e12} TB/s). Of halves also the sum of
+- **products**: all matmuls, one after another: {BASE.start_up * 1e6:.0f} us each, then whole
+  waves of tiles of 128 x 256 over {sms} SMs at {flops / 1e12:.0f} TFLOP/s, with the best split of
+  the inner dimension, never faster than memory ({memory / 1e12} TB/s). Of halves also the sum of
   each kernel's two gradients. The benchmark's docstring has the rest.
 - **together**: exposed and products. A model, not a clock; all other work is left out.
 - **temporaries**: `memory_analysis().temp_size_in_bytes` of one device."""

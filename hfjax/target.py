@@ -8,7 +8,6 @@ import importlib
 import importlib.util
 import os
 import sys
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -19,31 +18,13 @@ import jax
 from jax._src import lib, xla_bridge
 from jax.experimental import topologies
 
+from hfjax.machines.machine import MACHINES, Machine
+
 PLUGINS = {"jax_cuda12_plugin": "xla_cuda12", "jax_cuda13_plugin": "xla_cuda13"}
 ASIDE = Path(sys.prefix) / "cuda"  # `make wheels` fills it
 
 
-@dataclass(frozen=True)
-class Gpu:
-    """What the compiler needs to know of a GPU (public data sheets)."""
-
-    name: str
-    memory: int  # bytes
-    bandwidth: int  # bytes per second
-    compute_capability: str = "9.0"
-    platform: str = "gpu"
-
-    @property
-    def device_kind(self) -> str:
-        """The name, as a device itself tells it."""
-        return self.name
-
-
-GPUS = {
-    "h100": Gpu("NVIDIA H100", 85_899_345_920, 3_350_000_000_000),
-    "h200": Gpu("NVIDIA H200", 151_397_597_184, 4_800_000_000_000),
-}
-GPUS_PER_HOST = 8
+GPUS = {key: MACHINES[key] for key in ("h100", "h200")}  # what `_config` describes
 
 
 FRACTION, OLD_FRACTION = "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"
@@ -160,9 +141,10 @@ def target_devices(gpu: str = "h200", count: int = 8) -> list[Any]:
             f"compiling for a {gpu} needs the wheels that compile for CUDA (no GPU): "
             f"{how_to_install()}"
         )
-    per_host = min(count, GPUS_PER_HOST)
+    whole = GPUS[gpu].per_node
+    per_host = min(count, whole)
     if count < 1 or count % per_host:
-        raise ValueError(f"count={count}: up to 8, or a multiple of 8 (whole hosts).")
+        raise ValueError(f"count={count}: up to {whole}, or a multiple of {whole} (whole hosts).")
     _take_aside()
     topology = topologies.get_topology_desc(
         "",
@@ -173,13 +155,14 @@ def target_devices(gpu: str = "h200", count: int = 8) -> list[Any]:
     return list(topology.devices)
 
 
-def _config(gpu: Gpu) -> str:
+def _config(gpu: Machine) -> str:
     """Return the compiler's description of a Hopper SXM part (stream_executor, protocol text)."""
     return f"""
 gpu_device_info {{
   threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
   shared_memory_per_block: 49152 shared_memory_per_core: 233472
-  shared_memory_per_block_optin: 232448 core_count: 132 fpus_per_core: 128 clock_rate_ghz: 1.98
+  shared_memory_per_block_optin: 232448
+  core_count: {gpu.sms} fpus_per_core: 128 clock_rate_ghz: 1.98
   block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
   thread_dim_limit_x: 1024 thread_dim_limit_y: 1024 thread_dim_limit_z: 64
   registers_per_core_limit: 65536 registers_per_block_limit: 65536

@@ -1,10 +1,8 @@
 """Which collective bytes run under a matmul: a schedule by hand, and a step compiled for H200s."""
 
-import importlib.util
 import math
-import sys
+from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +10,8 @@ import optax
 import pytest
 
 import hfjax
+from hfjax.analysis import flights as schedule
+from hfjax.machines.machine import H200
 from hfjax.models.attention import dot_product
 from hfjax.models.gpt import GPT, GPTConfig, next_token_loss
 from hfjax.parallel.compiler import PRESETS, compiler_options, options_of_cpus
@@ -20,19 +20,6 @@ from hfjax.plan import xla_options
 from hfjax.plan.xla_options import options_of
 from tests.h200 import OPTIMIZED, h200s
 from tests.small_gpt import gpt_layout, tokens
-
-
-def benchmark(name):
-    path = Path(__file__).parents[1] / "benchmarks" / f"{name}.py"
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    sys.modules[name] = module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-hidden_bytes = benchmark("hidden_bytes")
 
 MESH = {"data": 2, "tensor": 4}
 FLOP = 2 * 1024**3  # of one matmul below
@@ -73,7 +60,7 @@ LOOP = (
 
 
 def flights(*entry, **more):
-    return hidden_bytes.read(module(*entry, **more), [MESH])
+    return schedule.read(module(*entry, **more), [MESH])
 
 
 def test_a_gather_with_a_matmul_before_its_done_is_hidden_and_covered_as_far_as_that_lasts():
@@ -81,9 +68,9 @@ def test_a_gather_with_a_matmul_before_its_done_is_hidden_and_covered_as_far_as_
     assert (f.kind, f.axes, f.bytes, f.count) == ("all-gather", ("tensor",), 8 * MIB, 1)
     assert f.flops == FLOP
     assert f.hidden == f.total == 8 * MIB
-    assert f.seconds == 6 * MIB / hidden_bytes.INSIDE  # by a ring a device sends 3 of 4 parts
-    assert f.covered == pytest.approx(FLOP / hidden_bytes.FLOPS / f.seconds)
-    assert f.exposed == pytest.approx(f.seconds - FLOP / hidden_bytes.FLOPS)
+    assert f.seconds == 6 * MIB / H200.inside  # by a ring a device sends 3 of 4 parts
+    assert f.covered == pytest.approx(FLOP / H200.scheduled_flops / f.seconds)
+    assert f.exposed == pytest.approx(f.seconds - FLOP / H200.scheduled_flops)
 
 
 @pytest.mark.parametrize(
@@ -109,9 +96,9 @@ ALL = "replica_groups=[1,16]<=[16]"
 @pytest.mark.parametrize(
     ("groups", "axes", "link"),
     [
-        (WITHIN, ("fsdp",), "INSIDE"),
-        (ACROSS, ("data",), "BETWEEN"),
-        (ALL, ("data", "fsdp"), "BETWEEN"),
+        (WITHIN, ("fsdp",), "inside"),
+        (ACROSS, ("data",), "between"),
+        (ALL, ("data", "fsdp"), "between"),
     ],
     ids=["in nodes", "one of each", "all"],
 )
@@ -119,11 +106,11 @@ def test_what_crosses_nodes_goes_at_the_speed_between_them(groups, axes, link):
     start = f"s = f32[1024,1024] all-reduce-start(%x), {groups}, use_global_device_ids=true"
     text = module(start, "t = f32[1024,1024] all-reduce-done(%s)")
     text = text.replace("num_partitions=8", "num_partitions=16")
-    (f,) = hidden_bytes.read(text, [{"data": 2, "fsdp": 8}])
+    (f,) = schedule.read(text, [{"data": 2, "fsdp": 8}])
     devices = math.prod({"fsdp": 8, "data": 2}[axis] for axis in axes)
     assert f.axes == axes
     moved = 2 * (devices - 1) * f.bytes // devices
-    assert f.seconds == pytest.approx(moved / getattr(hidden_bytes, link))
+    assert f.seconds == pytest.approx(moved / getattr(H200, link))
 
 
 def test_a_small_matmul_covers_a_little_but_hides_nothing():
@@ -136,7 +123,7 @@ def test_a_small_matmul_covers_a_little_but_hides_nothing():
 def test_a_matmul_is_shared_out_in_the_order_of_the_starts():
     between = [f"m{i} = {MATMUL}" for i in range(6)]
     both = flights(f"s = {GATHER}", f"u = {GATHER}", *between, f"t = {DONE}(%s)", f"v = {DONE}(%u)")
-    seconds = 6 * FLOP / hidden_bytes.FLOPS
+    seconds = 6 * FLOP / H200.scheduled_flops
     assert [f.hidden for f in both] == [8 * MIB, 8 * MIB]
     assert both[0].covered == pytest.approx(1)
     assert both[1].covered == pytest.approx(seconds / both[1].seconds - 1)
@@ -153,7 +140,7 @@ def test_a_loop_multiplies_its_collectives_and_hides_those_around_it():
 
 def test_a_program_without_a_schedule_is_refused():
     text = module().replace("is_scheduled=true, ", "")
-    for read in (lambda text: hidden_bytes.read(text, [MESH]), hidden_bytes.products):
+    for read in (lambda text: schedule.read(text, [MESH]), schedule.products):
         with pytest.raises(ValueError, match="not a scheduled module"):
             read(text)
 
@@ -161,7 +148,8 @@ def test_a_program_without_a_schedule_is_refused():
 def test_slower_matmuls_cover_more():
     entry = f"s = {GATHER}", f"m = {MATMUL}", f"t = {DONE}(%s)"
     (f,) = flights(*entry)
-    (slow,) = hidden_bytes.read(module(*entry), [MESH], hidden_bytes.FLOPS / 2)
+    slower = replace(H200, scheduled_flops=H200.scheduled_flops / 2)
+    (slow,) = schedule.read(module(*entry), [MESH], slower)
     assert slow.covered == pytest.approx(2 * f.covered)
 
 
@@ -169,9 +157,9 @@ def test_products_are_read_by_shape_loops_multiplied_out():
     small = "l = f32[8,16,64] parameter(1)", "r = f32[8,64,32] parameter(2)"
     batched = BATCHED.replace("_dims={2}", "_dims={2}, rhs_batch_dims={0}")
     entry = *small, f"m = {batched}", LOOP, f"o = {MATMUL}"
-    found = hidden_bytes.products(module(*entry, body=(f"m = {CUBLAS}", f"n = {MATMUL}")))
-    square = hidden_bytes.Product(1, 1024, 1024, 1024, 3 * 2 * MIB, count=7)  # 2 x 3 turns, and 1
-    batch = hidden_bytes.Product(8, 16, 32, 64, 4 * 8 * (16 * 64 + 64 * 32 + 16 * 32))
+    found = schedule.products(module(*entry, body=(f"m = {CUBLAS}", f"n = {MATMUL}")))
+    square = schedule.Matmul(1, 1024, 1024, 1024, 3 * 2 * MIB, count=7)  # 2 x 3 turns, and 1
+    batch = schedule.Matmul(8, 16, 32, 64, 4 * 8 * (16 * 64 + 64 * 32 + 16 * 32))
     assert sorted(found, key=lambda p: p.batch) == [square, batch]
     assert [p.flops for p in found] == [2 * 8 * 16 * 32 * 64, FLOP]
 
@@ -236,7 +224,7 @@ def step(options):
     options = compiler_options(options, "gpu") | OPTIMIZED
     train = hfjax.train_step(plan, next_token_loss, precision="bf16", compiler_options=options)
     batch = {"tokens": jax.ShapeDtypeStruct((64, 513), jnp.int32)}
-    return hidden_bytes.flights(train.lower(batch).compile())
+    return schedule.flights(train.lower(batch).compile())
 
 
 @pytest.mark.cuda
@@ -262,7 +250,7 @@ def test_a_pipeline_sums_gradients_of_layers_beside_its_last_backward_pass():
     options = {"schedule": hfjax.Schedule("1f1b", 8), "remat": "dots"}
     train = hfjax.train_step(layout, next_token_loss, **options)
     batch = {"tokens": jax.ShapeDtypeStruct((128, 257), jnp.int32)}
-    found = hidden_bytes.flights(train.lower(batch).compile(OPTIMIZED))
+    found = schedule.flights(train.lower(batch).compile(OPTIMIZED))
     sums = [f for f in found if f.axes == ("data",)]
     layers = [p for path, p in layout.placed.items() if path.startswith("layers/")]
     assert sum(f.total for f in sums) == sum(4 * math.prod(p.shape) for p in layers) // 4

@@ -1,17 +1,21 @@
 """The study of two half-batches per layer: its model of products (test_split_rows.py: training)."""
 
+from dataclasses import replace
+
 import pytest
 
 from benchmarks import tensor_overlap
-from benchmarks.hidden_bytes import FLOPS, Product
-from benchmarks.tensor_overlap import MACHINES, MEMORY, MODEL, SMS, Machine, seconds
+from benchmarks.tensor_overlap import BASE, MACHINES, MODEL
+from hfjax.analysis.flights import Matmul
+from hfjax.analysis.product_time import seconds
 
 
 def product(m, n, k, batch=1, size=0):
-    return Product(batch, m, n, k, size)
+    return Matmul(batch, m, n, k, size)
 
 
-BARE = Machine(start_up=0.0)
+BARE = replace(BASE, start_up=0.0)
+FLOPS, MEMORY, SMS = 500e12, 4_800_000_000_000, 132
 WAVE = 2 * 128 * 256 * SMS / FLOPS  # seconds of a wave of tiles with an inner dimension of 1
 
 
@@ -29,13 +33,13 @@ WAVE = 2 * 128 * 256 * SMS / FLOPS  # seconds of a wave of tiles with an inner d
 )
 def test_seconds_of_a_product(p, expected):
     assert seconds(p, BARE) == pytest.approx(expected)
-    assert seconds(p, Machine(start_up=3e-6)) == pytest.approx(expected + 3e-6)
+    assert seconds(p, replace(BASE, start_up=3e-6)) == pytest.approx(expected + 3e-6)
 
 
 def test_a_tile_too_many_costs_a_whole_wave_unless_the_inner_dimension_is_long():
     p = product(128 * (SMS + 1), 256, 64)
     assert seconds(p, BARE) == pytest.approx(2 * 64 * WAVE)
-    parts = Machine(start_up=0.0, whole_waves=False)
+    parts = replace(BARE, whole_waves=False)
     assert seconds(p, parts) == pytest.approx((SMS + 1) / SMS * 64 * WAVE)
     # In 16 parts 133 tiles are 17 waves of a sixteenth.
     long, sums = 1 << 20, 2 * 4 * 16 * 128 * (SMS + 1) * 256 / MEMORY

@@ -8,10 +8,10 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from hfjax.machines.machine import machine_of
+
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 PACKAGES += ("torch", "torchvision", "triton")  # of rivals
-# Of the SXM parts, NVIDIA's data sheets: dense bf16 operations, bytes of device memory a second.
-SHEETS = {"H100": (989e12, 3.35e12), "H200": (989e12, 4.8e12)}
 UNKNOWN = (0.0, 0.0)
 
 
@@ -33,7 +33,8 @@ def sheet(kind: str) -> tuple[float, float]:
     >>> sheet("NVIDIA H200")
     (989000000000000.0, 4800000000000.0)
     """
-    return next((rates for name, rates in SHEETS.items() if name in kind), UNKNOWN)
+    machine = machine_of(kind)
+    return (machine.peak, float(machine.bandwidth)) if machine else UNKNOWN
 
 
 def is_there() -> bool:

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from benchmarks.gpu_sections.cases import Case, Goal, run_cases, tunings
 from benchmarks.gpu_sections.rows import Reporter
 from benchmarks.gpu_sections.wires import AXIS, alone
+from hfjax.machines.machine import MACHINES
 from hfjax.pallas_kernels.ring.all_gather_matmul import (
     all_gather_matmul,
     reference as reference_gather,
@@ -29,7 +30,7 @@ from hfjax.pallas_kernels.ring.tiles import Tuning
 
 SIDE, TINY = 8192, 64
 RANKS, ROWS, WIDE = 4, 1024, 4096  # virtual: of each rank x [ROWS, WIDE], w [WIDE, WIDE]
-PROCESSORS = 132
+PROCESSORS = MACHINES["h100"].sms
 KERNELS = ("all_gather_matmul", "matmul_reduce_scatter")
 PRODUCTS = {  # the kernel, and the same in plain JAX
     KERNELS[0]: (all_gather_matmul, reference_gather),

@@ -26,25 +26,15 @@ from rich.progress import (
 from hfjax.base.mean import SCALE, SKIPPED
 from hfjax.base.progress import said_while
 from hfjax.base.tables import harmless, human
+from hfjax.machines.machine import machine_of
 from hfjax.processes.agreement import speaks
 from hfjax.run.build import Parts, short
-
-# Dense matmuls in bfloat16, FLOP/s of one device (makers' data sheets).
-PEAKS = {
-    "H200": 989e12,
-    "H100": 989e12,
-    "H800": 989e12,
-    "A100": 312e12,
-    "A800": 312e12,
-    "L40S": 362e12,
-    "V100": 125e12,
-    "B200": 2250e12,
-}
 
 
 def peak_flops(device: Any) -> float | None:
     """Return the FLOP/s of a device by its name; None for a CPU or an unknown one."""
-    return next((flops for name, flops in PEAKS.items() if name in device.device_kind), None)
+    machine = machine_of(device.device_kind)
+    return machine.peak if machine else None
 
 
 def memory(device: Any) -> int:

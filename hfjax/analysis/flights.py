@@ -8,11 +8,11 @@ its `-start` to its `-done`; what stands between runs beside it. Here
   other collectives hide nothing.
 - a collective is HIDDEN if at least `SUBSTANTIAL` FLOP of matmuls stand between start and done. One
   that XLA made synchronous, or left without a start, is exposed.
-- COVERED is stricter: the share of its transfer time for which those matmuls last, at `FLOPS` and
-  the speed of a link: `INSIDE` if each group of devices lies in one node, `BETWEEN` if one crosses
-  nodes. These are half to four fifths of what data sheets promise. Transfers go one after another
-  and a matmul covers one of them at a time. It is a model, good for comparing schedules, not a
-  clock.
+- COVERED is stricter: the share of its transfer time for which those matmuls last, at the
+  machine's `scheduled_flops` and the speed of a link: `inside` if each group of devices lies in one
+  node, `between` if one crosses nodes. These are half to four fifths of what data sheets promise.
+  Transfers go one after another and a matmul covers one of them at a time. It is a model, good for
+  comparing schedules, not a clock.
 
 `products` returns every matmul of the program by its shape, for models of how long they take.
 
@@ -31,12 +31,9 @@ import jax
 from hfjax.analysis import collectives as traffic, hlo
 from hfjax.analysis.collectives import Collective
 from hfjax.analysis.hlo import Transfer
+from hfjax.machines.machine import H200, Machine
 
 SUBSTANTIAL = 1e9  # FLOP between start and done: about 2 microseconds
-FLOPS = 500e12  # per second, of bfloat16 matmuls as they are reached
-INSIDE = 360e9  # bytes per second that one GPU sends over NVLink
-BETWEEN = 40e9  # … over InfiniBand: a port of 400 Gbit/s for each GPU
-NODE = 8  # GPUs, which follow one another in the mesh
 _CALLS = ("calls", "to_apply", "called_computations")
 _READ = re.compile(r" (?:while|call|conditional|fusion|custom-call|dot)\(|-start\(|-done\(")
 _READ_SYNC = re.compile(rf" (?:{'|'.join(hlo.KINDS)})\(")
@@ -72,7 +69,7 @@ class Flight:
 
 
 @dataclass(frozen=True)
-class Product:
+class Matmul:
     """One shape of matmul, `batch` times [m, k] x [k, n], and how often the program runs it."""
 
     batch: int
@@ -88,22 +85,22 @@ class Product:
         return 2.0 * self.batch * self.m * self.n * self.k
 
 
-def flights(compiled: jax.stages.Compiled, flops: float = FLOPS) -> list[Flight]:
+def flights(compiled: jax.stages.Compiled, machine: Machine = H200) -> list[Flight]:
     """Return every collective of one call of a compiled program, in the order of its schedule."""
     meshes, _ = traffic._compiled_for(compiled)
-    return read(compiled.as_text() or "", meshes, flops)
+    return read(compiled.as_text() or "", meshes, machine)
 
 
-def read(text: str, meshes: Iterable[traffic.Sizes], flops: float = FLOPS) -> list[Flight]:
+def read(text: str, meshes: Iterable[traffic.Sizes], machine: Machine = H200) -> list[Flight]:
     """Return every collective of a scheduled HLO module; `meshes` name the axes of its groups."""
     module, entry = _scheduled(text)
-    return list(Schedule(module, list(meshes), flops).walk(entry, 1))
+    return list(_Walk(module, list(meshes), machine).walk(entry, 1))
 
 
-def products(text: str) -> list[Product]:
+def products(text: str) -> list[Matmul]:
     """Return every matmul of one call of a scheduled HLO module, equal shapes counted together."""
     module, entry = _scheduled(text)
-    return Schedule(module, []).products(entry)
+    return _Walk(module, []).products(entry)
 
 
 def _scheduled(text: str) -> tuple[hlo._Module, str]:
@@ -119,12 +116,12 @@ def _scheduled(text: str) -> tuple[hlo._Module, str]:
     return hlo._Module(computations, math.prod(map(int, devices))), entry
 
 
-class Schedule:
+class _Walk:
     """Walks computations in the order in which they are enqueued."""
 
-    def __init__(self, module: hlo._Module, meshes: list[traffic.Sizes], flops: float = FLOPS):
-        self.module, self.meshes, self.flops = module, meshes, flops
-        self.counted: dict[str, list[Product]] = {}
+    def __init__(self, module: hlo._Module, meshes: list[traffic.Sizes], machine: Machine = H200):
+        self.module, self.meshes, self.machine = module, meshes, machine
+        self.counted: dict[str, list[Matmul]] = {}
 
     def walk(self, name: str, times: int) -> Iterator[Flight]:
         """Yield the flights of a computation that runs `times` times."""
@@ -142,7 +139,7 @@ class Schedule:
                     airborne[instruction] = flight
                 continue
             flops = sum(p.flops * p.count for p in self._products_of(instruction, op, lines))
-            _cover(airborne, flops, self.flops)
+            _cover(airborne, flops, self.machine.scheduled_flops)
         yield from airborne.values()
 
     def _ops(self, lines: dict[str, str]) -> Iterator[tuple[str, hlo._Op]]:
@@ -174,11 +171,17 @@ class Schedule:
         axes, devices = traffic._name(kind == "permute", found[0].groups, self.meshes)
         size = sum(t.bytes for t in found)
         moved = Collective(kind, axes, "", (), size, 1, "", devices).moved
-        return Flight(kind, axes, size, max(moved, 1) / link(found[0].groups), times)
+        return Flight(kind, axes, size, max(moved, 1) / self._link(found[0].groups), times)
+
+    def _link(self, groups: hlo.Groups) -> float:
+        """Return the bytes per second that a device of these groups sends: by the slowest link."""
+        nodes = ({device // self.machine.per_node for device in group} for group in groups)
+        crosses = any(len(of_group) != 1 for of_group in nodes)
+        return self.machine.between if crosses else self.machine.inside
 
     # -- matmuls ------------------------------------------------------------------------------
 
-    def products(self, name: str) -> list[Product]:
+    def products(self, name: str) -> list[Matmul]:
         """Return the matmuls in one run of a computation."""
         if name not in self.counted:
             lines = self.module.computations[name]
@@ -186,7 +189,7 @@ class Schedule:
             self.counted[name] = _together(p for several in found for p in several)
         return self.counted[name]
 
-    def _products_of(self, name: str, op: hlo._Op, lines: dict[str, str]) -> list[Product]:
+    def _products_of(self, name: str, op: hlo._Op, lines: dict[str, str]) -> list[Matmul]:
         """Return the matmuls of the instruction `name`, which is `op`."""
         if op.opcode == "dot":
             return [_dot(op, lines, lines[name])]
@@ -200,12 +203,6 @@ class Schedule:
             branches = map(self.products, op.calls(hlo._BRANCHES))
             return max(branches, key=lambda b: sum(p.flops * p.count for p in b), default=[])
         return [p for called in op.calls(_CALLS) for p in self.products(called)]
-
-
-def link(groups: hlo.Groups) -> float:
-    """Return the bytes per second that a device of these groups sends: by the slowest link."""
-    inside = all(len({device // NODE for device in group}) == 1 for group in groups)
-    return INSIDE if inside else BETWEEN
 
 
 def _cover(airborne: dict[str, Flight], flops: float, speed: float) -> None:
@@ -222,16 +219,16 @@ def _is_synchronous(op: hlo._Op) -> bool:
     return not op.opcode.endswith("-start") or '"is_sync":true' in config
 
 
-def _together(found: Iterable[Product]) -> list[Product]:
+def _together(found: Iterable[Matmul]) -> list[Matmul]:
     """Return products of which no two have the same shape."""
-    counts: dict[Product, int] = {}
+    counts: dict[Matmul, int] = {}
     for p in found:
         once = replace(p, count=1)
         counts[once] = counts.get(once, 0) + p.count
     return [replace(once, count=count) for once, count in counts.items()]
 
 
-def _dot(op: hlo._Op, lines: dict[str, str], result: str) -> Product:
+def _dot(op: hlo._Op, lines: dict[str, str], result: str) -> Matmul:
     """Return the product of a dot; `result` is text whose first array is what it makes."""
     arrays = [hlo._array(lines[operand]) for operand in op.operands[:2]]
     (_, left), (_, right) = arrays
@@ -240,10 +237,10 @@ def _dot(op: hlo._Op, lines: dict[str, str], result: str) -> Product:
     m, n = (math.prod(shape) // (batch * k) for shape in (left, right))
     arrays.append((hlo._array(result)[0], (batch, m, n)))
     size = sum(Transfer("", (), dtype, shape).bytes for dtype, shape in arrays)
-    return Product(batch, m, n, k, size)
+    return Matmul(batch, m, n, k, size)
 
 
-def _cublas(op: hlo._Op, lines: dict[str, str], result: str) -> list[Product]:
+def _cublas(op: hlo._Op, lines: dict[str, str], result: str) -> list[Matmul]:
     """Return the product of a cuBLAS call, none of any other custom call."""
     if "__cublas" not in op.attributes.get("custom_call_target", ""):
         return []
@@ -256,7 +253,7 @@ def _cublas(op: hlo._Op, lines: dict[str, str], result: str) -> list[Product]:
     return [_dot(replace(op, attributes=attributes), lines, result.lstrip("("))]
 
 
-def _cudnn(op: hlo._Op, lines: dict[str, str], result: str) -> list[Product]:
+def _cudnn(op: hlo._Op, lines: dict[str, str], result: str) -> list[Matmul]:
     """Return the product that a convolution of cuDNN is, none of any other custom call.
 
     Positions times channels out, each of them a sum over the places and channels of the kernel.
@@ -271,4 +268,4 @@ def _cudnn(op: hlo._Op, lines: dict[str, str], result: str) -> list[Product]:
     labels = op.attributes["dim_labels"].split("_")[1].split("->")[0]
     n = kernel[labels.index("o")]
     size = sum(Transfer("", (), dtype, shape).bytes for dtype, shape in arrays)
-    return [Product(1, math.prod(output) // n, n, math.prod(kernel) // n, size)]
+    return [Matmul(1, math.prod(output) // n, n, math.prod(kernel) // n, size)]
