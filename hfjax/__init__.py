@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     )
     from hfjax.checkpoint import Checkpoints, Keep, Restored, latest, recorded, restore, save
     from hfjax.names import *  # noqa: F403
+    from hfjax.planner.make_plan import make_plan
     from hfjax.run.sampling import generate
     from hfjax.weights.pretrained import export, pretrained
 
@@ -30,7 +31,8 @@ if TYPE_CHECKING:
 _LATER = ("checkpoint", "data", "images", "models", "run", "testing")
 _CHECKPOINTS = ("Checkpoints", "Keep", "Restored", "latest", "recorded", "restore", "save")
 _WEIGHTS = ("export", "pretrained")
-_FROM = {"generate": "hfjax.run.sampling", **dict.fromkeys(_CHECKPOINTS, "hfjax.checkpoint")}
+_FROM = {"generate": "hfjax.run.sampling", "make_plan": "hfjax.planner.make_plan"}
+_FROM |= dict.fromkeys(_CHECKPOINTS, "hfjax.checkpoint")
 _FROM |= dict.fromkeys(_WEIGHTS, "hfjax.weights.pretrained")
 __version__ = _version()
 __all__ = [
@@ -91,6 +93,7 @@ __all__ = [
     "layout",
     "least_offload",
     "make_mesh",
+    "make_plan",
     "master",
     "matching",
     "module",

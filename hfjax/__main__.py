@@ -20,6 +20,10 @@ COMMANDS = {  # name: what it does, and the function that takes its arguments
         "what a training step would take, before it runs",
         "hfjax.cli.memory.command:main",
     ),
+    "plan": (
+        "the fastest layout of all that fit so many GPUs, and why others lose",
+        "hfjax.cli.plan.plan_command:main",
+    ),
     "schedule": ("show a pipeline schedule and what it costs", "hfjax.cli.schedule:command"),
     "kernels": ("which form each fused kernel takes here, and why", "hfjax.cli.kernels:command"),
     "demo": ("train a GPT on 8 fake devices, every strategy", "hfjax.cli.demo:command"),

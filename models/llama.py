@@ -249,6 +249,7 @@ PRESETS: Mapping[str, LlamaConfig] = {
     "llama2-7b": LlamaConfig(),
     "llama3-8b": _LLAMA3,
     "llama3-70b": replace(_LLAMA3, layers=80, heads=64, embed=8192, mlp=28672),
+    "llama3-405b": replace(_LLAMA3, layers=126, heads=128, embed=16384, mlp=53248),
 }
 
 LlamaConfig.known = PRESETS

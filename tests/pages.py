@@ -157,6 +157,10 @@ def compare(printed: list[str], found: str, where: str) -> None:
 
 
 def _stable(line: str) -> str:
-    """Return a line with its numbers and spaces evened out, and without a path to a folder."""
+    """Return a line with its numbers and spaces evened out, and without a path to a folder.
+
+    A busy machine tells that it waits for data, where a page's did not.
+    """
+    line = re.sub(r"waiting for data \d+%", "", line)
     line = re.sub(r"(?<![\w.])/[\w./-]*/(?=\w)", "/data/", line)
     return " ".join(NUMBER.sub("#", re.sub("─+", "─", line)).split())

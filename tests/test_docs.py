@@ -46,6 +46,7 @@ SMALL = {  # what is too long for a test, and what stands for it
         "--valid 0.01": "--valid 0.1",
         '--prompt "Once "': '--prompt "Once " --tokens 4',
         "--gpu h200 --count 8": "--gpu here --compare none",
+        "yaml --count 8  #": "yaml --count 2 --batch 2 --compile 0  #",
         "qwen3/ --optimizer.rate 1e-5 ": "qwen3/ --data.train data/qwen3 --steps 2 --log.sample 0 ",
     },
     "docs/ahead_of_time.md": {'"h200", 512), data=64': '"h200", 16), data=2'},
@@ -69,6 +70,13 @@ SMALL = {  # what is too long for a test, and what stands for it
         "--model.layers 8 --model.embed 128": "--model.layers 4 --model.embed 32",
         "zero2.json --cpu-devices 8": f"zero2.json {SMALL_GPT} --cpu-devices 8",
         "--cpu-devices 8": "--steps 2 --log.sample 0 --log.valid-every 0",
+    },
+    "docs/plan.md": {
+        "gpt-medium --vocab 50304": f"gpt-tiny {SMALL_GPT} --vocab 512",
+        "--count 8 --batch 64": "--count 2 --batch 4",
+        'tensor=8"\n': 'tensor=2"\n',
+        "batch=16, ": "batch=4, ",
+        "count=4": "count=2",
     },
     "docs/pretrained.md": {
         "--valid 0.01": "--valid 0.1",

@@ -23,7 +23,7 @@ from hfjax.cli.memory import command as memory_command, picture as memory_pictur
 from hfjax.cli.memory.alternatives import Memory, alternatives, changed
 from hfjax.cli.memory.command import main as command, report
 from hfjax.cli.memory.memory_table import table
-from hfjax.cli.memory.planned import Planned
+from hfjax.planner.programs.planned import Planned
 from hfjax.run.config import Data, Mesh, Model, Optimizer, PipelineOptions
 from hfjax.target import GPUS, can_compile_for_gpus
 from tests.h200 import h200s

@@ -165,6 +165,7 @@ class Parts:
             "context": self.context,
             "dispatch": c.dispatch,
             "split_rows": c.split_rows,
+            "reduction": c.reduction,
             "kernels": c.kernels,
         }
 
@@ -315,13 +316,24 @@ def mesh_of(config: Train, devices: Sequence[Any] | None = None) -> jax.sharding
     """
     more = "--cpu-devices" if devices is None else "--count"
     devices = _first(config.devices, devices or jax.devices())
+    return hfjax.make_mesh(devices=devices, **sizes_of(config, len(devices), more))
+
+
+def sizes_of(config: Train, count: int, more: str = "--count") -> dict[str, int]:
+    """Return the sizes of a mesh of so many devices; -1: those that are left.
+
+    Args:
+        config: The configuration.
+        count: How many devices.
+        more: The flag that asks for more of them.
+    """
     sizes = asdict(config.mesh)
-    free = _free_axis(config, len(devices))
+    free = _free_axis(config, count)
     if sizes[free] is None and -1 not in sizes.values():
         sizes[free] = -1
     given = {axis: size for axis, size in sizes.items() if size is not None}
-    _check_count(given, len(devices), more)
-    return hfjax.make_mesh(devices=devices, **given)
+    _check_count(given, count, more)
+    return given
 
 
 def _first(count: int | None, devices: Sequence[Any]) -> Sequence[Any]:

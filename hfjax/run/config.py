@@ -341,6 +341,8 @@ class Train:
     split_rows: int = 1
     """Parts of a device's rows that go through each layer one after the other: collectives over
     tensor of one part run beside products of the other."""
+    reduction: Literal["flat", "hierarchical"] = "flat"
+    """How gradients are summed over data and fsdp: at once, or in a node first."""
     nonfinite: Literal["stop", "skip"] = "stop"
     """What to do where loss or gradient is not finite."""
     seed: int = 0

@@ -13,7 +13,7 @@ import numpy as np
 from hfjax.parallel.schedules.compile import WRITES, compile_table
 from hfjax.parallel.schedules.table import Table, Task, needs
 
-_compiled = lru_cache(maxsize=1)(compile_table)
+compiled_once = lru_cache(maxsize=1)(compile_table)
 MODELS = ("lockstep", "neighbour", "free")
 
 
@@ -150,7 +150,9 @@ def crossing(table: Table) -> tuple[float, ...]:
     >>> crossing(Schedule("zb-h1", microbatches=16).table(stages=4))
     (1.0, 2.0, 3.0, 4.0)
     """
-    columns = [_compiled(table).columns[name] for name, into in WRITES.items() if into == "cross"]
+    columns = [
+        compiled_once(table).columns[name] for name, into in WRITES.items() if into == "cross"
+    ]
     slots = np.stack(columns).max(axis=(0, 1)) + 1
     return tuple((slots / table.chunks).tolist())
 
@@ -184,7 +186,7 @@ def permutes(table: Table) -> int:
 
 def _permutes(table: Table) -> Iterator[tuple[str, int, int]]:
     """Yield kind, link and number of the permutes of a program, segment by segment."""
-    ticks = _compiled(table)
+    ticks = compiled_once(table)
     for start, end, _ in ticks.segments:
         for kind, link in ticks.lines:
             later = kind != "B"  # which is sent at the start of the next tick
@@ -194,7 +196,7 @@ def _permutes(table: Table) -> Iterator[tuple[str, int, int]]:
 
 def sent(table: Table) -> dict[tuple[int, int], int]:
     """Return how many messages one stage sends another, needed or not, in their order."""
-    ticks, found = _compiled(table), Counter()
+    ticks, found = compiled_once(table), Counter()
     for kind, link, count in _permutes(table):
         for pair in ticks.route(kind, link):
             found[pair] += count

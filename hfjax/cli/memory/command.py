@@ -16,12 +16,13 @@ from hfjax.base.progress import said_while
 from hfjax.base.tables import bytes_of, human
 from hfjax.cli.memory import picture
 from hfjax.cli.memory.alternatives import AUTO, Memory, alternatives, of_run
-from hfjax.cli.memory.estimate import compiled, estimate
 from hfjax.cli.memory.memory_table import Report, table
-from hfjax.cli.memory.planned import Planned, recomputed
 from hfjax.cli.run import config_of
 from hfjax.cli.words import parsed
 from hfjax.parallel.mesh import PIPE_AXIS, describe_mesh, in_use, partitioned
+from hfjax.planner.programs.estimate import compiled, estimate
+from hfjax.planner.programs.planned import Planned, compile_for_gpu
+from hfjax.planner.programs.stand_in import fused_attention
 from hfjax.run.build import check_used
 from hfjax.run.deepspeed_flags import with_file
 from hfjax.target import (
@@ -137,7 +138,7 @@ def _least(given: Memory, devices: Any, memory: int | None, tell: Callable[[str]
         name = f"offload={ratio:g}"
         with said_while(f"compiling {name}"):
             parts = _planned(replace(given, offload=f"{ratio:g}"), devices)
-            found = compiled(parts.step.lower(parts.batch).compile())["peak"]
+            found = compiled(compile_for_gpu(parts.step.lower(parts.batch)))["peak"]
         tell(f"{name}: peak {human(found)}")
         return found
 
@@ -186,7 +187,7 @@ def _devices(given: Memory) -> Sequence[Any] | None:
 def _planned(given: Memory, devices: Sequence[Any] | None) -> Planned:
     elsewhere = devices is not None and devices[0].platform != "cpu"
     known = replace(given, offload=None) if given.offload == AUTO else given
-    return Planned(known, devices, given.vocab, recomputed if elsewhere else None)
+    return Planned(known, devices, given.vocab, fused_attention if elsewhere else None)
 
 
 def _memory(given: Memory, device: Any) -> tuple[int | None, str]:

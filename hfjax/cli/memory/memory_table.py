@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from hfjax.base.tables import human
-from hfjax.cli.memory.estimate import Estimate
+from hfjax.planner.programs.estimate import Estimate
 
 
 @dataclass(frozen=True)

@@ -9,12 +9,12 @@ import jax
 from hfjax.analysis.stashes import stashes
 from hfjax.analysis.transfers import transfers
 from hfjax.base.paths import flatten
-from hfjax.cli.memory.planned import Planned
 from hfjax.parallel.engine.blueprint import LAYERS
 from hfjax.parallel.layerwise.planes import LayerwisePlane
 from hfjax.parallel.memory import KIND
 from hfjax.parallel.mesh import platform_of
 from hfjax.parallel.pipeline.plane import PipelinePlane, waiting
+from hfjax.planner.programs.planned import Planned, compile_for_gpu
 
 STATE = ("parameters", "moments", "master")
 
@@ -83,7 +83,7 @@ def estimate(name: str, parts: Planned) -> Estimate:
         to_device=moved.to_device,
         sent_whole=any(row.whole for row in moved),
         platform=platform_of(step.layout.mesh),
-        **compiled(traced.lower().compile()),
+        **compiled(compile_for_gpu(traced.lower())),
     )
 
 

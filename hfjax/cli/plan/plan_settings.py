@@ -1,0 +1,229 @@
+"""The settings of `hfjax plan`: those of `hfjax train` that say what is run, not how."""
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+
+from hfjax.base.tables import bytes_of
+from hfjax.planner.make_plan import KEEP
+from hfjax.run import files
+from hfjax.run.config import (
+    ContextOptions,
+    Mesh,
+    PipelineOptions,
+    Train,
+    at_least,
+    beside_pretrained,
+)
+
+# What is searched, and by which word --why says it.
+SEARCHED = {
+    "strategy": "zero=fsdp tensor=2",
+    "mesh": "tensor=2",
+    "accumulate": "accumulate=2",
+    "remat": "remat=full",
+    "offload": "offload=0.5",
+    "split_rows": "split_rows=2",
+    "reduction": "reduction=hierarchical",
+    "pipeline": "pipe=2 schedule=1f1b microbatches=8",
+    "context": "context=2",
+}
+COUNTED = ("devices", "cpu_devices")  # how many GPUs: --count says it
+TIMES = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
+
+
+LEAST_MEMORY, MOST_MEMORY = 2**20, 2**40  # bytes
+
+
+@dataclass(frozen=True)
+class PlanSettings(Train):
+    """How a step is laid out best on so many GPUs: every mesh, strategy, schedule, recomputation
+    and offload is scored by formulas; what fits is shown, the fastest first, and why others lose.
+    Takes the flags of `hfjax train` that say what is run; how it is laid out is searched.
+
+    No GPU is needed.
+    """
+
+    gpu: str = "h200"
+    """Which GPU: a100, h100, h200, b200, l40s, v100; or a .toml file of constants; here: that of
+    this machine, as --calibrate here has measured it."""
+    count: int = 8
+    """How many of them."""
+    tokens_per_step: str | None = None
+    """Tokens of a step on all GPUs together: 4M, 512K (of 1024), 1_000_000; None: --batch rows."""
+    vocab: int | None = None
+    """Tokens in the vocabulary; None: those of the data, or of --model.pretrained."""
+    device_memory: str | None = None
+    """The memory that a step may use of a GPU, for instance 24GiB; None: what JAX takes of it:
+    75 %, or what XLA_CLIENT_MEM_FRACTION says."""
+    rows: int = 10
+    """How many ways are shown, at most 20."""
+    compile: int = 4
+    """How many of the first are compiled for the GPU, and ranked by that; 0: formulas only."""
+    why: str | None = None
+    """One configuration beside the first, part by part: "pipe=8 tensor=8", "zero=zero1 remat=full
+    accumulate=4", "pipe=4 schedule=zb-h1 microbatches=16"."""
+    out: Path | None = None
+    """The file for `hfjax train --config`, plan.yaml: the first, or that of --why."""
+    json: Path | None = None
+    """The file to write all numbers to."""
+    picture: Path | None = None
+    """The picture of one step, an .svg file: of the first, or of --why."""
+    calibrate: Literal["here"] | None = None
+    """here: measure the constants of this machine's GPU, keep them for --gpu here, and stop."""
+
+    strategy: Annotated[str, tyro.conf.Suppress] = "ddp"
+    accumulate: Annotated[int, tyro.conf.Suppress] = 1
+    remat: Annotated[str, tyro.conf.Suppress] = "none"
+    offload: Annotated[str | None, tyro.conf.Suppress] = None
+    split_rows: Annotated[int, tyro.conf.Suppress] = 1
+    reduction: Annotated[Literal["flat", "hierarchical"], tyro.conf.Suppress] = "flat"
+    mesh: Annotated[Mesh, tyro.conf.Suppress] = field(default_factory=Mesh)
+    context: Annotated[ContextOptions, tyro.conf.Suppress] = field(default_factory=ContextOptions)
+    pipeline: Annotated[PipelineOptions, tyro.conf.Suppress] = field(
+        default_factory=PipelineOptions
+    )
+    deepspeed: Annotated[Path | None, tyro.conf.Suppress] = None
+    devices: Annotated[int | None, tyro.conf.Suppress] = None
+    cpu_devices: Annotated[int | None, tyro.conf.Suppress] = None
+
+    def _check_memory(self, size: int) -> None:
+        """Refuse what no GPU has: bytes of a number without its unit, or far too many."""
+        if not LEAST_MEMORY <= size <= MOST_MEMORY:
+            raise ValueError(
+                f"--device-memory {self.device_memory}: that is {size:,} bytes. From 1MiB to 1TiB "
+                "are expected, for instance 80GiB."
+            )
+
+    def __post_init__(self):
+        super().__post_init__()
+        at_least(self, "", count=1, vocab=1, compile=0)
+        at_least(self, "", KEEP, rows=1)
+        if self.vocab is not None and self.model.pretrained is not None:
+            raise ValueError(beside_pretrained("--vocab", self.vocab, self.model.pretrained))
+        if self.device_memory is not None:
+            self._check_memory(bytes_of(self.device_memory, "--device-memory"))
+        if self.tokens_per_step is not None:
+            number_of(self.tokens_per_step)
+        for flag in ("out", "json", "picture"):
+            path = getattr(self, flag)
+            if path is not None and not os.access(path.parent, os.W_OK):
+                raise ValueError(
+                    f"--{flag} {path}: nothing can be written to {path.parent}. Make that folder, "
+                    "or name another one."
+                )
+        if self.out is not None and self.out.suffix not in (".yaml", ".yml"):
+            raise ValueError(
+                f"--out {self.out}: it is a .yaml file, for hfjax train --config; the directory of "
+                "the run is said to hfjax train."
+            )
+        if self.picture is not None and self.picture.suffix != ".svg":
+            raise ValueError(f"--picture {self.picture}: the picture is an .svg file.")
+
+
+def number_of(text: str) -> int:
+    """Return how many tokens a text says.
+
+    >>> number_of("4M"), number_of("1_000"), number_of("512k")
+    (4194304, 1000, 524288)
+    """
+    found = re.fullmatch(r"(\d[\d_]*)([KMG]?)", text.strip().upper())
+    if not found or int(found[1]) == 0:
+        raise ValueError(
+            f"--tokens-per-step {text}: a number is expected, as in 1_000_000, or one of 1024 or "
+            "1024 x 1024: 512K, 4M."
+        )
+    return int(found[1]) * TIMES[found[2]]
+
+
+def of_plan(config: Train) -> PlanSettings:
+    """Return the configuration of a run as one that is planned: without how it is laid out."""
+    known = {f.name for f in fields(PlanSettings)} - {"out"}
+    taken = {f.name: getattr(config, f.name) for f in fields(Train) if f.name in known}
+    usual = Train()
+    anew = {name: getattr(usual, name) for name in (*SEARCHED, *COUNTED)}
+    return PlanSettings(**{**taken, **anew})
+
+
+def not_taken(config: Train) -> list[str]:
+    """Return what a file of configuration says of how a run is laid out."""
+    names = [name for name in files.changed(config) if name.partition(".")[0] in SEARCHED]
+    return [name.replace("_", "-") for name in names]
+
+
+def check_searched(words: Sequence[str]) -> None:
+    """Refuse flags of what is searched, and of what another flag says here."""
+    typed = [word.partition("=") for word in words if word.startswith("--")]
+    for flag, _, _ in typed:
+        name = flag.removeprefix("--").replace("-", "_")
+        if (top := name.partition(".")[0]) in SEARCHED:
+            raise ValueError(
+                f"{flag}: hfjax plan searches that. To see one configuration beside the first: "
+                f'--why "{SEARCHED[top]}"; hfjax memory takes the flag itself.'
+            )
+        if name in COUNTED:
+            raise ValueError(f"{flag}: how many GPUs it is planned for is said by --count.")
+    names = {flag.removeprefix("--").replace("-", "_") for flag, _, _ in typed}
+    if {"batch", "tokens_per_step"} <= names:
+        raise ValueError(
+            "--batch beside --tokens-per-step: both say how many rows a step has. Leave one out."
+        )
+
+
+def check_no_deepspeed(config: Train, words: Sequence[str]) -> None:
+    """Refuse a configuration of DeepSpeed: it says how a run is laid out."""
+    if config.deepspeed is not None or any(w.startswith("--deepspeed") for w in words):
+        raise ValueError(
+            "--deepspeed: its file says how a run is laid out, and hfjax plan searches that. Leave "
+            "it out, and say what else it has by flags: --precision, --optimizer.rate …"
+        )
+
+
+def run_of(given: PlanSettings, default: Train, rows: int) -> Train:
+    """Return the run whose layout is searched, with so many rows in a step."""
+    taken = {f.name: getattr(given, f.name) for f in fields(Train)}
+    return replace(Train(**{**taken, "out": default.out}), batch=rows)
+
+
+def rows_of(given: PlanSettings, unit: str, each: int) -> int:
+    """Return the rows of a step.
+
+    Args:
+        given: The settings.
+        unit: What a row is counted in: tokens, images.
+        each: How many of them it has.
+    """
+    if given.tokens_per_step is None:
+        return given.batch
+    if unit != "tokens":
+        raise ValueError(
+            f"--tokens-per-step {given.tokens_per_step}: the model is of {unit}. Say by --batch "
+            "how many a step takes."
+        )
+    tokens = number_of(given.tokens_per_step)
+    rows, rest = divmod(tokens, each)
+    if not rest:
+        return rows
+    said = lambda n: f"{n * each:,} ({n} row{'s' if n > 1 else ''})"
+    low = [said(rows)] if rows else []
+    raise ValueError(
+        f"--tokens-per-step {given.tokens_per_step}: {tokens:,} tokens are no whole rows of {each} "
+        f"(--model.length). The nearest that are: {' and '.join([*low, said(rows + 1)])}."
+    )
+
+
+def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """Return {"mesh": {"fsdp": 8}} of {"mesh.fsdp": 8}."""
+    found: dict[str, Any] = {}
+    for name, value in flat.items():
+        *outer, last = name.split(".")
+        place = found
+        for part in outer:
+            place = place.setdefault(part, {})
+        place[last] = value
+    return found

@@ -1,0 +1,450 @@
+"""A plan: every candidate scored, those that fit ranked, and why the others lose."""
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+
+import hfjax
+from hfjax.base.tables import aligned
+from hfjax.machines.machine import MACHINES, Machine
+from hfjax.planner.candidate import Candidate
+from hfjax.planner.corrected import corrected
+from hfjax.planner.placing import ArraysPlaced
+from hfjax.planner.programs.compiled import Failed, compile_candidate
+from hfjax.planner.reasons import reason_of
+from hfjax.planner.score import Scored, Scorer
+from hfjax.planner.search import ModelFacts, candidates, with_host
+from hfjax.run.config import Train
+from hfjax.target import GPUS, can_compile_for_gpus, fraction_taken, target_devices
+
+KEEP = 20  # rows that are checked and kept
+MARGIN = 0.05  # of the memory that stays free where a formula says that a step fits
+OTHERS = 10  # of those that would be faster, if they fitted
+MOST_DEVICES = 2**20
+FAR = 2.0  # times the memory: what takes more is not among those that nearly fit
+
+
+@dataclass(frozen=True)
+class Compiling:
+    """What of a plan is compiled.
+
+    Attributes:
+        best: How many of the best.
+        limit: Seconds that one may take. None: 60, of a pipeline 240.
+        cache: The folder in which results are kept. None: in the user's cache.
+    """
+
+    best: int = 4
+    limit: float | None = None
+    cache: Path | None = None
+
+
+@dataclass(frozen=True)
+class PlanRow:
+    """A candidate of a plan.
+
+    Attributes:
+        candidate: How the step runs.
+        time: Its seconds, part by part (`time.parts`, `time.total`).
+        peak: Its bytes on a device, part by part (`peak.parts`, `peak.total`).
+        fits: Whether the memory has room for it, with a margin.
+        reason: For one that is not the first: the largest part by which it loses.
+        tokens: Tokens a second of a device.
+        mfu: Of the operations that the model needs, the part of the GPU's peak.
+        compiled: What the compiled program tells, where there is one.
+    """
+
+    candidate: Candidate
+    time: Any
+    peak: Any
+    fits: bool
+    reason: str
+    tokens: float
+    mfu: float
+    compiled: Any = None
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """What `make_plan` returns; it prints as a table.
+
+    Attributes:
+        rows: What fits, the fastest first.
+        others: The best of those that do not fit, and why.
+        machine: The constants that were used.
+        memory: Bytes that a step may use of a device.
+        config: The settings of the run.
+        searched: How many candidates were scored.
+        seconds: How long it took.
+        notes: What to bear in mind.
+    """
+
+    rows: tuple[PlanRow, ...]
+    others: tuple[PlanRow, ...]
+    machine: Machine
+    memory: int
+    count: int
+    config: Train
+    searched: int
+    seconds: float
+    refused: int = 0
+    notes: tuple[str, ...] = ()
+    scorer: Any = field(default=None, repr=False, compare=False)
+
+    def __str__(self) -> str:
+        head = ("step", "tokens/s", "MFU", "peak", "how", "why not the first")
+        cells = [
+            (f"{r.time.total * 1e3:.1f} ms", f"{r.tokens:,.0f}", f"{r.mfu:.1%}",
+             f"{r.peak.total / 2**30:.1f} GiB", str(r.candidate), r.reason)
+            for r in (*self.rows, *self.others)
+        ]  # fmt: skip
+        title = f"{self.count} x {self.machine.name}, {self.config.batch} rows in a step"
+        return "\n".join([title, *aligned([head, *cells], numbers=(0, 1, 2, 3))])
+
+    @property
+    def best(self) -> PlanRow:
+        """The first of the rows."""
+        return self.rows[0]
+
+    def settings(self, row: PlanRow | None = None) -> Train:
+        """Return the settings of `hfjax train` for a row; None: the best."""
+        return (row or self.best).candidate.settings(self.config)
+
+
+def make_plan(
+    config: Train,
+    *,
+    gpu: str | Machine = "h200",
+    count: int = 8,
+    vocab: int | None = None,
+    memory: int | None = None,
+    compile: int | Compiling = 0,
+    tell: Callable[[str], Any] = lambda words: None,
+) -> StepPlan:
+    """Return how a run's step is best laid out on so many GPUs, by formula.
+
+    Args:
+        config: The settings of the run: its model, precision, optimizer and `batch`, the rows of a
+            step. What says how it is laid out (strategy, mesh, schedule, remat …) is searched.
+        gpu: Which one (a100, h100, h200, b200), or a `Machine` of constants.
+        count: How many.
+        vocab: Tokens in the vocabulary. None: those of the data.
+        memory: Bytes that a step may use of a device. None: what JAX takes of the GPU.
+        compile: How many of the best are compiled for the GPU, and corrected by their programs; or
+            a `Compiling`, which says more.
+        tell: Called with words on what goes on.
+
+    Raises:
+        ValueError: Nothing fits, or nothing divides: the message says what would.
+
+    Example:
+        >>> import hfjax
+        >>> from hfjax.run.config import Model, Train
+        >>> config = Train(batch=16, precision="bf16", model=Model(preset="gpt-tiny"))
+        >>> plan = hfjax.make_plan(config, gpu="h200", count=2, vocab=256)
+        >>> plan.best.fits, plan.best.candidate.devices
+        (True, 2)
+    """
+    began = time.perf_counter()
+    machine = gpu if isinstance(gpu, Machine) else machine_named(gpu)
+    compile_for = machine.key if machine.key in GPUS and can_compile_for_gpus() else None
+    scorer = Scorer(config, vocab, machine, compile_for)
+    if memory is None:
+        memory = int(fraction_taken() * machine.memory)
+    facts = facts_of(scorer)
+    tell("reading the model")
+    checked = BuildCheck(scorer, count, compile_for)
+    roomy = limit_of(memory)
+    found = candidates(config.batch, count, facts, machine)
+    sifted = Sifted(scorer, roomy)
+    for candidate in found:
+        sifted.add(candidate)
+    scored, searched = sifted.scored, sifted.searched
+    if sifted.least is None:
+        raise ValueError(_nothing_divides(config, scorer, count))
+    fitting = sorted((s for s in scored if s.peak.total <= roomy), key=_rank)
+    others = sorted((s for s in scored if s.peak.total > roomy), key=_rank)
+    if not fitting:
+        raise ValueError(_too_large(sifted, scorer, count, memory))
+    tell(f"checking the best of {searched}")
+    rows, dropped = list(checked.first(fitting, KEEP)), []
+    compiling = compile if isinstance(compile, Compiling) else Compiling(compile)
+    if compiling.best and compile_for is not None:
+        rows, dropped = _compiled(rows, compiling, scorer, count, memory, tell)
+    if not _fits(best := rows[0], memory):
+        raise ValueError(
+            f"nothing fits: {len(rows)} ways were compiled that should by formula, and the first "
+            f"({best.candidate}) takes {best.peak.total / 2**30:.1f} GiB of "
+            f"{memory / 2**30:.1f}. Take more devices, fewer tokens in a step, or "
+            "--device-memory a little lower, so that others are tried."
+        )
+    faster = checked.first([s for s in others if s.time.total < best.time.total], OTHERS)
+    beside = [s for s in rows if s is not best]
+    made = [_row(s, best, scorer, memory) for s in (best, *beside, *faster)]
+    return StepPlan(
+        rows=tuple(r for r in made if r.fits),
+        others=tuple(r for r in made if not r.fits),
+        machine=machine,
+        memory=memory,
+        count=count,
+        config=config,
+        searched=searched,
+        seconds=time.perf_counter() - began,
+        refused=sifted.refused + checked.refused,
+        notes=(*_notes(scorer, compile_for, facts), *dropped),
+        scorer=scorer,
+    )
+
+
+def machine_named(gpu: str) -> Machine:
+    """Return the constants of a GPU.
+
+    Raises:
+        ValueError: There is no file for it.
+    """
+    if gpu in MACHINES:
+        return MACHINES[gpu]
+    raise ValueError(
+        f"gpu {gpu!r}: there are constants of {', '.join(MACHINES)}. For another one measure them "
+        "on it (hfjax plan --calibrate here) and give the file."
+    )
+
+
+def facts_of(scorer: Scorer) -> ModelFacts:
+    """Return what a search asks of the model of a run."""
+    layout, shape = scorer.one.layout, scorer.shape
+    experts = getattr(shape, "experts", 0) or 0
+    model = layout.blueprint.abstract("train")
+    refuses = frozenset(getattr(type(model), "refuses", {}))
+    return ModelFacts(
+        layers=scorer.layers if layout.blueprint.three_parts else 0,
+        length=scorer.length,
+        experts=experts,
+        refuses=refuses,
+        row_maps=hasattr(shape, "linear_maps") and not experts and scorer.one.task.unit == "tokens",
+        in_parts=layout.blueprint.three_parts,
+    )
+
+
+class Sifted:
+    """Scores candidates as they come; leaves out those of which another one tells enough.
+
+    That is to compute again what fits as it is, and rows at once of which fewer took far too much.
+    """
+
+    def __init__(self, scorer: Scorer, limit: float):
+        self.scorer, self.limit = scorer, limit
+        self.scored: list[Scored] = []
+        self.searched = self.refused = 0
+        self.least: tuple[float, ArraysPlaced, Candidate] | None = (
+            None  # what takes the fewest bytes
+        )
+        self._wrong: set[Any] = set()  # layouts in which something does not divide
+        self._beyond: dict[Any, float] = {}  # how a step runs -> rows at once that take far more
+        self._roomy: Candidate | None = None  # the last that fits with all kept
+
+    def add(self, c: Candidate) -> None:
+        """Score a candidate, and with more on the host if it does not fit."""
+        layout = c.mesh, c.names, c.schedule, c.chunks
+        if layout in self._wrong:
+            self.refused += 1
+            return
+        plain, how = replace(c, remat="none", split_rows=1), (*layout, c.remat, c.split_rows)
+        if c.remat != "none" and plain == self._roomy:
+            return
+        if c.rows_at_once >= self._beyond.get(how, math.inf):
+            return
+        try:
+            fits = self._score(c)
+        except ValueError:
+            self._wrong.add(layout)
+            self.refused += 1
+            return
+        if fits is None:
+            self._beyond[how] = c.rows_at_once
+        if not fits:
+            for other in with_host(c, self.scorer.layers):
+                self._score(other)
+        elif c == plain and c.schedule is None and self._keeps_all(c):
+            self._roomy = c
+
+    def _note(self, size: float, placing: ArraysPlaced, c: Candidate) -> None:
+        if self.least is None or size < self.least[0]:
+            self.least = size, placing, c
+
+    def _keeps_all(self, c: Candidate) -> bool:
+        return self.scorer.how(c, self.scorer.placing(c)) == "unrolled"
+
+    def _score(self, c: Candidate) -> bool | None:
+        """Return whether a candidate fits; None: by far not."""
+        placing = self.scorer.placing(c)
+        if placing.state > self.limit:
+            self._note(placing.state + placing.gradients, placing, c)
+            return False
+        self.searched += 1
+        peak = self.scorer.peak(c, placing)
+        self._note(peak.total, placing, c)
+        if peak.total > FAR * self.limit and self.scored:
+            return None
+        self.scored.append(Scored(c, self.scorer.time(c, placing), peak))
+        return peak.total <= self.limit
+
+
+class BuildCheck:
+    """Builds the layouts and steps of candidates, to leave out what hfjax refuses."""
+
+    def __init__(self, scorer: Scorer, count: int, compile_for: str | None):
+        self.scorer, self.count, self.refused = scorer, count, 0
+        self._compile_for = compile_for
+        self.why: dict[Candidate, str] = {}
+
+    def first(self, scored: Sequence[Scored], most: int) -> list[Scored]:
+        """Return the first of these that hfjax runs."""
+        found: list[Scored] = []
+        same: set[Any] = set()  # the same step by other names
+        for s in scored:
+            if len(found) == most:
+                break
+            if _rank(s)[:2] in same:
+                continue
+            why = self.refuses(s.candidate)
+            if why is None:
+                found.append(s)
+                same.add(_rank(s)[:2])
+            else:
+                self.why[s.candidate] = why
+                self.refused += 1
+        return found
+
+    def refuses(self, c: Candidate) -> str | None:
+        """Return why hfjax refuses a candidate, None if it does not."""
+        one = self.scorer.one
+        try:
+            mesh = hfjax.make_mesh(devices=self._devices(), **{a: n for a, n in c.sides})
+            layout = hfjax.layout(one.model.init, one.layout.optimizer, mesh, c.strategy)
+            execution = {**one.execution, **c.execution}
+            hfjax.train_step(layout, one.model.loss, **execution)
+        except ValueError as error:
+            return str(error)
+        return None
+
+    def _devices(self) -> Sequence[Any]:
+        if self._compile_for is not None:
+            return target_devices(self._compile_for, self.count)
+        devices = jax.devices()
+        if len(devices) < self.count:
+            raise ValueError(
+                f"count={self.count}: there are {len(devices)} devices to stand in; set "
+                f'jax.config.update("jax_num_cpu_devices", {self.count}) before JAX starts.'
+            )
+        return devices[: self.count]
+
+
+def limit_of(memory: int) -> float:
+    """Return the bytes up to which a formula says that a step fits."""
+    return (1 - MARGIN) * memory
+
+
+def _compiled(
+    rows: Sequence[Scored],
+    compiling: "Compiling",
+    scorer: Scorer,
+    count: int,
+    memory: int,
+    tell: Callable[[str], Any],
+) -> tuple[list[Scored], list[str]]:
+    """Return the rows, the first of them corrected and in their new order; what was dropped."""
+    most = compiling.best
+    rows, dropped, tried = list(rows), [], set()
+    limits: Any = {"limit": compiling.limit, "cache": compiling.cache}
+    while True:
+        rows.sort(key=lambda s: (not _fits(s, memory), _rank(s)))
+        place = next((n for n, s in enumerate(rows) if s.candidate not in tried), None)
+        if place is None or len(tried) >= (most if place else 2 * most):
+            break  # the first is one that was compiled, or twice as many were
+        s = rows[place]
+        tried.add(s.candidate)
+        name, settings = str(s.candidate), s.candidate.settings(scorer.config)
+        tell(f"compiling {name}")
+        told = compile_candidate(settings, scorer.machine.key, count, scorer.vocab, **limits)
+        if isinstance(told, Failed):
+            dropped.append(f"not compiled, so by formula only: {name}: {told.why}")
+        else:
+            rows[place] = corrected(s, told, scorer.machine)
+    rows.sort(key=lambda s: (not _fits(s, memory), _rank(s)))
+    if rows[0].compiled is None:
+        dropped.append("the first is by formula only: those that were compiled are slower")
+    return rows, dropped
+
+
+def _fits(s: Scored, memory: int) -> bool:
+    """Return whether memory has room for a candidate; of a formula with a margin."""
+    return s.peak.total <= (memory if s.compiled else limit_of(memory))
+
+
+def _rank(s: Scored) -> tuple[float, float, int]:
+    """Return what comes first: the shortest step, of equals the one with the fewest bytes."""
+    return round(s.time.total, 7), round(s.peak.total), len(s.candidate.sides)
+
+
+def _row(s: Scored, best: Scored, scorer: Scorer, memory: int) -> PlanRow:
+    fits = _fits(s, memory)
+    tokens = s.candidate.rows * scorer.length / s.candidate.devices / s.time.total
+    needed = scorer.one.task.flops(scorer.one.layout)
+    mfu = tokens * needed / scorer.machine.peak
+    reason = "" if s is best else reason_of(s, best, fits, scorer.machine)
+    return PlanRow(s.candidate, s.time, s.peak, fits, reason, tokens, mfu, s.compiled)
+
+
+def _nothing_divides(config: Train, scorer: Scorer, count: int) -> str:
+    low = max(config.batch // count * count, count)
+    high = low + count
+    tokens = lambda rows: f"{rows * scorer.length:,} tokens ({rows} rows)"
+    return (
+        f"{config.batch} rows of {scorer.length} tokens on {count} devices: no mesh divides them. "
+        f"These divide: {tokens(low)}, {tokens(high)}."
+    )
+
+
+def _too_large(sifted: Sifted, scorer: Scorer, count: int, memory: int) -> str:
+    assert sifted.least is not None
+    need, placing, c = sifted.least
+    split = (placing.state + placing.gradients) * count  # more devices hold less of it each
+    would, room = count, limit_of(memory)
+    while would < MOST_DEVICES and split / would + max(need - split / count, 0) > room:
+        would *= 2
+    gib = 2**30
+    more = f"About {would} devices would do" if would < MOST_DEVICES else "More devices do not help"
+    return (
+        f"nothing fits: the smallest of all ways on {count} x {scorer.machine.name} takes "
+        f"{need / gib:.1f} GiB of a device ({c}). A step may use {memory / gib:.1f} GiB, "
+        f"{MARGIN:.0%} of them free: {(need - room) / gib:.1f} GiB too much. {more}; or fewer "
+        "tokens in a step, a shorter --model.length, a smaller model, or more of the memory "
+        "(--device-memory)."
+    )
+
+
+def _notes(scorer: Scorer, compile_for: str | None, facts: ModelFacts) -> tuple[str, ...]:
+    found = []
+    if compile_for is None:
+        found.append("by formulas only: nothing here compiles for this GPU")
+    if not facts.in_parts:
+        found.append(
+            "the model is not in three parts (embed, layers, head): no pipeline, whole gathers, "
+            "nothing computed again (docs/any_model.md)"
+        )
+    elif not facts.layers:
+        found.append("layers are a list of unlike ones: planned without a pipeline")
+    if scorer.config.kernels not in ("auto", "xla"):
+        found.append(f"--kernels {scorer.config.kernels}: the formulas are those of --kernels auto")
+    if not math.isclose(scorer.machine.reserve, 0):
+        found.append(
+            f"not counted: {scorer.machine.reserve / 2**30:.1f} GiB of a GPU for its context, "
+            "communication and libraries"
+        )
+    return tuple(found)

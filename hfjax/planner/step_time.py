@@ -1,0 +1,196 @@
+"""The time of a step by formula, part by part: the parts are its sum.
+
+    products    matrix products and attention: operations, or bytes if these take longer
+    memory      all else that a device computes: its bytes through memory, and what launches cost
+    exposed     transfers for as long as no products run beside them, by purpose, and what those
+                that are hidden cost the products beside them
+    bubble      slots of a pipeline in which a stage waits
+    optimizer   the state through memory
+    host        what goes to the host and back
+
+A transfer takes a start, a hop for each step of its ring, and then its bytes at the speed of its
+slowest link. In a group that has k devices in each of several nodes, k ports carry what leaves one.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+
+from hfjax.analysis.flights import Matmul
+from hfjax.analysis.product_time import ProductModel, seconds
+from hfjax.machines.machine import Machine
+from hfjax.parallel.mesh import AXES
+from hfjax.planner.placing import Sides
+from hfjax.planner.programs.model_profile import Work
+from hfjax.planner.sent import Sent
+
+WIDE = {"float32", "float64"}
+BESIDE = 0.9  # of the time of products for which a transfer can run beside them
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of a step by part; `exposed` by purpose."""
+
+    products: float
+    memory: float
+    exposed: Mapping[str, float]
+    bubble: float
+    optimizer: float
+    host: float
+    transfers: float = 0.0  # of all of them, hidden or not
+    flops: float = 0.0  # of products and attention, on one device
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """The parts by name, those of transfers by purpose."""
+        first = {"products": self.products, "memory": self.memory}
+        exposed = {f"exposed: {name}": s for name, s in self.exposed.items()}
+        last = {"bubble": self.bubble, "optimizer": self.optimizer, "host": self.host}
+        return first | exposed | last
+
+    @property
+    def all_exposed(self) -> float:
+        """Seconds of transfers beside which nothing runs."""
+        return sum(self.exposed.values())
+
+    @property
+    def total(self) -> float:
+        """Seconds of a step."""
+        return sum(self.parts.values())
+
+
+@dataclass(frozen=True)
+class WorkTime:
+    """Seconds of a part of the model on one device."""
+
+    products: float
+    memory: float
+    flops: float
+
+    @property
+    def total(self) -> float:
+        """Both together."""
+        return self.products + self.memory
+
+    def times(self, count: float) -> "WorkTime":
+        """Return that of so many of it."""
+        return WorkTime(self.products * count, self.memory * count, self.flops * count)
+
+    def __add__(self, other: "WorkTime") -> "WorkTime":
+        pairs = zip(self._all, other._all, strict=True)
+        return WorkTime(*(a + b for a, b in pairs))
+
+    @property
+    def _all(self) -> tuple[float, float, float]:
+        return self.products, self.memory, self.flops
+
+
+NOTHING = WorkTime(0.0, 0.0, 0.0)
+
+
+def time_of_work(work: Work, rows: float, tensor: int, machine: Machine) -> WorkTime:
+    """Return how long a part takes with so many rows, of which a row may be a part."""
+    products = flops = 0.0
+    for p in work.products:
+        batch, m, n, k = (max(round(x), 1) for x in p.sides(rows, tensor))
+        size = 2 * batch * (m * k + k * n + m * n)
+        wide = p.dtype in WIDE
+        one = Matmul(batch, m, n, k, 2 * size if wide else size)
+        products += p.times * seconds(one, ProductModel.reached(machine, float32=wide))
+        flops += p.times * 2.0 * batch * m * n * k
+    for call in work.attention:
+        parts = tensor if call.split else 1
+        fused = _attention(call, rows / parts, machine)
+        products += fused
+        flops += call.flops * rows / parts
+    bytes_of_rows, fixed = work.traffic
+    memory = (bytes_of_rows * rows + fixed) / machine.stream + work.launches * machine.launch
+    return WorkTime(products, memory, flops)
+
+
+def _attention(call, rows: float, machine: Machine) -> float:
+    narrow = call.width <= 64
+    way = "backward" if call.backward else "forward"
+    rate = getattr(machine, f"attention_{way}_{64 if narrow else 128}")
+    passes = getattr(machine, f"attention_{way}_passes")
+    size = rows * call.positions * call.heads * call.width * call.itemsize
+    return call.times * passes * size / machine.stream + call.flops * rows / rate
+
+
+# -- transfers ----------------------------------------------------------------------------
+
+
+@cache
+def in_a_node(axes: tuple[str, ...], sides: Sides, per_node: int) -> tuple[bool, int]:
+    """Return whether a group lies in one node, and how many of it lie in each.
+
+    >>> in_a_node(("fsdp",), Sides.of(fsdp=16, tensor=4), 8)
+    (False, 2)
+    """
+    order = list(AXES)
+    slowest = min(order.index(axis) for axis in axes)
+    faster = math.prod(sides[a] for a in order[slowest:])
+    group = math.prod(sides[a] for a in axes)
+    if faster <= per_node:
+        return True, group
+    block, members = 1, 1
+    for axis in reversed(order):
+        size = sides[axis]
+        room = max(per_node // block, 1)
+        here = min(size, room)
+        if axis in axes:
+            members *= here
+        block *= size
+    return False, max(members, 1)
+
+
+def seconds_of(one: Sent, sides: Sides, machine: Machine) -> float:
+    """Return how long transfers take, one after another."""
+    inside, members = in_a_node(one.axes, sides, machine.per_node)
+    group = math.prod(sides[a] for a in one.axes)
+    steps = 1 if one.kind == "permute" else group - 1
+    ways = 2 if one.kind == "all-reduce" else 1
+    if inside:
+        start, hop, speed = machine.inside_start, machine.inside_hop, machine.inside
+    else:
+        start, hop = machine.between_start, machine.between_hop
+        speed = min(machine.inside, machine.between * members)
+        if one.kind == "permute":
+            speed = machine.between
+    steps = min(steps, 64)  # trees take the place of longer rings
+    return one.calls * (start + ways * steps * hop) + one.moved(sides) / speed
+
+
+def slowest(devices: int, machine: Machine) -> float:
+    """Return by how much the slowest of so many devices is slower than the mean.
+
+    >>> from hfjax.machines.machine import MACHINES
+    >>> slowest(1, MACHINES["h100"])
+    1.0
+    """
+    return 1 + machine.spread * math.sqrt(2 * math.log(devices))
+
+
+@dataclass
+class Beside:
+    """The seconds of products that are left to hide transfers, forward and backward.
+
+    What is hidden is not free: products lose `slows` of its time.
+    """
+
+    forward: float
+    backward: float
+    slows: float
+    exposed: dict[str, float] = field(default_factory=dict)
+    total: float = 0.0
+
+    def add(self, one: Sent, taken: float, part: float) -> None:
+        """Hide what can be hidden of transfers, at most a part of them, and count the rest."""
+        self.total += taken
+        name = "backward" if one.backward else "forward"
+        used = min(getattr(self, name), taken * part)
+        setattr(self, name, getattr(self, name) - used)
+        rest = taken - used + self.slows * used
+        self.exposed[one.purpose] = self.exposed.get(one.purpose, 0.0) + rest

@@ -1,0 +1,508 @@
+"""`hfjax plan`: the table, --why, what is written, and what is refused in which words."""
+
+import io
+import json
+import re
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from xml.etree import ElementTree
+
+import jax
+import pytest
+from rich.console import Console
+
+import hfjax
+from hfjax.__main__ import main as hfjax_command
+from hfjax.cli.plan import chosen_machine, plan_command
+from hfjax.cli.plan.chosen_machine import constants_of
+from hfjax.cli.plan.plan_command import MadePlan, as_json, as_yaml, main as command, planned
+from hfjax.cli.plan.plan_settings import PlanSettings, of_plan, rows_of
+from hfjax.cli.plan.plan_table import heading, notes_of, shown, write
+from hfjax.cli.plan.why_table import told, transfers
+from hfjax.cli.plan.why_words import answer, words_of
+from hfjax.machines.machine import MACHINES, Calibration
+from hfjax.planner.make_plan import PlanRow
+from hfjax.planner.score import Scored
+from hfjax.planner.timeline import timeline
+from hfjax.run import files
+from hfjax.run.config import Model, Train
+from tests.small_run import BIGRAMS
+
+LENGTH = 16
+MODEL = Model(preset="gpt-tiny", length=LENGTH, layers=4, heads=2, embed=32)
+GIVEN = PlanSettings(model=MODEL, batch=128, vocab=64, count=8, compile=0, precision="bf16")
+SMALL = "--model.length 16 --model.layers 4 --model.heads 2 --model.embed 32".split()
+FEW = [*SMALL, "--vocab", "64", "--compile", "0"]  # of the command line
+
+
+@pytest.fixture(scope="module")
+def made() -> MadePlan:
+    return planned(GIVEN, Train(), constants_of("h200"))
+
+
+def shown_at(width: int, group) -> list[str]:
+    file = io.StringIO()
+    Console(file=file, width=width, force_terminal=True, color_system=None).print(group)
+    return file.getvalue().splitlines()
+
+
+def table_of(made: MadePlan):
+    notes = [*notes_of(made.plan, made.given), *made.notes]
+    return shown(made.plan, made.given.rows, list(heading(made.plan, made)), notes)
+
+
+def asked(made: MadePlan, why: str) -> MadePlan:
+    words = words_of(why, made.plan.count)
+    found = answer(made.plan, words, lambda words: None)
+    given = replace(made.given, why=why)
+    return replace(made, given=given, words=tuple(words.items()), answer=found)
+
+
+def row_of(made: MadePlan, why: str) -> PlanRow:
+    found = asked(made, why).answer
+    assert found is not None
+    row = plan_command._row_of(found, made.plan)
+    assert row is not None
+    return row
+
+
+def answered(made: MadePlan, why: str) -> str:
+    found = asked(made, why)
+    assert found.answer is not None
+    lines = shown_at(160, told(made.plan, found.answer, why, dict(found.words)))
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def error_of(capsys, *words: str) -> str:
+    """Return what the command tells that refuses its arguments."""
+    try:
+        status = command(list(words))
+    except SystemExit as end:
+        status = end.code
+    told = capsys.readouterr()
+    assert status == 2, told
+    return " ".join(re.sub("[│╭╮╰╯─]", " ", told.err).split())
+
+
+# --- the table ------------------------------------------------------------------------------------
+
+
+def test_the_rows_are_ranked_and_their_parts_add_up(made):
+    times = [row.time.total for row in made.plan.rows]
+    assert times == sorted(times)
+    assert len(times) >= made.given.rows
+    for row in made.plan.rows:
+        assert row.time.total == pytest.approx(sum(row.time.parts.values()))
+        assert row.fits
+        assert row.reason or row is made.plan.best
+
+
+def test_a_table_of_160_columns_has_every_number(made):
+    lines = shown_at(160, table_of(made))
+    assert max(map(len, lines)) <= 160
+    head = " ".join(lines[:3])
+    for words in ("gpt-tiny on 8 x NVIDIA H200", "2,048 tokens in a step (128 rows of 16 tokens)"):
+        assert words in head
+    assert "a step may use 105.8 GiB of a GPU's 141.0 GiB" in head
+    assert re.search(r"[\d,]+ ways searched in \d+ s.*; predicted by formulas", head)
+    first = next(line for line in lines if line.startswith(" 1 "))
+    row = made.plan.best
+    assert f"{row.tokens:,.0f}" in first
+    assert f"{row.mfu:.1%}" in first
+    assert not any(line.rstrip().endswith("…") for line in lines)  # nothing is cut off
+
+
+def test_what_is_piped_has_one_line_for_each_row(made):
+    file = io.StringIO()
+    write(Console(file=file), table_of(made))
+    lines = file.getvalue().splitlines()
+    rows = [line for line in lines if re.match(r" ?\d+ \w+", line)]
+    ranks = [line.split()[0] for line in rows if re.match(r" ?\d+ [\w ]+=", line)]
+    assert ranks == [str(n) for n in range(1, made.given.rows + 1)]
+    for line, row in zip(rows, made.plan.rows, strict=False):
+        assert row.reason in line
+
+
+def test_what_does_not_fit_is_below_the_table(made):
+    small = replace(made.plan.best, fits=False, reason="9 GiB: activations")
+    faster = replace(small, time=replace(small.time, products=0.0))
+    other = replace(made, plan=replace(made.plan, others=(faster,)))
+    lines = shown_at(200, table_of(other))
+    below = lines[lines.index("would be faster, but does not fit:") :]
+    assert any("9 GiB: activations" in line for line in below)
+
+
+def test_the_vocabulary_and_float32_are_told_where_nobody_said_them(made):
+    plan = made.plan
+    notes = list(notes_of(plan, replace(GIVEN, vocab=None)))
+    assert any("vocabulary is that of the data" in note for note in notes)
+    assert not any("vocabulary" in note for note in notes_of(plan, GIVEN))
+    assert not any("float32" in note for note in notes_of(plan, GIVEN))
+
+
+# --- what is written ------------------------------------------------------------------------------
+
+
+def test_the_file_has_what_differs_and_train_reads_it(made, tmp_path):
+    path = tmp_path / "plan.yaml"
+    path.write_text(as_yaml(made.plan, made.plan.best))
+    assert files.load(path) == files.anywhere(made.plan.settings())
+    assert "seed" not in path.read_text()
+    assert "optimizer" not in path.read_text()
+
+
+def test_the_json_has_every_row_with_its_parts(made):
+    found = json.loads(json.dumps(as_json(asked(made, "tensor=2"))))
+    assert len(found["rows"]) == len(made.plan.rows)
+    first = found["rows"][0]
+    assert first["seconds"]["total"] == pytest.approx(made.plan.best.time.total)
+    assert first["settings"]["batch"] == 128
+    assert found["why"]["words"] == {"tensor": 2}
+    assert found["why"]["row"]["bytes"]["total"] > 0
+
+
+def test_the_command_writes_all_files(tmp_path, monkeypatch, capsys, made):
+    monkeypatch.setattr(plan_command, "planned", lambda *_: replace(made, given=given))
+    paths = {name: tmp_path / f"plan{end}" for name, end in ENDINGS.items()}
+    given = replace(GIVEN, **paths)
+    words = [word for name, path in paths.items() for word in (f"--{name}", str(path))]
+    assert hfjax_command(["plan", *FEW, "--batch", "16", *words]) == 0
+    assert all(path.exists() for path in paths.values())
+    assert "hfjax train --config" in capsys.readouterr().out
+
+
+ENDINGS = {"out": ".yaml", "json": ".json", "picture": ".svg"}
+
+
+def test_without_a_file_the_command_says_how_to_write_one(monkeypatch, capsys, made):
+    monkeypatch.setattr(plan_command, "planned", lambda *_: made)
+    assert command([*FEW, "--batch", "16"]) == 0
+    assert "--out plan.yaml writes it for hfjax train --config plan.yaml" in capsys.readouterr().out
+
+
+# --- the picture ----------------------------------------------------------------------------------
+
+
+PICTURED = [
+    "fsdp=8",
+    "zero=zero1 accumulate=2",
+    "pipe=4 schedule=1f1b",
+    "pipe=2 schedule=zb-h1",
+    "data=8 accumulate=16",
+    "offload=1",
+    "host_optimizer",
+]
+
+
+@pytest.mark.parametrize("why", PICTURED)
+def test_a_picture_is_valid_and_adds_up_to_the_step(made, why):
+    row = row_of(made, why)
+    tree = ElementTree.fromstring(timeline(made.plan, row))
+    texts = ["".join(e.itertext()) for e in tree.iter() if e.tag.endswith("text")]
+    end = texts.index("the step")
+    begin = next(n for n, text in enumerate(texts) if text in ("forward", "embedding, head, loss")
+                 and texts[n + 1].endswith(" ms"))  # fmt: skip
+    listed = [float(t.removesuffix(" ms").replace(",", "")) for t in texts[begin + 1 : end : 3]]
+    total = 1000 * row.time.total
+    assert sum(listed) == pytest.approx(total, abs=0.006 * len(listed))
+    assert texts[end + 2] == "100.0%"
+    assert float(texts[end + 1].removesuffix(" ms")) == pytest.approx(total, abs=0.006)
+
+
+@pytest.mark.parametrize("why", PICTURED)
+def test_texts_of_a_line_do_not_overlap_and_boxes_are_inside(made, why):
+    row = row_of(made, why)
+    tree = ElementTree.fromstring(timeline(made.plan, row))
+    wide = float(tree.get("width", 0))
+    lines: dict[float, list[tuple[float, float]]] = {}
+    for e in tree.iter():
+        if e.tag.endswith("text"):
+            x, size = float(e.get("x", 0)), 6.2 * len(e.text or "")
+            left = {"end": x - size, "middle": x - size / 2}.get(e.get("text-anchor", ""), x)
+            lines.setdefault(float(e.get("y", 0)), []).append((left, left + size))
+        if e.tag.endswith("path"):
+            for x, more in re.findall(r"M([\d.]+) [\d.]+h([\d.]+)v", e.get("d", "")):
+                assert float(x) + float(more) <= wide
+    for spans in lines.values():
+        spans.sort()
+        assert all(a[1] <= b[0] for a, b in pairwise(spans))
+
+
+# --- why ------------------------------------------------------------------------------------------
+
+
+def test_why_shows_all_parts_beside_the_first_and_what_is_lost(made):
+    text = answered(made, "pipe=4 zero=ddp")
+    for words in (
+        "pipe=4 data=2",
+        "this one",
+        "products",
+        "bubble",
+        "parameters and moments",
+        "messages of stages, in a node",
+        "It fits: ",
+        "slower than the first",
+    ):
+        assert words in text, text
+    found = asked(made, "pipe=4 zero=ddp").answer
+    assert found is not None
+    assert found.scored is not None
+    assert found.agreeing > 1
+
+
+def test_why_takes_the_best_of_those_that_agree(made):
+    found = asked(made, "fsdp=8").answer
+    assert found is not None
+    assert found.scored is not None
+    beside = asked(
+        made, f"fsdp=8 remat={'full' if found.scored.candidate.remat != 'full' else 'none'}"
+    )
+    assert beside.answer is not None
+    assert beside.answer.scored is not None
+    assert found.scored.time.total <= beside.answer.scored.time.total
+
+
+def test_why_of_the_first_says_so(made):
+    c = made.plan.best.candidate
+    words = [f"{axis}={n}" for axis, n in c.sides] + [f"zero={c.zero}", f"remat={c.remat}"]
+    assert "It is the first of the plan." in answered(made, " ".join(words))
+
+
+@pytest.mark.parametrize(
+    ("why", "told"),
+    [
+        ("fsdp=8 remat=every:2", "The search does not try it"),
+        ("expert=2", "does not run"),
+        ("accumulate=3", "which so many do not divide. These do: 1, 2, 4, 8, 16"),
+        ("pipe=2 accumulate=2", "say microbatches="),
+        ("schedule=1f1b pipe=1", "are of a pipeline"),
+        ("pipe=2 schedule=1f1b chunks=2", "always has 1"),
+        ("pipe=8", "does not run"),  # four layers
+        ("data=2 tensor=2 fsdp=1 context=1 expert=1 pipe=1 row=1", "devices of 8"),
+    ],
+)
+def test_what_was_not_searched_is_built_or_refused_in_words(made, why, told):
+    assert told in answered(made, why)
+
+
+@pytest.mark.parametrize(
+    ("why", "told"),
+    [
+        ("pipe=3", "3 devices, which do not divide --count 8. pipe=2 would do, or --count 3."),
+        ("tensor=4 pipe=4", "tensor=2 or pipe=2 would do, or --count 16"),
+        ("tensr=2", "Did you mean tensor?"),
+        ("speed=2", "Settings: accumulate, microbatches"),
+        ("tensor=two", "tensor=NUMBER is expected"),
+        ("tensor=2 tensor=4", "tensor is there twice"),
+        ("zero=3", "zero= one of ddp, zero1, zero2, fsdp"),
+        ("sequence=maybe", "sequence=no, is expected"),
+        (" ", "it is empty"),
+    ],
+)
+def test_words_that_mean_nothing_are_refused(why, told):
+    with pytest.raises(ValueError, match=re.escape(told)):
+        words_of(why, 8)
+
+
+def test_transfers_are_told_by_purpose_and_place(made):
+    row = made.plan.best
+    found = transfers(made.plan, Scored(row.candidate, row.time, row.peak))
+    seconds = sum(one["seconds"] for one in found.values())
+    assert seconds == pytest.approx(row.time.transfers)
+
+
+# --- what is refused ------------------------------------------------------------------------------
+
+
+def test_tokens_must_be_whole_rows(capsys):
+    told = error_of(capsys, *FEW, "--tokens-per-step", "1000", "--count", "8")
+    assert "1,000 tokens are no whole rows of 16" in told
+    assert "992 (62 rows) and 1,008 (63 rows)" in told
+
+
+@pytest.mark.parametrize(("text", "rows"), [("4K", 256), ("1_600", 100), ("1M", 65536)])
+def test_tokens_are_rows(text, rows):
+    assert rows_of(replace(GIVEN, tokens_per_step=text), "tokens", LENGTH) == rows
+
+
+def test_images_have_rows_and_no_tokens():
+    with pytest.raises(ValueError, match="Say by --batch how many"):
+        rows_of(replace(GIVEN, tokens_per_step="4M"), "images", 1)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--tokens-per-step", "many"], "a number is expected, as in 1_000_000"),
+        (["--tokens-per-step", "1K", "--batch", "8"], "both say how many rows"),
+        (["--strategy", "fsdp"], 'hfjax plan searches that. To see one configuration beside'),
+        (["--mesh.pipe", "2"], '--why "tensor=2"'),
+        (["--pipeline.name=zb-h1"], "schedule=1f1b"),
+        (["--remat", "full"], '--why "remat=full"'),
+        (["--cpu-devices", "8"], "is said by --count"),
+        (["--deepspeed", "ds.json"], "its file says how a run is laid out"),
+        (["--gpu", "b300"], "there are constants of a100, b200, h100, h200"),
+        (["--gpu", "none.toml"], "there is no such file"),
+        (["--count", "12"], "--count 8 or 16 would do, or up to 8 in one node"),
+        (["--out", "plan.json"], "it is a .yaml file"),
+        (["--picture", "plan.png"], "the picture is an .svg file"),
+        (["--why", "wide=3"], "no axis or setting 'wide'"),
+        (["--device-memory", "much"], "a size is expected"),
+        (["--model.preset", "gpt-none"], "--model.preset gpt-none: one of"),
+        (["--model.length", "0"], "--model.length 0: a number from 1 on is needed"),
+        (["--rows", "50"], "--rows 50: a number from 1 to 20 is needed"),
+    ],
+)  # fmt: skip
+def test_mistakes_are_told_in_words(capsys, words, told):
+    assert told in error_of(capsys, *FEW, *words)
+
+
+def test_what_nothing_divides_is_told_with_what_does(capsys):
+    told = error_of(capsys, *FEW, "--batch", "7", "--count", "8", "--model.layers", "1")
+    assert "7 rows of 16 tokens on 8 devices" in told or "does not" in told
+
+
+def test_a_model_that_fits_nowhere_is_told_with_what_would_do(capsys):
+    words = ("--vocab", "50304", "--count", "2", "--batch", "2", "--device-memory", "1MiB")
+    told = error_of(capsys, *FEW, *words)
+    assert "nothing fits" in told
+    assert "devices would do" in told
+
+
+def test_a_file_says_what_is_run_and_its_layout_is_searched_anew(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("steps: 7\nstrategy: fsdp\nmesh: {fsdp: 8}\nremat: full\n")
+    default = files.load(path)
+    given = of_plan(default)
+    assert (given.steps, given.strategy, given.remat) == (7, "ddp", "none")
+    assert plan_command.not_taken(default) == ["strategy", "remat", "mesh.fsdp"]
+
+
+# --- constants ------------------------------------------------------------------------------------
+
+
+def measured(tmp_path: Path, device: str, version: str) -> Path:
+    path = tmp_path / "mine.toml"
+    replace(MACHINES["h200"], calibrated=Calibration(device, version, "2026-11-26")).write(path)
+    return path
+
+
+def test_constants_of_a_file_are_taken(tmp_path):
+    found = constants_of(str(measured(tmp_path, "NVIDIA H200", jax.__version__)))
+    assert (found.machine.key, found.notes) == ("h200", ())
+
+
+def test_constants_measured_on_another_gpu_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="measured on NVIDIA A100"):
+        constants_of(str(measured(tmp_path, "NVIDIA A100-SXM4-80GB", jax.__version__)))
+
+
+def test_constants_measured_with_another_jax_are_told(tmp_path):
+    (note,) = constants_of(str(measured(tmp_path, "NVIDIA H200", "0.0.1"))).notes
+    assert "measured with jax 0.0.1" in note
+
+
+def test_here_takes_what_was_measured_here_and_refuses_what_was_not(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(chosen_machine, "device_here", lambda: ("gpu", "NVIDIA H200"))
+    assert "none were measured" in constants_of("here").notes[0]
+    place = chosen_machine.place_of("NVIDIA H200")
+    place.parent.mkdir(parents=True)
+    place.write_text(measured(tmp_path, "NVIDIA H200", "0.0.1").read_text())
+    with pytest.raises(ValueError, match=r"was calibrated on NVIDIA H200 with jax 0\.0\.1"):
+        constants_of("here")
+    place.write_text(measured(tmp_path, "NVIDIA H200", jax.__version__).read_text())
+    assert constants_of("here").notes == ()
+
+
+def test_here_without_a_gpu_names_one_to_give(monkeypatch):
+    monkeypatch.setattr(chosen_machine, "device_here", lambda: ("cpu", "cpu"))
+    with pytest.raises(ValueError, match=r"There is no GPU here\. Name one: --gpu a100"):
+        constants_of("here")
+
+
+def test_calibrate_needs_a_gpu(monkeypatch, capsys):
+    monkeypatch.setattr(plan_command, "find_spec", lambda name: object())
+    monkeypatch.setattr(plan_command, "device_here", lambda: ("cpu", "cpu"))
+    assert command(["--calibrate", "here"]) == 2
+    assert "there is no GPU here" in capsys.readouterr().err
+
+
+def test_calibrate_keeps_its_file_where_here_looks(monkeypatch, tmp_path, capsys):
+    written = []
+    fake = SimpleNamespace(calibrate=lambda place, tell: written.append(place))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(plan_command, "find_spec", lambda name: object())
+    monkeypatch.setattr(plan_command, "import_module", lambda name: fake)
+    monkeypatch.setattr(plan_command, "device_here", lambda: ("gpu", "NVIDIA H200"))
+    assert command(["--calibrate", "here"]) == 0
+    assert written == [tmp_path / "hfjax/machines/nvidia-h200.toml"]
+    assert "hfjax plan --gpu here takes it" in capsys.readouterr().out
+
+
+# --- compiled rows --------------------------------------------------------------------------------
+
+
+def test_rows_that_were_compiled_are_marked(made):
+    first, *others = made.plan.rows
+    plan = replace(made.plan, rows=(replace(first, compiled=object()), *others))
+    lines = shown_at(200, table_of(replace(made, plan=plan)))
+    assert "the first 1 compiled, in" in " ".join(lines[:3])
+    assert any(f"{first.peak.total / 2**30:.1f}c " in line for line in lines)
+    assert any("as compiled" in line for line in lines)
+
+
+def test_the_command_says_how_many_are_compiled(monkeypatch, made):
+    asked_for = []
+    monkeypatch.setattr(
+        plan_command,
+        "make_plan",
+        lambda *_, **given: asked_for.append(given["compile"]) or made.plan,
+    )
+    planned(replace(GIVEN, compile=3, cache=Path("kept")), Train(), constants_of("h200"))
+    assert (asked_for[0].best, asked_for[0].cache) == (3, Path("kept"))
+
+
+def test_without_a_compiler_the_heading_says_formulas_and_why(made, monkeypatch):
+    monkeypatch.setattr(chosen_machine, "can_compile_for_gpus", lambda: False)
+    asked_for = replace(made, given=replace(GIVEN, compile=4))
+    head = " ".join(heading(made.plan, asked_for))
+    assert "predicted by formulas (nothing here compiles for CUDA: pip install" in head
+    assert chosen_machine.why_not_compiled("a100") == "hfjax compiles for h100 and h200"
+
+
+# --- models and Python ----------------------------------------------------------------------------
+
+
+def test_a_model_of_ones_own_without_parts_is_planned_with_a_note():
+    given = replace(GIVEN, model=BIGRAMS, batch=4, count=2)
+    found = planned(given, Train(), constants_of("h200"))
+    assert found.plan.best.fits
+    assert any("not in three parts" in note for note in found.plan.notes)
+    assert {row.candidate.remat for row in found.plan.rows} == {"none"}
+
+
+def test_make_plan_is_public():
+    assert hfjax.make_plan.__module__ == "hfjax.planner.make_plan"
+    assert "make_plan" in dir(hfjax)
+
+
+def test_the_help_names_the_command(capsys):
+    assert hfjax_command(["--help"]) == 0
+    assert "plan       the fastest layout" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("given", ["80", "1KiB", "1000000GiB"])
+def test_a_memory_that_no_gpu_has_is_refused(given, capsys):
+    told = error_of(capsys, *FEW, "--count", "2", "--batch", "2", "--device-memory", given)
+    assert "From 1MiB to 1TiB are" in " ".join(told.split())
+
+
+@pytest.mark.parametrize("flag", ["--out plan.yaml", "--json plan.json", "--picture plan.svg"])
+def test_what_cannot_be_written_is_told_before_anything_is_searched(flag, capsys, tmp_path):
+    name, file = flag.split()
+    path = tmp_path / "missing" / file
+    told = error_of(capsys, *FEW, "--count", "2", "--batch", "2", name, str(path))
+    assert "nothing can be written to" in " ".join(told.split())

@@ -1,0 +1,309 @@
+"""Programs of candidates: at two depths as good as whole, each in a process, kept on disk."""
+
+import json
+import os
+import sys
+import time
+from dataclasses import asdict, replace
+
+import pytest
+
+from hfjax.planner.programs import compiled as planner
+from hfjax.planner.programs.compile_step import (
+    DEPTHS,
+    Compiled,
+    CompiledTransfer,
+    at_depth,
+    layers_without_loop,
+    of_two_depths,
+    read_program,
+)
+from hfjax.planner.programs.compiled import Failed, compile_all, compile_candidate
+from hfjax.planner.programs.live_bytes import live_bytes
+from hfjax.planner.programs.planned import Planned
+from hfjax.planner.programs.stand_in import fused_attention
+from hfjax.run.config import Mesh, Model, Train
+from tests.h200 import h200s
+
+TINY = Train(model=Model(preset="gpt-tiny"), batch=8, precision="bf16", strategy="fsdp")
+ROW = CompiledTransfer("all-gather", "fsdp", 1024, 4, 1e-6, 5e-7, 1e9, False)
+FOUND = Compiled(100, 40, 60, 0, 1e12, 1e9, (ROW,), 3.5)
+
+
+def child(monkeypatch, code):
+    """Let this code stand for the process that compiles."""
+    monkeypatch.setattr(planner, "COMMAND", (sys.executable, "-c", code))
+    monkeypatch.setattr(planner, "can_compile_for_gpus", lambda: True)
+
+
+def telling(found=FOUND):
+    """Return code that tells a result."""
+    return f"import sys; sys.stdin.readline(); print({json.dumps(asdict(found))!r})"
+
+
+NEVER = "raise SystemExit('nothing was to be compiled')"
+
+
+# --- two depths -----------------------------------------------------------------------------------
+
+
+def test_what_layers_add_is_the_difference_of_two_depths():
+    few = replace(FOUND, transfers=(ROW, replace(ROW, kind="all-reduce", bytes=60, count=1)))
+    more = Compiled(
+        160, 70, 90, 0, 2e12, 2e9,
+        (replace(ROW, count=10), replace(ROW, kind="all-reduce", bytes=120, count=1)),
+    )  # fmt: skip
+    found = at_depth(24, few, more)
+    assert (found.peak, found.arguments, found.products) == (280, 130, 4e12)
+    assert found.sent == {("all-gather", "fsdp"): 22 * 1024, ("all-reduce", "fsdp"): 240}
+    assert found.calls == {("all-gather", "fsdp"): 22, ("all-reduce", "fsdp"): 1}
+    assert found.exposed == pytest.approx(23 * 5e-7)
+
+
+def test_calls_that_are_joined_otherwise_at_two_depths_are_told_by_their_mean():
+    some = lambda *sizes: replace(FOUND, transfers=tuple(replace(ROW, bytes=b) for b in sizes))
+    found = at_depth(24, some(100, 300), some(100, 200, 400))
+    assert found.sent == {("all-gather", "fsdp"): 4 * (700 + 2 * 300)}
+    assert found.calls == {("all-gather", "fsdp"): 4 * 5}
+    fewer = at_depth(24, some(100, 300), replace(FOUND, transfers=()))
+    assert fewer.transfers == ()
+
+
+PROGRAM = """HloModule jit_step, is_scheduled=true
+
+ENTRY %main (p: f32[100]) -> f32[100] {
+  %p = f32[100]{0} parameter(0)
+  %kept = bf16[1000]{0} fusion(%p), kind=kLoop, calls=%a, metadata={op_name="jvp()/mul"}
+  %start = (bf16[8]{0}, bf16[64]{0}) all-gather-start(%kept), dimensions={0}
+  %done = bf16[64]{0} all-gather-done(%start)
+  %both = (f32[50]{0}, f32[70]{0}) fusion(%kept, %done), calls=%b, metadata={op_name="transpose(x)"}
+  %one = f32[50]{0} get-tuple-element(%both), index=0
+  %two = f32[70]{0} get-tuple-element(%both), index=1
+  %view = f32[5,10]{1,0} bitcast(%one)
+  %sum = f32[10]{0} fusion(%view, %two), calls=%c, metadata={op_name="transpose(y)"}
+  ROOT %new = f32[100]{0} fusion(%p, %sum), kind=kLoop, calls=%d
+}
+"""
+
+
+def test_what_is_live_is_told_before_and_after_half_of_the_backward_pass():
+    before = 2000 + 128 + 4 * (50 + 70)  # %kept, what was gathered, %both
+    begun = PROGRAM.replace("transpose(x)", "jvp(x)")
+    assert live_bytes(begun) == (before, 4 * (50 + 70 + 10))
+    assert live_bytes(PROGRAM) == live_bytes(begun)
+    assert live_bytes(begun.replace("transpose(y)", "jvp(y)")) == (before, 0)
+
+
+CASES = {
+    "gpt-medium, fsdp": (Model(preset="gpt-medium"), 24, 50257, {"batch": 128}),
+    # at two depths an update takes most memory, in the whole program the backward pass
+    "llama3-8b, fsdp, dots": (
+        Model(preset="llama3-8b", length=4096),
+        32,
+        128256,
+        {"batch": 8, "remat": "dots"},
+    ),
+    "llama3-8b, fsdp, full": (
+        Model(preset="llama3-8b", length=4096),
+        32,
+        128256,
+        {"batch": 8, "remat": "full"},
+    ),
+    "gpt-medium, ddp": (Model(preset="gpt-medium"), 24, 50257, {"batch": 64, "strategy": "ddp"}),
+}
+SLOW = ("llama3-8b, fsdp, full", "gpt-medium, ddp")
+
+
+def errors(found, whole):
+    """Return by which part a program of two depths differs from the whole one."""
+    assert found.sent.keys() == whole.sent.keys()
+    part = lambda a, b: abs(a / b - 1)
+    return {
+        "peak": part(found.peak, whole.peak),
+        "arguments": part(found.arguments, whole.arguments),
+        "products": part(found.products, whole.products),
+        "product bytes": part(found.product_bytes, whole.product_bytes),
+        **{f"sent {key}": part(found.sent[key], b) for key, b in whole.sent.items()},
+        **{f"calls {key}": part(found.calls[key], n) for key, n in whole.calls.items()},
+    }
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow if n in SLOW else ()) for n in CASES]
+)
+def test_two_depths_tell_what_the_whole_program_tells(name, tmp_path):
+    devices, (model, layers, vocab, more) = h200s(), CASES[name]
+    config = Train(model=model, precision="bf16", **{"strategy": "fsdp", **more})
+    kernels = tmp_path / "kernels"
+    kernels.touch()
+    at = lambda layers: Planned(
+        replace(config, model=replace(model, layers=layers)), devices, vocab, fused_attention
+    )
+    assert layers_without_loop(at(layers)) == layers
+    found, (whole, _) = of_two_depths(at, layers, kernels), read_program(at(layers), kernels)
+    assert (found.depths, found.whole, whole.whole) == (DEPTHS, False, True)
+    wrong = errors(found, whole)
+    assert wrong.pop("peak") <= 0.05
+    assert {name: x for name, x in wrong.items() if x > 0.02} == {}
+
+
+@pytest.mark.cuda
+def test_layers_in_a_loop_are_compiled_whole(tmp_path, monkeypatch):
+    h200s()
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
+    model = Model(preset="gpt-tiny", layers=24)
+    config = replace(TINY, model=model, strategy="fsdp+tensor", mesh=Mesh(tensor=2), remat="full")
+    found = compile_candidate(config, vocab=256, limit=300.0, cache=tmp_path)
+    assert isinstance(found, Compiled), found
+    assert found.whole
+    assert found.peak > found.arguments > 0
+    assert ("all-gather", "fsdp") in found.sent
+
+
+# --- a process of its own -------------------------------------------------------------------------
+
+
+def test_a_candidate_whose_compilation_dies_is_named_with_the_reason(monkeypatch, tmp_path):
+    child(monkeypatch, "raise MemoryError('no more of it')")
+    died = Failed("died: MemoryError: no more of it")
+    assert compile_candidate(TINY, vocab=256, cache=tmp_path) == died
+    child(monkeypatch, "import os; os.kill(os.getpid(), 9)")
+    assert compile_candidate(TINY, vocab=256, cache=tmp_path) == Failed("died: SIGKILL")
+    child(monkeypatch, "print('no result')")
+    assert compile_candidate(TINY, vocab=256, cache=tmp_path) == Failed("died: it told 'no result'")
+
+
+def test_settings_that_cannot_be_are_said_in_one_line(monkeypatch, tmp_path):
+    monkeypatch.setattr(planner, "can_compile_for_gpus", lambda: True)
+    wrong = replace(TINY, strategy="fsdp+zero1")
+    found = compile_candidate(wrong, vocab=256, cache=tmp_path, limit=120.0)
+    assert isinstance(found, Failed)
+    assert found.why.startswith("died: ValueError: ")
+
+
+def test_a_candidate_over_its_limit_is_ended_with_all_that_it_started(monkeypatch, tmp_path):
+    started = tmp_path / "started"
+    code = (
+        "import subprocess, sys, time; p = subprocess.Popen(['sleep', '600'])\n"
+        f"open({str(started)!r}, 'w').write(str(p.pid)); time.sleep(600)"
+    )
+    child(monkeypatch, code)
+    found = compile_candidate(TINY, vocab=256, limit=3, cache=tmp_path / "cache")
+    assert found == Failed("took more than 3 s")
+    assert not _runs(int(started.read_text()))
+    assert sorted(p.name for p in (tmp_path / "cache" / "plans").iterdir()) == []
+
+
+def _runs(pid):
+    for _ in range(100):
+        try:
+            with open(f"/proc/{pid}/stat") as stat:
+                if stat.read().rsplit(")", 1)[1].split()[0] == "Z":
+                    return False
+        except FileNotFoundError:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def test_ctrl_c_ends_the_process(monkeypatch, tmp_path):
+    child(monkeypatch, "import time; time.sleep(600)")
+    kept = []
+
+    def interrupted(process, *rest):
+        kept.append(process)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(planner, "_ended", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        compile_candidate(TINY, vocab=256, cache=tmp_path)
+    assert kept[0].returncode == -9
+
+
+def test_the_limit_of_a_pipeline_is_longer(monkeypatch, tmp_path):
+    child(monkeypatch, telling())
+    limits = []
+    monkeypatch.setattr(planner, "_answer", lambda asked, limit, stop: limits.append(limit) or "")
+    for config in (TINY, replace(TINY, mesh=Mesh(pipe=2)), replace(TINY, strategy="pipe")):
+        compile_candidate(config, vocab=256, cache=tmp_path)
+    assert limits == [60, 240, 240]
+
+
+def test_of_several_candidates_those_that_compile_are_told(monkeypatch, tmp_path):
+    code = (
+        "import json, sys; given = json.loads(sys.stdin.readline())\n"
+        "if given['settings']['batch'] == 16: raise ValueError('too much')\n"
+    )
+    child(monkeypatch, code + telling().replace("sys.stdin.readline();", "0;"))
+    configs = {str(batch): replace(TINY, batch=batch) for batch in (8, 16, 32)}
+    found = dict(compile_all(configs, vocab=256, cache=tmp_path))
+    assert found == {"8": FOUND, "16": Failed("died: ValueError: too much"), "32": FOUND}
+
+
+def test_who_takes_no_more_results_ends_what_still_compiles(monkeypatch, tmp_path):
+    code = "import json, sys, time; s = json.loads(sys.stdin.readline())['settings']\n"
+    code += "time.sleep(600 if s['batch'] > 8 else 0)\n"
+    child(monkeypatch, code + telling().replace("sys.stdin.readline();", "0;"))
+    configs = {str(batch): replace(TINY, batch=batch) for batch in (8, 16, 32)}
+    began = time.monotonic()
+    results = compile_all(configs, vocab=256, cache=tmp_path, limit=300)
+    assert next(results) == ("8", FOUND)
+    results.close()
+    assert time.monotonic() - began < 60
+
+
+def test_without_the_wheels_it_says_what_to_install(monkeypatch, tmp_path):
+    monkeypatch.setattr(planner, "can_compile_for_gpus", lambda: False)
+    with pytest.raises(ValueError, match=r"compiling for a h200 needs the wheels.*pip install"):
+        compile_candidate(TINY, vocab=256, cache=tmp_path)
+
+
+# --- what is kept ---------------------------------------------------------------------------------
+
+
+def test_what_was_compiled_once_is_read_from_disk(monkeypatch, tmp_path):
+    child(monkeypatch, telling())
+    assert compile_candidate(TINY, vocab=256, cache=tmp_path) == FOUND
+    child(monkeypatch, NEVER)
+    assert compile_candidate(TINY, vocab=256, cache=tmp_path) == FOUND
+    elsewhere = replace(TINY, steps=7, seed=1, cache=tmp_path, out=tmp_path)
+    assert compile_candidate(elsewhere, vocab=256, cache=tmp_path) == FOUND
+    for config, others in (
+        (replace(TINY, batch=16), {}),
+        (TINY, {"vocab": 257}),
+        (TINY, {"gpu": "h100"}),
+        (TINY, {"count": 4}),
+    ):
+        found = compile_candidate(config, **{"vocab": 256, "cache": tmp_path, **others})
+        assert found == Failed("died: nothing was to be compiled")
+    monkeypatch.setattr(planner, "_versions", lambda: {"jax": "another"})
+    assert isinstance(compile_candidate(TINY, vocab=256, cache=tmp_path), Failed)
+
+
+@pytest.mark.parametrize("damage", ["", "{", "[]", "{}", '{"peak": "large", "transfers": []}'])
+def test_a_damaged_file_is_ignored_and_written_again(monkeypatch, tmp_path, damage):
+    child(monkeypatch, telling())
+    compile_candidate(TINY, vocab=256, cache=tmp_path)
+    (file,) = (tmp_path / "plans").glob("*.json")
+    whole = file.read_text()
+    file.write_text(damage)
+    assert compile_candidate(TINY, vocab=256, cache=tmp_path) == FOUND
+    assert file.read_text() == whole
+    assert [p.name for p in (tmp_path / "plans").iterdir()] == [file.name]
+
+
+def test_what_data_or_ones_own_code_says_is_not_kept(monkeypatch, tmp_path):
+    child(monkeypatch, telling())
+    own = replace(TINY, model=Model(own="mine.py:model"))
+    for config, vocab in ((TINY, None), (own, 256)):
+        assert compile_candidate(config, vocab=vocab, cache=tmp_path) == FOUND
+    assert list((tmp_path / "plans").glob("*.json")) == []
+
+
+def test_a_folder_that_cannot_be_written_is_done_without(monkeypatch, tmp_path):
+    child(monkeypatch, telling())
+    file = tmp_path / "file"
+    file.write_text("no folder")
+    assert compile_candidate(TINY, vocab=256, cache=file) == FOUND
+    assert os.listdir(tmp_path) == ["file"]
