@@ -185,7 +185,7 @@ class LlamaConfig:
         """Return a named shape, some fields changed.
 
         Args:
-            name: tiny, llama2-7b, llama3-8b or llama3-70b.
+            name: tiny, llama2-7b, llama3-8b, llama3-70b or llama3-405b.
             changes: Fields by name.
 
         Example:

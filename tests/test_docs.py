@@ -61,7 +61,7 @@ SMALL = {  # what is too long for a test, and what stands for it
     "docs/long_sequences.md": {EIGHT: "", "length=256, layers=2": "length=256, layers=1"},
     "docs/memory.md": {
         "gpt-medium --model.length 4096 --vocab 50304": f"gpt-tiny {SMALL_GPT} --vocab 512",
-        "16GiB": "1MiB",
+        "8GiB": "1MiB",
     },
     "docs/migration.md": {
         EIGHT: "",

@@ -340,3 +340,9 @@ def test_gradients_of_one_microbatch_go_to_their_moments_at_once():
     once = found.score(row("zero1", 16, data=8)).peak
     sums = found.score(row("zero1", 16, {"accumulate": 2}, data=8)).peak
     assert once.gradients < sums.gradients
+
+
+def test_what_no_device_can_stand_in_for_is_told(monkeypatch):
+    monkeypatch.setattr("hfjax.planner.make_plan.can_compile_for_gpus", lambda: False)
+    with pytest.raises(ValueError, match=r"none of the .* there are 8 devices to stand in; set"):
+        make_plan(settings("gpt-tiny", 64), gpu="h200", count=16, vocab=256)

@@ -173,6 +173,9 @@ def make_plan(
         raise ValueError(_too_large(sifted, scorer, count, memory))
     tell(f"checking the best of {searched}")
     rows, dropped = list(checked.first(fitting, KEEP)), []
+    if not rows:
+        c, why = next(iter(checked.why.items()))
+        raise ValueError(f"none of the {len(fitting)} ways that fit can run; the first, {c}: {why}")
     compiling = compile if isinstance(compile, Compiling) else Compiling(compile)
     if compiling.best and compile_for is not None:
         rows, dropped = _compiled(rows, compiling, scorer, count, memory, tell)

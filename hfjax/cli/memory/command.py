@@ -137,7 +137,8 @@ def _least(given: Memory, devices: Any, memory: int | None, tell: Callable[[str]
     def peak(ratio: float) -> int:
         name = f"offload={ratio:g}"
         with said_while(f"compiling {name}"):
-            parts = _planned(replace(given, offload=f"{ratio:g}"), devices)
+            offload = f"{ratio:g}" if ratio else None  # without any, layers run in no loop
+            parts = _planned(replace(given, offload=offload), devices)
             found = compiled(compile_for_gpu(parts.step.lower(parts.batch)))["peak"]
         tell(f"{name}: peak {human(found)}")
         return found
@@ -215,8 +216,9 @@ def _notes(given: Memory, parts: Planned) -> Iterator[str]:
         )
     if parts.attention and parts.model.shape is not None and parts.task.unit == "tokens":
         yield (
-            "attention keeps queries, keys and values and computes its scores again, which is what "
-            "cuDNN's keeps; cuDNN's own working memory is less than what is compiled here."
+            "attention is one call in cuDNN's place: it keeps queries, keys, values, the result "
+            "and a number for each query. cuDNN's own working memory is not counted. In float32 it "
+            "is XLA's, which keeps scores, here as where it runs."
         )
     if partitioned(parts.mesh):
         yield (
