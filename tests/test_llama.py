@@ -142,7 +142,12 @@ def test_rotation_keeps_lengths_and_depends_on_the_distance_alone():
 
 @pytest.mark.parametrize(
     ("name", "size"),
-    [("llama2-7b", 6_738_415_616), ("llama3-8b", 8_030_261_248), ("llama3-70b", 70_553_706_496)],
+    [
+        ("llama2-7b", 6_738_415_616),
+        ("llama3-8b", 8_030_261_248),
+        ("llama3-70b", 70_553_706_496),
+        ("llama3-405b", 405_853_388_800),
+    ],
 )
 def test_presets_have_as_many_parameters_as_published(name, size):
     config = LlamaConfig.preset(name)
@@ -151,7 +156,7 @@ def test_presets_have_as_many_parameters_as_published(name, size):
 
 
 def test_presets():
-    assert set(PRESETS) == {"tiny", "llama2-7b", "llama3-8b", "llama3-70b"}
+    assert set(PRESETS) == {"tiny", "llama2-7b", "llama3-8b", "llama3-70b", "llama3-405b"}
     with pytest.raises(ValueError, match=r"Llama preset 'huge': one of tiny, llama2-7b"):
         LlamaConfig.preset("huge")
     with pytest.raises(ValueError, match=r"embed=72 does not divide by 2 \* heads=8"):
