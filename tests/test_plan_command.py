@@ -4,9 +4,9 @@ import io
 import json
 import re
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
 from xml.etree import ElementTree
 
 import jax
@@ -16,14 +16,15 @@ from rich.console import Console
 import hfjax
 from hfjax.__main__ import main as hfjax_command
 from hfjax.cli.plan import chosen_machine, plan_command
-from hfjax.cli.plan.chosen_machine import constants_of
+from hfjax.cli.plan.chosen_machine import Constants, constants_of
 from hfjax.cli.plan.plan_command import MadePlan, as_json, as_yaml, main as command, planned
 from hfjax.cli.plan.plan_settings import PlanSettings, of_plan, rows_of
 from hfjax.cli.plan.plan_table import heading, notes_of, shown, write
 from hfjax.cli.plan.why_table import told, transfers
 from hfjax.cli.plan.why_words import answer, words_of
-from hfjax.machines.machine import MACHINES, Calibration
+from hfjax.machines.machine import MACHINES, Calibration, Machine
 from hfjax.planner.make_plan import PlanRow
+from hfjax.planner.measuring.calibrate import calibrate
 from hfjax.planner.score import Scored
 from hfjax.planner.timeline import timeline
 from hfjax.run import files
@@ -99,30 +100,34 @@ def test_the_rows_are_ranked_and_their_parts_add_up(made):
         assert row.reason or row is made.plan.best
 
 
-def test_a_table_of_160_columns_has_every_number(made):
-    lines = shown_at(160, table_of(made))
-    assert max(map(len, lines)) <= 160
-    head = " ".join(lines[:3])
+def test_a_terminal_of_80_columns_shows_every_number(made):
+    lines = shown_at(80, table_of(made))
+    assert max(map(len, lines)) <= 80
+    head = " ".join(line.strip() for line in lines[:5])
     for words in ("gpt-tiny on 8 x NVIDIA H200", "2,048 tokens in a step (128 rows of 16 tokens)"):
         assert words in head
-    assert "a step may use 105.8 GiB of a GPU's 141.0 GiB" in head
+    assert "a step may use 105.8 GiB of a device's 141.0 GiB" in head
     assert re.search(r"[\d,]+ ways searched in \d+ s.*; predicted by formulas", head)
-    first = next(line for line in lines if line.startswith(" 1 "))
+    number = next(n for n, line in enumerate(lines) if line.startswith(" 1  "))
     row = made.plan.best
-    assert f"{row.tokens:,.0f}" in first
-    assert f"{row.mfu:.1%}" in first
+    assert lines[number].strip().endswith(str(row.candidate))
+    found = lines[number + 1].split()
+    assert len(found) == 10
+    assert found[6:8] == [f"{row.tokens:,.0f}", f"{row.mfu:.1%}"]
     assert not any(line.rstrip().endswith("…") for line in lines)  # nothing is cut off
 
 
-def test_what_is_piped_has_one_line_for_each_row(made):
+def test_what_is_piped_has_two_lines_for_each_row(made):
     file = io.StringIO()
     write(Console(file=file), table_of(made))
-    lines = file.getvalue().splitlines()
-    rows = [line for line in lines if re.match(r" ?\d+ \w+", line)]
-    ranks = [line.split()[0] for line in rows if re.match(r" ?\d+ [\w ]+=", line)]
-    assert ranks == [str(n) for n in range(1, made.given.rows + 1)]
-    for line, row in zip(rows, made.plan.rows, strict=False):
-        assert row.reason in line
+    lines = [line.rstrip() for line in file.getvalue().splitlines()]
+    rows = made.plan.rows[: made.given.rows]
+    first = next(n for n, line in enumerate(lines) if line.startswith(" 1  "))
+    for n, row in enumerate(rows):
+        how, numbers = lines[first + 2 * n : first + 2 * n + 2]
+        why = f" ({row.reason})" if row.reason else ""
+        assert how == f"{n + 1:>2}  {row.candidate}{why}"
+        assert f"{row.tokens:,.0f}" in numbers
 
 
 def test_what_does_not_fit_is_below_the_table(made):
@@ -361,7 +366,8 @@ def test_mistakes_are_told_in_words(capsys, words, told):
 
 def test_what_nothing_divides_is_told_with_what_does(capsys):
     told = error_of(capsys, *FEW, "--batch", "7", "--count", "8", "--model.layers", "1")
-    assert "7 rows of 16 tokens on 8 devices" in told or "does not" in told
+    assert "7 rows of 16 tokens on 8 devices: no mesh divides them." in " ".join(told.split())
+    assert "These divide: 8 (128 tokens), 16 (256 tokens)." in " ".join(told.split())
 
 
 def test_a_model_that_fits_nowhere_is_told_with_what_would_do(capsys):
@@ -406,7 +412,7 @@ def test_constants_measured_with_another_jax_are_told(tmp_path):
 
 def test_here_takes_what_was_measured_here_and_refuses_what_was_not(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(chosen_machine, "device_here", lambda: ("gpu", "NVIDIA H200"))
+    monkeypatch.setattr(chosen_machine, "device_here", lambda: "NVIDIA H200")
     assert "none were measured" in constants_of("here").notes[0]
     place = chosen_machine.place_of("NVIDIA H200")
     place.parent.mkdir(parents=True)
@@ -417,29 +423,25 @@ def test_here_takes_what_was_measured_here_and_refuses_what_was_not(tmp_path, mo
     assert constants_of("here").notes == ()
 
 
-def test_here_without_a_gpu_names_one_to_give(monkeypatch):
-    monkeypatch.setattr(chosen_machine, "device_here", lambda: ("cpu", "cpu"))
-    with pytest.raises(ValueError, match=r"There is no GPU here\. Name one: --gpu a100"):
+def test_here_without_constants_says_how_to_measure_them_and_names_gpus(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(chosen_machine, "device_here", lambda: "cpu")
+    with pytest.raises(ValueError, match=r"no constants of cpu\. Measure them .*name a GPU: a100"):
         constants_of("here")
 
 
-def test_calibrate_needs_a_gpu(monkeypatch, capsys):
-    monkeypatch.setattr(plan_command, "find_spec", lambda name: object())
-    monkeypatch.setattr(plan_command, "device_here", lambda: ("cpu", "cpu"))
-    assert command(["--calibrate", "here"]) == 2
-    assert "there is no GPU here" in capsys.readouterr().err
-
-
-def test_calibrate_keeps_its_file_where_here_looks(monkeypatch, tmp_path, capsys):
-    written = []
-    fake = SimpleNamespace(calibrate=lambda place, tell: written.append(place))
+def test_what_is_calibrated_here_is_planned_with(monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(plan_command, "find_spec", lambda name: object())
-    monkeypatch.setattr(plan_command, "import_module", lambda name: fake)
-    monkeypatch.setattr(plan_command, "device_here", lambda: ("gpu", "NVIDIA H200"))
+    monkeypatch.setattr(plan_command, "calibrate", partial(calibrate, quick=True))
     assert command(["--calibrate", "here"]) == 0
-    assert written == [tmp_path / "hfjax/machines/nvidia-h200.toml"]
     assert "hfjax plan --gpu here takes it" in capsys.readouterr().out
+    monkeypatch.setattr(chosen_machine, "device_here", lambda: "cpu")
+    machine = constants_of("here").machine
+    assert machine == Machine.load(tmp_path / "hfjax/machines/cpu.toml")
+    assert (machine.platform, machine.per_node) == ("cpu", jax.device_count())
+    plan = planned(replace(GIVEN, count=2, batch=4), Train(), Constants(machine)).plan
+    assert plan.memory == machine.memory
+    assert any("as if each device had a core" in note for note in plan.notes)
 
 
 # --- compiled rows --------------------------------------------------------------------------------

@@ -16,9 +16,12 @@ from benchmarks import planner_memory, planner_truth
 from hfjax.machines.machine import MACHINES
 from hfjax.parallel.strategy import CONTEXT, DDP, EXPERT, FSDP, PIPE, TENSOR, ZERO1, ZERO2
 from hfjax.plan.on_stages import on_stages
+from hfjax.planner import make_plan as planner
 from hfjax.planner.candidate import Candidate, schedule_of
 from hfjax.planner.make_plan import BuildCheck, Sifted, facts_of, make_plan
 from hfjax.planner.placing import ModelArrays, Sides
+from hfjax.planner.programs.compile_step import Compiled
+from hfjax.planner.programs.compiled import Failed
 from hfjax.planner.reasons import largest_loss
 from hfjax.planner.score import Scorer
 from hfjax.planner.search import candidates
@@ -215,7 +218,7 @@ def test_every_row_builds_a_layout_and_a_step(preset):
     for c in candidates(64, 8, facts_of(found), H200):
         sifted.add(c)
     assert sifted.searched > 1000
-    checked = BuildCheck(found, 8, None)
+    checked = BuildCheck(found, 8)
     drawn = random.Random(preset).sample(sifted.scored, 67)
     refused = {str(s.candidate): checked.refuses(s.candidate) for s in drawn}
     assert {name: why for name, why in refused.items() if why} == {}
@@ -304,7 +307,7 @@ def test_a_model_larger_than_all_gpus_says_by_how_much_and_how_many_would_do():
 
 
 def test_rows_that_no_mesh_divides_are_refused_with_the_next_ones():
-    with pytest.raises(ValueError, match=r"no mesh divides them\. These divide: .*"):
+    with pytest.raises(ValueError, match=r"no mesh divides them\. These divide: 8, 16\."):
         make_plan(settings("resnet18", 7, None, classes=10), gpu="h200", count=8)
 
 
@@ -346,3 +349,23 @@ def test_what_no_device_can_stand_in_for_is_told(monkeypatch):
     monkeypatch.setattr("hfjax.planner.make_plan.can_compile_for_gpus", lambda: False)
     with pytest.raises(ValueError, match=r"none of the .* there are 8 devices to stand in; set"):
         make_plan(settings("gpt-tiny", 64), gpu="h200", count=16, vocab=256)
+
+
+def test_what_does_not_compile_is_named_and_the_rest_goes_on(monkeypatch):
+    found = scorer(settings("gpt-tiny", 64))
+    rows = [found.score(row(zero, 64, data=8)) for zero in ("ddp", "zero1", "zero2")]
+    names = [str(s.candidate) for s in sorted(rows, key=lambda s: s.time.total)]
+    asked = []
+
+    def compiling(settings, *_, **limits):
+        asked.append(limits["limit"])
+        return Failed("took more than 7 s") if len(asked) == 1 else Compiled(1e9, 0, 0, 0, 0, 0, ())
+
+    monkeypatch.setattr(planner, "compile_candidate", compiling)
+    given = planner.Compiling(2, 7.0)
+    ranked, told = planner._compiled(rows, given, found, 8, 2**36, lambda words: None)
+    assert asked == [7.0, 7.0]
+    assert told == [f"not compiled, so by formula only: {names[0]}: took more than 7 s"]
+    assert str(ranked[0].candidate) == names[1]
+    assert ranked[0].peak.total == pytest.approx(1e9)
+    assert [s.compiled is None for s in ranked] == [False, True, True]

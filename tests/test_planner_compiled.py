@@ -16,9 +16,9 @@ from hfjax.planner.programs.compile_step import (
     at_depth,
     layers_without_loop,
     of_two_depths,
-    read_program,
+    program_of,
 )
-from hfjax.planner.programs.compiled import Failed, compile_all, compile_candidate
+from hfjax.planner.programs.compiled import Failed, compile_candidate
 from hfjax.planner.programs.live_bytes import live_bytes
 from hfjax.planner.programs.planned import Planned
 from hfjax.planner.programs.stand_in import fused_attention
@@ -141,7 +141,7 @@ def test_two_depths_tell_what_the_whole_program_tells(name, tmp_path):
         replace(config, model=replace(model, layers=layers)), devices, vocab, fused_attention
     )
     assert layers_without_loop(at(layers)) == layers
-    found, (whole, _) = of_two_depths(at, layers, kernels), read_program(at(layers), kernels)
+    found, (whole, _) = of_two_depths(at, layers, kernels), program_of(at(layers), kernels)
     assert (found.depths, found.whole, whole.whole) == (DEPTHS, False, True)
     wrong = errors(found, whole)
     assert wrong.pop("peak") <= 0.05
@@ -224,33 +224,10 @@ def test_ctrl_c_ends_the_process(monkeypatch, tmp_path):
 def test_the_limit_of_a_pipeline_is_longer(monkeypatch, tmp_path):
     child(monkeypatch, telling())
     limits = []
-    monkeypatch.setattr(planner, "_answer", lambda asked, limit, stop: limits.append(limit) or "")
+    monkeypatch.setattr(planner, "_answer", lambda asked, limit: limits.append(limit) or "")
     for config in (TINY, replace(TINY, mesh=Mesh(pipe=2)), replace(TINY, strategy="pipe")):
         compile_candidate(config, vocab=256, cache=tmp_path)
     assert limits == [60, 240, 240]
-
-
-def test_of_several_candidates_those_that_compile_are_told(monkeypatch, tmp_path):
-    code = (
-        "import json, sys; given = json.loads(sys.stdin.readline())\n"
-        "if given['settings']['batch'] == 16: raise ValueError('too much')\n"
-    )
-    child(monkeypatch, code + telling().replace("sys.stdin.readline();", "0;"))
-    configs = {str(batch): replace(TINY, batch=batch) for batch in (8, 16, 32)}
-    found = dict(compile_all(configs, vocab=256, cache=tmp_path))
-    assert found == {"8": FOUND, "16": Failed("died: ValueError: too much"), "32": FOUND}
-
-
-def test_who_takes_no_more_results_ends_what_still_compiles(monkeypatch, tmp_path):
-    code = "import json, sys, time; s = json.loads(sys.stdin.readline())['settings']\n"
-    code += "time.sleep(600 if s['batch'] > 8 else 0)\n"
-    child(monkeypatch, code + telling().replace("sys.stdin.readline();", "0;"))
-    configs = {str(batch): replace(TINY, batch=batch) for batch in (8, 16, 32)}
-    began = time.monotonic()
-    results = compile_all(configs, vocab=256, cache=tmp_path, limit=300)
-    assert next(results) == ("8", FOUND)
-    results.close()
-    assert time.monotonic() - began < 60
 
 
 def test_without_the_wheels_it_says_what_to_install(monkeypatch, tmp_path):

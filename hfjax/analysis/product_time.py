@@ -63,13 +63,14 @@ FORWARD, BACKWARD = 4, 10  # operations for a score and a dimension of a head
 
 @dataclass(frozen=True)
 class FusedAttention:
-    """The shape of one call of fused attention, as many keys and values as queries, in bfloat16."""
+    """The shape of one call of fused attention, as many keys and values as queries."""
 
-    rows: int
+    rows: float
     length: int
     heads: int
     width: int  # of a head
     causal: bool = True
+    itemsize: int = 2  # bytes of a number
 
     def forward(self, machine: Machine) -> float:
         """Return the seconds of the forward pass."""
@@ -87,4 +88,4 @@ class FusedAttention:
         """Return the seconds of a pass; `each`: of a score and a dimension of a head."""
         seen = (self.length + 1) / 2 if self.causal else self.length  # keys, of a query
         numbers = self.rows * self.length * self.heads * self.width
-        return machine.start_up + numbers * (seen * each + passes * 2 / machine.stream)
+        return machine.start_up + numbers * (seen * each + passes * self.itemsize / machine.stream)

@@ -7,7 +7,7 @@ this table, `table` what docs/combinations.md prints.
 import string
 import textwrap
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 
 import jax.numpy as jnp
@@ -28,6 +28,10 @@ from hfjax.plan.check_layout import PACKED_TOGETHER
 from hfjax.plan.layout import Layout
 
 
+def _everywhere(layout: Layout, execution: Execution) -> bool:
+    return True
+
+
 @dataclass(frozen=True)
 class Refusal:
     """Why two features do not go together.
@@ -45,8 +49,14 @@ class Refusal:
     why: str
     instead: str
     condition_text: str = ""
-    condition: Callable[[Layout, Execution], bool] = field(default=lambda layout, execution: True)
+    condition: Callable[[Layout, Execution], bool] = _everywhere
     detected_later: str = ""
+
+    @property
+    def everywhere(self) -> bool:
+        """Whether the pair is refused whatever else a layout and an execution say."""
+        asked = self.condition_text or self.detected_later
+        return not asked and self.condition is _everywhere
 
 
 def _in_pipeline(layout: Layout, execution: Execution) -> bool:

@@ -17,6 +17,7 @@ import tyro
 import hfjax
 from hfjax.base.exits import ending_in_words
 from hfjax.base.tables import harmless
+from hfjax.base.user_cache import user_cache
 from hfjax.checkpoint import Restored
 from hfjax.cli.words import parsed
 from hfjax.optimizers.transforms import averaged
@@ -51,8 +52,7 @@ def keep_programs(place: Path | None = None) -> None:
     """Keep compiled programs in a directory, so that a second start need not compile them."""
     if os.environ.get("JAX_COMPILATION_CACHE_DIR") and place is None:
         return
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    jax.config.update("jax_compilation_cache_dir", str(place or home / "hfjax" / "programs"))
+    jax.config.update("jax_compilation_cache_dir", str(place or user_cache() / "programs"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
 
 

@@ -1,11 +1,11 @@
 """The text that every machine has: the source of Python's own standard library."""
 
 import hashlib
-import os
 import platform
 import sysconfig
 from pathlib import Path
 
+from hfjax.base.user_cache import user_cache
 from hfjax.data.recipe import Recipe, make_of
 from hfjax.data.token_writer import is_data_set
 from hfjax.data.tokenizer import ByteTokenizer, load_tokenizer
@@ -35,7 +35,7 @@ def standard_library(directory: str | Path | None = None, tokenizer: str | Path 
         True
     """
     name = f"standard-library-{platform.python_version()}{_suffix(tokenizer)}"
-    place = _cache() / name if directory is None else Path(directory)
+    place = user_cache() / name if directory is None else Path(directory)
     if is_data_set(place):
         return place
     source = f"Python {platform.python_version()} standard library"
@@ -68,7 +68,3 @@ def library_files(root: Path) -> tuple[Path, ...]:
             "text of your own: hfjax data … --out DIR"
         )
     return files
-
-
-def _cache() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hfjax"

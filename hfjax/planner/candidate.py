@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
+from hfjax.parallel.activation_offload import Offload
 from hfjax.parallel.schedules.named import SCHEDULES, Schedule
 from hfjax.parallel.settings import Context
 from hfjax.parallel.strategy import Strategy
@@ -104,6 +105,22 @@ class Candidate:
         """Rows of a microbatch on a device; a row that devices share counts in part."""
         shared = self.side("context") * self.side("row")
         return self.rows / (self.replicas * self.pieces * shared)
+
+    @property
+    def offloaded(self) -> float:
+        """The part of what layers keep that waits on the host.
+
+        Raises:
+            ValueError: `offload` says it by names or products.
+        """
+        if self.offload is None:
+            return 0.0
+        ratio = Offload.of(self.offload).ratio
+        if ratio is None:
+            raise ValueError(
+                f"offload={self.offload}: a plan knows the bytes of a fraction. Say offload=0.5."
+            )
+        return ratio
 
     @property
     def names(self) -> tuple[str, ...]:

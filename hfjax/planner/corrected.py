@@ -15,9 +15,6 @@ from hfjax.planner.score import Scored
 from hfjax.planner.sent import EXPERTS, GATHERS, GRID, MESSAGES, POSITIONS, SUMS, TENSOR, Sent
 from hfjax.planner.step_time import seconds_of
 
-# the kinds of a program -> as formulas call them
-KINDS = {"all-to-all": "all-to-all", "permute": "permute", "collective-permute": "permute"}
-
 
 def corrected(s: Scored, found: Compiled, machine: Machine) -> Scored:
     """Return a candidate with the peak and the exposed transfers of its compiled program.
@@ -34,7 +31,7 @@ def corrected(s: Scored, found: Compiled, machine: Machine) -> Scored:
         axes = tuple(axis for axis in t.axes.split("+") if axis in sides)
         if not axes:
             continue
-        one = Sent("", KINDS.get(t.kind, t.kind), axes, t.bytes * t.count, t.count)
+        one = Sent("", t.kind, axes, t.bytes * t.count, t.count)
         taken = seconds_of(one, sides, machine)
         hidden = min(t.covered * t.count, taken)
         name = purpose_of(t, axes, sides)
@@ -63,6 +60,6 @@ def purpose_of(t: CompiledTransfer, axes: Iterable[str], sides: Sides) -> str:
     for axis, purpose in (("tensor", TENSOR), ("pipe", MESSAGES)):
         if axis in over:
             return purpose
-    if t.kind in KINDS:
+    if t.kind in ("all-to-all", "permute"):
         return EXPERTS if "expert" in over else POSITIONS
     return GATHERS if t.kind == "all-gather" else SUMS

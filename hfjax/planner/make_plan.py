@@ -14,11 +14,14 @@ from hfjax.base.tables import aligned
 from hfjax.machines.machine import MACHINES, Machine
 from hfjax.planner.candidate import Candidate
 from hfjax.planner.corrected import corrected
+from hfjax.planner.peak_memory import Peak
 from hfjax.planner.placing import ArraysPlaced
+from hfjax.planner.programs.compile_step import Compiled
 from hfjax.planner.programs.compiled import Failed, compile_candidate
 from hfjax.planner.reasons import reason_of
 from hfjax.planner.score import Scored, Scorer
 from hfjax.planner.search import ModelFacts, candidates, with_host
+from hfjax.planner.step_time import StepTime
 from hfjax.run.config import Train
 from hfjax.target import GPUS, can_compile_for_gpus, fraction_taken, target_devices
 
@@ -60,13 +63,13 @@ class PlanRow:
     """
 
     candidate: Candidate
-    time: Any
-    peak: Any
+    time: StepTime
+    peak: Peak
     fits: bool
     reason: str
     tokens: float
     mfu: float
-    compiled: Any = None
+    compiled: Compiled | None = None
 
 
 @dataclass(frozen=True)
@@ -78,10 +81,13 @@ class StepPlan:
         others: The best of those that do not fit, and why.
         machine: The constants that were used.
         memory: Bytes that a step may use of a device.
+        count: How many devices.
         config: The settings of the run.
         searched: How many candidates were scored.
+        refused: How many were not: something does not divide, or hfjax refuses them.
         seconds: How long it took.
         notes: What to bear in mind.
+        scorer: What scored them, for further candidates of the same run.
     """
 
     rows: tuple[PlanRow, ...]
@@ -91,10 +97,10 @@ class StepPlan:
     count: int
     config: Train
     searched: int
+    refused: int
     seconds: float
-    refused: int = 0
-    notes: tuple[str, ...] = ()
-    scorer: Any = field(default=None, repr=False, compare=False)
+    notes: tuple[str, ...]
+    scorer: Scorer = field(repr=False, compare=False)
 
     def __str__(self) -> str:
         head = ("step", "tokens/s", "MFU", "peak", "how", "why not the first")
@@ -134,7 +140,7 @@ def make_plan(
         gpu: Which one (a100, h100, h200, b200), or a `Machine` of constants.
         count: How many.
         vocab: Tokens in the vocabulary. None: those of the data.
-        memory: Bytes that a step may use of a device. None: what JAX takes of the GPU.
+        memory: Bytes that a step may use of a device. None: what JAX takes of it.
         compile: How many of the best are compiled for the GPU, and corrected by their programs; or
             a `Compiling`, which says more.
         tell: Called with words on what goes on.
@@ -152,32 +158,30 @@ def make_plan(
     """
     began = time.perf_counter()
     machine = gpu if isinstance(gpu, Machine) else machine_named(gpu)
-    compile_for = machine.key if machine.key in GPUS and can_compile_for_gpus() else None
-    scorer = Scorer(config, vocab, machine, compile_for)
+    compiles = machine.key in GPUS and can_compile_for_gpus()
+    scorer = Scorer(config, vocab, machine, machine.key if compiles else None)
     if memory is None:
-        memory = int(fraction_taken() * machine.memory)
-    facts = facts_of(scorer)
+        memory = int(part_of_memory(machine) * machine.memory)
     tell("reading the model")
-    checked = BuildCheck(scorer, count, compile_for)
+    facts = facts_of(scorer)
+    checked = BuildCheck(scorer, count)
     roomy = limit_of(memory)
-    found = candidates(config.batch, count, facts, machine)
     sifted = Sifted(scorer, roomy)
-    for candidate in found:
+    for candidate in candidates(config.batch, count, facts, machine):
         sifted.add(candidate)
-    scored, searched = sifted.scored, sifted.searched
     if sifted.least is None:
         raise ValueError(_nothing_divides(config, scorer, count))
-    fitting = sorted((s for s in scored if s.peak.total <= roomy), key=_rank)
-    others = sorted((s for s in scored if s.peak.total > roomy), key=_rank)
+    fitting = sorted((s for s in sifted.scored if s.peak.total <= roomy), key=_rank)
+    others = sorted((s for s in sifted.scored if s.peak.total > roomy), key=_rank)
     if not fitting:
         raise ValueError(_too_large(sifted, scorer, count, memory))
-    tell(f"checking the best of {searched}")
+    tell(f"checking the best of {sifted.searched}")
     rows, dropped = list(checked.first(fitting, KEEP)), []
     if not rows:
         c, why = next(iter(checked.why.items()))
         raise ValueError(f"none of the {len(fitting)} ways that fit can run; the first, {c}: {why}")
     compiling = compile if isinstance(compile, Compiling) else Compiling(compile)
-    if compiling.best and compile_for is not None:
+    if compiling.best and compiles:
         rows, dropped = _compiled(rows, compiling, scorer, count, memory, tell)
     if not _fits(best := rows[0], memory):
         raise ValueError(
@@ -196,10 +200,10 @@ def make_plan(
         memory=memory,
         count=count,
         config=config,
-        searched=searched,
-        seconds=time.perf_counter() - began,
+        searched=sifted.searched,
         refused=sifted.refused + checked.refused,
-        notes=(*_notes(scorer, compile_for, facts), *dropped),
+        seconds=time.perf_counter() - began,
+        notes=(*_notes(scorer, facts), *dropped),
         scorer=scorer,
     )
 
@@ -214,8 +218,14 @@ def machine_named(gpu: str) -> Machine:
         return MACHINES[gpu]
     raise ValueError(
         f"gpu {gpu!r}: there are constants of {', '.join(MACHINES)}. For another one measure them "
-        "on it (hfjax plan --calibrate here) and give the file."
+        "on it (hfjax plan --calibrate here) and give the file: --gpu FILE.toml, or "
+        'gpu=Machine.load("FILE.toml").'
     )
+
+
+def part_of_memory(machine: Machine) -> float:
+    """Return which part of a device's memory JAX takes."""
+    return 1.0 if machine.platform == "cpu" else fraction_taken()
 
 
 def facts_of(scorer: Scorer) -> ModelFacts:
@@ -244,9 +254,7 @@ class Sifted:
         self.scorer, self.limit = scorer, limit
         self.scored: list[Scored] = []
         self.searched = self.refused = 0
-        self.least: tuple[float, ArraysPlaced, Candidate] | None = (
-            None  # what takes the fewest bytes
-        )
+        self.least: tuple[float, ArraysPlaced, Candidate] | None = None  # of the fewest bytes
         self._wrong: set[Any] = set()  # layouts in which something does not divide
         self._beyond: dict[Any, float] = {}  # how a step runs -> rows at once that take far more
         self._roomy: Candidate | None = None  # the last that fits with all kept
@@ -301,9 +309,8 @@ class Sifted:
 class BuildCheck:
     """Builds the layouts and steps of candidates, to leave out what hfjax refuses."""
 
-    def __init__(self, scorer: Scorer, count: int, compile_for: str | None):
+    def __init__(self, scorer: Scorer, count: int):
         self.scorer, self.count, self.refused = scorer, count, 0
-        self._compile_for = compile_for
         self.why: dict[Candidate, str] = {}
 
     def first(self, scored: Sequence[Scored], most: int) -> list[Scored]:
@@ -337,8 +344,8 @@ class BuildCheck:
         return None
 
     def _devices(self) -> Sequence[Any]:
-        if self._compile_for is not None:
-            return target_devices(self._compile_for, self.count)
+        if self.scorer.compile_for is not None:
+            return target_devices(self.scorer.compile_for, self.count)
         devices = jax.devices()
         if len(devices) < self.count:
             raise ValueError(
@@ -355,7 +362,7 @@ def limit_of(memory: int) -> float:
 
 def _compiled(
     rows: Sequence[Scored],
-    compiling: "Compiling",
+    compiling: Compiling,
     scorer: Scorer,
     count: int,
     memory: int,
@@ -405,12 +412,12 @@ def _row(s: Scored, best: Scored, scorer: Scorer, memory: int) -> PlanRow:
 
 
 def _nothing_divides(config: Train, scorer: Scorer, count: int) -> str:
-    low = max(config.batch // count * count, count)
-    high = low + count
-    tokens = lambda rows: f"{rows * scorer.length:,} tokens ({rows} rows)"
+    task, low = scorer.one.task, max(config.batch // count * count, count)
+    of = lambda rows: f" ({rows * task.each:,} {task.unit})" if task.each > 1 else ""
+    these = ", ".join(f"{rows}{of(rows)}" for rows in (low, low + count))
     return (
-        f"{config.batch} rows of {scorer.length} tokens on {count} devices: no mesh divides them. "
-        f"These divide: {tokens(low)}, {tokens(high)}."
+        f"{config.batch} {task.rows()} on {count} devices: no mesh divides them. These divide: "
+        f"{these}."
     )
 
 
@@ -426,15 +433,17 @@ def _too_large(sifted: Sifted, scorer: Scorer, count: int, memory: int) -> str:
     return (
         f"nothing fits: the smallest of all ways on {count} x {scorer.machine.name} takes "
         f"{need / gib:.1f} GiB of a device ({c}). A step may use {memory / gib:.1f} GiB, "
-        f"{MARGIN:.0%} of them free: {(need - room) / gib:.1f} GiB too much. {more}; or fewer "
+        f"{MARGIN:.0%} of it free: {(need - room) / gib:.1f} GiB too much. {more}; or fewer "
         "tokens in a step, a shorter --model.length, a smaller model, or more of the memory "
         "(--device-memory)."
     )
 
 
-def _notes(scorer: Scorer, compile_for: str | None, facts: ModelFacts) -> tuple[str, ...]:
+def _notes(scorer: Scorer, facts: ModelFacts) -> tuple[str, ...]:
     found = []
-    if compile_for is None:
+    if scorer.machine.platform == "cpu":
+        found.append("seconds of the processor, as if each device had a core of its own")
+    elif scorer.compile_for is None:
         found.append("by formulas only: nothing here compiles for this GPU")
     if not facts.in_parts:
         found.append(

@@ -8,7 +8,7 @@
 
 The largest of the moments counts: at the head everything is kept and no gradient is there; when the
 first layer runs backward all gradients are. A program compiled for a GPU is the judge:
-benchmarks/planner_memory.py compares twenty, and `SPARE` covers what XLA's placing of arrays costs.
+benchmarks/planner_memory.py compares 28, and `SPARE` covers what XLA's placing of arrays costs.
 """
 
 from collections.abc import Mapping
@@ -22,7 +22,7 @@ SPARE_OF_LISTS = 0.3  # of models whose layers are no stack: all is read as one 
 SPARE_OF_TENSOR = 0.09  # the same of programs that the partitioner splits
 AGAIN = 0.5  # of the logits: their gradient takes their place, and not always all of it
 LOOPED = 1.2  # what a loop stacks beside x: XLA keeps some of it before it is cast, or whole
-IN_FLIGHT = 2  # layers whose gathered weights are there at once
+IN_FLIGHT = 2  # layers whose gathered or cast weights are there at once
 
 
 @dataclass(frozen=True)
@@ -135,8 +135,7 @@ def _stacked(each: float, sizes: Sizes) -> float:
 def _held(run: Running, weights: WeightBytes, layers: int) -> float:
     """Return the bytes of weights that so many layers hold beside the state."""
     if run.how == "loop":
-        flight = IN_FLIGHT * weights.layer if run.gathered else 2 * weights.layer
-        return weights.turned + weights.layer_stored + flight
+        return weights.turned + weights.layer_stored + IN_FLIGHT * weights.layer
     if run.how == "unrolled" and not run.gathered:
         return layers * weights.layer
     if run.gathered:

@@ -5,7 +5,8 @@ costs a millisecond, and a side that does not divide is refused in the layout's 
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -54,6 +55,32 @@ class KeptArray:
     itemsize: int
     elements: int  # where it belongs to no parameter
     name: str
+
+
+class Flow(NamedTuple):
+    """What happens to some parameters."""
+
+    kind: str  # fsdp, scattered, sharded moments, whole, shards; alone: nothing
+    layers: bool  # whether they are of layers
+    axes: tuple[str, ...]  # along which
+
+
+@dataclass(frozen=True)
+class Flows:
+    """Elements of parameters by what happens to them."""
+
+    elements: Mapping[Flow, int]
+
+    def of(self, kind: str, layers: bool | None = None) -> int:
+        """Return the elements of a kind."""
+        inside = (True, False) if layers is None else (layers,)
+        return sum(n for f, n in self.elements.items() if f.kind == kind and f.layers in inside)
+
+    def along(self, kind: str, layers: bool) -> Iterator[tuple[tuple[str, ...], int]]:
+        """Yield axes and elements of a kind."""
+        for flow, size in self.elements.items():
+            if flow.kind == kind and flow.layers == layers:
+                yield flow.axes, size
 
 
 @dataclass(frozen=True)
@@ -133,14 +160,17 @@ class ArraysPlaced:
     @cached_property
     def gradients(self) -> int:
         """Bytes of gradients as they accumulate."""
-        trained = [p for p in self.placed.values() if not p.frozen]
-        return sum(self.local(p, p.gradient) * max(p.dtype.itemsize, 4) for p in trained)
+        return self._gradients(lambda p: p.gradient)
 
     @cached_property
     def scattered_gradients(self) -> int:
         """Bytes of gradients where each goes to its moments at once."""
+        return self._gradients(lambda p: p.moment)
+
+    def _gradients(self, spec: Callable[[Placed], P]) -> int:
+        """Return the bytes of gradients that lie as `spec` says: at least float32."""
         trained = [p for p in self.placed.values() if not p.frozen]
-        return sum(self.local(p, p.moment) * max(p.dtype.itemsize, 4) for p in trained)
+        return sum(self.local(p, spec(p)) * max(p.dtype.itemsize, 4) for p in trained)
 
     @cached_property
     def moments(self) -> dict[str, int]:
@@ -158,10 +188,8 @@ class ArraysPlaced:
     def on_host(self) -> dict[str, int]:
         """Bytes of the state that the host keeps, by what they are."""
         all_of = {"parameters": self.parameters, **self.moments}
-        part = lambda name: {"host": 1.0, "device": 0.0}.get(
-            str(self.strategy.memory.get(name, "device")), 0.0
-        )
-        return {name: int(size * part(name)) for name, size in all_of.items()}
+        there = {name for name, kind in self.strategy.memory.items() if kind == "host"}
+        return {name: size if name in there else 0 for name, size in all_of.items()}
 
     @property
     def state(self) -> int:
@@ -172,9 +200,9 @@ class ArraysPlaced:
     # -- what is sent of parameters and gradients -----------------------------------------
 
     @cached_property
-    def flows(self) -> "Flows":
+    def flows(self) -> Flows:
         """What a device gathers and sums of parameters and gradients, in elements."""
-        samples, found = in_use(self.sides, SAMPLE_AXES), dict[Flow, int]()
+        samples, found = in_use(self.sides, SAMPLE_AXES), Counter[Flow]()
         for p in self.placed.values():
             inside = p.path.startswith(LAYERS)
             tensor = [axis for _, axes in p.tensor_dims for axis in axes]
@@ -182,53 +210,16 @@ class ArraysPlaced:
             over = tuple(axis for axis in samples if axis not in p.stays)
             axes_of = lambda column, p=p, over=over: self._in_order(p, column, over)
             moved, scattered, kept = map(axes_of, ("parameter", "gradient", "moment"))
-            if moved:
-                self._add(found, Flow("fsdp", inside, moved), here)
-            elif scattered:
-                self._add(found, Flow("scattered", inside, scattered), here)
-            elif kept:
-                self._add(found, Flow("sharded moments", inside, kept), here)
-            elif over:
-                self._add(found, Flow("whole", inside, over), here)
-            else:
-                self._add(found, Flow("alone", inside, ()), here)
+            kinds = {"fsdp": moved, "scattered": scattered, "sharded moments": kept, "whole": over}
+            kind = next((name for name, axes in kinds.items() if axes), "alone")
+            found[Flow(kind, inside, kinds.get(kind, ()))] += here
             left = tuple(axis for axis in over if axis not in scattered)
             if moved and left:  # shards are added over the others
                 shard = here // max(size_of(scattered, self.sides), 1)
-                self._add(found, Flow("shards", inside, left), shard)
+                found[Flow("shards", inside, left)] += shard
         return Flows(found)
 
     def _in_order(self, p: Placed, column: str, over: tuple[str, ...]) -> tuple[str, ...]:
         """Return the axes of rows over which a column splits what is moved."""
         axes = {axis for _, several in p.split_dims(column) for axis in several}
         return tuple(axis for axis in over if axis in axes)
-
-    @staticmethod
-    def _add(found: dict["Flow", int], flow: "Flow", size: int) -> None:
-        found[flow] = found.get(flow, 0) + size
-
-
-class Flow(NamedTuple):
-    """What happens to some parameters."""
-
-    kind: str  # fsdp, scattered, sharded moments, whole, shards; alone: nothing
-    layers: bool  # whether they are of layers
-    axes: tuple[str, ...]  # along which
-
-
-@dataclass(frozen=True)
-class Flows:
-    """Elements of parameters by what happens to them."""
-
-    elements: Mapping[Flow, int]
-
-    def of(self, kind: str, layers: bool | None = None) -> int:
-        """Return the elements of a kind."""
-        inside = (True, False) if layers is None else (layers,)
-        return sum(n for f, n in self.elements.items() if f.kind == kind and f.layers in inside)
-
-    def along(self, kind: str, layers: bool) -> Iterator[tuple[tuple[str, ...], int]]:
-        """Yield axes and elements of a kind."""
-        for flow, size in self.elements.items():
-            if flow.kind == kind and flow.layers == layers:
-                yield flow.axes, size

@@ -4,21 +4,11 @@ from typing import Protocol
 
 from hfjax.machines.machine import Machine
 from hfjax.planner.score import Scored
+from hfjax.planner.sent import EXPERTS, GATHERS, GRID, MESSAGES, NEW, POSITIONS, SUMS, TENSOR
 from hfjax.planner.step_time import StepTime, in_a_node
 
 GIB = 2**30
-
-
-class HasTime(Protocol):
-    """A candidate, or a row of a plan."""
-
-    @property
-    def time(self) -> StepTime:
-        """Its seconds."""
-        ...
-
-
-LEAST = 0.0005  # of the time of the first: what is less is none
+LEAST = 0.0005  # of the time of the first: a smaller difference is none
 # part of a peak -> what people call it
 HELD = {
     "state": "parameters and moments",
@@ -29,15 +19,24 @@ HELD = {
     "spare": "gaps between arrays",
 }
 AXES_OF = {
-    "gathers": ("fsdp", "expert", "context"),
-    "sums of gradients": ("data", "fsdp", "expert", "context"),
-    "gathers of new parameters": ("data", "fsdp", "expert", "context"),
-    "tensor": ("tensor",),
-    "positions": ("context",),
-    "tokens of experts": ("expert",),
-    "messages of stages": ("pipe",),
-    "grid": ("row", "tensor"),
+    GATHERS: ("fsdp", "expert", "context"),
+    SUMS: ("data", "fsdp", "expert", "context"),
+    NEW: ("data", "fsdp", "expert", "context"),
+    TENSOR: ("tensor",),
+    POSITIONS: ("context",),
+    EXPERTS: ("expert",),
+    MESSAGES: ("pipe",),
+    GRID: ("row", "tensor"),
 }
+
+
+class HasTime(Protocol):
+    """A candidate, or a row of a plan."""
+
+    @property
+    def time(self) -> StepTime:
+        """Its seconds."""
+        ...
 
 
 def reason_of(s: Scored, best: Scored, fits: bool, machine: Machine) -> str:

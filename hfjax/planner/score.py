@@ -81,7 +81,7 @@ class Scorer:
 
     def __init__(self, config: Train, vocab: int | None, machine: Machine, compile_for: str | None):
         self.config, self.vocab, self.machine = config, vocab, machine
-        self._compile_for = compile_for
+        self.compile_for = compile_for  # the GPU, where something here compiles for it
         self._profiles: dict[tuple[str, bool], ModelProfile] = {}
         self._placed: dict[Any, ArraysPlaced] = {}
         self._work: dict[Any, WorkTime] = {}
@@ -139,7 +139,7 @@ class Scorer:
         if (remat, fused) not in self._profiles:
             config = replace(self.config, remat=remat, pipeline=type(self.config.pipeline)())
             attention = fused_attention if fused else None
-            found = profile_of(config, self.vocab, self._compile_for, attention)
+            found = profile_of(config, self.vocab, self.compile_for, attention)
             self._profiles[remat, fused] = found
         return self._profiles[remat, fused]
 
@@ -174,10 +174,12 @@ class Scorer:
     def work(self, c: Candidate, part: str) -> WorkTime:
         """Return the seconds of one layer, or of what is around them, for one microbatch."""
         share = self.share(c)
-        key = c.remat, part, share, c.rows_at_once
+        parts = 1 if part == "ends" else c.split_rows  # layers run on some rows after others
+        key = c.remat, part, share, c.rows_at_once, parts
         if key not in self._work:
-            work = self.profile(c.remat).work(part, share)
-            self._work[key] = time_of_work(work, c.rows_at_once, share.tensor, self.machine)
+            work, rows = self.profile(c.remat).work(part, share), c.rows_at_once / parts
+            found = time_of_work(work, rows, share.tensor, self.machine)
+            self._work[key] = found.times(parts)
         return self._work[key]
 
     def share(self, c: Candidate) -> Share:
@@ -195,9 +197,9 @@ class Scorer:
         placing = self.placing(c)
         return Scored(c, self.time(c, placing), self.peak(c, placing))
 
-    def how(self, c: Candidate, placing: ArraysPlaced | None = None) -> str:
+    def how(self, c: Candidate, placing: ArraysPlaced) -> str:
         """Return how layers run: unrolled, in turn, loop, as a step chooses for GPUs."""
-        gathers = placing is not None and placing.flows.of("fsdp", True) > 0
+        gathers = placing.flows.of("fsdp", True) > 0
         if self.machine.platform == "cpu":
             return "loop" if c.remat != "none" or c.offload or gathers else "unrolled"
         if c.remat == "none" and not gathers:
@@ -215,7 +217,6 @@ class Scorer:
         gathered = placing.flows.of("fsdp", True) > 0
         weights = self._weights_of(c, placing, layers)
         found = self.piped(c) if stages > 1 else None
-        offload = {"0.5": 0.5, "1": 1.0, None: 0.0}.get(c.offload, 0.0)
         run = Running(
             rows=c.rows_at_once,
             layers=layers,
@@ -225,7 +226,7 @@ class Scorer:
             held=found.held if found else 0.0,
             stages=stages,
             crossing=found.crossing if found else 0.0,
-            offload=offload,
+            offload=c.offloaded,
             tensor=c.side("tensor"),
             stacked=self.layers > 0,
         )
@@ -354,9 +355,7 @@ class Scorer:
         forward = NOTHING if listed else self.work(c, "forward").times(layers)
         backward = NOTHING if listed else self.work(c, "backward").times(layers)
         ends = self.work(c, "ends")
-        if c.split_rows > 1:
-            forward, backward = forward.times(1.03), backward.times(1.03)
-        copies = self._copies(c, layers)
+        copies = self._copies(c, placing, layers)
         forward = replace(forward, memory=forward.memory + copies)
         backward = replace(backward, memory=backward.memory + copies)
         bubble = 0.0
@@ -386,9 +385,9 @@ class Scorer:
             flops=work.flops,
         )
 
-    def _copies(self, c: Candidate, layers: int) -> float:
+    def _copies(self, c: Candidate, placing: ArraysPlaced, layers: int) -> float:
         """Return the seconds that a loop copies what layers keep into stacks, or out of them."""
-        if c.side("pipe") == 1 and self.how(c) != "loop":
+        if c.side("pipe") == 1 and self.how(c, placing) != "loop":
             return 0.0
         sizes: Sizes = self.profile(c.remat).sizes(self.share(c))
         kept = sizes.stashed[0] * c.rows_at_once * layers
@@ -406,9 +405,8 @@ class Scorer:
         return size / self.machine.stream
 
     def _host(self, c: Candidate, placing: ArraysPlaced, layers: int, count: int) -> float:
-        moved = 2 * sum(placing.on_host.values())
+        moved = sum(placing.on_host.values())
         if c.offload:
-            part = 0.5 if c.offload == "0.5" else 1.0
-            sizes = self.profile(c.remat).sizes(self.share(c))
-            moved += 2 * part * sizes.stashed[0] * c.rows_at_once * layers * count
-        return moved / self.machine.host_link
+            kept = self.profile(c.remat).sizes(self.share(c)).stashed[0] * c.rows_at_once
+            moved += c.offloaded * kept * layers * count
+        return 2 * moved / self.machine.host_link  # there, and back

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 
-from hfjax.checks.combinations import Refusal, refusals
+from hfjax.checks.combinations import refusals
 from hfjax.machines.machine import Machine
 from hfjax.parallel.schedules.named import SCHEDULES
 from hfjax.planner.candidate import AXES_SHOWN, Candidate, schedule_of
@@ -156,8 +156,6 @@ def rows_at_once(share: int) -> tuple[int, ...]:
 
 def _plain(first: Candidate, pieces: int) -> Iterator[Candidate]:
     at_once = first.rows // first.replicas // pieces
-    if first.side("expert") > 1 and pieces > 1 and first.zero == "zero2":
-        return
     for remat in REMATS:
         run = replace(first, accumulate=pieces, remat=remat)
         yield run
@@ -227,10 +225,4 @@ def goes_together(features: frozenset[str]) -> bool:
     """Return whether no two of these features are refused, whatever else is so."""
     names = sorted(features)
     pairs = ((a, b) for n, a in enumerate(names) for b in names[n + 1 :])
-    refused = (r for a, b in pairs for r in refusals(a, b))
-    return not any(not r.condition_text and not r.detected_later and _always(r) for r in refused)
-
-
-def _always(refusal: Refusal) -> bool:
-    """Return whether a refusal has no condition of its own."""
-    return refusal.condition.__name__ == "<lambda>"
+    return not any(r.everywhere for a, b in pairs for r in refusals(a, b))

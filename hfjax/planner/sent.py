@@ -68,14 +68,13 @@ class Traffic:
 
 def sent_by(c: Candidate, t: Traffic) -> Iterator[Sent]:
     """Yield what a step sends."""
-    sides = c.mesh
-    yield from _parameters(c, t, sides)
-    yield from _gradients(c, t, sides)
+    yield from _parameters(c, t)
+    yield from _gradients(c, t)
     yield from _tensor(c, t)
     yield from _positions(c, t)
     yield from _experts(c, t)
     if t.permutes:
-        size = t.residual / (sides["tensor"] if c.sequence else 1)
+        size = t.residual / (c.side("tensor") if c.sequence else 1)
         yield Sent(MESSAGES, "permute", ("pipe",), t.permutes * size, t.permutes)
 
 
@@ -85,7 +84,7 @@ def _passes(c: Candidate, t: Traffic, backward: bool = False) -> float:
     return ticks / t.chunks if ticks else c.accumulate
 
 
-def _parameters(c: Candidate, t: Traffic, sides: Sides) -> Iterator[Sent]:
+def _parameters(c: Candidate, t: Traffic) -> Iterator[Sent]:
     flows = t.flows
     for axes, inside in flows.along("fsdp", True):
         for backward in (False, True):
@@ -102,8 +101,8 @@ def _parameters(c: Candidate, t: Traffic, sides: Sides) -> Iterator[Sent]:
                 yield Sent(NEW, "all-gather", axes, t.stored * size, calls, layers)
 
 
-def _gradients(c: Candidate, t: Traffic, sides: Sides) -> Iterator[Sent]:
-    flows, size = t.flows, t.reduce
+def _gradients(c: Candidate, t: Traffic) -> Iterator[Sent]:
+    flows, size, sides = t.flows, t.reduce, c.mesh
     for inside in (True, False):
         layers = max(t.layers, 1) if inside else 1
         times = _passes(c, t, True) if inside or not t.forward else 1
@@ -113,13 +112,13 @@ def _gradients(c: Candidate, t: Traffic, sides: Sides) -> Iterator[Sent]:
             payload = times * size * moved
             yield Sent(SUMS, "reduce-scatter", axes, payload, times * layers, **last)
         for axes, moved in flows.along("scattered", inside):
-            yield from _scattered(c, axes, times * size * moved, times * layers, last)
+            yield from _summed(c, axes, False, times * size * moved, times * layers, last)
         for axes, moved in flows.along("sharded moments", inside):
-            yield from _scattered(c, axes, size * moved, layers, last)
+            yield from _summed(c, axes, False, size * moved, layers, last)
         for axes, moved in flows.along("shards", inside):
             yield Sent(SUMS, "all-reduce", axes, size * moved, layers, **last)
         for axes, moved in flows.along("whole", inside):
-            yield from _whole(c, (*stages, *axes), size * moved, layers, last)
+            yield from _summed(c, (*stages, *axes), True, size * moved, layers, last)
         if stages:  # every stage has a part of the gradients of what is around the layers
             yield from _of_stages(flows, sides, size)
 
@@ -132,33 +131,25 @@ def _of_stages(flows: Flows, sides: Sides, size: int) -> Iterator[Sent]:
             yield Sent(SUMS, "all-reduce", ("pipe",), payload, 1, layers=False, backward=True)
 
 
-def _scattered(
-    c: Candidate, over: tuple[str, ...], size: float, calls: float, last: dict[str, bool]
+def _summed(
+    c: Candidate,
+    over: tuple[str, ...],
+    whole: bool,
+    size: float,
+    calls: float,
+    last: dict[str, bool],
 ) -> Iterator[Sent]:
-    """Yield the sums of gradients of which each device keeps a part; in two levels if asked."""
+    """Yield the sums of gradients that every device has whole, or a part of; in two levels."""
+    kind = "all-reduce" if whole else "reduce-scatter"
     node, across = _levels(c, over)
     if not across:
-        yield Sent(SUMS, "reduce-scatter", over, size, calls, **last)
+        yield Sent(SUMS, kind, over, size, calls, **last)
         return
     yield Sent(SUMS, "reduce-scatter", node, size, calls, **last)
     part = size / math.prod(c.side(axis) for axis in node)
-    yield Sent(SUMS, "reduce-scatter", across, part, calls, **last)
-
-
-def _whole(
-    c: Candidate, over: tuple[str, ...], size: float, calls: float, last: dict[str, bool]
-) -> Iterator[Sent]:
-    """Yield the sums of gradients that every device has whole."""
-    if not over:
-        return
-    node, across = _levels(c, over)
-    if not across:
-        yield Sent(SUMS, "all-reduce", over, size, calls, **last)
-        return
-    yield Sent(SUMS, "reduce-scatter", node, size, calls, **last)
-    part = size / math.prod(c.side(axis) for axis in node)
-    yield Sent(SUMS, "all-reduce", across, part, calls, **last)
-    yield Sent(SUMS, "all-gather", node, size, calls, **last)
+    yield Sent(SUMS, kind, across, part, calls, **last)
+    if whole:
+        yield Sent(SUMS, "all-gather", node, size, calls, **last)
 
 
 def _levels(c: Candidate, over: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:

@@ -17,15 +17,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
 
+import jax.numpy as jnp
+
 from hfjax.analysis.flights import Matmul
-from hfjax.analysis.product_time import ProductModel, seconds
+from hfjax.analysis.product_time import FusedAttention, ProductModel, seconds
 from hfjax.machines.machine import Machine
 from hfjax.parallel.mesh import AXES
 from hfjax.planner.placing import Sides
 from hfjax.planner.programs.model_profile import Work
 from hfjax.planner.sent import Sent
 
-WIDE = {"float32", "float64"}
+LONGEST = 64  # hops of a ring: beyond that trees take its place
 BESIDE = 0.9  # of the time of products for which a transfer can run beside them
 
 
@@ -95,28 +97,19 @@ def time_of_work(work: Work, rows: float, tensor: int, machine: Machine) -> Work
     products = flops = 0.0
     for p in work.products:
         batch, m, n, k = (max(round(x), 1) for x in p.sides(rows, tensor))
-        size = 2 * batch * (m * k + k * n + m * n)
-        wide = p.dtype in WIDE
-        one = Matmul(batch, m, n, k, 2 * size if wide else size)
-        products += p.times * seconds(one, ProductModel.reached(machine, float32=wide))
+        itemsize = jnp.dtype(p.dtype).itemsize
+        one = Matmul(batch, m, n, k, itemsize * batch * (m * k + k * n + m * n))
+        products += p.times * seconds(one, ProductModel.reached(machine, float32=itemsize > 2))
         flops += p.times * 2.0 * batch * m * n * k
     for call in work.attention:
-        parts = tensor if call.split else 1
-        fused = _attention(call, rows / parts, machine)
-        products += fused
-        flops += call.flops * rows / parts
+        here = rows / (tensor if call.split else 1)
+        shape = (here, call.positions, call.heads, call.width)
+        fused = FusedAttention(*shape, itemsize=call.itemsize)
+        products += call.times * (fused.backward if call.backward else fused.forward)(machine)
+        flops += call.flops * here
     bytes_of_rows, fixed = work.traffic
     memory = (bytes_of_rows * rows + fixed) / machine.stream + work.launches * machine.launch
     return WorkTime(products, memory, flops)
-
-
-def _attention(call, rows: float, machine: Machine) -> float:
-    narrow = call.width <= 64
-    way = "backward" if call.backward else "forward"
-    rate = getattr(machine, f"attention_{way}_{64 if narrow else 128}")
-    passes = getattr(machine, f"attention_{way}_passes")
-    size = rows * call.positions * call.heads * call.width * call.itemsize
-    return call.times * passes * size / machine.stream + call.flops * rows / rate
 
 
 # -- transfers ----------------------------------------------------------------------------
@@ -150,7 +143,7 @@ def seconds_of(one: Sent, sides: Sides, machine: Machine) -> float:
     """Return how long transfers take, one after another."""
     inside, members = in_a_node(one.axes, sides, machine.per_node)
     group = math.prod(sides[a] for a in one.axes)
-    steps = 1 if one.kind == "permute" else group - 1
+    steps = 1 if one.kind == "permute" else min(group - 1, LONGEST)
     ways = 2 if one.kind == "all-reduce" else 1
     if inside:
         start, hop, speed = machine.inside_start, machine.inside_hop, machine.inside
@@ -159,7 +152,6 @@ def seconds_of(one: Sent, sides: Sides, machine: Machine) -> float:
         speed = min(machine.inside, machine.between * members)
         if one.kind == "permute":
             speed = machine.between
-    steps = min(steps, 64)  # trees take the place of longer rings
     return one.calls * (start + ways * steps * hop) + one.moved(sides) / speed
 
 

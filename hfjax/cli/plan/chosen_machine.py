@@ -1,6 +1,5 @@
 """Which constants a plan takes: of a GPU by name, of a file, or measured on this machine."""
 
-import os
 import re
 import subprocess
 import sys
@@ -9,10 +8,12 @@ from pathlib import Path
 
 import jax
 
+from hfjax.base.user_cache import user_cache
 from hfjax.machines.machine import MACHINES, Machine, machine_of
+from hfjax.planner.make_plan import machine_named
 from hfjax.target import GPUS, can_compile_for_gpus, how_to_install
 
-ASK = "import jax; d = jax.devices()[0]; print(d.platform, d.device_kind, sep='|')"
+ASK = "import jax; print('kind', jax.devices()[0].device_kind, sep='|')"
 
 
 @dataclass(frozen=True)
@@ -33,12 +34,7 @@ def constants_of(gpu: str) -> Constants:
         return _here()
     if gpu.endswith(".toml"):
         return _of_file(Path(gpu))
-    if gpu in MACHINES:
-        return Constants(MACHINES[gpu])
-    raise ValueError(
-        f"--gpu {gpu}: there are constants of {', '.join(MACHINES)}. For another one measure them "
-        "on it (hfjax plan --calibrate here) and give the file, --gpu FILE.toml."
-    )
+    return Constants(machine_named(gpu))
 
 
 def check_whole_nodes(machine: Machine, count: int) -> None:
@@ -63,23 +59,22 @@ def why_not_compiled(gpu: str) -> str | None:
 
 def place_of(device_kind: str) -> Path:
     """Return where the constants measured on a kind of device are kept."""
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     name = re.sub(r"[^a-z0-9]+", "-", device_kind.lower()).strip("-")
-    return home / "hfjax" / "machines" / f"{name}.toml"
+    return user_cache() / "machines" / f"{name}.toml"
 
 
-def device_here() -> tuple[str, str]:
-    """Return platform and kind of this machine's first device; another process asks JAX."""
+def device_here() -> str:
+    """Return the kind of this machine's first device; another process asks JAX."""
     asked = subprocess.run([sys.executable, "-c", ASK], capture_output=True, text=True, check=False)
-    platform, _, kind = asked.stdout.strip().rpartition("\n")[2].partition("|")
+    _, _, kind = asked.stdout.strip().rpartition("\n")[2].partition("|")
     if asked.returncode or not kind:
         last = asked.stderr.strip().splitlines()[-1:] or [f"exit status {asked.returncode}"]
         raise ValueError(f"--gpu here: JAX tells of no device ({last[0]}).")
-    return platform, kind
+    return kind
 
 
 def _here() -> Constants:
-    platform, kind = device_here()
+    kind = device_here()
     place = place_of(kind)
     if place.is_file():
         machine = Machine.load(place)
@@ -91,12 +86,10 @@ def _here() -> Constants:
             "(hfjax plan --calibrate here)"
         )
         return Constants(known, (note,))
-    todo = (
-        "Measure them: hfjax plan --calibrate here."
-        if platform == "gpu"
-        else f"There is no GPU here. Name one: --gpu {next(iter(MACHINES))}."
+    raise ValueError(
+        f"--gpu here: there are no constants of {kind}. Measure them (hfjax plan --calibrate "
+        f"here), or name a GPU: {', '.join(MACHINES)}."
     )
-    raise ValueError(f"--gpu here: there are no constants of {kind}. {todo}")
 
 
 def _of_file(path: Path) -> Constants:

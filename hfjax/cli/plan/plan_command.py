@@ -6,8 +6,6 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +21,6 @@ from hfjax.cli.plan.chosen_machine import (
     Constants,
     check_whole_nodes,
     constants_of,
-    device_here,
     place_of,
     why_not_compiled,
 )
@@ -50,14 +47,13 @@ from hfjax.cli.plan.why_words import Answer, answer, words_of
 from hfjax.cli.run import config_of
 from hfjax.cli.words import parsed
 from hfjax.planner.make_plan import Compiling, PlanRow, StepPlan, make_plan
+from hfjax.planner.measuring.calibrate import calibrate
 from hfjax.planner.programs.planned import Planned
 from hfjax.planner.score import Scored
 from hfjax.planner.timeline import timeline
 from hfjax.run import files
 from hfjax.run.build import check_used
 from hfjax.run.config import Train
-
-CALIBRATE = "hfjax.planner.measuring.calibrate"
 
 
 @dataclass(frozen=True)
@@ -90,25 +86,23 @@ def main(argv: Sequence[str]) -> int:
         given: PlanSettings = parsed(PlanSettings, rest, "plan", of_plan(default))
         check_used([given], rest)
     if given.calibrate is not None:
-        return carried_out("plan", _calibrate)
+        return carried_out("plan", lambda: _calibrate(given.count))
     console = Console(highlight=False)
     return carried_out("plan", lambda: _tell(given, default, console))
 
 
-def _calibrate() -> None:
-    """Measure the constants of this machine and keep them."""
-    if find_spec(CALIBRATE) is None:
-        raise ValueError(
-            "--calibrate here: this hfjax cannot measure a machine yet. Write a file of constants "
-            "by hand, as hfjax/machines/h200.toml is, and give it: --gpu FILE.toml."
-        )
-    platform, kind = device_here()
-    if platform != "gpu":
-        raise ValueError(f"--calibrate here: there is no GPU here (JAX tells of {kind}).")
-    place = place_of(kind)
+def _calibrate(count: int) -> None:
+    """Measure the constants of this machine and keep them; of CPUs, of so many fake devices."""
+    _have_devices(count)
+    place = place_of(jax.devices()[0].device_kind)
     place.parent.mkdir(parents=True, exist_ok=True)
-    import_module(CALIBRATE).calibrate(place, _say)
-    print(f"{place} is written: hfjax plan --gpu here takes it.")
+    calibrate(place, _say)
+    print("hfjax plan --gpu here takes it.")
+
+
+def _have_devices(count: int) -> None:
+    with suppress(RuntimeError):  # JAX runs already: it has what it has
+        jax.config.update("jax_num_cpu_devices", count)
 
 
 def _say(words: object) -> None:
@@ -132,8 +126,7 @@ def _tell(given: PlanSettings, default: Train, console: Console) -> None:
 def _prepare(given: PlanSettings) -> None:
     """Set JAX up before its first use: CPUs stand in for the devices."""
     jax.config.update("jax_platforms", "cpu")
-    with suppress(RuntimeError):  # JAX runs already: as many as there are stand in
-        jax.config.update("jax_num_cpu_devices", given.count)
+    _have_devices(given.count)
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # of drivers that are not needed
 
 

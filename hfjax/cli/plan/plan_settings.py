@@ -35,8 +35,6 @@ SEARCHED = {
 }
 COUNTED = ("devices", "cpu_devices")  # how many GPUs: --count says it
 TIMES = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
-
-
 LEAST_MEMORY, MOST_MEMORY = 2**20, 2**40  # bytes
 
 
@@ -75,7 +73,8 @@ class PlanSettings(Train):
     picture: Path | None = None
     """The picture of one step, an .svg file: of the first, or of --why."""
     calibrate: Literal["here"] | None = None
-    """here: measure the constants of this machine's GPU, keep them for --gpu here, and stop."""
+    """here: measure the constants of this machine's GPU, keep them for --gpu here, and stop;
+    without a GPU those of its processor, as --count fake devices."""
 
     strategy: Annotated[str, tyro.conf.Suppress] = "ddp"
     accumulate: Annotated[int, tyro.conf.Suppress] = 1
@@ -91,14 +90,6 @@ class PlanSettings(Train):
     deepspeed: Annotated[Path | None, tyro.conf.Suppress] = None
     devices: Annotated[int | None, tyro.conf.Suppress] = None
     cpu_devices: Annotated[int | None, tyro.conf.Suppress] = None
-
-    def _check_memory(self, size: int) -> None:
-        """Refuse what no GPU has: bytes of a number without its unit, or far too many."""
-        if not LEAST_MEMORY <= size <= MOST_MEMORY:
-            raise ValueError(
-                f"--device-memory {self.device_memory}: that is {size:,} bytes. From 1MiB to 1TiB "
-                "are expected, for instance 80GiB."
-            )
 
     def __post_init__(self):
         super().__post_init__()
@@ -124,6 +115,14 @@ class PlanSettings(Train):
             )
         if self.picture is not None and self.picture.suffix != ".svg":
             raise ValueError(f"--picture {self.picture}: the picture is an .svg file.")
+
+    def _check_memory(self, size: int) -> None:
+        """Refuse what no GPU has: bytes of a number without its unit, or far too many."""
+        if not LEAST_MEMORY <= size <= MOST_MEMORY:
+            raise ValueError(
+                f"--device-memory {self.device_memory}: that is {size:,} bytes. From 1MiB to 1TiB "
+                "are expected, for instance 80GiB."
+            )
 
 
 def number_of(text: str) -> int:

@@ -1,24 +1,26 @@
-"""The table of `hfjax plan`: a row for each way to run a step, the fastest first."""
+"""The table of `hfjax plan`: the ways to run a step, the fastest first, two lines for each.
+
+The first line says how it runs and why it is not the first, the second has the numbers: a terminal
+of 80 columns has room for them.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rich import box
 from rich.console import Console, Group
-from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from hfjax.base.tables import human
-from hfjax.planner.make_plan import PlanRow, StepPlan
-from hfjax.target import FRACTION, fraction_taken
+from hfjax.base.tables import aligned, human
+from hfjax.planner.make_plan import PlanRow, StepPlan, part_of_memory
+from hfjax.target import FRACTION
 
 GIB = 2**30
-WORDS = ("mesh", "strategy", "schedule", "microbatches", "memory")
-LEAST = {"mesh": 13, "memory": 12, "schedule": 8}  # characters of a column
-# What a table has beside the words, in seconds: heading -> part of the time
+LEGEND = "mesh, strategy, schedule, microbatches x rows, remat, offload (why not the first)"
+# heading -> seconds of a step
 PARTS = {
+    "step": lambda time: time.total,
     "products": lambda time: time.products,
     "memory\nbound": lambda time: time.memory,
     "exposed\ntransf.": lambda time: time.all_exposed,
@@ -61,7 +63,7 @@ def heading(plan: StepPlan, given: Any) -> Iterator[str]:
         f"{task.model.name} on {plan.count} x {plan.machine.name}{of_nodes}, {rows}, "
         f"precision {config.precision}"
     )
-    yield f"a step may use {human(plan.memory)} of a GPU's {human(plan.machine.memory)}"
+    yield f"a step may use {human(plan.memory)} of a device's {human(plan.machine.memory)}"
     refused = f", {plan.refused:,} refused" if plan.refused else ""
     compiled = sum(row.compiled is not None for row in (*plan.rows, *plan.others))
     took = f"{plan.seconds:.0f} s"
@@ -76,17 +78,12 @@ def shown(plan: StepPlan, most: int, lines: Sequence[str], notes: Sequence[str])
     """Return the table, its heading above, and below what is only nearly better."""
     rows = plan.rows[:most]
     scale = TimeScale.of(plan.best.time.total)
-    table = _empty(scale, plan.scorer.one.task.unit)
-    for number, row in enumerate(rows, 1):
-        _add(table, str(number), row, plan.memory, scale, "bold" if number == 1 else "")
+    unit = plan.scorer.one.task.unit
+    parts: list[Any] = [*headed(lines), Text(), _table(rows, plan.memory, scale, unit)]
     faster = [r for r in plan.others if r.time.total < plan.best.time.total][:most]
-    parts: list[Any] = [*headed(lines), Text(), table]
     if faster:
         parts += [Text("\nwould be faster, but does not fit:", style="bold"), Text()]
-        below = _empty(scale, plan.scorer.one.task.unit)
-        for row in faster:
-            _add(below, "", row, plan.memory, scale, "dim")
-        parts.append(below)
+        parts.append(_table(faster, plan.memory, scale, unit, ranked=False))
     return Group(*parts, *noted(notes))
 
 
@@ -103,62 +100,57 @@ def headed(lines: Sequence[str]) -> Iterator[Text]:
         yield Text(line, style="" if number else "bold")
 
 
-def _empty(scale: TimeScale, unit: str) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=0)
-    table.add_column("", justify="right", min_width=2)
-    for name in WORDS:
-        short = {"microbatches": "micro-\nbatches", "memory": "remat,\noffload"}.get(name, name)
-        table.add_column(short, min_width=LEAST.get(name, 6))
-    table.add_column(f"step\n{scale.unit}", justify="right", no_wrap=True)
-    for name in PARTS:
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column(f"{unit}/s\nper GPU", justify="right", no_wrap=True)
-    table.add_column("MFU", justify="right", no_wrap=True)
-    table.add_column("peak\nGiB", justify="right", no_wrap=True)
-    table.add_column("margin", justify="right", no_wrap=True)
-    table.add_column("why not the first", min_width=16)
+def _table(
+    rows: Sequence[PlanRow], memory: int, scale: TimeScale, unit: str, ranked: bool = True
+) -> Table:
+    columns = [*PARTS, f"{unit}/s\nper GPU", "MFU", "peak\nGiB", "margin"]
+    columns[0] += f"\n{scale.unit}"
+    above, below = zip(*(name.rpartition("\n")[::2] for name in columns), strict=True)
+    numbers = [_numbers(row, memory, scale) for row in rows]
+    lines = aligned([above, below, *numbers], range(len(columns)), gap=" ")
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_row("", "\n".join([LEGEND, *lines[:2]]), style="bold")
+    for n, (row, line) in enumerate(zip(rows, lines[2:], strict=True), 1):
+        text = Text(str(row.candidate), style="bold" if ranked and n == 1 else "")
+        text.append(f" ({row.reason})" if row.reason else "", style="dim")
+        text.append(f"\n{line}")
+        text.stylize(_colour(1 - row.peak.total / memory), len(text) - len(line.split()[-1]))
+        table.add_row(f"{n:>2}" if ranked else "  ", text)
     return table
 
 
-def _add(table: Table, rank: str, row: PlanRow, memory: int, scale: TimeScale, style: str) -> None:
-    words = row.candidate.shown
-    peak = row.peak.total
-    margin = 1 - peak / memory
-    colour = "green" if margin > 0.1 else "yellow" if margin >= 0 else "red"
-    table.add_row(
-        rank,
-        *(words[name].replace("+", " +") for name in WORDS),
-        scale.text(row.time.total),
+def _numbers(row: PlanRow, memory: int, scale: TimeScale) -> list[str]:
+    return [
         *(scale.text(part(row.time)) for part in PARTS.values()),
         f"{row.tokens:,.0f}",
         f"{row.mfu:.1%}",
-        f"{peak / GIB:.1f}" + ("" if row.compiled is None else "c"),
-        Text(f"{margin:.0%}", style=colour),
-        row.reason,
-        style=style,
-    )
+        f"{row.peak.total / GIB:.1f}" + ("" if row.compiled is None else "c"),
+        f"{1 - row.peak.total / memory:.0%}",
+    ]
+
+
+def _colour(margin: float) -> str:
+    return "green" if margin > 0.1 else "yellow" if margin >= 0 else "red"
 
 
 def write(console: Console, group: Group) -> None:
-    """Print a table; what is no terminal gets it as wide as it is, at least 160."""
+    """Print a table; nothing breaks lines that are piped."""
     if not console.is_terminal:
-        room = console.options.update(max_width=10_000)
-        tables = (x for x in group.renderables if isinstance(x, Table))
-        console.width = max(160, *(Measurement.get(console, room, t).maximum for t in tables), 0)
+        console.width = 10_000
     console.print(group)
 
 
 def notes_of(plan: StepPlan, given: Any) -> Iterator[str]:
     """Yield what to bear in mind."""
-    if given.device_memory is None and (part := fraction_taken()) < 1:
+    if given.device_memory is None and (part := part_of_memory(plan.machine)) < 1:
         yield (
-            f"JAX takes {part:.0%} of a GPU's memory. For more set {FRACTION}, here and where it "
-            f"runs: {FRACTION}=0.95"
+            f"JAX takes {part:.0%} of a GPU's memory; {FRACTION}=0.95, here and where it runs, "
+            "takes more"
         )
     task = plan.scorer.one.task
     if task.unit == "tokens" and given.vocab is None and given.model.pretrained is None:
         yield f"the vocabulary is that of the data, {task.model.vocab:,}; --vocab says another one"
-    if plan.scorer.numbers[0] >= 4:
+    if plan.machine.platform == "gpu" and plan.scorer.numbers[0] >= 4:
         yield (
             f"products are in float32, as --precision {given.precision} says; --precision bf16 "
             "takes about half of the time"

@@ -13,7 +13,7 @@ from hfjax.cli.plan.plan_table import GIB, TimeScale
 from hfjax.cli.plan.why_words import Answer
 from hfjax.planner.candidate import Candidate
 from hfjax.planner.make_plan import MARGIN, StepPlan
-from hfjax.planner.reasons import HELD, largest_held, largest_loss
+from hfjax.planner.reasons import HELD, LEAST, largest_held, largest_loss
 from hfjax.planner.score import Scored
 from hfjax.planner.sent import sent_by
 from hfjax.planner.step_time import in_a_node, seconds_of
@@ -98,7 +98,9 @@ def _verdict(plan: StepPlan, s: Scored, fits: bool) -> str:
 
 def _loss(s: Scored, first: Scored) -> str:
     more = s.time.total / first.time.total - 1
-    if more <= 0:
+    if abs(more) < LEAST:
+        return f"It takes as long as the first ({first.candidate})."
+    if more < 0:
         return f"It would be {-more:.1%} faster than the first."
     name, seconds = largest_loss(s, first)
     scale = TimeScale.of(first.time.total)

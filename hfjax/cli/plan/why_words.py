@@ -14,7 +14,6 @@ from hfjax.planner.candidate import Candidate
 from hfjax.planner.make_plan import BuildCheck, StepPlan, facts_of, limit_of
 from hfjax.planner.score import Scored
 from hfjax.planner.search import ZEROS, candidates, with_host
-from hfjax.target import GPUS, can_compile_for_gpus
 
 NUMBERS = ("accumulate", "microbatches", "chunks", "split_rows")
 OF_WORDS = {  # setting -> what it may be
@@ -140,10 +139,7 @@ def answer(plan: StepPlan, words: Mapping[str, Any], tell: Callable[[str], Any])
         tell: Called with words on what goes on.
     """
     limit = limit_of(plan.memory)
-    key = plan.machine.key
-    checked = BuildCheck(
-        plan.scorer, plan.count, key if key in GPUS and can_compile_for_gpus() else None
-    )
+    checked = BuildCheck(plan.scorer, plan.count)
     found = sorted(
         _agreeing(plan, words), key=lambda s: (s.peak.total > limit, s.time.total, str(s.candidate))
     )

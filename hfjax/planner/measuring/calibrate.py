@@ -145,7 +145,7 @@ def of_cpu(watch: Stopwatch, tell: Tell = lambda words: None, quick: bool = Fals
     processor = Processor(**of, gathered=_short(more["gathered"]), sources=by)
     alike = "assumed: a CPU has none; as"
     rate, flops, stream = found["flops_fp32"], found["flops"], found["stream"]
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // len(watch.devices)
     near, far = more["inside"], more["inside_start"]
     rates = {f"attention_{w}_{d}": rate for w in ("forward", "backward") for d in (64, 128)}
     given: Found = {
@@ -158,7 +158,7 @@ def of_cpu(watch: Stopwatch, tell: Tell = lambda words: None, quick: bool = Fals
         **rates,
         "attention_forward_passes": 4.0,
         "attention_backward_passes": 8.0,
-        "per_node": max(len(watch.devices), 1),
+        "per_node": len(watch.devices),
         "inside": near,
         "between": near,
         "inside_start": far,
@@ -171,7 +171,7 @@ def of_cpu(watch: Stopwatch, tell: Tell = lambda words: None, quick: bool = Fals
         "reserve": 0,
     }
     told: dict[str, str] = {
-        "memory": "what the system says that it has, for all fake devices together",
+        "memory": "what the system says that it has, shared by the devices",
         "bandwidth": f"{alike} a large copy",
         "peak": f"{alike} a large product",
         "scheduled_flops": f"{alike} a large product",

@@ -19,6 +19,8 @@ Idle slots of a pipeline that compute count as slots; those that are skipped do 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import jax.numpy as jnp
+
 from hfjax.machines.machine import Machine, Processor
 from hfjax.parallel.schedules.compile import compile_table
 from hfjax.planner.candidate import Candidate
@@ -214,7 +216,7 @@ def seconds_of_products(found: Work, rows: float, tensor: int, machine: Machine)
     cpu, seconds = _processor(machine), 0.0
     for p in found.products:
         batch, m, n, k = (max(x, 1.0) for x in p.sides(rows, tensor))
-        size = 4 if p.dtype == "float32" else 8 if p.dtype == "float64" else 2
+        size = jnp.dtype(p.dtype).itemsize
         rate = machine.flops_fp32 if size > 2 else machine.flops
         one, other, result = (size * batch * x for x in (m * k, k * n, m * n))
         each = machine.start_up + 2 * batch * m * n * k / rate + (one + other + result) / cpu.cached

@@ -128,7 +128,7 @@ def compile_step(
     parts = plan(config)
     layers = layers_without_loop(parts)
     if layers is None or layers <= 2 * DEPTHS[1]:  # which takes no longer
-        found = read_program(parts, kernels)[0]
+        found = program_of(parts, kernels)[0]
     else:
         found = of_two_depths(at, layers, kernels)
     return replace(found, seconds=time.perf_counter() - began)
@@ -147,9 +147,7 @@ def layers_without_loop(parts: Planned) -> int | None:
     return layers if unroll(plane.context.options, layers) is True else None
 
 
-def read_program(
-    parts: Planned, kernels: Path | None = None
-) -> tuple[Compiled, tuple[float, float]]:
+def program_of(parts: Planned, kernels: Path | None = None) -> tuple[Compiled, tuple[float, float]]:
     """Return what the program of a run's step tells, compiled as it is; and its `live_bytes`."""
     program = _compile(parts.step.lower(parts.batch), kernels)
     text, memory = program.as_text() or "", memory_of(program)
@@ -197,7 +195,7 @@ def of_two_depths(
     at: Callable[[int], Planned], layers: int, kernels: Path | None = None
 ) -> Compiled:
     """Return what a program of so many layers tells; `at` plans one of any other number."""
-    (few, live_few), (more, live_more) = (read_program(at(depth), kernels) for depth in DEPTHS)
+    (few, live_few), (more, live_more) = (program_of(at(depth), kernels) for depth in DEPTHS)
     found, sizes = at_depth(layers, few, more), (few.temporaries, more.temporaries)
     temporaries = at_layers(layers, DEPTHS, sizes, (live_few, live_more))
     peak = found.peak + temporaries - found.temporaries

@@ -13,10 +13,8 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Generator, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields
 from functools import cache as once
@@ -25,6 +23,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import hfjax
+from hfjax.base.user_cache import user_cache
 from hfjax.base.version import version
 from hfjax.planner.programs.compile_step import Compiled, CompiledTransfer
 from hfjax.run import files
@@ -58,7 +57,6 @@ def compile_candidate(
     *,
     limit: float | None = None,
     cache: Path | None = None,
-    stop: threading.Event | None = None,
 ) -> Compiled | Failed:
     """Return what the compiled program of a configuration tells, or why there is none.
 
@@ -70,7 +68,6 @@ def compile_candidate(
             here, so the result is not kept.
         limit: Seconds that it may take. None: 60, of a pipeline 240.
         cache: The folder in which results are kept. None: in the user's cache.
-        stop: Once it is set, the compilation is ended.
 
     Raises:
         ValueError: Nothing here compiles for CUDA; the message says what to install.
@@ -89,7 +86,7 @@ def compile_candidate(
         limit = LIMIT_OF_PIPELINES if _is_pipeline(config) else LIMIT
     with _kernels(folder, gpu) as kernels:
         asked["kernels"] = None if kernels is None else str(kernels)
-        answer = _answer(json.dumps(asked), limit, stop or threading.Event())
+        answer = _answer(json.dumps(asked), limit)
     if isinstance(answer, Failed):
         return answer
     if (found := _compiled(answer)) is None:
@@ -99,37 +96,10 @@ def compile_candidate(
     return found
 
 
-def compile_all(
-    configs: Mapping[str, Train],
-    gpu: str = "h200",
-    count: int = 8,
-    vocab: int | None = None,
-    *,
-    limit: float | None = None,
-    cache: Path | None = None,
-) -> Generator[tuple[str, Compiled | Failed]]:
-    """Yield the name of each configuration with what its program tells, as they come.
-
-    Two are compiled at once where there are four processors. The arguments are those of
-    `compile_candidate`.
-    """
-    stop = threading.Event()
-    given: Any = {"limit": limit, "cache": cache, "stop": stop}
-    workers = ThreadPoolExecutor(2 if (os.cpu_count() or 1) >= 4 else 1)
-    try:
-        tell = lambda config: compile_candidate(config, gpu, count, vocab, **given)
-        names = {workers.submit(tell, config): name for name, config in configs.items()}
-        for done in as_completed(names):
-            yield names[done], done.result()
-    finally:
-        stop.set()
-        workers.shutdown(cancel_futures=True)
-
-
 # -- the process --------------------------------------------------------------------------
 
 
-def _answer(asked: str, limit: float, stop: threading.Event) -> str | Failed:
+def _answer(asked: str, limit: float) -> str | Failed:
     """Return the last line that a process prints which is asked for a program, or why none."""
     environment = {"TF_CPP_MIN_LOG_LEVEL": "3", **os.environ}
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as errors:
@@ -142,20 +112,18 @@ def _answer(asked: str, limit: float, stop: threading.Event) -> str | Failed:
             start_new_session=True,  # Ctrl-C comes here; the end of its input tells it of our death
         )
         try:
-            status = _ended(process, asked, limit, stop)
+            status = _ended(process, asked, limit)
         finally:
             _kill(process)
         if status is None:
-            return Failed("stopped" if stop.is_set() else f"took more than {limit:g} s")
+            return Failed(f"took more than {limit:g} s")
         if status < 0:
             return Failed(f"died: {signal.Signals(-status).name}")
         line = _last_line(out if status == 0 else errors)
         return line if status == 0 else Failed(f"died: {line or f'exit status {status}'}")
 
 
-def _ended(
-    process: subprocess.Popen, asked: str, limit: float, stop: threading.Event
-) -> int | None:
+def _ended(process: subprocess.Popen, asked: str, limit: float) -> int | None:
     """Ask a process and wait for its end; None: it is not reached within the limit."""
     end = time.monotonic() + limit
     assert process.stdin is not None
@@ -163,8 +131,9 @@ def _ended(
         process.stdin.write(asked.encode() + b"\n")
         process.stdin.flush()
     while process.poll() is None:
-        if stop.wait(LOOK) or time.monotonic() > end:
+        if time.monotonic() > end:
             return None
+        time.sleep(LOOK)
     return process.returncode
 
 
@@ -188,8 +157,7 @@ def _last_line(file: IO[bytes]) -> str:
 
 
 def _folder(given: Path | None) -> Path:
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return (home / "hfjax" if given is None else given) / "plans"
+    return (user_cache() if given is None else given) / "plans"
 
 
 def _settings(config: Train) -> dict[str, Any]:

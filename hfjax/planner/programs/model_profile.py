@@ -4,7 +4,7 @@ All that depends on a configuration is arithmetic on what is here: rows of a dev
 a layer by tensor, whether the sequence is split with it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -16,32 +16,33 @@ from hfjax.parallel.mesh import EXPERTS
 from hfjax.parallel.strategy import TENSOR
 from hfjax.planner.programs.planned import Planned
 from hfjax.planner.programs.program_costs import (
+    Bytes,
     Costs,
     FusedCall,
     GrowingProduct,
     at_once,
     costs_of,
     kept,
+    plus,
+    total_of,
 )
 from hfjax.planner.programs.read_program import Operand, Share, StepProgram, read_step
 from hfjax.planner.programs.stand_in import fused_attention
 from hfjax.run.config import Mesh, Train
 from hfjax.target import can_compile_for_gpus, target_devices
 
-Moments = list[tuple[float, float]]
-
 
 @dataclass(frozen=True)
 class Sizes:
     """Bytes of one model on a device: each a pair, of every row and fixed."""
 
-    kept: tuple[float, float]  # by a layer for its backward pass, where layers are in no loop
-    stashed: tuple[float, float]  # the same where a loop hands it on
+    kept: Bytes  # by a layer for its backward pass, where layers are in no loop
+    stashed: Bytes  # the same where a loop hands it on
     carried: float  # from layer to layer, of every row
-    forward: Moments  # while a layer runs
-    backward: Moments
-    head: Moments  # while what is around the layers runs
-    around: tuple[float, float]  # what waits there while layers run backward
+    forward: list[Bytes]  # while a layer runs
+    backward: list[Bytes]
+    head: list[Bytes]  # while what is around the layers runs
+    around: Bytes  # what waits there while layers run backward
     logits: float  # of every row, as the head makes them
     crossed: float  # what gradients of a layer's weights need of its backward pass, of every row
 
@@ -52,7 +53,7 @@ class Work:
 
     products: tuple[GrowingProduct, ...]
     attention: tuple[FusedCall, ...]
-    traffic: tuple[float, float]  # through memory, of all else
+    traffic: Bytes  # through memory, of all else
     launches: float
 
 
@@ -92,25 +93,25 @@ class ModelProfile:
 
     def _sized(self, share: Share) -> Sizes:
         parts, program = self._parts, self.program
-        total = lambda values: _total(values, share)
+        total = lambda values: total_of(values, share)
         first = len(program.parts["before"])
         ends = parts["ends"]
         waits = [v for v in kept(ends, first) if not v.given and v.of_rows]
         held = [v for v in kept(parts["joint"], self._border) if not v.given]
         made = [v for v in ends.made if v.of_rows]
         return Sizes(
-            kept=_plus(total(held), self._gathered(held, share)),
+            kept=plus(total(held), self._gathered(held, share)),
             stashed=total([v for v in program.stashed if not v.given]),
             carried=program.carried.size(share)[0] if program.carried else 0.0,
-            forward=at_once(parts["forward"], share, kept=False),
-            backward=at_once(parts["backward"], share, kept=False),
+            forward=at_once(parts["forward"], share, results_stay=False),
+            backward=at_once(parts["backward"], share, results_stay=False),
             head=at_once(ends, share),
             around=total(waits),
             logits=max((v.size(share)[0] for v in made), default=0.0),
             crossed=total([v for v in parts["forward"].made if v.of_rows])[0],
         )
 
-    def _gathered(self, held: list[Operand], share: Share) -> tuple[float, float]:
+    def _gathered(self, held: list[Operand], share: Share) -> Bytes:
         """Return the bytes by which kept values are larger that a split product reads whole."""
         if not share.sequence or share.tensor == 1:
             return 0.0, 0.0
@@ -130,15 +131,6 @@ class ModelProfile:
             products, attention = tuple(costs.products), tuple(costs.attention)
             self._sizes[key] = Work(products, attention, traffic, costs.launches)
         return self._sizes[key]
-
-
-def _plus(one: tuple[float, float], other: tuple[float, float]) -> tuple[float, float]:
-    return one[0] + other[0], one[1] + other[1]
-
-
-def _total(values: Sequence[Operand], share: Share) -> tuple[float, float]:
-    pairs = [v.size(share) for v in values]
-    return sum(a for a, _ in pairs), sum(b for _, b in pairs)
 
 
 def profile_of(

@@ -19,10 +19,14 @@ from hfjax.planner.programs.read_program import (
     Operand,
     Operation,
     Share,
+    unique,
 )
 from hfjax.planner.programs.stand_in import BACKWARD, FORWARD
 
 LARGE = 64  # a fusion's large operands: at least such a part of its largest
+NEAR = 60  # operations between two fusions that are made one
+
+Bytes = tuple[float, float]  # of each row, and fixed
 
 
 @dataclass(frozen=True)
@@ -89,12 +93,12 @@ class Costs:
     made: list[Operand] = field(default_factory=list)  # by products
     gathered: list[Operand] = field(default_factory=list)  # read whole by products that are split
 
-    def traffic(self, share: Share) -> tuple[float, float]:
+    def traffic(self, share: Share) -> Bytes:
         """Return bytes through memory of all but products and attention: a row's, and fixed."""
         rows = fixed = 0.0
         for k in self.kernels:
             if k.fusion:
-                for value in _unique([*k.reads, *k.writes]):
+                for value in unique([*k.reads, *k.writes]):
                     a, b = value.size(share)
                     rows, fixed = rows + a * k.times, fixed + (b * k.times if a else 0)
         return rows, fixed
@@ -123,53 +127,50 @@ def costs_of(
 def kept(costs: Costs, border: int) -> list[Operand]:
     """Return what is read from the operation `border` on, and was there before it."""
     written = {id(v) for k in costs.kernels if k.at >= border for v in k.writes}
-    read = _unique(v for k in costs.kernels if k.at >= border for v in k.reads)
+    read = unique(v for k in costs.kernels if k.at >= border for v in k.reads)
     return [v for v in read if id(v) not in written]
 
 
-def at_once(
-    costs: Costs, share: Share, there: Iterable[Operand] = (), kept: bool = True
-) -> list[tuple[float, float]]:
-    """Return the moments at which most is there: bytes of each row, and fixed bytes.
+def at_once(costs: Costs, share: Share, results_stay: bool = True) -> list[Bytes]:
+    """Return the moments at which most is there.
 
     Args:
         costs: What is run.
         share: Among how many devices values are split.
-        there: What is there before, and goes when it was last read.
-        kept: Whether results stay until the end.
+        results_stay: Until the end; or they go when they were last read.
     """
     last: dict[int, int] = {}
     for n, k in enumerate(costs.kernels):
         last |= dict.fromkeys(map(id, k.reads), n)
-    if kept:
+    if results_stay:
         last |= dict.fromkeys(map(id, costs.results), len(costs.kernels))
     whole = Share(share.tensor, False, share.expert)
-    alive = {id(v): v for v in there}
-    now, found = _sum(alive.values(), share), []
+    alive: dict[int, Operand] = {}
+    now, found = (0.0, 0.0), []
     for n, k in enumerate(costs.kernels):
-        made = [v for v in _unique(k.writes) if id(v) not in alive]
-        dying = [v for v in _unique(k.reads) if last.get(id(v)) == n and id(v) in alive]
+        made = [v for v in unique(k.writes) if id(v) not in alive]
+        dying = [v for v in unique(k.reads) if last.get(id(v)) == n and id(v) in alive]
         alive |= {id(v): v for v in made}
-        now = _plus(now, _sum(made, share))
-        beside = _sum(k.extra, whole)
+        now = plus(now, total_of(made, share))
+        beside = total_of(k.extra, whole)
         if k.fusion:  # what it makes takes the place of what it reads last
-            beside = _plus(beside, _sum(_in_place(made, dying), share), -1)
-        found.append(_plus(now, beside))
+            beside = plus(beside, total_of(_in_place(made, dying), share), -1)
+        found.append(plus(now, beside))
         gone = [*dying, *(v for v in made if last.get(id(v), -1) <= n)]
-        now = _plus(now, _sum(gone, share), -1)
+        now = plus(now, total_of(gone, share), -1)
         for v in gone:
             del alive[id(v)]
     return hull(found)
 
 
-def _sum(values: Iterable[Operand], share: Share) -> tuple[float, float]:
+def total_of(values: Iterable[Operand], share: Share) -> Bytes:
+    """Return the bytes of several values on a device."""
     pairs = [v.size(share) for v in values]
     return sum(a for a, _ in pairs), sum(b for _, b in pairs)
 
 
-def _plus(
-    one: tuple[float, float], other: tuple[float, float], sign: int = 1
-) -> tuple[float, float]:
+def plus(one: Bytes, other: Bytes, sign: int = 1) -> Bytes:
+    """Return two pairs added, or subtracted."""
     return one[0] + sign * other[0], one[1] + sign * other[1]
 
 
@@ -183,7 +184,7 @@ def _in_place(made: Sequence[Operand], dying: Sequence[Operand]) -> list[Operand
     return found
 
 
-def hull(moments: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+def hull(moments: Sequence[Bytes]) -> list[Bytes]:
     """Return the moments that are the largest for some number of rows.
 
     >>> hull([(1, 5), (2, 1), (1, 4)])
@@ -194,13 +195,9 @@ def hull(moments: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
     return sorted(set(best))
 
 
-def most(moments: Iterable[tuple[float, float]], rows: float) -> float:
+def most(moments: Iterable[Bytes], rows: float) -> float:
     """Return the bytes of the largest moment, of so many rows."""
     return max((a * rows + b for a, b in moments), default=0.0)
-
-
-def _unique(values: Iterable[Operand]) -> list[Operand]:
-    return list({id(v): v for v in values}.values())
 
 
 def _bytes(value: Operand) -> int:
@@ -229,7 +226,7 @@ class _Fusing:
         end = len(self.operations)
         for value in self.results:
             self._to_memory(self._root(value), end)
-        results = _unique(self._root(v) for v in self.results)
+        results = unique(self._root(v) for v in self.results)
         results = [v for v in results if id(v) in self.there]
         kernels = _joined(self.kernels, self.border or 0)
         return Costs(self.products, self.attention, kernels, results, self.made, self.gathered)
@@ -259,7 +256,7 @@ class _Fusing:
         for value in operands:
             self._to_memory(value, at)
         reads = [v for v in operands if id(v) in self.there or v.given or self._is_given(v)]
-        kernel = Kernel(_unique(reads), list(done.makes), at, False, done.times)
+        kernel = Kernel(unique(reads), list(done.makes), at, False, done.times)
         self.there |= {id(v) for v in done.makes}
         self.kernels.append(kernel)
         self._count(done, kernel, at)
@@ -346,13 +343,13 @@ def _joined(kernels: list[Kernel], border: int) -> list[Kernel]:
         if not k.fusion:
             found.append(k)
             continue
-        large = max((_bytes(v) for v in k.reads), default=0)
-        large = frozenset(id(v) for v in k.reads if _bytes(v) * LARGE > large and v.of_rows)
+        largest = max((_bytes(v) for v in k.reads), default=0)
+        large = frozenset(id(v) for v in k.reads if _bytes(v) * LARGE > largest and v.of_rows)
         main = k.at < border, large
         first = places.get(main) if large else None
-        if first is not None and first.times == k.times and k.at - first.at < 60:
-            first.reads = _unique([*first.reads, *[v for v in k.reads if v not in first.writes]])
-            first.writes = _unique([*first.writes, *k.writes])
+        if first is not None and first.times == k.times and k.at - first.at < NEAR:
+            first.reads = unique([*first.reads, *[v for v in k.reads if v not in first.writes]])
+            first.writes = unique([*first.writes, *k.writes])
             continue
         places[main] = k
         found.append(k)

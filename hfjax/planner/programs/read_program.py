@@ -102,13 +102,13 @@ class StepProgram:
 
 
 def read_step(
-    one: Any, two: Any, split: Sequence[Dims], layers: int, experts: int = 0
+    two: Any, three: Any, split: Sequence[Dims], layers: int, experts: int = 0
 ) -> StepProgram:
     """Return the program of a step traced for two rows and for three.
 
     Args:
-        one: `step.trace(batch of two rows)`, on one device, layers in a loop.
-        two: The same of three rows.
+        two: `step.trace(batch of two rows)`, on one device, layers in a loop.
+        three: The same of three rows.
         split: For each argument of the program, the dimensions that a tensor axis would split.
         layers: How many equal layers are stacked; 0: no loop is one of layers.
         experts: How many experts a layer has.
@@ -116,18 +116,19 @@ def read_step(
     reader = _Reader(layers, experts)
     given = [
         Operand(tuple(a.aval.shape), tuple(b.aval.shape), a.aval.dtype.itemsize, a.aval.dtype.name)
-        for a, b in zip(one.jaxpr.jaxpr.invars, two.jaxpr.jaxpr.invars, strict=True)
+        for a, b in zip(two.jaxpr.jaxpr.invars, three.jaxpr.jaxpr.invars, strict=True)
     ]
     for value, dims in zip(given, split, strict=True):
         value.split, value.given = dims, True
         if dims:
             reader.placed[value.two] = dims
-    reader.walk(one.jaxpr.jaxpr, two.jaxpr.jaxpr, given, reader.into("before"))
+    reader.walk(two.jaxpr.jaxpr, three.jaxpr.jaxpr, given, reader.parts["before"])
     found = [v.row for v in reader.handed if v.row is not None]
-    return StepProgram(reader.parts, reader.layers, _unique(found), reader.carried)
+    return StepProgram(reader.parts, reader.layers, unique(found), reader.carried)
 
 
-def _unique(values: Iterable[Operand]) -> list[Operand]:
+def unique(values: Iterable[Operand]) -> list[Operand]:
+    """Return each value once, in order."""
     return list({id(v): v for v in values}.values())
 
 
@@ -142,11 +143,6 @@ class _Reader:
         self.carried: Operand | None = None
         self.now = "before"
         self.deep = 0
-        self.optimizer = False
-
-    def into(self, part: str) -> list[Operation]:
-        """Return the list of operations of a part."""
-        return self.parts[part]
 
     def walk(
         self, one: Jaxpr, two: Jaxpr, given: Sequence[Operand], out: list[Operation]
@@ -161,7 +157,7 @@ class _Reader:
             makes = self._equation(e, f, reads, out)
             known.update(zip(e.outvars, makes, strict=True))
             if not self.deep:
-                out = self.into(self.now)
+                out = self.parts[self.now]
         return [get(v, w) for v, w in zip(one.outvars, two.outvars, strict=True)]
 
     def _equation(
@@ -243,17 +239,17 @@ class _Reader:
         if of_layers:
             self.layers = length
             self.now = "layers" if self.now == "before" else "backward"
-            inner = self.into(self.now)
+            inner = self.parts[self.now]
         else:
             inner = []
         self.deep += 1
         made = self.walk(one, two, given, inner)
         self.deep -= 1
         if of_layers and self.now == "layers":
-            wide = max(made[:carry], key=lambda v: v.of_rows, default=None)
-            self.carried = wide
-        if of_layers:
-            self.now = "between" if self.now == "layers" else "after"
+            self.carried = max(made[:carry], key=lambda v: v.of_rows, default=None)
+            self.now = "between"
+        elif of_layers:
+            self.now = "after"
         stacks = []
         for row, v, w in zip(made[carry:], e.outvars[carry:], f.outvars[carry:], strict=True):
             stack = _fresh(v, w)
