@@ -5,7 +5,7 @@ PYTHON := python3
 VENV := .venv
 PY := $(VENV)/bin/python
 
-.PHONY: demo test test-all wheels test-cuda gpu lint
+.PHONY: demo test test-all wheels test-cuda gpu lint docs
 demo: $(VENV)/ok  ## train a GPT on 8 fake CPU devices under every strategy
 	$(PY) -m hfjax demo
 
@@ -29,6 +29,9 @@ test-cuda: wheels  ## run what reads programs compiled for GPUs
 
 gpu:  ## on a machine with a GPU, in ten minutes: its tests and benchmarks; installs nothing
 	PYTHONPATH=. $(PYTHON) -m benchmarks.gpu $(GPU)
+
+docs: $(VENV)/ok  ## build/docs/index.html: these pages with a reference and a search, as a site
+	$(PY) docs/site/build.py
 
 lint: $(VENV)/ok
 	$(VENV)/bin/ruff format --check .

@@ -1,0 +1,297 @@
+"""Pages of the reference, made from the code: names, presets, what combines, exit codes, versions.
+
+A public name that no page has is an error (tests/test_site.py), as is a page without its names.
+"""
+
+import importlib
+import inspect
+import itertools
+import tomllib
+from collections.abc import Callable, Iterator
+from functools import reduce
+from pathlib import Path
+
+import jax
+
+ROOT = Path(__file__).parents[2]
+
+API = {  # page: (its title, {heading: public names, module:name})
+    "api_step": (
+        "API: mesh, layout, step",
+        {
+            "Mesh": ["hfjax:make_mesh", "hfjax:cube", "hfjax:grid_2d", "hfjax:best_grid"],
+            "Strategies": [
+                "hfjax:Strategy",
+                *(f"hfjax:{name}" for name in ("DDP", "ZERO1", "ZERO2", "ZERO3", "FSDP", "HSDP")),
+                *("hfjax:TENSOR", "hfjax:SEQUENCE", "hfjax:GRID", "hfjax:CONTEXT"),
+                *("hfjax:EXPERT", "hfjax:PIPE", "hfjax:HOST_OPTIMIZER", "hfjax:HOST_PARAMETERS"),
+            ],
+            "Layout and state": [
+                *("hfjax:layout", "hfjax:Layout", "hfjax:init", "hfjax:State", "hfjax:full"),
+                *("hfjax:canonical", "hfjax:module"),
+            ],
+            "Steps": [
+                *("hfjax:train_step", "hfjax.train:TrainStep", "hfjax:eval_step"),
+                *("hfjax:predict_step", "hfjax:Mean", "hfjax:Execution"),
+            ],
+            "Batches": ["hfjax:shard_batch", "hfjax:rows_of_process"],
+            "Choices of a step": [
+                *("hfjax:Precision", "hfjax:PrecisionByPath", "hfjax:LossScale", "hfjax:Remat"),
+                *("hfjax:Offload", "hfjax:offload", "hfjax:Schedule", "hfjax:Context"),
+            ],
+            "Rows that meet": ["hfjax:own_rows", "hfjax:gather_rows"],
+            "Experts": ["hfjax:balance_experts"],
+        },
+    ),
+    "api_models": (
+        "API: models and optimizers",
+        {
+            "GPT and Llama": [
+                *("hfjax.models.gpt:GPT", "hfjax.models.gpt:GPTConfig"),
+                *("hfjax.models.gpt:next_token_loss", "hfjax.models.llama:Llama"),
+                "hfjax.models.llama:LlamaConfig",
+            ],
+            "Mixtures of experts": [
+                *("hfjax.models.moe:MoE", "hfjax.models.moe:Router", "hfjax.models.moe:MoELlama"),
+                *("hfjax.models.moe:MoEConfig", "hfjax.models.moe:Routed", "hfjax.models.moe:Told"),
+                *("hfjax.models.moe:after_step", "hfjax.models.moe:next_token_loss"),
+                *("hfjax.models.moe:over_batch", "hfjax.models.moe:takes_routing"),
+                "hfjax.models.moe:with_routing",
+            ],
+            "Parts of models": [
+                *("hfjax.models.parts:stacked", "hfjax.models.parts:Dropout"),
+                *("hfjax.models.parts:Anywhere", "hfjax.models.parts:Plain"),
+            ],
+            "Images": [
+                *("hfjax.models.vision.resnet:ResNet", "hfjax.models.vision.resnet:ResNetConfig"),
+                *("hfjax.models.vision.regnet:RegNet", "hfjax.models.vision.regnet:RegNetConfig"),
+                "hfjax.models.vision.deeplab:DeepLab",
+                *("hfjax.models.vision.deeplab:DeepLabConfig", "hfjax.models.vision.vit:ViT"),
+                "hfjax.models.vision.vit:ViTConfig",
+            ],
+            "Pretrained weights": ["hfjax:pretrained", "hfjax:export"],
+            "Optimizers": [
+                *("hfjax:adamw", "hfjax:by_path", "hfjax:matching", "hfjax:scaled", "hfjax:rate"),
+                *("hfjax:ema", "hfjax:averaged", "hfjax:master"),
+            ],
+        },
+    ),
+    "api_run": (
+        "API: runs, data, checkpoints",
+        {
+            "A run": [
+                *("hfjax.run:Train", "hfjax.run:train", "hfjax.run:Result", "hfjax.run:load"),
+                *("hfjax.run:Parts", "hfjax.run:evaluate", "hfjax:generate"),
+            ],
+            "Text": [
+                *("hfjax.data:Loader", "hfjax.data:TokenSet", "hfjax.data:prepare"),
+                *("hfjax.data:write_tokens", "hfjax.data:load_tokenizer", "hfjax.data:share"),
+                "hfjax.data:standard_library",
+            ],
+            "Images": [
+                *("hfjax.images:ImageSet", "hfjax.images:ImageLoader", "hfjax.images:Augment"),
+                *("hfjax.images:parts_of", "hfjax.images:check_same_classes"),
+            ],
+            "Checkpoints": [
+                *("hfjax:save", "hfjax:restore", "hfjax:latest", "hfjax:recorded"),
+                *("hfjax:Checkpoints", "hfjax:Keep", "hfjax:Restored"),
+            ],
+            "Processes": [
+                *("hfjax:init_distributed", "hfjax.processes:Stop", "hfjax.processes:Watchdog"),
+                *("hfjax.processes:leaving", "hfjax.processes:exit_code"),
+                *("hfjax.processes:check_same", "hfjax.processes:say", "hfjax.processes:speaks"),
+            ],
+        },
+    ),
+    "api_analysis": (
+        "API: counting, planning, comparing",
+        {
+            "What a program does": [
+                *("hfjax:collectives", "hfjax:Collectives", "hfjax:transfers", "hfjax:Transfers"),
+                *("hfjax:stashes", "hfjax:least_offload", "hfjax:target_devices"),
+            ],
+            "Plans": ["hfjax:make_plan"],
+            "Compared with one device": [
+                "hfjax.testing:assert_strategies_agree",
+                "hfjax.testing:strategies",
+            ],
+            "From haiscale and DeepSpeed": [
+                *("hfjax:GPipe", "hfjax:PipeDream", "hfjax:Interleaved1F1B", "hfjax:partition"),
+                *("hfjax:Partition", "hfjax:from_deepspeed"),
+            ],
+        },
+    ),
+}
+PAGES = [*API, "presets", "combines", "exit_codes", "versions"]
+
+
+def pages() -> Iterator[tuple[str, str]]:
+    """Yield the name and the text of each page."""
+    for name, (title, groups) in API.items():
+        yield name, _api(title, groups)
+    yield "presets", _presets()
+    yield "combines", _combines()
+    yield "exit_codes", _exit_codes()
+    yield "versions", _versions()
+
+
+def the(name: str) -> object:
+    """Return what module:name is."""
+    module, _, attribute = name.partition(":")
+    return reduce(getattr, attribute.split("."), importlib.import_module(module))
+
+
+def _api(title: str, groups: dict[str, list[str]]) -> str:
+    parts = [f"# {title}"]
+    for heading, names in groups.items():
+        parts += [f"## {heading}", *map(_entry, names)]
+    return "\n\n".join(parts) + "\n"
+
+
+def _entry(name: str) -> str:
+    """Return what autodoc is asked for one name, shown as users write it."""
+    module, _, attribute = name.partition(":")
+    thing, shown = the(name), f"{module}.{attribute}"
+    if inspect.isclass(thing):
+        lines = [f".. autoclass:: {shown}", "   :members:"]
+    elif inspect.isfunction(thing):
+        lines = [f".. autofunction:: {shown}"]
+    else:  # a strategy: its table says it
+        lines = [f".. py:data:: {shown}", "", "   .. code-block:: text", ""]
+        lines += [f"      {line}".rstrip() for line in str(thing).splitlines()]
+    return "\n".join(["```{eval-rst}", *lines, "```"])
+
+
+def _table(head: tuple[str, ...], rows: list[tuple[str, ...]], searchable: bool = True) -> str:
+    cell = lambda text: text.replace("|", "\\|").replace("\n", " ")
+    lines = [head, ("---",) * len(head), *rows]
+    table = "\n".join("| " + " | ".join(map(cell, line)) + " |" for line in lines)
+    return f"::::{{div}} searchable\n\n{table}\n\n::::" if searchable else table
+
+
+def _presets() -> str:
+    from hfjax.models.vision.all_presets import PRESETS as IMAGES
+    from hfjax.run.chosen_model import presets
+
+    text = []
+    for name, (kind, size) in presets().items():
+        shape = kind.preset(size) if hasattr(kind, "preset") else None
+        shape = shape or importlib.import_module(kind.__module__).PRESETS[size]
+        numbers = [getattr(shape, each, "") for each in ("layers", "embed", "heads", "length")]
+        row = (name, kind.__name__, *map(str, numbers), str(shape.vocab))
+        text.append((*row, _count(lambda rngs, k=kind, s=shape: k(s, rngs=rngs))))
+    images = []
+    for name, shape in IMAGES.items():
+        module, model = type(shape).__module__, type(shape).__name__.removesuffix("Config")
+        kind = getattr(importlib.import_module(module), model)
+        count = _count(lambda rngs, k=kind, s=shape: k(s, rngs=rngs))
+        images.append((name, model, str(shape.classes), count))
+    head = ("preset", "class", "layers", "width", "heads", "length", "vocabulary", "parameters")
+    return "\n\n".join(
+        [
+            "# Presets",
+            "`hfjax train --model.preset NAME` takes one of these, and the vocabulary of the data.",
+            *("## Text", _table(head, text)),
+            *("## Images", _table(("preset", "class", "classes", "parameters"), images)),
+            "",
+        ]
+    )
+
+
+def _count(init: Callable) -> str:
+    """Return how many parameters a model has; none of them is made."""
+    from flax import nnx
+
+    model = nnx.eval_shape(lambda: init(nnx.Rngs(0)))
+    leaves = jax.tree.leaves(nnx.state(model, nnx.Param))
+    return f"{sum(leaf.size for leaf in leaves):,}"
+
+
+def _combines() -> str:
+    from hfjax.checks.combinations import cell, refusals
+    from hfjax.checks.features import FEATURES
+
+    said = {"+": "yes", "-": "no", "?": "not always", ".": "same setting, or one needs the other"}
+    rows = []
+    for one, other in itertools.combinations(FEATURES, 2):
+        found = [
+            f"{f'Only {each.condition_text}: ' if each.condition_text else ''}{each.why}. "
+            f"{each.instead} {each.detected_later}".strip()
+            for each in refusals(one, other)
+        ]
+        rows.append((one, other, said[cell(one, other)], " ".join(found)))
+    return "\n\n".join(
+        [
+            "# What combines: a table to search",
+            "Each pair of features: type `schedule no` to see what a pipeline refuses. The errors "
+            "come from the same table; tests train every pair that works. "
+            "[combinations](../combinations.md) has it as a matrix.",
+            _table(("one", "other", "together", "why not, and what to do"), rows),
+            "",
+        ]
+    )
+
+
+def _exit_codes() -> str:
+    from hfjax.processes import exit_codes
+
+    source = Path(exit_codes.__file__).with_name("exit_codes.py").read_text(encoding="utf-8")
+    again = lambda code: "yes" if exit_codes.resumable(code) else "no"
+    rows = [("0", "finished", "no")]
+    for name in ("FAILED", "MISTAKE", "ASKED", "HUNG", "INTERRUPTED", "TERMINATED"):
+        code = getattr(exit_codes, name)
+        rows.append((str(code), EXIT_CODES[name], again(code)))
+    assert all(name in source for name in EXIT_CODES)
+    return "\n\n".join(
+        [
+            "# Exit codes",
+            "How a process of `hfjax` ended. After those with *yes* the same command goes on from "
+            "the last checkpoint. [Several processes](../processes.md) has the rest.",
+            _table(("code", "the process", "start it again"), rows, searchable=False),
+            "",
+        ]
+    )
+
+
+EXIT_CODES = {
+    "FAILED": "raised an exception; standard error says which",
+    "MISTAKE": "was given an invalid setting; a restart does not help",
+    "ASKED": "saved and stopped, because the program asked for it (a time limit)",
+    "HUNG": "made no progress for `--timeout` seconds; the watchdog ended it",
+    "INTERRUPTED": "saved and stopped after Ctrl-C",
+    "TERMINATED": "saved and stopped after SIGTERM",
+}
+
+
+def _versions() -> str:
+    from hfjax.machines.machine import MACHINES
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    needed = [("Python", project["requires-python"]), *map(_bound, project["dependencies"])]
+    extras = [
+        (f"`hfjax[{name}]`", ", ".join(f"`{each}`" for each in packages))
+        for name, packages in project["optional-dependencies"].items()
+    ]
+    gpus = [
+        (key, machine.name, f"{machine.memory / 2**30:.0f} GiB")
+        for key, machine in MACHINES.items()
+    ]
+    return "\n\n".join(
+        [
+            "# Versions and hardware",
+            "## Packages",
+            _table(("needs", "version"), needed, searchable=False),
+            "## Extras",
+            _table(("`pip install`", "installs"), extras, searchable=False),
+            "## GPUs that are known by name",
+            "`--gpu NAME` of `hfjax memory` and `hfjax plan`. [Status](../status.md) says on which "
+            "hardware hfjax ran.",
+            _table(("name", "GPU", "memory"), gpus, searchable=False),
+            "",
+        ]
+    )
+
+
+def _bound(requirement: str) -> tuple[str, str]:
+    name, least, version = requirement.partition(">=")
+    return f"`{name}`", f"{least}{version}"
