@@ -155,7 +155,8 @@ def test_any_array_is_added_its_last_piece_filled_up(all_reduce):
 def test_the_example_prints_the_tables_of_the_page(capsys):
     runpy.run_path(str(ROOT / "examples/why_all_reduce.py"), run_name="__main__")
     table = capsys.readouterr().out.split("\n\nA master")[0]
-    assert f"```\n{table}\n```" in (ROOT / "docs/tensor_grids.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/appendix_tensor_grids.md").read_text(encoding="utf-8")
+    assert f"```\n{table}\n```" in page
 
 
 # --- what is refused ------------------------------------------------------------------------------

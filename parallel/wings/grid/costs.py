@@ -147,7 +147,7 @@ def best_grid(
     """Return what each device sends for one layer, for all sides of a grid, least first.
 
     It prints as a table: FSDP, Megatron's tensor parallelism, both, every grid with rows, and SUMMA
-    for comparison. docs/tensor_grids.md has the formulas.
+    for comparison. docs/appendix_tensor_grids.md has the formulas.
 
     Args:
         config: A `GPTConfig` or `LlamaConfig`, or an object that has its `linear_maps` and `heads`.
