@@ -15,13 +15,15 @@ from xml.sax.saxutils import escape
 import hfjax
 
 HERE = Path(__file__).parent
-WIDTH, HEIGHT = 830, 492
+WIDTH = 830
 INK, GREY, PALE, LINE = "#1f2328", "#59636e", "#eef1f4", "#8c959f"
 BLUE, GOLD = "#2f6fd0", "#e3a62f"  # a piece of a matrix, rows of the batch
 OVER = {"fsdp": "#b3491f", "data": "#1f7a3d", "tensor": "#7440b0"}  # what is sent over an axis
 WIDE, HIGH, ACROSS, DOWN = 124, 62, 56, 46  # a device, and the free room to the next one
 LEFT, TOP, APART = 68, 66, 72  # the first device; between the two groups
 GROUP = 2 * WIDE + ACROSS + 24
+CALL = "hfjax.FSDP | hfjax.TENSOR"
+LETTER = 7.53  # pixels of a letter of the table
 TITLE = "A mesh of 8 devices (data=2, fsdp=2, tensor=2), what each stores, and what is sent"
 
 
@@ -140,31 +142,26 @@ def legend(y: float) -> Iterator[str]:
 
 
 def table(y: float) -> Iterator[str]:
-    """Yield the strategy as it is printed."""
-    first, *lines = str(hfjax.FSDP | hfjax.TENSOR).splitlines()
+    """Yield the strategy as it is printed: every column of words at a position of its own."""
+    lines = [f">>> print({CALL})", *str(hfjax.FSDP | hfjax.TENSOR).splitlines()]
     mono = 'font-family="ui-monospace, Menlo, Consolas, DejaVu Sans Mono, monospace"'
-    yield box(18, y, WIDTH - 36, 16 + 18 * (len(lines) + 2), PALE, rx=6)
+    yield box(18, y, WIDTH - 36, 16 + 18 * len(lines), PALE, rx=6)
     yield f'<g {mono} font-size="12.5">'
-    name, comment = re.split(r" {2,}", first, maxsplit=1)
-    yield text(32, y + 22, f">>> print({' | '.join(f'hfjax.{n}' for n in name.split('|'))})")
-    yield text(32, y + 40, name)
-    yield text(138, y + 40, comment)
     for n, line in enumerate(lines):
-        at = y + 40 + 18 * (n + 1)
-        column, rules = re.split(r" {2,}", line.strip(), maxsplit=1)
-        yield text(32, at, column, font_weight="bold")
-        yield text(138, at, rules)
+        for words in re.finditer(r"\S+( \S+)*", line):
+            yield text(32 + LETTER * words.start(), y + 22 + 18 * n, words[0])
     yield "</g>"
 
 
 def svg() -> str:
     """Return the picture."""
-    size = f'width="{WIDTH}" height="{HEIGHT}" viewBox="0 0 {WIDTH} {HEIGHT}"'
+    height = 354 + 16 + 18 * (1 + len(str(hfjax.FSDP | hfjax.TENSOR).splitlines())) + 14
+    size = f'width="{WIDTH}" height="{height}" viewBox="0 0 {WIDTH} {height}"'
     fonts = 'font-family="Helvetica, Arial, DejaVu Sans, sans-serif" font-size="13"'
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" {size} {fonts} fill="{INK}" role="img">',
         f"<title>{TITLE}</title>",
-        box(0, 0, WIDTH, HEIGHT, "white"),
+        box(0, 0, WIDTH, height, "white"),
         f"<defs>{''.join(heads())}</defs>",
         *mesh(),
         *legend(278),
