@@ -224,10 +224,30 @@ def test_a_picture_says_what_it_shows(run, tmp_path):
     assert "bubble    15.8%" in run("interleaved", "--stages", 4, "--microbatches", 8)[1]
 
 
-def test_the_chunks_of_a_stage_are_told_apart_without_colour():
+def test_the_chunks_of_a_stage_are_told_apart_without_colour(tmp_path):
     table = Schedule("interleaved", 8, 4).table(2)
-    found = {(box.chunk, box.hatch) for box in schedule_picture.boxes(table, 1, 2, 1) if box.task}
-    assert len(found) == len({hatch for _, hatch in found}) == 4
+    frame, pixels = png(table, tmp_path / "x.png")
+    zoom = schedule_picture.zoom(frame)
+    for box in frame.drawn:
+        left, right, _, bottom = (zoom * edge for edge in frame.edges(box))
+        bar = (pixels[bottom - 2, left:right] == schedule_picture.BARS).all(axis=-1)
+        assert bar.sum() == pytest.approx(box.chunk / 3 * (right - left), abs=zoom), box
+
+
+def test_a_long_picture_is_cut_between_ticks_into_lines_below_each_other(tmp_path):
+    short, long = (Schedule("zb-v", count).table(4) for count in (2, 64))
+    assert len(png(short, tmp_path / "x.png")[0].lines) == 1
+    frame, _ = png(long, tmp_path / "x.png")
+    assert len(frame.lines) > 2
+    assert frame.width < 1.1 * schedule_picture.LONGEST
+    for box in frame.drawn:
+        (begin, end) = frame.lines[frame.place(box.start)[0]]
+        assert begin - 1e-9 <= box.start < box.start + box.width <= end + 1e-9
+        left, right, _, bottom = frame.edges(box)
+        assert schedule_picture.LEFT <= left < right <= frame.width - schedule_picture.RIGHT
+        assert bottom <= frame.bottom
+    places = [frame.edges(box)[::2] for box in frame.drawn]
+    assert len(set(places)) == len(places)
 
 
 def test_pictures_load_no_pyplot_and_a_trace_no_matplotlib(tmp_path):

@@ -19,7 +19,7 @@ from hfjax.planner.make_plan import PlanRow, StepPlan
 from hfjax.planner.sent import NEW, SUMS, sent_by
 from hfjax.planner.step_time import seconds_of
 
-WIDTH, LEFT, RIGHT = 1180, 118, 24  # pixels: the picture, names of lines, margin
+WIDTH, LEFT, RIGHT = 900, 90, 24  # pixels: the picture, names of lines, margin
 LINE, GAP, TOP, ENTRY = 26, 6, 66, 20  # a line, between lines, above the first, of the legend
 LETTER = 6.6  # pixels of a character of 12
 DRAWN, MANY = 3, 8  # microbatches drawn one by one where there are more than so many

@@ -72,6 +72,7 @@ def _device(axes: Any, report: Report) -> None:
         axes.annotate(
             human(e.peak), (x, max(e.known, e.peak)), (0, 4), textcoords="offset points",
             ha="center", va="bottom", fontsize=9, fontweight=weight, color=INK,
+            bbox={"facecolor": "white", "edgecolor": "none", "pad": 1},  # over the limit's line
         )  # fmt: skip
     axes.plot([], [], color=INK, linewidth=2, label="peak as compiled")
     limit, top = report.memory, max(tops)
