@@ -4,6 +4,7 @@ python docs/pictures/zigzag.py [FILE]    # zigzag.svg next to this file; .png to
 """
 
 import sys
+from functools import partial
 from pathlib import Path
 
 import matplotlib as mpl
@@ -14,7 +15,7 @@ from matplotlib.patches import Rectangle
 from hfjax.parallel.wings.context.deal import Deal
 
 HERE = Path(__file__).parent
-INK, GREY = "#1f2328", "#59636e"
+INK = "#1f2328"
 COLOURS = ("#2f6fd0", "#e3a62f", "#2c974b", "#b3491f")  # of devices
 CHUNKS = 8
 
@@ -41,21 +42,20 @@ def scores(at: Axes, order: str) -> None:
     held = holders(order)
     at.set(xlim=(-2.3, CHUNKS + 0.2), ylim=(CHUNKS + 2.6, -2.0), aspect="equal")
     at.axis("off")
-    words = {"color": INK, "ha": "center", "va": "center"}
-    at.text(CHUNKS / 2, -1.6, order, fontsize=12, **words)
-    at.text(CHUNKS / 2, -0.95, "keys of chunk", fontsize=9, **words)
-    at.text(-1.6, CHUNKS / 2, "queries of chunk", fontsize=9, rotation=90, **words)
+    write = partial(at.text, color=INK, fontsize=9, ha="center", va="center")
+    write(CHUNKS / 2, -1.6, order, fontsize=12)
+    write(CHUNKS / 2, -0.95, "keys of chunk")
+    write(-1.6, CHUNKS / 2, "queries of chunk", rotation=90)
     for query, device in held.items():
-        at.text(query + 0.5, -0.35, f"{query}", fontsize=9, **words)
-        at.text(-0.5, query + 0.5, f"{query}", fontsize=9, **words)
+        write(query + 0.5, -0.35, f"{query}")
+        write(-0.5, query + 0.5, f"{query}")
         for key in range(query + 1):
             at.add_patch(Rectangle((key, query), 1, 1, fc=COLOURS[device], ec="white", lw=1.2))
     blocks = [sum(q + 1 for q, d in held.items() if d == device) for device in range(len(COLOURS))]
     for device, count in enumerate(blocks):
         x, y = 4.6 * (device % 2) - 0.6, CHUNKS + 0.7 + 0.95 * (device // 2)
         at.add_patch(Rectangle((x, y - 0.3), 0.6, 0.6, fc=COLOURS[device], ec="none"))
-        says = f"device {device}: {count} blocks"
-        at.text(x + 0.85, y, says, fontsize=9, color=INK, va="center")
+        write(x + 0.85, y, f"device {device}: {count} blocks", ha="left")
 
 
 def main(path: Path) -> None:
