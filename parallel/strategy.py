@@ -19,6 +19,7 @@ from types import MappingProxyType
 from typing import Any, NoReturn
 
 from hfjax.base.keywords import check_keywords, is_real, known_fields
+from hfjax.base.tables import aligned
 from hfjax.parallel.memory import memory_rules, show_memory
 from hfjax.parallel.mesh import AXES, BATCH_AXES, EXPERTS, ROW_AXIS, SAMPLE_AXES, SEQUENCE_AXES
 
@@ -157,10 +158,9 @@ class Strategy:
             >>> mine = hfjax.FSDP.edit(name="mine", gradients={"*": ()}, replicate_below=0)
             >>> print(mine)
             mine  (arrays below 0 elements stay whole)
-              parameters   * -> fsdp+expert+context
-              gradients    * -> whole
-              moments      as parameters
-              activations  batch -> data+fsdp+expert
+              rule   parameters           gradients  moments        activations
+              *      fsdp+expert+context  whole      as parameters  -
+              batch  -                    -          -              data+fsdp+expert
         """
         allowed = [f.name for f in fields(self) if f.name != "joined"]
         check_keywords("Strategy.edit", changes, allowed)
@@ -173,24 +173,35 @@ class Strategy:
         return replace(self, **merged)
 
     def __str__(self) -> str:
+        """Return the table: a line for each rule, a column for each kind of array."""
         lines = [f"{self.name}  (arrays below {self.smallest} elements stay whole)"]
-        lines += [f"  {column:<12} {self._shown(column)}" for column in COLUMNS]
+        rules = dict.fromkeys(rule for column in COLUMNS for rule in getattr(self, column))
+        cells = [(rule, *(self._cell(column, rule) for column in COLUMNS)) for rule in rules]
+        table = aligned([("rule", *COLUMNS), *cells]) if cells else ["splits no array"]
+        lines += [f"  {line}" for line in table]
         if self.memory:
             shown = ", ".join(f"{name} -> {show_memory(at)}" for name, at in self.memory.items())
-            lines.append(f"  {'memory':<12} {shown}")
+            lines.append(f"  memory: {shown}")
         return "\n".join(lines)
 
-    def _shown(self, column: str) -> str:
-        """Return the rules of a column; gradients and moments are split as what they belong to."""
-        rules = getattr(self, column)
-        shown = ", ".join(f"{name} -> {_show_axes(axes)}" for name, axes in rules.items())
-        base = "parameters"
-        if column == "moments" and () not in self.gradients.values():
-            base = "gradients" if self.gradients and self.gradients != rules else base
-        follows = column in ("gradients", "moments") and getattr(self, base)
-        if not follows or () in rules.values():  # gradients: whole, however parameters are split
-            return shown or "-"
-        return f"as {base}, then {shown}" if shown else f"as {base}"
+    def _cell(self, column: str, rule: str) -> str:
+        """Return what a rule says of a column; `-`: nothing.
+
+        Gradients are split as their parameters are, and moments as their gradients, unless
+        `* -> ()` keeps gradients whole.
+        """
+        mine, whole = getattr(self, column).get(rule), self.gradients.get("*") == ()
+        if column not in ("gradients", "moments"):
+            return "-" if mine is None else _show_axes(mine)
+        if column == "gradients" and whole:
+            return "whole" if rule == "*" or rule in self.parameters else "-"
+        base = "parameters" if self.parameters.get(rule) else ""
+        if column == "moments" and not whole and self.gradients.get(rule):
+            if mine == self.gradients[rule]:
+                return self._cell("gradients", rule)
+            base = "gradients"
+        words = [f"as {base}"] * bool(base) + [_show_axes(mine or ())] * bool(mine)
+        return ", then ".join(words) or "-"
 
 
 def _show_axes(axes: Axes) -> str:

@@ -56,6 +56,10 @@ SMALL = {  # what is too long for a test, and what stands for it
         "zero2.json --cpu-devices 8": f"zero2.json {SMALL_GPT} --cpu-devices 8",
         "--cpu-devices 8": "--steps 2 --log.sample 0 --log.valid-every 0",
     },
+    "docs/pipelines.md": {
+        EIGHT: "",
+        "GPTConfig.tiny(layers=8)": "GPTConfig.tiny(layers=8, embed=32)",
+    },
     "docs/plan.md": {
         "gpt-medium --vocab 50304": f"gpt-tiny {SMALL_GPT} --vocab 512",
         "--count 8 --batch 64": "--count 2 --batch 4",
@@ -74,6 +78,7 @@ SMALL = {  # what is too long for a test, and what stands for it
         "range(40)": "range(3)",
         "GPTConfig.tiny()": "GPTConfig.tiny(layers=1, embed=32)",
     },
+    "docs/strategies.md": {EIGHT: ""},
     "docs/troubleshooting.md": {
         "--model.preset gpt-small": f"--model.preset gpt-tiny {SMALL_GPT} --vocab 512",
         "--gpu h200 --count 8": "--gpu here --compare none",

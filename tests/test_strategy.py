@@ -1,5 +1,6 @@
 """A strategy is a table: it prints, combines, and refuses what it cannot mean."""
 
+import re
 from typing import Any
 
 import pytest
@@ -73,26 +74,45 @@ def test_a_size_that_is_none_is_refused(given):
     assert "arrays below inf elements stay whole" in str(FSDP.edit(replicate_below=whole))
 
 
-def test_a_strategy_prints_its_four_columns():
-    assert str(TENSOR | SEQUENCE) == (
-        "TENSOR|SEQUENCE  (arrays below 16384 elements stay whole)\n"
-        "  parameters   vocab -> tensor, heads -> tensor, mlp -> tensor\n"
-        "  gradients    as parameters\n"
-        "  moments      as parameters\n"
-        "  activations  vocab -> tensor, heads -> tensor, mlp -> tensor, "
-        "batch -> data+fsdp+expert, seq -> tensor"
-    )
+def test_a_strategy_prints_a_line_for_each_rule_and_a_column_for_each_kind_of_array():
+    assert str(hfjax.ZERO1 | TENSOR | SEQUENCE | hfjax.HOST_OPTIMIZER).splitlines() == [
+        "ZERO1|TENSOR|SEQUENCE|HOST_OPTIMIZER  (arrays below 16384 elements stay whole)",
+        "  rule   parameters  gradients      moments                   activations",
+        "  vocab  tensor      as parameters  as parameters             tensor",
+        "  heads  tensor      as parameters  as parameters             tensor",
+        "  mlp    tensor      as parameters  as parameters             tensor",
+        "  *      -           -              context+expert+fsdp+data  -",
+        "  batch  -           -              -                         data+fsdp+expert",
+        "  seq    -           -              -                         tensor",
+        "  memory: moments -> host, master -> host",
+    ]
+    assert str(hfjax.HOST_PARAMETERS).splitlines()[1:] == [
+        "  splits no array",
+        "  memory: parameters -> host",
+    ]
 
 
-def test_the_print_says_that_gradients_and_moments_are_split_as_their_parameter():
-    shown = lambda s: [line[15:] for line in str(s).splitlines()[2:4]]
-    every = "* -> context+expert+fsdp+data"
-    assert shown(FSDP) == ["as parameters", "as parameters"]
-    assert shown(hfjax.DDP) == ["-", "-"]
-    assert shown(hfjax.ZERO2) == [every, every]
-    assert shown(hfjax.ZERO2 | TENSOR) == [f"as parameters, then {every}"] * 2
-    assert shown(FSDP.edit(gradients={"*": ()})) == ["* -> whole", "as parameters"]
-    assert shown(hfjax.DDP.edit(gradients={"*": "fsdp"})) == ["* -> fsdp", "as gradients"]
+def test_the_print_says_what_gradients_and_moments_are_split_as():
+    def shown(strategy: Strategy, rule: str = "*") -> list[str]:
+        lines = [re.split(r" {2,}", line.strip()) for line in str(strategy).splitlines()]
+        return next((cells[2:4] for cells in lines if cells[0] == rule), [])
+
+    every, same = "context+expert+fsdp+data", "as parameters"
+    assert shown(FSDP) == [same, same]
+    assert shown(hfjax.DDP) == []  # no such rule
+    assert shown(hfjax.DDP, "batch") == ["-", "-"]
+    assert shown(ZERO2) == shown(ZERO2 | TENSOR) == [every, every]
+    assert shown(ZERO2 | TENSOR, "mlp") == [same, same]
+    assert shown(FSDP | ZERO2) == [f"{same}, then {every}"] * 2
+    assert shown(DDP.edit(gradients={"*": "fsdp"})) == ["fsdp", "as gradients"]
+    both = DDP.edit(gradients={"*": "fsdp"}, moments={"*": "data"})
+    assert shown(both) == ["fsdp", "as gradients, then data"]
+    whole = (FSDP | TENSOR).edit(gradients={"*": ()})
+    assert shown(whole) == shown(whole, "mlp") == ["whole", same]
+    assert shown(whole, "batch") == ["-", "-"]
+    assert shown(ZERO1.edit(gradients={"*": ()})) == ["whole", every]
+    assert shown(FSDP.edit(gradients={"mlp": ()}), "mlp") == ["-", "-"]
+    assert "  mlp    whole " in str(FSDP.edit(parameters={"mlp": ()}))
 
 
 def test_execution_refuses_what_it_does_not_know():
