@@ -44,7 +44,7 @@ class DataCommand:
     """Size of a bpe vocabulary (default: 8192)."""
 
     valid: float = 0.0
-    """Fraction of the documents for validation; then --out holds train/ and valid/."""
+    """Fraction of documents for validation; --out then holds train/ and valid/."""
 
     field: str = "text"
     """Field of JSONL, or column of Parquet, that holds the text."""

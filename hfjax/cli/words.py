@@ -47,7 +47,7 @@ RARE = (
     *("experts", "top_k", "capacity", "expert", "row"),
 )
 BOXES = ("sampling", "model", "data", "optimizer", "checkpoints", "log", "mesh", "pipeline")
-CONFIG = """Read other defaults from a .yaml file, or from `config` of a .py file (default: none)"""
+CONFIG = "Take settings from a .yaml file, or from `config` of a .py file (default: none)"
 NO_VALUE = re.compile(r"\s*\(default: (?P<what>.*)\)$", re.DOTALL)
 
 

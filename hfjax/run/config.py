@@ -66,7 +66,7 @@ class Model:
     """The model."""
 
     preset: str = "gpt-tiny"
-    """Preset. Text: {presets}. Images: {image_presets}."""
+    """Preset: {presets}; of images: {image_presets}."""
     own: str | None = None
     """Your own model: file.py:function of (vocab, length) or (classes, size) (default: none)."""
     pretrained: Path | None = None
@@ -153,12 +153,11 @@ class ContextOptions:
     """How devices share a sequence, if --mesh.context is above 1: docs/long_sequences.md."""
 
     form: Literal["auto", "ring", "allgather", "ulysses"] = "auto"
-    """Exchange keys and values (ring, allgather) or heads (ulysses); auto: fewest bytes."""
+    """ring, allgather: exchange keys, values; ulysses: heads; auto: fewest bytes."""
     ulysses: int | None = None
-    """Devices in a group that exchanges heads (default: all under ulysses, else by
-    --context.form)."""
+    """Devices in a group that exchanges heads (default: as --context.form needs)."""
     order: Literal["auto", "zigzag", "contiguous"] = "auto"
-    """zigzag: an early and a late part each; contiguous: one; auto: zigzag but for windows."""
+    """zigzag: an early and a late part; contiguous: one; auto: by windows."""
 
     def __post_init__(self):
         at_least(self, "context.", ulysses=1)
@@ -279,7 +278,7 @@ class CheckpointOptions:
     keep_best: bool = False
     """Keep also the checkpoint with the lowest validation loss."""
     resume: Literal["auto", "never"] = "auto"
-    """auto: resume from the latest checkpoint in --out; never: refuse if there is one."""
+    """auto: resume from the latest checkpoint in --out; never: refuse if any."""
     start: str | None = None
     """Folder of a run whose parameters to start from, to fine-tune (default: none)."""
 
@@ -329,7 +328,7 @@ class Train:
     precision: str = "stored"
     """Precision: {precisions}; or by path, the first for all else: bf16,*norm*=fp32."""
     remat: str = "none"
-    """Recompute: {remats}, every:N, group:N, names:A,B. dots keeps matmuls, names A and B."""
+    """Recompute: {remats}, every:N, group:N, names:A,B. dots keeps matmuls, names A, B."""
     offload: str | None = None
     """Offload activations: a fraction of the bytes (0.3), dots or names:A,B (default: none)."""
     offload_words: ClassVar[tuple[str, ...]] = ()  # further ones that are allowed

@@ -40,7 +40,7 @@ class Sampling:
     temperature: float = 0.8
     """Temperature of sampling; 0: always the likeliest token."""
     top_k: int | None = 40
-    """Choose among the N likeliest tokens; None: among all."""
+    """Choose among the N likeliest tokens; None allows all."""
     seed: int = 0
     """Seed of the random choices."""
 
