@@ -14,13 +14,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import tyro
 from tyro.constructors import (
     ConstructorRegistry,
-    PrimitiveConstructorSpec,
-    PrimitiveTypeInfo,
     StructConstructorSpec,
     StructFieldSpec,
     StructTypeInfo,
@@ -142,9 +140,21 @@ def _metavar(hint: Any, usual: Any) -> str | None:
     kinds = [kind for kind in get_args(bare) if kind is not type(None)]
     if len(kinds) != 1 or type(None) not in get_args(bare):
         return None
-    found = ConstructorRegistry.get_primitive_spec(PrimitiveTypeInfo.make(kinds[0], set()))
-    assert isinstance(found, PrimitiveConstructorSpec), f"{hint}: no type of a flag"
-    return found.metavar if usual is None else f"{found.metavar}|None"
+    return _value(kinds[0]) if usual is None else f"{_value(kinds[0])}|None"
+
+
+def _value(kind: Any) -> str:
+    """Return how a value of a type is written, as tyro writes it.
+
+    >>> _value(int), _value(tuple[str, ...]), _value(tuple[float, float])
+    ('INT', '[STR [STR ...]]', 'FLOAT FLOAT')
+    """
+    of = get_args(kind)
+    if get_origin(kind) is Literal:
+        return f"{{{','.join(of)}}}"
+    if get_origin(kind) is not tuple:
+        return kind.__name__.upper()
+    return f"[{_value(of[0])} [{_value(of[0])} ...]]" if ... in of else " ".join(map(_value, of))
 
 
 def _fields(kind: Any) -> list[dataclasses.Field]:
