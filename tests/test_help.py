@@ -79,13 +79,13 @@ def faults(flags):
 
 
 def _faults(flag):
-    text, default = re.fullmatch(r"(.*?)( ?\((?:default: .*|required)\))?", flag.text).groups()
+    text = re.sub(r" ?\((default: .*|required)\)$", "", flag.text)
     if not text:
         yield "no help"
     if "(default: None)" in flag.text:
         yield "the default None is not explained"
     if text.count("default") or flag.text.count("(default:") > 1:
-        yield "its default is said twice" if default else "its default is not at the end"
+        yield "its default is said twice"
     if FORMER.search(flag.text):
         yield "what None means is no default"
     if "{None}" in flag.invocation:

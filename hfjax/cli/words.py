@@ -81,7 +81,7 @@ def choices(name: str) -> tuple[str, ...]:
     """
     module, _, attribute = CHOICES[name].partition(":")
     table = getattr(imported(module, "hfjax"), attribute)
-    words = table() if callable(table) else table
+    words: Any = table() if callable(table) else table
     return tuple(word for word in words if word not in LEFT_OUT.get(name, ()))
 
 
