@@ -9,25 +9,36 @@ from hfjax.base.keywords import nearest_of
 from hfjax.base.version import version
 
 COMMANDS = {  # name: what it does, and the function that takes its arguments
-    "train": ("train a model; --help lists every setting", "hfjax.cli.run:train_command"),
-    "eval": ("the loss of a trained model", "hfjax.cli.run:evaluate_command"),
-    "generate": ("text from a trained model", "hfjax.cli.run:generate_command"),
-    "import": ("what is in a model's folder", "hfjax.cli.in_and_out:import_command"),
-    "export": ("a model's folder from a run", "hfjax.cli.in_and_out:export_command"),
-    "data": ("make token files of text; tell what is in a folder of images", "hfjax.cli.data:main"),
+    "demo": (
+        "train a small GPT under every strategy, on 8 simulated devices",
+        "hfjax.cli.demo:command",
+    ),
+    "train": ("train a model", "hfjax.cli.run:train_command"),
+    "eval": ("evaluate a trained model", "hfjax.cli.run:evaluate_command"),
+    "generate": ("write text with a trained model", "hfjax.cli.run:generate_command"),
+    "data": ("make a data set of text, or show what one holds", "hfjax.cli.data:main"),
+    "import": (
+        "show what a Hugging Face model's folder holds",
+        "hfjax.cli.in_and_out:import_command",
+    ),
+    "export": ("write a run's model for Hugging Face", "hfjax.cli.in_and_out:export_command"),
     "launch": ("start several processes on this machine", "hfjax.cli.launch:main"),
-    "memory": (
-        "what a training step would take, before it runs",
-        "hfjax.cli.memory.command:main",
-    ),
-    "plan": (
-        "the fastest layout of all that fit so many GPUs, and why others lose",
-        "hfjax.cli.plan.plan_command:main",
-    ),
-    "schedule": ("show a pipeline schedule and what it costs", "hfjax.cli.schedule:command"),
-    "kernels": ("which form each fused kernel takes here, and why", "hfjax.cli.kernels:command"),
-    "demo": ("train a GPT on 8 fake devices, every strategy", "hfjax.cli.demo:command"),
+    "memory": ("estimate a training step's memory", "hfjax.cli.memory.command:main"),
+    "plan": ("find the fastest layout that fits your GPUs", "hfjax.cli.plan.plan_command:main"),
+    "schedule": ("show a pipeline schedule and its cost", "hfjax.cli.schedule:command"),
+    "kernels": ("show which form each fused kernel takes, and why", "hfjax.cli.kernels:command"),
 }
+
+HEAD = (
+    "hfjax: parallel training in JAX. A strategy divides your model over devices, unchanged.",
+    "",
+    "usage: hfjax COMMAND [OPTIONS]",
+    "       hfjax COMMAND --help      list all options of a command",
+    "       hfjax --version           print the version",
+    "",
+    "Start with `hfjax demo`, then `hfjax train`. The commands:",
+    "",
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -65,8 +76,7 @@ def _function(name: str) -> Callable[[Sequence[str]], int]:
 
 def _help() -> str:
     lines = [f"  {name:<10} {what}" for name, (what, _) in COMMANDS.items()]
-    usage = "usage: hfjax COMMAND …; hfjax COMMAND --help tells more; hfjax --version"
-    return "\n".join(["hfjax: parallel training for JAX", "", usage, "", *lines])
+    return "\n".join([*HEAD, *lines])
 
 
 if __name__ == "__main__":

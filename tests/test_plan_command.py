@@ -493,7 +493,7 @@ def test_make_plan_is_public():
 
 def test_the_help_names_the_command(capsys):
     assert hfjax_command(["--help"]) == 0
-    assert "plan       the fastest layout" in capsys.readouterr().out
+    assert "plan       find the fastest layout" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("given", ["80", "1KiB", "1000000GiB"])

@@ -28,49 +28,47 @@ SHOWN = 400  # tokens that are decoded
 class DataCommand:
     """Make a data set of token files from text, JSONL or Parquet; or --show one.
 
-    Of a folder of images it tells what is in it: images are read as they lie, nothing is written.
+    Of a folder of images it shows what is in it: images are read in place, nothing is written.
     """
 
     inputs: tyro.conf.Positional[tuple[str, ...]] = ()
-    """Files or folders: .txt and .md (a file is a document), .jsonl, .parquet; also .gz of them.
-    Or one folder of images: of classes (photos/cat/1.jpg), or images/ and masks/."""
+    """Files or folders of .txt, .md, .jsonl, .parquet (or .gz), or of images (default: none)."""
 
     out: Path | None = None
-    """The directory to make; it appears when it is whole."""
+    """New folder of the data set; it appears when complete (default: none)."""
 
     tokenizer: str = "bytes"
-    """bytes, bpe (trained on the text), the path of a tokenizer.json, another data set, or the
-    folder of a model from Hugging Face."""
+    """bytes, bpe (trained here), a tokenizer.json, a data set or a model folder."""
 
     vocab: int | None = None
-    """The size of a bpe vocabulary (8192)."""
+    """Size of a bpe vocabulary (default: 8192)."""
 
     valid: float = 0.0
-    """The part of the documents that goes to validation: makes DIR/train and DIR/valid."""
+    """Fraction of documents for validation; --out then holds train/ and valid/."""
 
     field: str = "text"
-    """The field of JSONL, or the column of Parquet, that holds the text."""
+    """Field of JSONL, or column of Parquet, that holds the text."""
 
     pattern: str | None = None
-    """Which files of a folder, for instance '**/*.py'."""
+    """Files to read of a folder, as '**/*.py' (default: all of known types)."""
 
     append_end: bool = True
-    """Put a token after each document: byte 0, or the tokenizer's (a model's own) end of text."""
+    """End each document with byte 0, or the tokenizer's end of text."""
 
     end_token: str | None = None
-    """The name of that token in a tokenizer.json, if it is none of the usual ones."""
+    """Name of the end token in a tokenizer.json (default: one of the usual ones)."""
 
     errors: str = "strict"
-    """What to do where text is not UTF-8: strict (refuse) or replace (by U+FFFD)."""
+    """Text that is not UTF-8: strict refuses it, replace writes U+FFFD."""
 
     overwrite: bool = False
     """Replace the data set that is at --out."""
 
     show: Path | None = None
-    """Show what a data set holds and how it begins."""
+    """Show what this data set holds and how it begins (default: none)."""
 
     verify: bool = False
-    """With --show: read all of it and compare CRC32s."""
+    """Read all of --show and compare its CRC32s."""
 
 
 def main(argv: Sequence[str]) -> int:

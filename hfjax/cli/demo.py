@@ -1,4 +1,4 @@
-"""Train one small GPT on 8 fake CPU devices under every strategy, and compare with one device."""
+"""Train one small GPT on 8 simulated CPU devices under every strategy; compare with one device."""
 
 import argparse
 import time

@@ -28,13 +28,13 @@ FILE = ".safetensors"
 
 @dataclass(frozen=True)
 class Import:
-    """What is in the folder of a model from Hugging Face: its tensors, and where each of them goes.
+    """Show what is in the folder of a model from Hugging Face: its tensors, and where each goes.
 
-    No weight is read and no run starts: hfjax train --model.pretrained FOLDER does that.
+    It reads no weight and starts no run: hfjax train --model.pretrained FOLDER does that.
     """
 
     folder: tyro.conf.Positional[Path]
-    """The folder, with config.json and files of safetensors."""
+    """Folder with config.json and .safetensors files."""
 
 
 @dataclass(frozen=True)
@@ -43,14 +43,13 @@ class Export(Saved):
     torchvision loads."""
 
     out: Path = field(kw_only=True)
-    """The new folder, or FILE.safetensors; it appears when it is whole."""
+    """New folder, or FILE.safetensors for images; it appears when complete."""
     like: Path | None = None
-    """The folder of a model of the same shape: names, configuration and tokenizer are as there; of
-    images a file, whose types are kept. None: as in the one that the run began from."""
+    """Folder, or image file, of names and dtypes (default: what the run began from)."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """The type of all tensors; None: each as in that model."""
+    """Dtype of all tensors (default: each as in --like)."""
     shard: str = SHARD
-    """The largest size of a file."""
+    """Maximum size of a file."""
 
     def __post_init__(self):
         if bytes_of(self.shard, "--shard") < 1:

@@ -16,8 +16,11 @@ from hfjax.target import GPUS
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command to its parser."""
     add = parser.add_argument
-    add("--gpu", choices=GPUS, help="ask for this GPU (default: the first device here)")
-    add("--kernels", choices=KERNEL_WORDS, default="auto", help="what a step would be given (auto)")
+    add("--gpu", choices=GPUS, help="GPU to ask for (default: the first device here)")
+    meaning = (
+        "auto: if faster; pallas: always; xla: never; reference: plain JAX (default: %(default)s)"
+    )
+    add("--kernels", choices=KERNEL_WORDS, default="auto", help=meaning)
 
 
 def command(argv: Sequence[str]) -> int:

@@ -14,23 +14,23 @@ from hfjax.processes.launcher import launch
 
 @dataclass(frozen=True)
 class LaunchCommand:
-    """Run a command as several processes of this machine: hfjax launch -n 4 -- command.
+    """Run a command as several processes on this machine: hfjax launch -n 4 -- command.
 
-    They find each other by hfjax.init_distributed(). When one fails the others are ended.
+    They find each other by hfjax.init_distributed(). When one fails, the others are ended.
     """
 
     processes: Annotated[int, tyro.conf.arg(aliases=["-n"])]
-    """How many processes."""
+    """Number of processes."""
     max_restarts: int = 0
-    """How often to start all again after one has failed."""
+    """Number of times to start all again after one has failed."""
     devices_per_process: int | None = None
-    """Fake CPU devices of each process, to try things out."""
+    """Simulated CPU devices of each process, to try out (default: none)."""
     gpus_per_process: int | None = None
-    """GPUs of each process; by default the visible ones are dealt evenly."""
+    """GPUs of each process (default: the visible ones, dealt evenly)."""
     grace: float = 5.0
-    """Seconds from the failure of one process to the killing of the others."""
+    """Seconds after one process fails until the others are killed."""
     stop_timeout: float = 60.0
-    """Seconds that all may take to save and end after SIGTERM or Ctrl-C."""
+    """Seconds for all to save and end after SIGTERM or Ctrl-C."""
     command: tyro.conf.Suppress[tuple[str, ...]] = ()
     """What to run, after the launcher's own flags or after --."""
 

@@ -63,7 +63,7 @@ def train_command(argv: Sequence[str]) -> int:
         ending_in_words("train"),
     ):  # in every process: the other ones may know of nothing
         default, rest = config_of(argv)
-        config = parsed(Train, rest, "train", default)
+        config = parsed(Train, rest, "train", default, config=True)
         check_used([config], rest)
         start(config)
         config, setup = with_file(config, rest, config.devices or jax.device_count())
@@ -81,7 +81,10 @@ def config_of(argv: Sequence[str]) -> tuple[Train, list[str]]:
             if not equals and at + 1 == len(rest):
                 raise ValueError("--config: the name of a file is expected.")
             path = value if equals else rest[at + 1]
-            return files.load(path), rest[:at] + rest[at + (1 if equals else 2) :]
+            left = rest[:at] + rest[at + (1 if equals else 2) :]
+            if any(word.partition("=")[0] == name for word in left):
+                raise ValueError("--config is there twice: give one file.")
+            return files.load(path), left
     return Train(), rest
 
 
@@ -90,38 +93,37 @@ class Saved:
     """A run of `hfjax train`, on the devices at hand."""
 
     run: tyro.conf.Positional[Path]
-    """The directory of the run."""
+    """Folder of the run."""
     step: int | None = None
-    """Of which checkpoint; None: the latest."""
+    """Step of the checkpoint to load (default: the latest)."""
     average: bool = True
-    """With the average of the parameters, if the run keeps one (--optimizer.ema)."""
+    """Use the average of the parameters, if the run keeps one (--optimizer.ema)."""
     strategy: str | None = None
-    """How to lay the parameters: as of `hfjax train`. None: as the run, if that fits the devices,
-    else ddp."""
+    """Strategy: {strategies}, joined by + (default: the run's if it fits, else ddp)."""
     mesh: Mesh = Mesh()
-    """On which devices; none: as the run, if that fits them."""
+    """Sizes of the mesh's axes; -1: all remaining devices. Without any: as in the run, if that fits
+    these devices."""
     devices: int | None = None
-    """Use only the first so many devices; None: all."""
+    """Use only the first N devices (default: all)."""
     cpu_devices: int | None = None
-    """Run on so many fake CPU devices."""
+    """Number of simulated CPU devices to run on (default: none, real devices)."""
     cache: Path | None = None
-    """Where compiled programs are kept; None: in the user's cache."""
+    """Folder of compiled programs (default: in the user's cache)."""
     trust: bool = False
-    """Run the Python code that the configuration of the run names, if it names any."""
+    """Run the Python code that the configuration of the run names."""
 
 
 @dataclass(frozen=True)
 class Evaluate(Saved):
-    """The mean loss of a trained model over a whole data set, each row once; of images also how
-    many are right, or intersection over union by class."""
+    """Compute the mean loss of a trained model over a data set, each example once; of images also
+    the accuracy, or the intersection over union by class."""
 
     data: Path | None = None
-    """The data set; None: what the run validates on."""
+    """Data set to evaluate on (default: the run's validation set)."""
     batch: int | None = None
-    """Rows in a batch, at least; None: as in training. It is raised to what divides by the
-    devices."""
+    """Examples in a batch, raised to what devices divide (default: as in training)."""
     batches: int | None = None
-    """At most so many batches; None: all."""
+    """Maximum number of batches (default: all)."""
 
     def __post_init__(self):
         at_least(self, "", batch=1, batches=1)
@@ -129,13 +131,12 @@ class Evaluate(Saved):
 
 @dataclass(frozen=True)
 class Generate(Saved):
-    """Text from a trained model."""
+    """Write text with a trained model."""
 
     prompt: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    """What to go on from; given several times, text for each, with the seed one higher each time.
-    Without it: a line break."""
+    """Text to continue; for several repeat it, the seed grows by one (default: a line break)."""
     tokens: int = 200
-    """How many to write."""
+    """Number of tokens to write."""
     sampling: tyro.conf.OmitArgPrefixes[Sampling] = Sampling()
 
 

@@ -26,6 +26,7 @@ from hfjax.parallel.schedules.table import Table
 
 STYLES = {"F": "blue", "B": "green", "I": "cyan", "W": "yellow"}
 MARGIN = 10  # columns before the first tick
+STAGES, MICROBATCHES = 4, 16  # where nothing is said
 MOST = 8  # blocks of a grid that a terminal shows
 
 
@@ -35,17 +36,20 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     time = {"type": float, "metavar": "TIME"}
     path = {"type": Path, "metavar": "FILE"}
     add = parser.add_argument
-    add("name", nargs="?", help="a schedule; without one, all of them are listed")
-    add("--stages", **number, help="devices along the pipe axis (4)")
-    add("--microbatches", **number, help="microbatches of a step (16)")
-    add("--chunks", **number, help="pieces of the model on each stage (as the schedule has them)")
-    add("--from", **path, dest="own", help="show a table of your own, .csv or text, a line a stage")
-    add("--forward", **time, default=1.0, help="time of a forward on a stage (1)")
-    add("--backward", **time, default=2.0, help="time of a whole backward (2)")
-    add("--weights", **time, default=1.0, help="part of it that a weights slot takes (1)")
-    add("--plot", **path, help="draw it to scale: x.svg or x.png")
-    add("--trace", **path, help="write a trace for ui.perfetto.dev")
-    add("--csv", **path, help="write the table, to edit and read again with --from")
+    add("name", nargs="?", help=f"schedule: {', '.join(SCHEDULES)} (default: a list of all)")
+    add("--stages", **number, help=f"devices along the axis pipe (default: {STAGES})")
+    add("--microbatches", **number, help=f"microbatches of a step (default: {MICROBATCHES})")
+    add("--chunks", **number, help="pieces of the model on each stage (default: the schedule's)")
+    own = "show a schedule of your own, .csv or text, a line for each stage (default: none)"
+    add("--from", **path, dest="own", help=own)
+    shown = "(default: %(default)g)"
+    add("--forward", **time, default=1.0, help=f"time of a forward pass on a stage {shown}")
+    add("--backward", **time, default=2.0, help=f"time of a backward pass on a stage {shown}")
+    part = f"part of --backward that is for the gradients of weights {shown}"
+    add("--weights", **time, default=1.0, help=part)
+    add("--plot", **path, help="draw the schedule to scale, x.svg or x.png (default: none)")
+    add("--trace", **path, help="write a trace for ui.perfetto.dev (default: none)")
+    add("--csv", **path, help="write the schedule, to edit and read with --from (default: none)")
 
 
 def command(argv: Sequence[str]) -> int:
@@ -103,7 +107,10 @@ def _list(given: argparse.Namespace, console: Console) -> None:
 
 def _sizes(given: argparse.Namespace) -> tuple[int, int]:
     stages, microbatches = given.stages, given.microbatches
-    return 4 if stages is None else stages, 16 if microbatches is None else microbatches
+    return (
+        STAGES if stages is None else stages,
+        MICROBATCHES if microbatches is None else microbatches,
+    )
 
 
 def _table(given: argparse.Namespace) -> Table:

@@ -1,18 +1,209 @@
-"""The words of a command line."""
+"""The words of a command line, and what --help says of them.
 
-from collections.abc import Iterator, Sequence
+The help of a flag is the text below its field, with three rules (`_flag`): a name in braces stands
+for a table of the code (`CHOICES`); "(default: …)" at the end says what no value means; and the
+full stop at the end is left out.
+"""
+
+import ast
+import dataclasses
+import inspect
+import re
+import textwrap
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
-from typing import Annotated, Any, get_args, get_origin, get_type_hints
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import tyro
+from tyro.constructors import (
+    ConstructorRegistry,
+    StructConstructorSpec,
+    StructFieldSpec,
+    StructTypeInfo,
+)
+
+from hfjax.base.exits import imported
+
+# What stands for {name} in a text: the keys of a table, or what a function returns.
+CHOICES = {
+    "strategies": "hfjax.run.build:STRATEGIES",
+    "schedules": "hfjax.parallel.schedules.named:SCHEDULES",
+    "presets": "hfjax.run.chosen_model:presets",
+    "image_presets": "hfjax.models.vision.all_presets:PRESETS",
+    "precisions": "hfjax.parallel.precision.dtypes:PRECISIONS",
+    "remats": "hfjax.parallel.remat:WHAT",
+    "gpus": "hfjax.machines.machine:MACHINES",
+}
+LEFT_OUT = {"schedules": ("forward",)}  # a run refuses it: it has no backward passes
+
+# Flags that few need, behind the others of their box in this order; then boxes, in theirs.
+RARE = (
+    *("own", "loss", "deepspeed", "devices", "cpu_devices", "profile", "minutes", "cache"),
+    *("timeout", "init_timeout", "nonfinite", "reduction", "split_rows", "dispatch"),
+    *("experts", "top_k", "capacity", "expert", "row"),
+)
+BOXES = ("sampling", "model", "data", "optimizer", "checkpoints", "log", "mesh", "pipeline")
+CONFIG = "Take settings from a .yaml file, or from `config` of a .py file (default: none)"
+NO_VALUE = re.compile(r"\s*\(default: (?P<what>.*)\)$", re.DOTALL)
 
 
-def parsed(kind: type, argv: Sequence[str], command: str, default: Any = None) -> Any:
-    """Return what the arguments of `hfjax COMMAND` say."""
+def parsed(
+    kind: type, argv: Sequence[str], command: str, default: Any = None, config: bool = False
+) -> Any:
+    """Return what the arguments of `hfjax COMMAND` say.
+
+    Args:
+        kind: The dataclass of its flags.
+        argv: The arguments.
+        command: Its name.
+        default: What holds where no flag says otherwise.
+        config: Whether it takes --config, which `argv` has no more: `config_of` read it.
+    """
     check_words(argv)
     check_once(kind, argv)
     fields = {} if default is None else {"default": default}
-    return tyro.cli(kind, args=list(argv), prog=f"hfjax {command}", **fields)
+    registry = ConstructorRegistry()
+    registry.struct_rule(lambda info: _spelled(info, kind if config else None))
+    with registry:
+        return tyro.cli(kind, args=list(argv), prog=f"hfjax {command}", **fields)
+
+
+# -- what --help says ---------------------------------------------------------------------
+
+
+def choices(name: str) -> tuple[str, ...]:
+    """Return the words of a table of the code.
+
+    >>> choices("remats")
+    ('none', 'dots', 'full', 'except_last')
+    """
+    module, _, attribute = CHOICES[name].partition(":")
+    table = getattr(imported(module, "hfjax"), attribute)
+    words: Any = table() if callable(table) else table
+    return tuple(word for word in words if word not in LEFT_OUT.get(name, ()))
+
+
+def _spelled(info: StructTypeInfo, takes_config: type | None) -> StructConstructorSpec | None:
+    """Return the flags of a dataclass, in order and with their help."""
+    kind, given = info.type, info.default
+    if not (is_dataclass(kind) and kind.__module__.startswith("hfjax.")):
+        return None
+    hints, texts = get_type_hints(kind, include_extras=True), _texts(kind)
+    found = []
+    for field in sorted(_fields(kind), key=lambda field: _place(field.name, hints[field.name])):
+        usual = _usual(field)
+        value = getattr(given, field.name) if isinstance(given, kind) else usual
+        hint, text = hints[field.name], texts.get(field.name, "")
+        if _is_box(hint):
+            found.append(StructFieldSpec(field.name, hint, value, text or None))
+        else:
+            found.append(StructFieldSpec(field.name, _flag(hint, text, usual), value))
+    if kind is not takes_config:
+        return StructConstructorSpec(kind, tuple(found))
+    config: Any = _flag(Path | None, CONFIG, None)
+
+    def made(config: Any, **given: Any) -> Any:
+        return kind(**given)
+
+    made.__doc__ = inspect.getdoc(kind)  # --help begins with it
+    return StructConstructorSpec(made, (StructFieldSpec("config", config, None), *found))
+
+
+def _flag(hint: Any, text: str, usual: Any) -> Any:
+    """Return the type of a flag together with its help.
+
+    Args:
+        hint: The type.
+        text: What is written below its field.
+        usual: Its default: None is not shown as a value if it is that.
+    """
+    text = text.removesuffix(".")
+    empty = NO_VALUE.search(text)
+    what = empty["what"] if empty else "none"
+    text = NO_VALUE.sub("", text)
+    for name in re.findall(r"\{(\w+)\}", text):
+        text = text.replace(f"{{{name}}}", ", ".join(choices(name)))
+    shown: Callable[[str], str] = lambda value: (
+        f"(default: {what if value in ('None', '') else value})"
+    )
+    said: Any = tyro.conf.arg(
+        help=text or None, help_behavior_hint=shown, metavar=_metavar(hint, usual)
+    )
+    return Annotated[hint, said]
+
+
+def _metavar(hint: Any, usual: Any) -> str | None:
+    """Return how the value of an optional flag is written; None: of another flag."""
+    bare = get_args(hint)[0] if get_origin(hint) is Annotated else hint
+    kinds = [kind for kind in get_args(bare) if kind is not type(None)]
+    if len(kinds) != 1 or type(None) not in get_args(bare):
+        return None
+    return _value(kinds[0]) if usual is None else f"{_value(kinds[0])}|None"
+
+
+def _value(kind: Any) -> str:
+    """Return how a value of a type is written, as tyro writes it.
+
+    >>> _value(int), _value(tuple[str, ...]), _value(tuple[float, float])
+    ('INT', '[STR [STR ...]]', 'FLOAT FLOAT')
+    """
+    of = get_args(kind)
+    if get_origin(kind) is Literal:
+        return f"{{{','.join(of)}}}"
+    if get_origin(kind) is not tuple:
+        return kind.__name__.upper()
+    return f"[{_value(of[0])} [{_value(of[0])} ...]]" if ... in of else " ".join(map(_value, of))
+
+
+def _fields(kind: Any) -> list[dataclasses.Field]:
+    """Return the fields of a dataclass: those of the class itself before inherited ones."""
+    of = lambda field: next(
+        number for number, owner in enumerate(kind.__mro__) if field.name in owner.__annotations__
+    )
+    return sorted((field for field in dataclasses.fields(kind) if field.init), key=of)
+
+
+def _place(name: str, hint: Any) -> tuple[int, int]:
+    """Return where a flag, or a box of flags, stands."""
+    if _is_box(hint):
+        return 2, BOXES.index(name) if name in BOXES else len(BOXES)
+    return (1, RARE.index(name)) if name in RARE else (0, 0)
+
+
+def _is_box(hint: Any) -> bool:
+    return is_dataclass(get_args(hint)[0] if get_origin(hint) is Annotated else hint)
+
+
+def _usual(field: dataclasses.Field) -> Any:
+    if field.default is not dataclasses.MISSING:
+        return field.default
+    made = field.default_factory
+    return tyro.MISSING if made is dataclasses.MISSING else made()
+
+
+@cache
+def _texts(kind: type) -> Mapping[str, str]:
+    """Return what is written below each field of a class and of those it inherits from."""
+    found: dict[str, str] = {}
+    for owner in reversed(kind.__mro__):
+        if is_dataclass(owner):
+            found |= _written_below(owner)
+    return found
+
+
+def _written_below(owner: type) -> dict[str, str]:
+    body: Any = ast.parse(textwrap.dedent(inspect.getsource(owner))).body[0]
+    found = {}
+    for field, text in zip(body.body, body.body[1:], strict=False):
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
+            if isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
+                found[field.target.id] = " ".join(str(text.value.value).split())
+    return found
+
+
+# -- what is refused ----------------------------------------------------------------------
 
 
 def check_words(words: Sequence[str]) -> None:

@@ -63,48 +63,46 @@ def beside_pretrained(flag: str, given: Any, folder: Path) -> str:
 
 @dataclass(frozen=True)
 class Model:
-    """What is trained."""
+    """The model."""
 
     preset: str = "gpt-tiny"
-    """gpt-tiny, gpt-small (124M), gpt-medium, gpt-large, gpt-xl, llama-tiny, llama2-7b, llama3-8b
-    and others; with experts mixtral-tiny, deepseek-tiny, mixtral-8x7b, deepseek-16b. Of images:
-    resnet50, regnet-y-400mf, deeplabv3-resnet101, vit-b-16 and others."""
+    """Preset: {presets}; of images: {image_presets}."""
     own: str | None = None
-    """Your own model in place of a preset: file.py:function, a function of (vocab, length) that
-    returns model_init(rngs); of (classes, size) where --data.train is a folder of images."""
+    """Your own model: file.py:function of (vocab, length) or (classes, size) (default: none)."""
     pretrained: Path | None = None
-    """A model from Hugging Face in place of a preset: its folder, with config.json, files of
-    safetensors and tokenizer.json. Training begins with its weights."""
+    """Folder of a Hugging Face model to start from, in place of a preset (default: none)."""
     stored: Literal["fp32", "bf16"] = "fp32"
-    """Of --model.pretrained: in which type parameters are stored and updated. bf16 loses small
-    updates: --optimizer.master keeps a float32 copy beside it."""
+    """Stored dtype of --model.pretrained; with bf16 use --optimizer.master."""
     loss: str | None = None
-    """Your own loss(outputs, batch): file.py:function; without it, that of the next token."""
+    """Your own loss(outputs, batch): file.py:function (default: that of the task)."""
     length: int | None = None
-    """Tokens in a row; None: what the preset has; of --model.pretrained its own, at most 4096."""
+    """Tokens in a sequence (default: the preset's, or the folder's but at most 4096)."""
     layers: int | None = None
+    """Number of layers (default: the preset's)."""
     heads: int | None = None
+    """Attention heads of a layer (default: the preset's)."""
     embed: int | None = None
+    """Width of embeddings and layers (default: the preset's)."""
     dropout: float = 0.0
+    """Dropout rate, from 0 to 1."""
     experts: int | None = None
-    """Of a preset with experts: how many each layer has."""
+    """Experts of a layer, in a preset that has experts (default: the preset's)."""
     top_k: int | None = None
-    """How many experts a token goes to."""
+    """Experts that each token goes to (default: the preset's)."""
     capacity: float | None = None
-    """How many tokens of a row an expert takes: this times the mean; 0: all that come. None: what
-    the preset has."""
+    """Tokens an expert takes, as a multiple of the mean; 0: all (default: the preset's)."""
     weights: Path | None = None
-    """Of a preset of images: a file of safetensors with torchvision's names, to begin with."""
+    """File of torchvision's weights (.safetensors) for an image preset (default: none)."""
     new_head: bool = False
-    """Leave out the last layer of --model.weights: it is of other classes."""
+    """Drop the last layer of --model.weights, for other classes."""
     classes: int | None = None
-    """How many classes a model of images has; None: those of the data."""
+    """Number of classes of images (default: that of the data)."""
     frozen_norms: bool = False
-    """Keep BatchNorm as it is in --model.weights: its statistics, its scale and its bias."""
+    """Freeze BatchNorm as in --model.weights: statistics, scale and bias."""
     group_norms: bool = False
-    """GroupNorm in place of BatchNorm: no statistics, so that rows do not meet."""
+    """Use GroupNorm for BatchNorm, so that no statistics mix examples."""
     smoothing: float = 0.0
-    """Of classes of images: the part of a target that is spread over all of them."""
+    """Label smoothing: fraction of a target spread over all classes."""
 
     def __post_init__(self):
         at_least(self, "model.", length=1, layers=1, heads=1, embed=1, dropout=0)
@@ -131,29 +129,35 @@ class Model:
 
 @dataclass(frozen=True)
 class Mesh:
-    """How many devices on each axis; -1: those that are left. Devices that no size asks for go to
-    the axis that the strategy uses, or else to data: see --strategy."""
+    """Sizes of the mesh's axes; -1: all remaining devices. Devices that no size asks for go to the
+    axis over which --strategy splits or, if that has a size, to data."""
 
     data: int | None = None
+    """Devices that split the batch (default: automatic)."""
     fsdp: int | None = None
+    """Devices that split the batch, and parameters with their state (default: automatic)."""
     row: int | None = None
+    """Rows of a tensor grid, whose columns are --mesh.tensor (default: automatic)."""
     tensor: int | None = None
+    """Devices that split each layer (default: automatic)."""
     context: int | None = None
+    """Devices that split each sequence (default: automatic)."""
     expert: int | None = None
+    """Devices that split the batch, and experts (default: automatic)."""
     pipe: int | None = None
+    """Stages of the pipeline (default: automatic)."""
 
 
 @dataclass(frozen=True)
 class ContextOptions:
-    """How devices share rows, where --mesh.context is above 1: docs/long_sequences.md."""
+    """How devices share a sequence, if --mesh.context is above 1: docs/long_sequences.md."""
 
     form: Literal["auto", "ring", "allgather", "ulysses"] = "auto"
-    """What travels: keys and values from device to device, the same at once, or heads; auto: what
-    sends least."""
+    """ring, allgather: exchange keys, values; ulysses: heads; auto: fewest bytes."""
     ulysses: int | None = None
-    """How many neighbours exchange heads within a ring or a gather."""
+    """Devices in a group that exchanges heads (default: as --context.form needs)."""
     order: Literal["auto", "zigzag", "contiguous"] = "auto"
-    """Who holds what: an early and a late part each, or one part."""
+    """zigzag: an early and a late part; contiguous: one; auto: by windows."""
 
     def __post_init__(self):
         at_least(self, "context.", ulysses=1)
@@ -161,12 +165,14 @@ class ContextOptions:
 
 @dataclass(frozen=True)
 class PipelineOptions:
-    """The schedule of a pipeline, where --mesh.pipe is above 1."""
+    """The schedule of a pipeline, if --mesh.pipe is above 1."""
 
     name: str = "1f1b"
+    """Schedule, as hfjax schedule lists them: {schedules}."""
     microbatches: int | None = None
-    """None: four for each stage."""
+    """Microbatches in a step (default: four for each stage)."""
     chunks: int | None = None
+    """Pieces of the model on each stage (default: as the schedule has them)."""
 
     def __post_init__(self):
         at_least(self, "pipeline.", microbatches=1, chunks=1)
@@ -179,33 +185,32 @@ class PipelineOptions:
 
 @dataclass(frozen=True)
 class Data:
-    """What is read."""
+    """The data."""
 
     train: Names = ()
-    """Directories that `hfjax data` made (with a part `train`, or whole); none: the source of
-    Python's own standard library, in bytes. Of a model of images: a folder of them, with a folder
-    for each class, or with images/ and masks/."""
+    """Folders made by hfjax data, or one of images (default: Python's library, as bytes)."""
     valid: str | None = None
-    """The directory to validate on; None: the part `valid` of the first, if there is one."""
+    """Folder to validate on (default: the part valid of the first training folder)."""
     weights: tuple[float, ...] | None = None
-    """How often to draw from each of several."""
+    """Relative frequencies of several training folders (default: all alike)."""
     packing: Literal["stream", "documents"] = "stream"
-    """stream: rows cut from the text as it follows; documents: whole ones, packed and masked."""
+    """stream: cut running text; documents: pack complete ones, with masks."""
     epochs: int | None = None
-    """Stop after going over the data so often, if --steps has not come first."""
+    """Maximum number of epochs, if --steps is not reached first (default: no limit)."""
     size: int | None = None
-    """Height and width of images in pixels; None: 224, with masks 513, of small presets 32."""
+    """Height and width of images (default: 224; with masks 513, of tiny presets 32)."""
     broken: Literal["refuse", "skip"] = "refuse"
-    """What to do where an image does not decode: stop, or take the next one and tell at the end."""
+    """Images that do not decode: refuse stops the run, skip takes the next."""
     scale: tuple[float, float] | None = None
-    """Images are cut at random: the least and the largest part of the area; with masks how much
-    larger they get. None: 0.08 1, and 0.5 2."""
+    """Range of a random crop's area (default: 0.08 1; with masks of the zoom, 0.5 2)."""
     flip: float = 0.5
-    """How often left and right of an image are exchanged."""
+    """Probability of flipping an image left to right."""
     brightness: float = 0.0
-    """0.4: times 0.6 to 1.4; contrast and saturation likewise."""
+    """Random change of brightness; 0.4: times 0.6 to 1.4."""
     contrast: float = 0.0
+    """Random change of contrast; 0.4: times 0.6 to 1.4."""
     saturation: float = 0.0
+    """Random change of saturation; 0.4: times 0.6 to 1.4."""
 
     def __post_init__(self):
         at_least(self, "data.", epochs=1, size=1)
@@ -219,40 +224,40 @@ class Data:
 
 @dataclass(frozen=True)
 class Optimizer:
-    """How parameters are updated."""
+    """The optimizer and its learning rate."""
 
     name: str = "adamw"
-    """Any of optax that takes a schedule of learning rates: adamw, lion, sgd, adafactor, …"""
+    """Optimizer of optax: adamw, lion, sgd, adafactor and others."""
     own: str | None = None
-    """Your own: file.py:function, a function of the learning rate (a schedule) that returns any
-    optax transformation."""
+    """Your own optimizer: file.py:function of the learning rate (default: none)."""
     rate: float = 3e-3
-    """The highest learning rate."""
+    """Highest learning rate."""
     momentum: float | None = None
-    """Of an optimizer that has it: sgd, rmsprop, …; None: what optax has (of sgd: none)."""
+    """Momentum, of optimizers that have it, such as sgd (default: optax's)."""
     warmup: int | None = None
-    """Steps to go up to it; None: 20, or a quarter of a short run."""
+    """Steps of warm-up to --optimizer.rate (default: 20, or a quarter of a short run)."""
     decay: Literal["cosine", "linear", "constant"] = "cosine"
+    """Shape of the learning rate's decay."""
     end: float = 0.1
-    """The last learning rate, as a part of the highest."""
+    """Final learning rate as a fraction of --optimizer.rate."""
     hold: int = 0
     """Steps at the highest rate before it decays."""
     weight_decay: float | None = None
-    """None: 0.1 where the optimizer has it; of sgd 0."""
+    """Weight decay (default: 0.1 where the optimizer has it, 0 for sgd)."""
     no_decay: Names | None = None
-    """Patterns of paths that do not decay; None: biases and norms."""
+    """Patterns of parameters without weight decay (default: biases and norms)."""
     frozen: Names = ()
-    """Patterns of paths that stay as they are."""
+    """Patterns of parameters that are not trained (default: none)."""
     scale: Names = ()
-    """Learning rates of some paths, as a factor: tokens=0.1 'layers/*=0.5'."""
+    """Factors on the learning rate: tokens=0.1 'layers/*=0.5' (default: none)."""
     clip: float | None = 1.0
-    """Greatest global norm of the gradient."""
+    """Maximum global norm of the gradient; None disables clipping."""
     ema: float | None = None
-    """Decay of an average of the parameters, for instance 0.999; it is what is validated."""
+    """Average parameters with this decay, as 0.999, and validate the average (default: no)."""
     master: bool = False
     """Store parameters in bfloat16, and update a float32 copy of them."""
     in_backward: bool = False
-    """Update each layer as soon as its gradient is there; requires --optimizer.clip None."""
+    """Update each layer in the backward pass; needs --optimizer.clip None."""
 
     def __post_init__(self):
         at_least(self, "optimizer.", warmup=0, hold=0)
@@ -265,17 +270,17 @@ class CheckpointOptions:
     """What is saved, and when."""
 
     every: int | None = None
-    """Steps between checkpoints; None: ten in a run, at least 25 apart; 0: only the last step."""
+    """Steps between checkpoints; 0: only the last (default: ten in a run, 25 apart at least)."""
     keep: int = 3
-    """How many of the latest are kept."""
+    """Number of the latest checkpoints to keep."""
     keep_every: int | None = None
-    """And the first one at or after each multiple of this."""
+    """Keep also the first checkpoint from each multiple of N steps on (default: none)."""
     keep_best: bool = False
-    """And the one with the lowest validation loss."""
+    """Keep also the checkpoint with the lowest validation loss."""
     resume: Literal["auto", "never"] = "auto"
-    """auto: go on from the latest in the directory of the run, if there is one."""
+    """auto: resume from the latest checkpoint in --out; never: refuse if any."""
     start: str | None = None
-    """Begin with the parameters of another run's directory (fine-tuning)."""
+    """Folder of a run whose parameters to start from, to fine-tune (default: none)."""
 
     def __post_init__(self):
         at_least(self, "checkpoints.", every=0, keep=1, keep_every=1)
@@ -283,19 +288,20 @@ class CheckpointOptions:
 
 @dataclass(frozen=True)
 class Log:
-    """What is told, and where."""
+    """Logs and validation."""
 
     every: int = 10
-    """Steps between log lines; metrics.jsonl has every step."""
+    """Steps between log lines; 0: none. metrics.jsonl has every step."""
     valid_every: int | None = None
-    """Steps between validations; None: four in a run; 0: none."""
+    """Steps between validations; 0: none (default: four in a run)."""
     valid_batches: int = 20
-    """At most so many batches for each validation."""
+    """Maximum number of batches of a validation."""
     tensorboard: bool = False
+    """Log to TensorBoard, in the folder of the run."""
     wandb: str | None = None
-    """The name of a Weights & Biases project."""
+    """Log to this project of Weights & Biases (default: none)."""
     sample: int = 200
-    """Tokens of text to show at the end; 0: none."""
+    """Tokens of text to write at the end; 0: none."""
 
     def __post_init__(self):
         at_least(self, "log.", every=0, valid_every=0, valid_batches=1, sample=0)
@@ -305,47 +311,39 @@ class Log:
 class Train:
     """Train a model: on this machine, or in several processes started by `hfjax launch`, SLURM,
     Open MPI or torchrun. Without any flag: a byte-level GPT on Python's own library.
-
-    --config FILE takes other defaults from a .yaml file, or from `config` of a .py file; flags have
-    the last word.
     """
 
     out: Path | None = None
-    """The directory of the run; None: runs/PRESET, or runs/ and the name of the model's folder."""
+    """Folder of the run (default: runs/ and the name of the model)."""
     steps: int = 300
+    """Number of training steps."""
     batch: int = 32
-    """Rows in a step, on all devices together."""
+    """Examples in a step, over all devices."""
     accumulate: int = 1
-    """Microbatches in a step."""
+    """Microbatches in a step, whose gradients are accumulated."""
     deepspeed: Path | None = None
-    """A configuration of DeepSpeed, ds_config.json: the flags that it speaks of are as it says."""
+    """Take settings from a ds_config.json of DeepSpeed (default: none)."""
     strategy: str = "ddp"
-    """ddp, zero1, zero2, zero3, fsdp, hsdp, tensor, sequence, grid, context, expert, pipe,
-    host_optimizer, host_parameters, joined by +: fsdp+tensor; at most one of the first six. Devices
-    that no --mesh size asks for go to the axis that it uses (fsdp, tensor, context …) or, if that
-    has a size, to data."""
+    """Strategy: {strategies}, joined by + (fsdp+tensor), at most one of the first six."""
     precision: str = "stored"
-    """stored, fp32, bf16, fp16; or by path, the first for all else: bf16,*norm*=fp32."""
+    """Precision: {precisions}; or by path, the first for all else: bf16,*norm*=fp32."""
     remat: str = "none"
-    """What layers compute again in the backward pass: none, dots (all but matrix products), full,
-    except_last (in a pipeline), every:2, group:4, names:qkv,mlp_up (all but these)."""
+    """Recompute: {remats}, every:N, group:N, names:A,B. dots keeps matmuls, names A, B."""
     offload: str | None = None
-    """What of the tensors that layers keep waits in host memory: a part of the bytes (0.3),
-    names:qkv,mlp_up, dots."""
+    """Offload activations: a fraction of the bytes (0.3), dots or names:A,B (default: none)."""
     offload_words: ClassVar[tuple[str, ...]] = ()  # further ones that are allowed
     kernels: Literal["auto", "pallas", "xla", "reference"] = "auto"
-    """Which form fused kernels take: what was measured to be faster on this device (hfjax kernels
-    tells), the kernels, what XLA makes of plain JAX, or the plain JAX beside each kernel."""
+    """Kernels. auto: if faster; pallas: always; xla: never; reference: plain JAX."""
     dispatch: Literal["auto", "all_to_all", "gather"] = "auto"
-    """How tokens get to experts on other devices; auto: by what sends the fewest bytes."""
+    """Exchange of tokens with experts on other devices; auto: fewest bytes."""
     split_rows: int = 1
-    """Parts of a device's rows that go through each layer one after the other: collectives over
-    tensor of one part run beside products of the other."""
+    """Parts of a batch that take turns in a layer, to overlap communication."""
     reduction: Literal["flat", "hierarchical"] = "flat"
-    """How gradients are summed over data and fsdp: at once, or in a node first."""
+    """Sum gradients at once (flat), or first within a node (hierarchical)."""
     nonfinite: Literal["stop", "skip"] = "stop"
-    """What to do where loss or gradient is not finite."""
+    """Stop at a loss or gradient that is not finite, or skip that step."""
     seed: int = 0
+    """Seed of initial parameters, the order of the data and dropout."""
     model: Model = field(default_factory=Model)
     mesh: Mesh = field(default_factory=Mesh)
     context: ContextOptions = field(default_factory=ContextOptions)
@@ -355,20 +353,19 @@ class Train:
     checkpoints: CheckpointOptions = field(default_factory=CheckpointOptions)
     log: Log = field(default_factory=Log)
     devices: int | None = None
-    """Use only the first so many devices; None: all."""
+    """Use only the first N devices (default: all)."""
     cpu_devices: int | None = None
-    """Run on so many fake CPU devices."""
+    """Number of simulated CPU devices to run on (default: none, real devices)."""
     profile: str | None = None
-    """Steps to trace, FIRST:END; for instance 5:8 traces steps 5, 6 and 7."""
+    """Steps to trace, FIRST:END; 5:8 traces steps 5, 6 and 7 (default: none)."""
     timeout: float = 600.0
-    """A process that makes no progress for so many seconds is ended: reads no batch, ends no step.
-    What compiles (preparing, the first step) may take an hour, a checkpoint ten minutes."""
+    """Seconds without progress until a process is ended; an hour to compile."""
     init_timeout: float = 60.0
-    """Seconds within which all processes of a run have to come."""
+    """Seconds in which all processes of a run have to connect."""
     minutes: float | None = None
-    """Save and stop after so many minutes; started again, the run goes on."""
+    """Save and stop after N minutes; start again to go on (default: no limit)."""
     cache: Path | None = None
-    """Where compiled programs are kept; None: in the user's cache."""
+    """Folder of compiled programs (default: in the user's cache)."""
 
     def __post_init__(self):
         at_least(self, "", steps=1, batch=1, accumulate=1, split_rows=1)

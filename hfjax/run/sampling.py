@@ -38,10 +38,11 @@ class Sampling:
     """How the next token is chosen."""
 
     temperature: float = 0.8
-    """0: always the likeliest token."""
+    """Temperature of sampling; 0: always the likeliest token."""
     top_k: int | None = 40
-    """Only among so many of the likeliest; None: among all."""
+    """Choose among the N likeliest tokens; None allows all."""
     seed: int = 0
+    """Seed of the random choices."""
 
     def __post_init__(self):
         least = 0 if is_real(self.temperature, 0, 0) else COLDEST

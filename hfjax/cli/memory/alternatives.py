@@ -20,32 +20,29 @@ ON_HOST = "host_optimizer"
 
 @dataclass(frozen=True)
 class Memory(Train):
-    """What a training step would take of each device, before anything runs: the settings given
-    beside alternatives. Takes every flag of `hfjax train`.
+    """Estimate the memory that a training step takes on each device, before anything runs: of the
+    settings given, and of alternatives. Takes every flag of `hfjax train`.
 
     Without a GPU it compiles for one that is not here (--gpu, --count), if the wheels that compile
     for CUDA are installed.
     """
 
     out: Path | None = None
-    """The picture to draw, a .png file."""
+    """Picture to draw, a .png file (default: none)."""
     json: Path | None = None
-    """The file to write all numbers to."""
+    """File to write all numbers to (default: none)."""
     gpu: Literal["h200", "h100", "here"] = "h200"
-    """Compile for such GPUs; here: for the devices at hand."""
+    """GPU to compile for; here: the devices of this machine."""
     count: int = 8
-    """How many of them."""
+    """Number of GPUs."""
     device_memory: str | None = None
-    """The memory that a step may use of a device, for instance 24GiB; None: what JAX takes of the
-    GPU: 75 %, or what XLA_CLIENT_MEM_FRACTION says."""
+    """Memory for a step, as 24GiB (default: what JAX takes of the GPU, usually 75 %)."""
     compare: tuple[str, ...] | None = None
-    """Settings to put beside, each as FLAG=VALUE,…: remat=full accumulate=4,remat=dots; None: each
-    kind of remat, offload by half and whole, the optimizer on the host; none: only what is given.
-    """
+    """Settings to compare: remat=full accumulate=4; or none (default: remats, offloads)."""
     vocab: int | None = None
-    """Tokens in the vocabulary; None: those of the data, or of --model.pretrained."""
+    """Size of the vocabulary (default: that of the data, or of --model.pretrained)."""
     offload: str | None = None
-    """As in hfjax train; auto: the smallest part of the bytes that fits the memory of a device."""
+    """Offload activations: fraction (0.3), dots, names:A,B or auto, as it fits (default: none)."""
     offload_words: ClassVar[tuple[str, ...]] = (AUTO,)
 
     def __post_init__(self):

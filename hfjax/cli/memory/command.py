@@ -41,7 +41,7 @@ def main(argv: Sequence[str]) -> int:
     """Run `hfjax memory` with these arguments; return the exit status."""
     with ending_in_words("memory"):
         default, rest = config_of(argv)
-        given: Memory = parsed(Memory, rest, "memory", of_run(default))
+        given: Memory = parsed(Memory, rest, "memory", of_run(default), config=True)
         if given.deepspeed is not None:
             here = given.cpu_devices or (jax.device_count() if given.gpu == "here" else given.count)
             given, _ = with_file(given, rest, here)

@@ -83,7 +83,7 @@ def main(argv: Sequence[str]) -> int:
         default, rest = config_of(argv)
         check_searched(rest)
         check_no_deepspeed(default, rest)
-        given: PlanSettings = parsed(PlanSettings, rest, "plan", of_plan(default))
+        given: PlanSettings = parsed(PlanSettings, rest, "plan", of_plan(default), config=True)
         check_used([given], rest)
     if given.calibrate is not None:
         return carried_out("plan", lambda: _calibrate(given.count))

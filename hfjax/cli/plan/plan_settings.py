@@ -40,41 +40,37 @@ LEAST_MEMORY, MOST_MEMORY = 2**20, 2**40  # bytes
 
 @dataclass(frozen=True)
 class PlanSettings(Train):
-    """How a step is laid out best on so many GPUs: every mesh, strategy, schedule, recomputation
-    and offload is scored by formulas; what fits is shown, the fastest first, and why others lose.
-    Takes the flags of `hfjax train` that say what is run; how it is laid out is searched.
+    """Find the fastest layout of a step on so many GPUs: it scores every mesh, strategy, schedule,
+    recomputation and offload by formulas, shows what fits, the fastest first, and why others lose.
+    Takes the flags of `hfjax train` that say what is run, and searches how it is laid out.
 
     No GPU is needed.
     """
 
     gpu: str = "h200"
-    """Which GPU: a100, h100, h200, b200, l40s, v100; or a .toml file of constants; here: that of
-    this machine, as --calibrate here has measured it."""
+    """GPU: {gpus}; a .toml file of constants; or here, as --calibrate here measured."""
     count: int = 8
-    """How many of them."""
+    """Number of GPUs."""
     tokens_per_step: str | None = None
-    """Tokens of a step on all GPUs together: 4M, 512K (of 1024), 1_000_000; None: --batch rows."""
+    """Tokens in a step, over all GPUs: 4M, 512K (of 1024) (default: --batch sequences)."""
     vocab: int | None = None
-    """Tokens in the vocabulary; None: those of the data, or of --model.pretrained."""
+    """Size of the vocabulary (default: that of the data, or of --model.pretrained)."""
     device_memory: str | None = None
-    """The memory that a step may use of a GPU, for instance 24GiB; None: what JAX takes of it:
-    75 %, or what XLA_CLIENT_MEM_FRACTION says."""
+    """Memory for a step, as 24GiB (default: what JAX takes of the GPU, usually 75 %)."""
     rows: int = 10
-    """How many ways are shown, at most 20."""
+    """Number of layouts to show, at most 20."""
     compile: int = 4
-    """How many of the first are compiled for the GPU, and ranked by that; 0: formulas only."""
+    """Number of the best to compile for the GPU and rank by that; 0: none."""
     why: str | None = None
-    """One configuration beside the first, part by part: "pipe=8 tensor=8", "zero=zero1 remat=full
-    accumulate=4", "pipe=4 schedule=zb-h1 microbatches=16"."""
+    """Compare one layout with the best: 'pipe=8 tensor=8 remat=full' (default: none)."""
     out: Path | None = None
-    """The file for `hfjax train --config`, plan.yaml: the first, or that of --why."""
+    """Write the best layout, or --why, for hfjax train --config: plan.yaml (default: none)."""
     json: Path | None = None
-    """The file to write all numbers to."""
+    """File to write all numbers to (default: none)."""
     picture: Path | None = None
-    """The picture of one step, an .svg file: of the first, or of --why."""
+    """Draw a step of the best layout, or of --why, an .svg file (default: none)."""
     calibrate: Literal["here"] | None = None
-    """here: measure the constants of this machine's GPU, keep them for --gpu here, and stop;
-    without a GPU those of its processor, as --count fake devices."""
+    """Measure this machine's constants for --gpu here, and stop (default: none)."""
 
     strategy: Annotated[str, tyro.conf.Suppress] = "ddp"
     accumulate: Annotated[int, tyro.conf.Suppress] = 1

@@ -1,0 +1,255 @@
+"""`hfjax COMMAND --help`: each flag in one line, its choices from the tables of the code."""
+
+import re
+from typing import NamedTuple
+
+import pytest
+
+import hfjax
+from hfjax.__main__ import COMMANDS, main
+from hfjax.cli.words import BOXES, CHOICES, LEFT_OUT, RARE, choices
+from hfjax.machines.machine import MACHINES
+from hfjax.models.vision.all_presets import PRESETS
+from hfjax.parallel.precision.dtypes import PRECISIONS
+from hfjax.parallel.remat import WHAT
+from hfjax.parallel.schedules.named import SCHEDULES
+from hfjax.parallel.settings import CONTEXT_FORMS, CONTEXT_ORDERS, DISPATCH, KERNEL_WORDS
+from hfjax.planner.make_plan import KEEP
+from hfjax.run.build import PLANES, STRATEGIES
+from hfjax.run.chosen_model import presets
+from hfjax.target import GPUS
+
+LIMIT = 90  # characters of a line, its default included; the words of a table apart
+COLUMNS = "129"  # of the terminal: with one more the boxes stand in two columns
+TAKE_CONFIG = ("train", "memory", "plan")
+TRAINING = tuple(name for name in SCHEDULES if name != "forward")
+STARTS = re.compile(r"(Of|And|With|How|What|Which|Who|Where|If|None)\b")  # of half a sentence
+FORMER = re.compile(r"\bNone: |by default")
+
+
+class Flag(NamedTuple):
+    """A flag as --help shows it."""
+
+    box: str
+    invocation: str
+    text: str
+
+    @property
+    def name(self) -> str:
+        """The long name, without its value and its opposite."""
+        return self.invocation.split(",")[-1 if self.invocation.startswith("-n") else 0].split()[0]
+
+
+def help_of(command, monkeypatch, capsys):
+    """Return what is printed, and the flags in it."""
+    monkeypatch.setenv("COLUMNS", COLUMNS)
+    with pytest.raises(SystemExit, match=r"^0$"):
+        main([*command.split(), "--help"])
+    told = capsys.readouterr().out
+    return told, list(flags_in(told))
+
+
+TITLE = re.compile(r"(?:╭─ | |)((?:[a-z]+ )?(?:options|arguments)):?(?: +─*╮?)?")
+
+
+def flags_in(told):
+    """Yield the flags of a help text: of boxes, drawn with lines or with dashes, and of lists."""
+    box, found = "", []
+    for line in told.splitlines():
+        inner = line[2:-2].rstrip() if line.startswith("│") else line[2:].rstrip()
+        if title := TITLE.fullmatch(line):
+            box = title[1]
+        elif not inner or line.startswith("╰"):
+            yield from (Flag(*entry) for entry in found)
+            found = []
+        elif set(line.strip(" │")) <= set("─-"):
+            found = []  # that was the box's own text
+        elif box and not inner.startswith(" "):
+            invocation, *text = re.split(r"\s{2,}", inner, maxsplit=1)
+            found.append([box, invocation, "".join(text)])
+        elif box:
+            before = found[-1][2]
+            found[-1][2] = before + " " * (before[-1:] not in ("", "-")) + inner.strip()
+    yield from (Flag(*entry) for entry in found)
+
+
+def faults(flags):
+    """Return what is wrong with the help of flags, each with its name."""
+    return [f"{flag.name}: {what}" for flag in flags for what in _faults(flag)]
+
+
+def _faults(flag):
+    text = re.sub(r" ?\((default: .*|required)\)$", "", flag.text)
+    if not text:
+        yield "no help"
+    if "(default: None)" in flag.text:
+        yield "the default None is not explained"
+    if text.count("default") or flag.text.count("(default:") > 1:
+        yield "its default is said twice"
+    if FORMER.search(flag.text):
+        yield "what None means is no default"
+    if "{None}" in flag.invocation:
+        yield "None among its values"
+    if STARTS.match(text) or text.endswith("."):
+        yield "neither a verb nor a noun phrase"
+    if len(re.findall(r"[a-z)]\. ", text)) > 1:
+        yield "more than two sentences"
+    if (length := len(_without_tables(flag.text))) > LIMIT:
+        yield f"{length} characters, more than {LIMIT}"
+
+
+def _without_tables(text):
+    for name in CHOICES:
+        text = text.replace(", ".join(choices(name)), "")
+    return text
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_each_flag_has_one_line_of_help(command, monkeypatch, capsys):
+    told, flags = help_of(command, monkeypatch, capsys)
+    assert faults(flag for flag in flags if flag.name != "-h") == []
+    assert "-h" in {flag.name for flag in flags}
+    assert not re.search(r"\bfake\b|tells?\b|wants?\b", told)
+    about = told.split("\n\n")[1].strip()
+    assert about[0].isupper(), "what the command does stands first"
+    assert about.endswith(".")
+
+
+def test_many_flags_are_read(monkeypatch, capsys):
+    names = {flag.name for flag in help_of("train", monkeypatch, capsys)[1]}
+    assert {"--steps", "--model.new-head", "--mesh.row", "--context.order", "-h"} <= names
+    assert len(names) > 90
+    assert [flag.name for flag in help_of("eval", monkeypatch, capsys)[1]][:2] == ["PATH", "-h"]
+    assert "--processes" in {flag.name for flag in help_of("launch", monkeypatch, capsys)[1]}
+    assert {"name", "--from"} <= {f.name for f in help_of("schedule", monkeypatch, capsys)[1]}
+
+
+@pytest.mark.parametrize(
+    ("text", "invocation", "fault"),
+    [
+        ("(default: 3)", "--x INT", "no help"),
+        ("Rows (default: None)", "--x INT", "the default None is not explained"),
+        ("Rows; default 3 (default: 3)", "--x INT", "its default is said twice"),
+        ("Rows; None: all (default: all)", "--x INT", "what None means is no default"),
+        ("Rows (default: 3)", "--x {None}|INT", "None among its values"),
+        ("How many rows (default: 3)", "--x INT", "neither a verb nor a noun phrase"),
+        ("One thing. Another. More (default: 3)", "--x INT", "more than two sentences"),
+        (f"{'Rows' * 20} (default: 3)", "--x INT", "93 characters, more than 90"),
+    ],
+)
+def test_what_is_wrong_is_found_and_the_flag_named(text, invocation, fault):
+    assert faults([Flag("options", invocation, text)]) == [f"--x: {fault}"]
+
+
+@pytest.mark.parametrize(
+    ("command", "flag", "words"),
+    [
+        *((command, "--strategy", STRATEGIES) for command in ("train", "memory", "eval")),
+        *((command, "--strategy", STRATEGIES) for command in ("generate", "export x")),
+        *((command, "--pipeline.name", TRAINING) for command in ("train", "memory")),
+        *((command, "--precision", tuple(PRECISIONS)) for command in TAKE_CONFIG),
+        *((command, "--model.preset", tuple(presets())) for command in TAKE_CONFIG),
+        *((command, "--model.preset", tuple(PRESETS)) for command in TAKE_CONFIG),
+        *((command, "--remat", WHAT) for command in ("train", "memory")),
+        ("plan", "--gpu", tuple(MACHINES)),
+        ("schedule", "name", tuple(SCHEDULES)),
+    ],
+)
+def test_the_help_lists_the_words_of_the_table(command, flag, words, monkeypatch, capsys):
+    texts = {flag.name: flag.text for flag in help_of(command, monkeypatch, capsys)[1]}
+    assert ", ".join(words) in texts[flag]
+
+
+@pytest.mark.parametrize(
+    ("command", "flag", "words"),
+    [
+        ("train", "--kernels", KERNEL_WORDS),
+        ("kernels", "--kernels", KERNEL_WORDS),
+        ("kernels", "--gpu", tuple(GPUS)),
+        ("memory", "--gpu", ("here", *GPUS)),
+        ("train", "--dispatch", ("auto", *DISPATCH)),
+        ("train", "--context.form", ("auto", *CONTEXT_FORMS)),
+        ("train", "--context.order", CONTEXT_ORDERS),
+        ("train", "--optimizer.decay", ("cosine", "linear", "constant")),
+    ],
+)
+def test_the_value_of_a_flag_is_one_of_the_table(command, flag, words, monkeypatch, capsys):
+    told = {flag.name: flag.invocation for flag in help_of(command, monkeypatch, capsys)[1]}
+    listed = re.search(r"\{(.*)\}", told[flag])
+    assert listed, told[flag]
+    assert sorted(listed[1].split(",")) == sorted(words)
+
+
+def test_what_the_help_says_of_words_is_so():
+    for decay in ("cosine", "linear", "constant"):
+        hfjax.rate(1.0, steps=3, decay=decay)
+    assert len(PLANES) == 6, "--strategy: at most one of the first six"
+    assert KEEP == 20, "hfjax plan --rows: at most 20"
+    has_backward = lambda name: "B0" in str(hfjax.Schedule(name, 4).table(2)).replace("I", "B")
+    assert [name for name in SCHEDULES if not has_backward(name)] == [*LEFT_OUT["schedules"]]
+
+
+def test_each_word_of_kernels_is_explained_by_its_name(monkeypatch, capsys):
+    for command in ("train", "kernels"):
+        texts = {flag.name: flag.text for flag in help_of(command, monkeypatch, capsys)[1]}
+        assert all(f"{word}: " in texts["--kernels"] for word in KERNEL_WORDS)
+
+
+def test_a_flag_that_takes_none_says_what_it_does(monkeypatch, capsys):
+    flags = {flag.name: flag for flag in help_of("train", monkeypatch, capsys)[1]}
+    assert flags["--optimizer.clip"].invocation == "--optimizer.clip FLOAT|None"
+    assert "None disables" in flags["--optimizer.clip"].text
+    flags = {flag.name: flag for flag in help_of("generate", monkeypatch, capsys)[1]}
+    assert flags["--top-k"].invocation == "--top-k INT|None"
+    assert "None allows all" in flags["--top-k"].text
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_config_is_among_the_options_of_those_that_take_it(command, monkeypatch, capsys):
+    flags = {flag.name: flag for flag in help_of(command, monkeypatch, capsys)[1]}
+    assert ("--config" in flags) == (command in TAKE_CONFIG)
+    if command in TAKE_CONFIG:
+        assert flags["--config"].box == "options"
+
+
+def test_two_files_of_configuration_are_refused(capfd):
+    with pytest.raises(SystemExit, match=r"^2$"):
+        main(["train", "--config", "a.yaml", "--config=b.yaml"])
+    assert "--config" in capfd.readouterr().err
+
+
+def test_a_default_of_the_configuration_is_shown(tmp_path, monkeypatch, capsys):
+    path = tmp_path / "run.yaml"
+    path.write_text("log: {valid_every: 5}\noptimizer: {clip: null}\ndata: {train: [a, b]}\n")
+    told = help_of(f"train --config {path}", monkeypatch, capsys)[1]
+    texts = {flag.name: flag.text for flag in told}
+    assert texts["--log.valid-every"].endswith("(default: 5)")
+    assert texts["--data.train"].endswith("(default: a b)")
+    assert texts["--optimizer.clip"].endswith("(default: none)")
+
+
+def test_what_few_need_stands_last(monkeypatch, capsys):
+    flags = help_of("train", monkeypatch, capsys)[1]
+    assert [flag.name for flag in flags[:4]] == ["-h", "--config", "--out", "--steps"]
+    boxes = list(dict.fromkeys(flag.box.removesuffix(" options") for flag in flags))
+    assert boxes == ["options", *(box for box in BOXES if box != "sampling"), "context"]
+    for box in ("options", "model options", "mesh options"):
+        names = [f.name.split(".")[-1].lstrip("-") for f in flags if f.box == box]
+        rare = [name for name in RARE if name.replace("_", "-") in names]
+        assert names[-len(rare) :] == [name.replace("_", "-") for name in rare]
+    assert [flag.name for flag in flags if flag.box == "mesh options"][-2:] == [
+        "--mesh.expert",
+        "--mesh.row",
+    ]
+
+
+def test_hfjax_alone_says_what_it_is_and_where_to_begin(capsys):
+    assert main([]) == 0
+    told = capsys.readouterr().out
+    assert told.startswith("hfjax: parallel training in JAX")
+    assert "Start with `hfjax demo`, then `hfjax train`." in told
+    listed = re.findall(r"^  (\w+) +(\w+) .*$", told, re.MULTILINE)
+    assert [name for name, _ in listed] == list(COMMANDS)
+    verbs = {"train", "evaluate", "write", "make", "show", "start", "estimate", "find"}
+    assert {verb for _, verb in listed} == verbs
+    assert max(map(len, told.splitlines())) <= LIMIT
