@@ -31,7 +31,7 @@ gpu:  ## on a machine with a GPU, in ten minutes: its tests and benchmarks; inst
 	PYTHONPATH=. $(PYTHON) -m benchmarks.gpu $(GPU)
 
 docs: $(VENV)/ok  ## build/docs/index.html: these pages with a reference and a search, as a site
-	$(PY) docs/site/build.py
+	$(PY) -m docs.site.build
 
 lint: $(VENV)/ok
 	$(VENV)/bin/ruff format --check .

@@ -28,6 +28,7 @@ SMALL = {  # what is too long for a test, and what stands for it
         "--out runs/first ": f"--out runs/first --steps 2 --log.sample 0 {SMALL_GPT} ",
         "--cpu-devices 8 --out runs/fsdp": f"--out runs/fsdp --steps 2 --log.sample 0 {SMALL_GPT}",
         "--out runs/two": f"--out runs/two --steps 2 --log.sample 0 {SMALL_GPT}",
+        "eval runs/first ": "eval runs/first --batches 2 ",
         '--prompt "def "': '--prompt "def " --tokens 4',
         "gpt-medium --precision bf16": "gpt-tiny --batch 4",
         "--gpu h100 --count 8": "--gpu h100 --count 2",

@@ -1,11 +1,11 @@
 """`hfjax COMMAND --help`: each flag in one line, its choices from the tables of the code."""
 
 import re
-from typing import NamedTuple
 
 import pytest
 
 import hfjax
+from docs.site.flags import Flag, help_of
 from hfjax.__main__ import COMMANDS, main
 from hfjax.cli.words import BOXES, CHOICES, LEFT_OUT, RARE, choices
 from hfjax.machines.machine import MACHINES
@@ -20,57 +20,10 @@ from hfjax.run.chosen_model import presets
 from hfjax.target import GPUS
 
 LIMIT = 90  # characters of a line, its default included; the words of a table apart
-COLUMNS = "129"  # of the terminal: with one more the boxes stand in two columns
 TAKE_CONFIG = ("train", "memory", "plan")
 TRAINING = tuple(name for name in SCHEDULES if name != "forward")
 STARTS = re.compile(r"(Of|And|With|How|What|Which|Who|Where|If|None)\b")  # of half a sentence
 FORMER = re.compile(r"\bNone: |by default")
-
-
-class Flag(NamedTuple):
-    """A flag as --help shows it."""
-
-    box: str
-    invocation: str
-    text: str
-
-    @property
-    def name(self) -> str:
-        """The long name, without its value and its opposite."""
-        return self.invocation.split(",")[-1 if self.invocation.startswith("-n") else 0].split()[0]
-
-
-def help_of(command, monkeypatch, capsys):
-    """Return what is printed, and the flags in it."""
-    monkeypatch.setenv("COLUMNS", COLUMNS)
-    with pytest.raises(SystemExit, match=r"^0$"):
-        main([*command.split(), "--help"])
-    told = capsys.readouterr().out
-    return told, list(flags_in(told))
-
-
-TITLE = re.compile(r"(?:╭─ | |)((?:[a-z]+ )?(?:options|arguments)):?(?: +─*╮?)?")
-
-
-def flags_in(told):
-    """Yield the flags of a help text: of boxes, drawn with lines or with dashes, and of lists."""
-    box, found = "", []
-    for line in told.splitlines():
-        inner = line[2:-2].rstrip() if line.startswith("│") else line[2:].rstrip()
-        if title := TITLE.fullmatch(line):
-            box = title[1]
-        elif not inner or line.startswith("╰"):
-            yield from (Flag(*entry) for entry in found)
-            found = []
-        elif set(line.strip(" │")) <= set("─-"):
-            found = []  # that was the box's own text
-        elif box and not inner.startswith(" "):
-            invocation, *text = re.split(r"\s{2,}", inner, maxsplit=1)
-            found.append([box, invocation, "".join(text)])
-        elif box:
-            before = found[-1][2]
-            found[-1][2] = before + " " * (before[-1:] not in ("", "-")) + inner.strip()
-    yield from (Flag(*entry) for entry in found)
 
 
 def faults(flags):
@@ -105,8 +58,8 @@ def _without_tables(text):
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_each_flag_has_one_line_of_help(command, monkeypatch, capsys):
-    told, flags = help_of(command, monkeypatch, capsys)
+def test_each_flag_has_one_line_of_help(command):
+    told, flags = help_of(command)
     assert faults(flag for flag in flags if flag.name != "-h") == []
     assert "-h" in {flag.name for flag in flags}
     assert not re.search(r"\bfake\b|tells?\b|wants?\b", told)
@@ -115,13 +68,13 @@ def test_each_flag_has_one_line_of_help(command, monkeypatch, capsys):
     assert about.endswith(".")
 
 
-def test_many_flags_are_read(monkeypatch, capsys):
-    names = {flag.name for flag in help_of("train", monkeypatch, capsys)[1]}
+def test_many_flags_are_read():
+    names = {flag.name for flag in help_of("train")[1]}
     assert {"--steps", "--model.new-head", "--mesh.row", "--context.order", "-h"} <= names
     assert len(names) > 90
-    assert [flag.name for flag in help_of("eval", monkeypatch, capsys)[1]][:2] == ["PATH", "-h"]
-    assert "--processes" in {flag.name for flag in help_of("launch", monkeypatch, capsys)[1]}
-    assert {"name", "--from"} <= {f.name for f in help_of("schedule", monkeypatch, capsys)[1]}
+    assert [flag.name for flag in help_of("eval")[1]][:2] == ["PATH", "-h"]
+    assert "--processes" in {flag.name for flag in help_of("launch")[1]}
+    assert {"name", "--from"} <= {f.name for f in help_of("schedule")[1]}
 
 
 @pytest.mark.parametrize(
@@ -155,8 +108,8 @@ def test_what_is_wrong_is_found_and_the_flag_named(text, invocation, fault):
         ("schedule", "name", tuple(SCHEDULES)),
     ],
 )
-def test_the_help_lists_the_words_of_the_table(command, flag, words, monkeypatch, capsys):
-    texts = {flag.name: flag.text for flag in help_of(command, monkeypatch, capsys)[1]}
+def test_the_help_lists_the_words_of_the_table(command, flag, words):
+    texts = {flag.name: flag.text for flag in help_of(command)[1]}
     assert ", ".join(words) in texts[flag]
 
 
@@ -173,8 +126,8 @@ def test_the_help_lists_the_words_of_the_table(command, flag, words, monkeypatch
         ("train", "--optimizer.decay", ("cosine", "linear", "constant")),
     ],
 )
-def test_the_value_of_a_flag_is_one_of_the_table(command, flag, words, monkeypatch, capsys):
-    told = {flag.name: flag.invocation for flag in help_of(command, monkeypatch, capsys)[1]}
+def test_the_value_of_a_flag_is_one_of_the_table(command, flag, words):
+    told = {flag.name: flag.invocation for flag in help_of(command)[1]}
     listed = re.search(r"\{(.*)\}", told[flag])
     assert listed, told[flag]
     assert sorted(listed[1].split(",")) == sorted(words)
@@ -189,24 +142,24 @@ def test_what_the_help_says_of_words_is_so():
     assert [name for name in SCHEDULES if not has_backward(name)] == [*LEFT_OUT["schedules"]]
 
 
-def test_each_word_of_kernels_is_explained_by_its_name(monkeypatch, capsys):
+def test_each_word_of_kernels_is_explained_by_its_name():
     for command in ("train", "kernels"):
-        texts = {flag.name: flag.text for flag in help_of(command, monkeypatch, capsys)[1]}
+        texts = {flag.name: flag.text for flag in help_of(command)[1]}
         assert all(f"{word}: " in texts["--kernels"] for word in KERNEL_WORDS)
 
 
-def test_a_flag_that_takes_none_says_what_it_does(monkeypatch, capsys):
-    flags = {flag.name: flag for flag in help_of("train", monkeypatch, capsys)[1]}
+def test_a_flag_that_takes_none_says_what_it_does():
+    flags = {flag.name: flag for flag in help_of("train")[1]}
     assert flags["--optimizer.clip"].invocation == "--optimizer.clip FLOAT|None"
     assert "None disables" in flags["--optimizer.clip"].text
-    flags = {flag.name: flag for flag in help_of("generate", monkeypatch, capsys)[1]}
+    flags = {flag.name: flag for flag in help_of("generate")[1]}
     assert flags["--top-k"].invocation == "--top-k INT|None"
     assert "None allows all" in flags["--top-k"].text
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_config_is_among_the_options_of_those_that_take_it(command, monkeypatch, capsys):
-    flags = {flag.name: flag for flag in help_of(command, monkeypatch, capsys)[1]}
+def test_config_is_among_the_options_of_those_that_take_it(command):
+    flags = {flag.name: flag for flag in help_of(command)[1]}
     assert ("--config" in flags) == (command in TAKE_CONFIG)
     if command in TAKE_CONFIG:
         assert flags["--config"].box == "options"
@@ -218,18 +171,18 @@ def test_two_files_of_configuration_are_refused(capfd):
     assert "--config" in capfd.readouterr().err
 
 
-def test_a_default_of_the_configuration_is_shown(tmp_path, monkeypatch, capsys):
+def test_a_default_of_the_configuration_is_shown(tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text("log: {valid_every: 5}\noptimizer: {clip: null}\ndata: {train: [a, b]}\n")
-    told = help_of(f"train --config {path}", monkeypatch, capsys)[1]
+    told = help_of(f"train --config {path}")[1]
     texts = {flag.name: flag.text for flag in told}
     assert texts["--log.valid-every"].endswith("(default: 5)")
     assert texts["--data.train"].endswith("(default: a b)")
     assert texts["--optimizer.clip"].endswith("(default: none)")
 
 
-def test_what_few_need_stands_last(monkeypatch, capsys):
-    flags = help_of("train", monkeypatch, capsys)[1]
+def test_what_few_need_stands_last():
+    flags = help_of("train")[1]
     assert [flag.name for flag in flags[:4]] == ["-h", "--config", "--out", "--steps"]
     boxes = list(dict.fromkeys(flag.box.removesuffix(" options") for flag in flags))
     assert boxes == ["options", *(box for box in BOXES if box != "sampling"), "context"]

@@ -4,7 +4,8 @@ import sys
 from pathlib import Path
 
 from sphinx.cmd.build import main
-from stage import ROOT, stage
+
+from docs.site.stage import ROOT, stage
 
 
 def build(out: Path) -> int:

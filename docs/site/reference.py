@@ -13,6 +13,9 @@ from pathlib import Path
 
 import jax
 
+from docs.site.flags import help_of
+from hfjax.__main__ import COMMANDS
+
 ROOT = Path(__file__).parents[2]
 
 API = {  # page: (its title, {heading: public names, module:name})
@@ -122,13 +125,14 @@ API = {  # page: (its title, {heading: public names, module:name})
         },
     ),
 }
-PAGES = [*API, "presets", "combines", "exit_codes", "versions"]
+PAGES = [*API, "flags", "presets", "combines", "exit_codes", "versions"]
 
 
 def pages() -> Iterator[tuple[str, str]]:
     """Yield the name and the text of each page."""
     for name, (title, groups) in API.items():
         yield name, _api(title, groups)
+    yield "flags", _flags()
     yield "presets", _presets()
     yield "combines", _combines()
     yield "exit_codes", _exit_codes()
@@ -167,6 +171,21 @@ def _table(head: tuple[str, ...], rows: list[tuple[str, ...]], searchable: bool 
     lines = [head, ("---",) * len(head), *rows]
     table = "\n".join("| " + " | ".join(map(cell, line)) + " |" for line in lines)
     return f"::::{{div}} searchable\n\n{table}\n\n::::" if searchable else table
+
+
+def _flags() -> str:
+    parts = [
+        "# Commands and flags",
+        "What `hfjax COMMAND --help` prints. `--model.preset` is the field `preset` of `model` in a "
+        "YAML file for `--config`, and in `hfjax.run.Train`.",
+    ]
+    for command, (what, _) in COMMANDS.items():
+        shown = [flag for flag in help_of(command)[1] if flag.name not in ("-h", "-h,")]
+        box = lambda flag: "" if flag.box == "options" else flag.box.removesuffix(" options")
+        rows = [(f"`{flag.invocation}`", flag.text, box(flag)) for flag in shown]
+        parts += [f"## hfjax {command}", f"{what[0].upper()}{what[1:]}."]
+        parts += [_table(("flag", "what it says", "group"), rows)] if rows else []
+    return "\n\n".join([*parts, ""])
 
 
 def _presets() -> str:

@@ -10,7 +10,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-import reference
+from docs.site import reference
 
 ROOT = Path(__file__).parents[2]
 RESULTS = "benchmarks/results"
