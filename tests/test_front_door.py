@@ -23,7 +23,7 @@ from hfjax.cli.launch import split
 from hfjax.processes import distributed
 from hfjax.processes.distributed import Cluster, init_distributed
 from hfjax.processes.ports import free_port
-from hfjax.run import Parts, Train, train
+from hfjax.run import Parts, Result, Train, train
 from hfjax.run.build import check_used, mesh_of, strategy_of
 from hfjax.run.chosen_model import choose
 from hfjax.run.config import (
@@ -411,6 +411,32 @@ def test_a_flag_at_its_default_and_one_that_a_configuration_uses_pass():
     for config in piped[:2]:
         given = replace(config, pipeline=Pipeline(microbatches=4))
         check_used([Train(pipeline=given.pipeline), given], ["--pipeline.microbatches=4"])
+
+
+@pytest.mark.parametrize(
+    ("gpus", "more", "warns"),
+    [
+        (["0", "1"], [], True),
+        ([], [], False),
+        (["0"], ["--cpu-devices", "None"], False),
+        (["0"], ["--cpu-devices", "4"], False),
+    ],
+)
+def test_a_file_that_asks_for_simulated_devices_where_gpus_are_is_a_warning(
+    tmp_path, monkeypatch, capsys, gpus, more, warns
+):
+    """As runs of early versions saved it: the file of such a run is in tests/before."""
+    given = []
+    monkeypatch.setattr("hfjax.cli.run.start", given.append)
+    monkeypatch.setattr("hfjax.cli.run.visible_gpus", lambda: gpus)
+    monkeypatch.setattr("hfjax.cli.run.train", lambda config: Result(None, 1, None, None, None))
+    (tmp_path / "config.yaml").write_text("steps: 1\ncpu_devices: 8\n")
+    assert main(["train", "--config", str(tmp_path / "config.yaml"), *more]) == 0
+    err = capsys.readouterr().err
+    told = "config says cpu_devices: 8. This run computes on simulated CPU devices, and not on the "
+    assert (told in err) == warns
+    assert ("2 GPUs of this machine. To use the GPUs, give --cpu-devices None." in err) == warns
+    assert given[0].cpu_devices == {"None": None, "4": 4}.get("".join(more[1:]), 8)
 
 
 def test_any_number_of_rows_is_evaluated_each_row_once(run, monkeypatch, capsys):
