@@ -19,6 +19,7 @@ from hfjax.__main__ import main
 from hfjax.base.exits import carried_out, ending_in_words
 from hfjax.base.progress import said_while
 from hfjax.base.tables import harmless
+from hfjax.checkpoint import reading
 from hfjax.cli.launch import split
 from hfjax.processes import distributed
 from hfjax.processes.distributed import Cluster, init_distributed
@@ -491,6 +492,29 @@ def test_what_reads_a_run_lays_it_out_as_the_run_was_if_that_fits(
         said = "FSDP|TENSOR" in err or "fsdp+tensor" in err
         assert said == (more == ["--devices", "2"]), err
     assert len(told) == 1
+
+
+def test_what_evaluates_a_run_divides_parameters_as_the_run_and_reads_nothing_else(
+    data, tmp_path, made, monkeypatch
+):
+    wide = Model(preset="gpt-tiny", length=16, layers=1, heads=2, embed=64)
+    log = replace(QUIET, valid_every=0)
+    config = small(tmp_path / "run", data, steps=1, log=log, model=wide, strategy="fsdp")
+    train(config)
+    read = []
+    load = reading._load
+    spy = lambda path, wanted, where: read.extend(wanted) or load(path, wanted, where)
+    monkeypatch.setattr(reading, "_load", spy)
+    assert main(["eval", str(config.out), "--batches", "1"]) == 0
+    assert {path.partition("/")[0] for path in read} == {"params"}  # of a GPT without dropout
+    params = jax.tree.leaves(made[-1][1].params)
+    assert not jax.tree.leaves(made[-1][1].optimizer)
+    large = [x for x in params if x.size >= 16384]  # smaller ones are whole under FSDP
+    assert len(large) == 3
+    for x in large:
+        assert {shard.data.nbytes for shard in x.addressable_shards} == {x.nbytes // 8}
+    here = sum(x.addressable_shards[0].data.nbytes for x in params)
+    assert here < 0.4 * sum(x.nbytes for x in params)
 
 
 def test_generate_shows_control_characters_on_a_terminal(run, monkeypatch, capsys):
