@@ -60,6 +60,8 @@ SMALL = {  # what is too long for a test, and what stands for it
     },
     "docs/long_sequences.md": {EIGHT: "", "length=256, layers=2": "length=256, layers=1"},
     "docs/memory.md": {
+        EIGHT: "",
+        "GPTConfig.tiny()": "GPTConfig.tiny(layers=4, embed=32)",
         "gpt-medium --model.length 4096 --vocab 50304": f"gpt-tiny {SMALL_GPT} --vocab 512",
         "8GiB": "1MiB",
     },
@@ -166,14 +168,6 @@ def for_data(names: dict[str, Any]) -> dict[str, Any]:
     return trained({**names, "init": lambda rngs: MLPs(names["config"], rngs=rngs)})
 
 
-def for_memory(names: dict[str, Any]) -> dict[str, Any]:
-    block, schedule = nnx.Linear(8, 8, rngs=nnx.Rngs(0)), hfjax.Schedule("1f1b", 8)
-    mesh = hfjax.make_mesh(pipe=4, data=2)
-    config = replace(names["config"], layers=4)
-    staged = hfjax.layout(lambda rngs: GPT(config, rngs=rngs), optax.adamw(1e-3), mesh, hfjax.PIPE)
-    return trained(names) | {"block": block, "schedule": schedule, "staged": staged}
-
-
 def for_migration(names: dict[str, Any]) -> dict[str, Any]:
     page = (ROOT / "docs/migration.md").read_text(encoding="utf-8")
     Path("zero2.json").write_text(re.findall(r"(?s)```json\n(.*?)```", page)[0])
@@ -242,7 +236,6 @@ MAKES = {
     "docs/checkpoints.md": for_checkpoints,
     "docs/data.md": for_data,
     "docs/kernels.md": trained,
-    "docs/memory.md": for_memory,
     "docs/migration.md": for_migration,
     "docs/optimizers.md": for_optimizers,
     "docs/pipelines.md": for_pipelines,
