@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import combinations
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +25,7 @@ from hfjax.cli.launch import split
 from hfjax.processes import distributed
 from hfjax.processes.distributed import Cluster, init_distributed
 from hfjax.processes.ports import free_port
-from hfjax.run import Parts, Result, Train, train
+from hfjax.run import Parts, Train, train
 from hfjax.run.build import check_used, mesh_of, strategy_of
 from hfjax.run.chosen_model import choose
 from hfjax.run.config import (
@@ -430,7 +431,7 @@ def test_a_file_that_asks_for_simulated_devices_where_gpus_are_is_a_warning(
     given = []
     monkeypatch.setattr("hfjax.cli.run.start", given.append)
     monkeypatch.setattr("hfjax.cli.run.visible_gpus", lambda: gpus)
-    monkeypatch.setattr("hfjax.cli.run.train", lambda config: Result(None, 1, None, None, None))
+    monkeypatch.setattr("hfjax.cli.run.train", lambda config: SimpleNamespace(reason=None))
     (tmp_path / "config.yaml").write_text("steps: 1\ncpu_devices: 8\n")
     assert main(["train", "--config", str(tmp_path / "config.yaml"), *more]) == 0
     err = capsys.readouterr().err
