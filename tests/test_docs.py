@@ -27,7 +27,6 @@ SMALL = {  # what is too long for a test, and what stands for it
         EIGHT: "",
         "--out runs/first ": f"--out runs/first --steps 2 --log.sample 0 {SMALL_GPT} ",
         "--cpu-devices 8 --out runs/fsdp": f"--out runs/fsdp --steps 2 --log.sample 0 {SMALL_GPT}",
-        "--out runs/two": f"--out runs/two --steps 2 --log.sample 0 {SMALL_GPT}",
         "eval runs/first ": "eval runs/first --batches 2 ",
         '--prompt "def "': '--prompt "def " --tokens 4',
         "gpt-medium --precision bf16": "gpt-tiny --batch 4",
@@ -46,6 +45,8 @@ SMALL = {  # what is too long for a test, and what stands for it
     },
     "docs/long_sequences.md": {EIGHT: "", "length=256, layers=2": "length=256, layers=1"},
     "docs/memory.md": {
+        EIGHT: "",
+        "GPTConfig.tiny()": "GPTConfig.tiny(layers=4, embed=32)",
         "gpt-medium --model.length 4096 --vocab 50304": f"gpt-tiny {SMALL_GPT} --vocab 512",
         "8GiB": "1MiB",
     },

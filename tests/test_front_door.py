@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import combinations
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,7 @@ from hfjax.__main__ import main
 from hfjax.base.exits import carried_out, ending_in_words
 from hfjax.base.progress import said_while
 from hfjax.base.tables import harmless
+from hfjax.checkpoint import reading
 from hfjax.cli.launch import split
 from hfjax.processes import distributed
 from hfjax.processes.distributed import Cluster, init_distributed
@@ -413,6 +415,32 @@ def test_a_flag_at_its_default_and_one_that_a_configuration_uses_pass():
         check_used([Train(pipeline=given.pipeline), given], ["--pipeline.microbatches=4"])
 
 
+@pytest.mark.parametrize(
+    ("gpus", "more", "warns"),
+    [
+        (["0", "1"], [], True),
+        ([], [], False),
+        (["0"], ["--cpu-devices", "None"], False),
+        (["0"], ["--cpu-devices", "4"], False),
+    ],
+)
+def test_a_file_that_asks_for_simulated_devices_where_gpus_are_is_a_warning(
+    tmp_path, monkeypatch, capsys, gpus, more, warns
+):
+    """As runs of early versions saved it: the file of such a run is in tests/before."""
+    given = []
+    monkeypatch.setattr("hfjax.cli.run.start", given.append)
+    monkeypatch.setattr("hfjax.cli.run.visible_gpus", lambda: gpus)
+    monkeypatch.setattr("hfjax.cli.run.train", lambda config: SimpleNamespace(reason=None))
+    (tmp_path / "config.yaml").write_text("steps: 1\ncpu_devices: 8\n")
+    assert main(["train", "--config", str(tmp_path / "config.yaml"), *more]) == 0
+    err = capsys.readouterr().err
+    told = "config says cpu_devices: 8. This run computes on simulated CPU devices, and not on the "
+    assert (told in err) == warns
+    assert ("2 GPUs of this machine. To use the GPUs, give --cpu-devices None." in err) == warns
+    assert given[0].cpu_devices == {"None": None, "4": 4}.get("".join(more[1:]), 8)
+
+
 def test_any_number_of_rows_is_evaluated_each_row_once(run, monkeypatch, capsys):
     monkeypatch.setattr("hfjax.cli.run.start", lambda config: None)
     told = set()
@@ -465,6 +493,29 @@ def test_what_reads_a_run_lays_it_out_as_the_run_was_if_that_fits(
         said = "FSDP|TENSOR" in err or "fsdp+tensor" in err
         assert said == (more == ["--devices", "2"]), err
     assert len(told) == 1
+
+
+def test_what_evaluates_a_run_divides_parameters_as_the_run_and_reads_nothing_else(
+    data, tmp_path, made, monkeypatch
+):
+    wide = Model(preset="gpt-tiny", length=16, layers=1, heads=2, embed=64)
+    log = replace(QUIET, valid_every=0)
+    config = small(tmp_path / "run", data, steps=1, log=log, model=wide, strategy="fsdp")
+    train(config)
+    read = []
+    load = reading._load
+    spy = lambda path, wanted, where: read.extend(wanted) or load(path, wanted, where)
+    monkeypatch.setattr(reading, "_load", spy)
+    assert main(["eval", str(config.out), "--batches", "1"]) == 0
+    assert {path.partition("/")[0] for path in read} == {"params"}  # of a GPT without dropout
+    params = jax.tree.leaves(made[-1][1].params)
+    assert not jax.tree.leaves(made[-1][1].optimizer)
+    large = [x for x in params if x.size >= 16384]  # smaller ones are whole under FSDP
+    assert len(large) == 3
+    for x in large:
+        assert {shard.data.nbytes for shard in x.addressable_shards} == {x.nbytes // 8}
+    here = sum(x.addressable_shards[0].data.nbytes for x in params)
+    assert here < 0.4 * sum(x.nbytes for x in params)
 
 
 def test_generate_shows_control_characters_on_a_terminal(run, monkeypatch, capsys):

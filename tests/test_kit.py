@@ -1,6 +1,7 @@
 """The equality kit sees what it says: losses, metrics, gradients, parameters, variables."""
 
 import re
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -178,6 +179,37 @@ def test_by_default_a_gpt_has_a_pipeline_shared_rows_and_a_grid_too():
     batch = tokens(rows=16)
     found = assert_strategies_agree(gpt(layers=2), next_token_loss, batch, steps=1, accumulate=2)
     assert {"PIPE", "CONTEXT", "GRID", "HSDP+TENSOR+SEQUENCE"} <= found.keys()
+
+
+def test_the_default_cases_on_eight_devices_are_those_of_the_page():
+    """docs/any_model.md has a table of them; README.md rests on it."""
+    found = strategies(8, of_parts=["PIPE", "CONTEXT", "EXPERT", "GRID"])
+    four, eight = {"data": 2, "fsdp": 4}, {"data": 2, "fsdp": 2, "tensor": 2}
+    assert {name: sizes for name, (_, sizes, *_) in found.items()} == {
+        "DDP": {"data": 8},
+        "ZERO1": {"data": 8},
+        "ZERO2": {"data": 8},
+        "FSDP": {"fsdp": 8},
+        "HSDP": four,
+        "ZERO2 on two axes": four,
+        "TENSOR": {"data": 4, "tensor": 2},
+        "TENSOR+SEQUENCE": {"data": 2, "tensor": 4},
+        "FSDP+TENSOR": {"fsdp": 4, "tensor": 2},
+        "ZERO1+TENSOR+SEQUENCE": {"data": 4, "tensor": 2},
+        "HSDP+TENSOR+SEQUENCE": eight,
+        "ZERO2+TENSOR": eight,
+        "PIPE": {"pipe": 2, "data": 4},
+        "CONTEXT": {"context": 2, "data": 4},
+        "EXPERT": {"expert": 2, "data": 4},
+        "GRID": {"row": 2, "tensor": 2, "data": 2},
+    }
+    page = (Path(__file__).parents[1] / "docs/any_model.md").read_text(encoding="utf-8")
+    table = page[page.index("By default these are compared") : page.index("## What to write for")]
+    for name in found:
+        words = (
+            "`ZERO2` on two axes" if "two" in name else f"`{name.replace('+', f' {chr(92)}| ')}`"
+        )
+        assert words in table, name
 
 
 def test_what_a_model_cannot_have_is_left_out_by_default_and_told_with_its_reason(capfd):

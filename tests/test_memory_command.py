@@ -214,6 +214,15 @@ def test_the_picture_is_a_png_also_with_a_part_on_the_host(compared, tmp_path):
     assert (tmp_path / "memory.png").read_bytes()[:4] == b"\x89PNG"
 
 
+def test_a_label_of_the_picture_is_never_on_the_line_of_the_limit():
+    limit, top = 800, 1000
+    for bar in range(0, top, 10):
+        starts = memory_picture._above(bar, limit, top)
+        assert starts >= limit or starts + 0.06 * 1.12 * top <= limit
+        assert starts == bar or 0 <= limit - bar <= 70
+    assert memory_picture._above(500, None, top) == 500
+
+
 def test_the_command_prints_a_table_and_writes_all_numbers(tmp_path):
     flags = (
         "--model.layers 2 --model.embed 32 --model.heads 2 --vocab 64 --cpu-devices 2 --gpu here"

@@ -1,6 +1,6 @@
 """A run: it trains, writes what it did, stops and goes on, on other devices too."""
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from shutil import copytree
 from typing import Any, ClassVar, cast
@@ -18,6 +18,7 @@ from hfjax.cli.words import parsed
 from hfjax.data import Loader, prepare
 from hfjax.processes.watchdog import Watchdog
 from hfjax.run import Parts, Train, evaluate, generate, load, train
+from hfjax.run.chosen_model import presets
 from hfjax.run.config import (
     CheckpointOptions as Checkpoints,
     Data,
@@ -742,6 +743,13 @@ def test_a_configuration_is_saved_to_be_read_from_any_folder(data, tmp_path, mon
     monkeypatch.chdir(data.parent)
     train(small(tmp_path, Path("data"), model=BIGRAMS, steps=1, mesh=ONE))
     assert load(tmp_path / "config.yaml").data.train == (str(data),)
+
+
+def test_the_page_names_every_field_of_a_step_and_every_preset():
+    page = (ROOT / "docs/training.md").read_text(encoding="utf-8")
+    missing = [f.name for f in fields(hfjax.Execution) if f"`{f.name}=" not in page]
+    assert not missing
+    assert not [name for name in presets() if f"`{name}`" not in page]
 
 
 def test_what_belongs_to_a_machine_or_to_one_start_is_not_saved(data, tmp_path):

@@ -26,6 +26,8 @@ from tests.small_run import BIGRAMS, corpus, small, told
 
 STEPS, LONG = 6, 150
 QUIET = Log(every=50, valid_every=0, sample=0)
+ROOT = Path(__file__).parents[1]
+HERE = {"PYTHONPATH": str(ROOT)}
 HFJAX = [sys.executable, "-W", "ignore", "-m", "hfjax"]
 
 
@@ -135,6 +137,31 @@ def test_tensor_across_processes_trains_resumes_evaluates_and_writes_as_in_one(s
     write = ["generate", directory, "--prompt", "mesh", "--tokens", "8", "--temperature", "0"]
     alone = ended(started(*write, "--cpu-devices", "1")).splitlines()[-1]
     assert ended(started(*four, *write, *tensor)).splitlines()[-1] == f"[0] {alone}"
+
+
+@pytest.mark.slow
+def test_the_lines_of_the_readme_work_one_after_the_other_in_processes_of_one_device(
+    tmp_path, monkeypatch
+):
+    """As printed, but for a small model in float32."""
+    monkeypatch.chdir(tmp_path)
+    lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+    line = lambda start, word: next(
+        shlex.split(text, comments=True)[1:]
+        for text in lines
+        if text.startswith(f"hfjax {start}") and word in text
+    )
+    first, second = line("train", "--out runs/fsdp"), line("launch -n 2", "runs/fsdp/config.yaml")
+    first[first.index("bf16")] = "fp32"  # to compare the losses
+    model = ["--model.length", 16, "--model.layers", 1, "--model.heads", 2, "--model.embed", 32]
+    ended(started(*first, *model, "--steps", 3, "--log.sample", 0, **HERE))
+    assert files.load("runs/fsdp/config.yaml").cpu_devices is None  # it is of that start
+    at = second.index("--") + 1
+    assert second[at] == "hfjax"
+    out = ended(started(*second[:at], *HFJAX, *second[at + 1 :], **HERE))
+    assert "FSDP on fsdp=2 (cpu)" in out
+    ones, twos = (list(told(Path("runs") / name).values()) for name in ("fsdp", "two"))
+    np.testing.assert_allclose(twos, ones, rtol=1e-6)
 
 
 def test_a_job_that_hangs_is_started_again_told_to_stop_and_ended_by_one_process(shared, tmp_path):

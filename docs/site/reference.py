@@ -176,7 +176,7 @@ def _table(head: tuple[str, ...], rows: list[tuple[str, ...]], searchable: bool 
 def _flags() -> str:
     parts = [
         "# Commands and flags",
-        "What `hfjax COMMAND --help` prints. `--model.preset` is the field `preset` of `model` in a "
+        "What `hfjax COMMAND --help` prints. A flag `--model.preset` is `preset` of `model` in a "
         "YAML file for `--config`, and in `hfjax.run.Train`.",
     ]
     for command, (what, _) in COMMANDS.items():

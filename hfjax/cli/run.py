@@ -25,6 +25,7 @@ from hfjax.parallel.placement import row_shares
 from hfjax.processes.agreement import say, speaks
 from hfjax.processes.distributed import Cluster, init_distributed
 from hfjax.processes.exit_codes import exit_code
+from hfjax.processes.launcher import visible_gpus
 from hfjax.processes.stop import leaving
 from hfjax.run import files
 from hfjax.run.build import Parts, check_used, mesh_of, whole, without_optimizer
@@ -66,10 +67,29 @@ def train_command(argv: Sequence[str]) -> int:
         config = parsed(Train, rest, "train", default, config=True)
         check_used([config], rest)
         start(config)
+        _check_cpu_devices(config, default)
         config, setup = with_file(config, rest, config.devices or jax.device_count())
         if setup is not None:
             say(str(setup))
         return exit_code(train(config).reason)
+
+
+def _check_cpu_devices(config: Train, file: Train) -> None:
+    """Warn of simulated devices that a configuration file asks for where there are GPUs.
+
+    Runs do not save them, but early versions did.
+    """
+    asked = file.cpu_devices
+    if asked is None or config.cpu_devices != asked or not speaks():
+        return
+    if gpus := len(visible_gpus()):
+        print(
+            f"hfjax train: warning: the file of --config says cpu_devices: {asked}. This run "
+            f"computes on simulated CPU devices, and not on the {gpus} GPUs of this machine. To "
+            "use the GPUs, give --cpu-devices None.",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def config_of(argv: Sequence[str]) -> tuple[Train, list[str]]:

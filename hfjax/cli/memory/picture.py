@@ -23,6 +23,7 @@ HOST = {
     "master weights": ("host_master", "#e6a5cf"),
     "kept by layers": ("host_stashes", "#f2bc6b"),
 }
+ROOM, LABEL = 1.12, 0.06  # above the highest bar, a factor; what a label takes of the axis
 UNITS = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 
 
@@ -63,6 +64,9 @@ def _device(axes: Any, report: Report) -> None:
     estimates = report.estimates
     _stack(axes, estimates, PARTS)
     tops = [max(e.known, e.peak) for e in estimates]
+    limit, top = report.memory, max(tops)
+    if limit is not None and limit < 4 * top:
+        top = max(top, limit)
     for x, e in enumerate(estimates):
         rest = max(e.peak - e.known, 0)
         label = "other temporaries (compiled)" if x == 0 else None
@@ -70,21 +74,25 @@ def _device(axes: Any, report: Report) -> None:
         axes.hlines(e.peak, x - 0.37, x + 0.37, color=INK, linewidth=2)
         weight = "bold" if x == 0 else "normal"
         axes.annotate(
-            human(e.peak), (x, max(e.known, e.peak)), (0, 4), textcoords="offset points",
+            human(e.peak), (x, _above(tops[x], limit, top)), (0, 4), textcoords="offset points",
             ha="center", va="bottom", fontsize=9, fontweight=weight, color=INK,
             bbox={"facecolor": "white", "edgecolor": "none", "pad": 1},  # over the limit's line
         )  # fmt: skip
     axes.plot([], [], color=INK, linewidth=2, label="peak as compiled")
-    limit, top = report.memory, max(tops)
     if limit is not None:
         axes.plot([], [], color=LIMIT, linestyle="--", label=f"{report.device}: {human(limit)}")
-        if limit < 4 * top:
+        if limit <= top:
             axes.axhline(limit, color=LIMIT, linestyle="--", linewidth=1.3)
-            top = max(top, limit)
     _finish(axes, _names(report), "device", top)
     axes.legend(
         *_from_above(axes), fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0)
     )
+
+
+def _above(bar: int, limit: int | None, top: int) -> int:
+    """Return where the label of a bar begins: above the limit, if it would be on its line."""
+    on_line = limit is not None and bar <= limit < bar + LABEL * ROOM * top
+    return limit if limit is not None and on_line else bar
 
 
 def _from_above(axes: Any) -> tuple[list[Any], list[str]]:
@@ -108,7 +116,7 @@ def _stack(axes: Any, estimates: Any, parts: dict[str, tuple[str, str]]) -> None
 def _finish(axes: Any, names: list[str], what: str, top: int) -> None:
     """Scale and label the axes."""
     unit, letter = next(((u, n) for u, n in UNITS if top >= u), (1, "B"))
-    axes.set_ylim(0, max(top, 1) * 1.12)
+    axes.set_ylim(0, max(top, 1) * ROOM)
     axes.yaxis.set_major_formatter(lambda value, _: f"{value / unit:g}")
     axes.yaxis.set_major_locator(_ticks(unit, top))
     axes.set_ylabel(f"{letter} ({what})", fontsize=9, color=INK)
