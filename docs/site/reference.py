@@ -128,12 +128,12 @@ API = {  # page: (its title, {heading: public names, module:name})
 PAGES = [*API, "flags", "presets", "combines", "exit_codes", "versions"]
 
 
-def pages() -> Iterator[tuple[str, str]]:
-    """Yield the name and the text of each page."""
+def pages(presets: bool = True) -> Iterator[tuple[str, str]]:
+    """Yield the name and the text of each page; the page of presets takes half a minute."""
     for name, (title, groups) in API.items():
         yield name, _api(title, groups)
     yield "flags", _flags()
-    yield "presets", _presets()
+    yield "presets", _presets() if presets else "# Presets"
     yield "combines", _combines()
     yield "exit_codes", _exit_codes()
     yield "versions", _versions()

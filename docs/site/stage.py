@@ -20,7 +20,7 @@ RENAMED = {
     "CHANGELOG.md": "changelog.md",
 }
 SECTIONS = {  # of the site: each page stands in one of them
-    "Start": ["install", "quickstart", "tutorial", "first_gpu_run"],
+    "Start": ["install", "quickstart", "assumed", "tutorial", "first_gpu_run"],
     "How to": [
         *("choose", "memory", "plan", "several_nodes", "processes", "checkpoints", "data"),
         *("training", "evaluate", "profile_and_tune", "any_model", "optimizers", "precision"),
@@ -43,8 +43,8 @@ FENCE = re.compile(r"^```.*?^```[^\n]*$", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"(\]\()([^)\s]+)(\))")
 
 
-def stage(folder: Path) -> None:
-    """Make the folder that Sphinx reads."""
+def stage(folder: Path, presets: bool = True) -> None:
+    """Make the folder that Sphinx reads; without presets, not to count their parameters."""
     shutil.rmtree(folder, ignore_errors=True)
     pages = [ROOT / name for name in RENAMED]
     pages += [*(ROOT / "docs").glob("*.md"), *(ROOT / RESULTS).glob("*.md")]
@@ -56,7 +56,7 @@ def stage(folder: Path) -> None:
     shutil.copytree(ROOT / "docs/pictures", folder / "pictures", dirs_exist_ok=True)
     results = sorted(path.stem for path in (ROOT / RESULTS).glob("*.md"))
     _write(folder / "results/index.md", _results(results))
-    for name, text in reference.pages():
+    for name, text in reference.pages(presets):
         _write(folder / f"reference/{name}.md", text)
 
 

@@ -1,0 +1,79 @@
+"""The site: every page and every public name is in it once, and numbers are those of results."""
+
+import importlib
+import re
+from pathlib import Path
+
+import pytest
+
+import hfjax
+from docs.site import reference
+from docs.site.flags import help_of
+from docs.site.stage import SECTIONS, stage
+from hfjax.__main__ import COMMANDS
+from tests.test_docstrings import MORE, PUBLIC
+
+ROOT = Path(__file__).parents[1]
+SAME = {"hfjax.run:generate": "hfjax:generate"}  # one function, by two names
+
+
+def listed():
+    return [
+        name for _, groups in reference.API.values() for names in groups.values() for name in names
+    ]
+
+
+def test_every_public_name_is_on_one_page():
+    names = [f"{m}:{name}" for m in PUBLIC for name in importlib.import_module(m).__all__]
+    wanted = {SAME.get(name, name) for name in [*names, *MORE]}
+    assert sorted(wanted - set(listed())) == []
+    assert len(listed()) == len(set(listed()))
+
+
+def test_every_public_name_has_a_docstring():
+    silent = [name for name in listed() if not isinstance(reference.the(name), hfjax.Strategy)]
+    assert [name for name in silent if not reference.the(name).__doc__] == []
+
+
+def test_every_page_stands_in_one_section():
+    pages = {path.stem for path in (ROOT / "docs").glob("*.md")}
+    pages |= {f"reference/{name}" for name in reference.PAGES}
+    pages |= {"changelog", "contributing", "results/index"}
+    stand = [page for names in SECTIONS.values() for page in names]
+    assert sorted(stand) == sorted(pages)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_reference_has_every_flag(command):
+    page = dict(reference.pages(presets=False))["flags"]
+    part = page[page.index(f"## hfjax {command}\n") :].split("\n## ")[0]
+    assert [f.name for f in help_of(command)[1] if f.name != "-h" and f.name not in part] == []
+
+
+def test_links_between_pages_lead_to_the_pages_of_the_site(tmp_path):
+    stage(tmp_path, presets=False)
+    text = (tmp_path / "index.md").read_text(encoding="utf-8")
+    assert "](costs.md)" in text
+    assert "](results/gpu.md)" in text
+    assert "](pictures/mesh.svg)" in text
+    for page in tmp_path.rglob("*.md"):
+        prose = re.sub(r"(?s)^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
+        for link in re.findall(r"\]\(([^)\s#]+)(?:#[^)]*)?\)", prose):
+            assert "://" in link or (page.parent / link).exists(), f"{page.name}: {link}"
+
+
+def test_numbers_that_were_measured_are_those_of_the_results():
+    """Each row of README's table names the file that has its numbers."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    table = text[text.index("## Measured") :].split("\n## ")[0]
+    rows = [line for line in table.splitlines() if "benchmarks/results" in line]
+    assert len(rows) >= 3
+    for row in rows:
+        [file] = set(re.findall(r"\((benchmarks/results/[\w.]+)\)", row))
+        results = (ROOT / file).read_text(encoding="utf-8")
+        cells = row.split("|")
+        date = re.search(r"\d{4}-\d\d-\d\d", cells[5])
+        numbers = re.findall(r"\d[\d,.]*\d{2}", " ".join(cells[3:5]))
+        assert date
+        assert numbers
+        assert [n for n in [*numbers, date[0]] if n not in results] == [], row
