@@ -60,7 +60,7 @@ SMALL = {  # what is too long for a test, and what stands for it
     },
     "docs/choose.md": {
         "--model.preset llama3-8b --vocab 128256": f"{SMALL_GPT} --vocab 512",
-        "--count 8 --tokens-per-step 1M": "--count 2 --batch 4",
+        "--count 8 --tokens-per-step 1M": "--count 8 --batch 8",
     },
     "docs/evaluate.md": {
         EIGHT: "",
