@@ -43,10 +43,27 @@ SMALL = {  # what is too long for a test, and what stands for it
         "rows=32, length=256": "rows=8, length=16",
         "share(32": "share(8",
     },
+    "docs/choose.md": {
+        "--model.preset llama3-8b --vocab 128256": f"{SMALL_GPT} --vocab 512",
+        "--count 8 --tokens-per-step 1M": "--count 8 --batch 8",
+    },
+    "docs/evaluate.md": {
+        EIGHT: "",
+        "--cpu-devices 8 --log.sample 0": f"--log.sample 0 {SMALL_GPT}",
+        "eval runs/first\n": "eval runs/first --batch 2048\n",
+        "GPTConfig.tiny()": "GPTConfig.tiny(length=16, layers=1, heads=2, embed=32)",
+        "rows=32, length=64": "rows=2048, length=16",
+        "after 'import os, sys' comes b'e'": "…",
+    },
+    "docs/first_gpu_run.md": {
+        "gpt-small --model.length 1024 --batch 16 --precision bf16 --gpu": (
+            f"gpt-tiny {SMALL_GPT} --vocab 512 --batch 16 --compare none --precision bf16 --gpu"
+        ),
+        "gpt-small --model.length 1024": f"gpt-tiny {SMALL_GPT} --log.sample 0",
+        "--steps 300 --profile 50:53": "--steps 6 --profile 3:5",
+    },
     "docs/long_sequences.md": {EIGHT: "", "length=256, layers=2": "length=256, layers=1"},
     "docs/memory.md": {
-        EIGHT: "",
-        "GPTConfig.tiny()": "GPTConfig.tiny(layers=4, embed=32)",
         "gpt-medium --model.length 4096 --vocab 50304": f"gpt-tiny {SMALL_GPT} --vocab 512",
         "8GiB": "1MiB",
     },
@@ -62,6 +79,7 @@ SMALL = {  # what is too long for a test, and what stands for it
         EIGHT: "",
         "GPTConfig.tiny(layers=8)": "GPTConfig.tiny(layers=8, embed=32)",
     },
+    "docs/plain_jax.md": {EIGHT: ""},
     "docs/plan.md": {
         "gpt-medium --vocab 50304": f"gpt-tiny {SMALL_GPT} --vocab 512",
         "--count 8 --batch 64": "--count 2 --batch 4",
@@ -81,6 +99,17 @@ SMALL = {  # what is too long for a test, and what stands for it
         "GPTConfig.tiny()": "GPTConfig.tiny(layers=1, embed=32)",
     },
     "docs/strategies.md": {EIGHT: ""},
+    "docs/profile_and_tune.md": {
+        EIGHT: "",
+        "--steps 60 --profile 50:53": f"--steps 6 --profile 3:5 {SMALL_GPT}",
+        "GPTConfig.tiny()": "GPTConfig.tiny(layers=1)",
+    },
+    "docs/quickstart.md": {
+        EIGHT: "",
+        "--cpu-devices 8 --log.sample 0": f"--log.sample 0 {SMALL_GPT}",
+        "eval runs/first\n": "eval runs/first --batch 2048\n",
+        "def gerdtma n ng ane s  fceveler.pede nes os": "…",
+    },
     "docs/troubleshooting.md": {
         "--model.preset gpt-small": f"--model.preset gpt-tiny {SMALL_GPT} --vocab 512",
         "--gpu h200 --count 8": "--gpu here --compare none",
@@ -107,6 +136,8 @@ SMALL = {  # what is too long for a test, and what stands for it
 }
 
 ELSEWHERE = {  # commands that are not run here, and where they are
+    "hfjax demo": "test_the_demo_ends_with_the_table_of_the_readme",
+    "--out to-evaluate": "docs/pretrained.md exports a run",
     "--offload auto": "below: it needs what compiles for GPUs",
     "train.py trouble": "a process is killed: tests/test_run_processes.py",
     "--max-restarts 3 -- python train.py": "Ctrl-C: tests/test_run_processes.py",
