@@ -136,7 +136,7 @@ SMALL = {  # what is too long for a test, and what stands for it
 }
 
 ELSEWHERE = {  # commands that are not run here, and where they are
-    "hfjax demo": "test_the_demo_ends_with_the_table_of_the_readme",
+    "hfjax demo": "test_the_demo_ends_with_the_table_of_the_page",
     "--out to-evaluate": "docs/pretrained.md exports a run",
     "--offload auto": "below: it needs what compiles for GPUs",
     "train.py trouble": "a process is killed: tests/test_run_processes.py",
@@ -213,6 +213,12 @@ def test_what_a_page_says_can_be_done(page, tmp_path, monkeypatch):
     made.run(wanted=lambda command: not any(words in command for words in ELSEWHERE))
 
 
+@pytest.mark.parametrize("page", SMALL)
+def test_a_page_says_that_tests_run_it_smaller(page):
+    if set(SMALL[page]) - {EIGHT}:
+        assert "tests run" in (ROOT / page).read_text(encoding="utf-8")
+
+
 def anchors(text: str) -> set[str]:
     """Return what the headings of a page are called in links, as GitHub makes it."""
     heads = re.findall(r"(?m)^#+ (.*)$", re.sub(FENCE, "", text))
@@ -230,7 +236,7 @@ def test_links_lead_somewhere(page):
 
 
 @pytest.mark.slow
-def test_the_demo_ends_with_the_table_of_the_readme():
+def test_the_demo_ends_with_the_table_of_the_page():
     """Collectives, bytes and losses, number for number."""
     told = subprocess.run(
         [sys.executable, "-m", "hfjax", "demo"],
@@ -240,7 +246,7 @@ def test_the_demo_ends_with_the_table_of_the_readme():
         capture_output=True,
     ).stdout
     even = lambda text: [" ".join(line.split()) for line in text.splitlines()]
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs/install.md").read_text(encoding="utf-8")
     [table] = [block.text for block in blocks(text) if "TENSOR+SEQUENCE  " in block.text]
     rows = [line for line in even(table) if "MiB" in line or "KiB" in line]
     assert len(rows) == 10
