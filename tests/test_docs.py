@@ -29,8 +29,7 @@ SMALL = {  # what is too long for a test, and what stands for it
         "--cpu-devices 8 --out runs/fsdp": f"--out runs/fsdp --steps 2 --log.sample 0 {SMALL_GPT}",
         "eval runs/first ": "eval runs/first --batches 2 ",
         '--prompt "def "': '--prompt "def " --tokens 4',
-        "gpt-medium --precision bf16": "gpt-tiny --batch 4",
-        "--gpu h100 --count 8": "--gpu h100 --count 2",
+        "gpt-medium --precision bf16": "gpt-tiny --batch 8",
     },
     "docs/assumed.md": {EIGHT: ""},
     "docs/ahead_of_time.md": {'"h200", 512), data=64': '"h200", 16), data=2'},
@@ -82,10 +81,10 @@ SMALL = {  # what is too long for a test, and what stands for it
     "docs/plain_jax.md": {EIGHT: ""},
     "docs/plan.md": {
         "gpt-medium --vocab 50304": f"gpt-tiny {SMALL_GPT} --vocab 512",
-        "--count 8 --batch 64": "--count 2 --batch 4",
+        "--count 8 --batch 64": "--count 8 --batch 8",
         'tensor=8"\n': 'tensor=2"\n',
-        "batch=16, ": "batch=4, ",
-        "count=4": "count=2",
+        "batch=16, ": "batch=8, ",
+        "count=4": "count=8",
     },
     "docs/pretrained.md": {
         "--valid 0.01": "--valid 0.1",

@@ -53,7 +53,8 @@ def stage(folder: Path, presets: bool = True) -> None:
         if page.name == "README.md":
             text += "\n" + _contents()
         _write(folder / staged(page), text)
-    shutil.copytree(ROOT / "docs/pictures", folder / "pictures", dirs_exist_ok=True)
+    for name in ("pictures", "cluster"):
+        shutil.copytree(ROOT / "docs" / name, folder / name, dirs_exist_ok=True)
     results = sorted(path.stem for path in (ROOT / RESULTS).glob("*.md"))
     _write(folder / "results/index.md", _results(results))
     for name, text in reference.pages(presets):
@@ -87,7 +88,7 @@ def _linked(page: Path, text: str, folder: Path) -> str:
             return link[0]
         target = (page.parent / path).resolve()
         if target.is_dir():
-            target /= "__init__.py"
+            target /= "index.md" if target == ROOT / RESULTS else "__init__.py"
         place = staged(target)
         if place.parts[0] == "source" and target.exists():
             (folder / place).parent.mkdir(parents=True, exist_ok=True)
