@@ -43,7 +43,7 @@ class Sampling:
     """Only among so many of the likeliest; None: among all."""
     seed: int = 0
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         least = 0 if is_real(self.temperature, 0, 0) else COLDEST
         warm = is_real(self.temperature, least, HOTTEST)
         if not warm or not (self.top_k is None or is_whole(self.top_k, 1)):
