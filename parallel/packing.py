@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
-from hfjax.base.paths import Flat, Index, Shaped, Tree
+from hfjax.base.paths import Flat, Index, Tree
 from hfjax.base.varying import alike
 from hfjax.parallel.arrangement import Arrangement
 from hfjax.parallel.autodiff.program import piece
@@ -170,7 +170,7 @@ class PackedLayers:
         return {path: take(place).reshape(place.shape) for path, place in self.places.items()}
 
 
-def _name(array: Shaped) -> str:
+def _name(array: Any) -> str:
     if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
         raise ValueError(
             f"layers of a list hand on a random key {array.dtype}{list(array.shape)}: in a "

@@ -18,15 +18,11 @@ def project(place: Callable, x_BSI: jax.Array, kernel_IO: jax.Array) -> jax.Arra
     return x_BSI @ kernel_IO
 
 
-def _forward(
-    place: Callable, x_BSI: jax.Array, kernel_IO: jax.Array
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+def _forward(place: Callable, x_BSI: jax.Array, kernel_IO: jax.Array) -> tuple:
     return x_BSI @ kernel_IO, (x_BSI, kernel_IO)
 
 
-def _backward(
-    place: Callable, saved: tuple[jax.Array, jax.Array], dy_BSO: jax.Array
-) -> tuple[jax.Array, ...]:
+def _backward(place: Callable, saved: tuple[jax.Array, jax.Array], dy_BSO: jax.Array) -> tuple:
     x_BSI, kernel_IO = saved
     dy = place(dy_BSO)
     rows = lambda a: a.reshape(-1, a.shape[-1])

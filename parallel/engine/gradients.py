@@ -77,7 +77,7 @@ class Plane(ABC):
 
     def gradients(
         self, parameters: Flat, variables: Flat, batch: Any, step: jax.Array, seed: Any = None
-    ) -> tuple[Flat, Any, Flat]:
+    ) -> tuple:
         """Return (gradients of the total, placed as the moments; Mean; variables written to).
 
         With a seed, the cotangent of the loss, they are larger; `context.traced.seed` says by what.
@@ -85,12 +85,10 @@ class Plane(ABC):
         """
         context = self.context
 
-        def device(
-            parameters: Flat, variables: Flat, batch, step: jax.Array, seed
-        ) -> tuple[Flat, Any, Flat, Flat]:
+        def device(parameters: Flat, variables: Flat, batch, step: jax.Array, seed) -> tuple:
             context.traced.begin(context.placed, seed and seed.of(batch))
 
-            def run(dealt: bool) -> tuple[Flat, Any, Flat]:
+            def run(dealt: bool) -> tuple:
                 context.traced.begin(context.placed, context.traced.seed)
                 known, of = context.blueprint.variables, (context.mesh, variables, rows_of(batch))
                 keys, statistics = keys_here(known, *of, step, context.sees_all_rows, dealt)
@@ -174,9 +172,7 @@ class Plane(ABC):
         """Return this device's rows as parts of the microbatches of one device."""
         return jax.tree.map(partial(deal_rows, self.context.side, self.pieces), batch)
 
-    def _accumulate(
-        self, microbatch: Callable, statistics: Flat, batch: Any, dealt: bool
-    ) -> tuple[Flat, Any, Flat]:
+    def _accumulate(self, microbatch: Callable, statistics: Flat, batch: Any, dealt: bool) -> tuple:
         """Return gradients, Mean and statistics after all microbatches of this device."""
         context, count = self.context, self.context.execution.accumulate
         deal = partial(deal_rows, context.side, self.pieces)
@@ -190,9 +186,7 @@ class Plane(ABC):
             found = (*found[:2], found[2] | back)
         return found
 
-    def _one_by_one(
-        self, microbatch: Callable, statistics: Flat, batch: Any, count: int
-    ) -> tuple[Flat, Any, Flat]:
+    def _one_by_one(self, microbatch: Callable, statistics: Flat, batch: Any, count: int) -> tuple:
         """Return the same of batches that are dealt."""
         context = self.context
         if count == 1:
@@ -246,9 +240,7 @@ class AutodiffPlane(Plane):
         """Return (statistics, batch, number) -> (gradients, Mean, statistics) of one microbatch."""
         context = self.context
 
-        def total(
-            slots: Flat, statistics: Flat, batch, number: Index
-        ) -> tuple[jax.Array, tuple[Mean, Flat]]:
+        def total(slots: Flat, statistics: Flat, batch, number: Index) -> tuple:
             variables = {**statistics, **keys(None, number, rows_of(batch))}
             stored = context.stored(parameters, slots)
             mean, changed = self.model.loss(stored, variables, batch, "train")

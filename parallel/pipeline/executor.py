@@ -113,15 +113,13 @@ class Pipeline:
         return passes(self._known_of_one, self._no_gradients, self._x, self._split)
 
     @property
-    def _known_of_one(self) -> tuple[Flat, jax.Array, Index]:
+    def _known_of_one(self) -> tuple:
         return self._known(self.chunks.get(self.values, 0, 0), 0, 0, jnp.int32(0))
 
     def _used(self, state: State, at: StageTick, kind: str, unit: Index) -> Flat:
         return self.weights.parameters(self, state, at, kind, unit)
 
-    def _known(
-        self, parameters: Flat, unit: Index, chunk: Index, m: Index
-    ) -> tuple[Flat, jax.Array, Index]:
+    def _known(self, parameters: Flat, unit: Index, chunk: Index, m: Index) -> tuple:
         return parameters, jnp.maximum(self._layers[chunk, unit], 0), m
 
     @cached_property
@@ -249,9 +247,7 @@ class Pipeline:
         x = self.queue("x").get(state["x"], 0, at.positive("F_x"))
         return at.branch("first", embed, lambda: x)
 
-    def _layers_forward(
-        self, state: State, x: Any, at: StageTick, m: Index, chunk: Index
-    ) -> tuple[Any, State]:
+    def _layers_forward(self, state: State, x: Any, at: StageTick, m: Index, chunk: Index) -> tuple:
         names = ("stash", "late") if self._trains else ()
 
         def step(carry: tuple, unit: Index) -> tuple:
@@ -330,9 +326,7 @@ class Pipeline:
             dx = jax.tree.map(partial(jnp.where, at.active("B")), dx, state["made"])
         return state | {"made": dx}
 
-    def _both_halves(
-        self, state: State, dy: Any, at: StageTick, m: Index, chunk: Index
-    ) -> tuple[Any, State]:
+    def _both_halves(self, state: State, dy: Any, at: StageTick, m: Index, chunk: Index) -> tuple:
         def step(carry: tuple, unit: Index) -> tuple:
             dy, gradients = carry
 
@@ -351,9 +345,7 @@ class Pipeline:
         dx, gradients = self._units(step, (dy, state["gradients"]), at)
         return dx, state | {"gradients": gradients}
 
-    def _input_half(
-        self, state: State, dy: Any, at: StageTick, m: Index, chunk: Index
-    ) -> tuple[Any, State]:
+    def _input_half(self, state: State, dy: Any, at: StageTick, m: Index, chunk: Index) -> tuple:
         def step(carry: tuple, unit: Index) -> tuple:
             dy, cross = carry
 
