@@ -193,9 +193,7 @@ class WithoutRows(optax.GradientTransformationExtraArgs):
     inner: Any
 
 
-def without_rows(
-    optimizer: optax.GradientTransformation, rows: Mapping[str, np.ndarray]
-) -> WithoutRows:
+def without_rows(optimizer: Any, rows: Mapping[str, np.ndarray]) -> WithoutRows:
     """Return an optimizer that leaves rows of some parameters alone, and all it keeps of them.
 
     `rows` says by path which stay as they are, bit by bit: parameters, moments, master weights and
@@ -228,7 +226,7 @@ def without_rows(
     return made
 
 
-def unwrapped(optimizer: Any, *wrappers: type) -> optax.GradientTransformation:
+def unwrapped(optimizer: Any, *wrappers: type) -> Any:
     """Return the optimizer inside of these wrappers, from the outermost on: `Without`, `Master`."""
     for wrapper in wrappers:
         optimizer = optimizer.inner if isinstance(optimizer, wrapper) else optimizer
@@ -293,15 +291,13 @@ def master(optimizer: optax.GradientTransformation, stored: DTypeLike = "bfloat1
     return made
 
 
-def stored_dtype(
-    optimizer: optax.GradientTransformation, dtype: DTypeLike | None
-) -> DTypeLike | None:
+def stored_dtype(optimizer: Any, dtype: DTypeLike | None) -> DTypeLike | None:
     """Return the dtype in which the parameters of a state are stored, of the model's own."""
     whole = unwrapped(optimizer, WithoutRows, Without)
     return whole.stored if isinstance(whole, Master) else dtype
 
 
-def check_master(optimizer: optax.GradientTransformation, params: Tree) -> None:
+def check_master(optimizer: Any, params: Tree) -> None:
     """Refuse master weights that are not those of the outermost optimizer."""
     inner = unwrapped(optimizer, Without, Master)
     if _within(jax.eval_shape(inner.init, params), Mastered):
