@@ -11,7 +11,7 @@ import numpy as np
 from hfjax import compose
 from hfjax.base.keywords import known_keywords
 from hfjax.base.mean import Mean, metrics_of
-from hfjax.base.paths import Tree, flatten
+from hfjax.base.paths import Flat, Tree, flatten
 from hfjax.batches import check_batch, missing_rows, on_devices
 from hfjax.checks.branches import checked
 from hfjax.checks.check_step import check_given, check_place, check_runs
@@ -75,7 +75,7 @@ def eval_step(
     given = {"compiler_options": compiler_options, "kernels": kernels, "context": context}
     run = _execution(layout, schedule, {"precision": by_path(precision), **given})
 
-    def evaluate(params: Tree, variables: Any, batch: Any) -> Metrics:
+    def evaluate(params: Tree, variables: Flat, batch: Any) -> Metrics:
         made_of = compose.ingredients(layout, loss, run, forward_table_of(layout, schedule, batch))
         with calling(layout, batch):
             plane = _seeing(made_of, variables, batch, "eval")
@@ -137,7 +137,7 @@ def predict_step(
 
     joins: list[Join] = []  # what joins rows, once it is traced
 
-    def predict(params: Tree, variables: Any, batch: Any) -> Any:
+    def predict(params: Tree, variables: Flat, batch: Any) -> Any:
         table = forward_table_of(layout, schedule, batch)
         made_of = compose.ingredients(layout, _no_loss, run, table)
         with calling(layout, batch):
@@ -149,7 +149,7 @@ def predict_step(
     return _filling(layout, _step(layout, predict, options_of(layout, run)), joins)
 
 
-def _seeing(made_of: compose.Ingredients, variables: Any, batch: Any, mode: str) -> Plane:
+def _seeing(made_of: compose.Ingredients, variables: Flat, batch: Any, mode: str) -> Plane:
     """Return the plane that runs a forward pass, once a look at the model has told."""
     plane = compose.data_plane(made_of)
     seen = look(plane, made_of.layout.blueprint, flatten(variables), batch, mode)
@@ -177,7 +177,7 @@ def _filling(layout: Layout, step: Callable, joins: Sequence[Join]) -> Callable:
     return filled
 
 
-def _with_more(x: Any, more: int) -> Any:
+def _with_more(x: jax.Array | np.ndarray, more: int) -> jax.Array | np.ndarray:
     """Return an array with its last row so many times more."""
     arrays: Any = jnp if isinstance(x, jax.Array) else np
     return arrays.concatenate([x, arrays.repeat(x[-1:], more, axis=0)])
@@ -196,10 +196,10 @@ def _execution(layout: Layout, schedule: Schedule | None, given: dict[str, Any])
     return run
 
 
-def _step(layout: Layout, run: Callable, options: Any) -> Callable:
+def _step(layout: Layout, run: Callable, options: dict[str, Any] | None) -> Callable:
     """Return (state, batch) -> what `run(params, variables, batch)` returns, jitted."""
 
-    def fitting(params: Tree, variables: Any, batch: Any) -> Any:
+    def fitting(params: Tree, variables: Flat, batch: Any) -> Any:
         check_form(layout, State(None, params, None, variables), optimizer=False)
         return run(params, variables, batch)
 

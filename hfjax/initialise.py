@@ -6,7 +6,7 @@ where a pipeline stores them, and the optimizer starts from them.
 
 import difflib
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -16,11 +16,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh
+from jax.sharding import Mesh, Sharding
 from jax.typing import DTypeLike
 
 from hfjax.base.keywords import known_keywords
-from hfjax.base.paths import Flat, flatten, nest
+from hfjax.base.paths import Flat, Index, flatten, nest
 from hfjax.base.tables import human
 from hfjax.checks.combinations import check
 from hfjax.parallel.engine.blueprint import raw
@@ -135,7 +135,7 @@ def _too_large(layout: Layout, sizes: Mapping[str, int], told: str) -> str:
     )
 
 
-def _seed(given: Any) -> Any:
+def _seed(given: int | np.integer | jax.Array) -> Any:
     """Return a seed as a program takes it: a whole number of 32 bits, with a sign or without."""
     least, most = -(1 << 31), (1 << 32) - 1
     whole = jnp.issubdtype(getattr(given, "dtype", type(given)), jnp.integer)
@@ -150,19 +150,19 @@ def creation(layout: Layout) -> jax.stages.Wrapped:
     """Return the jitted program that makes a new state from a seed."""
     shardings = layout.shardings()
 
-    def born(seed: Any) -> State:
+    def born(seed: Index) -> State:
         return jax.tree.map(_in_memory, layout.create(seed), shardings)
 
     return _of_a_seed(layout, born, shardings)
 
 
-def _of_a_seed(layout: Layout, run: Callable, shardings: Any) -> Any:
+def _of_a_seed(layout: Layout, run: Callable, shardings: State | Flat) -> Any:
     """Return `run(seed, *arguments)` as a program; of a model that is built it is given arrays."""
     where, built = of_results(shardings), layout.blueprint.built
     if built is None:
         return jax.jit(run, out_shardings=where)
 
-    def holds(arrays: Any, *given: Any) -> Any:
+    def holds(arrays: Sequence[np.ndarray], *given: Any) -> Any:
         with holding(arrays):
             return run(*given)
 
@@ -170,21 +170,21 @@ def _of_a_seed(layout: Layout, run: Callable, shardings: Any) -> Any:
     return lambda seed, *given: program(built.arrays(seed), seed, *given)
 
 
-def _in_memory(x: jax.Array, where: Any) -> jax.Array:
+def _in_memory(x: jax.Array, where: Sharding) -> jax.Array:
     return to_host(x) if is_host_sharding(where) else x
 
 
 # -- from given parameters ----------------------------------------------------------------------
 
 
-def _begun(layout: Layout, seed: Any, params: Flat) -> State:
+def _begun(layout: Layout, seed: Index, params: Flat) -> State:
     """Return the state that begins with these parameters, which are stored as the layout has them.
 
     They become a part of it: nobody else may hold them.
     """
     shardings = replace(layout.shardings(), params=None)
 
-    def beside(seed: Any, params: Flat) -> State:
+    def beside(seed: Index, params: Flat) -> State:
         made = begun(layout, layout.blueprint.create(seed), to_device(params))
         return jax.tree.map(_in_memory, replace(made, params=None), shardings)
 
@@ -202,7 +202,7 @@ def _cast(layout: Layout, params: Flat) -> Flat:
     return jax.jit(run, out_shardings=of_results(shardings))(params)
 
 
-def _placed(layout: Layout, seed: Any, parameters: Any) -> Flat:
+def _placed(layout: Layout, seed: Index, parameters: Any) -> Flat:
     """Return all parameters on their shards, as the model has them and in its dtypes."""
     plain = layout.as_the_model
     if hasattr(parameters, "into"):  # they are read into their places
@@ -224,20 +224,20 @@ def _placed(layout: Layout, seed: Any, parameters: Any) -> Flat:
     return found | _of_seed(plain, seed, [path for path, x in found.items() if x is None])
 
 
-def _of_seed(plain: Layout, seed: Any, paths: list[str]) -> Flat:
+def _of_seed(plain: Layout, seed: Index, paths: list[str]) -> Flat:
     """Return those parameters that the seed gives."""
     if not paths:
         return {}
     shardings = {path: flatten(plain.shardings().params)[path] for path in paths}
 
-    def made(seed: Any) -> Flat:
+    def made(seed: Index) -> Flat:
         arrays = plain.blueprint.create(seed)
         return {path: _in_memory(arrays[path], where) for path, where in shardings.items()}
 
     return _of_a_seed(plain, made, shardings)(seed)
 
 
-def _of_array(x: Any, like: jax.ShapeDtypeStruct, sharding: Any) -> jax.Array | None:
+def _of_array(x: Any, like: jax.ShapeDtypeStruct, sharding: Sharding) -> jax.Array | None:
     """Return a copy of an array on its shards; None: there is no array."""
     if isinstance(x, jax.Array):
         cast = x if x.dtype == like.dtype else to_device(x).astype(like.dtype)
@@ -251,7 +251,7 @@ def _of_array(x: Any, like: jax.ShapeDtypeStruct, sharding: Any) -> jax.Array | 
 
 
 def _of_function(
-    give: Callable[[str, Slices], Any], path: str, like: jax.ShapeDtypeStruct, sharding: Any
+    give: Callable[[str, Slices], Any], path: str, like: jax.ShapeDtypeStruct, sharding: Sharding
 ) -> jax.Array | None:
     """Return the array whose parts a function gives, each asked for once; None if it gives none."""
     known: dict[tuple, Any] = {}
@@ -360,7 +360,7 @@ def _few(lines: list[str]) -> list[str]:
     return lines if more <= 0 else [*lines[:MOST], f"… and {more} more"]
 
 
-def _near(path: str, known: Any) -> str:
+def _near(path: str, known: Iterable[str]) -> str:
     found = difflib.get_close_matches(path, known, n=1)
     return f" (nearest: {found[0]})" if found else ""
 

@@ -116,7 +116,7 @@ class TrainStep:
         (3, 2)
     """
 
-    def __init__(self, layout: Layout, loss: Callable, execution: Execution):
+    def __init__(self, layout: Layout, loss: Callable, execution: Execution) -> None:
         self._made_of, self._update, options = compose.training(layout, loss, execution)
         self.layout, self.execution = layout, execution = self._made_of.layout, execution
         self._loss_scale = execution.precision.scale

@@ -33,7 +33,7 @@ class Seen(NamedTuple):
 class Watch:
     """The steps that nobody has looked at yet."""
 
-    def __init__(self, layout: Layout, policy: str, patience: int):
+    def __init__(self, layout: Layout, policy: str, patience: int) -> None:
         self.layout, self.policy, self.patience = layout, policy, patience
         self.skipped = 0  # steps in all
         self._in_a_row = 0

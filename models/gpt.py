@@ -19,6 +19,7 @@ from hfjax.models.parts import (
     Dropout,
     LayerNorm,
     Linear,
+    Stream,
     anywhere,
     plain,
     residual_scale,
@@ -60,7 +61,7 @@ class GPTConfig:
     pad_vocab_to: int = 1
     attention: Callable = causal_attention
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         sizes = ("vocab", "length", "layers", "heads", "embed", "pad_vocab_to")
         check_sizes("GPTConfig", self, *sizes)
         if not is_real(self.dropout, 0, 1):
@@ -129,7 +130,7 @@ PRESETS: Mapping[str, GPTConfig] = {
 class Attention(nnx.Module):
     """Causal self-attention. Query, key and value share one kernel, heads first: [D, H, 3, d]."""
 
-    def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
+    def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs) -> None:
         width = config.embed // config.heads
         heads = (config.heads, 3, width)
         axes = ("embed", "heads", None, None)
@@ -152,7 +153,7 @@ class Attention(nnx.Module):
 class MLP(nnx.Module):
     """Two linear maps with a GELU between."""
 
-    def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
+    def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs) -> None:
         wide = (config.embed, 4 * config.embed)
         self.up = Linear(wide, ("embed", "mlp"), 1, 0.02, rngs=rngs)
         self.down = Linear(
@@ -168,7 +169,7 @@ class MLP(nnx.Module):
 class Block(nnx.Module):
     """One layer: attention and MLP, each behind a norm and added to the residual stream."""
 
-    def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
+    def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs) -> None:
         self.norm1, self.norm2 = LayerNorm(config.embed), LayerNorm(config.embed)
         self.attention = Attention(config, rngs=rngs)
         self.mlp = MLP(config, rngs=rngs)
@@ -176,7 +177,7 @@ class Block(nnx.Module):
         self.dropout2 = Dropout(config.dropout, rngs=rngs)
         self.place = anywhere
 
-    def __call__(self, stream: Any) -> Any:
+    def __call__(self, stream: Stream) -> Any:
         x_BSD, documents = without_documents(stream)
         attention = partial(self.attention, documents_BS=documents)
         x = self._add(x_BSD, attention, self.norm1, self.dropout1)
@@ -194,7 +195,7 @@ class GPT(nnx.Module):
     Named in each layer, for remat and offload: qkv, attended, mlp_up.
     """
 
-    def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
+    def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs) -> None:
         self.config = config
         normal = lambda scale, *shape: scale * jax.random.normal(rngs.params(), shape)
         tokens = normal(0.02, config.padded_vocab, config.embed)

@@ -24,6 +24,7 @@ from hfjax.models.parts import (
     WHOLE,
     Linear,
     RMSNorm,
+    Stream,
     anywhere,
     plain,
     residual_scale,
@@ -139,7 +140,7 @@ class LlamaConfig:
     pad_vocab_to: int = 1
     known: ClassVar[Mapping[str, Any]]  # the named shapes
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         what = type(self).__name__
         sizes = ("vocab", "length", "layers", "heads", "kv_heads", "embed", "mlp", "pad_vocab_to")
         check_sizes(what, self, *sizes)
@@ -272,7 +273,7 @@ class Attention(nnx.Module):
     a tensor axis splits is never cut.
     """
 
-    def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
+    def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs) -> None:
         groups, width, bias = config.kv_heads, config.width, config.qkv_bias
         shape = (config.embed, groups, config.heads // groups + 2, width)
         self.qkv = Linear(shape, ("embed", "heads", None, None), 3, 0.02, bias=bias, rngs=rngs)
@@ -327,7 +328,7 @@ class MLP(nnx.Module):
 
     def __init__(
         self, embed: int, mlp: int, scale: float, activation: str = "silu", *, rngs: nnx.Rngs
-    ):
+    ) -> None:
         shape = (embed, mlp, 2)
         self.gate_up = Linear(shape, ("embed", "mlp", None), 2, 0.02, bias=False, rngs=rngs)
         self.down = Linear((mlp, embed), ("mlp", "embed"), 1, scale, bias=False, rngs=rngs)
@@ -343,7 +344,7 @@ class MLP(nnx.Module):
 class Block(nnx.Module):
     """One layer: attention and MLP, each behind a norm and added to the residual stream."""
 
-    def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
+    def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs) -> None:
         self.norm1, self.norm2 = norm_of(config), norm_of(config)
         self.norm1_after = norm_of(config) if config.norms_after else None
         self.norm2_after = norm_of(config) if config.norms_after else None
@@ -352,7 +353,7 @@ class Block(nnx.Module):
         self.mlp = MLP(config.embed, config.mlp, scale, config.activation, rngs=rngs)
         self.place = anywhere
 
-    def __call__(self, stream: Any) -> Any:
+    def __call__(self, stream: Stream) -> Any:
         x_BSD, documents = without_documents(stream)
         attention = partial(self.attention, documents_BS=documents)
         x = self._add(x_BSD, attention, self.norm1, self.norm1_after)
@@ -371,7 +372,7 @@ class Llama(nnx.Module):
     Named in each layer, for remat and offload: qkv, attended, mlp_up.
     """
 
-    def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
+    def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs) -> None:
         self.config = config
         self.tokens = embedding(config, rngs)
         self.layers = stacked(config.layers, lambda rngs: Block(config, rngs=rngs), rngs)

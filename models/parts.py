@@ -14,6 +14,7 @@ from hfjax.base.moments import moments
 
 Axes = tuple[str | None, ...]
 Draw = Callable[[jax.Array, tuple[int, ...]], jax.Array]  # of a key and a shape
+Stream = jax.Array | tuple[jax.Array, jax.Array]  # the residual stream[, documents]
 
 STREAM = ("batch", "seq", None)  # the residual stream, norms and dropout: the sequence may be split
 WHOLE = ("batch", None, None)  # what enters a linear map
@@ -24,7 +25,7 @@ def with_documents(x_BSD: jax.Array, documents_BS: jax.Array | None) -> Any:
     return x_BSD if documents_BS is None else (x_BSD, documents_BS)
 
 
-def without_documents(stream: Any) -> tuple[jax.Array, jax.Array | None]:
+def without_documents(stream: Stream) -> tuple[jax.Array, jax.Array | None]:
     """Return the residual stream, and the number of each token's document or None."""
     return stream if isinstance(stream, tuple) else (stream, None)
 
@@ -170,7 +171,7 @@ class Plain:
         return multiply
 
     def outputs(
-        self, x_BSD: jax.Array, kernel_VD: Any, vocab: int, logits: Callable | None = None
+        self, x_BSD: jax.Array, kernel_VD: jax.Array, vocab: int, logits: Callable | None = None
     ) -> Any:
         """Return what the loss is given: logits x @ kernel.T, or a projection that stands for them.
 
@@ -229,7 +230,7 @@ class Linear(nnx.Module):
         *,
         bias: bool | Draw = True,
         rngs: nnx.Rngs,
-    ):
+    ) -> None:
         self.inputs = len(shape) - outputs
         key = rngs.params()
         drawn = scale(key, shape) if callable(scale) else scale * jax.random.normal(key, shape)
@@ -265,7 +266,7 @@ class Linear(nnx.Module):
 class LayerNorm(nnx.Module):
     """Layer normalisation over the last dimension, computed in float32 or wider."""
 
-    def __init__(self, size: int, axis: str | None = "embed", epsilon: float = 1e-5):
+    def __init__(self, size: int, axis: str | None = "embed", epsilon: float = 1e-5) -> None:
         self.scale = nnx.Param(jnp.ones((size,)), axes=(axis,))
         self.bias = nnx.Param(jnp.zeros((size,)), axes=(axis,))
         self.epsilon, self.axis, self.kernels = epsilon, axis, plain
@@ -290,7 +291,7 @@ class RMSNorm(nnx.Module):
         epsilon: float = 1e-5,
         axis: str | None = "embed",
         plus_one: bool = False,
-    ):
+    ) -> None:
         self.epsilon, self.plus_one = epsilon, plus_one
         first = jnp.zeros if plus_one else jnp.ones
         self.scale = nnx.Param(first((size,)), axes=(axis,))
@@ -327,7 +328,7 @@ class Dropout(nnx.Module):
         [0.0, 2.0]
     """
 
-    def __init__(self, rate: float, *, rngs: nnx.Rngs):
+    def __init__(self, rate: float, *, rngs: nnx.Rngs) -> None:
         if isinstance(rate, bool | str) or not 0 <= rate <= 1:
             raise ValueError(f"Dropout(rate={rate!r}): the part that is dropped is from 0 to 1.")
         self.rate = rate
@@ -398,7 +399,7 @@ def run_stacked(layers: nnx.Module, x: Any) -> Any:
     graph, arrays = nnx.split(layers)
     read = lambda state: dict(nnx.to_flat_state(state))
 
-    def run(x: Any, layer: Any) -> tuple[Any, dict]:
+    def run(x: Any, layer: nnx.State) -> tuple[Any, dict]:
         given = {path: v.get_raw_value() for path, v in read(layer).items()}
         module = nnx.merge(graph, layer)
         x = module(x)

@@ -55,7 +55,7 @@ class Rope:
     attention: float | None = None
     truncate: bool = True
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise ValueError(f"Rope(kind={self.kind!r}): one of {', '.join(KINDS)}.")
         numbers = ABOVE_ZERO if self.attention is None else {**ABOVE_ZERO, "attention": 0}

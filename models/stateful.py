@@ -16,7 +16,7 @@ class Stateful(nnx.Module):
     with what is to run: `model(lambda parameters, state: (outputs, new state))`.
     """
 
-    def __init__(self, parameters: Any, state: Any):
+    def __init__(self, parameters: Any, state: Any) -> None:
         self.parameters = nnx.data(jax.tree.map(_held, parameters))
         self.state = nnx.data(jax.tree.map(nnx.BatchStat, state))
 

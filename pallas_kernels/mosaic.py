@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +11,12 @@ from jax.typing import DTypeLike
 
 from hfjax.base.varying import alike, varying
 from hfjax.pallas_kernels import plgpu
+
+if TYPE_CHECKING:
+    from jax.experimental.hijax import TransformedRef
+
+Part: TypeAlias = "TransformedRef"  # a part of the memory that a kernel sees: `ref.at[…]`
+Ref: TypeAlias = "jax.Ref | TransformedRef"  # such a part, or all that a ref is of
 
 WARPGROUP = 128  # threads that issue one matrix instruction together
 SWIZZLE = 128  # bytes of a row of a tile in shared memory, as the matrix units want it
@@ -28,7 +34,7 @@ def kernel(
     """
     run = plgpu.kernel(body, out_type=out, scratch_types=scratch, interpret=interpreter, **launch)
 
-    def marked(*inputs):
+    def marked(*inputs: jax.Array):
         # shard_map takes what a kernel returns for equal on all devices.
         axes = frozenset[str]().union(*map(varying, inputs)) - set(equal_along)
         return jax.tree.map(partial(alike, axes=axes), run(*inputs))
@@ -36,7 +42,7 @@ def kernel(
     return marked
 
 
-def by_hand() -> Any:
+def by_hand() -> "plgpu.CompilerParams":
     """Return for a kernel: its layouts in registers are told, shared memory stays as written."""
     return plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane)
 
@@ -60,7 +66,7 @@ def root(x: jax.Array) -> jax.Array:
     return jnp.where((x > 0) & (x < jnp.inf), x * inverse, x)
 
 
-def load(ref: Any, layout: Any) -> jax.Array:
+def load(ref: Part, layout: Any) -> jax.Array:
     """Return what a ref (of device memory, too) holds, laid out over registers as told."""
     index = ((),) if jax.__version_info__ < (0, 11) else ()
     return plgpu.load(ref, *index, layout=layout, optimized=False)

@@ -46,7 +46,7 @@ class Offload:
     dots: bool = False
     tag: str = "layers"
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         object.__setattr__(self, "names", names_of(self.names, "offload"))
         if not isinstance(self.dots, bool) or not (isinstance(self.tag, str) and self.tag):
             raise ValueError(f"{self}: dots is true or false, and the tag a word.")

@@ -4,8 +4,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -58,13 +58,13 @@ class Arrangement:
         """
         return [[int(n) for n in self.order[home] if n >= 0] for home in self.homes]
 
-    def store(self, array: Any, dim: int = 0) -> Any:
+    def store(self, array: jax.Array, dim: int = 0) -> jax.Array:
         """Return the rows as they are stored; empty places hold zeros."""
         rows = jnp.take(array, np.maximum(self.rows, 0), axis=dim)
         there = (self.rows >= 0).reshape(-1, *(1,) * (array.ndim - dim - 1))
         return rows if there.all() else jnp.where(there, rows, jnp.zeros((), array.dtype))
 
-    def restore(self, array: Any, dim: int = 0) -> Any:
+    def restore(self, array: jax.Array, dim: int = 0) -> jax.Array:
         """Return the layers in the model's order."""
         return jnp.take(array, self.places, axis=dim)
 

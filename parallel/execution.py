@@ -107,7 +107,7 @@ class Execution:
     patience: int = 10
     compiler_options: Any = field(default="auto", hash=False)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         self._check_numbers()
         self._check_flags()
         if self.schedule is not None and not isinstance(self.schedule, PipelineSchedule):

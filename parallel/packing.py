@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
-from hfjax.base.paths import Flat, Tree
+from hfjax.base.paths import Flat, Index, Tree
 from hfjax.base.varying import alike
 from hfjax.parallel.arrangement import Arrangement
 from hfjax.parallel.autodiff.program import piece
@@ -189,19 +189,19 @@ class OnStages(PackedLayers):
 
     mesh: Mesh
 
-    def create(self, create: Callable, seed: Any) -> Flat:
+    def create(self, create: Callable, seed: Index) -> Flat:
         """Return the layers of a new model; each stage makes its own and no other."""
         paths = list(self.places)
         program = piece(lambda seed: list(map(create(seed).__getitem__, paths)), jnp.asarray(seed))
         outputs = dict(zip(paths, program.outputs, strict=True))
 
-        def row(g: int, seed: Any) -> Flat:
+        def row(g: int, seed: Index) -> Flat:
             mine = list(self.packing.trees[g])
             made = program.part([outputs[path] for path in mine])(seed)
             held = self.row(g, dict(zip(mine, made, strict=True)))
             return alike(held, {PIPE_AXIS})
 
-        def device(seed: Any) -> Flat:
+        def device(seed: Index) -> Flat:
             stage, rows = lax.axis_index(PIPE_AXIS), []
             for chunk in self.arrangement.virtual.T:
                 branches = [lambda seed, g=g: row(g, seed) for g in chunk]
@@ -253,10 +253,14 @@ class Mover:
 
 
 @partial(jax.jit, static_argnums=5, donate_argnums=0)
-def _put(rows: jax.Array, array: jax.Array, stage: int, row: int, start: int, on: NamedSharding):
+def _put(
+    rows: jax.Array, array: jax.Array, stage: int, row: int, start: int, on: NamedSharding
+) -> jax.Array:
     """Return the rows with one array put into its place."""
 
-    def device(rows, array, stage, row, start):
+    def device(
+        rows: jax.Array, array: jax.Array, stage: Index, row: Index, start: Index
+    ) -> jax.Array:
         changed = lax.dynamic_update_slice(rows, array.reshape(1, -1), (row, start))
         return jnp.where(lax.axis_index(PIPE_AXIS) == stage, changed, rows)
 
@@ -268,10 +272,10 @@ def _put(rows: jax.Array, array: jax.Array, stage: int, row: int, start: int, on
 @partial(jax.jit, static_argnums=(4, 5))
 def _take(
     rows: jax.Array, stage: int, row: int, start: int, shape: tuple[int, ...], on: NamedSharding
-):
+) -> jax.Array:
     """Return one array from its place."""
 
-    def device(rows, stage, row, start):
+    def device(rows: jax.Array, stage: Index, row: Index, start: Index) -> jax.Array:
         own = lax.dynamic_slice(rows, (row, start), (1, math.prod(shape)))
         own = jnp.where(lax.axis_index(PIPE_AXIS) == stage, own, jnp.zeros((), own.dtype))
         return lax.psum(own, PIPE_AXIS).reshape(shape)

@@ -44,11 +44,15 @@ def _place(placer: Placer, names: Names, gradient: Names | None, x: jax.Array) -
     return placer.put(x, names)
 
 
-def _forward(placer: Placer, names: Names, gradient: Names | None, x: jax.Array):
+def _forward(
+    placer: Placer, names: Names, gradient: Names | None, x: jax.Array
+) -> tuple[jax.Array, None]:
     return placer.put(x, names), None
 
 
-def _backward(placer: Placer, names: Names, gradient: Names | None, _: None, dx: jax.Array):
+def _backward(
+    placer: Placer, names: Names, gradient: Names | None, _: None, dx: jax.Array
+) -> tuple[jax.Array]:
     return (placer.put(dx, gradient or names),)
 
 

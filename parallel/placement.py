@@ -127,7 +127,7 @@ class Array:
     axes: tuple[str | None, ...]
     marked: bool = False  # its module takes pieces of it (see `Axis`)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if len(self.axes) != len(self.shape):
             raise ValueError(
                 f"{self.path}: axes {self.axes} name {len(self.axes)} dimensions, "

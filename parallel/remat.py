@@ -49,7 +49,7 @@ class Remat:
     every: int = 1
     group: int = 1
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         object.__setattr__(self, "names", names_of(self.names, "remat"))
         if not callable(self.what) and self.what not in WHAT:
             raise _unknown(self.what)

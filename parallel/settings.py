@@ -59,7 +59,7 @@ class Context:
     sequence: Mapping[str, int | None] | None = field(default=None, hash=False)
     gather: int | None = None
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for name, allowed in (("form", ("auto", *CONTEXT_FORMS)), ("order", CONTEXT_ORDERS)):
             if getattr(self, name) not in allowed:
                 raise ValueError(

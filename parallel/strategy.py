@@ -77,7 +77,7 @@ class Strategy:
     replicate_below: float | None = None  # smaller arrays ignore the rule *; None: SMALL elements
     joined: tuple["Strategy", ...] = field(default=(), repr=False, compare=False)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for column in COLUMNS:
             object.__setattr__(self, column, _rules(getattr(self, column)))
         object.__setattr__(self, "memory", memory_rules(self.memory))

@@ -104,6 +104,24 @@ def test_the_design_names_every_folder():
             assert of_house(folder) in page or f"`{folder.name}`" in page, folder
 
 
+MOST = {"arguments": 15, "results": 6}  # of functions, without a type or of Any, in 1,000 lines
+
+
+def test_no_more_arguments_without_a_type():
+    bare = lambda hint: hint is None or ast.unparse(hint) == "Any"
+    found, lines = dict.fromkeys(MOST, 0), 0
+    for text in (path.read_text() for path in FILES):
+        lines += len(text.splitlines())
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                a = node.args
+                given = [*a.posonlyargs, *a.args, *a.kwonlyargs, *filter(None, (a.vararg, a.kwarg))]
+                hints = [x.annotation for x in given if x.arg not in ("self", "cls")]
+                found["arguments"] += sum(map(bare, hints))
+                found["results"] += bare(node.returns)
+    assert all(found[what] * 1000 <= most * lines for what, most in MOST.items()), (found, lines)
+
+
 def classes() -> set[type]:
     """Return every class of the package."""
     names = [m.name for m in pkgutil.walk_packages(hfjax.__path__, "hfjax.")]

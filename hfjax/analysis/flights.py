@@ -119,7 +119,9 @@ def _scheduled(text: str) -> tuple[hlo._Module, str]:
 class _Walk:
     """Walks computations in the order in which they are enqueued."""
 
-    def __init__(self, module: hlo._Module, meshes: list[traffic.Sizes], machine: Machine = H200):
+    def __init__(
+        self, module: hlo._Module, meshes: list[traffic.Sizes], machine: Machine = H200
+    ) -> None:
         self.module, self.meshes, self.machine = module, meshes, machine
         self.counted: dict[str, list[Matmul]] = {}
 

@@ -192,7 +192,7 @@ def _as_permute(send: _Op) -> _Op:
 class _Module:
     """The computations of one module, each walked once."""
 
-    def __init__(self, computations: dict[str, dict[str, str]], devices: int):
+    def __init__(self, computations: dict[str, dict[str, str]], devices: int) -> None:
         self.computations, self.devices = computations, devices
         self.walked: dict[str, list[Transfer]] = {}
 

@@ -10,7 +10,7 @@ from math import prod
 from typing import Any
 
 import jax
-from jax.extend.core import JaxprEqn, Literal, Var
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 from jax.interpreters import partial_eval
 
 from hfjax.analysis import hlo
@@ -49,7 +49,7 @@ def copies(jaxpr: Any, arguments: Sequence[Any], results: Sequence[Any]) -> list
     return found
 
 
-def _meshes(jaxpr: Any) -> Iterator[Any]:
+def _meshes(jaxpr: Jaxpr) -> Iterator[Any]:
     """Yield the meshes that a program names."""
     for equation in jaxpr.eqns:
         for value in jax.tree.leaves(list(equation.params.values())):
@@ -63,7 +63,7 @@ def _meshes(jaxpr: Any) -> Iterator[Any]:
 # -- a walk over the equations; `local`: shapes are those of one device -----------------------
 
 
-def _region(jaxpr: Any, splits: Sequence[Split], local: bool) -> Seen:
+def _region(jaxpr: Jaxpr, splits: Sequence[Split], local: bool) -> Seen:
     """Return what one run through a jaxpr copies, and how its results are split."""
     known: dict[Var, Split] = dict(zip(jaxpr.invars, splits, strict=True))
     split = lambda value: None if isinstance(value, Literal) else known.get(value)

@@ -21,7 +21,7 @@ _CALLEES = {"func.call": "callee", "stablehlo.composite": "decomposition"}
 class Module:
     """A StableHLO module: its meshes, its functions, and a walk over them from main."""
 
-    def __init__(self, module: Any):
+    def __init__(self, module: Any) -> None:
         named = [op.operation for op in module.body.operations if "sym_name" in op.attributes]
         self.symbols = {ir.StringAttr(op.attributes["sym_name"]).value: op for op in named}
         self.meshes = {n: _sizes(op) for n, op in self.symbols.items() if op.name == "sdy.mesh"}

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
-from jax.extend.core import JaxprEqn, Var
+from jax.extend.core import Jaxpr, JaxprEqn, Var
 
 from hfjax.analysis.memory_copies import lies_on_host
 from hfjax.parallel.autodiff.program import bodies_of, variables
@@ -61,7 +61,7 @@ def stashes(traced: jax.stages.Traced) -> tuple[Stashed, ...] | None:
     return None
 
 
-def _regions(jaxpr: Any) -> Iterator[Any]:
+def _regions(jaxpr: Jaxpr) -> Iterator[Any]:
     """Yield a program and those within it, outer ones first."""
     yield jaxpr
     for equation in jaxpr.eqns:
@@ -73,7 +73,7 @@ def _is_backward(equation: JaxprEqn) -> bool:
     return BACKWARD in str(equation.source_info.name_stack)
 
 
-def _kept(jaxpr: Any, backward: list[bool]) -> tuple[Stashed, ...]:
+def _kept(jaxpr: Jaxpr, backward: list[bool]) -> tuple[Stashed, ...]:
     """Return what equations before the first of the backward pass hand on to it."""
     first = backward.index(True)
     made = _made_of_inputs(jaxpr, first)
@@ -84,7 +84,7 @@ def _kept(jaxpr: Any, backward: list[bool]) -> tuple[Stashed, ...]:
     return tuple(sorted((_row(v, made[v]) for v in read), key=lambda kept: -kept.total))
 
 
-def _made_of_inputs(jaxpr: Any, first: int) -> dict[Var, Any]:
+def _made_of_inputs(jaxpr: Jaxpr, first: int) -> dict[Var, Any]:
     """Return variable -> its equation for what the first equations make.
 
     Constants wait nowhere, and an input in another shape is that input.

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,11 +18,11 @@ def project(place: Callable, x_BSI: jax.Array, kernel_IO: jax.Array) -> jax.Arra
     return x_BSI @ kernel_IO
 
 
-def _forward(place: Callable, x_BSI: jax.Array, kernel_IO: jax.Array):
+def _forward(place: Callable, x_BSI: jax.Array, kernel_IO: jax.Array) -> tuple:
     return x_BSI @ kernel_IO, (x_BSI, kernel_IO)
 
 
-def _backward(place: Callable, saved: tuple[jax.Array, jax.Array], dy_BSO: jax.Array):
+def _backward(place: Callable, saved: tuple[jax.Array, jax.Array], dy_BSO: jax.Array) -> tuple:
     x_BSI, kernel_IO = saved
     dy = place(dy_BSO)
     rows = lambda a: a.reshape(-1, a.shape[-1])
@@ -44,7 +43,9 @@ def countable(tokens: jax.Array) -> jax.Array:
     return tokens.astype(jnp.int32) if short else tokens
 
 
-def logits_of(place: Callable, x_BSD: jax.Array, kernel_VD: Any, vocab: int, cap=0.0) -> jax.Array:
+def logits_of(
+    place: Callable, x_BSD: jax.Array, kernel_VD: jax.Array, vocab: int, cap: float = 0.0
+) -> jax.Array:
     """Return x @ kernel.T, placed by vocabulary; entries that pad the vocabulary are masked."""
     by_vocab = partial(place, names=("batch", None, "vocab"))
     logits = by_vocab(project(by_vocab, x_BSD, kernel_VD.T))

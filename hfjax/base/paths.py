@@ -10,6 +10,7 @@ import jax
 
 Tree = Any  # a pytree: arrays in dictionaries, lists, tuples, modules
 Index = int | jax.Array  # a number that a program may compute
+Shaped = jax.Array | jax.ShapeDtypeStruct  # an array, or what says its shape and dtype
 Flat = dict[str, Any]  # path -> array, for instance {"layers/mlp/up/kernel": …}
 
 

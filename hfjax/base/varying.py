@@ -8,10 +8,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from hfjax.base.paths import Tree
+from hfjax.base.paths import Index, Tree
 
 
-def varying(x: Any) -> frozenset[str]:
+def varying(x: Index) -> frozenset[str]:
     """Return the axes over which a value is known to differ between devices."""
     return frozenset(jax.typeof(x).manual_axis_type.varying)
 

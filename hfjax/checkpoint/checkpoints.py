@@ -105,7 +105,7 @@ class Checkpoints:
         keep: Keep | None = None,
         config: Any = None,
         timeout: int = 600,
-    ):
+    ) -> None:
         self.directory, self._layout = Path(os.path.abspath(folder_of(directory))), layout
         self._keep, self._config = keep or Keep(), plain("config", config)
         check_seconds("Checkpoints", timeout=timeout)

@@ -155,7 +155,7 @@ _HELD: dict[str, int] = {}  # file -> descriptor
 class WriterLock:
     """The right to write into a directory; `release` gives it back."""
 
-    def __init__(self, directory: Path):
+    def __init__(self, directory: Path) -> None:
         self._file = os.path.join(os.path.realpath(directory), NAME)
         if self._file in _HELD:
             raise ValueError(_refusal(directory, "this process itself"))

@@ -32,7 +32,7 @@ class Keep:
     bests: int = 1
     highest: bool = False
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for name in ("latest", "every", "bests"):
             value = getattr(self, name)
             missing = value is None and name != "bests"
@@ -95,7 +95,7 @@ class Keep:
 class Kept:
     """Orbax's preservation policy that asks a `Keep`."""
 
-    def __init__(self, keep: Keep, metrics: Mapping[int, Metrics]):
+    def __init__(self, keep: Keep, metrics: Mapping[int, Metrics]) -> None:
         self._keep, self._metrics = keep, metrics
 
     def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> Sequence[bool]:

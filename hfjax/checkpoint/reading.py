@@ -73,7 +73,7 @@ class ReadOptions:
     verify: bool = True
     on_damage: str = "refuse"
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.on_damage not in ON_DAMAGE:
             raise ValueError(f"on_damage={self.on_damage!r}: one of {', '.join(ON_DAMAGE)}.")
 

@@ -83,7 +83,7 @@ class Writer:
         metrics: dict[int, Metrics],
         timeout: int,
         holds: Callable[[], bool],
-    ):
+    ) -> None:
         self._directory, self._keep, self._timeout = directory, keep, timeout
         self._holds = holds  # whether the directory is still the one that is locked (process 0)
         self._metrics = metrics  # of the steps that are there

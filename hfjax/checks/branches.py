@@ -25,7 +25,7 @@ def checked(jitted: Any, mesh: Mesh) -> Any:
 class Checked:
     """A jitted function of a pipeline on a mesh where XLA's partitioner adds collectives."""
 
-    def __init__(self, jitted: Any, mesh: Mesh):
+    def __init__(self, jitted: Any, mesh: Mesh) -> None:
         self.jitted, self.axes = jitted, partitioned(mesh)
         self.seen: set[Any] = set()
 

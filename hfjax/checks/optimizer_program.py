@@ -96,7 +96,7 @@ class OptimizerProgram:
         of: Mapping[str, Entries],
         terms: Terms,
         more: Entries = NONE,
-    ):
+    ) -> None:
         self._terms, self._of, self._more = terms, of, more
         like = {path: _wide(x) for path, x in parameters.items()}
         state = jax.eval_shape(optimizer.init, nest(like))

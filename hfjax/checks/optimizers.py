@@ -56,7 +56,9 @@ class _DependsError(Exception):
 class _Compared:
     """An optimizer's program for parameters as they are, with which it is compared in forms."""
 
-    def __init__(self, optimizer: Any, like: Flat, of: Mapping[str, Entries], more: Entries = NONE):
+    def __init__(
+        self, optimizer: Any, like: Flat, of: Mapping[str, Entries], more: Entries = NONE
+    ) -> None:
         self._optimizer, self._like, self._terms = optimizer, like, Terms()
         try:
             self.whole = OptimizerProgram(optimizer, like, of, self._terms, more)

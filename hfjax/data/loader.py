@@ -64,7 +64,7 @@ class Loader(RowLoader):
     threads: int = 2
     prefetch: int = 4  # batches that wait
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         least = {"rows": 1, "length": 1, "seed": 0, "threads": 0, "prefetch": self.threads}
         check_numbers(self, least, ("shuffle", "documents", "pad_last"))
         if self.packing not in PACKINGS:

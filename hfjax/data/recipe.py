@@ -87,7 +87,7 @@ class Recipe:
     errors: str = "strict"  # or replace: of UTF-8
     overwrite: bool = False
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if not 0 <= self.valid <= 0.5:
             raise ValueError(f"--valid {self.valid:g}: a part of the documents, from 0 to 0.5.")
         if self.errors not in ("strict", "replace"):
@@ -181,7 +181,7 @@ def make_of(
 class _Counted:
     """Documents that have text; `empty` counts the others."""
 
-    def __init__(self, documents: Iterable[Document]):
+    def __init__(self, documents: Iterable[Document]) -> None:
         self._documents, self.empty = documents, 0
 
     def __iter__(self) -> Iterator[Document]:

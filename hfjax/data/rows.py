@@ -94,7 +94,7 @@ def best_fit(sizes: np.ndarray, capacity: int) -> np.ndarray:
 class _OpenRows:
     """Rows that have room left, by how much; none of them is empty."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self._rooms: list[int] = []
         self._rows: dict[int, list[np.ndarray]] = {}
 
@@ -139,7 +139,7 @@ class StreamRows:
     length: int
     documents: bool = False
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         check_length(self.length)
         if not len(self):
             raise ValueError(
@@ -191,7 +191,7 @@ class DocumentRows:
     data: TokenSet
     length: int
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         check_length(self.length)
         if not len(self.plan):
             raise ValueError(
@@ -238,7 +238,7 @@ class TokenRows:
     With `masked` each has a mask, and that of a row of nothing is zeros.
     """
 
-    def __init__(self, sets: Sequence[Rows], masked: bool):
+    def __init__(self, sets: Sequence[Rows], masked: bool) -> None:
         self._sets, self._masked = sets, masked
         self._first = np.cumsum([0, *map(len, sets)])  # row numbers at which each set begins
 

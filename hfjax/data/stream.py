@@ -71,7 +71,7 @@ class Batches(grain.MapDataset):
         mine: np.ndarray,
         start: int,
         pad_last: bool,
-    ):
+    ) -> None:
         super().__init__(stream)
         self._stream, self._source, self._rows, self._mine = stream, source, rows, mine
         self._start, self._pad_last = start, pad_last

@@ -28,7 +28,7 @@ from hfjax.data.tokens import (
 class TokenWriter:
     """Appends documents to a new directory; `finish` writes what describes them."""
 
-    def __init__(self, directory: Path, vocab: int):
+    def __init__(self, directory: Path, vocab: int) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         self.directory, self.vocab, self.dtype = directory, vocab, dtype_for(vocab)
         self._file = (directory / TOKENS).open("wb")

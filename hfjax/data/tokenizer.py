@@ -53,7 +53,7 @@ class TrainedTokenizer:
 
     kind = FILE
 
-    def __init__(self, inner: Any, end: str | None = None):
+    def __init__(self, inner: Any, end: str | None = None) -> None:
         self.inner = inner
         inner.encode_special_tokens = True  # "<|endoftext|>" in a text is text
         inner.no_truncation()  # as a folder may have them that a model was trained in

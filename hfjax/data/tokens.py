@@ -131,7 +131,7 @@ class TokenSet:
         (8, [0, 3, 8], 64)
     """
 
-    def __init__(self, directory: str | Path):
+    def __init__(self, directory: str | Path) -> None:
         self.directory = Path(directory)
         self.meta = Meta.load(self.directory)
         self._check_size()

@@ -8,7 +8,10 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+
+from hfjax.base.paths import Index
 
 Rate = Callable[[Any], Any]
 Params = dict[str, Any]
@@ -38,7 +41,7 @@ def _warmup_lr(params: Params, lr: float) -> Rate:
     most = params["warmup_max_lr"] if params["warmup_max_lr"] is not None else lr
     length, up = _warmup(params)
 
-    def later(i: Any) -> Any:
+    def later(i: jax.Array) -> jax.Array:
         down = 1.0 if total is None else jnp.maximum(0.0, (total - i) / max(1.0, total - length))
         return least + (most - least) * jnp.where(i < length, up(i), down)
 
@@ -50,7 +53,7 @@ def _warmup_cosine(params: Params, lr: float) -> Rate:
     length, up = _warmup(params)
     left = max(1, params["total_num_steps"] - length)
 
-    def later(i: Any) -> Any:
+    def later(i: jax.Array) -> jax.Array:
         part = jnp.minimum(1.0, (i - length + 1) / left)
         down = end + (1 - end) * (1 + jnp.cos(math.pi * part)) / 2
         return lr * jnp.where(i < length, least + up(i) * (1 - least), jnp.maximum(0.0, down))
@@ -67,7 +70,7 @@ def _one_cycle(params: Params, lr: float) -> Rate:
     whole, size, by = first + second, params["decay_step_size"], params["decay_lr_rate"]
     part = lambda n, of, stairs: jnp.floor(n * stairs / of) / stairs if stairs else n / of
 
-    def at(n: Any) -> Any:
+    def at(n: Index) -> jax.Array:
         here = n % whole
         up, down = part(here, first, stairs), part(whole - here, max(second, 1), later)
         cycle = least + (most - least) * jnp.where(here <= first, up, down)

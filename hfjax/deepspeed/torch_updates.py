@@ -19,7 +19,7 @@ def adagrad(rate: Callable, start: float, eps: float) -> optax.GradientTransform
     [-0.5, 0.5]
     """
 
-    def init(params: Any) -> Any:
+    def init(params: Any) -> optax.ScaleByRssState:
         return optax.ScaleByRssState(tree_utils.tree_full_like(params, start))
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
@@ -43,13 +43,13 @@ def lamb(rate: Callable, given: dict[str, Any]) -> optax.GradientTransformation:
     low, high, decay = (given[name] for name in ("min_coeff", "max_coeff", "weight_decay"))
     root = lambda v: jnp.sqrt(v + eps) if inside else jnp.sqrt(v) + eps
 
-    def bounded(update: Any, param: Any) -> Any:
+    def bounded(update: jax.Array, param: jax.Array) -> jax.Array:
         of_param, of_update = jnp.linalg.norm(param), jnp.linalg.norm(update)
         moves = (of_param > 0) & (of_update > 0)
         ratio = jnp.clip(of_param / jnp.where(moves, of_update, 1.0), low, high)
         return update * jnp.where(moves, ratio, 1.0)
 
-    def init(params: Any) -> Any:
+    def init(params: Any) -> optax.ScaleByAdamState:
         zeros = tree_utils.tree_zeros_like(params)
         return optax.ScaleByAdamState(jnp.zeros([], jnp.int32), zeros, zeros)
 

@@ -127,7 +127,7 @@ def _table(parts: Partition) -> Iterator[str]:
 class Chain(nnx.Module):
     """Layers as a model in three parts: nothing comes before them or after them."""
 
-    def __init__(self, layers: Any):
+    def __init__(self, layers: Any) -> None:
         self.layers = layers
 
     def embed(self, batch: Any) -> Any:

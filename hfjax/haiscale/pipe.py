@@ -87,7 +87,7 @@ class Pipe:
         strategy: Strategy | None = None,
         remat: str = "never",
         **options: Any,
-    ):
+    ) -> None:
         """Put the layers of a partition on the stages of a mesh.
 
         Args:
@@ -348,7 +348,9 @@ class Pipe:
         plane = data_plane(ingredients(self.layout, _loss(criterion), self._execution, table))
         plane = replace(plane, wanted=wanted)
 
-        def run(parameters, variables, batch, step):
+        def run(
+            parameters: Parameters, variables: Parameters, batch, step: jax.Array
+        ) -> tuple[Parameters, jax.Array, Any, dict[str, jax.Array]]:
             flat = (flatten(parameters), flatten(variables))
             with fitting(batch):
                 gradients, told, _ = plane.gradients(*flat, batch, step)
@@ -364,7 +366,7 @@ class Pipe:
         ran = self._execution
         plain = Execution(precision=ran.precision, compiler_options=ran.compiler_options)
 
-        def run(parameters, variables, batch):
+        def run(parameters: Parameters, variables: Parameters, batch):
             loss = _loss(criterion)
             table = forward_table_of(self.layout, self._schedule, batch)
             plane = data_plane(ingredients(self.layout, loss, plain, table))

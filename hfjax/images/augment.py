@@ -40,7 +40,7 @@ class Augment:
     contrast: float = 0.0
     saturation: float = 0.0
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for name, most in (("scale", math.inf), ("ratio", math.inf)):
             self._check_pair(name, most)
         if not is_real(self.flip, 0, 1):

@@ -80,7 +80,7 @@ class ImageLoader(RowLoader):
     threads: int | None = None
     prefetch: int | None = None  # batches that wait
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         options = ("threads", "prefetch", "resize", "shuffle")
         given = [name for name in options if getattr(self, name) is not None]
         least = {"rows": 1, "size": 1, "seed": 0, "threads": 0, "prefetch": self._threads}

@@ -85,7 +85,7 @@ class ImageSet:
         part: str | None = None,
         classes: int | Sequence[str] | None = None,
         most_pixels: int = MOST_PIXELS,
-    ):
+    ) -> None:
         if not is_whole(most_pixels, 1):
             raise ValueError(f"most_pixels={most_pixels!r}: a whole number from 1 on.")
         pillow()

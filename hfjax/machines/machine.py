@@ -158,7 +158,7 @@ MAY_BE_NOTHING = {"reserve", "beside", "spread"}
 class _Reader:
     """Reads one file; every error names it and the key."""
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Path) -> None:
         self._path = path
         try:
             self._found = tomllib.loads(path.read_text(encoding="utf-8"))

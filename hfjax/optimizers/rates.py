@@ -4,10 +4,12 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import optax
 
 from hfjax.base.keywords import is_real, is_whole
+from hfjax.base.paths import Index
 
 Rate = Callable[[Any], Any]
 DECAYS = ("cosine", "linear", "constant")
@@ -59,7 +61,7 @@ def rate(
     ways["linear"] = optax.linear_schedule(peak, end * peak, length)
     down = ways.get(decay, optax.constant_schedule(peak))
 
-    def at(count):
+    def at(count: Index) -> jax.Array:
         """The first update of a linear warm-up already moves: its rate is peak / warmup."""
         part = jnp.minimum((count + 1) / max(warmup, 1), 1.0)
         if warmup and shape == "log":

@@ -21,7 +21,7 @@ def adamw(
     b2: float = 0.999,
     eps: float = 1e-8,
     weight_decay: float = 1e-4,
-    mask: Any = None,
+    mask: optax.Params | Callable[[optax.Params], Any] | None = None,
     mu_dtype: DTypeLike | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Return optax.adamw: the same numbers, the same state.
@@ -91,7 +91,7 @@ def by_path(
     """
     patterns = list(optimizers)
 
-    def labels(params: Tree) -> Any:
+    def labels(params: Tree) -> dict:
         paths = flatten(params)
         found = matches(patterns, paths)
         if without := [path for path in paths if path not in found]:
@@ -126,7 +126,7 @@ def matching(*patterns: str) -> Callable[[Any], Any]:
         >>> optimizer = optax.adamw(1e-3, weight_decay=0.1, mask=hfjax.matching("*/kernel"))
     """
 
-    def mask(params: Tree) -> Any:
+    def mask(params: Tree) -> dict:
         paths = flatten(params)
         found = matches(patterns, paths)
         return nest({path: path in found for path in paths})
@@ -207,14 +207,14 @@ def without_rows(optimizer: Any, rows: Mapping[str, np.ndarray]) -> WithoutRows:
         stay = rows[path].reshape(-1, *(1,) * (new.ndim - 1))
         return jnp.where(stay, jnp.asarray(old, new.dtype), new)
 
-    def moving(tree: Tree) -> Any:
+    def moving(tree: Tree) -> dict:
         return nest({path: chosen(path, x, 0) for path, x in flatten(tree).items()})
 
     def update(updates: Any, state: Any, params: Tree = None, **extra: Any) -> tuple:
         shapes = {path: x.shape for path, x in flatten(updates).items() if path in rows}
         moved, new = inner.update(moving(updates), state, params, **extra)
 
-        def kept(keys: tuple, new: Any, old: Any) -> Any:
+        def kept(keys: tuple, new: jax.Array, old: jax.Array) -> jax.Array:
             of = parameter_of(keys, new.shape, shapes)
             return new if of is None else chosen(of[1], new, old)
 
@@ -279,7 +279,7 @@ def master(optimizer: optax.GradientTransformation, stored: DTypeLike = "bfloat1
         copies = jax.tree.map(wide, params)
         return Mastered(inner.init(copies), copies)
 
-    def update(updates: Any, state: Any, params: Tree = None, **extra: Any) -> tuple:
+    def update(updates: optax.Updates, state: Any, params: Tree = None, **extra: Any) -> tuple:
         gradients = jax.tree.map(lambda g, m: g.astype(m.dtype), updates, state.master)
         moved, kept = inner.update(gradients, state.optimizer, state.master, **extra)
         new = optax.apply_updates(state.master, moved)
@@ -291,7 +291,7 @@ def master(optimizer: optax.GradientTransformation, stored: DTypeLike = "bfloat1
     return made
 
 
-def stored_dtype(optimizer: Any, dtype: Any) -> Any:
+def stored_dtype(optimizer: Any, dtype: DTypeLike | None) -> DTypeLike | None:
     """Return the dtype in which the parameters of a state are stored, of the model's own."""
     whole = unwrapped(optimizer, WithoutRows, Without)
     return whole.stored if isinstance(whole, Master) else dtype
@@ -375,7 +375,7 @@ def ema(optimizer: optax.GradientTransformation, decay: float) -> optax.Gradient
         copies = jax.tree.map(lambda x: jnp.array(wide(x), copy=True), params)
         return Averaged(inner.init(params), copies)
 
-    def update(updates: Any, state: Any, params: Tree = None, **extra: Any) -> tuple:
+    def update(updates: optax.Updates, state: Any, params: Tree = None, **extra: Any) -> tuple:
         updates, kept = inner.update(updates, state.optimizer, params, **extra)
         new = optax.apply_updates(params, updates)
         mix = lambda old, x: decay * old + (1 - decay) * wide(x)

@@ -250,7 +250,7 @@ class Sifted:
     That is to compute again what fits as it is, and rows at once of which fewer took far too much.
     """
 
-    def __init__(self, scorer: Scorer, limit: float):
+    def __init__(self, scorer: Scorer, limit: float) -> None:
         self.scorer, self.limit = scorer, limit
         self.scored: list[Scored] = []
         self.searched = self.refused = 0
@@ -309,7 +309,7 @@ class Sifted:
 class BuildCheck:
     """Builds the layouts and steps of candidates, to leave out what hfjax refuses."""
 
-    def __init__(self, scorer: Scorer, count: int):
+    def __init__(self, scorer: Scorer, count: int) -> None:
         self.scorer, self.count, self.refused = scorer, count, 0
         self.why: dict[Candidate, str] = {}
 

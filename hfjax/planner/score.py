@@ -79,7 +79,9 @@ def piped(schedule: str, microbatches: int, chunks: int | None, stages: int) -> 
 class Scorer:
     """Scores candidates of one run on one kind of machine."""
 
-    def __init__(self, config: Train, vocab: int | None, machine: Machine, compile_for: str | None):
+    def __init__(
+        self, config: Train, vocab: int | None, machine: Machine, compile_for: str | None
+    ) -> None:
         self.config, self.vocab, self.machine = config, vocab, machine
         self.compile_for = compile_for  # the GPU, where something here compiles for it
         self._profiles: dict[tuple[str, bool], ModelProfile] = {}

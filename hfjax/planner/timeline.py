@@ -69,7 +69,7 @@ def timeline(plan: StepPlan, row: PlanRow | None = None) -> str:
 class _Picture:
     """One step, laid out."""
 
-    def __init__(self, plan: StepPlan, row: PlanRow):
+    def __init__(self, plan: StepPlan, row: PlanRow) -> None:
         self.plan, self.row, self.c = plan, row, row.candidate
         self.time: Any = row.time
         self.total = self.time.total

@@ -47,7 +47,7 @@ def visible(line: bytes) -> bytes:
 class Lines(threading.Thread):
     """Copies a process's stream to ours, line by line; of a progress bar one state a second."""
 
-    def __init__(self, source: IO[bytes], target: BinaryIO, tag: bytes):
+    def __init__(self, source: IO[bytes], target: BinaryIO, tag: bytes) -> None:
         super().__init__(name="hfjax output", daemon=True)
         self.source, self.target, self.tag = source, target, tag
         self._rest = b""
@@ -103,7 +103,7 @@ DRAIN = 2.0  # seconds to read what a process that ended has written
 class Guardian:
     """A process that ends the children's groups if this one dies, even by SIGKILL."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self._process = subprocess.Popen(
             [sys.executable, "-I", "-S", str(Path(guardian.__file__))],
             stdin=subprocess.PIPE,
@@ -143,7 +143,7 @@ class Child:
         tagged: bool,
         events: SimpleQueue,
         guardian: Guardian,
-    ):
+    ) -> None:
         self.process, self.guardian, self.events = process, guardian, events
         pipe = subprocess.PIPE if tagged else None
         self._popen = subprocess.Popen(

@@ -15,7 +15,7 @@ SILENCE = 2.0  # seconds; the meeting speaks four times a second
 class Guest:
     """One process on its way into the run."""
 
-    def __init__(self, settings: Settings, timeout: float, say: Callable[[str], Any]):
+    def __init__(self, settings: Settings, timeout: float, say: Callable[[str], Any]) -> None:
         self.settings, self.timeout, self.say = settings, timeout, say
         self.deadline = time.monotonic() + timeout
         self.missing: list[int] = []

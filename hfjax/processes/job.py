@@ -22,7 +22,7 @@ class Limits:
     stop: float = 60.0  # for all to save and end after SIGTERM or Ctrl-C
     backoff: float = 1.0  # before the first restart; doubles each time, up to 30
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for name, seconds in (("grace", self.grace), ("stop timeout", self.stop)):
             if seconds < 0:
                 raise ValueError(f"{name} {seconds:g}: give 0 seconds or more.")
@@ -33,7 +33,7 @@ class Job:
 
     def __init__(
         self, children: list[Child], events: SimpleQueue, limits: Limits, say: Callable[[str], Any]
-    ):
+    ) -> None:
         self.children, self.events, self.limits, self.say = children, events, limits, say
         self.running = set(children)
         self.failed = self.stopping = self.ending = self.killed = False

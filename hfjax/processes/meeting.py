@@ -54,7 +54,9 @@ def missing(hellos: list[Hello], processes: int) -> list[int]:
 class Meeting:
     """Process 0's side: takes hellos until all are here, one refuses, or it is too late."""
 
-    def __init__(self, listener: socket.socket, processes: int, timeout: float, run: str = ""):
+    def __init__(
+        self, listener: socket.socket, processes: int, timeout: float, run: str = ""
+    ) -> None:
         self.listener, self.processes, self.timeout = listener, processes, timeout
         self._run = run
         self._end = time.monotonic() + timeout - AHEAD

@@ -51,7 +51,7 @@ class Stop:
         (3, 'asked')
     """
 
-    def __init__(self, mesh: Mesh | None = None):
+    def __init__(self, mesh: Mesh | None = None) -> None:
         self.reason: str | None = None
         self._asked = 0  # index into REASONS, of this process
         self._interrupted = False
@@ -102,7 +102,7 @@ class Stop:
 class _Vote:
     """The largest of all processes' numbers, computed on their devices without being waited for."""
 
-    def __init__(self, mesh: Mesh | None):
+    def __init__(self, mesh: Mesh | None) -> None:
         devices = np.array(jax.devices()) if mesh is None else mesh.devices.reshape(-1)
         every = Mesh(devices, ("every",))
         split, whole = NamedSharding(every, P("every")), NamedSharding(every, P())

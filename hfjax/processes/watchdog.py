@@ -35,7 +35,7 @@ class Watchdog:
         ...         watchdog.beat(f"step {step}")
     """
 
-    def __init__(self, timeout: float | None, say: Callable[[str], Any] = _on_stderr):
+    def __init__(self, timeout: float | None, say: Callable[[str], Any] = _on_stderr) -> None:
         if timeout is not None and timeout <= 0:
             raise ValueError(
                 f"watchdog timeout {timeout:g}: give seconds above 0, or None for no watchdog."

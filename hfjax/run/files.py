@@ -92,12 +92,12 @@ class _Where:
     line: int | None = None
     fields: str = ""
 
-    def of(self, given: Any, name: Any) -> "_Where":
+    def of(self, given: Mapping, name: str) -> "_Where":
         """Return where a mapping says something of a name."""
         line = given.lines.get(name) if isinstance(given, Lined) else None
         return replace(self, line=line or self.line)
 
-    def inside(self, given: Any, name: str) -> "_Where":
+    def inside(self, given: Mapping, name: str) -> "_Where":
         """Return where a field of a mapping is."""
         return replace(self.of(given, name), fields=f"{self.fields}: {name}")
 
@@ -192,7 +192,7 @@ def _is_text(given: str) -> bool:
     return given != "" and "\0" not in given
 
 
-def plain(config: Any) -> Any:
+def plain(config: Train) -> dict[str, Any]:
     """Return a configuration as YAML and JSON have it."""
 
     def value(x: Any) -> Any:

@@ -24,7 +24,7 @@ WRITTEN = (METRICS, PLOT, TENSORBOARD, WANDB)
 class Journal:
     """A line of JSON for each step and each validation; what is not finite is null."""
 
-    def __init__(self, directory: Path, log: Log, config: Mapping[str, Any], start: int):
+    def __init__(self, directory: Path, log: Log, config: Mapping[str, Any], start: int) -> None:
         self.directory = directory
         check_no_link(directory / PLOT)
         _drop(directory / METRICS, start)
@@ -102,7 +102,7 @@ def _drop(path: Path, start: int) -> None:
 
 
 class _TensorBoard:
-    def __init__(self, directory: Path):
+    def __init__(self, directory: Path) -> None:
         from tensorboardX import SummaryWriter
 
         self._writer = SummaryWriter(str(directory / TENSORBOARD))
@@ -116,7 +116,7 @@ class _TensorBoard:
 
 
 class _Wandb:
-    def __init__(self, directory: Path, project: str, config: Mapping[str, Any]):
+    def __init__(self, directory: Path, project: str, config: Mapping[str, Any]) -> None:
         import wandb  # pyright: ignore[reportMissingImports]
 
         run = {"project": project, "config": dict(config), "name": directory.name}

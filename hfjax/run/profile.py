@@ -14,7 +14,7 @@ WRITTEN = (PROFILE, f"{PROFILE}/plugins", f"{PROFILE}/plugins/profile")  # folde
 class Profile:
     """Traces the steps FIRST:END, in the first process."""
 
-    def __init__(self, steps: str | None, directory: Path):
+    def __init__(self, steps: str | None, directory: Path) -> None:
         self._first, self._end = (-1, -1) if steps is None else steps_of(steps)
         self._place, self._running, self._begun = directory / PROFILE, False, steps is None
 

@@ -44,7 +44,7 @@ class Sampling:
     seed: int = 0
     """Seed of the random choices."""
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         least = 0 if is_real(self.temperature, 0, 0) else COLDEST
         warm = is_real(self.temperature, least, HOTTEST)
         if not warm or not (self.top_k is None or is_whole(self.top_k, 1)):

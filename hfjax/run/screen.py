@@ -54,7 +54,7 @@ def waiting(what: str) -> Any:
 class Speed:
     """Tokens (or images) a second since the last look, without what a run does between steps."""
 
-    def __init__(self, parts: Parts):
+    def __init__(self, parts: Parts) -> None:
         self._unit, each = parts.task.unit, parts.task.each
         self._each = parts.config.batch * each / parts.mesh.size
         self._flops = parts.task.flops(parts.layout)
@@ -109,7 +109,7 @@ PERIOD = 600.0  # seconds of steps by which a bar tells the time left: some take
 class Screen:
     """Speaks in the first process only."""
 
-    def __init__(self, steps: int, done: int = 0):
+    def __init__(self, steps: int, done: int = 0) -> None:
         self._console = Console(highlight=False, soft_wrap=True, quiet=not speaks())
         self._bar = None
         if self._console.is_terminal and speaks():

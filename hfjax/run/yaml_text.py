@@ -16,7 +16,7 @@ MOST = 100_000  # characters that aliases (`*name`, also after `<<`) may stand f
 class Lined(dict):
     """A mapping that knows the lines of its keys."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self.lines: dict[Any, int] = {}
 

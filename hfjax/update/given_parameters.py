@@ -23,7 +23,7 @@ class Follow:
     average would go on from what was there before.
     """
 
-    def __init__(self, optimizer_state: Any):
+    def __init__(self, optimizer_state: Any) -> None:
         self.idle = not _copies(optimizer_state)
         self._made: list[weakref.ref] = []
 

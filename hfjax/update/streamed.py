@@ -42,7 +42,7 @@ class StreamedUpdate(Update):
 
     layers_apart: Callable[[], bool]  # whether the optimizer updates each layer as if it were alone
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         assert self._parts, "tried out here, since no number is known inside of a trace"
 
     def __call__(self, state: State, batch: Any) -> Found:

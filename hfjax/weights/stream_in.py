@@ -101,7 +101,7 @@ class WeightStream:
     pieces: Sequence[PlacedTensor]
     read: int = 0  # bytes, by this process
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         self.files = RowsOfFiles(self.layout.mesh)
         self._shardings = flatten(self.layout.shardings().params)
 

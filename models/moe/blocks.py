@@ -70,11 +70,13 @@ def in_blocks(
     return lax.fori_loop(0, plan.total, body, zeros).astype(x_TD.dtype)
 
 
-def _forward(apply: Apply, size: int, arrays: Any, x: jax.Array, experts: jax.Array, weights: Any):
+def _forward(
+    apply: Apply, size: int, arrays: Any, x: jax.Array, experts: jax.Array, weights: jax.Array
+) -> tuple[jax.Array, tuple]:
     return in_blocks(apply, size, arrays, x, experts, weights), (arrays, x, experts, weights)
 
 
-def _backward(apply: Apply, size: int, saved: tuple, dy_TD: jax.Array):
+def _backward(apply: Apply, size: int, saved: tuple, dy_TD: jax.Array) -> tuple:
     arrays, x_TD, experts_Tk, weights = saved
     k, plan = experts_Tk.shape[1], _plan(size, arrays, experts_Tk)
     flat = weights.reshape(-1)

@@ -36,18 +36,18 @@ class RouterBias(nnx.Variable):
 class SwiGLUs(nnx.Module):
     """Experts that are gated MLPs; gate and up share one kernel: [E, D, mlp, 2]."""
 
-    def __init__(self, count: int, embed: int, mlp: int, scale: float, *, rngs: nnx.Rngs):
+    def __init__(self, count: int, embed: int, mlp: int, scale: float, *, rngs: nnx.Rngs) -> None:
         normal = lambda scale, *shape: scale * jax.random.normal(rngs.params(), shape)
         up, down = normal(0.02, count, embed, mlp, 2), normal(scale, count, mlp, embed)
         self.gate_up = nnx.Param(up, axes=(EXPERTS, "embed", "mlp", None), **PIECES)
         self.down = nnx.Param(down, axes=(EXPERTS, "mlp", "embed"), **PIECES)
         self.place = anywhere
 
-    def arrays(self) -> Any:
+    def arrays(self) -> tuple[jax.Array, jax.Array]:
         """Return the arrays of the experts that are here, which other reads would join."""
         return self.gate_up.get_raw_value(), self.down.get_raw_value()
 
-    def apply(self, arrays: Any, x_ND: jax.Array) -> jax.Array:
+    def apply(self, arrays: tuple[jax.Array, jax.Array], x_ND: jax.Array) -> jax.Array:
         """Return what one expert makes of some rows."""
         gate_up, down = arrays
         width, mlp, _ = gate_up.shape
@@ -60,7 +60,7 @@ class SwiGLUs(nnx.Module):
 class OwnExperts(nnx.Module):
     """Experts that are modules of one's own, all alike."""
 
-    def __init__(self, count: int, create: Callable, *, rngs: nnx.Rngs):
+    def __init__(self, count: int, create: Callable, *, rngs: nnx.Rngs) -> None:
         self.each = stacked(count, create, rngs)
         others = nnx.to_flat_state(nnx.state(self.each, nnx.Not(nnx.Param)))
         if others:
@@ -72,11 +72,11 @@ class OwnExperts(nnx.Module):
             names = parameter.get_metadata("axes", (None,) * (parameter[...].ndim - 1))
             parameter.set_metadata(axes=(EXPERTS, *names), **PIECES)
 
-    def arrays(self) -> Any:
+    def arrays(self) -> nnx.State:
         """Return the arrays of the experts that are here."""
         return nnx.split(self.each)[1]
 
-    def apply(self, arrays: Any, x_ND: jax.Array) -> jax.Array:
+    def apply(self, arrays: nnx.State, x_ND: jax.Array) -> jax.Array:
         """Return what one expert makes of some rows."""
         return nnx.merge(nnx.graphdef(self.each), arrays)(x_ND)
 
@@ -114,7 +114,7 @@ class Mixing:
     router: Any = Router()
     block: int = 128
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         router = Router.preset(self.router) if isinstance(self.router, str) else self.router
         object.__setattr__(self, "router", router)
         for name in ("capacity", "eval_capacity"):
@@ -186,7 +186,7 @@ class MoE(nnx.Module):
         *,
         rngs: nnx.Rngs,
         **mixing: Any,
-    ):
+    ) -> None:
         self.mixing = how = Mixing(**mixing)
         self.embed, self.experts = embed, experts
         _check(experts, how)

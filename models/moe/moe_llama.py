@@ -68,7 +68,7 @@ class MoEConfig(Mixing, LlamaConfig):
     experts: int | tuple[int, ...] = 8
     dense: int | None = None
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         Mixing.__post_init__(self)
         LlamaConfig.__post_init__(self)
         given: Any = self.experts if hasattr(self.experts, "__len__") else [self.experts]
@@ -132,7 +132,7 @@ MoEConfig.known = PRESETS
 class Block(nnx.Module):
     """One layer: attention, and a mixture or an MLP, each behind a norm."""
 
-    def __init__(self, config: MoEConfig, experts: int, *, rngs: nnx.Rngs):
+    def __init__(self, config: MoEConfig, experts: int, *, rngs: nnx.Rngs) -> None:
         self.norm1, self.norm2 = norm_of(config), norm_of(config)
         self.norm1_after = norm_of(config) if config.norms_after else None
         self.norm2_after = norm_of(config) if config.norms_after else None
@@ -169,7 +169,7 @@ class MoELlama(nnx.Module):
     Named in each layer, for remat and offload: qkv, attended, mlp_up.
     """
 
-    def __init__(self, config: MoEConfig, *, rngs: nnx.Rngs):
+    def __init__(self, config: MoEConfig, *, rngs: nnx.Rngs) -> None:
         self.config = config
         self.tokens = embedding(config, rngs)
         counts = config.by_layer

@@ -104,11 +104,11 @@ def _to_places(x_GTD: jax.Array, where: Places) -> jax.Array:
     return _rows(x_GTD, where.choice_at // _k(where))
 
 
-def _to_places_forward(x_GTD: jax.Array, where: Places):
+def _to_places_forward(x_GTD: jax.Array, where: Places) -> tuple[jax.Array, Places]:
     return _to_places(x_GTD, where), where
 
 
-def _to_places_backward(where: Places, d_places: jax.Array):
+def _to_places_backward(where: Places, d_places: jax.Array) -> tuple[jax.Array, None]:
     flat = d_places.reshape(len(d_places), -1, d_places.shape[-1])
     return _sum_of(lambda j: _rows(flat, where.place_of[..., j]), where), None
 
@@ -128,11 +128,13 @@ def _from_places(y_places: jax.Array, where: Places) -> jax.Array:
     return _sum_of(weighed, where).astype(y_places.dtype)
 
 
-def _from_places_forward(y_places: jax.Array, where: Places):
+def _from_places_forward(
+    y_places: jax.Array, where: Places
+) -> tuple[jax.Array, tuple[jax.Array, Places]]:
     return _from_places(y_places, where), (y_places, where)
 
 
-def _from_places_backward(saved: tuple[jax.Array, Places], dy_GTD: jax.Array):
+def _from_places_backward(saved: tuple[jax.Array, Places], dy_GTD: jax.Array) -> tuple:
     y_places, where = saved
     flat = where.weights.reshape(len(where.weights), -1, 1)
     d_places = _rows(flat, where.choice_at) * _rows(dy_GTD, where.choice_at // _k(where))

@@ -75,7 +75,7 @@ class Router:
     z_loss: float = 0.0
     pools_layers: bool = False
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         words = {
             "scores": SCORES,
             "normalise": NORMALISE,

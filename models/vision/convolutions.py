@@ -59,7 +59,7 @@ class Conv(nnx.Module):
         bias: bool = False,
         draw: Draw = by_outputs,
         rngs: nnx.Rngs,
-    ):
+    ) -> None:
         self.kernel = nnx.Param(draw(rngs.params(), shape), axes=OF_KERNEL)
         of_bias = by_inputs(math.prod(shape[:3]))
         drawn = lambda: nnx.Param(of_bias(rngs.params(), shape[3:]), axes=OF_KERNEL[3:])
@@ -82,7 +82,7 @@ class Conv(nnx.Module):
 class ConvNorm(nnx.Module):
     """A convolution without a bias, and the norm after it."""
 
-    def __init__(self, conv: Conv, config: ConvNetConfig, *, rngs: nnx.Rngs):
+    def __init__(self, conv: Conv, config: ConvNetConfig, *, rngs: nnx.Rngs) -> None:
         self.conv = conv
         self.norm = norm_after(config, conv.kernel.shape[3], rngs=rngs)
 

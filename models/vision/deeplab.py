@@ -66,7 +66,7 @@ class DeepLabConfig(ResNetConfig):
     auxiliary: bool = True
     auxiliary_dropout: float = 0.1
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         super().__post_init__()
         what = type(self).__name__
         check_sizes(what, self, "pyramid")
@@ -113,7 +113,7 @@ DeepLabConfig.known = PRESETS
 class Pyramid(nnx.Module):
     """What a position shows with what is around it, near and far, and in the whole image (ASPP)."""
 
-    def __init__(self, inside: int, config: DeepLabConfig, *, rngs: nnx.Rngs):
+    def __init__(self, inside: int, config: DeepLabConfig, *, rngs: nnx.Rngs) -> None:
         width = config.pyramid
         made = lambda size, inside, dilation=1: convolved(
             (size, size, inside, width), config, dilation, rngs
@@ -139,7 +139,7 @@ class Classifier(nnx.Module):
 
     def __init__(
         self, inside: int, width: int, config: DeepLabConfig, dropout: float, *, rngs: nnx.Rngs
-    ):
+    ) -> None:
         self.inner = convolved((3, 3, inside, width), config, 1, rngs)
         self.dropout = Dropout(dropout, rngs=rngs)
         self.outer = Conv(
@@ -168,7 +168,7 @@ class DeepLab(nnx.Module):
 
     refuses: ClassVar[Mapping[str, str]] = OF_CONVOLUTIONS
 
-    def __init__(self, config: DeepLabConfig, *, rngs: nnx.Rngs):
+    def __init__(self, config: DeepLabConfig, *, rngs: nnx.Rngs) -> None:
         self.config = config
         self.stem = Stem(config, rngs=rngs)
         self.layers = blocks_of(config, rngs)

@@ -7,7 +7,6 @@ up), and the gradient is that of a plain kernel over more and smaller images, wh
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -33,12 +32,18 @@ def dilated(
     return whole(x, kernel)
 
 
-def _forward(whole: Convolution, plain: Convolution, dilation: int, x: Any, kernel: Any) -> Any:
+def _forward(
+    whole: Convolution, plain: Convolution, dilation: int, x: jax.Array, kernel: jax.Array
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     return dilated(whole, plain, dilation, x, kernel), (x, kernel)
 
 
 def _backward(
-    whole: Convolution, plain: Convolution, dilation: int, saved: Any, of_y: jax.Array
+    whole: Convolution,
+    plain: Convolution,
+    dilation: int,
+    saved: tuple[jax.Array, jax.Array],
+    of_y: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
     x, kernel = saved
     (of_x,) = jax.linear_transpose(lambda x: whole(x, kernel), x)(of_y)

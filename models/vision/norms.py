@@ -49,7 +49,7 @@ class BatchNorm(nnx.BatchNorm):
 
     def __init__(
         self, size: int, *, momentum: float = 0.1, epsilon: float = EPSILON, rngs: nnx.Rngs
-    ):
+    ) -> None:
         named: Any = {"scale_metadata": {"axes": CHANNELS}, "bias_metadata": {"axes": CHANNELS}}
         wide: Any = jnp.zeros(()).dtype  # float64 in x64 mode
         super().__init__(
@@ -111,7 +111,7 @@ class FrozenBatchNorm(nnx.Module):
         [[1.0], [3.0]]
     """
 
-    def __init__(self, size: int, *, epsilon: float = EPSILON):
+    def __init__(self, size: int, *, epsilon: float = EPSILON) -> None:
         self.scale, self.bias = nnx.BatchStat(jnp.ones((size,))), nnx.BatchStat(jnp.zeros((size,)))
         self.mean, self.var = nnx.BatchStat(jnp.zeros((size,))), nnx.BatchStat(jnp.ones((size,)))
         self.epsilon = epsilon
@@ -142,7 +142,7 @@ class GroupNorm(nnx.Module):
         [[[-1.0, 1.0]]]
     """
 
-    def __init__(self, size: int, groups: int, *, epsilon: float = EPSILON):
+    def __init__(self, size: int, groups: int, *, epsilon: float = EPSILON) -> None:
         self.scale = nnx.Param(jnp.ones((size,)), axes=CHANNELS)
         self.bias = nnx.Param(jnp.zeros((size,)), axes=CHANNELS)
         self.groups, self.epsilon = groups, epsilon

@@ -82,7 +82,7 @@ class RegNetConfig(ConvNetConfig):
     squeeze: float = 0.25
     stem: int = 32
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         super().__post_init__()
         what = type(self).__name__
         check_sizes(what, self, "depth", "first", "group", "stem")
@@ -160,7 +160,7 @@ RegNetConfig.known = PRESETS
 class SqueezeExcitation(nnx.Module):
     """Channels times what two linear maps make of their means over the image, between 0 and 1."""
 
-    def __init__(self, inside: int, squeezed: int, *, rngs: nnx.Rngs):
+    def __init__(self, inside: int, squeezed: int, *, rngs: nnx.Rngs) -> None:
         self.squeeze = Conv((1, 1, inside, squeezed), bias=True, rngs=rngs)
         self.excite = Conv((1, 1, squeezed, inside), bias=True, rngs=rngs)
 
@@ -173,7 +173,7 @@ class SqueezeExcitation(nnx.Module):
 class RegNetBlock(nnx.Module):
     """A 3x3 in groups between two 1x1, weighed by what it sees, added to what entered."""
 
-    def __init__(self, shape: RegNetBlockShape, config: RegNetConfig, *, rngs: nnx.Rngs):
+    def __init__(self, shape: RegNetBlockShape, config: RegNetConfig, *, rngs: nnx.Rngs) -> None:
         inside, outside = shape.inside, shape.outside
         made = lambda size, inside, stride=1: ConvNorm(
             Conv((size, size, inside, outside), stride=stride, rngs=rngs), config, rngs=rngs
@@ -199,7 +199,7 @@ class RegNet(nnx.Module):
 
     refuses: ClassVar[Mapping[str, str]] = OF_CONVOLUTIONS
 
-    def __init__(self, config: RegNetConfig, *, rngs: nnx.Rngs):
+    def __init__(self, config: RegNetConfig, *, rngs: nnx.Rngs) -> None:
         self.config = config
         conv = Conv((3, 3, 3, config.stem), stride=2, rngs=rngs)
         self.stem = ConvNorm(conv, config, rngs=rngs)

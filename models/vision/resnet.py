@@ -88,7 +88,7 @@ class ResNetConfig(ConvNetConfig):
     stem: str = "imagenet"
     output_stride: int | None = None
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         super().__post_init__()
         what = type(self).__name__
         for name, known in (("block", WIDER), ("stem", STEMS)):
@@ -170,7 +170,7 @@ class Features:
 class Stem(nnx.Module):
     """What images enter by: a convolution, a norm, and a pool that halves each side."""
 
-    def __init__(self, config: ResNetConfig, *, rngs: nnx.Rngs):
+    def __init__(self, config: ResNetConfig, *, rngs: nnx.Rngs) -> None:
         self.small = config.stem == "small"
         size, stride = (3, 1) if self.small else (7, 2)
         self.conv = Conv((size, size, 3, config.widths[0]), stride=stride, rngs=rngs)
@@ -190,7 +190,7 @@ class Block(nnx.Module):
     Of `Features` it replaces `x`; with `keeps` it hands on what it made as `kept`, too.
     """
 
-    def __init__(self, shape: BlockShape, config: ResNetConfig, *, rngs: nnx.Rngs):
+    def __init__(self, shape: BlockShape, config: ResNetConfig, *, rngs: nnx.Rngs) -> None:
         inside, width, outside = shape.inside, shape.width, shape.outside
         first = partial(Conv, stride=shape.stride, dilation=shape.dilation, rngs=rngs)
         norm = partial(norm_after, config, rngs=rngs)
@@ -235,7 +235,7 @@ class ResNet(nnx.Module):
 
     refuses: ClassVar[Mapping[str, str]] = OF_CONVOLUTIONS
 
-    def __init__(self, config: ResNetConfig, *, rngs: nnx.Rngs):
+    def __init__(self, config: ResNetConfig, *, rngs: nnx.Rngs) -> None:
         self.config = config
         self.stem = Stem(config, rngs=rngs)
         self.layers = blocks_of(config, rngs)

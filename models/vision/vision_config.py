@@ -35,7 +35,7 @@ class VisionConfig:
     std: tuple[float, ...] = STD
     known: ClassVar[Mapping[str, Any]] = {}  # the named shapes
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         what = type(self).__name__
         check_sizes(what, self, "classes")
         for name, least in (("mean", -math.inf), ("std", 0.0)):
@@ -82,7 +82,7 @@ class ConvNetConfig(VisionConfig):
     norm: str = "batch"
     norm_groups: int = 32
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         super().__post_init__()
         what = type(self).__name__
         check_sizes(what, self, "norm_groups")

@@ -82,7 +82,7 @@ class ViTConfig(VisionConfig):
     dropout: float = 0.0
     attention: Callable = full_attention
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         super().__post_init__()
         what = type(self).__name__
         check_sizes(what, self, "image", "patch", "layers", "heads", "embed", "mlp")
@@ -137,7 +137,7 @@ def nearly_zero(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 class Attention(nnx.Module):
     """Self-attention. Query, key and value share one kernel, heads first: [D, H, 3, d]."""
 
-    def __init__(self, config: ViTConfig, *, rngs: nnx.Rngs):
+    def __init__(self, config: ViTConfig, *, rngs: nnx.Rngs) -> None:
         width, embed = config.embed // config.heads, config.embed
         heads, axes = (config.heads, 3, width), ("embed", "heads", None, None)
         draw = evenly(embed, 3 * embed)
@@ -158,7 +158,7 @@ class Attention(nnx.Module):
 class MLP(nnx.Module):
     """Two linear maps with a GELU between, exact as torch's."""
 
-    def __init__(self, config: ViTConfig, *, rngs: nnx.Rngs):
+    def __init__(self, config: ViTConfig, *, rngs: nnx.Rngs) -> None:
         wide = (config.embed, config.mlp)
         drawn: Any = {"scale": evenly(*wide), "bias": nearly_zero, "rngs": rngs}
         self.up = Linear(wide, ("embed", "mlp"), 1, **drawn)
@@ -174,7 +174,7 @@ class MLP(nnx.Module):
 class Block(nnx.Module):
     """One layer: attention and MLP, each behind a norm and added to the residual stream."""
 
-    def __init__(self, config: ViTConfig, *, rngs: nnx.Rngs):
+    def __init__(self, config: ViTConfig, *, rngs: nnx.Rngs) -> None:
         self.norm1 = LayerNorm(config.embed, epsilon=EPSILON)
         self.norm2 = LayerNorm(config.embed, epsilon=EPSILON)
         self.attention = Attention(config, rngs=rngs)
@@ -201,7 +201,7 @@ class ViT(nnx.Module):
 
     refuses: ClassVar[Mapping[str, str]] = OF_IMAGES
 
-    def __init__(self, config: ViTConfig, *, rngs: nnx.Rngs):
+    def __init__(self, config: ViTConfig, *, rngs: nnx.Rngs) -> None:
         self.config = config
         embed, patch = config.embed, config.patch
         shape, axes = (patch, patch, 3, embed), (None, None, None, "embed")

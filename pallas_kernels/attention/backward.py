@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
+from hfjax.base.paths import Index
 from hfjax.pallas_kernels import plgpu
 from hfjax.pallas_kernels.attention.keys import (
     Keys,
@@ -33,7 +34,7 @@ from hfjax.pallas_kernels.attention.parts import (
     sums,
     write,
 )
-from hfjax.pallas_kernels.mosaic import load
+from hfjax.pallas_kernels.mosaic import Ref, load
 
 
 class Inputs(NamedTuple):
@@ -67,14 +68,14 @@ def queries(plan: Plan, inputs: Inputs, dtype: DTypeLike) -> jax.Array:
     scratch = Shared(shared_keys(plan), rows, rows, rows_here)
     dq = jax.ShapeDtypeStruct(inputs.q.shape, dtype)
 
-    def body(inputs, outputs, shared):
+    def body(inputs: Inputs, outputs: tuple, shared: Shared) -> None:
         multiply = lambda mine: _multiply(mine, inputs, outputs[0], shared)
         each_tile_of_queries(plan, inputs, shared, multiply)
 
     return launch(plan, "flash_backward_queries", body, grid, inputs, (dq,), scratch)[0]
 
 
-def _multiply(mine: Rows, inputs: Inputs, dq_ref: Any, shared: Shared) -> None:
+def _multiply(mine: Rows, inputs: Inputs, dq_ref: Ref, shared: Shared) -> None:
     thread = mine.thread
     here = shared.rows_here.at[thread]
     plgpu.copy_gmem_to_smem(mine.of(inputs.q), shared.q.at[thread], here)
@@ -88,8 +89,8 @@ def _multiply(mine: Rows, inputs: Inputs, dq_ref: Any, shared: Shared) -> None:
 
 
 def _step(
-    mine: Rows, shared: Shared, per_row: tuple[Any, Any], step: Any, dq: Any, partly: bool
-) -> Any:
+    mine: Rows, shared: Shared, per_row: tuple[Any, Any], step: Index, dq: jax.Array, partly: bool
+) -> jax.Array:
     """Return dq after one more tile of keys."""
     plan, keys, thread = mine.plan, shared.keys, mine.thread
     slot = slot_of(step, plan.cut.stages)
@@ -97,7 +98,7 @@ def _step(
     plgpu.barrier_wait(keys.k_here.at[slot])
     plgpu.barrier_wait(keys.v_here.at[slot])
 
-    def multiply(s_ref, dp_ref):
+    def multiply(s_ref: Any, dp_ref: Any) -> tuple[jax.Array, jax.Array]:
         plgpu.wgmma(s_ref, shared.q.at[thread], k.transpose((1, 0)))
         plgpu.wgmma(dp_ref, shared.do.at[thread], v.transpose((1, 0)))
         return s_ref[...], dp_ref[...]

@@ -62,7 +62,7 @@ def keys(plan: Plan, inputs: Inputs, dtype: DTypeLike) -> tuple[jax.Array, jax.A
     grid = {"batch": shape.batch, "group": shape.groups, "tile": inputs.visits.shape[1]}
     outputs = (jax.ShapeDtypeStruct(inputs.k.shape, dtype),) * 2
 
-    def body(inputs, outputs, shared):
+    def body(inputs: Inputs, outputs: tuple, shared: Shared) -> None:
         _body(plan, inputs, outputs, shared)
 
     scratch = _shared(plan)
@@ -87,7 +87,7 @@ def _body(plan: Plan, inputs: Inputs, outputs: tuple, shared: Shared) -> None:
     batch, group, tile = (lax.axis_index(x) for x in ("batch", "group", "tile"))
     visit = read_visit(inputs.visits, batch, tile)
 
-    def multiply(thread):
+    def multiply(thread: jax.Array) -> None:
         first = tile * plan.cut.rows + thread * ROWS
         rows = (batch, pl.ds(first, ROWS))
         documents = None
@@ -105,9 +105,9 @@ def _feed(plan: Plan, inputs: Inputs, shared: Shared, visit: Visit, place: tuple
     count, stages, heads = visit.steps, plan.cut.stages, plan.shape.shared
 
     @pl.loop(0, heads)
-    def _head(among):
+    def _head(among: jax.Array) -> None:
         @pl.loop(0, count)
-        def _tile(step):
+        def _tile(step: jax.Array) -> None:
             turn = among * count + step
             slot, head = slot_of(turn, stages), group * heads + among
             rows = pl.ds(visit.tile(step) * plan.cut.tile, plan.cut.tile)
@@ -134,7 +134,7 @@ class _Mine(NamedTuple):
     first: Any
     documents: Any
 
-    def masked(self, s: Any, step: Any, slot: Index) -> Any:
+    def masked(self, s: jax.Array, step: Index, slot: Index) -> jax.Array:
         """Return what scores begin with, -inf where the query (column) does not see the key."""
         query = numbers(s.shape, 1, self.visit.part(step) * self.plan.cut.tile)
         same = None
@@ -148,7 +148,7 @@ class _Mine(NamedTuple):
         """Return (dk, dv) after all heads' tiles; only those seen in part are masked."""
         whole, count = self.visit.whole, self.visit.steps
 
-        def head(among, sums):
+        def head(among: Index, sums: tuple) -> tuple:
             once = lambda partly: lambda i, x: _step(self, (among * count + i, i), x, partly)
             sums = lax.fori_loop(0, whole, once(False), sums)
             return lax.fori_loop(whole, count, once(True), sums) if self.plan.partly else sums

@@ -37,7 +37,7 @@ from hfjax.pallas_kernels.attention.parts import (
     sums,
     write,
 )
-from hfjax.pallas_kernels.mosaic import load
+from hfjax.pallas_kernels.mosaic import Part, load
 
 FLOOR = -1e30  # a maximum below every score: exponentials of what is masked are then plain zeros
 
@@ -73,7 +73,7 @@ def run(plan: Plan, inputs: Inputs, outputs: tuple) -> tuple[jax.Array, ...]:
     turn = plgpu.Barrier(num_arrivals=cut.consumers)
     scratch = Shared(shared_keys(plan), shared_rows(plan), q_here, turn)
 
-    def body(inputs, outputs, shared):
+    def body(inputs: Inputs, outputs: tuple, shared: Shared) -> None:
         multiply = lambda mine: _multiply(mine, inputs, outputs, shared)
         each_tile_of_queries(plan, inputs, shared, multiply)
 
@@ -113,10 +113,10 @@ def _take_turns(shared: Shared) -> None:
     plgpu.barrier_wait(shared.turn)
 
 
-def _scores(mine: Rows, shared: Shared, slot: Index) -> Any:
+def _scores(mine: Rows, shared: Shared, slot: Index) -> jax.Array:
     """Return q @ k.T; the other warpgroup goes on as soon as this product is issued."""
 
-    def multiply(s_ref):
+    def multiply(s_ref: Any) -> jax.Array:
         plgpu.wgmma(
             s_ref, shared.q.at[again(mine.thread)], shared.keys.k.at[slot].transpose((1, 0))
         )
@@ -127,7 +127,7 @@ def _scores(mine: Rows, shared: Shared, slot: Index) -> Any:
     return pl.run_scoped(multiply, sums((ROWS, mine.plan.cut.tile)))
 
 
-def _step(mine: Rows, shared: Shared, step: Any, state: tuple, partly: bool) -> tuple:
+def _step(mine: Rows, shared: Shared, step: Index, state: tuple, partly: bool) -> tuple:
     """Return (o, m, l) after one more tile of keys."""
     plan, keys = mine.plan, shared.keys
     turns = plan.cut.consumers == 2
@@ -156,13 +156,13 @@ def _step(mine: Rows, shared: Shared, step: Any, state: tuple, partly: bool) -> 
     return o, highest, l
 
 
-def _write_state(mine: Rows, outputs: tuple, o: Any, m: Index, l: Any) -> None:
+def _write_state(mine: Rows, outputs: tuple, o: jax.Array, m: Index, l: jax.Array) -> None:
     mine.of(outputs[0])[...] = o
     mine.per_row(outputs[1])[...] = jnp.where(m > FLOOR, m * LN2, -jnp.inf)
     mine.per_row(outputs[2])[...] = l
 
 
-def _write_attention(mine: Rows, outputs: tuple, shared_rows: Any, state: tuple) -> None:
+def _write_attention(mine: Rows, outputs: tuple, shared_rows: Part, state: tuple) -> None:
     """Write what is attended to and its lse: 0 and -inf for rows that see nothing."""
     o, m, l = state
     some = l > 0.0

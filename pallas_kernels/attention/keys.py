@@ -3,10 +3,12 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from hfjax.base.paths import Index
 from hfjax.pallas_kernels import mosaic, plgpu
 from hfjax.pallas_kernels.attention.parts import (
     ROWS,
@@ -23,7 +25,7 @@ from hfjax.pallas_kernels.attention.parts import (
     seen,
     slot_of,
 )
-from hfjax.pallas_kernels.mosaic import load
+from hfjax.pallas_kernels.mosaic import Part, Ref, load
 
 
 class Keys(NamedTuple):
@@ -62,7 +64,7 @@ def feed_keys(plan: Plan, inputs: Any, keys: Keys, visit: Visit, place: tuple[An
     batch, group = place
 
     @pl.loop(0, visit.steps)
-    def _tile(step):
+    def _tile(step: jax.Array) -> None:
         slot = slot_of(step, plan.cut.stages)
         rows = pl.ds(visit.tile(step) * plan.cut.tile, plan.cut.tile)
         again = step >= plan.cut.stages
@@ -90,15 +92,15 @@ class Rows(NamedTuple):
     head: Any
     documents: Any  # of the rows, in registers
 
-    def of(self, x_BSHD: Any) -> Any:
+    def of(self, x_BSHD: Ref) -> Part:
         """Return these rows of an operand."""
         return x_BSHD.at[self.batch, pl.ds(self.first, ROWS), self.head]
 
-    def per_row(self, x_BHS: Any) -> Any:
+    def per_row(self, x_BHS: Ref) -> Part:
         """Return these rows of an operand with one number per row."""
         return x_BHS.at[self.batch, self.head, pl.ds(self.first, ROWS)]
 
-    def masked(self, s: Any, step: Any, keys: Keys) -> Any:
+    def masked(self, s: jax.Array, step: Index, keys: Keys) -> jax.Array:
         """Return scores, -inf where the query does not see the key."""
         key = numbers(s.shape, 1, self.visit.part(step) * self.plan.cut.tile)
         same = None
@@ -108,7 +110,7 @@ class Rows(NamedTuple):
         query = numbers(s.shape, 0, self.first)
         return jnp.where(seen(self.plan, self.visit, query, key, same), s, -jnp.inf)
 
-    def visited(self, step: Any, state: Any) -> Any:
+    def visited(self, step: Callable, state: Any) -> Any:
         """Return the state after all tiles: `step(number, state, seen in part)`, whole ones first.
 
         Only tiles seen in part are masked.
@@ -127,7 +129,7 @@ def each_tile_of_queries(plan: Plan, inputs: Any, shared: Any, multiply: Callabl
         tile = inputs.visits.shape[1] - 1 - tile
     visit = read_visit(inputs.visits, batch, tile)
 
-    def consume(thread):
+    def consume(thread: jax.Array) -> None:
         first = tile * plan.cut.rows + thread * ROWS
         documents = None
         if plan.documents:

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from hfjax.base.paths import Shaped
 from hfjax.pallas_kernels.attention import (
     backward,
     backward_keys,
@@ -41,7 +42,7 @@ class Tuning:
     # Forward, where heads of 128 and the documents of a tile's keys want the same registers.
     documents: Tile = field(default_factory=lambda: Tile(2, 64, 3))
 
-    def forward_of(self, q: Any, places: Places) -> Tile:
+    def forward_of(self, q: Shaped, places: Places) -> Tile:
         """Return the cut of a forward kernel."""
         crowded = q.shape[-1] == max(WIDTHS) and places.query_documents is not None
         return self.documents if crowded else self.forward
@@ -51,7 +52,7 @@ TUNING, HERE = Tuning(), Places()
 
 
 def refuses(
-    q_BSHD: Any, k_BTGD: Any, v_BTGD: Any, places: Places = HERE, tuning: Tuning = TUNING
+    q_BSHD: Shaped, k_BTGD: Shaped, v_BTGD: Shaped, places: Places = HERE, tuning: Tuning = TUNING
 ) -> str | None:
     """Return why the kernels cannot take these operands; None where they can."""
     named = {"q_BSHD": q_BSHD, "k_BTGD": k_BTGD, "v_BTGD": v_BTGD}
@@ -67,7 +68,7 @@ def refuses(
     return None
 
 
-def _shapes(q: Any, k: Any, v: Any) -> str | None:
+def _shapes(q: Shaped, k: Shaped, v: Shaped) -> str | None:
     if not q.ndim == k.ndim == v.ndim == 4:
         return "each has four dimensions: batch, sequence, heads, head dimension."
     if k.shape != v.shape or (q.shape[0], q.shape[3]) != (k.shape[0], k.shape[3]):
@@ -79,7 +80,7 @@ def _shapes(q: Any, k: Any, v: Any) -> str | None:
     return None
 
 
-def _documents(q: Any, k: Any, places: Places) -> str | None:
+def _documents(q: Shaped, k: Shaped, places: Places) -> str | None:
     of_queries, of_keys = places.query_documents, places.key_documents
     if of_queries is None and of_keys is None:
         return None
@@ -152,7 +153,9 @@ def _padded_documents(places: Places, queries: int, keys: int) -> tuple[Any, Any
     return of_queries, padded(places.key_documents, 1, keys, mode="edge")
 
 
-def _plan(mask: Mask, operands: tuple, inputs: Any, cut: Tile) -> Plan:
+def _plan(
+    mask: Mask, operands: tuple, inputs: flash_forward.Inputs | backward.Inputs, cut: Tile
+) -> Plan:
     batch, queries, heads, width = inputs.q.shape
     shape = Shape(batch, queries, inputs.k.shape[1], heads, inputs.k.shape[2], width)
     documents = inputs.query_documents is not None

@@ -21,7 +21,7 @@ class Mask:
     causal: bool = True
     window: int | None = None
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.window is not None and self.window < 1:
             raise ValueError(f"window={self.window}: at least 1 (a query sees itself), or None.")
 
@@ -123,7 +123,7 @@ def tiles_seen(mask: Mask, places: Places, tiles: Tiles) -> tuple[Any, Any]:
     return some, every & (q_low == q_high) & (k_low == k_high) & (q_low == k_low)
 
 
-def _spans(some: Any, every: Any) -> list[Any]:
+def _spans(some: jax.Array | np.ndarray, every: jax.Array | np.ndarray) -> list[Any]:
     """Return, along the last axis: start, start of a full run, its end, end: [B, n] each."""
     xp = np if isinstance(some, np.ndarray) else jnp
     count = some.shape[-1]

@@ -15,9 +15,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from hfjax.base.paths import Index
 from hfjax.pallas_kernels import mosaic, plgpu
 from hfjax.pallas_kernels.attention.mask import Mask
-from hfjax.pallas_kernels.mosaic import WARPGROUP
+from hfjax.pallas_kernels.mosaic import WARPGROUP, Part, Ref
 
 ROWS = 64  # of a warpgroup's tile: the rows of one wgmma
 LOG2E = math.log2(math.e)
@@ -91,25 +92,25 @@ class Visit(NamedTuple):
     high: Any
 
     @property
-    def whole(self) -> Any:
+    def whole(self) -> Index:
         """How many tiles are seen whole; they come first."""
         return self.full_end - self.full
 
     @property
-    def steps(self) -> Any:
+    def steps(self) -> Index:
         return self.end - self.start
 
-    def tile(self, step: Any) -> jax.Array:
+    def tile(self, step: Index) -> jax.Array:
         """Return the number of the tile visited in a step."""
         return jnp.where(step < self.whole, self.full + step, self.part(step))
 
-    def part(self, step: Any) -> jax.Array:
+    def part(self, step: Index) -> jax.Array:
         """Return the number of a tile that is seen in part: those before and after the whole."""
         rest, before = step - self.whole, self.full - self.start
         return jnp.where(rest < before, self.start + rest, self.full_end + rest - before)
 
 
-def read_visit(visits_ref: Any, batch: Any, tile: Any) -> Visit:
+def read_visit(visits_ref: Ref, batch: Index, tile: Index) -> Visit:
     """Return a row of the table; without documents all batches have the same."""
     row = visits_ref.at[batch if visits_ref.shape[0] > 1 else 0, tile]
     return Visit(*(row[i] for i in range(len(Visit._fields))))
@@ -123,7 +124,7 @@ def launch(plan: Plan, name: str, body: Callable, grid: dict[str, int], *trees: 
     inputs, outputs, scratch = trees
     present = [name for name, x in inputs._asdict().items() if x is not None]
 
-    def on_refs(*refs):
+    def on_refs(*refs: jax.Ref) -> None:
         given = dict(zip(present, refs, strict=False))
         absent = dict.fromkeys(inputs._fields)
         body(type(inputs)(**(absent | given)), refs[len(present) : -1], refs[-1])
@@ -162,26 +163,26 @@ def by_roles(plan: Plan, multiply: Callable[[Any], None], feed: Callable[[], Non
     thread, consumers = lax.axis_index("thread"), plan.cut.consumers
 
     @pl.when(thread < consumers)
-    def _multiply():
+    def _multiply() -> None:
         plgpu.set_max_registers(registers(consumers), action="increase")
         multiply(thread)
 
     @pl.when(thread == consumers)
-    def _feed():
+    def _feed() -> None:
         plgpu.set_max_registers(FEEDER_REGISTERS, action="decrease")
         feed()
 
 
-def slot_of(step: Any, stages: int) -> jax.Array:
+def slot_of(step: Index, stages: int) -> jax.Array:
     """Return the place in shared memory of a step's tile."""
     return lax.rem(step, jnp.int32(stages))
 
 
-def drain(count: Any, stages: int, *free: Any) -> None:
+def drain(count: Index, stages: int, *free: jax.Ref) -> None:
     """Wait until the last tiles are free: no block ends while a barrier is under way."""
 
     @pl.loop(jnp.maximum(count - stages, 0), count)
-    def _tile(step):
+    def _tile(step: jax.Array) -> None:
         for barrier in free:
             plgpu.barrier_wait(barrier.at[slot_of(step, stages)])
 
@@ -192,7 +193,7 @@ def sums(shape: tuple[int, int], start: Any = None) -> Any:
     return kind(shape, jnp.float32) if start is None else kind.init(start)
 
 
-def added(total: Any, a: Any, b: Any) -> Any:
+def added(total: jax.Array, a: "jax.Array | Ref", b: Ref) -> jax.Array:
     """Return total + a @ b: a in registers or shared memory, b in shared memory."""
     return both_added((total, a, b))[0]
 
@@ -202,28 +203,28 @@ def both_added(*parts: tuple[Any, Any, Any]) -> tuple[Any, ...]:
     if mosaic.interpreter is not None:
         return tuple(total + _interpreted(a, b) for total, a, b in parts)
 
-    def accumulate(refs):
+    def accumulate(refs: tuple) -> None:
         for ref, (_, a, b) in zip(refs, parts, strict=True):
             plgpu.wgmma(ref, a, b)
 
     return pl.run_state(accumulate)(tuple(sums(x.shape, x) for x, _, _ in parts))
 
 
-def _interpreted(a: Any, b: Any) -> Any:
+def _interpreted(a: Any, b: Any) -> jax.Array:
     """Return a @ b: the interpreter knows neither sums with a past nor operands in registers."""
     if isinstance(a, jax.Array):
         product = jnp.dot(a, b[...], preferred_element_type=jnp.float32)
         plgpu.commit_smem()  # it minds that b was read by other means than the matrix units
         return product
 
-    def multiply(sum_ref):
+    def multiply(sum_ref: Any) -> jax.Array:
         plgpu.wgmma(sum_ref, a, b)
         return sum_ref[...]
 
     return pl.run_scoped(multiply, sums((a.shape[0], b.shape[1])))
 
 
-def again(x: Any) -> Any:
+def again(x: Index) -> jax.Array:
     """Return a number that the compiler takes for a new one in every step.
 
     It would keep every address made of it in registers during the whole loop, and spill sums.
@@ -246,27 +247,29 @@ def by_column() -> Any:
     return matrix().reduce(0)
 
 
-def filled(shape: tuple[int, ...], value: float, layout: Any = None) -> Any:
+def filled(shape: tuple[int, ...], value: float, layout: Any = None) -> jax.Array:
     """Return a constant array that lies in registers like a sum of the matrix units."""
     return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout or matrix())
 
 
-def across(x: Any, shape: tuple[int, int]) -> Any:
+def across(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """Return one number per row as a matrix."""
     return lax.broadcast_in_dim(x, shape, [0])
 
 
-def down(x: Any, shape: tuple[int, int]) -> jax.Array:
+def down(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """Return one number per column as a matrix."""
     return lax.broadcast_in_dim(x, shape, [1])
 
 
-def numbers(shape: tuple[int, int], axis: int, first: Any) -> Any:
+def numbers(shape: tuple[int, ...], axis: int, first: Index) -> jax.Array:
     """Return the row's or the column's number, counted from `first`, everywhere in a tile."""
     return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=matrix()) + first
 
 
-def seen(plan: Plan, visit: Visit, query: Any, key: Any, same: Any) -> Any:
+def seen(
+    plan: Plan, visit: Visit, query: jax.Array, key: jax.Array, same: jax.Array | None
+) -> jax.Array:
     """Return where a query sees a key, from their numbers and whether their documents agree.
 
     Only what the mask needs is compared, and nothing subtracted: what is the same in every tile
@@ -285,7 +288,7 @@ def seen(plan: Plan, visit: Visit, query: Any, key: Any, same: Any) -> Any:
     return result
 
 
-def write(ref: Any, value: Any, shared: Any) -> None:
+def write(ref: Part, value: jax.Array, shared: Part) -> None:
     """Write a tile to device memory: float32 from registers, others by way of shared memory."""
     if ref.dtype == jnp.float32:  # four threads write 32 bytes that lie together
         ref[...] = value

@@ -100,7 +100,7 @@ def _as_one(q: _Blocks, k: _Blocks, sight: _Sight) -> tuple[_Blocks, _Blocks, ja
     return lax.optimization_barrier((q, k, jnp.asarray(sight.some)))
 
 
-def _wide(x: jax.Array) -> Any:
+def _wide(x: jax.Array) -> np.dtype:
     return jnp.promote_types(x.dtype, jnp.float32)
 
 
@@ -156,7 +156,7 @@ def block(
     k = _in_blocks(keys, k_BTGD, v_BTGD)
     q, k, some_seen = _as_one(q, k, sight)
 
-    def rows(block):
+    def rows(block: tuple) -> tuple[jax.Array, ...]:
         (q, *state), query, some = block
         step = lambda state, other: (_more(sight, q, query, state, other), None)
         return lax.scan(jax.checkpoint(step), tuple(state), (k.arrays, k.number, some))[0]
@@ -169,7 +169,7 @@ def _more(sight: _Sight, q: jax.Array, query: jax.Array, state: tuple, other: tu
     """Return (o, m, l) of a block of queries after a block of keys; it may see none of them."""
     (k, v), key, some = other
 
-    def visit(state):
+    def visit(state: tuple) -> tuple[jax.Array, jax.Array, jax.Array]:
         o, m, l = state
         s = sight.masked(_scores(q, k), query, key)
         before = jnp.moveaxis(m, 1, 3)  # [B, G, R, Q]
@@ -203,7 +203,7 @@ def block_backward(
     q, k, some_seen = _as_one(q, k, sight)
     wide = _wide(q_BSHD)
 
-    def rows(sums, block):
+    def rows(sums: tuple, block: tuple) -> tuple[tuple, jax.Array]:
         operands, query, some = block
         start = zeros(operands[0].shape, q_BSHD, wide)
         step = lambda dq, other: _pulled(sight, operands, query, dq, other)
@@ -220,7 +220,7 @@ def _pulled(sight: _Sight, operands: tuple, query: jax.Array, dq: jax.Array, oth
     (q, do, lse, delta), ((k, v), key, some) = operands, other
     wide = dq.dtype
 
-    def visit(dq):
+    def visit(dq: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
         s = sight.masked(_scores(q, k), query, key)
         total = jnp.moveaxis(jnp.where(lse > -jnp.inf, lse, jnp.inf), 1, 3)[..., None]
         p = jnp.exp(s - total)

@@ -20,13 +20,13 @@ One of these bounds it, the link on NVLink (450 GB/s each way against 4800 on an
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
+from hfjax.base.paths import Shaped
 from hfjax.pallas_kernels.collectives import kernel, reference as plain
 from hfjax.pallas_kernels.collectives.reference import Axis
 from hfjax.pallas_kernels.ring.peers import MeshRing, unreachable
@@ -44,7 +44,9 @@ class Tuning:
     blocks: int = 132
 
 
-def refuses(what: str, x: Any, axis: Axis, size: int, wire: DTypeLike = jnp.bfloat16) -> str | None:
+def refuses(
+    what: str, x: Shaped, axis: Axis, size: int, wire: DTypeLike = jnp.bfloat16
+) -> str | None:
     """Return why the kernel of `what` cannot take `x` over an axis of that size, or None.
 
     `what` is "all_gather", "reduce_scatter" or "all_reduce".
@@ -81,15 +83,15 @@ def _ring(what: str, x: jax.Array, axis: Axis, wire: DTypeLike) -> MeshRing:
 def tuned(tuning: Tuning) -> tuple:
     """Return `all_gather`, `reduce_scatter` and `all_reduce` with a tuning."""
 
-    def whole(x, axis, wire):
+    def whole(x: jax.Array, axis: Axis, wire: DTypeLike) -> jax.Array:
         ring = _ring("all_gather", x, axis, wire)
         found = kernel.gather(ring, x.reshape(-1), wire, tuning)
         return found.reshape(ring.size * x.shape[0], *x.shape[1:])
 
-    def gather(x, axis, wire):
+    def gather(x: jax.Array, axis: Axis, wire: DTypeLike) -> jax.Array:
         return plain.differing(whole(x, axis, wire), axis)
 
-    def scatter(x, axis, wire):
+    def scatter(x: jax.Array, axis: Axis, wire: DTypeLike) -> jax.Array:
         ring = _ring("reduce_scatter", x, axis, wire)
         total = kernel.scatter(ring, x.reshape(ring.size, -1), wire, tuning)
         return total.reshape(x.shape[0] // ring.size, *x.shape[1:])

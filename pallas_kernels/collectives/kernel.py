@@ -18,19 +18,21 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 
+from hfjax.base.paths import Index
 from hfjax.pallas_kernels import mosaic, plgpu
 from hfjax.pallas_kernels.collectives import stream
 from hfjax.pallas_kernels.collectives.stream import SLOTS, Tiles
+from hfjax.pallas_kernels.mosaic import Ref
 from hfjax.pallas_kernels.ring.peers import MeshRing, Ring, ahead
 
 
-def load(ref: Any, dtype: DTypeLike) -> jax.Array:
+def load(ref: Ref, dtype: DTypeLike) -> jax.Array:
     """Return a tile in shared memory, cast; spread over the threads alike for every dtype."""
     layout = plgpu.Layout.WG_STRIDED(ref.shape, vec_size=4)
     return plgpu.layout_cast(ref[...], layout).astype(dtype)
 
 
-def slot_of(sender: Any, owner: Any) -> Any:
+def slot_of(sender: Index, owner: Index) -> jax.Array:
     """Return where an owner keeps what a sender gave: others in the order of their ranks."""
     return sender - jnp.int32(sender > owner)
 
@@ -66,11 +68,11 @@ def launch(
 
 
 def _send_to_all(
-    x_RC: Any, whole_SRC: Any, sent: Any, *, ring: Ring, tiles: Tiles, stages: int
+    x_RC: Ref, whole_SRC: Ref, sent: Ref, *, ring: Ring, tiles: Tiles, stages: int
 ) -> None:
     arrived, rank = ring.semaphores(tiles.blocks), ring.rank()
 
-    def step(each, turn, slot, x_TC):
+    def step(each: jax.Array, turn: jax.Array, slot: jax.Array, x_TC: Ref) -> None:
         plgpu.wait_smem_to_gmem(ring.size * (SLOTS - 1), wait_read_only=True)
         sent[slot] = load(x_TC, sent.dtype)
         plgpu.commit_smem()
@@ -96,15 +98,15 @@ def gather(ring: Ring, x: jax.Array, wire: DTypeLike, tuning: Any) -> jax.Array:
 
 
 def _send_to_owners(
-    x_SRC: Any, parts: Any, sent: Any, *, ring: Ring, tiles: Tiles, stages: int
+    x_SRC: Ref, parts: Ref, sent: Ref, *, ring: Ring, tiles: Tiles, stages: int
 ) -> None:
     rank = ring.rank()
 
-    def give(owner, slot, each):
+    def give(owner: jax.Array, slot: jax.Array, each: jax.Array) -> None:
         there = ring.peer(parts, owner).at[slot_of(rank, owner), tiles.rows_of(each)]
         plgpu.copy_smem_to_gmem(sent.at[slot], there)
 
-    def step(each, turn, slot, x_1TC):
+    def step(each: jax.Array, turn: jax.Array, slot: jax.Array, x_1TC: Ref) -> None:
         plgpu.wait_smem_to_gmem(SLOTS - 1, wait_read_only=True)
         sent[slot] = load(x_1TC.at[0], sent.dtype)
         plgpu.commit_smem()
@@ -117,9 +119,9 @@ def _send_to_owners(
 
 
 def _add(
-    x_SRC: Any, parts: Any, total: Any, sums: Any, *, ring: Ring, tiles: Tiles, stages: int
+    x_SRC: Ref, parts: Ref, total: Ref, sums: Ref, *, ring: Ring, tiles: Tiles, stages: int
 ) -> None:
-    def step(each, turn, slot, x_1TC, *others):
+    def step(each: jax.Array, turn: jax.Array, slot: jax.Array, x_1TC: Ref, *others: Ref) -> None:
         plgpu.wait_smem_to_gmem(SLOTS - 1, wait_read_only=True)
         found = load(x_1TC.at[0], jnp.float32)
         for other in range(ring.size - 1):
@@ -137,7 +139,7 @@ def _add(
 
 
 def _send_and_add(
-    x_SRC: Any, total_RC: Any, parts: Any, sent: Any, sums: Any, *, ring: Ring, **how: Any
+    x_SRC: Ref, total_RC: Ref, parts: Ref, sent: Ref, sums: Ref, *, ring: Ring, **how: Any
 ) -> None:
     arrived = ring.semaphores(how["tiles"].blocks)
     if ring.size > 1:

@@ -76,7 +76,9 @@ def _like(x: jax.Array) -> jax.Array:
     return jnp.zeros((0,), x.dtype)
 
 
-def _pull(move: Callable, axis: Axis, wire: DTypeLike, like: jax.Array, cotangent: jax.Array):
+def _pull(
+    move: Callable, axis: Axis, wire: DTypeLike, like: jax.Array, cotangent: jax.Array
+) -> tuple[jax.Array]:
     if lax.axis_size(axis) > 1:  # else nothing is sent, so nothing is rounded
         cotangent = move(cotangent, axis, wire)
     return (cotangent.astype(like.dtype),)
@@ -102,13 +104,13 @@ def _reduces(scatter: Callable, whole: Callable) -> Callable:
     """Return the sum as a differentiable function: as with psum, a cotangent is summed in turn."""
 
     @partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-    def reduce(x, axis, wire):
+    def reduce(x: jax.Array, axis: Axis, wire: DTypeLike) -> jax.Array:
         if lax.axis_size(axis) == 1:
             return x
         total = scatter(flat(x, axis), axis, wire)
         return whole(total, axis, wire).astype(x.dtype).reshape(x.shape)
 
-    def backward(axis, wire, _, cotangent):
+    def backward(axis: Axis, wire: DTypeLike, _: None, cotangent: jax.Array) -> tuple[jax.Array]:
         equal = _is_equal(cotangent, axis)
         return (differing(cotangent, axis) if equal else reduce(cotangent, axis, wire),)
 

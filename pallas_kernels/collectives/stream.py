@@ -10,14 +10,15 @@ memory stops neither at the end of a dimension nor at any number of bytes that 1
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import gcd
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from hfjax.base.paths import Index
 from hfjax.pallas_kernels import plgpu
+from hfjax.pallas_kernels.mosaic import Ref
 
 COLUMNS = 256  # the most elements of a side of one copy
 SLOTS = 2  # tiles on their way out
@@ -45,11 +46,11 @@ class Tiles:
         """Return how many tiles this block takes."""
         return lax.div(self.count - lax.axis_index("block") + self.blocks - 1, self.blocks)
 
-    def at(self, step: Any) -> Any:
+    def at(self, step: Index) -> jax.Array:
         """Return the number of the tile that this block takes in a step."""
         return lax.axis_index("block") + step * self.blocks
 
-    def rows_of(self, step: Any) -> Any:
+    def rows_of(self, step: Index) -> slice | pl.Slice:
         return pl.ds(self.at(step) * self.tile, self.tile)
 
 
@@ -84,7 +85,7 @@ def stream(step: Callable, tiles: Tiles, inputs: Sequence[tuple], rounds: int, s
     next: wait for what left it before.
     """
 
-    def run(index, *shared):
+    def run(index: tuple, *shared: Ref) -> None:
         each, turn = index
         step(each, turn, lax.rem(each * rounds + turn, jnp.int32(SLOTS)), *shared)
 

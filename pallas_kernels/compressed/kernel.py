@@ -5,6 +5,7 @@ quantisation. Shapes: S ranks, R blocks of B elements to a piece. Before them st
 `ring.ranks`: nothing on a mesh, and a virtual ring's ranks.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -20,6 +21,7 @@ from hfjax.pallas_kernels.collectives import stream
 from hfjax.pallas_kernels.collectives.kernel import axes, launch, slot_of, tell
 from hfjax.pallas_kernels.collectives.stream import SLOTS, Tiles
 from hfjax.pallas_kernels.compressed.quantize import Code, code, decode, encode, load, load_scales
+from hfjax.pallas_kernels.mosaic import Ref
 from hfjax.pallas_kernels.ring.peers import Ring, ahead
 
 GROUP = 32  # rows whose scales are loaded by one copy: 128 bytes are the least of one
@@ -39,18 +41,18 @@ class Run:
     def parts(self) -> int:
         return self.tiles.tile // self.tile
 
-    def part(self, at: Any, turn: Index) -> Any:
+    def part(self, at: Index, turn: Index) -> Index:
         """Return the number of the tile that a turn with a group is about."""
         return at * self.parts + lax.rem(turn, jnp.int32(self.parts))
 
-    def rows(self, each: Any, turn: Index) -> Any:
+    def rows(self, each: Index, turn: Index) -> slice | pl.Slice:
         return pl.ds(self.part(self.tiles.at(each), turn) * self.tile, self.tile)
 
     def rank_of(self, turn: Index) -> jax.Array:
         """Return which of the ranks, in some order, a turn with a group is about."""
         return lax.div(turn, jnp.int32(self.parts))
 
-    def scales(self, ref: Any, turn: Index) -> jax.Array:
+    def scales(self, ref: Ref, turn: Index) -> jax.Array:
         """Return the scales of a turn's rows, of those of the group in shared memory."""
         first = lax.rem(turn, jnp.int32(self.parts)) * self.tile
         return load_scales(ref.at[pl.ds(first, self.tile)])
@@ -62,7 +64,7 @@ class Run:
             ref[slot] = tile
         plgpu.commit_smem()
 
-    def stream(self, step: Any, inputs: list, ranks: int) -> None:
+    def stream(self, step: Callable, inputs: list, ranks: int) -> None:
         stream.stream(step, self.tiles, inputs, ranks * self.parts, self.stages)
 
 
@@ -76,22 +78,22 @@ def _copy(slot: Index, refs: tuple, places: tuple) -> None:
         plgpu.copy_smem_to_gmem(ref.at[slot], place)
 
 
-def _pieces(run: Run, given: tuple, owner: Any) -> list:
+def _pieces(run: Run, given: tuple, owner: Callable) -> list:
     """Return the tiles of the pieces of `given` that belong to `owner(turn)`."""
     tile = (1, run.tile, given[0].shape[-1])
     place = lambda at, turn: (owner(turn), run.part(at, turn), 0)
     return [(run.ring.mine(ref), tile, place) for ref in given]
 
 
-def _send_to_owners(run: Run, given: tuple, lost: Any, parts: tuple, slots: tuple) -> None:
+def _send_to_owners(run: Run, given: tuple, lost: Ref, parts: tuple, slots: tuple) -> None:
     ring, rank = run.ring, run.ring.rank()
     owner_of = lambda turn: ahead(ring, run.rank_of(turn) + 1)
 
-    def give(owner, slot, rows):
+    def give(owner: jax.Array, slot: jax.Array, rows: slice | pl.Slice) -> None:
         at = slot_of(rank, owner)
         _copy(slot, slots[:2], tuple(ring.peer(ref, owner).at[at, rows] for ref in parts))
 
-    def step(each, turn, slot, x, error):
+    def step(each: jax.Array, turn: jax.Array, slot: jax.Array, x: Ref, error: Ref) -> None:
         found = _lossy(load(x.at[0]) + load(error.at[0]), run.kind)
         run.leave(slot, slots, found, 3 * (SLOTS - 1))
         rows = run.rows(each, turn)
@@ -107,7 +109,9 @@ def _add(run: Run, given: tuple, left: tuple, parts: tuple, slots: tuple) -> Non
     ring, rank = run.ring, run.ring.rank()
     total, lost = map(ring.mine, left)
 
-    def step(each, turn, slot, x, error, *others):
+    def step(
+        each: jax.Array, turn: jax.Array, slot: jax.Array, x: Ref, error: Ref, *others: Ref
+    ) -> None:
         found = load(x.at[0]) + load(error.at[0])
         for other in range(ring.size - 1):
             values, scales = (ref.at[other] for ref in others)
@@ -127,7 +131,7 @@ def _add(run: Run, given: tuple, left: tuple, parts: tuple, slots: tuple) -> Non
     plgpu.wait_smem_to_gmem(0)
 
 
-def _send_and_add(*refs: Any, run: Run) -> None:
+def _send_and_add(*refs: Ref, run: Run) -> None:
     given, left, parts, slots = refs[:2], refs[2:4], refs[4:6], refs[6:]
     arrived = run.ring.semaphores(run.tiles.blocks)
     if run.ring.size > 1:
@@ -159,10 +163,10 @@ def scatter(ring: Ring, x: jax.Array, error: jax.Array, how: str, tuning: Any) -
     return total[..., :rows, :], lost[..., :rows, :]
 
 
-def _send_to_all(run: Run, given: tuple, lost: Any, parts: tuple, slots: tuple) -> None:
+def _send_to_all(run: Run, given: tuple, lost: Ref, parts: tuple, slots: tuple) -> None:
     ring, rank = run.ring, run.ring.rank()
 
-    def step(each, turn, slot, x, error):
+    def step(each: jax.Array, turn: jax.Array, slot: jax.Array, x: Ref, error: Ref) -> None:
         found = _lossy(load(x) + load(error), run.kind)
         run.leave(slot, slots, found, (1 + 2 * ring.size) * (SLOTS - 1))
         rows = run.rows(each, turn)
@@ -176,10 +180,10 @@ def _send_to_all(run: Run, given: tuple, lost: Any, parts: tuple, slots: tuple) 
     run.stream(step, [(ring.mine(ref), tile, place) for ref in given], 1)
 
 
-def _decode(run: Run, parts: tuple, whole: Any, slots: tuple) -> None:
+def _decode(run: Run, parts: tuple, whole: Ref, slots: tuple) -> None:
     ring = run.ring
 
-    def step(each, turn, slot, values, scales):
+    def step(each: jax.Array, turn: jax.Array, slot: jax.Array, values: Ref, scales: Ref) -> None:
         found = decode(load(values.at[0]), run.scales(scales.at[0], turn))
         run.leave(slot, slots, (found,), SLOTS - 1)
         there = ring.mine(whole).at[run.rank_of(turn), run.rows(each, turn)]
@@ -195,7 +199,7 @@ def _decode(run: Run, parts: tuple, whole: Any, slots: tuple) -> None:
     plgpu.wait_smem_to_gmem(0)
 
 
-def _send_and_decode(*refs: Any, run: Run) -> None:
+def _send_and_decode(*refs: Ref, run: Run) -> None:
     given, (whole, lost), parts, slots = refs[:2], refs[2:4], refs[4:6], refs[6:]
     arrived = run.ring.semaphores(run.tiles.blocks)
     _send_to_all(run, given, lost, parts, slots)

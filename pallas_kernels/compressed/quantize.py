@@ -24,8 +24,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from hfjax.base.paths import Shaped
 from hfjax.pallas_kernels import mosaic, plgpu
 from hfjax.pallas_kernels.collectives import stream
+from hfjax.pallas_kernels.mosaic import Ref
 
 BLOCK = 256
 BLOCKS = (128, 256)
@@ -126,12 +128,12 @@ def spread(rows: jax.Array, like: jax.Array) -> jax.Array:
     return plgpu.layout_cast(lax.broadcast_in_dim(rows, like.shape, (0,)), rows_in_warps())
 
 
-def load(ref: Any) -> jax.Array:
+def load(ref: Ref) -> jax.Array:
     """Return a tile in shared memory as float32, whole rows to a warp."""
     return plgpu.layout_cast(ref[...], rows_in_warps()).astype(jnp.float32)
 
 
-def load_scales(ref: Any) -> jax.Array:
+def load_scales(ref: Ref) -> jax.Array:
     """Return the scales of a tile's rows, to the threads that hold the rows."""
     return plgpu.layout_cast(ref[...], rows_in_warps().reduce(1))
 
@@ -151,11 +153,11 @@ def decode(values: jax.Array, scales: jax.Array) -> jax.Array:
     return values.astype(jnp.float32) * spread(scales, values)
 
 
-def _body(*refs: Any, kind: Code, tiles: stream.Tiles, stages: int, inputs: int) -> None:
+def _body(*refs: Ref, kind: Code, tiles: stream.Tiles, stages: int, inputs: int) -> None:
     given, refs = refs[:inputs], refs[inputs:]
     left, leaving = refs[: len(refs) // 2], refs[len(refs) // 2 :]
 
-    def step(each, turn, slot, *shared):
+    def step(each: jax.Array, turn: jax.Array, slot: jax.Array, *shared: Ref) -> None:
         meant = sum(map(load, shared[1:]), load(shared[0]))
         values, scales = encode(meant, kind)
         found = [values, scales]
@@ -194,7 +196,7 @@ def _run(operands: list[jax.Array], how: str, block: int, tuning: Tuning) -> tup
     return values.reshape(shape), scales, *(x.reshape(shape) for x in lost)
 
 
-def refuses(x: Any, how: str, block: int = BLOCK) -> str | None:
+def refuses(x: Shaped, how: str, block: int = BLOCK) -> str | None:
     """Return why the kernels cannot take these operands, or None."""
     if how not in CODES:
         return f"how={how!r}: one of {', '.join(map(repr, CODES))} is needed."
@@ -207,7 +209,7 @@ def refuses(x: Any, how: str, block: int = BLOCK) -> str | None:
     return None
 
 
-def refuses_error(x: Any, error: Any) -> str | None:
+def refuses_error(x: Shaped, error: Shaped) -> str | None:
     """Return why `error` cannot be the error of `x`, or None."""
     if error.shape != x.shape or error.dtype != jnp.float32:
         return f"error {error.shape} {error.dtype}: float32 {x.shape} is needed, as x. Cast it."

@@ -81,7 +81,7 @@ def compressed_all_gather(
         return x.astype(jnp.float32) + error, jnp.zeros_like(error)
     values, scales, lost = compress(x.reshape(-1), error.reshape(-1), how, block)
 
-    def whole(one):
+    def whole(one: jax.Array) -> jax.Array:
         return lax.all_gather(one, axis, axis=0, to="invarying")
 
     received = whole(_as_bytes(values)).view(values.dtype)

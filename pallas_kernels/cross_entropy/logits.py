@@ -14,6 +14,7 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
+from hfjax.base.paths import Index
 from hfjax.base.varying import zeros
 
 LOG2E = math.log2(math.e)
@@ -38,7 +39,7 @@ class Tuning:
     parts: int = 8
     least: int = 2048
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.columns not in (64, 128, 192, 256) or self.depth != 64:
             raise ValueError(
                 f"Tuning(columns={self.columns}, depth={self.depth}): columns are 64, 128, 192 or "
@@ -74,7 +75,7 @@ class Columns:
         here = labels_N - self.first
         return jnp.where((labels_N >= 0) & (here >= 0) & (here < self.real), here, -1)
 
-    def part(self, labels_N: jax.Array, part: Any, parts: int) -> tuple[jax.Array, jax.Array]:
+    def part(self, labels_N: jax.Array, part: Index, parts: int) -> tuple[jax.Array, jax.Array]:
         """Return (the labels' columns in a part, how many columns of it are real)."""
         here = self.labels(labels_N)
         ours = (here >= 0) & (lax.rem(here, jnp.int32(parts)) == part)
@@ -89,7 +90,7 @@ def in_parts(w_VD: jax.Array, parts: int) -> jax.Array:
     return w.reshape(-1, parts, w.shape[1])
 
 
-def take(a_CPD: jax.Array, part: Any) -> jax.Array:
+def take(a_CPD: jax.Array, part: Index) -> jax.Array:
     """Return a part of a matrix, [C, D]."""
     return lax.dynamic_index_in_dim(a_CPD, part, 1, keepdims=False)
 
@@ -112,7 +113,7 @@ def statistics(
     parts = tuning.parts_of(w_VD.shape[0])
     w_CPD = in_parts(w_VD, parts)
 
-    def one(part, carry):
+    def one(part: jax.Array, carry: tuple) -> tuple[jax.Array, jax.Array, jax.Array]:
         most, total, picked = carry
         part = jnp.int32(part)
         labels, real = columns.part(labels_N, part, parts)
@@ -125,7 +126,9 @@ def statistics(
     return lax.fori_loop(0, parts, one, (zero + LOWEST, zero, zero))
 
 
-def _logits(x_ND: jax.Array, w_CPD: jax.Array, part: Any, real: Any) -> tuple[jax.Array, jax.Array]:
+def _logits(
+    x_ND: jax.Array, w_CPD: jax.Array, part: Index, real: Index
+) -> tuple[jax.Array, jax.Array]:
     """Return (the logits of a part [N, C], -inf where no column is real; the columns' numbers)."""
     logits = product(x_ND, take(w_CPD, part), (1, 1))
     ids = lax.broadcasted_iota(jnp.int32, (1, logits.shape[1]), 1)

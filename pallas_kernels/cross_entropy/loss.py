@@ -33,12 +33,12 @@ which the products hide a part. Compiled for an H200: 265 MiB at once, where sav
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from hfjax.base.paths import Shaped
 from hfjax.base.varying import alike, varying, zeros
 from hfjax.pallas_kernels.cross_entropy import logits, tiles
 from hfjax.pallas_kernels.cross_entropy.logits import Columns, Tuning, product, take, wide
@@ -86,7 +86,7 @@ def reference(
     return _each_row(*operands, labels_N, Problem.of(False, axis, vocab, tuning))
 
 
-def refuses(x_ND: Any, w_VD: Any, labels_N: Any) -> str | None:
+def refuses(x_ND: Shaped, w_VD: Shaped, labels_N: Shaped) -> str | None:
     """Return why the kernel cannot take these operands, or None."""
     if why := _misshapen(x_ND, w_VD, labels_N):
         return why
@@ -103,7 +103,7 @@ def refuses(x_ND: Any, w_VD: Any, labels_N: Any) -> str | None:
     return None
 
 
-def _misshapen(x: Any, w: Any, labels: Any) -> str | None:
+def _misshapen(x: Shaped, w: Shaped, labels: Shaped) -> str | None:
     fit = x.ndim == w.ndim == 2 and x.shape[1] == w.shape[1] and labels.shape == x.shape[:1]
     if not fit or not x.size or not w.size or not jnp.issubdtype(labels.dtype, jnp.integer):
         return (
@@ -159,7 +159,9 @@ def _losses(problem: Problem, x_ND: jax.Array, w_VD: jax.Array, labels_N: jax.Ar
     return forward(problem, x_ND, w_VD, labels_N)[0]
 
 
-def forward(problem: Problem, x_ND: jax.Array, w_VD: jax.Array, labels_N: jax.Array):
+def forward(
+    problem: Problem, x_ND: jax.Array, w_VD: jax.Array, labels_N: jax.Array
+) -> tuple[jax.Array, tuple]:
     """Return (the loss of each row, what `backward` needs: the operands and logsumexp)."""
     found = problem.statistics(x_ND, w_VD, labels_N, problem.columns(w_VD), problem.tuning)
     logsumexp, picked = _over(problem.axes, *found)
@@ -168,7 +170,9 @@ def forward(problem: Problem, x_ND: jax.Array, w_VD: jax.Array, labels_N: jax.Ar
     return losses, (x_ND, w_VD, labels_N, logsumexp)
 
 
-def _over(axes: tuple[str, ...], most: jax.Array, total: jax.Array, picked: jax.Array):
+def _over(
+    axes: tuple[str, ...], most: jax.Array, total: jax.Array, picked: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     """Return (logsumexp, picked logit) over the shares of all devices of the axes."""
     if not axes:
         return most + jnp.log(total), picked
@@ -177,7 +181,7 @@ def _over(axes: tuple[str, ...], most: jax.Array, total: jax.Array, picked: jax.
     return highest + jnp.log(total), picked
 
 
-def backward(problem: Problem, saved: tuple, g_N: jax.Array):
+def backward(problem: Problem, saved: tuple, g_N: jax.Array) -> tuple[jax.Array, jax.Array, None]:
     """Return (dx, this device's share of it; dw; nothing for the labels)."""
     x_ND, w_VD, labels_N, _ = saved
     g_N = jnp.where(labels_N < problem.size(w_VD), g_N, jnp.nan)
@@ -188,7 +192,9 @@ def backward(problem: Problem, saved: tuple, g_N: jax.Array):
     return (dx * g_N[:, None]).astype(x_ND.dtype), dw.astype(w_VD.dtype), None
 
 
-def _gradients(problem: Problem, saved: tuple, weights_N: jax.Array, scale: jax.Array):
+def _gradients(
+    problem: Problem, saved: tuple, weights_N: jax.Array, scale: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     """Return dx before each row is weighed, and dw.
 
     The weights of rows go with x: the probabilities, whose dtype has few bits, stay in [-1, 1].
@@ -215,7 +221,9 @@ def _gradients(problem: Problem, saved: tuple, weights_N: jax.Array, scale: jax.
     return dx, dw_CPD.reshape(-1, w_VD.shape[1])[: w_VD.shape[0]]
 
 
-def _transposed(problem: Problem, saved: tuple, g_N: jax.Array):
+def _transposed(
+    problem: Problem, saved: tuple, g_N: jax.Array
+) -> tuple[jax.Array, jax.Array, None]:
     if not problem.tracked and problem.axes:
         g_N = lax.psum(g_N, problem.axes)  # as the transpose of a sum does without check_vma
     return backward(problem, saved, g_N)

@@ -6,6 +6,7 @@ of a part of the vocabulary.
 [N] rows, [D] width, [L]anes; w is [C, P, D]: column c of part p of the vocabulary.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -35,10 +36,10 @@ def by_row() -> Any:
     return plgpu.Layout.WGMMA.reduce(1)
 
 
-def _within(logits: Any, limit: Any, otherwise: float) -> Any:
+def _within(logits: jax.Array, limit: jax.Array, otherwise: float) -> jax.Array:
     """Return the logits, `otherwise` in columns from `limit` on; most tiles have none of these."""
 
-    def masked(logits):
+    def masked(logits: jax.Array) -> jax.Array:
         columns = plgpu.broadcasted_iota(jnp.int32, logits.shape, 1, layout=plgpu.Layout.WGMMA)
         return jnp.where(columns < limit, logits, otherwise)
 
@@ -62,7 +63,9 @@ def statistics(
     return most_1N[0, :count] / LOG2E, total[:count], picked
 
 
-def _per_lane(numbers: jax.Array, x_ND: jax.Array, w_CPD: jax.Array, tuning: Tuning) -> Any:
+def _per_lane(
+    numbers: jax.Array, x_ND: jax.Array, w_CPD: jax.Array, tuning: Tuning
+) -> list[jax.Array]:
     """Return each row's maximum, in units of log 2, and sum of exponentials: [L, N] each."""
     rows, columns = -(-x_ND.shape[0] // TILE), -(-w_CPD.shape[0] // tuning.columns)
     lanes = best_lanes(rows, columns, tuning)
@@ -72,23 +75,25 @@ def _per_lane(numbers: jax.Array, x_ND: jax.Array, w_CPD: jax.Array, tuning: Tun
     return launch(_statistics, out, scratch, walk, tuning)(numbers, x_ND, w_CPD)
 
 
-def _statistics(numbers: Any, refs: Any, worker: Any) -> Work:
+def _statistics(numbers: jax.Ref, refs: Sequence[jax.Ref], worker: jax.Array) -> Work:
     *out, most_smem, total_smem = refs
     staged = (most_smem.at[worker], total_smem.at[worker])
     limit = numbers[1]
 
-    def start(row):
+    def start(row: jax.Array) -> tuple[jax.Array, jax.Array]:
         constant = lambda value: plgpu.layout_cast(jnp.full((ROWS,), value, jnp.float32), by_row())
         return constant(LOWEST), constant(0.0)
 
-    def tile(carry, logits, row, column):
+    def tile(
+        carry: tuple, logits: jax.Array, row: jax.Array, column: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
         most, total = carry
         scaled = _within(logits, limit - column, -jnp.inf) * LOG2E
         new = jnp.maximum(most, scaled.max(axis=1))
         exponentials = jnp.exp2(scaled - lax.broadcast_in_dim(new, scaled.shape, [0]))
         return new, total * jnp.exp2(most - new) + exponentials.sum(axis=1)
 
-    def end(carry, row, lane):
+    def end(carry: tuple, row: jax.Array, lane: jax.Array) -> None:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         for smem, value in zip(staged, carry, strict=True):
             smem[...] = value
@@ -122,15 +127,17 @@ def probabilities(
     return run(jnp.stack(numbers), x_ND, w_CPD, *more)[: x_ND.shape[0]]
 
 
-def _probabilities(numbers: Any, refs: Any, worker: Any) -> Work:
+def _probabilities(numbers: jax.Ref, refs: Sequence[jax.Ref], worker: jax.Array) -> Work:
     logsumexp, labels, out, staged = refs
     limit = numbers[1]
 
-    def start(row):
+    def start(row: jax.Array) -> tuple[jax.Array, ...]:
         rows = pl.ds(row, ROWS)
         return tuple(load(ref.at[rows], by_row()) for ref in (logsumexp, labels))
 
-    def tile(carry, logits, row, column):
+    def tile(
+        carry: tuple, logits: jax.Array, row: jax.Array, column: jax.Array
+    ) -> tuple[jax.Array, ...]:
         lse, label = (lax.broadcast_in_dim(c, logits.shape, [0]) for c in carry)
         scaled = _within(logits, limit - column, -jnp.inf) * LOG2E
         found = jnp.exp2(scaled - lse)

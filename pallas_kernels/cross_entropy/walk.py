@@ -18,9 +18,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from hfjax.base.paths import Index
 from hfjax.pallas_kernels import plgpu
 from hfjax.pallas_kernels.cross_entropy.logits import EVEN, Tuning
-from hfjax.pallas_kernels.mosaic import kernel, tiled
+from hfjax.pallas_kernels.mosaic import Part, kernel, tiled
 
 ROWS = 64  # of one warpgroup: what one wgmma takes
 WORKERS = 2  # warpgroups that multiply; one more copies
@@ -41,7 +42,7 @@ class Walk:
     def units(self) -> int:
         return self.rows * self.lanes
 
-    def unit(self, number: Any) -> tuple[Any, Any]:
+    def unit(self, number: Index) -> tuple[Any, Any]:
         """Return (row of tiles, lane): rows of a group change first, then lanes, then groups."""
         number = jnp.asarray(number, jnp.int32)
         band, within = divmod_(number, self.group * self.lanes)
@@ -49,16 +50,16 @@ class Walk:
         lane, row = divmod_(within, height)
         return band * self.group + row, lane
 
-    def mine(self, block: Any) -> jax.Array:
+    def mine(self, block: Index) -> jax.Array:
         """Return how many units a block takes: numbers block, block + blocks, …"""
         return lax.div(self.units - block + self.blocks - 1, jnp.int32(self.blocks))
 
-    def tiles(self, lane: Any) -> jax.Array:
+    def tiles(self, lane: Index) -> jax.Array:
         """Return how many tiles of columns a lane has."""
         return lax.div(self.columns - lane + self.lanes - 1, jnp.int32(self.lanes))
 
 
-def divmod_(number: Any, by: Any) -> tuple[Any, Any]:
+def divmod_(number: Index, by: Index) -> tuple[Any, Any]:
     """Return quotient and remainder of what is not negative."""
     by = jnp.asarray(by, jnp.int32)
     return lax.div(number, by), lax.rem(number, by)
@@ -76,7 +77,7 @@ def best_lanes(rows: int, columns: int, tuning: Tuning) -> int:
     blocks = tuning.blocks
     least = min(columns, -(-blocks // tuning.group))
 
-    def time(lanes):
+    def time(lanes: int) -> float:
         return -(-rows * lanes // blocks) * (-(-columns // lanes) + start)
 
     return min(range(least, min(columns, blocks) + 1), key=time)
@@ -97,23 +98,23 @@ def launch(work: Callable, out: Any, scratch: Any, walk: Walk, tuning: Tuning) -
     numbers: [part of w, its columns that are real].
     """
 
-    def body(numbers, x, w, *refs):
+    def body(numbers: jax.Ref, x: jax.Ref, w: jax.Ref, *refs) -> None:
         *refs, x_ring, w_ring, full, free = refs
         ring = Ring(x, w, x_ring, w_ring, full, free, walk, tuning)
         warpgroup = lax.axis_index("warpgroup")
 
         @pl.when(warpgroup < WORKERS)
-        def _multiply():
+        def _multiply() -> None:
             plgpu.set_max_registers(232, action="increase")
             ring.multiply(work(numbers, refs, warpgroup), warpgroup)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
         @pl.when(warpgroup == WORKERS)
-        def _copy():
+        def _copy() -> None:
             plgpu.set_max_registers(40, action="decrease")
             ring.fill(numbers[0])
 
-    def launched(numbers, x, w, *more):
+    def launched(numbers: jax.Array, x: jax.Array, w: jax.Array, *more: jax.Array):
         ring = [
             plgpu.SMEM(
                 (tuning.stages, WORKERS, ROWS, tuning.depth), x.dtype, transforms=tiled(x.dtype)
@@ -163,20 +164,20 @@ class Ring:
         """The stages that one tile takes."""
         return self.x.shape[1] // self.tuning.depth
 
-    def slot(self, step: Any) -> jax.Array:
+    def slot(self, step: Index) -> jax.Array:
         return lax.rem(step, jnp.int32(self.tuning.stages))
 
-    def each_tile(self, start: Callable, tile: Callable, end: Callable) -> Any:
+    def each_tile(self, start: Callable, tile: Callable, end: Callable) -> jax.Array:
         """Go over this block's tiles; return how many steps they took.
 
         `tile(carry, row, lane, number, step)`: step is its first.
         """
         block = lax.axis_index("block")
 
-        def unit(i, step):
+        def unit(i: jax.Array, step: jax.Array) -> jax.Array:
             row, lane = self.walk.unit(block + i * self.walk.blocks)
 
-            def one(number, state):
+            def one(number: jax.Array, state: tuple) -> tuple:
                 carry, step = state
                 return tile(carry, row, lane, number, step), step + self.steps
 
@@ -186,15 +187,17 @@ class Ring:
 
         return lax.fori_loop(0, self.walk.mine(block), unit, jnp.int32(0))
 
-    def column(self, lane: Any, number: Any) -> jax.Array:
+    def column(self, lane: jax.Array, number: jax.Array) -> jax.Array:
         column = (number * self.walk.lanes + lane) * self.tuning.columns
         return pl.multiple_of(column, self.tuning.columns)
 
-    def fill(self, part: Any) -> None:
+    def fill(self, part: jax.Array) -> None:
         """Copy the operands of all tiles, as far ahead as there are stages."""
         nothing = lambda *_: None
 
-        def tile(_, row, lane, number, step):
+        def tile(
+            _: None, row: jax.Array, lane: jax.Array, number: jax.Array, step: jax.Array
+        ) -> None:
             columns = pl.ds(self.column(lane, number), self.tuning.columns)
             w = self.w.at[columns, part]
             lax.fori_loop(0, self.steps, partial(self._fetch, row * TILE, w, step), None)
@@ -203,12 +206,12 @@ class Ring:
         for behind in range(self.tuning.stages, 0, -1):
             self._until_read(steps - behind)
 
-    def _until_read(self, step: Any) -> None:
+    def _until_read(self, step: jax.Array) -> None:
         @pl.when(step >= 0)
-        def _wait():
+        def _wait() -> None:
             plgpu.barrier_wait(self.free.at[self.slot(step)])
 
-    def _fetch(self, row: Any, w: Any, step: Any, k: Any, _: None) -> None:
+    def _fetch(self, row: jax.Array, w: Part, step: jax.Array, k: jax.Array, _: None) -> None:
         self._until_read(step + k - self.tuning.stages)
         slot = self.slot(step + k)
         full = self.full.at[slot]
@@ -219,20 +222,20 @@ class Ring:
             plgpu.copy_gmem_to_smem(rows, self.x_ring.at[slot, worker], full)
         plgpu.copy_gmem_to_smem(w.at[:, depth], self.w_ring.at[slot], full)
 
-    def multiply(self, work: Work, worker: Any) -> None:
+    def multiply(self, work: Work, worker: jax.Array) -> None:
         """Hand the logits of each tile, [64, columns] in registers, to the work."""
         shape = plgpu.WGMMAAccumulatorRef((ROWS, self.tuning.columns), jnp.float32)
         mine = lambda row: pl.multiple_of(row * TILE + worker * ROWS, ROWS)
 
-        def tile(carry, row, lane, number, step):
+        def tile(carry, row: jax.Array, lane: jax.Array, number: jax.Array, step: jax.Array):
             logits = pl.run_scoped(partial(self._product, worker, step), shape)
             return work.tile(carry, logits, mine(row), self.column(lane, number))
 
         end = lambda carry, row, lane: work.end(carry, mine(row), lane)
         self.each_tile(lambda row: work.start(mine(row)), tile, end)
 
-    def _product(self, worker: Any, step: Any, logits: Any) -> Any:
-        def one(k, _):
+    def _product(self, worker: jax.Array, step: jax.Array, logits: Any) -> jax.Array:
+        def one(k: jax.Array, _: None) -> None:
             slot = self.slot(step + k)
             plgpu.barrier_wait(self.full.at[slot])
             columns = self.w_ring.at[slot].transpose((1, 0))
@@ -240,7 +243,7 @@ class Ring:
             plgpu.wgmma_wait(1)
 
             @pl.when(k > 0)
-            def _stage_before_was_read():
+            def _stage_before_was_read() -> None:
                 plgpu.barrier_arrive(self.free.at[self.slot(step + k - 1)])
 
         lax.fori_loop(0, self.steps, one, None)

@@ -14,11 +14,10 @@ for bfloat16, 800 Tflop/s and 450 GB/s. Nothing of this was timed: it has not ru
 The gradient: ring_gradients.py.
 """
 
-from typing import Any
-
 import jax
 from jax import lax
 
+from hfjax.base.paths import Shaped
 from hfjax.pallas_kernels.ring.products import by_jax, by_kernel, check, refusal
 from hfjax.pallas_kernels.ring.tiles import USUAL, Tuning
 
@@ -36,6 +35,6 @@ def reference(x_MK: jax.Array, w_KN: jax.Array, axis: str, tuning: Tuning = USUA
     return by_jax.gathered(x_MK, w_KN, axis, tuning)
 
 
-def refuses(x_MK: Any, w_KN: Any, size: int, tuning: Tuning = USUAL) -> str | None:
+def refuses(x_MK: Shaped, w_KN: Shaped, size: int, tuning: Tuning = USUAL) -> str | None:
     """Return why the kernel (or its gradient) cannot take these on a ring of `size`, or None."""
     return refusal(x_MK, w_KN, x_MK.shape[0], size, tuning)

@@ -6,13 +6,16 @@ says so with a semaphore of that shard and those rows, for which the copier of e
 waits. So no step ends for all blocks at once, and each shard crosses each link once.
 """
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
 from hfjax.pallas_kernels import plgpu
+from hfjax.pallas_kernels.mosaic import Part, Ref
 from hfjax.pallas_kernels.ring.peers import Ring, ahead
 from hfjax.pallas_kernels.ring.tiles import (
     DEPTH,
@@ -28,7 +31,7 @@ from hfjax.pallas_kernels.ring.tiles import (
 )
 
 
-def gather_matmul(ring: Ring, x: Any, w: Any, tuning: Tuning) -> Any:
+def gather_matmul(ring: Ring, x: jax.Array, w: jax.Array, tuning: Tuning) -> jax.Array:
     """Return all shards of x times w, [S, M, N] (each operand's leading axis: ranks, if virtual).
 
     x: [M, K], this rank's shard. w: [K, N].
@@ -41,7 +44,9 @@ def gather_matmul(ring: Ring, x: Any, w: Any, tuning: Tuning) -> Any:
 class _Gather:
     """What the warpgroups of one block do."""
 
-    def __init__(self, ring: Ring, stages: Stages, x: Any, w: Any, out: Any, landed: Any):
+    def __init__(
+        self, ring: Ring, stages: Stages, x: Any, w: Any, out: Ref, landed: Sequence[Ref]
+    ) -> None:
         self.ring, self.stages, self.x, self.w, self.out = ring, stages, x, w, out
         self.depths = pl.cdiv(w.shape[0], DEPTH)
         self.tiles = tiles_of(stages.tuning, ring.size, x.shape[0], w.shape[1])
@@ -54,13 +59,13 @@ class _Gather:
     def copies(self) -> None:
         self.stages.settle(self.tiles.walk(self._copy, jnp.int32(0)))
 
-    def _copy(self, tile: Any, begin: Any) -> Any:
+    def _copy(self, tile: jax.Array, begin: jax.Array) -> jax.Array:
         step, row, column = self.tiles.at(tile)
 
-        def of_mine():
+        def of_mine() -> jax.Array:
             return copy_operands(self.stages, self.x, self.w, (row, column), begin)
 
-        def of_landed():
+        def of_landed() -> jax.Array:
             self.ring.wait(self.arrived, (step - 1) * self.tiles.rows + row, 1)
             landed = self.landed.at[step - 1]
             return copy_operands(self.stages, landed, self.w, (row, column), begin)
@@ -70,41 +75,41 @@ class _Gather:
     def consumes(self) -> None:
         self.tiles.walk(self._consume, jnp.int32(0))
 
-    def _consume(self, tile: Any, begin: Any) -> Any:
+    def _consume(self, tile: jax.Array, begin: jax.Array) -> jax.Array:
         step, row, column = self.tiles.at(tile)
         passes_on = (lax.axis_index("warpgroup") == 0) & (column == 0)
         passes_on &= step < self.ring.size - 1
 
-        def when_passing(action):
+        def when_passing(action: Callable):
             return pl.when(passes_on)(action) if self.ring.size > 1 else None
 
-        def pass_on(k, place):
+        def pass_on(k: jax.Array, place: jax.Array) -> None:
             @when_passing
-            def _():
+            def _() -> None:
                 rows, _ = place_of(row, column, self.stages.tuning)
                 there = self.landed_before.at[step, rows, pl.ds(k * DEPTH, DEPTH)]
                 plgpu.copy_smem_to_gmem(self.stages.a.at[place], there)
                 plgpu.wait_smem_to_gmem(1, wait_read_only=True)
 
-        def all_read():
+        def all_read() -> None:
             when_passing(lambda: plgpu.wait_smem_to_gmem(0, wait_read_only=True))
 
         chunks = multiply(self.stages, self.depths, begin, pass_on, all_read)
         self._store(chunks, step, row, column)
 
         @when_passing
-        def _():
+        def _() -> None:
             plgpu.wait_smem_to_gmem(0, wait_read_only=False)  # all of it is there
             self.ring.signal(self.arrived, step * self.tiles.rows + row, self.before)
 
         return begin + self.depths
 
-    def _store(self, chunks: tuple, step: Any, row: Any, column: Any) -> None:
+    def _store(self, chunks: tuple, step: jax.Array, row: jax.Array, column: jax.Array) -> None:
         rows, columns = place_of(row, column, self.stages.tuning)
         shard = ahead(self.ring, step)
         first = rows.start + lax.axis_index("warpgroup") * HALF
 
-        def store(chunk, within):
+        def store(chunk: Part, within: int) -> None:
             there = pl.ds(first, HALF), pl.ds(columns.start + within, chunk.shape[1])
             plgpu.copy_smem_to_gmem(chunk, self.out.at[shard, *there])
 

@@ -15,11 +15,10 @@ Partial sums cross the links in the operands' type, each rounded once, and are a
 The gradient: ring_gradients.py.
 """
 
-from typing import Any
-
 import jax
 from jax import lax
 
+from hfjax.base.paths import Shaped
 from hfjax.pallas_kernels.ring.products import by_jax, by_kernel, check, refusal
 from hfjax.pallas_kernels.ring.tiles import USUAL, Tuning
 
@@ -38,12 +37,12 @@ def reference(x_RK: jax.Array, w_KN: jax.Array, axis: str, tuning: Tuning = USUA
     return by_jax.scattered(x_RK, w_KN, axis, tuning)
 
 
-def refuses(x_RK: Any, w_KN: Any, size: int, tuning: Tuning = USUAL) -> str | None:
+def refuses(x_RK: Shaped, w_KN: Shaped, size: int, tuning: Tuning = USUAL) -> str | None:
     """Return why the kernel (or its gradient) cannot take these on a ring of `size`, or None."""
     return _uneven(x_RK, size) or refusal(x_RK, w_KN, x_RK.shape[0] // size, size, tuning)
 
 
-def _uneven(x: Any, size: int) -> str | None:
+def _uneven(x: Shaped, size: int) -> str | None:
     if x.shape[0] % size == 0:
         return None
     return f"x {list(x.shape)}: {size} ranks share its {x.shape[0]} rows evenly. Pad them"

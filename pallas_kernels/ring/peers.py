@@ -33,6 +33,7 @@ from jax.experimental import pallas as pl
 
 from hfjax.base.paths import Index
 from hfjax.pallas_kernels import current_platform, plgpu
+from hfjax.pallas_kernels.mosaic import Part, Ref
 
 MOST_GPUS = 32  # of a mesh: so many the runtime's barrier before a launch takes
 
@@ -47,11 +48,11 @@ class MeshRing:
     ranks = ()  # the leading axes of every buffer, and of the grid, that are ranks
     rank_names = ()
 
-    def rank(self) -> Any:
+    def rank(self) -> jax.Array:
         # On a mesh of one device axis_index asks NVSHMEM, which need not be there.
         return jnp.int32(0) if self.size == 1 else lax.axis_index(self.axis)
 
-    def mine(self, ref: Any) -> Any:
+    def mine(self, ref: Ref) -> Ref:
         """Return this rank's part of a buffer."""
         return ref
 
@@ -69,7 +70,7 @@ class MeshRing:
         device = None if self.size == 1 else {self.axis: rank}
         pl.semaphore_signal(semaphores.at[index], device_id=device)
 
-    def wait(self, semaphores: Any, index: Index, value: Any) -> None:
+    def wait(self, semaphores: Any, index: Index, value: Index) -> None:
         """Wait until a semaphore of this rank has reached `value`; it keeps its value."""
         pl.semaphore_wait(semaphores.at[index], value=value, decrement=False)
 
@@ -89,20 +90,20 @@ class VirtualRing:
     def rank(self) -> jax.Array:
         return lax.axis_index("rank")
 
-    def mine(self, ref: Any) -> Any:
+    def mine(self, ref: Ref) -> Part:
         return ref.at[self.rank()]
 
-    def peer(self, ref: Any, rank: Index) -> Any:
+    def peer(self, ref: Ref, rank: Index) -> Part:
         return ref.at[rank]
 
-    def semaphores(self, count: int) -> Any:
+    def semaphores(self, count: int) -> tuple[Any, int]:
         return pl.get_global(plgpu.SemaphoreType.REGULAR((self.size * count,))), count
 
-    def signal(self, semaphores: Any, index: Index, rank: Index) -> None:
+    def signal(self, semaphores: tuple[Any, int], index: Index, rank: Index) -> None:
         all_ranks, count = semaphores
         pl.semaphore_signal(all_ranks.at[rank * count + index])
 
-    def wait(self, semaphores: Any, index: Index, value: Any) -> None:
+    def wait(self, semaphores: tuple[Any, int], index: Index, value: Index) -> None:
         all_ranks, count = semaphores
         pl.semaphore_wait(all_ranks.at[self.rank() * count + index], value=value, decrement=False)
 
@@ -110,7 +111,7 @@ class VirtualRing:
 Ring = MeshRing | VirtualRing
 
 
-def ahead(ring: Ring, steps: Any) -> jax.Array:
+def ahead(ring: Ring, steps: Index) -> jax.Array:
     """Return the rank that is `steps` (at most the ring's size) places after this one."""
     return lax.rem(ring.rank() + steps, jnp.int32(ring.size))
 

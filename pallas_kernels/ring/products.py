@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import jax
 from jax import lax
 
+from hfjax.base.paths import Shaped
 from hfjax.base.varying import varying
 from hfjax.pallas_kernels.ring import reference as ring_reference
 from hfjax.pallas_kernels.ring.gather import gather_matmul
@@ -39,19 +40,23 @@ def pair(gather: Callable, scatter: Callable) -> Pair:
     """Return differentiable products of two implementations."""
 
     @partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-    def gathered(x, w, axis, tuning):
+    def gathered(x: jax.Array, w: jax.Array, axis: str, tuning: Tuning):
         return gather(x, w, axis, tuning)
 
     @partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-    def scattered(x, w, axis, tuning):
+    def scattered(x: jax.Array, w: jax.Array, axis: str, tuning: Tuning):
         return scatter(x, w, axis, tuning)
 
-    def of_gathered(axis, tuning, saved, dy):
+    def of_gathered(
+        axis: str, tuning: Tuning, saved: tuple, dy: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
         x, w = saved
         dx = scattered(dy, w.T, axis, tuning)
         return _like(x, dx), _like(w, gathered_gradient(x, dy, axis))
 
-    def of_scattered(axis, tuning, saved, dy):
+    def of_scattered(
+        axis: str, tuning: Tuning, saved: tuple, dy: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
         x, w = saved
         dx = gathered(dy, w.T, axis, tuning)
         return _like(x, dx), _like(w, gathered_gradient(dy, x, axis).T)
@@ -61,7 +66,7 @@ def pair(gather: Callable, scatter: Callable) -> Pair:
     return Pair(gathered, scattered, of_gathered, of_scattered)
 
 
-def _like(primal: Any, gradient: Any) -> jax.Array:
+def _like(primal: jax.Array, gradient: Any) -> jax.Array:
     """Return a gradient of the primal's type, summed over axes along which that does not vary."""
     extra = varying(gradient) - varying(primal)
     gradient = lax.psum(gradient, tuple(sorted(extra))) if extra else gradient
@@ -72,13 +77,13 @@ DTYPES = ("bfloat16", "float16")
 ROWS, COLUMNS = 8, 16  # what an array's rows and columns are multiples of, for the copies' sake
 
 
-def _gather(x: Any, w: Any, axis: str, tuning: Tuning) -> jax.Array:
+def _gather(x: jax.Array, w: jax.Array, axis: str, tuning: Tuning) -> jax.Array:
     size = lax.axis_size(axis)
     out = gather_matmul(MeshRing(axis, size), x, w, tuning)
     return out.reshape(size * x.shape[0], w.shape[1])
 
 
-def _scatter(x: Any, w: Any, axis: str, tuning: Tuning) -> jax.Array:
+def _scatter(x: jax.Array, w: jax.Array, axis: str, tuning: Tuning) -> jax.Array:
     size = lax.axis_size(axis)
     by_owner = x.reshape(size, x.shape[0] // size, x.shape[1])
     return matmul_scatter(MeshRing(axis, size), by_owner, w, tuning)
@@ -91,7 +96,7 @@ by_jax = pair(
 )
 
 
-def refusal(x: Any, w: Any, rows: int, size: int, tuning: Tuning) -> str | None:
+def refusal(x: Shaped, w: Shaped, rows: int, size: int, tuning: Tuning) -> str | None:
     """Return why a kernel cannot take x and w, whose shards have `rows`, on a ring of `size`."""
     given = f"x {x.dtype.name}{list(x.shape)}, w {w.dtype.name}{list(w.shape)}: "
     if x.ndim != 2 or w.ndim != 2 or x.shape[1] != w.shape[0]:

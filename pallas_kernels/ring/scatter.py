@@ -8,14 +8,17 @@ stages as operands, and adds it in fp32: each partial sum is rounded once, howev
 are.
 """
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
 from hfjax.pallas_kernels import plgpu
+from hfjax.pallas_kernels.mosaic import Part, Ref
 from hfjax.pallas_kernels.ring.peers import Ring, ahead
 from hfjax.pallas_kernels.ring.tiles import (
     CHUNK,
@@ -33,7 +36,7 @@ from hfjax.pallas_kernels.ring.tiles import (
 )
 
 
-def matmul_scatter(ring: Ring, x: Any, w: Any, tuning: Tuning) -> Any:
+def matmul_scatter(ring: Ring, x: jax.Array, w: jax.Array, tuning: Tuning) -> jax.Array:
     """Return this rank's rows of the sum over ranks of x times w, [M, N].
 
     x: [S, M, K], the columns of this rank for the rows of each rank. w: [K, N].
@@ -46,7 +49,9 @@ def matmul_scatter(ring: Ring, x: Any, w: Any, tuning: Tuning) -> Any:
 class _Scatter:
     """What the warpgroups of one block do."""
 
-    def __init__(self, ring: Ring, stages: Stages, x: Any, w: Any, out: Any, landed: Any):
+    def __init__(
+        self, ring: Ring, stages: Stages, x: Any, w: Any, out: Ref, landed: Sequence[Ref]
+    ) -> None:
         self.ring, self.stages, self.x, self.w, self.out = ring, stages, x, w, out
         self.depths = pl.cdiv(w.shape[0], DEPTH)
         self.tiles = tiles_of(stages.tuning, ring.size, x.shape[1], w.shape[1])
@@ -60,14 +65,14 @@ class _Scatter:
     def copies(self) -> None:
         self.stages.settle(self.tiles.walk(self._copy, jnp.int32(0)))
 
-    def _copy(self, tile: Any, begin: Any) -> Any:
+    def _copy(self, tile: jax.Array, begin: jax.Array) -> jax.Array:
         step, row, column = self.tiles.at(tile)
         rows_of_owner = self.x.at[ahead(self.ring, step + 1)]
         end = copy_operands(self.stages, rows_of_owner, self.w, (row, column), begin)
         if not self.last:
             return end
 
-        def also_landed():
+        def also_landed() -> jax.Array:
             index = row * self.tiles.columns + column
             self.ring.wait(self.arrived, index, CONSUMERS * self.last)
             return lax.fori_loop(
@@ -76,12 +81,14 @@ class _Scatter:
 
         return lax.cond(step == self.last, also_landed, lambda: end)
 
-    def _copy_landed(self, source: Any, row: Any, column: Any, begin: Any) -> Any:
+    def _copy_landed(
+        self, source: jax.Array, row: jax.Array, column: jax.Array, begin: jax.Array
+    ) -> jax.Array:
         """Copy a tile that another rank sent, a half for each consumer, to where B's copies go."""
         rows, columns = place_of(row, column, self.stages.tuning)
         height = HALF // 2  # in two copies: as many as a stage of operands has
 
-        def copy(half, number):
+        def copy(half: jax.Array, number: jax.Array) -> jax.Array:
             place = self.stages.claim(number)
             for first in (0, height):
                 these = pl.ds(rows.start + half * HALF + first, height)
@@ -99,7 +106,7 @@ class _Scatter:
         if self.last:
             self._tell_of(self.tiles.last())
 
-    def _consume(self, tile: Any, begin: Any) -> Any:
+    def _consume(self, tile: jax.Array, begin: jax.Array) -> jax.Array:
         step, row, column = self.tiles.at(tile)
         chunks = multiply(self.stages, self.depths, begin)
         end = begin + self.depths
@@ -110,17 +117,17 @@ class _Scatter:
         self._store(chunks, step, row, column)
         return end
 
-    def _tell_of(self, tile: Any) -> None:
+    def _tell_of(self, tile: jax.Array) -> None:
         """Tell the owner of this block's last but one tile that it is there; it long is by now."""
         step, row, column = self.tiles.at(tile)
 
         @pl.when((tile >= 0) & (step < self.last))
-        def _():
+        def _() -> None:
             plgpu.wait_smem_to_gmem(0, wait_read_only=False)
             index = row * self.tiles.columns + column
             self.ring.signal(self.arrived, index, ahead(self.ring, step + 1))
 
-    def _add_landed(self, _: Any, carry: tuple) -> tuple:
+    def _add_landed(self, _: jax.Array, carry: tuple) -> tuple:
         """Add this consumer's half of a tile, and give back both."""
         chunks, number = carry
         places = [self.stages.filled(number + half) for half in range(CONSUMERS)]
@@ -134,15 +141,15 @@ class _Scatter:
             self.stages.free(number + half)
         return chunks, number + CONSUMERS
 
-    def _landed(self, place: Any, column: int) -> Any:
+    def _landed(self, place: jax.Array, column: int) -> jax.Array:
         chunk = self.stages.b.at[place, :, pl.ds(column, CHUNK)]
         return plgpu.layout_cast(chunk[...], plgpu.Layout.WGMMA)
 
-    def _store(self, chunks: tuple, step: Any, row: Any, column: Any) -> None:
+    def _store(self, chunks: tuple, step: jax.Array, row: jax.Array, column: jax.Array) -> None:
         rows, columns = place_of(row, column, self.stages.tuning)
         first = rows.start + lax.axis_index("warpgroup") * HALF
 
-        def store(chunk, within):
+        def store(chunk: Part, within: int) -> None:
             there = pl.ds(first, HALF), pl.ds(columns.start + within, chunk.shape[1])
             # The local one comes first: jax lowers the first branch once more, to look at its
             # type, and the copy to a peer of that throw-away lowering would be remembered.

@@ -20,8 +20,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from hfjax.base.paths import Index, Shaped
 from hfjax.pallas_kernels import plgpu
-from hfjax.pallas_kernels.mosaic import kernel, tiled
+from hfjax.pallas_kernels.mosaic import Ref, kernel, tiled
 from hfjax.pallas_kernels.ring.peers import Ring
 
 CONSUMERS = 2  # warpgroups that multiply; the third one copies
@@ -41,7 +42,7 @@ class Tuning:
     band: int = 8  # rows of tiles that are walked together, for the L2 cache
     blocks: int = 132  # of one rank: at most as many as the GPU has processors
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.columns not in (2 * CHUNK, 4 * CHUNK) or self.stages < 2:
             raise ValueError(
                 f"Tuning(columns={self.columns}, stages={self.stages}): columns are {2 * CHUNK} or "
@@ -66,7 +67,7 @@ class Tiles:
     def each_step(self) -> int:
         return self.rows * self.columns
 
-    def at(self, number: Any) -> tuple:
+    def at(self, number: Index) -> tuple:
         """Return the step, row and column of a tile."""
         within = lax.rem(number, jnp.int32(self.each_step))
         row, column = plgpu.planar_snake(within, (self.rows, self.columns), 0, self.band)
@@ -94,7 +95,7 @@ def tiles_of(tuning: Tuning, steps: int, rows: int, columns: int) -> Tiles:
     return Tiles(steps, *shape, blocks=tuning.blocks, band=tuning.band)
 
 
-def place_of(row: Any, column: Any, tuning: Tuning) -> tuple:
+def place_of(row: Index, column: Index, tuning: Tuning) -> tuple:
     """Return the rows and the columns of a tile."""
     return pl.ds(row * ROWS, ROWS), pl.ds(column * tuning.columns, tuning.columns)
 
@@ -110,37 +111,37 @@ class Stages:
     empty: Any
     tuning: Tuning
 
-    def place(self, number: Any) -> jax.Array:
+    def place(self, number: Index) -> jax.Array:
         return lax.rem(number, jnp.int32(self.tuning.stages))
 
-    def claim(self, number: Any) -> jax.Array:
+    def claim(self, number: Index) -> jax.Array:
         """Return the place of copy `number` once it is free again (the copier asks)."""
         place = self.place(number)
 
         @pl.when(number >= self.tuning.stages)
-        def _():
+        def _() -> None:
             plgpu.barrier_wait(self.empty.at[place])
 
         return place
 
-    def filled(self, number: Any) -> jax.Array:
+    def filled(self, number: Index) -> jax.Array:
         """Return the place of copy `number` once it holds its data (a consumer asks)."""
         plgpu.barrier_wait(self.full.at[self.place(number)])
         return self.place(number)
 
-    def free(self, number: Any) -> None:
+    def free(self, number: Index) -> None:
         plgpu.barrier_arrive(self.empty.at[self.place(number)])
 
-    def settle(self, count: Any) -> None:
+    def settle(self, count: jax.Array) -> None:
         """Wait until the last of `count` copies were consumed: no barrier is left half way."""
         last = lax.min(count, jnp.int32(self.tuning.stages))
 
         @pl.loop(count - last, count)
-        def _(number):
+        def _(number: jax.Array) -> None:
             plgpu.barrier_wait(self.empty.at[self.place(number)])
 
 
-def scratch(tuning: Tuning, w: Any) -> list:
+def scratch(tuning: Tuning, w: Shaped) -> list:
     """Return the shared memory of `Stages`, in the order of its fields."""
     stages, dtype = tuning.stages, w.dtype
     transforms = tiled(dtype, math.gcd(DEPTH, *w.shape))
@@ -153,12 +154,12 @@ def scratch(tuning: Tuning, w: Any) -> list:
     ]
 
 
-def copy_operands(stages: Stages, a: Any, b: Any, tile: tuple, begin: Any) -> Any:
+def copy_operands(stages: Stages, a: Ref, b: Ref, tile: tuple, begin: jax.Array) -> jax.Array:
     """Copy the operands of a (row, column), depth by depth; return the number of the next copy."""
     row, column = tile
     rows, columns = place_of(row, column, stages.tuning)
 
-    def copy(k, number):
+    def copy(k: jax.Array, number: jax.Array) -> jax.Array:
         place, depths = stages.claim(number), pl.ds(k * DEPTH, DEPTH)
         plgpu.copy_gmem_to_smem(a.at[rows, depths], stages.a.at[place], stages.full.at[place])
         plgpu.copy_gmem_to_smem(b.at[depths, columns], stages.b.at[place], stages.full.at[place])
@@ -174,10 +175,10 @@ def _nothing(*_: Any) -> None:
 def multiply(
     stages: Stages,
     depths: int,
-    begin: Any,
+    begin: jax.Array,
     also: Callable = _nothing,
     last: Callable = _nothing,
-) -> Any:
+) -> tuple[jax.Array, ...]:
     """Return this warpgroup's half of a tile in fp32, a chunk of columns after the other.
 
     `also(k, place)` is done with each place while it is multiplied; a place is given back one step
@@ -185,15 +186,15 @@ def multiply(
     """
     half = pl.ds(lax.axis_index("warpgroup") * HALF, HALF)
 
-    def accumulated(acc):
-        def step(k, number):
+    def accumulated(acc: Any) -> tuple[jax.Array, ...]:
+        def step(k: jax.Array, number: jax.Array) -> jax.Array:
             place = stages.filled(number)
             plgpu.wgmma(acc, stages.a.at[place, half], stages.b.at[place])
             also(k, place)
             plgpu.wgmma_wait(1)
 
             @pl.when(k > 0)
-            def _():
+            def _() -> None:
                 stages.free(number - 1)
 
             return number + 1
@@ -224,10 +225,10 @@ def launch(
     body: Callable,
     ring: Ring,
     shapes: Sequence[tuple[int, ...]],
-    x: Any,
-    w: Any,
+    x: jax.Array,
+    w: jax.Array,
     tuning: Tuning,
-) -> Any:
+) -> jax.Array:
     """Return what a kernel makes of x and w: of `shapes`, that of its result and of what lands.
 
     `body(ring, stages, x, w, out, landed)` has what the copier does, and what a consumer does.
@@ -235,19 +236,19 @@ def launch(
     shapes = shapes[: min(ring.size, 2)]  # alone, nothing lands
     made = [jax.ShapeDtypeStruct((*ring.ranks, *shape), x.dtype) for shape in shapes]
 
-    def whole(*refs):
+    def whole(*refs: jax.Ref) -> None:
         x, w, out, *landed, a, b, staged, full, empty = refs
         stages = Stages(a, b, staged, full, empty, tuning)
         work = body(ring, stages, ring.mine(x), ring.mine(w), ring.mine(out), landed)
         warpgroup = lax.axis_index("warpgroup")
 
         @pl.when(warpgroup == CONSUMERS)
-        def _():
+        def _() -> None:
             plgpu.set_max_registers(COPIER_REGISTERS, action="decrease")
             work.copies()
 
         @pl.when(warpgroup < CONSUMERS)
-        def _():
+        def _() -> None:
             plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
             work.consumes()
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)

@@ -52,7 +52,7 @@ def _check(device: Any, options: tuple) -> None:
 def _gradient(device: Any, options: dict[str, Any], on_host: bool) -> list[np.ndarray]:
     """Return the gradients of weights and input of a loop over layers."""
 
-    def layer(known: Any, w: jax.Array, x: jax.Array) -> tuple[jax.Array, tuple]:
+    def layer(known: tuple, w: jax.Array, x: jax.Array) -> tuple[jax.Array, tuple]:
         return jnp.tanh(x @ w), ()
 
     share = (

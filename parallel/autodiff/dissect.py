@@ -82,14 +82,14 @@ def dissect(layer: Callable, known: Any, slots: Any, x: Any, split: bool) -> Dis
     The gradients are those of `slots`, whose values the layer does not read.
     """
 
-    def with_pullback(known, x):
+    def with_pullback(known, x) -> tuple[Any, Callable]:
         y, pullback = jax.vjp(lambda slots, x: layer(known, slots, x), slots, x)
         check_same(x, y)
         return y, pullback
 
     ahead = Residuals(with_pullback, known, x)
 
-    def pull(known, stash, dy):
+    def pull(known, stash: Sequence[Any], dy: Sequence[Any]) -> tuple:
         dy = cotangents(jax.tree.structure(x).unflatten(dy))
         gradients, dx = ahead.pullback(known, stash, ahead.constants)(dy)
         return arrays_of(dx, x), gradients
@@ -109,7 +109,7 @@ def _passes(
     late = [i for i, v in enumerate(stash) if v in used]
     early = [i for i in range(len(stash)) if i not in late]
 
-    def forward(known, x):
+    def forward(known, x) -> tuple[Any, list, list]:
         y, stash = ahead.forward(known, x)
         return y, [stash[i] for i in early], [stash[i] for i in late]
 
@@ -191,11 +191,11 @@ def _better_early(equations: Sequence[Any], second: set[int]) -> set[int]:
 class _Redo:
     """Which values elementwise work alone makes from what is known or stashed."""
 
-    def __init__(self, equations: Sequence[Any], makes: dict[Var, int], dy: set[Var]):
+    def __init__(self, equations: Sequence[Any], makes: dict[Var, int], dy: set[Var]) -> None:
         self.all, self.makes, self.dy = equations, makes, dy
         self.seen: dict[Var, frozenset[int] | None] = {}
 
-    def equations(self, v: Any) -> frozenset[int] | None:
+    def equations(self, v: Var | Literal) -> frozenset[int] | None:
         """Return the equations that make a value again; None if that is dear or needs dy."""
         if isinstance(v, Literal) or (v not in self.makes and v not in self.dy):
             return frozenset()

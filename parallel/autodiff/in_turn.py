@@ -52,7 +52,9 @@ def in_turn(turns: Sequence[Turn]) -> Callable:
     count = len(turns)
 
     @jax.custom_vjp
-    def run(stored, slots, variables, x):
+    def run(
+        stored: Sequence[tuple], slots: Sequence[Any], variables: Sequence[Any], x
+    ) -> tuple[Any, list]:
         stored, told = list(stored), []
         for i, turn in enumerate(turns):
             x, whole = _enter(x, _whole(turn, stored[i]), stored, i + 1)
@@ -60,7 +62,9 @@ def in_turn(turns: Sequence[Turn]) -> Callable:
             told.append(aux)
         return x, told
 
-    def forward(stored, slots, variables, x):
+    def forward(
+        stored: Sequence[tuple], slots: Sequence[Any], variables: Sequence[Any], x
+    ) -> tuple[tuple, tuple]:
         stored, told, kept = list(stored), [], []
         programs: dict[Callable, Residuals] = {}  # of equal layers one
         for i, turn in enumerate(turns):
@@ -74,7 +78,7 @@ def in_turn(turns: Sequence[Turn]) -> Callable:
             kept.append((stash, program.constants))
         return (x, told), (_Programs(programs), stored, variables, kept)
 
-    def backward(residuals, cotangents):
+    def backward(residuals: tuple, cotangents: tuple) -> tuple:
         programs, stored, variables, kept = residuals
         dy, stored = cotangents[0], list(stored)
         dy, stored[-1] = _tied(dy, stored[-1])
@@ -97,7 +101,7 @@ def in_turn(turns: Sequence[Turn]) -> Callable:
     return run
 
 
-def _whole(turn: Turn, stored: Any, wanted: Sequence[bool] = ()) -> Any:
+def _whole(turn: Turn, stored: tuple, wanted: Sequence[bool] = ()) -> tuple:
     """Return whole parameters; of those that nobody wants something that nobody reads."""
     pairs = zip_longest(chain(*stored), wanted[: sum(map(len, stored))], fillvalue=True)
     whole = iter([turn.gather(p) if want else jnp.zeros(()) for p, want in pairs])
@@ -128,7 +132,7 @@ def _with_pullback(apply: Callable) -> Callable:
     What is known are the whole parameters, trained and frozen, and the variables.
     """
 
-    def run(known, x):
+    def run(known: tuple, x) -> tuple[tuple, Callable]:
         (whole, still), variables = known
         of = lambda whole, x: apply(whole, still, variables, x)
         y, pullback, aux = jax.vjp(of, whole, x, has_aux=True)

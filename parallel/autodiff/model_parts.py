@@ -39,6 +39,6 @@ class Extras:
     outputs: Any
 
 
-def mean_of(told: Any) -> Mean:
+def mean_of(told: Mean | Extras) -> Mean:
     """Return the Mean of what a pass tells: a Mean, or `Extras`."""
     return told.means if isinstance(told, Extras) else told

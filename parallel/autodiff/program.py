@@ -13,7 +13,7 @@ from itertools import islice
 from typing import Any
 
 import jax
-from jax.extend.core import JaxprEqn, Literal, Var
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 from jax.tree_util import treedef_tuple
 
 from hfjax.parallel.activation_offload import Tensor
@@ -75,21 +75,21 @@ def piece(function: Callable, *arguments: Any, instead: Callable | None = None) 
     return Piece(flat.jaxpr.eqns, flat.jaxpr.invars, flat.jaxpr.outvars, constants)
 
 
-def evaluated(jaxpr: Any, constants: Sequence[Any], values: Sequence[Any], instead: Callable):
+def evaluated(jaxpr: Jaxpr, constants: Sequence, values: Sequence, instead: Callable) -> list:
     """Return what a program gives for these values."""
     known = dict(zip(jaxpr.constvars, constants, strict=True))
     known |= zip(jaxpr.invars, values, strict=True)
     return _run(jaxpr.eqns, known, jaxpr.outvars, instead)
 
 
-def inlined(equation: JaxprEqn, values: Sequence[Any], instead: Callable | None = None) -> Any:
+def inlined(equation: JaxprEqn, values: Sequence, instead: Callable | None = None) -> list | None:
     """Return what the body of a call gives; None: it is no call."""
     body = body_of(equation) if equation.primitive.name in CALLS else None
     fits = body is not None and len(body[0].invars) == len(values)
     return evaluated(*body, values, instead or inlined) if body and fits else None
 
 
-def _run(equations: Sequence[Any], known: dict, outputs: Sequence[Any], instead: Any = None):
+def _run(equations: Sequence, known: dict, outputs: Sequence, instead: Any = None) -> list:
     read = lambda v: v.val if isinstance(v, Literal) else known[v]
     for equation in equations:
         values = [read(v) for v in equation.invars]
@@ -194,10 +194,10 @@ class Residuals:
         reads: Which leaves of `known` the pullback reads.
     """
 
-    def __init__(self, function: Callable, known: Any, x: Any):
+    def __init__(self, function: Callable, known: Any, x: Any) -> None:
         forms: list[Any] = []
 
-        def whole(known, x):
+        def whole(known, x) -> tuple:
             results = function(known, x)
             forms[:] = map(jax.tree.structure, results)
             return results

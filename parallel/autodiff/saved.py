@@ -6,6 +6,7 @@ gradient of the function's result is there.
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 from jax import lax
@@ -27,29 +28,29 @@ def kept(function: Callable, choose: Choose, barrier: bool = True) -> Callable:
     """
 
     @jax.custom_vjp
-    def run(known, weights, x):
+    def run(known, weights, x) -> tuple[Any, Any]:
         return function(known, weights, x)
 
-    def with_pullback(given, x):
+    def with_pullback(given: tuple, x) -> tuple[tuple, Callable]:
         known, weights = given
         of = lambda weights, x: function(known, weights, x)
         y, pullback, aux = jax.vjp(of, weights, x, has_aux=True)
         return (y, aux), pullback
 
-    def forward(known, weights, x):
+    def forward(known, weights, x) -> tuple[tuple, Partial]:
         given = known, weights
         residuals = Residuals(with_pullback, given, x)
         share = choose(residuals.tensors)
         out, stash = residuals.forward(given, x)
 
-        def pullback(parts, constants, given):
+        def pullback(parts: Sequence[tuple], constants: Sequence[Any], given: tuple) -> Callable:
             stash = join(share, ((to_device(gone), stayed) for gone, stayed in parts))
             return residuals.pullback(given, stash, constants)
 
         parts = [(_sent(goes, barrier), stays) for goes, stays in split(share, stash)]
         return out, Partial(pullback, parts, residuals.constants, given)
 
-    def backward(waiting, cotangents):
+    def backward(waiting: Partial, cotangents: tuple) -> tuple:
         dy = cotangents[0]
         if barrier:
             waiting, dy = lax.optimization_barrier((waiting, dy))

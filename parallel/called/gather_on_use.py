@@ -73,7 +73,7 @@ def _alone() -> Any:
 class _Parameter(Later):
     """A parameter that is gathered when an equation uses it, once."""
 
-    def __init__(self, stored: Stored):
+    def __init__(self, stored: Stored) -> None:
         self.stored, self._whole = stored, None
 
     def whole(self) -> jax.Array:

@@ -77,7 +77,7 @@ def _numbers(weights: Any) -> tuple[int, ...]:
 class _Choice:
     """Chooses for one block, and keeps the report; equal to itself only."""
 
-    def __init__(self, wanted: Offload):
+    def __init__(self, wanted: Offload) -> None:
         check_host_loops(Mesh(jax.local_devices()[:1], "data"))
         self.wanted, self.report = wanted, Offloaded(wanted)
 
@@ -92,7 +92,7 @@ class _Choice:
 class _OffloadedFunction:
     """A function of arrays that keeps part of its activations in host memory."""
 
-    def __init__(self, function: Callable, wanted: Offload, weights: Sequence[int]):
+    def __init__(self, function: Callable, wanted: Offload, weights: Sequence[int]) -> None:
         self.function, self.weights, self._choice = function, weights, _Choice(wanted)
         update_wrapper(self, function)
 
@@ -127,7 +127,7 @@ class _OffloadedFunction:
 class OffloadedModule(nnx.Module):
     """A module that keeps part of the activations of `block` in host memory."""
 
-    def __init__(self, block: nnx.Module, wanted: Offload):
+    def __init__(self, block: nnx.Module, wanted: Offload) -> None:
         self.block = block
         self._choice = _Choice(wanted)
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen
 
-from hfjax.base.paths import Flat, check_paths
+from hfjax.base.paths import Flat, Index, check_paths
 from hfjax.parallel.mesh import on_one_device
 
 
@@ -35,7 +35,7 @@ def tree_apart(make: Callable[[Any], Any]) -> dict[str, Any]:
     found: list[tuple[Any, Any]] = []
     form: Any = None
 
-    def arrays(seed):
+    def arrays(seed: Index):
         nonlocal form
         tree = make(seed)
         if isinstance(tree, linen.Module):
@@ -62,7 +62,7 @@ def tree_apart(make: Callable[[Any], Any]) -> dict[str, Any]:
     tree = Tree(form, tuple(rest.get(i, path) for i, path in enumerate(paths)), is_path)
     trained = lambda x: jnp.issubdtype(x.dtype, jnp.inexact)
 
-    def create(seed):
+    def create(seed: Index):
         made = on_one_device(lambda: arrays(seed))()
         return {paths[i]: x if trained(x) else jnp.asarray(x) for i, x in made.items()}
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import linen, nnx
 from jax import lax
 
-from hfjax.base.paths import Flat, check_paths, natural, path_of
+from hfjax.base.paths import Flat, Index, check_paths, natural, path_of
 from hfjax.parallel.engine.bare_trees import Tree, tree_apart
 from hfjax.parallel.engine.batch_norm import (
     linen_on_own_rows,
@@ -218,7 +218,7 @@ def _layer(number: int, layer: Any, away: Callable[[Any], Any]) -> Layer:
     return Layer(number, graph, *held)
 
 
-def rngs_of(seed: Any) -> nnx.Rngs:
+def rngs_of(seed: Index) -> nnx.Rngs:
     """Return one stream for parameters and one for dropout, so that a rate changes no weight."""
     key = jax.random.key(seed)
     return nnx.Rngs(key, dropout=jax.random.fold_in(key, 1))
@@ -284,7 +284,7 @@ def blueprint(
     check_paths(list(map(path_of, where)))
     parameters, variables = map(_flat, states)
 
-    def create(seed):
+    def create(seed: Index) -> Flat:
         with nnx.use_eager_sharding(False):
             return on_one_device(lambda: _raw(nnx.split(make(seed), ...)[1]))()
 
@@ -310,7 +310,7 @@ def _asking(made: Blueprint, asks: Sequence[str]) -> Blueprint:
     return replace(made, create=create, variables={**made.variables, **wanted}, notes=notes)
 
 
-def _made(model_init: Callable, seed: Any) -> Any:
+def _made(model_init: Callable, seed: Index) -> Any:
     """Return what `model_init` makes; arrays in attributes of its modules are data."""
     model = model_init(rngs_of(seed))
     if isinstance(model, nnx.Module):

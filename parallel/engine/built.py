@@ -42,7 +42,7 @@ class Built:
         notes: What is told of it.
     """
 
-    def __init__(self, make: Callable[[Any], Any], why: Exception):
+    def __init__(self, make: Callable[[Any], Any], why: Exception) -> None:
         self._make = make
         try:
             model = self._for_real(0)
@@ -61,7 +61,7 @@ class Built:
             f"the CPU, {size}, here and for each seed",
         )
 
-    def arrays(self, seed: Any) -> list[np.ndarray]:
+    def arrays(self, seed: int) -> list[np.ndarray]:
         """Return the arrays of the model that is built for a seed."""
         if seed == 0:
             return self._first
@@ -80,7 +80,7 @@ class Built:
         model = jax.tree.unflatten(self._form, leaves)
         return model if self._graph is None else nnx.merge(self._graph, model)
 
-    def _for_real(self, seed: Any) -> Any:
+    def _for_real(self, seed: int) -> Any:
         with jax.default_device(jax.local_devices(backend="cpu")[0]):
             return self._make(seed)
 
@@ -127,11 +127,11 @@ def _apart(model: Any) -> tuple[Any, Any, list[Any]]:
     return graph, form, leaves
 
 
-def _is_key(x: Any) -> bool:
+def _is_key(x: jax.Array) -> bool:
     return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
-def _on_host(x: Any) -> np.ndarray:
+def _on_host(x: jax.Array) -> np.ndarray:
     return np.asarray(jax.random.key_data(x) if _is_key(x) else x)
 
 

@@ -8,11 +8,13 @@ goes to. The model gets the whole parameter in the compute dtype. Each gather an
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax import lax
+from jax.typing import DTypeLike
 
 from hfjax.base.paths import Index, Tree
 from hfjax.parallel.engine.legs import Leg, gather, on_tensor_shards
@@ -78,7 +80,7 @@ def fetched(tree: Tree) -> Any:
 class Placeholder:
     """Stands for an array of a layer where that layer does not run; using it is refused."""
 
-    def __init__(self, path: str):
+    def __init__(self, path: str) -> None:
         self.path = path
 
     def __getitem__(self, index: Index) -> "Placeholder":
@@ -89,7 +91,7 @@ class Placeholder:
             raise AttributeError(name)
         return self._refuse()
 
-    def _refuse(self, *_: Any) -> Any:
+    def _refuse(self, *_: object) -> NoReturn:
         raise ValueError(
             f"{self.path} is used outside of its layer. A model in three parts (embed, layers, "
             "head) is run layer by layer, and what embed and head share with a layer lies outside "
@@ -107,13 +109,13 @@ for _name in _OPERATORS.split():
         setattr(Placeholder, f"__{_side}{_name}__", Placeholder._refuse)
 
 
-def refuse_elsewhere(variable: Any, value: Any) -> Any:
+def refuse_elsewhere(variable: nnx.Variable, value: Any) -> Any:
     """Return what a variable holds, unless that is elsewhere: a hook of every parameter."""
     return value._refuse() if isinstance(value, Placeholder) else value
 
 
 def _gather(move: Movement, value: jax.Array) -> jax.Array:
-    def run(x):
+    def run(x: jax.Array) -> jax.Array:
         for leg in move.gathers:
             x = gather(x, leg, move.gather_dtype)
         return x
@@ -129,15 +131,15 @@ def _fetch(move: Movement, value: jax.Array, slot: jax.Array) -> jax.Array:
     return _gather(move, value)
 
 
-def _forward(move: Movement, value: jax.Array, slot: jax.Array):
+def _forward(move: Movement, value: jax.Array, slot: jax.Array) -> tuple[jax.Array, jax.Array]:
     return _gather(move, value), jnp.zeros((0,), slot.dtype)
 
 
-def _backward(move: Movement, like: jax.Array, cotangent: jax.Array):
+def _backward(move: Movement, like: jax.Array, cotangent: jax.Array) -> tuple[None, jax.Array]:
     return None, reduced(move, cotangent, like.dtype)
 
 
-def reduced(move: Movement, cotangent: jax.Array, dtype: Any) -> jax.Array:
+def reduced(move: Movement, cotangent: jax.Array, dtype: DTypeLike) -> jax.Array:
     """Return what is added to a gradient of this dtype, of the cotangent of a whole parameter."""
     moves = move.scatters, move.psum_at_once, move.tensor_dims
     return reduce_gradient(cotangent, *moves, move.reduce_dtype, dtype)

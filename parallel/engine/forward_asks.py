@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from hfjax.base.paths import Flat
+from hfjax.base.paths import Flat, Index
 
 KEY, ROW_KEYS, TRAIN = "key", "row_keys", "train"
 
@@ -61,7 +61,7 @@ def with_keys(create: Callable[[Any], Flat], paths: Iterable[str]) -> Callable[[
     """Return a function of a seed that makes what `create` makes, and a key for each path."""
     paths = list(paths)
 
-    def both(seed: Any) -> Flat:
+    def both(seed: Index) -> Flat:
         key = jax.random.fold_in(jax.random.key(seed), 2)
         return create(seed) | {path: jax.random.fold_in(key, i) for i, path in enumerate(paths)}
 

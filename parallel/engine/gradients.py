@@ -22,7 +22,7 @@ from jax.extend.core import jaxpr_as_fun
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 from hfjax.base.mean import Mean
-from hfjax.base.paths import Flat
+from hfjax.base.paths import Flat, Index
 from hfjax.parallel.autodiff.model_parts import mean_of
 from hfjax.parallel.engine.fetch import Stored
 from hfjax.parallel.engine.keys import keys_here
@@ -77,7 +77,7 @@ class Plane(ABC):
 
     def gradients(
         self, parameters: Flat, variables: Flat, batch: Any, step: jax.Array, seed: Any = None
-    ):
+    ) -> tuple:
         """Return (gradients of the total, placed as the moments; Mean; variables written to).
 
         With a seed, the cotangent of the loss, they are larger; `context.traced.seed` says by what.
@@ -85,10 +85,10 @@ class Plane(ABC):
         """
         context = self.context
 
-        def device(parameters, variables, batch, step, seed):
+        def device(parameters: Flat, variables: Flat, batch, step: jax.Array, seed) -> tuple:
             context.traced.begin(context.placed, seed and seed.of(batch))
 
-            def run(dealt: bool) -> Any:
+            def run(dealt: bool) -> tuple:
                 context.traced.begin(context.placed, context.traced.seed)
                 known, of = context.blueprint.variables, (context.mesh, variables, rows_of(batch))
                 keys, statistics = keys_here(known, *of, step, context.sees_all_rows, dealt)
@@ -115,7 +115,7 @@ class Plane(ABC):
         """Return the loss as a Mean (a pipeline: or Extras); nothing is random, nothing changes."""
         context = self.context
 
-        def device(parameters, variables, batch):
+        def device(parameters: Flat, variables: Flat, batch):
             context.traced.begin(())
             found = self.evaluated(parameters, variables, context.dealt(batch))
             context.check_gathers()
@@ -130,7 +130,7 @@ class Plane(ABC):
         """Return the outputs of the model, split where they have rows; nothing is random."""
         context, known = self.context, []
 
-        def device(parameters, variables, batch):
+        def device(parameters: Flat, variables: Flat, batch) -> list[jax.Array]:
             context.traced.begin(())
             outputs = self.predicted(parameters, variables, context.dealt(batch))
             outputs = context.traced.rows.whole_rows(outputs)
@@ -152,7 +152,7 @@ class Plane(ABC):
         whole = lambda x, spec: lax.with_sharding_constraint(x, NamedSharding(context.mesh, spec))
         return known[0].unflatten(map(whole, found, specs))
 
-    def of_one_device(self, run: Callable) -> Any:
+    def of_one_device(self, run: Callable) -> tuple:
         """Return `run(dealt)`: rows are dealt as microbatches of one device where that matters.
 
         It does where rows of a microbatch meet, or count, or are drawn for, or where a variable
@@ -172,7 +172,7 @@ class Plane(ABC):
         """Return this device's rows as parts of the microbatches of one device."""
         return jax.tree.map(partial(deal_rows, self.context.side, self.pieces), batch)
 
-    def _accumulate(self, microbatch: Callable, statistics: Flat, batch: Any, dealt: bool):
+    def _accumulate(self, microbatch: Callable, statistics: Flat, batch: Any, dealt: bool) -> tuple:
         """Return gradients, Mean and statistics after all microbatches of this device."""
         context, count = self.context, self.context.execution.accumulate
         deal = partial(deal_rows, context.side, self.pieces)
@@ -186,13 +186,13 @@ class Plane(ABC):
             found = (*found[:2], found[2] | back)
         return found
 
-    def _one_by_one(self, microbatch: Callable, statistics: Flat, batch: Any, count: int):
+    def _one_by_one(self, microbatch: Callable, statistics: Flat, batch: Any, count: int) -> tuple:
         """Return the same of batches that are dealt."""
         context = self.context
         if count == 1:
             return microbatch(statistics, batch, 0)
 
-        def body(carry, xs):
+        def body(carry: tuple, xs: tuple) -> tuple[tuple, tuple]:
             sums, statistics = carry
             of_rows, batch, number = xs
             gradients, mean, held = microbatch(statistics | of_rows, batch, number)
@@ -240,7 +240,7 @@ class AutodiffPlane(Plane):
         """Return (statistics, batch, number) -> (gradients, Mean, statistics) of one microbatch."""
         context = self.context
 
-        def total(slots, statistics, batch, number):
+        def total(slots: Flat, statistics: Flat, batch, number: Index) -> tuple:
             variables = {**statistics, **keys(None, number, rows_of(batch))}
             stored = context.stored(parameters, slots)
             mean, changed = self.model.loss(stored, variables, batch, "train")
@@ -248,7 +248,7 @@ class AutodiffPlane(Plane):
             context.traced.written.update(new)
             return mean.total, (mean, {path: changed[path] for path in statistics})
 
-        def run(statistics, batch, number):
+        def run(statistics: Flat, batch, number: Index) -> tuple:
             gradient = jax.grad(total, has_aux=True)
             gradients, aux = gradient(context.slots(), statistics, batch, number)
             return context.pin(gradients), *aux

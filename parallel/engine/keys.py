@@ -25,7 +25,7 @@ def keys_here(
     mesh: Mesh,
     variables: Flat,
     local_rows: int,
-    step: Any,
+    step: Index,
     whole: bool = False,
     dealt: bool = False,
 ) -> tuple[Callable, Flat]:
@@ -47,7 +47,7 @@ def keys_here(
     random = {p: v for p, v in variables.items() if is_random(templates[p])}
     axes = row_axes(mesh)
 
-    def keys(layer: Any, number: Any, rows: int) -> Flat:
+    def keys(layer: Index | None, number: Index, rows: int) -> Flat:
         device = lax.axis_index(axes) if axes else 0
         of_all = number * rows * size_of(axes, mesh)
         first = of_all + device * rows if dealt else device * local_rows + number * rows
@@ -59,7 +59,7 @@ def keys_here(
     return keys, {p: v for p, v in variables.items() if p not in random}
 
 
-def variables_of(variables: Flat, layer: Any) -> Flat:
+def variables_of(variables: Flat, layer: Index | None) -> Flat:
     """Return the variables of one of the stacked layers (None: all as they are)."""
     if layer is None:
         return variables
@@ -79,10 +79,10 @@ def _is_key(variable: Any) -> bool:
 def keys_for(
     variable: Any,
     key: jax.Array,
-    step: Any,
-    first_row: Any,
+    step: Index,
+    first_row: Index,
     rows: int,
-    drawn: Any = None,
+    drawn: Index | None = None,
 ) -> jax.Array:
     """Return what a variable holds while the rows from `first_row` (counted globally) run.
 

@@ -5,7 +5,7 @@ array is the same on all devices, of a `Part` each has its rows, of a `Sum` its 
 device, and where each device is to see its own rows only (rows="own"), they are plain arrays.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -146,7 +146,7 @@ class OnRows:
         """Return arrays that have a row for each row here as parts of those of all devices."""
         return tree if self.side.size == 1 else jax.tree.map(Part, tree)
 
-    def of_variables(self, variables: Flat, templates: Any) -> Flat:
+    def of_variables(self, variables: Flat, templates: Mapping[str, Any]) -> Flat:
         """Return what variables of the model hold as values."""
 
         def value(path: str, x: Any) -> Any:
@@ -173,12 +173,12 @@ class OnRows:
         flat = nnx.to_flat_state(parameters)
         return nnx.from_flat_state([(keys, value(v)) for keys, v in flat])
 
-    def of_state(self, state: Any) -> Any:
+    def of_state(self, state: nnx.State) -> nnx.State:
         """Return a state of one layer that holds values."""
         if self.side.size == 1:
             return state
 
-        def value(variable: Any) -> Any:
+        def value(variable: nnx.Variable) -> nnx.Variable:
             x, cut = variable.get_raw_value(), cut_of(variable)
             return variable if cut is None else variable.replace(Part(x, cut))
 
@@ -194,7 +194,7 @@ class OnRows:
             if is_value(v) and kind_of(v) != kind
         ]
 
-    def state_here(self, state: Any, part: str, times: int = 1) -> Any:
+    def state_here(self, state: nnx.State, part: str, times: int = 1) -> nnx.State:
         """Return a state that a layer has written, of values, as this device holds it."""
         flat = nnx.to_flat_state(state)
         values = self.whole_rows([variable.get_raw_value() for _, variable in flat])

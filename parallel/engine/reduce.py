@@ -47,7 +47,7 @@ def reduce_gradient(
 def scattered(gradient: jax.Array, scatters: tuple[Leg, ...], tensor_dims: Dims) -> jax.Array:
     """Return this device's shard of the sum of the gradients, one dimension after the other."""
 
-    def run(gradient):
+    def run(gradient: jax.Array) -> jax.Array:
         for leg in scatters:
             gradient = scatter(gradient, leg)
         return gradient
@@ -108,7 +108,7 @@ def _sum_by_node(p: Placed, gradient: jax.Array) -> jax.Array:
     if not free:
         return lax.psum(gradient, BATCH_AXES)
 
-    def add(gradient):
+    def add(gradient: jax.Array) -> jax.Array:
         shard = lax.psum_scatter(gradient, inside, scatter_dimension=free[0], tiled=True)
         shard = lax.psum(shard, tuple(across))
         return lax.all_gather(shard, inside, axis=free[0], tiled=True, to="invarying")

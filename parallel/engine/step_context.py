@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec as P
+from jax.typing import DTypeLike
 
 from hfjax.base.mean import Mean, as_mean
 from hfjax.base.paths import Flat, Tree
@@ -251,7 +252,7 @@ class StepContext:
         x = self._read(p, p.here, dtype)
         return legs("reduce_scatter", dims, x, dtype, self.mesh, self._choose(p))
 
-    def _read(self, p: Placed, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+    def _read(self, p: Placed, shape: tuple[int, ...], dtype: DTypeLike) -> jax.ShapeDtypeStruct:
         """Return what is moved at once: of stacked layers one, unless all are for a whole step."""
         one = p.stacked and p.path not in self.gathered_for_step
         return jax.ShapeDtypeStruct(shape[1:] if one else shape, dtype)

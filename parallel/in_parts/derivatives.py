@@ -83,11 +83,11 @@ def custom_jvp(scope: Scope, equation: JaxprEqn, values: Values) -> Values:
         inner = scope.inside()
         return _coerced(inner, _body(equation)(inner, again(arrays, kinds_in)), kinds)
 
-    def rule(primals: Any, tangents: Any) -> Any:
+    def rule(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list, list]:
         moving = [i for i, dx in enumerate(tangents) if not isinstance(dx, SymbolicZero)]
 
-        def whole(xs: Any, dxs: Any) -> Any:
-            def call(*some: Any) -> Any:
+        def whole(xs: Sequence[Any], dxs: Sequence[Any]) -> tuple[Sequence[Any], list]:
+            def call(*some: jax.Array) -> Sequence[Any]:
                 put = dict(zip(moving, some, strict=True))
                 return bind(equation, [put.get(i, x) for i, x in enumerate(xs)])
 
@@ -122,8 +122,8 @@ def custom_vjp(scope: Scope, equation: JaxprEqn, values: Values) -> Values:
     kinds = _kinds_of_results(scope, equation, arrays, kinds_in)
     shapes = _shapes(equation.invars)
 
-    def whole(*xs: Any) -> Any:
-        def call(*some: Any) -> Any:
+    def whole(*xs: jax.Array) -> tuple:
+        def call(*some: jax.Array) -> Sequence[Any]:
             put = dict(zip(real, some, strict=True))
             return bind(equation, [put.get(i, x) for i, x in enumerate(xs)])
 
@@ -136,7 +136,7 @@ def custom_vjp(scope: Scope, equation: JaxprEqn, values: Values) -> Values:
 
     pullback: list[Any] = []  # its form, and the shapes of what it keeps
 
-    def forward(*arrays: Any) -> Any:
+    def forward(*arrays: Any) -> tuple[list, list]:
         traced, (_, pulls) = traced_whole(scope.side, whole, *shapes)
         pullback[:] = jax.tree.structure(pulls), jax.tree.leaves(pulls)
         inner = scope.inside()
@@ -146,12 +146,12 @@ def custom_vjp(scope: Scope, equation: JaxprEqn, values: Values) -> Values:
         as_values = [v if isinstance(v, Part) else jnp.asarray(v) for v in kept]
         return _coerced(inner, found[: len(kinds)], kinds), as_values
 
-    def backward(kept: Any, cotangents: Any) -> Any:
+    def backward(kept: Sequence[Any], cotangents: Sequence[Any]) -> tuple:
         form, shapes_kept = pullback
         out = list(map(aval_of, equation.outvars))
         given = [i for i, y in enumerate(out) if _is_real(y)]
 
-        def pull(kept: Any, some: Any) -> Any:
+        def pull(kept: Sequence[Any], some: Sequence[Any]) -> Any:
             put = dict(zip(given, some, strict=True))
             zero = lambda y: np.zeros(y.shape, jax.dtypes.float0)
             dys = [put[i] if i in put else zero(y) for i, y in enumerate(out)]

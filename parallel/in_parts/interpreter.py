@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.extend import source_info_util
-from jax.extend.core import JaxprEqn, Literal
+from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 from hfjax.parallel.autodiff.program import PLAIN_CALLS, needed
 from hfjax.parallel.in_parts import indexing, moves, outside, random_bits, reductions
@@ -57,7 +57,7 @@ RULES: dict[str, Callable] = {
 }
 
 
-def run(scope: Scope, jaxpr: Any, constants: Values, values: Values) -> list[Any]:
+def run(scope: Scope, jaxpr: Jaxpr, constants: Values, values: Values) -> list[Any]:
     """Return what a program makes of values, which may be parts as its inputs may."""
     env = dict(zip(jaxpr.constvars, constants, strict=True))
     env |= zip(jaxpr.invars, values, strict=True)

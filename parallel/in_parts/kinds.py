@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 
 Shape = tuple[int, ...]
 
@@ -93,7 +94,7 @@ class Later(ABC):
         """Whether a loop may slice it before it is gathered."""
 
 
-def kind_of(value: Any) -> Kind:
+def kind_of(value: object) -> Kind:
     """Return what a device holds of a value."""
     if isinstance(value, Part):
         return value.cut
@@ -141,7 +142,7 @@ def kept_kinds(kinds: list[Kind], run: Callable[[list[Kind]], list[Kind]]) -> li
         kinds = new
 
 
-def is_value(x: Any) -> bool:
+def is_value(x: object) -> bool:
     """Return whether this is a value of which devices do not have the whole."""
     return isinstance(x, Part | Sum)
 
@@ -289,7 +290,7 @@ class Side:
         """The number of each piece that this device holds."""
         return [self.held_here[i] for i in range(len(self.held[0]))] if self.pieces else [self.here]
 
-    def numbers(self, size: int, outer: int, dtype: Any = "int32") -> jax.Array:
+    def numbers(self, size: int, outer: int, dtype: DTypeLike = "int32") -> jax.Array:
         """Return the numbers, in a dimension of this size, of the entries that are here."""
         each = size // outer // self.count
         first = self.held_here.astype(dtype) * each

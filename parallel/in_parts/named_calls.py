@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax.errors import TraceContextError
 from jax.extend import source_info_util
-from jax.extend.core import JaxprEqn
+from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from hfjax.parallel.autodiff.program import body_of
 from hfjax.parallel.in_parts.kinds import (
@@ -117,7 +117,7 @@ class NamedCall:
         return jax.tree.leaves(found, is_leaf=is_value)
 
 
-def _form(program: Any) -> tuple[list[str], list[Any]]:
+def _form(program: ClosedJaxpr) -> tuple[list[str], list[Any]]:
     inputs = [aval_of(v).shape for v in program.jaxpr.invars]
     return [equation.primitive.name for equation in program.jaxpr.eqns], inputs
 
@@ -219,7 +219,7 @@ def _kept(
     return run
 
 
-def _on_own_parts(call: NamedCall, scope: Scope, body: Any, arguments: Any) -> Any:
+def _on_own_parts(call: NamedCall, scope: Scope, body: tuple, arguments: tuple) -> list:
     """Run a function on what is here."""
     leaves, form = jax.tree.flatten(arguments, is_leaf=_is_leaf)
     found = call.again(*form.unflatten([held(v) for v in _settled(scope, leaves)]))
@@ -228,7 +228,7 @@ def _on_own_parts(call: NamedCall, scope: Scope, body: Any, arguments: Any) -> A
     return [_joined(scope, jnp.asarray(x), v.aval.shape) for x, v in pairs]
 
 
-def _on_own_rows(call: NamedCall, scope: Scope, body: Any, arguments: Any) -> Any:
+def _on_own_rows(call: NamedCall, scope: Scope, body: tuple, arguments: tuple) -> list:
     """Run a function on the rows that are here, of which it sees all positions."""
     if scope.side.name == ROWS_SIDE:
         return _on_own_parts(call, scope, body, arguments)
@@ -236,7 +236,7 @@ def _on_own_rows(call: NamedCall, scope: Scope, body: Any, arguments: Any) -> An
     values = _settled(scope, leaves)
     kinds_in, kinds = list(map(kind_of, values)), list[Kind]()
 
-    def function(*arrays: Any) -> list[Any]:
+    def function(*arrays: jax.Array) -> list[Any]:
         given = [of_kind(x, kind) for x, kind in zip(arrays, kinds_in, strict=True)]
         shapes = [jax.ShapeDtypeStruct(scope.shape(v), held(v).dtype) for v in given]
         flat = lambda *leaves: jax.tree.leaves(call.function(*form.unflatten(leaves)))
@@ -256,7 +256,7 @@ def _settled(scope: Scope, values: Sequence[Any]) -> list[Any]:
     return [scope.whole(v) if isinstance(v, Sum) else scope.settled(v) for v in values]
 
 
-def _on_own_groups(call: NamedCall, scope: Scope, body: Any, arguments: Any) -> Any:
+def _on_own_groups(call: NamedCall, scope: Scope, body: tuple, arguments: tuple) -> list:
     """Run a function on the groups of tokens that are here, or on all where they do not divide."""
     arrays, *tokens = arguments
     leaves, form = jax.tree.flatten(tokens, is_leaf=_is_leaf)

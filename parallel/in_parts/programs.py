@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import JaxprEqn
+from jax.extend.core import Jaxpr, JaxprEqn
 
 from hfjax.parallel.autodiff.program import body_of, parts_of_scan
 from hfjax.parallel.in_parts.kinds import (
@@ -47,7 +47,7 @@ def _body(equation: JaxprEqn) -> tuple[Any, Sequence[Any]]:
     return body
 
 
-def body_in(jaxpr: Any, constants: Sequence[Any]) -> Body:
+def body_in(jaxpr: Jaxpr, constants: Sequence[Any]) -> Body:
     """Return (scope, values) -> values of a program."""
     return lambda scope, values: scope.run(scope, jaxpr, constants, values)
 
@@ -246,7 +246,7 @@ def _is_added_to(jaxpr: Any, before: Any, after: Any) -> bool:
 CALLED = ("jit", "pjit", "closed_call", "core_call", "checkpoint", "remat", "remat2")
 
 
-def _has_collectives(jaxpr: Any, axes: Sequence[str]) -> bool:
+def _has_collectives(jaxpr: Jaxpr, axes: Sequence[str]) -> bool:
     for equation in jaxpr.eqns:
         named = equation.params.get("axes", equation.params.get("axis_name", ()))
         named = named if isinstance(named, tuple | list) else (named,)

@@ -7,13 +7,14 @@ since what is made in one may not be used outside of it.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
 from jax.extend import source_info_util
-from jax.extend.core import JaxprEqn
+from jax.extend.core import JaxprEqn, Literal, Var
 
+from hfjax.base.paths import Shaped
 from hfjax.parallel.autodiff.program import bind
 from hfjax.parallel.in_parts.kinds import SUM, Cut, Kind, Later, Made, Part, Shape, Side, Sum
 
@@ -42,7 +43,7 @@ class Join:
     known: bool = True
 
 
-def _none_later(stored: Any) -> Any:
+def _none_later(stored: Any) -> NoReturn:
     raise AssertionError(f"{stored}: no parameter is to be gathered later")
 
 
@@ -219,7 +220,7 @@ class Scope:
         """Return what an equation gives for these arrays as parts that are cut so."""
         return [Part(x, cut) for x in self.bind(equation, values, **sizes)]
 
-    def tell(self, how: str, x: Any) -> None:
+    def tell(self, how: str, x: jax.Array) -> None:
         """Take note that rows were joined."""
         name = self.equation.primitive.name if self.equation else "result"
         if self.equation and (kept := getattr(self.equation.params.get("name"), "call", None)):
@@ -238,12 +239,12 @@ class Scope:
         return source_info_util.summarize(self.where) if self.where else ""
 
 
-def aval_of(variable: Any) -> Any:
+def aval_of(variable: Var | Literal) -> Any:
     """Return shape and dtype of a variable of a program."""
     return variable.aval
 
 
-def bytes_of(x: Any) -> int:
+def bytes_of(x: Shaped) -> int:
     """Return the bytes of an array."""
     is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
     each = 4 * 4 if is_key else x.dtype.itemsize

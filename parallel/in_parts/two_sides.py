@@ -85,7 +85,7 @@ class InnerSides:
         (side,) = self.sides
         return Along(side.cut(x, cut), cut, side.name)
 
-    def parameter(self, names: Sequence[str | None], x: Any) -> Any:
+    def parameter(self, names: Sequence[str | None], x: Any) -> jax.Array | Along:
         """Return what this device holds of a parameter, by the names of its dimensions."""
         more = jnp.ndim(x) - len(names)  # of stacked layers all, or one
         names = [*[None] * more, *names[max(0, -more) :]]
@@ -96,7 +96,7 @@ class InnerSides:
 
     # -- other kinds ------------------------------------------------------------------------------
 
-    def _kind(self, level: int, value: Any) -> Kind:
+    def _kind(self, level: int, value: object) -> Kind:
         while isinstance(value, Along):
             if value.side == self.sides[level].name:
                 return value.kind

@@ -67,7 +67,7 @@ class StackedPasses:
     def _numbers(self) -> jax.Array:
         return lax.iota("int32", self.layers)
 
-    def _known(self, carry: Carry, fetched: Flat, i: Index) -> Any:
+    def _known(self, carry: Carry, fetched: Flat, i: Index) -> tuple[Flat, Index, jax.Array]:
         return (self.near(carry, i) | fetched, i, jnp.int32(0))
 
     def _passes(self, carry: Carry, fetched: Flat, x: Any) -> Dissected:
@@ -77,7 +77,7 @@ class StackedPasses:
     def _forward(self, carry: Carry, x: Any, keeps: bool = True) -> tuple[Any, Any]:
         """Return what leaves the last layer with that layer, and what waits for backward passes."""
 
-        def step(running, i):
+        def step(running: tuple, i: jax.Array) -> tuple[tuple, Any]:
             x, fetched = running
             coming = self.far(carry, jnp.minimum(i + 1, self.layers - 1))
             y, stash, _ = passes.forward(self._known(carry, fetched, i), x)
@@ -87,8 +87,8 @@ class StackedPasses:
         passes = self._passes(carry, first, x)
         return lax.scan(step, (x, first), self._numbers, unroll=self.unroll)
 
-    def _backward(self, carry: Carry, stashes: Any, last: Any, told: Any) -> tuple[Any, Carry]:
-        def step(running, layer):
+    def _backward(self, carry: Carry, stashes: Any, last: tuple, told: Any) -> tuple[Any, Carry]:
+        def step(running: tuple, layer: tuple) -> tuple[tuple, None]:
             (dy, fetched), carry = running
             i, stash = layer
             coming = self.far(carry, jnp.maximum(i - 1, 0))
@@ -154,7 +154,7 @@ class ListedPasses:
             x = self._layer(i, carry, {}, x)
         return self.model.last(self.model.outside, x, number)[1]
 
-    def _layer(self, i: int, carry: Carry, slots: Any, x: Any) -> Any:
+    def _layer(self, i: int, carry: Carry, slots: Flat, x: Any) -> Any:
         """Return what a layer makes of x; from the host nothing comes before x is there."""
         stored = self.stored(carry, i)
         far = {path: value for path, value in stored.items() if is_on_host(value)}

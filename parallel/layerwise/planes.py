@@ -39,7 +39,7 @@ class LayerwisePlane(Plane):
         """Return (statistics, batch, number) -> (gradients, Mean, statistics) of one microbatch."""
         context = self.context
 
-        def run(statistics, batch, number):
+        def run(statistics: Flat, batch, number: Index) -> tuple[Flat, Mean, Flat]:
             rows = rows_of(batch)
             of = lambda m, i: {**variables_of(statistics, i), **keys(i, number, rows)}
             placed = self.placed(parameters, of, batch, "train")
@@ -167,7 +167,7 @@ class LayerwisePlane(Plane):
             return lambda function: function
         return lambda function: offload_residuals(function, lambda tensors: {}, barrier=True)
 
-    def _collect(self, sums: Flat, i: Index, stored: Flat, gradients: Flat, told: Any) -> Flat:
+    def _collect(self, sums: Flat, i: Index, stored: Flat, gradients: Flat, told: Mean) -> Flat:
         """Return the gradients of all layers, with those of layer i."""
         if self.context.blueprint.listed:
             return sums | gradients
@@ -206,7 +206,7 @@ class LayerUpdatePlane:
         """
         context = self.plane.context
 
-        def device(held, batch, step):
+        def device(held: StepInputs, batch, step: jax.Array) -> tuple:
             context.traced.begin(context.placed)
             placed = self._of_step(held, batch, step)
             update = self._update(held, apply, belongs)
@@ -237,7 +237,7 @@ class LayerUpdatePlane:
         """The layers' parameters that have a gradient."""
         return [path for path in self.plane.context.trained if path.startswith(LAYERS)]
 
-    def _of_step(self, held: StepInputs, batch: Any, step: Any) -> PlacedModel:
+    def _of_step(self, held: StepInputs, batch: Any, step: jax.Array) -> PlacedModel:
         """Return the model in three parts, on the rows of this device."""
         context, rows = self.plane.context, rows_of(batch)
         known = context.blueprint.variables

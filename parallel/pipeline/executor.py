@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from hfjax.base.paths import Index
+from hfjax.base.paths import Flat, Index
 from hfjax.parallel.activation_offload import Share, of_part
 from hfjax.parallel.autodiff.dissect import Dissected, arrays_of, cotangents
 from hfjax.parallel.autodiff.model_parts import ModelParts
@@ -61,7 +61,7 @@ class Pipeline:
         return self.ticks.table.split
 
     @cached_property
-    def stage(self) -> Any:
+    def stage(self) -> Index:
         return lax.axis_index(PIPE_AXIS) if self.ticks.table.stages > 1 else 0
 
     @cached_property
@@ -113,13 +113,13 @@ class Pipeline:
         return passes(self._known_of_one, self._no_gradients, self._x, self._split)
 
     @property
-    def _known_of_one(self) -> Any:
+    def _known_of_one(self) -> tuple:
         return self._known(self.chunks.get(self.values, 0, 0), 0, 0, jnp.int32(0))
 
-    def _used(self, state: State, at: StageTick, kind: str, unit: Index) -> Any:
+    def _used(self, state: State, at: StageTick, kind: str, unit: Index) -> Flat:
         return self.weights.parameters(self, state, at, kind, unit)
 
-    def _known(self, parameters: Any, unit: Index, chunk: Index, m: Index) -> Any:
+    def _known(self, parameters: Flat, unit: Index, chunk: Index, m: Index) -> tuple:
         return parameters, jnp.maximum(self._layers[chunk, unit], 0), m
 
     @cached_property
@@ -247,13 +247,13 @@ class Pipeline:
         x = self.queue("x").get(state["x"], 0, at.positive("F_x"))
         return at.branch("first", embed, lambda: x)
 
-    def _layers_forward(self, state: State, x: Any, at: StageTick, m: Index, chunk: Index):
+    def _layers_forward(self, state: State, x: Any, at: StageTick, m: Index, chunk: Index) -> tuple:
         names = ("stash", "late") if self._trains else ()
 
-        def step(carry, unit):
+        def step(carry: tuple, unit: Index) -> tuple:
             x, rings, kept = carry
 
-            def run(x, kept):
+            def run(x, kept) -> tuple[Any, dict[str, Any], Any]:
                 known = self._known(self._used(state, at, "F", unit), unit, chunk, m)
                 (y, *saved), kept = self.unit.forward(known, x, kept, at, unit)
                 return y, dict(zip(names, saved, strict=False)), kept
@@ -293,19 +293,19 @@ class Pipeline:
         """On the last stage: tell the loss of this microbatch, and begin its backward pass."""
         tell = lambda aux, old: jax.tree.map(lambda a, x: a.at[m].set(x), old, aux)
 
-        def evaluate(aux):
+        def evaluate(aux) -> Any:
             return tell(self.model.last(self.model.outside, y, m)[1], aux)
 
         if not self._trains:
             return state | {"aux": at.branch("last", evaluate, lambda aux: aux, state["aux"])}
 
-        def run(aux, outside):
+        def run(aux, outside: Flat) -> tuple[Any, Flat, Any]:
             last = lambda outside, y: self.model.last(outside, y, m)
             total, pullback, told = jax.vjp(last, self.model.outside, y, has_aux=True)
             gradients, dy = pullback(jnp.ones_like(total))
             return (tell(told, aux), _add(outside, gradients), arrays_of(dy, y))
 
-        def skip(aux, outside):
+        def skip(aux, outside: Flat) -> tuple[Any, Flat, Any]:
             return aux, outside, self.queue("dy").get(state["dy"], 0, at.positive("H_dy"))
 
         aux, outside, dy = at.branch("last", run, skip, state["aux"], state["outside"])
@@ -326,11 +326,11 @@ class Pipeline:
             dx = jax.tree.map(partial(jnp.where, at.active("B")), dx, state["made"])
         return state | {"made": dx}
 
-    def _both_halves(self, state: State, dy: Any, at: StageTick, m: Index, chunk: Index):
-        def step(carry, unit):
+    def _both_halves(self, state: State, dy: Any, at: StageTick, m: Index, chunk: Index) -> tuple:
+        def step(carry: tuple, unit: Index) -> tuple:
             dy, gradients = carry
 
-            def run(dy):
+            def run(dy) -> tuple[Any, Flat]:
                 stash = self._take(state, "stash", unit, at, "B")
                 if self._closes(at):  # or XLA recomputes several layers at once
                     stash, dy = lax.optimization_barrier((stash, dy))
@@ -345,11 +345,11 @@ class Pipeline:
         dx, gradients = self._units(step, (dy, state["gradients"]), at)
         return dx, state | {"gradients": gradients}
 
-    def _input_half(self, state: State, dy: Any, at: StageTick, m: Index, chunk: Index):
-        def step(carry, unit):
+    def _input_half(self, state: State, dy: Any, at: StageTick, m: Index, chunk: Index) -> tuple:
+        def step(carry: tuple, unit: Index) -> tuple:
             dy, cross = carry
 
-            def run(dy):
+            def run(dy) -> tuple:
                 stash, late = (self._take(state, name, unit, at, "B") for name in ("stash", "late"))
                 known = self._known(self._used(state, at, "B", unit), unit, chunk, m)
                 return self._passes.input_backward(known, stash, late, dy)
@@ -365,8 +365,8 @@ class Pipeline:
     def _weight_half(self, state: State, at: StageTick) -> State:
         m, chunk = at.positive("W_microbatch"), at.positive("W_chunk")
 
-        def step(gradients, unit):
-            def run():
+        def step(gradients, unit: Index):
+            def run() -> Flat:
                 late, cross = (self._take(state, name, unit, at, "W") for name in ("late", "cross"))
                 known = self._known(self._used(state, at, "W", unit), unit, chunk, m)
                 return self._passes.weight_backward(known, late, cross)
@@ -384,7 +384,7 @@ class Pipeline:
         return self.chunks.loop(step, carry, reverse=True, unroll=unroll)
 
     @property
-    def _no_gradients(self) -> Any:
+    def _no_gradients(self) -> Flat:
         return jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), self.model.slots)
 
     def _take(self, rings: State, name: str, unit: Index, at: StageTick, kind: str) -> Any:
@@ -394,8 +394,8 @@ class Pipeline:
         return self._rings[name].put(rings[name], unit, at.positive(f"{kind}_{name}"), new)
 
     def _accumulate(
-        self, gradients: Any, new: Any, unit: Index, chunk: Index, at: StageTick, kind: str
-    ):
+        self, gradients: Any, new: Flat, unit: Index, chunk: Index, at: StageTick, kind: str
+    ) -> Any:
         """Add a layer's gradient, unless the slot is idle or there is no layer."""
         real = None if self._either or at.facts.always(kind) else at.active(kind)
         if self._padded and not self._either:
@@ -410,7 +410,7 @@ class Pipeline:
     def _embedding(self, state: State, at: StageTick, dx: Any, m: Index) -> State:
         """On the first stage: the gradient of what came before the layers."""
 
-        def run(outside):
+        def run(outside: Flat) -> Flat:
             first = lambda outside: self.model.first(outside, m)
             _, pullback = jax.vjp(first, self.model.outside)
             return _add(outside, pullback(cotangents(dx))[0])
@@ -420,5 +420,5 @@ class Pipeline:
         }
 
 
-def _add(sums: Any, new: Any) -> Any:
+def _add(sums: Flat, new: Flat) -> Flat:
     return jax.tree.map(lambda a, b: a + b.astype(a.dtype), sums, new)

@@ -15,7 +15,7 @@ from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from hfjax.base.paths import Flat, Tree
+from hfjax.base.paths import Flat, Index, Tree
 from hfjax.parallel.arrangement import Arrangement
 from hfjax.parallel.autodiff.model_parts import Extras, ModelParts
 from hfjax.parallel.autodiff.program import bytes_of
@@ -62,7 +62,7 @@ class PipelinePlane(Plane):
         """Return (statistics, batch, number) -> (gradients, what is told, statistics)."""
         context = self.context
 
-        def run(statistics, batch, number):
+        def run(statistics: Flat, batch, number: Index) -> tuple[Flat, Any, Flat]:
             placed = self.training(parameters, statistics, batch, keys, number)
             gradients, outside, told = self._run(placed, rows_of(batch))
             trained = {p: g for p, g in outside.items() if not context.placed[p].frozen}
@@ -108,13 +108,13 @@ class PipelinePlane(Plane):
     # -- the model on a stage -------------------------------------------------------------------
 
     def training(
-        self, parameters: Flat, statistics: Flat, batch: Any, keys: Callable, number: Any
+        self, parameters: Flat, statistics: Flat, batch: Any, keys: Callable, number: Index
     ) -> Staged:
         """Return the model in three parts for a microbatch of the step, with its random keys."""
         count = self.ticks.table.microbatches
         rows = rows_of(batch) // count
 
-        def variables(m, layer):
+        def variables(m: Index, layer: Index | None) -> Flat:
             return {**variables_of(statistics, layer), **keys(layer, number * count + m, rows)}
 
         return self._placed(parameters, batch, variables, "train")
@@ -257,7 +257,7 @@ class PipelinePlane(Plane):
         if not in_use(self.context.mesh, (PIPE_AXIS,)):
             return outputs
 
-        def send(x):
+        def send(x: jax.Array) -> jax.Array:
             narrow = self.context.platform == "cpu" and x.dtype == jnp.bfloat16
             return lax.psum(x.astype(jnp.float32) if narrow else x, PIPE_AXIS).astype(x.dtype)
 
@@ -284,7 +284,11 @@ WAITING = {
 
 
 def waiting(
-    plane: PipelinePlane, parameters: Flat, variables: Flat, batch: Any, step: Any
+    plane: PipelinePlane,
+    parameters: Flat,
+    variables: Flat,
+    batch: Any,
+    step: jax.Array | jax.ShapeDtypeStruct,
 ) -> Mapping[str, tuple[int, int]]:
     """Return what waits on a stage: {"activations": (bytes on the device, on the host), …}."""
     told: dict[str, Any] = {}

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from hfjax.base.paths import Index
+from hfjax.base.paths import Flat, Index
 from hfjax.parallel.autodiff.dissect import Dissected
 from hfjax.parallel.pipeline.rings import Slots
 from hfjax.parallel.pipeline.tick import StageTick
@@ -26,13 +26,13 @@ class UnitPasses(ABC):
         """Return `kept` before the first tick."""
 
     @abstractmethod
-    def forward(self, known: Any, x: Any, kept: Any, at: StageTick, unit: Index) -> tuple:
+    def forward(self, known: tuple, x: Any, kept: Any, at: StageTick, unit: Index) -> tuple:
         """Return (y, stash, late), and `kept`."""
 
     @abstractmethod
     def backward(
-        self, known: Any, stash: Any, dy: Any, kept: Any, at: StageTick, unit: Index
-    ) -> Any:
+        self, known: tuple, stash: Any, dy: Any, kept: Any, at: StageTick, unit: Index
+    ) -> tuple[Any, Flat]:
         """Return dx and the gradients."""
 
 
@@ -42,17 +42,17 @@ class EveryMicrobatch(UnitPasses):
 
     passes: Dissected
 
-    def empty(self) -> Any:
+    def empty(self) -> list:
         """Keep nothing."""
         return []
 
-    def forward(self, known: Any, x: Any, kept: Any, at: StageTick, unit: Index) -> tuple:
+    def forward(self, known: tuple, x: Any, kept: Any, at: StageTick, unit: Index) -> tuple:
         """Return (y, stash, late), and `kept`."""
         return self.passes.forward(known, x), kept
 
     def backward(
-        self, known: Any, stash: Any, dy: Any, kept: Any, at: StageTick, unit: Index
-    ) -> Any:
+        self, known: tuple, stash: Any, dy: Any, kept: Any, at: StageTick, unit: Index
+    ) -> tuple[Any, Flat]:
         """Return dx and the gradients."""
         return self.passes.backward(known, stash, [], dy)
 
@@ -70,10 +70,10 @@ class ExceptLast(UnitPasses):
         """Return zeros for what the last microbatch keeps of each layer."""
         return self.chunks.full(self.keeping.stash)
 
-    def forward(self, known: Any, x: Any, kept: Any, at: StageTick, unit: Index) -> tuple:
+    def forward(self, known: tuple, x: Any, kept: Any, at: StageTick, unit: Index) -> tuple:
         """Return (y, stash, late), and `kept`."""
 
-        def keep(kept):
+        def keep(kept) -> tuple:
             y, values, _ = self.keeping.forward(known, x)
             zeros = lambda like: jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), like)
             nothing = zeros(self.passes.stash), zeros(self.passes.late)
@@ -83,8 +83,8 @@ class ExceptLast(UnitPasses):
         return lax.cond(at["F_microbatch"] == self.last, keep, again, kept)
 
     def backward(
-        self, known: Any, stash: Any, dy: Any, kept: Any, at: StageTick, unit: Index
-    ) -> Any:
+        self, known: tuple, stash: Any, dy: Any, kept: Any, at: StageTick, unit: Index
+    ) -> tuple[Any, Flat]:
         """Return dx and the gradients."""
         values = self.chunks.get(kept, unit, at.positive("B_chunk"))
         keep = lambda: self.keeping.backward(known, values, [], dy)

@@ -65,7 +65,7 @@ class Slots:
         make = lambda: jax.tree.map(fill, like)
         return [make() for _ in range(self.units)] if self.apart else make()
 
-    def filled(self, value: Any) -> Any:
+    def filled(self, value: Any) -> list:
         """Return a store of one unit whose slots all hold this value."""
         assert self.apart
         repeat = lambda a: jnp.broadcast_to(a, (self.slots, *a.shape)) if self.slots > 1 else a

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 from jax import lax
+from jax.extend.core import Jaxpr
 from jax.sharding import Mesh
 
 from hfjax.parallel.autodiff.program import Piece, bodies_of, piece, variables
@@ -22,7 +23,7 @@ def own_axes(mesh: Mesh) -> tuple[str, ...]:
     return (*sides(mesh), *in_use(mesh, (*EXPERT_AXES, *SEQUENCE_AXES)))
 
 
-def permuted_axes(program: Any) -> list[str]:
+def permuted_axes(program: Jaxpr) -> list[str]:
     """Return the axes over which a program permutes, be it in a branch or loop of its own.
 
     >>> both = lambda x: lax.cond(x > 0, lambda x: lax.ppermute(x, "data", [(0, 0)]), abs, x)
@@ -49,7 +50,7 @@ def check_permutes(permuted: list[str], written: str) -> None:
         )
 
 
-def after_gathers(there: Any, run: Callable, skip: Callable, *operands: Any) -> Any:
+def after_gathers(there: jax.Array, run: Callable, skip: Callable, *operands: Any) -> Any:
     """Return what `lax.cond` does; what `run` gathers and needs no operand for, is gathered before.
 
     XLA starts a gather early only where it does not have to move it out of a branch.

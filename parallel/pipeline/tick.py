@@ -54,7 +54,7 @@ class SegmentFacts:
         return when
 
 
-def _is_float(x: Any) -> bool:
+def _is_float(x: jax.Array) -> bool:
     return jnp.issubdtype(x.dtype, jnp.floating)
 
 
@@ -65,7 +65,7 @@ class StageTick:
     row: dict[str, Any]
     facts: SegmentFacts
 
-    def __getitem__(self, name: str) -> Any:
+    def __getitem__(self, name: str) -> jax.Array:
         return self.row[name]
 
     def after(self, state: State) -> "StageTick":
@@ -82,11 +82,11 @@ class StageTick:
         late = lambda x: x if x.dtype == bool else x + never
         return replace(self, row={name: late(x) for name, x in self.row.items()})
 
-    def positive(self, name: str) -> Any:
+    def positive(self, name: str) -> jax.Array:
         """Return a number to index with, 0 where the slot is idle."""
         return jnp.maximum(self.row[name], 0)
 
-    def active(self, kind: str) -> Any:
+    def active(self, kind: str) -> jax.Array:
         return self.row[f"{kind}_microbatch"] >= 0
 
     def branch(self, what: str, yes: Callable, no: Callable, *operands: Any) -> Any:

@@ -7,7 +7,7 @@ stage of an asynchronous pipeline updates its own in between (`wings/asynchronou
 from abc import ABC, abstractmethod
 from typing import Any, Protocol
 
-from hfjax.base.paths import Index
+from hfjax.base.paths import Flat, Index
 from hfjax.parallel.pipeline.tick import StageTick, State
 
 
@@ -31,11 +31,11 @@ class Weights(ABC):
         """Return what it adds to the state before the first tick."""
 
     @abstractmethod
-    def parameters(self, stage: Stage, state: State, at: StageTick, kind: str, unit: Index) -> Any:
+    def parameters(self, stage: Stage, state: State, at: StageTick, kind: str, unit: Index) -> Flat:
         """Return the parameters of a layer that a slot of this kind (F, B, W) uses."""
 
     @abstractmethod
-    def sums(self, stage: Stage, gradients: Any, unit: Index, chunk: Index, at: StageTick) -> Any:
+    def sums(self, stage: Stage, gradients: Any, unit: Index, chunk: Index, at: StageTick) -> Flat:
         """Return the sum to which the gradient of a layer is added."""
 
     @abstractmethod
@@ -52,11 +52,11 @@ class FixedWeights(Weights):
         """Add nothing."""
         return {}
 
-    def parameters(self, stage: Stage, state: State, at: StageTick, kind: str, unit: Index) -> Any:
+    def parameters(self, stage: Stage, state: State, at: StageTick, kind: str, unit: Index) -> Flat:
         """Return those that the step was given."""
         return stage.chunks.get(stage.values, unit, at.positive(f"{kind}_chunk"))
 
-    def sums(self, stage: Stage, gradients: Any, unit: Index, chunk: Index, at: StageTick) -> Any:
+    def sums(self, stage: Stage, gradients: Any, unit: Index, chunk: Index, at: StageTick) -> Flat:
         """Return the sum over all microbatches so far."""
         return stage.chunks.get(gradients, unit, chunk)
 

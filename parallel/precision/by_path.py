@@ -34,7 +34,7 @@ class PrecisionByPath:
 
     given: Any
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if not isinstance(self.given, Mapping) or not all(isinstance(k, str) for k in self.given):
             raise ValueError(f'precision={self.given!r}: {{pattern: word}} is expected, with "*".')
         if ALL not in self.given:

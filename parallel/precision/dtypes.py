@@ -47,7 +47,7 @@ class LossScale:
     maximum: float = 2.0**24
     consecutive: bool = False
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for name in ("initial", "minimum", "maximum"):
             if not (is_real(x := getattr(self, name), 0, 2.0**126) and x > 0):
                 raise ValueError(f"loss scale {name}={x!r}: a positive number is expected.")
@@ -90,7 +90,7 @@ class Precision:
     reduce: Any = None
     scale: LossScale | None = None
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for name in ("compute", "gather", "reduce"):
             given = getattr(self, name)
             dtype = None if given is None else jnp.dtype(given)

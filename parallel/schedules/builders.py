@@ -190,7 +190,7 @@ def v_zero_bubble(stages: int, microbatches: int, chunks: int = 2) -> Table:
 class _Line:
     """The cells of one stage as they are written down, step by step."""
 
-    def __init__(self, stage: int, stages: int):
+    def __init__(self, stage: int, stages: int) -> None:
         self.homes = (stage, 2 * stages - 1 - stage)  # the virtual stages of chunk 0 and chunk 1
         self.count: Counter[tuple[str, int]] = Counter()
         self.late: list[int] = []  # chunks whose weights wait, the oldest first

@@ -106,7 +106,7 @@ class Schedule:
     every: int | None = None  # 2bw: microbatches of one update; None: as many as stages
     branches: bool | str = "auto"  # whether idle slots skip their layers
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         _check_balance(self.balance)
         _check_every(self)
         if self.branches != "auto" and not isinstance(self.branches, bool):

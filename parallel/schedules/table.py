@@ -293,7 +293,7 @@ def _awaited(cell: Cell, tick: int, done: dict[Task, int], virtual: int) -> list
 class DeadlockError(ValueError):
     """No stage can run its next cell; `waits`: these cells, each with what it waits for."""
 
-    def __init__(self, says: str, waits: Sequence[tuple[Cell, list[Task]]]):
+    def __init__(self, says: str, waits: Sequence[tuple[Cell, list[Task]]]) -> None:
         super().__init__(says)
         self.waits = waits
 

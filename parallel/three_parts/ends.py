@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from hfjax.base.paths import Flat
 from hfjax.parallel.engine.blueprint import LAYERS, Blueprint
@@ -60,7 +61,7 @@ class Ends:
         return entering(embed(outside), embed, outside, self.rows.enters)
 
 
-def entering(x: Any, embed: Callable, parameters: Flat, dtype: Any) -> Any:
+def entering(x: Any, embed: Callable, parameters: Flat, dtype: DTypeLike | None) -> Any:
     """Return what enters the first layer as it is where all parameters have this dtype.
 
     Args:

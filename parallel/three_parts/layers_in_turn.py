@@ -75,14 +75,14 @@ class InTurn:
     `parameters` is the tree of stored parameters that all of them have.
     """
 
-    def __init__(self, layer: Callable, parameters: Any, run: LayerOptions):
+    def __init__(self, layer: Callable, parameters: Any, run: LayerOptions) -> None:
         leaves, self._form = jax.tree.flatten(parameters, is_leaf=_is_stored)
         self._trained = [p.slot is not None for p in leaves]
         self._dtypes = [p.slot.dtype for p in leaves if p.slot is not None]
         self._moves = [p.movement for p in leaves if p.slot is not None]
         policy = run.remat.policy(0, False, False, run.traced.names)
 
-        def apply(whole, still, variables, x):
+        def apply(whole: Sequence[jax.Array], still: Sequence[jax.Array], variables, x) -> tuple:
             ours, others = iter(whole), iter(still)
             both = [next(ours if trained else others) for trained in self._trained]
             here = jax.tree.map(lambda x: x, variables)  # Variables that may change in this trace
@@ -122,5 +122,5 @@ def apart(stacks: Any) -> list[Any]:
     return [form.unflatten(row) for row in zip(*rows, strict=True)]
 
 
-def _is_stored(x: Any) -> bool:
+def _is_stored(x: object) -> bool:
     return isinstance(x, Stored)

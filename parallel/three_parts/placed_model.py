@@ -82,7 +82,7 @@ class PlacedModel:
         outside = {p: v for p, v in self.parameters.items() if not p.startswith(LAYERS)}
         return {path: self.stored(path, value, None).fetch() for path, value in outside.items()}
 
-    def stored(self, path: str, value: Any, slot: Any) -> Stored:
+    def stored(self, path: str, value: jax.Array, slot: jax.Array | None) -> Stored:
         """Return what a device stores of a parameter, with the slot of its gradient."""
         return Stored(value, slot, self.movements[path])
 
@@ -130,11 +130,11 @@ class PlacedModel:
         """The layers of a list, or the one layer that all stacked ones are."""
         return self.blueprint.layers(self.mode)
 
-    def passes(self, known: Any, slots: Flat, x: Any, split: bool) -> Dissected:
+    def passes(self, known: tuple, slots: Flat, x: Any, split: bool) -> Dissected:
         """Return the passes of a unit: of one layer."""
         return dissect(self._unit, known, slots, x, split)
 
-    def _unit(self, known: Any, slots: Flat, x: Any, as_it_is: bool = False) -> Any:
+    def _unit(self, known: tuple, slots: Flat, x: Any, as_it_is: bool = False) -> Any:
         values, number, m = known
         layer = self.layers[0]
         held = self.variables(m, number) if layer.variables else {}

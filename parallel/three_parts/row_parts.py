@@ -99,13 +99,15 @@ def _shapes(leaves: list) -> str:
 ROWS_FIRST = "Let each array begin with the rows of the batch, or leave split_rows out."
 
 
-def part_of(x: Any, number: int, count: int) -> jax.Array:
+def part_of(x: jax.Array, number: int, count: int) -> jax.Array:
     """Return one of so many parts of the rows with which an array begins."""
     rows = x.shape[0] // count
     return lax.slice_in_dim(x, number * rows, (number + 1) * rows)
 
 
-def by_parts(run: Callable, rows: OnRows, name: str, x: Any, variables: Any) -> tuple[Any, Any]:
+def by_parts(
+    run: Callable, rows: OnRows, name: str, x: Any, variables: nnx.State | None
+) -> tuple[Any, Any]:
     """Return run(rows, x, variables), a pair of the result and of what was written; part by part.
 
     Args:
@@ -143,7 +145,7 @@ def _check_apart(joins: Sequence[Join], count: int) -> None:
         )
 
 
-def _of_part(variables: Any, number: int, count: int) -> Any:
+def _of_part(variables: nnx.State | None, number: int, count: int) -> nnx.State | None:
     """Return what a part of the rows reads: its rows, and random keys of its own."""
 
     if variables is None:
@@ -152,7 +154,7 @@ def _of_part(variables: Any, number: int, count: int) -> Any:
     return nnx.from_flat_state([(keys, mine(v)) for keys, v in nnx.to_flat_state(variables)])
 
 
-def of_part(variable: Any, value: Any, number: int, count: int) -> Any:
+def of_part(variable: Any, value: jax.Array, number: int, count: int) -> jax.Array:
     """Return what a variable that holds this value holds for a part of the rows."""
     if isinstance(variable, nnx.Variable) and cut_of(variable.replace(value)):
         return part_of(value, number, count)
@@ -161,7 +163,7 @@ def of_part(variable: Any, value: Any, number: int, count: int) -> Any:
     return value
 
 
-def _check_unwritten(written: Any, count: int) -> None:
+def _check_unwritten(written: nnx.State | None, count: int) -> None:
     """Refuse to write what follows from some of the rows; counts of random numbers may be."""
     flat = [] if written is None else nnx.to_flat_state(written)
     if names := [path_of(keys) for keys, v in flat if not isinstance(v, nnx.RngState)]:

@@ -3,7 +3,7 @@
 A model without layers that we know of is gathered by called/gather_on_use.py.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -63,7 +63,7 @@ def layer_function(
 
     layer = on_rows(graph, rows, name, times)
 
-    def apply(parameters, variables, x):
+    def apply(parameters: nnx.State, variables: nnx.State, x) -> tuple[Any, nnx.State]:
         if row is not None:
             parameters, variables = jax.tree.map(lambda a: a[row], (parameters, variables))
         return layer(fetched(parameters), variables, x)
@@ -74,14 +74,14 @@ def layer_function(
 def on_rows(graph: nnx.GraphDef, rows: OnRows, name: str, times: int = 1) -> Callable:
     """Return (whole parameters, variables, x) -> (x, variables) for one layer."""
 
-    def call(parameters, variables, x):
+    def call(parameters: nnx.State, variables: nnx.State, x) -> tuple[Any, nnx.State]:
         before = _raw(variables)  # merged variables are those of the state: written in place
         layer = nnx.merge(graph, parameters, variables)
         x = layer(x)
         return x, _written(layer, before)
 
-    def apply(here, variables, x):
-        def run(rows, x, variables):
+    def apply(here: nnx.State, variables: nnx.State, x) -> tuple[Any, nnx.State]:
+        def run(rows: OnRows, x, variables: nnx.State) -> tuple[Any, nnx.State]:
             given = rows.of_parameters(here), rows.of_state(variables), x
             x, written = rows.run(name, call, *given, times=times)
             return x, rows.state_here(written, f"variables of {name}", times)
@@ -117,7 +117,9 @@ def _run_stack(layers: nnx.Module, stored: Mapping[str, Stored], x: Any, run: La
     one = jax.tree.map(lambda a: a[0], many)
     kinds = rows.kinds(lambda x: unit(*one, x)[0], x)
 
-    def kept(layer, parameters, variables, x):
+    def kept(
+        layer: Callable, parameters: nnx.State, variables: nnx.State, x
+    ) -> tuple[Any, nnx.State]:
         y, written = layer(parameters, variables, x)
         y = rows.as_kinds(y, kinds, "between layers", count)
         check_same(x, y)
@@ -142,7 +144,9 @@ def _run_stack(layers: nnx.Module, stored: Mapping[str, Stored], x: Any, run: La
     return x
 
 
-def _stack_in_turn(layer: Callable, stacks: Any, x: Any, run: LayerOptions) -> tuple[Any, Any]:
+def _stack_in_turn(
+    layer: Callable, stacks: tuple[nnx.State, ...], x: Any, run: LayerOptions
+) -> tuple[Any, Any]:
     """Return x after stacked layers without a loop, and what they wrote, stacked."""
     parameters, variables = stacks
     one, count = InTurn(layer, parameters, run), jax.tree.leaves(stacks)[0].shape[0]
@@ -155,10 +159,10 @@ def _stack_in_turn(layer: Callable, stacks: Any, x: Any, run: LayerOptions) -> t
     return x, jax.tree.map(lambda *rows: jnp.stack(rows), *written)
 
 
-def _rows(arrays: Any, first: int, units: int, size: int) -> Any:
+def _rows(arrays: list[nnx.State], first: int, units: int, size: int) -> list[nnx.State]:
     """Return [units, size, ...] of stacked layers, from the first on; [units, ...] if size is 1."""
 
-    def split(a):
+    def split(a: jax.Array) -> jax.Array:
         part = a if units * size == len(a) else a[first : first + units * size]
         return part if size == 1 else part.reshape(units, size, *a.shape[1:])
 
@@ -173,7 +177,7 @@ def _unit(graph: nnx.GraphDef, size: int, count: int, run: LayerOptions, barrier
         return _together(one(0, None), run, barrier)
     functions = [one(number, number) for number in range(size)]
 
-    def apply(parameters, variables, x):
+    def apply(parameters: nnx.State, variables: nnx.State, x) -> tuple[Any, nnx.State]:
         written = []
         for function in functions:
             x, new = function(parameters, variables, x)
@@ -235,7 +239,9 @@ def _chain(part: list, first: int, run: LayerOptions) -> Callable:
     graphs = [nnx.graphdef(m) if isinstance(m, nnx.Module) else m for m in part]
     rows = run.traced.rows
 
-    def apply(parameters, variables, x):
+    def apply(
+        parameters: Sequence[nnx.State], variables: Sequence[nnx.State], x
+    ) -> tuple[Any, list[nnx.State]]:
         held, written = iter(zip(parameters, variables, strict=True)), []
         for number, graph in enumerate(graphs):
             name = f"layers/{first + number}"
@@ -251,7 +257,9 @@ def _chain(part: list, first: int, run: LayerOptions) -> Callable:
     return apply
 
 
-def _call_function(function: Callable, name: str, rows: OnRows, _: Any, __: Any, x: Any) -> Any:
+def _call_function(
+    function: Callable, name: str, rows: OnRows, _: Any, __: Any, x: Any
+) -> tuple[Any, None]:
     return by_parts(partial(_function, function, name), rows, name, x, None)
 
 

@@ -207,7 +207,9 @@ def _bytes(value: Operand) -> int:
 class _Fusing:
     """Finds the kernels of operations in their order."""
 
-    def __init__(self, operations: Sequence[Operation], results: list[Operand], border: int | None):
+    def __init__(
+        self, operations: Sequence[Operation], results: list[Operand], border: int | None
+    ) -> None:
         self.operations, self.results, self.border = operations, results, border
         self.maker: dict[int, Operation] = {}
         self.same: dict[int, Operand] = {}  # a view -> what it looks at

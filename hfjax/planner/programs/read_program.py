@@ -135,7 +135,7 @@ def unique(values: Iterable[Operand]) -> list[Operand]:
 class _Reader:
     """Walks two traces of one program at once."""
 
-    def __init__(self, layers: int, experts: int):
+    def __init__(self, layers: int, experts: int) -> None:
         self.stack, self.layers, self.experts = layers, 0, experts
         self.placed: dict[tuple[int, ...], Dims] = {}  # shape of a parameter -> how it is split
         self.parts: dict[str, list[Operation]] = {name: [] for name in PARTS}

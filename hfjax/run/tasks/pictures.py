@@ -102,7 +102,7 @@ class Pictures:
     unit = "images"
     each = 1
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         _check_words(self.config)
 
     @property

@@ -11,7 +11,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from hfjax.base.mean import Mean
-from hfjax.base.paths import Flat
+from hfjax.base.paths import Flat, Index
 from hfjax.parallel.autodiff.dissect import Dissected
 from hfjax.parallel.autodiff.model_parts import ModelParts
 from hfjax.parallel.engine.blueprint import LAYERS
@@ -43,7 +43,9 @@ class AsynchronousPlane:
         context = self.plane.context
         stages = in_use(context.mesh, (PIPE_AXIS,))
 
-        def device(held, batch, step):
+        def device(
+            held: StepInputs, batch, step: jax.Array
+        ) -> tuple[StepInputs, jax.Array, Flat, Mean]:
             context.traced.begin(context.placed)
             run = lambda dealt: self._stage(held, batch, step, apply, dealt)
             layers, (moments, counts), *rest = self.plane.of_one_device(run)
@@ -68,7 +70,7 @@ class AsynchronousPlane:
         return int((self.versions.columns["U_version"][:, 0] >= 0).sum())
 
     def _stage(
-        self, held: StepInputs, batch: Any, step: Any, apply: Callable, dealt: bool
+        self, held: StepInputs, batch: Any, step: jax.Array, apply: Callable, dealt: bool
     ) -> tuple:
         """Return what one stage has after the last tick; `dealt`: of one device's microbatches."""
         context, ticks = self.plane.context, self.plane.ticks
@@ -115,13 +117,13 @@ def weighed(model: ModelParts) -> ModelParts:
     mean of what it has the total of; what the weight is, only the head knows.
     """
 
-    def first(outside, m):
+    def first(outside: Flat, m: Index) -> tuple[Any, jax.Array]:
         return model.first(outside, m), jnp.zeros(())
 
-    def with_weight(passes):
+    def with_weight(passes: Callable) -> Callable:
         return lambda known, slots, carried, split: _beside(passes(known, slots, carried[0], split))
 
-    def last(outside, carried, m):
+    def last(outside: Flat, carried: tuple, m: Index) -> tuple[jax.Array, Mean]:
         x, beside = carried
         total, mean = model.last(outside, x, m)
         return total + (beside * lax.stop_gradient(mean.weight)).astype(total.dtype), mean
@@ -134,11 +136,11 @@ def weighed(model: ModelParts) -> ModelParts:
 def _beside(own: Dissected) -> Dissected:
     """Return the passes of layers that hand on a number beside x."""
 
-    def forward(known, carried):
+    def forward(known: tuple, carried: tuple) -> tuple:
         y, *kept = own.forward(known, carried[0])
         return (y, carried[1]), *kept
 
-    def backward(known, stash, late, dy):
+    def backward(known: tuple, stash: list, late: list, dy: tuple) -> tuple[tuple, Flat]:
         dx, gradients = own.backward(known, stash, late, dy[0])
         return (dx, dy[1]), gradients
 

@@ -47,11 +47,11 @@ class VersionedWeights(Weights):
             "squares": jnp.zeros(()) * stage.stage,
         }
 
-    def parameters(self, stage: Stage, state: State, at: StageTick, kind: str, unit: Index) -> Any:
+    def parameters(self, stage: Stage, state: State, at: StageTick, kind: str, unit: Index) -> Flat:
         """Return those of the version that the table names."""
         return self._slots.get(state["versions"], unit, at.positive(f"{kind}_version"))
 
-    def sums(self, stage: Stage, gradients: Any, unit: Index, chunk: Index, at: StageTick) -> Any:
+    def sums(self, stage: Stage, gradients: Any, unit: Index, chunk: Index, at: StageTick) -> Flat:
         """Begin at zero after an update: the update itself needs not write zeros."""
         first = lambda a: jnp.where(at["B_first"] > 0, jnp.zeros((), a.dtype), a)
         return jax.tree.map(first, stage.chunks.get(gradients, unit, chunk))
@@ -80,7 +80,7 @@ class VersionedWeights(Weights):
         return state | {"weight": before + weight}
 
     def _updated(self, stage: Stage, state: State, at: StageTick) -> State:
-        def update(own):
+        def update(own: State) -> State:
             sums = stage.chunks.stacked(state["gradients"])
             gradients = self.reduce(sums, state["weight"])
             return self._update(own, gradients, at["L_version"], at["U_version"])
@@ -88,7 +88,7 @@ class VersionedWeights(Weights):
         own = {name: state[name] for name in _OWN}
         return state | lax.cond(at["U_version"] >= 0, update, lambda own: own, own)
 
-    def _update(self, held: State, gradients: Flat, latest: Any, target: Any) -> State:
+    def _update(self, held: State, gradients: Flat, latest: Index, target: Index) -> State:
         """Return the stage's own state with the weights after the latest in slot `target`."""
         old = _version(held["versions"], latest)
         new, optimizer = self.apply(gradients, held["optimizer"], old)

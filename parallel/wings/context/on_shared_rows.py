@@ -181,7 +181,7 @@ class OnSharedRows(TakesKernels):
         (found,) = jax.tree.leaves(in_parts(side, attend, *given), is_leaf=is_value)
         return side.as_kind(found, heads)
 
-    def _attend(self, attend: Callable, *operands: Any) -> jax.Array:
+    def _attend(self, attend: Callable, *operands: jax.Array) -> jax.Array:
         """The operands: q_BSHD, k_BSGD, v_BSGD, and documents_BS if there are any."""
         replaceable = getattr(attend, "is_causal_attention", False)
         here = partial(self.kernels.attend, attend) if replaceable else attend
@@ -200,7 +200,7 @@ class OnSharedRows(TakesKernels):
             attended = self._across(kernels, window, q, k, v, *documents)
         return exchange.to_positions(attended) if deal.ulysses > 1 else attended
 
-    def _across(self, kernels: bool, window: int | None, *operands: Any) -> jax.Array:
+    def _across(self, kernels: bool, window: int | None, *operands: jax.Array) -> jax.Array:
         """Return attention whose keys and values travel from group to group."""
         deal, gathers = self.deal, self.found.choice.option.form == "allgather"
         length = operands[0].shape[1] * deal.ring  # of whole rows
@@ -212,10 +212,10 @@ class OnSharedRows(TakesKernels):
             mask, inside = Mask(window=window), documents[0] if documents else None
             return AnyMask(deal, AttendedBlock(kernels), mask, inside)
 
-        def forward(q, k, v, *documents):
+        def forward(q: jax.Array, k: jax.Array, v: jax.Array, *documents: jax.Array):
             return travel(visit(documents)).forward(q, k, v)
 
-        def backward(operands, kept, do):
+        def backward(operands: tuple, kept: tuple, do: jax.Array):
             q, k, v, *documents = operands
             gradients = travel(visit(documents)).backward((q, k, v), kept, do)
             return *gradients, *(None for _ in documents)

@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from hfjax.base.paths import Index
 from hfjax.pallas_kernels.attention import block as flash_block
 from hfjax.pallas_kernels.attention.reference import State
 from hfjax.parallel.wings.context.deal import Deal
@@ -46,7 +47,7 @@ class Travel:
         take, moving = self._sources(kv)
         state = self.visit.forward(q, kv, None, me, None)
 
-        def join(state: State, kv: jax.Array, source: Any) -> State:
+        def join(state: State, kv: jax.Array, source: jax.Array) -> State:
             return self.visit.forward(q, kv, state, me, source)
 
         for_each = self._for_each_source(take, moving, join, state)
@@ -76,11 +77,11 @@ class Travel:
         """The number of this device's group."""
         return lax.axis_index(self.axes) // self.deal.ulysses
 
-    def _source(self, hop: Any) -> jax.Array:
+    def _source(self, hop: Index) -> jax.Array:
         """Return the group whose keys are here after some hops."""
         return (self.me - hop) % self.deal.ring
 
-    def send(self, x: Any, hops: int = 1) -> Any:
+    def send(self, x: jax.Array, hops: int = 1) -> jax.Array:
         """Return what the group `hops` before this one has."""
         step, count = self.deal.ulysses * hops, self.deal.devices
         pairs = [(i, (i + step) % count) for i in range(count)]
@@ -113,7 +114,7 @@ class Travel:
         """Return the state after the keys of all other groups; the last hop sends nothing on."""
         last = self.hops
 
-        def visit(carry: tuple, hop: Any) -> tuple[tuple, None]:
+        def visit(carry: tuple, hop: jax.Array) -> tuple[tuple, None]:
             state, moving = carry
             kv, moving = take(moving, hop)
             return (join(state, kv, self._source(hop)), moving), None
@@ -139,7 +140,7 @@ class Travel:
         following = self.send(kv)
         more, dkv = pulled(kv, self._source(1))
 
-        def visit(carry: tuple, hop: Any) -> tuple[tuple, None]:
+        def visit(carry: tuple, hop: jax.Array) -> tuple[tuple, None]:
             dq, kv, dkv = carry
             following, arrived = self.send(kv), self.send(dkv)
             more, here = pulled(kv, self._source(hop))
@@ -159,7 +160,7 @@ class Travel:
         every = self.gather(kv)
         sums = jnp.zeros(every.shape, own.dtype).at[self.me].set(own)
 
-        def visit(carry: tuple, hop: Any) -> tuple[tuple, None]:
+        def visit(carry: tuple, hop: jax.Array) -> tuple[tuple, None]:
             dq, sums = carry
             source = self._source(hop)
             more, dkv = pulled(every[source], source)

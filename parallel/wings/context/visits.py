@@ -10,6 +10,7 @@ chunk, and skips at run time what no query sees.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,12 +55,19 @@ class Visit(ABC):
     block: AttendedBlock
 
     @abstractmethod
-    def forward(self, q: jax.Array, kv: jax.Array, state: Any, me: Any, source: Any) -> State:
+    def forward(
+        self,
+        q: jax.Array,
+        kv: jax.Array,
+        state: State | None,
+        me: jax.Array,
+        source: jax.Array | None,
+    ) -> State:
         """Return the state of the queries of `me` after the keys of `source` (None: its own)."""
 
     @abstractmethod
     def backward(
-        self, q: jax.Array, kv: jax.Array, final: Final, me: Any, source: Any
+        self, q: jax.Array, kv: jax.Array, final: Final, me: jax.Array, source: jax.Array | None
     ) -> tuple[jax.Array, jax.Array]:
         """Return what the keys of `source` add to dq, and their own gradients."""
 
@@ -91,7 +99,14 @@ class Balanced(Visit):
     an earlier device (q0, k0) is due too, from a later one (q1, k1), and nothing of it is masked.
     """
 
-    def forward(self, q: jax.Array, kv: jax.Array, state: Any, me: Any, source: Any) -> State:
+    def forward(
+        self,
+        q: jax.Array,
+        kv: jax.Array,
+        state: State | None,
+        me: jax.Array,
+        source: jax.Array | None,
+    ) -> State:
         """Return the state of the queries after one more device's keys."""
         (q0, q1), (kv0, kv1) = _halves(q, 1), _halves(kv, 2)
         if source is None:
@@ -105,7 +120,7 @@ class Balanced(Visit):
         return _joined(_either(earlier, after, first), _either(earlier, second, after))
 
     def backward(
-        self, q: jax.Array, kv: jax.Array, final: Final, me: Any, source: Any
+        self, q: jax.Array, kv: jax.Array, final: Final, me: jax.Array, source: jax.Array | None
     ) -> tuple[jax.Array, jax.Array]:
         """Return what one device's keys add to dq, and their own gradients."""
         (q0, q1), (kv0, kv1) = _halves(q, 1), _halves(kv, 2)
@@ -135,7 +150,14 @@ class AnyMask(Visit):
     mask: Mask
     documents: jax.Array | None
 
-    def forward(self, q: jax.Array, kv: jax.Array, state: Any, me: Any, source: Any) -> State:
+    def forward(
+        self,
+        q: jax.Array,
+        kv: jax.Array,
+        state: State | None,
+        me: jax.Array,
+        source: jax.Array | None,
+    ) -> State:
         """Return the state of the queries after one more device's keys."""
         state = nothing_seen(q) if state is None else state
         parts = _parts(state, self._count, (1, 2, 2))
@@ -150,7 +172,7 @@ class AnyMask(Visit):
         )
 
     def backward(
-        self, q: jax.Array, kv: jax.Array, final: Final, me: Any, source: Any
+        self, q: jax.Array, kv: jax.Array, final: Final, me: jax.Array, source: jax.Array | None
     ) -> tuple[jax.Array, jax.Array]:
         """Return what one device's keys add to dq, and their own gradients."""
         finals = _parts(final, self._count, (1, 2, 2))
@@ -167,23 +189,23 @@ class AnyMask(Visit):
     def _count(self) -> int:
         return self.deal.chunks.shape[1]
 
-    def _places(self, size: int, me: Any, source: Any, i: int, j: int) -> Places:
+    def _places(self, size: int, me: jax.Array, source: jax.Array | None, i: int, j: int) -> Places:
         """Return where chunk i of the queries and chunk j of the keys stand."""
         source = me if source is None else source
         starts = jnp.asarray(self.deal.chunks * size, jnp.int32)
         documents = [self._documents(x, n) for x, n in ((me, i), (source, j))]
         return Places(starts[me, i], starts[source, j], *documents)
 
-    def _documents(self, device: Any, chunk: int) -> jax.Array | None:
+    def _documents(self, device: jax.Array, chunk: int) -> jax.Array | None:
         if self.documents is None:
             return None
         return jnp.split(self.documents[device], self._count, axis=1)[chunk]
 
 
-def _parts(rows: Any, count: int, dims: tuple[int, ...]) -> list[Any]:
+def _parts(rows: State | Final, count: int, dims: tuple[int, ...]) -> list[Any]:
     pairs = zip(rows, dims, strict=True)
     return list(zip(*(jnp.split(x, count, axis=dim) for x, dim in pairs), strict=True))
 
 
-def _whole(parts: Any, dim: int) -> jax.Array:
+def _whole(parts: Iterable[jax.Array], dim: int) -> jax.Array:
     return jnp.concatenate(list(parts), axis=dim)

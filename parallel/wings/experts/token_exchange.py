@@ -38,7 +38,9 @@ class ExpertsHere(Protocol):
         ...
 
 
-def all_to_all(mixture: ExpertsHere, x_GTD: jax.Array, routed: Any, axes: Any) -> jax.Array:
+def all_to_all(
+    mixture: ExpertsHere, x_GTD: jax.Array, routed: Any, axes: tuple[str, ...]
+) -> jax.Array:
     """Return what the experts of all devices make of the tokens here: places travel."""
     there = lax.all_to_all(mixture.to_experts(x_GTD, routed), axes, 0, 1, tiled=True)
     back = lax.all_to_all(mixture.run(there), axes, 1, 0, tiled=True)
@@ -46,7 +48,7 @@ def all_to_all(mixture: ExpertsHere, x_GTD: jax.Array, routed: Any, axes: Any) -
 
 
 def gather(
-    mixture: ExpertsHere, x_GTD: jax.Array, routed: Any, axes: Any, wide: bool = False
+    mixture: ExpertsHere, x_GTD: jax.Array, routed: Any, axes: tuple[str, ...], wide: bool = False
 ) -> jax.Array:
     """Return what the experts of all devices make of the tokens here: tokens travel.
 
@@ -58,7 +60,7 @@ def gather(
     return summed(mixture.part(every(x_GTD), routed, every, first))
 
 
-def _as_they_are(axes: Any) -> tuple[Callable, Callable]:
+def _as_they_are(axes: tuple[str, ...]) -> tuple[Callable, Callable]:
     """Return this device's part of the sum over devices, and what all devices have."""
     return (
         lambda x: lax.psum_scatter(x, axes, scatter_dimension=0, tiled=True),
@@ -66,7 +68,7 @@ def _as_they_are(axes: Any) -> tuple[Callable, Callable]:
     )
 
 
-def _wide(axes: Any) -> tuple[Callable, Callable]:
+def _wide(axes: tuple[str, ...]) -> tuple[Callable, Callable]:
     """Return both with sums of float32; arrays that are gathered stay narrow."""
     summed, every = _as_they_are(axes)
     sum_of = lambda x: summed(x.astype(jnp.promote_types(x.dtype, jnp.float32))).astype(x.dtype)

@@ -182,7 +182,7 @@ class OnGrid(local.InStep):
     # -- the head and the loss --------------------------------------------------------------------
 
     def outputs(
-        self, x_BSD: jax.Array, kernel_VD: Any, vocab: int, logits: Callable | None = None
+        self, x_BSD: jax.Array, kernel_VD: jax.Array, vocab: int, logits: Callable | None = None
     ) -> Projection | jax.Array:
         """Return what the loss is given: what makes the losses, or logits."""
         if logits is not None:

@@ -57,20 +57,20 @@ class Switch:
     def _cross(self) -> Packing:
         return Packing([part.cross for part in self.parts])
 
-    def _forward(self, known: Any, x: Any) -> Any:
+    def _forward(self, known: tuple, x: Any) -> tuple:
         values, g, m = known
 
-        def run(i, rows, m, x):
+        def run(i: int, rows: Flat, m: Index, x: Flat) -> tuple:
             y, stash, late = self.parts[i].forward(self._known(i, rows, m), x)
             return y, self._stash.pack(i, stash), self._late.pack(i, late)
 
         return self._choose(g, run, self.whole(values, None), m, x)
 
-    def _backward(self, known: Any, stash: Any, late: Any, dy: Any) -> Any:
+    def _backward(self, known: tuple, stash: Flat, late: list, dy: Flat) -> tuple[Flat, Flat]:
         values, g, m = known
         rows, scatter = self._fetch(values)
 
-        def run(i, rows, m, stash, dy):
+        def run(i: int, rows: Flat, m: Index, stash: Flat, dy: Flat) -> tuple[Flat, Flat]:
             given = self._known(i, rows, m), self._stash.unpack(i, stash), []
             dx, gradients = self.parts[i].backward(*given, dy)
             return dx, self._gradients(i, rows, gradients)
@@ -78,39 +78,41 @@ class Switch:
         dx, gradients = self._choose(g, run, rows, m, stash, dy)
         return dx, scatter(gradients)
 
-    def _input_backward(self, known: Any, stash: Any, late: Any, dy: Any) -> Any:
+    def _input_backward(self, known: tuple, stash: Flat, late: Flat, dy: Flat) -> tuple[Flat, Flat]:
         values, g, m = known
 
-        def run(i, rows, m, stash, late, dy):
+        def run(
+            i: int, rows: Flat, m: Index, stash: Flat, late: Flat, dy: Flat
+        ) -> tuple[Flat, Flat]:
             waiting = self._stash.unpack(i, stash), self._late.unpack(i, late)
             dx, cross = self.parts[i].input_backward(self._known(i, rows, m), *waiting, dy)
             return dx, self._cross.pack(i, cross)
 
         return self._choose(g, run, self.whole(values, None), m, stash, late, dy)
 
-    def _weight_backward(self, known: Any, late: Any, cross: Any) -> Any:
+    def _weight_backward(self, known: tuple, late: Flat, cross: Flat) -> Flat:
         values, g, m = known
         rows, scatter = self._fetch(values)
 
-        def run(i, rows, m, late, cross):
+        def run(i: int, rows: Flat, m: Index, late: Flat, cross: Flat) -> Flat:
             waiting = self._late.unpack(i, late), self._cross.unpack(i, cross)
             gradients = self.parts[i].weight_backward(self._known(i, rows, m), *waiting)
             return self._gradients(i, rows, gradients)
 
         return scatter(self._choose(g, run, rows, m, late, cross))
 
-    def _choose(self, g: Any, run: Callable, *operands: Any) -> Any:
+    def _choose(self, g: Index, run: Callable, *operands: Any) -> Any:
         return lax.switch(g, [partial(run, i) for i in range(len(self.parts))], *operands)
 
-    def _known(self, i: int, rows: Any, m: Index) -> Any:
+    def _known(self, i: int, rows: Flat, m: Index) -> tuple[Any, Index]:
         return self.parameters.unpack(i, rows), m
 
-    def _fetch(self, values: Any) -> tuple[Any, Callable]:
+    def _fetch(self, values: Flat) -> tuple[Any, Callable]:
         """Return the whole rows, and what takes their gradients to where these accumulate."""
         rows, pullback = jax.vjp(lambda slots: self.whole(values, slots), self.slots)
         return rows, lambda gradients: pullback(gradients)[0]
 
-    def _gradients(self, i: int, rows: Any, gradients: Any) -> Any:
+    def _gradients(self, i: int, rows: Flat, gradients: Any) -> Flat:
         return self.parameters.pack(i, gradients, {name: row.dtype for name, row in rows.items()})
 
 
@@ -153,27 +155,27 @@ class HeterogeneousModel:
             shapes.append(jax.eval_shape(partial(self._run, g), (parameters, m), {}, x))
         return Packing(shapes)
 
-    def _first(self, outside: Flat, m: Index) -> Any:
+    def _first(self, outside: Flat, m: Index) -> Flat:
         return self._between.pack(0, self.placed.first(outside, m))
 
-    def _last(self, outside: Flat, x: Any, m: Index) -> tuple[jax.Array, Any]:
+    def _last(self, outside: Flat, x: Flat, m: Index) -> tuple[jax.Array, Any]:
         return self.placed.last(outside, self._between.unpack(len(self._parts), x), m)
 
-    def _passes(self, known: Any, slots: Flat, x: Any, split: bool) -> Dissected:
+    def _passes(self, known: tuple, slots: Flat, x: Flat, split: bool) -> Dissected:
         parts = [self._part(g, known[2], x, split) for g in range(len(self._parts))]
         return Switch(parts, self.packed.packing, self._whole, slots).dissected()
 
-    def _part(self, g: int, m: Index, x: Any, split: bool) -> Dissected:
+    def _part(self, g: int, m: Index, x: Flat, split: bool) -> Dissected:
         """Return the passes of one virtual stage, from packed x to packed y."""
 
-        def run(known, slots, x):
+        def run(known: tuple, slots: Flat, x: Flat) -> Flat:
             y = self._run(g, known, slots, self._between.unpack(g, x))
             return self._between.pack(g + 1, y)
 
         parameters = self._zeros(self._compute(g))
         return dissect(run, (parameters, m), parameters, x, split)
 
-    def _run(self, g: int, known: Any, slots: Flat, x: Any) -> Any:
+    def _run(self, g: int, known: tuple, slots: Flat, x: Any) -> Any:
         """Return what the layers of a virtual stage make of x."""
         parameters, m = known
         placed, part = self.placed, self._parts[g]

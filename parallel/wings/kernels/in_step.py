@@ -68,7 +68,7 @@ class Kernels:
             return self._keep(KernelChoice(kernel, "xla", refusal), shape)
         return self.form(kernel, refusal, shape=shape)
 
-    def sender(self, move: Any) -> on_tensor_shards.CastingSender | None:
+    def sender(self, move: local.Move) -> on_tensor_shards.CastingSender | None:
         """Return what moves an array (a `Move` of `engine/legs.py`) in place of XLA, or None."""
         refusal = on_tensor_shards.sending_refuses(move)
         form = self.form_of_one(move.kind, refusal, {"N": move.x.size})
@@ -97,7 +97,12 @@ class Kernels:
         return partial(self._multiply, kind, multiply)
 
     def outputs(
-        self, x_BSD: jax.Array, kernel_VD: Any, vocab: int, own: Callable | None, made: Callable
+        self,
+        x_BSD: jax.Array,
+        kernel_VD: jax.Array,
+        vocab: int,
+        own: Callable | None,
+        made: Callable,
     ) -> Any:
         """Return a projection that logits are never made of, or `made()`: logits.
 
@@ -134,7 +139,9 @@ class Kernels:
         shape = {"S": q.shape[1], "D": q.shape[3]}
         return self.form("flash_block", flash_block.refuses(q, k, v), impossible, shape)
 
-    def _multiply(self, kind: str, plain: Callable, x_BSI: jax.Array, kernel_IO: Any) -> jax.Array:
+    def _multiply(
+        self, kind: str, plain: Callable, x_BSI: jax.Array, kernel_IO: jax.Array
+    ) -> jax.Array:
         impossible = self._no_ring(x_BSI)
         refusal = impossible or on_tensor_shards.ring_refuses(self.mesh, kind, x_BSI, kernel_IO)
         rows, (inputs, outputs) = self._here(x_BSI[..., 0].size), kernel_IO.shape
@@ -203,7 +210,7 @@ class TakesKernels(local.InStep):
         return self.kernels.matmul(place, between, multiply)
 
     def outputs(
-        self, x_BSD: jax.Array, kernel_VD: Any, vocab: int, logits: Callable | None = None
+        self, x_BSD: jax.Array, kernel_VD: jax.Array, vocab: int, logits: Callable | None = None
     ) -> Any:
         """Return what the loss is given: logits, or a projection that they are never made of."""
         made = partial(local.made_logits, self, x_BSD, kernel_VD, vocab, logits)

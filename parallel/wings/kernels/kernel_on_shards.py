@@ -32,7 +32,7 @@ class OnShards:
     result: Any
     kept: Any
 
-    def __call__(self, *operands: Any) -> Any:
+    def __call__(self, *operands: jax.Array) -> jax.Array:
         """Return the result; in a program that is traced with all rows, on this device's own."""
         run = lambda *operands: _run(self, operands)
         return row_by_row(run)(*operands)
@@ -44,7 +44,7 @@ class OnShards:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _run(shards: OnShards, operands: tuple) -> Any:
+def _run(shards: OnShards, operands: tuple) -> jax.Array:
     return _forward(shards, operands)[0]
 
 
@@ -54,7 +54,7 @@ def _forward(shards: OnShards, operands: tuple) -> tuple[Any, tuple]:
     return result, (operands, kept)
 
 
-def _backward(shards: OnShards, saved: tuple, gradient: Any) -> tuple:
+def _backward(shards: OnShards, saved: tuple, gradient: jax.Array) -> tuple:
     in_specs = (shards.operands, shards.kept, shards.result)
     return (shards.map(shards.backward, in_specs, shards.operands)(*saved, gradient),)
 

@@ -3,7 +3,7 @@
 [B]atch, [S]equence, [D] embed, [V]ocabulary; [I]nputs and [O]utputs of a linear map.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from hfjax.pallas_kernels.collectives import casting, reference
 from hfjax.pallas_kernels.cross_entropy import logits, loss as cross_entropy
 from hfjax.pallas_kernels.ring import all_gather_matmul, matmul_reduce_scatter, products
 from hfjax.pallas_kernels.ring.tiles import Tuning
-from hfjax.parallel.engine.legs import mapped
+from hfjax.parallel.engine.legs import Move, mapped
 from hfjax.parallel.mesh import TENSOR_AXES, in_use, size_of
 from hfjax.parallel.wings.kernels.kernel_on_shards import OnShards
 
@@ -39,15 +39,17 @@ def attention(mesh: Mesh, form: str, documents: bool, window: int | None = None)
     mask = flash_block.Mask(window=window)
     how = flash_block.Form(mask, flash_block.TUNING, (0, 0), form == "pallas")
 
-    def places(documents):
+    def places(documents: Sequence[jax.Array]) -> flash_block.Places:
         one = documents[0] if documents else None
         return flash_block.Places(query_documents=one, key_documents=one)
 
-    def forward(q, k, v, *documents):
+    def forward(
+        q: jax.Array, k: jax.Array, v: jax.Array, *documents: jax.Array
+    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
         out, lse = how.forward((q, k, v), places(documents))
         return out, (out, lse)
 
-    def backward(operands, kept, do):
+    def backward(operands: tuple, kept: tuple, do: jax.Array) -> tuple:
         q, k, v, *documents = operands
         out, lse = kept
         final = flash_block.final(out, lse, do)
@@ -65,12 +67,12 @@ def losses(mesh: Mesh, form: str, vocab: int) -> Callable:
     tuning = logits.KERNEL if kernel else logits.PLAIN
     problem = cross_entropy.Problem.of(kernel, axis or None, vocab, tuning)
 
-    def forward(x, kernel, targets):
+    def forward(x: jax.Array, kernel: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
         x, kernel = together((x, kernel))
         losses, (*_, logsumexp) = cross_entropy.forward(problem, x, kernel, targets)
         return losses, logsumexp
 
-    def backward(operands, logsumexp, gradient):
+    def backward(operands: tuple, logsumexp: jax.Array, gradient: jax.Array) -> tuple:
         x, kernel, targets = operands
         saved = (*together((x, kernel)), targets, logsumexp)
         dx, *rest = cross_entropy.backward(problem, saved, gradient)
@@ -78,7 +80,7 @@ def losses(mesh: Mesh, form: str, vocab: int) -> Callable:
 
     of_rows = OnShards(mesh, forward, backward, (P(), P(SPLIT), P()), P(), P())
 
-    def run(x_BSD, kernel_VD, targets_BS):
+    def run(x_BSD: jax.Array, kernel_VD: jax.Array, targets_BS: jax.Array) -> jax.Array:
         rows = x_BSD.reshape(-1, x_BSD.shape[-1])
         labels = targets_BS.reshape(-1).astype(jnp.int32)
         return of_rows(rows, kernel_VD, labels).reshape(targets_BS.shape)
@@ -99,11 +101,11 @@ def ring(mesh: Mesh, form: str, kind: str) -> Callable:
     multiply = forms.gathered if into else forms.scattered
     gradients = forms.of_gathered if into else forms.of_scattered
 
-    def forward(x_BSI, kernel_IO):
+    def forward(x_BSI: jax.Array, kernel_IO: jax.Array) -> tuple[jax.Array, tuple]:
         y = multiply(_rows(x_BSI), kernel_IO, axis, tuning)
         return _sequences(y, x_BSI.shape[0]), ()
 
-    def backward(operands, _, dy_BSO):
+    def backward(operands: tuple, _: tuple, dy_BSO: jax.Array) -> tuple[jax.Array, jax.Array]:
         x_BSI, kernel_IO = operands
         dx, dkernel = gradients(axis, tuning, (_rows(x_BSI), kernel_IO), _rows(dy_BSO))
         return _sequences(dx, x_BSI.shape[0]), dkernel
@@ -154,7 +156,7 @@ class CastingSender:
         return mapped(send, TENSOR_AXES, P(), P()) if self.form == "pallas" else send
 
 
-def sending_refuses(move: Any) -> str | None:
+def sending_refuses(move: Move) -> str | None:
     """Return why the kernel cannot move an array (a `Move` of `engine/legs.py`), or None."""
     if move.dim:
         split = f"is split along dimension {move.dim}; the kernel moves rows"
