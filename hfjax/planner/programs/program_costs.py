@@ -372,7 +372,8 @@ def _product(done: Operation, at: int, viewed: bool) -> GrowingProduct:
 
     def sides(x: tuple[int, ...], y: tuple[int, ...]) -> tuple[int, int, int, int]:
         batch, k = math.prod(x[d] for d in a_batch), math.prod(x[d] for d in a_in)
-        return batch, math.prod(x) // max(batch * k, 1), math.prod(y) // max(batch * k, 1), k
+        m, n = (math.prod(side) // max(batch * k, 1) for side in (x, y))
+        return batch, m, n, k
 
     divided = None
     if any(d in a.split for d in a_batch):
@@ -385,6 +386,11 @@ def _product(done: Operation, at: int, viewed: bool) -> GrowingProduct:
         divided = 2
     turned = (max(a_in, default=0) < len(a.two) - 1) != viewed
     two, three = sides(a.two, b.two), sides(a.three, b.three)
+    if done.turns[0] != 1:  # each turn has its own factors, as of a batch
+        two, three = (
+            (batch * turns, *rest)
+            for (batch, *rest), turns in zip((two, three), done.turns, strict=True)
+        )
     return GrowingProduct(two, three, a.dtype, divided, done.times, at, turned)
 
 

@@ -10,10 +10,11 @@ of their own: `layers` forward and backward, of one layer.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 from hfjax.planner.programs.stand_in import BACKWARD, FORWARD
@@ -89,6 +90,7 @@ class Operation:
     times: float = 1
     summed: bool = False  # over what tensor splits: each device has a part of the sum
     inside: "list[Operation]" = field(default_factory=list)  # of a loop that is no loop of layers
+    turns: tuple[float, float] = (1, 1)  # of a loop that data bounds, for two rows and for three
 
 
 @dataclass
@@ -217,7 +219,24 @@ class _Reader:
                 given = [_fresh(v, w) for v, w in zip(one.invars, two.invars, strict=True)]
                 self.walk(one, two, given, found)
         self.deep -= 1
+        if e.primitive.name == "while":
+            turns = self._blocks(e), self._blocks(f)
+            for one in _all(found):
+                one.turns = turns
         return found
+
+    def _blocks(self, e: JaxprEqn) -> float:
+        """Return how often a loop over blocks of choices runs, as experts without a capacity have.
+
+        The loop is given an array of all choices, and counts a block's own; about half a block of
+        each expert stays empty. Other loops that data bounds are taken to run once.
+        """
+        body = _jaxprs(e.params["body_jaxpr"])[0]
+        counts = [f.outvars[0].aval for f in _equations(body) if f.primitive.name == "iota"]
+        choices, block = map(_most_whole, ([v.aval for v in e.invars], counts))
+        if self.experts < 2 or not 1 < block < choices:
+            return 1
+        return choices / block + self.experts / 2
 
     def _scan(self, e: JaxprEqn, f: JaxprEqn, reads: list[Operand], out: list) -> list[Operand]:
         one, two = e.params["jaxpr"].jaxpr, f.params["jaxpr"].jaxpr
@@ -278,6 +297,26 @@ def _repeated(operations: list[Operation], times: int) -> list[Operation]:
         one.times *= times
         _repeated(one.inside, times)
     return operations
+
+
+def _all(operations: Iterable[Operation]) -> Iterator[Operation]:
+    """Yield operations, and those inside of them."""
+    for one in operations:
+        yield one
+        yield from _all(one.inside)
+
+
+def _most_whole(arrays: Iterable[Any]) -> int:
+    """Return the size of the largest array of integers."""
+    return max((a.size for a in arrays if jnp.issubdtype(a.dtype, jnp.integer)), default=0)
+
+
+def _equations(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
+    """Yield the equations of a program, and those of the functions that it calls."""
+    for e in jaxpr.eqns:
+        yield e
+        if (inner := _body(e)) is not None:
+            yield from _equations(inner)
 
 
 def _fresh(v: Any, w: Any) -> Operand:
