@@ -22,6 +22,7 @@ from hfjax.planner.make_plan import BuildCheck, Sifted, facts_of, make_plan
 from hfjax.planner.placing import ModelArrays, Sides
 from hfjax.planner.programs.compile_step import Compiled
 from hfjax.planner.programs.compiled import Failed
+from hfjax.planner.programs.read_program import Share
 from hfjax.planner.reasons import largest_loss
 from hfjax.planner.score import Scorer
 from hfjax.planner.search import candidates
@@ -206,6 +207,16 @@ def test_one_device_computes_what_the_model_needs():
     half = found.layers * 4 * scores / 2
     backward_again = half / 3  # fused attention makes its scores again: 2.5 times forward, not 2
     assert counted == pytest.approx(needed - half + backward_again / 2, rel=0.02)
+
+
+def test_experts_without_a_capacity_are_counted_block_by_block():
+    """As many products as with a capacity that all choices fill, and forward once more."""
+    flops = []
+    for capacity in (None, 1.0):
+        found = scorer(settings("mixtral-tiny", 8, 1024, capacity=capacity)).profile("none")
+        products = found.work("layers", Share()).products
+        flops.append(sum(2 * math.prod(x.sides(8, 1)) * x.times for x in products))
+    assert flops[1] < flops[0] < 1.5 * flops[1]
 
 
 # -- rows that can run -----------------------------------------------------------------------

@@ -27,14 +27,15 @@ LARGE = 64  # a fusion's large operands: at least such a part of its largest
 NEAR = 60  # operations between two fusions that are made one
 
 Bytes = tuple[float, float]  # of each row, and fixed
+Sides = tuple[int, int, int, int]  # of a product: batch, m, n, k
 
 
 @dataclass(frozen=True)
 class GrowingProduct:
     """`batch` products [m, k] x [k, n]: each side for two rows and for three, and what is split."""
 
-    two: tuple[int, int, int, int]  # batch, m, n, k
-    three: tuple[int, int, int, int]
+    two: Sides
+    three: Sides
     dtype: str
     divided: int | None  # the side that a tensor axis divides; None: each device has all
     times: float
@@ -370,7 +371,7 @@ def _product(done: Operation, at: int, viewed: bool) -> GrowingProduct:
     (a_in, b_in), (a_batch, _) = done.params["dimension_numbers"]
     a, b = done.reads
 
-    def sides(x: tuple[int, ...], y: tuple[int, ...]) -> tuple[int, int, int, int]:
+    def sides(x: tuple[int, ...], y: tuple[int, ...]) -> Sides:
         batch, k = math.prod(x[d] for d in a_batch), math.prod(x[d] for d in a_in)
         m, n = (math.prod(side) // max(batch * k, 1) for side in (x, y))
         return batch, m, n, k
@@ -386,19 +387,21 @@ def _product(done: Operation, at: int, viewed: bool) -> GrowingProduct:
         divided = 2
     turned = (max(a_in, default=0) < len(a.two) - 1) != viewed
     two, three = sides(a.two, b.two), sides(a.three, b.three)
-    if done.turns[0] != 1:  # each turn has its own factors, as of a batch
-        two, three = (
-            (batch * turns, *rest)
-            for (batch, *rest), turns in zip((two, three), done.turns, strict=True)
-        )
+    two, three = _each_turn(two, done.turns[0]), _each_turn(three, done.turns[1])
     return GrowingProduct(two, three, a.dtype, divided, done.times, at, turned)
+
+
+def _each_turn(sides: Sides, turns: float) -> Sides:
+    """Return the sides of all turns of a loop: each has its own factors, as those of a batch."""
+    batch, m, n, k = sides
+    return round(batch * turns), m, n, k
 
 
 def _convolution(done: Operation, at: int) -> GrowingProduct:
     numbers = done.params["dimension_numbers"]
     kernel, result = done.reads[1], done.makes[0]
 
-    def sides(kernel: tuple[int, ...], result: tuple[int, ...]) -> tuple[int, int, int, int]:
+    def sides(kernel: tuple[int, ...], result: tuple[int, ...]) -> Sides:
         n = kernel[numbers.rhs_spec[0]]
         groups = done.params["feature_group_count"]
         return groups, math.prod(result) // n, max(n // groups, 1), math.prod(kernel) // n
