@@ -21,7 +21,7 @@ html_copy_source = False
 html_show_copyright = False
 
 myst_heading_anchors = 4  # as where repositories are hosted: page.md#its-heading
-myst_enable_extensions = ["colon_fence"]
+myst_enable_extensions = ["attrs_block"]
 myst_links_external_new_tab = False
 suppress_warnings = ["myst.header"]  # README begins with a title, and then has sections
 

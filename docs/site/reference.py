@@ -167,10 +167,10 @@ def _entry(name: str) -> str:
 
 
 def _table(head: tuple[str, ...], rows: list[tuple[str, ...]], searchable: bool = True) -> str:
-    cell = lambda text: text.replace("|", "\\|").replace("\n", " ")
+    cell = lambda text: text.replace("|", "\\|").replace("*", "\\*").replace("\n", " ")
     lines = [head, ("---",) * len(head), *rows]
     table = "\n".join("| " + " | ".join(map(cell, line)) + " |" for line in lines)
-    return f"::::{{div}} searchable\n\n{table}\n\n::::" if searchable else table
+    return f"{{.searchable}}\n{table}" if searchable else table
 
 
 def _flags() -> str:

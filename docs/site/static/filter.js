@@ -1,6 +1,6 @@
 // A box above each long table of the reference: rows that have none of its words are hidden.
 document.addEventListener("DOMContentLoaded", () => {
-  for (const table of document.querySelectorAll(".searchable table, table.searchable")) {
+  for (const table of document.querySelectorAll("table.searchable")) {
     const box = document.createElement("input");
     box.type = "search";
     box.className = "filter";
