@@ -8,6 +8,7 @@ import pytest
 
 import hfjax
 from docs.site import reference
+from docs.site.build import built
 from docs.site.flags import help_of
 from docs.site.stage import SECTIONS, stage
 from hfjax.__main__ import COMMANDS
@@ -77,3 +78,19 @@ def test_numbers_that_were_measured_are_those_of_the_results():
         assert date
         assert numbers
         assert [n for n in [*numbers, date[0]] if n not in results] == [], row
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("# A\n\nSee [b](nowhere.md).\n", r"index\.md:3.*nowhere\.md"),
+        ("# A\n\nSee [b](#not-a-heading).\n", r"index\.md:3.*not-a-heading"),
+        ("# A\n\n![b](no.svg)\n", r"index\.md:3.*no\.svg"),
+        ("# A\n\n```{eval-rst}\n.. autofunction:: hfjax.no_such\n```\n", r"no_such"),
+    ],
+)
+def test_a_page_with_a_fault_fails_the_site_and_is_named(text, said, tmp_path, capfd):
+    (tmp_path / "pages").mkdir()
+    (tmp_path / "pages/index.md").write_text(text, encoding="utf-8")
+    assert built(tmp_path / "pages", tmp_path / "out") == 1
+    assert re.search(said, capfd.readouterr().err)
