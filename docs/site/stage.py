@@ -37,7 +37,7 @@ SECTIONS = {  # of the site: each page stands in one of them
         *("troubleshooting", "combinations", "glossary"),
     ],
     "Performance": ["costs", "modelled", "results/index"],
-    "Project": ["status", "changelog", "design", "contributing"],
+    "Project": ["status", "changelog", "appendix_history", "design", "contributing"],
 }
 FENCE = re.compile(r"^```.*?^```[^\n]*$", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"(\]\()([^)\s]+)(\))")
