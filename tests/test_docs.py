@@ -19,7 +19,14 @@ from tests.small_images import photos
 from tests.workers import environment
 
 ROOT = Path(__file__).parents[1]
-PAGES = sorted(["README.md", *(str(p.relative_to(ROOT)) for p in (ROOT / "docs").glob("*.md"))])
+PAGES = sorted(
+    [
+        "CHANGELOG.md",
+        "CONTRIBUTING.md",
+        "README.md",
+        *(str(p.relative_to(ROOT)) for p in (ROOT / "docs").glob("*.md")),
+    ]
+)
 SMALL_GPT = "--model.length 16 --model.layers 1 --model.heads 2 --model.embed 32"
 EIGHT = 'jax.config.update("jax_num_cpu_devices", 8)'  # conftest.py has done it
 SMALL = {  # what is too long for a test, and what stands for it
