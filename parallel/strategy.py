@@ -19,7 +19,6 @@ from types import MappingProxyType
 from typing import Any, NoReturn
 
 from hfjax.base.keywords import check_keywords, is_real, known_fields
-from hfjax.base.tables import aligned
 from hfjax.parallel.memory import memory_rules, show_memory
 from hfjax.parallel.mesh import AXES, BATCH_AXES, EXPERTS, ROW_AXIS, SAMPLE_AXES, SEQUENCE_AXES
 
@@ -85,7 +84,6 @@ class Strategy:
             raise ValueError(
                 f"{self.name}: gradients row * -> whole stands alone, found {dict(self.gradients)}."
             )
-
         size = self.replicate_below
         if size is not None and not is_real(size, 0, math.inf):
             raise ValueError(
@@ -173,23 +171,18 @@ class Strategy:
         return replace(self, **merged)
 
     def __str__(self) -> str:
-        """Return the table: a line for each rule, a column for each kind of array."""
         lines = [f"{self.name}  (arrays below {self.smallest} elements stay whole)"]
         rules = dict.fromkeys(rule for column in COLUMNS for rule in getattr(self, column))
         cells = [(rule, *(self._cell(column, rule) for column in COLUMNS)) for rule in rules]
-        table = aligned([("rule", *COLUMNS), *cells]) if cells else ["splits no array"]
-        lines += [f"  {line}" for line in table]
-        if self.memory:
-            shown = ", ".join(f"{name} -> {show_memory(at)}" for name, at in self.memory.items())
-            lines.append(f"  memory: {shown}")
+        table = [("rule", *COLUMNS), *cells] if cells else [("splits no array",)]
+        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+        lines += ["  ".join(["", *map(str.ljust, line, widths)]).rstrip() for line in table]
+        memory = ", ".join(f"{name} -> {show_memory(at)}" for name, at in self.memory.items())
+        lines += [f"  memory: {memory}"] * bool(memory)
         return "\n".join(lines)
 
     def _cell(self, column: str, rule: str) -> str:
-        """Return what a rule says of a column; `-`: nothing.
-
-        Gradients are split as their parameters are, and moments as their gradients, unless
-        `* -> ()` keeps gradients whole.
-        """
+        """Return what a rule says of a column; gradients follow parameters, moments gradients."""
         mine, whole = getattr(self, column).get(rule), self.gradients.get("*") == ()
         if column not in ("gradients", "moments"):
             return "-" if mine is None else _show_axes(mine)

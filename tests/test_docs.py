@@ -32,9 +32,9 @@ EIGHT = 'jax.config.update("jax_num_cpu_devices", 8)'  # conftest.py has done it
 SMALL = {  # what is too long for a test, and what stands for it
     "README.md": {
         EIGHT: "",
-        "--out runs/first ": f"--out runs/first --steps 2 --log.sample 0 {SMALL_GPT} ",
+        "--out runs/tiny ": f"--out runs/tiny --steps 2 --log.sample 0 {SMALL_GPT} ",
         "--cpu-devices 8 --out runs/fsdp": f"--out runs/fsdp --steps 2 --log.sample 0 {SMALL_GPT}",
-        "eval runs/first ": "eval runs/first --batches 2 ",
+        "eval runs/tiny ": "eval runs/tiny --batches 2 ",
         '--prompt "def "': '--prompt "def " --tokens 4',
         "gpt-medium --precision bf16": "gpt-tiny --batch 8",
     },
@@ -51,7 +51,7 @@ SMALL = {  # what is too long for a test, and what stands for it
     },
     "docs/choose.md": {
         "--model.preset llama3-8b --vocab 128256": f"{SMALL_GPT} --vocab 512",
-        "--count 8 --tokens-per-step 1M": "--count 8 --batch 8",
+        "--tokens-per-step 1M": "--batch 8",
     },
     "docs/evaluate.md": {
         EIGHT: "",
