@@ -68,7 +68,8 @@ def staged(path: Path) -> Path:
         return Path(RENAMED[name])
     if name.startswith(RESULTS):
         return Path("results") / path.name
-    return Path(name.removeprefix("docs/") if name.startswith("docs/") else f"source/{name}")
+    is_page = name.startswith("docs/") and not name.endswith(".py")
+    return Path(name.removeprefix("docs/") if is_page else f"source/{name}")
 
 
 def _with_links(page: Path, text: str, folder: Path) -> Iterator[str]:
