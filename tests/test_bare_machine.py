@@ -45,7 +45,11 @@ def test_a_model_trains_without_grain_tyro_tokenizers_and_pyarrow_and_what_needs
     """One process in which they are not installed; last comes a command."""
     given = [sys.executable, "-W", "ignore", "-c", BARE + TRAINS]
     done = subprocess.run(given, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    absent = ", which is not installed: pip install grain"
+    says = (
+        ", which is not installed: pip install {0}, or activate the environment that has it "
+        "(source .venv/bin/activate)"
+    )
+    absent = says.format("grain")
     assert done.stdout.splitlines() == [
         "trained",
         f"hfjax.data.Loader needs the package grain{absent}",
@@ -53,5 +57,5 @@ def test_a_model_trains_without_grain_tyro_tokenizers_and_pyarrow_and_what_needs
     ], done.stderr
     assert done.returncode == 2
     assert done.stderr.splitlines() == [
-        "hfjax train needs the package tyro, which is not installed: pip install tyro"
+        f"hfjax train needs the package tyro{says.format('tyro')}"
     ]

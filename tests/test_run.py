@@ -141,6 +141,20 @@ def test_a_run_that_is_complete_does_nothing_more(whole, data, capsys):
     )
 
 
+def test_other_settings_are_told_where_a_run_goes_on_and_do_not_replace_those_of_a_complete_one(
+    tmp_path, data, capsys
+):
+    config = small(tmp_path, data, model=BIGRAMS, mesh=ONE, steps=2)
+    train(config)
+    assert "settings that changed" not in capsys.readouterr().out
+    train(replace(config, precision="bf16", steps=3))
+    said = capsys.readouterr().out
+    assert "settings that changed: --precision bf16 (before: --precision stored)\n" in said
+    written = (tmp_path / "config.yaml").read_text()
+    train(replace(config, precision="fp32", steps=1))  # it has taken three
+    assert (tmp_path / "config.yaml").read_text() == written
+
+
 def test_a_run_that_stops_at_a_step_which_is_just_being_saved_has_it(tmp_path, data):
     every = Checkpoints(every=1)
     config = small(tmp_path, data, model=BIGRAMS, mesh=ONE, checkpoints=every, minutes=0.0)

@@ -69,7 +69,8 @@ def imported(module: str, what: str) -> ModuleType:
         if package == "hfjax":
             raise
         raise ModuleNotFoundError(
-            f"{what} needs the package {package}, which is not installed: pip install {package}",
+            f"{what} needs the package {package}, which is not installed: pip install {package}, "
+            "or activate the environment that has it (source .venv/bin/activate)",
             name=missing.name,
         ) from missing
 

@@ -230,6 +230,20 @@ def differing(config: Train, other: Any) -> list[tuple[str, str]]:
     ]
 
 
+def changes(config: Train, other: Any) -> list[str]:
+    """Return the flags of how a run trains that differ from another's, each with what it was."""
+    mine, theirs = (_flat(x) for x in (plain(config), other))
+    return [
+        f"{_flag(flag, value, '')} (before: {_flag(flag, theirs[flag], '')})"
+        for flag, value in mine.items()
+        if theirs.get(flag, value) != value and not flag.startswith(_BESIDE)
+    ]
+
+
+# Of a run, but not of how it trains.
+_BESIDE = (*HERE, "out", "steps", "timeout", "init_timeout", "log.", "checkpoints.")
+
+
 def _flat(plain: Any, prefix: str = "") -> dict[str, Any]:
     """Return {"model.length": 128} of nested fields; nothing of what is none of ours."""
     found: dict[str, Any] = {}

@@ -211,7 +211,8 @@ class Run:
         self.screen = enter(Screen(config.steps, self.first))
         self.journal = None
         if speaks():
-            self._save_config(directory)
+            if self.first < config.steps or not (directory / CONFIG).exists():
+                self._save_config(directory)  # a complete run keeps what it was trained with
             if self.begins_with is not None:
                 own_copy.keep(self.begins_with, directory)
             self.journal = enter(Journal(directory, config.log, files.plain(config), self.first))
@@ -251,6 +252,9 @@ class Run:
         step = self.config.directory / CHECKPOINTS / str(found.step)
         self.skipped = go_on(self.parts.data, found.data, step)
         self.screen.say(f"going on after step {self.first} of {self.config.directory}")
+        before = hfjax.recorded(self.config.directory / CHECKPOINTS, step=self.first)["config"]
+        if changes := files.changes(self.config, before):
+            self.screen.say(f"settings that changed: {', '.join(changes)}")
 
     def _restored(self) -> hfjax.Restored:
         directory = self.config.directory
