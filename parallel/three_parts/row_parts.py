@@ -128,7 +128,8 @@ def by_parts(
         _check_unwritten(written, len(x.parts))
         done.append(y)
     if rows.side.size == 1:  # as if devices had the parts
-        rows = OnRows(Side(("part",), len(x.parts)), rows.in_parts, rows.inner)
+        inner = rows.inner and rows.inner.in_blocks(len(x.parts))
+        rows = OnRows(Side(("part",), len(x.parts)), rows.in_parts, inner)
         part = jax.tree.map(Part, x.parts[0])
         try_it = lambda: run(rows, part, _of_part(variables, 0, len(x.parts)))
         jax.make_jaxpr(try_it, axis_env=[("part", len(x.parts))])()
