@@ -160,8 +160,7 @@ class Side:
         axes: The mesh axes along which they lie.
         size: How many they are.
         name: What they hold parts of.
-        pieces: Which pieces of a dimension each of them holds, in order; all pieces are of one
-            size. None: one each, one after the other.
+        pieces: Which pieces, all of one size, each of them holds, in order; None: one each.
         blocks: Over how many devices rows are split besides: it deals parts of those of each.
     """
 

@@ -61,10 +61,6 @@ class InnerSides:
     in_parts: Callable
     splits: Mapping[str, str] = field(default_factory=dict, hash=False)
 
-    def in_blocks(self, blocks: int) -> "InnerSides":
-        """Return the same beside so many devices that have other rows."""
-        return replace(self, sides=tuple(replace(side, blocks=blocks) for side in self.sides))
-
     def running(self, function: Callable, told: list[Join]) -> Callable:
         """Return the function of values of the inner sides that runs a function of the whole."""
         return self._through(self.sides, function, told)
