@@ -103,6 +103,19 @@ def test_a_grid_goes_beside_data_zero_and_stages(name):
     agree(small_gpt.mlps(dropout=0.1), cases, small_gpt.tokens(), accumulate=2)
 
 
+@pytest.mark.parametrize("model", [gpt(dropout=0.1), llama()], ids=["gpt", "llama"])
+def test_as_many_rows_as_positions_stay_where_they_are(model):
+    """What is made for positions along tensor is no part of the rows, though sizes are alike."""
+    mesh, given = hfjax.make_mesh(data=2, **TWO), tokens(rows=24)  # 12 in a microbatch, of 12
+    del given["mask"]  # what the loss then makes is made for positions
+    plan = hfjax.layout(model, optax.sgd(0.1), mesh, beside(hfjax.DDP))
+    step = hfjax.train_step(plan, next_token_loss, accumulate=2, rows="strict")
+    sent = hfjax.collectives(step.lower(given))
+    assert {row.kind for row in sent if "data" in row.axes} == {"all-reduce"}
+    assert str(step.rows) == "no rows meet"
+    agree(model, {"data": BESIDE["data"]}, given, accumulate=2, steps=1)
+
+
 def by_logits(logits, batch):
     """A loss that knows nothing of a grid: it takes whole logits."""
     chosen = jnp.take_along_axis(logits, batch["tokens"][:, 1:, None], axis=-1)[..., 0]

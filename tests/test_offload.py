@@ -13,11 +13,12 @@ from jax.ad_checkpoint import checkpoint_name
 
 import hfjax
 from hfjax.models.gpt import next_token_loss
+from hfjax.models.loss import token_losses
 from hfjax.models.parts import stacked
 from hfjax.parallel.activation_offload import Tensor, ToHost, of_part, share
 from hfjax.parallel.strategy import DDP, FSDP, PIPE, SEQUENCE, TENSOR
 from tests.h200 import OPTIMIZED, h200s
-from tests.small_gpt import gpt, gpt_layout, mlps, tokens
+from tests.small_gpt import gpt, gpt_layout, mlp_layout, mlps, tokens
 from tests.small_stack import Bent, Stack, rows, squared
 
 Offload, Schedule = hfjax.Offload, hfjax.Schedule
@@ -36,6 +37,7 @@ def trained_by(layout, loss, batch, **options):
     for _ in range(2):
         state, metrics = step(state, batch)
         losses.append(float(metrics["loss"]))
+    state = hfjax.canonical(layout, state)  # layers of a V lie in another order
     return jax.tree.map(np.asarray, state.params), losses, step
 
 
@@ -88,6 +90,40 @@ def test_training_is_bit_equal_to_no_offload(case):
     assert found[2].offloaded.moved > 0
     assert found[1] == wanted[1]
     assert_bit_equal(found[0], wanted[0])
+
+
+def joining(outputs, batch):
+    """A loss in which rows meet: on CPUs slots of a tick then follow one another."""
+    of_row = token_losses(outputs, batch)[0].mean(1)
+    return of_row.mean() + jnp.square(of_row - of_row.mean()).mean()
+
+
+GRID = hfjax.GRID.edit(replicate_below=0)
+IN_ORDER = {
+    "1F1B": (PIPE, {"pipe": 2, "data": 2}, joining, "1f1b", {}),
+    "ZB-V, bfloat16": (PIPE, {"pipe": 2, "data": 2}, joining, "zb-v", {"precision": "bf16"}),
+    "a grid": (PIPE | GRID, {"pipe": 2, "row": 2, "tensor": 2}, next_token_loss, "1f1b", {}),
+}
+
+
+@pytest.mark.parametrize("case", IN_ORDER)
+@pytest.mark.drawn(2)
+def test_where_slots_of_a_pipeline_run_in_order_training_is_that_of_one_device(case):
+    strategy, sizes, loss, name, options = IN_ORDER[case]
+
+    def left(strategy, sizes, **more):
+        layout = mlp_layout(strategy, sizes, optax.sgd(0.1), layers=4, dropout=0.1)
+        return trained_by(layout, loss, tokens(), **options, **more)
+
+    pipe = {"schedule": Schedule(name, 4)}
+    wanted, found = (left(strategy, sizes, **pipe, offload=ratio) for ratio in (None, 0.5))
+    assert found[2].offloaded.moved > 0
+    assert found[1] == wanted[1]
+    assert_bit_equal(found[0], wanted[0])
+    alone = left(DDP, {"data": 1}, accumulate=4)
+    rounding = 2e-2 if options else 1e-5
+    np.testing.assert_allclose(found[1], alone[1], rtol=rounding)
+    chex.assert_trees_all_close(found[0], alone[0], atol=rounding)
 
 
 # -- how much -----------------------------------------------------------------------------------

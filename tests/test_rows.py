@@ -279,6 +279,27 @@ def test_a_step_prints_what_joins_rows_with_line_bytes_and_how_often():
     assert str(plain.rows) == "no rows meet"
 
 
+@pytest.mark.parametrize("dtype", [None, jnp.float32])
+def test_a_mean_in_bfloat16_is_complete_before_it_is_rounded_and_one_in_float32_is_free(dtype):
+    """JAX sums bfloat16 in float32, and rounds what `mean` returns."""
+
+    def loss(outputs, batch):
+        assert outputs.dtype == jnp.bfloat16
+        return hfjax.Mean(0.0, 1.0, {"first": outputs[:, 0].mean(dtype=dtype)})
+
+    init = lambda rngs: nnx.Linear(4, 3, rngs=rngs)
+    layout, step = step_of(loss, init, precision="bf16", accumulate=2)
+    sent = hfjax.collectives(step.lower(BATCH))
+    kept = {row.kind for row in sent} == {"all-reduce"} and str(step.rows) == "no rows meet"
+    assert kept == (dtype is not None)
+    assert kept or "convert_element_type  summed over devices, 4 B" in str(step.rows)
+    found = float(step(hfjax.init(layout), BATCH)[1]["first"])
+    one, forward = hfjax.make_mesh(devices=jax.devices()[:1]), lambda m, b: m(b["x"])
+    alone = hfjax.layout(init, optax.sgd(0.1), one, hfjax.DDP, forward=forward)
+    step = hfjax.train_step(alone, loss, precision="bf16", accumulate=2)
+    np.testing.assert_allclose(found, step(hfjax.init(alone), BATCH)[1]["first"], rtol=1e-2)
+
+
 def test_what_no_rule_runs_on_parts_is_told_where_it_is_much_and_refused_on_request():
     """Much is 1 MiB, or 1 % of the bytes of the gradients."""
     wide = lambda rngs: nnx.Linear(4, 2**17, rngs=rngs)  # 2.6 MB of gradients

@@ -49,6 +49,19 @@ def test_it_trains_as_one_device_masks_and_microbatches_too(name):
     agree(small_gpt.mlps(dropout=0.1), tokens(), {name: CASES[name]})
 
 
+def test_rows_that_devices_share_are_cut_where_the_width_is_a_multiple_of_them_too():
+    """8 rows on a device, of positions that two devices share, and a width of 32."""
+    case = hfjax.DDP | hfjax.CONTEXT, {"data": 2, "context": 2}, TWO
+    agree(small_gpt.gpt(dropout=0.1), tokens(), {"CONTEXT": case})
+
+
+@pytest.mark.parametrize("sizes", [{"row": 2, "tensor": 2}, {"data": 2, "row": 2, "tensor": 2}])
+def test_a_grid_deals_the_rows_of_each_part(sizes):
+    """Parts of as many rows as there are positions, and masks of both."""
+    given = tokens(rows=16, length=8)
+    agree(small_gpt.gpt(dropout=0.1), given, {"GRID": (hfjax.GRID, sizes, TWO)})
+
+
 @pytest.mark.slow
 def test_whole_models_with_documents_train_as_one_device():
     documents = np.sort(np.random.default_rng(1).integers(0, 3, (16, 25))).astype(np.int32)

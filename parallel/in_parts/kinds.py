@@ -160,14 +160,15 @@ class Side:
         axes: The mesh axes along which they lie.
         size: How many they are.
         name: What they hold parts of.
-        pieces: Which pieces of a dimension each of them holds, in order; all pieces are of one
-            size. None: one each, one after the other.
+        pieces: Which pieces, all of one size, each of them holds, in order; None: one each.
+        blocks: Over how many devices rows are split besides: it deals parts of those of each.
     """
 
     axes: tuple[str, ...]
     size: int
     name: str = "rows"
     pieces: tuple[tuple[int, ...], ...] | None = None
+    blocks: int = 1
 
     @property
     def here(self) -> jax.Array:

@@ -60,8 +60,10 @@ def barrier(scope: Scope, equation: JaxprEqn, values: Values) -> Values:
 
 
 def _put_off(scope: Scope, equation: JaxprEqn, values: Values) -> Values:
-    """Return what is made of values when it is asked for."""
-    if scope.cut_of(aval_of(equation.outvars[0]).shape) is None:
+    """Return what is made of values when it is asked for; at once where one is there, as large."""
+    shape = aval_of(equation.outvars[0]).shape
+    there = any(not isinstance(v, Made) and jnp.shape(v) == shape for v in values)
+    if there or scope.cut_of(shape) is None:
         return scope.bind(equation, list(map(scope.whole, values)))
 
     def make(number: int) -> Callable:

@@ -58,7 +58,7 @@ class Scope:
     Attributes:
         side: The devices.
         told: What joined rows, in the order of the program.
-        sizes: The sizes of dimensions that were split, each with the blocks of the first.
+        sizes: The sizes of dimensions that were split, each with the cut of the first.
         run: (scope, jaxpr, constants, values) -> values: runs a program in a scope.
         equation: The one that is being run.
         times: How often this program runs.
@@ -72,7 +72,7 @@ class Scope:
 
     side: Side
     told: list[Join]
-    sizes: dict[int, int]
+    sizes: dict[int, Cut]
     run: Callable
     equation: JaxprEqn | None = None
     times: int = 1
@@ -86,17 +86,9 @@ class Scope:
 
     def inside(self, times: int = 1, told: list[Join] | None = None) -> "Scope":
         """Return the scope of a program inside, which runs so often each time."""
-        told = self.told if told is None else told
-        return replace(
-            self,
-            told=told,
-            times=self.times * times,
-            known=True,
-            place=self.where,
-            pieces={},
-            makes={},
-            _done={},
-        )
+        told, new = self.told if told is None else told, {"pieces": {}, "makes": {}, "_done": {}}
+        times = self.times * times
+        return replace(self, told=told, times=times, known=True, place=self.where, **new)
 
     # -- values as they are wanted ---------------------------------------------------------------
 
@@ -159,14 +151,15 @@ class Scope:
         return self.made(value) if isinstance(value, Made) else jnp.asarray(self.whole(value))
 
     def cut_of(self, shape: Shape) -> Cut | None:
-        """Return a cut of the first dimension that has the size of one that was split."""
-        cuts = (Cut(d, self.sizes[n]) for d, n in enumerate(shape) if n in self.sizes)
-        return next((cut for cut in cuts if self.side.divides(shape, cut)), None)
+        """Return a cut of a dimension with the size of one that was split: of that one, if any."""
+        cuts = [self.sizes[n].moved(d) for d, n in enumerate(shape) if n in self.sizes]
+        fits = [cut for cut in cuts if self.side.divides(shape, cut)]
+        return min(fits, key=lambda cut: cut != self.sizes[shape[cut.dim]], default=None)
 
     def note(self, value: Any) -> None:
         """Take note of the size of a dimension that is split."""
         if isinstance(value, Part):
-            self.sizes.setdefault(self.shape(value)[value.cut.dim], value.cut.outer)
+            self.sizes.setdefault(self.shape(value)[value.cut.dim], value.cut)
 
     def _of(self, value: Any) -> dict:
         return self._done.get(id(value), (value, {}))[1]

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from hfjax.parallel.memory import to_device
 from hfjax.parallel.schedules.compile import Ticks
 
 State = dict[str, Any]  # what a stage holds from tick to tick
@@ -54,10 +55,6 @@ class SegmentFacts:
         return when
 
 
-def _is_float(x: jax.Array) -> bool:
-    return jnp.issubdtype(x.dtype, jnp.floating)
-
-
 @dataclass(frozen=True)
 class StageTick:
     """One row of the table for this stage."""
@@ -74,7 +71,8 @@ class StageTick:
         XLA repeats a sum in every fusion that reads the row, hundreds of times, and compiles three
         times as long. A sort is done once.
         """
-        firsts = [x.reshape(-1)[:1] for x in jax.tree.leaves(state) if _is_float(x) and x.size]
+        floats = [x for x in jax.tree.leaves(state) if jnp.issubdtype(x.dtype, jnp.floating)]
+        firsts = to_device([x.reshape(-1)[:1] for x in floats if x.size])
         if not firsts:
             return self
         both = jnp.concatenate([jnp.isnan(x) & jnp.isinf(x) for x in firsts])

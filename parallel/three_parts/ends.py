@@ -1,7 +1,7 @@
 """What of a model in three parts lies around its layers: `embed` and `head`, on rows."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -57,8 +57,8 @@ class Ends:
         templates = self.blueprint.variables
         held = {path: of_part(templates[path], x, 0, count) for path, x in variables.items()}
         inputs = jax.tree.map(lambda x: part_of(x, 0, count), batch)
-        embed = lambda outside: self.model(outside, held).embed(inputs)
-        return entering(embed(outside), embed, outside, self.rows.enters)
+        again = replace(self, rows=replace(self.rows, told={}, told_inner={}))
+        return again.run("embed", outside, held, again.rows.values(inputs))[0]
 
 
 def entering(x: Any, embed: Callable, parameters: Flat, dtype: DTypeLike | None) -> Any:

@@ -127,13 +127,20 @@ def by_parts(
         y, written = run(rows, part, _of_part(variables, number, len(x.parts)))
         _check_unwritten(written, len(x.parts))
         done.append(y)
-    if rows.side.size == 1:  # as if devices had the parts
-        rows = OnRows(Side(("part",), len(x.parts)), rows.in_parts, rows.inner)
+    if rows.side.size == 1:
+        rows = _as_if_devices_had_the_parts(rows, len(x.parts))
         part = jax.tree.map(Part, x.parts[0])
         try_it = lambda: run(rows, part, _of_part(variables, 0, len(x.parts)))
         jax.make_jaxpr(try_it, axis_env=[("part", len(x.parts))])()
     _check_apart(rows.told.get(name, ()), len(x.parts))
     return replace(x, parts=tuple(done)), written
+
+
+def _as_if_devices_had_the_parts(rows: OnRows, count: int) -> OnRows:
+    side, inner = Side(("part",), count), rows.inner
+    if inner is not None:
+        inner = replace(inner, sides=tuple(replace(s, blocks=count) for s in inner.sides))
+    return OnRows(side, rows.in_parts, inner)
 
 
 def _check_apart(joins: Sequence[Join], count: int) -> None:

@@ -64,22 +64,21 @@ class OnGrid(local.InStep):
 
     def inner_sides(self) -> tuple[Side, ...]:
         """Return the devices along tensor, and those along row."""
-        return tuple(Side((axis,), self.mesh.shape[axis], axis) for axis in (COLUMN_AXIS, ROW_AXIS))
+        blocks = 1 if self.own_rows else size_of(row_axes(self.mesh), self.mesh)
+        side = lambda axis: Side((axis,), self.mesh.shape[axis], axis, blocks=blocks)
+        return side(COLUMN_AXIS), side(ROW_AXIS)
 
     def named_sides(self) -> Mapping[str, str]:
         """Return which side has parts of a dimension of parameters, by its name."""
         sides = (COLUMN_AXIS, ROW_AXIS)
         return {name: axes[0] for name, axes in self.splits.items() if axes and axes[0] in sides}
 
-    def _part(self, axis: str) -> Cut:
-        """Return what the stream, or the inside, has a part of along an axis beside widths.
+    def _part(self, side: Side) -> Cut:
+        """Return what the stream, or the inside, has a part of along a side beside widths.
 
         Rows of the inside are parts of those that each place along data and fsdp has.
         """
-        if axis == COLUMN_AXIS:
-            return Cut(SEQUENCE)
-        rows = () if self.own_rows else row_axes(self.mesh)
-        return Cut(BATCH, size_of(rows, self.mesh))
+        return Cut(SEQUENCE) if side.name == COLUMN_AXIS else Cut(BATCH, side.blocks)
 
     # -- linear maps ----------------------------------------------------------------------------
 
@@ -111,7 +110,7 @@ class OnGrid(local.InStep):
         if not known or not isinstance(kernel, Part) or kernel.cut.outer > 1:
             return scope.run(scope, *body, jax.tree.leaves(arguments, is_leaf=is_value))
         gathers = (side.name == COLUMN_AXIS) == into
-        at, contracted = self._part(side.name), kernel.cut.dim == 0
+        at, contracted = self._part(side), kernel.cut.dim == 0
         if contracted == gathers or not side.divides(shape, at):
             return scope.run(scope, *body, jax.tree.leaves(arguments, is_leaf=is_value))
         if gathers:
