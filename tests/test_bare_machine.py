@@ -56,6 +56,4 @@ def test_a_model_trains_without_grain_tyro_tokenizers_and_pyarrow_and_what_needs
         f"hfjax.run.train needs the package grain{absent}",
     ], done.stderr
     assert done.returncode == 2
-    assert done.stderr.splitlines() == [
-        f"hfjax train needs the package tyro{says.format('tyro')}"
-    ]
+    assert done.stderr.splitlines() == [f"hfjax train needs the package tyro{says.format('tyro')}"]
