@@ -323,7 +323,7 @@ class OptimizerProgram:
         def in_parts(*arrays: jax.Array) -> list[jax.Array]:
             given = [Part(x, cut) if s else x for x, s in zip(arrays, split, strict=True)]
             scope = scope_of(side, told, given)
-            scope.sizes.setdefault(side.size, cut)  # of what is made of no array, zeros for instance
+            scope.sizes.setdefault(side.size, cut)  # of what no array makes: zeros
             found = run(scope, program.jaxpr, program.consts, given)
             like_it = [scope.shape(v) == shape for v in found]
             return [scope.part(v, cut) for v, s in zip(found, like_it, strict=True) if s]
