@@ -9,9 +9,7 @@ import pytest
 import hfjax
 from docs.site import reference
 from docs.site.build import built
-from docs.site.flags import help_of
-from docs.site.stage import SECTIONS, stage
-from hfjax.__main__ import COMMANDS
+from docs.site.stage import SECTIONS
 from tests.test_docstrings import MORE, PUBLIC
 
 ROOT = Path(__file__).parents[1]
@@ -42,25 +40,6 @@ def test_every_page_stands_in_one_section():
     pages |= {"changelog", "contributing", "results/index"}
     stand = [page for names in SECTIONS.values() for page in names]
     assert sorted(stand) == sorted(pages)
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_the_reference_has_every_flag(command):
-    page = dict(reference.pages(presets=False))["flags"]
-    part = page[page.index(f"## hfjax {command}\n") :].split("\n## ")[0]
-    assert [f.name for f in help_of(command)[1] if f.name != "-h" and f.name not in part] == []
-
-
-def test_links_between_pages_lead_to_the_pages_of_the_site(tmp_path):
-    stage(tmp_path, presets=False)
-    text = (tmp_path / "index.md").read_text(encoding="utf-8")
-    assert "](costs.md)" in text
-    assert "](results/gpu.md)" in text
-    assert "](pictures/mesh.svg)" in text
-    for page in tmp_path.rglob("*.md"):
-        prose = re.sub(r"(?s)^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
-        for link in re.findall(r"\]\(([^)\s#]+)(?:#[^)]*)?\)", prose):
-            assert "://" in link or (page.parent / link).exists(), f"{page.name}: {link}"
 
 
 def test_numbers_that_were_measured_are_those_of_the_results():

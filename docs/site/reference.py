@@ -128,12 +128,12 @@ API = {  # page: (its title, {heading: public names, module:name})
 PAGES = [*API, "flags", "presets", "combines", "exit_codes", "versions"]
 
 
-def pages(presets: bool = True) -> Iterator[tuple[str, str]]:
-    """Yield the name and the text of each page; the page of presets takes half a minute."""
+def pages() -> Iterator[tuple[str, str]]:
+    """Yield the name and the text of each page."""
     for name, (title, groups) in API.items():
         yield name, _api(title, groups)
     yield "flags", _flags()
-    yield "presets", _presets() if presets else "# Presets"
+    yield "presets", _presets()
     yield "combines", _combines()
     yield "exit_codes", _exit_codes()
     yield "versions", _versions()
@@ -194,8 +194,7 @@ def _presets() -> str:
 
     text = []
     for name, (kind, size) in presets().items():
-        shape = kind.preset(size) if hasattr(kind, "preset") else None
-        shape = shape or importlib.import_module(kind.__module__).PRESETS[size]
+        shape = importlib.import_module(kind.__module__).PRESETS[size]
         numbers = [getattr(shape, each, "") for each in ("layers", "embed", "heads", "length")]
         row = (name, kind.__name__, *map(str, numbers), str(shape.vocab))
         text.append((*row, _count(lambda rngs, k=kind, s=shape: k(s, rngs=rngs))))
@@ -254,13 +253,9 @@ def _combines() -> str:
 def _exit_codes() -> str:
     from hfjax.processes import exit_codes
 
-    source = Path(exit_codes.__file__).with_name("exit_codes.py").read_text(encoding="utf-8")
+    codes = {getattr(exit_codes, name): what for name, what in EXIT_CODES.items()}
     again = lambda code: "yes" if exit_codes.resumable(code) else "no"
-    rows = [("0", "finished", "no")]
-    for name in ("FAILED", "MISTAKE", "ASKED", "HUNG", "INTERRUPTED", "TERMINATED"):
-        code = getattr(exit_codes, name)
-        rows.append((str(code), EXIT_CODES[name], again(code)))
-    assert all(name in source for name in EXIT_CODES)
+    rows = [(str(code), what, again(code)) for code, what in codes.items()]
     return "\n\n".join(
         [
             "# Exit codes",
@@ -273,6 +268,7 @@ def _exit_codes() -> str:
 
 
 EXIT_CODES = {
+    "FINISHED": "finished",
     "FAILED": "raised an exception; standard error says which",
     "MISTAKE": "was given an invalid setting; a restart does not help",
     "ASKED": "saved and stopped, because the program asked for it (a time limit)",

@@ -43,8 +43,8 @@ FENCE = re.compile(r"^```.*?^```[^\n]*$", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"(\]\()([^)\s]+)(\))")
 
 
-def stage(folder: Path, presets: bool = True) -> None:
-    """Make the folder that Sphinx reads; without presets, not to count their parameters."""
+def stage(folder: Path) -> None:
+    """Make the folder that Sphinx reads."""
     shutil.rmtree(folder, ignore_errors=True)
     pages = [ROOT / name for name in RENAMED]
     pages += [*(ROOT / "docs").glob("*.md"), *(ROOT / RESULTS).glob("*.md")]
@@ -57,7 +57,7 @@ def stage(folder: Path, presets: bool = True) -> None:
         shutil.copytree(ROOT / "docs" / name, folder / name, dirs_exist_ok=True)
     results = sorted(path.stem for path in (ROOT / RESULTS).glob("*.md"))
     _write(folder / "results/index.md", _results(results))
-    for name, text in reference.pages(presets):
+    for name, text in reference.pages():
         _write(folder / f"reference/{name}.md", text)
 
 

@@ -14,6 +14,11 @@ from hfjax.base.read_files import check_ordinary
 from hfjax.base.tables import named
 
 
+def user_cache() -> Path:
+    """Return where hfjax keeps what it can make again: in the user's cache (XDG_CACHE_HOME)."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hfjax"
+
+
 def check_no_link(path: Path) -> None:
     """Refuse a link where something is to be written or deleted."""
     if path.is_symlink():

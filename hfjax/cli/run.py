@@ -17,7 +17,7 @@ import tyro
 import hfjax
 from hfjax.base.exits import ending_in_words
 from hfjax.base.tables import harmless
-from hfjax.base.user_cache import user_cache
+from hfjax.base.write_files import user_cache
 from hfjax.checkpoint import Restored
 from hfjax.cli.words import parsed
 from hfjax.optimizers.transforms import averaged

@@ -5,7 +5,7 @@ import platform
 import sysconfig
 from pathlib import Path
 
-from hfjax.base.user_cache import user_cache
+from hfjax.base.write_files import user_cache
 from hfjax.data.recipe import Recipe, make_of
 from hfjax.data.token_writer import is_data_set
 from hfjax.data.tokenizer import ByteTokenizer, load_tokenizer

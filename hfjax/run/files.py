@@ -8,7 +8,7 @@ import sys
 import traceback
 import types
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -223,20 +223,22 @@ def differing(config: Train, other: Any) -> list[tuple[str, str]]:
     stored = [flag for flag in mine if flag.startswith("model.") or flag in STORED]
     if mine["model.pretrained"] or theirs.get("model.pretrained"):  # in place of a preset
         stored.remove("model.preset")
-    return [
-        (_flag(flag, mine[flag], ""), _flag(flag, theirs[flag], "with "))
-        for flag in stored
-        if flag in theirs and mine[flag] != theirs[flag]
-    ]
+    return _differing(mine, theirs, stored)
 
 
 def changes(config: Train, other: Any) -> list[str]:
     """Return the flags of how a run trains that differ from another's, each with what it was."""
     mine, theirs = (_flat(x) for x in (plain(config), other))
+    flags = [flag for flag in mine if not flag.startswith(_BESIDE)]
+    differ = _differing(mine, theirs, flags)
+    return [f"{here} (before: {there.removeprefix('with ')})" for here, there in differ]
+
+
+def _differing(mine: dict, theirs: dict, flags: Sequence[str]) -> list[tuple[str, str]]:
     return [
-        f"{_flag(flag, value, '')} (before: {_flag(flag, theirs[flag], '')})"
-        for flag, value in mine.items()
-        if theirs.get(flag, value) != value and not flag.startswith(_BESIDE)
+        (_flag(flag, mine[flag], ""), _flag(flag, theirs[flag], "with "))
+        for flag in flags
+        if flag in theirs and mine[flag] != theirs[flag]
     ]
 
 

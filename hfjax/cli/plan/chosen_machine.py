@@ -8,7 +8,7 @@ from pathlib import Path
 
 import jax
 
-from hfjax.base.user_cache import user_cache
+from hfjax.base.write_files import user_cache
 from hfjax.machines.machine import MACHINES, Machine, machine_of
 from hfjax.planner.make_plan import machine_named
 from hfjax.target import GPUS, can_compile_for_gpus, how_to_install

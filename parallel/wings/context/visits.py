@@ -47,6 +47,9 @@ class AttendedBlock:
         return dq, jnp.stack([dk, dv])
 
 
+Source = jax.Array | None  # whose keys they are: the number of a device; None: of this one
+
+
 @dataclass(frozen=True)
 class Visit(ABC):
     """Which blocks of attention are due between the queries here and keys from some device."""
@@ -56,18 +59,13 @@ class Visit(ABC):
 
     @abstractmethod
     def forward(
-        self,
-        q: jax.Array,
-        kv: jax.Array,
-        state: State | None,
-        me: jax.Array,
-        source: jax.Array | None,
+        self, q: jax.Array, kv: jax.Array, state: State | None, me: jax.Array, source: Source
     ) -> State:
         """Return the state of the queries of `me` after the keys of `source` (None: its own)."""
 
     @abstractmethod
     def backward(
-        self, q: jax.Array, kv: jax.Array, final: Final, me: jax.Array, source: jax.Array | None
+        self, q: jax.Array, kv: jax.Array, final: Final, me: jax.Array, source: Source
     ) -> tuple[jax.Array, jax.Array]:
         """Return what the keys of `source` add to dq, and their own gradients."""
 
@@ -100,12 +98,7 @@ class Balanced(Visit):
     """
 
     def forward(
-        self,
-        q: jax.Array,
-        kv: jax.Array,
-        state: State | None,
-        me: jax.Array,
-        source: jax.Array | None,
+        self, q: jax.Array, kv: jax.Array, state: State | None, me: jax.Array, source: Source
     ) -> State:
         """Return the state of the queries after one more device's keys."""
         (q0, q1), (kv0, kv1) = _halves(q, 1), _halves(kv, 2)
@@ -120,7 +113,7 @@ class Balanced(Visit):
         return _joined(_either(earlier, after, first), _either(earlier, second, after))
 
     def backward(
-        self, q: jax.Array, kv: jax.Array, final: Final, me: jax.Array, source: jax.Array | None
+        self, q: jax.Array, kv: jax.Array, final: Final, me: jax.Array, source: Source
     ) -> tuple[jax.Array, jax.Array]:
         """Return what one device's keys add to dq, and their own gradients."""
         (q0, q1), (kv0, kv1) = _halves(q, 1), _halves(kv, 2)
@@ -151,12 +144,7 @@ class AnyMask(Visit):
     documents: jax.Array | None
 
     def forward(
-        self,
-        q: jax.Array,
-        kv: jax.Array,
-        state: State | None,
-        me: jax.Array,
-        source: jax.Array | None,
+        self, q: jax.Array, kv: jax.Array, state: State | None, me: jax.Array, source: Source
     ) -> State:
         """Return the state of the queries after one more device's keys."""
         state = nothing_seen(q) if state is None else state
@@ -172,7 +160,7 @@ class AnyMask(Visit):
         )
 
     def backward(
-        self, q: jax.Array, kv: jax.Array, final: Final, me: jax.Array, source: jax.Array | None
+        self, q: jax.Array, kv: jax.Array, final: Final, me: jax.Array, source: Source
     ) -> tuple[jax.Array, jax.Array]:
         """Return what one device's keys add to dq, and their own gradients."""
         finals = _parts(final, self._count, (1, 2, 2))
@@ -189,7 +177,7 @@ class AnyMask(Visit):
     def _count(self) -> int:
         return self.deal.chunks.shape[1]
 
-    def _places(self, size: int, me: jax.Array, source: jax.Array | None, i: int, j: int) -> Places:
+    def _places(self, size: int, me: jax.Array, source: Source, i: int, j: int) -> Places:
         """Return where chunk i of the queries and chunk j of the keys stand."""
         source = me if source is None else source
         starts = jnp.asarray(self.deal.chunks * size, jnp.int32)
