@@ -190,8 +190,9 @@ class _PlainStep:
         gradients, means = [], []
         for part in range(self.parts):
             differentiated = jax.grad(self._total, has_aux=True)
-            gradient, (mean, written) = differentiated(parameters, variables, number, part)
-            gradients.append(gradient)
+            found = differentiated(parameters, variables, number, part)
+            gradient, (mean, weight, written) = found
+            gradients.append({path: g * weight for path, g in gradient.items()})
             means.append(mean)
             put = partial(self._put, variables, part)
             variables = variables | {path: put(path, x) for path, x in written.items()}
@@ -219,8 +220,8 @@ class _PlainStep:
 
     def _total(
         self, parameters: Flat, variables: Flat, number: jax.Array, part: int
-    ) -> tuple[jax.Array, tuple[Mean, Flat]]:
-        """Return the total of a microbatch; its Mean, and what the model writes to variables."""
+    ) -> tuple[jax.Array, tuple[Mean, jax.Array, Flat]]:
+        """Return the loss of a microbatch; its Mean, its weight, and what variables hold after."""
         blueprint = self.plan.blueprint
         batch = jax.tree.map(lambda x: self._of(x, part), self.case.batch)
         held = {path: self._held(path, x, number, part) for path, x in variables.items()}
@@ -230,7 +231,9 @@ class _PlainStep:
         mean = as_mean(self.case.loss(outputs, batch), self.rows)
         written = blueprint.variables_of(model).items()
         statistic = lambda path: path in held and not is_random(blueprint.variables[path])
-        return mean.total, (mean, {path: x for path, x in written if statistic(path)})
+        weight = jnp.where(mean.weight == 0, 1, mean.weight)
+        seen = {path: x for path, x in written if statistic(path)}
+        return mean.total / weight, (mean, weight, seen)
 
     def _held(self, path: str, x: jax.Array, number: jax.Array, part: int) -> jax.Array:
         """Return what a variable holds for a microbatch: its rows, or random keys of its own."""

@@ -78,15 +78,14 @@ def test_a_scale_doubles_as_often_as_deepspeeds():
 
 
 def planted(step):
-    """A batch whose rows weigh so much that its gradient overflows, and the loss does not."""
-    batch = rows(16)
-    return batch | {"weight": batch["weight"] * np.float32(3e7 if step in PLANTED else 1)}
+    """A batch whose rows are so loud that its gradient overflows, and the loss does not."""
+    return rows(16, loud=np.full(16, 3e7 if step in PLANTED else 1, np.float32))
 
 
 def scaled_loss(outputs, batch):
     """Rows weigh unequally, and their sum does not divide by it."""
     apart = jnp.square(outputs.astype(jnp.float32) - batch["y"]).sum(axis=1) * batch["weight"]
-    return hfjax.Mean(apart.sum(), batch["weight"].sum())
+    return hfjax.Mean((apart * batch.get("loud", 1)).sum(), batch["weight"].sum())
 
 
 def trained(layout, steps=13, precision=HALF, batches=planted, **run) -> tuple[Any, Any]:
@@ -158,8 +157,6 @@ def test_a_language_model_trains_as_in_float32(strategy, sizes):
             state, metrics = step(state, tokens(8, length=16))
             found[word].append(float(metrics["loss"]))
     np.testing.assert_allclose(found["fp16"], found["fp32"], rtol=2e-3)
-    seed: Any = step.plane.context.traced.seed
-    assert seed.entries == 8 * 17 // sizes.get("data", sizes.get("fsdp"))
 
 
 def test_small_gradients_are_not_lost():

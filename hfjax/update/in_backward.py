@@ -43,13 +43,12 @@ class InBackwardUpdate(Update):
             held, batch, state.step, self._apply, {n: self._path_of[n] for n in held.moments}
         )
         squares |= {path: (g * g).sum() for path, g in ends.items()}
-        norm = jnp.sqrt(sum(x.sum() for x in squares.values())) / mean.weight
-        gradients = {path: self._mean(g, mean.weight) for path, g in ends.items()}
+        norm = jnp.sqrt(sum(x.sum() for x in squares.values()))
 
         def update(held: Held, _: jax.Array) -> Held:
             params, optimizer = held.parameters, held.optimizer
-            ends, kept = self._ends(gradients, params, optimizer, finite & jnp.isfinite(norm))
-            params = params | ends | new.parameters
+            after, kept = self._ends(ends, params, optimizer, finite & jnp.isfinite(norm))
+            params = params | after | new.parameters
             return Held(params, self.parts.join(optimizer, kept, new.moments), {})
 
         return Found(mean, norm, {}, squares, update)
@@ -113,6 +112,3 @@ class InBackwardUpdate(Update):
         layout = self.layout
         on = lambda path: NamedSharding(layout.mesh, getattr(layout.placed[path], column))
         return {path: lax.with_sharding_constraint(x, on(path)) for path, x in arrays.items()}
-
-    def _mean(self, gradient: jax.Array, weight: jax.Array) -> jax.Array:
-        return gradient * (1 / weight).astype(gradient.dtype)

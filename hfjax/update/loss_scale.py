@@ -1,8 +1,8 @@
-"""The loss scale of float16: where it goes, and DeepSpeed's rules of how it changes."""
+"""The loss scale of float16: DeepSpeed's rules of how it changes."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,52 +11,6 @@ import numpy as np
 from hfjax.base.mean import EXHAUSTED, OVERFLOW, SCALE, SKIPPED
 from hfjax.parallel.precision.dtypes import LossScale
 from hfjax.plan.layout import Scale
-
-
-@partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["scale"],
-    meta_fields=["rows", "length", "weighed"],
-)
-@dataclass
-class Seed:
-    """The cotangent of the loss: the loss scale, divided by the entries of a place.
-
-    A place is all devices that share the same rows. Its entries are the rows that go to it in a
-    step, times their length if the loss says how much it weighs (`hfjax.Mean`).
-    """
-
-    scale: jax.Array
-    rows: int = 1
-    length: int = 1
-    weighed: bool = False
-
-    def of(self, batch: Any) -> "Seed":
-        """Return the seed of a place that is given these rows in a step."""
-        arrays = jax.tree.leaves(batch)
-        whole = (x for x in arrays if x.ndim > 1 and not jnp.issubdtype(x.dtype, jnp.inexact))
-        return Seed(self.scale, arrays[0].shape[0], max((x.shape[1] for x in whole), default=1))
-
-    @property
-    def entries(self) -> int:
-        """By how many entries the scale is divided."""
-        return self.rows * (self.length if self.weighed else 1)
-
-    def __call__(self, total: jax.Array) -> jax.Array:
-        """Return the total, its cotangent multiplied by the seed."""
-        wide = total.astype(jnp.promote_types(total.dtype, "float32"))
-        return _times_backward(wide, self.scale / self.entries)
-
-
-@jax.custom_vjp
-def _times_backward(total: jax.Array, seed: jax.Array) -> jax.Array:
-    return total
-
-
-_times_backward.defvjp(
-    lambda total, seed: (total, seed),
-    lambda seed, slope: ((slope * seed).astype(slope.dtype), jnp.zeros_like(seed)),
-)
 
 
 def fresh(settings: LossScale) -> Scale:

@@ -27,7 +27,6 @@ from hfjax.parallel.execution import Execution
 from hfjax.parallel.mesh import platform_of
 from hfjax.parallel.placement import Placed
 from hfjax.plan.layout import Layout, State
-from hfjax.update.loss_scale import Seed
 
 
 class Held(NamedTuple):
@@ -76,11 +75,10 @@ class Gradients(NamedTuple):
     def of(cls, plane: Plane, state: State, batch: Any) -> "Gradients":
         """Return the gradients of a batch."""
         params, variables = flatten(state.params), flatten(state.variables)
-        seed = Seed(state.scale.value) if state.scale else None
+        seed = plane.context.seed_of(state.scale.value, plane.pieces) if state.scale else None
         gradients, mean, written = plane.gradients(params, variables, batch, state.step, seed)
         if seed is not None:
-            by = plane.context.traced.seed.entries / seed.scale
-            gradients = {path: g * by for path, g in gradients.items()}
+            gradients = {path: g / seed for path, g in gradients.items()}
         squares = {path: (g * g).sum() for path, g in gradients.items()}
         norm = jnp.sqrt(jnp.stack(list(squares.values())).sum()) / mean.weight
         return cls(gradients, mean, written, squares, norm, plane.context.execution.clip)

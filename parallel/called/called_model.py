@@ -21,10 +21,8 @@ class CalledAsItIs:
     def loss(
         self, stored: dict[str, Stored], variables: Flat, batch: Any, mode: str
     ) -> tuple[Mean, Flat]:
-        """Return this device's share of the loss, and the variables after it."""
-        context = self.context
-        told, changed = self._told(stored, variables, batch, mode, context.mean_of_rows)
-        return context.share(told), changed
+        """Return the loss, as values, and the variables after it."""
+        return self._told(stored, variables, batch, mode, self.context.mean_of_rows)
 
     def outputs(self, stored: dict[str, Stored], variables: Flat, batch: Any) -> Any:
         """Return the outputs of the model: a tree of arrays, `Part` and `Sum`."""

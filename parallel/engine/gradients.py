@@ -40,6 +40,15 @@ class StepInputs(NamedTuple):
     counts: Any  # numbers of the optimizer that belong to no parameter
 
 
+class Pass(NamedTuple):
+    """What the forward and backward passes of a microbatch give."""
+
+    gradients: Flat  # of total / weight
+    told: Any  # a Mean, or `Extras`
+    statistics: Flat  # variables after it
+    weight: jax.Array | None  # the same on all devices; None: gradients are of the total
+
+
 @dataclass(frozen=True)
 class Plane(ABC):
     """What runs on each device between the parameters at rest and the reduced gradients."""
@@ -48,7 +57,7 @@ class Plane(ABC):
 
     @abstractmethod
     def microbatch(self, parameters: Flat, keys: Callable) -> Callable:
-        """Return (statistics, batch, number) -> (gradients, Mean, statistics) of one microbatch.
+        """Return (statistics, batch, number) -> `Pass`, of one microbatch.
 
         `keys(layer or None, number, rows)` are the variables that hold random keys.
         """
@@ -80,24 +89,25 @@ class Plane(ABC):
     ) -> tuple:
         """Return (gradients of the total, placed as the moments; Mean; variables written to).
 
-        With a seed, the cotangent of the loss, they are larger; `context.traced.seed` says by what.
+        With a seed, the cotangent of the loss of a microbatch, they are so many times larger.
         A pipeline whose plane has `wanted` returns `Extras` (autodiff/model_parts.py), no Mean.
         """
         context = self.context
 
         def device(parameters: Flat, variables: Flat, batch, step: jax.Array, seed) -> tuple:
-            context.traced.begin(context.placed, seed and seed.of(batch))
+            seed = 1.0 if seed is None else seed
 
-            def run(dealt: bool) -> tuple:
-                context.traced.begin(context.placed, context.traced.seed)
+            def run(dealt: bool) -> Pass:
+                context.traced.begin(context.placed, seed)
                 known, of = context.blueprint.variables, (context.mesh, variables, rows_of(batch))
                 keys, statistics = keys_here(known, *of, step, context.sees_all_rows, dealt)
                 microbatch = self.microbatch(context.gather_once(parameters), keys)
                 return self._accumulate(microbatch, statistics, batch, dealt)
 
-            gradients, mean, statistics = self.of_one_device(run)
+            gradients, mean, statistics, weight = self.of_one_device(run)
             check_traced(context, mean_of(mean))
             gradients = context.reduction(gradients, context.placed)
+            gradients = _times(weight, gradients)
             changed = {p: x for p, x in statistics.items() if p in context.traced.written}
             mean = self.loss_over_devices(mean)
             return gradients, mean, context.average(changed), context.of_rows(changed)
@@ -172,7 +182,7 @@ class Plane(ABC):
         """Return this device's rows as parts of the microbatches of one device."""
         return jax.tree.map(partial(deal_rows, self.context.side, self.pieces), batch)
 
-    def _accumulate(self, microbatch: Callable, statistics: Flat, batch: Any, dealt: bool) -> tuple:
+    def _accumulate(self, microbatch: Callable, statistics: Flat, batch: Any, dealt: bool) -> Pass:
         """Return gradients, Mean and statistics after all microbatches of this device."""
         context, count = self.context, self.context.execution.accumulate
         deal = partial(deal_rows, context.side, self.pieces)
@@ -182,11 +192,11 @@ class Plane(ABC):
         batch = context.dealt(batch)
         found = self._one_by_one(microbatch, statistics, batch, count)
         if dealt:
-            back = {p: deal(x, back=True) for p, x in context.of_rows(found[2]).items()}
-            found = (*found[:2], found[2] | back)
+            back = {p: deal(x, back=True) for p, x in context.of_rows(found.statistics).items()}
+            found = found._replace(statistics=found.statistics | back)
         return found
 
-    def _one_by_one(self, microbatch: Callable, statistics: Flat, batch: Any, count: int) -> tuple:
+    def _one_by_one(self, microbatch: Callable, statistics: Flat, batch: Any, count: int) -> Pass:
         """Return the same of batches that are dealt."""
         context = self.context
         if count == 1:
@@ -195,7 +205,8 @@ class Plane(ABC):
         def body(carry: tuple, xs: tuple) -> tuple[tuple, tuple]:
             sums, statistics = carry
             of_rows, batch, number = xs
-            gradients, mean, held = microbatch(statistics | of_rows, batch, number)
+            gradients, mean, held, weight = microbatch(statistics | of_rows, batch, number)
+            gradients = _times(weight, gradients)
             held, of_rows = ({path: held[path] for path in of} for of in (statistics, of_rows))
             return (jax.tree.map(jnp.add, sums, gradients), held), (mean, of_rows)
 
@@ -205,7 +216,14 @@ class Plane(ABC):
         xs = (split(of_rows), split(batch), lax.iota("int32", count))
         (gradients, held), (means, of_rows) = lax.scan(body, (context.slots(), held), xs)
         of_rows = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), of_rows)
-        return gradients, jax.tree.map(lambda x: x.sum(0), means), held | of_rows
+        return Pass(gradients, jax.tree.map(lambda x: x.sum(0), means), held | of_rows, None)
+
+
+def _times(weight: jax.Array | None, gradients: Flat) -> Flat:
+    """Return the gradients of a total from those of total / weight."""
+    if weight is None:
+        return gradients
+    return {path: g * weight.astype(g.dtype) for path, g in gradients.items()}
 
 
 def check_traced(context: StepContext, mean: Mean) -> None:
@@ -222,7 +240,7 @@ class Forward(Protocol):
     def loss(
         self, stored: dict[str, Stored], variables: Flat, batch: Any, mode: str
     ) -> tuple[Mean, Flat]:
-        """Return this device's share of the loss, and the variables after it."""
+        """Return the loss, as values, and the variables after it."""
         ...
 
     def outputs(self, stored: dict[str, Stored], variables: Flat, batch: Any) -> Any:
@@ -237,27 +255,31 @@ class AutodiffPlane(Plane):
     model: Forward
 
     def microbatch(self, parameters: Flat, keys: Callable) -> Callable:
-        """Return (statistics, batch, number) -> (gradients, Mean, statistics) of one microbatch."""
+        """Return (statistics, batch, number) -> `Pass`, of one microbatch."""
         context = self.context
 
-        def total(slots: Flat, statistics: Flat, batch, number: Index) -> tuple:
+        def total(statistics: Flat, batch, number: Index, slots: Flat) -> tuple:
             variables = {**statistics, **keys(None, number, rows_of(batch))}
             stored = context.stored(parameters, slots)
             mean, changed = self.model.loss(stored, variables, batch, "train")
             new = (path for path, old in statistics.items() if changed[path] is not old)
             context.traced.written.update(new)
-            return mean.total, (mean, {path: changed[path] for path in statistics})
+            mine, held = context.traced.rows.shares(mean), {p: changed[p] for p in statistics}
+            return mine.total, (mine, held, context.weight(mean))
 
-        def run(statistics: Flat, batch, number: Index) -> tuple:
-            gradient = jax.grad(total, has_aux=True)
-            gradients, aux = gradient(context.slots(), statistics, batch, number)
-            return context.pin(gradients), *aux
+        def run(statistics: Flat, batch, number: Index) -> Pass:
+            forward = partial(total, statistics, batch, number)
+            mine, pullback, aux = jax.vjp(forward, context.slots(), has_aux=True)
+            mean, held, weight = aux
+            (gradients,) = pullback(context.cotangent(mine, weight))
+            return Pass(context.pin(gradients), mean, held, weight)
 
         return run
 
     def evaluated(self, parameters: Flat, variables: Flat, batch: Any) -> Mean:
         """Return this device's share of the loss."""
-        return self.model.loss(self.context.stored(parameters, None), variables, batch, "eval")[0]
+        stored = self.context.stored(parameters, None)
+        return self.context.traced.rows.shares(self.model.loss(stored, variables, batch, "eval")[0])
 
     def predicted(self, parameters: Flat, variables: Flat, batch: Any) -> Any:
         """Return the outputs of the model: a tree of arrays, `Part` and `Sum`."""

@@ -228,7 +228,7 @@ class Traced:
     unread: set[str] = field(default_factory=set)  # parameters that nothing has read yet
     written: set[str] = field(default_factory=set)  # variables that the model writes to
     summed: dict[str, Axes] = field(default_factory=dict)  # gradients that are summed already
-    seed: Any = None  # the cotangent of the loss, with a loss scale; None: 1
+    seed: Any = 1.0  # the cotangent of the loss of a microbatch
 
     @classmethod
     def of(cls, kernels: Local, run: Execution, mesh: Mesh, in_parts: Callable) -> "Traced":
@@ -240,7 +240,7 @@ class Traced:
         rows = OnRows(side, in_parts, inner, enters=enters)
         return cls(kernels, rows, Offloaded(run.offload))
 
-    def begin(self, parameters: Iterable[str], seed: Any = None) -> None:
+    def begin(self, parameters: Iterable[str], seed: Any = 1.0) -> None:
         """Begin a trace: what JAX kept of an earlier one, it must not take for this one's."""
         self.seed = seed
         self.unread, self.written = set(parameters), set()

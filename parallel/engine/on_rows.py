@@ -136,6 +136,10 @@ class OnRows:
         """Return values with the whole of each row that is here."""
         return self.inner.whole(self.side, tree) if self.inner else tree
 
+    def whole(self, value: Any) -> jax.Array:
+        """Return the whole of a value, on every device."""
+        return jnp.asarray(self.side.whole_of(self.whole_rows(value)))
+
     def shares(self, tree: Any) -> Any:
         """Return this device's share of each value of a tree."""
         return self.side.shares(self.inner.shares(self.side, tree) if self.inner else tree)

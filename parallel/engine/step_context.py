@@ -39,6 +39,7 @@ from hfjax.parallel.mesh import (
     platform_of,
     row_axes,
     sides,
+    size_of,
 )
 from hfjax.parallel.placement import Placed, auto_part
 from hfjax.parallel.precision.dtypes import Dtypes
@@ -196,21 +197,38 @@ class StepContext:
         self.traced.kernels.check_positions(rows.joins_inner, sent)
 
     def mean(self, outputs: Any, batch: Any) -> Mean:
-        """Return this device's share of the loss, which is computed of the rows of all devices."""
+        """Return the loss of the rows of all devices, as values."""
         rows = self.traced.rows
-        return self.share(rows.run("the loss", self.mean_of_rows, outputs, rows.values(batch)))
-
-    def share(self, mean: Mean) -> Mean:
-        """Return this device's share of a loss; the backward pass begins with the loss scale."""
-        mine, seed = self.traced.rows.shares(mean), self.traced.seed
-        return mine if seed is None else replace(mine, total=seed(mine.total))
+        return rows.run("the loss", self.mean_of_rows, outputs, rows.values(batch))
 
     def mean_of_rows(self, outputs: Any, batch: Any) -> Mean:
         """Return the loss of a batch all of whose rows are given."""
-        found = self.loss(outputs, batch)
-        if self.traced.seed is not None:
-            self.traced.seed.weighed = isinstance(found, Mean)
-        return as_mean(found, rows_of(batch))
+        return as_mean(self.loss(outputs, batch), rows_of(batch))
+
+    def weight(self, mean: Mean) -> jax.Array:
+        """Return the weight of a loss that is given as values, the same one on all devices.
+
+        Where each device sees its own rows only, it is their average; without weight it is 1.
+        """
+        weight = self.traced.rows.whole(mean.weight)
+        if self.rows and not self.sees_all_rows:
+            weight = lax.pmean(weight, self.rows)
+        return jnp.where(weight == 0, jnp.ones_like(weight), weight)
+
+    def cotangent(self, total: jax.Array, weight: jax.Array) -> jax.Array:
+        """Return the cotangent of a total: that of total / weight, times the loss scale.
+
+        So a rule of a derivative (`jax.custom_vjp`) sees what it sees in plain JAX.
+        """
+        return (self.traced.seed / weight).astype(total.dtype)
+
+    def seed_of(self, scale: jax.Array, microbatches: int) -> jax.Array:
+        """Return the cotangent of the loss of a microbatch under a loss scale.
+
+        It is DeepSpeed's: devices that have rows of their own each scale the mean of theirs.
+        """
+        places = size_of(self.rows, self.mesh) if self.sees_all_rows else 1
+        return scale * (places / microbatches)
 
     # -- moving parameters and gradients --------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""The update of one layer, on one device: reduce, divide by the weight, apply, put back."""
+"""The update of one layer, on one device: reduce, make it that of the mean, apply, put back."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -23,7 +23,7 @@ class Carry(NamedTuple):
 
     parameters: Flat  # stacks [L, ...], or the arrays of a list of layers
     moments: Flat
-    squares: Flat  # path -> [L] or [1], of the gradient of the total
+    squares: Flat  # path -> [L] or [1], of the gradient of the mean
     finite: Any  # whether all is: the loss, and the gradients of the layers that are done
 
 
@@ -53,19 +53,28 @@ class LayerUpdate(ABC):
     def put(self, carry: Carry, i: Index, new: Carry) -> Carry:
         """Return what is updated with what is new of layer i in its place."""
 
-    def __call__(self, carry: Carry, i: Index, stored: Flat, gradients: Flat, mean: Mean) -> Carry:
+    def __call__(
+        self,
+        carry: Carry,
+        i: Index,
+        stored: Flat,
+        gradients: Flat,
+        told: tuple[Mean, jax.Array],
+    ) -> Carry:
         """Return what is updated after the backward pass of layer i.
 
-        `stored` are its parameters on the device; what lies on the host passes through it.
+        `stored` are its parameters on the device; what lies on the host passes through it. `told`
+        is the Mean, and the factor that makes gradients its own.
         """
-        of = self.one()
-        total = self.reduction(self._pinned("gradient", self.rows(gradients), of), of)
-        squares = _squares(total, of)
+        of, (mean, scale) = self.one(), told
+        summed = self.reduction(self._pinned("gradient", self.rows(gradients), of), of)
+        gradients = scaled(summed, scale)
+        squares = _squares(gradients, of)
         loss = mean.total / mean.weight
         finite = carry.finite & jnp.isfinite(loss) & jnp.isfinite(sum(squares.values()))
-        parameters, moments = self.take(carry, i, list(total), stored)
+        parameters, moments = self.take(carry, i, list(gradients), stored)
         before = {path: _piece(of[path], x) for path, x in parameters.items()}, moments
-        after = self.apply(_scaled(total, mean.weight), moments, before[0])
+        after = self.apply(gradients, moments, before[0])
         if self.guards:
             after = jax.tree.map(lambda new, old: jnp.where(finite, new, old), after, before)
         stored = {path: _together(of[path], x) for path, x in after[0].items()}
@@ -132,9 +141,8 @@ class ListedUpdate(LayerUpdate):
         return Carry(parameters, moments, carry.squares | new.squares, new.finite)
 
 
-def _scaled(gradients: Flat, weight: jax.Array) -> Flat:
-    """Return gradients of the mean from those of the total."""
-    scale = 1 / weight
+def scaled(gradients: Flat, scale: jax.Array) -> Flat:
+    """Return gradients times a factor."""
     return {path: g * scale.astype(g.dtype) for path, g in gradients.items()}
 
 

@@ -40,15 +40,15 @@ class StackedPasses:
     unroll: int | bool = 1
 
     def run(self, carry: Carry, told: Callable) -> tuple[Carry, Any, Any]:
-        """Return what has changed, the gradients outside the layers, and what `told(aux)` returns.
+        """Return what has changed, the gradients outside the layers, and `told(Mean, weight)`.
 
-        `aux` is what the head tells, known before the first backward pass.
+        The head tells both before the first backward pass; gradients are those of total / weight.
         """
         enter = lambda outside: self.model.first(outside, self._zero)
         x, leave = jax.vjp(enter, self.model.outside)
         (y, fetched), stashes = self._forward(carry, x)
         dy, of_head, aux = heads_pass(self.model, y, self._zero)
-        aux = told(aux)
+        aux = told(*aux)
         dx, carry = self._backward(carry, stashes, (dy, fetched), aux)
         (of_embed,) = leave(cotangents(dx))
         return carry, jax.tree.map(jnp.add, of_head, of_embed), aux
@@ -107,9 +107,9 @@ class StackedPasses:
 def heads_pass(model: ModelParts, y: Any, number: Index) -> tuple[Any, Any, Any]:
     """Return the gradients of what enters the head and of parameters outside the layers; aux."""
     last = lambda outside, y: model.last(outside, y, number)
-    total, pullback, aux = jax.vjp(last, model.outside, y, has_aux=True)
-    gradients, dy = pullback(jnp.ones_like(total))
-    return arrays_of(dy, y), gradients, aux
+    total, pullback, (told, weight) = jax.vjp(last, model.outside, y, has_aux=True)
+    gradients, dy = pullback(model.cotangent(total, weight))
+    return arrays_of(dy, y), gradients, (told, weight)
 
 
 def _arrived(here: Flat, coming: Flat) -> tuple[Flat, Flat]:
@@ -129,7 +129,7 @@ class ListedPasses:
     after: Callable  # (carry, i, stored, gradients, told) -> carry, after a backward pass
 
     def run(self, carry: Carry, told: Callable) -> tuple[Carry, Any, Any]:
-        """Return what changed, the gradients outside the layers, and what `told(aux)` returns."""
+        """Return what changed, the gradients outside the layers, and `told(Mean, weight)`."""
         number = jnp.int32(0)
         x, leave = jax.vjp(lambda outside: self.model.first(outside, number), self.model.outside)
         pullbacks = []
@@ -138,7 +138,7 @@ class ListedPasses:
             x, pullback = jax.vjp(run, slots, x)
             pullbacks.append((pullback, inside))
         dx, of_head, aux = heads_pass(self.model, x, number)
-        aux = told(aux)
+        aux = told(*aux)
         for i, (pullback, inside) in reversed(list(enumerate(pullbacks))):
             gradients, dx = pullback(cotangents(dx))
             carry = self.after(carry, i, self.stored(carry, i), gradients, aux)

@@ -20,12 +20,18 @@ from hfjax.base.mean import Mean
 from hfjax.base.paths import Flat, Index
 from hfjax.parallel.arrangement import arrange
 from hfjax.parallel.engine.blueprint import LAYERS, Layer
-from hfjax.parallel.engine.gradients import Plane, StepInputs, check_traced
+from hfjax.parallel.engine.gradients import Pass, Plane, StepInputs, check_traced
 from hfjax.parallel.engine.keys import keys_here, variables_of
 from hfjax.parallel.engine.layers import offload_residuals
 from hfjax.parallel.engine.reduce import reduce_gradient
 from hfjax.parallel.engine.step_context import StepContext, rows_of
-from hfjax.parallel.layerwise.one_layer import Carry, LayerUpdate, ListedUpdate, StackedUpdate
+from hfjax.parallel.layerwise.one_layer import (
+    Carry,
+    LayerUpdate,
+    ListedUpdate,
+    StackedUpdate,
+    scaled,
+)
 from hfjax.parallel.layerwise.passes import ListedPasses, StackedPasses
 from hfjax.parallel.memory import is_on_host, to_device
 from hfjax.parallel.three_parts.placed_model import IN_A_LOOP, PlacedModel
@@ -36,19 +42,19 @@ class LayerwisePlane(Plane):
     """A plane that runs a model in three parts layer by layer."""
 
     def microbatch(self, parameters: Flat, keys: Callable) -> Callable:
-        """Return (statistics, batch, number) -> (gradients, Mean, statistics) of one microbatch."""
+        """Return (statistics, batch, number) -> `Pass`, of one microbatch."""
         context = self.context
 
-        def run(statistics: Flat, batch, number: Index) -> tuple[Flat, Mean, Flat]:
+        def run(statistics: Flat, batch, number: Index) -> Pass:
             rows = rows_of(batch)
             of = lambda m, i: {**variables_of(statistics, i), **keys(i, number, rows)}
             placed = self.placed(parameters, of, batch, "train")
             sums = {path: x for path, x in placed.slots.items() if path.startswith(LAYERS)}
             through = self.passes(placed, lambda sums: placed.parameters, self._collect)
-            sums, outside, mean = through.run(sums, lambda mean: mean)
+            sums, outside, (mean, weight) = through.run(sums, lambda mean, weight: (mean, weight))
             found = sums | self.reduced(outside, placed)
             gradients = context.pin({path: found[path] for path in context.trained})
-            return gradients, mean, statistics
+            return Pass(gradients, mean, statistics, weight)
 
         return run
 
@@ -104,6 +110,8 @@ class LayerwisePlane(Plane):
             keeps_last=False,
             unwritten=IN_A_LOOP,
             keeping=self._keeping,
+            weigh=context.weight if mode == "train" else None,
+            seed=context.traced.seed,
         )
 
     def reduced(self, outside: Flat, placed: PlacedModel) -> Flat:
@@ -201,8 +209,8 @@ class LayerUpdatePlane:
         """Return the layers' new state; squares; finite; gradients outside the layers; Mean.
 
         `apply(gradients, moments, counts, parameters) -> (parameters, moments)` is given rows of
-        the layers' stacks and gradients of the mean; those of embed and head are of the total.
-        `belongs` says of each of the moments to which parameter it belongs.
+        the layers' stacks. All gradients, and squares, are those of the mean. `belongs` says of
+        each of the moments to which parameter it belongs.
         """
         context = self.plane.context
 
@@ -212,9 +220,11 @@ class LayerUpdatePlane:
             update = self._update(held, apply, belongs)
             stored = lambda carry: self._stored(carry, placed)
             through = self.plane.passes(placed, stored, update)
-            carry, outside, mean = through.run(self._carry(held), context.sum)
+            carry, outside, told = through.run(self._carry(held), self._told)
+            mean, scale = told
             check_traced(context, mean)
             gradients = update.reduction(self.plane.reduced(outside, placed), context.placed)
+            gradients = scaled(gradients, scale)
             new = StepInputs(carry.parameters, {}, carry.moments, {})
             return new, carry.squares, carry.finite, gradients, mean
 
@@ -226,6 +236,11 @@ class LayerUpdatePlane:
         in_specs = (given, context.batch_spec, P())
         out_specs = (StepInputs(trained, P(), of_moments, P()), P(), P(), outside, P())
         return context.shard_map(device, in_specs, out_specs)(held, batch, step)
+
+    def _told(self, mean: Mean, weight: jax.Array) -> tuple[Mean, jax.Array]:
+        """Return the Mean of all devices, and what makes gradients of total / weight its own."""
+        mean = self.plane.context.sum(mean)
+        return mean, weight / mean.weight
 
     @property
     def guards(self) -> bool:

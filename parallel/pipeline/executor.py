@@ -302,8 +302,10 @@ class Pipeline:
         def run(aux, outside: Flat) -> tuple[Any, Flat, Any]:
             last = lambda outside, y: self.model.last(outside, y, m)
             total, pullback, told = jax.vjp(last, self.model.outside, y, has_aux=True)
-            gradients, dy = pullback(jnp.ones_like(total))
-            return (tell(told, aux), _add(outside, gradients), arrays_of(dy, y))
+            weight = self.model.weight(m)
+            gradients, dy = pullback(self.model.cotangent(total, weight))
+            outside = _add(outside, gradients, weight)
+            return tell(told, aux), outside, arrays_of(dy, y)
 
         def skip(aux, outside: Flat) -> tuple[Any, Flat, Any]:
             return aux, outside, self.queue("dy").get(state["dy"], 0, at.positive("H_dy"))
@@ -403,7 +405,8 @@ class Pipeline:
             real = there if real is None else real & there
         if real is not None:
             new = jax.tree.map(lambda a: jnp.where(real, a, jnp.zeros((), a.dtype)), new)
-        total = _add(self.weights.sums(self, gradients, unit, chunk, at), new)
+        weight = self.model.weight(at.positive(f"{kind}_microbatch"))
+        total = _add(self.weights.sums(self, gradients, unit, chunk, at), new, weight)
         total = self.last.sum(total) if self._closes(at) else total
         return self.chunks.put(gradients, unit, chunk, total)
 
@@ -413,12 +416,14 @@ class Pipeline:
         def run(outside: Flat) -> Flat:
             first = lambda outside: self.model.first(outside, m)
             _, pullback = jax.vjp(first, self.model.outside)
-            return _add(outside, pullback(cotangents(dx))[0])
+            return _add(outside, pullback(cotangents(dx))[0], self.model.weight(m))
 
         return state | {
             "outside": at.branch("first_backward", run, lambda outside: outside, state["outside"])
         }
 
 
-def _add(sums: Flat, new: Flat) -> Flat:
-    return jax.tree.map(lambda a, b: a + b.astype(a.dtype), sums, new)
+def _add(sums: Flat, new: Flat, weight: Any) -> Flat:
+    """Return sums with new gradients, of total / weight, made those of the total."""
+    add = lambda a, b: a + b.astype(a.dtype) * jnp.asarray(weight, a.dtype)
+    return jax.tree.map(add, sums, new)

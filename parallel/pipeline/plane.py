@@ -6,7 +6,7 @@ how much memory waits between ticks.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Protocol
 
 import jax
@@ -18,9 +18,9 @@ from jax.sharding import PartitionSpec as P
 from hfjax.base.paths import Flat, Index, Tree
 from hfjax.parallel.arrangement import Arrangement
 from hfjax.parallel.autodiff.model_parts import Extras, ModelParts
-from hfjax.parallel.autodiff.program import bytes_of
+from hfjax.parallel.autodiff.program import bytes_of, piece
 from hfjax.parallel.engine.blueprint import LAYERS, Blueprint
-from hfjax.parallel.engine.gradients import Plane
+from hfjax.parallel.engine.gradients import Pass, Plane
 from hfjax.parallel.engine.keys import variables_of
 from hfjax.parallel.engine.reduce import scattered
 from hfjax.parallel.engine.step_context import rows_of
@@ -59,25 +59,26 @@ class PipelinePlane(Plane):
     watch: Callable[[Pipeline], None] | None = None  # shown the executor, within a trace
 
     def microbatch(self, parameters: Flat, keys: Callable) -> Callable:
-        """Return (statistics, batch, number) -> (gradients, what is told, statistics)."""
+        """Return (statistics, batch, number) -> `Pass`, of one microbatch of the step."""
         context = self.context
 
-        def run(statistics: Flat, batch, number: Index) -> tuple[Flat, Any, Flat]:
-            placed = self.training(parameters, statistics, batch, keys, number)
-            gradients, outside, told = self._run(placed, rows_of(batch))
+        def run(statistics: Flat, batch, number: Index) -> Pass:
+            model = self.training(parameters, statistics, batch, keys, number)
+            gradients, outside, told = self._run(model, rows_of(batch))
             trained = {p: g for p, g in outside.items() if not context.placed[p].frozen}
             found = gradients | {
                 path: self.outside_scattered(path, g) for path, g in trained.items()
             }
             gradients = context.pin({path: found[path] for path in context.trained})
-            return gradients, told, statistics
+            return Pass(gradients, told, statistics, None)
 
         return run
 
     def evaluated(self, parameters: Flat, variables: Flat, batch: Any) -> Any:
         """Return the loss of this device's rows."""
         of = lambda m, layer: variables_of(variables, layer)
-        return self._run(self._placed(parameters, batch, of, "eval"), rows_of(batch))[2]
+        model = self._placed(parameters, batch, of, "eval").model()
+        return self._run(model, rows_of(batch))[2]
 
     def predicted(self, parameters: Flat, variables: Flat, batch: Any) -> Any:
         """Return the outputs of this device's rows, from the last stage."""
@@ -109,7 +110,7 @@ class PipelinePlane(Plane):
 
     def training(
         self, parameters: Flat, statistics: Flat, batch: Any, keys: Callable, number: Index
-    ) -> Staged:
+    ) -> ModelParts:
         """Return the model in three parts for a microbatch of the step, with its random keys."""
         count = self.ticks.table.microbatches
         rows = rows_of(batch) // count
@@ -117,9 +118,20 @@ class PipelinePlane(Plane):
         def variables(m: Index, layer: Index | None) -> Flat:
             return {**variables_of(statistics, layer), **keys(layer, number * count + m, rows)}
 
-        return self._placed(parameters, batch, variables, "train")
+        placed = partial(self._placed, parameters, batch, variables, "train")
+        weights = known_weights(placed(self.context.weight).model(), count)
+        if weights is None:
+            weights = jnp.full(count, rows * self.context.side.size, "float32")
+        return replace(placed().model(), weight=lambda m: weights[m])
 
-    def _placed(self, parameters: Flat, batch: Any, variables: Callable, mode: str) -> Staged:
+    def _placed(
+        self,
+        parameters: Flat,
+        batch: Any,
+        variables: Callable,
+        mode: str,
+        weigh: Callable | None = None,
+    ) -> Staged:
         """Return the model in three parts for one pass over the microbatches of `batch`."""
         context, count = self.context, self.ticks.table.microbatches
         split = jax.tree.map(lambda x: x.reshape(count, -1, *x.shape[1:]), batch)
@@ -138,12 +150,14 @@ class PipelinePlane(Plane):
             policy=context.policy(views=context.options.tells_names),
             wanted=self.wanted,
             keeps_last=context.options.remat.what == "except_last",
+            weigh=weigh,
+            seed=context.traced.seed,
         )
         return placed if self.unlike is None else self.unlike(placed)
 
-    def _run(self, placed: Staged, rows: int) -> tuple[Any, Any, Any]:
+    def _run(self, model: ModelParts, rows: int) -> tuple[Any, Any, Any]:
         """Return the gradients of the layers, those of the rest, and the mean (or `Extras`)."""
-        model, offloading = placed.model(), self.offloading
+        offloading = self.offloading
         ticks, last = self.ticks, None
         if self.summed_in_last_tick and ticks.table.trains:
             self.context.traced.summed.update(self.summed_in_last_tick)
@@ -262,6 +276,25 @@ class PipelinePlane(Plane):
             return lax.psum(x.astype(jnp.float32) if narrow else x, PIPE_AXIS).astype(x.dtype)
 
         return jax.tree.map(send, outputs)
+
+
+def known_weights(model: ModelParts, count: int) -> jax.Array | None:
+    """Return the weight of each microbatch, [M]; None where it follows from what layers compute.
+
+    Every stage knows the batch, so each computes them before the first tick. `model.last` tells
+    the weight besides.
+    """
+    m = jnp.int32(0)
+    x = jax.eval_shape(model.first, model.outside, m)
+    program = piece(lambda x, m: model.last(model.outside, x, m)[1][1], x, m)
+    part = program.part(program.outputs)
+    *of_x, number = program.inputs
+    if part.reads.intersection(of_x):
+        return None
+    weight = lambda m: part(*[None] * len(of_x), m)[0]
+    if number not in part.reads:
+        return jnp.broadcast_to(weight(m), (count,))
+    return jax.vmap(weight)(lax.iota("int32", count))
 
 
 def no_permutes(table: Table, listed: bool, remat: Remat, blueprint: Blueprint) -> str | None:

@@ -24,7 +24,7 @@ class InThreeParts:
     def loss(
         self, stored: dict[str, Stored], variables: Flat, batch: Any, mode: str
     ) -> tuple[Mean, Flat]:
-        """Return this device's share of the loss, and the variables after it."""
+        """Return the loss, as values, and the variables after it."""
         return self._told(stored, variables, batch, mode, self.context.mean)
 
     def outputs(self, stored: dict[str, Stored], variables: Flat, batch: Any) -> Any:

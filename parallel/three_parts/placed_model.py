@@ -51,7 +51,7 @@ class PlacedModel:
     slots: Mapping[str, Any]  # shape and dtype of the gradient of each parameter that has one
     variables: Callable  # (m, number of a layer or None) -> variables for this microbatch
     inputs: Callable  # m -> what the model is given
-    mean: Callable  # (outputs, m) -> Mean
+    mean: Callable  # (outputs, m) -> Mean of values
     rows: OnRows
     mode: str
     policy: Callable | None
@@ -60,6 +60,8 @@ class PlacedModel:
     unwritten: str = field(default=IN_A_PIPELINE, kw_only=True)  # why no variable is written to
     # Makes of a layer's function one that keeps something else for its backward pass.
     keeping: Callable = field(default=lambda function: function, kw_only=True)
+    weigh: Callable | None = field(default=None, kw_only=True)  # the Mean -> its weight: told too
+    seed: Any = field(default=1.0, kw_only=True)  # the cotangent of the loss of a microbatch
 
     def model(self) -> ModelParts:
         """Return what the executor runs."""
@@ -74,6 +76,7 @@ class PlacedModel:
             slots={path: row(self.slots[path]) for path in layers if path in self.slots},
             order=self.arrangement.order,
             keep=replace(self, policy=None).passes if self.keeps_last else None,
+            seed=self.seed,
         )
 
     @cached_property
@@ -118,7 +121,9 @@ class PlacedModel:
         """Return the total of the loss, which is differentiated, and what is told."""
         outputs = self._end("head", outside, x, m)
         mean = self.mean(outputs, m)
-        return mean.total, self._told(mean, outputs)
+        mine = self.rows.shares(mean)
+        told = self._told(mine, outputs)
+        return mine.total, (told, self.weigh(mean)) if self.weigh else told
 
     def _told(self, mean: Mean, outputs: Any) -> "Mean | Extras":
         if self.wanted is None:

@@ -78,7 +78,7 @@ class AsynchronousPlane:
         of = known, context.mesh, held.variables, rows, step
         keys, statistics = keys_here(*of, context.sees_all_rows, dealt)
         batch = context.dealt(self.plane.dealt(batch) if dealt else batch)
-        model = weighed(self.plane.training(held.parameters, statistics, batch, keys, 0).model())
+        model = weighed(self.plane.training(held.parameters, statistics, batch, keys, 0))
         columns = ticks.columns | self.versions.columns
         columns["B_first"] = _first_of_group(columns["B_microbatch"], columns["U_version"])
         weights = VersionedWeights(
@@ -126,7 +126,8 @@ def weighed(model: ModelParts) -> ModelParts:
     def last(outside: Flat, carried: tuple, m: Index) -> tuple[jax.Array, Mean]:
         x, beside = carried
         total, mean = model.last(outside, x, m)
-        return total + (beside * lax.stop_gradient(mean.weight)).astype(total.dtype), mean
+        weight = lax.stop_gradient(mean.weight) * model.weight(m)  # dy is of total / weight
+        return total + (beside * weight).astype(total.dtype), mean
 
     keep = model.keep and with_weight(model.keep)
     passes = with_weight(model.passes)
