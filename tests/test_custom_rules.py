@@ -17,7 +17,6 @@ import hfjax
 from hfjax import Schedule
 from hfjax.models.parts import stacked
 from hfjax.parallel.strategy import (
-    CONTEXT,
     DDP,
     FSDP,
     HOST_OPTIMIZER,
@@ -26,7 +25,6 @@ from hfjax.parallel.strategy import (
     TENSOR,
     ZERO1,
 )
-from tests.small_gpt import mlps, tokens
 
 RULES = {
     "clip": lambda g: jnp.clip(g, -0.003, 0.003),

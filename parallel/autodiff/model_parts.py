@@ -25,13 +25,13 @@ class ModelParts:
     slots: Mapping[str, Any]  # shapes and dtypes of one unit's gradients
     order: np.ndarray  # [stages, chunks, units]: number of the unit, -1 where there is none
     keep: Callable | None = None  # the passes of the last microbatch, if that recomputes less
-    # m -> its weight: gradients of total / weight pass the stages, and accumulate as the total's.
-    weight: Callable = lambda m: 1.0
+    # m -> by what its total is divided before its backward pass; gradients are added as its own.
+    divisor: Callable = lambda m: 1.0
     seed: Any = 1.0  # the cotangent of the loss of a microbatch
 
-    def cotangent(self, total: jax.Array, weight: Any) -> jax.Array:
+    def cotangent(self, total: jax.Array, divisor: Any) -> jax.Array:
         """Return the cotangent with which the backward pass of a microbatch begins."""
-        return jnp.asarray(self.seed / weight, total.dtype)
+        return jnp.asarray(self.seed / divisor, total.dtype)
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["means", "outputs"], meta_fields=[])

@@ -43,10 +43,10 @@ class StepInputs(NamedTuple):
 class Pass(NamedTuple):
     """What the forward and backward passes of a microbatch give."""
 
-    gradients: Flat  # of total / weight
+    gradients: Flat  # of total / divisor
     told: Any  # a Mean, or `Extras`
     statistics: Flat  # variables after it
-    weight: jax.Array | None  # the same on all devices; None: gradients are of the total
+    divisor: jax.Array | None  # the same on all devices; None: 1
 
 
 @dataclass(frozen=True)
@@ -104,10 +104,10 @@ class Plane(ABC):
                 microbatch = self.microbatch(context.gather_once(parameters), keys)
                 return self._accumulate(microbatch, statistics, batch, dealt)
 
-            gradients, mean, statistics, weight = self.of_one_device(run)
+            gradients, mean, statistics, divisor = self.of_one_device(run)
             check_traced(context, mean_of(mean))
             gradients = context.reduction(gradients, context.placed)
-            gradients = _times(weight, gradients)
+            gradients = _times(divisor, gradients)
             changed = {p: x for p, x in statistics.items() if p in context.traced.written}
             mean = self.loss_over_devices(mean)
             return gradients, mean, context.average(changed), context.of_rows(changed)
@@ -205,8 +205,8 @@ class Plane(ABC):
         def body(carry: tuple, xs: tuple) -> tuple[tuple, tuple]:
             sums, statistics = carry
             of_rows, batch, number = xs
-            gradients, mean, held, weight = microbatch(statistics | of_rows, batch, number)
-            gradients = _times(weight, gradients)
+            gradients, mean, held, divisor = microbatch(statistics | of_rows, batch, number)
+            gradients = _times(divisor, gradients)
             held, of_rows = ({path: held[path] for path in of} for of in (statistics, of_rows))
             return (jax.tree.map(jnp.add, sums, gradients), held), (mean, of_rows)
 
@@ -219,11 +219,11 @@ class Plane(ABC):
         return Pass(gradients, jax.tree.map(lambda x: x.sum(0), means), held | of_rows, None)
 
 
-def _times(weight: jax.Array | None, gradients: Flat) -> Flat:
-    """Return the gradients of a total from those of total / weight."""
-    if weight is None:
+def _times(divisor: jax.Array | None, gradients: Flat) -> Flat:
+    """Return the gradients of a total from those of total / divisor."""
+    if divisor is None:
         return gradients
-    return {path: g * weight.astype(g.dtype) for path, g in gradients.items()}
+    return {path: g * divisor.astype(g.dtype) for path, g in gradients.items()}
 
 
 def check_traced(context: StepContext, mean: Mean) -> None:
@@ -258,28 +258,28 @@ class AutodiffPlane(Plane):
         """Return (statistics, batch, number) -> `Pass`, of one microbatch."""
         context = self.context
 
-        def total(statistics: Flat, batch, number: Index, slots: Flat) -> tuple:
+        def forward(statistics: Flat, batch, number: Index, slots: Flat) -> tuple:
             variables = {**statistics, **keys(None, number, rows_of(batch))}
             stored = context.stored(parameters, slots)
             mean, changed = self.model.loss(stored, variables, batch, "train")
             new = (path for path, old in statistics.items() if changed[path] is not old)
             context.traced.written.update(new)
-            mine, held = context.traced.rows.shares(mean), {p: changed[p] for p in statistics}
-            return mine.total, (mine, held, context.weight(mean))
+            mine = context.share(mean)
+            return mine.total, (mine, {path: changed[path] for path in statistics})
 
         def run(statistics: Flat, batch, number: Index) -> Pass:
-            forward = partial(total, statistics, batch, number)
-            mine, pullback, aux = jax.vjp(forward, context.slots(), has_aux=True)
-            mean, held, weight = aux
-            (gradients,) = pullback(context.cotangent(mine, weight))
-            return Pass(context.pin(gradients), mean, held, weight)
+            of_slots = partial(forward, statistics, batch, number)
+            total, pullback, (mean, held) = jax.vjp(of_slots, context.slots(), has_aux=True)
+            divisor = context.divisor(mean.weight)
+            (gradients,) = pullback((context.traced.seed / divisor).astype(total.dtype))
+            return Pass(context.pin(gradients), mean, held, divisor)
 
         return run
 
     def evaluated(self, parameters: Flat, variables: Flat, batch: Any) -> Mean:
         """Return this device's share of the loss."""
         stored = self.context.stored(parameters, None)
-        return self.context.traced.rows.shares(self.model.loss(stored, variables, batch, "eval")[0])
+        return self.context.share(self.model.loss(stored, variables, batch, "eval")[0])
 
     def predicted(self, parameters: Flat, variables: Flat, batch: Any) -> Any:
         """Return the outputs of the model: a tree of arrays, `Part` and `Sum`."""
@@ -287,7 +287,7 @@ class AutodiffPlane(Plane):
 
     def loss_over_devices(self, mean: Mean) -> Mean:
         """Return the mean over the rows of all devices."""
-        return self.context.sum(mean)
+        return self.context.over_devices(mean)
 
     @property
     def loss_specs(self) -> P:

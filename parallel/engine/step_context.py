@@ -206,21 +206,27 @@ class StepContext:
         return as_mean(self.loss(outputs, batch), rows_of(batch))
 
     def weight(self, mean: Mean) -> jax.Array:
-        """Return the weight of a loss that is given as values, the same one on all devices.
-
-        Where each device sees its own rows only, it is their average; without weight it is 1.
-        """
+        """Return the weight of a loss that is given as values: that of all devices."""
         weight = self.traced.rows.whole(mean.weight)
-        if self.rows and not self.sees_all_rows:
-            weight = lax.pmean(weight, self.rows)
-        return jnp.where(weight == 0, jnp.ones_like(weight), weight)
+        return weight if self.sees_all_rows or not self.rows else lax.psum(weight, self.rows)
 
-    def cotangent(self, total: jax.Array, weight: jax.Array) -> jax.Array:
-        """Return the cotangent of a total: that of total / weight, times the loss scale.
+    def share(self, mean: Mean) -> Mean:
+        """Return this device's share of a loss that is given as values; its weight is whole."""
+        return replace(self.traced.rows.shares(mean), weight=self.weight(mean))
 
-        So a rule of a derivative (`jax.custom_vjp`) sees what it sees in plain JAX.
+    def over_devices(self, mean: Mean) -> Mean:
+        """Return the loss of all devices, given the share of each."""
+        total, metrics = self.sum((mean.total, mean.metrics))
+        return replace(mean, total=total, metrics=metrics)
+
+    def divisor(self, weight: jax.Array) -> jax.Array:
+        """Return by what the total of a microbatch is divided before its backward pass.
+
+        It is the weight, so that a rule of a derivative (`jax.custom_vjp`) sees the cotangent that
+        it sees in plain JAX. Devices that see only their own rows each have the average.
         """
-        return (self.traced.seed / weight).astype(total.dtype)
+        each = weight if self.sees_all_rows else weight / size_of(self.rows, self.mesh)
+        return jnp.where(each == 0, jnp.ones_like(each), each)
 
     def seed_of(self, scale: jax.Array, microbatches: int) -> jax.Array:
         """Return the cotangent of the loss of a microbatch under a loss scale.

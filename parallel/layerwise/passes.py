@@ -40,15 +40,15 @@ class StackedPasses:
     unroll: int | bool = 1
 
     def run(self, carry: Carry, told: Callable) -> tuple[Carry, Any, Any]:
-        """Return what has changed, the gradients outside the layers, and `told(Mean, weight)`.
+        """Return what has changed, the gradients outside the layers, and what is told.
 
-        The head tells both before the first backward pass; gradients are those of total / weight.
+        The head tells the Mean before the first backward pass; `told(Mean)` is (what is told,
+        divisor), and gradients are those of total / divisor.
         """
         enter = lambda outside: self.model.first(outside, self._zero)
         x, leave = jax.vjp(enter, self.model.outside)
         (y, fetched), stashes = self._forward(carry, x)
-        dy, of_head, aux = heads_pass(self.model, y, self._zero)
-        aux = told(*aux)
+        dy, of_head, aux = heads_pass(self.model, y, self._zero, told)
         dx, carry = self._backward(carry, stashes, (dy, fetched), aux)
         (of_embed,) = leave(cotangents(dx))
         return carry, jax.tree.map(jnp.add, of_head, of_embed), aux
@@ -104,12 +104,13 @@ class StackedPasses:
         return last[0], carry
 
 
-def heads_pass(model: ModelParts, y: Any, number: Index) -> tuple[Any, Any, Any]:
-    """Return the gradients of what enters the head and of parameters outside the layers; aux."""
+def heads_pass(model: ModelParts, y: Any, number: Index, told: Callable) -> tuple[Any, Any, Any]:
+    """Return the gradients of what enters the head and of what is outside the layers; the told."""
     last = lambda outside, y: model.last(outside, y, number)
-    total, pullback, (told, weight) = jax.vjp(last, model.outside, y, has_aux=True)
-    gradients, dy = pullback(model.cotangent(total, weight))
-    return arrays_of(dy, y), gradients, (told, weight)
+    total, pullback, mean = jax.vjp(last, model.outside, y, has_aux=True)
+    aux, divisor = told(mean)
+    gradients, dy = pullback(model.cotangent(total, divisor))
+    return arrays_of(dy, y), gradients, aux
 
 
 def _arrived(here: Flat, coming: Flat) -> tuple[Flat, Flat]:
@@ -129,7 +130,7 @@ class ListedPasses:
     after: Callable  # (carry, i, stored, gradients, told) -> carry, after a backward pass
 
     def run(self, carry: Carry, told: Callable) -> tuple[Carry, Any, Any]:
-        """Return what changed, the gradients outside the layers, and `told(Mean, weight)`."""
+        """Return what changed, the gradients outside the layers, and what is told."""
         number = jnp.int32(0)
         x, leave = jax.vjp(lambda outside: self.model.first(outside, number), self.model.outside)
         pullbacks = []
@@ -137,8 +138,7 @@ class ListedPasses:
             inside, run = x, lambda slots, x, i=i: self._layer(i, carry, slots, x)
             x, pullback = jax.vjp(run, slots, x)
             pullbacks.append((pullback, inside))
-        dx, of_head, aux = heads_pass(self.model, x, number)
-        aux = told(*aux)
+        dx, of_head, aux = heads_pass(self.model, x, number, told)
         for i, (pullback, inside) in reversed(list(enumerate(pullbacks))):
             gradients, dx = pullback(cotangents(dx))
             carry = self.after(carry, i, self.stored(carry, i), gradients, aux)

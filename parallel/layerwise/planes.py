@@ -51,10 +51,11 @@ class LayerwisePlane(Plane):
             placed = self.placed(parameters, of, batch, "train")
             sums = {path: x for path, x in placed.slots.items() if path.startswith(LAYERS)}
             through = self.passes(placed, lambda sums: placed.parameters, self._collect)
-            sums, outside, (mean, weight) = through.run(sums, lambda mean, weight: (mean, weight))
+            told = lambda mean: (mean, context.divisor(mean.weight))
+            sums, outside, mean = through.run(sums, told)
             found = sums | self.reduced(outside, placed)
             gradients = context.pin({path: found[path] for path in context.trained})
-            return Pass(gradients, mean, statistics, weight)
+            return Pass(gradients, mean, statistics, context.divisor(mean.weight))
 
         return run
 
@@ -73,7 +74,7 @@ class LayerwisePlane(Plane):
 
     def loss_over_devices(self, mean: Mean) -> Mean:
         """Return the mean over the rows of all devices."""
-        return self.context.sum(mean)
+        return self.context.over_devices(mean)
 
     @property
     def loss_specs(self) -> P:
@@ -103,6 +104,7 @@ class LayerwisePlane(Plane):
             variables=variables,
             inputs=lambda m: inputs,
             mean=lambda outputs, m: context.mean(outputs, batch),
+            share=context.share,
             rows=context.traced.rows,
             mode=mode,
             policy=context.policy(),
@@ -110,7 +112,6 @@ class LayerwisePlane(Plane):
             keeps_last=False,
             unwritten=IN_A_LOOP,
             keeping=self._keeping,
-            weigh=context.weight if mode == "train" else None,
             seed=context.traced.seed,
         )
 
@@ -237,10 +238,11 @@ class LayerUpdatePlane:
         out_specs = (StepInputs(trained, P(), of_moments, P()), P(), P(), outside, P())
         return context.shard_map(device, in_specs, out_specs)(held, batch, step)
 
-    def _told(self, mean: Mean, weight: jax.Array) -> tuple[Mean, jax.Array]:
-        """Return the Mean of all devices, and what makes gradients of total / weight its own."""
-        mean = self.plane.context.sum(mean)
-        return mean, weight / mean.weight
+    def _told(self, mean: Mean) -> tuple[tuple[Mean, jax.Array], jax.Array]:
+        """Return the Mean of all devices with what makes gradients its own; the divisor."""
+        mean = self.plane.context.over_devices(mean)
+        divisor = self.plane.context.divisor(mean.weight)
+        return (mean, divisor / mean.weight), divisor
 
     @property
     def guards(self) -> bool:

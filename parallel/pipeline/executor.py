@@ -302,9 +302,9 @@ class Pipeline:
         def run(aux, outside: Flat) -> tuple[Any, Flat, Any]:
             last = lambda outside, y: self.model.last(outside, y, m)
             total, pullback, told = jax.vjp(last, self.model.outside, y, has_aux=True)
-            weight = self.model.weight(m)
-            gradients, dy = pullback(self.model.cotangent(total, weight))
-            outside = _add(outside, gradients, weight)
+            divisor = self.model.divisor(m)
+            gradients, dy = pullback(self.model.cotangent(total, divisor))
+            outside = _add(outside, gradients, divisor)
             return tell(told, aux), outside, arrays_of(dy, y)
 
         def skip(aux, outside: Flat) -> tuple[Any, Flat, Any]:
@@ -405,8 +405,8 @@ class Pipeline:
             real = there if real is None else real & there
         if real is not None:
             new = jax.tree.map(lambda a: jnp.where(real, a, jnp.zeros((), a.dtype)), new)
-        weight = self.model.weight(at.positive(f"{kind}_microbatch"))
-        total = _add(self.weights.sums(self, gradients, unit, chunk, at), new, weight)
+        divisor = self.model.divisor(at.positive(f"{kind}_microbatch"))
+        total = _add(self.weights.sums(self, gradients, unit, chunk, at), new, divisor)
         total = self.last.sum(total) if self._closes(at) else total
         return self.chunks.put(gradients, unit, chunk, total)
 
@@ -416,14 +416,14 @@ class Pipeline:
         def run(outside: Flat) -> Flat:
             first = lambda outside: self.model.first(outside, m)
             _, pullback = jax.vjp(first, self.model.outside)
-            return _add(outside, pullback(cotangents(dx))[0], self.model.weight(m))
+            return _add(outside, pullback(cotangents(dx))[0], self.model.divisor(m))
 
         return state | {
             "outside": at.branch("first_backward", run, lambda outside: outside, state["outside"])
         }
 
 
-def _add(sums: Flat, new: Flat, weight: Any) -> Flat:
-    """Return sums with new gradients, of total / weight, made those of the total."""
-    add = lambda a, b: a + b.astype(a.dtype) * jnp.asarray(weight, a.dtype)
+def _add(sums: Flat, new: Flat, divisor: Any) -> Flat:
+    """Return sums with new gradients, of total / divisor, made those of the total."""
+    add = lambda a, b: a + b.astype(a.dtype) * jnp.asarray(divisor, a.dtype)
     return jax.tree.map(add, sums, new)

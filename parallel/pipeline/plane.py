@@ -6,7 +6,7 @@ how much memory waits between ticks.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, Protocol
 
 import jax
@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from hfjax.base.paths import Flat, Index, Tree
 from hfjax.parallel.arrangement import Arrangement
-from hfjax.parallel.autodiff.model_parts import Extras, ModelParts
+from hfjax.parallel.autodiff.model_parts import Extras, ModelParts, mean_of
 from hfjax.parallel.autodiff.program import bytes_of, piece
 from hfjax.parallel.engine.blueprint import LAYERS, Blueprint
 from hfjax.parallel.engine.gradients import Pass, Plane
@@ -118,11 +118,14 @@ class PipelinePlane(Plane):
         def variables(m: Index, layer: Index | None) -> Flat:
             return {**variables_of(statistics, layer), **keys(layer, number * count + m, rows)}
 
-        placed = partial(self._placed, parameters, batch, variables, "train")
-        weights = known_weights(placed(self.context.weight).model(), count)
+        context = self.context
+        weighs = self._placed(parameters, batch, variables, "train", context.share)
+        weights = known_weights(weighs.model(), count)
         if weights is None:
-            weights = jnp.full(count, rows * self.context.side.size, "float32")
-        return replace(placed().model(), weight=lambda m: weights[m])
+            weights = jnp.full(count, rows * context.side.size, "float32")
+        divisors = context.divisor(weights)
+        model = self._placed(parameters, batch, variables, "train").model()
+        return replace(model, divisor=lambda m: divisors[m])
 
     def _placed(
         self,
@@ -130,7 +133,7 @@ class PipelinePlane(Plane):
         batch: Any,
         variables: Callable,
         mode: str,
-        weigh: Callable | None = None,
+        share: Callable | None = None,
     ) -> Staged:
         """Return the model in three parts for one pass over the microbatches of `batch`."""
         context, count = self.context, self.ticks.table.microbatches
@@ -145,12 +148,12 @@ class PipelinePlane(Plane):
             variables=variables,
             inputs=lambda m: context.inputs(at(m)),
             mean=lambda outputs, m: context.mean(outputs, at(m)),
+            share=share or context.traced.rows.shares,
             rows=context.traced.rows,
             mode=mode,
             policy=context.policy(views=context.options.tells_names),
             wanted=self.wanted,
             keeps_last=context.options.remat.what == "except_last",
-            weigh=weigh,
             seed=context.traced.seed,
         )
         return placed if self.unlike is None else self.unlike(placed)
@@ -281,12 +284,11 @@ class PipelinePlane(Plane):
 def known_weights(model: ModelParts, count: int) -> jax.Array | None:
     """Return the weight of each microbatch, [M]; None where it follows from what layers compute.
 
-    Every stage knows the batch, so each computes them before the first tick. `model.last` tells
-    the weight besides.
+    Every stage knows the batch, so each computes them before the first tick.
     """
     m = jnp.int32(0)
     x = jax.eval_shape(model.first, model.outside, m)
-    program = piece(lambda x, m: model.last(model.outside, x, m)[1][1], x, m)
+    program = piece(lambda x, m: mean_of(model.last(model.outside, x, m)[1]).weight, x, m)
     part = program.part(program.outputs)
     *of_x, number = program.inputs
     if part.reads.intersection(of_x):

@@ -52,6 +52,7 @@ class PlacedModel:
     variables: Callable  # (m, number of a layer or None) -> variables for this microbatch
     inputs: Callable  # m -> what the model is given
     mean: Callable  # (outputs, m) -> Mean of values
+    share: Callable  # Mean of values -> this device's share
     rows: OnRows
     mode: str
     policy: Callable | None
@@ -60,7 +61,6 @@ class PlacedModel:
     unwritten: str = field(default=IN_A_PIPELINE, kw_only=True)  # why no variable is written to
     # Makes of a layer's function one that keeps something else for its backward pass.
     keeping: Callable = field(default=lambda function: function, kw_only=True)
-    weigh: Callable | None = field(default=None, kw_only=True)  # the Mean -> its weight: told too
     seed: Any = field(default=1.0, kw_only=True)  # the cotangent of the loss of a microbatch
 
     def model(self) -> ModelParts:
@@ -121,9 +121,8 @@ class PlacedModel:
         """Return the total of the loss, which is differentiated, and what is told."""
         outputs = self._end("head", outside, x, m)
         mean = self.mean(outputs, m)
-        mine = self.rows.shares(mean)
-        told = self._told(mine, outputs)
-        return mine.total, (told, self.weigh(mean)) if self.weigh else told
+        mine = self.share(mean)
+        return mine.total, self._told(mine, outputs)
 
     def _told(self, mean: Mean, outputs: Any) -> "Mean | Extras":
         if self.wanted is None:

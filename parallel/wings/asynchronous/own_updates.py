@@ -126,7 +126,7 @@ def weighed(model: ModelParts) -> ModelParts:
     def last(outside: Flat, carried: tuple, m: Index) -> tuple[jax.Array, Mean]:
         x, beside = carried
         total, mean = model.last(outside, x, m)
-        weight = lax.stop_gradient(mean.weight) * model.weight(m)  # dy is of total / weight
+        weight = lax.stop_gradient(mean.weight) * model.divisor(m)  # dy is of total / divisor
         return total + (beside * weight).astype(total.dtype), mean
 
     keep = model.keep and with_weight(model.keep)
