@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 LOSS = "the loss"
 ENTROPY = "router_entropy"  # a metric of models with experts, by layer
@@ -65,7 +66,7 @@ def as_mean(value: Any, rows: float, what: str = LOSS) -> Mean:
         )
     mean = _scalar(value, what)
     mean = mean.astype("float32") if mean.dtype == jnp.float16 else mean  # rows overflow it
-    return Mean(mean * rows, jnp.asarray(rows, mean.dtype))
+    return Mean(mean * rows, np.asarray(rows, mean.dtype))  # so that nobody sums it over devices
 
 
 def metrics_of(mean: Mean) -> dict[str, jax.Array]:

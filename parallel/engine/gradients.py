@@ -46,7 +46,7 @@ class Pass(NamedTuple):
     gradients: Flat  # of total / divisor
     told: Any  # a Mean, or `Extras`
     statistics: Flat  # variables after it
-    divisor: jax.Array | None  # the same on all devices; None: 1
+    divisor: Any = 1.0  # the same on all devices
 
 
 @dataclass(frozen=True)
@@ -95,16 +95,17 @@ class Plane(ABC):
         context = self.context
 
         def device(parameters: Flat, variables: Flat, batch, step: jax.Array, seed) -> tuple:
-            seed = 1.0 if seed is None else seed
 
-            def run(dealt: bool) -> Pass:
-                context.traced.begin(context.placed, seed)
+            def run(dealt: bool, weighed: bool) -> Pass:
+                context.traced.begin(context.placed, 1.0 if seed is None else seed)
+                context.traced.weighed = weighed
                 known, of = context.blueprint.variables, (context.mesh, variables, rows_of(batch))
                 keys, statistics = keys_here(known, *of, step, context.sees_all_rows, dealt)
                 microbatch = self.microbatch(context.gather_once(parameters), keys)
                 return self._accumulate(microbatch, statistics, batch, dealt)
 
-            gradients, mean, statistics, divisor = self.of_one_device(run)
+            found = self.of_one_device(run, weighed=seed is not None)
+            gradients, mean, statistics, divisor = found
             check_traced(context, mean_of(mean))
             gradients = context.reduction(gradients, context.placed)
             gradients = _times(divisor, gradients)
@@ -162,19 +163,20 @@ class Plane(ABC):
         whole = lambda x, spec: lax.with_sharding_constraint(x, NamedSharding(context.mesh, spec))
         return known[0].unflatten(map(whole, found, specs))
 
-    def of_one_device(self, run: Callable) -> tuple:
-        """Return `run(dealt)`: rows are dealt as microbatches of one device where that matters.
+    def of_one_device(self, run: Callable, weighed: bool = False) -> tuple:
+        """Return `run(dealt, weighed)`: rows are dealt as microbatches of one device if it matters.
 
-        It does where rows of a microbatch meet, or count, or are drawn for, or where a variable
-        goes from one microbatch to the next: the trace tells.
+        It does where rows of a microbatch meet, or count, or are drawn for, where a variable goes
+        from one microbatch to the next, or where the rule of a derivative is not linear: the trace
+        tells. Then the weight of each microbatch matters too.
         """
         if self.pieces == 1 or self.context.side.size == 1:
-            return run(False)
-        traced, result = jax.make_jaxpr(lambda: run(False), return_shape=True)()
+            return run(False, True)
+        traced, result = jax.make_jaxpr(lambda: run(False, weighed), return_shape=True)()
         told, known = self.context.traced, self.context.blueprint
         goes_on = any(not known.of_rows(path) for path in told.written)
         if goes_on or any(join.how != "alone" for join in told.rows.joins):
-            return run(True)
+            return run(True, True)
         found = jaxpr_as_fun(traced)()
         return jax.tree.unflatten(jax.tree.structure(result), found)
 
@@ -216,12 +218,12 @@ class Plane(ABC):
         xs = (split(of_rows), split(batch), lax.iota("int32", count))
         (gradients, held), (means, of_rows) = lax.scan(body, (context.slots(), held), xs)
         of_rows = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), of_rows)
-        return Pass(gradients, jax.tree.map(lambda x: x.sum(0), means), held | of_rows, None)
+        return Pass(gradients, jax.tree.map(lambda x: x.sum(0), means), held | of_rows)
 
 
-def _times(divisor: jax.Array | None, gradients: Flat) -> Flat:
+def _times(divisor: Any, gradients: Flat) -> Flat:
     """Return the gradients of a total from those of total / divisor."""
-    if divisor is None:
+    if isinstance(divisor, float):
         return gradients
     return {path: g * divisor.astype(g.dtype) for path, g in gradients.items()}
 
@@ -271,7 +273,7 @@ class AutodiffPlane(Plane):
             of_slots = partial(forward, statistics, batch, number)
             total, pullback, (mean, held) = jax.vjp(of_slots, context.slots(), has_aux=True)
             divisor = context.divisor(mean.weight)
-            (gradients,) = pullback((context.traced.seed / divisor).astype(total.dtype))
+            (gradients,) = pullback(jnp.asarray(context.traced.seed / divisor, total.dtype))
             return Pass(context.pin(gradients), mean, held, divisor)
 
         return run

@@ -229,6 +229,7 @@ class Traced:
     written: set[str] = field(default_factory=set)  # variables that the model writes to
     summed: dict[str, Axes] = field(default_factory=dict)  # gradients that are summed already
     seed: Any = 1.0  # the cotangent of the loss of a microbatch
+    weighed: bool = False  # each microbatch's weight is summed before its backward pass
 
     @classmethod
     def of(cls, kernels: Local, run: Execution, mesh: Mesh, in_parts: Callable) -> "Traced":
@@ -242,7 +243,7 @@ class Traced:
 
     def begin(self, parameters: Iterable[str], seed: Any = 1.0) -> None:
         """Begin a trace: what JAX kept of an earlier one, it must not take for this one's."""
-        self.seed = seed
+        self.seed, self.weighed = seed, False
         self.unread, self.written = set(parameters), set()
         self.names.clear()
         self.offloaded.rows.clear()

@@ -28,7 +28,7 @@ from hfjax.parallel.in_parts.kinds import (
     of_kind,
 )
 from hfjax.parallel.in_parts.scope import Join, bytes_of
-from hfjax.parallel.in_parts.two_sides import InnerSides, many_times
+from hfjax.parallel.in_parts.two_sides import Along, InnerSides, many_times
 
 # Names by which models and libraries call the logical axes of a parameter.
 _NAMES_OF_AXES = ("axes", "out_sharding", "sharding_names", "sharding")
@@ -136,9 +136,9 @@ class OnRows:
         """Return values with the whole of each row that is here."""
         return self.inner.whole(self.side, tree) if self.inner else tree
 
-    def whole(self, value: Any) -> jax.Array:
-        """Return the whole of a value, on every device."""
-        return jnp.asarray(self.side.whole_of(self.whole_rows(value)))
+    def is_replicated(self, value: Any) -> bool:
+        """Return whether all devices have the whole of a value."""
+        return not isinstance(value, Along) and not is_value(value)
 
     def shares(self, tree: Any) -> Any:
         """Return this device's share of each value of a tree."""

@@ -31,6 +31,7 @@ from hfjax.parallel.in_parts.joins import check_gathers
 from hfjax.parallel.in_parts.kinds import Side
 from hfjax.parallel.mesh import (
     AXES,
+    PIPE_AXIS,
     SEQUENCE_AXES,
     in_use,
     manual_axes,
@@ -205,26 +206,35 @@ class StepContext:
         """Return the loss of a batch all of whose rows are given."""
         return as_mean(self.loss(outputs, batch), rows_of(batch))
 
-    def weight(self, mean: Mean) -> jax.Array:
-        """Return the weight of a loss that is given as values: that of all devices."""
-        weight = self.traced.rows.whole(mean.weight)
-        return weight if self.sees_all_rows or not self.rows else lax.psum(weight, self.rows)
-
     def share(self, mean: Mean) -> Mean:
-        """Return this device's share of a loss that is given as values; its weight is whole."""
-        return replace(self.traced.rows.shares(mean), weight=self.weight(mean))
+        """Return this device's share of a loss that is given as values.
+
+        Where rules of derivatives may ask for it, the weight is that of all devices.
+        """
+        mine, rows = self.traced.rows.shares(mean), self.traced.rows
+        if not self.traced.weighed:
+            return mine
+        if self.sees_all_rows and rows.is_replicated(mean.weight):
+            return replace(mine, weight=jnp.asarray(mean.weight))
+        axes = tuple(axis for axis in self.axes if axis != PIPE_AXIS)  # all stages compute it
+        return replace(mine, weight=jnp.asarray(lax.psum(mine.weight, axes)))
 
     def over_devices(self, mean: Mean) -> Mean:
         """Return the loss of all devices, given the share of each."""
+        if not self.traced.weighed:
+            return self.sum(mean)
         total, metrics = self.sum((mean.total, mean.metrics))
         return replace(mean, total=total, metrics=metrics)
 
-    def divisor(self, weight: jax.Array) -> jax.Array:
+    def divisor(self, weight: jax.Array) -> Any:
         """Return by what the total of a microbatch is divided before its backward pass.
 
         It is the weight, so that a rule of a derivative (`jax.custom_vjp`) sees the cotangent that
-        it sees in plain JAX. Devices that see only their own rows each have the average.
+        it sees in plain JAX. Devices that see only their own rows each have the average. Where all
+        rules are linear it is 1: the result is the same, and nothing has to be sent first.
         """
+        if not self.traced.weighed:
+            return 1.0
         each = weight if self.sees_all_rows else weight / size_of(self.rows, self.mesh)
         return jnp.where(each == 0, jnp.ones_like(each), each)
 

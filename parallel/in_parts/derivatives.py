@@ -15,6 +15,7 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import JaxprEqn
 
+from hfjax.parallel.autodiff.linear import is_linear
 from hfjax.parallel.autodiff.program import bind, body_of
 from hfjax.parallel.in_parts.kinds import (
     Cut,
@@ -161,6 +162,9 @@ def custom_vjp(scope: Scope, equation: JaxprEqn, values: Values) -> Values:
         traced, _ = traced_whole(scope.side, pull, shapes_kept, dy_shapes)
         inner = scope.inside()
         inner.equation = equation
+        of_dys = [False] * len(shapes_kept) + [True] * len(dy_shapes)
+        if not fixed and not is_linear(traced.jaxpr, of_dys):
+            inner.tell("rule", jnp.zeros(()))
         dys = [of_kind(cotangents[i], dual(kinds[i])) for i in given]
         found = inner.run(inner, traced.jaxpr, traced.consts, [*kept, *dys])
         duals = [dual(kinds_in[i]) for i in real]

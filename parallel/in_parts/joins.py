@@ -18,6 +18,7 @@ _HOW = {
     "gather": "gathered, {}",
     "cut": "each device takes part, {}",
     "draw": "drawn for the batch, {}",
+    "rule": "a derivative that is not linear: it sees the weight of all rows",
     "alone": "a collective that sees one device with all rows",
 }
 

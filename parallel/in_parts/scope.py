@@ -29,7 +29,8 @@ class Join:
         how: "sum", "greatest", "least", "gather"; "average" (of what is of own rows);
             "draw" (random numbers for all rows, or a part of them);
             "cut" (the rows here of what is known for all rows, by their number);
-            "alone" (a collective of the user's own that sees one device).
+            "alone" (a collective of the user's own that sees one device);
+            "rule" (the rule of a derivative that is not linear in the cotangent).
         bytes: The size of what is made: of a sum, or of the whole that is gathered.
         times: How often in each run of the program.
         known: Whether a rule asks for it; else everything is gathered since no rule knows better.

@@ -217,6 +217,7 @@ class LayerUpdatePlane:
 
         def device(held: StepInputs, batch, step: jax.Array) -> tuple:
             context.traced.begin(context.placed)
+            context.traced.weighed = True
             placed = self._of_step(held, batch, step)
             update = self._update(held, apply, belongs)
             stored = lambda carry: self._stored(carry, placed)

@@ -425,5 +425,6 @@ class Pipeline:
 
 def _add(sums: Flat, new: Flat, divisor: Any) -> Flat:
     """Return sums with new gradients, of total / divisor, made those of the total."""
-    add = lambda a, b: a + b.astype(a.dtype) * jnp.asarray(divisor, a.dtype)
-    return jax.tree.map(add, sums, new)
+    if isinstance(divisor, float):
+        return jax.tree.map(lambda a, b: a + b.astype(a.dtype), sums, new)
+    return jax.tree.map(lambda a, b: a + b.astype(a.dtype) * divisor.astype(a.dtype), sums, new)

@@ -6,7 +6,7 @@ how much memory waits between ticks.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Protocol
 
 import jax
@@ -70,7 +70,7 @@ class PipelinePlane(Plane):
                 path: self.outside_scattered(path, g) for path, g in trained.items()
             }
             gradients = context.pin({path: found[path] for path in context.trained})
-            return Pass(gradients, told, statistics, None)
+            return Pass(gradients, told, statistics)
 
         return run
 
@@ -118,14 +118,14 @@ class PipelinePlane(Plane):
         def variables(m: Index, layer: Index | None) -> Flat:
             return {**variables_of(statistics, layer), **keys(layer, number * count + m, rows)}
 
-        context = self.context
-        weighs = self._placed(parameters, batch, variables, "train", context.share)
-        weights = known_weights(weighs.model(), count)
+        context, placed = self.context, partial(self._placed, parameters, batch, variables, "train")
+        if not context.traced.weighed:
+            return placed().model()
+        weights = known_weights(placed(context.share).model(), count)
         if weights is None:
             weights = jnp.full(count, rows * context.side.size, "float32")
         divisors = context.divisor(weights)
-        model = self._placed(parameters, batch, variables, "train").model()
-        return replace(model, divisor=lambda m: divisors[m])
+        return replace(placed().model(), divisor=lambda m: divisors[m])
 
     def _placed(
         self,

@@ -47,7 +47,11 @@ class AsynchronousPlane:
             held: StepInputs, batch, step: jax.Array
         ) -> tuple[StepInputs, jax.Array, Flat, Mean]:
             context.traced.begin(context.placed)
-            run = lambda dealt: self._stage(held, batch, step, apply, dealt)
+
+            def run(dealt: bool, weighed: bool) -> tuple:
+                context.traced.weighed = weighed
+                return self._stage(held, batch, step, apply, dealt)
+
             layers, (moments, counts), *rest = self.plane.of_one_device(run)
             squares, outside, means = rest
             outside = {path: self.plane.outside_scattered(path, g) for path, g in outside.items()}
