@@ -85,7 +85,7 @@ class Gradients(NamedTuple):
 
     def scale(self) -> jax.Array:
         """Return the factor that makes of gradients of the total those of the mean, clipped."""
-        scale = 1 / self.mean.weight
+        scale = 1 / self.mean.weight.astype(self.norm.dtype)
         if self.clip is not None:
             scale *= self.clip / jnp.maximum(self.norm, self.clip)
         return scale

@@ -31,7 +31,12 @@ class ModelParts:
 
     def cotangent(self, total: jax.Array, divisor: Any) -> jax.Array:
         """Return the cotangent with which the backward pass of a microbatch begins."""
-        return jnp.asarray(self.seed / divisor, total.dtype)
+        return cotangent(total, self.seed, divisor)
+
+
+def cotangent(total: jax.Array, seed: Any, divisor: Any) -> jax.Array:
+    """Return the cotangent of a total: that of total / divisor, times the seed."""
+    return jnp.asarray(seed, total.dtype) / jnp.asarray(divisor, total.dtype)
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["means", "outputs"], meta_fields=[])

@@ -23,7 +23,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 from hfjax.base.mean import Mean
 from hfjax.base.paths import Flat, Index
-from hfjax.parallel.autodiff.model_parts import mean_of
+from hfjax.parallel.autodiff.model_parts import cotangent, mean_of
 from hfjax.parallel.engine.fetch import Stored
 from hfjax.parallel.engine.keys import keys_here
 from hfjax.parallel.engine.step_context import StepContext, rows_of
@@ -273,7 +273,7 @@ class AutodiffPlane(Plane):
             of_slots = partial(forward, statistics, batch, number)
             total, pullback, (mean, held) = jax.vjp(of_slots, context.slots(), has_aux=True)
             divisor = context.divisor(mean.weight)
-            (gradients,) = pullback(jnp.asarray(context.traced.seed / divisor, total.dtype))
+            (gradients,) = pullback(cotangent(total, context.traced.seed, divisor))
             return Pass(context.pin(gradients), mean, held, divisor)
 
         return run

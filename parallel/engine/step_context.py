@@ -189,6 +189,11 @@ class StepContext:
         """Whether the model sees the rows of all devices, not its own device's only."""
         return self.execution.rows != "own"
 
+    @property
+    def own_losses(self) -> int:
+        """How many devices have a loss of their own rows, of which the loss is the average."""
+        return 1 if self.sees_all_rows else size_of(self.rows, self.mesh)
+
     def check_gathers(self) -> None:
         """Tell what is gathered since no rule knows an operation, or refuse it."""
         gradients = (math.prod(self.placed[path].here) * 4 for path in self.trained)
@@ -235,7 +240,7 @@ class StepContext:
         """
         if not self.traced.weighed:
             return 1.0
-        each = weight if self.sees_all_rows else weight / size_of(self.rows, self.mesh)
+        each = weight / self.own_losses if self.own_losses > 1 else weight
         return jnp.where(each == 0, jnp.ones_like(each), each)
 
     def seed_of(self, scale: jax.Array, microbatches: int) -> jax.Array:
@@ -243,8 +248,7 @@ class StepContext:
 
         It is DeepSpeed's: devices that have rows of their own each scale the mean of theirs.
         """
-        places = size_of(self.rows, self.mesh) if self.sees_all_rows else 1
-        return scale * (places / microbatches)
+        return scale * (size_of(self.rows, self.mesh) / self.own_losses / microbatches)
 
     # -- moving parameters and gradients --------------------------------------------------------
 

@@ -35,6 +35,7 @@ class LayerUpdate(ABC):
     reduction: Reduction
     apply: Callable  # (gradients, moments, parameters) -> (parameters, moments)
     belongs: Mapping[str, str]  # name of what the optimizer keeps -> path
+    own_losses: int  # of how many devices each has a loss of its own
     guards: bool  # a layer stays as it is if its gradient is not finite, or one before was not
 
     @abstractmethod
@@ -53,22 +54,14 @@ class LayerUpdate(ABC):
     def put(self, carry: Carry, i: Index, new: Carry) -> Carry:
         """Return what is updated with what is new of layer i in its place."""
 
-    def __call__(
-        self,
-        carry: Carry,
-        i: Index,
-        stored: Flat,
-        gradients: Flat,
-        told: tuple[Mean, jax.Array],
-    ) -> Carry:
+    def __call__(self, carry: Carry, i: Index, stored: Flat, gradients: Flat, mean: Mean) -> Carry:
         """Return what is updated after the backward pass of layer i.
 
-        `stored` are its parameters on the device; what lies on the host passes through it. `told`
-        is the Mean, and the factor that makes gradients its own.
+        `stored` are its parameters on the device; what lies on the host passes through it.
         """
-        of, (mean, scale) = self.one(), told
+        of = self.one()
         summed = self.reduction(self._pinned("gradient", self.rows(gradients), of), of)
-        gradients = scaled(summed, scale)
+        gradients = averaged(summed, self.own_losses)
         squares = _squares(gradients, of)
         loss = mean.total / mean.weight
         finite = carry.finite & jnp.isfinite(loss) & jnp.isfinite(sum(squares.values()))
@@ -141,9 +134,9 @@ class ListedUpdate(LayerUpdate):
         return Carry(parameters, moments, carry.squares | new.squares, new.finite)
 
 
-def scaled(gradients: Flat, scale: jax.Array) -> Flat:
-    """Return gradients times a factor."""
-    return {path: g * scale.astype(g.dtype) for path, g in gradients.items()}
+def averaged(gradients: Flat, own_losses: int) -> Flat:
+    """Return the gradients of the mean from the sums of those of each device's own loss."""
+    return {path: g / own_losses if own_losses > 1 else g for path, g in gradients.items()}
 
 
 def _beside(old: jax.Array, new: jax.Array) -> jax.Array:

@@ -30,7 +30,7 @@ from hfjax.parallel.layerwise.one_layer import (
     LayerUpdate,
     ListedUpdate,
     StackedUpdate,
-    scaled,
+    averaged,
 )
 from hfjax.parallel.layerwise.passes import ListedPasses, StackedPasses
 from hfjax.parallel.memory import is_on_host, to_device
@@ -222,11 +222,10 @@ class LayerUpdatePlane:
             update = self._update(held, apply, belongs)
             stored = lambda carry: self._stored(carry, placed)
             through = self.plane.passes(placed, stored, update)
-            carry, outside, told = through.run(self._carry(held), self._told)
-            mean, scale = told
+            carry, outside, mean = through.run(self._carry(held), self._told)
             check_traced(context, mean)
             gradients = update.reduction(self.plane.reduced(outside, placed), context.placed)
-            gradients = scaled(gradients, scale)
+            gradients = averaged(gradients, context.own_losses)
             new = StepInputs(carry.parameters, {}, carry.moments, {})
             return new, carry.squares, carry.finite, gradients, mean
 
@@ -239,11 +238,9 @@ class LayerUpdatePlane:
         out_specs = (StepInputs(trained, P(), of_moments, P()), P(), P(), outside, P())
         return context.shard_map(device, in_specs, out_specs)(held, batch, step)
 
-    def _told(self, mean: Mean) -> tuple[tuple[Mean, jax.Array], jax.Array]:
-        """Return the Mean of all devices with what makes gradients its own; the divisor."""
-        mean = self.plane.context.over_devices(mean)
-        divisor = self.plane.context.divisor(mean.weight)
-        return (mean, divisor / mean.weight), divisor
+    def _told(self, mean: Mean) -> tuple[Mean, jax.Array]:
+        """Return the Mean of all devices, and the divisor."""
+        return self.plane.context.over_devices(mean), self.plane.context.divisor(mean.weight)
 
     @property
     def guards(self) -> bool:
@@ -274,6 +271,7 @@ class LayerUpdatePlane:
             reduction=context.reduction,
             apply=lambda gradients, moments, old: apply(gradients, moments, held.counts, old),
             belongs=belongs,
+            own_losses=context.own_losses,
             guards=self.guards,
         )
 
