@@ -16,7 +16,8 @@ from jax.sharding import PartitionSpec as P
 import hfjax
 from hfjax.plan.rearrange import parameters_of
 from hfjax.weights import stream_in
-from hfjax.weights.tensor_files import read_rows
+from hfjax.weights.rows_of_files import _put
+from hfjax.weights.tensor_files import FileTensor, read_rows
 from tests.model_folders import BF16, CONFIGS, drawn, write_file, written
 
 SPLIT = hfjax.FSDP.edit(replicate_below=0)
@@ -156,6 +157,51 @@ def test_types_can_be_chosen(folders, tmp_path):
     found = hfjax.pretrained(tmp_path / "out").folder
     assert {t.dtype.name for t in found.tensors.values()} == {"float16"}
     assert found.config["dtype"] == "float16"
+
+
+def test_types_have_short_words_and_no_other_is_written(folders, tmp_path):
+    for wrong in ("float16", "fp16", "int8"):
+        with pytest.raises(ValueError, match=r"stored=.*: one of float32, bfloat16 \(fp32, bf16\)"):
+            hfjax.pretrained(folders / "tied", stored=wrong)
+    model = hfjax.pretrained(folders / "tied")
+    layout = layout_of(model, "DDP")
+    state = hfjax.init(layout, parameters=model.weights)
+    for wrong in ("int8", "float8_e5m2"):
+        with pytest.raises(
+            ValueError, match=r"dtype=.*: one of float32, bfloat16, float16, float6"
+        ):
+            hfjax.export(tmp_path / "out", layout, state, like=model, dtype=wrong)
+    for wrong in ("half a float", 16, [1]):
+        with pytest.raises(ValueError, match=r"dtype=.*: a dtype, float32, bf16 …, is expected"):
+            hfjax.export(tmp_path / "out", layout, state, like=model, dtype=wrong)
+    for short, kind in {"bf16": "bfloat16", "fp32": "float32", "fp16": "float16"}.items():
+        hfjax.export(tmp_path / short, layout, state, like=model, dtype=short)
+        found = hfjax.pretrained(tmp_path / short).folder
+        assert {t.dtype.name for t in found.tensors.values()} == {kind}
+        assert found.config["dtype"] == kind
+
+
+@pytest.mark.parametrize("x64", [False, True])
+def test_float64_goes_in_and_out_where_devices_have_no_such_type(x64, tmp_path):
+    """Numbers are those of float32, in which parameters are stored."""
+    double = np.dtype("float64")
+    plain = written(tmp_path / "plain", CONFIGS["llama"], drawn())
+    written(
+        tmp_path / "in", CONFIGS["llama"], lambda _: {n: x.astype(double) for n, x in plain.items()}
+    )
+    with jax.enable_x64(x64):
+        for name, dtype in (("in", None), ("plain", "float64"), ("plain", "fp64")):
+            model = hfjax.pretrained(tmp_path / name, **PADDED)
+            layout = layout_of(model, "FSDP|TENSOR")
+            state = hfjax.init(layout, parameters=model.weights)
+            hfjax.export(tmp_path / f"{name}-{dtype}", layout, state, like=model, dtype=dtype)
+            assert_same_bits(tmp_path / f"{name}-{dtype}", tmp_path / "in")
+
+
+def test_rows_that_do_not_fill_their_places_are_not_written(tmp_path):
+    tensor = FileTensor(tmp_path / "file", "some", np.dtype("float64"), (4, 3), 8)
+    with pytest.raises(AssertionError, match="name='some'"):
+        _put(0, tensor, 0, np.zeros((4, 3), np.float32))
 
 
 def test_the_programs_are_one_for_each_shape(tmp_path):

@@ -10,12 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 
-from hfjax.base.keywords import check_keywords, known_keywords
+from hfjax.base.keywords import check_keywords, dtype_of, known_keywords
 from hfjax.base.paths import Flat
 from hfjax.base.read_files import ORDINARY, what_is
 from hfjax.base.tables import bytes_of, human, named
@@ -31,10 +29,10 @@ from hfjax.weights.families import FAMILIES, Family, config_of
 from hfjax.weights.model_folder import TOKENIZER, ModelFolder, read_folder
 from hfjax.weights.name_rules import PlacedTensor, RuleTable, Shape, check_covers, lines_of
 from hfjax.weights.stream_in import WeightStream
-from hfjax.weights.tensor_files import DTYPES
+from hfjax.weights.tensor_files import KNOWN_TYPES
 from hfjax.weights.write_out import write_out
 
-STORED = {"float32": "float32", "bfloat16": "bfloat16", "fp32": "float32", "bf16": "bfloat16"}
+STORED = ("float32", "bfloat16")
 SHARD = "5GB"
 
 
@@ -180,8 +178,7 @@ def pretrained(path: str | Path, stored: str = "float32", **changes: Any) -> Pre
         >>> import hfjax
         >>> print(hfjax.pretrained("path/to/llama-3.2-1b"))  # doctest: +SKIP
     """
-    if stored not in STORED:
-        raise ValueError(f"stored={stored!r}: one of {', '.join(STORED)} is expected.")
+    _stored(stored)
     return of_folder(in_all(lambda: read_folder(Path(path))), stored, **changes)
 
 
@@ -193,9 +190,18 @@ def of_folder(folder: ModelFolder, stored: str = "float32", **changes: Any) -> P
         config = replace(config, **changes)
     except ValueError as wrong:
         raise ValueError(f"{named(folder.path)}: {wrong}") from None
-    made = Pretrained(folder, FAMILIES[folder.config["model_type"]], config, STORED[stored])
+    family = FAMILIES[folder.config["model_type"]]
+    made = Pretrained(folder, family, config, _stored(stored))
     in_all(lambda: len(made.pieces))
     return made
+
+
+def _stored(given: Any) -> str:
+    """Return the name of the type in which parameters are stored."""
+    name = dtype_of("stored", given).name
+    if name not in STORED:
+        raise ValueError(f"stored={given!r}: one of {', '.join(STORED)} (fp32, bf16) is expected.")
+    return name
 
 
 @known_keywords
@@ -215,7 +221,8 @@ def export(
         state: Whose parameters are written, in any layout, stored for any schedule.
         like: The model that it began as, or its folder: names, types, order, configuration and
             tokenizer are as there.
-        dtype: The type of all tensors: float32, bfloat16 or float16. None: each as in `like`.
+        dtype: The type of all tensors: float32, bfloat16, float16 or float64 (or fp32, bf16 …).
+            None: each as in `like`.
         shard: The largest size of a file.
 
     Raises:
@@ -232,9 +239,9 @@ def export(
         )
     model = like if isinstance(like, Pretrained) else pretrained(like)
     _check_like(model, layout)
-    kind = None if dtype is None else np.dtype(jnp.dtype(dtype))
-    if kind is not None and kind not in [DTYPES[word] for word in ("F32", "F16", "BF16", "F64")]:
-        raise ValueError(f"dtype={dtype!r}: one of float32, bfloat16, float16 is expected.")
+    kind = None if dtype is None else dtype_of("dtype", dtype)
+    if kind is not None and kind.name not in KNOWN_TYPES:
+        raise ValueError(f"dtype={dtype!r}: one of {', '.join(KNOWN_TYPES)} is expected.")
     most = bytes_of(str(shard), "shard")
     if most < 1:
         raise ValueError(f"shard={shard!r}: a size of at least one byte is expected.")

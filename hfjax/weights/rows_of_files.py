@@ -73,9 +73,10 @@ class RowsOfFiles:
             start, count = places[shard.device]
             part = np.asarray(shard.data)
             rows = part.reshape(len(tensors), way.rows, *part.shape[len(way.first) + 1 :])
-            for tensor, x in zip(tensors, rows, strict=True):
+            for tensor, narrow in zip(tensors, rows, strict=True):
+                x = narrow.astype(tensor.dtype, copy=False)  # float64, where a device has none
                 with self._kept(tensor, count) as descriptor:
-                    _put(descriptor, tensor.begin + start * tensor.row_bytes, x[:count])
+                    _put(descriptor, tensor, start, x[:count])
 
     @contextmanager
     def _kept(self, tensor: FileTensor, rows: int) -> Iterator[int]:
@@ -110,7 +111,10 @@ class RowsOfFiles:
                 os.close(descriptor)
 
 
-def _put(descriptor: int, at: int, rows: np.ndarray) -> None:
+def _put(descriptor: int, tensor: FileTensor, start: int, rows: np.ndarray) -> None:
+    """Write rows of a tensor, from one on."""
+    assert rows.nbytes == len(rows) * tensor.row_bytes, (tensor, rows.shape, rows.dtype)
+    at = tensor.begin + start * tensor.row_bytes
     left = np.ascontiguousarray(rows).reshape(-1).view(np.uint8).data
     while left:
         done = os.pwrite(descriptor, left, at)

@@ -26,6 +26,7 @@ DTYPES: Mapping[str, np.dtype] = {
     **{f"U{8 * n}": np.dtype(f"u{n}") for n in (1, 2, 4, 8)},
 }
 WORDS = {dtype: word for word, dtype in DTYPES.items()}
+KNOWN_TYPES = ("float32", "bfloat16", "float16", "float64")  # of weights that are read and written
 METADATA = "__metadata__"
 LONGEST = 100_000_000  # bytes of a header: what the reference reader allows
 START = 8  # bytes that hold the length of the header

@@ -236,12 +236,17 @@ def _taken(
     group: Group, places: Mapping[str, FileTensor], array: jax.Array, where: NamedSharding
 ) -> Taken:
     """Return the rows of a group's tensors on the devices, in their types."""
-    kinds = tuple(places[t.name].dtype for slot, t in _one_each(group))
+    kinds = tuple(_on_a_device(places[t.name].dtype) for slot, t in _one_each(group))
     twins = (False,) * len(group.slots)
     dtype = np.dtype(array.dtype)
     way = mover(of_program(group.rules), twins, group.first, array.shape, dtype, where)
     rows, finite = _taker(way, kinds)(array, np.array(group.at, np.int32))
     return Taken(way.ways, rows, finite)
+
+
+def _on_a_device(dtype: np.dtype) -> np.dtype:
+    """Return the type that arrays of a type have on a device: none has float64 without x64."""
+    return np.dtype(jax.dtypes.canonicalize_dtype(dtype))
 
 
 def _one_each(group: Group) -> Iterator[tuple[int, FileTensor]]:
