@@ -15,9 +15,9 @@ from jax.sharding import PartitionSpec as P
 
 import hfjax
 from hfjax.plan.rearrange import parameters_of
-from hfjax.weights import stream_in
+from hfjax.weights import rows_of_files, stream_in
 from hfjax.weights.rows_of_files import _put
-from hfjax.weights.tensor_files import FileTensor, read_rows
+from hfjax.weights.tensor_files import FileTensor, open_to_read, read_rows
 from tests.model_folders import BF16, CONFIGS, drawn, write_file, written
 
 SPLIT = hfjax.FSDP.edit(replicate_below=0)
@@ -348,11 +348,11 @@ def test_files_cut_at_any_point_are_refused(size, tmp_path):
 
 def test_weights_that_cannot_be_trained_are_named(tmp_path):
     tensors = written(tmp_path, CONFIGS["llama"])
-    model = hfjax.pretrained(tmp_path)
     name = "model.layers.2.mlp.gate_proj.weight"
     for wrong in (np.nan, np.inf):
         tensors[name][3, 5] = wrong
         write_file(tmp_path / "model.safetensors", tensors)
+        model = hfjax.pretrained(tmp_path)
         with pytest.raises(ValueError, match=f"{re.escape(name)} holds numbers that are not finit"):
             hfjax.init(layout_of(model), parameters=model.weights)
 
@@ -368,16 +368,58 @@ def test_a_tied_head_may_be_there_twice_and_must_not_differ(tmp_path):
     assert_same_bits(tmp_path / "out", tmp_path)
     tensors["lm_head.weight"][80, 30] += 1
     write_file(tmp_path / "model.safetensors", tensors)
+    model = hfjax.pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"tie_word_embeddings, and lm_head\.weight differs from"):
         hfjax.init(layout, parameters=model.weights)
 
 
-def test_a_file_that_is_cut_while_it_is_read_is_named(tmp_path):
+def test_a_file_that_is_cut_while_it_is_read_is_named(tmp_path, monkeypatch):
     written(tmp_path, CONFIGS["llama"])
     model = hfjax.pretrained(tmp_path)
-    os.truncate(tmp_path / "model.safetensors", 5000)
+
+    def open_then_cut(tensor):
+        found = open_to_read(tensor)
+        os.truncate(tensor.file, 5000)
+        return found
+
+    monkeypatch.setattr(rows_of_files, "open_to_read", open_then_cut)
     with pytest.raises(ValueError, match=r"model\.safetensors ends within model\."):
         hfjax.init(layout_of(model), parameters=model.weights)
+
+
+CHANGES = {
+    "was written or replaced after its header was read, which says where model": lambda folder: (
+        written(folder, CONFIGS["tied"], drawn())  # other weights, as long
+    ),
+    "was written or replaced after its header was read": lambda folder: os.utime(
+        folder / "model.safetensors", ns=(0, 0)
+    ),
+    "was written or replaced after": lambda folder: os.truncate(folder / "model.safetensors", 5000),
+    "safetensors is missing": lambda folder: (folder / "model.safetensors").unlink(),
+    r"safetensors cannot be read \(Permission denied\)": lambda folder: None,
+}
+
+
+@pytest.mark.parametrize("words", CHANGES)
+def test_a_file_that_is_not_as_its_header_was_read_is_named(words, tmp_path, monkeypatch):
+    written(tmp_path, CONFIGS["tied"])
+    model = hfjax.pretrained(tmp_path)
+    CHANGES[words](tmp_path)
+    if "Permission" in words:
+        monkeypatch.setattr(os, "open", denied)
+    with pytest.raises(ValueError, match=words):
+        hfjax.init(layout_of(model, "DDP"), parameters=model.weights)
+
+
+def denied(*_):
+    raise PermissionError(13, "Permission denied")
+
+
+def test_what_was_read_is_told_by_the_model(folders):
+    model = hfjax.pretrained(folders / "tied")
+    assert model.weights.read == 0
+    hfjax.init(layout_of(model, "DDP"), parameters=model.weights)
+    assert model.weights.read == model.bytes
 
 
 def test_a_layout_of_another_model_is_refused(folder, tmp_path):

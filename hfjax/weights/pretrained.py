@@ -90,7 +90,7 @@ class Pretrained:
         except ValueError as wrong:
             raise ValueError(f"{named(self.folder.path)}: {wrong}") from None
 
-    @property
+    @cached_property
     def weights(self) -> "FolderWeights":
         """What `hfjax.init(layout, parameters=…)` reads the weights from."""
         return FolderWeights(self)

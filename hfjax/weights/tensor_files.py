@@ -8,7 +8,7 @@ import json
 import math
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,7 @@ class FileTensor:
         dtype: Its type.
         shape: Its shape.
         begin: Its first byte in the file.
+        stamp: Size and time of the file when its header was read; None: it was not.
     """
 
     file: Path
@@ -50,6 +51,7 @@ class FileTensor:
     dtype: np.dtype
     shape: tuple[int, ...]
     begin: int
+    stamp: tuple[int, int] | None = None
 
     @property
     def bytes(self) -> int:
@@ -71,7 +73,7 @@ def read_header(path: Path) -> dict[str, FileTensor]:
     """Return the tensors of a file by name; ValueError says what is wrong with it."""
     check_ordinary(path)
     with path.open("rb") as file:
-        size = os.fstat(file.fileno()).st_size
+        stamp = size, _ = stamp_of(file.fileno())
         length = int.from_bytes(file.read(START), "little")
         if size < START or length > min(size - START, LONGEST):
             raise _damaged(path, f"its header has {length} bytes, the file {size}")
@@ -87,7 +89,33 @@ def read_header(path: Path) -> dict[str, FileTensor]:
     entries = {name: entry for name, entry in found.items() if name != METADATA}
     tensors = {name: _tensor(path, name, entries[name], START + length) for name in entries}
     _check_places(path, tensors.values(), START + length, size)
-    return tensors
+    return {name: replace(tensor, stamp=stamp) for name, tensor in tensors.items()}
+
+
+def stamp_of(descriptor: int) -> tuple[int, int]:
+    """Return by what a file is known again that nobody has written since: its size and time."""
+    told = os.fstat(descriptor)
+    return told.st_size, told.st_mtime_ns
+
+
+def open_to_read(tensor: FileTensor) -> int:
+    """Return the descriptor of a tensor's file; refuse one that is not as its header was read."""
+    check_ordinary(tensor.file)
+    try:
+        descriptor = os.open(tensor.file, os.O_RDONLY)
+    except OSError as wrong:
+        raise ValueError(
+            f"{named(tensor.file)} cannot be read ({wrong.strerror}). Make it readable, or get it "
+            "again."
+        ) from None
+    if tensor.stamp not in (None, stamp_of(descriptor)):
+        os.close(descriptor)
+        raise ValueError(
+            f"{named(tensor.file)} was written or replaced after its header was read, which says "
+            f"where {named(tensor.name)} lies: its size or time is another. Read the header again: "
+            "hfjax.pretrained(folder), or read_vision(file)."
+        )
+    return descriptor
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -147,7 +175,7 @@ def _damaged(path: Path, what: str) -> ValueError:
 def read_rows(tensor: FileTensor, first: int, count: int) -> np.ndarray:
     """Return `count` rows of a tensor from a row on, in memory that a device takes as it is."""
     made = aligned((count, *tensor.shape[1:]), tensor.dtype)
-    descriptor = os.open(tensor.file, os.O_RDONLY)
+    descriptor = open_to_read(tensor)
     try:
         fill(descriptor, tensor.begin + first * tensor.row_bytes, made, tensor)
     finally:
