@@ -1,5 +1,7 @@
 """Models in and out: every element has one place, in any layout; every byte is read once."""
 
+import errno
+import fcntl
 import json
 import os
 import re
@@ -15,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 import hfjax
 from hfjax.plan.rearrange import parameters_of
-from hfjax.weights import rows_of_files, stream_in
+from hfjax.weights import rows_of_files, stream_in, write_out
 from hfjax.weights.rows_of_files import _put
 from hfjax.weights.tensor_files import FileTensor, open_to_read, read_rows
 from tests.model_folders import BF16, CONFIGS, drawn, write_file, written
@@ -455,12 +457,56 @@ def test_exports_are_whole_or_not_there(folder, tmp_path, monkeypatch):
             with pytest.raises(ValueError, match="No space left on device"):
                 hfjax.export(tmp_path / "out", layout, state, like=model)
         assert [p.name for p in tmp_path.iterdir()] == ["in"]
-    (tmp_path / ".out.new").mkdir()  # of a process that was killed
-    (tmp_path / ".out.new" / "model.safetensors").write_bytes(b"half")
+    (stale := tmp_path / ".out.unfinished-12").mkdir()  # of a process that was killed
+    (stale / "model.safetensors").write_bytes(b"half")
     with pytest.raises(ValueError, match="has no config"):
-        hfjax.pretrained(tmp_path / ".out.new")
+        hfjax.pretrained(stale)
     hfjax.export(tmp_path / "out", layout, state, like=model)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["in", "out"]
+
+
+def no_locks(*_):
+    raise OSError(errno.ENOLCK, "No locks available")
+
+
+@pytest.mark.parametrize("locks", [True, False])
+def test_of_two_exports_into_one_folder_one_is_whole_and_the_other_says_so(
+    locks, tmp_path, monkeypatch
+):
+    """The second begins when the files of the first are made: it is refused at once.
+
+    Where a file system has no locks both write, and the first to end has the name.
+    """
+    written(tmp_path / "in", CONFIGS["tied"], drawn())
+    model = hfjax.pretrained(tmp_path / "in")
+    layout = layout_of(model, "DDP")
+    first = hfjax.init(layout, parameters=model.weights)
+    second = replace(first, params=jax.tree.map(lambda x: x / 2, first.params))
+    usual, told = write_out._written, []
+    if not locks:
+        monkeypatch.setattr(fcntl, "flock", no_locks)
+
+    def write_while_another_begins(new, layout, state, *more):
+        if state is first:
+            told.append(export(second))
+        return usual(new, layout, state, *more)
+
+    def export(state):
+        try:
+            return hfjax.export(tmp_path / "out", layout, state, like=model)
+        except ValueError as error:
+            return str(error)
+
+    monkeypatch.setattr(write_out, "_written", write_while_another_begins)
+    told.append(export(first))
+    refused = "out is being written by another process" if locks else "out was written by another"
+    assert refused in told[0 if locks else 1]
+    assert told[1 if locks else 0] == model.bytes
+    one = hfjax.pretrained(tmp_path / "out").folder.tensors["model.embed_tokens.weight"]
+    other = model.folder.tensors["model.embed_tokens.weight"]
+    found, plain = read_rows(one, 0, one.rows), read_rows(other, 0, one.rows)
+    np.testing.assert_array_equal(found, plain if locks else plain / 2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "out"]
 
 
 def test_what_goes_along_goes_along(folder, tmp_path):

@@ -1,13 +1,14 @@
 """A state goes out as a model's folder: rows in the files' own order, each process its own.
 
-The folder is written under another name and renamed when it is whole, so that one that was cut off
-at any point does not load.
+The folder is written under a name of its own and renamed when it is whole, so that one that was cut
+off at any point does not load, and two that are written at the same time do not mix.
 """
 
 import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -22,7 +23,8 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 from hfjax.base.paths import Flat, flatten, nest
 from hfjax.base.read_files import what_is
 from hfjax.base.tables import human, named
-from hfjax.base.write_files import delete, opened
+from hfjax.base.write_files import opened
+from hfjax.data.beside import check_alone, folder_beside, sweep
 from hfjax.optimizers.transforms import in_full
 from hfjax.parallel.memory import to_device
 from hfjax.parallel.placement import entries_of
@@ -65,23 +67,11 @@ def write_out(
     """Write the parameters of a state as a model's folder; return the bytes written here."""
     kinds = kinds_of(pieces, folder, dtype)
     files = dict(in_files(kinds, shard))
-    new = _beside(target)
-    agreed(lambda: _begin(target, new, files))
-    try:
+    with ExitStack() as at_end:
+        new = target.parent / agreed(lambda: _begun(target, files, at_end))
         written = in_all(lambda: _written(new, layout, state, pieces, files))
         agreed(lambda: _finish(target, new, files, folder, dtype))
-    except BaseException:
-        if jax.process_index() == 0:
-            delete(new)
-        raise
     return written
-
-
-def _beside(target: Path) -> Path:
-    """Return what the folder is called until it is whole."""
-    if not target.name:
-        raise ValueError(f"{named(target)} is there already: the name of a new folder is expected.")
-    return target.with_name(f".{target.name}.new")
 
 
 def kinds_of(pieces: Sequence[PlacedTensor], folder: ModelFolder, dtype: np.dtype | None) -> Kinds:
@@ -115,20 +105,27 @@ def name_of(number: int, count: int) -> str:
 
 
 def check_free_to_write(target: Path) -> None:
-    """Refuse a folder that is there."""
+    """Refuse a folder that is there, or that another process is writing."""
+    if not target.name:
+        raise ValueError(f"{named(target)} is there already: the name of a new folder is expected.")
     if os.path.lexists(target):
         raise ValueError(
             f"{named(target)} is {what_is(target)} already: nothing is written over it. Give "
             "another --out, or remove it."
         )
+    check_alone(target)
 
 
-def _begin(target: Path, new: Path, files: Mapping[str, Kinds]) -> None:
-    """Make the files in their whole size, with their headers: a disk without room says so now."""
+def _begun(target: Path, files: Mapping[str, Kinds], at_end: ExitStack) -> str:
+    """Return the name of the folder until it is whole, in which files have their whole size.
+
+    A disk without room says so now. The folder is nobody else's, and gone at the end if it was not
+    moved.
+    """
     check_free_to_write(target)
-    delete(new)
     try:
-        new.mkdir(parents=True)
+        sweep(target)
+        new = at_end.enter_context(folder_beside(target))
         for name, kinds in files.items():
             header, size = header_of(kinds)
             descriptor = opened(new / name, os.O_WRONLY)
@@ -138,11 +135,11 @@ def _begin(target: Path, new: Path, files: Mapping[str, Kinds]) -> None:
             finally:
                 os.close(descriptor)
     except OSError as wrong:
-        delete(new)
         total = sum(header_of(kinds)[1] for kinds in files.values())
         raise ValueError(
             f"{named(target)} cannot be written ({wrong.strerror}): it needs {human(total)}."
         ) from None
+    return new.name
 
 
 def _written(
@@ -319,6 +316,11 @@ def _finish(
             os.close(descriptor)
         os.rename(new, target)
     except OSError as wrong:
+        if os.path.lexists(target):
+            raise ValueError(
+                f"{named(target)} was written by another process meanwhile: it stays as it is. "
+                "Give another --out."
+            ) from None
         raise ValueError(f"{named(target)} cannot be written: {wrong.strerror}.") from None
 
 
