@@ -292,6 +292,25 @@ def test_all_that_does_not_fit_is_said_at_once(tmp_path):
     assert "No weight was read" in told
 
 
+HUGE = {  # of a family that lists its layers, or experts, before the tensors of each
+    "qwen3": {"num_hidden_layers": 10**9},
+    "gpt2": {"n_layer": 10**18},
+    "mixtral": {"num_local_experts": 10**9},
+    "qwen3_moe": {"num_experts": 10**9},
+}
+
+
+@pytest.mark.parametrize("name", HUGE)
+def test_more_layers_or_experts_than_tensors_are_refused_before_one_of_each_is_made(name, tmp_path):
+    written(tmp_path, CONFIGS[name])
+    changed(tmp_path, **HUGE[name])
+    ((key, value),) = HUGE[name].items()
+    assert f"config.json: {key} is {value}, and the files have " in refusal(tmp_path)
+    text = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3", "text_config": text}))
+    assert f"config.json: {key} is {value}, and the files have " in refusal(tmp_path)
+
+
 def test_names_may_lack_the_prefix_of_the_family(tmp_path):
     """As GPT-2's own files do, which hold masks of attention, too."""
     tensors = written(tmp_path, CONFIGS["gpt2"])

@@ -13,7 +13,7 @@ import jax
 from flax import nnx
 from jax.typing import DTypeLike
 
-from hfjax.base.keywords import check_keywords, dtype_of, known_keywords
+from hfjax.base.keywords import check_keywords, dtype_of, is_whole, known_keywords
 from hfjax.base.paths import Flat
 from hfjax.base.read_files import ORDINARY, what_is
 from hfjax.base.tables import bytes_of, human, named
@@ -33,6 +33,7 @@ from hfjax.weights.tensor_files import KNOWN_TYPES
 from hfjax.weights.write_out import write_out
 
 STORED = ("float32", "bfloat16")
+COUNTED = ("num_hidden_layers", "n_layer", "num_experts", "num_local_experts")
 SHARD = "5GB"
 
 
@@ -185,6 +186,7 @@ def pretrained(path: str | Path, stored: str = "float32", **changes: Any) -> Pre
 def of_folder(folder: ModelFolder, stored: str = "float32", **changes: Any) -> Pretrained:
     """Return the model that a folder describes: `pretrained` without reading it."""
     try:
+        check_counts(folder)
         config = config_of(folder.config)
         check_keywords("pretrained", changes, [field.name for field in fields(config)])
         config = replace(config, **changes)
@@ -194,6 +196,19 @@ def of_folder(folder: ModelFolder, stored: str = "float32", **changes: Any) -> P
     made = Pretrained(folder, family, config, _stored(stored))
     in_all(lambda: len(made.pieces))
     return made
+
+
+def check_counts(folder: ModelFolder) -> None:
+    """Refuse more layers or experts than the files have tensors, before one of each is made."""
+    text = folder.config.get("text_config")
+    for part in (folder.config, text if isinstance(text, Mapping) else {}):
+        for key in COUNTED:
+            if is_whole(part.get(key), len(folder.tensors) + 1):
+                raise ValueError(
+                    f"config.json: {key} is {part[key]}, and the files have "
+                    f"{len(folder.tensors)} tensors in all: they are not of one model. Get the "
+                    "config.json of the files again."
+                )
 
 
 def _stored(given: Any) -> str:
