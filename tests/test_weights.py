@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 import hfjax
 from hfjax.plan.rearrange import parameters_of
+from hfjax.run import own_copy
 from hfjax.weights import rows_of_files, stream_in, write_out
 from hfjax.weights.rows_of_files import _put
 from hfjax.weights.tensor_files import FileTensor, open_to_read, read_rows
@@ -247,6 +248,42 @@ def test_folders_that_hold_no_model_say_so(folder, tmp_path):
     assert "(pytorch_model.bin), which run code when they are read" in refusal(folder)
     (folder / "config.json").write_text("{")
     assert "config.json cannot be read" in refusal(folder)
+
+
+@pytest.mark.parametrize(
+    "name", ["config.json", "model.safetensors", "model.safetensors.index.json"]
+)
+def test_a_link_to_nothing_is_told_as_such(name, folder):
+    """As a hub's cache has it of which a blob was deleted."""
+    (folder / name).unlink(missing_ok=True)
+    (folder / name).symlink_to("../blobs/gone")
+    told = f"{name} is a link to ../blobs/gone, which is not there: an ordinary file is expected"
+    assert told in refusal(folder)
+
+
+def test_what_would_go_along_and_is_a_link_to_nothing_is_refused_before_anything_is_written(
+    folder, tmp_path
+):
+    (folder / "tokenizer").mkdir()
+    model = hfjax.pretrained(folder)
+    layout = layout_of(model)
+    state = hfjax.init(layout, parameters=model.weights)
+    (folder / "tokenizer.json").symlink_to("../blobs/gone")
+    words = r"tokenizer\.json is a link to \.\./blobs/gone, which is not there"
+    for ask in (
+        lambda: hfjax.pretrained(folder),
+        lambda: model.has_tokenizer,
+        lambda: hfjax.export(tmp_path / "out", layout, state, like=model),
+        lambda: own_copy.keep(model.folder, tmp_path / "run"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            ask()
+    assert sorted(path.name for path in tmp_path.rglob("*") if path.parent != folder) == [
+        "in",
+        "run",
+    ]
+    (folder / "tokenizer.json").unlink()
+    hfjax.export(tmp_path / "out", layout, state, like=model)
 
 
 def test_the_index_decides_what_belongs_to_the_model(folder):

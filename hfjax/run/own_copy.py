@@ -30,9 +30,8 @@ from hfjax.checkpoint.directory import steps_in
 from hfjax.data.beside import folder_beside, sweep
 from hfjax.processes.agreement import agreed
 from hfjax.run.config import Train
-from hfjax.weights.model_folder import CONFIG, ModelFolder, read_folder, read_object
+from hfjax.weights.model_folder import CONFIG, ModelFolder, companions, read_folder, read_object
 from hfjax.weights.tensor_files import DTYPES, WORDS, FileTensor
-from hfjax.weights.write_out import BESIDE
 
 COPY, TENSORS = "model", "tensors.json"
 _sizes = lambda x: isinstance(x, list) and all(type(n) is int and n >= 0 for n in x)
@@ -51,10 +50,8 @@ def keep(folder: ModelFolder, directory: Path) -> None:
     sweep(own := directory / COPY)
     try:
         with folder_beside(own) as new:
-            for pattern in (CONFIG, *BESIDE):
-                for path in sorted(folder.path.glob(pattern)):
-                    if path.is_file():
-                        shutil.copyfile(path, new / path.name)
+            for path in (folder.path / CONFIG, *companions(folder.path)):
+                shutil.copyfile(path, new / path.name)
             (new / TENSORS).write_text(json.dumps(_told(folder), indent=1) + "\n")
             delete(own)
             os.rename(new, own)

@@ -22,11 +22,14 @@ from hfjax.weights.config_values import ConfigValues
 Shape = GPTConfig | LlamaConfig | MoEConfig
 
 FULL, SLIDING = "full_attention", "sliding_attention"
-SILU = dict.fromkeys(("silu", "swish"), "silu")
-GELU_TANH = dict.fromkeys(  # one function under the names that transformers has for it
-    ("gelu_pytorch_tanh", "gelu_new", "gelu_fast", "gelu_python_tanh", "gelu_accurate"), "gelu_tanh"
+SILU: Mapping[str, str] = dict.fromkeys(("silu", "swish"), "silu")
+GELU_TANH: Mapping[str, str] = (
+    dict.fromkeys(  # one function under the names that transformers has for it
+        ("gelu_pytorch_tanh", "gelu_new", "gelu_fast", "gelu_python_tanh", "gelu_accurate"),
+        "gelu_tanh",
+    )
 )
-ACTIVATIONS = {**SILU, **GELU_TANH}
+ACTIVATIONS: Mapping[str, str] = {**SILU, **GELU_TANH}
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 LATER_ROPES = {
     "dynamic": "its speeds depend on the longest row so far",

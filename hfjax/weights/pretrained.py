@@ -15,7 +15,6 @@ from jax.typing import DTypeLike
 
 from hfjax.base.keywords import check_keywords, dtype_of, is_whole, known_keywords
 from hfjax.base.paths import Flat
-from hfjax.base.read_files import ORDINARY, what_is
 from hfjax.base.tables import bytes_of, human, named
 from hfjax.data.tokenizer import load_tokenizer
 from hfjax.models.gpt import GPTConfig
@@ -26,7 +25,7 @@ from hfjax.plan.check_state import check_layout
 from hfjax.plan.layout import Layout, State
 from hfjax.processes.agreement import check_same, in_all
 from hfjax.weights.families import FAMILIES, Family, config_of
-from hfjax.weights.model_folder import TOKENIZER, ModelFolder, read_folder
+from hfjax.weights.model_folder import TOKENIZER, ModelFolder, has_file, read_folder
 from hfjax.weights.name_rules import PlacedTensor, RuleTable, Shape, check_covers, lines_of
 from hfjax.weights.stream_in import WeightStream
 from hfjax.weights.tensor_files import KNOWN_TYPES
@@ -99,7 +98,7 @@ class Pretrained:
     @property
     def has_tokenizer(self) -> bool:
         """Whether the folder has a tokenizer that can be read."""
-        return what_is(self.folder.path / TOKENIZER) == ORDINARY
+        return has_file(self.folder.path / TOKENIZER)
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -179,7 +178,7 @@ def pretrained(path: str | Path, stored: str = "float32", **changes: Any) -> Pre
         >>> import hfjax
         >>> print(hfjax.pretrained("path/to/llama-3.2-1b"))  # doctest: +SKIP
     """
-    _stored(stored)
+    _storage_type(stored)
     return of_folder(in_all(lambda: read_folder(Path(path))), stored, **changes)
 
 
@@ -193,7 +192,7 @@ def of_folder(folder: ModelFolder, stored: str = "float32", **changes: Any) -> P
     except ValueError as wrong:
         raise ValueError(f"{named(folder.path)}: {wrong}") from None
     family = FAMILIES[folder.config["model_type"]]
-    made = Pretrained(folder, family, config, _stored(stored))
+    made = Pretrained(folder, family, config, _storage_type(stored))
     in_all(lambda: len(made.pieces))
     return made
 
@@ -211,7 +210,7 @@ def check_counts(folder: ModelFolder) -> None:
                 )
 
 
-def _stored(given: Any) -> str:
+def _storage_type(given: Any) -> str:
     """Return the name of the type in which parameters are stored."""
     name = dtype_of("stored", given).name
     if name not in STORED:

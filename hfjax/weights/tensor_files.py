@@ -94,8 +94,8 @@ def read_header(path: Path) -> dict[str, FileTensor]:
 
 def stamp_of(descriptor: int) -> tuple[int, int]:
     """Return by what a file is known again that nobody has written since: its size and time."""
-    told = os.fstat(descriptor)
-    return told.st_size, told.st_mtime_ns
+    status = os.fstat(descriptor)
+    return status.st_size, status.st_mtime_ns
 
 
 def open_to_read(tensor: FileTensor) -> int:

@@ -31,7 +31,7 @@ from hfjax.parallel.placement import entries_of
 from hfjax.plan.layout import Layout, State
 from hfjax.plan.rearrange import parameters_of
 from hfjax.processes.agreement import agreed, in_all
-from hfjax.weights.model_folder import CONFIG, GENERATION, INDEX, WHOLE, ModelFolder
+from hfjax.weights.model_folder import CONFIG, INDEX, WHOLE, ModelFolder, companions
 from hfjax.weights.name_rules import PlacedTensor, Rule, Shape
 from hfjax.weights.row_moves import Way
 from hfjax.weights.rows_of_files import RowsOfFiles
@@ -48,10 +48,6 @@ from hfjax.weights.stream_in import (
 from hfjax.weights.tensor_files import FileTensor, header_of, placed
 
 Kinds = dict[str, tuple[np.dtype, Shape]]  # of a file: what it holds, in order
-BESIDE = (  # what else goes along, if the model's folder has it
-    *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt"),
-    *("chat_template*", GENERATION),
-)
 BITS = {2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint64}
 
 
@@ -67,8 +63,9 @@ def write_out(
     """Write the parameters of a state as a model's folder; return the bytes written here."""
     kinds = kinds_of(pieces, folder, dtype)
     files = dict(in_files(kinds, shard))
+    agreed(lambda: len(companions(folder.path)))  # what is wrong with them is said now
     with ExitStack() as at_end:
-        new = target.parent / agreed(lambda: _begun(target, files, at_end))
+        new = target.parent / agreed(lambda: _begin(target, files, at_end))
         written = in_all(lambda: _written(new, layout, state, pieces, files))
         agreed(lambda: _finish(target, new, files, folder, dtype))
     return written
@@ -116,7 +113,7 @@ def check_free_to_write(target: Path) -> None:
     check_alone(target)
 
 
-def _begun(target: Path, files: Mapping[str, Kinds], at_end: ExitStack) -> str:
+def _begin(target: Path, files: Mapping[str, Kinds], at_end: ExitStack) -> str:
     """Return the name of the folder until it is whole, in which files have their whole size.
 
     A disk without room says so now. The folder is nobody else's, and gone at the end if it was not
@@ -233,7 +230,7 @@ def _taken(
     group: Group, places: Mapping[str, FileTensor], array: jax.Array, where: NamedSharding
 ) -> Taken:
     """Return the rows of a group's tensors on the devices, in their types."""
-    kinds = tuple(_on_a_device(places[t.name].dtype) for slot, t in _one_each(group))
+    kinds = tuple(_type_on_device(places[t.name].dtype) for slot, t in _one_each(group))
     twins = (False,) * len(group.slots)
     dtype = np.dtype(array.dtype)
     way = mover(of_program(group.rules), twins, group.first, array.shape, dtype, where)
@@ -241,7 +238,7 @@ def _taken(
     return Taken(way.ways, rows, finite)
 
 
-def _on_a_device(dtype: np.dtype) -> np.dtype:
+def _type_on_device(dtype: np.dtype) -> np.dtype:
     """Return the type that arrays of a type have on a device: none has float64 without x64."""
     return np.dtype(jax.dtypes.canonicalize_dtype(dtype))
 
@@ -302,10 +299,8 @@ def _finish(
 ) -> None:
     """Write what goes along, the index, and the configuration; then give the folder its name."""
     try:
-        for pattern in BESIDE:
-            for path in sorted(folder.path.glob(pattern)):
-                if path.is_file():  # of a hub's cache it is a link
-                    shutil.copyfile(path, new / path.name)
+        for path in companions(folder.path):  # of a hub's cache they are links
+            shutil.copyfile(path, new / path.name)
         if len(files) > 1:
             _json(new / INDEX, _index(files))
         _json(new / CONFIG, _config(folder.config, dtype))
