@@ -467,6 +467,8 @@ def test_a_file_that_is_not_as_its_header_was_read_is_named(words, tmp_path, mon
         monkeypatch.setattr(os, "open", denied)
     with pytest.raises(ValueError, match=words):
         hfjax.init(layout_of(model, "DDP"), parameters=model.weights)
+    if "Permission" in words:
+        assert re.search(words, refusal(tmp_path))
 
 
 def denied(*_):

@@ -71,8 +71,7 @@ class FileTensor:
 
 def read_header(path: Path) -> dict[str, FileTensor]:
     """Return the tensors of a file by name; ValueError says what is wrong with it."""
-    check_ordinary(path)
-    with path.open("rb") as file:
+    with os.fdopen(_open(path), "rb") as file:
         stamp = size, _ = stamp_of(file.fileno())
         length = int.from_bytes(file.read(START), "little")
         if size < START or length > min(size - START, LONGEST):
@@ -100,14 +99,7 @@ def stamp_of(descriptor: int) -> tuple[int, int]:
 
 def open_to_read(tensor: FileTensor) -> int:
     """Return the descriptor of a tensor's file; refuse one that is not as its header was read."""
-    check_ordinary(tensor.file)
-    try:
-        descriptor = os.open(tensor.file, os.O_RDONLY)
-    except OSError as wrong:
-        raise ValueError(
-            f"{named(tensor.file)} cannot be read ({wrong.strerror}). Make it readable, or get it "
-            "again."
-        ) from None
+    descriptor = _open(tensor.file)
     if tensor.stamp not in (None, stamp_of(descriptor)):
         os.close(descriptor)
         raise ValueError(
@@ -170,6 +162,17 @@ def _damaged(path: Path, what: str) -> ValueError:
         f"{named(path)} is no whole file of safetensors: {what}. Get it again, or write it with "
         "hfjax export or safetensors' own save_file."
     )
+
+
+def _open(path: Path) -> int:
+    """Return the descriptor of an ordinary file; ValueError says why it cannot be read."""
+    check_ordinary(path)
+    try:
+        return os.open(path, os.O_RDONLY)
+    except OSError as wrong:
+        raise ValueError(
+            f"{named(path)} cannot be read ({wrong.strerror}). Make it readable, or get it again."
+        ) from None
 
 
 def read_rows(tensor: FileTensor, first: int, count: int) -> np.ndarray:
