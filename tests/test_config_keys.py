@@ -117,6 +117,17 @@ def test_experts_by_either_name_and_in_some_layers():
     assert of().router.balance_loss == 0
 
 
+def test_an_activation_has_every_name_of_its_function():
+    for name, key, words in (
+        ("llama-3.1-8b", "hidden_act", ["silu", "swish"]),
+        ("mixtral-8x7b", "hidden_act", ["silu", "swish", None]),
+        ("gemma-2-2b", "hidden_activation", ["gelu_pytorch_tanh", "gelu_new", "gelu_fast"]),
+        ("gpt2", "activation_function", ["gelu_new", "gelu_pytorch_tanh", "gelu_accurate", None]),
+    ):
+        shapes = [config_of(PUBLISHED[name] | {key: word}) for word in words]
+        assert all(shape == config_of(PUBLISHED[name]) for shape in shapes)
+
+
 def test_a_model_of_pictures_has_a_part_that_reads_text():
     text = PUBLISHED["gemma-3-4b, text"]
     assert config_of({"model_type": "gemma3", "text_config": text}) == config_of(text)
@@ -134,7 +145,7 @@ REFUSED = [
     ("llama-3.1-8b", {"hidden_size": None}, "hidden_size is None: a whole number"),
     ("llama-3.1-8b", {"rms_norm_eps": True}, "rms_norm_eps is True: a finite number above 0"),
     ("llama-3.1-8b", {"tie_word_embeddings": "no"}, "tie_word_embeddings is 'no': true or false"),
-    ("llama-3.1-8b", {"hidden_act": "relu"}, "'relu': one of silu, gelu_pytorch_tanh"),
+    ("llama-3.1-8b", {"hidden_act": "relu"}, "'relu': one of silu, swish, gelu_pytorch_tanh"),
     ("llama-3.1-8b", {"attention_bias": True}, "attention_bias is True: only queries, keys"),
     ("llama-3.1-8b", {"mlp_bias": True}, "mlp_bias is True: only queries"),
     ("llama-3.1-8b", {"rope_scaling": [1]}, r"rope_scaling is \[1\]: keys and values, or null"),
@@ -154,9 +165,11 @@ REFUSED = [
     ("gemma-2-2b", {"layer_types": ["full_attention"]}, "26 words, each of full_attention"),
     ("mistral-7b", {"layer_types": ["full_attention"] * 32}, "alike: sliding_attention"),
     ("mixtral-8x7b", {"router_jitter_noise": 0.1}, r"router_jitter_noise is 0.1: take 0; Router"),
-    ("mixtral-8x7b", {"hidden_act": "gelu_pytorch_tanh"}, "one activation: 'silu' can be read"),
+    ("mixtral-8x7b", {"hidden_act": "gelu_pytorch_tanh"}, "tanh': one of silu, swish is expected"),
+    ("mixtral-8x7b", {"num_experts_per_tok": 9}, "is 9: at most the number of experts, 8, is exp"),
+    ("qwen3-30b-a3b", {"num_experts": 4}, "tok is 8: at most the number of experts, 4, is exp"),
     ("qwen3-30b-a3b", {"mlp_only_layers": [48]}, "a list of whole numbers from 0 to 47"),
-    ("gpt2", {"activation_function": "relu"}, "one activation: 'gelu_new' can be read"),
+    ("gpt2", {"activation_function": "gelu"}, "'gelu': one of gelu_pytorch_tanh, gelu_new, "),
     ("gpt2", {"n_inner": 100}, "four times as wide as the residual stream: 3072 can be read"),
     ("gpt2", {"layer_norm_epsilon": 1e-6}, "one epsilon: 1e-05 can be read"),
     ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "alike in all layers: False can be"),

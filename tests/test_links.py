@@ -1,5 +1,7 @@
 """A folder from a stranger may have links in it: nothing is written or deleted where they lead."""
 
+import errno
+import fcntl
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -8,7 +10,7 @@ import numpy as np
 import pytest
 
 import hfjax
-from hfjax.base.write_files import replace_text
+from hfjax.base.write_files import replace_text, replacing
 from hfjax.data import TokenSet, write_tokens
 from hfjax.run.config import Log
 from hfjax.run.journal import Journal
@@ -100,7 +102,7 @@ def test_a_run_refuses_links_before_it_prepares_anything(tmp_path, mine):
     place, link = tmp_path / "elsewhere", tmp_path / "run"
     (place / "profile/plugins").mkdir(parents=True)
     link.symlink_to(place)  # the user's own
-    cases = [(name, mine.file) for file in FILES for name in (file, f".{file}.new")]
+    cases = [(name, mine.file) for name in FILES]
     for name, target in [*cases, *((folder, mine.folder) for folder in FOLDERS)]:
         path = place / name
         if path.is_dir():
@@ -114,20 +116,54 @@ def test_a_run_refuses_links_before_it_prepares_anything(tmp_path, mine):
             (tmp_path / "away").rename(path)
 
 
-def test_a_file_that_is_replaced_goes_through_no_link_and_over_no_pipe(tmp_path, mine):
-    new = tmp_path / ".some.txt.new"
-    new.symlink_to(mine.file)
-    with pytest.raises(ValueError, match=r"\.some\.txt\.new is a link to \S+mine\.txt: hfjax wr"):
-        replace_text(tmp_path / "some.txt", "text")
-    new.unlink()
-    new.mkdir()
-    with pytest.raises(ValueError, match=r"\.some\.txt\.new is a folder: an ordinary file is exp"):
-        replace_text(tmp_path / "some.txt", "text")
-    new.rmdir()
-    new.write_text("left by a kill")
+def test_a_file_that_is_replaced_goes_through_no_link_and_waits_for_no_pipe(tmp_path, mine):
+    path = tmp_path / "some.txt"
+    (tmp_path / ".some.txt.new-1").symlink_to(mine.file)
+    (tmp_path / ".some.txt.new-2").mkdir()
+    os.mkfifo(tmp_path / ".some.txt.new-3")
+    (left := tmp_path / ".some.txt.new-4").write_text("left by a kill")
+    replace_text(path, "text")
+    assert path.read_text() == "text"
+    assert not left.exists()
+    path.unlink()
+    path.symlink_to(mine.file)
+    with pytest.raises(ValueError, match=r"some\.txt is a link to \S+mine\.txt: hfjax writes"):
+        replace_text(path, "text")
+
+
+@pytest.mark.parametrize("locks", [True, False])
+def test_of_two_files_that_are_written_at_the_same_time_each_is_whole(locks, tmp_path, monkeypatch):
+    if not locks:
+        monkeypatch.setattr(fcntl, "flock", no_locks)
+    path = tmp_path / "some.txt"
+    with replacing(path) as first:
+        first.write(b"one ")
+        with replacing(path) as second:
+            second.write(b"two ")
+            first.write(b"and ")
+            second.write(b"more")
+        assert path.read_text() == "two more"
+        first.write(b"all")
+    assert path.read_text() == "one and all"
+    assert [path.name for path in tmp_path.iterdir()] == ["some.txt"]
+
+
+def no_locks(*_):
+    raise OSError(errno.ENOLCK, "No locks available")
+
+
+def test_a_new_file_that_is_swept_before_it_is_locked_is_made_again(tmp_path, monkeypatch):
+    usual, swept = fcntl.flock, []
+
+    def sweep_first(file, how):
+        if not swept:
+            swept.append(os.unlink(file.name))
+        return usual(file, how)
+
+    monkeypatch.setattr(fcntl, "flock", sweep_first)
     replace_text(tmp_path / "some.txt", "text")
     assert (tmp_path / "some.txt").read_text() == "text"
-    assert not new.exists()
+    assert swept == [None]
 
 
 def test_a_journal_writes_through_no_link(tmp_path, mine, capsys):

@@ -183,6 +183,15 @@ def test_master_weights_may_be_stored_in_float16():
 # -- kept in the state ------------------------------------------------------------------------
 
 
+def test_dtypes_have_short_words_wherever_one_is_given():
+    short = Precision(compute="fp16", gather="bf16", reduce="fp32", scale=LossScale())
+    assert short == Precision("float16", "bfloat16", "float32", LossScale())
+    assert Precision(reduce="fp64") == Precision(reduce="float64")
+    assert hfjax.master(optax.sgd(0.1), "bf16").stored == jnp.bfloat16
+    with pytest.raises(ValueError, match="master: stored='half a float': a dtype, "):
+        hfjax.master(optax.sgd(0.1), "half a float")
+
+
 def test_a_scale_is_saved_and_goes_on_under_another_mesh(tmp_path):
     (_, scales, _), state = trained(stack_layout(FSDP, {"fsdp": 4}), 7)
     hfjax.save(tmp_path, stack_layout(FSDP, {"fsdp": 4}), state)
@@ -307,6 +316,10 @@ def test_a_loss_that_is_not_finite_is_judged_as_without_a_scale():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
+        (
+            lambda: Precision("half a float"),
+            r"compute='half a float': a dtype, float32, bf16 …, is e",
+        ),
         (lambda: Precision("float16"), 'compute=float16 without a loss scale.*precision="fp16"'),
         (lambda: Precision("bfloat16", scale=LossScale()), "only float16 needs one"),
         (lambda: Precision(reduce="float16"), "reduce=float16: .*A sum over devices overflows"),

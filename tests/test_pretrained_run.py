@@ -186,7 +186,7 @@ def test_a_copy_says_all_that_a_folder_says_and_follows_no_link(place, tmp_path)
     folder = read_folder(place / "llama")
     (tmp_path / "run").mkdir()
     (tmp_path / "mine").write_text("mine")
-    (tmp_path / "run" / ".model.new").symlink_to(tmp_path)
+    (tmp_path / "run" / ".model.unfinished-12").symlink_to(tmp_path)
     for _ in range(2):
         keep(folder, tmp_path / "run")
     copy = read_copy(tmp_path / "run" / COPY)

@@ -118,6 +118,17 @@ def test_a_part_of_an_array_is_that_part(case, tmp_path):
         np.testing.assert_array_equal(x[whole.shape[0] - 1], whole[-1])
 
 
+def test_a_file_that_was_replaced_after_its_header_was_read_is_not_read(tmp_path):
+    weights = read_vision(file := file_of(tmp_path / "a.safetensors", TINY), TINY)
+    tensor = read_header(file)["fc.weight"]
+    file_of(file, TINY, np.float64)
+    for read in (lambda: np.asarray(weights["fc/kernel"]), lambda: read_rows(tensor, 0, 1)):
+        with pytest.raises(
+            ValueError, match=r"a\.safetensors was written or replaced after its he"
+        ):
+            read()
+
+
 def test_a_new_head_keeps_the_rest(tmp_path):
     file = file_of(tmp_path / "a.safetensors", replace(config := TINY, classes=7))
     layout = layout_of(config)

@@ -1,5 +1,7 @@
 """Models in and out: every element has one place, in any layout; every byte is read once."""
 
+import errno
+import fcntl
 import json
 import os
 import re
@@ -15,8 +17,10 @@ from jax.sharding import PartitionSpec as P
 
 import hfjax
 from hfjax.plan.rearrange import parameters_of
-from hfjax.weights import stream_in
-from hfjax.weights.tensor_files import read_rows
+from hfjax.run import own_copy
+from hfjax.weights import rows_of_files, stream_in, write_out
+from hfjax.weights.rows_of_files import _put
+from hfjax.weights.tensor_files import FileTensor, open_to_read, read_rows
 from tests.model_folders import BF16, CONFIGS, drawn, write_file, written
 
 SPLIT = hfjax.FSDP.edit(replicate_below=0)
@@ -158,6 +162,51 @@ def test_types_can_be_chosen(folders, tmp_path):
     assert found.config["dtype"] == "float16"
 
 
+def test_types_have_short_words_and_no_other_is_written(folders, tmp_path):
+    for wrong in ("float16", "fp16", "int8"):
+        with pytest.raises(ValueError, match=r"stored=.*: one of float32, bfloat16 \(fp32, bf16\)"):
+            hfjax.pretrained(folders / "tied", stored=wrong)
+    model = hfjax.pretrained(folders / "tied")
+    layout = layout_of(model, "DDP")
+    state = hfjax.init(layout, parameters=model.weights)
+    for wrong in ("int8", "float8_e5m2"):
+        with pytest.raises(
+            ValueError, match=r"dtype=.*: one of float32, bfloat16, float16, float6"
+        ):
+            hfjax.export(tmp_path / "out", layout, state, like=model, dtype=wrong)
+    for wrong in ("half a float", 16, [1]):
+        with pytest.raises(ValueError, match=r"dtype=.*: a dtype, float32, bf16 …, is expected"):
+            hfjax.export(tmp_path / "out", layout, state, like=model, dtype=wrong)
+    for short, kind in {"bf16": "bfloat16", "fp32": "float32", "fp16": "float16"}.items():
+        hfjax.export(tmp_path / short, layout, state, like=model, dtype=short)
+        found = hfjax.pretrained(tmp_path / short).folder
+        assert {t.dtype.name for t in found.tensors.values()} == {kind}
+        assert found.config["dtype"] == kind
+
+
+@pytest.mark.parametrize("x64", [False, True])
+def test_float64_goes_in_and_out_where_devices_have_no_such_type(x64, tmp_path):
+    """Numbers are those of float32, in which parameters are stored."""
+    double = np.dtype("float64")
+    plain = written(tmp_path / "plain", CONFIGS["llama"], drawn())
+    written(
+        tmp_path / "in", CONFIGS["llama"], lambda _: {n: x.astype(double) for n, x in plain.items()}
+    )
+    with jax.enable_x64(x64):
+        for name, dtype in (("in", None), ("plain", "float64"), ("plain", "fp64")):
+            model = hfjax.pretrained(tmp_path / name, **PADDED)
+            layout = layout_of(model, "FSDP|TENSOR")
+            state = hfjax.init(layout, parameters=model.weights)
+            hfjax.export(tmp_path / f"{name}-{dtype}", layout, state, like=model, dtype=dtype)
+            assert_same_bits(tmp_path / f"{name}-{dtype}", tmp_path / "in")
+
+
+def test_rows_that_do_not_fill_their_places_are_not_written(tmp_path):
+    tensor = FileTensor(tmp_path / "file", "some", np.dtype("float64"), (4, 3), 8)
+    with pytest.raises(AssertionError, match="name='some'"):
+        _put(0, tensor, 0, np.zeros((4, 3), np.float32))
+
+
 def test_the_programs_are_one_for_each_shape(tmp_path):
     written(tmp_path / "in", CONFIGS["llama"] | {"num_hidden_layers": 6})
     model = hfjax.pretrained(tmp_path / "in")
@@ -201,6 +250,42 @@ def test_folders_that_hold_no_model_say_so(folder, tmp_path):
     assert "config.json cannot be read" in refusal(folder)
 
 
+@pytest.mark.parametrize(
+    "name", ["config.json", "model.safetensors", "model.safetensors.index.json"]
+)
+def test_a_link_to_nothing_is_told_as_such(name, folder):
+    """As a hub's cache has it of which a blob was deleted."""
+    (folder / name).unlink(missing_ok=True)
+    (folder / name).symlink_to("../blobs/gone")
+    told = f"{name} is a link to ../blobs/gone, which is not there: an ordinary file is expected"
+    assert told in refusal(folder)
+
+
+def test_what_would_go_along_and_is_a_link_to_nothing_is_refused_before_anything_is_written(
+    folder, tmp_path
+):
+    (folder / "tokenizer").mkdir()
+    model = hfjax.pretrained(folder)
+    layout = layout_of(model)
+    state = hfjax.init(layout, parameters=model.weights)
+    (folder / "tokenizer.json").symlink_to("../blobs/gone")
+    words = r"tokenizer\.json is a link to \.\./blobs/gone, which is not there"
+    for ask in (
+        lambda: hfjax.pretrained(folder),
+        lambda: model.has_tokenizer,
+        lambda: hfjax.export(tmp_path / "out", layout, state, like=model),
+        lambda: own_copy.keep(model.folder, tmp_path / "run"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            ask()
+    assert sorted(path.name for path in tmp_path.rglob("*") if path.parent != folder) == [
+        "in",
+        "run",
+    ]
+    (folder / "tokenizer.json").unlink()
+    hfjax.export(tmp_path / "out", layout, state, like=model)
+
+
 def test_the_index_decides_what_belongs_to_the_model(folder):
     for name in ("consolidated.safetensors", "adapter_model.safetensors"):
         (folder / name).write_bytes(b"nothing that is read")
@@ -242,6 +327,25 @@ def test_all_that_does_not_fit_is_said_at_once(tmp_path):
     assert "model.layers.0.self_attn.q_proj.biased [32] is no tensor of this model" in told
     assert "inv_freq" not in told
     assert "No weight was read" in told
+
+
+HUGE = {  # of a family that lists its layers, or experts, before the tensors of each
+    "qwen3": {"num_hidden_layers": 10**9},
+    "gpt2": {"n_layer": 10**18},
+    "mixtral": {"num_local_experts": 10**9},
+    "qwen3_moe": {"num_experts": 10**9},
+}
+
+
+@pytest.mark.parametrize("name", HUGE)
+def test_more_layers_or_experts_than_tensors_are_refused_before_one_of_each_is_made(name, tmp_path):
+    written(tmp_path, CONFIGS[name])
+    changed(tmp_path, **HUGE[name])
+    ((key, value),) = HUGE[name].items()
+    assert f"config.json: {key} is {value}, and the files have " in refusal(tmp_path)
+    text = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3", "text_config": text}))
+    assert f"config.json: {key} is {value}, and the files have " in refusal(tmp_path)
 
 
 def test_names_may_lack_the_prefix_of_the_family(tmp_path):
@@ -302,11 +406,11 @@ def test_files_cut_at_any_point_are_refused(size, tmp_path):
 
 def test_weights_that_cannot_be_trained_are_named(tmp_path):
     tensors = written(tmp_path, CONFIGS["llama"])
-    model = hfjax.pretrained(tmp_path)
     name = "model.layers.2.mlp.gate_proj.weight"
     for wrong in (np.nan, np.inf):
         tensors[name][3, 5] = wrong
         write_file(tmp_path / "model.safetensors", tensors)
+        model = hfjax.pretrained(tmp_path)
         with pytest.raises(ValueError, match=f"{re.escape(name)} holds numbers that are not finit"):
             hfjax.init(layout_of(model), parameters=model.weights)
 
@@ -322,16 +426,60 @@ def test_a_tied_head_may_be_there_twice_and_must_not_differ(tmp_path):
     assert_same_bits(tmp_path / "out", tmp_path)
     tensors["lm_head.weight"][80, 30] += 1
     write_file(tmp_path / "model.safetensors", tensors)
+    model = hfjax.pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"tie_word_embeddings, and lm_head\.weight differs from"):
         hfjax.init(layout, parameters=model.weights)
 
 
-def test_a_file_that_is_cut_while_it_is_read_is_named(tmp_path):
+def test_a_file_that_is_cut_while_it_is_read_is_named(tmp_path, monkeypatch):
     written(tmp_path, CONFIGS["llama"])
     model = hfjax.pretrained(tmp_path)
-    os.truncate(tmp_path / "model.safetensors", 5000)
+
+    def open_then_cut(tensor):
+        found = open_to_read(tensor)
+        os.truncate(tensor.file, 5000)
+        return found
+
+    monkeypatch.setattr(rows_of_files, "open_to_read", open_then_cut)
     with pytest.raises(ValueError, match=r"model\.safetensors ends within model\."):
         hfjax.init(layout_of(model), parameters=model.weights)
+
+
+CHANGES = {
+    "was written or replaced after its header was read, which says where model": lambda folder: (
+        written(folder, CONFIGS["tied"], drawn())  # other weights, as long
+    ),
+    "was written or replaced after its header was read": lambda folder: os.utime(
+        folder / "model.safetensors", ns=(0, 0)
+    ),
+    "was written or replaced after": lambda folder: os.truncate(folder / "model.safetensors", 5000),
+    "safetensors is missing": lambda folder: (folder / "model.safetensors").unlink(),
+    r"safetensors cannot be read \(Permission denied\)": lambda folder: None,
+}
+
+
+@pytest.mark.parametrize("words", CHANGES)
+def test_a_file_that_is_not_as_its_header_was_read_is_named(words, tmp_path, monkeypatch):
+    written(tmp_path, CONFIGS["tied"])
+    model = hfjax.pretrained(tmp_path)
+    CHANGES[words](tmp_path)
+    if "Permission" in words:
+        monkeypatch.setattr(os, "open", denied)
+    with pytest.raises(ValueError, match=words):
+        hfjax.init(layout_of(model, "DDP"), parameters=model.weights)
+    if "Permission" in words:
+        assert re.search(words, refusal(tmp_path))
+
+
+def denied(*_):
+    raise PermissionError(13, "Permission denied")
+
+
+def test_what_was_read_is_told_by_the_model(folders):
+    model = hfjax.pretrained(folders / "tied")
+    assert model.weights.read == 0
+    hfjax.init(layout_of(model, "DDP"), parameters=model.weights)
+    assert model.weights.read == model.bytes
 
 
 def test_a_layout_of_another_model_is_refused(folder, tmp_path):
@@ -367,12 +515,56 @@ def test_exports_are_whole_or_not_there(folder, tmp_path, monkeypatch):
             with pytest.raises(ValueError, match="No space left on device"):
                 hfjax.export(tmp_path / "out", layout, state, like=model)
         assert [p.name for p in tmp_path.iterdir()] == ["in"]
-    (tmp_path / ".out.new").mkdir()  # of a process that was killed
-    (tmp_path / ".out.new" / "model.safetensors").write_bytes(b"half")
+    (stale := tmp_path / ".out.unfinished-12").mkdir()  # of a process that was killed
+    (stale / "model.safetensors").write_bytes(b"half")
     with pytest.raises(ValueError, match="has no config"):
-        hfjax.pretrained(tmp_path / ".out.new")
+        hfjax.pretrained(stale)
     hfjax.export(tmp_path / "out", layout, state, like=model)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["in", "out"]
+
+
+def no_locks(*_):
+    raise OSError(errno.ENOLCK, "No locks available")
+
+
+@pytest.mark.parametrize("locks", [True, False])
+def test_of_two_exports_into_one_folder_one_is_whole_and_the_other_says_so(
+    locks, tmp_path, monkeypatch
+):
+    """The second begins when the files of the first are made: it is refused at once.
+
+    Where a file system has no locks both write, and the first to end has the name.
+    """
+    written(tmp_path / "in", CONFIGS["tied"], drawn())
+    model = hfjax.pretrained(tmp_path / "in")
+    layout = layout_of(model, "DDP")
+    first = hfjax.init(layout, parameters=model.weights)
+    second = replace(first, params=jax.tree.map(lambda x: x / 2, first.params))
+    usual, told = write_out._written, []
+    if not locks:
+        monkeypatch.setattr(fcntl, "flock", no_locks)
+
+    def write_while_another_begins(new, layout, state, *more):
+        if state is first:
+            told.append(export(second))
+        return usual(new, layout, state, *more)
+
+    def export(state):
+        try:
+            return hfjax.export(tmp_path / "out", layout, state, like=model)
+        except ValueError as error:
+            return str(error)
+
+    monkeypatch.setattr(write_out, "_written", write_while_another_begins)
+    told.append(export(first))
+    refused = "out is being written by another process" if locks else "out was written by another"
+    assert refused in told[0 if locks else 1]
+    assert told[1 if locks else 0] == model.bytes
+    one = hfjax.pretrained(tmp_path / "out").folder.tensors["model.embed_tokens.weight"]
+    other = model.folder.tensors["model.embed_tokens.weight"]
+    found, plain = read_rows(one, 0, one.rows), read_rows(other, 0, one.rows)
+    np.testing.assert_array_equal(found, plain if locks else plain / 2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "out"]
 
 
 def test_what_goes_along_goes_along(folder, tmp_path):

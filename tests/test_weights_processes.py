@@ -3,6 +3,7 @@
 import json
 import os
 import socket
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ jax.distributed.initialize(f"localhost:{port}", num_processes=processes, process
 from tests.test_weights_processes import work
 work(sys.argv[4], rank)
 """
-WRONG = {"gone", "other", "full"}
+WRONG = {"gone", "other", "unread", "full"}
 
 
 def layout_of(model, case="FSDP"):
@@ -70,6 +71,11 @@ def work(root, rank):
     other = hfjax.pretrained(root / ("other" if rank else "in"), **PADDED)
     say(case="other", told=refusal(lambda: hfjax.init(layout, parameters=other.weights)))
 
+    weights = model.weights
+    with denied() if rank else nullcontext():
+        read = refusal(lambda: hfjax.init(layout, parameters=weights))
+    say(case="unread", told=read)
+
     def full(*_):
         raise OSError(28, "No space left on device")
 
@@ -77,6 +83,22 @@ def work(root, rank):
         os.pwrite = full
     export = lambda: hfjax.export(root / "never", layout, state, like=model)
     say(case="full", told=refusal(export), left=[p.name for p in root.glob("*never*")])
+
+
+@contextmanager
+def denied():
+    """No file of tensors can be opened."""
+    usual, os.open = os.open, lambda file, *more: _open(usual, file, *more)
+    try:
+        yield
+    finally:
+        os.open = usual
+
+
+def _open(usual, file, *more):
+    if str(file).endswith(".safetensors"):
+        raise PermissionError(13, "Permission denied", file)
+    return usual(file, *more)
 
 
 def refusal(ask):
@@ -123,6 +145,8 @@ def test_processes_read_and_write_a_model_together(processes, tmp_path):
     for of in wrong:
         assert "nowhere is missing: the folder of a model is expected" in of["gone"]["told"]
         assert "folder of the model of process 1" in of["other"]["told"].replace(", 2, 3", "")
+        assert "process 1: " in of["unread"]["told"]
+        assert "part-0.safetensors cannot be read (Permission denied)" in of["unread"]["told"]
         assert "process 1: " in of["full"]["told"]
         assert "No space left on device" in of["full"]["told"]
     assert wrong[0]["full"]["left"] == []  # the first process tidies up before it raises

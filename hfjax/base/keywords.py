@@ -13,9 +13,12 @@ from numbers import Integral, Real
 from types import FunctionType
 from typing import Any, ParamSpec, TypeVar
 
+import numpy as np
+
 P = ParamSpec("P")
 R = TypeVar("R")
 Kind = TypeVar("Kind", bound=type)
+SHORT = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
 def nearest_of(name: str, known: Iterable[str]) -> str:
@@ -76,6 +79,14 @@ def meanings(kind: type, indent: int) -> str:
     """
     text = (inspect.getdoc(kind) or "").partition("Attributes:\n")[2].partition("\n\n")[0]
     return textwrap.indent(textwrap.dedent(text), " " * indent)
+
+
+def dtype_of(what: str, given: Any) -> np.dtype:
+    """Return the dtype of a name, short or long, or of what is one; refuse what is none."""
+    try:
+        return np.dtype(SHORT.get(given, given))
+    except TypeError:
+        raise ValueError(f"{what}={given!r}: a dtype, float32, bf16 …, is expected.") from None
 
 
 def is_positive(value: object) -> bool:

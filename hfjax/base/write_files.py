@@ -3,10 +3,13 @@
 A folder may come from somebody else, and its links lead to files of the one who opens it.
 """
 
+import fcntl
 import os
+import secrets
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from glob import escape
 from pathlib import Path
 from typing import BinaryIO
 
@@ -30,13 +33,9 @@ def check_no_link(path: Path) -> None:
 
 
 def check_no_links(folder: Path, names: tuple[str, ...]) -> None:
-    """Refuse links in a folder where these files, each with its new one, and folders are written.
-
-    The folder itself may be a link.
-    """
+    """Refuse links in a folder where these files and folders are written; itself it may be one."""
     for name in names:
         check_no_link(folder / name)
-        check_no_link(_new(folder / name))
 
 
 def opened(path: Path, flags: int) -> int:
@@ -49,19 +48,23 @@ def opened(path: Path, flags: int) -> int:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """Give a new file, which takes the place of another in one piece: when it is whole."""
-    new = _new(path)
+    """Give a new file, which takes the place of another in one piece: when it is whole.
+
+    Until then it has a name of its own: of two that are written at the same time each is whole.
+    """
     check_no_link(path)
-    _remove_stale(new)
+    _sweep(path)
     try:
-        with new.open("xb") as file:
-            yield file
-        os.replace(new, path)
+        with _new(path) as file:
+            try:
+                yield file
+                file.flush()
+                os.replace(file.name, path)
+            finally:
+                with suppress(OSError):
+                    os.unlink(file.name)
     except OSError as wrong:
         raise OSError(wrong.errno, wrong.strerror, str(path)) from None
-    finally:
-        with suppress(OSError):
-            new.unlink()
 
 
 def replace_text(path: Path, text: str) -> None:
@@ -78,13 +81,24 @@ def delete(path: Path) -> None:
     shutil.rmtree(path, ignore_errors=True)
 
 
-def _new(path: Path) -> Path:
-    return path.with_name(f".{path.name}.new")
+def _new(path: Path) -> BinaryIO:
+    """Return a new file beside another, locked, so that `_sweep` leaves it where it is."""
+    while True:
+        file = path.with_name(f".{path.name}.new-{secrets.token_hex(4)}").open("xb")
+        with suppress(OSError):  # a file system without locks, where nothing is swept
+            fcntl.flock(file, fcntl.LOCK_EX)
+        if os.path.lexists(file.name):
+            return file
+        file.close()  # swept before it was locked
 
 
-def _remove_stale(new: Path) -> None:
-    """Remove the new file that a kill left."""
-    check_no_link(new)
-    if os.path.lexists(new):
-        check_ordinary(new)
-        new.unlink()
+def _sweep(path: Path) -> None:
+    """Remove new files that a kill left; of a living process they are locked."""
+    for new in path.parent.glob(escape(f".{path.name}.new-") + "*"):
+        with suppress(OSError):
+            descriptor = os.open(new, os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                new.unlink()
+            finally:
+                os.close(descriptor)

@@ -46,7 +46,7 @@ class Export(Saved):
     """New folder, or FILE.safetensors for images; it appears when complete."""
     like: Path | None = None
     """Folder, or image file, of names and dtypes (default: what the run began from)."""
-    dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    dtype: Literal["float32", "bfloat16", "float16", "fp32", "bf16", "fp16"] | None = None
     """Dtype of all tensors (default: each as in --like)."""
     shard: str = SHARD
     """Maximum size of a file."""

@@ -1,4 +1,4 @@
-"""The folder in which a data set is made, beside its place: swept, however its maker ends."""
+"""The folder in which a data set or a model is made, beside its place: swept, however that ends."""
 
 import fcntl
 import os
@@ -11,6 +11,7 @@ from glob import escape
 from pathlib import Path
 from typing import NoReturn
 
+from hfjax.base.tables import named
 from hfjax.base.write_files import delete
 
 OLD = "-old"  # ends the name of the data set that is being replaced
@@ -60,6 +61,16 @@ def sweep(place: Path) -> None:
             delete(path)
 
 
+def check_alone(place: Path) -> None:
+    """Refuse a place that a living process is making a folder for."""
+    for path in place.parent.glob(escape(_named(place, "unfinished-").name) + "*"):
+        if _lock_of(path) is False:
+            raise ValueError(
+                f"{named(place)} is being written by another process, in {named(path.name)} beside "
+                "it. Wait for that one, or give another name."
+            )
+
+
 def _move_back(old: Path, maker: Path, place: Path) -> None:
     if maker.exists() and old.exists() and not place.exists():
         old.rename(place)
@@ -70,23 +81,30 @@ def _named(place: Path, what: str) -> Path:
 
 
 def _at_work(folder: Path) -> bool:
-    """Return whether a process makes a data set in a folder."""
+    """Return whether a process may be making something in a folder."""
+    return _lock_of(folder) is not True
+
+
+def _lock_of(folder: Path) -> bool | None:
+    """Return whether nobody holds the lock of a folder; None: the file system has no locks."""
     try:
         handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except OSError:  # gone, or no folder
-        return False
+        return True
     try:
-        return not _locked(handle)
+        return _locked(handle)
     finally:
         os.close(handle)
 
 
-def _locked(handle: int) -> bool:
+def _locked(handle: int) -> bool | None:
     """Return whether the lock could be taken: the system frees it when its holder ends."""
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:  # held; or a file system without locks, where nothing is swept
+    except BlockingIOError:
         return False
+    except OSError:  # a file system without locks, where nothing is swept
+        return None
     return True
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import optax
 from jax.typing import DTypeLike
 
-from hfjax.base.keywords import is_real
+from hfjax.base.keywords import dtype_of, is_real
 from hfjax.base.paths import Flat, Tree, flatten, matches, nest, parameter_of
 
 
@@ -266,7 +266,7 @@ def master(optimizer: optax.GradientTransformation, stored: DTypeLike = "bfloat1
         >>> state.params["w"].dtype.name, state.optimizer.master["w"].dtype.name
         ('bfloat16', 'float32')
     """
-    dtype = jnp.dtype(stored)
+    dtype = dtype_of("master: stored", stored)
     if not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize >= 4:
         raise ValueError(
             f"master: stored={dtype.name}: a floating-point type that is narrower than float32 "

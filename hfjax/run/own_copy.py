@@ -27,11 +27,11 @@ from hfjax.base.read_files import (
 from hfjax.base.tables import named
 from hfjax.base.write_files import delete
 from hfjax.checkpoint.directory import steps_in
+from hfjax.data.beside import folder_beside, sweep
 from hfjax.processes.agreement import agreed
 from hfjax.run.config import Train
-from hfjax.weights.model_folder import CONFIG, ModelFolder, read_folder, read_object
+from hfjax.weights.model_folder import CONFIG, ModelFolder, companions, read_folder, read_object
 from hfjax.weights.tensor_files import DTYPES, WORDS, FileTensor
-from hfjax.weights.write_out import BESIDE
 
 COPY, TENSORS = "model", "tensors.json"
 _sizes = lambda x: isinstance(x, list) and all(type(n) is int and n >= 0 for n in x)
@@ -47,21 +47,16 @@ KINDS: Mapping[str, Kind] = {
 def keep(folder: ModelFolder, directory: Path) -> None:
     """Write a run's own copy of what a model's folder says."""
     check_ours(directory)
-    own, new = directory / COPY, directory / f".{COPY}.new"
-    delete(new)
-    new.mkdir(parents=True)
+    sweep(own := directory / COPY)
     try:
-        for pattern in (CONFIG, *BESIDE):
-            for path in sorted(folder.path.glob(pattern)):
-                if path.is_file():
-                    shutil.copyfile(path, new / path.name)
-        (new / TENSORS).write_text(json.dumps(_told(folder), indent=1) + "\n")
-        delete(own)
-        os.rename(new, own)
+        with folder_beside(own) as new:
+            for path in (folder.path / CONFIG, *companions(folder.path)):
+                shutil.copyfile(path, new / path.name)
+            (new / TENSORS).write_text(json.dumps(_told(folder), indent=1) + "\n")
+            delete(own)
+            os.rename(new, own)
     except OSError as wrong:
         raise OSError(wrong.errno, wrong.strerror, str(own)) from None
-    finally:
-        delete(new)
 
 
 def check_ours(directory: Path) -> None:

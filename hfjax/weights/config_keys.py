@@ -22,7 +22,14 @@ from hfjax.weights.config_values import ConfigValues
 Shape = GPTConfig | LlamaConfig | MoEConfig
 
 FULL, SLIDING = "full_attention", "sliding_attention"
-ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+SILU: Mapping[str, str] = dict.fromkeys(("silu", "swish"), "silu")
+GELU_TANH: Mapping[str, str] = (
+    dict.fromkeys(  # one function under the names that transformers has for it
+        ("gelu_pytorch_tanh", "gelu_new", "gelu_fast", "gelu_python_tanh", "gelu_accurate"),
+        "gelu_tanh",
+    )
+)
+ACTIVATIONS: Mapping[str, str] = {**SILU, **GELU_TANH}
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 LATER_ROPES = {
     "dynamic": "its speeds depend on the longest row so far",
@@ -39,7 +46,7 @@ def gpt2_shape(of: ConfigValues) -> GPTConfig:
     """Return the shape of a GPT-2."""
     embed = of.whole("n_embd")
     of.only("n_inner", 4 * embed, "an MLP is four times as wide as the residual stream:")
-    of.only("activation_function", "gelu_new", "GPT's MLP has one activation:")
+    of.word("activation_function", GELU_TANH, "gelu_new")
     of.only("layer_norm_epsilon", 1e-5, "GPT's norms have one epsilon:")
     of.only("scale_attn_weights", True, "scores of attention are scaled:")
     of.only("scale_attn_by_inverse_layer_idx", False, "scores are scaled alike in all layers:")
@@ -187,7 +194,7 @@ def _mixture(of: ConfigValues, window: int | None, normalised: bool) -> dict[str
 
     The loss of balance is there if `transformers` adds one.
     """
-    of.only("hidden_act", "silu", "the gates of experts have one activation:")
+    of.word("hidden_act", SILU, "silu")
     how, chosen = "chosen" if normalised else "none", of.whole("num_experts_per_tok")
     router = Router(normalise=how, balance_loss=0)
     if of.flag("output_router_logits"):  # of all layers together, and a choice counts as one
@@ -205,7 +212,10 @@ def _mixture(of: ConfigValues, window: int | None, normalised: bool) -> dict[str
 def _experts(of: ConfigValues, otherwise: int) -> int:
     """Return the number of experts, by either of its names."""
     names = [name for name in ("num_experts", "num_local_experts") if name in of]
-    return of.whole(names[0]) if names else otherwise
+    count = of.whole(names[0]) if names else otherwise
+    if of.whole("num_experts_per_tok") > count:
+        of.refuse("num_experts_per_tok", f"at most the number of experts, {count}, is expected.")
+    return count
 
 
 # -- layers of two kinds ---------------------------------------------------------------------------

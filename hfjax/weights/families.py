@@ -15,8 +15,7 @@ from hfjax.weights import config_keys as keys
 from hfjax.weights.config_values import ConfigValues
 from hfjax.weights.decoder_rules import OF_MIXTRAL, OF_QWEN, decoder_table, gpt_table
 from hfjax.weights.name_rules import RuleTable
-
-KNOWN_TYPES = "float32, bfloat16 and float16"
+from hfjax.weights.tensor_files import KNOWN_TYPES
 
 
 class Family(NamedTuple):
@@ -75,8 +74,8 @@ def config_of(given: Mapping[str, Any]) -> keys.Shape:
     if "quantization_config" in values:
         values.refuse(
             "quantization_config",
-            f"weights are read in {KNOWN_TYPES} alone. Take the files of the model before it was "
-            "quantized.",
+            f"weights are read in {', '.join(KNOWN_TYPES)} alone. Take the files of the model "
+            "before it was quantized.",
         )
     row = FAMILIES[family]
     return row.shape(values.with_defaults(row.defaults))

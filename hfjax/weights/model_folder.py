@@ -13,6 +13,8 @@ from typing import Any
 
 from hfjax.base.read_files import (
     FOLDER,
+    MISSING,
+    ORDINARY,
     check_fields,
     contents,
     object_of,
@@ -26,6 +28,10 @@ CONFIG, WHOLE = "config.json", "model.safetensors"
 INDEX = "model.safetensors.index.json"
 GENERATION = "generation_config.json"
 TOKENIZER = "tokenizer.json"
+BESIDE = (  # what goes along with a model, if its folder has it
+    *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt"),
+    *("chat_template*", GENERATION),
+)
 PICKLES = ("*.bin", "*.pth", "*.pt", "*.ckpt")
 NAMES = object_of("names of files", lambda x: isinstance(x, str))
 
@@ -65,23 +71,39 @@ def read_folder(path: Path) -> ModelFolder:
             f"{named(path)} is {kind}: the folder of a model is expected, with {CONFIG} and files "
             "of safetensors, as transformers' save_pretrained writes it."
         )
-    if what_is(path / CONFIG) != "a file":
+    if not has_file(path / CONFIG):
         raise ValueError(
             f"{named(path)} has no {CONFIG}, which says what the model is. Give the folder that "
             "holds it: one of a model as transformers' save_pretrained writes it."
         )
     config = read_object(path / CONFIG)
-    index = path / INDEX
-    if what_is(index) == "a file":
-        if what_is(path / WHOLE) == "a file" and WHOLE not in _shards(index).values():
+    companions(path)  # that a link among them leads to nothing is said now
+    index, whole = path / INDEX, has_file(path / WHOLE)
+    if has_file(index):
+        if whole and WHOLE not in _shards(index).values():
             raise ValueError(
                 f"{named(path)} has {WHOLE} and {INDEX} of other files: which one is the model? "
                 "Take one of them out."
             )
         return ModelFolder(path, config, _of_index(path, index))
-    if what_is(path / WHOLE) == "a file":
+    if whole:
         return ModelFolder(path, config, read_header(path / WHOLE))
     raise ValueError(_nothing(path))
+
+
+def has_file(path: Path) -> bool:
+    """Return whether a file is there; refuse what is there and is none, as a link to nothing."""
+    if (kind := what_is(path)) not in (ORDINARY, MISSING):
+        raise ValueError(
+            f"{named(path)} is {kind}: an ordinary file is expected. Get it again, or take it out."
+        )
+    return kind == ORDINARY
+
+
+def companions(path: Path) -> list[Path]:
+    """Return the files of a model's folder that go along with it; refuse links to nothing."""
+    found = [file for pattern in BESIDE for file in sorted(path.glob(pattern))]
+    return [file for file in found if what_is(file) != FOLDER and has_file(file)]
 
 
 def read_object(path: Path) -> dict[str, Any]:
@@ -104,7 +126,7 @@ def _of_index(path: Path, index: Path) -> dict[str, FileTensor]:
                 f"{named(index)} names the file {named(shard)}, which is not in the folder itself: "
                 "files of a model lie beside their index."
             )
-        if (kind := what_is(path / shard)) != "a file":
+        if (kind := what_is(path / shard)) != ORDINARY:
             raise ValueError(
                 f"{named(index)} names the file {named(shard)}, which is {kind}: get it again."
             )

@@ -13,7 +13,7 @@ from itertools import product
 from typing import Any
 
 from hfjax.base.tables import aligned as in_columns, named
-from hfjax.weights.tensor_files import FileTensor
+from hfjax.weights.tensor_files import KNOWN_TYPES, FileTensor
 
 MOST = 8  # lines of a message, of each kind
 Shape = tuple[int, ...]
@@ -196,13 +196,12 @@ def _missing(pieces: Iterable[PlacedTensor], over: Sequence[FileTensor]) -> list
 
 def _misshapen(pieces: Iterable[PlacedTensor]) -> list[str]:
     both = [(p, t) for p in pieces for t in (p.tensor, p.twin) if t is not None]
-    real = lambda t: t.dtype.kind == "f" or t.dtype.name == "bfloat16"
     return _few(
         [
-            f"{named(t.name)} is {t.dtype}{_shape(t.shape)}, {_shape(p.rule.shape)} of float32, "
-            f"bfloat16 or float16 is expected (our {p.path})"
+            f"{named(t.name)} is {t.dtype}{_shape(t.shape)}, {_shape(p.rule.shape)} of "
+            f"{', '.join(KNOWN_TYPES[:-1])} or {KNOWN_TYPES[-1]} is expected (our {p.path})"
             for p, t in both
-            if t.shape != p.rule.shape or not real(t)
+            if t.shape != p.rule.shape or t.dtype.name not in KNOWN_TYPES
         ]
     )
 

@@ -10,14 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 
-from hfjax.base.keywords import check_keywords, known_keywords
+from hfjax.base.keywords import check_keywords, dtype_of, is_whole, known_keywords
 from hfjax.base.paths import Flat
-from hfjax.base.read_files import ORDINARY, what_is
 from hfjax.base.tables import bytes_of, human, named
 from hfjax.data.tokenizer import load_tokenizer
 from hfjax.models.gpt import GPTConfig
@@ -28,13 +25,14 @@ from hfjax.plan.check_state import check_layout
 from hfjax.plan.layout import Layout, State
 from hfjax.processes.agreement import check_same, in_all
 from hfjax.weights.families import FAMILIES, Family, config_of
-from hfjax.weights.model_folder import TOKENIZER, ModelFolder, read_folder
+from hfjax.weights.model_folder import TOKENIZER, ModelFolder, has_file, read_folder
 from hfjax.weights.name_rules import PlacedTensor, RuleTable, Shape, check_covers, lines_of
 from hfjax.weights.stream_in import WeightStream
-from hfjax.weights.tensor_files import DTYPES
+from hfjax.weights.tensor_files import KNOWN_TYPES
 from hfjax.weights.write_out import write_out
 
-STORED = {"float32": "float32", "bfloat16": "bfloat16", "fp32": "float32", "bf16": "bfloat16"}
+STORED = ("float32", "bfloat16")
+COUNTED = ("num_hidden_layers", "n_layer", "num_experts", "num_local_experts")
 SHARD = "5GB"
 
 
@@ -92,7 +90,7 @@ class Pretrained:
         except ValueError as wrong:
             raise ValueError(f"{named(self.folder.path)}: {wrong}") from None
 
-    @property
+    @cached_property
     def weights(self) -> "FolderWeights":
         """What `hfjax.init(layout, parameters=…)` reads the weights from."""
         return FolderWeights(self)
@@ -100,7 +98,7 @@ class Pretrained:
     @property
     def has_tokenizer(self) -> bool:
         """Whether the folder has a tokenizer that can be read."""
-        return what_is(self.folder.path / TOKENIZER) == ORDINARY
+        return has_file(self.folder.path / TOKENIZER)
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -180,22 +178,44 @@ def pretrained(path: str | Path, stored: str = "float32", **changes: Any) -> Pre
         >>> import hfjax
         >>> print(hfjax.pretrained("path/to/llama-3.2-1b"))  # doctest: +SKIP
     """
-    if stored not in STORED:
-        raise ValueError(f"stored={stored!r}: one of {', '.join(STORED)} is expected.")
+    _storage_type(stored)
     return of_folder(in_all(lambda: read_folder(Path(path))), stored, **changes)
 
 
 def of_folder(folder: ModelFolder, stored: str = "float32", **changes: Any) -> Pretrained:
     """Return the model that a folder describes: `pretrained` without reading it."""
     try:
+        check_counts(folder)
         config = config_of(folder.config)
         check_keywords("pretrained", changes, [field.name for field in fields(config)])
         config = replace(config, **changes)
     except ValueError as wrong:
         raise ValueError(f"{named(folder.path)}: {wrong}") from None
-    made = Pretrained(folder, FAMILIES[folder.config["model_type"]], config, STORED[stored])
+    family = FAMILIES[folder.config["model_type"]]
+    made = Pretrained(folder, family, config, _storage_type(stored))
     in_all(lambda: len(made.pieces))
     return made
+
+
+def check_counts(folder: ModelFolder) -> None:
+    """Refuse more layers or experts than the files have tensors, before one of each is made."""
+    text = folder.config.get("text_config")
+    for part in (folder.config, text if isinstance(text, Mapping) else {}):
+        for key in COUNTED:
+            if is_whole(part.get(key), len(folder.tensors) + 1):
+                raise ValueError(
+                    f"config.json: {key} is {part[key]}, and the files have "
+                    f"{len(folder.tensors)} tensors in all: they are not of one model. Get the "
+                    "config.json of the files again."
+                )
+
+
+def _storage_type(given: Any) -> str:
+    """Return the name of the type in which parameters are stored."""
+    name = dtype_of("stored", given).name
+    if name not in STORED:
+        raise ValueError(f"stored={given!r}: one of {', '.join(STORED)} (fp32, bf16) is expected.")
+    return name
 
 
 @known_keywords
@@ -215,7 +235,8 @@ def export(
         state: Whose parameters are written, in any layout, stored for any schedule.
         like: The model that it began as, or its folder: names, types, order, configuration and
             tokenizer are as there.
-        dtype: The type of all tensors: float32, bfloat16 or float16. None: each as in `like`.
+        dtype: The type of all tensors: float32, bfloat16, float16 or float64 (or fp32, bf16 …).
+            None: each as in `like`.
         shard: The largest size of a file.
 
     Raises:
@@ -232,9 +253,9 @@ def export(
         )
     model = like if isinstance(like, Pretrained) else pretrained(like)
     _check_like(model, layout)
-    kind = None if dtype is None else np.dtype(jnp.dtype(dtype))
-    if kind is not None and kind not in [DTYPES[word] for word in ("F32", "F16", "BF16", "F64")]:
-        raise ValueError(f"dtype={dtype!r}: one of float32, bfloat16, float16 is expected.")
+    kind = None if dtype is None else dtype_of("dtype", dtype)
+    if kind is not None and kind.name not in KNOWN_TYPES:
+        raise ValueError(f"dtype={dtype!r}: one of {', '.join(KNOWN_TYPES)} is expected.")
     most = bytes_of(str(shard), "shard")
     if most < 1:
         raise ValueError(f"shard={shard!r}: a size of at least one byte is expected.")

@@ -5,10 +5,9 @@ one process; what lies where on the devices is another program's affair (`stream
 """
 
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from hfjax.weights.row_moves import Way
-from hfjax.weights.tensor_files import FileTensor, aligned, fill
+from hfjax.weights.tensor_files import FileTensor, aligned, fill, open_to_read
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,7 +24,7 @@ class RowsOfFiles:
     """Rows of tensors on the devices of a mesh; files stay open until `close`.
 
     What fails in one process must not keep the others waiting for its collectives: it is kept, rows
-    go on as zeros, and `ended` raises it.
+    go on with whatever is in them, and `ended` raises it.
 
     Attributes:
         mesh: The devices.
@@ -56,9 +55,8 @@ class RowsOfFiles:
         made = aligned((len(tensors), way.rows, *like.shape[1:]), like.dtype)
         for into, tensor in zip(made, tensors, strict=True):
             into[count:] = 0
-            with self._kept(tensor, count) as descriptor:
-                at = tensor.begin + start * tensor.row_bytes
-                fill(descriptor, at, into[:count], tensor)
+            at = tensor.begin + start * tensor.row_bytes
+            self._move(tensor, count, partial(fill, at=at, into=into[:count], tensor=tensor))
         return made.reshape(*way.first, way.rows, *like.shape[1:])
 
     def on_devices(self, parts: Sequence[np.ndarray], way: Way) -> jax.Array:
@@ -73,15 +71,14 @@ class RowsOfFiles:
             start, count = places[shard.device]
             part = np.asarray(shard.data)
             rows = part.reshape(len(tensors), way.rows, *part.shape[len(way.first) + 1 :])
-            for tensor, x in zip(tensors, rows, strict=True):
-                with self._kept(tensor, count) as descriptor:
-                    _put(descriptor, tensor.begin + start * tensor.row_bytes, x[:count])
+            for tensor, narrow in zip(tensors, rows, strict=True):
+                x = narrow.astype(tensor.dtype, copy=False)  # float64, where a device has none
+                self._move(tensor, count, partial(_put, tensor=tensor, start=start, rows=x[:count]))
 
-    @contextmanager
-    def _kept(self, tensor: FileTensor, rows: int) -> Iterator[int]:
-        """Give a file's descriptor; count the bytes of rows, or keep why it failed."""
+    def _move(self, tensor: FileTensor, rows: int, move: Callable[[int], None]) -> None:
+        """Move rows by the descriptor of their file; count their bytes, or keep why it failed."""
         try:
-            yield self.descriptor(tensor.file)
+            move(self.descriptor(tensor))
             self.moved[tensor.file] = self.moved.get(tensor.file, 0) + rows * tensor.row_bytes
         except (OSError, ValueError) as failure:
             self._failures.append(failure)
@@ -93,11 +90,12 @@ class RowsOfFiles:
             raise self._failures[0]
         return sum(self.moved.values())
 
-    def descriptor(self, file: Path) -> int:
-        """Return the descriptor of a file, opened when it is first asked for."""
-        if file not in self._open:
-            self._open[file] = os.open(file, os.O_WRONLY if self.writes else os.O_RDONLY)
-        return self._open[file]
+    def descriptor(self, tensor: FileTensor) -> int:
+        """Return the descriptor of a tensor's file, opened when it is first asked for."""
+        if tensor.file not in self._open:
+            opened = os.open(tensor.file, os.O_WRONLY) if self.writes else open_to_read(tensor)
+            self._open[tensor.file] = opened
+        return self._open[tensor.file]
 
     def close(self) -> None:
         """Close the files; those written are on the disk then."""
@@ -110,7 +108,10 @@ class RowsOfFiles:
                 os.close(descriptor)
 
 
-def _put(descriptor: int, at: int, rows: np.ndarray) -> None:
+def _put(descriptor: int, tensor: FileTensor, start: int, rows: np.ndarray) -> None:
+    """Write rows of a tensor, from one on."""
+    assert rows.nbytes == len(rows) * tensor.row_bytes, (tensor, rows.shape, rows.dtype)
+    at = tensor.begin + start * tensor.row_bytes
     left = np.ascontiguousarray(rows).reshape(-1).view(np.uint8).data
     while left:
         done = os.pwrite(descriptor, left, at)

@@ -8,7 +8,7 @@ import json
 import math
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ DTYPES: Mapping[str, np.dtype] = {
     **{f"U{8 * n}": np.dtype(f"u{n}") for n in (1, 2, 4, 8)},
 }
 WORDS = {dtype: word for word, dtype in DTYPES.items()}
+KNOWN_TYPES = ("float32", "bfloat16", "float16", "float64")  # of weights that are read and written
 METADATA = "__metadata__"
 LONGEST = 100_000_000  # bytes of a header: what the reference reader allows
 START = 8  # bytes that hold the length of the header
@@ -42,6 +43,7 @@ class FileTensor:
         dtype: Its type.
         shape: Its shape.
         begin: Its first byte in the file.
+        stamp: Size and time of the file when its header was read; None: it was not.
     """
 
     file: Path
@@ -49,6 +51,7 @@ class FileTensor:
     dtype: np.dtype
     shape: tuple[int, ...]
     begin: int
+    stamp: tuple[int, int] | None = None
 
     @property
     def bytes(self) -> int:
@@ -68,9 +71,8 @@ class FileTensor:
 
 def read_header(path: Path) -> dict[str, FileTensor]:
     """Return the tensors of a file by name; ValueError says what is wrong with it."""
-    check_ordinary(path)
-    with path.open("rb") as file:
-        size = os.fstat(file.fileno()).st_size
+    with os.fdopen(_open(path), "rb") as file:
+        stamp = size, _ = stamp_of(file.fileno())
         length = int.from_bytes(file.read(START), "little")
         if size < START or length > min(size - START, LONGEST):
             raise _damaged(path, f"its header has {length} bytes, the file {size}")
@@ -86,7 +88,26 @@ def read_header(path: Path) -> dict[str, FileTensor]:
     entries = {name: entry for name, entry in found.items() if name != METADATA}
     tensors = {name: _tensor(path, name, entries[name], START + length) for name in entries}
     _check_places(path, tensors.values(), START + length, size)
-    return tensors
+    return {name: replace(tensor, stamp=stamp) for name, tensor in tensors.items()}
+
+
+def stamp_of(descriptor: int) -> tuple[int, int]:
+    """Return by what a file is known again that nobody has written since: its size and time."""
+    status = os.fstat(descriptor)
+    return status.st_size, status.st_mtime_ns
+
+
+def open_to_read(tensor: FileTensor) -> int:
+    """Return the descriptor of a tensor's file; refuse one that is not as its header was read."""
+    descriptor = _open(tensor.file)
+    if tensor.stamp not in (None, stamp_of(descriptor)):
+        os.close(descriptor)
+        raise ValueError(
+            f"{named(tensor.file)} was written or replaced after its header was read, which says "
+            f"where {named(tensor.name)} lies: its size or time is another. Read the header again: "
+            "hfjax.pretrained(folder), or read_vision(file)."
+        )
+    return descriptor
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -143,10 +164,21 @@ def _damaged(path: Path, what: str) -> ValueError:
     )
 
 
+def _open(path: Path) -> int:
+    """Return the descriptor of an ordinary file; ValueError says why it cannot be read."""
+    check_ordinary(path)
+    try:
+        return os.open(path, os.O_RDONLY)
+    except OSError as wrong:
+        raise ValueError(
+            f"{named(path)} cannot be read ({wrong.strerror}). Make it readable, or get it again."
+        ) from None
+
+
 def read_rows(tensor: FileTensor, first: int, count: int) -> np.ndarray:
     """Return `count` rows of a tensor from a row on, in memory that a device takes as it is."""
     made = aligned((count, *tensor.shape[1:]), tensor.dtype)
-    descriptor = os.open(tensor.file, os.O_RDONLY)
+    descriptor = open_to_read(tensor)
     try:
         fill(descriptor, tensor.begin + first * tensor.row_bytes, made, tensor)
     finally:

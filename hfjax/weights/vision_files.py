@@ -6,6 +6,7 @@ computes with: it is not read, and goes out as the count of the file that a stat
 the steps of the state.
 """
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,7 +30,13 @@ from hfjax.processes.agreement import agreed, in_all
 from hfjax.weights.model_folder import PICKLES
 from hfjax.weights.name_rules import PlacedTensor, Shape, check_covers, misfits
 from hfjax.weights.stream_in import by_path
-from hfjax.weights.tensor_files import FileTensor, header_of, read_header, read_rows
+from hfjax.weights.tensor_files import (
+    FileTensor,
+    header_of,
+    open_to_read,
+    read_header,
+    read_rows,
+)
 from hfjax.weights.vision_rules import COUNTER, HEADS, shapes_of, vision_table
 from hfjax.weights.write_out import in_full_precision
 
@@ -75,7 +82,8 @@ def _turned(piece: PlacedTensor) -> np.ndarray:
     """Return a tensor in our order; what of it is asked for is read then."""
     assert piece.tensor is not None
     held, rule = piece.tensor, piece.rule
-    found = np.memmap(held.file, held.dtype, "r", held.begin, held.shape)
+    with os.fdopen(open_to_read(held), "rb") as file:
+        found = np.memmap(file, held.dtype, "r", held.begin, held.shape)
     return found.reshape(rule.view).transpose(rule.order)
 
 

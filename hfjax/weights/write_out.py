@@ -1,13 +1,14 @@
 """A state goes out as a model's folder: rows in the files' own order, each process its own.
 
-The folder is written under another name and renamed when it is whole, so that one that was cut off
-at any point does not load.
+The folder is written under a name of its own and renamed when it is whole, so that one that was cut
+off at any point does not load, and two that are written at the same time do not mix.
 """
 
 import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -22,14 +23,15 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 from hfjax.base.paths import Flat, flatten, nest
 from hfjax.base.read_files import what_is
 from hfjax.base.tables import human, named
-from hfjax.base.write_files import delete, opened
+from hfjax.base.write_files import opened
+from hfjax.data.beside import check_alone, folder_beside, sweep
 from hfjax.optimizers.transforms import in_full
 from hfjax.parallel.memory import to_device
 from hfjax.parallel.placement import entries_of
 from hfjax.plan.layout import Layout, State
 from hfjax.plan.rearrange import parameters_of
 from hfjax.processes.agreement import agreed, in_all
-from hfjax.weights.model_folder import CONFIG, GENERATION, INDEX, WHOLE, ModelFolder
+from hfjax.weights.model_folder import CONFIG, INDEX, WHOLE, ModelFolder, companions
 from hfjax.weights.name_rules import PlacedTensor, Rule, Shape
 from hfjax.weights.row_moves import Way
 from hfjax.weights.rows_of_files import RowsOfFiles
@@ -46,10 +48,6 @@ from hfjax.weights.stream_in import (
 from hfjax.weights.tensor_files import FileTensor, header_of, placed
 
 Kinds = dict[str, tuple[np.dtype, Shape]]  # of a file: what it holds, in order
-BESIDE = (  # what else goes along, if the model's folder has it
-    *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt"),
-    *("chat_template*", GENERATION),
-)
 BITS = {2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint64}
 
 
@@ -65,23 +63,12 @@ def write_out(
     """Write the parameters of a state as a model's folder; return the bytes written here."""
     kinds = kinds_of(pieces, folder, dtype)
     files = dict(in_files(kinds, shard))
-    new = _beside(target)
-    agreed(lambda: _begin(target, new, files))
-    try:
+    agreed(lambda: len(companions(folder.path)))  # what is wrong with them is said now
+    with ExitStack() as at_end:
+        new = target.parent / agreed(lambda: _begin(target, files, at_end))
         written = in_all(lambda: _written(new, layout, state, pieces, files))
         agreed(lambda: _finish(target, new, files, folder, dtype))
-    except BaseException:
-        if jax.process_index() == 0:
-            delete(new)
-        raise
     return written
-
-
-def _beside(target: Path) -> Path:
-    """Return what the folder is called until it is whole."""
-    if not target.name:
-        raise ValueError(f"{named(target)} is there already: the name of a new folder is expected.")
-    return target.with_name(f".{target.name}.new")
 
 
 def kinds_of(pieces: Sequence[PlacedTensor], folder: ModelFolder, dtype: np.dtype | None) -> Kinds:
@@ -115,20 +102,27 @@ def name_of(number: int, count: int) -> str:
 
 
 def check_free_to_write(target: Path) -> None:
-    """Refuse a folder that is there."""
+    """Refuse a folder that is there, or that another process is writing."""
+    if not target.name:
+        raise ValueError(f"{named(target)} is there already: the name of a new folder is expected.")
     if os.path.lexists(target):
         raise ValueError(
             f"{named(target)} is {what_is(target)} already: nothing is written over it. Give "
             "another --out, or remove it."
         )
+    check_alone(target)
 
 
-def _begin(target: Path, new: Path, files: Mapping[str, Kinds]) -> None:
-    """Make the files in their whole size, with their headers: a disk without room says so now."""
+def _begin(target: Path, files: Mapping[str, Kinds], at_end: ExitStack) -> str:
+    """Return the name of the folder until it is whole, in which files have their whole size.
+
+    A disk without room says so now. The folder is nobody else's, and gone at the end if it was not
+    moved.
+    """
     check_free_to_write(target)
-    delete(new)
     try:
-        new.mkdir(parents=True)
+        sweep(target)
+        new = at_end.enter_context(folder_beside(target))
         for name, kinds in files.items():
             header, size = header_of(kinds)
             descriptor = opened(new / name, os.O_WRONLY)
@@ -138,11 +132,11 @@ def _begin(target: Path, new: Path, files: Mapping[str, Kinds]) -> None:
             finally:
                 os.close(descriptor)
     except OSError as wrong:
-        delete(new)
         total = sum(header_of(kinds)[1] for kinds in files.values())
         raise ValueError(
             f"{named(target)} cannot be written ({wrong.strerror}): it needs {human(total)}."
         ) from None
+    return new.name
 
 
 def _written(
@@ -236,12 +230,17 @@ def _taken(
     group: Group, places: Mapping[str, FileTensor], array: jax.Array, where: NamedSharding
 ) -> Taken:
     """Return the rows of a group's tensors on the devices, in their types."""
-    kinds = tuple(places[t.name].dtype for slot, t in _one_each(group))
+    kinds = tuple(_type_on_device(places[t.name].dtype) for slot, t in _one_each(group))
     twins = (False,) * len(group.slots)
     dtype = np.dtype(array.dtype)
     way = mover(of_program(group.rules), twins, group.first, array.shape, dtype, where)
     rows, finite = _taker(way, kinds)(array, np.array(group.at, np.int32))
     return Taken(way.ways, rows, finite)
+
+
+def _type_on_device(dtype: np.dtype) -> np.dtype:
+    """Return the type that arrays of a type have on a device: none has float64 without x64."""
+    return np.dtype(jax.dtypes.canonicalize_dtype(dtype))
 
 
 def _one_each(group: Group) -> Iterator[tuple[int, FileTensor]]:
@@ -300,10 +299,8 @@ def _finish(
 ) -> None:
     """Write what goes along, the index, and the configuration; then give the folder its name."""
     try:
-        for pattern in BESIDE:
-            for path in sorted(folder.path.glob(pattern)):
-                if path.is_file():  # of a hub's cache it is a link
-                    shutil.copyfile(path, new / path.name)
+        for path in companions(folder.path):  # of a hub's cache they are links
+            shutil.copyfile(path, new / path.name)
         if len(files) > 1:
             _json(new / INDEX, _index(files))
         _json(new / CONFIG, _config(folder.config, dtype))
@@ -314,6 +311,11 @@ def _finish(
             os.close(descriptor)
         os.rename(new, target)
     except OSError as wrong:
+        if os.path.lexists(target):
+            raise ValueError(
+                f"{named(target)} was written by another process meanwhile: it stays as it is. "
+                "Give another --out."
+            ) from None
         raise ValueError(f"{named(target)} cannot be written: {wrong.strerror}.") from None
 
 

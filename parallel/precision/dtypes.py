@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from hfjax.base.keywords import is_positive, is_real, known_fields
+from hfjax.base.keywords import dtype_of, is_positive, is_real, known_fields
 
 WIDE = ("float32", "float64", "bfloat16")
 
@@ -70,7 +70,7 @@ class LossScale:
 @known_fields
 @dataclass(frozen=True)
 class Precision:
-    """Dtypes of a step: float32, bfloat16, float16 or float64 each, by name or as a dtype.
+    """Dtypes of a step: float32, bfloat16, float16 or float64 each, by name (or bf16 …) or as such.
 
     Attributes:
         compute: Of the arithmetic. None: as each parameter is stored.
@@ -93,7 +93,7 @@ class Precision:
     def __post_init__(self) -> None:
         for name in ("compute", "gather", "reduce"):
             given = getattr(self, name)
-            dtype = None if given is None else jnp.dtype(given)
+            dtype = None if given is None else dtype_of(f"precision {name}", given)
             known = WIDE if name == "reduce" else (*WIDE, "float16")
             if dtype is not None and dtype.name not in known:
                 why = " A sum over devices overflows float16." if dtype == jnp.float16 else ""

@@ -24,7 +24,7 @@ from typing import IO, Any
 
 import hfjax
 from hfjax.base.version import version
-from hfjax.base.write_files import user_cache
+from hfjax.base.write_files import replacing, user_cache
 from hfjax.planner.programs.compile_step import Compiled, CompiledTransfer
 from hfjax.run import files
 from hfjax.run.config import Train
@@ -226,11 +226,10 @@ def _compiled(text: str) -> Compiled | None:
 
 def _write(place: Path, content: bytes) -> None:
     """Write a file in one piece, if it can be written: what is kept is only quicker."""
-    with suppress(OSError):
+    with suppress(OSError, ValueError):
         place.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=place.parent, delete=False) as new:
-            new.write(content)
-        os.replace(new.name, place)
+        with replacing(place) as file:
+            file.write(content)
 
 
 @contextmanager
