@@ -10,6 +10,7 @@ import sys
 import time
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow
@@ -20,6 +21,7 @@ import tokenizers
 from hfjax.__main__ import main
 from hfjax.cli.data import DataCommand, run
 from hfjax.data import TokenSet, load_tokenizer, prepare, standard_library, tokenizer, write_tokens
+from hfjax.run.sampling import tokens_of
 from tests.full_disk import allowed_bytes
 
 TEXTS = ["Als Gregor Samsa", "eines Morgens\naus unruhigen Träumen", "erwachte, 🪲 fand er sich"]
@@ -148,6 +150,83 @@ def test_what_a_tokenizer_would_add_to_a_sentence_is_not_added(corpus, tmp_path)
     inner.save(str(path))
     assert inner.encode("text").ids == [0, *plain]
     assert load_tokenizer(path).encode(["text"])[0].tolist() == plain
+
+
+def tokenizer_of(path: Path, **model: Any) -> str:
+    """Write a tokenizer of words whose model has these fields; return its path."""
+    before = {"type": "WhitespaceSplit"}
+    write(path, json.dumps({"version": "1.0", "pre_tokenizer": before, "model": model}))
+    return str(path)
+
+
+BPE = {"type": "BPE", "merges": [["h", "e"], ["l", "l"]], "vocab": {"he": 20, "ll": 21}}
+LETTERS = {letter: i for i, letter in enumerate("helowrd")}
+
+
+def test_characters_without_a_token_are_counted_and_told(tmp_path, capsys):
+    write(tmp_path / "in.jsonl", '{"text": "hello world"}\n{"text": "hello"}\n{"text": "wwd"}\n')
+    some = {letter: i for letter, i in LETTERS.items() if letter not in "wrd"}
+    path = tokenizer_of(tmp_path / "t.json", **BPE | {"vocab": some | BPE["vocab"]})
+    made = prepare(tmp_path / "in.jsonl", tmp_path / "a", tokenizer=path, append_end=False)
+    plain = tokenizers.Tokenizer.from_file(path)
+    ids = [plain.encode(text).ids for text in ("hello world", "hello")]
+    data = TokenSet(tmp_path / "a")
+    assert (made.dropped, made.unknown, made.empty) == (6, 0, 1)  # of the third nothing is left
+    assert [data.read(*pair).tolist() for pair in ((0, 5), (5, 8))] == ids
+    with pytest.warns(RuntimeWarning, match="has no token for 3 characters of the prompt 'hey!w'"):
+        assert tokens_of("hey!w", load_tokenizer(path)) == [20]
+    again = (str(tmp_path / "in.jsonl"),)
+    assert run(DataCommand(again, tmp_path / "b", tokenizer=path, append_end=False)) == 0
+    assert "warning: 6 characters have no token in the tokenizer" in capsys.readouterr().out
+
+
+def test_bytes_without_a_token_are_counted_and_added_tokens_keep_their_ids(tmp_path):
+    """A tokenizer that was trained on some bytes only, with tokens that were added to it."""
+    inner = tokenizers.Tokenizer(tokenizers.models.BPE())
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=300, show_progress=False)
+    inner.train_from_iterator(["abc á <call>"] * 9, trainer)
+    inner.add_special_tokens(["<|endoftext|>"])
+    inner.add_tokens(["<call>", "d"])
+    inner.save(str(tmp_path / "t.json"))
+    trained = load_tokenizer(tmp_path / "t.json")
+    assert isinstance(trained, tokenizer.TrainedTokenizer)
+    texts = ["abc á<call>d", "a é <call>", "ä", "<|endoftext|>"]
+    found = [tokens.tolist() for tokens in trained.encode(texts)]
+    inner.encode_special_tokens = True
+    assert found == [inner.encode(text).ids for text in texts]
+    assert trained.dropped == 1 + 1 + sum(letter not in "abc<>ld" for letter in "<|endoftext|>")
+
+
+def test_text_that_becomes_the_unknown_token_is_counted_and_told(tmp_path, capsys):
+    write(tmp_path / "in.txt", "hello big world")
+    vocab = {"[UNK]": 0, "hello": 1, "world": 2}
+    model = {"type": "WordLevel", "vocab": vocab, "unk_token": "[UNK]"}
+    path = tokenizer_of(tmp_path / "t.json", **model)
+    command = DataCommand((str(tmp_path / "in.txt"),), tmp_path / "a", path, append_end=False)
+    assert run(command) == 0
+    assert "warning: 1 of 3 tokens are the tokenizer's token for unknown text" in (
+        capsys.readouterr().out
+    )
+
+
+def test_dropout_of_a_tokenizer_is_switched_off(tmp_path):
+    merges = BPE | {"vocab": LETTERS | BPE["vocab"]}
+    texts = ["hello world"] * 50
+    with_dropout = tokenizer_of(tmp_path / "a.json", **merges, dropout=0.5)
+    without = tokenizer_of(tmp_path / "b.json", **merges)
+    found, plain = (load_tokenizer(path) for path in (with_dropout, without))
+    assert all(map(np.array_equal, found.encode(texts), plain.encode(texts)))
+    found.save(tmp_path)
+    assert json.loads((tmp_path / "tokenizer.json").read_text())["model"]["dropout"] is None
+
+
+@pytest.mark.parametrize("name", ["in.txt", "in.jsonl", "in.jsonl.gz"])
+def test_a_byte_order_mark_begins_a_file_and_is_no_text(tmp_path, name):
+    text = "a" if name == "in.txt" else '{"text": "a"}\n'
+    write(tmp_path / name, b"\xef\xbb\xbf" + text.encode())
+    prepare(tmp_path / name, tmp_path / "out")
+    assert texts_of(TokenSet(tmp_path / "out")) == ["a"]
 
 
 def test_a_text_with_fewer_pairs_than_asked_for_gives_a_smaller_vocabulary(tmp_path, capsys):
