@@ -11,7 +11,7 @@ import numpy as np
 
 from hfjax.base.read_files import UNREACHED, what_is
 from hfjax.base.tables import named
-from hfjax.data.beside import folder_beside, old_of, sweep, sweeping_at_sigterm
+from hfjax.data.beside import exchanged, folder_beside, old_of, sweep, sweeping_at_sigterm
 from hfjax.data.tokenizer import ByteTokenizer, TrainedTokenizer
 from hfjax.data.tokens import (
     DOCUMENTS,
@@ -178,10 +178,17 @@ def is_data_set(directory: Path) -> bool:
 
 
 def _replace(new: Path, place: Path, overwrite: bool) -> None:
-    """Move a folder to its place; what is there first moves beside it, if that is wanted.
+    """Move a folder to its place; what is there moves beside it, if that is wanted.
 
     `folder_beside` deletes that at the end, or moves it back, however this ends.
     """
+    if not (overwrite and place.exists() and exchanged(new, place)):
+        _replace_in_two(new, place, overwrite)
+    _to_disk(place.parent)
+
+
+def _replace_in_two(new: Path, place: Path, overwrite: bool) -> None:
+    """Move what is in a place away, if that is wanted, and then a folder to it."""
     if overwrite and place.exists():
         place.rename(old_of(new))
     try:
@@ -191,7 +198,6 @@ def _replace(new: Path, place: Path, overwrite: bool) -> None:
             what = "somebody else wrote here meanwhile"
             raise FileExistsError(wrong.errno, what, str(place)) from None
         raise
-    _to_disk(place.parent)
 
 
 def _to_disk(path: Path) -> None:
