@@ -13,7 +13,7 @@ from hfjax.__main__ import main
 from hfjax.data import Loader, TokenSet
 from hfjax.images import Augment, ImageLoader, ImageSet, check_same_classes
 from hfjax.images.decode import pillow, read_image, read_mask
-from tests.small_images import photos, smooth, street
+from tests.small_images import photos, png, smooth, street, tiff
 from tests.token_sets import numbered
 
 
@@ -215,6 +215,26 @@ def test_images_of_sixteen_bits_are_refused(tmp_path):
         Image.new(mode, (8, 8)).save(tmp_path / f"{mode}.{kind}")
         with pytest.raises(ValueError, match=rf"has mode {mode}, .*images of 8 bits are read"):
             read_image(tmp_path / f"{mode}.{kind}")
+
+
+@pytest.mark.parametrize("name", ["RGB", "RGBA", "LA", "ppm", "pgm", "plain", "tif"])
+def test_images_of_sixteen_bits_in_any_form_are_refused(tmp_path, name):
+    """Pillow reads them as of 8 bits and drops the low byte."""
+    path, pixels = tmp_path / "a.png", np.arange(200, 200 + 8 * 8 * 4).reshape(8, 8, 4)
+    netpbm = lambda head, form: f"{head} 8 8 65535\n".encode() + form(pixels[..., :3])
+    big = lambda x: x.astype(">u2").tobytes()
+    files = {
+        "RGB": lambda: png(pixels[..., :3], 16),
+        "RGBA": lambda: png(pixels, 16),
+        "LA": lambda: png(pixels[..., :2], 16),
+        "ppm": lambda: netpbm("P6", big),
+        "pgm": lambda: netpbm("P5", lambda x: big(x[..., 0])),
+        "plain": lambda: netpbm("P3", lambda x: " ".join(map(str, x.ravel())).encode()),
+        "tif": lambda: tiff(pixels[..., :3], 16),
+    }
+    path.write_bytes(files[name]())
+    with pytest.raises(ValueError, match=r"16 or 32 bits for a level: images of 8 bits are read"):
+        read_image(path)
 
 
 def test_an_image_that_would_fill_memory_is_refused_before_it_is_decoded(tmp_path):

@@ -60,7 +60,8 @@ def choose(config: Train, vocab: int) -> ModelChoice:
     changes: dict[str, Any] = {n: getattr(given, n) for n in SHAPE if getattr(given, n) is not None}
     of_experts = _of_experts(given, model)
     if model is gpt.GPT:
-        changes |= {"dropout": given.dropout, "pad_vocab_to": ROUND_TO}
+        changes |= {} if given.dropout is None else {"dropout": given.dropout}
+        changes["pad_vocab_to"] = ROUND_TO
         shape: Any = gpt.GPTConfig.preset(name, vocab=vocab, **changes)
     else:
         if given.dropout:
@@ -117,7 +118,7 @@ def _heads_of_keys(was: llama.LlamaConfig, changes: dict[str, Any]) -> dict[str,
 def _own(config: Train, vocab: int, loss: Callable) -> ModelChoice:
     name, length = str(config.model.own), config.model.length or 128
     of_presets = ("layers", "heads", "embed", "dropout", *OF_EXPERTS)
-    given = [n for n in of_presets if getattr(config.model, n)]
+    given = [n for n in of_presets if getattr(config.model, n) is not None]
     if given:
         raise ValueError(
             f"--model.{given[0]} is of presets, and --model.own {name} is none: say it there."

@@ -202,12 +202,7 @@ class Pictures:
                     f"--model.{norm}-norms: {given.preset} has no BatchNorm. Leave it out."
                 )
             changes["norm"] = norm
-        if given.dropout:
-            if not hasattr(preset, "dropout"):
-                raise ValueError(
-                    f"--model.dropout {given.dropout}: {given.preset} has no dropout. Leave it out."
-                )
-            changes["dropout"] = given.dropout
+        changes |= _rates(given, preset)
         if isinstance(preset, vit.ViTConfig):
             changes["image"] = size
         return replace(preset, **changes)
@@ -338,6 +333,20 @@ class Pictures:
         return ImageScores(loss, count, unit, numbers, dict(zip(names, iou, strict=True)))
 
 
+def _rates(given: Model, preset: VisionConfig) -> dict[str, float]:
+    """Return the rates of dropout that are asked for, of a preset that has them."""
+    found = {}
+    for name in RATES:
+        if (rate := getattr(given, name)) is None:
+            continue
+        if hasattr(preset, name):
+            found[name] = rate
+        elif rate:  # without dropout nothing is dropped
+            flag, what = name.replace("_", "-"), name.replace("_", " ")
+            raise ValueError(f"--model.{flag} {rate}: {given.preset} has no {what}. Leave it out.")
+    return found
+
+
 COLOURS = ("brightness", "contrast", "saturation")
 
 
@@ -383,13 +392,15 @@ def _check_words(config: Train) -> None:
         raise ValueError("--model.new-head goes with --model.weights FILE: a head is new anyway.")
 
 
-OF_PRESETS = ("frozen_norms", "group_norms", "dropout")
+RATES = ("dropout", "auxiliary_dropout")
 
 
 def _check_nothing_ignored(config: Train) -> None:
     """Refuse flags of which nothing takes notice beside others."""
     given, start = config.model, config.checkpoints.start
-    if given.own is not None and (flags := [name for name in OF_PRESETS if getattr(given, name)]):
+    norms = [name for name in ("frozen_norms", "group_norms") if getattr(given, name)]
+    flags = [*norms, *(name for name in RATES if getattr(given, name) is not None)]
+    if given.own is not None and flags:
         raise ValueError(
             f"--model.{flags[0].replace('_', '-')} is of presets, and --model.own {given.own} is "
             "none: say it there."
@@ -417,7 +428,10 @@ def of_images(config: Train) -> bool:
 
 # Flags that only images take notice of: fields of Model and Data.
 OF_IMAGES: Mapping[str, tuple[str, ...]] = {
-    "model": ("weights", "new_head", "frozen_norms", "group_norms", "classes", "smoothing"),
+    "model": (
+        *("weights", "new_head", "frozen_norms", "group_norms", "classes", "smoothing"),
+        "auxiliary_dropout",
+    ),
     "data": ("size", "broken", "scale", "flip", *COLOURS),
 }
 
