@@ -76,8 +76,9 @@ def load(path: str | Path) -> Train:
 def _without_dropout(given: Any) -> None:
     """Take out a dropout of 0 that a run has written: until November 2026 that was the preset's."""
     model = given.get("model") if isinstance(given, dict) else None
-    whole = isinstance(model, dict) and {"smoothing", "group_norms", "stored"} <= set(model)
-    if whole and "auxiliary_dropout" not in model and model.get("dropout") == "0.0":
+    if not isinstance(model, dict) or not {"smoothing", "group_norms", "stored"} <= set(model):
+        return
+    if "auxiliary_dropout" not in model and model.get("dropout") == "0.0":
         del model["dropout"]
 
 
