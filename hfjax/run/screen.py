@@ -96,8 +96,10 @@ class Speed:
         return np.array([time.perf_counter(), self._waited])
 
     def count(self) -> None:
-        """The metrics of a step are read."""
-        self.notice()
+        """The metrics of a step are read: on one device, others may not have ended it yet."""
+        if not self._ends:
+            self._running[0].block_until_ready()
+            self.notice()
         self._until = self._ends.popleft()
         if self._since is None:
             self._since = self._until
