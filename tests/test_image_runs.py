@@ -87,6 +87,18 @@ def test_from_a_folder_to_scores(photos, tmp_path, capsys):
     assert "33 images" in found
     valid = [line["valid_top1"] for line in journal if "valid_top1" in line]
     assert f"top-1 {valid[-1]:.2%}" in found
+    for name in ("blue", "red"):
+        shutil.copytree(photos / "valid" / name, tmp_path / "some" / name)
+    some = [str(tmp_path / "run"), "--devices", "4", "--data", str(tmp_path / "some")]
+    assert evaluate_command(some) == 0
+    found = capsys.readouterr().out
+    assert "22 images" in found
+    assert "some has images of 2 of the 3 classes; of these it has none, and the scores" in found
+    assert found.rstrip().endswith(": green")
+    (tmp_path / "some" / "blue").rename(tmp_path / "some" / "white")
+    with pytest.raises(SystemExit):
+        evaluate_command(some)
+    assert "only the second has white" in capsys.readouterr().err
 
 
 def test_scores_are_those_of_a_plain_loop_over_all_images(photos, tmp_path):
@@ -225,6 +237,14 @@ WRONG = {
     "a patch": (
         {"model": {"preset": "vit-tiny"}, "data": {"size": 9}},
         "does not divide by patch=2",
+    ),
+    "a misspelt preset": (
+        {"model": {"preset": "resnet5"}},
+        r"--model.preset resnet5: one of gpt-tiny.*, vit-l-16\. Did you mean resnet50\?",
+    ),
+    "a preset of text": (
+        {"model": {"preset": "gpt-tiny"}, "data": {"size": None}},
+        "--data.train .* holds images, and gpt-tiny is a model of text. Give --model.preset, one o",
     ),
     "images for text": ({"model": {"preset": "gpt-tiny"}, "data": {}}, "--data.size 16: .*images"),
 }

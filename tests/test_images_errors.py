@@ -103,6 +103,10 @@ def test_names_of_classes_that_are_none(tmp_path):
     refused("classes.txt: '' is empty, no text, or comes twice", city)
     (city / "classes.txt").write_text("\n")
     refused("classes.txt: there is none. Names of classes are expected", city)
+    (city / "classes.txt").write_bytes("Straße\nHaus\na\nb\n".encode("latin1"))
+    refused("classes.txt is not UTF-8: byte 4 is 0xdf. Convert it", city)
+    (city / "classes.txt").write_bytes(b"\xef\xbb\xbfroad\r\nsky\r\na\r\nb\r\n")
+    assert ImageSet(city).classes == ["road", "sky", "a", "b"]
 
 
 def test_folders_that_lead_into_themselves_and_names_that_are_no_files(tmp_path):
@@ -200,7 +204,7 @@ def test_a_file_that_is_gone_is_not_skipped(tmp_path):
     place = photos(tmp_path / "photos", 1)
     loader = ImageLoader(place, 3, 16, broken="skip")
     (place / "cat" / "0.jpg").unlink()
-    with pytest.raises(FileNotFoundError, match=r"No such file or directory: .*cat/0.jpg"):
+    with pytest.raises(FileNotFoundError, match=r"is gone .*Put it back.*: '.*cat/0.jpg'"):
         next(loader)
 
 
@@ -283,6 +287,7 @@ REFUSED = {
     "epochs=0: a whole number from 1 on, or None": {"epochs": 0},
     "pad_last=True: without epochs": {"pad_last": True},
     r"mine=\[4\]: the numbers .* from 0 to 3": {"mine": [4]},
+    r"mine=\[0, 0\]: the numbers .* from 0 to 3, each once": {"mine": [0, 0]},
     "broken='ignore': one of refuse, skip": {"broken": "ignore"},
     r"a batch of 16 rows: .*photos has 15 images. Lower rows": {"rows": 16},
     r"scale=\(0.5, 2\): of classes a part of the area, at most 1": {

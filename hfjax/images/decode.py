@@ -21,6 +21,10 @@ LABELS = ("P", "L", "1")
 SIXTEEN = "16 or 32 bits for a level"
 FULL = 255  # the highest level of 8 bits
 FEWER_BITS, SIXTEEN_BITS = re.compile(r"L;([24])"), re.compile(r";16[BLN]")  # of Pillow's rawmodes
+GONE = (
+    "the image was there when the folder was opened, and is gone (broken='skip' skips none such). "
+    "Put it back, or begin anew without it"
+)
 ORIENTATION = 274  # of EXIF: how to turn what is stored
 TURNS = (
     *("FLIP_LEFT_RIGHT", "ROTATE_180", "FLIP_TOP_BOTTOM", "TRANSPOSE"),
@@ -96,6 +100,8 @@ def _opened(path: Path, most_pixels: int) -> Iterator["Image"]:
         image = library.open(path)
     except (library.DecompressionBombError, library.DecompressionBombWarning) as wrong:
         raise ValueError(_too_large(path, str(wrong), most_pixels)) from None
+    except FileNotFoundError as wrong:
+        raise FileNotFoundError(wrong.errno, GONE, str(path)) from None
     except Exception as wrong:
         raise _damaged(path, wrong) from None
     with image:

@@ -201,9 +201,20 @@ def written_classes(directory: Path) -> list[str] | None:
         places.append(directory.parent)
     for place in places:
         if (path := place / CLASSES).is_file():
-            lines = [line.strip() for line in contents(path).strip().splitlines()]
+            lines = [line.strip() for line in _text_of(path).strip().splitlines()]
             return checked_names(lines, named(path))
     return None
+
+
+def _text_of(path: Path) -> str:
+    """Return the text of a file, without a byte order mark."""
+    try:
+        return contents(path).removeprefix("\ufeff")
+    except UnicodeDecodeError as wrong:
+        raise ValueError(
+            f"{named(path)} is not UTF-8: byte {wrong.start} is 0x{wrong.object[wrong.start]:02x}. "
+            "Convert it (iconv -f latin1 -t utf-8)."
+        ) from None
 
 
 def checked_names(names: Iterable[str], where: str) -> list[str]:

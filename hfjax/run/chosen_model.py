@@ -6,7 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from hfjax.base.keywords import nearest_of
 from hfjax.base.mean import check_loss
+from hfjax.base.tables import named
 from hfjax.models import gpt, llama, moe
 from hfjax.models.vision import all_presets
 from hfjax.run.config import Model, Train
@@ -53,9 +55,7 @@ def choose(config: Train, vocab: int) -> ModelChoice:
     given, loss = config.model, loss_of(config.model)
     if given.own is not None:
         return _own(config, vocab, loss)
-    if given.preset not in presets():
-        known = ", ".join([*presets(), *all_presets.PRESETS])
-        raise ValueError(f"--model.preset {given.preset}: one of {known}.")
+    check_preset(given)
     model, name = presets()[given.preset]
     changes: dict[str, Any] = {n: getattr(given, n) for n in SHAPE if getattr(given, n) is not None}
     of_experts = _of_experts(given, model)
@@ -72,6 +72,16 @@ def choose(config: Train, vocab: int) -> ModelChoice:
         shape = replace(presets_of.PRESETS[name], **changes, **of_experts)
     init = lambda rngs: model(shape, rngs=rngs)
     return ModelChoice(given.preset, init, loss, shape.vocab, shape.length, shape.length, shape)
+
+
+def check_preset(given: Model) -> None:
+    """Refuse a preset that is none, of text or images, unless another model takes its place."""
+    known = [*presets(), *all_presets.PRESETS]
+    if given.own is None and given.pretrained is None and given.preset not in known:
+        raise ValueError(
+            f"--model.preset {named(given.preset)}: one of {', '.join(known)}."
+            f"{nearest_of(given.preset, known)}"
+        )
 
 
 def loss_of(given: Model) -> Callable:

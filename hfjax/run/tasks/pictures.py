@@ -285,14 +285,12 @@ class Pictures:
         given = self.config.data
         if given.valid is None and "valid" not in parts_of(given.train[0]):
             return None
-        known = self.images.classes
-        found = ImageSet(given.valid or given.train[0], part="valid", classes=self._asked(known))
+        known, place = self.images.classes, given.valid or given.train[0]
+        found = ImageSet(place, part="valid", classes=known if self.kind == MASKS else None)
+        if set(found.classes) < set(known):  # of folders: labels go by name, `after` tells of it
+            found = ImageSet(place, part="valid", classes=known)
         check_same_classes(self.images, found)
         return self._loader(mine, found, train=False, epochs=1, pad_last=True)
-
-    def _asked(self, known: Sequence[str]) -> Any:
-        """Return what classes a set to validate on is opened with: of folders its own are told."""
-        return known if self.kind == MASKS else None
 
     def _loader(self, mine: Callable, data: ImageSet, **fields: Any) -> ImageLoader:
         batch = self.config.batch
@@ -302,7 +300,21 @@ class Pictures:
         return made
 
     def after(self, loader: Any) -> list[str]:
-        """Return what to say after training: which images did not decode."""
+        """Return what to say after training: which images did not decode, which classes lack."""
+        return [*self._without_images(loader.images), *self._skipped(loader)]
+
+    def _without_images(self, data: ImageSet) -> list[str]:
+        """Return a line of the classes of which a set has no image."""
+        if data.kind == MASKS or not (left := set(range(len(data.classes))) - set(data.labels)):
+            return []
+        some = ", ".join(named(data.classes[i]) for i in sorted(left)[:5]) + ", …" * (len(left) > 5)
+        count = len(data.classes)
+        return [
+            f"{named(data.directory)} has images of {count - len(left)} of the {count} classes; of "
+            f"these it has none, and the scores tell nothing of them: {some}"
+        ]
+
+    def _skipped(self, loader: Any) -> list[str]:
         if not (left := loader.skipped):
             return []
         some = ", ".join(map(named, left[:5])) + ", …" * (len(left) > 5)
@@ -447,3 +459,11 @@ def check_no_images(config: Train) -> None:
                     f"{config.model.own or config.model.preset} is a model of text. Leave it out, "
                     f"or choose one of {', '.join(PRESETS)}."
                 )
+    given = config.data.train
+    if given and holds_images(Path(given[0])):
+        model = config.model.pretrained or config.model.preset
+        raise ValueError(
+            f"--data.train {named(given[0])} holds images, and {named(model)} is a model of text. "
+            f"Give --model.preset, one of {', '.join(PRESETS)}; or make a data set of text: "
+            "hfjax data."
+        )
