@@ -61,6 +61,9 @@ def test_a_table_that_is_not_read_as_one_and_a_file_named_twice(tmp_path, refuse
 
 def test_text_that_is_not_utf8(tmp_path, refused):
     refused("in.txt", b"abc\xe4", r"in\.txt is not UTF-8: byte 3 is 0xe4\. .* --errors replace")
+    refused(
+        "in.md", "a".encode("utf-16"), r"byte 0 is 0xff\. Convert it \(iconv -f utf-16 -t utf-8"
+    )
     prepare(tmp_path / "in.txt", tmp_path / "out", errors="replace")
     data = TokenSet(tmp_path / "out")
     assert data.tokenizer.decode(data.tokens[:-1]) == "abc\N{REPLACEMENT CHARACTER}"

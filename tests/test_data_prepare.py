@@ -210,13 +210,19 @@ def test_bytes_without_a_token_are_counted_and_added_tokens_keep_their_ids(tmp_p
 def test_text_that_becomes_the_unknown_token_is_counted_and_told(tmp_path, capsys):
     write(tmp_path / "in.txt", "hello big world")
     vocab = {"[UNK]": 0, "hello": 1, "world": 2}
-    model = {"type": "WordLevel", "vocab": vocab, "unk_token": "[UNK]"}
-    path = tokenizer_of(tmp_path / "t.json", **model)
-    command = DataCommand((str(tmp_path / "in.txt"),), tmp_path / "a", path, append_end=False)
-    assert run(command) == 0
-    assert "warning: 1 of 3 tokens are the tokenizer's token for unknown text" in (
-        capsys.readouterr().out
-    )
+    pieces = [[name, -1.0] for name in vocab]
+    for number, model in enumerate(
+        (
+            {"type": "WordLevel", "vocab": vocab, "unk_token": "[UNK]"},
+            {"type": "Unigram", "vocab": pieces, "unk_id": 0},
+        )
+    ):
+        path = tokenizer_of(tmp_path / "t.json", **model)
+        out = tmp_path / str(number)
+        command = DataCommand((str(tmp_path / "in.txt"),), out, path, append_end=False)
+        assert run(command) == 0
+        told = capsys.readouterr().out
+        assert "warning: 1 of 3 tokens are the tokenizer's token for unknown text" in told
 
 
 def test_dropout_of_a_tokenizer_is_switched_off(tmp_path):
@@ -232,7 +238,7 @@ def test_dropout_of_a_tokenizer_is_switched_off(tmp_path):
 
 @pytest.mark.parametrize("name", ["in.txt", "in.jsonl", "in.jsonl.gz"])
 def test_a_byte_order_mark_begins_a_file_and_is_no_text(tmp_path, name):
-    text = "a" if name == "in.txt" else '{"text": "a"}\n'
+    text = "a" if name == "in.txt" else '\n{"text": "a"}\n'
     write(tmp_path / name, b"\xef\xbb\xbf" + text.encode())
     prepare(tmp_path / name, tmp_path / "out")
     assert texts_of(TokenSet(tmp_path / "out")) == ["a"]

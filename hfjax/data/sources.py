@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from hfjax.base.exits import optional
-from hfjax.base.read_files import MISSING, parsed, what_is
+from hfjax.base.read_files import MISSING, not_utf8, parsed, what_is
 from hfjax.base.tables import named
 
 TEXT, LINES, TABLES = (".txt", ".md"), (".jsonl", ".ndjson"), (".parquet",)
@@ -71,9 +71,9 @@ class Sources:
         with opened(path) as (file, raw):
             for number, line in enumerate(file, 1):
                 where = f"{name}:{number}"
-                if line.strip():
-                    text = self._decode(line, where)
-                    text = text.removeprefix(MARK) if number == 1 else text
+                text = self._decode(line, where)
+                text = text.removeprefix(MARK) if number == 1 else text
+                if text.strip():
                     yield Document(self._text_of(text, where), where, _read(raw))
 
     def _rows(self, path: Path) -> Iterator[Document]:
@@ -117,10 +117,7 @@ class Sources:
         try:
             return data.decode("utf-8", self.errors)
         except UnicodeDecodeError as wrong:
-            raise ValueError(
-                f"{where} is not UTF-8: byte {wrong.start} is 0x{data[wrong.start]:02x}. Convert "
-                "it (iconv -f latin1 -t utf-8), or give --errors replace."
-            ) from None
+            raise ValueError(f"{not_utf8(where, wrong)}, or give --errors replace.") from None
 
     def _text_of(self, line: str, where: str) -> str:
         try:
@@ -160,7 +157,9 @@ class Sources:
 
 def _values(column: Any) -> list[Any]:
     """Return the values of a column; texts as bytes, which may be no UTF-8."""
-    text = str(column.type) in ("string", "large_string")
+    if hasattr(column, "dictionary_decode"):
+        column = column.dictionary_decode()
+    text = str(column.type) in ("string", "large_string", "string_view")
     return column.cast("large_binary" if text else column.type).to_pylist()
 
 

@@ -19,6 +19,7 @@ from hfjax.base.tables import named
 END = "<|endoftext|>"  # of the tokenizers trained here
 KNOWN_ENDS = (END, "</s>", "<|end_of_text|>", "<eos>", "<|im_end|>", "[SEP]")
 FILE = "tokenizer.json"
+MEND = f"Mend its {FILE}, or give another one."
 MODEL = ("generation_config.json", "config.json")  # of a model: what says its end of a text
 KNOWN = ("bytes", FILE, "none")  # what a data set may be made by
 MADE_BY: Kind = (f"one of {', '.join(KNOWN)}", lambda x: x in KNOWN)
@@ -35,7 +36,7 @@ class ByteTokenizer:
     """Text as its UTF-8 bytes; byte 0, which text does not contain, ends a document."""
 
     kind, vocab, end = "bytes", 256, 0
-    dropped, unknown, unknown_token = 0, 0, None  # of any text nothing is lost
+    dropped, unknown = 0, 0  # of any text nothing is lost
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:
         """Return the tokens of each text."""
@@ -61,7 +62,6 @@ class TrainedTokenizer:
         end: Its end of a document, if it has one.
         dropped: How many characters (or bytes of some) have had no token and were left out.
         unknown: How often text became the token for what is unknown.
-        unknown_token: That token, if there is one.
     """
 
     kind = FILE
@@ -77,7 +77,6 @@ class TrainedTokenizer:
         tokens = inner.get_vocab(with_added_tokens=True)
         self.vocab = max(tokens.values(), default=-1) + 1  # ids may have gaps
         _check_vocab(tokens)
-        self.unknown_token: int | None = tokens.get(getattr(inner.model, "unk_token", None))
         names = KNOWN_ENDS if end is None else (end,)
         self.end: int | None = next((tokens[name] for name in names if name in tokens), None)
         if end is not None and self.end is None:
@@ -110,6 +109,14 @@ class TrainedTokenizer:
         return found
 
     @cached_property
+    def unknown_token(self) -> int | None:
+        """The token for what is unknown, if there is one."""
+        model = json.loads(self.inner.to_str())["model"]
+        if "unk_id" in model:  # of Unigram
+            return model["unk_id"]
+        return self.inner.token_to_id(model["unk_token"]) if model.get("unk_token") else None
+
+    @cached_property
     def _marking(self) -> Any:
         """A tokenizer that writes token `vocab` where this one drops a character; None: it cannot.
 
@@ -129,7 +136,8 @@ class TrainedTokenizer:
 
     def decode(self, tokens: Iterable[int]) -> str:
         """Return the text of tokens."""
-        return self.inner.decode(list(map(int, tokens)), skip_special_tokens=False)
+        with _in_words("the tokenizer cannot write these tokens", MEND):
+            return self.inner.decode(list(map(int, tokens)), skip_special_tokens=False)
 
     def save(self, directory: Path) -> None:
         """Write `tokenizer.json` to a directory."""
@@ -165,8 +173,7 @@ class TrainedTokenizer:
 
 
 def _tokens_of(inner: Any, texts: list[str]) -> list[np.ndarray]:
-    mend = f"Mend its {FILE}, or give another one."
-    with _in_words("the tokenizer cannot read this text", mend):
+    with _in_words("the tokenizer cannot read this text", MEND):
         found = inner.encode_batch_fast(texts, add_special_tokens=False)
     return [np.array(coded.ids, np.int64) for coded in found]
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from hfjax.base.image_names import is_folder, is_image, is_litter
-from hfjax.base.read_files import FOLDER, MISSING, check_ordinary, contents, what_is
+from hfjax.base.read_files import FOLDER, MISSING, check_ordinary, contents, not_utf8, what_is
 from hfjax.base.tables import named
 
 PARTS = {"train": ("train",), "valid": ("valid", "val")}
@@ -211,10 +211,7 @@ def _text_of(path: Path) -> str:
     try:
         return contents(path).removeprefix("\ufeff")
     except UnicodeDecodeError as wrong:
-        raise ValueError(
-            f"{named(path)} is not UTF-8: byte {wrong.start} is 0x{wrong.object[wrong.start]:02x}. "
-            "Convert it (iconv -f latin1 -t utf-8)."
-        ) from None
+        raise ValueError(f"{not_utf8(named(path), wrong)}.") from None
 
 
 def checked_names(names: Iterable[str], where: str) -> list[str]:
