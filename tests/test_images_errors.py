@@ -107,6 +107,9 @@ def test_names_of_classes_that_are_none(tmp_path):
     refused("classes.txt is not UTF-8: byte 4 is 0xdf. Convert it", city)
     (city / "classes.txt").write_bytes(b"\xef\xbb\xbfroad\r\nsky\r\na\r\nb\r\n")
     assert ImageSet(city).classes == ["road", "sky", "a", "b"]
+    (city / "classes.txt").unlink()
+    (city / "classes.txt").symlink_to("names.txt")
+    refused("classes.txt is a link to names.txt, which is not there", city)
 
 
 def test_folders_that_lead_into_themselves_and_names_that_are_no_files(tmp_path):

@@ -200,7 +200,7 @@ def written_classes(directory: Path) -> list[str] | None:
     if any(directory.name in names for names in PARTS.values()):
         places.append(directory.parent)
     for place in places:
-        if (path := place / CLASSES).is_file():
+        if os.path.lexists(path := place / CLASSES):
             lines = [line.strip() for line in _text_of(path).strip().splitlines()]
             return checked_names(lines, named(path))
     return None
